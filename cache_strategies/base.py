@@ -1,0 +1,190 @@
+"""The seam: what a KV-cache strategy is to the scheduler, to the engine and to the model. Implements nothing.
+
+One `KVCache` serves ALL sequences under one instance. A request takes a seat in it; the tokens of a seat that enter in
+a step form a row; the rows of an instance become a plan, and the model calls the plan's `attend` once per layer. State
+moves in `commit` alone, so that a failed step can be repeated.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, NamedTuple
+
+import torch
+from pydantic import BaseModel, ConfigDict
+from torch import Tensor
+
+from kernels.arena import Arena
+from kernels.ops import LayerSpec, Ops
+
+
+class Seat:
+    """One request's place in one cache; to everybody else opaque but for two numbers."""
+
+    __slots__ = ("cached", "length")
+
+    def __init__(self, length: int = 0) -> None:
+        self.length = length  # committed tokens: the next row starts here
+        self.cached = length  # of these, found at open; may shrink until the seat's first row has run
+
+
+class Row(NamedTuple):
+    """Tokens [seat.length, seat.length + num_tokens) of a seat enter in this step."""
+
+    seat: Seat
+    num_tokens: int
+
+
+class Contract(NamedTuple):
+    """What an instance promises; derived from its options and the model's layers."""
+
+    exact: bool  # every key that the model may see is kept as it was computed
+    shareable: bool  # sequences with a common prefix can share its memory
+    forkable: bool  # fork() may return a seat
+    swappable: bool  # a seat's blocks can be moved away and back
+    rewind: int | None  # committed tokens that crop may drop; None: any number
+    replayable: bool  # recomputing all tokens from the first gives the same state
+    chunk_invariant: bool  # the state does not depend on how the tokens were cut into rows
+    max_row: int | None  # tokens a row may carry at most; the scheduler cuts chunks to it
+
+
+class Usage(NamedTuple):
+    """Where an instance's memory is, in bytes; reserved = used + idle + wasted."""
+
+    seats: int  # open
+    tokens: int  # committed in open seats, shared ones counted once
+    reserved: int  # held in the arena
+    used: int  # holding tokens of open seats
+    idle: int  # holding tokens of nobody, kept in case somebody wants them again
+    wasted: int  # held and empty
+    limit: int  # that it may hold at most
+
+
+@dataclass(frozen=True)
+class CacheSetup:
+    """What every strategy is built from: the model's layers, the memory, and how much may come at once."""
+
+    name: str  # of the instance; its owner's name in the arena
+    layers: Sequence[LayerSpec]
+    arena: Arena
+    ops: Ops
+    kv_dtype: torch.dtype
+    max_seats: int
+    max_seq_len: int
+    max_step_tokens: int
+
+
+class Options(BaseModel):
+    """Options of a kind, as settings give them; a kind subclasses it. Unknown ones are errors."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class SeatShape(NamedTuple):
+    """Blocks of one sequence."""
+
+    block_tokens: int  # slots of a block
+    blocks: int  # of the longest sequence
+
+
+class Plan(ABC):
+    """One instance's slice of one step. Valid until the next plan() of its cache."""
+
+    rows: Sequence[Row]
+
+    @abstractmethod
+    def attend(self, layer_idx: int, q: Tensor, k: Tensor, v: Tensor, out: Tensor) -> None:
+        """q [N,Hq,D], k [N,H,D], v [N,H,Dv] -> out [N,Hq,Dv]. All rows write, then all read; repeatable."""
+
+    @abstractmethod
+    def keys(self, layer_idx: int, row: int) -> tuple[Tensor, Tensor, Tensor]:
+        """K [S,H,D], V [S,H,Dv] and positions [S] that the row's last token sees, in the order of positions."""
+
+
+class KVCache(ABC):
+    """A strategy for keeping keys and values.
+
+    The first group of methods is the scheduler's: host only, token ids and seats, no device work. The second is the
+    engine's: called from the one device thread, once per step.
+    """
+
+    options_type: ClassVar[type[Options]] = Options
+    contract: Contract
+
+    def __init__(self, setup: CacheSetup, options: Options) -> None:
+        self.setup = setup
+        self.options = options
+
+    @property
+    def name(self) -> str:
+        return self.setup.name
+
+    # ---------------------------------------------------------------- scheduler
+    @classmethod
+    @abstractmethod
+    def seat_shape(cls, options: Any, max_seq_len: int, max_step_tokens: int) -> SeatShape:
+        """What a seat is made of, asked before there is any memory: the arena is cut to fit all instances."""
+
+    @abstractmethod
+    def bytes_for(self, num_tokens: int) -> int:
+        """Peak memory of a sequence of that many tokens. Above the limit it is refused for good, never queued."""
+
+    def match(self, tokens: Sequence[int], *, salt: str = "", limit: int | None = None) -> int:
+        """Leading tokens that open() would find now. Changes nothing."""
+        return 0
+
+    @abstractmethod
+    def open(self, tokens: Sequence[int], *, salt: str = "", max_cached: int | None = None) -> Seat | None:
+        """A seat for a sequence that begins with these tokens; None: no room now.
+
+        Its `cached` leading tokens need not be computed again; at least the last token always is.
+        """
+
+    def ready(self, seat: Seat) -> bool:
+        """False: it waits for another seat's prefill, or for a restore; do not schedule it in this step."""
+        return True
+
+    @abstractmethod
+    def grow(self, seat: Seat, more: int) -> bool:
+        """Room for `more` tokens after seat.length. Idempotent. False: somebody must be preempted."""
+
+    @abstractmethod
+    def crop(self, seat: Seat, length: int) -> None:
+        """Drops committed tokens from `length` on; at most contract.rewind of them."""
+
+    def fork(self, seat: Seat) -> Seat | None:
+        """A second seat with the same tokens; None: open it from the tokens instead."""
+        return None
+
+    @abstractmethod
+    def close(self, seat: Seat) -> None:
+        """The seat's memory is free, or idle. Whoever waits for tokens it had to compute inherits the work."""
+
+    def reclaim(self, pages: int) -> int:
+        """Gives idle pages back to the arena, oldest first; how many it gave."""
+        return 0
+
+    # ---------------------------------------------------------------- engine
+    def poll(self) -> None:  # noqa: B027 - most have nothing to do
+        """A step begins: land finished restores. Never waits."""
+
+    @abstractmethod
+    def plan(self, rows: Sequence[Row], *, pad_to: int = 0) -> Plan:
+        """The step's plan; decode rows (one token) stand first. With pad_to, decode rows only, padded to that many."""
+
+    @abstractmethod
+    def commit(self, plan: Plan, tokens: Sequence[Sequence[int]]) -> None:
+        """tokens[i]: the ids that ENTERED in plan.rows[i], possibly fewer than planned. Cannot fail.
+
+        A negative id is an embedding without a token: kept, never shared.
+        """
+
+    @abstractmethod
+    def usage(self) -> Usage:
+        """Read from the host's books, between steps."""
+
+    @abstractmethod
+    def check_integrity(self) -> None:
+        """Asserts that the books add up, for the open seats it knows."""

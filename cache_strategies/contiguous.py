@@ -1,0 +1,41 @@
+"""contiguous: one run of memory a sequence, long enough for max_seq_len. The baseline: exact, simple, generous.
+
+A sequence's keys of one layer are one dense tensor, which `view` hands out without a copy.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from cache_strategies.base import CacheSetup, Contract, Options, Seat, SeatShape
+from cache_strategies.slab import SlabCache
+from cache_strategies.table import TableSeat
+
+
+class ContiguousCache(SlabCache):
+    """Slots are positions."""
+
+    def __init__(self, setup: CacheSetup, options: Options) -> None:
+        super().__init__(setup, options)
+        self.contract = Contract(
+            exact=True,
+            shareable=False,
+            forkable=True,
+            swappable=True,
+            rewind=None,
+            replayable=True,
+            chunk_invariant=True,
+            max_row=None,
+        )
+
+    @classmethod
+    def seat_shape(cls, options: Any, max_seq_len: int, max_step_tokens: int) -> SeatShape:
+        return SeatShape(max_seq_len, 1)
+
+    def view(self, seat: Seat, layer: int) -> tuple[Tensor, Tensor]:
+        """K [H, length, D] and V [H, length, Dv] of a seat, in place: they see later tokens enter."""
+        assert isinstance(seat, TableSeat)
+        block = seat.blocks[0]
+        return self.store.k(layer)[block, :, : seat.length], self.store.v(layer)[block, :, : seat.length]

@@ -1,0 +1,111 @@
+"""Which block holds which tokens: names of full blocks, and the blocks that are published but not computed yet.
+
+Knows names and seats as opaque things; neither memory nor reference counts.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from array import array
+from collections.abc import Iterator, Sequence
+
+from cache_strategies.base import Seat
+
+Name = bytes  # sha256: Python's hash() collides on purpose (GHSA-rm76-4mrf-v9r8)
+
+
+class PrefixNames:
+    """Names blocks by all tokens up to their end, so that equal names mean equal contents."""
+
+    def __init__(self, block_size: int, scope: str) -> None:
+        """`scope`: whatever else decides the contents: instance, dtype, model."""
+        self._block_size = block_size
+        self._scope = scope
+
+    def root(self, salt: str) -> Name:
+        """The name before the first block; another salt shares nothing."""
+        return hashlib.sha256(f"{self._scope}\0{salt}".encode()).digest()
+
+    def child(self, parent: Name, tokens: Sequence[int]) -> Name | None:
+        """The name of the block after `parent`; None if it cannot be shared (it holds a nameless embedding)."""
+        if min(tokens) < 0:
+            return None
+        return hashlib.sha256(parent + array("q", tokens).tobytes()).digest()
+
+    def of(self, tokens: Sequence[int], salt: str) -> Iterator[Name]:
+        """Names of the full blocks of a text, computed one by one."""
+        name: Name | None = self.root(salt)
+        for end in range(self._block_size, len(tokens) + 1, self._block_size):
+            assert name is not None
+            name = self.child(name, tokens[end - self._block_size : end])
+            if name is None:
+                return
+            yield name
+
+
+class PrefixIndex:
+    """Names to blocks and back."""
+
+    def __init__(self) -> None:
+        self._block: dict[Name, int] = {}
+        self._name: dict[int, Name] = {}
+
+    def find(self, name: Name) -> int | None:
+        return self._block.get(name)
+
+    def publish(self, name: Name, block: int) -> None:
+        assert name not in self._block
+        assert block not in self._name
+        self._block[name], self._name[block] = block, name
+
+    def forget(self, block: int) -> None:
+        """The block's contents are about to change, or go; no name, no effect."""
+        name = self._name.pop(block, None)
+        if name is not None:
+            del self._block[name]
+
+    def __contains__(self, block: int) -> bool:
+        return block in self._name
+
+    def check_integrity(self) -> None:
+        assert {block: name for name, block in self._block.items()} == self._name
+
+
+class PendingBlocks:
+    """Blocks somebody promised to compute: the first seat in line computes, the others wait and inherit the work."""
+
+    def __init__(self) -> None:
+        self._lines: dict[int, list[Seat]] = {}
+
+    def promise(self, block: int, seat: Seat) -> None:
+        self._lines[block] = [seat]
+
+    def wait(self, block: int, seat: Seat) -> None:
+        """No effect if the block is computed already."""
+        if block in self._lines:
+            self._lines[block].append(seat)
+
+    def __contains__(self, block: int) -> bool:
+        return block in self._lines
+
+    def owner(self, block: int) -> Seat | None:
+        line = self._lines.get(block)
+        return line[0] if line else None
+
+    def computed(self, block: int) -> None:
+        self._lines.pop(block, None)
+
+    def leave(self, block: int, seat: Seat) -> Seat | None:
+        """`seat` lets go; returns the heir if there is one now. A block nobody is left for is no longer pending."""
+        line = self._lines.get(block)
+        if not line or seat not in line:
+            return None
+        owned = line[0] is seat
+        line.remove(seat)
+        if not line:
+            del self._lines[block]
+            return None
+        return line[0] if owned else None
+
+    def items(self) -> Iterator[tuple[int, list[Seat]]]:
+        return iter(self._lines.items())

@@ -1,0 +1,67 @@
+"""sliding_window: a ring of fixed size a sequence, which keeps the first few tokens (sinks) and the latest `window`.
+
+Memory does not grow with the text, and what leaves the window is forgotten: exact only where the model itself sees no
+further. Attention sinks are from Xiao et al., "Efficient Streaming Language Models with Attention Sinks" (2023), here
+without re-rotation: keys keep the absolute positions they were computed at.
+
+A row's tokens are written before any is read, and its first query still needs window - 1 tokens before it. So the ring
+has window + max_row - 1 slots, and the scheduler never sends more than max_row tokens in one row:
+
+    slots   | sinks | ring: window + max_row - 1                  |
+    token p   p < sinks: p;  otherwise: sinks + (p - sinks) % ring
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pydantic import Field
+
+from cache_strategies.base import CacheSetup, Contract, Options, SeatShape
+from cache_strategies.slab import SlabCache
+
+
+class WindowOptions(Options):
+    """Options of a sliding window."""
+
+    window: int = Field(512, ge=1, description="latest tokens a query sees, itself included")
+    sinks: int = Field(4, ge=0, description="first tokens of the sequence that stay visible")
+    max_row: int | None = Field(None, ge=1, description="tokens a step may enter per sequence; default: as the window")
+
+
+class SlidingWindowCache(SlabCache):
+    """One ring a seat."""
+
+    options_type = WindowOptions
+
+    def __init__(self, setup: CacheSetup, options: WindowOptions) -> None:
+        max_row = _max_row(options, setup.max_step_tokens)
+        self.sinks = options.sinks
+        self.ring = _ring(options, setup.max_seq_len, setup.max_step_tokens)
+        self.window = options.window
+        super().__init__(setup, options)
+        wraps = self.sinks + self.ring < setup.max_seq_len
+        sees_all = all(spec.window is not None and spec.window <= options.window for spec in setup.layers)
+        self.contract = Contract(
+            exact=sees_all or options.window >= setup.max_seq_len,
+            shareable=False,
+            forkable=True,
+            swappable=True,
+            rewind=0 if wraps else None,  # what a wrapped ring has overwritten does not come back
+            replayable=True,
+            chunk_invariant=True,
+            max_row=max_row,
+        )
+
+    @classmethod
+    def seat_shape(cls, options: Any, max_seq_len: int, max_step_tokens: int) -> SeatShape:
+        return SeatShape(options.sinks + _ring(options, max_seq_len, max_step_tokens), 1)
+
+
+def _max_row(options: WindowOptions, max_step_tokens: int) -> int:
+    return min(options.max_row or options.window, max_step_tokens)
+
+
+def _ring(options: WindowOptions, max_seq_len: int, max_step_tokens: int) -> int:
+    """Slots of the ring; never more than the longest sequence needs."""
+    return max(1, min(options.window + _max_row(options, max_step_tokens) - 1, max_seq_len - options.sinks))

@@ -1,0 +1,153 @@
+"""What strategies that address their keys through a block table have in common: table rows, the plan, plain commits.
+
+Knows the `Slots` contract of the kernels; not how blocks are obtained. All host arrays are int32, allocated once, and
+share their memory with the tensors that kernels read (on the CPU) or are copied to them in one go (elsewhere).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from cache_strategies.base import CacheSetup, KVCache, Options, Plan, Row, Seat
+from kernels.ops import LayerSpec, Slots
+from kernels.store import KVStore
+
+Int32 = NDArray[np.int32]
+
+
+class TableSeat(Seat):
+    """A seat with a row in the block table."""
+
+    __slots__ = ("blocks", "index")
+
+    def __init__(self, index: int, blocks: list[int], length: int = 0) -> None:
+        super().__init__(length)
+        self.index = index
+        self.blocks = blocks
+
+
+class SeatTable:
+    """The block table [R, M] and the arrays of a step."""
+
+    def __init__(self, seats: int, width: int, device: torch.device) -> None:
+        self._host: Int32 = np.zeros((seats, width), np.int32)
+        self._host_steps: Int32 = np.zeros((4, seats + 1), np.int32)  # row_seat, q_start, start, kept
+        self._table = torch.from_numpy(self._host).to(device)  # on the CPU the very same memory
+        self._steps = torch.from_numpy(self._host_steps).to(device)
+        self._free = list(range(seats))[::-1]
+
+    @property
+    def full(self) -> bool:
+        return not self._free
+
+    def take(self) -> int:
+        """A row for a new seat."""
+        return self._free.pop()
+
+    def give(self, index: int) -> None:
+        assert index not in self._free
+        self._free.append(index)
+
+    def write(self, seat: TableSeat, first: int = 0) -> None:
+        """The seat's blocks from the `first` on, into its row."""
+        self._host[seat.index, first : len(seat.blocks)] = seat.blocks[first:]
+
+    def slots(self, rows: Sequence[Row], *, pad_to: int = 0, sinks: int = 0, ring: int = 0) -> Slots:
+        """The addresses of a step."""
+        lengths = [row.num_tokens for row in rows]
+        decode = next((i for i, n in enumerate(lengths) if n != 1), len(rows))
+        padding = max(0, pad_to - len(rows))
+        assert 1 not in lengths[decode:], "decode rows stand first"
+        assert not padding or decode == len(rows), "only decode rows are padded"
+        n, B = len(rows), len(rows) + padding
+        row_seat, q_start, start, kept = self._host_steps
+        row_seat[:n], row_seat[n:B] = [row.seat.index for row in rows], 0  # type: ignore[attr-defined]
+        start[:n], start[n:B] = [row.seat.length for row in rows], -1
+        np.cumsum(lengths + [1] * padding, out=q_start[1 : B + 1])
+        np.clip(start[:B], 0, sinks + ring if ring else None, out=kept[:B])
+        if self._table.device.type != "cpu":
+            self._table.copy_(torch.from_numpy(self._host))
+            self._steps.copy_(torch.from_numpy(self._host_steps))
+        return Slots(
+            self._table,
+            row_seat=self._steps[0, :B],
+            q_start=self._steps[1, : B + 1],
+            start=self._steps[2, :B],
+            kept=self._steps[3, :B],
+            num_decode=decode + padding,
+            max_q=max(lengths, default=1),
+            max_kv=max((row.seat.length + row.num_tokens for row in rows), default=1),
+            num_rows=B,
+            sinks=sinks,
+            ring=ring,
+        )
+
+
+class TablePlan(Plan):
+    """A plan whose keys lie where `Slots` say."""
+
+    def __init__(self, cache: TableCache, rows: Sequence[Row], slots: Slots) -> None:
+        self.rows = rows
+        self._cache = cache
+        self._slots = slots
+
+    def attend(self, layer_idx: int, q: Tensor, k: Tensor, v: Tensor, out: Tensor) -> None:
+        setup, store, at = self._cache.setup, self._cache.store, self._slots
+        setup.ops.write_kv(store, layer_idx, k, v, at)
+        setup.ops.attend(out, q, store, layer_idx, at, setup.layers[layer_idx], window=self._cache.window)
+
+    def keys(self, layer_idx: int, row: int) -> tuple[Tensor, Tensor, Tensor]:
+        seat, num_tokens = self.rows[row]
+        positions = self._cache.visible(seat.length + num_tokens, self._cache.setup.layers[layer_idx])
+        setup = self._cache.setup
+        k, v = setup.ops.gather(self._cache.store, layer_idx, self._slots, row, positions)
+        return k, v, positions
+
+
+class TableCache(KVCache):
+    """A cache over one store. A subclass says where blocks come from: open, grow, crop, fork, close."""
+
+    sinks = 0
+    ring = 0
+    window: int | None = None  # keys that the strategy lets a query see, beside the sinks
+
+    def __init__(self, setup: CacheSetup, options: Options) -> None:
+        super().__init__(setup, options)
+        shape = self.seat_shape(options, setup.max_seq_len, setup.max_step_tokens)
+        self.store = KVStore(setup.arena, setup.layers, shape.block_tokens, setup.kv_dtype)
+        self.table = SeatTable(setup.max_seats, shape.blocks, setup.arena.memory.device)
+        self.seats: set[TableSeat] = set()
+
+    def plan(self, rows: Sequence[Row], *, pad_to: int = 0) -> Plan:
+        return TablePlan(self, rows, self.table.slots(rows, pad_to=pad_to, sinks=self.sinks, ring=self.ring))
+
+    def commit(self, plan: Plan, tokens: Sequence[Sequence[int]]) -> None:
+        for row, ids in zip(plan.rows, tokens, strict=True):
+            assert len(ids) <= row.num_tokens
+            row.seat.length += len(ids)
+
+    def visible(self, length: int, spec: LayerSpec) -> Tensor:
+        """Positions [S] that the last of `length` tokens sees, ascending."""
+        last = length - 1
+        position = torch.arange(length, device=self.setup.arena.memory.device)
+        seen = position >= 0
+        if self.window is not None:
+            seen &= (position > last - self.window) | (position < self.sinks)
+        if spec.window is not None:
+            seen &= position > last - spec.window
+        return position[seen]
+
+    @property
+    def block_reserve(self) -> int:
+        """Bytes a block takes from the arena."""
+        return self.store.run * self.setup.arena.page_bytes
+
+    @property
+    def token_bytes(self) -> float:
+        """Bytes of one token in a full block."""
+        return self.store.block_bytes / self.store.block_size

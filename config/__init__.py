@@ -1,0 +1,1 @@
+"""Settings, and the provisioning files of the programs that watch the server."""

@@ -1,0 +1,272 @@
+"""Every setting of the server, where its value comes from, and what is refused.
+
+A value on the command line beats the environment (KVMUX_...), which beats the file, which beats the default.
+Knows no strategy: the options of an instance are checked by its kind, in the engine.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+import os
+import tomllib
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic_settings import (
+    BaseSettings,
+    EnvSettingsSource,
+    PydanticBaseSettingsSource,
+    SettingsConfigDict,
+)
+
+from config.sizes import Share, exceeds, parse_bytes
+
+ENV_PREFIX = "KVMUX_"
+ENV_FOREIGN = frozenset({"KVMUX_CONFIG"})  # read by the command line, not a setting
+ENV_JSON = frozenset({"KVMUX_STRATEGIES", "KVMUX_RULES"})
+ENV_PARTS = "KVMUX_STRATEGIES__"  # the only variables that reach into a setting: __<instance>__<option>
+
+Device = Literal["auto", "cpu", "mps", "cuda"]
+DType = Literal["auto", "float32", "bfloat16", "float16"]
+Weights = Literal["auto", "f32", "bf16", "f16"]
+
+
+class SettingsError(Exception):
+    """A setting that cannot be used; the message tells the user what to change."""
+
+
+class StrategySettings(BaseModel):
+    """A named instance of a strategy kind. What is not named here is an option of the kind."""
+
+    model_config = ConfigDict(extra="allow")
+
+    kind: str = Field(description="contiguous, sliding_window, paged, or the name a plug-in registered")
+    floor: Share = Field("0%", description="KV memory nobody else may take")
+    limit: Share = Field("100%", description="KV memory it may hold at most")
+
+    @model_validator(mode="after")
+    def _floor_within_limit(self) -> StrategySettings:
+        if exceeds(self.floor, self.limit):
+            raise ValueError(f"floor {self.floor} is more than limit {self.limit}; raise the limit or lower the floor")
+        return self
+
+    @property
+    def options(self) -> dict[str, Any]:
+        return dict(self.model_extra or {})
+
+
+class SelectionRule(BaseModel):
+    """Sends a request that names no strategy to an instance; every condition given must hold."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    use: str = Field(description="instance that serves the request")
+    min_prompt_tokens: int | None = Field(None, ge=0)
+    max_prompt_tokens: int | None = Field(None, ge=0)
+    min_priority: int | None = None
+    max_priority: int | None = None
+    kv_usage_above: float | None = Field(None, ge=0, le=1, description="share of the KV memory in use")
+
+
+def default_strategies() -> dict[str, StrategySettings]:
+    """One instance per built-in kind, under the kind's own name."""
+    return {
+        "paged": StrategySettings(kind="paged"),
+        "contiguous": StrategySettings(kind="contiguous"),
+        "sliding_window": StrategySettings(kind="sliding_window"),
+    }
+
+
+class Settings(BaseSettings):
+    """The server's settings. Each field is also a flag (`--max-seq-len`) and a variable (`KVMUX_MAX_SEQ_LEN`)."""
+
+    model_config = SettingsConfigDict(env_prefix=ENV_PREFIX, env_nested_delimiter="__", extra="forbid")
+
+    model: str = Field("tiny", description="directory of a Hugging Face model; 'tiny' is the embedded one")
+    model_name: str | None = Field(None, description="name clients ask for; default: the directory's name")
+    host: str = Field("127.0.0.1", description="address to listen on")
+    port: int = Field(8000, ge=0, le=65535, description="port to listen on; 0 takes any free one")
+    workers: int = Field(1, ge=1, le=64, description="API processes")
+    device: Device = Field("auto", description="auto takes cuda, then mps, then cpu")
+    dtype: DType = Field(
+        "auto", description="of activations and K/V; auto: the model's own if the device is fast at it"
+    )
+    weights: Weights = Field("auto", description="format the weights are kept in; auto: as dtype")
+    threads: int | None = Field(None, ge=1, description="CPU threads of the engine; default: torch's choice")
+
+    kv_memory: str = Field("auto", description="memory for keys and values, '2GiB'; auto: a share of what is free")
+    kv_memory_share: float = Field(
+        0.3, gt=0, lt=1, description="with kv_memory=auto: share of the memory free after the weights, at most"
+    )
+    kv_overcommit: float = Field(
+        1.5, ge=1, description="requests run while all together could fill at most this multiple of the KV memory"
+    )
+    max_seq_len: int | None = Field(
+        None, ge=2, description="longest prompt plus completion, tokens; default: the model's, at most 8192"
+    )
+    max_num_seqs: int = Field(64, ge=1, le=4096, description="sequences in one batch, at most")
+    max_step_tokens: int = Field(512, ge=1, le=65536, description="tokens computed in one step, at most")
+    max_waiting: int = Field(1024, ge=0, description="requests that may wait; more are answered 429")
+
+    default_strategy: str = Field("paged", description="instance for requests that choose none")
+    strategies: dict[str, StrategySettings] = Field(
+        default_factory=dict, description="named instances, in addition to one per built-in kind"
+    )
+    rules: list[SelectionRule] = Field(default_factory=list, description="first match wins, before default_strategy")
+    log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="what is logged to stderr")
+
+    @field_validator("strategies", mode="before")
+    @classmethod
+    def _kind_of_built_in(cls, value: Any) -> Any:
+        """`[strategies.paged] limit = "50%"` changes the built-in instance without repeating its kind."""
+        if not isinstance(value, dict):
+            return value
+        built_in = default_strategies()
+        return {
+            name: {"kind": name} | given if name in built_in and isinstance(given, dict) else given
+            for name, given in value.items()
+        }
+
+    @field_validator("kv_memory", mode="before")
+    @classmethod
+    def _kv_memory(cls, value: Any) -> str:
+        text = str(value)  # a file may give a bare number
+        if text != "auto":
+            parse_bytes(text)
+        return text
+
+    @model_validator(mode="after")
+    def _names(self) -> Settings:
+        self.strategies = default_strategies() | self.strategies
+        chosen = {"default_strategy": self.default_strategy}
+        chosen |= {f"rules[{i}].use": rule.use for i, rule in enumerate(self.rules)}
+        for where, name in chosen.items():
+            if name not in self.strategies:
+                raise ValueError(f"{where} is {name!r}; instances are {', '.join(sorted(self.strategies))}")
+        for name in self.strategies:
+            if not name.replace("_", "").replace("-", "").isalnum():
+                raise ValueError(f"strategies: {name!r} is no name: use letters, digits, '-' and '_'")
+        return self
+
+    @classmethod
+    def settings_customise_sources(
+        cls, settings_cls: type[BaseSettings], init_settings: PydanticBaseSettingsSource, *_: Any, **__: Any
+    ) -> tuple[PydanticBaseSettingsSource, ...]:
+        return (init_settings,)  # load() merges the sources itself, so that a file can come last
+
+
+def load(file: Path | None, flags: Mapping[str, Any]) -> Settings:
+    """Settings from `file` < environment < `flags`. Raises SettingsError naming what is wrong."""
+    _check_environment(os.environ)
+    sources = {
+        "file": _read(file) if file else {},
+        "environment": EnvSettingsSource(Settings)(),
+        "flags": dict(flags),
+    }
+    values: dict[str, Any] = {}
+    for stronger in sources.values():
+        values = _merged(values, stronger)
+    try:
+        return Settings(**values)
+    except ValidationError as error:
+        raise SettingsError("; ".join(_explain(e, sources, file) for e in error.errors())) from None
+
+
+def _merged(weaker: Mapping[str, Any], stronger: Mapping[str, Any]) -> dict[str, Any]:
+    """Both, tables merged key by key; where both give a value the stronger one counts."""
+    both = dict(weaker)
+    for key, value in stronger.items():
+        old = both.get(key)
+        both[key] = _merged(old, value) if isinstance(old, Mapping) and isinstance(value, Mapping) else value
+    return both
+
+
+def _read(file: Path) -> dict[str, Any]:
+    try:
+        return tomllib.loads(file.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise SettingsError(f"cannot read the settings file {file}: {error.strerror}") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise SettingsError(f"{file} is no TOML: {error}") from None
+
+
+def _check_environment(environ: Mapping[str, str]) -> None:
+    """Names a KVMUX_ variable that cannot take effect: pydantic-settings passes over those in silence."""
+    known = {env_name(name) for name in Settings.model_fields} | ENV_FOREIGN
+    for given, value in environ.items():
+        name = given.upper()
+        if not name.startswith(ENV_PREFIX):
+            continue
+        setting = name.split("__")[0]
+        if setting not in known:
+            raise SettingsError(f"the environment sets {given}, which is no setting{_did_you_mean(name, known)}")
+        if name != setting and not name.startswith(ENV_PARTS):
+            raise SettingsError(f"the environment sets {given}, but {setting} has no parts; set {setting} itself")
+        if name in ENV_JSON and not _is_json(value):
+            raise SettingsError(f"{given} is no JSON; a settings file (--config) is easier to write")
+
+
+def _is_json(text: str) -> bool:
+    try:
+        json.loads(text)
+    except ValueError:
+        return False
+    return True
+
+
+def env_name(setting: str) -> str:
+    """The environment variable of a setting."""
+    return ENV_PREFIX + setting.upper()
+
+
+def flag_name(setting: str) -> str:
+    """The command-line flag of a setting."""
+    return "--" + setting.replace("_", "-")
+
+
+_PLAINLY = {  # pydantic's words for these are about Python
+    "missing": "is required",
+    "dict_type": "must be a table",
+    "model_type": "must be a table",
+    "list_type": "must be a list of tables",
+}
+
+
+def _explain(error: Any, sources: Mapping[str, Any], file: Path | None) -> str:
+    """One validation error in words: which setting, where its value came from, what is wrong with it."""
+    path: tuple[str | int, ...] = error["loc"]
+    where = ".".join(str(part) for part in path)
+    if error["type"] == "extra_forbidden":
+        table = SelectionRule if path[0] == "rules" else Settings
+        return f"{where}{_origin(path, sources, file)} is no setting{_did_you_mean(str(path[-1]), table.model_fields)}"
+    if error["type"] in _PLAINLY:
+        given = path[:-1] if error["type"] == "missing" else path
+        return f"{where}{_origin(given, sources, file)} {_PLAINLY[error['type']]}"
+    message = error["msg"].removeprefix("Value error, ")
+    return f"{where}{_origin(path, sources, file)}: {message}" if where else message
+
+
+def _origin(path: tuple[str | int, ...], sources: Mapping[str, Any], file: Path | None) -> str:
+    """ " (from KVMUX_PORT)": the strongest source that gives a value at `path`."""
+    if path and _gives(sources["flags"], path):
+        return f" (from {flag_name(str(path[0]))})"
+    if path and _gives(sources["environment"], path):
+        return f" (from the environment, {env_name(str(path[0]))})"
+    return f" (from {file})" if path and _gives(sources["file"], path) else ""
+
+
+def _gives(values: Any, path: tuple[str | int, ...]) -> bool:
+    for part in path:
+        try:
+            values = values[part]
+        except (KeyError, IndexError, TypeError):
+            return False
+    return True
+
+
+def _did_you_mean(name: str, known: Iterable[str]) -> str:
+    close = difflib.get_close_matches(name, list(known), n=1)
+    return f"; did you mean {close[0]}?" if close else ""

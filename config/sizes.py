@@ -1,0 +1,56 @@
+"""Amounts of memory as people write them: "512MiB", "10%". Knows no setting and no device."""
+
+from __future__ import annotations
+
+from fractions import Fraction
+from typing import Annotated
+
+from pydantic import AfterValidator, ByteSize, TypeAdapter, ValidationError
+
+_BYTES = TypeAdapter(ByteSize)
+
+
+def parse_bytes(text: str | int) -> int:
+    """Bytes of "512MiB", "2GB" or a bare number."""
+    try:
+        return int(_BYTES.validate_python(text))
+    except ValidationError:
+        raise ValueError(f"{text!r} is no amount of memory: write a number of bytes, or '512MiB', '2GB'") from None
+
+
+def share_of(share: str, total: int) -> int:
+    """Bytes that `share` ("10%" or "512MiB") means of `total` bytes, rounded down."""
+    if _is_percentage(share):
+        return int(total * _percent(share) / 100)
+    return parse_bytes(share)
+
+
+def exceeds(share: str, other: str) -> bool:
+    """Is `share` more than `other` whatever the total? A percentage and an amount cannot be compared without it."""
+    if _is_percentage(share) != _is_percentage(other):
+        return False
+    if _is_percentage(share):
+        return _percent(share) > _percent(other)
+    return parse_bytes(share) > parse_bytes(other)
+
+
+def _is_percentage(share: str) -> bool:
+    return share.endswith("%")
+
+
+def _percent(share: str) -> Fraction:
+    return Fraction(share[:-1].strip())
+
+
+def _checked(share: str) -> str:
+    try:
+        share_of(share, 0)
+    except (ValueError, ZeroDivisionError):
+        raise ValueError(f"{share!r} is no share: write a percentage, '10%', or an amount, '512MiB'") from None
+    if _is_percentage(share) and not 0 <= _percent(share) <= 100:
+        raise ValueError(f"{share!r}: a percentage lies between 0% and 100%")
+    return share
+
+
+Share = Annotated[str, AfterValidator(_checked)]
+"""A part of the KV memory: "10%" of it, or an absolute "512MiB"."""

@@ -1,0 +1,105 @@
+"""All KV memory of a device: one allocation, cut into pages that each have one owner.
+
+Knows bytes and owners; neither layers, nor tokens, nor strategies. An owner has a floor (pages nobody else may take)
+and a limit (pages it may hold); both are plain numbers, so shares change while the server runs and nothing is copied.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass
+class _Share:
+    """What one owner holds and may hold, in pages."""
+
+    floor: int
+    limit: int
+    reclaim: Callable[[int], int]  # asks the owner to give back idle pages; returns how many it gave
+    held: int = 0
+
+
+class Arena:
+    """Pages of bytes. Single pages are taken from below and runs from above, so that they fragment each other least."""
+
+    def __init__(self, pages: int, page_bytes: int, device: torch.device | str = "cpu") -> None:
+        """Allocates and touches all of it: nothing grows, or fails, later."""
+        assert pages > 0
+        assert page_bytes > 0
+        self.pages = pages
+        self.page_bytes = page_bytes
+        self.memory: Tensor = torch.empty(pages * page_bytes, dtype=torch.uint8, device=device).zero_()
+        self._taken = bytearray(pages)  # one byte a page: find() and rfind() then search at memory speed
+        self._free = pages
+        self._shares: dict[str, _Share] = {}
+
+    def join(self, owner: str, reclaim: Callable[[int], int], *, floor: int = 0, limit: int | None = None) -> None:
+        """Makes `owner` known; without a limit it may take what the floors of others leave."""
+        assert owner not in self._shares
+        self._shares[owner] = _Share(floor, self.pages if limit is None else limit, reclaim)
+
+    def take(self, owner: str, run: int = 1) -> int | None:
+        """First of `run` consecutive pages; None when there is no room even after idle pages were given back."""
+        share = self._shares[owner]
+        while True:
+            page = self._find(run) if self._allowed(share, run) else -1
+            if page >= 0:
+                self._mark(share, page, run, taken=True)
+                return page
+            if not self._reclaim(share, run):
+                return None
+
+    def give(self, owner: str, page: int, run: int = 1) -> None:
+        """Pages back from `owner`."""
+        assert self._taken[page : page + run] == b"\1" * run, "page given back twice"
+        self._mark(self._shares[owner], page, run, taken=False)
+
+    def set_share(self, owner: str, *, floor: int, limit: int) -> None:
+        """New numbers for `owner`; what it holds beyond a lower limit it keeps until it gives it back."""
+        share = self._shares[owner]
+        share.floor, share.limit = floor, limit
+        if share.held > limit:
+            share.reclaim(share.held - limit)
+
+    def held(self, owner: str) -> int:
+        return self._shares[owner].held
+
+    def capacity(self, owner: str) -> int:
+        """Pages `owner` could hold if everybody else went down to their floors."""
+        others = sum(s.floor for name, s in self._shares.items() if name != owner)
+        return max(0, min(self._shares[owner].limit, self.pages - others))
+
+    @property
+    def free(self) -> int:
+        return self._free
+
+    def _allowed(self, share: _Share, run: int) -> bool:
+        promised = sum(max(0, s.floor - s.held) for s in self._shares.values() if s is not share)
+        return share.held + run <= share.limit and self._free - run >= promised
+
+    def _find(self, run: int) -> int:
+        return self._taken.find(0) if run == 1 else self._taken.rfind(bytes(run))
+
+    def _mark(self, share: _Share, page: int, run: int, *, taken: bool) -> None:
+        self._taken[page : page + run] = (b"\1" if taken else b"\0") * run
+        share.held += run if taken else -run
+        self._free += -run if taken else run
+
+    def _reclaim(self, share: _Share, run: int) -> int:
+        """Idle pages from whoever may have to give: at its own limit only the owner itself."""
+        if share.held + run > share.limit:
+            return share.reclaim(run)
+        for other in self._shares.values():
+            spare = run if other is share else min(run, other.held - other.floor)
+            if spare > 0 and (given := other.reclaim(spare)):
+                return given
+        return 0
+
+    def check_integrity(self) -> None:
+        """The books add up."""
+        assert self._free == self._taken.count(0)
+        assert sum(s.held for s in self._shares.values()) == self.pages - self._free

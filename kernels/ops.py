@@ -1,0 +1,121 @@
+"""The words that models, strategies and kernels share: a layer, attention, where keys lie, the operations.
+
+Declares, implements nothing; `reference.py` is what every operation means. Shapes use these letters: N tokens of a step
+(or of one strategy's slice of it), B rows, R seats, M blocks of the longest seat, Hq / H query / KV heads, D head dim.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple, Protocol
+
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from kernels.store import KVStore
+
+
+class LayerSpec(NamedTuple):
+    """Facts of the MODEL about the attention of one layer; a strategy may keep less, never see more."""
+
+    num_kv_heads: int
+    num_q_heads: int
+    head_dim: int
+    v_head_dim: int
+    window: int | None = None  # a query sees itself and the window - 1 tokens before it; None: all
+    scale: float = 1.0  # of the scores
+    softcap: float | None = None  # scores become softcap * tanh(score / softcap)
+    sink_logits: Tensor | None = None  # [Hq], learned: one more logit in the softmax, with no value
+    rotate: Callable[[Tensor, Tensor], Tensor] | None = None  # (x [N,H,D], delta [N]) -> RoPE moved on by delta
+    kv_from: int | None = None  # layer whose K and V this one reads; None: its own
+
+
+class Attention(Protocol):
+    """All that a model sees of caches, batches and requests."""
+
+    positions: Tensor  # [N] int64, absolute; the model applies RoPE at these, always
+    logit_index: Tensor  # [K] int64, rows of the hidden state that go through lm_head
+
+    def attend(self, layer_idx: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """q [N,Hq,D], k [N,H,D], v [N,H,Dv] -> [N,Hq,Dv]; enters k and v into the caches on the way."""
+        ...
+
+
+@dataclass(frozen=True, eq=False, slots=True, weakref_slot=True)
+class Slots:
+    """Where one strategy's keys of one step lie: the contract between strategies and kernels.
+
+    Token position p of a seat lies in slot(p) = p if p < sinks else sinks + (p - sinks) % ring (ring 0: slot(p) = p),
+    that is in block table[seat, slot // block_size] at slot % block_size. Tensors are int32 on the device, and their
+    addresses stay the same from step to step.
+    """
+
+    table: Tensor  # [R, M] block ids; rows are never copied, kernels go through row_seat
+    row_seat: Tensor  # [B] row of the table
+    q_start: Tensor  # [B + 1] offsets into the N tokens; decode rows (one token) stand first
+    start: Tensor  # [B] position of the row's first token; < 0: padding, nothing is written or read
+    kept: Tensor  # [B] slots in use before this step
+    num_decode: int  # these four choose a kernel and its split
+    max_q: int
+    max_kv: int
+    num_rows: int
+    sinks: int = 0
+    ring: int = 0
+
+    def slot(self, position: Tensor) -> Tensor:
+        """Slots of positions (>= 0), any shape."""
+        if not self.ring:
+            return position
+        behind = self.sinks + (position - self.sinks) % self.ring
+        return behind.where(position >= self.sinks, position)
+
+
+class Ops(Protocol):
+    """The operations a model and a strategy are made of. Every backend answers to `reference.py`."""
+
+    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        """x [N, in], weight [out, in], bias [out] -> [N, out] in x's dtype; multiplied in the weight's dtype."""
+        ...
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """x [N, d], weight [d] -> [N, d]. Root mean square layer norm (Zhang & Sennrich 2019), in float32."""
+        ...
+
+    def rope(self, x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor) -> Tensor:
+        """x [N,H,D] rotated; cos, sin [P, D/2] float32, halves paired (Su et al. 2021, GPT-NeoX layout)."""
+        ...
+
+    def silu_mul(self, gate_up: Tensor) -> Tensor:
+        """gate_up [N, 2 f] -> silu(first half) * second half [N, f] (SwiGLU, Shazeer 2020)."""
+        ...
+
+    def write_kv(self, store: KVStore, layer: int, k: Tensor, v: Tensor, at: Slots) -> None:
+        """k [N,H,D], v [N,H,Dv] into their slots."""
+        ...
+
+    def attend(
+        self,
+        out: Tensor,
+        q: Tensor,
+        store: KVStore,
+        layer: int,
+        at: Slots,
+        spec: LayerSpec,
+        *,
+        window: int | None = None,
+    ) -> None:
+        """q [N,Hq,D] over the stored keys, into out [N,Hq,Dv].
+
+        A query at position i sees the keys at j <= i that lie within the model's spec.window and, if the strategy
+        gives a `window`, within that or in a sink slot. Tiles of keys are summed in an order fixed by position alone.
+        """
+        ...
+
+    def gather(self, store: KVStore, layer: int, at: Slots, row: int, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """K [S,H,D] and V [S,H,Dv] of a row at positions [S]: for tests, measurements and adapters, not for steps."""
+        ...
+
+    def copy_blocks(self, store: KVStore, src: list[int], dst: list[int]) -> None:
+        """Block src[i] to block dst[i], all layers at once; no dst may be a src."""
+        ...

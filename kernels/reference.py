@@ -1,0 +1,216 @@
+"""Every operation in plain torch: what it means, on any device. The specification that backends are compared with.
+
+Knows no strategy. Attention reads its keys tile by tile into scratch memory of fixed size, so a step creates nothing
+that grows with the context; a tile covers TILE positions counted from 0, so the order of summation depends on the
+position alone and not on where the keys lie. That makes strategies that keep the same keys equal bit for bit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from kernels.ops import LayerSpec, Slots
+from kernels.store import KVStore
+
+TILE = 128  # positions
+
+
+@dataclass(frozen=True)
+class _Tile:
+    """TILE key positions for some rows: where they lie, and who sees them."""
+
+    block: Tensor  # [B, 1, TILE] int64
+    slot: Tensor  # [B, 1, TILE] int64, within the block
+    hidden: Tensor  # [B, 1, n, TILE] bool
+
+
+@dataclass(frozen=True)
+class _Group:
+    """Rows of equal length that are computed together: all decode rows, or one chunk."""
+
+    tokens: Tensor | slice  # of the N tokens
+    rows: int  # B
+    queries: int  # n, per row
+    tiles: list[_Tile]
+
+
+class ReferenceOps:
+    """Implements `kernels.ops.Ops`. Holds scratch memory and, per step, the index tensors that all layers share."""
+
+    def __init__(self) -> None:
+        self._scratch: dict[tuple[str, torch.dtype], Tensor] = {}
+        self._writes: WeakKeyDictionary[Slots, tuple[Tensor | slice, Tensor, Tensor]] = WeakKeyDictionary()
+        self._groups: WeakKeyDictionary[Slots, dict[tuple[int | None, ...], list[_Group]]] = WeakKeyDictionary()
+
+    # ---------------------------------------------------------------- layers
+    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        return F.linear(x.to(weight.dtype), weight, bias).to(x.dtype)
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        wide = x.float()
+        return (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)).to(x.dtype) * weight
+
+    def rope(self, x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor) -> Tensor:
+        c, s = cos[positions][:, None], sin[positions][:, None]  # [N, 1, D/2]
+        a, b = x.float().chunk(2, -1)
+        return torch.cat((a * c - b * s, b * c + a * s), -1).to(x.dtype)
+
+    def silu_mul(self, gate_up: Tensor) -> Tensor:
+        gate, up = gate_up.chunk(2, -1)
+        return F.silu(gate) * up
+
+    # ---------------------------------------------------------------- KV memory
+    def write_kv(self, store: KVStore, layer: int, k: Tensor, v: Tensor, at: Slots) -> None:
+        if at not in self._writes:
+            self._writes[at] = _write_index(at, store.block_size)
+        tokens, block, slot = self._writes[at]
+        store.k(layer)[block, :, slot] = k[tokens].to(store.dtype)
+        store.v(layer)[block, :, slot] = v[tokens].to(store.dtype)
+
+    def attend(
+        self,
+        out: Tensor,
+        q: Tensor,
+        store: KVStore,
+        layer: int,
+        at: Slots,
+        spec: LayerSpec,
+        *,
+        window: int | None = None,
+    ) -> None:
+        by_window = self._groups.setdefault(at, {})
+        key = (spec.window, window)
+        if key not in by_window:
+            by_window[key] = list(_groups(at, store.block_size, spec.window, window))
+        for group in by_window[key]:
+            out[group.tokens] = self._attend_group(q[group.tokens], store, layer, group, spec).to(out.dtype)
+
+    def gather(self, store: KVStore, layer: int, at: Slots, row: int, positions: Tensor) -> tuple[Tensor, Tensor]:
+        block, slot = _locate(at, at.row_seat[row].long(), positions.long(), store.block_size)
+        return store.k(layer)[block, :, slot], store.v(layer)[block, :, slot]
+
+    def copy_blocks(self, store: KVStore, src: list[int], dst: list[int]) -> None:
+        for a, b in zip(src, dst, strict=True):
+            store.blocks[b].copy_(store.blocks[a])
+
+    # ---------------------------------------------------------------- attention
+    def _attend_group(self, q: Tensor, store: KVStore, layer: int, group: _Group, spec: LayerSpec) -> Tensor:
+        """q [B*n, Hq, D] -> [B*n, Hq, Dv] float32, by the online softmax of Milakov & Gimelshein (2018)."""
+        B, n, H, Dv = group.rows, group.queries, spec.num_kv_heads, spec.v_head_dim
+        G = spec.num_q_heads // H  # query heads that share a KV head
+        # [B*H, n*G, D]: a KV head's queries side by side, so that its keys are read once
+        q = q.view(B, n, H, G, -1).transpose(1, 2).reshape(B * H, n * G, -1).float() * spec.scale
+        top = q.new_full((B * H, n * G, 1), -torch.inf)  # running maximum
+        total = torch.zeros_like(top)
+        acc = q.new_zeros((B * H, n * G, Dv))
+        for tile in group.tiles:
+            k = self._load("k", store.k(layer), tile, spec.head_dim)
+            scores = torch.bmm(q, k.transpose(1, 2))  # [B*H, n*G, TILE]
+            if spec.softcap:
+                scores.div_(spec.softcap).tanh_().mul_(spec.softcap)
+            scores.view(B, H, n, G, TILE).masked_fill_(tile.hidden.unsqueeze(3), -torch.inf)
+            top, rescale = _raise(top, scores.amax(-1, keepdim=True))
+            p = scores.sub_(top.clamp_min(torch.finfo(torch.float32).min)).exp_()
+            total.mul_(rescale).add_(p.sum(-1, keepdim=True))
+            acc.mul_(rescale).baddbmm_(p, self._load("v", store.v(layer), tile, Dv))
+        if spec.sink_logits is not None:
+            sink = spec.sink_logits.float().view(1, H, 1, G).expand(B, H, n, G).reshape(B * H, n * G, 1)
+            top, rescale = _raise(top, sink)
+            total.mul_(rescale).add_((sink - top).exp())
+            acc.mul_(rescale)
+        return (acc / total).view(B, H, n, G, Dv).transpose(1, 2).reshape(B * n, H * G, Dv)
+
+    def _load(self, name: str, plane: Tensor, tile: _Tile, dim: int) -> Tensor:
+        """Keys or values of a tile as float32 [B*H, TILE, dim], in scratch memory."""
+        heads = torch.arange(plane.shape[1], device=plane.device).view(1, -1, 1)
+        shape = (tile.block.shape[0], plane.shape[1], TILE, dim)
+        stored = self._buffer(name, shape, plane.dtype, plane.device)
+        torch.ops.aten.index.Tensor_out(plane, [tile.block, heads, tile.slot], out=stored)
+        if plane.dtype is not torch.float32:
+            stored = self._buffer(name, shape, torch.float32, plane.device).copy_(stored)
+        return stored.view(-1, TILE, dim)
+
+    def _buffer(self, name: str, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Scratch of this name: it grows to the largest size asked for and then stays."""
+        size = torch.Size(shape).numel()
+        flat = self._scratch.get((name, dtype))
+        if flat is None or flat.numel() < size:
+            flat = self._scratch[name, dtype] = torch.empty(size, dtype=dtype, device=device)
+        return flat[:size].view(shape)
+
+
+def _raise(top: Tensor, new: Tensor) -> tuple[Tensor, Tensor]:
+    """The maximum of both, and the factor that moves sums taken under `top` to it (1 while all is -inf)."""
+    higher = torch.maximum(top, new)
+    return higher, (top - higher).nan_to_num_(nan=0.0).exp_()
+
+
+# -------------------------------------------------------------------- indices, once per step
+def _locate(at: Slots, seat: Tensor, position: Tensor, block_size: int) -> tuple[Tensor, Tensor]:
+    """Block and slot within it, int64, of positions in the rows `seat` of the table (broadcast against each other)."""
+    slot = at.slot(position)
+    return at.table[seat, slot // block_size].long(), slot % block_size
+
+
+def _write_index(at: Slots, block_size: int) -> tuple[Tensor | slice, Tensor, Tensor]:
+    """Which tokens enter (padding does not), and the block and slot of each."""
+    lengths = at.q_start.diff().long()
+    row = torch.repeat_interleave(torch.arange(at.num_rows, device=lengths.device), lengths)  # [N]
+    token = torch.arange(row.numel(), device=row.device)
+    start = at.start[row].long()
+    position = start + token - at.q_start[row].long()
+    real = start >= 0
+    tokens: Tensor | slice = slice(None) if bool(real.all()) else token[real]
+    block, slot = _locate(at, at.row_seat[row[tokens]].long(), position[tokens], block_size)
+    return tokens, block, slot
+
+
+def _groups(at: Slots, block_size: int, model_window: int | None, window: int | None) -> Iterator[_Group]:
+    """Decode rows as one group, then each chunk as one; padding rows left out."""
+    start, q_start = at.start.tolist(), at.q_start.tolist()
+    decode = [b for b in range(at.num_decode) if start[b] >= 0]
+    groups = [decode] if decode else []
+    groups += [[b] for b in range(at.num_decode, at.num_rows) if start[b] >= 0]
+    for rows in groups:
+        first, n = q_start[rows[0]], q_start[rows[0] + 1] - q_start[rows[0]]
+        whole = rows == list(range(rows[0], rows[-1] + 1))
+        tokens = slice(first, first + len(rows) * n) if whole else torch.tensor([q_start[b] for b in rows])
+        index = torch.tensor(rows, device=at.start.device)
+        spans = _tile_spans([(start[b], n) for b in rows], at.sinks, model_window, window)
+        tiles = [_tile(at, index, n, span, block_size, model_window, window) for span in spans]
+        yield _Group(tokens, len(rows), n, tiles)
+
+
+def _tile_spans(rows: list[tuple[int, int]], sinks: int, model_window: int | None, window: int | None) -> list[int]:
+    """First positions of the tiles that any query of the rows (start, n) may see, in ascending order."""
+    reach = min((w for w in (model_window, window) if w is not None), default=None)
+    first = min(start for start, _ in rows)
+    oldest = 0 if reach is None else max(0, first - reach + 1)
+    end = max(start + n for start, n in rows)
+    spans = set(range(oldest // TILE * TILE, end, TILE))
+    if model_window is None or first - model_window < sinks:
+        spans |= set(range(0, min(sinks, end), TILE))
+    return sorted(spans)
+
+
+def _tile(
+    at: Slots, rows: Tensor, n: int, first: int, block_size: int, model_window: int | None, window: int | None
+) -> _Tile:
+    """The tile of positions [first, first + TILE) for `rows` of n tokens each."""
+    start = at.start[rows].long().view(-1, 1, 1)
+    query = start + torch.arange(n, device=rows.device).view(1, -1, 1)  # [B, n, 1]
+    key = torch.arange(first, first + TILE, device=rows.device).view(1, 1, -1)
+    seen = key <= query
+    if model_window is not None:
+        seen = seen & (query - key < model_window)
+    if window is not None:
+        seen = seen & ((query - key < window) | (key < at.sinks))
+    # Past the row's end nothing was ever written; such keys are hidden, and read from the last slot that was.
+    block, slot = _locate(at, at.row_seat[rows].long().view(-1, 1, 1), key.minimum(start + n - 1), block_size)
+    return _Tile(block, slot, ~seen.unsqueeze(1))

@@ -1,0 +1,95 @@
+"""One step's tokens of all strategies, as the model sees them. Knows plans and rows; not how a strategy keeps its keys.
+
+Rows are ordered by strategy, and within one decode rows come first; `order` maps back to the order they were given in.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from cache_strategies.base import KVCache, Plan, Row
+
+
+class StrategyError(Exception):
+    """A strategy's plan or attend failed; the rest of the step is sound."""
+
+    def __init__(self, instance: str, cause: Exception) -> None:
+        super().__init__(f"cache strategy {instance!r} failed: {type(cause).__name__}: {cause}")
+        self.instance = instance
+
+
+class Work(NamedTuple):
+    """A row of the step, the ids that enter, and how many of its last positions want logits."""
+
+    cache: KVCache
+    row: Row
+    tokens: Sequence[int]
+    logits: int
+
+
+class _Slice(NamedTuple):
+    """One strategy's part of the batch."""
+
+    cache: KVCache
+    plan: Plan
+    tokens: slice
+
+
+class Batch:
+    """Implements `kernels.ops.Attention` for one step."""
+
+    def __init__(self, work: Sequence[Work], device: torch.device | str = "cpu") -> None:
+        """Plans every strategy's rows. Raises StrategyError."""
+        instances = {item.cache.name: i for i, item in reversed(list(enumerate(work)))}
+        self.order = sorted(range(len(work)), key=lambda i: (instances[work[i].cache.name], work[i].row.num_tokens > 1))
+        self._work = [work[i] for i in self.order]
+        self._slices = list(self._plan())
+        self.ids = _tensor(np.concatenate([item.tokens for item in self._work]), device)
+        self.positions = _tensor(np.concatenate([_positions(item.row) for item in self._work]), device)
+        ends = np.cumsum([item.row.num_tokens for item in self._work])
+        wanted = [np.arange(end - item.logits, end) for item, end in zip(self._work, ends, strict=True)]
+        self.logit_index = _tensor(np.concatenate(wanted), device)
+
+    def attend(self, layer_idx: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Every strategy's rows through its own plan. Raises StrategyError."""
+        out = q.new_empty((q.shape[0], q.shape[1], v.shape[2]))
+        for cache, plan, at in self._slices:
+            try:
+                plan.attend(layer_idx, q[at], k[at], v[at], out[at])
+            except Exception as error:
+                raise StrategyError(cache.name, error) from error
+        return out
+
+    def commit(self) -> None:
+        """All planned tokens entered."""
+        entered = iter(self._work)
+        for cache, plan, _ in self._slices:
+            cache.commit(plan, [next(entered).tokens for _ in plan.rows])
+
+    def _plan(self) -> list[_Slice]:
+        slices: list[_Slice] = []
+        first = 0
+        while first < len(self._work):
+            cache = self._work[first].cache
+            rows = [item.row for item in self._work[first:] if item.cache is cache]
+            before = slices[-1].tokens.stop if slices else 0
+            try:
+                plan = cache.plan(rows)
+            except Exception as error:
+                raise StrategyError(cache.name, error) from error
+            slices.append(_Slice(cache, plan, slice(before, before + sum(row.num_tokens for row in rows))))
+            first += len(rows)
+        return slices
+
+
+def _positions(row: Row) -> np.ndarray:
+    return np.arange(row.seat.length, row.seat.length + row.num_tokens)
+
+
+def _tensor(values: np.ndarray, device: torch.device | str) -> Tensor:
+    return torch.from_numpy(values.astype(np.int64)).to(device)

@@ -1,0 +1,109 @@
+"""What API workers and the engine say to each other: token ids in, token ids out.
+
+Plain msgspec structs, so both sides read them and neither needs the other's libraries.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+
+class Sampling(msgspec.Struct, frozen=True):
+    """How tokens are drawn. temperature 0 is greedy; top_k 0, top_p 1 and min_p 0 switch the filter off."""
+
+    max_tokens: int
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    seed: int = 0
+    ignore_eos: bool = False
+
+
+# ---------------------------------------------------------------- to the engine
+class Submit(msgspec.Struct, tag=True, frozen=True):
+    """A new request. `kv_cache`, `header`, `alias`: instance named in the body, the header, the model's name."""
+
+    request_id: str
+    prompt: list[int]
+    sampling: Sampling
+    kv_cache: str | None = None
+    header: str | None = None
+    alias: str | None = None
+    priority: int = 0  # lower runs first
+
+
+class Cancel(msgspec.Struct, tag=True, frozen=True):
+    """Stop it now and free its memory; nothing more is sent about it. Unknown ids are ignored."""
+
+    request_id: str
+
+
+class Query(msgspec.Struct, tag=True, frozen=True):
+    """Asks for an Answer; `what` is 'kv_cache' (JSON) or 'metrics' (Prometheus text)."""
+
+    query_id: int
+    what: str
+
+
+ToEngine = Submit | Cancel | Query
+
+
+# ---------------------------------------------------------------- from the engine
+class Strategy(msgspec.Struct, frozen=True):
+    """A strategy instance that requests may choose."""
+
+    name: str
+    kind: str
+
+
+class Hello(msgspec.Struct, tag=True, frozen=True):
+    """First message on every connection: the engine is ready, and this is what it serves."""
+
+    model: str
+    max_seq_len: int
+    vocab_size: int
+    strategies: list[Strategy]
+
+
+class Admitted(msgspec.Struct, tag=True, frozen=True):
+    """The request runs: under which instance and why, and how many prompt tokens were found in the cache."""
+
+    request_id: str
+    instance: str
+    reason: str
+    cached_tokens: int
+
+
+class Tokens(msgspec.Struct, tag=True, frozen=True):
+    """New tokens; with a finish_reason ('stop', 'length') they are the last. An end-of-sequence token is sent too."""
+
+    request_id: str
+    tokens: list[int]
+    finish_reason: str | None = None
+
+
+class Failed(msgspec.Struct, tag=True, frozen=True):
+    """The request ended without an answer. `status` is the HTTP status to give, if none was given yet."""
+
+    request_id: str
+    status: int
+    message: str
+    code: str | None = None
+    param: str | None = None
+
+
+class Answer(msgspec.Struct, tag=True, frozen=True):
+    """The reply to a Query."""
+
+    query_id: int
+    body: bytes
+
+
+FromEngine = Hello | Admitted | Tokens | Failed | Answer
+
+
+def to_json(value: Any) -> bytes:
+    return msgspec.json.encode(value)
