@@ -98,7 +98,7 @@ def page_bytes(instances: Sequence[Declared], geometry: Geometry) -> int:
 def pages_needed(instances: Sequence[Declared], geometry: Geometry) -> int:
     """The fewest pages with which every instance, within its share, can hold one sequence of max_seq_len."""
     page = page_bytes(instances, geometry)
-    needs = [_sequence_pages(d, geometry, page) for d in instances]
+    needs = [_pages_of_longest(d, geometry, page) for d in instances]
     ceiling = 1 << 40
     fewest = bisect_left(range(ceiling), True, key=lambda pages: _fits(instances, needs, pages, page))
     if fewest == ceiling:
@@ -109,7 +109,13 @@ def pages_needed(instances: Sequence[Declared], geometry: Geometry) -> int:
     return fewest
 
 
-def _sequence_pages(d: Declared, geometry: Geometry, page: int) -> int:
+def sequence_pages(instances: Sequence[Declared], geometry: Geometry) -> int:
+    """Pages of one sequence of max_seq_len under the instance that needs most."""
+    page = page_bytes(instances, geometry)
+    return max(_pages_of_longest(d, geometry, page) for d in instances)
+
+
+def _pages_of_longest(d: Declared, geometry: Geometry, page: int) -> int:
     shape = d.cls.seat_shape(d.options, geometry.max_seq_len, geometry.max_step_tokens)
     return shape.blocks * -(-block_bytes(geometry.layers, shape.block_tokens, geometry.kv_dtype) // page)
 

@@ -1,0 +1,135 @@
+"""Puts an engine together from settings: model, KV memory, strategies, scheduler. Knows no socket.
+
+What cannot work is found here, and raised as SettingsError or ModelError with what to change.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from cache_strategies import registry
+from cache_strategies.base import KVCache
+from cache_strategies.registry import Declared, Geometry
+from config.settings import Settings, SettingsError
+from config.sizes import parse_bytes
+from kernels.arena import Arena
+from kernels.load import load_ops
+from server.engine.core import Core
+from server.engine.device import choose_device, choose_dtype, choose_weights, free_memory
+from server.engine.scheduler import Limits, Scheduler
+from server.engine.selection import Selector
+from server.models.config import ModelConfig, load_config, model_directory
+from server.models.decoder import Decoder
+from server.models.weights import Weights
+
+DEFAULT_MAX_SEQ_LEN = 8192
+
+
+@dataclass(frozen=True)
+class Engine:
+    """A core and the words that describe it."""
+
+    name: str  # of the model
+    core: Core
+    instances: Sequence[Declared]
+    max_seq_len: int
+
+
+def build_engine(settings: Settings) -> Engine:
+    """Loads the model and takes the memory. Raises SettingsError or ModelError."""
+    if settings.threads:
+        torch.set_num_threads(settings.threads)
+    directory = model_directory(settings.model)
+    config = load_config(directory)
+    instances = registry.declared(settings.strategies)
+    device = choose_device(settings.device)
+    dtype = choose_dtype(settings.dtype, config.dtype, device)
+    ops = load_ops(device)
+    model = Decoder(config, Weights(directory, choose_weights(settings, dtype), device), ops, dtype)
+    max_seq_len = _max_seq_len(settings, config)
+    geometry = Geometry(model.specs, dtype, settings.max_num_seqs, max_seq_len, settings.max_step_tokens)
+    page = registry.page_bytes(instances, geometry)
+    arena = Arena(_pages(settings, instances, geometry, page, device), page, device)
+    caches = registry.build(instances, geometry, arena, ops)
+    limits = Limits(
+        settings.max_num_seqs,
+        settings.max_step_tokens,
+        settings.max_waiting,
+        max_seq_len,
+        arena.pages * arena.page_bytes,
+        settings.kv_overcommit,
+    )
+    selector = Selector(caches.keys(), settings.rules, settings.default_strategy)
+    core = Core(model, caches, arena, Scheduler(limits), selector)
+    return Engine(settings.model_name or directory.name, core, instances, max_seq_len)
+
+
+def _max_seq_len(settings: Settings, config: ModelConfig) -> int:
+    wanted = settings.max_seq_len or min(config.max_positions, DEFAULT_MAX_SEQ_LEN)
+    if wanted > config.max_positions:
+        raise SettingsError(f"max_seq_len is {wanted}, but the model has {config.max_positions} positions: lower it")
+    return wanted
+
+
+def _pages(
+    settings: Settings, instances: Sequence[Declared], geometry: Geometry, page: int, device: torch.device
+) -> int:
+    """How many pages to take: as told, or a share of what is free, but no more than max_num_seqs could ever fill."""
+    least = registry.pages_needed(instances, geometry)
+    if settings.kv_memory == "auto":
+        most = settings.max_num_seqs * registry.sequence_pages(instances, geometry)
+        pages = min(int(free_memory(device) * settings.kv_memory_share) // page, max(most, least))
+        told = f"kv_memory=auto gives {pages * page} bytes ({settings.kv_memory_share:.0%} of what is free)"
+    else:
+        pages = parse_bytes(settings.kv_memory) // page
+        told = f"kv_memory is {settings.kv_memory}"
+    if pages < least:
+        raise SettingsError(
+            f"{told}, too little for one sequence of max_seq_len={geometry.max_seq_len} under every strategy: "
+            f"the least that suffices is kv_memory={least * page}; give that, or lower max_seq_len"
+        )
+    return pages
+
+
+def summary(engine: Engine) -> dict[str, Any]:
+    """What a newcomer wants to see at start: where it runs, and how many tokens fit under each strategy."""
+    core = engine.core
+    return {
+        "model": engine.name,
+        "device": str(core.model.device),
+        "dtype": str(core.model.dtype).removeprefix("torch."),
+        "kv_memory_bytes": core.arena.pages * core.arena.page_bytes,
+        "max_seq_len": engine.max_seq_len,
+        "strategies": [
+            {
+                "name": d.name,
+                "kind": d.kind,
+                "options": d.options.model_dump(),
+                "capacity_tokens": capacity_tokens(core.caches[d.name], engine.max_seq_len),
+            }
+            for d in engine.instances
+        ],
+    }
+
+
+def capacity_tokens(cache: KVCache, max_seq_len: int) -> int:
+    """Text, in sequences of max_seq_len, that an instance can serve at once when it has its limit to itself."""
+    return cache.usage().limit // cache.bytes_for(max_seq_len) * max_seq_len
+
+
+def describe_caches(engine: Engine) -> list[dict[str, Any]]:
+    """The instances as /v1/kv_cache shows them: options in effect, contract and usage."""
+    return [
+        {
+            "name": d.name,
+            "kind": d.kind,
+            "options": d.options.model_dump() | {"floor": d.floor, "limit": d.limit},
+            "contract": engine.core.caches[d.name].contract._asdict(),
+            "usage": engine.core.caches[d.name].usage()._asdict(),
+        }
+        for d in engine.instances
+    ]

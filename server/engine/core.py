@@ -1,0 +1,219 @@
+"""The engine without its socket: requests in, steps, events out. One thread calls it, and it makes every device call.
+
+Wires scheduler, batch, model and sampler; knows what none of them knows: that a step can fail and be repeated.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from cache_strategies.base import KVCache, Row
+from kernels.arena import Arena
+from server.engine.batch import Batch, StrategyError, Work
+from server.engine.messages import Admitted, Failed, FromEngine, Submit, Tokens
+from server.engine.report import RequestRecord, StepPart, StepReport
+from server.engine.request import Request, RequestError
+from server.engine.sampler import Draw, sample
+from server.engine.scheduler import Scheduled, Scheduler
+from server.engine.selection import Selector
+from server.models.decoder import Decoder
+
+log = logging.getLogger(__name__)
+
+
+class Event(NamedTuple):
+    """Something to tell an API worker."""
+
+    worker: int
+    message: FromEngine
+
+
+class StepResult(NamedTuple):
+    """What a step brought."""
+
+    events: Sequence[Event]
+    report: StepReport
+    finished: Sequence[RequestRecord]
+
+
+class Core:
+    """The running server's state: the model, the caches, and the requests in the scheduler."""
+
+    def __init__(
+        self, model: Decoder, caches: Mapping[str, KVCache], arena: Arena, scheduler: Scheduler, selector: Selector
+    ) -> None:
+        self.model = model
+        self.caches = caches
+        self.arena = arena
+        self.scheduler = scheduler
+        self._selector = selector
+        self._requests: dict[tuple[int, str], Request] = {}
+        self._left: list[RequestRecord] = []  # since the last step
+        self._failures: Counter[str] = Counter()  # of strategies, in this step
+
+    @property
+    def busy(self) -> bool:
+        return bool(self._requests)
+
+    # ---------------------------------------------------------------- requests
+    def submit(self, worker: int, message: Submit) -> Event | None:
+        """Takes a request in line; the event says why not, if not."""
+        try:
+            name, reason = self._selector.choose(message, 1 - self.arena.free / self.arena.pages)
+            cache = self.caches[name]
+            request = Request(
+                (worker, message.request_id), list(message.prompt), message.sampling, cache, reason, message.priority
+            )
+            capacity = self.arena.capacity(name) * self.arena.page_bytes
+            self.scheduler.submit(request, capacity=capacity)
+        except RequestError as error:
+            return Event(worker, Failed(message.request_id, error.status, error.message, error.code, error.param))
+        self._requests[request.key] = request
+        return None
+
+    def cancel(self, worker: int, request_id: str) -> None:
+        """Frees the request's memory now; no effect if it has ended."""
+        request = self._requests.get((worker, request_id))
+        if request is not None:
+            self._remove(request, "cancelled")
+
+    def cancel_worker(self, worker: int) -> None:
+        """An API worker is gone, and with it everybody who waited for its answers."""
+        for key in [key for key in self._requests if key[0] == worker]:
+            self.cancel(*key)
+
+    # ---------------------------------------------------------------- a step
+    def step(self) -> StepResult:
+        """Computes the next tokens of some requests; with nobody to serve, nothing."""
+        began = time.monotonic()
+        self._failures.clear()
+        for cache in self.caches.values():
+            cache.poll()
+        scheduled, preempted = self.scheduler.schedule()
+        parts, events = self._compute(scheduled)
+        report = StepReport(
+            time.monotonic() - began,
+            parts,
+            Counter(r.cache.name for r in preempted),
+            Counter(self._failures),
+            Counter(r.cache.name for r in self.scheduler.running),
+            Counter(r.cache.name for r in self.scheduler.waiting),
+        )
+        finished, self._left = self._left, []
+        return StepResult(events, report, finished)
+
+    @torch.inference_mode()
+    def _compute(self, scheduled: Sequence[Scheduled]) -> tuple[Mapping[str, StepPart], list[Event]]:
+        """Runs the rows, without those of a strategy that fails twice; what was computed, and the events."""
+        events: list[Event] = []
+        failed_before: set[str] = set()
+        while scheduled:
+            try:
+                batch, logits = self._forward(scheduled)
+            except StrategyError as error:
+                log.exception(
+                    "step failed; %s", "giving up its rows" if error.instance in failed_before else "repeating it"
+                )
+                self._failures[error.instance] += 1
+                if error.instance in failed_before:
+                    events += self._fail(
+                        [s.request for s in scheduled if s.request.cache.name == error.instance], error
+                    )
+                    scheduled = [s for s in scheduled if s.request.cache.name != error.instance]
+                failed_before.add(error.instance)
+            else:
+                parts = _parts(scheduled)
+                return parts, events + self._advance([scheduled[i] for i in batch.order], batch, logits)
+        return {}, events
+
+    def _forward(self, scheduled: Sequence[Scheduled]) -> tuple[Batch, Tensor]:
+        """Logits of the rows that reach the end of their text. Moves no state, so it can be repeated."""
+        batch = Batch([_work(s) for s in scheduled], self.model.device)
+        return batch, self.model.forward(batch.ids, batch)
+
+    def _advance(self, scheduled: Sequence[Scheduled], batch: Batch, logits: Tensor) -> list[Event]:
+        """The tokens have entered: commit them, draw the next ones, tell."""
+        ends = [s.request for s in scheduled if s.num_tokens == s.request.remaining]
+        batch.commit()
+        events = [event for s in scheduled for event in _admission(s.request)]
+        draws = [Draw(request.sampling, len(request.tokens)) for request in ends]
+        for request, token in zip(ends, sample(logits, draws) if draws else [], strict=True):
+            request.extend(token, is_eos=self.model.config.eos_ids.__contains__)
+            worker, request_id = request.key
+            events.append(Event(worker, Tokens(request_id, [token], request.finish_reason)))
+            if request.finish_reason is not None:
+                self._remove(request, request.finish_reason)
+        return events
+
+    def _fail(self, requests: Sequence[Request], error: StrategyError) -> list[Event]:
+        for request in requests:
+            self._remove(request, "error")
+        message = f"{error}; other strategies go on"
+        return [Event(r.key[0], Failed(r.key[1], 500, message, "strategy_failed")) for r in requests]
+
+    def _remove(self, request: Request, outcome: str) -> None:
+        del self._requests[request.key]
+        self.scheduler.remove(request)
+        self._left.append(_record(request, outcome))
+
+
+def _work(scheduled: Scheduled) -> Work:
+    request, num_tokens = scheduled
+    assert request.seat is not None
+    first = request.seat.length
+    tokens = request.tokens[first : first + num_tokens]
+    return Work(request.cache, Row(request.seat, num_tokens), tokens, logits=int(num_tokens == request.remaining))
+
+
+def _admission(request: Request) -> list[Event]:
+    """Once, when the first row has run: from then on `cached` is final."""
+    if request.cached_tokens >= 0:
+        return []
+    assert request.seat is not None
+    request.cached_tokens = request.seat.cached
+    worker, request_id = request.key
+    return [Event(worker, Admitted(request_id, request.cache.name, request.reason, request.cached_tokens))]
+
+
+def _parts(scheduled: Sequence[Scheduled]) -> dict[str, StepPart]:
+    parts: dict[str, StepPart] = {}
+    for request, num_tokens in scheduled:
+        part = parts.get(request.cache.name, StepPart())
+        decode = int(num_tokens == 1 and request.generated > 0)
+        parts[request.cache.name] = StepPart(
+            part.decode_rows + decode,
+            part.prefill_rows + 1 - decode,
+            part.tokens + num_tokens,
+            part.generated + int(num_tokens == request.remaining),
+        )
+    return parts
+
+
+def _record(request: Request, outcome: str) -> RequestRecord:
+    times, now = request.times, time.monotonic()
+
+    def between(start: float, end: float) -> float | None:
+        return end - start if start and end else None
+
+    return RequestRecord(
+        instance=request.cache.name,
+        reason=request.reason,
+        outcome=outcome,
+        prompt_tokens=request.prompt_tokens,
+        cached_tokens=max(0, request.cached_tokens),
+        generated_tokens=request.generated,
+        preemptions=request.preemptions,
+        peak_kv_bytes=request.cache.bytes_for(len(request.tokens)) if times.admitted else 0,
+        queue_seconds=between(times.arrived, times.admitted),
+        prefill_seconds=between(times.admitted, times.first_token),
+        decode_seconds=between(times.first_token, times.last_token),
+        first_token_seconds=between(times.arrived, times.first_token),
+        total_seconds=now - times.arrived,
+    )

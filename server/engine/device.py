@@ -1,0 +1,52 @@
+"""Where and how precisely to compute: turns `auto` into a device and dtypes, and says how much memory is free."""
+
+from __future__ import annotations
+
+import psutil
+import torch
+
+from config.settings import Settings, SettingsError
+
+WEIGHT_DTYPES = {"f32": torch.float32, "bf16": torch.bfloat16, "f16": torch.float16}
+
+
+def choose_device(wanted: str) -> torch.device:
+    """Raises SettingsError if torch cannot use the device."""
+    usable = {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available(), "cpu": True}
+    if wanted == "auto":
+        wanted = next(name for name, there in usable.items() if there)
+    if not usable[wanted]:
+        there = ", ".join(name for name, yes in usable.items() if yes)
+        raise SettingsError(f"device {wanted!r} is not usable here; torch offers {there}")
+    return torch.device(wanted)
+
+
+def choose_dtype(wanted: str, checkpoint: str, device: torch.device) -> torch.dtype:
+    """Of activations, keys and values. auto: the checkpoint's, but float32 on a CPU that would emulate it."""
+    if wanted == "auto":
+        wanted = checkpoint
+        if device.type == "cpu" and not (wanted == "bfloat16" and _cpu_has_bfloat16()):
+            wanted = "float32"
+    dtype = getattr(torch, wanted, None)
+    if dtype not in WEIGHT_DTYPES.values():
+        raise SettingsError(f"the checkpoint's dtype {wanted!r} is none to compute in: give --dtype")
+    assert isinstance(dtype, torch.dtype)
+    return dtype
+
+
+def choose_weights(settings: Settings, dtype: torch.dtype) -> torch.dtype:
+    """The dtype weights are kept in."""
+    return dtype if settings.weights == "auto" else WEIGHT_DTYPES[settings.weights]
+
+
+def free_memory(device: torch.device) -> int:
+    """Bytes that could be allocated now."""
+    if device.type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[0])
+    if device.type == "mps":
+        return torch.mps.recommended_max_memory() - torch.mps.driver_allocated_memory()
+    return int(psutil.virtual_memory().available)
+
+
+def _cpu_has_bfloat16() -> bool:
+    return torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()

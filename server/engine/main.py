@@ -1,0 +1,107 @@
+"""The engine's process: builds the engine, then answers the workers' messages between steps, in one thread.
+
+Knows the socket's gateway and the core; nothing of HTTP.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import signal
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from multiprocessing.connection import Connection
+
+from config.settings import Settings, SettingsError
+from server.engine.build import Engine, build_engine, describe_caches, summary
+from server.engine.core import Event
+from server.engine.gateway import Gateway, Gone
+from server.engine.messages import Answer, Cancel, FromEngine, Hello, Query, Strategy, Submit, ToEngine, to_json
+from server.metrics import Metrics
+from server.models.config import ModelError
+
+log = logging.getLogger(__name__)
+
+IDLE_SECONDS = 0.5  # how long an idle engine sleeps before it looks whether to stop
+STALLED_SECONDS = 0.001  # pause when nobody who runs could be scheduled
+
+
+def run(settings: Settings, socket_path: str, status: Connection) -> None:
+    """Serves until SIGTERM. Tells `status` {"ready": summary} or {"error": what the user must change}."""
+    try:
+        engine = build_engine(settings)
+    except (SettingsError, ModelError) as error:
+        status.send({"error": str(error)})
+        return
+    hello = Hello(
+        engine.name,
+        engine.max_seq_len,
+        engine.core.model.config.vocab_size,
+        [Strategy(d.name, d.kind) for d in engine.instances],
+    )
+    with Gateway(socket_path, hello) as gateway:
+        loop = Loop(engine, gateway)
+        signal.signal(signal.SIGTERM, lambda *_: loop.stop())
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # the terminal's Ctrl-C is the supervisor's to handle
+        status.send({"ready": summary(engine)})
+        loop.run()
+
+
+class Loop:
+    """Messages, a step, events; again."""
+
+    def __init__(self, engine: Engine, gateway: Gateway) -> None:
+        self._engine = engine
+        self._core = engine.core
+        self._gateway = gateway
+        self._metrics = Metrics([d.name for d in engine.instances])
+        self._stopping = False
+
+    def run(self) -> None:
+        pause = IDLE_SECONDS
+        while not self._stopping:
+            self._send([event for message in self._messages(pause) for event in self._handle(*message)])
+            result = self._core.step()
+            self._send(result.events)
+            self._metrics.observe_step(result.report)
+            for record in result.finished:
+                self._metrics.observe_request(record)
+            pause = 0.0 if result.report.rows else STALLED_SECONDS if self._core.busy else IDLE_SECONDS
+
+    def stop(self) -> None:
+        """Ends run() after the step in progress."""
+        self._stopping = True
+
+    def _messages(self, pause: float) -> Iterator[tuple[int, ToEngine | Gone]]:
+        """What has come in; waits up to `pause` seconds for a first message."""
+        try:
+            yield self._gateway.inbox.get(block=pause > 0, timeout=pause or None)
+            while True:
+                yield self._gateway.inbox.get_nowait()
+        except queue.Empty:
+            return
+
+    def _handle(self, worker: int, message: ToEngine | Gone) -> Sequence[Event]:
+        match message:
+            case Submit():
+                refused = self._core.submit(worker, message)
+                return [refused] if refused else []
+            case Cancel(request_id):
+                self._core.cancel(worker, request_id)
+            case Query(query_id, what):
+                return [Event(worker, Answer(query_id, self._answer(what)))]
+            case Gone():
+                self._core.cancel_worker(worker)
+        return []
+
+    def _answer(self, what: str) -> bytes:
+        if what == "kv_cache":
+            return to_json({"object": "list", "data": describe_caches(self._engine)})
+        return self._metrics.exposition({name: cache.usage() for name, cache in self._core.caches.items()})
+
+    def _send(self, events: Sequence[Event]) -> None:
+        by_worker: dict[int, list[FromEngine]] = defaultdict(list)
+        for worker, message in events:
+            by_worker[worker].append(message)
+        for worker, messages in by_worker.items():
+            self._gateway.send(worker, messages)

@@ -1,0 +1,55 @@
+"""What a step and a request leave behind. Metrics, logs and explanations read these two and nothing else."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class StepPart:
+    """One strategy's rows of a step."""
+
+    decode_rows: int = 0
+    prefill_rows: int = 0
+    tokens: int = 0
+    generated: int = 0
+
+
+@dataclass(frozen=True)
+class StepReport:
+    """One step of the engine."""
+
+    seconds: float
+    parts: Mapping[str, StepPart]  # by instance
+    preempted: Mapping[str, int]  # requests, by instance
+    failures: Mapping[str, int]  # exceptions in a strategy's code, by instance
+    running: Mapping[str, int]  # after the step, by instance
+    waiting: Mapping[str, int]
+
+    @property
+    def rows(self) -> int:
+        return sum(part.decode_rows + part.prefill_rows for part in self.parts.values())
+
+    @property
+    def tokens(self) -> int:
+        return sum(part.tokens for part in self.parts.values())
+
+
+@dataclass(frozen=True)
+class RequestRecord:
+    """One request, when it has left the engine. Seconds; a time that did not come about is None."""
+
+    instance: str
+    reason: str  # why this instance
+    outcome: str  # stop, length, cancelled, error
+    prompt_tokens: int
+    cached_tokens: int
+    generated_tokens: int
+    preemptions: int
+    peak_kv_bytes: int
+    queue_seconds: float | None
+    prefill_seconds: float | None
+    decode_seconds: float | None
+    first_token_seconds: float | None
+    total_seconds: float

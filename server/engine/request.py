@@ -1,0 +1,86 @@
+"""A request inside the engine: its tokens, its seat, and what is remembered about it. Knows no tensor and no socket."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from server.engine.messages import Sampling
+
+if TYPE_CHECKING:
+    from cache_strategies.base import KVCache, Seat
+
+
+class RequestError(Exception):
+    """A request that cannot be served; becomes an HTTP error of this status."""
+
+    def __init__(self, status: int, message: str, *, code: str | None = None, param: str | None = None) -> None:
+        super().__init__(message)
+        self.status, self.message, self.code, self.param = status, message, code, param
+
+
+@dataclass
+class Times:
+    """Monotonic seconds; 0 while it has not happened."""
+
+    arrived: float
+    admitted: float = 0.0
+    first_token: float = 0.0
+    last_token: float = 0.0
+    finished: float = 0.0
+
+
+@dataclass(eq=False)
+class Request:
+    """Waiting while it has no seat, running while it has one; preemption takes the seat and keeps everything else."""
+
+    key: tuple[int, str]  # API worker, and the id it gave the request
+    tokens: list[int]  # prompt and output
+    sampling: Sampling
+    cache: KVCache
+    reason: str  # why this cache
+    priority: int = 0
+    arrival: int = 0  # number of the request; with the priority, its place in line
+    seat: Seat | None = None
+    cached_tokens: int = -1  # of the prompt, found when its first row ran; < 0: it has not run
+    preemptions: int = 0
+    passed_over: int = 0  # requests that were admitted while this one, before them in line, had no room
+    finish_reason: str | None = None
+    prompt_tokens: int = field(init=False)
+    times: Times = field(default_factory=lambda: Times(time.monotonic()))
+
+    def __post_init__(self) -> None:
+        self.prompt_tokens = len(self.tokens)
+
+    @property
+    def place(self) -> tuple[int, int]:
+        """Its place in line: a lower one runs first and is preempted last."""
+        return self.priority, self.arrival
+
+    @property
+    def generated(self) -> int:
+        return len(self.tokens) - self.prompt_tokens
+
+    @property
+    def remaining(self) -> int:
+        """Tokens that have not entered the cache."""
+        assert self.seat is not None
+        return len(self.tokens) - self.seat.length
+
+    @property
+    def most_tokens(self) -> int:
+        """Tokens it can come to."""
+        return self.prompt_tokens + self.sampling.max_tokens
+
+    def extend(self, token: int, *, is_eos: Callable[[int], bool]) -> None:
+        """A sampled token; sets finish_reason if it is the last."""
+        self.tokens.append(token)
+        now = time.monotonic()
+        self.times.first_token = self.times.first_token or now
+        self.times.last_token = now
+        if is_eos(token) and not self.sampling.ignore_eos:
+            self.finish_reason = "stop"
+        elif self.generated >= self.sampling.max_tokens:
+            self.finish_reason = "length"

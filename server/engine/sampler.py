@@ -1,0 +1,64 @@
+"""Draws the next tokens from logits. Knows no request beyond how it wants its tokens drawn.
+
+The noise of a draw depends on (seed, position) only: not on the batch, nor on the step, nor on the strategy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from server.engine.messages import Sampling
+
+
+class Draw(NamedTuple):
+    """A token wanted: how, and at which position of its text it will stand."""
+
+    sampling: Sampling
+    position: int
+
+
+def sample(logits: Tensor, draws: Sequence[Draw]) -> list[int]:
+    """logits [K, V] float32 -> K token ids."""
+    tokens = logits.argmax(-1)
+    for i, (sampling, position) in enumerate(draws):
+        if sampling.temperature > 0:
+            tokens[i] = draw(probabilities(logits[i], sampling), uniform(sampling.seed, position))
+    return [int(token) for token in tokens.tolist()]
+
+
+def probabilities(logits: Tensor, sampling: Sampling) -> Tensor:
+    """logits [V] -> what the token is drawn from [V]: temperature, then min-p, top-k and top-p, in this order."""
+    p = (logits / sampling.temperature).softmax(-1)
+    if sampling.min_p > 0:  # Nguyen et al. 2024: less likely than this share of the likeliest
+        p = p.masked_fill(p < sampling.min_p * p.max(), 0.0)
+    if 0 < sampling.top_k < p.numel():
+        p = _only(p, p.topk(sampling.top_k).indices)
+    if sampling.top_p < 1:  # Holtzman et al. 2020: the fewest tokens that hold this much of the mass
+        ordered, ids = p.sort(descending=True, stable=True)
+        mass_before = ordered.cumsum(-1) - ordered
+        p = _only(p, ids[mass_before < sampling.top_p * p.sum()])
+    return p
+
+
+def draw(p: Tensor, u: float) -> Tensor:
+    """The token whose stretch of the cumulated p [V] (not necessarily normalised) holds u in [0, 1)."""
+    cumulated = p.cumsum(-1)
+    token = torch.searchsorted(cumulated, u * cumulated[-1], right=True)
+    return token.clamp_max(p.nonzero()[-1, 0])  # rounding at the very end
+
+
+def uniform(seed: int, position: int) -> float:
+    """A number in [0, 1) from a counter-based generator (Philox; Salmon et al. 2011)."""
+    bits = np.random.Philox(key=seed % 2**64, counter=position)
+    return float(np.random.Generator(bits).random())
+
+
+def _only(p: Tensor, ids: Tensor) -> Tensor:
+    kept = torch.zeros_like(p)
+    kept[ids] = p[ids]
+    return kept

@@ -1,0 +1,53 @@
+"""Generation without any cache: the whole text through the model for every token. Slow, obvious, and independent.
+
+The tests' reference for everything that caches, and the baseline of the benchmarks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from kernels.ops import LayerSpec
+from server.models.decoder import Decoder
+
+
+class FullContext:
+    """Implements `kernels.ops.Attention` for one text that enters whole; keeps nothing."""
+
+    def __init__(self, specs: Sequence[LayerSpec], length: int, device: torch.device) -> None:
+        self._specs = specs
+        self.positions = torch.arange(length, device=device)
+        self.logit_index = self.positions[-1:]
+
+    def attend(self, layer_idx: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Every query over every key it may see, scores [Hq, N, N] in full."""
+        spec = self._specs[layer_idx]
+        group = spec.num_q_heads // spec.num_kv_heads
+        k, v = (x.float().repeat_interleave(group, dim=1) for x in (k, v))
+        scores = torch.einsum("qhd,khd->hqk", q.float(), k) * spec.scale
+        if spec.softcap:
+            scores = spec.softcap * torch.tanh(scores / spec.softcap)
+        distance = self.positions[:, None] - self.positions
+        hidden = distance < 0
+        if spec.window is not None:
+            hidden |= distance >= spec.window
+        weights = scores.masked_fill(hidden, -torch.inf).softmax(-1)
+        return torch.einsum("hqk,khd->qhd", weights, v).to(q.dtype)
+
+
+@torch.inference_mode()
+def full_context_logits(model: Decoder, ids: Sequence[int]) -> Tensor:
+    """Logits [V] after the last of `ids`."""
+    attention = FullContext(model.specs, len(ids), model.device)
+    return model.forward(torch.tensor(ids, device=model.device), attention)[0]
+
+
+def debug_generate_full_context(model: Decoder, prompt: Sequence[int], max_tokens: int) -> list[int]:
+    """Greedy tokens after `prompt`, by computing all of the text anew for each: O(n^2) tokens of work."""
+    ids = list(prompt)
+    for _ in range(max_tokens):
+        ids.append(int(full_context_logits(model, ids).argmax()))
+    return ids[len(prompt) :]

@@ -1,0 +1,57 @@
+"""The tensors of a Hugging Face directory, by name: one safetensors file or several. Knows no layer.
+
+Files are mapped, so a tensor that is used as it lies on disk costs no copy on the host.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from server.models.config import ModelError
+
+
+class Weights:
+    """Reads tensors on demand, as `dtype` on `device`."""
+
+    def __init__(self, directory: Path, dtype: torch.dtype, device: torch.device) -> None:
+        """Raises ModelError if the directory holds no safetensors."""
+        self._directory = directory
+        self._dtype = dtype
+        self._device = device
+        self._files = {file: self._open(file) for file in _files(directory)}
+        self._where = {name: file for file, tensors in self._files.items() for name in tensors.keys()}  # noqa: SIM118
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._where
+
+    def get(self, name: str) -> Tensor:
+        """The tensor of that name. Raises ModelError if there is none."""
+        if name not in self._where:
+            raise ModelError(f"{self._directory} has no tensor {name!r}; is the checkpoint complete?")
+        tensor: Tensor = self._files[self._where[name]].get_tensor(name)
+        return tensor.to(device=self._device, dtype=self._dtype)
+
+    def joined(self, *names: str) -> Tensor:
+        """Several tensors as one, along the first dimension."""
+        return torch.cat([self.get(name) for name in names])
+
+    def _open(self, file: Path) -> safe_open:
+        try:
+            return safe_open(file, framework="pt")
+        except (OSError, SafetensorError) as error:
+            raise ModelError(f"cannot read {file}: {error}") from None
+
+
+def _files(directory: Path) -> list[Path]:
+    index = directory / "model.safetensors.index.json"
+    if index.is_file():
+        return [directory / name for name in sorted(set(json.loads(index.read_text())["weight_map"].values()))]
+    files = sorted(directory.glob("*.safetensors"))
+    if not files:
+        raise ModelError(f"{directory} has no *.safetensors file")
+    return files
