@@ -1,0 +1,106 @@
+"""Starts `kvmux serve` as a user would, as processes of its own, and looks at them from outside."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import httpx
+import psutil
+from prometheus_client.parser import text_string_to_metric_families
+
+PATIENCE = 120.0  # seconds that anything may take on a busy machine
+
+
+@dataclass(frozen=True)
+class Server:
+    """A running server."""
+
+    url: str
+    process: psutil.Process
+
+    def get(self, path: str) -> httpx.Response:
+        return httpx.get(self.url + path, timeout=PATIENCE)
+
+    def complete(self, **body: object) -> httpx.Response:
+        return httpx.post(f"{self.url}/v1/completions", json={"model": self.model} | body, timeout=PATIENCE)
+
+    @property
+    def model(self) -> str:
+        return str(self.get("/v1/models").json()["data"][0]["id"])
+
+    def metric(self, name: str, **labels: str) -> float:
+        """Sum of the samples of that name that have these labels."""
+        families = text_string_to_metric_families(self.get("/metrics").text)
+        return sum(
+            sample.value
+            for family in families
+            for sample in family.samples
+            if sample.name == name and labels.items() <= sample.labels.items()
+        )
+
+    def usage(self, instance: str) -> dict[str, int]:
+        caches = {entry["name"]: entry["usage"] for entry in self.get("/v1/kv_cache").json()["data"]}
+        return dict(caches[instance])
+
+    @property
+    def engine(self) -> psutil.Process:
+        """The process that has torch's library mapped: there must be exactly one."""
+        found = [p for p in (self.process, *self.process.children(recursive=True)) if maps(p, "libtorch_cpu")]
+        assert len(found) == 1, found
+        return found[0]
+
+
+def maps(process: psutil.Process, library: str) -> bool:
+    """Whether the process has that library in its memory."""
+    try:
+        return any(library in region.path for region in process.memory_maps())
+    except psutil.NoSuchProcess:
+        return False
+
+
+@contextmanager
+def serving(*flags: str) -> Iterator[Server]:
+    """`kvmux serve` on a free port, until the block ends; its log is shown if it does not come up."""
+    with tempfile.TemporaryFile("w+") as output:
+        command = [sys.executable, "-m", "server", "serve", "--port", "0", *flags]
+        process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, cwd=Path(__file__).parents[2])
+        try:
+            yield Server(_address(process, output), psutil.Process(process.pid))
+        finally:
+            process.terminate()
+            process.wait(PATIENCE)
+
+
+def _address(process: subprocess.Popen[bytes], output: object) -> str:
+    """The address the server prints when it is ready."""
+    deadline = time.monotonic() + PATIENCE
+    while time.monotonic() < deadline and process.poll() is None:
+        text = Path(f"/proc/self/fd/{output.fileno()}").read_text()  # type: ignore[attr-defined]
+        if found := re.search(r"serves .* on (http://\S+)", text):
+            eventually(lambda: httpx.get(f"{found[1]}/ready").status_code == 200)
+            return found[1]
+        time.sleep(0.1)
+    output.seek(0)  # type: ignore[attr-defined]
+    raise AssertionError(f"the server did not come up:\n{output.read()}")  # type: ignore[attr-defined]
+
+
+def eventually(true: object) -> None:
+    """Waits until `true()` is, with patience for a busy machine."""
+    assert callable(true)
+    deadline = time.monotonic() + PATIENCE
+    while time.monotonic() < deadline:
+        try:
+            if true():
+                return
+        except httpx.TransportError:
+            pass
+        time.sleep(0.05)
+    raise AssertionError("it did not come about")

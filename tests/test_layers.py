@@ -1,0 +1,113 @@
+"""The layout is the architecture: who may import whom, read from the source, so that it stays so."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+PACKAGES = ("config", "kernels", "cache_strategies", "server", "loadtest")
+
+MAY_IMPORT = {  # beside itself
+    "config": set[str](),
+    "kernels": {"config"},
+    "cache_strategies": {"config", "kernels"},
+    "server": {"config", "kernels", "cache_strategies"},
+    "loadtest": set[str](),
+}
+
+API_PROCESS = ("server.cli", "server.api.worker", "server.engine.supervisor", "server.engine.client", "server.text")
+HEAVY = {"torch", "transformers", "numpy", "kernels", "cache_strategies"}
+
+
+def modules() -> dict[str, Path]:
+    """Every module of the project by name."""
+    files = (file for package in PACKAGES for file in (ROOT / package).rglob("*.py"))
+    names = {file: ".".join(file.relative_to(ROOT).with_suffix("").parts) for file in files}
+    return {name.removesuffix(".__init__"): file for file, name in names.items()}
+
+
+def imports(file: Path, *, typing_only: bool = False) -> Iterator[str]:
+    """Modules a file imports at run time; with typing_only also those that only type checkers see."""
+    tree = ast.parse(file.read_text())
+    hidden = {
+        id(child)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)
+        for child in ast.walk(node)
+    }
+    for node in ast.walk(tree):
+        if id(node) in hidden and not typing_only:
+            continue
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            yield node.module
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+def top(module: str) -> str:
+    return module.partition(".")[0]
+
+
+@cache
+def reached(module: str) -> frozenset[str]:
+    """Everything that importing `module` imports, directly or not, functions' own imports included."""
+    known, seen, todo = modules(), set[str](), [module]
+    while todo:
+        name = todo.pop()
+        if name in seen:
+            continue
+        seen.add(name)
+        parents = [name.rsplit(".", i)[0] for i in range(1, name.count(".") + 1)]
+        todo += parents
+        if name in known:
+            todo += imports(known[name])
+    return frozenset(seen)
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_imports_point_downwards(package: str) -> None:
+    allowed = MAY_IMPORT[package] | {package}
+    for name, file in modules().items():
+        if top(name) == package:
+            wrong = {m for m in imports(file, typing_only=True) if top(m) in PACKAGES} - {
+                m for m in imports(file, typing_only=True) if top(m) in allowed
+            }
+            assert not wrong, f"{name} imports {wrong}"
+
+
+def test_models_know_no_strategy_and_no_engine() -> None:
+    for name, file in modules().items():
+        if name.startswith("server.models"):
+            assert not {
+                m for m in imports(file, typing_only=True) if m.startswith(("cache_strategies", "server.engine"))
+            }
+
+
+def test_strategies_know_each_other_only_through_their_parts() -> None:
+    strategies = {"contiguous", "sliding_window", "paged"}
+    for name in strategies:
+        imported = {m.split(".")[1] for m in imports(modules()[f"cache_strategies.{name}"]) if m.count(".")}
+        assert not imported & (strategies - {name})
+
+
+@pytest.mark.parametrize("name", ["server.engine.scheduler", "server.engine.request", "server.engine.selection"])
+def test_the_scheduler_has_no_tensor_and_no_strategy(name: str) -> None:
+    assert not {m for m in reached(name) if top(m) in {"torch", "numpy", "kernels", "cache_strategies"}}
+
+
+@pytest.mark.parametrize("name", [n for n in modules() if n.startswith(API_PROCESS) or n.startswith("server.api")])
+def test_supervisor_and_api_processes_reach_neither_torch_nor_transformers(name: str) -> None:
+    assert not {m for m in reached(name) if top(m) in HEAVY}
+
+
+def test_only_reference_and_loader_are_imported_as_kernels_by_others() -> None:
+    """Operations are called through the `Ops` a component was given, not by importing a backend."""
+    for name, file in modules().items():
+        if top(name) in ("cache_strategies", "server") and name != "server.engine.build":
+            assert not {m for m in imports(file) if m.startswith(("kernels.reference", "kernels.load"))}, name
