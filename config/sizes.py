@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import re
 from fractions import Fraction
 from typing import Annotated
 
 from pydantic import AfterValidator, ByteSize, TypeAdapter, ValidationError
 
 _BYTES = TypeAdapter(ByteSize)
+_AMOUNT = re.compile(r"\s*\d*\.?\d+\s*\w*\s*")  # pydantic reads "1,5GiB" as 1 and passes over the rest
 
 
 def parse_bytes(text: str | int) -> int:
     """Bytes of "512MiB", "2GB" or a bare number."""
     try:
-        return int(_BYTES.validate_python(text))
+        if _AMOUNT.fullmatch(str(text)):
+            return int(_BYTES.validate_python(text))
     except ValidationError:
-        raise ValueError(f"{text!r} is no amount of memory: write a number of bytes, or '512MiB', '2GB'") from None
+        pass
+    raise ValueError(f"{text!r} is no amount of memory: write a number of bytes, or '512MiB', '2GB'")
 
 
 def share_of(share: str, total: int) -> int:

@@ -1,0 +1,80 @@
+# Everything a checkout needs: `make serve` on a machine with Python 3.11 or newer installs and serves.
+#
+#   make serve ARGS="--port 9000"        any flag of `kvmux serve`
+#   make test ARGS="tests/cli -x"        any argument of pytest
+#   make install PYTHON=python3.12       with which Python the virtual environment is made
+#   make install PIP_ARGS="..."          further arguments of every pip install
+#
+# Linux without a CUDA card: PIP_ARGS="--extra-index-url <PyTorch's CPU wheel index>" saves gigabytes.
+
+VENV ?= .venv
+PYTHON ?=
+PIP_ARGS ?=
+ARGS ?=
+URL ?= http://127.0.0.1:8000
+
+PY := $(VENV)/bin/python
+PIP_INSTALL = $(PY) -m pip install --disable-pip-version-check $(PIP_ARGS)
+TORCH = $(shell sed -n 's/^ *"\(torch==[^"]*\)".*/\1/p' pyproject.toml)
+# What an installation is made from: when one of these changes it is made again.
+INPUTS = pyproject.toml $(wildcard setup.py kernels/cpu/*.cpp kernels/cpu/*.h)
+
+.DEFAULT_GOAL := help
+.PHONY: help install serve test test-slow check format bench load clean
+
+help:  ## list the targets
+	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1	\2/p' Makefile | expand -t 20
+
+install: $(VENV)/.base  ## make the virtual environment and install the server
+
+serve: $(VENV)/.base  ## serve the embedded model, or what ARGS says
+	$(VENV)/bin/kvmux serve $(ARGS)
+
+test: $(VENV)/.with-test  ## run the tests
+	$(PY) -m pytest -m "not slow" $(ARGS)
+
+test-slow: $(VENV)/.with-test  ## run the tests that take minutes, too
+	$(PY) -m pytest $(ARGS)
+
+check: $(VENV)/.with-test,check  ## lint, format and types, changing nothing
+	$(PY) -m ruff check .
+	$(PY) -m ruff format --check .
+	$(PY) -m mypy
+
+format: $(VENV)/.with-test,check  ## put the code into its format
+	$(PY) -m ruff check --fix .
+	$(PY) -m ruff format .
+
+bench: $(VENV)/.base  ## measure this machine
+	$(PY) -m server.bench $(ARGS)
+
+load: $(VENV)/.with-load  ## load a running server (URL) for 30 seconds
+	$(VENV)/bin/locust -f loadtest/locustfile.py --headless --only-summary --host $(URL) \
+	  --users 8 --spawn-rate 8 --run-time 30s --stop-timeout 60 $(ARGS)
+
+clean:  ## remove the virtual environment and all caches
+	rm -rf $(VENV) build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+
+# ---------------------------------------------------------------- the virtual environment
+# torch comes first and by itself, and the project is built without isolation: an isolated build of the C++ kernels
+# would download a second torch.
+$(VENV)/.torch:
+	@python=$(PYTHON); \
+	for each in python3 python3.14 python3.13 python3.12 python3.11; do \
+	  [ -n "$$python" ] && break; \
+	  $$each -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 15))' 2>/dev/null && python=$$each; \
+	done; \
+	[ -n "$$python" ] || { echo "no Python 3.11 to 3.14 found; name one: make $(MAKECMDGOALS) PYTHON=..." >&2; exit 1; }; \
+	echo "$$python -m venv $(VENV)"; $$python -m venv $(VENV)
+	$(PIP_INSTALL) --upgrade pip "setuptools>=77" wheel
+	$(PIP_INSTALL) "$(TORCH)"
+	@touch $@
+
+$(VENV)/.base: $(VENV)/.torch $(INPUTS)
+	$(PIP_INSTALL) --no-build-isolation --editable .
+	@touch $@
+
+# The project with extras, "test" or "test,check".
+$(VENV)/.with-%: $(VENV)/.torch $(INPUTS)
+	$(PIP_INSTALL) --no-build-isolation --editable ".[$*]"
+	@touch $@ $(VENV)/.base

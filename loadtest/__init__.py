@@ -1,0 +1,1 @@
+"""Load for any OpenAI-compatible server. Speaks HTTP only, and imports nothing of ours but itself."""

@@ -1,0 +1,91 @@
+"""`python -m server.bench`: what caching is worth. Tokens per second of one sequence, by strategy, against no cache.
+
+Drives the decoder and the caches without HTTP and without other sequences, so that the figures are those of the caches.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import torch
+
+from config.settings import Settings
+from server.engine.build import Engine, build_engine
+from server.engine.sequence import CachedSequence
+from server.models.full_context import debug_generate_full_context
+
+LENGTHS = (64, 256, 1024)
+FULL_CONTEXT = "full context"
+
+
+class Result(NamedTuple):
+    """Tokens per second when `tokens` are generated from one token on."""
+
+    strategy: str
+    tokens: int
+    tokens_per_second: float
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(prog="python -m server.bench", description=__doc__)
+    parser.add_argument("--model", default="tiny", help="directory of a model (default: the embedded one)")
+    parser.add_argument("--dtype", default="float32")
+    parser.add_argument("--threads", type=int, help="CPU threads (default: torch's choice)")
+    parser.add_argument("--tokens", type=int, nargs="+", default=LENGTHS, help="how many to generate")
+    parser.add_argument("--json", action="store_true", help="one JSON line a figure instead of a table")
+    options = parser.parse_args(arguments)
+    settings = Settings(model=options.model, dtype=options.dtype, threads=options.threads, max_num_seqs=4)
+    results = measure(build_engine(settings), options.tokens)
+    print("\n".join(json.dumps(r._asdict()) for r in results) if options.json else table(results))
+
+
+def measure(engine: Engine, lengths: Sequence[int]) -> list[Result]:
+    """Every strategy and no cache at all, at every length; shows on stderr what it is at."""
+    ways: dict[str, Callable[[int], object]] = {
+        name: lambda n, name=name: generate_cached(engine, name, n)  # type: ignore[misc]
+        for name in engine.core.caches
+    }
+    ways[FULL_CONTEXT] = lambda n: debug_generate_full_context(engine.core.model, [0], n)
+    results = []
+    for length in lengths:
+        for name, generate in ways.items():
+            print(f"\r{name}, {length} tokens ...\033[K", end="", file=sys.stderr, flush=True)
+            generate(8)  # warm
+            began = time.perf_counter()
+            generate(length)
+            results.append(Result(name, length, length / (time.perf_counter() - began)))
+    print("\r\033[K", end="", file=sys.stderr)
+    return results
+
+
+@torch.inference_mode()
+def generate_cached(engine: Engine, strategy: str, num_tokens: int) -> list[int]:
+    """Greedy tokens after token 0, one `forward_step` each."""
+    model = engine.core.model
+    sequence = CachedSequence(engine.core.caches[strategy], model.device)
+    ids = [0]
+    for position in range(num_tokens):
+        embedding = model.embed(torch.tensor(ids[-1:], device=model.device))
+        ids.append(int(model.forward_step(embedding.view(1, 1, -1), position, sequence).argmax()))
+    sequence.close()
+    return ids[1:]
+
+
+def table(results: Sequence[Result]) -> str:
+    """Markdown: strategies down, lengths across, and how many times faster than no cache."""
+    lengths = sorted({r.tokens for r in results})
+    speed = {(r.strategy, r.tokens): r.tokens_per_second for r in results}
+    lines = ["| tokens/s | " + " | ".join(f"{n:,} tokens" for n in lengths) + " |", "|---|" + "---:|" * len(lengths)]
+    for name in dict.fromkeys(r.strategy for r in results):
+        cells = (f"{speed[name, n]:,.0f} ({speed[name, n] / speed[FULL_CONTEXT, n]:.1f} ×)" for n in lengths)
+        lines.append(f"| {name} | " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    main()

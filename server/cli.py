@@ -1,0 +1,280 @@
+"""The command line: `kvmux serve` and its help. Every scalar setting is a flag, made from the setting's own metadata.
+
+Imports neither torch nor transformers, so that help and errors come at once.
+"""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import errno
+import importlib.util
+import json
+import logging
+import multiprocessing
+import os
+import shlex
+import socket
+import sys
+import types
+from collections.abc import Mapping, Sequence
+from importlib import metadata
+from pathlib import Path
+from typing import Any, Literal, NoReturn, Union, get_args, get_origin
+
+from pydantic.fields import FieldInfo
+
+import server
+from config.settings import Settings, SettingsError, env_name, flag_name, load
+from server.engine.lifeline import USER_ERROR, configure_logging
+from server.engine.supervisor import Supervisor
+
+log = logging.getLogger(__name__)
+
+BACKLOG = 2048  # connections the system holds while the workers are busy or still starting
+
+GROUPS = {
+    "model": ("model", "model_name", "device", "dtype", "weights", "threads"),
+    "HTTP": ("host", "port", "workers", "log_level"),
+    "KV memory": ("kv_memory", "kv_memory_share", "kv_overcommit"),
+    "batching": ("max_seq_len", "max_num_seqs", "max_step_tokens", "max_waiting"),
+    "cache strategies": ("default_strategy",),
+}
+METAVARS = {"model": "DIR", "host": "ADDRESS", "kv_memory": "SIZE"}
+
+DESCRIPTION = """\
+An inference server where the KV cache is a plug-in: a strategy per request, all strategies in one batch."""
+
+SERVE_DESCRIPTION = """\
+Loads a model and serves it behind the OpenAI API (/v1/completions, /v1/models, ...).
+Without any setting it serves the small embedded model on http://127.0.0.1:8000.
+
+A setting on the command line beats its environment variable, which beats the settings file,
+which beats the default."""
+
+SERVE_EPILOG = """\
+strategies and rules are tables of the settings file:
+
+  # kvmux.toml: kvmux serve --config kvmux.toml
+  model = "models/my-model"
+  kv_memory = "2GiB"
+  default_strategy = "paged"
+
+  [strategies.paged]          # an instance per built-in kind is there: paged, contiguous, sliding_window
+  floor = "25%"               # KV memory that nobody else may take
+  limit = "75%"               # KV memory it may hold at most
+
+  [strategies.short]          # an instance of your own: a kind, and options of that kind
+  kind = "sliding_window"
+  window = 256
+
+  [[rules]]                   # the first rule that fits serves a request that names no strategy
+  use = "short"
+  min_prompt_tokens = 1024
+
+A client names an instance in the request ("kv_cache": "short") or in the model's name ("my-model:short").
+One option can be set by a variable too: KVMUX_STRATEGIES__SHORT__WINDOW=512
+
+examples:
+  kvmux serve
+  kvmux serve --model models/my-model --port 9000 --kv-memory 2GiB
+  KVMUX_MODEL=models/my-model kvmux serve --device cpu --threads 8
+"""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs a command line; returns the exit code."""
+    parser = _parser()
+    try:
+        options = vars(parser.parse_args(arguments))
+        run = options.pop("run", None)
+        if run is None:
+            parser.print_help(sys.stderr)
+            return USER_ERROR
+        return int(run(options))
+    except (SettingsError, ListenError) as error:
+        print(f"kvmux: {error}", file=sys.stderr)
+        return USER_ERROR
+    except KeyboardInterrupt:
+        return 130
+
+
+# ---------------------------------------------------------------- kvmux serve
+def serve(options: dict[str, Any]) -> int:
+    """Serves until told to stop. `options` are the flags given, by setting."""
+    file = options.pop("config", None) or os.environ.get("KVMUX_CONFIG")
+    settings = load(Path(file) if file else None, options)
+    multiprocessing.current_process().name = "kvmux"  # in the log
+    configure_logging(settings.log_level)
+    check_folder_names()
+    with listen(settings.host, settings.port) as listener:
+        url = url_of(listener)
+        print(f"kvmux {version()} loads {settings.model} ...", flush=True)
+        return Supervisor(settings, listener, lambda ready: print(welcome(url, settings, ready), flush=True)).run()
+
+
+class ListenError(Exception):
+    """The address cannot be listened on; the message tells the user what to change."""
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """The server's listening socket, made before anything slow so that an unusable address is told at once."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    both = host == "::" and socket.has_dualstack_ipv6()
+    try:
+        socket.getaddrinfo(host, port, family)  # create_server hides that it is the name that is wrong
+        return socket.create_server((host, port), family=family, backlog=BACKLOG, dualstack_ipv6=both)
+    except OSError as error:
+        raise ListenError(f"cannot listen on {host}, port {port}: {_listen_advice(error, port)}") from None
+
+
+def _listen_advice(error: OSError, port: int) -> str:
+    if isinstance(error, socket.gaierror):
+        return "no such address; see --host"
+    if error.errno == errno.EADDRINUSE:
+        return f"the port is in use; choose another (--port {port % 65535 + 1}), or any that is free (--port 0)"
+    if error.errno == errno.EACCES:
+        return "not allowed; choose a port above 1023 (--port 8000)"
+    return f"{os.strerror(error.errno or 0)}; see --host and --port"
+
+
+def url_of(listener: socket.socket) -> str:
+    """Where this machine's own clients find the server."""
+    host, port = listener.getsockname()[:2]
+    host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+def check_folder_names() -> None:
+    """This project's folder `kernels` bears the name of Hugging Face's package; which one is imported?"""
+    ours = Path(server.__file__).parent.parent
+    spec = importlib.util.find_spec("kernels")
+    if spec is None or spec.origin is None or not Path(spec.origin).is_relative_to(ours / "kernels"):
+        raise SettingsError("`import kernels` finds another package of that name; remove it: pip uninstall kernels")
+    try:
+        metadata.distribution("kernels")
+    except metadata.PackageNotFoundError:
+        return
+    log.warning("the package `kernels` is installed beside this project's folder of that name: pip uninstall kernels")
+
+
+def welcome(url: str, settings: Settings, ready: Mapping[str, Any]) -> str:
+    """What is printed once the server is ready: address, model, strategies and a first request to try."""
+    body = shlex.quote(json.dumps({"model": ready["model"], "prompt": "Once upon a time", "max_tokens": 64}))
+    everywhere = " (on every address of this machine)" if settings.host in ("0.0.0.0", "::") else ""
+    return f"""
+kvmux {version()} serves {ready["model"]} on {url}{everywhere}
+
+  model       {ready["dtype"]} on {ready["device"]}; prompt and completion up to {ready["max_seq_len"]:,} tokens
+  KV memory   {_size(ready["kv_memory_bytes"])}, shared by these strategies; each alone has room for
+{_strategies(ready["strategies"], settings.default_strategy)}
+
+Try it:
+
+  curl {url}/v1/completions -H 'Content-Type: application/json' \\
+    -d {body}
+"""
+
+
+def _strategies(strategies: Sequence[Mapping[str, Any]], default: str) -> str:
+    """A line for each: name, room, kind and options."""
+    width = max(len(each["name"]) for each in strategies)
+    lines = []
+    for each in strategies:
+        notes = ["default"] if each["name"] == default else []
+        notes += [each["kind"]] if each["kind"] != each["name"] else []
+        notes += [f"{key}={value}" for key, value in each["options"].items() if value is not None]
+        line = f"{each['name']:{width}}  {each['capacity_tokens']:>11,} tokens  {', '.join(notes)}"
+        lines.append(" " * 14 + line.rstrip())
+    return "\n".join(lines)
+
+
+def _size(count: int) -> str:
+    size = float(count)
+    for unit in ("bytes", "KiB", "MiB"):
+        if size < 1024:
+            return f"{size:.4g} {unit}"
+        size /= 1024
+    return f"{size:.4g} GiB"
+
+
+def version() -> str:
+    try:
+        return metadata.version("kvmux")
+    except metadata.PackageNotFoundError:
+        return "(not installed)"
+
+
+# ---------------------------------------------------------------- the parser
+class Parser(argparse.ArgumentParser):
+    """Errors in one line, with a suggestion, instead of the whole usage."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(USER_ERROR, f"{self.prog}: {message}; see {self.prog} --help\n")
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        known, unknown = super().parse_known_args(args, namespace)
+        if unknown:
+            name = unknown[0].split("=")[0]
+            close = difflib.get_close_matches(name, self._option_string_actions, n=1)
+            self.error(f"{name} is no option" + (f"; did you mean {close[0]}?" if close else ""))
+        return known, unknown
+
+
+def _parser() -> Parser:
+    parser = Parser(prog="kvmux", description=DESCRIPTION, allow_abbrev=False)
+    parser.add_argument("--version", action="version", version=f"kvmux {version()}")
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND")
+    serve_parser = commands.add_parser(
+        "serve",
+        help="load a model and serve it; `kvmux serve --help` tells every setting",
+        description=SERVE_DESCRIPTION,
+        epilog=SERVE_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        argument_default=argparse.SUPPRESS,
+        allow_abbrev=False,
+        usage="kvmux serve [--model DIR] [--port N] [--config FILE] [more settings]",
+    )
+    serve_parser.set_defaults(run=serve)
+    serve_parser.add_argument("--config", metavar="FILE", help="settings file, TOML [KVMUX_CONFIG]")
+    for title, names in _grouped().items():
+        group = serve_parser.add_argument_group(title)
+        for name in names:
+            _add_flag(group, name, Settings.model_fields[name])
+    return parser
+
+
+def _grouped() -> dict[str, list[str]]:
+    """Names of the scalar settings by group; one that GROUPS does not know is found under "other"."""
+    groups: dict[str, list[str]] = {title: [] for title in GROUPS}
+    title_of = {name: title for title, names in GROUPS.items() for name in names}
+    for name, field in Settings.model_fields.items():
+        if is_scalar(field.annotation):
+            groups.setdefault(title_of.get(name, "other"), []).append(name)
+    return groups
+
+
+def _add_flag(group: argparse._ArgumentGroup, name: str, field: FieldInfo) -> None:
+    """The flag of one setting. Its value stays text: load() checks values of every source alike."""
+    help_text = (field.description or "").replace("%", "%%")
+    if field.default is not None:
+        help_text += f" (default: {field.default})"
+    help_text += f" [{env_name(name)}]"
+    if field.annotation is bool:
+        group.add_argument(flag_name(name), action=argparse.BooleanOptionalAction, help=help_text)
+    else:
+        group.add_argument(flag_name(name), dest=name, metavar=_metavar(name, field.annotation), help=help_text)
+
+
+def is_scalar(annotation: Any) -> bool:
+    """Can the value be written as one word?"""
+    if get_origin(annotation) in (Union, types.UnionType):
+        return all(is_scalar(part) for part in get_args(annotation))
+    return get_origin(annotation) is Literal or annotation in (str, int, float, bool, type(None))
+
+
+def _metavar(name: str, annotation: Any) -> str:
+    if get_origin(annotation) is Literal:
+        return "{" + ",".join(str(choice) for choice in get_args(annotation)) + "}"
+    parts = {annotation, *get_args(annotation)}
+    return METAVARS.get(name) or ("N" if int in parts else "X" if float in parts else "NAME")

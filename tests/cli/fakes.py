@@ -1,0 +1,116 @@
+"""Stand-ins for the engine and the API worker. Each tells on stdout what happens to it.
+
+Which of them run is an argument of `python -m tests.cli.fakes`, which is a supervisor around them.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+from typing import Any
+
+from config.settings import Settings, SettingsError
+from server.cli import listen, url_of, welcome
+from server.engine.lifeline import configure_logging
+from server.engine.supervisor import Supervisor, Targets, Timing
+
+READY = {
+    "model": "tiny",
+    "device": "cpu",
+    "dtype": "float32",
+    "kv_memory_bytes": 512 * 1024 * 1024,
+    "max_seq_len": 2048,
+    "strategies": [
+        {"name": "paged", "kind": "paged", "options": {"block_size": 16}, "capacity_tokens": 131072},
+        {
+            "name": "short",
+            "kind": "sliding_window",
+            "options": {"window": 256, "max_row": None},
+            "capacity_tokens": 99000,
+        },
+    ],
+}
+
+
+def say(text: str) -> None:
+    os.write(1, f"{text}\n".encode())  # one write: lines of several processes stay whole
+
+
+def run_until_told(name: str) -> None:
+    """Says that it runs; ends on SIGTERM and says that too."""
+    told = threading.Event()
+    signal.signal(signal.SIGTERM, lambda *_: told.set())
+    say(f"{name} {os.getpid()} runs")
+    told.wait()
+    say(f"{name} ends")
+
+
+def engine(settings: Settings, socket_path: str, status: Any) -> None:
+    """A healthy engine."""
+    status.send({"ready": READY})
+    run_until_told("engine")
+
+
+def engine_refusing(settings: Settings, socket_path: str, status: Any) -> None:
+    status.send({"error": f"there is no model in {settings.model}"})
+    run_until_told("engine")
+
+
+def engine_loading(settings: Settings, socket_path: str, status: Any) -> None:
+    """Never gets ready."""
+    run_until_told("engine")
+
+
+def engine_crashing(settings: Settings, socket_path: str, status: Any) -> None:
+    sys.exit(3)
+
+
+def engine_telling_its_socket(settings: Settings, socket_path: str, status: Any) -> None:
+    """Leaves a file where its socket would be, and tells whether there was one."""
+    say(f"socket {socket_path} {os.path.exists(socket_path)}")
+    with open(socket_path, "w"):
+        pass
+    engine(settings, socket_path, status)
+
+
+def worker(settings: Settings, socket_path: str, listener: Any) -> None:
+    """A healthy worker, which does have the listening socket."""
+    assert listener.getsockname()[1] > 0
+    run_until_told("worker")
+
+
+def worker_crashing(settings: Settings, socket_path: str, listener: Any) -> None:
+    sys.exit(4)
+
+
+def worker_refusing(settings: Settings, socket_path: str, listener: Any) -> None:
+    raise SettingsError(f"there is no tokenizer in {settings.model}")
+
+
+def worker_deaf(settings: Settings, socket_path: str, listener: Any) -> None:
+    """Ends by SIGKILL alone."""
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    say(f"worker {os.getpid()} runs")
+    while True:
+        signal.pause()
+
+
+def supervise(engine_name: str, worker_name: str, workers: int, worker_grace: float) -> int:
+    settings = Settings(workers=workers, port=0)
+    configure_logging("info")
+    targets = Targets(f"tests.cli.fakes:{engine_name}", f"tests.cli.fakes:{worker_name}")
+    timing = Timing(first_delay=0.01, longest_delay=0.05, worker_grace=worker_grace)
+    with listen("127.0.0.1", 0) as listener:
+        url = url_of(listener)
+
+        def announce(ready: dict[str, Any]) -> None:
+            print(welcome(url, settings, ready), flush=True)
+            say("announced")
+
+        return Supervisor(settings, listener, announce, targets=targets, timing=timing).run()
+
+
+if __name__ == "__main__":
+    sys.exit(supervise(sys.argv[1], sys.argv[2], int(sys.argv[3]), float(sys.argv[4])))

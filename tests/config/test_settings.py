@@ -1,0 +1,175 @@
+"""Where settings come from, which source wins, and that everything wrong is named with its place."""
+
+from __future__ import annotations
+
+import pickle
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from config.settings import Settings, SettingsError, load
+
+Env = dict[str, str]
+
+
+def load_toml(tmp_path: Path, toml: str, **flags: Any) -> Settings:
+    file = tmp_path / "kvmux.toml"
+    file.write_text(toml, encoding="utf-8")
+    return load(file, flags)
+
+
+def set_env(monkeypatch: pytest.MonkeyPatch, env: Env) -> None:
+    for name, value in env.items():
+        monkeypatch.setenv(name, value)
+
+
+# ---------------------------------------------------------------- what is read
+def test_defaults_have_an_instance_per_built_in_kind() -> None:
+    settings = load(None, {})
+    assert {name: each.kind for name, each in settings.strategies.items()} == {
+        "paged": "paged",
+        "contiguous": "contiguous",
+        "sliding_window": "sliding_window",
+    }
+    assert settings.default_strategy == "paged"
+
+
+@pytest.mark.parametrize(
+    ("env", "flags", "port"),
+    [({}, {}, 1), ({"KVMUX_PORT": "2"}, {}, 2), ({"KVMUX_PORT": "2"}, {"port": "3"}, 3), ({"kvmux_port": "2"}, {}, 2)],
+)
+def test_flags_beat_environment_beats_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, env: Env, flags: dict[str, str], port: int
+) -> None:
+    set_env(monkeypatch, env)
+    assert load_toml(tmp_path, "port = 1", **flags).port == port
+
+
+def test_sources_merge_key_by_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    set_env(monkeypatch, {"KVMUX_STRATEGIES__RING__WINDOW": "512", "KVMUX_STRATEGIES__RING__SINKS": "4"})
+    settings = load_toml(tmp_path, '[strategies.ring]\nkind = "sliding_window"\nwindow = 256\nlimit = "50%"')
+    ring = settings.strategies["ring"]
+    assert (ring.kind, ring.limit, ring.options) == ("sliding_window", "50%", {"window": 512, "sinks": 4})
+
+
+def test_tables_may_be_json_in_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    set_env(
+        monkeypatch,
+        {"KVMUX_STRATEGIES": '{"ring": {"kind": "sliding_window"}}', "KVMUX_RULES": '[{"use": "ring"}]'},
+    )
+    settings = load(None, {})
+    assert settings.strategies["ring"].kind == "sliding_window"
+    assert settings.rules[0].use == "ring"
+
+
+def test_a_built_in_instance_keeps_its_kind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    set_env(monkeypatch, {"KVMUX_STRATEGIES__CONTIGUOUS__LIMIT": "512MiB"})
+    settings = load_toml(tmp_path, '[strategies.paged]\nfloor = "10%"\n[strategies.sliding_window]\nkind = "other"')
+    assert (settings.strategies["paged"].kind, settings.strategies["paged"].floor) == ("paged", "10%")
+    assert settings.strategies["contiguous"].limit == "512MiB"
+    assert settings.strategies["sliding_window"].kind == "other"
+
+
+def test_memory_may_be_a_bare_number(tmp_path: Path) -> None:
+    assert load_toml(tmp_path, "kv_memory = 1048576").kv_memory == "1048576"
+
+
+def test_settings_travel_to_other_processes(tmp_path: Path) -> None:
+    settings = load_toml(tmp_path, '[strategies.ring]\nkind = "sliding_window"\nwindow = 4\n[[rules]]\nuse = "ring"')
+    copy = pickle.loads(pickle.dumps(settings))
+    assert copy == settings
+    assert copy.strategies["ring"].options == {"window": 4}
+
+
+def test_a_file_is_utf8_whatever_the_locale(tmp_path: Path) -> None:
+    assert load_toml(tmp_path, 'model = "modèles/é"').model == "modèles/é"
+
+
+# ---------------------------------------------------------------- what is refused
+@pytest.mark.parametrize(
+    ("toml", "message"),
+    [
+        ("prot = 1", "prot (from {file}) is no setting; did you mean port?"),
+        ("max-seq-len = 9", "max-seq-len (from {file}) is no setting; did you mean max_seq_len?"),
+        ('[[rules]]\nuse = "paged"\nmin_prompt_token = 3', "rules.0.min_prompt_token (from {file}) is no setting; "
+         "did you mean min_prompt_tokens?"),
+        ("port = 1.5", "port (from {file}): Input should be a valid integer"),
+        ("workers = 0", "workers (from {file}): Input should be greater than or equal to 1"),
+        ("port = 70000", "port (from {file}): Input should be less than or equal to 65535"),
+        ("model = 3", "model (from {file}): Input should be a valid string"),
+        ('dtype = "fp8"', "dtype (from {file}): Input should be 'auto', 'float32', 'bfloat16' or 'float16'"),
+        ("kv_memory_share = nan", "kv_memory_share (from {file}): "),
+        ('kv_memory = "2 fish"', "kv_memory (from {file}): '2 fish' is no amount of memory"),
+        ("kv_memory = true", "kv_memory (from {file}): 'True' is no amount of memory"),
+        ("strategies = 3", "strategies (from {file}) must be a table"),
+        ("[strategies]\npaged = 3", "strategies.paged (from {file}) must be a table"),
+        ("rules = 3", "rules (from {file}) must be a list of tables"),
+        ('[rules]\nuse = "paged"', "rules (from {file}) must be a list of tables"),
+        ("rules = [3]", "rules.0 (from {file}) must be a table"),
+        ("[[rules]]\nmin_priority = 1", "rules.0.use (from {file}) is required"),
+        ("[strategies.mine]\nwindow = 3", "strategies.mine.kind (from {file}) is required"),
+        ('[strategies."a b"]\nkind = "paged"', "'a b' is no name"),
+        ('default_strategy = "page"', "default_strategy is 'page'; instances are contiguous, paged, sliding_window"),
+        ('[[rules]]\nuse = "ring"', "rules[0].use is 'ring'; instances are contiguous, paged, sliding_window"),
+        ('[strategies.paged]\nlimit = "110%"', "strategies.paged.limit (from {file}): '110%': a percentage lies"),
+        ('[strategies.paged]\nfloor = "much"', "strategies.paged.floor (from {file}): 'much' is no share"),
+        ('[strategies.paged]\nfloor = "60%"\nlimit = "50%"', "strategies.paged (from {file}): floor 60% is more than"),
+        ('[strategies.paged]\nfloor = "1GiB"\nlimit = "1MiB"', "strategies.paged (from {file}): floor 1GiB is more"),
+        ("port = ", "{file} is no TOML: "),
+    ],
+)  # fmt: skip
+def test_mistakes_in_the_file(tmp_path: Path, toml: str, message: str) -> None:
+    with pytest.raises(SettingsError) as error:
+        load_toml(tmp_path, toml)
+    assert message.format(file=tmp_path / "kvmux.toml") in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("env", "message"),
+    [
+        ({"KVMUX_PROT": "1"}, "the environment sets KVMUX_PROT, which is no setting; did you mean KVMUX_PORT?"),
+        ({"kvmux_prot": "1"}, "the environment sets kvmux_prot, which is no setting"),
+        ({"KVMUX_STRATEGIE__A__KIND": "paged"}, "KVMUX_STRATEGIE__A__KIND, which is no setting; did you mean"),
+        ({"KVMUX_PORT": "x"}, "port (from the environment, KVMUX_PORT): Input should be a valid integer"),
+        ({"KVMUX_PORT": ""}, "port (from the environment, KVMUX_PORT): Input should be a valid integer"),
+        ({"KVMUX_PORT__X": "1"}, "KVMUX_PORT has no parts; set KVMUX_PORT itself"),
+        ({"KVMUX_RULES__0__USE": "paged"}, "KVMUX_RULES has no parts; set KVMUX_RULES itself"),
+        ({"KVMUX_RULES": "paged"}, "KVMUX_RULES is no JSON"),
+        ({"KVMUX_STRATEGIES": "{"}, "KVMUX_STRATEGIES is no JSON"),
+        ({"KVMUX_STRATEGIES": "[]"}, "strategies (from the environment, KVMUX_STRATEGIES) must be a table"),
+        (
+            {"KVMUX_STRATEGIES__PAGED__LIMIT": "x"},
+            "strategies.paged.limit (from the environment, KVMUX_STRATEGIES): 'x'",
+        ),
+        (
+            {"KVMUX_STRATEGIES__MINE__WINDOW": "3"},
+            "strategies.mine.kind (from the environment, KVMUX_STRATEGIES) is req",
+        ),
+        ({"KVMUX_DEFAULT_STRATEGY": "page"}, "default_strategy is 'page'"),
+    ],
+)
+def test_mistakes_in_the_environment(monkeypatch: pytest.MonkeyPatch, env: Env, message: str) -> None:
+    set_env(monkeypatch, env)
+    with pytest.raises(SettingsError) as error:
+        load(None, {})
+    assert message in str(error.value)
+
+
+def test_every_mistake_is_named_with_the_source_that_won(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    set_env(monkeypatch, {"KVMUX_PORT": "y", "KVMUX_WORKERS": "0"})
+    with pytest.raises(SettingsError) as error:
+        load_toml(tmp_path, 'port = "x"', port="z")
+    assert "port (from --port)" in str(error.value)
+    assert "workers (from the environment, KVMUX_WORKERS)" in str(error.value)
+
+
+def test_a_file_that_cannot_be_read(tmp_path: Path) -> None:
+    with pytest.raises(SettingsError, match=r"cannot read the settings file .*: No such file"):
+        load(tmp_path / "missing.toml", {})
+    with pytest.raises(SettingsError, match=r"cannot read the settings file .*: Is a directory"):
+        load(tmp_path, {})
+    binary = tmp_path / "binary.toml"
+    binary.write_bytes(b"\xff\xfe")
+    with pytest.raises(SettingsError, match="is no TOML"):
+        load(binary, {})
