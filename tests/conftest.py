@@ -1,4 +1,4 @@
-"""The tests of the command line see no setting of the shell they run in."""
+"""The tests see no setting of the shell they run in."""
 
 import os
 
