@@ -31,7 +31,9 @@ CONFIGS: dict[str, PretrainedConfig] = {
         vocab_size=300, rope_parameters=ROPE, tie_word_embeddings=True, attention_bias=True, mlp_bias=True, **SHAPE
     ),
     "llama_wide_heads": LlamaConfig(vocab_size=300, rope_parameters=ROPE, head_dim=32, **SHAPE),
-    "qwen2": Qwen2Config(vocab_size=300, rope_parameters=ROPE | {"rope_theta": 1e6}, tie_word_embeddings=False, **SHAPE),
+    "qwen2": Qwen2Config(
+        vocab_size=300, rope_parameters=ROPE | {"rope_theta": 1e6}, tie_word_embeddings=False, **SHAPE
+    ),
     "qwen2_tied": Qwen2Config(vocab_size=300, rope_parameters=ROPE, tie_word_embeddings=True, **SHAPE),
     "qwen2_windows": Qwen2Config(
         vocab_size=300, rope_parameters=ROPE, use_sliding_window=True, sliding_window=16, max_window_layers=1, **SHAPE
@@ -45,7 +47,9 @@ def save_random(name: str, directory: Path, *, seed: int = 0, shard_size: str = 
     model = AutoModelForCausalLM.from_config(CONFIGS[name], dtype=torch.float32).eval()
     with torch.no_grad():
         for parameter_name, p in model.named_parameters():
-            p.normal_(0, 0.4 if "q_proj" in parameter_name else 0.1) if p.dim() > 1 else p.add_(torch.randn_like(p) * 0.1)
+            p.normal_(0, 0.4 if "q_proj" in parameter_name else 0.1) if p.dim() > 1 else p.add_(
+                torch.randn_like(p) * 0.1
+            )
     model.save_pretrained(directory, max_shard_size=shard_size)
     byte_tokenizer(CONFIGS[name].vocab_size).save(str(directory / "tokenizer.json"))
     return model

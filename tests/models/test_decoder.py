@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
+from kernels.reference import ReferenceOps
+from server.models.config import ModelError, load_config
+from server.models.decoder import Decoder
 from server.models.full_context import FullContext, debug_generate_full_context
+from server.models.weights import Weights
 from tests.models.random_models import CONFIGS, load, save_random
 
 
@@ -39,3 +46,43 @@ def test_sharded_weights_are_found(tmp_path: Path) -> None:
     with torch.inference_mode():
         logits = ours.forward(ids, FullContext(ours.specs, len(ids), ours.device))
         torch.testing.assert_close(logits[0], theirs(ids[None]).logits[0, -1], rtol=0, atol=1e-4)
+
+
+def test_weights_can_be_kept_narrower_than_activations(tmp_path: Path) -> None:
+    theirs = save_random("qwen2", tmp_path)
+    ids = torch.randint(2, 300, (20,))
+    weights = Weights(tmp_path, torch.bfloat16, torch.device("cpu"))
+    ours = Decoder(load_config(tmp_path), weights, ReferenceOps(), torch.float32)
+    assert ours.weight_bytes == sum(p.numel() for p in theirs.parameters()) * 2
+    with torch.inference_mode():
+        logits = ours.forward(ids, FullContext(ours.specs, len(ids), ours.device))[0]
+        expected = theirs(ids[None]).logits[0, -1]
+    assert torch.corrcoef(torch.stack((logits, expected)))[0, 1] > 0.99
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"architectures": ["MambaForCausalLM"]}, "MambaForCausalLM; the decoder knows LlamaForCausalLM"),
+        ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4}}, "RoPE scaling 'yarn'"),
+        ({"hidden_act": "gelu"}, "hidden_act is 'gelu'"),
+    ],
+)
+def test_what_the_decoder_does_not_know_is_refused(change: dict[str, Any], message: str, tmp_path: Path) -> None:
+    CONFIGS["llama"].save_pretrained(tmp_path)
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"architectures": ["LlamaForCausalLM"]} | change))
+    with pytest.raises(ModelError, match=message):
+        load_config(tmp_path)
+
+
+def test_an_incomplete_checkpoint_is_refused(tmp_path: Path) -> None:
+    save_random("llama", tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    del tensors["model.layers.1.mlp.up_proj.weight"]
+    save_file(tensors, tmp_path / "model.safetensors")
+    with pytest.raises(ModelError, match=r"no tensor 'model\.layers\.1\.mlp\.up_proj\.weight'"):
+        load(tmp_path)
+    (tmp_path / "model.safetensors").unlink()
+    with pytest.raises(ModelError, match=r"no \*\.safetensors file"):
+        load(tmp_path)
