@@ -112,10 +112,9 @@ class Decoder:
         ops, c = self._ops, self.config
         h = ops.rms_norm(x, layer.attention_norm, c.rms_norm_eps)
         qkv = ops.linear(h, layer.qkv, layer.qkv_bias).view(x.shape[0], -1, c.head_dim)
-        q, k, v = qkv.split((c.num_q_heads, c.num_kv_heads, c.num_kv_heads), dim=1)
-        q = ops.rope(q, self._cos, self._sin, attention.positions)
-        k = ops.rope(k, self._cos, self._sin, attention.positions)
-        mixed = attention.attend(i, q, k, v).flatten(1)
+        qk, v = qkv.split((c.num_q_heads + c.num_kv_heads, c.num_kv_heads), dim=1)
+        qk = ops.rope(qk, self._cos, self._sin, attention.positions)
+        mixed = attention.attend(i, *qk.split((c.num_q_heads, c.num_kv_heads), dim=1), v).flatten(1)
         x = x + ops.linear(mixed, layer.o, layer.o_bias)
         h = ops.rms_norm(x, layer.mlp_norm, c.rms_norm_eps)
         gated = ops.silu_mul(ops.linear(h, layer.gate_up, layer.gate_up_bias))

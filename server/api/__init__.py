@@ -1,0 +1,1 @@
+"""The HTTP side: OpenAI's API on top of the engine's messages. Imports neither torch nor transformers."""

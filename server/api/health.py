@@ -1,0 +1,31 @@
+"""For those who run the server: /health (this process lives), /ready (requests are served), /metrics (Prometheus)."""
+
+from __future__ import annotations
+
+from fastapi import APIRouter, Response
+
+from server.api.models import served_by
+from server.engine.client import EngineClient
+
+TIMEOUT = 5.0  # seconds; the engine answers between two steps
+
+
+def router(client: EngineClient) -> APIRouter:
+    routes = APIRouter(tags=["health"])
+
+    @routes.head("/health", include_in_schema=False)
+    @routes.get("/health")
+    async def health() -> dict[str, str]:
+        return {"status": "ok"}
+
+    @routes.head("/ready", include_in_schema=False)
+    @routes.get("/ready")
+    async def ready() -> dict[str, str]:
+        return {"status": "ready", "model": served_by(client).model}
+
+    @routes.head("/metrics", include_in_schema=False)
+    @routes.get("/metrics")
+    async def metrics() -> Response:
+        return Response(await client.query("metrics", TIMEOUT), media_type="text/plain; version=0.0.4")
+
+    return routes

@@ -1,0 +1,19 @@
+"""GET /v1/kv_cache: the strategies and their state, in the engine's own words."""
+
+from __future__ import annotations
+
+from fastapi import APIRouter, Response
+
+from server.engine.client import EngineClient
+
+TIMEOUT = 5.0  # seconds; the engine answers between two steps
+
+
+def router(client: EngineClient) -> APIRouter:
+    routes = APIRouter(tags=["kv cache"])
+
+    @routes.get("/v1/kv_cache")
+    async def kv_cache() -> Response:
+        return Response(await client.query("kv_cache", TIMEOUT), media_type="application/json")
+
+    return routes

@@ -1,0 +1,66 @@
+"""GET /v1/models: the model, and a name for it under each KV-cache strategy, `name:instance`."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from fastapi import APIRouter
+
+from server.api.errors import ApiError
+from server.engine.client import EngineClient, EngineLost
+from server.engine.messages import Hello, Strategy
+
+
+def served_by(client: EngineClient) -> Hello:
+    """What the engine serves. Raises EngineLost while it is not there."""
+    if client.hello is None:
+        raise EngineLost("the engine is not ready; try again")
+    return client.hello
+
+
+def instance_of(hello: Hello, model: str) -> str | None:
+    """The strategy instance that a model's name asks for, if it does. Raises ApiError 404 for an unknown model."""
+    strategy = _find(hello, model)
+    return strategy.name if strategy else None
+
+
+def router(client: EngineClient) -> APIRouter:
+    routes = APIRouter(prefix="/v1/models", tags=["models"])
+    created = int(time.time())
+
+    @routes.get("")
+    async def list_models() -> dict[str, Any]:
+        hello = served_by(client)
+        return {"object": "list", "data": [_described(hello, name, created) for name in _names(hello)]}
+
+    @routes.get("/{model:path}")
+    async def get_model(model: str) -> dict[str, Any]:
+        return _described(served_by(client), model, created)
+
+    return routes
+
+
+def _names(hello: Hello) -> dict[str, Strategy | None]:
+    return {hello.model: None} | {f"{hello.model}:{strategy.name}": strategy for strategy in hello.strategies}
+
+
+def _find(hello: Hello, model: str) -> Strategy | None:
+    names = _names(hello)
+    if model not in names:
+        raise ApiError(
+            404,
+            f"the model {model[:200]!r} does not exist; there is {', '.join(names)}",
+            param="model",
+            code="model_not_found",
+        )
+    return names[model]
+
+
+def _described(hello: Hello, model: str, created: int) -> dict[str, Any]:
+    strategy = _find(hello, model)
+    described = {"id": model, "object": "model", "created": created, "owned_by": "kvmux"}
+    described |= {"root": hello.model, "max_model_len": hello.max_seq_len}
+    if strategy is not None:
+        described["kv_cache"] = {"instance": strategy.name, "kind": strategy.kind}
+    return described

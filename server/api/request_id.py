@@ -1,0 +1,35 @@
+"""Gives every response the header x-request-id: the client's own, or a new one. Knows no endpoint.
+
+Plain ASGI, as Starlette's BaseHTTPMiddleware would hide disconnects.
+"""
+
+from __future__ import annotations
+
+import re
+import uuid
+
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+_SANE = re.compile(r"[\x21-\x7e]{1,128}")
+
+
+class RequestId:
+    """Middleware; the id is `request.state.request_id`."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            return await self._app(scope, receive, send)
+        theirs = Headers(scope=scope).get("x-request-id", "")
+        request_id = theirs if _SANE.fullmatch(theirs) else uuid.uuid4().hex
+        scope.setdefault("state", {})["request_id"] = request_id
+
+        async def send_with_id(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                MutableHeaders(scope=message)["x-request-id"] = request_id
+            await send(message)
+
+        await self._app(scope, receive, send_with_id)

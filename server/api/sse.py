@@ -1,0 +1,39 @@
+"""Server-sent events: `data: {json}` and an empty line for each, `data: [DONE]` at the end. Knows no endpoint."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import AsyncIterator, Mapping
+
+from starlette.datastructures import MutableHeaders
+from starlette.types import Message, Send
+
+from server.api.errors import ApiError, as_api_error
+from server.engine.client import EngineLost
+
+log = logging.getLogger(__name__)
+
+HEADERS = {
+    "content-type": "text/event-stream; charset=utf-8",
+    "cache-control": "no-cache",
+    "x-accel-buffering": "no",  # nginx would collect events
+}
+
+
+async def send_events(send: Send, headers: Mapping[str, str], events: AsyncIterator[bytes]) -> None:
+    """Sends a whole response. An error of `events` comes after the status was sent: it is one more event."""
+    raw = MutableHeaders({**HEADERS, **headers}).raw
+    await send({"type": "http.response.start", "status": 200, "headers": raw})
+    try:
+        async for event in events:
+            await send(_part(event))
+    except Exception as error:
+        if not isinstance(error, ApiError | EngineLost):
+            log.exception("a stream failed")
+        await send(_part(as_api_error(error).body()))
+    await send(_part(b"[DONE]"))
+    await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+def _part(data: bytes) -> Message:
+    return {"type": "http.response.body", "body": b"data: " + data + b"\n\n", "more_body": True}

@@ -1,0 +1,191 @@
+"""An API worker's end of the socket to the engine: a stream of events for each request.
+
+Connects again for ever, as the engine may be loading or restarting. Knows messages, but neither HTTP nor text.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import logging
+import os
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+
+from server.engine import wire
+from server.engine.messages import Admitted, Answer, Cancel, Failed, FromEngine, Hello, Query, Submit, ToEngine, Tokens
+
+log = logging.getLogger(__name__)
+
+FIRST_DELAY, LONGEST_DELAY = 0.02, 0.5  # seconds between two attempts to connect
+
+Event = Admitted | Tokens | Failed
+
+
+class EngineLost(Exception):
+    """The engine is not there, or went away before it had answered."""
+
+
+class Stream:
+    """The events of requests that run together, until the last of them has ended. Made by `EngineClient.stream`."""
+
+    def __init__(self, request_ids: Iterable[str], send_cancel: Callable[[str], None]) -> None:
+        self._running = set(request_ids)  # requests whose last event was not read yet
+        self._send_cancel = send_cancel
+        self._events: asyncio.Queue[Event | EngineLost] = asyncio.Queue()
+
+    def __aiter__(self) -> Stream:
+        return self
+
+    async def __anext__(self) -> Event:
+        """Raises EngineLost when the connection is lost; what came before that is delivered first."""
+        while self._running:
+            event = await self._events.get()
+            if isinstance(event, EngineLost):
+                self._running.clear()
+                raise event
+            if event.request_id in self._running:  # else it was cancelled
+                if _is_last(event):
+                    self._running.remove(event.request_id)
+                return event
+        raise StopAsyncIteration
+
+    def cancel(self, request_id: str) -> None:
+        """Stops one request: no more of its events are delivered. One that has ended is no error."""
+        if request_id in self._running:
+            self._running.remove(request_id)
+            self._send_cancel(request_id)
+
+    def cancel_all(self) -> None:
+        for request_id in list(self._running):
+            self.cancel(request_id)
+
+    def put(self, event: Event | EngineLost) -> None:
+        self._events.put_nowait(event)
+
+
+class EngineClient:
+    """The engine at the Unix socket `path`, from `start` (or `async with`) to `close`. One event loop only."""
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self.hello: Hello | None = None  # what the engine serves; None while it is not connected
+        self._path = os.fspath(path)
+        self._writer: asyncio.StreamWriter | None = None
+        self._streams: dict[str, Stream] = {}  # by request id
+        self._queries: dict[int, asyncio.Future[bytes]] = {}
+        self._query_ids = itertools.count()
+        self._task: asyncio.Task[None] | None = None
+
+    @property
+    def ready(self) -> bool:
+        return self.hello is not None
+
+    # ------------------------------------------------------------ requests
+    @contextlib.asynccontextmanager
+    async def stream(self, submits: Sequence[Submit]) -> AsyncIterator[Stream]:
+        """Runs requests; what has not ended when the block is left, however it is left, is cancelled.
+
+        Raises EngineLost when there is no engine.
+        """
+        stream = Stream([submit.request_id for submit in submits], self._cancel)
+        self._send(*submits)
+        self._streams |= {submit.request_id: stream for submit in submits}
+        try:
+            yield stream
+        finally:
+            stream.cancel_all()
+            for submit in submits:
+                self._streams.pop(submit.request_id, None)
+
+    async def query(self, what: str, timeout: float) -> bytes:
+        """The engine's answer. Raises EngineLost, also when there is none within `timeout` seconds."""
+        query_id = next(self._query_ids)
+        answer: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
+        self._send(Query(query_id, what))
+        self._queries[query_id] = answer
+        try:
+            return await asyncio.wait_for(answer, timeout)
+        except TimeoutError:
+            raise EngineLost(f"the engine did not answer within {timeout:g} s; try again") from None
+        finally:
+            self._queries.pop(query_id, None)
+
+    def _cancel(self, request_id: str) -> None:
+        with contextlib.suppress(EngineLost):
+            self._send(Cancel(request_id))
+
+    def _send(self, *messages: ToEngine) -> None:
+        """In one piece, so that requests that belong together arrive together."""
+        if self._writer is None or self.hello is None:
+            raise EngineLost("the engine is not ready; try again")
+        self._writer.write(b"".join(map(wire.frame, messages)))
+
+    # ------------------------------------------------------------ the connection
+    async def start(self) -> None:
+        self._task = asyncio.create_task(self._stay_connected(), name="engine-client")
+
+    async def close(self) -> None:
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+
+    async def __aenter__(self) -> EngineClient:
+        await self.start()
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
+
+    async def _stay_connected(self) -> None:
+        delay = FIRST_DELAY
+        while True:
+            try:
+                reader, writer = await asyncio.open_unix_connection(self._path, limit=wire.READ_AHEAD)
+            except OSError:  # not there yet
+                await asyncio.sleep(delay)
+                delay = min(2 * delay, LONGEST_DELAY)
+                continue
+            delay = FIRST_DELAY
+            await self._converse(reader, writer)
+            await asyncio.sleep(delay)
+
+    async def _converse(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """Reads events until the connection ends; then everything that waits for the engine ends too."""
+        self._writer = writer
+        try:
+            async for events in wire.from_engine(reader):
+                for event in events:
+                    self._dispatch(event)
+            log.warning("the engine hung up; connecting again")
+        except (wire.WireError, OSError) as error:
+            log.warning("the connection to the engine broke: %s; connecting again", error)
+        finally:
+            self._lose()
+            writer.transport.abort()
+
+    def _dispatch(self, event: FromEngine) -> None:
+        match event:
+            case Hello():
+                self.hello = event
+                log.info("connected to the engine, which serves %s", event.model)
+            case Answer():
+                answer = self._queries.get(event.query_id)
+                if answer is not None and not answer.done():
+                    answer.set_result(event.body)
+            case _:
+                stream = self._streams.get(event.request_id)
+                if stream is not None:  # else it was left, and this was under way
+                    stream.put(event)
+
+    def _lose(self) -> None:
+        self.hello = self._writer = None
+        for stream in set(self._streams.values()):
+            stream.put(EngineLost("the engine went away while it worked on this request; try again"))
+        for answer in self._queries.values():
+            if not answer.done():
+                answer.set_exception(EngineLost("the engine went away before it had answered; try again"))
+        self._streams.clear()
+
+
+def _is_last(event: Event) -> bool:
+    return isinstance(event, Failed) or (isinstance(event, Tokens) and event.finish_reason is not None)

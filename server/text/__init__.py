@@ -1,0 +1,1 @@
+"""Text and tokens: tokenizer, incremental decoding, stop strings. Knows neither HTTP nor the engine."""

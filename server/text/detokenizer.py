@@ -1,0 +1,81 @@
+"""Text of tokens as they come, such that all pieces together are the text of all tokens:
+
+    decode(prompt + completion) == decode(prompt) + pieces
+
+(A character that the prompt only began belongs to the completion.) Knows no stop strings. Not built on
+tokenizers.DecodeStream: after a prompt that ends within a character that one returns the whole prompt, it raises on
+bytes that are no UTF-8, and at the end there is no way to get what it holds back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from server.text.tokenizer import Tokenizer
+
+UNKNOWN = "\N{REPLACEMENT CHARACTER}"  # what tokenizers decode bytes to that are no UTF-8, or not yet
+CONTEXT = 16  # tokens before the new ones that decide how these are decoded: a leading space, bytes of a character
+PATIENCE = 48  # tokens to wait for bytes to become a character
+LONGEST_PART = 3  # bytes of a character that is not complete
+
+
+class Detokenizer:
+    """One completion's text. Decodes only a few tokens at a time, however long the text has become."""
+
+    def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int]) -> None:
+        self._tokenizer = tokenizer
+        self._window = _context(tokenizer, prompt)  # tokens decoded together with the next one
+        self._settled = len(self._window)  # tokens of the window whose text is out
+        self._readings = [(self._settled, tokenizer.decode(self._window))]  # ... and that text, as it may turn out
+        if self._readings[0][1].endswith(UNKNOWN):
+            shorter = range(self._settled - 1, max(0, self._settled - LONGEST_PART) - 1, -1)
+            self._readings += [(size, tokenizer.decode(self._window[:size])) for size in shorter]
+
+    def push(self, token: int) -> str:
+        """The text that is certain now: empty while a character is not complete, and for special tokens."""
+        if not self._tokenizer.has_text(token):
+            return ""
+        self._window.append(token)
+        text = self._tokenizer.decode(self._window)
+        held = len(text) - len(text.rstrip(UNKNOWN))
+        settled, piece = self._unshown(text)
+        if held == 0 and piece:
+            self._keep(self._window[settled:], held=0)
+            return piece
+        if len(self._window) - self._settled <= PATIENCE:
+            return ""
+        held = min(held, LONGEST_PART, len(piece))
+        self._keep(self._window[-CONTEXT:], held)
+        return piece[: len(piece) - held]
+
+    def flush(self) -> str:
+        """What was held back, when no more tokens come."""
+        _, piece = self._unshown(self._tokenizer.decode(self._window))
+        self._keep(self._window, held=0)
+        return piece
+
+    def _unshown(self, text: str) -> tuple[int, str]:
+        """How many tokens of the window are out, and what of its text is not."""
+        for settled, shown in self._readings:
+            if text.startswith(shown):
+                return settled, text[len(shown) :]
+        # Byte fallback: a byte that belongs to no character undoes the characters just before it.
+        return self._settled, self._tokenizer.decode(self._window[self._settled :])
+
+    def _keep(self, window: list[int], held: int) -> None:
+        text = self._tokenizer.decode(window)
+        self._window = list(window)
+        self._settled = len(window)
+        self._readings = [(self._settled, text[: len(text) - held])]
+
+
+def _context(tokenizer: Tokenizer, prompt: Sequence[int]) -> list[int]:
+    """The prompt's last tokens with a text: enough of them that the next token is decoded as after the whole prompt."""
+    size = CONTEXT
+    while True:
+        window = [token for token in prompt[-size:] if tokenizer.has_text(token)]
+        text = tokenizer.decode(window)
+        cut_within_bytes = text.startswith(UNKNOWN)
+        if size >= len(prompt) or (text and not cut_within_bytes):
+            return window
+        size *= 4

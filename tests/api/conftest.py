@@ -1,0 +1,106 @@
+"""API processes (threads here) and fake engines, kept for all tests; a test finds its engine as new."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import httpx
+import openai
+import pytest
+import uvicorn
+
+from config.settings import Settings
+from server.api.app import create_app
+from server.engine.client import EngineClient
+from server.text.tokenizer import Tokenizer
+from tests.api.fake_engine import FakeEngine, says
+from tests.text.tiny import byte_level
+
+
+@dataclass(frozen=True)
+class Api:
+    """A running API process: its address, and the socket where it looks for the engine."""
+
+    url: str
+    socket_path: Path
+    client: EngineClient
+
+    def await_ready(self, ready: bool = True) -> None:
+        deadline = time.monotonic() + 5
+        while self.client.ready is not ready:
+            assert time.monotonic() < deadline
+            time.sleep(0.002)
+
+
+@contextlib.contextmanager
+def running_api() -> Iterator[Api]:
+    with tempfile.TemporaryDirectory(prefix="kvmux-") as directory:  # short enough for a socket's address
+        socket_path = Path(directory) / "engine.sock"
+        client = EngineClient(socket_path)
+        app = create_app(Settings(), client, Tokenizer(byte_level()))
+        server = uvicorn.Server(uvicorn.Config(app, http="httptools", ws="none", lifespan="on", log_config=None))
+        with socket.create_server(("127.0.0.1", 0)) as listener:
+            thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
+            thread.start()
+            yield Api(f"http://127.0.0.1:{listener.getsockname()[1]}", socket_path, client)
+            server.should_exit = True
+            thread.join()
+
+
+@pytest.fixture(scope="session")
+def api() -> Iterator[Api]:
+    """With the `engine`."""
+    with running_api() as api:
+        yield api
+
+
+@pytest.fixture(scope="session")
+def lone_api() -> Iterator[Api]:
+    """Without an engine, unless a test starts one."""
+    with running_api() as api:
+        yield api
+
+
+@pytest.fixture(scope="session")
+def running_engine(api: Api) -> Iterator[FakeEngine]:
+    with FakeEngine(api.socket_path, says([])) as engine:
+        api.await_ready()
+        yield engine
+
+
+@pytest.fixture
+def engine(running_engine: FakeEngine, words: Callable[[str], list[int]]) -> FakeEngine:
+    running_engine.begin_again(says(words("hello world")))
+    return running_engine
+
+
+@pytest.fixture
+def socket_path() -> Iterator[Path]:
+    with tempfile.TemporaryDirectory(prefix="kvmux-") as directory:
+        yield Path(directory) / "engine.sock"
+
+
+@pytest.fixture(scope="session")
+def words() -> Callable[[str], list[int]]:
+    """Token ids of a text, without special tokens."""
+    backend = byte_level()
+    return lambda text: list(backend.encode(text, add_special_tokens=False).ids)
+
+
+@pytest.fixture(scope="session")
+def http(api: Api) -> Iterator[httpx.Client]:
+    with httpx.Client(base_url=api.url, timeout=10) as client:
+        yield client
+
+
+@pytest.fixture(scope="session")
+def openai_client(api: Api) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=f"{api.url}/v1", api_key="-", max_retries=0, timeout=10) as client:
+        yield client

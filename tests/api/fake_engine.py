@@ -1,0 +1,122 @@
+"""An engine without a model: speaks the real protocol over a real socket, and says what a test scripts."""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TypeVar
+
+from server.engine.gateway import Gateway, Gone
+from server.engine.messages import (
+    Admitted,
+    Answer,
+    Cancel,
+    Failed,
+    FromEngine,
+    Hello,
+    Query,
+    Strategy,
+    Submit,
+    ToEngine,
+    Tokens,
+)
+
+T = TypeVar("T", bound="ToEngine | Gone")
+Script = Callable[[Submit], list[list[FromEngine]]]  # what to send for a request, frame by frame
+
+HELLO = Hello(
+    "tiny", max_seq_len=256, vocab_size=320, strategies=[Strategy("paged", "paged"), Strategy("short", "ring")]
+)
+
+
+class FakeEngine:
+    """Serves `path` while used as a context manager. Keeps what it heard."""
+
+    def __init__(self, path: Path, script: Script, hello: Hello = HELLO) -> None:
+        self.begin_again(script)
+        self._gateway = Gateway(path, hello)
+        self._thread = threading.Thread(target=self._run, name="fake-engine")
+        self._stopping = False
+
+    def begin_again(self, script: Script) -> None:
+        """Forgets everything, so that the next test finds it as new."""
+        self.script = script
+        self.answers = {"kv_cache": b'{"instances": {}}', "metrics": b"# TYPE up gauge\nup 1\n"}
+        self.heard: list[ToEngine | Gone] = []
+        self._workers: dict[str, int] = {}
+
+    def __enter__(self) -> FakeEngine:
+        self._gateway.start()
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stopping = True
+        self._thread.join()
+        self._gateway.close()
+
+    def send(self, *events: Admitted | Tokens | Failed) -> None:
+        """One frame to the worker of the first event's request."""
+        self._gateway.send(self._workers[events[0].request_id], list(events))
+
+    def all(self, kind: type[T]) -> list[T]:
+        return [message for message in list(self.heard) if isinstance(message, kind)]
+
+    def wait_for(self, kind: type[T], count: int = 1, timeout: float = 5.0) -> list[T]:
+        """The messages of a kind, as soon as there are `count`."""
+        deadline = time.monotonic() + timeout
+        while len(found := self.all(kind)) < count:
+            assert time.monotonic() < deadline, f"{count} {kind.__name__} expected, heard {self.heard}"
+            time.sleep(0.002)
+        return found
+
+    def _run(self) -> None:
+        while not self._stopping:
+            try:
+                worker_id, message = self._gateway.inbox.get(timeout=0.02)
+            except queue.Empty:
+                continue
+            if isinstance(message, Cancel) and message.request_id not in self._workers:
+                continue  # of an earlier test
+            for events in self._replies(worker_id, message):
+                self._gateway.send(worker_id, events)
+            self.heard.append(message)  # last: a test that has seen it finds the replies on their way
+
+    def _replies(self, worker_id: int, message: ToEngine | Gone) -> Iterator[list[FromEngine]]:
+        match message:
+            case Query(query_id, what) if what in self.answers:
+                yield [Answer(query_id, self.answers[what])]
+            case Submit(request_id):
+                self._workers[request_id] = worker_id
+                yield from self.script(message)
+            case _:
+                return
+
+
+# ---------------------------------------------------------------- scripts
+def admitted(submit: Submit, cached_tokens: int = 0) -> Admitted:
+    return Admitted(submit.request_id, submit.kv_cache or "paged", "default", cached_tokens)
+
+
+def says(tokens: list[int], finish_reason: str | None = "length", *, cached_tokens: int = 0) -> Script:
+    """The same tokens for every request, one a frame. Without a finish_reason it never ends."""
+
+    def script(submit: Submit) -> list[list[FromEngine]]:
+        frames: list[list[FromEngine]] = [[admitted(submit, cached_tokens)]]
+        for index, token in enumerate(tokens):
+            last = index == len(tokens) - 1
+            frames.append([Tokens(submit.request_id, [token], finish_reason if last else None)])
+        return frames
+
+    return script
+
+
+def fails(status: int, message: str = "no", code: str | None = None, param: str | None = None) -> Script:
+    return lambda submit: [[Failed(submit.request_id, status, message, code, param)]]
+
+
+def silent(_: Submit) -> list[list[FromEngine]]:
+    return []

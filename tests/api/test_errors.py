@@ -1,0 +1,220 @@
+"""Every mistake gets OpenAI's error object, the right status, and the name of the field."""
+
+from __future__ import annotations
+
+import json
+import time
+from typing import Any
+
+import httpx
+import openai
+import pytest
+
+from server.engine.messages import Submit
+from tests.api.fake_engine import FakeEngine, fails
+
+GOOD = {"model": "tiny", "prompt": "x"}
+
+
+def error_of(response: httpx.Response) -> dict[str, Any]:
+    assert response.headers["content-type"] == "application/json"
+    assert response.headers["x-request-id"]
+    body = response.json()
+    assert list(body) == ["error"]
+    assert sorted(body["error"]) == ["code", "message", "param", "type"]
+    assert body["error"]["message"]
+    return dict(body["error"])
+
+
+REFUSED: list[tuple[dict[str, Any], str]] = [
+    ({"model": 1}, "model"),
+    ({"prompt": None}, "prompt"),
+    ({"prompt": 5}, "prompt"),
+    ({"prompt": []}, "prompt"),
+    ({"prompt": ["a", "b"]}, "prompt"),
+    ({"prompt": [[1], [2]]}, "prompt"),
+    ({"prompt": [[1.5]]}, "prompt"),
+    ({"prompt": [1, True]}, "prompt"),
+    ({"prompt": [1, -1]}, "prompt"),
+    ({"prompt": [1, 320]}, "prompt"),
+    ({"prompt": [2**70]}, "prompt"),
+    ({"prompt": [5] * 300}, "prompt"),
+    ({"prompt": [5] * 250}, "max_tokens"),
+    ({"max_tokens": 0}, "max_tokens"),
+    ({"max_tokens": 257}, "max_tokens"),
+    ({"max_tokens": 10**30}, "max_tokens"),
+    ({"max_tokens": True}, "max_tokens"),
+    ({"max_tokens": 5.0}, "max_tokens"),
+    ({"max_tokens": "5"}, "max_tokens"),
+    ({"temperature": 2.1}, "temperature"),
+    ({"temperature": -0.1}, "temperature"),
+    ({"temperature": True}, "temperature"),
+    ({"temperature": "1"}, "temperature"),
+    ({"top_p": 0}, "top_p"),
+    ({"top_p": 1.1}, "top_p"),
+    ({"top_k": -2}, "top_k"),
+    ({"top_k": 2**63}, "top_k"),
+    ({"min_p": 1.5}, "min_p"),
+    ({"seed": 2**63}, "seed"),
+    ({"seed": 1.5}, "seed"),
+    ({"stop": ""}, "stop[0]"),
+    ({"stop": ["a", ""]}, "stop[1]"),
+    ({"stop": [1]}, "stop[0]"),
+    ({"stop": ["a", "b", "c", "d", "e"]}, "stop"),
+    ({"stop": {"a": 1}}, "stop"),
+    ({"n": 0}, "n"),
+    ({"n": 129}, "n"),
+    ({"ignore_eos": 1}, "ignore_eos"),
+    ({"stream": "yes"}, "stream"),
+    ({"stream_options": {"include_usage": True}}, "stream_options"),
+    ({"stream": True, "stream_options": {"include_usage": 1}}, "stream_options.include_usage"),
+    ({"stream": True, "stream_options": {"more": 1}}, "stream_options.more"),
+    ({"stream": True, "stream_options": []}, "stream_options"),
+    ({"priority": 2**31}, "priority"),
+    ({"kv_cache": 1}, "kv_cache"),
+    ({"echo": True}, "echo"),
+    ({"logprobs": 0}, "logprobs"),
+    ({"best_of": 2}, "best_of"),
+    ({"n": 2, "best_of": 1}, "best_of"),
+    ({"suffix": "end"}, "suffix"),
+    ({"logit_bias": {"5": 1}}, "logit_bias"),
+    ({"frequency_penalty": 0.5}, "frequency_penalty"),
+    ({"presence_penalty": -1}, "presence_penalty"),
+    ({"response_format": {"type": "json_object"}}, "response_format"),
+    ({"temprature": 1}, "temprature"),
+]
+
+
+@pytest.mark.parametrize(("change", "param"), REFUSED, ids=lambda value: str(value)[:40])
+def test_refused(engine: FakeEngine, http: httpx.Client, change: dict[str, Any], param: str) -> None:
+    response = http.post("/v1/completions", json=GOOD | change)
+    assert response.status_code == 400
+    error = error_of(response)
+    assert error["param"] == param
+    assert error["type"] == "invalid_request_error"
+    assert param in error["message"] or error["code"] == "context_length_exceeded"
+    assert engine.all(Submit) == []
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"",
+        b"{",
+        b"[]",
+        b"null",
+        b'"text"',
+        b'{"model": "tiny", "prompt": "\xff"}',
+        b'{"model": "tiny", "prompt": "\\ud800"}',
+        b'{"model": "tiny", "prompt": "x", "temperature": NaN}',
+        b'{"model": "tiny", "prompt": "x", "temperature": Infinity}',
+        b'{"model": "tiny", "prompt": "x", "temperature": 1e999}',
+        b'{"model": "tiny", "prompt": "x", "user": NaN}',
+        b'{"model": "tiny", "prompt": "x", "seed": ' + b"1" * 100_000 + b"}",
+        b'{"model": "tiny", "prompt": ' + b"[" * 100_000,
+        b'{"a":' * 50_000 + b"1" + b"}" * 50_000,
+    ],
+    ids=lambda body: repr(body[:50]),
+)
+def test_bodies_that_are_no_json_object(engine: FakeEngine, http: httpx.Client, body: bytes) -> None:
+    response = http.post("/v1/completions", content=body, headers={"content-type": "application/json"})
+    assert response.status_code == 400
+    assert error_of(response)["type"] == "invalid_request_error"
+
+
+@pytest.mark.parametrize("content_type", [None, "text/plain", "application/x-www-form-urlencoded"])
+def test_a_body_that_is_not_said_to_be_json(engine: FakeEngine, http: httpx.Client, content_type: str | None) -> None:
+    headers = {"content-type": content_type} if content_type else {}
+    response = http.post("/v1/completions", content=json.dumps(GOOD), headers=headers)
+    assert response.status_code == 400
+    assert "Content-Type: application/json" in error_of(response)["message"]
+
+
+def test_a_body_without_end(engine: FakeEngine, http: httpx.Client) -> None:
+    response = http.post(
+        "/v1/completions", content=(b" " * 2**20 for _ in range(40)), headers={"content-type": "application/json"}
+    )
+    assert response.status_code == 413
+    error_of(response)
+
+
+def test_missing_fields_are_all_told(engine: FakeEngine, http: httpx.Client) -> None:
+    error = error_of(http.post("/v1/completions", json={"n": 0}))
+    assert error["message"] == ("model is required; prompt is required; n: should be greater than or equal to 1")
+    assert error["param"] == "model"
+
+
+def test_context_length(engine: FakeEngine, openai_client: openai.OpenAI) -> None:
+    with pytest.raises(openai.BadRequestError) as raised:
+        openai_client.completions.create(model="tiny", prompt="hello " * 500)
+    assert raised.value.code == "context_length_exceeded"
+    assert raised.value.param == "prompt"
+
+
+@pytest.mark.parametrize("model", ["other", "tiny:other", "tiny:", ""])
+def test_unknown_model(engine: FakeEngine, openai_client: openai.OpenAI, model: str) -> None:
+    with pytest.raises(openai.NotFoundError) as raised:
+        openai_client.completions.create(model=model, prompt="x")
+    assert (raised.value.code, raised.value.param) == ("model_not_found", "model")
+    assert "tiny:short" in raised.value.message
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "status"),
+    [
+        ("GET", "/nowhere", 404),
+        ("POST", "/v1/completions/", 404),
+        ("GET", "/v1/completions", 405),
+        ("PUT", "/v1/completions", 405),
+        ("DELETE", "/v1/models/tiny", 405),
+        ("TRACE", "/metrics", 405),
+    ],
+)
+def test_wrong_address(engine: FakeEngine, http: httpx.Client, method: str, path: str, status: int) -> None:
+    response = http.request(method, path)
+    assert response.status_code == status
+    assert f"{method} {path}" in error_of(response)["message"]
+    assert ("allow" in response.headers) == (status == 405)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    ("status", "kind"),
+    [(400, "invalid_request_error"), (429, "rate_limit_error"), (500, "server_error"), (503, "server_error")],
+)
+def test_the_engine_refuses(engine: FakeEngine, http: httpx.Client, status: int, kind: str, stream: bool) -> None:
+    engine.script = fails(status, "there is no instance 'x'", "unknown_kv_cache", "kv_cache")
+    response = http.post("/v1/completions", json=GOOD | {"stream": stream, "n": 2})
+    assert response.status_code == status
+    assert error_of(response) == {
+        "message": "there is no instance 'x'",
+        "type": kind,
+        "param": "kv_cache",
+        "code": "unknown_kv_cache",
+    }
+    assert ("retry-after" in response.headers) == (status in (429, 503))
+
+
+def test_an_unexpected_exception(
+    engine: FakeEngine, http: httpx.Client, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def broken(*_: object) -> None:
+        raise ZeroDivisionError("secret")
+
+    monkeypatch.setattr("server.api.completions.check_prompt", broken)
+    response = http.post("/v1/completions", json=GOOD, headers={"x-request-id": "mine"})
+    assert response.status_code == 500
+    assert "secret" not in error_of(response)["message"]
+    assert response.headers["x-request-id"] == "mine"
+    deadline = time.monotonic() + 5
+    while "ZeroDivisionError" not in caplog.text:  # logged after the answer
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+@pytest.mark.parametrize("theirs", ["abc-123", None, "", "with space", "x" * 200])
+def test_request_id(engine: FakeEngine, http: httpx.Client, theirs: str | None) -> None:
+    headers = {} if theirs is None else {"x-request-id": theirs}
+    got = http.post("/v1/completions", json=GOOD, headers=headers).headers["x-request-id"]
+    assert (got == theirs) == (theirs == "abc-123")
+    assert got

@@ -1,0 +1,64 @@
+"""/v1/models, /v1/kv_cache, /health, /ready, /metrics."""
+
+from __future__ import annotations
+
+import httpx
+import openai
+import pytest
+
+from tests.api.conftest import Api
+from tests.api.fake_engine import FakeEngine
+
+
+def test_models(engine: FakeEngine, openai_client: openai.OpenAI) -> None:
+    models = openai_client.models.list().data
+    assert [model.id for model in models] == ["tiny", "tiny:paged", "tiny:short"]
+    assert models[2].to_dict()["kv_cache"] == {"instance": "short", "kind": "ring"}
+    assert models[0].to_dict()["max_model_len"] == 256
+    assert openai_client.models.retrieve("tiny:short") == models[2]
+    with pytest.raises(openai.NotFoundError, match="does not exist"):
+        openai_client.models.retrieve("some/other")
+
+
+def test_kv_cache(engine: FakeEngine, http: httpx.Client) -> None:
+    response = http.get("/v1/kv_cache")
+    assert response.headers["content-type"] == "application/json"
+    assert response.content == engine.answers["kv_cache"]
+
+
+def test_metrics(engine: FakeEngine, http: httpx.Client) -> None:
+    response = http.get("/metrics")
+    assert response.headers["content-type"] == "text/plain; version=0.0.4; charset=utf-8"
+    assert response.content == engine.answers["metrics"]
+    assert http.head("/metrics").status_code == 200
+
+
+def test_an_engine_that_does_not_answer(
+    engine: FakeEngine, http: httpx.Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("server.api.health.TIMEOUT", 0.05)
+    engine.answers.clear()
+    response = http.get("/metrics")
+    assert response.status_code == 503
+    assert "did not answer" in response.json()["error"]["message"]
+
+
+def test_ready(engine: FakeEngine, http: httpx.Client) -> None:
+    assert http.get("/ready").json() == {"status": "ready", "model": "tiny"}
+
+
+def test_without_an_engine(lone_api: Api) -> None:
+    assert httpx.get(f"{lone_api.url}/health").json() == {"status": "ok"}
+    for path in ("/ready", "/metrics", "/v1/models", "/v1/models/tiny", "/v1/kv_cache"):
+        response = httpx.get(lone_api.url + path)
+        assert response.status_code == 503
+        assert response.headers["retry-after"] == "1"
+        assert response.json()["error"]["type"] == "server_error"
+
+
+def test_the_documentation_tells_every_parameter(http: httpx.Client) -> None:
+    document = http.get("/openapi.json").json()
+    body = document["components"]["schemas"]["CompletionRequest"]
+    assert {"prompt", "kv_cache", "echo", "priority"} <= set(body["properties"])
+    assert body["required"] == ["model", "prompt"]
+    assert set(document["paths"]) >= {"/v1/completions", "/v1/models", "/v1/kv_cache", "/health", "/ready", "/metrics"}

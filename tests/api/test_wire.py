@@ -1,0 +1,238 @@
+"""The socket between API workers and engine, from both ends."""
+
+from __future__ import annotations
+
+import asyncio
+import queue
+import socket
+import stat
+import struct
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from server.engine import gateway as gateway_module
+from server.engine import wire
+from server.engine.client import EngineClient, EngineLost
+from server.engine.gateway import Gateway, Gone
+from server.engine.messages import Admitted, Answer, Cancel, FromEngine, Query, Sampling, Submit, Tokens
+from tests.api.fake_engine import HELLO
+
+SUBMIT = Submit("r-0", [1, 2, 3], Sampling(5, seed=2**63 - 1), "paged", None, None, -3)
+EVENTS: list[FromEngine] = [
+    HELLO,
+    Admitted("r", "paged", "default", 4),
+    Tokens("r", [1], "stop"),
+    Answer(3, b"\x00\xff"),
+]
+
+
+async def read(*pieces: bytes) -> list[object]:
+    reader = asyncio.StreamReader()
+    for piece in pieces:
+        reader.feed_data(piece)
+    reader.feed_eof()
+    return [message async for message in wire.to_engine(reader)]
+
+
+def test_messages_survive_the_wire() -> None:
+    sent = [SUBMIT, Cancel("r-0"), Query(7, "metrics")]
+    data = b"".join(map(wire.frame, sent))
+    assert asyncio.run(read(data)) == sent
+    assert asyncio.run(read(data[:3], data[3:50], data[50:])) == sent
+
+    async def events() -> list[list[FromEngine]]:
+        reader = asyncio.StreamReader()
+        reader.feed_data(wire.frame(EVENTS) + wire.frame([]))
+        reader.feed_eof()
+        return [frame async for frame in wire.from_engine(reader)]
+
+    assert asyncio.run(events()) == [EVENTS, []]
+
+
+def test_half_a_message_is_none() -> None:
+    assert asyncio.run(read(wire.frame(SUBMIT)[:-1])) == []
+
+
+@pytest.mark.parametrize(
+    "data", [b"\xff\xff\xff\xff", b"\x00\x00\x00\x01\xc1", b"\x00\x00\x00\x00", wire.frame([]), b"GET / HTTP/1.1\r\n"]
+)
+def test_other_bytes_are_an_error(data: bytes) -> None:
+    with pytest.raises(wire.WireError):
+        asyncio.run(read(data))
+
+
+def test_a_message_that_is_too_long_is_not_sent(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(wire, "MAX_FRAME", 10)
+    with pytest.raises(wire.WireError):
+        wire.frame(SUBMIT)
+
+
+# ---------------------------------------------------------------- the gateway
+@pytest.fixture
+def gateway(socket_path: Path) -> Iterator[Gateway]:
+    with Gateway(socket_path, HELLO) as gateway:
+        yield gateway
+
+
+def connect(path: Path) -> socket.socket:
+    worker = socket.socket(socket.AF_UNIX)
+    worker.settimeout(5)
+    worker.connect(str(path))
+    return worker
+
+
+def receive(worker: socket.socket) -> list[FromEngine]:
+    (length,) = struct.unpack(">I", worker.recv(4, socket.MSG_WAITALL))
+    return msgspec.msgpack.decode(worker.recv(length, socket.MSG_WAITALL), type=list[FromEngine])
+
+
+def test_workers_are_greeted_told_apart_and_missed(gateway: Gateway, socket_path: Path) -> None:
+    with connect(socket_path) as one, connect(socket_path) as two:
+        assert receive(one) == receive(two) == [HELLO]
+        one.sendall(wire.frame(SUBMIT) + wire.frame(Cancel("r-0")))
+        first, message = gateway.inbox.get(timeout=5)
+        assert message == SUBMIT
+        assert gateway.inbox.get(timeout=5) == (first, Cancel("r-0"))
+        two.sendall(wire.frame(Cancel("other")))
+        second, _ = gateway.inbox.get(timeout=5)
+        assert second != first
+        gateway.send(second, EVENTS)
+        gateway.send(first, EVENTS[:2])
+        assert receive(one) == EVENTS[:2]
+        assert receive(two) == EVENTS
+        one.close()
+        assert gateway.inbox.get(timeout=5) == (first, Gone())
+        gateway.send(first, EVENTS)
+        gateway.send(12345, EVENTS)
+        gateway.send(second, [])
+        assert receive(two) == []
+
+
+def test_a_worker_that_talks_nonsense_is_hung_up_on(
+    gateway: Gateway, socket_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with connect(socket_path) as worker:
+        receive(worker)
+        worker.sendall(b"\x00\x00\x00\x01\xc1")
+        assert gateway.inbox.get(timeout=5)[1] == Gone()
+        assert worker.recv(1) == b""
+    assert "holds no message" in caplog.text
+
+
+def test_a_worker_that_does_not_read_holds_up_nobody(
+    gateway: Gateway, socket_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(gateway_module, "MAX_UNREAD", 2**20)
+    with connect(socket_path) as stuck, connect(socket_path) as fine:
+        stuck.sendall(wire.frame(Cancel("r")))
+        stuck_id, _ = gateway.inbox.get(timeout=5)
+        fine.sendall(wire.frame(Cancel("r")))
+        fine_id, _ = gateway.inbox.get(timeout=5)
+        for _ in range(50):
+            gateway.send(stuck_id, [Answer(0, bytes(100_000))])
+        gateway.send(fine_id, EVENTS)
+        assert [receive(fine), receive(fine)] == [[HELLO], EVENTS]
+        assert gateway.inbox.get(timeout=5) == (stuck_id, Gone())
+    assert "does not read" in caplog.text
+
+
+def test_the_socket_is_private_and_goes_with_the_gateway(socket_path: Path) -> None:
+    with socket.socket(socket.AF_UNIX) as dead:
+        dead.bind(str(socket_path))  # left behind by an engine that was killed
+    gateway = Gateway(socket_path, HELLO)
+    gateway.start()
+    assert stat.S_IMODE(socket_path.stat().st_mode) == 0o600
+    with connect(socket_path) as worker:
+        receive(worker)
+        gateway.close()
+        assert worker.recv(1) == b""
+    assert gateway.inbox.get_nowait()[1] == Gone()
+    assert not socket_path.exists()
+    gateway.send(0, EVENTS)
+    gateway.close()
+
+
+def test_a_socket_that_cannot_be_made(tmp_path: Path) -> None:
+    with pytest.raises(OSError, match="No such file or directory"):
+        Gateway(tmp_path / "nowhere" / "engine.sock", HELLO).start()
+
+
+# ---------------------------------------------------------------- the client
+async def ready(client: EngineClient) -> None:
+    while not client.ready:
+        await asyncio.sleep(0.002)
+
+
+def test_leaving_a_stream_cancels_what_still_runs(gateway: Gateway, socket_path: Path) -> None:
+    submits = [Submit(f"r-{i}", [1], Sampling(1)) for i in range(3)]
+
+    async def use() -> list[object]:
+        async with EngineClient(socket_path) as client:
+            await ready(client)
+            async with client.stream(submits) as stream:
+                worker_id = (await asyncio.to_thread(gateway.inbox.get))[0]
+                # r-0 ends, and r-1 is cancelled with its end on the way: nothing more is heard of it
+                gateway.send(worker_id, [Tokens("r-0", [5], "stop"), Tokens("r-1", [6]), Tokens("r-1", [7], "stop")])
+                heard = [await anext(stream), await anext(stream)]
+                stream.cancel("r-1")
+                stream.cancel("r-1")
+                gateway.send(worker_id, [Tokens("r-2", [8])])
+                return [*heard, await anext(stream)]
+
+    assert asyncio.run(use()) == [Tokens("r-0", [5], "stop"), Tokens("r-1", [6]), Tokens("r-2", [8])]
+    sent = [message for _, message in drained(gateway)]
+    assert sent == [*submits[1:], Cancel("r-1"), Cancel("r-2"), Gone()]
+
+
+def test_a_stream_ends_with_its_last_request(gateway: Gateway, socket_path: Path) -> None:
+    async def use() -> list[object]:
+        async with EngineClient(socket_path) as client:
+            await ready(client)
+            async with client.stream([SUBMIT]) as stream:
+                gateway.send((await asyncio.to_thread(gateway.inbox.get))[0], [Tokens("r-0", [5], "stop")])
+                return [event async for event in stream]
+
+    assert asyncio.run(use()) == [Tokens("r-0", [5], "stop")]
+    assert [message for _, message in drained(gateway)] == [Gone()]
+
+
+def test_a_lost_engine_ends_everything_at_once(socket_path: Path) -> None:
+    async def use() -> None:
+        gateway = Gateway(socket_path, HELLO)
+        gateway.start()
+        async with EngineClient(socket_path) as client:
+            await ready(client)
+            query = asyncio.ensure_future(client.query("metrics", 60))
+            async with client.stream([SUBMIT]) as stream:
+                messages = [await asyncio.to_thread(gateway.inbox.get) for _ in range(2)]
+                gateway.send(messages[0][0], [Tokens("r-0", [5])])
+                assert await anext(stream) == Tokens("r-0", [5])
+                await asyncio.to_thread(gateway.close)
+                with pytest.raises(EngineLost, match="went away"):
+                    await anext(stream)
+                with pytest.raises(StopAsyncIteration):
+                    await anext(stream)
+            with pytest.raises(EngineLost):
+                await query
+            with pytest.raises(EngineLost, match="not ready"):
+                await client.query("metrics", 60)
+            with pytest.raises(EngineLost, match="not ready"):
+                async with client.stream([SUBMIT]):
+                    pass
+            with Gateway(socket_path, HELLO):
+                await ready(client)
+
+    asyncio.run(asyncio.wait_for(use(), 10))
+
+
+def drained(gateway: Gateway) -> list[tuple[int, object]]:
+    """What is in the inbox, up to the worker's end."""
+    messages: list[tuple[int, object]] = []
+    while not messages or messages[-1][1] != Gone():
+        messages.append(gateway.inbox.get(timeout=5))
+    with pytest.raises(queue.Empty):
+        gateway.inbox.get_nowait()
+    return messages

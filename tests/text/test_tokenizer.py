@@ -1,0 +1,80 @@
+"""A model directory's tokenizer is read as transformers reads it."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import AutoTokenizer
+
+from config.settings import SettingsError
+from server.text.tokenizer import Tokenizer
+from tests.text.tiny import BOS, EOS, KINDS, byte_level
+
+
+def directory(path: Path, kind: str, **config: Any) -> Path:
+    KINDS[kind]().save(str(path / "tokenizer.json"))
+    (path / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "PreTrainedTokenizerFast"} | config))
+    return path
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    "config",
+    [
+        {},
+        {"bos_token": "<s>", "eos_token": "</s>"},
+        {"bos_token": "<s>", "eos_token": "</s>", "add_bos_token": True},
+        {"bos_token": {"__type": "AddedToken", "content": "<s>"}, "add_eos_token": True},
+        {"bos_token": None, "add_bos_token": False},
+        {"eos_token": "he"},
+    ],
+    ids=str,
+)
+def test_ids_and_text_as_in_transformers(tmp_path: Path, kind: str, config: dict[str, Any]) -> None:
+    theirs = AutoTokenizer.from_pretrained(directory(tmp_path, kind, **config))
+    ours = Tokenizer.from_directory(tmp_path)
+    for text in ("hello world", "", " caf\u00e9 \u2603", "<s>hello</s>"):
+        ids = asyncio.run(ours.encode(text))
+        assert ids == theirs(text)["input_ids"]
+        assert ours.decode(ids) == theirs.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+
+
+def test_truncation_and_padding_of_the_file_do_not_apply(tmp_path: Path) -> None:
+    backend = byte_level()
+    backend.enable_truncation(4)
+    backend.enable_padding(length=8)
+    backend.save(str(tmp_path / "tokenizer.json"))
+    tokenizer = Tokenizer.from_directory(tmp_path)
+    assert tokenizer.decode(asyncio.run(tokenizer.encode("hello world hello world"))) == "hello world hello world"
+
+
+def test_special_tokens_have_no_text() -> None:
+    tokenizer = Tokenizer(byte_level())
+    assert [tokenizer.has_text(token) for token in (BOS, EOS, 5, 100_000)] == [False, False, True, False]
+
+
+def test_long_texts_do_not_hold_up_the_event_loop() -> None:
+    tokenizer = Tokenizer(byte_level())
+    text = "the quick brown fox " * 20_000
+
+    async def steps_meanwhile() -> int:
+        encoding = asyncio.ensure_future(tokenizer.encode(text))
+        steps = 0
+        while not encoding.done():
+            await asyncio.sleep(0.001)
+            steps += 1
+        return steps
+
+    assert asyncio.run(steps_meanwhile()) > 5  # of hundreds; two if it holds the interpreter's lock
+
+
+def test_a_directory_without_a_tokenizer(tmp_path: Path) -> None:
+    with pytest.raises(SettingsError, match=r"no tokenizer\.json"):
+        Tokenizer.from_directory(tmp_path)
+    (tmp_path / "tokenizer.json").write_text("{}")
+    with pytest.raises(SettingsError, match="no tokenizer this server can read"):
+        Tokenizer.from_directory(tmp_path)
