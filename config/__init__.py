@@ -1,1 +1,1 @@
-"""Settings, and the provisioning files of the programs that watch the server."""
+"""Settings: what there is to set, where a value comes from, and what is refused. Imports nothing of the project."""

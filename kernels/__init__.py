@@ -1,4 +1,4 @@
-"""Operations on tensors and the KV memory they read: the op table, its plain-torch specification, backends.
+"""Operations on tensors and the KV memory they read: what they are called, and what they mean in plain torch.
 
-Imports torch and nothing of this project but `config`. Not Hugging Face's package of the same name.
+Imports torch, and of this project at most `config`. Not Hugging Face's package of the same name.
 """

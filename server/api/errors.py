@@ -1,6 +1,6 @@
 """OpenAI's error object, for everything that goes wrong: {"error": {"message", "type", "param", "code"}}.
 
-A client's mistake is a 400 or a 404, never a status that clients try again (408, 409, 429, 500 and up).
+A client's mistake never gets a status that clients try again (408, 409, 429, 500 and up).
 """
 
 from __future__ import annotations

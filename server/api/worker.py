@@ -23,7 +23,7 @@ GRACE = 15  # seconds for running requests to end after SIGTERM; less than the s
 
 
 def serve_worker(settings: Settings, socket_path: str | os.PathLike[str], listening_socket: socket.socket) -> None:
-    """Serves until SIGTERM, then finishes what runs and exits. Raises ModelError, SettingsError."""
+    """Serves until SIGTERM, then finishes what runs and exits. Raises SettingsError."""
     signal.signal(signal.SIGTERM, _exit)  # uvicorn has its own while it runs, and then raises the signal once more
     tokenizer = Tokenizer.from_directory(model_directory(settings.model))
     app = create_app(settings, EngineClient(socket_path), tokenizer)

@@ -11,6 +11,7 @@ import itertools
 import logging
 import os
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from typing import Literal
 
 from server.engine import wire
 from server.engine.messages import Admitted, Answer, Cancel, Failed, FromEngine, Hello, Query, Submit, ToEngine, Tokens
@@ -97,7 +98,7 @@ class EngineClient:
             for submit in submits:
                 self._streams.pop(submit.request_id, None)
 
-    async def query(self, what: str, timeout: float) -> bytes:
+    async def query(self, what: Literal["kv_cache", "metrics"], timeout: float) -> bytes:
         """The engine's answer. Raises EngineLost, also when there is none within `timeout` seconds."""
         query_id = next(self._query_ids)
         answer: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()

@@ -11,14 +11,16 @@ import signal
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from multiprocessing.connection import Connection
+from typing import Literal
+
+import msgspec
 
 from config.settings import Settings, SettingsError
 from server.engine.build import Engine, build_engine, describe_caches, summary
 from server.engine.core import Event
 from server.engine.gateway import Gateway, Gone
-from server.engine.messages import Answer, Cancel, FromEngine, Hello, Query, Strategy, Submit, ToEngine, to_json
+from server.engine.messages import Answer, Cancel, FromEngine, Hello, Query, Strategy, Submit, ToEngine
 from server.metrics import Metrics
-from server.models.config import ModelError
 
 log = logging.getLogger(__name__)
 
@@ -30,7 +32,7 @@ def run(settings: Settings, socket_path: str, status: Connection) -> None:
     """Serves until SIGTERM. Tells `status` {"ready": summary} or {"error": what the user must change}."""
     try:
         engine = build_engine(settings)
-    except (SettingsError, ModelError) as error:
+    except SettingsError as error:
         status.send({"error": str(error)})
         return
     hello = Hello(
@@ -94,9 +96,9 @@ class Loop:
                 self._core.cancel_worker(worker)
         return []
 
-    def _answer(self, what: str) -> bytes:
+    def _answer(self, what: Literal["kv_cache", "metrics"]) -> bytes:
         if what == "kv_cache":
-            return to_json({"object": "list", "data": describe_caches(self._engine)})
+            return msgspec.json.encode({"object": "list", "data": describe_caches(self._engine)})
         return self._metrics.exposition({name: cache.usage() for name, cache in self._core.caches.items()})
 
     def _send(self, events: Sequence[Event]) -> None:

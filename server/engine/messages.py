@@ -5,7 +5,7 @@ Plain msgspec structs, so both sides read them and neither needs the other's lib
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Literal
 
 import msgspec
 
@@ -42,10 +42,10 @@ class Cancel(msgspec.Struct, tag=True, frozen=True):
 
 
 class Query(msgspec.Struct, tag=True, frozen=True):
-    """Asks for an Answer; `what` is 'kv_cache' (JSON) or 'metrics' (Prometheus text)."""
+    """Asks for an Answer: the instances as JSON, or the metrics in Prometheus' text format."""
 
     query_id: int
-    what: str
+    what: Literal["kv_cache", "metrics"]
 
 
 ToEngine = Submit | Cancel | Query
@@ -103,7 +103,3 @@ class Answer(msgspec.Struct, tag=True, frozen=True):
 
 
 FromEngine = Hello | Admitted | Tokens | Failed | Answer
-
-
-def to_json(value: Any) -> bytes:
-    return msgspec.json.encode(value)

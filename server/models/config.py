@@ -11,10 +11,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from config.settings import SettingsError
+
 EMBEDDED = {"tiny": Path(__file__).parent / "tiny"}
 
 
-class ModelError(Exception):
+class ModelError(SettingsError):
     """A model that cannot be served; the message tells the user why, and what can."""
 
 
@@ -28,6 +30,15 @@ FAMILIES: Mapping[str, Family] = {
     "LlamaForCausalLM": Family(),
     "Qwen2ForCausalLM": Family(qkv_bias=True),
 }
+
+REQUIRED = (
+    "vocab_size",
+    "hidden_size",
+    "intermediate_size",
+    "num_attention_heads",
+    "num_hidden_layers",
+    "max_position_embeddings",
+)
 
 
 @dataclass(frozen=True)
@@ -74,6 +85,8 @@ def load_config(directory: Path) -> ModelConfig:
         raise ModelError(f"{directory} holds a {architecture}; the decoder knows {', '.join(FAMILIES)}")
     if raw.get("hidden_act", "silu") != "silu":
         raise ModelError(f"{directory}: hidden_act is {raw['hidden_act']!r}; the decoder knows silu")
+    if missing := [key for key in REQUIRED if not isinstance(raw.get(key), int)]:
+        raise ModelError(f"{directory / 'config.json'} lacks {', '.join(missing)}; is it the file of this model?")
     heads, layers = raw["num_attention_heads"], raw["num_hidden_layers"]
     attention_bias = bool(raw.get("attention_bias", False))
     return ModelConfig(
@@ -108,8 +121,12 @@ def _rope_theta(raw: Mapping[str, Any], directory: Path) -> float:
 
 
 def _windows(raw: Mapping[str, Any], layers: int) -> tuple[int | None, ...]:
-    """layer_types says which layers slide; a lone sliding_window without it means none does (vllm#49795)."""
-    kinds = raw.get("layer_types") or ["full_attention"] * layers
+    """layer_types says which layers slide; a lone sliding_window means none does (vllm#49795).
+
+    Files from before layer_types say use_sliding_window, and mean the layers from max_window_layers on.
+    """
+    full = raw.get("max_window_layers", layers) if raw.get("use_sliding_window") else layers
+    kinds = raw.get("layer_types") or ["full_attention"] * full + ["sliding_attention"] * (layers - full)
     return tuple(raw.get("sliding_window") if kind == "sliding_attention" else None for kind in kinds)
 
 

@@ -114,7 +114,8 @@ class Decoder:
         qkv = ops.linear(h, layer.qkv, layer.qkv_bias).view(x.shape[0], -1, c.head_dim)
         qk, v = qkv.split((c.num_q_heads + c.num_kv_heads, c.num_kv_heads), dim=1)
         qk = ops.rope(qk, self._cos, self._sin, attention.positions)
-        mixed = attention.attend(i, *qk.split((c.num_q_heads, c.num_kv_heads), dim=1), v).flatten(1)
+        q, k = qk.split((c.num_q_heads, c.num_kv_heads), dim=1)
+        mixed = attention.attend(i, q, k, v).flatten(1)
         x = x + ops.linear(mixed, layer.o, layer.o_bias)
         h = ops.rms_norm(x, layer.mlp_norm, c.rms_norm_eps)
         gated = ops.silu_mul(ops.linear(h, layer.gate_up, layer.gate_up_bias))
@@ -129,8 +130,14 @@ class Decoder:
             c.head_dim,
             window=window,
             scale=c.head_dim**-0.5,
-            rotate=lambda x, delta: self._ops.rope(x, self._cos, self._sin, delta),
+            rotate=self._rotate,
         )
+
+    def _rotate(self, x: Tensor, delta: Tensor) -> Tensor:
+        """x [N,H,D] as if computed `delta` [N] positions later, or, where that is negative, earlier."""
+        back = (delta < 0).view(-1, 1, 1)
+        forth = self._ops.rope(x, self._cos, self._sin, delta.abs())
+        return torch.where(back, self._ops.rope(x, self._cos, -self._sin, delta.abs()), forth)
 
 
 def rope_tables(config: ModelConfig, device: torch.device) -> tuple[Tensor, Tensor]:

@@ -34,7 +34,11 @@ class FullContext:
         hidden = distance < 0
         if spec.window is not None:
             hidden |= distance >= spec.window
-        weights = scores.masked_fill(hidden, -torch.inf).softmax(-1)
+        scores = scores.masked_fill(hidden, -torch.inf)
+        if spec.sink_logits is not None:  # one more column, which has no value
+            sinks = spec.sink_logits.float().view(-1, 1, 1).expand(-1, len(scores[0]), 1)
+            scores = torch.cat((scores, sinks), -1)
+        weights = scores.softmax(-1)[..., : len(k)]
         return torch.einsum("hqk,khd->qhd", weights, v).to(q.dtype)
 
 

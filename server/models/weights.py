@@ -50,7 +50,10 @@ class Weights:
 def _files(directory: Path) -> list[Path]:
     index = directory / "model.safetensors.index.json"
     if index.is_file():
-        return [directory / name for name in sorted(set(json.loads(index.read_text())["weight_map"].values()))]
+        try:
+            return [directory / name for name in sorted(set(json.loads(index.read_text())["weight_map"].values()))]
+        except (ValueError, KeyError, AttributeError) as error:
+            raise ModelError(f"{index} is no index of weights: {error!r}") from None
     files = sorted(directory.glob("*.safetensors"))
     if not files:
         raise ModelError(f"{directory} has no *.safetensors file")

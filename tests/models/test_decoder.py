@@ -66,6 +66,7 @@ def test_weights_can_be_kept_narrower_than_activations(tmp_path: Path) -> None:
         ({"architectures": ["MambaForCausalLM"]}, "MambaForCausalLM; the decoder knows LlamaForCausalLM"),
         ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4}}, "RoPE scaling 'yarn'"),
         ({"hidden_act": "gelu"}, "hidden_act is 'gelu'"),
+        ({"vocab_size": None}, "lacks vocab_size"),
     ],
 )
 def test_what_the_decoder_does_not_know_is_refused(change: dict[str, Any], message: str, tmp_path: Path) -> None:
@@ -86,3 +87,25 @@ def test_an_incomplete_checkpoint_is_refused(tmp_path: Path) -> None:
     (tmp_path / "model.safetensors").unlink()
     with pytest.raises(ModelError, match=r"no \*\.safetensors file"):
         load(tmp_path)
+
+
+def test_rotating_back_undoes_rotating(tmp_path: Path) -> None:
+    save_random("llama", tmp_path)
+    rotate = load(tmp_path).specs[0].rotate
+    assert rotate is not None
+    x, delta = torch.randn(5, 2, 16), torch.tensor([0, 1, 7, 100, 300])
+    torch.testing.assert_close(rotate(rotate(x, delta), -delta), x)
+    torch.testing.assert_close(rotate(rotate(x, delta + 3), -delta), rotate(x, torch.full_like(delta, 3)))
+
+
+def test_windows_of_files_that_have_no_layer_types(tmp_path: Path) -> None:
+    CONFIGS["qwen2_windows"].save_pretrained(tmp_path)
+    path = tmp_path / "config.json"
+    raw = json.loads(path.read_text()) | {"architectures": ["Qwen2ForCausalLM"]}
+    path.write_text(json.dumps(raw))
+    with_types = load_config(tmp_path).windows
+    del raw["layer_types"]
+    path.write_text(json.dumps(raw))
+    assert load_config(tmp_path).windows == with_types == (None, 16, 16)
+    path.write_text(json.dumps(raw | {"use_sliding_window": False}))
+    assert load_config(tmp_path).windows == (None, None, None)
