@@ -1,8 +1,8 @@
 """The seam: what a KV-cache strategy is to the scheduler, to the engine and to the model. Implements nothing.
 
 One `KVCache` serves ALL sequences under one instance. A request takes a seat in it; the tokens of a seat that enter in
-a step form a row; the rows of an instance become a plan, and the model calls the plan's `attend` once per layer. State
-moves in `commit` alone, so that a failed step can be repeated.
+a step form a row; the rows of an instance become a plan, and the model calls the plan's `attend` once per layer. A step
+moves state in `commit` alone, so that a failed one can be repeated; open, grow, crop, fork and close do between steps.
 """
 
 from __future__ import annotations
@@ -63,17 +63,24 @@ class Usage(NamedTuple):
 
 
 @dataclass(frozen=True)
-class CacheSetup:
-    """What every strategy is built from: the model's layers, the memory, and how much may come at once."""
+class Geometry:
+    """The model's layers, and how much may come at once: what is known before there is any memory."""
 
-    name: str  # of the instance; its owner's name in the arena
     layers: Sequence[LayerSpec]
-    arena: Arena
-    ops: Ops
     kv_dtype: torch.dtype
     max_seats: int
     max_seq_len: int
     max_step_tokens: int
+
+
+@dataclass(frozen=True)
+class CacheSetup:
+    """What every strategy is built from."""
+
+    name: str  # of the instance; its owner's name in the arena
+    geometry: Geometry
+    arena: Arena
+    ops: Ops
 
 
 class Options(BaseModel):
@@ -83,20 +90,25 @@ class Options(BaseModel):
 
 
 class SeatShape(NamedTuple):
-    """Blocks of one sequence."""
+    """Arena memory of one sequence."""
 
-    block_tokens: int  # slots of a block
-    blocks: int  # of the longest sequence
+    block_bytes: int  # taken in one piece
+    blocks: int  # of the longest sequence; 0: a strategy that takes nothing from the arena
 
 
 class Plan(ABC):
     """One instance's slice of one step. Valid until the next plan() of its cache."""
 
-    rows: Sequence[Row]
+    rows: Sequence[Row]  # as plan() was given them
 
     @abstractmethod
     def attend(self, layer_idx: int, q: Tensor, k: Tensor, v: Tensor, out: Tensor) -> None:
-        """q [N,Hq,D], k [N,H,D], v [N,H,Dv] -> out [N,Hq,Dv]. All rows write, then all read; repeatable."""
+        """q [N,Hq,D], k [N,H,D], v [N,H,Dv] -> out [N,Hq,Dv]. All rows write, then all read; repeatable.
+
+        The tokens of rows[0] come first, then those of rows[1], and so on; behind them, if plan() padded, the padding,
+        which is neither read nor written. q, k and v are views with strides of their own (only the last dimension is
+        dense); `out` is not initialised.
+        """
 
     @abstractmethod
     def keys(self, layer_idx: int, row: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -107,15 +119,17 @@ class KVCache(ABC):
     """A strategy for keeping keys and values.
 
     The first group of methods is the scheduler's: host only, token ids and seats, no device work. The second is the
-    engine's: called from the one device thread, once per step.
+    engine's: called from the one device thread, once per step. A seat that is scheduled was ready() and grown first.
     """
 
     options_type: ClassVar[type[Options]] = Options
-    contract: Contract
+    contract: Contract  # set by __init__
 
     def __init__(self, setup: CacheSetup, options: Options) -> None:
+        """The arena's share is set later, so nothing may be taken from it yet."""
         self.setup = setup
         self.options = options
+        setup.arena.join(setup.name, self)
 
     @property
     def name(self) -> str:
@@ -124,14 +138,14 @@ class KVCache(ABC):
     # ---------------------------------------------------------------- scheduler
     @classmethod
     @abstractmethod
-    def seat_shape(cls, options: Any, max_seq_len: int, max_step_tokens: int) -> SeatShape:
-        """What a seat is made of, asked before there is any memory: the arena is cut to fit all instances."""
+    def seat_shape(cls, options: Any, geometry: Geometry) -> SeatShape:
+        """What a sequence takes, asked before there is any memory: the arena is cut to fit all instances."""
 
     @abstractmethod
     def bytes_for(self, num_tokens: int) -> int:
         """Peak memory of a sequence of that many tokens. Above the limit it is refused for good, never queued."""
 
-    def match(self, tokens: Sequence[int], *, salt: str = "", limit: int | None = None) -> int:
+    def match(self, tokens: Sequence[int], *, salt: str = "", max_cached: int | None = None) -> int:
         """Leading tokens that open() would find now. Changes nothing."""
         return 0
 
@@ -139,7 +153,8 @@ class KVCache(ABC):
     def open(self, tokens: Sequence[int], *, salt: str = "", max_cached: int | None = None) -> Seat | None:
         """A seat for a sequence that begins with these tokens; None: no room now.
 
-        Its `cached` leading tokens need not be computed again; at least the last token always is.
+        Its first `cached` == `length` tokens (at most max_cached) need not be computed again; the last one always is.
+        `salt` keeps apart what must not be shared.
         """
 
     def ready(self, seat: Seat) -> bool:
@@ -152,7 +167,10 @@ class KVCache(ABC):
 
     @abstractmethod
     def crop(self, seat: Seat, length: int) -> None:
-        """Drops committed tokens from `length` on; at most contract.rewind of them."""
+        """Drops committed tokens from `length` on; at most contract.rewind of them.
+
+        While its prompt is computed, seat.length may come out somewhat lower.
+        """
 
     def fork(self, seat: Seat) -> Seat | None:
         """A second seat with the same tokens; None: open it from the tokens instead."""
@@ -162,8 +180,12 @@ class KVCache(ABC):
     def close(self, seat: Seat) -> None:
         """The seat's memory is free, or idle. Whoever waits for tokens it had to compute inherits the work."""
 
+    def idle_pages(self) -> int:
+        """Pages it holds that nobody uses: reclaim() would give them."""
+        return 0
+
     def reclaim(self, pages: int) -> int:
-        """Gives idle pages back to the arena, oldest first; how many it gave."""
+        """Gives idle pages back to the arena, oldest first, until it gave that many; how many it gave."""
         return 0
 
     # ---------------------------------------------------------------- engine
@@ -172,12 +194,16 @@ class KVCache(ABC):
 
     @abstractmethod
     def plan(self, rows: Sequence[Row], *, pad_to: int = 0) -> Plan:
-        """The step's plan; decode rows (one token) stand first. With pad_to, decode rows only, padded to that many."""
+        """The step's plan; decode rows (one token) stand first. With pad_to, decode rows only, padded to that many.
+
+        May be called again without a commit in between: the step before it then never was.
+        """
 
     @abstractmethod
     def commit(self, plan: Plan, tokens: Sequence[Sequence[int]]) -> None:
         """tokens[i]: the ids that ENTERED in plan.rows[i], possibly fewer than planned. Cannot fail.
 
+        This is where seat.length moves on.
         A negative id is an embedding without a token: kept, never shared.
         """
 

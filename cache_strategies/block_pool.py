@@ -62,10 +62,6 @@ class BlockPool:
         self._arena.give(self._owner, block, self._run)
 
     @property
-    def pages_per_block(self) -> int:
-        return self._run
-
-    @property
     def num_idle(self) -> int:
         return len(self._idle)
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
-from cache_strategies.base import CacheSetup, Contract, Options, Seat, SeatShape
+from cache_strategies.base import CacheSetup, Contract, Geometry, Options, Seat
 from cache_strategies.slab import SlabCache
 from cache_strategies.table import TableSeat
 
@@ -31,8 +31,8 @@ class ContiguousCache(SlabCache):
         )
 
     @classmethod
-    def seat_shape(cls, options: Any, max_seq_len: int, max_step_tokens: int) -> SeatShape:
-        return SeatShape(max_seq_len, 1)
+    def block_plan(cls, options: Any, geometry: Geometry) -> tuple[int, int]:
+        return geometry.max_seq_len, 1
 
     def view(self, seat: Seat, layer: int) -> tuple[Tensor, Tensor]:
         """K [H, length, D] and V [H, length, Dv] of a seat, in place: they see later tokens enter."""

@@ -15,7 +15,7 @@ from typing import Any
 
 from pydantic import Field
 
-from cache_strategies.base import CacheSetup, Contract, Options, Plan, Row, Seat, SeatShape, Usage
+from cache_strategies.base import CacheSetup, Contract, Geometry, Options, Plan, Row, Seat, Usage
 from cache_strategies.block_pool import BlockPool
 from cache_strategies.prefix_index import Name, PendingBlocks, PrefixIndex, PrefixNames
 from cache_strategies.table import TableCache, TableSeat
@@ -47,16 +47,16 @@ class PagedCache(TableCache):
 
     def __init__(self, setup: CacheSetup, options: PagedOptions) -> None:
         super().__init__(setup, options)
-        self.share = options.prefix_cache
+        self.prefix_cache = options.prefix_cache
         self.index = PrefixIndex()
         self.pending = PendingBlocks()
         self.pool = BlockPool(setup.arena, setup.name, self.store.run, keep=lambda block: block in self.index)
-        self._prefix = PrefixNames(self.block_size, f"{setup.name}\0{setup.kv_dtype}")
+        self._prefix = PrefixNames(self.block_size, f"{setup.name}\0{setup.geometry.kv_dtype}")
         self._granted: set[int] = set()  # pending blocks that rows of this step complete
         self._copies: dict[int, int] = {}  # destination: source, to run before the next step writes
         self.contract = Contract(
             exact=True,
-            shareable=self.share,
+            shareable=self.prefix_cache,
             forkable=True,
             swappable=True,
             rewind=None,
@@ -66,20 +66,20 @@ class PagedCache(TableCache):
         )
 
     @classmethod
-    def seat_shape(cls, options: Any, max_seq_len: int, max_step_tokens: int) -> SeatShape:
-        block_size = min(options.block_size, max_seq_len)
-        return SeatShape(block_size, -(-max_seq_len // block_size))
+    def block_plan(cls, options: Any, geometry: Geometry) -> tuple[int, int]:
+        block_size = min(options.block_size, geometry.max_seq_len)
+        return block_size, -(-geometry.max_seq_len // block_size)
 
     @property
     def block_size(self) -> int:
         return self.store.block_size
 
     def bytes_for(self, num_tokens: int) -> int:
-        return self._blocks_for(num_tokens) * self.block_reserve
+        return self._blocks_for(num_tokens) * self.bytes_per_block
 
     # ---------------------------------------------------------------- open, close
-    def match(self, tokens: Sequence[int], *, salt: str = "", limit: int | None = None) -> int:
-        return len(self._found(self._names_of(tokens, salt), _usable(tokens, limit))) * self.block_size
+    def match(self, tokens: Sequence[int], *, salt: str = "", max_cached: int | None = None) -> int:
+        return len(self._found(self._names_of(tokens, salt), _usable(tokens, max_cached))) * self.block_size
 
     def open(self, tokens: Sequence[int], *, salt: str = "", max_cached: int | None = None) -> Seat | None:
         if self.table.full:
@@ -111,7 +111,7 @@ class PagedCache(TableCache):
         self.table.give(seat.index)
 
     def _names_of(self, tokens: Sequence[int], salt: str) -> list[Name]:
-        return list(self._prefix.of(tokens, salt)) if self.share else []
+        return list(self._prefix.of(tokens, salt)) if self.prefix_cache else []
 
     def _found(self, names: Sequence[Name], limit: int) -> list[int]:
         """Blocks of the longest known prefix, of at most `limit` tokens."""
@@ -127,6 +127,8 @@ class PagedCache(TableCache):
         """`seat` lets go of a block; if it had to compute it, the next in line does."""
         mine = self.pending.owner(block) is seat
         heir = self.pending.leave(block, seat)
+        if mine:
+            self._granted.discard(block)
         if isinstance(heir, PagedSeat):
             heir.length = heir.cached = min(heir.length, heir.blocks.index(block) * self.block_size)
         elif mine:
@@ -146,7 +148,7 @@ class PagedCache(TableCache):
     def grow(self, seat: Seat, more: int) -> bool:
         assert isinstance(seat, PagedSeat)
         end = seat.length + more
-        assert end <= self.setup.max_seq_len
+        assert end <= self.setup.geometry.max_seq_len
         first = seat.length // self.block_size
         if not self._own(seat, first) or not self._extend(seat, end):
             return False
@@ -157,7 +159,10 @@ class PagedCache(TableCache):
         return True
 
     def _extend(self, seat: PagedSeat, length: int) -> bool:
-        """Blocks for `length` tokens."""
+        """Blocks for `length` tokens; without room for all of them, nothing is evicted for some."""
+        missing = self._blocks_for(length) - len(seat.blocks)
+        if missing > 0 and not self.setup.arena.could_take(self.name, missing * self.store.run):
+            return False
         while len(seat.blocks) < self._blocks_for(length):
             block = self.pool.take()
             if block is None:
@@ -183,6 +188,9 @@ class PagedCache(TableCache):
     def crop(self, seat: Seat, length: int) -> None:
         assert isinstance(seat, PagedSeat)
         assert length <= seat.length
+        partial = length % self.block_size
+        if partial and seat.blocks[length // self.block_size] in self.pending:
+            length -= partial  # that block was promised under the name of tokens that may not come any more
         while len(seat.blocks) > self._blocks_for(length):
             self._leave(seat.blocks.pop(), seat)
         del seat.tokens[length:], seat.names[length // self.block_size :]
@@ -203,12 +211,15 @@ class PagedCache(TableCache):
         self.table.write(child)
         return child
 
+    def idle_pages(self) -> int:
+        return self.pool.num_idle * self.store.run
+
     def reclaim(self, pages: int) -> int:
         given = 0
         while given < pages and (block := self.pool.oldest_idle()) is not None:
             self.index.forget(block)
             self.pool.evict(block)
-            given += self.pool.pages_per_block
+            given += self.store.run
         return given
 
     # ---------------------------------------------------------------- engine
@@ -238,7 +249,7 @@ class PagedCache(TableCache):
             block = seat.blocks[i]
             if block in self.pending:
                 self.pending.computed(block)
-            elif self.share and block not in self.index:
+            elif self.prefix_cache and block not in self.index:
                 name = self._name(seat, i)
                 if name is not None and self.index.find(name) is None:
                     self.index.publish(name, block)
@@ -263,8 +274,8 @@ class PagedCache(TableCache):
                 tokens = min(max(seat.length - i * self.block_size, 0), self.block_size)
                 filled[block] = max(filled.get(block, 0), tokens)
         tokens = sum(filled.values())
-        reserved, used = len(self.pool) * self.block_reserve, int(tokens * self.token_bytes)
-        idle = int(self.pool.num_idle * self.block_size * self.token_bytes)
+        reserved, used = len(self.pool) * self.bytes_per_block, int(tokens * self.bytes_per_token)
+        idle = int(self.pool.num_idle * self.block_size * self.bytes_per_token)
         limit = self.setup.arena.capacity(self.name) * self.setup.arena.page_bytes
         return Usage(len(self.seats), tokens, reserved, used, idle, reserved - used - idle, limit)
 

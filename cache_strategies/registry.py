@@ -5,22 +5,21 @@ A kind of one's own is a package with an entry point in the group `kvmux.cache_s
 
 from __future__ import annotations
 
+import pkgutil
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from importlib import import_module
 from importlib.metadata import entry_points
 from typing import Any
 
-import torch
 from pydantic import ValidationError
 
-from cache_strategies.base import CacheSetup, KVCache, Options
+from cache_strategies.base import CacheSetup, Geometry, KVCache, Options
 from config.settings import SettingsError, StrategySettings
 from config.sizes import share_of
 from kernels.arena import Arena
-from kernels.ops import LayerSpec, Ops
-from kernels.store import block_bytes
+from kernels.ops import Ops
+from kernels.store import ALIGN
 
 ENTRY_POINTS = "kvmux.cache_strategies"
 
@@ -31,35 +30,8 @@ BUILTIN: Mapping[str, str] = {  # imported on demand
 }
 
 
-def kinds() -> dict[str, str]:
-    """Every kind that is installed, as "module:Class"."""
-    return {point.name: point.value for point in entry_points(group=ENTRY_POINTS)} | dict(BUILTIN)
-
-
-def load_kind(kind: str) -> type[KVCache]:
-    """The class of a kind. Raises SettingsError listing the kinds there are."""
-    known = kinds()
-    if kind not in known:
-        raise SettingsError(f"there is no cache strategy kind {kind!r}; kinds are {', '.join(sorted(known))}")
-    module, _, attribute = known[kind].partition(":")
-    cls = getattr(import_module(module), attribute)
-    assert issubclass(cls, KVCache), f"{known[kind]} is no KVCache"
-    return cls  # type: ignore[no-any-return]
-
-
 @dataclass(frozen=True)
-class Geometry:
-    """What the engine knows before there is any KV memory."""
-
-    layers: Sequence[LayerSpec]
-    kv_dtype: torch.dtype
-    max_seats: int
-    max_seq_len: int
-    max_step_tokens: int
-
-
-@dataclass(frozen=True)
-class Declared:
+class Instance:
     """An instance as the settings declare it, with its class and checked options."""
 
     name: str
@@ -70,85 +42,106 @@ class Declared:
     limit: str
 
 
-def declared(strategies: Mapping[str, StrategySettings]) -> list[Declared]:
-    """Checks kinds and options. Raises SettingsError naming the instance and the option."""
-    return [
-        Declared(name, s.kind, cls, _options(name, cls, s.options), s.floor, s.limit)
-        for name, s in strategies.items()
-        for cls in (load_kind(s.kind),)
-    ]
+# -------------------------------------------------------------------- kinds and options
+def kinds() -> dict[str, str]:
+    """Every kind that is installed, as "module:Class"."""
+    return {point.name: point.value for point in entry_points(group=ENTRY_POINTS)} | dict(BUILTIN)
 
 
-def _options(name: str, cls: type[KVCache], options: Mapping[str, Any]) -> Options:
+def load_kind(kind: str) -> type[KVCache]:
+    """The class of a kind. Raises SettingsError listing the kinds there are, or saying what is wrong with this one."""
+    known = kinds()
+    if kind not in known:
+        raise SettingsError(f"there is no cache strategy kind {kind!r}; kinds are {', '.join(sorted(known))}")
     try:
-        return cls.options_type.model_validate(dict(options))
+        cls = pkgutil.resolve_name(known[kind])
+    except (ImportError, AttributeError) as error:
+        raise SettingsError(f"cache strategy kind {kind!r}: cannot load {known[kind]}: {error}") from None
+    if not (isinstance(cls, type) and issubclass(cls, KVCache)):
+        raise SettingsError(f"cache strategy kind {kind!r}: {known[kind]} is no subclass of KVCache")
+    return cls
+
+
+def declared(strategies: Mapping[str, StrategySettings]) -> list[Instance]:
+    """Checks kinds and options. Raises SettingsError naming the instance and the option."""
+    return [_declared(name, settings) for name, settings in strategies.items()]
+
+
+def _declared(name: str, settings: StrategySettings) -> Instance:
+    cls = load_kind(settings.kind)
+    try:
+        options = cls.options_type.model_validate(settings.options)
     except ValidationError as error:
-        first = error.errors()[0]
-        option = ".".join(str(part) for part in first["loc"])
-        known = ", ".join(sorted(cls.options_type.model_fields)) or "none"
-        raise SettingsError(f"strategies.{name}.{option}: {first['msg']} (its options are: {known})") from None
+        told = "; ".join(_explained(name, cls.options_type, problem) for problem in error.errors())
+        raise SettingsError(told) from None
+    return Instance(name, settings.kind, cls, options, settings.floor, settings.limit)
 
 
-def page_bytes(instances: Sequence[Declared], geometry: Geometry) -> int:
-    """The arena's page: the smallest block of any instance, so that it is one page and larger ones are runs."""
-    shapes = (d.cls.seat_shape(d.options, geometry.max_seq_len, geometry.max_step_tokens) for d in instances)
-    return block_bytes(geometry.layers, min(shape.block_tokens for shape in shapes), geometry.kv_dtype)
+def _explained(name: str, options: type[Options], problem: Any) -> str:
+    where = ".".join(("strategies", name, *(str(part) for part in problem["loc"])))
+    if problem["type"] == "extra_forbidden":
+        known = ", ".join(sorted(options.model_fields)) or "none"
+        return f"{where} is no option of this kind; its options are: {known}"
+    return f"{where}: {problem['msg'].removeprefix('Value error, ')}"
 
 
-def pages_needed(instances: Sequence[Declared], geometry: Geometry) -> int:
+# -------------------------------------------------------------------- how much memory, in which pieces
+def page_bytes(instances: Sequence[Instance], geometry: Geometry) -> int:
+    """The arena's page: the smallest block that sequences take several of, so that it is one page and waste is small.
+
+    A strategy of one block a sequence loses less than a page at its end, whatever the page.
+    """
+    shapes = [i.cls.seat_shape(i.options, geometry) for i in instances]
+    shapes = [s for s in shapes if s.blocks > 1] or [s for s in shapes if s.blocks]
+    return min((shape.block_bytes for shape in shapes), default=ALIGN)
+
+
+def sequence_pages(instances: Sequence[Instance], geometry: Geometry) -> int:
+    """Pages of one sequence of max_seq_len under the instance that needs most."""
+    page = page_bytes(instances, geometry)
+    return max(_pages_of_longest(i, geometry, page) for i in instances)
+
+
+def pages_needed(instances: Sequence[Instance], geometry: Geometry) -> int:
     """The fewest pages with which every instance, within its share, can hold one sequence of max_seq_len."""
     page = page_bytes(instances, geometry)
-    needs = [_pages_of_longest(d, geometry, page) for d in instances]
+    needs = [_pages_of_longest(i, geometry, page) for i in instances]
     ceiling = 1 << 40
-    fewest = bisect_left(range(ceiling), True, key=lambda pages: _fits(instances, needs, pages, page))
+    fewest = bisect_left(range(1, ceiling), True, key=lambda pages: _fits(instances, needs, pages, page)) + 1
     if fewest == ceiling:
         raise SettingsError(
             "no amount of KV memory gives every strategy room for one sequence: raise the limits or lower the floors "
-            f"of {', '.join(d.name for d in instances)}"
+            f"of {', '.join(i.name for i in instances)}"
         )
     return fewest
 
 
-def sequence_pages(instances: Sequence[Declared], geometry: Geometry) -> int:
-    """Pages of one sequence of max_seq_len under the instance that needs most."""
-    page = page_bytes(instances, geometry)
-    return max(_pages_of_longest(d, geometry, page) for d in instances)
+def _pages_of_longest(instance: Instance, geometry: Geometry, page: int) -> int:
+    shape = instance.cls.seat_shape(instance.options, geometry)
+    return shape.blocks * -(-shape.block_bytes // page)
 
 
-def _pages_of_longest(d: Declared, geometry: Geometry, page: int) -> int:
-    shape = d.cls.seat_shape(d.options, geometry.max_seq_len, geometry.max_step_tokens)
-    return shape.blocks * -(-block_bytes(geometry.layers, shape.block_tokens, geometry.kv_dtype) // page)
-
-
-def _fits(instances: Sequence[Declared], needs: Sequence[int], pages: int, page: int) -> bool:
-    shares = [share_pages(d, pages, page) for d in instances]
+def _fits(instances: Sequence[Instance], needs: Sequence[int], pages: int, page: int) -> bool:
+    shares = [share_pages(i, pages, page) for i in instances]
     floors = sum(floor for floor, _ in shares)
     return floors <= pages and all(
         need <= min(limit, pages - floors + floor) for need, (floor, limit) in zip(needs, shares, strict=True)
     )
 
 
-def share_pages(d: Declared, pages: int, page: int) -> tuple[int, int]:
+def share_pages(instance: Instance, pages: int, page: int) -> tuple[int, int]:
     """Floor and limit of an instance, in pages of an arena of that many."""
     total = pages * page
-    return min(share_of(d.floor, total), total) // page, min(share_of(d.limit, total), total) // page
+    return min(share_of(instance.floor, total), total) // page, min(share_of(instance.limit, total), total) // page
 
 
-def build(instances: Sequence[Declared], geometry: Geometry, arena: Arena, ops: Ops) -> dict[str, KVCache]:
+def build(instances: Sequence[Instance], geometry: Geometry, arena: Arena, ops: Ops) -> dict[str, KVCache]:
     """The caches by name, each with its share of the arena."""
     caches = {}
-    for d in instances:
-        setup = CacheSetup(
-            d.name,
-            geometry.layers,
-            arena,
-            ops,
-            geometry.kv_dtype,
-            geometry.max_seats,
-            geometry.max_seq_len,
-            geometry.max_step_tokens,
-        )
-        caches[d.name] = d.cls(setup, d.options)
-        floor, limit = share_pages(d, arena.pages, arena.page_bytes)
-        arena.join(d.name, caches[d.name].reclaim, floor=floor, limit=limit)
+    for instance in instances:
+        cache = instance.cls(CacheSetup(instance.name, geometry, arena, ops), instance.options)
+        assert hasattr(cache, "contract"), f"{instance.cls.__name__}.__init__ sets no contract"
+        floor, limit = share_pages(instance, arena.pages, arena.page_bytes)
+        arena.set_share(instance.name, floor=floor, limit=limit)
+        caches[instance.name] = cache
     return caches

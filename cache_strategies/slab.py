@@ -15,7 +15,7 @@ class SlabCache(TableCache):
     """One block a seat. A subclass gives the block's size and says how far a seat may grow and rewind."""
 
     def bytes_for(self, num_tokens: int) -> int:
-        return self.block_reserve
+        return self.bytes_per_block
 
     def open(self, tokens: Sequence[int], *, salt: str = "", max_cached: int | None = None) -> Seat | None:
         return self._open(length=0)
@@ -33,7 +33,7 @@ class SlabCache(TableCache):
 
     def grow(self, seat: Seat, more: int) -> bool:
         assert more <= (self.contract.max_row or more), "the scheduler cuts rows to contract.max_row"
-        assert seat.length + more <= self.setup.max_seq_len
+        assert seat.length + more <= self.setup.geometry.max_seq_len
         return True
 
     def crop(self, seat: Seat, length: int) -> None:
@@ -59,7 +59,7 @@ class SlabCache(TableCache):
     def usage(self) -> Usage:
         tokens = sum(seat.length for seat in self.seats)
         kept = sum(min(seat.length, self.store.block_size) for seat in self.seats)
-        reserved, used = len(self.seats) * self.block_reserve, int(kept * self.token_bytes)
+        reserved, used = len(self.seats) * self.bytes_per_block, int(kept * self.bytes_per_token)
         limit = self.setup.arena.capacity(self.name) * self.setup.arena.page_bytes
         return Usage(len(self.seats), tokens, reserved, used, 0, reserved - used, limit)
 
@@ -68,4 +68,4 @@ class SlabCache(TableCache):
         assert len(set(blocks)) == len(blocks)
         assert self.setup.arena.held(self.name) == len(blocks) * self.store.run
         assert len({seat.index for seat in self.seats}) == len(self.seats)
-        assert all(0 <= seat.length <= self.setup.max_seq_len for seat in self.seats)
+        assert all(0 <= seat.length <= self.setup.geometry.max_seq_len for seat in self.seats)

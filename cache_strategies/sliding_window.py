@@ -17,7 +17,7 @@ from typing import Any
 
 from pydantic import Field
 
-from cache_strategies.base import CacheSetup, Contract, Options, SeatShape
+from cache_strategies.base import CacheSetup, Contract, Geometry, Options
 from cache_strategies.slab import SlabCache
 
 
@@ -35,15 +35,16 @@ class SlidingWindowCache(SlabCache):
     options_type = WindowOptions
 
     def __init__(self, setup: CacheSetup, options: WindowOptions) -> None:
-        max_row = _max_row(options, setup.max_step_tokens)
+        geometry = setup.geometry
+        max_row = _max_row(options, geometry)
         self.sinks = options.sinks
-        self.ring = _ring(options, setup.max_seq_len, setup.max_step_tokens)
+        self.ring = _ring(options, geometry)
         self.window = options.window
         super().__init__(setup, options)
-        wraps = self.sinks + self.ring < setup.max_seq_len
-        sees_all = all(spec.window is not None and spec.window <= options.window for spec in setup.layers)
+        wraps = self.sinks + self.ring < geometry.max_seq_len
+        sees_all = all(spec.window is not None and spec.window <= options.window for spec in geometry.layers)
         self.contract = Contract(
-            exact=sees_all or options.window >= setup.max_seq_len,
+            exact=sees_all or options.sinks + options.window >= geometry.max_seq_len,
             shareable=False,
             forkable=True,
             swappable=True,
@@ -54,14 +55,14 @@ class SlidingWindowCache(SlabCache):
         )
 
     @classmethod
-    def seat_shape(cls, options: Any, max_seq_len: int, max_step_tokens: int) -> SeatShape:
-        return SeatShape(options.sinks + _ring(options, max_seq_len, max_step_tokens), 1)
+    def block_plan(cls, options: Any, geometry: Geometry) -> tuple[int, int]:
+        return options.sinks + _ring(options, geometry), 1
 
 
-def _max_row(options: WindowOptions, max_step_tokens: int) -> int:
-    return min(options.max_row or options.window, max_step_tokens)
+def _max_row(options: WindowOptions, geometry: Geometry) -> int:
+    return min(options.max_row or options.window, geometry.max_step_tokens)
 
 
-def _ring(options: WindowOptions, max_seq_len: int, max_step_tokens: int) -> int:
+def _ring(options: WindowOptions, geometry: Geometry) -> int:
     """Slots of the ring; never more than the longest sequence needs."""
-    return max(1, min(options.window + _max_row(options, max_step_tokens) - 1, max_seq_len - options.sinks))
+    return max(1, min(options.window + _max_row(options, geometry) - 1, geometry.max_seq_len - options.sinks))

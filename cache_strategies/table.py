@@ -6,16 +6,18 @@ share their memory with the tensors that kernels read (on the CPU) or are copied
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from cache_strategies.base import CacheSetup, KVCache, Options, Plan, Row, Seat
+from cache_strategies.base import CacheSetup, Geometry, KVCache, Options, Plan, Row, Seat, SeatShape
 from kernels.ops import LayerSpec, Slots
-from kernels.store import KVStore
+from kernels.store import KVStore, block_bytes
 
 Int32 = NDArray[np.int32]
 
@@ -34,7 +36,8 @@ class TableSeat(Seat):
 class SeatTable:
     """The block table [R, M] and the arrays of a step."""
 
-    def __init__(self, seats: int, width: int, device: torch.device) -> None:
+    def __init__(self, seats: int, width: int, block_size: int, device: torch.device) -> None:
+        self._block_size = block_size
         self._host: Int32 = np.zeros((seats, width), np.int32)
         self._host_steps: Int32 = np.zeros((4, seats + 1), np.int32)  # row_seat, q_start, start, kept
         self._table = torch.from_numpy(self._host).to(device)  # on the CPU the very same memory
@@ -75,6 +78,7 @@ class SeatTable:
             self._steps.copy_(torch.from_numpy(self._host_steps))
         return Slots(
             self._table,
+            self._block_size,
             row_seat=self._steps[0, :B],
             q_start=self._steps[1, : B + 1],
             start=self._steps[2, :B],
@@ -82,7 +86,6 @@ class SeatTable:
             num_decode=decode + padding,
             max_q=max(lengths, default=1),
             max_kv=max((row.seat.length + row.num_tokens for row in rows), default=1),
-            num_rows=B,
             sinks=sinks,
             ring=ring,
         )
@@ -99,18 +102,19 @@ class TablePlan(Plan):
     def attend(self, layer_idx: int, q: Tensor, k: Tensor, v: Tensor, out: Tensor) -> None:
         setup, store, at = self._cache.setup, self._cache.store, self._slots
         setup.ops.write_kv(store, layer_idx, k, v, at)
-        setup.ops.attend(out, q, store, layer_idx, at, setup.layers[layer_idx], window=self._cache.window)
+        spec = setup.geometry.layers[layer_idx]
+        setup.ops.attend(out, q, store, layer_idx, at, spec, window=self._cache.window)
 
     def keys(self, layer_idx: int, row: int) -> tuple[Tensor, Tensor, Tensor]:
         seat, num_tokens = self.rows[row]
-        positions = self._cache.visible(seat.length + num_tokens, self._cache.setup.layers[layer_idx])
         setup = self._cache.setup
+        positions = self._cache.visible(seat.length + num_tokens, setup.geometry.layers[layer_idx])
         k, v = setup.ops.gather(self._cache.store, layer_idx, self._slots, row, positions)
         return k, v, positions
 
 
 class TableCache(KVCache):
-    """A cache over one store. A subclass says where blocks come from: open, grow, crop, fork, close."""
+    """A cache over one store. A subclass says how large blocks are and where they come from."""
 
     sinks = 0
     ring = 0
@@ -118,10 +122,22 @@ class TableCache(KVCache):
 
     def __init__(self, setup: CacheSetup, options: Options) -> None:
         super().__init__(setup, options)
-        shape = self.seat_shape(options, setup.max_seq_len, setup.max_step_tokens)
-        self.store = KVStore(setup.arena, setup.layers, shape.block_tokens, setup.kv_dtype)
-        self.table = SeatTable(setup.max_seats, shape.blocks, setup.arena.memory.device)
+        geometry = setup.geometry
+        assert all(spec.kv_from is None for spec in geometry.layers), "layers that share K and V are not supported yet"
+        tokens, blocks = self.block_plan(options, geometry)
+        self.store = KVStore(setup.arena, geometry.layers, tokens, geometry.kv_dtype)
+        self.table = SeatTable(geometry.max_seats, blocks, tokens, setup.arena.memory.device)
         self.seats: set[TableSeat] = set()
+
+    @classmethod
+    @abstractmethod
+    def block_plan(cls, options: Any, geometry: Geometry) -> tuple[int, int]:
+        """Tokens of a block, and blocks of the longest sequence."""
+
+    @classmethod
+    def seat_shape(cls, options: Any, geometry: Geometry) -> SeatShape:
+        tokens, blocks = cls.block_plan(options, geometry)
+        return SeatShape(block_bytes(geometry.layers, tokens, geometry.kv_dtype), blocks)
 
     def plan(self, rows: Sequence[Row], *, pad_to: int = 0) -> Plan:
         return TablePlan(self, rows, self.table.slots(rows, pad_to=pad_to, sinks=self.sinks, ring=self.ring))
@@ -143,11 +159,11 @@ class TableCache(KVCache):
         return position[seen]
 
     @property
-    def block_reserve(self) -> int:
-        """Bytes a block takes from the arena."""
+    def bytes_per_block(self) -> int:
+        """What a block takes from the arena, the end of its last page included."""
         return self.store.run * self.setup.arena.page_bytes
 
     @property
-    def token_bytes(self) -> float:
-        """Bytes of one token in a full block."""
+    def bytes_per_token(self) -> float:
+        """Of a full block."""
         return self.store.block_bytes / self.store.block_size

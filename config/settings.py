@@ -139,7 +139,7 @@ class Settings(BaseSettings):
         return text
 
     @model_validator(mode="after")
-    def _names(self) -> Settings:
+    def _agree(self) -> Settings:
         self.strategies = default_strategies() | self.strategies
         chosen = {"default_strategy": self.default_strategy}
         chosen |= {f"rules[{i}].use": rule.use for i, rule in enumerate(self.rules)}

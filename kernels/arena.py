@@ -6,21 +6,38 @@ and a limit (pages it may hold); both are plain numbers, so shares change while 
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
+
+
+class Owner(Protocol):
+    """Who holds pages, and keeps some in case they are wanted again."""
+
+    def idle_pages(self) -> int:
+        """Pages it could give back."""
+        ...
+
+    def reclaim(self, pages: int) -> int:
+        """Gives back idle pages until it gave that many; how many it gave."""
+        ...
 
 
 @dataclass
 class _Share:
     """What one owner holds and may hold, in pages."""
 
+    owner: Owner
     floor: int
     limit: int
-    reclaim: Callable[[int], int]  # asks the owner to give back idle pages; returns how many it gave
     held: int = 0
+
+    @property
+    def spare(self) -> int:
+        """Idle pages that others may have: those above the floor."""
+        return min(self.owner.idle_pages(), max(0, self.held - self.floor))
 
 
 class Arena:
@@ -37,10 +54,10 @@ class Arena:
         self._free = pages
         self._shares: dict[str, _Share] = {}
 
-    def join(self, owner: str, reclaim: Callable[[int], int], *, floor: int = 0, limit: int | None = None) -> None:
+    def join(self, name: str, owner: Owner, *, floor: int = 0, limit: int | None = None) -> None:
         """Makes `owner` known; without a limit it may take what the floors of others leave."""
-        assert owner not in self._shares
-        self._shares[owner] = _Share(floor, self.pages if limit is None else limit, reclaim)
+        assert name not in self._shares
+        self._shares[name] = _Share(owner, floor, self.pages if limit is None else limit)
 
     def take(self, owner: str, run: int = 1) -> int | None:
         """First of `run` consecutive pages; None when there is no room even after idle pages were given back."""
@@ -63,7 +80,16 @@ class Arena:
         share = self._shares[owner]
         share.floor, share.limit = floor, limit
         if share.held > limit:
-            share.reclaim(share.held - limit)
+            share.owner.reclaim(share.held - limit)
+
+    def could_take(self, owner: str, pages: int) -> bool:
+        """Whether that many single pages could be taken, idle ones given back. Changes nothing."""
+        share = self._shares[owner]
+        others = [s for s in self._shares.values() if s is not share]
+        own_idle = share.owner.idle_pages()
+        free = self._free + own_idle + sum(s.spare for s in others)
+        promised = sum(max(0, s.floor - s.held) for s in others)
+        return share.held - own_idle + pages <= share.limit and free - pages >= promised
 
     def held(self, owner: str) -> int:
         return self._shares[owner].held
@@ -76,6 +102,12 @@ class Arena:
     @property
     def free(self) -> int:
         return self._free
+
+    @property
+    def in_use(self) -> float:
+        """Share of the pages that hold something nobody may take, 0 to 1: idle ones count as free."""
+        idle = sum(s.owner.idle_pages() for s in self._shares.values())
+        return 1 - (self._free + idle) / self.pages
 
     def _allowed(self, share: _Share, run: int) -> bool:
         promised = sum(max(0, s.floor - s.held) for s in self._shares.values() if s is not share)
@@ -92,10 +124,10 @@ class Arena:
     def _reclaim(self, share: _Share, run: int) -> int:
         """Idle pages from whoever may have to give: at its own limit only the owner itself."""
         if share.held + run > share.limit:
-            return share.reclaim(run)
+            return share.owner.reclaim(run)
         for other in self._shares.values():
-            spare = run if other is share else min(run, other.held - other.floor)
-            if spare > 0 and (given := other.reclaim(spare)):
+            spare = run if other is share else min(run, other.spare)
+            if spare > 0 and (given := other.owner.reclaim(spare)):
                 return given
         return 0
 

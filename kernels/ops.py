@@ -52,16 +52,20 @@ class Slots:
     """
 
     table: Tensor  # [R, M] block ids; rows are never copied, kernels go through row_seat
+    block_size: int  # slots of a block
     row_seat: Tensor  # [B] row of the table
     q_start: Tensor  # [B + 1] offsets into the N tokens; decode rows (one token) stand first
     start: Tensor  # [B] position of the row's first token; < 0: padding, nothing is written or read
-    kept: Tensor  # [B] slots in use before this step
-    num_decode: int  # these four choose a kernel and its split
-    max_q: int
-    max_kv: int
-    num_rows: int
+    kept: Tensor  # [B] slots in use before this step, for backends that read slots in order
+    num_decode: int  # rows of one token; this and the next two are for a backend to choose a kernel and its split
+    max_q: int  # longest row
+    max_kv: int  # longest text, this step included
     sinks: int = 0
     ring: int = 0
+
+    @property
+    def num_rows(self) -> int:
+        return self.start.shape[0]
 
     def slot(self, position: Tensor) -> Tensor:
         """Slots of positions (>= 0), any shape."""
@@ -72,14 +76,20 @@ class Slots:
 
 
 class Ops(Protocol):
-    """The operations a model and a strategy are made of. Every backend answers to `reference.py`."""
+    """What a model and a strategy are made of. Every backend answers to `reference.py`, and may inherit from it.
+
+    Tensors may be views with strides of their own; only their last dimension is dense.
+    """
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        """x [N, in], weight [out, in], bias [out] -> [N, out] in x's dtype; multiplied in the weight's dtype."""
+        """x [N, in], weight [out, in], bias [out] -> [N, out] in x's dtype; multiplied in that of weight and bias."""
         ...
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        """x [N, d], weight [d] -> [N, d]. Root mean square layer norm (Zhang & Sennrich 2019), in float32."""
+        """x [N, d], weight [d] -> [N, d]. Root mean square layer norm (Zhang & Sennrich 2019).
+
+        Normalised in float32 and rounded to x's dtype before the weight is applied.
+        """
         ...
 
     def rope(self, x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor) -> Tensor:
@@ -108,7 +118,8 @@ class Ops(Protocol):
         """q [N,Hq,D] over the stored keys, into out [N,Hq,Dv].
 
         A query at position i sees the keys at j <= i that lie within the model's spec.window and, if the strategy
-        gives a `window`, within that or in a sink slot. Tiles of keys are summed in an order fixed by position alone.
+        gives a `window`, within that or in a sink slot. Tiles of keys are summed in float32, in an order fixed by
+        position alone. Rows of `out` that belong to padding are left as they are.
         """
         ...
 

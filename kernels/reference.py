@@ -1,8 +1,9 @@
 """Every operation in plain torch: what it means, on any device. The specification that backends are compared with.
 
-Knows no strategy. Attention reads its keys tile by tile into scratch memory of fixed size, so a step creates nothing
-that grows with the context; a tile covers TILE positions counted from 0, so the order of summation depends on the
-position alone and not on where the keys lie. That makes strategies that keep the same keys equal bit for bit.
+Knows no strategy. Attention reads its keys tile by tile into scratch memory of fixed size, so that no keys, values or
+scores are made that grow with the context; per step there are only the tiles' indices, which all layers share. A tile
+covers TILE positions counted from 0, so the order of summation depends on the position alone and not on where the keys
+lie. That makes strategies that keep the same keys equal bit for bit.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ class _Tile:
 
     block: Tensor  # [B, 1, TILE] int64
     slot: Tensor  # [B, 1, TILE] int64, within the block
-    hidden: Tensor  # [B, 1, n, TILE] bool
+    hidden: Tensor | None  # [B, 1, n, TILE] bool; None: all see all
 
 
 @dataclass(frozen=True)
@@ -68,7 +69,7 @@ class ReferenceOps:
     # ---------------------------------------------------------------- KV memory
     def write_kv(self, store: KVStore, layer: int, k: Tensor, v: Tensor, at: Slots) -> None:
         if at not in self._writes:
-            self._writes[at] = _write_index(at, store.block_size)
+            self._writes[at] = _write_index(at)
         tokens, block, slot = self._writes[at]
         store.k(layer)[block, :, slot] = k[tokens].to(store.dtype)
         store.v(layer)[block, :, slot] = v[tokens].to(store.dtype)
@@ -87,12 +88,12 @@ class ReferenceOps:
         by_window = self._groups.setdefault(at, {})
         key = (spec.window, window)
         if key not in by_window:
-            by_window[key] = list(_groups(at, store.block_size, spec.window, window))
+            by_window[key] = list(_groups(at, spec.window, window))
         for group in by_window[key]:
             out[group.tokens] = self._attend_group(q[group.tokens], store, layer, group, spec).to(out.dtype)
 
     def gather(self, store: KVStore, layer: int, at: Slots, row: int, positions: Tensor) -> tuple[Tensor, Tensor]:
-        block, slot = _locate(at, at.row_seat[row].long(), positions.long(), store.block_size)
+        block, slot = _locate(at, at.row_seat[row].long(), positions.long())
         return store.k(layer)[block, :, slot], store.v(layer)[block, :, slot]
 
     def copy_blocks(self, store: KVStore, src: list[int], dst: list[int]) -> None:
@@ -114,7 +115,8 @@ class ReferenceOps:
             scores = torch.bmm(q, k.transpose(1, 2))  # [B*H, n*G, TILE]
             if spec.softcap:
                 scores.div_(spec.softcap).tanh_().mul_(spec.softcap)
-            scores.view(B, H, n, G, TILE).masked_fill_(tile.hidden.unsqueeze(3), -torch.inf)
+            if tile.hidden is not None:
+                scores.view(B, H, n, G, TILE).masked_fill_(tile.hidden.unsqueeze(3), -torch.inf)
             top, rescale = _raise(top, scores.amax(-1, keepdim=True))
             p = scores.sub_(top.clamp_min(torch.finfo(torch.float32).min)).exp_()
             total.mul_(rescale).add_(p.sum(-1, keepdim=True))
@@ -152,13 +154,13 @@ def _raise(top: Tensor, new: Tensor) -> tuple[Tensor, Tensor]:
 
 
 # -------------------------------------------------------------------- indices, once per step
-def _locate(at: Slots, seat: Tensor, position: Tensor, block_size: int) -> tuple[Tensor, Tensor]:
+def _locate(at: Slots, seat: Tensor, position: Tensor) -> tuple[Tensor, Tensor]:
     """Block and slot within it, int64, of positions in the rows `seat` of the table (broadcast against each other)."""
     slot = at.slot(position)
-    return at.table[seat, slot // block_size].long(), slot % block_size
+    return at.table[seat, slot // at.block_size].long(), slot % at.block_size
 
 
-def _write_index(at: Slots, block_size: int) -> tuple[Tensor | slice, Tensor, Tensor]:
+def _write_index(at: Slots) -> tuple[Tensor | slice, Tensor, Tensor]:
     """Which tokens enter (padding does not), and the block and slot of each."""
     lengths = at.q_start.diff().long()
     row = torch.repeat_interleave(torch.arange(at.num_rows, device=lengths.device), lengths)  # [N]
@@ -167,23 +169,26 @@ def _write_index(at: Slots, block_size: int) -> tuple[Tensor | slice, Tensor, Te
     position = start + token - at.q_start[row].long()
     real = start >= 0
     tokens: Tensor | slice = slice(None) if bool(real.all()) else token[real]
-    block, slot = _locate(at, at.row_seat[row[tokens]].long(), position[tokens], block_size)
+    block, slot = _locate(at, at.row_seat[row[tokens]].long(), position[tokens])
     return tokens, block, slot
 
 
-def _groups(at: Slots, block_size: int, model_window: int | None, window: int | None) -> Iterator[_Group]:
+def _groups(at: Slots, model_window: int | None, window: int | None) -> Iterator[_Group]:
     """Decode rows as one group, then each chunk as one; padding rows left out."""
     start, q_start = at.start.tolist(), at.q_start.tolist()
     decode = [b for b in range(at.num_decode) if start[b] >= 0]
     groups = [decode] if decode else []
     groups += [[b] for b in range(at.num_decode, at.num_rows) if start[b] >= 0]
     for rows in groups:
-        first, n = q_start[rows[0]], q_start[rows[0] + 1] - q_start[rows[0]]
-        whole = rows == list(range(rows[0], rows[-1] + 1))
-        tokens = slice(first, first + len(rows) * n) if whole else torch.tensor([q_start[b] for b in rows])
+        token, n = q_start[rows[0]], q_start[rows[0] + 1] - q_start[rows[0]]
+        dense = rows == list(range(rows[0], rows[-1] + 1))
+        tokens = slice(token, token + len(rows) * n) if dense else torch.tensor([q_start[b] for b in rows])
         index = torch.tensor(rows, device=at.start.device)
-        spans = _tile_spans([(start[b], n) for b in rows], at.sinks, model_window, window)
-        tiles = [_tile(at, index, n, span, block_size, model_window, window) for span in spans]
+        extents = [(start[b], n) for b in rows]
+        tiles = [
+            _tile(at, index, n, first, model_window, window, whole=_seen_whole(extents, first, model_window, window))
+            for first in _tile_spans(extents, at.sinks, model_window, window)
+        ]
         yield _Group(tokens, len(rows), n, tiles)
 
 
@@ -199,18 +204,28 @@ def _tile_spans(rows: list[tuple[int, int]], sinks: int, model_window: int | Non
     return sorted(spans)
 
 
+def _seen_whole(rows: list[tuple[int, int]], first: int, model_window: int | None, window: int | None) -> bool:
+    """Whether every query of the rows (start, n) sees every key of the tile."""
+    reach = min((w for w in (model_window, window) if w is not None), default=None)
+    last_query = max(start + n - 1 for start, n in rows)
+    in_the_past = first + TILE - 1 <= min(start for start, _ in rows)
+    return in_the_past and (reach is None or last_query - first < reach)
+
+
 def _tile(
-    at: Slots, rows: Tensor, n: int, first: int, block_size: int, model_window: int | None, window: int | None
+    at: Slots, rows: Tensor, n: int, first: int, model_window: int | None, window: int | None, *, whole: bool
 ) -> _Tile:
     """The tile of positions [first, first + TILE) for `rows` of n tokens each."""
     start = at.start[rows].long().view(-1, 1, 1)
-    query = start + torch.arange(n, device=rows.device).view(1, -1, 1)  # [B, n, 1]
     key = torch.arange(first, first + TILE, device=rows.device).view(1, 1, -1)
+    # Past the row's end nothing was ever written; such keys are hidden, and read from the last slot that was.
+    block, slot = _locate(at, at.row_seat[rows].long().view(-1, 1, 1), key.minimum(start + n - 1))
+    if whole:
+        return _Tile(block, slot, None)
+    query = start + torch.arange(n, device=rows.device).view(1, -1, 1)  # [B, n, 1]
     seen = key <= query
     if model_window is not None:
         seen = seen & (query - key < model_window)
     if window is not None:
         seen = seen & ((query - key < window) | (key < at.sinks))
-    # Past the row's end nothing was ever written; such keys are hidden, and read from the last slot that was.
-    block, slot = _locate(at, at.row_seat[rows].long().view(-1, 1, 1), key.minimum(start + n - 1), block_size)
     return _Tile(block, slot, ~seen.unsqueeze(1))

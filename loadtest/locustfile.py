@@ -88,7 +88,8 @@ class Client(FastHttpUser):
         self._report(model, sent, reply)
 
     def _report(self, model: str, sent: float, reply: Reply) -> None:
-        self._fire("TTFT", model, reply.arrivals[0] - sent, reply.prompt_tokens)
+        if reply.arrivals:  # the first token may have been the end of the text
+            self._fire("TTFT", model, reply.arrivals[0] - sent, reply.prompt_tokens)
         for gap in reply.gaps():
             self._fire("ITL", model, gap, 1)
 

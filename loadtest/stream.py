@@ -39,8 +39,6 @@ def read_reply(lines: Iterable[bytes], clock: Callable[[], float] = perf_counter
         _take(reply, _parsed(data), clock)
     else:
         raise StreamError("the stream ended without [DONE]")
-    if not reply.arrivals:
-        raise StreamError("the answer has no tokens")
     reply.completion_tokens = reply.completion_tokens or len(reply.arrivals)
     return reply
 

@@ -184,7 +184,9 @@ def _strategies(strategies: Sequence[Mapping[str, Any]], default: str) -> str:
         notes = ["default"] if each["name"] == default else []
         notes += [each["kind"]] if each["kind"] != each["name"] else []
         notes += [f"{key}={value}" for key, value in each["options"].items() if value is not None]
-        line = f"{each['name']:{width}}  {each['capacity_tokens']:>11,} tokens  {', '.join(notes)}"
+        tokens = each["capacity_tokens"]
+        room = "any number of" if tokens is None else f"{tokens:,}"
+        line = f"{each['name']:{width}}  {room:>13} tokens  {', '.join(notes)}"
         lines.append(" " * 14 + line.rstrip())
     return "\n".join(lines)
 

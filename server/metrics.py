@@ -57,14 +57,16 @@ class Metrics:
         self._declare_engine()
         for name in instances:
             self._start_at_zero(name)
+        self.observe_step(StepReport(seconds=0.0, parts={}, preempted={}, failures={}, running={}, waiting={}))
 
     def observe_request(self, record: RequestRecord) -> None:
         """A request has left the engine."""
         name = record.instance
         self._requests.labels(name, record.outcome).inc()
         self._prompt_tokens.labels(name).inc(record.prompt_tokens)
-        self._cache_queries.labels(name).inc(record.prompt_tokens)
-        self._cache_hits.labels(name).inc(record.cached_tokens)
+        if record.cached_tokens is not None:
+            self._cache_queries.labels(name).inc(record.prompt_tokens)
+            self._cache_hits.labels(name).inc(record.cached_tokens)
         self._end_to_end.labels(name).observe(record.total_seconds)
         for histogram, seconds in (
             (self._queue, record.queue_seconds),
@@ -154,4 +156,3 @@ class Metrics:
             self._per_token,
         ):
             histogram.labels(name)
-        self.observe_step(StepReport(0.0, {}, {}, {}, {}, {}))

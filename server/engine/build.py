@@ -1,6 +1,6 @@
 """Puts an engine together from settings: model, KV memory, strategies, scheduler. Knows no socket.
 
-What cannot work is found here, and raised as SettingsError or ModelError with what to change.
+What cannot work is found here, and raised as SettingsError with what to change.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from typing import Any
 import torch
 
 from cache_strategies import registry
-from cache_strategies.base import KVCache
-from cache_strategies.registry import Declared, Geometry
+from cache_strategies.base import Geometry, KVCache
+from cache_strategies.registry import Instance
 from config.settings import Settings, SettingsError
 from config.sizes import parse_bytes
 from kernels.arena import Arena
@@ -35,12 +35,12 @@ class Engine:
 
     name: str  # of the model
     core: Core
-    instances: Sequence[Declared]
+    instances: Sequence[Instance]
     max_seq_len: int
 
 
 def build_engine(settings: Settings) -> Engine:
-    """Loads the model and takes the memory. Raises SettingsError or ModelError."""
+    """Loads the model and takes the memory. Raises SettingsError."""
     if settings.threads:
         torch.set_num_threads(settings.threads)
     directory = model_directory(settings.model)
@@ -49,19 +49,26 @@ def build_engine(settings: Settings) -> Engine:
     device = choose_device(settings.device)
     dtype = choose_dtype(settings.dtype, config.dtype, device)
     ops = load_ops(device)
-    model = Decoder(config, Weights(directory, choose_weights(settings, dtype), device), ops, dtype)
     max_seq_len = _max_seq_len(settings, config)
-    geometry = Geometry(model.specs, dtype, settings.max_num_seqs, max_seq_len, settings.max_step_tokens)
+    weights = Weights(directory, choose_weights(settings, dtype), device)
+    model = Decoder(config, weights, ops, dtype, positions=max_seq_len)
+    geometry = Geometry(
+        layers=model.specs,
+        kv_dtype=dtype,
+        max_seats=settings.max_num_seqs,
+        max_seq_len=max_seq_len,
+        max_step_tokens=settings.max_step_tokens,
+    )
     page = registry.page_bytes(instances, geometry)
     arena = Arena(_pages(settings, instances, geometry, page, device), page, device)
     caches = registry.build(instances, geometry, arena, ops)
     limits = Limits(
-        settings.max_num_seqs,
-        settings.max_step_tokens,
-        settings.max_waiting,
-        max_seq_len,
-        arena.pages * arena.page_bytes,
-        settings.kv_overcommit,
+        max_num_seqs=settings.max_num_seqs,
+        max_step_tokens=settings.max_step_tokens,
+        max_waiting=settings.max_waiting,
+        max_seq_len=max_seq_len,
+        kv_bytes=arena.pages * arena.page_bytes,
+        kv_overcommit=settings.kv_overcommit,
     )
     selector = Selector(caches.keys(), settings.rules, settings.default_strategy)
     core = Core(model, caches, arena, Scheduler(limits), selector)
@@ -76,7 +83,7 @@ def _max_seq_len(settings: Settings, config: ModelConfig) -> int:
 
 
 def _pages(
-    settings: Settings, instances: Sequence[Declared], geometry: Geometry, page: int, device: torch.device
+    settings: Settings, instances: Sequence[Instance], geometry: Geometry, page: int, device: torch.device
 ) -> int:
     """How many pages to take: as told, or a share of what is free, but no more than max_num_seqs could ever fill."""
     least = registry.pages_needed(instances, geometry)
@@ -87,6 +94,8 @@ def _pages(
     else:
         pages = parse_bytes(settings.kv_memory) // page
         told = f"kv_memory is {settings.kv_memory}"
+        if (free := free_memory(device)) < pages * page:
+            raise SettingsError(f"{told}, but only {free} bytes of memory are free: give less")
     if pages < least:
         raise SettingsError(
             f"{told}, too little for one sequence of max_seq_len={geometry.max_seq_len} under every strategy: "
@@ -116,9 +125,13 @@ def summary(engine: Engine) -> dict[str, Any]:
     }
 
 
-def capacity_tokens(cache: KVCache, max_seq_len: int) -> int:
-    """Text, in sequences of max_seq_len, that an instance can serve at once when it has its limit to itself."""
-    return cache.usage().limit // cache.bytes_for(max_seq_len) * max_seq_len
+def capacity_tokens(cache: KVCache, max_seq_len: int) -> int | None:
+    """Text, in sequences of max_seq_len, that an instance can serve at once when it has its limit to itself.
+
+    None: as much as one likes, it takes nothing from the arena.
+    """
+    need = cache.bytes_for(max_seq_len)
+    return cache.usage().limit // need * max_seq_len if need else None
 
 
 def describe_caches(engine: Engine) -> list[dict[str, Any]]:

@@ -66,7 +66,7 @@ class Core:
     def submit(self, worker: int, message: Submit) -> Event | None:
         """Takes a request in line; the event says why not, if not."""
         try:
-            name, reason = self._selector.choose(message, 1 - self.arena.free / self.arena.pages)
+            name, reason = self._selector.choose(message, self.arena.in_use)
             cache = self.caches[name]
             request = Request(
                 (worker, message.request_id), list(message.prompt), message.sampling, cache, reason, message.priority
@@ -99,12 +99,12 @@ class Core:
         scheduled, preempted = self.scheduler.schedule()
         parts, events = self._compute(scheduled)
         report = StepReport(
-            time.monotonic() - began,
-            parts,
-            Counter(r.cache.name for r in preempted),
-            Counter(self._failures),
-            Counter(r.cache.name for r in self.scheduler.running),
-            Counter(r.cache.name for r in self.scheduler.waiting),
+            seconds=time.monotonic() - began,
+            parts=parts,
+            preempted=Counter(r.cache.name for r in preempted),
+            failures=Counter(self._failures),
+            running=Counter(r.cache.name for r in self.scheduler.running),
+            waiting=Counter(r.cache.name for r in self.scheduler.waiting),
         )
         finished, self._left = self._left, []
         return StepResult(events, report, finished)
@@ -145,7 +145,7 @@ class Core:
         events = [event for s in scheduled for event in _admission(s.request)]
         draws = [Draw(request.sampling, len(request.tokens)) for request in ends]
         for request, token in zip(ends, sample(logits, draws) if draws else [], strict=True):
-            request.extend(token, is_eos=self.model.config.eos_ids.__contains__)
+            request.extend(token, self.model.config.eos_ids)
             worker, request_id = request.key
             events.append(Event(worker, Tokens(request_id, [token], request.finish_reason)))
             if request.finish_reason is not None:
@@ -174,7 +174,7 @@ def _work(scheduled: Scheduled) -> Work:
 
 def _admission(request: Request) -> list[Event]:
     """Once, when the first row has run: from then on `cached` is final."""
-    if request.cached_tokens >= 0:
+    if request.cached_tokens is not None:
         return []
     assert request.seat is not None
     request.cached_tokens = request.seat.cached
@@ -207,10 +207,10 @@ def _record(request: Request, outcome: str) -> RequestRecord:
         reason=request.reason,
         outcome=outcome,
         prompt_tokens=request.prompt_tokens,
-        cached_tokens=max(0, request.cached_tokens),
+        cached_tokens=request.cached_tokens,
         generated_tokens=request.generated,
         preemptions=request.preemptions,
-        peak_kv_bytes=request.cache.bytes_for(len(request.tokens)) if times.admitted else 0,
+        kv_bytes=request.cache.bytes_for(len(request.tokens)) if times.admitted else 0,
         queue_seconds=between(times.arrived, times.admitted),
         prefill_seconds=between(times.admitted, times.first_token),
         decode_seconds=between(times.first_token, times.last_token),

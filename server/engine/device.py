@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import sys
+from pathlib import Path
+
 import psutil
 import torch
 
@@ -45,7 +48,16 @@ def free_memory(device: torch.device) -> int:
         return int(torch.cuda.mem_get_info(device)[0])
     if device.type == "mps":
         return torch.mps.recommended_max_memory() - torch.mps.driver_allocated_memory()
-    return int(psutil.virtual_memory().available)
+    return min(int(psutil.virtual_memory().available), _container_memory())
+
+
+def _container_memory() -> int:
+    """What a container's limit leaves (cgroup v2), which the host's figures do not show; without a limit, no end."""
+    cgroup = Path("/sys/fs/cgroup")
+    try:
+        return int((cgroup / "memory.max").read_text()) - int((cgroup / "memory.current").read_text())
+    except (OSError, ValueError):  # no such file, or "max"
+        return sys.maxsize
 
 
 def _cpu_has_bfloat16() -> bool:

@@ -44,10 +44,10 @@ class RequestRecord:
     reason: str  # why this instance
     outcome: str  # stop, length, cancelled, error
     prompt_tokens: int
-    cached_tokens: int
+    cached_tokens: int | None  # None: it was never admitted, so nobody looked
     generated_tokens: int
     preemptions: int
-    peak_kv_bytes: int
+    kv_bytes: int  # that its text came to, shared blocks counted in full
     queue_seconds: float | None
     prefill_seconds: float | None
     decode_seconds: float | None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -29,7 +29,6 @@ class Times:
     admitted: float = 0.0
     first_token: float = 0.0
     last_token: float = 0.0
-    finished: float = 0.0
 
 
 @dataclass(eq=False)
@@ -44,8 +43,9 @@ class Request:
     priority: int = 0
     arrival: int = 0  # number of the request; with the priority, its place in line
     seat: Seat | None = None
-    cached_tokens: int = -1  # of the prompt, found when its first row ran; < 0: it has not run
+    cached_tokens: int | None = None  # of the prompt, found in the cache; None until its first row has run
     preemptions: int = 0
+    refused_at: int = -1  # how many seats had been given up when it last found no room: no use to ask again before
     passed_over: int = 0  # requests that were admitted while this one, before them in line, had no room
     finish_reason: str | None = None
     prompt_tokens: int = field(init=False)
@@ -74,13 +74,13 @@ class Request:
         """Tokens it can come to."""
         return self.prompt_tokens + self.sampling.max_tokens
 
-    def extend(self, token: int, *, is_eos: Callable[[int], bool]) -> None:
+    def extend(self, token: int, eos_ids: Collection[int]) -> None:
         """A sampled token; sets finish_reason if it is the last."""
         self.tokens.append(token)
         now = time.monotonic()
         self.times.first_token = self.times.first_token or now
         self.times.last_token = now
-        if is_eos(token) and not self.sampling.ignore_eos:
+        if token in eos_ids and not self.sampling.ignore_eos:
             self.finish_reason = "stop"
         elif self.generated >= self.sampling.max_tokens:
             self.finish_reason = "length"

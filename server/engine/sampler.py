@@ -14,6 +14,8 @@ from torch import Tensor
 
 from server.engine.messages import Sampling
 
+COLDEST = 1e-30  # temperature; float32 could not divide by much less
+
 
 class Draw(NamedTuple):
     """A token wanted: how, and at which position of its text it will stand."""
@@ -33,11 +35,11 @@ def sample(logits: Tensor, draws: Sequence[Draw]) -> list[int]:
 
 def probabilities(logits: Tensor, sampling: Sampling) -> Tensor:
     """logits [V] -> what the token is drawn from [V]: temperature, then min-p, top-k and top-p, in this order."""
-    p = (logits / sampling.temperature).softmax(-1)
+    p = ((logits - logits.max()) / max(sampling.temperature, COLDEST)).softmax(-1)
     if sampling.min_p > 0:  # Nguyen et al. 2024: less likely than this share of the likeliest
         p = p.masked_fill(p < sampling.min_p * p.max(), 0.0)
     if 0 < sampling.top_k < p.numel():
-        p = _only(p, p.topk(sampling.top_k).indices)
+        p = p.where(_first(sampling.top_k, p), 0.0)
     if sampling.top_p < 1:  # Holtzman et al. 2020: the fewest tokens that hold this much of the mass
         ordered, ids = p.sort(descending=True, stable=True)
         mass_before = ordered.cumsum(-1) - ordered
@@ -56,6 +58,13 @@ def uniform(seed: int, position: int) -> float:
     """A number in [0, 1) from a counter-based generator (Philox; Salmon et al. 2011)."""
     bits = np.random.Philox(key=seed % 2**64, counter=position)
     return float(np.random.Generator(bits).random())
+
+
+def _first(k: int, p: Tensor) -> Tensor:
+    """Mask [V] of the k largest; of equal ones the first, which topk does not promise."""
+    least = p.topk(k).values[-1]
+    larger, equal = p > least, p == least
+    return larger | (equal & (equal.cumsum(-1) <= k - larger.sum()))
 
 
 def _only(p: Tensor, ids: Tensor) -> Tensor:

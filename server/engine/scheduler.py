@@ -4,15 +4,16 @@ Continuous batching: each step takes one token of every request that decodes, th
 tokens; then admits who waits. A request is preempted by taking its seat: it waits again, and recomputes what it had.
 
 What keeps it moving: a request preempts only those behind it in line, and only if they are not in this step yet; if
-nobody could be scheduled at all, the last in line gives way. So the first in line always gets what it needs, which
-submit() has made sure exists.
+nobody could be scheduled for want of room, the last in line gives way. So the first in line always gets what it needs,
+which submit() has made sure exists. Who waits makes others give way only to a higher priority, never to an equal one:
+those would take turns. Who is not ready just waits: for another's prefill, or for a restore.
 """
 
 from __future__ import annotations
 
 import time
 from bisect import insort
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -46,6 +47,7 @@ class _Step:
     rows: list[Scheduled] = field(default_factory=list)
     members: set[Request] = field(default_factory=set)
     preempted: list[Request] = field(default_factory=list)
+    short: bool = False  # somebody had no room
 
     def add(self, request: Request, num_tokens: int) -> None:
         self.rows.append(Scheduled(request, num_tokens))
@@ -61,6 +63,7 @@ class Scheduler:
         self.waiting: list[Request] = []
         self.running: list[Request] = []
         self._arrivals = 0
+        self._seats_given_up = 0
 
     # ---------------------------------------------------------------- requests come and go
     def submit(self, request: Request, *, capacity: int) -> None:
@@ -77,7 +80,8 @@ class Scheduler:
                 f"needs {need} bytes of KV memory, and {request.cache.name} may hold {capacity}: ask for fewer tokens"
             )
             raise RequestError(400, message, code="context_length_exceeded", param="prompt")
-        if len(self.waiting) >= limits.max_waiting:
+        free_seats = max(0, limits.max_num_seqs - len(self.running))
+        if len(self.waiting) >= limits.max_waiting + free_seats:  # for a free seat one waits until the next step only
             raise RequestError(429, f"{len(self.waiting)} requests wait already: try again later", code="queue_full")
         self._arrivals += 1
         request.arrival = self._arrivals
@@ -94,11 +98,13 @@ class Scheduler:
     def schedule(self) -> tuple[Sequence[Scheduled], Sequence[Request]]:
         """The step's rows, and the requests that were preempted for them."""
         step = _Step(self.limits.max_step_tokens)
+        self._make_way(step)
         while True:
+            step.short = False
             for request in sorted(self.running, key=lambda r: (r.remaining > 1, r.place)):
                 if request.seat is not None and step.budget:
                     self._advance(request, step)
-            if step.rows or not self.running:
+            if step.rows or not step.short:
                 break
             self._preempt(self.running[-1], step)
         if not step.preempted:
@@ -115,6 +121,7 @@ class Scheduler:
         while not cache.grow(seat, num_tokens):
             victim = self._victim(request, step)
             if victim is None:
+                step.short = True
                 return
             self._preempt(victim, step)
         step.add(request, num_tokens)
@@ -131,6 +138,28 @@ class Scheduler:
         step.preempted.append(request)
 
     # ---------------------------------------------------------------- admission
+    def _make_way(self, step: _Step) -> None:
+        """Seats those who wait with a higher priority than others run with; these give way, the last in line first."""
+        for request in list(self.waiting):
+            lower = [r for r in self.running if r.priority > request.priority]
+            if not lower or not self._could_seat(request, lower):
+                return
+            while not self._seat(request):
+                if not lower:
+                    request.passed_over = self.limits.max_passed_over  # or they would come back, to give way again
+                    return
+                self._preempt(lower.pop(), step)
+
+    def _could_seat(self, request: Request, lower: Sequence[Request]) -> bool:
+        """Is there room for it without `lower`? Shared memory counts for everybody, so this errs towards no."""
+        stay = [r for r in self.running if r not in lower]
+        own = [r for r in stay if r.cache is request.cache]
+        return (
+            self._allowed(request, stay)
+            and _bytes([*stay, request]) <= self.limits.kv_bytes
+            and _bytes([*own, request]) <= request.cache.usage().limit
+        )
+
     def _admit(self, step: _Step) -> None:
         """Seats for those who wait, in line; an instance without room holds up only its own, up to a point."""
         without_room: list[Request] = []
@@ -139,7 +168,7 @@ class Scheduler:
                 return
             if any(r.cache is request.cache for r in without_room):
                 continue
-            if not self._seat(request, step):
+            if not self._seat(request):
                 if len(self.running) >= self.limits.max_num_seqs:
                     return
                 without_room.append(request)
@@ -148,40 +177,37 @@ class Scheduler:
                 passed.passed_over += 1
             self._advance(request, step)
 
-    def _seat(self, request: Request, step: _Step) -> bool:
-        """A seat, if need be at the cost of lower priorities; never of equal ones, or both would take turns."""
-        while not self._open(request):
-            lower = [r for r in self.running if r.priority > request.priority and r not in step.members]
-            if not lower:
-                return False
-            self._preempt(max(lower, key=lambda r: r.place), step)
+    def _seat(self, request: Request) -> bool:
+        """A seat, if there is room. Asked again only after somebody gave up theirs: asking reads the whole prompt."""
+        if self.running and request.refused_at == self._seats_given_up:
+            return False
+        if self._allowed(request, self.running):
+            request.seat = request.cache.open(request.tokens)
+        if request.seat is None:
+            request.refused_at = self._seats_given_up
+            return False
         self.waiting.remove(request)
         insort(self.running, request, key=lambda r: r.place)
         request.times.admitted = request.times.admitted or time.monotonic()
         return True
 
-    def _open(self, request: Request) -> bool:
+    def _allowed(self, request: Request, others: Sequence[Request]) -> bool:
+        """May it run beside `others`, by their number and by the bytes that all can come to?"""
         limits = self.limits
-        if len(self.running) >= limits.max_num_seqs:
-            return False
-        if self.running and self._projected(request) > limits.kv_overcommit * limits.kv_bytes:
-            return False
-        request.seat = request.cache.open(request.tokens)
-        return request.seat is not None
-
-    def _projected(self, request: Request) -> int:
-        """Bytes that all who run, and this one, can come to."""
-        return sum(r.cache.bytes_for(r.most_tokens) for r in (*self.running, request))
+        projected = sum(r.cache.bytes_for(r.most_tokens) for r in (*others, request))
+        return len(others) < limits.max_num_seqs and (not others or projected <= limits.kv_overcommit * limits.kv_bytes)
 
     def _unseat(self, request: Request) -> None:
         assert request.seat is not None
         self.running.remove(request)
         request.cache.close(request.seat)
         request.seat = None
+        self._seats_given_up += 1
 
     def _wait(self, request: Request) -> None:
         insort(self.waiting, request, key=lambda r: r.place)
 
-    def find(self, wanted: Callable[[Request], bool]) -> list[Request]:
-        """The requests, running or waiting, that are wanted."""
-        return [r for r in (*self.running, *self.waiting) if wanted(r)]
+
+def _bytes(requests: Sequence[Request]) -> int:
+    """What they hold with the tokens they have."""
+    return sum(r.cache.bytes_for(len(r.tokens)) for r in requests)

@@ -51,8 +51,13 @@ class _Layer:
 class Decoder:
     """A model ready to run. N tokens of any sequences go in, logits of the K wanted ones come out."""
 
-    def __init__(self, config: ModelConfig, weights: Weights, ops: Ops, dtype: torch.dtype) -> None:
-        """`dtype` is that of activations, keys and values; the weights keep the one they were read with."""
+    def __init__(
+        self, config: ModelConfig, weights: Weights, ops: Ops, dtype: torch.dtype, *, positions: int | None = None
+    ) -> None:
+        """`dtype` is that of activations, keys and values; the weights keep the one they were read with.
+
+        `positions`: the longest text it will see; default: what the model was made for.
+        """
         self.config = config
         self.dtype = dtype
         self._ops = ops
@@ -61,7 +66,7 @@ class Decoder:
         self._norm = weights.get("model.norm.weight")
         tied = config.tie_embeddings or "lm_head.weight" not in weights
         self._lm_head = self._embedding if tied else weights.get("lm_head.weight")
-        self._cos, self._sin = rope_tables(config, self._embedding.device)
+        self._cos, self._sin = rope_tables(config, positions or config.max_positions, self._embedding.device)
         self.specs = [self._spec(window) for window in config.windows]
 
     @property
@@ -140,10 +145,10 @@ class Decoder:
         return torch.where(back, self._ops.rope(x, self._cos, -self._sin, delta.abs()), forth)
 
 
-def rope_tables(config: ModelConfig, device: torch.device) -> tuple[Tensor, Tensor]:
-    """cos and sin [max_positions, D/2] float32; angles in float64 (float32 is off by 2e-3 rad at position 1e5)."""
+def rope_tables(config: ModelConfig, positions: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """cos and sin [positions, D/2] float32; angles in float64 (float32 is off by 2e-3 rad at position 1e5)."""
     frequency = config.rope_theta ** (-torch.arange(0, config.head_dim, 2, dtype=torch.float64) / config.head_dim)
-    angle = torch.outer(torch.arange(config.max_positions, dtype=torch.float64), frequency)
+    angle = torch.outer(torch.arange(positions, dtype=torch.float64), frequency)
     return angle.cos().float().to(device), angle.sin().float().to(device)
 
 

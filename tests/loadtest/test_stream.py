@@ -41,7 +41,6 @@ def test_pieces_and_tokens(lines: list[bytes], pieces: int, tokens: int) -> None
     [
         ([], r"ended without \[DONE\]"),
         ([TOKEN], r"ended without \[DONE\]"),
-        ([LAST, DONE], "no tokens"),
         ([b"data: {\n", DONE], "no JSON"),
         ([b"data: []\n", DONE], "no object"),
         ([TOKEN, b'data: {"error": {"message": "out of memory"}}\n', DONE], "error in the stream: out of memory"),
@@ -51,6 +50,10 @@ def test_pieces_and_tokens(lines: list[bytes], pieces: int, tokens: int) -> None
 def test_what_is_no_answer(lines: list[bytes], message: str) -> None:
     with pytest.raises(StreamError, match=message):
         read_reply(lines)
+
+
+def test_a_text_may_end_with_its_first_token() -> None:
+    assert read_reply([LAST, DONE]).arrivals == []
 
 
 def test_prompts_share_their_beginning_only() -> None:

@@ -1,0 +1,277 @@
+"""The training corpus: stories, records ("who keeps what where", asked later), chats and word lists.
+
+A `Teller` is an endless, seeded source of documents. A document is a list of `Piece`s, so that whoever tokenises it
+still knows which characters are the answer to what; this file knows nothing of tokens, and measures in characters.
+"""
+
+import heapq
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from enum import Enum, auto
+from random import Random
+from typing import Generic, NamedTuple, TypeVar
+
+from server.training import plots, smalltalk, words
+from server.training.facts import Fact, draw_fact
+from server.training.templates import choose, expand
+from server.training.words import Lexicon, Person
+
+T = TypeVar("T")
+
+INVENTED_IN_RECORDS, INVENTED_IN_STORIES = 0.2, 0.03  # share of people whose name is an invented word
+NEAREST_QUESTION = 15  # characters between a fact and the first question about it, at least
+ASKED_TWICE_SHARE = 0.4
+SHORT_RECORD = 1500  # characters
+
+
+class Kind(Enum):
+    TEXT = auto()
+    VALUE = auto()  # a value when it is first stated: nobody could predict it
+    ANSWER = auto()  # a value asked for: it stands earlier in the text
+    NOISE = auto()  # random words of a list
+    COPY = auto()  # the same words, said again
+    END = auto()  # the end token; has no text
+
+
+class Piece(NamedTuple):
+    text: str
+    kind: Kind = Kind.TEXT
+    fact: int = -1  # which fact of its document a VALUE or ANSWER belongs to
+
+
+Document = list[Piece]
+END = Piece("", Kind.END)
+
+
+def text_of(document: Document) -> str:
+    return "".join("\n" if piece.kind is Kind.END else piece.text for piece in document)
+
+
+class Deck(Generic[T]):
+    """Draws without replacement; shuffles again when all cards are out."""
+
+    def __init__(self, rng: Random, cards: Sequence[T]) -> None:
+        self._rng, self._cards = rng, cards
+        self._left: list[T] = []
+
+    def draw(self) -> T:
+        if not self._left:
+            self._left = self._rng.sample(self._cards, len(self._cards))
+        return self._left.pop()
+
+
+class Teller:
+    """Tells documents from one lexicon; the same seed tells the same ones in the same order."""
+
+    def __init__(self, seed: int | str, lexicon: Lexicon = words.TRAIN) -> None:
+        self.rng = Random(seed)
+        self.lexicon = lexicon
+        self._openings = Deck(self.rng, plots.OPENINGS)
+        self._plots = Deck(self.rng, plots.PLOTS)
+        self._closings = Deck(self.rng, plots.CLOSINGS)
+        self._asides = Deck(self.rng, plots.ASIDES)
+        self.nouns = Deck(self.rng, lexicon.objects)
+        self._people = Deck(self.rng, lexicon.people)
+
+    # ---- stories
+
+    def story(self) -> Document:
+        return self._tell(self._slots(*self.cast(2, INVENTED_IN_STORIES)))
+
+    def cast(self, size: int, invented: float) -> list[Person]:
+        """`size` people with different names, some of them invented."""
+        cast: dict[str, Person] = {}
+        while len(cast) < size:
+            person = self._people.draw()
+            if self.rng.random() < invented:
+                person = Person(words.invented_word(self.rng).capitalize(), self.rng.random() < 0.5)
+            cast[person.name] = person
+        return list(cast.values())
+
+    def _tell(self, slots: Mapping[str, str]) -> Document:
+        return [Piece(" ".join(self._sentences(slots))), END]
+
+    def _sentences(self, slots: Mapping[str, str]) -> Iterator[str]:
+        yield expand(self.rng, self._openings.draw(), slots)
+        if self.rng.random() < 0.4:
+            yield expand(self.rng, self._asides.draw(), slots)
+        for sentence in self._plots.draw():
+            yield expand(self.rng, sentence, slots)
+            if self.rng.random() < 0.1:
+                yield expand(self.rng, self._asides.draw(), slots)
+        yield expand(self.rng, self._closings.draw(), slots)
+
+    def _slots(self, hero: Person, friend: Person) -> dict[str, str]:
+        rng, noun = self.rng, self.nouns.draw()
+        slots = {"H": hero.name, "F": friend.name, "kid": "girl" if hero.female else "boy"}
+        for name, person in (("h", hero), ("f", friend)):
+            pronouns = ("she", "her", "her") if person.female else ("he", "his", "him")
+            slots |= dict(zip((name, f"{name}s", f"{name}m"), pronouns, strict=True))
+        for names, options in (
+            (("p", "q"), words.BUILDINGS),
+            (("food", "food2"), words.FOODS),
+            (("m", "m2"), words.MATERIALS),
+            (("job", "job2"), words.JOBS),
+            (("an", "an2"), words.ANIMALS),
+            (("t",), words.TEMPERS),
+            (("t2", "t3"), words.COATS),
+            (("spot",), words.SPOTS),
+            (("w",), words.WEATHER),
+        ):
+            slots |= dict(zip(names, rng.sample(options, len(names)), strict=True))
+        return slots | {"o": f"{rng.choice(words.ADJECTIVES)} {noun}", "ob": noun}
+
+    # ---- chats
+
+    def chat(self) -> Document:
+        """A request and its answer, as the chat template writes them: a story, small talk, or a few facts asked."""
+        rng = self.rng
+        kind = rng.choices(("story", "greeting", "question", "facts"), (4, 2, 1, 3))[0]
+        if kind == "facts":
+            return self._chat_about_facts()
+        if kind == "story":
+            slots = self._slots(*self.cast(2, INVENTED_IN_STORIES))
+            return [Piece(f"Q: {expand(rng, rng.choice(smalltalk.STORY_REQUESTS), slots)}\nA: "), *self._tell(slots)]
+        pairs = smalltalk.GREETINGS if kind == "greeting" else smalltalk.PLAIN_QUESTIONS
+        question, answer = rng.choice(pairs)
+        return [Piece(f"Q: {choose(rng, question)}\nA: {choose(rng, answer)}"), END]
+
+    def _chat_about_facts(self) -> Document:
+        facts = self._facts(self.cast(3, INVENTED_IN_RECORDS), self.rng.randint(1, 5))
+        document = [Piece("Q: ")]
+        for index, fact in enumerate(facts):
+            document += [*_say(fact.statement, fact, index, Kind.VALUE), Piece(" ")]
+        index = self.rng.randrange(len(facts))
+        answer = self.rng.choice(facts[index].answers)
+        document += [Piece(f"{facts[index].question}\nA: "), *_say(answer, facts[index], index, Kind.ANSWER), END]
+        return document
+
+    def _facts(self, cast: Sequence[Person], count: int) -> list[Fact]:
+        used: set[tuple[str, ...]] = set()
+        facts: list[Fact] = []
+        while len(facts) < count:
+            fact = draw_fact(self.rng, self.lexicon, cast, self.nouns.draw(), used)
+            if fact:
+                facts.append(fact)
+        return facts
+
+    # ---- records
+
+    def record(self, length: int) -> Document:
+        """About `length` characters of story with facts between, each asked once or twice, at log-uniform distances."""
+        return _Record(self, length).write()
+
+    def filler(self, cast: Sequence[Person]) -> Iterator[str]:
+        """Endless sentences of stories about the cast, each with the space or blank line that follows it."""
+        while True:
+            *sentences, last = self._sentences(self._slots(*self.rng.sample(cast, 2)))
+            yield from (f"{sentence} " for sentence in sentences)
+            yield f"{last}\n\n"
+
+    # ---- lists
+
+    def word_list(self) -> Document:
+        """Words said twice, or a table that is read out again: practice in copying, nothing else."""
+        return self._said_twice() if self.rng.random() < 0.5 else self._table()
+
+    def _any_word(self) -> str:
+        pool = (self.lexicon.objects, words.PLACES, words.FOODS, words.ANIMALS, words.ADJECTIVES, words.JOBS)
+        return self.rng.choice(self.rng.choice(pool)) if self.rng.random() < 0.75 else words.invented_word(self.rng)
+
+    def _said_twice(self) -> Document:
+        first, *rest = (self._any_word() for _ in range(self.rng.randint(6, 20)))
+        said = Piece(" " + " ".join(rest), Kind.COPY)
+        return [
+            Piece("The list:"),
+            Piece(f" {first}", Kind.NOISE),
+            said._replace(kind=Kind.NOISE),
+            Piece(f". Again: {first}"),
+            said,
+            Piece("."),
+            END,
+        ]
+
+    def _table(self) -> Document:
+        table = {self._any_word(): self._any_word() for _ in range(self.rng.randint(3, 12))}
+        document = [Piece("Table: "), Piece(", ".join(f"{k} is {v}" for k, v in table.items()), Kind.NOISE), Piece(".")]
+        for key in self.rng.sample(list(table), len(table)):
+            document += [Piece(f" {key} is", Kind.NOISE), Piece(f" {table[key]}", Kind.COPY), Piece(".")]
+        return [*document, END]
+
+
+def _say(sentence: str, fact: Fact, index: int, kind: Kind) -> Document:
+    """The sentence with the value as a piece of its own, the space before it included."""
+    before, after = sentence.split(" @")
+    return [Piece(before), Piece(f" {fact.value}", kind, index), Piece(after)]
+
+
+class _Record:
+    """One record while it is written: the facts so far and the questions that are due."""
+
+    def __init__(self, teller: Teller, length: int) -> None:
+        self.teller, self.rng, self.length = teller, teller.rng, length
+        self.cast = teller.cast(self.rng.randint(4, 12), INVENTED_IN_RECORDS)
+        self.document: Document = []
+        self.facts: list[Fact] = []
+        self.used: set[tuple[str, ...]] = set()
+        self.due: list[tuple[int, int]] = []  # heap of (position in characters, fact)
+        self.position = 0
+        crowded = length < SHORT_RECORD  # else there would hardly be an answer in it
+        self.fact_share = self.rng.choice((0.6, 0.8) if crowded else (0.15, 0.35, 0.6))  # of what is no question
+
+    def write(self) -> Document:
+        filler = self.teller.filler(self.cast)
+        while self.position < self.length:
+            if self.due and self.due[0][0] <= self.position:
+                self._ask(heapq.heappop(self.due)[1])
+            elif self.rng.random() < self.fact_share:
+                self._state()
+            else:
+                self._add(Piece(next(filler)))
+        return [*self.document, END]
+
+    def _add(self, *pieces: Piece) -> None:
+        self.document += pieces
+        self.position += sum(len(piece.text) for piece in pieces)
+
+    def _state(self) -> None:
+        fact = draw_fact(self.rng, self.teller.lexicon, self.cast, self.teller.nouns.draw(), self.used)
+        if fact is None:
+            return
+        index = len(self.facts)
+        self.facts.append(fact)
+        before = self.rng.choice(("", "", "", "Remember this: ", "Everybody knew it: ", "Note: "))
+        self._add(Piece(before), *_say(fact.statement, fact, index, Kind.VALUE), Piece(" "))
+        self._plan_questions(index)
+
+    def _plan_questions(self, index: int) -> None:
+        """At most two, log-uniformly far from the fact, the second at least twice as far as the first."""
+        room = self.length - self.position
+        first = self._distance(NEAREST_QUESTION, room)
+        if first is None:
+            return
+        heapq.heappush(self.due, (self.position + first, index))
+        second = self._distance(2 * first + 400, room)
+        if second is not None and self.rng.random() < ASKED_TWICE_SHARE:
+            heapq.heappush(self.due, (self.position + second, index))
+
+    def _distance(self, least: int, most: int) -> int | None:
+        if least >= most:
+            return None
+        return int(math.exp(self.rng.uniform(math.log(least), math.log(most))))
+
+    def _ask(self, index: int) -> None:
+        fact, rng = self.facts[index], self.rng
+        answer = _say(rng.choice(fact.answers), fact, index, Kind.ANSWER)
+        form = rng.randrange(4)
+        if form == 0:
+            self._add(Piece(f"\nQ: {fact.question}\nA: "), *answer, END)
+        elif form == 1:
+            self._add(Piece(f"\n{fact.question} "), *answer, Piece("\n"))
+        elif form == 2:
+            asking, telling = rng.sample([p for p in self.cast if p.name not in fact.statement], 2)
+            spoken = [*answer[:-1], Piece(answer[-1].text.removesuffix(".") + ",")]
+            self._add(Piece(f'"{fact.question}" asked {asking.name}. "'), *spoken, Piece(f'" said {telling.name}. '))
+        else:
+            again = rng.choice(("As before: ", "Do not forget: ", ""))
+            self._add(Piece(again), *_say(fact.answers[-1], fact, index, Kind.ANSWER), Piece(" "))

@@ -1,0 +1,46 @@
+"""Attention by its definition, in float64: every query against every key under a mask. Shares no code with kernels."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kernels.ops import LayerSpec
+
+Keeps = Callable[[Tensor, Tensor], Tensor]  # (query positions, key positions) -> does the strategy keep the key?
+
+KEEPS: Mapping[str, Callable[[Any], Keeps]] = {  # built-in kinds, by their options; the model's own window comes on top
+    "contiguous": lambda options: everything,
+    "paged": lambda options: everything,
+    "sliding_window": lambda options: lambda i, j: (j < options.sinks) | (i - j < options.window),
+}
+
+
+def everything(i: Tensor, j: Tensor) -> Tensor:
+    return j == j
+
+
+def seen(spec: LayerSpec, length: int, keeps: Keeps = everything) -> Tensor:
+    """Mask [T, T]: which keys j the query i sees."""
+    i, j = torch.arange(length)[:, None], torch.arange(length)[None]
+    return (j <= i) & (i - j < (spec.window or length)) & keeps(i, j)
+
+
+def attention(q: Tensor, k: Tensor, v: Tensor, spec: LayerSpec, mask: Tensor) -> Tensor:
+    """q [N,Hq,D], k [T,H,D], v [T,H,Dv], mask [N,T] -> [N,Hq,Dv] float64, one query head after the other."""
+    heads = []
+    for head in range(spec.num_q_heads):
+        kv_head = head * spec.num_kv_heads // spec.num_q_heads
+        scores = q[:, head].double() @ k[:, kv_head].double().T * spec.scale
+        if spec.softcap is not None:
+            scores = spec.softcap * torch.tanh(scores / spec.softcap)
+        scores = scores.masked_fill(~mask, -torch.inf)
+        if spec.sink_logits is not None:
+            sink = spec.sink_logits[head].double().expand(len(scores), 1)
+            scores = torch.cat((scores, sink), 1)
+        weights = scores.softmax(1)[:, : len(k)]
+        heads.append(weights @ v[:, kv_head].double())
+    return torch.stack(heads, 1)

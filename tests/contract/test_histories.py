@@ -1,0 +1,45 @@
+"""Whatever is opened, grown, forked, cropped, committed and closed: keys and outputs stay right, and nothing leaks."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import pytest
+from hypothesis import settings
+from hypothesis.stateful import run_state_machine_as_test
+
+from cache_strategies import registry
+from config.settings import StrategySettings
+from tests.contract.histories import Histories
+
+OPTIONS: Mapping[str, Mapping[str, object]] = {  # small enough for texts of 20 tokens; unknown kinds run with defaults
+    "paged": {"block_size": 4},
+    "sliding_window": {"window": 5, "sinks": 2, "max_row": 4},
+}
+
+
+def instance(kind: str, **options: object) -> StrategySettings:
+    return StrategySettings.model_validate({"kind": kind, **OPTIONS.get(kind, {}), **options})
+
+
+ALONE = {kind: (instance(kind), 14) for kind in sorted(registry.kinds())} | {
+    "paged, blocks of one": (instance("paged", block_size=1), 24),
+    "paged, nothing shared": (instance("paged", prefix_cache=False), 14),
+}
+TOGETHER = {kind: instance(kind) for kind in sorted(registry.kinds())} | {"other": instance("paged", block_size=3)}
+
+
+def play(strategies: Mapping[str, StrategySettings], pages: int, examples: int) -> None:
+    machine = type("History", (Histories,), {"strategies": strategies, "pages": pages})
+    budget = settings(max_examples=examples, stateful_step_count=40, deadline=None, derandomize=True)
+    run_state_machine_as_test(machine, settings=budget)
+
+
+@pytest.mark.parametrize("name", ALONE)
+def test_any_history_of_one_strategy(name: str) -> None:
+    strategy, pages = ALONE[name]
+    play({"it": strategy}, pages, examples=15)
+
+
+def test_any_history_of_all_strategies_in_one_arena() -> None:
+    play(TOGETHER, 20, examples=20)

@@ -1,0 +1,193 @@
+"""Memory that is not a row's own is neither read nor written, and what kernels and views point at stays where it is."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from cache_strategies.contiguous import ContiguousCache
+from config.settings import StrategySettings
+from kernels.ops import LayerSpec, Slots
+from kernels.reference import ReferenceOps
+from kernels.store import KVStore
+from tests.contract.harness import (
+    MODEL,
+    POISON,
+    Reading,
+    World,
+    every_instance,
+    random_text,
+    read_through,
+    spliced,
+    step,
+)
+
+STRATEGIES = every_instance()
+
+
+# ---------------------------------------------------------------- unused slots
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_nan_in_unused_slots_changes_nothing(name: str, dtype: torch.dtype) -> None:
+    text = random_text(1, 100, MODEL, dtype)
+    outs = []
+    for fill in (0, POISON):
+        world = World({name: STRATEGIES[name]}, dtype=dtype, max_seats=1, fill=fill)
+        outs.append(read_through(world.open(name, text), 13))
+    for clean, poisoned in zip(*outs, strict=True):
+        assert not poisoned.isnan().any()
+        assert torch.equal(clean, poisoned)
+
+
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_what_an_earlier_sequence_left_behind_changes_nothing(name: str) -> None:
+    world = World({name: STRATEGIES[name]}, max_seats=1)
+    first, second = random_text(1, 120, MODEL), random_text(2, 50, MODEL)
+    fresh = read_through(world.open(name, second), 13)
+    world = World({name: STRATEGIES[name]}, max_seats=1)
+    used = world.open(name, first)
+    read_through(used, 40)
+    used.cache.close(used.seat)
+    for a, b in zip(read_through(world.open(name, second), 13), fresh, strict=True):
+        assert torch.equal(a, b)
+
+
+# ---------------------------------------------------------------- padding
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_padding_rows_neither_read_nor_write(name: str) -> None:
+    plain, padded = (two_seats(World({name: STRATEGIES[name]}, max_seats=5), name) for _ in range(2))
+    want = step([(reading, 1) for reading in plain]).outs
+    rows = [reading.work(1).row for reading in padded]
+    cache, arena = padded[0].cache, padded[0].cache.setup.arena
+    before = arena.memory.clone()
+    plan = cache.plan(rows, pad_to=5)
+    for layer in range(len(MODEL)):
+        q, k, v = (with_padding(padded, part, layer) for part in ("q", "k", "v"))
+        out = torch.full((5, *want[0][layer].shape[1:]), 7.0)
+        plan.attend(layer, q, k, v, out)
+        for i in range(2):
+            assert torch.equal(out[i : i + 1], want[i][layer])
+        assert (out[2:] == 7.0).all(), "a padding row has an output"
+    changed = int((arena.memory != before).sum())
+    assert changed <= 2 * token_bytes(), "a padding row wrote"
+    cache.commit(plan, [[reading.text.ids[reading.seat.length]] for reading in padded])
+    cache.check_integrity()
+
+
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_a_plan_of_nothing_but_padding_does_nothing(name: str) -> None:
+    world = World({name: STRATEGIES[name]}, max_seats=3)
+    before = world.arena.memory.clone()
+    cache = world.caches[name]
+    plan = cache.plan([], pad_to=3)
+    spec = MODEL[0]
+    out = torch.full((3, spec.num_q_heads, spec.v_head_dim), 7.0)
+    k, v = torch.ones(3, spec.num_kv_heads, spec.head_dim), torch.ones(3, spec.num_kv_heads, spec.v_head_dim)
+    plan.attend(0, torch.ones(3, spec.num_q_heads, spec.head_dim), k, v, out)
+    cache.commit(plan, [])
+    assert torch.equal(world.arena.memory, before)
+    assert (out == 7.0).all()
+
+
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_a_step_writes_its_own_tokens_only(name: str) -> None:
+    world = World({name: STRATEGIES[name]}, max_seats=2)
+    readings = two_seats(world, name)
+    before = world.arena.memory.clone()
+    step([(readings[0], 1), (readings[1], 6)])
+    assert int((world.arena.memory != before).sum()) <= 7 * token_bytes()
+
+
+def two_seats(world: World, name: str) -> list[Reading]:
+    readings = [world.open(name, random_text(seed, 90, MODEL)) for seed in (1, 2)]
+    for reading, length in zip(readings, (70, 5), strict=True):
+        while reading.seat.length < length:
+            step([(reading, min(reading.chunk(20), length - reading.seat.length))])
+    return readings
+
+
+def with_padding(readings: list[Reading], part: str, layer: int) -> Tensor:
+    """The next token of each, and three rows of NaN."""
+    rows = [getattr(r.text, part)[layer][r.seat.length : r.seat.length + 1] for r in readings]
+    return torch.cat((*rows, torch.full_like(torch.cat((rows * 2)[:3]), torch.nan)))
+
+
+def token_bytes() -> int:
+    return sum(spec.num_kv_heads * (spec.head_dim + spec.v_head_dim) * 4 for spec in MODEL)
+
+
+# ---------------------------------------------------------------- addresses
+class Watching(ReferenceOps):
+    """Notes the addresses of the tensors in `Slots`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: set[tuple[int, ...]] = set()
+
+    def write_kv(self, store: KVStore, layer: int, k: Tensor, v: Tensor, at: Slots) -> None:
+        tensors = (at.table, at.row_seat, at.q_start, at.start, at.kept)
+        assert all(tensor.dtype is torch.int32 for tensor in tensors)
+        self.seen.add(tuple(tensor.data_ptr() for tensor in tensors))
+        super().write_kv(store, layer, k, v, at)
+
+
+@pytest.mark.parametrize("kind", ["contiguous", "paged", "sliding_window"])
+def test_slots_keep_their_addresses_for_the_life_of_a_cache(kind: str) -> None:
+    ops = Watching()
+    world = World({kind: StrategySettings(kind=kind)}, max_seats=4, ops=ops)
+    memory = world.arena.memory.data_ptr()
+    for seed in range(3):
+        readings = [world.open(kind, random_text(10 * seed + i, 40, MODEL)) for i in range(seed + 2)]
+        for sizes in ([17] * 4, [1, 1, 1, 5], [1] * 4):
+            step(list(zip(readings, sizes, strict=False)))
+        for reading in readings:
+            reading.cache.close(reading.seat)
+    assert len(ops.seen) == 1
+    assert world.arena.memory.data_ptr() == memory
+
+
+# ---------------------------------------------------------------- views
+def test_a_contiguous_view_is_no_copy_and_sees_what_enters_later() -> None:
+    world = World({"contiguous": StrategySettings(kind="contiguous")}, max_seats=2)
+    text, other = random_text(1, 40, MODEL), random_text(2, 40, MODEL)
+    reading = world.open("contiguous", text)
+    step([(reading, 20)])
+    cache = reading.cache
+    assert isinstance(cache, ContiguousCache)
+    first = world.arena.memory.data_ptr()
+    views = [cache.view(reading.seat, layer) for layer in range(len(MODEL))]
+    for layer, planes in enumerate(views):
+        for view, part in zip(planes, (text.k, text.v), strict=True):
+            assert torch.equal(view, part[layer][:20].transpose(0, 1))
+            assert first <= view.data_ptr() < first + world.arena.memory.numel()
+            assert view.stride()[-2:] == (view.shape[2], 1), "a head's tokens lie one after the other"
+    cache.crop(reading.seat, 12)
+    reading.text = spliced(text, other, 12)
+    step([(reading, 28)])
+    for layer, (k, v) in enumerate(views):
+        assert torch.equal(k, reading.text.k[layer][:20].transpose(0, 1)), "the view taken before shows the new tokens"
+        assert torch.equal(v, reading.text.v[layer][:20].transpose(0, 1))
+        assert cache.view(reading.seat, layer)[0].shape[1] == 40
+
+
+# ---------------------------------------------------------------- layout
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("kind", ["contiguous", "paged"])
+def test_each_layers_keys_and_values_lie_at_their_own_bytes(kind: str, dtype: torch.dtype) -> None:
+    """Phi-4's heads, four layers: what a step entered is read back from raw memory through the offsets alone."""
+    layers = [LayerSpec(10, 40, 128, 128, scale=128**-0.5)] * 4
+    world = World({kind: StrategySettings(kind=kind)}, layers=layers, dtype=dtype, max_seats=2, max_seq_len=64)
+    text = random_text(1, 32, layers, dtype)
+    other, reading = world.open(kind, random_text(2, 32, layers, dtype)), world.open(kind, text)
+    step([(other, 32), (reading, 32)])
+    store, block = reading.cache.store, reading.seat.blocks[0]  # type: ignore[attr-defined]
+    start = block * world.arena.page_bytes
+    assert store.layer_offset(0) == 0
+    for layer in range(4):
+        for offset, part in ((store.k_offset(layer), text.k), (store.v_offset(layer), text.v)):
+            size = 10 * store.block_size * 128 * dtype.itemsize
+            raw = world.arena.memory[start + offset : start + offset + size].clone()
+            plane = raw.view(dtype).view(10, store.block_size, 128)
+            assert torch.equal(plane[:, :32], part[layer].transpose(0, 1))
+        assert store.layer_offset(layer) == store.k_offset(layer)

@@ -1,0 +1,67 @@
+"""A kind joins the contract's matrix by being registered, and one that breaks its word does not get through."""
+
+from __future__ import annotations
+
+from importlib.metadata import EntryPoint
+
+import pytest
+import torch
+
+from cache_strategies import registry
+from config.settings import StrategySettings
+from tests.contract import third_party
+from tests.contract.harness import World, every_instance
+from tests.contract.test_attention import read_alone, read_mixed
+
+
+class LyingPlan(third_party.SievePlan):
+    """Says that it has seen all tokens."""
+
+    def keys(self, layer_idx: int, row: int) -> third_party.Keys:
+        seat, num_tokens = self.rows[row]
+        k, v = seat.layers[layer_idx]  # type: ignore[attr-defined]
+        return k, v, torch.arange(seat.length + num_tokens)
+
+
+class LyingCache(third_party.SieveCache):
+    """Attends to fewer keys than it says."""
+
+    plan_type = LyingPlan
+
+
+@pytest.fixture(autouse=True)
+def _installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    points = [
+        EntryPoint("sieve", "tests.contract.third_party:SieveCache", registry.ENTRY_POINTS),
+        EntryPoint("liar", "tests.contract.test_third_party:LyingCache", registry.ENTRY_POINTS),
+    ]
+    monkeypatch.setattr(registry, "entry_points", lambda group: [p for p in points if p.group == group])
+
+
+def test_a_kind_with_an_entry_point_joins_the_matrix_with_its_default_options() -> None:
+    assert every_instance()["sieve"] == StrategySettings(kind="sieve")
+    assert registry.declared({"mine": StrategySettings(kind="sieve")})[0].options.keep == 2
+
+
+@pytest.mark.parametrize("chunk", [1, 7, 1000])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_an_unknown_kind_is_held_to_what_its_keys_say(chunk: int, dtype: torch.dtype) -> None:
+    world = World({"mine": StrategySettings(kind="sieve")}, dtype=dtype, max_seats=1)
+    read_alone(world, "mine", "sieve", chunk, dtype)
+
+
+def test_an_unknown_kind_shares_batches_with_the_built_in_ones() -> None:
+    names = ("contiguous", "paged", "sliding_window", "sieve")
+    read_mixed({name: StrategySettings(kind=name) for name in names}, torch.float32)
+
+
+def test_a_kind_that_attends_to_other_keys_than_it_says_is_caught() -> None:
+    world = World({"mine": StrategySettings(kind="liar")}, max_seats=1)
+    with pytest.raises(AssertionError):
+        read_alone(world, "mine", "liar", 7, torch.float32)
+
+
+def test_a_third_party_cannot_take_the_name_of_a_built_in_kind(monkeypatch: pytest.MonkeyPatch) -> None:
+    point = EntryPoint("paged", "tests.contract.third_party:SieveCache", registry.ENTRY_POINTS)
+    monkeypatch.setattr(registry, "entry_points", lambda group: [point])
+    assert registry.kinds()["paged"] == registry.BUILTIN["paged"]

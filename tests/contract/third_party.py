@@ -1,0 +1,139 @@
+"""A strategy that somebody else might write: from the seam alone, with memory of its own, and lossy.
+
+It keeps every second token, and the latest one; what it keeps is a list of tensors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from pydantic import Field
+from torch import Tensor
+
+from cache_strategies.base import CacheSetup, Contract, Geometry, KVCache, Options, Plan, Row, Seat, SeatShape, Usage
+from kernels.ops import LayerSpec
+
+Keys = tuple[Tensor, Tensor, Tensor]  # K [S,H,D], V [S,H,Dv], positions [S]
+
+
+class SieveOptions(Options):
+    """Options of a sieve."""
+
+    keep: int = Field(2, ge=1, description="every how manieth token stays")
+
+
+class SieveSeat(Seat):
+    """Per layer, the K and V of every token that entered."""
+
+    __slots__ = ("layers",)
+
+    def __init__(self, layers: list[tuple[Tensor, Tensor]]) -> None:
+        super().__init__()
+        self.layers = layers
+
+
+class SievePlan(Plan):
+    """Writes by cutting off what a failed attempt left behind."""
+
+    def __init__(self, cache: SieveCache, rows: Sequence[Row]) -> None:
+        self.rows = rows  # those that pad come after them, and are left alone
+        self._cache = cache
+
+    def attend(self, layer_idx: int, q: Tensor, k: Tensor, v: Tensor, out: Tensor) -> None:
+        spec = self._cache.setup.geometry.layers[layer_idx]
+        first = 0
+        for i, row in enumerate(self.rows):
+            tokens = slice(first, first := first + row.num_tokens)
+            self._enter(row, layer_idx, k[tokens], v[tokens])
+            for n in range(row.num_tokens):
+                keys, values, _ = self._seen(layer_idx, i, row.seat.length + n)
+                group = spec.num_q_heads // spec.num_kv_heads
+                query = q[tokens][n].float() * spec.scale
+                scores = torch.einsum("hd,shd->hs", query, keys.float().repeat_interleave(group, 1))
+                if spec.softcap:
+                    scores = torch.tanh(scores / spec.softcap) * spec.softcap
+                if spec.sink_logits is not None:
+                    scores = torch.cat((scores, spec.sink_logits[:, None].float()), 1)
+                weights = scores.softmax(1)[:, : len(keys)]
+                out[tokens][n] = torch.einsum("hs,shd->hd", weights, values.float().repeat_interleave(group, 1))
+
+    def keys(self, layer_idx: int, row: int) -> Keys:
+        seat, num_tokens = self.rows[row]
+        return self._seen(layer_idx, row, seat.length + num_tokens - 1)
+
+    def _enter(self, row: Row, layer: int, k: Tensor, v: Tensor) -> None:
+        seat = row.seat
+        assert isinstance(seat, SieveSeat)
+        old_k, old_v = seat.layers[layer]
+        seat.layers[layer] = torch.cat((old_k[: seat.length], k)), torch.cat((old_v[: seat.length], v))
+
+    def _seen(self, layer: int, row: int, position: int) -> Keys:
+        seat, window = self.rows[row].seat, self._cache.setup.geometry.layers[layer].window
+        assert isinstance(seat, SieveSeat)
+        at = torch.arange(position + 1)
+        at = at[(at % self._cache.options.keep == 0) | (at == position)]
+        at = at if window is None else at[at > position - window]
+        k, v = seat.layers[layer]
+        return k[at], v[at], at
+
+
+class SieveCache(KVCache):
+    """The arena is none of its business."""
+
+    options_type = SieveOptions
+    plan_type: type[SievePlan] = SievePlan
+
+    def __init__(self, setup: CacheSetup, options: Options) -> None:
+        super().__init__(setup, options)
+        self.options: Any = options
+        self.contract = Contract(
+            exact=options == SieveOptions(keep=1),
+            shareable=False,
+            forkable=False,
+            swappable=False,
+            rewind=None,
+            replayable=True,
+            chunk_invariant=True,
+            max_row=None,
+        )
+        self.seats: set[SieveSeat] = set()
+
+    @classmethod
+    def seat_shape(cls, options: Any, geometry: Geometry) -> SeatShape:
+        return SeatShape(block_bytes=0, blocks=0)
+
+    def bytes_for(self, num_tokens: int) -> int:
+        return 0
+
+    def open(self, tokens: Sequence[int], *, salt: str = "", max_cached: int | None = None) -> Seat | None:
+        seat = SieveSeat([(self._none(s, s.head_dim), self._none(s, s.v_head_dim)) for s in self.setup.geometry.layers])
+        self.seats.add(seat)
+        return seat
+
+    def _none(self, spec: LayerSpec, dim: int) -> Tensor:
+        return torch.empty(0, spec.num_kv_heads, dim, dtype=self.setup.geometry.kv_dtype)
+
+    def grow(self, seat: Seat, more: int) -> bool:
+        return True
+
+    def crop(self, seat: Seat, length: int) -> None:
+        seat.length = length
+
+    def close(self, seat: Seat) -> None:
+        assert isinstance(seat, SieveSeat)
+        self.seats.remove(seat)
+
+    def plan(self, rows: Sequence[Row], *, pad_to: int = 0) -> Plan:
+        return self.plan_type(self, rows)
+
+    def commit(self, plan: Plan, tokens: Sequence[Sequence[int]]) -> None:
+        for row, ids in zip(plan.rows, tokens, strict=True):
+            row.seat.length += len(ids)
+
+    def usage(self) -> Usage:
+        return Usage(len(self.seats), sum(seat.length for seat in self.seats), 0, 0, 0, 0, 0)
+
+    def check_integrity(self) -> None:
+        assert all(seat.length <= self.setup.geometry.max_seq_len for seat in self.seats)

@@ -1,0 +1,109 @@
+"""A decoder of random weights that sees nothing but `kernels.ops.Attention`, and a driver that gives it fixed steps."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from cache_strategies.base import KVCache, Row, Seat
+from kernels.ops import Attention, LayerSpec
+from server.engine.batch import Batch, Work
+
+VOCABULARY, WIDTH, POSITIONS = 50, 24, 256
+
+
+class ToyModel:
+    """Attention and a feed-forward step per layer, residual; positions enter with the embedding."""
+
+    def __init__(self, layers: Sequence[LayerSpec], seed: int = 0) -> None:
+        generator = torch.Generator().manual_seed(seed)
+
+        def draw(*shape: int) -> Tensor:
+            return torch.randn(*shape, generator=generator) * shape[-1] ** -0.5
+
+        self.layers = layers
+        self.embedding, self.position = draw(VOCABULARY, WIDTH) * 5, draw(POSITIONS, WIDTH) * 5
+        self.qkv = [
+            [
+                draw(spec.num_q_heads * spec.head_dim, WIDTH) * 3,
+                draw(spec.num_kv_heads * spec.head_dim, WIDTH) * 3,
+                draw(spec.num_kv_heads * spec.v_head_dim, WIDTH),
+            ]
+            for spec in layers
+        ]
+        self.out = [draw(WIDTH, spec.num_q_heads * spec.v_head_dim) for spec in layers]
+        self.mix = [draw(WIDTH, WIDTH) for _ in layers]
+        self.head = draw(VOCABULARY, WIDTH)
+
+    def forward(self, ids: Tensor, attention: Attention) -> Tensor:
+        """ids [N] -> logits [K, vocabulary]."""
+        x = self.embedding[ids] + self.position[attention.positions]
+        for i, spec in enumerate(self.layers):
+            q, k, v = (x @ w.T for w in self.qkv[i])
+            attended = attention.attend(
+                i,
+                q.view(-1, spec.num_q_heads, spec.head_dim),
+                k.view(-1, spec.num_kv_heads, spec.head_dim),
+                v.view(-1, spec.num_kv_heads, spec.v_head_dim),
+            )
+            x = x + attended.flatten(1) @ self.out[i].T
+            x = x + torch.tanh(x @ self.mix[i].T)
+        return x[attention.logit_index] @ self.head.T
+
+
+@dataclass(eq=False)
+class Request:
+    """A prompt, the greedy tokens that follow, and the logits each was taken from."""
+
+    cache: KVCache
+    tokens: list[int]
+    seat: Seat
+    logits: list[Tensor] = field(default_factory=list)
+
+
+def open_requests(
+    caches: Mapping[str, KVCache], placement: Sequence[str], prompts: Sequence[list[int]]
+) -> list[Request]:
+    """One request per prompt, each under the instance that `placement` names; nothing is taken from a prefix cache."""
+    requests = []
+    for name, prompt in zip(placement, prompts, strict=True):
+        seat = caches[name].open(prompt, max_cached=0)
+        assert seat is not None, "no room"
+        requests.append(Request(caches[name], list(prompt), seat))
+    return requests
+
+
+def run_step(model: ToyModel, requests: Sequence[Request], budget: int) -> None:
+    """One step: one token of each request that decodes, then prompts in order, within the budget."""
+    work, rows = [], []
+    for request in sorted(requests, key=lambda r: len(r.tokens) - r.seat.length > 1):
+        n = min(budget, len(request.tokens) - request.seat.length, request.cache.contract.max_row or budget)
+        if n == 0:
+            continue
+        budget -= n
+        assert request.cache.grow(request.seat, n), "no room"
+        start = request.seat.length
+        ends = start + n == len(request.tokens)
+        work.append(Work(request.cache, Row(request.seat, n), request.tokens[start : start + n], int(ends)))
+        rows.append(request)
+    for cache in {id(item.cache): item.cache for item in work}.values():
+        cache.poll()
+    batch = Batch(work)
+    logits = iter(model.forward(batch.ids, batch))
+    for i in batch.order:
+        if work[i].logits:
+            rows[i].logits.append(next(logits))
+    batch.commit()
+    for i in batch.order:
+        if work[i].logits:
+            rows[i].tokens.append(int(rows[i].logits[-1].argmax()))
+
+
+def generate(model: ToyModel, requests: Sequence[Request], new_tokens: int, budget: int) -> list[Tensor]:
+    """Steps until every request has its tokens: the logits of each, [new_tokens, vocabulary]."""
+    while unfinished := [r for r in requests if len(r.logits) < new_tokens]:
+        run_step(model, unfinished, budget)
+    return [torch.stack(r.logits) for r in requests]

@@ -1,0 +1,173 @@
+"""Drives an engine's core without a socket: submits requests, steps until all have ended, collects what they were told.
+
+After every step it checks what must hold whatever happens: the books of all caches and of the arena, the limits, that
+somebody has progressed, and that events come in order.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from config.settings import Settings, SettingsError
+from server.engine.build import Engine, build_engine
+from server.engine.core import StepResult
+from server.engine.messages import Admitted, Failed, FromEngine, Sampling, Submit, Tokens
+from server.engine.report import RequestRecord
+from server.engine.request import Request
+
+WORKER = 0
+
+
+@dataclass
+class Heard:
+    """All that was said about one request."""
+
+    tokens: list[int] = field(default_factory=list)
+    finish_reason: str | None = None
+    admitted: Admitted | None = None
+    failed: Failed | None = None
+    first_step: int | None = None  # whose number the first word came in
+    last_step: int | None = None
+
+    @property
+    def ended(self) -> bool:
+        return self.finish_reason is not None or self.failed is not None
+
+    def hear(self, message: FromEngine, step: int) -> None:
+        """Checks the order: Admitted once and first, then tokens up to a finish_reason; or Failed, and nothing more."""
+        assert not self.ended, "told more after the end"
+        self.first_step = step if self.first_step is None else self.first_step
+        self.last_step = step
+        match message:
+            case Admitted():
+                assert self.admitted is None, "admitted twice"
+                assert not self.tokens
+                self.admitted = message
+            case Tokens(_, tokens, finish_reason):
+                assert self.admitted is not None, "tokens before admission"
+                assert tokens
+                self.tokens += tokens
+                self.finish_reason = finish_reason
+            case Failed():
+                self.failed = message
+            case _:
+                raise AssertionError(f"not about a request: {message}")
+
+
+class Driver:
+    """A core and a worker that listens to it."""
+
+    def __init__(self, directory: Path, **settings: Any) -> None:
+        defaults: dict[str, Any] = {"dtype": "float32", "threads": 1, "kv_memory": "12MiB"}
+        self.engine: Engine = build_engine(Settings(model=str(directory), **(defaults | settings)))
+        self.core = self.engine.core
+        self.heard: dict[str, Heard] = {}
+        self.steps: list[StepResult] = []
+
+    def submit(self, name: str, prompt: Sequence[int], max_tokens: int = 8, **options: Any) -> Heard:
+        """`options`: fields of Submit or of Sampling; greedy and without end token unless they say otherwise."""
+        ours = {key: options.pop(key) for key in ("kv_cache", "header", "alias", "priority") if key in options}
+        sampling = Sampling(max_tokens, **({"temperature": 0.0, "ignore_eos": True} | options))
+        self.heard[name] = Heard()
+        refused = self.core.submit(WORKER, Submit(name, list(prompt), sampling, **ours))
+        if refused is not None:
+            self._hear(refused.message)
+        return self.heard[name]
+
+    def cancel(self, name: str) -> None:
+        self.core.cancel(WORKER, name)
+        self.check()
+
+    def step(self) -> StepResult:
+        """A step, and all that must hold after any."""
+        busy = self.core.busy
+        result = self.core.step()
+        self.steps.append(result)
+        for event in result.events:
+            self._hear(event.message)
+        self.check()
+        assert result.report.rows or result.report.failures or not busy, "nobody progresses"
+        assert result.report.tokens <= self.limits.max_step_tokens
+        assert len(self.core.scheduler.running) <= self.limits.max_num_seqs
+        return result
+
+    def run(self, at_most: int = 2000) -> None:
+        """Steps until nobody is left."""
+        for _ in range(at_most):
+            if not self.core.busy:
+                return
+            self.step()
+        raise AssertionError("the engine does not come to an end")
+
+    def check(self) -> None:
+        """The books add up."""
+        for cache in self.core.caches.values():
+            cache.check_integrity()
+        self.core.arena.check_integrity()
+        running, waiting = self.core.scheduler.running, self.core.scheduler.waiting
+        assert running == sorted(running, key=lambda r: r.place)
+        assert waiting == sorted(waiting, key=lambda r: r.place)
+        assert all(request.seat is not None for request in running)
+        assert all(request.seat is None for request in waiting)
+        assert len(running) == sum(cache.usage().seats for cache in self.core.caches.values())
+
+    def assert_nothing_leaked(self) -> None:
+        """Nobody is left, and idle memory is all there is to give back."""
+        assert not self.core.busy
+        for cache in self.core.caches.values():
+            usage = cache.usage()
+            assert (usage.seats, usage.tokens, usage.used, usage.wasted) == (0, 0, 0, 0)
+            cache.reclaim(self.core.arena.pages)
+        assert self.core.arena.free == self.core.arena.pages
+
+    @property
+    def limits(self) -> Any:
+        return self.core.scheduler.limits
+
+    @property
+    def free_bytes(self) -> int:
+        """Of the arena, idle memory of caches included."""
+        idle = sum(cache.usage().idle for cache in self.core.caches.values())
+        return self.core.arena.free * self.core.arena.page_bytes + idle
+
+    @property
+    def records(self) -> list[RequestRecord]:
+        return [record for result in self.steps for record in result.finished]
+
+    def request(self, name: str) -> Request:
+        """One that has not ended."""
+        scheduler = self.core.scheduler
+        return next(r for r in (*scheduler.running, *scheduler.waiting) if r.key == (WORKER, name))
+
+    @property
+    def requests(self) -> list[Request]:
+        """Those that have not ended."""
+        return [*self.core.scheduler.running, *self.core.scheduler.waiting]
+
+    def running(self) -> list[str]:
+        return [request.key[1] for request in self.core.scheduler.running]
+
+    def waiting(self) -> list[str]:
+        return [request.key[1] for request in self.core.scheduler.waiting]
+
+    def _hear(self, message: FromEngine) -> None:
+        assert isinstance(message, Admitted | Tokens | Failed)
+        self.heard[message.request_id].hear(message, len(self.steps))
+
+
+def least_memory(directory: Path, **settings: Any) -> int:
+    """The fewest bytes of KV memory that these settings can do with, as the refusal of one byte tells."""
+    with pytest.raises(SettingsError, match="the least that suffices") as caught:
+        Driver(directory, **settings, kv_memory="1")
+    return int(re.findall(r"kv_memory=(\d+)", str(caught.value))[0])
+
+
+def strategies(**options: Mapping[str, Any]) -> dict[str, Any]:
+    """Settings for instances: strategies(paged={"kind": "paged"})."""
+    return {name: dict(values) for name, values in options.items()}

@@ -1,0 +1,112 @@
+"""Caches without keys: they count tokens in a common memory, and promise what a test wants them to."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NoReturn
+
+from cache_strategies.base import Contract, Geometry, KVCache, Plan, Row, Seat, Usage
+
+
+class Memory:
+    """Room for so many tokens, whoever they belong to; a token is a byte."""
+
+    def __init__(self, total: int) -> None:
+        self.total = self.free = total
+
+    def take(self, count: int) -> bool:
+        if count > self.free:
+            return False
+        self.free -= count
+        return True
+
+
+class FakeSeat(Seat):
+    """A seat that holds room for `held` tokens."""
+
+    __slots__ = ("held",)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.held = 0
+
+
+class FakeCache(KVCache):
+    """Takes room for a prompt at once, or if `lazy` as it grows; with `reserve` always that much."""
+
+    def __init__(
+        self,
+        name: str,
+        memory: Memory,
+        *,
+        max_row: int | None = None,
+        replayable: bool = True,
+        reserve: int | None = None,
+        lazy: bool = False,
+        limit: int | None = None,
+    ) -> None:
+        self.contract = Contract(True, False, False, False, None, replayable, True, max_row)
+        self.open_seats: set[FakeSeat] = set()
+        self.not_ready: set[Seat] = set()
+        self._name, self.memory, self._reserve, self._lazy = name, memory, reserve, lazy
+        self._limit = memory.total if limit is None else limit
+
+    @property
+    def name(self) -> str:
+        return self._name
+
+    def bytes_for(self, num_tokens: int) -> int:
+        return num_tokens if self._reserve is None else self._reserve
+
+    def open(self, tokens: Sequence[int], *, salt: str = "", max_cached: int | None = None) -> Seat | None:
+        seat = FakeSeat()
+        if not self._hold(seat, 0 if self._lazy else self.bytes_for(len(tokens))):
+            return None
+        self.open_seats.add(seat)
+        return seat
+
+    def ready(self, seat: Seat) -> bool:
+        return seat not in self.not_ready
+
+    def grow(self, seat: Seat, more: int) -> bool:
+        assert isinstance(seat, FakeSeat)
+        assert seat in self.open_seats
+        assert 0 < more <= (self.contract.max_row or more)
+        return self._hold(seat, self.bytes_for(seat.length + more))
+
+    def close(self, seat: Seat) -> None:
+        assert isinstance(seat, FakeSeat)
+        self.open_seats.remove(seat)
+        self.memory.free += seat.held
+
+    def usage(self) -> Usage:
+        held = self._held
+        return Usage(len(self.open_seats), held, held, held, 0, 0, self._limit)
+
+    @property
+    def _held(self) -> int:
+        return sum(seat.held for seat in self.open_seats)
+
+    def _hold(self, seat: FakeSeat, wanted: int) -> bool:
+        more = max(0, wanted - seat.held)
+        if self._held + more > self._limit or not self.memory.take(more):
+            return False
+        seat.held += more
+        return True
+
+    # ---------------------------------------------------------------- of no concern to a scheduler
+    @classmethod
+    def seat_shape(cls, options: Any, geometry: Geometry) -> NoReturn:
+        raise NotImplementedError
+
+    def crop(self, seat: Seat, length: int) -> NoReturn:
+        raise NotImplementedError
+
+    def plan(self, rows: Sequence[Row], *, pad_to: int = 0) -> NoReturn:
+        raise NotImplementedError
+
+    def commit(self, plan: Plan, tokens: Sequence[Sequence[int]]) -> NoReturn:
+        raise NotImplementedError
+
+    def check_integrity(self) -> None:
+        assert self._held <= self._limit

@@ -1,0 +1,157 @@
+"""The engine's loop answers its workers: requests, cancellations, queries; and says why when it cannot start."""
+
+from __future__ import annotations
+
+import json
+import queue
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from config.settings import Settings
+from server.engine import main
+from server.engine.gateway import Gone
+from server.engine.main import Loop
+from server.engine.messages import (
+    Admitted,
+    Answer,
+    Cancel,
+    Failed,
+    FromEngine,
+    Query,
+    Sampling,
+    Submit,
+    ToEngine,
+    Tokens,
+)
+from tests.engine.driving import Driver
+from tests.engine.reference import Reference, random_prompt
+
+
+class FakeGateway:
+    """Workers that have said everything at once, and listen until `enough`."""
+
+    def __init__(self, *said: tuple[int, ToEngine | Gone]) -> None:
+        self.inbox: queue.Queue[tuple[int, ToEngine | Gone]] = queue.Queue()
+        self.heard: dict[int, list[FromEngine]] = {}
+        self.batches: list[tuple[int, int]] = []
+        self.on_message: Callable[[int, FromEngine], None] = lambda *_: None
+        for message in said:
+            self.inbox.put(message)
+
+    def send(self, worker: int, messages: Sequence[FromEngine]) -> None:
+        self.batches.append((worker, len(messages)))
+        for message in messages:
+            self.heard.setdefault(worker, []).append(message)
+            self.on_message(worker, message)
+
+
+def greedy(name: str, prompt: list[int], count: int = 4, **options: Any) -> Submit:
+    return Submit(name, prompt, Sampling(count, temperature=0.0, ignore_eos=True), **options)
+
+
+def run_until(driver: Driver, gateway: FakeGateway, ends: int) -> None:
+    """Runs the loop until so many requests have ended."""
+    loop, left = Loop(driver.engine, gateway), [ends]  # type: ignore[arg-type]
+
+    def count(_: int, message: FromEngine) -> None:
+        left[0] -= isinstance(message, Failed) or (isinstance(message, Tokens) and message.finish_reason is not None)
+        if not left[0]:
+            loop.stop()
+
+    gateway.on_message = count
+    loop.run()
+
+
+def tokens_of(messages: Sequence[FromEngine], name: str) -> list[int]:
+    return [token for m in messages if isinstance(m, Tokens) and m.request_id == name for token in m.tokens]
+
+
+def test_each_worker_hears_of_its_own_requests(tiny: Path, reference: Reference) -> None:
+    prompts = [random_prompt(n) for n in (5, 9)]
+    gateway = FakeGateway((0, greedy("same", prompts[0])), (1, greedy("same", prompts[1], kv_cache="contiguous")))
+    run_until(Driver(tiny), gateway, ends=2)
+    for worker, prompt in enumerate(prompts):
+        assert isinstance(gateway.heard[worker][0], Admitted)
+        assert tokens_of(gateway.heard[worker], "same") == reference.greedy(prompt, 4)
+    assert (0, 2) in gateway.batches, "what a step brings one worker goes out in one piece"
+
+
+def test_a_refusal_is_an_answer(tiny: Path) -> None:
+    gateway = FakeGateway((3, greedy("r", [5] * 600)))
+    run_until(Driver(tiny), gateway, ends=1)
+    (failed,) = gateway.heard[3]
+    assert isinstance(failed, Failed)
+    assert failed.status == 400
+
+
+def test_cancelled_requests_and_those_of_gone_workers_are_heard_of_no_more(tiny: Path) -> None:
+    prompt = random_prompt(9)
+    gateway = FakeGateway(
+        (0, greedy("stays", prompt)), (0, greedy("leaves", prompt)), (1, greedy("leaves", prompt)), (1, Gone()),
+        (0, Cancel("leaves")), (0, Cancel("unknown")), (2, Gone()),
+    )  # fmt: skip
+    driver = Driver(tiny)
+    run_until(driver, gateway, ends=1)
+    assert list(gateway.heard) == [0]
+    assert {m.request_id for m in gateway.heard[0] if isinstance(m, Tokens)} == {"stays"}
+    driver.assert_nothing_leaked()
+
+
+def test_queries_are_answered_between_steps(tiny: Path) -> None:
+    gateway = FakeGateway((0, Query(7, "kv_cache")), (0, Query(8, "metrics")), (0, greedy("r", random_prompt(9))))
+    run_until(Driver(tiny), gateway, ends=1)
+    answers = {m.query_id: m.body for m in gateway.heard[0] if isinstance(m, Answer)}
+    described = json.loads(answers[7])
+    assert [told["name"] for told in described["data"]] == ["paged", "contiguous", "sliding_window"]
+    assert b'kvmux_num_requests_waiting{strategy="paged"} 0.0' in answers[8]
+
+
+def test_the_metrics_count_what_the_loop_did(tiny: Path) -> None:
+    gateway = FakeGateway((0, greedy("r", random_prompt(9))))
+    loop = Loop(Driver(tiny).engine, gateway)  # type: ignore[arg-type]
+
+    def ask_then_stop(_: int, message: FromEngine) -> None:
+        if isinstance(message, Tokens) and message.finish_reason:
+            gateway.inbox.put((0, Query(1, "metrics")))
+        elif isinstance(message, Answer):
+            loop.stop()
+
+    gateway.on_message = ask_then_stop
+    loop.run()
+    answer = gateway.heard[0][-1]
+    assert isinstance(answer, Answer)
+    assert b'kvmux_requests_total{outcome="length",strategy="paged"} 1.0' in answer.body
+    assert b'kvmux_generation_tokens_total{strategy="paged"} 4.0' in answer.body
+
+
+class Status:
+    """The supervisor's end of the pipe."""
+
+    def __init__(self) -> None:
+        self.told: list[dict[str, Any]] = []
+
+    def send(self, message: dict[str, Any]) -> None:
+        self.told.append(message)
+
+
+@pytest.mark.parametrize(
+    ("settings", "why"),
+    [
+        ({"kv_memory": "1KiB"}, "kv_memory is 1KiB, too little"),
+        ({"kv_memory": "900TiB"}, "kv_memory is 900TiB, but only"),
+        ({"max_seq_len": 100_000}, "but the model has 512 positions"),
+        ({"model": "nowhere"}, "no model at 'nowhere'"),
+        ({"strategies": {"paged": {"kind": "paged", "blocks": 3}}}, "strategies.paged.blocks"),
+    ],
+)
+def test_what_the_user_must_change_is_told_instead_of_a_traceback(
+    tiny: Path, tmp_path: Path, settings: dict[str, Any], why: str
+) -> None:
+    status = Status()
+    given = Settings(**({"model": str(tiny), "dtype": "float32"} | settings))
+    main.run(given, str(tmp_path / "socket"), status)  # type: ignore[arg-type]
+    (told,) = status.told
+    assert why in told["error"]

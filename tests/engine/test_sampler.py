@@ -1,0 +1,220 @@
+"""Tokens are drawn from the distribution the parameters mean, by noise that depends on seed and position alone."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from server.engine.messages import Sampling
+from server.engine.sampler import Draw, draw, probabilities, sample, uniform
+
+VOCABULARY = 150_000
+ROUNDING = 1e-5
+
+deterministic = settings(max_examples=70, deadline=None, derandomize=True, database=None)
+
+
+# -------------------------------------------------------------------- the distribution
+class Expected(NamedTuple):
+    """By the definition, in float64: tokens that must, and that may, stay, and all their weights after temperature."""
+
+    surely: list[bool]
+    maybe: list[bool]
+    weights: list[float]
+
+
+def by_definition(logits: Sequence[float], sampling: Sampling) -> Expected:
+    """Temperature, min-p, top-k, top-p; a token that is in by less than the rounding of float32 may be out."""
+    top = max(logits)
+    weights = [math.exp((x - top) / sampling.temperature) for x in logits]
+    total = sum(weights)
+    weights = [w / total for w in weights]
+    in_line = sorted(range(len(logits)), key=lambda i: (-weights[i], i))
+    in_line = [i for i in in_line if weights[i] >= sampling.min_p * max(weights) * (1 - ROUNDING)]
+    if sampling.top_k:
+        in_line = in_line[: sampling.top_k]
+    surely, maybe = [False] * len(logits), [False] * len(logits)
+    limit = sampling.top_p * sum(weights[i] for i in in_line)
+    before = 0.0
+    for i in in_line:
+        maybe[i] = sampling.top_p >= 1 or before < limit + ROUNDING
+        surely[i] = sampling.top_p >= 1 or before < limit - ROUNDING
+        surely[i] = surely[i] and weights[i] >= sampling.min_p * max(weights) * (1 + ROUNDING)
+        before += weights[i]
+    return Expected(surely, maybe, weights)
+
+
+LOGITS = st.lists(
+    st.one_of(st.integers(-80, 80).map(lambda n: n / 4), st.just(-math.inf)), min_size=1, max_size=40
+).filter(lambda logits: max(logits) > -math.inf)
+PARAMETERS = st.builds(
+    Sampling,
+    st.just(1),
+    temperature=st.one_of(st.sampled_from([1e-3, 0.01, 0.5, 1.0, 2.0]), st.floats(1e-3, 2)),
+    top_k=st.one_of(st.just(0), st.integers(1, 45)),
+    top_p=st.one_of(st.just(1.0), st.floats(0.001, 1)),
+    min_p=st.one_of(st.just(0.0), st.floats(0, 1)),
+)
+
+
+@deterministic
+@given(LOGITS, PARAMETERS)
+@example([1.0, 1.0, 1.0, 1.0], Sampling(1, top_k=2, top_p=0.5))
+@example([0.0, 5.0, 5.0, -math.inf], Sampling(1, top_k=1))
+@example([0.0, 5.0, 5.0], Sampling(1, min_p=1.0))
+def test_probabilities_are_those_of_the_definition(logits: list[float], sampling: Sampling) -> None:
+    expected, got = by_definition(logits, sampling), probabilities(torch.tensor(logits), sampling).double()
+    assert torch.isfinite(got).all()
+    kept = (got > 0).tolist()
+    for i, weight in enumerate(expected.weights):
+        assert expected.maybe[i] or not kept[i], f"token {i} should be out"
+        assert kept[i] or not expected.surely[i] or weight < 1e-30, f"token {i} should be in"
+    wanted = torch.tensor(expected.weights, dtype=torch.float64) * (got > 0)
+    torch.testing.assert_close(got / got.sum(), wanted / wanted.sum(), rtol=1e-4, atol=1e-7)
+
+
+@deterministic
+@given(LOGITS, st.integers(0, 2**63 - 1), st.integers(1, 10**6))
+def test_what_leaves_one_token_is_greedy_and_of_equal_ones_the_first(
+    logits: list[float], seed: int, position: int
+) -> None:
+    greedy = sample(torch.tensor([logits]), [Draw(Sampling(1, temperature=0), position)])
+    assert greedy == [logits.index(max(logits))]
+    for one in (
+        Sampling(1, temperature=1.0, top_k=1, seed=seed),
+        Sampling(1, temperature=2.0, top_p=1e-9, seed=seed),
+        Sampling(1, temperature=1e-3, top_k=1, top_p=0.1, min_p=0.5, seed=seed),
+    ):
+        assert sample(torch.tensor([logits]), [Draw(one, position)]) == greedy
+
+
+@pytest.mark.parametrize("temperature", [1e-3, 1e-20, 1e-38, 1e-45, 5e-324])
+def test_the_coldest_temperatures_are_greedy(temperature: float) -> None:
+    logits = torch.randn(64, generator=torch.Generator().manual_seed(1)) * 30
+    for position in range(20):
+        assert sample(logits[None], [Draw(Sampling(1, temperature=temperature), position)]) == [int(logits.argmax())]
+
+
+@pytest.mark.parametrize("scale", [1.0, 1e4, 1e30])
+def test_huge_logits_are_no_trouble(scale: float) -> None:
+    logits = torch.linspace(-1, 1, 50) * scale
+    p = probabilities(logits, Sampling(1, temperature=2.0))
+    assert float(p.sum()) == pytest.approx(1)
+    assert int(p.argmax()) == 49
+
+
+# -------------------------------------------------------------------- draws
+def chi_square(counts: Counter[int], p: Sequence[float]) -> tuple[float, float]:
+    """The statistic, and what it exceeds once in ten thousand times (Wilson & Hilferty 1931)."""
+    n = counts.total()
+    statistic = sum((counts[i] - n * x) ** 2 / (n * x) for i, x in enumerate(p) if x > 0)
+    freedom = sum(x > 0 for x in p) - 1
+    return statistic, freedom * (1 - 2 / (9 * freedom) + 3.72 * math.sqrt(2 / (9 * freedom))) ** 3
+
+
+@pytest.mark.parametrize(
+    "sampling",
+    [
+        Sampling(1),
+        Sampling(1, temperature=0.4),
+        Sampling(1, top_k=7),
+        Sampling(1, temperature=1.7, top_p=0.8),
+        Sampling(1, min_p=0.2, top_p=0.95, top_k=9),
+    ],
+    ids=["plain", "cold", "top_k", "top_p", "all"],
+)
+def test_draws_follow_the_distribution(sampling: Sampling) -> None:
+    logits = torch.randn(16, generator=torch.Generator().manual_seed(3))
+    p = probabilities(logits, sampling)
+    exact = (p.double() / p.double().sum()).tolist()
+    for places in ([(seed, 17) for seed in range(800)], [(17, position) for position in range(800)]):
+        counts = Counter(int(draw(p, uniform(*place))) for place in places)
+        assert all(exact[token] > 0 for token in counts), "a token that was filtered out"
+        statistic, limit = chi_square(counts, exact)
+        assert statistic < limit
+
+
+@deterministic
+@given(
+    st.lists(st.sampled_from([0.0, 0.0, 1e-30, 1e-7, 0.1, 0.25, 3.0]), min_size=1, max_size=30).filter(any),
+    st.one_of(st.floats(0, 1, exclude_max=True), st.just(1 - 2**-53)),
+)
+def test_a_draw_is_the_token_whose_stretch_holds_the_number(p: list[float], u: float) -> None:
+    token = int(draw(torch.tensor(p), u))
+    assert p[token] > 0
+    total = math.fsum(p)
+    assert math.fsum(p[:token]) <= u * total + 1e-6 * total
+    assert math.fsum(p[: token + 1]) >= u * total - 1e-6 * total
+
+
+def test_noise_is_uniform_and_no_two_places_share_it() -> None:
+    grid = np.array([[uniform(seed, position) for position in range(60)] for seed in range(-30, 30)])
+    assert len(np.unique(grid)) == grid.size
+    assert grid.min() >= 0
+    assert grid.max() < 1
+    tenths = Counter((grid * 10).astype(int).ravel().tolist())
+    statistic, limit = chi_square(tenths, [0.1] * 10)
+    assert statistic < limit
+    for one, other in ((grid[:, :-1], grid[:, 1:]), (grid[:-1], grid[1:])):  # neighbours in position, in seed
+        assert abs(np.corrcoef(one.ravel(), other.ravel())[0, 1]) < 4 / math.sqrt(grid.size)
+
+
+def test_every_64_bit_seed_is_one_of_its_own() -> None:
+    seeds = [0, 1, -1, 2**62, 2**63 - 1, -(2**63)]
+    assert len({uniform(seed, 5) for seed in seeds}) == len(seeds)
+    assert uniform(-1, 5) == uniform(2**64 - 1, 5)
+
+
+# -------------------------------------------------------------------- the batch
+def a_batch() -> tuple[Tensor, list[Draw]]:
+    logits = torch.randn(6, 40, generator=torch.Generator().manual_seed(5)) * 3
+    draws = [Draw(Sampling(1, temperature=t, seed=s), p) for t, s, p in ((1, 3, 9), (0, 0, 9), (0.7, 3, 9), (1, 4, 9))]
+    return logits, [*draws, Draw(Sampling(1, seed=3), 10), Draw(Sampling(1, top_k=3, seed=3), 9)]
+
+
+def test_noise_depends_on_neither_batch_nor_order() -> None:
+    logits, draws = a_batch()
+    together = sample(logits, draws)
+    assert together == [sample(logits[i : i + 1], [one])[0] for i, one in enumerate(draws)]
+    backwards = sample(logits.flip(0), draws[::-1])
+    assert backwards == together[::-1]
+    assert together == sample(logits, draws), "drawing again gives the same"
+
+
+def test_logits_are_left_as_they_were() -> None:
+    logits, draws = a_batch()
+    before = logits.clone()
+    sample(logits, draws)
+    assert torch.equal(logits, before)
+
+
+@pytest.mark.parametrize(
+    "sampling",
+    [Sampling(1), Sampling(1, top_k=50), Sampling(1, top_p=0.9), Sampling(1, min_p=0.1, top_k=1000, top_p=0.5)],
+)
+def test_a_large_vocabulary_is_drawn_from(sampling: Sampling) -> None:
+    logits = torch.randn(VOCABULARY, generator=torch.Generator().manual_seed(7)) * 4
+    p = probabilities(logits, sampling)
+    kept = (p > 0).sum()
+    assert kept <= (sampling.top_k or VOCABULARY)
+    tokens = [sample(logits[None], [Draw(sampling, position)])[0] for position in range(5)]
+    assert all(p[token] > 0 for token in tokens)
+    flat = torch.zeros(VOCABULARY)
+    assert len({sample(flat[None], [Draw(Sampling(1, seed=1), position)])[0] for position in range(5)}) == 5
+
+
+def test_a_large_vocabulary_is_drawn_from_evenly() -> None:
+    """Sums of many small probabilities lose no token: quarters of the vocabulary come equally often."""
+    p = torch.full((VOCABULARY,), 1 / VOCABULARY)
+    quarters = Counter(int(draw(p, uniform(1, i))) * 4 // VOCABULARY for i in range(300))
+    statistic, limit = chi_square(quarters, [0.25] * 4)
+    assert statistic < limit

@@ -1,0 +1,284 @@
+"""What every step's rows keep to, whoever asks for what: budget, seats, row lengths, decode first. No tensor here."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from cache_strategies.base import KVCache
+from server.engine.messages import Sampling
+from server.engine.request import Request, RequestError
+from server.engine.scheduler import Limits, Scheduled, Scheduler
+from tests.engine.fake_caches import FakeCache, FakeSeat, Memory
+
+LIMITS = Limits(
+    max_num_seqs=4,
+    max_step_tokens=10,
+    max_waiting=100,
+    max_seq_len=100,
+    kv_bytes=1000,
+    kv_overcommit=10,
+)
+TOKEN = 7
+
+
+class Engine:
+    """A scheduler, and steps that enter what was scheduled and generate a token where a text ends."""
+
+    def __init__(self, **limits: Any) -> None:
+        self.scheduler = Scheduler(LIMITS._replace(**limits))
+        self.names: dict[Request, str] = {}
+
+    def submit(self, name: str, cache: KVCache, prompt: int, max_tokens: int = 3, priority: int = 0) -> Request:
+        request = Request((0, name), [TOKEN] * prompt, Sampling(max_tokens), cache, "test", priority)
+        self.scheduler.submit(request, capacity=cache.usage().limit)
+        self.names[request] = name
+        return request
+
+    def step(self) -> dict[str, int]:
+        """Tokens scheduled, by request, in the order of rows."""
+        rows, _ = self.scheduler.schedule()
+        for request, num_tokens in rows:
+            enter(self.scheduler, request, num_tokens)
+        return {self.names[request]: num_tokens for request, num_tokens in rows}
+
+
+def enter(scheduler: Scheduler, request: Request, num_tokens: int) -> None:
+    """The row has run."""
+    assert request.seat is not None
+    at_end = num_tokens == request.remaining
+    request.seat.length += num_tokens
+    if at_end:
+        request.extend(TOKEN, eos_ids=())
+    if request.finish_reason:
+        scheduler.remove(request)
+
+
+# -------------------------------------------------------------------- rows of a step
+def test_prompts_are_cut_to_the_budget_and_decoding_goes_on_beside_them() -> None:
+    engine, cache = Engine(), FakeCache("a", Memory(1000))
+    engine.submit("short", cache, 4)
+    engine.submit("long", cache, 25)
+    assert [engine.step() for _ in range(4)] == [
+        {"short": 4, "long": 6},
+        {"short": 1, "long": 9},
+        {"short": 1, "long": 9},
+        {"long": 1},
+    ]
+
+
+def test_decode_comes_first_though_it_is_last_in_line() -> None:
+    engine, cache = Engine(), FakeCache("a", Memory(1000))
+    engine.submit("low", cache, 3, 9, priority=5)
+    engine.step()
+    engine.submit("high", cache, 60, 9, priority=0)
+    steps = [engine.step() for _ in range(4)]
+    assert [list(step) for step in steps[1:]] == [["low", "high"]] * 3
+    assert [step["low"] for step in steps[1:]] == [1, 1, 1]
+
+
+def test_more_who_decode_than_the_budget_take_it_in_line() -> None:
+    engine, cache = Engine(max_step_tokens=2), FakeCache("a", Memory(1000))
+    for i in range(4):
+        engine.submit(str(i), cache, 1, 3)
+    assert engine.step() == {"0": 1, "1": 1}
+    assert engine.step() == {"0": 1, "1": 1}
+    assert engine.step() == {"0": 1, "1": 1}
+    assert engine.step() == {"2": 1, "3": 1}, "the first ones have ended"
+
+
+def test_rows_are_cut_to_what_the_instance_takes() -> None:
+    engine, memory = Engine(max_step_tokens=50), Memory(1000)
+    engine.submit("ring", FakeCache("ring", memory, max_row=3), 8)
+    engine.submit("free", FakeCache("free", memory), 20)
+    assert [engine.step() for _ in range(3)] == [
+        {"ring": 3, "free": 20},
+        {"free": 1, "ring": 3},
+        {"free": 1, "ring": 2},
+    ]
+
+
+def test_seats_are_limited() -> None:
+    engine, cache = Engine(max_num_seqs=2), FakeCache("a", Memory(1000))
+    for i in range(3):
+        engine.submit(str(i), cache, 2, 2)
+    assert engine.step() == {"0": 2, "1": 2}
+    assert engine.step() == {"0": 1, "1": 1}
+    assert engine.step() == {"2": 2}
+
+
+def test_who_is_not_ready_is_left_out_and_keeps_its_seat() -> None:
+    engine, cache = Engine(), FakeCache("a", Memory(1000))
+    waits = engine.submit("waits", cache, 5)
+    engine.step()
+    assert waits.seat is not None
+    cache.not_ready.add(waits.seat)
+    engine.submit("goes", cache, 5)
+    assert engine.step() == {"goes": 5}
+    assert engine.step() == {"goes": 1}
+    cache.not_ready.clear()
+    assert engine.step() == {"waits": 1, "goes": 1}
+
+
+def test_if_nobody_is_ready_everybody_waits() -> None:
+    engine, cache = Engine(), FakeCache("a", Memory(1000))
+    requests = [engine.submit(str(i), cache, 5) for i in range(2)]
+    engine.step()
+    cache.not_ready = {request.seat for request in requests if request.seat is not None}
+    assert engine.step() == {}
+    cache.not_ready.clear()
+    assert engine.step() == {"0": 1, "1": 1}
+    assert [request.preemptions for request in requests] == [0, 0]
+
+
+def test_if_nobody_who_is_ready_has_room_the_last_in_line_gives_way() -> None:
+    engine, cache = Engine(), FakeCache("a", Memory(10))
+    waits = engine.submit("waits", cache, 5)
+    needs = engine.submit("needs", cache, 5, priority=1)
+    engine.step()
+    assert waits.seat is not None
+    cache.not_ready.add(waits.seat)
+    assert engine.step() == {}
+    assert (waits.preemptions, needs.preemptions) == (0, 1)
+    cache.not_ready.clear()
+    assert engine.step() == {"waits": 1}
+
+
+# -------------------------------------------------------------------- victims
+def test_the_last_in_line_gives_way() -> None:
+    engine, cache = Engine(), FakeCache("a", Memory(9))
+    requests = [engine.submit(str(i), cache, 3, 5) for i in range(3)]
+    engine.step()
+    small = engine.submit("small", FakeCache("b", cache.memory), 1)
+    assert engine.step() == {"0": 1, "1": 1}
+    assert [request.preemptions for request in requests] == [0, 0, 1]
+    assert engine.scheduler.waiting == [requests[2], small], "nobody is taken in where somebody had to go"
+
+
+def test_what_cannot_be_recomputed_gives_way_last() -> None:
+    engine, memory = Engine(), Memory(9)
+    first = engine.submit("first", FakeCache("a", memory), 3, 5)
+    second = engine.submit("second", FakeCache("b", memory), 3, 5)
+    precious = engine.submit("precious", FakeCache("c", memory, replayable=False), 3, 5)
+    engine.step()
+    engine.step()
+    assert (first.preemptions, second.preemptions, precious.preemptions) == (0, 1, 0)
+
+
+def test_the_own_instance_gives_way_before_another() -> None:
+    engine, memory = Engine(), Memory(9)
+    cache = FakeCache("a", memory)
+    engine.submit("first", cache, 3, 5)
+    own = engine.submit("own", cache, 3, 5)
+    other = engine.submit("other", FakeCache("b", memory, reserve=3), 3, 5)
+    engine.step()
+    engine.step()
+    assert (own.preemptions, other.preemptions) == (1, 0)
+
+
+def test_nobody_in_the_step_already_gives_way() -> None:
+    engine, cache = Engine(max_step_tokens=4), FakeCache("a", Memory(9), lazy=True)
+    second = engine.submit("second", cache, 2, 7, priority=1)
+    assert engine.step() == {"second": 2}
+    engine.submit("first", cache, 8, 1)
+    assert engine.step() == {"second": 1, "first": 3}
+    for _ in range(3):  # the first has no room, but who decodes is in the step before it is asked
+        assert engine.step() == {"second": 1}
+    assert engine.step() == {"first": 4}, "now neither has room, and who is behind gives way"
+    assert second.preemptions == 1
+
+
+# -------------------------------------------------------------------- refusals
+def test_what_can_never_run_is_refused_before_it_takes_a_place() -> None:
+    engine, cache = Engine(max_waiting=0, max_num_seqs=1), FakeCache("a", Memory(60), limit=50)
+    with pytest.raises(RequestError, match="prompt \\(90 tokens\\) and max_tokens \\(11\\) come to 101 tokens"):
+        engine.submit("long", cache, 90, 11)
+    with pytest.raises(RequestError, match="needs 51 bytes of KV memory, and a may hold 50"):
+        engine.submit("large", cache, 48, 3)
+    engine.submit("fits", cache, 47, 3)
+    with pytest.raises(RequestError) as caught:
+        engine.submit("late", cache, 1, 1)
+    assert caught.value.status == 429
+
+
+# -------------------------------------------------------------------- any load
+class Load(NamedTuple):
+    """A request of a random load."""
+
+    cache: int
+    prompt: int
+    max_tokens: int
+    priority: int
+    pause: int  # steps before it comes
+
+
+LOADS = st.lists(
+    st.builds(Load, st.integers(0, 4), st.integers(1, 20), st.integers(1, 6), st.integers(0, 2), st.integers(0, 4)),
+    min_size=1,
+    max_size=20,
+)
+
+
+class Watched:
+    """An engine whose every step is checked."""
+
+    def __init__(self, budget: int, seats: int, overcommit: float) -> None:
+        memory = Memory(40)
+        self.caches = [
+            FakeCache("free", memory),
+            FakeCache("rows", memory, max_row=2),
+            FakeCache("slab", memory, reserve=26),
+            FakeCache("precious", memory, replayable=False, limit=30),
+            FakeCache("lazy", memory, lazy=True),
+        ]
+        self.memory = memory
+        self.engine = Engine(
+            max_step_tokens=budget, max_num_seqs=seats, kv_bytes=memory.total, kv_overcommit=overcommit
+        )
+
+    def step(self) -> None:
+        scheduler = self.engine.scheduler
+        busy = bool(scheduler.running or scheduler.waiting)
+        decoding = [r for r in scheduler.running if r.remaining == 1]
+        rows, preempted = scheduler.schedule()
+        assert rows or not busy, "nobody progresses"
+        assert all(request.seat is None and request in scheduler.waiting for request in preempted)
+        self._check_rows(rows)
+        left_out = [r for r in decoding if r.seat is not None and r not in {row.request for row in rows}]
+        prefilling = [row for row in rows if row.request not in decoding]
+        assert not left_out or not prefilling or self.memory.free == 0, "a prompt came before who decodes"
+        for row in rows:
+            enter(scheduler, *row)
+
+    def _check_rows(self, rows: Sequence[Scheduled]) -> None:
+        limits = self.engine.scheduler.limits
+        assert sum(row.num_tokens for row in rows) <= limits.max_step_tokens
+        assert len(self.engine.scheduler.running) <= limits.max_num_seqs
+        assert len({row.request for row in rows}) == len(rows)
+        for request, num_tokens in rows:
+            assert isinstance(request.seat, FakeSeat)
+            assert 0 < num_tokens <= min(request.remaining, request.cache.contract.max_row or num_tokens)
+            assert request.seat.held >= request.cache.bytes_for(request.seat.length + num_tokens)
+
+
+@settings(max_examples=80, deadline=None, derandomize=True, database=None)
+@given(LOADS, st.integers(1, 12), st.integers(1, 5), st.sampled_from([1.0, 1.5, 9.0]))
+def test_any_load_keeps_the_limits_and_comes_to_an_end(
+    loads: list[Load], budget: int, seats: int, overcommit: float
+) -> None:
+    watched = Watched(budget, seats, overcommit)
+    requests = []
+    for i, load in enumerate(loads):
+        for _ in range(load.pause):
+            watched.step()
+        cache = watched.caches[load.cache]
+        requests.append(watched.engine.submit(str(i), cache, load.prompt, load.max_tokens, load.priority))
+    for _ in range(60 * len(loads)):
+        watched.step()
+    assert [request.finish_reason for request in requests] == ["length"] * len(loads)
+    assert watched.memory.free == watched.memory.total
+    assert not any(cache.open_seats for cache in watched.caches)

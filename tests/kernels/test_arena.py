@@ -1,0 +1,305 @@
+"""The arena: floors, limits and shares that move, runs and single pages, idle pages given back, books that add up."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+
+from kernels.arena import Arena
+
+PAGE = 64
+
+
+class Owner:
+    """Holds pages in an arena; some may be idle, oldest first."""
+
+    def __init__(self, arena: Arena, name: str, *, floor: int = 0, limit: int | None = None) -> None:
+        self.arena, self.name = arena, name
+        self.busy: list[tuple[int, int]] = []  # (page, run)
+        self.idle: list[tuple[int, int]] = []
+        arena.join(name, self, floor=floor, limit=limit)
+
+    def take(self, run: int = 1) -> int | None:
+        page = self.arena.take(self.name, run)
+        if page is not None:
+            self.busy.append((page, run))
+        return page
+
+    def rest(self, index: int = 0) -> None:
+        """A piece it holds is idle from now on."""
+        self.idle.append(self.busy.pop(index))
+
+    def give(self, index: int = 0) -> None:
+        self.arena.give(self.name, *self.busy.pop(index))
+
+    def idle_pages(self) -> int:
+        return sum(run for _, run in self.idle)
+
+    def reclaim(self, pages: int) -> int:
+        given = 0
+        while given < pages and self.idle:
+            page, run = self.idle.pop(0)
+            self.arena.give(self.name, page, run)
+            given += run
+        return given
+
+    @property
+    def held(self) -> int:
+        return sum(run for _, run in (*self.busy, *self.idle))
+
+
+def arena_of(pages: int, **owners: dict[str, int]) -> tuple[Arena, dict[str, Owner]]:
+    arena = Arena(pages, PAGE)
+    return arena, {name: Owner(arena, name, **share) for name, share in owners.items()}
+
+
+# ---------------------------------------------------------------- memory
+def test_memory_is_one_piece_and_starts_as_zeros() -> None:
+    arena = Arena(5, PAGE)
+    assert arena.memory.shape == (5 * PAGE,)
+    assert arena.memory.dtype is torch.uint8
+    assert not arena.memory.any()
+
+
+def test_nothing_that_is_taken_or_given_moves_the_memory() -> None:
+    arena, owners = arena_of(8, a={})
+    address = arena.memory.data_ptr()
+    while owners["a"].take() is not None:
+        pass
+    owners["a"].give()
+    assert arena.memory.data_ptr() == address
+
+
+# ---------------------------------------------------------------- where pages come from
+def test_single_pages_come_from_below_and_runs_from_above() -> None:
+    _, owners = arena_of(10, a={})
+    assert [owners["a"].take() for _ in range(2)] == [0, 1]
+    assert [owners["a"].take(3) for _ in range(2)] == [7, 4]
+    assert owners["a"].take() == 2
+
+
+def test_a_page_that_was_given_back_is_the_next_to_be_taken() -> None:
+    _, owners = arena_of(10, a={})
+    for _ in range(4):
+        owners["a"].take()
+    owners["a"].give(1)
+    assert owners["a"].take() == 1
+
+
+def test_a_run_needs_pages_side_by_side() -> None:
+    _, owners = arena_of(5, a={}, b={})
+    for _ in range(5):
+        owners["a"].take()
+    for index in (4, 2, 0):  # pages 0, 2 and 4 are free
+        owners["a"].give(index)
+    assert owners["b"].take(2) is None
+    owners["a"].give(0)
+    assert owners["b"].take(2) == 1
+
+
+# ---------------------------------------------------------------- floors and limits
+def test_nobody_holds_more_than_its_limit() -> None:
+    _, owners = arena_of(10, a={"limit": 4})
+    assert owners["a"].take(3) is not None
+    assert owners["a"].take(2) is None
+    assert owners["a"].take() is not None
+    assert owners["a"].take() is None
+
+
+def test_nobody_takes_what_another_was_promised() -> None:
+    arena, owners = arena_of(10, a={"floor": 4}, b={})
+    while owners["b"].take() is not None:
+        pass
+    assert owners["b"].held == 6
+    assert [owners["a"].take() is not None for _ in range(5)] == [True] * 4 + [False]
+    assert arena.free == 0
+
+
+def test_a_promise_that_is_kept_holds_nobody_up() -> None:
+    _, owners = arena_of(10, a={"floor": 2}, b={})
+    for _ in range(3):
+        owners["a"].take()
+    while owners["b"].take() is not None:
+        pass
+    assert owners["b"].held == 7
+
+
+def test_capacity_is_what_is_left_when_others_go_down_to_their_floors() -> None:
+    arena, _ = arena_of(10, a={"floor": 3}, b={"limit": 5}, c={"floor": 1})
+    assert [arena.capacity(name) for name in "abc"] == [9, 5, 7]
+
+
+def test_shares_move_while_pages_are_held() -> None:
+    arena, owners = arena_of(10, a={}, b={})
+    for _ in range(8):
+        owners["a"].take()
+    arena.set_share("a", floor=0, limit=5)
+    assert owners["a"].held == 8, "what is in use stays"
+    assert owners["a"].take() is None
+    arena.set_share("b", floor=2, limit=10)
+    arena.set_share("a", floor=0, limit=10)
+    assert owners["a"].take() is None, "the last two are b's by now"
+    assert owners["b"].take(2) is not None
+
+
+def test_a_lower_limit_gives_idle_pages_back_at_once() -> None:
+    arena, owners = arena_of(10, a={})
+    for _ in range(8):
+        owners["a"].take()
+    for _ in range(5):
+        owners["a"].rest()
+    arena.set_share("a", floor=0, limit=6)
+    assert owners["a"].held == 6
+    assert arena.free == 4
+
+
+# ---------------------------------------------------------------- idle pages
+def test_idle_pages_of_others_make_room() -> None:
+    _, owners = arena_of(4, a={}, b={})
+    for _ in range(4):
+        owners["a"].take()
+    assert owners["b"].take() is None
+    owners["a"].rest(2)
+    assert owners["b"].take() == 2
+    assert owners["b"].take() is None
+
+
+def test_idle_pages_within_a_floor_stay() -> None:
+    _, owners = arena_of(4, a={"floor": 3}, b={})
+    for _ in range(4):
+        owners["a"].take()
+    for _ in range(4):
+        owners["a"].rest()
+    assert owners["b"].take() == 0
+    assert owners["b"].take() is None
+    assert owners["a"].held == 3
+
+
+def test_at_its_limit_an_owner_gives_up_its_own_idle_pages_only() -> None:
+    _, owners = arena_of(8, a={"limit": 3}, b={})
+    for name in "ab":
+        for _ in range(3):
+            owners[name].take()
+        owners[name].rest()
+    assert owners["a"].take() is not None
+    assert len(owners["a"].idle) == 0
+    assert len(owners["b"].idle) == 1
+    assert owners["a"].take() is None
+
+
+def test_idle_pages_are_given_back_until_a_run_is_free() -> None:
+    _, owners = arena_of(6, a={}, b={})
+    for _ in range(6):
+        owners["a"].take()
+    for index in (0, 1, 2, 2):  # pages 0, 2, 4, 5 are idle, in this order
+        owners["a"].rest(index)
+    assert owners["b"].take(2) == 4
+    assert owners["a"].held == 2
+
+
+# ---------------------------------------------------------------- own bugs
+def test_giving_a_page_back_twice_is_caught() -> None:
+    arena, owners = arena_of(4, a={})
+    page = owners["a"].take(2)
+    assert page is not None
+    owners["a"].give()
+    with pytest.raises(AssertionError, match="twice"):
+        arena.give("a", page, 2)
+
+
+def test_giving_back_more_than_was_taken_is_caught() -> None:
+    arena, owners = arena_of(4, a={})
+    assert owners["a"].take() == 0
+    with pytest.raises(AssertionError, match="twice"):
+        arena.give("a", 0, 2)
+
+
+def test_an_owner_joins_once() -> None:
+    arena, owners = arena_of(4, a={})
+    with pytest.raises(AssertionError):
+        arena.join("a", owners["a"])
+
+
+# ---------------------------------------------------------------- any history
+PAGES = 12
+NAMES = ("a", "b", "c")
+
+
+class ArenaHistory(RuleBasedStateMachine):
+    """Random takes, gives and shares of three owners, against lists of who holds what."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.arena, self.owners = arena_of(PAGES, a={"floor": 3}, b={"limit": 7}, c={})
+        self.shares = {"a": (3, PAGES), "b": (0, 7), "c": (0, PAGES)}
+
+    @rule(name=st.sampled_from(NAMES), run=st.sampled_from([1, 1, 1, 2, 3]))
+    def take(self, name: str, run: int) -> None:
+        before = self.occupied()
+        page = self.owners[name].take(run)
+        if page is None:
+            assert not self.room(name, run)
+            return
+        assert not {p for p in range(page, page + run) if before.get(p) == "busy"}, "somebody's page was taken"
+        assert self.owners[name].held <= self.shares[name][1]
+        assert self.arena.free >= self.promised(name)
+        free = [p for p in range(PAGES) if p not in self.occupied() or page <= p < page + run]
+        fitting = [p for p in free if all(q in free for q in range(p, p + run))]
+        assert page == (min(fitting) if run == 1 else max(fitting))
+
+    @rule(name=st.sampled_from(NAMES), index=st.integers(0, PAGES), idle=st.booleans())
+    def let_go(self, name: str, index: int, idle: bool) -> None:
+        owner = self.owners[name]
+        if owner.busy:
+            (owner.rest if idle else owner.give)(index % len(owner.busy))
+
+    @rule(name=st.sampled_from(NAMES), floor=st.integers(0, 5), limit=st.integers(5, PAGES))
+    def set_share(self, name: str, floor: int, limit: int) -> None:
+        others = sum(share[0] for other, share in self.shares.items() if other != name)
+        self.shares[name] = (min(floor, PAGES - others), limit)
+        self.arena.set_share(name, floor=self.shares[name][0], limit=limit)
+        assert self.owners[name].held <= limit or not self.owners[name].idle
+
+    @invariant()
+    def books_add_up(self) -> None:
+        self.arena.check_integrity()
+        assert self.arena.free == PAGES - len(self.occupied())
+        for name, owner in self.owners.items():
+            assert self.arena.held(name) == owner.held
+
+    def occupied(self) -> dict[int, str]:
+        """Page to "busy" or "idle"; a page that two hold fails."""
+        pages: dict[int, str] = {}
+        for owner in self.owners.values():
+            for state, pieces in (("busy", owner.busy), ("idle", owner.idle)):
+                for page, run in pieces:
+                    for each in range(page, page + run):
+                        assert each not in pages
+                        pages[each] = state
+        return pages
+
+    def promised(self, name: str) -> int:
+        """Pages the others may still claim by their floors."""
+        return sum(max(0, self.shares[o][0] - owner.held) for o, owner in self.owners.items() if o != name)
+
+    def room(self, name: str, run: int) -> bool:
+        """After a refusal: was there a way left to make room?"""
+        owner, (_, limit) = self.owners[name], self.shares[name]
+        if owner.idle:
+            return True
+        if owner.held + run > limit:
+            return False
+        if any(o.idle and o.held > self.shares[other][0] for other, o in self.owners.items()):
+            return True
+        taken = self.occupied()
+        side_by_side = any(all(p not in taken for p in range(q, q + run)) for q in range(PAGES - run + 1))
+        return side_by_side and self.arena.free - run >= self.promised(name)
+
+
+TestArenaHistory: Callable[[], None] = ArenaHistory.TestCase
+TestArenaHistory.settings = settings(max_examples=60, stateful_step_count=40, deadline=None, derandomize=True)

@@ -1,0 +1,91 @@
+"""Every backend's attention is the definition's, for every kind of layer and every layout of memory, at every type."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.contract.brute import attention, everything, seen
+from tests.kernels.matrix import BACKENDS, LAYOUTS, ROWS, SPECS, TOLERANCE, Layout, RowOf, Scene
+
+backends = pytest.mark.parametrize("backend", BACKENDS)
+layouts = pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: layout.kind)
+dtypes = pytest.mark.parametrize("dtype", TOLERANCE, ids=lambda dtype: str(dtype).removeprefix("torch."))
+
+
+@dtypes
+@layouts
+@pytest.mark.parametrize("spec", SPECS)
+@backends
+def test_rows_attend_as_the_definition_says(backend: str, spec: str, layout: Layout, dtype: torch.dtype) -> None:
+    window = 40 if layout.ring else None
+    scene = Scene(BACKENDS[backend](), layout, SPECS[spec], ROWS, dtype)
+    for i, (out, row) in enumerate(zip(scene.attend(window=window), ROWS, strict=True)):
+        if row.past < 0:
+            assert (out == 7.0).all(), "a padding row has an output"
+            continue
+        want = expected(scene, i, window)
+        assert out.dtype is dtype
+        assert (out.double() - want).abs().max() < TOLERANCE[dtype]
+
+
+@layouts
+@pytest.mark.parametrize("window", [1, 2, 13])
+@backends
+def test_a_strategys_window_leaves_the_sinks_in_sight(backend: str, window: int, layout: Layout) -> None:
+    scene = Scene(BACKENDS[backend](), layout, SPECS["groups of 4"], ROWS, torch.float32)
+    for i, (out, row) in enumerate(zip(scene.attend(window=window), ROWS, strict=True)):
+        if row.past >= 0:
+            assert (out.double() - expected(scene, i, window)).abs().max() < TOLERANCE[torch.float32]
+
+
+@backends
+def test_scores_of_any_size_overflow_nothing(backend: str) -> None:
+    spec = SPECS["groups of 4"]._replace(scale=1e4)
+    scene = Scene(BACKENDS[backend](), Layout(16), spec, [RowOf(100, 1), RowOf(130, 8)], torch.float32)
+    for i, out in enumerate(scene.attend()):
+        assert out.isfinite().all()
+        assert (out.double() - expected(scene, i, None)).abs().max() < 1e-3
+
+
+@layouts
+@backends
+def test_what_enters_can_be_gathered_at_its_positions(backend: str, layout: Layout) -> None:
+    scene = Scene(BACKENDS[backend](), layout, SPECS["values wider than keys"], ROWS, torch.bfloat16)
+    scene.attend()
+    for i, row in enumerate(ROWS):
+        if row.past < 0:
+            continue
+        end = row.past + row.tokens
+        oldest = max(layout.sinks, end - layout.ring) if layout.ring else 0
+        positions = torch.tensor([*range(min(layout.sinks, end)), *range(oldest, end)])
+        k, v = scene.ops.gather(scene.store, 0, scene.at, i, positions)
+        assert torch.equal(k, scene.k[i][positions])
+        assert torch.equal(v, scene.v[i][positions])
+
+
+@backends
+def test_padding_is_written_nowhere(backend: str) -> None:
+    scene = Scene(BACKENDS[backend](), Layout(16), SPECS["groups of 4"], [RowOf(-1, 1), RowOf(-1, 1)], torch.float32)
+    scene.entering = lambda part: torch.ones_like(torch.cat(list(part)))  # type: ignore[method-assign]
+    scene.attend()
+    assert (scene.arena.memory == 0xFF).all()
+
+
+@backends
+def test_blocks_are_copied_whole_and_leave_their_neighbours_alone(backend: str) -> None:
+    scene = Scene(BACKENDS[backend](), Layout(5), SPECS["values wider than keys"], [RowOf(20, 1)], torch.float32)
+    scene.arena.memory.copy_(torch.randint(0, 255, scene.arena.memory.shape).byte())
+    blocks = scene.store.blocks.clone()
+    scene.ops.copy_blocks(scene.store, [4, 4, 6], [1, 9, 2])
+    for block in range(len(blocks)):
+        source = {1: 4, 9: 4, 2: 6}.get(block, block)
+        assert torch.equal(scene.store.blocks[block], blocks[source])
+
+
+def expected(scene: Scene, i: int, window: int | None) -> Tensor:
+    row, sinks, length = scene.rows[i], scene.layout.sinks, len(scene.k[i])
+    mask = seen(scene.spec, length, everything if window is None else lambda i, j: (i - j < window) | (j < sinks))
+    q = scene.q[i][row.past :]
+    return attention(q, scene.k[i], scene.v[i], scene.spec, mask[row.past :])

@@ -1,0 +1,99 @@
+"""A cache of one tiny layer whose keys tell which token was entered where, and the steps of an engine in one call."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from cache_strategies import registry
+from cache_strategies.base import Geometry, KVCache, Row, Seat
+from cache_strategies.paged import PagedCache, PagedSeat
+from cache_strategies.table import TableCache, TableSeat
+from config.settings import StrategySettings
+from kernels.arena import Arena
+from kernels.ops import LayerSpec
+from kernels.reference import ReferenceOps
+
+LAYER = LayerSpec(1, 1, 4, 4)
+BLOCK = 4  # tokens of a block, unless a test says otherwise
+
+
+def cache_of(kind: str, *, pages: int = 200, seats: int = 8, max_seq_len: int = 64, **options: int | bool) -> KVCache:
+    """An instance called "it", alone in its arena; whatever was never written is NaN."""
+    instances = registry.declared({"it": StrategySettings(kind=kind, **options)})
+    geometry = Geometry([LAYER], torch.float32, seats, max_seq_len, 64)
+    arena = Arena(pages, registry.page_bytes(instances, geometry))
+    arena.memory.fill_(0xFF)
+    return registry.build(instances, geometry, arena, ReferenceOps())["it"]
+
+
+def paged(*, pages: int = 200, seats: int = 8, block_size: int = BLOCK, **options: bool) -> PagedCache:
+    """A paged instance; one page is one block."""
+    cache = cache_of("paged", pages=pages, seats=seats, block_size=block_size, **options)
+    assert isinstance(cache, PagedCache)
+    return cache
+
+
+def opened(cache: KVCache, tokens: Sequence[int], *, salt: str = "", max_cached: int | None = None) -> PagedSeat:
+    """A seat that there is room for."""
+    seat = cache.open(tokens, salt=salt, max_cached=max_cached)
+    assert seat is not None, "no room"
+    return seat  # type: ignore[return-value]
+
+
+def enter(cache: KVCache, *rows: tuple[Seat, Sequence[int]]) -> None:
+    """One step in which these tokens enter."""
+    cache.poll()
+    for seat, tokens in rows:
+        assert cache.grow(seat, len(tokens)), "no room"
+    write(cache, *rows)
+
+
+def write(cache: KVCache, *rows: tuple[Seat, Sequence[int]], commit: bool = True) -> None:
+    """The device's part of a step."""
+    rows = tuple(sorted(rows, key=lambda row: len(row[1]) > 1))
+    plan = cache.plan([Row(seat, len(tokens)) for seat, tokens in rows])
+    k = torch.cat([_entry(seat.length, tokens) for seat, tokens in rows])
+    plan.attend(0, k, k, -k, torch.empty_like(k))
+    if commit:
+        cache.commit(plan, [tokens for _, tokens in rows])
+
+
+def _entry(start: int, tokens: Sequence[int]) -> Tensor:
+    """K [n, 1, 4] of tokens: the id, the position, nothing."""
+    k = torch.zeros(len(tokens), 1, 4)
+    k[:, 0, 0] = torch.tensor(tokens)
+    k[:, 0, 1] = torch.arange(start, start + len(tokens))
+    return k
+
+
+def read(cache: KVCache, tokens: Sequence[int], *, salt: str = "", max_cached: int | None = None) -> PagedSeat:
+    """A seat for a prompt, all of which is entered in one step."""
+    seat = opened(cache, tokens, salt=salt, max_cached=max_cached)
+    enter(cache, (seat, tokens[seat.length :]))
+    return seat
+
+
+def stored(cache: KVCache, seat: Seat) -> list[int]:
+    """The tokens whose keys and values memory holds for a seat that forgets nothing."""
+    assert isinstance(cache, TableCache)
+    assert isinstance(seat, TableSeat)
+    size, tokens = cache.store.block_size, []
+    for position in range(seat.length):
+        block, slot = seat.blocks[position // size], position % size
+        k, v = cache.store.k(0)[block, 0, slot], cache.store.v(0)[block, 0, slot]
+        assert torch.equal(k, -v)
+        assert k[1] == position
+        tokens.append(int(k[0]))
+    return tokens
+
+
+def empty(cache: KVCache) -> None:
+    """Nothing has leaked: without seats and idle blocks the arena is free."""
+    cache.check_integrity()
+    arena = cache.setup.arena
+    cache.reclaim(arena.pages)
+    cache.check_integrity()
+    assert arena.free == arena.pages

@@ -1,0 +1,195 @@
+"""Kinds are found by name, options are checked, and the least memory that is asked for really is the least."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping
+
+import pytest
+import torch
+
+from cache_strategies import registry
+from cache_strategies.base import Geometry, KVCache
+from cache_strategies.contiguous import ContiguousCache
+from cache_strategies.registry import build, declared, load_kind, page_bytes, pages_needed, share_pages
+from config.settings import SettingsError, StrategySettings, default_strategies
+from kernels.arena import Arena
+from kernels.ops import LayerSpec
+from kernels.reference import ReferenceOps
+from kernels.store import block_bytes
+
+LAYERS = [LayerSpec(1, 2, 8, 8)]
+TOKENS = 24  # of the longest text
+
+
+def geometry(max_seats: int = 4) -> Geometry:
+    return Geometry(LAYERS, torch.float32, max_seats, TOKENS, 16)
+
+
+# ---------------------------------------------------------------- kinds
+def test_every_built_in_kind_can_be_loaded_and_has_an_instance_by_default() -> None:
+    for kind in registry.BUILTIN:
+        assert issubclass(load_kind(kind), KVCache)
+    assert {settings.kind for settings in default_strategies().values()} == set(registry.BUILTIN)
+
+
+def test_an_unknown_kind_is_refused_with_the_kinds_there_are() -> None:
+    with pytest.raises(SettingsError, match=r"no cache strategy kind 'pagd'; kinds are contiguous, paged, sliding_win"):
+        load_kind("pagd")
+
+
+@pytest.mark.parametrize(
+    ("where", "message"),
+    [
+        ("kernels.arena:Arena", "kernels.arena:Arena is no subclass of KVCache"),
+        ("kernels.arena:Nothing", "cannot load kernels.arena:Nothing"),
+        ("no.such.module:Cache", "cannot load no.such.module:Cache"),
+    ],
+)
+def test_a_plug_in_that_cannot_be_used_is_named(where: str, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(registry, "kinds", lambda: {"odd": where})
+    with pytest.raises(SettingsError, match=message):
+        load_kind("odd")
+
+
+def test_a_kind_of_somebody_elses_is_loaded_by_its_entry_point(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(registry, "kinds", lambda: {"mine": "cache_strategies.contiguous:ContiguousCache"})
+    assert load_kind("mine") is ContiguousCache
+
+
+# ---------------------------------------------------------------- options
+@pytest.mark.parametrize(
+    ("kind", "options", "message"),
+    [
+        (
+            "paged",
+            {"block_sise": 8},
+            r"strategies\.it\.block_sise is no option.*its options are: block_size, prefix_cache",
+        ),
+        ("paged", {"block_size": 0}, r"strategies\.it\.block_size: .*greater than or equal to 1"),
+        ("paged", {"block_size": 5000}, r"strategies\.it\.block_size: .*less than or equal to 1024"),
+        ("paged", {"block_size": "many"}, r"strategies\.it\.block_size: .*valid integer"),
+        ("sliding_window", {"window": 0}, r"strategies\.it\.window: "),
+        ("sliding_window", {"sinks": -1}, r"strategies\.it\.sinks: .*greater than or equal to 0"),
+        ("contiguous", {"window": 4}, r"strategies\.it\.window is no option.*its options are: none"),
+    ],
+)
+def test_a_bad_option_is_named(kind: str, options: Mapping[str, object], message: str) -> None:
+    with pytest.raises(SettingsError, match=message):
+        declared({"it": StrategySettings(kind=kind, **options)})
+
+
+def test_options_reach_the_instance() -> None:
+    (instance,) = declared({"it": StrategySettings(kind="paged", block_size=8, prefix_cache=False)})
+    assert (instance.name, instance.kind) == ("it", "paged")
+    assert (instance.options.block_size, instance.options.prefix_cache) == (8, False)
+
+
+# ---------------------------------------------------------------- memory
+def test_a_page_is_the_smallest_block() -> None:
+    instances = declared(
+        {
+            "small": StrategySettings(kind="paged", block_size=4),
+            "large": StrategySettings(kind="paged", block_size=16),
+            "slab": StrategySettings(kind="contiguous"),
+        }
+    )
+    page = page_bytes(instances, geometry())
+    assert page == block_bytes(LAYERS, 4, torch.float32)
+    caches = build(instances, geometry(), Arena(50, page), ReferenceOps())
+    assert [cache.store.run for cache in caches.values()] == [1, 4, 6]  # type: ignore[attr-defined]
+
+
+def test_shares_are_pages_rounded_down() -> None:
+    (instance,) = declared({"it": StrategySettings(kind="paged", floor="25%", limit="1000")})
+    assert share_pages(instance, 10, 64) == (2, 10)
+    assert share_pages(instance, 100, 64) == (25, 15)
+
+
+def test_instances_join_the_arena_with_their_shares() -> None:
+    instances = declared(
+        {
+            "a": StrategySettings(kind="paged", block_size=4, floor="20%", limit="50%"),
+            "b": StrategySettings(kind="paged", block_size=4),
+        }
+    )
+    arena = Arena(20, page_bytes(instances, geometry()))
+    build(instances, geometry(), arena, ReferenceOps())
+    assert (arena.capacity("a"), arena.capacity("b")) == (10, 16)
+
+
+def test_shares_that_leave_no_room_whatever_the_memory_are_refused() -> None:
+    instances = declared(
+        {"small": StrategySettings(kind="paged", limit="100"), "other": StrategySettings(kind="contiguous")}
+    )
+    with pytest.raises(SettingsError, match="raise the limits or lower the floors of small, other"):
+        pages_needed(instances, geometry())
+
+
+KINDS = (
+    *({"kind": "paged", "block_size": n} for n in (1, 3, 4, 8, 32)),
+    *({"kind": "sliding_window", "window": n, "sinks": 1, "max_row": 2} for n in (1, 5, 50)),
+    {"kind": "contiguous"},
+)
+FLOORS, LIMITS = ("0%", "10%", "25%", "33%"), ("40%", "75%", "100%")
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_the_least_memory_is_the_least(seed: int) -> None:
+    strategies = instances_of(seed, 1 + seed % 2)
+    least = pages_needed(declared(strategies), geometry())
+    assert holds_one_of_each(strategies, least)
+    assert not any(holds_one_of_each(strategies, pages) for pages in range(1, least))
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_the_least_memory_of_many_instances_is_enough_and_a_page_less_is_not(seed: int) -> None:
+    strategies = instances_of(seed, 3)
+    least = pages_needed(declared(strategies), geometry())
+    assert holds_one_of_each(strategies, least)
+    assert not holds_one_of_each(strategies, least - 1)
+
+
+@pytest.mark.parametrize("amount", ["0", "3000", "20000"])
+def test_the_least_memory_counts_floors_given_in_bytes(amount: str) -> None:
+    strategies = {
+        "a": StrategySettings(kind="paged", block_size=4, floor=amount),
+        "b": StrategySettings(kind="contiguous", floor="10%"),
+    }
+    least = pages_needed(declared(strategies), geometry())
+    assert holds_one_of_each(strategies, least)
+    assert not any(holds_one_of_each(strategies, pages) for pages in range(1, least))
+
+
+def instances_of(seed: int, number: int) -> dict[str, StrategySettings]:
+    rng = random.Random(seed)
+    return {
+        f"s{i}": StrategySettings.model_validate(
+            rng.choice(KINDS) | {"floor": rng.choice(FLOORS), "limit": rng.choice(LIMITS)}
+        )
+        for i in range(number)
+    }
+
+
+def holds_one_of_each(strategies: Mapping[str, StrategySettings], pages: int) -> bool:
+    """Tried out: the floors leave nobody out, and each instance in turn takes a text of the greatest length."""
+    if pages == 0:
+        return False
+    instances = declared(strategies)
+    page = page_bytes(instances, geometry())
+    arena = Arena(pages, page)
+    if sum(share_pages(instance, pages, page)[0] for instance in instances) > pages:
+        return False
+    for cache in build(instances, geometry(), arena, ReferenceOps()).values():
+        seat = cache.open(list(range(TOKENS)))
+        if seat is None:
+            return False
+        cache.close(seat)
+        cache.reclaim(pages)
+    return True
+
+
+def test_a_small_ring_does_not_cut_pages_that_waste_half_of_a_paged_cache() -> None:
+    small_ring = StrategySettings(kind="sliding_window", window=4, sinks=0, max_row=4)
+    instances = declared({"ring": small_ring, "paged": StrategySettings(kind="paged", block_size=8)})
+    assert page_bytes(instances, geometry()) == page_bytes(instances[1:], geometry())
