@@ -1,24 +1,14 @@
-"""What the tests of this folder share: one thread, a tiny random model on disk, and the texts it must write."""
+"""What the tests of this folder share: a tiny random model on disk, and the texts it must write."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import torch
 from transformers import Qwen2Config
 
 from tests.engine.reference import Reference
 from tests.models.random_models import CONFIGS, load, save_random
-
-
-@pytest.fixture(autouse=True, scope="session")
-def _one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="session")

@@ -20,7 +20,6 @@ def test_greedy_text_is_the_same(name: str, tmp_path: Path) -> None:
     tokenizer = PreTrainedTokenizerFast(tokenizer_file=str(tmp_path / "tokenizer.json"))
     prompt = "A text of a few words, "
     ids = torch.tensor([tokenizer.encode(prompt)])
-    torch.set_num_threads(1)
     whole = model.generate(ids, max_new_tokens=40, do_sample=False, pad_token_id=0, eos_token_id=1)
     expected = tokenizer.decode(whole[0, ids.shape[1] :], skip_special_tokens=True)
     with serving("--model", str(tmp_path), "--dtype", "float32", "--threads", "1", "--kv-memory", "32MiB") as server:
