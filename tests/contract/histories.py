@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 from torch import Tensor
 
-from cache_strategies.base import KVCache, Plan, Row, Seat
+from cache_strategies.base import Geometry, KVCache, Plan, Row, Seat
 from config.settings import StrategySettings
 from kernels.ops import LayerSpec
 from server.engine.batch import Batch, StrategyError, Work
@@ -27,7 +27,7 @@ from tests.contract.harness import World
 
 LAYERS = (LayerSpec(1, 2, 4, 4, scale=1.0), LayerSpec(2, 2, 4, 4, window=6, scale=2.0))
 LONGEST = 20
-SEATS = 5
+GEOMETRY = Geometry(LAYERS, torch.float32, max_seats=5, max_seq_len=LONGEST, max_step_tokens=LONGEST)
 
 Token = tuple[int, int]  # id, and what tells embeddings with the same negative id apart
 
@@ -138,7 +138,7 @@ class Histories(RuleBasedStateMachine):
         self.world = World(
             self.strategies,
             layers=LAYERS,
-            max_seats=SEATS,
+            max_seats=GEOMETRY.max_seats,
             max_seq_len=LONGEST,
             max_step_tokens=LONGEST,
             pages=self.pages,
@@ -219,7 +219,7 @@ class Histories(RuleBasedStateMachine):
         free = self.arena.free
         assert self.world.caches[name].reclaim(pages) == self.arena.free - free
 
-    @rule(which=st.integers(0, 99), floor=st.integers(0, 2), limit=st.integers(7, 30))
+    @rule(which=st.integers(0, 99), floor=st.integers(0, 2), limit=st.integers(0, 30))
     def set_share(self, which: int, floor: int, limit: int) -> None:
         name = sorted(self.strategies)[which % len(self.strategies)]
         self.arena.set_share(name, floor=floor, limit=limit)

@@ -10,7 +10,7 @@ from hypothesis.stateful import run_state_machine_as_test
 
 from cache_strategies import registry
 from config.settings import StrategySettings
-from tests.contract.histories import Histories
+from tests.contract.histories import GEOMETRY, Histories
 
 OPTIONS: Mapping[str, Mapping[str, object]] = {  # small enough for texts of 20 tokens; unknown kinds run with defaults
     "paged": {"block_size": 4},
@@ -22,24 +22,28 @@ def instance(kind: str, **options: object) -> StrategySettings:
     return StrategySettings.model_validate({"kind": kind, **OPTIONS.get(kind, {}), **options})
 
 
-ALONE = {kind: (instance(kind), 14) for kind in sorted(registry.kinds())} | {
-    "paged, blocks of one": (instance("paged", block_size=1), 24),
-    "paged, nothing shared": (instance("paged", prefix_cache=False), 14),
+ALONE = {kind: instance(kind) for kind in sorted(registry.kinds())} | {
+    "paged, blocks of one": instance("paged", block_size=1),
+    "paged, nothing shared": instance("paged", prefix_cache=False),
 }
 TOGETHER = {kind: instance(kind) for kind in sorted(registry.kinds())} | {"other": instance("paged", block_size=3)}
 
 
-def play(strategies: Mapping[str, StrategySettings], pages: int, examples: int) -> None:
-    machine = type("History", (Histories,), {"strategies": strategies, "pages": pages})
+def machine_of(strategies: Mapping[str, StrategySettings]) -> type[Histories]:
+    """Over an arena for two and a half of the longest texts, where five seats soon want more."""
+    pages = int(2.5 * registry.pages_needed(registry.declared(strategies), GEOMETRY))
+    return type("History", (Histories,), {"strategies": strategies, "pages": pages})
+
+
+def play(strategies: Mapping[str, StrategySettings], examples: int) -> None:
     budget = settings(max_examples=examples, stateful_step_count=40, deadline=None, derandomize=True)
-    run_state_machine_as_test(machine, settings=budget)
+    run_state_machine_as_test(machine_of(strategies), settings=budget)
 
 
 @pytest.mark.parametrize("name", ALONE)
 def test_any_history_of_one_strategy(name: str) -> None:
-    strategy, pages = ALONE[name]
-    play({"it": strategy}, pages, examples=15)
+    play({"it": ALONE[name]}, examples=20)
 
 
 def test_any_history_of_all_strategies_in_one_arena() -> None:
-    play(TOGETHER, 20, examples=20)
+    play(TOGETHER, examples=40)

@@ -11,14 +11,15 @@ import pytest
 import torch
 from torch import Tensor
 
+from cache_strategies import registry
 from config.settings import StrategySettings
-from kernels.reference import ReferenceOps
 from server.engine.batch import Batch, StrategyError
 from tests.contract.failing import FailingOps
 from tests.contract.harness import MODEL, Reading, Text, World, attend, every_instance, random_text, spliced, step
 
 LAYERS = (*MODEL, *MODEL)
 STRATEGIES = every_instance()
+BUILT_IN = {name: each for name, each in STRATEGIES.items() if each.kind in registry.BUILTIN}  # they use the operations
 
 
 def step_after_failure(ops: FailingOps, rows: list[tuple[Reading, int]], calls: int) -> list[list[Tensor]]:
@@ -34,7 +35,7 @@ def step_after_failure(ops: FailingOps, rows: list[tuple[Reading, int]], calls: 
 
 
 # ---------------------------------------------------------------- a failed step
-@pytest.mark.parametrize("name", STRATEGIES)
+@pytest.mark.parametrize("name", BUILT_IN)
 def test_a_step_that_failed_half_way_is_repeated_bit_for_bit(name: str) -> None:
     text = random_text(1, 90, LAYERS)
     ops = FailingOps()
@@ -43,16 +44,15 @@ def test_a_step_that_failed_half_way_is_repeated_bit_for_bit(name: str) -> None:
     for i, wanted in enumerate([20, 1, 1, 30, 7, 1, 20, 1, 9]):
         n = clean.chunk(wanted)
         want = step([(clean, n)]).outs
-        got = step_after_failure(ops, [(failing, n)], calls=i % len(LAYERS)) if uses(name, ops) else want
+        got = step_after_failure(ops, [(failing, n)], calls=i % len(LAYERS))
         assert_same(got[0], want[0])
 
 
 def test_a_mixed_step_is_repeated_bit_for_bit_whichever_strategy_failed() -> None:
     ops = FailingOps()
-    strategies = {name: settings for name, settings in STRATEGIES.items() if uses(name, ops)}
-    texts = {name: random_text(i, 90, LAYERS) for i, name in enumerate(strategies)}
-    worlds = [World(strategies, layers=LAYERS, max_seats=1, ops=each) for each in (None, ops)]
-    clean, failing = ([world.open(name, texts[name]) for name in strategies] for world in worlds)
+    texts = {name: random_text(i, 90, LAYERS) for i, name in enumerate(BUILT_IN)}
+    worlds = [World(BUILT_IN, layers=LAYERS, max_seats=1, ops=each) for each in (None, ops)]
+    clean, failing = ([world.open(name, texts[name]) for name in BUILT_IN] for world in worlds)
     rng = random.Random(2)
     while any(reading.left for reading in clean):
         sizes = [reading.chunk(rng.choice([1, 9, 30])) for reading in clean]
@@ -131,12 +131,6 @@ def speculate(reading: Reading, other: Text, drafts: int, accepted: int) -> None
     (plan,) = (piece.plan for piece in batch._slices)
     reading.cache.commit(plan, [work.tokens[:accepted]])
     reading.text = text
-
-
-# ---------------------------------------------------------------- helpers
-def uses(name: str, ops: ReferenceOps) -> bool:
-    """A third party's kind may do without the operations; then nothing can be made to fail from here."""
-    return STRATEGIES[name].kind in {"contiguous", "paged", "sliding_window"}
 
 
 def assert_same(got: list[Tensor], want: list[Tensor]) -> None:

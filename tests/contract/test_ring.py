@@ -68,6 +68,7 @@ def test_a_row_may_be_as_long_as_the_window_unless_an_option_says_otherwise() ->
         (40, (30, 41), False),
         (40, (None, 8), False),
         (160, (None,), True),
+        (159, (None,), False),
     ],
 )
 def test_a_ring_is_exact_where_the_model_sees_no_further(

@@ -132,6 +132,35 @@ def test_an_instance_without_room_does_not_hold_up_the_others(tiny: Path) -> Non
     driver.run()
 
 
+def test_a_share_that_comes_back_serves_who_has_waited_for_it(tiny: Path) -> None:
+    driver = of_pages(tiny, LONGEST + 2)
+    heard = driver.submit("r", random_prompt(20), 5, kv_cache="paged")
+    driver.core.arena.set_share("paged", floor=0, limit=0)
+    for _ in range(3):
+        assert driver.core.step().report.rows == 0
+    driver.core.arena.set_share("paged", floor=0, limit=LONGEST)
+    driver.run()
+    assert heard.finish_reason == "length"
+
+
+def test_rules_see_how_much_memory_is_in_use_and_idle_memory_is_not(tiny: Path) -> None:
+    rules = [{"use": "contiguous", "kv_usage_above": 0.3}]
+    driver = of_pages(tiny, 2 * LONGEST, rules=rules)
+    driver.submit("first", random_prompt(49), 8)
+    driver.step()
+    driver.submit("second", random_prompt(5), 2)
+    driver.run()
+    assert driver.core.caches["paged"].usage().idle > 0.3 * driver.core.arena.pages * driver.core.arena.page_bytes
+    driver.submit("third", random_prompt(6), 2)
+    driver.run()
+    admitted = [heard.admitted for heard in driver.heard.values()]
+    assert [(a.instance, a.reason) for a in admitted if a is not None] == [
+        ("paged", "default"),
+        ("contiguous", "rule 0"),
+        ("paged", "default"),
+    ]
+
+
 # -------------------------------------------------------------------- priorities
 def test_among_those_who_wait_a_lower_number_comes_first_then_who_came_first(tiny: Path) -> None:
     driver = Driver(tiny, **(SETTINGS | {"max_num_seqs": 1}))

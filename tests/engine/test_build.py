@@ -84,6 +84,15 @@ def test_auto_takes_what_all_seats_could_fill_and_no_more(tiny: Path, monkeypatc
     assert engine.arena.free * engine.arena.page_bytes < engine.caches["contiguous"].bytes_for(60)
 
 
+def test_auto_takes_what_the_least_needs_though_the_seats_could_not_fill_it(tiny: Path) -> None:
+    floors = strategies(
+        paged={"kind": "paged", "block_size": 4, "floor": "40%"}, contiguous={"kind": "contiguous", "floor": "40%"}
+    )
+    settings = SMALL | {"max_num_seqs": 1, "strategies": floors}
+    arena = Driver(tiny, **settings, kv_memory="auto").core.arena
+    assert arena.pages * arena.page_bytes == least_memory(tiny, **settings)
+
+
 @pytest.mark.parametrize("share", [0.1, 0.5])
 def test_auto_takes_a_share_of_what_is_free(tiny: Path, monkeypatch: pytest.MonkeyPatch, share: float) -> None:
     monkeypatch.setattr(build, "free_memory", lambda _: 5_000_000)

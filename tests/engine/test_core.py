@@ -104,6 +104,15 @@ def test_the_weights_are_read_once_a_step_for_all_strategies(tiny: Path, monkeyp
     assert any(len(step.report.parts) == 5 for step in driver.steps), "never all together"
 
 
+def test_every_cache_is_polled_when_a_step_begins(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    driver, polled = Driver(tiny), []
+    for name, cache in driver.core.caches.items():
+        monkeypatch.setattr(cache, "poll", lambda name=name: polled.append((name, bool(driver.running()))))
+    driver.submit("r", random_prompt(4), 2)
+    driver.step()
+    assert polled == [(name, False) for name in driver.core.caches], "before anybody has got a seat"
+
+
 def test_an_idle_engine_computes_nothing(tiny: Path) -> None:
     driver = Driver(tiny)
     result = driver.step()
@@ -123,6 +132,19 @@ def test_the_report_counts_rows_tokens_and_requests_by_instance(tiny: Path) -> N
     assert (contiguous.prefill_rows, contiguous.decode_rows, contiguous.tokens) == (1, 0, 20)
     assert (second.parts["paged"].prefill_rows, second.parts["paged"].decode_rows) == (0, 1)
     assert (first.running, first.waiting) == ({"paged": 1, "contiguous": 1}, {"contiguous": 1})
+
+
+def test_the_report_tells_prompts_from_decoding_and_parts_from_ends(tiny: Path) -> None:
+    driver = Driver(tiny, max_step_tokens=10)
+    driver.submit("one", random_prompt(1), 3)
+    driver.submit("long", random_prompt(21), 3)
+    parts = [driver.step().report.parts["paged"] for _ in range(4)]
+    assert [(part.prefill_rows, part.decode_rows, part.generated) for part in parts] == [
+        (2, 0, 1),
+        (1, 1, 1),
+        (1, 1, 2),
+        (0, 1, 1),
+    ]
 
 
 def test_a_second_request_finds_the_first_ones_blocks(tiny: Path, reference: Reference) -> None:

@@ -192,6 +192,30 @@ def test_nobody_in_the_step_already_gives_way() -> None:
     assert second.preemptions == 1
 
 
+def test_nobody_gives_way_where_it_would_not_be_enough() -> None:
+    engine, memory = Engine(kv_bytes=20), Memory(20)
+    engine.submit("equal", FakeCache("a", memory), 12, 4)
+    low = engine.submit("low", FakeCache("b", memory), 3, 3, priority=5)
+    engine.step()
+    engine.step()
+    high = engine.submit("high", FakeCache("c", memory), 10, 1)
+    engine.step()
+    assert (high.seat, low.preemptions) == (None, 0)
+
+
+def test_who_gave_way_in_vain_does_so_only_once() -> None:
+    """Where the caches have less room than they say: else the lower one would come back, and give way, for ever."""
+    engine, memory = Engine(kv_bytes=1000), Memory(20)
+    engine.submit("equal", FakeCache("a", memory, reserve=12), 3, 9)
+    low = engine.submit("low", FakeCache("b", memory), 3, 3, priority=5)
+    engine.step()
+    high = engine.submit("high", FakeCache("c", memory), 10, 2)
+    steps = [engine.step() for _ in range(14)]
+    assert high.finish_reason == low.finish_reason == "length"
+    assert low.preemptions == 1
+    assert [name for name in ("high", "low") for step in steps[:8] if name in step] == [], "before the equal has ended"
+
+
 # -------------------------------------------------------------------- refusals
 def test_what_can_never_run_is_refused_before_it_takes_a_place() -> None:
     engine, cache = Engine(max_waiting=0, max_num_seqs=1), FakeCache("a", Memory(60), limit=50)

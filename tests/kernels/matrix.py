@@ -46,6 +46,7 @@ SPECS = {
     "no scale": LayerSpec(1, 2, 4, 4),
     "softcap": LayerSpec(2, 4, 8, 8, scale=0.5, softcap=2.0),
     "the model's window": LayerSpec(2, 4, 8, 8, scale=0.35, window=17),
+    "a window wider than a strategy's": LayerSpec(1, 2, 8, 8, scale=0.35, window=180),
     "a window of one": LayerSpec(1, 2, 8, 8, scale=0.35, window=1),
     "sink logits": LayerSpec(2, 6, 8, 8, scale=0.35, sink_logits=torch.tensor([-3.0, 0.0, 1.0, 2.5, -1.0, 4.0])),
     "all at once": LayerSpec(
@@ -69,6 +70,7 @@ ROWS = (
     RowOf(128, 1),
     RowOf(0, 9),
     RowOf(120, 11),
+    RowOf(175, 6),
     RowOf(-1, 4),
 )
 

@@ -192,6 +192,22 @@ def test_at_its_limit_an_owner_gives_up_its_own_idle_pages_only() -> None:
     assert owners["a"].take() is None
 
 
+def test_what_could_be_taken_counts_idle_pages_but_not_those_within_floors() -> None:
+    arena, owners = arena_of(8, a={"limit": 3}, b={"floor": 2})
+    for name in "ab":
+        for _ in range(3):
+            owners[name].take()
+    assert not arena.could_take("a", 1)
+    owners["a"].rest()
+    owners["a"].rest()
+    assert [arena.could_take("a", n) for n in (2, 3)] == [True, False]
+    for _ in range(3):
+        owners["b"].rest()
+    arena.set_share("a", floor=0, limit=8)
+    assert [arena.could_take("a", n) for n in (5, 6)] == [True, False]
+    assert owners["b"].held == 3
+
+
 def test_idle_pages_are_given_back_until_a_run_is_free() -> None:
     _, owners = arena_of(6, a={}, b={})
     for _ in range(6):
@@ -252,6 +268,15 @@ class ArenaHistory(RuleBasedStateMachine):
         fitting = [p for p in free if all(q in free for q in range(p, p + run))]
         assert page == (min(fitting) if run == 1 else max(fitting))
 
+    @rule(name=st.sampled_from(NAMES), pages=st.integers(1, 5))
+    def take_some(self, name: str, pages: int) -> None:
+        """What could be taken is taken, and what could not is not."""
+        before = self.occupied()
+        could = self.arena.could_take(name, pages)
+        assert self.occupied() == before, "asking changed something"
+        taken = [self.owners[name].take() for _ in range(pages)]
+        assert (None not in taken) is could
+
     @rule(name=st.sampled_from(NAMES), index=st.integers(0, PAGES), idle=st.booleans())
     def let_go(self, name: str, index: int, idle: bool) -> None:
         owner = self.owners[name]
@@ -269,6 +294,8 @@ class ArenaHistory(RuleBasedStateMachine):
     def books_add_up(self) -> None:
         self.arena.check_integrity()
         assert self.arena.free == PAGES - len(self.occupied())
+        busy = list(self.occupied().values()).count("busy")
+        assert self.arena.in_use == pytest.approx(busy / PAGES)
         for name, owner in self.owners.items():
             assert self.arena.held(name) == owner.held
 

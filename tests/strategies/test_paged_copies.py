@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.strategies.driving import cache_of, empty, enter, opened, paged, read, stored, write
+from tests.strategies.driving import empty, enter, opened, paged, read, stored, write
 
 TEXT = list(range(10, 20))  # 10 tokens: two blocks of 4, and two tokens
 
@@ -219,18 +219,3 @@ def test_crop_below_what_was_found_lowers_cached() -> None:
     assert seat.cached == 8
     cache.crop(seat, 5)
     assert seat.cached == 5
-
-
-# ---------------------------------------------------------------- the same of caches of one block a seat
-@pytest.mark.parametrize("kind", ["contiguous", "sliding_window"])
-def test_a_fork_of_a_slab_is_a_copy(kind: str) -> None:
-    cache = cache_of(kind, seats=3)
-    parent = read(cache, TEXT)
-    child = cache.fork(parent)
-    assert child is not None
-    enter(cache, (parent, [1]), (child, [2, 3]))
-    assert stored(cache, parent) == [*TEXT, 1]
-    assert stored(cache, child) == [*TEXT, 2, 3]
-    for seat in (parent, child):
-        cache.close(seat)
-    empty(cache)

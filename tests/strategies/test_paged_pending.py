@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from cache_strategies.base import Row
 from tests.strategies.driving import empty, enter, opened, paged, stored, write
 
 TEXT = list(range(10, 24))  # 14 tokens: three blocks of 4, and two tokens
@@ -57,6 +58,16 @@ def test_a_step_that_was_granted_and_did_not_happen_grants_nothing() -> None:
     assert not cache.ready(second)
     enter(cache, (first, TEXT))
     assert cache.ready(second)
+
+
+def test_a_step_that_entered_less_than_was_granted_grants_nothing_more() -> None:
+    cache = paged()
+    first, second = opened(cache, TEXT), opened(cache, TEXT)
+    cache.poll()
+    assert cache.grow(first, 14)
+    plan = cache.plan([Row(first, 14)])
+    cache.commit(plan, [TEXT[:6]])
+    assert not cache.ready(second)
 
 
 def test_a_grant_ends_when_who_gave_it_leaves() -> None:

@@ -178,6 +178,16 @@ def test_an_open_that_fails_leaves_no_trace() -> None:
     empty(cache)
 
 
+def test_nothing_is_evicted_for_a_text_there_is_no_room_for_anyway() -> None:
+    cache = paged(pages=6)
+    cache.close(read(cache, TEXT[:9]))
+    seat = read(cache, [7] * 9)
+    assert cache.open([8] * 16) is None
+    assert not cache.grow(seat, 16)
+    assert cache.match(TEXT) == 8
+    cache.check_integrity()
+
+
 def test_there_is_a_seat_for_as_many_as_were_announced() -> None:
     cache = paged(seats=2)
     first, _ = opened(cache, [1]), opened(cache, [2])
@@ -197,6 +207,22 @@ def test_usage_counts_shared_tokens_once() -> None:
     assert usage.used == 16 * cache.bytes_per_token
     assert usage.reserved == usage.used + usage.idle + usage.wasted
     assert usage.limit == 200 * page
+
+
+def test_books_that_do_not_add_up_are_noticed() -> None:
+    for spoil in (
+        lambda cache, seat: cache.pool.hold(seat.blocks[0]),
+        lambda cache, seat: cache.setup.arena.take("it"),
+        lambda cache, seat: seat.blocks.append(seat.blocks[0]),
+        lambda cache, seat: cache.pending.promise(seat.blocks[3], seat),
+        lambda cache, seat: seat.tokens.pop(),
+    ):
+        cache = paged()
+        seat = read(cache, TEXT)
+        cache.check_integrity()
+        spoil(cache, seat)
+        with pytest.raises(AssertionError):
+            cache.check_integrity()
 
 
 @pytest.mark.parametrize("block_size", [1, 3, 4, 64])

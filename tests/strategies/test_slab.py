@@ -86,6 +86,35 @@ def test_closing_everything_frees_everything(kind: str) -> None:
     empty(cache)
 
 
+@kinds
+def test_books_that_do_not_add_up_are_noticed(kind: str) -> None:
+    for spoil in (
+        lambda cache, seats: cache.setup.arena.take("it"),
+        lambda cache, seats: seats[0].blocks.__setitem__(0, seats[1].blocks[0]),
+        lambda cache, seats: setattr(seats[0], "length", 65),
+    ):
+        cache = cache_of(kind, **KINDS[kind])
+        seats = [read(cache, [n]) for n in range(2)]
+        cache.check_integrity()
+        spoil(cache, seats)
+        with pytest.raises(AssertionError):
+            cache.check_integrity()
+
+
+@kinds
+def test_a_fork_of_a_slab_is_a_copy(kind: str) -> None:
+    cache = cache_of(kind, seats=3)
+    parent = read(cache, [1, 2, 3, 4, 5])
+    child = cache.fork(parent)
+    assert child is not None
+    enter(cache, (parent, [6]), (child, [7, 8]))
+    assert stored(cache, parent) == [1, 2, 3, 4, 5, 6]
+    assert stored(cache, child) == [1, 2, 3, 4, 5, 7, 8]
+    for seat in (parent, child):
+        cache.close(seat)
+    empty(cache)
+
+
 def test_contiguous_rewinds_to_any_length_and_goes_on() -> None:
     cache = cache_of("contiguous")
     seat = read(cache, [1, 2, 3, 4, 5])
