@@ -95,7 +95,7 @@ class Settings(BaseSettings):
         "auto", description="of activations and K/V; auto: the model's own if the device is fast at it"
     )
     weights: Weights = Field("auto", description="format the weights are kept in; auto: as dtype")
-    threads: int | None = Field(None, ge=1, description="CPU threads of the engine; default: torch's choice")
+    threads: int | None = Field(None, ge=1, le=1024, description="CPU threads of the engine; default: torch's choice")
 
     kv_memory: str = Field("auto", description="memory for keys and values, '2GiB'; auto: a share of what is free")
     kv_memory_share: float = Field(
@@ -147,7 +147,7 @@ class Settings(BaseSettings):
             if name not in self.strategies:
                 raise ValueError(f"{where} is {name!r}; instances are {', '.join(sorted(self.strategies))}")
         for name in self.strategies:
-            if not name.replace("_", "").replace("-", "").isalnum():
+            if not (name.isascii() and name.replace("_", "").replace("-", "").isalnum()):
                 raise ValueError(f"strategies: {name!r} is no name: use letters, digits, '-' and '_'")
         return self
 

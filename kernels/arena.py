@@ -122,11 +122,16 @@ class Arena:
         self._free += -run if taken else run
 
     def _reclaim(self, share: _Share, run: int) -> int:
-        """Idle pages from whoever may have to give: at its own limit only the owner itself."""
+        """Idle pages from whoever may have to give: at its own limit only the owner itself.
+
+        Where enough pages are free and merely scattered, idle ones are given back within floors too: a floor promises
+        pages, not what lies in them, and these stay promised.
+        """
         if share.held + run > share.limit:
             return share.owner.reclaim(run)
+        scattered = self._allowed(share, run)
         for other in self._shares.values():
-            spare = run if other is share else min(run, other.spare)
+            spare = run if other is share or scattered else min(run, other.spare)
             if spare > 0 and (given := other.owner.reclaim(spare)):
                 return given
         return 0

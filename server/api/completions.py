@@ -20,7 +20,7 @@ from server.api.errors import ApiError
 from server.api.generation import Generation, generate
 from server.api.models import instance_of, served_by
 from server.api.objects import Completion, CompletionChoice, KVCacheChoice, PromptTokensDetails, Usage
-from server.api.schemas import INT64, CompletionRequest
+from server.api.schemas import INT64, LONGEST_NAME, CompletionRequest
 from server.api.sse import send_events
 from server.engine.client import EngineClient
 from server.engine.messages import Admitted, Hello, Sampling, Submit
@@ -32,7 +32,7 @@ def router(client: EngineClient, tokenizer: Tokenizer) -> APIRouter:
 
     @routes.post("/v1/completions")
     async def create_completion(
-        body: CompletionRequest, x_kv_cache: Annotated[str | None, Header()] = None
+        body: CompletionRequest, x_kv_cache: Annotated[str | None, Header(max_length=LONGEST_NAME)] = None
     ) -> Response:
         hello = served_by(client)
         alias = instance_of(hello, body.model)

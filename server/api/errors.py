@@ -17,6 +17,8 @@ from server.engine.client import EngineLost
 from server.engine.messages import Failed
 
 RETRY_AFTER = {"Retry-After": "1"}  # seconds
+MOST_PROBLEMS = 5  # of a body, that its error tells
+LONGEST_FIELD = 100  # characters of a field's name in an error
 
 
 class ApiError(HTTPException):
@@ -82,8 +84,9 @@ def _from_http(error: HTTPException, request: Request | None) -> ApiError:
 
 # ---------------------------------------------------------------- fields that were refused
 def _invalid(problems: Sequence[Mapping[str, Any]]) -> ApiError:
-    """Tells every problem; `param` is the field of the first."""
-    told = "; ".join(_explained(problem) for problem in problems)
+    """Tells the first few problems; `param` is the field of the first."""
+    told = "; ".join(_explained(problem) for problem in problems[:MOST_PROBLEMS])
+    told += f"; and {len(problems) - MOST_PROBLEMS} more" if len(problems) > MOST_PROBLEMS else ""
     return ApiError(400, told, param=_field(problems[0]))
 
 
@@ -103,4 +106,5 @@ def _explained(problem: Mapping[str, Any]) -> str:
 def _field(problem: Mapping[str, Any]) -> str | None:
     """('body', 'stop', 1) is stop[1]; None for the body as a whole."""
     path = problem["loc"][1:]
-    return "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in path).lstrip(".") or None
+    name = "".join(f"[{part}]" if isinstance(part, int) else f".{str(part)[:LONGEST_FIELD]}" for part in path)
+    return name.lstrip(".")[:LONGEST_FIELD] or None

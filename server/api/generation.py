@@ -85,7 +85,7 @@ class Generation:
         output = self._outputs[index]
         text = output.push(event.tokens, event.finish_reason)
         if output.finish_reason is not None:
-            self._stream.cancel(event.request_id)  # a stop string is nothing the engine knows of
+            self._stream.cancel(event.request_id, "stop")  # a stop string is nothing the engine knows of
         elif not text:
             return None
         return Piece(index, text, output.finish_reason)

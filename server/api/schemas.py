@@ -20,6 +20,7 @@ from pydantic import (
 )
 
 INT64 = 2**63
+LONGEST_NAME = 128  # characters of an instance's name; longer ones are not even looked up
 
 
 class Body(BaseModel):
@@ -87,12 +88,12 @@ class NotBuiltYet(Body):
     suffix: Annotated[str, only("")] = ""
     logprobs: Annotated[int | None, only(None)] = None
     prompt_logprobs: Annotated[int | None, only(None)] = None
-    logit_bias: Annotated[dict[str, float], only({})] = Field(default_factory=dict)
+    logit_bias: Annotated[dict[str, float], Field(max_length=1024), only({})] = Field(default_factory=dict)
     frequency_penalty: Annotated[float, only(0)] = 0.0
     presence_penalty: Annotated[float, only(0)] = 0.0
     repetition_penalty: Annotated[float, only(1)] = 1.0
     min_tokens: Annotated[int, only(0)] = 0
-    stop_token_ids: Annotated[list[int], only([])] = Field(default_factory=list)
+    stop_token_ids: Annotated[list[int], Field(max_length=1024), only([])] = Field(default_factory=list)
     include_stop_str_in_output: Annotated[bool, only(False)] = False
     skip_special_tokens: Annotated[bool, only(True)] = True
     spaces_between_special_tokens: Annotated[bool, only(True)] = True
@@ -132,7 +133,9 @@ class CompletionRequest(NotBuiltYet, WithoutEffect):
     stream: bool = False
     stream_options: StreamOptions | None = Field(None, description="only with stream")
     priority: int = Field(0, ge=-(2**31), lt=2**31, description="lower runs first")
-    kv_cache: str | None = Field(None, description="KV-cache strategy instance; GET /v1/kv_cache lists them")
+    kv_cache: str | None = Field(
+        None, max_length=LONGEST_NAME, description="KV-cache strategy instance; GET /v1/kv_cache lists them"
+    )
 
     @field_validator("best_of")
     @classmethod

@@ -18,7 +18,7 @@ from server.engine.messages import Admitted, Answer, Cancel, Failed, FromEngine,
 
 log = logging.getLogger(__name__)
 
-FIRST_DELAY, LONGEST_DELAY = 0.02, 0.5  # seconds between two attempts to connect
+FIRST_DELAY, LONGEST_DELAY = 0.02, 0.1  # seconds between two attempts to connect
 
 Event = Admitted | Tokens | Failed
 
@@ -30,7 +30,7 @@ class EngineLost(Exception):
 class Stream:
     """The events of requests that run together, until the last of them has ended. Made by `EngineClient.stream`."""
 
-    def __init__(self, request_ids: Iterable[str], send_cancel: Callable[[str], None]) -> None:
+    def __init__(self, request_ids: Iterable[str], send_cancel: Callable[[Cancel], None]) -> None:
         self._running = set(request_ids)  # requests whose last event was not read yet
         self._send_cancel = send_cancel
         self._events: asyncio.Queue[Event | EngineLost] = asyncio.Queue()
@@ -51,11 +51,11 @@ class Stream:
                 return event
         raise StopAsyncIteration
 
-    def cancel(self, request_id: str) -> None:
+    def cancel(self, request_id: str, outcome: Literal["cancelled", "stop"] = "cancelled") -> None:
         """Stops one request: no more of its events are delivered. One that has ended is no error."""
         if request_id in self._running:
             self._running.remove(request_id)
-            self._send_cancel(request_id)
+            self._send_cancel(Cancel(request_id, outcome))
 
     def cancel_all(self) -> None:
         for request_id in list(self._running):
@@ -111,9 +111,9 @@ class EngineClient:
         finally:
             self._queries.pop(query_id, None)
 
-    def _cancel(self, request_id: str) -> None:
+    def _cancel(self, message: Cancel) -> None:
         with contextlib.suppress(EngineLost):
-            self._send(Cancel(request_id))
+            self._send(message)
 
     def _send(self, *messages: ToEngine) -> None:
         """In one piece, so that requests that belong together arrive together."""

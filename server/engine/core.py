@@ -78,11 +78,11 @@ class Core:
         self._requests[request.key] = request
         return None
 
-    def cancel(self, worker: int, request_id: str) -> None:
+    def cancel(self, worker: int, request_id: str, outcome: str = "cancelled") -> None:
         """Frees the request's memory now; no effect if it has ended."""
         request = self._requests.get((worker, request_id))
         if request is not None:
-            self._remove(request, "cancelled")
+            self._remove(request, outcome)
 
     def cancel_worker(self, worker: int) -> None:
         """An API worker is gone, and with it everybody who waited for its answers."""

@@ -14,6 +14,7 @@ from multiprocessing.connection import Connection
 from typing import Literal
 
 import msgspec
+from prometheus_client import disable_created_metrics
 
 from config.settings import Settings, SettingsError
 from server.engine.build import Engine, build_engine, describe_caches, summary
@@ -35,6 +36,7 @@ def run(settings: Settings, socket_path: str, status: Connection) -> None:
     except SettingsError as error:
         status.send({"error": str(error)})
         return
+    disable_created_metrics()  # a time stamp beside every counter, which nobody asked for
     hello = Hello(
         engine.name,
         engine.max_seq_len,
@@ -88,8 +90,8 @@ class Loop:
             case Submit():
                 refused = self._core.submit(worker, message)
                 return [refused] if refused else []
-            case Cancel(request_id):
-                self._core.cancel(worker, request_id)
+            case Cancel(request_id, outcome):
+                self._core.cancel(worker, request_id, outcome)
             case Query(query_id, what):
                 return [Event(worker, Answer(query_id, self._answer(what)))]
             case Gone():

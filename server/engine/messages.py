@@ -39,6 +39,7 @@ class Cancel(msgspec.Struct, tag=True, frozen=True):
     """Stop it now and free its memory; nothing more is sent about it. Unknown ids are ignored."""
 
     request_id: str
+    outcome: Literal["cancelled", "stop"] = "cancelled"  # stop: its text came to a stop string
 
 
 class Query(msgspec.Struct, tag=True, frozen=True):

@@ -43,7 +43,9 @@ def probabilities(logits: Tensor, sampling: Sampling) -> Tensor:
     if sampling.top_p < 1:  # Holtzman et al. 2020: the fewest tokens that hold this much of the mass
         ordered, ids = p.sort(descending=True, stable=True)
         mass_before = ordered.cumsum(-1) - ordered
-        p = _only(p, ids[mass_before < sampling.top_p * p.sum()])
+        kept = mass_before < sampling.top_p * p.sum()
+        kept[0] = True  # also where the product is too small to be told from 0
+        p = _only(p, ids[kept])
     return p
 
 

@@ -105,7 +105,7 @@ def load_config(directory: Path) -> ModelConfig:
         qkv_bias=attention_bias if family.qkv_bias is None else family.qkv_bias,
         o_bias=attention_bias if family.qkv_bias is None else False,
         mlp_bias=bool(raw.get("mlp_bias", False)),
-        windows=_windows(raw, layers),
+        windows=_windows(raw, layers, directory),
         eos_ids=_eos_ids(raw, directory),
         dtype=raw.get("dtype") or raw.get("torch_dtype") or "float32",
     )
@@ -117,16 +117,21 @@ def _rope_theta(raw: Mapping[str, Any], directory: Path) -> float:
     kind = rope.get("rope_type") or rope.get("type") or "default"
     if kind != "default":
         raise ModelError(f"{directory}: RoPE scaling {kind!r} is not supported yet")
-    return float(rope.get("rope_theta") or raw.get("rope_theta") or 10_000.0)
+    theta = rope.get("rope_theta") or raw.get("rope_theta") or 10_000.0
+    if not isinstance(theta, int | float):
+        raise ModelError(f"{directory / 'config.json'}: rope_theta is {theta!r}, and should be a number")
+    return float(theta)
 
 
-def _windows(raw: Mapping[str, Any], layers: int) -> tuple[int | None, ...]:
+def _windows(raw: Mapping[str, Any], layers: int, directory: Path) -> tuple[int | None, ...]:
     """layer_types says which layers slide; a lone sliding_window means none does (vllm#49795).
 
     Files from before layer_types say use_sliding_window, and mean the layers from max_window_layers on.
     """
     full = raw.get("max_window_layers", layers) if raw.get("use_sliding_window") else layers
     kinds = raw.get("layer_types") or ["full_attention"] * full + ["sliding_attention"] * (layers - full)
+    if len(kinds) != layers:
+        raise ModelError(f"{directory / 'config.json'} has {layers} layers and {len(kinds)} layer_types")
     return tuple(raw.get("sliding_window") if kind == "sliding_attention" else None for kind in kinds)
 
 

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kernels.ops import Attention, LayerSpec, Ops
-from server.models.config import ModelConfig
+from server.models.config import ModelConfig, ModelError
 from server.models.weights import Weights
 
 
@@ -66,8 +66,29 @@ class Decoder:
         self._norm = weights.get("model.norm.weight")
         tied = config.tie_embeddings or "lm_head.weight" not in weights
         self._lm_head = self._embedding if tied else weights.get("lm_head.weight")
+        self._check_shapes()
         self._cos, self._sin = rope_tables(config, positions or config.max_positions, self._embedding.device)
         self.specs = [self._spec(window) for window in config.windows]
+
+    def _check_shapes(self) -> None:
+        """Raises ModelError if config.json speaks of another model than the tensors do."""
+        c = self.config
+        heads, kv, d, f = c.num_q_heads * c.head_dim, c.num_kv_heads * c.head_dim, c.hidden_size, c.intermediate_size
+        expected = {"attention_norm": (d,), "mlp_norm": (d,), "qkv": (heads + 2 * kv, d), "o": (d, heads)}
+        expected |= {"gate_up": (2 * f, d), "down": (d, f)}
+        found = {
+            f"layer {i}: {name}": getattr(each, name).shape for i, each in enumerate(self._layers) for name in expected
+        }
+        wanted = {key: expected[key.rpartition(" ")[2]] for key in found}
+        found |= {"embeddings": self._embedding.shape, "lm_head": self._lm_head.shape}
+        wanted |= {"embeddings": (c.vocab_size, d), "lm_head": (c.vocab_size, d)}
+        for key, shape in found.items():
+            if tuple(shape) != wanted[key]:
+                raise ModelError(f"{key} is {list(shape)}, and by config.json it should be {list(wanted[key])}")
+        if c.num_q_heads % c.num_kv_heads or c.head_dim % 2:
+            raise ModelError(
+                f"config.json: {c.num_q_heads} heads over {c.num_kv_heads} KV heads of {c.head_dim} do not fit"
+            )
 
     @property
     def device(self) -> torch.device:

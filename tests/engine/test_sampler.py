@@ -231,3 +231,9 @@ def test_a_large_vocabulary_is_drawn_from_evenly() -> None:
     quarters = Counter(int(draw(p, uniform(1, i))) * 4 // VOCABULARY for i in range(300))
     statistic, limit = chi_square(quarters, [0.25] * 4)
     assert statistic < limit
+
+
+def test_however_small_top_p_is_the_likeliest_token_stays() -> None:
+    logits = torch.tensor([0.0, 3.0, 1.0])
+    for top_p in (1e-300, 1e-46, 1e-45, 1e-7):
+        assert probabilities(logits, Sampling(1, top_p=top_p)).nonzero().flatten().tolist() == [1]

@@ -235,6 +235,19 @@ def test_giving_back_more_than_was_taken_is_caught() -> None:
         arena.give("a", 0, 2)
 
 
+def test_idle_pages_within_a_floor_make_room_for_a_run_when_free_ones_are_only_scattered() -> None:
+    arena, owners = arena_of(8, paged={"floor": 4}, slab={})
+    for _ in range(8):
+        owners["paged"].take()
+    for i in range(4):
+        owners["paged"].give(i)  # every other page is free, and the rest is held
+    assert owners["slab"].take(4) is None
+    for _ in range(4):
+        owners["paged"].rest()
+    assert owners["slab"].take(4) is not None
+    arena.check_integrity()
+
+
 def test_an_owner_joins_once() -> None:
     arena, owners = arena_of(4, a={})
     with pytest.raises(AssertionError):

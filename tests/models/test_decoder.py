@@ -109,3 +109,14 @@ def test_windows_of_files_that_have_no_layer_types(tmp_path: Path) -> None:
     assert load_config(tmp_path).windows == with_types == (None, 16, 16)
     path.write_text(json.dumps(raw | {"use_sliding_window": False}))
     assert load_config(tmp_path).windows == (None, None, None)
+
+
+@pytest.mark.parametrize(
+    "change", [{"num_attention_heads": 2}, {"head_dim": 32}, {"vocab_size": 400}, {"intermediate_size": 48}]
+)
+def test_a_config_that_speaks_of_another_model_is_refused(change: dict[str, Any], tmp_path: Path) -> None:
+    save_random("llama", tmp_path)
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | change))
+    with pytest.raises(ModelError, match=r"by config\.json it should be"):
+        load(tmp_path)

@@ -95,3 +95,22 @@ def test_only_the_engine_has_torch_in_its_memory(tiny: Server) -> None:
     others = [p for p in (tiny.process, *tiny.process.children(recursive=True)) if p != tiny.engine]
     assert len(others) >= 2  # supervisor and a worker
     assert not [p for p in others if maps(p, "libtorch")]
+
+
+def test_a_stop_string_is_no_cancellation(client: openai.OpenAI, tiny: Server) -> None:
+    before = (
+        tiny.metric("kvmux_requests_total", outcome="stop"),
+        tiny.metric("kvmux_requests_total", outcome="cancelled"),
+    )
+    answer = client.completions.create(model="tiny", prompt=PROMPT, max_tokens=400, temperature=0, stop=["a", "e"])
+    assert answer.choices[0].finish_reason == "stop"
+    eventually(lambda: tiny.metric("kvmux_requests_total", outcome="stop") == before[0] + 1)
+    assert tiny.metric("kvmux_requests_total", outcome="cancelled") == before[1]
+
+
+def test_extreme_values_harm_nobody(tiny: Server) -> None:
+    assert tiny.complete(prompt="a", temperature=1, top_p=1e-300, max_tokens=2).status_code == 200
+    refused = tiny.complete(prompt="a", kv_cache="\x7f" * 100_000)
+    assert refused.status_code == 400
+    assert len(refused.content) < 2000
+    assert tiny.get("/ready").status_code == 200
