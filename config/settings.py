@@ -95,7 +95,9 @@ class Settings(BaseSettings):
         "auto", description="of activations and K/V; auto: the model's own if the device is fast at it"
     )
     weights: Weights = Field("auto", description="format the weights are kept in; auto: as dtype")
-    threads: int | None = Field(None, ge=1, le=1024, description="CPU threads of the engine; default: torch's choice")
+    threads: int | None = Field(
+        None, ge=1, le=1024, description="CPU threads of the engine; default: all cores but one"
+    )
 
     kv_memory: str = Field("auto", description="memory for keys and values, '2GiB'; auto: a share of what is free")
     kv_memory_share: float = Field(

@@ -41,8 +41,8 @@ class Engine:
 
 def build_engine(settings: Settings) -> Engine:
     """Loads the model and takes the memory. Raises SettingsError."""
-    if settings.threads:
-        torch.set_num_threads(settings.threads)
+    # A core is left to HTTP: threads that wait for each other by spinning lose far more than one core gives.
+    torch.set_num_threads(settings.threads or max(1, torch.get_num_threads() - 1))
     directory = model_directory(settings.model)
     config = load_config(directory)
     instances = registry.declared(settings.strategies)
