@@ -80,8 +80,8 @@ class Driver:
             self._hear(refused.message)
         return self.heard[name]
 
-    def cancel(self, name: str) -> None:
-        self.core.cancel(WORKER, name)
+    def cancel(self, name: str, outcome: str = "cancelled") -> None:
+        self.core.cancel(WORKER, name, outcome)
         self.check()
 
     def step(self) -> StepResult:

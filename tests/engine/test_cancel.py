@@ -69,6 +69,18 @@ def test_it_leaves_a_record_in_the_next_step(tiny: Path) -> None:
     assert not driver.step().finished, "told once"
 
 
+def test_one_that_came_to_a_stop_string_has_stopped(tiny: Path) -> None:
+    driver = Driver(tiny, **SETTINGS)
+    heard = driver.submit("r", random_prompt(9), 20)
+    driver.step()
+    driver.step()
+    driver.cancel("r", "stop")
+    (record,) = driver.step().finished
+    assert (record.outcome, record.generated_tokens) == ("stop", 2)
+    assert len(heard.tokens) == 2
+    driver.assert_nothing_leaked()
+
+
 def test_unknown_and_ended_requests_are_no_error(tiny: Path) -> None:
     driver = Driver(tiny, **SETTINGS)
     driver.cancel("never heard of")

@@ -106,6 +106,14 @@ def test_the_coldest_temperatures_are_greedy(temperature: float) -> None:
         assert sample(logits[None], [Draw(Sampling(1, temperature=temperature), position)]) == [int(logits.argmax())]
 
 
+@pytest.mark.parametrize("top_p", [1e-9, 1e-50, 5e-324])
+def test_the_smallest_top_p_is_greedy(top_p: float) -> None:
+    logits = torch.zeros(64)
+    logits[9:12] = 1.0
+    for position in range(20):
+        assert sample(logits[None], [Draw(Sampling(1, temperature=2.0, top_p=top_p), position)]) == [9]
+
+
 @pytest.mark.parametrize("scale", [1.0, 1e4, 1e30])
 def test_huge_logits_are_no_trouble(scale: float) -> None:
     logits = torch.linspace(1, -1, 50) * scale
