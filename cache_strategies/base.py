@@ -50,6 +50,18 @@ class Contract(NamedTuple):
     max_row: int | None  # tokens a row may carry at most; the scheduler cuts chunks to it
 
 
+KEEPS_EVERYTHING = Contract(
+    exact=True,
+    shareable=False,
+    forkable=True,
+    swappable=True,
+    rewind=None,
+    replayable=True,
+    chunk_invariant=True,
+    max_row=None,
+)
+
+
 class Usage(NamedTuple):
     """Where an instance's memory is, in bytes; reserved = used + idle + wasted."""
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
-from cache_strategies.base import CacheSetup, Contract, Geometry, Options, Seat
+from cache_strategies.base import KEEPS_EVERYTHING, CacheSetup, Geometry, Options, Seat
 from cache_strategies.slab import SlabCache
 from cache_strategies.table import TableSeat
 
@@ -19,16 +19,7 @@ class ContiguousCache(SlabCache):
 
     def __init__(self, setup: CacheSetup, options: Options) -> None:
         super().__init__(setup, options)
-        self.contract = Contract(
-            exact=True,
-            shareable=False,
-            forkable=True,
-            swappable=True,
-            rewind=None,
-            replayable=True,
-            chunk_invariant=True,
-            max_row=None,
-        )
+        self.contract = KEEPS_EVERYTHING
 
     @classmethod
     def block_plan(cls, options: Any, geometry: Geometry) -> tuple[int, int]:

@@ -15,7 +15,7 @@ from typing import Any
 
 from pydantic import Field
 
-from cache_strategies.base import CacheSetup, Contract, Geometry, Options, Plan, Row, Seat, Usage
+from cache_strategies.base import KEEPS_EVERYTHING, CacheSetup, Geometry, Options, Plan, Row, Seat, Usage
 from cache_strategies.block_pool import BlockPool
 from cache_strategies.prefix_index import Name, PendingBlocks, PrefixIndex, PrefixNames
 from cache_strategies.table import TableCache, TableSeat
@@ -54,16 +54,7 @@ class PagedCache(TableCache):
         self._prefix = PrefixNames(self.block_size, f"{setup.name}\0{setup.geometry.kv_dtype}")
         self._granted: set[int] = set()  # pending blocks that rows of this step complete
         self._copies: dict[int, int] = {}  # destination: source, to run before the next step writes
-        self.contract = Contract(
-            exact=True,
-            shareable=self.prefix_cache,
-            forkable=True,
-            swappable=True,
-            rewind=None,
-            replayable=True,
-            chunk_invariant=True,
-            max_row=None,
-        )
+        self.contract = KEEPS_EVERYTHING._replace(shareable=self.prefix_cache)
 
     @classmethod
     def block_plan(cls, options: Any, geometry: Geometry) -> tuple[int, int]:

@@ -127,31 +127,23 @@ def test_starts_dead_children_again(start: Start) -> None:
 
 
 @pytest.mark.parametrize(
-    ("engine", "worker", "message"),
+    ("engine", "worker", "message", "status"),
     [
-        ("engine_refusing", "worker", "cannot start: there is no model in tiny"),
-        ("engine_loading", "worker_refusing", "worker-0: there is no tokenizer in tiny"),
+        ("engine_refusing", "worker", "cannot start: there is no model in tiny", 2),
+        ("engine_loading", "worker_refusing", "worker-0: there is no tokenizer in tiny", 2),
+        ("engine_crashing", "worker", "engine ended before the server was ready: exit code 3", 1),
+        ("engine_loading", "worker_crashing", "worker-0 ended before the server was ready: exit code 4", 1),
     ],
 )
-def test_what_the_user_must_change_ends_the_program(start: Start, engine: str, worker: str, message: str) -> None:
+def test_a_child_that_cannot_start_ends_the_program(
+    start: Start, engine: str, worker: str, message: str, status: int
+) -> None:
+    """Status 2 is for what the user must change."""
     server = start(engine, worker)
     rest = server.rest()
     assert message in rest
     assert "Traceback" not in rest
-    assert server.process.wait() == 2
-
-
-@pytest.mark.parametrize(
-    ("engine", "worker", "message"),
-    [
-        ("engine_crashing", "worker", "engine ended before the server was ready: exit code 3"),
-        ("engine_loading", "worker_crashing", "worker-0 ended before the server was ready: exit code 4"),
-    ],
-)
-def test_a_death_before_readiness_ends_the_program(start: Start, engine: str, worker: str, message: str) -> None:
-    server = start(engine, worker)
-    assert message in server.rest()
-    assert server.process.wait() == 1
+    assert server.process.wait() == status
 
 
 def test_children_do_not_outlive_a_killed_supervisor(start: Start) -> None:
