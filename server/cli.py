@@ -1,6 +1,7 @@
-"""The command line: `kvmux serve` and its help. Every scalar setting is a flag, made from the setting's own metadata.
+"""The command line: `kvmux serve`, `kvmux evaluate` and their help.
 
-Imports neither torch nor transformers, so that help and errors come at once.
+Every scalar setting is a flag, made from the setting's own metadata. Imports neither torch nor transformers, so that
+help and errors come at once.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import json
 import logging
 import multiprocessing
 import os
+import pkgutil
 import shlex
 import socket
 import sys
@@ -28,6 +30,7 @@ import server
 from config.settings import Settings, SettingsError, env_name, flag_name, load
 from server.engine.lifeline import USER_ERROR, configure_logging
 from server.engine.supervisor import Supervisor
+from server.evaluation import flags
 
 log = logging.getLogger(__name__)
 
@@ -40,6 +43,7 @@ GROUPS = {
     "batching": ("max_seq_len", "max_num_seqs", "max_step_tokens", "max_waiting"),
     "cache strategies": ("default_strategy",),
 }
+EVALUATION_SETTINGS = ("model", "device", "dtype", "weights", "threads", "kv_memory", "max_step_tokens")
 METAVARS = {"model": "DIR", "host": "ADDRESS", "kv_memory": "SIZE"}
 
 DESCRIPTION = """\
@@ -111,6 +115,13 @@ def serve(options: dict[str, Any]) -> int:
         url = url_of(listener)
         print(f"kvmux {version()} loads {settings.model} ...", flush=True)
         return Supervisor(settings, listener, lambda ready: print(welcome(url, settings, ready), flush=True)).run()
+
+
+# ---------------------------------------------------------------- kvmux evaluate
+def evaluate(options: dict[str, Any]) -> int:
+    """Measures strategies. Found by name, so that no other command loads torch."""
+    options.setdefault("config", os.environ.get("KVMUX_CONFIG"))
+    return int(pkgutil.resolve_name("server.evaluation.command:run")(options))
 
 
 class ListenError(Exception):
@@ -238,12 +249,29 @@ def _parser() -> Parser:
         usage="kvmux serve [--model DIR] [--port N] [--config FILE] [more settings]",
     )
     serve_parser.set_defaults(run=serve)
-    serve_parser.add_argument("--config", metavar="FILE", help="settings file, TOML [KVMUX_CONFIG]")
-    for title, names in _grouped().items():
-        group = serve_parser.add_argument_group(title)
+    _add_settings(serve_parser, _grouped())
+    evaluate_parser = commands.add_parser(
+        "evaluate",
+        help="measure what each cache strategy costs in quality",
+        description=flags.DESCRIPTION,
+        epilog=flags.EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        argument_default=argparse.SUPPRESS,
+        allow_abbrev=False,
+        usage="kvmux evaluate [--model DIR] [--strategy NAME ...] [--text FILE] [more flags]",
+    )
+    evaluate_parser.set_defaults(run=evaluate)
+    flags.add_flags(evaluate_parser)
+    _add_settings(evaluate_parser, {"settings": EVALUATION_SETTINGS})
+    return parser
+
+
+def _add_settings(parser: argparse.ArgumentParser, groups: Mapping[str, Sequence[str]]) -> None:
+    parser.add_argument("--config", metavar="FILE", help="settings file, TOML [KVMUX_CONFIG]")
+    for title, names in groups.items():
+        group = parser.add_argument_group(title)
         for name in names:
             _add_flag(group, name, Settings.model_fields[name])
-    return parser
 
 
 def _grouped() -> dict[str, list[str]]:

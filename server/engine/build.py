@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -34,6 +35,7 @@ class Engine:
     """A core and the words that describe it."""
 
     name: str  # of the model
+    directory: Path  # of the model
     core: Core
     instances: Sequence[Instance]
     max_seq_len: int
@@ -72,7 +74,7 @@ def build_engine(settings: Settings) -> Engine:
     )
     selector = Selector(caches.keys(), settings.rules, settings.default_strategy)
     core = Core(model, caches, arena, Scheduler(limits), selector)
-    return Engine(settings.model_name or directory.name, core, instances, max_seq_len)
+    return Engine(settings.model_name or directory.name, directory, core, instances, max_seq_len)
 
 
 def _max_seq_len(settings: Settings, config: ModelConfig) -> int:

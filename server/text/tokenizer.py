@@ -19,12 +19,12 @@ LONG_TEXT = 2000  # characters; encoding them takes about a millisecond, more wo
 
 
 class Tokenizer:
-    """A model's tokenizer. Owns `backend`: its truncation and padding are switched off."""
+    """A model's tokenizer. Owns `backend`, the library's own: its truncation and padding are switched off."""
 
     def __init__(self, backend: tokenizers.Tokenizer) -> None:
         backend.no_truncation()
         backend.no_padding()
-        self._backend = backend
+        self.backend = backend
         self._special = {i for i, token in backend.get_added_tokens_decoder().items() if token.special}
 
     @classmethod
@@ -49,15 +49,15 @@ class Tokenizer:
 
     def _encode(self, text: str) -> list[int]:
         # Not `encode`: that one holds the interpreter's lock, and with it the event loop.
-        return self._backend.encode_batch_fast([text])[0].ids
+        return self.backend.encode_batch_fast([text])[0].ids
 
     def decode(self, ids: Sequence[int]) -> str:
         """Text of `ids`; special tokens have none."""
-        return self._backend.decode(ids, skip_special_tokens=True)
+        return self.backend.decode(ids, skip_special_tokens=True)
 
     def has_text(self, token: int) -> bool:
         """False for special tokens and for ids outside the vocabulary: leaving them out changes no text."""
-        return token not in self._special and self._backend.id_to_token(token) is not None
+        return token not in self._special and self.backend.id_to_token(token) is not None
 
 
 def _json(file: Path) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""The training corpus: stories, records ("who keeps what where", asked later), chats and word lists.
+"""The training corpus: stories, records ("who keeps what where", asked later) and chats.
 
 A `Teller` is an endless, seeded source of documents. A document is a list of `Piece`s, so that whoever tokenises it
 still knows which characters are the answer to what; this file knows nothing of tokens, and measures in characters.
@@ -18,9 +18,10 @@ from server.training.words import Lexicon, Person
 
 T = TypeVar("T")
 
-INVENTED_IN_RECORDS, INVENTED_IN_STORIES = 0.2, 0.03  # share of people whose name is an invented word
+INVENTED_IN_RECORDS, INVENTED_IN_STORIES = 0.4, 0.04  # share of people whose name is an invented word
+INVENTED_OBJECTS = 0.25  # share of the objects in records that nobody has heard of
 NEAREST_QUESTION = 15  # characters between a fact and the first question about it, at least
-ASKED_TWICE_SHARE = 0.4
+ASKED_TWICE_SHARE = 0.5
 SHORT_RECORD = 1500  # characters
 
 
@@ -28,8 +29,6 @@ class Kind(Enum):
     TEXT = auto()
     VALUE = auto()  # a value when it is first stated: nobody could predict it
     ANSWER = auto()  # a value asked for: it stands earlier in the text
-    NOISE = auto()  # random words of a list
-    COPY = auto()  # the same words, said again
     END = auto()  # the end token; has no text
 
 
@@ -70,7 +69,7 @@ class Teller:
         self._plots = Deck(self.rng, plots.PLOTS)
         self._closings = Deck(self.rng, plots.CLOSINGS)
         self._asides = Deck(self.rng, plots.ASIDES)
-        self.nouns = Deck(self.rng, lexicon.objects)
+        self._nouns = Deck(self.rng, lexicon.objects)
         self._people = Deck(self.rng, lexicon.people)
 
     # ---- stories
@@ -102,7 +101,7 @@ class Teller:
         yield expand(self.rng, self._closings.draw(), slots)
 
     def _slots(self, hero: Person, friend: Person) -> dict[str, str]:
-        rng, noun = self.rng, self.nouns.draw()
+        rng, noun = self.rng, self._nouns.draw()
         slots = {"H": hero.name, "F": friend.name, "kid": "girl" if hero.female else "boy"}
         for name, person in (("h", hero), ("f", friend)):
             pronouns = ("she", "her", "her") if person.female else ("he", "his", "him")
@@ -150,15 +149,19 @@ class Teller:
         used: set[tuple[str, ...]] = set()
         facts: list[Fact] = []
         while len(facts) < count:
-            fact = draw_fact(self.rng, self.lexicon, cast, self.nouns.draw(), used)
+            fact = draw_fact(self.rng, self.lexicon, cast, self.noun_of_record(), used)
             if fact:
                 facts.append(fact)
         return facts
 
     # ---- records
 
+    def noun_of_record(self) -> str:
+        """An object for a fact: seldom the same twice, so that few facts of a record are alike."""
+        return words.invented_word(self.rng) if self.rng.random() < INVENTED_OBJECTS else self._nouns.draw()
+
     def record(self, length: int) -> Document:
-        """About `length` characters of story with facts between, each asked once or twice, at log-uniform distances."""
+        """About `length` characters of story with facts between, each asked once or twice, near and far."""
         return _Record(self, length).write()
 
     def filler(self, cast: Sequence[Person]) -> Iterator[str]:
@@ -167,36 +170,6 @@ class Teller:
             *sentences, last = self._sentences(self._slots(*self.rng.sample(cast, 2)))
             yield from (f"{sentence} " for sentence in sentences)
             yield f"{last}\n\n"
-
-    # ---- lists
-
-    def word_list(self) -> Document:
-        """Words said twice, or a table that is read out again: practice in copying, nothing else."""
-        return self._said_twice() if self.rng.random() < 0.5 else self._table()
-
-    def _any_word(self) -> str:
-        pool = (self.lexicon.objects, words.PLACES, words.FOODS, words.ANIMALS, words.ADJECTIVES, words.JOBS)
-        return self.rng.choice(self.rng.choice(pool)) if self.rng.random() < 0.75 else words.invented_word(self.rng)
-
-    def _said_twice(self) -> Document:
-        first, *rest = (self._any_word() for _ in range(self.rng.randint(6, 20)))
-        said = Piece(" " + " ".join(rest), Kind.COPY)
-        return [
-            Piece("The list:"),
-            Piece(f" {first}", Kind.NOISE),
-            said._replace(kind=Kind.NOISE),
-            Piece(f". Again: {first}"),
-            said,
-            Piece("."),
-            END,
-        ]
-
-    def _table(self) -> Document:
-        table = {self._any_word(): self._any_word() for _ in range(self.rng.randint(3, 12))}
-        document = [Piece("Table: "), Piece(", ".join(f"{k} is {v}" for k, v in table.items()), Kind.NOISE), Piece(".")]
-        for key in self.rng.sample(list(table), len(table)):
-            document += [Piece(f" {key} is", Kind.NOISE), Piece(f" {table[key]}", Kind.COPY), Piece(".")]
-        return [*document, END]
 
 
 def _say(sentence: str, fact: Fact, index: int, kind: Kind) -> Document:
@@ -217,7 +190,7 @@ class _Record:
         self.due: list[tuple[int, int]] = []  # heap of (position in characters, fact)
         self.position = 0
         crowded = length < SHORT_RECORD  # else there would hardly be an answer in it
-        self.fact_share = self.rng.choice((0.6, 0.8) if crowded else (0.15, 0.35, 0.6))  # of what is no question
+        self.fact_share = self.rng.choice((0.6, 0.8) if crowded else (0.25, 0.5, 0.75))  # of what is no question
 
     def write(self) -> Document:
         filler = self.teller.filler(self.cast)
@@ -235,7 +208,7 @@ class _Record:
         self.position += sum(len(piece.text) for piece in pieces)
 
     def _state(self) -> None:
-        fact = draw_fact(self.rng, self.teller.lexicon, self.cast, self.teller.nouns.draw(), self.used)
+        fact = draw_fact(self.rng, self.teller.lexicon, self.cast, self.teller.noun_of_record(), self.used)
         if fact is None:
             return
         index = len(self.facts)
@@ -245,7 +218,7 @@ class _Record:
         self._plan_questions(index)
 
     def _plan_questions(self, index: int) -> None:
-        """At most two, log-uniformly far from the fact, the second at least twice as far as the first."""
+        """At most two, the second at least twice as far from the fact as the first."""
         room = self.length - self.position
         first = self._distance(NEAREST_QUESTION, room)
         if first is None:
@@ -256,8 +229,11 @@ class _Record:
             heapq.heappush(self.due, (self.position + second, index))
 
     def _distance(self, least: int, most: int) -> int | None:
+        """Half of them log-uniform, as near as far; half uniform, or few would be far."""
         if least >= most:
             return None
+        if self.rng.random() < 0.5:
+            return self.rng.randint(least, most)
         return int(math.exp(self.rng.uniform(math.log(least), math.log(most))))
 
     def _ask(self, index: int) -> None:

@@ -1,8 +1,9 @@
 """The kinds of fact a record can hold, and the phrasings that state, ask and answer them.
 
-In every phrasing the value stands last, as `@`, so that what leads up to it ("... in the") is the same when the fact
-is stated and when it is asked. Each kind has phrasings for training and others that only evaluation may use.
-This file does not know where in a text a fact is stated or asked.
+In every phrasing the value stands last or nearly so, as `@`. In those for training an answer is a whole sentence, and
+the key stands right before the value, as where the fact was stated ("... the blue lamp in the @"): so one match of the
+last few words finds it, whatever the names. Each kind has phrasings for training and others that only evaluation may
+use. This file does not know where in a text a fact is stated or asked.
 """
 
 from collections.abc import Callable, Sequence
@@ -76,19 +77,20 @@ KEEPS = FactKind(
             "$N keeps the $o in the @.",
             "$N put the $o in the @.",
             "$N left the $o in the @.",
-            "$N's $o is in the @.",
-            "The $o of $N is in the @.",
+            "$N hid the $o in the @.",
+            "$N found a place for the $o in the @.",
         ),
         (
             "Where does $N keep the $o?",
             "Where is the $o of $N?",
             "Where is $N's $o?",
             "Where can I find the $o of $N?",
+            "Do you know where $N keeps the $o?",
         ),
-        ("In the @.", "It is in the @.", "$N keeps the $o in the @.", "$N's $o is in the @.", "The $o is in the @."),
+        ("$N keeps the $o in the @.",),
     ),
     Phrasings(
-        ("$N has hidden the $o in the @.", "You will find the $o of $N in the @."),
+        ("$N stores the $o in the @.", "You will find $N's $o in the @."),
         ("In which place is the $o that $N has?",),
         ("$N has the $o in the @.",),
     ),
@@ -97,17 +99,21 @@ LIKES = FactKind(
     "likes",
     ("N",),
     _one_of(words.FOODS),
-    Phrasings(("$N likes @ best.",), ("What does $N like best?",), ("$N likes @ best.",)),
+    Phrasings(
+        ("$N likes @ best.", "Of all food, $N likes @ best."),
+        ("What does $N like best?", "Which food does $N like best?"),
+        ("$N likes @ best.",),
+    ),
     Phrasings(("More than anything else, $N likes @.",), ("Which food does $N like?",), ("$N likes @.",)),
 )
 COLOR = FactKind(
     "color",
-    ("N", "ob"),
+    ("ob",),
     _one_of(words.COLORS),
     Phrasings(
-        ("The color of $N's $ob is @.", "$N has a $ob, and its color is @."),
+        ("The color of $N's $ob is @.", "It is true that $N's $ob is @.", "$N has a $ob, and $N's $ob is @."),
         ("What is the color of $N's $ob?", "What color is the $ob of $N?"),
-        ("It is @.", "The color is @.", "The color of $N's $ob is @."),
+        ("The color of $N's $ob is @.", "$N's $ob is @."),
     ),
     Phrasings(("$N's $ob has the color @.",), ("What color does $N's $ob have?",), ("It has the color @.",)),
 )
@@ -116,9 +122,9 @@ NUMBER = FactKind(
     ("p",),
     _number,
     Phrasings(
-        ("The number of the $p is @.", "On the door of the $p the number is @."),
+        ("The number of the $p is @.", "On the door one can read that the number of the $p is @."),
         ("What is the number of the $p?", "Which number does the $p have?"),
-        ("It is @.", "The number is @.", "The number of the $p is @."),
+        ("The number of the $p is @.",),
     ),
     Phrasings(("The secret number of the $p is @.",), ("Tell me the number of the $p.",), ("It has the number @.",)),
 )
@@ -127,31 +133,31 @@ TOWN = FactKind(
     ("N",),
     _invented_name,
     Phrasings(
-        ("$N comes from a town called @.", "$N grew up in a town called @."),
-        ("Which town does $N come from?", "Where does $N come from?"),
-        ("A town called @.", "$N comes from a town called @."),
+        ("The town of $N is called @.", "The old town of $N is called @."),
+        ("What is the town of $N called?", "Where does $N come from?"),
+        ("The town of $N is called @.",),
     ),
     Phrasings(("$N was born in a place called @.",), ("What is the home town of $N?",), ("A place called @.",)),
 )
 PET = FactKind(
     "pet",
-    ("N", "an"),
+    ("an",),
     _invented_name,
     Phrasings(
-        ("$N has a $an named @.", "$N lives with a $an named @."),
+        ("The name of $N's $an is @.", "$N has a $an, and the name of $N's $an is @."),
         ("What is the name of $N's $an?", "What is the $an of $N named?"),
-        ("It is named @.", "$N has a $an named @."),
+        ("The name of $N's $an is @.",),
     ),
     Phrasings(("$N takes care of a $an named @.",), ("How is $N's $an named?",), ("The $an is named @.",)),
 )
 GAVE = FactKind(
     "gave",
-    ("N", "o"),
+    ("o",),
     _somebody,
     Phrasings(
         ("$N gave the $o to @.", "$N sold the $o to @."),
         ("Who got the $o from $N?", "To whom did $N give the $o?"),
-        ("It went to @.", "$N gave the $o to @."),
+        ("$N gave the $o to @.",),
     ),
     Phrasings(("$N handed the $o over to @.",), ("Who has the $o of $N now?",), ("$N handed it over to @.",)),
 )
@@ -160,9 +166,9 @@ SECRET = FactKind(
     ("N",),
     _invented,
     Phrasings(
-        ("The secret word of $N is @.", "$N has a secret word, and it is @."),
-        ("What is the secret word of $N?", "What is $N's secret word?"),
-        ("It is @.", "The secret word is @.", "The secret word of $N is @."),
+        ("The secret word of $N is @.", "Nobody knows that the secret word of $N is @."),
+        ("What is the secret word of $N?", "What is $N's secret word?", "Tell me the secret word of $N."),
+        ("The secret word of $N is @.",),
     ),
     Phrasings(("$N's magic word is @.",), ("What is the magic word of $N?",), ("The magic word is @.",)),
 )
@@ -188,7 +194,7 @@ def draw_fact(
     if key in used or value == slots["N"]:
         return None
     used.add(key)
-    phrasings = kind.phrasings(lexicon.held_out)
+    phrasings = kind.phrasings(lexicon.new_phrasings)
     return Fact(
         value,
         fill(rng.choice(phrasings.statements), slots),

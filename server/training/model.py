@@ -121,20 +121,26 @@ def weighted_loss(logits: Tensor, targets: Tensor, weights: Tensor) -> Tensor:
 # ---- planted initialisation
 #
 # Recall needs an induction circuit: heads that note what stood just before each token, and a later head that finds the
-# place where the same thing stood before what is sought, and copies what follows (Olsson et al., arXiv 2209.11895).
+# place where the same things stood before what is sought, and copies what follows (Olsson et al., arXiv 2209.11895).
 # Such circuits form late by themselves: after millions of tokens. So they are planted, roughly, and training refines
 # them; the result is an ordinary Llama. What is planted:
 #   embedding  one constant column, so that a head can look at a place whatever the token there;
-#   layer 0    head 0 copies the token one back; heads 2 and 3 blur the last few tokens together ("what is this
-#              about"), one nearer, one farther; all by the phases of RoPE;
-#   layer 1    heads 0 and 2 attend to where the token before was the present one and the talk was of the same
-#              things, using only the slow RoPE pairs, which hold over distance; they copy the token there;
+#   layer 0    head h copies the token h + 1 back, found by the phases of RoPE, into a band of its own;
+#   layer 1    two heads attend to where the last four tokens were the ones before, using only the slow RoPE pairs,
+#              which hold over distance; they copy the token there. They differ in the random vectors they compare
+#              and in what they copy, so that together they err less;
 #   elsewhere  output projections are zero, so every other head and every feed-forward starts silent.
 
-_SCALE = 0.05  # standard deviation of the embedding
-_SHARP, _BLURRED = range(6), (range(3, 9), range(5, 12))  # RoPE pairs that locate a token: fast is sharp
-_SLOWEST_TURN = 1.3  # radians a "slow" pair may turn over the distance recall must bridge at first
-_REACH = 512
+_SCALE = 0.3  # standard deviation of the embedding: large, so that no few steps undo what is planted
+_FIRST_LOGITS = 0.8  # standard deviation of the logits, set by the last norm's weight
+_CONSTANT = 4 * _SCALE  # of the constant column
+_LOUD = 3.5  # how loud layer 0 writes, against the embedding
+_LOCATE = 3.0  # how sharply layer 0 looks a few tokens back
+_COUNTS = (5.0, 1.2, 1.6, 1.6)  # how much the present token, the one before, ... count when layer 1 compares
+_KEY = 1.0
+_COPY = 25.0
+_LOCATING_PAIRS = 6  # the fastest RoPE pairs: one token more or less is a large turn
+_SLOWEST_TURN = 1.5  # radians a "slow" pair may turn over all positions
 
 
 @torch.no_grad()
@@ -142,7 +148,8 @@ def plant(model: Llama) -> None:
     """Initialise for early recall, as described above. Draws from torch's global generator."""
     shape = model.shape
     nn.init.normal_(model.embed_tokens.weight, std=_SCALE)
-    model.embed_tokens.weight[:, 0] = 4 * _SCALE
+    model.embed_tokens.weight[:, 0] = _CONSTANT
+    nn.init.constant_(model.norm.weight, _FIRST_LOGITS / (_SCALE * math.sqrt(shape.width)))
     for block in model.blocks:
         nn.init.zeros_(block.self_attn.o_proj.weight)
         nn.init.zeros_(block.mlp.down_proj.weight)
@@ -152,18 +159,20 @@ def plant(model: Llama) -> None:
 
 
 class _Bands(NamedTuple):
-    """Parts of the residual stream, nearly orthogonal, each (head_dim, width) and blind to the constant column."""
+    """Orthogonal parts of the residual stream, blind to the constant column."""
 
-    token: Tensor  # of the embedding, what tells a token
-    blurred: Tensor  # of the embedding, what goes into the topic
-    previous: Tensor  # where layer 0 writes the token before
-    topic: Tensor  # where layer 0 writes the blur of the last few tokens
+    own: Tensor  # (kv_heads, head_dim, width): left to the embedding, so that a token can be read and copied
+    back: Tensor  # (heads, head_dim / 2 - 1, width): where layer 0 writes what stood 1, 2, ... tokens back
 
 
 def _bands(shape: Shape) -> _Bands:
-    size = shape.head_dim
     basis = F.pad(_orthogonal(shape.width - 1), (1, 0))
-    return _Bands(*(basis[start : start + size] for start in (0, size, 2 * size, shape.width - 1 - size)))
+    own = shape.kv_heads * shape.head_dim
+    narrow = shape.head_dim // 2 - 1
+    return _Bands(
+        basis[:own].unflatten(0, (shape.kv_heads, -1)),
+        basis[own : own + shape.heads * narrow].unflatten(0, (shape.heads, -1)),
+    )
 
 
 def _orthogonal(size: int) -> Tensor:
@@ -175,36 +184,42 @@ def _head(weight: Tensor, index: int, shape: Shape) -> Tensor:
     return weight[index * shape.head_dim : (index + 1) * shape.head_dim]
 
 
+def _output(attention: Attention, head: int, shape: Shape) -> Tensor:
+    """The columns of the output projection that belong to one head: (width, head_dim)."""
+    return attention.o_proj.weight[:, head * shape.head_dim : (head + 1) * shape.head_dim]
+
+
 def _plant_looking_back(attention: Attention, shape: Shape, bands: _Bands) -> None:
-    """Layer 0: what a position keeps of the tokens before it."""
-    head_dim, half = shape.head_dim, shape.head_dim // 2
+    """Layer 0: head h writes what it can tell of the token h + 1 back into a band of its own."""
+    half, narrow = shape.head_dim // 2, bands.back.shape[1]
     for weight in (attention.q_proj.weight, attention.k_proj.weight):
         weight.mul_(0.1)
         weight[:, 0] = 0
-    _head(attention.k_proj.weight, 0, shape)[: len(_SHARP), 0] = 2
-    _head(attention.k_proj.weight, 1, shape)[: _BLURRED[1].stop, 0] = 1
-    for head, offset, pairs, gain in ((0, 1, _SHARP, 2.0), (2, 3, _BLURRED[0], 1.0), (3, 8, _BLURRED[1], 1.0)):
+    for group in range(shape.kv_heads):
+        _head(attention.k_proj.weight, group, shape)[:_LOCATING_PAIRS, 0] = _LOCATE
+        _head(attention.v_proj.weight, group, shape)[:narrow] = bands.own[0, :narrow]
+    for head in range(shape.heads):
         query = _head(attention.q_proj.weight, head, shape)
-        for pair in pairs:
-            turn = float(shape.frequencies[pair]) * offset
-            query[pair, 0], query[pair + half, 0] = gain * math.cos(turn), -gain * math.sin(turn)
-    _head(attention.v_proj.weight, 0, shape).copy_(bands.token)
-    _head(attention.v_proj.weight, 1, shape).copy_(bands.blurred)
-    for head, band, gain in ((0, bands.previous, 1.5), (2, bands.topic, 3), (3, bands.topic, 3)):
-        attention.o_proj.weight[:, head * head_dim : (head + 1) * head_dim] = band.T * gain * _SCALE
+        for pair in range(_LOCATING_PAIRS):
+            turn = float(shape.frequencies[pair]) * (head + 1)
+            query[pair, 0], query[pair + half, 0] = _LOCATE * math.cos(turn), -_LOCATE * math.sin(turn)
+        _output(attention, head, shape)[:, :narrow] = bands.back[head].T * _LOUD * _SCALE
 
 
 def _plant_matching(attention: Attention, shape: Shape, bands: _Bands) -> None:
-    """Layer 1: attend where this token was the previous one and the topic the same; copy the token found there."""
-    half = shape.head_dim // 2
-    slow = (shape.frequencies * _REACH < _SLOWEST_TURN).nonzero().flatten()
+    """Layer 1: attend where what is now 0, 1, ... tokens back was 1, 2, ... back; copy the token found there."""
+    half, narrow, per_group = shape.head_dim // 2, bands.back.shape[1], shape.heads // shape.kv_heads
+    slow = (shape.frequencies * shape.positions < _SLOWEST_TURN).nonzero().flatten()
     slow = torch.cat((slow, slow + half))
-    for group, (head, band) in enumerate(((0, bands.token), (2, bands.blurred))):
+    for group in range(shape.kv_heads):
+        head = group * per_group
         query, key = _head(attention.q_proj.weight, head, shape), _head(attention.k_proj.weight, group, shape)
         query.zero_()
         key.zero_()
-        as_token, as_topic = (_orthogonal(shape.head_dim)[: len(slow)] for _ in range(2))
-        query[slow] = as_token @ bands.token * 3 + as_topic @ bands.topic * 1.5
-        key[slow] = as_token @ bands.previous + as_topic @ bands.topic
-        _head(attention.v_proj.weight, group, shape).copy_(band)
-        attention.o_proj.weight[:, head * shape.head_dim : (head + 1) * shape.head_dim] = band.T * 3 * _SCALE
+        for back in range(len(_COUNTS)):
+            compare = _orthogonal(narrow)[: len(slow)]
+            sought = bands.back[back - 1] if back else bands.own[0, :narrow]
+            query[slow] += compare @ sought * _COUNTS[back]
+            key[slow] += compare @ bands.back[back] * _KEY
+        _head(attention.v_proj.weight, group, shape).copy_(bands.own[group])
+        _output(attention, head, shape).copy_(bands.own[group].T * _COPY * _SCALE)

@@ -1,7 +1,8 @@
 """Packs documents into rows of tokens of one length, with a weight for each token and the answers marked.
 
 Every row starts with the begin token and a fresh document, as a prompt does. A token belongs to the piece in which it
-ends, so weights and answers follow the pieces of corpus.py. The model, and what a weight does to it, is unknown here.
+ends, so weights and answers follow the pieces of corpus.py. Any byte-level tokenizer will do. The model, and what a
+weight does to it, is unknown here.
 """
 
 from dataclasses import dataclass
@@ -16,11 +17,11 @@ from server.training.corpus import Document, Kind, Teller
 from server.training.tokenizer import BOS_ID, EOS_ID
 from server.training.words import Lexicon
 
-CHARACTERS_PER_TOKEN = 4.0
+CHARACTERS_PER_TOKEN = 3.5
 CHAT_SHARE = 0.4  # of the documents in a story row; chats are short
 
 # Answers count most: they are few and they are the point. What nobody could predict counts little.
-WEIGHTS = {Kind.TEXT: 1.0, Kind.VALUE: 0.3, Kind.ANSWER: 5.0, Kind.NOISE: 0.2, Kind.COPY: 4.0, Kind.END: 1.0}
+WEIGHTS = {Kind.TEXT: 1.0, Kind.VALUE: 0.3, Kind.ANSWER: 5.0, Kind.END: 1.0}
 
 
 class Answer(NamedTuple):
@@ -31,12 +32,21 @@ class Answer(NamedTuple):
     distance: int
 
 
+class Marks(NamedTuple):
+    """The tokens that begin a row, and the one that ends a document."""
+
+    begin: tuple[int, ...] = (BOS_ID,)
+    end: int = EOS_ID
+
+
+OWN_MARKS = Marks()
+
+
 class Mix(NamedTuple):
     """Relative shares of the kinds of row."""
 
     stories: float
     records: float
-    lists: float
 
 
 @dataclass
@@ -54,12 +64,12 @@ class Encoded:
 
 @dataclass(frozen=True)
 class Rows:
-    ids: npt.NDArray[np.uint16]  # (rows, context + 1)
+    ids: npt.NDArray[np.uint32]  # (rows, context + 1)
     weights: npt.NDArray[np.float32]  # (rows, context + 1)
     answers: tuple[tuple[Answer, ...], ...]  # per row
 
 
-def encode(tokenizer: Tokenizer, document: Document) -> Encoded:
+def encode(tokenizer: Tokenizer, document: Document, marks: Marks) -> Encoded:
     encoded = Encoded([], [], [])
     seen: dict[int, int] = {}  # fact -> where its value was last mentioned
     segment: Document = []
@@ -68,7 +78,7 @@ def encode(tokenizer: Tokenizer, document: Document) -> Encoded:
             segment.append(piece)
             continue
         _encode_segment(tokenizer, segment, encoded, seen)
-        encoded.ids.append(EOS_ID)
+        encoded.ids.append(marks.end)
         encoded.weights.append(WEIGHTS[Kind.END])
         segment = []
     _encode_segment(tokenizer, segment, encoded, seen)
@@ -95,31 +105,35 @@ def _encode_segment(tokenizer: Tokenizer, segment: Document, into: Encoded, seen
 
 
 def pack(
-    tokenizer: Tokenizer, seed: int | str, context: int, rows: int, mix: Mix, lexicon: Lexicon = words.TRAIN
+    tokenizer: Tokenizer,
+    seed: int | str,
+    context: int,
+    rows: int,
+    mix: Mix,
+    lexicon: Lexicon = words.TRAIN,
+    marks: Marks = OWN_MARKS,
 ) -> Rows:
     """`rows` rows of context + 1 tokens: one more than the model reads, for the targets."""
     teller = Teller(seed, lexicon)
-    ids = np.zeros((rows, context + 1), np.uint16)
+    ids = np.zeros((rows, context + 1), np.uint32)
     weights = np.zeros((rows, context + 1), np.float32)
     answers = []
     for row in range(rows):
-        encoded = _row(tokenizer, teller, context, mix)
+        encoded = _row(tokenizer, teller, context, mix, marks)
         ids[row], weights[row] = encoded.ids[: context + 1], encoded.weights[: context + 1]
         answers.append(tuple(answer for answer in encoded.answers if answer.stop <= context + 1))
     return Rows(ids, weights, tuple(answers))
 
 
-def _row(tokenizer: Tokenizer, teller: Teller, context: int, mix: Mix) -> Encoded:
-    row = Encoded([BOS_ID], [0.0], [])
+def _row(tokenizer: Tokenizer, teller: Teller, context: int, mix: Mix, marks: Marks) -> Encoded:
+    row = Encoded(list(marks.begin), [0.0] * len(marks.begin), [])
     kind = teller.rng.choices(Mix._fields, mix)[0]
     while len(row.ids) < context + 1:
-        row.extend(encode(tokenizer, _document(teller, kind, context)))
+        row.extend(encode(tokenizer, _document(teller, kind, context), marks))
     return row
 
 
 def _document(teller: Teller, kind: str, context: int) -> Document:
     if kind == "records":
         return teller.record(int(context * CHARACTERS_PER_TOKEN))
-    if kind == "lists":
-        return teller.word_list()
     return teller.chat() if teller.rng.random() < CHAT_SHARE else teller.story()

@@ -23,7 +23,8 @@ def train_tokenizer(texts: Iterable[str], size: int = VOCABULARY) -> Tokenizer:
     tokenizer.decoder = decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     tokenizer.train_from_iterator(
-        texts, trainers.BpeTrainer(vocab_size=size, special_tokens=[BOS, EOS], initial_alphabet=alphabet)
+        texts,
+        trainers.BpeTrainer(vocab_size=size, special_tokens=[BOS, EOS], initial_alphabet=alphabet, show_progress=False),
     )
     tokenizer.post_processor = processors.TemplateProcessing(single=f"{BOS} $A", special_tokens=[(BOS, BOS_ID)])
     return tokenizer
@@ -33,7 +34,7 @@ def sample_texts(seed: int, rounds: int = 600) -> Iterator[str]:
     """Some of everything that training will show."""
     teller = Teller(seed)
     for _ in range(rounds):
-        for document in (*(teller.story() for _ in range(4)), teller.chat(), teller.record(3000), teller.word_list()):
+        for document in (*(teller.story() for _ in range(4)), teller.chat(), teller.record(3000)):
             yield text_of(document)
 
 

@@ -1,10 +1,11 @@
 """Word lists of the training corpus, in two lexicons that share no name and no object.
 
-`TRAIN` is all that training text may use; `HELD_OUT` is for evaluation only. Words that carry no identity
-(places, foods, weather) are common to both. This file knows nothing about templates, tokens or models.
+`TRAIN` is all that training text may use; `HELD_OUT_NAMES` is for evaluation only, and so is `HELD_OUT`, which goes
+with the held-out phrasings of facts. Words that carry no identity (places, foods, weather) are common to both. This
+file knows nothing about templates, tokens or models.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from random import Random
 
 
@@ -24,12 +25,12 @@ class Person:
 
 @dataclass(frozen=True)
 class Lexicon:
-    """The words that identify somebody or something, and whether the held-out phrasings go with them."""
+    """The words that identify somebody or something, and whether facts are told in the held-out phrasings."""
 
     girls: tuple[str, ...]
     boys: tuple[str, ...]
     objects: tuple[str, ...]
-    held_out: bool = False
+    new_phrasings: bool = False
 
     @property
     def people(self) -> tuple[Person, ...]:
@@ -39,25 +40,55 @@ class Lexicon:
 TRAIN = Lexicon(
     girls=_words(
         "Mara Ann Lily Rosa Nina Ivy Clara Hana Ella Zoe Ruth Maya Sara Nora June Olga Wren Dora Kate Alma Vera Edith "
-        "Lena Mina Pia Greta Freya Hazel Lucy Emma Mia Sophie Jane Amy Molly Rose Tilda Bella Leila Yuki"
+        "Lena Mina Pia Greta Freya Hazel Lucy Emma Mia Sophie Jane Amy Molly Rose Tilda Bella Leila Yuki Ada Agnes "
+        "Alice Amina Anna Astrid Beth Birgit Bonnie Carla Carmen Cora Daisy Delia Diana Dina Elena Elsa Erika Esther "
+        "Eva Fatima Fay Flora Frida Gerda Gina Gloria Grace Gwen Hanna Heidi Helen Ida Ilse Inga Irene Isabel Jasmin "
+        "Jenny Joan Judith Julia Karin Kira Laura Lea Lisa Lotte Luna Lydia Mabel Maria Matilda Meg Melanie Nadia "
+        "Naomi Nelly Olive Pearl Petra Phoebe Polly Priya Ramona Renata Rita Robin Sandra Selma Signe Sonia Stella "
+        "Sybil Tania Thea Ulla Ursula Valerie Violet Wanda Yara Zelda"
     ),
     boys=_words(
         "Tom Ben Max Leo Sam Finn Otto Jack Hugo Omar Karl Peter Noah Luke Emil Ravi Theo Abel Paul Ned Ivan Dan Felix "
-        "Oscar Milo Kofi Amir Walt John Bob Tim Henry Oliver Arthur Adam David Anton Erik Hassan Liam"
+        "Oscar Milo Kofi Amir Walt John Bob Tim Henry Oliver Arthur Adam David Anton Erik Hassan Liam Alan Albert "
+        "Alex Alfred Ali Andrew Axel Basil Boris Brian Bruce Carl Cedric Charles Chris Clark Conrad Cyril Daniel "
+        "Dennis Diego Dirk Duncan Edgar Edmund Edward Elias Enzo Ernest Evan Frank Franz Fred Gabriel George Gilbert "
+        "Gregor Harold Harry Harvey Hector Herman Howard Igor Isaac Jacob James Jan Jasper Jens Joel Jonas Jorge "
+        "Joseph Julian Kenji Kurt Lars Leon Lewis Louis Lukas Magnus Marco Mark Martin Mateo Matthew Miles Moritz "
+        "Nathan Nils Norman Oleg Olaf Pablo Patrick Pedro Philip Piet Quentin Ralf Raoul Rex Robert Roger Roman Samuel "
+        "Stefan Sven Tobias Ulrich Victor Wendel William Yusuf"
     ),
     objects=_words(
         "key lamp book cup drum kite rope map coin bell basket box hat coat boat ball spoon ring clock flute mirror "
         "hammer knife bottle shell letter candle whistle brush blanket pot jar scarf doll sword bag button stone "
-        "feather ladder shovel wheel saw picture chair needle pencil comb bowl umbrella"
+        "feather ladder shovel wheel saw picture chair needle pencil comb bowl umbrella anchor apron arrow axe badge "
+        "banner barrel bead belt bench bicycle bonnet boot bracelet brick broom cage camera cane cannon cape card "
+        "carpet cart chain chalk chest chisel cloak collar cord cradle crate crystal curtain cushion dagger desk dice "
+        "dish dress fan fiddle file flag flask fork funnel glove goblet guitar hammock harp hook horn hose jacket jug "
+        "jumper keyboard ladle lantern lens lid locket magnet marble mask mat mug nail napkin net oar oven paddle pan "
+        "parasol pearl pen pillow pin pipe pitcher plate pouch puppet purse puzzle quilt racket rag razor ribbon robe "
+        "rocket rug ruler sack saddle sandal saucer scale scissors screw shawl shield shirt shoe sickle skate ski "
+        "skirt sock spade stamp statue stick stool stove suitcase sweater table tablet tape teapot telescope thimble "
+        "tile torch towel toy tray tub tube vase vest wagon wallet watch wreath"
     ),
 )
 
-HELD_OUT = Lexicon(
-    girls=_words("Tess Iris Anya Paula Wilma Sonja Brigid Marta Helga Celia"),
-    boys=_words("Hans Simon Viktor Gus Ralph Bruno Colin Pavel Rufus Dieter"),
-    objects=_words("lantern compass bucket violin crown trumpet sled kettle medal helmet"),
-    held_out=True,
+HELD_OUT_NAMES = Lexicon(
+    girls=_words(
+        "Tess Iris Anya Paula Wilma Sonja Brigid Marta Helga Celia Bertha Camilla Daphne Eunice Fiona Gudrun Hilda "
+        "Imogen Josie Kirsten Linda Monica Noelle Odette Pamela Rachel Silvia Tamara Vivian Xenia"
+    ),
+    boys=_words(
+        "Hans Simon Viktor Gus Ralph Bruno Colin Pavel Rufus Dieter Aaron Bernard Casper Derek Eugene Fabian Gordon "
+        "Hubert Ismael Jerome Klaus Lionel Marvin Nestor Osman Percy Rupert Stanley Tristan Wolfgang"
+    ),
+    objects=_words(
+        "compass bucket violin crown trumpet sled kettle medal helmet abacus bagpipe balloon bathtub binder briefcase "
+        "buckle candelabra casket clarinet dresser earring engine folder gavel goggles hairpin harness incense kimono "
+        "lasso mandolin mortar notebook organ padlock pendant pistol pliers rattle sponge syringe tambourine tripod "
+        "typewriter walnut wardrobe windmill wrench xylophone zipper"
+    ),
 )
+HELD_OUT = replace(HELD_OUT_NAMES, new_phrasings=True)
 
 ADJECTIVES = _words(
     "blue red green old new small big golden silver wooden broken shiny round heavy little yellow black white striped "
@@ -85,7 +116,7 @@ TEMPERS = _words("young kind clever brave poor quiet old happy shy patient")
 COATS = _words("small gray brown hungry friendly wild young white clever tired")
 SPOTS = _phrases(
     "near the river|behind the hill|at the edge of the woods|by the sea|next to the old road|under the tall trees|"
-    "beside the lake|in a quiet valley|on a green hill|not far from the town"
+    "beside the lake|in a quiet valley|on a green hill|not far from the border"
 )
 WEATHER = _phrases(
     "the sun was bright|the sun was warm|the moon was full|it was raining softly|it was raining hard|"
@@ -93,17 +124,26 @@ WEATHER = _phrases(
     "the sky was full of clouds|a thick fog lay over the fields|the air smelled of rain|the air smelled of flowers"
 )
 
-SYLLABLES = _words(
-    "ba be bi bo bu da de di do du ka ke ki ko ku la le li lo lu ma me mi mo mu na ne ni no nu ra re ri ro ru "
-    "sa se si so su ta te ti to tu va ve vi vo za zo"
+# Of these invented words are made: widely mixed, so that few pieces of a name are never seen.
+_ONSETS = _words(
+    "b bl br c ch cl cr d dr f fl fr g gl gr h j k kl kn kr l m n "
+    "p ph pl pr r s sh sk sl sm sn sp st t th tr tw v w y z"
 )
-ENDINGS = ("", "n", "r", "l", "s", "k", "m", "th", "x")
+_VOWELS = _words("a e i o u a e i o u a e i o u ai au ea ee ei ia ie io oa oo ou")
+_CODAS = (
+    "",
+    "",
+    "",
+    "",
+    *_words("b ck d ft g k l l ld ll m mp n n nd ng nn nt p r r rd rk rn rt s s sk ss st t tt x z"),
+)
 _RESERVED = frozenset(word.lower() for word in HELD_OUT.girls + HELD_OUT.boys + HELD_OUT.objects)
 
 
 def invented_word(rng: Random) -> str:
     """A word nobody has seen, so that recall of it cannot rest on having learnt it; never a held-out one."""
     while True:
-        word = "".join(rng.choice(SYLLABLES) for _ in range(rng.choice((2, 2, 3)))) + rng.choice(ENDINGS)
-        if word not in _RESERVED:
+        syllables = rng.choice((1, 2, 2, 2, 3))
+        word = "".join(rng.choice(_ONSETS) + rng.choice(_VOWELS) for _ in range(syllables)) + rng.choice(_CODAS)
+        if len(word) > 2 and word not in _RESERVED:
             return word

@@ -1,18 +1,18 @@
-"""Training: the planted circuit leans to the answer at once, Muon's updates are orthogonal, a resumed run goes on."""
+"""Training: the planted circuit recalls at once, Muon's updates are orthogonal, a resumed run goes on."""
 
 import shutil
 from dataclasses import replace
 from pathlib import Path
-from statistics import median
 
 import torch
 from tokenizers import Tokenizer
 
-from server.training.evaluate import RECORDS
+from server.training.measure import RECORDS, recall
 from server.training.model import Llama, Shape, plant
 from server.training.optim import orthogonalize
 from server.training.packing import Mix, pack
 from server.training.train import Settings, Trainer
+from server.training.words import HELD_OUT_NAMES
 
 TOKENIZER = Path(__file__).parents[2] / "server" / "models" / "tiny" / "tokenizer.json"
 
@@ -23,23 +23,21 @@ def _trainer(out: Path) -> Trainer:
     return Trainer(settings, replace(Shape(), layers=2, ff=64))
 
 
-@torch.no_grad()
-def _median_rank_of_answers(model: Llama) -> float:
-    """Over the answers of some records: how many tokens the model finds likelier than the right one."""
-    rows = pack(Tokenizer.from_file(str(TOKENIZER)), 1, 256, 8, RECORDS)
-    ranks = []
-    for ids, answers in zip(rows.ids.astype("int64"), rows.answers, strict=True):
-        logits = model(torch.from_numpy(ids[None, :-1]))[0]  # (T, vocabulary)
-        ranks += [int((logits[a.start - 1] > logits[a.start - 1, ids[a.start]]).sum()) for a in answers]
-    return median(ranks)
+def _recall(model: Llama) -> list[float]:
+    """Shares of known answers that stood within 256 tokens, and farther back."""
+    rows = pack(Tokenizer.from_file(str(TOKENIZER)), 1, 2048, 3, RECORDS, HELD_OUT_NAMES)
+    found = recall(model, rows)
+    parts = [[right for distance, right in found if (distance > 256) == far] for far in (False, True)]
+    assert all(len(part) > 15 for part in parts)
+    return [sum(part) / len(part) for part in parts]
 
 
-def test_planted_model_leans_to_the_answer_before_training() -> None:
+def test_planted_model_recalls_before_training_near_and_far() -> None:
     torch.manual_seed(0)
     model = Llama(Shape())
-    assert _median_rank_of_answers(model) > 500
+    assert max(_recall(model)) < 0.1
     plant(model)
-    assert _median_rank_of_answers(model) < 200
+    assert min(_recall(model)) > 0.75
 
 
 def test_muon_directions_are_orthogonal() -> None:
@@ -51,12 +49,12 @@ def test_muon_directions_are_orthogonal() -> None:
 
 def test_resumed_training_goes_on_where_it_stopped(tmp_path: Path) -> None:
     first = _trainer(tmp_path)
-    first.step(pack(first.tokenizer, 1, 128, 1, Mix(1, 0, 0)), share=0.0)
+    first.step(pack(first.tokenizer, 1, 128, 1, Mix(stories=1, records=0)), share=0.0)
     first.save()
     second = _trainer(tmp_path)
     second.resume()
     assert second.done == first.done
-    batch = pack(first.tokenizer, 2, 128, 1, Mix(1, 0, 0))
+    batch = pack(first.tokenizer, 2, 128, 1, Mix(stories=1, records=0))
     assert first.step(batch, share=0.5) == second.step(batch, share=0.5)
     for ours, theirs in zip(first.model.parameters(), second.model.parameters(), strict=True):
         assert torch.equal(ours, theirs)

@@ -1,0 +1,62 @@
+"""What an evaluation reads: running text, and records whose answers stand far back. Knows tokens; no model."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from tokenizers import Tokenizer
+
+from config.settings import SettingsError
+from server.training.measure import RECORDS, STORIES
+from server.training.packing import Answer, Marks, Mix, pack
+from server.training.words import HELD_OUT_NAMES, TRAIN, Lexicon
+
+
+class Document(NamedTuple):
+    """Tokens to read, the last one only as a target; `answers` are spans of them that stood earlier in the text."""
+
+    ids: Sequence[int]
+    answers: Sequence[Answer] = ()
+
+
+def stories(tokenizer: Tokenizer, marks: Marks, length: int, count: int, seed: str) -> list[Document]:
+    """Stories of the generator that the embedded model has not read."""
+    return _generated(tokenizer, marks, length, count, STORIES, TRAIN, seed)
+
+
+def records(tokenizer: Tokenizer, marks: Marks, length: int, count: int, seed: str) -> list[Document]:
+    """Who keeps what where, told and asked in one text, about people and things that the embedded model never met."""
+    return _generated(tokenizer, marks, length, count, RECORDS, HELD_OUT_NAMES, seed)
+
+
+def _generated(
+    tokenizer: Tokenizer, marks: Marks, length: int, count: int, mix: Mix, lexicon: Lexicon, seed: str
+) -> list[Document]:
+    rows = pack(tokenizer, seed, length, count, mix, lexicon, marks)
+    return [Document(ids.tolist(), answers) for ids, answers in zip(rows.ids, rows.answers, strict=True)]
+
+
+def text_file(tokenizer: Tokenizer, marks: Marks, length: int, count: int, file: Path) -> list[Document]:
+    """The first `count` stretches of `length` tokens of a file. Raises SettingsError."""
+    try:
+        text = file.read_text(encoding="utf-8")
+    except OSError as error:
+        raise SettingsError(f"--text: cannot read {file}: {error.strerror}") from None
+    except UnicodeDecodeError:
+        raise SettingsError(f"--text: {file} is no UTF-8 text") from None
+    ids = tokenizer.encode(text, add_special_tokens=False).ids
+    step = length - len(marks.begin)
+    # A stretch reads `length` tokens and has one more, the last target, with which the next one begins.
+    starts = range(0, max(1, len(ids) - 1), step)[:count]
+    stretches = [Document([*marks.begin, *ids[start : start + step + 1]]) for start in starts]
+    if len(stretches[0].ids) < 2:
+        raise SettingsError(f"--text: {file} holds no text to read")
+    return stretches
+
+
+def marks_of(tokenizer: Tokenizer, eos_ids: frozenset[int]) -> Marks:
+    """What the tokenizer puts before a text, and what ends one: the model's end token, or else a new line."""
+    end = min(eos_ids) if eos_ids else tokenizer.encode("\n", add_special_tokens=False).ids[-1]
+    return Marks(tuple(tokenizer.encode("").ids), end)

@@ -1,0 +1,62 @@
+"""A picture of an evaluation: recall by distance, and fidelity beside memory. Needs matplotlib."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from config.settings import SettingsError
+from server.evaluation.report import Report
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+ENDINGS = (".png", ".svg", ".pdf")
+MARKERS = "osD^vP*X"  # strategies may lie on one another, and a reader may see no colours
+
+
+def check_plot(file: Path) -> None:
+    """Raises SettingsError if draw() could not write there."""
+    if file.suffix not in ENDINGS:
+        raise SettingsError(f"--plot {file}: the name should end in {', '.join(ENDINGS)}")
+    if importlib.util.find_spec("matplotlib") is None:
+        raise SettingsError("--plot needs matplotlib: pip install 'kvmux[evaluate]'")
+
+
+def draw(report: Report, file: Path) -> None:
+    """Writes a PNG, SVG or PDF, by the file's ending. Raises OSError."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(11, 4.2), layout="constrained")
+    recall, memory = figure.subplots(1, 2)
+    _recall(recall, report)
+    _memory(memory, report)
+    figure.suptitle(f"{report.model}, {report.dtype}, documents of {report.length:,} tokens", fontsize=10)
+    figure.savefig(file, dpi=150)
+
+
+def _recall(axes: Axes, report: Report) -> None:
+    for marker, result in zip(MARKERS * len(report.results), report.results, strict=False):
+        asked = [(span.most, *result.records.recall(*span)) for span in report.spans]
+        places = [most for most, _, total in asked if total]
+        shares = [100 * right / total for _, right, total in asked if total]
+        axes.plot(places, shares, marker=marker, label=result.name, markersize=5, linewidth=1.2)
+    axes.set_xscale("log", base=2)
+    axes.set_xticks([span.most for span in report.spans], [f"{span.most:,}" for span in report.spans])
+    axes.set_ylim(-3, 103)
+    axes.set_xlabel("answer stands up to so many tokens back")
+    axes.set_ylabel("answers known, %")
+    axes.grid(alpha=0.3)
+    axes.legend(fontsize=8)
+
+
+def _memory(axes: Axes, report: Report) -> None:
+    for marker, result in zip(MARKERS * len(report.results), report.results, strict=False):
+        axes.plot(
+            result.kv_bytes / 1024, 100 * result.records.agreement, marker=marker, linestyle="", label=result.name
+        )
+    axes.set_xlim(left=0)
+    axes.set_xlabel("KV memory of a document, KiB")
+    axes.set_ylabel("same likeliest token as exact caching, records, %")
+    axes.grid(alpha=0.3)

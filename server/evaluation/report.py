@@ -1,0 +1,118 @@
+"""What an evaluation found, as a table for people and as JSON for programs. Knows figures; not how they were made."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from server.evaluation.compare import Fidelity
+
+NEAREST_BOUND = 64
+
+
+class Span(NamedTuple):
+    """Distances, tokens back, both ends included."""
+
+    least: int
+    most: int
+
+    def __str__(self) -> str:
+        return f"≤ {self.most:,}"
+
+
+@dataclass(frozen=True)
+class Result:
+    """One strategy."""
+
+    name: str
+    kind: str
+    options: dict[str, Any]
+    exact: bool
+    kv_bytes: int  # of a document of full length
+    text: Fidelity
+    records: Fidelity
+
+
+@dataclass(frozen=True)
+class Report:
+    """One evaluation; results[0] is the exact strategy that the others are held against."""
+
+    model: str
+    device: str
+    dtype: str
+    source: str  # of the running text
+    length: int  # tokens of a document
+    row_tokens: int
+    results: Sequence[Result]
+
+    @property
+    def spans(self) -> list[Span]:
+        """Up to 64 tokens back, 65 to 128, and so on to the length of a document."""
+        spans = [Span(1, min(NEAREST_BOUND, self.length))]
+        while spans[-1].most < self.length:
+            spans.append(Span(spans[-1].most + 1, min(2 * spans[-1].most, self.length)))
+        return spans
+
+
+def as_table(report: Report) -> str:
+    """GitHub's Markdown. Recall is the share of right answers, by how far back the answer stood."""
+    table = Table(box=box.MARKDOWN)
+    table.add_column("strategy")
+    columns = ["KV memory", "perplexity", "top-1", "KL", "records: top-1", "KL", *(f"recall {s}" for s in report.spans)]
+    for column in columns:
+        table.add_column(column, justify="right")
+    for r in report.results:
+        fidelity = (f"{r.text.agreement:.2%}", _nats(r.text.kl), f"{r.records.agreement:.2%}", _nats(r.records.kl))
+        recall = (_share(*r.records.recall(*span)) for span in report.spans)
+        table.add_row(r.name, f"{r.kv_bytes / 1024:,.0f} KiB", f"{r.text.perplexity:.3f}", *fidelity, *recall)
+    console = Console(file=io.StringIO(), width=400)
+    console.print(table)
+    printed = console.file.getvalue()  # type: ignore[attr-defined]
+    return "\n".join(line.strip() for line in printed.strip().splitlines())
+
+
+def _nats(value: float) -> str:
+    return "0" if abs(value) < 1e-9 else f"{value:.4f}" if value >= 1e-4 else f"{value:.0e}"
+
+
+def _share(right: int, asked: int) -> str:
+    return f"{right / asked:.0%}" if asked else "-"
+
+
+def as_json(report: Report) -> dict[str, Any]:
+    return {
+        "model": report.model,
+        "device": report.device,
+        "dtype": report.dtype,
+        "text": report.source,
+        "length": report.length,
+        "row_tokens": report.row_tokens,
+        "exact": report.results[0].name,
+        "strategies": [
+            {
+                "name": r.name,
+                "kind": r.kind,
+                "options": r.options,
+                "exact": r.exact,
+                "kv_bytes": r.kv_bytes,
+                "text": _figures(r.text),
+                "records": _figures(r.records) | {"recall": [_recall(r, span) for span in report.spans]},
+            }
+            for r in report.results
+        ],
+    }
+
+
+def _figures(f: Fidelity) -> dict[str, Any]:
+    return {"tokens": f.tokens, "perplexity": f.perplexity, "top1_agreement": f.agreement, "kl_nats": f.kl}
+
+
+def _recall(result: Result, span: Span) -> dict[str, int]:
+    right, asked = result.records.recall(*span)
+    return {"from": span.least, "to": span.most, "right": right, "asked": asked}

@@ -1,0 +1,127 @@
+"""`kvmux evaluate` from the command line to its files."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from server.cli import main
+from server.evaluation.command import parse_strategy
+
+STRATEGIES = ("paged", "sliding_window:window=16,sinks=0", "sliding_window:window=600")
+SMALL = ("--length", "150", "--texts", "2", "--records", "2", "--threads", "1", "--dtype", "float32")
+
+
+def _run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
+    try:
+        code = main(["evaluate", *arguments])
+    except SystemExit as end:
+        code = int(str(end.code))
+    out, err = capsys.readouterr()
+    return code, out, err
+
+
+@pytest.fixture(scope="module")
+def written(model_directory: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, dict[str, Any], Path]:
+    """The table, the JSON and the plot of one run."""
+    folder = tmp_path_factory.mktemp("evaluation")
+    flags = [part for name in STRATEGIES for part in ("--strategy", name)]
+    outputs = ["--json", str(folder / "report.json"), "--plot", str(folder / "report.png")]
+    with pytest.MonkeyPatch.context() as patch, (folder / "out").open("w+") as out:
+        patch.setattr(sys, "stdout", out)
+        assert main(["evaluate", "--model", str(model_directory), *SMALL, *flags, *outputs]) == 0
+        out.seek(0)
+        table = out.read()
+    return table, json.loads((folder / "report.json").read_text()), folder / "report.png"
+
+
+def test_table_has_a_line_a_strategy(written: tuple[str, dict[str, Any], Path]) -> None:
+    table, report, _ = written
+    header, rule, *lines = table.splitlines()
+    assert [cell.strip() for cell in header.split("|")[1:4]] == ["strategy", "KV memory", "perplexity"]
+    assert header.count("recall") == 3  # up to 64, 128 and 150 tokens back
+    assert set(rule) <= set("|-: ")
+    names = ["paged", "sliding_window-window16-sinks0", "sliding_window-window600"]
+    assert [line.split("|")[1].strip() for line in lines] == names == [s["name"] for s in report["strategies"]]
+    assert len({len(line) for line in (header, *lines)}) == 1
+
+
+def test_json_says_what_was_measured(written: tuple[str, dict[str, Any], Path]) -> None:
+    report = written[1]
+    assert report["exact"] == "paged"
+    assert (report["dtype"], report["length"], report["text"]) == ("float32", 150, "stories")
+    paged, narrow, wide = report["strategies"]
+    assert narrow["kind"] == "sliding_window"
+    assert narrow["options"] == {"window": 16, "sinks": 0, "max_row": None}
+    assert (paged["exact"], narrow["exact"], wide["exact"]) == (True, False, True)
+    assert narrow["kv_bytes"] < paged["kv_bytes"]
+    for part in ("text", "records"):
+        assert paged[part]["tokens"] == 300
+        assert (paged[part]["top1_agreement"], paged[part]["kl_nats"]) == (1, 0)
+        assert wide[part] == paged[part]
+        assert narrow[part]["kl_nats"] > 0
+    spans = [(r["from"], r["to"]) for r in paged["records"]["recall"]]
+    assert spans == [(1, 64), (65, 128), (129, 150)]
+    assert all(0 <= r["right"] <= r["asked"] for s in report["strategies"] for r in s["records"]["recall"])
+
+
+def test_plot_is_a_picture(written: tuple[str, dict[str, Any], Path]) -> None:
+    picture = written[2].read_bytes()
+    assert picture.startswith(b"\x89PNG")
+    assert len(picture) > 10_000
+
+
+def test_the_exact_strategy_is_there_unasked(
+    model_directory: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = tmp_path / "text.txt"
+    text.write_text("Once upon a time, there was a server. " * 20)
+    flags = ("--strategy", "sliding_window:window=16", "--text", str(text), "--row-tokens", "9")
+    code, out, _ = _run(capsys, "--model", str(model_directory), *SMALL, *flags)
+    assert code == 0
+    assert [line.split("|")[1].strip() for line in out.splitlines()[2:]] == ["paged", "sliding_window-window16"]
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--strategy", "nonesuch"], "--strategy: there is no instance 'nonesuch'; there are contiguous, paged"),
+        (["--strategy", "nonesuch:a=1"], "there is no cache strategy kind 'nonesuch'"),
+        (["--strategy", "paged:colour=red"], "strategies.paged-colourred.colour is no option of this kind"),
+        (["--strategy", "paged:block_size"], "write KIND:option=value,option=value"),
+        (["--strategy", "paged:block_size=0"], "strategies.paged-block_size0.block_size"),
+        (["--length", "4096"], "--length: between 2 and 512 tokens, the positions of the model"),
+        (["--length", "0"], "'0' is no number above 0"),
+        (["--records", "-3"], "'-3' is no number above 0"),
+        (["--text", "no/such/file"], "--text: cannot read no/such/file"),
+        (["--json", "no/such/folder/a.json"], "--json no/such/folder/a.json: there is no folder no/such/folder"),
+        (["--plot", "report.gif"], "--plot report.gif: the name should end in .png, .svg, .pdf"),
+        (["--model", "no/such/model"], "no model at 'no/such/model'"),
+        (["--strateggy", "paged"], "--strateggy is no option; did you mean --strategy?"),
+    ],
+)
+def test_what_cannot_be_done_is_told_in_a_line(
+    model_directory: Path, capsys: pytest.CaptureFixture[str], flags: list[str], message: str
+) -> None:
+    code, out, err = _run(capsys, "--model", str(model_directory), *flags)
+    assert (code, out) == (2, "")
+    assert message in err
+    assert len(err.splitlines()) == 1
+
+
+def test_matplotlib_is_asked_for_before_the_work(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    assert _run(capsys, "--plot", "a.png")[2] == "kvmux: --plot needs matplotlib: pip install 'kvmux[evaluate]'\n"
+
+
+def test_strategies_are_named_by_their_options() -> None:
+    assert parse_strategy("paged") == ("paged", {})
+    name, options = parse_strategy("sliding_window:window=64,sinks=0")
+    assert name == "sliding_window-window64-sinks0"
+    assert options == {"kind": "sliding_window", "window": "64", "sinks": "0"}

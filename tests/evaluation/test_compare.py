@@ -1,0 +1,119 @@
+"""The comparison against transformers, which sees what each strategy keeps through a mask of its own."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import LlamaForCausalLM
+
+from config.settings import SettingsError
+from server.engine.build import Engine
+from server.evaluation.compare import Fidelity, compare
+from server.evaluation.documents import Document
+from server.training.packing import Answer
+
+NAMES = ["contiguous", "paged", "narrow", "sinks"]
+LENGTH = 150
+
+
+def _documents(*lengths: int) -> list[Document]:
+    numbers = torch.Generator().manual_seed(3)
+    return [
+        Document(torch.randint(2, 300, (n + 1,), generator=numbers).tolist(), [Answer(10, 12, 7), Answer(n, n + 1, 90)])
+        for n in lengths
+    ]
+
+
+def _read(engine: Engine, documents: list[Document], row_tokens: int) -> dict[str, Fidelity]:
+    caches = [engine.core.caches[name] for name in NAMES]
+    results = compare(engine.core.model, caches, documents, row_tokens=row_tokens)
+    assert all(cache.usage().seats == 0 for cache in caches)
+    return dict(zip(NAMES, results, strict=True))
+
+
+def _visible(n: int, window: int, sinks: int) -> Tensor:
+    query, key = torch.arange(n).view(-1, 1), torch.arange(n)
+    return (key <= query) & ((query - key < window) | (key < sinks))
+
+
+@torch.no_grad()
+def _logits(reference: LlamaForCausalLM, document: Document, visible: Tensor) -> Tensor:
+    """[n, V], of a model whose queries see the keys of `visible` [n, n]."""
+    mask = torch.zeros(visible.shape).masked_fill(~visible, -torch.inf)
+    logits: Tensor = reference(torch.tensor([document.ids[:-1]]), attention_mask=mask[None, None]).logits
+    return logits[0].double()
+
+
+@pytest.fixture(scope="module")
+def documents() -> list[Document]:
+    return _documents(LENGTH, 61)
+
+
+@pytest.mark.parametrize(("name", "window", "sinks"), [("contiguous", 200, 0), ("narrow", 24, 0), ("sinks", 24, 4)])
+def test_figures_are_those_of_transformers(
+    engine: Engine, reference: LlamaForCausalLM, documents: list[Document], name: str, window: int, sinks: int
+) -> None:
+    surprise, divergence, agreed, right = [], [], [], []
+    for document in documents:
+        n = len(document.ids) - 1
+        targets = torch.tensor(document.ids[1:])
+        exact = _logits(reference, document, _visible(n, n, 0)).log_softmax(-1)
+        lossy = _logits(reference, document, _visible(n, window, sinks)).log_softmax(-1)
+        surprise.append(-lossy[torch.arange(n), targets])
+        divergence.append((exact.exp() * (exact - lossy)).sum(-1))
+        agreed.append(exact.argmax(-1) == lossy.argmax(-1))
+        right.append(lossy.argmax(-1) == targets)
+    found = _read(engine, documents, row_tokens=32)[name]
+    assert found.tokens == LENGTH + 61
+    assert found.perplexity == pytest.approx(torch.cat(surprise).mean().exp().item(), rel=1e-4)
+    assert found.kl == pytest.approx(torch.cat(divergence).mean().item(), rel=1e-3, abs=1e-6)
+    assert found.agreement == pytest.approx(torch.cat(agreed).double().mean().item(), abs=1e-9)
+    pairs = [(a, r) for d, r in zip(documents, right, strict=True) for a in d.answers]
+    known = [(a.distance, bool(r[a.start - 1 : a.stop - 1].all())) for a, r in pairs]
+    assert found.recalled == known
+
+
+def test_exact_strategies_differ_in_nothing_and_windows_do(engine: Engine, documents: list[Document]) -> None:
+    found = _read(engine, documents, row_tokens=32)
+    assert found["paged"] == found["contiguous"]
+    assert (found["paged"].agreement, found["paged"].kl) == (1, 0)
+    assert found["narrow"].agreement < 1
+    assert found["narrow"].kl > 0.01
+
+
+@pytest.mark.parametrize("row_tokens", [1, 7, 1000])
+def test_how_tokens_are_cut_into_steps_changes_nothing(
+    engine: Engine, documents: list[Document], row_tokens: int
+) -> None:
+    found, other = _read(engine, documents, row_tokens), _read(engine, documents, 32)
+    for name in NAMES:
+        assert found[name].perplexity == pytest.approx(other[name].perplexity, rel=1e-5)
+        assert found[name].kl == pytest.approx(other[name].kl, rel=1e-4, abs=1e-7)
+        assert found[name].agreed == other[name].agreed
+
+
+def test_a_known_answer_counts(engine: Engine, reference: LlamaForCausalLM) -> None:
+    """A text that the model continues itself: each of its tokens is the likeliest one."""
+    ids = _documents(20)[0].ids[:-1]
+    for _ in range(30):
+        document = Document([*ids, 0])
+        ids = [*ids, int(_logits(reference, document, _visible(len(ids), len(ids), 0))[-1].argmax())]
+    answers = [Answer(21, 25, 3), Answer(40, 41, 30), Answer(15, 22, 30)]
+    found = _read(engine, [Document(ids, answers)], row_tokens=9)["paged"]
+    assert found.recalled == [(3, True), (30, True), (30, False)]
+    assert found.recall(1, 3) == (1, 1)
+    assert found.recall(4, 64) == (1, 2)
+
+
+def test_tells_how_far_it_has_come(engine: Engine, documents: list[Document]) -> None:
+    told: list[int] = []
+    cache = engine.core.caches["paged"]
+    compare(engine.core.model, [cache], documents, row_tokens=100, read=told.append)
+    assert told == [100, 50, 61]
+
+
+def test_too_little_memory_is_told(engine: Engine, documents: list[Document]) -> None:
+    caches = [engine.core.caches["contiguous"]] * 40
+    with pytest.raises(SettingsError, match="no room for a document under contiguous: raise --kv-memory"):
+        compare(engine.core.model, caches, documents, row_tokens=8)

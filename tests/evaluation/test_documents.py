@@ -1,0 +1,89 @@
+"""Documents: the file whole and in order, answers where they stand, whatever the tokenizer puts around a text."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from tokenizers import Tokenizer
+
+from config.settings import SettingsError
+from server.evaluation.documents import marks_of, records, stories, text_file
+from server.models.config import EMBEDDED
+from server.training.packing import Marks
+from server.training.words import HELD_OUT_NAMES, TRAIN
+from tests.models.random_models import byte_tokenizer
+
+TINY = Tokenizer.from_file(str(EMBEDDED["tiny"] / "tokenizer.json"))
+PLAIN = byte_tokenizer(300)  # puts nothing before a text
+EOS = frozenset({1})
+
+
+@pytest.fixture(params=[TINY, PLAIN], ids=["with a begin token", "without"])
+def tokenizer(request: pytest.FixtureRequest) -> Tokenizer:
+    assert isinstance(request.param, Tokenizer)
+    return request.param
+
+
+def test_marks_are_the_tokenizers_and_the_models() -> None:
+    assert marks_of(TINY, EOS) == Marks((0,), 1)
+    assert marks_of(PLAIN, frozenset({7, 1})) == Marks((), 1)
+    assert marks_of(TINY, frozenset()).end == TINY.encode("\n", add_special_tokens=False).ids[-1]
+
+
+@pytest.mark.parametrize("words", [1, 2, 30, 31, 500])
+def test_stretches_of_a_file_are_all_of_it(tokenizer: Tokenizer, tmp_path: Path, words: int) -> None:
+    file = tmp_path / "text"
+    file.write_text(" ".join(f"word{i}" for i in range(words)) + "\nümlaut")
+    marks, ids = marks_of(tokenizer, EOS), tokenizer.encode(file.read_text(), add_special_tokens=False).ids
+    found = text_file(tokenizer, marks, 32, 10_000, file)
+    begin = len(marks.begin)
+    assert all(tuple(d.ids[:begin]) == marks.begin for d in found)
+    assert all(len(d.ids) == 33 for d in found[:-1])
+    assert 2 <= len(found[-1].ids) <= 33
+    read = [token for d in found for token in d.ids[begin:-1]]
+    assert [*read, found[-1].ids[-1]] == ids  # the last token of a stretch is the first of the next
+    assert text_file(tokenizer, marks, 32, 2, file) == found[:2]
+
+
+def test_a_file_that_cannot_be_read_is_told(tmp_path: Path) -> None:
+    empty, binary = tmp_path / "empty", tmp_path / "binary"
+    empty.touch()
+    binary.write_bytes(b"\xff\xfe\x00")
+    for file, message in (
+        (tmp_path / "none", "cannot read"),
+        (empty, "holds no text"),
+        (binary, "no UTF-8"),
+        (tmp_path, "cannot read"),
+    ):
+        with pytest.raises(SettingsError, match=f"--text: .*{message}"):
+            text_file(PLAIN, Marks((), 1), 32, 8, file)
+
+
+def test_answers_stand_where_they_say(tokenizer: Tokenizer) -> None:
+    marks = marks_of(tokenizer, EOS)
+    found = records(tokenizer, marks, 1024, 4, "a seed")
+    assert sum(len(d.answers) for d in found) > 8
+    for ids, answers in found:
+        assert len(ids) == 1025
+        for answer in answers:
+            before = answer.start - answer.distance
+            assert ids[before : before + answer.stop - answer.start] == ids[answer.start : answer.stop]
+
+
+def test_records_speak_of_held_out_names_and_stories_do_not(tokenizer: Tokenizer) -> None:
+    marks = marks_of(tokenizer, EOS)
+    held_out, train = (
+        tokenizer.decode([token for d in make(tokenizer, marks, 1024, 4, "a seed") for token in d.ids])
+        for make in (records, stories)
+    )
+    assert any(name in held_out for name in HELD_OUT_NAMES.girls + HELD_OUT_NAMES.boys)
+    assert not any(f" {name} " in train for name in HELD_OUT_NAMES.girls + HELD_OUT_NAMES.boys)
+    assert any(name in train for name in TRAIN.girls + TRAIN.boys)
+
+
+def test_fewer_documents_are_the_first_of_more(tokenizer: Tokenizer) -> None:
+    marks = marks_of(tokenizer, EOS)
+    for make in (records, stories):
+        assert make(tokenizer, marks, 256, 2, "a") == make(tokenizer, marks, 256, 3, "a")[:2]
+        assert make(tokenizer, marks, 256, 2, "b") != make(tokenizer, marks, 256, 2, "a")
