@@ -106,8 +106,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 # ---------------------------------------------------------------- kvmux serve
 def serve(options: dict[str, Any]) -> int:
     """Serves until told to stop. `options` are the flags given, by setting."""
-    file = options.pop("config", None) or os.environ.get("KVMUX_CONFIG")
-    settings = load(Path(file) if file else None, options)
+    settings = load(settings_file(options), options)
     multiprocessing.current_process().name = "kvmux"  # in the log
     configure_logging(settings.log_level)
     check_folder_names()
@@ -115,13 +114,6 @@ def serve(options: dict[str, Any]) -> int:
         url = url_of(listener)
         print(f"kvmux {version()} loads {settings.model} ...", flush=True)
         return Supervisor(settings, listener, lambda ready: print(welcome(url, settings, ready), flush=True)).run()
-
-
-# ---------------------------------------------------------------- kvmux evaluate
-def evaluate(options: dict[str, Any]) -> int:
-    """Measures strategies. Found by name, so that no other command loads torch."""
-    options.setdefault("config", os.environ.get("KVMUX_CONFIG"))
-    return int(pkgutil.resolve_name("server.evaluation.command:run")(options))
 
 
 class ListenError(Exception):
@@ -216,6 +208,23 @@ def version() -> str:
         return metadata.version("kvmux")
     except metadata.PackageNotFoundError:
         return "(not installed)"
+
+
+# ---------------------------------------------------------------- kvmux evaluate
+def evaluate(options: dict[str, Any]) -> int:
+    """Measures strategies. `options` are the flags given: settings, and what server/evaluation/flags.py adds.
+
+    What does it is found by name, not imported: serving must not load torch into this process.
+    """
+    check_folder_names()
+    return int(pkgutil.resolve_name("server.evaluation.command:run")(settings_file(options), options))
+
+
+# ---------------------------------------------------------------- what the commands share
+def settings_file(options: dict[str, Any]) -> Path | None:
+    """Takes the file from the options, or the environment."""
+    file = options.pop("config", None) or os.environ.get("KVMUX_CONFIG")
+    return Path(file) if file else None
 
 
 # ---------------------------------------------------------------- the parser

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
@@ -12,6 +13,7 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
+from cache_strategies.base import KVCache
 from config.settings import SettingsError, load
 from server.engine.build import Engine, build_engine
 from server.evaluation import documents
@@ -22,24 +24,30 @@ from server.evaluation.plot import check_plot, draw
 from server.evaluation.report import Report, Result, as_json, as_table
 from server.models.config import load_config, model_directory
 from server.text.tokenizer import Tokenizer
-from server.training.measure import EVALUATION_SEED
+from server.training.packing import EVALUATION_SEED
 
 LONGEST = 2048  # tokens of a document, unless told
 
 
-def run(options: dict[str, Any]) -> int:
-    """`options`: the flags given, by name: fields of Wanted, settings, and the settings file. Raises SettingsError."""
+def run(file: Path | None, options: dict[str, Any]) -> int:
+    """`file` holds settings; `options` are the flags given, fields of Wanted and settings. Raises SettingsError."""
     wanted = Wanted(**{f.name: options.pop(f.name) for f in fields(Wanted) if f.name in options})
     check_outputs(wanted)
     strategies = dict(parse_strategy(text) for text in wanted.strategy)
-    engine = start(options, strategies, wanted.length)
+    engine = start(file, options, strategies, wanted.length)
     report = evaluate(engine, list(strategies), wanted)
     print(as_table(report))
-    if wanted.json:
-        write(wanted.json, json.dumps(as_json(report), indent=2) + "\n")
-    if wanted.plot:
-        draw(report, wanted.plot)
+    for flag, file, save in (("--json", wanted.json, save_json), ("--plot", wanted.plot, draw)):
+        if file:
+            try:
+                save(report, file)
+            except OSError as error:
+                raise SettingsError(f"{flag}: cannot write {file}: {error.strerror}") from None
     return 0
+
+
+def save_json(report: Report, file: Path) -> None:
+    file.write_text(json.dumps(as_json(report), indent=2) + "\n")
 
 
 def check_outputs(wanted: Wanted) -> None:
@@ -47,6 +55,8 @@ def check_outputs(wanted: Wanted) -> None:
     for flag, file in (("--json", wanted.json), ("--plot", wanted.plot)):
         if file and not file.absolute().parent.is_dir():
             raise SettingsError(f"{flag} {file}: there is no folder {file.parent}")
+        if file and file.is_dir():
+            raise SettingsError(f"{flag} {file}: that is a folder")
     if wanted.plot:
         check_plot(wanted.plot)
 
@@ -57,16 +67,18 @@ def parse_strategy(text: str) -> tuple[str, dict[str, Any]]:
     if not colon:
         return text, {}
     pairs = [pair.partition("=") for pair in given.split(",")]
-    if not all(name and equals and value for name, equals, value in pairs):
-        raise SettingsError(f"--strategy {text}: write KIND:option=value,option=value")
-    name = "-".join([kind, *(f"{option}{value}" for option, _, value in pairs)])
-    return name, {"kind": kind, **{option: value for option, _, value in pairs}}
+    options = {option: value for option, _, value in pairs}
+    if not all(option and equals and value for option, equals, value in pairs) or len(options) < len(pairs):
+        raise SettingsError(f"--strategy {text}: write KIND:option=value,option=value, each option once")
+    name = "-".join([kind, *(option + value for option, value in options.items())])
+    return re.sub(r"[^A-Za-z0-9_-]", "-", name), {"kind": kind, **options}
 
 
-def start(flags: dict[str, Any], strategies: Mapping[str, dict[str, Any]], length: int | None) -> Engine:
+def start(
+    file: Path | None, flags: Mapping[str, Any], strategies: Mapping[str, dict[str, Any]], length: int | None
+) -> Engine:
     """An engine with these strategies beside the declared ones, and room for one document under each."""
-    file = flags.pop("config", None)
-    declared = load(Path(file) if file else None, flags)
+    declared = load(file, flags)
     made = {name: options for name, options in strategies.items() if options}
     for name in strategies:
         if name not in made and name not in declared.strategies:
@@ -79,7 +91,7 @@ def start(flags: dict[str, Any], strategies: Mapping[str, dict[str, Any]], lengt
         raise SettingsError(f"--length: between 2 and {positions} tokens, the positions of the model")
     count = len(declared.strategies) + len(made)
     fixed = {"max_seq_len": length or min(LONGEST, positions), "max_num_seqs": count, "strategies": made}
-    return build_engine(load(Path(file) if file else None, flags | fixed))
+    return build_engine(load(file, {**flags, **fixed}))
 
 
 def evaluate(engine: Engine, names: Sequence[str], wanted: Wanted) -> Report:
@@ -87,7 +99,8 @@ def evaluate(engine: Engine, names: Sequence[str], wanted: Wanted) -> Report:
     core, length = engine.core, engine.max_seq_len
     names = order(engine, names or list(core.caches))
     caches = [core.caches[name] for name in names]
-    row_tokens = wanted.row_tokens or max(1, core.scheduler.limits.max_step_tokens // len(caches))
+    row_tokens = most_row_tokens(core.scheduler.limits.max_step_tokens, caches)
+    row_tokens = min(wanted.row_tokens or row_tokens, row_tokens)
     text, records = read_documents(engine, wanted)
     with progress() as bars:
         task = bars.add_task("reading", total=sum(len(d.ids) - 1 for d in (*text, *records)))
@@ -112,6 +125,12 @@ def evaluate(engine: Engine, names: Sequence[str], wanted: Wanted) -> Report:
     return Report(engine.name, str(core.model.device), dtype, source, length, row_tokens, results)
 
 
+def most_row_tokens(step_tokens: int, caches: Sequence[KVCache]) -> int:
+    """Of a document, that can enter every cache in one step."""
+    rows = [cache.contract.max_row for cache in caches if cache.contract.max_row is not None]
+    return max(1, min([step_tokens // len(caches), *rows]))
+
+
 def order(engine: Engine, names: Sequence[str]) -> list[str]:
     """The names, an exact one first, whether asked for or not: it is what the others are held against."""
     exact = [name for name in (*names, *engine.core.caches) if engine.core.caches[name].contract.exact]
@@ -129,16 +148,9 @@ def read_documents(engine: Engine, wanted: Wanted) -> tuple[list[Document], list
         text = documents.text_file(tokenizer, marks, length, wanted.texts, wanted.text)
     else:
         text = documents.stories(tokenizer, marks, length, wanted.texts, seed)
-    return text, documents.records(tokenizer, marks, length, wanted.records, seed)
+    return text, documents.records(tokenizer, marks, length, wanted.records, seed, new_phrasings=wanted.new_phrasings)
 
 
 def progress() -> Progress:
     columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeRemainingColumn())
     return Progress(*columns, console=Console(file=sys.stderr))
-
-
-def write(file: Path, text: str) -> None:
-    try:
-        file.write_text(text)
-    except OSError as error:
-        raise SettingsError(f"--json: cannot write {file}: {error.strerror}") from None

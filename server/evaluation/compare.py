@@ -62,11 +62,10 @@ def compare(
 ) -> list[Fidelity]:
     """What each cache makes of the documents; caches[0] is the exact one that the others are held against.
 
-    `row_tokens`: of a document that enter in a step, at most; with 1 they enter as in decoding. `read` is told the
-    tokens of each step. Raises SettingsError if the caches have no room for the longest document at once.
+    `row_tokens`: of a document that enter in a step, at most the max_row of every cache; with 1 they enter as in
+    decoding. `read` is told the tokens of each step. Raises SettingsError if there is no room for a document under all.
     """
     results = [Fidelity() for _ in caches]
-    row_tokens = min([row_tokens, *(c.contract.max_row for c in caches if c.contract.max_row is not None)])
     for document in documents:
         known = torch.zeros(len(caches), len(document.ids), dtype=torch.bool)  # was the token the likeliest one?
         with _seats(caches, document) as seats:
@@ -86,9 +85,10 @@ def _step(model: Decoder, caches: Sequence[KVCache], seats: Sequence[Seat], toke
     n = len(tokens)
     work = [Work(c, Row(_grown(c, seat, n), n), tokens, logits=n) for c, seat in zip(caches, seats, strict=True)]
     batch = Batch(work, model.device)
+    assert batch.order == list(range(len(work))), "one row a strategy, so there is nothing to order"
     logits = model.forward(batch.ids, batch).view(len(work), n, -1)
     batch.commit()
-    return logits[[batch.order.index(i) for i in range(len(work))]]
+    return logits
 
 
 def _count(results: Sequence[Fidelity], logits: Tensor, targets: Tensor) -> Tensor:
@@ -114,7 +114,7 @@ def _seats(caches: Sequence[KVCache], document: Document) -> Iterator[list[Seat]
     with ExitStack() as stack:
         seats = []
         for cache in caches:
-            seat = cache.open(document.ids, max_cached=0)
+            seat = cache.open(document.ids[:-1], max_cached=0)  # the last one never enters
             if seat is None:
                 raise _no_room(cache)
             stack.callback(cache.close, seat)

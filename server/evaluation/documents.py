@@ -9,9 +9,8 @@ from typing import NamedTuple
 from tokenizers import Tokenizer
 
 from config.settings import SettingsError
-from server.training.measure import RECORDS, STORIES
-from server.training.packing import Answer, Marks, Mix, pack
-from server.training.words import HELD_OUT_NAMES, TRAIN, Lexicon
+from server.training.packing import RECORDS, STORIES, Answer, Marks, Mix, pack
+from server.training.words import HELD_OUT, HELD_OUT_NAMES, TRAIN, Lexicon
 
 
 class Document(NamedTuple):
@@ -26,9 +25,14 @@ def stories(tokenizer: Tokenizer, marks: Marks, length: int, count: int, seed: s
     return _generated(tokenizer, marks, length, count, STORIES, TRAIN, seed)
 
 
-def records(tokenizer: Tokenizer, marks: Marks, length: int, count: int, seed: str) -> list[Document]:
-    """Who keeps what where, told and asked in one text, about people and things that the embedded model never met."""
-    return _generated(tokenizer, marks, length, count, RECORDS, HELD_OUT_NAMES, seed)
+def records(
+    tokenizer: Tokenizer, marks: Marks, length: int, count: int, seed: str, *, new_phrasings: bool = False
+) -> list[Document]:
+    """Who keeps what where, told and asked in one text, about people and things that the embedded model never met.
+
+    `new_phrasings`: and in sentences it never met.
+    """
+    return _generated(tokenizer, marks, length, count, RECORDS, HELD_OUT if new_phrasings else HELD_OUT_NAMES, seed)
 
 
 def _generated(
@@ -47,16 +51,20 @@ def text_file(tokenizer: Tokenizer, marks: Marks, length: int, count: int, file:
     except UnicodeDecodeError:
         raise SettingsError(f"--text: {file} is no UTF-8 text") from None
     ids = tokenizer.encode(text, add_special_tokens=False).ids
+    if not ids or len(ids) + len(marks.begin) < 2:
+        raise SettingsError(f"--text: {file} holds no text to read")
     step = length - len(marks.begin)
+    if step < 1:
+        raise SettingsError(f"--length: at least {len(marks.begin) + 1}, for the tokens that begin a text and one more")
     # A stretch reads `length` tokens and has one more, the last target, with which the next one begins.
     starts = range(0, max(1, len(ids) - 1), step)[:count]
-    stretches = [Document([*marks.begin, *ids[start : start + step + 1]]) for start in starts]
-    if len(stretches[0].ids) < 2:
-        raise SettingsError(f"--text: {file} holds no text to read")
-    return stretches
+    return [Document([*marks.begin, *ids[start : start + step + 1]]) for start in starts]
 
 
 def marks_of(tokenizer: Tokenizer, eos_ids: frozenset[int]) -> Marks:
     """What the tokenizer puts before a text, and what ends one: the model's end token, or else a new line."""
+    plain = tokenizer.encode("a", add_special_tokens=False).ids
+    marked = tokenizer.encode("a").ids
+    begin = marked[: marked.index(plain[0])]
     end = min(eos_ids) if eos_ids else tokenizer.encode("\n", add_special_tokens=False).ids[-1]
-    return Marks(tuple(tokenizer.encode("").ids), end)
+    return Marks(tuple(begin), end)

@@ -33,6 +33,7 @@ class Wanted:
     length: int | None = None
     texts: int = 8
     records: int = 24
+    new_phrasings: bool = False
     row_tokens: int | None = None
     seed: str | None = None
     json: Path | None = None
@@ -48,15 +49,20 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         metavar="NAME",
         help="instance to evaluate, or KIND:option=value,...; may be given several times (default: all instances)",
     )
-    add("--text", type=Path, metavar="FILE", help="running text to read (default: stories)")
+    add("--text", type=Path, metavar="FILE", help="running text, read from its beginning (default: stories)")
     add("--length", type=_positive, metavar="N", help="tokens of a document (default: the model's, at most 2048)")
     add("--texts", type=_positive, metavar="N", help=f"documents of running text (default: {Wanted.texts})")
     add("--records", type=_positive, metavar="N", help=f"documents with answers to recall (default: {Wanted.records})")
     add(
+        "--new-phrasings",
+        action="store_true",
+        help="tell and ask the records in sentences, too, that the embedded model never met",
+    )
+    add(
         "--row-tokens",
         type=_positive,
         metavar="N",
-        help="tokens of a document that enter in a step; 1 is as in decoding (default: as many as fit in a step)",
+        help="tokens of a document that enter in a step; 1 is as in decoding (default, and at most: what fits)",
     )
     add("--seed", metavar="TEXT", help="other documents of the generator")
     add("--json", type=Path, metavar="FILE", help="write the figures there")

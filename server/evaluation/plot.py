@@ -17,8 +17,8 @@ MARKERS = "osD^vP*X"  # strategies may lie on one another, and a reader may see 
 
 
 def check_plot(file: Path) -> None:
-    """Raises SettingsError if draw() could not write there."""
-    if file.suffix not in ENDINGS:
+    """Raises SettingsError for an ending that means no picture, or if there is no matplotlib."""
+    if file.suffix.lower() not in ENDINGS:
         raise SettingsError(f"--plot {file}: the name should end in {', '.join(ENDINGS)}")
     if importlib.util.find_spec("matplotlib") is None:
         raise SettingsError("--plot needs matplotlib: pip install 'kvmux[evaluate]'")

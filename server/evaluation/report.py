@@ -23,7 +23,7 @@ class Span(NamedTuple):
     most: int
 
     def __str__(self) -> str:
-        return f"≤ {self.most:,}"
+        return f"{self.least:,}–{self.most:,}"
 
 
 @dataclass(frozen=True)
@@ -64,17 +64,24 @@ def as_table(report: Report) -> str:
     """GitHub's Markdown. Recall is the share of right answers, by how far back the answer stood."""
     table = Table(box=box.MARKDOWN)
     table.add_column("strategy")
-    columns = ["KV memory", "perplexity", "top-1", "KL", "records: top-1", "KL", *(f"recall {s}" for s in report.spans)]
+    columns = [
+        "KV memory",
+        "perplexity",
+        "top-1",
+        "KL",
+        "records: top-1",
+        "records: KL",
+        *(f"recall {s}" for s in report.spans),
+    ]
     for column in columns:
         table.add_column(column, justify="right")
     for r in report.results:
         fidelity = (f"{r.text.agreement:.2%}", _nats(r.text.kl), f"{r.records.agreement:.2%}", _nats(r.records.kl))
         recall = (_share(*r.records.recall(*span)) for span in report.spans)
         table.add_row(r.name, f"{r.kv_bytes / 1024:,.0f} KiB", f"{r.text.perplexity:.3f}", *fidelity, *recall)
-    console = Console(file=io.StringIO(), width=400)
-    console.print(table)
-    printed = console.file.getvalue()  # type: ignore[attr-defined]
-    return "\n".join(line.strip() for line in printed.strip().splitlines())
+    printed = io.StringIO()
+    Console(file=printed, width=10_000, force_terminal=False, color_system=None).print(table)
+    return "\n".join(line.strip() for line in printed.getvalue().strip().splitlines())
 
 
 def _nats(value: float) -> str:
@@ -90,7 +97,7 @@ def as_json(report: Report) -> dict[str, Any]:
         "model": report.model,
         "device": report.device,
         "dtype": report.dtype,
-        "text": report.source,
+        "source": report.source,
         "length": report.length,
         "row_tokens": report.row_tokens,
         "exact": report.results[0].name,

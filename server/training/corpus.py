@@ -6,6 +6,7 @@ still knows which characters are the answer to what; this file knows nothing of 
 
 import heapq
 import math
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from enum import Enum, auto
 from random import Random
@@ -183,7 +184,7 @@ class _Record:
 
     def __init__(self, teller: Teller, length: int) -> None:
         self.teller, self.rng, self.length = teller, teller.rng, length
-        self.cast = teller.cast(self.rng.randint(4, 12), INVENTED_IN_RECORDS)
+        self.cast = teller.cast(self.rng.randint(5, 12), INVENTED_IN_RECORDS)
         self.document: Document = []
         self.facts: list[Fact] = []
         self.used: set[tuple[str, ...]] = set()
@@ -245,7 +246,8 @@ class _Record:
         elif form == 1:
             self._add(Piece(f"\n{fact.question} "), *answer, Piece("\n"))
         elif form == 2:
-            asking, telling = rng.sample([p for p in self.cast if p.name not in fact.statement], 2)
+            spoken_of = {*re.findall(r"\w+", fact.statement), fact.value}  # or the answer would stand right here
+            asking, telling = rng.sample([p for p in self.cast if p.name not in spoken_of], 2)
             spoken = [*answer[:-1], Piece(answer[-1].text.removesuffix(".") + ",")]
             self._add(Piece(f'"{fact.question}" asked {asking.name}. "'), *spoken, Piece(f'" said {telling.name}. '))
         else:

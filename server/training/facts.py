@@ -186,7 +186,7 @@ def draw_fact(
         "N": rng.choice(cast).name,
         "o": f"{rng.choice(words.ADJECTIVES)} {noun}",
         "ob": noun,
-        "p": rng.choice(words.PLACES),
+        "p": rng.choice(words.BUILDINGS),
         "an": rng.choice(words.ANIMALS),
     }
     key = (kind.name, *(slots[name] for name in kind.key))

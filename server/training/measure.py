@@ -1,7 +1,7 @@
 """Watches training: perplexity on stories the model has not seen, and recall by distance of held-out names.
 
-It reads the lean model with whole rows at once. What a served model keeps under each cache strategy is measured by
-`kvmux evaluate` (server/evaluation), with the same documents.
+It reads the lean model with whole rows at once. What a served model makes of such documents under each cache strategy
+is measured by `kvmux evaluate` (server/evaluation).
 """
 
 import math
@@ -12,11 +12,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from server.training.model import Llama
-from server.training.packing import Mix, Rows
+from server.training.packing import Rows
 
-STORIES, RECORDS = Mix(stories=1, records=0), Mix(stories=0, records=1)
 DISTANCES = (64, 128, 256, 512, 1024, 2048)
-EVALUATION_SEED = "evaluation"  # training seeds batches with other strings
 
 
 def _read(model: Llama, rows: Rows) -> Iterator[tuple[int, Tensor, Tensor]]:

@@ -49,6 +49,10 @@ class Mix(NamedTuple):
     records: float
 
 
+STORIES, RECORDS = Mix(stories=1, records=0), Mix(stories=0, records=1)
+EVALUATION_SEED = "evaluation"  # training seeds batches with other strings
+
+
 @dataclass
 class Encoded:
     ids: list[int]

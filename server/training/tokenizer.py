@@ -1,6 +1,6 @@
 """The tokenizer: byte-level BPE, every digit a token of its own, trained on the corpus generator's own text.
 
-It knows no corpus beyond an iterator of strings, and nothing of the model but the size of the vocabulary.
+It knows nothing of the model but the size of the vocabulary.
 """
 
 from collections.abc import Iterable, Iterator

@@ -21,10 +21,11 @@ import torch
 from torch import Tensor
 
 from server.training.batches import Source
-from server.training.measure import EVALUATION_SEED, RECORDS, STORIES, by_distance, perplexity, recall
-from server.training.model import Llama, Shape, plant, weighted_loss
+from server.training.measure import by_distance, perplexity, recall
+from server.training.model import Llama, Shape, weighted_loss
 from server.training.optim import Muon
-from server.training.packing import Mix, Rows, pack
+from server.training.packing import EVALUATION_SEED, RECORDS, STORIES, Mix, Rows, pack
+from server.training.plant import plant
 from server.training.progress import display
 from server.training.tokenizer import load_or_train
 from server.training.words import HELD_OUT_NAMES
@@ -45,6 +46,9 @@ CURRICULUM = (
     Stage(0.2, 1024, Mix(stories=0.3, records=0.7)),
     Stage(1.0, 2048, Mix(stories=0.3, records=0.7)),
 )
+
+
+LONGEST = max(stage.context for stage in CURRICULUM)
 
 
 @dataclass
@@ -143,7 +147,7 @@ class Trainer:
         self.save()
 
     def measure(self, loss: float) -> str:
-        """Small, on fresh documents with held-out names, for watching; also kept in the log."""
+        """A few documents, the same each time and never trained on, for watching; also kept in the log."""
         context = self.model.shape.positions
         results = recall(self.model, pack(self.tokenizer, EVALUATION_SEED, context, 4, RECORDS, HELD_OUT_NAMES))
         surprise = perplexity(self.model, pack(self.tokenizer, EVALUATION_SEED, 512, 8, STORIES))
@@ -194,6 +198,8 @@ def parse_settings() -> tuple[Settings, bool]:
     device = a.device if a.device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
     on_gpu = device == "cuda"
     step_tokens = a.step_tokens or (32768 if on_gpu else 8192)
+    if step_tokens < LONGEST:
+        parser.error(f"--step-tokens: at least {LONGEST}, one row of the longest context")
     workers = a.workers if a.workers is not None else max(1, (os.cpu_count() or 2) - 1) if on_gpu else 0
     return Settings(a.out, a.minutes, device, a.threads, a.seed, step_tokens, workers, a.compile), a.resume
 

@@ -33,5 +33,5 @@ def reference(model_directory: Path) -> LlamaForCausalLM:
 
 @pytest.fixture(scope="session")
 def engine(model_directory: Path) -> Engine:
-    flags = {"model": str(model_directory), "dtype": "float32", "max_num_seqs": 5, "max_seq_len": 200, "threads": 1}
+    flags = {"model": str(model_directory), "dtype": "float32", "max_num_seqs": 5, "max_seq_len": 160, "threads": 1}
     return build_engine(load(None, flags | {"strategies": STRATEGIES}))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import sys
 from pathlib import Path
@@ -9,8 +10,11 @@ from typing import Any
 
 import pytest
 
+from config.settings import default_strategies
 from server.cli import main
 from server.evaluation.command import parse_strategy
+from server.evaluation.compare import Fidelity
+from server.evaluation.report import Report, Result, as_table
 
 STRATEGIES = ("paged", "sliding_window:window=16,sinks=0", "sliding_window:window=600")
 SMALL = ("--length", "150", "--texts", "2", "--records", "2", "--threads", "1", "--dtype", "float32")
@@ -43,7 +47,7 @@ def test_table_has_a_line_a_strategy(written: tuple[str, dict[str, Any], Path]) 
     table, report, _ = written
     header, rule, *lines = table.splitlines()
     assert [cell.strip() for cell in header.split("|")[1:4]] == ["strategy", "KV memory", "perplexity"]
-    assert header.count("recall") == 3  # up to 64, 128 and 150 tokens back
+    assert [cell.strip() for cell in header.split("|")[-4:-1]] == ["recall 1–64", "recall 65–128", "recall 129–150"]
     assert set(rule) <= set("|-: ")
     names = ["paged", "sliding_window-window16-sinks0", "sliding_window-window600"]
     assert [line.split("|")[1].strip() for line in lines] == names == [s["name"] for s in report["strategies"]]
@@ -53,7 +57,8 @@ def test_table_has_a_line_a_strategy(written: tuple[str, dict[str, Any], Path]) 
 def test_json_says_what_was_measured(written: tuple[str, dict[str, Any], Path]) -> None:
     report = written[1]
     assert report["exact"] == "paged"
-    assert (report["dtype"], report["length"], report["text"]) == ("float32", 150, "stories")
+    assert (report["dtype"], report["length"], report["source"]) == ("float32", 150, "stories")
+    assert report["row_tokens"] == 16  # the narrow ring takes no more in a step
     paged, narrow, wide = report["strategies"]
     assert narrow["kind"] == "sliding_window"
     assert narrow["options"] == {"window": 16, "sinks": 0, "max_row": None}
@@ -93,12 +98,14 @@ def test_the_exact_strategy_is_there_unasked(
         (["--strategy", "nonesuch:a=1"], "there is no cache strategy kind 'nonesuch'"),
         (["--strategy", "paged:colour=red"], "strategies.paged-colourred.colour is no option of this kind"),
         (["--strategy", "paged:block_size"], "write KIND:option=value,option=value"),
+        (["--strategy", "sliding_window:window=8,window=9"], "each option once"),
         (["--strategy", "paged:block_size=0"], "strategies.paged-block_size0.block_size"),
         (["--length", "4096"], "--length: between 2 and 512 tokens, the positions of the model"),
         (["--length", "0"], "'0' is no number above 0"),
         (["--records", "-3"], "'-3' is no number above 0"),
         (["--text", "no/such/file"], "--text: cannot read no/such/file"),
         (["--json", "no/such/folder/a.json"], "--json no/such/folder/a.json: there is no folder no/such/folder"),
+        (["--json", "."], "--json .: that is a folder"),
         (["--plot", "report.gif"], "--plot report.gif: the name should end in .png, .svg, .pdf"),
         (["--model", "no/such/model"], "no model at 'no/such/model'"),
         (["--strateggy", "paged"], "--strateggy is no option; did you mean --strategy?"),
@@ -116,12 +123,62 @@ def test_what_cannot_be_done_is_told_in_a_line(
 def test_matplotlib_is_asked_for_before_the_work(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    find_spec = importlib.util.find_spec
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name == "matplotlib" else find_spec(name))
     assert _run(capsys, "--plot", "a.png")[2] == "kvmux: --plot needs matplotlib: pip install 'kvmux[evaluate]'\n"
+
+
+@pytest.mark.parametrize("flag", ["--json", "--plot"])
+def test_a_file_that_cannot_be_written_after_all_is_told(
+    model_directory: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], flag: str
+) -> None:
+    target = tmp_path / "report.png"
+    target.symlink_to(tmp_path / "gone" / "report.png")
+    code, out, err = _run(capsys, "--model", str(model_directory), *SMALL, "--strategy", "paged", flag, str(target))
+    assert code == 2
+    assert out.count("paged") == 1  # the table is not lost
+    assert f"kvmux: {flag}: cannot write {target}: No such file or directory" in err
+
+
+def test_table_has_no_colours_when_they_are_forced(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    fidelity = Fidelity(tokens=10, surprise=5.0, agreed=9, divergence=0.001)
+    result = Result("paged", "paged", {}, True, 2048, fidelity, fidelity)
+    header, rule, line = as_table(Report("m", "cpu", "float32", "stories", 64, 8, [result])).splitlines()
+    assert line.split() == [
+        "|",
+        "paged",
+        "|",
+        "2",
+        "KiB",
+        "|",
+        "1.649",
+        *("|", "90.00%", "|", "0.0001") * 2,
+        "|",
+        "-",
+        "|",
+    ]
+    assert len(header) == len(rule) == len(line)
+
+
+def test_settings_come_from_a_file_too(
+    model_directory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "kvmux.toml"
+    lossy = 'kind = "sliding_window"\nwindow = 8'
+    file.write_text(f'model = "{model_directory}"\n[strategies.mine]\n{lossy}')
+    monkeypatch.setenv("KVMUX_CONFIG", str(file))
+    code, out, _ = _run(capsys, *SMALL, "--strategy", "mine")
+    assert (code, out.count("| mine ")) == (0, 1)
+    all_of_them = "\n".join(f"[strategies.{name}]\n{lossy}" for name in default_strategies())
+    file.write_text(f'model = "{model_directory}"\n{all_of_them}')
+    code, _, err = _run(capsys, *SMALL, "--config", str(file), "--strategy", "paged")
+    assert (code, err) == (2, "kvmux: no strategy here is exact: declare one of kind contiguous, to compare with\n")
 
 
 def test_strategies_are_named_by_their_options() -> None:
     assert parse_strategy("paged") == ("paged", {})
+    assert parse_strategy("mine:share=0.5,limit=50%")[0] == "mine-share0-5-limit50-"
     name, options = parse_strategy("sliding_window:window=64,sinks=0")
     assert name == "sliding_window-window64-sinks0"
     assert options == {"kind": "sliding_window", "window": "64", "sinks": "0"}

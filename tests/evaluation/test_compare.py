@@ -14,7 +14,10 @@ from server.evaluation.documents import Document
 from server.training.packing import Answer
 
 NAMES = ["contiguous", "paged", "narrow", "sinks"]
-LENGTH = 150
+LENGTH = 160  # all that a cache of this engine can hold
+
+
+ROW = 5  # all that "sinks" takes in a step
 
 
 def _documents(*lengths: int) -> list[Document]:
@@ -50,7 +53,7 @@ def documents() -> list[Document]:
     return _documents(LENGTH, 61)
 
 
-@pytest.mark.parametrize(("name", "window", "sinks"), [("contiguous", 200, 0), ("narrow", 24, 0), ("sinks", 24, 4)])
+@pytest.mark.parametrize(("name", "window", "sinks"), [("contiguous", LENGTH, 0), ("narrow", 24, 0), ("sinks", 24, 4)])
 def test_figures_are_those_of_transformers(
     engine: Engine, reference: LlamaForCausalLM, documents: list[Document], name: str, window: int, sinks: int
 ) -> None:
@@ -64,7 +67,7 @@ def test_figures_are_those_of_transformers(
         divergence.append((exact.exp() * (exact - lossy)).sum(-1))
         agreed.append(exact.argmax(-1) == lossy.argmax(-1))
         right.append(lossy.argmax(-1) == targets)
-    found = _read(engine, documents, row_tokens=32)[name]
+    found = _read(engine, documents, row_tokens=ROW)[name]
     assert found.tokens == LENGTH + 61
     assert found.perplexity == pytest.approx(torch.cat(surprise).mean().exp().item(), rel=1e-4)
     assert found.kl == pytest.approx(torch.cat(divergence).mean().item(), rel=1e-3, abs=1e-6)
@@ -75,18 +78,18 @@ def test_figures_are_those_of_transformers(
 
 
 def test_exact_strategies_differ_in_nothing_and_windows_do(engine: Engine, documents: list[Document]) -> None:
-    found = _read(engine, documents, row_tokens=32)
+    found = _read(engine, documents, row_tokens=ROW)
     assert found["paged"] == found["contiguous"]
     assert (found["paged"].agreement, found["paged"].kl) == (1, 0)
     assert found["narrow"].agreement < 1
     assert found["narrow"].kl > 0.01
 
 
-@pytest.mark.parametrize("row_tokens", [1, 7, 1000])
+@pytest.mark.parametrize("row_tokens", [1, 3])
 def test_how_tokens_are_cut_into_steps_changes_nothing(
     engine: Engine, documents: list[Document], row_tokens: int
 ) -> None:
-    found, other = _read(engine, documents, row_tokens), _read(engine, documents, 32)
+    found, other = _read(engine, documents, row_tokens), _read(engine, documents, ROW)
     for name in NAMES:
         assert found[name].perplexity == pytest.approx(other[name].perplexity, rel=1e-5)
         assert found[name].kl == pytest.approx(other[name].kl, rel=1e-4, abs=1e-7)
@@ -100,7 +103,7 @@ def test_a_known_answer_counts(engine: Engine, reference: LlamaForCausalLM) -> N
         document = Document([*ids, 0])
         ids = [*ids, int(_logits(reference, document, _visible(len(ids), len(ids), 0))[-1].argmax())]
     answers = [Answer(21, 25, 3), Answer(40, 41, 30), Answer(15, 22, 30)]
-    found = _read(engine, [Document(ids, answers)], row_tokens=9)["paged"]
+    found = _read(engine, [Document(ids, answers)], row_tokens=4)["paged"]
     assert found.recalled == [(3, True), (30, True), (30, False)]
     assert found.recall(1, 3) == (1, 1)
     assert found.recall(4, 64) == (1, 2)
@@ -110,7 +113,7 @@ def test_tells_how_far_it_has_come(engine: Engine, documents: list[Document]) ->
     told: list[int] = []
     cache = engine.core.caches["paged"]
     compare(engine.core.model, [cache], documents, row_tokens=100, read=told.append)
-    assert told == [100, 50, 61]
+    assert told == [100, 60, 61]
 
 
 def test_too_little_memory_is_told(engine: Engine, documents: list[Document]) -> None:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 
 import pytest
-from tokenizers import Tokenizer
+from tokenizers import Tokenizer, processors
 
 from config.settings import SettingsError
 from server.evaluation.documents import marks_of, records, stories, text_file
@@ -29,6 +30,13 @@ def test_marks_are_the_tokenizers_and_the_models() -> None:
     assert marks_of(TINY, EOS) == Marks((0,), 1)
     assert marks_of(PLAIN, frozenset({7, 1})) == Marks((), 1)
     assert marks_of(TINY, frozenset()).end == TINY.encode("\n", add_special_tokens=False).ids[-1]
+
+
+def test_what_a_tokenizer_puts_behind_a_text_does_not_begin_one() -> None:
+    tokenizer = byte_tokenizer(300)
+    around = processors.TemplateProcessing(single="<s> $A </s>", special_tokens=[("<s>", 0), ("</s>", 1)])
+    tokenizer.post_processor = around
+    assert marks_of(tokenizer, EOS) == Marks((0,), 1)
 
 
 @pytest.mark.parametrize("words", [1, 2, 30, 31, 500])
@@ -60,9 +68,16 @@ def test_a_file_that_cannot_be_read_is_told(tmp_path: Path) -> None:
             text_file(PLAIN, Marks((), 1), 32, 8, file)
 
 
+def test_a_length_without_room_for_text_is_told(tmp_path: Path) -> None:
+    file = tmp_path / "text"
+    file.write_text("some words")
+    with pytest.raises(SettingsError, match="--length: at least 4"):
+        text_file(PLAIN, Marks((0, 5, 6), 1), 3, 8, file)
+
+
 def test_answers_stand_where_they_say(tokenizer: Tokenizer) -> None:
     marks = marks_of(tokenizer, EOS)
-    found = records(tokenizer, marks, 1024, 4, "a seed")
+    found = records(tokenizer, marks, 1024, 12, "a seed")
     assert sum(len(d.answers) for d in found) > 8
     for ids, answers in found:
         assert len(ids) == 1025
@@ -82,8 +97,17 @@ def test_records_speak_of_held_out_names_and_stories_do_not(tokenizer: Tokenizer
     assert any(name in train for name in TRAIN.girls + TRAIN.boys)
 
 
+def test_new_phrasings_are_told_if_asked_for(tokenizer: Tokenizer) -> None:
+    marks = marks_of(tokenizer, EOS)
+    for new in (False, True):
+        found = records(tokenizer, marks, 1024, 6, "a seed", new_phrasings=new)
+        text = tokenizer.decode([token for d in found for token in d.ids])
+        assert (" stores the " in text) is new
+        assert (" keeps the " in text) is not new
+
+
 def test_fewer_documents_are_the_first_of_more(tokenizer: Tokenizer) -> None:
     marks = marks_of(tokenizer, EOS)
-    for make in (records, stories):
+    for make in (records, partial(records, new_phrasings=True), stories):
         assert make(tokenizer, marks, 256, 2, "a") == make(tokenizer, marks, 256, 3, "a")[:2]
         assert make(tokenizer, marks, 256, 2, "b") != make(tokenizer, marks, 256, 2, "a")

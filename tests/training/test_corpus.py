@@ -127,6 +127,15 @@ def test_facts_are_asked_at_most_twice_and_near_and_far() -> None:
     assert sum(distance < 500 for distance in distances) > len(distances) / 5
 
 
+def test_nobody_who_is_the_answer_speaks_in_its_sentence() -> None:
+    """Or the answer would stand right before it."""
+    spoken = r'"[^"]*\?" asked (\w+)\. "([^"]*)," said (\w+)\.'
+    found = re.findall(spoken, " ".join(text_of(Teller(seed).record(20_000)) for seed in range(12)))
+    assert len(found) > 50
+    for asking, answer, telling in found:
+        assert not {asking, telling} & set(re.findall(r"\w+", answer))
+
+
 # ---- packing
 
 

@@ -1,5 +1,6 @@
 """Training: the planted circuit recalls at once, Muon's updates are orthogonal, a resumed run goes on."""
 
+import json
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -7,11 +8,12 @@ from pathlib import Path
 import torch
 from tokenizers import Tokenizer
 
-from server.training.measure import RECORDS, recall
-from server.training.model import Llama, Shape, plant
+from server.training.measure import recall
+from server.training.model import Llama, Shape
 from server.training.optim import orthogonalize
-from server.training.packing import Mix, pack
-from server.training.train import Settings, Trainer
+from server.training.packing import RECORDS, Mix, pack
+from server.training.plant import plant
+from server.training.train import LONGEST, Settings, Trainer, rate_at
 from server.training.words import HELD_OUT_NAMES
 
 TOKENIZER = Path(__file__).parents[2] / "server" / "models" / "tiny" / "tokenizer.json"
@@ -58,3 +60,22 @@ def test_resumed_training_goes_on_where_it_stopped(tmp_path: Path) -> None:
     assert first.step(batch, share=0.5) == second.step(batch, share=0.5)
     for ours, theirs in zip(first.model.parameters(), second.model.parameters(), strict=True):
         assert torch.equal(ours, theirs)
+
+
+def test_a_run_ends_in_time_with_a_checkpoint_and_a_measurement(tmp_path: Path) -> None:
+    trainer = _trainer(tmp_path)
+    trainer.settings = replace(trainer.settings, step_tokens=LONGEST)
+    trainer.run()
+    assert trainer.done.seconds >= 0.001 * 60
+    assert trainer.done.tokens == trainer.done.steps * LONGEST
+    lines = [json.loads(line) for line in (tmp_path / "log.jsonl").read_text().splitlines()]
+    assert lines[-1]["steps"] == trainer.done.steps
+    assert lines[-1]["story_perplexity"] > 1
+    again = _trainer(tmp_path)
+    again.resume()
+    assert again.done == trainer.done
+
+
+def test_the_rate_warms_up_and_falls() -> None:
+    assert rate_at(0, 0) < rate_at(0, 30) < rate_at(0, 100) == rate_at(0.39, 1000) == 1
+    assert 1 > rate_at(0.5, 1000) > rate_at(0.9, 1000) > rate_at(0.999, 1000) > 0
