@@ -20,13 +20,17 @@ from pydantic import Field
 from cache_strategies.base import CacheSetup, Contract, Geometry, Options
 from cache_strategies.slab import SlabCache
 
+MOST = 2**31 - 1  # positions are int32 on the device
+
 
 class WindowOptions(Options):
     """Options of a sliding window."""
 
-    window: int = Field(512, ge=1, description="latest tokens a query sees, itself included")
-    sinks: int = Field(4, ge=0, description="first tokens of the sequence that stay visible")
-    max_row: int | None = Field(None, ge=1, description="tokens a step may enter per sequence; default: as the window")
+    window: int = Field(512, ge=1, le=MOST, description="latest tokens a query sees, itself included")
+    sinks: int = Field(4, ge=0, le=MOST, description="first tokens of the sequence that stay visible")
+    max_row: int | None = Field(
+        None, ge=1, le=MOST, description="tokens a step may enter per sequence; default: as the window"
+    )
 
 
 class SlidingWindowCache(SlabCache):

@@ -101,6 +101,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return USER_ERROR
     except KeyboardInterrupt:
         return 130
+    except BrokenPipeError:  # whoever read our output has had enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
 
 
 # ---------------------------------------------------------------- kvmux serve

@@ -14,8 +14,10 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
 from cache_strategies.base import KVCache
-from config.settings import SettingsError, load
+from config.settings import Settings, SettingsError, StrategySettings, load
+from server.engine.batch import StrategyError
 from server.engine.build import Engine, build_engine
+from server.engine.core import Core
 from server.evaluation import documents
 from server.evaluation.compare import Fidelity, compare
 from server.evaluation.documents import Document
@@ -27,38 +29,61 @@ from server.text.tokenizer import Tokenizer
 from server.training.packing import EVALUATION_SEED
 
 LONGEST = 2048  # tokens of a document, unless told
+BASELINE = "exact_caching"  # compared with, if nothing that was asked for is exact
+WHOLE = {"floor": "0%", "limit": "100%"}  # the memory is cut to fit the documents; shares would only get in the way
+MOST_LOGITS = 1 << 26  # in a step; their softmax takes a few times their memory
 
 
 def run(file: Path | None, options: dict[str, Any]) -> int:
     """`file` holds settings; `options` are the flags given, fields of Wanted and settings. Raises SettingsError."""
     wanted = Wanted(**{f.name: options.pop(f.name) for f in fields(Wanted) if f.name in options})
-    check_outputs(wanted)
-    strategies = dict(parse_strategy(text) for text in wanted.strategy)
-    engine = start(file, options, strategies, wanted.length)
-    report = evaluate(engine, list(strategies), wanted)
+    check_files(wanted)
+    engine, names = start(file, options, wanted)
+    try:
+        report = evaluate(engine, names, wanted)
+    except StrategyError as error:
+        raise SettingsError(str(error)) from error
+    unsaved = save(report, wanted)
     print(as_table(report))
-    for flag, file, save in (("--json", wanted.json, save_json), ("--plot", wanted.plot, draw)):
-        if file:
-            try:
-                save(report, file)
-            except OSError as error:
-                raise SettingsError(f"{flag}: cannot write {file}: {error.strerror}") from None
+    if unsaved:
+        raise SettingsError("; ".join(unsaved))
     return 0
 
 
-def save_json(report: Report, file: Path) -> None:
-    file.write_text(json.dumps(as_json(report), indent=2) + "\n")
-
-
-def check_outputs(wanted: Wanted) -> None:
+def check_files(wanted: Wanted) -> None:
     """Before anything slow. Raises SettingsError."""
-    for flag, file in (("--json", wanted.json), ("--plot", wanted.plot)):
-        if file and not file.absolute().parent.is_dir():
-            raise SettingsError(f"{flag} {file}: there is no folder {file.parent}")
-        if file and file.is_dir():
-            raise SettingsError(f"{flag} {file}: that is a folder")
+    outputs = {"--json": wanted.json, "--plot": wanted.plot}
+    for flag, file in outputs.items():
+        if file:
+            try:
+                new = not file.exists()
+                file.open("ab").close()
+                if new:
+                    file.unlink()
+            except OSError as error:
+                raise SettingsError(f"{flag}: cannot write {file}: {error.strerror}") from None
+    if wanted.json and wanted.plot and wanted.json.absolute() == wanted.plot.absolute():
+        raise SettingsError(f"--json and --plot are both {wanted.json}: give one another name")
     if wanted.plot:
         check_plot(wanted.plot)
+    if wanted.text:
+        documents.check_text(wanted.text)
+
+
+def save(report: Report, wanted: Wanted) -> list[str]:
+    """Writes what was asked for; what could not be written, in words."""
+    unsaved = []
+    for flag, file, write in (("--json", wanted.json, write_json), ("--plot", wanted.plot, draw)):
+        if file:
+            try:
+                write(report, file)
+            except OSError as error:
+                unsaved.append(f"{flag}: cannot write {file}: {error.strerror}")
+    return unsaved
+
+
+def write_json(report: Report, file: Path) -> None:
+    file.write_text(json.dumps(as_json(report), indent=2) + "\n")
 
 
 def parse_strategy(text: str) -> tuple[str, dict[str, Any]]:
@@ -66,40 +91,58 @@ def parse_strategy(text: str) -> tuple[str, dict[str, Any]]:
     kind, colon, given = text.partition(":")
     if not colon:
         return text, {}
-    pairs = [pair.partition("=") for pair in given.split(",")]
+    pairs = [[part.strip() for part in pair.partition("=")] for pair in given.split(",")]
     options = {option: value for option, _, value in pairs}
     if not all(option and equals and value for option, equals, value in pairs) or len(options) < len(pairs):
-        raise SettingsError(f"--strategy {text}: write KIND:option=value,option=value, each option once")
+        raise SettingsError(f"--strategy {text!r}: write KIND:option=value,option=value, each option once")
     name = "-".join([kind, *(option + value for option, value in options.items())])
     return re.sub(r"[^A-Za-z0-9_-]", "-", name), {"kind": kind, **options}
 
 
-def start(
-    file: Path | None, flags: Mapping[str, Any], strategies: Mapping[str, dict[str, Any]], length: int | None
-) -> Engine:
-    """An engine with these strategies beside the declared ones, and room for one document under each."""
-    declared = load(file, flags)
-    made = {name: options for name, options in strategies.items() if options}
-    for name in strategies:
-        if name not in made and name not in declared.strategies:
-            there = ", ".join(sorted(declared.strategies))
+def chosen(settings: Settings, wanted: Sequence[str]) -> dict[str, StrategySettings]:
+    """What was asked for, by name; all declared instances, if nothing was. Raises SettingsError."""
+    strategies = {}
+    for text in wanted or settings.strategies:
+        name, options = parse_strategy(text)
+        if options and name in settings.strategies:
+            raise SettingsError(f"--strategy {text!r}: there is an instance {name} already; ask for that, or rename it")
+        if not options and name not in settings.strategies:
+            there = ", ".join(sorted(settings.strategies))
             raise SettingsError(
                 f"--strategy: there is no instance {name!r}; there are {there}, or write KIND:option=value"
             )
-    positions = load_config(model_directory(declared.model)).max_positions
-    if length is not None and not 2 <= length <= positions:
+        strategies[name] = StrategySettings.model_construct(**options) if options else settings.strategies[name]
+    return strategies
+
+
+def start(file: Path | None, flags: Mapping[str, Any], wanted: Wanted) -> tuple[Engine, list[str]]:
+    """An engine with the wanted strategies and room for a document under each; their names, an exact one first."""
+    settings = load(file, flags)
+    strategies = chosen(settings, wanted.strategy)
+    positions = load_config(model_directory(settings.model)).max_positions
+    if wanted.length is not None and not 2 <= wanted.length <= positions:
         raise SettingsError(f"--length: between 2 and {positions} tokens, the positions of the model")
-    count = len(declared.strategies) + len(made)
-    fixed = {"max_seq_len": length or min(LONGEST, positions), "max_num_seqs": count, "strategies": made}
-    return build_engine(load(file, {**flags, **fixed}))
+    all_of_them = {BASELINE: StrategySettings(kind="contiguous", **WHOLE)}
+    all_of_them |= {name: each.model_copy(update=WHOLE) for name, each in strategies.items()}
+    engine = build_engine(
+        settings.model_copy(
+            update={
+                "strategies": all_of_them,
+                "default_strategy": BASELINE,
+                "rules": [],
+                "max_seq_len": wanted.length or min(LONGEST, positions),
+                "max_num_seqs": len(all_of_them),
+            }
+        )
+    )
+    return engine, order(engine.core.caches, list(strategies))
 
 
 def evaluate(engine: Engine, names: Sequence[str], wanted: Wanted) -> Report:
-    """Reads the text and the records under the named strategies, or all; an exact one comes first."""
+    """Reads the text and the records under the named strategies, the first of them an exact one."""
     core, length = engine.core, engine.max_seq_len
-    names = order(engine, names or list(core.caches))
     caches = [core.caches[name] for name in names]
-    row_tokens = most_row_tokens(core.scheduler.limits.max_step_tokens, caches)
+    row_tokens = most_row_tokens(core, caches)
     row_tokens = min(wanted.row_tokens or row_tokens, row_tokens)
     text, records = read_documents(engine, wanted)
     with progress() as bars:
@@ -122,33 +165,36 @@ def evaluate(engine: Engine, names: Sequence[str], wanted: Wanted) -> Report:
     ]
     dtype = str(core.model.dtype).removeprefix("torch.")
     source = str(wanted.text or "stories")
-    return Report(engine.name, str(core.model.device), dtype, source, length, row_tokens, results)
+    counts = (len(text), len(records))
+    return Report(engine.name, str(core.model.device), dtype, source, counts, length, row_tokens, results)
 
 
-def most_row_tokens(step_tokens: int, caches: Sequence[KVCache]) -> int:
-    """Of a document, that can enter every cache in one step."""
+def most_row_tokens(core: Core, caches: Sequence[KVCache]) -> int:
+    """Of a document, that can enter every cache in one step, and whose logits are not too many."""
     rows = [cache.contract.max_row for cache in caches if cache.contract.max_row is not None]
+    step_tokens = min(core.scheduler.limits.max_step_tokens, MOST_LOGITS // core.model.config.vocab_size)
     return max(1, min([step_tokens // len(caches), *rows]))
 
 
-def order(engine: Engine, names: Sequence[str]) -> list[str]:
+def order(caches: Mapping[str, KVCache], names: Sequence[str]) -> list[str]:
     """The names, an exact one first, whether asked for or not: it is what the others are held against."""
-    exact = [name for name in (*names, *engine.core.caches) if engine.core.caches[name].contract.exact]
-    if not exact:
-        raise SettingsError("no strategy here is exact: declare one of kind contiguous, to compare with")
-    return list(dict.fromkeys([exact[0], *names]))
+    exact = next((name for name in names if caches[name].contract.exact), BASELINE)
+    return list(dict.fromkeys([exact, *names]))
 
 
 def read_documents(engine: Engine, wanted: Wanted) -> tuple[list[Document], list[Document]]:
     """Running text and records, in the model's tokens."""
     tokenizer = Tokenizer.from_directory(engine.directory).backend
-    marks = documents.marks_of(tokenizer, engine.core.model.config.eos_ids)
+    config = engine.core.model.config
+    marks = documents.marks_of(tokenizer, config.eos_ids, config.vocab_size)
     length, seed = engine.max_seq_len, wanted.seed or EVALUATION_SEED
     if wanted.text:
         text = documents.text_file(tokenizer, marks, length, wanted.texts, wanted.text)
     else:
         text = documents.stories(tokenizer, marks, length, wanted.texts, seed)
-    return text, documents.records(tokenizer, marks, length, wanted.records, seed, new_phrasings=wanted.new_phrasings)
+    records = documents.records(tokenizer, marks, length, wanted.records, seed, new_phrasings=wanted.new_phrasings)
+    documents.check_vocabulary([*text, *records], config.vocab_size)
+    return text, records
 
 
 def progress() -> Progress:

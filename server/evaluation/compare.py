@@ -33,7 +33,10 @@ class Fidelity:
 
     @property
     def perplexity(self) -> float:
-        return math.exp(self.surprise / self.tokens)
+        try:
+            return math.exp(self.surprise / self.tokens)
+        except OverflowError:
+            return math.inf
 
     @property
     def agreement(self) -> float:
@@ -63,8 +66,10 @@ def compare(
     """What each cache makes of the documents; caches[0] is the exact one that the others are held against.
 
     `row_tokens`: of a document that enter in a step, at most the max_row of every cache; with 1 they enter as in
-    decoding. `read` is told the tokens of each step. Raises SettingsError if there is no room for a document under all.
+    decoding. `read` is told the tokens of each step. Raises SettingsError if there is no room for a document under all,
+    before it reads any, or if the model computes no numbers.
     """
+    _check_room(caches, max(documents, key=lambda document: len(document.ids)))
     results = [Fidelity() for _ in caches]
     for document in documents:
         known = torch.zeros(len(caches), len(document.ids), dtype=torch.bool)  # was the token the likeliest one?
@@ -88,6 +93,8 @@ def _step(model: Decoder, caches: Sequence[KVCache], seats: Sequence[Seat], toke
     assert batch.order == list(range(len(work))), "one row a strategy, so there is nothing to order"
     logits = model.forward(batch.ids, batch).view(len(work), n, -1)
     batch.commit()
+    if not logits.isfinite().all():
+        raise SettingsError("the model's logits are not finite: try --dtype float32, or look at its weights")
     return logits
 
 
@@ -110,16 +117,29 @@ def _count(results: Sequence[Fidelity], logits: Tensor, targets: Tensor) -> Tens
 
 @contextmanager
 def _seats(caches: Sequence[KVCache], document: Document) -> Iterator[list[Seat]]:
-    """A seat in each cache for a text that has to be computed from its first token."""
+    """A seat in each cache for a text that has to be computed from its first token; afterwards they are empty again."""
     with ExitStack() as stack:
         seats = []
         for cache in caches:
+            stack.callback(_empty, cache)
             seat = cache.open(document.ids[:-1], max_cached=0)  # the last one never enters
             if seat is None:
                 raise _no_room(cache)
             stack.callback(cache.close, seat)
             seats.append(seat)
         yield seats
+
+
+def _empty(cache: KVCache) -> None:
+    """Gives back what it keeps for later, or the next document might not find a run of pages."""
+    cache.reclaim(cache.idle_pages())
+
+
+def _check_room(caches: Sequence[KVCache], longest: Document) -> None:
+    tokens = len(longest.ids) - 1
+    with _seats(caches, longest) as seats:
+        for cache, seat in zip(caches, seats, strict=True):
+            _grown(cache, seat, min(tokens, cache.contract.max_row or tokens))
 
 
 def _grown(cache: KVCache, seat: Seat, more: int) -> Seat:
@@ -129,6 +149,4 @@ def _grown(cache: KVCache, seat: Seat, more: int) -> Seat:
 
 
 def _no_room(cache: KVCache) -> SettingsError:
-    return SettingsError(
-        f"no room for a document under {cache.name}: raise --kv-memory, lower --length, or name fewer strategies"
-    )
+    return SettingsError(f"no room for a document under {cache.name}: raise --kv-memory or lower --length")

@@ -12,6 +12,8 @@ from config.settings import SettingsError
 from server.training.packing import RECORDS, STORIES, Answer, Marks, Mix, pack
 from server.training.words import HELD_OUT, HELD_OUT_NAMES, TRAIN, Lexicon
 
+LONGEST_TOKEN = 16  # characters, generously: of a long file no more is read than is needed
+
 
 class Document(NamedTuple):
     """Tokens to read, the last one only as a target; `answers` are spans of them that stood earlier in the text."""
@@ -42,14 +44,14 @@ def _generated(
     return [Document(ids.tolist(), answers) for ids, answers in zip(rows.ids, rows.answers, strict=True)]
 
 
+def check_text(file: Path) -> None:
+    """Raises SettingsError if text_file() could not read it."""
+    _beginning(file, LONGEST_TOKEN)
+
+
 def text_file(tokenizer: Tokenizer, marks: Marks, length: int, count: int, file: Path) -> list[Document]:
     """The first `count` stretches of `length` tokens of a file. Raises SettingsError."""
-    try:
-        text = file.read_text(encoding="utf-8")
-    except OSError as error:
-        raise SettingsError(f"--text: cannot read {file}: {error.strerror}") from None
-    except UnicodeDecodeError:
-        raise SettingsError(f"--text: {file} is no UTF-8 text") from None
+    text = _beginning(file, LONGEST_TOKEN * length * count)
     ids = tokenizer.encode(text, add_special_tokens=False).ids
     if not ids or len(ids) + len(marks.begin) < 2:
         raise SettingsError(f"--text: {file} holds no text to read")
@@ -61,10 +63,28 @@ def text_file(tokenizer: Tokenizer, marks: Marks, length: int, count: int, file:
     return [Document([*marks.begin, *ids[start : start + step + 1]]) for start in starts]
 
 
-def marks_of(tokenizer: Tokenizer, eos_ids: frozenset[int]) -> Marks:
+def _beginning(file: Path, characters: int) -> str:
+    try:
+        with file.open(encoding="utf-8-sig", newline="") as opened:
+            return opened.read(characters)
+    except OSError as error:
+        raise SettingsError(f"--text: cannot read {file}: {error.strerror}") from None
+    except UnicodeDecodeError:
+        raise SettingsError(f"--text: {file} is no UTF-8 text") from None
+
+
+def marks_of(tokenizer: Tokenizer, eos_ids: frozenset[int], vocab_size: int) -> Marks:
     """What the tokenizer puts before a text, and what ends one: the model's end token, or else a new line."""
     plain = tokenizer.encode("a", add_special_tokens=False).ids
     marked = tokenizer.encode("a").ids
-    begin = marked[: marked.index(plain[0])]
-    end = min(eos_ids) if eos_ids else tokenizer.encode("\n", add_special_tokens=False).ids[-1]
-    return Marks(tuple(begin), end)
+    begin = marked[: marked.index(plain[0])] if plain else marked
+    ends = sorted(eos for eos in eos_ids if 0 <= eos < vocab_size)
+    ends += tokenizer.encode("\n", add_special_tokens=False).ids[-1:] or plain
+    return Marks(tuple(begin), ends[0] if ends else 0)
+
+
+def check_vocabulary(documents: Sequence[Document], vocab_size: int) -> None:
+    """Raises SettingsError if the tokenizer makes tokens that the model does not have."""
+    most = max(max(document.ids) for document in documents)
+    if most >= vocab_size:
+        raise SettingsError(f"the tokenizer makes token {most}, and the model has {vocab_size}: they do not fit")

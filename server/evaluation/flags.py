@@ -64,7 +64,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="tokens of a document that enter in a step; 1 is as in decoding (default, and at most: what fits)",
     )
-    add("--seed", metavar="TEXT", help="other documents of the generator")
+    add("--seed", type=_text, metavar="TEXT", help="other documents of the generator")
     add("--json", type=Path, metavar="FILE", help="write the figures there")
     add("--plot", type=Path, metavar="FILE", help="draw them there: .png, .svg or .pdf; needs kvmux[evaluate]")
 
@@ -73,3 +73,9 @@ def _positive(text: str) -> int:
     if not text.isascii() or not text.isdecimal() or not int(text):
         raise argparse.ArgumentTypeError(f"{text!r} is no number above 0")
     return int(text)
+
+
+def _text(text: str) -> str:
+    if not text.isprintable():  # undecodable bytes of a command line are not, either
+        raise argparse.ArgumentTypeError(f"{text!r} is no plain text")
+    return text

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -23,7 +24,7 @@ class Span(NamedTuple):
     most: int
 
     def __str__(self) -> str:
-        return f"{self.least:,}–{self.most:,}"
+        return f"{self.least:,}-{self.most:,}"  # plain ASCII: not every terminal knows more
 
 
 @dataclass(frozen=True)
@@ -47,6 +48,7 @@ class Report:
     device: str
     dtype: str
     source: str  # of the running text
+    documents: tuple[int, int]  # of running text, of records
     length: int  # tokens of a document
     row_tokens: int
     results: Sequence[Result]
@@ -98,6 +100,7 @@ def as_json(report: Report) -> dict[str, Any]:
         "device": report.device,
         "dtype": report.dtype,
         "source": report.source,
+        "documents": dict(zip(("text", "records"), report.documents, strict=True)),
         "length": report.length,
         "row_tokens": report.row_tokens,
         "exact": report.results[0].name,
@@ -117,7 +120,8 @@ def as_json(report: Report) -> dict[str, Any]:
 
 
 def _figures(f: Fidelity) -> dict[str, Any]:
-    return {"tokens": f.tokens, "perplexity": f.perplexity, "top1_agreement": f.agreement, "kl_nats": f.kl}
+    perplexity = f.perplexity if math.isfinite(f.perplexity) else None  # JSON has no infinity
+    return {"tokens": f.tokens, "perplexity": perplexity, "top1_agreement": f.agreement, "kl_nats": f.kl}
 
 
 def _recall(result: Result, span: Span) -> dict[str, int]:

@@ -103,7 +103,7 @@ def _encode_segment(tokenizer: Tokenizer, segment: Document, into: Encoded, seen
         if piece.fact < 0:
             continue
         start, stop = (int(np.searchsorted(owners, index, side)) + shift for side in ("left", "right"))
-        if piece.kind is Kind.ANSWER:
+        if piece.kind is Kind.ANSWER and start < stop:  # a token of another tokenizer may swallow the whole piece
             into.answers.append(Answer(start, stop, start - seen[piece.fact]))
         seen[piece.fact] = start
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import importlib.util
 import json
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -47,7 +49,7 @@ def test_table_has_a_line_a_strategy(written: tuple[str, dict[str, Any], Path]) 
     table, report, _ = written
     header, rule, *lines = table.splitlines()
     assert [cell.strip() for cell in header.split("|")[1:4]] == ["strategy", "KV memory", "perplexity"]
-    assert [cell.strip() for cell in header.split("|")[-4:-1]] == ["recall 1–64", "recall 65–128", "recall 129–150"]
+    assert [cell.strip() for cell in header.split("|")[-4:-1]] == ["recall 1-64", "recall 65-128", "recall 129-150"]
     assert set(rule) <= set("|-: ")
     names = ["paged", "sliding_window-window16-sinks0", "sliding_window-window600"]
     assert [line.split("|")[1].strip() for line in lines] == names == [s["name"] for s in report["strategies"]]
@@ -88,7 +90,7 @@ def test_the_exact_strategy_is_there_unasked(
     flags = ("--strategy", "sliding_window:window=16", "--text", str(text), "--row-tokens", "9")
     code, out, _ = _run(capsys, "--model", str(model_directory), *SMALL, *flags)
     assert code == 0
-    assert [line.split("|")[1].strip() for line in out.splitlines()[2:]] == ["paged", "sliding_window-window16"]
+    assert [line.split("|")[1].strip() for line in out.splitlines()[2:]] == ["exact_caching", "sliding_window-window16"]
 
 
 @pytest.mark.parametrize(
@@ -104,8 +106,12 @@ def test_the_exact_strategy_is_there_unasked(
         (["--length", "0"], "'0' is no number above 0"),
         (["--records", "-3"], "'-3' is no number above 0"),
         (["--text", "no/such/file"], "--text: cannot read no/such/file"),
-        (["--json", "no/such/folder/a.json"], "--json no/such/folder/a.json: there is no folder no/such/folder"),
-        (["--json", "."], "--json .: that is a folder"),
+        (["--json", "no/such/folder/a.json"], "--json: cannot write no/such/folder/a.json: No such file or directory"),
+        (["--json", "."], "--json: cannot write .: Is a directory"),
+        (["--plot", "no/such/folder/a.png"], "--plot: cannot write no/such/folder/a.png: No such file or directory"),
+        (["--json", "/tmp/kvmux.png", "--plot", "/tmp/kvmux.png"], "--json and --plot are both"),
+        (["--seed", "\udcff"], "'\\udcff' is no plain text"),
+        (["--strategy", "sliding_window:window=99999999999999999999"], "window: Input should be less than"),
         (["--plot", "report.gif"], "--plot report.gif: the name should end in .png, .svg, .pdf"),
         (["--model", "no/such/model"], "no model at 'no/such/model'"),
         (["--strateggy", "paged"], "--strateggy is no option; did you mean --strategy?"),
@@ -128,23 +134,73 @@ def test_matplotlib_is_asked_for_before_the_work(
     assert _run(capsys, "--plot", "a.png")[2] == "kvmux: --plot needs matplotlib: pip install 'kvmux[evaluate]'\n"
 
 
-@pytest.mark.parametrize("flag", ["--json", "--plot"])
-def test_a_file_that_cannot_be_written_after_all_is_told(
-    model_directory: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], flag: str
+def test_what_cannot_be_written_after_all_loses_nothing_else(
+    model_directory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    target = tmp_path / "report.png"
-    target.symlink_to(tmp_path / "gone" / "report.png")
-    code, out, err = _run(capsys, "--model", str(model_directory), *SMALL, "--strategy", "paged", flag, str(target))
+    def full(report: Report, file: Path) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("server.evaluation.command.write_json", full)
+    files = ("--json", str(tmp_path / "a.json"), "--plot", str(tmp_path / "a.svg"))
+    code, out, err = _run(capsys, "--model", str(model_directory), *SMALL, "--strategy", "paged", *files)
     assert code == 2
-    assert out.count("paged") == 1  # the table is not lost
-    assert f"kvmux: {flag}: cannot write {target}: No such file or directory" in err
+    assert out.count("paged") == 1
+    assert (tmp_path / "a.svg").stat().st_size > 1000
+    assert f"kvmux: --json: cannot write {tmp_path / 'a.json'}: No space left on device" in err
+
+
+def test_files_come_before_a_terminal_that_fails(model_directory: Path, tmp_path: Path) -> None:
+    flags = ["--model", str(model_directory), *SMALL, "--strategy", "paged", "--json", str(tmp_path / "a.json")]
+    with subprocess.Popen(
+        [sys.executable, "-m", "server", "evaluate", *flags], stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    ) as process:
+        assert process.stdout is not None
+        process.stdout.close()  # whoever was to read the table has gone
+        assert process.stderr is not None
+        assert b"Traceback" not in process.stderr.read()
+        assert process.wait() == 1
+    assert json.loads((tmp_path / "a.json").read_text())["exact"] == "paged"
+
+
+def test_all_instances_are_read_if_none_is_named(
+    model_directory: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """And shares of the server's memory do not get in the way."""
+    file = tmp_path / "kvmux.toml"
+    shares = '\n[strategies.paged]\nfloor = "60%"\n[strategies.contiguous]\nfloor = "40%"\nlimit = "40%"\n'
+    file.write_text(f'model = "{model_directory}"{shares}')
+    sizes = ("--length", "100", "--texts", "3", "--records", "3", "--threads", "1")
+    code, out, _ = _run(capsys, "--config", str(file), *sizes)
+    assert code == 0
+    names = [line.split("|")[1].strip() for line in out.splitlines()[2:]]
+    assert sorted(names) == ["contiguous", "paged", "sliding_window"]
+
+
+def test_a_name_is_not_given_twice(model_directory: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "kvmux.toml"
+    file.write_text(f'model = "{model_directory}"\n[strategies.paged-block_size8]\nkind = "paged"\n')
+    code, _, err = _run(capsys, "--config", str(file), "--strategy", "paged:block_size=8")
+    assert code == 2
+    assert "there is an instance paged-block_size8 already" in err
+
+
+def test_a_strategy_that_fails_is_told(
+    model_directory: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def plan(*_: Any, **__: Any) -> None:
+        raise RuntimeError("broken")
+
+    monkeypatch.setattr("cache_strategies.paged.PagedCache.plan", plan)
+    code, _, err = _run(capsys, "--model", str(model_directory), *SMALL, "--strategy", "paged")
+    assert code == 2
+    assert err.splitlines()[-1] == "kvmux: cache strategy 'paged' failed: RuntimeError: broken"
 
 
 def test_table_has_no_colours_when_they_are_forced(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FORCE_COLOR", "1")
     fidelity = Fidelity(tokens=10, surprise=5.0, agreed=9, divergence=0.001)
     result = Result("paged", "paged", {}, True, 2048, fidelity, fidelity)
-    header, rule, line = as_table(Report("m", "cpu", "float32", "stories", 64, 8, [result])).splitlines()
+    header, rule, line = as_table(Report("m", "cpu", "float32", "stories", (1, 1), 64, 8, [result])).splitlines()
     assert line.split() == [
         "|",
         "paged",
@@ -172,12 +228,13 @@ def test_settings_come_from_a_file_too(
     assert (code, out.count("| mine ")) == (0, 1)
     all_of_them = "\n".join(f"[strategies.{name}]\n{lossy}" for name in default_strategies())
     file.write_text(f'model = "{model_directory}"\n{all_of_them}')
-    code, _, err = _run(capsys, *SMALL, "--config", str(file), "--strategy", "paged")
-    assert (code, err) == (2, "kvmux: no strategy here is exact: declare one of kind contiguous, to compare with\n")
+    code, out, _ = _run(capsys, *SMALL, "--config", str(file), "--strategy", "paged")
+    assert [line.split("|")[1].strip() for line in out.splitlines()[2:]] == ["exact_caching", "paged"]
 
 
 def test_strategies_are_named_by_their_options() -> None:
     assert parse_strategy("paged") == ("paged", {})
+    assert parse_strategy("paged: block_size = 8 ") == ("paged-block_size8", {"kind": "paged", "block_size": "8"})
     assert parse_strategy("mine:share=0.5,limit=50%")[0] == "mine-share0-5-limit50-"
     name, options = parse_strategy("sliding_window:window=64,sinks=0")
     assert name == "sliding_window-window64-sinks0"

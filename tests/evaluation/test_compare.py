@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 from torch import Tensor
@@ -116,7 +118,27 @@ def test_tells_how_far_it_has_come(engine: Engine, documents: list[Document]) ->
     assert told == [100, 60, 61]
 
 
-def test_too_little_memory_is_told(engine: Engine, documents: list[Document]) -> None:
+def test_too_little_memory_is_told_at_once(engine: Engine, documents: list[Document]) -> None:
     caches = [engine.core.caches["contiguous"]] * 40
+    told: list[int] = []
     with pytest.raises(SettingsError, match="no room for a document under contiguous: raise --kv-memory"):
-        compare(engine.core.model, caches, documents, row_tokens=8)
+        compare(engine.core.model, caches, documents, row_tokens=8, read=told.append)
+    assert not told
+
+
+@pytest.mark.parametrize("length", [1, 31, 32, 33, LENGTH])
+def test_every_document_finds_empty_caches(engine: Engine, length: int) -> None:
+    documents = _documents(*[length] * 7)
+    _read(engine, documents, row_tokens=ROW)
+    assert engine.core.arena.in_use == 0
+
+
+def test_what_is_no_number_is_told(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = engine.core.model
+    monkeypatch.setattr(model, "_norm", torch.full_like(model._norm, torch.nan))
+    with pytest.raises(SettingsError, match="logits are not finite"):
+        compare(model, [engine.core.caches["paged"]], _documents(20), row_tokens=8)
+
+
+def test_a_hopeless_perplexity_is_infinite() -> None:
+    assert Fidelity(tokens=1, surprise=1e6).perplexity == math.inf

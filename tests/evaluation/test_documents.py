@@ -9,7 +9,7 @@ import pytest
 from tokenizers import Tokenizer, processors
 
 from config.settings import SettingsError
-from server.evaluation.documents import marks_of, records, stories, text_file
+from server.evaluation.documents import Document, check_vocabulary, marks_of, records, stories, text_file
 from server.models.config import EMBEDDED
 from server.training.packing import Marks
 from server.training.words import HELD_OUT_NAMES, TRAIN
@@ -27,23 +27,23 @@ def tokenizer(request: pytest.FixtureRequest) -> Tokenizer:
 
 
 def test_marks_are_the_tokenizers_and_the_models() -> None:
-    assert marks_of(TINY, EOS) == Marks((0,), 1)
-    assert marks_of(PLAIN, frozenset({7, 1})) == Marks((), 1)
-    assert marks_of(TINY, frozenset()).end == TINY.encode("\n", add_special_tokens=False).ids[-1]
+    assert marks_of(TINY, EOS, 2048) == Marks((0,), 1)
+    assert marks_of(PLAIN, frozenset({7, 1}), 300) == Marks((), 1)
+    assert marks_of(TINY, frozenset({-1, 5000}), 2048).end == TINY.encode("\n", add_special_tokens=False).ids[-1]
 
 
 def test_what_a_tokenizer_puts_behind_a_text_does_not_begin_one() -> None:
     tokenizer = byte_tokenizer(300)
     around = processors.TemplateProcessing(single="<s> $A </s>", special_tokens=[("<s>", 0), ("</s>", 1)])
     tokenizer.post_processor = around
-    assert marks_of(tokenizer, EOS) == Marks((0,), 1)
+    assert marks_of(tokenizer, EOS, 2048) == Marks((0,), 1)
 
 
 @pytest.mark.parametrize("words", [1, 2, 30, 31, 500])
 def test_stretches_of_a_file_are_all_of_it(tokenizer: Tokenizer, tmp_path: Path, words: int) -> None:
     file = tmp_path / "text"
     file.write_text(" ".join(f"word{i}" for i in range(words)) + "\nümlaut")
-    marks, ids = marks_of(tokenizer, EOS), tokenizer.encode(file.read_text(), add_special_tokens=False).ids
+    marks, ids = marks_of(tokenizer, EOS, 2048), tokenizer.encode(file.read_text(), add_special_tokens=False).ids
     found = text_file(tokenizer, marks, 32, 10_000, file)
     begin = len(marks.begin)
     assert all(tuple(d.ids[:begin]) == marks.begin for d in found)
@@ -68,6 +68,18 @@ def test_a_file_that_cannot_be_read_is_told(tmp_path: Path) -> None:
             text_file(PLAIN, Marks((), 1), 32, 8, file)
 
 
+def test_a_byte_order_mark_is_no_text_and_line_ends_are(tmp_path: Path) -> None:
+    file = tmp_path / "text"
+    file.write_bytes(b"\xef\xbb\xbfa\r\nb")
+    assert text_file(PLAIN, Marks((), 1), 32, 1, file)[0].ids == PLAIN.encode("a\r\nb").ids
+
+
+def test_tokens_that_the_model_lacks_are_told() -> None:
+    check_vocabulary([Document([1, 299])], 300)
+    with pytest.raises(SettingsError, match="makes token 299, and the model has 299"):
+        check_vocabulary([Document([1]), Document([1, 299])], 299)
+
+
 def test_a_length_without_room_for_text_is_told(tmp_path: Path) -> None:
     file = tmp_path / "text"
     file.write_text("some words")
@@ -76,7 +88,7 @@ def test_a_length_without_room_for_text_is_told(tmp_path: Path) -> None:
 
 
 def test_answers_stand_where_they_say(tokenizer: Tokenizer) -> None:
-    marks = marks_of(tokenizer, EOS)
+    marks = marks_of(tokenizer, EOS, 2048)
     found = records(tokenizer, marks, 1024, 12, "a seed")
     assert sum(len(d.answers) for d in found) > 8
     for ids, answers in found:
@@ -87,7 +99,7 @@ def test_answers_stand_where_they_say(tokenizer: Tokenizer) -> None:
 
 
 def test_records_speak_of_held_out_names_and_stories_do_not(tokenizer: Tokenizer) -> None:
-    marks = marks_of(tokenizer, EOS)
+    marks = marks_of(tokenizer, EOS, 2048)
     held_out, train = (
         tokenizer.decode([token for d in make(tokenizer, marks, 1024, 4, "a seed") for token in d.ids])
         for make in (records, stories)
@@ -98,7 +110,7 @@ def test_records_speak_of_held_out_names_and_stories_do_not(tokenizer: Tokenizer
 
 
 def test_new_phrasings_are_told_if_asked_for(tokenizer: Tokenizer) -> None:
-    marks = marks_of(tokenizer, EOS)
+    marks = marks_of(tokenizer, EOS, 2048)
     for new in (False, True):
         found = records(tokenizer, marks, 1024, 6, "a seed", new_phrasings=new)
         text = tokenizer.decode([token for d in found for token in d.ids])
@@ -107,7 +119,7 @@ def test_new_phrasings_are_told_if_asked_for(tokenizer: Tokenizer) -> None:
 
 
 def test_fewer_documents_are_the_first_of_more(tokenizer: Tokenizer) -> None:
-    marks = marks_of(tokenizer, EOS)
+    marks = marks_of(tokenizer, EOS, 2048)
     for make in (records, partial(records, new_phrasings=True), stories):
         assert make(tokenizer, marks, 256, 2, "a") == make(tokenizer, marks, 256, 3, "a")[:2]
         assert make(tokenizer, marks, 256, 2, "b") != make(tokenizer, marks, 256, 2, "a")
