@@ -99,6 +99,21 @@ OPENINGS: tuple[str, ...] = (
     '"Good morning," said the $job to $H. "$w, and there is much to do."',
     '"Where are you going?" asked the $job. "To the $p," said $H.',
     '"Tell me a story," said the little $kid. So the $job told a story about $H.',
+    "There was [once |]a [king|queen] who had a $t $kid named $H. They lived $spot.",
+    "There was a $job who lived in the $p. The name of the $job was $H.",
+    "There was a $t2 $an in the $p. Its best friend was a $t $kid named $H.",
+    "There were two friends, $H and $F. They lived $spot.",
+    "[In the morning|In the evening|In the afternoon|At noon|At dawn], $H [went|walked|ran] to the $p. $w.",
+    "[In the morning|In the evening], the $t2 $an was not in the $p. $H was worried.",
+    "$H and $F [went|walked|ran] to the [$p|market|garden] together. $w.",
+    "$h opened the door [and|of the $p and] looked [out|around]. It was $H, the $t $job.",
+    "[Long ago|Many years ago], in a [small|quiet|little] [house|town] $spot, [lived|there was] a $t $job named $H.",
+    "My [best friend|friend|brother|cousin] is a $t $job. Everybody knows $H.",
+    "My $an is $t2. The best friend of my $an is $H, a $t $kid.",
+    "The [old|little|small|big] $p stood $spot. A $t $job named $H lived in it.",
+    "The [old|little|$t2] $an [sat|slept|waited] in the $p. It was waiting for $H.",
+    "The [king|queen] was [sad|sick|lonely]. Only $H, a $t $job, knew why.",
+    "The children of the town $spot liked $H, the $t $job.",
 )
 
 ASIDES: tuple[str, ...] = (

@@ -44,7 +44,8 @@ class Stage:
 
 CURRICULUM = (
     Stage(0.2, 1024, Mix(stories=0.3, records=0.7)),
-    Stage(1.0, 2048, Mix(stories=0.3, records=0.7)),
+    Stage(0.7, 2048, Mix(stories=0.3, records=0.7)),
+    Stage(1.0, 2048, Mix(stories=0.45, records=0.55)),
 )
 
 
