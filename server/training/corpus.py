@@ -19,7 +19,7 @@ from server.training.words import Lexicon, Person
 
 T = TypeVar("T")
 
-INVENTED_IN_RECORDS, INVENTED_IN_STORIES = 0.4, 0.04  # share of people whose name is an invented word
+STRANGERS_IN_RECORDS, STRANGERS_IN_STORIES = 0.4, 0.04  # share of people whose name is an invented word
 INVENTED_OBJECTS = 0.25  # share of the objects in records that nobody has heard of
 NEAREST_QUESTION = 15  # characters between a fact and the first question about it, at least
 ASKED_TWICE_SHARE = 0.5
@@ -72,19 +72,28 @@ class Teller:
         self._asides = Deck(self.rng, plots.ASIDES)
         self._nouns = Deck(self.rng, lexicon.objects)
         self._people = Deck(self.rng, lexicon.people)
+        self._heroes = Deck(self.rng, lexicon.heroes)
+        self._friends = Deck(self.rng, lexicon.friends)
 
     # ---- stories
 
     def story(self) -> Document:
-        return self._tell(self._slots(*self.cast(2, INVENTED_IN_STORIES)))
+        return self._tell(self._slots(*self._hero_and_friend()))
 
-    def cast(self, size: int, invented: float) -> list[Person]:
-        """`size` people with different names, some of them invented."""
+    def _hero_and_friend(self) -> tuple[Person, Person]:
+        hero, friend = self._heroes.draw(), self._friends.draw()
+        return (self._stranger() if self.rng.random() < STRANGERS_IN_STORIES else hero), friend
+
+    def _stranger(self) -> Person:
+        return Person(words.invented_word(self.rng).capitalize(), self.rng.random() < 0.5)
+
+    def cast(self, size: int) -> list[Person]:
+        """Of a record: `size` people with different names, some of them invented."""
         cast: dict[str, Person] = {}
         while len(cast) < size:
             person = self._people.draw()
-            if self.rng.random() < invented:
-                person = Person(words.invented_word(self.rng).capitalize(), self.rng.random() < 0.5)
+            if self.rng.random() < STRANGERS_IN_RECORDS:
+                person = self._stranger()
             cast[person.name] = person
         return list(cast.values())
 
@@ -130,14 +139,14 @@ class Teller:
         if kind == "facts":
             return self._chat_about_facts()
         if kind == "story":
-            slots = self._slots(*self.cast(2, INVENTED_IN_STORIES))
+            slots = self._slots(*self._hero_and_friend())
             return [Piece(f"Q: {expand(rng, rng.choice(smalltalk.STORY_REQUESTS), slots)}\nA: "), *self._tell(slots)]
         pairs = smalltalk.GREETINGS if kind == "greeting" else smalltalk.PLAIN_QUESTIONS
         question, answer = rng.choice(pairs)
         return [Piece(f"Q: {choose(rng, question)}\nA: {choose(rng, answer)}"), END]
 
     def _chat_about_facts(self) -> Document:
-        facts = self._facts(self.cast(3, INVENTED_IN_RECORDS), self.rng.randint(1, 5))
+        facts = self._facts(self.cast(3), self.rng.randint(1, 5))
         document = [Piece("Q: ")]
         for index, fact in enumerate(facts):
             document += [*_say(fact.statement, fact, index, Kind.VALUE), Piece(" ")]
@@ -184,7 +193,7 @@ class _Record:
 
     def __init__(self, teller: Teller, length: int) -> None:
         self.teller, self.rng, self.length = teller, teller.rng, length
-        self.cast = teller.cast(self.rng.randint(5, 12), INVENTED_IN_RECORDS)
+        self.cast = teller.cast(self.rng.randint(5, 12))
         self.document: Document = []
         self.facts: list[Fact] = []
         self.used: set[tuple[str, ...]] = set()
@@ -195,6 +204,7 @@ class _Record:
 
     def write(self) -> Document:
         filler = self.teller.filler(self.cast)
+        self._state()  # so that what begins as a story goes on as one
         while self.position < self.length:
             if self.due and self.due[0][0] <= self.position:
                 self._ask(heapq.heappop(self.due)[1])
@@ -251,5 +261,7 @@ class _Record:
             spoken = [*answer[:-1], Piece(answer[-1].text.removesuffix(".") + ",")]
             self._add(Piece(f'"{fact.question}" asked {asking.name}. "'), *spoken, Piece(f'" said {telling.name}. '))
         else:
-            again = rng.choice(("As before: ", "Do not forget: ", ""))
+            again = rng.choice(
+                ("As before: ", "Do not forget: ")
+            )  # never said again without a word: stories would loop
             self._add(Piece(again), *_say(fact.answers[-1], fact, index, Kind.ANSWER), Piece(" "))

@@ -21,7 +21,7 @@ CHARACTERS_PER_TOKEN = 3.5
 CHAT_SHARE = 0.4  # of the documents in a story row; chats are short
 
 # Answers count most: they are few and they are the point. What nobody could predict counts little.
-WEIGHTS = {Kind.TEXT: 1.0, Kind.VALUE: 0.3, Kind.ANSWER: 5.0, Kind.END: 1.0}
+WEIGHTS = {Kind.TEXT: 1.0, Kind.VALUE: 0.3, Kind.ANSWER: 3.0, Kind.END: 1.0}
 
 
 class Answer(NamedTuple):

@@ -108,7 +108,7 @@ OPENINGS: tuple[str, ...] = (
     "$H and $F [went|walked|ran] to the [$p|market|garden] together. $w.",
     "$h opened the door [and|of the $p and] looked [out|around]. It was $H, the $t $job.",
     "[Long ago|Many years ago], in a [small|quiet|little] [house|town] $spot, [lived|there was] a $t $job named $H.",
-    "My [best friend|friend|brother|cousin] is a $t $job. Everybody knows $H.",
+    "My [best friend|friend|brother|cousin] is a $t $job named $H.",
     "My $an is $t2. The best friend of my $an is $H, a $t $kid.",
     "The [old|little|small|big] $p stood $spot. A $t $job named $H lived in it.",
     "The [old|little|$t2] $an [sat|slept|waited] in the $p. It was waiting for $H.",

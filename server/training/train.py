@@ -43,12 +43,9 @@ class Stage:
 
 
 CURRICULUM = (
-    Stage(0.2, 1024, Mix(stories=0.3, records=0.7)),
-    Stage(0.7, 2048, Mix(stories=0.3, records=0.7)),
-    Stage(1.0, 2048, Mix(stories=0.45, records=0.55)),
+    Stage(0.15, 1024, Mix(stories=0.5, records=0.5)),
+    Stage(1.0, 2048, Mix(stories=0.5, records=0.5)),
 )
-
-
 LONGEST = max(stage.context for stage in CURRICULUM)
 
 

@@ -5,6 +5,7 @@ with the held-out phrasings of facts. Words that carry no identity (places, food
 file knows nothing about templates, tokens or models.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from random import Random
 
@@ -23,6 +24,13 @@ class Person:
     female: bool
 
 
+def _people(girls: Sequence[str], boys: Sequence[str]) -> tuple[Person, ...]:
+    return tuple(Person(n, True) for n in girls) + tuple(Person(n, False) for n in boys)
+
+
+STORY_NAMES = 15  # heroes, and friends, of each sex
+
+
 @dataclass(frozen=True)
 class Lexicon:
     """The words that identify somebody or something, and whether facts are told in the held-out phrasings."""
@@ -34,7 +42,18 @@ class Lexicon:
 
     @property
     def people(self) -> tuple[Person, ...]:
-        return tuple(Person(n, True) for n in self.girls) + tuple(Person(n, False) for n in self.boys)
+        return _people(self.girls, self.boys)
+
+    @property
+    def heroes(self) -> tuple[Person, ...]:
+        """Of stories: few, so that it is soon learnt who is a girl and who is a boy."""
+        return _people(self.girls[:STORY_NAMES], self.boys[:STORY_NAMES])
+
+    @property
+    def friends(self) -> tuple[Person, ...]:
+        """Of heroes, and never one: or the likeliest name of both would be the same."""
+        later = slice(STORY_NAMES, 2 * STORY_NAMES)
+        return _people(self.girls[later], self.boys[later])
 
 
 TRAIN = Lexicon(

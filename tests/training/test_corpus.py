@@ -102,7 +102,7 @@ def test_sentences_begin_with_capitals() -> None:
 
 def test_every_template_expands() -> None:
     teller = Teller(1)
-    slots = teller._slots(*teller.cast(2, 0.5))
+    slots = teller._slots(*teller.cast(2))
     for template in (*plots.OPENINGS, *plots.ASIDES, *plots.CLOSINGS, *sum(plots.PLOTS, ())):
         assert expand(teller.rng, template, slots)[-1] in '.!?"', template
 
