@@ -1,17 +1,19 @@
 """What config.json says about a model, in the words of the decoder. Imports no torch: the API reads it too.
 
-What differs between families is data: a row in FAMILIES, and fields of ModelConfig.
+What differs between families is data: a row in FAMILIES, and fields of ModelConfig. Reads the files of transformers 5,
+and those from before it.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from config.settings import SettingsError
+from server.models.families import FAMILIES, Experts, Family, Raw
 
 EMBEDDED = {"tiny": Path(__file__).parent / "tiny"}
 
@@ -19,17 +21,6 @@ EMBEDDED = {"tiny": Path(__file__).parent / "tiny"}
 class ModelError(SettingsError):
     """A model that cannot be served; the message tells the user why, and what can."""
 
-
-class Family(NamedTuple):
-    """How an architecture differs from Llama."""
-
-    qkv_bias: bool | None = None  # None: config.attention_bias decides
-
-
-FAMILIES: Mapping[str, Family] = {
-    "LlamaForCausalLM": Family(),
-    "Qwen2ForCausalLM": Family(qkv_bias=True),
-}
 
 REQUIRED = (
     "vocab_size",
@@ -39,6 +30,42 @@ REQUIRED = (
     "num_hidden_layers",
     "max_position_embeddings",
 )
+ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh", "gelu_tanh": "gelu_tanh"}
+SLIDING = "sliding_attention"
+SEES_ALL = "full_attention"
+
+
+@dataclass(frozen=True)
+class Rope:
+    """How queries and keys of a layer turn with their position."""
+
+    theta: float
+    dim: int  # leading dimensions of a head that turn; the others stay
+    max_positions: int
+    trained_positions: int  # before the context was stretched
+    scaling: str = "default"
+    parameters: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class MixtureOfExperts:
+    """A layer whose feed-forward is chosen token by token."""
+
+    module: str
+    split: tuple[str, str, str]
+    count: int
+    chosen: int  # per token
+    width: int
+    normalise: bool
+
+
+@dataclass(frozen=True)
+class LayerConfig:
+    """What may differ from layer to layer."""
+
+    window: int | None  # None: sees everything
+    rope: Rope | None  # None: positions do not turn anything
+    experts: MixtureOfExperts | None
 
 
 @dataclass(frozen=True)
@@ -49,20 +76,30 @@ class ModelConfig:
     vocab_size: int
     hidden_size: int
     intermediate_size: int
-    num_layers: int
     num_q_heads: int
     num_kv_heads: int
     head_dim: int
     rms_norm_eps: float
-    rope_theta: float
     max_positions: int
     tie_embeddings: bool
     qkv_bias: bool
     o_bias: bool
     mlp_bias: bool
-    windows: tuple[int | None, ...]  # per layer; None: the layer sees everything
+    layers: tuple[LayerConfig, ...]
     eos_ids: frozenset[int]
     dtype: str  # of the checkpoint: "float32", "bfloat16", "float16"
+    scale: float  # of attention scores
+    activation: str = "silu"
+    qk_norm: bool = False
+    sandwich: bool = False
+    norm_offset: float = 0.0
+    embedding_scale: float = 1.0
+    softcap: float | None = None  # of attention scores
+    logit_softcap: float | None = None
+
+    @property
+    def num_layers(self) -> int:
+        return len(self.layers)
 
 
 def model_directory(model: str) -> Path:
@@ -83,56 +120,114 @@ def load_config(directory: Path) -> ModelConfig:
     family = FAMILIES.get(architecture)
     if family is None:
         raise ModelError(f"{directory} holds a {architecture}; the decoder knows {', '.join(FAMILIES)}")
-    if raw.get("hidden_act", "silu") != "silu":
-        raise ModelError(f"{directory}: hidden_act is {raw['hidden_act']!r}; the decoder knows silu")
     if missing := [key for key in REQUIRED if not isinstance(raw.get(key), int)]:
         raise ModelError(f"{directory / 'config.json'} lacks {', '.join(missing)}; is it the file of this model?")
-    heads, layers = raw["num_attention_heads"], raw["num_hidden_layers"]
+    activation = raw.get(family.activation) or raw.get("hidden_act") or "silu"
+    if activation not in ACTIVATIONS:
+        raise ModelError(
+            f"{directory}: {family.activation} is {activation!r}; the decoder knows {', '.join(ACTIVATIONS)}"
+        )
+    heads = raw["num_attention_heads"]
+    head_dim = raw.get("head_dim") or raw["hidden_size"] // heads
     attention_bias = bool(raw.get("attention_bias", False))
     return ModelConfig(
         architecture=architecture,
         vocab_size=raw["vocab_size"],
         hidden_size=raw["hidden_size"],
         intermediate_size=raw["intermediate_size"],
-        num_layers=layers,
         num_q_heads=heads,
         num_kv_heads=raw.get("num_key_value_heads") or heads,
-        head_dim=raw.get("head_dim") or raw["hidden_size"] // heads,
+        head_dim=head_dim,
         rms_norm_eps=raw.get("rms_norm_eps", 1e-6),
-        rope_theta=_rope_theta(raw, directory),
         max_positions=raw["max_position_embeddings"],
-        tie_embeddings=bool(raw.get("tie_word_embeddings", False)),
+        tie_embeddings=bool(raw.get("tie_word_embeddings", family.tied)),
         qkv_bias=attention_bias if family.qkv_bias is None else family.qkv_bias,
         o_bias=attention_bias if family.qkv_bias is None else False,
         mlp_bias=bool(raw.get("mlp_bias", False)),
-        windows=_windows(raw, layers, directory),
+        layers=_layers(raw, family, head_dim, directory),
         eos_ids=_eos_ids(raw, directory),
         dtype=raw.get("dtype") or raw.get("torch_dtype") or "float32",
+        scale=(raw.get("query_pre_attn_scalar") or head_dim) ** -0.5,
+        activation=ACTIVATIONS[activation],
+        qk_norm=family.qk_norm,
+        sandwich=family.sandwich,
+        norm_offset=family.norm_offset,
+        embedding_scale=raw["hidden_size"] ** 0.5 if family.scaled_embedding else 1.0,
+        softcap=raw.get("attn_logit_softcapping"),
+        logit_softcap=raw.get("final_logit_softcapping"),
     )
 
 
-def _rope_theta(raw: Mapping[str, Any], directory: Path) -> float:
-    """transformers 5 writes rope_parameters, earlier versions rope_theta and rope_scaling."""
-    rope = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
-    kind = rope.get("rope_type") or rope.get("type") or "default"
-    if kind != "default":
-        raise ModelError(f"{directory}: RoPE scaling {kind!r} is not supported yet")
-    theta = rope.get("rope_theta") or raw.get("rope_theta") or 10_000.0
-    if not isinstance(theta, int | float):
+def _layers(raw: Raw, family: Family, head_dim: int, directory: Path) -> tuple[LayerConfig, ...]:
+    """layer_types says which layers slide; the family's own rule counts only where it is not given (vllm#49795)."""
+    count = raw["num_hidden_layers"]
+    kinds = raw.get("layer_types") or [SLIDING if slides else SEES_ALL for slides in family.slides(raw, count)]
+    turning = raw.get("no_rope_layers") or [1] * count  # SmolLM3: 0 where a layer does not turn
+    if len(kinds) != count or len(turning) != count:
+        raise ModelError(
+            f"{directory / 'config.json'} has {count} layers, {len(kinds)} layer_types, {len(turning)} no_rope_layers"
+        )
+    if unknown := set(kinds) - {SLIDING, SEES_ALL}:
+        raise ModelError(
+            f"{directory}: layer_types has {', '.join(sorted(unknown))}; the decoder knows {SLIDING} and {SEES_ALL}"
+        )
+    ropes = {kind: _rope(raw, family, head_dim, kind, directory) for kind in set(kinds)}
+    experts = _experts(raw, family.experts, directory)
+    dense = set(raw.get("mlp_only_layers") or ())
+    sparse_step = raw.get("decoder_sparse_step", 1)
+    return tuple(
+        LayerConfig(
+            window=raw.get("sliding_window") if kind == SLIDING else None,
+            rope=ropes[kind] if turns else None,
+            experts=experts if i not in dense and sparse_step and (i + 1) % sparse_step == 0 else None,
+        )
+        for i, (kind, turns) in enumerate(zip(kinds, turning, strict=True))
+    )
+
+
+def _rope(raw: Raw, family: Family, head_dim: int, kind: str, directory: Path) -> Rope:
+    """transformers 5 writes rope_parameters, by kind of layer where they differ; before: rope_theta, rope_scaling."""
+    given = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
+    theta: Any = raw.get("rope_theta", 10_000.0)
+    if kind in given:
+        given = given[kind]
+    elif family.local_theta is not None and kind == SLIDING:
+        given, theta = {}, raw.get("rope_local_base_freq", family.local_theta)
+    theta = given.get("rope_theta", theta)
+    share = given.get("partial_rotary_factor", raw.get("partial_rotary_factor", 1.0))
+    if not all(isinstance(value, int | float) for value in (theta, share)):
         raise ModelError(f"{directory / 'config.json'}: rope_theta is {theta!r}, and should be a number")
-    return float(theta)
+    scaling = given.get("rope_type") or given.get("type") or "default"
+    longest = raw["max_position_embeddings"]
+    # Phi-3 writes the positions of training beside the scaling, not within.
+    trained = given.get("original_max_position_embeddings") or raw.get("original_max_position_embeddings") or longest
+    return Rope(
+        theta=float(theta),
+        dim=int(head_dim * share),
+        max_positions=longest,
+        trained_positions=trained,
+        scaling={"su": "longrope"}.get(scaling, scaling),
+        parameters={**given, "original_max_position_embeddings": trained},
+    )
 
 
-def _windows(raw: Mapping[str, Any], layers: int, directory: Path) -> tuple[int | None, ...]:
-    """layer_types says which layers slide; a lone sliding_window means none does (vllm#49795).
-
-    Files from before layer_types say use_sliding_window, and mean the layers from max_window_layers on.
-    """
-    full = raw.get("max_window_layers", layers) if raw.get("use_sliding_window") else layers
-    kinds = raw.get("layer_types") or ["full_attention"] * full + ["sliding_attention"] * (layers - full)
-    if len(kinds) != layers:
-        raise ModelError(f"{directory / 'config.json'} has {layers} layers and {len(kinds)} layer_types")
-    return tuple(raw.get("sliding_window") if kind == "sliding_attention" else None for kind in kinds)
+def _experts(raw: Raw, experts: Experts | None, directory: Path) -> MixtureOfExperts | None:
+    if experts is None:
+        return None
+    count = next((raw[key] for key in experts.count if key in raw), None)
+    try:
+        return MixtureOfExperts(
+            module=experts.module,
+            split=experts.split,
+            count=int(count),
+            chosen=int(raw["num_experts_per_tok"]),
+            width=int(raw[experts.width]),
+            normalise=bool(raw.get("norm_topk_prob", False)) if experts.normalise is None else experts.normalise,
+        )
+    except (KeyError, TypeError, ValueError):
+        raise ModelError(
+            f"{directory / 'config.json'} does not say how many experts there are, or of what width"
+        ) from None
 
 
 def _eos_ids(raw: Mapping[str, Any], directory: Path) -> frozenset[int]:

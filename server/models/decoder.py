@@ -5,7 +5,7 @@ All arithmetic goes through `Ops`; all keys and values through the `Attention` i
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from functools import partial
 from typing import Protocol
 
 import torch
@@ -13,7 +13,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kernels.ops import Attention, LayerSpec, Ops
-from server.models.config import ModelConfig, ModelError
+from server.models.config import ModelConfig, Rope
+from server.models.layers import LayerWeights, check_shapes, load_layer
+from server.models.rope import rope_tables
 from server.models.weights import Weights
 
 
@@ -32,22 +34,6 @@ class SequenceCache(Protocol):
     def commit(self) -> None: ...
 
 
-@dataclass(frozen=True)
-class _Layer:
-    """Weights of one layer, [out, in]; q, k and v are one matrix, and so are gate and up."""
-
-    attention_norm: Tensor
-    qkv: Tensor
-    qkv_bias: Tensor | None
-    o: Tensor
-    o_bias: Tensor | None
-    mlp_norm: Tensor
-    gate_up: Tensor
-    gate_up_bias: Tensor | None
-    down: Tensor
-    down_bias: Tensor | None
-
-
 class Decoder:
     """A model ready to run. N tokens of any sequences go in, logits of the K wanted ones come out."""
 
@@ -56,39 +42,19 @@ class Decoder:
     ) -> None:
         """`dtype` is that of activations, keys and values; the weights keep the one they were read with.
 
-        `positions`: the longest text it will see; default: what the model was made for.
+        `positions`: the longest text it will see; default: what the model was made for. Raises ModelError.
         """
         self.config = config
         self.dtype = dtype
         self._ops = ops
         self._embedding = weights.get("model.embed_tokens.weight")
-        self._layers = [_load_layer(config, weights, i) for i in range(config.num_layers)]
-        self._norm = weights.get("model.norm.weight")
+        self._layers = [load_layer(config, weights, i) for i in range(config.num_layers)]
+        self._norm = weights.get("model.norm.weight") + config.norm_offset
         tied = config.tie_embeddings or "lm_head.weight" not in weights
         self._lm_head = self._embedding if tied else weights.get("lm_head.weight")
-        self._check_shapes()
-        self._cos, self._sin = rope_tables(config, positions or config.max_positions, self._embedding.device)
-        self.specs = [self._spec(window) for window in config.windows]
-
-    def _check_shapes(self) -> None:
-        """Raises ModelError if config.json speaks of another model than the tensors do."""
-        c = self.config
-        heads, kv, d, f = c.num_q_heads * c.head_dim, c.num_kv_heads * c.head_dim, c.hidden_size, c.intermediate_size
-        expected = {"attention_norm": (d,), "mlp_norm": (d,), "qkv": (heads + 2 * kv, d), "o": (d, heads)}
-        expected |= {"gate_up": (2 * f, d), "down": (d, f)}
-        found = {
-            f"layer {i}: {name}": getattr(each, name).shape for i, each in enumerate(self._layers) for name in expected
-        }
-        wanted = {key: expected[key.rpartition(" ")[2]] for key in found}
-        found |= {"embeddings": self._embedding.shape, "lm_head": self._lm_head.shape}
-        wanted |= {"embeddings": (c.vocab_size, d), "lm_head": (c.vocab_size, d)}
-        for key, shape in found.items():
-            if tuple(shape) != wanted[key]:
-                raise ModelError(f"{key} is {list(shape)}, and by config.json it should be {list(wanted[key])}")
-        if c.num_q_heads % c.num_kv_heads or c.head_dim % 2:
-            raise ModelError(
-                f"config.json: {c.num_q_heads} heads over {c.num_kv_heads} KV heads of {c.head_dim} do not fit"
-            )
+        check_shapes(config, self._layers, self._embedding, self._lm_head)
+        self._tables = _tables(config, positions or config.max_positions, self.device)
+        self.specs = [self._spec(i, layer.window) for i, layer in enumerate(config.layers)]
 
     @property
     def device(self) -> torch.device:
@@ -97,13 +63,14 @@ class Decoder:
     @property
     def weight_bytes(self) -> int:
         """Of all distinct weights."""
-        tensors = [self._embedding, self._norm, self._lm_head]
-        tensors += [t for layer in self._layers for t in vars(layer).values() if t is not None]
+        tensors = [self._embedding, self._norm, self._lm_head, *(t for layer in self._layers for t in layer.tensors())]
         return sum(t.nbytes for t in {t.data_ptr(): t for t in tensors}.values())
 
     def embed(self, ids: Tensor) -> Tensor:
         """ids [N] int64 -> [N, d]."""
-        return F.embedding(ids, self._embedding).to(self.dtype)
+        x = F.embedding(ids, self._embedding).to(self.dtype)
+        # Gemma: the factor is rounded to the activations' type, as it was in training.
+        return x if self.config.embedding_scale == 1 else x * x.new_tensor(self.config.embedding_scale)
 
     def forward(self, ids: Tensor, attention: Attention) -> Tensor:
         """ids [N] int64 -> logits [K, V] float32 of the rows `attention.logit_index`."""
@@ -113,8 +80,8 @@ class Decoder:
         """x [N, d] -> logits [K, V] float32; `forward` for tokens that are embedded already."""
         for i, layer in enumerate(self._layers):
             x = self._layer(i, layer, x, attention)
-        x = self._ops.rms_norm(x[attention.logit_index], self._norm, self.config.rms_norm_eps)
-        return self._ops.linear(x, self._lm_head).float()
+        logits = self._ops.linear(self._normed(x[attention.logit_index], self._norm), self._lm_head).float()
+        return softcapped(logits, self.config.logit_softcap)
 
     def forward_step(self, token_embedding: Tensor, current_pos: int, cache: SequenceCache) -> Tensor:
         """One token of one sequence: its embedding [1, 1, d_model] -> the logits [1, 1, V] of the token after it.
@@ -133,21 +100,46 @@ class Decoder:
         cache.commit()
         return logits.view(1, 1, -1)
 
-    def _layer(self, i: int, layer: _Layer, x: Tensor, attention: Attention) -> Tensor:
+    def _layer(self, i: int, layer: LayerWeights, x: Tensor, attention: Attention) -> Tensor:
         """x [N, d] -> [N, d]."""
-        ops, c = self._ops, self.config
-        h = ops.rms_norm(x, layer.attention_norm, c.rms_norm_eps)
-        qkv = ops.linear(h, layer.qkv, layer.qkv_bias).view(x.shape[0], -1, c.head_dim)
-        qk, v = qkv.split((c.num_q_heads + c.num_kv_heads, c.num_kv_heads), dim=1)
-        qk = ops.rope(qk, self._cos, self._sin, attention.positions)
-        q, k = qk.split((c.num_q_heads, c.num_kv_heads), dim=1)
-        mixed = attention.attend(i, q, k, v).flatten(1)
-        x = x + ops.linear(mixed, layer.o, layer.o_bias)
-        h = ops.rms_norm(x, layer.mlp_norm, c.rms_norm_eps)
-        gated = ops.silu_mul(ops.linear(h, layer.gate_up, layer.gate_up_bias))
-        return x + ops.linear(gated, layer.down, layer.down_bias)
+        q, k, v = self._qkv(i, layer, self._normed(x, layer.attention_norm), attention.positions)
+        mixed = self._ops.linear(attention.attend(i, q, k, v).flatten(1), layer.o, layer.o_bias)
+        x = x + self._normed(mixed, layer.post_attention_norm)
+        fed = layer.feed_forward(self._ops, self.config.activation, self._normed(x, layer.mlp_norm))
+        return x + self._normed(fed, layer.post_mlp_norm)
 
-    def _spec(self, window: int | None) -> LayerSpec:
+    def _normed(self, x: Tensor, weight: Tensor | None) -> Tensor:
+        """x [N, d], or as it is where the model has no norm."""
+        return x if weight is None else self._ops.rms_norm(x, weight, self.config.rms_norm_eps)
+
+    def _qkv(self, i: int, layer: LayerWeights, h: Tensor, positions: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """h [N, d] -> q [N,Hq,D], k [N,H,D] at their positions, v [N,H,D]."""
+        c = self.config
+        qkv = self._ops.linear(h, layer.qkv, layer.qkv_bias).view(h.shape[0], -1, c.head_dim)
+        qk, v = qkv.split((c.num_q_heads + c.num_kv_heads, c.num_kv_heads), dim=1)
+        if layer.qk_norm is not None:
+            qk = torch.cat(
+                [
+                    self._normed(part.reshape(-1, c.head_dim), weight).view(part.shape)
+                    for part, weight in zip(
+                        qk.split((c.num_q_heads, c.num_kv_heads), dim=1), layer.qk_norm, strict=True
+                    )
+                ],
+                dim=1,
+            )
+        q, k = self._turned(i, qk, positions).split((c.num_q_heads, c.num_kv_heads), dim=1)
+        return q, k, v
+
+    def _turned(self, i: int, x: Tensor, positions: Tensor, *, back: bool = False) -> Tensor:
+        """x [N,H,D] turned by the layer's RoPE, or back; dimensions beyond those of the tables stay."""
+        if self._tables[i] is None:
+            return x
+        cos, sin = self._tables[i]
+        turning = 2 * cos.shape[1]
+        turned = self._ops.rope(x[..., :turning], cos, -sin if back else sin, positions)
+        return turned if turning == x.shape[-1] else torch.cat((turned, x[..., turning:]), dim=-1)
+
+    def _spec(self, i: int, window: int | None) -> LayerSpec:
         c = self.config
         return LayerSpec(
             c.num_kv_heads,
@@ -155,41 +147,30 @@ class Decoder:
             c.head_dim,
             c.head_dim,
             window=window,
-            scale=c.head_dim**-0.5,
-            rotate=self._rotate,
+            scale=c.scale,
+            softcap=c.softcap,
+            rotate=partial(self._moved, i),
         )
 
-    def _rotate(self, x: Tensor, delta: Tensor) -> Tensor:
+    def _moved(self, i: int, x: Tensor, delta: Tensor) -> Tensor:
         """x [N,H,D] as if computed `delta` [N] positions later, or, where that is negative, earlier."""
-        back = (delta < 0).view(-1, 1, 1)
-        forth = self._ops.rope(x, self._cos, self._sin, delta.abs())
-        return torch.where(back, self._ops.rope(x, self._cos, -self._sin, delta.abs()), forth)
+        forth, back = (self._turned(i, x, delta.abs(), back=back) for back in (False, True))
+        return torch.where((delta < 0).view(-1, 1, 1), back, forth)
 
 
-def rope_tables(config: ModelConfig, positions: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """cos and sin [positions, D/2] float32; angles in float64 (float32 is off by 2e-3 rad at position 1e5)."""
-    frequency = config.rope_theta ** (-torch.arange(0, config.head_dim, 2, dtype=torch.float64) / config.head_dim)
-    angle = torch.outer(torch.arange(positions, dtype=torch.float64), frequency)
-    return angle.cos().float().to(device), angle.sin().float().to(device)
+def _tables(config: ModelConfig, positions: int, device: torch.device) -> list[tuple[Tensor, Tensor] | None]:
+    """Of every layer; layers that turn alike share theirs."""
+    made: list[tuple[Rope, tuple[Tensor, Tensor]]] = []
+    tables: list[tuple[Tensor, Tensor] | None] = []
+    for layer in config.layers:
+        known = next((table for rope, table in made if rope == layer.rope), None)
+        if known is None and layer.rope is not None:
+            known = rope_tables(layer.rope, positions, device)
+            made.append((layer.rope, known))
+        tables.append(known)
+    return tables
 
 
-def _load_layer(config: ModelConfig, weights: Weights, i: int) -> _Layer:
-    at = f"model.layers.{i}."
-    qkv = [f"{at}self_attn.{x}_proj" for x in "qkv"]
-    gate_up = [f"{at}mlp.{x}_proj" for x in ("gate", "up")]
-
-    def biases(present: bool, *modules: str) -> Tensor | None:
-        return weights.joined(*(f"{module}.bias" for module in modules)) if present else None
-
-    return _Layer(
-        attention_norm=weights.get(f"{at}input_layernorm.weight"),
-        qkv=weights.joined(*(f"{module}.weight" for module in qkv)),
-        qkv_bias=biases(config.qkv_bias, *qkv),
-        o=weights.get(f"{at}self_attn.o_proj.weight"),
-        o_bias=biases(config.o_bias, f"{at}self_attn.o_proj"),
-        mlp_norm=weights.get(f"{at}post_attention_layernorm.weight"),
-        gate_up=weights.joined(*(f"{module}.weight" for module in gate_up)),
-        gate_up_bias=biases(config.mlp_bias, *gate_up),
-        down=weights.get(f"{at}mlp.down_proj.weight"),
-        down_bias=biases(config.mlp_bias, f"{at}mlp.down_proj"),
-    )
+def softcapped(logits: Tensor, cap: float | None) -> Tensor:
+    """cap * tanh(logits / cap) (Gemma 2)."""
+    return logits if cap is None else cap * torch.tanh(logits / cap)

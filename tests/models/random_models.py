@@ -6,7 +6,21 @@ from pathlib import Path
 
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import AutoModelForCausalLM, LlamaConfig, PretrainedConfig, PreTrainedModel, Qwen2Config
+from transformers import (
+    AutoModelForCausalLM,
+    Gemma2Config,
+    Gemma3TextConfig,
+    LlamaConfig,
+    MistralConfig,
+    MixtralConfig,
+    Phi3Config,
+    PretrainedConfig,
+    PreTrainedModel,
+    Qwen2Config,
+    Qwen3Config,
+    Qwen3MoeConfig,
+    SmolLM3Config,
+)
 
 from kernels.reference import ReferenceOps
 from server.models.config import load_config
@@ -25,18 +39,71 @@ SHAPE = {
 }
 ROPE = {"rope_type": "default", "rope_theta": 10_000.0}
 
+V = {"vocab_size": 300, "rope_parameters": ROPE}
+UNTIED = V | {"tie_word_embeddings": False}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 1e4,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 128}
+LONGROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 1e4,
+    "partial_rotary_factor": 0.75,
+    "short_factor": [1.0, 1.1, 1.3, 1.6, 2.0, 2.5],
+    "long_factor": [1.0, 2.0, 4.0, 6.0, 8.0, 9.0],
+    "original_max_position_embeddings": 64,
+}
+GEMMA = V | {"head_dim": 32, "query_pre_attn_scalar": 24, "sliding_window": 16}
+SPARSE = UNTIED | {"num_experts_per_tok": 2}
+
 CONFIGS: dict[str, PretrainedConfig] = {
-    "llama": LlamaConfig(vocab_size=300, rope_parameters=ROPE, tie_word_embeddings=False, **SHAPE),
-    "llama_tied_biased": LlamaConfig(
-        vocab_size=300, rope_parameters=ROPE, tie_word_embeddings=True, attention_bias=True, mlp_bias=True, **SHAPE
+    "llama": LlamaConfig(**UNTIED, **SHAPE),
+    "llama_tied_biased": LlamaConfig(**V, tie_word_embeddings=True, attention_bias=True, mlp_bias=True, **SHAPE),
+    "llama_wide_heads": LlamaConfig(**V, head_dim=32, **SHAPE),
+    "llama3": LlamaConfig(**UNTIED | {"rope_parameters": LLAMA3}, **SHAPE),
+    "llama_linear": LlamaConfig(**V | {"rope_parameters": ROPE | {"rope_type": "linear", "factor": 4.0}}, **SHAPE),
+    "llama_dynamic": LlamaConfig(**V | {"rope_parameters": ROPE | {"rope_type": "dynamic", "factor": 2.0}}, **SHAPE),
+    "llama_yarn": LlamaConfig(**V | {"rope_parameters": YARN}, **SHAPE),
+    "mistral": MistralConfig(**UNTIED, sliding_window=16, **SHAPE),
+    "mistral_sees_all": MistralConfig(**UNTIED, sliding_window=None, **SHAPE),
+    "mixtral": MixtralConfig(**SPARSE, num_local_experts=5, sliding_window=None, **SHAPE),
+    "phi3": Phi3Config(**UNTIED, sliding_window=40, pad_token_id=0, **SHAPE),
+    "phi3_longrope": Phi3Config(
+        **UNTIED | {"rope_parameters": LONGROPE}, pad_token_id=0, original_max_position_embeddings=64, **SHAPE
     ),
-    "llama_wide_heads": LlamaConfig(vocab_size=300, rope_parameters=ROPE, head_dim=32, **SHAPE),
-    "qwen2": Qwen2Config(
-        vocab_size=300, rope_parameters=ROPE | {"rope_theta": 1e6}, tie_word_embeddings=False, **SHAPE
+    "qwen2": Qwen2Config(**UNTIED | {"rope_parameters": ROPE | {"rope_theta": 1e6}}, **SHAPE),
+    "qwen2_tied": Qwen2Config(**V, tie_word_embeddings=True, **SHAPE),
+    "qwen2_windows": Qwen2Config(**V, use_sliding_window=True, sliding_window=16, max_window_layers=1, **SHAPE),
+    "qwen3": Qwen3Config(**UNTIED, head_dim=32, **SHAPE),
+    "qwen3_moe": Qwen3MoeConfig(
+        **SPARSE,
+        head_dim=32,
+        num_experts=6,
+        moe_intermediate_size=48,
+        norm_topk_prob=True,
+        mlp_only_layers=[1],
+        **SHAPE,
     ),
-    "qwen2_tied": Qwen2Config(vocab_size=300, rope_parameters=ROPE, tie_word_embeddings=True, **SHAPE),
-    "qwen2_windows": Qwen2Config(
-        vocab_size=300, rope_parameters=ROPE, use_sliding_window=True, sliding_window=16, max_window_layers=1, **SHAPE
+    "qwen3_moe_raw_shares": Qwen3MoeConfig(
+        **SPARSE, head_dim=16, num_experts=4, moe_intermediate_size=32, norm_topk_prob=False, **SHAPE
+    ),
+    "smollm3": SmolLM3Config(**V, tie_word_embeddings=True, no_rope_layers=[1, 1, 0], pad_token_id=0, **SHAPE),
+    "gemma2": Gemma2Config(**GEMMA, attn_logit_softcapping=5.0, final_logit_softcapping=3.0, **SHAPE),
+    "gemma3": Gemma3TextConfig(
+        **GEMMA
+        | {
+            "rope_parameters": {
+                "full_attention": {"rope_type": "linear", "rope_theta": 1e5, "factor": 4.0},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+            },
+            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+        },
+        **SHAPE,
     ),
 }
 
@@ -66,7 +133,7 @@ def byte_tokenizer(vocab_size: int) -> Tokenizer:
     return tokenizer
 
 
-def load(directory: Path, dtype: torch.dtype = torch.float32) -> Decoder:
+def load(directory: Path, dtype: torch.dtype = torch.float32, *, positions: int | None = None) -> Decoder:
     """Our decoder on that directory."""
     weights = Weights(directory, dtype, torch.device("cpu"))
-    return Decoder(load_config(directory), weights, ReferenceOps(), dtype)
+    return Decoder(load_config(directory), weights, ReferenceOps(), dtype, positions=positions)

@@ -1,0 +1,88 @@
+"""What differs between families of models, as data: one row an architecture. Knows config.json's words; no tensor.
+
+An architecture that is not here is served through transformers (hf.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, Literal, NamedTuple
+
+Raw = Mapping[str, Any]  # config.json
+Kinds = Callable[[Raw, int], list[bool]]  # for each of so many layers: does its attention slide?
+
+
+def _none(raw: Raw, layers: int) -> list[bool]:
+    return [False] * layers
+
+
+def _all(raw: Raw, layers: int) -> list[bool]:
+    return [raw.get("sliding_window") is not None] * layers
+
+
+def _if_used(raw: Raw, layers: int) -> list[bool]:
+    """Qwen: the layers from max_window_layers on, if use_sliding_window says so at all."""
+    first = raw.get("max_window_layers", layers) if raw.get("use_sliding_window") else layers
+    return [i >= first for i in range(layers)]
+
+
+def _all_if_used(raw: Raw, layers: int) -> list[bool]:
+    return [bool(raw.get("use_sliding_window")) and raw.get("sliding_window") is not None] * layers
+
+
+def _every_other(raw: Raw, layers: int) -> list[bool]:
+    return [i % 2 == 0 for i in range(layers)]
+
+
+def _all_but_every_nth(raw: Raw, layers: int) -> list[bool]:
+    return [(i + 1) % raw.get("sliding_window_pattern", 6) != 0 for i in range(layers)]
+
+
+class Experts(NamedTuple):
+    """Where a mixture of experts is described and kept."""
+
+    module: str  # of a layer, in checkpoints: "<module>.gate.weight" is the router, "<module>.experts.0..." the first
+    count: tuple[str, ...]  # keys of config.json, the first that is there
+    width: str
+    normalise: bool | None = True  # do the weights of the chosen sum to 1? None: norm_topk_prob says
+    split: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")  # of an expert
+
+
+class Family(NamedTuple):
+    """How an architecture differs from Llama."""
+
+    qkv_bias: bool | None = None  # None: attention_bias decides
+    qk_norm: bool = False  # queries and keys are normalised, head by head, before they turn
+    slides: Kinds = _none  # if there are no layer_types
+    sandwich: bool = False  # norms after attention and feed-forward, too
+    norm_offset: float = 0.0  # added to the weights of norms
+    scaled_embedding: bool = False  # by the root of the width
+    tied: bool = False  # unless config.json says otherwise
+    activation: Literal["hidden_act", "hidden_activation"] = "hidden_act"
+    experts: Experts | None = None
+    local_theta: float | None = None  # of sliding layers, if rope_local_base_freq is not given
+
+
+_MIXTRAL = Experts("block_sparse_moe", ("num_local_experts",), "intermediate_size", split=("w1", "w3", "w2"))
+_QWEN3_MOE = Experts("mlp", ("num_experts", "num_local_experts"), "moe_intermediate_size", normalise=None)
+
+_GEMMA = Family(
+    sandwich=True,
+    norm_offset=1.0,
+    scaled_embedding=True,
+    tied=True,
+    activation="hidden_activation",
+)
+
+FAMILIES: Mapping[str, Family] = {
+    "LlamaForCausalLM": Family(),
+    "MistralForCausalLM": Family(qkv_bias=False, slides=_all),
+    "MixtralForCausalLM": Family(qkv_bias=False, slides=_all, experts=_MIXTRAL),
+    "Phi3ForCausalLM": Family(qkv_bias=False, slides=_all),
+    "Qwen2ForCausalLM": Family(qkv_bias=True, slides=_if_used),
+    "Qwen3ForCausalLM": Family(qk_norm=True, slides=_if_used),
+    "Qwen3MoeForCausalLM": Family(qk_norm=True, slides=_all_if_used, experts=_QWEN3_MOE),
+    "SmolLM3ForCausalLM": Family(slides=_if_used, tied=True),
+    "Gemma2ForCausalLM": _GEMMA._replace(slides=_every_other),
+    "Gemma3ForCausalLM": _GEMMA._replace(qk_norm=True, slides=_all_but_every_nth, local_theta=10_000.0),
+}

@@ -1,0 +1,187 @@
+"""The weights of one layer as the decoder wants them, from the names that checkpoints give them.
+
+Knows names and shapes, and the arithmetic of feed-forwards; neither attention nor positions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, fields
+from typing import Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from kernels.ops import Ops
+from server.models.config import MixtureOfExperts, ModelConfig, ModelError
+from server.models.weights import Weights
+
+
+class FeedForward(Protocol):
+    """What follows attention in a layer."""
+
+    def __call__(self, ops: Ops, activation: str, h: Tensor) -> Tensor:
+        """h [N, d] -> [N, d]."""
+        ...
+
+    def tensors(self) -> Iterator[Tensor]: ...
+
+
+@dataclass(frozen=True)
+class Dense:
+    """A gated feed-forward (Shazeer 2020): gate and up are one matrix [2 f, d], down is [d, f]."""
+
+    gate_up: Tensor
+    gate_up_bias: Tensor | None
+    down: Tensor
+    down_bias: Tensor | None
+
+    def __call__(self, ops: Ops, activation: str, h: Tensor) -> Tensor:
+        gated = _gated(ops, activation, ops.linear(h, self.gate_up, self.gate_up_bias))
+        return ops.linear(gated, self.down, self.down_bias)
+
+    def tensors(self) -> Iterator[Tensor]:
+        yield from (t for t in vars(self).values() if t is not None)
+
+
+@dataclass(frozen=True)
+class Mixture:
+    """A router [E, d] chooses a few of E dense feed-forwards for each token, and weighs them (Shazeer et al. 2017)."""
+
+    router: Tensor
+    experts: Sequence[Dense]
+    chosen: int
+    normalise: bool
+
+    def __call__(self, ops: Ops, activation: str, h: Tensor) -> Tensor:
+        shares = ops.linear(h, self.router).float().softmax(-1)  # [N, E]
+        weights, experts = shares.topk(self.chosen, dim=-1)  # [N, chosen]
+        if self.normalise:
+            weights = weights / weights.sum(-1, keepdim=True)
+        out = torch.zeros_like(h)
+        for e in experts.unique().tolist():
+            token, place = (experts == e).nonzero(as_tuple=True)
+            fed = self.experts[e](ops, activation, h[token])
+            out.index_add_(0, token, (fed * weights[token, place, None]).to(h.dtype))
+        return out
+
+    def tensors(self) -> Iterator[Tensor]:
+        yield self.router
+        for expert in self.experts:
+            yield from expert.tensors()
+
+
+def _gated(ops: Ops, activation: str, gate_up: Tensor) -> Tensor:
+    """[N, 2 f] -> [N, f]."""
+    if activation == "silu":
+        return ops.silu_mul(gate_up)
+    gate, up = gate_up.chunk(2, dim=-1)
+    return F.gelu(gate, approximate="tanh") * up
+
+
+@dataclass(frozen=True)
+class LayerWeights:
+    """Matrices are [out, in]; q, k and v are one. None: the model has no such thing."""
+
+    attention_norm: Tensor
+    qkv: Tensor
+    qkv_bias: Tensor | None
+    qk_norm: tuple[Tensor, Tensor] | None  # [D] of queries, [D] of keys
+    o: Tensor
+    o_bias: Tensor | None
+    post_attention_norm: Tensor | None
+    mlp_norm: Tensor
+    feed_forward: FeedForward
+    post_mlp_norm: Tensor | None
+
+    def tensors(self) -> Iterator[Tensor]:
+        for value in (getattr(self, field.name) for field in fields(self)):
+            if isinstance(value, Tensor):
+                yield value
+            elif isinstance(value, tuple):
+                yield from value
+        yield from self.feed_forward.tensors()
+
+
+def load_layer(config: ModelConfig, weights: Weights, i: int) -> LayerWeights:
+    """Layer `i`. Raises ModelError for what the checkpoint lacks."""
+    at = f"model.layers.{i}."
+    attention = f"{at}self_attn."
+
+    def norm(name: str) -> Tensor:
+        return weights.get(f"{at}{name}.weight") + config.norm_offset
+
+    after_attention = "pre_feedforward_layernorm" if config.sandwich else "post_attention_layernorm"
+    qkv, qkv_bias = _fused(weights, attention, "qkv_proj", ("q_proj", "k_proj", "v_proj"), config.qkv_bias)
+    experts = config.layers[i].experts
+    return LayerWeights(
+        attention_norm=norm("input_layernorm"),
+        qkv=qkv,
+        qkv_bias=qkv_bias,
+        qk_norm=(norm("self_attn.q_norm"), norm("self_attn.k_norm")) if config.qk_norm else None,
+        o=weights.get(f"{attention}o_proj.weight"),
+        o_bias=weights.get(f"{attention}o_proj.bias") if config.o_bias else None,
+        post_attention_norm=norm("post_attention_layernorm") if config.sandwich else None,
+        mlp_norm=norm(after_attention),
+        feed_forward=_dense(config, weights, f"{at}mlp.") if experts is None else _mixture(weights, at, experts),
+        post_mlp_norm=norm("post_feedforward_layernorm") if config.sandwich else None,
+    )
+
+
+def _fused(weights: Weights, at: str, fused: str, parts: Sequence[str], biased: bool) -> tuple[Tensor, Tensor | None]:
+    """A matrix and its bias, from parts or, in some checkpoints, one already."""
+    names = [f"{at}{fused}"] if f"{at}{fused}.weight" in weights else [f"{at}{part}" for part in parts]
+    bias = weights.joined(*(f"{name}.bias" for name in names)) if biased else None
+    return weights.joined(*(f"{name}.weight" for name in names)), bias
+
+
+def _dense(config: ModelConfig, weights: Weights, at: str) -> Dense:
+    gate_up, gate_up_bias = _fused(weights, at, "gate_up_proj", ("gate_proj", "up_proj"), config.mlp_bias)
+    down_bias = weights.get(f"{at}down_proj.bias") if config.mlp_bias else None
+    return Dense(gate_up, gate_up_bias, weights.get(f"{at}down_proj.weight"), down_bias)
+
+
+def _mixture(weights: Weights, at: str, experts: MixtureOfExperts) -> Mixture:
+    at = f"{at}{experts.module}."
+    gate, up, down = experts.split
+
+    def expert(e: int) -> Dense:
+        each = f"{at}experts.{e}."
+        gate_up = weights.joined(f"{each}{gate}.weight", f"{each}{up}.weight")
+        return Dense(gate_up, None, weights.get(f"{each}{down}.weight"), None)
+
+    router = weights.get(f"{at}gate.weight")
+    return Mixture(router, [expert(e) for e in range(experts.count)], experts.chosen, experts.normalise)
+
+
+def check_shapes(config: ModelConfig, layers: Sequence[LayerWeights], embedding: Tensor, lm_head: Tensor) -> None:
+    """Raises ModelError if config.json speaks of another model than the tensors do."""
+    c = config
+    if c.num_q_heads % c.num_kv_heads or c.head_dim % 2:
+        raise ModelError(
+            f"config.json: {c.num_q_heads} heads over {c.num_kv_heads} KV heads of {c.head_dim} do not fit"
+        )
+    heads, kv, d = c.num_q_heads * c.head_dim, c.num_kv_heads * c.head_dim, c.hidden_size
+    wanted: dict[str, tuple[int, ...]] = {"embeddings": (c.vocab_size, d), "lm_head": (c.vocab_size, d)}
+    found = {"embeddings": embedding, "lm_head": lm_head}
+    for i, layer in enumerate(layers):
+        expected = {"attention_norm": (d,), "mlp_norm": (d,), "qkv": (heads + 2 * kv, d), "o": (d, heads)}
+        wanted |= {f"layer {i}: {name}": shape for name, shape in expected.items()}
+        found |= {f"layer {i}: {name}": getattr(layer, name) for name in expected}
+        experts = c.layers[i].experts
+        width = c.intermediate_size if experts is None else experts.width
+        for name, dense in _feed_forwards(layer.feed_forward):
+            wanted |= {f"layer {i}: {name}gate_up": (2 * width, d), f"layer {i}: {name}down": (d, width)}
+            found |= {f"layer {i}: {name}gate_up": dense.gate_up, f"layer {i}: {name}down": dense.down}
+    for key, tensor in found.items():
+        if tuple(tensor.shape) != wanted[key]:
+            shape = list(tensor.shape)
+            raise ModelError(f"{key} is {shape}, and by config.json it should be {list(wanted[key])}")
+
+
+def _feed_forwards(feed_forward: FeedForward) -> Iterator[tuple[str, Dense]]:
+    if isinstance(feed_forward, Dense):
+        yield "", feed_forward
+    elif isinstance(feed_forward, Mixture):
+        yield from ((f"expert {e} ", dense) for e, dense in enumerate(feed_forward.experts))

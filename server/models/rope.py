@@ -1,0 +1,122 @@
+"""Rotary position embedding: the frequencies that a config means, in every scaling models come with.
+
+Formulas follow the papers named at each; angles are computed in float64 (float32 is off by 2e-3 rad at position 1e5).
+Knows no model and no cache.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+
+import torch
+from torch import Tensor
+
+from server.models.config import ModelError, Rope
+
+
+def rope_tables(rope: Rope, positions: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """cos and sin [positions, dim / 2] float32 of the frequencies that fit texts of up to `positions` tokens."""
+    frequencies, amplitude = frequencies_of(rope, positions)
+    angle = torch.outer(torch.arange(positions, dtype=torch.float64), frequencies)
+    return (angle.cos() * amplitude).float().to(device), (angle.sin() * amplitude).float().to(device)
+
+
+def frequencies_of(rope: Rope, positions: int) -> tuple[Tensor, float]:
+    """Radians a position [dim / 2] float64, and what cos and sin are multiplied by. Raises ModelError."""
+    scale = SCALINGS.get(rope.scaling)
+    if scale is None:
+        raise ModelError(f"RoPE scaling {rope.scaling!r} is not known; there are {', '.join(SCALINGS)}")
+    try:
+        return scale(rope, positions)
+    except (KeyError, TypeError, ZeroDivisionError) as error:
+        raise ModelError(f"RoPE scaling {rope.scaling!r}: config.json lacks or garbles {error}") from None
+
+
+def _plain(theta: float, dim: int) -> Tensor:
+    """theta ** -(0, 2, ... / dim) (Su et al. 2021)."""
+    return theta ** (-torch.arange(0, dim, 2, dtype=torch.float64) / dim)
+
+
+def _default(rope: Rope, positions: int) -> tuple[Tensor, float]:
+    return _plain(rope.theta, rope.dim), 1.0
+
+
+def _linear(rope: Rope, positions: int) -> tuple[Tensor, float]:
+    """Positions squeezed into those of training (Chen et al. 2023)."""
+    return _plain(rope.theta, rope.dim) / rope.parameters["factor"], 1.0
+
+
+def _dynamic(rope: Rope, positions: int) -> tuple[Tensor, float]:
+    """NTK-aware: a larger theta for longer texts; chosen once, for the longest text served, as keys stay cached."""
+    reach = max(positions, rope.trained_positions) / rope.trained_positions
+    factor = rope.parameters["factor"]
+    stretched = rope.theta * (factor * reach - (factor - 1)) ** (rope.dim / (rope.dim - 2))
+    return _plain(stretched, rope.dim), 1.0
+
+
+def _llama3(rope: Rope, positions: int) -> tuple[Tensor, float]:
+    """Llama 3.1: slow frequencies are divided, fast ones stay, those between are blended."""
+    p = rope.parameters
+    plain = _plain(rope.theta, rope.dim)
+    turns = p["original_max_position_embeddings"] * plain / (2 * math.pi)  # in the context of training
+    low, high = p["low_freq_factor"], p["high_freq_factor"]
+    kept = ((turns - low) / (high - low)).clamp(0, 1)
+    return kept * plain + (1 - kept) * plain / p["factor"], 1.0
+
+
+def _yarn(rope: Rope, positions: int) -> tuple[Tensor, float]:
+    """YaRN (Peng et al. 2023): blended by the number of turns in the context of training, and louder."""
+    p, dim = rope.parameters, rope.dim
+    trained = p["original_max_position_embeddings"]
+    factor = p.get("factor") or rope.max_positions / trained
+
+    def pair_of(turns: float) -> float:
+        return dim * math.log(trained / (turns * 2 * math.pi)) / (2 * math.log(rope.theta))
+
+    low, high = pair_of(p.get("beta_fast") or 32), pair_of(p.get("beta_slow") or 1)
+    if p.get("truncate", True):
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, dim - 1)
+    divided = ((torch.arange(dim // 2, dtype=torch.float64) - low) / max(high - low, 0.001)).clamp(0, 1)
+    plain = _plain(rope.theta, dim)
+    return (1 - divided) * plain + divided * plain / factor, _yarn_amplitude(p, factor)
+
+
+def _yarn_amplitude(p: Mapping[str, float], factor: float) -> float:
+    def louder(m: float) -> float:
+        return 0.1 * m * math.log(factor) + 1 if factor > 1 else 1.0
+
+    if p.get("attention_factor") is not None:
+        return p["attention_factor"]
+    if p.get("mscale") and p.get("mscale_all_dim"):
+        return louder(p["mscale"]) / louder(p["mscale_all_dim"])
+    return louder(1)
+
+
+def _longrope(rope: Rope, positions: int) -> tuple[Tensor, float]:
+    """LongRoPE (Ding et al. 2024): a factor for every pair, short ones or long ones.
+
+    Chosen once, by the longest text served: keys that were turned by one set cannot be compared with queries turned by
+    the other.
+    """
+    p = rope.parameters
+    trained = p["original_max_position_embeddings"]
+    factors = torch.tensor(p["long_factor"] if positions > trained else p["short_factor"], dtype=torch.float64)
+    if len(factors) != rope.dim // 2:
+        raise ModelError(f"RoPE scaling 'longrope': {len(factors)} factors for {rope.dim // 2} pairs")
+    factor = p.get("factor") or rope.max_positions / trained
+    amplitude = p.get("attention_factor")
+    if amplitude is None:
+        amplitude = math.sqrt(1 + math.log(factor) / math.log(trained)) if factor > 1 else 1.0
+    return _plain(rope.theta, rope.dim) / factors, amplitude
+
+
+SCALINGS: Mapping[str, Callable[[Rope, int], tuple[Tensor, float]]] = {
+    "default": _default,
+    "linear": _linear,
+    "dynamic": _dynamic,
+    "llama3": _llama3,
+    "yarn": _yarn,
+    "longrope": _longrope,
+}
