@@ -71,13 +71,14 @@ def measure(engine: Engine, lengths: Sequence[int]) -> list[Result]:
 
 @torch.inference_mode()
 def generate_cached(engine: Engine, strategy: str, num_tokens: int) -> list[int]:
-    """Greedy tokens after token 0, one `forward_step` each."""
+    """Greedy tokens after token 0, one step each."""
     model = engine.core.model
     sequence = CachedSequence(engine.core.caches[strategy], model.device)
     ids = [0]
-    for position in range(num_tokens):
-        embedding = model.embed(torch.tensor(ids[-1:], device=model.device))
-        ids.append(int(model.forward_step(embedding.view(1, 1, -1), position, sequence).argmax()))
+    for _ in range(num_tokens):
+        logits = model.forward(torch.tensor(ids[-1:], device=model.device), sequence.begin(1))
+        sequence.commit()
+        ids.append(int(logits.argmax()))
     sequence.close()
     return ids[1:]
 

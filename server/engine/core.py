@@ -23,7 +23,7 @@ from server.engine.request import Request, RequestError
 from server.engine.sampler import Draw, sample
 from server.engine.scheduler import Scheduled, Scheduler
 from server.engine.selection import Selector
-from server.models.decoder import Decoder
+from server.models.base import Model
 
 log = logging.getLogger(__name__)
 
@@ -47,7 +47,7 @@ class Core:
     """The running server's state: the model, the caches, and the requests in the scheduler."""
 
     def __init__(
-        self, model: Decoder, caches: Mapping[str, KVCache], arena: Arena, scheduler: Scheduler, selector: Selector
+        self, model: Model, caches: Mapping[str, KVCache], arena: Arena, scheduler: Scheduler, selector: Selector
     ) -> None:
         self.model = model
         self.caches = caches
@@ -145,7 +145,7 @@ class Core:
         events = [event for s in scheduled for event in _admission(s.request)]
         draws = [Draw(request.sampling, len(request.tokens)) for request in ends]
         for request, token in zip(ends, sample(logits, draws) if draws else [], strict=True):
-            request.extend(token, self.model.config.eos_ids)
+            request.extend(token, self.model.facts.eos_ids)
             worker, request_id = request.key
             events.append(Event(worker, Tokens(request_id, [token], request.finish_reason)))
             if request.finish_reason is not None:

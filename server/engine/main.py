@@ -40,7 +40,7 @@ def run(settings: Settings, socket_path: str, status: Connection) -> None:
     hello = Hello(
         engine.name,
         engine.max_seq_len,
-        engine.core.model.config.vocab_size,
+        engine.core.model.facts.vocab_size,
         [Strategy(d.name, d.kind) for d in engine.instances],
     )
     with Gateway(socket_path, hello) as gateway:

@@ -18,7 +18,7 @@ from cache_strategies.base import KVCache, Row, Seat
 from config.settings import SettingsError
 from server.engine.batch import Batch, Work
 from server.evaluation.documents import Document
-from server.models.decoder import Decoder
+from server.models.base import Model
 
 
 @dataclass
@@ -56,7 +56,7 @@ class Fidelity:
 
 @torch.inference_mode()
 def compare(
-    model: Decoder,
+    model: Model,
     caches: Sequence[KVCache],
     documents: Sequence[Document],
     *,
@@ -85,7 +85,7 @@ def compare(
     return results
 
 
-def _step(model: Decoder, caches: Sequence[KVCache], seats: Sequence[Seat], tokens: Sequence[int]) -> Tensor:
+def _step(model: Model, caches: Sequence[KVCache], seats: Sequence[Seat], tokens: Sequence[int]) -> Tensor:
     """The tokens enter every cache, in one batch: logits [S, n, V]."""
     n = len(tokens)
     work = [Work(c, Row(_grown(c, seat, n), n), tokens, logits=n) for c, seat in zip(caches, seats, strict=True)]

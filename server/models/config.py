@@ -145,7 +145,7 @@ def load_config(directory: Path) -> ModelConfig:
         o_bias=attention_bias if family.qkv_bias is None else False,
         mlp_bias=bool(raw.get("mlp_bias", False)),
         layers=_layers(raw, family, head_dim, directory),
-        eos_ids=_eos_ids(raw, directory),
+        eos_ids=eos_ids_of(directory),
         dtype=raw.get("dtype") or raw.get("torch_dtype") or "float32",
         scale=(raw.get("query_pre_attn_scalar") or head_dim) ** -0.5,
         activation=ACTIVATIONS[activation],
@@ -194,7 +194,7 @@ def _rope(raw: Raw, family: Family, head_dim: int, kind: str, directory: Path) -
     elif family.local_theta is not None and kind == SLIDING:
         given, theta = {}, raw.get("rope_local_base_freq", family.local_theta)
     theta = given.get("rope_theta", theta)
-    share = given.get("partial_rotary_factor", raw.get("partial_rotary_factor", 1.0))
+    share: Any = given.get("partial_rotary_factor", raw.get("partial_rotary_factor", 1.0))
     if not all(isinstance(value, int | float) for value in (theta, share)):
         raise ModelError(f"{directory / 'config.json'}: rope_theta is {theta!r}, and should be a number")
     scaling = given.get("rope_type") or given.get("type") or "default"
@@ -214,7 +214,7 @@ def _rope(raw: Raw, family: Family, head_dim: int, kind: str, directory: Path) -
 def _experts(raw: Raw, experts: Experts | None, directory: Path) -> MixtureOfExperts | None:
     if experts is None:
         return None
-    count = next((raw[key] for key in experts.count if key in raw), None)
+    count: Any = next((raw[key] for key in experts.number if key in raw), None)
     try:
         return MixtureOfExperts(
             module=experts.module,
@@ -230,11 +230,11 @@ def _experts(raw: Raw, experts: Experts | None, directory: Path) -> MixtureOfExp
         ) from None
 
 
-def _eos_ids(raw: Mapping[str, Any], directory: Path) -> frozenset[int]:
+def eos_ids_of(directory: Path) -> frozenset[int]:
     """Generation settings know more end tokens than the model's config."""
     path = directory / "generation_config.json"
     generation = _json(path) if path.is_file() else {}
-    eos = generation.get("eos_token_id", raw.get("eos_token_id"))
+    eos = generation.get("eos_token_id", _json(directory / "config.json").get("eos_token_id"))
     return frozenset(eos if isinstance(eos, list) else [] if eos is None else [eos])
 
 

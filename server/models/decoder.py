@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kernels.ops import Attention, LayerSpec, Ops
+from server.models.base import Facts
 from server.models.config import ModelConfig, Rope
 from server.models.layers import LayerWeights, check_shapes, load_layer
 from server.models.rope import rope_tables
@@ -35,7 +36,7 @@ class SequenceCache(Protocol):
 
 
 class Decoder:
-    """A model ready to run. N tokens of any sequences go in, logits of the K wanted ones come out."""
+    """Implements `server.models.base.Model` for the families in families.py."""
 
     def __init__(
         self, config: ModelConfig, weights: Weights, ops: Ops, dtype: torch.dtype, *, positions: int | None = None
@@ -45,6 +46,7 @@ class Decoder:
         `positions`: the longest text it will see; default: what the model was made for. Raises ModelError.
         """
         self.config = config
+        self.facts = Facts(config.vocab_size, config.max_positions, config.eos_ids, config.dtype)
         self.dtype = dtype
         self._ops = ops
         self._embedding = weights.get("model.embed_tokens.weight")
@@ -132,9 +134,10 @@ class Decoder:
 
     def _turned(self, i: int, x: Tensor, positions: Tensor, *, back: bool = False) -> Tensor:
         """x [N,H,D] turned by the layer's RoPE, or back; dimensions beyond those of the tables stay."""
-        if self._tables[i] is None:
+        table = self._tables[i]
+        if table is None:
             return x
-        cos, sin = self._tables[i]
+        cos, sin = table
         turning = 2 * cos.shape[1]
         turned = self._ops.rope(x[..., :turning], cos, -sin if back else sin, positions)
         return turned if turning == x.shape[-1] else torch.cat((turned, x[..., turning:]), dim=-1)

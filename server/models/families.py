@@ -42,7 +42,7 @@ class Experts(NamedTuple):
     """Where a mixture of experts is described and kept."""
 
     module: str  # of a layer, in checkpoints: "<module>.gate.weight" is the router, "<module>.experts.0..." the first
-    count: tuple[str, ...]  # keys of config.json, the first that is there
+    number: tuple[str, ...]  # keys of config.json, the first that is there counts
     width: str
     normalise: bool | None = True  # do the weights of the chosen sum to 1? None: norm_topk_prob says
     split: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")  # of an expert

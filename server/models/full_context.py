@@ -5,19 +5,19 @@ The tests' reference for everything that caches, and the baseline of the benchma
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
 
 from kernels.ops import LayerSpec
-from server.models.decoder import Decoder
+from server.models.base import Model
 
 
 class FullContext:
     """Implements `kernels.ops.Attention` for one text that enters whole; keeps nothing."""
 
-    def __init__(self, specs: Sequence[LayerSpec], length: int, device: torch.device) -> None:
+    def __init__(self, specs: Sequence[LayerSpec] | Mapping[int, LayerSpec], length: int, device: torch.device) -> None:
         self._specs = specs
         self.positions = torch.arange(length, device=device)
         self.logit_index = self.positions[-1:]
@@ -43,13 +43,13 @@ class FullContext:
 
 
 @torch.inference_mode()
-def full_context_logits(model: Decoder, ids: Sequence[int]) -> Tensor:
+def full_context_logits(model: Model, ids: Sequence[int]) -> Tensor:
     """Logits [V] after the last of `ids`."""
     attention = FullContext(model.specs, len(ids), model.device)
     return model.forward(torch.tensor(ids, device=model.device), attention)[0]
 
 
-def debug_generate_full_context(model: Decoder, prompt: Sequence[int], max_tokens: int) -> list[int]:
+def debug_generate_full_context(model: Model, prompt: Sequence[int], max_tokens: int) -> list[int]:
     """Greedy tokens after `prompt`, by computing all of the text anew for each: O(n^2) tokens of work."""
     ids = list(prompt)
     for _ in range(max_tokens):

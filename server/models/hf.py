@@ -1,0 +1,175 @@
+"""Any decoder-only model that transformers knows, computed by transformers, with our attention in place of its own.
+
+The model's code runs as it is; where it would attend, it calls back into the step's `Attention`, which keeps the keys
+under whatever strategy each sequence has. What a layer's attention is like is not read from configs, which differ from
+family to family, but seen: a short text goes through once, and every layer tells its heads, scale, window and cap. The
+same text through transformers' own attention must then give the same logits, or the model is refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextvars import ContextVar
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from kernels.ops import Attention, LayerSpec
+from server.models.base import Facts
+from server.models.config import ModelError, eos_ids_of
+from server.models.full_context import FullContext
+
+IMPLEMENTATION = "kvmux"  # our name among transformers' kinds of attention
+PROBE_TOKENS = 24
+PROBE_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.15, torch.float16: 0.02}  # of the largest logit
+
+_current: ContextVar[Attention] = ContextVar("attention of the step that runs")
+
+
+class TransformersModel:
+    """Implements `server.models.base.Model`."""
+
+    def __init__(self, directory: Path, dtype: torch.dtype, device: torch.device) -> None:
+        """Raises ModelError if transformers cannot load it, or if layers keep something else than keys and values."""
+        self.facts = facts_of(directory)
+        self.dtype = dtype
+        self._model = _loaded(directory, dtype, device)
+        self.specs = _probed(self._model, self.facts, device)
+
+    @property
+    def device(self) -> torch.device:
+        found: torch.device = self._model.device
+        return found
+
+    @property
+    def weight_bytes(self) -> int:
+        return sum(t.nbytes for t in {t.data_ptr(): t for t in self._model.parameters()}.values())
+
+    def forward(self, ids: Tensor, attention: Attention) -> Tensor:
+        """ids [N] int64 -> logits [K, V] float32 of the rows `attention.logit_index`."""
+        return _logits(self._model, ids, attention)
+
+
+def facts_of(directory: Path) -> Facts:
+    """From the directory's config, as transformers reads it. Raises ModelError."""
+    config = _config(directory)
+    text = config.get_text_config()
+    dtype = getattr(text, "dtype", None) or torch.float32
+    positions = getattr(text, "max_position_embeddings", None)
+    if positions is None:
+        raise ModelError(f"{directory}: the config does not say how many positions the model has")
+    return Facts(text.vocab_size, positions, eos_ids_of(directory), str(dtype).removeprefix("torch."))
+
+
+def _config(directory: Path) -> Any:
+    from transformers import AutoConfig
+
+    try:
+        return AutoConfig.from_pretrained(directory, local_files_only=True)
+    except (OSError, ValueError, KeyError) as error:
+        raise ModelError(f"{directory}: transformers cannot read its config: {error}") from None
+
+
+def _loaded(directory: Path, dtype: torch.dtype, device: torch.device) -> Any:
+    from transformers import AttentionInterface, AutoModelForCausalLM
+
+    AttentionInterface.register(IMPLEMENTATION, _attend)
+    try:
+        model = AutoModelForCausalLM.from_pretrained(
+            directory, dtype=dtype, attn_implementation=IMPLEMENTATION, local_files_only=True
+        )
+    except (OSError, ValueError, ImportError, RuntimeError) as error:
+        raise ModelError(f"{directory}: transformers cannot load it: {error}") from None
+    found: Any = model
+    return found.to(device).eval().requires_grad_(False)
+
+
+def _logits(model: Any, ids: Tensor, attention: Attention) -> Tensor:
+    token = _current.set(attention)
+    try:
+        found: Tensor = model(
+            input_ids=ids[None],
+            position_ids=attention.positions[None],
+            use_cache=False,
+            logits_to_keep=attention.logit_index,
+        ).logits[0]
+    finally:
+        _current.reset(token)
+    return found.float()
+
+
+def _attend(module: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, **how: Any) -> tuple[Tensor, None]:
+    """What transformers calls: q [1,Hq,N,D], k and v [1,H,N,D] -> [1,N,Hq,D]."""
+    attention = _current.get()
+    if isinstance(attention, _Probe):
+        attention.learn(module, q, k, v, how)
+    out = attention.attend(_index(module), *(x[0].transpose(0, 1) for x in (q, k, v)))
+    return out[None], None
+
+
+def _index(module: nn.Module) -> int:
+    index = getattr(module, "layer_idx", None)
+    if not isinstance(index, int):
+        raise ModelError(f"{type(module).__name__} does not know which layer it is: the model cannot be served")
+    return index
+
+
+# ---------------------------------------------------------------- what a model is like
+class _Probe(FullContext):
+    """Attention over one short text that learns on the way what every layer's attention is."""
+
+    def __init__(self, length: int, config: Any, device: torch.device) -> None:
+        self.found: dict[int, LayerSpec] = {}
+        super().__init__(self.found, length, device)
+        self.logit_index = self.positions
+        self._config = config
+
+    def learn(self, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, how: Mapping[str, Any]) -> None:
+        index = _index(module)
+        if index in self.found:
+            raise ModelError(f"layer {index} attends twice: the model cannot be served")
+        scale = how.get("scaling")
+        self.found[index] = LayerSpec(
+            num_kv_heads=k.shape[1],
+            num_q_heads=q.shape[1],
+            head_dim=k.shape[3],
+            v_head_dim=v.shape[3],
+            window=how.get("sliding_window") or self._window(index),
+            scale=q.shape[3] ** -0.5 if scale is None else float(scale),
+            softcap=how.get("softcap"),
+            sink_logits=how.get("s_aux"),
+        )
+
+    def _window(self, index: int) -> int | None:
+        """Some models say it in the mask alone; layer_types then says which layers slide (vllm#49795)."""
+        kinds = getattr(self._config, "layer_types", None)
+        slides = kinds is not None and kinds[index] == "sliding_attention"
+        return getattr(self._config, "sliding_window", None) if slides else None
+
+
+@torch.inference_mode()
+def _probed(model: Any, facts: Facts, device: torch.device) -> list[LayerSpec]:
+    """Every layer's attention. Raises ModelError if a layer does something else, or something more."""
+    name, config = type(model).__name__, model.config.get_text_config()
+    probe = _Probe(PROBE_TOKENS, config, device)
+    ids = (torch.arange(PROBE_TOKENS, device=device) * 7919) % facts.vocab_size
+    try:
+        ours = _logits(model, ids, probe)
+    except TypeError as error:
+        raise ModelError(f"{name} cannot be served: {error}") from None
+    layers = config.num_hidden_layers
+    if sorted(probe.found) != list(range(layers)):
+        without = [str(i) for i in range(layers) if i not in probe.found]
+        raise ModelError(
+            f"{name} cannot be served: layers {', '.join(without)} of {layers} do not attend over keys and values "
+            "through transformers' AttentionInterface (linear attention, state spaces, ALiBi, or older code)"
+        )
+    model.set_attn_implementation("eager")
+    theirs = model(input_ids=ids[None], use_cache=False).logits[0].float()
+    model.set_attn_implementation(IMPLEMENTATION)
+    if (ours - theirs).abs().max() > PROBE_TOLERANCE[model.dtype] * theirs.abs().max():
+        raise ModelError(f"{name} cannot be served: with our attention it computes something else than without")
+    return [probe.found[i] for i in range(layers)]
+
