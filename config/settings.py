@@ -32,6 +32,7 @@ ENV_PARTS = "KVMUX_STRATEGIES__"  # the only variables that reach into a setting
 Device = Literal["auto", "cpu", "mps", "cuda"]
 DType = Literal["auto", "float32", "bfloat16", "float16"]
 Weights = Literal["auto", "f32", "bf16", "f16"]
+ModelImpl = Literal["auto", "lean", "transformers"]
 
 
 class SettingsError(Exception):
@@ -87,6 +88,9 @@ class Settings(BaseSettings):
 
     model: str = Field("tiny", description="directory of a Hugging Face model; 'tiny' is the embedded one")
     model_name: str | None = Field(None, description="name clients ask for; default: the directory's name")
+    model_impl: ModelImpl = Field(
+        "auto", description="who computes the model; auto: the lean decoder if it knows the model, else transformers"
+    )
     host: str = Field("127.0.0.1", description="address to listen on")
     port: int = Field(8000, ge=0, le=65535, description="port to listen on; 0 takes any free one")
     workers: int = Field(1, ge=1, le=64, description="API processes")

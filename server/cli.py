@@ -37,13 +37,13 @@ log = logging.getLogger(__name__)
 BACKLOG = 2048  # connections the system holds while the workers are busy or still starting
 
 GROUPS = {
-    "model": ("model", "model_name", "device", "dtype", "weights", "threads"),
+    "model": ("model", "model_name", "model_impl", "device", "dtype", "weights", "threads"),
     "HTTP": ("host", "port", "workers", "log_level"),
     "KV memory": ("kv_memory", "kv_memory_share", "kv_overcommit"),
     "batching": ("max_seq_len", "max_num_seqs", "max_step_tokens", "max_waiting"),
     "cache strategies": ("default_strategy",),
 }
-EVALUATION_SETTINGS = ("model", "device", "dtype", "weights", "threads", "kv_memory", "max_step_tokens")
+EVALUATION_SETTINGS = ("model", "model_impl", "device", "dtype", "weights", "threads", "kv_memory", "max_step_tokens")
 METAVARS = {"model": "DIR", "host": "ADDRESS", "kv_memory": "SIZE"}
 
 DESCRIPTION = """\

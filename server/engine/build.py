@@ -23,9 +23,8 @@ from server.engine.core import Core
 from server.engine.device import choose_device, choose_dtype, choose_weights, free_memory
 from server.engine.scheduler import Limits, Scheduler
 from server.engine.selection import Selector
-from server.models.config import ModelConfig, load_config, model_directory
-from server.models.decoder import Decoder
-from server.models.weights import Weights
+from server.models.config import Facts, model_directory
+from server.models.load import describe, load_model
 
 DEFAULT_MAX_SEQ_LEN = 8192
 
@@ -46,14 +45,21 @@ def build_engine(settings: Settings) -> Engine:
     # A core is left to HTTP: threads that wait for each other by spinning lose far more than one core gives.
     torch.set_num_threads(settings.threads or max(1, torch.get_num_threads() - 1))
     directory = model_directory(settings.model)
-    config = load_config(directory)
+    facts = describe(directory, settings.model_impl)
     instances = registry.declared(settings.strategies)
     device = choose_device(settings.device)
-    dtype = choose_dtype(settings.dtype, config.dtype, device)
+    dtype = choose_dtype(settings.dtype, facts.dtype, device)
     ops = load_ops(device)
-    max_seq_len = _max_seq_len(settings, config)
-    weights = Weights(directory, choose_weights(settings, dtype), device)
-    model = Decoder(config, weights, ops, dtype, positions=max_seq_len)
+    max_seq_len = _max_seq_len(settings, facts)
+    model = load_model(
+        directory,
+        settings.model_impl,
+        ops=ops,
+        dtype=dtype,
+        weights=choose_weights(settings, dtype),
+        device=device,
+        positions=max_seq_len,
+    )
     geometry = Geometry(
         layers=model.specs,
         kv_dtype=dtype,
@@ -77,10 +83,10 @@ def build_engine(settings: Settings) -> Engine:
     return Engine(settings.model_name or directory.name, directory, core, instances, max_seq_len)
 
 
-def _max_seq_len(settings: Settings, config: ModelConfig) -> int:
-    wanted = settings.max_seq_len or min(config.max_positions, DEFAULT_MAX_SEQ_LEN)
-    if wanted > config.max_positions:
-        raise SettingsError(f"max_seq_len is {wanted}, but the model has {config.max_positions} positions: lower it")
+def _max_seq_len(settings: Settings, facts: Facts) -> int:
+    wanted = settings.max_seq_len or min(facts.max_positions, DEFAULT_MAX_SEQ_LEN)
+    if wanted > facts.max_positions:
+        raise SettingsError(f"max_seq_len is {wanted}, but the model has {facts.max_positions} positions: lower it")
     return wanted
 
 

@@ -24,7 +24,8 @@ from server.evaluation.documents import Document
 from server.evaluation.flags import Wanted
 from server.evaluation.plot import check_plot, draw
 from server.evaluation.report import Report, Result, as_json, as_table
-from server.models.config import load_config, model_directory
+from server.models.config import model_directory
+from server.models.load import describe
 from server.text.tokenizer import Tokenizer
 from server.training.packing import EVALUATION_SEED
 
@@ -119,7 +120,7 @@ def start(file: Path | None, flags: Mapping[str, Any], wanted: Wanted) -> tuple[
     """An engine with the wanted strategies and room for a document under each; their names, an exact one first."""
     settings = load(file, flags)
     strategies = chosen(settings, wanted.strategy)
-    positions = load_config(model_directory(settings.model)).max_positions
+    positions = describe(model_directory(settings.model), settings.model_impl).max_positions
     if wanted.length is not None and not 2 <= wanted.length <= positions:
         raise SettingsError(f"--length: between 2 and {positions} tokens, the positions of the model")
     all_of_them = {BASELINE: StrategySettings(kind="contiguous", **WHOLE)}
@@ -172,7 +173,7 @@ def evaluate(engine: Engine, names: Sequence[str], wanted: Wanted) -> Report:
 def most_row_tokens(core: Core, caches: Sequence[KVCache]) -> int:
     """Of a document, that can enter every cache in one step, and whose logits are not too many."""
     rows = [cache.contract.max_row for cache in caches if cache.contract.max_row is not None]
-    step_tokens = min(core.scheduler.limits.max_step_tokens, MOST_LOGITS // core.model.config.vocab_size)
+    step_tokens = min(core.scheduler.limits.max_step_tokens, MOST_LOGITS // core.model.facts.vocab_size)
     return max(1, min([step_tokens // len(caches), *rows]))
 
 
@@ -185,15 +186,15 @@ def order(caches: Mapping[str, KVCache], names: Sequence[str]) -> list[str]:
 def read_documents(engine: Engine, wanted: Wanted) -> tuple[list[Document], list[Document]]:
     """Running text and records, in the model's tokens."""
     tokenizer = Tokenizer.from_directory(engine.directory).backend
-    config = engine.core.model.config
-    marks = documents.marks_of(tokenizer, config.eos_ids, config.vocab_size)
+    facts = engine.core.model.facts
+    marks = documents.marks_of(tokenizer, facts.eos_ids, facts.vocab_size)
     length, seed = engine.max_seq_len, wanted.seed or EVALUATION_SEED
     if wanted.text:
         text = documents.text_file(tokenizer, marks, length, wanted.texts, wanted.text)
     else:
         text = documents.stories(tokenizer, marks, length, wanted.texts, seed)
     records = documents.records(tokenizer, marks, length, wanted.records, seed, new_phrasings=wanted.new_phrasings)
-    documents.check_vocabulary([*text, *records], config.vocab_size)
+    documents.check_vocabulary([*text, *records], facts.vocab_size)
     return text, records
 
 

@@ -1,23 +1,15 @@
-"""What the engine asks of a model, whoever computes it. Knows no config file, no weights, no cache."""
+"""What the engine asks of a model, whoever computes it. Knows no weights and no cache."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from kernels.ops import Attention, LayerSpec
-
-
-class Facts(NamedTuple):
-    """What is known of a model before its weights are read."""
-
-    vocab_size: int
-    max_positions: int
-    eos_ids: frozenset[int]
-    dtype: str  # of the checkpoint: "float32", "bfloat16", "float16"
+from server.models.config import Facts
 
 
 class Model(Protocol):

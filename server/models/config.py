@@ -10,7 +10,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from config.settings import SettingsError
 from server.models.families import FAMILIES, Experts, Family, Raw
@@ -22,6 +22,10 @@ class ModelError(SettingsError):
     """A model that cannot be served; the message tells the user why, and what can."""
 
 
+class UnknownModelError(ModelError):
+    """A model that the lean decoder does not know; transformers may."""
+
+
 REQUIRED = (
     "vocab_size",
     "hidden_size",
@@ -31,8 +35,18 @@ REQUIRED = (
     "max_position_embeddings",
 )
 ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh", "gelu_tanh": "gelu_tanh"}
+SCALINGS = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")  # of RoPE
 SLIDING = "sliding_attention"
 SEES_ALL = "full_attention"
+
+
+class Facts(NamedTuple):
+    """What the engine must know of a model before its weights are read, whoever computes it."""
+
+    vocab_size: int
+    max_positions: int
+    eos_ids: frozenset[int]
+    dtype: str  # of the checkpoint: "float32", "bfloat16", "float16"
 
 
 @dataclass(frozen=True)
@@ -101,6 +115,10 @@ class ModelConfig:
     def num_layers(self) -> int:
         return len(self.layers)
 
+    @property
+    def facts(self) -> Facts:
+        return Facts(self.vocab_size, self.max_positions, self.eos_ids, self.dtype)
+
 
 def model_directory(model: str) -> Path:
     """The directory of a model's name or path. Raises ModelError."""
@@ -119,12 +137,12 @@ def load_config(directory: Path) -> ModelConfig:
     architecture = (raw.get("architectures") or ["none"])[0]
     family = FAMILIES.get(architecture)
     if family is None:
-        raise ModelError(f"{directory} holds a {architecture}; the decoder knows {', '.join(FAMILIES)}")
+        raise UnknownModelError(f"{directory} holds a {architecture}; the decoder knows {', '.join(FAMILIES)}")
     if missing := [key for key in REQUIRED if not isinstance(raw.get(key), int)]:
         raise ModelError(f"{directory / 'config.json'} lacks {', '.join(missing)}; is it the file of this model?")
     activation = raw.get(family.activation) or raw.get("hidden_act") or "silu"
     if activation not in ACTIVATIONS:
-        raise ModelError(
+        raise UnknownModelError(
             f"{directory}: {family.activation} is {activation!r}; the decoder knows {', '.join(ACTIVATIONS)}"
         )
     heads = raw["num_attention_heads"]
@@ -168,7 +186,7 @@ def _layers(raw: Raw, family: Family, head_dim: int, directory: Path) -> tuple[L
             f"{directory / 'config.json'} has {count} layers, {len(kinds)} layer_types, {len(turning)} no_rope_layers"
         )
     if unknown := set(kinds) - {SLIDING, SEES_ALL}:
-        raise ModelError(
+        raise UnknownModelError(
             f"{directory}: layer_types has {', '.join(sorted(unknown))}; the decoder knows {SLIDING} and {SEES_ALL}"
         )
     ropes = {kind: _rope(raw, family, head_dim, kind, directory) for kind in set(kinds)}
@@ -198,6 +216,9 @@ def _rope(raw: Raw, family: Family, head_dim: int, kind: str, directory: Path) -
     if not all(isinstance(value, int | float) for value in (theta, share)):
         raise ModelError(f"{directory / 'config.json'}: rope_theta is {theta!r}, and should be a number")
     scaling = given.get("rope_type") or given.get("type") or "default"
+    scaling = {"su": "longrope"}.get(scaling, scaling)
+    if scaling not in SCALINGS:
+        raise UnknownModelError(f"{directory}: RoPE scaling {scaling!r}; the decoder knows {', '.join(SCALINGS)}")
     longest = raw["max_position_embeddings"]
     # Phi-3 writes the positions of training beside the scaling, not within.
     trained = given.get("original_max_position_embeddings") or raw.get("original_max_position_embeddings") or longest
@@ -206,7 +227,7 @@ def _rope(raw: Raw, family: Family, head_dim: int, kind: str, directory: Path) -
         dim=int(head_dim * share),
         max_positions=longest,
         trained_positions=trained,
-        scaling={"su": "longrope"}.get(scaling, scaling),
+        scaling=scaling,
         parameters={**given, "original_max_position_embeddings": trained},
     )
 

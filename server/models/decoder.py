@@ -13,7 +13,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kernels.ops import Attention, LayerSpec, Ops
-from server.models.base import Facts
 from server.models.config import ModelConfig, Rope
 from server.models.layers import LayerWeights, check_shapes, load_layer
 from server.models.rope import rope_tables
@@ -46,7 +45,7 @@ class Decoder:
         `positions`: the longest text it will see; default: what the model was made for. Raises ModelError.
         """
         self.config = config
-        self.facts = Facts(config.vocab_size, config.max_positions, config.eos_ids, config.dtype)
+        self.facts = config.facts
         self.dtype = dtype
         self._ops = ops
         self._embedding = weights.get("model.embed_tokens.weight")

@@ -17,8 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from kernels.ops import Attention, LayerSpec
-from server.models.base import Facts
-from server.models.config import ModelError, eos_ids_of
+from server.models.config import Facts, ModelError, eos_ids_of
 from server.models.full_context import FullContext
 
 IMPLEMENTATION = "kvmux"  # our name among transformers' kinds of attention
@@ -59,7 +58,10 @@ def facts_of(directory: Path) -> Facts:
     dtype = getattr(text, "dtype", None) or torch.float32
     positions = getattr(text, "max_position_embeddings", None)
     if positions is None:
-        raise ModelError(f"{directory}: the config does not say how many positions the model has")
+        raise ModelError(
+            f"{directory}: a {type(config).__name__} has no number of positions; state spaces, linear attention and "
+            "ALiBi cannot be served: they keep no keys and values, or not these alone"
+        )
     return Facts(text.vocab_size, positions, eos_ids_of(directory), str(dtype).removeprefix("torch."))
 
 
@@ -80,8 +82,8 @@ def _loaded(directory: Path, dtype: torch.dtype, device: torch.device) -> Any:
         model = AutoModelForCausalLM.from_pretrained(
             directory, dtype=dtype, attn_implementation=IMPLEMENTATION, local_files_only=True
         )
-    except (OSError, ValueError, ImportError, RuntimeError) as error:
-        raise ModelError(f"{directory}: transformers cannot load it: {error}") from None
+    except (OSError, ValueError, KeyError, ImportError, RuntimeError) as error:
+        raise ModelError(f"{directory}: transformers cannot load it with our attention: {error!r}") from None
     found: Any = model
     return found.to(device).eval().requires_grad_(False)
 
@@ -172,4 +174,3 @@ def _probed(model: Any, facts: Facts, device: torch.device) -> list[LayerSpec]:
     if (ours - theirs).abs().max() > PROBE_TOLERANCE[model.dtype] * theirs.abs().max():
         raise ModelError(f"{name} cannot be served: with our attention it computes something else than without")
     return [probe.found[i] for i in range(layers)]
-

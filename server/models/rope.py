@@ -24,11 +24,8 @@ def rope_tables(rope: Rope, positions: int, device: torch.device) -> tuple[Tenso
 
 def frequencies_of(rope: Rope, positions: int) -> tuple[Tensor, float]:
     """Radians a position [dim / 2] float64, and what cos and sin are multiplied by. Raises ModelError."""
-    scale = SCALINGS.get(rope.scaling)
-    if scale is None:
-        raise ModelError(f"RoPE scaling {rope.scaling!r} is not known; there are {', '.join(SCALINGS)}")
     try:
-        return scale(rope, positions)
+        return _SCALINGS[rope.scaling](rope, positions)
     except (KeyError, TypeError, ZeroDivisionError) as error:
         raise ModelError(f"RoPE scaling {rope.scaling!r}: config.json lacks or garbles {error}") from None
 
@@ -112,7 +109,7 @@ def _longrope(rope: Rope, positions: int) -> tuple[Tensor, float]:
     return _plain(rope.theta, rope.dim) / factors, amplitude
 
 
-SCALINGS: Mapping[str, Callable[[Rope, int], tuple[Tensor, float]]] = {
+_SCALINGS: Mapping[str, Callable[[Rope, int], tuple[Tensor, float]]] = {  # all of config.SCALINGS
     "default": _default,
     "linear": _linear,
     "dynamic": _dynamic,
