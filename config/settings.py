@@ -86,8 +86,13 @@ class Settings(BaseSettings):
 
     model_config = SettingsConfigDict(env_prefix=ENV_PREFIX, env_nested_delimiter="__", extra="forbid")
 
-    model: str = Field("tiny", description="directory of a Hugging Face model; 'tiny' is the embedded one")
-    model_name: str | None = Field(None, description="name clients ask for; default: the directory's name")
+    model: str = Field(
+        "tiny", description="directory of a Hugging Face model, or its name on the hub; 'tiny' is the embedded one"
+    )
+    revision: str | None = Field(None, description="branch, tag or commit of a model on the hub; default: main")
+    model_name: str | None = Field(
+        None, description="name clients ask for, or several with commas between; default: the model's own"
+    )
     model_impl: ModelImpl = Field(
         "auto", description="who computes the model; auto: the lean decoder if it knows the model, else transformers"
     )
@@ -156,6 +161,18 @@ class Settings(BaseSettings):
             if not (name.isascii() and name.replace("_", "").replace("-", "").isalnum()):
                 raise ValueError(f"strategies: {name!r} is no name: use letters, digits, '-' and '_'")
         return self
+
+    @field_validator("model_name")
+    @classmethod
+    def _model_names(cls, value: str | None) -> str | None:
+        if value is not None and not all(name.strip() for name in value.split(",")):
+            raise ValueError(f"{value!r} has an empty name: write 'name' or 'name,alias'")
+        return value
+
+    @property
+    def model_names(self) -> list[str]:
+        """The first is the model's own name, the others are aliases."""
+        return [name.strip() for name in (self.model_name or Path(self.model).name).split(",")]
 
     @classmethod
     def settings_customise_sources(

@@ -31,20 +31,31 @@ from config.settings import Settings, SettingsError, env_name, flag_name, load
 from server.engine.lifeline import USER_ERROR, configure_logging
 from server.engine.supervisor import Supervisor
 from server.evaluation import flags
+from server.models.hub import located
 
 log = logging.getLogger(__name__)
 
 BACKLOG = 2048  # connections the system holds while the workers are busy or still starting
 
 GROUPS = {
-    "model": ("model", "model_name", "model_impl", "device", "dtype", "weights", "threads"),
+    "model": ("model", "revision", "model_name", "model_impl", "device", "dtype", "weights", "threads"),
     "HTTP": ("host", "port", "workers", "log_level"),
     "KV memory": ("kv_memory", "kv_memory_share", "kv_overcommit"),
     "batching": ("max_seq_len", "max_num_seqs", "max_step_tokens", "max_waiting"),
     "cache strategies": ("default_strategy",),
 }
-EVALUATION_SETTINGS = ("model", "model_impl", "device", "dtype", "weights", "threads", "kv_memory", "max_step_tokens")
-METAVARS = {"model": "DIR", "host": "ADDRESS", "kv_memory": "SIZE"}
+EVALUATION_SETTINGS = (
+    "model",
+    "revision",
+    "model_impl",
+    "device",
+    "dtype",
+    "weights",
+    "threads",
+    "kv_memory",
+    "max_step_tokens",
+)
+METAVARS = {"model": "MODEL", "model_name": "NAME[,ALIAS]", "host": "ADDRESS", "kv_memory": "SIZE"}
 
 DESCRIPTION = """\
 An inference server where the KV cache is a plug-in: a strategy per request, all strategies in one batch."""
@@ -116,6 +127,7 @@ def serve(options: dict[str, Any]) -> int:
     with listen(settings.host, settings.port) as listener:
         url = url_of(listener)
         print(f"kvmux {version()} loads {settings.model} ...", flush=True)
+        settings = located(settings)
         return Supervisor(settings, listener, lambda ready: print(welcome(url, settings, ready), flush=True)).run()
 
 
@@ -258,7 +270,7 @@ def _parser() -> Parser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         argument_default=argparse.SUPPRESS,
         allow_abbrev=False,
-        usage="kvmux serve [--model DIR] [--port N] [--config FILE] [more settings]",
+        usage="kvmux serve [--model MODEL] [--port N] [--config FILE] [more settings]",
     )
     serve_parser.set_defaults(run=serve)
     _add_settings(serve_parser, _grouped())
@@ -270,7 +282,7 @@ def _parser() -> Parser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         argument_default=argparse.SUPPRESS,
         allow_abbrev=False,
-        usage="kvmux evaluate [--model DIR] [--strategy NAME ...] [--text FILE] [more flags]",
+        usage="kvmux evaluate [--model MODEL] [--strategy NAME ...] [--text FILE] [more flags]",
     )
     evaluate_parser.set_defaults(run=evaluate)
     flags.add_flags(evaluate_parser)

@@ -42,7 +42,12 @@ def router(client: EngineClient) -> APIRouter:
 
 
 def _names(hello: Hello) -> dict[str, Strategy | None]:
-    return {hello.model: None} | {f"{hello.model}:{strategy.name}": strategy for strategy in hello.strategies}
+    """Every name and alias, plain and with each strategy."""
+    return {
+        name if strategy is None else f"{name}:{strategy.name}": strategy
+        for name in (hello.model, *hello.aliases)
+        for strategy in (None, *hello.strategies)
+    }
 
 
 def _find(hello: Hello, model: str) -> Strategy | None:

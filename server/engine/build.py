@@ -34,6 +34,7 @@ class Engine:
     """A core and the words that describe it."""
 
     name: str  # of the model
+    aliases: Sequence[str]
     directory: Path  # of the model
     core: Core
     instances: Sequence[Instance]
@@ -80,7 +81,8 @@ def build_engine(settings: Settings) -> Engine:
     )
     selector = Selector(caches.keys(), settings.rules, settings.default_strategy)
     core = Core(model, caches, arena, Scheduler(limits), selector)
-    return Engine(settings.model_name or directory.name, directory, core, instances, max_seq_len)
+    name, *aliases = settings.model_names
+    return Engine(name, aliases, directory, core, instances, max_seq_len)
 
 
 def _max_seq_len(settings: Settings, facts: Facts) -> int:

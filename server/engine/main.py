@@ -39,6 +39,7 @@ def run(settings: Settings, socket_path: str, status: Connection) -> None:
     disable_created_metrics()  # a time stamp beside every counter, which nobody asked for
     hello = Hello(
         engine.name,
+        list(engine.aliases),
         engine.max_seq_len,
         engine.core.model.facts.vocab_size,
         [Strategy(d.name, d.kind) for d in engine.instances],

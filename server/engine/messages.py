@@ -64,6 +64,7 @@ class Hello(msgspec.Struct, tag=True, frozen=True):
     """First message on every connection: the engine is ready, and this is what it serves."""
 
     model: str
+    aliases: list[str]  # other names of it
     max_seq_len: int
     vocab_size: int
     strategies: list[Strategy]

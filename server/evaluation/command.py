@@ -25,6 +25,7 @@ from server.evaluation.flags import Wanted
 from server.evaluation.plot import check_plot, draw
 from server.evaluation.report import Report, Result, as_json, as_table
 from server.models.config import model_directory
+from server.models.hub import located
 from server.models.load import describe
 from server.text.tokenizer import Tokenizer
 from server.training.packing import EVALUATION_SEED
@@ -118,7 +119,7 @@ def chosen(settings: Settings, wanted: Sequence[str]) -> dict[str, StrategySetti
 
 def start(file: Path | None, flags: Mapping[str, Any], wanted: Wanted) -> tuple[Engine, list[str]]:
     """An engine with the wanted strategies and room for a document under each; their names, an exact one first."""
-    settings = load(file, flags)
+    settings = located(load(file, flags))
     strategies = chosen(settings, wanted.strategy)
     positions = describe(model_directory(settings.model), settings.model_impl).max_positions
     if wanted.length is not None and not 2 <= wanted.length <= positions:

@@ -28,7 +28,11 @@ T = TypeVar("T", bound="ToEngine | Gone")
 Script = Callable[[Submit], list[list[FromEngine]]]  # what to send for a request, frame by frame
 
 HELLO = Hello(
-    "tiny", max_seq_len=256, vocab_size=320, strategies=[Strategy("paged", "paged"), Strategy("short", "ring")]
+    "tiny",
+    aliases=[],
+    max_seq_len=256,
+    vocab_size=320,
+    strategies=[Strategy("paged", "paged"), Strategy("short", "ring")],
 )
 
 

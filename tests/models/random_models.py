@@ -8,11 +8,17 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
     AutoModelForCausalLM,
+    Cohere2Config,
     Gemma2Config,
     Gemma3TextConfig,
+    GPT2Config,
+    GPTNeoXConfig,
+    GptOssConfig,
+    GraniteConfig,
     LlamaConfig,
     MistralConfig,
     MixtralConfig,
+    Olmo2Config,
     Phi3Config,
     PretrainedConfig,
     PreTrainedModel,
@@ -20,6 +26,7 @@ from transformers import (
     Qwen3Config,
     Qwen3MoeConfig,
     SmolLM3Config,
+    StableLmConfig,
 )
 
 from kernels.reference import ReferenceOps
@@ -56,7 +63,7 @@ LONGROPE = {
     "partial_rotary_factor": 0.75,
     "short_factor": [1.0, 1.1, 1.3, 1.6, 2.0, 2.5],
     "long_factor": [1.0, 2.0, 4.0, 6.0, 8.0, 9.0],
-    "original_max_position_embeddings": 64,
+    "original_max_position_embeddings": 4,
 }
 GEMMA = V | {"head_dim": 32, "query_pre_attn_scalar": 24, "sliding_window": 16}
 SPARSE = UNTIED | {"num_experts_per_tok": 2}
@@ -74,7 +81,7 @@ CONFIGS: dict[str, PretrainedConfig] = {
     "mixtral": MixtralConfig(**SPARSE, num_local_experts=5, sliding_window=None, **SHAPE),
     "phi3": Phi3Config(**UNTIED, sliding_window=40, pad_token_id=0, **SHAPE),
     "phi3_longrope": Phi3Config(
-        **UNTIED | {"rope_parameters": LONGROPE}, pad_token_id=0, original_max_position_embeddings=64, **SHAPE
+        **UNTIED | {"rope_parameters": LONGROPE}, pad_token_id=0, original_max_position_embeddings=4, **SHAPE
     ),
     "qwen2": Qwen2Config(**UNTIED | {"rope_parameters": ROPE | {"rope_theta": 1e6}}, **SHAPE),
     "qwen2_tied": Qwen2Config(**V, tie_word_embeddings=True, **SHAPE),
@@ -108,17 +115,38 @@ CONFIGS: dict[str, PretrainedConfig] = {
 }
 
 
+PLAIN = SHAPE | {"vocab_size": 300}
+FALLBACK: dict[str, PretrainedConfig] = {  # what only transformers computes
+    "cohere2": Cohere2Config(**PLAIN, sliding_window=16, pad_token_id=0),
+    "gpt2": GPT2Config(vocab_size=300, n_embd=64, n_layer=3, n_head=4, n_positions=512, bos_token_id=0, eos_token_id=1),
+    "gpt_neox": GPTNeoXConfig(**{k: v for k, v in PLAIN.items() if k != "num_key_value_heads"}),
+    "gpt_oss": GptOssConfig(
+        **PLAIN,
+        head_dim=16,
+        num_local_experts=4,
+        num_experts_per_tok=2,
+        sliding_window=16,
+        pad_token_id=0,
+        rope_parameters=ROPE,
+    ),
+    "granite": GraniteConfig(**PLAIN, logits_scaling=0.5, attention_multiplier=0.3, residual_multiplier=0.5),
+    "olmo2": Olmo2Config(**PLAIN, pad_token_id=0),
+    "stablelm": StableLmConfig(**PLAIN),
+}
+
+
 def save_random(name: str, directory: Path, *, seed: int = 0, shard_size: str = "5GB") -> PreTrainedModel:
     """Saves a random model; large weights in attention, so that a wrong key shows."""
     torch.manual_seed(seed)
-    model = AutoModelForCausalLM.from_config(CONFIGS[name], dtype=torch.float32).eval()
+    config = (CONFIGS | FALLBACK)[name]
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
     with torch.no_grad():
         for parameter_name, p in model.named_parameters():
             p.normal_(0, 0.4 if "q_proj" in parameter_name else 0.1) if p.dim() > 1 else p.add_(
                 torch.randn_like(p) * 0.1
             )
     model.save_pretrained(directory, max_shard_size=shard_size)
-    byte_tokenizer(CONFIGS[name].vocab_size).save(str(directory / "tokenizer.json"))
+    byte_tokenizer(config.vocab_size).save(str(directory / "tokenizer.json"))
     return model
 
 

@@ -30,7 +30,7 @@ def test_logits_equal_those_of_transformers(name: str, tmp_path: Path) -> None:
         torch.testing.assert_close(ours.forward(ids, attention), expected, rtol=0, atol=1e-4)
 
 
-@pytest.mark.parametrize("positions", [64, 65])
+@pytest.mark.parametrize("positions", [4, 5])
 def test_longrope_factors_are_those_of_the_longest_text_served(positions: int, tmp_path: Path) -> None:
     """transformers changes them as a text grows, which cached keys do not survive."""
     theirs = save_random("phi3_longrope", tmp_path)

@@ -1,0 +1,110 @@
+"""transformers' models with our attention in them: the same logits, what is found out about layers, what is refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import (
+    AutoModelForCausalLM,
+    BloomConfig,
+    FalconConfig,
+    MambaConfig,
+    PretrainedConfig,
+    Qwen3NextConfig,
+)
+
+from server.models.config import ModelError
+from server.models.full_context import FullContext
+from server.models.hf import TransformersModel
+from server.models.load import describe
+from tests.models.random_models import CONFIGS, FALLBACK, SHAPE, save_random
+
+CPU = torch.device("cpu")
+
+
+@pytest.mark.parametrize("name", [*FALLBACK, *CONFIGS])
+def test_logits_equal_those_of_transformers(name: str, tmp_path: Path) -> None:
+    theirs = save_random(name, tmp_path)
+    ours = TransformersModel(tmp_path, torch.float32, CPU)
+    ids = torch.randint(2, 300, (60,))
+    attention = FullContext(ours.specs, len(ids), CPU)
+    attention.logit_index = attention.positions[::7]
+    with torch.inference_mode():
+        expected = theirs(ids[None]).logits[0, ::7]
+        assert expected.abs().max() > 0.1
+        torch.testing.assert_close(ours.forward(ids, attention), expected, rtol=0, atol=1e-4)
+    assert ours.weight_bytes == sum(t.nbytes for t in {t.data_ptr(): t for t in theirs.parameters()}.values())
+
+
+def test_layers_tell_what_they_are_like(tmp_path: Path) -> None:
+    save_random("gpt_oss", tmp_path)
+    first, second, _ = TransformersModel(tmp_path, torch.float32, CPU).specs
+    assert (first.window, second.window) == (16, None)
+    assert (first.num_q_heads, first.num_kv_heads, first.head_dim, first.v_head_dim) == (4, 2, 16, 16)
+    assert first.scale == 16**-0.5
+    assert first.sink_logits is not None
+    assert first.sink_logits.shape == (4,)
+
+
+def test_facts_are_known_without_the_weights(tmp_path: Path) -> None:
+    save_random("olmo2", tmp_path)
+    (tmp_path / "model.safetensors").unlink()
+    assert describe(tmp_path, "auto") == (300, 512, frozenset({1}), "float32")
+
+
+REFUSED: dict[str, tuple[PretrainedConfig, str]] = {
+    "state spaces": (
+        MambaConfig(vocab_size=300, hidden_size=64, num_hidden_layers=2),
+        "a MambaConfig has no number of positions; state spaces, linear attention and ALiBi cannot be served",
+    ),
+    "alibi": (
+        BloomConfig(vocab_size=300, hidden_size=64, n_layer=2, n_head=4),
+        "BloomConfig has no number of positions",
+    ),
+    "linear attention": (
+        Qwen3NextConfig(
+            **SHAPE,
+            vocab_size=300,
+            head_dim=16,
+            num_experts=4,
+            num_experts_per_tok=2,
+            moe_intermediate_size=32,
+            shared_expert_intermediate_size=32,
+            linear_num_key_heads=2,
+            linear_num_value_heads=2,
+            linear_key_head_dim=16,
+            linear_value_head_dim=16,
+        ),
+        "layers 0, 1, 2 of 3 do not attend over keys and values",
+    ),
+    "older code": (
+        FalconConfig(vocab_size=300, hidden_size=64, num_hidden_layers=2, num_attention_heads=4),
+        "transformers cannot load it with our attention",
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", REFUSED)
+def test_what_keeps_no_keys_and_values_is_refused(kind: str, tmp_path: Path) -> None:
+    config, message = REFUSED[kind]
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    with pytest.raises(ModelError, match=message):
+        TransformersModel(tmp_path, torch.float32, CPU)
+
+
+def test_a_model_that_attends_otherwise_than_it_says_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save_random("olmo2", tmp_path)
+    attend = FullContext.attend
+    monkeypatch.setattr(FullContext, "attend", lambda self, layer, q, k, v: attend(self, layer, q, k, v) * 1.5)
+    with pytest.raises(ModelError, match="with our attention it computes something else than without"):
+        TransformersModel(tmp_path, torch.float32, CPU)
+
+
+def test_what_cannot_be_read_is_told(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "nonesuch"}')
+    with pytest.raises(ModelError, match="transformers cannot read its config"):
+        describe(tmp_path, "auto")

@@ -1,0 +1,195 @@
+"""Models by their name on the hub: fetched from a small hub of our own, once, with the user's token and cache."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+from urllib.parse import unquote, urlsplit
+
+import pytest
+
+from config.settings import load
+from server.models.config import ModelError
+from server.models.hub import locate, located
+from tests.models.random_models import save_random
+
+COMMIT = "c0ffee" + "0" * 34
+SECRET = "hf_a_secret"
+UNWANTED = ("pytorch_model.bin", "original/consolidated.safetensors", "README.md")
+
+
+class Hub(ThreadingHTTPServer):
+    """Answers as the hub does, for acme/tiny (anybody), acme/private and acme/gated (with the token)."""
+
+    def __init__(self, files: Path) -> None:
+        self.files = files
+        self.asked: list[str] = []
+        super().__init__(("127.0.0.1", 0), _Handler)
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.server_port}"
+
+
+class _Handler(BaseHTTPRequestHandler):
+    server: Hub
+
+    def do_HEAD(self) -> None:
+        self._answer(body=False)
+
+    def do_GET(self) -> None:
+        self._answer(body=True)
+
+    def log_message(self, *_: Any) -> None:
+        pass
+
+    def _answer(self, body: bool) -> None:
+        path = unquote(urlsplit(self.path).path)
+        self.server.asked.append(f"{self.command} {path}")
+        repo = "/".join(path.removeprefix("/api/models").strip("/").split("/")[:2])
+        if repo not in ("acme/tiny", "acme/private", "acme/gated"):
+            return self._refuse(404, "RepoNotFound")
+        if repo != "acme/tiny" and self.headers.get("Authorization") != f"Bearer {SECRET}":
+            return self._refuse(*((403, "GatedRepo") if repo == "acme/gated" else (401, "RepoNotFound")))
+        rest = path.split(repo, 1)[1].strip("/")
+        if rest.startswith("revision/") and rest not in ("revision/main", "revision/v1"):
+            return self._refuse(404, "RevisionNotFound")
+        if rest.startswith("revision/"):
+            return self._json({"id": repo, "sha": COMMIT, "siblings": [{"rfilename": n} for n in self._names()]})
+        if rest.startswith("tree/"):
+            return self._json([self._entry(name) for name in self._names()])
+        return self._file(rest.removeprefix(f"resolve/{COMMIT}/"), body)
+
+    def _names(self) -> list[str]:
+        return [p.relative_to(self.server.files).as_posix() for p in self.server.files.rglob("*") if p.is_file()]
+
+    def _entry(self, name: str) -> dict[str, Any]:
+        content = (self.server.files / name).read_bytes()
+        return {"type": "file", "path": name, "size": len(content), "oid": hashlib.sha1(content).hexdigest()}
+
+    def _file(self, name: str, body: bool) -> None:
+        content = (self.server.files / name).read_bytes()
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(content)))
+        self.send_header("ETag", f'"{hashlib.sha1(content).hexdigest()}"')
+        self.send_header("X-Repo-Commit", COMMIT)
+        self.end_headers()
+        if body:
+            self.wfile.write(content)
+
+    def _json(self, value: Any) -> None:
+        content = json.dumps(value).encode()
+        self.send_response(200)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(content)))
+        self.end_headers()
+        self.wfile.write(content)
+
+    def _refuse(self, status: int, code: str) -> None:
+        self.send_response(status)
+        self.send_header("X-Error-Code", code)
+        self.send_header("Content-Length", "0")
+        self.end_headers()
+
+
+@pytest.fixture
+def hub(tmp_path: Path) -> Iterator[Hub]:
+    files = tmp_path / "files"
+    save_random("llama", files, shard_size="100KB")
+    for name in UNWANTED:
+        (files / name).parent.mkdir(exist_ok=True)
+        (files / name).write_text("not needed")
+    with Hub(files) as hub:
+        thread = threading.Thread(target=hub.serve_forever, daemon=True)
+        thread.start()
+        yield hub
+        hub.shutdown()
+        thread.join()
+
+
+def _locate(home: Path, hub: str, model: str, *, revision: str | None = None, **environment: str) -> tuple[int, str]:
+    """In a process of its own: huggingface_hub reads its environment when it is imported. Exit code, last line."""
+    code = (
+        "import sys\nfrom server.models.hub import locate\nfrom config.settings import SettingsError\n"
+        f"try: print(locate({model!r}, {revision!r}))\nexcept SettingsError as error: print(error); sys.exit(2)"
+    )
+    known = {name: value for name, value in os.environ.items() if not name.startswith(("HF_", "HUGGING"))}
+    told = {"HF_ENDPOINT": hub, "HF_HOME": str(home), "HF_HUB_DISABLE_XET": "1", "HF_HUB_DISABLE_TELEMETRY": "1"}
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=known | told | environment, capture_output=True, text=True, timeout=120
+    )
+    assert "Traceback" not in done.stderr, done.stderr
+    return done.returncode, done.stdout.strip().splitlines()[-1]
+
+
+def test_a_model_is_fetched_once_and_only_what_is_needed(hub: Hub, tmp_path: Path) -> None:
+    status, first = _locate(tmp_path / "home", hub.url, "acme/tiny")
+    assert status == 0, first
+    names = {p.name for p in Path(first).iterdir()}
+    assert {"config.json", "tokenizer.json", "model.safetensors.index.json"} <= names
+    assert len(list(Path(first).glob("*.safetensors"))) > 1
+    assert not names & {Path(name).name for name in UNWANTED}
+    assert Path(first).is_relative_to(tmp_path / "home")
+    fetched = len([line for line in hub.asked if "/resolve/" in line])
+    assert _locate(tmp_path / "home", hub.url, "acme/tiny") == (0, first)
+    assert len([line for line in hub.asked if "/resolve/" in line]) == fetched
+
+
+def test_without_the_network_what_was_fetched_is_found(hub: Hub, tmp_path: Path) -> None:
+    _, first = _locate(tmp_path / "home", hub.url, "acme/tiny")
+    asked = len(hub.asked)
+    assert _locate(tmp_path / "home", hub.url, "acme/tiny", HF_HUB_OFFLINE="1") == (0, first)
+    assert len(hub.asked) == asked
+    status, message = _locate(tmp_path / "elsewhere", hub.url, "acme/tiny", HF_HUB_OFFLINE="1")
+    assert status == 2
+    assert message.startswith("acme/tiny is not on this machine, and cannot be fetched: ")
+
+
+@pytest.mark.parametrize("model", ["acme/private", "acme/gated"])
+def test_the_users_token_opens_what_is_closed(hub: Hub, tmp_path: Path, model: str) -> None:
+    status, message = _locate(tmp_path / "home", hub.url, model)
+    assert status == 2
+    assert "HF_TOKEN" in message
+    assert _locate(tmp_path / "home", hub.url, model, HF_TOKEN=SECRET)[0] == 0
+
+
+def test_revisions(hub: Hub, tmp_path: Path) -> None:
+    assert _locate(tmp_path / "home", hub.url, "acme/tiny", revision="v1")[0] == 0
+    status, message = _locate(tmp_path / "home", hub.url, "acme/tiny", revision="v7")
+    assert (status, message) == (2, "acme/tiny has no revision 'v7': give a branch, a tag or a commit of it")
+
+
+def test_what_is_nowhere_is_told(hub: Hub, tmp_path: Path) -> None:
+    assert (
+        "no model 'acme/none', neither on this machine nor on the hub"
+        in _locate(tmp_path / "home", hub.url, "acme/none")[1]
+    )
+    status, message = _locate(tmp_path / "home", "http://127.0.0.1:9", "acme/tiny")
+    assert status == 2
+    assert message.startswith("acme/tiny is not on this machine, and cannot be fetched: ")
+
+
+def test_what_is_on_this_machine_is_not_asked_for(tmp_path: Path) -> None:
+    (tmp_path / "mine").mkdir()
+    assert locate(str(tmp_path / "mine")) == tmp_path / "mine"
+    with pytest.raises(ModelError, match="revision 'v1' is for a model on the hub"):
+        locate(str(tmp_path / "mine"), "v1")
+    for name in ("nonesuch", "./a/b", "a/b/c", "/no/such"):
+        with pytest.raises(ModelError, match="no model at"):
+            locate(name)
+
+
+def test_names_clients_know(tmp_path: Path) -> None:
+    (tmp_path / "mine").mkdir()
+    settings = located(load(None, {"model": str(tmp_path / "mine")}))
+    assert settings.model_names == ["mine"]
+    assert located(load(None, {})).model_names == ["tiny"]
+    assert located(load(None, {"model_name": "gpt-4, my-model"})).model_names == ["gpt-4", "my-model"]
