@@ -10,11 +10,11 @@ import json
 import sys
 import time
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, get_args
 
 import torch
 
-from config.settings import SettingsError, load
+from config.settings import ModelImpl, SettingsError, load
 from server.engine.build import Engine, build_engine
 from server.engine.sequence import CachedSequence
 from server.models.full_context import debug_generate_full_context
@@ -34,13 +34,15 @@ class Result(NamedTuple):
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m server.bench", description=__doc__)
     parser.add_argument("--model", default="tiny", help="directory of a model (default: the embedded one)")
+    parser.add_argument("--model-impl", default="auto", choices=get_args(ModelImpl), help="who computes the model")
     parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16", "float16"))
     parser.add_argument("--threads", type=int, help="CPU threads (default: torch's choice)")
     parser.add_argument("--tokens", type=int, nargs="+", default=LENGTHS, help="how many to generate")
     parser.add_argument("--json", action="store_true", help="one JSON line a figure instead of a table")
     options = parser.parse_args(arguments)
     try:
-        flags = {"model": options.model, "dtype": options.dtype, "threads": options.threads, "max_num_seqs": 4}
+        names = ("model", "model_impl", "dtype", "threads")
+        flags = {name: getattr(options, name) for name in names} | {"max_num_seqs": 4}
         engine = build_engine(load(None, flags))
     except SettingsError as error:
         parser.error(str(error))

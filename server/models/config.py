@@ -135,6 +135,7 @@ def load_config(directory: Path) -> ModelConfig:
     """Reads config.json and generation_config.json. Raises ModelError for what the decoder does not know."""
     raw = _json(directory / "config.json")
     architecture = (raw.get("architectures") or ["none"])[0]
+    raw = raw | raw.get("text_config", {})  # a model that sees, too, writes its decoder's config within its own
     family = FAMILIES.get(architecture)
     if family is None:
         raise UnknownModelError(f"{directory} holds a {architecture}; the decoder knows {', '.join(FAMILIES)}")

@@ -74,6 +74,8 @@ _GEMMA = Family(
     activation="hidden_activation",
 )
 
+_GEMMA3 = _GEMMA._replace(qk_norm=True, slides=_all_but_every_nth, local_theta=10_000.0)
+
 FAMILIES: Mapping[str, Family] = {
     "LlamaForCausalLM": Family(),
     "MistralForCausalLM": Family(qkv_bias=False, slides=_all),
@@ -84,5 +86,6 @@ FAMILIES: Mapping[str, Family] = {
     "Qwen3MoeForCausalLM": Family(qk_norm=True, slides=_all_if_used, experts=_QWEN3_MOE),
     "SmolLM3ForCausalLM": Family(slides=_if_used, tied=True),
     "Gemma2ForCausalLM": _GEMMA._replace(slides=_every_other),
-    "Gemma3ForCausalLM": _GEMMA._replace(qk_norm=True, slides=_all_but_every_nth, local_theta=10_000.0),
+    "Gemma3ForCausalLM": _GEMMA3,
+    "Gemma3ForConditionalGeneration": _GEMMA3,  # its decoder: text only
 }

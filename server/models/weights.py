@@ -6,6 +6,7 @@ Files are mapped, so a tensor that is used as it lies on disk costs no copy on t
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from pathlib import Path
 
 import torch
@@ -24,7 +25,9 @@ class Weights:
         self._dtype = dtype
         self._device = device
         self._files = {file: self._open(file) for file in _files(directory)}
-        self._where = {name: file for file, tensors in self._files.items() for name in tensors.keys()}  # noqa: SIM118
+        stored = {name: file for file, tensors in self._files.items() for name in tensors.keys()}  # noqa: SIM118
+        root = _root_of(stored)
+        self._where = {_plain(name, root): (file, name) for name, file in stored.items()}
 
     def __contains__(self, name: str) -> bool:
         return name in self._where
@@ -33,7 +36,8 @@ class Weights:
         """The tensor of that name. Raises ModelError if there is none."""
         if name not in self._where:
             raise ModelError(f"{self._directory} has no tensor {name!r}; is the checkpoint complete?")
-        tensor: Tensor = self._files[self._where[name]].get_tensor(name)
+        file, stored = self._where[name]
+        tensor: Tensor = self._files[file].get_tensor(stored)
         return tensor.to(device=self._device, dtype=self._dtype)
 
     def joined(self, *names: str) -> Tensor:
@@ -45,6 +49,19 @@ class Weights:
             return safe_open(file, framework="pt")
         except (OSError, SafetensorError) as error:
             raise ModelError(f"cannot read {file}: {error}") from None
+
+
+def _root_of(names: Iterable[str]) -> str:
+    """What comes before "embed_tokens" in names: more than "model." where the decoder is part of a larger model."""
+    embedding = "embed_tokens.weight"
+    return next((name.removesuffix(embedding) for name in names if name.endswith(embedding)), "model.")
+
+
+def _plain(name: str, root: str) -> str:
+    """The name of a tensor as if the decoder were all there is."""
+    if name.startswith(root):
+        return "model." + name.removeprefix(root)
+    return "lm_head.weight" if name.endswith("lm_head.weight") else name
 
 
 def _files(directory: Path) -> list[Path]:

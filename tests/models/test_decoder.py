@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import Gemma3Config, Gemma3ForConditionalGeneration, SiglipVisionConfig
 
 from kernels.reference import ReferenceOps
 from server.models.config import ModelError, load_config
@@ -28,6 +29,21 @@ def test_logits_equal_those_of_transformers(name: str, tmp_path: Path) -> None:
     with torch.inference_mode():
         expected = theirs(ids[None]).logits[0]
         torch.testing.assert_close(ours.forward(ids, attention), expected, rtol=0, atol=1e-4)
+
+
+def test_the_decoder_of_a_model_that_sees_is_served_alone(tmp_path: Path) -> None:
+    vision = SiglipVisionConfig(
+        hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2, image_size=28, patch_size=14
+    )
+    config = Gemma3Config(text_config=CONFIGS["gemma3"].to_dict(), vision_config=vision, mm_tokens_per_image=4)
+    torch.manual_seed(0)
+    theirs = Gemma3ForConditionalGeneration(config).eval()
+    theirs.save_pretrained(tmp_path)
+    ours = load(tmp_path)
+    ids = torch.randint(2, 200, (40,))
+    with torch.inference_mode():
+        logits = ours.forward(ids, FullContext(ours.specs, len(ids), ours.device))
+        torch.testing.assert_close(logits[0], theirs(input_ids=ids[None]).logits[0, -1], rtol=0, atol=1e-4)
 
 
 @pytest.mark.parametrize("positions", [4, 5])

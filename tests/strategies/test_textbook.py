@@ -1,0 +1,300 @@
+"""The textbook cache against its promises, and the GPT of docs/textbook.md against itself without any cache."""
+
+from __future__ import annotations
+
+import copy
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from cache_strategies.textbook import CausalAttentionWithCache, KVCache
+
+DOC = Path(__file__).parents[2] / "docs" / "textbook.md"
+B, H, D, LONGEST = 3, 2, 4, 16
+
+
+@pytest.fixture(scope="module")
+def example() -> dict[str, Any]:
+    """What the document's program defines and computes."""
+    (code,) = re.findall(r"```python\n(.*?)```", DOC.read_text(), re.DOTALL)
+    found: dict[str, Any] = {"__name__": "textbook_example"}
+    exec(compile(code, str(DOC), "exec"), found)
+    return found
+
+
+def entering(n: int, *, batch: int = B, seed: int = 0) -> tuple[Tensor, Tensor]:
+    """Key and value [B, H, n, D] of n tokens."""
+    generator = torch.Generator().manual_seed(seed)
+    k, v = torch.randn(2, batch, H, n, D, generator=generator)
+    return k, v
+
+
+def a_cache() -> KVCache:
+    return KVCache(B, LONGEST, H, D)
+
+
+def uncached_logits(model: Any, ids: Tensor) -> Tensor:
+    """The GPT's formula once more: all of the text through torch's own causal attention, in the weights' dtype."""
+    x = model.tokens(ids) + model.positions(torch.arange(ids.shape[1]))
+    for block in model.blocks:
+        attention, y = block.attention, block.norm_1(x)
+        q, k, v = (
+            part.unflatten(-1, (model.num_heads, model.head_dim)).transpose(1, 2)
+            for part in attention.qkv(y).chunk(3, -1)
+        )
+        mixed = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + attention.out(mixed.transpose(1, 2).flatten(2))
+        x = x + block.mlp(block.norm_2(x))
+    logits: Tensor = model.head(model.norm(x))
+    return logits
+
+
+# ---------------------------------------------------------------- the document
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@torch.inference_mode()
+def test_cached_generation_equals_computing_the_whole_text_for_every_token(
+    example: dict[str, Any], dtype: torch.dtype
+) -> None:
+    model, text = copy.deepcopy(example["model"]).to(dtype), example["prompt"]
+    for _ in range(20):
+        text = torch.cat((text, uncached_logits(model, text)[:, -1:].argmax(-1)), 1)
+    assert example["text"].tolist() == text.tolist()
+
+
+@torch.inference_mode()
+def test_cached_logits_equal_uncached_ones(example: dict[str, Any]) -> None:
+    model, text = example["model"], example["text"]
+    cache = model.new_cache(2)
+    parts = [model(text[:, i : i + 1], cache, i) for i in range(text.shape[1])]
+    torch.testing.assert_close(torch.cat(parts, 1), uncached_logits(model, text), rtol=0, atol=1e-5)
+    double = uncached_logits(copy.deepcopy(model).double(), text)
+    torch.testing.assert_close(torch.cat(parts, 1).double(), double, rtol=0, atol=1e-5)
+
+
+def test_the_document_counts_right(example: dict[str, Any]) -> None:
+    cache, model = example["cache"], example["model"]
+    assert len(cache) == 24
+    assert cache.nbytes == KVCache.bytes_for(2, 2, model.max_seq_len, model.num_heads, model.head_dim)
+    cache.clear()
+    assert example["generate"](model, example["prompt"], 20, cache).tolist() == example["text"].tolist()
+
+
+class NewMemory(TorchDispatchMode):
+    """Collects the memory that operations return."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: set[int] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = func(*args, **(kwargs or {}))
+        self.seen |= {x.untyped_storage().data_ptr() for x in (found,) if isinstance(x, Tensor)}
+        return found
+
+
+def test_memory_stays_flat_while_generating(example: dict[str, Any]) -> None:
+    model, prompt = example["model"], example["prompt"]
+    cache = model.new_cache(2)
+    assert cache.nbytes == 0
+    example["generate"](model, prompt, 1, cache)
+    taken, at = cache.nbytes, [cache.get(layer)[0].data_ptr() for layer in range(2)]
+    for _ in range(3):
+        example["generate"](model, prompt[:, :1], 5, cache)
+        assert (cache.nbytes, [cache.get(layer)[0].data_ptr() for layer in range(2)]) == (taken, at)
+    cache.clear()
+    assert cache.nbytes == taken
+
+
+# ---------------------------------------------------------------- the cache
+def test_an_update_after_a_layers_first_takes_no_memory_whatever() -> None:
+    cache, (k, v) = a_cache(), entering(2)
+    own = {x.untyped_storage().data_ptr() for x in cache.update(k, v, 0)} | {
+        x.untyped_storage().data_ptr() for x in (k, v)
+    }
+    with NewMemory() as memory:
+        for _ in range(5):
+            cache.update(k, v, 0)
+    assert memory.seen <= own
+
+
+def test_layers_take_their_memory_when_they_are_first_used() -> None:
+    cache, (k, v) = a_cache(), entering(1)
+    for layers, layer_idx in enumerate((7, 0, 3), start=1):
+        for _ in range(2):
+            cache.update(k, v, layer_idx)
+            assert cache.nbytes == KVCache.bytes_for(layers, B, LONGEST, H, D) == layers * 2 * B * H * LONGEST * D * 4
+
+
+@given(st.lists(st.integers(0, 6), max_size=8), st.integers(1, B))
+def test_what_was_put_in_comes_out(sizes: list[int], batch: int) -> None:
+    cache, (k, v) = a_cache(), entering(LONGEST, batch=batch)
+    cache.update(*entering(0, batch=batch), 1)
+    end = 0
+    for n in sizes:
+        if (start := end) + n > LONGEST:
+            break
+        end += n
+        found = cache.update(k[:, :, start:end], v[:, :, start:end], 1)
+        for (keys, values), length in ((found, cache.length(1)), (cache.get(1), len(cache))):
+            assert length == end
+            assert torch.equal(keys, k[:, :, :end])
+            assert torch.equal(values, v[:, :, :end])
+
+
+def test_views_are_windows_onto_the_memory() -> None:
+    cache = a_cache()
+    early = cache.update(*entering(3), 0)
+    later = cache.update(*entering(4, seed=1), 0)
+    for old, new, got, put in zip(early, later, cache.get(0), entering(4, seed=1), strict=True):
+        assert old.data_ptr() == new.data_ptr() == got.data_ptr()
+        assert old.stride() == new.stride()
+        assert torch.equal(old.as_strided(new.shape, new.stride())[:, :, 3:], put)  # tokens that came after `old`
+    cache.clear()
+    cache.update(*entering(3, seed=2), 0)
+    assert torch.equal(early[0], entering(3, seed=2)[0])
+
+
+def test_clearing_forgets_tokens_keeps_memory_and_takes_another_batch() -> None:
+    cache = a_cache()
+    before = cache.update(*entering(LONGEST), 0)[0].data_ptr()
+    cache.clear()
+    assert (len(cache), cache.length(0), cache.get(0)[0].shape[2]) == (0, 0, 0)
+    k, _ = cache.update(*entering(5, batch=1), 0)
+    assert k.shape == (1, H, 5, D)
+    assert k.data_ptr() == before
+
+
+def test_lengths_are_a_layers_own_and_the_whole_has_what_all_have() -> None:
+    cache = a_cache()
+    cache.update(*entering(3), 0)
+    cache.update(*entering(2), 1)
+    assert [cache.length(layer) for layer in (0, 1, 2)] == [3, 2, 0]
+    assert len(cache) == 2
+
+
+def test_it_keeps_no_graph_and_works_in_and_out_of_inference_mode() -> None:
+    cache = a_cache()
+    with torch.inference_mode():
+        cache.update(*entering(1), 0)
+    k, v = entering(1)
+    k.requires_grad_()
+    assert not any(x.requires_grad for x in cache.update(k, v, 0))
+    assert k.requires_grad
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "says"),
+    [
+        (torch.zeros(B, H, 1, D + 1), torch.zeros(B, H, 1, D + 1), r"key has the shape \[3, 2, 1, 5\].*head_dim"),
+        (torch.zeros(B, H, 1, D), torch.zeros(B, H + 1, 1, D), r"value has the shape .*num_heads"),
+        (torch.zeros(H, 1, D), torch.zeros(H, 1, D), r"takes \[batch, 2, tokens, 4\]"),
+        (torch.zeros(B, H, 2, D), torch.zeros(B, H, 1, D), "both the same shape"),
+        (torch.zeros(B, H, 1, D).double(), torch.zeros(B, H, 1, D), r"key is torch.float64.*\.float\(\)"),
+        (torch.zeros(B, H, 1, D), torch.zeros(B, H, 1, D).half(), r"value is torch.float16.*\.float\(\)"),
+        (torch.zeros(B + 1, H, 1, D), torch.zeros(B + 1, H, 1, D), "max_batch_size=3: raise it"),
+        (torch.zeros(B - 1, H, 1, D), torch.zeros(B - 1, H, 1, D), "holds 3 sequences.*clear()"),
+        (torch.zeros(B, H, 14, D), torch.zeros(B, H, 14, D), "holds 3 tokens and has no room for 14.*max_seq_len=16"),
+        (torch.zeros(B, H, 1, D, device="meta"), torch.zeros(B, H, 1, D), "same shape and device"),
+        (torch.zeros(B, H, 1, D, device="meta"), torch.zeros(B, H, 1, D, device="meta"), "lies on cpu.*move"),
+    ],
+)
+def test_what_does_not_fit_is_refused_and_leaves_no_trace(key: Tensor, value: Tensor, says: str) -> None:
+    cache, (k, v) = a_cache(), entering(3)
+    cache.update(k, v, 0)
+    with pytest.raises(ValueError, match=says):
+        cache.update(key, value, 0)
+    assert cache.length(0) == 3
+    assert torch.equal(cache.get(0)[0], k)
+    assert torch.equal(cache.get(0)[1], v)
+
+
+def test_a_layer_may_be_filled_to_the_brim() -> None:
+    cache = a_cache()
+    cache.update(*entering(LONGEST - 1), 0)
+    assert cache.update(*entering(1), 0)[0].shape[2] == LONGEST
+    with pytest.raises(ValueError, match="no room for 1 more"):
+        cache.update(*entering(1), 0)
+
+
+def test_a_refused_first_token_takes_no_memory() -> None:
+    cache = a_cache()
+    with pytest.raises(ValueError, match="no room"):
+        cache.update(*entering(LONGEST + 1), 0)
+    assert cache.nbytes == 0
+    with pytest.raises(ValueError, match="layer 0 holds nothing yet"):
+        cache.get(0)
+
+
+@pytest.mark.parametrize("sizes", [(0, 1, 1, 1), (1, 0, 1, 1), (1, 1, -1, 1), (1, 1, 1, 0)])
+def test_sizes_are_at_least_one(sizes: tuple[int, int, int, int]) -> None:
+    with pytest.raises(ValueError, match="must be at least 1"):
+        KVCache(*sizes)
+
+
+# ---------------------------------------------------------------- the attention
+def an_attention() -> CausalAttentionWithCache:
+    torch.manual_seed(5)
+    return CausalAttentionWithCache(H * D, H, layer_idx=4).eval()
+
+
+@settings(deadline=None)
+@given(st.lists(st.integers(1, 7), min_size=1, max_size=LONGEST), st.integers(1, B))
+@torch.inference_mode()
+def test_pieces_of_any_size_equal_one_whole_forward(sizes: list[int], batch: int) -> None:
+    attention, cache = an_attention(), a_cache()
+    x = torch.randn(batch, LONGEST, H * D, generator=torch.Generator().manual_seed(1))
+    whole = attention(x, a_cache(), 0)
+    start, parts = 0, []
+    for n in [*sizes, LONGEST]:
+        piece = x[:, start : start + n]
+        parts.append(attention(piece, cache, start))
+        start += piece.shape[1]
+    torch.testing.assert_close(torch.cat(parts, 1), whole, rtol=0, atol=1e-6)
+
+
+@torch.inference_mode()
+def test_attention_is_torchs_own() -> None:
+    attention = an_attention()
+    x = torch.randn(B, LONGEST, H * D, generator=torch.Generator().manual_seed(2))
+    reference = nn.MultiheadAttention(H * D, H, batch_first=True)
+    reference.load_state_dict(
+        {
+            "in_proj_weight": attention.qkv.weight,
+            "in_proj_bias": attention.qkv.bias,
+            "out_proj.weight": attention.out.weight,
+            "out_proj.bias": attention.out.bias,
+        }
+    )
+    future = torch.ones(LONGEST, LONGEST, dtype=torch.bool).triu(1)
+    expected, _ = reference(x, x, x, attn_mask=future, need_weights=False)
+    torch.testing.assert_close(attention(x, a_cache(), 0), expected, rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("start_pos", [0, 2, 4])
+def test_a_wrong_start_is_refused_and_nothing_enters(start_pos: int) -> None:
+    attention, cache = an_attention(), a_cache()
+    attention(torch.zeros(1, 3, H * D), cache, 0)
+    with pytest.raises(ValueError, match=f"start_pos is {start_pos}, but the cache holds 3 .*pass start_pos=3"):
+        attention(torch.zeros(1, 1, H * D), cache, start_pos)
+    assert cache.length(4) == 3
+
+
+def test_heads_must_divide_the_width() -> None:
+    with pytest.raises(ValueError, match="d_model=10 does not split into num_heads=4"):
+        CausalAttentionWithCache(10, 4, 0)
+
+
+def test_a_cache_of_other_heads_says_so() -> None:
+    with pytest.raises(ValueError, match="key has the shape"):
+        an_attention()(torch.zeros(1, 1, H * D), KVCache(1, 8, H + 1, D), 0)
+
+
+def test_bytes_are_counted_as_they_are_taken() -> None:
+    assert KVCache.bytes_for(32, 1, 4096, 32, 128, itemsize=2) == 2 * 32 * 4096 * 32 * 128 * 2  # Llama 2 7B: 2 GiB
