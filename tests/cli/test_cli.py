@@ -31,6 +31,7 @@ def served(monkeypatch: pytest.MonkeyPatch) -> list[Settings]:
             return 0
 
     monkeypatch.setattr(cli, "Supervisor", NoSupervisor)
+    monkeypatch.setattr(cli, "located", lambda settings: settings)  # there need be no model
     monkeypatch.setattr(cli, "configure_logging", lambda level: None)
     monkeypatch.setattr("multiprocessing.current_process", lambda: type("Process", (), {})())
     monkeypatch.setenv("KVMUX_PORT", "0")
