@@ -6,6 +6,9 @@ import httpx
 import openai
 import pytest
 
+from server.api.errors import ApiError
+from server.api.models import instance_of
+from server.engine.messages import Hello, Strategy
 from tests.api.conftest import Api
 from tests.api.fake_engine import FakeEngine
 
@@ -62,3 +65,12 @@ def test_the_documentation_tells_every_parameter(http: httpx.Client) -> None:
     assert {"prompt", "kv_cache", "echo", "priority"} <= set(body["properties"])
     assert body["required"] == ["model", "prompt"]
     assert set(document["paths"]) >= {"/v1/completions", "/v1/models", "/v1/kv_cache", "/health", "/ready", "/metrics"}
+
+
+def test_a_models_other_names_are_as_good() -> None:
+    hello = Hello("mine", ["gpt-4", "owner/name"], 256, 320, [Strategy("paged", "paged")])
+    for name in ("mine", "gpt-4", "owner/name"):
+        assert instance_of(hello, name) is None
+        assert instance_of(hello, f"{name}:paged") == "paged"
+    with pytest.raises(ApiError, match="does not exist; there is mine, mine:paged, gpt-4, gpt-4:paged, owner/name"):
+        instance_of(hello, "gpt-5")
