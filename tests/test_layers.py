@@ -89,6 +89,16 @@ def test_models_know_no_strategy_and_no_engine() -> None:
             }
 
 
+def test_the_server_reaches_neither_the_textbook_nor_the_adapter_for_transformers() -> None:
+    for name in modules():
+        if top(name) == "server":
+            assert not reached(name) & {"cache_strategies.textbook", "cache_strategies.hf"}, name
+
+
+def test_the_textbook_stands_alone() -> None:
+    assert {top(m) for m in imports(modules()["cache_strategies.textbook"])} <= {"__future__", "math", "torch"}
+
+
 def test_strategies_know_each_other_only_through_their_parts() -> None:
     strategies = {"contiguous", "sliding_window", "paged"}
     for name in strategies:
@@ -107,7 +117,11 @@ def test_supervisor_and_api_processes_reach_neither_torch_nor_transformers(name:
 
 
 def test_only_reference_and_loader_are_imported_as_kernels_by_others() -> None:
-    """Operations are called through the `Ops` a component was given, not by importing a backend."""
+    """Operations are called through the `Ops` a component was given, not by importing a backend.
+
+    The engine gives them; outside the server the adapter for transformers does.
+    """
+    giving = {"server.engine.build", "cache_strategies.hf"}
     for name, file in modules().items():
-        if top(name) in ("cache_strategies", "server") and name != "server.engine.build":
+        if top(name) in ("cache_strategies", "server") and name not in giving:
             assert not {m for m in imports(file) if m.startswith(("kernels.reference", "kernels.load"))}, name

@@ -32,7 +32,7 @@ from transformers import (
 from kernels.reference import ReferenceOps
 from server.models.config import load_config
 from server.models.decoder import Decoder
-from server.models.weights import Weights
+from server.models.weights import Safetensors
 
 SHAPE = {
     "hidden_size": 64,
@@ -163,5 +163,5 @@ def byte_tokenizer(vocab_size: int) -> Tokenizer:
 
 def load(directory: Path, dtype: torch.dtype = torch.float32, *, positions: int | None = None) -> Decoder:
     """Our decoder on that directory."""
-    weights = Weights(directory, dtype, torch.device("cpu"))
+    weights = Safetensors(directory, dtype, torch.device("cpu"))
     return Decoder(load_config(directory), weights, ReferenceOps(), dtype, positions=positions)

@@ -15,7 +15,7 @@ from kernels.reference import ReferenceOps
 from server.models.config import ModelError, load_config
 from server.models.decoder import Decoder
 from server.models.full_context import FullContext, debug_generate_full_context
-from server.models.weights import Weights
+from server.models.weights import Safetensors
 from tests.models.random_models import CONFIGS, load, save_random
 
 
@@ -78,7 +78,7 @@ def test_sharded_weights_are_found(tmp_path: Path) -> None:
 def test_weights_can_be_kept_narrower_than_activations(tmp_path: Path) -> None:
     theirs = save_random("qwen2", tmp_path)
     ids = torch.randint(2, 300, (20,))
-    weights = Weights(tmp_path, torch.bfloat16, torch.device("cpu"))
+    weights = Safetensors(tmp_path, torch.bfloat16, torch.device("cpu"))
     ours = Decoder(load_config(tmp_path), weights, ReferenceOps(), torch.float32)
     assert ours.weight_bytes == sum(p.numel() for p in theirs.parameters()) * 2
     with torch.inference_mode():

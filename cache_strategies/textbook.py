@@ -1,0 +1,170 @@
+"""The textbook KV cache: the idea in one file, to read first. Knows neither the server nor its strategies and kernels.
+
+A decoder computes a key and a value for every token in every layer. In causal attention they never change afterwards,
+so they are computed once and kept; a new token then costs one row of work instead of the whole text:
+
+    keys of one layer  [B, H, max_seq_len, D]      | token 0 | token 1 | ... | token S-1 |   free   |
+                                                     `--- what get() and update() show --'  ^ update() writes here
+
+Letters in shapes: B sequences, H heads, D dimensions of a head, S tokens so far, n tokens that enter now.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor, nn
+
+
+class KVCache:
+    """Keys and values of B sequences of equal length, for any number of layers; float32.
+
+    A layer's memory is taken when the layer is first used, for max_seq_len tokens, and never again. Tokens are copied
+    in once, without gradients; what comes out are views of that memory, so nothing is copied or allocated per token.
+    """
+
+    def __init__(self, max_batch_size: int, max_seq_len: int, num_heads: int, head_dim: int) -> None:
+        """Sizes of each layer's memory. Takes none yet. Raises ValueError if a size is not at least 1."""
+        sizes = (max_batch_size, max_seq_len, num_heads, head_dim)
+        if min(sizes) < 1:
+            raise ValueError(
+                f"max_batch_size, max_seq_len, num_heads and head_dim are {sizes}: each must be at least 1"
+            )
+        self.max_batch_size = max_batch_size
+        self.max_seq_len = max_seq_len
+        self.num_heads = num_heads
+        self.head_dim = head_dim
+        self._memory: dict[int, tuple[Tensor, Tensor]] = {}  # K and V per layer, each [max B, H, max_seq_len, D]
+        self._filled: dict[int, tuple[int, int]] = {}  # B and S per layer
+
+    def update(self, key: Tensor, value: Tensor, layer_idx: int) -> tuple[Tensor, Tensor]:
+        """Appends n tokens to a layer: key and value [B, H, n, D] -> K and V [B, H, S + n, D], views without a copy.
+
+        B may be less than max_batch_size, but stays what it was in the layer's first update until clear().
+        Raises ValueError, and keeps nothing, if the tokens do not fit or are not float32 tensors of these shapes.
+        """
+        self._check(key, value, layer_idx)
+        if layer_idx not in self._memory:
+            self._memory[layer_idx] = self._allocate(key.device), self._allocate(key.device)
+        batch, n = key.shape[0], key.shape[2]
+        start = self.length(layer_idx)
+        for memory, new in zip(self._memory[layer_idx], (key, value), strict=True):
+            memory[:batch, :, start : start + n].copy_(new.detach())
+        self._filled[layer_idx] = batch, start + n
+        return self.get(layer_idx)
+
+    def get(self, layer_idx: int) -> tuple[Tensor, Tensor]:
+        """K and V [B, H, S, D] of a layer so far, views without a copy. Raises ValueError for a layer never updated."""
+        if layer_idx not in self._memory:
+            raise ValueError(f"layer {layer_idx} holds nothing yet: update() it first")
+        batch, length = self._filled[layer_idx]
+        k, v = self._memory[layer_idx]
+        return k[:batch, :, :length], v[:batch, :, :length]
+
+    def clear(self) -> None:
+        """Forgets all tokens and keeps the memory: the next text is written over the last one."""
+        self._filled = dict.fromkeys(self._memory, (0, 0))
+
+    # ---------------------------------------------------------------- sizes
+    def length(self, layer_idx: int) -> int:
+        """S, the tokens a layer holds; 0 for a layer never used."""
+        return self._filled.get(layer_idx, (0, 0))[1]
+
+    def __len__(self) -> int:
+        """Tokens that every used layer holds. An empty cache is false, as an empty list is."""
+        return min((length for _, length in self._filled.values()), default=0)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of memory taken so far: that of all layers used, however full."""
+        return sum(k.nbytes + v.nbytes for k, v in self._memory.values())
+
+    @staticmethod
+    def bytes_for(
+        num_layers: int, batch_size: int, seq_len: int, num_heads: int, head_dim: int, itemsize: int = 4
+    ) -> int:
+        """Bytes of K and V together; `itemsize` is the bytes of a number, 4 in float32."""
+        return 2 * num_layers * batch_size * num_heads * seq_len * head_dim * itemsize
+
+    # ---------------------------------------------------------------- details
+    def _allocate(self, device: torch.device) -> Tensor:
+        with torch.inference_mode(False):  # memory first used in inference mode must stay writable outside of it
+            return torch.zeros(self.max_batch_size, self.num_heads, self.max_seq_len, self.head_dim, device=device)
+
+    def _check(self, key: Tensor, value: Tensor, layer_idx: int) -> None:
+        """Raises ValueError that says what to change."""
+        for name, x in (("key", key), ("value", value)):
+            if x.dim() != 4 or (x.shape[1], x.shape[3]) != (self.num_heads, self.head_dim):
+                expected = f"[batch, {self.num_heads}, tokens, {self.head_dim}]"
+                raise ValueError(
+                    f"{name} has the shape {list(x.shape)}, this cache takes {expected}: "
+                    "give it that shape, or make the cache with other num_heads and head_dim"
+                )
+            if x.dtype != torch.float32:
+                raise ValueError(f"{name} is {x.dtype}, this cache keeps torch.float32: convert it with .float()")
+        if key.shape != value.shape or key.device != value.device:
+            raise ValueError(
+                f"key {list(key.shape)} on {key.device} and value {list(value.shape)} on {value.device} "
+                "are not of the same tokens: give both the same shape and device"
+            )
+        batch, n, start = key.shape[0], key.shape[2], self.length(layer_idx)
+        if batch > self.max_batch_size:
+            raise ValueError(f"{batch} sequences are more than max_batch_size={self.max_batch_size}: raise it")
+        if start and batch != self._filled[layer_idx][0]:
+            raise ValueError(
+                f"layer {layer_idx} holds {self._filled[layer_idx][0]} sequences, the new tokens are of {batch}: "
+                "keep the batch, or clear() first"
+            )
+        if start + n > self.max_seq_len:
+            raise ValueError(
+                f"layer {layer_idx} holds {start} tokens and has no room for {n} more: "
+                f"raise max_seq_len={self.max_seq_len}, or clear() first"
+            )
+        if layer_idx in self._memory and key.device != self._memory[layer_idx][0].device:
+            raise ValueError(
+                f"layer {layer_idx} lies on {self._memory[layer_idx][0].device}, the tokens on {key.device}: move them"
+            )
+
+
+class CausalAttentionWithCache(nn.Module):
+    """Multi-head self-attention of one layer, whose keys and values go through a KVCache.
+
+    One call is prefill or decode, whatever n: the new tokens' keys and values are appended, then each new query attends
+    to all keys up to its own. Tokens that entered earlier are not computed again.
+    """
+
+    def __init__(self, d_model: int, num_heads: int, layer_idx: int, *, bias: bool = True) -> None:
+        """`layer_idx` names this layer in the cache. Raises ValueError if the heads do not divide d_model."""
+        super().__init__()
+        if d_model % num_heads:
+            raise ValueError(f"d_model={d_model} does not split into num_heads={num_heads} equal heads: change one")
+        self.num_heads = num_heads
+        self.head_dim = d_model // num_heads
+        self.layer_idx = layer_idx
+        self.qkv = nn.Linear(d_model, 3 * d_model, bias=bias)  # queries, keys and values of all heads side by side
+        self.out = nn.Linear(d_model, d_model, bias=bias)
+
+    def forward(self, x: Tensor, cache: KVCache, start_pos: int) -> Tensor:
+        """x [B, n, d_model], the tokens at positions start_pos to start_pos + n - 1 -> [B, n, d_model].
+
+        Raises ValueError if start_pos is not the number of tokens that the cache holds of this layer.
+        """
+        held = cache.length(self.layer_idx)
+        if start_pos != held:
+            raise ValueError(
+                f"start_pos is {start_pos}, but the cache holds {held} tokens of layer {self.layer_idx}: "
+                f"pass start_pos={held}, or clear() the cache to begin a new text"
+            )
+        B, n, d_model = x.shape
+        # [B, n, 3 d_model] -> three of [B, H, n, D]
+        q, k, v = self.qkv(x).view(B, n, 3, self.num_heads, self.head_dim).permute(2, 0, 3, 1, 4)
+        keys, values = cache.update(k, v, self.layer_idx)  # [B, H, S, D] with S = start_pos + n
+
+        scores = q @ keys.transpose(-2, -1) / math.sqrt(self.head_dim)  # [B, H, n, S]
+        # Query i stands at position start_pos + i and sees the keys up to there: a staircase, moved right by start_pos.
+        seen = torch.ones(n, start_pos + n, dtype=torch.bool, device=x.device).tril(start_pos)
+        weights = scores.masked_fill(~seen, -math.inf).softmax(-1)
+        mixed = (weights @ values).transpose(1, 2).reshape(B, n, d_model)  # the heads side by side again
+        projected: Tensor = self.out(mixed)
+        return projected

@@ -1,0 +1,253 @@
+"""A GGUF file is computed as the model it was made from, in every type of tensor; what cannot be read is refused."""
+
+from __future__ import annotations
+
+import json
+import struct
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import pytest
+import torch
+from gguf import GGMLQuantizationType as Type
+from transformers import PreTrainedModel
+
+from config.settings import SettingsError
+from kernels.reference import ReferenceOps
+from server.models.base import Model
+from server.models.config import ModelError, eos_ids_of, load_config
+from server.models.directory import gguf_of, model_directory
+from server.models.full_context import FullContext
+from server.models.gguf_file import read_header
+from server.models.gguf_weights import GGUFWeights
+from server.models.load import describe, load_model
+from server.text.tokenizer import Tokenizer
+from tests.engine.driving import Driver
+from tests.models.gguf_files import finish, random_model, round_weights, write_gguf
+
+FAMILIES = (
+    "llama",
+    "llama_tied_biased",
+    "llama_wide_heads",
+    "llama3",
+    "llama_linear",
+    "llama_yarn",
+    "mistral",
+    "mistral_sees_all",
+    "phi3",
+    "phi3_longrope",
+    "qwen2",
+    "qwen2_tied",
+    "qwen3",
+    "gemma2",
+    "gemma3",
+)
+TYPES = (Type.F32, Type.F16, Type.BF16, Type.Q8_0, Type.Q4_0)
+
+
+@pytest.fixture(autouse=True)
+def cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
+def served(file: Path, dtype: torch.dtype = torch.float32) -> Model:
+    return load_model(
+        model_directory(str(file)),
+        "auto",
+        ops=ReferenceOps(),
+        dtype=torch.float32,
+        weights=dtype,
+        device=torch.device("cpu"),
+        positions=512,
+    )
+
+
+def assert_same_logits(ours: Model, theirs: PreTrainedModel) -> None:
+    ids = torch.randint(2, 300, (70,))
+    attention = FullContext(ours.specs, len(ids), ours.device)
+    attention.logit_index = attention.positions
+    with torch.inference_mode():
+        torch.testing.assert_close(ours.forward(ids, attention), theirs(ids[None]).logits[0], rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_logits_equal_those_of_transformers(name: str, tmp_path: Path) -> None:
+    theirs = random_model(name)
+    assert_same_logits(served(write_gguf(theirs, tmp_path / "a.gguf")), theirs)
+
+
+@pytest.mark.parametrize("kind", TYPES[1:])
+@pytest.mark.parametrize("name", ["llama", "phi3", "qwen3", "gemma3"])
+def test_logits_equal_those_of_the_dequantised_model(name: str, kind: Type, tmp_path: Path) -> None:
+    theirs = random_model(name)
+    file = write_gguf(theirs, tmp_path / "a.gguf", kind)
+    round_weights(theirs, kind)
+    assert_same_logits(served(file), theirs)
+
+
+@pytest.mark.parametrize("kind", TYPES)
+def test_greedy_text_equals_that_of_transformers(kind: Type, tmp_path: Path) -> None:
+    theirs = random_model("llama3")
+    file = write_gguf(theirs, tmp_path / "a.gguf", kind)
+    round_weights(theirs, kind)
+    tokenizer = Tokenizer.from_directory(model_directory(str(file)))
+    prompt = tokenizer.backend.encode("Tea for two, and two for tea.").ids
+    expected = theirs.generate(
+        torch.tensor([prompt]), max_new_tokens=30, do_sample=False, pad_token_id=0, eos_token_id=None
+    )
+    driver = Driver(file)
+    heard = driver.submit("a", prompt, max_tokens=30)
+    driver.run()
+    assert tokenizer.decode(heard.tokens) == tokenizer.decode(expected[0, len(prompt) :].tolist()) != ""
+
+
+def test_weights_are_kept_in_the_dtype_asked_for(tmp_path: Path) -> None:
+    theirs = random_model("gemma2")
+    file = write_gguf(theirs, tmp_path / "a.gguf", Type.Q8_0)
+    assert served(file, torch.bfloat16).weight_bytes == sum(p.numel() for p in theirs.parameters()) * 2
+    assert describe(model_directory(str(file)), "auto").dtype == "bfloat16"
+
+
+@pytest.mark.parametrize("kind", [Type.Q4_K, Type.Q5_K, Type.Q6_K, Type.IQ4_XS, Type.MXFP4])
+def test_whatever_the_gguf_package_dequantises_is_read(kind: Type, tmp_path: Path) -> None:
+    block, size = gguf.GGML_QUANT_SIZES[kind]
+    data = np.random.default_rng(0).integers(0, 60, (6, 256 // block * size), dtype=np.uint8)
+    writer = gguf.GGUFWriter(tmp_path / "a.gguf", "qwen2")
+    writer.add_tensor("output.weight", data, raw_dtype=kind)
+    weights = GGUFWeights(finish(writer, tmp_path / "a.gguf"), torch.float32, torch.device("cpu"))
+    expected = torch.from_numpy(gguf.quants.dequantize(data, kind))
+    torch.testing.assert_close(weights.get("lm_head.weight"), expected, rtol=0, atol=0, equal_nan=True)
+
+
+def test_the_header_is_what_the_gguf_package_reads(tmp_path: Path) -> None:
+    file = write_gguf(random_model("llama3"), tmp_path / "a.gguf", Type.Q4_0)
+    ours, theirs = read_header(file), gguf.GGUFReader(file)
+    fields = {name: field.contents() for name, field in theirs.fields.items() if not name.startswith("GGUF.")}
+    assert ours.metadata == fields
+    assert {name: (t.shape, t.type, t.offset) for name, t in ours.tensors.items()} == {
+        t.name: (tuple(t.shape.tolist()[::-1]), t.tensor_type, t.data_offset) for t in theirs.tensors
+    }
+
+
+# ---------------------------------------------------------------- what is unpacked
+def test_a_file_is_unpacked_once_until_it_changes(cache: Path, tmp_path: Path) -> None:
+    file = write_gguf(random_model("llama"), tmp_path / "mine.gguf", tokenizer__chat_template="{{ messages }}")
+    directory = model_directory(str(file))
+    assert directory.is_relative_to(cache)
+    assert directory.name == "mine"
+    before = (directory / "config.json").stat().st_mtime_ns
+    assert model_directory(str(file)) == directory
+    assert (directory / "config.json").stat().st_mtime_ns == before
+    words = json.loads((directory / "tokenizer_config.json").read_text())
+    assert (words["chat_template"], words["bos_token"], words["eos_token"]) == ("{{ messages }}", "<s>", "</s>")
+    assert [path.name for path in directory.parent.iterdir()] == ["mine"]
+    write_gguf(random_model("qwen3"), file)
+    assert load_config(model_directory(str(file))).architecture == "Qwen3ForCausalLM"
+
+
+def test_all_tokens_that_end_a_turn_are_found(tmp_path: Path) -> None:
+    tokens = ["<s>", "</s>", "<|im_end|>", "<end_of_turn>", "<other>", *(chr(i) for i in range(0x100, 0x100 + 295))]
+    file = write_gguf(
+        random_model("qwen2"),
+        tmp_path / "a.gguf",
+        tokenizer__ggml__tokens=tokens,
+        tokenizer__ggml__token_type=[3, 3, 3, 1] + [3] * 296,
+        tokenizer__ggml__eot_token_id=4,
+    )
+    assert eos_ids_of(model_directory(str(file))) == {1, 2, 4}
+
+
+def test_models_of_another_scale(tmp_path: Path) -> None:
+    """The largest Gemmas divide scores by the root of the width of a head, not of its keys, and no key says so."""
+    theirs = random_model("gemma2")
+    file = write_gguf(theirs, tmp_path / "a.gguf", gemma2__block_count=46)
+    assert load_config(model_directory(str(file))).scale == pytest.approx((64 / 4) ** -0.5)
+    file = write_gguf(theirs, tmp_path / "b.gguf", gemma2__attention__scale=0.5, gemma2__final_logit_softcapping=None)
+    config = load_config(model_directory(str(file)))
+    assert config.scale == pytest.approx(0.5)
+    assert config.logit_softcap == 30.0
+
+
+# ---------------------------------------------------------------- what is refused
+@pytest.mark.parametrize(
+    ("metadata", "message"),
+    [
+        ({"general__architecture": "mamba"}, "architecture 'mamba'; GGUF files can be of llama, qwen2, qwen3, phi3"),
+        ({"llama__context_length": None}, r"llama\.context_length is missing"),
+        ({"llama__attention__head_count_kv": [2, 1, 2]}, r"head_count_kv differs from layer to layer"),
+        ({"llama__attention__value_length": 8}, "values are not as long as keys"),
+        ({"llama__expert_count": 8}, "has experts"),
+        ({"llama__rope__scaling__type": "spiral"}, "RoPE scaling 'spiral' is not known"),
+        ({"split__count": 3}, "one part of several: join them"),
+        ({"tokenizer__ggml__pre": "unheard-of"}, r"tokenizer\.ggml\.pre\) is 'unheard-of', which is none of gpt-2"),
+        ({"tokenizer__ggml__model": "bert"}, "tokenizer is of kind 'bert'; gpt2"),
+        ({"tokenizer__ggml__tokens": None}, "has no vocabulary"),
+    ],
+)
+def test_what_cannot_be_served_is_refused(metadata: dict[str, Any], message: str, tmp_path: Path) -> None:
+    file = write_gguf(random_model("llama"), tmp_path / "a.gguf", **metadata)
+    with pytest.raises(ModelError, match=message) as caught:
+        model_directory(str(file))
+    assert str(file) in str(caught.value)
+    assert not list(tmp_path.glob("cache/**/*.json"))
+
+
+def test_files_that_are_none_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match="No such file"):
+        model_directory(str(tmp_path / "a.gguf"))
+    (tmp_path / "b.gguf").write_bytes(b"PK\x03\x04 and so on")
+    with pytest.raises(ModelError, match=r"b\.gguf is no GGUF file"):
+        model_directory(str(tmp_path / "b.gguf"))
+    (tmp_path / "c.gguf").write_bytes(b"GGUF" + struct.pack("<I", 1))
+    with pytest.raises(ModelError, match="GGUF of version 1"):
+        model_directory(str(tmp_path / "c.gguf"))
+    (tmp_path / "d.gguf").touch()
+    with pytest.raises(ModelError, match="damaged or cut off"):
+        model_directory(str(tmp_path / "d.gguf"))
+
+
+@pytest.mark.parametrize("share", [0.01, 0.1, 0.3, 0.6, 0.9])
+def test_a_file_cut_off_before_the_weights_is_refused(share: float, tmp_path: Path) -> None:
+    file = write_gguf(random_model("llama"), tmp_path / "a.gguf")
+    weights = min(tensor.offset for tensor in read_header(file).tensors.values())
+    file.write_bytes(file.read_bytes()[: int(weights * share)])
+    with pytest.raises(ModelError, match=r"a\.gguf is damaged or cut off: fetch it again"):
+        model_directory(str(file))
+
+
+def test_a_file_cut_off_within_the_weights_is_refused(tmp_path: Path) -> None:
+    file = write_gguf(random_model("llama"), tmp_path / "a.gguf")
+    file.write_bytes(file.read_bytes()[:-1000])
+    with pytest.raises(SettingsError, match=r"a\.gguf is cut off before the end of tensor"):
+        Driver(file)
+
+
+def test_tensors_that_cannot_be_read_are_refused(tmp_path: Path) -> None:
+    file = write_gguf(random_model("llama"), tmp_path / "a.gguf", Type.Q8_0)
+    data = file.read_bytes()
+    name = b"blk.0.ffn_up.weight"
+    place = data.index(name) + len(name) + 4 + 2 * 8  # where the type stands, behind the shape
+    for kind, called in ((15, "Q8_K"), (99, "99")):
+        file.write_bytes(data[:place] + struct.pack("<I", kind) + data[place + 4 :])
+        with pytest.raises(SettingsError, match=rf"'blk\.0\.ffn_up\.weight' is of type {called}, which cannot be read"):
+            Driver(file)
+
+
+def test_a_missing_tensor_and_another_implementation_are_refused(tmp_path: Path) -> None:
+    file = write_gguf(random_model("llama"), tmp_path / "a.gguf", llama__block_count=4)
+    with pytest.raises(SettingsError, match=r"has no tensor 'blk\.3\."):
+        Driver(file)
+    with pytest.raises(SettingsError, match="computed by the lean decoder only"):
+        Driver(file, model_impl="transformers")
+    assert gguf_of(tmp_path) is None
+
+
+def test_a_cache_that_cannot_be_written_is_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    file = write_gguf(random_model("llama"), tmp_path / "a.gguf")
+    (tmp_path / "taken").touch()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "taken"))
+    with pytest.raises(ModelError, match=r"cannot unpack .* set XDG_CACHE_HOME"):
+        model_directory(str(file))

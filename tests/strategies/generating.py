@@ -1,0 +1,67 @@
+"""Random models of transformers, and texts they write with our caches and with their own."""
+
+from __future__ import annotations
+
+from functools import cache as remembered
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM, DynamicCache
+
+from cache_strategies.hf import StrategyCache
+from config.settings import StrategySettings
+from tests.contract.harness import POISON
+from tests.models.random_models import CONFIGS
+
+LONGEST = 96
+PAGED = StrategySettings(kind="paged", block_size=4)
+
+
+@remembered
+def model_of(name: str) -> Any:
+    """A random model whose attention matters: a wrong key shows in the tokens."""
+    torch.manual_seed(0)
+    model: Any = AutoModelForCausalLM.from_config(CONFIGS[name], dtype=torch.float32).eval()
+    with torch.no_grad():
+        for parameter, p in model.named_parameters():
+            p.normal_(0, 0.4 if "q_proj" in parameter else 0.1) if p.dim() > 1 else p.add_(torch.randn_like(p) * 0.1)
+    return model
+
+
+def made(model: Any, settings: StrategySettings, *, rows: int = 3, **how: Any) -> StrategyCache:
+    """A cache of which every byte that nobody wrote is NaN."""
+    cache = StrategyCache(
+        model.config, settings.kind, max_seq_len=LONGEST, max_batch_size=rows, **settings.options, **how
+    )
+    cache._cache.setup.arena.memory.fill_(POISON)
+    return cache
+
+
+def window(window: int, sinks: int = 0, **options: int) -> StrategySettings:
+    return StrategySettings(kind="sliding_window", window=window, sinks=sinks, **options)
+
+
+def prompts(rows: int = 3, length: int = 21, seed: int = 1) -> Tensor:
+    return torch.randint(2, 300, (rows, length), generator=torch.Generator().manual_seed(seed))
+
+
+def written(model: Any, ids: Tensor, cache: Any, more: int = 24, mask: Tensor | None = None, **how: Any) -> Tensor:
+    """Greedy, unless told otherwise: the whole text."""
+    mask = torch.ones_like(ids) if mask is None else mask
+    greedy = {"do_sample": False, "pad_token_id": 0, "eos_token_id": None} | how
+    found: Tensor = model.generate(ids, attention_mask=mask, past_key_values=cache, max_new_tokens=more, **greedy)
+    return found
+
+
+def own(model: Any, ids: Tensor, more: int = 24, mask: Tensor | None = None, **how: Any) -> Tensor:
+    """The same, with the cache of transformers."""
+    return written(model, ids, DynamicCache(config=model.config), more, mask, **how)
+
+
+def left_padded(ids: Tensor) -> Tensor:
+    """A mask under which the rows are of different lengths."""
+    mask = torch.ones_like(ids)
+    for row, padding in zip(mask, (5, 0, 9), strict=False):
+        row[:padding] = 0
+    return mask
