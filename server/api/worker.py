@@ -15,7 +15,7 @@ import uvicorn
 from config.settings import Settings
 from server.api.app import create_app
 from server.engine.client import EngineClient
-from server.models.config import model_directory
+from server.models.directory import model_directory
 from server.text.tokenizer import Tokenizer
 
 KEEP_ALIVE = 75  # seconds; longer than clients keep idle connections, so that none is closed as it is used again

@@ -23,7 +23,8 @@ from server.engine.core import Core
 from server.engine.device import choose_device, choose_dtype, choose_weights, free_memory
 from server.engine.scheduler import Limits, Scheduler
 from server.engine.selection import Selector
-from server.models.config import Facts, model_directory
+from server.models.config import Facts
+from server.models.directory import model_directory
 from server.models.load import describe, load_model
 
 DEFAULT_MAX_SEQ_LEN = 8192

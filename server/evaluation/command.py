@@ -24,7 +24,7 @@ from server.evaluation.documents import Document
 from server.evaluation.flags import Wanted
 from server.evaluation.plot import check_plot, draw
 from server.evaluation.report import Report, Result, as_json, as_table
-from server.models.config import model_directory
+from server.models.directory import model_directory
 from server.models.hub import located
 from server.models.load import describe
 from server.text.tokenizer import Tokenizer

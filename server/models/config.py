@@ -120,17 +120,6 @@ class ModelConfig:
         return Facts(self.vocab_size, self.max_positions, self.eos_ids, self.dtype)
 
 
-def model_directory(model: str) -> Path:
-    """The directory of a model's name or path. Raises ModelError."""
-    directory = EMBEDDED.get(model, Path(model).expanduser())
-    if not (directory / "config.json").is_file():
-        raise ModelError(
-            f"no model at {model!r}: give a directory with config.json, tokenizer.json and *.safetensors, "
-            f"or an embedded model ({', '.join(EMBEDDED)})"
-        )
-    return directory
-
-
 def load_config(directory: Path) -> ModelConfig:
     """Reads config.json and generation_config.json. Raises ModelError for what the decoder does not know."""
     raw = _json(directory / "config.json")

@@ -11,8 +11,10 @@ from kernels.ops import Ops
 from server.models.base import Model
 from server.models.config import Facts, ModelConfig, ModelError, UnknownModelError, load_config
 from server.models.decoder import Decoder
+from server.models.directory import gguf_of
+from server.models.gguf_weights import GGUFWeights
 from server.models.hf import TransformersModel, facts_of
-from server.models.weights import Weights
+from server.models.weights import Safetensors, Weights
 
 
 def describe(directory: Path, impl: ModelImpl) -> Facts:
@@ -37,7 +39,7 @@ def load_model(
     """
     config = _lean_config(directory, impl)
     if config is not None:
-        return Decoder(config, Weights(directory, weights, device), ops, dtype, positions=positions)
+        return Decoder(config, _weights(directory, weights, device), ops, dtype, positions=positions)
     if weights != dtype:
         raise ModelError(
             f"weights in {weights} under activations in {dtype} are for the lean decoder: give --weights auto"
@@ -47,6 +49,10 @@ def load_model(
 
 def _lean_config(directory: Path, impl: ModelImpl) -> ModelConfig | None:
     """None: transformers computes it."""
+    if gguf_of(directory) is not None:
+        if impl == "transformers":
+            raise ModelError("a GGUF file is computed by the lean decoder only: leave --model-impl out")
+        return load_config(directory)
     if impl == "transformers":
         return None
     try:
@@ -55,3 +61,8 @@ def _lean_config(directory: Path, impl: ModelImpl) -> ModelConfig | None:
         if impl == "lean":
             raise
         return None
+
+
+def _weights(directory: Path, dtype: torch.dtype, device: torch.device) -> Weights:
+    file = gguf_of(directory)
+    return Safetensors(directory, dtype, device) if file is None else GGUFWeights(file, dtype, device)

@@ -1,4 +1,4 @@
-"""The tensors of a Hugging Face directory, by name: one safetensors file or several. Knows no layer.
+"""Where the decoder gets its weights from, by name; here, a Hugging Face directory's safetensors. Knows no layer.
 
 Files are mapped, so a tensor that is used as it lies on disk costs no copy on the host.
 """
@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Protocol
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -16,8 +17,22 @@ from torch import Tensor
 from server.models.config import ModelError
 
 
-class Weights:
-    """Reads tensors on demand, as `dtype` on `device`."""
+class Weights(Protocol):
+    """Tensors on demand, by the names that Hugging Face gives them, in the dtype and on the device to compute with."""
+
+    def __contains__(self, name: str) -> bool: ...
+
+    def get(self, name: str) -> Tensor:
+        """The tensor of that name. Raises ModelError if there is none."""
+        ...
+
+    def joined(self, *names: str) -> Tensor:
+        """Several tensors as one, along the first dimension."""
+        ...
+
+
+class Safetensors:
+    """Implements `Weights` for a directory, as `dtype` on `device`."""
 
     def __init__(self, directory: Path, dtype: torch.dtype, device: torch.device) -> None:
         """Raises ModelError if the directory holds no safetensors."""

@@ -1,0 +1,209 @@
+"""The tokenizer that a GGUF file describes, as a tokenizer.json and a tokenizer_config.json would have it.
+
+llama.cpp stores a vocabulary and the name of a pre-tokenizer; what the name means is data below. A name that is not
+there is refused: text that is split otherwise gets other ids, and nobody would see why the model became worse.
+Knows neither files nor models.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
+
+from config.settings import SettingsError
+
+NORMAL, UNKNOWN, CONTROL, USER_DEFINED = 1, 2, 3, 4  # types of tokens; others: unused, byte
+SPACE = "\u2581"  # SentencePiece's
+PREFIX = "tokenizer.ggml."
+
+
+class Split(NamedTuple):
+    """How text is cut before byte pairs are merged."""
+
+    regex: str | None = None  # None: GPT-2's
+    digits: bool = False  # each on its own, before anything else
+    whole: bool = False  # a piece that is in the vocabulary is not merged from bytes
+    nfc: bool = False  # Unicode is normalised
+    bos: bool = False  # unless add_bos_token says otherwise
+
+
+_WORDS = r"[^\r\n\p{L}\p{N}]?\p{L}+"
+_CASED = (
+    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+{end}"
+    r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*{end}"
+)
+_SHORT = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
+_LINES = r"|\s*[\r\n]+|\s+(?!\S)|\s+"
+_MARKS = r"| ?[^\s\p{L}\p{N}]+[\r\n]*" + _LINES
+_PATHS = r"| ?[^\s\p{L}\p{N}]+[\r\n/]*" + _LINES
+_LLAMA3 = Split(_SHORT + "|" + _WORDS + r"|\p{N}{1,3}" + _MARKS, whole=True, bos=True)
+_CL100K = _LLAMA3._replace(whole=False, bos=False)
+_QWEN2 = Split(_SHORT + "|" + _WORDS + r"|\p{N}" + _MARKS)
+_TEKKEN = Split(_CASED.replace("{end}", "") + r"|\p{N}" + _PATHS, whole=True, bos=True)
+_GPT4O = Split(_CASED.replace("{end}", _SHORT + "?") + r"|\p{N}{1,3}" + _PATHS)
+_GPT2, _DIGITS = Split(), Split(digits=True)
+
+SPLITS: Mapping[str, Split] = {  # by tokenizer.ggml.pre
+    **dict.fromkeys(("gpt-2", "mpt", "olmo", "jais", "phi-2", "exaone4"), _GPT2),
+    **dict.fromkeys(("smollm", "starcoder", "refact", "command-r", "codeshell", "exaone", "minerva-7b"), _DIGITS),
+    **dict.fromkeys(("llama-bpe", "llama3", "llama-v3", "falcon3", "pixtral"), _LLAMA3),
+    **dict.fromkeys(("dbrx", "smaug-bpe"), _CL100K),
+    **dict.fromkeys(("deepseek-r1-qwen", "megrez"), _QWEN2),
+    "qwen2": _QWEN2._replace(nfc=True),
+    "tekken": _TEKKEN,
+    **dict.fromkeys(("gpt-4o", "llama4"), _GPT4O),
+}
+
+
+def tokenizer_of(metadata: Mapping[str, Any]) -> tuple[Tokenizer, dict[str, Any]]:
+    """What goes into tokenizer.json and tokenizer_config.json. Raises SettingsError."""
+    vocabulary = _Vocabulary(metadata)
+    kind = vocabulary.get("model")
+    if kind == "gpt2":
+        tokenizer, bos = _byte_level(vocabulary)
+    elif kind == "llama":
+        tokenizer, bos = _sentence_piece(vocabulary), True
+    else:
+        raise SettingsError(
+            f"its tokenizer is of kind {kind!r}; gpt2 (byte pairs) and llama (SentencePiece) can be read"
+        )
+    _add_tokens(tokenizer, vocabulary)
+    config = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "clean_up_tokenization_spaces": False,
+        "add_bos_token": bool(vocabulary.get("add_bos_token", bos)),
+        "add_eos_token": bool(vocabulary.get("add_eos_token", False)),
+    }
+    for name, key in (("bos", "bos"), ("eos", "eos"), ("unk", "unknown"), ("pad", "padding")):
+        if (token := vocabulary.special(key)) is not None:
+            config[f"{name}_token"] = token
+    if (template := metadata.get("tokenizer.chat_template")) is not None:
+        config["chat_template"] = template
+    _surround(tokenizer, config)
+    return tokenizer, config
+
+
+class _Vocabulary:
+    """The tokens with what the file says of each."""
+
+    def __init__(self, metadata: Mapping[str, Any]) -> None:
+        self._metadata = metadata
+        self.tokens: list[str] = self.get("tokens", [])
+        if not self.tokens:
+            raise SettingsError(f"it has no vocabulary ({PREFIX}tokens)")
+        self.types: list[int] = self.get("token_type") or [NORMAL] * len(self.tokens)
+        self.scores: list[float] = self.get("scores") or [0.0] * len(self.tokens)
+        if not len(self.tokens) == len(self.types) == len(self.scores):
+            raise SettingsError(
+                f"it has {len(self.tokens)} tokens, {len(self.types)} types and {len(self.scores)} scores of tokens"
+            )
+
+    def get(self, key: str, default: Any = None) -> Any:
+        return self._metadata.get(PREFIX + key, default)
+
+    def special(self, key: str) -> str | None:
+        """A token that has a part to play."""
+        index = self.get(f"{key}_token_id")
+        return self.tokens[index] if index is not None and 0 <= index < len(self.tokens) else None
+
+    @property
+    def gemma(self) -> bool:
+        return str(self._metadata.get("general.architecture")).startswith("gemma")
+
+
+def _merging(ids: Mapping[str, int], merges: list[tuple[str, str]], **how: Any) -> Tokenizer:
+    try:
+        return Tokenizer(models.BPE(dict(ids), merges, **how))
+    except Exception as error:  # the library raises nothing narrower
+        raise SettingsError(f"its merges do not fit its vocabulary: {error}") from None
+
+
+# ---------------------------------------------------------------- byte pairs
+def _byte_level(vocabulary: _Vocabulary) -> tuple[Tokenizer, bool]:
+    """And whether a text begins with its own token, where the file does not say."""
+    name = vocabulary.get("pre")
+    if name not in SPLITS:
+        raise SettingsError(
+            f"how its tokenizer splits text ({PREFIX}pre) is {name!r}, which is none of {', '.join(SPLITS)}: "
+            "if the file is old, convert the model again"
+        )
+    split = SPLITS[name]
+    ids = {token: i for i, token in enumerate(vocabulary.tokens)}
+    merges = [(left, right) for left, _, right in (merge.partition(" ") for merge in vocabulary.get("merges", []))]
+    tokenizer = _merging(ids, merges, ignore_merges=split.whole)
+    if split.nfc:
+        tokenizer.normalizer = normalizers.NFC()
+    steps: list[Any] = [pre_tokenizers.Digits(individual_digits=True)] if split.digits else []
+    steps += [pre_tokenizers.Split(Regex(split.regex), "isolated")] if split.regex else []
+    steps.append(pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=split.regex is None))
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(steps)
+    tokenizer.decoder = decoders.ByteLevel()
+    return tokenizer, split.bos
+
+
+# ---------------------------------------------------------------- SentencePiece
+def _sentence_piece(vocabulary: _Vocabulary) -> Tokenizer:
+    """Byte pairs over characters, with a byte for each that is not known; a space is a character."""
+    tokens = [_spelled(token) for token in vocabulary.tokens]
+    vocabulary.tokens = tokens
+    ids = {token: i for i, token in enumerate(tokens)}
+    unknown = next((tokens[i] for i, kind in enumerate(vocabulary.types) if kind == UNKNOWN), None)
+    merges = _merges(vocabulary, ids)
+    tokenizer = _merging(ids, merges, unk_token=unknown, fuse_unk=True, byte_fallback=True)
+    spaces = normalizers.Replace(" ", SPACE)
+    joined: list[Any] = [decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
+    if vocabulary.get("add_space_prefix", True):
+        tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend(SPACE), spaces])
+        joined.append(decoders.Strip(" ", 1, 0))
+    else:
+        tokenizer.normalizer = spaces
+    tokenizer.decoder = decoders.Sequence(joined)
+    return tokenizer
+
+
+def _spelled(token: str) -> str:
+    """Runs of spaces are written as they look, if they were added by hand."""
+    return token if token.strip(" ") else SPACE * len(token)
+
+
+def _merges(vocabulary: _Vocabulary, ids: Mapping[str, int]) -> list[tuple[str, str]]:
+    """Every way to put a token together from two others, those of the best token first."""
+    whole = {CONTROL, UNKNOWN}
+    ranked = [i for i, (token, kind) in enumerate(zip(vocabulary.tokens, vocabulary.types, strict=True))
+              if len(token) > 1 and kind not in whole]  # fmt: skip
+    if not vocabulary.gemma:  # whose scores do not order tokens that were added by hand; the file's order does
+        ranked.sort(key=lambda i: -vocabulary.scores[i])
+    merges = []
+    for token in (vocabulary.tokens[i] for i in ranked):
+        pairs = ((token[:cut], token[cut:]) for cut in range(1, len(token)))
+        merges += sorted((p for p in pairs if p[0] in ids and p[1] in ids), key=lambda p: (ids[p[0]], ids[p[1]]))
+    return merges
+
+
+# ---------------------------------------------------------------- tokens that are never cut
+def _add_tokens(tokenizer: Tokenizer, vocabulary: _Vocabulary) -> None:
+    """Control tokens have no text; tokens that users defined have, and are found whole."""
+    named = {vocabulary.special(key) for key in ("bos", "eos", "eot", "eom", "unknown", "padding")}
+    control, defined = [], []
+    for token, kind in zip(vocabulary.tokens, vocabulary.types, strict=True):
+        if kind in (CONTROL, UNKNOWN) or token in named:
+            control.append(AddedToken(token, normalized=False, special=True))
+        elif kind == USER_DEFINED and token.strip(SPACE):  # runs of spaces are merged
+            defined.append(AddedToken(token, normalized=False, special=False))
+    tokenizer.add_special_tokens(control)
+    tokenizer.add_tokens(defined)
+
+
+def _surround(tokenizer: Tokenizer, config: Mapping[str, Any]) -> None:
+    """A text begins and ends with these tokens."""
+    before = [config["bos_token"]] if config["add_bos_token"] and "bos_token" in config else []
+    after = [config["eos_token"]] if config["add_eos_token"] and "eos_token" in config else []
+    if before or after:
+        single = [*before, "$A", *after]
+        tokenizer.post_processor = processors.TemplateProcessing(
+            single=single,
+            pair=[*single, *(f"{piece}:1" for piece in (*before, "$B", *after))],
+            special_tokens=[(token, tokenizer.token_to_id(token)) for token in {*before, *after}],
+        )
