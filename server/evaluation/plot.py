@@ -53,9 +53,7 @@ def _recall(axes: Axes, report: Report) -> None:
 
 def _memory(axes: Axes, report: Report) -> None:
     for marker, result in zip(MARKERS * len(report.results), report.results, strict=False):
-        axes.plot(
-            result.kv_bytes / 1024, 100 * result.records.agreement, marker=marker, linestyle="", label=result.name
-        )
+        axes.plot(result.kv_bytes / 1024, 100 * result.records.agreement, marker=marker, linestyle="")
     axes.set_xlim(left=0)
     axes.set_xlabel("KV memory of a document, KiB")
     axes.set_ylabel("same likeliest token as exact caching, records, %")

@@ -45,9 +45,7 @@ def _fetched(model: str, revision: str | None) -> Path:
     from huggingface_hub.errors import GatedRepoError, HfHubHTTPError, RepositoryNotFoundError, RevisionNotFoundError
 
     try:
-        return Path(
-            snapshot_download(model, revision=revision, allow_patterns=list(WANTED), ignore_patterns=list(UNWANTED))
-        )
+        return Path(snapshot_download(model, revision=revision, allow_patterns=WANTED, ignore_patterns=UNWANTED))
     except GatedRepoError:
         raise ModelError(f"{model} asks you to accept its terms: do so on its page, then set HF_TOKEN") from None
     except RevisionNotFoundError:
