@@ -88,7 +88,8 @@ class Ops(Protocol):
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """x [N, d], weight [d] -> [N, d]. Root mean square layer norm (Zhang & Sennrich 2019).
 
-        Normalised in float32 and rounded to x's dtype before the weight is applied.
+        Normalised in float32, and rounded to x's dtype before the weight is applied (Llama), or after if the weight
+        is float32 (Gemma).
         """
         ...
 

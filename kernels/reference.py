@@ -55,7 +55,10 @@ class ReferenceOps:
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         wide = x.float()
-        return (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)).to(x.dtype) * weight.to(x.dtype)
+        normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
+        if weight.dtype == torch.float32:
+            return (normed * weight).to(x.dtype)
+        return normed.to(x.dtype) * weight.to(x.dtype)
 
     def rope(self, x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor) -> Tensor:
         c, s = cos[positions][:, None], sin[positions][:, None]  # [N, 1, D/2]

@@ -31,7 +31,7 @@ from config.settings import Settings, SettingsError, env_name, flag_name, load
 from server.engine.lifeline import USER_ERROR, configure_logging
 from server.engine.supervisor import Supervisor
 from server.evaluation import flags
-from server.models.hub import located
+from server.models.directory import located
 
 log = logging.getLogger(__name__)
 

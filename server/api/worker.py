@@ -9,13 +9,13 @@ import os
 import signal
 import socket
 import sys
+from pathlib import Path
 
 import uvicorn
 
 from config.settings import Settings
 from server.api.app import create_app
 from server.engine.client import EngineClient
-from server.models.directory import model_directory
 from server.text.tokenizer import Tokenizer
 
 KEEP_ALIVE = 75  # seconds; longer than clients keep idle connections, so that none is closed as it is used again
@@ -25,7 +25,7 @@ GRACE = 15  # seconds for running requests to end after SIGTERM; less than the s
 def serve_worker(settings: Settings, socket_path: str | os.PathLike[str], listening_socket: socket.socket) -> None:
     """Serves until SIGTERM, then finishes what runs and exits. Raises SettingsError."""
     signal.signal(signal.SIGTERM, _exit)  # uvicorn has its own while it runs, and then raises the signal once more
-    tokenizer = Tokenizer.from_directory(model_directory(settings.model))
+    tokenizer = Tokenizer.from_directory(Path(settings.model))
     app = create_app(settings, EngineClient(socket_path), tokenizer)
     config = uvicorn.Config(
         app,

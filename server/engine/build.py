@@ -24,7 +24,7 @@ from server.engine.device import choose_device, choose_dtype, choose_weights, fr
 from server.engine.scheduler import Limits, Scheduler
 from server.engine.selection import Selector
 from server.models.config import Facts
-from server.models.directory import model_directory
+from server.models.directory import locate
 from server.models.load import describe, load_model
 
 DEFAULT_MAX_SEQ_LEN = 8192
@@ -46,7 +46,7 @@ def build_engine(settings: Settings) -> Engine:
     """Loads the model and takes the memory. Raises SettingsError."""
     # A core is left to HTTP: threads that wait for each other by spinning lose far more than one core gives.
     torch.set_num_threads(settings.threads or max(1, torch.get_num_threads() - 1))
-    directory = model_directory(settings.model)
+    directory = locate(settings.model, settings.revision)
     facts = describe(directory, settings.model_impl)
     instances = registry.declared(settings.strategies)
     device = choose_device(settings.device)

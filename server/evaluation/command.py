@@ -24,8 +24,7 @@ from server.evaluation.documents import Document
 from server.evaluation.flags import Wanted
 from server.evaluation.plot import check_plot, draw
 from server.evaluation.report import Report, Result, as_json, as_table
-from server.models.directory import model_directory
-from server.models.hub import located
+from server.models.directory import located
 from server.models.load import describe
 from server.text.tokenizer import Tokenizer
 from server.training.packing import EVALUATION_SEED
@@ -121,7 +120,7 @@ def start(file: Path | None, flags: Mapping[str, Any], wanted: Wanted) -> tuple[
     """An engine with the wanted strategies and room for a document under each; their names, an exact one first."""
     settings = located(load(file, flags))
     strategies = chosen(settings, wanted.strategy)
-    positions = describe(model_directory(settings.model), settings.model_impl).max_positions
+    positions = describe(Path(settings.model), settings.model_impl).max_positions
     if wanted.length is not None and not 2 <= wanted.length <= positions:
         raise SettingsError(f"--length: between 2 and {positions} tokens, the positions of the model")
     all_of_them = {BASELINE: StrategySettings(kind="contiguous", **WHOLE)}

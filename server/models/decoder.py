@@ -14,7 +14,7 @@ from torch import Tensor
 
 from kernels.ops import Attention, LayerSpec, Ops
 from server.models.config import ModelConfig, Rope
-from server.models.layers import LayerWeights, check_shapes, load_layer
+from server.models.layers import LayerWeights, check_shapes, load_layer, load_norm
 from server.models.rope import rope_tables
 from server.models.weights import Weights
 
@@ -50,7 +50,7 @@ class Decoder:
         self._ops = ops
         self._embedding = weights.get("model.embed_tokens.weight")
         self._layers = [load_layer(config, weights, i) for i in range(config.num_layers)]
-        self._norm = weights.get("model.norm.weight") + config.norm_offset
+        self._norm = load_norm(config, weights, "model.norm")
         tied = config.tie_embeddings or "lm_head.weight" not in weights
         self._lm_head = self._embedding if tied else weights.get("lm_head.weight")
         check_shapes(config, self._layers, self._embedding, self._lm_head)

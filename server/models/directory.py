@@ -1,95 +1,51 @@
-"""The directory that describes a model: its own, an embedded model's, or one made from a GGUF file. Imports no torch.
+"""Where a model is: embedded, in a directory or a GGUF file, or on the hub. In the end it is always a directory.
 
-A GGUF file holds config, tokenizer and weights in one. It is unpacked once into a cache, as the small files that a
-Hugging Face directory has; the weights stay where they are, behind a link. So nothing else in the server needs to know
-GGUF but what reads the weights. Whoever comes first unpacks: supervisor, API process or engine.
+The first process settles it before any other starts, so that no two fetch or unpack the same. Imports no torch.
 """
 
 from __future__ import annotations
 
-import hashlib
-import json
-import os
-import shutil
-import tempfile
 from pathlib import Path
 
-from config.settings import SettingsError
+from config.settings import Settings
+from server.models import hub
 from server.models.config import EMBEDDED, ModelError
-from server.models.gguf_config import config_of, generation_config_of
-from server.models.gguf_file import SUFFIX, read_header
-from server.text.gguf_tokenizer import tokenizer_of
-
-FORMAT = "1"  # of what is unpacked; another one when it is to be done anew
-LINK = f"model{SUFFIX}"  # to the weights
+from server.models.gguf_directory import unpacked
+from server.models.gguf_file import SUFFIX
 
 
-def model_directory(model: str) -> Path:
-    """The directory of a model's name or path. Raises ModelError."""
-    path = EMBEDDED.get(model, Path(model).expanduser())
-    if path.suffix == SUFFIX and not path.is_dir():
-        return _unpacked(path)
-    if not (path / "config.json").is_file():
+def located(settings: Settings) -> Settings:
+    """The settings with a directory for the model, and the name clients know it by. Raises ModelError."""
+    directory = locate(settings.model, settings.revision)
+    name = settings.model if _on_hub(settings.model) else directory.resolve().name
+    known = {"model": str(directory), "revision": None, "model_name": settings.model_name or name}
+    return settings.model_copy(update=known)
+
+
+def locate(model: str, revision: str | None = None) -> Path:
+    """The directory with config.json and the rest, fetched or unpacked if need be. Raises ModelError."""
+    on_hub = _on_hub(model)
+    directory = hub.fetched(model, revision) if on_hub else _on_disk(model)
+    if not (directory / "config.json").is_file():
         raise ModelError(
             f"no model at {model!r}: give a directory with config.json, tokenizer.json and *.safetensors, "
-            f"a {SUFFIX} file, or an embedded model ({', '.join(EMBEDDED)})"
+            f"a {SUFFIX} file, a name on the Hugging Face hub (owner/name), "
+            f"or an embedded model ({', '.join(EMBEDDED)})"
         )
-    return path
-
-
-def gguf_of(directory: Path) -> Path | None:
-    """The GGUF file that a directory was made from."""
-    link = directory / LINK
-    return link if link.is_symlink() else None
-
-
-def _unpacked(file: Path) -> Path:
-    directory = _place(file)
-    if not directory.is_dir():
-        try:
-            _unpack(file, directory)
-        except OSError as error:
-            raise ModelError(
-                f"cannot unpack {file} to {directory}: {error.strerror}; "
-                "set XDG_CACHE_HOME to a directory that can be written"
-            ) from None
+    if revision is not None and not on_hub:
+        raise ModelError(f"revision {revision!r} is for a model on the hub, and {model} is on this machine")
     return directory
 
 
-def _place(file: Path) -> Path:
-    """The same for the same file until it changes; its last part is the model's name."""
-    try:
-        file_now = file.stat()
-    except OSError as error:
-        raise ModelError(f"cannot read {file}: {error.strerror}") from None
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "kvmux" / "gguf"
-    words = (FORMAT, str(file.resolve()), str(file_now.st_size), str(file_now.st_mtime_ns))
-    return cache / hashlib.sha256("\0".join(words).encode()).hexdigest()[:16] / file.stem
+def _on_hub(model: str) -> bool:
+    path = _path(model)
+    return not path.exists() and path.suffix != SUFFIX and hub.NAME.fullmatch(model) is not None
 
 
-def _unpack(file: Path, directory: Path) -> None:
-    """All or nothing: another process may do the same."""
-    header = read_header(file)
-    config = config_of(header)
-    try:
-        tokenizer, tokenizer_config = tokenizer_of(header.metadata)
-    except SettingsError as error:
-        raise ModelError(f"{file}: {error}") from None
-    generation_config = generation_config_of(header)
-    directory.parent.mkdir(parents=True, exist_ok=True)
-    scratch = Path(tempfile.mkdtemp(dir=directory.parent))
-    try:
-        tokenizer.save(str(scratch / "tokenizer.json"))
-        for name, values in (
-            ("config", config),
-            ("generation_config", generation_config),
-            ("tokenizer_config", tokenizer_config),
-        ):
-            (scratch / f"{name}.json").write_text(json.dumps(values, indent=2, ensure_ascii=False), encoding="utf-8")
-        (scratch / LINK).symlink_to(file.resolve())
-        scratch.rename(directory)
-    except OSError:
-        if not directory.is_dir():  # else somebody was faster
-            raise
-    finally:
-        shutil.rmtree(scratch, ignore_errors=True)
+def _on_disk(model: str) -> Path:
+    path = _path(model)
+    return unpacked(path) if path.suffix == SUFFIX and not path.is_dir() else path
+
+
+def _path(model: str) -> Path:
+    return EMBEDDED.get(model, Path(model).expanduser())

@@ -61,7 +61,7 @@ class GGUFWeights:
 
     def joined(self, *names: str) -> Tensor:
         """Several tensors as one, along the first dimension."""
-        return torch.cat([self.get(name) for name in names])
+        return self.get(*names) if len(names) == 1 else torch.cat([self.get(name) for name in names])
 
     def _stored(self, name: str) -> str | None:
         """The file's name for a tensor; None: its architecture has no such thing."""

@@ -30,11 +30,17 @@ _current: ContextVar[Attention] = ContextVar("attention of the step that runs")
 class TransformersModel:
     """Implements `server.models.base.Model`."""
 
-    def __init__(self, directory: Path, dtype: torch.dtype, device: torch.device) -> None:
-        """Raises ModelError if transformers cannot load it, or if layers keep something else than keys and values."""
+    def __init__(
+        self, directory: Path, dtype: torch.dtype, device: torch.device, *, positions: int | None = None
+    ) -> None:
+        """`positions`: the longest text it will see; default: what the model was made for.
+
+        Raises ModelError if transformers cannot load it, or if layers keep something else than keys and values.
+        """
         self.facts = facts_of(directory)
         self.dtype = dtype
         self._model = _loaded(directory, dtype, device)
+        _settle_frequencies(self._model, positions or self.facts.max_positions)
         self.specs = _probed(self._model, self.facts, device)
 
     @property
@@ -86,6 +92,21 @@ def _loaded(directory: Path, dtype: torch.dtype, device: torch.device) -> Any:
         raise ModelError(f"{directory}: transformers cannot load it with our attention: {error!r}") from None
     found: Any = model
     return found.to(device).eval().requires_grad_(False)
+
+
+def _settle_frequencies(model: nn.Module, positions: int) -> None:
+    """Of LongRoPE's two sets, the one for texts of that length, for good.
+
+    transformers chooses anew by the longest text of a step, which cached keys and other sequences do not survive.
+    """
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    rope: Any
+    for rope in model.modules():
+        if getattr(rope, "rope_type", None) == "longrope":
+            frequencies, _ = ROPE_INIT_FUNCTIONS["longrope"](rope.config, rope.inv_freq.device, seq_len=positions)
+            rope.inv_freq.copy_(frequencies)
+            rope.original_inv_freq.copy_(frequencies)
 
 
 def _logits(model: Any, ids: Tensor, attention: Attention) -> Tensor:

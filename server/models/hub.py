@@ -1,7 +1,7 @@
-"""Where a model's files are: embedded, on disk, or on the Hugging Face hub, from where they are fetched once.
+"""Fetches a model's files from the Hugging Face hub, once.
 
 The cache, the token, the endpoint and the offline switch are those of huggingface_hub (HF_HOME, HF_TOKEN, HF_ENDPOINT,
-HF_HUB_OFFLINE). Runs before any process is started, so that they all find files. Knows no config and no weights.
+HF_HUB_OFFLINE). Knows no config and no weights.
 """
 
 from __future__ import annotations
@@ -9,38 +9,15 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from config.settings import Settings
-from server.models.config import EMBEDDED, ModelError
+from server.models.config import ModelError
 
-NAME = re.compile(r"[\w.-]+/[\w.-]+", re.ASCII)  # owner/name
+NAME = re.compile(r"\w[\w.-]*/\w[\w.-]*", re.ASCII)  # owner/name
 WANTED = ["*.json", "*.safetensors", "*.jinja", "tokenizer.model"]
 UNWANTED = ["*/*"]  # folders hold other formats
 
 
-def located(settings: Settings) -> Settings:
-    """The settings with the model's path in place of its name, and the name clients know it by. Raises ModelError."""
-    path = locate(settings.model, settings.revision)
-    on_hub = settings.model not in EMBEDDED and not Path(settings.model).expanduser().exists()
-    name = settings.model if on_hub else path.stem if path.is_file() else path.resolve().name
-    return settings.model_copy(update={"model": str(path), "model_name": settings.model_name or name})
-
-
-def locate(model: str, revision: str | None = None) -> Path:
-    """A directory or a file, fetched if need be, with a progress bar. Raises ModelError."""
-    path = EMBEDDED.get(model, Path(model).expanduser())
-    if path.exists():
-        if revision is not None:
-            raise ModelError(f"revision {revision!r} is for a model on the hub, and {model} is on this machine")
-        return path
-    if NAME.fullmatch(model) is None:
-        raise ModelError(
-            f"no model at {model!r}: give a directory with config.json, tokenizer.json and *.safetensors, "
-            f"a name on the Hugging Face hub (owner/name), or an embedded model ({', '.join(EMBEDDED)})"
-        )
-    return _fetched(model, revision)
-
-
-def _fetched(model: str, revision: str | None) -> Path:
+def fetched(model: str, revision: str | None = None) -> Path:
+    """The directory of a model's files, fetched with a progress bar if need be. Raises ModelError."""
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import GatedRepoError, HfHubHTTPError, RepositoryNotFoundError, RevisionNotFoundError
 

@@ -104,13 +104,19 @@ class LayerWeights:
         yield from self.feed_forward.tensors()
 
 
+def load_norm(config: ModelConfig, weights: Weights, name: str) -> Tensor:
+    """The factors of a norm, [d]; sums are kept in float32, as bfloat16 would round them away."""
+    weight = weights.get(f"{name}.weight")
+    return weight.float() + config.norm_offset if config.norm_offset else weight
+
+
 def load_layer(config: ModelConfig, weights: Weights, i: int) -> LayerWeights:
     """Layer `i`. Raises ModelError for what the checkpoint lacks."""
     at = f"model.layers.{i}."
     attention = f"{at}self_attn."
 
     def norm(name: str) -> Tensor:
-        return weights.get(f"{at}{name}.weight") + config.norm_offset
+        return load_norm(config, weights, f"{at}{name}")
 
     after_attention = "pre_feedforward_layernorm" if config.sandwich else "post_attention_layernorm"
     qkv, qkv_bias = _fused(weights, attention, "qkv_proj", ("q_proj", "k_proj", "v_proj"), config.qkv_bias)

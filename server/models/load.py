@@ -11,7 +11,7 @@ from kernels.ops import Ops
 from server.models.base import Model
 from server.models.config import Facts, ModelConfig, ModelError, UnknownModelError, load_config
 from server.models.decoder import Decoder
-from server.models.directory import gguf_of
+from server.models.gguf_directory import gguf_of
 from server.models.gguf_weights import GGUFWeights
 from server.models.hf import TransformersModel, facts_of
 from server.models.weights import Safetensors, Weights
@@ -44,7 +44,7 @@ def load_model(
         raise ModelError(
             f"weights in {weights} under activations in {dtype} are for the lean decoder: give --weights auto"
         )
-    return TransformersModel(directory, dtype, device)
+    return TransformersModel(directory, dtype, device, positions=positions)
 
 
 def _lean_config(directory: Path, impl: ModelImpl) -> ModelConfig | None:

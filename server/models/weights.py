@@ -57,7 +57,7 @@ class Safetensors:
 
     def joined(self, *names: str) -> Tensor:
         """Several tensors as one, along the first dimension."""
-        return torch.cat([self.get(name) for name in names])
+        return self.get(*names) if len(names) == 1 else torch.cat([self.get(name) for name in names])
 
     def _open(self, file: Path) -> safe_open:
         try:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from transformers.models.gemma2.modeling_gemma2 import Gemma2RMSNorm
 
 from tests.kernels.matrix import BACKENDS
 
@@ -44,6 +45,15 @@ def test_rms_norm(backend: str, dtype: torch.dtype, tolerance: float) -> None:
     want = x.double() / (x.double().square().mean(-1, keepdim=True) + 1e-6).sqrt() * weight.double()
     assert got.dtype is dtype
     torch.testing.assert_close(got.double(), want, rtol=tolerance, atol=tolerance)
+
+
+@backends
+def test_rms_norm_with_a_float32_weight_rounds_last_as_gemma_does(backend: str) -> None:
+    theirs = Gemma2RMSNorm(256)
+    theirs.weight.data = torch.randn(256).bfloat16()
+    x = torch.randn(40, 256).bfloat16()
+    got = BACKENDS[backend]().rms_norm(x, 1.0 + theirs.weight.data.float(), theirs.eps)
+    assert torch.equal(got, theirs(x))
 
 
 @dtypes

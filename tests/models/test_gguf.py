@@ -18,8 +18,9 @@ from config.settings import SettingsError
 from kernels.reference import ReferenceOps
 from server.models.base import Model
 from server.models.config import ModelError, eos_ids_of, load_config
-from server.models.directory import gguf_of, model_directory
+from server.models.directory import locate
 from server.models.full_context import FullContext
+from server.models.gguf_directory import gguf_of
 from server.models.gguf_file import read_header
 from server.models.gguf_weights import GGUFWeights
 from server.models.load import describe, load_model
@@ -55,7 +56,7 @@ def cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
 
 def served(file: Path, dtype: torch.dtype = torch.float32) -> Model:
     return load_model(
-        model_directory(str(file)),
+        locate(str(file)),
         "auto",
         ops=ReferenceOps(),
         dtype=torch.float32,
@@ -93,7 +94,7 @@ def test_greedy_text_equals_that_of_transformers(kind: Type, tmp_path: Path) -> 
     theirs = random_model("llama3")
     file = write_gguf(theirs, tmp_path / "a.gguf", kind)
     round_weights(theirs, kind)
-    tokenizer = Tokenizer.from_directory(model_directory(str(file)))
+    tokenizer = Tokenizer.from_directory(locate(str(file)))
     prompt = tokenizer.backend.encode("Tea for two, and two for tea.").ids
     expected = theirs.generate(
         torch.tensor([prompt]), max_new_tokens=30, do_sample=False, pad_token_id=0, eos_token_id=None
@@ -105,10 +106,10 @@ def test_greedy_text_equals_that_of_transformers(kind: Type, tmp_path: Path) -> 
 
 
 def test_weights_are_kept_in_the_dtype_asked_for(tmp_path: Path) -> None:
-    theirs = random_model("gemma2")
+    theirs = random_model("qwen3")
     file = write_gguf(theirs, tmp_path / "a.gguf", Type.Q8_0)
     assert served(file, torch.bfloat16).weight_bytes == sum(p.numel() for p in theirs.parameters()) * 2
-    assert describe(model_directory(str(file)), "auto").dtype == "bfloat16"
+    assert describe(locate(str(file)), "auto").dtype == "bfloat16"
 
 
 @pytest.mark.parametrize("kind", [Type.Q4_K, Type.Q5_K, Type.Q6_K, Type.IQ4_XS, Type.MXFP4])
@@ -135,17 +136,17 @@ def test_the_header_is_what_the_gguf_package_reads(tmp_path: Path) -> None:
 # ---------------------------------------------------------------- what is unpacked
 def test_a_file_is_unpacked_once_until_it_changes(cache: Path, tmp_path: Path) -> None:
     file = write_gguf(random_model("llama"), tmp_path / "mine.gguf", tokenizer__chat_template="{{ messages }}")
-    directory = model_directory(str(file))
+    directory = locate(str(file))
     assert directory.is_relative_to(cache)
     assert directory.name == "mine"
     before = (directory / "config.json").stat().st_mtime_ns
-    assert model_directory(str(file)) == directory
+    assert locate(str(file)) == directory
     assert (directory / "config.json").stat().st_mtime_ns == before
     words = json.loads((directory / "tokenizer_config.json").read_text())
     assert (words["chat_template"], words["bos_token"], words["eos_token"]) == ("{{ messages }}", "<s>", "</s>")
     assert [path.name for path in directory.parent.iterdir()] == ["mine"]
     write_gguf(random_model("qwen3"), file)
-    assert load_config(model_directory(str(file))).architecture == "Qwen3ForCausalLM"
+    assert load_config(locate(str(file))).architecture == "Qwen3ForCausalLM"
 
 
 def test_all_tokens_that_end_a_turn_are_found(tmp_path: Path) -> None:
@@ -157,16 +158,16 @@ def test_all_tokens_that_end_a_turn_are_found(tmp_path: Path) -> None:
         tokenizer__ggml__token_type=[3, 3, 3, 1] + [3] * 296,
         tokenizer__ggml__eot_token_id=4,
     )
-    assert eos_ids_of(model_directory(str(file))) == {1, 2, 4}
+    assert eos_ids_of(locate(str(file))) == {1, 2, 4}
 
 
 def test_models_of_another_scale(tmp_path: Path) -> None:
     """The largest Gemmas divide scores by the root of the width of a head, not of its keys, and no key says so."""
     theirs = random_model("gemma2")
     file = write_gguf(theirs, tmp_path / "a.gguf", gemma2__block_count=46)
-    assert load_config(model_directory(str(file))).scale == pytest.approx((64 / 4) ** -0.5)
+    assert load_config(locate(str(file))).scale == pytest.approx((64 / 4) ** -0.5)
     file = write_gguf(theirs, tmp_path / "b.gguf", gemma2__attention__scale=0.5, gemma2__final_logit_softcapping=None)
-    config = load_config(model_directory(str(file)))
+    config = load_config(locate(str(file)))
     assert config.scale == pytest.approx(0.5)
     assert config.logit_softcap == 30.0
 
@@ -190,23 +191,23 @@ def test_models_of_another_scale(tmp_path: Path) -> None:
 def test_what_cannot_be_served_is_refused(metadata: dict[str, Any], message: str, tmp_path: Path) -> None:
     file = write_gguf(random_model("llama"), tmp_path / "a.gguf", **metadata)
     with pytest.raises(ModelError, match=message) as caught:
-        model_directory(str(file))
+        locate(str(file))
     assert str(file) in str(caught.value)
     assert not list(tmp_path.glob("cache/**/*.json"))
 
 
 def test_files_that_are_none_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match="No such file"):
-        model_directory(str(tmp_path / "a.gguf"))
+        locate(str(tmp_path / "a.gguf"))
     (tmp_path / "b.gguf").write_bytes(b"PK\x03\x04 and so on")
     with pytest.raises(ModelError, match=r"b\.gguf is no GGUF file"):
-        model_directory(str(tmp_path / "b.gguf"))
+        locate(str(tmp_path / "b.gguf"))
     (tmp_path / "c.gguf").write_bytes(b"GGUF" + struct.pack("<I", 1))
     with pytest.raises(ModelError, match="GGUF of version 1"):
-        model_directory(str(tmp_path / "c.gguf"))
+        locate(str(tmp_path / "c.gguf"))
     (tmp_path / "d.gguf").touch()
     with pytest.raises(ModelError, match="damaged or cut off"):
-        model_directory(str(tmp_path / "d.gguf"))
+        locate(str(tmp_path / "d.gguf"))
 
 
 @pytest.mark.parametrize("share", [0.01, 0.1, 0.3, 0.6, 0.9])
@@ -215,7 +216,7 @@ def test_a_file_cut_off_before_the_weights_is_refused(share: float, tmp_path: Pa
     weights = min(tensor.offset for tensor in read_header(file).tensors.values())
     file.write_bytes(file.read_bytes()[: int(weights * share)])
     with pytest.raises(ModelError, match=r"a\.gguf is damaged or cut off: fetch it again"):
-        model_directory(str(file))
+        locate(str(file))
 
 
 def test_a_file_cut_off_within_the_weights_is_refused(tmp_path: Path) -> None:
@@ -250,4 +251,4 @@ def test_a_cache_that_cannot_be_written_is_told(monkeypatch: pytest.MonkeyPatch,
     (tmp_path / "taken").touch()
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "taken"))
     with pytest.raises(ModelError, match=r"cannot unpack .* set XDG_CACHE_HOME"):
-        model_directory(str(file))
+        locate(str(file))

@@ -15,10 +15,11 @@ from transformers import (
     Qwen3NextConfig,
 )
 
+from kernels.reference import ReferenceOps
 from server.models.config import ModelError
 from server.models.full_context import FullContext
 from server.models.hf import TransformersModel
-from server.models.load import describe
+from server.models.load import describe, load_model
 from tests.models.random_models import CONFIGS, FALLBACK, SHAPE, save_random
 
 CPU = torch.device("cpu")
@@ -36,6 +37,19 @@ def test_logits_equal_those_of_transformers(name: str, tmp_path: Path) -> None:
         assert expected.abs().max() > 0.1
         torch.testing.assert_close(ours.forward(ids, attention), expected, rtol=0, atol=1e-4)
     assert ours.weight_bytes == sum(t.nbytes for t in {t.data_ptr(): t for t in theirs.parameters()}.values())
+
+
+@pytest.mark.parametrize("positions", [3, 5, 60])
+def test_longrope_factors_are_those_of_the_longest_text_served(positions: int, tmp_path: Path) -> None:
+    """And stay what they are, whatever a step holds: as in the lean decoder."""
+    save_random("phi3_longrope", tmp_path)
+    kind = {"ops": ReferenceOps(), "dtype": torch.float32, "weights": torch.float32, "device": CPU}
+    models = [load_model(tmp_path, impl, positions=positions, **kind) for impl in ("transformers", "lean")]
+    for length in (3, positions, 2):
+        ids = torch.randint(2, 300, (length,))
+        with torch.inference_mode():
+            theirs, ours = (m.forward(ids, FullContext(m.specs, length, CPU)) for m in models)
+        torch.testing.assert_close(theirs, ours, rtol=0, atol=1e-4)
 
 
 def test_layers_tell_what_they_are_like(tmp_path: Path) -> None:

@@ -18,7 +18,8 @@ import pytest
 
 from config.settings import load
 from server.models.config import ModelError
-from server.models.hub import locate, located
+from server.models.directory import locate, located
+from tests.models.gguf_files import random_model, write_gguf
 from tests.models.random_models import save_random
 
 COMMIT = "c0ffee" + "0" * 34
@@ -118,7 +119,7 @@ def hub(tmp_path: Path) -> Iterator[Hub]:
 def _locate(home: Path, hub: str, model: str, *, revision: str | None = None, **environment: str) -> tuple[int, str]:
     """In a process of its own: huggingface_hub reads its environment when it is imported. Exit code, last line."""
     code = (
-        "import sys\nfrom server.models.hub import locate\nfrom config.settings import SettingsError\n"
+        "import sys\nfrom server.models.directory import locate\nfrom config.settings import SettingsError\n"
         f"try: print(locate({model!r}, {revision!r}))\nexcept SettingsError as error: print(error); sys.exit(2)"
     )
     known = {name: value for name, value in os.environ.items() if not name.startswith(("HF_", "HUGGING"))}
@@ -178,18 +179,23 @@ def test_what_is_nowhere_is_told(hub: Hub, tmp_path: Path) -> None:
 
 
 def test_what_is_on_this_machine_is_not_asked_for(tmp_path: Path) -> None:
-    (tmp_path / "mine").mkdir()
+    save_random("llama", tmp_path / "mine")
     assert locate(str(tmp_path / "mine")) == tmp_path / "mine"
     with pytest.raises(ModelError, match="revision 'v1' is for a model on the hub"):
         locate(str(tmp_path / "mine"), "v1")
-    for name in ("nonesuch", "./a/b", "a/b/c", "/no/such"):
+    for name in ("nonesuch", "./b", "../b", "./a/b", "a/b/c", "/no/such"):
         with pytest.raises(ModelError, match="no model at"):
             locate(name)
+    with pytest.raises(ModelError, match=r"cannot read models/a\.gguf: No such file"):
+        locate("models/a.gguf")
 
 
-def test_names_clients_know(tmp_path: Path) -> None:
-    (tmp_path / "mine").mkdir()
+def test_names_clients_know(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    save_random("llama", tmp_path / "mine")
     settings = located(load(None, {"model": str(tmp_path / "mine")}))
     assert settings.model_names == ["mine"]
+    file = write_gguf(random_model("llama"), tmp_path / "yours.gguf")
+    assert located(load(None, {"model": str(file)})).model_names == ["yours"]
     assert located(load(None, {})).model_names == ["tiny"]
     assert located(load(None, {"model_name": "gpt-4, my-model"})).model_names == ["gpt-4", "my-model"]

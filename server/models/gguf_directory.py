@@ -1,0 +1,83 @@
+"""A GGUF file as a Hugging Face directory. Imports no torch.
+
+Such a file holds config, tokenizer and weights in one. It is unpacked once into a cache, as the small files that a
+directory has; the weights stay where they are, behind a link. So nothing else in the server needs to know GGUF but what
+reads the weights. Whoever comes first unpacks.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import tempfile
+from pathlib import Path
+
+from config.settings import SettingsError
+from server.models.config import ModelError
+from server.models.gguf_config import config_of, generation_config_of
+from server.models.gguf_file import SUFFIX, read_header
+from server.text.gguf_tokenizer import tokenizer_of
+
+FORMAT = "1"  # of what is unpacked; another one when it is to be done anew
+LINK = f"model{SUFFIX}"  # to the weights
+
+
+def unpacked(file: Path) -> Path:
+    """The directory made from a file; its last part is the model's name. Raises ModelError."""
+    directory = _place(file)
+    if not directory.is_dir():
+        try:
+            _unpack(file, directory)
+        except OSError as error:
+            raise ModelError(
+                f"cannot unpack {file} to {directory}: {error.strerror}; "
+                "set XDG_CACHE_HOME to a directory that can be written"
+            ) from None
+    return directory
+
+
+def gguf_of(directory: Path) -> Path | None:
+    """The GGUF file that a directory was made from."""
+    link = directory / LINK
+    return link if link.is_symlink() else None
+
+
+def _place(file: Path) -> Path:
+    """The same for the same file until it changes."""
+    try:
+        file_now = file.stat()
+    except OSError as error:
+        raise ModelError(f"cannot read {file}: {error.strerror}") from None
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "kvmux" / "gguf"
+    words = (FORMAT, str(file.resolve()), str(file_now.st_size), str(file_now.st_mtime_ns))
+    return cache / hashlib.sha256("\0".join(words).encode()).hexdigest()[:16] / file.stem
+
+
+def _unpack(file: Path, directory: Path) -> None:
+    """All or nothing: another process may do the same."""
+    header = read_header(file)
+    config = config_of(header)
+    try:
+        tokenizer, tokenizer_config = tokenizer_of(header.metadata)
+    except SettingsError as error:
+        raise ModelError(f"{file}: {error}") from None
+    generation_config = generation_config_of(header)
+    directory.parent.mkdir(parents=True, exist_ok=True)
+    scratch = Path(tempfile.mkdtemp(dir=directory.parent))
+    try:
+        tokenizer.save(str(scratch / "tokenizer.json"))
+        for name, values in (
+            ("config", config),
+            ("generation_config", generation_config),
+            ("tokenizer_config", tokenizer_config),
+        ):
+            (scratch / f"{name}.json").write_text(json.dumps(values, indent=2, ensure_ascii=False), encoding="utf-8")
+        (scratch / LINK).symlink_to(file.resolve())
+        scratch.rename(directory)
+    except OSError:
+        if not directory.is_dir():  # else somebody was faster
+            raise
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
