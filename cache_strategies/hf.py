@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from itertools import starmap
 from typing import Any, NoReturn
 
 import torch
@@ -85,7 +84,7 @@ class StrategyCache(Cache):
 
     @property
     def batch_size(self) -> int:
-        return len(self._seats) or -1
+        return len(self._seats) or -1  # transformers' word for a cache that is not in use yet
 
     def usage(self) -> Usage:
         """Where the memory is, in bytes."""
@@ -224,16 +223,16 @@ class StrategyCache(Cache):
         if not layers:
             return {}
         plan = self._cache.plan([Row(seat, 1) for seat in self._seats])
-        past = {}
-        for i in layers:
-            spec, B = self._specs[i], len(self._seats)
-            nothing = self._cache.setup.arena.memory.new_zeros(
-                (B, spec.num_kv_heads, spec.head_dim), dtype=self._cache.setup.geometry.kv_dtype
-            )
-            plan.attend(i, nothing, nothing, nothing, torch.empty_like(nothing))
-            k, v = _stacked(plan, i, B)
-            past[i] = k[:, :, :-1], v[:, :, :-1]
-        return past
+        return {i: self._earlier(plan, i) for i in layers}
+
+    def _earlier(self, plan: Plan, layer: int) -> KV:
+        """K and V [B, H, S, D] of what a next token sees, without itself."""
+        spec, setup, B = self._specs[layer], self._cache.setup, len(self._seats)
+        shape, device = (B, spec.num_kv_heads, spec.head_dim), setup.arena.memory.device
+        nothing = torch.zeros(shape, dtype=setup.geometry.kv_dtype, device=device)
+        plan.attend(layer, nothing, nothing, nothing, torch.empty_like(nothing))
+        k, v = _stacked(plan, layer, B)
+        return k[:, :, :-1], v[:, :, :-1]
 
     # ---------------------------------------------------------------- what a token sees
     def _num_seen(self, spec: LayerSpec, length: int) -> int:
@@ -363,7 +362,7 @@ class _KeepingOps:
 
 def _stacked(plan: Plan, layer: int, rows: int) -> KV:
     """What the last tokens of all rows see: K and V [B, H, S, D]."""
-    found = list(starmap(plan.keys, ((layer, row) for row in range(rows))))
+    found = [plan.keys(layer, row) for row in range(rows)]
     k, v = (torch.stack([x[i] for x in found]).transpose(1, 2) for i in (0, 1))
     return k, v
 

@@ -87,7 +87,8 @@ class Settings(BaseSettings):
     model_config = SettingsConfigDict(env_prefix=ENV_PREFIX, env_nested_delimiter="__", extra="forbid")
 
     model: str = Field(
-        "tiny", description="directory of a Hugging Face model, its name on the hub, or a GGUF file; 'tiny': the embedded one"
+        "tiny",
+        description="directory of a Hugging Face model, its name on the hub, or a GGUF file; 'tiny': the embedded one",
     )
     revision: str | None = Field(None, description="branch, tag or commit of a model on the hub; default: main")
     model_name: str | None = Field(

@@ -1,6 +1,6 @@
 """`python -m server.bench`: what caching is worth. Tokens per second of one sequence, by strategy, against no cache.
 
-Drives the decoder and the caches without HTTP and without other sequences, so that the figures are those of the caches.
+Drives the model and the caches without HTTP and without other sequences, so that the figures are those of the caches.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import json
 import sys
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import NamedTuple, get_args
 
 import torch
@@ -33,7 +34,7 @@ class Result(NamedTuple):
 
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m server.bench", description=__doc__)
-    parser.add_argument("--model", default="tiny", help="directory of a model (default: the embedded one)")
+    parser.add_argument("--model", default="tiny", help="as for `kvmux serve` (default: the embedded one)")
     parser.add_argument("--model-impl", default="auto", choices=get_args(ModelImpl), help="who computes the model")
     parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16", "float16"))
     parser.add_argument("--threads", type=int, help="CPU threads (default: torch's choice)")
@@ -55,10 +56,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
 def measure(engine: Engine, lengths: Sequence[int]) -> list[Result]:
     """Every strategy and no cache at all, at every length; shows on stderr what it is at."""
     ways: dict[str, Callable[[int], object]] = {
-        name: lambda n, name=name: generate_cached(engine, name, n)  # type: ignore[misc]
-        for name in engine.core.caches
+        name: partial(generate_cached, engine, name) for name in engine.core.caches
     }
-    ways[FULL_CONTEXT] = lambda n: debug_generate_full_context(engine.core.model, [0], n)
+    ways[FULL_CONTEXT] = partial(debug_generate_full_context, engine.core.model, [0])
     results = []
     for length in lengths:
         for name, generate in ways.items():

@@ -15,8 +15,6 @@ from typing import Any, NamedTuple
 from config.settings import SettingsError
 from server.models.families import FAMILIES, Experts, Family, Raw
 
-EMBEDDED = {"tiny": Path(__file__).parent / "tiny"}
-
 
 class ModelError(SettingsError):
     """A model that cannot be served; the message tells the user why, and what can."""
@@ -58,7 +56,7 @@ class Rope:
     max_positions: int
     trained_positions: int  # before the context was stretched
     scaling: str = "default"
-    parameters: Mapping[str, Any] = field(default_factory=dict)
+    parameters: Mapping[str, Any] = field(default_factory=dict, hash=False)
 
 
 @dataclass(frozen=True)
@@ -203,10 +201,12 @@ def _rope(raw: Raw, family: Family, head_dim: int, kind: str, directory: Path) -
         given, theta = {}, raw.get("rope_local_base_freq", family.local_theta)
     theta = given.get("rope_theta", theta)
     share: Any = given.get("partial_rotary_factor", raw.get("partial_rotary_factor", 1.0))
-    if not all(isinstance(value, int | float) for value in (theta, share)):
-        raise ModelError(f"{directory / 'config.json'}: rope_theta is {theta!r}, and should be a number")
+    for key, value in (("rope_theta", theta), ("partial_rotary_factor", share)):
+        if not isinstance(value, int | float):
+            raise ModelError(f"{directory / 'config.json'}: {key} is {value!r}, and should be a number")
     scaling = given.get("rope_type") or given.get("type") or "default"
-    scaling = {"su": "longrope"}.get(scaling, scaling)
+    if scaling == "su":  # LongRoPE's name in the first Phi-3 files
+        scaling = "longrope"
     if scaling not in SCALINGS:
         raise UnknownModelError(f"{directory}: RoPE scaling {scaling!r}; the decoder knows {', '.join(SCALINGS)}")
     longest = raw["max_position_embeddings"]

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kernels.ops import Attention, LayerSpec, Ops
-from server.models.config import ModelConfig, Rope
+from server.models.config import ModelConfig
 from server.models.layers import LayerWeights, check_shapes, load_layer, load_norm
 from server.models.rope import rope_tables
 from server.models.weights import Weights
@@ -49,6 +49,8 @@ class Decoder:
         self.dtype = dtype
         self._ops = ops
         self._embedding = weights.get("model.embed_tokens.weight")
+        # Gemma: the factor is rounded to the activations' type, as it was in training.
+        self._embedding_scale = torch.tensor(config.embedding_scale, dtype=dtype).item()
         self._layers = [load_layer(config, weights, i) for i in range(config.num_layers)]
         self._norm = load_norm(config, weights, "model.norm")
         tied = config.tie_embeddings or "lm_head.weight" not in weights
@@ -69,9 +71,7 @@ class Decoder:
 
     def embed(self, ids: Tensor) -> Tensor:
         """ids [N] int64 -> [N, d]."""
-        x = F.embedding(ids, self._embedding).to(self.dtype)
-        # Gemma: the factor is rounded to the activations' type, as it was in training.
-        return x if self.config.embedding_scale == 1 else x * x.new_tensor(self.config.embedding_scale)
+        return F.embedding(ids, self._embedding).to(self.dtype) * self._embedding_scale
 
     def forward(self, ids: Tensor, attention: Attention) -> Tensor:
         """ids [N] int64 -> logits [K, V] float32 of the rows `attention.logit_index`."""
@@ -162,15 +162,9 @@ class Decoder:
 
 def _tables(config: ModelConfig, positions: int, device: torch.device) -> list[tuple[Tensor, Tensor] | None]:
     """Of every layer; layers that turn alike share theirs."""
-    made: list[tuple[Rope, tuple[Tensor, Tensor]]] = []
-    tables: list[tuple[Tensor, Tensor] | None] = []
-    for layer in config.layers:
-        known = next((table for rope, table in made if rope == layer.rope), None)
-        if known is None and layer.rope is not None:
-            known = rope_tables(layer.rope, positions, device)
-            made.append((layer.rope, known))
-        tables.append(known)
-    return tables
+    ropes = {layer.rope for layer in config.layers if layer.rope is not None}
+    made = {rope: rope_tables(rope, positions, device) for rope in ropes}
+    return [None if layer.rope is None else made[layer.rope] for layer in config.layers]
 
 
 def softcapped(logits: Tensor, cap: float | None) -> Tensor:

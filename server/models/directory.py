@@ -9,9 +9,11 @@ from pathlib import Path
 
 from config.settings import Settings
 from server.models import hub
-from server.models.config import EMBEDDED, ModelError
+from server.models.config import ModelError
 from server.models.gguf_directory import unpacked
 from server.models.gguf_file import SUFFIX
+
+EMBEDDED = {"tiny": Path(__file__).parent / "tiny"}
 
 
 def located(settings: Settings) -> Settings:

@@ -1,6 +1,6 @@
 """Generation without any cache: the whole text through the model for every token. Slow, obvious, and independent.
 
-The tests' reference for everything that caches, and the baseline of the benchmarks.
+The tests' reference for everything that caches, the benchmarks' baseline, and what hf.py probes a model with.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from server.models.base import Model
 
 
 class FullContext:
-    """Implements `kernels.ops.Attention` for one text that enters whole; keeps nothing."""
+    """Implements `kernels.ops.Attention` for one text that enters whole, in any order; keeps nothing."""
 
     def __init__(self, specs: Sequence[LayerSpec] | Mapping[int, LayerSpec], length: int, device: torch.device) -> None:
         self._specs = specs

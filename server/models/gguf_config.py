@@ -15,8 +15,6 @@ from server.models.config import SEES_ALL, SLIDING, ModelError
 from server.models.gguf_file import Header
 
 DTYPES = {0: "float32", 1: "float16"}  # by type of tensor; all others are computed in bfloat16
-END_OF_TURN = ("<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<|endoftext|>", "<|end_of_text|>")
-CONTROL = 3  # type of token
 
 NAMES = {  # of tensors: the decoder's, without "model." and the layer -> the file's, without "blk.<layer>."
     "embed_tokens": "token_embd",
@@ -49,11 +47,11 @@ class Architecture(NamedTuple):
     names: Mapping[str, str] = NAMES
     permuted: bool = False  # rows of q and k: the two halves of a head interleaved
     norm_offset: float = 0.0  # added to the weights of norms
-    sees_all_every: int | None = None  # of the layers that have a window, every n-th has none
+    sees_all_every: int | None = None  # every n-th layer sees everything; None: none does, if there is a window
     activation: str = "silu"
     defaults: Mapping[str, Any] = {}  # metadata that older files leave out
     local_theta: float | None = None  # RoPE of sliding layers, which then are not stretched either
-    shared_scale: int | None = None  # a model of that many layers scales scores by its width, not by key_length
+    layers_of_27b: int | None = None  # that size scales scores by hidden_size / heads, the others by key_length
 
 
 _GEMMA = Architecture("", names=NAMES | _GEMMA_NAMES, norm_offset=1.0, activation="gelu_pytorch_tanh", sees_all_every=2)
@@ -65,9 +63,9 @@ ARCHITECTURES: Mapping[str, Architecture] = {  # by general.architecture
     "gemma2": _GEMMA._replace(
         family="Gemma2ForCausalLM",
         defaults={"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0, "attention.sliding_window": 4096},
-        shared_scale=46,
+        layers_of_27b=46,
     ),
-    "gemma3": _GEMMA._replace(family="Gemma3ForCausalLM", sees_all_every=6, local_theta=10_000.0, shared_scale=62),
+    "gemma3": _GEMMA._replace(family="Gemma3ForCausalLM", sees_all_every=6, local_theta=10_000.0, layers_of_27b=62),
 }
 
 
@@ -125,7 +123,7 @@ def config_of(header: Header) -> dict[str, Any]:
     if keys.number("attention.value_length", head_dim) != head_dim:
         raise ModelError(f"{header.file}: values are not as long as keys; the model cannot be served")
     window = keys.get("attention.sliding_window") or None  # 0: none, too
-    scale = keys.get("attention.scale") or (width / heads if layers == row.shared_scale else head_dim) ** -0.5
+    scale = keys.get("attention.scale") or (width / heads if layers == row.layers_of_27b else head_dim) ** -0.5
     return {
         "architectures": [row.family],
         "vocab_size": vocab_size,
@@ -142,7 +140,7 @@ def config_of(header: Header) -> dict[str, Any]:
         "tie_word_embeddings": "output.weight" not in tensors,
         "attention_bias": "blk.0.attn_q.bias" in tensors,
         "mlp_bias": "blk.0.ffn_up.bias" in tensors,
-        "query_pre_attn_scalar": scale**-2,
+        "query_pre_attn_scalar": scale**-2,  # config.json's word for the scale
         "attn_logit_softcapping": keys.get("attn_logit_softcapping"),
         "final_logit_softcapping": keys.get("final_logit_softcapping"),
         "sliding_window": window,
@@ -184,11 +182,11 @@ def _scaling(keys: Keys) -> dict[str, Any]:
     kind = keys.get("rope.scaling.type", "linear")  # "none" means it even if there is a factor
     factor = keys.get("rope.scaling.factor") or keys.get("rope.scale_linear") or 1.0
     trained = keys.get("rope.scaling.original_context_length") or keys.number("context_length")
-    louder = keys.get("rope.scaling.attn_factor", 1.0)
+    attn_factor = keys.get("rope.scaling.attn_factor", 1.0)
     if factors := _factors(keys):
         return {
             "rope_type": "longrope",
-            "attention_factor": louder,
+            "attention_factor": attn_factor,
             "original_max_position_embeddings": trained,
         } | factors
     if kind == "yarn":
@@ -196,7 +194,7 @@ def _scaling(keys: Keys) -> dict[str, Any]:
         return betas | {
             "rope_type": "yarn",
             "factor": factor,
-            "attention_factor": louder * (1 + 0.1 * log(factor)),
+            "attention_factor": attn_factor * (1 + 0.1 * log(factor)),
             "original_max_position_embeddings": trained,
         }
     if kind not in ("none", "linear", "longrope"):
@@ -210,13 +208,3 @@ def _factors(keys: Keys) -> dict[str, list[float]]:
     if "rope_freqs.weight" in keys.header.tensors:
         names = dict.fromkeys(names, "rope_freqs.weight")
     return {key: keys.header.floats(name) for key, name in names.items() if name in keys.header.tensors}
-
-
-# ---------------------------------------------------------------- where texts end
-def generation_config_of(header: Header) -> dict[str, Any]:
-    """generation_config.json: all tokens that end a text or a turn. Files name one or two of them."""
-    metadata = header.metadata
-    named = {metadata.get(f"tokenizer.ggml.{end}_token_id") for end in ("eos", "eot", "eom")}
-    tokens, types = metadata.get("tokenizer.ggml.tokens", []), metadata.get("tokenizer.ggml.token_type", [])
-    control = (i for i, kind in enumerate(types) if kind == CONTROL)
-    return {"eos_token_id": sorted({*named, *(i for i in control if tokens[i] in END_OF_TURN)} - {None})}

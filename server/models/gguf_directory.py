@@ -16,9 +16,9 @@ from pathlib import Path
 
 from config.settings import SettingsError
 from server.models.config import ModelError
-from server.models.gguf_config import config_of, generation_config_of
+from server.models.gguf_config import config_of
 from server.models.gguf_file import SUFFIX, read_header
-from server.text.gguf_tokenizer import tokenizer_of
+from server.text.gguf_tokenizer import end_tokens_of, tokenizer_of
 
 FORMAT = "1"  # of what is unpacked; another one when it is to be done anew
 LINK = f"model{SUFFIX}"  # to the weights
@@ -63,14 +63,13 @@ def _unpack(file: Path, directory: Path) -> None:
         tokenizer, tokenizer_config = tokenizer_of(header.metadata)
     except SettingsError as error:
         raise ModelError(f"{file}: {error}") from None
-    generation_config = generation_config_of(header)
     directory.parent.mkdir(parents=True, exist_ok=True)
     scratch = Path(tempfile.mkdtemp(dir=directory.parent))
     try:
         tokenizer.save(str(scratch / "tokenizer.json"))
         for name, values in (
             ("config", config),
-            ("generation_config", generation_config),
+            ("generation_config", {"eos_token_id": end_tokens_of(header.metadata)}),
             ("tokenizer_config", tokenizer_config),
         ):
             (scratch / f"{name}.json").write_text(json.dumps(values, indent=2, ensure_ascii=False), encoding="utf-8")

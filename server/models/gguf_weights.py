@@ -59,10 +59,6 @@ class GGUFWeights:
             tensor = tensor.float() - row.norm_offset
         return tensor.to(device=self._device, dtype=self._dtype)
 
-    def joined(self, *names: str) -> Tensor:
-        """Several tensors as one, along the first dimension."""
-        return self.get(*names) if len(names) == 1 else torch.cat([self.get(name) for name in names])
-
     def _stored(self, name: str) -> str | None:
         """The file's name for a tensor; None: its architecture has no such thing."""
         match = _NAME.fullmatch(name)

@@ -1,9 +1,10 @@
 """Any decoder-only model that transformers knows, computed by transformers, with our attention in place of its own.
 
 The model's code runs as it is; where it would attend, it calls back into the step's `Attention`, which keeps the keys
-under whatever strategy each sequence has. What a layer's attention is like is not read from configs, which differ from
-family to family, but seen: a short text goes through once, and every layer tells its heads, scale, window and cap. The
-same text through transformers' own attention must then give the same logits, or the model is refused.
+under whatever strategy each sequence has. What a layer's attention is like is mostly seen, not read from configs, which
+differ from family to family: a short text goes through once, its tokens in reverse order, and every layer tells its
+heads, scale, window and cap. The same text through transformers' own attention must give the same logits, or the model
+is refused. What shows in longer texts only is not checked: windows are what the layer, or else its config, says.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from kernels.ops import Attention, LayerSpec
-from server.models.config import Facts, ModelError, eos_ids_of
+from server.models.config import SEES_ALL, SLIDING, Facts, ModelError, eos_ids_of
 from server.models.full_context import FullContext
 
 IMPLEMENTATION = "kvmux"  # our name among transformers' kinds of attention
@@ -50,7 +51,7 @@ class TransformersModel:
 
     @property
     def weight_bytes(self) -> int:
-        return sum(t.nbytes for t in {t.data_ptr(): t for t in self._model.parameters()}.values())
+        return sum(p.nbytes for p in self._model.parameters())
 
     def forward(self, ids: Tensor, attention: Attention) -> Tensor:
         """ids [N] int64 -> logits [K, V] float32 of the rows `attention.logit_index`."""
@@ -85,13 +86,12 @@ def _loaded(directory: Path, dtype: torch.dtype, device: torch.device) -> Any:
 
     AttentionInterface.register(IMPLEMENTATION, _attend)
     try:
-        model = AutoModelForCausalLM.from_pretrained(
+        model: Any = AutoModelForCausalLM.from_pretrained(
             directory, dtype=dtype, attn_implementation=IMPLEMENTATION, local_files_only=True
         )
     except (OSError, ValueError, KeyError, ImportError, RuntimeError) as error:
         raise ModelError(f"{directory}: transformers cannot load it with our attention: {error!r}") from None
-    found: Any = model
-    return found.to(device).eval().requires_grad_(False)
+    return model.to(device).eval().requires_grad_(False)
 
 
 def _settle_frequencies(model: nn.Module, positions: int) -> None:
@@ -146,7 +146,8 @@ class _Probe(FullContext):
     def __init__(self, length: int, config: Any, device: torch.device) -> None:
         self.found: dict[int, LayerSpec] = {}
         super().__init__(self.found, length, device)
-        self.logit_index = self.positions
+        self.logit_index = self.positions  # all rows
+        self.positions = self.positions.flip(0)  # a step mixes texts: positions alone may tell where a token stands
         self._config = config
 
     def learn(self, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, how: Mapping[str, Any]) -> None:
@@ -168,8 +169,11 @@ class _Probe(FullContext):
     def _window(self, index: int) -> int | None:
         """Some models say it in the mask alone; layer_types then says which layers slide (vllm#49795)."""
         kinds = getattr(self._config, "layer_types", None)
-        slides = kinds is not None and kinds[index] == "sliding_attention"
-        return getattr(self._config, "sliding_window", None) if slides else None
+        if kinds is None:
+            return None
+        if kinds[index] not in (SLIDING, SEES_ALL):
+            raise ModelError(f"layer {index} is of kind {kinds[index]!r}; only {SLIDING} and {SEES_ALL} can be served")
+        return getattr(self._config, "sliding_window", None) if kinds[index] == SLIDING else None
 
 
 @torch.inference_mode()
@@ -179,8 +183,8 @@ def _probed(model: Any, facts: Facts, device: torch.device) -> list[LayerSpec]:
     probe = _Probe(PROBE_TOKENS, config, device)
     ids = (torch.arange(PROBE_TOKENS, device=device) * 7919) % facts.vocab_size
     try:
-        ours = _logits(model, ids, probe)
-    except TypeError as error:
+        ours = _logits(model, ids.flip(0), probe).flip(0)
+    except TypeError as error:  # a forward without position_ids or logits_to_keep
         raise ModelError(f"{name} cannot be served: {error}") from None
     layers = config.num_hidden_layers
     if sorted(probe.found) != list(range(layers)):

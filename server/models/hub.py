@@ -12,8 +12,8 @@ from pathlib import Path
 from server.models.config import ModelError
 
 NAME = re.compile(r"\w[\w.-]*/\w[\w.-]*", re.ASCII)  # owner/name
-WANTED = ["*.json", "*.safetensors", "*.jinja", "tokenizer.model"]
-UNWANTED = ["*/*"]  # folders hold other formats
+WANTED = ["*.json", "*.safetensors", "*.jinja"]
+UNWANTED = ["*/*", "consolidated*"]  # folders hold other formats; Mistral's repositories, their weights twice
 
 
 def fetched(model: str, revision: str | None = None) -> Path:

@@ -138,8 +138,13 @@ def load_layer(config: ModelConfig, weights: Weights, i: int) -> LayerWeights:
 def _fused(weights: Weights, at: str, fused: str, parts: Sequence[str], biased: bool) -> tuple[Tensor, Tensor | None]:
     """A matrix and its bias, from parts or, in some checkpoints, one already."""
     names = [f"{at}{fused}"] if f"{at}{fused}.weight" in weights else [f"{at}{part}" for part in parts]
-    bias = weights.joined(*(f"{name}.bias" for name in names)) if biased else None
-    return weights.joined(*(f"{name}.weight" for name in names)), bias
+    bias = _joined(weights, *(f"{name}.bias" for name in names)) if biased else None
+    return _joined(weights, *(f"{name}.weight" for name in names)), bias
+
+
+def _joined(weights: Weights, *names: str) -> Tensor:
+    """Several tensors as one, along the first dimension."""
+    return weights.get(*names) if len(names) == 1 else torch.cat([weights.get(name) for name in names])
 
 
 def _dense(config: ModelConfig, weights: Weights, at: str) -> Dense:
@@ -154,7 +159,7 @@ def _mixture(weights: Weights, at: str, experts: MixtureOfExperts) -> Mixture:
 
     def expert(e: int) -> Dense:
         each = f"{at}experts.{e}."
-        gate_up = weights.joined(f"{each}{gate}.weight", f"{each}{up}.weight")
+        gate_up = _joined(weights, f"{each}{gate}.weight", f"{each}{up}.weight")
         return Dense(gate_up, None, weights.get(f"{each}{down}.weight"), None)
 
     router = weights.get(f"{at}gate.weight")
@@ -166,24 +171,29 @@ def check_shapes(config: ModelConfig, layers: Sequence[LayerWeights], embedding:
     c = config
     if c.num_q_heads % c.num_kv_heads or c.head_dim % 2:
         raise ModelError(
-            f"config.json: {c.num_q_heads} heads over {c.num_kv_heads} KV heads of {c.head_dim} do not fit"
+            f"config.json: {c.num_q_heads} heads over {c.num_kv_heads} KV heads of {c.head_dim} do not fit: "
+            "the first must be a multiple of the second, and the last even"
         )
+    for name, tensor, shape in _expected_shapes(c, layers, embedding, lm_head):
+        if tuple(tensor.shape) != shape:
+            raise ModelError(f"{name} is {list(tensor.shape)}, and by config.json it should be {list(shape)}")
+
+
+def _expected_shapes(
+    c: ModelConfig, layers: Sequence[LayerWeights], embedding: Tensor, lm_head: Tensor
+) -> Iterator[tuple[str, Tensor, tuple[int, ...]]]:
     heads, kv, d = c.num_q_heads * c.head_dim, c.num_kv_heads * c.head_dim, c.hidden_size
-    wanted: dict[str, tuple[int, ...]] = {"embeddings": (c.vocab_size, d), "lm_head": (c.vocab_size, d)}
-    found = {"embeddings": embedding, "lm_head": lm_head}
-    for i, layer in enumerate(layers):
-        expected = {"attention_norm": (d,), "mlp_norm": (d,), "qkv": (heads + 2 * kv, d), "o": (d, heads)}
-        wanted |= {f"layer {i}: {name}": shape for name, shape in expected.items()}
-        found |= {f"layer {i}: {name}": getattr(layer, name) for name in expected}
-        experts = c.layers[i].experts
-        width = c.intermediate_size if experts is None else experts.width
+    yield "embeddings", embedding, (c.vocab_size, d)
+    yield "lm_head", lm_head, (c.vocab_size, d)
+    for i, (layer, kind) in enumerate(zip(layers, c.layers, strict=True)):
+        yield f"layer {i}: attention_norm", layer.attention_norm, (d,)
+        yield f"layer {i}: mlp_norm", layer.mlp_norm, (d,)
+        yield f"layer {i}: qkv", layer.qkv, (heads + 2 * kv, d)
+        yield f"layer {i}: o", layer.o, (d, heads)
+        width = c.intermediate_size if kind.experts is None else kind.experts.width
         for name, dense in _feed_forwards(layer.feed_forward):
-            wanted |= {f"layer {i}: {name}gate_up": (2 * width, d), f"layer {i}: {name}down": (d, width)}
-            found |= {f"layer {i}: {name}gate_up": dense.gate_up, f"layer {i}: {name}down": dense.down}
-    for key, tensor in found.items():
-        if tuple(tensor.shape) != wanted[key]:
-            shape = list(tensor.shape)
-            raise ModelError(f"{key} is {shape}, and by config.json it should be {list(wanted[key])}")
+            yield f"layer {i}: {name}gate_up", dense.gate_up, (2 * width, d)
+            yield f"layer {i}: {name}down", dense.down, (d, width)
 
 
 def _feed_forwards(feed_forward: FeedForward) -> Iterator[tuple[str, Dense]]:

@@ -26,10 +26,6 @@ class Weights(Protocol):
         """The tensor of that name. Raises ModelError if there is none."""
         ...
 
-    def joined(self, *names: str) -> Tensor:
-        """Several tensors as one, along the first dimension."""
-        ...
-
 
 class Safetensors:
     """Implements `Weights` for a directory, as `dtype` on `device`."""
@@ -54,10 +50,6 @@ class Safetensors:
         file, stored = self._where[name]
         tensor: Tensor = self._files[file].get_tensor(stored)
         return tensor.to(device=self._device, dtype=self._dtype)
-
-    def joined(self, *names: str) -> Tensor:
-        """Several tensors as one, along the first dimension."""
-        return self.get(*names) if len(names) == 1 else torch.cat([self.get(name) for name in names])
 
     def _open(self, file: Path) -> safe_open:
         try:

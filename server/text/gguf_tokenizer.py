@@ -17,6 +17,7 @@ from config.settings import SettingsError
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED = 1, 2, 3, 4  # types of tokens; others: unused, byte
 SPACE = "\u2581"  # SentencePiece's
 PREFIX = "tokenizer.ggml."
+END_OF_TURN = ("<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<|endoftext|>", "<|end_of_text|>")
 
 
 class Split(NamedTuple):
@@ -24,7 +25,7 @@ class Split(NamedTuple):
 
     regex: str | None = None  # None: GPT-2's
     digits: bool = False  # each on its own, before anything else
-    whole: bool = False  # a piece that is in the vocabulary is not merged from bytes
+    ignore_merges: bool = False  # a piece that is in the vocabulary is not merged from bytes
     nfc: bool = False  # Unicode is normalised
     bos: bool = False  # unless add_bos_token says otherwise
 
@@ -34,15 +35,15 @@ _CASED = (
     r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+{end}"
     r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*{end}"
 )
-_SHORT = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
+_CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 _LINES = r"|\s*[\r\n]+|\s+(?!\S)|\s+"
-_MARKS = r"| ?[^\s\p{L}\p{N}]+[\r\n]*" + _LINES
+_PUNCTUATION = r"| ?[^\s\p{L}\p{N}]+[\r\n]*" + _LINES
 _PATHS = r"| ?[^\s\p{L}\p{N}]+[\r\n/]*" + _LINES
-_LLAMA3 = Split(_SHORT + "|" + _WORDS + r"|\p{N}{1,3}" + _MARKS, whole=True, bos=True)
-_CL100K = _LLAMA3._replace(whole=False, bos=False)
-_QWEN2 = Split(_SHORT + "|" + _WORDS + r"|\p{N}" + _MARKS)
-_TEKKEN = Split(_CASED.replace("{end}", "") + r"|\p{N}" + _PATHS, whole=True, bos=True)
-_GPT4O = Split(_CASED.replace("{end}", _SHORT + "?") + r"|\p{N}{1,3}" + _PATHS)
+_LLAMA3 = Split(_CONTRACTIONS + "|" + _WORDS + r"|\p{N}{1,3}" + _PUNCTUATION, ignore_merges=True, bos=True)
+_CL100K = _LLAMA3._replace(ignore_merges=False, bos=False)
+_QWEN2 = Split(_CONTRACTIONS + "|" + _WORDS + r"|\p{N}" + _PUNCTUATION)
+_TEKKEN = Split(_CASED.replace("{end}", "") + r"|\p{N}" + _PATHS, ignore_merges=True, bos=True)
+_GPT4O = Split(_CASED.replace("{end}", _CONTRACTIONS + "?") + r"|\p{N}{1,3}" + _PATHS)
 _GPT2, _DIGITS = Split(), Split(digits=True)
 
 SPLITS: Mapping[str, Split] = {  # by tokenizer.ggml.pre
@@ -62,7 +63,8 @@ def tokenizer_of(metadata: Mapping[str, Any]) -> tuple[Tokenizer, dict[str, Any]
     vocabulary = _Vocabulary(metadata)
     kind = vocabulary.get("model")
     if kind == "gpt2":
-        tokenizer, bos = _byte_level(vocabulary)
+        split = _split_of(vocabulary)
+        tokenizer, bos = _byte_level(vocabulary, split), split.bos
     elif kind == "llama":
         tokenizer, bos = _sentence_piece(vocabulary), True
     else:
@@ -85,12 +87,22 @@ def tokenizer_of(metadata: Mapping[str, Any]) -> tuple[Tokenizer, dict[str, Any]
     return tokenizer, config
 
 
+def end_tokens_of(metadata: Mapping[str, Any]) -> list[int]:
+    """All tokens that end a text or a turn; files name one or two of them."""
+    vocabulary = _Vocabulary(metadata)
+    named = {vocabulary.get(f"{end}_token_id") for end in ("eos", "eot", "eom")}
+    control = (i for i, kind in enumerate(vocabulary.types) if kind == CONTROL)
+    return sorted({*named, *(i for i in control if vocabulary.tokens[i] in END_OF_TURN)} - {None})
+
+
 class _Vocabulary:
     """The tokens with what the file says of each."""
 
     def __init__(self, metadata: Mapping[str, Any]) -> None:
         self._metadata = metadata
-        self.tokens: list[str] = self.get("tokens", [])
+        tokens = self.get("tokens", [])
+        self.tokens: list[str] = [_spelled(token) for token in tokens] if self.get("model") == "llama" else tokens
+        self.ids = {token: i for i, token in enumerate(self.tokens)}
         if not self.tokens:
             raise SettingsError(f"it has no vocabulary ({PREFIX}tokens)")
         self.types: list[int] = self.get("token_type") or [NORMAL] * len(self.tokens)
@@ -121,18 +133,19 @@ def _merging(ids: Mapping[str, int], merges: list[tuple[str, str]], **how: Any) 
 
 
 # ---------------------------------------------------------------- byte pairs
-def _byte_level(vocabulary: _Vocabulary) -> tuple[Tokenizer, bool]:
-    """And whether a text begins with its own token, where the file does not say."""
+def _split_of(vocabulary: _Vocabulary) -> Split:
     name = vocabulary.get("pre")
     if name not in SPLITS:
         raise SettingsError(
             f"how its tokenizer splits text ({PREFIX}pre) is {name!r}, which is none of {', '.join(SPLITS)}: "
             "if the file is old, convert the model again"
         )
-    split = SPLITS[name]
-    ids = {token: i for i, token in enumerate(vocabulary.tokens)}
+    return SPLITS[name]
+
+
+def _byte_level(vocabulary: _Vocabulary, split: Split) -> Tokenizer:
     merges = [(left, right) for left, _, right in (merge.partition(" ") for merge in vocabulary.get("merges", []))]
-    tokenizer = _merging(ids, merges, ignore_merges=split.whole)
+    tokenizer = _merging(vocabulary.ids, merges, ignore_merges=split.ignore_merges)
     if split.nfc:
         tokenizer.normalizer = normalizers.NFC()
     steps: list[Any] = [pre_tokenizers.Digits(individual_digits=True)] if split.digits else []
@@ -140,18 +153,14 @@ def _byte_level(vocabulary: _Vocabulary) -> tuple[Tokenizer, bool]:
     steps.append(pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=split.regex is None))
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(steps)
     tokenizer.decoder = decoders.ByteLevel()
-    return tokenizer, split.bos
+    return tokenizer
 
 
 # ---------------------------------------------------------------- SentencePiece
 def _sentence_piece(vocabulary: _Vocabulary) -> Tokenizer:
     """Byte pairs over characters, with a byte for each that is not known; a space is a character."""
-    tokens = [_spelled(token) for token in vocabulary.tokens]
-    vocabulary.tokens = tokens
-    ids = {token: i for i, token in enumerate(tokens)}
-    unknown = next((tokens[i] for i, kind in enumerate(vocabulary.types) if kind == UNKNOWN), None)
-    merges = _merges(vocabulary, ids)
-    tokenizer = _merging(ids, merges, unk_token=unknown, fuse_unk=True, byte_fallback=True)
+    unknown = next((vocabulary.tokens[i] for i, kind in enumerate(vocabulary.types) if kind == UNKNOWN), None)
+    tokenizer = _merging(vocabulary.ids, _merges(vocabulary), unk_token=unknown, fuse_unk=True, byte_fallback=True)
     spaces = normalizers.Replace(" ", SPACE)
     joined: list[Any] = [decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
     if vocabulary.get("add_space_prefix", True):
@@ -168,11 +177,10 @@ def _spelled(token: str) -> str:
     return token if token.strip(" ") else SPACE * len(token)
 
 
-def _merges(vocabulary: _Vocabulary, ids: Mapping[str, int]) -> list[tuple[str, str]]:
+def _merges(vocabulary: _Vocabulary) -> list[tuple[str, str]]:
     """Every way to put a token together from two others, those of the best token first."""
-    whole = {CONTROL, UNKNOWN}
-    ranked = [i for i, (token, kind) in enumerate(zip(vocabulary.tokens, vocabulary.types, strict=True))
-              if len(token) > 1 and kind not in whole]  # fmt: skip
+    ids, whole = vocabulary.ids, {CONTROL, UNKNOWN}
+    ranked = [i for i, token in enumerate(vocabulary.tokens) if len(token) > 1 and vocabulary.types[i] not in whole]
     if not vocabulary.gemma:  # whose scores do not order tokens that were added by hand; the file's order does
         ranked.sort(key=lambda i: -vocabulary.scores[i])
     merges = []

@@ -10,7 +10,7 @@ from tokenizers import Tokenizer, processors
 
 from config.settings import SettingsError
 from server.evaluation.documents import Document, check_vocabulary, marks_of, records, stories, text_file
-from server.models.config import EMBEDDED
+from server.models.directory import EMBEDDED
 from server.training.packing import Marks
 from server.training.words import HELD_OUT_NAMES, TRAIN
 from tests.models.random_models import byte_tokenizer

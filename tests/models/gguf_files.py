@@ -13,27 +13,20 @@ import numpy as np
 import torch
 from gguf import GGMLQuantizationType as Type
 from tokenizers import Tokenizer
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
 
-from tests.models.random_models import CONFIGS, byte_tokenizer
+from tests.models.random_models import CONFIGS, byte_tokenizer, random_model
 
 ARCHITECTURES = {"mistral": "llama", "gemma3_text": "gemma3"}  # by model_type; others have the same name
 KEPT = (Type.F32, Type.F16, Type.BF16)
 
 
-def random_model(name: str, *, seed: int = 0) -> PreTrainedModel:
-    """As random_models has it, but with what GGUF cannot say left out."""
-    torch.manual_seed(seed)
+def gguf_model(name: str, *, seed: int = 0) -> PreTrainedModel:
+    """As random_models has it, without what llama.cpp's converter does not write."""
     config = copy.deepcopy(CONFIGS[name])
     if hasattr(config, "query_pre_attn_scalar"):
         config.query_pre_attn_scalar = config.head_dim
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
-    with torch.no_grad():
-        for parameter_name, p in model.named_parameters():
-            p.normal_(0, 0.4 if "q_proj" in parameter_name else 0.1) if p.dim() > 1 else p.add_(
-                torch.randn_like(p) * 0.1
-            )
-    return model
+    return random_model(config, seed=seed)
 
 
 def round_weights(model: PreTrainedModel, kind: Type) -> None:

@@ -135,16 +135,27 @@ FALLBACK: dict[str, PretrainedConfig] = {  # what only transformers computes
 }
 
 
-def save_random(name: str, directory: Path, *, seed: int = 0, shard_size: str = "5GB") -> PreTrainedModel:
-    """Saves a random model; large weights in attention, so that a wrong key shows."""
+# Standard deviations of weights, by name: scores are large, so that a wrong key shows.
+SPREAD = {"q_proj": 0.4} | dict.fromkeys(("qkv_proj", "c_attn", "query_key_value"), 0.2)
+
+
+def random_model(config: PretrainedConfig, *, seed: int = 0) -> PreTrainedModel:
+    """Random weights."""
     torch.manual_seed(seed)
-    config = (CONFIGS | FALLBACK)[name]
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
     with torch.no_grad():
-        for parameter_name, p in model.named_parameters():
-            p.normal_(0, 0.4 if "q_proj" in parameter_name else 0.1) if p.dim() > 1 else p.add_(
-                torch.randn_like(p) * 0.1
-            )
+        for name, p in model.named_parameters():
+            if p.dim() > 1:
+                p.normal_(0, next((spread for part, spread in SPREAD.items() if part in name), 0.1))
+            else:
+                p.add_(torch.randn_like(p) * 0.1)
+    return model
+
+
+def save_random(name: str, directory: Path, *, seed: int = 0, shard_size: str = "5GB") -> PreTrainedModel:
+    """Saves a random model as a directory, with a tokenizer."""
+    config = (CONFIGS | FALLBACK)[name]
+    model = random_model(config, seed=seed)
     model.save_pretrained(directory, max_shard_size=shard_size)
     byte_tokenizer(config.vocab_size).save(str(directory / "tokenizer.json"))
     return model

@@ -26,7 +26,7 @@ from server.models.gguf_weights import GGUFWeights
 from server.models.load import describe, load_model
 from server.text.tokenizer import Tokenizer
 from tests.engine.driving import Driver
-from tests.models.gguf_files import finish, random_model, round_weights, write_gguf
+from tests.models.gguf_files import finish, gguf_model, round_weights, write_gguf
 
 FAMILIES = (
     "llama",
@@ -76,14 +76,14 @@ def assert_same_logits(ours: Model, theirs: PreTrainedModel) -> None:
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_logits_equal_those_of_transformers(name: str, tmp_path: Path) -> None:
-    theirs = random_model(name)
+    theirs = gguf_model(name)
     assert_same_logits(served(write_gguf(theirs, tmp_path / "a.gguf")), theirs)
 
 
 @pytest.mark.parametrize("kind", TYPES[1:])
 @pytest.mark.parametrize("name", ["llama", "phi3", "qwen3", "gemma3"])
 def test_logits_equal_those_of_the_dequantised_model(name: str, kind: Type, tmp_path: Path) -> None:
-    theirs = random_model(name)
+    theirs = gguf_model(name)
     file = write_gguf(theirs, tmp_path / "a.gguf", kind)
     round_weights(theirs, kind)
     assert_same_logits(served(file), theirs)
@@ -91,7 +91,7 @@ def test_logits_equal_those_of_the_dequantised_model(name: str, kind: Type, tmp_
 
 @pytest.mark.parametrize("kind", TYPES)
 def test_greedy_text_equals_that_of_transformers(kind: Type, tmp_path: Path) -> None:
-    theirs = random_model("llama3")
+    theirs = gguf_model("llama3")
     file = write_gguf(theirs, tmp_path / "a.gguf", kind)
     round_weights(theirs, kind)
     tokenizer = Tokenizer.from_directory(locate(str(file)))
@@ -106,7 +106,7 @@ def test_greedy_text_equals_that_of_transformers(kind: Type, tmp_path: Path) -> 
 
 
 def test_weights_are_kept_in_the_dtype_asked_for(tmp_path: Path) -> None:
-    theirs = random_model("qwen3")
+    theirs = gguf_model("qwen3")
     file = write_gguf(theirs, tmp_path / "a.gguf", Type.Q8_0)
     assert served(file, torch.bfloat16).weight_bytes == sum(p.numel() for p in theirs.parameters()) * 2
     assert describe(locate(str(file)), "auto").dtype == "bfloat16"
@@ -124,7 +124,7 @@ def test_whatever_the_gguf_package_dequantises_is_read(kind: Type, tmp_path: Pat
 
 
 def test_the_header_is_what_the_gguf_package_reads(tmp_path: Path) -> None:
-    file = write_gguf(random_model("llama3"), tmp_path / "a.gguf", Type.Q4_0)
+    file = write_gguf(gguf_model("llama3"), tmp_path / "a.gguf", Type.Q4_0)
     ours, theirs = read_header(file), gguf.GGUFReader(file)
     fields = {name: field.contents() for name, field in theirs.fields.items() if not name.startswith("GGUF.")}
     assert ours.metadata == fields
@@ -135,7 +135,7 @@ def test_the_header_is_what_the_gguf_package_reads(tmp_path: Path) -> None:
 
 # ---------------------------------------------------------------- what is unpacked
 def test_a_file_is_unpacked_once_until_it_changes(cache: Path, tmp_path: Path) -> None:
-    file = write_gguf(random_model("llama"), tmp_path / "mine.gguf", tokenizer__chat_template="{{ messages }}")
+    file = write_gguf(gguf_model("llama"), tmp_path / "mine.gguf", tokenizer__chat_template="{{ messages }}")
     directory = locate(str(file))
     assert directory.is_relative_to(cache)
     assert directory.name == "mine"
@@ -145,14 +145,14 @@ def test_a_file_is_unpacked_once_until_it_changes(cache: Path, tmp_path: Path) -
     words = json.loads((directory / "tokenizer_config.json").read_text())
     assert (words["chat_template"], words["bos_token"], words["eos_token"]) == ("{{ messages }}", "<s>", "</s>")
     assert [path.name for path in directory.parent.iterdir()] == ["mine"]
-    write_gguf(random_model("qwen3"), file)
+    write_gguf(gguf_model("qwen3"), file)
     assert load_config(locate(str(file))).architecture == "Qwen3ForCausalLM"
 
 
 def test_all_tokens_that_end_a_turn_are_found(tmp_path: Path) -> None:
     tokens = ["<s>", "</s>", "<|im_end|>", "<end_of_turn>", "<other>", *(chr(i) for i in range(0x100, 0x100 + 295))]
     file = write_gguf(
-        random_model("qwen2"),
+        gguf_model("qwen2"),
         tmp_path / "a.gguf",
         tokenizer__ggml__tokens=tokens,
         tokenizer__ggml__token_type=[3, 3, 3, 1] + [3] * 296,
@@ -163,7 +163,7 @@ def test_all_tokens_that_end_a_turn_are_found(tmp_path: Path) -> None:
 
 def test_models_of_another_scale(tmp_path: Path) -> None:
     """The largest Gemmas divide scores by the root of the width of a head, not of its keys, and no key says so."""
-    theirs = random_model("gemma2")
+    theirs = gguf_model("gemma2")
     file = write_gguf(theirs, tmp_path / "a.gguf", gemma2__block_count=46)
     assert load_config(locate(str(file))).scale == pytest.approx((64 / 4) ** -0.5)
     file = write_gguf(theirs, tmp_path / "b.gguf", gemma2__attention__scale=0.5, gemma2__final_logit_softcapping=None)
@@ -189,7 +189,7 @@ def test_models_of_another_scale(tmp_path: Path) -> None:
     ],
 )
 def test_what_cannot_be_served_is_refused(metadata: dict[str, Any], message: str, tmp_path: Path) -> None:
-    file = write_gguf(random_model("llama"), tmp_path / "a.gguf", **metadata)
+    file = write_gguf(gguf_model("llama"), tmp_path / "a.gguf", **metadata)
     with pytest.raises(ModelError, match=message) as caught:
         locate(str(file))
     assert str(file) in str(caught.value)
@@ -212,7 +212,7 @@ def test_files_that_are_none_are_refused(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("share", [0.01, 0.1, 0.3, 0.6, 0.9])
 def test_a_file_cut_off_before_the_weights_is_refused(share: float, tmp_path: Path) -> None:
-    file = write_gguf(random_model("llama"), tmp_path / "a.gguf")
+    file = write_gguf(gguf_model("llama"), tmp_path / "a.gguf")
     weights = min(tensor.offset for tensor in read_header(file).tensors.values())
     file.write_bytes(file.read_bytes()[: int(weights * share)])
     with pytest.raises(ModelError, match=r"a\.gguf is damaged or cut off: fetch it again"):
@@ -220,14 +220,14 @@ def test_a_file_cut_off_before_the_weights_is_refused(share: float, tmp_path: Pa
 
 
 def test_a_file_cut_off_within_the_weights_is_refused(tmp_path: Path) -> None:
-    file = write_gguf(random_model("llama"), tmp_path / "a.gguf")
+    file = write_gguf(gguf_model("llama"), tmp_path / "a.gguf")
     file.write_bytes(file.read_bytes()[:-1000])
     with pytest.raises(SettingsError, match=r"a\.gguf is cut off before the end of tensor"):
         Driver(file)
 
 
 def test_tensors_that_cannot_be_read_are_refused(tmp_path: Path) -> None:
-    file = write_gguf(random_model("llama"), tmp_path / "a.gguf", Type.Q8_0)
+    file = write_gguf(gguf_model("llama"), tmp_path / "a.gguf", Type.Q8_0)
     data = file.read_bytes()
     name = b"blk.0.ffn_up.weight"
     place = data.index(name) + len(name) + 4 + 2 * 8  # where the type stands, behind the shape
@@ -238,7 +238,7 @@ def test_tensors_that_cannot_be_read_are_refused(tmp_path: Path) -> None:
 
 
 def test_a_missing_tensor_and_another_implementation_are_refused(tmp_path: Path) -> None:
-    file = write_gguf(random_model("llama"), tmp_path / "a.gguf", llama__block_count=4)
+    file = write_gguf(gguf_model("llama"), tmp_path / "a.gguf", llama__block_count=4)
     with pytest.raises(SettingsError, match=r"has no tensor 'blk\.3\."):
         Driver(file)
     with pytest.raises(SettingsError, match="computed by the lean decoder only"):
@@ -247,7 +247,7 @@ def test_a_missing_tensor_and_another_implementation_are_refused(tmp_path: Path)
 
 
 def test_a_cache_that_cannot_be_written_is_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    file = write_gguf(random_model("llama"), tmp_path / "a.gguf")
+    file = write_gguf(gguf_model("llama"), tmp_path / "a.gguf")
     (tmp_path / "taken").touch()
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "taken"))
     with pytest.raises(ModelError, match=r"cannot unpack .* set XDG_CACHE_HOME"):

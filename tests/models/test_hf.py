@@ -10,6 +10,7 @@ from transformers import (
     AutoModelForCausalLM,
     BloomConfig,
     FalconConfig,
+    Llama4TextConfig,
     MambaConfig,
     PretrainedConfig,
     Qwen3NextConfig,
@@ -36,7 +37,7 @@ def test_logits_equal_those_of_transformers(name: str, tmp_path: Path) -> None:
         expected = theirs(ids[None]).logits[0, ::7]
         assert expected.abs().max() > 0.1
         torch.testing.assert_close(ours.forward(ids, attention), expected, rtol=0, atol=1e-4)
-    assert ours.weight_bytes == sum(t.nbytes for t in {t.data_ptr(): t for t in theirs.parameters()}.values())
+    assert ours.weight_bytes == 4 * sum(p.numel() for p in theirs.parameters())
 
 
 @pytest.mark.parametrize("positions", [3, 5, 60])
@@ -93,6 +94,12 @@ REFUSED: dict[str, tuple[PretrainedConfig, str]] = {
         ),
         "layers 0, 1, 2 of 3 do not attend over keys and values",
     ),
+    "attention in chunks": (
+        Llama4TextConfig(
+            **SHAPE, vocab_size=300, head_dim=16, intermediate_size_mlp=96, num_local_experts=2, pad_token_id=0
+        ),
+        "layer 0 is of kind 'chunked_attention'; only sliding_attention and full_attention can be served",
+    ),
     "older code": (
         FalconConfig(vocab_size=300, hidden_size=64, num_hidden_layers=2, num_attention_heads=4),
         "transformers cannot load it with our attention",
@@ -101,7 +108,7 @@ REFUSED: dict[str, tuple[PretrainedConfig, str]] = {
 
 
 @pytest.mark.parametrize("kind", REFUSED)
-def test_what_keeps_no_keys_and_values_is_refused(kind: str, tmp_path: Path) -> None:
+def test_what_cannot_be_served_is_refused(kind: str, tmp_path: Path) -> None:
     config, message = REFUSED[kind]
     AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
     with pytest.raises(ModelError, match=message):

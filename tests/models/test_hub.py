@@ -19,12 +19,12 @@ import pytest
 from config.settings import load
 from server.models.config import ModelError
 from server.models.directory import locate, located
-from tests.models.gguf_files import random_model, write_gguf
+from tests.models.gguf_files import gguf_model, write_gguf
 from tests.models.random_models import save_random
 
 COMMIT = "c0ffee" + "0" * 34
 SECRET = "hf_a_secret"
-UNWANTED = ("pytorch_model.bin", "original/consolidated.safetensors", "README.md")
+UNWANTED = ("pytorch_model.bin", "original/consolidated.safetensors", "README.md", "consolidated.safetensors")
 
 
 class Hub(ThreadingHTTPServer):
@@ -195,7 +195,7 @@ def test_names_clients_know(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     save_random("llama", tmp_path / "mine")
     settings = located(load(None, {"model": str(tmp_path / "mine")}))
     assert settings.model_names == ["mine"]
-    file = write_gguf(random_model("llama"), tmp_path / "yours.gguf")
+    file = write_gguf(gguf_model("llama"), tmp_path / "yours.gguf")
     assert located(load(None, {"model": str(file)})).model_names == ["yours"]
     assert located(load(None, {})).model_names == ["tiny"]
     assert located(load(None, {"model_name": "gpt-4, my-model"})).model_names == ["gpt-4", "my-model"]

@@ -7,12 +7,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, DynamicCache
+from transformers import DynamicCache
 
 from cache_strategies.hf import StrategyCache
 from config.settings import StrategySettings
 from tests.contract.harness import POISON
-from tests.models.random_models import CONFIGS
+from tests.models.random_models import CONFIGS, random_model
 
 LONGEST = 96
 PAGED = StrategySettings(kind="paged", block_size=4)
@@ -20,13 +20,7 @@ PAGED = StrategySettings(kind="paged", block_size=4)
 
 @remembered
 def model_of(name: str) -> Any:
-    """A random model whose attention matters: a wrong key shows in the tokens."""
-    torch.manual_seed(0)
-    model: Any = AutoModelForCausalLM.from_config(CONFIGS[name], dtype=torch.float32).eval()
-    with torch.no_grad():
-        for parameter, p in model.named_parameters():
-            p.normal_(0, 0.4 if "q_proj" in parameter else 0.1) if p.dim() > 1 else p.add_(torch.randn_like(p) * 0.1)
-    return model
+    return random_model(CONFIGS[name])
 
 
 def made(model: Any, settings: StrategySettings, *, rows: int = 3, **how: Any) -> StrategyCache:

@@ -179,7 +179,7 @@ def test_a_refused_step_leaves_the_cache_as_it_was() -> None:
 # ---------------------------------------------------------------- strategies of other people
 @pytest.fixture
 def sieve(monkeypatch: pytest.MonkeyPatch) -> str:
-    """Keeps every so manieth token, in memory of its own, and cannot fork."""
+    """Keeps every n-th token, in memory of its own, and cannot fork."""
     where = "tests.contract.third_party:SieveCache"
     monkeypatch.setattr(registry, "BUILTIN", registry.BUILTIN | {"sieve": where})
     return "sieve"

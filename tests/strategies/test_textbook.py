@@ -86,6 +86,15 @@ def test_the_document_counts_right(example: dict[str, Any]) -> None:
     assert example["generate"](model, example["prompt"], 20, cache).tolist() == example["text"].tolist()
 
 
+def test_what_the_document_proposes_to_try(example: dict[str, Any]) -> None:
+    cache, model, prompt = example["cache"], example["model"], example["prompt"]
+    cache.clear()
+    whole = model(prompt, cache, 0)
+    cache.clear()
+    pieces = [model(prompt[:, :3], cache, 0), model(prompt[:, 3:], cache, 3)]
+    torch.testing.assert_close(torch.cat(pieces, 1), whole)
+
+
 class NewMemory(TorchDispatchMode):
     """Collects the memory that operations return."""
 
@@ -95,7 +104,8 @@ class NewMemory(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         found = func(*args, **(kwargs or {}))
-        self.seen |= {x.untyped_storage().data_ptr() for x in (found,) if isinstance(x, Tensor)}
+        if isinstance(found, Tensor):
+            self.seen.add(found.untyped_storage().data_ptr())
         return found
 
 
@@ -296,5 +306,5 @@ def test_a_cache_of_other_heads_says_so() -> None:
         an_attention()(torch.zeros(1, 1, H * D), KVCache(1, 8, H + 1, D), 0)
 
 
-def test_bytes_are_counted_as_they_are_taken() -> None:
-    assert KVCache.bytes_for(32, 1, 4096, 32, 128, itemsize=2) == 2 * 32 * 4096 * 32 * 128 * 2  # Llama 2 7B: 2 GiB
+def test_llama_2_7b_keeps_two_gibibytes_at_4096_tokens() -> None:
+    assert KVCache.bytes_for(32, 1, 4096, 32, 128, itemsize=2) == 2 * 2**30
