@@ -383,12 +383,15 @@ def _layer_specs(config: Any) -> list[LayerSpec]:
     """What the config says of each layer, as transformers' own cache reads it. Raises StrategyCacheError."""
     layers = DynamicCache(config=config).layers
     plain = all(type(layer) in (DynamicLayer, DynamicSlidingWindowLayer) for layer in layers)
-    query_heads = getattr(config, "num_attention_heads", None)
-    heads = getattr(config, "num_key_value_heads", None) or query_heads
+    try:
+        query_heads = getattr(config, "num_attention_heads", None)
+        heads = getattr(config, "num_key_value_heads", None) or query_heads
+        dim = getattr(config, "head_dim", None) or config.hidden_size // query_heads
+    except (AttributeError, TypeError):  # it depends on the layer, or is called otherwise
+        heads = None
     if not plain or not isinstance(heads, int) or getattr(config, "attention_chunk_size", None):
         raise StrategyCacheError(
             f"{type(config).__name__}: a strategy can keep layers that attend to all tokens or to a sliding window of "
             "them, with keys and values of their own, and this model has others: use DynamicCache"
         )
-    dim = getattr(config, "head_dim", None) or config.hidden_size // query_heads
     return [LayerSpec(heads, heads, dim, dim, window=getattr(layer, "sliding_window", None)) for layer in layers]

@@ -6,32 +6,15 @@ and those from before it.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from config.settings import SettingsError
+from server.models.config_file import checked, read_json
+from server.models.errors import ModelError, UnknownModelError
 from server.models.families import FAMILIES, Experts, Family, Raw
 
-
-class ModelError(SettingsError):
-    """A model that cannot be served; the message tells the user why, and what can."""
-
-
-class UnknownModelError(ModelError):
-    """A model that the lean decoder does not know; transformers may."""
-
-
-REQUIRED = (
-    "vocab_size",
-    "hidden_size",
-    "intermediate_size",
-    "num_attention_heads",
-    "num_hidden_layers",
-    "max_position_embeddings",
-)
 ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh", "gelu_tanh": "gelu_tanh"}
 SCALINGS = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")  # of RoPE
 SLIDING = "sliding_attention"
@@ -120,14 +103,16 @@ class ModelConfig:
 
 def load_config(directory: Path) -> ModelConfig:
     """Reads config.json and generation_config.json. Raises ModelError for what the decoder does not know."""
-    raw = _json(directory / "config.json")
-    architecture = (raw.get("architectures") or ["none"])[0]
-    raw = raw | raw.get("text_config", {})  # a model that sees, too, writes its decoder's config within its own
+    file = directory / "config.json"
+    raw = read_json(file)
+    architecture = architecture_of(raw)
     family = FAMILIES.get(architecture)
     if family is None:
         raise UnknownModelError(f"{directory} holds a {architecture}; the decoder knows {', '.join(FAMILIES)}")
-    if missing := [key for key in REQUIRED if not isinstance(raw.get(key), int)]:
-        raise ModelError(f"{directory / 'config.json'} lacks {', '.join(missing)}; is it the file of this model?")
+    text = raw.get("text_config")  # a model that sees, too, writes its decoder's config within its own
+    raw = {**family.defaults, **raw, **(text if isinstance(text, dict) else {})}
+    checked(raw, file)
+    _refuse_what_is_computed_otherwise(raw, directory)
     activation = raw.get(family.activation) or raw.get("hidden_act") or "silu"
     if activation not in ACTIVATIONS:
         raise UnknownModelError(
@@ -164,11 +149,29 @@ def load_config(directory: Path) -> ModelConfig:
     )
 
 
+def architecture_of(raw: Raw) -> str:
+    """The first that config.json names."""
+    named = raw.get("architectures")
+    return str(named[0]) if isinstance(named, list) and named else "none"
+
+
+def _refuse_what_is_computed_otherwise(raw: Raw, directory: Path) -> None:
+    if quantisation := raw.get("quantization_config"):
+        method = quantisation.get("quant_method") if isinstance(quantisation, dict) else quantisation
+        raise ModelError(
+            f"{directory}: the checkpoint is quantised ({method}), which cannot be read: take the one it was made "
+            "from, or a GGUF file"
+        )
+    if raw.get("use_bidirectional_attention"):
+        raise ModelError(f"{directory}: use_bidirectional_attention makes it an encoder, which cannot be served")
+
+
 def _layers(raw: Raw, family: Family, head_dim: int, directory: Path) -> tuple[LayerConfig, ...]:
     """layer_types says which layers slide; the family's own rule counts only where it is not given (vllm#49795)."""
     count = raw["num_hidden_layers"]
     kinds = raw.get("layer_types") or [SLIDING if slides else SEES_ALL for slides in family.slides(raw, count)]
-    turning = raw.get("no_rope_layers") or [1] * count  # SmolLM3: 0 where a layer does not turn
+    every = raw.get("no_rope_layer_interval") or count + 1
+    turning = raw.get("no_rope_layers") or [int((i + 1) % every != 0) for i in range(count)]  # 0: does not turn
     if len(kinds) != count or len(turning) != count:
         raise ModelError(
             f"{directory / 'config.json'} has {count} layers, {len(kinds)} layer_types, {len(turning)} no_rope_layers"
@@ -193,20 +196,16 @@ def _layers(raw: Raw, family: Family, head_dim: int, directory: Path) -> tuple[L
 
 def _rope(raw: Raw, family: Family, head_dim: int, kind: str, directory: Path) -> Rope:
     """transformers 5 writes rope_parameters, by kind of layer where they differ; before: rope_theta, rope_scaling."""
-    given = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
-    theta: Any = raw.get("rope_theta", 10_000.0)
+    given = raw.get("rope_scaling") or raw.get("rope_parameters") or {}
+    theta: float = raw.get("rope_theta") or 10_000.0
     if kind in given:
         given = given[kind]
     elif family.local_theta is not None and kind == SLIDING:
-        given, theta = {}, raw.get("rope_local_base_freq", family.local_theta)
-    theta = given.get("rope_theta", theta)
-    share: Any = given.get("partial_rotary_factor", raw.get("partial_rotary_factor", 1.0))
-    for key, value in (("rope_theta", theta), ("partial_rotary_factor", share)):
-        if not isinstance(value, int | float):
-            raise ModelError(f"{directory / 'config.json'}: {key} is {value!r}, and should be a number")
+        given, theta = {}, raw.get("rope_local_base_freq") or family.local_theta
+    theta = given.get("rope_theta") or theta
+    share: float = given.get("partial_rotary_factor") or raw.get("partial_rotary_factor") or 1.0
     scaling = given.get("rope_type") or given.get("type") or "default"
-    if scaling == "su":  # LongRoPE's name in the first Phi-3 files
-        scaling = "longrope"
+    scaling = family.scalings.get(scaling, scaling)
     if scaling not in SCALINGS:
         raise UnknownModelError(f"{directory}: RoPE scaling {scaling!r}; the decoder knows {', '.join(SCALINGS)}")
     longest = raw["max_position_embeddings"]
@@ -242,18 +241,11 @@ def _experts(raw: Raw, experts: Experts | None, directory: Path) -> MixtureOfExp
 
 
 def eos_ids_of(directory: Path) -> frozenset[int]:
-    """Generation settings know more end tokens than the model's config."""
+    """Generation settings know more end tokens than the model's config. Raises ModelError."""
     path = directory / "generation_config.json"
-    generation = _json(path) if path.is_file() else {}
-    eos = generation.get("eos_token_id", _json(directory / "config.json").get("eos_token_id"))
-    return frozenset(eos if isinstance(eos, list) else [] if eos is None else [eos])
-
-
-def _json(path: Path) -> dict[str, Any]:
-    try:
-        value = json.loads(path.read_text())
-    except (OSError, ValueError) as error:
-        raise ModelError(f"cannot read {path}: {error}") from None
-    if not isinstance(value, dict):
-        raise ModelError(f"{path} is no JSON object")
-    return value
+    generation = read_json(path) if path.is_file() else {}
+    eos = generation.get("eos_token_id", read_json(directory / "config.json").get("eos_token_id"))
+    ids = eos if isinstance(eos, list) else [] if eos is None else [eos]
+    if not all(isinstance(i, int) for i in ids):
+        raise ModelError(f"{directory}: eos_token_id is {eos!r}, and should be a number or several")
+    return frozenset(ids)

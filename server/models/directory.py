@@ -9,7 +9,7 @@ from pathlib import Path
 
 from config.settings import Settings
 from server.models import hub
-from server.models.config import ModelError
+from server.models.errors import ModelError
 from server.models.gguf_directory import unpacked
 from server.models.gguf_file import SUFFIX
 
@@ -50,4 +50,9 @@ def _on_disk(model: str) -> Path:
 
 
 def _path(model: str) -> Path:
-    return EMBEDDED.get(model, Path(model).expanduser())
+    try:
+        path = EMBEDDED.get(model) or Path(model).expanduser()
+        path.exists()
+    except (OSError, RuntimeError) as error:  # a name too long; the home of nobody
+        raise ModelError(f"no model at {model!r}: {error}") from None
+    return path

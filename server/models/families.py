@@ -22,8 +22,8 @@ def _all(raw: Raw, layers: int) -> list[bool]:
 
 def _if_used(raw: Raw, layers: int) -> list[bool]:
     """Qwen: the layers from max_window_layers on, if use_sliding_window says so at all."""
-    first = raw.get("max_window_layers", layers) if raw.get("use_sliding_window") else layers
-    return [i >= first for i in range(layers)]
+    first = raw.get("max_window_layers")
+    return [bool(raw.get("use_sliding_window")) and first is not None and i >= first for i in range(layers)]
 
 
 def _all_if_used(raw: Raw, layers: int) -> list[bool]:
@@ -35,7 +35,7 @@ def _every_other(raw: Raw, layers: int) -> list[bool]:
 
 
 def _all_but_every_nth(raw: Raw, layers: int) -> list[bool]:
-    return [(i + 1) % raw.get("sliding_window_pattern", 6) != 0 for i in range(layers)]
+    return [(i + 1) % (raw.get("sliding_window_pattern") or 6) != 0 for i in range(layers)]
 
 
 class Experts(NamedTuple):
@@ -46,6 +46,9 @@ class Experts(NamedTuple):
     width: str
     normalise: bool | None = True  # do the weights of the chosen sum to 1? None: norm_topk_prob says
     split: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")  # of an expert
+
+
+NOTHING: Mapping[str, Any] = {}
 
 
 class Family(NamedTuple):
@@ -61,6 +64,8 @@ class Family(NamedTuple):
     activation: Literal["hidden_act", "hidden_activation"] = "hidden_act"
     experts: Experts | None = None
     local_theta: float | None = None  # of sliding layers, if rope_local_base_freq is not given
+    defaults: Raw = NOTHING  # what config.json may leave out, where it is not Llama's; as in transformers
+    scalings: Mapping[str, str] = NOTHING  # other names of RoPE scalings
 
 
 _MIXTRAL = Experts("block_sparse_moe", ("num_local_experts",), "intermediate_size", split=("w1", "w3", "w2"))
@@ -72,20 +77,44 @@ _GEMMA = Family(
     scaled_embedding=True,
     tied=True,
     activation="hidden_activation",
+    defaults={
+        "hidden_activation": "gelu_pytorch_tanh",
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "head_dim": 256,
+        "query_pre_attn_scalar": 256,
+        "sliding_window": 4096,
+    },
 )
 
-_GEMMA3 = _GEMMA._replace(qk_norm=True, slides=_all_but_every_nth, local_theta=10_000.0)
+_GEMMA2_DEFAULTS = {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0, "max_position_embeddings": 8192}
+_GEMMA3_DEFAULTS = {"vocab_size": 262_208, "max_position_embeddings": 131_072, "rope_theta": 1e6}
+_GEMMA3 = _GEMMA._replace(
+    qk_norm=True, slides=_all_but_every_nth, local_theta=10_000.0, defaults={**_GEMMA.defaults, **_GEMMA3_DEFAULTS}
+)
+_QWEN_DEFAULTS = {"sliding_window": 4096, "max_window_layers": 28}
 
 FAMILIES: Mapping[str, Family] = {
     "LlamaForCausalLM": Family(),
-    "MistralForCausalLM": Family(qkv_bias=False, slides=_all),
-    "MixtralForCausalLM": Family(qkv_bias=False, slides=_all, experts=_MIXTRAL),
-    "Phi3ForCausalLM": Family(qkv_bias=False, slides=_all),
-    "Qwen2ForCausalLM": Family(qkv_bias=True, slides=_if_used),
-    "Qwen3ForCausalLM": Family(qk_norm=True, slides=_if_used),
-    "Qwen3MoeForCausalLM": Family(qk_norm=True, slides=_all_if_used, experts=_QWEN3_MOE),
-    "SmolLM3ForCausalLM": Family(slides=_if_used, tied=True),
-    "Gemma2ForCausalLM": _GEMMA._replace(slides=_every_other),
+    "MistralForCausalLM": Family(qkv_bias=False, slides=_all, defaults={"sliding_window": 4096}),
+    "MixtralForCausalLM": Family(
+        qkv_bias=False, slides=_all, experts=_MIXTRAL, defaults={"rope_theta": 1e6, "rms_norm_eps": 1e-5}
+    ),
+    "Phi3ForCausalLM": Family(
+        qkv_bias=False,
+        slides=_all,
+        defaults={"rms_norm_eps": 1e-5},
+        scalings={"su": "longrope", "yarn": "longrope"},  # its first files' names
+    ),
+    "Qwen2ForCausalLM": Family(qkv_bias=True, slides=_if_used, defaults=_QWEN_DEFAULTS),
+    "Qwen3ForCausalLM": Family(qk_norm=True, slides=_if_used, defaults={**_QWEN_DEFAULTS, "head_dim": 128}),
+    "Qwen3MoeForCausalLM": Family(
+        qk_norm=True, slides=_all_if_used, experts=_QWEN3_MOE, defaults={"sliding_window": 4096}
+    ),
+    "SmolLM3ForCausalLM": Family(
+        slides=_if_used, tied=True, defaults={"rope_theta": 2e6, "no_rope_layer_interval": 4, "max_window_layers": 28}
+    ),
+    "Gemma2ForCausalLM": _GEMMA._replace(slides=_every_other, defaults={**_GEMMA.defaults, **_GEMMA2_DEFAULTS}),
     "Gemma3ForCausalLM": _GEMMA3,
     "Gemma3ForConditionalGeneration": _GEMMA3,  # its decoder: text only
 }

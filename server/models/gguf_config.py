@@ -11,7 +11,8 @@ from collections.abc import Mapping
 from math import log, prod
 from typing import Any, NamedTuple
 
-from server.models.config import SEES_ALL, SLIDING, ModelError
+from server.models.config import SEES_ALL, SLIDING
+from server.models.errors import ModelError
 from server.models.gguf_file import Header
 
 DTYPES = {0: "float32", 1: "float16"}  # by type of tensor; all others are computed in bfloat16

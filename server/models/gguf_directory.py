@@ -15,7 +15,8 @@ import tempfile
 from pathlib import Path
 
 from config.settings import SettingsError
-from server.models.config import ModelError
+from server.models.config_file import checked
+from server.models.errors import ModelError
 from server.models.gguf_config import config_of
 from server.models.gguf_file import SUFFIX, read_header
 from server.text.gguf_tokenizer import end_tokens_of, tokenizer_of
@@ -58,18 +59,24 @@ def _place(file: Path) -> Path:
 def _unpack(file: Path, directory: Path) -> None:
     """All or nothing: another process may do the same."""
     header = read_header(file)
-    config = config_of(header)
     try:
+        config = config_of(header)
+        checked(config, file)
         tokenizer, tokenizer_config = tokenizer_of(header.metadata)
+        generation_config = {"eos_token_id": end_tokens_of(header.metadata)}
+    except ModelError:
+        raise
     except SettingsError as error:
         raise ModelError(f"{file}: {error}") from None
+    except (TypeError, ValueError, ArithmeticError, AttributeError, LookupError) as error:
+        raise ModelError(f"{file}: its metadata are damaged: {error!r}") from None
     directory.parent.mkdir(parents=True, exist_ok=True)
     scratch = Path(tempfile.mkdtemp(dir=directory.parent))
     try:
         tokenizer.save(str(scratch / "tokenizer.json"))
         for name, values in (
             ("config", config),
-            ("generation_config", {"eos_token_id": end_tokens_of(header.metadata)}),
+            ("generation_config", generation_config),
             ("tokenizer_config", tokenizer_config),
         ):
             (scratch / f"{name}.json").write_text(json.dumps(values, indent=2, ensure_ascii=False), encoding="utf-8")

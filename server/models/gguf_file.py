@@ -13,7 +13,7 @@ from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from server.models.config import ModelError
+from server.models.errors import ModelError
 
 SUFFIX = ".gguf"
 VERSIONS = (2, 3)

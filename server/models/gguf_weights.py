@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from server.models.config import ModelError
+from server.models.errors import ModelError
 from server.models.gguf_config import Keys
 from server.models.gguf_file import TensorInfo, read_header
 

@@ -18,7 +18,8 @@ import torch
 from torch import Tensor, nn
 
 from kernels.ops import Attention, LayerSpec
-from server.models.config import SEES_ALL, SLIDING, Facts, ModelError, eos_ids_of
+from server.models.config import SEES_ALL, SLIDING, Facts, eos_ids_of
+from server.models.errors import ModelError
 from server.models.full_context import FullContext
 
 IMPLEMENTATION = "kvmux"  # our name among transformers' kinds of attention
@@ -41,8 +42,9 @@ class TransformersModel:
         self.facts = facts_of(directory)
         self.dtype = dtype
         self._model = _loaded(directory, dtype, device)
-        _settle_frequencies(self._model, positions or self.facts.max_positions)
-        self.specs = _probed(self._model, self.facts, device)
+        positions = positions or self.facts.max_positions
+        _settle_frequencies(self._model, positions)
+        self.specs = _probed(self._model, self.facts, positions, device)
 
     @property
     def device(self) -> torch.device:
@@ -62,7 +64,7 @@ def facts_of(directory: Path) -> Facts:
     """From the directory's config, as transformers reads it. Raises ModelError."""
     config = _config(directory)
     text = config.get_text_config()
-    dtype = getattr(text, "dtype", None) or torch.float32
+    dtype = getattr(text, "dtype", None) or getattr(config, "dtype", None) or torch.float32
     positions = getattr(text, "max_position_embeddings", None)
     if positions is None:
         raise ModelError(
@@ -76,9 +78,9 @@ def _config(directory: Path) -> Any:
     from transformers import AutoConfig
 
     try:
-        return AutoConfig.from_pretrained(directory, local_files_only=True)
-    except (OSError, ValueError, KeyError) as error:
-        raise ModelError(f"{directory}: transformers cannot read its config: {error}") from None
+        return AutoConfig.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
+    except Exception as error:  # of many kinds: transformers checks configs in several ways
+        raise ModelError(f"{directory}: transformers cannot read its config: {_first_line(error)}") from None
 
 
 def _loaded(directory: Path, dtype: torch.dtype, device: torch.device) -> Any:
@@ -86,24 +88,47 @@ def _loaded(directory: Path, dtype: torch.dtype, device: torch.device) -> Any:
 
     AttentionInterface.register(IMPLEMENTATION, _attend)
     try:
-        model: Any = AutoModelForCausalLM.from_pretrained(
-            directory, dtype=dtype, attn_implementation=IMPLEMENTATION, local_files_only=True
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
+            directory,
+            dtype=dtype,
+            attn_implementation=IMPLEMENTATION,
+            local_files_only=True,
+            trust_remote_code=False,
+            output_loading_info=True,
         )
-    except (OSError, ValueError, KeyError, ImportError, RuntimeError) as error:
-        raise ModelError(f"{directory}: transformers cannot load it with our attention: {error!r}") from None
+    except Exception as error:
+        if "Unrecognized configuration class" in str(error):
+            raise ModelError(f"{directory}: transformers knows no decoder-only model of that kind") from None
+        raise ModelError(f"{directory}: transformers cannot load it with our attention: {_first_line(error)}") from None
+    model, found = loaded
+    if lacking := sorted(found["missing_keys"]) + sorted(str(key) for key in found["mismatched_keys"]):
+        raise ModelError(
+            f"{directory} is incomplete, or config.json speaks of another model: no {lacking[0]} as it should be, "
+            f"and {len(lacking) - 1} more"
+        )
     return model.to(device).eval().requires_grad_(False)
+
+
+def _first_line(error: Exception) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return f"{type(error).__name__}: {lines[0] if lines else ''}"
 
 
 def _settle_frequencies(model: nn.Module, positions: int) -> None:
     """Of LongRoPE's two sets, the one for texts of that length, for good.
 
     transformers chooses anew by the longest text of a step, which cached keys and other sequences do not survive.
+    Raises ModelError if a model's own code does so, too.
     """
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
     rope: Any
     for rope in model.modules():
         if getattr(rope, "rope_type", None) == "longrope":
+            parameters = rope.config.rope_parameters
+            short = parameters["original_max_position_embeddings"]
+            if "short_mscale" in parameters and positions > short:
+                raise ModelError(f"texts longer than {short} tokens would change others: give --max-seq-len {short}")
             frequencies, _ = ROPE_INIT_FUNCTIONS["longrope"](rope.config, rope.inv_freq.device, seq_len=positions)
             rope.inv_freq.copy_(frequencies)
             rope.original_inv_freq.copy_(frequencies)
@@ -123,13 +148,15 @@ def _logits(model: Any, ids: Tensor, attention: Attention) -> Tensor:
     return found.float()
 
 
-def _attend(module: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, **how: Any) -> tuple[Tensor, None]:
+def _attend(
+    module: nn.Module, q: Tensor, k: Tensor, v: Tensor, attention_mask: Tensor | None = None, **how: Any
+) -> tuple[Tensor, None]:
     """What transformers calls: q [1,Hq,N,D], k and v [1,H,N,D] -> [1,N,Hq,D]."""
     attention = _current.get()
     if isinstance(attention, _Probe):
         attention.learn(module, q, k, v, how)
     out = attention.attend(_index(module), *(x[0].transpose(0, 1) for x in (q, k, v)))
-    return out[None], None
+    return out[None].contiguous(), None
 
 
 def _index(module: nn.Module) -> int:
@@ -143,12 +170,13 @@ def _index(module: nn.Module) -> int:
 class _Probe(FullContext):
     """Attention over one short text that learns on the way what every layer's attention is."""
 
-    def __init__(self, length: int, config: Any, device: torch.device) -> None:
+    def __init__(self, length: int, config: Any, positions: int, device: torch.device) -> None:
         self.found: dict[int, LayerSpec] = {}
         super().__init__(self.found, length, device)
         self.logit_index = self.positions  # all rows
         self.positions = self.positions.flip(0)  # a step mixes texts: positions alone may tell where a token stands
         self._config = config
+        self._served = positions  # of the longest text
 
     def learn(self, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, how: Mapping[str, Any]) -> None:
         index = _index(module)
@@ -169,23 +197,31 @@ class _Probe(FullContext):
     def _window(self, index: int) -> int | None:
         """Some models say it in the mask alone; layer_types then says which layers slide (vllm#49795)."""
         kinds = getattr(self._config, "layer_types", None)
+        window = getattr(self._config, "sliding_window", None)
         if kinds is None:
+            if window is not None and window < self._served:
+                raise ModelError(
+                    f"config.json has a window of {window}, and nothing says which layers it is for: "
+                    f"give --max-seq-len {window}"
+                )
             return None
         if kinds[index] not in (SLIDING, SEES_ALL):
             raise ModelError(f"layer {index} is of kind {kinds[index]!r}; only {SLIDING} and {SEES_ALL} can be served")
-        return getattr(self._config, "sliding_window", None) if kinds[index] == SLIDING else None
+        return window if kinds[index] == SLIDING else None
 
 
 @torch.inference_mode()
-def _probed(model: Any, facts: Facts, device: torch.device) -> list[LayerSpec]:
+def _probed(model: Any, facts: Facts, positions: int, device: torch.device) -> list[LayerSpec]:
     """Every layer's attention. Raises ModelError if a layer does something else, or something more."""
     name, config = type(model).__name__, model.config.get_text_config()
-    probe = _Probe(PROBE_TOKENS, config, device)
+    probe = _Probe(PROBE_TOKENS, config, positions, device)
     ids = (torch.arange(PROBE_TOKENS, device=device) * 7919) % facts.vocab_size
     try:
         ours = _logits(model, ids.flip(0), probe).flip(0)
-    except TypeError as error:  # a forward without position_ids or logits_to_keep
-        raise ModelError(f"{name} cannot be served: {error}") from None
+    except ModelError:
+        raise
+    except Exception as error:  # a forward without position_ids or logits_to_keep; its own checks
+        raise ModelError(f"{name} cannot be served: {_first_line(error)}") from None
     layers = config.num_hidden_layers
     if sorted(probe.found) != list(range(layers)):
         without = [str(i) for i in range(layers) if i not in probe.found]

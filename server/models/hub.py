@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from server.models.config import ModelError
+from server.models.errors import ModelError
 
 NAME = re.compile(r"\w[\w.-]*/\w[\w.-]*", re.ASCII)  # owner/name
 WANTED = ["*.json", "*.safetensors", "*.jinja"]

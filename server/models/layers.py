@@ -14,7 +14,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kernels.ops import Ops
-from server.models.config import MixtureOfExperts, ModelConfig, ModelError
+from server.models.config import MixtureOfExperts, ModelConfig
+from server.models.errors import ModelError
 from server.models.weights import Weights
 
 

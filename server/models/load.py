@@ -9,8 +9,9 @@ import torch
 from config.settings import ModelImpl
 from kernels.ops import Ops
 from server.models.base import Model
-from server.models.config import Facts, ModelConfig, ModelError, UnknownModelError, load_config
+from server.models.config import Facts, ModelConfig, load_config
 from server.models.decoder import Decoder
+from server.models.errors import ModelError, UnknownModelError
 from server.models.gguf_directory import gguf_of
 from server.models.gguf_weights import GGUFWeights
 from server.models.hf import TransformersModel, facts_of

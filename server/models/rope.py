@@ -12,7 +12,8 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import Tensor
 
-from server.models.config import ModelError, Rope
+from server.models.config import Rope
+from server.models.errors import ModelError
 
 
 def rope_tables(rope: Rope, positions: int, device: torch.device) -> tuple[Tensor, Tensor]:
@@ -46,7 +47,7 @@ def _linear(rope: Rope, positions: int) -> tuple[Tensor, float]:
 
 def _dynamic(rope: Rope, positions: int) -> tuple[Tensor, float]:
     """NTK-aware: a larger theta for longer texts; chosen once, for the longest text served, as keys stay cached."""
-    reach = max(positions, rope.trained_positions) / rope.trained_positions
+    reach = max(positions, rope.max_positions) / rope.max_positions
     factor = rope.parameters["factor"]
     stretched = rope.theta * (factor * reach - (factor - 1)) ** (rope.dim / (rope.dim - 2))
     return _plain(stretched, rope.dim), 1.0

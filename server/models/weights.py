@@ -5,7 +5,6 @@ Files are mapped, so a tensor that is used as it lies on disk costs no copy on t
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Protocol
@@ -14,7 +13,10 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from server.models.config import ModelError
+from server.models.config_file import read_json
+from server.models.errors import ModelError
+
+READABLE = (torch.float32, torch.bfloat16, torch.float16)
 
 
 class Weights(Protocol):
@@ -49,6 +51,8 @@ class Safetensors:
             raise ModelError(f"{self._directory} has no tensor {name!r}; is the checkpoint complete?")
         file, stored = self._where[name]
         tensor: Tensor = self._files[file].get_tensor(stored)
+        if tensor.dtype not in READABLE:
+            raise ModelError(f"{file}: {stored} is {tensor.dtype}: quantised checkpoints cannot be read")
         return tensor.to(device=self._device, dtype=self._dtype)
 
     def _open(self, file: Path) -> safe_open:
@@ -74,10 +78,10 @@ def _plain(name: str, root: str) -> str:
 def _files(directory: Path) -> list[Path]:
     index = directory / "model.safetensors.index.json"
     if index.is_file():
-        try:
-            return [directory / name for name in sorted(set(json.loads(index.read_text())["weight_map"].values()))]
-        except (ValueError, KeyError, AttributeError) as error:
-            raise ModelError(f"{index} is no index of weights: {error!r}") from None
+        weight_map = read_json(index).get("weight_map")
+        if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
+            raise ModelError(f"{index} is no index of weights: it has no weight_map of names and files")
+        return [directory / Path(name).name for name in sorted(set(weight_map.values()))]
     files = sorted(directory.glob("*.safetensors"))
     if not files:
         raise ModelError(f"{directory} has no *.safetensors file")

@@ -16,7 +16,7 @@ from config.settings import Settings, SettingsError
 from server.engine import build, device
 from server.engine.build import build_engine, describe_caches, summary
 from server.engine.device import choose_device, choose_dtype, choose_weights
-from server.models.config import ModelError
+from server.models.errors import ModelError
 from tests.engine.driving import Driver, least_memory, strategies
 from tests.engine.reference import Reference, random_prompt
 

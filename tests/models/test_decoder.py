@@ -9,11 +9,19 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import Gemma3Config, Gemma3ForConditionalGeneration, SiglipVisionConfig
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    Gemma3Config,
+    Gemma3ForConditionalGeneration,
+    PreTrainedModel,
+    SiglipVisionConfig,
+)
 
 from kernels.reference import ReferenceOps
-from server.models.config import ModelError, load_config
+from server.models.config import load_config
 from server.models.decoder import Decoder
+from server.models.errors import ModelError
 from server.models.full_context import FullContext, debug_generate_full_context
 from server.models.weights import Safetensors
 from tests.models.random_models import CONFIGS, load, save_random
@@ -92,7 +100,7 @@ def test_weights_can_be_kept_narrower_than_activations(tmp_path: Path) -> None:
     [
         ({"architectures": ["MambaForCausalLM"]}, "MambaForCausalLM; the decoder knows LlamaForCausalLM"),
         ({"hidden_act": "gelu"}, "hidden_act is 'gelu'"),
-        ({"vocab_size": None}, "lacks vocab_size"),
+        ({"vocab_size": None}, "vocab_size is None: input should be a valid integer"),
     ],
 )
 def test_what_the_decoder_does_not_know_is_refused(change: dict[str, Any], message: str, tmp_path: Path) -> None:
@@ -139,6 +147,107 @@ def test_windows_of_files_that_have_no_layer_types(tmp_path: Path) -> None:
     assert _windows(tmp_path) == with_types == (None, 16, 16)
     path.write_text(json.dumps(raw | {"use_sliding_window": False}))
     assert _windows(tmp_path) == (None, None, None)
+
+
+KEYS = (
+    "attn_logit_softcapping",
+    "final_logit_softcapping",
+    "hidden_act",
+    "hidden_activation",
+    "layer_types",
+    "no_rope_layers",
+    "query_pre_attn_scalar",
+    "rms_norm_eps",
+    "rope_parameters",
+    "sliding_window",
+)
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["llama", "mistral", "mixtral", "phi3", "qwen2_windows", "qwen3", "qwen3_moe", "smollm3", "gemma2", "gemma3"],
+)
+def test_what_config_json_leaves_out_is_what_transformers_takes_for_granted(name: str, tmp_path: Path) -> None:
+    save_random(name, tmp_path)
+    path = tmp_path / "config.json"
+    raw = json.loads(path.read_text())
+    ids = torch.randint(2, 300, (40,))
+    for key in raw.keys() & KEYS:
+        path.write_text(json.dumps({k: v for k, v in raw.items() if k != key}))
+        theirs = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32).eval()
+        ours = load(tmp_path, positions=40)
+        with torch.inference_mode():
+            logits = ours.forward(ids, FullContext(ours.specs, len(ids), ours.device))
+            expected = theirs(ids[None]).logits[0, -1]
+        torch.testing.assert_close(logits[0], expected, rtol=0, atol=1e-4, msg=f"{key} left out")
+        assert {spec.window for spec in ours.specs} == _windows_of(theirs), key
+
+
+def _windows_of(theirs: PreTrainedModel) -> set[int | None]:
+    kinds = getattr(theirs.config, "layer_types", None) or ["sliding_attention"]
+    window = getattr(theirs.config, "sliding_window", None)
+    return {window if kind == "sliding_attention" else None for kind in kinds}
+
+
+def test_a_large_gemma_3_needs_no_more_than_its_published_config(tmp_path: Path) -> None:
+    """Its text_config holds what differs from the class's defaults."""
+    text = {"hidden_size": 2560, "intermediate_size": 10240, "num_hidden_layers": 34, "sliding_window": 1024}
+    text["model_type"] = "gemma3_text"
+    raw = {"architectures": ["Gemma3ForConditionalGeneration"], "model_type": "gemma3", "dtype": "bfloat16"}
+    rope = {"rope_scaling": {"factor": 8.0, "rope_type": "linear"}}
+    (tmp_path / "config.json").write_text(json.dumps(raw | {"text_config": text | rope}))
+    config = load_config(tmp_path)
+    theirs = AutoConfig.from_pretrained(tmp_path).get_text_config()
+    assert (config.vocab_size, config.num_q_heads, config.num_kv_heads) == (262_208, 8, 4)
+    assert (config.head_dim, config.max_positions, config.dtype) == (256, theirs.max_position_embeddings, "bfloat16")
+    assert [layer.window is not None for layer in config.layers] == [
+        kind == "sliding_attention" for kind in theirs.layer_types
+    ]
+    assert {layer.rope.theta for layer in config.layers if layer.rope} == {1e6, 1e4}
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"quantization_config": {"quant_method": "fp8"}}, r"the checkpoint is quantised \(fp8\)"),
+        ({"use_bidirectional_attention": True}, "makes it an encoder"),
+        ({"num_attention_heads": 0}, "num_attention_heads is 0: input should be greater than 0"),
+        ({"head_dim": "16"}, "head_dim is '16': input should be a valid integer"),
+        ({"rms_norm_eps": None}, "rms_norm_eps is None: input should be a valid number"),
+        ({"sliding_window": -1}, "sliding_window is -1"),
+        ({"rope_parameters": {"rope_type": "linear", "factor": 0}}, "rope_parameters.factor is 0"),
+        ({"rope_scaling": "linear"}, "rope_scaling is 'linear'"),
+        ({"partial_rotary_factor": 2}, "partial_rotary_factor is 2"),
+        ({"layer_types": [1, 2, 3]}, "layer_types.0 is 1"),
+        ({"dtype": "float99"}, "dtype is 'float99'"),
+        ({"eos_token_id": "a"}, "eos_token_id is 'a'"),
+        ({"text_config": [], "vocab_size": []}, "vocab_size is"),
+    ],
+)
+def test_values_that_no_model_can_have_are_told(change: dict[str, Any], message: str, tmp_path: Path) -> None:
+    save_random("llama", tmp_path)
+    (tmp_path / "generation_config.json").unlink()
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | change))
+    with pytest.raises(ModelError, match=message):
+        load_config(tmp_path)
+
+
+def test_tensors_of_a_quantised_checkpoint_are_refused(tmp_path: Path) -> None:
+    save_random("llama", tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    name = "model.layers.1.mlp.up_proj.weight"
+    save_file(tensors | {name: tensors[name].to(torch.float8_e4m3fn)}, tmp_path / "model.safetensors")
+    with pytest.raises(ModelError, match="quantised checkpoints cannot be read"):
+        load(tmp_path)
+
+
+@pytest.mark.parametrize("index", [[], {}, {"weight_map": ["a"]}, {"weight_map": {"a": 1}}])
+def test_an_index_that_is_none_is_told(index: Any, tmp_path: Path) -> None:
+    save_random("llama", tmp_path)
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(ModelError, match=r"model\.safetensors\.index\.json is no"):
+        load(tmp_path)
 
 
 @pytest.mark.parametrize(

@@ -17,8 +17,9 @@ from transformers import PreTrainedModel
 from config.settings import SettingsError
 from kernels.reference import ReferenceOps
 from server.models.base import Model
-from server.models.config import ModelError, eos_ids_of, load_config
+from server.models.config import eos_ids_of, load_config
 from server.models.directory import locate
+from server.models.errors import ModelError
 from server.models.full_context import FullContext
 from server.models.gguf_directory import gguf_of
 from server.models.gguf_file import read_header
@@ -184,6 +185,10 @@ def test_models_of_another_scale(tmp_path: Path) -> None:
         ({"llama__rope__scaling__type": "spiral"}, "RoPE scaling 'spiral' is not known"),
         ({"split__count": 3}, "one part of several: join them"),
         ({"tokenizer__ggml__pre": "unheard-of"}, r"tokenizer\.ggml\.pre\) is 'unheard-of', which is none of gpt-2"),
+        ({"llama__attention__head_count": 0}, "its metadata are damaged"),
+        ({"llama__attention__layer_norm_rms_epsilon": "a"}, "rms_norm_eps is 'a'"),
+        ({"llama__rope__dimension_count": 64}, "partial_rotary_factor is 4.0"),
+        ({"tokenizer__ggml__eos_token_id": "x"}, "its metadata are damaged"),
         ({"tokenizer__ggml__model": "bert"}, "tokenizer is of kind 'bert'; gpt2"),
         ({"tokenizer__ggml__tokens": None}, "has no vocabulary"),
     ],

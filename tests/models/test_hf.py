@@ -2,22 +2,29 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import (
     AutoModelForCausalLM,
+    BartConfig,
     BloomConfig,
     FalconConfig,
+    FalconH1Config,
+    Llama4Config,
     Llama4TextConfig,
     MambaConfig,
+    PhimoeConfig,
     PretrainedConfig,
+    Qwen2VLConfig,
     Qwen3NextConfig,
 )
 
 from kernels.reference import ReferenceOps
-from server.models.config import ModelError
+from server.models.errors import ModelError
 from server.models.full_context import FullContext
 from server.models.hf import TransformersModel
 from server.models.load import describe, load_model
@@ -100,6 +107,53 @@ REFUSED: dict[str, tuple[PretrainedConfig, str]] = {
         ),
         "layer 0 is of kind 'chunked_attention'; only sliding_attention and full_attention can be served",
     ),
+    "positions of its own counting": (
+        BartConfig(
+            vocab_size=300,
+            d_model=64,
+            encoder_layers=2,
+            decoder_layers=2,
+            decoder_attention_heads=4,
+            decoder_ffn_dim=96,
+        ),
+        "with our attention it computes something else than without",
+    ),
+    "a state beside attention": (
+        FalconH1Config(
+            **SHAPE,
+            vocab_size=300,
+            head_dim=16,
+            mamba_d_ssm=64,
+            mamba_n_heads=4,
+            mamba_d_head=16,
+            mamba_d_state=8,
+            pad_token_id=0,
+        ),
+        "layer 0 is of kind 'hybrid'; only sliding_attention and full_attention can be served",
+    ),
+    "a window that no layer tells of": (
+        PhimoeConfig(**SHAPE, vocab_size=300, num_local_experts=4, num_experts_per_tok=2, sliding_window=40),
+        "a window of 40, and nothing says which layers it is for: give --max-seq-len 40",
+    ),
+    "rotations that long texts change": (
+        PhimoeConfig(
+            **SHAPE,
+            vocab_size=300,
+            num_local_experts=4,
+            num_experts_per_tok=2,
+            sliding_window=None,
+            rope_parameters={
+                "rope_type": "longrope",
+                "rope_theta": 1e4,
+                "short_factor": [1.0] * 8,
+                "long_factor": [2.0] * 8,
+                "short_mscale": 1.0,
+                "long_mscale": 1.2,
+                "original_max_position_embeddings": 64,
+            },
+        ),
+        "texts longer than 64 tokens would change others: give --max-seq-len 64",
+    ),
     "older code": (
         FalconConfig(vocab_size=300, hidden_size=64, num_hidden_layers=2, num_attention_heads=4),
         "transformers cannot load it with our attention",
@@ -129,3 +183,26 @@ def test_what_cannot_be_read_is_told(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"model_type": "nonesuch"}')
     with pytest.raises(ModelError, match="transformers cannot read its config"):
         describe(tmp_path, "auto")
+    config = {"model_type": "foo", "auto_map": {"AutoConfig": "foo.FooConfig"}}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ModelError, match="transformers cannot read its config"):  # and asks nobody to run foreign code
+        describe(tmp_path, "auto")
+    Qwen2VLConfig().save_pretrained(tmp_path)
+    with pytest.raises(ModelError, match=r"transformers knows no decoder-only model of that kind$"):
+        TransformersModel(tmp_path, torch.float32, CPU)
+
+
+def test_an_incomplete_checkpoint_is_refused(tmp_path: Path) -> None:
+    """transformers would fill in random numbers."""
+    save_random("olmo2", tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    del tensors["model.layers.1.mlp.up_proj.weight"]
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ModelError, match=r"is incomplete.* no model\.layers\.1\.mlp\.up_proj\.weight"):
+        TransformersModel(tmp_path, torch.float32, CPU)
+
+
+def test_the_dtype_of_a_model_that_sees_is_found(tmp_path: Path) -> None:
+    config = Llama4Config(text_config={"num_hidden_layers": 1, "hidden_size": 64}, dtype="bfloat16")
+    config.save_pretrained(tmp_path)
+    assert describe(tmp_path, "transformers").dtype == "bfloat16"

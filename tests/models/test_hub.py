@@ -17,8 +17,8 @@ from urllib.parse import unquote, urlsplit
 import pytest
 
 from config.settings import load
-from server.models.config import ModelError
 from server.models.directory import locate, located
+from server.models.errors import ModelError
 from tests.models.gguf_files import gguf_model, write_gguf
 from tests.models.random_models import save_random
 
@@ -183,7 +183,7 @@ def test_what_is_on_this_machine_is_not_asked_for(tmp_path: Path) -> None:
     assert locate(str(tmp_path / "mine")) == tmp_path / "mine"
     with pytest.raises(ModelError, match="revision 'v1' is for a model on the hub"):
         locate(str(tmp_path / "mine"), "v1")
-    for name in ("nonesuch", "./b", "../b", "./a/b", "a/b/c", "/no/such"):
+    for name in ("nonesuch", "./b", "../b", "./a/b", "a/b/c", "/no/such", "~nobody-here/x", "x" * 5000):
         with pytest.raises(ModelError, match="no model at"):
             locate(name)
     with pytest.raises(ModelError, match=r"cannot read models/a\.gguf: No such file"):
