@@ -141,7 +141,9 @@ class PagedCache(TableCache):
         end = seat.length + more
         assert end <= self.setup.geometry.max_seq_len
         first = seat.length // self.block_size
-        if not self._own(seat, first) or not self._extend(seat, end):
+        # Who inherits work may find a block behind it that others hold already, and write through it.
+        owned = all(self._own(seat, i) for i in range(first, self._blocks_for(end)))
+        if not owned or not self._extend(seat, end):
             return False
         self.table.write(seat, first)
         for block in seat.blocks[first : end // self.block_size]:

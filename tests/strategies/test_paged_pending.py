@@ -231,3 +231,25 @@ def test_one_that_waits_and_was_cropped_inherits_nothing_but_its_own() -> None:
     assert cache.match(TEXT) == 4
     cache.close(second)
     empty(cache)
+
+
+def test_an_heir_writes_through_no_block_that_another_holds() -> None:
+    """Its beginning was evicted, what lies behind it was not: the heir shares that with somebody who still reads it."""
+    cache = paged()
+    ids = list(range(2, 30))
+    first, other = opened(cache, ids[:2]), opened(cache, ids[:2])  # both fill the same block, the first one's is named
+    enter(cache, (first, ids[:2]), (other, ids[:2]))
+    enter(cache, (first, ids[2:4]), (other, ids[2:4]))
+    cache.close(first)
+    enter(cache, (other, ids[4:8]))
+    assert cache.reclaim(1) == 1
+    owner = opened(cache, ids[:12])
+    heir = opened(cache, ids[:12])
+    assert heir.blocks[1] == other.blocks[1]
+    cache.close(owner)
+    assert heir.length == 0
+    enter(cache, (heir, ids[:12]))
+    assert not {*heir.blocks} & {*other.blocks}
+    assert stored(cache, heir) == ids[:12]
+    assert stored(cache, other) == ids[:8]
+    cache.check_integrity()
