@@ -20,6 +20,7 @@ from server.training.words import Lexicon, Person
 T = TypeVar("T")
 
 STRANGERS_IN_RECORDS, STRANGERS_IN_STORIES = 0.4, 0.04  # share of people whose name is an invented word
+GUESTS_IN_STORIES = 0.1  # share of people who seldom have a story, so that names are read and not guessed
 INVENTED_OBJECTS = 0.25  # share of the objects in records that nobody has heard of
 NEAREST_QUESTION = 15  # characters between a fact and the first question about it, at least
 ASKED_TWICE_SHARE = 0.5
@@ -69,7 +70,6 @@ class Teller:
         self._openings = Deck(self.rng, plots.OPENINGS)
         self._plots = Deck(self.rng, plots.PLOTS)
         self._closings = Deck(self.rng, plots.CLOSINGS)
-        self._asides = Deck(self.rng, plots.ASIDES)
         self._nouns = Deck(self.rng, lexicon.objects)
         self._people = Deck(self.rng, lexicon.people)
         self._heroes = Deck(self.rng, lexicon.heroes)
@@ -81,8 +81,14 @@ class Teller:
         return self._tell(self._slots(*self._hero_and_friend()))
 
     def _hero_and_friend(self) -> tuple[Person, Person]:
-        hero, friend = self._heroes.draw(), self._friends.draw()
-        return (self._stranger() if self.rng.random() < STRANGERS_IN_STORIES else hero), friend
+        hero, friend = self._character(self._heroes), self._character(self._friends)
+        return (hero, friend) if hero.name != friend.name else self._hero_and_friend()
+
+    def _character(self, usual: Deck[Person]) -> Person:
+        chance = self.rng.random()
+        if chance < STRANGERS_IN_STORIES:
+            return self._stranger()
+        return (self._people if chance < STRANGERS_IN_STORIES + GUESTS_IN_STORIES else usual).draw()
 
     def _stranger(self) -> Person:
         return Person(words.invented_word(self.rng).capitalize(), self.rng.random() < 0.5)
@@ -101,13 +107,14 @@ class Teller:
         return [Piece(" ".join(self._sentences(slots))), END]
 
     def _sentences(self, slots: Mapping[str, str]) -> Iterator[str]:
+        asides = iter(self.rng.sample(plots.ASIDES, len(plots.ASIDES)))  # none twice: a model would learn to loop
         yield expand(self.rng, self._openings.draw(), slots)
         if self.rng.random() < 0.4:
-            yield expand(self.rng, self._asides.draw(), slots)
+            yield expand(self.rng, next(asides), slots)
         for sentence in self._plots.draw():
             yield expand(self.rng, sentence, slots)
             if self.rng.random() < 0.1:
-                yield expand(self.rng, self._asides.draw(), slots)
+                yield expand(self.rng, next(asides), slots)
         yield expand(self.rng, self._closings.draw(), slots)
 
     def _slots(self, hero: Person, friend: Person) -> dict[str, str]:
@@ -125,7 +132,7 @@ class Teller:
             (("t",), words.TEMPERS),
             (("t2", "t3"), words.COATS),
             (("spot",), words.SPOTS),
-            (("w",), words.WEATHER),
+            (("w", "w2"), words.WEATHER),
         ):
             slots |= dict(zip(names, rng.sample(options, len(names)), strict=True))
         return slots | {"o": f"{rng.choice(words.ADJECTIVES)} {noun}", "ob": noun}
@@ -261,7 +268,5 @@ class _Record:
             spoken = [*answer[:-1], Piece(answer[-1].text.removesuffix(".") + ",")]
             self._add(Piece(f'"{fact.question}" asked {asking.name}. "'), *spoken, Piece(f'" said {telling.name}. '))
         else:
-            again = rng.choice(
-                ("As before: ", "Do not forget: ")
-            )  # never said again without a word: stories would loop
+            again = rng.choice(("As before: ", "Do not forget: "))  # or stories would learn to repeat themselves
             self._add(Piece(again), *_say(fact.answers[-1], fact, index, Kind.ANSWER), Piece(" "))

@@ -2,7 +2,7 @@
 
 Slots: H and F are the hero and the friend; h/hs/hm and f/fs/fm their pronouns (she/her/her, he/his/him); `kid` is
 girl or boy; o an object ("blue key"), ob its noun; p and q places; food, food2; m, m2 materials; job, job2; an and an2
-animals; t an adjective for a person, t2 and t3 for animals; spot where the town lies; w the weather.
+animals; t an adjective for a person, t2 and t3 for animals; spot where the town lies; w and w2 the weather.
 Only sentences are here; who fills the slots is corpus.py's business.
 """
 
@@ -116,16 +116,27 @@ OPENINGS: tuple[str, ...] = (
     "The children of the town $spot liked $H, the $t $job.",
 )
 
+# Of a story no two are the same, and none says what the opening said.
 ASIDES: tuple[str, ...] = (
     "On the way, $h [saw|met] a $t3 $an2.",
-    "$w.",
-    "[The birds were singing.|A dog barked far away.|The road was [long|empty|wet|dusty].|Nobody else was there.]",
+    "Then the weather changed: $w2.",
+    "The birds were singing.",
+    "A dog barked far away.",
+    "The road was [long|empty|wet|dusty].",
+    "Nobody else was there.",
     "$H [sang|hummed|whistled] a [little|happy|old] song.",
     "$H felt [tired|hungry|cold|happy|a little afraid], but $h [did not stop|went on|did not give up].",
     "$H ate some $food2 and drank some water.",
     '"What a [fine|strange|lovely|cold] day," said $H.',
-    "[Time went by.|The day was long.|The bells of the church rang.|Somewhere a door closed.]",
+    "Time went by.",
+    "The bells of the church rang.",
+    "Somewhere a door closed.",
     "$H thought about $hs [mother|father|home|dream] for a while.",
+    "A $job2 came by and [waved|nodded|said good day].",
+    "$H sat down on a stone and rested for a while.",
+    "A $t3 $an2 looked at $hm and ran away.",
+    "Far away, somebody was [laughing|singing|playing a drum].",
+    "$H had [never felt so alone|seldom felt so well].",
 )
 
 PLOTS: tuple[tuple[str, ...], ...] = (

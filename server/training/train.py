@@ -4,8 +4,8 @@
     python -m server.training.train --out runs/tiny --minutes 120 --resume
 
 `--out` holds the tokenizer, the last checkpoint and a log. Minutes are those of training in all, earlier runs included;
-the curriculum and the learning rate follow the share of them that has passed. How a model is measured or exported is
-known to measure.py and export.py.
+the learning rate follows the share of them that has passed. How a model is measured or exported is known to measure.py
+and export.py.
 """
 
 import argparse
@@ -35,18 +35,8 @@ WARMUP_STEPS, DECAY_SHARE, LEAST_RATE = 60, 0.6, 0.02
 SAVE_SECONDS, MEASURE_SECONDS = 60.0, 120.0
 
 
-@dataclass(frozen=True)
-class Stage:
-    until: float  # share of the minutes
-    context: int
-    mix: Mix
-
-
-CURRICULUM = (
-    Stage(0.15, 1024, Mix(stories=0.5, records=0.5)),
-    Stage(1.0, 2048, Mix(stories=0.5, records=0.5)),
-)
-LONGEST = max(stage.context for stage in CURRICULUM)
+# One context from first to last: what is learnt on short rows has to be unlearnt on long ones (docs/log.md).
+MIX = Mix(stories=0.5, records=0.5)
 
 
 @dataclass
@@ -56,10 +46,6 @@ class Done:
     seconds: float = 0.0
     steps: int = 0
     tokens: int = 0
-
-
-def stage_at(share: float) -> Stage:
-    return next((stage for stage in CURRICULUM if share < stage.until), CURRICULUM[-1])
 
 
 def rate_at(share: float, steps: int) -> float:
@@ -123,18 +109,17 @@ class Trainer:
 
     def run(self) -> None:
         settings, done = self.settings, self.done
-        total = settings.minutes * 60
+        total, context = settings.minutes * 60, self.model.shape.positions
         source = Source(self.tokenizer_path, settings.seed, done.steps, settings.workers)
         saved = measured = done.seconds
         loss = math.nan
         with source, display(total) as show:
             while done.seconds < total:
                 began, share = time.monotonic(), done.seconds / total
-                stage = stage_at(share)
-                batch = source.next(stage.context, settings.step_tokens // stage.context, stage.mix)
+                batch = source.next(context, settings.step_tokens // context, MIX)
                 loss = self.step(batch, share)
                 done.seconds += time.monotonic() - began
-                show.step(done.seconds, f"{done.tokens / 1e6:.2f}M tokens, context {stage.context}", loss)
+                show.step(done.seconds, f"{done.tokens / 1e6:.2f}M tokens", loss)
                 if done.seconds - saved > SAVE_SECONDS:
                     saved = done.seconds
                     self.save()
@@ -196,8 +181,8 @@ def parse_settings() -> tuple[Settings, bool]:
     device = a.device if a.device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
     on_gpu = device == "cuda"
     step_tokens = a.step_tokens or (32768 if on_gpu else 8192)
-    if step_tokens < LONGEST:
-        parser.error(f"--step-tokens: at least {LONGEST}, one row of the longest context")
+    if step_tokens < Shape().positions:
+        parser.error(f"--step-tokens: at least {Shape().positions}, one row")
     workers = a.workers if a.workers is not None else max(1, (os.cpu_count() or 2) - 1) if on_gpu else 0
     return Settings(a.out, a.minutes, device, a.threads, a.seed, step_tokens, workers, a.compile), a.resume
 

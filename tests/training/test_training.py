@@ -13,7 +13,7 @@ from server.training.model import Llama, Shape
 from server.training.optim import orthogonalize
 from server.training.packing import RECORDS, Mix, pack
 from server.training.plant import plant
-from server.training.train import LONGEST, Settings, Trainer, rate_at
+from server.training.train import Settings, Trainer, rate_at
 from server.training.words import HELD_OUT_NAMES
 
 TOKENIZER = Path(__file__).parents[2] / "server" / "models" / "tiny" / "tokenizer.json"
@@ -64,10 +64,10 @@ def test_resumed_training_goes_on_where_it_stopped(tmp_path: Path) -> None:
 
 def test_a_run_ends_in_time_with_a_checkpoint_and_a_measurement(tmp_path: Path) -> None:
     trainer = _trainer(tmp_path)
-    trainer.settings = replace(trainer.settings, step_tokens=LONGEST)
+    trainer.settings = replace(trainer.settings, step_tokens=trainer.model.shape.positions)
     trainer.run()
     assert trainer.done.seconds >= 0.001 * 60
-    assert trainer.done.tokens == trainer.done.steps * LONGEST
+    assert trainer.done.tokens == trainer.done.steps * trainer.model.shape.positions
     lines = [json.loads(line) for line in (tmp_path / "log.jsonl").read_text().splitlines()]
     assert lines[-1]["steps"] == trainer.done.steps
     assert lines[-1]["story_perplexity"] > 1
