@@ -1,0 +1,1 @@
+"""Operations for CPUs in C++; what is not here, the reference does."""

@@ -1,0 +1,57 @@
+"""The operations in C++ as torch sees them. Which instruction set they are compiled for is load.py's business."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from kernels.ops import LayerSpec, Slots
+from kernels.reference import ReferenceOps
+from kernels.store import KVStore
+
+MAX_DIM = 256  # of a head; attend.h
+EVERYTHING = 1 << 40  # positions: no window
+
+
+class CpuOps(ReferenceOps):
+    """Implements `kernels.ops.Ops`. What it lacks, and shapes it does not know, it leaves to the reference."""
+
+    def __init__(self, library: Any) -> None:
+        """`library`: a namespace of torch.ops."""
+        super().__init__()
+        self._library = library
+
+    def attend(
+        self,
+        out: Tensor,
+        q: Tensor,
+        store: KVStore,
+        layer: int,
+        at: Slots,
+        spec: LayerSpec,
+        *,
+        window: int | None = None,
+    ) -> None:
+        if max(spec.head_dim, spec.v_head_dim) > MAX_DIM:
+            return super().attend(out, q, store, layer, at, spec, window=window)
+        sinks = spec.sink_logits
+        self._library.attend(
+            out,
+            q,
+            store.k(layer),
+            store.v(layer),
+            at.table,
+            at.row_seat,
+            at.q_start,
+            at.start,
+            at.block_size,
+            at.sinks,
+            at.ring,
+            EVERYTHING if spec.window is None else spec.window,
+            EVERYTHING if window is None else window,
+            spec.scale,
+            spec.softcap or 0.0,
+            None if sinks is None else sinks.float(),
+        )
+        return None

@@ -1,0 +1,174 @@
+// The operations that torch sees, and how their work is shared among its threads. Registered under a name of its own for
+// each instruction set that this file is compiled for (KVMUX_LIBRARY; see setup.py).
+#include <ATen/Parallel.h>
+#include <ATen/core/Tensor.h>
+#include <ATen/ops/empty.h>
+#include <torch/library.h>
+
+#include <atomic>
+#include <memory>
+#include <vector>
+
+#include "attend.h"
+
+namespace kvmux {
+namespace {
+
+using at::Tensor;
+
+// Runs work(0) ... work(n - 1), whoever is free taking the next.
+template <typename Work>
+void share(int64_t n, const Work& work) {
+  std::atomic<int64_t> next{0};
+  at::parallel_for(0, std::min<int64_t>(n, at::get_num_threads()), 1, [&](int64_t, int64_t) {
+    for (int64_t i; (i = next.fetch_add(1, std::memory_order_relaxed)) < n;) work(i);
+  });
+}
+
+// Calls work with a number of the type.
+template <typename Work>
+void with_type(at::ScalarType type, const Work& work) {
+  switch (type) {
+    case at::kFloat: return work(float{});
+    case at::kBFloat16: return work(at::BFloat16{});
+    case at::kHalf: return work(at::Half{});
+    default: TORCH_CHECK(false, "no kernel for ", type);
+  }
+}
+
+// ---------------------------------------------------------------- attention
+struct Item {
+  int64_t row, head;
+  QueryRows rows;
+  int64_t begin, end;  // splits
+  int64_t part;        // which row of partial sums is the first of this item; < 0: it is the whole
+};
+
+struct Work {
+  std::vector<Item> items;
+  int64_t parts = 0;  // rows of partial sums
+};
+
+int64_t splits_before(int64_t position) { return (position + SPLIT - 1) / SPLIT; }
+
+// A chunk is shared among threads by queries; a single query, which may have a long text to itself, by splits.
+Work plan(const Tensor& q_start, const Tensor& start, int64_t kv_heads, int64_t group, const Sight& sight) {
+  Work work;
+  const auto* first_token = q_start.const_data_ptr<int32_t>();
+  const auto* starts = start.const_data_ptr<int32_t>();
+  for (int64_t row = 0; row < start.numel(); ++row) {
+    if (starts[row] < 0) continue;
+    const int64_t queries = first_token[row + 1] - first_token[row];
+    for (int64_t head = 0; head < kv_heads; ++head)
+      for (int64_t first = 0; first < queries * group; first += MAX_ROWS) {
+        const QueryRows rows{starts[row], first, std::min(MAX_ROWS, queries * group - first), group};
+        const int64_t oldest = rows.position(0), end = splits_before(rows.position(rows.count - 1) + 1);
+        const bool sinks = !Range(sight.first(oldest)).empty();
+        const int64_t begin = sinks ? 0 : sight.latest(oldest).begin / SPLIT;
+        if (queries > 1 || end - begin == 1) {
+          work.items.push_back({row, head, rows, begin, end, -1});
+          continue;
+        }
+        for (int64_t split = begin; split < end; ++split, work.parts += rows.count)
+          work.items.push_back({row, head, rows, split, split + 1, work.parts});
+      }
+  }
+  return work;
+}
+
+// The sums of a head's query rows become the output of its tokens; `sinks` [heads] are logits without a value.
+template <typename T>
+void finish(Sums& sums, const QueryRows& rows, int64_t head, int64_t width, const float* sinks, int64_t v_dim, T* out,
+            int64_t token_stride, int64_t head_stride) {
+  for (int64_t r = 0; r < rows.count; ++r) {
+    const int64_t token = (rows.first + r) / rows.group, h = head * rows.group + (rows.first + r) % rows.group;
+    if (sinks != nullptr) {
+      if (sinks[h] > sums.top[r]) sums.raise(r, sinks[h], width);
+      sums.total[r] += std::exp(sinks[h] - sums.top[r]);
+    }
+    from_float(sums.values + r * width, 1.f / sums.total[r], out + token * token_stride + h * head_stride, v_dim);
+  }
+}
+
+template <typename T, typename KV>
+void attend_as(const Tensor& out, const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& table,
+               const Tensor& row_seat, const Tensor& q_start, const Tensor& start, const Layout& layout,
+               const Sight& sight, const Scores& scores, const float* sinks) {
+  const int64_t kv_heads = k.size(1), group = q.size(1) / kv_heads, dim = q.size(2), v_dim = out.size(2);
+  const Work work = plan(q_start, start, kv_heads, group, sight);
+  const int64_t width = padded(v_dim), stride = width + 2;
+  const Tensor parts = at::empty({work.parts, stride}, at::kFloat);  // top, total, values
+  float* const partial = parts.data_ptr<float>();
+  const auto* seats = row_seat.const_data_ptr<int32_t>();
+  const auto* first_token = q_start.const_data_ptr<int32_t>();
+  const auto out_of = [&](const Item& item) { return out.data_ptr<T>() + first_token[item.row] * out.stride(0); };
+  const auto plane = [&](const Tensor& memory, const Item& item) {
+    return Plane<KV>{memory.const_data_ptr<KV>() + item.head * memory.stride(1), memory.stride(0), memory.size(3),
+                     table.const_data_ptr<int32_t>() + seats[item.row] * table.stride(0), layout};
+  };
+  share(work.items.size(), [&](int64_t i) {
+    const Item& item = work.items[i];
+    Head<KV> head(plane(k, item), plane(v, item), sight, scores, item.rows);
+    const T* queries = q.const_data_ptr<T>() + first_token[item.row] * q.stride(0);
+    for (int64_t r = 0; r < item.rows.count; ++r) {
+      const int64_t at = item.rows.first + r;
+      to_float(queries + at / group * q.stride(0) + (item.head * group + at % group) * q.stride(1), head.query(r), dim);
+      for (int64_t d = 0; d < dim; ++d) head.query(r)[d] *= scores.scale;
+    }
+    Sums sums;
+    head.attend(item.begin, item.end, sums);
+    if (item.part < 0)
+      return finish(sums, item.rows, item.head, width, sinks, v_dim, out_of(item), out.stride(0), out.stride(1));
+    for (int64_t r = 0; r < item.rows.count; ++r) {
+      float* part = partial + (item.part + r) * stride;
+      part[0] = sums.top[r];
+      part[1] = sums.total[r];
+      std::memcpy(part + 2, sums.values + r * width, width * sizeof(float));
+    }
+  });
+  for (size_t i = 0; i < work.items.size();) {  // the parts of one text, in order
+    const Item& item = work.items[i];
+    if (item.part < 0) {
+      ++i;
+      continue;
+    }
+    Sums sums;
+    sums.clear(item.rows.count, width);
+    const int64_t row = item.row, head = item.head, first = item.rows.first;
+    for (; i < work.items.size() && work.items[i].row == row && work.items[i].head == head &&
+           work.items[i].rows.first == first;
+         ++i)
+      for (int64_t r = 0; r < item.rows.count; ++r) {
+        const float* part = partial + (work.items[i].part + r) * stride;
+        sums.merge(r, part[0], part[1], part + 2, width);
+      }
+    finish(sums, item.rows, head, width, sinks, v_dim, out_of(item), out.stride(0), out.stride(1));
+  }
+}
+
+void attend(const Tensor& out, const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& table,
+            const Tensor& row_seat, const Tensor& q_start, const Tensor& start, int64_t block_size, int64_t sinks,
+            int64_t ring, int64_t model_window, int64_t window, double scale, double softcap,
+            const std::optional<Tensor>& sink_logits) {
+  const Layout layout{block_size, sinks, ring};
+  const Sight sight{std::min(model_window, window), model_window, window < model_window ? sinks : 0};
+  const Scores scores{static_cast<float>(scale), static_cast<float>(softcap)};
+  const float* sink = sink_logits ? sink_logits->const_data_ptr<float>() : nullptr;
+  with_type(q.scalar_type(), [&](auto of_q) {
+    with_type(k.scalar_type(), [&](auto of_k) {
+      attend_as<decltype(of_q), decltype(of_k)>(
+          out, q, k, v, table, row_seat, q_start, start, layout, sight, scores, sink);
+    });
+  });
+}
+
+}  // namespace
+}  // namespace kvmux
+
+TORCH_LIBRARY(KVMUX_LIBRARY, library) {
+  library.def(
+      "attend(Tensor(a!) out, Tensor q, Tensor k, Tensor v, Tensor table, Tensor row_seat, Tensor q_start, "
+      "Tensor start, int block_size, int sinks, int ring, int model_window, int window, float scale, float softcap, "
+      "Tensor? sink_logits) -> ()",
+      &kvmux::attend);
+}

@@ -1,0 +1,55 @@
+// Where the keys of a row lie, and which of them a query sees: `kernels.ops.Slots` and the windows of `attend`.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+
+namespace kvmux {
+
+struct Layout {
+  int64_t block_size, sinks, ring;
+
+  int64_t slot(int64_t position) const {
+    return ring && position >= sinks ? sinks + (position - sinks) % ring : position;
+  }
+
+  // Positions from `first` on, before `end`, whose slots follow one another within a block.
+  int64_t run(int64_t first, int64_t end) const {
+    const int64_t at = slot(first);
+    int64_t n = std::min(end - first, block_size - at % block_size);
+    if (ring) n = std::min(n, first < sinks ? sinks - first : sinks + ring - at);
+    return n;
+  }
+};
+
+// One head's keys or values of one row, numbers of type T.
+template <typename T>
+struct Plane {
+  const T* memory;  // of the head, in block 0
+  int64_t block_stride, dim;
+  const int32_t* blocks;  // the row of the block table
+  Layout layout;
+
+  const T* at(int64_t position) const {
+    const int64_t slot = layout.slot(position);
+    return memory + blocks[slot / layout.block_size] * block_stride + slot % layout.block_size * dim;
+  }
+};
+
+struct Range {
+  int64_t begin, end;
+  bool empty() const { return begin >= end; }
+};
+
+// What a query at a position sees: the latest `reach` positions, itself included, and the sinks unless `model_reach` is
+// shorter.
+struct Sight {
+  int64_t reach, model_reach, sinks;
+
+  Range latest(int64_t query) const { return {std::max<int64_t>(0, query - reach + 1), query + 1}; }
+  Range first(int64_t query) const {
+    return {std::max<int64_t>(0, query - model_reach + 1), std::min(sinks, query + 1)};
+  }
+};
+
+}  // namespace kvmux

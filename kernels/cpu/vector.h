@@ -1,0 +1,70 @@
+// Vectors of float32, whatever the instruction set, and what they are loaded from and stored to.
+//
+// ATen's Vectorized is as wide as the flags say that this file is compiled with: see setup.py.
+#pragma once
+
+#include <ATen/cpu/vec/functional.h>
+#include <ATen/cpu/vec/vec.h>
+
+#include <cstdint>
+#include <cstring>
+
+namespace kvmux {
+
+using Vec = at::vec::Vectorized<float>;
+constexpr int64_t W = Vec::size();
+
+constexpr int64_t in_vectors(int64_t n) { return (n + W - 1) / W; }
+constexpr int64_t padded(int64_t n) { return in_vectors(n) * W; }
+
+inline Vec load(const float* p) { return Vec::loadu(p); }
+
+inline Vec load(const at::BFloat16* p) {
+  Vec out;
+  at::vec::load_fp32_from_bf16(p, out);
+  return out;
+}
+
+inline Vec load(const at::Half* p) {
+  Vec out;
+  at::vec::load_fp32_from_fp16(p, out);
+  return out;
+}
+
+// n numbers as float32.
+template <typename T>
+inline void to_float(const T* from, float* to, int64_t n) {
+  int64_t i = 0;
+  for (; i + W <= n; i += W) load(from + i).store(to + i);
+  for (; i < n; ++i) to[i] = static_cast<float>(from[i]);
+}
+
+inline void to_float(const float* from, float* to, int64_t n) { std::memcpy(to, from, n * sizeof(float)); }
+
+// n numbers, each times `factor`, rounded to T.
+template <typename T>
+inline void from_float(const float* from, float factor, T* to, int64_t n) {
+  for (int64_t i = 0; i < n; ++i) to[i] = static_cast<T>(from[i] * factor);
+}
+
+// All lanes to one number.
+template <typename Operation>
+inline float reduce(Vec v, const Operation& operation) {
+  return at::vec::vec_reduce_all<float>(operation, v);
+}
+
+// src [rows, columns] -> dst [columns, rows].
+inline void transpose(const float* src, int64_t ld_src, float* dst, int64_t ld_dst, int64_t rows, int64_t columns) {
+  int64_t i = 0;
+  for (; i + W <= rows; i += W) {
+    int64_t j = 0;
+    for (; j + W <= columns; j += W)
+      at::vec::transpose_mxn<float, W, W>(src + i * ld_src + j, ld_src, dst + j * ld_dst + i, ld_dst);
+    for (; j < columns; ++j)
+      for (int64_t r = i; r < i + W; ++r) dst[j * ld_dst + r] = src[r * ld_src + j];
+  }
+  for (; i < rows; ++i)
+    for (int64_t j = 0; j < columns; ++j) dst[j * ld_dst + i] = src[i * ld_src + j];
+}
+
+}  // namespace kvmux
