@@ -22,6 +22,33 @@ class CpuOps(ReferenceOps):
         super().__init__()
         self._library = library
 
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        normed: Tensor = self._library.rms_norm(x, weight, eps)
+        return normed
+
+    def rope(self, x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor) -> Tensor:
+        turned: Tensor = self._library.rope(x, cos, sin, positions)
+        return turned
+
+    def silu_mul(self, gate_up: Tensor) -> Tensor:
+        gated: Tensor = self._library.silu_mul(gate_up)
+        return gated
+
+    def write_kv(self, store: KVStore, layer: int, k: Tensor, v: Tensor, at: Slots) -> None:
+        self._library.write_kv(
+            store.k(layer),
+            store.v(layer),
+            k,
+            v,
+            at.table,
+            at.row_seat,
+            at.q_start,
+            at.start,
+            at.block_size,
+            at.sinks,
+            at.ring,
+        )
+
     def attend(
         self,
         out: Tensor,

@@ -3,6 +3,7 @@
 #include <ATen/Parallel.h>
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>
+#include <ATen/ops/empty_like.h>
 #include <torch/library.h>
 
 #include <atomic>
@@ -10,6 +11,7 @@
 #include <vector>
 
 #include "attend.h"
+#include "layers.h"
 
 namespace kvmux {
 namespace {
@@ -34,6 +36,111 @@ void with_type(at::ScalarType type, const Work& work) {
     case at::kHalf: return work(at::Half{});
     default: TORCH_CHECK(false, "no kernel for ", type);
   }
+}
+
+// Runs work(begin, end) over parts of n rows of `width` numbers each.
+template <typename Work>
+void over_rows(int64_t n, int64_t width, const Work& work) {
+  constexpr int64_t ENOUGH = 32768;  // numbers that are worth waking a thread for
+  at::parallel_for(0, n, std::max<int64_t>(1, ENOUGH / std::max<int64_t>(1, width)), work);
+}
+
+// ---------------------------------------------------------------- layers
+void norm_into(const Tensor& y, const Tensor& x, const Tensor& weight, double eps) {
+  with_type(x.scalar_type(), [&](auto of_x) {
+    with_type(weight.scalar_type(), [&](auto of_weight) {
+      using T = decltype(of_x);
+      using Weight = decltype(of_weight);
+      const T* from = x.const_data_ptr<T>();
+      T* to = y.data_ptr<T>();
+      const auto* factors = weight.const_data_ptr<Weight>();
+      over_rows(x.size(0), x.size(1), [&](int64_t begin, int64_t end) {
+        for (int64_t n = begin; n < end; ++n)
+          rms_norm_row(from + n * x.stride(0), factors, static_cast<float>(eps), to + n * y.stride(0), x.size(1));
+      });
+    });
+  });
+}
+
+Tensor rms_norm(const Tensor& x, const Tensor& weight, double eps) {
+  Tensor y = at::empty(x.sizes(), x.options());
+  norm_into(y, x, weight, eps);
+  return y;
+}
+
+Tensor rope(const Tensor& x, const Tensor& cos, const Tensor& sin, const Tensor& positions) {
+  const int64_t heads = x.size(1), half = cos.size(1);
+  Tensor y = at::empty(x.sizes(), x.options());
+  const auto* c = cos.const_data_ptr<float>();
+  const auto* s = sin.const_data_ptr<float>();
+  const auto* position = positions.const_data_ptr<int64_t>();
+  with_type(x.scalar_type(), [&](auto of_x) {
+    using T = decltype(of_x);
+    const T* from = x.const_data_ptr<T>();
+    T* to = y.data_ptr<T>();
+    over_rows(x.size(0), heads * 2 * half, [&](int64_t begin, int64_t end) {
+      for (int64_t n = begin; n < end; ++n)
+        for (int64_t h = 0; h < heads; ++h)
+          rope_row(from + n * x.stride(0) + h * x.stride(1), c + position[n] * cos.stride(0),
+                   s + position[n] * sin.stride(0), to + n * y.stride(0) + h * y.stride(1), half);
+    });
+  });
+  return y;
+}
+
+Tensor silu_mul(const Tensor& gate_up) {
+  const int64_t f = gate_up.size(1) / 2;
+  Tensor y = at::empty({gate_up.size(0), f}, gate_up.options());
+  with_type(gate_up.scalar_type(), [&](auto of_x) {
+    using T = decltype(of_x);
+    const T* from = gate_up.const_data_ptr<T>();
+    T* to = y.data_ptr<T>();
+    over_rows(gate_up.size(0), f, [&](int64_t begin, int64_t end) {
+      for (int64_t n = begin; n < end; ++n) {
+        const T* gate = from + n * gate_up.stride(0);
+        silu_mul_row(gate, gate + f, to + n * f, f);
+      }
+    });
+  });
+  return y;
+}
+
+// ---------------------------------------------------------------- KV memory
+template <typename T, typename KV>
+void copy_heads(const T* from, int64_t head_stride, KV* to, int64_t to_stride, int64_t heads, int64_t dim) {
+  for (int64_t h = 0; h < heads; ++h)
+    for (int64_t d = 0; d < dim; ++d) to[h * to_stride + d] = static_cast<KV>(from[h * head_stride + d]);
+}
+
+void write_kv(const Tensor& k_plane, const Tensor& v_plane, const Tensor& k, const Tensor& v, const Tensor& table,
+              const Tensor& row_seat, const Tensor& q_start, const Tensor& start, int64_t block_size, int64_t sinks,
+              int64_t ring) {
+  const Layout layout{block_size, sinks, ring};
+  const auto* seats = row_seat.const_data_ptr<int32_t>();
+  const auto* first_token = q_start.const_data_ptr<int32_t>();
+  const auto* starts = start.const_data_ptr<int32_t>();
+  with_type(k.scalar_type(), [&](auto of_x) {
+    with_type(k_plane.scalar_type(), [&](auto of_kv) {
+      using T = decltype(of_x);
+      using KV = decltype(of_kv);
+      const auto into = [&](const Tensor& plane, const Tensor& x, int64_t token, int64_t block, int64_t at) {
+        copy_heads(x.const_data_ptr<T>() + token * x.stride(0), x.stride(1),
+                   plane.data_ptr<KV>() + block * plane.stride(0) + at * plane.stride(2), plane.stride(1),
+                   plane.size(1), plane.size(3));
+      };
+      for (int64_t row = 0; row < start.numel(); ++row) {
+        if (starts[row] < 0) continue;
+        const int32_t* blocks = table.const_data_ptr<int32_t>() + seats[row] * table.stride(0);
+        over_rows(first_token[row + 1] - first_token[row], k.size(1) * k.size(2), [&](int64_t begin, int64_t end) {
+          for (int64_t i = begin; i < end; ++i) {
+            const int64_t slot = layout.slot(starts[row] + i), block = blocks[slot / block_size];
+            into(k_plane, k, first_token[row] + i, block, slot % block_size);
+            into(v_plane, v, first_token[row] + i, block, slot % block_size);
+          }
+        });
+      }
+    });
+  });
 }
 
 // ---------------------------------------------------------------- attention
@@ -166,9 +273,16 @@ void attend(const Tensor& out, const Tensor& q, const Tensor& k, const Tensor& v
 }  // namespace kvmux
 
 TORCH_LIBRARY(KVMUX_LIBRARY, library) {
+  library.def("rms_norm(Tensor x, Tensor weight, float eps) -> Tensor", &kvmux::rms_norm);
+  library.def("rope(Tensor x, Tensor cos, Tensor sin, Tensor positions) -> Tensor", &kvmux::rope);
+  library.def("silu_mul(Tensor gate_up) -> Tensor", &kvmux::silu_mul);
   library.def(
-      "attend(Tensor(a!) out, Tensor q, Tensor k, Tensor v, Tensor table, Tensor row_seat, Tensor q_start, "
-      "Tensor start, int block_size, int sinks, int ring, int model_window, int window, float scale, float softcap, "
-      "Tensor? sink_logits) -> ()",
+      "write_kv(Tensor(a!) k_plane, Tensor(b!) v_plane, Tensor k, Tensor v, Tensor table, Tensor row_seat, "
+      "Tensor q_start, Tensor start, int block_size, int sinks, int ring) -> ()",
+      &kvmux::write_kv);
+  library.def(
+      "attend(Tensor(a!) out, Tensor q, Tensor k_plane, Tensor v_plane, Tensor table, Tensor row_seat, "
+      "Tensor q_start, Tensor start, int block_size, int sinks, int ring, int model_window, int window, float scale, "
+      "float softcap, Tensor? sink_logits) -> ()",
       &kvmux::attend);
 }

@@ -6,8 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from kernels.scene import Layout, RowOf, Scene
 from tests.contract.brute import attention, everything, seen
-from tests.kernels.matrix import BACKENDS, LAYOUTS, ROWS, SPECS, TOLERANCE, Layout, RowOf, Scene
+from tests.kernels.matrix import BACKENDS, LAYOUTS, ROWS, SPECS, TOLERANCE
 
 backends = pytest.mark.parametrize("backend", BACKENDS)
 layouts = pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: layout.kind)

@@ -1,0 +1,64 @@
+"""The self-check: every operation of a backend against the reference, on small inputs, before anything is served.
+
+An operation that fails is replaced by the reference's, so that a wrong kernel costs speed and not answers. Which backend
+is checked, and who is told, is load.py's business.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import NamedTuple, cast
+
+import torch
+from torch import Tensor
+
+from kernels.ops import Ops
+from kernels.reference import ReferenceOps
+from kernels.table import OPS, Op
+
+
+class Verdict(NamedTuple):
+    """What came of checking one operation."""
+
+    op: str
+    error: float  # the largest, as a share of the largest number; 0 if it could not be compared
+    fault: str | None  # None: it is as it should be
+
+
+def checked(ops: Ops, dtype: torch.dtype, device: torch.device) -> list[Verdict]:
+    """A verdict for each operation."""
+    reference = ReferenceOps()
+    return [_check(op, ops, reference, dtype, device) for op in OPS]
+
+
+def mended(ops: Ops, verdicts: list[Verdict]) -> Ops:
+    """The same operations, those with a fault from the reference."""
+    broken = {verdict.op for verdict in verdicts if verdict.fault is not None}
+    return cast("Ops", _Mended(ops, ReferenceOps(), broken)) if broken else ops
+
+
+class _Mended:
+    def __init__(self, ops: Ops, reference: Ops, broken: set[str]) -> None:
+        for op in OPS:
+            setattr(self, op.name, getattr(reference if op.name in broken else ops, op.name))
+
+
+def _check(op: Op, ops: Ops, reference: Ops, dtype: torch.dtype, device: torch.device) -> Verdict:
+    worst = 0.0
+    try:
+        for (what, ours), (_, theirs) in zip(
+            op.tried(ops, dtype, device), op.tried(reference, dtype, device), strict=True
+        ):
+            error = _error(ours, theirs)
+            if not error <= op.tolerance[dtype]:  # NaN, too
+                return Verdict(op.name, error, f"{what}: off by {error:.1e} of the largest number")
+            worst = max(worst, error)
+    except Exception as error:  # whatever a backend may raise
+        return Verdict(op.name, 0.0, f"{type(error).__name__}: {error}")
+    return Verdict(op.name, worst, None)
+
+
+def _error(ours: Tensor, theirs: Tensor) -> float:
+    assert (ours.shape, ours.dtype) == (theirs.shape, theirs.dtype), "another shape or dtype than the reference's"
+    ours, theirs = ours.double(), theirs.double()
+    return float((ours - theirs).abs().max() / theirs.abs().max().clamp_min(1e-30))

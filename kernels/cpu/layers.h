@@ -1,0 +1,64 @@
+// What surrounds attention, row by row: norms, rotation, gates. All arithmetic in float32, results rounded once to T
+// unless it says otherwise.
+#pragma once
+
+#include <cmath>
+
+#include "vector.h"
+
+namespace kvmux {
+
+inline void store(Vec v, float* to) { v.store(to); }
+
+template <typename T>
+inline void store(Vec v, T* to) {
+  float numbers[W];
+  v.store(numbers);
+  for (int64_t i = 0; i < W; ++i) to[i] = static_cast<T>(numbers[i]);
+}
+
+// y = x / rms(x) * weight, all [d]. Llama rounds before the weight, Gemma, whose weights are float32, after it.
+template <typename T, typename Weight>
+void rms_norm_row(const T* x, const Weight* weight, float eps, T* y, int64_t d) {
+  Vec squares(0.f);
+  float rest = 0.f;
+  int64_t i = 0;
+  for (; i + W <= d; i += W) {
+    const Vec v = load(x + i);
+    squares = at::vec::fmadd(v, v, squares);
+  }
+  for (; i < d; ++i) rest += static_cast<float>(x[i]) * static_cast<float>(x[i]);
+  const float sum = reduce(squares, [](const Vec& a, const Vec& b) { return a + b; }) + rest;
+  const float factor = 1.f / std::sqrt(sum / static_cast<float>(d) + eps);
+  for (i = 0; i < d; ++i) {
+    const float normed = static_cast<float>(x[i]) * factor;
+    const float rounded = std::is_same_v<Weight, float> ? normed : static_cast<float>(static_cast<T>(normed));
+    y[i] = static_cast<T>(rounded * static_cast<float>(weight[i]));
+  }
+}
+
+// Pairs (x[i], x[i + half]) turned by angles whose cosines and sines are given, [half].
+template <typename T>
+void rope_row(const T* x, const float* cos, const float* sin, T* y, int64_t half) {
+  for (int64_t i = 0; i < half; ++i) {
+    const float a = static_cast<float>(x[i]), b = static_cast<float>(x[i + half]);
+    y[i] = static_cast<T>(a * cos[i] - b * sin[i]);
+    y[i + half] = static_cast<T>(b * cos[i] + a * sin[i]);
+  }
+}
+
+// y = silu(gate) * up, [f].
+template <typename T>
+void silu_mul_row(const T* gate, const T* up, T* y, int64_t f) {
+  int64_t i = 0;
+  for (; i + W <= f; i += W) {
+    const Vec g = load(gate + i);
+    store(g / (Vec(1.f) + g.neg().exp()) * load(up + i), y + i);
+  }
+  for (; i < f; ++i) {
+    const float g = static_cast<float>(gate[i]);
+    y[i] = static_cast<T>(g / (1.f + std::exp(-g)) * static_cast<float>(up[i]));
+  }
+}
+
+}  // namespace kvmux

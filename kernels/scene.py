@@ -1,0 +1,123 @@
+"""One layer's attention in small: rows with a past, a memory in which everything else is NaN, and the step's slots.
+
+For whatever tries kernels out: the self-check at start, tests, benchmarks. What the strategies make of memory is not
+known here; the addresses are drawn by hand.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from itertools import accumulate
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from kernels.arena import Arena
+from kernels.ops import LayerSpec, Ops, Slots
+from kernels.store import KVStore, block_bytes
+
+CPU = torch.device("cpu")
+LONGEST = 300  # tokens of a row
+
+
+class Layout(NamedTuple):
+    """How the keys of a row lie in blocks."""
+
+    block_size: int
+    sinks: int = 0
+    ring: int = 0
+
+    @property
+    def kind(self) -> str:
+        return f"blocks of {self.block_size}" + (f", {self.sinks} sinks and a ring of {self.ring}" if self.ring else "")
+
+
+class RowOf(NamedTuple):
+    """`tokens` tokens enter after `past`; past < 0: padding."""
+
+    past: int
+    tokens: int
+
+
+class Scene:
+    """Rows of one layer: their texts, the store that holds what was before, and the step's slots."""
+
+    def __init__(
+        self,
+        ops: Ops,
+        layout: Layout,
+        spec: LayerSpec,
+        rows: Sequence[RowOf],
+        dtype: torch.dtype,
+        device: torch.device = CPU,
+    ) -> None:
+        """The past is written through the operations themselves; everything else in memory is NaN."""
+        self.ops, self.layout, self.spec, self.rows, self.device = ops, layout, spec, rows, device
+        self.generator = torch.Generator().manual_seed(0)
+        width = -(-(layout.sinks + layout.ring or LONGEST) // layout.block_size)
+        page = block_bytes([spec], layout.block_size, dtype)
+        self.arena = Arena(width * len(rows) + 3, page, device)
+        self.arena.memory.fill_(0xFF)
+        self.store = KVStore(self.arena, [spec], layout.block_size, dtype)
+        order = torch.randperm(width * len(rows), generator=self.generator).int() + 3  # nobody's blocks come first
+        self.table = order.view(len(rows), width).to(device)
+        lengths = [max(0, row.past) + row.tokens for row in rows]
+        self.q = [self._draw(n, spec.num_q_heads, spec.head_dim, dtype) for n in lengths]
+        self.k = [self._draw(n, spec.num_kv_heads, spec.head_dim, dtype) for n in lengths]
+        self.v = [self._draw(n, spec.num_kv_heads, spec.v_head_dim, dtype) for n in lengths]
+        for i, row in enumerate(rows):
+            self._write_past(i, row.past)
+        self.at = self.slots([(i, row.past, row.tokens) for i, row in enumerate(rows)])
+
+    def _draw(self, n: int, heads: int, dim: int, dtype: torch.dtype) -> Tensor:
+        return torch.randn(n, heads, dim, generator=self.generator).to(self.device, dtype)
+
+    def _write_past(self, row: int, past: int) -> None:
+        """In pieces that do not overtake themselves in a ring."""
+        piece = self.layout.ring or LONGEST
+        for start in range(0, past, piece):
+            end = min(past, start + piece)
+            at = self.slots([(row, start, end - start)])
+            self.ops.write_kv(self.store, 0, self.k[row][start:end], self.v[row][start:end], at)
+
+    def slots(self, rows: Sequence[tuple[int, int, int]]) -> Slots:
+        """rows of (seat, start, tokens), decode rows first."""
+        seats, starts, sizes = (list(column) for column in zip(*rows, strict=True))
+        decode = next((i for i, n in enumerate(sizes) if n != 1), len(sizes))
+        limit = self.layout.sinks + self.layout.ring if self.layout.ring else LONGEST
+        return Slots(
+            table=self.table,
+            block_size=self.store.block_size,
+            row_seat=self._integers(seats),
+            q_start=self._integers(accumulate(sizes, initial=0)),
+            start=self._integers(starts),
+            kept=self._integers(min(max(0, start), limit) for start in starts),
+            num_decode=decode,
+            max_q=max(sizes),
+            max_kv=max(start + n for _, start, n in rows),
+            sinks=self.layout.sinks,
+            ring=self.layout.ring,
+        )
+
+    def _integers(self, values: Iterable[int]) -> Tensor:
+        return torch.tensor(list(values), dtype=torch.int32, device=self.device)
+
+    def entering(self, part: Sequence[Tensor]) -> Tensor:
+        """The step's q, k or v [N, heads, dim]; what padding brings is NaN."""
+        pieces = [
+            x[max(0, row.past) :] if row.past >= 0 else torch.full_like(x, torch.nan)
+            for x, row in zip(part, self.rows, strict=True)
+        ]
+        return torch.cat(pieces)
+
+    def write(self) -> None:
+        """What enters in this step."""
+        self.ops.write_kv(self.store, 0, self.entering(self.k), self.entering(self.v), self.at)
+
+    def attend(self, ops: Ops | None = None, *, window: int | None = None) -> list[Tensor]:
+        """The output of each row, by other operations if need be; it was 7 before."""
+        q = self.entering(self.q)
+        out = torch.full((len(q), self.spec.num_q_heads, self.spec.v_head_dim), 7.0, dtype=q.dtype, device=q.device)
+        (ops or self.ops).attend(out, q, self.store, 0, self.at, self.spec, window=window)
+        return list(out.split([row.tokens for row in self.rows]))

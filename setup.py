@@ -1,0 +1,65 @@
+"""Builds the C++ kernels, if there is a compiler and torch to build them against; without them the server runs, slower.
+
+Everything else about the package stands in pyproject.toml. One library per instruction set: which of them this machine
+can run is found out when they are loaded (kernels/cpu/load.py).
+"""
+
+import platform
+import sys
+from pathlib import Path
+from typing import Any
+
+from setuptools import setup
+
+SOURCES = Path("kernels/cpu")
+FLAGS = [
+    "-O3",
+    "-std=c++20",
+    "-Wno-maybe-uninitialized",
+    "-Wno-uninitialized",
+    "-Wno-unknown-pragmas",
+]  # GCC 12 warns of its own headers
+INSTRUCTION_SETS = {
+    "x86_64": {
+        "avx2": ["-mavx2", "-mfma", "-mf16c", "-DCPU_CAPABILITY=AVX2", "-DCPU_CAPABILITY_AVX2"],
+        "avx512": [
+            *("-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mavx2", "-mfma", "-mf16c"),
+            *("-DCPU_CAPABILITY=AVX512", "-DCPU_CAPABILITY_AVX512"),
+        ],
+    },
+    "aarch64": {"neon": ["-DCPU_CAPABILITY=DEFAULT"]},
+}
+
+
+def kernels() -> dict[str, Any]:
+    """Arguments of setup() that build them, or none."""
+    try:
+        from torch.utils.cpp_extension import BuildExtension, CppExtension
+    except ImportError:  # an isolated build: a second torch of gigabytes would be fetched for it
+        return {}
+    machine = {"AMD64": "x86_64", "arm64": "aarch64"}.get(platform.machine(), platform.machine())
+    openmp = [] if sys.platform == "darwin" else ["-fopenmp"]
+
+    class Build(BuildExtension):  # type: ignore[misc]
+        def run(self) -> None:
+            try:
+                super().run()
+            except (Exception, SystemExit) as error:
+                print(f"kvmux: the C++ kernels were not built ({error}); plain torch is used instead", file=sys.stderr)
+
+    return {
+        "ext_modules": [
+            CppExtension(
+                f"kernels.cpu._{name}",
+                [str(SOURCES / "ops.cpp")],
+                depends=[str(header) for header in SOURCES.glob("*.h")],
+                extra_compile_args=[*FLAGS, *openmp, *flags, f"-DKVMUX_LIBRARY=kvmux_{name}"],
+                extra_link_args=openmp,
+            )
+            for name, flags in INSTRUCTION_SETS.get(machine, {}).items()
+        ],
+        "cmdclass": {"build_ext": Build.with_options(no_python_abi_suffix=True, use_ninja=False, parallel=2)},
+    }
+
+
+setup(**kernels())
