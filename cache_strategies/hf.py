@@ -373,7 +373,7 @@ def _built(kind: str, options: dict[str, Any], geometry: Geometry, device: torch
         raise ValueError("max_batch_size and max_seq_len must be at least 1")
     instances = registry.declared({kind: StrategySettings(kind=kind, **options)})
     pages = max(1, geometry.max_seats * registry.sequence_pages(instances, geometry))
-    ops: Any = _KeepingOps(load_ops(device))
+    ops: Any = _KeepingOps(load_ops(device, geometry.kv_dtype).ops)
     with torch.inference_mode(False):  # memory made in inference mode could not be written outside of it
         arena = Arena(pages, registry.page_bytes(instances, geometry), device)
         return registry.build(instances, geometry, arena, ops)[kind]

@@ -94,6 +94,9 @@ class Settings(BaseSettings):
     model_name: str | None = Field(
         None, description="name clients ask for, or several with commas between; default: the model's own"
     )
+    kernels: Literal["auto", "reference"] = Field(
+        "auto", description="what computes; reference: plain torch, slower, to compare with or to rule kernels out"
+    )
     model_impl: ModelImpl = Field(
         "auto", description="who computes the model; auto: the lean decoder if it knows the model, else transformers"
     )

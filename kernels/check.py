@@ -1,12 +1,11 @@
 """The self-check: every operation of a backend against the reference, on small inputs, before anything is served.
 
-An operation that fails is replaced by the reference's, so that a wrong kernel costs speed and not answers. Which backend
-is checked, and who is told, is load.py's business.
+An operation that fails is replaced by the reference's, so that a wrong kernel costs speed and not answers. Which
+backend is checked, and who is told, is load.py's business.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import NamedTuple, cast
 
 import torch

@@ -1,13 +1,60 @@
-"""Chooses the operations for a device. Backends of its own join here; what they lack, the reference does."""
+"""Chooses the operations for a device, and checks them. A backend joins by a row in BACKENDS."""
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Callable, Mapping
+from functools import cache, partial
+from typing import NamedTuple
+
 import torch
 
+from kernels.check import Verdict, checked, mended
+from kernels.cpu import load as cpu
+from kernels.cpu.load import KernelsMissing
 from kernels.ops import Ops
 from kernels.reference import ReferenceOps
+from kernels.table import DTYPES
+
+log = logging.getLogger(__name__)
+REFERENCE = "reference"
+
+# By name: the type of device, and what loads the operations or raises KernelsMissing. For a device, the best first.
+BACKENDS: Mapping[str, tuple[str, Callable[[], Ops]]] = {
+    f"cpu-{name}": ("cpu", partial(cpu.load, name)) for name in cpu.INSTRUCTION_SETS
+}
 
 
-def load_ops(device: torch.device) -> Ops:
-    """The best operations there are for `device`."""
-    return ReferenceOps()
+class Loaded(NamedTuple):
+    """Operations that were checked."""
+
+    backend: str
+    ops: Ops
+    verdicts: list[Verdict]  # empty: it is the reference
+
+
+def load_ops(device: torch.device, dtype: torch.dtype, *, reference: bool = False) -> Loaded:
+    """The best operations there are for `device`; what fails its check in `dtype` is replaced, and told in the log."""
+    for name in [] if reference or dtype not in DTYPES else BACKENDS:
+        kind, load = BACKENDS[name]
+        if kind != device.type:
+            continue
+        try:
+            ops = load()
+        except KernelsMissing as error:
+            log.debug("no kernels %s: %s", name, error)
+            continue
+        verdicts = _verdicts(name, dtype, device)
+        return Loaded(name, mended(ops, verdicts), verdicts)
+    if not reference:
+        log.warning("there are no kernels for %s on %s: plain torch is used, which is slower", dtype, device)
+    return Loaded(REFERENCE, ReferenceOps(), [])
+
+
+@cache  # what was found once in a process holds for all of it
+def _verdicts(name: str, dtype: torch.dtype, device: torch.device) -> list[Verdict]:
+    verdicts = checked(BACKENDS[name][1](), dtype, device)
+    for verdict in verdicts:
+        if verdict.fault is not None:
+            log.error("KERNEL FAILS ITS CHECK, plain torch is used: %s of %s: %s", verdict.op, name, verdict.fault)
+    return verdicts

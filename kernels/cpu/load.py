@@ -1,4 +1,4 @@
-"""Finds the library of C++ operations for the instruction set of this machine."""
+"""Finds the library of C++ operations for an instruction set; setup.py builds one for each that is worth having."""
 
 from __future__ import annotations
 
@@ -10,28 +10,29 @@ import torch
 from kernels.cpu.backend import CpuOps
 
 FOLDER = Path(__file__).parent
-LIBRARIES = {"AVX512": "avx512", "AVX2": "avx2"}  # by what torch found, or ATEN_CPU_CAPABILITY told it
+INSTRUCTION_SETS = ("avx512", "avx2", "neon")  # the best first
 
 
 class KernelsMissing(Exception):
-    """There are no C++ operations for this machine; the message says why."""
+    """There are no such operations on this machine; the message says why."""
 
 
-def instruction_set() -> str:
-    """The best that this machine has, in the words of setup.py; "none" if there is no library for it."""
-    if platform.machine() in ("aarch64", "arm64"):
-        return "neon"
-    return LIBRARIES.get(torch.backends.cpu.get_cpu_capability(), "none")
-
-
-def load(name: str | None = None) -> CpuOps:
-    """The operations for an instruction set, by default the best. Raises KernelsMissing."""
-    name = name or instruction_set()
+def load(name: str) -> CpuOps:
+    """The operations for an instruction set. Raises KernelsMissing."""
+    if name not in usable():
+        raise KernelsMissing(f"this machine has no {name}")
     library = FOLDER / f"_{name}.so"
     if not library.is_file():
-        raise KernelsMissing(f"{library.name} was not built: install a C++ compiler, then run `make install` again")
+        raise KernelsMissing(f"{library.name} was not built: install a C++ compiler, then the project once more")
     try:
         torch.ops.load_library(library)
     except OSError as error:  # built for another torch
-        raise KernelsMissing(f"{library.name} cannot be loaded: {error}") from None
+        raise KernelsMissing(f"{library.name} cannot be loaded, so install the project once more: {error}") from None
     return CpuOps(getattr(torch.ops, f"kvmux_{name}"))
+
+
+def usable() -> tuple[str, ...]:
+    """Instruction sets of this machine, the best first; ATEN_CPU_CAPABILITY hides those above it, as from torch."""
+    if platform.machine() in ("aarch64", "arm64"):
+        return ("neon",)
+    return {"AVX512": ("avx512", "avx2"), "AVX2": ("avx2",)}.get(torch.backends.cpu.get_cpu_capability(), ())

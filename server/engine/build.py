@@ -51,12 +51,12 @@ def build_engine(settings: Settings) -> Engine:
     instances = registry.declared(settings.strategies)
     device = choose_device(settings.device)
     dtype = choose_dtype(settings.dtype, facts.dtype, device)
-    ops = load_ops(device)
+    kernels = load_ops(device, dtype, reference=settings.kernels == "reference")
     max_seq_len = _max_seq_len(settings, facts)
     model = load_model(
         directory,
         settings.model_impl,
-        ops=ops,
+        ops=kernels.ops,
         dtype=dtype,
         weights=choose_weights(settings, dtype),
         device=device,
@@ -71,7 +71,7 @@ def build_engine(settings: Settings) -> Engine:
     )
     page = registry.page_bytes(instances, geometry)
     arena = Arena(_pages(settings, instances, geometry, page, device), page, device)
-    caches = registry.build(instances, geometry, arena, ops)
+    caches = registry.build(instances, geometry, arena, kernels.ops)
     limits = Limits(
         max_num_seqs=settings.max_num_seqs,
         max_step_tokens=settings.max_step_tokens,

@@ -3,18 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 
 import torch
 
-from kernels.load import load_ops
+from kernels import load as backends
+from kernels.cpu.load import KernelsMissing
 from kernels.ops import LayerSpec, Ops
 from kernels.reference import ReferenceOps
 from kernels.scene import Layout, RowOf
 
-BACKENDS: Mapping[str, Callable[[], Ops]] = {  # what means, and what this machine would serve with if that is another
-    ReferenceOps.__name__: ReferenceOps,
-    type(load_ops(torch.device("cpu"))).__name__: lambda: load_ops(torch.device("cpu")),
-}
+
+def _here() -> Mapping[str, Callable[[], Ops]]:
+    """The reference, and every backend that runs on this machine."""
+    found: dict[str, Callable[[], Ops]] = {"reference": ReferenceOps}
+    for name, (_, load) in backends.BACKENDS.items():
+        with suppress(KernelsMissing):
+            load()
+            found[name] = load
+    return found
+
+
+BACKENDS = _here()
 
 TOLERANCE = {torch.float32: 3e-6, torch.float16: 2e-3, torch.bfloat16: 2e-2}
 

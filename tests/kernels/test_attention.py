@@ -22,6 +22,7 @@ dtypes = pytest.mark.parametrize("dtype", TOLERANCE, ids=lambda dtype: str(dtype
 def test_rows_attend_as_the_definition_says(backend: str, spec: str, layout: Layout, dtype: torch.dtype) -> None:
     window = 40 if layout.ring else None
     scene = Scene(BACKENDS[backend](), layout, SPECS[spec], ROWS, dtype)
+    scene.write()
     for i, (out, row) in enumerate(zip(scene.attend(window=window), ROWS, strict=True)):
         if row.past < 0:
             assert (out == 7.0).all(), "a padding row has an output"
@@ -36,6 +37,7 @@ def test_rows_attend_as_the_definition_says(backend: str, spec: str, layout: Lay
 @backends
 def test_a_strategys_window_leaves_the_sinks_in_sight(backend: str, window: int, layout: Layout) -> None:
     scene = Scene(BACKENDS[backend](), layout, SPECS["groups of 4"], ROWS, torch.float32)
+    scene.write()
     for i, (out, row) in enumerate(zip(scene.attend(window=window), ROWS, strict=True)):
         if row.past >= 0:
             assert (out.double() - expected(scene, i, window)).abs().max() < TOLERANCE[torch.float32]
@@ -45,6 +47,7 @@ def test_a_strategys_window_leaves_the_sinks_in_sight(backend: str, window: int,
 def test_scores_of_any_size_overflow_nothing(backend: str) -> None:
     spec = SPECS["groups of 4"]._replace(scale=1e4)
     scene = Scene(BACKENDS[backend](), Layout(16), spec, [RowOf(100, 1), RowOf(130, 8)], torch.float32)
+    scene.write()
     for i, out in enumerate(scene.attend()):
         assert out.isfinite().all()
         assert (out.double() - expected(scene, i, None)).abs().max() < 1e-3
@@ -54,7 +57,7 @@ def test_scores_of_any_size_overflow_nothing(backend: str) -> None:
 @backends
 def test_what_enters_can_be_gathered_at_its_positions(backend: str, layout: Layout) -> None:
     scene = Scene(BACKENDS[backend](), layout, SPECS["values wider than keys"], ROWS, torch.bfloat16)
-    scene.attend()
+    scene.write()
     for i, row in enumerate(ROWS):
         if row.past < 0:
             continue
@@ -70,6 +73,7 @@ def test_what_enters_can_be_gathered_at_its_positions(backend: str, layout: Layo
 def test_padding_is_written_nowhere(backend: str) -> None:
     scene = Scene(BACKENDS[backend](), Layout(16), SPECS["groups of 4"], [RowOf(-1, 1), RowOf(-1, 1)], torch.float32)
     scene.entering = lambda part: torch.ones_like(torch.cat(list(part)))  # type: ignore[method-assign]
+    scene.write()
     scene.attend()
     assert (scene.arena.memory == 0xFF).all()
 
