@@ -32,6 +32,18 @@ class Loaded(NamedTuple):
     ops: Ops
     verdicts: list[Verdict]  # empty: it is the reference
 
+    @property
+    def faulty(self) -> list[str]:
+        """Operations that the reference computes in the backend's place."""
+        return [verdict.op for verdict in self.verdicts if verdict.fault is not None]
+
+    @property
+    def words(self) -> str:
+        """For people."""
+        if self.backend == REFERENCE:
+            return "plain torch"
+        return self.backend + (f", plain torch for {', '.join(self.faulty)}" if self.faulty else "")
+
 
 def load_ops(device: torch.device, dtype: torch.dtype, *, reference: bool = False) -> Loaded:
     """The best operations there are for `device`; what fails its check in `dtype` is replaced, and told in the log."""

@@ -38,7 +38,7 @@ log = logging.getLogger(__name__)
 BACKLOG = 2048  # connections the system holds while the workers are busy or still starting
 
 GROUPS = {
-    "model": ("model", "revision", "model_name", "model_impl", "device", "dtype", "weights", "threads"),
+    "model": ("model", "revision", "model_name", "model_impl", "device", "dtype", "weights", "kernels", "threads"),
     "HTTP": ("host", "port", "workers", "log_level"),
     "KV memory": ("kv_memory", "kv_memory_share", "kv_overcommit"),
     "batching": ("max_seq_len", "max_num_seqs", "max_step_tokens", "max_waiting"),
@@ -51,6 +51,7 @@ EVALUATION_SETTINGS = (
     "device",
     "dtype",
     "weights",
+    "kernels",
     "threads",
     "kv_memory",
     "max_step_tokens",
@@ -184,6 +185,7 @@ def welcome(url: str, settings: Settings, ready: Mapping[str, Any]) -> str:
 kvmux {version()} serves {ready["model"]} on {url}{everywhere}
 
   model       {ready["dtype"]} on {ready["device"]}; prompt and completion up to {ready["max_seq_len"]:,} tokens
+  kernels     {ready["kernels"]}
   KV memory   {_size(ready["kv_memory_bytes"])}, shared by these strategies; each alone has room for
 {_strategies(ready["strategies"], settings.default_strategy)}
 

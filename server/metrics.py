@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
 from cache_strategies.base import Usage
+from kernels.table import OPS
 from server.engine.report import RequestRecord, StepReport
 
 OUTCOMES = ("stop", "length", "cancelled", "error")
@@ -50,11 +51,13 @@ POWERS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096)
 class Metrics:
     """The one registry of the server."""
 
-    def __init__(self, instances: Sequence[str]) -> None:
+    def __init__(self, instances: Sequence[str], faulty_kernels: Sequence[str] = ()) -> None:
         self._registry = CollectorRegistry()
         self._instances = instances
         self._declare_requests()
         self._declare_engine()
+        for op in OPS:
+            self._kernel_faults.labels(op.name).set(op.name in faulty_kernels)
         for name in instances:
             self._start_at_zero(name)
         self.observe_step(StepReport(seconds=0.0, parts={}, preempted={}, failures={}, running={}, waiting={}))
@@ -138,6 +141,10 @@ class Metrics:
         )
         self._kv_limit = Gauge("kvmux_kv_cache_limit_bytes", "KV memory it may hold.", by, registry=registry)
         self._kv_usage = Gauge("kvmux_kv_cache_usage_ratio", "Used bytes of the limit, 0 to 1.", by, registry=registry)
+
+        self._kernel_faults = Gauge(
+            "kvmux_kernel_fallback", "1: it failed its check, and plain torch computes it.", ["op"], registry=registry
+        )
 
     def _seconds(self, name: str, what: str, edges: tuple[float, ...]) -> Histogram:
         return Histogram(f"{name}_seconds", what, ["strategy"], buckets=edges, registry=self._registry)

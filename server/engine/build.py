@@ -18,7 +18,7 @@ from cache_strategies.registry import Instance
 from config.settings import Settings, SettingsError
 from config.sizes import parse_bytes
 from kernels.arena import Arena
-from kernels.load import load_ops
+from kernels.load import Loaded, load_ops
 from server.engine.core import Core
 from server.engine.device import choose_device, choose_dtype, choose_weights, free_memory
 from server.engine.scheduler import Limits, Scheduler
@@ -39,6 +39,7 @@ class Engine:
     directory: Path  # of the model
     core: Core
     instances: Sequence[Instance]
+    kernels: Loaded
     max_seq_len: int
 
 
@@ -83,7 +84,7 @@ def build_engine(settings: Settings) -> Engine:
     selector = Selector(caches.keys(), settings.rules, settings.default_strategy)
     core = Core(model, caches, arena, Scheduler(limits), selector)
     name, *aliases = settings.model_names
-    return Engine(name, aliases, directory, core, instances, max_seq_len)
+    return Engine(name, aliases, directory, core, instances, kernels, max_seq_len)
 
 
 def _max_seq_len(settings: Settings, facts: Facts) -> int:
@@ -122,6 +123,7 @@ def summary(engine: Engine) -> dict[str, Any]:
         "model": engine.name,
         "device": str(core.model.device),
         "dtype": str(core.model.dtype).removeprefix("torch."),
+        "kernels": engine.kernels.words,
         "kv_memory_bytes": core.arena.pages * core.arena.page_bytes,
         "max_seq_len": engine.max_seq_len,
         "strategies": [

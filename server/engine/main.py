@@ -59,7 +59,7 @@ class Loop:
         self._engine = engine
         self._core = engine.core
         self._gateway = gateway
-        self._metrics = Metrics([d.name for d in engine.instances])
+        self._metrics = Metrics([d.name for d in engine.instances], engine.kernels.faulty)
         self._stopping = False
 
     def run(self) -> None:

@@ -20,6 +20,7 @@ READY = {
     "model": "tiny",
     "device": "cpu",
     "dtype": "float32",
+    "kernels": "cpu-avx512",
     "kv_memory_bytes": 512 * 1024 * 1024,
     "max_seq_len": 2048,
     "strategies": [

@@ -1,0 +1,130 @@
+"""What a backend computes wrongly is found before anything is served, and computed by the reference instead."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from kernels import load as loading
+from kernels.check import checked, mended
+from kernels.cpu import load as cpu
+from kernels.load import load_ops
+from kernels.ops import Ops
+from kernels.reference import ReferenceOps
+from kernels.table import DTYPES, OPS
+from server.engine.build import summary
+from server.engine.main import Loop
+from tests.engine.driving import Driver
+from tests.engine.reference import random_prompt
+from tests.kernels.matrix import BACKENDS
+
+CPU = torch.device("cpu")
+NAMES = [op.name for op in OPS]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_what_is_right_passes(backend: str, dtype: torch.dtype) -> None:
+    assert [verdict.fault for verdict in checked(BACKENDS[backend](), dtype, CPU)] == [None] * len(OPS)
+
+
+def test_the_table_has_every_operation() -> None:
+    assert [name for name in vars(Ops) if not name.startswith("_")] == NAMES
+
+
+class Off(ReferenceOps):
+    """Every operation with a result gives a little too much, those without one do nothing; all but `right`."""
+
+    def __init__(self, *right: str) -> None:
+        super().__init__()
+        for name in {*NAMES} - {*right}:
+            setattr(self, name, self._off(getattr(self, name)))
+
+    def _off(self, op: Callable[..., Any]) -> Callable[..., Any]:
+        def wrong(*args: Any, **kwargs: Any) -> Any:
+            if op.__name__ in ("write_kv", "copy_blocks"):
+                return None
+            if op.__name__ == "attend":
+                op(*args, **kwargs)
+                args[0].mul_(1.1)
+                return None
+            found = op(*args, **kwargs)
+            return found * 1.1 if isinstance(found, Tensor) else tuple(x * 1.1 for x in found)
+
+        return wrong
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_what_is_a_little_off_is_found(dtype: torch.dtype) -> None:
+    assert [verdict.op for verdict in checked(Off(), dtype, CPU) if verdict.fault] == NAMES
+
+
+def test_a_fault_of_one_operation_is_not_laid_upon_another() -> None:
+    for name in NAMES:
+        ops = Off(*NAMES)
+        setattr(ops, name, getattr(Off(), name))
+        assert [verdict.op for verdict in checked(ops, torch.float32, CPU) if verdict.fault] == [name]
+
+
+@pytest.mark.parametrize("found", [torch.full((5, 37), torch.nan), torch.zeros(5, 37).double(), torch.zeros(5, 36)])
+def test_nan_and_other_shapes_and_dtypes_are_faults(found: Tensor) -> None:
+    ops = ReferenceOps()
+    ops.silu_mul = lambda gate_up: found  # type: ignore[method-assign]
+    assert [verdict.op for verdict in checked(ops, torch.float32, CPU) if verdict.fault] == ["silu_mul"]
+
+
+def test_the_reference_takes_the_place_of_what_is_faulty() -> None:
+    ops = Off("linear", "rope")
+    good = mended(ops, checked(ops, torch.float32, CPU))
+    assert [verdict.fault for verdict in checked(good, torch.float32, CPU)] == [None] * len(OPS)
+    assert good.rope.__self__ is ops  # type: ignore[attr-defined]
+
+
+class Raising(ReferenceOps):
+    def attend(self, *args: Any, **kwargs: Any) -> None:
+        raise RuntimeError("no such instruction")
+
+
+def test_a_server_with_a_broken_kernel_says_so_and_answers_rightly(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(loading, "BACKENDS", {"cpu-broken": ("cpu", Raising)})
+    driver = Driver(Path("tiny"))
+    heard = driver.submit("it", random_prompt(40), 8)
+    driver.run()
+    reference = Driver(Path("tiny"), kernels="reference")
+    expected = reference.submit("it", random_prompt(40), 8)
+    reference.run()
+    assert heard.tokens == expected.tokens
+    assert summary(driver.engine)["kernels"] == "cpu-broken, plain torch for attend"
+    assert summary(reference.engine)["kernels"] == "plain torch"
+    assert "KERNEL FAILS ITS CHECK, plain torch is used: attend of cpu-broken: RuntimeError: no such" in caplog.text
+    told = Loop(driver.engine, None)._metrics.exposition({}).decode()  # type: ignore[arg-type]
+    assert 'kvmux_kernel_fallback{op="attend"} 1.0' in told
+    assert 'kvmux_kernel_fallback{op="rope"} 0.0' in told
+
+
+def test_without_a_library_plain_torch_is_used_and_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(cpu, "FOLDER", tmp_path)
+    with caplog.at_level(logging.DEBUG):
+        assert load_ops(CPU, torch.float32).words == "plain torch"
+    assert "there are no kernels for torch.float32 on cpu: plain torch is used, which is slower" in caplog.text
+
+
+def test_a_library_that_is_none_is_passed_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in cpu.INSTRUCTION_SETS:
+        (tmp_path / f"_{name}.so").write_bytes(b"not a library")
+    monkeypatch.setattr(cpu, "FOLDER", tmp_path)
+    assert load_ops(CPU, torch.float32).words == "plain torch"
+
+
+def test_dtypes_that_no_kernel_knows_are_left_to_plain_torch() -> None:
+    assert load_ops(CPU, torch.float64).words == "plain torch"
