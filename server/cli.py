@@ -1,4 +1,4 @@
-"""The command line: `kvmux serve`, `kvmux evaluate` and their help.
+"""The command line: `kvmux serve`, `kvmux evaluate`, `kvmux doctor` and their help.
 
 Every scalar setting is a flag, made from the setting's own metadata. Imports neither torch nor transformers, so that
 help and errors come at once.
@@ -237,6 +237,13 @@ def evaluate(options: dict[str, Any]) -> int:
     return int(pkgutil.resolve_name("server.evaluation.command:run")(settings_file(options), options))
 
 
+# ---------------------------------------------------------------- kvmux doctor
+def doctor(options: dict[str, Any]) -> int:
+    """Tells what this machine is and whether the kernels are right."""
+    check_folder_names()
+    return int(pkgutil.resolve_name("server.doctor:doctor")(**options))
+
+
 # ---------------------------------------------------------------- what the commands share
 def settings_file(options: dict[str, Any]) -> Path | None:
     """Takes the file from the options, or the environment."""
@@ -289,6 +296,15 @@ def _parser() -> Parser:
     evaluate_parser.set_defaults(run=evaluate)
     flags.add_flags(evaluate_parser)
     _add_settings(evaluate_parser, {"settings": EVALUATION_SETTINGS})
+    doctor_parser = commands.add_parser(
+        "doctor",
+        help="tell what this machine is, and whether its kernels compute what they should",
+        description="Prints a report on this machine and its kernels, and writes it to a file to attach to a problem.",
+        argument_default=argparse.SUPPRESS,
+        allow_abbrev=False,
+    )
+    doctor_parser.set_defaults(run=doctor)
+    doctor_parser.add_argument("--out", type=Path, metavar="FILE", help="where (default: kvmux-doctor.json)")
     return parser
 
 

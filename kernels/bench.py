@@ -1,0 +1,144 @@
+"""`python -m kernels.bench`: how near each operation comes to the speed of the memory, one line a row.
+
+The data of a measurement is a gibibyte, so nothing is found in a cache; the memory's own speed, by a plain read of as
+much, is measured beside it. Shares of that speed mean something; absolute figures are those of one machine at one time.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+
+from kernels.cpu.load import KernelsMissing
+from kernels.load import BACKENDS
+from kernels.loads import GIBIBYTE, LAYERS, LOADS, Load, Texts, numbers
+from kernels.ops import Ops
+from kernels.reference import ReferenceOps
+from kernels.table import OPS
+
+CONTEXTS = {"attend": (128, 1024, 4096, 16384), "linear": (1, 8)}  # tokens; of the others:
+TOKENS = (512,)
+PASSES = 3  # the best counts
+
+
+class Row(NamedTuple):
+    op: str
+    backend: str
+    dtype: str
+    context: int
+    gb_per_s: float
+    read_gb_per_s: float  # of this machine, at the same time
+    ratio: float
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(prog="python -m kernels.bench", description=__doc__)
+    parser.add_argument("--op", nargs="+", choices=LOADS, default=list(LOADS), help="which operations")
+    parser.add_argument("--backend", nargs="+", help="which backends, reference and sdpa among them (default: all)")
+    parser.add_argument(
+        "--dtype", nargs="+", choices=("float32", "bfloat16", "float16"), default=["float32", "bfloat16"]
+    )
+    parser.add_argument("--context", type=int, nargs="+", help="tokens")
+    parser.add_argument("--threads", type=int, help="default: torch's choice")
+    parser.add_argument("--json", action="store_true", help="one JSON object a line")
+    options = parser.parse_args(arguments)
+    if options.threads:
+        torch.set_num_threads(options.threads)
+    if not options.json:
+        print(f"{'op':12} {'backend':12} {'dtype':9} {'context':>7} {'GB/s':>7} {'memory':>7} {'share':>6}")
+    for row in measured(options.op, options.backend, options.dtype, options.context):
+        if options.json:
+            print(json.dumps(row._asdict()), flush=True)
+        else:
+            print(
+                f"{row.op:12} {row.backend:12} {row.dtype:9} {row.context:7,} "
+                f"{row.gb_per_s:7.2f} {row.read_gb_per_s:7.2f} {row.ratio:6.0%}",
+                flush=True,
+            )
+
+
+def measured(
+    ops: Sequence[str], backends: Sequence[str] | None, dtypes: Sequence[str], contexts: Sequence[int] | None
+) -> Iterator[Row]:
+    """All rows of these, one after the other."""
+    memory = numbers(GIBIBYTE // 4, torch.float32)
+    for op in (op.name for op in OPS if op.name in ops):
+        for dtype in dtypes:
+            for context in contexts or CONTEXTS.get(op, TOKENS):
+                print(f"\r{op}, {dtype}, {context} ...\033[K\r", end="", file=sys.stderr, flush=True)
+                for name, run, size in _runs(op, getattr(torch, dtype), context, backends):
+                    read = memory.nbytes / _seconds(lambda: memory.sum())
+                    speed = size / _seconds(run)
+                    yield Row(op, name, dtype, context, speed / 1e9, read / 1e9, speed / read)
+
+
+Run = tuple[str, Callable[[], object], int]  # name, one pass over the data, bytes
+
+
+def _runs(op: str, dtype: torch.dtype, context: int, wanted: Sequence[str] | None) -> Iterator[Run]:
+    load = LOADS[op](dtype, context)
+    for name, ops in _backends():
+        if wanted is None or name in wanted:
+            yield name, lambda ops=ops: _pass(load, ops), load.bytes  # type: ignore[misc]
+    if op == "attend" and (wanted is None or "sdpa" in wanted):
+        yield from _sdpa(dtype, context)
+
+
+def _backends() -> Iterator[tuple[str, Ops]]:
+    yield "reference", ReferenceOps()
+    for name, (_, load) in BACKENDS.items():
+        try:
+            yield name, load()
+        except KernelsMissing as missing:
+            print(f"{name}: {missing}", file=sys.stderr)
+
+
+def _pass(load: Load, ops: Ops) -> None:
+    for call in load.calls:
+        call(ops)
+
+
+def _sdpa(dtype: torch.dtype, context: int) -> Iterator[Run]:
+    """torch's attention over the same keys: found dense already, and gathered from their blocks before."""
+    texts, spec = Texts(dtype, context), LAYERS[0]
+    q = numbers(spec.num_q_heads * spec.head_dim, dtype).view(1, spec.num_q_heads, 1, spec.head_dim)
+    shape = (spec.num_kv_heads, context, spec.head_dim)
+    planes = numbers(2 * texts.count * len(LAYERS) * torch.Size(shape).numel(), dtype).view(-1, 2, 1, *shape)
+
+    def dense() -> None:
+        for k, v in planes:
+            F.scaled_dot_product_attention(q, k, v, scale=spec.scale, enable_gqa=True)
+
+    def gathered() -> None:
+        for at, layer in texts.rows():
+            blocks = at.table[at.row_seat[0]].long()
+            k, v = (
+                plane[blocks].transpose(0, 1).reshape(1, spec.num_kv_heads, -1, spec.head_dim)[:, :, :context]
+                for plane in (texts.store.k(layer), texts.store.v(layer))
+            )
+            F.scaled_dot_product_attention(q, k, v, scale=spec.scale, enable_gqa=True)
+
+    yield "sdpa", dense, planes.nbytes
+    yield "sdpa+gather", gathered, texts.bytes
+
+
+def _seconds(run: Callable[[], object]) -> float:
+    """Of the fastest of some passes, after one that nobody counts."""
+    run()
+    best = float("inf")
+    for _ in range(PASSES):
+        began = time.perf_counter()
+        run()
+        best = min(best, time.perf_counter() - began)
+    return best
+
+
+if __name__ == "__main__":
+    main()
