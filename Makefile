@@ -19,6 +19,9 @@ TORCH = $(shell sed -n 's/^ *"\(torch==[^"]*\)".*/\1/p' pyproject.toml)
 # What an installation is made from: when one of these changes it is made again.
 INPUTS = pyproject.toml $(wildcard setup.py kernels/cpu/*.cpp kernels/cpu/*.h)
 
+TELL_KERNELS = ls kernels/cpu/*.so >/dev/null 2>&1 || echo "The C++ kernels were not built: is there a C++ compiler?\
+ The server runs without them, slower." >&2
+
 .DEFAULT_GOAL := help
 .PHONY: help install serve test test-slow check format bench load clean
 
@@ -72,9 +75,11 @@ $(VENV)/.torch:
 
 $(VENV)/.base: $(VENV)/.torch $(INPUTS)
 	$(PIP_INSTALL) --no-build-isolation --editable .
+	@$(TELL_KERNELS)
 	@touch $@
 
 # The project with extras, "test" or "test,check".
 $(VENV)/.with-%: $(VENV)/.torch $(INPUTS)
 	$(PIP_INSTALL) --no-build-isolation --editable ".[$*]"
+	@$(TELL_KERNELS)
 	@touch $@ $(VENV)/.base

@@ -38,7 +38,7 @@ def kernels() -> dict[str, Any]:
     except ImportError:  # an isolated build: a second torch of gigabytes would be fetched for it
         return {}
     machine = {"AMD64": "x86_64", "arm64": "aarch64"}.get(platform.machine(), platform.machine())
-    openmp = [] if sys.platform == "darwin" else ["-fopenmp"]
+    mac = sys.platform == "darwin"  # whose compiler has no OpenMP: one thread
 
     class Build(BuildExtension):  # type: ignore[misc]
         def run(self) -> None:
@@ -53,13 +53,22 @@ def kernels() -> dict[str, Any]:
                 f"kernels.cpu._{name}",
                 [str(SOURCES / "ops.cpp")],
                 depends=[str(header) for header in SOURCES.glob("*.h")],
-                extra_compile_args=[*FLAGS, *openmp, *flags, f"-DKVMUX_LIBRARY=kvmux_{name}"],
-                extra_link_args=openmp,
+                extra_compile_args=[*FLAGS, *([] if mac else ["-fopenmp"]), *flags, f"-DKVMUX_LIBRARY=kvmux_{name}"],
+                extra_link_args=[] if mac else [_openmp()],
             )
             for name, flags in INSTRUCTION_SETS.get(machine, {}).items()
         ],
         "cmdclass": {"build_ext": Build.with_options(no_python_abi_suffix=True, use_ninja=False, parallel=2)},
     }
+
+
+def _openmp() -> str:
+    """How to link torch's own OpenMP runtime: a second one would bring a second pool of threads."""
+    import torch
+
+    folder = Path(torch.__file__).parent
+    found = [*folder.glob("lib/libgomp*.so*"), *folder.parent.glob("torch.libs/libgomp*.so*")]
+    return str(found[0]) if found else "-fopenmp"
 
 
 setup(**kernels())
