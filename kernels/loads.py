@@ -62,6 +62,16 @@ def _rms_norm(weight: Tensor, x: Tensor, ops: Ops) -> None:
     ops.rms_norm(x, weight, 1e-6)
 
 
+def add_rms_norm(dtype: torch.dtype, tokens: int) -> Load:
+    x, delta = _rows(dtype, tokens, 2 * WIDTH).chunk(2, -1)
+    weight = numbers(WIDTH, dtype)
+    return Load([partial(_add_rms_norm, weight, *pair) for pair in zip(x, delta, strict=True)], 4 * x.nbytes)
+
+
+def _add_rms_norm(weight: Tensor, x: Tensor, delta: Tensor, ops: Ops) -> None:
+    ops.add_rms_norm(x, delta, weight, 1e-6)
+
+
 def rope(dtype: torch.dtype, tokens: int) -> Load:
     x, angles = _rows(dtype, tokens, 16 * 64).unflatten(-1, (16, 64)), torch.rand(tokens, 32)
     turn = partial(_rope, angles.cos(), angles.sin(), torch.arange(tokens))
@@ -164,5 +174,6 @@ def _copy(store: KVStore, src: int, dst: int, ops: Ops) -> None:
 
 
 LOADS: Mapping[str, Callable[[torch.dtype, int], Load]] = {
-    each.__name__: each for each in (linear, rms_norm, rope, silu_mul, write_kv, attend, gather, copy_blocks)
+    each.__name__: each
+    for each in (linear, rms_norm, add_rms_norm, rope, silu_mul, write_kv, attend, gather, copy_blocks)
 }

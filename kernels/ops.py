@@ -93,6 +93,10 @@ class Ops(Protocol):
         """
         ...
 
+    def add_rms_norm(self, x: Tensor, delta: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        """x + delta, rounded to their dtype, and its `rms_norm`; all [N, d]."""
+        ...
+
     def rope(self, x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor) -> Tensor:
         """x [N,H,D] rotated; cos, sin [P, D/2] float32, halves paired (Su et al. 2021, GPT-NeoX layout)."""
         ...

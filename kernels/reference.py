@@ -60,6 +60,10 @@ class ReferenceOps:
             return (normed * weight).to(x.dtype)
         return normed.to(x.dtype) * weight.to(x.dtype)
 
+    def add_rms_norm(self, x: Tensor, delta: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        total = x + delta
+        return total, self.rms_norm(total, weight, eps)
+
     def rope(self, x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor) -> Tensor:
         c, s = cos[positions][:, None], sin[positions][:, None]  # [N, 1, D/2]
         a, b = x.float().chunk(2, -1)

@@ -55,6 +55,15 @@ def _rms_norm(ops: Ops, dtype: torch.dtype, device: torch.device) -> Results:
     yield "of a slice", ops.rms_norm(x[:, 3:80], weight[:77].to(dtype), 1e-6)
 
 
+def _add_rms_norm(ops: Ops, dtype: torch.dtype, device: torch.device) -> Results:
+    draw = _numbers(device)
+    x, delta, weight = draw(5, 84).to(dtype), draw(5, 84).to(dtype), draw(84)
+    for what, each in (("as in Llama", weight.to(dtype)), ("as in Gemma", weight)):
+        total, normed = ops.add_rms_norm(x, delta, each, 1e-6)
+        yield f"{what}: sum", total
+        yield f"{what}: norm", normed
+
+
 def _rope(ops: Ops, dtype: torch.dtype, device: torch.device) -> Results:
     draw = _numbers(device)
     angles = 10 * draw(50, 12)
@@ -109,6 +118,7 @@ def _copy_blocks(ops: Ops, dtype: torch.dtype, device: torch.device) -> Results:
 OPS: tuple[Op, ...] = (
     Op("linear", SUMS, _linear),
     Op("rms_norm", ROUNDING, _rms_norm),
+    Op("add_rms_norm", ROUNDING, _add_rms_norm),
     Op("rope", ROUNDING, _rope),
     Op("silu_mul", ROUNDING, _silu_mul),
     Op("write_kv", EXACT, _write_kv),

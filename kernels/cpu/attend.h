@@ -19,6 +19,7 @@ constexpr int64_t TILE = 64;      // positions
 constexpr int64_t SPLIT = 1024;   // positions
 constexpr int64_t MAX_ROWS = 48;  // query rows that go together
 constexpr int64_t MAX_DIM = 256;  // of a head
+constexpr int64_t LINE = 64;      // bytes of the cache
 constexpr float NOTHING = -std::numeric_limits<float>::infinity();
 
 // Weighted values so far of some query rows: sum of exp(score - top) * value, and of exp(score - top).
@@ -85,8 +86,11 @@ class Head {
     for (int64_t split = begin; split < end; ++split) {
       split_.clear(rows_.count, width_);
       for (int64_t tile = split * SPLIT; tile < (split + 1) * SPLIT; tile += TILE) {
-        const Range seen = seen_in(tile);
-        if (!seen.empty()) attend_tile(tile, seen);
+        const Range seen = seen_in(tile), next = seen_in(tile + TILE);
+        if (seen.empty()) continue;
+        load_tile(tile, seen);
+        if (!next.empty() && tile + TILE < end * SPLIT) prefetch(next);
+        attend_tile(tile, seen);
       }
       for (int64_t r = 0; r < rows_.count; ++r)
         sums.merge(r, split_.top[r], split_.total[r], split_.values + r * width_, width_);
@@ -107,7 +111,6 @@ class Head {
   }
 
   void attend_tile(int64_t tile, Range seen) {
-    load_tile(tile, seen);
     std::fill_n(p_, rows_.count * TILE, 0.f);
     multiply_add(rows_.count, TILE, k_.dim, q_, k_.dim, k_tile_, TILE, p_, TILE);
     for (int64_t r = 0; r < rows_.count; ++r) softmax(r, tile, seen);
@@ -123,6 +126,18 @@ class Head {
       const T* v = v_.at(p);
       load_columns(k, n, k_tile_ + p - tile);
       for (int64_t i = 0; i < n; ++i) to_float(v + i * v_.dim, v_tile_ + (p - tile + i) * width_, v_.dim);
+    }
+  }
+
+  // The next tile comes from memory while this one is computed.
+  void prefetch(Range seen) const {
+    for (int64_t p = seen.begin, n; p < seen.end; p += n) {
+      n = k_.layout.run(p, seen.end);
+      for (const Plane<T>* plane : {&k_, &v_}) {
+        const char* lines = reinterpret_cast<const char*>(plane->at(p));
+        const int64_t bytes = n * plane->dim * static_cast<int64_t>(sizeof(T));
+        for (int64_t b = 0; b < bytes; b += LINE) __builtin_prefetch(lines + b, 0, 2);
+      }
     }
   }
 

@@ -26,6 +26,10 @@ class CpuOps(ReferenceOps):
         normed: Tensor = self._library.rms_norm(x, weight, eps)
         return normed
 
+    def add_rms_norm(self, x: Tensor, delta: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        found: tuple[Tensor, Tensor] = self._library.add_rms_norm(x, delta, weight, eps)
+        return found
+
     def rope(self, x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor) -> Tensor:
         turned: Tensor = self._library.rope(x, cos, sin, positions)
         return turned

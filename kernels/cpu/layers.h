@@ -17,6 +17,12 @@ inline void store(Vec v, T* to) {
   for (int64_t i = 0; i < W; ++i) to[i] = static_cast<T>(numbers[i]);
 }
 
+// y = a + b, all [d].
+template <typename T>
+void add_row(const T* a, const T* b, T* y, int64_t d) {
+  for (int64_t i = 0; i < d; ++i) y[i] = static_cast<T>(static_cast<float>(a[i]) + static_cast<float>(b[i]));
+}
+
 // y = x / rms(x) * weight, all [d]. Llama rounds before the weight, Gemma, whose weights are float32, after it.
 template <typename T, typename Weight>
 void rms_norm_row(const T* x, const Weight* weight, float eps, T* y, int64_t d) {

@@ -3,7 +3,6 @@
 #include <ATen/Parallel.h>
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>
-#include <ATen/ops/empty_like.h>
 #include <torch/library.h>
 
 #include <atomic>
@@ -46,7 +45,8 @@ void over_rows(int64_t n, int64_t width, const Work& work) {
 }
 
 // ---------------------------------------------------------------- layers
-void norm_into(const Tensor& y, const Tensor& x, const Tensor& weight, double eps) {
+Tensor rms_norm(const Tensor& x, const Tensor& weight, double eps) {
+  Tensor y = at::empty(x.sizes(), x.options());
   with_type(x.scalar_type(), [&](auto of_x) {
     with_type(weight.scalar_type(), [&](auto of_weight) {
       using T = decltype(of_x);
@@ -60,12 +60,29 @@ void norm_into(const Tensor& y, const Tensor& x, const Tensor& weight, double ep
       });
     });
   });
+  return y;
 }
 
-Tensor rms_norm(const Tensor& x, const Tensor& weight, double eps) {
-  Tensor y = at::empty(x.sizes(), x.options());
-  norm_into(y, x, weight, eps);
-  return y;
+std::tuple<Tensor, Tensor> add_rms_norm(const Tensor& x, const Tensor& delta, const Tensor& weight, double eps) {
+  Tensor total = at::empty(x.sizes(), x.options()), normed = at::empty(x.sizes(), x.options());
+  const int64_t d = x.size(1);
+  with_type(x.scalar_type(), [&](auto of_x) {
+    with_type(weight.scalar_type(), [&](auto of_weight) {
+      using T = decltype(of_x);
+      const T* a = x.const_data_ptr<T>();
+      const T* b = delta.const_data_ptr<T>();
+      const auto* factors = weight.const_data_ptr<decltype(of_weight)>();
+      T* sums = total.data_ptr<T>();
+      T* to = normed.data_ptr<T>();
+      over_rows(x.size(0), d, [&](int64_t begin, int64_t end) {
+        for (int64_t n = begin; n < end; ++n) {
+          add_row(a + n * x.stride(0), b + n * delta.stride(0), sums + n * d, d);
+          rms_norm_row(sums + n * d, factors, static_cast<float>(eps), to + n * d, d);
+        }
+      });
+    });
+  });
+  return {total, normed};
 }
 
 Tensor rope(const Tensor& x, const Tensor& cos, const Tensor& sin, const Tensor& positions) {
@@ -274,6 +291,8 @@ void attend(const Tensor& out, const Tensor& q, const Tensor& k, const Tensor& v
 
 TORCH_LIBRARY(KVMUX_LIBRARY, library) {
   library.def("rms_norm(Tensor x, Tensor weight, float eps) -> Tensor", &kvmux::rms_norm);
+  library.def(
+      "add_rms_norm(Tensor x, Tensor delta, Tensor weight, float eps) -> (Tensor, Tensor)", &kvmux::add_rms_norm);
   library.def("rope(Tensor x, Tensor cos, Tensor sin, Tensor positions) -> Tensor", &kvmux::rope);
   library.def("silu_mul(Tensor gate_up) -> Tensor", &kvmux::silu_mul);
   library.def(

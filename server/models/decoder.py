@@ -79,8 +79,11 @@ class Decoder:
 
     def forward_embedded(self, x: Tensor, attention: Attention) -> Tensor:
         """x [N, d] -> logits [K, V] float32; `forward` for tokens that are embedded already."""
+        added: Tensor | None = None
         for i, layer in enumerate(self._layers):
-            x = self._layer(i, layer, x, attention)
+            x, added = self._layer(i, layer, x, added, attention)
+        assert added is not None
+        x = x + added
         logits = self._ops.linear(self._normed(x[attention.logit_index], self._norm), self._lm_head).float()
         return softcapped(logits, self.config.logit_softcap)
 
@@ -101,13 +104,22 @@ class Decoder:
         cache.commit()
         return logits.view(1, 1, -1)
 
-    def _layer(self, i: int, layer: LayerWeights, x: Tensor, attention: Attention) -> Tensor:
-        """x [N, d] -> [N, d]."""
-        q, k, v = self._qkv(i, layer, self._normed(x, layer.attention_norm), attention.positions)
+    def _layer(
+        self, i: int, layer: LayerWeights, x: Tensor, added: Tensor | None, attention: Attention
+    ) -> tuple[Tensor, Tensor]:
+        """x [N, d] and what is still to be added to it -> the same after the layer."""
+        x, h = self._sum(x, added, layer.attention_norm)
+        q, k, v = self._qkv(i, layer, h, attention.positions)
         mixed = self._ops.linear(attention.attend(i, q, k, v).flatten(1), layer.o, layer.o_bias)
-        x = x + self._normed(mixed, layer.post_attention_norm)
-        fed = layer.feed_forward(self._ops, self.config.activation, self._normed(x, layer.mlp_norm))
-        return x + self._normed(fed, layer.post_mlp_norm)
+        x, h = self._sum(x, self._normed(mixed, layer.post_attention_norm), layer.mlp_norm)
+        fed = layer.feed_forward(self._ops, self.config.activation, h)
+        return x, self._normed(fed, layer.post_mlp_norm)
+
+    def _sum(self, x: Tensor, added: Tensor | None, weight: Tensor) -> tuple[Tensor, Tensor]:
+        """The sum [N, d], and its norm."""
+        if added is None:
+            return x, self._normed(x, weight)
+        return self._ops.add_rms_norm(x, added, weight, self.config.rms_norm_eps)
 
     def _normed(self, x: Tensor, weight: Tensor | None) -> Tensor:
         """x [N, d], or as it is where the model has no norm."""

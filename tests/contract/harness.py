@@ -60,6 +60,11 @@ def _name(kind: str, options: Mapping[str, Any]) -> str:
     return "-".join([kind, *(f"{key}_{value}" for key, value in options.items())])
 
 
+def make_ops() -> Ops:
+    """What a World computes with unless it is told; conftest.py puts every backend in its place."""
+    return ReferenceOps()
+
+
 class World:
     """Caches by name over one arena whose every byte is poison, and what it takes to step them."""
 
@@ -85,7 +90,7 @@ class World:
             pages = max_seats * sum(1 + 2 * _sequence_bytes(i, geometry) // page for i in instances)
         self.arena = Arena(pages, page)
         self.arena.memory.fill_(fill)
-        self.caches = registry.build(instances, geometry, self.arena, ops or ReferenceOps())
+        self.caches = registry.build(instances, geometry, self.arena, ops or make_ops())
 
     def open(self, name: str, text: Text, *, max_cached: int | None = None) -> Reading:
         """A seat for all of the text."""

@@ -1,0 +1,18 @@
+"""The whole contract is kept by every backend that runs on this machine."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from tests.contract import harness
+from tests.kernels.matrix import BACKENDS
+
+
+@pytest.fixture(scope="module", autouse=True, params=BACKENDS)
+def backend(request: pytest.FixtureRequest) -> Iterator[str]:
+    """Its name."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(harness, "make_ops", BACKENDS[request.param])
+        yield request.param
