@@ -105,8 +105,19 @@ class Ops(Protocol):
         """gate_up [N, 2 f] -> silu(first half) * second half [N, f] (SwiGLU, Shazeer 2020)."""
         ...
 
+    def quantise(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """x [..., D] -> int8 [..., D] and scale [...] float32: the largest number becomes 127 or -127.
+
+        Halves are rounded to even. A vector of zeros has the scale 0.
+        """
+        ...
+
+    def dequantise(self, x: Tensor, scale: Tensor) -> Tensor:
+        """x int8 [..., D], scale [...] -> float32 [..., D]."""
+        ...
+
     def write_kv(self, store: KVStore, layer: int, k: Tensor, v: Tensor, at: Slots) -> None:
-        """k [N,H,D], v [N,H,Dv] into their slots."""
+        """k [N,H,D], v [N,H,Dv] into their slots; into a store of int8 as `quantise` says."""
         ...
 
     def attend(
@@ -129,7 +140,10 @@ class Ops(Protocol):
         ...
 
     def gather(self, store: KVStore, layer: int, at: Slots, row: int, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """K [S,H,D] and V [S,H,Dv] of a row at positions [S]: for tests, measurements and adapters, not for steps."""
+        """K [S,H,D] and V [S,H,Dv] of a row at positions [S]: for tests, measurements and adapters, not for steps.
+
+        In the store's dtype; float32 if that is int8.
+        """
         ...
 
     def copy_blocks(self, store: KVStore, src: list[int], dst: list[int]) -> None:

@@ -17,9 +17,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kernels.ops import LayerSpec, Slots
-from kernels.store import KVStore
+from kernels.store import KVStore, Plane
 
 TILE = 128  # positions
+TINY = 1e-30  # no scale is smaller, but for that of zeros
 
 
 @dataclass(frozen=True)
@@ -74,12 +75,23 @@ class ReferenceOps:
         return F.silu(gate) * up
 
     # ---------------------------------------------------------------- KV memory
+    def quantise(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        wide = x.float()
+        scale = wide.abs().amax(-1) / 127
+        return (wide / scale.clamp_min(TINY)[..., None]).round().to(torch.int8), scale
+
+    def dequantise(self, x: Tensor, scale: Tensor) -> Tensor:
+        return x.float() * scale[..., None]
+
     def write_kv(self, store: KVStore, layer: int, k: Tensor, v: Tensor, at: Slots) -> None:
         if at not in self._writes:
             self._writes[at] = _write_index(at)
         tokens, block, slot = self._writes[at]
-        store.k(layer)[block, :, slot] = k[tokens].to(store.dtype)
-        store.v(layer)[block, :, slot] = v[tokens].to(store.dtype)
+        for new, plane in zip((k, v), store.planes(layer), strict=True):
+            if plane.scale is None:
+                plane.numbers[block, :, slot] = new[tokens].to(store.dtype)
+            else:
+                plane.numbers[block, :, slot], plane.scale[block, :, slot] = self.quantise(new[tokens])
 
     def attend(
         self,
@@ -101,7 +113,12 @@ class ReferenceOps:
 
     def gather(self, store: KVStore, layer: int, at: Slots, row: int, positions: Tensor) -> tuple[Tensor, Tensor]:
         block, slot = _locate(at, at.row_seat[row].long(), positions.long())
-        return store.k(layer)[block, :, slot], store.v(layer)[block, :, slot]
+        k, v = (self._read(plane, block, slot) for plane in store.planes(layer))
+        return k, v
+
+    def _read(self, plane: Plane, block: Tensor, slot: Tensor) -> Tensor:
+        found = plane.numbers[block, :, slot]
+        return found if plane.scale is None else self.dequantise(found, plane.scale[block, :, slot])
 
     def copy_blocks(self, store: KVStore, src: list[int], dst: list[int]) -> None:
         for a, b in zip(src, dst, strict=True):
@@ -117,8 +134,9 @@ class ReferenceOps:
         top = q.new_full((B * H, n * G, 1), -torch.inf)  # running maximum
         total = torch.zeros_like(top)
         acc = q.new_zeros((B * H, n * G, Dv))
+        k_plane, v_plane = store.planes(layer)
         for tile in group.tiles:
-            k = self._load("k", store.k(layer), tile, spec.head_dim)
+            k = self._load("k", k_plane, tile, spec.head_dim)
             scores = torch.bmm(q, k.transpose(1, 2))  # [B*H, n*G, TILE]
             if spec.softcap:
                 scores.div_(spec.softcap).tanh_().mul_(spec.softcap)
@@ -127,7 +145,7 @@ class ReferenceOps:
             top, rescale = _raise(top, scores.amax(-1, keepdim=True))
             p = scores.sub_(top.clamp_min(torch.finfo(torch.float32).min)).exp_()
             total.mul_(rescale).add_(p.sum(-1, keepdim=True))
-            acc.mul_(rescale).baddbmm_(p, self._load("v", store.v(layer), tile, Dv))
+            acc.mul_(rescale).baddbmm_(p, self._load("v", v_plane, tile, Dv))
         if spec.sink_logits is not None:
             sink = spec.sink_logits.float().view(1, H, 1, G).expand(B, H, n, G).reshape(B * H, n * G, 1)
             top, rescale = _raise(top, sink)
@@ -135,14 +153,17 @@ class ReferenceOps:
             acc.mul_(rescale)
         return (acc / total).view(B, H, n, G, Dv).transpose(1, 2).reshape(B * n, H * G, Dv)
 
-    def _load(self, name: str, plane: Tensor, tile: _Tile, dim: int) -> Tensor:
+    def _load(self, name: str, plane: Plane, tile: _Tile, dim: int) -> Tensor:
         """Keys or values of a tile as float32 [B*H, TILE, dim], in scratch memory."""
-        heads = torch.arange(plane.shape[1], device=plane.device).view(1, -1, 1)
-        shape = (tile.block.shape[0], plane.shape[1], TILE, dim)
-        stored = self._buffer(name, shape, plane.dtype, plane.device)
-        torch.ops.aten.index.Tensor_out(plane, [tile.block, heads, tile.slot], out=stored)
-        if plane.dtype is not torch.float32:
-            stored = self._buffer(name, shape, torch.float32, plane.device).copy_(stored)
+        numbers = plane.numbers
+        heads = torch.arange(numbers.shape[1], device=numbers.device).view(1, -1, 1)
+        shape = (tile.block.shape[0], numbers.shape[1], TILE, dim)
+        stored = self._buffer(name, shape, numbers.dtype, numbers.device)
+        torch.ops.aten.index.Tensor_out(numbers, [tile.block, heads, tile.slot], out=stored)
+        if numbers.dtype is not torch.float32:
+            stored = self._buffer(name, shape, torch.float32, numbers.device).copy_(stored)
+        if plane.scale is not None:
+            stored.mul_(plane.scale[tile.block, heads, tile.slot][..., None])
         return stored.view(-1, TILE, dim)
 
     def _buffer(self, name: str, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:

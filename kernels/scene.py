@@ -18,7 +18,6 @@ from kernels.ops import LayerSpec, Ops, Slots
 from kernels.store import KVStore, block_bytes
 
 CPU = torch.device("cpu")
-LONGEST = 300  # tokens of a row
 
 
 class Layout(NamedTuple):
@@ -51,16 +50,24 @@ class Scene:
         rows: Sequence[RowOf],
         dtype: torch.dtype,
         device: torch.device = CPU,
+        *,
+        before: Sequence[LayerSpec] = (),
+        unused_blocks: int = 3,
     ) -> None:
-        """The past is written through the operations themselves; everything else in memory is NaN."""
+        """The past is written through the operations themselves; everything else in memory is NaN.
+
+        In a block, layers `before` come first; in memory, blocks that nobody has.
+        """
         self.ops, self.layout, self.spec, self.rows, self.device = ops, layout, spec, rows, device
+        self.layer = len(before)
         self.generator = torch.Generator().manual_seed(0)
-        width = -(-(layout.sinks + layout.ring or LONGEST) // layout.block_size)
-        page = block_bytes([spec], layout.block_size, dtype)
-        self.arena = Arena(width * len(rows) + 3, page, device)
+        self.longest = max(row.past + row.tokens for row in rows)
+        width = -(-(layout.sinks + layout.ring or self.longest) // layout.block_size)
+        page = block_bytes([*before, spec], layout.block_size, dtype)
+        self.arena = Arena(width * len(rows) + unused_blocks, page, device)
         self.arena.memory.fill_(0xFF)
-        self.store = KVStore(self.arena, [spec], layout.block_size, dtype)
-        order = torch.randperm(width * len(rows), generator=self.generator).int() + 3  # nobody's blocks come first
+        self.store = KVStore(self.arena, [*before, spec], layout.block_size, dtype)
+        order = torch.randperm(width * len(rows), generator=self.generator).int() + unused_blocks
         self.table = order.view(len(rows), width).to(device)
         lengths = [max(0, row.past) + row.tokens for row in rows]
         self.q = [self._draw(n, spec.num_q_heads, spec.head_dim, dtype) for n in lengths]
@@ -75,17 +82,17 @@ class Scene:
 
     def _write_past(self, row: int, past: int) -> None:
         """In pieces that do not overtake themselves in a ring."""
-        piece = self.layout.ring or LONGEST
+        piece = self.layout.ring or self.longest
         for start in range(0, past, piece):
             end = min(past, start + piece)
             at = self.slots([(row, start, end - start)])
-            self.ops.write_kv(self.store, 0, self.k[row][start:end], self.v[row][start:end], at)
+            self.ops.write_kv(self.store, self.layer, self.k[row][start:end], self.v[row][start:end], at)
 
     def slots(self, rows: Sequence[tuple[int, int, int]]) -> Slots:
         """rows of (seat, start, tokens), decode rows first."""
         seats, starts, sizes = (list(column) for column in zip(*rows, strict=True))
         decode = next((i for i, n in enumerate(sizes) if n != 1), len(sizes))
-        limit = self.layout.sinks + self.layout.ring if self.layout.ring else LONGEST
+        limit = self.layout.sinks + self.layout.ring if self.layout.ring else self.longest
         return Slots(
             table=self.table,
             block_size=self.store.block_size,
@@ -113,11 +120,11 @@ class Scene:
 
     def write(self) -> None:
         """What enters in this step."""
-        self.ops.write_kv(self.store, 0, self.entering(self.k), self.entering(self.v), self.at)
+        self.ops.write_kv(self.store, self.layer, self.entering(self.k), self.entering(self.v), self.at)
 
     def attend(self, ops: Ops | None = None, *, window: int | None = None) -> list[Tensor]:
         """The output of each row, by other operations if need be; it was 7 before."""
         q = self.entering(self.q)
         out = torch.full((len(q), self.spec.num_q_heads, self.spec.v_head_dim), 7.0, dtype=q.dtype, device=q.device)
-        (ops or self.ops).attend(out, q, self.store, 0, self.at, self.spec, window=window)
+        (ops or self.ops).attend(out, q, self.store, self.layer, self.at, self.spec, window=window)
         return list(out.split([row.tokens for row in self.rows]))

@@ -5,12 +5,15 @@ consecutive pages, and its id is the number of its first page:
 
     block  | layer 0: K [H, block_size, D] | V [H, block_size, Dv] | layer 1: K | V | ... | unused |
            0                              v_offset(0)             k_offset(1)            block_bytes   run * page_bytes
+
+Keys and values in int8 have a float32 scale behind each vector: D numbers and four bytes more.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import pairwise
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,6 +21,7 @@ from torch import Tensor
 from kernels.arena import Arena
 from kernels.ops import LayerSpec
 
+SCALE = torch.float32  # of a vector of int8
 ALIGN = 64  # bytes: a cache line, and the widest vector
 
 
@@ -25,18 +29,33 @@ def _aligned(size: int) -> int:
     return -(-size // ALIGN) * ALIGN
 
 
+def vector_bytes(dim: int, dtype: torch.dtype) -> int:
+    """Of one token's keys or values in one head, its scale included."""
+    if dtype is not torch.int8:
+        return dim * dtype.itemsize
+    assert dim % SCALE.itemsize == 0, "scales would not be aligned"
+    return dim + SCALE.itemsize
+
+
 def plane_offsets(layers: Sequence[LayerSpec], block_size: int, dtype: torch.dtype) -> list[int]:
     """Byte offsets K0, V0, K1, V1, ... within a block, and last its size. Python integers: no 32-bit overflow."""
     offsets = [0]
     for spec in layers:
         for dim in (spec.head_dim, spec.v_head_dim):
-            offsets.append(offsets[-1] + _aligned(spec.num_kv_heads * block_size * dim * dtype.itemsize))
+            offsets.append(offsets[-1] + _aligned(spec.num_kv_heads * block_size * vector_bytes(dim, dtype)))
     return offsets
 
 
 def block_bytes(layers: Sequence[LayerSpec], block_size: int, dtype: torch.dtype) -> int:
     """Bytes of a block of `block_size` tokens over all layers."""
     return plane_offsets(layers, block_size, dtype)[-1]
+
+
+class Plane(NamedTuple):
+    """Keys or values of one layer."""
+
+    numbers: Tensor  # [blocks, H, block_size, dim]
+    scale: Tensor | None  # [blocks, H, block_size] float32, of int8
 
 
 class KVStore:
@@ -51,29 +70,36 @@ class KVStore:
         self.block_bytes = self._offsets[-1]
         self.run = -(-self.block_bytes // arena.page_bytes)
         self.num_blocks = max(0, arena.pages - self.run + 1)
+        dims = ((spec, dim) for spec in layers for dim in (spec.head_dim, spec.v_head_dim))
         self._planes = [
-            self._view(offset, spec.num_kv_heads, dim)
-            for (offset, _), (spec, dim) in zip(
-                pairwise(self._offsets),
-                ((spec, dim) for spec in layers for dim in (spec.head_dim, spec.v_head_dim)),
-                strict=True,
-            )
+            self._plane(offset, spec.num_kv_heads, dim)
+            for (offset, _), (spec, dim) in zip(pairwise(self._offsets), dims, strict=True)
         ]
         self.blocks = arena.memory.as_strided((self.num_blocks, self.run * arena.page_bytes), (arena.page_bytes, 1))
 
-    def _view(self, offset: int, heads: int, dim: int) -> Tensor:
-        typed = self.arena.memory.view(self.dtype)
-        page, start = self.arena.page_bytes // self.dtype.itemsize, offset // self.dtype.itemsize
-        shape = (self.num_blocks, heads, self.block_size, dim)
-        return typed.as_strided(shape, (page, self.block_size * dim, dim, 1), start)
+    def _view(self, dtype: torch.dtype, offset: int, heads: int, width: int, dim: int) -> Tensor:
+        """[blocks, H, block_size, width] of `dtype`, `offset` bytes into each block; vectors have `dim` numbers."""
+        typed, size = self.arena.memory.view(dtype), dtype.itemsize
+        vector = vector_bytes(dim, self.dtype) // size
+        strides = (self.arena.page_bytes // size, self.block_size * vector, vector, 1)
+        return typed.as_strided((self.num_blocks, heads, self.block_size, width), strides, offset // size)
+
+    def _plane(self, offset: int, heads: int, dim: int) -> Plane:
+        numbers = self._view(self.dtype, offset, heads, dim, dim)
+        scale = self._view(SCALE, offset + dim, heads, 1, dim)[..., 0] if self.dtype is torch.int8 else None
+        return Plane(numbers, scale)
+
+    def planes(self, layer: int) -> tuple[Plane, Plane]:
+        """Keys and values."""
+        return self._planes[2 * layer], self._planes[2 * layer + 1]
 
     def k(self, layer: int) -> Tensor:
         """View [blocks, H, block_size, D]; stride(0) is a page."""
-        return self._planes[2 * layer]
+        return self._planes[2 * layer].numbers
 
     def v(self, layer: int) -> Tensor:
         """View [blocks, H, block_size, Dv]; stride(0) is a page."""
-        return self._planes[2 * layer + 1]
+        return self._planes[2 * layer + 1].numbers
 
     def k_offset(self, layer: int) -> int:
         """Bytes from the start of a block to the layer's keys."""

@@ -90,7 +90,7 @@ def _scenes(writer: Ops, dtype: torch.dtype, device: torch.device) -> Iterator[t
 
 def _write_kv(ops: Ops, dtype: torch.dtype, device: torch.device) -> Results:
     for name, scene in _scenes(ops, dtype, device):
-        ops.write_kv(scene.store, 0, scene.entering(scene.k), scene.entering(scene.v), scene.at)
+        ops.write_kv(scene.store, scene.layer, scene.entering(scene.k), scene.entering(scene.v), scene.at)
         yield name, scene.arena.memory.float()
 
 
@@ -105,7 +105,7 @@ def _gather(ops: Ops, dtype: torch.dtype, device: torch.device) -> Results:
     for name, scene in _scenes(ReferenceOps(), dtype, device):
         scene.write()
         positions = torch.arange(175, 181, device=device)
-        for plane in ops.gather(scene.store, 0, scene.at, 4, positions):
+        for plane in ops.gather(scene.store, scene.layer, scene.at, 4, positions):
             yield name, plane
 
 
