@@ -9,17 +9,19 @@ from typing import Any
 
 from torch import Tensor
 
-from cache_strategies.base import KEEPS_EVERYTHING, CacheSetup, Geometry, Options, Seat
+from cache_strategies.base import KEEPS_EVERYTHING, CacheSetup, Geometry, Seat
 from cache_strategies.slab import SlabCache
-from cache_strategies.table import TableSeat
+from cache_strategies.table import TableOptions, TableSeat
 
 
 class ContiguousCache(SlabCache):
     """Slots are positions."""
 
-    def __init__(self, setup: CacheSetup, options: Options) -> None:
+    options_type = TableOptions
+
+    def __init__(self, setup: CacheSetup, options: TableOptions) -> None:
         super().__init__(setup, options)
-        self.contract = KEEPS_EVERYTHING
+        self.contract = KEEPS_EVERYTHING._replace(exact=not self.rounds)
 
     @classmethod
     def block_plan(cls, options: Any, geometry: Geometry) -> tuple[int, int]:
@@ -28,5 +30,6 @@ class ContiguousCache(SlabCache):
     def view(self, seat: Seat, layer: int) -> tuple[Tensor, Tensor]:
         """K [H, length, D] and V [H, length, Dv] of a seat, in place: they see later tokens enter."""
         assert isinstance(seat, TableSeat)
+        assert not self.rounds, "int8 means nothing without its scales"
         block = seat.blocks[0]
         return self.store.k(layer)[block, :, : seat.length], self.store.v(layer)[block, :, : seat.length]

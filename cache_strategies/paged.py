@@ -15,13 +15,13 @@ from typing import Any
 
 from pydantic import Field
 
-from cache_strategies.base import KEEPS_EVERYTHING, CacheSetup, Geometry, Options, Plan, Row, Seat, Usage
+from cache_strategies.base import KEEPS_EVERYTHING, CacheSetup, Geometry, Plan, Row, Seat, Usage
 from cache_strategies.block_pool import BlockPool
 from cache_strategies.prefix_index import Name, PendingBlocks, PrefixIndex, PrefixNames
-from cache_strategies.table import TableCache, TableSeat
+from cache_strategies.table import TableCache, TableOptions, TableSeat
 
 
-class PagedOptions(Options):
+class PagedOptions(TableOptions):
     """Options of a paged cache."""
 
     block_size: int = Field(32, ge=1, le=1024, description="tokens of a block")
@@ -51,10 +51,10 @@ class PagedCache(TableCache):
         self.index = PrefixIndex()
         self.pending = PendingBlocks()
         self.pool = BlockPool(setup.arena, setup.name, self.store.run, keep=lambda block: block in self.index)
-        self._prefix = PrefixNames(self.block_size, f"{setup.name}\0{setup.geometry.kv_dtype}")
+        self._prefix = PrefixNames(self.block_size, f"{setup.name}\0{self.store.dtype}")
         self._granted: set[int] = set()  # pending blocks that rows of this step complete
         self._copies: dict[int, int] = {}  # destination: source, to run before the next step writes
-        self.contract = KEEPS_EVERYTHING._replace(shareable=self.prefix_cache)
+        self.contract = KEEPS_EVERYTHING._replace(exact=not self.rounds, shareable=self.prefix_cache)
 
     @classmethod
     def block_plan(cls, options: Any, geometry: Geometry) -> tuple[int, int]:

@@ -17,13 +17,14 @@ from typing import Any
 
 from pydantic import Field
 
-from cache_strategies.base import CacheSetup, Contract, Geometry, Options
+from cache_strategies.base import CacheSetup, Contract, Geometry
 from cache_strategies.slab import SlabCache
+from cache_strategies.table import TableOptions
 
 MOST = 2**31 - 1  # positions are int32 on the device
 
 
-class WindowOptions(Options):
+class WindowOptions(TableOptions):
     """Options of a sliding window."""
 
     window: int = Field(512, ge=1, le=MOST, description="latest tokens a query sees, itself included")
@@ -48,7 +49,7 @@ class SlidingWindowCache(SlabCache):
         wraps = self.sinks + self.ring < geometry.max_seq_len
         sees_all = all(spec.window is not None and spec.window <= options.window for spec in geometry.layers)
         self.contract = Contract(
-            exact=sees_all or options.sinks + options.window >= geometry.max_seq_len,
+            exact=not self.rounds and (sees_all or options.sinks + options.window >= geometry.max_seq_len),
             shareable=False,
             forkable=True,
             swappable=True,

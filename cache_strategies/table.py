@@ -8,18 +8,37 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from pydantic import Field
 from torch import Tensor
 
 from cache_strategies.base import CacheSetup, Geometry, KVCache, Options, Plan, Row, Seat, SeatShape
+from config.settings import SettingsError
 from kernels.ops import LayerSpec, Slots
 from kernels.store import KVStore, block_bytes
 
 Int32 = NDArray[np.int32]
+
+
+class TableOptions(Options):
+    """Options of every kind that keeps its keys in a store."""
+
+    kv_dtype: Literal["model", "int8"] = Field(
+        "model", description="of keys and values; int8, with a scale for each vector, takes half of bfloat16 and rounds"
+    )
+
+
+def kept_dtype(options: Options, geometry: Geometry) -> torch.dtype:
+    """Of keys and values. Raises SettingsError if the model's heads do not suit it."""
+    if getattr(options, "kv_dtype", "model") == "model":
+        return geometry.kv_dtype
+    if odd := {dim for spec in geometry.layers for dim in (spec.head_dim, spec.v_head_dim) if dim % 4}:
+        raise SettingsError(f"kv_dtype int8 is for heads of a multiple of 4 dimensions, and this model has {odd}")
+    return torch.int8
 
 
 class TableSeat(Seat):
@@ -125,7 +144,7 @@ class TableCache(KVCache):
         geometry = setup.geometry
         assert all(spec.kv_from is None for spec in geometry.layers), "layers that share K and V are not supported yet"
         tokens, blocks = self.block_plan(options, geometry)
-        self.store = KVStore(setup.arena, geometry.layers, tokens, geometry.kv_dtype)
+        self.store = KVStore(setup.arena, geometry.layers, tokens, kept_dtype(options, geometry))
         self.table = SeatTable(geometry.max_seats, blocks, tokens, setup.arena.memory.device)
         self.seats: set[TableSeat] = set()
 
@@ -137,7 +156,12 @@ class TableCache(KVCache):
     @classmethod
     def seat_shape(cls, options: Any, geometry: Geometry) -> SeatShape:
         tokens, blocks = cls.block_plan(options, geometry)
-        return SeatShape(block_bytes(geometry.layers, tokens, geometry.kv_dtype), blocks)
+        return SeatShape(block_bytes(geometry.layers, tokens, kept_dtype(options, geometry)), blocks)
+
+    @property
+    def rounds(self) -> bool:
+        """Whether keys and values are kept otherwise than they were computed."""
+        return self.store.dtype is not self.setup.geometry.kv_dtype
 
     def plan(self, rows: Sequence[Row], *, pad_to: int = 0) -> Plan:
         return TablePlan(self, rows, self.table.slots(rows, pad_to=pad_to, sinks=self.sinks, ring=self.ring))

@@ -82,6 +82,26 @@ def _rope(cos: Tensor, sin: Tensor, positions: Tensor, x: Tensor, ops: Ops) -> N
     ops.rope(x, cos, sin, positions)
 
 
+def quantise(dtype: torch.dtype, tokens: int) -> Load:
+    x = _rows(dtype, tokens, WIDTH)
+    return Load([partial(_quantise, each) for each in x], x.nbytes + x.numel())
+
+
+def _quantise(x: Tensor, ops: Ops) -> None:
+    ops.quantise(x)
+
+
+def dequantise(dtype: torch.dtype, tokens: int) -> Load:
+    """Into float32, whatever the dtype of the model."""
+    x = _rows(torch.int8, tokens, WIDTH)
+    scale = torch.rand(tokens)
+    return Load([partial(_dequantise, scale, each) for each in x], 5 * x.nbytes)
+
+
+def _dequantise(scale: Tensor, x: Tensor, ops: Ops) -> None:
+    ops.dequantise(x, scale)
+
+
 def silu_mul(dtype: torch.dtype, tokens: int) -> Load:
     x = _rows(dtype, tokens, 2 * INNER)
     return Load([partial(_silu_mul, each) for each in x], x.nbytes * 3 // 2)
@@ -175,5 +195,8 @@ def _copy(store: KVStore, src: int, dst: int, ops: Ops) -> None:
 
 LOADS: Mapping[str, Callable[[torch.dtype, int], Load]] = {
     each.__name__: each
-    for each in (linear, rms_norm, add_rms_norm, rope, silu_mul, write_kv, attend, gather, copy_blocks)
+    for each in (
+        *(linear, rms_norm, add_rms_norm, rope, silu_mul, quantise, dequantise),
+        *(write_kv, attend, gather, copy_blocks),
+    )
 }

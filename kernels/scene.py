@@ -51,6 +51,7 @@ class Scene:
         dtype: torch.dtype,
         device: torch.device = CPU,
         *,
+        kv_dtype: torch.dtype | None = None,
         before: Sequence[LayerSpec] = (),
         unused_blocks: int = 3,
     ) -> None:
@@ -63,10 +64,11 @@ class Scene:
         self.generator = torch.Generator().manual_seed(0)
         self.longest = max(row.past + row.tokens for row in rows)
         width = -(-(layout.sinks + layout.ring or self.longest) // layout.block_size)
-        page = block_bytes([*before, spec], layout.block_size, dtype)
+        kv_dtype = kv_dtype or dtype
+        page = block_bytes([*before, spec], layout.block_size, kv_dtype)
         self.arena = Arena(width * len(rows) + unused_blocks, page, device)
         self.arena.memory.fill_(0xFF)
-        self.store = KVStore(self.arena, [*before, spec], layout.block_size, dtype)
+        self.store = KVStore(self.arena, [*before, spec], layout.block_size, kv_dtype)
         order = torch.randperm(width * len(rows), generator=self.generator).int() + unused_blocks
         self.table = order.view(len(rows), width).to(device)
         lengths = [max(0, row.past) + row.tokens for row in rows]

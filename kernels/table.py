@@ -86,6 +86,21 @@ ROWS = (RowOf(0, 1), RowOf(200, 1), RowOf(-1, 1), RowOf(0, 9), RowOf(175, 6), Ro
 def _scenes(writer: Ops, dtype: torch.dtype, device: torch.device) -> Iterator[tuple[str, Scene]]:
     for spec, layout in LAYERS:
         yield layout.kind, Scene(writer, layout, spec, ROWS, dtype, device)
+    spec, layout = LAYERS[0]
+    yield "int8", Scene(writer, layout, spec, ROWS, dtype, device, kv_dtype=torch.int8)
+
+
+def _quantise(ops: Ops, dtype: torch.dtype, device: torch.device) -> Results:
+    x = _numbers(device)(5, 3, 24).to(dtype)
+    x[2] = 0
+    numbers, scale = ops.quantise(x)
+    yield "numbers", numbers.float()
+    yield "scale", scale
+
+
+def _dequantise(ops: Ops, dtype: torch.dtype, device: torch.device) -> Results:
+    draw = _numbers(device)
+    yield "5 heads", ops.dequantise((100 * draw(5, 24)).clamp(-127, 127).to(torch.int8), draw(5).abs())
 
 
 def _write_kv(ops: Ops, dtype: torch.dtype, device: torch.device) -> Results:
@@ -121,6 +136,8 @@ OPS: tuple[Op, ...] = (
     Op("add_rms_norm", ROUNDING, _add_rms_norm),
     Op("rope", ROUNDING, _rope),
     Op("silu_mul", ROUNDING, _silu_mul),
+    Op("quantise", EXACT, _quantise),
+    Op("dequantise", ROUNDING, _dequantise),
     Op("write_kv", EXACT, _write_kv),
     Op("attend", ROUNDING, _attend),
     Op("gather", EXACT, _gather),

@@ -125,7 +125,7 @@ class Head {
       const T* k = k_.at(p);
       const T* v = v_.at(p);
       load_columns(k, n, k_tile_ + p - tile);
-      for (int64_t i = 0; i < n; ++i) to_float(v + i * v_.dim, v_tile_ + (p - tile + i) * width_, v_.dim);
+      for (int64_t i = 0; i < n; ++i) read_vector(v + i * v_.vector_stride, v_tile_ + (p - tile + i) * width_, v_.dim);
     }
   }
 
@@ -135,7 +135,7 @@ class Head {
       n = k_.layout.run(p, seen.end);
       for (const Plane<T>* plane : {&k_, &v_}) {
         const char* lines = reinterpret_cast<const char*>(plane->at(p));
-        const int64_t bytes = n * plane->dim * static_cast<int64_t>(sizeof(T));
+        const int64_t bytes = n * plane->vector_stride * static_cast<int64_t>(sizeof(T));
         for (int64_t b = 0; b < bytes; b += LINE) __builtin_prefetch(lines + b, 0, 2);
       }
     }
@@ -143,11 +143,11 @@ class Head {
 
   void load_columns(const T* k, int64_t n, float* to) {
     if constexpr (std::is_same_v<T, float>) {
-      transpose(k, k_.dim, to, TILE, n, k_.dim);
+      transpose(k, k_.vector_stride, to, TILE, n, k_.dim);
     } else {
       for (int64_t i = 0; i < n; i += W) {
         const int64_t few = std::min(W, n - i);
-        to_float(k + i * k_.dim, k_rows_, few * k_.dim);
+        for (int64_t j = 0; j < few; ++j) read_vector(k + (i + j) * k_.vector_stride, k_rows_ + j * k_.dim, k_.dim);
         transpose(k_rows_, k_.dim, to + i, TILE, few, k_.dim);
       }
     }

@@ -37,6 +37,13 @@ void with_type(at::ScalarType type, const Work& work) {
   }
 }
 
+// The same for types that keys and values are kept in.
+template <typename Work>
+void with_kept_type(at::ScalarType type, const Work& work) {
+  if (type == at::kChar) return work(int8_t{});
+  with_type(type, work);
+}
+
 // Runs work(begin, end) over parts of n rows of `width` numbers each.
 template <typename Work>
 void over_rows(int64_t n, int64_t width, const Work& work) {
@@ -123,12 +130,6 @@ Tensor silu_mul(const Tensor& gate_up) {
 }
 
 // ---------------------------------------------------------------- KV memory
-template <typename T, typename KV>
-void copy_heads(const T* from, int64_t head_stride, KV* to, int64_t to_stride, int64_t heads, int64_t dim) {
-  for (int64_t h = 0; h < heads; ++h)
-    for (int64_t d = 0; d < dim; ++d) to[h * to_stride + d] = static_cast<KV>(from[h * head_stride + d]);
-}
-
 void write_kv(const Tensor& k_plane, const Tensor& v_plane, const Tensor& k, const Tensor& v, const Tensor& table,
               const Tensor& row_seat, const Tensor& q_start, const Tensor& start, int64_t block_size, int64_t sinks,
               int64_t ring) {
@@ -137,13 +138,14 @@ void write_kv(const Tensor& k_plane, const Tensor& v_plane, const Tensor& k, con
   const auto* first_token = q_start.const_data_ptr<int32_t>();
   const auto* starts = start.const_data_ptr<int32_t>();
   with_type(k.scalar_type(), [&](auto of_x) {
-    with_type(k_plane.scalar_type(), [&](auto of_kv) {
+    with_kept_type(k_plane.scalar_type(), [&](auto of_kv) {
       using T = decltype(of_x);
       using KV = decltype(of_kv);
       const auto into = [&](const Tensor& plane, const Tensor& x, int64_t token, int64_t block, int64_t at) {
-        copy_heads(x.const_data_ptr<T>() + token * x.stride(0), x.stride(1),
-                   plane.data_ptr<KV>() + block * plane.stride(0) + at * plane.stride(2), plane.stride(1),
-                   plane.size(1), plane.size(3));
+        const T* from = x.const_data_ptr<T>() + token * x.stride(0);
+        KV* to = plane.data_ptr<KV>() + block * plane.stride(0) + at * plane.stride(2);
+        for (int64_t h = 0; h < plane.size(1); ++h)
+          write_vector(from + h * x.stride(1), to + h * plane.stride(1), plane.size(3));
       };
       for (int64_t row = 0; row < start.numel(); ++row) {
         if (starts[row] < 0) continue;
@@ -227,7 +229,7 @@ void attend_as(const Tensor& out, const Tensor& q, const Tensor& k, const Tensor
   const auto* first_token = q_start.const_data_ptr<int32_t>();
   const auto out_of = [&](const Item& item) { return out.data_ptr<T>() + first_token[item.row] * out.stride(0); };
   const auto plane = [&](const Tensor& memory, const Item& item) {
-    return Plane<KV>{memory.const_data_ptr<KV>() + item.head * memory.stride(1), memory.stride(0), memory.size(3),
+    return Plane<KV>{memory.const_data_ptr<KV>() + item.head * memory.stride(1), memory.stride(0), memory.stride(2), memory.size(3),
                      table.const_data_ptr<int32_t>() + seats[item.row] * table.stride(0), layout};
   };
   share(work.items.size(), [&](int64_t i) {
@@ -279,7 +281,7 @@ void attend(const Tensor& out, const Tensor& q, const Tensor& k, const Tensor& v
   const Scores scores{static_cast<float>(scale), static_cast<float>(softcap)};
   const float* sink = sink_logits ? sink_logits->const_data_ptr<float>() : nullptr;
   with_type(q.scalar_type(), [&](auto of_q) {
-    with_type(k.scalar_type(), [&](auto of_k) {
+    with_kept_type(k.scalar_type(), [&](auto of_k) {
       attend_as<decltype(of_q), decltype(of_k)>(
           out, q, k, v, table, row_seat, q_start, start, layout, sight, scores, sink);
     });

@@ -22,17 +22,17 @@ struct Layout {
   }
 };
 
-// One head's keys or values of one row, numbers of type T.
+// One head's keys or values of one row: vectors of `dim` numbers, behind which int8 has a float32 scale.
 template <typename T>
 struct Plane {
   const T* memory;  // of the head, in block 0
-  int64_t block_stride, dim;
+  int64_t block_stride, vector_stride, dim;
   const int32_t* blocks;  // the row of the block table
   Layout layout;
 
   const T* at(int64_t position) const {
     const int64_t slot = layout.slot(position);
-    return memory + blocks[slot / layout.block_size] * block_stride + slot % layout.block_size * dim;
+    return memory + blocks[slot / layout.block_size] * block_stride + slot % layout.block_size * vector_stride;
   }
 };
 

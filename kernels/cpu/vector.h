@@ -6,6 +6,8 @@
 #include <ATen/cpu/vec/functional.h>
 #include <ATen/cpu/vec/vec.h>
 
+#include <algorithm>
+#include <cmath>
 #include <cstdint>
 #include <cstring>
 
@@ -40,6 +42,34 @@ inline void to_float(const T* from, float* to, int64_t n) {
 }
 
 inline void to_float(const float* from, float* to, int64_t n) { std::memcpy(to, from, n * sizeof(float)); }
+
+// A vector of n numbers as float32, wherever its scale is.
+template <typename T>
+inline void read_vector(const T* from, float* to, int64_t n) {
+  to_float(from, to, n);
+}
+
+inline void read_vector(const int8_t* from, float* to, int64_t n) {
+  float scale;
+  std::memcpy(&scale, from + n, sizeof(scale));
+  for (int64_t i = 0; i < n; ++i) to[i] = static_cast<float>(from[i]) * scale;
+}
+
+// The reverse. The largest number of an int8 vector becomes 127 or -127, as reference.py has it.
+template <typename T, typename KV>
+inline void write_vector(const T* from, KV* to, int64_t n) {
+  for (int64_t i = 0; i < n; ++i) to[i] = static_cast<KV>(static_cast<float>(from[i]));
+}
+
+template <typename T>
+inline void write_vector(const T* from, int8_t* to, int64_t n) {
+  constexpr float TINY = 1e-30f;
+  float largest = 0.f;
+  for (int64_t i = 0; i < n; ++i) largest = std::max(largest, std::abs(static_cast<float>(from[i])));
+  const float scale = largest / 127.f, divisor = std::max(scale, TINY);
+  for (int64_t i = 0; i < n; ++i) to[i] = static_cast<int8_t>(std::nearbyint(static_cast<float>(from[i]) / divisor));
+  std::memcpy(to + n, &scale, sizeof(scale));
+}
 
 // n numbers, each times `factor`, rounded to T.
 template <typename T>
