@@ -1,0 +1,69 @@
+"""Keys and values kept as int8: attention over what is left of them, in half the memory of bfloat16."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from cache_strategies.registry import declared, load_kind
+from config.settings import SettingsError, StrategySettings
+from kernels.ops import LayerSpec
+from tests.contract.brute import KEEPS, attention, seen
+from tests.contract.harness import World, random_text, step
+
+LAYERS = (LayerSpec(2, 6, 16, 16, scale=0.25), LayerSpec(1, 2, 8, 24, scale=0.35, window=20))
+OPTIONS = {"contiguous": {}, "paged": {"block_size": 8}, "sliding_window": {"window": 24, "sinks": 2}}
+
+kinds = pytest.mark.parametrize("kind", OPTIONS)
+dtypes = pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 2e-6), (torch.bfloat16, 2e-2)], ids=str)
+
+
+def int8(kind: str) -> StrategySettings:
+    return StrategySettings(kind=kind, kv_dtype="int8", **OPTIONS[kind])
+
+
+def what_is_left(x: Tensor) -> Tensor:
+    """x [..., D] through int8 and back, by numpy."""
+    wide = x.float().numpy()
+    scale = np.abs(wide).max(-1, keepdims=True) / np.float32(127)
+    return torch.from_numpy(np.rint(wide / scale) * scale)
+
+
+@dtypes
+@kinds
+def test_attention_is_over_what_is_left_of_keys_and_values(kind: str, dtype: torch.dtype, tolerance: float) -> None:
+    world = World({"it": int8(kind)}, layers=LAYERS, dtype=dtype)
+    text = random_text(1, 70, LAYERS, dtype)
+    reading = world.open("it", text)
+    outs: list[list[Tensor]] = []
+    while reading.left:
+        outs += step([(reading, reading.chunk(13 if len(outs) % 2 else 1))]).outs
+    for layer, spec in enumerate(LAYERS):
+        k, v = what_is_left(text.k[layer]), what_is_left(text.v[layer])
+        mask = seen(spec, len(text), KEEPS[kind](world.caches["it"].options))
+        want = attention(text.q[layer], k, v, spec, mask)
+        got = torch.cat([out[layer] for out in outs])
+        assert (got.double() - want).abs().max() < tolerance
+
+
+@kinds
+def test_it_takes_the_memory_it_says_and_is_not_called_exact(kind: str) -> None:
+    settings = {"int8": int8(kind), "as_computed": StrategySettings(kind=kind, **OPTIONS[kind])}
+    caches = World(settings, layers=[LayerSpec(2, 6, 64, 64)], dtype=torch.bfloat16).caches
+    assert not caches["int8"].contract.exact
+    share = caches["int8"].bytes_per_token / caches["as_computed"].bytes_per_token
+    assert share == pytest.approx((64 + 4) / 128, rel=0.03)
+
+
+@kinds
+def test_heads_whose_scales_would_not_be_aligned_are_refused(kind: str) -> None:
+    with pytest.raises(SettingsError, match="kv_dtype int8 is for heads of a multiple of 4 dimensions"):
+        World({"it": int8(kind)}, layers=[LayerSpec(1, 1, 6, 8)])
+
+
+def test_another_word_is_told() -> None:
+    with pytest.raises(SettingsError, match=r"strategies\.it\.kv_dtype: Input should be 'model' or 'int8'"):
+        declared({"it": StrategySettings(kind="paged", kv_dtype="int4")})
+    assert load_kind("paged").options_type().kv_dtype == "model"  # type: ignore[attr-defined]
