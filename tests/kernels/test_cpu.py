@@ -1,0 +1,85 @@
+"""What the C++ kernels promise beyond the table: bits that depend on positions alone, and heads of any width."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import Tensor
+
+from config.settings import StrategySettings
+from kernels.ops import LayerSpec
+from kernels.scene import Layout, RowOf, Scene
+from tests.contract import harness
+from tests.contract.harness import World, random_text, step
+from tests.kernels.matrix import BACKENDS
+from tests.kernels.test_attention import expected
+
+CPU = [name for name in BACKENDS if name.startswith("cpu-")]
+LAYERS = (LayerSpec(2, 14, 16, 16, scale=0.25), LayerSpec(1, 2, 24, 8, scale=0.2, window=1500, softcap=5.0))
+LENGTH = 2100  # three splits
+STRATEGIES = {
+    "contiguous": StrategySettings(kind="contiguous"),
+    "blocks_of_7": StrategySettings(kind="paged", block_size=7),
+    "ring": StrategySettings(kind="sliding_window", window=2200, sinks=3),
+}
+
+
+@pytest.fixture(params=CPU)
+def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    monkeypatch.setattr(harness, "make_ops", BACKENDS[request.param])
+    return str(request.param)
+
+
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def read(name: str, chunks: list[int]) -> list[Tensor]:
+    """What the last 60 tokens of a text attended to, in each layer; another text goes along."""
+    world = World(STRATEGIES, layers=LAYERS, max_seats=2, max_seq_len=2200, max_step_tokens=4400)
+    reading, other = (world.open(name, random_text(seed, LENGTH, LAYERS)) for seed in (1, 2))
+    outs: list[list[Tensor]] = []
+    for i, chunk in enumerate(chunks):
+        rows = [(reading, chunk)] if i % 2 else [(other, 1), (reading, chunk)]
+        outs.append(step(rows).outs[-1])
+    assert not reading.left
+    return [torch.cat(layer)[-60:] for layer in zip(*outs, strict=True)]
+
+
+@pytest.mark.parametrize("name", STRATEGIES)
+@pytest.mark.parametrize("chunks", [[LENGTH], [700] * 3, [2040, *[1] * 60], [1000, 1030, 7, 3, 60]], ids=str)
+def test_bits_depend_neither_on_chunks_nor_on_neighbours_nor_on_where_keys_lie(
+    backend: str, chunks: list[int], name: str
+) -> None:
+    want = read("contiguous", [1500, 600])
+    for got, layer in zip(read(name, chunks), want, strict=True):
+        assert torch.equal(got, layer)
+
+
+def test_bits_do_not_depend_on_threads(backend: str, one_thread: None) -> None:
+    alone = read("blocks_of_7", [2040, *[1] * 60])
+    torch.set_num_threads(3)
+    for got, want in zip(read("blocks_of_7", [2040, *[1] * 60]), alone, strict=True):
+        assert torch.equal(got, want)
+
+
+def test_heads_wider_than_the_kernels_are_left_to_plain_torch(backend: str) -> None:
+    spec = LayerSpec(1, 2, 320, 16, scale=0.05)
+    scene = Scene(BACKENDS[backend](), Layout(16), spec, [RowOf(40, 1), RowOf(20, 5)], torch.float32)
+    scene.write()
+    for i, out in enumerate(scene.attend()):
+        assert (out.double() - expected(scene, i, None)).abs().max() < 3e-6
+
+
+def test_queries_that_share_one_kv_head_may_be_more_than_go_together(backend: str) -> None:
+    spec = LayerSpec(1, 71, 16, 16, scale=0.25)  # Falcon 7B's
+    scene = Scene(BACKENDS[backend](), Layout(16), spec, [RowOf(40, 1), RowOf(20, 5)], torch.float32)
+    scene.write()
+    for i, out in enumerate(scene.attend()):
+        assert (out.double() - expected(scene, i, None)).abs().max() < 3e-6
