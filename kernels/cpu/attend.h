@@ -15,7 +15,7 @@
 
 namespace kvmux {
 
-constexpr int64_t TILE = 64;      // positions
+constexpr int64_t TILE = 32;      // positions
 constexpr int64_t SPLIT = 1024;   // positions
 constexpr int64_t MAX_ROWS = 48;  // query rows that go together
 constexpr int64_t MAX_DIM = 256;  // of a head
@@ -136,20 +136,20 @@ class Head {
       for (const Plane<T>* plane : {&k_, &v_}) {
         const char* lines = reinterpret_cast<const char*>(plane->at(p));
         const int64_t bytes = n * plane->vector_stride * static_cast<int64_t>(sizeof(T));
-        for (int64_t b = 0; b < bytes; b += LINE) __builtin_prefetch(lines + b, 0, 2);
+        for (int64_t b = 0; b < bytes; b += LINE) __builtin_prefetch(lines + b, 0, 3);
       }
     }
   }
 
   void load_columns(const T* k, int64_t n, float* to) {
-    if constexpr (std::is_same_v<T, float>) {
-      transpose(k, k_.vector_stride, to, TILE, n, k_.dim);
-    } else {
+    if constexpr (std::is_same_v<T, int8_t>) {
       for (int64_t i = 0; i < n; i += W) {
         const int64_t few = std::min(W, n - i);
         for (int64_t j = 0; j < few; ++j) read_vector(k + (i + j) * k_.vector_stride, k_rows_ + j * k_.dim, k_.dim);
         transpose(k_rows_, k_.dim, to + i, TILE, few, k_.dim);
       }
+    } else {
+      transpose(k, k_.vector_stride, to, TILE, n, k_.dim);
     }
   }
 

@@ -33,6 +33,7 @@ inline void multiply_rows(
     int64_t N, int64_t K, const float* a, int64_t lda, const float* b, int64_t ldb, float* c, int64_t ldc) {
   int64_t n = 0;
   for (; n + COLUMNS * W <= N; n += COLUMNS * W) multiply_block<R, COLUMNS>(a, lda, b + n, ldb, c + n, ldc, K);
+  for (; n + 2 * W <= N; n += 2 * W) multiply_block<R, 2>(a, lda, b + n, ldb, c + n, ldc, K);
   for (; n < N; n += W) multiply_block<R, 1>(a, lda, b + n, ldb, c + n, ldc, K);
 }
 

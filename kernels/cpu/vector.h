@@ -10,6 +10,7 @@
 #include <cmath>
 #include <cstdint>
 #include <cstring>
+#include <tuple>
 
 namespace kvmux {
 
@@ -37,6 +38,8 @@ inline Vec load(const at::Half* p) {
 template <typename T>
 inline void to_float(const T* from, float* to, int64_t n) {
   int64_t i = 0;
+  for (; i + 4 * W <= n; i += 4 * W)
+    for (int64_t j = 0; j < 4; ++j) load(from + i + j * W).store(to + i + j * W);
   for (; i + W <= n; i += W) load(from + i).store(to + i);
   for (; i < n; ++i) to[i] = static_cast<float>(from[i]);
 }
@@ -83,18 +86,32 @@ inline float reduce(Vec v, const Operation& operation) {
   return at::vec::vec_reduce_all<float>(operation, v);
 }
 
+// A block [W, W] turned over its diagonal: log2(W) rounds of perfect shuffles.
+template <typename T>
+inline void transpose_block(const T* src, int64_t ld_src, float* dst, int64_t ld_dst) {
+  Vec rows[W];
+  for (int64_t i = 0; i < W; ++i) rows[i] = load(src + i * ld_src);
+  for (int64_t round = 1; round < W; round *= 2) {
+    Vec next[W];
+    for (int64_t i = 0; i < W / 2; ++i)
+      std::tie(next[2 * i], next[2 * i + 1]) = at::vec::interleave2(rows[i], rows[i + W / 2]);
+    for (int64_t i = 0; i < W; ++i) rows[i] = next[i];
+  }
+  for (int64_t i = 0; i < W; ++i) rows[i].store(dst + i * ld_dst);
+}
+
 // src [rows, columns] -> dst [columns, rows].
-inline void transpose(const float* src, int64_t ld_src, float* dst, int64_t ld_dst, int64_t rows, int64_t columns) {
+template <typename T>
+inline void transpose(const T* src, int64_t ld_src, float* dst, int64_t ld_dst, int64_t rows, int64_t columns) {
   int64_t i = 0;
   for (; i + W <= rows; i += W) {
     int64_t j = 0;
-    for (; j + W <= columns; j += W)
-      at::vec::transpose_mxn<float, W, W>(src + i * ld_src + j, ld_src, dst + j * ld_dst + i, ld_dst);
+    for (; j + W <= columns; j += W) transpose_block(src + i * ld_src + j, ld_src, dst + j * ld_dst + i, ld_dst);
     for (; j < columns; ++j)
-      for (int64_t r = i; r < i + W; ++r) dst[j * ld_dst + r] = src[r * ld_src + j];
+      for (int64_t r = i; r < i + W; ++r) dst[j * ld_dst + r] = static_cast<float>(src[r * ld_src + j]);
   }
   for (; i < rows; ++i)
-    for (int64_t j = 0; j < columns; ++j) dst[j * ld_dst + i] = src[i * ld_src + j];
+    for (int64_t j = 0; j < columns; ++j) dst[j * ld_dst + i] = static_cast<float>(src[i * ld_src + j]);
 }
 
 }  // namespace kvmux
