@@ -62,7 +62,7 @@ class Scene:
         self.ops, self.layout, self.spec, self.rows, self.device = ops, layout, spec, rows, device
         self.layer = len(before)
         self.generator = torch.Generator().manual_seed(0)
-        self.longest = max(row.past + row.tokens for row in rows)
+        self.longest = max(1, *(row.past + row.tokens for row in rows))
         width = -(-(layout.sinks + layout.ring or self.longest) // layout.block_size)
         kv_dtype = kv_dtype or dtype
         page = block_bytes([*before, spec], layout.block_size, kv_dtype)

@@ -80,7 +80,9 @@ def test_padding_is_written_nowhere(backend: str) -> None:
 
 @backends
 def test_blocks_are_copied_whole_and_leave_their_neighbours_alone(backend: str) -> None:
-    scene = Scene(BACKENDS[backend](), Layout(5), SPECS["values wider than keys"], [RowOf(20, 1)], torch.float32)
+    scene = Scene(
+        BACKENDS[backend](), Layout(5), SPECS["values wider than keys"], [RowOf(20, 1)], torch.float32, unused_blocks=6
+    )
     scene.arena.memory.copy_(torch.randint(0, 255, scene.arena.memory.shape).byte())
     blocks = scene.store.blocks.clone()
     scene.ops.copy_blocks(scene.store, [4, 4, 6], [1, 9, 2])
