@@ -64,14 +64,14 @@ def test_a_kind_of_somebody_elses_is_loaded_by_its_entry_point(monkeypatch: pyte
         (
             "paged",
             {"block_sise": 8},
-            r"strategies\.it\.block_sise is no option.*its options are: block_size, prefix_cache",
+            r"strategies\.it\.block_sise is no option.*its options are: block_size, kv_dtype, prefix_cache",
         ),
         ("paged", {"block_size": 0}, r"strategies\.it\.block_size: .*greater than or equal to 1"),
         ("paged", {"block_size": 5000}, r"strategies\.it\.block_size: .*less than or equal to 1024"),
         ("paged", {"block_size": "many"}, r"strategies\.it\.block_size: .*valid integer"),
         ("sliding_window", {"window": 0}, r"strategies\.it\.window: "),
         ("sliding_window", {"sinks": -1}, r"strategies\.it\.sinks: .*greater than or equal to 0"),
-        ("contiguous", {"window": 4}, r"strategies\.it\.window is no option.*its options are: none"),
+        ("contiguous", {"window": 4}, r"strategies\.it\.window is no option.*its options are: kv_dtype"),
     ],
 )
 def test_a_bad_option_is_named(kind: str, options: Mapping[str, object], message: str) -> None:
