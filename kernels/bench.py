@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
@@ -20,12 +19,12 @@ from kernels.cpu.load import KernelsMissing
 from kernels.load import BACKENDS
 from kernels.loads import GIBIBYTE, LAYERS, LOADS, Load, Texts, numbers
 from kernels.ops import Ops
+from kernels.probe import read_bandwidth, seconds
 from kernels.reference import ReferenceOps
 from kernels.table import OPS
 
 CONTEXTS = {"attend": (128, 1024, 4096, 16384), "linear": (1, 8)}  # tokens; of the others:
 TOKENS = (512,)
-PASSES = 3  # the best counts
 
 
 class Row(NamedTuple):
@@ -74,8 +73,8 @@ def measured(
             for context in contexts or CONTEXTS.get(op, TOKENS):
                 print(f"\r{op}, {dtype}, {context} ...\033[K\r", end="", file=sys.stderr, flush=True)
                 for name, run, size in _runs(op, getattr(torch, dtype), context, backends):
-                    read = memory.nbytes / _seconds(lambda: memory.sum())
-                    speed = size / _seconds(run)
+                    read = read_bandwidth(memory)
+                    speed = size / seconds(run)
                     yield Row(op, name, dtype, context, speed / 1e9, read / 1e9, speed / read)
 
 
@@ -127,17 +126,6 @@ def _sdpa(dtype: torch.dtype, context: int) -> Iterator[Run]:
 
     yield "sdpa", dense, planes.nbytes
     yield "sdpa+gather", gathered, texts.bytes
-
-
-def _seconds(run: Callable[[], object]) -> float:
-    """Of the fastest of some passes, after one that nobody counts."""
-    run()
-    best = float("inf")
-    for _ in range(PASSES):
-        began = time.perf_counter()
-        run()
-        best = min(best, time.perf_counter() - began)
-    return best
 
 
 if __name__ == "__main__":

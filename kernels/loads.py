@@ -6,7 +6,7 @@ Shapes are those of Qwen2.5-0.5B, the smallest model that people serve. Knows no
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial
+from operator import methodcaller
 from typing import NamedTuple
 
 import torch
@@ -40,11 +40,7 @@ def linear(dtype: torch.dtype, rows: int) -> Load:
     count = -(-GIBIBYTE // (2 * INNER * WIDTH * dtype.itemsize))
     weights = numbers(count * 2 * INNER * WIDTH, dtype).view(count, 2 * INNER, WIDTH)
     x = numbers(rows * WIDTH, dtype).view(rows, WIDTH)
-    return Load([partial(_linear, x, weight) for weight in weights], weights.nbytes)
-
-
-def _linear(x: Tensor, weight: Tensor, ops: Ops) -> None:
-    ops.linear(x, weight)
+    return Load([methodcaller("linear", x, weight) for weight in weights], weights.nbytes)
 
 
 def _rows(dtype: torch.dtype, tokens: int, width: int) -> Tensor:
@@ -55,60 +51,38 @@ def _rows(dtype: torch.dtype, tokens: int, width: int) -> Tensor:
 
 def rms_norm(dtype: torch.dtype, tokens: int) -> Load:
     x, weight = _rows(dtype, tokens, WIDTH), numbers(WIDTH, dtype)
-    return Load([partial(_rms_norm, weight, each) for each in x], 2 * x.nbytes)
-
-
-def _rms_norm(weight: Tensor, x: Tensor, ops: Ops) -> None:
-    ops.rms_norm(x, weight, 1e-6)
+    return Load([methodcaller("rms_norm", each, weight, 1e-6) for each in x], 2 * x.nbytes)
 
 
 def add_rms_norm(dtype: torch.dtype, tokens: int) -> Load:
     x, delta = _rows(dtype, tokens, 2 * WIDTH).chunk(2, -1)
     weight = numbers(WIDTH, dtype)
-    return Load([partial(_add_rms_norm, weight, *pair) for pair in zip(x, delta, strict=True)], 4 * x.nbytes)
-
-
-def _add_rms_norm(weight: Tensor, x: Tensor, delta: Tensor, ops: Ops) -> None:
-    ops.add_rms_norm(x, delta, weight, 1e-6)
+    return Load(
+        [methodcaller("add_rms_norm", *pair, weight, 1e-6) for pair in zip(x, delta, strict=True)], 4 * x.nbytes
+    )
 
 
 def rope(dtype: torch.dtype, tokens: int) -> Load:
     x, angles = _rows(dtype, tokens, 16 * 64).unflatten(-1, (16, 64)), torch.rand(tokens, 32)
-    turn = partial(_rope, angles.cos(), angles.sin(), torch.arange(tokens))
-    return Load([partial(turn, each) for each in x], 2 * x.nbytes)
-
-
-def _rope(cos: Tensor, sin: Tensor, positions: Tensor, x: Tensor, ops: Ops) -> None:
-    ops.rope(x, cos, sin, positions)
+    turn = angles.cos(), angles.sin(), torch.arange(tokens)
+    return Load([methodcaller("rope", each, *turn) for each in x], 2 * x.nbytes)
 
 
 def quantise(dtype: torch.dtype, tokens: int) -> Load:
     x = _rows(dtype, tokens, WIDTH)
-    return Load([partial(_quantise, each) for each in x], x.nbytes + x.numel())
-
-
-def _quantise(x: Tensor, ops: Ops) -> None:
-    ops.quantise(x)
+    return Load([methodcaller("quantise", each) for each in x], x.nbytes + x.numel())
 
 
 def dequantise(dtype: torch.dtype, tokens: int) -> Load:
     """Into float32, whatever the dtype of the model."""
     x = _rows(torch.int8, tokens, WIDTH)
     scale = torch.rand(tokens)
-    return Load([partial(_dequantise, scale, each) for each in x], 5 * x.nbytes)
-
-
-def _dequantise(scale: Tensor, x: Tensor, ops: Ops) -> None:
-    ops.dequantise(x, scale)
+    return Load([methodcaller("dequantise", each, scale) for each in x], 5 * x.nbytes)
 
 
 def silu_mul(dtype: torch.dtype, tokens: int) -> Load:
     x = _rows(dtype, tokens, 2 * INNER)
-    return Load([partial(_silu_mul, each) for each in x], x.nbytes * 3 // 2)
-
-
-def _silu_mul(x: Tensor, ops: Ops) -> None:
-    ops.silu_mul(x)
+    return Load([methodcaller("silu_mul", each) for each in x], x.nbytes * 3 // 2)
 
 
 class Texts:
@@ -124,7 +98,7 @@ class Texts:
         arena.memory.view(dtype).copy_(numbers(arena.memory.nbytes // dtype.itemsize, dtype))
         self.store = KVStore(arena, LAYERS, BLOCK, dtype)
         self.table = torch.randperm(self.count * width).int().view(self.count, width)
-        self.bytes = self.count * len(LAYERS) * context * per_token // len(LAYERS)
+        self.bytes = self.count * context * per_token
 
     def rows(self) -> Iterator[tuple[Slots, int]]:
         """The last token of each sequence, in each layer."""
@@ -152,45 +126,30 @@ def attend(dtype: torch.dtype, context: int) -> Load:
     texts = Texts(dtype, context)
     q = numbers(14 * 64, dtype).view(1, 14, 64)
     out = torch.empty_like(q)
-    return Load([partial(_attend, out, q, texts.store, at, layer) for at, layer in texts.rows()], texts.bytes)
-
-
-def _attend(out: Tensor, q: Tensor, store: KVStore, at: Slots, layer: int, ops: Ops) -> None:
-    ops.attend(out, q, store, layer, at, LAYERS[layer])
+    calls = [methodcaller("attend", out, q, texts.store, layer, at, LAYERS[layer]) for at, layer in texts.rows()]
+    return Load(calls, texts.bytes)
 
 
 def write_kv(dtype: torch.dtype, context: int) -> Load:
     """One token of one sequence a call."""
     texts = Texts(dtype, context)
     k = numbers(2 * 64, dtype).view(1, 2, 64)
-    calls = [partial(_write, k, texts.store, at, layer) for at, layer in texts.rows()]
+    calls = [methodcaller("write_kv", texts.store, layer, k, k, at) for at, layer in texts.rows()]
     return Load(calls, 4 * k.nbytes * len(calls))
-
-
-def _write(k: Tensor, store: KVStore, at: Slots, layer: int, ops: Ops) -> None:
-    ops.write_kv(store, layer, k, k, at)
 
 
 def gather(dtype: torch.dtype, context: int) -> Load:
     texts, positions = Texts(dtype, context), torch.arange(context)
-    calls = [partial(_gather, positions, texts.store, at, layer) for at, layer in texts.rows()]
+    calls = [methodcaller("gather", texts.store, layer, at, 0, positions) for at, layer in texts.rows()]
     return Load(calls, 2 * texts.bytes)
-
-
-def _gather(positions: Tensor, store: KVStore, at: Slots, layer: int, ops: Ops) -> None:
-    ops.gather(store, layer, at, 0, positions)
 
 
 def copy_blocks(dtype: torch.dtype, context: int) -> Load:
     """One block a call, all layers."""
     texts = Texts(dtype, context)
     half = texts.store.num_blocks // 2
-    calls = [partial(_copy, texts.store, i, half + i) for i in range(half)]
+    calls = [methodcaller("copy_blocks", texts.store, [i], [half + i]) for i in range(half)]
     return Load(calls, 2 * half * texts.store.block_bytes)
-
-
-def _copy(store: KVStore, src: int, dst: int, ops: Ops) -> None:
-    ops.copy_blocks(store, [src], [dst])
 
 
 LOADS: Mapping[str, Callable[[torch.dtype, int], Load]] = {

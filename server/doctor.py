@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import platform
-import time
 from collections.abc import Iterator
 from importlib import metadata
 from pathlib import Path
@@ -21,13 +20,13 @@ from rich.table import Table
 from kernels.check import Verdict, checked
 from kernels.cpu.load import KernelsMissing, usable
 from kernels.load import BACKENDS
+from kernels.probe import read_bandwidth
 from kernels.table import DTYPES
 from server.engine.device import choose_device
 
 REPORT = Path("kvmux-doctor.json")
 PACKAGES = ("kvmux", "torch", "transformers", "tokenizers", "fastapi", "uvicorn", "numpy")
 PROBE_BYTES = 1 << 29
-PROBES = 5
 FAULT = "FAULT:"
 
 
@@ -62,7 +61,7 @@ def _machine() -> Iterator[tuple[str, str]]:
     )
     yield "instruction sets", ", ".join(usable()) or "none that kernels are built for"
     yield "memory", f"{memory.total / 2**30:.1f} GiB, {memory.available / 2**30:.1f} GiB free"
-    yield "memory reads", f"{read_bandwidth() / 1e9:.1f} GB/s"
+    yield "memory reads", f"{read_bandwidth(torch.ones(PROBE_BYTES // 4)) / 1e9:.1f} GB/s"
 
 
 def _processor() -> str:
@@ -71,17 +70,6 @@ def _processor() -> str:
     except OSError:
         return platform.processor() or platform.machine()
     return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), platform.machine())
-
-
-def read_bandwidth() -> float:
-    """Bytes a second that all threads read together, the fastest of some passes over what no cache holds."""
-    memory = torch.ones(PROBE_BYTES // 4)
-    best = 0.0
-    for _ in range(PROBES):
-        began = time.perf_counter()
-        memory.sum()
-        best = max(best, PROBE_BYTES / (time.perf_counter() - began))
-    return best
 
 
 def _devices() -> Iterator[tuple[str, str]]:

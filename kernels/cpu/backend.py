@@ -44,13 +44,7 @@ class CpuOps(ReferenceOps):
             store.v(layer),
             k,
             v,
-            at.table,
-            at.row_seat,
-            at.q_start,
-            at.start,
-            at.block_size,
-            at.sinks,
-            at.ring,
+            *_addresses(at),
         )
 
     def attend(
@@ -72,13 +66,7 @@ class CpuOps(ReferenceOps):
             q,
             store.k(layer),
             store.v(layer),
-            at.table,
-            at.row_seat,
-            at.q_start,
-            at.start,
-            at.block_size,
-            at.sinks,
-            at.ring,
+            *_addresses(at),
             EVERYTHING if spec.window is None else spec.window,
             EVERYTHING if window is None else window,
             spec.scale,
@@ -86,3 +74,8 @@ class CpuOps(ReferenceOps):
             None if sinks is None else sinks.float(),
         )
         return None
+
+
+def _addresses(at: Slots) -> tuple[Tensor | int, ...]:
+    """In the order in which ops.cpp takes them."""
+    return at.table, at.row_seat, at.q_start, at.start, at.block_size, at.sinks, at.ring

@@ -71,7 +71,8 @@ class Decoder:
 
     def embed(self, ids: Tensor) -> Tensor:
         """ids [N] int64 -> [N, d]."""
-        return F.embedding(ids, self._embedding).to(self.dtype) * self._embedding_scale
+        x = F.embedding(ids, self._embedding).to(self.dtype)
+        return x if self._embedding_scale == 1 else x * self._embedding_scale
 
     def forward(self, ids: Tensor, attention: Attention) -> Tensor:
         """ids [N] int64 -> logits [K, V] float32 of the rows `attention.logit_index`."""

@@ -11,3 +11,9 @@ class ModelError(SettingsError):
 
 class UnknownModelError(ModelError):
     """A model that the lean decoder does not know; transformers may."""
+
+
+def first_line(error: Exception) -> str:
+    """Of what a library says, which may be a page; its kind if it says nothing."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return lines[0] if lines else type(error).__name__

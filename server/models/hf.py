@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from kernels.ops import Attention, LayerSpec
 from server.models.config import SEES_ALL, SLIDING, Facts, eos_ids_of
-from server.models.errors import ModelError
+from server.models.errors import ModelError, first_line
 from server.models.full_context import FullContext
 
 IMPLEMENTATION = "kvmux"  # our name among transformers' kinds of attention
@@ -80,7 +80,7 @@ def _config(directory: Path) -> Any:
     try:
         return AutoConfig.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
     except Exception as error:  # of many kinds: transformers checks configs in several ways
-        raise ModelError(f"{directory}: transformers cannot read its config: {_first_line(error)}") from None
+        raise ModelError(f"{directory}: transformers cannot read its config: {_told(error)}") from None
 
 
 def _loaded(directory: Path, dtype: torch.dtype, device: torch.device) -> Any:
@@ -99,7 +99,7 @@ def _loaded(directory: Path, dtype: torch.dtype, device: torch.device) -> Any:
     except Exception as error:
         if "Unrecognized configuration class" in str(error):
             raise ModelError(f"{directory}: transformers knows no decoder-only model of that kind") from None
-        raise ModelError(f"{directory}: transformers cannot load it with our attention: {_first_line(error)}") from None
+        raise ModelError(f"{directory}: transformers cannot load it with our attention: {_told(error)}") from None
     model, found = loaded
     if lacking := sorted(found["missing_keys"]) + sorted(str(key) for key in found["mismatched_keys"]):
         raise ModelError(
@@ -109,9 +109,8 @@ def _loaded(directory: Path, dtype: torch.dtype, device: torch.device) -> Any:
     return model.to(device).eval().requires_grad_(False)
 
 
-def _first_line(error: Exception) -> str:
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return f"{type(error).__name__}: {lines[0] if lines else ''}"
+def _told(error: Exception) -> str:
+    return f"{type(error).__name__}: {first_line(error)}"
 
 
 def _settle_frequencies(model: nn.Module, positions: int) -> None:
@@ -221,7 +220,7 @@ def _probed(model: Any, facts: Facts, positions: int, device: torch.device) -> l
     except ModelError:
         raise
     except Exception as error:  # a forward without position_ids or logits_to_keep; its own checks
-        raise ModelError(f"{name} cannot be served: {_first_line(error)}") from None
+        raise ModelError(f"{name} cannot be served: {_told(error)}") from None
     layers = config.num_hidden_layers
     if sorted(probe.found) != list(range(layers)):
         without = [str(i) for i in range(layers) if i not in probe.found]

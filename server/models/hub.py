@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from server.models.errors import ModelError
+from server.models.errors import ModelError, first_line
 
 NAME = re.compile(r"\w[\w.-]*/\w[\w.-]*", re.ASCII)  # owner/name
 WANTED = ["*.json", "*.safetensors", "*.jinja"]
@@ -32,9 +32,4 @@ def fetched(model: str, revision: str | None = None) -> Path:
             f"no model {model!r}, neither on this machine nor on the hub; if it is private, set HF_TOKEN"
         ) from None
     except (HfHubHTTPError, OSError, ValueError) as error:  # the hub is down, the network, the disk, offline
-        raise ModelError(f"{model} is not on this machine, and cannot be fetched: {_first_line(error)}") from None
-
-
-def _first_line(error: Exception) -> str:
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return lines[0] if lines else type(error).__name__
+        raise ModelError(f"{model} is not on this machine, and cannot be fetched: {first_line(error)}") from None
