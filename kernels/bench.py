@@ -9,14 +9,14 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 
-from kernels.cpu.load import KernelsMissing
-from kernels.load import BACKENDS
+from kernels.load import REFERENCE, backends
 from kernels.loads import GIBIBYTE, LAYERS, LOADS, Load, Texts, numbers
 from kernels.ops import Ops
 from kernels.probe import read_bandwidth, seconds
@@ -64,15 +64,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def measured(
-    ops: Sequence[str], backends: Sequence[str] | None, dtypes: Sequence[str], contexts: Sequence[int] | None
+    ops: Sequence[str], wanted: Sequence[str] | None, dtypes: Sequence[str], contexts: Sequence[int] | None
 ) -> Iterator[Row]:
     """All rows of these, one after the other."""
-    memory = numbers(GIBIBYTE // 4, torch.float32)
+    memory, here = numbers(GIBIBYTE // 4, torch.float32), _here(wanted)
     for op in (op.name for op in OPS if op.name in ops):
         for dtype in dtypes:
             for context in contexts or CONTEXTS.get(op, TOKENS):
                 print(f"\r{op}, {dtype}, {context} ...\033[K\r", end="", file=sys.stderr, flush=True)
-                for name, run, size in _runs(op, getattr(torch, dtype), context, backends):
+                for name, run, size in _runs(op, getattr(torch, dtype), context, here, wanted):
                     read = read_bandwidth(memory)
                     speed = size / seconds(run)
                     yield Row(op, name, dtype, context, speed / 1e9, read / 1e9, speed / read)
@@ -81,22 +81,27 @@ def measured(
 Run = tuple[str, Callable[[], object], int]  # name, one pass over the data, bytes
 
 
-def _runs(op: str, dtype: torch.dtype, context: int, wanted: Sequence[str] | None) -> Iterator[Run]:
+def _here(wanted: Sequence[str] | None) -> Mapping[str, Ops]:
+    """The operations to measure, by backend; which of them this machine lacks is told."""
+    found: dict[str, Ops] = {REFERENCE: ReferenceOps()} if wanted is None or REFERENCE in wanted else {}
+    for backend in backends():
+        if wanted is not None and backend.name not in wanted:
+            continue
+        if backend.missing is None:
+            found[backend.name] = backend.load()
+        else:
+            print(f"{backend.name} is left out: {backend.missing}", file=sys.stderr)
+    return found
+
+
+def _runs(
+    op: str, dtype: torch.dtype, context: int, here: Mapping[str, Ops], wanted: Sequence[str] | None
+) -> Iterator[Run]:
     load = LOADS[op](dtype, context)
-    for name, ops in _backends():
-        if wanted is None or name in wanted:
-            yield name, lambda ops=ops: _pass(load, ops), load.bytes  # type: ignore[misc]
+    for name, ops in here.items():
+        yield name, partial(_pass, load, ops), load.bytes
     if op == "attend" and (wanted is None or "sdpa" in wanted):
         yield from _sdpa(dtype, context)
-
-
-def _backends() -> Iterator[tuple[str, Ops]]:
-    yield "reference", ReferenceOps()
-    for name, (_, load) in BACKENDS.items():
-        try:
-            yield name, load()
-        except KernelsMissing as missing:
-            print(f"{name}: {missing}", file=sys.stderr)
 
 
 def _pass(load: Load, ops: Ops) -> None:

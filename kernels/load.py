@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import cache, partial
 from typing import NamedTuple
 
@@ -23,6 +23,28 @@ REFERENCE = "reference"
 BACKENDS: Mapping[str, tuple[str, Callable[[], Ops]]] = {
     f"cpu-{name}": ("cpu", partial(cpu.load, name)) for name in cpu.INSTRUCTION_SETS
 }
+
+
+class Backend(NamedTuple):
+    """One that is written for some device, whether or not this machine can run it."""
+
+    name: str
+    device_type: str
+    load: Callable[[], Ops]
+    missing: str | None  # why it cannot be loaded; None: it can
+
+
+def backends(device_type: str | None = None) -> Iterator[Backend]:
+    """All of BACKENDS, or those for a type of device, the best first; without the reference, which is everywhere."""
+    for name, (kind, load) in BACKENDS.items():
+        if device_type not in (None, kind):
+            continue
+        missing = None
+        try:
+            load()
+        except KernelsMissing as error:
+            missing = str(error)
+        yield Backend(name, kind, load, missing)
 
 
 class Loaded(NamedTuple):
@@ -47,17 +69,12 @@ class Loaded(NamedTuple):
 
 def load_ops(device: torch.device, dtype: torch.dtype, *, reference: bool = False) -> Loaded:
     """The best operations there are for `device`; what fails its check in `dtype` is replaced, and told in the log."""
-    for name in [] if reference or dtype not in DTYPES else BACKENDS:
-        kind, load = BACKENDS[name]
-        if kind != device.type:
+    for backend in () if reference or dtype not in DTYPES else backends(device.type):
+        if backend.missing is not None:
+            log.debug("no kernels %s: %s", backend.name, backend.missing)
             continue
-        try:
-            ops = load()
-        except KernelsMissing as error:
-            log.debug("no kernels %s: %s", name, error)
-            continue
-        verdicts = _verdicts(name, dtype, device)
-        return Loaded(name, mended(ops, verdicts), verdicts)
+        verdicts = _verdicts(backend.name, dtype, device)
+        return Loaded(backend.name, mended(backend.load(), verdicts), verdicts)
     if not reference:
         log.warning("there are no kernels for %s on %s: plain torch is used, which is slower", dtype, device)
     return Loaded(REFERENCE, ReferenceOps(), [])

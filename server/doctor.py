@@ -18,8 +18,8 @@ from rich.console import Console
 from rich.table import Table
 
 from kernels.check import Verdict, checked
-from kernels.cpu.load import KernelsMissing, usable
-from kernels.load import BACKENDS
+from kernels.cpu.load import usable
+from kernels.load import backends
 from kernels.probe import read_bandwidth
 from kernels.table import DTYPES
 from server.engine.device import choose_device
@@ -79,15 +79,14 @@ def _devices() -> Iterator[tuple[str, str]]:
 
 
 def _kernels() -> Iterator[tuple[str, str]]:
-    for name, (kind, load) in BACKENDS.items():
-        try:
-            ops = load()
-        except KernelsMissing as missing:
-            yield name, f"none: {missing}"
+    for backend in backends():
+        if backend.missing is not None:
+            yield backend.name, f"none: {backend.missing}"
             continue
-        by_dtype = [checked(ops, dtype, torch.device(kind)) for dtype in DTYPES]
+        ops, device = backend.load(), torch.device(backend.device_type)
+        by_dtype = [checked(ops, dtype, device) for dtype in DTYPES]
         for verdicts in zip(*by_dtype, strict=True):  # of one operation
-            yield f"{name} {verdicts[0].op}", ", ".join(map(_words, DTYPES, verdicts))
+            yield f"{backend.name} {verdicts[0].op}", ", ".join(map(_words, DTYPES, verdicts))
 
 
 def _words(dtype: torch.dtype, verdict: Verdict) -> str:

@@ -3,28 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 
 import torch
 
-from kernels import load as backends
-from kernels.cpu.load import KernelsMissing
+from kernels.load import REFERENCE, backends
 from kernels.ops import LayerSpec, Ops
 from kernels.reference import ReferenceOps
 from kernels.scene import Layout, RowOf
 
-
-def _here() -> Mapping[str, Callable[[], Ops]]:
-    """The reference, and every backend that runs on this machine."""
-    found: dict[str, Callable[[], Ops]] = {"reference": ReferenceOps}
-    for name, (_, load) in backends.BACKENDS.items():
-        with suppress(KernelsMissing):
-            load()
-            found[name] = load
-    return found
-
-
-BACKENDS = _here()
+# By name: the reference, and every backend that runs on this machine.
+BACKENDS: Mapping[str, Callable[[], Ops]] = {
+    REFERENCE: ReferenceOps,
+    **{backend.name: backend.load for backend in backends() if backend.missing is None},
+}
 
 TOLERANCE = {torch.float32: 3e-6, torch.float16: 2e-3, torch.bfloat16: 2e-2}
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from kernels import load as loading
 from kernels.check import checked, mended
 from kernels.cpu import load as cpu
-from kernels.load import load_ops
+from kernels.load import backends, load_ops
 from kernels.ops import Ops
 from kernels.reference import ReferenceOps
 from kernels.table import DTYPES, OPS
@@ -129,3 +129,18 @@ def test_a_library_that_is_none_is_passed_over(tmp_path: Path, monkeypatch: pyte
 
 def test_dtypes_that_no_kernel_knows_are_left_to_plain_torch() -> None:
     assert load_ops(CPU, torch.float64).words == "plain torch"
+
+
+def _missing() -> Ops:
+    raise cpu.KernelsMissing("there is no abacus")
+
+
+def test_backends_are_those_of_a_device_and_say_why_they_are_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = {"abacus": ("cpu", _missing), "plain": ("cpu", ReferenceOps), "elsewhere": ("cuda", ReferenceOps)}
+    monkeypatch.setattr(loading, "BACKENDS", rows)
+    assert [each.name for each in backends()] == ["abacus", "plain", "elsewhere"]
+    assert [(each.name, each.missing) for each in backends("cpu")] == [
+        ("abacus", "there is no abacus"),
+        ("plain", None),
+    ]
+    assert load_ops(CPU, torch.float32).backend == "plain"

@@ -1,0 +1,45 @@
+"""The benchmark measures every operation on every backend; its loads are small here, and its figures nobody's."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from kernels import bench, loads
+from kernels import load as loading
+from kernels.cpu.load import KernelsMissing
+from kernels.ops import Ops
+from tests.kernels.matrix import BACKENDS
+
+
+@pytest.fixture(autouse=True)
+def _small(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (loads, bench):
+        monkeypatch.setattr(module, "GIBIBYTE", 1 << 16)
+
+
+def _missing() -> Ops:
+    raise KernelsMissing("this machine has no abacus")
+
+
+def test_every_operation_has_a_row_for_every_backend(capsys: pytest.CaptureFixture[str]) -> None:
+    bench.main(["--json", "--context", "40", "--dtype", "bfloat16"])
+    rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    found = {(row["op"], row["backend"]) for row in rows}
+    assert {(op, backend) for op in loads.LOADS for backend in BACKENDS} <= found
+    assert {("attend", "sdpa"), ("attend", "sdpa+gather")} <= found
+    assert all(row["gb_per_s"] > 0 for row in rows)
+
+
+def test_what_is_missing_is_told_once_on_a_line_of_its_own(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(loading, "BACKENDS", {"abacus": ("cpu", _missing)})
+    bench.main(["--op", "rope", "silu_mul", "--context", "4", "--backend", "reference", "abacus"])
+    told = capsys.readouterr()
+    assert told.err.startswith("abacus is left out: this machine has no abacus\n")
+    assert told.err.count("is left out") == 1
+    assert [line.split()[:2] for line in told.out.splitlines()[1:]] == [
+        [op, "reference"] for op in ("rope", "rope", "silu_mul", "silu_mul")
+    ]
