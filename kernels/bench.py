@@ -17,14 +17,15 @@ import torch
 import torch.nn.functional as F
 
 from kernels.load import REFERENCE, backends
-from kernels.loads import GIBIBYTE, LAYERS, LOADS, Load, Texts, numbers
+from kernels.loads import GIBIBYTE, LAYERS, Calls, Texts, numbers
 from kernels.ops import Ops
 from kernels.probe import read_bandwidth, seconds
 from kernels.reference import ReferenceOps
-from kernels.table import OPS
+from kernels.table import OPS, Op
 
 CONTEXTS = {"attend": (128, 1024, 4096, 16384), "linear": (1, 8)}  # tokens; of the others:
 TOKENS = (512,)
+NAMES = [op.name for op in OPS]
 
 
 class Row(NamedTuple):
@@ -32,6 +33,7 @@ class Row(NamedTuple):
     backend: str
     dtype: str
     context: int
+    us_per_call: float
     gb_per_s: float
     read_gb_per_s: float  # of this machine, at the same time
     ratio: float
@@ -39,7 +41,7 @@ class Row(NamedTuple):
 
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m kernels.bench", description=__doc__)
-    parser.add_argument("--op", nargs="+", choices=LOADS, default=list(LOADS), help="which operations")
+    parser.add_argument("--op", nargs="+", choices=NAMES, default=NAMES, help="which operations")
     parser.add_argument("--backend", nargs="+", help="which backends, reference and sdpa among them (default: all)")
     parser.add_argument(
         "--dtype", nargs="+", choices=("float32", "bfloat16", "float16"), default=["float32", "bfloat16"]
@@ -51,14 +53,16 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if options.threads:
         torch.set_num_threads(options.threads)
     if not options.json:
-        print(f"{'op':12} {'backend':12} {'dtype':9} {'context':>7} {'GB/s':>7} {'memory':>7} {'share':>6}")
+        print(
+            f"{'op':12} {'backend':12} {'dtype':9} {'context':>7} {'µs/call':>9} {'GB/s':>7} {'memory':>7} {'share':>6}"
+        )
     for row in measured(options.op, options.backend, options.dtype, options.context):
         if options.json:
             print(json.dumps(row._asdict()), flush=True)
         else:
             print(
                 f"{row.op:12} {row.backend:12} {row.dtype:9} {row.context:7,} "
-                f"{row.gb_per_s:7.2f} {row.read_gb_per_s:7.2f} {row.ratio:6.0%}",
+                f"{row.us_per_call:9,.1f} {row.gb_per_s:7.2f} {row.read_gb_per_s:7.2f} {row.ratio:6.0%}",
                 flush=True,
             )
 
@@ -68,17 +72,25 @@ def measured(
 ) -> Iterator[Row]:
     """All rows of these, one after the other."""
     memory, here = numbers(GIBIBYTE // 4, torch.float32), _here(wanted)
-    for op in (op.name for op in OPS if op.name in ops):
+    for op in (op for op in OPS if op.name in ops):
         for dtype in dtypes:
-            for context in contexts or CONTEXTS.get(op, TOKENS):
-                print(f"\r{op}, {dtype}, {context} ...\033[K\r", end="", file=sys.stderr, flush=True)
-                for name, run, size in _runs(op, getattr(torch, dtype), context, here, wanted):
+            for context in contexts or CONTEXTS.get(op.name, TOKENS):
+                print(f"\r{op.name}, {dtype}, {context} ...\033[K\r", end="", file=sys.stderr, flush=True)
+                for run in _runs(op, getattr(torch, dtype), context, here, sdpa=wanted is None or "sdpa" in wanted):
                     read = read_bandwidth(memory)
-                    speed = size / seconds(run)
-                    yield Row(op, name, dtype, context, speed / 1e9, read / 1e9, speed / read)
+                    took = seconds(run.once)
+                    speed = run.bytes / took
+                    each = 1e6 * took / run.calls
+                    yield Row(op.name, run.name, dtype, context, each, speed / 1e9, read / 1e9, speed / read)
 
 
-Run = tuple[str, Callable[[], object], int]  # name, one pass over the data, bytes
+class Run(NamedTuple):
+    """What is measured."""
+
+    name: str
+    once: Callable[[], object]  # one pass over the data
+    calls: int  # of a pass
+    bytes: int
 
 
 def _here(wanted: Sequence[str] | None) -> Mapping[str, Ops]:
@@ -94,22 +106,21 @@ def _here(wanted: Sequence[str] | None) -> Mapping[str, Ops]:
     return found
 
 
-def _runs(
-    op: str, dtype: torch.dtype, context: int, here: Mapping[str, Ops], wanted: Sequence[str] | None
-) -> Iterator[Run]:
-    load = LOADS[op](dtype, context)
+def _runs(op: Op, dtype: torch.dtype, context: int, here: Mapping[str, Ops], *, sdpa: bool) -> Iterator[Run]:
+    calls = op.load(dtype, context)
+    size = sum(op.bytes(*call) for call in calls)
     for name, ops in here.items():
-        yield name, partial(_pass, load, ops), load.bytes
-    if op == "attend" and (wanted is None or "sdpa" in wanted):
-        yield from _sdpa(dtype, context)
+        yield Run(name, partial(_pass, getattr(ops, op.name), calls), len(calls), size)
+    if op.name == "attend" and sdpa:
+        yield from _sdpa(dtype, context, size)
 
 
-def _pass(load: Load, ops: Ops) -> None:
-    for call in load.calls:
-        call(ops)
+def _pass(run: Callable[..., object], calls: Calls) -> None:
+    for call in calls:
+        run(*call)
 
 
-def _sdpa(dtype: torch.dtype, context: int) -> Iterator[Run]:
+def _sdpa(dtype: torch.dtype, context: int, size: int) -> Iterator[Run]:
     """torch's attention over the same keys: found dense already, and gathered from their blocks before."""
     texts, spec = Texts(dtype, context), LAYERS[0]
     q = numbers(spec.num_q_heads * spec.head_dim, dtype).view(1, spec.num_q_heads, 1, spec.head_dim)
@@ -129,8 +140,8 @@ def _sdpa(dtype: torch.dtype, context: int) -> Iterator[Run]:
             )
             F.scaled_dot_product_attention(q, k, v, scale=spec.scale, enable_gqa=True)
 
-    yield "sdpa", dense, planes.nbytes
-    yield "sdpa+gather", gathered, texts.bytes
+    yield Run("sdpa", dense, len(planes), size)
+    yield Run("sdpa+gather", gathered, len(planes), size)
 
 
 if __name__ == "__main__":

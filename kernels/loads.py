@@ -1,19 +1,19 @@
-"""Work that does not fit a cache: for each operation, calls over data of a gibibyte, and the bytes they must move.
+"""Work that does not fit a cache: for each operation, calls over data of a gibibyte.
 
-Shapes are those of Qwen2.5-0.5B, the smallest model that people serve. Knows no clock; bench.py has one.
+Shapes are those of Qwen2.5-0.5B, the smallest model that people serve. Knows neither what a call must move, which the
+table says, nor a clock; bench.py has one.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from operator import methodcaller
-from typing import NamedTuple
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from kernels.arena import Arena
-from kernels.ops import LayerSpec, Ops, Slots
+from kernels.ops import LayerSpec, Slots
 from kernels.store import KVStore, block_bytes
 
 GIBIBYTE = 1 << 30
@@ -22,11 +22,7 @@ LAYERS = [LayerSpec(2, 14, 64, 64, scale=0.125)] * 24
 BLOCK = 32  # tokens
 
 
-class Load(NamedTuple):
-    """Calls of one operation, each over other data."""
-
-    calls: Sequence[Callable[[Ops], object]]
-    bytes: int  # that all of them together have to read and write
+Calls = Sequence[tuple[Any, ...]]  # the arguments of each call of one operation
 
 
 def numbers(count: int, dtype: torch.dtype) -> Tensor:
@@ -35,12 +31,12 @@ def numbers(count: int, dtype: torch.dtype) -> Tensor:
     return few.repeat(-(-count // len(few)))[:count]
 
 
-def linear(dtype: torch.dtype, rows: int) -> Load:
+def linear(dtype: torch.dtype, rows: int) -> Calls:
     """x [rows, 896] times gate and up of one layer after the other."""
     count = -(-GIBIBYTE // (2 * INNER * WIDTH * dtype.itemsize))
     weights = numbers(count * 2 * INNER * WIDTH, dtype).view(count, 2 * INNER, WIDTH)
     x = numbers(rows * WIDTH, dtype).view(rows, WIDTH)
-    return Load([methodcaller("linear", x, weight) for weight in weights], weights.nbytes)
+    return [(x, weight) for weight in weights]
 
 
 def _rows(dtype: torch.dtype, tokens: int, width: int) -> Tensor:
@@ -49,40 +45,34 @@ def _rows(dtype: torch.dtype, tokens: int, width: int) -> Tensor:
     return numbers(calls * tokens * width, dtype).view(calls, tokens, width)
 
 
-def rms_norm(dtype: torch.dtype, tokens: int) -> Load:
-    x, weight = _rows(dtype, tokens, WIDTH), numbers(WIDTH, dtype)
-    return Load([methodcaller("rms_norm", each, weight, 1e-6) for each in x], 2 * x.nbytes)
-
-
-def add_rms_norm(dtype: torch.dtype, tokens: int) -> Load:
-    x, delta = _rows(dtype, tokens, 2 * WIDTH).chunk(2, -1)
+def rms_norm(dtype: torch.dtype, tokens: int) -> Calls:
     weight = numbers(WIDTH, dtype)
-    return Load(
-        [methodcaller("add_rms_norm", *pair, weight, 1e-6) for pair in zip(x, delta, strict=True)], 4 * x.nbytes
-    )
+    return [(x, weight, 1e-6) for x in _rows(dtype, tokens, WIDTH)]
 
 
-def rope(dtype: torch.dtype, tokens: int) -> Load:
-    x, angles = _rows(dtype, tokens, 16 * 64).unflatten(-1, (16, 64)), torch.rand(tokens, 32)
+def add_rms_norm(dtype: torch.dtype, tokens: int) -> Calls:
+    weight = numbers(WIDTH, dtype)
+    return [(*both.chunk(2, -1), weight, 1e-6) for both in _rows(dtype, tokens, 2 * WIDTH)]
+
+
+def rope(dtype: torch.dtype, tokens: int) -> Calls:
+    angles = torch.rand(tokens, 32)
     turn = angles.cos(), angles.sin(), torch.arange(tokens)
-    return Load([methodcaller("rope", each, *turn) for each in x], 2 * x.nbytes)
+    return [(x.unflatten(-1, (16, 64)), *turn) for x in _rows(dtype, tokens, 16 * 64)]
 
 
-def quantise(dtype: torch.dtype, tokens: int) -> Load:
-    x = _rows(dtype, tokens, WIDTH)
-    return Load([methodcaller("quantise", each) for each in x], x.nbytes + x.numel())
+def silu_mul(dtype: torch.dtype, tokens: int) -> Calls:
+    return [(gate_up,) for gate_up in _rows(dtype, tokens, 2 * INNER)]
 
 
-def dequantise(dtype: torch.dtype, tokens: int) -> Load:
+def quantise(dtype: torch.dtype, tokens: int) -> Calls:
+    return [(x,) for x in _rows(dtype, tokens, WIDTH)]
+
+
+def dequantise(dtype: torch.dtype, tokens: int) -> Calls:
     """Into float32, whatever the dtype of the model."""
-    x = _rows(torch.int8, tokens, WIDTH)
     scale = torch.rand(tokens)
-    return Load([methodcaller("dequantise", each, scale) for each in x], 5 * x.nbytes)
-
-
-def silu_mul(dtype: torch.dtype, tokens: int) -> Load:
-    x = _rows(dtype, tokens, 2 * INNER)
-    return Load([methodcaller("silu_mul", each) for each in x], x.nbytes * 3 // 2)
+    return [(x, scale) for x in _rows(torch.int8, tokens, WIDTH)]
 
 
 class Texts:
@@ -98,7 +88,6 @@ class Texts:
         arena.memory.view(dtype).copy_(numbers(arena.memory.nbytes // dtype.itemsize, dtype))
         self.store = KVStore(arena, LAYERS, BLOCK, dtype)
         self.table = torch.randperm(self.count * width).int().view(self.count, width)
-        self.bytes = self.count * context * per_token
 
     def rows(self) -> Iterator[tuple[Slots, int]]:
         """The last token of each sequence, in each layer."""
@@ -121,41 +110,28 @@ class Texts:
         )
 
 
-def attend(dtype: torch.dtype, context: int) -> Load:
+def attend(dtype: torch.dtype, context: int) -> Calls:
     """One query of one sequence a call."""
     texts = Texts(dtype, context)
     q = numbers(14 * 64, dtype).view(1, 14, 64)
     out = torch.empty_like(q)
-    calls = [methodcaller("attend", out, q, texts.store, layer, at, LAYERS[layer]) for at, layer in texts.rows()]
-    return Load(calls, texts.bytes)
+    return [(out, q, texts.store, layer, at, LAYERS[layer]) for at, layer in texts.rows()]
 
 
-def write_kv(dtype: torch.dtype, context: int) -> Load:
+def write_kv(dtype: torch.dtype, context: int) -> Calls:
     """One token of one sequence a call."""
     texts = Texts(dtype, context)
     k = numbers(2 * 64, dtype).view(1, 2, 64)
-    calls = [methodcaller("write_kv", texts.store, layer, k, k, at) for at, layer in texts.rows()]
-    return Load(calls, 4 * k.nbytes * len(calls))
+    return [(texts.store, layer, k, k, at) for at, layer in texts.rows()]
 
 
-def gather(dtype: torch.dtype, context: int) -> Load:
+def gather(dtype: torch.dtype, context: int) -> Calls:
     texts, positions = Texts(dtype, context), torch.arange(context)
-    calls = [methodcaller("gather", texts.store, layer, at, 0, positions) for at, layer in texts.rows()]
-    return Load(calls, 2 * texts.bytes)
+    return [(texts.store, layer, at, 0, positions) for at, layer in texts.rows()]
 
 
-def copy_blocks(dtype: torch.dtype, context: int) -> Load:
+def copy_blocks(dtype: torch.dtype, context: int) -> Calls:
     """One block a call, all layers."""
-    texts = Texts(dtype, context)
-    half = texts.store.num_blocks // 2
-    calls = [methodcaller("copy_blocks", texts.store, [i], [half + i]) for i in range(half)]
-    return Load(calls, 2 * half * texts.store.block_bytes)
-
-
-LOADS: Mapping[str, Callable[[torch.dtype, int], Load]] = {
-    each.__name__: each
-    for each in (
-        *(linear, rms_norm, add_rms_norm, rope, silu_mul, quantise, dequantise),
-        *(write_kv, attend, gather, copy_blocks),
-    )
-}
+    store = Texts(dtype, context).store
+    half = store.num_blocks // 2
+    return [(store, [i], [half + i]) for i in range(half)]

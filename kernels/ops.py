@@ -82,11 +82,14 @@ class Ops(Protocol):
     """
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        """x [N, in], weight [out, in], bias [out] -> [N, out] in x's dtype; multiplied in that of weight and bias."""
+        """x [N, in] times weight [out, in], plus bias [out] -> [N, out] in x's dtype.
+
+        Multiplied in the dtype of weight and bias.
+        """
         ...
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        """x [N, d], weight [d] -> [N, d]. Root mean square layer norm (Zhang & Sennrich 2019).
+        """x [N, d], weight [d] -> [N, d], root mean square layer norm (Zhang & Sennrich 2019).
 
         Normalised in float32, and rounded to x's dtype before the weight is applied (Llama), or after if the weight
         is float32 (Gemma).
@@ -131,7 +134,7 @@ class Ops(Protocol):
         *,
         window: int | None = None,
     ) -> None:
-        """q [N,Hq,D] over the stored keys, into out [N,Hq,Dv].
+        """Attention of q [N,Hq,D] over the stored keys and values, into out [N,Hq,Dv].
 
         A query at position i sees the keys at j <= i that lie within the model's spec.window and, if the strategy
         gives a `window`, within that or in a sink slot. Tiles of keys are summed in float32, in an order fixed by

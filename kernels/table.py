@@ -1,20 +1,27 @@
-"""The operations as rows of one table: what is tried of each, and how near to the reference a backend must come.
+"""The operations as rows of one table, from which all follows that has to know every operation.
 
-The self-check at start, the matrix of tests and the documentation go through OPS, so that an operation or a backend
-joins all of them by being registered. What an operation means, its shapes and its errors stand in ops.py.
+A row says what is tried of an operation, how near to the reference a backend must come, what the benchmark calls it
+with and the bytes such a call must move. The self-check at start, the tests, the benchmark, the metrics and
+docs/kernels.md go through OPS, so that an operation joins them by its row. What it means, its shapes and its errors
+stand in ops.py.
+
+`python -m kernels.table` prints the table of docs/kernels.md.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from inspect import signature
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from kernels.ops import LayerSpec, Ops
+from kernels import loads
+from kernels.ops import LayerSpec, Ops, Slots
 from kernels.reference import ReferenceOps
 from kernels.scene import Layout, RowOf, Scene
+from kernels.store import KVStore, vector_bytes
 
 Results = Iterator[tuple[str, Tensor]]  # what was tried, and what came of it
 
@@ -30,7 +37,10 @@ class Op(NamedTuple):
 
     name: str  # a method of Ops
     tolerance: Mapping[torch.dtype, float]
-    tried: Callable[[Ops, torch.dtype, torch.device], Results]
+    tried: Callable[[Ops, torch.dtype, torch.device], Results]  # small, for the self-check
+    load: Callable[[torch.dtype, int], loads.Calls]  # large, for the benchmark: by dtype and tokens
+    moves: str  # what must be read and written, however it is computed
+    bytes: Callable[..., int]  # the same as a number, of the arguments of a call
 
 
 def _numbers(device: torch.device) -> Callable[..., Tensor]:
@@ -130,16 +140,89 @@ def _copy_blocks(ops: Ops, dtype: torch.dtype, device: torch.device) -> Results:
         yield name, scene.arena.memory.float()
 
 
+# -------------------------------------------------------------------- bytes that a call must move
+def _in_and_out(x: Tensor, *rest: object) -> int:
+    return 2 * x.nbytes
+
+
+def _linear_bytes(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> int:
+    return weight.nbytes + x.nbytes + len(x) * len(weight) * x.itemsize
+
+
+def _quantise_bytes(x: Tensor) -> int:
+    return x.nbytes + x.shape[:-1].numel() * vector_bytes(x.shape[-1], torch.int8)
+
+
+def _dequantise_bytes(x: Tensor, scale: Tensor) -> int:
+    return x.nbytes + scale.nbytes + x.numel() * torch.float32.itemsize
+
+
+def _token_bytes(store: KVStore, layer: int, dtype: torch.dtype) -> int:
+    """A token's keys and values in one layer."""
+    shapes = (plane.numbers.shape for plane in store.planes(layer))  # [blocks, H, block_size, dim]
+    return sum(heads * vector_bytes(dim, dtype) for _, heads, _, dim in shapes)
+
+
+def _write_kv_bytes(store: KVStore, layer: int, k: Tensor, v: Tensor, at: Slots) -> int:
+    return k.nbytes + v.nbytes + len(k) * _token_bytes(store, layer, store.dtype)
+
+
+def _attend_bytes(
+    out: Tensor, q: Tensor, store: KVStore, layer: int, at: Slots, spec: LayerSpec, *, window: int | None = None
+) -> int:
+    reaches = [at.max_kv if each is None else each for each in (spec.window, window)]
+    keys = 0
+    for start, queries in zip(at.start.tolist(), at.q_start.diff().tolist(), strict=True):
+        if start >= 0:
+            oldest = max(0, start + 1 - min(reaches))
+            oldest_sink = max(0, start + 1 - reaches[0])
+            keys += start + queries - oldest + max(0, min(at.sinks, oldest) - oldest_sink)
+    return keys * _token_bytes(store, layer, store.dtype)
+
+
+def _gather_bytes(store: KVStore, layer: int, at: Slots, row: int, positions: Tensor) -> int:
+    out = torch.float32 if store.dtype is torch.int8 else store.dtype
+    return len(positions) * (_token_bytes(store, layer, store.dtype) + _token_bytes(store, layer, out))
+
+
+def _copy_blocks_bytes(store: KVStore, src: list[int], dst: list[int]) -> int:
+    return 2 * len(src) * store.block_bytes
+
+
+# -------------------------------------------------------------------- the table
+ACTIVATIONS = "the activations, in and out"
+
 OPS: tuple[Op, ...] = (
-    Op("linear", SUMS, _linear),
-    Op("rms_norm", ROUNDING, _rms_norm),
-    Op("add_rms_norm", ROUNDING, _add_rms_norm),
-    Op("rope", ROUNDING, _rope),
-    Op("silu_mul", ROUNDING, _silu_mul),
-    Op("quantise", EXACT, _quantise),
-    Op("dequantise", ROUNDING, _dequantise),
-    Op("write_kv", EXACT, _write_kv),
-    Op("attend", ROUNDING, _attend),
-    Op("gather", EXACT, _gather),
-    Op("copy_blocks", EXACT, _copy_blocks),
+    Op("linear", SUMS, _linear, loads.linear, "the weight; the activations, in and out", _linear_bytes),
+    Op("rms_norm", ROUNDING, _rms_norm, loads.rms_norm, ACTIVATIONS, _in_and_out),
+    Op("add_rms_norm", ROUNDING, _add_rms_norm, loads.add_rms_norm, "both, in and out", lambda x, *rest: 4 * x.nbytes),
+    Op("rope", ROUNDING, _rope, loads.rope, ACTIVATIONS, _in_and_out),
+    Op("silu_mul", ROUNDING, _silu_mul, loads.silu_mul, ACTIVATIONS, lambda gate_up: gate_up.nbytes * 3 // 2),
+    Op("quantise", EXACT, _quantise, loads.quantise, "the vectors, in and out", _quantise_bytes),
+    Op("dequantise", ROUNDING, _dequantise, loads.dequantise, "the vectors, in and out", _dequantise_bytes),
+    Op("write_kv", EXACT, _write_kv, loads.write_kv, "what enters, in and out", _write_kv_bytes),
+    Op("attend", ROUNDING, _attend, loads.attend, "all keys and values that a row sees, once", _attend_bytes),
+    Op("gather", EXACT, _gather, loads.gather, "what is asked for, in and out", _gather_bytes),
+    Op("copy_blocks", EXACT, _copy_blocks, loads.copy_blocks, "the blocks, in and out", _copy_blocks_bytes),
 )
+
+
+# -------------------------------------------------------------------- docs/kernels.md
+def markdown() -> str:
+    """The table for people: what the docstrings of Ops and the rows say."""
+    dtypes = ", ".join(str(dtype).removeprefix("torch.") for dtype in DTYPES)
+    head = f"| operation | what it does | must move | off by at most ({dtypes}) |"
+    return "\n".join([head, "|---|---|---|---|", *map(_markdown_row, OPS)])
+
+
+def _markdown_row(op: Op) -> str:
+    method = getattr(Ops, op.name)
+    assert method.__doc__, f"Ops.{op.name} has no docstring: its first line is what docs/kernels.md says of it"
+    call = f"`{op.name}({', '.join([*signature(method).parameters][1:])})`"
+    exact = not any(op.tolerance.values())
+    tolerance = "exact" if exact else ", ".join(f"{op.tolerance[dtype]:g}" for dtype in DTYPES)
+    return f"| {call} | {method.__doc__.splitlines()[0]} | {op.moves} | {tolerance} |"
+
+
+if __name__ == "__main__":
+    print(markdown())

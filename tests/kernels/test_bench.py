@@ -27,7 +27,7 @@ def test_every_operation_has_a_row_for_every_backend(capsys: pytest.CaptureFixtu
     bench.main(["--json", "--context", "40", "--dtype", "bfloat16"])
     rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     found = {(row["op"], row["backend"]) for row in rows}
-    assert {(op, backend) for op in loads.LOADS for backend in BACKENDS} <= found
+    assert {(op, backend) for op in bench.NAMES for backend in BACKENDS} <= found
     assert {("attend", "sdpa"), ("attend", "sdpa+gather")} <= found
     assert all(row["gb_per_s"] > 0 for row in rows)
 
