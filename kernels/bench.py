@@ -23,7 +23,12 @@ from kernels.probe import read_bandwidth, seconds
 from kernels.reference import ReferenceOps
 from kernels.table import OPS, Op
 
-CONTEXTS = {"attend": (128, 1024, 4096, 16384), "linear": (1, 8)}  # tokens; of the others:
+CONTEXTS = {  # tokens; of the others:
+    "attend": (128, 1024, 4096, 16384),
+    "linear": (1, 8),
+    "repeat_kv_heads": (128, 4096),
+    "repeat_kv_heads_step": (128, 4096),
+}
 TOKENS = (512,)
 NAMES = [op.name for op in OPS]
 
@@ -54,14 +59,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
         torch.set_num_threads(options.threads)
     if not options.json:
         print(
-            f"{'op':12} {'backend':12} {'dtype':9} {'context':>7} {'µs/call':>9} {'GB/s':>7} {'memory':>7} {'share':>6}"
+            f"{'op':20} {'backend':12} {'dtype':9} {'context':>7} {'µs/call':>9} {'GB/s':>7} {'memory':>7} {'share':>6}"
         )
     for row in measured(options.op, options.backend, options.dtype, options.context):
         if options.json:
             print(json.dumps(row._asdict()), flush=True)
         else:
             print(
-                f"{row.op:12} {row.backend:12} {row.dtype:9} {row.context:7,} "
+                f"{row.op:20} {row.backend:12} {row.dtype:9} {row.context:7,} "
                 f"{row.us_per_call:9,.1f} {row.gb_per_s:7.2f} {row.read_gb_per_s:7.2f} {row.ratio:6.0%}",
                 flush=True,
             )

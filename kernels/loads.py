@@ -130,6 +130,18 @@ def gather(dtype: torch.dtype, context: int) -> Calls:
     return [(texts.store, layer, at, 0, positions) for at, layer in texts.rows()]
 
 
+def repeat_kv_heads(dtype: torch.dtype, context: int) -> Calls:
+    """All keys of one text a call."""
+    return [(x.unflatten(-1, (2, 64)), 7) for x in _rows(dtype, context, 2 * 64)]
+
+
+def repeat_kv_heads_step(dtype: torch.dtype, context: int) -> Calls:
+    """The last key of one text a call, into a mirror of all of them."""
+    x = numbers(2 * 64, dtype).view(1, 2, 64)
+    mirrors = _rows(dtype, 14 * context, 64).unflatten(1, (14, context))
+    return [(mirror, x, context - 1) for mirror in mirrors]
+
+
 def copy_blocks(dtype: torch.dtype, context: int) -> Calls:
     """One block a call, all layers."""
     store = Texts(dtype, context).store

@@ -152,3 +152,18 @@ class Ops(Protocol):
     def copy_blocks(self, store: KVStore, src: list[int], dst: list[int]) -> None:
         """Block src[i] to block dst[i], all layers at once; no dst may be a src."""
         ...
+
+    def repeat_kv_heads(self, x: Tensor, groups: int) -> Tensor:
+        """x [S,H,D] -> [H * groups, S, D], dense and new: each KV head `groups` times, so that query heads find theirs.
+
+        Head-major, as kernels want it that know no grouped heads: query head h reads what was KV head h // groups.
+        """
+        ...
+
+    def repeat_kv_heads_step(self, mirror: Tensor, x: Tensor, start: int) -> None:
+        """x [n,H,D] into columns start .. start + n of mirror [H * groups, P, D], repeated as by `repeat_kv_heads`.
+
+        Nothing else of the mirror is touched: whoever keeps one moves what is new, and not the whole text once more.
+        Raises if there are no such columns, or the mirror's heads are no multiple of x's.
+        """
+        ...

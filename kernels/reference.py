@@ -124,6 +124,15 @@ class ReferenceOps:
         for a, b in zip(src, dst, strict=True):
             store.blocks[b].copy_(store.blocks[a])
 
+    def repeat_kv_heads(self, x: Tensor, groups: int) -> Tensor:
+        S, H, D = x.shape
+        repeated = x.new_empty(H * groups, S, D)
+        _repeat_into(repeated, x)
+        return repeated
+
+    def repeat_kv_heads_step(self, mirror: Tensor, x: Tensor, start: int) -> None:
+        _repeat_into(mirror.narrow(1, start, len(x)), x)
+
     # ---------------------------------------------------------------- attention
     def _attend_group(self, q: Tensor, store: KVStore, layer: int, group: _Group, spec: LayerSpec) -> Tensor:
         """q [B*n, Hq, D] -> [B*n, Hq, Dv] float32, by the online softmax of Milakov & Gimelshein (2018)."""
@@ -173,6 +182,11 @@ class ReferenceOps:
         if flat is None or flat.numel() < size:
             flat = self._scratch[name, dtype] = torch.empty(size, dtype=dtype, device=device)
         return flat[:size].view(shape)
+
+
+def _repeat_into(columns: Tensor, x: Tensor) -> None:
+    """x [n,H,D] into columns [H * groups, n, D]; several times faster than torch's repeat_interleave."""
+    columns.unflatten(0, (x.shape[1], -1)).copy_(x.transpose(0, 1)[:, None])
 
 
 def _raise(top: Tensor, new: Tensor) -> tuple[Tensor, Tensor]:

@@ -140,6 +140,21 @@ def _copy_blocks(ops: Ops, dtype: torch.dtype, device: torch.device) -> Results:
         yield name, scene.arena.memory.float()
 
 
+def _repeat_kv_heads(ops: Ops, dtype: torch.dtype, device: torch.device) -> Results:
+    draw = _numbers(device)
+    for groups in (1, 7):
+        yield f"groups of {groups}", ops.repeat_kv_heads(draw(9, 2, 24).to(dtype), groups)
+    yield "of a slice", ops.repeat_kv_heads(draw(9, 6, 24).to(dtype)[2:, 1:4], 4)
+
+
+def _repeat_kv_heads_step(ops: Ops, dtype: torch.dtype, device: torch.device) -> Results:
+    draw = _numbers(device)
+    for start, n in ((0, 1), (4, 5)):
+        whole = draw(14, 11, 30).to(dtype)
+        ops.repeat_kv_heads_step(whole[1:13, :9, 3:27], draw(n, 6, 24).to(dtype)[:, 1:4], start)
+        yield f"{n} columns of a slice", whole
+
+
 # -------------------------------------------------------------------- bytes that a call must move
 def _in_and_out(x: Tensor, *rest: object) -> int:
     return 2 * x.nbytes
@@ -185,6 +200,14 @@ def _gather_bytes(store: KVStore, layer: int, at: Slots, row: int, positions: Te
     return len(positions) * (_token_bytes(store, layer, store.dtype) + _token_bytes(store, layer, out))
 
 
+def _repeat_kv_heads_bytes(x: Tensor, groups: int) -> int:
+    return (1 + groups) * x.nbytes
+
+
+def _repeat_kv_heads_step_bytes(mirror: Tensor, x: Tensor, start: int) -> int:
+    return (1 + len(mirror) // x.shape[1]) * x.nbytes
+
+
 def _copy_blocks_bytes(store: KVStore, src: list[int], dst: list[int]) -> int:
     return 2 * len(src) * store.block_bytes
 
@@ -204,6 +227,22 @@ OPS: tuple[Op, ...] = (
     Op("attend", ROUNDING, _attend, loads.attend, "all keys and values that a row sees, once", _attend_bytes),
     Op("gather", EXACT, _gather, loads.gather, "what is asked for, in and out", _gather_bytes),
     Op("copy_blocks", EXACT, _copy_blocks, loads.copy_blocks, "the blocks, in and out", _copy_blocks_bytes),
+    Op(
+        "repeat_kv_heads",
+        EXACT,
+        _repeat_kv_heads,
+        loads.repeat_kv_heads,
+        "the whole text, in once and out once a group member",
+        _repeat_kv_heads_bytes,
+    ),
+    Op(
+        "repeat_kv_heads_step",
+        EXACT,
+        _repeat_kv_heads_step,
+        loads.repeat_kv_heads_step,
+        "the new columns alone, in once and out once a group member",
+        _repeat_kv_heads_step_bytes,
+    ),
 )
 
 

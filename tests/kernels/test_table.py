@@ -45,6 +45,13 @@ def test_bytes_of_activations() -> None:
     assert ROW["dequantise"].bytes(torch.zeros(3, 8, dtype=torch.int8), torch.zeros(3)) == 3 * (8 + 4) + 4 * 24
 
 
+def test_a_step_of_a_mirror_moves_what_is_new_and_not_the_text() -> None:
+    mirror, text = torch.zeros(14, 1000, 64), torch.zeros(1000, 2, 64)
+    whole = ROW["repeat_kv_heads"].bytes(text, 7)
+    assert whole == text.nbytes + mirror.nbytes
+    assert ROW["repeat_kv_heads_step"].bytes(mirror, text[:1], 999) == whole // 1000
+
+
 @pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: layout.kind)
 @pytest.mark.parametrize("spec", SPECS)
 def test_attention_moves_the_keys_that_some_query_sees(spec: str, layout: Layout) -> None:
