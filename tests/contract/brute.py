@@ -23,9 +23,9 @@ def everything(i: Tensor, j: Tensor) -> Tensor:
     return j == j
 
 
-def seen(spec: LayerSpec, length: int, keeps: Keeps = everything) -> Tensor:
-    """Mask [T, T]: which keys j the query i sees."""
-    i, j = torch.arange(length)[:, None], torch.arange(length)[None]
+def seen(spec: LayerSpec, length: int, keeps: Keeps = everything, *, first: int = 0) -> Tensor:
+    """Mask [T - first, T]: which keys j the query i sees, from the query `first` on."""
+    i, j = torch.arange(first, length)[:, None], torch.arange(length)[None]
     return (j <= i) & (i - j < (spec.window or length)) & keeps(i, j)
 
 

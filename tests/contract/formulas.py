@@ -1,0 +1,261 @@
+"""Each operation by its formula, in float64 or bit for bit, and what of a shape it depends on.
+
+A new operation of the table gets a formula here. It shares no code with kernels; the memory that keys and values lie in
+is a scene of kernels/scene.py. Which shapes are tried is test_ops.py's business.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from kernels.arena import Arena
+from kernels.ops import LayerSpec, Ops
+from kernels.scene import Layout, RowOf, Scene
+from kernels.store import KVStore, block_bytes
+from tests.contract.brute import attention, everything, seen
+
+KV_HEADS = 2
+OTHER = LayerSpec(3, 3, 40, 72)  # a layer before the one that is tried
+APART = 1 << 32  # bytes
+
+
+class Shape(NamedTuple):
+    """Of what goes into an operation."""
+
+    dtype: torch.dtype
+    head_dim: int = 64
+    group: int = 1  # query heads of a KV head
+    length: int = 1  # tokens
+    lies: str = "dense"  # or sliced (between NaN), or apart: rows are more than 4 GiB from each other
+    block_size: int = 16
+    window: int | None = None
+    layers_before: int = 0
+    unused_blocks: int = 3
+
+
+Pairs = Iterator[tuple[Tensor, Tensor]]  # what came of it, and what it should be
+
+
+def laid(x: Tensor, lies: str) -> Tensor:
+    """The same numbers, in another place."""
+    if lies == "dense":
+        return x
+    if lies == "sliced":
+        *outer, rows, width = x.shape
+        nothing = torch.nan if x.is_floating_point() else 0
+        around = x.new_full((*outer, rows + 3, width + 5), nothing)
+        place = around[..., 1:-2, 2:-3]
+    else:  # memory that nobody touches costs nothing
+        stride = APART // x.itemsize + 32
+        around = torch.empty((len(x) - 1) * stride + x[0].numel(), dtype=x.dtype)
+        place = around.as_strided(x.shape, (stride, *x.stride()[1:]))
+    return place.copy_(x)
+
+
+class Draw:
+    """Random numbers of a shape's dtype that lie as it says; the same at every call with a new one."""
+
+    def __init__(self, shape: Shape) -> None:
+        self._shape, self._generator = shape, torch.Generator().manual_seed(0)
+
+    def dense(self, *size: int, times: float = 1.0) -> Tensor:
+        return (times * torch.randn(*size, generator=self._generator)).to(self._shape.dtype)
+
+    def __call__(self, *size: int, times: float = 1.0) -> Tensor:
+        return laid(self.dense(*size, times=times), self._shape.lies)
+
+
+# -------------------------------------------------------------------- layers
+def _width(shape: Shape) -> int:
+    """Of a vector without heads: something in which both numbers matter."""
+    return shape.head_dim + 32 * shape.group
+
+
+def linear(ops: Ops, shape: Shape) -> Pairs:
+    draw = Draw(shape)
+    x, weight = draw(shape.length, shape.head_dim), draw.dense(shape.group * 32, shape.head_dim)
+    bias = draw.dense(shape.group * 32)
+    product = x.double() @ weight.double().T
+    yield ops.linear(x, weight), product
+    yield ops.linear(x, weight, bias), product + bias.double()
+
+
+def _normed(x: Tensor, weight: Tensor) -> Tensor:
+    wide = x.double()
+    return wide / (wide.square().mean(-1, keepdim=True) + 1e-6).sqrt() * weight.double()
+
+
+def rms_norm(ops: Ops, shape: Shape) -> Pairs:
+    draw, width = Draw(shape), _width(shape)
+    x, weight = draw(shape.length, width, times=30), draw.dense(width)
+    for each in (weight, weight.float()):  # as in Llama, as in Gemma
+        yield ops.rms_norm(x, each, 1e-6), _normed(x, each)
+
+
+def add_rms_norm(ops: Ops, shape: Shape) -> Pairs:
+    draw, width = Draw(shape), _width(shape)
+    x, delta, weight = draw(shape.length, width), draw(shape.length, width), draw.dense(width)
+    for each in (weight, weight.float()):
+        total, normed = ops.add_rms_norm(x, delta, each, 1e-6)
+        yield total, x.double() + delta.double()
+        yield normed, _normed(total, each)
+
+
+def rope(ops: Ops, shape: Shape) -> Pairs:
+    half = shape.head_dim // 2
+    x = Draw(shape)(shape.length, shape.group, shape.head_dim)
+    angles = torch.arange(9000).double()[:, None] * 10_000.0 ** -(torch.arange(half).double() / half)
+    positions = (torch.arange(shape.length) * 7919) % 9000
+    got = ops.rope(x, angles.cos().float(), angles.sin().float(), positions)
+    pairs = torch.complex(x[..., :half].double(), x[..., half:].double())
+    turned = pairs * torch.polar(torch.ones(1).double(), angles[positions][:, None])
+    yield got, torch.cat((turned.real, turned.imag), -1)
+
+
+def silu_mul(ops: Ops, shape: Shape) -> Pairs:
+    gate_up = Draw(shape)(shape.length, 2 * _width(shape))
+    gate, up = gate_up.double().chunk(2, -1)
+    yield ops.silu_mul(gate_up), gate / (1 + (-gate).exp()) * up
+
+
+# -------------------------------------------------------------------- int8
+def quantise(ops: Ops, shape: Shape) -> Pairs:
+    """A quotient in float64 that is rounded to float32 is the quotient in float32, so this is exact."""
+    x = Draw(shape)(shape.length, shape.group, shape.head_dim)
+    numbers, scale = ops.quantise(x)
+    largest = (x.double().abs().amax(-1) / 127).float()
+    yield scale, largest
+    yield numbers, (x.double() / largest.double()[..., None]).float().round()
+
+
+def dequantise(ops: Ops, shape: Shape) -> Pairs:
+    draw = Draw(shape)
+    x = draw.dense(shape.length, shape.group, shape.head_dim, times=50).clamp(-127, 127).to(torch.int8)
+    x, scale = laid(x, shape.lies), draw.dense(shape.length, shape.group).float().abs()
+    yield ops.dequantise(x, scale), x.double() * scale.double()[..., None]
+
+
+# -------------------------------------------------------------------- stored keys and values
+def _spec(shape: Shape) -> LayerSpec:
+    dim = shape.head_dim
+    return LayerSpec(KV_HEADS, KV_HEADS * shape.group, dim, dim, scale=dim**-0.5)
+
+
+def _scene(ops: Ops, shape: Shape) -> Scene:
+    """A token after all others, and a chunk."""
+    chunk = min(9, shape.length)
+    rows = [RowOf(shape.length - 1, 1), RowOf(shape.length - chunk, chunk)]
+    return Scene(
+        ops,
+        Layout(shape.block_size),
+        _spec(shape),
+        rows if chunk > 1 else rows[:1],
+        shape.dtype,
+        before=[OTHER] * shape.layers_before,
+        unused_blocks=shape.unused_blocks,
+    )
+
+
+def _enter(scene: Scene, shape: Shape) -> None:
+    k, v = (laid(scene.entering(part), shape.lies) for part in (scene.k, scene.v))
+    scene.ops.write_kv(scene.store, scene.layer, k, v, scene.at)
+
+
+def write_kv(ops: Ops, shape: Shape) -> Pairs:
+    scene = _scene(ops, shape)
+    _enter(scene, shape)
+    for i in range(len(scene.rows)):
+        position = torch.arange(shape.length)
+        block, slot = scene.table[i].long()[position // shape.block_size], position % shape.block_size
+        for plane, part in ((scene.store.k(scene.layer), scene.k), (scene.store.v(scene.layer), scene.v)):
+            yield plane[block, :, slot], part[i]
+            as_bits = {2: torch.int16, 4: torch.int32}[shape.dtype.itemsize]
+            plane.view(as_bits)[block, :, slot] = -1
+    assert _untouched(scene.arena.memory), "something else was written"
+
+
+def _untouched(memory: Tensor) -> bool:
+    """All is 0xFF, which is NaN, as a scene fills it at first."""
+    return int(memory.min()) == 0xFF
+
+
+def attend(ops: Ops, shape: Shape) -> Pairs:
+    scene = _scene(ops, shape)
+    _enter(scene, shape)
+    q = laid(scene.entering(scene.q), shape.lies)
+    out = laid(torch.zeros_like(q), shape.lies)
+    ops.attend(out, q, scene.store, scene.layer, scene.at, scene.spec, window=shape.window)
+    window = shape.window
+    keeps = everything if window is None else lambda i, j: i - j < window
+    for i, got in enumerate(out.split([row.tokens for row in scene.rows])):
+        past = scene.rows[i].past
+        mask = seen(scene.spec, shape.length, keeps, first=past)
+        yield got, attention(scene.q[i][past:], scene.k[i], scene.v[i], scene.spec, mask)
+
+
+def gather(ops: Ops, shape: Shape) -> Pairs:
+    scene = _scene(ops, shape)
+    _enter(scene, shape)
+    positions = (torch.arange(min(50, shape.length)) * 7919) % shape.length
+    for row in range(len(scene.rows)):
+        k, v = ops.gather(scene.store, scene.layer, scene.at, row, positions)
+        yield k, scene.k[row][positions]
+        yield v, scene.v[row][positions]
+
+
+def copy_blocks(ops: Ops, shape: Shape) -> Pairs:
+    """The first block to the last, and the last but one to the second."""
+    layers = [OTHER] * shape.layers_before + [_spec(shape)]
+    arena = Arena(4 + shape.unused_blocks, block_bytes(layers, shape.block_size, shape.dtype))
+    arena.memory.fill_(0xFF)
+    store = KVStore(arena, layers, shape.block_size, shape.dtype)
+    src, dst = [0, store.num_blocks - 2], [store.num_blocks - 1, 1]
+    width = store.blocks.shape[1]
+    numbers = torch.randint(0, 255, (2, 1021), dtype=torch.uint8).repeat(1, -(-width // 1021))[:, :width]
+    store.blocks[src] = numbers
+    ops.copy_blocks(store, src, dst)
+    yield store.blocks[dst], numbers
+    store.blocks[src + dst] = 0xFF
+    assert _untouched(arena.memory), "another block was written"
+
+
+# -------------------------------------------------------------------- repeated heads
+def _repeated(x: Tensor, groups: int) -> Tensor:
+    return torch.stack([x[:, head // groups] for head in range(groups * x.shape[1])])
+
+
+def repeat_kv_heads(ops: Ops, shape: Shape) -> Pairs:
+    x = Draw(shape)(shape.length, KV_HEADS, shape.head_dim)
+    yield ops.repeat_kv_heads(x, shape.group), _repeated(x, shape.group)
+
+
+def repeat_kv_heads_step(ops: Ops, shape: Shape) -> Pairs:
+    """Into the middle of a mirror that lies as the shape says, too."""
+    draw = Draw(shape)
+    x = draw(shape.length, 1, shape.head_dim)
+    mirror = draw(shape.group, shape.length + 5, shape.head_dim)
+    want = mirror.clone()
+    want[:, 3 : 3 + shape.length] = _repeated(x, shape.group)
+    ops.repeat_kv_heads_step(mirror, x, 3)
+    yield mirror, want
+
+
+FORMULAS: Mapping[str, Callable[[Ops, Shape], Pairs]] = {
+    each.__name__: each
+    for each in (
+        *(linear, rms_norm, add_rms_norm, rope, silu_mul, quantise, dequantise),
+        *(write_kv, attend, gather, copy_blocks, repeat_kv_heads, repeat_kv_heads_step),
+    )
+}
+# What is varied of a shape: this, unless VARIED says otherwise.
+ACTIVATIONS = ("dtype", "head_dim", "group", "length", "lies")
+VARIED: Mapping[str, Sequence[str]] = {
+    "write_kv": ("dtype", "head_dim", "length", "lies", "block_size", "layers_before"),
+    "attend": (*ACTIVATIONS, "block_size", "window", "layers_before"),
+    "gather": ("dtype", "head_dim", "length", "block_size", "layers_before"),
+    "copy_blocks": ("dtype", "head_dim", "block_size", "layers_before"),
+}
