@@ -185,6 +185,7 @@ def _write_kv_bytes(store: KVStore, layer: int, k: Tensor, v: Tensor, at: Slots)
 def _attend_bytes(
     out: Tensor, q: Tensor, store: KVStore, layer: int, at: Slots, spec: LayerSpec, *, window: int | None = None
 ) -> int:
+    """Of a row: the keys that lie within both windows of a query, and sinks that the model's own leaves in sight."""
     reaches = [at.max_kv if each is None else each for each in (spec.window, window)]
     keys = 0
     for start, queries in zip(at.start.tolist(), at.q_start.diff().tolist(), strict=True):
@@ -232,7 +233,7 @@ OPS: tuple[Op, ...] = (
         EXACT,
         _repeat_kv_heads,
         loads.repeat_kv_heads,
-        "the whole text, in once and out once a group member",
+        "the whole text, read once and written `groups` times",
         _repeat_kv_heads_bytes,
     ),
     Op(
@@ -240,7 +241,7 @@ OPS: tuple[Op, ...] = (
         EXACT,
         _repeat_kv_heads_step,
         loads.repeat_kv_heads_step,
-        "the new columns alone, in once and out once a group member",
+        "the new columns alone, read once and written `groups` times",
         _repeat_kv_heads_step_bytes,
     ),
 )
