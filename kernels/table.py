@@ -28,6 +28,7 @@ Results = Iterator[tuple[str, Tensor]]  # what was tried, and what came of it
 # By dtype, of the largest number of a result; halves are rounded once or twice on the way.
 ROUNDING = {torch.float32: 3e-6, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
 SUMS = {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
+ATTENTION = ROUNDING | {torch.float32: 1e-5}
 EXACT = dict.fromkeys(ROUNDING, 0.0)
 DTYPES = tuple(ROUNDING)  # of activations, keys and values
 
@@ -225,7 +226,7 @@ OPS: tuple[Op, ...] = (
     Op("quantise", EXACT, _quantise, loads.quantise, "the vectors, in and out", _quantise_bytes),
     Op("dequantise", ROUNDING, _dequantise, loads.dequantise, "the vectors, in and out", _dequantise_bytes),
     Op("write_kv", EXACT, _write_kv, loads.write_kv, "what enters, in and out", _write_kv_bytes),
-    Op("attend", ROUNDING, _attend, loads.attend, "all keys and values that a row sees, once", _attend_bytes),
+    Op("attend", ATTENTION, _attend, loads.attend, "all keys and values that a row sees, once", _attend_bytes),
     Op("gather", EXACT, _gather, loads.gather, "what is asked for, in and out", _gather_bytes),
     Op("copy_blocks", EXACT, _copy_blocks, loads.copy_blocks, "the blocks, in and out", _copy_blocks_bytes),
     Op(

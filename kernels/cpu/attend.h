@@ -19,8 +19,9 @@ constexpr int64_t TILE = 32;      // positions
 constexpr int64_t SPLIT = 1024;   // positions
 constexpr int64_t MAX_ROWS = 48;  // query rows that go together
 constexpr int64_t MAX_DIM = 256;  // of a head
-constexpr int64_t LINE = 64;      // bytes of the cache
-constexpr float NOTHING = -std::numeric_limits<float>::infinity();
+constexpr int64_t PORTION = 8;    // lines of the cache that are fetched at once
+constexpr float HIDDEN = -std::numeric_limits<float>::infinity();  // a score's weight is then 0
+constexpr float NOTHING = std::numeric_limits<float>::lowest();    // the top of no scores
 
 // Weighted values so far of some query rows: sum of exp(score - top) * value, and of exp(score - top).
 struct Sums {
@@ -36,7 +37,7 @@ struct Sums {
 
   // What was summed under an older top, moved to a higher one.
   float raise(int64_t r, float higher, int64_t width) {
-    const float factor = top[r] == NOTHING ? 0.f : std::exp(top[r] - higher);
+    const float factor = std::exp(top[r] - higher);
     top[r] = higher;
     if (factor != 1.f) {
       total[r] *= factor;
@@ -72,123 +73,149 @@ template <typename T>
 class Head {
  public:
   Head(Plane<T> k, Plane<T> v, Sight sight, Scores scores, QueryRows rows)
-      : k_(k), v_(v), sight_(sight), scores_(scores), rows_(rows), width_(padded(v.dim)) {
-    std::fill_n(k_tile_, k.dim * TILE, 0.f);
-    std::fill_n(v_tile_, TILE * width_, 0.f);
+      : k_(k), v_(v), sight_(sight), scores_(scores), rows_(rows), width_(padded(v.dim)),
+        oldest_(rows.position(0)), newest_(rows.position(rows.count - 1)) {
+    if (!direct()) std::fill_n(v_tile_, TILE * width_, 0.f);
   }
 
-  float* query(int64_t r) { return q_ + r * k_.dim; }
+  float* query(int64_t r) { return q_ + r * PITCH; }
   int64_t width() const { return width_; }
 
   // Splits [begin, end) into `sums`.
   void attend(int64_t begin, int64_t end, Sums& sums) {
     sums.clear(rows_.count, width_);
+    find(begin * SPLIT, next_);
     for (int64_t split = begin; split < end; ++split) {
       split_.clear(rows_.count, width_);
-      for (int64_t tile = split * SPLIT; tile < (split + 1) * SPLIT; tile += TILE) {
-        const Range seen = seen_in(tile), next = seen_in(tile + TILE);
-        if (seen.empty()) continue;
-        load_tile(tile, seen);
-        if (!next.empty() && tile + TILE < end * SPLIT) prefetch(next);
-        attend_tile(tile, seen);
+      std::fill_n(weights_, rows_.count * W, 0.f);
+      for (int64_t tile = split * SPLIT; tile < (split + 1) * SPLIT && tile <= newest_; tile += TILE) {
+        std::swap(tile_, next_);
+        soon_.clear();
+        if (tile + TILE < end * SPLIT) find(tile + TILE, next_);
+        if (!tile_.seen.empty()) attend_tile(tile);
       }
-      for (int64_t r = 0; r < rows_.count; ++r)
+      for (int64_t r = 0; r < rows_.count; ++r) {
+        split_.total[r] = reduce(load(weights_ + r * W), [](const Vec& a, const Vec& b) { return a + b; });
         sums.merge(r, split_.top[r], split_.total[r], split_.values + r * width_, width_);
+      }
     }
   }
 
  private:
-  // Positions of a tile between the first and the last that any row sees.
+  // Keys and values of TILE positions, of which those `seen` by any row are to be read.
+  struct Tile {
+    Range seen;
+    const T *k[TILE], *v[TILE];
+  };
+
   Range seen_in(int64_t tile) const {
-    const int64_t oldest = rows_.position(0), newest = rows_.position(rows_.count - 1);
     const Range parts[] = {
-        {std::max(tile, sight_.first(oldest).begin), std::min(tile + TILE, sight_.first(newest).end)},
-        {std::max(tile, sight_.latest(oldest).begin), std::min(tile + TILE, newest + 1)}};
+        {std::max(tile, sight_.first(oldest_).begin), std::min(tile + TILE, sight_.first(newest_).end)},
+        {std::max(tile, sight_.latest(oldest_).begin), std::min(tile + TILE, newest_ + 1)}};
     Range all{tile + TILE, tile};
     for (const Range& part : parts)
       if (!part.empty()) all = {std::min(all.begin, part.begin), std::max(all.end, part.end)};
     return all;
   }
 
-  void attend_tile(int64_t tile, Range seen) {
+  // Where the keys and values of a tile lie; they are wanted soon.
+  void find(int64_t tile, Tile& found) {
+    const Range seen = found.seen = seen_in(tile);
+    for (int64_t p = seen.begin, n; p < seen.end; p += n) {
+      n = k_.layout.run(p, seen.end);
+      const T *k = k_.at(p), *v = v_.at(p);
+      for (int64_t i = 0; i < n; ++i) {
+        found.k[p - tile + i] = k + i * k_.vector_stride;
+        found.v[p - tile + i] = v + i * v_.vector_stride;
+      }
+      soon_.add(k, n * k_.vector_stride * sizeof(T));
+      soon_.add(v, n * v_.vector_stride * sizeof(T));
+    }
+    if (seen.empty()) return;
+    // What nobody sees is never read: a key that is seen stands for it.
+    std::fill_n(found.k, seen.begin - tile, found.k[seen.begin - tile]);
+    std::fill(found.k + (seen.end - tile), found.k + TILE, found.k[seen.begin - tile]);
+  }
+
+  void attend_tile(int64_t tile) {
+    turn_keys();
+    const auto key = [this](int64_t d) { return k_tile_ + d * TILE; };
     std::fill_n(p_, rows_.count * TILE, 0.f);
-    multiply_add(rows_.count, TILE, k_.dim, q_, k_.dim, k_tile_, TILE, p_, TILE);
-    for (int64_t r = 0; r < rows_.count; ++r) softmax(r, tile, seen);
-    const int64_t skip = seen.begin - tile, n = seen.end - seen.begin;
-    multiply_add(rows_.count, width_, n, p_ + skip, TILE, v_tile_ + skip * width_, width_, split_.values, width_);
+    multiply_add<PITCH>(rows_.count, q_, key, p_, TILE, TILE, k_.dim, soon_);
+    if (scores_.softcap != 0.f) cap(p_, rows_.count * TILE);
+    if (!seen_whole(tile))
+      for (int64_t r = 0; r < rows_.count; ++r) hide(r, tile);
+    for (int64_t r = 0; r < rows_.count; ++r) softmax(r);
+    const int64_t skip = tile_.seen.begin - tile;
+    if constexpr (!std::is_same_v<T, int8_t>)
+      if (direct()) return add_values(skip, [v = tile_.v + skip](int64_t j) { return v[j]; });
+    const int64_t end = tile_.seen.end - tile;
+    for (int64_t j = skip; j < end; ++j) read_vector(tile_.v[j], v_tile_ + j * width_, v_.dim);
+    add_values(skip, [this, skip](int64_t j) { return v_tile_ + (skip + j) * width_; });
   }
 
-  // Keys as columns, values as rows, float32.
-  void load_tile(int64_t tile, Range seen) {
-    for (int64_t p = seen.begin, n; p < seen.end; p += n) {
-      n = k_.layout.run(p, seen.end);
-      const T* k = k_.at(p);
-      const T* v = v_.at(p);
-      load_columns(k, n, k_tile_ + p - tile);
-      for (int64_t i = 0; i < n; ++i) read_vector(v + i * v_.vector_stride, v_tile_ + (p - tile + i) * width_, v_.dim);
-    }
+  // Values are multiplied where they lie, unless they are read often, or end within a vector, or are int8.
+  bool direct() const { return !std::is_same_v<T, int8_t> && rows_.count <= ROWS && v_.dim == width_; }
+
+  template <typename Value>
+  void add_values(int64_t skip, const Value& value) {
+    const int64_t n = tile_.seen.end - tile_.seen.begin;
+    multiply_add<TILE>(rows_.count, p_ + skip, value, split_.values, width_, width_, n, soon_);
   }
 
-  // The next tile comes from memory while this one is computed.
-  void prefetch(Range seen) const {
-    for (int64_t p = seen.begin, n; p < seen.end; p += n) {
-      n = k_.layout.run(p, seen.end);
-      for (const Plane<T>* plane : {&k_, &v_}) {
-        const char* lines = reinterpret_cast<const char*>(plane->at(p));
-        const int64_t bytes = n * plane->vector_stride * static_cast<int64_t>(sizeof(T));
-        for (int64_t b = 0; b < bytes; b += LINE) __builtin_prefetch(lines + b, 0, 3);
+  // Keys become columns.
+  void turn_keys() {
+    for (int64_t j = 0; j < TILE; j += W) {
+      if constexpr (std::is_same_v<T, int8_t>) {
+        const float* rows[W];
+        for (int64_t i = 0; i < W; ++i) {
+          read_vector(tile_.k[j + i], k_rows_ + i * k_.dim, k_.dim);
+          rows[i] = k_rows_ + i * k_.dim;
+        }
+        turn_rows(rows, k_.dim, k_tile_ + j, TILE, [this] { soon_.fetch(PORTION); });
+      } else {
+        turn_rows(tile_.k + j, k_.dim, k_tile_ + j, TILE, [this] { soon_.fetch(PORTION); });
       }
     }
   }
 
-  void load_columns(const T* k, int64_t n, float* to) {
-    if constexpr (std::is_same_v<T, int8_t>) {
-      for (int64_t i = 0; i < n; i += W) {
-        const int64_t few = std::min(W, n - i);
-        for (int64_t j = 0; j < few; ++j) read_vector(k + (i + j) * k_.vector_stride, k_rows_ + j * k_.dim, k_.dim);
-        transpose(k_rows_, k_.dim, to + i, TILE, few, k_.dim);
-      }
-    } else {
-      transpose(k, k_.vector_stride, to, TILE, n, k_.dim);
-    }
-  }
+  // Whether every row sees all of the tile.
+  bool seen_whole(int64_t tile) const { return sight_.latest(newest_).begin <= tile && tile + TILE <= oldest_ + 1; }
 
   // Scores of row r become weights under the row's top so far.
-  void softmax(int64_t r, int64_t tile, Range seen) {
+  void softmax(int64_t r) {
+    soon_.fetch(PORTION);
     float* p = p_ + r * TILE;
-    if (scores_.softcap != 0.f) {
-      const Vec cap(scores_.softcap);
-      for (int64_t j = 0; j < TILE; j += W) ((load(p + j) / cap).tanh() * cap).store(p + j);
-    }
-    hide(r, tile, p);
-    Vec highest(NOTHING);
-    for (int64_t j = 0; j < TILE; j += W) highest = at::vec::maximum(highest, load(p + j));
-    const float top = std::max(split_.top[r], reduce(highest, [](const Vec& a, const Vec& b) { return maximum(a, b); }));
-    if (top == NOTHING) {
-      std::fill_n(p, TILE, 0.f);
-      return;
-    }
-    if (top > split_.top[r]) split_.raise(r, top, width_);
-    Vec sum(0.f);
+    Vec highest = load(p);
+    for (int64_t j = W; j < TILE; j += W) highest = at::vec::clamp_min(load(p + j), highest);
+    if ((highest > Vec(split_.top[r])).zero_mask() != (1 << W) - 1) raise(r, highest);
+    const Vec top(split_.top[r]);
+    Vec sum = load(weights_ + r * W);
     for (int64_t j = 0; j < TILE; j += W) {
-      const Vec weight = (load(p + j) - Vec(top)).exp();
+      const Vec weight = (load(p + j) - top).exp_u20();
       weight.store(p + j);
       sum = sum + weight;
     }
-    split_.total[r] += reduce(sum, [](const Vec& a, const Vec& b) { return a + b; });
+    sum.store(weights_ + r * W);
+  }
+
+  void raise(int64_t r, Vec highest) {
+    const float top = reduce(highest, [](const Vec& a, const Vec& b) { return at::vec::clamp_min(a, b); });
+    const float factor = split_.raise(r, top, width_);
+    (load(weights_ + r * W) * Vec(factor)).store(weights_ + r * W);
+  }
+
+  void cap(float* p, int64_t n) const {
+    const Vec most(scores_.softcap);
+    for (int64_t j = 0; j < n; j += W) ((load(p + j) / most).tanh() * most).store(p + j);
   }
 
   // Nothing but what the row sees keeps its score.
-  void hide(int64_t r, int64_t tile, float* p) const {
+  void hide(int64_t r, int64_t tile) {
     const int64_t query = rows_.position(r);
     const Range latest = sight_.latest(query), first = sight_.first(query);
-    if (latest.begin <= tile && tile + TILE <= latest.end) return;
-    for (int64_t j = 0; j < TILE; ++j) {
-      const int64_t position = tile + j;
-      const bool seen = (position >= latest.begin && position < latest.end) ||
-                        (position >= first.begin && position < first.end);
-      if (!seen) p[j] = NOTHING;
-    }
+    for (int64_t j = 0; j < TILE; ++j)
+      if (!latest.has(tile + j) && !first.has(tile + j)) p_[r * TILE + j] = HIDDEN;
   }
 
   Plane<T> k_, v_;
@@ -196,11 +223,16 @@ class Head {
   Scores scores_;
   QueryRows rows_;
   int64_t width_;  // of a row of values: their dimension, padded to whole vectors
-  alignas(64) float q_[MAX_ROWS * MAX_DIM];
+  int64_t oldest_, newest_;  // positions of the first query and the last
+  static constexpr int PITCH = MAX_DIM + W;  // of queries: not a power of two, which would have them share cache lines
+  Soon soon_;
+  Tile tile_, next_;
+  alignas(64) float q_[MAX_ROWS * PITCH];
   alignas(64) float k_tile_[MAX_DIM * TILE];
   alignas(64) float v_tile_[TILE * MAX_DIM];
   alignas(64) float k_rows_[W * MAX_DIM];
   alignas(64) float p_[MAX_ROWS * TILE];  // scores, then weights
+  alignas(64) float weights_[MAX_ROWS * W];  // their sums so far, lane by lane
   Sums split_;
 };
 

@@ -1,51 +1,70 @@
-// c += a b for matrices in scratch memory: a [M, K], b [K, N], c [M, N], float32, N a multiple of W.
+// c += a b: a [M, K] and c [M, N] float32 in scratch memory, b [K, N] of any type, its rows wherever they lie; N a
+// multiple of W.
 //
 // A block of c stays in registers while k runs. Each number of c is a chain of fused multiply-adds in the order of k, so
 // it does not depend on how many rows or columns are computed beside it.
 #pragma once
 
+#include "prefetch.h"
 #include "vector.h"
 
 namespace kvmux {
 
-constexpr int ROWS = 6, COLUMNS = W == 8 ? 2 : 4;  // of a block; columns in vectors. 6 x 4 + 4 of 32 registers, or 6 x 2 + 2 of 16
+constexpr int REGISTERS = W == 16 ? 32 : 16;  // AVX2 has 16; NEON's 32 hold half as much, and are two for a Vec
+constexpr int ROWS = 8;                       // of a block
 
-template <int R, int C>
-inline void multiply_block(
-    const float* a, int64_t lda, const float* b, int64_t ldb, float* c, int64_t ldc, int64_t K) {
-  Vec sum[R][C];
-  for (int r = 0; r < R; ++r)
-    for (int v = 0; v < C; ++v) sum[r][v] = Vec::loadu(c + r * ldc + v * W);
-  for (int64_t k = 0; k < K; ++k) {
-    Vec row[C];
-    for (int v = 0; v < C; ++v) row[v] = Vec::loadu(b + k * ldb + v * W);
-    for (int r = 0; r < R; ++r) {
-      const Vec factor(a[r * lda + k]);
-      for (int v = 0; v < C; ++v) sum[r][v] = at::vec::fmadd(factor, row[v], sum[r][v]);
-    }
-  }
-  for (int r = 0; r < R; ++r)
-    for (int v = 0; v < C; ++v) sum[r][v].store(c + r * ldc + v * W);
-}
-
+// Columns of a block of R rows, in vectors: what the registers hold besides a row of b and a factor.
 template <int R>
-inline void multiply_rows(
-    int64_t N, int64_t K, const float* a, int64_t lda, const float* b, int64_t ldb, float* c, int64_t ldc) {
-  int64_t n = 0;
-  for (; n + COLUMNS * W <= N; n += COLUMNS * W) multiply_block<R, COLUMNS>(a, lda, b + n, ldb, c + n, ldc, K);
-  for (; n + 2 * W <= N; n += 2 * W) multiply_block<R, 2>(a, lda, b + n, ldb, c + n, ldc, K);
-  for (; n < N; n += W) multiply_block<R, 1>(a, lda, b + n, ldb, c + n, ldc, K);
+constexpr int columns() {
+  constexpr int room = (REGISTERS - 2) / (R + 1);
+  return room >= 4 ? 4 : room >= 2 ? 2 : 1;
 }
 
+// `row(k)` points to row k of b. One line of `soon` is fetched at each step.
+template <int LDA, int R, int C, typename Row>
+inline void multiply_block(const float* a, const Row& row, int64_t n, float* c, int64_t ldc, int64_t K, Soon& soon) {
+  const char* const* lines = soon.next(K);
+  Raw sum[R][C];
+  unroll<R>([&](auto r) { unroll<C>([&](auto v) { sum[r][v] = load(c + r * ldc + n + v * W); }); });
+  for (int64_t k = 0; k < K; ++k) {
+    const auto* from = row(k) + n;
+    __builtin_prefetch(lines[k]);
+    Raw b[C];
+    load_row(from, b);
+    unroll<R>([&](auto r) {
+      const Vec factor(a[r * LDA + k]);
+      unroll<C>([&](auto v) { sum[r][v] = at::vec::fmadd(factor, Vec(b[v]), Vec(sum[r][v])); });
+    });
+  }
+  unroll<R>([&](auto r) { unroll<C>([&](auto v) { Vec(sum[r][v]).store(c + r * ldc + n + v * W); }); });
+}
+
+template <int LDA, int R, int C, typename Row>
+inline void multiply_rows(
+    const float* a, const Row& row, float* c, int64_t ldc, int64_t from, int64_t N, int64_t K, Soon& soon) {
+  int64_t n = from;
+  for (; n + C * W <= N; n += C * W) multiply_block<LDA, R, C>(a, row, n, c, ldc, K, soon);
+  if constexpr (C > 1) multiply_rows<LDA, R, C / 2>(a, row, c, ldc, n, N, K, soon);
+}
+
+// Rows of a lie LDA numbers apart: a constant, so that one register addresses all of them.
+template <int LDA, typename Row>
 inline void multiply_add(
-    int64_t M, int64_t N, int64_t K, const float* a, int64_t lda, const float* b, int64_t ldb, float* c, int64_t ldc) {
-  for (; M >= ROWS; M -= ROWS, a += ROWS * lda, c += ROWS * ldc) multiply_rows<ROWS>(N, K, a, lda, b, ldb, c, ldc);
+    int64_t M, const float* a, const Row& row, float* c, int64_t ldc, int64_t N, int64_t K, Soon& soon) {
+  const auto rows = [&](auto r) {
+    multiply_rows<LDA, r, columns<r>()>(a, row, c, ldc, 0, N, K, soon);
+    a += r * LDA;
+    c += r * ldc;
+  };
+  for (; M >= ROWS; M -= ROWS) rows(std::integral_constant<int, ROWS>{});
   switch (M) {
-    case 5: return multiply_rows<5>(N, K, a, lda, b, ldb, c, ldc);
-    case 4: return multiply_rows<4>(N, K, a, lda, b, ldb, c, ldc);
-    case 3: return multiply_rows<3>(N, K, a, lda, b, ldb, c, ldc);
-    case 2: return multiply_rows<2>(N, K, a, lda, b, ldb, c, ldc);
-    case 1: return multiply_rows<1>(N, K, a, lda, b, ldb, c, ldc);
+    case 7: return rows(std::integral_constant<int, 7>{});
+    case 6: return rows(std::integral_constant<int, 6>{});
+    case 5: return rows(std::integral_constant<int, 5>{});
+    case 4: return rows(std::integral_constant<int, 4>{});
+    case 3: return rows(std::integral_constant<int, 3>{});
+    case 2: return rows(std::integral_constant<int, 2>{});
+    case 1: return rows(std::integral_constant<int, 1>{});
   }
 }
 

@@ -39,6 +39,7 @@ struct Plane {
 struct Range {
   int64_t begin, end;
   bool empty() const { return begin >= end; }
+  bool has(int64_t i) const { return begin <= i && i < end; }
 };
 
 // What a query at a position sees: the latest `reach` positions, itself included, and the sinks unless `model_reach` is

@@ -6,6 +6,8 @@
 #include <ATen/cpu/vec/functional.h>
 #include <ATen/cpu/vec/vec.h>
 
+#include <c10/util/Unroll.h>
+
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
@@ -16,6 +18,14 @@ namespace kvmux {
 
 using Vec = at::vec::Vectorized<float>;
 constexpr int64_t W = Vec::size();
+
+// The same without a class around it: arrays of it stay in registers.
+using Raw = float __attribute__((vector_size(sizeof(Vec))));
+
+template <int N, typename Each>
+inline __attribute__((always_inline)) void unroll(const Each& each) {
+  c10::ForcedUnroll<N>{}(each);
+}
 
 constexpr int64_t in_vectors(int64_t n) { return (n + W - 1) / W; }
 constexpr int64_t padded(int64_t n) { return in_vectors(n) * W; }
@@ -32,6 +42,19 @@ inline Vec load(const at::Half* p) {
   Vec out;
   at::vec::load_fp32_from_fp16(p, out);
   return out;
+}
+
+// Pairs of bfloat16, as they lie in memory: the first ones, and the second ones.
+inline std::pair<Vec, Vec> widened(Vec pairs) {
+  using Bits = at::vec::Vectorized<int32_t>;
+  const Bits bits = at::vec::cast<int32_t>(pairs);
+  return {at::vec::cast<float>(bits << Bits(16)), at::vec::cast<float>(bits & Bits(static_cast<int32_t>(0xFFFF0000)))};
+}
+
+// C vectors that lie one after another.
+template <typename T, int64_t C>
+inline void load_row(const T* from, Raw (&to)[C]) {
+  unroll<C>([&](auto v) { to[v] = load(from + v * W); });
 }
 
 // n numbers as float32.
@@ -86,32 +109,52 @@ inline float reduce(Vec v, const Operation& operation) {
   return at::vec::vec_reduce_all<float>(operation, v);
 }
 
-// A block [W, W] turned over its diagonal: log2(W) rounds of perfect shuffles.
-template <typename T>
-inline void transpose_block(const T* src, int64_t ld_src, float* dst, int64_t ld_dst) {
-  Vec rows[W];
-  for (int64_t i = 0; i < W; ++i) rows[i] = load(src + i * ld_src);
+// W vectors as the rows of a matrix, turned over its diagonal: log2(W) rounds of perfect shuffles.
+inline void transpose(Raw (&rows)[W]) {
   for (int64_t round = 1; round < W; round *= 2) {
-    Vec next[W];
-    for (int64_t i = 0; i < W / 2; ++i)
-      std::tie(next[2 * i], next[2 * i + 1]) = at::vec::interleave2(rows[i], rows[i + W / 2]);
-    for (int64_t i = 0; i < W; ++i) rows[i] = next[i];
+    Raw next[W];
+    unroll<W / 2>([&](auto i) {
+      const auto [low, high] = at::vec::interleave2(Vec(rows[i]), Vec(rows[i + W / 2]));
+      next[2 * i] = low;
+      next[2 * i + 1] = high;
+    });
+    unroll<W>([&](auto i) { rows[i] = next[i]; });
   }
-  for (int64_t i = 0; i < W; ++i) rows[i].store(dst + i * ld_dst);
 }
 
-// src [rows, columns] -> dst [columns, rows].
+// The same numbers of W rows, from `at` on, become as many rows of W float32, `ld` apart. How many a call turns:
 template <typename T>
-inline void transpose(const T* src, int64_t ld_src, float* dst, int64_t ld_dst, int64_t rows, int64_t columns) {
-  int64_t i = 0;
-  for (; i + W <= rows; i += W) {
-    int64_t j = 0;
-    for (; j + W <= columns; j += W) transpose_block(src + i * ld_src + j, ld_src, dst + j * ld_dst + i, ld_dst);
-    for (; j < columns; ++j)
-      for (int64_t r = i; r < i + W; ++r) dst[j * ld_dst + r] = static_cast<float>(src[r * ld_src + j]);
-  }
-  for (; i < rows; ++i)
-    for (int64_t j = 0; j < columns; ++j) dst[j * ld_dst + i] = static_cast<float>(src[i * ld_src + j]);
+constexpr int64_t TURNED = std::is_same_v<T, at::BFloat16> ? 2 * W : W;
+
+template <typename T>
+inline void turn(const T* const* rows, int64_t at, float* to, int64_t ld) {
+  Raw block[W];
+  unroll<W>([&](auto i) { block[i] = load(rows[i] + at); });
+  transpose(block);
+  unroll<W>([&](auto i) { Vec(block[i]).store(to + i * ld); });
+}
+
+// Two bfloat16 are moved as one number of 32 bits, and widened behind: half the shuffles.
+inline void turn(const at::BFloat16* const* rows, int64_t at, float* to, int64_t ld) {
+  Raw block[W];
+  unroll<W>([&](auto i) { block[i] = load(reinterpret_cast<const float*>(rows[i] + at)); });
+  transpose(block);
+  unroll<W>([&](auto i) {
+    const auto [first, second] = widened(block[i]);
+    first.store(to + 2 * i * ld);
+    second.store(to + (2 * i + 1) * ld);
+  });
+}
+
+// rows [W] of `columns` numbers -> to [columns, W], its rows `ld` apart. `between()` is called for each block.
+template <typename T, typename Between>
+inline void turn_rows(const T* const* rows, int64_t columns, float* to, int64_t ld, const Between& between) {
+  int64_t at = 0;
+  for (; at + TURNED<T> <= columns; at += TURNED<T>, between()) turn(rows, at, to + at * ld, ld);
+  if constexpr (TURNED<T> != W)
+    for (; at + W <= columns; at += W, between()) turn<T>(rows, at, to + at * ld, ld);
+  for (; at < columns; ++at)
+    for (int64_t i = 0; i < W; ++i) to[at * ld + i] = static_cast<float>(rows[i][at]);
 }
 
 }  // namespace kvmux

@@ -1,0 +1,42 @@
+// Memory that is wanted soon, fetched into the cache while something is computed.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+
+namespace kvmux {
+
+// Lines of the cache that are wanted soon. The memory delivers them one after the other, so they are asked for in small
+// portions, spread over what is computed meanwhile.
+class Soon {
+ public:
+  static constexpr int64_t MOST = 1024;  // lines: keys and values of a tile in float32, 256 dimensions
+  static constexpr int64_t STEPS = 256;  // of a product, which may ask for more than there are
+
+  void clear() { used_ = count_ = 0; }
+
+  void add(const void* from, int64_t bytes) {
+    const char* line = static_cast<const char*>(from);
+    for (int64_t b = 0; b < bytes && count_ < MOST; b += LINE) lines_[count_++] = line + b;
+  }
+
+  // The next n lines to fetch; when there are no more, one that is there already.
+  const char* const* next(int64_t n) {
+    const char* const* lines = lines_ + used_;
+    for (; count_ < used_ + n; ++count_) lines_[count_] = reinterpret_cast<const char*>(this);
+    used_ = std::min(used_ + n, MOST);
+    return lines;
+  }
+
+  void fetch(int64_t n) {
+    const char* const* lines = next(n);
+    for (int64_t i = 0; i < n; ++i) __builtin_prefetch(lines[i]);
+  }
+
+ private:
+  static constexpr int64_t LINE = 64;  // bytes
+  const char* lines_[MOST + STEPS];
+  int64_t used_ = 0, count_ = 0;
+};
+
+}  // namespace kvmux
