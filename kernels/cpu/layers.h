@@ -8,19 +8,10 @@
 
 namespace kvmux {
 
-inline void store(Vec v, float* to) { v.store(to); }
-
-template <typename T>
-inline void store(Vec v, T* to) {
-  float numbers[W];
-  v.store(numbers);
-  for (int64_t i = 0; i < W; ++i) to[i] = static_cast<T>(numbers[i]);
-}
-
 // y = a + b, all [d].
 template <typename T>
 void add_row(const T* a, const T* b, T* y, int64_t d) {
-  for (int64_t i = 0; i < d; ++i) y[i] = static_cast<T>(static_cast<float>(a[i]) + static_cast<float>(b[i]));
+  at::vec::map2<T>([](const Vec& x, const Vec& z) { return x + z; }, y, a, b, d);
 }
 
 // y = x / rms(x) * weight, all [d]. Llama rounds before the weight, Gemma, whose weights are float32, after it.
@@ -56,15 +47,8 @@ void rope_row(const T* x, const float* cos, const float* sin, T* y, int64_t half
 // y = silu(gate) * up, [f].
 template <typename T>
 void silu_mul_row(const T* gate, const T* up, T* y, int64_t f) {
-  int64_t i = 0;
-  for (; i + W <= f; i += W) {
-    const Vec g = load(gate + i);
-    store(g / (Vec(1.f) + g.neg().exp()) * load(up + i), y + i);
-  }
-  for (; i < f; ++i) {
-    const float g = static_cast<float>(gate[i]);
-    y[i] = static_cast<T>(g / (1.f + std::exp(-g)) * static_cast<float>(up[i]));
-  }
+  const Vec one(1.f);
+  at::vec::map2<T>([&](const Vec& g, const Vec& u) { return g / (one + g.neg().exp_u20()) * u; }, y, gate, up, f);
 }
 
 }  // namespace kvmux
