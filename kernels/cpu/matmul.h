@@ -10,8 +10,8 @@
 
 namespace kvmux {
 
-constexpr int REGISTERS = W == 16 ? 32 : 16;  // AVX2 has 16; NEON's 32 hold half as much, and are two for a Vec
-constexpr int ROWS = 8;                       // of a block
+constexpr int REGISTERS = W == 8 ? 16 : 32;  // AVX2 has 16, AVX-512 and NEON have 32
+constexpr int ROWS = 8;                      // of a block
 
 // Columns of a block of R rows, in vectors: what the registers hold besides a row of b and a factor.
 template <int R>

@@ -39,9 +39,13 @@ inline Vec load(const at::BFloat16* p) {
 }
 
 inline Vec load(const at::Half* p) {
+#ifdef __aarch64__  // ATen goes number by number
+  return vcvt_f32_f16(vld1_f16(reinterpret_cast<const float16_t*>(p)));
+#else
   Vec out;
   at::vec::load_fp32_from_fp16(p, out);
   return out;
+#endif
 }
 
 // Pairs of bfloat16, as they lie in memory: the first ones, and the second ones.
@@ -109,12 +113,21 @@ inline float reduce(Vec v, const Operation& operation) {
   return at::vec::vec_reduce_all<float>(operation, v);
 }
 
+// The numbers of two vectors, each in turn: of their first halves, and of their second halves.
+inline std::pair<Vec, Vec> interleave(Vec a, Vec b) {
+#ifdef __aarch64__  // ATen goes through memory
+  return {vzip1q_f32(a, b), vzip2q_f32(a, b)};
+#else
+  return at::vec::interleave2(a, b);
+#endif
+}
+
 // W vectors as the rows of a matrix, turned over its diagonal: log2(W) rounds of perfect shuffles.
 inline void transpose(Raw (&rows)[W]) {
   for (int64_t round = 1; round < W; round *= 2) {
     Raw next[W];
     unroll<W / 2>([&](auto i) {
-      const auto [low, high] = at::vec::interleave2(Vec(rows[i]), Vec(rows[i + W / 2]));
+      const auto [low, high] = interleave(rows[i], rows[i + W / 2]);
       next[2 * i] = low;
       next[2 * i + 1] = high;
     });
