@@ -18,7 +18,8 @@ FLAGS = [
     "-Wno-maybe-uninitialized",
     "-Wno-uninitialized",
     "-Wno-unknown-pragmas",
-]  # GCC 12 warns of its own headers
+    "-Wno-psabi",
+]  # GCC 12 warns of its own headers and torch's
 INSTRUCTION_SETS = {
     "x86_64": {
         "avx2": ["-mavx2", "-mfma", "-mf16c", "-DCPU_CAPABILITY=AVX2", "-DCPU_CAPABILITY_AVX2"],
