@@ -12,6 +12,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from kernels.memory import allocate
+
 
 class Owner(Protocol):
     """Who holds pages, and keeps some in case they are wanted again."""
@@ -49,7 +51,7 @@ class Arena:
         assert page_bytes > 0
         self.pages = pages
         self.page_bytes = page_bytes
-        self.memory: Tensor = torch.empty(pages * page_bytes, dtype=torch.uint8, device=device).zero_()
+        self.memory: Tensor = allocate(pages * page_bytes, device)
         self._taken = bytearray(pages)  # one byte a page: find() and rfind() then search at memory speed
         self._free = pages
         self._shares: dict[str, _Share] = {}

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from kernels.arena import Arena
+from kernels.memory import allocate
 from kernels.ops import LayerSpec, Slots
 from kernels.store import KVStore, block_bytes
 
@@ -28,7 +29,10 @@ Calls = Sequence[tuple[Any, ...]]  # the arguments of each call of one operation
 def numbers(count: int, dtype: torch.dtype) -> Tensor:
     """So many random numbers, a few million of them over and over."""
     few = torch.randn(min(count, 1 << 22)).to(dtype)
-    return few.repeat(-(-count // len(few)))[:count]
+    many = allocate(count * dtype.itemsize).view(dtype)
+    for part in many.split(len(few)):
+        part.copy_(few[: len(part)])
+    return many
 
 
 def linear(dtype: torch.dtype, rows: int) -> Calls:

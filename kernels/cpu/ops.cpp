@@ -163,16 +163,29 @@ void write_kv(const Tensor& k_plane, const Tensor& v_plane, const Tensor& k, con
 }
 
 // ---------------------------------------------------------------- attention
-struct Item {
+// Query rows of one head of one row of the batch.
+struct Part {
   int64_t row, head;
   QueryRows rows;
+};
+
+// A part over some splits of its text. Whoever does not see all of it leaves sums, a row for each query row.
+struct Item {
+  Part part;
   int64_t begin, end;  // splits
-  int64_t part;        // which row of partial sums is the first of this item; < 0: it is the whole
+  int64_t sums;        // the first row; < 0: the item is the whole
+};
+
+// What splits of one text left, in order.
+struct Merge {
+  Part part;
+  int64_t splits, sums;
 };
 
 struct Work {
   std::vector<Item> items;
-  int64_t parts = 0;  // rows of partial sums
+  std::vector<Merge> merges;
+  int64_t sums = 0;  // rows
 };
 
 int64_t splits_before(int64_t position) { return (position + SPLIT - 1) / SPLIT; }
@@ -180,24 +193,22 @@ int64_t splits_before(int64_t position) { return (position + SPLIT - 1) / SPLIT;
 // A chunk is shared among threads by queries; a single query, which may have a long text to itself, by splits.
 Work plan(const Tensor& q_start, const Tensor& start, int64_t kv_heads, int64_t group, const Sight& sight) {
   Work work;
+  const auto add = [&](const Part& part, bool alone) {
+    const int64_t oldest = part.rows.position(0), end = splits_before(part.rows.position(part.rows.count - 1) + 1);
+    const int64_t begin = sight.first(oldest).empty() ? sight.latest(oldest).begin / SPLIT : 0;
+    if (!alone || end - begin == 1) return work.items.push_back({part, begin, end, -1});
+    work.merges.push_back({part, end - begin, work.sums});
+    for (int64_t split = begin; split < end; ++split, work.sums += part.rows.count)
+      work.items.push_back({part, split, split + 1, work.sums});
+  };
   const auto* first_token = q_start.const_data_ptr<int32_t>();
   const auto* starts = start.const_data_ptr<int32_t>();
   for (int64_t row = 0; row < start.numel(); ++row) {
     if (starts[row] < 0) continue;
     const int64_t queries = first_token[row + 1] - first_token[row];
     for (int64_t head = 0; head < kv_heads; ++head)
-      for (int64_t first = 0; first < queries * group; first += MAX_ROWS) {
-        const QueryRows rows{starts[row], first, std::min(MAX_ROWS, queries * group - first), group};
-        const int64_t oldest = rows.position(0), end = splits_before(rows.position(rows.count - 1) + 1);
-        const bool sinks = !Range(sight.first(oldest)).empty();
-        const int64_t begin = sinks ? 0 : sight.latest(oldest).begin / SPLIT;
-        if (queries > 1 || end - begin == 1) {
-          work.items.push_back({row, head, rows, begin, end, -1});
-          continue;
-        }
-        for (int64_t split = begin; split < end; ++split, work.parts += rows.count)
-          work.items.push_back({row, head, rows, split, split + 1, work.parts});
-      }
+      for (int64_t first = 0; first < queries * group; first += MAX_ROWS)
+        add({row, head, {starts[row], first, std::min(MAX_ROWS, queries * group - first), group}}, queries == 1);
   }
   return work;
 }
@@ -223,52 +234,45 @@ void attend_as(const Tensor& out, const Tensor& q, const Tensor& k, const Tensor
   const int64_t kv_heads = k.size(1), group = q.size(1) / kv_heads, dim = q.size(2), v_dim = out.size(2);
   const Work work = plan(q_start, start, kv_heads, group, sight);
   const int64_t width = padded(v_dim), stride = width + 2;
-  const Tensor parts = at::empty({work.parts, stride}, at::kFloat);  // top, total, values
-  float* const partial = parts.data_ptr<float>();
+  const Tensor sums_left = at::empty({work.sums, stride}, at::kFloat);  // top, total, values
+  const auto left = [&](int64_t row) { return sums_left.data_ptr<float>() + row * stride; };
   const auto* seats = row_seat.const_data_ptr<int32_t>();
   const auto* first_token = q_start.const_data_ptr<int32_t>();
-  const auto out_of = [&](const Item& item) { return out.data_ptr<T>() + first_token[item.row] * out.stride(0); };
-  const auto plane = [&](const Tensor& memory, const Item& item) {
-    return Plane<KV>{memory.const_data_ptr<KV>() + item.head * memory.stride(1), memory.stride(0), memory.stride(2), memory.size(3),
-                     table.const_data_ptr<int32_t>() + seats[item.row] * table.stride(0), layout};
+  const auto plane = [&](const Tensor& memory, const Part& part) {
+    return Plane<KV>{memory.const_data_ptr<KV>() + part.head * memory.stride(1), memory.stride(0), memory.stride(2),
+                     memory.size(3), table.const_data_ptr<int32_t>() + seats[part.row] * table.stride(0), layout};
+  };
+  const auto finish_part = [&](const Part& part, Sums& sums) {
+    T* tokens = out.data_ptr<T>() + first_token[part.row] * out.stride(0);
+    finish(sums, part.rows, part.head, width, sinks, v_dim, tokens, out.stride(0), out.stride(1));
   };
   share(work.items.size(), [&](int64_t i) {
-    const Item& item = work.items[i];
-    Head<KV> head(plane(k, item), plane(v, item), sight, scores, item.rows);
-    const T* queries = q.const_data_ptr<T>() + first_token[item.row] * q.stride(0);
-    for (int64_t r = 0; r < item.rows.count; ++r) {
-      const int64_t at = item.rows.first + r;
-      to_float(queries + at / group * q.stride(0) + (item.head * group + at % group) * q.stride(1), head.query(r), dim);
+    const auto& [part, begin, end, kept] = work.items[i];
+    Head<KV> head(plane(k, part), plane(v, part), sight, scores, part.rows);
+    const T* tokens = q.const_data_ptr<T>() + first_token[part.row] * q.stride(0);
+    for (int64_t r = 0; r < part.rows.count; ++r) {
+      const int64_t at = part.rows.first + r, h = part.head * group + at % group;
+      to_float(tokens + at / group * q.stride(0) + h * q.stride(1), head.query(r), dim);
       for (int64_t d = 0; d < dim; ++d) head.query(r)[d] *= scores.scale;
     }
     Sums sums;
-    head.attend(item.begin, item.end, sums);
-    if (item.part < 0)
-      return finish(sums, item.rows, item.head, width, sinks, v_dim, out_of(item), out.stride(0), out.stride(1));
-    for (int64_t r = 0; r < item.rows.count; ++r) {
-      float* part = partial + (item.part + r) * stride;
-      part[0] = sums.top[r];
-      part[1] = sums.total[r];
-      std::memcpy(part + 2, sums.values + r * width, width * sizeof(float));
+    head.attend(begin, end, sums);
+    if (kept < 0) return finish_part(part, sums);
+    for (int64_t r = 0; r < part.rows.count; ++r) {
+      float* to = left(kept + r);
+      to[0] = sums.top[r];
+      to[1] = sums.total[r];
+      std::memcpy(to + 2, sums.values + r * width, width * sizeof(float));
     }
   });
-  for (size_t i = 0; i < work.items.size();) {  // the parts of one text, in order
-    const Item& item = work.items[i];
-    if (item.part < 0) {
-      ++i;
-      continue;
-    }
+  for (const auto& [part, splits, kept] : work.merges) {
     Sums sums;
-    sums.clear(item.rows.count, width);
-    const int64_t row = item.row, head = item.head, first = item.rows.first;
-    for (; i < work.items.size() && work.items[i].row == row && work.items[i].head == head &&
-           work.items[i].rows.first == first;
-         ++i)
-      for (int64_t r = 0; r < item.rows.count; ++r) {
-        const float* part = partial + (work.items[i].part + r) * stride;
-        sums.merge(r, part[0], part[1], part + 2, width);
-      }
-    finish(sums, item.rows, head, width, sinks, v_dim, out_of(item), out.stride(0), out.stride(1));
+    sums.clear(part.rows.count, width);
+    for (int64_t i = 0; i < splits * part.rows.count; ++i) {
+      const float* from = left(kept + i);
+      sums.merge(i % part.rows.count, from[0], from[1], from + 2, width);
+    }
+    finish_part(part, sums);
   }
 }
 

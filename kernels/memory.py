@@ -1,0 +1,23 @@
+"""Memory that is allocated once and stays: bytes, on any device. What lies in it, and whose it is, others know."""
+
+from __future__ import annotations
+
+import mmap
+from contextlib import suppress
+
+import torch
+from torch import Tensor
+
+
+def allocate(size: int, device: torch.device | str = "cpu") -> Tensor:
+    """[size] uint8, zero, and touched: nothing of it can fail to be there later.
+
+    On Linux in huge pages, if the system grants them: keys that lie apart are then found without a walk through the
+    page table for each block (`madvise`, MADV_HUGEPAGE).
+    """
+    if torch.device(device).type != "cpu" or not hasattr(mmap, "MADV_HUGEPAGE"):
+        return torch.zeros(size, dtype=torch.uint8, device=device)
+    memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    with suppress(OSError):  # a kernel without them
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    return torch.frombuffer(memory, dtype=torch.uint8).zero_()
