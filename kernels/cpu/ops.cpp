@@ -11,6 +11,7 @@
 
 #include "attend.h"
 #include "layers.h"
+#include "linear.h"
 
 namespace kvmux {
 namespace {
@@ -52,6 +53,39 @@ void over_rows(int64_t n, int64_t width, const Work& work) {
 }
 
 // ---------------------------------------------------------------- layers
+Tensor linear(const Tensor& x, const Tensor& weight, const std::optional<Tensor>& bias) {
+  const int64_t rows = x.size(0), outputs = weight.size(0), k = weight.size(1);
+  Tensor y = at::empty({rows, outputs}, x.options());
+  with_type(x.scalar_type(), [&](auto of_x) {
+    with_type(weight.scalar_type(), [&](auto of_weight) {
+      using X = decltype(of_x);
+      using T = decltype(of_weight);
+      const Tensor grouped = at::empty({rows, (k + GROUP<T> - 1) / GROUP<T> * GROUP<T>}, at::kFloat);
+      float* const numbers = grouped.data_ptr<float>();
+      over_rows(rows, k, [&](int64_t begin, int64_t end) {
+        for (int64_t r = begin; r < end; ++r) group_row<T>(x.const_data_ptr<X>() + r * x.stride(0), k, r, rows, numbers);
+      });
+      const T* weights = weight.const_data_ptr<T>();
+      const T* added = bias ? bias->const_data_ptr<T>() : nullptr;
+      X* to = y.data_ptr<X>();
+      over_rows(outputs, k, [&](int64_t begin, int64_t end) {
+        constexpr int N = 4;
+        const auto some = [&](auto n, int64_t first) {
+          linear_weights<T, n>(numbers, rows, weights + first * weight.stride(0), weight.stride(0), k,
+                               [&](int64_t row, int64_t i, float number) {
+                                 const float plus = added ? static_cast<float>(added[first + i]) : 0.f;
+                                 to[row * outputs + first + i] = static_cast<X>(number + plus);
+                               });
+        };
+        int64_t n = begin;
+        for (; n + N <= end; n += N) some(std::integral_constant<int, N>{}, n);
+        for (; n < end; ++n) some(std::integral_constant<int, 1>{}, n);
+      });
+    });
+  });
+  return y;
+}
+
 Tensor rms_norm(const Tensor& x, const Tensor& weight, double eps) {
   Tensor y = at::empty(x.sizes(), x.options());
   with_type(x.scalar_type(), [&](auto of_x) {
@@ -296,6 +330,7 @@ void attend(const Tensor& out, const Tensor& q, const Tensor& k, const Tensor& v
 }  // namespace kvmux
 
 TORCH_LIBRARY(KVMUX_LIBRARY, library) {
+  library.def("linear(Tensor x, Tensor weight, Tensor? bias) -> Tensor", &kvmux::linear);
   library.def("rms_norm(Tensor x, Tensor weight, float eps) -> Tensor", &kvmux::rms_norm);
   library.def(
       "add_rms_norm(Tensor x, Tensor delta, Tensor weight, float eps) -> (Tensor, Tensor)", &kvmux::add_rms_norm);

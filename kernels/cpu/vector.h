@@ -55,6 +55,22 @@ inline std::pair<Vec, Vec> widened(Vec pairs) {
   return {at::vec::cast<float>(bits << Bits(16)), at::vec::cast<float>(bits & Bits(static_cast<int32_t>(0xFFFF0000)))};
 }
 
+// So many numbers become float32 together, in an order that is the machine's own: of bfloat16, the first of each pair and
+// then the second.
+template <typename T>
+constexpr int64_t GROUP = std::is_same_v<T, at::BFloat16> ? 2 * W : W;
+
+template <typename T>
+inline void load_group(const T* from, Raw (&to)[GROUP<T> / W]) {
+  if constexpr (std::is_same_v<T, at::BFloat16>) {
+    const auto [first, second] = widened(load(reinterpret_cast<const float*>(from)));
+    to[0] = first;
+    to[1] = second;
+  } else {
+    to[0] = load(from);
+  }
+}
+
 // C vectors that lie one after another.
 template <typename T, int64_t C>
 inline void load_row(const T* from, Raw (&to)[C]) {
@@ -135,10 +151,7 @@ inline void transpose(Raw (&rows)[W]) {
   }
 }
 
-// The same numbers of W rows, from `at` on, become as many rows of W float32, `ld` apart. How many a call turns:
-template <typename T>
-constexpr int64_t TURNED = std::is_same_v<T, at::BFloat16> ? 2 * W : W;
-
+// The same numbers of W rows, from `at` on, become GROUP<T> rows of W float32, `ld` apart.
 template <typename T>
 inline void turn(const T* const* rows, int64_t at, float* to, int64_t ld) {
   Raw block[W];
@@ -153,7 +166,7 @@ inline void turn(const at::BFloat16* const* rows, int64_t at, float* to, int64_t
   unroll<W>([&](auto i) { block[i] = load(reinterpret_cast<const float*>(rows[i] + at)); });
   transpose(block);
   unroll<W>([&](auto i) {
-    const auto [first, second] = widened(block[i]);
+    const auto [first, second] = widened(Vec(block[i]));
     first.store(to + 2 * i * ld);
     second.store(to + (2 * i + 1) * ld);
   });
@@ -163,8 +176,8 @@ inline void turn(const at::BFloat16* const* rows, int64_t at, float* to, int64_t
 template <typename T, typename Between>
 inline void turn_rows(const T* const* rows, int64_t columns, float* to, int64_t ld, const Between& between) {
   int64_t at = 0;
-  for (; at + TURNED<T> <= columns; at += TURNED<T>, between()) turn(rows, at, to + at * ld, ld);
-  if constexpr (TURNED<T> != W)
+  for (; at + GROUP<T> <= columns; at += GROUP<T>, between()) turn(rows, at, to + at * ld, ld);
+  if constexpr (GROUP<T> != W)
     for (; at + W <= columns; at += W, between()) turn<T>(rows, at, to + at * ld, ld);
   for (; at < columns; ++at)
     for (int64_t i = 0; i < W; ++i) to[at * ld + i] = static_cast<float>(rows[i][at]);

@@ -1,0 +1,80 @@
+// y = x w^T for few rows of x: every weight is read once, in the order in which it lies, and used for all of them.
+//
+// Each number of y is a chain of fused multiply-adds in the order of k and a sum over lanes, so it does not depend on how
+// many rows or weights are computed beside it.
+#pragma once
+
+#include <algorithm>
+
+#include "vector.h"
+
+namespace kvmux {
+
+constexpr int SUMS = W == 16 ? 16 : 8;  // that registers hold beside what they are made of
+constexpr int64_t AHEAD = 2048;  // bytes: how far ahead of their use weights are fetched
+
+// Rows of x, each rounded to T, as float32 [groups][rows][GROUP<T>]: what is used together lies together, numbers of a
+// group as `load_group` finds those of the weights. Behind the last k are zeros.
+template <typename T, typename X>
+inline void group_row(const X* x, int64_t k, int64_t row, int64_t rows, float* to) {
+  constexpr int64_t G = GROUP<T>;
+  for (int64_t i = 0; i < k; i += G) {
+    T numbers[G] = {};
+    for (int64_t j = 0; j < std::min(G, k - i); ++j) numbers[j] = static_cast<T>(static_cast<float>(x[i + j]));
+    Raw group[G / W];
+    load_group(numbers, group);
+    unroll<G / W>([&](auto v) { Vec(group[v]).store(to + i * rows + row * G + v * W); });
+  }
+}
+
+// y [R, N] of the weights w [N, k], `pitch` apart; x points to the first of R rows in their first group.
+template <typename T, int R, int N>
+inline void linear_block(const float* x, int64_t rows, const T* w, int64_t pitch, int64_t k, float (&y)[R][N]) {
+  constexpr int64_t G = GROUP<T>;
+  Raw sum[R][N];
+  unroll<R>([&](auto r) { unroll<N>([&](auto n) { sum[r][n] = Vec(0.f); }); });
+  const auto add = [&](auto n, const T* weights, const float* numbers) __attribute__((always_inline)) {
+    Raw group[G / W];
+    load_group(weights, group);
+    unroll<R>([&](auto r) {
+      unroll<G / W>([&](auto v) {
+        sum[r][n] = at::vec::fmadd(load(numbers + r * G + v * W), Vec(group[v]), Vec(sum[r][n]));
+      });
+    });
+  };
+  int64_t i = 0;
+  for (; i + G <= k; i += G) {
+    for (int n = 0; n < N; ++n) __builtin_prefetch(reinterpret_cast<const char*>(w + n * pitch + i) + AHEAD);
+    unroll<N>([&](auto n) { add(n, w + n * pitch + i, x + i * rows); });
+  }
+  if (i < k)
+    unroll<N>([&](auto n) {
+      T rest[G] = {};
+      std::copy_n(w + n * pitch + i, k - i, rest);
+      add(n, rest, x + i * rows);
+    });
+  unroll<R>([&](auto r) {
+    unroll<N>([&](auto n) { y[r][n] = reduce(Vec(sum[r][n]), [](const Vec& a, const Vec& b) { return a + b; }); });
+  });
+}
+
+// Calls put(row, weight, number) for all rows and N weights.
+template <typename T, int N, typename Put>
+inline void linear_weights(const float* x, int64_t rows, const T* w, int64_t pitch, int64_t k, const Put& put) {
+  const auto some = [&](auto r, int64_t first) {
+    constexpr int n = std::min(N, SUMS / r);
+    for (int64_t weight = 0; weight < N; weight += n) {
+      float y[r][n];
+      linear_block<T, r, n>(x + first * GROUP<T>, rows, w + weight * pitch, pitch, k, y);
+      for (int i = 0; i < r; ++i)
+        for (int j = 0; j < n; ++j) put(first + i, weight + j, y[i][j]);
+    }
+  };
+  int64_t row = 0;
+  for (; row + 8 <= rows; row += 8) some(std::integral_constant<int, 8>{}, row);
+  for (; row + 4 <= rows; row += 4) some(std::integral_constant<int, 4>{}, row);
+  for (; row + 2 <= rows; row += 2) some(std::integral_constant<int, 2>{}, row);
+  for (; row < rows; ++row) some(std::integral_constant<int, 1>{}, row);
+}
+
+}  // namespace kvmux
