@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from kernels.ops import LayerSpec, Slots
@@ -11,16 +13,28 @@ from kernels.reference import ReferenceOps
 from kernels.store import KVStore
 
 MAX_DIM = 256  # of a head; attend.h
+FEW, FEW_IF_NATIVE = 32, 8  # rows that are multiplied faster here than by torch
+OUTPUTS = 512  # weights that are widened at a time: they stay in the cache until they are multiplied
 EVERYTHING = 1 << 40  # positions: no window
 
 
 class CpuOps(ReferenceOps):
     """Implements `kernels.ops.Ops`. What it lacks, and shapes it does not know, it leaves to the reference."""
 
-    def __init__(self, library: Any) -> None:
-        """`library`: a namespace of torch.ops."""
+    def __init__(self, library: Any, native: frozenset[torch.dtype] = frozenset()) -> None:
+        """`library`: a namespace of torch.ops. `native`: halves that this machine has instructions for."""
         super().__init__()
         self._library = library
+        self._native = native
+
+    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        native = weight.dtype in self._native
+        if x.shape[0] <= (FEW_IF_NATIVE if native else FEW):
+            multiplied: Tensor = self._library.linear(x, weight, bias)
+            return multiplied
+        if native or weight.dtype is torch.float32:
+            return super().linear(x, weight, bias)
+        return _linear_widened(x, weight, bias)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         normed: Tensor = self._library.rms_norm(x, weight, eps)
@@ -74,6 +88,16 @@ class CpuOps(ReferenceOps):
             None if sinks is None else sinks.float(),
         )
         return None
+
+
+def _linear_widened(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """In float32, some of the weights after the other; rounded once."""
+    wide = x.to(weight.dtype).float()
+    out = x.new_empty(x.shape[0], weight.shape[0])
+    for first in range(0, weight.shape[0], OUTPUTS):
+        some = slice(first, first + OUTPUTS)
+        out[:, some] = F.linear(wide, weight[some].float(), None if bias is None else bias[some].float())
+    return out
 
 
 def _addresses(at: Slots) -> tuple[Tensor | int, ...]:

@@ -10,7 +10,7 @@
 
 namespace kvmux {
 
-constexpr int SUMS = W == 16 ? 16 : 8;  // that registers hold beside what they are made of
+constexpr int WEIGHTS = REGISTERS == 32 ? 4 : 2;  // rows of w that are read together, for up to 4 rows of x
 constexpr int64_t AHEAD = 2048;  // bytes: how far ahead of their use weights are fetched
 
 // Rows of x, each rounded to T, as float32 [groups][rows][GROUP<T>]: what is used together lies together, numbers of a
@@ -62,19 +62,15 @@ inline void linear_block(const float* x, int64_t rows, const T* w, int64_t pitch
 template <typename T, int N, typename Put>
 inline void linear_weights(const float* x, int64_t rows, const T* w, int64_t pitch, int64_t k, const Put& put) {
   const auto some = [&](auto r, int64_t first) {
-    constexpr int n = std::min(N, SUMS / r);
-    for (int64_t weight = 0; weight < N; weight += n) {
-      float y[r][n];
-      linear_block<T, r, n>(x + first * GROUP<T>, rows, w + weight * pitch, pitch, k, y);
-      for (int i = 0; i < r; ++i)
-        for (int j = 0; j < n; ++j) put(first + i, weight + j, y[i][j]);
-    }
+    float y[r][N];
+    linear_block<T, r, N>(x + first * GROUP<T>, rows, w, pitch, k, y);
+    for (int i = 0; i < r; ++i)
+      for (int n = 0; n < N; ++n) put(first + i, n, y[i][n]);
   };
   int64_t row = 0;
-  for (; row + 8 <= rows; row += 8) some(std::integral_constant<int, 8>{}, row);
   for (; row + 4 <= rows; row += 4) some(std::integral_constant<int, 4>{}, row);
   for (; row + 2 <= rows; row += 2) some(std::integral_constant<int, 2>{}, row);
-  for (; row < rows; ++row) some(std::integral_constant<int, 1>{}, row);
+  if (row < rows) some(std::integral_constant<int, 1>{}, row);
 }
 
 }  // namespace kvmux

@@ -28,7 +28,7 @@ def load(name: str) -> CpuOps:
         torch.ops.load_library(library)
     except OSError as error:  # built for another torch
         raise KernelsMissing(f"{library.name} cannot be loaded, so install the project once more: {error}") from None
-    return CpuOps(getattr(torch.ops, f"kvmux_{name}"))
+    return CpuOps(getattr(torch.ops, f"kvmux_{name}"), _native())
 
 
 def usable() -> tuple[str, ...]:
@@ -36,3 +36,12 @@ def usable() -> tuple[str, ...]:
     if platform.machine() in ("aarch64", "arm64"):
         return ("neon",)
     return {"AVX512": ("avx512", "avx2"), "AVX2": ("avx2",)}.get(torch.backends.cpu.get_cpu_capability(), ())
+
+
+def _native() -> frozenset[torch.dtype]:
+    """Halves that this machine has instructions for; torch multiplies large matrices of others at a crawl."""
+    halves = {torch.bfloat16: ("avx512_bf16", "amx_bf16"), torch.float16: ("avx512_fp16", "amx_fp16")}
+    if platform.machine() in ("aarch64", "arm64"):
+        return frozenset(halves)
+    has = torch.cpu.get_capabilities()
+    return frozenset(dtype for dtype, names in halves.items() if any(has.get(name) for name in names))

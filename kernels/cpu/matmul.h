@@ -10,7 +10,6 @@
 
 namespace kvmux {
 
-constexpr int REGISTERS = W == 8 ? 16 : 32;  // AVX2 has 16, AVX-512 and NEON have 32
 constexpr int ROWS = 8;                      // of a block
 
 // Columns of a block of R rows, in vectors: what the registers hold besides a row of b and a factor.

@@ -53,34 +53,37 @@ void over_rows(int64_t n, int64_t width, const Work& work) {
 }
 
 // ---------------------------------------------------------------- layers
+// Rows of x times the weights [outputs, k], in numbers of x's type.
+template <typename T, typename X>
+void linear_as(const Tensor& y, const Tensor& x, const Tensor& weight, const T* bias) {
+  const int64_t rows = x.size(0), outputs = weight.size(0), k = weight.size(1), pitch = weight.stride(0);
+  const Tensor grouped = at::empty({rows, (k + GROUP<T> - 1) / GROUP<T> * GROUP<T>}, at::kFloat);
+  float* const numbers = grouped.data_ptr<float>();
+  const X* from = x.const_data_ptr<X>();
+  over_rows(rows, k, [&](int64_t begin, int64_t end) {
+    for (int64_t row = begin; row < end; ++row) group_row<T>(from + row * x.stride(0), k, row, rows, numbers);
+  });
+  const T* weights = weight.const_data_ptr<T>();
+  X* to = y.data_ptr<X>();
+  over_rows(outputs, k, [&](int64_t begin, int64_t end) {
+    const auto some = [&](auto n, int64_t first) {
+      linear_weights<T, n>(numbers, rows, weights + first * pitch, pitch, k, [&](int64_t row, int64_t i, float number) {
+        const float added = bias == nullptr ? 0.f : static_cast<float>(bias[first + i]);
+        to[row * outputs + first + i] = static_cast<X>(number + added);
+      });
+    };
+    int64_t first = begin;
+    for (; first + WEIGHTS <= end; first += WEIGHTS) some(std::integral_constant<int, WEIGHTS>{}, first);
+    for (; first < end; ++first) some(std::integral_constant<int, 1>{}, first);
+  });
+}
+
 Tensor linear(const Tensor& x, const Tensor& weight, const std::optional<Tensor>& bias) {
-  const int64_t rows = x.size(0), outputs = weight.size(0), k = weight.size(1);
-  Tensor y = at::empty({rows, outputs}, x.options());
+  Tensor y = at::empty({x.size(0), weight.size(0)}, x.options());
   with_type(x.scalar_type(), [&](auto of_x) {
     with_type(weight.scalar_type(), [&](auto of_weight) {
-      using X = decltype(of_x);
       using T = decltype(of_weight);
-      const Tensor grouped = at::empty({rows, (k + GROUP<T> - 1) / GROUP<T> * GROUP<T>}, at::kFloat);
-      float* const numbers = grouped.data_ptr<float>();
-      over_rows(rows, k, [&](int64_t begin, int64_t end) {
-        for (int64_t r = begin; r < end; ++r) group_row<T>(x.const_data_ptr<X>() + r * x.stride(0), k, r, rows, numbers);
-      });
-      const T* weights = weight.const_data_ptr<T>();
-      const T* added = bias ? bias->const_data_ptr<T>() : nullptr;
-      X* to = y.data_ptr<X>();
-      over_rows(outputs, k, [&](int64_t begin, int64_t end) {
-        constexpr int N = 4;
-        const auto some = [&](auto n, int64_t first) {
-          linear_weights<T, n>(numbers, rows, weights + first * weight.stride(0), weight.stride(0), k,
-                               [&](int64_t row, int64_t i, float number) {
-                                 const float plus = added ? static_cast<float>(added[first + i]) : 0.f;
-                                 to[row * outputs + first + i] = static_cast<X>(number + plus);
-                               });
-        };
-        int64_t n = begin;
-        for (; n + N <= end; n += N) some(std::integral_constant<int, N>{}, n);
-        for (; n < end; ++n) some(std::integral_constant<int, 1>{}, n);
-      });
+      linear_as<T, decltype(of_x)>(y, x, weight, bias ? bias->const_data_ptr<T>() : nullptr);
     });
   });
   return y;

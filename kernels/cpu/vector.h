@@ -27,6 +27,8 @@ inline __attribute__((always_inline)) void unroll(const Each& each) {
   c10::ForcedUnroll<N>{}(each);
 }
 
+constexpr int REGISTERS = W == 8 ? 16 : 32;  // AVX2 has 16, AVX-512 and NEON have 32
+
 constexpr int64_t in_vectors(int64_t n) { return (n + W - 1) / W; }
 constexpr int64_t padded(int64_t n) { return in_vectors(n) * W; }
 
