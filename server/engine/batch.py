@@ -58,9 +58,11 @@ class Batch:
     def attend(self, layer_idx: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Every strategy's rows through its own plan. Raises StrategyError."""
         out = q.new_empty((q.shape[0], q.shape[1], v.shape[2]))
+        alone = len(self._slices) == 1  # then nothing has to be cut, layer by layer
         for cache, plan, at in self._slices:
+            parts = (q, k, v, out) if alone else (q[at], k[at], v[at], out[at])
             try:
-                plan.attend(layer_idx, q[at], k[at], v[at], out[at])
+                plan.attend(layer_idx, *parts)
             except Exception as error:
                 raise StrategyError(cache.name, error) from error
         return out

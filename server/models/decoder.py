@@ -130,7 +130,7 @@ class Decoder:
         """h [N, d] -> q [N,Hq,D], k [N,H,D] at their positions, v [N,H,D]."""
         c = self.config
         qkv = self._ops.linear(h, layer.qkv, layer.qkv_bias).view(h.shape[0], -1, c.head_dim)
-        qk, v = qkv.split((c.num_q_heads + c.num_kv_heads, c.num_kv_heads), dim=1)
+        qk, v = qkv.split_with_sizes((c.num_q_heads + c.num_kv_heads, c.num_kv_heads), dim=1)
         if layer.qk_norm is not None:
             qk = torch.cat(
                 [
@@ -141,7 +141,7 @@ class Decoder:
                 ],
                 dim=1,
             )
-        q, k = self._turned(i, qk, positions).split((c.num_q_heads, c.num_kv_heads), dim=1)
+        q, k = self._turned(i, qk, positions).split_with_sizes((c.num_q_heads, c.num_kv_heads), dim=1)
         return q, k, v
 
     def _turned(self, i: int, x: Tensor, positions: Tensor, *, back: bool = False) -> Tensor:
@@ -150,9 +150,12 @@ class Decoder:
         if table is None:
             return x
         cos, sin = table
+        sin = -sin if back else sin
         turning = 2 * cos.shape[1]
-        turned = self._ops.rope(x[..., :turning], cos, -sin if back else sin, positions)
-        return turned if turning == x.shape[-1] else torch.cat((turned, x[..., turning:]), dim=-1)
+        if turning == x.shape[-1]:
+            return self._ops.rope(x, cos, sin, positions)
+        turned = self._ops.rope(x[..., :turning], cos, sin, positions)
+        return torch.cat((turned, x[..., turning:]), dim=-1)
 
     def _spec(self, i: int, window: int | None) -> LayerSpec:
         c = self.config
