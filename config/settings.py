@@ -109,7 +109,7 @@ class Settings(BaseSettings):
     )
     weights: Weights = Field("auto", description="format the weights are kept in; auto: as dtype")
     threads: int | None = Field(
-        None, ge=1, le=1024, description="CPU threads of the engine; default: all cores but one"
+        None, ge=1, le=1024, description="CPU threads of the engine; default: all cores, but one less for small models"
     )
 
     kv_memory: str = Field("auto", description="memory for keys and values, '2GiB'; auto: a share of what is free")

@@ -20,7 +20,7 @@ from config.sizes import parse_bytes
 from kernels.arena import Arena
 from kernels.load import Loaded, load_ops
 from server.engine.core import Core
-from server.engine.device import choose_device, choose_dtype, choose_weights, free_memory
+from server.engine.device import choose_device, choose_dtype, choose_threads, choose_weights, free_memory
 from server.engine.scheduler import Limits, Scheduler
 from server.engine.selection import Selector
 from server.models.config import Facts
@@ -45,8 +45,6 @@ class Engine:
 
 def build_engine(settings: Settings) -> Engine:
     """Loads the model and takes the memory. Raises SettingsError."""
-    # A core is left to HTTP: threads that wait for each other by spinning lose far more than one core gives.
-    torch.set_num_threads(settings.threads or max(1, torch.get_num_threads() - 1))
     directory = locate(settings.model, settings.revision)
     facts = describe(directory, settings.model_impl)
     instances = registry.declared(settings.strategies)
@@ -63,6 +61,7 @@ def build_engine(settings: Settings) -> Engine:
         device=device,
         positions=max_seq_len,
     )
+    torch.set_num_threads(choose_threads(settings.threads, model.weight_bytes))
     geometry = Geometry(
         layers=model.specs,
         kv_dtype=dtype,

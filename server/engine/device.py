@@ -10,6 +10,8 @@ import torch
 
 from config.settings import Settings, SettingsError
 
+CORES = torch.get_num_threads()  # as torch finds them, OMP_NUM_THREADS included
+SMALL = 128 << 20  # bytes of a model that a cache holds, or nearly
 WEIGHT_DTYPES = {"f32": torch.float32, "bf16": torch.bfloat16, "f16": torch.float16}
 
 
@@ -40,6 +42,15 @@ def choose_dtype(wanted: str, checkpoint: str, device: torch.device) -> torch.dt
 def choose_weights(settings: Settings, dtype: torch.dtype) -> torch.dtype:
     """The dtype weights are kept in."""
     return dtype if settings.weights == "auto" else WEIGHT_DTYPES[settings.weights]
+
+
+def choose_threads(wanted: int | None, weight_bytes: int) -> int:
+    """CPU threads of the engine.
+
+    A model that the memory has to bring anew for each step is worth every core. A small one leaves a core to HTTP:
+    threads that wait for each other by spinning then lose more than one core gives.
+    """
+    return wanted or (CORES if weight_bytes > SMALL else max(1, CORES - 1))
 
 
 def free_memory(device: torch.device) -> int:

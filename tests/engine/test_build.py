@@ -15,7 +15,7 @@ from cache_strategies.base import Seat
 from config.settings import Settings, SettingsError
 from server.engine import build, device
 from server.engine.build import build_engine, describe_caches, summary
-from server.engine.device import choose_device, choose_dtype, choose_weights
+from server.engine.device import CORES, choose_device, choose_dtype, choose_threads, choose_weights
 from server.models.errors import ModelError
 from tests.engine.driving import Driver, least_memory, strategies
 from tests.engine.reference import Reference, random_prompt
@@ -229,3 +229,9 @@ def test_the_description_of_caches_is_json_and_tells_what_is_in_them(tiny: Path)
     arena = driver.core.arena
     assert paged["usage"]["limit"] == arena.pages // 2 * arena.page_bytes
     msgspec.json.encode(described)
+
+
+def test_a_small_model_leaves_a_core_to_http() -> None:
+    assert choose_threads(None, 1 << 30) == CORES
+    assert choose_threads(None, 1 << 20) == max(1, CORES - 1)
+    assert choose_threads(3, 1 << 20) == 3
