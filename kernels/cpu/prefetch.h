@@ -17,7 +17,9 @@ class Soon {
 
   void add(const void* from, int64_t bytes) {
     const char* line = static_cast<const char*>(from);
-    for (int64_t b = 0; b < bytes && count_ < MOST; b += LINE) lines_[count_++] = line + b;
+    const int64_t n = std::min((bytes + LINE - 1) / LINE, MOST - count_);
+    for (int64_t i = 0; i < n; ++i) lines_[count_ + i] = line + i * LINE;
+    count_ += n;
   }
 
   // The next n lines to fetch; when there are no more, one that is there already.
@@ -28,9 +30,9 @@ class Soon {
     return lines;
   }
 
-  void fetch(int64_t n) {
-    const char* const* lines = next(n);
-    for (int64_t i = 0; i < n; ++i) __builtin_prefetch(lines[i]);
+  void fetch(int64_t most) {
+    const int64_t end = std::min(used_ + most, count_);
+    for (; used_ < end; ++used_) __builtin_prefetch(lines_[used_]);
   }
 
  private:
