@@ -23,7 +23,7 @@ from kernels.probe import read_bandwidth, seconds
 from kernels.reference import ReferenceOps
 from kernels.table import OPS, Op
 
-CONTEXTS = {  # tokens; of the others:
+CONTEXTS = {  # tokens, and rows of x for linear
     "attend": (128, 1024, 4096, 16384),
     "linear": (1, 8),
     "repeat_kv_heads": (128, 4096),

@@ -20,6 +20,8 @@ constexpr int64_t SPLIT = 1024;   // positions
 constexpr int64_t MAX_ROWS = 48;  // query rows that go together
 constexpr int64_t MAX_DIM = 256;  // of a head
 constexpr int64_t PORTION = 8;    // lines of the cache that are fetched at once
+static_assert(SPLIT % TILE == 0 && TILE % W == 0 && Soon::STEPS >= MAX_DIM && Soon::STEPS >= TILE);
+
 constexpr float HIDDEN = -std::numeric_limits<float>::infinity();  // a score's weight is then 0
 constexpr float NOTHING = std::numeric_limits<float>::lowest();    // the top of no scores
 
@@ -60,12 +62,14 @@ struct Scores {
   float scale, softcap;  // softcap 0: none
 };
 
-// Query rows of one KV head: row r is query r / group of the text, head r % group of the KV head's group.
+// Query rows of one KV head, counted from `first` over the heads of its group (GQA) and then over queries.
 struct QueryRows {
   int64_t start;  // position of the text's query 0
   int64_t first, count, group;
 
-  int64_t position(int64_t r) const { return start + (first + r) / group; }
+  int64_t query(int64_t r) const { return (first + r) / group; }  // of the step's
+  int64_t head(int64_t r) const { return (first + r) % group; }   // of the group's
+  int64_t position(int64_t r) const { return start + query(r); }
 };
 
 // Scratch memory of one thread, and what is done in it.
@@ -75,11 +79,10 @@ class Head {
   Head(Plane<T> k, Plane<T> v, Sight sight, Scores scores, QueryRows rows)
       : k_(k), v_(v), sight_(sight), scores_(scores), rows_(rows), width_(padded(v.dim)),
         oldest_(rows.position(0)), newest_(rows.position(rows.count - 1)) {
-    if (!direct()) std::fill_n(v_tile_, TILE * width_, 0.f);
+    if (v.dim != width_) std::fill_n(v_tile_, TILE * width_, 0.f);  // columns behind v.dim are multiplied, too
   }
 
   float* query(int64_t r) { return q_ + r * PITCH; }
-  int64_t width() const { return width_; }
 
   // Splits [begin, end) into `sums`.
   void attend(int64_t begin, int64_t end, Sums& sums) {
@@ -91,7 +94,7 @@ class Head {
       for (int64_t tile = split * SPLIT; tile < (split + 1) * SPLIT && tile <= newest_; tile += TILE) {
         std::swap(tile_, next_);
         soon_.clear();
-        if (tile + TILE < end * SPLIT) find(tile + TILE, next_);
+        if (tile + TILE < end * SPLIT) want(find(tile + TILE, next_));
         if (!tile_.seen.empty()) attend_tile(tile);
       }
       for (int64_t r = 0; r < rows_.count; ++r) {
@@ -102,7 +105,8 @@ class Head {
   }
 
  private:
-  // Keys and values of TILE positions, of which those `seen` by any row are to be read.
+  // Keys and values of TILE positions. `seen` spans all that any row sees; what lies between the sinks and the window
+  // is read with it, and hidden.
   struct Tile {
     Range seen;
     const T *k[TILE], *v[TILE];
@@ -118,8 +122,8 @@ class Head {
     return all;
   }
 
-  // Where the keys and values of a tile lie; they are wanted soon.
-  void find(int64_t tile, Tile& found) {
+  // Where the keys and values of a tile lie. Outside `seen` nothing is read: a key that is seen stands for it.
+  const Tile& find(int64_t tile, Tile& found) const {
     const Range seen = found.seen = seen_in(tile);
     for (int64_t p = seen.begin, n; p < seen.end; p += n) {
       n = k_.layout.run(p, seen.end);
@@ -128,13 +132,20 @@ class Head {
         found.k[p - tile + i] = k + i * k_.vector_stride;
         found.v[p - tile + i] = v + i * v_.vector_stride;
       }
-      soon_.add(k, n * k_.vector_stride * sizeof(T));
-      soon_.add(v, n * v_.vector_stride * sizeof(T));
     }
-    if (seen.empty()) return;
-    // What nobody sees is never read: a key that is seen stands for it.
+    if (seen.empty()) return found;
     std::fill_n(found.k, seen.begin - tile, found.k[seen.begin - tile]);
     std::fill(found.k + (seen.end - tile), found.k + TILE, found.k[seen.begin - tile]);
+    return found;
+  }
+
+  // To be fetched while the tile before it is computed.
+  void want(const Tile& tile) {
+    for (int64_t p = tile.seen.begin, n; p < tile.seen.end; p += n) {
+      n = k_.layout.run(p, tile.seen.end);
+      soon_.add(tile.k[p % TILE], n * k_.vector_stride * sizeof(T));
+      soon_.add(tile.v[p % TILE], n * v_.vector_stride * sizeof(T));
+    }
   }
 
   void attend_tile(int64_t tile) {
@@ -172,9 +183,9 @@ class Head {
           read_vector(tile_.k[j + i], k_rows_ + i * k_.dim, k_.dim);
           rows[i] = k_rows_ + i * k_.dim;
         }
-        turn_rows(rows, k_.dim, k_tile_ + j, TILE, [this] { soon_.fetch(PORTION); });
+        transpose_rows(rows, k_.dim, k_tile_ + j, TILE, [this] { soon_.fetch(PORTION); });
       } else {
-        turn_rows(tile_.k + j, k_.dim, k_tile_ + j, TILE, [this] { soon_.fetch(PORTION); });
+        transpose_rows(tile_.k + j, k_.dim, k_tile_ + j, TILE, [this] { soon_.fetch(PORTION); });
       }
     }
   }
@@ -188,7 +199,7 @@ class Head {
     float* p = p_ + r * TILE;
     Vec highest = load(p);
     for (int64_t j = W; j < TILE; j += W) highest = at::vec::clamp_min(load(p + j), highest);
-    if ((highest > Vec(split_.top[r])).zero_mask() != (1 << W) - 1) raise(r, highest);
+    if ((highest > Vec(split_.top[r])).zero_mask() != (1 << W) - 1) raise(r, highest);  // some lane is higher
     const Vec top(split_.top[r]);
     Vec sum = load(weights_ + r * W);
     for (int64_t j = 0; j < TILE; j += W) {

@@ -1,4 +1,7 @@
-"""The operations in C++ as torch sees them. Which instruction set they are compiled for is load.py's business."""
+"""The operations in C++ as torch sees them, and which of them torch computes faster.
+
+Which instruction set they are compiled for is load.py's business.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,7 @@ from kernels.store import KVStore
 
 MAX_DIM = 256  # of a head; attend.h
 FEW, FEW_IF_NATIVE = 32, 8  # rows that are multiplied faster here than by torch
-OUTPUTS = 512  # weights that are widened at a time: they stay in the cache until they are multiplied
+OUTPUTS = 512  # rows of weights that are widened at a time: they stay in the cache until they are multiplied
 EVERYTHING = 1 << 40  # positions: no window
 
 

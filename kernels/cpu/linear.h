@@ -1,4 +1,4 @@
-// y = x w^T for few rows of x: every weight is read once, in the order in which it lies, and used for all of them.
+// y = x w^T for few rows of x: every weight comes from memory once, in the order in which it lies, for all of them.
 //
 // Each number of y is a chain of fused multiply-adds in the order of k and a sum over lanes, so it does not depend on how
 // many rows or weights are computed beside it.
@@ -11,7 +11,7 @@
 namespace kvmux {
 
 constexpr int WEIGHTS = REGISTERS == 32 ? 4 : 2;  // rows of w that are read together, for up to 4 rows of x
-constexpr int64_t AHEAD = 2048;  // bytes: how far ahead of their use weights are fetched
+constexpr int64_t AHEAD = 2048;  // bytes: how far ahead weights are fetched, behind the last ones, too: that cannot fault
 
 // Rows of x, each rounded to T, as float32 [groups][rows][GROUP<T>]: what is used together lies together, numbers of a
 // group as `load_group` finds those of the weights. Behind the last k are zeros.

@@ -40,8 +40,9 @@ def usable() -> tuple[str, ...]:
 
 def _native() -> frozenset[torch.dtype]:
     """Halves that this machine has instructions for; torch multiplies large matrices of others at a crawl."""
-    halves = {torch.bfloat16: ("avx512_bf16", "amx_bf16"), torch.float16: ("avx512_fp16", "amx_fp16")}
-    if platform.machine() in ("aarch64", "arm64"):
-        return frozenset(halves)
+    halves = {
+        torch.bfloat16: ("avx512_bf16", "amx_bf16", "bf16"),
+        torch.float16: ("avx512_fp16", "amx_fp16", "fp16_arith"),
+    }
     has = torch.cpu.get_capabilities()
     return frozenset(dtype for dtype, names in halves.items() if any(has.get(name) for name in names))

@@ -6,7 +6,6 @@
 #include <torch/library.h>
 
 #include <atomic>
-#include <memory>
 #include <vector>
 
 #include "attend.h"
@@ -53,7 +52,7 @@ void over_rows(int64_t n, int64_t width, const Work& work) {
 }
 
 // ---------------------------------------------------------------- layers
-// Rows of x times the weights [outputs, k], in numbers of x's type.
+// y [rows, outputs] = x [rows, k] times weight [outputs, k], plus bias: x rounded to the weights' type, y to x's.
 template <typename T, typename X>
 void linear_as(const Tensor& y, const Tensor& x, const Tensor& weight, const T* bias) {
   const int64_t rows = x.size(0), outputs = weight.size(0), k = weight.size(1), pitch = weight.stride(0);
@@ -219,7 +218,7 @@ struct Merge {
   int64_t splits, sums;
 };
 
-struct Work {
+struct Plan {
   std::vector<Item> items;
   std::vector<Merge> merges;
   int64_t sums = 0;  // rows
@@ -228,8 +227,8 @@ struct Work {
 int64_t splits_before(int64_t position) { return (position + SPLIT - 1) / SPLIT; }
 
 // A chunk is shared among threads by queries; a single query, which may have a long text to itself, by splits.
-Work plan(const Tensor& q_start, const Tensor& start, int64_t kv_heads, int64_t group, const Sight& sight) {
-  Work work;
+Plan plan(const Tensor& q_start, const Tensor& start, int64_t kv_heads, int64_t group, const Sight& sight) {
+  Plan work;
   const auto add = [&](const Part& part, bool alone) {
     const int64_t oldest = part.rows.position(0), end = splits_before(part.rows.position(part.rows.count - 1) + 1);
     const int64_t begin = sight.first(oldest).empty() ? sight.latest(oldest).begin / SPLIT : 0;
@@ -255,7 +254,7 @@ template <typename T>
 void finish(Sums& sums, const QueryRows& rows, int64_t head, int64_t width, const float* sinks, int64_t v_dim, T* out,
             int64_t token_stride, int64_t head_stride) {
   for (int64_t r = 0; r < rows.count; ++r) {
-    const int64_t token = (rows.first + r) / rows.group, h = head * rows.group + (rows.first + r) % rows.group;
+    const int64_t token = rows.query(r), h = head * rows.group + rows.head(r);
     if (sinks != nullptr) {
       if (sinks[h] > sums.top[r]) sums.raise(r, sinks[h], width);
       sums.total[r] += std::exp(sinks[h] - sums.top[r]);
@@ -269,7 +268,8 @@ void attend_as(const Tensor& out, const Tensor& q, const Tensor& k, const Tensor
                const Tensor& row_seat, const Tensor& q_start, const Tensor& start, const Layout& layout,
                const Sight& sight, const Scores& scores, const float* sinks) {
   const int64_t kv_heads = k.size(1), group = q.size(1) / kv_heads, dim = q.size(2), v_dim = out.size(2);
-  const Work work = plan(q_start, start, kv_heads, group, sight);
+  TORCH_CHECK(std::max(dim, v_dim) <= MAX_DIM, "heads wider than ", MAX_DIM);
+  const Plan work = plan(q_start, start, kv_heads, group, sight);
   const int64_t width = padded(v_dim), stride = width + 2;
   const Tensor sums_left = at::empty({work.sums, stride}, at::kFloat);  // top, total, values
   const auto left = [&](int64_t row) { return sums_left.data_ptr<float>() + row * stride; };
@@ -288,8 +288,8 @@ void attend_as(const Tensor& out, const Tensor& q, const Tensor& k, const Tensor
     Head<KV> head(plane(k, part), plane(v, part), sight, scores, part.rows);
     const T* tokens = q.const_data_ptr<T>() + first_token[part.row] * q.stride(0);
     for (int64_t r = 0; r < part.rows.count; ++r) {
-      const int64_t at = part.rows.first + r, h = part.head * group + at % group;
-      to_float(tokens + at / group * q.stride(0) + h * q.stride(1), head.query(r), dim);
+      const int64_t h = part.head * group + part.rows.head(r);
+      to_float(tokens + part.rows.query(r) * q.stride(0) + h * q.stride(1), head.query(r), dim);
       for (int64_t d = 0; d < dim; ++d) head.query(r)[d] *= scores.scale;
     }
     Sums sums;

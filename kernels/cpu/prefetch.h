@@ -10,11 +10,12 @@ namespace kvmux {
 // portions, spread over what is computed meanwhile.
 class Soon {
  public:
-  static constexpr int64_t MOST = 1024;  // lines: keys and values of a tile in float32, 256 dimensions
+  static constexpr int64_t MOST = 1024;  // lines
   static constexpr int64_t STEPS = 256;  // of a product, which may ask for more than there are
 
   void clear() { used_ = count_ = 0; }
 
+  // Before the first of them is asked for. What is too much is left to the machine.
   void add(const void* from, int64_t bytes) {
     const char* line = static_cast<const char*>(from);
     const int64_t n = std::min((bytes + LINE - 1) / LINE, MOST - count_);
@@ -30,8 +31,8 @@ class Soon {
     return lines;
   }
 
-  void fetch(int64_t most) {
-    const int64_t end = std::min(used_ + most, count_);
+  void fetch(int64_t n) {
+    const int64_t end = std::min(used_ + n, count_);
     for (; used_ < end; ++used_) __builtin_prefetch(lines_[used_]);
   }
 

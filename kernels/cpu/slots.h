@@ -42,8 +42,7 @@ struct Range {
   bool has(int64_t i) const { return begin <= i && i < end; }
 };
 
-// What a query at a position sees: the latest `reach` positions, itself included, and the sinks unless `model_reach` is
-// shorter.
+// What a query at a position sees: the latest `reach` positions, itself included, and the sinks within `model_reach`.
 struct Sight {
   int64_t reach, model_reach, sinks;
 

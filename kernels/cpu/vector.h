@@ -12,7 +12,8 @@
 #include <cmath>
 #include <cstdint>
 #include <cstring>
-#include <tuple>
+#include <type_traits>
+#include <utility>
 
 namespace kvmux {
 
@@ -29,8 +30,7 @@ inline __attribute__((always_inline)) void unroll(const Each& each) {
 
 constexpr int REGISTERS = W == 8 ? 16 : 32;  // AVX2 has 16, AVX-512 and NEON have 32
 
-constexpr int64_t in_vectors(int64_t n) { return (n + W - 1) / W; }
-constexpr int64_t padded(int64_t n) { return in_vectors(n) * W; }
+constexpr int64_t padded(int64_t n) { return (n + W - 1) / W * W; }
 
 inline Vec load(const float* p) { return Vec::loadu(p); }
 
@@ -83,8 +83,6 @@ inline void load_row(const T* from, Raw (&to)[C]) {
 template <typename T>
 inline void to_float(const T* from, float* to, int64_t n) {
   int64_t i = 0;
-  for (; i + 4 * W <= n; i += 4 * W)
-    for (int64_t j = 0; j < 4; ++j) load(from + i + j * W).store(to + i + j * W);
   for (; i + W <= n; i += W) load(from + i).store(to + i);
   for (; i < n; ++i) to[i] = static_cast<float>(from[i]);
 }
@@ -153,17 +151,17 @@ inline void transpose(Raw (&rows)[W]) {
   }
 }
 
-// The same numbers of W rows, from `at` on, become GROUP<T> rows of W float32, `ld` apart.
+// Numbers at .. at + W of W rows become W rows of W float32, `ld` apart.
 template <typename T>
-inline void turn(const T* const* rows, int64_t at, float* to, int64_t ld) {
+inline void transpose_block(const T* const* rows, int64_t at, float* to, int64_t ld) {
   Raw block[W];
   unroll<W>([&](auto i) { block[i] = load(rows[i] + at); });
   transpose(block);
   unroll<W>([&](auto i) { Vec(block[i]).store(to + i * ld); });
 }
 
-// Two bfloat16 are moved as one number of 32 bits, and widened behind: half the shuffles.
-inline void turn(const at::BFloat16* const* rows, int64_t at, float* to, int64_t ld) {
+// The same of 2 W numbers: two bfloat16 are moved as one number of 32 bits, and widened behind. Half the shuffles.
+inline void transpose_pairs(const at::BFloat16* const* rows, int64_t at, float* to, int64_t ld) {
   Raw block[W];
   unroll<W>([&](auto i) { block[i] = load(reinterpret_cast<const float*>(rows[i] + at)); });
   transpose(block);
@@ -176,11 +174,11 @@ inline void turn(const at::BFloat16* const* rows, int64_t at, float* to, int64_t
 
 // rows [W] of `columns` numbers -> to [columns, W], its rows `ld` apart. `between()` is called for each block.
 template <typename T, typename Between>
-inline void turn_rows(const T* const* rows, int64_t columns, float* to, int64_t ld, const Between& between) {
+inline void transpose_rows(const T* const* rows, int64_t columns, float* to, int64_t ld, const Between& between) {
   int64_t at = 0;
-  for (; at + GROUP<T> <= columns; at += GROUP<T>, between()) turn(rows, at, to + at * ld, ld);
-  if constexpr (GROUP<T> != W)
-    for (; at + W <= columns; at += W, between()) turn<T>(rows, at, to + at * ld, ld);
+  if constexpr (std::is_same_v<T, at::BFloat16>)
+    for (; at + 2 * W <= columns; at += 2 * W, between()) transpose_pairs(rows, at, to + at * ld, ld);
+  for (; at + W <= columns; at += W, between()) transpose_block(rows, at, to + at * ld, ld);
   for (; at < columns; ++at)
     for (int64_t i = 0; i < W; ++i) to[at * ld + i] = static_cast<float>(rows[i][at]);
 }
