@@ -47,12 +47,13 @@ class Row(NamedTuple):
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m kernels.bench", description=__doc__)
     parser.add_argument("--op", nargs="+", choices=NAMES, default=NAMES, help="which operations")
-    parser.add_argument("--backend", nargs="+", help="which backends, reference and sdpa among them (default: all)")
+    names = (REFERENCE, *(backend.name for backend in backends()), "sdpa", "sdpa+gather")
+    parser.add_argument("--backend", nargs="+", choices=names, help="which backends (default: all)")
     parser.add_argument(
         "--dtype", nargs="+", choices=("float32", "bfloat16", "float16"), default=["float32", "bfloat16"]
     )
-    parser.add_argument("--context", type=int, nargs="+", help="tokens")
-    parser.add_argument("--threads", type=int, help="default: torch's choice")
+    parser.add_argument("--context", type=_positive, nargs="+", help="tokens, or rows")
+    parser.add_argument("--threads", type=_positive, help="default: torch's choice")
     parser.add_argument("--json", action="store_true", help="one JSON object a line")
     options = parser.parse_args(arguments)
     if options.threads:
@@ -70,6 +71,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 f"{row.us_per_call:9,.1f} {row.gb_per_s:7.2f} {row.read_gb_per_s:7.2f} {row.ratio:6.0%}",
                 flush=True,
             )
+
+
+def _positive(text: str) -> int:
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"{number} is not at least 1")
+    return number
 
 
 def measured(

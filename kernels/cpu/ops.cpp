@@ -77,7 +77,13 @@ void linear_as(const Tensor& y, const Tensor& x, const Tensor& weight, const T* 
   });
 }
 
+bool dense(const Tensor& t) { return t.size(-1) <= 1 || t.stride(-1) == 1; }
+
 Tensor linear(const Tensor& x, const Tensor& weight, const std::optional<Tensor>& bias) {
+  TORCH_CHECK(x.dim() == 2 && weight.dim() == 2 && x.size(1) == weight.size(1), "x ", x.sizes(), " and weight ",
+              weight.sizes(), " cannot be multiplied");
+  TORCH_CHECK(!bias || (bias->dim() == 1 && bias->size(0) == weight.size(0)), "one bias for each row of the weight");
+  TORCH_CHECK(dense(x) && dense(weight) && (!bias || dense(*bias)), "the last dimension has to be dense");
   Tensor y = at::empty({x.size(0), weight.size(0)}, x.options());
   with_type(x.scalar_type(), [&](auto of_x) {
     with_type(weight.scalar_type(), [&](auto of_weight) {

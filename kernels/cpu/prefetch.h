@@ -15,7 +15,7 @@ class Soon {
 
   void clear() { used_ = count_ = 0; }
 
-  // Before the first of them is asked for. What is too much is left to the machine.
+  // What is too much is left to the machine.
   void add(const void* from, int64_t bytes) {
     const char* line = static_cast<const char*>(from);
     const int64_t n = std::min((bytes + LINE - 1) / LINE, MOST - count_);
@@ -23,11 +23,11 @@ class Soon {
     count_ += n;
   }
 
-  // The next n lines to fetch; when there are no more, one that is there already.
+  // The next n <= STEPS lines to fetch; when there are no more, one that is there already.
   const char* const* next(int64_t n) {
     const char* const* lines = lines_ + used_;
-    for (; count_ < used_ + n; ++count_) lines_[count_] = reinterpret_cast<const char*>(this);
-    used_ = std::min(used_ + n, MOST);
+    for (int64_t i = count_; i < used_ + n; ++i) lines_[i] = reinterpret_cast<const char*>(this);
+    used_ = std::min(used_ + n, count_);
     return lines;
   }
 
@@ -39,7 +39,7 @@ class Soon {
  private:
   static constexpr int64_t LINE = 64;  // bytes
   const char* lines_[MOST + STEPS];
-  int64_t used_ = 0, count_ = 0;
+  int64_t used_ = 0, count_ = 0;  // used_ <= count_ <= MOST
 };
 
 }  // namespace kvmux

@@ -1,4 +1,4 @@
-"""What the C++ kernels promise beyond the table: bits that depend on positions alone, and heads of any width."""
+"""What the C++ kernels promise beyond the table: bits that depend on positions alone, heads of any width, products."""
 
 from __future__ import annotations
 
@@ -83,3 +83,35 @@ def test_queries_that_share_one_kv_head_may_be_more_than_go_together(backend: st
     scene.write()
     for i, out in enumerate(scene.attend()):
         assert (out.double() - expected(scene, i, None)).abs().max() < 3e-6
+
+
+def test_the_widest_heads_with_as_many_rows_as_go_together(backend: str) -> None:
+    spec = LayerSpec(1, 1, 256, 256, scale=1 / 16)
+    scene = Scene(BACKENDS[backend](), Layout(16), spec, [RowOf(0, 48), RowOf(70, 48)], torch.float32)
+    scene.write()
+    for i, out in enumerate(scene.attend()):
+        assert (out.double() - expected(scene, i, None)).abs().max() < 3e-6
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_a_row_of_a_product_does_not_depend_on_the_others(backend: str, dtype: torch.dtype) -> None:
+    linear = BACKENDS[backend]().linear
+    x, weight, bias = (torch.randn(shape).to(dtype) for shape in ((8, 83), (37, 83), (37,)))
+    alone = torch.cat([linear(row[None], weight, bias) for row in x])
+    for rows in (2, 3, 5, 8):
+        assert torch.equal(linear(x[:rows], weight, bias), alone[:rows])
+
+
+@pytest.mark.parametrize(
+    ("x", "weight", "bias"),
+    [
+        (torch.ones(2, 4), torch.ones(4, 8), None),
+        (torch.ones(8), torch.ones(4, 8), None),
+        (torch.ones(2, 8), torch.ones(8, 4).T, None),
+        (torch.ones(2, 8), torch.ones(4, 8), torch.ones(2)),
+    ],
+    ids=("widths", "dimensions", "not dense", "bias"),
+)
+def test_a_product_that_cannot_be_is_refused(backend: str, x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
+    with pytest.raises((RuntimeError, IndexError)):
+        BACKENDS[backend]().linear(x, weight, bias)
