@@ -73,17 +73,17 @@ def load_ops(device: torch.device, dtype: torch.dtype, *, reference: bool = Fals
         if backend.missing is not None:
             log.debug("no kernels %s: %s", backend.name, backend.missing)
             continue
-        verdicts = _verdicts(backend.name, dtype, device)
-        return Loaded(backend.name, mended(backend.load(), verdicts), verdicts)
+        return _checked(backend.name, dtype, device)
     if not reference:
         log.warning("there are no kernels for %s on %s: plain torch is used, which is slower", dtype, device)
     return Loaded(REFERENCE, ReferenceOps(), [])
 
 
 @cache  # what was found once in a process holds for all of it
-def _verdicts(name: str, dtype: torch.dtype, device: torch.device) -> list[Verdict]:
-    verdicts = checked(BACKENDS[name][1](), dtype, device)
+def _checked(name: str, dtype: torch.dtype, device: torch.device) -> Loaded:
+    ops = BACKENDS[name][1]()
+    verdicts = checked(ops, dtype, device)
     for verdict in verdicts:
         if verdict.fault is not None:
             log.error("KERNEL FAILS ITS CHECK, plain torch is used: %s of %s: %s", verdict.op, name, verdict.fault)
-    return verdicts
+    return Loaded(name, mended(ops, verdicts), verdicts)

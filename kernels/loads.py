@@ -19,7 +19,8 @@ from kernels.store import KVStore, block_bytes
 
 GIBIBYTE = 1 << 30
 WIDTH, INNER = 896, 4864
-LAYERS = [LayerSpec(2, 14, 64, 64, scale=0.125)] * 24
+KV_HEADS, HEADS, DIM = 2, 14, 64
+LAYERS = [LayerSpec(KV_HEADS, HEADS, DIM, DIM, scale=DIM**-0.5)] * 24
 BLOCK = 32  # tokens
 
 
@@ -60,9 +61,9 @@ def add_rms_norm(dtype: torch.dtype, tokens: int) -> Calls:
 
 
 def rope(dtype: torch.dtype, tokens: int) -> Calls:
-    angles = torch.rand(tokens, 32)
+    angles = torch.rand(tokens, DIM // 2)
     turn = angles.cos(), angles.sin(), torch.arange(tokens)
-    return [(x.unflatten(-1, (16, 64)), *turn) for x in _rows(dtype, tokens, 16 * 64)]
+    return [(x.unflatten(-1, (HEADS + KV_HEADS, DIM)), *turn) for x in _rows(dtype, tokens, (HEADS + KV_HEADS) * DIM)]
 
 
 def silu_mul(dtype: torch.dtype, tokens: int) -> Calls:
@@ -117,7 +118,7 @@ class Texts:
 def attend(dtype: torch.dtype, context: int) -> Calls:
     """One query of one sequence a call."""
     texts = Texts(dtype, context)
-    q = numbers(14 * 64, dtype).view(1, 14, 64)
+    q = numbers(HEADS * DIM, dtype).view(1, HEADS, DIM)
     out = torch.empty_like(q)
     return [(out, q, texts.store, layer, at, LAYERS[layer]) for at, layer in texts.rows()]
 
@@ -125,7 +126,7 @@ def attend(dtype: torch.dtype, context: int) -> Calls:
 def write_kv(dtype: torch.dtype, context: int) -> Calls:
     """One token of one sequence a call."""
     texts = Texts(dtype, context)
-    k = numbers(2 * 64, dtype).view(1, 2, 64)
+    k = numbers(KV_HEADS * DIM, dtype).view(1, KV_HEADS, DIM)
     return [(texts.store, layer, k, k, at) for at, layer in texts.rows()]
 
 
@@ -136,13 +137,13 @@ def gather(dtype: torch.dtype, context: int) -> Calls:
 
 def repeat_kv_heads(dtype: torch.dtype, context: int) -> Calls:
     """All keys of one text a call."""
-    return [(x.unflatten(-1, (2, 64)), 7) for x in _rows(dtype, context, 2 * 64)]
+    return [(x.unflatten(-1, (KV_HEADS, DIM)), HEADS // KV_HEADS) for x in _rows(dtype, context, KV_HEADS * DIM)]
 
 
 def repeat_kv_heads_step(dtype: torch.dtype, context: int) -> Calls:
     """The last key of one text a call, into a mirror of all of them."""
-    x = numbers(2 * 64, dtype).view(1, 2, 64)
-    mirrors = _rows(dtype, 14 * context, 64).unflatten(1, (14, context))
+    x = numbers(KV_HEADS * DIM, dtype).view(1, KV_HEADS, DIM)
+    mirrors = _rows(dtype, HEADS * context, DIM).unflatten(1, (HEADS, context))
     return [(mirror, x, context - 1) for mirror in mirrors]
 
 

@@ -4,7 +4,7 @@
 // Some query rows of one KV head, those of a group (GQA) included, go over the keys together, so that every key is read
 // once for all of them. Keys come in tiles of TILE positions, counted from 0, and tiles in splits of SPLIT positions.
 // Each split is summed by itself, and the sums are merged in order. So the result depends on positions alone: not on
-// where keys lie, on other sequences, on threads, or on how a text was cut into steps.
+// where keys lie, on other sequences, on threads, or on how a text was cut into steps. Knows neither tensors nor threads.
 #pragma once
 
 #include <cmath>
@@ -98,7 +98,7 @@ class Head {
         if (!tile_.seen.empty()) attend_tile(tile);
       }
       for (int64_t r = 0; r < rows_.count; ++r) {
-        split_.total[r] = reduce(load(weights_ + r * W), [](const Vec& a, const Vec& b) { return a + b; });
+        split_.total[r] = sum(load(weights_ + r * W));
         sums.merge(r, split_.top[r], split_.total[r], split_.values + r * width_, width_);
       }
     }
@@ -114,7 +114,7 @@ class Head {
 
   Range seen_in(int64_t tile) const {
     const Range parts[] = {
-        {std::max(tile, sight_.first(oldest_).begin), std::min(tile + TILE, sight_.first(newest_).end)},
+        {std::max(tile, sight_.sinks_of(oldest_).begin), std::min(tile + TILE, sight_.sinks_of(newest_).end)},
         {std::max(tile, sight_.latest(oldest_).begin), std::min(tile + TILE, newest_ + 1)}};
     Range all{tile + TILE, tile};
     for (const Range& part : parts)
@@ -158,15 +158,14 @@ class Head {
       for (int64_t r = 0; r < rows_.count; ++r) hide(r, tile);
     for (int64_t r = 0; r < rows_.count; ++r) softmax(r);
     const int64_t skip = tile_.seen.begin - tile;
+    // Values are multiplied where they lie, unless they are int8, are read often, or end within a vector.
     if constexpr (!std::is_same_v<T, int8_t>)
-      if (direct()) return add_values(skip, [v = tile_.v + skip](int64_t j) { return v[j]; });
+      if (rows_.count <= ROWS && v_.dim == width_)
+        return add_values(skip, [v = tile_.v + skip](int64_t j) { return v[j]; });
     const int64_t end = tile_.seen.end - tile;
     for (int64_t j = skip; j < end; ++j) read_vector(tile_.v[j], v_tile_ + j * width_, v_.dim);
     add_values(skip, [this, skip](int64_t j) { return v_tile_ + (skip + j) * width_; });
   }
-
-  // Values are multiplied where they lie, unless they are read often, or end within a vector, or are int8.
-  bool direct() const { return !std::is_same_v<T, int8_t> && rows_.count <= ROWS && v_.dim == width_; }
 
   template <typename Value>
   void add_values(int64_t skip, const Value& value) {
@@ -201,13 +200,13 @@ class Head {
     for (int64_t j = W; j < TILE; j += W) highest = at::vec::clamp_min(load(p + j), highest);
     if ((highest > Vec(split_.top[r])).zero_mask() != (1 << W) - 1) raise(r, highest);  // some lane is higher
     const Vec top(split_.top[r]);
-    Vec sum = load(weights_ + r * W);
+    Vec weights = load(weights_ + r * W);
     for (int64_t j = 0; j < TILE; j += W) {
       const Vec weight = (load(p + j) - top).exp_u20();
       weight.store(p + j);
-      sum = sum + weight;
+      weights = weights + weight;
     }
-    sum.store(weights_ + r * W);
+    weights.store(weights_ + r * W);
   }
 
   void raise(int64_t r, Vec highest) {
@@ -224,9 +223,9 @@ class Head {
   // Nothing but what the row sees keeps its score.
   void hide(int64_t r, int64_t tile) {
     const int64_t query = rows_.position(r);
-    const Range latest = sight_.latest(query), first = sight_.first(query);
+    const Range latest = sight_.latest(query), kept = sight_.sinks_of(query);
     for (int64_t j = 0; j < TILE; ++j)
-      if (!latest.has(tile + j) && !first.has(tile + j)) p_[r * TILE + j] = HIDDEN;
+      if (!latest.has(tile + j) && !kept.has(tile + j)) p_[r * TILE + j] = HIDDEN;
   }
 
   Plane<T> k_, v_;

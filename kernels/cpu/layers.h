@@ -1,5 +1,5 @@
 // What surrounds attention, row by row: norms, rotation, gates. All arithmetic in float32, results rounded once to T
-// unless it says otherwise.
+// unless it says otherwise. Knows neither tensors nor threads.
 #pragma once
 
 #include <cmath>
@@ -25,8 +25,8 @@ void rms_norm_row(const T* x, const Weight* weight, float eps, T* y, int64_t d) 
     squares = at::vec::fmadd(v, v, squares);
   }
   for (; i < d; ++i) rest += static_cast<float>(x[i]) * static_cast<float>(x[i]);
-  const float sum = reduce(squares, [](const Vec& a, const Vec& b) { return a + b; }) + rest;
-  const float factor = 1.f / std::sqrt(sum / static_cast<float>(d) + eps);
+  const float total = sum(squares) + rest;
+  const float factor = 1.f / std::sqrt(total / static_cast<float>(d) + eps);
   for (i = 0; i < d; ++i) {
     const float normed = static_cast<float>(x[i]) * factor;
     const float rounded = std::is_same_v<Weight, float> ? normed : static_cast<float>(static_cast<T>(normed));

@@ -1,7 +1,7 @@
 // y = x w^T for few rows of x: every weight comes from memory once, in the order in which it lies, for all of them.
 //
 // Each number of y is a chain of fused multiply-adds in the order of k and a sum over lanes, so it does not depend on how
-// many rows or weights are computed beside it.
+// many rows or weights are computed beside it. Knows neither tensors nor threads.
 #pragma once
 
 #include <algorithm>
@@ -31,14 +31,14 @@ inline void group_row(const X* x, int64_t k, int64_t row, int64_t rows, float* t
 template <typename T, int R, int N>
 inline void linear_block(const float* x, int64_t rows, const T* w, int64_t pitch, int64_t k, float (&y)[R][N]) {
   constexpr int64_t G = GROUP<T>;
-  Raw sum[R][N];
-  unroll<R>([&](auto r) { unroll<N>([&](auto n) { sum[r][n] = Vec(0.f); }); });
+  Raw sums[R][N];
+  unroll<R>([&](auto r) { unroll<N>([&](auto n) { sums[r][n] = Vec(0.f); }); });
   const auto add = [&](auto n, const T* weights, const float* numbers) __attribute__((always_inline)) {
     Raw group[G / W];
     load_group(weights, group);
     unroll<R>([&](auto r) {
       unroll<G / W>([&](auto v) {
-        sum[r][n] = at::vec::fmadd(load(numbers + r * G + v * W), Vec(group[v]), Vec(sum[r][n]));
+        sums[r][n] = at::vec::fmadd(load(numbers + r * G + v * W), Vec(group[v]), Vec(sums[r][n]));
       });
     });
   };
@@ -54,7 +54,7 @@ inline void linear_block(const float* x, int64_t rows, const T* w, int64_t pitch
       add(n, rest, x + i * rows);
     });
   unroll<R>([&](auto r) {
-    unroll<N>([&](auto n) { y[r][n] = reduce(Vec(sum[r][n]), [](const Vec& a, const Vec& b) { return a + b; }); });
+    unroll<N>([&](auto n) { y[r][n] = sum(Vec(sums[r][n])); });
   });
 }
 

@@ -28,7 +28,7 @@ def load(name: str) -> CpuOps:
         torch.ops.load_library(library)
     except OSError as error:  # built for another torch
         raise KernelsMissing(f"{library.name} cannot be loaded, so install the project once more: {error}") from None
-    return CpuOps(getattr(torch.ops, f"kvmux_{name}"), _native())
+    return CpuOps(getattr(torch.ops, f"kvmux_{name}"), fast_halves())
 
 
 def usable() -> tuple[str, ...]:
@@ -38,8 +38,8 @@ def usable() -> tuple[str, ...]:
     return {"AVX512": ("avx512", "avx2"), "AVX2": ("avx2",)}.get(torch.backends.cpu.get_cpu_capability(), ())
 
 
-def _native() -> frozenset[torch.dtype]:
-    """Halves that this machine has instructions for; torch multiplies large matrices of others at a crawl."""
+def fast_halves() -> frozenset[torch.dtype]:
+    """Those this machine has instructions for; torch multiplies large matrices of others at a crawl."""
     halves = {
         torch.bfloat16: ("avx512_bf16", "amx_bf16", "bf16"),
         torch.float16: ("avx512_fp16", "amx_fp16", "fp16_arith"),

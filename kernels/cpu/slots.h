@@ -1,8 +1,11 @@
-// Where the keys of a row lie, and which of them a query sees: `kernels.ops.Slots` and the windows of `attend`.
+// Where the keys of a row lie, how one is read and written, and which of them a query sees: `kernels.ops.Slots`, the
+// vectors of `kernels/store.py`, the windows of `attend`. Knows nothing of scores.
 #pragma once
 
 #include <algorithm>
 #include <cstdint>
+
+#include "vector.h"
 
 namespace kvmux {
 
@@ -36,6 +39,34 @@ struct Plane {
   }
 };
 
+// A key or value of n numbers as float32, wherever its scale is.
+template <typename T>
+inline void read_vector(const T* from, float* to, int64_t n) {
+  to_float(from, to, n);
+}
+
+inline void read_vector(const int8_t* from, float* to, int64_t n) {
+  float scale;
+  std::memcpy(&scale, from + n, sizeof(scale));
+  for (int64_t i = 0; i < n; ++i) to[i] = static_cast<float>(from[i]) * scale;
+}
+
+// The reverse: the largest number of an int8 vector becomes 127 or -127, as reference.py has it.
+template <typename T, typename KV>
+inline void write_vector(const T* from, KV* to, int64_t n) {
+  for (int64_t i = 0; i < n; ++i) to[i] = static_cast<KV>(static_cast<float>(from[i]));
+}
+
+template <typename T>
+inline void write_vector(const T* from, int8_t* to, int64_t n) {
+  constexpr float TINY = 1e-30f;
+  float largest = 0.f;
+  for (int64_t i = 0; i < n; ++i) largest = std::max(largest, std::abs(static_cast<float>(from[i])));
+  const float scale = largest / 127.f, divisor = std::max(scale, TINY);
+  for (int64_t i = 0; i < n; ++i) to[i] = static_cast<int8_t>(std::nearbyint(static_cast<float>(from[i]) / divisor));
+  std::memcpy(to + n, &scale, sizeof(scale));
+}
+
 struct Range {
   int64_t begin, end;
   bool empty() const { return begin >= end; }
@@ -47,7 +78,7 @@ struct Sight {
   int64_t reach, model_reach, sinks;
 
   Range latest(int64_t query) const { return {std::max<int64_t>(0, query - reach + 1), query + 1}; }
-  Range first(int64_t query) const {
+  Range sinks_of(int64_t query) const {
     return {std::max<int64_t>(0, query - model_reach + 1), std::min(sinks, query + 1)};
   }
 };

@@ -1,6 +1,7 @@
 // Vectors of float32, whatever the instruction set, and what they are loaded from and stored to.
 //
-// ATen's Vectorized is as wide as the flags say that this file is compiled with: see setup.py.
+// ATen's Vectorized is as wide as the flags say that this file is compiled with: see setup.py. Knows neither keys nor
+// values, nor what is computed with its numbers.
 #pragma once
 
 #include <ATen/cpu/vec/functional.h>
@@ -89,34 +90,6 @@ inline void to_float(const T* from, float* to, int64_t n) {
 
 inline void to_float(const float* from, float* to, int64_t n) { std::memcpy(to, from, n * sizeof(float)); }
 
-// A vector of n numbers as float32, wherever its scale is.
-template <typename T>
-inline void read_vector(const T* from, float* to, int64_t n) {
-  to_float(from, to, n);
-}
-
-inline void read_vector(const int8_t* from, float* to, int64_t n) {
-  float scale;
-  std::memcpy(&scale, from + n, sizeof(scale));
-  for (int64_t i = 0; i < n; ++i) to[i] = static_cast<float>(from[i]) * scale;
-}
-
-// The reverse. The largest number of an int8 vector becomes 127 or -127, as reference.py has it.
-template <typename T, typename KV>
-inline void write_vector(const T* from, KV* to, int64_t n) {
-  for (int64_t i = 0; i < n; ++i) to[i] = static_cast<KV>(static_cast<float>(from[i]));
-}
-
-template <typename T>
-inline void write_vector(const T* from, int8_t* to, int64_t n) {
-  constexpr float TINY = 1e-30f;
-  float largest = 0.f;
-  for (int64_t i = 0; i < n; ++i) largest = std::max(largest, std::abs(static_cast<float>(from[i])));
-  const float scale = largest / 127.f, divisor = std::max(scale, TINY);
-  for (int64_t i = 0; i < n; ++i) to[i] = static_cast<int8_t>(std::nearbyint(static_cast<float>(from[i]) / divisor));
-  std::memcpy(to + n, &scale, sizeof(scale));
-}
-
 // n numbers, each times `factor`, rounded to T.
 template <typename T>
 inline void from_float(const float* from, float factor, T* to, int64_t n) {
@@ -127,6 +100,10 @@ inline void from_float(const float* from, float factor, T* to, int64_t n) {
 template <typename Operation>
 inline float reduce(Vec v, const Operation& operation) {
   return at::vec::vec_reduce_all<float>(operation, v);
+}
+
+inline float sum(Vec v) {
+  return reduce(v, [](const Vec& a, const Vec& b) { return a + b; });
 }
 
 // The numbers of two vectors, each in turn: of their first halves, and of their second halves.

@@ -52,6 +52,8 @@ def build_engine(settings: Settings) -> Engine:
     dtype = choose_dtype(settings.dtype, facts.dtype, device)
     kernels = load_ops(device, dtype, reference=settings.kernels == "reference")
     max_seq_len = _max_seq_len(settings, facts)
+    if settings.threads is not None:  # for loading, too
+        torch.set_num_threads(settings.threads)
     model = load_model(
         directory,
         settings.model_impl,

@@ -9,6 +9,7 @@ import psutil
 import torch
 
 from config.settings import Settings, SettingsError
+from kernels.cpu.load import fast_halves
 
 CORES = torch.get_num_threads()  # as torch finds them, OMP_NUM_THREADS included
 SMALL = 128 << 20  # bytes of a model that a cache holds, or nearly
@@ -30,7 +31,7 @@ def choose_dtype(wanted: str, checkpoint: str, device: torch.device) -> torch.dt
     """Of activations, keys and values. auto: the checkpoint's, but float32 on a CPU that would emulate it."""
     if wanted == "auto":
         wanted = checkpoint
-        if device.type == "cpu" and not (wanted == "bfloat16" and _cpu_has_bfloat16()):
+        if device.type == "cpu" and not (wanted == "bfloat16" and torch.bfloat16 in fast_halves()):
             wanted = "float32"
     dtype = getattr(torch, wanted, None)
     if dtype not in WEIGHT_DTYPES.values():
@@ -69,7 +70,3 @@ def _container_memory() -> int:
         return int((cgroup / "memory.max").read_text()) - int((cgroup / "memory.current").read_text())
     except (OSError, ValueError):  # no such file, or "max"
         return sys.maxsize
-
-
-def _cpu_has_bfloat16() -> bool:
-    return torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()

@@ -154,7 +154,7 @@ AUTO_DTYPES = [  # device, of the checkpoint, fast bfloat16 on the CPU -> what i
 def test_auto_takes_the_checkpoints_type_where_the_device_is_fast_at_it(
     monkeypatch: pytest.MonkeyPatch, where: str, checkpoint: str, fast: bool, expected: torch.dtype
 ) -> None:
-    monkeypatch.setattr(device, "_cpu_has_bfloat16", lambda: fast)
+    monkeypatch.setattr(device, "fast_halves", lambda: frozenset({torch.bfloat16} if fast else ()))
     assert choose_dtype("auto", checkpoint, torch.device(where)) is expected
     assert choose_dtype("float16", checkpoint, torch.device(where)) is torch.float16
     assert choose_weights(Settings(), expected) is expected
