@@ -7,10 +7,11 @@ moves state in `commit` alone, so that a failed one can be repeated; open, grow,
 
 from __future__ import annotations
 
+import time
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple, Protocol, runtime_checkable
 
 import torch
 from pydantic import BaseModel, ConfigDict
@@ -19,15 +20,30 @@ from torch import Tensor
 from kernels.arena import Arena
 from kernels.ops import LayerSpec, Ops
 
+Miss = Literal["cold", "short", "evicted", "window", "busy", "salt", "tenant", "bypass"]
+"""Why open() found no more of a prompt than it did.
+
+cold: it was never there, or so long ago that it is forgotten; short: what is left does not fill a block; evicted: it
+had to make room; window: the strategy forgets, so that nobody could go on from there; busy: it is there, but in use,
+and this strategy does not share; salt: it is there under another salt of the same tenant; tenant: under one of another
+tenant, which only the operator is told; bypass: the request wanted no more to be looked up.
+"""
+
+
+def tenant_of(salt: str) -> str:
+    """A salt is `tenant/what the tenant added`."""
+    return salt.partition("/")[0]
+
 
 class Seat:
-    """One request's place in one cache; to everybody else opaque but for two numbers."""
+    """One request's place in one cache; to everybody else opaque but for two numbers and a word."""
 
-    __slots__ = ("cached", "length")
+    __slots__ = ("cached", "length", "miss")
 
     def __init__(self, length: int = 0) -> None:
         self.length = length  # committed tokens: the next row starts here
         self.cached = length  # of these, found at open; may shrink until the seat's first row has run
+        self.miss: Miss | None = "cold"  # why open() found no more; None: it found all there could be
 
 
 class Row(NamedTuple):
@@ -48,6 +64,7 @@ class Contract(NamedTuple):
     replayable: bool  # recomputing all tokens from the first gives the same state
     chunk_invariant: bool  # the state does not depend on how the tokens were cut into rows
     max_row: int | None  # tokens a row may carry at most; the scheduler cuts chunks to it
+    reusable: bool = False  # a later sequence can go on from where a closed one with the same beginning was
 
 
 KEEPS_EVERYTHING = Contract(
@@ -68,7 +85,7 @@ class Usage(NamedTuple):
     seats: int  # open
     tokens: int  # committed in open seats, shared ones counted once
     reserved: int  # held in the arena
-    used: int  # holding tokens of open seats
+    used: int  # holding tokens of open seats, or of pins
     idle: int  # holding tokens of nobody, kept in case somebody wants them again
     wasted: int  # held and empty
     limit: int  # that it may hold at most
@@ -93,6 +110,8 @@ class CacheSetup:
     geometry: Geometry
     arena: Arena
     ops: Ops
+    model: str = ""  # what tells its keys from those of other models
+    clock: Callable[[], float] = time.monotonic
 
 
 class Options(BaseModel):
@@ -166,7 +185,7 @@ class KVCache(ABC):
         """A seat for a sequence that begins with these tokens; None: no room now.
 
         Its first `cached` == `length` tokens (at most max_cached) need not be computed again; the last one always is.
-        `salt` keeps apart what must not be shared.
+        `salt` keeps apart what must not be shared: its tenant, a slash, and whatever the tenant added.
         """
 
     def ready(self, seat: Seat) -> bool:
@@ -200,6 +219,10 @@ class KVCache(ABC):
         """Gives idle pages back to the arena, oldest first, until it gave that many; how many it gave."""
         return 0
 
+    def pinned_pages(self) -> Collection[int]:
+        """Pages that stay though nobody uses them."""
+        return ()
+
     # ---------------------------------------------------------------- engine
     def poll(self) -> None:  # noqa: B027 - most have nothing to do
         """A step begins: land finished restores. Never waits."""
@@ -226,3 +249,55 @@ class KVCache(ABC):
     @abstractmethod
     def check_integrity(self) -> None:
         """Asserts that the books add up, for the open seats it knows."""
+
+
+# ---------------------------------------------------------------- what a strategy may have besides
+class PinError(Exception):
+    """A prefix cannot be pinned; the message says why."""
+
+
+class Pin(NamedTuple):
+    """A prefix that stays in memory though nobody may be using it."""
+
+    id: str
+    num_tokens: int
+    num_bytes: int
+    salt: str
+    expires: float  # monotonic seconds
+
+
+@runtime_checkable
+class Retaining(Protocol):
+    """Keeps what requests leave behind for as long as they are told."""
+
+    def retain(self, seat: Seat, *, priority: int, ttl: float | None) -> None:
+        """What a seat leaves: higher priorities stay longer; after `ttl` seconds it goes first (None: as set)."""
+
+
+@runtime_checkable
+class Clearing(Protocol):
+    """Can be told to forget."""
+
+    def clear(self, salt: str | None = None) -> int:
+        """Forgets what nobody uses, under one salt or all; bytes. What is in use is found by nobody new from now on."""
+
+
+@runtime_checkable
+class Pinning(Protocol):
+    """Can be told not to forget."""
+
+    def pin(self, tokens: Sequence[int], *, salt: str, ttl: float) -> Pin:
+        """Holds the longest known beginning of a text. Raises PinError."""
+
+    def unpin(self, pin_id: str) -> bool:
+        """Whether there was such a pin."""
+
+    def pins(self) -> Sequence[Pin]: ...
+
+
+@runtime_checkable
+class Inspectable(Protocol):
+    """Shows what it holds."""
+
+    def inspect(self) -> dict[str, Any]:
+        """JSON: its seats, and its blocks by state."""

@@ -1,28 +1,20 @@
-"""The blocks one instance holds, with reference counts. Knows the arena; not tokens, keys or who refers.
-
-A block with no references is either given back or, if its owner wants it kept, idle: still filled, oldest first in line
-to be given back.
-"""
+"""The blocks one instance holds, with reference counts. Knows the arena; not tokens, keys, or who refers."""
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Mapping
 
 from kernels.arena import Arena
 
 
 class BlockPool:
-    """Block ids (the number of the first page) and how many seats refer to each."""
+    """Block ids (the number of the first page) and how many refer to each: seats, copies under way, pins."""
 
-    def __init__(self, arena: Arena, owner: str, run: int, *, keep: Callable[[int], bool]) -> None:
-        """`keep(block)` says whether a block without references stays as idle."""
+    def __init__(self, arena: Arena, owner: str, run: int) -> None:
         self._arena = arena
         self._owner = owner
         self._run = run
-        self._keep = keep
         self._references: dict[int, int] = {}
-        self._idle: OrderedDict[int, None] = OrderedDict()
 
     def take(self) -> int | None:
         """A block with one reference; None: no room."""
@@ -31,46 +23,32 @@ class BlockPool:
             self._references[block] = 1
         return block
 
-    def hold(self, block: int) -> None:
-        """One more reference."""
+    def hold(self, block: int) -> bool:
+        """One more reference; whether it is the first."""
         self._references[block] += 1
-        self._idle.pop(block, None)
+        return self._references[block] == 1
 
-    def drop(self, block: int) -> None:
-        """One reference less; without any, the block is idle or gone."""
+    def drop(self, block: int) -> bool:
+        """One reference less; whether it was the last. The block stays until it is given back."""
+        assert self._references[block] > 0
         self._references[block] -= 1
-        if self._references[block]:
-            return
-        if self._keep(block):
-            self._idle[block] = None
-        else:
-            self._free(block)
+        return not self._references[block]
 
     def shared(self, block: int) -> bool:
         return self._references[block] > 1
 
-    def oldest_idle(self) -> int | None:
-        return next(iter(self._idle), None)
-
-    def evict(self, block: int) -> None:
-        """An idle block goes back to the arena."""
-        del self._idle[block]
-        self._free(block)
-
-    def _free(self, block: int) -> None:
+    def give(self, block: int) -> None:
+        """A block without references, back to the arena."""
+        assert not self._references[block]
         del self._references[block]
         self._arena.give(self._owner, block, self._run)
-
-    @property
-    def num_idle(self) -> int:
-        return len(self._idle)
 
     def __len__(self) -> int:
         return len(self._references)
 
-    def check_integrity(self, references: dict[int, int]) -> None:
-        """`references`: those that the caller knows of, by block."""
+    def check_integrity(self, references: Mapping[int, int], idle: int) -> None:
+        """`references`: those that the caller knows of, by block; `idle`: how many blocks it keeps without any."""
         counted = {block: n for block, n in self._references.items() if n}
         assert counted == {block: n for block, n in references.items() if n}
-        assert set(self._idle) == {block for block, n in self._references.items() if not n}
+        assert len(self._references) == len(counted) + idle
         assert self._arena.held(self._owner) == len(self._references) * self._run

@@ -1,7 +1,7 @@
 """paged: blocks of a few tokens, taken as a sequence grows and found again by later sequences with the same beginning.
 
-After vLLM's PagedAttention (Kwon et al., 2023). This file only wires its parts: `BlockPool` counts references,
-`PrefixIndex` knows which block holds which tokens, `PendingBlocks` who computes a block that others wait for.
+After vLLM's PagedAttention (Kwon et al., 2023). This file only wires its parts: `ResidentBlocks` (references, names,
+and which idle block goes first), `PrefixNames`, `PendingBlocks` (who computes a block that others wait for), `Pins`.
 
 Only full blocks are shared. A block that several seats refer to, or that has a name, is never written: the writer gets
 a copy first, and the source stays referenced until the copy has run.
@@ -9,16 +9,22 @@ a copy first, and the source stays referenced until the copy has run.
 
 from __future__ import annotations
 
+import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
-from pydantic import Field
+from pydantic import Field, field_validator
 
-from cache_strategies.base import KEEPS_EVERYTHING, CacheSetup, Geometry, Plan, Row, Seat, Usage
+from cache_strategies.base import KEEPS_EVERYTHING, CacheSetup, Geometry, Miss, Pin, PinError, Plan, Row, Seat, Usage
 from cache_strategies.block_pool import BlockPool
-from cache_strategies.prefix_index import Name, PendingBlocks, PrefixIndex, PrefixNames
+from cache_strategies.eviction import load_policy
+from cache_strategies.eviction.retention import Retained
+from cache_strategies.pins import Pins
+from cache_strategies.prefix_index import Name, PendingBlocks, PrefixNames
+from cache_strategies.resident import ResidentBlocks
 from cache_strategies.table import TableCache, TableOptions, TableSeat
+from config.settings import SettingsError
 
 
 class PagedOptions(TableOptions):
@@ -26,18 +32,33 @@ class PagedOptions(TableOptions):
 
     block_size: int = Field(32, ge=1, le=1024, description="tokens of a block")
     prefix_cache: bool = Field(True, description="share blocks between sequences that begin alike")
+    eviction: str = Field("lru", description="which idle block goes first: lru, s3fifo, or what a plug-in registered")
+    ttl: float | None = Field(
+        None, gt=0, description="seconds after which a block that nobody used goes before all others"
+    )
+
+    @field_validator("eviction")
+    @classmethod
+    def _known(cls, value: str) -> str:
+        try:
+            load_policy(value)
+        except SettingsError as error:
+            raise ValueError(str(error)) from None
+        return value
 
 
 class PagedSeat(TableSeat):
     """A seat that knows its tokens, to name the blocks they fill."""
 
-    __slots__ = ("names", "salt", "tokens")
+    __slots__ = ("names", "priority", "salt", "tokens", "ttl")
 
     def __init__(self, index: int, blocks: list[int], length: int, tokens: list[int], salt: str) -> None:
         super().__init__(index, blocks, length)
         self.tokens = tokens  # committed, and while the prompt is computed the rest of it too
         self.salt = salt
         self.names: list[Name | None] = []  # of the full blocks of `tokens`; None: not to be shared
+        self.priority = 0  # what it leaves is worth this much,
+        self.ttl = math.inf  # for so many seconds
 
 
 class PagedCache(TableCache):
@@ -48,13 +69,16 @@ class PagedCache(TableCache):
     def __init__(self, setup: CacheSetup, options: PagedOptions) -> None:
         super().__init__(setup, options)
         self.prefix_cache = options.prefix_cache
-        self.index = PrefixIndex()
+        pool = BlockPool(setup.arena, setup.name, self.store.run)
+        self.resident = ResidentBlocks(pool, Retained(load_policy(options.eviction), setup.clock), self.bytes_per_block)
         self.pending = PendingBlocks()
-        self.pool = BlockPool(setup.arena, setup.name, self.store.run, keep=lambda block: block in self.index)
-        self._prefix = PrefixNames(self.block_size, f"{setup.name}\0{self.store.dtype}")
+        self.pinned = Pins(setup.clock)
+        self._ttl = math.inf if options.ttl is None else options.ttl
+        self._prefix = PrefixNames(self.block_size, f"{setup.name}\0{self.store.dtype}\0{setup.model}")
         self._granted: set[int] = set()  # pending blocks that rows of this step complete
         self._copies: dict[int, int] = {}  # destination: source, to run before the next step writes
-        self.contract = KEEPS_EVERYTHING._replace(exact=not self.rounds, shareable=self.prefix_cache)
+        shared = self.prefix_cache
+        self.contract = KEEPS_EVERYTHING._replace(exact=not self.rounds, shareable=shared, reusable=shared)
 
     @classmethod
     def block_plan(cls, options: Any, geometry: Geometry) -> tuple[int, int]:
@@ -78,9 +102,10 @@ class PagedCache(TableCache):
         names = self._names_of(tokens, salt)
         blocks = self._found(names, _usable(tokens, max_cached))
         for block in blocks:  # hold them before anything is taken: taking may evict
-            self.pool.hold(block)
+            self.resident.hold(block)
         seat = PagedSeat(self.table.take(), blocks, len(blocks) * self.block_size, list(tokens), salt)
-        seat.names = list(names)
+        seat.names, seat.ttl = list(names), self._ttl
+        seat.miss = self._why_no_more(seat, tokens, max_cached)
         self.seats.add(seat)
         for block in blocks:
             self.pending.wait(block, seat)
@@ -88,8 +113,8 @@ class PagedCache(TableCache):
             self.close(seat)
             return None
         for i in range(seat.length // self.block_size, len(names)):
-            if self.index.find(names[i]) is None:
-                self.index.publish(names[i], blocks[i])
+            if self.resident.find(names[i]) is None:
+                self.resident.publish(names[i], blocks[i])
                 self.pending.promise(blocks[i], seat)
         self.table.write(seat)
         return seat
@@ -108,7 +133,7 @@ class PagedCache(TableCache):
         """Blocks of the longest known prefix, of at most `limit` tokens."""
         blocks: list[int] = []
         for name in names[: limit // self.block_size]:
-            block = self.index.find(name)
+            block = self.resident.find(name)
             if block is None:
                 break
             blocks.append(block)
@@ -123,10 +148,22 @@ class PagedCache(TableCache):
         if isinstance(heir, PagedSeat):
             heir.length = heir.cached = min(heir.length, heir.blocks.index(block) * self.block_size)
         elif mine:
-            self.index.forget(block)  # nobody will compute it
-        if not self.pool.shared(block) and block in self._copies:
-            self.pool.drop(self._copies.pop(block))
-        self.pool.drop(block)
+            self.resident.forget(block)  # nobody will compute it
+        if not self.resident.shared(block) and block in self._copies:
+            self.resident.drop(self._copies.pop(block))
+        self.resident.drop(block, priority=seat.priority, ttl=seat.ttl)
+
+    def _why_no_more(self, seat: PagedSeat, tokens: Sequence[int], max_cached: int | None) -> Miss | None:
+        """Looks at the first block that could have been found, and was not."""
+        found, there_could_be = seat.length // self.block_size, _usable(tokens, None) // self.block_size
+        if not self.prefix_cache:
+            return "bypass"
+        if found >= there_could_be:
+            return None if found else "short"
+        if found == _usable(tokens, max_cached) // self.block_size:
+            return "bypass"
+        name = self._name(seat, found)
+        return "short" if name is None else self.resident.why_missing(name)
 
     # ---------------------------------------------------------------- grow, crop, fork
     def ready(self, seat: Seat) -> bool:
@@ -157,7 +194,7 @@ class PagedCache(TableCache):
         if missing > 0 and not self.setup.arena.could_take(self.name, missing * self.store.run):
             return False
         while len(seat.blocks) < self._blocks_for(length):
-            block = self.pool.take()
+            block = self.resident.take()
             if block is None:
                 return False
             seat.blocks.append(block)
@@ -168,10 +205,10 @@ class PagedCache(TableCache):
         if i >= len(seat.blocks) or seat.blocks[i] in self.pending:
             return True
         block = seat.blocks[i]
-        if not self.pool.shared(block):
-            self.index.forget(block)
+        if not self.resident.shared(block):
+            self.resident.forget(block)
             return True
-        copy = self.pool.take()
+        copy = self.resident.take()
         if copy is None:
             return False
         self._copies[copy] = block  # the seat's reference to the source becomes the copy's
@@ -196,28 +233,82 @@ class PagedCache(TableCache):
         if self.table.full or any(block in self.pending or block in self._copies for block in blocks):
             return None  # half-way through its prompt or a copy: opening the child with the same tokens shares more
         for block in blocks:
-            self.pool.hold(block)
+            self.resident.hold(block)
         child = PagedSeat(self.table.take(), blocks, seat.length, seat.tokens[: seat.length], seat.salt)
         child.names = seat.names[: seat.length // self.block_size]
-        child.cached = seat.cached
+        child.cached, child.miss, child.priority, child.ttl = seat.cached, seat.miss, seat.priority, seat.ttl
         self.seats.add(child)
         self.table.write(child)
         return child
 
     def idle_pages(self) -> int:
-        return self.pool.num_idle * self.store.run
+        return self.resident.num_idle * self.store.run
 
     def reclaim(self, pages: int) -> int:
         given = 0
-        while given < pages and (block := self.pool.oldest_idle()) is not None:
-            self.index.forget(block)
-            self.pool.evict(block)
+        while given < pages and self.resident.num_idle:
+            self.resident.evict()
             given += self.store.run
         return given
+
+    # ---------------------------------------------------------------- what is kept, and for how long
+    def retain(self, seat: Seat, *, priority: int, ttl: float | None) -> None:
+        assert isinstance(seat, PagedSeat)
+        seat.priority, seat.ttl = priority, self._ttl if ttl is None else ttl
+
+    def clear(self, salt: str | None = None) -> int:
+        before = self.setup.arena.held(self.name)
+        for pin_id in self.pinned.under(salt):
+            self.unpin(pin_id)
+        self.resident.clear(salt)
+        return (before - self.setup.arena.held(self.name)) * self.setup.arena.page_bytes
+
+    def pin(self, tokens: Sequence[int], *, salt: str, ttl: float) -> Pin:
+        blocks = self._found(self._names_of(tokens, salt), len(tokens))
+        blocks = blocks[: next((i for i, block in enumerate(blocks) if block in self.pending), len(blocks))]
+        if not blocks:
+            raise PinError("nothing of this prefix is in the cache: send it as a prompt first, a full block at least")
+        pages = self.pinned_pages() | self._pages(blocks)
+        if (why_not := self.setup.arena.objection(self.name, pinned=pages)) is not None:
+            raise PinError(f"{why_not}: pin less, or wait until other pins are over")
+        for block in blocks:
+            self.resident.hold(block)
+        return self.pinned.add(blocks, len(blocks) * self.block_size, len(blocks) * self.bytes_per_block, salt, ttl)
+
+    def unpin(self, pin_id: str) -> bool:
+        blocks = self.pinned.remove(pin_id)
+        for block in reversed(blocks):
+            self.resident.drop(block)
+        return bool(blocks)
+
+    def pins(self) -> Sequence[Pin]:
+        return self.pinned.all()
+
+    def pinned_pages(self) -> set[int]:
+        return self._pages(self.pinned.blocks)
+
+    def _pages(self, blocks: Iterable[int]) -> set[int]:
+        return {page for block in blocks for page in range(block, block + self.store.run)}
+
+    def inspect(self) -> dict[str, Any]:
+        open_seats = Counter(block for seat in self.seats for block in seat.blocks)
+        states = {
+            "in_use": len(open_seats),
+            "shared": sum(1 for n in open_seats.values() if n > 1),  # of those in use
+            "pending": sum(1 for _ in self.pending.items()),
+            "pinned": len(self.pinned.blocks),
+            "idle": self.resident.num_idle,
+        }
+        seats = [
+            {"tokens": seat.length, "cached_tokens": seat.cached, "blocks": len(seat.blocks)} for seat in self.seats
+        ]
+        return {"block_size": self.block_size, "blocks": states, "seats": seats}
 
     # ---------------------------------------------------------------- engine
     def poll(self) -> None:
         self._granted.clear()
+        for pin_id in self.pinned.over():
+            self.unpin(pin_id)
 
     def plan(self, rows: Sequence[Row], *, pad_to: int = 0) -> Plan:
         if self._copies:
@@ -226,7 +317,7 @@ class PagedCache(TableCache):
 
     def commit(self, plan: Plan, tokens: Sequence[Sequence[int]]) -> None:
         for source in self._copies.values():
-            self.pool.drop(source)
+            self.resident.drop(source)
         self._copies.clear()
         self._granted.clear()
         for row, ids in zip(plan.rows, tokens, strict=True):
@@ -242,10 +333,10 @@ class PagedCache(TableCache):
             block = seat.blocks[i]
             if block in self.pending:
                 self.pending.computed(block)
-            elif self.prefix_cache and block not in self.index:
+            elif self.prefix_cache and not self.resident.named(block):
                 name = self._name(seat, i)
-                if name is not None and self.index.find(name) is None:
-                    self.index.publish(name, block)
+                if name is not None and self.resident.find(name) is None:
+                    self.resident.publish(name, block)
 
     def _name(self, seat: PagedSeat, i: int) -> Name | None:
         """Name of the seat's i-th block; computed once, from its parent's."""
@@ -267,22 +358,24 @@ class PagedCache(TableCache):
                 tokens = min(max(seat.length - i * self.block_size, 0), self.block_size)
                 filled[block] = max(filled.get(block, 0), tokens)
         tokens = sum(filled.values())
-        reserved, used = len(self.pool) * self.bytes_per_block, int(tokens * self.bytes_per_token)
-        idle = int(self.pool.num_idle * self.block_size * self.bytes_per_token)
+        reserved, used = len(self.resident) * self.bytes_per_block, int(tokens * self.bytes_per_token)
+        idle = int(self.resident.num_idle * self.block_size * self.bytes_per_token)
         limit = self.setup.arena.capacity(self.name) * self.setup.arena.page_bytes
         return Usage(len(self.seats), tokens, reserved, used, idle, reserved - used - idle, limit)
 
     def check_integrity(self) -> None:
         references = Counter(block for seat in self.seats for block in seat.blocks)
         references.update(self._copies.values())
-        self.pool.check_integrity(references)
-        self.index.check_integrity()
+        references.update(self.pinned.blocks)
+        self.resident.check_integrity(references)
         for seat in self.seats:
             assert isinstance(seat, PagedSeat)
             assert len(seat.blocks) >= self._blocks_for(seat.length)
             assert len(seat.tokens) >= seat.length
         for block, line in self.pending.items():
-            assert block in self.index
+            owner = line[0]
+            assert isinstance(owner, PagedSeat)
+            assert owner.length < (owner.blocks.index(block) + 1) * self.block_size <= len(owner.tokens)
             assert all(block in seat.blocks for seat in line if isinstance(seat, PagedSeat))
 
 

@@ -7,11 +7,20 @@ from __future__ import annotations
 
 import hashlib
 from array import array
+from collections import OrderedDict
 from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
-from cache_strategies.base import Seat
+from cache_strategies.base import Miss, Seat, tenant_of
 
-Name = bytes  # sha256: Python's hash() collides on purpose (GHSA-rm76-4mrf-v9r8)
+GHOSTS = 1 << 16  # names of evicted blocks that are remembered, to tell those who miss them
+
+
+class Name(NamedTuple):
+    """All that decides what is in a block, and who may see it."""
+
+    content: bytes  # sha256 over parent, tokens, instance, dtype, model: Python's hash() collides (GHSA-rm76-4mrf-v9r8)
+    salt: str
 
 
 class PrefixNames:
@@ -20,17 +29,17 @@ class PrefixNames:
     def __init__(self, block_size: int, scope: str) -> None:
         """`scope`: whatever else decides the contents: instance, dtype, model."""
         self._block_size = block_size
-        self._scope = scope
+        self._root = hashlib.sha256(scope.encode()).digest()
 
     def root(self, salt: str) -> Name:
         """The name before the first block; another salt shares nothing."""
-        return hashlib.sha256(f"{self._scope}\0{salt}".encode()).digest()
+        return Name(self._root, salt)
 
     def child(self, parent: Name, tokens: Sequence[int]) -> Name | None:
         """The name of the block after `parent`; None if it cannot be shared (it holds a nameless embedding)."""
         if min(tokens) < 0:
             return None
-        return hashlib.sha256(parent + array("q", tokens).tobytes()).digest()
+        return Name(hashlib.sha256(parent.content + array("q", tokens).tobytes()).digest(), parent.salt)
 
     def of(self, tokens: Sequence[int], salt: str) -> Iterator[Name]:
         """Names of the full blocks of a text, computed one by one."""
@@ -49,26 +58,64 @@ class PrefixIndex:
     def __init__(self) -> None:
         self._block: dict[Name, int] = {}
         self._name: dict[int, Name] = {}
+        self._salts: dict[bytes, set[str]] = {}  # under which the same content is known
+        self._evicted: OrderedDict[Name, None] = OrderedDict()
 
     def find(self, name: Name) -> int | None:
         return self._block.get(name)
+
+    def name(self, block: int) -> Name | None:
+        return self._name.get(block)
 
     def publish(self, name: Name, block: int) -> None:
         assert name not in self._block
         assert block not in self._name
         self._block[name], self._name[block] = block, name
+        self._salts.setdefault(name.content, set()).add(name.salt)
+        self._evicted.pop(name, None)
 
-    def forget(self, block: int) -> None:
-        """The block's contents are about to change, or go; no name, no effect."""
+    def forget(self, block: int) -> Name | None:
+        """The block's contents are about to change, or go; the name it had."""
         name = self._name.pop(block, None)
         if name is not None:
             del self._block[name]
+            salts = self._salts[name.content]
+            salts.remove(name.salt)
+            if not salts:
+                del self._salts[name.content]
+        return name
+
+    def evict(self, name: Name) -> int:
+        """Forgets a block for want of room; which it was."""
+        block = self._block[name]
+        self.forget(block)
+        self._evicted[name] = None
+        if len(self._evicted) > GHOSTS:
+            self._evicted.popitem(last=False)
+        return block
+
+    def why_missing(self, name: Name) -> Miss:
+        """What to tell whoever looked for a name that is not here."""
+        others = self._salts.get(name.content)
+        if name in self._evicted:
+            return "evicted"
+        if not others:
+            return "cold"
+        return "salt" if any(tenant_of(salt) == tenant_of(name.salt) for salt in others) else "tenant"
+
+    def names(self) -> Sequence[Name]:
+        return list(self._block)
 
     def __contains__(self, block: int) -> bool:
         return block in self._name
 
+    def __len__(self) -> int:
+        return len(self._name)
+
     def check_integrity(self) -> None:
         assert {block: name for name, block in self._block.items()} == self._name
+        assert sum(map(len, self._salts.values())) == len(self._block)
+        assert not self._evicted.keys() & self._block.keys()
 
 
 class PendingBlocks:

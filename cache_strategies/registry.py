@@ -143,5 +143,8 @@ def build(instances: Sequence[Instance], geometry: Geometry, arena: Arena, ops: 
         assert hasattr(cache, "contract"), f"{instance.cls.__name__}.__init__ sets no contract"
         floor, limit = share_pages(instance, arena.pages, arena.page_bytes)
         arena.set_share(instance.name, floor=floor, limit=limit)
+        shape = instance.cls.seat_shape(instance.options, geometry)
+        run = -(-shape.block_bytes // arena.page_bytes)
+        arena.expect(instance.name, shape.blocks * run, max(1, run))
         caches[instance.name] = cache
     return caches

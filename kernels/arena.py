@@ -6,13 +6,17 @@ and a limit (pages it may hold); both are plain numbers, so shares change while 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Collection
+from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from kernels.memory import allocate
+
+STRETCH = 1024  # pages
 
 
 class Owner(Protocol):
@@ -26,6 +30,10 @@ class Owner(Protocol):
         """Gives back idle pages until it gave that many; how many it gave."""
         ...
 
+    def pinned_pages(self) -> Collection[int]:
+        """Pages that it will not give back for a long time."""
+        ...
+
 
 @dataclass
 class _Share:
@@ -35,6 +43,9 @@ class _Share:
     floor: int
     limit: int
     held: int = 0
+    longest: int = 0  # pages of its longest sequence, for which there must always be room,
+    run: int = 1  # so many of them in one piece
+    reclaimed: int = 0  # idle pages it had to give so far
 
     @property
     def spare(self) -> int:
@@ -53,6 +64,7 @@ class Arena:
         self.page_bytes = page_bytes
         self.memory: Tensor = allocate(pages * page_bytes, device)
         self._taken = bytearray(pages)  # one byte a page: find() and rfind() then search at memory speed
+        self._full = bytearray(-(-pages // STRETCH))  # stretches without a free page, so that no search is long
         self._free = pages
         self._shares: dict[str, _Share] = {}
 
@@ -72,6 +84,10 @@ class Arena:
             if not self._reclaim(share, run):
                 return None
 
+    def expect(self, owner: str, longest: int, run: int) -> None:
+        """Its longest sequence takes so many pages, in pieces of `run`."""
+        self._shares[owner].longest, self._shares[owner].run = longest, run
+
     def give(self, owner: str, page: int, run: int = 1) -> None:
         """Pages back from `owner`."""
         assert self._taken[page : page + run] == b"\1" * run, "page given back twice"
@@ -82,7 +98,7 @@ class Arena:
         share = self._shares[owner]
         share.floor, share.limit = floor, limit
         if share.held > limit:
-            share.owner.reclaim(share.held - limit)
+            self._reclaim_from(share, share.held - limit)
 
     def could_take(self, owner: str, pages: int) -> bool:
         """Whether that many single pages could be taken, idle ones given back. Changes nothing."""
@@ -92,6 +108,42 @@ class Arena:
         free = self._free + own_idle + sum(s.spare for s in others)
         promised = sum(max(0, s.floor - s.held) for s in others)
         return share.held - own_idle + pages <= share.limit and free - pages >= promised
+
+    def objection(
+        self, owner: str, *, floor: int | None = None, limit: int | None = None, pinned: Collection[int] | None = None
+    ) -> str | None:
+        """Why `owner` should not get this share, or pin these pages: somebody's longest sequence would have no room.
+
+        None: there is nothing against it.
+        """
+        shares, pins = dict(self._shares), {name: s.owner.pinned_pages() for name, s in self._shares.items()}
+        shares[owner] = replace(
+            shares[owner],
+            floor=shares[owner].floor if floor is None else floor,
+            limit=shares[owner].limit if limit is None else limit,
+        )
+        pins[owner] = pins[owner] if pinned is None else pinned
+        room = self._runs_beside({page for pages in pins.values() for page in pages}, shares.values())
+        for name, share in shares.items():
+            others = sum(max(s.floor, len(pins[n])) for n, s in shares.items() if n != name)
+            left = min(share.limit, self.pages - others) - len(pins[name])
+            if share.longest > left or share.longest > room[share.run]:
+                return f"{name} would have no room for its longest sequence, {share.longest * self.page_bytes} bytes"
+        return None
+
+    def _runs_beside(self, pinned: Collection[int], shares: Collection[_Share]) -> dict[int, int]:
+        """Pages in whole pieces of so many, were only `pinned` ones taken."""
+        edges = [-1, *sorted(pinned), self.pages]
+        gaps = [after - before - 1 for before, after in pairwise(edges)]
+        return {run: sum(gap // run * run for gap in gaps) for run in {share.run for share in shares}}
+
+    def share(self, owner: str) -> tuple[int, int]:
+        """Its floor and its limit."""
+        return self._shares[owner].floor, self._shares[owner].limit
+
+    def reclaimed(self, owner: str) -> int:
+        """Idle pages it has had to give so far."""
+        return self._shares[owner].reclaimed
 
     def held(self, owner: str) -> int:
         return self._shares[owner].held
@@ -116,10 +168,15 @@ class Arena:
         return share.held + run <= share.limit and self._free - run >= promised
 
     def _find(self, run: int) -> int:
-        return self._taken.find(0) if run == 1 else self._taken.rfind(bytes(run))
+        if run > 1:
+            return self._taken.rfind(bytes(run))
+        stretch = self._full.find(0)
+        return self._taken.find(0, stretch * STRETCH) if stretch >= 0 else -1
 
     def _mark(self, share: _Share, page: int, run: int, *, taken: bool) -> None:
         self._taken[page : page + run] = (b"\1" if taken else b"\0") * run
+        for stretch in range(page // STRETCH, (page + run - 1) // STRETCH + 1):
+            self._full[stretch] = self._taken.find(0, stretch * STRETCH, (stretch + 1) * STRETCH) < 0
         share.held += run if taken else -run
         self._free += -run if taken else run
 
@@ -130,15 +187,22 @@ class Arena:
         pages, not what lies in them, and these stay promised.
         """
         if share.held + run > share.limit:
-            return share.owner.reclaim(run)
+            return self._reclaim_from(share, run)
         scattered = self._allowed(share, run)
         for other in self._shares.values():
             spare = run if other is share or scattered else min(run, other.spare)
-            if spare > 0 and (given := other.owner.reclaim(spare)):
+            if spare > 0 and (given := self._reclaim_from(other, spare)):
                 return given
         return 0
+
+    def _reclaim_from(self, share: _Share, pages: int) -> int:
+        given = share.owner.reclaim(pages)
+        share.reclaimed += given
+        return given
 
     def check_integrity(self) -> None:
         """The books add up."""
         assert self._free == self._taken.count(0)
+        stretches = [self._taken[at : at + STRETCH] for at in range(0, self.pages, STRETCH)]
+        assert list(self._full) == [0 not in stretch for stretch in stretches]
         assert sum(s.held for s in self._shares.values()) == self.pages - self._free

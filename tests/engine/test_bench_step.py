@@ -22,7 +22,9 @@ def short(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_shares_are_of_the_whole_step(capsys: pytest.CaptureFixture[str]) -> None:
-    bench_step.main(["--json", "--threads", "1", "--sequences", "1", "3", "--context", "20", "--kv-cache", "contiguous"])
+    bench_step.main(
+        ["--json", "--threads", "1", "--sequences", "1", "3", "--context", "20", "--kv-cache", "contiguous"]
+    )
     by_sequences: dict[int, list[Any]] = defaultdict(list)
     for line in capsys.readouterr().out.splitlines():
         row = json.loads(line)
@@ -32,7 +34,13 @@ def test_shares_are_of_the_whole_step(capsys: pytest.CaptureFixture[str]) -> Non
         assert [row["what"] for row in rows] == [*(op.name for op in OPS), REST]
         assert sum(row["share"] for row in rows) == pytest.approx(1)
         assert all(row["milliseconds"] >= 0 for row in rows)
-        assert {row["what"] for row in rows if row["milliseconds"] > 0} >= {"linear", "attend", "write_kv", "rope", REST}
+        assert {row["what"] for row in rows if row["milliseconds"] > 0} >= {
+            "linear",
+            "attend",
+            "write_kv",
+            "rope",
+            REST,
+        }
 
 
 def test_the_engine_is_as_before(tiny: Path) -> None:

@@ -64,7 +64,7 @@ def test_a_kind_of_somebody_elses_is_loaded_by_its_entry_point(monkeypatch: pyte
         (
             "paged",
             {"block_sise": 8},
-            r"strategies\.it\.block_sise is no option.*its options are: block_size, kv_dtype, prefix_cache",
+            r"strategies\.it\.block_sise is no option.*options are: block_size, eviction, kv_dtype, prefix_cache, ttl",
         ),
         ("paged", {"block_size": 0}, r"strategies\.it\.block_size: .*greater than or equal to 1"),
         ("paged", {"block_size": 5000}, r"strategies\.it\.block_size: .*less than or equal to 1024"),
