@@ -188,6 +188,9 @@ class KVCache(ABC):
         `salt` keeps apart what must not be shared: its tenant, a slash, and whatever the tenant added.
         """
 
+    def retain(self, seat: Seat, *, priority: int, ttl: float | None) -> None:  # noqa: B027 - most have no choice
+        """What the seat will leave: higher priorities stay longer; after `ttl` seconds it goes first (None: as set)."""
+
     def ready(self, seat: Seat) -> bool:
         """False: it waits for another seat's prefill, or for a restore; do not schedule it in this step."""
         return True
@@ -264,14 +267,6 @@ class Pin(NamedTuple):
     num_bytes: int
     salt: str
     expires: float  # monotonic seconds
-
-
-@runtime_checkable
-class Retaining(Protocol):
-    """Keeps what requests leave behind for as long as they are told."""
-
-    def retain(self, seat: Seat, *, priority: int, ttl: float | None) -> None:
-        """What a seat leaves: higher priorities stay longer; after `ttl` seconds it goes first (None: as set)."""
 
 
 @runtime_checkable

@@ -1,27 +1,65 @@
 """contiguous: one run of memory a sequence, long enough for max_seq_len. The baseline: exact, simple, generous.
 
-A sequence's keys of one layer are one dense tensor, which `view` hands out without a copy.
+A sequence's keys of one layer are one dense tensor, which `view` hands out without a copy. The run of a closed sequence
+stays with its text as long as nobody else needs the memory: a later sequence takes the one it has most in common with,
+and goes on behind what they share (as llama.cpp's slots do). Two that run at once share nothing.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+from pydantic import Field
 from torch import Tensor
 
-from cache_strategies.base import KEEPS_EVERYTHING, CacheSetup, Geometry, Seat
+from cache_strategies.base import KEEPS_EVERYTHING, CacheSetup, Geometry, Miss, Plan, Seat, Usage
 from cache_strategies.slab import SlabCache
 from cache_strategies.table import TableOptions, TableSeat
+
+Ids = NDArray[np.int64]
+
+
+class ContiguousOptions(TableOptions):
+    """Options of a contiguous cache."""
+
+    prefix_cache: bool = Field(True, description="go on from a closed sequence with the same beginning")
+
+
+class ContiguousSeat(TableSeat):
+    """A seat that knows its committed tokens, for whoever comes after it."""
+
+    __slots__ = ("salt", "tokens")
+
+    def __init__(self, index: int, blocks: list[int], length: int = 0) -> None:
+        super().__init__(index, blocks, length)
+        self.tokens: list[int] = []
+        self.salt: str | None = None  # None: nobody shall go on from here
+
+
+@dataclass(frozen=True, eq=False)
+class Idle:
+    """What a closed sequence left."""
+
+    block: int
+    tokens: Ids
+    salt: str
 
 
 class ContiguousCache(SlabCache):
     """Slots are positions."""
 
-    options_type = TableOptions
+    options_type = ContiguousOptions
+    seat_type = ContiguousSeat
 
-    def __init__(self, setup: CacheSetup, options: TableOptions) -> None:
+    def __init__(self, setup: CacheSetup, options: ContiguousOptions) -> None:
         super().__init__(setup, options)
-        self.contract = KEEPS_EVERYTHING._replace(exact=not self.rounds)
+        self.prefix_cache = options.prefix_cache
+        self.contract = KEEPS_EVERYTHING._replace(exact=not self.rounds, reusable=self.prefix_cache)
+        self._idle: list[Idle] = []  # the oldest first
 
     @classmethod
     def block_plan(cls, options: Any, geometry: Geometry) -> tuple[int, int]:
@@ -33,3 +71,126 @@ class ContiguousCache(SlabCache):
         assert not self.rounds, "int8 means nothing without its scales"
         block = seat.blocks[0]
         return self.store.k(layer)[block, :, : seat.length], self.store.v(layer)[block, :, : seat.length]
+
+    # ---------------------------------------------------------------- open, close
+    def match(self, tokens: Sequence[int], *, salt: str = "", max_cached: int | None = None) -> int:
+        return self._find(tokens, salt, max_cached)[1]
+
+    def open(self, tokens: Sequence[int], *, salt: str = "", max_cached: int | None = None) -> Seat | None:
+        if self.table.full:
+            return None
+        left, common = self._find(tokens, salt, max_cached)
+        if left is None:
+            seat = self._open(0)
+        else:
+            self._idle.remove(left)
+            seat = self._seat(left.block, common)
+        if seat is None:
+            return None
+        assert isinstance(seat, ContiguousSeat)
+        seat.tokens, seat.salt = list(tokens[:common]), salt if self.prefix_cache else None
+        seat.miss = self._why_no_more(tokens, salt, common, max_cached)
+        return seat
+
+    def close(self, seat: Seat) -> None:
+        assert isinstance(seat, ContiguousSeat)
+        tokens = np.array(seat.tokens[: seat.length], np.int64)
+        known = _common(tokens >= 0, np.ones(len(tokens), bool))  # up to the first embedding, which has no name
+        if seat.salt is None or not known:
+            return super().close(seat)
+        self.seats.remove(seat)
+        self.table.give(seat.index)
+        self._idle.append(Idle(seat.blocks.pop(), tokens[:known], seat.salt))
+        return None
+
+    def _find(self, tokens: Sequence[int], salt: str, max_cached: int | None) -> tuple[Idle | None, int]:
+        """The idle text to go on from and the tokens in common; the latest of several equal ones.
+
+        One of which more than half would be lost is left alone while there is other memory.
+        """
+        ids = np.array(tokens, np.int64)
+        most = len(tokens) - 1 if max_cached is None else min(len(tokens) - 1, max_cached)
+        best, longest = None, 0
+        for left in self._idle:
+            common = min(most, _common(left.tokens, ids)) if left.salt == salt else 0
+            if common and common >= longest:
+                best, longest = left, common
+        if best is None or (2 * longest < len(best.tokens) and self.setup.arena.free >= self.store.run):
+            return None, 0
+        return best, longest
+
+    def _why_no_more(self, tokens: Sequence[int], salt: str, common: int, max_cached: int | None) -> Miss | None:
+        if common == len(tokens) - 1:
+            return None if common else "short"
+        if not self.prefix_cache or common == max_cached:
+            return "bypass"
+        begins = list(tokens[: common + 1])
+        seats = (seat for seat in self.seats if isinstance(seat, ContiguousSeat) and seat.salt == salt)
+        return "busy" if any(seat.tokens[: common + 1] == begins for seat in seats) else "cold"
+
+    # ---------------------------------------------------------------- while it is open
+    def commit(self, plan: Plan, tokens: Sequence[Sequence[int]]) -> None:
+        super().commit(plan, tokens)
+        for row, ids in zip(plan.rows, tokens, strict=True):
+            assert isinstance(row.seat, ContiguousSeat)
+            row.seat.tokens += ids
+
+    def crop(self, seat: Seat, length: int) -> None:
+        super().crop(seat, length)
+        assert isinstance(seat, ContiguousSeat)
+        del seat.tokens[length:]
+
+    def fork(self, seat: Seat) -> Seat | None:
+        child = super().fork(seat)
+        if child is not None:
+            assert isinstance(seat, ContiguousSeat)
+            assert isinstance(child, ContiguousSeat)
+            child.tokens, child.salt, child.miss = list(seat.tokens), seat.salt, seat.miss
+        return child
+
+    # ---------------------------------------------------------------- memory of nobody
+    def idle_pages(self) -> int:
+        return len(self._idle) * self.store.run
+
+    def reclaim(self, pages: int) -> int:
+        given = 0
+        while given < pages and self._idle:
+            self.setup.arena.give(self.name, self._idle.pop(0).block, self.store.run)
+            given += self.store.run
+        return given
+
+    def clear(self, salt: str | None = None) -> int:
+        gone = [left for left in self._idle if salt in (None, left.salt)]
+        self._idle = [left for left in self._idle if left not in gone]
+        for left in gone:
+            self.setup.arena.give(self.name, left.block, self.store.run)
+        for seat in self.seats:
+            assert isinstance(seat, ContiguousSeat)
+            if salt in (None, seat.salt):
+                seat.salt = None
+        return len(gone) * self.bytes_per_block
+
+    def usage(self) -> Usage:
+        """Idle memory counts in full, whatever the length of the text in it."""
+        usage, idle = super().usage(), len(self._idle) * self.bytes_per_block
+        return usage._replace(reserved=usage.reserved + idle, idle=idle)
+
+    def inspect(self) -> dict[str, Any]:
+        seats = [{"tokens": s.length, "cached_tokens": s.cached, "blocks": 1} for s in self.seats]
+        blocks = {"in_use": len(self.seats), "shared": 0, "pending": 0, "pinned": 0, "idle": len(self._idle)}
+        return {"block_size": self.store.block_size, "blocks": blocks, "seats": seats}
+
+    def check_integrity(self) -> None:
+        blocks = [seat.blocks[0] for seat in self.seats] + [left.block for left in self._idle]
+        assert len(set(blocks)) == len(blocks)
+        assert self.setup.arena.held(self.name) == len(blocks) * self.store.run
+        for seat in self.seats:
+            assert isinstance(seat, ContiguousSeat)
+            assert len(seat.tokens) == seat.length <= self.setup.geometry.max_seq_len
+
+
+def _common(a: NDArray[Any], b: NDArray[Any]) -> int:
+    """Length of the common beginning."""
+    n = min(len(a), len(b))
+    differ = a[:n] != b[:n]
+    return int(differ.argmax()) if differ.any() else n

@@ -14,6 +14,8 @@ from cache_strategies.table import TableCache, TableSeat
 class SlabCache(TableCache):
     """One block a seat. A subclass gives the block's size and says how far a seat may grow and rewind."""
 
+    seat_type = TableSeat
+
     def bytes_for(self, num_tokens: int) -> int:
         return self.bytes_per_block
 
@@ -21,12 +23,13 @@ class SlabCache(TableCache):
         return self._open(length=0)
 
     def _open(self, length: int) -> TableSeat | None:
-        if self.table.full:
-            return None
-        block = self.setup.arena.take(self.name, self.store.run)
-        if block is None:
-            return None
-        seat = TableSeat(self.table.take(), [block], length)
+        """A seat in memory of its own, if there is any."""
+        block = None if self.table.full else self.setup.arena.take(self.name, self.store.run)
+        return None if block is None else self._seat(block, length)
+
+    def _seat(self, block: int, length: int) -> TableSeat:
+        seat = self.seat_type(self.table.take(), [block], length)
+        seat.miss = "window"
         self.table.write(seat)
         self.seats.add(seat)
         return seat

@@ -7,13 +7,15 @@ label takes a value that a client chooses.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import get_args
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
-from cache_strategies.base import Usage
+from cache_strategies.base import Miss, Usage
 from kernels.table import OPS
 from server.engine.report import RequestRecord, StepReport
 
+MISSES = get_args(Miss)
 OUTCOMES = ("stop", "length", "cancelled", "error")
 KV_STATES = ("used", "idle", "wasted")
 
@@ -60,7 +62,9 @@ class Metrics:
             self._kernel_faults.labels(op.name).set(op.name in faulty_kernels)
         for name in instances:
             self._start_at_zero(name)
-        self.observe_step(StepReport(seconds=0.0, parts={}, preempted={}, failures={}, running={}, waiting={}))
+        self.observe_step(
+            StepReport(seconds=0.0, parts={}, preempted={}, failures={}, evicted={}, running={}, waiting={})
+        )
 
     def observe_request(self, record: RequestRecord) -> None:
         """A request has left the engine."""
@@ -70,6 +74,8 @@ class Metrics:
         if record.cached_tokens is not None:
             self._cache_queries.labels(name).inc(record.prompt_tokens)
             self._cache_hits.labels(name).inc(record.cached_tokens)
+            if record.miss is not None:
+                self._cache_misses.labels(name, record.miss).inc(record.prompt_tokens - record.cached_tokens)
         self._end_to_end.labels(name).observe(record.total_seconds)
         for histogram, seconds in (
             (self._queue, record.queue_seconds),
@@ -96,6 +102,7 @@ class Metrics:
             self._waiting.labels(name).set(report.waiting.get(name, 0))
             self._preemptions.labels(name).inc(report.preempted.get(name, 0))
             self._failures.labels(name).inc(report.failures.get(name, 0))
+            self._evicted.labels(name).inc(report.evicted.get(name, 0))
 
     def exposition(self, usage: Mapping[str, Usage]) -> bytes:
         """The text format, with memory as it is now."""
@@ -117,6 +124,9 @@ class Metrics:
             "kvmux_prefix_cache_queries", "Prompt tokens looked up in the cache, once a request.", by, registry=registry
         )
         self._cache_hits = Counter("kvmux_prefix_cache_hits", "Of these, tokens found.", by, registry=registry)
+        self._cache_misses = Counter(
+            "kvmux_prefix_cache_misses", "Tokens not found, by reason.", ["strategy", "reason"], registry=registry
+        )
         self._end_to_end = self._seconds("kvmux_e2e_request_latency", "From arrival to the end.", REQUEST)
         self._queue = self._seconds("kvmux_request_queue_time", "From arrival to a seat.", REQUEST)
         self._prefill = self._seconds("kvmux_request_prefill_time", "From a seat to the first token.", REQUEST)
@@ -132,6 +142,9 @@ class Metrics:
         self._waiting = Gauge("kvmux_num_requests_waiting", "Requests without a seat.", by, registry=registry)
         self._preemptions = Counter("kvmux_num_preemptions", "Seats taken to make room.", by, registry=registry)
         self._failures = Counter("kvmux_strategy_failures", "Exceptions in a strategy.", by, registry=registry)
+        self._evicted = Counter(
+            "kvmux_kv_cache_evicted_bytes", "Idle KV memory that had to make room.", by, registry=registry
+        )
         self._steps = Counter("kvmux_steps", "Forward passes.", registry=registry)
         self._step_seconds = Histogram("kvmux_step_seconds", "Of a step.", buckets=PER_TOKEN, registry=registry)
         self._batch_rows = Histogram("kvmux_step_rows", "Sequences in a step.", buckets=POWERS, registry=registry)
@@ -152,6 +165,8 @@ class Metrics:
     def _start_at_zero(self, name: str) -> None:
         for outcome in OUTCOMES:
             self._requests.labels(name, outcome)
+        for reason in MISSES:
+            self._cache_misses.labels(name, reason)
         for metric in (self._prompt_tokens, self._generated, self._cache_queries, self._cache_hits):
             metric.labels(name)
         for histogram in (

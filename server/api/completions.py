@@ -19,11 +19,13 @@ from server.api.disconnect import WhileConnected
 from server.api.errors import ApiError
 from server.api.generation import Generation, generate
 from server.api.models import instance_of, served_by
-from server.api.objects import Completion, CompletionChoice, KVCacheChoice, PromptTokensDetails, Usage
+from server.api.objects import Completion, CompletionChoice, Explanation, KVCacheChoice, PromptTokensDetails, Usage
 from server.api.schemas import INT64, LONGEST_NAME, CompletionRequest
 from server.api.sse import send_events
+from server.api.tenants import salt_of, tenant
 from server.engine.client import EngineClient
-from server.engine.messages import Admitted, Hello, Sampling, Submit
+from server.engine.messages import Admitted, Caching, Hello, Sampling, Submit
+from server.engine.report import RequestRecord
 from server.text.tokenizer import Tokenizer
 
 
@@ -32,13 +34,15 @@ def router(client: EngineClient, tokenizer: Tokenizer) -> APIRouter:
 
     @routes.post("/v1/completions")
     async def create_completion(
-        body: CompletionRequest, x_kv_cache: Annotated[str | None, Header(max_length=LONGEST_NAME)] = None
+        body: CompletionRequest,
+        x_kv_cache: Annotated[str | None, Header(max_length=LONGEST_NAME)] = None,
+        authorization: Annotated[str | None, Header(include_in_schema=False)] = None,
     ) -> Response:
         hello = served_by(client)
         alias = instance_of(hello, body.model)
         prompt = body.prompt if isinstance(body.prompt, list) else await tokenizer.encode(body.prompt)
         check_prompt(prompt, body.max_tokens, hello)
-        job = Job.new(body, prompt, x_kv_cache, alias)
+        job = Job.new(body, prompt, caching(body, tenant(authorization)), x_kv_cache, alias)
 
         async def answer(scope: Scope, receive: Receive, send: Send) -> None:
             async with generate(client, tokenizer, job.submits, body.stop) as generation:
@@ -67,7 +71,9 @@ class Job:
     submits: list[Submit]  # one for each choice
 
     @classmethod
-    def new(cls, body: CompletionRequest, prompt: list[int], header: str | None, alias: str | None) -> Job:
+    def new(
+        cls, body: CompletionRequest, prompt: list[int], caching: Caching, header: str | None, alias: str | None
+    ) -> Job:
         job_id = f"cmpl-{uuid.uuid4().hex}"
         seed = secrets.randbits(63) if body.seed is None else body.seed
         submits = [
@@ -79,6 +85,8 @@ class Job:
                 header=header,
                 alias=alias,
                 priority=body.priority,
+                caching=caching,
+                explain=body.explain,
             )
             for index in range(body.n)
         ]
@@ -106,6 +114,15 @@ def sampling(body: CompletionRequest, seed: int) -> Sampling:
     )
 
 
+def caching(body: CompletionRequest, tenant: str) -> Caching:
+    return Caching(
+        salt=salt_of(tenant, body.cache_salt),
+        max_cached=0 if body.skip_reading_prefix_cache else None,
+        priority=body.kv_cache_priority,
+        ttl=body.kv_cache_ttl,
+    )
+
+
 def check_prompt(prompt: list[int], max_tokens: int, hello: Hello) -> None:
     """Raises ApiError for a prompt that the model has no tokens or no room for."""
     if not prompt:
@@ -127,11 +144,29 @@ def kv_cache_choice(admitted: Admitted) -> KVCacheChoice:
     return KVCacheChoice(admitted.instance, admitted.reason, admitted.cached_tokens)
 
 
+def explanation(record: RequestRecord | None) -> Explanation | UnsetType:
+    """For the client, who is not told what other tenants have sent."""
+    if record is None:
+        return UNSET
+    return Explanation(
+        record.instance,
+        record.reason,
+        record.cached_tokens,
+        "cold" if record.miss == "tenant" else record.miss,
+        record.kv_bytes,
+        record.preemptions,
+        record.queue_seconds,
+        record.prefill_seconds,
+        record.decode_seconds,
+    )
+
+
 async def whole(job: Job, admitted: Admitted, generation: Generation) -> Completion:
     choices = [CompletionChoice(index, "", None) for index in range(job.body.n)]
     async for piece in generation.pieces():
         choices[piece.choice].text += piece.text
         choices[piece.choice].finish_reason = piece.finish_reason
+        choices[piece.choice].kv_cache = explanation(piece.record)
     completion = job.part(choices)
     completion.usage = job.usage(generation.completion_tokens, admitted)
     completion.kv_cache = kv_cache_choice(admitted)
@@ -142,7 +177,8 @@ async def chunks(job: Job, admitted: Admitted, generation: Generation) -> AsyncI
     include_usage = job.body.include_usage
     kv_cache: KVCacheChoice | UnsetType = kv_cache_choice(admitted)  # in the first chunk only
     async for piece in generation.pieces():
-        chunk = job.part([CompletionChoice(piece.choice, piece.text, piece.finish_reason)])
+        choice = CompletionChoice(piece.choice, piece.text, piece.finish_reason, kv_cache=explanation(piece.record))
+        chunk = job.part([choice])
         chunk.usage = None if include_usage else UNSET
         chunk.kv_cache, kv_cache = kv_cache, UNSET
         yield msgspec.json.encode(chunk)

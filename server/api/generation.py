@@ -11,7 +11,8 @@ from typing import NamedTuple
 
 from server.api.errors import from_engine
 from server.engine.client import EngineClient, Stream
-from server.engine.messages import Admitted, Failed, Submit, Tokens
+from server.engine.messages import Admitted, Explained, Failed, Submit, Tokens
+from server.engine.report import RequestRecord
 from server.text.detokenizer import Detokenizer
 from server.text.output import OutputText
 from server.text.tokenizer import Tokenizer
@@ -23,6 +24,7 @@ class Piece(NamedTuple):
     choice: int
     text: str
     finish_reason: str | None
+    record: RequestRecord | None = None  # with the last piece, of requests that asked to be explained
 
 
 @contextlib.asynccontextmanager
@@ -35,16 +37,18 @@ async def generate(
     """
     outputs = [OutputText(Detokenizer(tokenizer, submit.prompt), stop) for submit in submits]
     async with client.stream(submits) as stream:
-        yield Generation(stream, [submit.request_id for submit in submits], outputs)
+        yield Generation(stream, submits, outputs)
 
 
 class Generation:
     """Made by `generate`. First `admission`, then `pieces`, both once."""
 
-    def __init__(self, stream: Stream, request_ids: Sequence[str], outputs: Sequence[OutputText]) -> None:
+    def __init__(self, stream: Stream, submits: Sequence[Submit], outputs: Sequence[OutputText]) -> None:
         self._stream = stream
-        self._index = {request_id: index for index, request_id in enumerate(request_ids)}
+        self._index = {submit.request_id: index for index, submit in enumerate(submits)}
+        self._explain = any(submit.explain for submit in submits)
         self._outputs = outputs
+        self._last: dict[str, Piece] = {}  # by request: pieces that wait for their explanation
         self._early: Tokens | None = None  # read while waiting for the admission of other choices
 
     @property
@@ -74,13 +78,17 @@ class Generation:
         if self._early is not None and (piece := self._piece(self._early)):
             yield piece
         async for event in self._stream:
-            if isinstance(event, Failed):
-                raise from_engine(event)
-            if isinstance(event, Tokens) and (piece := self._piece(event)):
-                yield piece
+            match event:
+                case Failed():
+                    raise from_engine(event)
+                case Explained(request_id, record):
+                    yield self._last.pop(request_id)._replace(record=record)
+                case Tokens():
+                    if piece := self._piece(event):
+                        yield piece
 
     def _piece(self, event: Tokens) -> Piece | None:
-        """None while there is no text to show."""
+        """None while there is no text to show, or it is the last, and its explanation is to come."""
         index = self._index[event.request_id]
         output = self._outputs[index]
         text = output.push(event.tokens, event.finish_reason)
@@ -88,4 +96,8 @@ class Generation:
             self._stream.cancel(event.request_id, "stop")  # a stop string is nothing the engine knows of
         elif not text:
             return None
-        return Piece(index, text, output.finish_reason)
+        piece = Piece(index, text, output.finish_reason)
+        if self._explain and piece.finish_reason is not None:
+            self._last[event.request_id] = piece
+            return None
+        return piece

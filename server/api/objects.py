@@ -26,11 +26,26 @@ class KVCacheChoice(Struct):
     cached_tokens: int
 
 
+class Explanation(Struct):
+    """Extension, with `explain: true`: how one choice came about. Seconds; what did not come about is null."""
+
+    instance: str
+    reason: str
+    cached_tokens: int | None
+    miss_reason: str | None
+    peak_kv_bytes: int
+    preemptions: int
+    queue_seconds: float | None
+    prefill_seconds: float | None
+    decode_seconds: float | None
+
+
 class CompletionChoice(Struct):
     index: int
     text: str
     finish_reason: str | None
     logprobs: None = None
+    kv_cache: Explanation | UnsetType = UNSET
 
 
 class Completion(Struct):

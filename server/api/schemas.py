@@ -100,7 +100,6 @@ class NotBuiltYet(Body):
     add_special_tokens: Annotated[bool, only(True)] = True
     truncate_prompt_tokens: Annotated[int | None, only(None)] = None
     return_token_ids: Annotated[bool, only(False)] = False
-    cache_salt: Annotated[str | None, only(None)] = None
     response_format: Annotated[dict[str, Any], only({"type": "text"})] = Field(default={"type": "text"})
 
 
@@ -133,6 +132,13 @@ class CompletionRequest(NotBuiltYet, WithoutEffect):
     stream: bool = False
     stream_options: StreamOptions | None = Field(None, description="only with stream")
     priority: int = Field(0, ge=-(2**31), lt=2**31, description="lower runs first")
+    cache_salt: str | None = Field(
+        None, min_length=1, max_length=256, description="only requests with the same salt share what is cached"
+    )
+    skip_reading_prefix_cache: bool = Field(False, description="compute the whole prompt, whatever is cached")
+    kv_cache_priority: int = Field(0, ge=0, le=100, description="of what it leaves cached: higher stays longer")
+    kv_cache_ttl: float | None = Field(None, gt=0, description="seconds after which that makes room first")
+    explain: bool = Field(False, description="tell with each choice how it came about")
     kv_cache: str | None = Field(
         None, max_length=LONGEST_NAME, description="KV-cache strategy instance; GET /v1/kv_cache lists them"
     )

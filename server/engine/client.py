@@ -14,13 +14,25 @@ from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from typing import Literal
 
 from server.engine import wire
-from server.engine.messages import Admitted, Answer, Cancel, Failed, FromEngine, Hello, Query, Submit, ToEngine, Tokens
+from server.engine.messages import (
+    Admitted,
+    Answer,
+    Cancel,
+    Explained,
+    Failed,
+    FromEngine,
+    Hello,
+    Query,
+    Submit,
+    ToEngine,
+    Tokens,
+)
 
 log = logging.getLogger(__name__)
 
 FIRST_DELAY, LONGEST_DELAY = 0.02, 0.1  # seconds between two attempts to connect
 
-Event = Admitted | Tokens | Failed
+Event = Admitted | Tokens | Explained | Failed
 
 
 class EngineLost(Exception):
@@ -30,8 +42,10 @@ class EngineLost(Exception):
 class Stream:
     """The events of requests that run together, until the last of them has ended. Made by `EngineClient.stream`."""
 
-    def __init__(self, request_ids: Iterable[str], send_cancel: Callable[[Cancel], None]) -> None:
-        self._running = set(request_ids)  # requests whose last event was not read yet
+    def __init__(self, submits: Iterable[Submit], send_cancel: Callable[[Cancel], None]) -> None:
+        self._explained = {submit.request_id: submit.explain for submit in submits}
+        self._running = set(self._explained)  # requests whose last event was not read yet
+        self._stopped: set[str] = set()  # of these, those of which only the explanation is still wanted
         self._send_cancel = send_cancel
         self._events: asyncio.Queue[Event | EngineLost] = asyncio.Queue()
 
@@ -45,21 +59,35 @@ class Stream:
             if isinstance(event, EngineLost):
                 self._running.clear()
                 raise event
-            if event.request_id in self._running:  # else it was cancelled
-                if _is_last(event):
-                    self._running.remove(event.request_id)
+            if event.request_id not in self._running:  # it was cancelled
+                continue
+            if self._is_last(event):
+                self._running.remove(event.request_id)
+            if not (event.request_id in self._stopped and isinstance(event, Tokens)):
                 return event
         raise StopAsyncIteration
 
     def cancel(self, request_id: str, outcome: Literal["cancelled", "stop"] = "cancelled") -> None:
-        """Stops one request: no more of its events are delivered. One that has ended is no error."""
-        if request_id in self._running:
+        """Stops one request: no more of its events are delivered, but for the explanation of one that came to a stop.
+
+        One that has ended is no error.
+        """
+        if request_id not in self._running:
+            return
+        if outcome == "stop" and self._explained[request_id]:
+            self._stopped.add(request_id)
+        else:
             self._running.remove(request_id)
-            self._send_cancel(Cancel(request_id, outcome))
+        self._send_cancel(Cancel(request_id, outcome))
 
     def cancel_all(self) -> None:
         for request_id in list(self._running):
             self.cancel(request_id)
+
+    def _is_last(self, event: Event) -> bool:
+        if isinstance(event, Tokens):
+            return event.finish_reason is not None and not self._explained[event.request_id]
+        return isinstance(event, Explained | Failed)
 
     def put(self, event: Event | EngineLost) -> None:
         self._events.put_nowait(event)
@@ -88,7 +116,7 @@ class EngineClient:
 
         Raises EngineLost when there is no engine.
         """
-        stream = Stream([submit.request_id for submit in submits], self._cancel)
+        stream = Stream(submits, self._cancel)
         self._send(*submits)
         self._streams |= {submit.request_id: stream for submit in submits}
         try:
@@ -186,7 +214,3 @@ class EngineClient:
             if not answer.done():
                 answer.set_exception(EngineLost("the engine went away before it had answered; try again"))
         self._streams.clear()
-
-
-def _is_last(event: Event) -> bool:
-    return isinstance(event, Failed) or (isinstance(event, Tokens) and event.finish_reason is not None)

@@ -17,7 +17,7 @@ from torch import Tensor
 from cache_strategies.base import KVCache, Row
 from kernels.arena import Arena
 from server.engine.batch import Batch, StrategyError, Work
-from server.engine.messages import Admitted, Failed, FromEngine, Submit, Tokens
+from server.engine.messages import Admitted, Explained, Failed, FromEngine, Submit, Tokens
 from server.engine.report import RequestRecord, StepPart, StepReport
 from server.engine.request import Request, RequestError
 from server.engine.sampler import Draw, sample
@@ -57,6 +57,8 @@ class Core:
         self._requests: dict[tuple[int, str], Request] = {}
         self._left: list[RequestRecord] = []  # since the last step
         self._failures: Counter[str] = Counter()  # of strategies, in this step
+        self._explanations: list[Event] = []  # since the last step
+        self._evicted: Counter[str] = Counter()  # pages, up to the last step
 
     @property
     def busy(self) -> bool:
@@ -69,7 +71,14 @@ class Core:
             name, reason = self._selector.choose(message, self.arena.in_use)
             cache = self.caches[name]
             request = Request(
-                (worker, message.request_id), list(message.prompt), message.sampling, cache, reason, message.priority
+                (worker, message.request_id),
+                list(message.prompt),
+                message.sampling,
+                cache,
+                reason,
+                priority=message.priority,
+                caching=message.caching,
+                explain=message.explain,
             )
             capacity = self.arena.capacity(name) * self.arena.page_bytes
             self.scheduler.submit(request, capacity=capacity)
@@ -105,9 +114,16 @@ class Core:
             failures=Counter(self._failures),
             running=Counter(r.cache.name for r in self.scheduler.running),
             waiting=Counter(r.cache.name for r in self.scheduler.waiting),
+            evicted=self._newly_evicted(),
         )
         finished, self._left = self._left, []
-        return StepResult(events, report, finished)
+        explanations, self._explanations = self._explanations, []
+        return StepResult(events + explanations, report, finished)
+
+    def _newly_evicted(self) -> dict[str, int]:
+        """Bytes, by instance."""
+        before, self._evicted = self._evicted, Counter({name: self.arena.reclaimed(name) for name in self.caches})
+        return {name: pages * self.arena.page_bytes for name, pages in (self._evicted - before).items()}
 
     @torch.inference_mode()
     def _compute(self, scheduled: Sequence[Scheduled]) -> tuple[Mapping[str, StepPart], list[Event]]:
@@ -161,7 +177,11 @@ class Core:
     def _remove(self, request: Request, outcome: str) -> None:
         del self._requests[request.key]
         self.scheduler.remove(request)
-        self._left.append(_record(request, outcome))
+        record = _record(request, outcome)
+        self._left.append(record)
+        if request.explain and outcome in ("stop", "length"):
+            worker, request_id = request.key
+            self._explanations.append(Event(worker, Explained(request_id, record)))
 
 
 def _work(scheduled: Scheduled) -> Work:
@@ -177,7 +197,7 @@ def _admission(request: Request) -> list[Event]:
     if request.cached_tokens is not None:
         return []
     assert request.seat is not None
-    request.cached_tokens = request.seat.cached
+    request.cached_tokens, request.miss = request.seat.cached, request.seat.miss
     worker, request_id = request.key
     return [Event(worker, Admitted(request_id, request.cache.name, request.reason, request.cached_tokens))]
 
@@ -208,6 +228,7 @@ def _record(request: Request, outcome: str) -> RequestRecord:
         outcome=outcome,
         prompt_tokens=request.prompt_tokens,
         cached_tokens=request.cached_tokens,
+        miss=request.miss,
         generated_tokens=request.generated,
         preemptions=request.preemptions,
         kv_bytes=request.cache.bytes_for(len(request.tokens)) if times.admitted else 0,

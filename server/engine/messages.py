@@ -9,6 +9,8 @@ from typing import Literal
 
 import msgspec
 
+from server.engine.report import RequestRecord
+
 
 class Sampling(msgspec.Struct, frozen=True):
     """How tokens are drawn. temperature 0 is greedy; top_k 0, top_p 1 and min_p 0 switch the filter off."""
@@ -22,6 +24,15 @@ class Sampling(msgspec.Struct, frozen=True):
     ignore_eos: bool = False
 
 
+class Caching(msgspec.Struct, frozen=True):
+    """What a request finds in the cache, and what it leaves there."""
+
+    salt: str = ""  # only requests with the same one share: `tenant/what the tenant added`
+    max_cached: int | None = None  # prompt tokens that may be taken from the cache
+    priority: int = 0  # of what it leaves; higher ones stay longer
+    ttl: float | None = None  # seconds after which that goes first; None: as the instance has it
+
+
 # ---------------------------------------------------------------- to the engine
 class Submit(msgspec.Struct, tag=True, frozen=True):
     """A new request. `kv_cache`, `header`, `alias`: instance named in the body, the header, the model's name."""
@@ -33,6 +44,8 @@ class Submit(msgspec.Struct, tag=True, frozen=True):
     header: str | None = None
     alias: str | None = None
     priority: int = 0  # lower runs first
+    caching: Caching = Caching()
+    explain: bool = False  # an Explained is the last that is said of it, if it does not fail
 
 
 class Cancel(msgspec.Struct, tag=True, frozen=True):
@@ -87,6 +100,13 @@ class Tokens(msgspec.Struct, tag=True, frozen=True):
     finish_reason: str | None = None
 
 
+class Explained(msgspec.Struct, tag=True, frozen=True):
+    """What became of a request that asked for it: comes after its last tokens, or after it was stopped."""
+
+    request_id: str
+    record: RequestRecord
+
+
 class Failed(msgspec.Struct, tag=True, frozen=True):
     """The request ended without an answer. `status` is the HTTP status to give, if none was given yet."""
 
@@ -104,4 +124,4 @@ class Answer(msgspec.Struct, tag=True, frozen=True):
     body: bytes
 
 
-FromEngine = Hello | Admitted | Tokens | Failed | Answer
+FromEngine = Hello | Admitted | Tokens | Explained | Failed | Answer

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+import msgspec
+
 
 @dataclass(frozen=True)
 class StepPart:
@@ -24,6 +26,7 @@ class StepReport:
     parts: Mapping[str, StepPart]  # by instance
     preempted: Mapping[str, int]  # requests, by instance
     failures: Mapping[str, int]  # exceptions in a strategy's code, by instance
+    evicted: Mapping[str, int]  # bytes that had to make room since the step before, by instance
     running: Mapping[str, int]  # after the step, by instance
     waiting: Mapping[str, int]
 
@@ -36,8 +39,7 @@ class StepReport:
         return sum(part.tokens for part in self.parts.values())
 
 
-@dataclass(frozen=True)
-class RequestRecord:
+class RequestRecord(msgspec.Struct, frozen=True):
     """One request, when it has left the engine. Seconds; a time that did not come about is None."""
 
     instance: str
@@ -45,6 +47,7 @@ class RequestRecord:
     outcome: str  # stop, length, cancelled, error
     prompt_tokens: int
     cached_tokens: int | None  # None: it was never admitted, so nobody looked
+    miss: str | None  # why no more was found (`cache_strategies.base.Miss`); None: all there could be, or nobody looked
     generated_tokens: int
     preemptions: int
     kv_bytes: int  # that its text came to, shared blocks counted in full

@@ -7,7 +7,7 @@ from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from server.engine.messages import Sampling
+from server.engine.messages import Caching, Sampling
 
 if TYPE_CHECKING:
     from cache_strategies.base import KVCache, Seat
@@ -41,9 +41,12 @@ class Request:
     cache: KVCache
     reason: str  # why this cache
     priority: int = 0
+    caching: Caching = field(default_factory=Caching)
+    explain: bool = False
     arrival: int = 0  # number of the request; with the priority, its place in line
     seat: Seat | None = None
     cached_tokens: int | None = None  # of the prompt, found in the cache; None until its first row has run
+    miss: str | None = None  # why no more was found
     preemptions: int = 0
     refused_at: int = -1  # how many seats had been given up when it last found no room: no use to ask again before
     passed_over: int = 0  # requests that were admitted while this one, before them in line, had no room

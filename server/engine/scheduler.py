@@ -15,9 +15,12 @@ import time
 from bisect import insort
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from server.engine.request import Request, RequestError
+
+if TYPE_CHECKING:
+    from cache_strategies.base import Seat
 
 
 class Limits(NamedTuple):
@@ -182,7 +185,7 @@ class Scheduler:
         if self.running and request.refused_at == self._seats_given_up:
             return False
         if self._allowed(request, self.running):
-            request.seat = request.cache.open(request.tokens)
+            request.seat = _open(request)
         if request.seat is None:
             request.refused_at = self._seats_given_up
             return False
@@ -206,6 +209,14 @@ class Scheduler:
 
     def _wait(self, request: Request) -> None:
         insort(self.waiting, request, key=lambda r: r.place)
+
+
+def _open(request: Request) -> Seat | None:
+    cache, wants = request.cache, request.caching
+    seat = cache.open(request.tokens, salt=wants.salt, max_cached=wants.max_cached)
+    if seat is not None:
+        cache.retain(seat, priority=wants.priority, ttl=wants.ttl)
+    return seat
 
 
 def _bytes(requests: Sequence[Request]) -> int:

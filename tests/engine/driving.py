@@ -17,7 +17,7 @@ import pytest
 from config.settings import Settings, SettingsError
 from server.engine.build import Engine, build_engine
 from server.engine.core import StepResult
-from server.engine.messages import Admitted, Failed, FromEngine, Sampling, Submit, Tokens
+from server.engine.messages import Admitted, Caching, Explained, Failed, FromEngine, Sampling, Submit, Tokens
 from server.engine.report import RequestRecord
 from server.engine.request import Request
 
@@ -32,6 +32,7 @@ class Heard:
     finish_reason: str | None = None
     admitted: Admitted | None = None
     failed: Failed | None = None
+    explained: Explained | None = None
     first_step: int | None = None  # whose number the first word came in
     last_step: int | None = None
 
@@ -41,6 +42,11 @@ class Heard:
 
     def hear(self, message: FromEngine, step: int) -> None:
         """Checks the order: Admitted once and first, then tokens up to a finish_reason; or Failed, and nothing more."""
+        if isinstance(message, Explained):
+            assert self.failed is None
+            assert self.explained is None, "explained twice"
+            self.explained = message
+            return
         assert not self.ended, "told more after the end"
         self.first_step = step if self.first_step is None else self.first_step
         self.last_step = step
@@ -71,8 +77,14 @@ class Driver:
         self.steps: list[StepResult] = []
 
     def submit(self, name: str, prompt: Sequence[int], max_tokens: int = 8, **options: Any) -> Heard:
-        """`options`: fields of Submit or of Sampling; greedy and without end token unless they say otherwise."""
-        ours = {key: options.pop(key) for key in ("kv_cache", "header", "alias", "priority") if key in options}
+        """`options`: fields of Submit, of Caching (its priority as `kept`) or of Sampling.
+
+        Greedy and without end token unless they say otherwise.
+        """
+        names = ("kv_cache", "header", "alias", "priority", "explain")
+        ours = {key: options.pop(key) for key in names if key in options}
+        caching = {key: options.pop(key) for key in ("salt", "max_cached", "ttl") if key in options}
+        ours["caching"] = Caching(**caching, priority=options.pop("kept", 0))
         sampling = Sampling(max_tokens, **({"temperature": 0.0, "ignore_eos": True} | options))
         self.heard[name] = Heard()
         refused = self.core.submit(WORKER, Submit(name, list(prompt), sampling, **ours))
@@ -157,7 +169,7 @@ class Driver:
         return [request.key[1] for request in self.core.scheduler.waiting]
 
     def _hear(self, message: FromEngine) -> None:
-        assert isinstance(message, Admitted | Tokens | Failed)
+        assert isinstance(message, Admitted | Tokens | Explained | Failed)
         self.heard[message.request_id].hear(message, len(self.steps))
 
 

@@ -56,6 +56,7 @@ def record(instance: str = "paged", outcome: str = "stop", **changes: object) ->
         "outcome": outcome,
         "prompt_tokens": 30,
         "cached_tokens": 16,
+        "miss": "cold",
         "generated_tokens": 5,
         "preemptions": 0,
         "kv_bytes": 1000,
@@ -74,6 +75,7 @@ def step(**changes: object) -> StepReport:
         "parts": {},
         "preempted": {},
         "failures": {},
+        "evicted": {},
         "running": {},
         "waiting": {},
     }
@@ -127,6 +129,7 @@ def test_a_request_counts_once_under_its_strategy_and_outcome() -> None:
         "kvmux_prompt_tokens_total": 30,
         "kvmux_prefix_cache_queries_total": 30,
         "kvmux_prefix_cache_hits_total": 16,
+        "kvmux_prefix_cache_misses_total": 14,
         "kvmux_e2e_request_latency_seconds_count": 1,
         "kvmux_request_queue_time_seconds_count": 1,
         "kvmux_request_prefill_time_seconds_count": 1,

@@ -7,7 +7,7 @@ import pytest
 from cache_strategies.base import Row
 from tests.strategies.driving import cache_of, empty, enter, opened, read, stored
 
-KINDS = {"contiguous": {}, "sliding_window": {"window": 10, "sinks": 2, "max_row": 7}}
+KINDS = {"contiguous": {"prefix_cache": False}, "sliding_window": {"window": 10, "sinks": 2, "max_row": 7}}
 kinds = pytest.mark.parametrize("kind", KINDS)
 
 
