@@ -6,7 +6,7 @@ once, and it is a bound on what PagedCache can find under any eviction policy, f
    whichever they are (none of the request's own, if others are worth more);
  - a block that is kept counts as found even where one before it is missing;
  - a policy may drop any block at any time, and asks for nothing but that what it keeps was there before.
-A policy's choices are therefore among those that are open here, and letting the farthest go is best among these: keeping
+A policy's choices are therefore among those that are open here, and of these it is best to let the farthest go: keeping
 a block from one visit to the next is an interval of time that earns one hit, at most `capacity` intervals may overlap
 anywhere, and dropping of too many the one that ends last leaves the most (interval graphs, Carlisle and Lloyd 1995).
 

@@ -16,7 +16,7 @@ from typing import NamedTuple, cast
 import torch
 
 from cache_strategies.base import CacheSetup, Geometry, Row, Seat
-from cache_strategies.eviction import policies
+from cache_strategies.eviction import load_policy, policies
 from cache_strategies.optimum import distinct, most_hits, visits
 from cache_strategies.paged import PagedCache, PagedOptions
 from config.settings import SettingsError
@@ -72,8 +72,10 @@ class Replay:
         options = PagedOptions(block_size=block_size, eviction=policy)
         geometry = Geometry([LAYER], torch.float32, max_seats=1, max_seq_len=longest, max_step_tokens=longest)
         self._arena = Arena(blocks, PagedCache.seat_shape(options, geometry).block_bytes)
-        nothing_computed = cast(Ops, None)
-        setup = CacheSetup(NAME, geometry, self._arena, nothing_computed, clock=lambda: self._now)
+        no_ops = cast(
+            Ops, None
+        )  # nothing is computed, and alone a seat never writes what others hold: nothing is copied
+        setup = CacheSetup(NAME, geometry, self._arena, no_ops, clock=lambda: self._now)
         self._cache = PagedCache(setup, options)
 
     def take(self, request: Request) -> int:
@@ -113,7 +115,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--trace", type=argparse.FileType(), default="-", help="JSON lines (default: standard input)")
     parser.add_argument("--policy", nargs="+", default=sorted(policies()), help="default: all that are installed")
     parser.add_argument(
-        "--blocks-share", type=float, nargs="+", default=SHARES, help="size of the cache, by the trace's distinct blocks"
+        "--blocks-share",
+        type=float,
+        nargs="+",
+        default=SHARES,
+        help="size of the cache, by the trace's distinct blocks",
     )
     parser.add_argument("--block-size", type=int, default=32, help="tokens of a block (default: 32)")
     parser.add_argument("--json", action="store_true", help="one JSON line a figure instead of a table")
@@ -141,6 +147,8 @@ def compare(
     """Every policy at every size; shows on stderr what it is at."""
     if not requests:
         raise ValueError("the trace is empty")
+    for policy in chosen:
+        load_policy(policy)  # before anything takes time
     visited = visits(((request.prompt, request.answer) for request in requests), block_size)
     for share in shares:
         blocks = round(share * distinct(visited))
