@@ -111,8 +111,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m loadtest.traces", description="Prints a trace of chat requests.")
     parser.add_argument("--seed", type=int, default=0, help="another one gives another trace (default: 0)")
     parser.add_argument("--conversations", type=int, default=1000, help="how many (default: 1000, some 80 minutes)")
+    parser.add_argument(
+        "--one-shot", type=float, default=CHAT.one_shot, help="share of one turn only (default: %(default)s)"
+    )
     options = parser.parse_args(arguments)
-    for request in trace(options.seed, options.conversations):
+    for request in trace(options.seed, options.conversations, CHAT._replace(one_shot=options.one_shot)):
         print(line(request))
 
 

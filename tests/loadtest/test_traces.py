@@ -71,3 +71,8 @@ def test_the_command_prints_a_request_a_line(requests: list[Request], capsys: py
     told = capsys.readouterr().out.splitlines()
     assert told == [line(request) for request in trace(0, 20)]
     assert json.loads(told[0]).keys() == {"time", "conversation", "prompt", "answer"}
+
+
+def test_the_command_makes_as_many_one_shot_as_it_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+    main(["--conversations", "20", "--one-shot", "1"])
+    assert len(capsys.readouterr().out.splitlines()) == 20
