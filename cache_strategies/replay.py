@@ -72,9 +72,8 @@ class Replay:
         options = PagedOptions(block_size=block_size, eviction=policy)
         geometry = Geometry([LAYER], torch.float32, max_seats=1, max_seq_len=longest, max_step_tokens=longest)
         self._arena = Arena(blocks, PagedCache.seat_shape(options, geometry).block_bytes)
-        no_ops = cast(
-            Ops, None
-        )  # nothing is computed, and alone a seat never writes what others hold: nothing is copied
+        # Nothing is computed, and who is alone never writes what others hold, so that nothing is copied either.
+        no_ops = cast(Ops, None)
         setup = CacheSetup(NAME, geometry, self._arena, no_ops, clock=lambda: self._now)
         self._cache = PagedCache(setup, options)
 
