@@ -165,6 +165,16 @@ def test_s3fifo_gives_a_second_chance_to_what_returns_soon() -> None:
     assert [policy.evict() for _ in range(8)] == [*"bcdefgh", "a"]
 
 
+def test_s3fifo_lets_go_of_what_was_wanted_twice_in_the_order_of_use() -> None:
+    policy = S3FIFO()
+    for key in "abc":
+        policy.insert(key, 1, 0.0)
+    for key in "abcaaba":
+        policy.touch(key, 0.0)
+        policy.insert(key, 1, 0.0)
+    assert [policy.evict() for _ in range(3)] == ["c", "b", "a"]
+
+
 def test_lru_would_have_let_the_flood_take_all() -> None:
     """What the others are for."""
     policy = LRU()

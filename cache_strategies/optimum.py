@@ -1,0 +1,84 @@
+"""How much of a known sequence of requests a prefix cache of a given size could have found at best.
+
+Belady's rule (1966): whoever knows the future lets go of what is wanted again last. Here a request's blocks come at
+once, and it is a bound on what PagedCache can find under any eviction policy, for three things are granted to it:
+ - what a request computes needs no room while it runs: only afterwards are `capacity` blocks of all that there is kept,
+   whichever they are (none of the request's own, if others are worth more);
+ - a block that is kept counts as found even where one before it is missing;
+ - a policy may drop any block at any time, and asks for nothing but that what it keeps was there before.
+A policy's choices are therefore among those that are open here, and of these it is best to let the farthest go: keeping
+a block from one visit to the next is an interval of time that earns one hit, at most `capacity` intervals may overlap
+anywhere, and dropping of too many the one that ends last leaves the most (interval graphs, Carlisle and Lloyd 1995).
+
+The second grant is worth nothing in the end. Whoever wants a block wants all those before it, so these are wanted no
+later, and of blocks that are wanted by the same request the last goes first: what is kept are prefixes.
+
+Knows names of blocks and their order; neither memory nor policies.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterable, Sequence
+from itertools import chain
+from typing import NamedTuple
+
+from cache_strategies.prefix_index import Name, PrefixNames
+
+NEVER = 1 << 62
+
+
+class Visit(NamedTuple):
+    """The full blocks that a request leaves behind: those of its prompt and, after them, of its answer."""
+
+    blocks: Sequence[Name]
+    wanted: int  # so many of them, from the first on, it could have found: one token of a prompt is always computed
+
+
+def visits(requests: Iterable[tuple[Sequence[int], Sequence[int]]], block_size: int) -> list[Visit]:
+    """Of prompts and answers."""
+    names = PrefixNames(block_size, "")
+    return [
+        Visit(list(names.of([*prompt, *answer], "")), max(0, len(prompt) - 1) // block_size)
+        for prompt, answer in requests
+    ]
+
+
+def distinct(visited: Iterable[Visit]) -> int:
+    """Blocks of a cache in which everything would have had room."""
+    return len(set(chain.from_iterable(visit.blocks for visit in visited)))
+
+
+def most_hits(visited: Sequence[Visit], capacity: int) -> int:
+    """Blocks that `capacity` kept ones could have spared computing. Takes n log n for n blocks."""
+    kept: dict[Name, int] = {}  # until which visit
+    last_wanted: list[tuple[int, int, Name]] = []  # a heap of (-visit, -place, block); what `kept` denies is outdated
+    hits = 0
+    for visit, next_visits in zip(visited, _next_visits(visited), strict=True):
+        hits += sum(block in kept for block in visit.blocks[: visit.wanted])
+        for place, (block, when) in enumerate(zip(visit.blocks, next_visits, strict=True)):
+            if when == NEVER:
+                kept.pop(block, None)
+            else:
+                kept[block] = when
+                heapq.heappush(last_wanted, (-when, -place, block))
+        while len(kept) > capacity:
+            when, _, block = heapq.heappop(last_wanted)
+            if kept.get(block) == -when:
+                del kept[block]
+    return hits
+
+
+def _next_visits(visited: Sequence[Visit]) -> list[list[int]]:
+    """For every block of every visit the number of the next one that could find it.
+
+    Never, if that one has to compute it anyway: then there is no point in keeping it until there.
+    """
+    coming: dict[Name, int] = {}
+    found = []
+    for number in reversed(range(len(visited))):
+        blocks, wanted = visited[number]
+        found.append([coming.get(block, NEVER) for block in blocks])
+        coming.update(dict.fromkeys(blocks[:wanted], number))
+        coming.update(dict.fromkeys(blocks[wanted:], NEVER))
+    return found[::-1]

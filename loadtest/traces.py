@@ -1,0 +1,123 @@
+"""`python -m loadtest.traces`: who asks a chat server what, and when, as token ids. One JSON object a line.
+
+Conversations arrive by chance; each has a system prompt, which a few share with many, and each of its turns sends all
+that was said so far. The same seed gives the same trace. Knows no server, no cache and no tokenizer: ids mean nothing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+from collections.abc import Iterator, Sequence
+from itertools import accumulate
+from random import Random
+from typing import NamedTuple
+
+VOCABULARY = 32_000
+
+
+class Request(NamedTuple):
+    """One turn."""
+
+    time: float  # seconds since the trace began
+    conversation: int
+    prompt: list[int]
+    answer: list[int]
+
+
+class Lognormal(NamedTuple):
+    """Half of the numbers are below the median; the larger the spread, the more are far above."""
+
+    median: float
+    spread: float  # standard deviation of the logarithm
+
+    def draw(self, random: Random) -> float:
+        return random.lognormvariate(math.log(self.median), self.spread)
+
+
+class Workload(NamedTuple):
+    """What people do.
+
+    Turns: 2.5 a conversation, as in WildChat (Zhao et al. 2024: a million conversations, over 2.5 million turns);
+    ShareGPT has 3.5. Pauses: four of five are shorter than ten minutes, as Wang et al. 2025 ("KVCache Cache in the
+    Wild") report of the reuses in a consumer-facing service; without any eviction 62 % of that service's blocks were
+    found again. The other numbers are guesses of ours, round on purpose.
+    """
+
+    arrivals: float = 0.2  # conversations a second
+    system_prompts: int = 20
+    popularity: float = 1.0  # the n-th system prompt is chosen n ** -popularity as often as the first (Zipf)
+    system_tokens: tuple[int, int] = (100, 1000)
+    one_shot: float = 0.5  # share of the conversations that end with the first answer;
+    further_turns: float = 3.0  # mean of the others, after the first turn
+    message: Lognormal = Lognormal(50, 1.3)  # tokens: most are a sentence or two, some are a pasted page
+    answer: Lognormal = Lognormal(250, 0.8)
+    pause: Lognormal = Lognormal(120, 1.9)  # seconds in which the answer is read and the next message written
+    speed: float = 30.0  # tokens of an answer in a second
+    context: int = 8192  # tokens; a conversation that would not fit ends
+
+
+CHAT = Workload()
+
+
+def trace(seed: int, conversations: int, workload: Workload = CHAT) -> Iterator[Request]:
+    """All turns of so many conversations, in the order of time."""
+    random = Random(f"{seed}")
+    prompts = [_text(random, random.randint(*workload.system_tokens)) for _ in range(workload.system_prompts)]
+    weights = list(accumulate((n + 1) ** -workload.popularity for n in range(workload.system_prompts)))
+    starts = list(accumulate(random.expovariate(workload.arrivals) for _ in range(conversations)))
+    turns = []
+    for number, start in enumerate(starts):
+        own = Random(f"{seed}/{number}")  # so that more conversations change nothing in these
+        text = list(own.choices(prompts, cum_weights=weights)[0])
+        turns += [(time, number, text, asked, told) for time, asked, told in _turns(own, start, text, workload)]
+    for time, number, text, asked, told in sorted(turns, key=lambda turn: turn[:2]):
+        yield Request(time, number, text[:asked], text[asked:told])
+
+
+def _turns(random: Random, time: float, text: list[int], workload: Workload) -> Iterator[tuple[float, int, int]]:
+    """When each turn begins, and where its prompt and its answer end in `text`, which grows by them."""
+    for _ in range(_how_many(random, workload)):
+        message, answer = (1 + round(lengths.draw(random)) for lengths in (workload.message, workload.answer))
+        asked = len(text) + message
+        if asked + answer > workload.context:
+            return
+        text += _text(random, message + answer)
+        yield time, asked, asked + answer
+        time += answer / workload.speed + workload.pause.draw(random)
+
+
+def _how_many(random: Random, workload: Workload) -> int:
+    """Turns: one, or one and a geometric number of further ones."""
+    if random.random() < workload.one_shot:
+        return 1
+    turns = 2
+    while random.random() > 1 / workload.further_turns:
+        turns += 1
+    return turns
+
+
+def _text(random: Random, tokens: int) -> list[int]:
+    return random.choices(range(VOCABULARY), k=tokens)
+
+
+def line(request: Request) -> str:
+    """As `python -m cache_strategies.replay` reads it."""
+    return json.dumps(request._asdict(), separators=(",", ":"))
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(prog="python -m loadtest.traces", description="Prints a trace of chat requests.")
+    parser.add_argument("--seed", type=int, default=0, help="another one gives another trace (default: 0)")
+    parser.add_argument("--conversations", type=int, default=1000, help="how many (default: 1000, some 80 minutes)")
+    parser.add_argument(
+        "--one-shot", type=float, default=CHAT.one_shot, help="share of one turn only (default: %(default)s)"
+    )
+    options = parser.parse_args(arguments)
+    for request in trace(options.seed, options.conversations, CHAT._replace(one_shot=options.one_shot)):
+        print(line(request))
+
+
+if __name__ == "__main__":
+    main()
