@@ -358,7 +358,8 @@ class PagedCache(TableCache):
                 tokens = min(max(seat.length - i * self.block_size, 0), self.block_size)
                 filled[block] = max(filled.get(block, 0), tokens)
         tokens = sum(filled.values())
-        reserved, used = len(self.resident) * self.bytes_per_block, int(tokens * self.bytes_per_token)
+        filled |= dict.fromkeys(self.pinned.blocks, self.block_size)
+        reserved, used = len(self.resident) * self.bytes_per_block, int(sum(filled.values()) * self.bytes_per_token)
         idle = int(self.resident.num_idle * self.block_size * self.bytes_per_token)
         limit = self.setup.arena.capacity(self.name) * self.setup.arena.page_bytes
         return Usage(len(self.seats), tokens, reserved, used, idle, reserved - used - idle, limit)

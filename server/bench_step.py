@@ -90,16 +90,19 @@ class Stopwatch:
         self.seconds = dict.fromkeys((op.name for op in OPS), 0.0)
         self._ops = ops
         self._untimed = {name: getattr(ops, name) for name in self.seconds}
+        self._before: dict[str, Any] = {}  # what the object had of its own
         self._busy = False
 
     def __enter__(self) -> Stopwatch:
+        self._before = {name: run for name, run in vars(self._ops).items() if name in self._untimed}
         for name, run in self._untimed.items():
             setattr(self._ops, name, self._timed(name, run))
         return self
 
     def __exit__(self, *_: object) -> None:
-        for name, run in self._untimed.items():
-            setattr(self._ops, name, run)
+        for name in self._untimed:
+            delattr(self._ops, name)
+        vars(self._ops).update(self._before)
 
     def _timed(self, name: str, run: Callable[..., object]) -> Callable[..., object]:
         def timed(*args: Any, **kwargs: Any) -> object:

@@ -6,6 +6,7 @@ rules do whatever a scheduler may do, in any order, and with memory full most of
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import random
 from collections.abc import Mapping, Sequence
@@ -17,7 +18,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 from torch import Tensor
 
-from cache_strategies.base import Geometry, KVCache, Plan, Row, Seat
+from cache_strategies.base import Clearing, Geometry, KVCache, Pin, PinError, Pinning, Plan, Row, Seat
 from config.settings import StrategySettings
 from kernels.ops import LayerSpec
 from server.engine.batch import Batch, StrategyError, Work
@@ -146,6 +147,7 @@ class Histories(RuleBasedStateMachine):
         )
         self.arena = self.world.arena
         self.sitters: list[Sitter] = []
+        self.pins: list[tuple[Pinning, Pin]] = []
         self.embeddings = 0
 
     def token(self, id_: int) -> Token:
@@ -211,6 +213,39 @@ class Histories(RuleBasedStateMachine):
     def close(self, which: int) -> None:
         sitter = self.sitters.pop(which % len(self.sitters))
         sitter.cache.close(sitter.seat)
+
+    # ------------------------------------------------------------ what is kept
+    @precondition(lambda self: self.sitters)
+    @rule(which=st.integers(0, 99), priority=st.integers(0, 2), ttl=st.sampled_from([None, 1e-9, 1e9]))
+    def retain(self, which: int, priority: int, ttl: float | None) -> None:
+        sitter = self.sitters[which % len(self.sitters)]
+        sitter.cache.retain(sitter.seat, priority=priority, ttl=ttl)
+
+    @rule(which=st.integers(0, 99), salt=st.sampled_from([None, "", "salt"]))
+    def clear(self, which: int, salt: str | None) -> None:
+        cache_ = self.world.caches[sorted(self.strategies)[which % len(self.strategies)]]
+        if isinstance(cache_, Clearing):
+            held = self.arena.held(cache_.name)  # type: ignore[attr-defined]
+            freed = cache_.clear(salt)
+            assert freed == (held - self.arena.held(cache_.name)) * self.arena.page_bytes  # type: ignore[attr-defined]
+            for sitter in self.sitters:
+                if sitter.cache is cache_ and salt in (None, sitter.salt):
+                    assert sitter.cache.match(sitter.ids(0, LONGEST), salt=sitter.salt) == 0
+
+    @precondition(lambda self: self.sitters)
+    @rule(which=st.integers(0, 99), ttl=st.sampled_from([1e-9, 1e9, 1e9]))
+    def pin(self, which: int, ttl: float) -> None:
+        sitter = self.sitters[which % len(self.sitters)]
+        if isinstance(sitter.cache, Pinning):
+            with contextlib.suppress(PinError):
+                self.pins.append((sitter.cache, sitter.cache.pin(sitter.ids(0, LONGEST), salt=sitter.salt, ttl=ttl)))
+
+    @precondition(lambda self: self.pins)
+    @rule(which=st.integers(0, 99))
+    def unpin(self, which: int) -> None:
+        cache_, pin = self.pins.pop(which % len(self.pins))
+        known = pin in cache_.pins()
+        assert cache_.unpin(pin.id) == known
 
     # ------------------------------------------------------------ memory
     @rule(which=st.integers(0, 99), pages=st.integers(1, 4))
@@ -309,6 +344,8 @@ class Histories(RuleBasedStateMachine):
         """Nothing has leaked, and there is room for the longest text again, whoever asks."""
         for sitter in self.sitters:
             sitter.cache.close(sitter.seat)
+        for pinning, pin in self.pins:
+            pinning.unpin(pin.id)
         self.world.check_integrity()
         for name, cache_ in self.world.caches.items():
             self.arena.set_share(name, floor=0, limit=self.pages)

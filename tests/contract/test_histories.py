@@ -9,6 +9,7 @@ from hypothesis import settings
 from hypothesis.stateful import run_state_machine_as_test
 
 from cache_strategies import registry
+from cache_strategies.eviction import policies
 from config.settings import StrategySettings
 from tests.contract.histories import GEOMETRY, Histories
 
@@ -22,11 +23,18 @@ def instance(kind: str, **options: object) -> StrategySettings:
     return StrategySettings.model_validate({"kind": kind, **OPTIONS.get(kind, {}), **options})
 
 
-ALONE = {kind: instance(kind) for kind in sorted(registry.kinds())} | {
-    "paged, blocks of one": instance("paged", block_size=1),
-    "paged, nothing shared": instance("paged", prefix_cache=False),
+ALONE = (
+    {kind: instance(kind) for kind in sorted(registry.kinds())}
+    | {
+        "paged, blocks of one": instance("paged", block_size=1),
+        "paged, nothing shared": instance("paged", prefix_cache=False),
+        "contiguous, nothing found again": instance("contiguous", prefix_cache=False),
+    }
+    | {f"paged, {policy}": instance("paged", eviction=policy) for policy in sorted(policies()) if policy != "lru"}
+)
+TOGETHER = {kind: instance(kind) for kind in sorted(registry.kinds())} | {
+    "other": instance("paged", block_size=3, eviction="s3fifo", ttl=1e-6)
 }
-TOGETHER = {kind: instance(kind) for kind in sorted(registry.kinds())} | {"other": instance("paged", block_size=3)}
 
 
 def machine_of(strategies: Mapping[str, StrategySettings]) -> type[Histories]:
@@ -47,3 +55,8 @@ def test_any_history_of_one_strategy(name: str) -> None:
 
 def test_any_history_of_all_strategies_in_one_arena() -> None:
     play(TOGETHER, examples=40)
+
+
+@pytest.mark.slow
+def test_a_hundred_thousand_operations() -> None:
+    play(TOGETHER, examples=2500)
