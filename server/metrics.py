@@ -63,7 +63,7 @@ class Metrics:
         for name in instances:
             self._start_at_zero(name)
         self.observe_step(
-            StepReport(seconds=0.0, parts={}, preempted={}, failures={}, evicted={}, running={}, waiting={})
+            StepReport(seconds=0.0, parts={}, preempted={}, failures={}, forked={}, evicted={}, running={}, waiting={})
         )
 
     def observe_request(self, record: RequestRecord) -> None:
@@ -71,7 +71,7 @@ class Metrics:
         name = record.instance
         self._requests.labels(name, record.outcome).inc()
         self._prompt_tokens.labels(name).inc(record.prompt_tokens)
-        if record.cached_tokens is not None:
+        if record.cached_tokens is not None and not record.forked:
             self._cache_queries.labels(name).inc(record.prompt_tokens)
             self._cache_hits.labels(name).inc(record.cached_tokens)
             if record.miss is not None:
@@ -98,6 +98,8 @@ class Metrics:
         for name, part in report.parts.items():
             self._generated.labels(name).inc(part.generated)
         for name in self._instances:
+            self._generated.labels(name).inc(report.forked.get(name, 0))
+            self._forked.labels(name).inc(report.forked.get(name, 0))
             self._running.labels(name).set(report.running.get(name, 0))
             self._waiting.labels(name).set(report.waiting.get(name, 0))
             self._preemptions.labels(name).inc(report.preempted.get(name, 0))
@@ -142,6 +144,7 @@ class Metrics:
         self._waiting = Gauge("kvmux_num_requests_waiting", "Requests without a seat.", by, registry=registry)
         self._preemptions = Counter("kvmux_num_preemptions", "Seats taken to make room.", by, registry=registry)
         self._failures = Counter("kvmux_strategy_failures", "Exceptions in a strategy.", by, registry=registry)
+        self._forked = Counter("kvmux_forks", "Choices that took over another's prompt.", by, registry=registry)
         self._evicted = Counter(
             "kvmux_kv_cache_evicted_bytes", "Idle KV memory that had to make room.", by, registry=registry
         )

@@ -87,6 +87,7 @@ class Job:
                 priority=body.priority,
                 caching=caching,
                 explain=body.explain,
+                sibling_of=f"{job_id}-0" if index else None,
             )
             for index in range(body.n)
         ]

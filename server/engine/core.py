@@ -57,6 +57,7 @@ class Core:
         self._requests: dict[tuple[int, str], Request] = {}
         self._left: list[RequestRecord] = []  # since the last step
         self._failures: Counter[str] = Counter()  # of strategies, in this step
+        self._forked: Counter[str] = Counter()  # requests, in this step
         self._explanations: list[Event] = []  # since the last step
         self._evicted: Counter[str] = Counter()  # pages, up to the last step
 
@@ -79,6 +80,7 @@ class Core:
                 priority=message.priority,
                 caching=message.caching,
                 explain=message.explain,
+                siblings=self._siblings(worker, message, cache),
             )
             capacity = self.arena.capacity(name) * self.arena.page_bytes
             self.scheduler.submit(request, capacity=capacity)
@@ -86,6 +88,13 @@ class Core:
             return Event(worker, Failed(message.request_id, error.status, error.message, error.code, error.param))
         self._requests[request.key] = request
         return None
+
+    def _siblings(self, worker: int, message: Submit, cache: KVCache) -> list[Request]:
+        """Those of a request that is to come, if there is one whose prompt it can take over; otherwise a new list."""
+        sibling = self._requests.get((worker, message.sibling_of)) if message.sibling_of is not None else None
+        if sibling is None or sibling.cache is not cache or sibling.caching != message.caching:
+            return []
+        return sibling.siblings if sibling.tokens[: sibling.prompt_tokens] == message.prompt else []
 
     def cancel(self, worker: int, request_id: str, outcome: str = "cancelled") -> None:
         """Frees the request's memory now; no effect if it has ended."""
@@ -103,6 +112,7 @@ class Core:
         """Computes the next tokens of some requests; with nobody to serve, nothing."""
         began = time.monotonic()
         self._failures.clear()
+        self._forked.clear()
         for cache in self.caches.values():
             cache.poll()
         scheduled, preempted = self.scheduler.schedule()
@@ -114,6 +124,7 @@ class Core:
             failures=Counter(self._failures),
             running=Counter(r.cache.name for r in self.scheduler.running),
             waiting=Counter(r.cache.name for r in self.scheduler.waiting),
+            forked=Counter(self._forked),
             evicted=self._newly_evicted(),
         )
         finished, self._left = self._left, []
@@ -158,15 +169,26 @@ class Core:
         """The tokens have entered: commit them, draw the next ones, tell."""
         ends = [s.request for s in scheduled if s.num_tokens == s.request.remaining]
         batch.commit()
-        events = [event for s in scheduled for event in _admission(s.request)]
-        draws = [Draw(request.sampling, len(request.tokens)) for request in ends]
-        for request, token in zip(ends, sample(logits, draws) if draws else [], strict=True):
+        rows = [(i, request) for i, end in enumerate(ends) for request in (end, *self._fork(end))]
+        events = [event for r in (*(s.request for s in scheduled), *(r for _, r in rows)) for event in _admission(r)]
+        draws = [Draw(request.sampling, len(request.tokens)) for _, request in rows]
+        if len(rows) > len(ends):
+            logits = logits[[i for i, _ in rows]]
+        for (_, request), token in zip(rows, sample(logits, draws) if draws else [], strict=True):
             request.extend(token, self.model.facts.eos_ids)
             worker, request_id = request.key
             events.append(Event(worker, Tokens(request_id, [token], request.finish_reason)))
             if request.finish_reason is not None:
                 self._remove(request, request.finish_reason)
         return events
+
+    def _fork(self, request: Request) -> list[Request]:
+        """Siblings that take over the prompt it has just computed; who finds no room waits for a seat of its own."""
+        if request.generated:
+            return []
+        forked = [r for r in request.siblings if r.held_back and r.seat is None and self.scheduler.fork(r, request)]
+        self._forked[request.cache.name] += len(forked)
+        return forked
 
     def _fail(self, requests: Sequence[Request], error: StrategyError) -> list[Event]:
         for request in requests:
@@ -176,6 +198,7 @@ class Core:
 
     def _remove(self, request: Request, outcome: str) -> None:
         del self._requests[request.key]
+        request.siblings.remove(request)
         self.scheduler.remove(request)
         record = _record(request, outcome)
         self._left.append(record)
@@ -197,7 +220,8 @@ def _admission(request: Request) -> list[Event]:
     if request.cached_tokens is not None:
         return []
     assert request.seat is not None
-    request.cached_tokens, request.miss = request.seat.cached, request.seat.miss
+    seat = request.seat
+    request.cached_tokens, request.miss = (seat.length, None) if request.forked else (seat.cached, seat.miss)
     worker, request_id = request.key
     return [Event(worker, Admitted(request_id, request.cache.name, request.reason, request.cached_tokens))]
 
@@ -229,6 +253,7 @@ def _record(request: Request, outcome: str) -> RequestRecord:
         prompt_tokens=request.prompt_tokens,
         cached_tokens=request.cached_tokens,
         miss=request.miss,
+        forked=request.forked,
         generated_tokens=request.generated,
         preemptions=request.preemptions,
         kv_bytes=request.cache.bytes_for(len(request.tokens)) if times.admitted else 0,

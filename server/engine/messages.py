@@ -45,6 +45,7 @@ class Submit(msgspec.Struct, tag=True, frozen=True):
     alias: str | None = None
     priority: int = 0  # lower runs first
     caching: Caching = Caching()
+    sibling_of: str | None = None  # an earlier request with the same prompt, whose computed prompt it may take over
     explain: bool = False  # an Explained is the last that is said of it, if it does not fail
 
 

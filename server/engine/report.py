@@ -26,6 +26,7 @@ class StepReport:
     parts: Mapping[str, StepPart]  # by instance
     preempted: Mapping[str, int]  # requests, by instance
     failures: Mapping[str, int]  # exceptions in a strategy's code, by instance
+    forked: Mapping[str, int]  # requests that took over a sibling's prompt, and got their first token so, by instance
     evicted: Mapping[str, int]  # bytes that had to make room since the step before, by instance
     running: Mapping[str, int]  # after the step, by instance
     waiting: Mapping[str, int]
@@ -48,6 +49,7 @@ class RequestRecord(msgspec.Struct, frozen=True):
     prompt_tokens: int
     cached_tokens: int | None  # None: it was never admitted, so nobody looked
     miss: str | None  # why no more was found (`cache_strategies.base.Miss`); None: all there could be, or nobody looked
+    forked: bool  # it took over a sibling's prompt, so nobody looked for it in the cache
     generated_tokens: int
     preemptions: int
     kv_bytes: int  # that its text came to, shared blocks counted in full

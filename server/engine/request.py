@@ -43,10 +43,12 @@ class Request:
     priority: int = 0
     caching: Caching = field(default_factory=Caching)
     explain: bool = False
+    siblings: list[Request] = field(default_factory=list)  # with the same prompt, itself included, as they arrived
     arrival: int = 0  # number of the request; with the priority, its place in line
     seat: Seat | None = None
     cached_tokens: int | None = None  # of the prompt, found in the cache; None until its first row has run
     miss: str | None = None  # why no more was found
+    forked: bool = False  # it took over a sibling's prompt
     preemptions: int = 0
     refused_at: int = -1  # how many seats had been given up when it last found no room: no use to ask again before
     passed_over: int = 0  # requests that were admitted while this one, before them in line, had no room
@@ -56,6 +58,7 @@ class Request:
 
     def __post_init__(self) -> None:
         self.prompt_tokens = len(self.tokens)
+        self.siblings.append(self)
 
     @property
     def place(self) -> tuple[int, int]:
@@ -65,6 +68,13 @@ class Request:
     @property
     def generated(self) -> int:
         return len(self.tokens) - self.prompt_tokens
+
+    @property
+    def held_back(self) -> bool:
+        """A sibling computes their prompt, or will: the others wait to take it over."""
+        if self.generated or not self.cache.contract.forkable:
+            return False
+        return next(sibling for sibling in self.siblings if not sibling.generated) is not self
 
     @property
     def remaining(self) -> int:

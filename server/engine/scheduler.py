@@ -97,6 +97,17 @@ class Scheduler:
         else:
             self.waiting.remove(request)
 
+    def fork(self, request: Request, sibling: Request) -> bool:
+        """Seats a waiting request where its sibling is, if it may run and there is room."""
+        assert sibling.seat is not None
+        if self._allowed(request, self.running):
+            request.seat = request.cache.fork(sibling.seat)
+        if request.seat is None:
+            return False
+        request.forked = True
+        self._run(request)
+        return True
+
     # ---------------------------------------------------------------- a step
     def schedule(self) -> tuple[Sequence[Scheduled], Sequence[Request]]:
         """The step's rows, and the requests that were preempted for them."""
@@ -143,7 +154,7 @@ class Scheduler:
     # ---------------------------------------------------------------- admission
     def _make_way(self, step: _Step) -> None:
         """Seats those who wait with a higher priority than others run with; these give way, the last in line first."""
-        for request in list(self.waiting):
+        for request in self._candidates():
             lower = [r for r in self.running if r.priority > request.priority]
             if not lower or not self._could_seat(request, lower):
                 return
@@ -166,7 +177,7 @@ class Scheduler:
     def _admit(self, step: _Step) -> None:
         """Seats for those who wait, in line; an instance without room holds up only its own, up to a point."""
         without_room: list[Request] = []
-        for request in list(self.waiting):
+        for request in self._candidates():
             if not step.budget or any(r.passed_over >= self.limits.max_passed_over for r in without_room):
                 return
             if any(r.cache is request.cache for r in without_room):
@@ -189,10 +200,17 @@ class Scheduler:
         if request.seat is None:
             request.refused_at = self._seats_given_up
             return False
+        self._run(request)
+        return True
+
+    def _candidates(self) -> list[Request]:
+        """Who waits for a seat and nothing else."""
+        return [request for request in self.waiting if not request.held_back]
+
+    def _run(self, request: Request) -> None:
         self.waiting.remove(request)
         insort(self.running, request, key=lambda r: r.place)
         request.times.admitted = request.times.admitted or time.monotonic()
-        return True
 
     def _allowed(self, request: Request, others: Sequence[Request]) -> bool:
         """May it run beside `others`, by their number and by the bytes that all can come to?"""

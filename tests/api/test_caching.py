@@ -24,6 +24,7 @@ RECORD = RequestRecord(
     prompt_tokens=9,
     cached_tokens=4,
     miss="tenant",
+    forked=False,
     generated_tokens=2,
     preemptions=1,
     kv_bytes=4096,

@@ -81,7 +81,7 @@ class Driver:
 
         Greedy and without end token unless they say otherwise.
         """
-        names = ("kv_cache", "header", "alias", "priority", "explain")
+        names = ("kv_cache", "header", "alias", "priority", "explain", "sibling_of")
         ours = {key: options.pop(key) for key in names if key in options}
         caching = {key: options.pop(key) for key in ("salt", "max_cached", "ttl") if key in options}
         ours["caching"] = Caching(**caching, priority=options.pop("kept", 0))
