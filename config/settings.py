@@ -112,6 +112,10 @@ class Settings(BaseSettings):
         None, ge=1, le=1024, description="CPU threads of the engine; default: all cores, but one less for small models"
     )
 
+    admin_token: str | None = Field(
+        None, min_length=8, description="whoever sends it may clear, pin and share the caches; default: nobody may"
+    )
+
     kv_memory: str = Field("auto", description="memory for keys and values, '2GiB'; auto: a share of what is free")
     kv_memory_share: float = Field(
         0.3, gt=0, lt=1, description="with kv_memory=auto: share of the memory free after the weights, at most"

@@ -45,7 +45,13 @@ class _Share:
     held: int = 0
     longest: int = 0  # pages of its longest sequence, for which there must always be room,
     run: int = 1  # so many of them in one piece
+    grace: int = 0  # pages it may hold for the time being, if that is more than its limit
     reclaimed: int = 0  # idle pages it had to give so far
+
+    @property
+    def most(self) -> int:
+        """Pages it may hold now."""
+        return max(self.limit, self.grace)
 
     @property
     def spare(self) -> int:
@@ -100,6 +106,10 @@ class Arena:
         if share.held > limit:
             self._reclaim_from(share, share.held - limit)
 
+    def set_grace(self, owner: str, pages: int) -> None:
+        """What `owner` may hold for the time being, should that be more than its limit."""
+        self._shares[owner].grace = pages
+
     def could_take(self, owner: str, pages: int) -> bool:
         """Whether that many single pages could be taken, idle ones given back. Changes nothing."""
         share = self._shares[owner]
@@ -107,7 +117,7 @@ class Arena:
         own_idle = share.owner.idle_pages()
         free = self._free + own_idle + sum(s.spare for s in others)
         promised = sum(max(0, s.floor - s.held) for s in others)
-        return share.held - own_idle + pages <= share.limit and free - pages >= promised
+        return share.held - own_idle + pages <= share.most and free - pages >= promised
 
     def objection(
         self, owner: str, *, floor: int | None = None, limit: int | None = None, pinned: Collection[int] | None = None
@@ -165,7 +175,7 @@ class Arena:
 
     def _allowed(self, share: _Share, run: int) -> bool:
         promised = sum(max(0, s.floor - s.held) for s in self._shares.values() if s is not share)
-        return share.held + run <= share.limit and self._free - run >= promised
+        return share.held + run <= share.most and self._free - run >= promised
 
     def _find(self, run: int) -> int:
         if run > 1:
@@ -186,7 +196,7 @@ class Arena:
         Where enough pages are free and merely scattered, idle ones are given back within floors too: a floor promises
         pages, not what lies in them, and these stay promised.
         """
-        if share.held + run > share.limit:
+        if share.held + run > share.most:
             return self._reclaim_from(share, run)
         scattered = self._allowed(share, run)
         for other in self._shares.values():

@@ -39,7 +39,7 @@ BACKLOG = 2048  # connections the system holds while the workers are busy or sti
 
 GROUPS = {
     "model": ("model", "revision", "model_name", "model_impl", "device", "dtype", "weights", "kernels", "threads"),
-    "HTTP": ("host", "port", "workers", "log_level"),
+    "HTTP": ("host", "port", "workers", "admin_token", "log_level"),
     "KV memory": ("kv_memory", "kv_memory_share", "kv_overcommit"),
     "batching": ("max_seq_len", "max_num_seqs", "max_step_tokens", "max_waiting"),
     "cache strategies": ("default_strategy",),
@@ -56,7 +56,13 @@ EVALUATION_SETTINGS = (
     "kv_memory",
     "max_step_tokens",
 )
-METAVARS = {"model": "MODEL", "model_name": "NAME[,ALIAS]", "host": "ADDRESS", "kv_memory": "SIZE"}
+METAVARS = {
+    "model": "MODEL",
+    "model_name": "NAME[,ALIAS]",
+    "host": "ADDRESS",
+    "admin_token": "TOKEN",
+    "kv_memory": "SIZE",
+}
 
 DESCRIPTION = """\
 An inference server where the KV cache is a plug-in: a strategy per request, all strategies in one batch."""

@@ -13,7 +13,7 @@ from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 
-from server.engine.client import EngineLost
+from server.engine.client import EngineLost, EngineRefused
 from server.engine.messages import Failed
 
 RETRY_AFTER = {"Retry-After": "1"}  # seconds
@@ -49,6 +49,8 @@ def as_api_error(error: Exception, request: Request | None = None) -> ApiError:
     match error:
         case ApiError():
             return error
+        case EngineRefused():
+            return from_engine(error.refused)
         case EngineLost():
             return ApiError(503, str(error), code="engine_unavailable")
         case RequestValidationError():
@@ -60,7 +62,7 @@ def as_api_error(error: Exception, request: Request | None = None) -> ApiError:
 
 def install(app: FastAPI) -> None:
     """Answers every exception with an error object."""
-    for kind in (HTTPException, RequestValidationError, EngineLost, Exception):
+    for kind in (HTTPException, RequestValidationError, EngineRefused, EngineLost, Exception):
         app.add_exception_handler(kind, _answer)
 
 

@@ -18,6 +18,7 @@ from server.engine.messages import (
     Admitted,
     Answer,
     Cancel,
+    Command,
     Explained,
     Failed,
     FromEngine,
@@ -33,6 +34,14 @@ log = logging.getLogger(__name__)
 FIRST_DELAY, LONGEST_DELAY = 0.02, 0.1  # seconds between two attempts to connect
 
 Event = Admitted | Tokens | Explained | Failed
+
+
+class EngineRefused(Exception):
+    """The engine did not obey a command."""
+
+    def __init__(self, refused: Failed) -> None:
+        super().__init__(refused.message)
+        self.refused = refused
 
 
 class EngineLost(Exception):
@@ -101,7 +110,7 @@ class EngineClient:
         self._path = os.fspath(path)
         self._writer: asyncio.StreamWriter | None = None
         self._streams: dict[str, Stream] = {}  # by request id
-        self._queries: dict[int, asyncio.Future[bytes]] = {}
+        self._queries: dict[int, asyncio.Future[Answer]] = {}
         self._query_ids = itertools.count()
         self._task: asyncio.Task[None] | None = None
 
@@ -126,18 +135,21 @@ class EngineClient:
             for submit in submits:
                 self._streams.pop(submit.request_id, None)
 
-    async def query(self, what: Literal["kv_cache", "metrics"], timeout: float) -> bytes:
-        """The engine's answer. Raises EngineLost, also when there is none within `timeout` seconds."""
+    async def query(self, what: Literal["kv_cache", "metrics"] | Command, timeout: float) -> bytes:
+        """The engine's answer. Raises EngineRefused; EngineLost, also when there is none within `timeout` seconds."""
         query_id = next(self._query_ids)
-        answer: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
+        future: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
         self._send(Query(query_id, what))
-        self._queries[query_id] = answer
+        self._queries[query_id] = future
         try:
-            return await asyncio.wait_for(answer, timeout)
+            answer = await asyncio.wait_for(future, timeout)
         except TimeoutError:
             raise EngineLost(f"the engine did not answer within {timeout:g} s; try again") from None
         finally:
             self._queries.pop(query_id, None)
+        if answer.refused is not None:
+            raise EngineRefused(answer.refused)
+        return answer.body
 
     def _cancel(self, message: Cancel) -> None:
         with contextlib.suppress(EngineLost):
@@ -200,7 +212,7 @@ class EngineClient:
             case Answer():
                 answer = self._queries.get(event.query_id)
                 if answer is not None and not answer.done():
-                    answer.set_result(event.body)
+                    answer.set_result(event)
             case _:
                 stream = self._streams.get(event.request_id)
                 if stream is not None:  # else it was left, and this was under way

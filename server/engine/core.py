@@ -107,6 +107,31 @@ class Core:
         for key in [key for key in self._requests if key[0] == worker]:
             self.cancel(*key)
 
+    def set_share(self, name: str, *, floor: int, limit: int) -> None:
+        """Another floor and limit, in pages, at once. Raises RequestError.
+
+        Idle memory beyond the limit goes now; running requests end as they would have, and until they need no more
+        than the limit no others of the instance begin.
+        """
+        if floor > limit:
+            raise RequestError(400, f"a floor of {floor} pages is more than the limit, {limit}", param="floor")
+        if (why_not := self.arena.objection(name, floor=floor, limit=limit)) is not None:
+            raise RequestError(409, f"with that, {why_not}", code="no_room")
+        self.arena.set_share(name, floor=floor, limit=limit)
+        self.scheduler.draining.add(name)
+        self._drain()
+
+    def _drain(self) -> None:
+        """Instances above a lowered limit come down to it as their requests end."""
+        for name in list(self.scheduler.draining):
+            running = [r for r in self.scheduler.running if r.cache.name == name]
+            pages = -(-sum(r.cache.bytes_for(r.most_tokens) for r in running) // self.arena.page_bytes)
+            floor, limit = self.arena.share(name)
+            self.arena.set_grace(name, pages if pages > limit else 0)
+            self.arena.set_share(name, floor=floor, limit=limit)  # what has become idle meanwhile goes
+            if pages <= limit:
+                self.scheduler.draining.remove(name)
+
     # ---------------------------------------------------------------- a step
     def step(self) -> StepResult:
         """Computes the next tokens of some requests; with nobody to serve, nothing."""
@@ -200,6 +225,7 @@ class Core:
         del self._requests[request.key]
         request.siblings.remove(request)
         self.scheduler.remove(request)
+        self._drain()
         record = _record(request, outcome)
         self._left.append(record)
         if request.explain and outcome in ("stop", "length"):

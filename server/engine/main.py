@@ -17,10 +17,23 @@ import msgspec
 from prometheus_client import disable_created_metrics
 
 from config.settings import Settings, SettingsError
+from server.engine.admin import obey
 from server.engine.build import Engine, build_engine, describe_caches, summary
 from server.engine.core import Event
 from server.engine.gateway import Gateway, Gone
-from server.engine.messages import Answer, Cancel, FromEngine, Hello, Query, Strategy, Submit, ToEngine
+from server.engine.messages import (
+    Answer,
+    Cancel,
+    Command,
+    Failed,
+    FromEngine,
+    Hello,
+    Query,
+    Strategy,
+    Submit,
+    ToEngine,
+)
+from server.engine.request import RequestError
 from server.metrics import Metrics
 
 log = logging.getLogger(__name__)
@@ -94,15 +107,22 @@ class Loop:
             case Cancel(request_id, outcome):
                 self._core.cancel(worker, request_id, outcome)
             case Query(query_id, what):
-                return [Event(worker, Answer(query_id, self._answer(what)))]
+                return [Event(worker, self._answer(query_id, what))]
             case Gone():
                 self._core.cancel_worker(worker)
         return []
 
-    def _answer(self, what: Literal["kv_cache", "metrics"]) -> bytes:
-        if what == "kv_cache":
-            return msgspec.json.encode({"object": "list", "data": describe_caches(self._engine)})
-        return self._metrics.exposition({name: cache.usage() for name, cache in self._core.caches.items()})
+    def _answer(self, query_id: int, what: Literal["kv_cache", "metrics"] | Command) -> Answer:
+        match what:
+            case "kv_cache":
+                return Answer(query_id, msgspec.json.encode({"object": "list", "data": describe_caches(self._engine)}))
+            case "metrics":
+                usage = {name: cache.usage() for name, cache in self._core.caches.items()}
+                return Answer(query_id, self._metrics.exposition(usage))
+        try:
+            return Answer(query_id, msgspec.json.encode(obey(self._core, what)))
+        except RequestError as error:
+            return Answer(query_id, b"", Failed("", error.status, error.message, error.code, error.param))
 
     def _send(self, events: Sequence[Event]) -> None:
         by_worker: dict[int, list[FromEngine]] = defaultdict(list)

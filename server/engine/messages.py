@@ -56,11 +56,51 @@ class Cancel(msgspec.Struct, tag=True, frozen=True):
     outcome: Literal["cancelled", "stop"] = "cancelled"  # stop: its text came to a stop string
 
 
+class Inspect(msgspec.Struct, tag=True, frozen=True):
+    """Shows the requests of an instance, and what it holds."""
+
+    instance: str
+
+
+class Clear(msgspec.Struct, tag=True, frozen=True):
+    """Forgets what is cached under a salt, or (None) all."""
+
+    instance: str
+    salt: str | None
+
+
+class PinPrefix(msgspec.Struct, tag=True, frozen=True):
+    """Keeps what is cached of a prompt for so many seconds."""
+
+    instance: str
+    tokens: list[int]
+    salt: str
+    ttl: float
+
+
+class Unpin(msgspec.Struct, tag=True, frozen=True):
+    """Lets go of a pinned prefix."""
+
+    instance: str
+    pin_id: str
+
+
+class Share(msgspec.Struct, tag=True, frozen=True):
+    """Gives an instance another floor or limit, as settings write them; None: as it was."""
+
+    instance: str
+    floor: str | None
+    limit: str | None
+
+
+Command = Inspect | Clear | PinPrefix | Unpin | Share
+
+
 class Query(msgspec.Struct, tag=True, frozen=True):
-    """Asks for an Answer: the instances as JSON, or the metrics in Prometheus' text format."""
+    """Asks for an Answer: the instances as JSON, the metrics in Prometheus' text format, or what a command comes to."""
 
     query_id: int
-    what: Literal["kv_cache", "metrics"]
+    what: Literal["kv_cache", "metrics"] | Command
 
 
 ToEngine = Submit | Cancel | Query
@@ -119,10 +159,11 @@ class Failed(msgspec.Struct, tag=True, frozen=True):
 
 
 class Answer(msgspec.Struct, tag=True, frozen=True):
-    """The reply to a Query."""
+    """The reply to a Query; a command that was refused says why."""
 
     query_id: int
     body: bytes
+    refused: Failed | None = None
 
 
 FromEngine = Hello | Admitted | Tokens | Explained | Failed | Answer

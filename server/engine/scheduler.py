@@ -65,6 +65,7 @@ class Scheduler:
         self.limits = limits
         self.waiting: list[Request] = []
         self.running: list[Request] = []
+        self.draining: set[str] = set()  # instances that hold more than they may: nobody begins under them
         self._arrivals = 0
         self._seats_given_up = 0
 
@@ -193,7 +194,7 @@ class Scheduler:
 
     def _seat(self, request: Request) -> bool:
         """A seat, if there is room. Asked again only after somebody gave up theirs: asking reads the whole prompt."""
-        if self.running and request.refused_at == self._seats_given_up:
+        if (self.running and request.refused_at == self._seats_given_up) or request.cache.name in self.draining:
             return False
         if self._allowed(request, self.running):
             request.seat = _open(request)

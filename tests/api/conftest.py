@@ -23,6 +23,8 @@ from server.text.tokenizer import Tokenizer
 from tests.api.fake_engine import FakeEngine, says
 from tests.text.tiny import byte_level
 
+ADMIN_TOKEN = "open-sesame"
+
 
 @dataclass(frozen=True)
 class Api:
@@ -44,7 +46,7 @@ def running_api() -> Iterator[Api]:
     with tempfile.TemporaryDirectory(prefix="kvmux-") as directory:  # short enough for a socket's address
         socket_path = Path(directory) / "engine.sock"
         client = EngineClient(socket_path)
-        app = create_app(Settings(), client, Tokenizer(byte_level()))
+        app = create_app(Settings(admin_token=ADMIN_TOKEN), client, Tokenizer(byte_level()))
         server = uvicorn.Server(uvicorn.Config(app, http="httptools", ws="none", lifespan="on", log_config=None))
         with socket.create_server(("127.0.0.1", 0)) as listener:
             thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})

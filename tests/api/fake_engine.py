@@ -49,6 +49,7 @@ class FakeEngine:
         """Forgets everything, so that the next test finds it as new."""
         self.script = script
         self.answers = {"kv_cache": b'{"instances": {}}', "metrics": b"# TYPE up gauge\nup 1\n"}
+        self.refusal: Failed | None = None  # of commands
         self.heard: list[ToEngine | Gone] = []
         self._workers: dict[str, int] = {}
 
@@ -91,8 +92,12 @@ class FakeEngine:
 
     def _replies(self, worker_id: int, message: ToEngine | Gone) -> Iterator[list[FromEngine]]:
         match message:
-            case Query(query_id, what) if what in self.answers:
+            case Query(query_id, str(what)) if what in self.answers:
                 yield [Answer(query_id, self.answers[what])]
+            case Query(query_id, str()):
+                return
+            case Query(query_id):
+                yield [Answer(query_id, b'{"obeyed": true}', self.refusal)]
             case Submit(request_id):
                 self._workers[request_id] = worker_id
                 yield from self.script(message)

@@ -1,0 +1,106 @@
+"""Administration of the caches, under a token of its own: look inside, clear, pin, share memory otherwise.
+
+Knows the engine's commands; what they come to is the engine's business.
+"""
+
+from __future__ import annotations
+
+import hmac
+from collections.abc import Callable, Coroutine
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Depends, Header, Response
+from pydantic import Field
+
+from config.sizes import Share
+from server.api.body import JsonRoute
+from server.api.errors import ApiError
+from server.api.schemas import Body, Prompt
+from server.api.tenants import salt_of, tenant
+from server.engine import messages
+from server.engine.client import EngineClient
+from server.text.tokenizer import Tokenizer
+
+TIMEOUT = 10.0  # seconds; the engine obeys between two steps
+LONGEST_PIN = 7 * 24 * 3600  # seconds
+
+
+class Whose(Body):
+    """A tenant, and the salt it sends."""
+
+    api_key: str | None = Field(None, description="the tenant's; empty: of those who send none")
+    cache_salt: str | None = Field(None, min_length=1, max_length=256)
+
+    @property
+    def salt(self) -> str:
+        return salt_of(tenant(f"Bearer {self.api_key}") if self.api_key else "", self.cache_salt)
+
+
+class ClearRequest(Whose):
+    """Body of POST .../clear; without a field, everybody's."""
+
+    @property
+    def whose(self) -> str | None:
+        return None if self.api_key is None and self.cache_salt is None else self.salt
+
+
+class PinRequest(Whose):
+    """Body of POST .../pins."""
+
+    prompt: Prompt
+    ttl: float = Field(gt=0, le=LONGEST_PIN, description="seconds")
+
+
+class ShareRequest(Body):
+    """Body of PATCH; what is not given stays."""
+
+    floor: Share | None = Field(None, description="KV memory nobody else may take: '10%' or '512MiB'")
+    limit: Share | None = Field(None, description="KV memory it may hold at most")
+
+
+def router(client: EngineClient, tokenizer: Tokenizer, token: str | None) -> APIRouter:
+    routes = APIRouter(
+        prefix="/v1/kv_cache/{instance}",
+        route_class=JsonRoute,
+        tags=["administration"],
+        dependencies=[Depends(guard(token))],
+    )
+
+    async def told(command: messages.Command) -> Response:
+        return Response(await client.query(command, TIMEOUT), media_type="application/json")
+
+    @routes.get("")
+    async def inspect(instance: str) -> Response:
+        return await told(messages.Inspect(instance))
+
+    @routes.patch("")
+    async def share(instance: str, body: ShareRequest) -> Response:
+        return await told(messages.Share(instance, body.floor, body.limit))
+
+    @routes.post("/clear")
+    async def clear(instance: str, body: ClearRequest | None = None) -> Response:
+        return await told(messages.Clear(instance, body.whose if body else None))
+
+    @routes.post("/pins")
+    async def pin(instance: str, body: PinRequest) -> Response:
+        prompt = body.prompt if isinstance(body.prompt, list) else await tokenizer.encode(body.prompt)
+        return await told(messages.PinPrefix(instance, prompt, body.salt, body.ttl))
+
+    @routes.delete("/pins/{pin_id}")
+    async def unpin(instance: str, pin_id: str) -> Response:
+        return await told(messages.Unpin(instance, pin_id))
+
+    return routes
+
+
+def guard(token: str | None) -> Callable[[str | None], Coroutine[Any, Any, None]]:
+    """Lets through whoever has the token; without one, nobody."""
+
+    async def check(authorization: Annotated[str | None, Header(include_in_schema=False)] = None) -> None:
+        if token is None:
+            raise ApiError(403, "administration is off: start the server with an admin_token", code="admin_off")
+        scheme, _, given = (authorization or "").partition(" ")
+        if scheme.lower() != "bearer" or not hmac.compare_digest(given.strip().encode(), token.encode()):
+            raise ApiError(401, "send the admin token: 'Authorization: Bearer ...'", code="invalid_api_key")
+
+    return check

@@ -1,0 +1,87 @@
+"""What an operator may ask of a running engine: to show, to forget, to pin, to share memory otherwise.
+
+Knows the core and the protocols that a cache may have; no socket, no HTTP.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from cache_strategies.base import Clearing, Inspectable, KVCache, Pin, PinError, Pinning
+from config.sizes import share_of
+from server.engine.core import Core
+from server.engine.messages import Clear, Command, Inspect, PinPrefix, Share, Unpin
+from server.engine.request import RequestError
+
+
+def obey(core: Core, command: Command) -> dict[str, Any]:
+    """The answer, as JSON. Raises RequestError."""
+    cache = core.caches.get(command.instance)
+    if cache is None:
+        names = ", ".join(core.caches)
+        raise RequestError(404, f"there is no cache strategy {command.instance!r}; there are {names}", code="not_found")
+    match command:
+        case Inspect():
+            return _inspect(core, cache)
+        case Share(_, floor, limit):
+            return _share(core, cache, floor, limit)
+        case Clear(_, salt) if isinstance(cache, Clearing):
+            return {"freed_bytes": cache.clear(salt)}
+        case PinPrefix() if isinstance(cache, Pinning):
+            return _pin(cache, command)
+        case Unpin(_, pin_id) if isinstance(cache, Pinning):
+            return _unpin(cache, pin_id)
+    raise RequestError(409, f"{cache.name} has nothing of the kind", code="not_supported")
+
+
+def _pin(cache: Pinning, command: PinPrefix) -> dict[str, Any]:
+    try:
+        return _described(cache.pin(command.tokens, salt=command.salt, ttl=command.ttl))
+    except PinError as error:
+        raise RequestError(409, str(error), code="cannot_pin") from None
+
+
+def _unpin(cache: Pinning, pin_id: str) -> dict[str, Any]:
+    if not cache.unpin(pin_id):
+        raise RequestError(404, f"there is no pin {pin_id!r}: its time may be over", code="not_found")
+    return {"id": pin_id, "deleted": True}
+
+
+def _inspect(core: Core, cache: KVCache) -> dict[str, Any]:
+    floor, limit = core.arena.share(cache.name)
+    page = core.arena.page_bytes
+    told: dict[str, Any] = {"name": cache.name, "floor_bytes": floor * page, "limit_bytes": limit * page}
+    told["usage"] = cache.usage()._asdict()
+    told["requests"] = [
+        {
+            "id": request.key[1],
+            "state": "waiting" if request.seat is None else "running",
+            "prompt_tokens": request.prompt_tokens,
+            "generated_tokens": request.generated,
+            "cached_tokens": request.cached_tokens,
+            "preemptions": request.preemptions,
+        }
+        for request in (*core.scheduler.running, *core.scheduler.waiting)
+        if request.cache is cache
+    ]
+    if isinstance(cache, Inspectable):
+        told |= cache.inspect()
+    if isinstance(cache, Pinning):
+        told["pins"] = [_described(pin) for pin in cache.pins()]
+    return told
+
+
+def _described(pin: Pin) -> dict[str, Any]:
+    left = max(0.0, pin.expires - time.monotonic())
+    return {"id": pin.id, "tokens": pin.num_tokens, "bytes": pin.num_bytes, "ttl": round(left, 3)}
+
+
+def _share(core: Core, cache: KVCache, floor: str | None, limit: str | None) -> dict[str, Any]:
+    total = core.arena.pages * core.arena.page_bytes
+    pages = [
+        before if wanted is None else min(share_of(wanted, total), total) // core.arena.page_bytes
+        for before, wanted in zip(core.arena.share(cache.name), (floor, limit), strict=True)
+    ]
+    core.set_share(cache.name, floor=pages[0], limit=pages[1])
+    return _inspect(core, cache)

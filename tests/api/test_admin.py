@@ -1,0 +1,90 @@
+"""Administration over HTTP: who may, what reaches the engine, and how refusals are told."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import httpx
+import pytest
+
+from server.api.admin import guard
+from server.api.errors import ApiError
+from server.api.tenants import tenant
+from server.engine.messages import Clear, Command, Failed, Inspect, PinPrefix, Query, Share, Unpin
+from tests.api.conftest import ADMIN_TOKEN
+from tests.api.fake_engine import FakeEngine
+
+CACHE = "/v1/kv_cache/paged"
+ROUTES: list[tuple[str, str, dict[str, Any] | None, Command]] = [
+    ("GET", "", None, Inspect("paged")),
+    ("PATCH", "", {"floor": "10%"}, Share("paged", "10%", None)),
+    ("PATCH", "", {"floor": "1MiB", "limit": "50%"}, Share("paged", "1MiB", "50%")),
+    ("POST", "/clear", None, Clear("paged", None)),
+    ("POST", "/clear", {}, Clear("paged", None)),
+    ("POST", "/clear", {"cache_salt": "mine"}, Clear("paged", "/mine")),
+    ("POST", "/clear", {"api_key": ""}, Clear("paged", "/")),
+    ("POST", "/clear", {"api_key": "sk-1"}, Clear("paged", f"{tenant('Bearer sk-1')}/")),
+    ("POST", "/pins", {"prompt": [1, 2, 3], "ttl": 60}, PinPrefix("paged", [1, 2, 3], "/", 60.0)),
+    ("DELETE", "/pins/pin-1", None, Unpin("paged", "pin-1")),
+]
+
+
+def ask(http: httpx.Client, method: str, path: str, body: Any = None, token: str = ADMIN_TOKEN) -> httpx.Response:
+    return http.request(method, CACHE + path, json=body, headers={"Authorization": f"Bearer {token}"} if token else {})
+
+
+@pytest.mark.parametrize(("method", "path", "body", "command"), ROUTES)
+def test_commands_reach_the_engine(
+    engine: FakeEngine, http: httpx.Client, method: str, path: str, body: Any, command: Command
+) -> None:
+    response = ask(http, method, path, body)
+    assert (response.status_code, response.json()) == (200, {"obeyed": True})
+    (query,) = engine.all(Query)
+    assert query.what == command
+
+
+@pytest.mark.parametrize(("method", "path", "body", "command"), ROUTES)
+@pytest.mark.parametrize("token", ["", "open-sesam", "öffne-dich"])
+def test_without_the_token_nothing_does(
+    engine: FakeEngine, http: httpx.Client, method: str, path: str, body: Any, command: Command, token: str
+) -> None:
+    headers = {"Authorization": f"Bearer {token}".encode()} if token else {}
+    response = http.request(method, CACHE + path, json=body, headers=headers)
+    assert (response.status_code, response.json()["error"]["code"]) == (401, "invalid_api_key")
+    assert engine.all(Query) == []
+
+
+def test_without_a_token_in_the_settings_nobody_may() -> None:
+    with pytest.raises(ApiError, match="administration is off: start the server with an admin_token") as caught:
+        asyncio.run(guard(None)("Bearer anything"))
+    assert caught.value.status_code == 403
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "body", "param"),
+    [
+        ("PATCH", "", {"floor": "much"}, "floor"),
+        ("PATCH", "", {"limit": "101%"}, "limit"),
+        ("PATCH", "", {"ceiling": "1%"}, "ceiling"),
+        ("POST", "/clear", {"cache_salt": ""}, "cache_salt"),
+        ("POST", "/pins", {"prompt": [1]}, "ttl"),
+        ("POST", "/pins", {"prompt": [1], "ttl": 0}, "ttl"),
+        ("POST", "/pins", {"prompt": [1], "ttl": 1e9}, "ttl"),
+        ("POST", "/pins", {"ttl": 1}, "prompt"),
+    ],
+)
+def test_bad_bodies_are_named(
+    engine: FakeEngine, http: httpx.Client, method: str, path: str, body: Any, param: str
+) -> None:
+    response = ask(http, method, path, body)
+    assert (response.status_code, response.json()["error"]["param"]) == (400, param)
+    assert engine.all(Query) == []
+
+
+@pytest.mark.parametrize("status", [404, 409])
+def test_what_the_engine_refuses_is_told(engine: FakeEngine, http: httpx.Client, status: int) -> None:
+    engine.refusal = Failed("", status, "no, because", "not_so")
+    response = ask(http, "GET", "")
+    error = response.json()["error"]
+    assert (response.status_code, error["message"], error["code"]) == (status, "no, because", "not_so")

@@ -1,0 +1,133 @@
+"""What an operator asks of a running engine happens, or is refused and changes nothing."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from server.engine.admin import obey
+from server.engine.messages import Clear, Inspect, PinPrefix, Share, Unpin
+from server.engine.request import RequestError
+from tests.engine.driving import Driver, strategies
+from tests.engine.reference import Reference, random_prompt
+
+PROMPT = random_prompt(40)
+SETTINGS: dict[str, Any] = {"strategies": strategies(paged={"kind": "paged", "block_size": 4}), "max_seq_len": 64}
+
+
+def warm(tiny: Path, **settings: Any) -> Driver:
+    """One prompt is cached."""
+    driver = Driver(tiny, **(SETTINGS | settings))
+    driver.submit("first", PROMPT, 4, kv_cache="paged", salt="/")
+    driver.run()
+    return driver
+
+
+def cached(driver: Driver, salt: str = "/") -> int:
+    return driver.core.caches["paged"].match(PROMPT, salt=salt)
+
+
+def test_it_shows_requests_blocks_and_shares(tiny: Path) -> None:
+    driver = warm(tiny)
+    driver.submit("it", PROMPT, 9, kv_cache="paged", salt="/")
+    driver.step(), driver.step()
+    told = json.loads(json.dumps(obey(driver.core, Inspect("paged"))))
+    assert told["requests"] == [
+        {
+            "id": "it",
+            "state": "running",
+            "prompt_tokens": 40,
+            "generated_tokens": 2,
+            "cached_tokens": 36,
+            "preemptions": 0,
+        }
+    ]
+    assert told["blocks"] == {"in_use": 11, "shared": 0, "pending": 0, "pinned": 0, "idle": 0} | {
+        "idle": told["blocks"]["idle"]
+    }
+    assert (told["floor_bytes"], told["limit_bytes"]) == (0, driver.core.arena.pages * driver.core.arena.page_bytes)
+    assert told["pins"] == []
+    for name in ("contiguous", "sliding_window"):
+        assert obey(driver.core, Inspect(name))["requests"] == []
+
+
+def test_clear_forgets_by_salt_or_all(tiny: Path) -> None:
+    driver = warm(tiny)
+    assert cached(driver) == 36
+    assert obey(driver.core, Clear("paged", "/other")) == {"freed_bytes": 0}
+    assert cached(driver) == 36
+    freed = obey(driver.core, Clear("paged", None))["freed_bytes"]
+    assert freed == 10 * driver.core.arena.page_bytes
+    assert cached(driver) == 0
+    driver.assert_nothing_leaked()
+
+
+def test_a_pin_stays_until_it_is_let_go(tiny: Path) -> None:
+    driver = warm(tiny)
+    pin = obey(driver.core, PinPrefix("paged", PROMPT, "/", 100.0))
+    assert (pin["tokens"], pin["ttl"]) == (40, pytest.approx(100, abs=1))
+    driver.core.caches["paged"].reclaim(10_000)
+    assert cached(driver) == 36
+    assert obey(driver.core, Inspect("paged"))["pins"][0]["id"] == pin["id"]
+    assert obey(driver.core, Unpin("paged", pin["id"])) == {"id": pin["id"], "deleted": True}
+    driver.assert_nothing_leaked()
+
+
+@pytest.mark.parametrize(
+    ("command", "status", "told"),
+    [
+        (Inspect("none"), 404, "there is no cache strategy 'none'; there are paged, contiguous, sliding_window"),
+        (Unpin("paged", "pin-9"), 404, "there is no pin 'pin-9'"),
+        (Unpin("contiguous", "pin-9"), 409, "contiguous has nothing of the kind"),
+        (Clear("sliding_window", None), 409, "sliding_window has nothing of the kind"),
+        (PinPrefix("paged", [1, 2, 3, 4, 5], "/", 9.0), 409, "nothing of this prefix is in the cache"),
+        (Share("paged", "60%", "40%"), 400, "is more than the limit"),
+        (Share("paged", None, "0%"), 409, "paged would have no room for its longest sequence"),
+        (Share("paged", "100%", None), 409, "would have no room for its longest sequence"),
+    ],
+)
+def test_what_cannot_be_is_refused_and_changes_nothing(tiny: Path, command: Any, status: int, told: str) -> None:
+    driver = warm(tiny)
+    before = obey(driver.core, Inspect("paged"))
+    with pytest.raises(RequestError, match=told) as caught:
+        obey(driver.core, command)
+    assert caught.value.status == status
+    assert obey(driver.core, Inspect("paged")) == before
+
+
+def test_a_lower_limit_lets_running_requests_end_and_idle_memory_go(tiny: Path, reference: Reference) -> None:
+    driver = Driver(tiny, **SETTINGS)
+    prompts = [random_prompt(30, seed=n) for n in range(6)]
+    for i, prompt in enumerate(prompts):
+        driver.submit(str(i), prompt, 20, kv_cache="paged")
+    for _ in range(4):
+        driver.step()
+    running = driver.running()
+    assert len(running) == 6
+    page = driver.core.arena.page_bytes
+    pages = driver.core.caches["paged"].bytes_for(64) // page
+    obey(driver.core, Share("paged", None, str(pages * page)))
+    driver.submit("late", prompts[0], 20, kv_cache="paged")
+    driver.step()
+    assert driver.running() == running
+    assert driver.waiting() == ["late"]
+    driver.run()
+    assert sum(record.preemptions for record in driver.records) == 0
+    for i, prompt in enumerate(prompts):
+        assert driver.heard[str(i)].tokens == reference.greedy(prompt, 20)
+    assert driver.heard["late"].tokens == reference.greedy(prompts[0], 20)
+    assert driver.core.arena.held("paged") <= pages
+    driver.assert_nothing_leaked()
+
+
+def test_a_higher_limit_counts_at_once(tiny: Path) -> None:
+    driver = warm(tiny)
+    told = obey(driver.core, Share("paged", "10%", "50%"))
+    total = driver.core.arena.pages
+    assert driver.core.arena.share("paged") == (total // 10, total // 2)
+    assert told["limit_bytes"] == total // 2 * driver.core.arena.page_bytes
+    obey(driver.core, Share("paged", None, "100%"))
+    assert driver.core.arena.share("paged") == (total // 10, total)
