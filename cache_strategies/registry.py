@@ -5,16 +5,15 @@ A kind of one's own is a package with an entry point in the group `kvmux.cache_s
 
 from __future__ import annotations
 
-import pkgutil
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from importlib.metadata import entry_points
 from typing import Any
 
 from pydantic import ValidationError
 
 from cache_strategies.base import CacheSetup, Geometry, KVCache, Options
+from cache_strategies.plugins import installed, load_class
 from config.settings import SettingsError, StrategySettings
 from config.sizes import share_of
 from kernels.arena import Arena
@@ -45,21 +44,12 @@ class Instance:
 # -------------------------------------------------------------------- kinds and options
 def kinds() -> dict[str, str]:
     """Every kind that is installed, as "module:Class"."""
-    return {point.name: point.value for point in entry_points(group=ENTRY_POINTS)} | dict(BUILTIN)
+    return installed(ENTRY_POINTS, BUILTIN)
 
 
 def load_kind(kind: str) -> type[KVCache]:
     """The class of a kind. Raises SettingsError listing the kinds there are, or saying what is wrong with this one."""
-    known = kinds()
-    if kind not in known:
-        raise SettingsError(f"there is no cache strategy kind {kind!r}; kinds are {', '.join(sorted(known))}")
-    try:
-        cls = pkgutil.resolve_name(known[kind])
-    except (ImportError, AttributeError) as error:
-        raise SettingsError(f"cache strategy kind {kind!r}: cannot load {known[kind]}: {error}") from None
-    if not (isinstance(cls, type) and issubclass(cls, KVCache)):
-        raise SettingsError(f"cache strategy kind {kind!r}: {known[kind]} is no subclass of KVCache")
-    return cls
+    return load_class(kind, kinds(), KVCache, what="cache strategy kind", plural="kinds")  # type: ignore[type-abstract]
 
 
 def declared(strategies: Mapping[str, StrategySettings]) -> list[Instance]:

@@ -5,12 +5,10 @@ A policy of one's own is a package with an entry point in the group `kvmux.evict
 
 from __future__ import annotations
 
-import pkgutil
 from collections.abc import Mapping
-from importlib.metadata import entry_points
 
 from cache_strategies.eviction.base import EvictionPolicy
-from config.settings import SettingsError
+from cache_strategies.plugins import installed, load_class
 
 ENTRY_POINTS = "kvmux.eviction_policies"
 
@@ -22,18 +20,10 @@ BUILTIN: Mapping[str, str] = {
 
 def policies() -> dict[str, str]:
     """Every policy that is installed, as "module:Class"."""
-    return {point.name: point.value for point in entry_points(group=ENTRY_POINTS)} | dict(BUILTIN)
+    return installed(ENTRY_POINTS, BUILTIN)
 
 
 def load_policy(name: str) -> type[EvictionPolicy]:
     """The class of a policy. Raises SettingsError listing those there are, or saying what is wrong with this one."""
-    known = BUILTIN if name in BUILTIN else policies()
-    if name not in known:
-        raise SettingsError(f"there is no eviction policy {name!r}; policies are {', '.join(sorted(known))}")
-    try:
-        cls = pkgutil.resolve_name(known[name])
-    except (ImportError, AttributeError) as error:
-        raise SettingsError(f"eviction policy {name!r}: cannot load {known[name]}: {error}") from None
-    if not (isinstance(cls, type) and issubclass(cls, EvictionPolicy)):
-        raise SettingsError(f"eviction policy {name!r}: {known[name]} is no subclass of EvictionPolicy")
-    return cls
+    known = BUILTIN if name in BUILTIN else policies()  # looking for plug-ins takes a while
+    return load_class(name, known, EvictionPolicy, what="eviction policy", plural="policies")  # type: ignore[type-abstract]

@@ -7,7 +7,7 @@ from importlib.metadata import EntryPoint
 import pytest
 import torch
 
-from cache_strategies import registry
+from cache_strategies import plugins, registry
 from config.settings import StrategySettings
 from tests.contract import third_party
 from tests.contract.harness import World, every_instance
@@ -35,7 +35,7 @@ def _installed(monkeypatch: pytest.MonkeyPatch) -> None:
         EntryPoint("sieve", "tests.contract.third_party:SieveCache", registry.ENTRY_POINTS),
         EntryPoint("liar", "tests.contract.test_third_party:LyingCache", registry.ENTRY_POINTS),
     ]
-    monkeypatch.setattr(registry, "entry_points", lambda group: [p for p in points if p.group == group])
+    monkeypatch.setattr(plugins, "entry_points", lambda group: [p for p in points if p.group == group])
 
 
 def test_a_kind_with_an_entry_point_joins_the_matrix_with_its_default_options() -> None:
@@ -63,5 +63,5 @@ def test_a_kind_that_attends_to_other_keys_than_it_says_is_caught() -> None:
 
 def test_a_third_party_cannot_take_the_name_of_a_built_in_kind(monkeypatch: pytest.MonkeyPatch) -> None:
     point = EntryPoint("paged", "tests.contract.third_party:SieveCache", registry.ENTRY_POINTS)
-    monkeypatch.setattr(registry, "entry_points", lambda group: [point])
+    monkeypatch.setattr(plugins, "entry_points", lambda group: [point])
     assert registry.kinds()["paged"] == registry.BUILTIN["paged"]
