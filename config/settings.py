@@ -127,7 +127,9 @@ class Settings(BaseSettings):
         None, ge=2, description="longest prompt plus completion, tokens; default: the model's, at most 8192"
     )
     max_num_seqs: int = Field(64, ge=1, le=4096, description="sequences in one batch, at most")
-    max_step_tokens: int = Field(512, ge=1, le=65536, description="tokens computed in one step, at most")
+    max_step_tokens: int | None = Field(
+        None, ge=1, le=65536, description="prompt tokens of a step, at most; default: 256 on the CPU, else 1024"
+    )
     max_waiting: int = Field(1024, ge=0, description="requests that may wait; more are answered 429")
 
     default_strategy: str = Field("paged", description="instance for requests that choose none")

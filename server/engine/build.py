@@ -20,7 +20,14 @@ from config.sizes import parse_bytes
 from kernels.arena import Arena
 from kernels.load import Loaded, load_ops
 from server.engine.core import Core
-from server.engine.device import choose_device, choose_dtype, choose_threads, choose_weights, free_memory
+from server.engine.device import (
+    choose_device,
+    choose_dtype,
+    choose_step_tokens,
+    choose_threads,
+    choose_weights,
+    free_memory,
+)
 from server.engine.scheduler import Limits, Scheduler
 from server.engine.selection import Selector
 from server.models.config import Facts
@@ -64,19 +71,20 @@ def build_engine(settings: Settings) -> Engine:
         positions=max_seq_len,
     )
     torch.set_num_threads(choose_threads(settings.threads, model.weight_bytes))
+    max_step_tokens = choose_step_tokens(settings.max_step_tokens, device)
     geometry = Geometry(
         layers=model.specs,
         kv_dtype=dtype,
         max_seats=settings.max_num_seqs,
         max_seq_len=max_seq_len,
-        max_step_tokens=settings.max_step_tokens,
+        max_step_tokens=max_step_tokens,
     )
     page = registry.page_bytes(instances, geometry)
     arena = Arena(_pages(settings, instances, geometry, page, device), page, device)
     caches = registry.build(instances, geometry, arena, kernels.ops)
     limits = Limits(
         max_num_seqs=settings.max_num_seqs,
-        max_step_tokens=settings.max_step_tokens,
+        max_step_tokens=max_step_tokens,
         max_waiting=settings.max_waiting,
         max_seq_len=max_seq_len,
         kv_bytes=arena.pages * arena.page_bytes,

@@ -87,6 +87,7 @@ class Core:
         except RequestError as error:
             return Event(worker, Failed(message.request_id, error.status, error.message, error.code, error.param))
         self._requests[request.key] = request
+        request.siblings.append(request)
         return None
 
     def _siblings(self, worker: int, message: Submit, cache: KVCache) -> list[Request]:

@@ -54,6 +54,15 @@ def choose_threads(wanted: int | None, weight_bytes: int) -> int:
     return wanted or (CORES if weight_bytes > SMALL else max(1, CORES - 1))
 
 
+def choose_step_tokens(wanted: int | None, device: torch.device) -> int:
+    """Prompt tokens of a step, at most.
+
+    While a step runs nobody hears anything. A CPU is as busy with 256 tokens as with more, up to some percent; an
+    accelerator is not.
+    """
+    return wanted or (256 if device.type == "cpu" else 1024)
+
+
 def free_memory(device: torch.device) -> int:
     """Bytes that could be allocated now."""
     if device.type == "cuda":

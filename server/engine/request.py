@@ -43,7 +43,7 @@ class Request:
     priority: int = 0
     caching: Caching = field(default_factory=Caching)
     explain: bool = False
-    siblings: list[Request] = field(default_factory=list)  # with the same prompt, itself included, as they arrived
+    siblings: list[Request] = field(default_factory=list)  # same prompt; itself too, once it is in line
     arrival: int = 0  # number of the request; with the priority, its place in line
     seat: Seat | None = None
     cached_tokens: int | None = None  # of the prompt, found in the cache; None until its first row has run
@@ -58,7 +58,6 @@ class Request:
 
     def __post_init__(self) -> None:
         self.prompt_tokens = len(self.tokens)
-        self.siblings.append(self)
 
     @property
     def place(self) -> tuple[int, int]:
@@ -74,7 +73,7 @@ class Request:
         """A sibling computes their prompt, or will: the others wait to take it over."""
         if self.generated or not self.cache.contract.forkable:
             return False
-        return next(sibling for sibling in self.siblings if not sibling.generated) is not self
+        return next((sibling for sibling in self.siblings if not sibling.generated), self) is not self
 
     @property
     def remaining(self) -> int:

@@ -1,7 +1,7 @@
 """Who computes what in the next step. Knows requests and the host's face of caches; no tensor, no strategy, no socket.
 
 Continuous batching: each step takes one token of every request that decodes, then parts of prompts, within a budget of
-tokens; then admits who waits. A request is preempted by taking its seat: it waits again, and recomputes what it had.
+tokens that decoding does not draw on; then admits who waits. A request is preempted by taking its seat: it waits again, and recomputes what it had.
 
 What keeps it moving: a request preempts only those behind it in line, and only if they are not in this step yet; if
 nobody could be scheduled for want of room, the last in line gives way. So the first in line always gets what it needs,
@@ -53,9 +53,10 @@ class _Step:
     short: bool = False  # somebody had no room
 
     def add(self, request: Request, num_tokens: int) -> None:
+        if request.remaining > 1:
+            self.budget -= num_tokens
         self.rows.append(Scheduled(request, num_tokens))
         self.members.add(request)
-        self.budget -= num_tokens
 
 
 class Scheduler:
@@ -117,7 +118,7 @@ class Scheduler:
         while True:
             step.short = False
             for request in sorted(self.running, key=lambda r: (r.remaining > 1, r.place)):
-                if request.seat is not None and step.budget:
+                if request.seat is not None and (step.budget or request.remaining == 1):
                     self._advance(request, step)
             if step.rows or not step.short:
                 break
@@ -132,7 +133,7 @@ class Scheduler:
         assert seat is not None
         if not cache.ready(seat):
             return
-        num_tokens = min(request.remaining, step.budget, cache.contract.max_row or step.budget)
+        num_tokens = min(request.remaining, max(step.budget, 1), cache.contract.max_row or request.remaining)
         while not cache.grow(seat, num_tokens):
             victim = self._victim(request, step)
             if victim is None:

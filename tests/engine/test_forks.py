@@ -126,3 +126,13 @@ def test_different_ends_and_explanations(tiny: Path) -> None:
     records = [heard.explained.record for heard in driver.heard.values() if heard.explained]
     assert [(r.cached_tokens, r.forked, r.miss) for r in records] == [(0, False, "cold"), *[(22, True, None)] * 2]
     driver.assert_nothing_leaked()
+
+
+def test_a_choice_that_is_refused_is_not_waited_for(tiny: Path, reference: Reference) -> None:
+    driver = Driver(tiny, **SETTINGS, max_num_seqs=2, max_waiting=1)
+    choices(driver)
+    refused = driver.heard["3"].failed
+    assert refused is not None
+    assert refused.status == 429
+    driver.run()
+    assert_right(driver, reference, but=(3,))
