@@ -1,7 +1,8 @@
 """Who computes what in the next step. Knows requests and the host's face of caches; no tensor, no strategy, no socket.
 
 Continuous batching: each step takes one token of every request that decodes, then parts of prompts, within a budget of
-tokens that decoding does not draw on; then admits who waits. A request is preempted by taking its seat: it waits again, and recomputes what it had.
+tokens that decoding does not draw on; then admits who waits. A request is preempted by taking its seat: it waits again,
+and recomputes what it had.
 
 What keeps it moving: a request preempts only those behind it in line, and only if they are not in this step yet; if
 nobody could be scheduled for want of room, the last in line gives way. So the first in line always gets what it needs,

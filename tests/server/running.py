@@ -67,10 +67,10 @@ def maps(process: psutil.Process, library: str) -> bool:
 
 
 @contextmanager
-def serving(*flags: str) -> Iterator[Server]:
+def serving(*flags: str, module: str = "server") -> Iterator[Server]:
     """`kvmux serve` on a free port, until the block ends; its log is shown if it does not come up."""
     with tempfile.TemporaryFile("w+") as output:
-        command = [sys.executable, "-m", "server", "serve", "--port", "0", *flags]
+        command = [sys.executable, "-m", module, "serve", "--port", "0", *flags]
         process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, cwd=Path(__file__).parents[2])
         try:
             yield Server(_address(process, output), psutil.Process(process.pid))

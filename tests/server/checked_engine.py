@@ -1,0 +1,54 @@
+"""An engine that checks its books after every step.
+
+And every so often a step fails when all has been computed; it is repeated, and nobody may notice.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from multiprocessing.connection import Connection
+
+from torch import Tensor
+
+from config.settings import Settings
+from server.engine import main as engine
+from server.engine.batch import Batch, StrategyError
+from server.engine.build import Engine
+from server.engine.core import Core, StepResult
+from server.engine.scheduler import Scheduled
+
+FAILS_EVERY = 7  # steps
+
+
+class CheckedCore(Core):
+    """Trusts no step: after each the books must add up, or the process ends."""
+
+    def step(self) -> StepResult:
+        result = super().step()
+        for cache in self.caches.values():
+            cache.check_integrity()
+        self.arena.check_integrity()
+        return result
+
+    def _forward(self, scheduled: Sequence[Scheduled]) -> tuple[Batch, Tensor]:
+        computed = super()._forward(scheduled)
+        if next(_steps) % FAILS_EVERY == 0:
+            raise StrategyError(scheduled[-1].request.cache.name, ValueError("broken on purpose"))
+        return computed
+
+
+_steps = itertools.count(1)
+
+
+def run(settings: Settings, socket_path: str, status: Connection) -> None:
+    """The engine's process."""
+    build = engine.build_engine
+
+    def build_checked(settings: Settings) -> Engine:
+        built = build(settings)
+        built.core.__class__ = CheckedCore
+        return built
+
+    engine.build_engine = build_checked
+    engine.run(settings, socket_path, status)
