@@ -166,6 +166,11 @@ class KVCache(ABC):
     def name(self) -> str:
         return self.setup.name
 
+    @property
+    def limit_bytes(self) -> int:
+        """What it could hold if all others went down to their floors."""
+        return self.setup.arena.capacity(self.name) * self.setup.arena.page_bytes
+
     # ---------------------------------------------------------------- scheduler
     @classmethod
     @abstractmethod

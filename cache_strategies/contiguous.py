@@ -7,6 +7,7 @@ and goes on behind what they share (as llama.cpp's slots do). Two that run at on
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -32,12 +33,14 @@ class ContiguousOptions(TableOptions):
 class ContiguousSeat(TableSeat):
     """A seat that knows its committed tokens, for whoever comes after it."""
 
-    __slots__ = ("salt", "tokens")
+    __slots__ = ("priority", "salt", "tokens", "ttl")
 
     def __init__(self, index: int, blocks: list[int], length: int = 0) -> None:
         super().__init__(index, blocks, length)
         self.tokens: list[int] = []
         self.salt: str | None = None  # None: nobody shall go on from here
+        self.priority = 0  # what it leaves is worth this much,
+        self.ttl = math.inf  # for so many seconds
 
 
 @dataclass(frozen=True, eq=False)
@@ -47,6 +50,8 @@ class Idle:
     block: int
     tokens: Ids
     salt: str
+    priority: int
+    expires: float  # seconds on the clock
 
 
 class ContiguousCache(SlabCache):
@@ -100,8 +105,13 @@ class ContiguousCache(SlabCache):
             return super().close(seat)
         self.seats.remove(seat)
         self.table.give(seat.index)
-        self._idle.append(Idle(seat.blocks.pop(), tokens[:known], seat.salt))
+        expires = self.setup.clock() + seat.ttl
+        self._idle.append(Idle(seat.blocks.pop(), tokens[:known], seat.salt, seat.priority, expires))
         return None
+
+    def retain(self, seat: Seat, *, priority: int, ttl: float | None) -> None:
+        assert isinstance(seat, ContiguousSeat)
+        seat.priority, seat.ttl = priority, math.inf if ttl is None else ttl
 
     def _find(self, tokens: Sequence[int], salt: str, max_cached: int | None) -> tuple[Idle | None, int]:
         """The idle text to go on from and the tokens in common; the latest of several equal ones.
@@ -146,6 +156,7 @@ class ContiguousCache(SlabCache):
             assert isinstance(seat, ContiguousSeat)
             assert isinstance(child, ContiguousSeat)
             child.tokens, child.salt, child.miss = list(seat.tokens), seat.salt, seat.miss
+            child.priority, child.ttl = seat.priority, seat.ttl
         return child
 
     # ---------------------------------------------------------------- memory of nobody
@@ -154,8 +165,11 @@ class ContiguousCache(SlabCache):
 
     def reclaim(self, pages: int) -> int:
         given = 0
+        now = self.setup.clock()
         while given < pages and self._idle:
-            self.setup.arena.give(self.name, self._idle.pop(0).block, self.store.run)
+            first = min(self._idle, key=lambda left: (left.expires > now, left.priority))  # of equals the oldest
+            self._idle.remove(first)
+            self.setup.arena.give(self.name, first.block, self.store.run)
             given += self.store.run
         return given
 

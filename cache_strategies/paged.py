@@ -361,8 +361,7 @@ class PagedCache(TableCache):
         filled |= dict.fromkeys(self.pinned.blocks, self.block_size)
         reserved, used = len(self.resident) * self.bytes_per_block, int(sum(filled.values()) * self.bytes_per_token)
         idle = int(self.resident.num_idle * self.block_size * self.bytes_per_token)
-        limit = self.setup.arena.capacity(self.name) * self.setup.arena.page_bytes
-        return Usage(len(self.seats), tokens, reserved, used, idle, reserved - used - idle, limit)
+        return Usage(len(self.seats), tokens, reserved, used, idle, reserved - used - idle, self.limit_bytes)
 
     def check_integrity(self) -> None:
         references = Counter(block for seat in self.seats for block in seat.blocks)

@@ -125,11 +125,13 @@ def share_pages(instance: Instance, pages: int, page: int) -> tuple[int, int]:
     return min(share_of(instance.floor, total), total) // page, min(share_of(instance.limit, total), total) // page
 
 
-def build(instances: Sequence[Instance], geometry: Geometry, arena: Arena, ops: Ops) -> dict[str, KVCache]:
-    """The caches by name, each with its share of the arena."""
+def build(
+    instances: Sequence[Instance], geometry: Geometry, arena: Arena, ops: Ops, model: str = ""
+) -> dict[str, KVCache]:
+    """The caches by name, each with its share of the arena. `model` tells their keys from those of other models."""
     caches = {}
     for instance in instances:
-        cache = instance.cls(CacheSetup(instance.name, geometry, arena, ops), instance.options)
+        cache = instance.cls(CacheSetup(instance.name, geometry, arena, ops, model), instance.options)
         assert hasattr(cache, "contract"), f"{instance.cls.__name__}.__init__ sets no contract"
         floor, limit = share_pages(instance, arena.pages, arena.page_bytes)
         arena.set_share(instance.name, floor=floor, limit=limit)

@@ -63,8 +63,7 @@ class SlabCache(TableCache):
         tokens = sum(seat.length for seat in self.seats)
         kept = sum(min(seat.length, self.store.block_size) for seat in self.seats)
         reserved, used = len(self.seats) * self.bytes_per_block, int(kept * self.bytes_per_token)
-        limit = self.setup.arena.capacity(self.name) * self.setup.arena.page_bytes
-        return Usage(len(self.seats), tokens, reserved, used, 0, reserved - used, limit)
+        return Usage(len(self.seats), tokens, reserved, used, 0, reserved - used, self.limit_bytes)
 
     def check_integrity(self) -> None:
         blocks = [seat.blocks[0] for seat in self.seats]

@@ -81,7 +81,7 @@ def build_engine(settings: Settings) -> Engine:
     )
     page = registry.page_bytes(instances, geometry)
     arena = Arena(_pages(settings, instances, geometry, page, device), page, device)
-    caches = registry.build(instances, geometry, arena, kernels.ops)
+    caches = registry.build(instances, geometry, arena, kernels.ops, str(directory))
     limits = Limits(
         max_num_seqs=settings.max_num_seqs,
         max_step_tokens=max_step_tokens,
@@ -153,7 +153,7 @@ def capacity_tokens(cache: KVCache, max_seq_len: int) -> int | None:
     None: as much as one likes, it takes nothing from the arena.
     """
     need = cache.bytes_for(max_seq_len)
-    return cache.usage().limit // need * max_seq_len if need else None
+    return cache.limit_bytes // need * max_seq_len if need else None
 
 
 def describe_caches(engine: Engine) -> list[dict[str, Any]]:

@@ -82,8 +82,7 @@ class Core:
                 explain=message.explain,
                 siblings=self._siblings(worker, message, cache),
             )
-            capacity = self.arena.capacity(name) * self.arena.page_bytes
-            self.scheduler.submit(request, capacity=capacity)
+            self.scheduler.submit(request)
         except RequestError as error:
             return Event(worker, Failed(message.request_id, error.status, error.message, error.code, error.param))
         self._requests[request.key] = request

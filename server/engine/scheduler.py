@@ -72,8 +72,8 @@ class Scheduler:
         self._seats_given_up = 0
 
     # ---------------------------------------------------------------- requests come and go
-    def submit(self, request: Request, *, capacity: int) -> None:
-        """Takes a request in line; its instance may hold `capacity` bytes. Raises RequestError if it can never run."""
+    def submit(self, request: Request) -> None:
+        """Takes a request in line. Raises RequestError if it can never run, or too many wait."""
         limits, total = self.limits, request.most_tokens
         if total > limits.max_seq_len:
             message = (
@@ -81,10 +81,8 @@ class Scheduler:
                 f"{total} tokens, and the context is {limits.max_seq_len}: shorten the prompt or lower max_tokens"
             )
             raise RequestError(400, message, code="context_length_exceeded", param="prompt")
-        if (need := request.cache.bytes_for(total)) > capacity:
-            message = (
-                f"needs {need} bytes of KV memory, and {request.cache.name} may hold {capacity}: ask for fewer tokens"
-            )
+        if (need := request.cache.bytes_for(total)) > (most := request.cache.limit_bytes):
+            message = f"needs {need} bytes of KV memory, and {request.cache.name} may hold {most}: ask for fewer tokens"
             raise RequestError(400, message, code="context_length_exceeded", param="prompt")
         free_seats = max(0, limits.max_num_seqs - len(self.running))
         if len(self.waiting) >= limits.max_waiting + free_seats:  # for a free seat one waits until the next step only
@@ -174,7 +172,7 @@ class Scheduler:
         return (
             self._allowed(request, stay)
             and _bytes([*stay, request]) <= self.limits.kv_bytes
-            and _bytes([*own, request]) <= request.cache.usage().limit
+            and _bytes([*own, request]) <= request.cache.limit_bytes
         )
 
     def _admit(self, step: _Step) -> None:

@@ -55,6 +55,10 @@ class FakeCache(KVCache):
     def name(self) -> str:
         return self._name
 
+    @property
+    def limit_bytes(self) -> int:
+        return self._limit
+
     def bytes_for(self, num_tokens: int) -> int:
         return num_tokens if self._reserve is None else self._reserve
 

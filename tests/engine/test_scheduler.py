@@ -35,7 +35,7 @@ class Engine:
 
     def submit(self, name: str, cache: KVCache, prompt: int, max_tokens: int = 3, priority: int = 0) -> Request:
         request = Request((0, name), [TOKEN] * prompt, Sampling(max_tokens), cache, "test", priority)
-        self.scheduler.submit(request, capacity=cache.usage().limit)
+        self.scheduler.submit(request)
         self.names[request] = name
         return request
 

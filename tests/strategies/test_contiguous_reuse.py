@@ -133,3 +133,17 @@ def test_it_can_be_switched_off() -> None:
     left(cache, TEXT)
     seat = opened(cache, TEXT)
     assert (seat.cached, seat.miss, cache.contract.reusable) == (0, "bypass", False)
+
+
+def test_what_goes_first_is_what_has_outlived_its_time_then_what_is_worth_least() -> None:
+    cache = contiguous(pages=3)
+    texts = [[start, start + 1, start + 2] for start in (10, 20, 30)]
+    seats = [read(cache, text) for text in texts]
+    for seat, (priority, ttl) in zip(seats, ((1, None), (0, None), (2, 0.0)), strict=True):
+        cache.retain(seat, priority=priority, ttl=ttl)
+        cache.close(seat)
+    kept = []
+    for _ in texts:
+        assert cache.reclaim(1) == 1
+        kept.append([cache.match([*text, 99]) > 0 for text in texts])
+    assert kept == [[True, True, False], [True, False, False], [False, False, False]]
