@@ -35,6 +35,20 @@ def tenant_of(salt: str) -> str:
     return salt.partition("/")[0]
 
 
+def covers(scope: str | None, salt: str) -> bool:
+    """Whether a salt is meant: by itself, by its tenant (`tenant/`), or by None, which means all."""
+    if scope is None or scope == salt:
+        return True
+    tenant, _, added = scope.partition("/")
+    return not added and tenant_of(salt) == tenant
+
+
+def usable(tokens: Sequence[int], max_cached: int | None = None) -> int:
+    """Leading tokens that open() may take from a cache: the last one is always computed, for its logits."""
+    most = len(tokens) - 1
+    return max(0, most if max_cached is None else min(most, max_cached))
+
+
 class Seat:
     """One request's place in one cache; to everybody else opaque but for two numbers and a word."""
 
@@ -171,6 +185,16 @@ class KVCache(ABC):
         """What it could hold if all others went down to their floors."""
         return self.setup.arena.capacity(self.name) * self.setup.arena.page_bytes
 
+    @property
+    def at_limit(self) -> bool:
+        """Whether only its own sequences can make room for it."""
+        return self.setup.arena.at_limit(self.name)
+
+    @property
+    def draining(self) -> bool:
+        """Whether it holds more than its limit, which was lowered: nobody may begin."""
+        return self.setup.arena.draining(self.name)
+
     # ---------------------------------------------------------------- scheduler
     @classmethod
     @abstractmethod
@@ -279,7 +303,7 @@ class Clearing(Protocol):
     """Can be told to forget."""
 
     def clear(self, salt: str | None = None) -> int:
-        """Forgets what nobody uses, under one salt or all; bytes. What is in use is found by nobody new from now on."""
+        """Forgets what nobody uses, of those that `salt` covers; bytes. What is in use nobody new finds from now on."""
 
 
 @runtime_checkable

@@ -17,7 +17,9 @@ from numpy.typing import NDArray
 from pydantic import Field
 from torch import Tensor
 
-from cache_strategies.base import KEEPS_EVERYTHING, CacheSetup, Geometry, Miss, Plan, Seat, Usage
+from cache_strategies.base import KEEPS_EVERYTHING, CacheSetup, Geometry, Miss, Plan, Seat, Usage, covers, usable
+from cache_strategies.eviction.lru import LRU
+from cache_strategies.eviction.retention import Retained
 from cache_strategies.slab import SlabCache
 from cache_strategies.table import TableOptions, TableSeat
 
@@ -28,6 +30,7 @@ class ContiguousOptions(TableOptions):
     """Options of a contiguous cache."""
 
     prefix_cache: bool = Field(True, description="go on from a closed sequence with the same beginning")
+    ttl: float | None = Field(None, gt=0, description="seconds after which what it left goes before all others")
 
 
 class ContiguousSeat(TableSeat):
@@ -47,11 +50,8 @@ class ContiguousSeat(TableSeat):
 class Idle:
     """What a closed sequence left."""
 
-    block: int
     tokens: Ids
     salt: str
-    priority: int
-    expires: float  # seconds on the clock
 
 
 class ContiguousCache(SlabCache):
@@ -63,8 +63,10 @@ class ContiguousCache(SlabCache):
     def __init__(self, setup: CacheSetup, options: ContiguousOptions) -> None:
         super().__init__(setup, options)
         self.prefix_cache = options.prefix_cache
+        self._ttl = math.inf if options.ttl is None else options.ttl
         self.contract = KEEPS_EVERYTHING._replace(exact=not self.rounds, reusable=self.prefix_cache)
-        self._idle: list[Idle] = []  # the oldest first
+        self._idle: dict[int, Idle] = {}  # by block, the oldest first
+        self._retained = Retained(LRU, setup.clock)  # the same blocks, in the order in which they go
 
     @classmethod
     def block_plan(cls, options: Any, geometry: Geometry) -> tuple[int, int]:
@@ -84,15 +86,16 @@ class ContiguousCache(SlabCache):
     def open(self, tokens: Sequence[int], *, salt: str = "", max_cached: int | None = None) -> Seat | None:
         if self.table.full:
             return None
-        left, common = self._find(tokens, salt, max_cached)
-        if left is None:
+        block, common = self._find(tokens, salt, max_cached)
+        if block is None:
             seat = self._open(0)
         else:
-            self._idle.remove(left)
-            seat = self._seat(left.block, common)
+            self._forget(block)
+            seat = self._seat(block, common)
         if seat is None:
             return None
         assert isinstance(seat, ContiguousSeat)
+        seat.ttl = self._ttl
         seat.tokens, seat.salt = list(tokens[:common]), salt if self.prefix_cache else None
         seat.miss = self._why_no_more(tokens, salt, common, max_cached)
         return seat
@@ -102,37 +105,46 @@ class ContiguousCache(SlabCache):
         tokens = np.array(seat.tokens[: seat.length], np.int64)
         known = _common(tokens >= 0, np.ones(len(tokens), bool))  # up to the first embedding, which has no name
         if seat.salt is None or not known:
-            return super().close(seat)
+            super().close(seat)
+            return
         self.seats.remove(seat)
         self.table.give(seat.index)
-        expires = self.setup.clock() + seat.ttl
-        self._idle.append(Idle(seat.blocks.pop(), tokens[:known], seat.salt, seat.priority, expires))
-        return None
+        block = seat.blocks.pop()
+        self._idle[block] = Idle(tokens[:known], seat.salt)
+        self._retained.keep(block, seat.priority, seat.ttl)
+        self._retained.insert(block, self.bytes_per_block)
 
     def retain(self, seat: Seat, *, priority: int, ttl: float | None) -> None:
         assert isinstance(seat, ContiguousSeat)
-        seat.priority, seat.ttl = priority, math.inf if ttl is None else ttl
+        seat.priority, seat.ttl = priority, self._ttl if ttl is None else ttl
 
-    def _find(self, tokens: Sequence[int], salt: str, max_cached: int | None) -> tuple[Idle | None, int]:
-        """The idle text to go on from and the tokens in common; the latest of several equal ones.
+    def _find(self, tokens: Sequence[int], salt: str, max_cached: int | None) -> tuple[int | None, int]:
+        """The block of the idle text to go on from, and the tokens in common; the latest of several equal ones.
 
         One of which more than half would be lost is left alone while there is other memory.
         """
-        ids = np.array(tokens, np.int64)
-        most = len(tokens) - 1 if max_cached is None else min(len(tokens) - 1, max_cached)
+        ids, most = np.array(tokens, np.int64), usable(tokens, max_cached)
         best, longest = None, 0
-        for left in self._idle:
+        for block, left in self._idle.items():
             common = min(most, _common(left.tokens, ids)) if left.salt == salt else 0
             if common and common >= longest:
-                best, longest = left, common
-        if best is None or (2 * longest < len(best.tokens) and self.setup.arena.free >= self.store.run):
+                best, longest = block, common
+        if best is None:
             return None, 0
-        return best, longest
+        loses_most = 2 * longest < len(self._idle[best].tokens)
+        return (None, 0) if loses_most and self.setup.arena.has_room(self.name, self.store.run) else (best, longest)
+
+    def _forget(self, block: int) -> None:
+        """Its text: the block is somebody's, or nobody's, from now on."""
+        del self._idle[block]
+        self._retained.discard(block)
 
     def _why_no_more(self, tokens: Sequence[int], salt: str, common: int, max_cached: int | None) -> Miss | None:
-        if common == len(tokens) - 1:
+        if not self.prefix_cache:
+            return "bypass"
+        if common == usable(tokens):
             return None if common else "short"
-        if not self.prefix_cache or common == max_cached:
+        if common == max_cached:
             return "bypass"
         begins = list(tokens[: common + 1])
         seats = (seat for seat in self.seats if isinstance(seat, ContiguousSeat) and seat.salt == salt)
@@ -165,22 +177,22 @@ class ContiguousCache(SlabCache):
 
     def reclaim(self, pages: int) -> int:
         given = 0
-        now = self.setup.clock()
         while given < pages and self._idle:
-            first = min(self._idle, key=lambda left: (left.expires > now, left.priority))  # of equals the oldest
-            self._idle.remove(first)
-            self.setup.arena.give(self.name, first.block, self.store.run)
+            block = self._retained.evict()
+            assert isinstance(block, int)
+            del self._idle[block]
+            self.setup.arena.give(self.name, block, self.store.run)
             given += self.store.run
         return given
 
     def clear(self, salt: str | None = None) -> int:
-        gone = [left for left in self._idle if salt in (None, left.salt)]
-        self._idle = [left for left in self._idle if left not in gone]
-        for left in gone:
-            self.setup.arena.give(self.name, left.block, self.store.run)
+        gone = [block for block, left in self._idle.items() if covers(salt, left.salt)]
+        for block in gone:
+            self._forget(block)
+            self.setup.arena.give(self.name, block, self.store.run)
         for seat in self.seats:
             assert isinstance(seat, ContiguousSeat)
-            if salt in (None, seat.salt):
+            if seat.salt is not None and covers(salt, seat.salt):
                 seat.salt = None
         return len(gone) * self.bytes_per_block
 
@@ -195,7 +207,9 @@ class ContiguousCache(SlabCache):
         return {"block_size": self.store.block_size, "blocks": blocks, "seats": seats}
 
     def check_integrity(self) -> None:
-        blocks = [seat.blocks[0] for seat in self.seats] + [left.block for left in self._idle]
+        self._retained.check_integrity()
+        assert len(self._retained) == len(self._idle)
+        blocks = [seat.blocks[0] for seat in self.seats] + list(self._idle)
         assert len(set(blocks)) == len(blocks)
         assert self.setup.arena.held(self.name) == len(blocks) * self.store.run
         for seat in self.seats:

@@ -16,7 +16,19 @@ from typing import Any
 
 from pydantic import Field, field_validator
 
-from cache_strategies.base import KEEPS_EVERYTHING, CacheSetup, Geometry, Miss, Pin, PinError, Plan, Row, Seat, Usage
+from cache_strategies.base import (
+    KEEPS_EVERYTHING,
+    CacheSetup,
+    Geometry,
+    Miss,
+    Pin,
+    PinError,
+    Plan,
+    Row,
+    Seat,
+    Usage,
+    usable,
+)
 from cache_strategies.block_pool import BlockPool
 from cache_strategies.eviction import load_policy
 from cache_strategies.eviction.retention import Retained
@@ -94,13 +106,13 @@ class PagedCache(TableCache):
 
     # ---------------------------------------------------------------- open, close
     def match(self, tokens: Sequence[int], *, salt: str = "", max_cached: int | None = None) -> int:
-        return len(self._found(self._names_of(tokens, salt), _usable(tokens, max_cached))) * self.block_size
+        return len(self._found(self._names_of(tokens, salt), usable(tokens, max_cached))) * self.block_size
 
     def open(self, tokens: Sequence[int], *, salt: str = "", max_cached: int | None = None) -> Seat | None:
         if self.table.full:
             return None
         names = self._names_of(tokens, salt)
-        blocks = self._found(names, _usable(tokens, max_cached))
+        blocks = self._found(names, usable(tokens, max_cached))
         for block in blocks:  # hold them before anything is taken: taking may evict
             self.resident.hold(block)
         seat = PagedSeat(self.table.take(), blocks, len(blocks) * self.block_size, list(tokens), salt)
@@ -155,12 +167,12 @@ class PagedCache(TableCache):
 
     def _why_no_more(self, seat: PagedSeat, tokens: Sequence[int], max_cached: int | None) -> Miss | None:
         """Looks at the first block that could have been found, and was not."""
-        found, there_could_be = seat.length // self.block_size, _usable(tokens, None) // self.block_size
+        found, there_could_be = seat.length // self.block_size, usable(tokens) // self.block_size
         if not self.prefix_cache:
             return "bypass"
         if found >= there_could_be:
             return None if found else "short"
-        if found == _usable(tokens, max_cached) // self.block_size:
+        if found == usable(tokens, max_cached) // self.block_size:
             return "bypass"
         name = self._name(seat, found)
         return "short" if name is None else self.resident.why_missing(name)
@@ -377,8 +389,3 @@ class PagedCache(TableCache):
             assert isinstance(owner, PagedSeat)
             assert owner.length < (owner.blocks.index(block) + 1) * self.block_size <= len(owner.tokens)
             assert all(block in seat.blocks for seat in line if isinstance(seat, PagedSeat))
-
-
-def _usable(tokens: Sequence[int], limit: int | None) -> int:
-    """Tokens of a prompt that may be taken from the cache: the last one is always computed."""
-    return max(0, len(tokens) - 1 if limit is None else min(len(tokens) - 1, limit))

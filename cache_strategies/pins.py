@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from cache_strategies.base import Pin
+from cache_strategies.base import Pin, covers
 
 
 @dataclass
@@ -39,7 +39,7 @@ class Pins:
 
     def under(self, salt: str | None) -> list[str]:
         """Pins under a salt, or all."""
-        return [pin.id for pin, _ in self._held.values() if salt in (None, pin.salt)]
+        return [pin.id for pin, _ in self._held.values() if covers(salt, pin.salt)]
 
     def all(self) -> list[Pin]:
         return [pin for pin, _ in self._held.values()]

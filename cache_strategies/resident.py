@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from cache_strategies.base import Miss
+from cache_strategies.base import Miss, covers
 from cache_strategies.block_pool import BlockPool
 from cache_strategies.eviction.retention import Retained
 from cache_strategies.prefix_index import Name, PrefixIndex
@@ -75,7 +75,7 @@ class ResidentBlocks:
     def clear(self, salt: str | None) -> None:
         """Forgets all blocks, or those under a salt."""
         for name in self._index.names():
-            if salt in (None, name.salt):
+            if covers(salt, name.salt):
                 block = self._index.find(name)
                 assert block is not None
                 self.forget(block)

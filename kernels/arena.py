@@ -45,13 +45,13 @@ class _Share:
     held: int = 0
     longest: int = 0  # pages of its longest sequence, for which there must always be room,
     run: int = 1  # so many of them in one piece
-    grace: int = 0  # pages it may hold for the time being, if that is more than its limit
+    grace: int = 0  # pages it may hold until sequences that run have ended; 0: its limit holds
     reclaimed: int = 0  # idle pages it had to give so far
 
     @property
     def most(self) -> int:
         """Pages it may hold now."""
-        return max(self.limit, self.grace)
+        return self.grace or self.limit
 
     @property
     def spare(self) -> int:
@@ -100,15 +100,30 @@ class Arena:
         self._mark(self._shares[owner], page, run, taken=False)
 
     def set_share(self, owner: str, *, floor: int, limit: int) -> None:
-        """New numbers for `owner`; what it holds beyond a lower limit it keeps until it gives it back."""
+        """New numbers for `owner`; idle pages beyond a lower limit go at once."""
         share = self._shares[owner]
         share.floor, share.limit = floor, limit
-        if share.held > limit:
-            self._reclaim_from(share, share.held - limit)
+        self.drain(owner, 0)
 
-    def set_grace(self, owner: str, pages: int) -> None:
-        """What `owner` may hold for the time being, should that be more than its limit."""
-        self._shares[owner].grace = pages
+    def drain(self, owner: str, needed: int) -> None:
+        """Sequences that run get the pages they need, also beyond the limit; idle pages beyond it go."""
+        share = self._shares[owner]
+        share.grace = needed if needed > share.limit else 0
+        if share.held > share.limit:
+            self._reclaim_from(share, share.held - share.limit)
+
+    def draining(self, owner: str) -> bool:
+        """Whether it may still hold more than its limit."""
+        return self._shares[owner].grace > 0
+
+    def at_limit(self, owner: str) -> bool:
+        """Whether only its own sequences can make room for it."""
+        share = self._shares[owner]
+        return share.held - share.owner.idle_pages() + share.run > share.most
+
+    def has_room(self, owner: str, run: int) -> bool:
+        """Whether so many consecutive pages are free, without anybody giving idle ones."""
+        return self._allowed(self._shares[owner], run) and self._find(run) >= 0
 
     def could_take(self, owner: str, pages: int) -> bool:
         """Whether that many single pages could be taken, idle ones given back. Changes nothing."""

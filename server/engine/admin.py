@@ -10,6 +10,7 @@ from typing import Any
 
 from cache_strategies.base import Clearing, Inspectable, KVCache, Pin, PinError, Pinning
 from config.sizes import share_of
+from server.engine.build import shares
 from server.engine.core import Core
 from server.engine.messages import Clear, Command, Inspect, PinPrefix, Share, Unpin
 from server.engine.request import RequestError
@@ -27,11 +28,15 @@ def obey(core: Core, command: Command) -> dict[str, Any]:
         case Share(_, floor, limit):
             return _share(core, cache, floor, limit)
         case Clear(_, salt) if isinstance(cache, Clearing):
-            return {"freed_bytes": cache.clear(salt)}
+            freed = cache.clear(salt)
+            core.scheduler.room_changed()
+            return {"freed_bytes": freed}
         case PinPrefix() if isinstance(cache, Pinning):
             return _pin(cache, command)
         case Unpin(_, pin_id) if isinstance(cache, Pinning):
-            return _unpin(cache, pin_id)
+            told = _unpin(cache, pin_id)
+            core.scheduler.room_changed()
+            return told
     raise RequestError(409, f"{cache.name} has nothing of the kind", code="not_supported")
 
 
@@ -49,9 +54,7 @@ def _unpin(cache: Pinning, pin_id: str) -> dict[str, Any]:
 
 
 def _inspect(core: Core, cache: KVCache) -> dict[str, Any]:
-    floor, limit = core.arena.share(cache.name)
-    page = core.arena.page_bytes
-    told: dict[str, Any] = {"name": cache.name, "floor_bytes": floor * page, "limit_bytes": limit * page}
+    told: dict[str, Any] = {"name": cache.name, **shares(core.arena, cache.name)}
     told["usage"] = cache.usage()._asdict()
     told["requests"] = [
         {

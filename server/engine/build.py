@@ -156,13 +156,20 @@ def capacity_tokens(cache: KVCache, max_seq_len: int) -> int | None:
     return cache.limit_bytes // need * max_seq_len if need else None
 
 
+def shares(arena: Arena, name: str) -> dict[str, int]:
+    """An instance's floor and limit, as they are now."""
+    floor, limit = arena.share(name)
+    return {"floor_bytes": floor * arena.page_bytes, "limit_bytes": limit * arena.page_bytes}
+
+
 def describe_caches(engine: Engine) -> list[dict[str, Any]]:
     """The instances as /v1/kv_cache shows them: options in effect, contract and usage."""
     return [
         {
             "name": d.name,
             "kind": d.kind,
-            "options": d.options.model_dump() | {"floor": d.floor, "limit": d.limit},
+            "options": d.options.model_dump(),
+            **shares(engine.core.arena, d.name),
             "contract": engine.core.caches[d.name].contract._asdict(),
             "usage": engine.core.caches[d.name].usage()._asdict(),
         }

@@ -118,19 +118,14 @@ class Core:
         if (why_not := self.arena.objection(name, floor=floor, limit=limit)) is not None:
             raise RequestError(409, f"with that, {why_not}", code="no_room")
         self.arena.set_share(name, floor=floor, limit=limit)
-        self.scheduler.draining.add(name)
-        self._drain()
+        self._drain(name)
 
-    def _drain(self) -> None:
-        """Instances above a lowered limit come down to it as their requests end."""
-        for name in list(self.scheduler.draining):
-            running = [r for r in self.scheduler.running if r.cache.name == name]
-            pages = -(-sum(r.cache.bytes_for(r.most_tokens) for r in running) // self.arena.page_bytes)
-            floor, limit = self.arena.share(name)
-            self.arena.set_grace(name, pages if pages > limit else 0)
-            self.arena.set_share(name, floor=floor, limit=limit)  # what has become idle meanwhile goes
-            if pages <= limit:
-                self.scheduler.draining.remove(name)
+    def _drain(self, name: str) -> None:
+        """An instance above a lowered limit comes down to it as its requests end."""
+        running = [r for r in self.scheduler.running if r.cache.name == name]
+        needed = sum(r.cache.bytes_for(r.most_tokens) for r in running)
+        self.arena.drain(name, -(-needed // self.arena.page_bytes))
+        self.scheduler.room_changed()
 
     # ---------------------------------------------------------------- a step
     def step(self) -> StepResult:
@@ -140,6 +135,8 @@ class Core:
         self._forked.clear()
         for cache in self.caches.values():
             cache.poll()
+            if cache.draining:
+                self._drain(cache.name)
         scheduled, preempted = self.scheduler.schedule()
         parts, events = self._compute(scheduled)
         report = StepReport(
@@ -225,7 +222,6 @@ class Core:
         del self._requests[request.key]
         request.siblings.remove(request)
         self.scheduler.remove(request)
-        self._drain()
         record = _record(request, outcome)
         self._left.append(record)
         if request.explain and outcome in ("stop", "length"):

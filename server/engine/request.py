@@ -50,7 +50,7 @@ class Request:
     miss: str | None = None  # why no more was found
     forked: bool = False  # it took over a sibling's prompt
     preemptions: int = 0
-    refused_at: int = -1  # how many seats had been given up when it last found no room: no use to ask again before
+    refused_at: int = -1  # the scheduler's count of changes when it last found no room
     passed_over: int = 0  # requests that were admitted while this one, before them in line, had no room
     finish_reason: str | None = None
     prompt_tokens: int = field(init=False)

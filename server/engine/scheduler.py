@@ -67,9 +67,8 @@ class Scheduler:
         self.limits = limits
         self.waiting: list[Request] = []
         self.running: list[Request] = []
-        self.draining: set[str] = set()  # instances that hold more than they may: nobody begins under them
         self._arrivals = 0
-        self._seats_given_up = 0
+        self._room_changes = 0
 
     # ---------------------------------------------------------------- requests come and go
     def submit(self, request: Request) -> None:
@@ -109,6 +108,10 @@ class Scheduler:
         self._run(request)
         return True
 
+    def room_changed(self) -> None:
+        """There may be room where there was none: who waits asks again."""
+        self._room_changes += 1
+
     # ---------------------------------------------------------------- a step
     def schedule(self) -> tuple[Sequence[Scheduled], Sequence[Request]]:
         """The step's rows, and the requests that were preempted for them."""
@@ -144,6 +147,8 @@ class Scheduler:
     def _victim(self, request: Request, step: _Step) -> Request | None:
         """Who gives way: the last in line behind `request`, of its own instance and cheap to recompute if possible."""
         behind = [r for r in self.running if r.place > request.place and r not in step.members]
+        if request.cache.at_limit:
+            behind = [r for r in behind if r.cache is request.cache]
         return max(behind, key=lambda r: (r.cache.contract.replayable, r.cache is request.cache, r.place), default=None)
 
     def _preempt(self, request: Request, step: _Step) -> None:
@@ -193,13 +198,13 @@ class Scheduler:
             self._advance(request, step)
 
     def _seat(self, request: Request) -> bool:
-        """A seat, if there is room. Asked again only after somebody gave up theirs: asking reads the whole prompt."""
-        if (self.running and request.refused_at == self._seats_given_up) or request.cache.name in self.draining:
+        """A seat, if there is room. Asked again only when that may have changed: asking reads the whole prompt."""
+        if self.running and request.refused_at == self._room_changes:
             return False
         if self._allowed(request, self.running):
             request.seat = _open(request)
         if request.seat is None:
-            request.refused_at = self._seats_given_up
+            request.refused_at = self._room_changes
             return False
         self._run(request)
         return True
@@ -215,6 +220,8 @@ class Scheduler:
 
     def _allowed(self, request: Request, others: Sequence[Request]) -> bool:
         """May it run beside `others`, by their number and by the bytes that all can come to?"""
+        if request.cache.draining:
+            return False
         limits = self.limits
         projected = sum(r.cache.bytes_for(r.most_tokens) for r in (*others, request))
         return len(others) < limits.max_num_seqs and (not others or projected <= limits.kv_overcommit * limits.kv_bytes)
@@ -224,7 +231,7 @@ class Scheduler:
         self.running.remove(request)
         request.cache.close(request.seat)
         request.seat = None
-        self._seats_given_up += 1
+        self.room_changed()
 
     def _wait(self, request: Request) -> None:
         insort(self.waiting, request, key=lambda r: r.place)

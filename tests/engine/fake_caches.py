@@ -56,6 +56,14 @@ class FakeCache(KVCache):
         return self._name
 
     @property
+    def at_limit(self) -> bool:
+        return self._held >= self._limit
+
+    @property
+    def draining(self) -> bool:
+        return False
+
+    @property
     def limit_bytes(self) -> int:
         return self._limit
 

@@ -211,7 +211,8 @@ def test_the_summary_tells_where_it_runs(tiny: Path) -> None:
 
 
 FIGURES: list[Callable[[dict[str, Any]], object]] = [
-    lambda told: told["options"]["limit"] == "50%",
+    lambda told: told["floor_bytes"] == 0,
+    lambda told: told["limit_bytes"] == told["usage"]["limit"],
     lambda told: told["options"]["block_size"] == 32,
     lambda told: told["contract"]["exact"] is True,
     lambda told: told["usage"]["reserved"] == sum(told["usage"][part] for part in ("used", "idle", "wasted")),

@@ -220,7 +220,7 @@ def restore(driver: Driver, shares: dict[str, tuple[int, int]]) -> None:
         driver.core.set_share(name, floor=0, limit=driver.core.arena.pages)
     for name, (floor, limit) in shares.items():
         driver.core.set_share(name, floor=floor, limit=limit)
-    assert not driver.core.scheduler.draining
+    assert not any(cache.draining for cache in driver.core.caches.values())
 
 
 _idle: dict[tuple[int, float], Driver] = {}
