@@ -20,13 +20,13 @@ from torch import Tensor
 from kernels.arena import Arena
 from kernels.ops import LayerSpec, Ops
 
-Miss = Literal["cold", "short", "evicted", "window", "busy", "salt", "tenant", "bypass"]
+Miss = Literal["cold", "short", "evicted", "window", "busy", "salt", "bypass"]
 """Why open() found no more of a prompt than it did.
 
-cold: it was never there, or so long ago that it is forgotten; short: what is left does not fill a block; evicted: it
-had to make room; window: the strategy forgets, so that nobody could go on from there; busy: it is there, but in use,
-and this strategy does not share; salt: it is there under another salt of the same tenant; tenant: under one of another
-tenant, which only the operator is told; bypass: the request wanted no more to be looked up.
+cold: it was never there, or so long ago that it is forgotten, or is another tenant's, of which nobody hears; short:
+what is left does not fill a block; evicted: it had to make room; window: the strategy forgets, so that nobody could go
+on from there; busy: it is there, but in use, and this strategy does not share; salt: it is there under another salt of
+the same tenant; bypass: the request wanted no more to be looked up.
 """
 
 

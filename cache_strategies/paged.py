@@ -27,6 +27,7 @@ from cache_strategies.base import (
     Row,
     Seat,
     Usage,
+    covers,
     usable,
 )
 from cache_strategies.block_pool import BlockPool
@@ -64,10 +65,10 @@ class PagedSeat(TableSeat):
 
     __slots__ = ("names", "priority", "salt", "tokens", "ttl")
 
-    def __init__(self, index: int, blocks: list[int], length: int, tokens: list[int], salt: str) -> None:
+    def __init__(self, index: int, blocks: list[int], length: int, tokens: list[int], salt: str | None) -> None:
         super().__init__(index, blocks, length)
         self.tokens = tokens  # committed, and while the prompt is computed the rest of it too
-        self.salt = salt
+        self.salt = salt  # None: nobody shall find what it fills from now on
         self.names: list[Name | None] = []  # of the full blocks of `tokens`; None: not to be shared
         self.priority = 0  # what it leaves is worth this much,
         self.ttl = math.inf  # for so many seconds
@@ -122,6 +123,7 @@ class PagedCache(TableCache):
         for block in blocks:
             self.pending.wait(block, seat)
         if not self._extend(seat, len(tokens)):
+            seat.ttl = 0.0  # it says nothing of what the blocks are worth
             self.close(seat)
             return None
         for i in range(seat.length // self.block_size, len(names)):
@@ -159,6 +161,7 @@ class PagedCache(TableCache):
             self._granted.discard(block)
         if isinstance(heir, PagedSeat):
             heir.length = heir.cached = min(heir.length, heir.blocks.index(block) * self.block_size)
+            heir.miss = "cold"
         elif mine:
             self.resident.forget(block)  # nobody will compute it
         if not self.resident.shared(block) and block in self._copies:
@@ -273,6 +276,10 @@ class PagedCache(TableCache):
         for pin_id in self.pinned.under(salt):
             self.unpin(pin_id)
         self.resident.clear(salt)
+        for seat in self.seats:
+            assert isinstance(seat, PagedSeat)
+            if seat.salt is not None and covers(salt, seat.salt):
+                seat.salt = None
         return (before - self.setup.arena.held(self.name)) * self.setup.arena.page_bytes
 
     def pin(self, tokens: Sequence[int], *, salt: str, ttl: float) -> Pin:
@@ -352,6 +359,8 @@ class PagedCache(TableCache):
 
     def _name(self, seat: PagedSeat, i: int) -> Name | None:
         """Name of the seat's i-th block; computed once, from its parent's."""
+        if seat.salt is None:
+            return None
         while len(seat.names) <= i:
             n = len(seat.names)
             parent = seat.names[-1] if n else self._prefix.root(seat.salt)

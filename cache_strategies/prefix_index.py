@@ -96,12 +96,10 @@ class PrefixIndex:
 
     def why_missing(self, name: Name) -> Miss:
         """What to tell whoever looked for a name that is not here."""
-        others = self._salts.get(name.content)
         if name in self._evicted:
             return "evicted"
-        if not others:
-            return "cold"
-        return "salt" if any(tenant_of(salt) == tenant_of(name.salt) for salt in others) else "tenant"
+        tenants = map(tenant_of, self._salts.get(name.content, ()))
+        return "salt" if tenant_of(name.salt) in tenants else "cold"
 
     def names(self) -> Sequence[Name]:
         return list(self._block)

@@ -38,11 +38,16 @@ def exceeds(share: str, other: str) -> bool:
     return parse_bytes(share) > parse_bytes(other)
 
 
+_PERCENTAGE = re.compile(r"\s*\d{1,3}(\.\d{1,9})?\s*%")
+
+
 def _is_percentage(share: str) -> bool:
     return share.endswith("%")
 
 
 def _percent(share: str) -> Fraction:
+    if not _PERCENTAGE.fullmatch(share):  # Fraction would read "1e-999999999" too, for hours
+        raise ValueError(f"{share!r} is no percentage")
     return Fraction(share[:-1].strip())
 
 

@@ -74,8 +74,8 @@ class Metrics:
         if record.cached_tokens is not None and not record.forked:
             self._cache_queries.labels(name).inc(record.prompt_tokens)
             self._cache_hits.labels(name).inc(record.cached_tokens)
-            if record.miss is not None:
-                self._cache_misses.labels(name, record.miss).inc(record.prompt_tokens - record.cached_tokens)
+            missed = record.prompt_tokens - record.cached_tokens
+            self._cache_misses.labels(name, record.miss or "short").inc(missed)  # the last token always is
         self._end_to_end.labels(name).observe(record.total_seconds)
         for histogram, seconds in (
             (self._queue, record.queue_seconds),

@@ -90,29 +90,32 @@ class Retained:
 
 
 class _Expiry:
-    """When entries expire: at most one note for each, which is looked at no sooner than it was due."""
+    """When entries expire: the note of each that holds is the soonest, and is looked at no sooner than it is due."""
 
     def __init__(self, retention: Mapping[Key, Retention]) -> None:
         self._retention = retention
         self._due: list[tuple[float, int, Key]] = []  # a heap; the number keeps it from comparing keys
-        self._noted: set[Key] = set()
+        self._noted: dict[Key, float] = {}  # when the note that holds is due
         self._notes = 0
 
     def watch(self, key: Key) -> None:
         expires = self._retention[key].expires
-        if expires == math.inf or key in self._noted:
+        if expires >= self._noted.get(key, math.inf):
             return
         if len(self._due) > 2 * len(self._retention) + 64:  # mostly of entries that are gone
-            self._due = [note for note in self._due if note[2] in self._retention]
-            self._noted = {key for _, _, key in self._due}
+            self._due = [note for note in self._due if note[2] in self._retention and self._holds(note)]
+            self._noted = {key: due for due, _, key in self._due}
             heapq.heapify(self._due)
         self._note(expires, key)
 
     def over(self, now: float) -> Iterator[Key]:
         """Entries whose time is over; each is told once, and forgotten until it is watched again."""
         while self._due and self._due[0][0] <= now:
-            key = heapq.heappop(self._due)[2]
-            self._noted.discard(key)
+            note = heapq.heappop(self._due)
+            if not self._holds(note):
+                continue
+            key = note[2]
+            del self._noted[key]
             expires = self._retention[key].expires if key in self._retention else math.inf
             if expires <= now:
                 yield key
@@ -121,5 +124,8 @@ class _Expiry:
 
     def _note(self, expires: float, key: Key) -> None:
         self._notes += 1
-        self._noted.add(key)
+        self._noted[key] = expires
         heapq.heappush(self._due, (expires, self._notes, key))
+
+    def _holds(self, note: tuple[float, int, Key]) -> bool:
+        return self._noted.get(note[2]) == note[0]

@@ -14,7 +14,9 @@ from pydantic import Field
 
 from config.sizes import Share
 from server.api.body import JsonRoute
+from server.api.completions import check_prompt
 from server.api.errors import ApiError
+from server.api.models import served_by
 from server.api.schemas import Body, Prompt
 from server.api.tenants import salt_of, tenant
 from server.engine import messages
@@ -84,6 +86,7 @@ def router(client: EngineClient, tokenizer: Tokenizer, token: str | None) -> API
     @routes.post("/pins")
     async def pin(instance: str, body: PinRequest) -> Response:
         prompt = body.prompt if isinstance(body.prompt, list) else await tokenizer.encode(body.prompt)
+        check_prompt(prompt, 0, served_by(client))
         return await told(messages.PinPrefix(instance, prompt, body.salt, body.ttl))
 
     @routes.delete("/pins/{pin_id}")

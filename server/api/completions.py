@@ -146,14 +146,13 @@ def kv_cache_choice(admitted: Admitted) -> KVCacheChoice:
 
 
 def explanation(record: RequestRecord | None) -> Explanation | UnsetType:
-    """For the client, who is not told what other tenants have sent."""
     if record is None:
         return UNSET
     return Explanation(
         record.instance,
         record.reason,
         record.cached_tokens,
-        "cold" if record.miss == "tenant" else record.miss,
+        record.miss,
         record.kv_bytes,
         record.preemptions,
         record.queue_seconds,

@@ -124,7 +124,8 @@ class Core:
         """An instance above a lowered limit comes down to it as its requests end."""
         running = [r for r in self.scheduler.running if r.cache.name == name]
         needed = sum(r.cache.bytes_for(r.most_tokens) for r in running)
-        self.arena.drain(name, -(-needed // self.arena.page_bytes))
+        pinned = len(self.caches[name].pinned_pages())
+        self.arena.drain(name, -(-needed // self.arena.page_bytes) + pinned)
         self.scheduler.room_changed()
 
     # ---------------------------------------------------------------- a step

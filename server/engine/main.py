@@ -123,6 +123,9 @@ class Loop:
             return Answer(query_id, msgspec.json.encode(obey(self._core, what)))
         except RequestError as error:
             return Answer(query_id, b"", Failed("", error.status, error.message, error.code, error.param))
+        except Exception:
+            log.exception("%s failed", type(what).__name__)
+            return Answer(query_id, b"", Failed("", 500, "the command failed; the server's log tells more"))
 
     def _send(self, events: Sequence[Event]) -> None:
         by_worker: dict[int, list[FromEngine]] = defaultdict(list)

@@ -23,7 +23,7 @@ RECORD = RequestRecord(
     outcome="stop",
     prompt_tokens=9,
     cached_tokens=4,
-    miss="tenant",
+    miss="salt",
     forked=False,
     generated_tokens=2,
     preemptions=1,
@@ -38,7 +38,7 @@ TOLD = {
     "instance": "paged",
     "reason": "default",
     "cached_tokens": 4,
-    "miss_reason": "cold",  # what another tenant has sent is nobody's business
+    "miss_reason": "salt",
     "peak_kv_bytes": 4096,
     "preemptions": 1,
     "queue_seconds": 0.1,

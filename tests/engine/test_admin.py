@@ -131,3 +131,89 @@ def test_a_higher_limit_counts_at_once(tiny: Path) -> None:
     assert told["limit_bytes"] == total // 2 * driver.core.arena.page_bytes
     obey(driver.core, Share("paged", None, "100%"))
     assert driver.core.arena.share("paged") == (total // 10, total)
+
+
+def limited(driver: Driver, sequences: float) -> None:
+    """The instance may hold so many sequences of the longest kind."""
+    obey(driver.core, Share("paged", None, str(int(driver.core.caches["paged"].bytes_for(64) * sequences))))
+
+
+def test_a_lowered_limit_and_an_urgent_request_stop_nobody(tiny: Path) -> None:
+    driver = Driver(tiny, **SETTINGS)
+    for i in range(6):
+        driver.submit(str(i), random_prompt(30, seed=i), 20, kv_cache="paged")
+    driver.submit("other", random_prompt(30, seed=99), 20, kv_cache="contiguous")
+    for _ in range(4):
+        driver.step()
+    limited(driver, 1)
+    driver.submit("urgent", random_prompt(10, seed=7), 5, kv_cache="paged", priority=-1)
+    driver.submit("elsewhere", random_prompt(10, seed=8), 5, kv_cache="contiguous", priority=-1)
+    driver.run()
+    assert all(heard.finish_reason == "length" for heard in driver.heard.values())
+    assert not any(record.preemptions for record in driver.records), "running requests end as they would have"
+    driver.assert_nothing_leaked()
+
+
+def test_choices_do_not_begin_while_a_limit_is_being_reached(tiny: Path) -> None:
+    driver = Driver(tiny, **SETTINGS | {"max_step_tokens": 6})
+    driver.submit("long", random_prompt(4, seed=2), 60, kv_cache="paged")
+    for i in range(6):
+        driver.submit(f"choice {i}", random_prompt(34), 28, kv_cache="paged", sibling_of="choice 0" if i else None)
+    for _ in range(4):
+        driver.step()
+    limited(driver, 1)
+    steps = 0
+    while driver.core.caches["paged"].draining:
+        assert set(driver.running()) <= {"long", "choice 0"}
+        driver.step()
+        steps += 1
+    assert steps > 20, "choice 0 had its first token long before"
+    driver.run()
+    assert all(heard.finish_reason == "length" for heard in driver.heard.values())
+
+
+def test_pins_are_no_reason_to_preempt_while_a_limit_is_being_reached(tiny: Path) -> None:
+    driver = warm(tiny)
+    obey(driver.core, PinPrefix("paged", PROMPT, "/", 100.0))
+    for i in range(4):
+        driver.submit(str(i), random_prompt(30, seed=i), 20, kv_cache="paged")
+    for _ in range(4):
+        driver.step()
+    limited(driver, 2)
+    driver.run()
+    assert not any(record.preemptions for record in driver.records)
+
+
+def test_a_raised_limit_lets_those_who_wait_begin_at_once(tiny: Path) -> None:
+    driver = Driver(tiny, **SETTINGS)
+    limited(driver, 1)
+    driver.submit("long", random_prompt(40), 24, kv_cache="paged")
+    driver.submit("second", random_prompt(30, seed=3), 20, kv_cache="paged")
+    for _ in range(3):
+        driver.step()
+    assert driver.waiting() == ["second"]
+    obey(driver.core, Share("paged", None, "100%"))
+    driver.step()
+    assert driver.waiting() == []
+
+
+def test_what_a_running_request_computes_after_a_clear_is_not_found(tiny: Path) -> None:
+    driver = Driver(tiny, **SETTINGS)
+    driver.submit("it", random_prompt(8), 30, kv_cache="paged", salt="/")
+    driver.step()
+    obey(driver.core, Clear("paged", None))
+    for _ in range(22):
+        driver.step()
+    assert driver.core.caches["paged"].match(driver.request("it").tokens[:24], salt="/") == 0
+
+
+@pytest.mark.parametrize("scope", ["you/", "you/mine", None])
+def test_a_tenant_is_forgotten_with_all_its_salts(tiny: Path, scope: str | None) -> None:
+    driver = Driver(tiny, **SETTINGS)
+    salts = ("you/", "you/mine", "you/other", "me/", "me/mine")
+    for salt in salts:
+        driver.submit(salt, PROMPT, 1, kv_cache="paged", salt=salt)
+    driver.run()
+    obey(driver.core, Clear("paged", scope))
+    gone = {salt for salt in salts if not cached(driver, salt)}
+    assert gone == {"you/": {"you/", "you/mine", "you/other"}, "you/mine": {"you/mine"}, None: set(salts)}[scope]

@@ -38,7 +38,7 @@ def after_another(driver: Driver, instance: str = "paged", salt: str = "", **opt
     ("instance", "options", "cached", "miss"),
     [
         ("paged", {}, 36, None),
-        ("paged", {"salt": "you/"}, 0, "tenant"),
+        ("paged", {"salt": "you/"}, 0, "cold"),
         ("paged", {"salt": "/mine"}, 0, "salt"),
         ("paged", {"max_cached": 0}, 0, "bypass"),
         ("paged", {"max_cached": 18}, 16, "bypass"),

@@ -132,3 +132,16 @@ def test_one_token_a_step_suffices(tiny: Path, reference: Reference) -> None:
     driver.run()
     for i in range(4):
         assert driver.heard[str(i)].tokens == expected(reference, i)
+
+
+def test_who_is_at_its_own_limit_asks_nobody_else_to_give_way(tiny: Path) -> None:
+    driver = Driver(tiny, **(SETTINGS | {"strategies": strategies(paged={"kind": "paged", "block_size": 4})}))
+    cache = driver.core.caches["paged"]
+    for name, instance in (("a", "paged"), ("b", "paged"), ("stranger", "contiguous")):
+        driver.submit(name, random_prompt(20, seed=ord(name[0])), 20, kv_cache=instance)
+    driver.step(), driver.step(), driver.step(), driver.step()
+    pages = -(-cache.bytes_for(driver.engine.max_seq_len) // driver.core.arena.page_bytes)
+    driver.core.arena.set_share("paged", floor=0, limit=pages)
+    driver.run()
+    preempted = {record.instance: record.preemptions for record in driver.records}
+    assert preempted["contiguous"] == 0

@@ -147,3 +147,10 @@ def test_what_goes_first_is_what_has_outlived_its_time_then_what_is_worth_least(
         assert cache.reclaim(1) == 1
         kept.append([cache.match([*text, 99]) > 0 for text in texts])
     assert kept == [[True, True, False], [True, False, False], [False, False, False]]
+
+
+def test_at_its_limit_there_is_no_other_memory() -> None:
+    cache = contiguous(pages=4)
+    left(cache, TEXT)
+    cache.setup.arena.set_share(cache.name, floor=0, limit=1)
+    assert cache.match([*TEXT[:5], 99]) == 5

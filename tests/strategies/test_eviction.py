@@ -187,3 +187,16 @@ def test_lru_would_have_let_the_flood_take_all() -> None:
 def test_an_unknown_policy_is_told() -> None:
     with pytest.raises(SettingsError, match="there is no eviction policy 'fifo'; policies are lru, s3fifo"):
         load_policy("fifo")
+
+
+def test_what_comes_back_with_less_time_goes_when_that_is_over() -> None:
+    clock = Clock()
+    retained = Retained(load_policy("lru"), clock)
+    for ttl in (1000.0, 1.0):
+        retained.discard("brief")
+        retained.keep("brief", 50, ttl)
+        retained.insert("brief", 1)
+    retained.keep("low", 0)
+    retained.insert("low", 1)
+    clock.now += 10
+    assert retained.evict() == "brief"

@@ -45,7 +45,7 @@ def test_under_another_salt_it_is_told_whose() -> None:
     cache = paged()
     read(cache, TEXT, salt="me/one")
     assert opened(cache, TEXT, salt="me/two").miss == "salt"
-    assert opened(cache, TEXT, salt="you/one").miss == "tenant"
+    assert opened(cache, TEXT, salt="you/one").miss == "cold"
     assert opened(cache, TEXT, salt="me/one").miss is None
 
 
