@@ -29,6 +29,7 @@ from server.engine.device import (
     free_memory,
 )
 from server.engine.scheduler import Limits, Scheduler
+from server.engine.scores import MOST_LOGITS
 from server.engine.selection import Selector
 from server.models.config import Facts
 from server.models.directory import locate
@@ -89,6 +90,7 @@ def build_engine(settings: Settings) -> Engine:
         max_seq_len=max_seq_len,
         kv_bytes=arena.pages * arena.page_bytes,
         kv_overcommit=settings.kv_overcommit,
+        max_step_scores=max(1, MOST_LOGITS // model.facts.vocab_size),
     )
     selector = Selector(caches.keys(), settings.rules, settings.default_strategy)
     core = Core(model, caches, arena, Scheduler(limits), selector)

@@ -23,6 +23,7 @@ from server.engine.messages import (
     Failed,
     FromEngine,
     Hello,
+    PromptScores,
     Query,
     Submit,
     ToEngine,
@@ -33,7 +34,7 @@ log = logging.getLogger(__name__)
 
 FIRST_DELAY, LONGEST_DELAY = 0.02, 0.1  # seconds between two attempts to connect
 
-Event = Admitted | Tokens | Explained | Failed
+Event = Admitted | PromptScores | Tokens | Explained | Failed
 
 
 class EngineRefused(Exception):
