@@ -32,6 +32,7 @@ from server.engine.lifeline import USER_ERROR, configure_logging
 from server.engine.supervisor import Supervisor
 from server.evaluation import flags
 from server.models.directory import located
+from server.version import version
 
 log = logging.getLogger(__name__)
 
@@ -224,13 +225,6 @@ def _size(count: int) -> str:
             return f"{size:.4g} {unit}"
         size /= 1024
     return f"{size:.4g} GiB"
-
-
-def version() -> str:
-    try:
-        return metadata.version("kvmux")
-    except metadata.PackageNotFoundError:
-        return "(not installed)"
 
 
 # ---------------------------------------------------------------- kvmux evaluate

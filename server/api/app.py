@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator
 from fastapi import FastAPI
 
 from config.settings import Settings
-from server.api import admin, completions, errors, health, kv_cache, models
+from server.api import admin, completions, errors, health, kv_cache, models, tokenize
 from server.api.request_id import RequestId
 from server.engine.client import EngineClient
 from server.text.tokenizer import Tokenizer
@@ -32,6 +32,7 @@ def create_app(settings: Settings, client: EngineClient, tokenizer: Tokenizer) -
     app.add_middleware(RequestId)
     errors.install(app)
     app.include_router(completions.router(client, tokenizer))
+    app.include_router(tokenize.router(client, tokenizer))
     app.include_router(models.router(client))
     app.include_router(kv_cache.router(client))
     app.include_router(admin.router(client, tokenizer, settings.admin_token))

@@ -1,4 +1,4 @@
-"""For those who run the server: /health (this process lives), /ready (requests are served), /metrics (Prometheus)."""
+"""For those who run the server: /health (this process lives), /ready (requests are served), /version, /metrics."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from fastapi import APIRouter, Response
 
 from server.api.models import served_by
 from server.engine.client import EngineClient
+from server.version import version
 
 TIMEOUT = 5.0  # seconds; the engine answers between two steps
 
@@ -22,6 +23,10 @@ def router(client: EngineClient) -> APIRouter:
     @routes.get("/ready")
     async def ready() -> dict[str, str]:
         return {"status": "ready", "model": served_by(client).model}
+
+    @routes.get("/version")
+    async def tell_version() -> dict[str, str]:
+        return {"version": version()}
 
     @routes.head("/metrics", include_in_schema=False)
     @routes.get("/metrics")

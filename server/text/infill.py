@@ -58,13 +58,13 @@ def _marks(tokenizer: Tokenizer, form: tuple[str, ...]) -> dict[str, list[int]]:
 async def _beginning(tokenizer: Tokenizer) -> list[int]:
     """The special tokens before every text."""
     plain, whole = [await tokenizer.encode("a", add_special_tokens=special) for special in (False, True)]
-    return whole[: next(i for i in range(len(whole)) if whole[i : i + len(plain)] == plain)]
+    return whole[: next(i for i in range(len(whole) + 1) if whole[i : i + len(plain)] == plain)]
 
 
 async def _went_on(tokenizer: Tokenizer, text: str) -> list[int]:
     """Ids of a text at which none begins: SentencePiece would put a space before it."""
     ids, before = [await tokenizer.encode(said, add_special_tokens=False) for said in (text, "\n")]
-    if not tokenizer.token_bytes(before[0]).startswith(b" "):
+    if not before or not tokenizer.token_bytes(before[0]).startswith(b" "):
         return ids
     behind = await tokenizer.encode("\n" + text, add_special_tokens=False)
     return behind[len(before) :] if behind[: len(before)] == before else ids

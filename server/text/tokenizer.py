@@ -1,6 +1,7 @@
 """Text to token ids and back, as the model's directory defines it.
 
-Wraps the `tokenizers` library, and reads the model's files as transformers does. Knows neither requests nor the engine.
+Wraps the `tokenizers` library, and reads the model's files as transformers does; `chat` makes conversations texts.
+Knows neither requests nor the engine.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from typing import Any
 import tokenizers
 
 from config.settings import SettingsError
+from server.text.chat import ChatTemplate
 from server.text.model_files import NAMES, content_of, read_object
 from server.text.token_text import as_text, reader_of
 
@@ -22,10 +24,11 @@ LONG_TEXT = 2000  # characters; encoding them takes about a millisecond, more wo
 class Tokenizer:
     """A model's tokenizer. Owns `backend`, the library's own: its truncation and padding are switched off."""
 
-    def __init__(self, backend: tokenizers.Tokenizer) -> None:
+    def __init__(self, backend: tokenizers.Tokenizer, chat: ChatTemplate | None = None) -> None:
         backend.no_truncation()
         backend.no_padding()
         self.backend = backend
+        self.chat = chat or ChatTemplate({}, {})
         self._read = reader_of(backend)
         self._special = {i for i, token in backend.get_added_tokens_decoder().items() if token.special}
 
@@ -41,7 +44,7 @@ class Tokenizer:
             raise SettingsError(f"model: {file} is no tokenizer this server can read: {error}") from None
         _mark_special_tokens(backend, read_object(directory / "tokenizer_config.json"))
         _mark_special_tokens(backend, read_object(directory / "special_tokens_map.json"))
-        return cls(backend)
+        return cls(backend, ChatTemplate.from_directory(directory))
 
     async def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Ids of `text`, with the special tokens the model expects around it. A long text is encoded in a thread."""

@@ -19,11 +19,21 @@ import uvicorn
 from config.settings import Settings
 from server.api.app import create_app
 from server.engine.client import EngineClient
+from server.text.chat import ChatTemplate
 from server.text.tokenizer import Tokenizer
 from tests.api.fake_engine import FakeEngine, says
 from tests.text.tiny import byte_level
 
 ADMIN_TOKEN = "open-sesame"
+CHAT = ChatTemplate(
+    {
+        "default": "{{ bos_token }}{% for message in messages %}{{ message.role }}: {{ message.content }}"
+        "{% for call in message.tool_calls %}{{ call.function.arguments.x }}{% endfor %}{{ '\n' }}{% endfor %}"
+        "{% if messages[0].role == 'cat' %}{{ raise_exception('no cats') }}{% endif %}"
+        "{% if loud %}!{% endif %}{% if add_generation_prompt %}assistant:{% endif %}"
+    },
+    {"bos_token": "<s>"},
+)
 
 
 @dataclass(frozen=True)
@@ -46,7 +56,7 @@ def running_api() -> Iterator[Api]:
     with tempfile.TemporaryDirectory(prefix="kvmux-") as directory:  # short enough for a socket's address
         socket_path = Path(directory) / "engine.sock"
         client = EngineClient(socket_path)
-        app = create_app(Settings(admin_token=ADMIN_TOKEN), client, Tokenizer(byte_level()))
+        app = create_app(Settings(admin_token=ADMIN_TOKEN), client, Tokenizer(byte_level(), CHAT))
         server = uvicorn.Server(uvicorn.Config(app, http="httptools", ws="none", lifespan="on", log_config=None))
         with socket.create_server(("127.0.0.1", 0)) as listener:
             thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
