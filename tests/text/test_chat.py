@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from server.models.gguf_file import read_header
 from server.text import chat
 from server.text.chat import ChatTemplate, ChatTemplateError
 from server.text.gguf_tokenizer import tokenizer_of
+from server.text.tokenizer import Tokenizer
 from tests.models.gguf_files import add_byte_level, finish
 from tests.text.tiny import byte_level
 
@@ -134,6 +136,13 @@ def test_the_embedded_models_own_template() -> None:
     text = ChatTemplate.from_directory(TINY).render(CONVERSATIONS["dialogue"])
     assert text.startswith("<s>Be brief.\nQ: Hello")
     assert text.endswith("\nA:")
+
+
+def test_the_ids_of_a_prompt_are_those_of_transformers() -> None:
+    theirs, ours = AutoTokenizer.from_pretrained(TINY), Tokenizer.from_directory(TINY)
+    for name in ("question", "dialogue", "answered"):
+        ids = asyncio.run(ours.encode(ours.chat.render(CONVERSATIONS[name]), add_special_tokens=False))
+        assert ids == theirs.apply_chat_template(CONVERSATIONS[name], add_generation_prompt=True, return_dict=False)
 
 
 # ---------------------------------------------------------------- where the template is
