@@ -130,6 +130,8 @@ class Settings(BaseSettings):
     max_step_tokens: int | None = Field(
         None, ge=1, le=65536, description="prompt tokens of a step, at most; default: 256 on the CPU, else 1024"
     )
+    max_choices: int = Field(256, ge=1, description="prompts times choices of one request, at most")
+    max_prompt_characters: int = Field(2**21, ge=1, description="characters of a prompt, before it becomes tokens")
     max_waiting: int = Field(1024, ge=0, description="requests that may wait; more are answered 429")
 
     default_strategy: str = Field("paged", description="instance for requests that choose none")

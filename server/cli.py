@@ -43,6 +43,7 @@ GROUPS = {
     "HTTP": ("host", "port", "workers", "admin_token", "log_level"),
     "KV memory": ("kv_memory", "kv_memory_share", "kv_overcommit"),
     "batching": ("max_seq_len", "max_num_seqs", "max_step_tokens", "max_waiting"),
+    "requests": ("max_choices", "max_prompt_characters"),
     "cache strategies": ("default_strategy",),
 }
 EVALUATION_SETTINGS = (

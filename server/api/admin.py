@@ -14,8 +14,8 @@ from pydantic import Field
 
 from config.sizes import Share
 from server.api.body import JsonRoute
-from server.api.completions import check_prompt
 from server.api.errors import ApiError
+from server.api.jobs import check_prompt
 from server.api.models import served_by
 from server.api.schemas import Body, Prompt
 from server.api.tenants import salt_of, tenant

@@ -8,7 +8,8 @@ from collections.abc import AsyncIterator
 from fastapi import FastAPI
 
 from config.settings import Settings
-from server.api import admin, completions, errors, health, kv_cache, models, tokenize
+from server.api import admin, chat, completions, errors, health, kv_cache, models, tokenize
+from server.api.jobs import Most
 from server.api.request_id import RequestId
 from server.engine.client import EngineClient
 from server.text.tokenizer import Tokenizer
@@ -31,7 +32,9 @@ def create_app(settings: Settings, client: EngineClient, tokenizer: Tokenizer) -
     )
     app.add_middleware(RequestId)
     errors.install(app)
-    app.include_router(completions.router(client, tokenizer))
+    most = Most(settings.max_choices, settings.max_prompt_characters)
+    app.include_router(completions.router(client, tokenizer, most))
+    app.include_router(chat.router(client, tokenizer, most))
     app.include_router(tokenize.router(client, tokenizer))
     app.include_router(models.router(client))
     app.include_router(kv_cache.router(client))

@@ -86,7 +86,8 @@ def _from_http(error: HTTPException, request: Request | None) -> ApiError:
 
 # ---------------------------------------------------------------- fields that were refused
 def _invalid(problems: Sequence[Mapping[str, Any]]) -> ApiError:
-    """Tells the first few problems; `param` is the field of the first."""
+    """Tells the first few problems, what is missing before all; `param` is the field of the first."""
+    problems = sorted(problems, key=lambda problem: problem["type"] != "missing")
     told = "; ".join(_explained(problem) for problem in problems[:MOST_PROBLEMS])
     told += f"; and {len(problems) - MOST_PROBLEMS} more" if len(problems) > MOST_PROBLEMS else ""
     return ApiError(400, told, param=_field(problems[0]))

@@ -65,9 +65,10 @@ class Tokenizer:
         """How many tokens there are; a model may have room for more."""
         return self.backend.get_vocab_size(with_added_tokens=True)
 
-    def has_text(self, token: int) -> bool:
-        """False for special tokens and for ids outside the vocabulary: leaving them out changes no text."""
-        return token not in self._special and self.backend.id_to_token(token) is not None
+    def has_text(self, token: int, *, skip_special_tokens: bool = True) -> bool:
+        """False for ids outside the vocabulary, and for special tokens if skipped: leaving them out changes no text."""
+        skipped = skip_special_tokens and token in self._special
+        return not skipped and self.backend.id_to_token(token) is not None
 
     def piece(self, token: int) -> str:
         """A token as the vocabulary writes it, such as "\u0120hello"; empty for an id that is no token."""
