@@ -100,9 +100,8 @@ def test_n(engine: FakeEngine, openai_client: openai.OpenAI, words: Words) -> No
     assert (completion.usage.prompt_tokens, completion.usage.completion_tokens) == (2, 6)
     submits = engine.all(Submit)
     assert [submit.sampling.seed for submit in submits] == [2**63 - 2, 2**63 - 1, 0]
-    assert [submit.request_id for submit in submits] == [
-        f"{completion.id.removeprefix('cmpl-')}-0-{index}" for index in range(3)
-    ]
+    key = completion.id.removeprefix("cmpl-")
+    assert [submit.request_id for submit in submits] == [f"{key}-0-{index}" for index in range(3)]
 
 
 @pytest.mark.parametrize("as_list", [False, True])
