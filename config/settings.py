@@ -103,6 +103,9 @@ class Settings(BaseSettings):
     host: str = Field("127.0.0.1", description="address to listen on")
     port: int = Field(8000, ge=0, le=65535, description="port to listen on; 0 takes any free one")
     workers: int = Field(1, ge=1, le=64, description="API processes")
+    deterministic: bool = Field(
+        False, description="a request gets the same bits whatever else runs; CPU kernels only, long prompts take longer"
+    )
     device: Device = Field("auto", description="auto takes cuda, then mps, then cpu")
     dtype: DType = Field(
         "auto", description="of activations and K/V; auto: the model's own if the device is fast at it"

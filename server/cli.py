@@ -39,10 +39,21 @@ log = logging.getLogger(__name__)
 BACKLOG = 2048  # connections the system holds while the workers are busy or still starting
 
 GROUPS = {
-    "model": ("model", "revision", "model_name", "model_impl", "device", "dtype", "weights", "kernels", "threads"),
+    "model": (
+        "model",
+        "revision",
+        "model_name",
+        "model_impl",
+        "device",
+        "dtype",
+        "weights",
+        "kernels",
+        "deterministic",
+        "threads",
+    ),
     "HTTP": ("host", "port", "workers", "admin_token", "log_level"),
     "KV memory": ("kv_memory", "kv_memory_share", "kv_overcommit"),
-    "batching": ("max_seq_len", "max_num_seqs", "max_step_tokens", "max_waiting"),
+    "batching": ("max_seq_len", "max_num_seqs", "max_step_tokens", "max_waiting", "deterministic"),
     "requests": ("max_choices", "max_prompt_characters"),
     "cache strategies": ("default_strategy",),
 }
