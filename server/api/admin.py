@@ -1,21 +1,18 @@
-"""Administration of the caches, under a token of its own: look inside, clear, pin, share memory otherwise.
+"""Administration of the caches: look inside, clear, pin, share memory otherwise.
 
-Knows the engine's commands; what they come to is the engine's business.
+Knows the engine's commands; what they come to is the engine's business, and who may give them that of access.py.
 """
 
 from __future__ import annotations
 
-import hmac
-from collections.abc import Callable, Coroutine
-from typing import Annotated, Any
-
-from fastapi import APIRouter, Depends, Header, Response
+from fastapi import APIRouter, Response
 from pydantic import Field
 
 from config.sizes import Share
+from server.api.access import ADMINISTRATION
 from server.api.body import JsonRoute
 from server.api.completions import check_prompt
-from server.api.errors import ApiError
+from server.api.errors import documented
 from server.api.models import served_by
 from server.api.schemas import Body, Prompt
 from server.api.tenants import salt_of, tenant
@@ -60,12 +57,12 @@ class ShareRequest(Body):
     limit: Share | None = Field(None, description="KV memory it may hold at most")
 
 
-def router(client: EngineClient, tokenizer: Tokenizer, token: str | None) -> APIRouter:
+def router(client: EngineClient, tokenizer: Tokenizer) -> APIRouter:
     routes = APIRouter(
-        prefix="/v1/kv_cache/{instance}",
+        prefix=f"{ADMINISTRATION}{{instance}}",
         route_class=JsonRoute,
         tags=["administration"],
-        dependencies=[Depends(guard(token))],
+        responses=documented(400, 401, 403, 404, 409, 413, 503),
     )
 
     async def told(command: messages.Command) -> Response:
@@ -94,16 +91,3 @@ def router(client: EngineClient, tokenizer: Tokenizer, token: str | None) -> API
         return await told(messages.Unpin(instance, pin_id))
 
     return routes
-
-
-def guard(token: str | None) -> Callable[[str | None], Coroutine[Any, Any, None]]:
-    """Lets through whoever has the token; without one, nobody."""
-
-    async def check(authorization: Annotated[str | None, Header(include_in_schema=False)] = None) -> None:
-        if token is None:
-            raise ApiError(403, "administration is off: start the server with an admin_token", code="admin_off")
-        scheme, _, given = (authorization or "").partition(" ")
-        if scheme.lower() != "bearer" or not hmac.compare_digest(given.strip().encode(), token.encode()):
-            raise ApiError(401, "send the admin token: 'Authorization: Bearer ...'", code="invalid_api_key")
-
-    return check

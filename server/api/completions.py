@@ -15,8 +15,9 @@ from msgspec import UNSET, UnsetType
 from starlette.types import Receive, Scope, Send
 
 from server.api.body import JsonRoute
+from server.api.deadlines import Deadlines
 from server.api.disconnect import WhileConnected
-from server.api.errors import ApiError
+from server.api.errors import ApiError, documented
 from server.api.generation import Generation, generate
 from server.api.models import instance_of, served_by
 from server.api.objects import Completion, CompletionChoice, Explanation, KVCacheChoice, PromptTokensDetails, Usage
@@ -29,8 +30,8 @@ from server.engine.report import RequestRecord
 from server.text.tokenizer import Tokenizer
 
 
-def router(client: EngineClient, tokenizer: Tokenizer) -> APIRouter:
-    routes = APIRouter(route_class=JsonRoute, tags=["completions"])
+def router(client: EngineClient, tokenizer: Tokenizer, deadlines: Deadlines) -> APIRouter:
+    routes = APIRouter(route_class=JsonRoute, tags=["completions"], responses=documented(400, 404, 413, 429, 503))
 
     @routes.post("/v1/completions")
     async def create_completion(
@@ -46,11 +47,13 @@ def router(client: EngineClient, tokenizer: Tokenizer) -> APIRouter:
 
         async def answer(scope: Scope, receive: Receive, send: Send) -> None:
             async with generate(client, tokenizer, job.submits, body.stop) as generation:
-                admitted = await generation.admission()
-                headers = {"X-KV-Cache": admitted.instance}
-                if body.stream:
-                    return await send_events(send, headers, chunks(job, admitted, generation))
-                completion = await whole(job, admitted, generation)
+                with deadlines.of_request(generation.fail):
+                    async with deadlines.of_queue():
+                        admitted = await generation.admission()
+                    headers = {"X-KV-Cache": admitted.instance}
+                    if body.stream:
+                        return await send_events(send, headers, chunks(job, admitted, generation))
+                    completion = await whole(job, admitted, generation)
             response = Response(msgspec.json.encode(completion), headers=headers, media_type="application/json")
             await response(scope, receive, send)
 

@@ -55,6 +55,10 @@ class Generation:
     def completion_tokens(self) -> int:
         return sum(output.num_tokens for output in self._outputs)
 
+    def fail(self, error: Exception) -> None:
+        """Raises `error` from `admission` or `pieces`, after everything that the engine has sent."""
+        self._stream.fail(error)
+
     async def admission(self) -> Admitted:
         """Waits until every choice is admitted, or one has a token: the others may have to wait for a place.
 

@@ -10,14 +10,14 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import httpx
 import openai
 import pytest
-import uvicorn
 
 from config.settings import Settings
-from server.api.app import create_app
+from server.api.worker import Server
 from server.engine.client import EngineClient
 from server.text.tokenizer import Tokenizer
 from tests.api.fake_engine import FakeEngine, says
@@ -42,12 +42,11 @@ class Api:
 
 
 @contextlib.contextmanager
-def running_api() -> Iterator[Api]:
+def running_api(**settings: Any) -> Iterator[Api]:
     with tempfile.TemporaryDirectory(prefix="kvmux-") as directory:  # short enough for a socket's address
         socket_path = Path(directory) / "engine.sock"
         client = EngineClient(socket_path)
-        app = create_app(Settings(admin_token=ADMIN_TOKEN), client, Tokenizer(byte_level()))
-        server = uvicorn.Server(uvicorn.Config(app, http="httptools", ws="none", lifespan="on", log_config=None))
+        server = Server(Settings(admin_token=ADMIN_TOKEN, **settings), client, Tokenizer(byte_level()))
         with socket.create_server(("127.0.0.1", 0)) as listener:
             thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
             thread.start()

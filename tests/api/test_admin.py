@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import asyncio
 from typing import Any
 
 import httpx
 import pytest
 
-from server.api.admin import guard
-from server.api.errors import ApiError
 from server.api.tenants import tenant
 from server.engine.messages import Clear, Command, Failed, Inspect, PinPrefix, Query, Share, Unpin
 from tests.api.conftest import ADMIN_TOKEN
@@ -53,12 +50,6 @@ def test_without_the_token_nothing_does(
     response = http.request(method, CACHE + path, json=body, headers=headers)
     assert (response.status_code, response.json()["error"]["code"]) == (401, "invalid_api_key")
     assert engine.all(Query) == []
-
-
-def test_without_a_token_in_the_settings_nobody_may() -> None:
-    with pytest.raises(ApiError, match="administration is off: start the server with an admin_token") as caught:
-        asyncio.run(guard(None)("Bearer anything"))
-    assert caught.value.status_code == 403
 
 
 @pytest.mark.parametrize(
