@@ -34,25 +34,24 @@ class Access:
         await app(scope, receive, send)
 
     def _refusal(self, scope: Scope) -> ApiError | None:
+        sent = Headers(scope=scope).get("authorization", "")
         if scope["path"].startswith(ADMINISTRATION):
             if self._admin_token is None:
                 return ApiError(403, "administration is off: start the server with an admin_token", code="admin_off")
-            allowed, what = (self._admin_token,), "the admin token"
-        elif self._api_keys is not None and scope["path"].startswith(PREFIX):
-            allowed, what = self._api_keys, "an API key of this server"
-        else:
-            return None
-        if _sends_one_of(allowed, Headers(scope=scope).get("authorization", "")):
-            return None
-        return ApiError(401, f"send {what}: 'Authorization: Bearer ...'", code="invalid_api_key")
+            return _unless_sent(sent, [self._admin_token], "the admin token")
+        if scope["path"].startswith(PREFIX) and self._api_keys is not None:
+            return _unless_sent(sent, self._api_keys, "an API key of this server")
+        return None
 
 
-def _sends_one_of(allowed: Iterable[str], authorization: str) -> bool:
+def _unless_sent(authorization: str, allowed: Iterable[str], what: str) -> ApiError | None:
     """Takes as long for any wrong token: nobody learns from the time how much of one was right."""
     scheme, _, token = authorization.partition(" ")
     given = token.strip().encode("latin-1")  # as it came
     same = [hmac.compare_digest(given, each.encode()) for each in allowed]
-    return scheme.lower() == "bearer" and any(same)
+    if scheme.lower() == "bearer" and any(same):
+        return None
+    return ApiError(401, f"send {what}: 'Authorization: Bearer ...'", code="invalid_api_key")
 
 
 def documented(scheme: str) -> Depends:
