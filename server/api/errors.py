@@ -137,6 +137,9 @@ def _invalid(problems: Sequence[Mapping[str, Any]]) -> ApiError:
 
 def _explained(problem: Mapping[str, Any]) -> str:
     field = _field(problem)
+    message = str(problem["msg"]).removeprefix("Value error, ").replace("Input should be", "should be")
+    if field is None and problem["type"] == "value_error":
+        return f"the body {message}"
     if field is None:
         return "send a JSON object, with the header Content-Type: application/json"
     match problem["type"]:
@@ -144,7 +147,6 @@ def _explained(problem: Mapping[str, Any]) -> str:
             return f"{field} is required"
         case "extra_forbidden":
             return f"{field} is not a parameter of this endpoint; remove it"
-    message = str(problem["msg"]).removeprefix("Value error, ").replace("Input should be", "should be")
     return f"{field}: {message}"
 
 

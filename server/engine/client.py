@@ -62,7 +62,7 @@ class Stream:
         return self
 
     async def __anext__(self) -> Event:
-        """Raises EngineLost when the connection is lost, or what `fail` was given, after delivering what came before."""
+        """Raises EngineLost when the connection is lost, or what `fail` was given; what came before is delivered."""
         while self._running:
             event = await self._events.get()
             if isinstance(event, EngineLost):
