@@ -39,6 +39,7 @@ class BoundedConnection(HttpToolsProtocol):
     _timer: asyncio.TimerHandle | None = None  # of what the client has to do next
     _kept = 0  # bytes that the parser may have kept, as nothing came of them yet
     _came_to_something = False  # the bytes that are being parsed
+    _in_headers = False  # the client has sent some of them, but not all
     _in_body = False  # the client has sent the headers, but not the whole body
     _refused = False  # whatever still comes is not read any more
 
@@ -62,11 +63,13 @@ class BoundedConnection(HttpToolsProtocol):
     # ------------------------------------------------------------ what the parser found
     def on_message_begin(self) -> None:
         super().on_message_begin()
+        self._in_headers = True
         self._expect_within(self.header_seconds, self._no_headers)
 
     def on_headers_complete(self) -> None:
         super().on_headers_complete()
         self._came_to_something = self._in_body = True
+        self._in_headers = False
         self._expect_nothing()
 
     def on_body(self, body: bytes) -> None:
@@ -94,11 +97,16 @@ class BoundedConnection(HttpToolsProtocol):
             self._timer = None
 
     def _no_headers(self) -> None:
-        if self._kept == 0:  # nobody asked, nobody is answered
-            self.transport.close()
-        else:
+        if self._answering():  # the request before
+            self._expect_within(self.header_seconds, self._no_headers)
+        elif self._in_headers:
             message = f"no complete headers came within {self.header_seconds:g} seconds"
             self._refuse(ApiError(408, message, code="header_timeout"))
+        else:  # nobody asked, nobody is answered
+            self.transport.close()
+
+    def _answering(self) -> bool:
+        return self.cycle is not None and not self.cycle.response_complete
 
     # ------------------------------------------------------------ refusals, before the application is asked
     def send_400_response(self, msg: str) -> None:
@@ -107,7 +115,7 @@ class BoundedConnection(HttpToolsProtocol):
     def _refuse(self, error: ApiError) -> None:
         """Says why, and closes the connection once the client has had time to read it."""
         self._refused = True
-        if self.cycle is not None and not self.cycle.response_complete:
+        if self._answering():
             self.cycle.disconnected = True  # as uvicorn says when a client is gone
             self.cycle.message_event.set()
             if self.cycle.response_started:

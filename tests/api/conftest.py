@@ -46,13 +46,15 @@ def running_api(**settings: Any) -> Iterator[Api]:
     with tempfile.TemporaryDirectory(prefix="kvmux-") as directory:  # short enough for a socket's address
         socket_path = Path(directory) / "engine.sock"
         client = EngineClient(socket_path)
-        server = Server(Settings(admin_token=ADMIN_TOKEN, **settings), client, Tokenizer(byte_level()))
+        server = Server(Settings(**{"admin_token": ADMIN_TOKEN} | settings), client, Tokenizer(byte_level()))
         with socket.create_server(("127.0.0.1", 0)) as listener:
             thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
             thread.start()
-            yield Api(f"http://127.0.0.1:{listener.getsockname()[1]}", socket_path, client)
-            server.should_exit = True
-            thread.join()
+            try:
+                yield Api(f"http://127.0.0.1:{listener.getsockname()[1]}", socket_path, client)
+            finally:
+                server.should_exit = True
+                thread.join()
 
 
 @pytest.fixture(scope="session")
