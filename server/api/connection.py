@@ -1,9 +1,9 @@
 """uvicorn's connections, with bounds that they lack: its parser keeps the beginning of a request however long it gets,
 and for however long, and takes the square of the time.
 
-Bounded are the bytes and the seconds until the headers of a request are complete, and the seconds in which a client may
-go on sending a body that was answered already. What is no HTTP is answered with OpenAI's error object. Knows neither
-the application nor the settings.
+Bounded are the bytes and the seconds until the headers of a request are complete, the seconds in which a client may go
+on sending a body that was answered already, and those in which it reads nothing of its answer. What is no HTTP is
+answered with OpenAI's error object. Knows neither the application nor the settings.
 """
 
 from __future__ import annotations
@@ -20,12 +20,13 @@ from server.api.errors import ApiError
 LINGER = 5.0  # seconds; closing at once can take the answer away from a client that is still sending
 
 
-def connections(max_header_bytes: int, header_timeout: float) -> type[HttpToolsProtocol]:
+def connections(max_header_bytes: int, header_timeout: float, body_timeout: float) -> type[HttpToolsProtocol]:
     """The class that uvicorn makes one of for every connection."""
 
     class Bounded(BoundedConnection):
         most_header_bytes = max_header_bytes
         header_seconds = header_timeout
+        unread_seconds = body_timeout
 
     return Bounded
 
@@ -35,8 +36,10 @@ class BoundedConnection(HttpToolsProtocol):
 
     most_header_bytes: int
     header_seconds: float
+    unread_seconds: float
 
-    _timer: asyncio.TimerHandle | None = None  # of what the client has to do next
+    _timer: asyncio.TimerHandle | None = None  # of what the client has to send next
+    _unread: asyncio.TimerHandle | None = None  # of what it has to read
     _kept = 0  # bytes that the parser may have kept, as nothing came of them yet
     _came_to_something = False  # the bytes that are being parsed
     _in_headers = False  # the client has sent some of them, but not all
@@ -49,6 +52,8 @@ class BoundedConnection(HttpToolsProtocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._expect_nothing()
+        if self._unread is not None:
+            self._unread.cancel()
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
@@ -87,6 +92,16 @@ class BoundedConnection(HttpToolsProtocol):
             self._expect_within(LINGER, self.transport.close)
 
     # ------------------------------------------------------------ time
+    def pause_writing(self) -> None:
+        """No more than this fits between here and a client that does not read."""
+        super().pause_writing()
+        self._unread = self.loop.call_later(self.unread_seconds, self.transport.abort)
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        if self._unread is not None:
+            self._unread.cancel()
+
     def _expect_within(self, seconds: float, otherwise: Callable[[], None]) -> None:
         self._expect_nothing()
         self._timer = self.loop.call_later(seconds, otherwise)
@@ -115,11 +130,14 @@ class BoundedConnection(HttpToolsProtocol):
     def _refuse(self, error: ApiError) -> None:
         """Says why, and closes the connection once the client has had time to read it."""
         self._refused = True
+        if self.transport.is_closing():
+            return
         if self._answering():
             self.cycle.disconnected = True  # as uvicorn says when a client is gone
             self.cycle.message_event.set()
             if self.cycle.response_started:
-                return self.transport.close()
+                self.transport.close()
+                return
         self.transport.write(_response(error, self.server_state.default_headers))
         self.transport.write_eof()
         self._expect_within(LINGER, self.transport.close)

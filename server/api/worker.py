@@ -42,7 +42,7 @@ class Server(uvicorn.Server):
         config = uvicorn.Config(
             create_app(settings, client, tokenizer),
             loop="uvloop",
-            http=connections(settings.max_header_bytes, settings.header_timeout),
+            http=connections(settings.max_header_bytes, settings.header_timeout, settings.body_timeout),
             ws="none",
             lifespan="on",
             log_config=None,  # the process has its logging

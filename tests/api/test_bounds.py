@@ -131,6 +131,15 @@ def test_a_body_may_take_longer_as_long_as_it_moves(hasty: Api) -> None:
         assert read(connection).status_code == 200
 
 
+def test_a_client_that_does_not_read(words: Callable[[str], list[int]]) -> None:
+    """More than fits between it and the server."""
+    with served(says(words("hello") * 50_000, None), body_timeout=1) as (api, engine):
+        body = json.dumps(GOOD | {"stream": True}).encode()
+        with connect(api.url, post(body)):
+            engine.wait_for(Submit, timeout=60)
+            engine.wait_for(Cancel, timeout=60)
+
+
 # ---------------------------------------------------------------- seconds that a request takes
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_request_that_does_not_get_its_place(stream: bool) -> None:
