@@ -91,7 +91,7 @@ def test_sigterm_lets_running_requests_end(tmp_path: Path, socket_path: Path, wo
 def test_what_does_not_end_in_time_is_told(tmp_path: Path, socket_path: Path, words: Words) -> None:
     """Everything that the engine sent until then arrives, and then the reason."""
     with (
-        worker(tmp_path, socket_path, says(words("hello"), None), drain_seconds=1) as running,
+        worker(tmp_path, socket_path, says(words("hello"), None), drain_seconds=3) as running,
         ThreadPoolExecutor() as pool,
         httpx.stream("POST", f"{running.url}/v1/completions", json=GOOD | {"stream": True}, timeout=20) as stream,
     ):
