@@ -12,12 +12,13 @@ import os
 import tomllib
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, field_validator, model_validator
 from pydantic_settings import (
     BaseSettings,
     EnvSettingsSource,
+    NoDecode,
     PydanticBaseSettingsSource,
     SettingsConfigDict,
 )
@@ -33,6 +34,20 @@ Device = Literal["auto", "cpu", "mps", "cuda"]
 DType = Literal["auto", "float32", "bfloat16", "float16"]
 Weights = Literal["auto", "f32", "bf16", "f16"]
 ModelImpl = Literal["auto", "lean", "transformers"]
+
+
+def _words(value: Any) -> Any:
+    """What a flag or a variable says as "a,b" is the file's ["a", "b"]."""
+    words = [word.strip() for word in value.split(",")] if isinstance(value, str) else value
+    if words is not None and not (isinstance(words, list) and words and all(words)):
+        raise ValueError("should be a word, or several with commas between; leave it out to have none")
+    return words
+
+
+Words = Annotated[list[str] | None, NoDecode, BeforeValidator(_words)]
+
+
+LONGEST = 7 * 24 * 3600  # seconds of any timeout
 
 
 class SettingsError(Exception):
@@ -118,6 +133,38 @@ class Settings(BaseSettings):
     admin_token: str | None = Field(
         None, min_length=8, description="whoever sends it may clear, pin and share the caches; default: nobody may"
     )
+    api_keys: Words = Field(
+        None, description="/v1/* asks for one of these, with commas between; default: whoever reaches the port may"
+    )
+    cors_origins: Words = Field(
+        None,
+        description="web pages that browsers let in, 'https://a.example', with commas between; '*': all; default: none",
+    )
+    max_body_bytes: int = Field(32 * 2**20, ge=1024, description="of a request; a longer one is answered 413")
+    max_header_bytes: int = Field(
+        64 * 2**10, ge=1024, description="of a request's line and headers; longer ones are answered 431"
+    )
+    header_timeout: float = Field(
+        30.0, gt=0, le=LONGEST, description="seconds a client has to send a request's line and headers"
+    )
+    body_timeout: float = Field(
+        30.0, gt=0, le=LONGEST, description="seconds a body may stand still; then the answer is 408"
+    )
+    queue_timeout: float | None = Field(
+        None,
+        gt=0,
+        le=LONGEST,
+        description="seconds a request may wait for its place, else 503; default: while its client does",
+    )
+    request_timeout: float | None = Field(
+        None,
+        gt=0,
+        le=LONGEST,
+        description="seconds from a request to the end of its answer, else 504; default: no limit",
+    )
+    drain_seconds: float = Field(
+        15.0, ge=0, le=LONGEST, description="seconds running requests have to end, after SIGTERM"
+    )
 
     kv_memory: str = Field("auto", description="memory for keys and values, '2GiB'; auto: a share of what is free")
     kv_memory_share: float = Field(
@@ -156,6 +203,16 @@ class Settings(BaseSettings):
             for name, given in value.items()
         }
 
+    @field_validator("api_keys")
+    @classmethod
+    def _api_keys(cls, value: list[str] | None) -> list[str] | None:
+        for number, key in enumerate(value or [], start=1):  # never shown: it would be in the log
+            if len(key) < 8 or not all("!" <= letter <= "~" for letter in key):
+                raise ValueError(
+                    f"key {number} should be 8 or more of the letters, digits and signs of ASCII, no spaces"
+                )
+        return value
+
     @field_validator("kv_memory", mode="before")
     @classmethod
     def _kv_memory(cls, value: Any) -> str:
@@ -166,6 +223,8 @@ class Settings(BaseSettings):
 
     @model_validator(mode="after")
     def _agree(self) -> Settings:
+        if self.admin_token in (self.api_keys or ()):
+            raise ValueError("admin_token is one of api_keys, so whoever may ask may also administer; choose another")
         self.strategies = default_strategies() | self.strategies
         chosen = {"default_strategy": self.default_strategy}
         chosen |= {f"rules[{i}].use": rule.use for i, rule in enumerate(self.rules)}

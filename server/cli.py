@@ -39,22 +39,22 @@ log = logging.getLogger(__name__)
 BACKLOG = 2048  # connections the system holds while the workers are busy or still starting
 
 GROUPS = {
-    "model": (
-        "model",
-        "revision",
-        "model_name",
-        "model_impl",
-        "device",
-        "dtype",
-        "weights",
-        "kernels",
-        "deterministic",
-        "threads",
+    "model": ("model", "revision", "model_name", "model_impl", "device", "dtype", "weights", "kernels", "threads"),
+    "HTTP": ("host", "port", "workers", "log_level"),
+    "who may": ("api_keys", "admin_token", "cors_origins"),
+    "limits": (
+        "max_body_bytes",
+        "max_choices",
+        "max_prompt_characters",
+        "max_header_bytes",
+        "header_timeout",
+        "body_timeout",
+        "queue_timeout",
+        "request_timeout",
+        "drain_seconds",
     ),
-    "HTTP": ("host", "port", "workers", "admin_token", "log_level"),
     "KV memory": ("kv_memory", "kv_memory_share", "kv_overcommit"),
     "batching": ("max_seq_len", "max_num_seqs", "max_step_tokens", "max_waiting", "deterministic"),
-    "requests": ("max_choices", "max_prompt_characters"),
     "cache strategies": ("default_strategy",),
 }
 EVALUATION_SETTINGS = (
@@ -73,7 +73,9 @@ METAVARS = {
     "model": "MODEL",
     "model_name": "NAME[,ALIAS]",
     "host": "ADDRESS",
+    "api_keys": "KEY[,KEY]",
     "admin_token": "TOKEN",
+    "cors_origins": "ORIGIN[,ORIGIN]",
     "kv_memory": "SIZE",
 }
 
@@ -354,7 +356,7 @@ def is_scalar(annotation: Any) -> bool:
     """Can the value be written as one word?"""
     if get_origin(annotation) in (Union, types.UnionType):
         return all(is_scalar(part) for part in get_args(annotation))
-    return get_origin(annotation) is Literal or annotation in (str, int, float, bool, type(None))
+    return get_origin(annotation) is Literal or annotation in (str, int, float, bool, list[str], type(None))
 
 
 def _metavar(name: str, annotation: Any) -> str:

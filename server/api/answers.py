@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
+from dataclasses import dataclass
 from typing import Protocol
 
 import msgspec
@@ -10,9 +11,10 @@ from fastapi import Response
 from msgspec import UNSET, UnsetType
 from starlette.types import Receive, Scope, Send
 
+from server.api.deadlines import Deadlines
 from server.api.disconnect import WhileConnected
 from server.api.generation import Generation, Piece, generate, whole
-from server.api.jobs import Job
+from server.api.jobs import Job, Most
 from server.api.objects import Answer, Choice, Explanation, KVCacheChoice, PromptTokensDetails, Usage
 from server.api.schemas import GenerationRequest
 from server.api.sse import send_events
@@ -22,6 +24,16 @@ from server.engine.report import RequestRecord
 from server.text.detokenizer import Detokenizer
 from server.text.output import OutputText
 from server.text.tokenizer import Tokenizer
+
+
+@dataclass(frozen=True)
+class Serving:
+    """What an endpoint of generation is given."""
+
+    client: EngineClient
+    tokenizer: Tokenizer
+    most: Most
+    deadlines: Deadlines
 
 
 class Writer(Protocol):
@@ -36,18 +48,19 @@ class Writer(Protocol):
         ...
 
 
-def answering(
-    client: EngineClient, tokenizer: Tokenizer, body: GenerationRequest, job: Job, writer: Writer
-) -> Response:
+def answering(serving: Serving, body: GenerationRequest, job: Job, writer: Writer) -> Response:
     """Runs the job while its client is there."""
 
     async def answer(scope: Scope, receive: Receive, send: Send) -> None:
-        async with generate(client, job, outputs_of(tokenizer, body, job)) as generation:
-            admitted = await generation.admission()
-            headers = {"X-KV-Cache": admitted.instance}
-            if body.stream:
-                return await send_events(send, headers, _chunks(body, job, admitted, generation, writer))
-            told = writer.whole(whole([piece async for piece in generation.pieces()]), generation)
+        outputs = outputs_of(serving.tokenizer, body, job)
+        async with generate(serving.client, job, outputs) as generation:
+            with serving.deadlines.of_request(generation.fail):
+                async with serving.deadlines.of_queue():
+                    admitted = await generation.admission()
+                headers = {"X-KV-Cache": admitted.instance}
+                if body.stream:
+                    return await send_events(send, headers, _chunks(body, job, admitted, generation, writer))
+                told = writer.whole(whole([piece async for piece in generation.pieces()]), generation)
             told.usage, told.kv_cache = usage(job, generation), kv_cache_choice(admitted)
         response = Response(msgspec.json.encode(told), headers=headers, media_type="application/json")
         await response(scope, receive, send)

@@ -8,17 +8,17 @@ from fastapi import APIRouter, Header, Response
 from msgspec import UNSET
 from pydantic import Field, ValidationInfo, field_validator
 
-from server.api.answers import answering, finish
+from server.api.answers import Serving, answering, finish
 from server.api.body import JsonRoute
 from server.api.conversation import Message, Rendering, prompt_of
+from server.api.errors import documented
 from server.api.generation import Generation, Piece
-from server.api.jobs import Choosing, Job, Most, PromptTokens, check_prompt, job_of, sampling_of
+from server.api.jobs import Choosing, Job, PromptTokens, check_prompt, job_of, sampling_of
 from server.api.logprobs import ChatLogprobs, chat_logprobs, prompt_logprobs
 from server.api.models import instance_of, served_by
 from server.api.objects import ChatChoice, ChatChunk, ChatChunkChoice, ChatCompletion, ChatMessage, Choice, Delta
 from server.api.schemas import INT64, LONGEST_NAME, GenerationRequest, only
 from server.api.tenants import tenant
-from server.engine.client import EngineClient
 from server.text.tokenizer import Tokenizer, keep_last
 
 
@@ -57,8 +57,9 @@ class ChatRequest(GenerationRequest, Rendering):
         return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
 
 
-def router(client: EngineClient, tokenizer: Tokenizer, most: Most) -> APIRouter:
-    routes = APIRouter(route_class=JsonRoute, tags=["chat"])
+def router(serving: Serving) -> APIRouter:
+    routes = APIRouter(route_class=JsonRoute, tags=["chat"], responses=documented(400, 404, 413, 429, 503))
+    tokenizer = serving.tokenizer
 
     @routes.post("/v1/chat/completions")
     async def create_chat_completion(
@@ -66,10 +67,10 @@ def router(client: EngineClient, tokenizer: Tokenizer, most: Most) -> APIRouter:
         x_kv_cache: Annotated[str | None, Header(max_length=LONGEST_NAME)] = None,
         authorization: Annotated[str | None, Header(include_in_schema=False)] = None,
     ) -> Response:
-        hello = served_by(client)
+        hello = served_by(serving.client)
         how = Choosing(x_kv_cache, instance_of(hello, body.model), tenant(authorization))
         text = await prompt_of(tokenizer.chat, body.messages, body)
-        most.check([text], body.n)
+        serving.most.check([text], body.n)
         ids = await tokenizer.encode(text, add_special_tokens=body.add_special_tokens)
         prompt = PromptTokens(keep_last(ids, body.truncate_prompt_tokens), text)
         max_tokens = max(1, hello.max_seq_len - len(prompt.ids)) if body.most_tokens is None else body.most_tokens
@@ -82,7 +83,7 @@ def router(client: EngineClient, tokenizer: Tokenizer, most: Most) -> APIRouter:
             prompt_logprobs=body.prompt_logprobs,
         )
         job = job_of("chatcmpl", body, [prompt], sampling, body.n, how)
-        return answering(client, tokenizer, body, job, ChatWriter(tokenizer, body, job))
+        return answering(serving, body, job, ChatWriter(tokenizer, body, job))
 
     return routes
 

@@ -6,17 +6,16 @@ from typing import Annotated
 
 from fastapi import APIRouter, Header, Response
 
-from server.api.answers import answering, finish
+from server.api.answers import Serving, answering, finish
 from server.api.body import JsonRoute
-from server.api.errors import ApiError
+from server.api.errors import ApiError, documented
 from server.api.generation import Generation, Piece, Told
-from server.api.jobs import Choosing, Job, Most, PromptTokens, check_prompt, job_of, sampling_of
+from server.api.jobs import Choosing, Job, PromptTokens, check_prompt, job_of, sampling_of
 from server.api.logprobs import completion_logprobs, joined, prompt_logprobs
 from server.api.models import instance_of, served_by
 from server.api.objects import Completion, CompletionChoice
 from server.api.schemas import LONGEST_NAME, CompletionRequest
 from server.api.tenants import tenant
-from server.engine.client import EngineClient
 from server.engine.messages import Hello, Sampling
 from server.text.detokenizer import Detokenizer
 from server.text.infill import InfillError, infill_prompt
@@ -24,8 +23,9 @@ from server.text.output import OutputText, Placed
 from server.text.tokenizer import Tokenizer, keep_last
 
 
-def router(client: EngineClient, tokenizer: Tokenizer, most: Most) -> APIRouter:
-    routes = APIRouter(route_class=JsonRoute, tags=["completions"])
+def router(serving: Serving) -> APIRouter:
+    routes = APIRouter(route_class=JsonRoute, tags=["completions"], responses=documented(400, 404, 413, 429, 503))
+    tokenizer = serving.tokenizer
 
     @routes.post("/v1/completions")
     async def create_completion(
@@ -33,15 +33,15 @@ def router(client: EngineClient, tokenizer: Tokenizer, most: Most) -> APIRouter:
         x_kv_cache: Annotated[str | None, Header(max_length=LONGEST_NAME)] = None,
         authorization: Annotated[str | None, Header(include_in_schema=False)] = None,
     ) -> Response:
-        hello = served_by(client)
+        hello = served_by(serving.client)
         how = Choosing(x_kv_cache, instance_of(hello, body.model), tenant(authorization))
         choices = body.best_of or body.n
-        most.check(body.prompt, choices)
+        serving.most.check(body.prompt, choices)
         prompts = [await read(tokenizer, prompt, body) for prompt in body.prompt]
         for prompt in prompts:
             check_prompt(prompt.ids, body.max_tokens, hello)
         job = job_of("cmpl", body, prompts, _sampling(body, hello, choices), choices, how)
-        return answering(client, tokenizer, body, job, CompletionWriter(tokenizer, body, job))
+        return answering(serving, body, job, CompletionWriter(tokenizer, body, job))
 
     return routes
 

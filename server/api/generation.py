@@ -88,6 +88,10 @@ class Generation:
         """Of its prompt's tokens from the second on; all are there when its first piece is."""
         return self._prompt_scores[self._job.first_of(choice)]
 
+    def fail(self, error: Exception) -> None:
+        """Raises `error` from `admission` or `pieces`, after everything that the engine has sent."""
+        self._stream.fail(error)
+
     async def admission(self) -> Admitted:
         """Waits until every choice is admitted, or one has a token: the others may have to wait for a place.
 

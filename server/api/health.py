@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from fastapi import APIRouter, Response
 
+from server.api.errors import documented
 from server.api.models import served_by
 from server.engine.client import EngineClient
 from server.version import version
@@ -20,7 +21,7 @@ def router(client: EngineClient) -> APIRouter:
         return {"status": "ok"}
 
     @routes.head("/ready", include_in_schema=False)
-    @routes.get("/ready")
+    @routes.get("/ready", responses=documented(503))
     async def ready() -> dict[str, str]:
         return {"status": "ready", "model": served_by(client).model}
 
@@ -29,7 +30,7 @@ def router(client: EngineClient) -> APIRouter:
         return {"version": version()}
 
     @routes.head("/metrics", include_in_schema=False)
-    @routes.get("/metrics")
+    @routes.get("/metrics", responses=documented(503))
     async def metrics() -> Response:
         return Response(await client.query("metrics", TIMEOUT), media_type="text/plain; version=0.0.4")
 

@@ -6,6 +6,7 @@ same as absent. Knows neither the engine nor the tokenizer.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Annotated, Any
 
 from pydantic import (
@@ -20,7 +21,19 @@ from pydantic import (
 )
 
 INT64 = 2**63
+MOST_FIELDS = 100  # of an object, each of which may be an error
 LONGEST_NAME = 128  # characters of an instance's name; longer ones are not even looked up
+
+
+def _few(most: int) -> Callable[[Any], Any]:
+    """Refuses a larger object before each of its members is looked at, and found wrong."""
+
+    def check(value: Any) -> Any:
+        if isinstance(value, dict) and len(value) > most:
+            raise ValueError(f"should have at most {most} members")
+        return value
+
+    return check
 
 
 class Body(BaseModel):
@@ -31,6 +44,7 @@ class Body(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _null_is_absent(cls, values: Any) -> Any:
+        _few(MOST_FIELDS)(values)
         return (
             {key: value for key, value in values.items() if value is not None} if isinstance(values, dict) else values
         )
@@ -88,8 +102,8 @@ Stop = Annotated[
 ]
 LogitBias = Annotated[
     dict[int, Annotated[float, Field(ge=-100, le=100)]],
-    Field(max_length=1024),
     BeforeValidator(_token_ids, json_schema_input_type=dict[str, float]),
+    BeforeValidator(_few(1024)),
 ]
 
 

@@ -10,7 +10,7 @@ from pydantic import Field, ValidationInfo, field_validator
 
 from server.api.body import JsonRoute
 from server.api.conversation import Message, Rendering, prompt_of
-from server.api.errors import ApiError
+from server.api.errors import ApiError, documented
 from server.api.models import instance_of, served_by
 from server.api.schemas import Body
 from server.engine.client import EngineClient
@@ -56,7 +56,7 @@ class Text(msgspec.Struct):
 
 
 def router(client: EngineClient, tokenizer: Tokenizer) -> APIRouter:
-    routes = APIRouter(route_class=JsonRoute, tags=["tokens"])
+    routes = APIRouter(route_class=JsonRoute, tags=["tokens"], responses=documented(400, 404, 413, 503))
 
     @routes.post("/tokenize")
     async def tokenize(body: TokenizeRequest) -> Response:

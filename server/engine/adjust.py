@@ -6,33 +6,13 @@ Knows texts as token ids, and neither requests nor how tokens are drawn.
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from server.engine.draw import Text
 from server.engine.messages import Sampling
-
-
-class Text(NamedTuple):
-    """What stands before the token that is drawn."""
-
-    prompt: Sequence[int]
-    output: Sequence[int]
-
-
-NOTHING = Text((), ())
-
-
-def adjusts(sampling: Sampling) -> bool:
-    """Whether the text before a token, or a bias, changes its logits."""
-    return bool(sampling.logit_bias) or penalises(sampling)
-
-
-def penalises(sampling: Sampling) -> bool:
-    penalties = (sampling.frequency_penalty, sampling.presence_penalty, sampling.repetition_penalty)
-    return penalties != (0, 0, 1)
 
 
 def adjusted(logits: Tensor, sampling: Sampling, text: Text, banned: Collection[int] = ()) -> Tensor:

@@ -7,9 +7,8 @@ from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from server.engine.adjust import NOTHING, Text, penalises
+from server.engine.draw import NOTHING, Draw, Text, penalises
 from server.engine.messages import Caching, Sampling
-from server.engine.sampler import Draw
 
 if TYPE_CHECKING:
     from cache_strategies.base import KVCache, Seat

@@ -5,26 +5,17 @@ The noise of a draw depends on (seed, position) only: not on the batch, nor on t
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
-from typing import NamedTuple
+from collections.abc import Sequence
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from server.engine.adjust import NOTHING, Text, adjusted, adjusts
+from server.engine.adjust import adjusted
+from server.engine.draw import Draw, adjusts
 from server.engine.messages import Sampling
 
 COLDEST = 1e-30  # temperature; float32 could not divide by much less
-
-
-class Draw(NamedTuple):
-    """A token wanted: how, and at which position of its text it will stand."""
-
-    sampling: Sampling
-    position: int
-    text: Text = NOTHING  # what stands before it, if that matters
-    banned: Collection[int] = ()  # tokens that may not come
 
 
 def sample(logits: Tensor, draws: Sequence[Draw]) -> list[int]:

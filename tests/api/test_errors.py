@@ -11,6 +11,7 @@ import openai
 import pytest
 
 from server.engine.messages import Submit
+from tests.api.conftest import ADMIN_TOKEN
 from tests.api.fake_engine import FakeEngine, fails
 
 GOOD = {"model": "tiny", "prompt": "x"}
@@ -198,6 +199,22 @@ def test_wrong_address(engine: FakeEngine, http: httpx.Client, method: str, path
     assert response.status_code == status
     assert f"{method} {path}" in error_of(response)["message"]
     assert ("allow" in response.headers) == (status == 405)
+
+
+@pytest.mark.parametrize(
+    ("path", "allowed"),
+    [
+        ("/health", "GET, HEAD"),
+        ("/v1/completions", "POST"),
+        ("/v1/kv_cache/paged", "GET, PATCH"),
+        ("/v1/models", "GET"),
+    ],
+)
+def test_every_method_that_is_allowed_is_told(http: httpx.Client, path: str, allowed: str) -> None:
+    response = http.put(path, headers={"Authorization": f"Bearer {ADMIN_TOKEN}"})
+    assert response.status_code == 405
+    assert response.headers["allow"] == allowed
+    assert allowed.replace(", ", " or ") in error_of(response)["message"]
 
 
 @pytest.mark.parametrize("stream", [False, True])
