@@ -12,12 +12,13 @@ import os
 import tomllib
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, field_validator, model_validator
 from pydantic_settings import (
     BaseSettings,
     EnvSettingsSource,
+    NoDecode,
     PydanticBaseSettingsSource,
     SettingsConfigDict,
 )
@@ -33,6 +34,20 @@ Device = Literal["auto", "cpu", "mps", "cuda"]
 DType = Literal["auto", "float32", "bfloat16", "float16"]
 Weights = Literal["auto", "f32", "bf16", "f16"]
 ModelImpl = Literal["auto", "lean", "transformers"]
+
+
+def _words(value: Any) -> Any:
+    """What a flag or a variable says as "a,b" is the file's ["a", "b"]."""
+    words = [word.strip() for word in value.split(",")] if isinstance(value, str) else value
+    if words is not None and not (isinstance(words, list) and words and all(words)):
+        raise ValueError("should be a word, or several with commas between; leave it out to have none")
+    return words
+
+
+Words = Annotated[list[str] | None, NoDecode, BeforeValidator(_words)]
+
+
+LONGEST = 7 * 24 * 3600  # seconds of any timeout
 
 
 class SettingsError(Exception):
@@ -103,6 +118,9 @@ class Settings(BaseSettings):
     host: str = Field("127.0.0.1", description="address to listen on")
     port: int = Field(8000, ge=0, le=65535, description="port to listen on; 0 takes any free one")
     workers: int = Field(1, ge=1, le=64, description="API processes")
+    deterministic: bool = Field(
+        False, description="a request gets the same bits whatever else runs; CPU kernels only, long prompts take longer"
+    )
     device: Device = Field("auto", description="auto takes cuda, then mps, then cpu")
     dtype: DType = Field(
         "auto", description="of activations and K/V; auto: the model's own if the device is fast at it"
@@ -114,6 +132,38 @@ class Settings(BaseSettings):
 
     admin_token: str | None = Field(
         None, min_length=8, description="whoever sends it may clear, pin and share the caches; default: nobody may"
+    )
+    api_keys: Words = Field(
+        None, description="/v1/* asks for one of these, with commas between; default: whoever reaches the port may"
+    )
+    cors_origins: Words = Field(
+        None,
+        description="web pages that browsers let in, 'https://a.example', with commas between; '*': all; default: none",
+    )
+    max_body_bytes: int = Field(32 * 2**20, ge=1024, description="of a request; a longer one is answered 413")
+    max_header_bytes: int = Field(
+        64 * 2**10, ge=1024, description="of a request's line and headers; longer ones are answered 431"
+    )
+    header_timeout: float = Field(
+        30.0, gt=0, le=LONGEST, description="seconds a client has to send a request's line and headers"
+    )
+    body_timeout: float = Field(
+        30.0, gt=0, le=LONGEST, description="seconds a body may stand still; then the answer is 408"
+    )
+    queue_timeout: float | None = Field(
+        None,
+        gt=0,
+        le=LONGEST,
+        description="seconds a request may wait for its place, else 503; default: while its client does",
+    )
+    request_timeout: float | None = Field(
+        None,
+        gt=0,
+        le=LONGEST,
+        description="seconds from a request to the end of its answer, else 504; default: no limit",
+    )
+    drain_seconds: float = Field(
+        15.0, ge=0, le=LONGEST, description="seconds running requests have to end, after SIGTERM"
     )
 
     kv_memory: str = Field("auto", description="memory for keys and values, '2GiB'; auto: a share of what is free")
@@ -130,6 +180,8 @@ class Settings(BaseSettings):
     max_step_tokens: int | None = Field(
         None, ge=1, le=65536, description="prompt tokens of a step, at most; default: 256 on the CPU, else 1024"
     )
+    max_choices: int = Field(256, ge=1, description="prompts times choices of one request, at most")
+    max_prompt_characters: int = Field(2**21, ge=1, description="characters of a prompt, before it becomes tokens")
     max_waiting: int = Field(1024, ge=0, description="requests that may wait; more are answered 429")
 
     default_strategy: str = Field("paged", description="instance for requests that choose none")
@@ -151,6 +203,16 @@ class Settings(BaseSettings):
             for name, given in value.items()
         }
 
+    @field_validator("api_keys")
+    @classmethod
+    def _api_keys(cls, value: list[str] | None) -> list[str] | None:
+        for number, key in enumerate(value or [], start=1):  # never shown: it would be in the log
+            if len(key) < 8 or not all("!" <= letter <= "~" for letter in key):
+                raise ValueError(
+                    f"key {number} should be 8 or more of the letters, digits and signs of ASCII, no spaces"
+                )
+        return value
+
     @field_validator("kv_memory", mode="before")
     @classmethod
     def _kv_memory(cls, value: Any) -> str:
@@ -161,6 +223,8 @@ class Settings(BaseSettings):
 
     @model_validator(mode="after")
     def _agree(self) -> Settings:
+        if self.admin_token in (self.api_keys or ()):
+            raise ValueError("admin_token is one of api_keys, so whoever may ask may also administer; choose another")
         self.strategies = default_strategies() | self.strategies
         chosen = {"default_strategy": self.default_strategy}
         chosen |= {f"rules[{i}].use": rule.use for i, rule in enumerate(self.rules)}

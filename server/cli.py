@@ -32,6 +32,7 @@ from server.engine.lifeline import USER_ERROR, configure_logging
 from server.engine.supervisor import Supervisor
 from server.evaluation import flags
 from server.models.directory import located
+from server.version import version
 
 log = logging.getLogger(__name__)
 
@@ -39,9 +40,21 @@ BACKLOG = 2048  # connections the system holds while the workers are busy or sti
 
 GROUPS = {
     "model": ("model", "revision", "model_name", "model_impl", "device", "dtype", "weights", "kernels", "threads"),
-    "HTTP": ("host", "port", "workers", "admin_token", "log_level"),
+    "HTTP": ("host", "port", "workers", "log_level"),
+    "who may": ("api_keys", "admin_token", "cors_origins"),
+    "limits": (
+        "max_body_bytes",
+        "max_choices",
+        "max_prompt_characters",
+        "max_header_bytes",
+        "header_timeout",
+        "body_timeout",
+        "queue_timeout",
+        "request_timeout",
+        "drain_seconds",
+    ),
     "KV memory": ("kv_memory", "kv_memory_share", "kv_overcommit"),
-    "batching": ("max_seq_len", "max_num_seqs", "max_step_tokens", "max_waiting"),
+    "batching": ("max_seq_len", "max_num_seqs", "max_step_tokens", "max_waiting", "deterministic"),
     "cache strategies": ("default_strategy",),
 }
 EVALUATION_SETTINGS = (
@@ -60,7 +73,9 @@ METAVARS = {
     "model": "MODEL",
     "model_name": "NAME[,ALIAS]",
     "host": "ADDRESS",
+    "api_keys": "KEY[,KEY]",
     "admin_token": "TOKEN",
+    "cors_origins": "ORIGIN[,ORIGIN]",
     "kv_memory": "SIZE",
 }
 
@@ -226,13 +241,6 @@ def _size(count: int) -> str:
     return f"{size:.4g} GiB"
 
 
-def version() -> str:
-    try:
-        return metadata.version("kvmux")
-    except metadata.PackageNotFoundError:
-        return "(not installed)"
-
-
 # ---------------------------------------------------------------- kvmux evaluate
 def evaluate(options: dict[str, Any]) -> int:
     """Measures strategies. `options` are the flags given: settings, and what server/evaluation/flags.py adds.
@@ -348,7 +356,7 @@ def is_scalar(annotation: Any) -> bool:
     """Can the value be written as one word?"""
     if get_origin(annotation) in (Union, types.UnionType):
         return all(is_scalar(part) for part in get_args(annotation))
-    return get_origin(annotation) is Literal or annotation in (str, int, float, bool, type(None))
+    return get_origin(annotation) is Literal or annotation in (str, int, float, bool, list[str], type(None))
 
 
 def _metavar(name: str, annotation: Any) -> str:

@@ -24,18 +24,30 @@ EVERYTHING = 1 << 40  # positions: no window
 class CpuOps(ReferenceOps):
     """Implements `kernels.ops.Ops`. What it lacks, and shapes it does not know, it leaves to the reference."""
 
-    def __init__(self, library: Any, native: frozenset[torch.dtype] = frozenset()) -> None:
+    def __init__(
+        self, library: Any, native: frozenset[torch.dtype] = frozenset(), *, row_invariant: bool = False
+    ) -> None:
         """`library`: a namespace of torch.ops. `native`: halves that this machine has instructions for."""
         super().__init__()
         self._library = library
         self._native = native
+        self._row_invariant = row_invariant
+
+    def row_invariant(self) -> CpuOps:
+        """The same, but a row of a product has the same bits whatever rows stand beside it.
+
+        Everything else is so by itself. torch's products are not: they sum in another order for another number of rows
+        (He et al., "Defeating Nondeterminism in LLM Inference", 2025); ours sum in one order, for FEW rows at a time.
+        """
+        return CpuOps(self._library, self._native, row_invariant=True)
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        native = weight.dtype in self._native
-        if x.shape[0] <= (FEW_IF_NATIVE if native else FEW):
+        if self._row_invariant:
+            return torch.cat([self._library.linear(few, weight, bias) for few in x.split(FEW)])
+        if x.shape[0] <= (FEW_IF_NATIVE if weight.dtype in self._native else FEW):
             multiplied: Tensor = self._library.linear(x, weight, bias)
             return multiplied
-        if native or weight.dtype is torch.float32:
+        if weight.dtype in self._native or weight.dtype is torch.float32:
             return super().linear(x, weight, bias)
         return _linear_widened(x, weight, bias)
 

@@ -1,24 +1,21 @@
-"""Administration of the caches, under a token of its own: look inside, clear, pin, share memory otherwise.
+"""Administration of the caches: look inside, clear, pin, share memory otherwise.
 
-Knows the engine's commands; what they come to is the engine's business.
+Knows the engine's commands; what they come to is the engine's business, and who may give them that of access.py.
 """
 
 from __future__ import annotations
 
-import hmac
-from collections.abc import Callable, Coroutine
-from typing import Annotated, Any
-
-from fastapi import APIRouter, Depends, Header, Response
+from fastapi import APIRouter, Response
 from pydantic import Field
 
 from config.sizes import Share
+from server.api.access import ADMINISTRATION
 from server.api.body import JsonRoute
-from server.api.completions import check_prompt
-from server.api.errors import ApiError
+from server.api.errors import documented
+from server.api.jobs import check_prompt
 from server.api.models import served_by
 from server.api.schemas import Body, Prompt
-from server.api.tenants import salt_of, tenant
+from server.api.tenants import salt_of, tenant_of_key
 from server.engine import messages
 from server.engine.client import EngineClient
 from server.text.tokenizer import Tokenizer
@@ -30,12 +27,12 @@ LONGEST_PIN = 7 * 24 * 3600  # seconds
 class Whose(Body):
     """A tenant, and the salt it sends."""
 
-    api_key: str | None = Field(None, description="the tenant's; empty: of those who send none")
+    api_key: str | None = Field(None, pattern=r"^(\S.*)?$", description="the tenant's; empty: of those who send none")
     cache_salt: str | None = Field(None, min_length=1, max_length=256)
 
     @property
     def salt(self) -> str:
-        return salt_of(tenant(f"Bearer {self.api_key}") if self.api_key else "", self.cache_salt)
+        return salt_of(tenant_of_key((self.api_key or "").encode()), self.cache_salt)
 
 
 class ClearRequest(Whose):
@@ -60,12 +57,12 @@ class ShareRequest(Body):
     limit: Share | None = Field(None, description="KV memory it may hold at most")
 
 
-def router(client: EngineClient, tokenizer: Tokenizer, token: str | None) -> APIRouter:
+def router(client: EngineClient, tokenizer: Tokenizer) -> APIRouter:
     routes = APIRouter(
-        prefix="/v1/kv_cache/{instance}",
+        prefix=f"{ADMINISTRATION}{{instance}}",
         route_class=JsonRoute,
         tags=["administration"],
-        dependencies=[Depends(guard(token))],
+        responses=documented(400, 401, 403, 404, 409, 413, 503),
     )
 
     async def told(command: messages.Command) -> Response:
@@ -94,16 +91,3 @@ def router(client: EngineClient, tokenizer: Tokenizer, token: str | None) -> API
         return await told(messages.Unpin(instance, pin_id))
 
     return routes
-
-
-def guard(token: str | None) -> Callable[[str | None], Coroutine[Any, Any, None]]:
-    """Lets through whoever has the token; without one, nobody."""
-
-    async def check(authorization: Annotated[str | None, Header(include_in_schema=False)] = None) -> None:
-        if token is None:
-            raise ApiError(403, "administration is off: start the server with an admin_token", code="admin_off")
-        scheme, _, given = (authorization or "").partition(" ")
-        if scheme.lower() != "bearer" or not hmac.compare_digest(given.strip().encode(), token.encode()):
-            raise ApiError(401, "send the admin token: 'Authorization: Bearer ...'", code="invalid_api_key")
-
-    return check

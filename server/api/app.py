@@ -5,10 +5,15 @@ from __future__ import annotations
 import contextlib
 from collections.abc import AsyncIterator
 
-from fastapi import FastAPI
+from fastapi import APIRouter, FastAPI
+from starlette.middleware.cors import CORSMiddleware
 
 from config.settings import Settings
-from server.api import admin, completions, errors, health, kv_cache, models
+from server.api import access, admin, chat, completions, errors, health, kv_cache, models, tokenize
+from server.api.answers import Serving
+from server.api.bounds import Bounds
+from server.api.deadlines import Deadlines
+from server.api.jobs import Most
 from server.api.request_id import RequestId
 from server.engine.client import EngineClient
 from server.text.tokenizer import Tokenizer
@@ -29,11 +34,44 @@ def create_app(settings: Settings, client: EngineClient, tokenizer: Tokenizer) -
         redirect_slashes=False,  # a redirected POST surprises clients
         redoc_url=None,
     )
-    app.add_middleware(RequestId)
     errors.install(app)
-    app.include_router(completions.router(client, tokenizer))
-    app.include_router(models.router(client))
-    app.include_router(kv_cache.router(client))
-    app.include_router(admin.router(client, tokenizer, settings.admin_token))
-    app.include_router(health.router(client))
+    add_middleware(app, settings)
+    add_routers(app, settings, client, tokenizer)
     return app
+
+
+def add_middleware(app: FastAPI, settings: Settings) -> None:
+    """The last one is asked first."""
+    app.add_middleware(access.Access, api_keys=settings.api_keys, admin_token=settings.admin_token)
+    app.add_middleware(
+        Bounds,
+        max_header_bytes=settings.max_header_bytes,
+        max_body_bytes=settings.max_body_bytes,
+        body_timeout=settings.body_timeout,
+    )
+    if settings.cors_origins is not None:  # before access: a browser's question whether it may ask has no key
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=settings.cors_origins,
+            allow_methods=errors.METHODS,
+            allow_headers=["*"],
+            expose_headers=["*"],
+        )
+    app.add_middleware(RequestId)
+
+
+def add_routers(app: FastAPI, settings: Settings, client: EngineClient, tokenizer: Tokenizer) -> None:
+    deadlines = Deadlines(settings.queue_timeout, settings.request_timeout)
+    most = Most(settings.max_choices, settings.max_prompt_characters)
+    serving = Serving(client, tokenizer, most, deadlines)
+    keyed = APIRouter()
+    if settings.api_keys is not None:
+        keyed = APIRouter(dependencies=[access.documented("API key")], responses=errors.documented(401))
+    keyed.include_router(completions.router(serving))
+    keyed.include_router(chat.router(serving))
+    keyed.include_router(tokenize.router(client, tokenizer))
+    keyed.include_router(models.router(client))
+    keyed.include_router(kv_cache.router(client))
+    app.include_router(keyed)
+    app.include_router(admin.router(client, tokenizer), dependencies=[access.documented("admin token")])
+    app.include_router(health.router(client))

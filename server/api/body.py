@@ -1,6 +1,7 @@
-"""Reads JSON bodies strictly: no NaN, no bad UTF-8, no bottomless nesting or numbers, no endless body.
+"""Reads JSON bodies strictly: no NaN, no bad UTF-8, no bottomless nesting or numbers.
 
-Knows no endpoint: a router gets it as its route_class, and then declares bodies as pydantic models as usual.
+Knows no endpoint: a router gets it as its route_class, and then declares bodies as pydantic models as usual. How long
+a body may be, and may take, is seen to before (server/api/bounds.py).
 """
 
 from __future__ import annotations
@@ -13,8 +14,6 @@ from fastapi import Request, Response
 from fastapi.routing import APIRoute
 
 from server.api.errors import ApiError
-
-MAX_BODY = 32 * 2**20  # bytes; some millions of tokens
 
 
 class JsonRoute(APIRoute):
@@ -30,19 +29,10 @@ class JsonRoute(APIRoute):
 
 
 class JsonRequest(Request):
-    async def body(self) -> bytes:
-        """Raises ApiError 413 for a body longer than MAX_BODY, before all of it is there."""
-        if not hasattr(self, "_body"):
-            body = bytearray()
-            async for chunk in self.stream():
-                body += chunk
-                if len(body) > MAX_BODY:
-                    raise ApiError(413, f"the body is longer than {MAX_BODY} bytes")
-            self._body = bytes(body)
-        return self._body
-
     async def json(self) -> Any:
         """Raises ApiError 400 for what is not JSON."""
+        if self.headers.get("content-encoding", "identity").lower() != "identity":
+            raise ApiError(400, "bodies are not unpacked here; send it without Content-Encoding")
         try:
             return msgspec.json.decode(await self.body())
         except RecursionError:

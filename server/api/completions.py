@@ -1,36 +1,31 @@
-"""POST /v1/completions: from OpenAI's request to the engine's messages, and back. Whole or streamed."""
+"""POST /v1/completions: from OpenAI's request to a job, and from its pieces to OpenAI's answer."""
 
 from __future__ import annotations
 
-import secrets
-import time
-import uuid
-from collections.abc import AsyncIterator
-from dataclasses import dataclass
 from typing import Annotated
 
-import msgspec
 from fastapi import APIRouter, Header, Response
-from msgspec import UNSET, UnsetType
-from starlette.types import Receive, Scope, Send
 
+from server.api.answers import Serving, answering, finish
 from server.api.body import JsonRoute
-from server.api.disconnect import WhileConnected
-from server.api.errors import ApiError
-from server.api.generation import Generation, generate
+from server.api.errors import ApiError, documented
+from server.api.generation import Generation, Piece, Told
+from server.api.jobs import Choosing, Job, PromptTokens, check_prompt, job_of, sampling_of
+from server.api.logprobs import completion_logprobs, joined, prompt_logprobs
 from server.api.models import instance_of, served_by
-from server.api.objects import Completion, CompletionChoice, Explanation, KVCacheChoice, PromptTokensDetails, Usage
-from server.api.schemas import INT64, LONGEST_NAME, CompletionRequest
-from server.api.sse import send_events
-from server.api.tenants import salt_of, tenant
-from server.engine.client import EngineClient
-from server.engine.messages import Admitted, Caching, Hello, Sampling, Submit
-from server.engine.report import RequestRecord
-from server.text.tokenizer import Tokenizer
+from server.api.objects import Completion, CompletionChoice
+from server.api.schemas import LONGEST_NAME, CompletionRequest
+from server.api.tenants import tenant
+from server.engine.messages import Hello, Sampling
+from server.text.detokenizer import Detokenizer
+from server.text.infill import InfillError, infill_prompt
+from server.text.output import OutputText, Placed
+from server.text.tokenizer import Tokenizer, keep_last
 
 
-def router(client: EngineClient, tokenizer: Tokenizer) -> APIRouter:
-    routes = APIRouter(route_class=JsonRoute, tags=["completions"])
+def router(serving: Serving) -> APIRouter:
+    routes = APIRouter(route_class=JsonRoute, tags=["completions"], responses=documented(400, 404, 413, 429, 503))
+    tokenizer = serving.tokenizer
 
     @routes.post("/v1/completions")
     async def create_completion(
@@ -38,151 +33,117 @@ def router(client: EngineClient, tokenizer: Tokenizer) -> APIRouter:
         x_kv_cache: Annotated[str | None, Header(max_length=LONGEST_NAME)] = None,
         authorization: Annotated[str | None, Header(include_in_schema=False)] = None,
     ) -> Response:
-        hello = served_by(client)
-        alias = instance_of(hello, body.model)
-        prompt = body.prompt if isinstance(body.prompt, list) else await tokenizer.encode(body.prompt)
-        check_prompt(prompt, body.max_tokens, hello)
-        job = Job.new(body, prompt, caching(body, tenant(authorization)), x_kv_cache, alias)
-
-        async def answer(scope: Scope, receive: Receive, send: Send) -> None:
-            async with generate(client, tokenizer, job.submits, body.stop) as generation:
-                admitted = await generation.admission()
-                headers = {"X-KV-Cache": admitted.instance}
-                if body.stream:
-                    return await send_events(send, headers, chunks(job, admitted, generation))
-                completion = await whole(job, admitted, generation)
-            response = Response(msgspec.json.encode(completion), headers=headers, media_type="application/json")
-            await response(scope, receive, send)
-
-        return WhileConnected(answer)
+        hello = served_by(serving.client)
+        how = Choosing(x_kv_cache, instance_of(hello, body.model), tenant(authorization))
+        choices = body.best_of or body.n
+        serving.most.check(body.prompt, choices)
+        prompts = [await read(tokenizer, prompt, body) for prompt in body.prompt]
+        for prompt in prompts:
+            check_prompt(prompt.ids, body.max_tokens, hello)
+        job = job_of("cmpl", body, prompts, _sampling(body, hello, choices), choices, how)
+        return answering(serving, body, job, CompletionWriter(tokenizer, body, job))
 
     return routes
 
 
-# ---------------------------------------------------------------- the request
-@dataclass(frozen=True)
-class Job:
-    """A checked request: what the engine is asked for, and what all parts of the answer repeat."""
-
-    id: str
-    created: int
-    body: CompletionRequest
-    num_prompt_tokens: int
-    submits: list[Submit]  # one for each choice
-
-    @classmethod
-    def new(
-        cls, body: CompletionRequest, prompt: list[int], caching: Caching, header: str | None, alias: str | None
-    ) -> Job:
-        job_id = f"cmpl-{uuid.uuid4().hex}"
-        seed = secrets.randbits(63) if body.seed is None else body.seed
-        submits = [
-            Submit(
-                request_id=f"{job_id}-{index}",
-                prompt=prompt,
-                sampling=sampling(body, seed + index),
-                kv_cache=body.kv_cache,
-                header=header,
-                alias=alias,
-                priority=body.priority,
-                caching=caching,
-                explain=body.explain,
-                sibling_of=f"{job_id}-0" if index else None,
-            )
-            for index in range(body.n)
-        ]
-        return cls(job_id, int(time.time()), body, len(prompt), submits)
-
-    def part(self, choices: list[CompletionChoice]) -> Completion:
-        """A whole completion, or a chunk of one."""
-        return Completion(self.id, self.created, self.body.model, choices)
-
-    def usage(self, completion_tokens: int, admitted: Admitted) -> Usage:
-        prompt = self.num_prompt_tokens
-        details = PromptTokensDetails(admitted.cached_tokens)
-        return Usage(prompt, completion_tokens, prompt + completion_tokens, details)
-
-
-def sampling(body: CompletionRequest, seed: int) -> Sampling:
-    return Sampling(
+def _sampling(body: CompletionRequest, hello: Hello, choices: int) -> Sampling:
+    """Choices that are compared need log-probabilities, and so does an echo of the prompt with them."""
+    compared = 0 if choices > body.n else None
+    of_prompt = [top for top in (body.logprobs if body.echo else None, body.prompt_logprobs) if top is not None]
+    return sampling_of(
+        body,
+        hello,
         max_tokens=body.max_tokens,
-        temperature=body.temperature,
-        top_k=max(0, body.top_k),
-        top_p=body.top_p,
-        min_p=body.min_p,
-        seed=seed % INT64,
-        ignore_eos=body.ignore_eos,
+        logprobs=compared if body.logprobs is None else body.logprobs,
+        prompt_logprobs=max(of_prompt, default=None),
     )
 
 
-def caching(body: CompletionRequest, tenant: str) -> Caching:
-    return Caching(
-        salt=salt_of(tenant, body.cache_salt),
-        max_cached=0 if body.skip_reading_prefix_cache else None,
-        priority=body.kv_cache_priority,
-        ttl=body.kv_cache_ttl,
-    )
+async def read(tokenizer: Tokenizer, prompt: str | list[int], body: CompletionRequest) -> PromptTokens:
+    """Raises ApiError."""
+    if isinstance(prompt, str) and body.suffix:
+        try:
+            ids = await infill_prompt(tokenizer, prompt, body.suffix)
+        except InfillError as error:
+            raise ApiError(400, f"suffix: {error}", param="suffix") from None
+    elif isinstance(prompt, str):
+        ids = await tokenizer.encode(prompt, add_special_tokens=body.add_special_tokens)
+    elif body.suffix:
+        raise ApiError(400, "suffix: only with a prompt that is a text", param="suffix")
+    else:
+        ids = prompt
+    kept = keep_last(ids, body.truncate_prompt_tokens)
+    if isinstance(prompt, str) and len(kept) == len(ids):
+        return PromptTokens(ids, prompt)
+    text = tokenizer.decode(kept, skip_special_tokens=body.skip_special_tokens) if body.echo else ""
+    return PromptTokens(kept, text)
 
 
-def check_prompt(prompt: list[int], max_tokens: int, hello: Hello) -> None:
-    """Raises ApiError for a prompt that the model has no tokens or no room for."""
-    if not prompt:
-        raise ApiError(400, "prompt: should have at least one token", param="prompt")
-    if min(prompt) < 0 or max(prompt) >= hello.vocab_size:
-        raise ApiError(400, f"prompt: token ids should be from 0 to {hello.vocab_size - 1}", param="prompt")
-    if len(prompt) + max_tokens > hello.max_seq_len:
-        raise ApiError(
-            400,
-            f"the model's context is {hello.max_seq_len} tokens long, but {len(prompt) + max_tokens} were asked for: "
-            f"{len(prompt)} in the prompt and {max_tokens} in the completion; make either shorter",
-            param="prompt" if len(prompt) >= hello.max_seq_len else "max_tokens",
-            code="context_length_exceeded",
-        )
+class CompletionWriter:
+    """With `echo` a choice's text begins with its prompt."""
 
+    def __init__(self, tokenizer: Tokenizer, body: CompletionRequest, job: Job) -> None:
+        self._tokenizer = tokenizer
+        self._body = body
+        self._job = job
+        self._begun: set[int] = set()  # choices
 
-# ---------------------------------------------------------------- the answer
-def kv_cache_choice(admitted: Admitted) -> KVCacheChoice:
-    return KVCacheChoice(admitted.instance, admitted.reason, admitted.cached_tokens)
+    def chunk(self, piece: Piece | None, generation: Generation) -> Completion:
+        return self._completion([] if piece is None else [self._part(piece, generation)])
 
+    def whole(self, pieces: list[Piece], generation: Generation) -> Completion:
+        choices = [self._part(piece, generation) for piece in pieces]
+        return self._completion(choices if self._job.choices == self._body.n else self._best(choices, pieces))
 
-def explanation(record: RequestRecord | None) -> Explanation | UnsetType:
-    if record is None:
-        return UNSET
-    return Explanation(
-        record.instance,
-        record.reason,
-        record.cached_tokens,
-        record.miss,
-        record.kv_bytes,
-        record.preemptions,
-        record.queue_seconds,
-        record.prefill_seconds,
-        record.decode_seconds,
-    )
+    def _completion(self, choices: list[CompletionChoice]) -> Completion:
+        return Completion(id=self._job.id, created=self._job.created, model=self._job.model, choices=choices)
 
+    def _part(self, piece: Piece, generation: Generation) -> CompletionChoice:
+        """What a piece adds to its choice."""
+        body = self._body
+        part = CompletionChoice(index=piece.choice, text=piece.text)
+        prompt = self._job.prompt_of(piece.choice)
+        if body.return_token_ids:
+            part.token_ids = [told.token for told in piece.tokens]
+        if body.logprobs is not None:
+            base = len(prompt.text) if body.echo else 0
+            part.logprobs = completion_logprobs(self._tokenizer, piece.tokens, body.logprobs, base)
+        if piece.choice not in self._begun:
+            self._begun.add(piece.choice)
+            self._begin(part, prompt, generation)
+        finish(part, piece)
+        return part
 
-async def whole(job: Job, admitted: Admitted, generation: Generation) -> Completion:
-    choices = [CompletionChoice(index, "", None) for index in range(job.body.n)]
-    async for piece in generation.pieces():
-        choices[piece.choice].text += piece.text
-        choices[piece.choice].finish_reason = piece.finish_reason
-        choices[piece.choice].kv_cache = explanation(piece.record)
-    completion = job.part(choices)
-    completion.usage = job.usage(generation.completion_tokens, admitted)
-    completion.kv_cache = kv_cache_choice(admitted)
-    return completion
+    def _begin(self, part: CompletionChoice, prompt: PromptTokens, generation: Generation) -> None:
+        """What a choice's first piece has of its prompt."""
+        body, scores = self._body, generation.prompt_scores(part.index)
+        if body.echo:
+            part.text = prompt.text + part.text
+        if body.echo and part.logprobs is not None:
+            assert body.logprobs is not None
+            told = [
+                Told(placed.token, placed.offset, score)
+                for placed, score in zip(self._placed(prompt.ids), [None, *scores], strict=True)
+            ]
+            part.logprobs = joined(completion_logprobs(self._tokenizer, told, body.logprobs, 0), part.logprobs)
+        if body.prompt_logprobs is not None:
+            part.prompt_logprobs = prompt_logprobs(self._tokenizer, scores, body.prompt_logprobs)
+        if body.return_token_ids:
+            part.prompt_token_ids = prompt.ids
 
+    def _placed(self, ids: list[int]) -> list[Placed]:
+        """Where each token of a prompt begins in its text."""
+        text = OutputText(Detokenizer(self._tokenizer, [], skip_special=self._body.skip_special_tokens))
+        return text.push(ids, "length").tokens
 
-async def chunks(job: Job, admitted: Admitted, generation: Generation) -> AsyncIterator[bytes]:
-    include_usage = job.body.include_usage
-    kv_cache: KVCacheChoice | UnsetType = kv_cache_choice(admitted)  # in the first chunk only
-    async for piece in generation.pieces():
-        choice = CompletionChoice(piece.choice, piece.text, piece.finish_reason, kv_cache=explanation(piece.record))
-        chunk = job.part([choice])
-        chunk.usage = None if include_usage else UNSET
-        chunk.kv_cache, kv_cache = kv_cache, UNSET
-        yield msgspec.json.encode(chunk)
-    if include_usage:
-        chunk = job.part([])
-        chunk.usage = job.usage(generation.completion_tokens, admitted)
-        yield msgspec.json.encode(chunk)
+    def _best(self, choices: list[CompletionChoice], pieces: list[Piece]) -> list[CompletionChoice]:
+        """Of each prompt's choices the n whose tokens are likeliest on average, the best first."""
+        logprobs = [[told.score.logprob for told in piece.tokens if told.score] for piece in pieces]
+        means = [sum(each) / max(1, len(each)) for each in logprobs]
+        best: list[CompletionChoice] = []
+        for first in range(0, len(choices), self._job.choices):
+            of_prompt = range(first, first + self._job.choices)
+            best += [choices[i] for i in sorted(of_prompt, key=lambda i: -means[i])[: self._body.n]]
+        for index, choice in enumerate(best):
+            choice.index = index
+        return best

@@ -1,6 +1,6 @@
 """OpenAI's error object, for everything that goes wrong: {"error": {"message", "type", "param", "code"}}.
 
-A client's mistake never gets a status that clients try again (408, 409, 429, 500 and up).
+A client's mistake never makes clients try again: where they would because of the status, a header says no.
 """
 
 from __future__ import annotations
@@ -11,21 +11,42 @@ from typing import Any
 import msgspec
 from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
+from pydantic import BaseModel
 from starlette.exceptions import HTTPException
+from starlette.routing import Match
 
 from server.engine.client import EngineLost, EngineRefused
 from server.engine.messages import Failed
 
-RETRY_AFTER = {"Retry-After": "1"}  # seconds
+RETRY = {"Retry-After": "1"}  # seconds
+NO_RETRY = {"x-should-retry": "false"}  # OpenAI's clients ask again after these otherwise
+HEADERS = {401: {"WWW-Authenticate": "Bearer"}, 408: NO_RETRY, 409: NO_RETRY, 429: RETRY, 503: RETRY, 504: NO_RETRY}
 MOST_PROBLEMS = 5  # of a body, that its error tells
 LONGEST_FIELD = 100  # characters of a field's name in an error
+LONGEST_PATH = 200  # characters of a path in an error
+METHODS = ("GET", "HEAD", "POST", "PATCH", "DELETE")  # that any route of ours has
+
+
+class ErrorDetails(BaseModel):
+    """What went wrong."""
+
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class Error(BaseModel):
+    """The body of every answer from 400 on."""
+
+    error: ErrorDetails
 
 
 class ApiError(HTTPException):
     """An error with its HTTP status; the message tells the client what to change."""
 
     def __init__(self, status: int, message: str, *, param: str | None = None, code: str | None = None) -> None:
-        super().__init__(status, message, RETRY_AFTER if status in (429, 503) else None)
+        super().__init__(status, message, HEADERS.get(status))
         self.message = message
         self.param = param
         self.code = code
@@ -38,6 +59,11 @@ class ApiError(HTTPException):
         if self.status_code >= 500:
             return "server_error"
         return "rate_limit_error" if self.status_code == 429 else "invalid_request_error"
+
+
+def documented(*statuses: int) -> dict[int | str, dict[str, Any]]:
+    """These errors and whichever else, for the `responses` of a route or a router."""
+    return {status: {"model": Error} for status in statuses} | {"default": {"model": Error}}
 
 
 def from_engine(event: Failed) -> ApiError:
@@ -67,26 +93,44 @@ def install(app: FastAPI) -> None:
 
 
 async def _answer(request: Request, error: Exception) -> Response:
+    return answer(request, error)
+
+
+def answer(request: Request, error: Exception) -> Response:
+    """The response to an exception; middleware sends it itself, as nobody catches what it raises."""
     told = as_api_error(error, request)
     headers = dict(getattr(error, "headers", None) or told.headers or {})
     headers["x-request-id"] = request.state.request_id  # an unexpected exception passes by the middleware that sets it
+    if told.status_code == 405:
+        headers["Allow"] = ", ".join(_allowed(request))
     return Response(told.body(), told.status_code, headers, "application/json")
 
 
 def _from_http(error: HTTPException, request: Request | None) -> ApiError:
     """Of the errors that the framework raises itself."""
-    called = f"{request.method} {request.url.path}" if request else "this"
+    called = f"{request.method} {request.scope['path'][:LONGEST_PATH]}" if request else "this"
     if error.status_code == 404:
         return ApiError(404, f"there is no {called}; check the URL", code="unknown_url")
     if error.status_code == 405:
-        allowed = (error.headers or {}).get("Allow", "another method")
+        allowed = " or ".join(_allowed(request)) if request else "another method"
         return ApiError(405, f"there is no {called}; use {allowed}", code="method_not_allowed")
     return ApiError(error.status_code, error.detail)
 
 
+def _allowed(request: Request) -> list[str]:
+    """The methods of every route of a path; the framework names those of the first route only."""
+    routes = request.app.routes
+    return [
+        method
+        for method in METHODS
+        if any(route.matches({**request.scope, "method": method})[0] is Match.FULL for route in routes)
+    ]
+
+
 # ---------------------------------------------------------------- fields that were refused
 def _invalid(problems: Sequence[Mapping[str, Any]]) -> ApiError:
-    """Tells the first few problems; `param` is the field of the first."""
+    """Tells the first few problems, what is missing before all; `param` is the field of the first."""
+    problems = sorted(problems, key=lambda problem: problem["type"] != "missing")
     told = "; ".join(_explained(problem) for problem in problems[:MOST_PROBLEMS])
     told += f"; and {len(problems) - MOST_PROBLEMS} more" if len(problems) > MOST_PROBLEMS else ""
     return ApiError(400, told, param=_field(problems[0]))
@@ -94,6 +138,9 @@ def _invalid(problems: Sequence[Mapping[str, Any]]) -> ApiError:
 
 def _explained(problem: Mapping[str, Any]) -> str:
     field = _field(problem)
+    message = str(problem["msg"]).removeprefix("Value error, ").replace("Input should be", "should be")
+    if field is None and problem["type"] == "value_error":
+        return f"the body {message}"
     if field is None:
         return "send a JSON object, with the header Content-Type: application/json"
     match problem["type"]:
@@ -101,7 +148,6 @@ def _explained(problem: Mapping[str, Any]) -> str:
             return f"{field} is required"
         case "extra_forbidden":
             return f"{field} is not a parameter of this endpoint; remove it"
-    message = str(problem["msg"]).removeprefix("Value error, ").replace("Input should be", "should be")
     return f"{field}: {message}"
 
 

@@ -6,16 +6,25 @@ Knows text and the engine's messages; knows neither HTTP nor what the endpoint's
 from __future__ import annotations
 
 import contextlib
-from collections.abc import AsyncIterator, Sequence
+from collections import deque
+from collections.abc import AsyncIterator, Iterator, Sequence
 from typing import NamedTuple
 
 from server.api.errors import from_engine
+from server.api.jobs import Job
 from server.engine.client import EngineClient, Stream
-from server.engine.messages import Admitted, Explained, Failed, Submit, Tokens
+from server.engine.messages import Admitted, Explained, Failed, PromptScores, Tokens, TokenScore
 from server.engine.report import RequestRecord
-from server.text.detokenizer import Detokenizer
 from server.text.output import OutputText
-from server.text.tokenizer import Tokenizer
+
+
+class Told(NamedTuple):
+    """A token of a choice."""
+
+    token: int
+    offset: int  # where its text begins in the choice's, in characters
+    score: TokenScore | None  # if log-probabilities were asked for
+    shown: bool = True  # False: a stop string took its text away
 
 
 class Piece(NamedTuple):
@@ -23,51 +32,79 @@ class Piece(NamedTuple):
 
     choice: int
     text: str
-    finish_reason: str | None
+    tokens: list[Told]
+    finish_reason: str | None = None
+    stop_reason: str | int | None = None  # the stop string, or the stop token
     record: RequestRecord | None = None  # with the last piece, of requests that asked to be explained
 
 
+def whole(pieces: Sequence[Piece]) -> list[Piece]:
+    """One piece for each choice, in their order."""
+    parts: dict[int, list[Piece]] = {}
+    for piece in pieces:
+        parts.setdefault(piece.choice, []).append(piece)
+    return [
+        part[-1]._replace(text="".join(p.text for p in part), tokens=[token for p in part for token in p.tokens])
+        for _, part in sorted(parts.items())
+    ]
+
+
 @contextlib.asynccontextmanager
-async def generate(
-    client: EngineClient, tokenizer: Tokenizer, submits: Sequence[Submit], stop: Sequence[str]
-) -> AsyncIterator[Generation]:
+async def generate(client: EngineClient, job: Job, outputs: list[OutputText]) -> AsyncIterator[Generation]:
     """Runs one request for each choice; those that have not ended when the block is left are cancelled.
 
     Raises EngineLost when there is no engine.
     """
-    outputs = [OutputText(Detokenizer(tokenizer, submit.prompt), stop) for submit in submits]
-    async with client.stream(submits) as stream:
-        yield Generation(stream, submits, outputs)
+    async with client.stream(job.submits) as stream:
+        yield Generation(stream, job, outputs)
 
 
 class Generation:
     """Made by `generate`. First `admission`, then `pieces`, both once."""
 
-    def __init__(self, stream: Stream, submits: Sequence[Submit], outputs: Sequence[OutputText]) -> None:
+    def __init__(self, stream: Stream, job: Job, outputs: list[OutputText]) -> None:
         self._stream = stream
-        self._index = {submit.request_id: index for index, submit in enumerate(submits)}
-        self._explain = any(submit.explain for submit in submits)
+        self._job = job
+        self._index = {submit.request_id: index for index, submit in enumerate(job.submits)}
         self._outputs = outputs
-        self._last: dict[str, Piece] = {}  # by request: pieces that wait for their explanation
-        self._early: Tokens | None = None  # read while waiting for the admission of other choices
+        self._scores: list[deque[TokenScore]] = [deque() for _ in outputs]  # of tokens whose text is not out
+        self._admitted: dict[int, Admitted] = {}
+        self._prompt_scores: dict[int, list[TokenScore]] = {i: [] for i in range(len(outputs))}
+        self._early: list[Tokens | PromptScores] = []  # read while waiting for the admission of other choices
+        self._last: dict[int, Piece] = {}  # by choice: pieces that wait for their explanation
+        self._waiting: list[Piece] = []  # for log-probabilities of their prompt
 
     @property
     def completion_tokens(self) -> int:
         return sum(output.num_tokens for output in self._outputs)
+
+    @property
+    def cached_tokens(self) -> int:
+        """Of all prompts, each counted once."""
+        heads = range(0, len(self._outputs), self._job.choices)
+        return sum(self._admitted[head].cached_tokens for head in heads if head in self._admitted)
+
+    def prompt_scores(self, choice: int) -> list[TokenScore]:
+        """Of its prompt's tokens from the second on; all are there when its first piece is."""
+        return self._prompt_scores[self._job.first_of(choice)]
+
+    def fail(self, error: Exception) -> None:
+        """Raises `error` from `admission` or `pieces`, after everything that the engine has sent."""
+        self._stream.fail(error)
 
     async def admission(self) -> Admitted:
         """Waits until every choice is admitted, or one has a token: the others may have to wait for a place.
 
         Returns what was said of the choice admitted first. Raises ApiError, EngineLost.
         """
-        waiting, first = set(self._index), None
-        while waiting and self._early is None:
+        first = None
+        while len(self._admitted) < len(self._outputs) and not any(isinstance(e, Tokens) for e in self._early):
             match event := await anext(self._stream):
                 case Admitted():
                     first = first or event
-                    waiting.discard(event.request_id)
-                case Tokens():
-                    self._early = event
+                    self._admitted[self._index[event.request_id]] = event
+                case Tokens() | PromptScores():
+                    self._early.append(event)
                 case Failed():
                     raise from_engine(event)
         assert first is not None, "the engine sends Admitted before Tokens"
@@ -75,29 +112,62 @@ class Generation:
 
     async def pieces(self) -> AsyncIterator[Piece]:
         """Raises ApiError, EngineLost."""
-        if self._early is not None and (piece := self._piece(self._early)):
-            yield piece
+        for early in self._early:
+            for piece in self._pieces(early):
+                yield piece
         async for event in self._stream:
             match event:
+                case Admitted():
+                    self._admitted[self._index[event.request_id]] = event
                 case Failed():
                     raise from_engine(event)
                 case Explained(request_id, record):
-                    yield self._last.pop(request_id)._replace(record=record)
-                case Tokens():
-                    if piece := self._piece(event):
+                    piece = self._last.pop(self._index[request_id])._replace(record=record)
+                    for ready in self._in_turn(piece):
+                        yield ready
+                case Tokens() | PromptScores():
+                    for piece in self._pieces(event):
                         yield piece
 
-    def _piece(self, event: Tokens) -> Piece | None:
-        """None while there is no text to show, or it is the last, and its explanation is to come."""
+    def _pieces(self, event: Tokens | PromptScores) -> Iterator[Piece]:
         index = self._index[event.request_id]
-        output = self._outputs[index]
-        text = output.push(event.tokens, event.finish_reason)
+        if isinstance(event, PromptScores):
+            self._prompt_scores[index] += event.scores
+            waiting, self._waiting = self._waiting, []
+            for piece in waiting:
+                yield from self._in_turn(piece)
+        elif (more := self._piece(index, event)) is not None:
+            yield from self._in_turn(more)
+
+    def _in_turn(self, piece: Piece) -> Iterator[Piece]:
+        """The piece, unless what is to stand before it is not all there yet."""
+        head = self._job.first_of(piece.choice)
+        wanted = self._job.submits[head].sampling.prompt_logprobs is not None
+        if wanted and len(self._prompt_scores[head]) < len(self._job.prompt_of(head).ids) - 1:
+            self._waiting.append(piece)
+        else:
+            yield piece
+
+    def _piece(self, index: int, event: Tokens) -> Piece | None:
+        """None while there is no text to show, or it is the last, and its explanation is to come."""
+        output, submit = self._outputs[index], self._job.submits[index]
+        self._scores[index].extend(event.scores or ())
+        released = output.push(event.tokens, event.finish_reason)
         if output.finish_reason is not None:
             self._stream.cancel(event.request_id, "stop")  # a stop string is nothing the engine knows of
-        elif not text:
+        elif not released.text:
+            assert not released.tokens, "tokens come out with text"
             return None
-        piece = Piece(index, text, output.finish_reason)
-        if self._explain and piece.finish_reason is not None:
-            self._last[event.request_id] = piece
+        tokens = [Told(t.token, t.offset, self._score(index), t.shown) for t in released.tokens]
+        stop_reason: str | int | None = output.stopped_by
+        if event.finish_reason == "stop" and stop_reason is None and event.tokens[-1] in submit.sampling.stop_token_ids:
+            stop_reason = event.tokens[-1]
+        piece = Piece(index, released.text, tokens, output.finish_reason, stop_reason)
+        if submit.explain and piece.finish_reason is not None:
+            self._last[index] = piece
             return None
         return piece
+
+    def _score(self, index: int) -> TokenScore | None:
+        """Of the token whose text comes out next."""
+        return self._scores[index].popleft() if self._scores[index] else None

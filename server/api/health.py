@@ -1,11 +1,13 @@
-"""For those who run the server: /health (this process lives), /ready (requests are served), /metrics (Prometheus)."""
+"""For those who run the server: /health (this process lives), /ready (requests are served), /version, /metrics."""
 
 from __future__ import annotations
 
 from fastapi import APIRouter, Response
 
+from server.api.errors import documented
 from server.api.models import served_by
 from server.engine.client import EngineClient
+from server.version import version
 
 TIMEOUT = 5.0  # seconds; the engine answers between two steps
 
@@ -19,12 +21,16 @@ def router(client: EngineClient) -> APIRouter:
         return {"status": "ok"}
 
     @routes.head("/ready", include_in_schema=False)
-    @routes.get("/ready")
+    @routes.get("/ready", responses=documented(503))
     async def ready() -> dict[str, str]:
         return {"status": "ready", "model": served_by(client).model}
 
+    @routes.get("/version")
+    async def tell_version() -> dict[str, str]:
+        return {"version": version()}
+
     @routes.head("/metrics", include_in_schema=False)
-    @routes.get("/metrics")
+    @routes.get("/metrics", responses=documented(503))
     async def metrics() -> Response:
         return Response(await client.query("metrics", TIMEOUT), media_type="text/plain; version=0.0.4")
 

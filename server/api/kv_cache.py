@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from fastapi import APIRouter, Response
 
+from server.api.errors import documented
 from server.engine.client import EngineClient
 
 TIMEOUT = 5.0  # seconds; the engine answers between two steps
 
 
 def router(client: EngineClient) -> APIRouter:
-    routes = APIRouter(tags=["kv cache"])
+    routes = APIRouter(tags=["kv cache"], responses=documented(503))
 
     @routes.get("/v1/kv_cache")
     async def kv_cache() -> Response:

@@ -7,7 +7,7 @@ from typing import Any
 
 from fastapi import APIRouter
 
-from server.api.errors import ApiError
+from server.api.errors import ApiError, documented
 from server.engine.client import EngineClient, EngineLost
 from server.engine.messages import Hello, Strategy
 
@@ -26,7 +26,7 @@ def instance_of(hello: Hello, model: str) -> str | None:
 
 
 def router(client: EngineClient) -> APIRouter:
-    routes = APIRouter(prefix="/v1/models", tags=["models"])
+    routes = APIRouter(prefix="/v1/models", tags=["models"], responses=documented(503))
     created = int(time.time())
 
     @routes.get("")
@@ -34,7 +34,7 @@ def router(client: EngineClient) -> APIRouter:
         hello = served_by(client)
         return {"object": "list", "data": [_described(hello, name, created) for name in _names(hello)]}
 
-    @routes.get("/{model:path}")
+    @routes.get("/{model:path}", responses=documented(404))
     async def get_model(model: str) -> dict[str, Any]:
         return _described(served_by(client), model, created)
 

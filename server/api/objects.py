@@ -1,10 +1,12 @@
-"""What the completion endpoint answers, as OpenAI writes it. Data only; a field that is UNSET is left out."""
+"""What the endpoints of generation answer, as OpenAI writes it. Data only; a field that is UNSET is left out."""
 
 from __future__ import annotations
 
 from typing import Literal
 
 from msgspec import UNSET, Struct, UnsetType
+
+from server.api.logprobs import ChatLogprobs, CompletionLogprobs, PromptLogprobs
 
 
 class PromptTokensDetails(Struct):
@@ -40,21 +42,65 @@ class Explanation(Struct):
     decode_seconds: float | None
 
 
-class CompletionChoice(Struct):
+class Choice(Struct, kw_only=True):
+    """What choices of all kinds have."""
+
     index: int
-    text: str
-    finish_reason: str | None
-    logprobs: None = None
+    finish_reason: str | None = None
+    stop_reason: str | int | UnsetType = UNSET  # as in vLLM
+    token_ids: list[int] | UnsetType = UNSET
+    prompt_token_ids: list[int] | UnsetType = UNSET
+    prompt_logprobs: PromptLogprobs | UnsetType = UNSET
     kv_cache: Explanation | UnsetType = UNSET
 
 
-class Completion(Struct):
-    """A whole completion, or a chunk of a streamed one."""
+class CompletionChoice(Choice, kw_only=True):
+    text: str = ""
+    logprobs: CompletionLogprobs | None = None
+
+
+class Answer(Struct, kw_only=True):
+    """A whole answer, or a chunk of a streamed one."""
 
     id: str
     created: int
     model: str
-    choices: list[CompletionChoice]
-    object: Literal["text_completion"] = "text_completion"
     usage: Usage | UnsetType | None = UNSET
     kv_cache: KVCacheChoice | UnsetType = UNSET
+
+
+class Completion(Answer, kw_only=True):
+    choices: list[CompletionChoice]
+    object: Literal["text_completion"] = "text_completion"
+
+
+# ---------------------------------------------------------------- chats
+class ChatMessage(Struct):
+    content: str
+    role: Literal["assistant"] = "assistant"
+    refusal: None = None
+
+
+class Delta(Struct):
+    content: str | UnsetType = UNSET
+    role: Literal["assistant"] | UnsetType = UNSET
+
+
+class ChatChoice(Choice, kw_only=True):
+    message: ChatMessage
+    logprobs: ChatLogprobs | None = None
+
+
+class ChatChunkChoice(Choice, kw_only=True):
+    delta: Delta
+    logprobs: ChatLogprobs | None = None
+
+
+class ChatCompletion(Answer, kw_only=True):
+    choices: list[ChatChoice]
+    object: Literal["chat.completion"] = "chat.completion"
+
+
+class ChatChunk(Answer, kw_only=True):
+    choices: list[ChatChunkChoice]
+    object: Literal["chat.completion.chunk"] = "chat.completion.chunk"

@@ -1,11 +1,12 @@
 """What clients may send, checked strictly: `true` is no number, NaN is refused, an unknown field is named.
 
-Every documented parameter is here. What is not built yet is accepted at the value that changes nothing, and refused
-otherwise. Null is the same as absent. Knows neither the engine nor the tokenizer.
+What both endpoints of generation take, and the body of completions; that of chats is in chat_schemas.py. Null is the
+same as absent. Knows neither the engine nor the tokenizer.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Annotated, Any
 
 from pydantic import (
@@ -20,7 +21,19 @@ from pydantic import (
 )
 
 INT64 = 2**63
+MOST_FIELDS = 100  # of an object, each of which may be an error
 LONGEST_NAME = 128  # characters of an instance's name; longer ones are not even looked up
+
+
+def _few(most: int) -> Callable[[Any], Any]:
+    """Refuses a larger object before each of its members is looked at, and found wrong."""
+
+    def check(value: Any) -> Any:
+        if isinstance(value, dict) and len(value) > most:
+            raise ValueError(f"should have at most {most} members")
+        return value
+
+    return check
 
 
 class Body(BaseModel):
@@ -31,18 +44,14 @@ class Body(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _null_is_absent(cls, values: Any) -> Any:
+        _few(MOST_FIELDS)(values)
         return (
             {key: value for key, value in values.items() if value is not None} if isinstance(values, dict) else values
         )
 
 
-def _single_prompt(value: Any) -> Any:
-    """A list of one prompt is that prompt."""
-    if not isinstance(value, list) or not value or not isinstance(value[0], str | list):
-        return value
-    if len(value) > 1:
-        raise ValueError("several prompts in one request are not supported yet; send a request for each")
-    return value[0]
+def _as_list(value: Any) -> Any:
+    return [value] if isinstance(value, str) else value
 
 
 def _text_or_ids(value: Any) -> Any:
@@ -51,8 +60,22 @@ def _text_or_ids(value: Any) -> Any:
     raise ValueError("should be a string, or a list of token ids")
 
 
-def _as_list(value: Any) -> Any:
-    return [value] if isinstance(value, str) else value
+def _as_prompts(value: Any) -> Any:
+    """A prompt is a text or ids; a request has one, or a list of them."""
+    if isinstance(value, str) or (isinstance(value, list) and value and all(type(item) is int for item in value)):
+        return [value]
+    if isinstance(value, list) and value and all(isinstance(item, str | list) and item for item in value):
+        return value
+    raise ValueError("should be a string, a list of token ids, or a list of such prompts, none of them empty")
+
+
+def _token_ids(value: Any) -> Any:
+    """JSON has strings for keys; OpenAI's are token ids."""
+    if not isinstance(value, dict):
+        return value
+    if not all(key.isascii() and key.isdigit() and len(key) < 10 for key in value):
+        raise ValueError("should have token ids for keys")
+    return {int(key): bias for key, bias in value.items()}
 
 
 def only(*neutral: Any) -> AfterValidator:
@@ -60,47 +83,34 @@ def only(*neutral: Any) -> AfterValidator:
 
     def check(value: Any) -> Any:
         if value not in neutral:
-            raise ValueError("this value is not supported yet; leave it out")
+            raise ValueError("this value is not supported; leave it out")
         return value
 
     return AfterValidator(check)
 
 
-Prompt = Annotated[str | list[int], BeforeValidator(_text_or_ids), BeforeValidator(_single_prompt)]
-StopString = Annotated[str, Field(min_length=1)]
+Prompt = Annotated[str | list[int], BeforeValidator(_text_or_ids)]
+Prompts = Annotated[
+    list[Prompt],
+    BeforeValidator(_as_prompts, json_schema_input_type=str | list[int] | list[str] | list[list[int]]),
+]
+StopString = Annotated[str, Field(min_length=1, max_length=1024)]
 Stop = Annotated[
     list[StopString],
     Field(max_length=4),
     BeforeValidator(_as_list, json_schema_input_type=StopString | list[StopString]),
 ]
+LogitBias = Annotated[
+    dict[int, Annotated[float, Field(ge=-100, le=100)]],
+    BeforeValidator(_token_ids, json_schema_input_type=dict[str, float]),
+    BeforeValidator(_few(1024)),
+]
 
 
 class StreamOptions(Body):
-    include_usage: bool = False
+    include_usage: bool = Field(False, description="a last chunk with the usage of the whole request")
     include_obfuscation: Annotated[bool, only(False)] = False
     continuous_usage_stats: Annotated[bool, only(False)] = False
-
-
-class NotBuiltYet(Body):
-    """Parameters of OpenAI, and extensions that clients of other servers know."""
-
-    echo: Annotated[bool, only(False)] = False
-    suffix: Annotated[str, only("")] = ""
-    logprobs: Annotated[int | None, only(None)] = None
-    prompt_logprobs: Annotated[int | None, only(None)] = None
-    logit_bias: Annotated[dict[str, float], Field(max_length=1024), only({})] = Field(default_factory=dict)
-    frequency_penalty: Annotated[float, only(0)] = 0.0
-    presence_penalty: Annotated[float, only(0)] = 0.0
-    repetition_penalty: Annotated[float, only(1)] = 1.0
-    min_tokens: Annotated[int, only(0)] = 0
-    stop_token_ids: Annotated[list[int], Field(max_length=1024), only([])] = Field(default_factory=list)
-    include_stop_str_in_output: Annotated[bool, only(False)] = False
-    skip_special_tokens: Annotated[bool, only(True)] = True
-    spaces_between_special_tokens: Annotated[bool, only(True)] = True
-    add_special_tokens: Annotated[bool, only(True)] = True
-    truncate_prompt_tokens: Annotated[int | None, only(None)] = None
-    return_token_ids: Annotated[bool, only(False)] = False
-    response_format: Annotated[dict[str, Any], only({"type": "text"})] = Field(default={"type": "text"})
 
 
 class WithoutEffect(Body):
@@ -112,26 +122,40 @@ class WithoutEffect(Body):
     service_tier: Any = None
     safety_identifier: Any = None
     prompt_cache_key: Any = None
+    prompt_cache_retention: Any = None
 
 
-class CompletionRequest(NotBuiltYet, WithoutEffect):
-    """Body of POST /v1/completions."""
+class SamplingRequest(Body):
+    """How tokens are drawn, and where a text ends."""
 
-    model: str = Field(description="the model's name, or name:instance to choose a KV-cache strategy too")
-    prompt: Prompt = Field(description="a text, or token ids")
-    max_tokens: int = Field(16, ge=1)
     temperature: float = Field(1.0, ge=0, le=2, description="0 takes the likeliest token")
     top_p: float = Field(1.0, gt=0, le=1)
     top_k: int = Field(0, ge=-1, lt=INT64, description="0 and -1: off")
     min_p: float = Field(0.0, ge=0, le=1)
+    frequency_penalty: float = Field(0.0, ge=-2, le=2, description="off a logit for each time its token was drawn")
+    presence_penalty: float = Field(0.0, ge=-2, le=2, description="off a logit once its token was drawn")
+    repetition_penalty: float = Field(
+        1.0, gt=0, le=10, description="over 1: what is there already, prompt too, is less likely"
+    )
+    logit_bias: LogitBias = Field(default_factory=dict, description="by token id, added to its logit")
     seed: int | None = Field(None, ge=-INT64, lt=INT64, description="choice i is drawn with seed + i; default: random")
-    stop: Stop = Field(default_factory=list, description="up to 4 strings, each of which ends the text")
     n: int = Field(1, ge=1, le=128, description="choices")
-    best_of: int | None = Field(None, description="not built yet: only the value of n")
+    stop: Stop = Field(default_factory=list, description="up to 4 strings, each of which ends the text")
+    stop_token_ids: list[int] = Field(default_factory=list, max_length=128, description="tokens that end the text")
+    include_stop_str_in_output: bool = Field(False, description="the text has what ended it")
+    min_tokens: int = Field(0, ge=0, lt=INT64, description="before so many, no token that ends the text is drawn")
     ignore_eos: bool = Field(False, description="go on after the end-of-sequence token")
-    stream: bool = False
-    stream_options: StreamOptions | None = Field(None, description="only with stream")
-    priority: int = Field(0, ge=-(2**31), lt=2**31, description="lower runs first")
+    skip_special_tokens: bool = Field(True, description="special tokens have no text")
+    spaces_between_special_tokens: Annotated[bool, only(True)] = True
+    response_format: Annotated[dict[str, Any], only({"type": "text"})] = Field(default={"type": "text"})
+
+
+class CacheRequest(Body):
+    """What becomes of the keys and values."""
+
+    kv_cache: str | None = Field(
+        None, max_length=LONGEST_NAME, description="KV-cache strategy instance; GET /v1/kv_cache lists them"
+    )
     cache_salt: str | None = Field(
         None, min_length=1, max_length=256, description="only requests with the same salt share what is cached"
     )
@@ -139,16 +163,19 @@ class CompletionRequest(NotBuiltYet, WithoutEffect):
     kv_cache_priority: int = Field(0, ge=0, le=100, description="of what it leaves cached: higher stays longer")
     kv_cache_ttl: float | None = Field(None, gt=0, description="seconds after which that makes room first")
     explain: bool = Field(False, description="tell with each choice how it came about")
-    kv_cache: str | None = Field(
-        None, max_length=LONGEST_NAME, description="KV-cache strategy instance; GET /v1/kv_cache lists them"
-    )
 
-    @field_validator("best_of")
-    @classmethod
-    def _best_of(cls, value: int | None, info: ValidationInfo) -> int | None:
-        if value != info.data.get("n", value):
-            raise ValueError("only the value of n is supported yet; leave it out")
-        return value
+
+class GenerationRequest(SamplingRequest, CacheRequest, WithoutEffect):
+    """What completions and chats have in common."""
+
+    model: str = Field(description="the model's name, or name:instance to choose a KV-cache strategy too")
+    stream: bool = False
+    stream_options: StreamOptions | None = Field(None, description="only with stream")
+    priority: int = Field(0, ge=-(2**31), lt=2**31, description="lower runs first")
+    prompt_logprobs: int | None = Field(None, ge=0, le=20, description="log-probabilities of the prompt's tokens")
+    return_token_ids: bool = Field(False, description="tell the ids of prompt and output")
+    truncate_prompt_tokens: int | None = Field(None, ge=1, lt=INT64, description="keep so many, the last ones")
+    request_id: str | None = Field(None, pattern=r"^[!-~]{1,128}$", description="part of the answer's id")
 
     @field_validator("stream_options")
     @classmethod
@@ -160,3 +187,31 @@ class CompletionRequest(NotBuiltYet, WithoutEffect):
     @property
     def include_usage(self) -> bool:
         return self.stream_options is not None and self.stream_options.include_usage
+
+
+class CompletionRequest(GenerationRequest):
+    """Body of POST /v1/completions."""
+
+    prompt: Prompts = Field(description="a text or token ids, or a list of either")
+    max_tokens: int = Field(16, ge=0, lt=INT64, description="0: only the prompt is computed")
+    best_of: int | None = Field(None, ge=1, le=128, description="so many are written, and the n likeliest told")
+    echo: bool = Field(False, description="the text begins with the prompt")
+    logprobs: int | None = Field(None, ge=0, le=5, description="log-probabilities of tokens, and so many alternatives")
+    suffix: str = Field("", description="what comes behind the text, for models that fill in the middle")
+    add_special_tokens: bool = Field(True, description="those which the model expects around a text")
+
+    @field_validator("best_of")
+    @classmethod
+    def _best_of(cls, value: int | None, info: ValidationInfo) -> int | None:
+        if value is not None and value < info.data.get("n", 1):
+            raise ValueError("should be at least n")
+        if value is not None and value > info.data.get("n", 1) and info.data.get("stream"):
+            raise ValueError("more than n cannot be streamed: the best is known at the end")
+        return value
+
+    @field_validator("suffix")
+    @classmethod
+    def _suffix(cls, value: str, info: ValidationInfo) -> str:
+        if value and info.data.get("echo"):
+            raise ValueError("cannot be combined with echo")
+        return value

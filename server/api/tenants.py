@@ -12,9 +12,12 @@ import hashlib
 def tenant(authorization: str | None) -> str:
     """A name for whoever sent this header, which does not give away the key; nobody's is empty."""
     scheme, _, key = (authorization or "").partition(" ")
-    if scheme.lower() != "bearer" or not key.strip():
-        return ""
-    return hashlib.sha256(key.strip().encode()).hexdigest()[:16]
+    return tenant_of_key(key.encode("latin-1")) if scheme.lower() == "bearer" else ""  # the bytes as they came
+
+
+def tenant_of_key(key: bytes) -> str:
+    key = key.strip()
+    return hashlib.sha256(key).hexdigest()[:16] if key else ""
 
 
 def salt_of(tenant: str, cache_salt: str | None) -> str:

@@ -5,6 +5,8 @@ Imports neither torch nor transformers, so that it starts at once and stays smal
 
 from __future__ import annotations
 
+import asyncio
+import math
 import os
 import signal
 import socket
@@ -15,31 +17,46 @@ import uvicorn
 
 from config.settings import Settings
 from server.api.app import create_app
+from server.api.connection import connections
+from server.api.errors import ApiError
 from server.engine.client import EngineClient
 from server.text.tokenizer import Tokenizer
 
 KEEP_ALIVE = 75  # seconds; longer than clients keep idle connections, so that none is closed as it is used again
-GRACE = 15  # seconds for running requests to end after SIGTERM; less than the supervisor waits
+LAST_WORDS = 3  # seconds after the drain, for those who are told that it is over; the supervisor waits a little longer
 
 
 def serve_worker(settings: Settings, socket_path: str | os.PathLike[str], listening_socket: socket.socket) -> None:
     """Serves until SIGTERM, then finishes what runs and exits. Raises SettingsError."""
     signal.signal(signal.SIGTERM, _exit)  # uvicorn has its own while it runs, and then raises the signal once more
     tokenizer = Tokenizer.from_directory(Path(settings.model))
-    app = create_app(settings, EngineClient(socket_path), tokenizer)
-    config = uvicorn.Config(
-        app,
-        loop="uvloop",
-        http="httptools",
-        ws="none",
-        lifespan="on",
-        log_config=None,  # the process has its logging
-        access_log=False,
-        server_header=False,
-        timeout_keep_alive=KEEP_ALIVE,
-        timeout_graceful_shutdown=GRACE,
-    )
-    uvicorn.Server(config).run(sockets=[listening_socket])
+    Server(settings, EngineClient(socket_path), tokenizer).run(sockets=[listening_socket])
+
+
+class Server(uvicorn.Server):
+    """The application in uvicorn. Requests that do not end while it drains get an error, not a cut connection."""
+
+    def __init__(self, settings: Settings, client: EngineClient, tokenizer: Tokenizer) -> None:
+        self._client = client
+        self._drain_seconds = settings.drain_seconds
+        config = uvicorn.Config(
+            create_app(settings, client, tokenizer),
+            loop="uvloop",
+            http=connections(settings.max_header_bytes, settings.header_timeout, settings.body_timeout),
+            ws="none",
+            lifespan="on",
+            log_config=None,  # the process has its logging
+            access_log=False,
+            server_header=False,
+            timeout_keep_alive=KEEP_ALIVE,
+            timeout_graceful_shutdown=math.ceil(settings.drain_seconds) + LAST_WORDS,
+        )
+        super().__init__(config)
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        error = ApiError(503, "the server stops, and the request did not end in time", code="server_stopping")
+        asyncio.get_running_loop().call_later(self._drain_seconds, self._client.end, error)
+        await super().shutdown(sockets)
 
 
 def _exit(*_: object) -> None:

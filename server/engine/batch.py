@@ -67,6 +67,11 @@ class Batch:
                 raise StrategyError(cache.name, error) from error
         return out
 
+    @property
+    def logit_counts(self) -> list[int]:
+        """Rows of logits that each row of the batch gets."""
+        return [item.logits for item in self._work]
+
     def commit(self) -> None:
         """All planned tokens entered."""
         entered = iter(self._work)

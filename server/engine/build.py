@@ -18,7 +18,9 @@ from cache_strategies.registry import Instance
 from config.settings import Settings, SettingsError
 from config.sizes import parse_bytes
 from kernels.arena import Arena
+from kernels.cpu.backend import MAX_DIM, CpuOps
 from kernels.load import Loaded, load_ops
+from kernels.ops import Ops
 from server.engine.core import Core
 from server.engine.device import (
     choose_device,
@@ -29,8 +31,11 @@ from server.engine.device import (
     free_memory,
 )
 from server.engine.scheduler import Limits, Scheduler
+from server.engine.scores import MOST_LOGITS
 from server.engine.selection import Selector
+from server.models.base import Model
 from server.models.config import Facts
+from server.models.decoder import Decoder
 from server.models.directory import locate
 from server.models.load import describe, load_model
 
@@ -61,15 +66,18 @@ def build_engine(settings: Settings) -> Engine:
     max_seq_len = _max_seq_len(settings, facts)
     if settings.threads is not None:  # for loading, too
         torch.set_num_threads(settings.threads)
+    ops = _row_invariant(kernels.ops) if settings.deterministic else kernels.ops
     model = load_model(
         directory,
         settings.model_impl,
-        ops=kernels.ops,
+        ops=ops,
         dtype=dtype,
         weights=choose_weights(settings, dtype),
         device=device,
         positions=max_seq_len,
     )
+    if settings.deterministic:
+        _check_deterministic(model)
     torch.set_num_threads(choose_threads(settings.threads, model.weight_bytes))
     max_step_tokens = choose_step_tokens(settings.max_step_tokens, device)
     geometry = Geometry(
@@ -81,7 +89,7 @@ def build_engine(settings: Settings) -> Engine:
     )
     page = registry.page_bytes(instances, geometry)
     arena = Arena(_pages(settings, instances, geometry, page, device), page, device)
-    caches = registry.build(instances, geometry, arena, kernels.ops, str(directory))
+    caches = registry.build(instances, geometry, arena, ops, str(directory))
     limits = Limits(
         max_num_seqs=settings.max_num_seqs,
         max_step_tokens=max_step_tokens,
@@ -89,11 +97,28 @@ def build_engine(settings: Settings) -> Engine:
         max_seq_len=max_seq_len,
         kv_bytes=arena.pages * arena.page_bytes,
         kv_overcommit=settings.kv_overcommit,
+        max_step_scores=max(1, MOST_LOGITS // model.facts.vocab_size),
     )
     selector = Selector(caches.keys(), settings.rules, settings.default_strategy)
     core = Core(model, caches, arena, Scheduler(limits), selector)
     name, *aliases = settings.model_names
     return Engine(name, aliases, directory, core, instances, kernels, max_seq_len)
+
+
+def _row_invariant(ops: Ops) -> Ops:
+    if not isinstance(ops, CpuOps):
+        raise SettingsError(
+            "deterministic: only the C++ kernels on a CPU compute a row alike in every batch; see `kvmux doctor`"
+        )
+    return ops.row_invariant()
+
+
+def _check_deterministic(model: Model) -> None:
+    """Raises SettingsError if something computes this model that does not give a row the same bits in every batch."""
+    if not isinstance(model, Decoder):
+        raise SettingsError("deterministic: not for a model that transformers computes")
+    if any(max(spec.head_dim, spec.v_head_dim) > MAX_DIM for spec in model.specs):
+        raise SettingsError(f"deterministic: only for heads of up to {MAX_DIM} numbers")
 
 
 def _max_seq_len(settings: Settings, facts: Facts) -> int:

@@ -23,6 +23,7 @@ from server.engine.messages import (
     Failed,
     FromEngine,
     Hello,
+    PromptScores,
     Query,
     Submit,
     ToEngine,
@@ -33,7 +34,7 @@ log = logging.getLogger(__name__)
 
 FIRST_DELAY, LONGEST_DELAY = 0.02, 0.1  # seconds between two attempts to connect
 
-Event = Admitted | Tokens | Explained | Failed
+Event = Admitted | PromptScores | Tokens | Explained | Failed
 
 
 class EngineRefused(Exception):
@@ -56,17 +57,18 @@ class Stream:
         self._running = set(self._explained)  # requests whose last event was not read yet
         self._stopped: set[str] = set()  # of these, those of which only the explanation is still wanted
         self._send_cancel = send_cancel
-        self._events: asyncio.Queue[Event | EngineLost] = asyncio.Queue()
+        self._events: asyncio.Queue[Event | Exception] = asyncio.Queue()
 
     def __aiter__(self) -> Stream:
         return self
 
     async def __anext__(self) -> Event:
-        """Raises EngineLost when the connection is lost; what came before that is delivered first."""
+        """Raises EngineLost when the connection is lost, or what `fail` was given; what came before is delivered."""
         while self._running:
             event = await self._events.get()
             if isinstance(event, EngineLost):
-                self._running.clear()
+                self._running.clear()  # nobody is there to cancel them
+            if isinstance(event, Exception):
                 raise event
             if event.request_id not in self._running:  # it was cancelled
                 continue
@@ -98,8 +100,12 @@ class Stream:
             return event.finish_reason is not None and not self._explained[event.request_id]
         return isinstance(event, Explained | Failed)
 
-    def put(self, event: Event | EngineLost) -> None:
+    def put(self, event: Event) -> None:
         self._events.put_nowait(event)
+
+    def fail(self, error: Exception) -> None:
+        """Has `error` raised to whoever reads the events, after those that are there."""
+        self._events.put_nowait(error)
 
 
 class EngineClient:
@@ -113,6 +119,7 @@ class EngineClient:
         self._queries: dict[int, asyncio.Future[Answer]] = {}
         self._query_ids = itertools.count()
         self._task: asyncio.Task[None] | None = None
+        self._ended: Exception | None = None  # why no request is taken any more
 
     @property
     def ready(self) -> bool:
@@ -123,8 +130,10 @@ class EngineClient:
     async def stream(self, submits: Sequence[Submit]) -> AsyncIterator[Stream]:
         """Runs requests; what has not ended when the block is left, however it is left, is cancelled.
 
-        Raises EngineLost when there is no engine.
+        Raises EngineLost when there is no engine, and what `end` was given.
         """
+        if self._ended is not None:
+            raise self._ended
         stream = Stream(submits, self._cancel)
         self._send(*submits)
         self._streams |= {submit.request_id: stream for submit in submits}
@@ -134,6 +143,12 @@ class EngineClient:
             stream.cancel_all()
             for submit in submits:
                 self._streams.pop(submit.request_id, None)
+
+    def end(self, error: Exception) -> None:
+        """Fails every request, those to come too."""
+        self._ended = error
+        for stream in set(self._streams.values()):
+            stream.fail(error)
 
     async def query(self, what: Literal["kv_cache", "metrics"] | Command, timeout: float) -> bytes:
         """The engine's answer. Raises EngineRefused; EngineLost, also when there is none within `timeout` seconds."""
@@ -221,7 +236,7 @@ class EngineClient:
     def _lose(self) -> None:
         self.hello = self._writer = None
         for stream in set(self._streams.values()):
-            stream.put(EngineLost("the engine went away while it worked on this request; try again"))
+            stream.fail(EngineLost("the engine went away while it worked on this request; try again"))
         for answer in self._queries.values():
             if not answer.done():
                 answer.set_exception(EngineLost("the engine went away before it had answered; try again"))

@@ -17,11 +17,12 @@ from torch import Tensor
 from cache_strategies.base import KVCache, Row
 from kernels.arena import Arena
 from server.engine.batch import Batch, StrategyError, Work
-from server.engine.messages import Admitted, Explained, Failed, FromEngine, Submit, Tokens
+from server.engine.messages import Admitted, Explained, Failed, FromEngine, PromptScores, Submit, Tokens
 from server.engine.report import RequestRecord, StepPart, StepReport
 from server.engine.request import Request, RequestError
-from server.engine.sampler import Draw, sample
+from server.engine.sampler import sample
 from server.engine.scheduler import Scheduled, Scheduler
+from server.engine.scores import scores, scores_of_some
 from server.engine.selection import Selector
 from server.models.base import Model
 
@@ -189,21 +190,46 @@ class Core:
         return batch, self.model.forward(batch.ids, batch)
 
     def _advance(self, scheduled: Sequence[Scheduled], batch: Batch, logits: Tensor) -> list[Event]:
-        """The tokens have entered: commit them, draw the next ones, tell."""
-        ends = [s.request for s in scheduled if s.num_tokens == s.request.remaining]
+        """The tokens have entered: commit them, tell of prompts what is wanted, draw the next tokens."""
         batch.commit()
-        rows = [(i, request) for i, end in enumerate(ends) for request in (end, *self._fork(end))]
-        events = [event for r in (*(s.request for s in scheduled), *(r for _, r in rows)) for event in _admission(r)]
-        draws = [Draw(request.sampling, len(request.tokens)) for _, request in rows]
-        if len(rows) > len(ends):
-            logits = logits[[i for i, _ in rows]]
-        for (_, request), token in zip(rows, sample(logits, draws) if draws else [], strict=True):
-            request.extend(token, self.model.facts.eos_ids)
+        events: list[Event] = []
+        ends: list[tuple[int, Request]] = []  # who draws, and from which row of the logits
+        end = 0
+        for (request, _), count in zip(scheduled, batch.logit_counts, strict=True):
+            end += count
+            events += _admission(request)
+            if request.unscored:
+                events.append(_score(request, logits[end - count : end]))
+            if request.remaining == 0:
+                ends += [(end - 1, r) for r in (request, *self._fork(request))]
+        events += [event for _, request in ends for event in _admission(request)]
+        events += [self._finish(request) for _, request in ends if not request.sampling.max_tokens]
+        return events + self._draw([(row, request) for row, request in ends if request.sampling.max_tokens], logits)
+
+    def _draw(self, ends: Sequence[tuple[int, Request]], logits: Tensor) -> list[Event]:
+        """The next token of each request, from its row of the logits [K, V]."""
+        if not ends:
+            return []
+        eos = self.model.facts.eos_ids
+        if (rows := [row for row, _ in ends]) != list(range(len(logits))):
+            logits = logits[rows]
+        tokens = sample(logits, [request.draw(eos) for _, request in ends])
+        told = scores_of_some(logits, tokens, [request.sampling.logprobs for _, request in ends])
+        events = []
+        for (_, request), token, score in zip(ends, tokens, told, strict=True):
+            request.extend(token, eos)
             worker, request_id = request.key
-            events.append(Event(worker, Tokens(request_id, [token], request.finish_reason)))
+            scores = None if score is None else [score]
+            events.append(Event(worker, Tokens(request_id, [token], request.finish_reason, scores)))
             if request.finish_reason is not None:
                 self._remove(request, request.finish_reason)
         return events
+
+    def _finish(self, request: Request) -> Event:
+        """Its prompt has been computed, and no token is wanted."""
+        self._remove(request, "length")
+        worker, request_id = request.key
+        return Event(worker, Tokens(request_id, [], "length"))
 
     def _fork(self, request: Request) -> list[Request]:
         """Siblings that take over the prompt it has just computed; who finds no room waits for a seat of its own."""
@@ -235,7 +261,21 @@ def _work(scheduled: Scheduled) -> Work:
     assert request.seat is not None
     first = request.seat.length
     tokens = request.tokens[first : first + num_tokens]
-    return Work(request.cache, Row(request.seat, num_tokens), tokens, logits=int(num_tokens == request.remaining))
+    logits = num_tokens if request.unscored else int(num_tokens == request.remaining)
+    return Work(request.cache, Row(request.seat, num_tokens), tokens, logits)
+
+
+def _score(request: Request, logits: Tensor) -> Event:
+    """How likely the tokens of the prompt are that stand one behind those of the row; logits [row, V]."""
+    seat, wanted = request.seat, request.sampling.prompt_logprobs
+    assert seat is not None
+    assert wanted is not None
+    first = seat.length - len(logits) + 1
+    start = max(first, request.scored + 1)  # what is computed once more has been told
+    tokens = request.tokens[start : min(seat.length + 1, request.prompt_tokens)]
+    request.scored += len(tokens)
+    worker, request_id = request.key
+    return Event(worker, PromptScores(request_id, scores(logits[start - first :][: len(tokens)], tokens, wanted)))
 
 
 def _admission(request: Request) -> list[Event]:
@@ -258,7 +298,7 @@ def _parts(scheduled: Sequence[Scheduled]) -> dict[str, StepPart]:
             part.decode_rows + decode,
             part.prefill_rows + 1 - decode,
             part.tokens + num_tokens,
-            part.generated + int(num_tokens == request.remaining),
+            part.generated + int(num_tokens == request.remaining and request.sampling.max_tokens > 0),
         )
     return parts
 

@@ -13,15 +13,26 @@ from server.engine.report import RequestRecord
 
 
 class Sampling(msgspec.Struct, frozen=True):
-    """How tokens are drawn. temperature 0 is greedy; top_k 0, top_p 1 and min_p 0 switch the filter off."""
+    """How tokens are drawn, and what is told of them.
 
-    max_tokens: int
+    temperature 0 is greedy; top_k 0, top_p 1 and min_p 0 switch the filter off, penalties of 0 (repetition: 1) too.
+    """
+
+    max_tokens: int  # 0: the prompt is computed, and nothing drawn
     temperature: float = 1.0
     top_k: int = 0
     top_p: float = 1.0
     min_p: float = 0.0
     seed: int = 0
     ignore_eos: bool = False
+    min_tokens: int = 0  # before so many are drawn, none that would end the text is
+    stop_token_ids: tuple[int, ...] = ()  # end the text, as the model's own end tokens do
+    frequency_penalty: float = 0.0  # off a logit for each time its token was drawn
+    presence_penalty: float = 0.0  # off a logit once its token was drawn
+    repetition_penalty: float = 1.0  # divides, if negative multiplies, the logits of tokens of prompt and output
+    logit_bias: tuple[tuple[int, float], ...] = ()  # added to the logits of these tokens
+    logprobs: int | None = None  # log-probabilities of each token drawn, and of so many of the likeliest
+    prompt_logprobs: int | None = None  # the same of each token of the prompt
 
 
 class Caching(msgspec.Struct, frozen=True):
@@ -133,12 +144,32 @@ class Admitted(msgspec.Struct, tag=True, frozen=True):
     cached_tokens: int
 
 
+class TokenScore(msgspec.Struct, frozen=True, array_like=True):
+    """How likely the model itself finds a token: from its logits as they are, before temperature and penalties."""
+
+    token: int
+    logprob: float
+    rank: int  # 1: the likeliest
+    top: list[tuple[int, float]]  # the likeliest tokens and their log-probabilities, as many as were asked for
+
+
+class PromptScores(msgspec.Struct, tag=True, frozen=True):
+    """Of the prompt's tokens from its second on, in order; a long prompt's come in several of these."""
+
+    request_id: str
+    scores: list[TokenScore]
+
+
 class Tokens(msgspec.Struct, tag=True, frozen=True):
-    """New tokens; with a finish_reason ('stop', 'length') they are the last. An end-of-sequence token is sent too."""
+    """New tokens; with a finish_reason ('stop', 'length') they are the last, and there may be none.
+
+    With 'stop' the last one is a token that ends texts.
+    """
 
     request_id: str
     tokens: list[int]
     finish_reason: str | None = None
+    scores: list[TokenScore] | None = None  # one for each token, if they were asked for
 
 
 class Explained(msgspec.Struct, tag=True, frozen=True):
@@ -166,4 +197,4 @@ class Answer(msgspec.Struct, tag=True, frozen=True):
     refused: Failed | None = None
 
 
-FromEngine = Hello | Admitted | Tokens | Explained | Failed | Answer
+FromEngine = Hello | Admitted | PromptScores | Tokens | Explained | Failed | Answer

@@ -7,6 +7,7 @@ from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from server.engine.draw import NOTHING, Draw, Text, penalises
 from server.engine.messages import Caching, Sampling
 
 if TYPE_CHECKING:
@@ -52,6 +53,7 @@ class Request:
     preemptions: int = 0
     refused_at: int = -1  # the scheduler's count of changes when it last found no room
     passed_over: int = 0  # requests that were admitted while this one, before them in line, had no room
+    scored: int = 0  # tokens of the prompt whose log-probabilities have been told
     finish_reason: str | None = None
     prompt_tokens: int = field(init=False)
     times: Times = field(default_factory=lambda: Times(time.monotonic()))
@@ -86,13 +88,36 @@ class Request:
         """Tokens it can come to."""
         return self.prompt_tokens + self.sampling.max_tokens
 
+    @property
+    def unscored(self) -> bool:
+        """Its prompt's log-probabilities are wanted, and not told yet: all of it has to be computed."""
+        return self.sampling.prompt_logprobs is not None and self.scored < self.prompt_tokens - 1
+
+    @property
+    def max_cached(self) -> int | None:
+        """Tokens it may take from the cache."""
+        return 0 if self.unscored else self.caching.max_cached
+
+    def draw(self, eos_ids: Collection[int]) -> Draw:
+        """How its next token is drawn."""
+        sampling, split = self.sampling, self.prompt_tokens
+        text = Text(self.tokens[:split], self.tokens[split:]) if penalises(sampling) else NOTHING
+        banned = self._ends(eos_ids) if self.generated < sampling.min_tokens else ()
+        return Draw(sampling, len(self.tokens), text, banned)
+
     def extend(self, token: int, eos_ids: Collection[int]) -> None:
         """A sampled token; sets finish_reason if it is the last."""
         self.tokens.append(token)
         now = time.monotonic()
         self.times.first_token = self.times.first_token or now
         self.times.last_token = now
-        if token in eos_ids and not self.sampling.ignore_eos:
+        if token in self._ends(eos_ids):
             self.finish_reason = "stop"
         elif self.generated >= self.sampling.max_tokens:
             self.finish_reason = "length"
+
+    def _ends(self, eos_ids: Collection[int]) -> Collection[int]:
+        """Tokens that end its text."""
+        if self.sampling.ignore_eos:
+            return self.sampling.stop_token_ids
+        return {*eos_ids, *self.sampling.stop_token_ids} if self.sampling.stop_token_ids else eos_ids

@@ -6,30 +6,28 @@ The noise of a draw depends on (seed, position) only: not on the batch, nor on t
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from server.engine.adjust import adjusted
+from server.engine.draw import Draw, adjusts
 from server.engine.messages import Sampling
 
 COLDEST = 1e-30  # temperature; float32 could not divide by much less
 
 
-class Draw(NamedTuple):
-    """A token wanted: how, and at which position of its text it will stand."""
-
-    sampling: Sampling
-    position: int
-
-
 def sample(logits: Tensor, draws: Sequence[Draw]) -> list[int]:
-    """logits [K, V] float32 -> K token ids."""
+    """logits [K, V] float32, which stay as they are -> K token ids."""
     tokens = _likeliest(logits)
-    for i, (sampling, position) in enumerate(draws):
+    for i, (sampling, position, text, banned) in enumerate(draws):
+        ours = logits[i]
+        if banned or adjusts(sampling):
+            ours = adjusted(ours, sampling, text, banned)
+            tokens[i] = _likeliest(ours[None])[0]
         if sampling.temperature > 0:
-            tokens[i] = int(draw(probabilities(logits[i], sampling), uniform(sampling.seed, position)))
+            tokens[i] = int(draw(probabilities(ours, sampling), uniform(sampling.seed, position)))
     return tokens
 
 

@@ -33,6 +33,7 @@ class Limits(NamedTuple):
     max_seq_len: int
     kv_bytes: int
     kv_overcommit: float
+    max_step_scores: int = 2**62  # tokens of prompts whose log-probabilities are told in one step
     max_passed_over: int = 64  # admissions past a request that has no room, before nobody may pass any more
 
 
@@ -48,14 +49,22 @@ class _Step:
     """A step being filled."""
 
     budget: int
+    scores: int
     rows: list[Scheduled] = field(default_factory=list)
     members: set[Request] = field(default_factory=set)
     preempted: list[Request] = field(default_factory=list)
     short: bool = False  # somebody had no room
 
+    def room_for(self, request: Request) -> int:
+        """Tokens it may have of this step; one that decodes needs no budget."""
+        room = max(self.budget, 1)
+        return min(room, self.scores) if request.unscored else room
+
     def add(self, request: Request, num_tokens: int) -> None:
         if request.remaining > 1:
             self.budget -= num_tokens
+        if request.unscored:
+            self.scores -= num_tokens
         self.rows.append(Scheduled(request, num_tokens))
         self.members.add(request)
 
@@ -115,7 +124,7 @@ class Scheduler:
     # ---------------------------------------------------------------- a step
     def schedule(self) -> tuple[Sequence[Scheduled], Sequence[Request]]:
         """The step's rows, and the requests that were preempted for them."""
-        step = _Step(self.limits.max_step_tokens)
+        step = _Step(self.limits.max_step_tokens, self.limits.max_step_scores)
         self._make_way(step)
         while True:
             step.short = False
@@ -135,7 +144,9 @@ class Scheduler:
         assert seat is not None
         if not cache.ready(seat):
             return
-        num_tokens = min(request.remaining, max(step.budget, 1), cache.contract.max_row or request.remaining)
+        num_tokens = min(request.remaining, step.room_for(request), cache.contract.max_row or request.remaining)
+        if not num_tokens:
+            return
         while not cache.grow(seat, num_tokens):
             victim = self._victim(request, step)
             if victim is None:
@@ -239,7 +250,7 @@ class Scheduler:
 
 def _open(request: Request) -> Seat | None:
     cache, wants = request.cache, request.caching
-    seat = cache.open(request.tokens, salt=wants.salt, max_cached=wants.max_cached)
+    seat = cache.open(request.tokens, salt=wants.salt, max_cached=request.max_cached)
     if seat is not None:
         cache.retain(seat, priority=wants.priority, ttl=wants.ttl)
     return seat

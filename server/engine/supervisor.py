@@ -50,7 +50,7 @@ class Timing:
     first_delay: float = 0.5  # before a dead child is started again; doubles while it keeps dying
     longest_delay: float = 30.0
     healthy_after: float = 60.0  # a child that served this long starts with the first delay again
-    worker_grace: float = 20.0  # for running requests to end
+    worker_margin: float = 5.0  # beyond drain_seconds, for last words
     engine_grace: float = 10.0
 
 
@@ -237,7 +237,8 @@ class Supervisor:
         self._listener.close()
         if outcome == STOPPED:
             log.info("stopping; Ctrl-C again stops at once")
-        for group, grace in ((self._workers, self._timing.worker_grace), ([self._engine], self._timing.engine_grace)):
+        worker_grace = self._settings.drain_seconds + self._timing.worker_margin
+        for group, grace in ((self._workers, worker_grace), ([self._engine], self._timing.engine_grace)):
             for child in group:
                 child.terminate()
             if not self._await_end(group, grace):

@@ -10,6 +10,7 @@ bytes that are no UTF-8, and at the end there is no way to get what it holds bac
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from server.text.tokenizer import Tokenizer
 
@@ -19,17 +20,33 @@ PATIENCE = 48  # tokens to wait for bytes to become a character
 LONGEST_PART = 3  # bytes of a character that is not complete
 
 
+class Spelling(NamedTuple):
+    """How tokens are read."""
+
+    tokenizer: Tokenizer
+    skip_special: bool
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return self.tokenizer.decode(ids, skip_special_tokens=self.skip_special)
+
+    def has_text(self, token: int) -> bool:
+        return self.tokenizer.has_text(token, skip_special_tokens=self.skip_special)
+
+
 class Detokenizer:
     """One completion's text. Decodes only a few tokens at a time, however long the text has become."""
 
-    def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int]) -> None:
-        self._tokenizer = tokenizer
-        self._window = _context(tokenizer, prompt)  # tokens decoded together with the next one
+    def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int], *, skip_special: bool = True) -> None:
+        """Special tokens have no text with `skip_special`, and are spelled otherwise."""
+        self._tokenizer = Spelling(tokenizer, skip_special)
+        self._window = _context(self._tokenizer, prompt)  # tokens decoded together with the next one
         self._settled = len(self._window)  # tokens of the window whose text is out
-        self._readings = [(self._settled, tokenizer.decode(self._window))]  # ... and that text, as it may turn out
+        self._readings = [
+            (self._settled, self._tokenizer.decode(self._window))
+        ]  # ... and that text, as it may turn out
         if self._readings[0][1].endswith(UNKNOWN):
             shorter = range(self._settled - 1, max(0, self._settled - LONGEST_PART) - 1, -1)
-            self._readings += [(size, tokenizer.decode(self._window[:size])) for size in shorter]
+            self._readings += [(size, self._tokenizer.decode(self._window[:size])) for size in shorter]
 
     def push(self, token: int) -> str:
         """The text that is certain now: empty while a character is not complete, and for special tokens."""
@@ -69,7 +86,7 @@ class Detokenizer:
         self._readings = [(self._settled, text[: len(text) - held])]
 
 
-def _context(tokenizer: Tokenizer, prompt: Sequence[int]) -> list[int]:
+def _context(tokenizer: Spelling, prompt: Sequence[int]) -> list[int]:
     """The prompt's last tokens with a text: enough of them that the next token is decoded as after the whole prompt."""
     size = CONTEXT
     while True:

@@ -3,31 +3,73 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from server.text.detokenizer import Detokenizer
 from server.text.stop import StopStrings
 
 
+class Placed(NamedTuple):
+    """A token of a choice, and where its text begins in the choice's."""
+
+    token: int
+    offset: int  # characters
+    shown: bool = True  # False: a stop string took its text away
+
+
+class Released(NamedTuple):
+    """Text that is certain now, and the tokens that came out with it, in order."""
+
+    text: str
+    tokens: list[Placed]
+
+
 class OutputText:
     """Puts a choice's tokens through its detokenizer and its stop strings until one of them, or the engine, ends it."""
 
-    def __init__(self, detokenizer: Detokenizer, stop: Sequence[str]) -> None:
+    def __init__(self, detokenizer: Detokenizer, stop: Sequence[str] = (), *, include_stop: bool = False) -> None:
         self.num_tokens = 0  # up to the one that completed a stop string
         self.finish_reason: str | None = None
+        self.stopped_by: str | None = None  # a stop string
         self._detokenizer = detokenizer
-        self._stop = StopStrings(stop)
+        self._include_stop = include_stop
+        self._stop = StopStrings(stop, include=include_stop)
+        self._length = 0  # of the text that the detokenizer gave
+        self._released = 0  # of the text that is out
+        self._held: list[Placed] = []  # tokens whose text is not out
 
-    def push(self, tokens: Sequence[int], finish_reason: str | None = None) -> str:
-        """The text that is certain now; all of it, once `finish_reason` is set. Nothing may follow after that."""
+    def push(self, tokens: Sequence[int], finish_reason: str | None = None) -> Released:
+        """What is certain now; all of it, once `finish_reason` is set. Nothing may follow after that.
+
+        With the reason 'stop' the last token is one that ends texts, and no part of this one.
+        """
         assert self.finish_reason is None, "the choice has ended"
         pieces = []
-        for token in tokens:
+        for i, token in enumerate(tokens):
             self.num_tokens += 1
-            pieces.append(self._stop.push(self._detokenizer.push(token)))
+            self._held.append(Placed(token, self._length))
+            ends = finish_reason == "stop" and i == len(tokens) - 1
+            if not ends or self._include_stop:
+                pieces.append(self._through_stops(self._detokenizer.push(token)))
             if self._stop.found:
                 break
         else:
             if finish_reason is not None:
-                pieces += [self._stop.push(self._detokenizer.flush()), self._stop.flush()]
+                pieces += [self._through_stops(self._detokenizer.flush()), self._stop.flush()]
         self.finish_reason = "stop" if self._stop.found else finish_reason
-        return "".join(pieces)
+        self.stopped_by = self._stop.found
+        return self._release("".join(pieces))
+
+    def _through_stops(self, piece: str) -> str:
+        self._length += len(piece)
+        return self._stop.push(piece)
+
+    def _release(self, text: str) -> Released:
+        self._released += len(text)
+        if self.finish_reason is None:
+            count = sum(placed.offset < self._released for placed in self._held)
+            out, self._held = self._held[:count], self._held[count:]
+        else:
+            taken = self._released if self._stop.found else self._length + 1
+            out, self._held = [p._replace(shown=p.offset < taken) for p in self._held], []
+        return Released(text, out)

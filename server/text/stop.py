@@ -12,9 +12,11 @@ from collections.abc import Sequence
 class StopStrings:
     """Lets text through up to the first stop string, and never the beginning of one that may still be completed."""
 
-    def __init__(self, stops: Sequence[str]) -> None:
+    def __init__(self, stops: Sequence[str], *, include: bool = False) -> None:
+        """With `include` the stop string itself is let through, too."""
         assert all(stops), "an empty stop string would stop everything"
-        self.found = False
+        self.found: str | None = None
+        self._include = include
         self._stops = tuple(stops)
         self._held = ""
 
@@ -23,11 +25,11 @@ class StopStrings:
         if self.found or not piece:
             return ""
         text = self._held + piece
-        ends = [(start + len(stop), start) for stop in self._stops if (start := text.find(stop)) >= 0]
+        ends = [(start + len(stop), start, stop) for stop in self._stops if (start := text.find(stop)) >= 0]
         if ends:
-            self.found = True
+            end, start, self.found = min(ends)
             self._held = ""
-            return text[: min(ends)[1]]
+            return text[: end if self._include else start]
         certain = len(text) - max((_begun(text, stop) for stop in self._stops), default=0)
         self._held = text[certain:]
         return text[:certain]

@@ -10,20 +10,30 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import httpx
 import openai
 import pytest
-import uvicorn
 
 from config.settings import Settings
-from server.api.app import create_app
+from server.api.worker import Server
 from server.engine.client import EngineClient
+from server.text.chat import ChatTemplate
 from server.text.tokenizer import Tokenizer
 from tests.api.fake_engine import FakeEngine, says
 from tests.text.tiny import byte_level
 
 ADMIN_TOKEN = "open-sesame"
+CHAT = ChatTemplate(
+    {
+        "default": "{{ bos_token }}{% for message in messages %}{{ message.role }}: {{ message.content }}"
+        "{% for call in message.tool_calls %}{{ call.function.arguments.x }}{% endfor %}{{ '\n' }}{% endfor %}"
+        "{% if messages[0].role == 'cat' %}{{ raise_exception('no cats') }}{% endif %}"
+        "{% if loud %}!{% endif %}{% if add_generation_prompt %}assistant:{% endif %}"
+    },
+    {"bos_token": "<s>"},
+)
 
 
 @dataclass(frozen=True)
@@ -42,18 +52,19 @@ class Api:
 
 
 @contextlib.contextmanager
-def running_api() -> Iterator[Api]:
+def running_api(**settings: Any) -> Iterator[Api]:
     with tempfile.TemporaryDirectory(prefix="kvmux-") as directory:  # short enough for a socket's address
         socket_path = Path(directory) / "engine.sock"
         client = EngineClient(socket_path)
-        app = create_app(Settings(admin_token=ADMIN_TOKEN), client, Tokenizer(byte_level()))
-        server = uvicorn.Server(uvicorn.Config(app, http="httptools", ws="none", lifespan="on", log_config=None))
+        server = Server(Settings(**{"admin_token": ADMIN_TOKEN} | settings), client, Tokenizer(byte_level(), CHAT))
         with socket.create_server(("127.0.0.1", 0)) as listener:
             thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
             thread.start()
-            yield Api(f"http://127.0.0.1:{listener.getsockname()[1]}", socket_path, client)
-            server.should_exit = True
-            thread.join()
+            try:
+                yield Api(f"http://127.0.0.1:{listener.getsockname()[1]}", socket_path, client)
+            finally:
+                server.should_exit = True
+                thread.join()
 
 
 @pytest.fixture(scope="session")

@@ -9,7 +9,7 @@ import httpx
 import openai
 import pytest
 
-from server.api.tenants import salt_of, tenant
+from server.api.tenants import salt_of, tenant, tenant_of_key
 from server.engine.messages import Caching, Explained, Failed, FromEngine, Submit, Tokens
 from server.engine.report import RequestRecord
 from tests.api.fake_engine import FakeEngine, admitted
@@ -69,6 +69,8 @@ def test_a_tenant_is_whoever_has_the_key() -> None:
     assert tenant("Bearer sk-1") == tenant("bearer  sk-1 ") != tenant("Bearer sk-2")
     assert tenant(None) == tenant("") == tenant("Bearer") == tenant("Bearer ") == tenant("Basic abc") == ""
     assert "sk-1" not in tenant("Bearer sk-1")
+    as_it_comes = "schlüssel".encode().decode("latin-1")
+    assert tenant(f"Bearer {as_it_comes}") == tenant_of_key("schlüssel".encode())
     assert salt_of("", None) == "/"
     assert len({salt_of(*pair) for pair in (("a", None), ("", "a"), ("a", "b"), ("", "a/b"))}) == 4
 

@@ -91,7 +91,7 @@ def test_neutral_and_meaningless_values_are_accepted(engine: FakeEngine, http: h
 def test_n(engine: FakeEngine, openai_client: openai.OpenAI, words: Words) -> None:
     def script(submit: Submit) -> list[list[FromEngine]]:
         index = submit.request_id[-1]
-        return [[admitted(submit), Tokens(submit.request_id, words(f"n{index}"), "stop")]]
+        return [[admitted(submit), Tokens(submit.request_id, words(f"n{index}"), "length")]]
 
     engine.script = script
     completion = openai_client.completions.create(model="tiny", prompt=[5, 6], n=3, seed=2**63 - 2)
@@ -100,7 +100,8 @@ def test_n(engine: FakeEngine, openai_client: openai.OpenAI, words: Words) -> No
     assert (completion.usage.prompt_tokens, completion.usage.completion_tokens) == (2, 6)
     submits = engine.all(Submit)
     assert [submit.sampling.seed for submit in submits] == [2**63 - 2, 2**63 - 1, 0]
-    assert [submit.request_id for submit in submits] == [f"{completion.id}-{index}" for index in range(3)]
+    key = completion.id.removeprefix("cmpl-")
+    assert [submit.request_id for submit in submits] == [f"{key}-0-{index}" for index in range(3)]
 
 
 @pytest.mark.parametrize("as_list", [False, True])

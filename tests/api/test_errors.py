@@ -11,6 +11,7 @@ import openai
 import pytest
 
 from server.engine.messages import Submit
+from tests.api.conftest import ADMIN_TOKEN
 from tests.api.fake_engine import FakeEngine, fails
 
 GOOD = {"model": "tiny", "prompt": "x"}
@@ -31,16 +32,21 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"prompt": None}, "prompt"),
     ({"prompt": 5}, "prompt"),
     ({"prompt": []}, "prompt"),
-    ({"prompt": ["a", "b"]}, "prompt"),
-    ({"prompt": [[1], [2]]}, "prompt"),
-    ({"prompt": [[1.5]]}, "prompt"),
+    ({"prompt": ["a", ""]}, "prompt"),
+    ({"prompt": [[1], []]}, "prompt"),
+    ({"prompt": [[1], 2]}, "prompt"),
+    ({"prompt": [[1.5]]}, "prompt[0]"),
+    ({"prompt": [[1], [True]]}, "prompt[1]"),
+    ({"prompt": [[1], [320]]}, "prompt"),
+    ({"prompt": ["x"] * 1000}, "prompt"),
+    ({"prompt": ["x"] * 3, "n": 100}, "prompt"),
     ({"prompt": [1, True]}, "prompt"),
     ({"prompt": [1, -1]}, "prompt"),
     ({"prompt": [1, 320]}, "prompt"),
     ({"prompt": [2**70]}, "prompt"),
     ({"prompt": [5] * 300}, "prompt"),
     ({"prompt": [5] * 250}, "max_tokens"),
-    ({"max_tokens": 0}, "max_tokens"),
+    ({"max_tokens": -1}, "max_tokens"),
     ({"max_tokens": 257}, "max_tokens"),
     ({"max_tokens": 10**30}, "max_tokens"),
     ({"max_tokens": True}, "max_tokens"),
@@ -72,14 +78,32 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"stream": True, "stream_options": []}, "stream_options"),
     ({"priority": 2**31}, "priority"),
     ({"kv_cache": 1}, "kv_cache"),
-    ({"echo": True}, "echo"),
-    ({"logprobs": 0}, "logprobs"),
-    ({"best_of": 2}, "best_of"),
+    ({"echo": 1}, "echo"),
+    ({"logprobs": 6}, "logprobs"),
+    ({"logprobs": -1}, "logprobs"),
+    ({"logprobs": True}, "logprobs"),
+    ({"prompt_logprobs": 21}, "prompt_logprobs"),
+    ({"best_of": 129}, "best_of"),
+    ({"best_of": 2, "stream": True}, "best_of"),
     ({"n": 2, "best_of": 1}, "best_of"),
     ({"suffix": "end"}, "suffix"),
-    ({"logit_bias": {"5": 1}}, "logit_bias"),
-    ({"frequency_penalty": 0.5}, "frequency_penalty"),
-    ({"presence_penalty": -1}, "presence_penalty"),
+    ({"suffix": "end", "echo": True}, "suffix"),
+    ({"logit_bias": {"x": 1}}, "logit_bias"),
+    ({"logit_bias": {"-1": 1}}, "logit_bias"),
+    ({"logit_bias": {"320": 1}}, "logit_bias"),
+    ({"logit_bias": {"5": 101}}, "logit_bias[5]"),
+    ({"logit_bias": {"5": "1"}}, "logit_bias[5]"),
+    ({"logit_bias": {str(i): 1 for i in range(2000)}}, "logit_bias"),
+    ({"logit_bias": [1]}, "logit_bias"),
+    ({"frequency_penalty": 2.5}, "frequency_penalty"),
+    ({"presence_penalty": -3}, "presence_penalty"),
+    ({"repetition_penalty": 0}, "repetition_penalty"),
+    ({"min_tokens": 17}, "min_tokens"),
+    ({"stop_token_ids": [320]}, "stop_token_ids"),
+    ({"stop_token_ids": [True]}, "stop_token_ids[0]"),
+    ({"truncate_prompt_tokens": 0}, "truncate_prompt_tokens"),
+    ({"request_id": "two words"}, "request_id"),
+    ({"spaces_between_special_tokens": False}, "spaces_between_special_tokens"),
     ({"response_format": {"type": "json_object"}}, "response_format"),
     ({"temprature": 1}, "temprature"),
 ]
@@ -175,6 +199,22 @@ def test_wrong_address(engine: FakeEngine, http: httpx.Client, method: str, path
     assert response.status_code == status
     assert f"{method} {path}" in error_of(response)["message"]
     assert ("allow" in response.headers) == (status == 405)
+
+
+@pytest.mark.parametrize(
+    ("path", "allowed"),
+    [
+        ("/health", "GET, HEAD"),
+        ("/v1/completions", "POST"),
+        ("/v1/kv_cache/paged", "GET, PATCH"),
+        ("/v1/models", "GET"),
+    ],
+)
+def test_every_method_that_is_allowed_is_told(http: httpx.Client, path: str, allowed: str) -> None:
+    response = http.put(path, headers={"Authorization": f"Bearer {ADMIN_TOKEN}"})
+    assert response.status_code == 405
+    assert response.headers["allow"] == allowed
+    assert allowed.replace(", ", " or ") in error_of(response)["message"]
 
 
 @pytest.mark.parametrize("stream", [False, True])

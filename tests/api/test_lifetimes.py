@@ -11,8 +11,9 @@ import httpx
 import openai
 import pytest
 
+from server.api.errors import ApiError
 from server.engine.messages import Cancel, Failed, Submit, Tokens
-from tests.api.conftest import Api
+from tests.api.conftest import Api, running_api
 from tests.api.fake_engine import FakeEngine, fails, says, silent
 
 Words = Callable[[str], list[int]]
@@ -113,3 +114,12 @@ def test_the_next_engine_is_found(lone_api: Api, words: Words) -> None:
             completion = httpx.post(f"{lone_api.url}/v1/completions", json=GOOD).json()
             assert completion["choices"][0]["text"] == text
         lone_api.await_ready(False)
+
+
+def test_once_it_ends_no_request_is_taken() -> None:
+    """One whose body was still on its way when the time to end was over."""
+    with running_api() as api, FakeEngine(api.socket_path, says([100])):
+        api.await_ready()
+        api.client.end(ApiError(503, "over", code="server_stopping"))
+        response = httpx.post(f"{api.url}/v1/completions", json=GOOD)
+    assert (response.status_code, response.json()["error"]["code"]) == (503, "server_stopping")

@@ -10,7 +10,7 @@ from server.api.errors import ApiError
 from server.api.models import instance_of
 from server.engine.messages import Hello, Strategy
 from tests.api.conftest import Api
-from tests.api.fake_engine import FakeEngine
+from tests.api.fake_engine import FakeEngine, silent
 
 
 def test_models(engine: FakeEngine, openai_client: openai.OpenAI) -> None:
@@ -21,6 +21,19 @@ def test_models(engine: FakeEngine, openai_client: openai.OpenAI) -> None:
     assert openai_client.models.retrieve("tiny:short") == models[2]
     with pytest.raises(openai.NotFoundError, match="does not exist"):
         openai_client.models.retrieve("some/other")
+
+
+def test_models_whose_names_have_slashes(lone_api: Api) -> None:
+    hello = Hello("owner/name", ["other/owner/alias"], 256, 320, [Strategy("paged", "paged")])
+    with (
+        FakeEngine(lone_api.socket_path, silent, hello),
+        openai.OpenAI(base_url=f"{lone_api.url}/v1", api_key="-") as us,
+    ):
+        lone_api.await_ready()
+        for name in ("owner/name", "owner/name:paged", "other/owner/alias"):
+            assert us.models.retrieve(name).id == name  # which writes a slash as %2F
+            assert httpx.get(f"{lone_api.url}/v1/models/{name}").json()["id"] == name
+    lone_api.await_ready(False)
 
 
 def test_kv_cache(engine: FakeEngine, http: httpx.Client) -> None:
@@ -64,6 +77,10 @@ def test_the_documentation_tells_every_parameter(http: httpx.Client) -> None:
     body = document["components"]["schemas"]["CompletionRequest"]
     assert {"prompt", "kv_cache", "echo", "priority"} <= set(body["properties"])
     assert body["required"] == ["model", "prompt"]
+    assert {"messages", "chat_template_kwargs"} <= set(
+        document["components"]["schemas"]["TokenizeRequest"]["properties"]
+    )
+    assert set(document["paths"]) >= {"/tokenize", "/detokenize", "/version"}
     assert set(document["paths"]) >= {"/v1/completions", "/v1/models", "/v1/kv_cache", "/health", "/ready", "/metrics"}
 
 

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import multiprocessing
+import multiprocessing.process
 import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 
 import httpx
@@ -16,11 +20,12 @@ import pytest
 
 from config.settings import Settings, SettingsError
 from server.api.worker import serve_worker
-from server.engine.messages import Submit, Tokens
-from tests.api.fake_engine import FakeEngine, says
+from server.engine.messages import Cancel, Submit, Tokens
+from tests.api.fake_engine import FakeEngine, Script, says
 from tests.text.tiny import byte_level
 
 Words = Callable[[str], list[int]]
+GOOD = {"model": "tiny", "prompt": "x"}
 
 
 def test_an_api_process_imports_neither_torch_nor_transformers() -> None:
@@ -30,31 +35,81 @@ def test_an_api_process_imports_neither_torch_nor_transformers() -> None:
     assert heavy.isdisjoint(done.stdout.split())
 
 
-def test_sigterm_lets_running_requests_end(tmp_path: Path, socket_path: Path, words: Words) -> None:
+@dataclass
+class Worker:
+    """A running API process, and the engine it talks to."""
+
+    url: str
+    process: multiprocessing.process.BaseProcess
+    engine: FakeEngine
+
+    def terminate(self) -> None:
+        """Sends SIGTERM, and waits until it listens no more."""
+        self.process.terminate()
+        with contextlib.suppress(httpx.TransportError):
+            while httpx.get(f"{self.url}/health", timeout=5):
+                pass
+
+
+@contextlib.contextmanager
+def worker(tmp_path: Path, socket_path: Path, script: Script, **settings: float) -> Iterator[Worker]:
     byte_level().save(str(tmp_path / "tokenizer.json"))
     (tmp_path / "config.json").write_text("{}")
     listener = socket.create_server(("127.0.0.1", 0))
     url = f"http://127.0.0.1:{listener.getsockname()[1]}"
     process = multiprocessing.get_context("spawn").Process(
-        target=serve_worker, args=(Settings(model=str(tmp_path)), socket_path, listener)
+        target=serve_worker, args=(Settings(model=str(tmp_path), **settings), socket_path, listener)
     )
-    with FakeEngine(socket_path, says(words("hello"), None)) as engine, httpx.Client(base_url=url, timeout=20) as http:
+    with FakeEngine(socket_path, script) as engine:
         process.start()
         listener.close()
-        while http.get("/ready").status_code == 503:
-            time.sleep(0.01)
-        with http.stream("POST", "/v1/completions", json={"model": "tiny", "prompt": "x", "stream": True}) as response:
-            lines = response.iter_lines()
-            assert next(lines).startswith("data: {")
-            process.terminate()
-            with contextlib.suppress(httpx.ConnectError):
-                while httpx.get(f"{url}/health", timeout=1):  # until it listens no more
-                    pass
-            (submit,) = engine.all(Submit)
-            engine.send(Tokens(submit.request_id, words(" world"), "length"))
-            assert list(lines)[-2:] == ["data: [DONE]", ""]
-        process.join(10)
-    assert process.exitcode == 0
+        try:
+            while httpx.get(f"{url}/ready", timeout=20).status_code == 503:
+                time.sleep(0.01)
+            yield Worker(url, process, engine)
+            process.join(20)
+            assert process.exitcode == 0
+        finally:
+            process.kill()
+
+
+def test_sigterm_lets_running_requests_end(tmp_path: Path, socket_path: Path, words: Words) -> None:
+    with (
+        worker(tmp_path, socket_path, says(words("hello"), None)) as running,
+        httpx.stream("POST", f"{running.url}/v1/completions", json=GOOD | {"stream": True}, timeout=20) as response,
+    ):
+        lines = response.iter_lines()
+        assert next(lines).startswith("data: {")
+        running.terminate()
+        (submit,) = running.engine.all(Submit)
+        running.engine.send(Tokens(submit.request_id, words(" world"), "length"))
+        *_, last, _, done, _ = lines
+        assert json.loads(last.removeprefix("data: "))["choices"][0]["finish_reason"] == "length"
+        assert done == "data: [DONE]"
+
+
+def test_what_does_not_end_in_time_is_told(tmp_path: Path, socket_path: Path, words: Words) -> None:
+    """Everything that the engine sent until then arrives, and then the reason."""
+    with (
+        worker(tmp_path, socket_path, says(words("hello"), None), drain_seconds=3) as running,
+        ThreadPoolExecutor() as pool,
+        httpx.stream("POST", f"{running.url}/v1/completions", json=GOOD | {"stream": True}, timeout=20) as stream,
+    ):
+        plain = pool.submit(httpx.post, f"{running.url}/v1/completions", json=GOOD, timeout=20)
+        submits = running.engine.wait_for(Submit, 2)
+        running.terminate()
+        for submit in submits:
+            running.engine.send(Tokens(submit.request_id, words(" world"), None))
+        *chunks, error, done, _ = stream.read().decode().split("\n\n")
+        texts = [json.loads(chunk.removeprefix("data: "))["choices"][0]["text"] for chunk in chunks]
+        assert "".join(texts) == "hello world"
+        assert done == "data: [DONE]"
+        refused = plain.result()
+        assert refused.status_code == 503
+        assert refused.headers["retry-after"] == "1"
+        for told in (json.loads(error.removeprefix("data: ")), refused.json()):
+            assert told["error"]["code"] == "server_stopping"
+        running.engine.wait_for(Cancel, 2)
 
 
 def test_a_model_without_a_tokenizer(tmp_path: Path) -> None:

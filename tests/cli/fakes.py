@@ -99,10 +99,10 @@ def worker_deaf(settings: Settings, socket_path: str, listener: Any) -> None:
 
 
 def supervise(engine_name: str, worker_name: str, workers: int, worker_grace: float) -> int:
-    settings = Settings(workers=workers, port=0)
+    settings = Settings(workers=workers, port=0, drain_seconds=worker_grace)
     configure_logging("info")
     targets = Targets(f"tests.cli.fakes:{engine_name}", f"tests.cli.fakes:{worker_name}")
-    timing = Timing(first_delay=0.01, longest_delay=0.05, worker_grace=worker_grace)
+    timing = Timing(first_delay=0.01, longest_delay=0.05, worker_margin=0.0)
     with listen("127.0.0.1", 0) as listener:
         url = url_of(listener)
 

@@ -75,6 +75,16 @@ def test_memory_may_be_a_bare_number(tmp_path: Path) -> None:
     assert load_toml(tmp_path, "kv_memory = 1048576").kv_memory == "1048576"
 
 
+@pytest.mark.parametrize("setting", ["api_keys", "cors_origins"])
+def test_lists_of_words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, setting: str) -> None:
+    both = ["first-one", "second-one"]
+    assert getattr(load(None, {}), setting) is None
+    assert getattr(load_toml(tmp_path, f"{setting} = {both}"), setting) == both
+    assert getattr(load(None, {setting: "first-one,second-one"}), setting) == both
+    set_env(monkeypatch, {f"KVMUX_{setting.upper()}": " first-one, second-one"})
+    assert getattr(load(None, {}), setting) == both
+
+
 def test_settings_travel_to_other_processes(tmp_path: Path) -> None:
     settings = load_toml(tmp_path, '[strategies.ring]\nkind = "sliding_window"\nwindow = 4\n[[rules]]\nuse = "ring"')
     copy = pickle.loads(pickle.dumps(settings))
@@ -116,6 +126,14 @@ def test_a_file_is_utf8_whatever_the_locale(tmp_path: Path) -> None:
         ('[strategies.paged]\nfloor = "much"', "strategies.paged.floor (from {file}): 'much' is no share"),
         ('[strategies.paged]\nfloor = "60%"\nlimit = "50%"', "strategies.paged (from {file}): floor 60% is more than"),
         ('[strategies.paged]\nfloor = "1GiB"\nlimit = "1MiB"', "strategies.paged (from {file}): floor 1GiB is more"),
+        ("api_keys = []", "api_keys (from {file}): should be a word, or several with commas between; leave it out"),
+        ("api_keys = 12345678", "api_keys (from {file}): should be a word, or several with commas between"),
+        ('api_keys = ["long-enough", "short"]', "api_keys (from {file}): key 2 should be 8 or more of the letters"),
+        ('api_keys = ["with a space"]', "api_keys (from {file}): key 1 should be 8 or more of the letters"),
+        ('api_keys = ["the-same-key"]\nadmin_token = "the-same-key"', "admin_token is one of api_keys"),
+        ("queue_timeout = 0", "queue_timeout (from {file}): Input should be greater than 0"),
+        ("request_timeout = inf", "request_timeout (from {file}): Input should be less than or equal to 604800"),
+        ("drain_seconds = nan", "drain_seconds (from {file}): "),
         ("port = ", "{file} is no TOML: "),
     ],
 )  # fmt: skip
@@ -135,6 +153,8 @@ def test_mistakes_in_the_file(tmp_path: Path, toml: str, message: str) -> None:
         ({"KVMUX_PORT": ""}, "port (from the environment, KVMUX_PORT): Input should be a valid integer"),
         ({"KVMUX_PORT__X": "1"}, "KVMUX_PORT has no parts; set KVMUX_PORT itself"),
         ({"KVMUX_RULES__0__USE": "paged"}, "KVMUX_RULES has no parts; set KVMUX_RULES itself"),
+        ({"KVMUX_API_KEYS": ""}, "api_keys (from the environment, KVMUX_API_KEYS): should be a word, or several"),
+        ({"KVMUX_API_KEYS": "long-enough,"}, "api_keys (from the environment, KVMUX_API_KEYS): should be a word"),
         ({"KVMUX_RULES": "paged"}, "KVMUX_RULES is no JSON"),
         ({"KVMUX_STRATEGIES": "{"}, "KVMUX_STRATEGIES is no JSON"),
         ({"KVMUX_STRATEGIES": "[]"}, "strategies (from the environment, KVMUX_STRATEGIES) must be a table"),

@@ -17,7 +17,18 @@ import pytest
 from config.settings import Settings, SettingsError
 from server.engine.build import Engine, build_engine
 from server.engine.core import StepResult
-from server.engine.messages import Admitted, Caching, Explained, Failed, FromEngine, Sampling, Submit, Tokens
+from server.engine.messages import (
+    Admitted,
+    Caching,
+    Explained,
+    Failed,
+    FromEngine,
+    PromptScores,
+    Sampling,
+    Submit,
+    Tokens,
+    TokenScore,
+)
 from server.engine.report import RequestRecord
 from server.engine.request import Request
 
@@ -29,6 +40,8 @@ class Heard:
     """All that was said about one request."""
 
     tokens: list[int] = field(default_factory=list)
+    scores: list[TokenScore] = field(default_factory=list)
+    prompt_scores: list[TokenScore] = field(default_factory=list)
     finish_reason: str | None = None
     admitted: Admitted | None = None
     failed: Failed | None = None
@@ -55,10 +68,16 @@ class Heard:
                 assert self.admitted is None, "admitted twice"
                 assert not self.tokens
                 self.admitted = message
-            case Tokens(_, tokens, finish_reason):
+            case PromptScores(_, scores):
+                assert self.admitted is not None, "scores before admission"
+                assert not self.tokens, "the prompt scored after it"
+                self.prompt_scores += scores
+            case Tokens(_, tokens, finish_reason, scores):
                 assert self.admitted is not None, "tokens before admission"
-                assert tokens
+                assert tokens or finish_reason
+                assert scores is None or [score.token for score in scores] == tokens
                 self.tokens += tokens
+                self.scores += scores or []
                 self.finish_reason = finish_reason
             case Failed():
                 self.failed = message
@@ -169,7 +188,7 @@ class Driver:
         return [request.key[1] for request in self.core.scheduler.waiting]
 
     def _hear(self, message: FromEngine) -> None:
-        assert isinstance(message, Admitted | Tokens | Explained | Failed)
+        assert isinstance(message, Admitted | PromptScores | Tokens | Explained | Failed)
         self.heard[message.request_id].hear(message, len(self.steps))
 
 

@@ -13,8 +13,9 @@ import torch
 from torch import Tensor
 
 from kernels.ops import LayerSpec
+from server.engine.draw import Draw
 from server.engine.messages import Sampling
-from server.engine.sampler import Draw, probabilities, sample, uniform
+from server.engine.sampler import probabilities, sample, uniform
 from server.models.decoder import Decoder
 from server.models.full_context import FullContext, debug_generate_full_context
 

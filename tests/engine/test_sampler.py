@@ -14,8 +14,9 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from server.engine.draw import Draw
 from server.engine.messages import Sampling
-from server.engine.sampler import Draw, draw, probabilities, sample, uniform
+from server.engine.sampler import draw, probabilities, sample, uniform
 
 VOCABULARY = 150_000
 ROUNDING = 1e-5

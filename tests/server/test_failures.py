@@ -30,6 +30,18 @@ def test_the_engine_killed_under_load_comes_back() -> None:
         assert server.metric("kvmux_num_requests_running") == 0
 
 
+def test_sigterm_tells_those_who_do_not_end_in_time() -> None:
+    """As the whole server stops: the supervisor gives the worker the time, and the worker uses it."""
+    with serving("--dtype", "float32", "--threads", "1", "--kv-memory", "64MiB", "--drain-seconds", "1") as server:
+        started = Barrier(2)
+        with ThreadPoolExecutor(1) as pool:
+            stream = pool.submit(_stream_until_error, server, started)
+            started.wait(PATIENCE)
+            server.process.terminate()
+            assert stream.result(PATIENCE)["code"] == "server_stopping"
+        assert server.process.wait(PATIENCE) == 0
+
+
 def _stream_until_error(server: Server, started: Barrier) -> dict[str, str]:
     """The error event that a stream ends with."""
     with httpx.stream("POST", f"{server.url}/v1/completions", json=BODY | {"stream": True}, timeout=PATIENCE) as answer:

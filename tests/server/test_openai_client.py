@@ -114,3 +114,13 @@ def test_extreme_values_harm_nobody(tiny: Server) -> None:
     assert refused.status_code == 400
     assert len(refused.content) < 2000
     assert tiny.get("/ready").status_code == 200
+
+
+def test_a_chat(client: openai.OpenAI) -> None:
+    messages = [{"role": "user", "content": "Hello! How are you?"}]
+    plain = client.chat.completions.create(model="tiny", messages=messages, temperature=0, max_completion_tokens=40)
+    assert plain.choices[0].message.content
+    stream = client.chat.completions.create(
+        model="tiny", messages=messages, temperature=0, max_completion_tokens=40, stream=True
+    )
+    assert "".join(c.choices[0].delta.content or "" for c in stream) == plain.choices[0].message.content

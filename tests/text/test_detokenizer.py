@@ -107,9 +107,9 @@ class Counting(Tokenizer):
 
     longest = 0
 
-    def decode(self, ids: Sequence[int]) -> str:
+    def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         self.longest = max(self.longest, len(ids))
-        return super().decode(ids)
+        return super().decode(ids, skip_special_tokens=skip_special_tokens)
 
 
 @pytest.mark.parametrize(("token", "text"), [("<0xFF>", "\ufffd"), ("</s>", ""), ("hello", "hello")])

@@ -23,28 +23,28 @@ def ids(text: str) -> list[int]:
 
 def test_ends_as_the_engine_says() -> None:
     choice = output()
-    assert choice.push(ids("hello")) == "hello"
-    assert choice.push([*ids(" world"), EOS], "stop") == " world"
+    assert choice.push(ids("hello")).text == "hello"
+    assert choice.push([*ids(" world"), EOS], "stop").text == " world"
     assert (choice.finish_reason, choice.num_tokens) == ("stop", len(ids("hello")) + len(ids(" world")) + 1)
 
 
 def test_tokens_after_the_stop_string_do_not_count() -> None:
     choice = output("ell")
-    assert choice.push([*ids("hello"), *ids(" world"), EOS], "length") == "h"
+    assert choice.push([*ids("hello"), *ids(" world"), EOS], "length").text == "h"
     assert choice.finish_reason == "stop"
     assert choice.num_tokens == next(n for n in range(10) if "ell" in BACKEND.decode(ids("hello")[:n]))
 
 
 def test_what_was_held_back_comes_with_the_end() -> None:
     choice = output("world peace")
-    assert choice.push(ids("hello world")) == "hello "
-    assert choice.push([EOS], "stop") == "world"
+    assert choice.push(ids("hello world")).text == "hello "
+    assert choice.push([EOS], "stop").text == "world"
 
 
 def test_a_character_that_never_came_ends_no_stop_string() -> None:
     choice = output("\ufffd")
-    assert choice.push(ids("\u2603")[:1]) == ""
-    assert choice.push([], "length") == ""
+    assert choice.push(ids("\u2603")[:1]).text == ""
+    assert choice.push([], "length").text == ""
     assert choice.finish_reason == "stop"  # the text that would be shown is the stop string
 
 
@@ -53,3 +53,42 @@ def test_nothing_may_follow() -> None:
     choice.push([], "length")
     with pytest.raises(AssertionError):
         choice.push(ids("more"))
+
+
+# ---------------------------------------------------------------- tokens and where they stand
+def test_tokens_come_out_with_their_text() -> None:
+    choice, tokens = output("world peace"), ids("hello world")
+    out = choice.push(tokens)
+    assert out.text == "hello "
+    rest = choice.push([EOS], "stop")
+    placed = out.tokens + rest.tokens
+    assert [p.token for p in placed] == [*tokens, EOS]
+    assert all(p.shown for p in placed)
+    text = out.text + rest.text
+    for p, following in zip(placed, [*placed[1:], None], strict=True):
+        end = following.offset if following else len(text)
+        assert TOKENIZER.decode([p.token]) == text[p.offset : end]
+
+
+def test_what_a_stop_string_took_away_is_not_shown() -> None:
+    choice = output(" wor")
+    out = choice.push(ids("hello world"))
+    assert out.text == "hello"
+    assert len(out.tokens) == choice.num_tokens
+    hidden = [p.token for p in out.tokens if not p.shown]
+    assert TOKENIZER.decode(hidden).startswith(" wor"[:1])
+    assert choice.stopped_by == " wor"
+
+
+def test_the_stop_string_and_the_last_token_can_be_had() -> None:
+    choice = OutputText(Detokenizer(TOKENIZER, [0]), [" wor"], include_stop=True)
+    assert choice.push(ids("hello world")).text == "hello wor"
+    (stop,) = ids("!")
+    for include, text in ((False, "hello"), (True, "hello!")):
+        choice = OutputText(Detokenizer(TOKENIZER, [0]), include_stop=include)
+        assert choice.push([*ids("hello"), stop], "stop").text == text
+
+
+def test_special_tokens_can_be_spelled() -> None:
+    choice = OutputText(Detokenizer(TOKENIZER, [0], skip_special=False))
+    assert choice.push([*ids("hello"), EOS, *ids("you")], "length").text == "hello</s>you"

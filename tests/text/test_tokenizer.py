@@ -11,7 +11,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from config.settings import SettingsError
-from server.text.tokenizer import Tokenizer
+from server.text.tokenizer import Tokenizer, keep_last
 from tests.text.tiny import BOS, EOS, KINDS, byte_level
 
 
@@ -40,7 +40,13 @@ def test_ids_and_text_as_in_transformers(tmp_path: Path, kind: str, config: dict
     for text in ("hello world", "", " caf\u00e9 \u2603", "<s>hello</s>"):
         ids = asyncio.run(ours.encode(text))
         assert ids == theirs(text)["input_ids"]
-        assert ours.decode(ids) == theirs.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        plain = asyncio.run(ours.encode(text, add_special_tokens=False))
+        assert plain == theirs(text, add_special_tokens=False)["input_ids"]
+        for skip in (True, False):
+            decoded = theirs.decode(ids, skip_special_tokens=skip, clean_up_tokenization_spaces=False)
+            assert ours.decode(ids, skip_special_tokens=skip) == decoded
+        assert [ours.piece(token) for token in ids] == theirs.convert_ids_to_tokens(ids)
+    assert ours.vocab_size == len(theirs)
 
 
 def test_truncation_and_padding_of_the_file_do_not_apply(tmp_path: Path) -> None:
@@ -55,6 +61,23 @@ def test_truncation_and_padding_of_the_file_do_not_apply(tmp_path: Path) -> None
 def test_special_tokens_have_no_text() -> None:
     tokenizer = Tokenizer(byte_level())
     assert [tokenizer.has_text(token) for token in (BOS, EOS, 5, 100_000)] == [False, False, True, False]
+
+
+def test_a_long_text_is_encoded_in_the_same_way() -> None:
+    tokenizer = Tokenizer(byte_level())
+    for text in ("hello world", "hello world " * 1000):
+        with_bos, plain = (asyncio.run(tokenizer.encode(text, add_special_tokens=add)) for add in (True, False))
+        assert with_bos == [BOS, *plain]
+
+
+def test_the_last_tokens_of_a_prompt_are_kept() -> None:
+    assert [keep_last([1, 2, 3], limit) for limit in (None, 1, 2, 3, 9)] == [
+        [1, 2, 3],
+        [3],
+        [2, 3],
+        [1, 2, 3],
+        [1, 2, 3],
+    ]
 
 
 def test_long_texts_do_not_hold_up_the_event_loop() -> None:

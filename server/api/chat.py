@@ -1,0 +1,135 @@
+"""POST /v1/chat/completions: messages become a prompt by the model's template; the rest is as for completions."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Header, Response
+from msgspec import UNSET
+from pydantic import Field, ValidationInfo, field_validator
+
+from server.api.answers import Serving, answering, finish
+from server.api.body import JsonRoute
+from server.api.conversation import Message, Rendering, prompt_of
+from server.api.errors import documented
+from server.api.generation import Generation, Piece
+from server.api.jobs import Choosing, Job, PromptTokens, check_prompt, job_of, sampling_of
+from server.api.logprobs import ChatLogprobs, chat_logprobs, prompt_logprobs
+from server.api.models import instance_of, served_by
+from server.api.objects import ChatChoice, ChatChunk, ChatChunkChoice, ChatCompletion, ChatMessage, Choice, Delta
+from server.api.schemas import INT64, LONGEST_NAME, GenerationRequest, only
+from server.api.tenants import tenant
+from server.text.tokenizer import Tokenizer, keep_last
+
+
+class ChatRequest(GenerationRequest, Rendering):
+    """Body of POST /v1/chat/completions."""
+
+    messages: list[Message] = Field(min_length=1)
+    max_tokens: int | None = Field(None, ge=0, lt=INT64, description="as max_completion_tokens, which is its new name")
+    max_completion_tokens: int | None = Field(
+        None, ge=0, lt=INT64, description="default: what the context has room for"
+    )
+    logprobs: bool = False
+    top_logprobs: int | None = Field(None, ge=0, le=20, description="alternatives to each token; only with logprobs")
+    add_special_tokens: bool = Field(False, description="beside those that the template writes")
+    modalities: Annotated[list[str], only(["text"])] = Field(default=["text"])
+    tools: Annotated[list[Any], only([])] = Field(default_factory=list)
+    tool_choice: Annotated[Any, only("none", "auto")] = "none"
+    parallel_tool_calls: bool = Field(True, description="no effect without tools")
+
+    @field_validator("top_logprobs")
+    @classmethod
+    def _top_logprobs(cls, value: int | None, info: ValidationInfo) -> int | None:
+        if value is not None and not info.data.get("logprobs"):
+            raise ValueError("allowed only with logprobs: true")
+        return value
+
+    @field_validator("max_completion_tokens")
+    @classmethod
+    def _one_of_both(cls, value: int | None, info: ValidationInfo) -> int | None:
+        if value is not None and info.data.get("max_tokens", value) not in (None, value):
+            raise ValueError("differs from max_tokens; send one of them")
+        return value
+
+    @property
+    def most_tokens(self) -> int | None:
+        return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
+
+
+def router(serving: Serving) -> APIRouter:
+    routes = APIRouter(route_class=JsonRoute, tags=["chat"], responses=documented(400, 404, 413, 429, 503))
+    tokenizer = serving.tokenizer
+
+    @routes.post("/v1/chat/completions")
+    async def create_chat_completion(
+        body: ChatRequest,
+        x_kv_cache: Annotated[str | None, Header(max_length=LONGEST_NAME)] = None,
+        authorization: Annotated[str | None, Header(include_in_schema=False)] = None,
+    ) -> Response:
+        hello = served_by(serving.client)
+        how = Choosing(x_kv_cache, instance_of(hello, body.model), tenant(authorization))
+        text = await prompt_of(tokenizer.chat, body.messages, body)
+        serving.most.check([text], body.n)
+        ids = await tokenizer.encode(text, add_special_tokens=body.add_special_tokens)
+        prompt = PromptTokens(keep_last(ids, body.truncate_prompt_tokens), text)
+        max_tokens = max(1, hello.max_seq_len - len(prompt.ids)) if body.most_tokens is None else body.most_tokens
+        check_prompt(prompt.ids, max_tokens, hello)
+        sampling = sampling_of(
+            body,
+            hello,
+            max_tokens=max_tokens,
+            logprobs=(body.top_logprobs or 0) if body.logprobs else None,
+            prompt_logprobs=body.prompt_logprobs,
+        )
+        job = job_of("chatcmpl", body, [prompt], sampling, body.n, how)
+        return answering(serving, body, job, ChatWriter(tokenizer, body, job))
+
+    return routes
+
+
+class ChatWriter:
+    """The first chunk of each choice says who speaks."""
+
+    def __init__(self, tokenizer: Tokenizer, body: ChatRequest, job: Job) -> None:
+        self._tokenizer = tokenizer
+        self._body = body
+        self._job = job
+        self._begun: set[int] = set()  # choices
+
+    def chunk(self, piece: Piece | None, generation: Generation) -> ChatChunk:
+        chunk = ChatChunk(id=self._job.id, created=self._job.created, model=self._job.model, choices=[])
+        if piece is not None:
+            begins = piece.choice not in self._begun
+            delta = Delta(piece.text, "assistant" if begins else UNSET)
+            choice = ChatChunkChoice(index=piece.choice, delta=delta, logprobs=self._logprobs(piece))
+            self._tell(choice, piece, generation)
+            chunk.choices.append(choice)
+        return chunk
+
+    def whole(self, pieces: list[Piece], generation: Generation) -> ChatCompletion:
+        choices = []
+        for piece in pieces:
+            message = ChatMessage(piece.text)
+            choice = ChatChoice(index=piece.choice, message=message, logprobs=self._logprobs(piece))
+            self._tell(choice, piece, generation)
+            choices.append(choice)
+        return ChatCompletion(id=self._job.id, created=self._job.created, model=self._job.model, choices=choices)
+
+    def _logprobs(self, piece: Piece) -> ChatLogprobs | None:
+        top = self._body.top_logprobs or 0
+        return chat_logprobs(self._tokenizer, piece.tokens, top) if self._body.logprobs else None
+
+    def _tell(self, choice: Choice, piece: Piece, generation: Generation) -> None:
+        """What is not the message itself."""
+        body = self._body
+        if body.return_token_ids:
+            choice.token_ids = [told.token for told in piece.tokens]
+        if piece.choice not in self._begun:
+            self._begun.add(piece.choice)
+            if body.return_token_ids:
+                choice.prompt_token_ids = self._job.prompt_of(piece.choice).ids
+            if body.prompt_logprobs is not None:
+                scores = generation.prompt_scores(piece.choice)
+                choice.prompt_logprobs = prompt_logprobs(self._tokenizer, scores, body.prompt_logprobs)
+        finish(choice, piece)

@@ -1,0 +1,152 @@
+"""uvicorn's connections, with bounds that they lack: its parser keeps the beginning of a request however long it gets,
+and for however long, and takes the square of the time.
+
+Bounded are the bytes and the seconds until the headers of a request are complete, the seconds in which a client may go
+on sending a body that was answered already, and those in which it reads nothing of its answer. What is no HTTP is
+answered with OpenAI's error object. Knows neither the application nor the settings.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from http import HTTPStatus
+
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+from server.api.bounds import too_long_headers
+from server.api.errors import ApiError
+
+LINGER = 5.0  # seconds; closing at once can take the answer away from a client that is still sending
+
+
+def connections(max_header_bytes: int, header_timeout: float, body_timeout: float) -> type[HttpToolsProtocol]:
+    """The class that uvicorn makes one of for every connection."""
+
+    class Bounded(BoundedConnection):
+        most_header_bytes = max_header_bytes
+        header_seconds = header_timeout
+        unread_seconds = body_timeout
+
+    return Bounded
+
+
+class BoundedConnection(HttpToolsProtocol):
+    """The parser calls on_message_begin, on_headers_complete, on_body, on_message_complete, in this order."""
+
+    most_header_bytes: int
+    header_seconds: float
+    unread_seconds: float
+
+    _timer: asyncio.TimerHandle | None = None  # of what the client has to send next
+    _unread: asyncio.TimerHandle | None = None  # of what it has to read
+    _kept = 0  # bytes that the parser may have kept, as nothing came of them yet
+    _came_to_something = False  # the bytes that are being parsed
+    _in_headers = False  # the client has sent some of them, but not all
+    _in_body = False  # the client has sent the headers, but not the whole body
+    _refused = False  # whatever still comes is not read any more
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._expect_within(self.header_seconds, self._no_headers)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._expect_nothing()
+        if self._unread is not None:
+            self._unread.cancel()
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        if self._refused:
+            return
+        self._came_to_something = False
+        super().data_received(data)
+        self._kept = 0 if self._came_to_something else self._kept + len(data)
+        if self._kept > self.most_header_bytes and not self._refused:
+            self._refuse(too_long_headers(self.most_header_bytes))
+
+    # ------------------------------------------------------------ what the parser found
+    def on_message_begin(self) -> None:
+        super().on_message_begin()
+        self._in_headers = True
+        self._expect_within(self.header_seconds, self._no_headers)
+
+    def on_headers_complete(self) -> None:
+        super().on_headers_complete()
+        self._came_to_something = self._in_body = True
+        self._in_headers = False
+        self._expect_nothing()
+
+    def on_body(self, body: bytes) -> None:
+        super().on_body(body)
+        self._came_to_something = True
+
+    def on_message_complete(self) -> None:
+        super().on_message_complete()
+        self._came_to_something, self._in_body = True, False
+        self._expect_nothing()
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        if self._in_body and self.cycle.response_complete:  # else it was the one before, of a client that does not wait
+            self._expect_within(LINGER, self.transport.close)
+
+    # ------------------------------------------------------------ time
+    def pause_writing(self) -> None:
+        """No more than this fits between here and a client that does not read."""
+        super().pause_writing()
+        self._unread = self.loop.call_later(self.unread_seconds, self.transport.abort)
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        if self._unread is not None:
+            self._unread.cancel()
+
+    def _expect_within(self, seconds: float, otherwise: Callable[[], None]) -> None:
+        self._expect_nothing()
+        self._timer = self.loop.call_later(seconds, otherwise)
+
+    def _expect_nothing(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def _no_headers(self) -> None:
+        if self._answering():  # the request before
+            self._expect_within(self.header_seconds, self._no_headers)
+        elif self._in_headers:
+            message = f"no complete headers came within {self.header_seconds:g} seconds"
+            self._refuse(ApiError(408, message, code="header_timeout"))
+        else:  # nobody asked, nobody is answered
+            self.transport.close()
+
+    def _answering(self) -> bool:
+        return self.cycle is not None and not self.cycle.response_complete
+
+    # ------------------------------------------------------------ refusals, before the application is asked
+    def send_400_response(self, msg: str) -> None:
+        self._refuse(ApiError(400, "this is no valid HTTP/1.1 request", code="invalid_http"))
+
+    def _refuse(self, error: ApiError) -> None:
+        """Says why, and closes the connection once the client has had time to read it."""
+        self._refused = True
+        if self.transport.is_closing():
+            return
+        if self._answering():
+            self.cycle.disconnected = True  # as uvicorn says when a client is gone
+            self.cycle.message_event.set()
+            if self.cycle.response_started:
+                self.transport.close()
+                return
+        self.transport.write(_response(error, self.server_state.default_headers))
+        self.transport.write_eof()
+        self._expect_within(LINGER, self.transport.close)
+
+
+def _response(error: ApiError, default_headers: list[tuple[bytes, bytes]]) -> bytes:
+    body = error.body()
+    status = f"HTTP/1.1 {error.status_code} {HTTPStatus(error.status_code).phrase}"
+    headers = {"content-type": "application/json", "content-length": str(len(body)), "connection": "close"}
+    lines = [status, *(f"{name}: {value}" for name, value in (headers | (dict(error.headers or {}))).items())]
+    head = "\r\n".join(lines).encode() + b"".join(b"\r\n%s: %s" % header for header in default_headers)
+    return head + b"\r\n\r\n" + body

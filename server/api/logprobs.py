@@ -1,0 +1,115 @@
+"""Log-probabilities as OpenAI's two endpoints and vLLM write them. Knows scores and texts of tokens; no request."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from msgspec import Struct
+
+from server.api.generation import Told
+from server.engine.messages import TokenScore
+from server.text.tokenizer import Tokenizer
+
+
+# ---------------------------------------------------------------- completions
+class CompletionLogprobs(Struct):
+    """Four lists of the same length. What has no text of its own alone is written "bytes:\\xe2"."""
+
+    tokens: list[str]
+    token_logprobs: list[float | None]
+    top_logprobs: list[dict[str, float] | None]
+    text_offset: list[int]
+
+
+def joined(one: CompletionLogprobs, other: CompletionLogprobs) -> CompletionLogprobs:
+    """Of one text, and of the one behind it."""
+    return CompletionLogprobs(
+        one.tokens + other.tokens,
+        one.token_logprobs + other.token_logprobs,
+        one.top_logprobs + other.top_logprobs,
+        one.text_offset + other.text_offset,
+    )
+
+
+def completion_logprobs(tokenizer: Tokenizer, told: Sequence[Told], top: int, base: int) -> CompletionLogprobs:
+    """Of tokens that are shown; a text begins at character `base` of the choice's. A token without a score: the first.
+
+    The token itself is among the alternatives, so that there may be one more than `top`.
+    """
+    shown = [t for t in told if t.shown]
+    return CompletionLogprobs(
+        [tokenizer.token_string(t.token) for t in shown],
+        [t.score.logprob if t.score else None for t in shown],
+        [_by_text(tokenizer, t.score, top) if t.score else None for t in shown],
+        [base + t.offset for t in shown],
+    )
+
+
+def _by_text(tokenizer: Tokenizer, score: TokenScore, top: int) -> dict[str, float]:
+    """Of several tokens that look alike the likeliest."""
+    alternatives = [*score.top[:top], *([(score.token, score.logprob)] if top else [])]
+    found: dict[str, float] = {}
+    for token, logprob in sorted(alternatives, key=lambda pair: -pair[1]):
+        found.setdefault(tokenizer.token_string(token), logprob)
+    return found
+
+
+# ---------------------------------------------------------------- chats
+class Alternative(Struct):
+    token: str
+    logprob: float
+    bytes: list[int]
+
+
+class ChatToken(Struct):
+    token: str
+    logprob: float
+    bytes: list[int]
+    top_logprobs: list[Alternative]
+
+
+class ChatLogprobs(Struct):
+    content: list[ChatToken]
+    refusal: None = None
+
+
+def chat_logprobs(tokenizer: Tokenizer, told: Sequence[Told], top: int) -> ChatLogprobs:
+    def alternative(token: int, logprob: float) -> Alternative:
+        return Alternative(_text(tokenizer, token), logprob, list(tokenizer.token_bytes(token)))
+
+    content = []
+    for score in (t.score for t in told if t.shown and t.score):
+        own = alternative(score.token, score.logprob)
+        tops = [alternative(token, logprob) for token, logprob in score.top[:top]]
+        content.append(ChatToken(own.token, own.logprob, own.bytes, tops))
+    return ChatLogprobs(content)
+
+
+def _text(tokenizer: Tokenizer, token: int) -> str:
+    return tokenizer.token_bytes(token).decode(errors="replace")
+
+
+# ---------------------------------------------------------------- prompts
+class PromptLogprob(Struct):
+    """vLLM's: of one token that could stand at a place."""
+
+    logprob: float
+    rank: int
+    decoded_token: str
+
+
+PromptLogprobs = list[dict[str, PromptLogprob] | None]
+
+
+def prompt_logprobs(tokenizer: Tokenizer, scores: Sequence[TokenScore], top: int) -> PromptLogprobs:
+    """By place, then by token id; the first token has none."""
+    told: PromptLogprobs = [None]
+    for score in scores:
+        ranked = [(token, logprob, rank) for rank, (token, logprob) in enumerate(score.top[:top], 1)]
+        told.append(
+            {
+                str(token): PromptLogprob(logprob, rank, _text(tokenizer, token))
+                for token, logprob, rank in (*ranked, (score.token, score.logprob, score.rank))
+            }
+        )
+    return told

@@ -1,0 +1,43 @@
+"""Logits as a request wants them before a token is drawn: penalties, biases, tokens that may not come yet.
+
+Knows texts as token ids, and neither requests nor how tokens are drawn.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from server.engine.draw import Text
+from server.engine.messages import Sampling
+
+
+def adjusted(logits: Tensor, sampling: Sampling, text: Text, banned: Collection[int] = ()) -> Tensor:
+    """logits [V] -> new ones: repetition, frequency and presence penalties, then the bias, then -inf for `banned`.
+
+    Repetition (Keskar et al. 2019) counts prompt and output, the other two (OpenAI's) the output alone.
+    """
+    logits = logits.clone()
+    if sampling.repetition_penalty != 1:
+        ids, _ = _counted([*text.prompt, *text.output], logits)
+        chosen = logits[ids]
+        penalty = sampling.repetition_penalty
+        logits[ids] = torch.where(chosen > 0, chosen / penalty, chosen * penalty)
+    if text.output and (sampling.frequency_penalty or sampling.presence_penalty):
+        ids, counts = _counted(text.output, logits)
+        logits[ids] -= sampling.frequency_penalty * counts + sampling.presence_penalty
+    if sampling.logit_bias:
+        biased, by = zip(*sampling.logit_bias, strict=True)
+        logits[list(biased)] += torch.tensor(by, dtype=logits.dtype, device=logits.device)
+    if banned:
+        logits[list(banned)] = -torch.inf
+    return logits
+
+
+def _counted(tokens: Sequence[int], like: Tensor) -> tuple[Tensor, Tensor]:
+    """The distinct tokens, and how often each is there."""
+    ids, counts = np.unique(np.asarray(tokens, np.int64), return_counts=True)
+    return torch.from_numpy(ids).to(like.device), torch.from_numpy(counts).to(like)

@@ -1,0 +1,42 @@
+"""Log-probabilities of tokens, by the model's own logits. Knows no request."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from server.engine.messages import TokenScore
+
+MOST_LOGITS = 1 << 24  # scored in a step; they need this memory a few times over
+LOWEST = -9999.0  # instead of minus infinity, which JSON does not have (as in vLLM)
+
+
+def scores(logits: Tensor, tokens: Sequence[int], top: int) -> list[TokenScore]:
+    """logits [K, V] float32, tokens [K] -> how likely each token was, beside the `top` likeliest.
+
+    A token that is among these has the very same number there.
+    """
+    logprobs = logits.log_softmax(-1).clamp_min(LOWEST)
+    chosen = logprobs.gather(1, torch.tensor(tokens, device=logits.device)[:, None])
+    ranks = (logprobs > chosen).sum(-1) + 1
+    best = logprobs.topk(min(top, logits.shape[1]), sorted=True)
+    return [
+        TokenScore(token, logprob, rank, list(zip(ids, values, strict=True)))
+        for token, logprob, rank, ids, values in zip(
+            tokens, chosen[:, 0].tolist(), ranks.tolist(), best.indices.tolist(), best.values.tolist(), strict=True
+        )
+    ]
+
+
+def scores_of_some(logits: Tensor, tokens: Sequence[int], tops: Sequence[int | None]) -> list[TokenScore | None]:
+    """As `scores`, with a `top` for each; None for those that want nothing."""
+    wanted = [i for i, top in enumerate(tops) if top is not None]
+    if not wanted:
+        return [None] * len(tokens)
+    most = max(top for top in tops if top is not None)
+    told: list[TokenScore | None] = [None] * len(tokens)
+    for i, score in zip(wanted, scores(logits[wanted], [tokens[i] for i in wanted], most), strict=True):
+        told[i] = TokenScore(score.token, score.logprob, score.rank, score.top[: tops[i]])
+    return told

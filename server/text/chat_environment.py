@@ -1,0 +1,96 @@
+"""The language of chat templates: jinja's, in a sandbox, with what templates on the Hugging Face Hub rely on.
+
+Knows no messages. transformers' own is the specification, and the tests compare with it.
+"""
+
+from __future__ import annotations
+
+import datetime
+import json
+from typing import Any, NoReturn
+
+import jinja2
+from jinja2 import nodes
+from jinja2.ext import Extension, LoopControlExtension
+from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+from jinja2.utils import Namespace
+
+
+def environment() -> jinja2.Environment:
+    """What templates are compiled with."""
+    language = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, LoopControlExtension]
+    )
+    language.filters["tojson"] = _to_json
+    language.globals |= {
+        "raise_exception": _raise_exception,
+        "strftime_now": lambda form: datetime.datetime.now().strftime(form),
+        "namespace": _namespace,
+    }
+    return language
+
+
+def reads_parts(template: nodes.Template) -> bool:
+    """Whether a template goes through a message's content as a list of parts; all others know only text."""
+    names = {"content"}  # of variables and of macros' parameters
+    names |= {
+        assigned.target.name
+        for assigned in template.find_all(nodes.Assign)
+        if isinstance(assigned.target, nodes.Name) and _is_content(assigned.node)
+    }
+    iterated = [_unfiltered(loop.iter) for loop in template.find_all(nodes.For)]
+    return any(_is_content(node) or (isinstance(node, nodes.Name) and node.name in names) for node in iterated)
+
+
+def _is_content(node: nodes.Node | None) -> bool:
+    """message.content or message['content']."""
+    match node:
+        case nodes.Getattr(attr="content"):
+            return True
+        case nodes.Getitem(arg=nodes.Const(value="content")):
+            return True
+    return False
+
+
+def _unfiltered(node: nodes.Node | None) -> nodes.Node | None:
+    while isinstance(node, nodes.Filter):
+        node = node.node
+    return node
+
+
+class _Generation(Extension):
+    """{% generation %} surrounds what the model said, for training; here it is only a block."""
+
+    tags = {"generation"}  # noqa: RUF012 -- so declared by jinja
+
+    def parse(self, parser: Parser) -> nodes.Node:
+        line = next(parser.stream).lineno
+        return nodes.Scope(parser.parse_statements(("name:endgeneration",), drop_needle=True), lineno=line)
+
+
+class _Namespace(Namespace):
+    """Refuses names that Python itself looks up in objects, which would lead out of the sandbox."""
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        if str(name).startswith("_"):
+            raise jinja2.exceptions.SecurityError(f"a namespace cannot have {name!r}, with an underscore before it")
+        super().__setitem__(name, value)
+
+
+def _namespace(*given: Any, **attributes: Any) -> Namespace:
+    made = _Namespace()
+    for name, value in dict(*given, **attributes).items():
+        made[name] = value
+    return made
+
+
+def _to_json(
+    value: Any, ensure_ascii: bool = False, indent: Any = None, separators: Any = None, sort_keys: bool = False
+) -> str:
+    """Jinja's own escapes HTML."""
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+
+def _raise_exception(message: str) -> NoReturn:
+    raise jinja2.TemplateError(message)

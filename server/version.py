@@ -1,0 +1,12 @@
+"""Which version of the project this is."""
+
+from __future__ import annotations
+
+from importlib import metadata
+
+
+def version() -> str:
+    try:
+        return metadata.version("kvmux")
+    except metadata.PackageNotFoundError:
+        return "(not installed)"

@@ -1,0 +1,135 @@
+"""POST /v1/chat/completions as openai-python sees it: messages in, a message out, whole or in deltas."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import httpx
+import openai
+import pytest
+
+from server.engine.messages import Submit
+from tests.api.fake_engine import FakeEngine, says
+from tests.api.test_completions import chunks
+from tests.api.test_errors import error_of
+from tests.api.test_parameters import scores
+from tests.text.tiny import EOS, byte_level
+
+Words = Callable[[str], list[int]]
+BACKEND = byte_level()
+MESSAGES: list[Any] = [{"role": "system", "content": "be kind"}, {"role": "user", "content": "hello"}]
+PROMPT = "<s>system: be kind\nuser: hello\nassistant:"
+
+
+def ask(http: httpx.Client, **body: Any) -> httpx.Response:
+    return http.post("/v1/chat/completions", json={"model": "tiny", "messages": MESSAGES} | body)
+
+
+def test_a_chat(engine: FakeEngine, openai_client: openai.OpenAI, words: Words) -> None:
+    engine.script = says([*words("hello world"), EOS], "stop", cached_tokens=2)
+    told = openai_client.chat.completions.create(model="tiny", messages=MESSAGES)
+    assert told.id.startswith("chatcmpl-")
+    assert told.object == "chat.completion"
+    (choice,) = told.choices
+    assert (choice.message.role, choice.message.content) == ("assistant", "hello world")
+    assert (choice.finish_reason, choice.logprobs, choice.message.refusal) == ("stop", None, None)
+    (submit,) = engine.all(Submit)
+    assert submit.prompt == BACKEND.encode(PROMPT, add_special_tokens=False).ids
+    assert submit.sampling.max_tokens == 256 - len(submit.prompt), "up to the context's end"
+    assert told.usage is not None
+    assert told.usage.prompt_tokens == len(submit.prompt)
+    assert told.usage.completion_tokens == len(words("hello world")) + 1
+    assert told.usage.prompt_tokens_details is not None
+    assert told.usage.prompt_tokens_details.cached_tokens == 2
+
+
+def test_in_deltas(engine: FakeEngine, openai_client: openai.OpenAI) -> None:
+    stream = openai_client.chat.completions.create(
+        model="tiny:short", messages=MESSAGES, n=2, stream=True, stream_options={"include_usage": True}
+    )
+    *received, last = list(stream)
+    for index in range(2):
+        deltas = [c.choices[0].delta for c in received if c.choices[0].index == index]
+        assert [delta.role for delta in deltas] == ["assistant"] + [None] * (len(deltas) - 1)
+        assert "".join(delta.content or "" for delta in deltas) == "hello world"
+    assert {chunk.object for chunk in received} == {"chat.completion.chunk"}
+    assert [c.choices[0].finish_reason for c in received if c.choices[0].finish_reason] == ["length"] * 2
+    assert last.choices == []
+    assert last.usage is not None
+    assert engine.all(Submit)[0].alias == "short"
+
+
+def test_logprobs(engine: FakeEngine, openai_client: openai.OpenAI, words: Words) -> None:
+    engine.script = scores(words("hi \u2603"))
+    told = openai_client.chat.completions.create(model="tiny", messages=MESSAGES, logprobs=True, top_logprobs=1)
+    logprobs = told.choices[0].logprobs
+    assert logprobs is not None
+    assert logprobs.content is not None
+    assert b"".join(bytes(token.bytes or []) for token in logprobs.content).decode() == "hi \u2603"
+    assert all(token.logprob == -0.5 for token in logprobs.content)
+    assert all([t.token for t in token.top_logprobs] == [token.token] for token in logprobs.content)
+    assert engine.all(Submit)[0].sampling.logprobs == 1
+
+
+def test_a_stream_has_the_logprobs_of_its_deltas(engine: FakeEngine, http: httpx.Client, words: Words) -> None:
+    engine.script = scores(words("hello"))
+    received = chunks(ask(http, stream=True, logprobs=True))
+    for chunk in received:
+        (choice,) = chunk["choices"]
+        told = "".join(token["token"] for token in choice["logprobs"]["content"])
+        assert told == choice["delta"]["content"]
+
+
+@pytest.mark.parametrize(
+    ("limits", "most"),
+    [
+        ({"max_tokens": 3}, 3),
+        ({"max_completion_tokens": 4}, 4),
+        ({"max_tokens": 5, "max_completion_tokens": 5}, 5),
+    ],
+)
+def test_either_name_of_the_limit(engine: FakeEngine, http: httpx.Client, limits: dict[str, int], most: int) -> None:
+    assert ask(http, **limits).is_success
+    assert engine.all(Submit)[0].sampling.max_tokens == most
+
+
+def test_a_message_may_go_on(engine: FakeEngine, http: httpx.Client) -> None:
+    spoken = [*MESSAGES, {"role": "assistant", "content": "well,"}]
+    assert ask(http, messages=spoken, add_generation_prompt=False, continue_final_message=True).is_success
+    assert BACKEND.decode(engine.all(Submit)[0].prompt).endswith("assistant: well,")
+
+
+@pytest.mark.parametrize(
+    ("change", "param"),
+    [
+        ({"messages": []}, "messages"),
+        ({"messages": "hi"}, "messages"),
+        ({"messages": [{"role": "user"}]}, "messages[0]"),
+        ({"messages": [{"role": "cat", "content": "miaow"}]}, "messages"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]}, "messages[0].content"),
+        ({"top_logprobs": 2}, "top_logprobs"),
+        ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
+        ({"logprobs": 1}, "logprobs"),
+        ({"max_tokens": 5, "max_completion_tokens": 6}, "max_completion_tokens"),
+        ({"max_completion_tokens": 256}, "max_tokens"),
+        ({"tools": [{"type": "function"}]}, "tools"),
+        ({"tool_choice": "required"}, "tool_choice"),
+        ({"response_format": {"type": "json_object"}}, "response_format"),
+        ({"functions": []}, "functions"),
+        ({"prompt": "x"}, "prompt"),
+        ({"stream_options": {"include_usage": True}}, "stream_options"),
+        ({"n": 129}, "n"),
+    ],
+)
+def test_refused(engine: FakeEngine, http: httpx.Client, change: dict[str, Any], param: str) -> None:
+    response = ask(http, **change)
+    assert response.status_code == 400
+    assert (error_of(response)["param"] or "").startswith(param)
+    assert engine.all(Submit) == []
+
+
+def test_what_changes_nothing_is_accepted(engine: FakeEngine, http: httpx.Client) -> None:
+    sent: dict[str, Any] = {"user": "me", "metadata": {}, "store": True, "service_tier": "auto", "tools": []}
+    sent |= {"tool_choice": "auto", "parallel_tool_calls": False, "modalities": ["text"], "logit_bias": None}
+    assert ask(http, **sent, max_tokens=None, response_format={"type": "text"}).is_success

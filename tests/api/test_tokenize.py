@@ -1,0 +1,160 @@
+"""/tokenize, /detokenize, /version."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import httpx
+import pytest
+
+from server.version import version
+from tests.api.conftest import Api
+from tests.api.fake_engine import FakeEngine
+from tests.api.test_errors import error_of
+from tests.text.tiny import BOS, byte_level
+
+Words = Callable[[str], list[int]]
+USER = {"role": "user", "content": "hello"}
+
+
+def tokens_of(http: httpx.Client, body: dict[str, Any]) -> list[int]:
+    answer = http.post("/tokenize", json=body)
+    assert answer.status_code == 200, answer.text
+    told = answer.json()
+    assert (told["count"], told["max_model_len"]) == (len(told["tokens"]), 256)
+    return list(told["tokens"])
+
+
+def test_a_prompt(engine: FakeEngine, http: httpx.Client, words: Words) -> None:
+    plain = words("hello world")
+    assert tokens_of(http, {"prompt": "hello world"}) == [BOS, *plain]
+    assert tokens_of(http, {"model": "tiny:short", "prompt": "hello world", "add_special_tokens": False}) == plain
+    assert tokens_of(http, {"prompt": "", "messages": None}) == [BOS]
+    assert tokens_of(http, {"prompt": "hello " * 2000}) == [BOS, *words("hello " * 2000)]  # longer than the context
+
+
+def test_token_strings(engine: FakeEngine, http: httpx.Client) -> None:
+    told = http.post("/tokenize", json={"prompt": "hello \u2603", "return_token_strs": True}).json()
+    assert told["token_strs"] == byte_level().encode("hello \u2603").tokens
+    assert http.post("/tokenize", json={"prompt": "hello"}).json()["token_strs"] is None
+
+
+@pytest.mark.parametrize(
+    ("body", "text"),
+    [
+        ({}, "<s>user: hello\nassistant:"),
+        ({"add_generation_prompt": False}, "<s>user: hello\n"),
+        ({"add_generation_prompt": False, "continue_final_message": True}, "<s>user: hello"),
+        ({"add_special_tokens": True}, "<s><s>user: hello\nassistant:"),
+        ({"chat_template_kwargs": {"loud": True}}, "<s>user: hello\n!assistant:"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "text", "text": t} for t in ("a", "b")]}]},
+            "<s>user: a\nb\nassistant:",
+        ),
+        (
+            {"messages": [USER, {"role": "assistant", "content": None}, USER]},
+            "<s>user: hello\nassistant: \nuser: hello\nassistant:",
+        ),
+        (
+            {
+                "messages": [
+                    {
+                        "role": "assistant",
+                        "tool_calls": [
+                            {"id": "1", "type": "function", "function": {"name": "f", "arguments": arguments}}
+                            for arguments in ('{"x": "one"}', {"x": "two"}, "")
+                        ],
+                    }
+                ]
+            },
+            "<s>assistant: onetwo\nassistant:",
+        ),
+    ],
+    ids=str,
+)
+def test_messages(engine: FakeEngine, http: httpx.Client, words: Words, body: dict[str, Any], text: str) -> None:
+    tokens = tokens_of(http, {"messages": [USER]} | body)
+    assert tokens == words(text)
+    assert http.post("/detokenize", json={"tokens": tokens}).json() == {"prompt": text}
+
+
+def test_detokenize(engine: FakeEngine, http: httpx.Client, words: Words) -> None:
+    for text in ("hello world", "", "caf\u00e9 \u2603"):
+        answer = http.post("/detokenize", json={"model": "tiny", "tokens": words(text)})
+        assert answer.json() == {"prompt": text}
+    assert http.post("/detokenize", json={"tokens": [319]}).json() == {"prompt": ""}  # no token, but the model has it
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "param"),
+    [
+        ("/tokenize", {}, "messages"),
+        ("/tokenize", {"prompt": "x", "messages": [USER]}, "messages"),
+        ("/tokenize", {"prompt": 5}, "prompt"),
+        ("/tokenize", {"prompt": [1]}, "prompt"),
+        ("/tokenize", {"prompt": "x", "add_special_tokens": 1}, "add_special_tokens"),
+        ("/tokenize", {"prompt": "x", "more": 1}, "more"),
+        ("/tokenize", {"messages": []}, "messages"),
+        ("/tokenize", {"messages": "x"}, "messages"),
+        ("/tokenize", {"messages": [{"content": "x"}]}, "messages[0].role"),
+        ("/tokenize", {"messages": [{"role": "user"}]}, "messages[0]"),
+        ("/tokenize", {"messages": [{"role": "cat", "content": "x"}]}, "messages"),
+        ("/tokenize", {"messages": [USER | {"mood": "good"}]}, "messages[0].mood"),
+        ("/tokenize", {"messages": [USER], "continue_final_message": True}, "continue_final_message"),
+        ("/tokenize", {"messages": [USER], "chat_template_kwargs": {"messages": []}}, "chat_template_kwargs"),
+        ("/detokenize", {}, "tokens"),
+        ("/detokenize", {"tokens": "x"}, "tokens"),
+        ("/detokenize", {"tokens": [1, 320]}, "tokens"),
+        ("/detokenize", {"tokens": [-1]}, "tokens"),
+        ("/detokenize", {"tokens": [2**70]}, "tokens"),
+        ("/detokenize", {"tokens": [1, True]}, "tokens[1]"),
+    ],
+)
+def test_refused(engine: FakeEngine, http: httpx.Client, path: str, body: dict[str, Any], param: str) -> None:
+    response = http.post(path, json=body)
+    assert response.status_code == 400
+    error = error_of(response)
+    assert error["param"] == param
+    assert error["message"].startswith(param.partition("[")[0])
+
+
+@pytest.mark.parametrize(
+    ("content", "param"),
+    [
+        ([{"type": "image_url", "image_url": {"url": "x"}}], "messages[0].content"),
+        ([{"type": "text"}], "messages[0].content"),
+        (5, "messages[0].content"),
+    ],
+    ids=str,
+)
+def test_content_that_is_no_text(engine: FakeEngine, http: httpx.Client, content: Any, param: str) -> None:
+    response = http.post("/tokenize", json={"messages": [{"role": "user", "content": content}]})
+    assert response.status_code == 400
+    assert error_of(response)["param"].startswith(param)
+
+
+@pytest.mark.parametrize("arguments", ["{", "[1]", "5", "[" * 10**5, 5])
+def test_arguments_that_are_no_object(engine: FakeEngine, http: httpx.Client, arguments: Any) -> None:
+    call = {"function": {"name": "f", "arguments": arguments}}
+    response = http.post("/tokenize", json={"messages": [{"role": "assistant", "tool_calls": [call]}]})
+    assert response.status_code == 400
+    assert error_of(response)["param"] == "messages[0].tool_calls[0].function.arguments"
+
+
+def test_what_the_template_does_not_take(engine: FakeEngine, http: httpx.Client) -> None:
+    response = http.post("/tokenize", json={"messages": [{"role": "cat", "content": "x"}]})
+    assert "no cats" in error_of(response)["message"]
+
+
+@pytest.mark.parametrize("path", ["/tokenize", "/detokenize"])
+def test_another_model(engine: FakeEngine, http: httpx.Client, path: str) -> None:
+    body = {"/tokenize": {"prompt": "x"}, "/detokenize": {"tokens": [5]}}[path]
+    response = http.post(path, json=body | {"model": "other"})
+    assert response.status_code == 404
+    assert error_of(response)["code"] == "model_not_found"
+
+
+def test_version(lone_api: Api) -> None:
+    assert httpx.get(f"{lone_api.url}/version").json() == {"version": version()}
+    assert httpx.post(f"{lone_api.url}/tokenize", json={"prompt": "x"}).status_code == 503

@@ -1,0 +1,132 @@
+"""`deterministic`: a request gets the same bits in any company, however it is cut, preempted, or found in the cache."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from config.settings import Settings, SettingsError
+from kernels.cpu.backend import FEW, CpuOps
+from kernels.load import load_ops
+from server.engine.build import build_engine
+from server.engine.messages import TokenScore
+from server.models.directory import locate
+from tests.engine.driving import Driver, strategies
+from tests.engine.reference import random_prompt
+from tests.models.random_models import save_random
+
+COMPILED = isinstance(load_ops(torch.device("cpu"), torch.float32).ops, CpuOps)
+EMBEDDED = locate("tiny", None)
+PROMPT, COUNT, TOP = random_prompt(150), 6, 5
+INSTANCES = ["contiguous", "paged", "odd_blocks", "window", "int8"]
+SETTINGS: dict[str, Any] = {
+    "strategies": strategies(
+        odd_blocks={"kind": "paged", "block_size": 7},
+        window={"kind": "sliding_window", "window": 40, "sinks": 3},
+        int8={"kind": "paged", "kv_dtype": "int8"},
+    ),
+    "max_seq_len": 320,
+    "threads": 2,
+    "kv_memory": "64MiB",
+    "deterministic": True,
+}
+
+
+def asked(driver: Driver, instance: str, name: str = "it") -> None:
+    """Drawn, with the numbers of the five likeliest at each place: equal numbers are equal logits, nearly enough."""
+    driver.submit(name, PROMPT, COUNT, kv_cache=instance, temperature=0.8, seed=3, logprobs=TOP)
+
+
+def others(driver: Driver, instance: str, first: int = 0) -> None:
+    for i in range(first, first + 5):
+        driver.submit(f"other {i}", random_prompt(20 + 31 * i, seed=i), 30, kv_cache=instance)
+
+
+# ---------------------------------------------------------------- ways to be served
+def alone(driver: Driver, instance: str) -> None:
+    asked(driver, instance)
+
+
+def in_a_crowd(driver: Driver, instance: str) -> None:
+    others(driver, "paged")
+    driver.step(), driver.step()
+    asked(driver, instance)
+    driver.step()
+    others(driver, instance, first=5)
+
+
+def cut_small(driver: Driver, instance: str) -> None:
+    driver.core.scheduler.limits = driver.limits._replace(max_step_tokens=11)
+    asked(driver, instance)
+
+
+def after_itself(driver: Driver, instance: str) -> None:
+    driver.submit("before", PROMPT[:97], 2, kv_cache=instance)
+    driver.run()
+    asked(driver, instance)
+
+
+def preempted(driver: Driver, instance: str) -> None:
+    others(driver, instance)
+    asked(driver, instance)
+    for _ in range(5):
+        driver.step()
+    scheduler, request = driver.core.scheduler, driver.request("it")
+    if request.seat is not None:
+        scheduler._unseat(request)
+        scheduler._wait(request)
+
+
+WAYS: list[Callable[[Driver, str], None]] = [in_a_crowd, cut_small, after_itself, preempted]
+
+
+def served(directory: Path, dtype: str, instance: str, way: Callable[[Driver, str], None]) -> list[TokenScore]:
+    driver = Driver(directory, **SETTINGS, dtype=dtype)
+    way(driver, instance)
+    driver.run()
+    assert len(driver.heard["it"].scores) == COUNT
+    return driver.heard["it"].scores
+
+
+# ---------------------------------------------------------------- what holds
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("instance", INSTANCES)
+def test_the_same_bits_in_any_company(instance: str, dtype: str) -> None:
+    if not COMPILED:
+        with pytest.raises(SettingsError, match="deterministic"):
+            build_engine(Settings(**SETTINGS, dtype=dtype))
+        return
+    expected = served(EMBEDDED, dtype, instance, alone)
+    for way in WAYS:
+        assert served(EMBEDDED, dtype, instance, way) == expected, way.__name__
+
+
+@pytest.mark.parametrize("name", ["mixtral", "gemma3", "qwen3"])
+def test_other_families_too(tmp_path: Path, name: str) -> None:
+    save_random(name, tmp_path)
+    if COMPILED:
+        expected = served(tmp_path, "float32", "paged", alone)
+        for way in WAYS:
+            assert served(tmp_path, "float32", "paged", way) == expected, way.__name__
+
+
+@pytest.mark.parametrize("change", [{"kernels": "reference"}, {"model_impl": "transformers"}])
+def test_what_cannot_promise_it_is_refused(tiny: Path, change: dict[str, str]) -> None:
+    with pytest.raises(SettingsError, match="deterministic"):
+        build_engine(Settings(model=str(tiny), **(SETTINGS | change)))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("rows", [1, FEW - 1, FEW, FEW + 1, 3 * FEW + 5])
+def test_a_row_of_a_product_is_the_same_beside_any_others(rows: int, dtype: torch.dtype) -> None:
+    ops = load_ops(torch.device("cpu"), torch.float32).ops
+    if isinstance(ops, CpuOps):
+        invariant = ops.row_invariant()
+        x, weight = torch.randn(rows, 200), torch.randn(90, 200).to(dtype)
+        together = invariant.linear(x, weight)
+        for i in range(rows):
+            assert torch.equal(invariant.linear(x[i : i + 1], weight)[0], together[i])
