@@ -40,6 +40,7 @@ class FakeEngine:
     """Serves `path` while used as a context manager. Keeps what it heard."""
 
     def __init__(self, path: Path, script: Script, hello: Hello = HELLO) -> None:
+        self._answering = threading.Lock()
         self.begin_again(script)
         self._gateway = Gateway(path, hello)
         self._thread = threading.Thread(target=self._run, name="fake-engine")
@@ -47,6 +48,10 @@ class FakeEngine:
 
     def begin_again(self, script: Script) -> None:
         """Forgets everything, so that the next test finds it as new."""
+        with self._answering:  # it may have answered a request, but not noted it yet
+            self._forget(script)
+
+    def _forget(self, script: Script) -> None:
         self.script = script
         self.answers = {"kv_cache": b'{"instances": {}}', "metrics": b"# TYPE up gauge\nup 1\n"}
         self.refusal: Failed | None = None  # of commands
@@ -86,9 +91,10 @@ class FakeEngine:
                 continue
             if isinstance(message, Cancel) and message.request_id not in self._workers:
                 continue  # of an earlier test
-            for events in self._replies(worker_id, message):
-                self._gateway.send(worker_id, events)
-            self.heard.append(message)  # last: a test that has seen it finds the replies on their way
+            with self._answering:
+                for events in self._replies(worker_id, message):
+                    self._gateway.send(worker_id, events)
+                self.heard.append(message)  # last: a test that has seen it finds the replies on their way
 
     def _replies(self, worker_id: int, message: ToEngine | Gone) -> Iterator[list[FromEngine]]:
         match message:
