@@ -17,6 +17,7 @@ from server.api.jobs import Most
 from server.api.request_id import RequestId
 from server.engine.client import EngineClient
 from server.text.tokenizer import Tokenizer
+from server.version import version
 
 
 def create_app(settings: Settings, client: EngineClient, tokenizer: Tokenizer) -> FastAPI:
@@ -29,7 +30,8 @@ def create_app(settings: Settings, client: EngineClient, tokenizer: Tokenizer) -
 
     app = FastAPI(
         title="kvmux",
-        summary=f"Serves {settings.model}, with a KV-cache strategy for each request.",
+        summary="OpenAI's API, with a KV-cache strategy for each request.",
+        version=version(),
         lifespan=lifespan,
         redirect_slashes=False,  # a redirected POST surprises clients
         redoc_url=None,
