@@ -23,7 +23,7 @@ TELL_KERNELS = ls kernels/cpu/*.so >/dev/null 2>&1 || echo "The C++ kernels were
  The server runs without them, slower." >&2
 
 .DEFAULT_GOAL := help
-.PHONY: help install serve test test-slow check format bench load clean
+.PHONY: help install serve test test-slow test-clients check format bench load clean
 
 help:  ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1	\2/p' Makefile | expand -t 20
@@ -38,6 +38,9 @@ test: $(VENV)/.with-test  ## run the tests
 
 test-slow: $(VENV)/.with-test  ## run the tests that take minutes, too
 	$(PY) -m pytest $(ARGS)
+
+test-clients: $(VENV)/.with-test  ## check the clients that people use, each installed by itself (CLIENTS="litellm ...": these)
+	$(PY) -m tests.clients.run $(CLIENTS)
 
 check: $(VENV)/.with-test,check  ## lint, format and types, changing nothing
 	$(PY) -m ruff check .

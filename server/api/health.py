@@ -30,7 +30,7 @@ def router(client: EngineClient) -> APIRouter:
         return {"version": version()}
 
     @routes.head("/metrics", include_in_schema=False)
-    @routes.get("/metrics", responses=documented(503))
+    @routes.get("/metrics", responses={200: {"content": {"text/plain": {}}}, **documented(503)})
     async def metrics() -> Response:
         return Response(await client.query("metrics", TIMEOUT), media_type="text/plain; version=0.0.4")
 

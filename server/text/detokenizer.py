@@ -57,7 +57,8 @@ class Detokenizer:
         held = len(text) - len(text.rstrip(UNKNOWN))
         settled, piece = self._unshown(text)
         if held == 0 and piece:
-            self._keep(self._window[settled:], held=0)
+            new = self._window[settled:]  # which may begin within a character, and then is none alone
+            self._keep(new if piece.endswith(self._tokenizer.decode(new)) else self._window, held=0)
             return piece
         if len(self._window) - self._settled <= PATIENCE:
             return ""

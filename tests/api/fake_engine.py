@@ -73,7 +73,8 @@ class FakeEngine:
         self._gateway.send(self._workers[events[0].request_id], list(events))
 
     def all(self, kind: type[T]) -> list[T]:
-        return [message for message in list(self.heard) if isinstance(message, kind)]
+        with self._answering:  # what was answered is noted
+            return [message for message in self.heard if isinstance(message, kind)]
 
     def wait_for(self, kind: type[T], count: int = 1, timeout: float = 5.0) -> list[T]:
         """The messages of a kind, as soon as there are `count`."""

@@ -44,6 +44,14 @@ def test_pieces_are_the_text(kind: str, text: str, cut: int) -> None:
     assert "".join(pieces(TOKENIZERS[kind], prompt, completion)) == expected(TOKENIZERS[kind], prompt, completion)
 
 
+@pytest.mark.parametrize("cut", range(9))
+def test_a_prompt_that_ends_within_a_character_that_looks_like_none(cut: int) -> None:
+    """U+FFFD has bytes of its own, and is what a part of them looks like."""
+    ids = BACKENDS["byte_fallback"].encode("\ufffdßß").ids
+    prompt, completion = ids[:cut], ids[cut:]
+    assert "".join(pieces(BYTE_FALLBACK, prompt, completion)) == expected(BYTE_FALLBACK, prompt, completion)
+
+
 @given(ids=st.lists(st.integers(0, 330), max_size=80), cut=st.integers(0, 80))
 @settings(deadline=None)
 def test_any_byte_level_tokens(ids: list[int], cut: int) -> None:

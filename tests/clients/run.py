@@ -1,0 +1,69 @@
+"""`python -m tests.clients.run [NAME ...]`: installs each client into an environment of its own and runs its check.
+
+A client is a folder with requirements.txt and check.py, or with package.json and check.mjs. A check gets the server's
+URL and the model's name, and fails by its exit code. Environments stay in .clients until their requirements change.
+"""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+import subprocess
+import sys
+import venv
+from collections.abc import Sequence
+from pathlib import Path
+
+from tests.server.running import Server, serving
+
+HERE = Path(__file__).parent
+ENVIRONMENTS = HERE.parents[1] / ".clients"
+SERVER = ("--dtype", "float32", "--threads", "1", "--kv-memory", "256MiB")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    names = sorted(folder.name for folder in HERE.iterdir() if (folder / "check.py").exists() or is_js(folder))
+    parser = argparse.ArgumentParser(prog="python -m tests.clients.run", description=__doc__)
+    parser.add_argument("names", nargs="*", metavar="NAME", default=names, help=", ".join(names))
+    wanted = parser.parse_args(arguments).names
+    commands = {name: installed(HERE / name) for name in wanted}
+    with serving(*SERVER) as server:
+        failed = [name for name in wanted if not passes(name, commands[name], server)]
+    print(f"{len(wanted) - len(failed)} of {len(wanted)} clients are content" + "".join(f"; not {n}" for n in failed))
+    return 1 if failed else 0
+
+
+def is_js(folder: Path) -> bool:
+    return (folder / "package.json").exists()
+
+
+def installed(folder: Path) -> list[str]:
+    """The command that runs a client's check."""
+    pins = folder / ("package.json" if is_js(folder) else "requirements.txt")
+    home, done = ENVIRONMENTS / folder.name, ENVIRONMENTS / folder.name / pins.name
+    fresh = done.exists() and done.read_text() == pins.read_text()
+    if not fresh:
+        print(f"installing {folder.name} ...", flush=True)
+        shutil.rmtree(home, ignore_errors=True)
+        home.mkdir(parents=True)
+    if is_js(folder):
+        shutil.copy(folder / "check.mjs", home)
+        if not fresh:
+            shutil.copy(pins, home)
+            subprocess.run(["npm", "install", "--silent", "--no-audit", "--no-fund"], cwd=home, check=True)
+        return ["node", str(home / "check.mjs")]
+    python = str(home / "bin/python")
+    if not fresh:
+        venv.create(home, with_pip=True)
+        subprocess.run([python, "-m", "pip", "install", "-q", "--disable-pip-version-check", "-r", pins], check=True)
+        shutil.copy(pins, done)
+    return [python, str(folder / "check.py")]
+
+
+def passes(name: str, command: list[str], server: Server) -> bool:
+    print(f"--- {name}", flush=True)
+    return subprocess.run([*command, server.url, server.model], timeout=900).returncode == 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
