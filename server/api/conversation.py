@@ -49,6 +49,9 @@ class ToolCall(Body):
     function: Function
 
 
+WITHOUT_EFFECT = {"refusal", "annotations", "audio", "function_call"}
+
+
 class Message(Body):
     """One message; what it has beside role and content is for the template."""
 
@@ -58,6 +61,10 @@ class Message(Body):
     reasoning_content: str | None = None
     tool_calls: list[ToolCall] | None = None
     tool_call_id: str | None = None
+    refusal: Any = Field(None, description="of an answer that is sent back; no effect, like the next three")
+    annotations: Any = None
+    audio: Any = None
+    function_call: Any = None
 
     @model_validator(mode="after")
     def _says_something(self) -> Self:
@@ -87,7 +94,7 @@ class Rendering(Body):
 
 async def prompt_of(template: ChatTemplate, messages: Sequence[Message], how: Rendering) -> str:
     """The prompt, to be encoded without special tokens. Rendered in a thread. Raises ApiError."""
-    plain = [message.model_dump(exclude_none=True) for message in messages]
+    plain = [message.model_dump(exclude_none=True, exclude=WITHOUT_EFFECT) for message in messages]
     try:
         return await asyncio.to_thread(
             template.render,

@@ -94,6 +94,15 @@ def test_either_name_of_the_limit(engine: FakeEngine, http: httpx.Client, limits
     assert engine.all(Submit)[0].sampling.max_tokens == most
 
 
+def test_an_answer_can_be_sent_back_as_it_came(engine: FakeEngine, openai_client: openai.OpenAI, words: Words) -> None:
+    engine.script = says(words("hi"), "stop")
+    first = openai_client.chat.completions.create(model="tiny", messages=MESSAGES).choices[0].message
+    talk = [*MESSAGES, first.model_dump(), {"role": "user", "content": "more"}]
+    openai_client.chat.completions.create(model="tiny", messages=talk)
+    text = BACKEND.decode(engine.all(Submit)[1].prompt)
+    assert text == f"system: be kind\nuser: hello\nassistant: {first.content}\nuser: more\nassistant:"
+
+
 def test_a_message_may_go_on(engine: FakeEngine, http: httpx.Client) -> None:
     spoken = [*MESSAGES, {"role": "assistant", "content": "well,"}]
     assert ask(http, messages=spoken, add_generation_prompt=False, continue_final_message=True).is_success
