@@ -219,8 +219,8 @@ class Core:
         for (_, request), token, score in zip(ends, tokens, told, strict=True):
             request.extend(token, eos)
             worker, request_id = request.key
-            scores = None if score is None else [score]
-            events.append(Event(worker, Tokens(request_id, [token], request.finish_reason, scores)))
+            scored = None if score is None else [score]
+            events.append(Event(worker, Tokens(request_id, [token], request.finish_reason, scored)))
             if request.finish_reason is not None:
                 self._remove(request, request.finish_reason)
         return events
