@@ -42,11 +42,12 @@ class CpuOps(ReferenceOps):
         return CpuOps(self._library, self._native, row_invariant=True)
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        if self._row_invariant:
-            return torch.cat([self._library.linear(few, weight, bias) for few in x.split(FEW)])
-        if x.shape[0] <= (FEW_IF_NATIVE if weight.dtype in self._native else FEW):
+        few = FEW if self._row_invariant or weight.dtype not in self._native else FEW_IF_NATIVE
+        if x.shape[0] <= few:
             multiplied: Tensor = self._library.linear(x, weight, bias)
             return multiplied
+        if self._row_invariant:
+            return torch.cat([self._library.linear(part, weight, bias) for part in x.split(few)])
         if weight.dtype in self._native or weight.dtype is torch.float32:
             return super().linear(x, weight, bias)
         return _linear_widened(x, weight, bias)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Generic, TypeVar
 
 import msgspec
 from fastapi import Response
@@ -15,6 +16,7 @@ from server.api.deadlines import Deadlines
 from server.api.disconnect import WhileConnected
 from server.api.generation import Generation, Piece, generate, whole
 from server.api.jobs import Job, Most
+from server.api.logprobs import prompt_logprobs
 from server.api.objects import Answer, Choice, Explanation, KVCacheChoice, PromptTokensDetails, Usage
 from server.api.schemas import GenerationRequest
 from server.api.sse import send_events
@@ -24,6 +26,8 @@ from server.engine.report import RequestRecord
 from server.text.detokenizer import Detokenizer
 from server.text.output import OutputText
 from server.text.tokenizer import Tokenizer
+
+B = TypeVar("B", bound=GenerationRequest)
 
 
 @dataclass(frozen=True)
@@ -36,19 +40,44 @@ class Serving:
     deadlines: Deadlines
 
 
-class Writer(Protocol):
+class Writer(ABC, Generic[B]):
     """An endpoint's way to write answers; one for each request."""
 
+    def __init__(self, tokenizer: Tokenizer, body: B, job: Job) -> None:
+        self._tokenizer = tokenizer
+        self._body = body
+        self._job = job
+        self._begun: set[int] = set()  # choices
+
+    @abstractmethod
     def chunk(self, piece: Piece | None, generation: Generation) -> Answer:
         """Of a stream; without a piece, one without choices."""
-        ...
 
+    @abstractmethod
     def whole(self, pieces: list[Piece], generation: Generation) -> Answer:
         """One piece for each choice."""
-        ...
+
+    def _tell(self, choice: Choice, piece: Piece, generation: Generation) -> bool:
+        """What choices of all endpoints have beside their text; whether this is the first piece of its choice."""
+        begins = piece.choice not in self._begun
+        if begins:
+            self._begun.add(piece.choice)
+            self._tell_prompt(choice, piece.choice, generation)
+        if self._body.return_token_ids:
+            choice.token_ids = [told.token for told in piece.tokens]
+        choice.finish_reason = piece.finish_reason
+        choice.stop_reason = UNSET if piece.stop_reason is None else piece.stop_reason
+        choice.kv_cache = explanation(piece.record)
+        return begins
+
+    def _tell_prompt(self, choice: Choice, index: int, generation: Generation) -> None:
+        if self._body.return_token_ids:
+            choice.prompt_token_ids = self._job.prompt_of(index).ids
+        if (top := self._body.prompt_logprobs) is not None:
+            choice.prompt_logprobs = prompt_logprobs(self._tokenizer, generation.prompt_scores(index), top)
 
 
-def answering(serving: Serving, body: GenerationRequest, job: Job, writer: Writer) -> Response:
+def answering(serving: Serving, body: GenerationRequest, job: Job, writer: Writer[Any]) -> Response:
     """Runs the job while its client is there."""
 
     async def answer(scope: Scope, receive: Receive, send: Send) -> None:
@@ -69,7 +98,7 @@ def answering(serving: Serving, body: GenerationRequest, job: Job, writer: Write
 
 
 async def _chunks(
-    body: GenerationRequest, job: Job, admitted: Admitted, generation: Generation, writer: Writer
+    body: GenerationRequest, job: Job, admitted: Admitted, generation: Generation, writer: Writer[Any]
 ) -> AsyncIterator[bytes]:
     kv_cache: KVCacheChoice | UnsetType = kv_cache_choice(admitted)  # in the first chunk only
     async for piece in generation.pieces():
@@ -120,10 +149,3 @@ def explanation(record: RequestRecord | None) -> Explanation | UnsetType:
         prefill_seconds=record.prefill_seconds,
         decode_seconds=record.decode_seconds,
     )
-
-
-def finish(choice: Choice, piece: Piece) -> None:
-    """What a choice's last piece says."""
-    choice.finish_reason = piece.finish_reason
-    choice.stop_reason = UNSET if piece.stop_reason is None else piece.stop_reason
-    choice.kv_cache = explanation(piece.record)

@@ -5,21 +5,20 @@ from __future__ import annotations
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Header, Response
-from msgspec import UNSET
 from pydantic import Field, ValidationInfo, field_validator
 
-from server.api.answers import Serving, answering, finish
+from server.api.answers import Serving, Writer, answering
 from server.api.body import JsonRoute
 from server.api.conversation import Message, Rendering, prompt_of
 from server.api.errors import documented
 from server.api.generation import Generation, Piece
-from server.api.jobs import Choosing, Job, PromptTokens, check_prompt, job_of, sampling_of
-from server.api.logprobs import ChatLogprobs, chat_logprobs, prompt_logprobs
+from server.api.jobs import Choosing, PromptTokens, check_prompt, job_of, sampling_of
+from server.api.logprobs import ChatLogprobs, chat_logprobs
 from server.api.models import instance_of, served_by
-from server.api.objects import ChatChoice, ChatChunk, ChatChunkChoice, ChatCompletion, ChatMessage, Choice, Delta
+from server.api.objects import ChatChoice, ChatChunk, ChatChunkChoice, ChatCompletion, ChatMessage, Delta
 from server.api.schemas import INT64, LONGEST_NAME, GenerationRequest, only
 from server.api.tenants import tenant
-from server.text.tokenizer import Tokenizer, keep_last
+from server.text.tokenizer import keep_last
 
 
 class ChatRequest(GenerationRequest, Rendering):
@@ -88,22 +87,15 @@ def router(serving: Serving) -> APIRouter:
     return routes
 
 
-class ChatWriter:
+class ChatWriter(Writer[ChatRequest]):
     """The first chunk of each choice says who speaks."""
-
-    def __init__(self, tokenizer: Tokenizer, body: ChatRequest, job: Job) -> None:
-        self._tokenizer = tokenizer
-        self._body = body
-        self._job = job
-        self._begun: set[int] = set()  # choices
 
     def chunk(self, piece: Piece | None, generation: Generation) -> ChatChunk:
         chunk = ChatChunk(id=self._job.id, created=self._job.created, model=self._job.model, choices=[])
         if piece is not None:
-            begins = piece.choice not in self._begun
-            delta = Delta(piece.text, "assistant" if begins else UNSET)
-            choice = ChatChunkChoice(index=piece.choice, delta=delta, logprobs=self._logprobs(piece))
-            self._tell(choice, piece, generation)
+            choice = ChatChunkChoice(index=piece.choice, delta=Delta(piece.text), logprobs=self._logprobs(piece))
+            if self._tell(choice, piece, generation):
+                choice.delta.role = "assistant"
             chunk.choices.append(choice)
         return chunk
 
@@ -119,17 +111,3 @@ class ChatWriter:
     def _logprobs(self, piece: Piece) -> ChatLogprobs | None:
         top = self._body.top_logprobs or 0
         return chat_logprobs(self._tokenizer, piece.tokens, top) if self._body.logprobs else None
-
-    def _tell(self, choice: Choice, piece: Piece, generation: Generation) -> None:
-        """What is not the message itself."""
-        body = self._body
-        if body.return_token_ids:
-            choice.token_ids = [told.token for told in piece.tokens]
-        if piece.choice not in self._begun:
-            self._begun.add(piece.choice)
-            if body.return_token_ids:
-                choice.prompt_token_ids = self._job.prompt_of(piece.choice).ids
-            if body.prompt_logprobs is not None:
-                scores = generation.prompt_scores(piece.choice)
-                choice.prompt_logprobs = prompt_logprobs(self._tokenizer, scores, body.prompt_logprobs)
-        finish(choice, piece)

@@ -6,17 +6,17 @@ from typing import Annotated
 
 from fastapi import APIRouter, Header, Response
 
-from server.api.answers import Serving, answering, finish
+from server.api.answers import Serving, Writer, answering
 from server.api.body import JsonRoute
 from server.api.errors import ApiError, documented
 from server.api.generation import Generation, Piece, Told
-from server.api.jobs import Choosing, Job, PromptTokens, check_prompt, job_of, sampling_of
-from server.api.logprobs import completion_logprobs, joined, prompt_logprobs
+from server.api.jobs import Choosing, PromptTokens, check_prompt, job_of, sampling_of
+from server.api.logprobs import completion_logprobs, joined
 from server.api.models import instance_of, served_by
 from server.api.objects import Completion, CompletionChoice
 from server.api.schemas import LONGEST_NAME, CompletionRequest
 from server.api.tenants import tenant
-from server.engine.messages import Hello, Sampling
+from server.engine.messages import Hello, Sampling, TokenScore
 from server.text.detokenizer import Detokenizer
 from server.text.infill import InfillError, infill_prompt
 from server.text.output import OutputText, Placed
@@ -79,14 +79,8 @@ async def read(tokenizer: Tokenizer, prompt: str | list[int], body: CompletionRe
     return PromptTokens(kept, text)
 
 
-class CompletionWriter:
+class CompletionWriter(Writer[CompletionRequest]):
     """With `echo` a choice's text begins with its prompt."""
-
-    def __init__(self, tokenizer: Tokenizer, body: CompletionRequest, job: Job) -> None:
-        self._tokenizer = tokenizer
-        self._body = body
-        self._job = job
-        self._begun: set[int] = set()  # choices
 
     def chunk(self, piece: Piece | None, generation: Generation) -> Completion:
         return self._completion([] if piece is None else [self._part(piece, generation)])
@@ -103,33 +97,23 @@ class CompletionWriter:
         body = self._body
         part = CompletionChoice(index=piece.choice, text=piece.text)
         prompt = self._job.prompt_of(piece.choice)
-        if body.return_token_ids:
-            part.token_ids = [told.token for told in piece.tokens]
         if body.logprobs is not None:
             base = len(prompt.text) if body.echo else 0
             part.logprobs = completion_logprobs(self._tokenizer, piece.tokens, body.logprobs, base)
-        if piece.choice not in self._begun:
-            self._begun.add(piece.choice)
-            self._begin(part, prompt, generation)
-        finish(part, piece)
+        if self._tell(part, piece, generation) and body.echo:
+            self._echo(part, prompt, generation.prompt_scores(piece.choice))
         return part
 
-    def _begin(self, part: CompletionChoice, prompt: PromptTokens, generation: Generation) -> None:
-        """What a choice's first piece has of its prompt."""
-        body, scores = self._body, generation.prompt_scores(part.index)
-        if body.echo:
-            part.text = prompt.text + part.text
-        if body.echo and part.logprobs is not None:
-            assert body.logprobs is not None
+    def _echo(self, part: CompletionChoice, prompt: PromptTokens, scores: list[TokenScore]) -> None:
+        """Puts the prompt before a choice's first piece."""
+        part.text = prompt.text + part.text
+        if part.logprobs is not None:
+            assert self._body.logprobs is not None
             told = [
                 Told(placed.token, placed.offset, score)
                 for placed, score in zip(self._placed(prompt.ids), [None, *scores], strict=True)
             ]
-            part.logprobs = joined(completion_logprobs(self._tokenizer, told, body.logprobs, 0), part.logprobs)
-        if body.prompt_logprobs is not None:
-            part.prompt_logprobs = prompt_logprobs(self._tokenizer, scores, body.prompt_logprobs)
-        if body.return_token_ids:
-            part.prompt_token_ids = prompt.ids
+            part.logprobs = joined(completion_logprobs(self._tokenizer, told, self._body.logprobs, 0), part.logprobs)
 
     def _placed(self, ids: list[int]) -> list[Placed]:
         """Where each token of a prompt begins in its text."""

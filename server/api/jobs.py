@@ -73,7 +73,7 @@ def job_of(
     kind: str, body: GenerationRequest, prompts: Sequence[PromptTokens], sampling: Sampling, choices: int, how: Choosing
 ) -> Job:
     """`kind` begins the id; `sampling` is that of the first choice."""
-    key = uuid.uuid4().hex
+    key, caching = uuid.uuid4().hex, caching_of(body, how.tenant)
     submits = [
         Submit(
             request_id=f"{key}-{p}-{choice}",
@@ -83,7 +83,7 @@ def job_of(
             header=how.header,
             alias=how.alias,
             priority=body.priority,
-            caching=caching_of(body, how.tenant),
+            caching=caching,
             explain=body.explain,
             sibling_of=f"{key}-{p}-0" if choice else None,
         )

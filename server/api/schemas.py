@@ -1,6 +1,6 @@
 """What clients may send, checked strictly: `true` is no number, NaN is refused, an unknown field is named.
 
-What both endpoints of generation take, and the body of completions; that of chats is in chat_schemas.py. Null is the
+What both endpoints of generation take, and the body of completions; that of chats is in chat.py. Null is the
 same as absent. Knows neither the engine nor the tokenizer.
 """
 

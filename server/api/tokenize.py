@@ -10,7 +10,8 @@ from pydantic import Field, ValidationInfo, field_validator
 
 from server.api.body import JsonRoute
 from server.api.conversation import Message, Rendering, prompt_of
-from server.api.errors import ApiError, documented
+from server.api.errors import documented
+from server.api.jobs import check_ids
 from server.api.models import instance_of, served_by
 from server.api.schemas import Body
 from server.engine.client import EngineClient
@@ -73,8 +74,7 @@ def router(client: EngineClient, tokenizer: Tokenizer) -> APIRouter:
     @routes.post("/detokenize")
     async def detokenize(body: DetokenizeRequest) -> Response:
         hello = _served(client, body.model)
-        if body.tokens and (min(body.tokens) < 0 or max(body.tokens) >= hello.vocab_size):
-            raise ApiError(400, f"tokens: token ids should be from 0 to {hello.vocab_size - 1}", param="tokens")
+        check_ids(body.tokens, hello, "tokens")
         return _json(Text(await asyncio.to_thread(tokenizer.decode, body.tokens, skip_special_tokens=False)))
 
     return routes

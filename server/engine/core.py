@@ -120,6 +120,7 @@ class Core:
             raise RequestError(409, f"with that, {why_not}", code="no_room")
         self.arena.set_share(name, floor=floor, limit=limit)
         self._drain(name)
+        self.scheduler.room_changed()
 
     def _drain(self, name: str) -> None:
         """An instance above a lowered limit comes down to it as its requests end."""
@@ -127,7 +128,6 @@ class Core:
         needed = sum(r.cache.bytes_for(r.most_tokens) for r in running)
         pinned = len(self.caches[name].pinned_pages())
         self.arena.drain(name, -(-needed // self.arena.page_bytes) + pinned)
-        self.scheduler.room_changed()
 
     # ---------------------------------------------------------------- a step
     def step(self) -> StepResult:
@@ -139,6 +139,8 @@ class Core:
             cache.poll()
             if cache.draining:
                 self._drain(cache.name)
+                if not cache.draining:
+                    self.scheduler.room_changed()
         scheduled, preempted = self.scheduler.schedule()
         parts, events = self._compute(scheduled)
         report = StepReport(

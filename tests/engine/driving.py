@@ -111,6 +111,13 @@ class Driver:
             self._hear(refused.message)
         return self.heard[name]
 
+    def preempt(self, name: str) -> None:
+        """Takes a running request's seat, as the scheduler does where there is no room."""
+        request, scheduler = self.request(name), self.core.scheduler
+        scheduler._unseat(request)
+        request.preemptions += 1
+        scheduler._wait(request)
+
     def cancel(self, name: str, outcome: str = "cancelled") -> None:
         self.core.cancel(WORKER, name, outcome)
         self.check()

@@ -95,10 +95,7 @@ def test_penalties_survive_preemption(tiny: Path) -> None:
     plain.run()
     for _ in range(6):
         preempted.step()
-    scheduler = preempted.core.scheduler
-    request = preempted.request("it")
-    scheduler._unseat(request)
-    scheduler._wait(request)
+    preempted.preempt("it")
     preempted.run()
     assert preempted.heard["it"].tokens == plain.heard["it"].tokens
 

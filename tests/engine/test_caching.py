@@ -75,10 +75,7 @@ def test_hits_survive_preemption_and_count_once(tiny: Path, reference: Reference
     driver.submit("it", PROMPT, 12, explain=True)
     for _ in range(3):
         driver.step()
-    scheduler = driver.core.scheduler
-    scheduler._unseat(request := driver.request("it"))
-    request.preemptions += 1
-    scheduler._wait(request)
+    driver.preempt("it")
     before = computed(driver)
     driver.run()
     assert driver.heard["it"].tokens == reference.greedy(PROMPT, 12)

@@ -75,10 +75,8 @@ def preempted(driver: Driver, instance: str) -> None:
     asked(driver, instance)
     for _ in range(5):
         driver.step()
-    scheduler, request = driver.core.scheduler, driver.request("it")
-    if request.seat is not None:
-        scheduler._unseat(request)
-        scheduler._wait(request)
+    if driver.request("it").seat is not None:
+        driver.preempt("it")
 
 
 WAYS: list[Callable[[Driver, str], None]] = [in_a_crowd, cut_small, after_itself, preempted]

@@ -77,9 +77,7 @@ def test_preempted_or_not_each_is_told_once(tiny: Path, reference: Reference, st
     asked(driver)
     for _ in range(steps):
         driver.step()
-    scheduler, request = driver.core.scheduler, driver.request("it")
-    scheduler._unseat(request)
-    scheduler._wait(request)
+    driver.preempt("it")
     driver.run()
     assert_right(driver, reference)
 
