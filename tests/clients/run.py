@@ -40,24 +40,28 @@ def is_js(folder: Path) -> bool:
 def installed(folder: Path) -> list[str]:
     """The command that runs a client's check."""
     pins = folder / ("package.json" if is_js(folder) else "requirements.txt")
-    home, done = ENVIRONMENTS / folder.name, ENVIRONMENTS / folder.name / pins.name
-    fresh = done.exists() and done.read_text() == pins.read_text()
-    if not fresh:
+    home = ENVIRONMENTS / folder.name
+    done = home / "installed"  # a copy of the pins, written last
+    if not (done.exists() and done.read_text() == pins.read_text()):
         print(f"installing {folder.name} ...", flush=True)
         shutil.rmtree(home, ignore_errors=True)
         home.mkdir(parents=True)
-    if is_js(folder):
-        shutil.copy(folder / "check.mjs", home)
-        if not fresh:
-            shutil.copy(pins, home)
-            subprocess.run(["npm", "install", "--silent", "--no-audit", "--no-fund"], cwd=home, check=True)
-        return ["node", str(home / "check.mjs")]
-    python = str(home / "bin/python")
-    if not fresh:
-        venv.create(home, with_pip=True)
-        subprocess.run([python, "-m", "pip", "install", "-q", "--disable-pip-version-check", "-r", pins], check=True)
+        install(home, pins)
         shutil.copy(pins, done)
-    return [python, str(folder / "check.py")]
+    if is_js(folder):
+        shutil.copy(folder / "check.mjs", home)  # node looks for packages beside the file that wants them
+        return ["node", str(home / "check.mjs")]
+    return [str(home / "bin/python"), str(folder / "check.py")]
+
+
+def install(home: Path, pins: Path) -> None:
+    if pins.suffix == ".json":
+        shutil.copy(pins, home)
+        subprocess.run(["npm", "install", "--silent", "--no-audit", "--no-fund"], cwd=home, check=True)
+        return
+    venv.create(home, with_pip=True)
+    pip = [str(home / "bin/python"), "-m", "pip", "install", "-q", "--disable-pip-version-check"]
+    subprocess.run([*pip, "-r", pins], check=True)
 
 
 def passes(name: str, command: list[str], server: Server) -> bool:
