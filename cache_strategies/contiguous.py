@@ -17,7 +17,18 @@ from numpy.typing import NDArray
 from pydantic import Field
 from torch import Tensor
 
-from cache_strategies.base import KEEPS_EVERYTHING, CacheSetup, Geometry, Miss, Plan, Seat, Usage, covers, usable
+from cache_strategies.base import (
+    KEEPS_EVERYTHING,
+    CacheSetup,
+    Geometry,
+    Miss,
+    Plan,
+    Seat,
+    Usage,
+    covers,
+    tenant_of,
+    usable,
+)
 from cache_strategies.eviction.lru import LRU
 from cache_strategies.eviction.retention import Retained
 from cache_strategies.slab import SlabCache
@@ -148,7 +159,10 @@ class ContiguousCache(SlabCache):
             return "bypass"
         begins = list(tokens[: common + 1])
         seats = (seat for seat in self.seats if isinstance(seat, ContiguousSeat) and seat.salt == salt)
-        return "busy" if any(seat.tokens[: common + 1] == begins for seat in seats) else "cold"
+        if any(seat.tokens[: common + 1] == begins for seat in seats):
+            return "busy"
+        others = (left for left in self._idle.values() if left.salt != salt and tenant_of(left.salt) == tenant_of(salt))
+        return "salt" if any(left.tokens[: common + 1].tolist() == begins for left in others) else "cold"
 
     # ---------------------------------------------------------------- while it is open
     def commit(self, plan: Plan, tokens: Sequence[Sequence[int]]) -> None:

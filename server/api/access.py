@@ -54,7 +54,7 @@ def _unless_sent(authorization: str, allowed: Iterable[str], what: str) -> ApiEr
     return ApiError(401, f"send {what}: 'Authorization: Bearer ...'", code="invalid_api_key")
 
 
-def documented(scheme: str) -> Depends:
+def secured(scheme: str) -> Depends:
     """A dependency that does nothing but say in openapi.json what Access has made sure of."""
     dependency: Depends = Security(HTTPBearer(scheme_name=scheme, auto_error=False))
     return dependency

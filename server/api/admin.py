@@ -13,14 +13,12 @@ from server.api.access import ADMINISTRATION
 from server.api.body import JsonRoute
 from server.api.errors import documented
 from server.api.jobs import check_prompt
-from server.api.models import served_by
 from server.api.schemas import Body, Prompt
 from server.api.tenants import salt_of, tenant_of_key
 from server.engine import messages
 from server.engine.client import EngineClient
 from server.text.tokenizer import Tokenizer
 
-TIMEOUT = 10.0  # seconds; the engine obeys between two steps
 LONGEST_PIN = 7 * 24 * 3600  # seconds
 
 
@@ -66,7 +64,7 @@ def router(client: EngineClient, tokenizer: Tokenizer) -> APIRouter:
     )
 
     async def told(command: messages.Command) -> Response:
-        return Response(await client.query(command, TIMEOUT), media_type="application/json")
+        return Response(await client.query(command), media_type="application/json")
 
     @routes.get("")
     async def inspect(instance: str) -> Response:
@@ -83,7 +81,7 @@ def router(client: EngineClient, tokenizer: Tokenizer) -> APIRouter:
     @routes.post("/pins")
     async def pin(instance: str, body: PinRequest) -> Response:
         prompt = body.prompt if isinstance(body.prompt, list) else await tokenizer.encode(body.prompt)
-        check_prompt(prompt, 0, served_by(client))
+        check_prompt(prompt, 0, client.served())
         return await told(messages.PinPrefix(instance, prompt, body.salt, body.ttl))
 
     @routes.delete("/pins/{pin_id}")

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Generic, TypeVar
 
 import msgspec
@@ -14,20 +16,24 @@ from starlette.types import Receive, Scope, Send
 
 from server.api.deadlines import Deadlines
 from server.api.disconnect import WhileConnected
-from server.api.generation import Generation, Piece, generate, whole
-from server.api.jobs import Job, Most
-from server.api.logprobs import prompt_logprobs
+from server.api.generation import Generation, Piece, generate, merged
+from server.api.jobs import Choosing, Job, Most
+from server.api.logprobs import PromptLogprobs, prompt_logprobs
+from server.api.models import instance_of
 from server.api.objects import Answer, Choice, Explanation, KVCacheChoice, PromptTokensDetails, Usage
 from server.api.schemas import GenerationRequest
 from server.api.sse import send_events
+from server.api.tenants import tenant
 from server.engine.client import EngineClient
-from server.engine.messages import Admitted
-from server.engine.report import RequestRecord
+from server.engine.messages import Admitted, Hello
 from server.text.detokenizer import Detokenizer
 from server.text.output import OutputText
 from server.text.tokenizer import Tokenizer
 
 B = TypeVar("B", bound=GenerationRequest)
+
+ENCODER = msgspec.json.Encoder()
+MANY_SCORES = 500  # log-probabilities with their alternatives, that are written without a thread: some 20 ms
 
 
 @dataclass(frozen=True)
@@ -39,15 +45,21 @@ class Serving:
     most: Most
     deadlines: Deadlines
 
+    def asked(self, body: GenerationRequest, header: str | None, authorization: str | None) -> tuple[Hello, Choosing]:
+        """What serves a request, and what that says beside its body. Raises EngineLost, ApiError."""
+        hello = self.client.served()
+        return hello, Choosing(header, instance_of(hello, body.model), tenant(authorization))
+
 
 class Writer(ABC, Generic[B]):
     """An endpoint's way to write answers; one for each request."""
 
     def __init__(self, tokenizer: Tokenizer, body: B, job: Job) -> None:
-        self._tokenizer = tokenizer
-        self._body = body
-        self._job = job
+        self.tokenizer = tokenizer
+        self.body = body
+        self.job = job
         self._begun: set[int] = set()  # choices
+        self._prompts: dict[int, PromptLogprobs] = {}  # by the prompt's first choice
 
     @abstractmethod
     def chunk(self, piece: Piece | None, generation: Generation) -> Answer:
@@ -57,70 +69,96 @@ class Writer(ABC, Generic[B]):
     def whole(self, pieces: list[Piece], generation: Generation) -> Answer:
         """One piece for each choice."""
 
+    def scores_in(self, piece: Piece, generation: Generation) -> int:
+        """How many log-probabilities a piece comes with, those of its prompt too."""
+        of_prompt = [] if piece.choice in self._begun else generation.prompt_scores(piece.choice)
+        return len(piece.scores) + len(of_prompt)
+
     def _tell(self, choice: Choice, piece: Piece, generation: Generation) -> bool:
         """What choices of all endpoints have beside their text; whether this is the first piece of its choice."""
         begins = piece.choice not in self._begun
         if begins:
             self._begun.add(piece.choice)
             self._tell_prompt(choice, piece.choice, generation)
-        if self._body.return_token_ids:
-            choice.token_ids = [told.token for told in piece.tokens]
+        if self.body.return_token_ids:
+            choice.token_ids = [placed.token for placed in piece.tokens]
         choice.finish_reason = piece.finish_reason
-        choice.stop_reason = UNSET if piece.stop_reason is None else piece.stop_reason
-        choice.kv_cache = explanation(piece.record)
+        if piece.stop_reason is not None:
+            choice.stop_reason = piece.stop_reason
+        if piece.record is not None:
+            choice.kv_cache = msgspec.convert(piece.record, Explanation, from_attributes=True)
         return begins
 
     def _tell_prompt(self, choice: Choice, index: int, generation: Generation) -> None:
-        if self._body.return_token_ids:
-            choice.prompt_token_ids = self._job.prompt_of(index).ids
-        if (top := self._body.prompt_logprobs) is not None:
-            choice.prompt_logprobs = prompt_logprobs(self._tokenizer, generation.prompt_scores(index), top)
+        if self.body.return_token_ids:
+            choice.prompt_token_ids = self.job.prompt_of(index).ids
+        if (top := self.body.prompt_logprobs) is not None:
+            head = self.job.first_of(index)
+            if head not in self._prompts:
+                self._prompts[head] = prompt_logprobs(self.tokenizer, generation.prompt_scores(head), top)
+            choice.prompt_logprobs = self._prompts[head]
 
 
-def answering(serving: Serving, body: GenerationRequest, job: Job, writer: Writer[Any]) -> Response:
-    """Runs the job while its client is there."""
+def answering(serving: Serving, writer: Writer[Any]) -> Response:
+    """Runs the writer's job while its client is there."""
 
     async def answer(scope: Scope, receive: Receive, send: Send) -> None:
-        outputs = outputs_of(serving.tokenizer, body, job)
-        async with generate(serving.client, job, outputs) as generation:
+        async with generate(serving.client, writer.job, outputs_of(writer)) as generation:
             with serving.deadlines.of_request(generation.fail):
                 async with serving.deadlines.of_queue():
                     admitted = await generation.admission()
                 headers = {"X-KV-Cache": admitted.instance}
-                if body.stream:
-                    return await send_events(send, headers, _chunks(body, job, admitted, generation, writer))
-                told = writer.whole(whole([piece async for piece in generation.pieces()]), generation)
-            told.usage, told.kv_cache = usage(job, generation), kv_cache_choice(admitted)
-        response = Response(msgspec.json.encode(told), headers=headers, media_type="application/json")
-        await response(scope, receive, send)
+                if writer.body.stream:
+                    return await send_events(send, headers, _chunks(writer, admitted, generation))
+                pieces = merged([piece async for piece in generation.pieces()])
+
+            def write() -> bytes:
+                told = writer.whole(pieces, generation)
+                told.usage, told.kv_cache = usage(writer.job, generation), kv_cache_choice(admitted)
+                return ENCODER.encode(told)
+
+            content = await written(write, sum(writer.scores_in(piece, generation) for piece in pieces))
+        await Response(content, headers=headers, media_type="application/json")(scope, receive, send)
 
     return WhileConnected(answer)
 
 
-async def _chunks(
-    body: GenerationRequest, job: Job, admitted: Admitted, generation: Generation, writer: Writer[Any]
-) -> AsyncIterator[bytes]:
+async def _chunks(writer: Writer[Any], admitted: Admitted, generation: Generation) -> AsyncIterator[bytes]:
+    include_usage = writer.body.include_usage
     kv_cache: KVCacheChoice | UnsetType = kv_cache_choice(admitted)  # in the first chunk only
-    async for piece in generation.pieces():
+
+    def write(piece: Piece) -> bytes:
+        nonlocal kv_cache
         chunk = writer.chunk(piece, generation)
-        chunk.usage = None if body.include_usage else UNSET
+        if include_usage:
+            chunk.usage = None
         chunk.kv_cache, kv_cache = kv_cache, UNSET
-        yield msgspec.json.encode(chunk)
-    if body.include_usage:
+        return ENCODER.encode(chunk)
+
+    async for piece in generation.pieces():
+        yield await written(partial(write, piece), writer.scores_in(piece, generation))
+    if include_usage:
         chunk = writer.chunk(None, generation)
-        chunk.usage = usage(job, generation)
-        yield msgspec.json.encode(chunk)
+        chunk.usage = usage(writer.job, generation)
+        yield ENCODER.encode(chunk)
 
 
-def outputs_of(tokenizer: Tokenizer, body: GenerationRequest, job: Job) -> list[OutputText]:
+async def written(write: Callable[[], bytes], scores: int) -> bytes:
+    """What `write` returns; where there is much to write, other requests go on meanwhile."""
+    return write() if scores < MANY_SCORES else await asyncio.to_thread(write)
+
+
+def outputs_of(writer: Writer[Any]) -> list[OutputText]:
     """The text of each choice, which begins after its prompt's."""
+    body = writer.body
     return [
         OutputText(
-            Detokenizer(tokenizer, submit.prompt, skip_special=body.skip_special_tokens),
+            Detokenizer(writer.tokenizer, submit.prompt, skip_special=body.skip_special_tokens),
             body.stop,
             include_stop=body.include_stop_str_in_output,
+            min_tokens=body.min_tokens,
         )
-        for submit in job.submits
+        for submit in writer.job.submits
     ]
 
 
@@ -132,20 +170,4 @@ def usage(job: Job, generation: Generation) -> Usage:
 
 
 def kv_cache_choice(admitted: Admitted) -> KVCacheChoice:
-    return KVCacheChoice(admitted.instance, admitted.reason, admitted.cached_tokens)
-
-
-def explanation(record: RequestRecord | None) -> Explanation | UnsetType:
-    if record is None:
-        return UNSET
-    return Explanation(
-        instance=record.instance,
-        reason=record.reason,
-        cached_tokens=record.cached_tokens,
-        miss_reason=record.miss,
-        peak_kv_bytes=record.kv_bytes,
-        preemptions=record.preemptions,
-        queue_seconds=record.queue_seconds,
-        prefill_seconds=record.prefill_seconds,
-        decode_seconds=record.decode_seconds,
-    )
+    return msgspec.convert(admitted, KVCacheChoice, from_attributes=True)

@@ -64,16 +64,16 @@ def add_middleware(app: FastAPI, settings: Settings) -> None:
 
 def add_routers(app: FastAPI, settings: Settings, client: EngineClient, tokenizer: Tokenizer) -> None:
     deadlines = Deadlines(settings.queue_timeout, settings.request_timeout)
-    most = Most(settings.max_choices, settings.max_prompt_characters)
+    most = Most(min(settings.max_choices, settings.max_num_seqs + settings.max_waiting), settings.max_prompt_characters)
     serving = Serving(client, tokenizer, most, deadlines)
     keyed = APIRouter()
     if settings.api_keys is not None:
-        keyed = APIRouter(dependencies=[access.documented("API key")], responses=errors.documented(401))
+        keyed = APIRouter(dependencies=[access.secured("API key")], responses=errors.documented(401))
     keyed.include_router(completions.router(serving))
     keyed.include_router(chat.router(serving))
-    keyed.include_router(tokenize.router(client, tokenizer))
+    keyed.include_router(tokenize.router(serving))
     keyed.include_router(models.router(client))
     keyed.include_router(kv_cache.router(client))
     app.include_router(keyed)
-    app.include_router(admin.router(client, tokenizer), dependencies=[access.documented("admin token")])
+    app.include_router(admin.router(client, tokenizer), dependencies=[access.secured("admin token")])
     app.include_router(health.router(client))

@@ -12,19 +12,17 @@ from server.api.body import JsonRoute
 from server.api.conversation import Message, Rendering, prompt_of
 from server.api.errors import documented
 from server.api.generation import Generation, Piece
-from server.api.jobs import Choosing, PromptTokens, check_prompt, job_of, sampling_of
+from server.api.jobs import PromptTokens, check_prompt, job_of, sampling_of
 from server.api.logprobs import ChatLogprobs, chat_logprobs
-from server.api.models import instance_of, served_by
 from server.api.objects import ChatChoice, ChatChunk, ChatChunkChoice, ChatCompletion, ChatMessage, Delta
-from server.api.schemas import INT64, LONGEST_NAME, GenerationRequest, only
-from server.api.tenants import tenant
+from server.api.schemas import INT64, LONGEST_NAME, GenerationRequest, LongList, only
 from server.text.tokenizer import keep_last
 
 
 class ChatRequest(GenerationRequest, Rendering):
     """Body of POST /v1/chat/completions."""
 
-    messages: list[Message] = Field(min_length=1)
+    messages: LongList[Message] = Field(min_length=1)
     max_tokens: int | None = Field(None, ge=0, lt=INT64, description="as max_completion_tokens, which is its new name")
     max_completion_tokens: int | None = Field(
         None, ge=0, lt=INT64, description="default: what the context has room for"
@@ -32,7 +30,7 @@ class ChatRequest(GenerationRequest, Rendering):
     logprobs: bool = False
     top_logprobs: int | None = Field(None, ge=0, le=20, description="alternatives to each token; only with logprobs")
     add_special_tokens: bool = Field(False, description="beside those that the template writes")
-    modalities: Annotated[list[str], only(["text"])] = Field(default=["text"])
+    modalities: Annotated[LongList[str], only(["text"])] = Field(default=["text"])
     tools: Annotated[list[Any], only([])] = Field(default_factory=list)
     tool_choice: Annotated[Any, only("none", "auto")] = "none"
     parallel_tool_calls: bool = Field(True, description="no effect without tools")
@@ -66,10 +64,9 @@ def router(serving: Serving) -> APIRouter:
         x_kv_cache: Annotated[str | None, Header(max_length=LONGEST_NAME)] = None,
         authorization: Annotated[str | None, Header(include_in_schema=False)] = None,
     ) -> Response:
-        hello = served_by(serving.client)
-        how = Choosing(x_kv_cache, instance_of(hello, body.model), tenant(authorization))
-        text = await prompt_of(tokenizer.chat, body.messages, body)
-        serving.most.check([text], body.n)
+        hello, how = serving.asked(body, x_kv_cache, authorization)
+        serving.most.check_choices(1, body.n)
+        text = await prompt_of(tokenizer.chat, body.messages, body, serving.most.prompt_characters)
         ids = await tokenizer.encode(text, add_special_tokens=body.add_special_tokens)
         prompt = PromptTokens(keep_last(ids, body.truncate_prompt_tokens), text)
         max_tokens = max(1, hello.max_seq_len - len(prompt.ids)) if body.most_tokens is None else body.most_tokens
@@ -82,7 +79,7 @@ def router(serving: Serving) -> APIRouter:
             prompt_logprobs=body.prompt_logprobs,
         )
         job = job_of("chatcmpl", body, [prompt], sampling, body.n, how)
-        return answering(serving, body, job, ChatWriter(tokenizer, body, job))
+        return answering(serving, ChatWriter(tokenizer, body, job))
 
     return routes
 
@@ -91,7 +88,7 @@ class ChatWriter(Writer[ChatRequest]):
     """The first chunk of each choice says who speaks."""
 
     def chunk(self, piece: Piece | None, generation: Generation) -> ChatChunk:
-        chunk = ChatChunk(id=self._job.id, created=self._job.created, model=self._job.model, choices=[])
+        chunk = ChatChunk(id=self.job.id, created=self.job.created, model=self.job.model, choices=[])
         if piece is not None:
             choice = ChatChunkChoice(index=piece.choice, delta=Delta(piece.text), logprobs=self._logprobs(piece))
             if self._tell(choice, piece, generation):
@@ -106,8 +103,8 @@ class ChatWriter(Writer[ChatRequest]):
             choice = ChatChoice(index=piece.choice, message=message, logprobs=self._logprobs(piece))
             self._tell(choice, piece, generation)
             choices.append(choice)
-        return ChatCompletion(id=self._job.id, created=self._job.created, model=self._job.model, choices=choices)
+        return ChatCompletion(id=self.job.id, created=self.job.created, model=self.job.model, choices=choices)
 
     def _logprobs(self, piece: Piece) -> ChatLogprobs | None:
-        top = self._body.top_logprobs or 0
-        return chat_logprobs(self._tokenizer, piece.tokens, top) if self._body.logprobs else None
+        top = self.body.top_logprobs or 0
+        return chat_logprobs(self.tokenizer, piece.tokens, piece.scores, top) if self.body.logprobs else None

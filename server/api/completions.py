@@ -9,17 +9,14 @@ from fastapi import APIRouter, Header, Response
 from server.api.answers import Serving, Writer, answering
 from server.api.body import JsonRoute
 from server.api.errors import ApiError, documented
-from server.api.generation import Generation, Piece, Told
-from server.api.jobs import Choosing, PromptTokens, check_prompt, job_of, sampling_of
-from server.api.logprobs import completion_logprobs, joined
-from server.api.models import instance_of, served_by
+from server.api.generation import Generation, Piece
+from server.api.jobs import Job, PromptTokens, check_prompt, job_of, sampling_of
+from server.api.logprobs import CompletionLogprobs, completion_logprobs, joined
 from server.api.objects import Completion, CompletionChoice
 from server.api.schemas import LONGEST_NAME, CompletionRequest
-from server.api.tenants import tenant
-from server.engine.messages import Hello, Sampling, TokenScore
-from server.text.detokenizer import Detokenizer
+from server.engine.messages import Hello, Sampling
 from server.text.infill import InfillError, infill_prompt
-from server.text.output import OutputText, Placed
+from server.text.output import placed
 from server.text.tokenizer import Tokenizer, keep_last
 
 
@@ -33,15 +30,16 @@ def router(serving: Serving) -> APIRouter:
         x_kv_cache: Annotated[str | None, Header(max_length=LONGEST_NAME)] = None,
         authorization: Annotated[str | None, Header(include_in_schema=False)] = None,
     ) -> Response:
-        hello = served_by(serving.client)
-        how = Choosing(x_kv_cache, instance_of(hello, body.model), tenant(authorization))
+        hello, how = serving.asked(body, x_kv_cache, authorization)
         choices = body.best_of or body.n
-        serving.most.check(body.prompt, choices)
+        serving.most.check_choices(len(body.prompt), choices)
+        for text in (*body.prompt, body.suffix):
+            serving.most.check_text(text, "suffix" if text is body.suffix else "prompt")
         prompts = [await read(tokenizer, prompt, body) for prompt in body.prompt]
         for prompt in prompts:
             check_prompt(prompt.ids, body.max_tokens, hello)
         job = job_of("cmpl", body, prompts, _sampling(body, hello, choices), choices, how)
-        return answering(serving, body, job, CompletionWriter(tokenizer, body, job))
+        return answering(serving, CompletionWriter(tokenizer, body, job))
 
     return routes
 
@@ -82,52 +80,53 @@ async def read(tokenizer: Tokenizer, prompt: str | list[int], body: CompletionRe
 class CompletionWriter(Writer[CompletionRequest]):
     """With `echo` a choice's text begins with its prompt."""
 
+    def __init__(self, tokenizer: Tokenizer, body: CompletionRequest, job: Job) -> None:
+        super().__init__(tokenizer, body, job)
+        self._echoed: dict[int, CompletionLogprobs] = {}  # by the prompt's first choice
+
     def chunk(self, piece: Piece | None, generation: Generation) -> Completion:
         return self._completion([] if piece is None else [self._part(piece, generation)])
 
     def whole(self, pieces: list[Piece], generation: Generation) -> Completion:
-        choices = [self._part(piece, generation) for piece in pieces]
-        return self._completion(choices if self._job.choices == self._body.n else self._best(choices, pieces))
+        choices = [self._part(piece, generation) for piece in self._best(pieces)]
+        for index, choice in enumerate(choices):
+            choice.index = index
+        return self._completion(choices)
 
     def _completion(self, choices: list[CompletionChoice]) -> Completion:
-        return Completion(id=self._job.id, created=self._job.created, model=self._job.model, choices=choices)
+        return Completion(id=self.job.id, created=self.job.created, model=self.job.model, choices=choices)
 
     def _part(self, piece: Piece, generation: Generation) -> CompletionChoice:
         """What a piece adds to its choice."""
-        body = self._body
         part = CompletionChoice(index=piece.choice, text=piece.text)
-        prompt = self._job.prompt_of(piece.choice)
-        if body.logprobs is not None:
-            base = len(prompt.text) if body.echo else 0
-            part.logprobs = completion_logprobs(self._tokenizer, piece.tokens, body.logprobs, base)
-        if self._tell(part, piece, generation) and body.echo:
-            self._echo(part, prompt, generation.prompt_scores(piece.choice))
+        if (top := self.body.logprobs) is not None:
+            base = len(self.job.prompt_of(piece.choice).text) if self.body.echo else 0
+            part.logprobs = completion_logprobs(self.tokenizer, piece.tokens, piece.scores, top, base)
+        if self._tell(part, piece, generation) and self.body.echo:
+            part.text = self.job.prompt_of(piece.choice).text + part.text
+            if part.logprobs is not None:
+                part.logprobs = joined(self._of_echo(piece.choice, generation), part.logprobs)
         return part
 
-    def _echo(self, part: CompletionChoice, prompt: PromptTokens, scores: list[TokenScore]) -> None:
-        """Puts the prompt before a choice's first piece."""
-        part.text = prompt.text + part.text
-        if part.logprobs is not None:
-            assert self._body.logprobs is not None
-            told = [
-                Told(placed.token, placed.offset, score)
-                for placed, score in zip(self._placed(prompt.ids), [None, *scores], strict=True)
-            ]
-            part.logprobs = joined(completion_logprobs(self._tokenizer, told, self._body.logprobs, 0), part.logprobs)
+    def _of_echo(self, choice: int, generation: Generation) -> CompletionLogprobs:
+        """The log-probabilities of a choice's prompt."""
+        head = self.job.first_of(choice)
+        if head not in self._echoed:
+            assert self.body.logprobs is not None
+            prompt, scores = self.job.prompt_of(head), [None, *generation.prompt_scores(head)]
+            tokens = placed(self.tokenizer, prompt.ids, prompt.text)
+            self._echoed[head] = completion_logprobs(self.tokenizer, tokens, scores, self.body.logprobs)
+        return self._echoed[head]
 
-    def _placed(self, ids: list[int]) -> list[Placed]:
-        """Where each token of a prompt begins in its text."""
-        text = OutputText(Detokenizer(self._tokenizer, [], skip_special=self._body.skip_special_tokens))
-        return text.push(ids, "length").tokens
-
-    def _best(self, choices: list[CompletionChoice], pieces: list[Piece]) -> list[CompletionChoice]:
+    def _best(self, pieces: list[Piece]) -> list[Piece]:
         """Of each prompt's choices the n whose tokens are likeliest on average, the best first."""
-        logprobs = [[told.score.logprob for told in piece.tokens if told.score] for piece in pieces]
-        means = [sum(each) / max(1, len(each)) for each in logprobs]
-        best: list[CompletionChoice] = []
-        for first in range(0, len(choices), self._job.choices):
-            of_prompt = range(first, first + self._job.choices)
-            best += [choices[i] for i in sorted(of_prompt, key=lambda i: -means[i])[: self._body.n]]
-        for index, choice in enumerate(best):
-            choice.index = index
+        if self.job.choices == self.body.n:
+            return pieces
+        best: list[Piece] = []
+        for first in range(0, len(pieces), self.job.choices):
+            best += sorted(pieces[first : first + self.job.choices], key=_mean_logprob, reverse=True)[: self.body.n]
         return best
+
+
+def _mean_logprob(piece: Piece) -> float:
+    return sum(score.logprob for score in piece.scores) / max(1, len(piece.scores))

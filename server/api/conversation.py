@@ -10,10 +10,19 @@ from collections.abc import Sequence
 from typing import Annotated, Any, Literal, Self
 
 import msgspec
-from pydantic import AfterValidator, BeforeValidator, Field, ValidationInfo, field_validator, model_validator
+from pydantic import (
+    AfterValidator,
+    BeforeValidator,
+    Field,
+    PlainValidator,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
+from typing_extensions import TypedDict  # pydantic cannot read that of Python 3.11
 
 from server.api.errors import ApiError
-from server.api.schemas import LONGEST_NAME, Body
+from server.api.schemas import LONGEST_NAME, Body, LongList
 from server.text.chat import RESERVED, ChatTemplate, ChatTemplateError
 
 
@@ -27,15 +36,34 @@ def _as_object(value: Any) -> Any:
         raise ValueError("should be a JSON object") from None
 
 
+class TextPart(TypedDict):
+    type: Literal["text"]
+    text: str
+
+
+def _text_or_parts(value: Any) -> Any:
+    """Not a union for pydantic: its errors speak of all alternatives."""
+    if isinstance(value, str):
+        return value
+    if isinstance(value, list) and all(map(_is_text_part, value)):
+        return [TextPart(type="text", text=part["text"]) for part in value]
+    raise ValueError('should be a text, or a list of {"type": "text", "text": "..."}; nothing else is supported')
+
+
+def _is_text_part(part: Any) -> bool:
+    match part:
+        case {"type": "text", "text": str()}:
+            return all(value is None for key, value in part.items() if key not in ("type", "text"))
+    return False
+
+
+Content = Annotated[str | list[TextPart], PlainValidator(_text_or_parts, json_schema_input_type=str | list[TextPart])]
+
+
 def _not_reserved(variables: dict[str, Any]) -> dict[str, Any]:
     if taken := sorted(RESERVED & variables.keys()):
         raise ValueError(f"{', '.join(taken)} cannot be given to the chat template here")
     return variables
-
-
-class TextPart(Body):
-    type: Literal["text"]
-    text: str
 
 
 class Function(Body):
@@ -56,10 +84,10 @@ class Message(Body):
     """One message; what it has beside role and content is for the template."""
 
     role: str = Field(min_length=1, max_length=LONGEST_NAME)
-    content: str | list[TextPart] | None = Field(None, description="a text, or parts of the type text")
+    content: Content | None = Field(None, description="a text, or parts of the type text")
     name: str | None = None
     reasoning_content: str | None = None
-    tool_calls: list[ToolCall] | None = None
+    tool_calls: LongList[ToolCall] | None = None
     tool_call_id: str | None = None
     refusal: Any = Field(None, description="of an answer that is sent back; no effect, like the next three")
     annotations: Any = None
@@ -92,13 +120,17 @@ class Rendering(Body):
         return value
 
 
-async def prompt_of(template: ChatTemplate, messages: Sequence[Message], how: Rendering) -> str:
-    """The prompt, to be encoded without special tokens. Rendered in a thread. Raises ApiError."""
+async def prompt_of(template: ChatTemplate, messages: Sequence[Message], how: Rendering, longest: int) -> str:
+    """The prompt, of at most so many characters, to be encoded without special tokens. Rendered in a thread.
+
+    Raises ApiError.
+    """
     plain = [message.model_dump(exclude_none=True, exclude=WITHOUT_EFFECT) for message in messages]
     try:
         return await asyncio.to_thread(
             template.render,
             plain,
+            longest,
             add_generation_prompt=how.add_generation_prompt,
             continue_final_message=how.continue_final_message,
             **how.chat_template_kwargs,

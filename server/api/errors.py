@@ -70,8 +70,8 @@ def from_engine(event: Failed) -> ApiError:
     return ApiError(event.status, event.message, param=event.param, code=event.code)
 
 
-def as_api_error(error: Exception, request: Request | None = None) -> ApiError:
-    """What the client is told of any exception."""
+def as_api_error(error: Exception) -> ApiError:
+    """What the client is told of any exception but the framework's own."""
     match error:
         case ApiError():
             return error
@@ -81,8 +81,6 @@ def as_api_error(error: Exception, request: Request | None = None) -> ApiError:
             return ApiError(503, str(error), code="engine_unavailable")
         case RequestValidationError():
             return _invalid(error.errors())
-        case HTTPException():
-            return _from_http(error, request)
     return ApiError(500, "internal error; the server's log tells more")
 
 
@@ -98,22 +96,25 @@ async def _answer(request: Request, error: Exception) -> Response:
 
 def answer(request: Request, error: Exception) -> Response:
     """The response to an exception; middleware sends it itself, as nobody catches what it raises."""
-    told = as_api_error(error, request)
-    headers = dict(getattr(error, "headers", None) or told.headers or {})
+    if isinstance(error, HTTPException) and not isinstance(error, ApiError):
+        told = _from_framework(error, request)
+    else:
+        told = as_api_error(error)
+    headers = dict(told.headers or {})
     headers["x-request-id"] = request.state.request_id  # an unexpected exception passes by the middleware that sets it
-    if told.status_code == 405:
-        headers["Allow"] = ", ".join(_allowed(request))
     return Response(told.body(), told.status_code, headers, "application/json")
 
 
-def _from_http(error: HTTPException, request: Request | None) -> ApiError:
+def _from_framework(error: HTTPException, request: Request) -> ApiError:
     """Of the errors that the framework raises itself."""
-    called = f"{request.method} {request.scope['path'][:LONGEST_PATH]}" if request else "this"
+    called = f"{request.method} {request.scope['path'][:LONGEST_PATH]}"
     if error.status_code == 404:
         return ApiError(404, f"there is no {called}; check the URL", code="unknown_url")
     if error.status_code == 405:
-        allowed = " or ".join(_allowed(request)) if request else "another method"
-        return ApiError(405, f"there is no {called}; use {allowed}", code="method_not_allowed")
+        allowed = _allowed(request)
+        told = ApiError(405, f"there is no {called}; use {' or '.join(allowed)}", code="method_not_allowed")
+        told.headers = {"Allow": ", ".join(allowed)}
+        return told
     return ApiError(error.status_code, error.detail)
 
 

@@ -12,19 +12,10 @@ from typing import NamedTuple
 
 from server.api.errors import from_engine
 from server.api.jobs import Job
-from server.engine.client import EngineClient, Stream
+from server.engine.client import EngineClient, Event, Stream
 from server.engine.messages import Admitted, Explained, Failed, PromptScores, Tokens, TokenScore
 from server.engine.report import RequestRecord
-from server.text.output import OutputText
-
-
-class Told(NamedTuple):
-    """A token of a choice."""
-
-    token: int
-    offset: int  # where its text begins in the choice's, in characters
-    score: TokenScore | None  # if log-probabilities were asked for
-    shown: bool = True  # False: a stop string took its text away
+from server.text.output import OutputText, Placed
 
 
 class Piece(NamedTuple):
@@ -32,19 +23,24 @@ class Piece(NamedTuple):
 
     choice: int
     text: str
-    tokens: list[Told]
+    tokens: list[Placed]
+    scores: list[TokenScore]  # of each of these tokens, if log-probabilities were asked for; otherwise none
     finish_reason: str | None = None
     stop_reason: str | int | None = None  # the stop string, or the stop token
     record: RequestRecord | None = None  # with the last piece, of requests that asked to be explained
 
 
-def whole(pieces: Sequence[Piece]) -> list[Piece]:
+def merged(pieces: Sequence[Piece]) -> list[Piece]:
     """One piece for each choice, in their order."""
     parts: dict[int, list[Piece]] = {}
     for piece in pieces:
         parts.setdefault(piece.choice, []).append(piece)
     return [
-        part[-1]._replace(text="".join(p.text for p in part), tokens=[token for p in part for token in p.tokens])
+        part[-1]._replace(
+            text="".join(piece.text for piece in part),
+            tokens=[token for piece in part for token in piece.tokens],
+            scores=[score for piece in part for score in piece.scores],
+        )
         for _, part in sorted(parts.items())
     ]
 
@@ -70,7 +66,7 @@ class Generation:
         self._scores: list[deque[TokenScore]] = [deque() for _ in outputs]  # of tokens whose text is not out
         self._admitted: dict[int, Admitted] = {}
         self._prompt_scores: dict[int, list[TokenScore]] = {i: [] for i in range(len(outputs))}
-        self._early: list[Tokens | PromptScores] = []  # read while waiting for the admission of other choices
+        self._early: list[Event] = []  # read while waiting for the admission of other choices
         self._last: dict[int, Piece] = {}  # by choice: pieces that wait for their explanation
         self._waiting: list[Piece] = []  # for log-probabilities of their prompt
 
@@ -97,47 +93,43 @@ class Generation:
 
         Returns what was said of the choice admitted first. Raises ApiError, EngineLost.
         """
-        first = None
         while len(self._admitted) < len(self._outputs) and not any(isinstance(e, Tokens) for e in self._early):
-            match event := await anext(self._stream):
-                case Admitted():
-                    first = first or event
-                    self._admitted[self._index[event.request_id]] = event
-                case Tokens() | PromptScores():
-                    self._early.append(event)
-                case Failed():
-                    raise from_engine(event)
-        assert first is not None, "the engine sends Admitted before Tokens"
-        return first
+            event = self._seen(await anext(self._stream))
+            if not isinstance(event, Admitted):
+                self._early.append(event)
+        assert self._admitted, "the engine sends Admitted before Tokens"
+        return next(iter(self._admitted.values()))
 
     async def pieces(self) -> AsyncIterator[Piece]:
         """Raises ApiError, EngineLost."""
-        for early in self._early:
-            for piece in self._pieces(early):
+        for event in self._early:
+            for piece in self._pieces(event):
                 yield piece
         async for event in self._stream:
-            match event:
-                case Admitted():
-                    self._admitted[self._index[event.request_id]] = event
-                case Failed():
-                    raise from_engine(event)
-                case Explained(request_id, record):
-                    piece = self._last.pop(self._index[request_id])._replace(record=record)
-                    for ready in self._in_turn(piece):
-                        yield ready
-                case Tokens() | PromptScores():
-                    for piece in self._pieces(event):
-                        yield piece
+            for piece in self._pieces(self._seen(event)):
+                yield piece
 
-    def _pieces(self, event: Tokens | PromptScores) -> Iterator[Piece]:
+    def _seen(self, event: Event) -> Event:
+        """Remembers who is admitted. Raises ApiError for what failed."""
+        if isinstance(event, Failed):
+            raise from_engine(event)
+        if isinstance(event, Admitted):
+            self._admitted[self._index[event.request_id]] = event
+        return event
+
+    def _pieces(self, event: Event) -> Iterator[Piece]:
+        """What can be told after this event."""
         index = self._index[event.request_id]
-        if isinstance(event, PromptScores):
+        if isinstance(event, Tokens):
+            if (piece := self._piece(index, event)) is not None:
+                yield from self._in_turn(piece)
+        elif isinstance(event, PromptScores):
             self._prompt_scores[index] += event.scores
             waiting, self._waiting = self._waiting, []
             for piece in waiting:
                 yield from self._in_turn(piece)
-        elif (more := self._piece(index, event)) is not None:
-            yield from self._in_turn(more)
+        elif isinstance(event, Explained):
+            yield from self._in_turn(self._last.pop(index)._replace(record=event.record))
 
     def _in_turn(self, piece: Piece) -> Iterator[Piece]:
         """The piece, unless what is to stand before it is not all there yet."""
@@ -150,24 +142,20 @@ class Generation:
 
     def _piece(self, index: int, event: Tokens) -> Piece | None:
         """None while there is no text to show, or it is the last, and its explanation is to come."""
-        output, submit = self._outputs[index], self._job.submits[index]
-        self._scores[index].extend(event.scores or ())
+        output, submit, scores = self._outputs[index], self._job.submits[index], self._scores[index]
+        scores.extend(event.scores or ())
         released = output.push(event.tokens, event.finish_reason)
         if output.finish_reason is not None:
             self._stream.cancel(event.request_id, "stop")  # a stop string is nothing the engine knows of
         elif not released.text:
             assert not released.tokens, "tokens come out with text"
             return None
-        tokens = [Told(t.token, t.offset, self._score(index), t.shown) for t in released.tokens]
+        told = [scores.popleft() for _ in released.tokens] if scores else []
         stop_reason: str | int | None = output.stopped_by
         if event.finish_reason == "stop" and stop_reason is None and event.tokens[-1] in submit.sampling.stop_token_ids:
             stop_reason = event.tokens[-1]
-        piece = Piece(index, released.text, tokens, output.finish_reason, stop_reason)
+        piece = Piece(index, released.text, released.tokens, told, output.finish_reason, stop_reason)
         if submit.explain and piece.finish_reason is not None:
             self._last[index] = piece
             return None
         return piece
-
-    def _score(self, index: int) -> TokenScore | None:
-        """Of the token whose text comes out next."""
-        return self._scores[index].popleft() if self._scores[index] else None

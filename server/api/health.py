@@ -5,11 +5,8 @@ from __future__ import annotations
 from fastapi import APIRouter, Response
 
 from server.api.errors import documented
-from server.api.models import served_by
 from server.engine.client import EngineClient
 from server.version import version
-
-TIMEOUT = 5.0  # seconds; the engine answers between two steps
 
 
 def router(client: EngineClient) -> APIRouter:
@@ -23,7 +20,7 @@ def router(client: EngineClient) -> APIRouter:
     @routes.head("/ready", include_in_schema=False)
     @routes.get("/ready", responses=documented(503))
     async def ready() -> dict[str, str]:
-        return {"status": "ready", "model": served_by(client).model}
+        return {"status": "ready", "model": client.served().model}
 
     @routes.get("/version")
     async def tell_version() -> dict[str, str]:
@@ -32,6 +29,6 @@ def router(client: EngineClient) -> APIRouter:
     @routes.head("/metrics", include_in_schema=False)
     @routes.get("/metrics", responses={200: {"content": {"text/plain": {}}}, **documented(503)})
     async def metrics() -> Response:
-        return Response(await client.query("metrics", TIMEOUT), media_type="text/plain; version=0.0.4")
+        return Response(await client.query("metrics"), media_type="text/plain; version=0.0.4")
 
     return routes

@@ -31,14 +31,33 @@ class Most(NamedTuple):
     choices: int  # of all prompts together
     prompt_characters: int  # of a prompt, before it becomes tokens
 
-    def check(self, prompts: Sequence[str | list[int]], choices: int) -> None:
+    def check_choices(self, prompts: int, choices: int) -> None:
         """Raises ApiError."""
-        if len(prompts) * choices > self.choices:
-            message = f"{len(prompts)} prompts with {choices} choices each are too many: at most {self.choices} in all"
-            raise ApiError(400, message, param="prompt" if len(prompts) > 1 else "n")
-        if any(isinstance(prompt, str) and len(prompt) > self.prompt_characters for prompt in prompts):
-            message = f"the prompt is longer than {self.prompt_characters} characters"
-            raise ApiError(400, message, param="prompt", code="context_length_exceeded")
+        if prompts * choices > self.choices:
+            message = f"{prompts} prompts with {choices} choices each are too many: at most {self.choices} in all"
+            raise ApiError(400, message, param="prompt" if prompts > 1 else "n")
+
+    def check_text(self, text: object, param: str) -> None:
+        """Raises ApiError for a text that is too long to be read; token ids are checked elsewhere."""
+        if isinstance(text, str) and len(text) > self.prompt_characters:
+            message = f"{param}: longer than {self.prompt_characters} characters"
+            raise ApiError(400, message, param=param, code="context_length_exceeded")
+
+
+MOST_SCORES = 1 << 21  # log-probabilities in an answer with several choices: more than 100 MB
+
+
+def check_scores(sampling: Sampling, prompts: Sequence[PromptTokens], choices: int) -> None:
+    """Raises ApiError for more log-probabilities than can be told in one answer. One choice may have all it wants."""
+
+    def numbers(tokens: int, top: int | None) -> int:
+        return 0 if top is None else tokens * (top + 1)
+
+    told = sum(numbers(len(prompt.ids), sampling.prompt_logprobs) for prompt in prompts)
+    told += len(prompts) * numbers(sampling.max_tokens, sampling.logprobs)
+    if len(prompts) * choices > 1 and told * choices > MOST_SCORES:
+        message = f"up to {told * choices} log-probabilities are too many for one answer: at most {MOST_SCORES}; "
+        raise ApiError(400, message + "ask for fewer choices, prompts, tokens or alternatives", param="logprobs")
 
 
 @dataclass(frozen=True)
@@ -72,7 +91,8 @@ class Job:
 def job_of(
     kind: str, body: GenerationRequest, prompts: Sequence[PromptTokens], sampling: Sampling, choices: int, how: Choosing
 ) -> Job:
-    """`kind` begins the id; `sampling` is that of the first choice."""
+    """`kind` begins the id; `sampling` is that of the first choice. Raises ApiError."""
+    check_scores(sampling, prompts, choices)
     key, caching = uuid.uuid4().hex, caching_of(body, how.tenant)
     submits = [
         Submit(

@@ -7,14 +7,12 @@ from fastapi import APIRouter, Response
 from server.api.errors import documented
 from server.engine.client import EngineClient
 
-TIMEOUT = 5.0  # seconds; the engine answers between two steps
-
 
 def router(client: EngineClient) -> APIRouter:
     routes = APIRouter(tags=["kv cache"], responses=documented(503))
 
     @routes.get("/v1/kv_cache")
     async def kv_cache() -> Response:
-        return Response(await client.query("kv_cache", TIMEOUT), media_type="application/json")
+        return Response(await client.query("kv_cache"), media_type="application/json")
 
     return routes

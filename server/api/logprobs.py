@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 from msgspec import Struct
 
-from server.api.generation import Told
 from server.engine.messages import TokenScore
+from server.text.output import Placed
 from server.text.tokenizer import Tokenizer
 
 
@@ -31,17 +31,19 @@ def joined(one: CompletionLogprobs, other: CompletionLogprobs) -> CompletionLogp
     )
 
 
-def completion_logprobs(tokenizer: Tokenizer, told: Sequence[Told], top: int, base: int) -> CompletionLogprobs:
+def completion_logprobs(
+    tokenizer: Tokenizer, tokens: Sequence[Placed], scores: Sequence[TokenScore | None], top: int, base: int = 0
+) -> CompletionLogprobs:
     """Of tokens that are shown; a text begins at character `base` of the choice's. A token without a score: the first.
 
     The token itself is among the alternatives, so that there may be one more than `top`.
     """
-    shown = [t for t in told if t.shown]
+    shown = [(placed, score) for placed, score in zip(tokens, scores, strict=True) if placed.shown]
     return CompletionLogprobs(
-        [tokenizer.token_string(t.token) for t in shown],
-        [t.score.logprob if t.score else None for t in shown],
-        [_by_text(tokenizer, t.score, top) if t.score else None for t in shown],
-        [base + t.offset for t in shown],
+        [tokenizer.token_string(placed.token) for placed, _ in shown],
+        [score.logprob if score else None for _, score in shown],
+        [_by_text(tokenizer, score, top) if score else None for _, score in shown],
+        [base + placed.offset for placed, _ in shown],
     )
 
 
@@ -73,12 +75,14 @@ class ChatLogprobs(Struct):
     refusal: None = None
 
 
-def chat_logprobs(tokenizer: Tokenizer, told: Sequence[Told], top: int) -> ChatLogprobs:
+def chat_logprobs(
+    tokenizer: Tokenizer, tokens: Sequence[Placed], scores: Sequence[TokenScore], top: int
+) -> ChatLogprobs:
     def alternative(token: int, logprob: float) -> Alternative:
         return Alternative(_text(tokenizer, token), logprob, list(tokenizer.token_bytes(token)))
 
     content = []
-    for score in (t.score for t in told if t.shown and t.score):
+    for score in (score for placed, score in zip(tokens, scores, strict=True) if placed.shown):
         own = alternative(score.token, score.logprob)
         tops = [alternative(token, logprob) for token, logprob in score.top[:top]]
         content.append(ChatToken(own.token, own.logprob, own.bytes, tops))

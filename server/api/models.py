@@ -8,15 +8,8 @@ from typing import Any
 from fastapi import APIRouter
 
 from server.api.errors import ApiError, documented
-from server.engine.client import EngineClient, EngineLost
+from server.engine.client import EngineClient
 from server.engine.messages import Hello, Strategy
-
-
-def served_by(client: EngineClient) -> Hello:
-    """What the engine serves. Raises EngineLost while it is not there."""
-    if client.hello is None:
-        raise EngineLost("the engine is not ready; try again")
-    return client.hello
 
 
 def instance_of(hello: Hello, model: str) -> str | None:
@@ -31,12 +24,12 @@ def router(client: EngineClient) -> APIRouter:
 
     @routes.get("")
     async def list_models() -> dict[str, Any]:
-        hello = served_by(client)
+        hello = client.served()
         return {"object": "list", "data": [_described(hello, name, created) for name in _names(hello)]}
 
     @routes.get("/{model:path}", responses=documented(404))
     async def get_model(model: str) -> dict[str, Any]:
-        return _described(served_by(client), model, created)
+        return _described(client.served(), model, created)
 
     return routes
 

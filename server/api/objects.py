@@ -28,14 +28,14 @@ class KVCacheChoice(Struct):
     cached_tokens: int
 
 
-class Explanation(Struct):
-    """Extension, with `explain: true`: how one choice came about. Seconds; what did not come about is null."""
+class Explanation(Struct, rename={"miss": "miss_reason", "kv_bytes": "peak_kv_bytes"}):
+    """Extension, with `explain: true`: how one choice came about, as its RequestRecord says."""
 
     instance: str
     reason: str
     cached_tokens: int | None
-    miss_reason: str | None
-    peak_kv_bytes: int
+    miss: str | None
+    kv_bytes: int
     preemptions: int
     queue_seconds: float | None
     prefill_seconds: float | None

@@ -7,7 +7,7 @@ same as absent. Knows neither the engine nor the tokenizer.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 from pydantic import (
     AfterValidator,
@@ -89,9 +89,11 @@ def only(*neutral: Any) -> AfterValidator:
     return AfterValidator(check)
 
 
-Prompt = Annotated[str | list[int], BeforeValidator(_text_or_ids)]
+T = TypeVar("T")
+LongList = Annotated[list[T], Field(fail_fast=True)]  # an error for each item would take longer than the longest answer
+Prompt = Annotated[str | LongList[int], BeforeValidator(_text_or_ids)]
 Prompts = Annotated[
-    list[Prompt],
+    LongList[Prompt],
     BeforeValidator(_as_prompts, json_schema_input_type=str | list[int] | list[str] | list[list[int]]),
 ]
 StopString = Annotated[str, Field(min_length=1, max_length=1024)]

@@ -8,12 +8,13 @@ import msgspec
 from fastapi import APIRouter, Response
 from pydantic import Field, ValidationInfo, field_validator
 
+from server.api.answers import Serving
 from server.api.body import JsonRoute
 from server.api.conversation import Message, Rendering, prompt_of
 from server.api.errors import documented
 from server.api.jobs import check_ids
-from server.api.models import instance_of, served_by
-from server.api.schemas import Body
+from server.api.models import instance_of
+from server.api.schemas import Body, LongList
 from server.engine.client import EngineClient
 from server.engine.messages import Hello
 from server.text.tokenizer import Tokenizer
@@ -24,7 +25,7 @@ class TokenizeRequest(Rendering):
 
     model: str | None = Field(None, description="default: the model that is served")
     prompt: str | None = Field(None, description="a text; or else messages")
-    messages: list[Message] | None = Field(None, min_length=1, validate_default=True)
+    messages: LongList[Message] | None = Field(None, min_length=1, validate_default=True)
     add_special_tokens: bool | None = Field(
         None, description="default: true for a prompt; false for messages, as the chat template writes them"
     )
@@ -42,7 +43,7 @@ class DetokenizeRequest(Body):
     """Body of POST /detokenize."""
 
     model: str | None = Field(None, description="default: the model that is served")
-    tokens: list[int]
+    tokens: LongList[int]
 
 
 class Tokens(msgspec.Struct):
@@ -56,15 +57,17 @@ class Text(msgspec.Struct):
     prompt: str
 
 
-def router(client: EngineClient, tokenizer: Tokenizer) -> APIRouter:
+def router(serving: Serving) -> APIRouter:
+    tokenizer = serving.tokenizer
     routes = APIRouter(route_class=JsonRoute, tags=["tokens"], responses=documented(400, 404, 413, 503))
 
     @routes.post("/tokenize")
     async def tokenize(body: TokenizeRequest) -> Response:
-        hello = _served(client, body.model)
+        hello = _served(serving.client, body.model)
         text = body.prompt
+        serving.most.check_text(text, "prompt")
         if body.messages is not None:
-            text = await prompt_of(tokenizer.chat, body.messages, body)
+            text = await prompt_of(tokenizer.chat, body.messages, body, serving.most.prompt_characters)
         assert text is not None, "one of both is there"
         special = body.messages is None if body.add_special_tokens is None else body.add_special_tokens
         ids = await tokenizer.encode(text, add_special_tokens=special)
@@ -73,7 +76,7 @@ def router(client: EngineClient, tokenizer: Tokenizer) -> APIRouter:
 
     @routes.post("/detokenize")
     async def detokenize(body: DetokenizeRequest) -> Response:
-        hello = _served(client, body.model)
+        hello = _served(serving.client, body.model)
         check_ids(body.tokens, hello, "tokens")
         return _json(Text(await asyncio.to_thread(tokenizer.decode, body.tokens, skip_special_tokens=False)))
 
@@ -82,7 +85,7 @@ def router(client: EngineClient, tokenizer: Tokenizer) -> APIRouter:
 
 def _served(client: EngineClient, model: str | None) -> Hello:
     """Raises EngineLost, and ApiError 404 for another model."""
-    hello = served_by(client)
+    hello = client.served()
     if model is not None:
         instance_of(hello, model)
     return hello

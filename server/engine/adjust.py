@@ -18,14 +18,16 @@ from server.engine.messages import Sampling
 def adjusted(logits: Tensor, sampling: Sampling, text: Text, banned: Collection[int] = ()) -> Tensor:
     """logits [V] -> new ones: repetition, frequency and presence penalties, then the bias, then -inf for `banned`.
 
-    Repetition (Keskar et al. 2019) counts prompt and output, the other two (OpenAI's) the output alone.
+    Repetition (Keskar et al. 2019) counts prompt and output, the other two (OpenAI's) the output alone. A logit that
+    a penalty near 0 makes too large for its type stays the largest there is.
     """
     logits = logits.clone()
     if sampling.repetition_penalty != 1:
         ids, _ = _counted([*text.prompt, *text.output], logits)
         chosen = logits[ids]
         penalty = sampling.repetition_penalty
-        logits[ids] = torch.where(chosen > 0, chosen / penalty, chosen * penalty)
+        largest = torch.finfo(logits.dtype).max
+        logits[ids] = torch.where(chosen > 0, chosen / penalty, chosen * penalty).clamp_max(largest)
     if text.output and (sampling.frequency_penalty or sampling.presence_penalty):
         ids, counts = _counted(text.output, logits)
         logits[ids] -= sampling.frequency_penalty * counts + sampling.presence_penalty

@@ -113,6 +113,7 @@ class EngineClient:
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.hello: Hello | None = None  # what the engine serves; None while it is not connected
+        self.patience = 10.0  # seconds; the engine answers a query between two steps
         self._path = os.fspath(path)
         self._writer: asyncio.StreamWriter | None = None
         self._streams: dict[str, Stream] = {}  # by request id
@@ -121,9 +122,11 @@ class EngineClient:
         self._task: asyncio.Task[None] | None = None
         self._ended: Exception | None = None  # why no request is taken any more
 
-    @property
-    def ready(self) -> bool:
-        return self.hello is not None
+    def served(self) -> Hello:
+        """What the engine serves. Raises EngineLost while it is not there."""
+        if self.hello is None:
+            raise EngineLost("the engine is not ready; try again")
+        return self.hello
 
     # ------------------------------------------------------------ requests
     @contextlib.asynccontextmanager
@@ -150,16 +153,16 @@ class EngineClient:
         for stream in set(self._streams.values()):
             stream.fail(error)
 
-    async def query(self, what: Literal["kv_cache", "metrics"] | Command, timeout: float) -> bytes:
-        """The engine's answer. Raises EngineRefused; EngineLost, also when there is none within `timeout` seconds."""
+    async def query(self, what: Literal["kv_cache", "metrics"] | Command) -> bytes:
+        """The engine's answer. Raises EngineRefused; EngineLost, also when there is none within `patience` seconds."""
         query_id = next(self._query_ids)
         future: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
         self._send(Query(query_id, what))
         self._queries[query_id] = future
         try:
-            answer = await asyncio.wait_for(future, timeout)
+            answer = await asyncio.wait_for(future, self.patience)
         except TimeoutError:
-            raise EngineLost(f"the engine did not answer within {timeout:g} s; try again") from None
+            raise EngineLost(f"the engine did not answer within {self.patience:g} s; try again") from None
         finally:
             self._queries.pop(query_id, None)
         if answer.refused is not None:
@@ -172,8 +175,8 @@ class EngineClient:
 
     def _send(self, *messages: ToEngine) -> None:
         """In one piece, so that requests that belong together arrive together."""
-        if self._writer is None or self.hello is None:
-            raise EngineLost("the engine is not ready; try again")
+        self.served()
+        assert self._writer is not None, "there is a connection"
         self._writer.write(b"".join(map(wire.frame, messages)))
 
     # ------------------------------------------------------------ the connection

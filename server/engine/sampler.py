@@ -23,11 +23,12 @@ def sample(logits: Tensor, draws: Sequence[Draw]) -> list[int]:
     tokens = _likeliest(logits)
     for i, (sampling, position, text, banned) in enumerate(draws):
         ours = logits[i]
-        if banned or adjusts(sampling):
+        if changed := bool(banned) or adjusts(sampling):
             ours = adjusted(ours, sampling, text, banned)
-            tokens[i] = _likeliest(ours[None])[0]
         if sampling.temperature > 0:
-            tokens[i] = int(draw(probabilities(ours, sampling), uniform(sampling.seed, position)))
+            tokens[i] = draw(probabilities(ours, sampling), uniform(sampling.seed, position))
+        elif changed:
+            tokens[i] = _likeliest(ours[None])[0]
     return tokens
 
 
@@ -49,15 +50,15 @@ def probabilities(logits: Tensor, sampling: Sampling) -> Tensor:
         mass_before = ordered.cumsum(-1) - ordered
         kept = mass_before < sampling.top_p * p.sum()
         kept[0] = True  # also where the product is too small to be told from 0
-        p = _only(p, ids[kept])
+        p = p.index_fill(0, ids[~kept], 0.0)
     return p
 
 
-def draw(p: Tensor, u: float) -> Tensor:
+def draw(p: Tensor, u: float) -> int:
     """The token whose stretch of the cumulated p [V] (not necessarily normalised) holds u in [0, 1)."""
     cumulated = p.cumsum(-1)
     token = torch.searchsorted(cumulated, u * cumulated[-1], right=True)
-    return token.clamp_max(p.nonzero()[-1, 0])  # rounding at the very end
+    return int(token.clamp_max(p.nonzero()[-1, 0]))  # rounding at the very end
 
 
 def uniform(seed: int, position: int) -> float:
@@ -71,9 +72,3 @@ def _first(k: int, p: Tensor) -> Tensor:
     least = p.topk(k).values[-1]
     larger, equal = p > least, p == least
     return larger | (equal & (equal.cumsum(-1) <= k - larger.sum()))
-
-
-def _only(p: Tensor, ids: Tensor) -> Tensor:
-    kept = torch.zeros_like(p)
-    kept[ids] = p[ids]
-    return kept

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import msgspec
 import torch
 from torch import Tensor
 
@@ -32,11 +33,10 @@ def scores(logits: Tensor, tokens: Sequence[int], top: int) -> list[TokenScore]:
 
 def scores_of_some(logits: Tensor, tokens: Sequence[int], tops: Sequence[int | None]) -> list[TokenScore | None]:
     """As `scores`, with a `top` for each; None for those that want nothing."""
-    wanted = [i for i, top in enumerate(tops) if top is not None]
-    if not wanted:
-        return [None] * len(tokens)
-    most = max(top for top in tops if top is not None)
     told: list[TokenScore | None] = [None] * len(tokens)
-    for i, score in zip(wanted, scores(logits[wanted], [tokens[i] for i in wanted], most), strict=True):
-        told[i] = TokenScore(score.token, score.logprob, score.rank, score.top[: tops[i]])
+    wanted = {i: top for i, top in enumerate(tops) if top is not None}
+    if wanted:
+        found = scores(logits[list(wanted)], [tokens[i] for i in wanted], max(wanted.values()))
+        for (i, top), score in zip(wanted.items(), found, strict=True):
+            told[i] = msgspec.structs.replace(score, top=score.top[:top])
     return told

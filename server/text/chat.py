@@ -17,14 +17,10 @@ from config.settings import SettingsError
 from server.text.chat_environment import environment, reads_parts
 from server.text.model_files import named_tokens, read_object
 
-LONGEST_TEXT = 2**25  # characters of a prompt
+LONGEST_TEXT = 2**25  # characters
 LONGEST_RENDERING = 10.0  # seconds; looked at between two pieces of the text
 RESERVED = frozenset({"messages", "tools", "documents", "add_generation_prompt", "continue_final_message"})
-REASONING = (
-    "reasoning_content",
-    "thinking",
-    "reasoning",
-)  # names of the same thing; templates read the first or second
+REASONING = ("reasoning_content", "thinking", "reasoning")  # one thing; templates read the first or second
 END = "[the final message ends here] "  # the space at its end shows whether the template trims what is said
 
 Message = Mapping[str, Any]
@@ -51,6 +47,7 @@ class ChatTemplate:
     def render(
         self,
         messages: Sequence[Message],
+        longest: int = LONGEST_TEXT,
         /,
         *,
         add_generation_prompt: bool = True,
@@ -60,6 +57,7 @@ class ChatTemplate:
     ) -> str:
         """The prompt, special tokens included: it is to be encoded without adding them. Raises ChatTemplateError.
 
+        Also when it has more than `longest` characters.
         With `continue_final_message` it ends with the last message, which the model continues. `variables` are the
         template's own, such as enable_thinking. May take long for long conversations.
         """
@@ -75,7 +73,7 @@ class ChatTemplate:
         if continue_final_message:
             said, seen[-1] = _marked(seen[-1])
         given = {"messages": seen, "tools": tools, "documents": None, "add_generation_prompt": add_generation_prompt}
-        text = template.render(self._tokens | variables | given)
+        text = template.render(self._tokens | variables | given, longest)
         return _cut(text, said) if continue_final_message else text
 
     def _template(self, *, with_tools: bool) -> _Template:
@@ -111,13 +109,13 @@ class _Template:
         reasoning = next((seen[name] for name in REASONING if name in seen), None)
         return seen if reasoning is None else {"thinking": reasoning} | seen | {"reasoning_content": reasoning}
 
-    def render(self, variables: Mapping[str, Any]) -> str:
+    def render(self, variables: Mapping[str, Any], longest: int) -> str:
         pieces, size, end = [], 0, time.monotonic() + LONGEST_RENDERING
         try:
             for piece in self._template.generate(variables):
                 pieces.append(piece)
                 size += len(piece)
-                if size > LONGEST_TEXT or time.monotonic() > end:
+                if size > longest or time.monotonic() > end:
                     break
             else:
                 return "".join(pieces)

@@ -38,38 +38,42 @@ class Detokenizer:
 
     def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int], *, skip_special: bool = True) -> None:
         """Special tokens have no text with `skip_special`, and are spelled otherwise."""
-        self._tokenizer = Spelling(tokenizer, skip_special)
-        self._window = _context(self._tokenizer, prompt)  # tokens decoded together with the next one
+        self._spelling = Spelling(tokenizer, skip_special)
+        self._window = _context(self._spelling, prompt)  # tokens decoded together with the next one
         self._settled = len(self._window)  # tokens of the window whose text is out
-        self._readings = [
-            (self._settled, self._tokenizer.decode(self._window))
-        ]  # ... and that text, as it may turn out
+        self._readings = [(self._settled, self._spelling.decode(self._window))]  # ... and it, as it may turn out
         if self._readings[0][1].endswith(UNKNOWN):
             shorter = range(self._settled - 1, max(0, self._settled - LONGEST_PART) - 1, -1)
-            self._readings += [(size, self._tokenizer.decode(self._window[:size])) for size in shorter]
+            self._readings += [(size, self._spelling.decode(self._window[:size])) for size in shorter]
 
     def push(self, token: int) -> str:
         """The text that is certain now: empty while a character is not complete, and for special tokens."""
-        if not self._tokenizer.has_text(token):
+        if not self._spelling.has_text(token):
             return ""
         self._window.append(token)
-        text = self._tokenizer.decode(self._window)
-        held = len(text) - len(text.rstrip(UNKNOWN))
+        text = self._spelling.decode(self._window)
         settled, piece = self._unshown(text)
-        if held == 0 and piece:
+        if piece and not text.endswith(UNKNOWN):
             new = self._window[settled:]  # which may begin within a character, and then is none alone
-            self._keep(new if piece.endswith(self._tokenizer.decode(new)) else self._window, held=0)
+            alone = self._spelling.decode(new)
+            if piece.endswith(alone):
+                self._keep(new, alone)
+            else:
+                self._keep(self._window, text)
             return piece
         if len(self._window) - self._settled <= PATIENCE:
             return ""
-        held = min(held, LONGEST_PART, len(piece))
-        self._keep(self._window[-CONTEXT:], held)
+        held = min(len(text) - len(text.rstrip(UNKNOWN)), LONGEST_PART, len(piece))
+        window = self._window[-CONTEXT:]
+        shown = self._spelling.decode(window)
+        self._keep(window, shown[: len(shown) - held])
         return piece[: len(piece) - held]
 
     def flush(self) -> str:
         """What was held back, when no more tokens come."""
-        _, piece = self._unshown(self._tokenizer.decode(self._window))
-        self._keep(self._window, held=0)
+        text = self._spelling.decode(self._window)
+        _, piece = self._unshown(text)
+        self._keep(self._window, text)
         return piece
 
     def _unshown(self, text: str) -> tuple[int, str]:
@@ -78,21 +82,21 @@ class Detokenizer:
             if text.startswith(shown):
                 return settled, text[len(shown) :]
         # Byte fallback: a byte that belongs to no character undoes the characters just before it.
-        return self._settled, self._tokenizer.decode(self._window[self._settled :])
+        return self._settled, self._spelling.decode(self._window[self._settled :])
 
-    def _keep(self, window: list[int], held: int) -> None:
-        text = self._tokenizer.decode(window)
-        self._window = list(window)
+    def _keep(self, window: list[int], shown: str) -> None:
+        """Goes on after these tokens, of whose text `shown` is out."""
+        self._window = window
         self._settled = len(window)
-        self._readings = [(self._settled, text[: len(text) - held])]
+        self._readings = [(len(window), shown)]
 
 
-def _context(tokenizer: Spelling, prompt: Sequence[int]) -> list[int]:
+def _context(spelling: Spelling, prompt: Sequence[int]) -> list[int]:
     """The prompt's last tokens with a text: enough of them that the next token is decoded as after the whole prompt."""
     size = CONTEXT
     while True:
-        window = [token for token in prompt[-size:] if tokenizer.has_text(token)]
-        text = tokenizer.decode(window)
+        window = [token for token in prompt[-size:] if spelling.has_text(token)]
+        text = spelling.decode(window)
         cut_within_bytes = text.startswith(UNKNOWN)
         if size >= len(prompt) or (text and not cut_within_bytes):
             return window

@@ -31,11 +31,6 @@ class InfillError(Exception):
     """The model cannot do it; tells the client so."""
 
 
-def can_infill(tokenizer: Tokenizer) -> bool:
-    """Whether there are tokens for it."""
-    return any(_marks(tokenizer, form) for form in FORMS)
-
-
 async def infill_prompt(tokenizer: Tokenizer, prefix: str, suffix: str) -> list[int]:
     """The prompt after which the model writes what stands between the two. Raises InfillError."""
     for form in FORMS:

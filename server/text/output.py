@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 from server.text.detokenizer import Detokenizer
 from server.text.stop import StopStrings
+from server.text.tokenizer import Tokenizer
 
 
 class Placed(NamedTuple):
@@ -24,15 +25,29 @@ class Released(NamedTuple):
     tokens: list[Placed]
 
 
+def placed(tokenizer: Tokenizer, ids: Sequence[int], text: str) -> list[Placed]:
+    """Where each token of a text begins in it; a special token that the text does not spell has no length."""
+    detokenizer, length, found = Detokenizer(tokenizer, [], skip_special=False), 0, []
+    for token in ids:
+        found.append(Placed(token, length))
+        if tokenizer.has_text(token) or text.startswith(tokenizer.piece(token), length):
+            length += len(detokenizer.push(token))
+    return found
+
+
 class OutputText:
     """Puts a choice's tokens through its detokenizer and its stop strings until one of them, or the engine, ends it."""
 
-    def __init__(self, detokenizer: Detokenizer, stop: Sequence[str] = (), *, include_stop: bool = False) -> None:
+    def __init__(
+        self, detokenizer: Detokenizer, stop: Sequence[str] = (), *, include_stop: bool = False, min_tokens: int = 0
+    ) -> None:
+        """No stop string is looked for in the text of the first `min_tokens`."""
         self.num_tokens = 0  # up to the one that completed a stop string
         self.finish_reason: str | None = None
         self.stopped_by: str | None = None  # a stop string
         self._detokenizer = detokenizer
         self._include_stop = include_stop
+        self._min_tokens = min_tokens
         self._stop = StopStrings(stop, include=include_stop)
         self._length = 0  # of the text that the detokenizer gave
         self._released = 0  # of the text that is out
@@ -62,14 +77,15 @@ class OutputText:
 
     def _through_stops(self, piece: str) -> str:
         self._length += len(piece)
-        return self._stop.push(piece)
+        return self._stop.push(piece) if self.num_tokens > self._min_tokens else piece
 
     def _release(self, text: str) -> Released:
+        """The text, and the tokens that begin in what is out; at the end all of them."""
         self._released += len(text)
-        if self.finish_reason is None:
-            count = sum(placed.offset < self._released for placed in self._held)
-            out, self._held = self._held[:count], self._held[count:]
-        else:
-            taken = self._released if self._stop.found else self._length + 1
-            out, self._held = [p._replace(shown=p.offset < taken) for p in self._held], []
+        out, self._held = self._held, []
+        if self._stop.found:
+            out = [placed._replace(shown=placed.offset < self._released) for placed in out]
+        elif self.finish_reason is None:
+            while out and out[-1].offset >= self._released:
+                self._held.insert(0, out.pop())
         return Released(text, out)

@@ -24,6 +24,8 @@ class StopStrings:
         """The text that is certain now. Once a stop string was found there is no more."""
         if self.found or not piece:
             return ""
+        if not self._stops:
+            return piece
         text = self._held + piece
         ends = [(start + len(stop), start, stop) for stop in self._stops if (start := text.find(stop)) >= 0]
         if ends:

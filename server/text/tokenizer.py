@@ -31,6 +31,10 @@ class Tokenizer:
         self.chat = chat or ChatTemplate({}, {})
         self._read = reader_of(backend)
         self._special = {i for i, token in backend.get_added_tokens_decoder().items() if token.special}
+        ids = backend.get_vocab().values()
+        self._end = max(ids, default=-1) + 1
+        self._holes = set(range(self._end)).difference(ids)  # ids that are no tokens
+        self._silent = self._holes | self._special
 
     @classmethod
     def from_directory(cls, directory: Path) -> Tokenizer:
@@ -67,8 +71,7 @@ class Tokenizer:
 
     def has_text(self, token: int, *, skip_special_tokens: bool = True) -> bool:
         """False for ids outside the vocabulary, and for special tokens if skipped: leaving them out changes no text."""
-        skipped = skip_special_tokens and token in self._special
-        return not skipped and self.backend.id_to_token(token) is not None
+        return 0 <= token < self._end and token not in (self._silent if skip_special_tokens else self._holes)
 
     def piece(self, token: int) -> str:
         """A token as the vocabulary writes it, such as "\u0120hello"; empty for an id that is no token."""

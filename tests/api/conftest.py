@@ -46,7 +46,7 @@ class Api:
 
     def await_ready(self, ready: bool = True) -> None:
         deadline = time.monotonic() + 5
-        while self.client.ready is not ready:
+        while (self.client.hello is not None) is not ready:
             assert time.monotonic() < deadline
             time.sleep(0.002)
 

@@ -50,9 +50,9 @@ def test_metrics(engine: FakeEngine, http: httpx.Client) -> None:
 
 
 def test_an_engine_that_does_not_answer(
-    engine: FakeEngine, http: httpx.Client, monkeypatch: pytest.MonkeyPatch
+    api: Api, engine: FakeEngine, http: httpx.Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("server.api.health.TIMEOUT", 0.05)
+    monkeypatch.setattr(api.client, "patience", 0.05)
     engine.answers.clear()
     response = http.get("/metrics")
     assert response.status_code == 503

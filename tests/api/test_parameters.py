@@ -55,6 +55,7 @@ def streamed(http: httpx.Client, **body: Any) -> list[dict[str, Any]]:
 def test_everything_about_sampling_reaches_the_engine(engine: FakeEngine, http: httpx.Client) -> None:
     sent = {"frequency_penalty": 0.5, "presence_penalty": -1, "repetition_penalty": 1.5, "min_tokens": 2, "n": 2}
     sent |= {"logit_bias": {"7": 3, "9": -100}, "stop_token_ids": [4], "logprobs": 2, "seed": 5, "temperature": 0}
+    engine.script = scores([5, 6])
     ask(http, **sent)
     first, second = engine.all(Submit)
     assert first.sampling == Sampling(
@@ -180,6 +181,28 @@ def test_echo_with_logprobs_as_evaluations_ask_for_it(engine: FakeEngine, http: 
         assert logprobs["text_offset"][0] == 0
         assert logprobs["text_offset"][-1] == len(choice["text"]) - 1
     assert [submit.sampling.prompt_logprobs for submit in engine.all(Submit)] == [1, 1]
+
+
+@pytest.mark.parametrize(
+    ("prompt", "offsets"),
+    [("a</s>b", {"a": 0, "</s>": 1, "b": 5}), ("</s>a", {"</s>": 0, "a": 4}), ([EOS, 5], {"</s>": 0})],
+)
+def test_offsets_are_those_of_the_text(
+    engine: FakeEngine, http: httpx.Client, words: Words, prompt: str | list[int], offsets: dict[str, int]
+) -> None:
+    """A special token has its length where the text spells it, and none elsewhere."""
+    engine.script = scores(words("!"))
+    choice = ask(http, prompt=prompt, echo=True, logprobs=0)["choices"][0]
+    told = dict(zip(choice["logprobs"]["tokens"], choice["logprobs"]["text_offset"], strict=True))
+    assert offsets.items() <= told.items()
+    assert told["!"] == len(choice["text"]) - 1
+
+
+def test_no_stop_string_before_the_least_tokens(engine: FakeEngine, http: httpx.Client, words: Words) -> None:
+    tokens = words("a b c d")
+    engine.script = scores(tokens)
+    assert ask(http, stop=" ", min_tokens=len(words("a b")))["choices"][0]["text"] == "a b"
+    assert ask(http, stop=" ", min_tokens=len(tokens))["choices"][0]["text"] == "a b c d"
 
 
 def test_echo_alone_computes_nothing_more(engine: FakeEngine, http: httpx.Client) -> None:

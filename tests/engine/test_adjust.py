@@ -29,6 +29,16 @@ def logits_of(seed: int = 0) -> torch.Tensor:
     return torch.randn(VOCABULARY, generator=torch.Generator().manual_seed(seed)) * 3
 
 
+@pytest.mark.parametrize("how", [{"top_k": 3}, {"top_p": 0.5}, {"min_p": 0.5}, {"temperature": 0.0}])
+@pytest.mark.parametrize("penalty", [1e-45, 1e-39, 1e-30, 10.0])
+def test_a_penalty_that_leaves_the_range_of_floats(how: dict[str, Any], penalty: float) -> None:
+    """A token that was there is the likeliest by far; the draw does not fail."""
+    logits = logits_of() + 5
+    text = Text([2, 7], [])
+    (token,) = sample(logits[None], [Draw(Sampling(1, repetition_penalty=penalty, seed=3, **how), 0, text)])
+    assert (token in text.prompt) is (penalty < 1)
+
+
 @deterministic
 @given(IDS, IDS, st.floats(-2, 2), st.floats(-2, 2), st.floats(0.1, 3), st.dictionaries(st.integers(0, 11), st.just(9)))
 def test_penalties_and_bias_by_their_definitions(

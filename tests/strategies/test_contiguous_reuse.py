@@ -71,7 +71,10 @@ def test_two_that_run_at_once_share_nothing_and_are_told() -> None:
 def test_another_salt_finds_nothing() -> None:
     cache = contiguous()
     left(cache, TEXT, salt="a/")
-    assert opened(cache, TEXT, salt="b/").cached == 0
+    other = opened(cache, TEXT, salt="b/")
+    assert (other.cached, other.miss) == (0, "cold"), "nobody hears of other tenants"
+    other = opened(cache, TEXT, salt="a/x")
+    assert (other.cached, other.miss) == (0, "salt")
     assert opened(cache, TEXT, salt="a/").cached == 13
 
 

@@ -298,12 +298,12 @@ def test_messages_that_are_none() -> None:
         ChatTemplate({"default": "x"}, {}).render([])
 
 
-@pytest.mark.parametrize("bound", ["LONGEST_TEXT", "LONGEST_RENDERING"])
-def test_a_template_without_end(bound: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(chat, bound, 0.05)
+@pytest.mark.parametrize(("seconds", "characters"), [(0.05, 2**25), (10.0, 1000)])
+def test_a_template_without_end(seconds: float, characters: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(chat, "LONGEST_RENDERING", seconds)
     endless = "{% for i in range(99999) %}{% for j in range(99999) %}x{{ j }}{% endfor %}{% endfor %}"
     with pytest.raises(ChatTemplateError, match="takes too long"):
-        ChatTemplate({"default": endless}, {}).render([{"role": "user", "content": "x"}])
+        ChatTemplate({"default": endless}, {}).render([{"role": "user", "content": "x"}], characters)
 
 
 def test_the_messages_stay_as_they_are() -> None:

@@ -8,7 +8,7 @@ import pytest
 import tokenizers
 from tokenizers import processors
 
-from server.text.infill import FORMS, PREFIX, SUFFIX, InfillError, can_infill, infill_prompt
+from server.text.infill import FORMS, PREFIX, SUFFIX, InfillError, infill_prompt
 from server.text.tokenizer import Tokenizer
 from tests.text.tiny import BOS, EOS, KINDS, byte_fallback, byte_level
 
@@ -63,6 +63,5 @@ def test_no_end_of_text_before_the_text() -> None:
 @pytest.mark.parametrize("tokens", [[], ["<|fim_prefix|>", "<|fim_suffix|>"], ["<fim_prefix>", "<|fim_suffix|>"]])
 def test_models_that_cannot(tokens: list[str]) -> None:
     tokenizer = with_tokens(byte_level(), *tokens)
-    assert not can_infill(tokenizer)
     with pytest.raises(InfillError, match="leave suffix out"):
         asyncio.run(infill_prompt(tokenizer, "a", "b"))

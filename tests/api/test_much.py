@@ -1,0 +1,133 @@
+"""Much asked at once costs little, and is refused where it would cost others their turn."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import httpx
+import pytest
+
+from server.api import answers
+from server.api.errors import ApiError
+from server.api.jobs import MOST_SCORES, PromptTokens, check_scores
+from server.engine.messages import Sampling
+from server.text.tokenizer import Tokenizer
+from tests.api.conftest import Api, running_api
+from tests.api.fake_engine import FakeEngine, says
+from tests.api.test_parameters import scores
+from tests.text.tiny import byte_level
+
+Words = Callable[[str], list[int]]
+COMPLETIONS, CHATS, TOKENIZE = "/v1/completions", "/v1/chat/completions", "/tokenize"
+USER = {"role": "user", "content": "x"}
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        (COMPLETIONS, {"prompt": [[""]] * 1000}),
+        (COMPLETIONS, {"prompt": [5, *[True] * 1000]}),
+        (CHATS, {"messages": [1] * 1000}),
+        (CHATS, {"messages": [{}] * 1000}),
+        (CHATS, {"messages": [USER | {"content": [{"type": "audio"}] * 1000}]}),
+        (CHATS, {"messages": [USER | {"tool_calls": [1] * 1000}]}),
+        (CHATS, {"messages": [USER], "modalities": [1] * 1000}),
+        (TOKENIZE, {"messages": [1] * 1000}),
+        ("/detokenize", {"tokens": [""] * 1000}),
+    ],
+)
+def test_a_list_is_left_at_the_first_mistake(
+    engine: FakeEngine, http: httpx.Client, path: str, body: dict[str, Any]
+) -> None:
+    """An error for each of a million items takes seconds and gigabytes."""
+    answer = http.post(path, json={"model": "tiny"} | body)
+    assert answer.status_code == 400
+    assert "more" not in answer.json()["error"]["message"]
+
+
+def test_the_scores_of_a_prompt_are_written_once(
+    engine: FakeEngine, http: httpx.Client, words: Words, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine.script = scores(words("ab"))
+    written, write = [], answers.prompt_logprobs
+
+    def counted(tokenizer: Tokenizer, *args: Any) -> Any:
+        written.append(args)
+        return write(tokenizer, *args)
+
+    monkeypatch.setattr(answers, "prompt_logprobs", counted)
+    body = {"model": "tiny", "prompt": [words("hello world"), words("you, too")], "n": 3, "prompt_logprobs": 1}
+    choices = http.post(COMPLETIONS, json=body).json()["choices"]
+    assert len(written) == 2
+    assert choices[0]["prompt_logprobs"] == choices[2]["prompt_logprobs"] != choices[3]["prompt_logprobs"]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_what_takes_long_is_written_beside_the_loop(
+    engine: FakeEngine, http: httpx.Client, words: Words, monkeypatch: pytest.MonkeyPatch, stream: bool
+) -> None:
+    """The same answer, in a thread or not."""
+    engine.script = scores(words("hello world"))
+    body = {
+        "model": "tiny",
+        "prompt": "hello",
+        "n": 2,
+        "logprobs": 1,
+        "echo": True,
+        "stream": stream,
+        "request_id": "1",
+    }
+    body["stream"] = stream
+    plain = http.post(COMPLETIONS, json=body).text
+    monkeypatch.setattr(answers, "MANY_SCORES", 1)
+    assert without_time(http.post(COMPLETIONS, json=body).text) == without_time(plain)
+
+
+def without_time(answer: str) -> list[str]:
+    return [part for part in answer.split(",") if not part.startswith('"created"')]
+
+
+def test_more_scores_than_an_answer_may_hold() -> None:
+    prompts, all_scored = [PromptTokens([5] * 1000, "")], Sampling(max_tokens=0, prompt_logprobs=20)
+    check_scores(all_scored, prompts, MOST_SCORES // 21_000)
+    with pytest.raises(ApiError, match="too many for one answer"):
+        check_scores(all_scored, prompts, MOST_SCORES // 21_000 + 1)
+    with pytest.raises(ApiError, match="too many for one answer"):
+        check_scores(Sampling(max_tokens=MOST_SCORES, logprobs=0), prompts, 2)
+    check_scores(Sampling(max_tokens=MOST_SCORES, logprobs=5), prompts, 1)
+
+
+@pytest.fixture(scope="module")
+def narrow_api() -> Iterator[Api]:
+    """Takes little text, and few requests."""
+    with running_api(max_prompt_characters=20, max_num_seqs=2, max_waiting=3) as api:
+        yield api
+
+
+@pytest.fixture
+def narrow(narrow_api: Api) -> Iterator[httpx.Client]:
+    with (
+        FakeEngine(narrow_api.socket_path, says([*byte_level().encode("hello").ids])),
+        httpx.Client(base_url=narrow_api.url, timeout=10) as client,
+    ):
+        narrow_api.await_ready()
+        yield client
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "param"),
+    [
+        (COMPLETIONS, {"prompt": "x" * 21}, "prompt"),
+        (COMPLETIONS, {"prompt": ["x", "x" * 21]}, "prompt"),
+        (COMPLETIONS, {"prompt": "x", "suffix": "x" * 21}, "suffix"),
+        (CHATS, {"messages": [USER | {"content": "x" * 21}]}, "messages"),
+        (TOKENIZE, {"prompt": "x" * 21}, "prompt"),
+        (TOKENIZE, {"messages": [USER | {"content": "x" * 21}]}, "messages"),
+        (COMPLETIONS, {"prompt": "x", "n": 6}, "n"),  # of which one could never be taken
+    ],
+)
+def test_more_than_this_server_takes(narrow: httpx.Client, path: str, body: dict[str, Any], param: str) -> None:
+    answer = narrow.post(path, json={"model": "tiny"} | body)
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)
+    assert narrow.post(COMPLETIONS, json={"model": "tiny", "prompt": "x" * 20, "n": 5}).status_code == 200
