@@ -12,8 +12,8 @@ from typing import NamedTuple
 
 from server.api.errors import from_engine
 from server.api.jobs import Job
-from server.engine.client import EngineClient, Event, Stream
-from server.engine.messages import Admitted, Explained, Failed, PromptScores, Tokens, TokenScore
+from server.engine.client import EngineClient, Stream
+from server.engine.messages import Admitted, Explained, Failed, PromptScores, RequestEvent, Tokens, TokenScore
 from server.engine.report import RequestRecord
 from server.text.output import OutputText, Placed
 
@@ -66,7 +66,7 @@ class Generation:
         self._scores: list[deque[TokenScore]] = [deque() for _ in outputs]  # of tokens whose text is not out
         self._admitted: dict[int, Admitted] = {}
         self._prompt_scores: dict[int, list[TokenScore]] = {i: [] for i in range(len(outputs))}
-        self._early: list[Event] = []  # read while waiting for the admission of other choices
+        self._early: list[RequestEvent] = []  # read while waiting for the admission of other choices
         self._last: dict[int, Piece] = {}  # by choice: pieces that wait for their explanation
         self._waiting: list[Piece] = []  # for log-probabilities of their prompt
 
@@ -109,7 +109,7 @@ class Generation:
             for piece in self._pieces(self._seen(event)):
                 yield piece
 
-    def _seen(self, event: Event) -> Event:
+    def _seen(self, event: RequestEvent) -> RequestEvent:
         """Remembers who is admitted. Raises ApiError for what failed."""
         if isinstance(event, Failed):
             raise from_engine(event)
@@ -117,7 +117,7 @@ class Generation:
             self._admitted[self._index[event.request_id]] = event
         return event
 
-    def _pieces(self, event: Event) -> Iterator[Piece]:
+    def _pieces(self, event: RequestEvent) -> Iterator[Piece]:
         """What can be told after this event."""
         index = self._index[event.request_id]
         if isinstance(event, Tokens):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import AsyncIterator, Mapping
 
@@ -26,6 +27,9 @@ async def send_events(send: Send, headers: Mapping[str, str], events: AsyncItera
     await send({"type": "http.response.start", "status": 200, "headers": raw})
     try:
         async for event in events:
+            # A step of the engine wakes all streams. Each writes its event before any is sent: code that stays in the
+            # CPU's caches takes half the time.
+            await asyncio.sleep(0)
             await send(_part(event))
     except Exception as error:
         if not isinstance(error, ApiError | EngineLost):

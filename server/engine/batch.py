@@ -5,7 +5,8 @@ Rows are ordered by strategy, and within one decode rows come first; `order` map
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from itertools import groupby
 from typing import NamedTuple
 
 import numpy as np
@@ -45,7 +46,7 @@ class Batch:
 
     def __init__(self, work: Sequence[Work], device: torch.device | str = "cpu") -> None:
         """Plans every strategy's rows. Raises StrategyError."""
-        instances = {item.cache.name: i for i, item in reversed(list(enumerate(work)))}
+        instances = {name: i for i, name in enumerate(dict.fromkeys(item.cache.name for item in work))}
         self.order = sorted(range(len(work)), key=lambda i: (instances[work[i].cache.name], work[i].row.num_tokens > 1))
         self._work = [work[i] for i in self.order]
         self._slices = list(self._plan())
@@ -78,20 +79,16 @@ class Batch:
         for cache, plan, _ in self._slices:
             cache.commit(plan, [next(entered).tokens for _ in plan.rows])
 
-    def _plan(self) -> list[_Slice]:
-        slices: list[_Slice] = []
-        first = 0
-        while first < len(self._work):
-            cache = self._work[first].cache
-            rows = [item.row for item in self._work[first:] if item.cache is cache]
-            before = slices[-1].tokens.stop if slices else 0
+    def _plan(self) -> Iterator[_Slice]:
+        end = 0
+        for cache, items in groupby(self._work, key=lambda item: item.cache):
+            rows = [item.row for item in items]
+            begin, end = end, end + sum(row.num_tokens for row in rows)
             try:
                 plan = cache.plan(rows)
             except Exception as error:
                 raise StrategyError(cache.name, error) from error
-            slices.append(_Slice(cache, plan, slice(before, before + sum(row.num_tokens for row in rows))))
-            first += len(rows)
-        return slices
+            yield _Slice(cache, plan, slice(begin, end))
 
 
 def _positions(row: Row) -> np.ndarray:

@@ -15,7 +15,6 @@ from typing import Literal
 
 from server.engine import wire
 from server.engine.messages import (
-    Admitted,
     Answer,
     Cancel,
     Command,
@@ -23,8 +22,8 @@ from server.engine.messages import (
     Failed,
     FromEngine,
     Hello,
-    PromptScores,
     Query,
+    RequestEvent,
     Submit,
     ToEngine,
     Tokens,
@@ -33,8 +32,6 @@ from server.engine.messages import (
 log = logging.getLogger(__name__)
 
 FIRST_DELAY, LONGEST_DELAY = 0.02, 0.1  # seconds between two attempts to connect
-
-Event = Admitted | PromptScores | Tokens | Explained | Failed
 
 
 class EngineRefused(Exception):
@@ -57,12 +54,12 @@ class Stream:
         self._running = set(self._explained)  # requests whose last event was not read yet
         self._stopped: set[str] = set()  # of these, those of which only the explanation is still wanted
         self._send_cancel = send_cancel
-        self._events: asyncio.Queue[Event | Exception] = asyncio.Queue()
+        self._events: asyncio.Queue[RequestEvent | Exception] = asyncio.Queue()
 
     def __aiter__(self) -> Stream:
         return self
 
-    async def __anext__(self) -> Event:
+    async def __anext__(self) -> RequestEvent:
         """Raises EngineLost when the connection is lost, or what `fail` was given; what came before is delivered."""
         while self._running:
             event = await self._events.get()
@@ -95,12 +92,12 @@ class Stream:
         for request_id in list(self._running):
             self.cancel(request_id)
 
-    def _is_last(self, event: Event) -> bool:
+    def _is_last(self, event: RequestEvent) -> bool:
         if isinstance(event, Tokens):
             return event.finish_reason is not None and not self._explained[event.request_id]
         return isinstance(event, Explained | Failed)
 
-    def put(self, event: Event) -> None:
+    def put(self, event: RequestEvent) -> None:
         self._events.put_nowait(event)
 
     def fail(self, error: Exception) -> None:

@@ -9,6 +9,7 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
@@ -44,6 +45,16 @@ class StepResult(NamedTuple):
     finished: Sequence[RequestRecord]
 
 
+@dataclass
+class _Since:
+    """What has happened since the last step, by instance or in its order."""
+
+    failures: Counter[str] = field(default_factory=Counter)
+    forked: Counter[str] = field(default_factory=Counter)  # requests
+    left: list[RequestRecord] = field(default_factory=list)
+    explanations: list[Event] = field(default_factory=list)
+
+
 class Core:
     """The running server's state: the model, the caches, and the requests in the scheduler."""
 
@@ -56,10 +67,7 @@ class Core:
         self.scheduler = scheduler
         self._selector = selector
         self._requests: dict[tuple[int, str], Request] = {}
-        self._left: list[RequestRecord] = []  # since the last step
-        self._failures: Counter[str] = Counter()  # of strategies, in this step
-        self._forked: Counter[str] = Counter()  # requests, in this step
-        self._explanations: list[Event] = []  # since the last step
+        self._since = _Since()
         self._evicted: Counter[str] = Counter()  # pages, up to the last step
 
     @property
@@ -85,7 +93,7 @@ class Core:
             )
             self.scheduler.submit(request)
         except RequestError as error:
-            return Event(worker, Failed(message.request_id, error.status, error.message, error.code, error.param))
+            return Event(worker, error.told(message.request_id))
         self._requests[request.key] = request
         request.siblings.append(request)
         return None
@@ -133,8 +141,6 @@ class Core:
     def step(self) -> StepResult:
         """Computes the next tokens of some requests; with nobody to serve, nothing."""
         began = time.monotonic()
-        self._failures.clear()
-        self._forked.clear()
         for cache in self.caches.values():
             cache.poll()
             if cache.draining:
@@ -143,19 +149,18 @@ class Core:
                     self.scheduler.room_changed()
         scheduled, preempted = self.scheduler.schedule()
         parts, events = self._compute(scheduled)
+        since, self._since = self._since, _Since()
         report = StepReport(
             seconds=time.monotonic() - began,
             parts=parts,
             preempted=Counter(r.cache.name for r in preempted),
-            failures=Counter(self._failures),
+            failures=since.failures,
             running=Counter(r.cache.name for r in self.scheduler.running),
             waiting=Counter(r.cache.name for r in self.scheduler.waiting),
-            forked=Counter(self._forked),
+            forked=since.forked,
             evicted=self._newly_evicted(),
         )
-        finished, self._left = self._left, []
-        explanations, self._explanations = self._explanations, []
-        return StepResult(events + explanations, report, finished)
+        return StepResult(events + since.explanations, report, since.left)
 
     def _newly_evicted(self) -> dict[str, int]:
         """Bytes, by instance."""
@@ -174,7 +179,7 @@ class Core:
                 log.exception(
                     "step failed; %s", "giving up its rows" if error.instance in failed_before else "repeating it"
                 )
-                self._failures[error.instance] += 1
+                self._since.failures[error.instance] += 1
                 if error.instance in failed_before:
                     events += self._fail(
                         [s.request for s in scheduled if s.request.cache.name == error.instance], error
@@ -238,7 +243,7 @@ class Core:
         if request.generated:
             return []
         forked = [r for r in request.siblings if r.held_back and r.seat is None and self.scheduler.fork(r, request)]
-        self._forked[request.cache.name] += len(forked)
+        self._since.forked[request.cache.name] += len(forked)
         return forked
 
     def _fail(self, requests: Sequence[Request], error: StrategyError) -> list[Event]:
@@ -252,10 +257,10 @@ class Core:
         request.siblings.remove(request)
         self.scheduler.remove(request)
         record = _record(request, outcome)
-        self._left.append(record)
+        self._since.left.append(record)
         if request.explain and outcome in ("stop", "length"):
             worker, request_id = request.key
-            self._explanations.append(Event(worker, Explained(request_id, record)))
+            self._since.explanations.append(Event(worker, Explained(request_id, record)))
 
 
 def _work(scheduled: Scheduled) -> Work:

@@ -122,7 +122,7 @@ class Loop:
         try:
             return Answer(query_id, msgspec.json.encode(obey(self._core, what)))
         except RequestError as error:
-            return Answer(query_id, b"", Failed("", error.status, error.message, error.code, error.param))
+            return Answer(query_id, b"", error.told())
         except Exception:
             log.exception("%s failed", type(what).__name__)
             return Answer(query_id, b"", Failed("", 500, "the command failed; the server's log tells more"))

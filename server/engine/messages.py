@@ -197,4 +197,5 @@ class Answer(msgspec.Struct, tag=True, frozen=True):
     refused: Failed | None = None
 
 
-FromEngine = Hello | Admitted | PromptScores | Tokens | Explained | Failed | Answer
+RequestEvent = Admitted | PromptScores | Tokens | Explained | Failed
+FromEngine = Hello | RequestEvent | Answer

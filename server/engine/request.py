@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from server.engine.draw import NOTHING, Draw, Text, penalises
-from server.engine.messages import Caching, Sampling
+from server.engine.messages import Caching, Failed, Sampling
 
 if TYPE_CHECKING:
     from cache_strategies.base import KVCache, Seat
@@ -20,6 +20,10 @@ class RequestError(Exception):
     def __init__(self, status: int, message: str, *, code: str | None = None, param: str | None = None) -> None:
         super().__init__(message)
         self.status, self.message, self.code, self.param = status, message, code, param
+
+    def told(self, request_id: str = "") -> Failed:
+        """As it goes to the API worker."""
+        return Failed(request_id, self.status, self.message, self.code, self.param)
 
 
 @dataclass
