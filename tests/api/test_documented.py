@@ -1,0 +1,32 @@
+"""docs/api.md has every field that may be sent."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+from pydantic import BaseModel
+
+from server.api.admin import ClearRequest, PinRequest, ShareRequest
+from server.api.chat import ChatRequest
+from server.api.schemas import CompletionRequest, StreamOptions
+from server.api.tokenize import DetokenizeRequest, TokenizeRequest
+
+DOCUMENT = (Path(__file__).parents[2] / "docs" / "api.md").read_text()
+BODIES = (
+    CompletionRequest,
+    ChatRequest,
+    StreamOptions,
+    TokenizeRequest,
+    DetokenizeRequest,
+    ShareRequest,
+    ClearRequest,
+    PinRequest,
+)
+
+
+@pytest.mark.parametrize("body", BODIES)
+def test_every_field_is_in_a_table(body: type[BaseModel]) -> None:
+    named = set(re.findall(r"`(\w+)", "".join(line for line in DOCUMENT.splitlines() if line.startswith("|"))))
+    assert body.model_fields.keys() <= named
