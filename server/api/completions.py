@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Any
 
 from fastapi import APIRouter, Header, Response
+from pydantic import BeforeValidator, Field, ValidationInfo, field_validator
 
 from server.api.answers import Serving, Writer, answering
 from server.api.body import JsonRoute
@@ -13,11 +14,54 @@ from server.api.generation import Generation, Piece
 from server.api.jobs import Job, PromptTokens, check_prompt, job_of, sampling_of
 from server.api.logprobs import CompletionLogprobs, completion_logprobs, joined
 from server.api.objects import Completion, CompletionChoice
-from server.api.schemas import LONGEST_NAME, CompletionRequest
+from server.api.schemas import INT64, LONGEST_NAME, GenerationRequest, LongList, Prompt
 from server.engine.messages import Hello, Sampling
 from server.text.infill import InfillError, infill_prompt
 from server.text.output import placed
 from server.text.tokenizer import Tokenizer, keep_last
+
+
+def _as_prompts(value: Any) -> Any:
+    """A prompt is a text or ids; a request has one, or a list of them."""
+    if isinstance(value, str) or (isinstance(value, list) and value and all(type(item) is int for item in value)):
+        return [value]
+    if isinstance(value, list) and value and all(isinstance(item, str | list) and item for item in value):
+        return value
+    raise ValueError("should be a string, a list of token ids, or a list of such prompts, none of them empty")
+
+
+Prompts = Annotated[
+    LongList[Prompt],
+    BeforeValidator(_as_prompts, json_schema_input_type=str | list[int] | list[str] | list[list[int]]),
+]
+
+
+class CompletionRequest(GenerationRequest):
+    """Body of POST /v1/completions."""
+
+    prompt: Prompts = Field(description="a text or token ids, or a list of either")
+    max_tokens: int = Field(16, ge=0, lt=INT64, description="0: only the prompt is computed")
+    best_of: int | None = Field(None, ge=1, le=128, description="so many are written, and the n likeliest told")
+    echo: bool = Field(False, description="the text begins with the prompt")
+    logprobs: int | None = Field(None, ge=0, le=5, description="log-probabilities of tokens, and so many alternatives")
+    suffix: str = Field("", description="what comes behind the text, for models that fill in the middle")
+    add_special_tokens: bool = Field(True, description="those which the model expects around a text")
+
+    @field_validator("best_of")
+    @classmethod
+    def _best_of(cls, value: int | None, info: ValidationInfo) -> int | None:
+        if value is not None and value < info.data.get("n", 1):
+            raise ValueError("should be at least n")
+        if value is not None and value > info.data.get("n", 1) and info.data.get("stream"):
+            raise ValueError("more than n cannot be streamed: the best is known at the end")
+        return value
+
+    @field_validator("suffix")
+    @classmethod
+    def _suffix(cls, value: str, info: ValidationInfo) -> str:
+        if value and info.data.get("echo"):
+            raise ValueError("cannot be combined with echo")
+        return value
 
 
 def router(serving: Serving) -> APIRouter:
@@ -33,11 +77,12 @@ def router(serving: Serving) -> APIRouter:
         hello, how = serving.asked(body, x_kv_cache, authorization)
         choices = body.best_of or body.n
         serving.most.check_choices(len(body.prompt), choices)
-        for text in (*body.prompt, body.suffix):
-            serving.most.check_text(text, "suffix" if text is body.suffix else "prompt")
+        serving.most.check_text(body.suffix, "suffix")
+        for prompt in body.prompt:
+            serving.most.check_text(prompt, "prompt")
         prompts = [await read(tokenizer, prompt, body) for prompt in body.prompt]
-        for prompt in prompts:
-            check_prompt(prompt.ids, body.max_tokens, hello)
+        for each in prompts:
+            check_prompt(each.ids, body.max_tokens, hello)
         job = job_of("cmpl", body, prompts, _sampling(body, hello, choices), choices, how)
         return answering(serving, CompletionWriter(tokenizer, body, job))
 

@@ -1,7 +1,7 @@
 """What clients may send, checked strictly: `true` is no number, NaN is refused, an unknown field is named.
 
-What both endpoints of generation take, and the body of completions; that of chats is in chat.py. Null is the
-same as absent. Knows neither the engine nor the tokenizer.
+What both endpoints of generation take; what else a body has stands beside its route. Null is the same as absent.
+Knows neither the engine nor the tokenizer.
 """
 
 from __future__ import annotations
@@ -60,15 +60,6 @@ def _text_or_ids(value: Any) -> Any:
     raise ValueError("should be a string, or a list of token ids")
 
 
-def _as_prompts(value: Any) -> Any:
-    """A prompt is a text or ids; a request has one, or a list of them."""
-    if isinstance(value, str) or (isinstance(value, list) and value and all(type(item) is int for item in value)):
-        return [value]
-    if isinstance(value, list) and value and all(isinstance(item, str | list) and item for item in value):
-        return value
-    raise ValueError("should be a string, a list of token ids, or a list of such prompts, none of them empty")
-
-
 def _token_ids(value: Any) -> Any:
     """JSON has strings for keys; OpenAI's are token ids."""
     if not isinstance(value, dict):
@@ -92,10 +83,6 @@ def only(*neutral: Any) -> AfterValidator:
 T = TypeVar("T")
 LongList = Annotated[list[T], Field(fail_fast=True)]  # an error for each item would take longer than the longest answer
 Prompt = Annotated[str | LongList[int], BeforeValidator(_text_or_ids)]
-Prompts = Annotated[
-    LongList[Prompt],
-    BeforeValidator(_as_prompts, json_schema_input_type=str | list[int] | list[str] | list[list[int]]),
-]
 StopString = Annotated[str, Field(min_length=1, max_length=1024)]
 Stop = Annotated[
     list[StopString],
@@ -189,31 +176,3 @@ class GenerationRequest(SamplingRequest, CacheRequest, WithoutEffect):
     @property
     def include_usage(self) -> bool:
         return self.stream_options is not None and self.stream_options.include_usage
-
-
-class CompletionRequest(GenerationRequest):
-    """Body of POST /v1/completions."""
-
-    prompt: Prompts = Field(description="a text or token ids, or a list of either")
-    max_tokens: int = Field(16, ge=0, lt=INT64, description="0: only the prompt is computed")
-    best_of: int | None = Field(None, ge=1, le=128, description="so many are written, and the n likeliest told")
-    echo: bool = Field(False, description="the text begins with the prompt")
-    logprobs: int | None = Field(None, ge=0, le=5, description="log-probabilities of tokens, and so many alternatives")
-    suffix: str = Field("", description="what comes behind the text, for models that fill in the middle")
-    add_special_tokens: bool = Field(True, description="those which the model expects around a text")
-
-    @field_validator("best_of")
-    @classmethod
-    def _best_of(cls, value: int | None, info: ValidationInfo) -> int | None:
-        if value is not None and value < info.data.get("n", 1):
-            raise ValueError("should be at least n")
-        if value is not None and value > info.data.get("n", 1) and info.data.get("stream"):
-            raise ValueError("more than n cannot be streamed: the best is known at the end")
-        return value
-
-    @field_validator("suffix")
-    @classmethod
-    def _suffix(cls, value: str, info: ValidationInfo) -> str:
-        if value and info.data.get("echo"):
-            raise ValueError("cannot be combined with echo")
-        return value

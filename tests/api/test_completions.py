@@ -10,7 +10,7 @@ import httpx
 import openai
 import pytest
 
-from server.api.schemas import CompletionRequest
+from server.api.completions import CompletionRequest
 from server.engine.messages import Cancel, FromEngine, Sampling, Submit, Tokens
 from tests.api.fake_engine import FakeEngine, admitted, says
 from tests.text.tiny import BOS, EOS, byte_level

@@ -10,7 +10,8 @@ from pydantic import BaseModel
 
 from server.api.admin import ClearRequest, PinRequest, ShareRequest
 from server.api.chat import ChatRequest
-from server.api.schemas import CompletionRequest, StreamOptions
+from server.api.completions import CompletionRequest
+from server.api.schemas import StreamOptions
 from server.api.tokenize import DetokenizeRequest, TokenizeRequest
 
 DOCUMENT = (Path(__file__).parents[2] / "docs" / "api.md").read_text()
