@@ -9,6 +9,10 @@ answered with OpenAI's error object. Knows neither the application nor the setti
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import fcntl
+import sys
+import termios
 from collections.abc import Callable
 from http import HTTPStatus
 
@@ -95,7 +99,18 @@ class BoundedConnection(HttpToolsProtocol):
     def pause_writing(self) -> None:
         """No more than this fits between here and a client that does not read."""
         super().pause_writing()
-        self._unread = self.loop.call_later(self.unread_seconds, self.transport.abort)
+        self._expect_reading()
+
+    def _expect_reading(self) -> None:
+        self._unread = self.loop.call_later(
+            self.unread_seconds, self._cut_off_unless_less, unread_bytes(self.transport)
+        )
+
+    def _cut_off_unless_less(self, unread: int) -> None:
+        if unread_bytes(self.transport) < unread:
+            self._expect_reading()
+        else:
+            self.transport.abort()
 
     def resume_writing(self) -> None:
         super().resume_writing()
@@ -150,3 +165,11 @@ def _response(error: ApiError, default_headers: list[tuple[bytes, bytes]]) -> by
     lines = [status, *(f"{name}: {value}" for name, value in (headers | (dict(error.headers or {}))).items())]
     head = "\r\n".join(lines).encode() + b"".join(b"\r\n%s: %s" % header for header in default_headers)
     return head + b"\r\n\r\n" + body
+
+
+def unread_bytes(transport: asyncio.Transport) -> int:
+    """Those that are still here, and those that the system keeps: it takes more only after a third of what it has."""
+    kept = bytes(4)
+    with contextlib.suppress(OSError):  # not every system tells
+        kept = fcntl.ioctl(transport.get_extra_info("socket").fileno(), termios.TIOCOUTQ, kept)
+    return transport.get_write_buffer_size() + int.from_bytes(kept, sys.byteorder)
