@@ -2,8 +2,8 @@
 and for however long, and takes the square of the time.
 
 Bounded are the bytes and the seconds until the headers of a request are complete, the seconds in which a client may go
-on sending a body that was answered already, and those in which it reads nothing of its answer. What is no HTTP is
-answered with OpenAI's error object. Knows neither the application nor the settings.
+on sending a body that was answered already, those in which it reads nothing of its answer, and those between requests.
+What is no HTTP is answered with OpenAI's error object. Knows neither the application nor the settings.
 """
 
 from __future__ import annotations
@@ -13,15 +13,17 @@ import contextlib
 import fcntl
 import sys
 import termios
+from collections import deque
 from collections.abc import Callable
 from http import HTTPStatus
 
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from server.api.bounds import too_long_headers
 from server.api.errors import ApiError
 
 LINGER = 5.0  # seconds; closing at once can take the answer away from a client that is still sending
+MOST_AHEAD = 16  # requests that have no answer yet; beyond, nothing is read, and so nobody sees that the client hung up
 
 
 def connections(max_header_bytes: int, header_timeout: float, body_timeout: float) -> type[HttpToolsProtocol]:
@@ -42,6 +44,7 @@ class BoundedConnection(HttpToolsProtocol):
     header_seconds: float
     unread_seconds: float
 
+    _unanswered: deque[RequestResponseCycle]  # the first is at work, the others wait; `cycle` is the one that came last
     _timer: asyncio.TimerHandle | None = None  # of what the client has to send next
     _unread: asyncio.TimerHandle | None = None  # of what it has to read
     _kept = 0  # bytes that the parser may have kept, as nothing came of them yet
@@ -52,12 +55,14 @@ class BoundedConnection(HttpToolsProtocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
+        self._unanswered = deque()
         self._expect_within(self.header_seconds, self._no_headers)
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._expect_nothing()
         if self._unread is not None:
             self._unread.cancel()
+        self._give_up()
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
@@ -77,6 +82,9 @@ class BoundedConnection(HttpToolsProtocol):
 
     def on_headers_complete(self) -> None:
         super().on_headers_complete()
+        self._unanswered.append(self.cycle)
+        if len(self._unanswered) <= MOST_AHEAD:  # uvicorn would not read on
+            self.flow.resume_reading()
         self._came_to_something = self._in_body = True
         self._in_headers = False
         self._expect_nothing()
@@ -88,12 +96,20 @@ class BoundedConnection(HttpToolsProtocol):
     def on_message_complete(self) -> None:
         super().on_message_complete()
         self._came_to_something, self._in_body = True, False
-        self._expect_nothing()
+        self._expect_next()
 
     def on_response_complete(self) -> None:
+        self._unanswered.popleft()
         super().on_response_complete()
-        if self._in_body and self.cycle.response_complete:  # else it was the one before, of a client that does not wait
-            self._expect_within(LINGER, self.transport.close)
+        self._unset_keepalive_if_required()  # the timer of uvicorn, which ends with whatever comes
+        if not self._in_headers:
+            self._expect_next()
+
+    def _give_up(self) -> None:
+        """As uvicorn does for the request that came last alone."""
+        for cycle in self._unanswered:
+            cycle.disconnected = True
+            cycle.message_event.set()
 
     # ------------------------------------------------------------ time
     def pause_writing(self) -> None:
@@ -126,17 +142,23 @@ class BoundedConnection(HttpToolsProtocol):
             self._timer.cancel()
             self._timer = None
 
+    def _expect_next(self) -> None:
+        """Between two requests, or when the answer was there before the whole request."""
+        if self._unanswered:
+            self._expect_nothing()
+        elif self._in_body:
+            self._expect_within(LINGER, self.transport.close)
+        else:
+            self._expect_within(self.timeout_keep_alive, self.transport.close)
+
     def _no_headers(self) -> None:
-        if self._answering():  # the request before
+        if self._unanswered:  # the request before
             self._expect_within(self.header_seconds, self._no_headers)
         elif self._in_headers:
             message = f"no complete headers came within {self.header_seconds:g} seconds"
             self._refuse(ApiError(408, message, code="header_timeout"))
         else:  # nobody asked, nobody is answered
             self.transport.close()
-
-    def _answering(self) -> bool:
-        return self.cycle is not None and not self.cycle.response_complete
 
     # ------------------------------------------------------------ refusals, before the application is asked
     def send_400_response(self, msg: str) -> None:
@@ -147,12 +169,10 @@ class BoundedConnection(HttpToolsProtocol):
         self._refused = True
         if self.transport.is_closing():
             return
-        if self._answering():
-            self.cycle.disconnected = True  # as uvicorn says when a client is gone
-            self.cycle.message_event.set()
-            if self.cycle.response_started:
-                self.transport.close()
-                return
+        self._give_up()
+        if self._unanswered and self._unanswered[0].response_started:
+            self.transport.close()
+            return
         self.transport.write(_response(error, self.server_state.default_headers))
         self.transport.write_eof()
         self._expect_within(LINGER, self.transport.close)

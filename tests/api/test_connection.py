@@ -18,7 +18,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from server.api.connection import connections
-from tests.api.raw import PATIENCE, get
+from tests.api.raw import PATIENCE, connect, get, read
 
 BIG = 12 * 2**20  # more than fits between the two ends
 OFFER = ["Connection: Upgrade, HTTP2-Settings", "Upgrade: h2c", "HTTP2-Settings: AAMAAABk"]  # as curl --http2
@@ -117,7 +117,62 @@ def rest(connection: socket.socket) -> bytes:
         return stream.read()
 
 
+# ---------------------------------------------------------------- requests before the answer to the first
+@pytest.mark.parametrize("path", ["/silent", "/endless"])
+@pytest.mark.parametrize("together", [True, False])
+def test_a_client_that_leaves(app: Application, url: str, path: str, together: bool) -> None:
+    with connect(url, get(path) + get("/next") * together) as connection:
+        app.waiting.get(timeout=PATIENCE)
+        connection.sendall(b"" if together else get("/next"))
+    assert app.left.get(timeout=PATIENCE) == path
+    assert app.heard == [(path, b"")]
+
+
+@pytest.mark.parametrize("path", ["/silent", "/endless"])
+def test_one_that_is_refused(app: Application, url: str, path: str) -> None:
+    """What runs ends. An answer that has begun is cut off, and nothing is written into it."""
+    with connect(url, get(path) + get("/next")) as connection:
+        app.waiting.get(timeout=PATIENCE)
+        connection.sendall(b"BAD\r\n\r\n")
+        assert app.left.get(timeout=PATIENCE) == path
+        connection.shutdown(socket.SHUT_WR)
+        received = rest(connection)
+    assert received.startswith(b"HTTP/1.1 400 " if path == "/silent" else b"HTTP/1.1 200 OK")
+    assert received.endswith(b"}" if path == "/silent" else b"a piece\r\n")
+    assert app.heard == [(path, b"")]
+
+
+def test_more_of_them_than_are_read_ahead(app: Application, url: str) -> None:
+    with connect(url, *[get("/")] * 99, get("/", "Connection: close")) as connection:
+        assert rest(connection).count(b"HTTP/1.1 200 OK") == 100
+
+
 # ---------------------------------------------------------------- time
+@pytest.mark.parametrize("sent", [b"", b"\r\n"])
+def test_nothing_more_is_asked(app: Application, sent: bytes) -> None:
+    with served(app, keep_alive=0.5) as url, connect(url, get("/")) as connection:
+        assert read(connection).status_code == 200
+        connection.sendall(sent)
+        assert connection.recv(1) == b""
+
+
+def test_nothing_more_is_asked_after_an_answer_that_came_early(app: Application) -> None:
+    with served(app, keep_alive=0.5) as url, connect(url, post("/early", b"", "Content-Length: 2")) as connection:
+        assert read(connection).status_code == 200
+        connection.sendall(b"{}")
+        assert connection.recv(1) == b""
+
+
+def test_a_connection_in_use_is_kept(app: Application) -> None:
+    """Both the rest of a head and an answer may take longer than a connection is kept that is not used."""
+    slow = get("/slow")
+    with served(app, keep_alive=0.3) as url, connect(url, get("/") + slow[:9]) as connection:
+        assert read(connection).status_code == 200
+        time.sleep(0.7)
+        connection.sendall(slow[9:])
+        assert read(connection).status_code == 200
+
+
 @contextlib.contextmanager
 def reading(url: str) -> Iterator[socket.socket]:
     """A client of which not much fits into its own buffers."""
