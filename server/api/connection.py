@@ -15,12 +15,13 @@ import sys
 import termios
 from collections import deque
 from collections.abc import Callable
-from http import HTTPStatus
 
+from httptools import HttpParserError, HttpParserUpgrade, HttpRequestParser
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from server.api.bounds import too_long_headers
 from server.api.errors import ApiError
+from server.api.framing import check_head, head_without_upgrade, no_http, refusal, send_without_chunks
 
 LINGER = 5.0  # seconds; closing at once can take the answer away from a client that is still sending
 MOST_AHEAD = 16  # requests that have no answer yet; beyond, nothing is read, and so nobody sees that the client hung up
@@ -66,13 +67,31 @@ class BoundedConnection(HttpToolsProtocol):
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
+        """As uvicorn's, but bytes that begin no request do not keep the connection open."""
         if self._refused:
             return
         self._came_to_something = False
-        super().data_received(data)
+        try:
+            self._parse(memoryview(data))
+        except HttpParserError as error:
+            self.logger.warning("Invalid HTTP request received.")
+            cause = error.__context__  # what one of the methods below raised
+            self._refuse(cause if isinstance(cause, ApiError) else no_http("this is no valid HTTP/1.1 request"))
         self._kept = 0 if self._came_to_something else self._kept + len(data)
         if self._kept > self.most_header_bytes and not self._refused:
             self._refuse(too_long_headers(self.most_header_bytes))
+
+    def _parse(self, data: memoryview) -> None:
+        """A head that offers another protocol is parsed again without the offer: the parser takes no body after it."""
+        while True:
+            try:
+                return self.parser.feed_data(data)
+            except HttpParserUpgrade as upgrade:
+                data = data[upgrade.args[0] :]
+                method, version = self.parser.get_method(), self.parser.get_http_version()
+                self.parser = HttpRequestParser(self)  # the other one may have ended with that request
+                self.parser.set_dangerous_leniencies(lenient_data_after_close=True)  # as uvicorn does
+                self.parser.feed_data(head_without_upgrade(method, self.url, version, self.headers))
 
     # ------------------------------------------------------------ what the parser found
     def on_message_begin(self) -> None:
@@ -80,9 +99,18 @@ class BoundedConnection(HttpToolsProtocol):
         self._in_headers = True
         self._expect_within(self.header_seconds, self._no_headers)
 
+    def on_header(self, name: bytes, value: bytes) -> None:
+        if self._in_headers:  # else it comes after a body, where no header counts
+            super().on_header(name, value)
+
     def on_headers_complete(self) -> None:
+        check_head(self.parser.get_method(), self.parser.get_http_version(), self.headers)
+        if self.parser.should_upgrade():  # it comes again
+            return
         super().on_headers_complete()
         self._unanswered.append(self.cycle)
+        if self.cycle.scope["http_version"] == "1.0":
+            send_without_chunks(self.cycle)
         if len(self._unanswered) <= MOST_AHEAD:  # uvicorn would not read on
             self.flow.resume_reading()
         self._came_to_something = self._in_body = True
@@ -94,6 +122,8 @@ class BoundedConnection(HttpToolsProtocol):
         self._came_to_something = True
 
     def on_message_complete(self) -> None:
+        if self.parser.should_upgrade():
+            return
         super().on_message_complete()
         self._came_to_something, self._in_body = True, False
         self._expect_next()
@@ -161,9 +191,6 @@ class BoundedConnection(HttpToolsProtocol):
             self.transport.close()
 
     # ------------------------------------------------------------ refusals, before the application is asked
-    def send_400_response(self, msg: str) -> None:
-        self._refuse(ApiError(400, "this is no valid HTTP/1.1 request", code="invalid_http"))
-
     def _refuse(self, error: ApiError) -> None:
         """Says why, and closes the connection once the client has had time to read it."""
         self._refused = True
@@ -173,18 +200,9 @@ class BoundedConnection(HttpToolsProtocol):
         if self._unanswered and self._unanswered[0].response_started:
             self.transport.close()
             return
-        self.transport.write(_response(error, self.server_state.default_headers))
+        self.transport.write(refusal(error, self.server_state.default_headers))
         self.transport.write_eof()
         self._expect_within(LINGER, self.transport.close)
-
-
-def _response(error: ApiError, default_headers: list[tuple[bytes, bytes]]) -> bytes:
-    body = error.body()
-    status = f"HTTP/1.1 {error.status_code} {HTTPStatus(error.status_code).phrase}"
-    headers = {"content-type": "application/json", "content-length": str(len(body)), "connection": "close"}
-    lines = [status, *(f"{name}: {value}" for name, value in (headers | (dict(error.headers or {}))).items())]
-    head = "\r\n".join(lines).encode() + b"".join(b"\r\n%s: %s" % header for header in default_headers)
-    return head + b"\r\n\r\n" + body
 
 
 def unread_bytes(transport: asyncio.Transport) -> int:

@@ -18,7 +18,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from server.api.connection import connections
-from tests.api.raw import PATIENCE, connect, get, read
+from tests.api.raw import PATIENCE, answer_to, connect, get, read
 
 BIG = 12 * 2**20  # more than fits between the two ends
 OFFER = ["Connection: Upgrade, HTTP2-Settings", "Upgrade: h2c", "HTTP2-Settings: AAMAAABk"]  # as curl --http2
@@ -115,6 +115,71 @@ def rest(connection: socket.socket) -> bytes:
     """All until the server closes the connection."""
     with connection.makefile("rb") as stream:
         return stream.read()
+
+
+# ---------------------------------------------------------------- the end of a request
+@pytest.mark.parametrize("last", ["Connection: close", "Connection: close, Upgrade"])
+def test_offers_of_another_protocol_are_ignored(
+    app: Application, url: str, last: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """However the bytes are split."""
+    sent = post("/1", SMUGGLED, *OFFER, f"Content-Length: {len(SMUGGLED)}") + chunked("/2", SMUGGLED, *OFFER)
+    sent += get("/3", *OFFER) + post("/4", b"{}", last, "Upgrade: websocket", "Content-Length: 2")
+    for cut in range(1, len(sent), 3):
+        app.heard.clear()
+        with connect(url, sent[:cut]) as connection:
+            time.sleep(0.001)  # else both pieces are one
+            connection.sendall(sent[cut:])
+            assert rest(connection).count(b"HTTP/1.1 200 OK\r\n") == 4
+        assert app.heard == [("/1", SMUGGLED), ("/2", SMUGGLED), ("/3", b""), ("/4", b"{}")]
+    assert caplog.records == []
+
+
+def test_trailers_are_no_headers(app: Application, url: str) -> None:
+    with connect(url, chunked("/1", b"{}", trailers=b"Authorization: Bearer key\r\n")) as connection:
+        assert read(connection).status_code == 200
+        connection.sendall(get("/2"))
+        assert read(connection).status_code == 200
+    assert app.headers == [{"host", "transfer-encoding"}, {"host"}]
+
+
+# ---------------------------------------------------------------- heads
+@pytest.mark.parametrize(
+    ("sent", "told"),
+    [
+        (b"GET / HTTP/1.1\r\n\r\n", "Host came 0 times"),
+        (get("/", "Host: x"), "Host came 2 times"),
+        (b"GET / HTTP/1.0\r\nHost: x\r\nHost: y\r\n\r\n", "Host came 2 times"),
+        (chunked("/", b"{}").replace(b"chunked", b"gzip\r\nTransfer-Encoding: chunked"), "Transfer-Encoding"),
+        (chunked("/", b"{}").replace(b"chunked", b"gzip, chunked"), "Transfer-Encoding"),
+        (chunked("/", b"{}").replace(b"HTTP/1.1", b"HTTP/1.0"), "Transfer-Encoding"),
+        (b"GET / HTTP/2.0\r\nHost: x\r\n\r\n", "HTTP/2.0"),
+        (b"CONNECT a:1 HTTP/1.1\r\nHost: x\r\n\r\n", "CONNECT"),
+        (get("/", "Host: y", *OFFER), "Host came 2 times"),
+    ],
+)
+def test_heads_that_are_refused(app: Application, url: str, sent: bytes, told: str) -> None:
+    answer = answer_to(url, sent)
+    assert answer.status_code == 400
+    assert answer.json()["error"]["code"] == "invalid_http"
+    assert told in answer.json()["error"]["message"]
+    assert app.heard == []
+
+
+def test_names_of_codings_have_no_case(app: Application, url: str) -> None:
+    assert answer_to(url, chunked("/", b"{}").replace(b"chunked", b"Chunked")).status_code == 200
+    assert app.heard == [("/", b"{}")]
+
+
+@pytest.mark.parametrize(("path", "body"), [("/pieces", b"onetwo"), ("/whole", b"/whole")])
+def test_http_1_0_knows_no_chunks(url: str, path: str, body: bytes) -> None:
+    with connect(url, f"GET {path} HTTP/1.0\r\n\r\n".encode()) as connection:
+        head, _, received = rest(connection).partition(b"\r\n\r\n")
+    assert received == body
+    assert b"transfer-encoding" not in head
+    assert b"connection: close" in head
+    assert (b"content-length: 6" in head) is (path == "/whole")
+    assert httpx.get(url + path).content == body
 
 
 # ---------------------------------------------------------------- requests before the answer to the first
