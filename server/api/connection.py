@@ -2,22 +2,29 @@
 and for however long, and takes the square of the time.
 
 Bounded are the bytes and the seconds until the headers of a request are complete, the seconds in which a client may go
-on sending a body that was answered already, and those in which it reads nothing of its answer. What is no HTTP is
-answered with OpenAI's error object. Knows neither the application nor the settings.
+on sending a body that was answered already, those in which it reads nothing of its answer, and those between requests.
+What is no HTTP is answered with OpenAI's error object. Knows neither the application nor the settings.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import fcntl
+import sys
+import termios
+from collections import deque
 from collections.abc import Callable
-from http import HTTPStatus
 
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from httptools import HttpParserError, HttpParserUpgrade, HttpRequestParser
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from server.api.bounds import too_long_headers
 from server.api.errors import ApiError
+from server.api.framing import check_head, head_without_upgrade, no_http, refusal, send_without_chunks
 
 LINGER = 5.0  # seconds; closing at once can take the answer away from a client that is still sending
+MOST_AHEAD = 16  # requests that have no answer yet; beyond, nothing is read, and so nobody sees that the client hung up
 
 
 def connections(max_header_bytes: int, header_timeout: float, body_timeout: float) -> type[HttpToolsProtocol]:
@@ -38,6 +45,7 @@ class BoundedConnection(HttpToolsProtocol):
     header_seconds: float
     unread_seconds: float
 
+    _unanswered: deque[RequestResponseCycle]  # the first is at work, the others wait; `cycle` is the one that came last
     _timer: asyncio.TimerHandle | None = None  # of what the client has to send next
     _unread: asyncio.TimerHandle | None = None  # of what it has to read
     _kept = 0  # bytes that the parser may have kept, as nothing came of them yet
@@ -48,22 +56,42 @@ class BoundedConnection(HttpToolsProtocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
+        self._unanswered = deque()
         self._expect_within(self.header_seconds, self._no_headers)
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._expect_nothing()
         if self._unread is not None:
             self._unread.cancel()
+        self._give_up()
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
+        """As uvicorn's, but bytes that begin no request do not keep the connection open."""
         if self._refused:
             return
         self._came_to_something = False
-        super().data_received(data)
+        try:
+            self._parse(memoryview(data))
+        except HttpParserError as error:
+            self.logger.warning("Invalid HTTP request received.")
+            cause = error.__context__  # what one of the methods below raised
+            self._refuse(cause if isinstance(cause, ApiError) else no_http("this is no valid HTTP/1.1 request"))
         self._kept = 0 if self._came_to_something else self._kept + len(data)
         if self._kept > self.most_header_bytes and not self._refused:
             self._refuse(too_long_headers(self.most_header_bytes))
+
+    def _parse(self, data: memoryview) -> None:
+        """A head that offers another protocol is parsed again without the offer: the parser takes no body after it."""
+        while True:
+            try:
+                return self.parser.feed_data(data)
+            except HttpParserUpgrade as upgrade:
+                data = data[upgrade.args[0] :]
+                method, version = self.parser.get_method(), self.parser.get_http_version()
+                self.parser = HttpRequestParser(self)  # the other one may have ended with that request
+                self.parser.set_dangerous_leniencies(lenient_data_after_close=True)  # as uvicorn does
+                self.parser.feed_data(head_without_upgrade(method, self.url, version, self.headers))
 
     # ------------------------------------------------------------ what the parser found
     def on_message_begin(self) -> None:
@@ -71,8 +99,20 @@ class BoundedConnection(HttpToolsProtocol):
         self._in_headers = True
         self._expect_within(self.header_seconds, self._no_headers)
 
+    def on_header(self, name: bytes, value: bytes) -> None:
+        if self._in_headers:  # else it comes after a body, where no header counts
+            super().on_header(name, value)
+
     def on_headers_complete(self) -> None:
+        check_head(self.parser.get_method(), self.parser.get_http_version(), self.headers)
+        if self.parser.should_upgrade():  # it comes again
+            return
         super().on_headers_complete()
+        self._unanswered.append(self.cycle)
+        if self.cycle.scope["http_version"] == "1.0":
+            send_without_chunks(self.cycle)
+        if len(self._unanswered) <= MOST_AHEAD:  # uvicorn would not read on
+            self.flow.resume_reading()
         self._came_to_something = self._in_body = True
         self._in_headers = False
         self._expect_nothing()
@@ -82,20 +122,41 @@ class BoundedConnection(HttpToolsProtocol):
         self._came_to_something = True
 
     def on_message_complete(self) -> None:
+        if self.parser.should_upgrade():
+            return
         super().on_message_complete()
         self._came_to_something, self._in_body = True, False
-        self._expect_nothing()
+        self._expect_next()
 
     def on_response_complete(self) -> None:
+        self._unanswered.popleft()
         super().on_response_complete()
-        if self._in_body and self.cycle.response_complete:  # else it was the one before, of a client that does not wait
-            self._expect_within(LINGER, self.transport.close)
+        self._unset_keepalive_if_required()  # the timer of uvicorn, which ends with whatever comes
+        if not self._in_headers:
+            self._expect_next()
+
+    def _give_up(self) -> None:
+        """As uvicorn does for the request that came last alone."""
+        for cycle in self._unanswered:
+            cycle.disconnected = True
+            cycle.message_event.set()
 
     # ------------------------------------------------------------ time
     def pause_writing(self) -> None:
         """No more than this fits between here and a client that does not read."""
         super().pause_writing()
-        self._unread = self.loop.call_later(self.unread_seconds, self.transport.abort)
+        self._expect_reading()
+
+    def _expect_reading(self) -> None:
+        self._unread = self.loop.call_later(
+            self.unread_seconds, self._cut_off_unless_less, unread_bytes(self.transport)
+        )
+
+    def _cut_off_unless_less(self, unread: int) -> None:
+        if unread_bytes(self.transport) < unread:
+            self._expect_reading()
+        else:
+            self.transport.abort()
 
     def resume_writing(self) -> None:
         super().resume_writing()
@@ -111,8 +172,17 @@ class BoundedConnection(HttpToolsProtocol):
             self._timer.cancel()
             self._timer = None
 
+    def _expect_next(self) -> None:
+        """Between two requests, or when the answer was there before the whole request."""
+        if self._unanswered:
+            self._expect_nothing()
+        elif self._in_body:
+            self._expect_within(LINGER, self.transport.close)
+        else:
+            self._expect_within(self.timeout_keep_alive, self.transport.close)
+
     def _no_headers(self) -> None:
-        if self._answering():  # the request before
+        if self._unanswered:  # the request before
             self._expect_within(self.header_seconds, self._no_headers)
         elif self._in_headers:
             message = f"no complete headers came within {self.header_seconds:g} seconds"
@@ -120,33 +190,24 @@ class BoundedConnection(HttpToolsProtocol):
         else:  # nobody asked, nobody is answered
             self.transport.close()
 
-    def _answering(self) -> bool:
-        return self.cycle is not None and not self.cycle.response_complete
-
     # ------------------------------------------------------------ refusals, before the application is asked
-    def send_400_response(self, msg: str) -> None:
-        self._refuse(ApiError(400, "this is no valid HTTP/1.1 request", code="invalid_http"))
-
     def _refuse(self, error: ApiError) -> None:
         """Says why, and closes the connection once the client has had time to read it."""
         self._refused = True
         if self.transport.is_closing():
             return
-        if self._answering():
-            self.cycle.disconnected = True  # as uvicorn says when a client is gone
-            self.cycle.message_event.set()
-            if self.cycle.response_started:
-                self.transport.close()
-                return
-        self.transport.write(_response(error, self.server_state.default_headers))
+        self._give_up()
+        if self._unanswered and self._unanswered[0].response_started:
+            self.transport.close()
+            return
+        self.transport.write(refusal(error, self.server_state.default_headers))
         self.transport.write_eof()
         self._expect_within(LINGER, self.transport.close)
 
 
-def _response(error: ApiError, default_headers: list[tuple[bytes, bytes]]) -> bytes:
-    body = error.body()
-    status = f"HTTP/1.1 {error.status_code} {HTTPStatus(error.status_code).phrase}"
-    headers = {"content-type": "application/json", "content-length": str(len(body)), "connection": "close"}
-    lines = [status, *(f"{name}: {value}" for name, value in (headers | (dict(error.headers or {}))).items())]
-    head = "\r\n".join(lines).encode() + b"".join(b"\r\n%s: %s" % header for header in default_headers)
-    return head + b"\r\n\r\n" + body
+def unread_bytes(transport: asyncio.Transport) -> int:
+    """Those that are still here, and those that the system keeps: it takes more only after a third of what it has."""
+    kept = bytes(4)
+    with contextlib.suppress(OSError):  # not every system tells
+        kept = fcntl.ioctl(transport.get_extra_info("socket").fileno(), termios.TIOCOUTQ, kept)
+    return transport.get_write_buffer_size() + int.from_bytes(kept, sys.byteorder)
