@@ -11,8 +11,12 @@ import sys
 from server import cli
 from server.engine.supervisor import Supervisor, Targets
 
-if __name__ == "__main__":
-    cli.Supervisor = functools.partial(  # type: ignore[misc,assignment]
-        Supervisor, targets=Targets(engine="tests.server.checked_engine:run")
-    )
+
+def main(engine: str) -> None:
+    targets = Targets(engine=engine)
+    cli.Supervisor = functools.partial(Supervisor, targets=targets)  # type: ignore[misc,assignment]
     sys.exit(cli.main())
+
+
+if __name__ == "__main__":
+    main("tests.server.checked_engine:run")

@@ -1,11 +1,12 @@
-"""An engine that checks its books after every step.
+"""Engines for tests: one that checks its books after every step, and one that takes its time.
 
-And every so often a step fails when all has been computed; it is repeated, and nobody may notice.
+In the first every so often a step fails when all has been computed; it is repeated, and nobody may notice.
 """
 
 from __future__ import annotations
 
 import itertools
+import time
 from collections.abc import Sequence
 from multiprocessing.connection import Connection
 
@@ -19,6 +20,7 @@ from server.engine.core import Core, StepResult
 from server.engine.scheduler import Scheduled
 
 FAILS_EVERY = 7  # steps
+LONG_STEP = 0.4  # seconds
 
 
 class CheckedCore(Core):
@@ -41,14 +43,28 @@ class CheckedCore(Core):
 _steps = itertools.count(1)
 
 
-def run(settings: Settings, socket_path: str, status: Connection) -> None:
+class SlowCore(Core):
+    """So slow that whatever happens outside happens within a step."""
+
+    def step(self) -> StepResult:
+        result = super().step()
+        if result.report.parts:
+            time.sleep(LONG_STEP)
+        return result
+
+
+def run(settings: Settings, socket_path: str, status: Connection, core: type[Core] = CheckedCore) -> None:
     """The engine's process."""
     build = engine.build_engine
 
-    def build_checked(settings: Settings) -> Engine:
+    def build_with_core(settings: Settings) -> Engine:
         built = build(settings)
-        built.core.__class__ = CheckedCore
+        built.core.__class__ = core
         return built
 
-    engine.build_engine = build_checked
+    engine.build_engine = build_with_core
     engine.run(settings, socket_path, status)
+
+
+def run_slowly(settings: Settings, socket_path: str, status: Connection) -> None:
+    run(settings, socket_path, status, SlowCore)

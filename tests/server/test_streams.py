@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import json
 import random
+import socket
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from threading import Barrier
 
 import httpx
+import pytest
 
+from tests.api.raw import post
 from tests.server.running import PATIENCE, Server, eventually, serving
 
 PROMPT = "Once upon a time there was a"
@@ -27,6 +31,13 @@ def pieces(server: Server, **body: object) -> Iterator[str]:
                 event = json.loads(line.removeprefix("data: "))
                 assert "error" not in event, event
                 yield event["choices"][0]["text"]
+
+
+@pytest.fixture(scope="module")
+def slow() -> Iterator[Server]:
+    flags = ("--dtype", "float32", "--threads", "1", "--kv-memory", "64MiB", "--max-num-seqs", "3")
+    with serving(*flags, module="tests.server.slow") as server:
+        yield server
 
 
 def test_50_streams_of_which_many_are_left(tiny: Server) -> None:
@@ -63,6 +74,23 @@ def test_50_streams_of_which_many_are_left(tiny: Server) -> None:
     assert tiny.metric("kvmux_requests_total", outcome="error") == before["error"]
     for strategy in STRATEGIES:
         assert tiny.usage(strategy)["used"] == 0
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_whoever_hangs_up_is_gone_within_two_steps(slow: Server, stream: bool) -> None:
+    """Three that run, and two that wait for a place."""
+    body = json.dumps({"model": slow.model} | BODY | {"max_tokens": 1500, "stream": stream}).encode()
+    address = httpx.URL(slow.url)
+    with ExitStack() as clients:
+        for _ in range(5):
+            client = clients.enter_context(socket.create_connection((address.host, address.port)))
+            client.sendall(post(body))
+        eventually(lambda: slow.metric("kvmux_num_requests_running") == 3)
+        eventually(lambda: slow.metric("kvmux_num_requests_waiting") == 2)
+        steps = slow.metric("kvmux_steps_total")
+    eventually(lambda: slow.metric("kvmux_num_requests_running") == slow.metric("kvmux_num_requests_waiting") == 0)
+    assert slow.metric("kvmux_steps_total") <= steps + 2
+    assert slow.usage("paged")["used"] == 0
 
 
 def test_sigterm_lets_running_streams_end() -> None:
