@@ -16,6 +16,8 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
+from urllib.error import HTTPError
+from urllib.request import urlopen
 
 import psutil
 
@@ -79,11 +81,22 @@ def serving(flags: Sequence[str]) -> Iterator[Server]:
         if found is None:
             sys.exit("the server did not start")
         family = [psutil.Process(process.pid), *psutil.Process(process.pid).children(recursive=True)]
+        await_ready(f"http://{found[2]}:{found[3]}/ready")
         workers = [p for p in family if not any(ENGINE in region.path for region in p.memory_maps())]
         yield Server(found[1], found[2], int(found[3]), workers)
     finally:
         process.terminate()
         process.wait()
+
+
+def await_ready(url: str) -> None:
+    """The server says that it serves a little before all of its processes know of each other."""
+    while True:
+        try:
+            urlopen(url).close()
+            return
+        except HTTPError:
+            time.sleep(0.05)
 
 
 async def measure(server: Server, path: str, streams: int, tokens: int, rounds: int, body: dict[str, Any]) -> Result:

@@ -6,8 +6,10 @@ Imports neither torch nor transformers, so that it starts at once and stays smal
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import math
 import os
+import resource
 import signal
 import socket
 import sys
@@ -23,12 +25,14 @@ from server.engine.client import EngineClient
 from server.text.tokenizer import Tokenizer
 
 KEEP_ALIVE = 75  # seconds; longer than clients keep idle connections, so that none is closed as it is used again
+MOST_OPEN_FILES = 65_536
 LAST_WORDS = 3  # seconds after the drain, for those who are told that it is over; the supervisor waits a little longer
 
 
 def serve_worker(settings: Settings, socket_path: str | os.PathLike[str], listening_socket: socket.socket) -> None:
     """Serves until SIGTERM, then finishes what runs and exits. Raises SettingsError."""
     signal.signal(signal.SIGTERM, _exit)  # uvicorn has its own while it runs, and then raises the signal once more
+    allow_many_connections()
     tokenizer = Tokenizer.from_directory(Path(settings.model))
     Server(settings, EngineClient(socket_path), tokenizer).run(sockets=[listening_socket])
 
@@ -57,6 +61,15 @@ class Server(uvicorn.Server):
         error = ApiError(503, "the server stops, and the request did not end in time", code="server_stopping")
         asyncio.get_running_loop().call_later(self._drain_seconds, self._client.end, error)
         await super().shutdown(sockets)
+
+
+def allow_many_connections() -> None:
+    """Each is an open file, of which systems allow a process 1024 or fewer until it asks for more."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = MOST_OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, MOST_OPEN_FILES)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        with contextlib.suppress(ValueError, OSError):  # macOS may refuse
+            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 def _exit(*_: object) -> None:

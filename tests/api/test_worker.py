@@ -35,6 +35,19 @@ def test_an_api_process_imports_neither_torch_nor_transformers() -> None:
     assert heavy.isdisjoint(done.stdout.split())
 
 
+def test_it_may_have_more_connections_than_systems_allow_by_default() -> None:
+    program = """
+import resource
+from server.api.worker import MOST_OPEN_FILES, allow_many_connections
+hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+hard = MOST_OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, MOST_OPEN_FILES)
+resource.setrlimit(resource.RLIMIT_NOFILE, (256, hard))
+allow_many_connections()
+assert resource.getrlimit(resource.RLIMIT_NOFILE) == (hard, hard)
+"""
+    subprocess.run([sys.executable, "-c", program], check=True)
+
+
 @dataclass
 class Worker:
     """A running API process, and the engine it talks to."""
