@@ -67,12 +67,12 @@ def test_50_streams_of_which_many_are_left(tiny: Server) -> None:
 
 def test_sigterm_lets_running_streams_end() -> None:
     with serving("--dtype", "float32", "--threads", "1", "--kv-memory", "64MiB", "--drain-seconds", "60") as server:
-        expected = "".join(pieces(server, max_tokens=400))
+        expected = "".join(pieces(server, max_tokens=200))
         begun = Barrier(5)
 
         def read(_: int) -> str:
             text = ""
-            for i, piece in enumerate(pieces(server, max_tokens=400)):
+            for i, piece in enumerate(pieces(server, max_tokens=200)):
                 if i == 0:
                     begun.wait(PATIENCE)
                 text += piece
