@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
@@ -31,8 +30,10 @@ def modules() -> dict[str, Path]:
     return {name.removesuffix(".__init__"): file for file, name in names.items()}
 
 
-def imports(file: Path, *, typing_only: bool = False) -> Iterator[str]:
+@cache
+def imports(file: Path, *, typing_only: bool = False) -> frozenset[str]:
     """Modules a file imports at run time; with typing_only also those that only type checkers see."""
+    found = set[str]()
     tree = ast.parse(file.read_text())
     hidden = {
         id(child)
@@ -44,10 +45,10 @@ def imports(file: Path, *, typing_only: bool = False) -> Iterator[str]:
         if id(node) in hidden and not typing_only:
             continue
         if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
+            found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and node.module:
-            yield node.module
-            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+            found |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
+    return frozenset(found)
 
 
 def top(module: str) -> str:

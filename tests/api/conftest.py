@@ -7,7 +7,7 @@ import socket
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,7 @@ from server.api.worker import Server
 from server.engine.client import EngineClient
 from server.text.chat import ChatTemplate
 from server.text.tokenizer import Tokenizer
+from tests.api.asking import Words
 from tests.api.fake_engine import FakeEngine, says
 from tests.text.tiny import byte_level
 
@@ -89,7 +90,7 @@ def running_engine(api: Api) -> Iterator[FakeEngine]:
 
 
 @pytest.fixture
-def engine(running_engine: FakeEngine, words: Callable[[str], list[int]]) -> FakeEngine:
+def engine(running_engine: FakeEngine, words: Words) -> FakeEngine:
     running_engine.begin_again(says(words("hello world")))
     return running_engine
 
@@ -101,8 +102,7 @@ def socket_path() -> Iterator[Path]:
 
 
 @pytest.fixture(scope="session")
-def words() -> Callable[[str], list[int]]:
-    """Token ids of a text, without special tokens."""
+def words() -> Words:
     backend = byte_level()
     return lambda text: list(backend.encode(text, add_special_tokens=False).ids)
 

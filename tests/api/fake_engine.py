@@ -17,11 +17,13 @@ from server.engine.messages import (
     Failed,
     FromEngine,
     Hello,
+    PromptScores,
     Query,
     Strategy,
     Submit,
     ToEngine,
     Tokens,
+    TokenScore,
 )
 
 T = TypeVar("T", bound="ToEngine | Gone")
@@ -125,6 +127,28 @@ def says(tokens: list[int], finish_reason: str | None = "length", *, cached_toke
         for index, token in enumerate(tokens):
             last = index == len(tokens) - 1
             frames.append([Tokens(submit.request_id, [token], finish_reason if last else None)])
+        return frames
+
+    return script
+
+
+def score(token: int, *others: tuple[int, float], logprob: float = -0.5) -> TokenScore:
+    return TokenScore(token, logprob, 1, [(token, logprob), *others])
+
+
+def scores(tokens: list[int], finish_reason: str = "length") -> Script:
+    """A prompt scored in two parts, if that was asked for, and then these tokens one by one."""
+
+    def script(submit: Submit) -> list[list[FromEngine]]:
+        name, wanted = submit.request_id, submit.sampling
+        frames: list[list[FromEngine]] = [[admitted(submit)]]
+        if wanted.prompt_logprobs is not None:
+            told = [score(token, logprob=-float(i)) for i, token in enumerate(submit.prompt)][1:]
+            frames += [[PromptScores(name, told[:1])], [PromptScores(name, told[1:])]]
+        for i, token in enumerate(tokens):
+            last = finish_reason if i == len(tokens) - 1 else None
+            told = [score(token, (0, -3.0))] if wanted.logprobs is not None else None
+            frames.append([Tokens(name, [token], last, told)])
         return frames
 
     return script

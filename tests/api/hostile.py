@@ -6,10 +6,10 @@ import json
 from collections.abc import Iterable
 from typing import NamedTuple
 
+from tests.api.asking import GOOD
 from tests.api.raw import get, post
 
 MEGABYTE = b"a" * 2**20
-GOOD: dict[str, object] = {"model": "tiny", "prompt": "x"}
 
 
 class Hostile(NamedTuple):
@@ -17,6 +17,7 @@ class Hostile(NamedTuple):
     sent: Iterable[bytes]  # in pieces
     status: int
     code: str | None = None
+    param: str | None = None
 
 
 def completion(**change: object) -> list[bytes]:
@@ -39,27 +40,39 @@ BODIES = [
     Hostile("more than a float", [post(b'{"model": "tiny", "prompt": "x", "temperature": 1e999}')], 400),
     Hostile("a lone surrogate", [post(b'{"model": "tiny", "prompt": "\\ud800"}')], 400),
     Hostile("half a pair of surrogates as a key", [post(b'{"model": "tiny", "prompt": "x", "\\udfff": 1}')], 400),
-    Hostile("true as a token", completion(prompt=[1, True]), 400),
-    Hostile("a negative token", completion(prompt=[1, -1]), 400),
-    Hostile("a token beyond the vocabulary", completion(prompt=[2**31]), 400),
-    Hostile("a token beyond 64 bits", completion(prompt=[2**80]), 400),
-    Hostile("1,000 prompts", completion(prompt=["x"] * 1000), 400),
-    Hostile("no prompts", completion(prompt=[]), 400),
-    Hostile("n 129", completion(n=129), 400),
-    Hostile("100,000 biases", completion(logit_bias={str(token): 1 for token in range(100_000)}), 400),
+    Hostile("true as a token", completion(prompt=[1, True]), 400, param="prompt"),
+    Hostile("a negative token", completion(prompt=[1, -1]), 400, param="prompt"),
+    Hostile("a token beyond the vocabulary", completion(prompt=[2**31]), 400, param="prompt"),
+    Hostile("a token beyond 64 bits", completion(prompt=[2**80]), 400, param="prompt"),
+    Hostile("1,000 prompts", completion(prompt=["x"] * 1000), 400, param="prompt"),
+    Hostile("no prompts", completion(prompt=[]), 400, param="prompt"),
+    Hostile("n 129", completion(n=129), 400, param="n"),
+    Hostile(
+        "100,000 biases", completion(logit_bias={str(token): 1 for token in range(100_000)}), 400, param="logit_bias"
+    ),
     Hostile("100,000 unknown fields", completion(**{f"field{number}": 1 for number in range(100_000)}), 400),
-    Hostile("100,000 biases that are none", completion(logit_bias={str(token): "x" for token in range(100_000)}), 400),
-    Hostile("100,000 options", completion(stream=True, stream_options={str(i): 1 for i in range(100_000)}), 400),
-    Hostile("a path as the model", completion(model="../../etc/passwd"), 404, "model_not_found"),
-    Hostile("a megabyte as the model", completion(model="m" * 2**20), 404, "model_not_found"),
-    Hostile("a megabyte as the strategy", completion(kv_cache="m" * 2**20), 400),
+    Hostile(
+        "100,000 biases that are none",
+        completion(logit_bias={str(token): "x" for token in range(100_000)}),
+        400,
+        param="logit_bias",
+    ),
+    Hostile(
+        "100,000 options",
+        completion(stream=True, stream_options={str(i): 1 for i in range(100_000)}),
+        400,
+        param="stream_options",
+    ),
+    Hostile("a path as the model", completion(model="../../etc/passwd"), 404, "model_not_found", "model"),
+    Hostile("a megabyte as the model", completion(model="m" * 2**20), 404, "model_not_found", "model"),
+    Hostile("a megabyte as the strategy", completion(kv_cache="m" * 2**20), 400, param="kv_cache"),
     Hostile("a form", [post(b"model=tiny&prompt=x")], 400),
 ]
 ADDRESSES = [
-    Hostile("a path in the address", [get("/v1/models/..%2f..%2fetc%2fpasswd")], 404, "model_not_found"),
-    Hostile("a path in the address, plainly", [get("/v1/models/../../etc/passwd")], 404, "model_not_found"),
-    Hostile("a zero byte in the address", [get("/v1/models/%00")], 404, "model_not_found"),
-    Hostile("no UTF-8 in the address", [get("/v1/models/%ff%ed%a0%80")], 404, "model_not_found"),
+    Hostile("a path in the address", [get("/v1/models/..%2f..%2fetc%2fpasswd")], 404, "model_not_found", "model"),
+    Hostile("a path in the address, plainly", [get("/v1/models/../../etc/passwd")], 404, "model_not_found", "model"),
+    Hostile("a zero byte in the address", [get("/v1/models/%00")], 404, "model_not_found", "model"),
+    Hostile("no UTF-8 in the address", [get("/v1/models/%ff%ed%a0%80")], 404, "model_not_found", "model"),
     Hostile("two slashes", [get("//v1/models")], 404, "unknown_url"),
     Hostile("a long address", [get("/" + "a" * 60_000)], 404, "unknown_url"),
     Hostile("a bad host", [b"GET /nowhere HTTP/1.1\r\nHost: [\r\n\r\n"], 404, "unknown_url"),

@@ -27,8 +27,8 @@ ROUTES: list[tuple[str, str, dict[str, Any] | None, Command]] = [
 ]
 
 
-def ask(http: httpx.Client, method: str, path: str, body: Any = None, token: str = ADMIN_TOKEN) -> httpx.Response:
-    return http.request(method, CACHE + path, json=body, headers={"Authorization": f"Bearer {token}"} if token else {})
+def ask(http: httpx.Client, method: str, path: str, body: Any = None) -> httpx.Response:
+    return http.request(method, CACHE + path, json=body, headers={"Authorization": f"Bearer {ADMIN_TOKEN}"})
 
 
 @pytest.mark.parametrize(("method", "path", "body", "command"), ROUTES)

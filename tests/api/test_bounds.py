@@ -4,20 +4,22 @@ from __future__ import annotations
 
 import contextlib
 import json
+import socket
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Sequence
 
 import httpx
 import openai
 import pytest
 
 from server.engine.messages import Cancel, Submit, Tokens
+from tests.api.asking import GOOD, Words, chunks
 from tests.api.conftest import Api, running_api
 from tests.api.fake_engine import FakeEngine, Script, says, silent
 from tests.api.raw import answer_to, connect, get, post, read
 
-GOOD = {"model": "tiny", "prompt": "x"}
 BYTES = 4096
+TIMEOUT = 1  # seconds
 
 
 @contextlib.contextmanager
@@ -37,7 +39,10 @@ def small() -> Iterator[Api]:
 @pytest.fixture(scope="module")
 def hasty() -> Iterator[Api]:
     """Little time for those who send."""
-    with pytest.MonkeyPatch.context() as patch, served(says([100]), header_timeout=1, body_timeout=1) as (api, _):
+    with (
+        pytest.MonkeyPatch.context() as patch,
+        served(says([100]), header_timeout=TIMEOUT, body_timeout=TIMEOUT) as (api, _),
+    ):
         patch.setattr("server.api.connection.LINGER", 0.5)
         yield api
 
@@ -83,20 +88,27 @@ def test_the_connection_is_good_for_the_next_request(small: Api) -> None:
 
 
 # ---------------------------------------------------------------- seconds that a client takes
+def connections(stack: contextlib.ExitStack, api: Api, sent: Sequence[bytes]) -> list[tuple[bytes, socket.socket]]:
+    """One for each of these, all at once: they wait together."""
+    return [(each, stack.enter_context(connect(api.url, each))) for each in sent]
+
+
 def test_a_connection_that_sends_nothing_is_closed(hasty: Api) -> None:
     with contextlib.ExitStack() as stack:
         for idle in [stack.enter_context(connect(hasty.url)) for _ in range(50)]:
             assert idle.recv(1) == b""
 
 
-@pytest.mark.parametrize("part", [b"G", b"GET /health HTTP/1.1\r\n", b"GET /health HTTP/1.1\r\nx: y"])
-@pytest.mark.parametrize("before", [b"", get("/health")])
-def test_headers_that_stand_still(hasty: Api, part: bytes, before: bytes) -> None:
-    with connect(hasty.url, before + part) as connection, connection.makefile("rb") as stream:
-        *_, status, rest = stream.read().rpartition(b"HTTP/1.1 408 ")
-    assert status
-    assert b"\r\nx-should-retry: false\r\n" in rest
-    assert json.loads(rest.partition(b"\r\n\r\n")[2])["error"]["code"] == "header_timeout"
+def test_headers_that_stand_still(hasty: Api) -> None:
+    """In the first request of a connection, and in the next."""
+    parts = (b"G", b"GET /health HTTP/1.1\r\n", b"GET /health HTTP/1.1\r\nx: y")
+    with contextlib.ExitStack() as stack:
+        for sent, connection in connections(stack, hasty, [*parts, *(get("/health") + part for part in parts)]):
+            with connection.makefile("rb") as stream:
+                *_, status, rest = stream.read().rpartition(b"HTTP/1.1 408 ")
+            assert status, sent
+            assert b"\r\nx-should-retry: false\r\n" in rest, sent
+            assert json.loads(rest.partition(b"\r\n\r\n")[2])["error"]["code"] == "header_timeout", sent
 
 
 def test_headers_that_drip(hasty: Api) -> None:
@@ -108,33 +120,27 @@ def test_headers_that_drip(hasty: Api) -> None:
     assert time.monotonic() < began + 20
 
 
-@pytest.mark.parametrize("part", [b"", b'{"model"'])
-def test_a_body_that_stands_still(hasty: Api, part: bytes) -> None:
-    answer = answer_to(hasty.url, post(part, length=100))
-    assert answer.status_code == 408
-    assert answer.headers["x-should-retry"] == "false"
-    assert answer.json()["error"]["code"] == "body_timeout"
+def test_a_body_that_stands_still(hasty: Api) -> None:
+    """Its connection is closed, too."""
+    with contextlib.ExitStack() as stack:
+        for sent, connection in connections(stack, hasty, [post(part, length=100) for part in (b"", b'{"model"')]):
+            answer = read(connection)
+            assert answer.status_code == 408, sent
+            assert answer.headers["x-should-retry"] == "false", sent
+            assert answer.json()["error"]["code"] == "body_timeout", sent
+            assert connection.recv(1) == b"", sent
 
 
-def test_the_connection_of_a_body_that_never_ends_is_closed(hasty: Api) -> None:
-    with connect(hasty.url, post(b"", length=100)) as connection:
-        assert read(connection).status_code == 408
-        assert connection.recv(1) == b""
-
-
-def test_a_body_may_take_longer_as_long_as_it_moves() -> None:
+def test_a_body_may_take_longer_as_long_as_it_moves(hasty: Api) -> None:
     body = json.dumps(GOOD).encode()
-    with (
-        served(says([100]), body_timeout=3) as (api, _),
-        connect(api.url, post(b"", length=len(body))) as connection,
-    ):
+    with connect(hasty.url, post(b"", length=len(body))) as connection:
         for start in range(0, len(body), 4):
+            time.sleep(TIMEOUT / 5)  # eight times
             connection.sendall(body[start : start + 4])
-            time.sleep(0.5)
         assert read(connection).status_code == 200
 
 
-def test_a_client_that_does_not_read(words: Callable[[str], list[int]]) -> None:
+def test_a_client_that_does_not_read(words: Words) -> None:
     """More than fits between it and the server."""
     with served(says(words("hello") * 50_000, None), body_timeout=1) as (api, engine):
         body = json.dumps(GOOD | {"stream": True}).encode()
@@ -156,11 +162,11 @@ def test_a_request_that_does_not_get_its_place(stream: bool) -> None:
 
 def test_one_that_has_its_place_may_take_longer() -> None:
     with (
-        served(says([100], None), queue_timeout=2) as (api, engine),
+        served(says([100], None), queue_timeout=1) as (api, engine),
         httpx.stream("POST", f"{api.url}/v1/completions", json=GOOD | {"stream": True}, timeout=20) as answer,
     ):
         (submit,) = engine.wait_for(Submit)
-        time.sleep(2.5)
+        time.sleep(1.2)
         engine.send(Tokens(submit.request_id, [101], "length"))
         assert "error" not in answer.read().decode()
 
@@ -176,12 +182,11 @@ def test_an_answer_that_takes_too_long(script: Script) -> None:
         engine.wait_for(Cancel)
 
 
-def test_a_stream_that_takes_too_long(words: Callable[[str], list[int]]) -> None:
-    with served(says(words("hello"), None), request_timeout=2) as (api, engine):
+def test_a_stream_that_takes_too_long(words: Words) -> None:
+    with served(says(words("hello"), None), request_timeout=1) as (api, engine):
         answer = httpx.post(f"{api.url}/v1/completions", json=GOOD | {"stream": True}, timeout=20)
         assert answer.status_code == 200
-        *tokens, error, done, _ = answer.text.split("\n\n")
-        assert json.loads(tokens[0].removeprefix("data: "))["choices"][0]["text"]
-        assert json.loads(error.removeprefix("data: "))["error"]["code"] == "request_timeout"
-        assert done == "data: [DONE]"
+        first, *_, last = chunks(answer)
+        assert first["choices"][0]["text"]
+        assert last["error"]["code"] == "request_timeout"
         engine.wait_for(Cancel)

@@ -12,10 +12,8 @@ import pytest
 from server.api.tenants import salt_of, tenant, tenant_of_key
 from server.engine.messages import Caching, Explained, Failed, FromEngine, Submit, Tokens
 from server.engine.report import RequestRecord
+from tests.api.asking import GOOD, Words, chunks
 from tests.api.fake_engine import FakeEngine, admitted
-from tests.api.test_completions import chunks
-
-Words = Callable[[str], list[int]]
 
 RECORD = RequestRecord(
     instance="paged",
@@ -48,7 +46,7 @@ TOLD = {
 
 
 def ask(http: httpx.Client, headers: dict[str, str] | None = None, **body: Any) -> httpx.Response:
-    return http.post("/v1/completions", json={"model": "tiny", "prompt": "x"} | body, headers=headers or {})
+    return http.post("/v1/completions", json=GOOD | body, headers=headers or {})
 
 
 def explains(tokens: list[int]) -> Callable[[Submit], list[list[FromEngine]]]:

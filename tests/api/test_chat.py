@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import httpx
@@ -10,13 +9,10 @@ import openai
 import pytest
 
 from server.engine.messages import Submit
-from tests.api.fake_engine import FakeEngine, says
-from tests.api.test_completions import chunks
-from tests.api.test_errors import error_of
-from tests.api.test_parameters import scores
+from tests.api.asking import Words, chunks, error_of
+from tests.api.fake_engine import FakeEngine, says, scores
 from tests.text.tiny import EOS, byte_level
 
-Words = Callable[[str], list[int]]
 BACKEND = byte_level()
 MESSAGES: list[Any] = [{"role": "system", "content": "be kind"}, {"role": "user", "content": "hello"}]
 PROMPT = "<s>system: be kind\nuser: hello\nassistant:"

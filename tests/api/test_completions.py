@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable
 from typing import Any
 
 import httpx
@@ -12,18 +10,9 @@ import pytest
 
 from server.api.completions import CompletionRequest
 from server.engine.messages import Cancel, FromEngine, Sampling, Submit, Tokens
+from tests.api.asking import GOOD, Words, chunks
 from tests.api.fake_engine import FakeEngine, admitted, says
 from tests.text.tiny import BOS, EOS, byte_level
-
-Words = Callable[[str], list[int]]
-
-
-def chunks(response: httpx.Response) -> list[dict[str, Any]]:
-    """The chunks of a finished stream."""
-    assert response.headers["content-type"] == "text/event-stream; charset=utf-8"
-    *events, done, empty = response.text.split("\n\n")
-    assert (done, empty) == ("data: [DONE]", "")
-    return [json.loads(event.removeprefix("data: ")) for event in events]
 
 
 def tokens_up_to(text: str, ids: list[int]) -> int:
@@ -60,7 +49,7 @@ def test_cached_tokens_and_the_strategy_are_told(engine: FakeEngine, http: httpx
 
 def test_sampling_parameters_reach_the_engine(engine: FakeEngine, http: httpx.Client) -> None:
     sent = {"max_tokens": 5, "temperature": 0, "top_k": 7, "top_p": 0.5, "min_p": 0.1, "seed": 3, "ignore_eos": True}
-    assert http.post("/v1/completions", json={"model": "tiny", "prompt": "x", "priority": -2, **sent}).is_success
+    assert http.post("/v1/completions", json=GOOD | sent | {"priority": -2}).is_success
     (submit,) = engine.all(Submit)
     assert submit.sampling == Sampling(5, 0, 7, 0.5, 0.1, 3, True)
     assert submit.priority == -2
@@ -68,7 +57,7 @@ def test_sampling_parameters_reach_the_engine(engine: FakeEngine, http: httpx.Cl
 
 def test_defaults(engine: FakeEngine, http: httpx.Client) -> None:
     for _ in range(2):
-        assert http.post("/v1/completions", json={"model": "tiny", "prompt": "x"}).is_success
+        assert http.post("/v1/completions", json=GOOD).is_success
     first, second = (submit.sampling for submit in engine.all(Submit))
     assert (first.max_tokens, first.temperature, first.top_k, first.top_p, first.min_p) == (16, 1.0, 0, 1.0, 0.0)
     assert first.seed != second.seed
@@ -77,7 +66,7 @@ def test_defaults(engine: FakeEngine, http: httpx.Client) -> None:
 @pytest.mark.parametrize("stream", [False, True])
 def test_null_is_absent(engine: FakeEngine, http: httpx.Client, stream: bool) -> None:
     nulls = dict.fromkeys(set(CompletionRequest.model_fields) - {"model", "prompt"})
-    assert http.post("/v1/completions", json={"model": "tiny", "prompt": "x", **nulls, "stream": stream}).is_success
+    assert http.post("/v1/completions", json=GOOD | nulls | {"stream": stream}).is_success
 
 
 def test_neutral_and_meaningless_values_are_accepted(engine: FakeEngine, http: httpx.Client) -> None:
@@ -135,7 +124,7 @@ def test_every_way_to_choose_a_strategy_reaches_the_engine(engine: FakeEngine, h
 
 
 def test_no_choice(engine: FakeEngine, http: httpx.Client) -> None:
-    http.post("/v1/completions", json={"model": "tiny", "prompt": "x"})
+    http.post("/v1/completions", json=GOOD)
     (submit,) = engine.all(Submit)
     assert (submit.kv_cache, submit.header, submit.alias) == (None, None, None)
 
@@ -152,7 +141,7 @@ def test_stream(engine: FakeEngine, openai_client: openai.OpenAI, words: Words) 
 
 
 def test_stream_without_usage_has_no_usage_field(engine: FakeEngine, http: httpx.Client) -> None:
-    response = http.post("/v1/completions", json={"model": "tiny", "prompt": "x", "stream": True})
+    response = http.post("/v1/completions", json=GOOD | {"stream": True})
     received = chunks(response)
     assert all("usage" not in chunk for chunk in received)
     assert response.headers["x-kv-cache"] == "paged"
@@ -175,7 +164,7 @@ def test_stream_with_usage(engine: FakeEngine, http: httpx.Client, words: Words)
 
 
 def test_stream_of_several_choices(engine: FakeEngine, http: httpx.Client) -> None:
-    received = chunks(http.post("/v1/completions", json={"model": "tiny", "prompt": "x", "stream": True, "n": 3}))
+    received = chunks(http.post("/v1/completions", json=GOOD | {"stream": True, "n": 3}))
     for index in range(3):
         choices = [chunk["choices"][0] for chunk in received if chunk["choices"][0]["index"] == index]
         assert "".join(choice["text"] for choice in choices) == "hello world"
@@ -191,7 +180,7 @@ def test_stream_begins_while_other_choices_wait_for_a_place(
         return [] if submit.request_id.endswith("-1") else [[admitted(submit), Tokens(submit.request_id, [a])]]
 
     engine.script = script
-    with http.stream("POST", "/v1/completions", json={"model": "tiny", "prompt": "x", "stream": True, "n": 2}) as got:
+    with http.stream("POST", "/v1/completions", json=GOOD | {"stream": True, "n": 2}) as got:
         lines = got.iter_lines()
         assert next(lines).startswith("data: {")
         first, second = engine.all(Submit)
@@ -203,7 +192,7 @@ def test_stream_begins_while_other_choices_wait_for_a_place(
 
 def test_stream_never_shows_a_stop_string(engine: FakeEngine, http: httpx.Client, words: Words) -> None:
     engine.script = says(words("hello world hello"), None)
-    body = {"model": "tiny", "prompt": "x", "stream": True, "stop": ["world", "lo wa"]}
+    body = GOOD | {"stream": True, "stop": ["world", "lo wa"]}
     received = chunks(http.post("/v1/completions", json=body))
     text = ""
     for chunk in received:
@@ -216,13 +205,13 @@ def test_stream_never_shows_a_stop_string(engine: FakeEngine, http: httpx.Client
 
 def test_stream_shows_whole_characters(engine: FakeEngine, http: httpx.Client, words: Words) -> None:
     engine.script = says(words("\u2603\U0001f600"))
-    received = chunks(http.post("/v1/completions", json={"model": "tiny", "prompt": "x", "stream": True}))
+    received = chunks(http.post("/v1/completions", json=GOOD | {"stream": True}))
     assert [chunk["choices"][0]["text"] for chunk in received] == ["\u2603", "\U0001f600"]
 
 
 def test_stream_answers_as_tokens_come(engine: FakeEngine, http: httpx.Client, words: Words) -> None:
     engine.script = says([], None)
-    with http.stream("POST", "/v1/completions", json={"model": "tiny", "prompt": "x", "stream": True}) as response:
+    with http.stream("POST", "/v1/completions", json=GOOD | {"stream": True}) as response:
         assert response.status_code == 200  # before the first token
         lines = response.iter_lines()
         (submit,) = engine.wait_for(Submit)

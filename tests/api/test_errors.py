@@ -11,39 +11,23 @@ import openai
 import pytest
 
 from server.engine.messages import Submit
+from tests.api.asking import GOOD, error_of
 from tests.api.conftest import ADMIN_TOKEN
 from tests.api.fake_engine import FakeEngine, fails
 
-GOOD = {"model": "tiny", "prompt": "x"}
-
-
-def error_of(response: httpx.Response) -> dict[str, Any]:
-    assert response.headers["content-type"] == "application/json"
-    assert response.headers["x-request-id"]
-    body = response.json()
-    assert list(body) == ["error"]
-    assert sorted(body["error"]) == ["code", "message", "param", "type"]
-    assert body["error"]["message"]
-    return dict(body["error"])
-
-
+# Beside those of tests/api/hostile.py.
 REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"model": 1}, "model"),
     ({"prompt": None}, "prompt"),
     ({"prompt": 5}, "prompt"),
-    ({"prompt": []}, "prompt"),
     ({"prompt": ["a", ""]}, "prompt"),
     ({"prompt": [[1], []]}, "prompt"),
     ({"prompt": [[1], 2]}, "prompt"),
     ({"prompt": [[1.5]]}, "prompt[0]"),
     ({"prompt": [[1], [True]]}, "prompt[1]"),
     ({"prompt": [[1], [320]]}, "prompt"),
-    ({"prompt": ["x"] * 1000}, "prompt"),
     ({"prompt": ["x"] * 3, "n": 100}, "prompt"),
-    ({"prompt": [1, True]}, "prompt"),
-    ({"prompt": [1, -1]}, "prompt"),
     ({"prompt": [1, 320]}, "prompt"),
-    ({"prompt": [2**70]}, "prompt"),
     ({"prompt": [5] * 300}, "prompt"),
     ({"prompt": [5] * 250}, "max_tokens"),
     ({"max_tokens": -1}, "max_tokens"),
@@ -69,7 +53,6 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"stop": ["a", "b", "c", "d", "e"]}, "stop"),
     ({"stop": {"a": 1}}, "stop"),
     ({"n": 0}, "n"),
-    ({"n": 129}, "n"),
     ({"ignore_eos": 1}, "ignore_eos"),
     ({"stream": "yes"}, "stream"),
     ({"stream_options": {"include_usage": True}}, "stream_options"),
@@ -122,23 +105,7 @@ def test_refused(engine: FakeEngine, http: httpx.Client, change: dict[str, Any],
 
 @pytest.mark.parametrize(
     "body",
-    [
-        b"",
-        b"{",
-        b"[]",
-        b"null",
-        b'"text"',
-        b'{"model": "tiny", "prompt": "\xff"}',
-        b'{"model": "tiny", "prompt": "\\ud800"}',
-        b'{"model": "tiny", "prompt": "x", "temperature": NaN}',
-        b'{"model": "tiny", "prompt": "x", "temperature": Infinity}',
-        b'{"model": "tiny", "prompt": "x", "temperature": 1e999}',
-        b'{"model": "tiny", "prompt": "x", "user": NaN}',
-        b'{"model": "tiny", "prompt": "x", "seed": ' + b"1" * 100_000 + b"}",
-        b'{"model": "tiny", "prompt": ' + b"[" * 100_000,
-        b'{"a":' * 50_000 + b"1" + b"}" * 50_000,
-    ],
-    ids=lambda body: repr(body[:50]),
+    [b"", b"{", b"[]", b"null", b'"text"', b'{"model": "tiny", "prompt": "x", "user": NaN}'],
 )
 def test_bodies_that_are_no_json_object(engine: FakeEngine, http: httpx.Client, body: bytes) -> None:
     response = http.post("/v1/completions", content=body, headers={"content-type": "application/json"})
@@ -152,14 +119,6 @@ def test_a_body_that_is_not_said_to_be_json(engine: FakeEngine, http: httpx.Clie
     response = http.post("/v1/completions", content=json.dumps(GOOD), headers=headers)
     assert response.status_code == 400
     assert "Content-Type: application/json" in error_of(response)["message"]
-
-
-def test_a_body_without_end(engine: FakeEngine, http: httpx.Client) -> None:
-    response = http.post(
-        "/v1/completions", content=(b" " * 2**20 for _ in range(40)), headers={"content-type": "application/json"}
-    )
-    assert response.status_code == 413
-    error_of(response)
 
 
 def test_missing_fields_are_all_told(engine: FakeEngine, http: httpx.Client) -> None:

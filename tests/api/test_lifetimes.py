@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import socket
 import time
-from collections.abc import Callable
 
 import httpx
 import openai
@@ -13,21 +12,15 @@ import pytest
 
 from server.api.errors import ApiError
 from server.engine.messages import Cancel, Failed, Submit, Tokens
+from tests.api.asking import GOOD, Words, chunks
 from tests.api.conftest import Api, running_api
 from tests.api.fake_engine import FakeEngine, fails, says, silent
-
-Words = Callable[[str], list[int]]
-GOOD = {"model": "tiny", "prompt": "x"}
+from tests.api.raw import connect, post
 
 
 def begin(api: Api, **body: object) -> socket.socket:
-    """A request sent over a socket of one's own, which can be closed at any moment."""
-    host, port = api.url.removeprefix("http://").split(":")
-    connection = socket.create_connection((host, int(port)))
-    sent = json.dumps(GOOD | body).encode()
-    head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(sent)}"
-    connection.sendall(head.encode() + b"\r\n\r\n" + sent)
-    return connection
+    """A request over a connection that can be closed at any moment."""
+    return connect(api.url, post(json.dumps(GOOD | body).encode()))
 
 
 @pytest.mark.parametrize("n", [1, 3])
@@ -74,11 +67,8 @@ def test_one_choice_that_fails_ends_the_request(engine: FakeEngine, http: httpx.
 def test_a_failure_in_mid_stream_is_an_event(engine: FakeEngine, http: httpx.Client) -> None:
     engine.script = lambda submit: [*says([100], None)(submit), [Failed(submit.request_id, 500, "out of luck")]]
     response = http.post("/v1/completions", json=GOOD | {"stream": True})
-    *_, error, done, _ = response.text.split("\n\n")
-    assert json.loads(error.removeprefix("data: ")) == {
-        "error": {"message": "out of luck", "type": "server_error", "param": None, "code": None}
-    }
-    assert done == "data: [DONE]"
+    *_, last = chunks(response)
+    assert last == {"error": {"message": "out of luck", "type": "server_error", "param": None, "code": None}}
 
 
 # ---------------------------------------------------------------- the engine's end

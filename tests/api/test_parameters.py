@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from itertools import chain
 from typing import Any
 
@@ -10,45 +9,22 @@ import httpx
 import openai
 import pytest
 
-from server.engine.messages import FromEngine, PromptScores, Sampling, Submit, Tokens, TokenScore
-from tests.api.fake_engine import FakeEngine, Script, admitted, says
-from tests.api.test_completions import chunks
+from server.engine.messages import FromEngine, PromptScores, Sampling, Submit, Tokens
+from tests.api.asking import GOOD, Words, chunks
+from tests.api.fake_engine import FakeEngine, admitted, says, score, scores
 from tests.text.tiny import BOS, EOS, byte_level
 
-Words = Callable[[str], list[int]]
 BACKEND = byte_level()
 
 
-def score(token: int, *others: tuple[int, float], logprob: float = -0.5) -> TokenScore:
-    return TokenScore(token, logprob, 1, [(token, logprob), *others])
-
-
-def scores(tokens: list[int], finish_reason: str = "length") -> Script:
-    """A prompt scored in two parts, if that was asked for, and then these tokens one by one."""
-
-    def script(submit: Submit) -> list[list[FromEngine]]:
-        name, wanted = submit.request_id, submit.sampling
-        frames: list[list[FromEngine]] = [[admitted(submit)]]
-        if wanted.prompt_logprobs is not None:
-            told = [score(token, logprob=-float(i)) for i, token in enumerate(submit.prompt)][1:]
-            frames += [[PromptScores(name, told[:1])], [PromptScores(name, told[1:])]]
-        for i, token in enumerate(tokens):
-            last = finish_reason if i == len(tokens) - 1 else None
-            told = [score(token, (0, -3.0))] if wanted.logprobs is not None else None
-            frames.append([Tokens(name, [token], last, told)])
-        return frames
-
-    return script
-
-
 def ask(http: httpx.Client, **body: Any) -> dict[str, Any]:
-    response = http.post("/v1/completions", json={"model": "tiny", "prompt": "x"} | body)
+    response = http.post("/v1/completions", json=GOOD | body)
     assert response.status_code == 200, response.text
     return dict(response.json())
 
 
 def streamed(http: httpx.Client, **body: Any) -> list[dict[str, Any]]:
-    return chunks(http.post("/v1/completions", json={"model": "tiny", "prompt": "x", "stream": True} | body))
+    return chunks(http.post("/v1/completions", json=GOOD | {"stream": True} | body))
 
 
 # ---------------------------------------------------------------- to the engine

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import httpx
 import pytest
 
 from server.version import version
+from tests.api.asking import Words, error_of
 from tests.api.conftest import Api
 from tests.api.fake_engine import FakeEngine
-from tests.api.test_errors import error_of
 from tests.text.tiny import BOS, byte_level
 
-Words = Callable[[str], list[int]]
 USER = {"role": "user", "content": "hello"}
 
 
@@ -99,7 +97,6 @@ def test_detokenize(engine: FakeEngine, http: httpx.Client, words: Words) -> Non
         ("/tokenize", {"messages": "x"}, "messages"),
         ("/tokenize", {"messages": [{"content": "x"}]}, "messages[0].role"),
         ("/tokenize", {"messages": [{"role": "user"}]}, "messages[0]"),
-        ("/tokenize", {"messages": [{"role": "cat", "content": "x"}]}, "messages"),
         ("/tokenize", {"messages": [USER | {"mood": "good"}]}, "messages[0].mood"),
         ("/tokenize", {"messages": [USER], "continue_final_message": True}, "continue_final_message"),
         ("/tokenize", {"messages": [USER], "chat_template_kwargs": {"messages": []}}, "chat_template_kwargs"),
@@ -144,7 +141,10 @@ def test_arguments_that_are_no_object(engine: FakeEngine, http: httpx.Client, ar
 
 def test_what_the_template_does_not_take(engine: FakeEngine, http: httpx.Client) -> None:
     response = http.post("/tokenize", json={"messages": [{"role": "cat", "content": "x"}]})
-    assert "no cats" in error_of(response)["message"]
+    error = error_of(response)
+    assert (response.status_code, error["param"]) == (400, "messages")
+    assert error["message"].startswith("messages")
+    assert "no cats" in error["message"]
 
 
 @pytest.mark.parametrize("path", ["/tokenize", "/detokenize"])

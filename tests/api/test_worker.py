@@ -10,7 +10,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,11 +21,9 @@ import pytest
 from config.settings import Settings, SettingsError
 from server.api.worker import serve_worker
 from server.engine.messages import Cancel, Submit, Tokens
+from tests.api.asking import GOOD, Words, chunks
 from tests.api.fake_engine import FakeEngine, Script, says
 from tests.text.tiny import byte_level
-
-Words = Callable[[str], list[int]]
-GOOD = {"model": "tiny", "prompt": "x"}
 
 
 def test_an_api_process_imports_neither_torch_nor_transformers() -> None:
@@ -113,15 +111,14 @@ def test_what_does_not_end_in_time_is_told(tmp_path: Path, socket_path: Path, wo
         running.terminate()
         for submit in submits:
             running.engine.send(Tokens(submit.request_id, words(" world"), None))
-        *chunks, error, done, _ = stream.read().decode().split("\n\n")
-        texts = [json.loads(chunk.removeprefix("data: "))["choices"][0]["text"] for chunk in chunks]
-        assert "".join(texts) == "hello world"
-        assert done == "data: [DONE]"
+        stream.read()
+        *told, error = chunks(stream)
+        assert "".join(chunk["choices"][0]["text"] for chunk in told) == "hello world"
         refused = plain.result()
         assert refused.status_code == 503
         assert refused.headers["retry-after"] == "1"
-        for told in (json.loads(error.removeprefix("data: ")), refused.json()):
-            assert told["error"]["code"] == "server_stopping"
+        for reason in (error, refused.json()):
+            assert reason["error"]["code"] == "server_stopping"
         running.engine.wait_for(Cancel, 2)
 
 

@@ -31,10 +31,11 @@ def seen(spec: LayerSpec, length: int, keeps: Keeps = everything, *, first: int 
 
 def attention(q: Tensor, k: Tensor, v: Tensor, spec: LayerSpec, mask: Tensor) -> Tensor:
     """q [N,Hq,D], k [T,H,D], v [T,H,Dv], mask [N,T] -> [N,Hq,Dv] float64, one query head after the other."""
+    q, k, v = q.double(), k.double(), v.double()
     heads = []
     for head in range(spec.num_q_heads):
         kv_head = head * spec.num_kv_heads // spec.num_q_heads
-        scores = q[:, head].double() @ k[:, kv_head].double().T * spec.scale
+        scores = q[:, head] @ k[:, kv_head].T * spec.scale
         if spec.softcap is not None:
             scores = spec.softcap * torch.tanh(scores / spec.softcap)
         scores = scores.masked_fill(~mask, -torch.inf)
@@ -42,5 +43,5 @@ def attention(q: Tensor, k: Tensor, v: Tensor, spec: LayerSpec, mask: Tensor) ->
             sink = spec.sink_logits[head].double().expand(len(scores), 1)
             scores = torch.cat((scores, sink), 1)
         weights = scores.softmax(1)[:, : len(k)]
-        heads.append(weights @ v[:, kv_head].double())
+        heads.append(weights @ v[:, kv_head])
     return torch.stack(heads, 1)

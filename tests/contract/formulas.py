@@ -7,6 +7,7 @@ is a scene of kernels/scene.py. Which shapes are tried is test_ops.py's business
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cache
 from typing import NamedTuple
 
 import torch
@@ -105,14 +106,21 @@ def add_rms_norm(ops: Ops, shape: Shape) -> Pairs:
         yield normed, _normed(total, each)
 
 
+@cache
+def _turns(half: int) -> Tensor:
+    """By which complex number each pair of a vector is multiplied, at 9,000 positions."""
+    angles = torch.arange(9000).double()[:, None] * 10_000.0 ** -(torch.arange(half).double() / half)
+    return torch.polar(torch.ones(1).double(), angles)
+
+
 def rope(ops: Ops, shape: Shape) -> Pairs:
     half = shape.head_dim // 2
     x = Draw(shape)(shape.length, shape.group, shape.head_dim)
-    angles = torch.arange(9000).double()[:, None] * 10_000.0 ** -(torch.arange(half).double() / half)
-    positions = (torch.arange(shape.length) * 7919) % 9000
-    got = ops.rope(x, angles.cos().float(), angles.sin().float(), positions)
+    turns = _turns(half)
+    positions = (torch.arange(shape.length) * 7919) % len(turns)
+    got = ops.rope(x, turns.real.float(), turns.imag.float(), positions)
     pairs = torch.complex(x[..., :half].double(), x[..., half:].double())
-    turned = pairs * torch.polar(torch.ones(1).double(), angles[positions][:, None])
+    turned = pairs * turns[positions][:, None]
     yield got, torch.cat((turned.real, turned.imag), -1)
 
 

@@ -34,6 +34,20 @@ WHOLE = 1000
 dtypes = pytest.mark.parametrize("dtype", TOLERANCE, ids=lambda dtype: str(dtype).removeprefix("torch."))
 
 
+def chunks_of(settings: StrategySettings, dtype: torch.dtype) -> list[int]:
+    """Rows to read a text in: those of 1, 7, 64 or all its tokens that differ, as far as the instance takes them."""
+    most = min(LENGTH[dtype], settings.options.get("max_row", WHOLE))
+    return sorted({min(chunk, most) for chunk in (1, 7, 64, WHOLE)})
+
+
+ALONE = [
+    pytest.param(name, chunk, dtype, id=f"{name}-{chunk}-{str(dtype).removeprefix('torch.')}")
+    for name, settings in every_instance().items()
+    for dtype in TOLERANCE
+    for chunk in chunks_of(settings, dtype)
+]
+
+
 @cache
 def text_of(seed: int, length: int, dtype: torch.dtype) -> Text:
     return random_text(seed, length, MODEL, dtype)
@@ -90,9 +104,7 @@ def read_alone(world: World, name: str, kind: str, chunk: int, dtype: torch.dtyp
     check_text(reading.cache, [torch.cat(parts) for parts in zip(*outs, strict=True)], kind, key)
 
 
-@dtypes
-@pytest.mark.parametrize("chunk", [1, 7, 64, WHOLE])
-@pytest.mark.parametrize("name", every_instance())
+@pytest.mark.parametrize(("name", "chunk", "dtype"), ALONE)
 def test_a_sequence_alone(name: str, chunk: int, dtype: torch.dtype) -> None:
     settings = every_instance()[name]
     world = World({name: settings}, dtype=dtype, max_seats=1)

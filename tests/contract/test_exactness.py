@@ -83,7 +83,7 @@ def test_a_row_is_the_same_whoever_stands_beside_it(name: str, dtype: torch.dtyp
 @pytest.mark.parametrize("budget", [200, 16])
 def test_logits_are_the_same_when_all_requests_change_strategy(budget: int) -> None:
     wanted = logits([BASELINE] * len(PROMPTS), budget)
-    for name in EXACT:
+    for name in (each for each in EXACT if each != BASELINE):
         assert_same(logits([name] * len(PROMPTS), budget), wanted, name)
 
 

@@ -19,6 +19,7 @@ from tests.kernels.test_attention import expected
 CPU = [name for name in BACKENDS if name.startswith("cpu-")]
 LAYERS = (LayerSpec(2, 14, 16, 16, scale=0.25), LayerSpec(1, 2, 24, 8, scale=0.2, window=1500, softcap=5.0))
 LENGTH = 2100  # three splits
+TEXTS = [random_text(seed, LENGTH, LAYERS) for seed in (1, 2)]
 STRATEGIES = {
     "contiguous": StrategySettings(kind="contiguous"),
     "blocks_of_7": StrategySettings(kind="paged", block_size=7),
@@ -26,10 +27,16 @@ STRATEGIES = {
 }
 
 
-@pytest.fixture(params=CPU)
-def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    monkeypatch.setattr(harness, "make_ops", BACKENDS[request.param])
-    return str(request.param)
+@pytest.fixture(scope="module", params=CPU)
+def backend(request: pytest.FixtureRequest) -> Iterator[str]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(harness, "make_ops", BACKENDS[request.param])
+        yield request.param
+
+
+@pytest.fixture(scope="module")
+def want(backend: str) -> list[Tensor]:
+    return read("contiguous", [1500, 600])
 
 
 @pytest.fixture
@@ -43,7 +50,7 @@ def one_thread() -> Iterator[None]:
 def read(name: str, chunks: list[int]) -> list[Tensor]:
     """What the last 60 tokens of a text attended to, in each layer; another text goes along."""
     world = World(STRATEGIES, layers=LAYERS, max_seats=2, max_seq_len=2200, max_step_tokens=4400)
-    reading, other = (world.open(name, random_text(seed, LENGTH, LAYERS)) for seed in (1, 2))
+    reading, other = (world.open(name, text) for text in TEXTS)
     outs: list[list[Tensor]] = []
     for i, chunk in enumerate(chunks):
         rows = [(reading, chunk)] if i % 2 else [(other, 1), (reading, chunk)]
@@ -55,9 +62,8 @@ def read(name: str, chunks: list[int]) -> list[Tensor]:
 @pytest.mark.parametrize("name", STRATEGIES)
 @pytest.mark.parametrize("chunks", [[LENGTH], [700] * 3, [2040, *[1] * 60], [1000, 1030, 7, 3, 60]], ids=str)
 def test_bits_depend_neither_on_chunks_nor_on_neighbours_nor_on_where_keys_lie(
-    backend: str, chunks: list[int], name: str
+    want: list[Tensor], chunks: list[int], name: str
 ) -> None:
-    want = read("contiguous", [1500, 600])
     for got, layer in zip(read(name, chunks), want, strict=True):
         assert torch.equal(got, layer)
 

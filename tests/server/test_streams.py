@@ -95,12 +95,12 @@ def test_whoever_hangs_up_is_gone_within_two_steps(slow: Server, stream: bool) -
 
 def test_sigterm_lets_running_streams_end() -> None:
     with serving("--dtype", "float32", "--threads", "1", "--kv-memory", "64MiB", "--drain-seconds", "60") as server:
-        expected = "".join(pieces(server, max_tokens=400))
+        expected = "".join(pieces(server, max_tokens=200))
         begun = Barrier(5)
 
         def read(_: int) -> str:
             text = ""
-            for i, piece in enumerate(pieces(server, max_tokens=400)):
+            for i, piece in enumerate(pieces(server, max_tokens=200)):
                 if i == 0:
                     begun.wait(PATIENCE)
                 text += piece

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from torch import Tensor
 from transformers import DynamicCache
 
 from cache_strategies.hf import StrategyCacheError
@@ -82,20 +84,26 @@ def test_masks_and_keys_are_those_of_transformers_own_cache(sizes: list[int], na
         assert ours.get_seq_length() == theirs.get_seq_length() == start
 
 
-@exact_ones
-def test_a_conversation_goes_on_with_the_same_object(strategy: str) -> None:
-    model = model_of("gemma3")
-    cache, theirs, text, expected = (
-        made(model, EXACT[strategy]),
-        DynamicCache(config=model.config),
-        prompts(),
-        prompts(),
-    )
+def conversation(model: Any, cache: Any) -> Iterator[Tensor]:
+    """The whole text after each turn."""
+    text = prompts()
     for turn in range(3):
-        text = torch.cat((text, prompts(length=5, seed=turn + 2)), 1)
-        expected = torch.cat((expected, prompts(length=5, seed=turn + 2)), 1)
-        text = written(model, text, cache, 12)
-        expected = written(model, expected, theirs, 12)
+        asked = prompts(length=5, seed=turn + 2)
+        text = written(model, torch.cat((text, asked), 1), cache, 12)
+        yield text
+
+
+@pytest.fixture(scope="module")
+def their_conversation() -> list[Tensor]:
+    model = model_of("gemma3")
+    return list(conversation(model, DynamicCache(config=model.config)))
+
+
+@exact_ones
+def test_a_conversation_goes_on_with_the_same_object(their_conversation: list[Tensor], strategy: str) -> None:
+    model = model_of("gemma3")
+    cache = made(model, EXACT[strategy])
+    for text, expected in zip(conversation(model, cache), their_conversation, strict=True):
         assert text.equal(expected)
         assert cache.length == text.shape[1] - 1  # the last token was chosen and did not go in
 

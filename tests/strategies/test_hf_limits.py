@@ -15,7 +15,7 @@ from transformers import Llama4TextConfig, MambaConfig
 from cache_strategies import registry
 from cache_strategies.hf import StrategyCache, StrategyCacheError
 from config.settings import SettingsError, StrategySettings
-from tests.strategies.generating import LONGEST, PAGED, left_padded, made, model_of, own, prompts, window, written
+from tests.strategies.generating import LONGEST, MORE, PAGED, left_padded, made, model_of, own, prompts, window, written
 
 DOC = Path(__file__).parents[2] / "docs" / "outside.md"
 
@@ -39,7 +39,7 @@ def test_a_window_sees_its_sinks_and_its_latest_tokens(name: str, wide: int, sin
     model, ids = model_of(name), prompts()
     cache = made(model, window(wide, sinks), equal_lengths=True)
     text = written(model, ids, cache, prefill_chunk_size=1)
-    assert text.equal(masked_greedy(model, ids, 24, wide, sinks))
+    assert text.equal(masked_greedy(model, ids, MORE, wide, sinks))
     assert not text.equal(own(model, ids)) or wide == 20  # forgetting shows
 
 
@@ -47,7 +47,7 @@ def test_a_prompt_that_fits_enters_at_once() -> None:
     model, ids = model_of("llama"), prompts()
     for wide, sinks in ((21, 0), (18, 3)):
         cache = made(model, window(wide, sinks, max_row=LONGEST), equal_lengths=True)
-        assert written(model, ids, cache).equal(masked_greedy(model, ids, 24, wide, sinks))
+        assert written(model, ids, cache).equal(masked_greedy(model, ids, MORE, wide, sinks))
 
 
 def test_without_sinks_a_window_may_be_padded() -> None:
@@ -55,7 +55,7 @@ def test_without_sinks_a_window_may_be_padded() -> None:
     mask = left_padded(ids)
     text = written(model, ids, made(model, window(8)), mask=mask, prefill_chunk_size=1)
     for row, seen in enumerate(mask.bool()):
-        alone = masked_greedy(model, ids[row, seen][None], 24, 8, 0)
+        alone = masked_greedy(model, ids[row, seen][None], MORE, 8, 0)
         assert alone[0].equal(torch.cat((ids[row, seen], text[row, ids.shape[1] :])))
 
 
