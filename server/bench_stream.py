@@ -1,7 +1,9 @@
 """`python -m server.bench_stream`: CPU time per streamed token outside the engine.
 
 Starts `kvmux serve`, opens streams beside each other, and looks at the CPU time of the server's processes but for the
-engine's: they read the engine's socket, make text of tokens and JSON of text, and write to the clients' sockets.
+engine's: they read the engine's socket, make text of tokens and JSON of text, and write to the clients' sockets. Beside
+it stands the least there can be: uvicorn with an application that sends events of the same size, made before, at the
+same pace. Both take turns, so that a busy machine is so for both.
 """
 
 from __future__ import annotations
@@ -14,26 +16,28 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple
-from urllib.error import HTTPError
+from urllib.error import URLError
 from urllib.request import urlopen
 
 import psutil
+from starlette.types import Receive, Scope, Send
 
 ENGINE = "libtorch_cpu"  # the library that only the engine's process has in its memory
 READY = re.compile(r"serves (\S+) on http://([^:/\s]+):(\d+)")
+LISTENS = re.compile(r"running on http://([^:/\s]+):(\d+)")
 PROMPT = "Once upon a time"
 BODIES: dict[str, dict[str, Any]] = {
     "/v1/completions": {"prompt": PROMPT},
     "/v1/chat/completions": {"messages": [{"role": "user", "content": PROMPT}]},
 }
+EVENT = b"data: " + b"x" * 230 + b"\n\n"  # as long as a chunk with a word in it
 
 
 class Server(NamedTuple):
     """A server that is ready."""
 
-    model: str
     host: str
     port: int
     workers: list[psutil.Process]  # all processes but the engine's
@@ -44,11 +48,12 @@ class Server(NamedTuple):
 
 
 class Result(NamedTuple):
-    """What `streams` at once cost."""
+    """What `streams` at once cost. Microseconds are CPU time outside the engine for each token."""
 
     path: str
     streams: int
-    microseconds: float  # CPU time outside the engine for each token
+    microseconds: float
+    bare: float  # microseconds of uvicorn alone
     tokens_per_second: float  # of all streams together
 
 
@@ -61,29 +66,49 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--json", action="store_true", help="one JSON line a figure instead of a table")
     parser.add_argument("serve", nargs="*", metavar="FLAG", help="flags of `kvmux serve`, after --")
     options = parser.parse_args(arguments)
-    with serving(options.serve) as server:
+    with ExitStack() as servers:
+        model, ours = servers.enter_context(serving(options.serve))
+        bare = servers.enter_context(serving_bare())
+        body = {"model": model, "max_tokens": options.tokens, "stream": True, "ignore_eos": True} | options.body
         results = [
-            asyncio.run(measure(server, path, streams, options.tokens, options.rounds, options.body))
+            asyncio.run(measure(ours, bare, path, streams, options.rounds, BODIES[path] | body))
             for path in BODIES
             for streams in options.streams
         ]
     print("\n".join(json.dumps(r._asdict()) for r in results) if options.json else table(results))
 
 
+# ---------------------------------------------------------------- servers
 @contextmanager
-def serving(flags: Sequence[str]) -> Iterator[Server]:
-    """`kvmux serve` with these flags on a free port."""
-    command = [sys.executable, "-m", "server", "serve", "--port", "0", *flags]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+def serving(flags: Sequence[str]) -> Iterator[tuple[str, Server]]:
+    """The model's name, and `kvmux serve` with these flags on a free port."""
+    with running(["server", "serve", "--port", "0", *flags], READY) as (process, (model, host, port)):
+        await_ready(f"http://{host}:{port}/ready")
+        family = [process, *process.children(recursive=True)]
+        workers = [p for p in family if not any(ENGINE in region.path for region in p.memory_maps())]
+        yield model, Server(host, int(port), workers)
+
+
+@contextmanager
+def serving_bare() -> Iterator[Server]:
+    """uvicorn as we use it, with `bare_app`."""
+    flags = ["--port", "0", "--loop", "uvloop", "--http", "httptools", "--lifespan", "off", "--no-access-log"]
+    with running(["uvicorn", "server.bench_stream:bare_app", *flags], LISTENS) as (process, (host, port)):
+        yield Server(host, int(port), [process])
+
+
+@contextmanager
+def running(module: Sequence[str], says: re.Pattern[str]) -> Iterator[tuple[psutil.Process, tuple[str, ...]]]:
+    """`python -m module`, and what it says when it is up."""
+    process = subprocess.Popen(
+        [sys.executable, "-m", *module], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
     assert process.stdout is not None
     try:
-        found = next((found for line in process.stdout if (found := READY.search(line))), None)
+        found = next((found for line in process.stdout if (found := says.search(line))), None)
         if found is None:
-            sys.exit("the server did not start")
-        family = [psutil.Process(process.pid), *psutil.Process(process.pid).children(recursive=True)]
-        await_ready(f"http://{found[2]}:{found[3]}/ready")
-        workers = [p for p in family if not any(ENGINE in region.path for region in p.memory_maps())]
-        yield Server(found[1], found[2], int(found[3]), workers)
+            sys.exit(f"{module[0]} did not start")
+        yield psutil.Process(process.pid), found.groups()
     finally:
         process.terminate()
         process.wait()
@@ -95,24 +120,41 @@ def await_ready(url: str) -> None:
         try:
             urlopen(url).close()
             return
-        except HTTPError:
+        except URLError:
             time.sleep(0.05)
 
 
-async def measure(server: Server, path: str, streams: int, tokens: int, rounds: int, body: dict[str, Any]) -> Result:
+async def bare_app(scope: Scope, receive: Receive, send: Send) -> None:
+    """Sends as many events as were asked for, all streams at the same moments, as an engine's steps make them do."""
+    request = json.loads((await receive())["body"])
+    await send({"type": "http.response.start", "status": 200, "headers": []})
+    loop, pace = asyncio.get_running_loop(), request["pace"]
+    first = loop.time() // pace + 1
+    for step in range(request["max_tokens"]):
+        await asyncio.sleep((first + step) * pace - loop.time())
+        await send({"type": "http.response.body", "body": EVENT, "more_body": True})
+    await send({"type": "http.response.body", "body": b"data: [DONE]\n\n"})
+
+
+# ---------------------------------------------------------------- measuring
+async def measure(ours: Server, bare: Server, path: str, streams: int, rounds: int, request: dict[str, Any]) -> Result:
     """All rounds together, after one that is not counted: CPU time is told in hundredths of a second."""
-    request = BODIES[path] | {"model": server.model, "max_tokens": tokens, "stream": True, "ignore_eos": True} | body
-
-    async def play() -> None:
-        await asyncio.gather(*(read_stream(server, path, request) for _ in range(streams)))
-
-    await play()
-    began, before = time.perf_counter(), server.seconds()
-    for _ in range(rounds):
-        await play()
-    seconds, cpu = time.perf_counter() - began, server.seconds() - before
+    tokens = request["max_tokens"]
+    seconds, cpu, bare_cpu = 0.0, 0.0, 0.0
+    for counted in [False] + [True] * rounds:
+        took, used = await play(ours, path, streams, request)
+        _, bare_used = await play(bare, "/", streams, {"max_tokens": tokens, "pace": took / tokens})
+        if counted:
+            seconds, cpu, bare_cpu = seconds + took, cpu + used, bare_cpu + bare_used
     total = rounds * streams * tokens
-    return Result(path, streams, cpu / total * 1e6, total / seconds)
+    return Result(path, streams, cpu / total * 1e6, bare_cpu / total * 1e6, total / seconds)
+
+
+async def play(server: Server, path: str, streams: int, request: dict[str, Any]) -> tuple[float, float]:
+    """Seconds that the streams took, and seconds of CPU time."""
+    began, before = time.perf_counter(), server.seconds()
+    await asyncio.gather(*(read_stream(server, path, request) for _ in range(streams)))
+    return time.perf_counter() - began, server.seconds() - before
 
 
 async def read_stream(server: Server, path: str, request: dict[str, Any]) -> None:
@@ -121,15 +163,18 @@ async def read_stream(server: Server, path: str, request: dict[str, Any]) -> Non
     head = f"POST {path} HTTP/1.1\r\nHost: bench\r\nConnection: close\r\nContent-Type: application/json\r\n"
     writer.write(head.encode() + b"Content-Length: %d\r\n\r\n" % len(content) + content)
     answer = await reader.read()
-    if b"\ndata: [DONE]" not in answer or b'"error"' in answer:
+    if b"data: [DONE]" not in answer or b'"error"' in answer:
         sys.exit(f"the server said: {answer[:500].decode()}")
     writer.close()
 
 
 def table(results: Sequence[Result]) -> str:
     """Markdown."""
-    lines = ["| endpoint | streams | µs of CPU a token | tokens/s |", "|---|---:|---:|---:|"]
-    lines += [f"| {r.path} | {r.streams} | {r.microseconds:.1f} | {r.tokens_per_second:,.0f} |" for r in results]
+    lines = ["| endpoint | streams | µs of CPU a token | uvicorn alone | tokens/s |", "|---|---:|---:|---:|---:|"]
+    lines += [
+        f"| {r.path} | {r.streams} | {r.microseconds:.0f} | {r.bare:.0f} | {r.tokens_per_second:,.0f} |"
+        for r in results
+    ]
     return "\n".join(lines)
 
 

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import asyncio
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, Generic, TypeVar
 
 import msgspec
@@ -33,7 +32,7 @@ from server.text.tokenizer import Tokenizer
 B = TypeVar("B", bound=GenerationRequest)
 
 ENCODER = msgspec.json.Encoder()
-MANY_SCORES = 500  # log-probabilities with their alternatives, that are written without a thread: some 20 ms
+MANY_SCORES = 500  # log-probabilities with their alternatives; writing more would hold up other requests for 20 ms
 
 
 @dataclass(frozen=True)
@@ -117,7 +116,8 @@ def answering(serving: Serving, writer: Writer[Any]) -> Response:
                 told.usage, told.kv_cache = usage(writer.job, generation), kv_cache_choice(admitted)
                 return ENCODER.encode(told)
 
-            content = await written(write, sum(writer.scores_in(piece, generation) for piece in pieces))
+            few = sum(writer.scores_in(piece, generation) for piece in pieces) < MANY_SCORES
+            content = write() if few else await asyncio.to_thread(write)
         await Response(content, headers=headers, media_type="application/json")(scope, receive, send)
 
     return WhileConnected(answer)
@@ -136,16 +136,12 @@ async def _chunks(writer: Writer[Any], admitted: Admitted, generation: Generatio
         return ENCODER.encode(chunk)
 
     async for piece in generation.pieces():
-        yield await written(partial(write, piece), writer.scores_in(piece, generation))
+        few = writer.scores_in(piece, generation) < MANY_SCORES
+        yield write(piece) if few else await asyncio.to_thread(write, piece)
     if include_usage:
         chunk = writer.chunk(None, generation)
         chunk.usage = usage(writer.job, generation)
         yield ENCODER.encode(chunk)
-
-
-async def written(write: Callable[[], bytes], scores: int) -> bytes:
-    """What `write` returns; where there is much to write, other requests go on meanwhile."""
-    return write() if scores < MANY_SCORES else await asyncio.to_thread(write)
 
 
 def outputs_of(writer: Writer[Any]) -> list[OutputText]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import httpx
@@ -13,12 +13,11 @@ from server.api.errors import ApiError
 from server.api.jobs import MOST_SCORES, PromptTokens, check_scores
 from server.engine.messages import Sampling
 from server.text.tokenizer import Tokenizer
+from tests.api.asking import Words
 from tests.api.conftest import Api, running_api
-from tests.api.fake_engine import FakeEngine, says
-from tests.api.test_parameters import scores
+from tests.api.fake_engine import FakeEngine, says, scores
 from tests.text.tiny import byte_level
 
-Words = Callable[[str], list[int]]
 COMPLETIONS, CHATS, TOKENIZE = "/v1/completions", "/v1/chat/completions", "/tokenize"
 USER = {"role": "user", "content": "x"}
 
