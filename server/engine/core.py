@@ -19,7 +19,7 @@ from cache_strategies.base import KVCache, Row
 from kernels.arena import Arena
 from server.engine.batch import Batch, StrategyError, Work
 from server.engine.messages import Admitted, Explained, Failed, FromEngine, PromptScores, Submit, Tokens
-from server.engine.report import RequestRecord, StepPart, StepReport
+from server.engine.report import Admission, RequestRecord, StepPart, StepReport
 from server.engine.request import Request, RequestError
 from server.engine.sampler import sample
 from server.engine.scheduler import Scheduled, Scheduler
@@ -51,6 +51,7 @@ class _Since:
 
     failures: Counter[str] = field(default_factory=Counter)
     forked: Counter[str] = field(default_factory=Counter)  # requests
+    admitted: list[Admission] = field(default_factory=list)
     left: list[RequestRecord] = field(default_factory=list)
     explanations: list[Event] = field(default_factory=list)
 
@@ -158,6 +159,7 @@ class Core:
             running=Counter(r.cache.name for r in self.scheduler.running),
             waiting=Counter(r.cache.name for r in self.scheduler.waiting),
             forked=since.forked,
+            admitted=since.admitted,
             evicted=self._newly_evicted(),
         )
         return StepResult(events + since.explanations, report, since.left)
@@ -204,14 +206,26 @@ class Core:
         end = 0
         for (request, _), count in zip(scheduled, batch.logit_counts, strict=True):
             end += count
-            events += _admission(request)
+            events += self._admit(request)
             if request.unscored:
                 events.append(_score(request, logits[end - count : end]))
             if request.remaining == 0:
                 ends += [(end - 1, r) for r in (request, *self._fork(request))]
-        events += [event for _, request in ends for event in _admission(request)]
+        events += [event for _, request in ends for event in self._admit(request)]
         events += [self._finish(request) for _, request in ends if not request.sampling.max_tokens]
         return events + self._draw([(row, request) for row, request in ends if request.sampling.max_tokens], logits)
+
+    def _admit(self, request: Request) -> list[Event]:
+        """Once, when the first row has run: from then on `cached` is final."""
+        if request.cached_tokens is not None:
+            return []
+        assert request.seat is not None
+        seat, name = request.seat, request.cache.name
+        request.cached_tokens, request.miss = (seat.length, None) if request.forked else (seat.cached, seat.miss)
+        found = request.cached_tokens
+        self._since.admitted.append(Admission(name, request.prompt_tokens, found, request.miss, request.forked))
+        worker, request_id = request.key
+        return [Event(worker, Admitted(request_id, name, request.reason, found))]
 
     def _draw(self, ends: Sequence[tuple[int, Request]], logits: Tensor) -> list[Event]:
         """The next token of each request, from its row of the logits [K, V]."""
@@ -283,17 +297,6 @@ def _score(request: Request, logits: Tensor) -> Event:
     request.scored += len(tokens)
     worker, request_id = request.key
     return Event(worker, PromptScores(request_id, scores(logits[start - first :][: len(tokens)], tokens, wanted)))
-
-
-def _admission(request: Request) -> list[Event]:
-    """Once, when the first row has run: from then on `cached` is final."""
-    if request.cached_tokens is not None:
-        return []
-    assert request.seat is not None
-    seat = request.seat
-    request.cached_tokens, request.miss = (seat.length, None) if request.forked else (seat.cached, seat.miss)
-    worker, request_id = request.key
-    return [Event(worker, Admitted(request_id, request.cache.name, request.reason, request.cached_tokens))]
 
 
 def _parts(scheduled: Sequence[Scheduled]) -> dict[str, StepPart]:

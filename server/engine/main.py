@@ -34,7 +34,7 @@ from server.engine.messages import (
     ToEngine,
 )
 from server.engine.request import RequestError
-from server.metrics import Metrics
+from server.metrics.registry import Metrics
 
 log = logging.getLogger(__name__)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import msgspec
@@ -19,6 +19,17 @@ class StepPart:
 
 
 @dataclass(frozen=True)
+class Admission:
+    """A request's first row has run. Once, whatever happens to it later."""
+
+    instance: str
+    prompt_tokens: int
+    cached_tokens: int  # of these, tokens that had been computed before
+    miss: str | None  # as in its RequestRecord
+    forked: bool
+
+
+@dataclass(frozen=True)
 class StepReport:
     """One step of the engine."""
 
@@ -27,6 +38,7 @@ class StepReport:
     preempted: Mapping[str, int]  # requests, by instance
     failures: Mapping[str, int]  # exceptions in a strategy's code, by instance
     forked: Mapping[str, int]  # requests that took over a sibling's prompt, and got their first token so, by instance
+    admitted: Sequence[Admission]
     evicted: Mapping[str, int]  # bytes that had to make room since the step before, by instance
     running: Mapping[str, int]  # after the step, by instance
     waiting: Mapping[str, int]

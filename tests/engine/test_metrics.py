@@ -8,8 +8,9 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from cache_strategies.base import Usage
-from server.engine.report import RequestRecord, StepPart, StepReport
-from server.metrics import KV_STATES, OUTCOMES, Metrics
+from server.engine.report import Admission, RequestRecord, StepPart, StepReport
+from server.metrics.families import FAMILIES, KV_STATE, OUTCOME, STRATEGY, table
+from server.metrics.registry import Metrics
 from tests.engine.driving import Driver
 from tests.engine.reference import random_prompt
 
@@ -18,22 +19,8 @@ EMPTY = Usage(0, 0, 0, 0, 0, 0, 0)
 
 Samples = dict[tuple[str, frozenset[tuple[str, str]]], float]
 
-BY_STRATEGY = (
-    "kvmux_prompt_tokens_total",
-    "kvmux_generation_tokens_total",
-    "kvmux_prefix_cache_queries_total",
-    "kvmux_prefix_cache_hits_total",
-    "kvmux_num_preemptions_total",
-    "kvmux_strategy_failures_total",
-    "kvmux_num_requests_running",
-    "kvmux_num_requests_waiting",
-    "kvmux_e2e_request_latency_seconds_count",
-    "kvmux_request_queue_time_seconds_count",
-    "kvmux_request_prefill_time_seconds_count",
-    "kvmux_request_decode_time_seconds_count",
-    "kvmux_time_to_first_token_seconds_count",
-    "kvmux_request_time_per_output_token_seconds_count",
-)
+OUTCOMES, KV_STATES = OUTCOME.values or (), KV_STATE.values or ()
+DOCUMENT = (Path(__file__).parents[2] / "docs" / "metrics.md").read_text()
 
 
 def scrape(metrics: Metrics, **usage: Usage) -> Samples:
@@ -77,6 +64,7 @@ def step(**changes: object) -> StepReport:
         "preempted": {},
         "failures": {},
         "forked": {},
+        "admitted": [],
         "evicted": {},
         "running": {},
         "waiting": {},
@@ -86,9 +74,12 @@ def step(**changes: object) -> StepReport:
 
 def test_every_strategy_starts_at_zero_in_every_metric() -> None:
     samples = scrape(Metrics(INSTANCES))
+    for family in FAMILIES:
+        if STRATEGY in family.labels:
+            name = f"{family.exposed}_count" if family.edges else family.exposed
+            shown = {dict(labels)["strategy"] for sample, labels in samples if sample == name}
+            assert shown == set(INSTANCES), name
     for instance in INSTANCES:
-        for name in BY_STRATEGY:
-            assert at(samples, name, strategy=instance) == 0, name
         for outcome in OUTCOMES:
             assert at(samples, "kvmux_requests_total", strategy=instance, outcome=outcome) == 0
         for state in KV_STATES:
@@ -128,10 +119,6 @@ def test_a_request_counts_once_under_its_strategy_and_outcome() -> None:
     }
     assert grown == {
         "kvmux_requests_total": 1,
-        "kvmux_prompt_tokens_total": 30,
-        "kvmux_prefix_cache_queries_total": 30,
-        "kvmux_prefix_cache_hits_total": 16,
-        "kvmux_prefix_cache_misses_total": 14,
         "kvmux_e2e_request_latency_seconds_count": 1,
         "kvmux_request_queue_time_seconds_count": 1,
         "kvmux_request_prefill_time_seconds_count": 1,
@@ -142,6 +129,36 @@ def test_a_request_counts_once_under_its_strategy_and_outcome() -> None:
     assert at(after, "kvmux_request_time_per_output_token_seconds_sum", strategy="paged") == pytest.approx(0.1)
     changed = {labels for (name, labels), value in after.items() if before[name, labels] != value}
     assert all(dict(labels)["strategy"] == "paged" for labels in changed)
+
+
+@pytest.mark.parametrize(
+    ("admission", "queries", "hits", "misses"),
+    [
+        (Admission("paged", 30, 16, "cold", forked=False), 30, 16, {"cold": 14}),
+        (Admission("paged", 30, 29, None, forked=False), 30, 29, {"short": 1}),  # the last is always computed
+        (Admission("paged", 30, 30, None, forked=True), 0, 0, {}),  # nobody looked
+    ],
+)
+def test_a_prompt_counts_when_it_is_admitted(
+    admission: Admission, queries: int, hits: int, misses: dict[str, int]
+) -> None:
+    metrics = Metrics(INSTANCES)
+    metrics.observe_step(step(admitted=[admission]))
+    samples = scrape(metrics)
+    assert at(samples, "kvmux_prompt_tokens_total", strategy="paged") == 30
+    assert at(samples, "kvmux_prompt_tokens_cached_total", strategy="paged") == admission.cached_tokens
+    assert at(samples, "kvmux_prefix_cache_queries_total", strategy="paged") == queries
+    assert at(samples, "kvmux_prefix_cache_hits_total", strategy="paged") == hits
+    found = {
+        dict(labels)["reason"]: value
+        for (name, labels), value in samples.items()
+        if name == "kvmux_prefix_cache_misses_total" and value
+    }
+    assert found == misses
+
+
+def test_the_document_has_every_metric() -> None:
+    assert table() in DOCUMENT, "run `python -m server.metrics.families`"
 
 
 @pytest.mark.parametrize("outcome", OUTCOMES)
@@ -229,7 +246,7 @@ def test_an_engine_and_its_metrics_agree_on_what_was_sent(tiny: Path) -> None:
         gone = 9 * (instance == "paged")
         assert at(samples, "kvmux_requests_total", strategy=instance, outcome="length") == 2
         assert at(samples, "kvmux_requests_total", strategy=instance, outcome="cancelled") == bool(gone)
-        assert at(samples, "kvmux_prompt_tokens_total", strategy=instance) == 2 * length + gone
+        assert at(samples, "kvmux_prompt_tokens_total", strategy=instance) == 2 * length, "nobody was computed in vain"
         assert at(samples, "kvmux_generation_tokens_total", strategy=instance) == 9
         assert at(samples, "kvmux_num_requests_running", strategy=instance) == 0
         assert at(samples, "kvmux_kv_cache_bytes", strategy=instance, state="used") == 0

@@ -1,0 +1,1 @@
+"""What Prometheus reads: `families` says what there is, `registry` counts it."""

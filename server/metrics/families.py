@@ -1,0 +1,244 @@
+"""Every metric as a row of one table: its name, kind and labels, and what vLLM calls it.
+
+The registry, docs/metrics.md and the tests go through FAMILIES, so that a metric joins them by its row. Names follow
+vLLM's with our prefix, so that dashboards compare. A label takes values from a closed set, which no client can extend.
+
+`python -m server.metrics.families` prints the table of docs/metrics.md.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar, get_args
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+
+from cache_strategies.base import Miss
+
+PREFIX = "kvmux_"
+M = TypeVar("M", Counter, Gauge, Histogram)
+Edges = tuple[float, ...]
+
+
+@dataclass(frozen=True, eq=False)
+class Label:
+    """A label and its values; None: they are known when the server starts."""
+
+    name: str
+    values: tuple[str, ...] | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class Family(Generic[M]):
+    """One metric with all its label values."""
+
+    kind: type[M]
+    name: str  # without the prefix, a counter's without `_total` too
+    help: str
+    labels: tuple[Label, ...] = ()
+    edges: Edges = ()  # of a histogram's buckets
+    vllm: str | None = None  # its name there, without `vllm:`; None: there is none
+
+    @property
+    def exposed(self) -> str:
+        """The name that Prometheus reads; a histogram's series have endings of their own."""
+        return f"{PREFIX}{self.name}{'_total' if self.kind is Counter else ''}"
+
+    def make(self, registry: CollectorRegistry) -> M:
+        buckets: dict[str, Any] = {"buckets": self.edges} if self.edges else {}
+        names = [label.name for label in self.labels]
+        return self.kind(PREFIX + self.name, self.help, names, registry=registry, **buckets)
+
+
+# ---------------------------------------------------------------- labels
+STRATEGY = Label("strategy")  # instances
+OUTCOME = Label("outcome", ("stop", "length", "cancelled", "error"))
+MISS = Label("reason", get_args(Miss))
+KV_STATE = Label("state", ("used", "idle", "wasted"))
+OP = Label("op")  # operations of the kernels
+BY = (STRATEGY,)
+
+# ---------------------------------------------------------------- edges: vLLM's, and finer ones below
+FIRST_TOKEN: Edges = (
+    0.001,
+    0.005,
+    0.01,
+    0.02,
+    0.04,
+    0.06,
+    0.08,
+    0.1,
+    0.25,
+    0.5,
+    0.75,
+    1,
+    2.5,
+    5,
+    7.5,
+    10,
+    20,
+    40,
+    80,
+    160,
+)
+FIRST_TOKEN += (640, 2560)
+PER_TOKEN: Edges = (
+    0.001,
+    0.0025,
+    0.005,
+    0.01,
+    0.025,
+    0.05,
+    0.075,
+    0.1,
+    0.15,
+    0.2,
+    0.3,
+    0.4,
+    0.5,
+    0.75,
+    1,
+    2.5,
+    5,
+    7.5,
+    10,
+)
+PER_TOKEN += (20, 40, 80)
+LATENCY: Edges = (
+    0.01,
+    0.025,
+    0.05,
+    0.1,
+    0.2,
+    0.3,
+    0.5,
+    0.8,
+    1,
+    1.5,
+    2,
+    2.5,
+    5,
+    10,
+    15,
+    20,
+    30,
+    40,
+    50,
+    60,
+    120,
+    240,
+    480,
+)
+LATENCY += (960, 1920, 7680)
+POWERS = tuple(2**n for n in range(15))
+
+# ---------------------------------------------------------------- requests
+REQUESTS = Family(
+    Counter, "requests", "Requests that left the engine.", (STRATEGY, OUTCOME), vllm="request_success_total"
+)
+PROMPT_TOKENS = Family(
+    Counter, "prompt_tokens", "Prompt tokens of requests that were admitted.", BY, vllm="prompt_tokens_total"
+)
+CACHED_TOKENS = Family(
+    Counter,
+    "prompt_tokens_cached",
+    "Of these, tokens that were not computed: found in the cache, or taken over from another choice.",
+    BY,
+    vllm="prompt_tokens_cached_total",
+)
+GENERATION_TOKENS = Family(Counter, "generation_tokens", "Tokens generated.", BY, vllm="generation_tokens_total")
+PREFIX_QUERIES = Family(
+    Counter,
+    "prefix_cache_queries",
+    "Prompt tokens looked up in the cache, once a request.",
+    BY,
+    vllm="prefix_cache_queries_total",
+)
+PREFIX_HITS = Family(Counter, "prefix_cache_hits", "Of these, tokens found.", BY, vllm="prefix_cache_hits_total")
+PREFIX_MISSES = Family(Counter, "prefix_cache_misses", "Tokens not found, by reason.", (STRATEGY, MISS))
+E2E_LATENCY = Family(
+    Histogram,
+    "e2e_request_latency_seconds",
+    "From arrival to the end.",
+    BY,
+    LATENCY,
+    vllm="e2e_request_latency_seconds",
+)
+QUEUE_TIME = Family(
+    Histogram, "request_queue_time_seconds", "From arrival to a seat.", BY, LATENCY, vllm="request_queue_time_seconds"
+)
+PREFILL_TIME = Family(
+    Histogram,
+    "request_prefill_time_seconds",
+    "From a seat to the first token.",
+    BY,
+    LATENCY,
+    vllm="request_prefill_time_seconds",
+)
+DECODE_TIME = Family(
+    Histogram,
+    "request_decode_time_seconds",
+    "From the first token to the last.",
+    BY,
+    LATENCY,
+    vllm="request_decode_time_seconds",
+)
+FIRST_TOKEN_TIME = Family(
+    Histogram,
+    "time_to_first_token_seconds",
+    "From arrival to the first token.",
+    BY,
+    FIRST_TOKEN,
+    vllm="time_to_first_token_seconds",
+)
+TIME_PER_TOKEN = Family(
+    Histogram,
+    "request_time_per_output_token_seconds",
+    "Mean time between two tokens of a request.",
+    BY,
+    PER_TOKEN,
+    vllm="request_time_per_output_token_seconds",
+)
+
+# ---------------------------------------------------------------- the engine
+RUNNING = Family(Gauge, "num_requests_running", "Requests with a seat.", BY, vllm="num_requests_running")
+WAITING = Family(Gauge, "num_requests_waiting", "Requests without a seat.", BY, vllm="num_requests_waiting")
+PREEMPTIONS = Family(Counter, "num_preemptions", "Seats taken to make room.", BY, vllm="num_preemptions_total")
+FAILURES = Family(Counter, "strategy_failures", "Exceptions in a strategy's code.", BY)
+FORKS = Family(Counter, "forks", "Choices that took over the prompt of the first of `n`; they look nothing up.", BY)
+STEPS = Family(Counter, "steps", "Forward passes; a step serves all strategies.")
+STEP_SECONDS = Family(Histogram, "step_seconds", "Of a step.", (), PER_TOKEN)
+STEP_ROWS = Family(Histogram, "step_rows", "Sequences in a step.", (), POWERS)
+STEP_TOKENS = Family(Histogram, "step_tokens", "Tokens in a step.", (), POWERS, vllm="iteration_tokens_total")
+KERNEL_FALLBACK = Family(
+    Gauge, "kernel_fallback", "1: the operation failed its check at start, and plain torch computes it.", (OP,)
+)
+
+# ---------------------------------------------------------------- memory
+KV_BYTES = Family(
+    Gauge,
+    "kv_cache_bytes",
+    "KV memory held: used, idle (kept for whoever comes again), wasted (held and empty).",
+    (STRATEGY, KV_STATE),
+)
+KV_LIMIT = Family(Gauge, "kv_cache_limit_bytes", "KV memory it may hold.", BY)
+KV_USAGE = Family(Gauge, "kv_cache_usage_ratio", "Used bytes of the limit, 0 to 1.", BY, vllm="kv_cache_usage_perc")
+KV_EVICTED = Family(Counter, "kv_cache_evicted_bytes", "Idle KV memory that had to make room.", BY)
+
+FAMILIES: tuple[Family[Counter] | Family[Gauge] | Family[Histogram], ...] = tuple(
+    family for family in list(globals().values()) if isinstance(family, Family)
+)
+
+
+def table() -> str:
+    """Markdown: what there is, and what vLLM calls it."""
+    lines = ["| name | type | | vLLM's |", "|---|---|---|---|"]
+    for family in FAMILIES:
+        labels = "{" + ", ".join(label.name for label in family.labels) + "}" if family.labels else ""
+        kind, theirs = family.kind.__name__.lower(), f"`{family.vllm}`" if family.vllm else ""
+        lines.append(f"| `{family.exposed}{labels}` | {kind} | {family.help} | {theirs} |")
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    print(table())
