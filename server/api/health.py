@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-from fastapi import APIRouter, Response
+from typing import Annotated
+
+from fastapi import APIRouter, Header, Response
 
 from server.api.errors import documented
 from server.engine.client import EngineClient
 from server.version import version
+
+OPENMETRICS = "application/openmetrics-text"
 
 
 def router(client: EngineClient) -> APIRouter:
@@ -27,8 +31,12 @@ def router(client: EngineClient) -> APIRouter:
         return {"version": version()}
 
     @routes.head("/metrics", include_in_schema=False)
-    @routes.get("/metrics", responses={200: {"content": {"text/plain": {}}}, **documented(503)})
-    async def metrics() -> Response:
+    @routes.get("/metrics", responses={200: {"content": {"text/plain": {}, OPENMETRICS: {}}}, **documented(503)})
+    async def metrics(accept: Annotated[str, Header(include_in_schema=False)] = "") -> Response:
+        if OPENMETRICS in accept:
+            return Response(
+                await client.query("openmetrics"), media_type=f"{OPENMETRICS}; version=1.0.0; charset=utf-8"
+            )
         return Response(await client.query("metrics"), media_type="text/plain; version=0.0.4")
 
     return routes

@@ -23,6 +23,7 @@ from server.engine.messages import (
     FromEngine,
     Hello,
     Query,
+    Question,
     RequestEvent,
     Submit,
     ToEngine,
@@ -150,7 +151,7 @@ class EngineClient:
         for stream in set(self._streams.values()):
             stream.fail(error)
 
-    async def query(self, what: Literal["kv_cache", "metrics"] | Command) -> bytes:
+    async def query(self, what: Question | Command) -> bytes:
         """The engine's answer. Raises EngineRefused; EngineLost, also when there is none within `patience` seconds."""
         query_id = next(self._query_ids)
         future: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()

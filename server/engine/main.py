@@ -11,7 +11,6 @@ import signal
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from multiprocessing.connection import Connection
-from typing import Literal
 
 import msgspec
 from prometheus_client import disable_created_metrics
@@ -29,6 +28,7 @@ from server.engine.messages import (
     FromEngine,
     Hello,
     Query,
+    Question,
     Strategy,
     Submit,
     ToEngine,
@@ -112,13 +112,13 @@ class Loop:
                 self._core.cancel_worker(worker)
         return []
 
-    def _answer(self, query_id: int, what: Literal["kv_cache", "metrics"] | Command) -> Answer:
+    def _answer(self, query_id: int, what: Question | Command) -> Answer:
         match what:
             case "kv_cache":
                 return Answer(query_id, msgspec.json.encode({"object": "list", "data": describe_caches(self._engine)}))
-            case "metrics":
+            case "metrics" | "openmetrics":
                 usage = {name: cache.usage() for name, cache in self._core.caches.items()}
-                return Answer(query_id, self._metrics.exposition(usage))
+                return Answer(query_id, self._metrics.exposition(usage, openmetrics=what == "openmetrics"))
         try:
             return Answer(query_id, msgspec.json.encode(obey(self._core, what)))
         except RequestError as error:

@@ -107,11 +107,14 @@ class Share(msgspec.Struct, tag=True, frozen=True):
 Command = Inspect | Clear | PinPrefix | Unpin | Share
 
 
+Question = Literal["kv_cache", "metrics", "openmetrics"]  # the instances as JSON, the metrics in one of two formats
+
+
 class Query(msgspec.Struct, tag=True, frozen=True):
-    """Asks for an Answer: the instances as JSON, the metrics in Prometheus' text format, or what a command comes to."""
+    """Asks for an Answer: to a question, or what a command comes to."""
 
     query_id: int
-    what: Literal["kv_cache", "metrics"] | Command
+    what: Question | Command
 
 
 ToEngine = Submit | Cancel | Query

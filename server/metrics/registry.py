@@ -10,6 +10,7 @@ from itertools import product
 from typing import cast
 
 from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.openmetrics.exposition import generate_latest as generate_openmetrics
 
 from cache_strategies.base import Usage
 from kernels.table import OPS
@@ -86,11 +87,11 @@ class Metrics:
         if record.decode_seconds is not None and record.generated_tokens > 1:
             self._of(f.TIME_PER_TOKEN).labels(name).observe(record.decode_seconds / (record.generated_tokens - 1))
 
-    def exposition(self, usage: Mapping[str, Usage]) -> bytes:
-        """The text format, with memory as it is now."""
+    def exposition(self, usage: Mapping[str, Usage], *, openmetrics: bool = False) -> bytes:
+        """Prometheus' text format, or OpenMetrics 1.0, with memory as it is now."""
         for name, u in usage.items():
             for state, held in (("used", u.used), ("idle", u.idle), ("wasted", u.wasted)):
                 self._of(f.KV_BYTES).labels(name, state).set(held)
             self._of(f.KV_LIMIT).labels(name).set(u.limit)
             self._of(f.KV_USAGE).labels(name).set(u.used / u.limit if u.limit else 0)
-        return generate_latest(self._registry)
+        return (generate_openmetrics if openmetrics else generate_latest)(self._registry)

@@ -55,7 +55,11 @@ class FakeEngine:
 
     def _forget(self, script: Script) -> None:
         self.script = script
-        self.answers = {"kv_cache": b'{"instances": {}}', "metrics": b"# TYPE up gauge\nup 1\n"}
+        self.answers = {
+            "kv_cache": b'{"instances": {}}',
+            "metrics": b"# TYPE up gauge\nup 1\n",
+            "openmetrics": b"# EOF\n",
+        }
         self.refusal: Failed | None = None  # of commands
         self.heard: list[ToEngine | Gone] = []
         self._workers: dict[str, int] = {}

@@ -49,6 +49,13 @@ def test_metrics(engine: FakeEngine, http: httpx.Client) -> None:
     assert http.head("/metrics").status_code == 200
 
 
+@pytest.mark.parametrize("version", ["; version=1.0.0", "; version=garbage;q=0.5", ""])
+def test_openmetrics_when_asked(engine: FakeEngine, http: httpx.Client, version: str) -> None:
+    response = http.get("/metrics", headers={"Accept": f"application/openmetrics-text{version},text/plain;q=0.3"})
+    assert response.headers["content-type"] == "application/openmetrics-text; version=1.0.0; charset=utf-8"
+    assert response.content == engine.answers["openmetrics"]
+
+
 def test_an_engine_that_does_not_answer(
     api: Api, engine: FakeEngine, http: httpx.Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:

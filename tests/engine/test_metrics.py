@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from prometheus_client.openmetrics.parser import text_string_to_metric_families as openmetrics_families
 from prometheus_client.parser import text_string_to_metric_families
 
 from cache_strategies.base import Usage
@@ -155,6 +156,15 @@ def test_a_prompt_counts_when_it_is_admitted(
         if name == "kvmux_prefix_cache_misses_total" and value
     }
     assert found == misses
+
+
+def test_openmetrics_says_the_same() -> None:
+    metrics = Metrics(INSTANCES)
+    metrics.observe_request(record())
+    usage = dict.fromkeys(INSTANCES, EMPTY)
+    theirs = openmetrics_families(metrics.exposition(usage, openmetrics=True).decode())
+    found = {(s.name, frozenset(s.labels.items())): s.value for family in theirs for s in family.samples}
+    assert found == scrape(metrics)
 
 
 def test_the_document_has_every_metric() -> None:
