@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -52,6 +52,7 @@ class _Since:
     failures: Counter[str] = field(default_factory=Counter)
     forked: Counter[str] = field(default_factory=Counter)  # requests
     admitted: list[Admission] = field(default_factory=list)
+    gaps: defaultdict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
     left: list[RequestRecord] = field(default_factory=list)
     explanations: list[Event] = field(default_factory=list)
 
@@ -157,7 +158,8 @@ class Core:
             preempted=Counter(r.cache.name for r in preempted),
             failures=since.failures,
             running=Counter(r.cache.name for r in self.scheduler.running),
-            waiting=Counter(r.cache.name for r in self.scheduler.waiting),
+            waiting=Counter((r.cache.name, self.scheduler.wait_of(r)) for r in self.scheduler.waiting),
+            gaps=since.gaps,
             forked=since.forked,
             admitted=since.admitted,
             evicted=self._newly_evicted(),
@@ -238,7 +240,10 @@ class Core:
         told = scores_of_some(logits, tokens, [request.sampling.logprobs for _, request in ends])
         events = []
         for (_, request), token, score in zip(ends, tokens, told, strict=True):
+            before = request.times.last_token
             request.extend(token, eos)
+            if before:
+                self._since.gaps[request.cache.name].append(request.times.last_token - before)
             worker, request_id = request.key
             scored = None if score is None else [score]
             events.append(Event(worker, Tokens(request_id, [token], request.finish_reason, scored)))

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import msgspec
+
+Wait = Literal["seats", "memory", "sibling", "turn"]  # what a request waits for, see Scheduler.wait_of
 
 
 @dataclass(frozen=True)
@@ -41,7 +44,8 @@ class StepReport:
     admitted: Sequence[Admission]
     evicted: Mapping[str, int]  # bytes that had to make room since the step before, by instance
     running: Mapping[str, int]  # after the step, by instance
-    waiting: Mapping[str, int]
+    waiting: Mapping[tuple[str, str], int]  # by instance and Wait
+    gaps: Mapping[str, Sequence[float]]  # seconds between a token drawn in this step and the one before, by instance
 
     @property
     def rows(self) -> int:

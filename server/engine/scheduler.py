@@ -18,6 +18,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
+from server.engine.report import Wait
 from server.engine.request import Request, RequestError
 
 if TYPE_CHECKING:
@@ -116,6 +117,14 @@ class Scheduler:
         request.forked = True
         self._run(request)
         return True
+
+    def wait_of(self, request: Request) -> Wait:
+        """What a waiting request waits for: that a sibling has computed their prompt, a seat, memory, or its turn."""
+        if request.held_back:
+            return "sibling"
+        if len(self.running) >= self.limits.max_num_seqs:
+            return "seats"
+        return "memory" if request.refused_at == self._room_changes else "turn"
 
     def room_changed(self) -> None:
         """There may be room where there was none: who waits asks again."""

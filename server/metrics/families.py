@@ -14,6 +14,7 @@ from typing import Any, Generic, TypeVar, get_args
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from cache_strategies.base import Miss
+from server.engine.report import Wait
 
 PREFIX = "kvmux_"
 M = TypeVar("M", Counter, Gauge, Histogram)
@@ -54,6 +55,7 @@ class Family(Generic[M]):
 STRATEGY = Label("strategy")  # instances
 OUTCOME = Label("outcome", ("stop", "length", "cancelled", "error"))
 MISS = Label("reason", get_args(Miss))
+WAIT = Label("reason", get_args(Wait))
 KV_STATE = Label("state", ("used", "idle", "wasted"))
 OP = Label("op")  # operations of the kernels
 BY = (STRATEGY,)
@@ -191,6 +193,14 @@ FIRST_TOKEN_TIME = Family(
     FIRST_TOKEN,
     vllm="time_to_first_token_seconds",
 )
+INTER_TOKEN_LATENCY = Family(
+    Histogram,
+    "inter_token_latency_seconds",
+    "Between two tokens.",
+    BY,
+    PER_TOKEN,
+    vllm="inter_token_latency_seconds",
+)
 TIME_PER_TOKEN = Family(
     Histogram,
     "request_time_per_output_token_seconds",
@@ -202,7 +212,13 @@ TIME_PER_TOKEN = Family(
 
 # ---------------------------------------------------------------- the engine
 RUNNING = Family(Gauge, "num_requests_running", "Requests with a seat.", BY, vllm="num_requests_running")
-WAITING = Family(Gauge, "num_requests_waiting", "Requests without a seat.", BY, vllm="num_requests_waiting")
+WAITING = Family(
+    Gauge,
+    "num_requests_waiting",
+    "Requests without a seat, by what they wait for: a seat, memory, the prompt that a sibling computes, their turn.",
+    (STRATEGY, WAIT),
+    vllm="num_requests_waiting",
+)
 PREEMPTIONS = Family(Counter, "num_preemptions", "Seats taken to make room.", BY, vllm="num_preemptions_total")
 FAILURES = Family(Counter, "strategy_failures", "Exceptions in a strategy's code.", BY)
 FORKS = Family(Counter, "forks", "Choices that took over the prompt of the first of `n`; they look nothing up.", BY)

@@ -48,7 +48,8 @@ class Metrics:
             self._of(f.GENERATION_TOKENS).labels(name).inc(part.generated)
         for name in self._instances:
             self._of(f.RUNNING).labels(name).set(report.running.get(name, 0))
-            self._of(f.WAITING).labels(name).set(report.waiting.get(name, 0))
+            for wait in f.WAIT.values or ():
+                self._of(f.WAITING).labels(name, wait).set(report.waiting.get((name, wait), 0))
         for family, counts in (
             (f.GENERATION_TOKENS, report.forked),
             (f.FORKS, report.forked),
@@ -58,6 +59,10 @@ class Metrics:
         ):
             for name, count in counts.items():
                 self._of(family).labels(name).inc(count)
+        for name, gaps in report.gaps.items():
+            latency = self._of(f.INTER_TOKEN_LATENCY).labels(name)
+            for seconds in gaps:
+                latency.observe(seconds)
         for admission in report.admitted:
             self._observe_admission(admission)
 

@@ -41,6 +41,12 @@ def computed(driver: Driver) -> int:
     return sum(step.report.tokens for step in driver.steps)
 
 
+def test_siblings_wait_for_the_prompt_of_the_first(tiny: Path) -> None:
+    driver = Driver(tiny, **SETTINGS)
+    choices(driver)
+    assert driver.step().report.waiting == {("paged", "sibling"): CHOICES - 1}
+
+
 def forked(driver: Driver) -> int:
     return sum(sum(step.report.forked.values()) for step in driver.steps)
 

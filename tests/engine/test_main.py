@@ -106,7 +106,7 @@ def test_queries_are_answered_between_steps(tiny: Path) -> None:
     answers = {m.query_id: m.body for m in gateway.heard[0] if isinstance(m, Answer)}
     described = json.loads(answers[7])
     assert [told["name"] for told in described["data"]] == ["paged", "contiguous", "sliding_window"]
-    assert b'kvmux_num_requests_waiting{strategy="paged"} 0.0' in answers[8]
+    assert b'kvmux_num_requests_running{strategy="paged"} 0.0' in answers[8]
 
 
 def test_the_metrics_count_what_the_loop_did(tiny: Path) -> None:

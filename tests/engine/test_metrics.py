@@ -10,7 +10,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from cache_strategies.base import Usage
 from server.engine.report import Admission, RequestRecord, StepPart, StepReport
-from server.metrics.families import FAMILIES, KV_STATE, OUTCOME, STRATEGY, table
+from server.metrics.families import FAMILIES, KV_STATE, OUTCOME, STRATEGY, WAIT, table
 from server.metrics.registry import Metrics
 from tests.engine.driving import Driver
 from tests.engine.reference import random_prompt
@@ -69,6 +69,7 @@ def step(**changes: object) -> StepReport:
         "evicted": {},
         "running": {},
         "waiting": {},
+        "gaps": {},
     }
     return StepReport(**(values | changes))  # type: ignore[arg-type]
 
@@ -208,16 +209,17 @@ def test_a_step_counts_what_it_computed() -> None:
 
 def test_an_idle_step_is_no_step_but_its_gauges_count() -> None:
     metrics = Metrics(INSTANCES)
-    metrics.observe_step(step(running={"paged": 2}, waiting={"paged": 1, "contiguous": 5}))
+    metrics.observe_step(step(running={"paged": 2}, waiting={("paged", "memory"): 1, ("contiguous", "seats"): 5}))
     samples = scrape(metrics)
     assert at(samples, "kvmux_steps_total") == at(samples, "kvmux_step_rows_count") == 0
     assert at(samples, "kvmux_num_requests_running", strategy="paged") == 2
-    assert at(samples, "kvmux_num_requests_waiting", strategy="contiguous") == 5
+    assert at(samples, "kvmux_num_requests_waiting", strategy="contiguous", reason="seats") == 5
     metrics.observe_step(step())
     samples = scrape(metrics)
     for instance in INSTANCES:
-        for gauge in ("kvmux_num_requests_running", "kvmux_num_requests_waiting"):
-            assert at(samples, gauge, strategy=instance) == 0
+        assert at(samples, "kvmux_num_requests_running", strategy=instance) == 0
+        for reason in WAIT.values or ():
+            assert at(samples, "kvmux_num_requests_waiting", strategy=instance, reason=reason) == 0
 
 
 def test_memory_is_as_it_is_now() -> None:
@@ -258,6 +260,7 @@ def test_an_engine_and_its_metrics_agree_on_what_was_sent(tiny: Path) -> None:
         assert at(samples, "kvmux_requests_total", strategy=instance, outcome="cancelled") == bool(gone)
         assert at(samples, "kvmux_prompt_tokens_total", strategy=instance) == 2 * length, "nobody was computed in vain"
         assert at(samples, "kvmux_generation_tokens_total", strategy=instance) == 9
+        assert at(samples, "kvmux_inter_token_latency_seconds_count", strategy=instance) == 9 - 2
         assert at(samples, "kvmux_num_requests_running", strategy=instance) == 0
         assert at(samples, "kvmux_kv_cache_bytes", strategy=instance, state="used") == 0
     assert at(samples, "kvmux_step_tokens_sum") == sum(result.report.tokens for result in driver.steps)
