@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from itertools import product
-from typing import cast
+from typing import Any, cast
 
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.openmetrics.exposition import generate_latest as generate_openmetrics
@@ -25,31 +25,32 @@ class Metrics:
     def __init__(self, instances: Sequence[str], faulty_kernels: Sequence[str] = ()) -> None:
         self._instances = instances
         self._registry = CollectorRegistry()
-        self._made = {family: family.make(self._registry) for family in FAMILIES}
+        self._series: dict[tuple[Family[Any], tuple[str, ...]], Any] = {}  # by family and values of its labels
         known = {STRATEGY: instances, OP: [op.name for op in OPS]}
-        for family, made in self._made.items():
+        for family in FAMILIES:
+            made = family.make(self._registry)
             values = [known[label] if label.values is None else label.values for label in family.labels]
-            for each in product(*values) if values else ():
-                made.labels(*each)
+            self._series |= {(family, each): made.labels(*each) if each else made for each in product(*values)}
         for name in faulty_kernels:
-            self._of(f.KERNEL_FALLBACK).labels(name).set(1)
+            self._at(f.KERNEL_FALLBACK, name).set(1)
 
-    def _of(self, family: Family[M]) -> M:
-        return cast(M, self._made[family])
+    def _at(self, family: Family[M], *values: str) -> M:
+        """One series, by the values of its labels."""
+        return cast(M, self._series[family, values])
 
     def observe_step(self, report: StepReport) -> None:
         """The engine has made a step."""
         if report.rows:
-            self._of(f.STEPS).inc()
-            self._of(f.STEP_SECONDS).observe(report.seconds)
-            self._of(f.STEP_ROWS).observe(report.rows)
-            self._of(f.STEP_TOKENS).observe(report.tokens)
+            self._at(f.STEPS).inc()
+            self._at(f.STEP_SECONDS).observe(report.seconds)
+            self._at(f.STEP_ROWS).observe(report.rows)
+            self._at(f.STEP_TOKENS).observe(report.tokens)
         for name, part in report.parts.items():
-            self._of(f.GENERATION_TOKENS).labels(name).inc(part.generated)
+            self._at(f.GENERATION_TOKENS, name).inc(part.generated)
         for name in self._instances:
-            self._of(f.RUNNING).labels(name).set(report.running.get(name, 0))
+            self._at(f.RUNNING, name).set(report.running.get(name, 0))
             for wait in f.WAIT.values or ():
-                self._of(f.WAITING).labels(name, wait).set(report.waiting.get((name, wait), 0))
+                self._at(f.WAITING, name, wait).set(report.waiting.get((name, wait), 0))
         for family, counts in (
             (f.GENERATION_TOKENS, report.forked),
             (f.FORKS, report.forked),
@@ -58,9 +59,9 @@ class Metrics:
             (f.KV_EVICTED, report.evicted),
         ):
             for name, count in counts.items():
-                self._of(family).labels(name).inc(count)
+                self._at(family, name).inc(count)
         for name, gaps in report.gaps.items():
-            latency = self._of(f.INTER_TOKEN_LATENCY).labels(name)
+            latency = self._at(f.INTER_TOKEN_LATENCY, name)
             for seconds in gaps:
                 latency.observe(seconds)
         for admission in report.admitted:
@@ -68,18 +69,18 @@ class Metrics:
 
     def _observe_admission(self, admitted: Admission) -> None:
         name = admitted.instance
-        self._of(f.PROMPT_TOKENS).labels(name).inc(admitted.prompt_tokens)
-        self._of(f.CACHED_TOKENS).labels(name).inc(admitted.cached_tokens)
+        self._at(f.PROMPT_TOKENS, name).inc(admitted.prompt_tokens)
+        self._at(f.CACHED_TOKENS, name).inc(admitted.cached_tokens)
         if not admitted.forked:
-            self._of(f.PREFIX_QUERIES).labels(name).inc(admitted.prompt_tokens)
-            self._of(f.PREFIX_HITS).labels(name).inc(admitted.cached_tokens)
+            self._at(f.PREFIX_QUERIES, name).inc(admitted.prompt_tokens)
+            self._at(f.PREFIX_HITS, name).inc(admitted.cached_tokens)
             missed = admitted.prompt_tokens - admitted.cached_tokens
-            self._of(f.PREFIX_MISSES).labels(name, admitted.miss or "short").inc(missed)  # the last token always is
+            self._at(f.PREFIX_MISSES, name, admitted.miss or "short").inc(missed)  # the last token always is
 
     def observe_request(self, record: RequestRecord) -> None:
         """A request has left the engine."""
         name = record.instance
-        self._of(f.REQUESTS).labels(name, record.outcome).inc()
+        self._at(f.REQUESTS, name, record.outcome).inc()
         for family, seconds in (
             (f.E2E_LATENCY, record.total_seconds),
             (f.QUEUE_TIME, record.queue_seconds),
@@ -88,15 +89,15 @@ class Metrics:
             (f.FIRST_TOKEN_TIME, record.first_token_seconds),
         ):
             if seconds is not None:
-                self._of(family).labels(name).observe(seconds)
+                self._at(family, name).observe(seconds)
         if record.decode_seconds is not None and record.generated_tokens > 1:
-            self._of(f.TIME_PER_TOKEN).labels(name).observe(record.decode_seconds / (record.generated_tokens - 1))
+            self._at(f.TIME_PER_TOKEN, name).observe(record.decode_seconds / (record.generated_tokens - 1))
 
     def exposition(self, usage: Mapping[str, Usage], *, openmetrics: bool = False) -> bytes:
         """Prometheus' text format, or OpenMetrics 1.0, with memory as it is now."""
         for name, u in usage.items():
             for state, held in (("used", u.used), ("idle", u.idle), ("wasted", u.wasted)):
-                self._of(f.KV_BYTES).labels(name, state).set(held)
-            self._of(f.KV_LIMIT).labels(name).set(u.limit)
-            self._of(f.KV_USAGE).labels(name).set(u.used / u.limit if u.limit else 0)
+                self._at(f.KV_BYTES, name, state).set(held)
+            self._at(f.KV_LIMIT, name).set(u.limit)
+            self._at(f.KV_USAGE, name).set(u.used / u.limit if u.limit else 0)
         return (generate_openmetrics if openmetrics else generate_latest)(self._registry)

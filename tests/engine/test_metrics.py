@@ -233,7 +233,7 @@ def test_memory_is_as_it_is_now() -> None:
 
 
 def test_two_servers_in_one_process_share_nothing() -> None:
-    one, other = Metrics(INSTANCES), Metrics(["paged"])
+    one, other = Metrics(INSTANCES), Metrics(INSTANCES)
     one.observe_request(record())
     assert at(scrape(other), "kvmux_requests_total", strategy="paged", outcome="stop") == 0
 
