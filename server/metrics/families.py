@@ -51,6 +51,11 @@ class Family(Generic[M]):
         return self.kind(PREFIX + self.name, self.help, names, registry=registry, **buckets)
 
 
+def _as_vllm(kind: type[M], name: str, help: str, labels: tuple[Label, ...], edges: Edges = ()) -> Family[M]:
+    """One that vLLM has by the same name."""
+    return Family(kind, name, help, labels, edges, vllm=f"{name}{'_total' if kind is Counter else ''}")
+
+
 # ---------------------------------------------------------------- labels
 STRATEGY = Label("strategy")  # instances
 OUTCOME = Label("outcome", ("stop", "length", "cancelled", "error"))
@@ -138,88 +143,38 @@ POWERS = tuple(2**n for n in range(15))
 REQUESTS = Family(
     Counter, "requests", "Requests that left the engine.", (STRATEGY, OUTCOME), vllm="request_success_total"
 )
-PROMPT_TOKENS = Family(
-    Counter, "prompt_tokens", "Prompt tokens of requests that were admitted.", BY, vllm="prompt_tokens_total"
-)
-CACHED_TOKENS = Family(
+PROMPT_TOKENS = _as_vllm(Counter, "prompt_tokens", "Prompt tokens of requests that were admitted.", BY)
+CACHED_TOKENS = _as_vllm(
     Counter,
     "prompt_tokens_cached",
     "Of these, tokens that were not computed: found in the cache, or taken over from another choice.",
     BY,
-    vllm="prompt_tokens_cached_total",
 )
-GENERATION_TOKENS = Family(Counter, "generation_tokens", "Tokens generated.", BY, vllm="generation_tokens_total")
-PREFIX_QUERIES = Family(
-    Counter,
-    "prefix_cache_queries",
-    "Prompt tokens looked up in the cache, once a request.",
-    BY,
-    vllm="prefix_cache_queries_total",
-)
-PREFIX_HITS = Family(Counter, "prefix_cache_hits", "Of these, tokens found.", BY, vllm="prefix_cache_hits_total")
+GENERATION_TOKENS = _as_vllm(Counter, "generation_tokens", "Tokens generated.", BY)
+PREFIX_QUERIES = _as_vllm(Counter, "prefix_cache_queries", "Prompt tokens looked up in the cache, once a request.", BY)
+PREFIX_HITS = _as_vllm(Counter, "prefix_cache_hits", "Of these, tokens found.", BY)
 PREFIX_MISSES = Family(Counter, "prefix_cache_misses", "Tokens not found, by reason.", (STRATEGY, MISS))
-E2E_LATENCY = Family(
-    Histogram,
-    "e2e_request_latency_seconds",
-    "From arrival to the end.",
-    BY,
-    LATENCY,
-    vllm="e2e_request_latency_seconds",
+E2E_LATENCY = _as_vllm(Histogram, "e2e_request_latency_seconds", "From arrival to the end.", BY, LATENCY)
+QUEUE_TIME = _as_vllm(Histogram, "request_queue_time_seconds", "From arrival to a seat.", BY, LATENCY)
+PREFILL_TIME = _as_vllm(Histogram, "request_prefill_time_seconds", "From a seat to the first token.", BY, LATENCY)
+DECODE_TIME = _as_vllm(Histogram, "request_decode_time_seconds", "From the first token to the last.", BY, LATENCY)
+FIRST_TOKEN_TIME = _as_vllm(
+    Histogram, "time_to_first_token_seconds", "From arrival to the first token.", BY, FIRST_TOKEN
 )
-QUEUE_TIME = Family(
-    Histogram, "request_queue_time_seconds", "From arrival to a seat.", BY, LATENCY, vllm="request_queue_time_seconds"
-)
-PREFILL_TIME = Family(
-    Histogram,
-    "request_prefill_time_seconds",
-    "From a seat to the first token.",
-    BY,
-    LATENCY,
-    vllm="request_prefill_time_seconds",
-)
-DECODE_TIME = Family(
-    Histogram,
-    "request_decode_time_seconds",
-    "From the first token to the last.",
-    BY,
-    LATENCY,
-    vllm="request_decode_time_seconds",
-)
-FIRST_TOKEN_TIME = Family(
-    Histogram,
-    "time_to_first_token_seconds",
-    "From arrival to the first token.",
-    BY,
-    FIRST_TOKEN,
-    vllm="time_to_first_token_seconds",
-)
-INTER_TOKEN_LATENCY = Family(
-    Histogram,
-    "inter_token_latency_seconds",
-    "Between two tokens.",
-    BY,
-    PER_TOKEN,
-    vllm="inter_token_latency_seconds",
-)
-TIME_PER_TOKEN = Family(
-    Histogram,
-    "request_time_per_output_token_seconds",
-    "Mean time between two tokens of a request.",
-    BY,
-    PER_TOKEN,
-    vllm="request_time_per_output_token_seconds",
+INTER_TOKEN_LATENCY = _as_vllm(Histogram, "inter_token_latency_seconds", "Between two tokens.", BY, PER_TOKEN)
+TIME_PER_TOKEN = _as_vllm(
+    Histogram, "request_time_per_output_token_seconds", "Mean time between two tokens of a request.", BY, PER_TOKEN
 )
 
 # ---------------------------------------------------------------- the engine
-RUNNING = Family(Gauge, "num_requests_running", "Requests with a seat.", BY, vllm="num_requests_running")
-WAITING = Family(
+RUNNING = _as_vllm(Gauge, "num_requests_running", "Requests with a seat.", BY)
+WAITING = _as_vllm(
     Gauge,
     "num_requests_waiting",
     "Requests without a seat, by what they wait for: a seat, memory, the prompt that a sibling computes, their turn.",
     (STRATEGY, WAIT),
-    vllm="num_requests_waiting",
 )
-PREEMPTIONS = Family(Counter, "num_preemptions", "Seats taken to make room.", BY, vllm="num_preemptions_total")
+PREEMPTIONS = _as_vllm(Counter, "num_preemptions", "Seats taken to make room.", BY)
 FAILURES = Family(Counter, "strategy_failures", "Exceptions in a strategy's code.", BY)
 FORKS = Family(Counter, "forks", "Choices that took over the prompt of the first of `n`; they look nothing up.", BY)
 STEPS = Family(Counter, "steps", "Forward passes; a step serves all strategies.")
