@@ -190,6 +190,11 @@ class Settings(BaseSettings):
     )
     rules: list[SelectionRule] = Field(default_factory=list, description="first match wins, before default_strategy")
     log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="what is logged to stderr")
+    log_format: Literal["text", "json"] = Field("text", description="json: an object a line, and no welcome on stdout")
+    log_prompts: bool = Field(False, description="prompts and what was generated are in the log, too: to find faults")
+    otlp_traces_endpoint: str | None = Field(
+        None, description="URL that gets OpenTelemetry's spans; needs kvmux[otel]; default: none are made"
+    )
 
     @field_validator("strategies", mode="before")
     @classmethod

@@ -28,9 +28,10 @@ from pydantic.fields import FieldInfo
 
 import server
 from config.settings import Settings, SettingsError, env_name, flag_name, load
-from server.engine.lifeline import USER_ERROR, configure_logging
+from server.engine.lifeline import USER_ERROR
 from server.engine.supervisor import Supervisor
 from server.evaluation import flags
+from server.logs import configure_logging, fields
 from server.models.directory import located
 from server.version import version
 
@@ -40,7 +41,8 @@ BACKLOG = 2048  # connections the system holds while the workers are busy or sti
 
 GROUPS = {
     "model": ("model", "revision", "model_name", "model_impl", "device", "dtype", "weights", "kernels", "threads"),
-    "HTTP": ("host", "port", "workers", "log_level"),
+    "HTTP": ("host", "port", "workers"),
+    "logs": ("log_level", "log_format", "log_prompts", "otlp_traces_endpoint"),
     "who may": ("api_keys", "admin_token", "cors_origins"),
     "limits": (
         "max_body_bytes",
@@ -144,13 +146,36 @@ def serve(options: dict[str, Any]) -> int:
     """Serves until told to stop. `options` are the flags given, by setting."""
     settings = load(settings_file(options), options)
     multiprocessing.current_process().name = "kvmux"  # in the log
-    configure_logging(settings.log_level)
-    check_folder_names()
-    with listen(settings.host, settings.port) as listener:
-        url = url_of(listener)
-        print(f"kvmux {version()} loads {settings.model} ...", flush=True)
-        settings = located(settings)
-        return Supervisor(settings, listener, lambda ready: print(welcome(url, settings, ready), flush=True)).run()
+    configure_logging(settings)
+    try:
+        check_folder_names()
+        with listen(settings.host, settings.port) as listener:
+            return _serve(settings, listener)
+    except (SettingsError, ListenError) as error:
+        if settings.log_format == "text":
+            raise
+        log.error("%s", error)
+        return USER_ERROR
+
+
+def _serve(settings: Settings, listener: socket.socket) -> int:
+    """Says what happens on stdout; where the log is JSON, there."""
+    url, in_log = url_of(listener), settings.log_format == "json"
+    loads = f"kvmux {version()} loads {settings.model}"
+    if in_log:
+        log.info(loads)
+    else:
+        print(loads, "...", flush=True)
+    settings = located(settings)
+
+    def announce(ready: Mapping[str, Any]) -> None:
+        serves = f"kvmux {version()} serves {ready['model']} on {url}"
+        if in_log:
+            log.info(serves, extra=fields(url=url, **ready))
+        else:
+            print(welcome(url, settings, ready), flush=True)
+
+    return Supervisor(settings, listener, announce).run()
 
 
 class ListenError(Exception):

@@ -43,6 +43,7 @@ class Serving:
     tokenizer: Tokenizer
     most: Most
     deadlines: Deadlines
+    log_prompts: bool = False
 
     def asked(self, body: GenerationRequest, header: str | None, authorization: str | None) -> tuple[Hello, Choosing]:
         """What serves a request, and what that says beside its body. Raises EngineLost, ApiError."""
@@ -102,18 +103,20 @@ def answering(serving: Serving, writer: Writer[Any]) -> Response:
     """Runs the writer's job while its client is there."""
 
     async def answer(scope: Scope, receive: Receive, send: Send) -> None:
-        async with generate(serving.client, writer.job, outputs_of(writer)) as generation:
+        asked = generate(serving.client, writer.job, outputs_of(writer), keep_texts=serving.log_prompts)
+        async with asked as generation:
+            scope["state"]["generation"] = generation  # for the log
             with serving.deadlines.of_request(generation.fail):
                 async with serving.deadlines.of_queue():
                     admitted = await generation.admission()
                 headers = {"X-KV-Cache": admitted.instance}
                 if writer.body.stream:
-                    return await send_events(send, headers, _chunks(writer, admitted, generation))
+                    return await send_events(scope, send, headers, _chunks(writer, admitted, generation))
                 pieces = merged([piece async for piece in generation.pieces()])
 
             def write() -> bytes:
                 told = writer.whole(pieces, generation)
-                told.usage, told.kv_cache = usage(writer.job, generation), kv_cache_choice(admitted)
+                told.usage, told.kv_cache = usage(generation), kv_cache_choice(admitted)
                 return ENCODER.encode(told)
 
             few = sum(writer.scores_in(piece, generation) for piece in pieces) < MANY_SCORES
@@ -140,7 +143,7 @@ async def _chunks(writer: Writer[Any], admitted: Admitted, generation: Generatio
         yield write(piece) if few else await asyncio.to_thread(write, piece)
     if include_usage:
         chunk = writer.chunk(None, generation)
-        chunk.usage = usage(writer.job, generation)
+        chunk.usage = usage(generation)
         yield ENCODER.encode(chunk)
 
 
@@ -159,9 +162,9 @@ def outputs_of(writer: Writer[Any]) -> list[OutputText]:
 
 
 # ---------------------------------------------------------------- what all answers have
-def usage(job: Job, generation: Generation) -> Usage:
+def usage(generation: Generation) -> Usage:
     """A prompt counts once, however many choices it has; every choice that was written counts."""
-    prompt, completion = sum(len(prompt.ids) for prompt in job.prompts), generation.completion_tokens
+    prompt, completion = generation.prompt_tokens, generation.completion_tokens
     return Usage(prompt, completion, prompt + completion, PromptTokensDetails(generation.cached_tokens))
 
 

@@ -15,18 +15,23 @@ from server.api.bounds import Bounds
 from server.api.deadlines import Deadlines
 from server.api.jobs import Most
 from server.api.request_id import RequestId
+from server.api.request_log import RequestLog
+from server.api.tracing import Tracing, tracing_to
 from server.engine.client import EngineClient
 from server.text.tokenizer import Tokenizer
 from server.version import version
 
 
 def create_app(settings: Settings, client: EngineClient, tokenizer: Tokenizer) -> FastAPI:
-    """The application; while it runs, `client` stays connected."""
+    """The application; while it runs, `client` stays connected. Raises SettingsError."""
+    tracing = tracing_to(settings.otlp_traces_endpoint)
 
     @contextlib.asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
         async with client:
             yield
+        if tracing is not None:
+            tracing.close()
 
     app = FastAPI(
         title="kvmux",
@@ -37,12 +42,12 @@ def create_app(settings: Settings, client: EngineClient, tokenizer: Tokenizer) -
         redoc_url=None,
     )
     errors.install(app)
-    add_middleware(app, settings)
+    add_middleware(app, settings, tracing)
     add_routers(app, settings, client, tokenizer)
     return app
 
 
-def add_middleware(app: FastAPI, settings: Settings) -> None:
+def add_middleware(app: FastAPI, settings: Settings, tracing: Tracing | None) -> None:
     """The last one is asked first."""
     app.add_middleware(access.Access, api_keys=settings.api_keys, admin_token=settings.admin_token)
     app.add_middleware(
@@ -59,13 +64,14 @@ def add_middleware(app: FastAPI, settings: Settings) -> None:
             allow_headers=["*"],
             expose_headers=["*"],
         )
+    app.add_middleware(RequestLog, log_prompts=settings.log_prompts, tracing=tracing)
     app.add_middleware(RequestId)
 
 
 def add_routers(app: FastAPI, settings: Settings, client: EngineClient, tokenizer: Tokenizer) -> None:
     deadlines = Deadlines(settings.queue_timeout, settings.request_timeout)
     most = Most(min(settings.max_choices, settings.max_num_seqs + settings.max_waiting), settings.max_prompt_characters)
-    serving = Serving(client, tokenizer, most, deadlines)
+    serving = Serving(client, tokenizer, most, deadlines, settings.log_prompts)
     keyed = APIRouter()
     if settings.api_keys is not None:
         keyed = APIRouter(dependencies=[access.secured("API key")], responses=errors.documented(401))

@@ -74,7 +74,6 @@ class BoundedConnection(HttpToolsProtocol):
         try:
             self._parse(memoryview(data))
         except HttpParserError as error:
-            self.logger.warning("Invalid HTTP request received.")
             cause = error.__context__  # what one of the methods below raised
             self._refuse(cause if isinstance(cause, ApiError) else no_http("this is no valid HTTP/1.1 request"))
         self._kept = 0 if self._came_to_something else self._kept + len(data)
@@ -194,6 +193,7 @@ class BoundedConnection(HttpToolsProtocol):
     def _refuse(self, error: ApiError) -> None:
         """Says why, and closes the connection once the client has had time to read it."""
         self._refused = True
+        self.logger.info("a connection is refused: %d, %s", error.status_code, error.logged)
         if self.transport.is_closing():
             return
         self._give_up()

@@ -136,4 +136,5 @@ async def prompt_of(template: ChatTemplate, messages: Sequence[Message], how: Re
             **how.chat_template_kwargs,
         )
     except ChatTemplateError as error:
-        raise ApiError(400, f"messages: {error}", param="messages") from None
+        logged = "messages: the chat template refuses them"
+        raise ApiError(400, f"messages: {error}", param="messages", logged=logged) from None

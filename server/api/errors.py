@@ -24,6 +24,7 @@ HEADERS = {401: {"WWW-Authenticate": "Bearer"}, 408: NO_RETRY, 409: NO_RETRY, 42
 MOST_PROBLEMS = 5  # of a body, that its error tells
 LONGEST_FIELD = 100  # characters of a field's name in an error
 LONGEST_PATH = 200  # characters of a path in an error
+QUOTING = ("unknown_kv_cache", "not_found")  # codes of the engine's, whose messages have a client's words
 METHODS = ("GET", "HEAD", "POST", "PATCH", "DELETE")  # that any route of ours has
 
 
@@ -43,11 +44,23 @@ class Error(BaseModel):
 
 
 class ApiError(HTTPException):
-    """An error with its HTTP status; the message tells the client what to change."""
+    """An error with its HTTP status; the message tells the client what to change.
 
-    def __init__(self, status: int, message: str, *, param: str | None = None, code: str | None = None) -> None:
+    `logged` is for the log, where the message quotes what the client sent.
+    """
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        param: str | None = None,
+        code: str | None = None,
+        logged: str | None = None,
+    ) -> None:
         super().__init__(status, message, HEADERS.get(status))
         self.message = message
+        self.logged = message if logged is None else logged
         self.param = param
         self.code = code
 
@@ -67,7 +80,8 @@ def documented(*statuses: int) -> dict[int | str, dict[str, Any]]:
 
 
 def from_engine(event: Failed) -> ApiError:
-    return ApiError(event.status, event.message, param=event.param, code=event.code)
+    logged = "there is none of that name" if event.code in QUOTING else None
+    return ApiError(event.status, event.message, param=event.param, code=event.code, logged=logged)
 
 
 def as_api_error(error: Exception) -> ApiError:
@@ -81,7 +95,9 @@ def as_api_error(error: Exception) -> ApiError:
             return ApiError(503, str(error), code="engine_unavailable")
         case RequestValidationError():
             return _invalid(error.errors())
-    return ApiError(500, "internal error; the server's log tells more")
+    told = ApiError(500, "internal error; the server's log tells more")
+    told.__cause__ = error  # for the log
+    return told
 
 
 def install(app: FastAPI) -> None:
@@ -101,6 +117,7 @@ def answer(request: Request, error: Exception) -> Response:
     else:
         told = as_api_error(error)
     headers = dict(told.headers or {})
+    request.state.error = told  # for the log
     headers["x-request-id"] = request.state.request_id  # an unexpected exception passes by the middleware that sets it
     return Response(told.body(), told.status_code, headers, "application/json")
 
@@ -134,7 +151,10 @@ def _invalid(problems: Sequence[Mapping[str, Any]]) -> ApiError:
     problems = sorted(problems, key=lambda problem: problem["type"] != "missing")
     told = "; ".join(_explained(problem) for problem in problems[:MOST_PROBLEMS])
     told += f"; and {len(problems) - MOST_PROBLEMS} more" if len(problems) > MOST_PROBLEMS else ""
-    return ApiError(400, told, param=_field(problems[0]))
+    logged = "; ".join(
+        f"{_field_of_ours(problem) or 'the body'}: {problem['type']}" for problem in problems[:MOST_PROBLEMS]
+    )
+    return ApiError(400, told, param=_field(problems[0]), logged=logged)
 
 
 def _explained(problem: Mapping[str, Any]) -> str:
@@ -157,3 +177,8 @@ def _field(problem: Mapping[str, Any]) -> str | None:
     path = problem["loc"][1:]
     name = "".join(f"[{part}]" if isinstance(part, int) else f".{str(part)[:LONGEST_FIELD]}" for part in path)
     return name.lstrip(".")[:LONGEST_FIELD] or None
+
+
+def _field_of_ours(problem: Mapping[str, Any]) -> str | None:
+    """Without a name that is none of ours: whatever was sent may be in it."""
+    return _field({"loc": problem["loc"][:-1]} if problem["type"] == "extra_forbidden" else problem)

@@ -6,6 +6,7 @@ Knows text and the engine's messages; knows neither HTTP nor what the endpoint's
 from __future__ import annotations
 
 import contextlib
+import time
 from collections import deque
 from collections.abc import AsyncIterator, Iterator, Sequence
 from typing import NamedTuple
@@ -13,7 +14,16 @@ from typing import NamedTuple
 from server.api.errors import from_engine
 from server.api.jobs import Job
 from server.engine.client import EngineClient, Stream
-from server.engine.messages import Admitted, Explained, Failed, PromptScores, RequestEvent, Tokens, TokenScore
+from server.engine.messages import (
+    Admitted,
+    Explained,
+    Failed,
+    Preempted,
+    PromptScores,
+    RequestEvent,
+    Tokens,
+    TokenScore,
+)
 from server.engine.report import RequestRecord
 from server.text.output import OutputText, Placed
 
@@ -46,21 +56,27 @@ def merged(pieces: Sequence[Piece]) -> list[Piece]:
 
 
 @contextlib.asynccontextmanager
-async def generate(client: EngineClient, job: Job, outputs: list[OutputText]) -> AsyncIterator[Generation]:
+async def generate(
+    client: EngineClient, job: Job, outputs: list[OutputText], *, keep_texts: bool = False
+) -> AsyncIterator[Generation]:
     """Runs one request for each choice; those that have not ended when the block is left are cancelled.
 
     Raises EngineLost when there is no engine.
     """
     async with client.stream(job.submits) as stream:
-        yield Generation(stream, job, outputs)
+        yield Generation(stream, job, outputs, keep_texts)
 
 
 class Generation:
-    """Made by `generate`. First `admission`, then `pieces`, both once."""
+    """Made by `generate`. First `admission`, then `pieces`, both once. Times are monotonic seconds."""
 
-    def __init__(self, stream: Stream, job: Job, outputs: list[OutputText]) -> None:
+    def __init__(self, stream: Stream, job: Job, outputs: list[OutputText], keep_texts: bool) -> None:
+        self.job = job
+        self.submitted = time.monotonic()
+        self.first_token: float | None = None
+        self.preemptions = 0
+        self.texts: list[str] | None = [""] * len(outputs) if keep_texts else None  # all that the choices came to
         self._stream = stream
-        self._job = job
         self._index = {submit.request_id: index for index, submit in enumerate(job.submits)}
         self._outputs = outputs
         self._scores: list[deque[TokenScore]] = [deque() for _ in outputs]  # of tokens whose text is not out
@@ -71,18 +87,32 @@ class Generation:
         self._waiting: list[Piece] = []  # for log-probabilities of their prompt
 
     @property
+    def first_admitted(self) -> Admitted | None:
+        return next(iter(self._admitted.values()), None)
+
+    @property
+    def finish_reasons(self) -> list[str | None]:
+        """Of each choice; None: it has not ended."""
+        return [output.finish_reason for output in self._outputs]
+
+    @property
+    def prompt_tokens(self) -> int:
+        """Of all prompts, each counted once."""
+        return sum(len(prompt.ids) for prompt in self.job.prompts)
+
+    @property
     def completion_tokens(self) -> int:
         return sum(output.num_tokens for output in self._outputs)
 
     @property
     def cached_tokens(self) -> int:
         """Of all prompts, each counted once."""
-        heads = range(0, len(self._outputs), self._job.choices)
+        heads = range(0, len(self._outputs), self.job.choices)
         return sum(self._admitted[head].cached_tokens for head in heads if head in self._admitted)
 
     def prompt_scores(self, choice: int) -> list[TokenScore]:
         """Of its prompt's tokens from the second on; all are there when its first piece is."""
-        return self._prompt_scores[self._job.first_of(choice)]
+        return self._prompt_scores[self.job.first_of(choice)]
 
     def fail(self, error: Exception) -> None:
         """Raises `error` from `admission` or `pieces`, after everything that the engine has sent."""
@@ -110,11 +140,15 @@ class Generation:
                 yield piece
 
     def _seen(self, event: RequestEvent) -> RequestEvent:
-        """Remembers who is admitted. Raises ApiError for what failed."""
+        """Remembers what is to be told of it in the end. Raises ApiError for what failed."""
         if isinstance(event, Failed):
             raise from_engine(event)
         if isinstance(event, Admitted):
             self._admitted[self._index[event.request_id]] = event
+        elif isinstance(event, Preempted):
+            self.preemptions += 1
+        elif self.first_token is None and isinstance(event, Tokens):
+            self.first_token = time.monotonic()
         return event
 
     def _pieces(self, event: RequestEvent) -> Iterator[Piece]:
@@ -133,18 +167,20 @@ class Generation:
 
     def _in_turn(self, piece: Piece) -> Iterator[Piece]:
         """The piece, unless what is to stand before it is not all there yet."""
-        head = self._job.first_of(piece.choice)
-        wanted = self._job.submits[head].sampling.prompt_logprobs is not None
-        if wanted and len(self._prompt_scores[head]) < len(self._job.prompt_of(head).ids) - 1:
+        head = self.job.first_of(piece.choice)
+        wanted = self.job.submits[head].sampling.prompt_logprobs is not None
+        if wanted and len(self._prompt_scores[head]) < len(self.job.prompt_of(head).ids) - 1:
             self._waiting.append(piece)
         else:
             yield piece
 
     def _piece(self, index: int, event: Tokens) -> Piece | None:
         """None while there is no text to show, or it is the last, and its explanation is to come."""
-        output, submit, scores = self._outputs[index], self._job.submits[index], self._scores[index]
+        output, submit, scores = self._outputs[index], self.job.submits[index], self._scores[index]
         scores.extend(event.scores or ())
         released = output.push(event.tokens, event.finish_reason)
+        if self.texts is not None:
+            self.texts[index] += released.text
         if output.finish_reason is not None:
             self._stream.cancel(event.request_id, "stop")  # a stop string is nothing the engine knows of
         elif not released.text:

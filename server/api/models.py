@@ -51,6 +51,7 @@ def _find(hello: Hello, model: str) -> Strategy | None:
             f"the model {model[:200]!r} does not exist; there is {', '.join(names)}",
             param="model",
             code="model_not_found",
+            logged="there is no model of that name",
         )
     return names[model]
 

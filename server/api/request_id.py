@@ -1,5 +1,7 @@
 """Gives every response the header x-request-id: the client's own, or a new one. Knows no endpoint.
 
+Notes the status of the response, too, as what is within should not look at every message once more.
+
 Plain ASGI, as Starlette's BaseHTTPMiddleware would hide disconnects.
 """
 
@@ -15,7 +17,7 @@ _SANE = re.compile(r"[\x21-\x7e]{1,128}")
 
 
 class RequestId:
-    """Middleware; the id is `request.state.request_id`."""
+    """Middleware; the id is `request.state.request_id`, and `status` is there once a response has begun."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -25,11 +27,13 @@ class RequestId:
             return await self._app(scope, receive, send)
         theirs = Headers(scope=scope).get("x-request-id", "")
         request_id = theirs if _SANE.fullmatch(theirs) else uuid.uuid4().hex
-        scope.setdefault("state", {})["request_id"] = request_id
+        state = scope.setdefault("state", {})
+        state["request_id"] = request_id
 
         async def send_with_id(message: Message) -> None:
             if message["type"] == "http.response.start":
                 MutableHeaders(scope=message)["x-request-id"] = request_id
+                state["status"] = message["status"]
             await send(message)
 
         await self._app(scope, receive, send_with_id)

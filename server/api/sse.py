@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections.abc import AsyncIterator, Mapping
 
 from starlette.datastructures import MutableHeaders
-from starlette.types import Message, Send
+from starlette.types import Message, Scope, Send
 
-from server.api.errors import ApiError, as_api_error
-from server.engine.client import EngineLost
-
-log = logging.getLogger(__name__)
+from server.api.errors import as_api_error
 
 HEADERS = {
     "content-type": "text/event-stream; charset=utf-8",
@@ -21,7 +17,7 @@ HEADERS = {
 }
 
 
-async def send_events(send: Send, headers: Mapping[str, str], events: AsyncIterator[bytes]) -> None:
+async def send_events(scope: Scope, send: Send, headers: Mapping[str, str], events: AsyncIterator[bytes]) -> None:
     """Sends a whole response. An error of `events` comes after the status was sent: it is one more event."""
     raw = MutableHeaders({**HEADERS, **headers}).raw
     await send({"type": "http.response.start", "status": 200, "headers": raw})
@@ -32,9 +28,8 @@ async def send_events(send: Send, headers: Mapping[str, str], events: AsyncItera
             await asyncio.sleep(0)
             await send(_part(event))
     except Exception as error:
-        if not isinstance(error, ApiError | EngineLost):
-            log.exception("a stream failed")
-        await send(_part(as_api_error(error).body()))
+        told = scope["state"]["error"] = as_api_error(error)  # for the log, too
+        await send(_part(told.body()))
     await send(_part(b"[DONE]"))
     await send({"type": "http.response.body", "body": b"", "more_body": False})
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import math
 import os
 import resource
@@ -14,6 +15,7 @@ import signal
 import socket
 import sys
 from pathlib import Path
+from typing import Any
 
 import uvicorn
 
@@ -22,7 +24,10 @@ from server.api.app import create_app
 from server.api.connection import connections
 from server.api.errors import ApiError
 from server.engine.client import EngineClient
+from server.logs import quote_no_exceptions
 from server.text.tokenizer import Tokenizer
+
+log = logging.getLogger(__name__)
 
 KEEP_ALIVE = 75  # seconds; longer than clients keep idle connections, so that none is closed as it is used again
 MOST_OPEN_FILES = 65_536
@@ -31,6 +36,8 @@ LAST_WORDS = 3  # seconds after the drain, for those who are told that it is ove
 
 def serve_worker(settings: Settings, socket_path: str | os.PathLike[str], listening_socket: socket.socket) -> None:
     """Serves until SIGTERM, then finishes what runs and exits. Raises SettingsError."""
+    if not settings.log_prompts:
+        quote_no_exceptions()
     signal.signal(signal.SIGTERM, _exit)  # uvicorn has its own while it runs, and then raises the signal once more
     allow_many_connections()
     tokenizer = Tokenizer.from_directory(Path(settings.model))
@@ -57,6 +64,10 @@ class Server(uvicorn.Server):
         )
         super().__init__(config)
 
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        asyncio.get_running_loop().set_exception_handler(_log_exception)
+        await super().startup(sockets)
+
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         error = ApiError(503, "the server stops, and the request did not end in time", code="server_stopping")
         asyncio.get_running_loop().call_later(self._drain_seconds, self._client.end, error)
@@ -70,6 +81,11 @@ def allow_many_connections() -> None:
     if soft != resource.RLIM_INFINITY and soft < wanted:
         with contextlib.suppress(ValueError, OSError):  # macOS may refuse
             resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+
+
+def _log_exception(_: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+    """Without asyncio's message, which may quote what clients sent."""
+    log.error("a task or a callback failed", exc_info=context.get("exception"))
 
 
 def _exit(*_: object) -> None:

@@ -18,7 +18,7 @@ from torch import Tensor
 from cache_strategies.base import KVCache, Row
 from kernels.arena import Arena
 from server.engine.batch import Batch, StrategyError, Work
-from server.engine.messages import Admitted, Explained, Failed, FromEngine, PromptScores, Submit, Tokens
+from server.engine.messages import Admitted, Explained, Failed, FromEngine, Preempted, PromptScores, Submit, Tokens
 from server.engine.report import Admission, RequestRecord, StepPart, StepReport
 from server.engine.request import Request, RequestError
 from server.engine.sampler import sample
@@ -164,7 +164,8 @@ class Core:
             admitted=since.admitted,
             evicted=self._newly_evicted(),
         )
-        return StepResult(events + since.explanations, report, since.left)
+        gave_way = [Event(r.key[0], Preempted(r.key[1])) for r in preempted]
+        return StepResult(gave_way + events + since.explanations, report, since.left)
 
     def _newly_evicted(self) -> dict[str, int]:
         """Bytes, by instance."""
@@ -227,7 +228,8 @@ class Core:
         found = request.cached_tokens
         self._since.admitted.append(Admission(name, request.prompt_tokens, found, request.miss, request.forked))
         worker, request_id = request.key
-        return [Event(worker, Admitted(request_id, name, request.reason, found))]
+        queued = request.times.admitted - request.times.arrived
+        return [Event(worker, Admitted(request_id, name, request.reason, found, request.miss, queued))]
 
     def _draw(self, ends: Sequence[tuple[int, Request]], logits: Tensor) -> list[Event]:
         """The next token of each request, from its row of the logits [K, V]."""

@@ -1,4 +1,4 @@
-"""What every process of the server does first: it logs in the common format and ends when its supervisor does.
+"""What every process of the server does first: it logs as all of them do, and ends when its supervisor does.
 
 Knows nothing of what the process is for; it is named by an import string, so that the supervisor need not import it.
 """
@@ -13,27 +13,26 @@ import sys
 import threading
 from typing import Any
 
-from config.settings import SettingsError
+from config.settings import Settings, SettingsError
+from server.logs import configure_logging
 
 log = logging.getLogger(__name__)
 
-USER_ERROR = 2  # exit code: something the user can change
-LOG_FORMAT = "%(asctime)s %(levelname)s %(processName)s: %(message)s"
+FAILED, USER_ERROR = 1, 2  # exit codes; the second: something the user can change
 
 
-def run_child(target: str, log_level: str, args: tuple[Any, ...]) -> None:
+def run_child(target: str, settings: Settings, args: tuple[Any, ...]) -> None:
     """Calls `target` ("package.module:function") in a child process. A SettingsError ends it with one line."""
     end_with_parent()
-    configure_logging(log_level)
+    configure_logging(settings)
     try:
         pkgutil.resolve_name(target)(*args)
     except SettingsError as error:
         log.error("%s", error)
         sys.exit(USER_ERROR)
-
-
-def configure_logging(level: str) -> None:
-    logging.basicConfig(format=LOG_FORMAT, level=level.upper())
+    except Exception:
+        log.critical("%s failed", target, exc_info=True)
+        sys.exit(FAILED)
 
 
 def end_with_parent() -> None:

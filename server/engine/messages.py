@@ -145,6 +145,14 @@ class Admitted(msgspec.Struct, tag=True, frozen=True):
     instance: str
     reason: str
     cached_tokens: int
+    miss: str | None = None  # as in its RequestRecord
+    queue_seconds: float = 0.0
+
+
+class Preempted(msgspec.Struct, tag=True, frozen=True):
+    """The request lost its memory to others; it goes on later."""
+
+    request_id: str
 
 
 class TokenScore(msgspec.Struct, frozen=True, array_like=True):
@@ -200,5 +208,5 @@ class Answer(msgspec.Struct, tag=True, frozen=True):
     refused: Failed | None = None
 
 
-RequestEvent = Admitted | PromptScores | Tokens | Explained | Failed
+RequestEvent = Admitted | Preempted | PromptScores | Tokens | Explained | Failed
 FromEngine = Hello | RequestEvent | Answer

@@ -163,7 +163,7 @@ class Supervisor:
         return self._spawn(name, self._targets.worker, self._listener)
 
     def _spawn(self, name: str, target: str, last: Connection | socket.socket) -> SpawnProcess:
-        args = (target, self._settings.log_level, (self._settings, self._socket_path, last))
+        args = (target, self._settings, (self._settings, self._socket_path, last))
         process = self._spawn_context.Process(target=run_child, args=args, name=name, daemon=True)
         with _deaf_to_ctrl_c():
             process.start()

@@ -13,8 +13,8 @@ from typing import Any
 
 from config.settings import Settings, SettingsError
 from server.cli import listen, url_of, welcome
-from server.engine.lifeline import configure_logging
 from server.engine.supervisor import Supervisor, Targets, Timing
+from server.logs import configure_logging
 
 READY = {
     "model": "tiny",
@@ -100,7 +100,7 @@ def worker_deaf(settings: Settings, socket_path: str, listener: Any) -> None:
 
 def supervise(engine_name: str, worker_name: str, workers: int, worker_grace: float) -> int:
     settings = Settings(workers=workers, port=0, drain_seconds=worker_grace)
-    configure_logging("info")
+    configure_logging(settings)
     targets = Targets(f"tests.cli.fakes:{engine_name}", f"tests.cli.fakes:{worker_name}")
     timing = Timing(first_delay=0.01, longest_delay=0.05, worker_margin=0.0)
     with listen("127.0.0.1", 0) as listener:

@@ -32,7 +32,7 @@ def served(monkeypatch: pytest.MonkeyPatch) -> list[Settings]:
 
     monkeypatch.setattr(cli, "Supervisor", NoSupervisor)
     monkeypatch.setattr(cli, "located", lambda settings: settings)  # there need be no model
-    monkeypatch.setattr(cli, "configure_logging", lambda level: None)
+    monkeypatch.setattr(cli, "configure_logging", lambda settings: None)
     monkeypatch.setattr("multiprocessing.current_process", lambda: type("Process", (), {})())
     monkeypatch.setenv("KVMUX_PORT", "0")
     return seen

@@ -23,6 +23,7 @@ from server.engine.messages import (
     Explained,
     Failed,
     FromEngine,
+    Preempted,
     PromptScores,
     Sampling,
     Submit,
@@ -48,6 +49,7 @@ class Heard:
     explained: Explained | None = None
     first_step: int | None = None  # whose number the first word came in
     last_step: int | None = None
+    preempted: int = 0  # times
 
     @property
     def ended(self) -> bool:
@@ -68,6 +70,8 @@ class Heard:
                 assert self.admitted is None, "admitted twice"
                 assert not self.tokens
                 self.admitted = message
+            case Preempted():
+                self.preempted += 1
             case PromptScores(_, scores):
                 assert self.admitted is not None, "scores before admission"
                 assert not self.tokens, "the prompt scored after it"
@@ -195,7 +199,7 @@ class Driver:
         return [request.key[1] for request in self.core.scheduler.waiting]
 
     def _hear(self, message: FromEngine) -> None:
-        assert isinstance(message, Admitted | PromptScores | Tokens | Explained | Failed)
+        assert isinstance(message, Admitted | Preempted | PromptScores | Tokens | Explained | Failed)
         self.heard[message.request_id].hear(message, len(self.steps))
 
 

@@ -82,6 +82,7 @@ def test_preemptions_are_counted_and_memory_is_used_to_the_full(tiny: Path, inst
         by_instance.update(step.report.preempted)
     assert sum(by_instance.values()) > 0
     assert by_instance == sum((Counter({r.instance: r.preemptions}) for r in driver.records), Counter())
+    assert by_instance.total() == sum(heard.preempted for heard in driver.heard.values())
 
 
 def test_without_overcommit_nobody_is_preempted(tiny: Path) -> None:

@@ -1,4 +1,4 @@
-"""`python -m tests.server.checked serve ...`: kvmux with the engine of tests/server/checked_engine.py.
+"""`python -m tests.server.checked serve ...`: kvmux with an engine of checked_engine.py, or another worker.
 
 Imports nothing of the engine: the program's other processes import this module too.
 """
@@ -12,11 +12,11 @@ from server import cli
 from server.engine.supervisor import Supervisor, Targets
 
 
-def main(engine: str) -> None:
-    targets = Targets(engine=engine)
+def main(**targets_: str) -> None:
+    targets = Targets(**targets_)
     cli.Supervisor = functools.partial(Supervisor, targets=targets)  # type: ignore[misc,assignment]
     sys.exit(cli.main())
 
 
 if __name__ == "__main__":
-    main("tests.server.checked_engine:run")
+    main(engine="tests.server.checked_engine:run")

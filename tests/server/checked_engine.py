@@ -1,4 +1,4 @@
-"""Engines for tests: one that checks its books after every step, and one that takes its time.
+"""Engines for tests: one that checks its books after every step, one that takes its time, and one with a fault.
 
 In the first every so often a step fails when all has been computed; it is repeated, and nobody may notice.
 """
@@ -20,6 +20,7 @@ from server.engine.core import Core, StepResult
 from server.engine.scheduler import Scheduled
 
 FAILS_EVERY = 7  # steps
+FATAL_SEED = 13
 LONG_STEP = 0.4  # seconds
 
 
@@ -53,6 +54,16 @@ class SlowCore(Core):
         return result
 
 
+class FaultyCore(Core):
+    """Some requests are too much for their strategy."""
+
+    def _forward(self, scheduled: Sequence[Scheduled]) -> tuple[Batch, Tensor]:
+        for each in scheduled:
+            if each.request.sampling.seed == FATAL_SEED:
+                raise StrategyError(each.request.cache.name, ValueError("broken on purpose"))
+        return super()._forward(scheduled)
+
+
 def run(settings: Settings, socket_path: str, status: Connection, core: type[Core] = CheckedCore) -> None:
     """The engine's process."""
     build = engine.build_engine
@@ -68,3 +79,7 @@ def run(settings: Settings, socket_path: str, status: Connection, core: type[Cor
 
 def run_slowly(settings: Settings, socket_path: str, status: Connection) -> None:
     run(settings, socket_path, status, SlowCore)
+
+
+def run_faultily(settings: Settings, socket_path: str, status: Connection) -> None:
+    run(settings, socket_path, status, FaultyCore)

@@ -25,6 +25,7 @@ class Server:
 
     url: str
     process: psutil.Process
+    output: Path  # what it has printed and logged
 
     def get(self, path: str) -> httpx.Response:
         return httpx.get(self.url + path, timeout=PATIENCE)
@@ -73,23 +74,22 @@ def serving(*flags: str, module: str = "server") -> Iterator[Server]:
         command = [sys.executable, "-m", module, "serve", "--port", "0", *flags]
         process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, cwd=Path(__file__).parents[2])
         try:
-            yield Server(_address(process, output), psutil.Process(process.pid))
+            printed = Path(f"/proc/self/fd/{output.fileno()}")
+            yield Server(_address(process, printed), psutil.Process(process.pid), printed)
         finally:
             process.terminate()
             process.wait(PATIENCE)
 
 
-def _address(process: subprocess.Popen[bytes], output: object) -> str:
+def _address(process: subprocess.Popen[bytes], printed: Path) -> str:
     """The address the server prints when it is ready."""
     deadline = time.monotonic() + PATIENCE
     while time.monotonic() < deadline and process.poll() is None:
-        text = Path(f"/proc/self/fd/{output.fileno()}").read_text()  # type: ignore[attr-defined]
-        if found := re.search(r"serves .* on (http://\S+)", text):
+        if found := re.search(r'serves .* on (http://[^\s"]+)', printed.read_text()):
             eventually(lambda: httpx.get(f"{found[1]}/ready").status_code == 200)
             return found[1]
         time.sleep(0.1)
-    output.seek(0)  # type: ignore[attr-defined]
-    raise AssertionError(f"the server did not come up:\n{output.read()}")  # type: ignore[attr-defined]
+    raise AssertionError(f"the server did not come up:\n{printed.read_text()}")
 
 
 def eventually(true: object) -> None:

@@ -3,4 +3,4 @@
 from tests.server.checked import main
 
 if __name__ == "__main__":
-    main("tests.server.checked_engine:run_slowly")
+    main(engine="tests.server.checked_engine:run_slowly")

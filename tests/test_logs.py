@@ -1,0 +1,131 @@
+"""Lines of the log: what is in them, and that nobody waits until they are written."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import subprocess
+import sys
+import time
+from io import StringIO
+
+from server.logs import JsonLines, Lines, LineWriter, fields
+
+
+def record(message: str = "hello", error: Exception | None = None, **extra: object) -> logging.LogRecord:
+    exc_info = None if error is None else (type(error), error, error.__traceback__)
+    made = logging.LogRecord("some.where", logging.INFO, "", 0, message, (), exc_info)
+    vars(made).update(fields(**extra))
+    return made
+
+
+def raised() -> Exception:
+    """With two others that it came from."""
+    try:
+        try:
+            int("secret")
+        except ValueError:
+            raise KeyError("secret") from ZeroDivisionError("secret")
+    except KeyError as error:
+        return error
+
+
+def test_json_is_a_line_whatever_is_said() -> None:
+    said = 'two\nlines, "quotes", \udc80 and ü'
+    (line,) = JsonLines().format(record(said, status=200, nothing=None)).splitlines()
+    told = json.loads(line)
+    assert told["time"][10] == "T"
+    assert told["time"].endswith("Z")
+    assert told | {"time": ""} == {
+        "time": "",
+        "level": "INFO",
+        "logger": "some.where",
+        "process": "MainProcess",
+        "message": said,
+        "status": 200,
+    }
+
+
+def test_a_traceback_with_and_without_what_exceptions_say() -> None:
+    formatter = JsonLines()
+    whole = json.loads(formatter.format(record(error=raised())))["exception"]
+    assert "KeyError: 'secret'" in whole
+    formatter.quotes = False
+    bare = json.loads(formatter.format(record(error=raised())))["exception"]
+    assert "secret" not in bare.replace('KeyError("secret") from ZeroDivisionError("secret")', "")
+    assert bare.index("ZeroDivisionError\n") < bare.index("in raised") < bare.index("KeyError", bare.index("in raised"))
+
+
+def test_nobody_waits_for_a_reader_that_does_not_read() -> None:
+    """What is lost is told as soon as somebody reads."""
+    reader, writer = os.pipe()
+    with os.fdopen(writer, "w") as stream, os.fdopen(reader) as read:
+        handler = LineWriter(stream, most=10)
+        handler.setFormatter(Lines("%(message)s"))
+        began = time.monotonic()
+        for i in range(100):
+            handler.emit(record(f"{i:03}" + "x" * 9997))
+        assert time.monotonic() - began < 1
+        kept, lost = [], 0
+        while len(kept) + lost < 100:
+            line = read.readline()
+            if line.endswith(" lines were lost here\n"):
+                lost += int(line.split()[0])
+            else:
+                kept.append(line[:3])
+        handler.close()
+    assert lost > 50
+    assert kept == sorted(kept)
+
+
+def test_what_waits_is_written_in_the_end() -> None:
+    stream = StringIO()
+    handler = LineWriter(stream)
+    handler.setFormatter(Lines("%(message)s"))
+    for i in range(1000):
+        handler.emit(record(str(i)))
+    handler.close()
+    assert stream.getvalue() == "".join(f"{i}\n" for i in range(1000))
+
+
+PROGRAM = """
+import sys, threading, warnings, logging
+from config.settings import Settings
+from server.logs import configure_logging
+configure_logging(Settings(log_format="json"))
+logging.getLogger("mine").info("logged")
+logging.getLogger("mine").info("%d", "badly logged")
+warnings.warn("warned of")
+print("printed", file=sys.stderr)
+print("progress", end="\\r", file=sys.stderr)
+thread = threading.Thread(target=lambda: 1 / 0)
+thread.start()
+thread.join()
+class Unraisable:
+    def __del__(self):
+        raise KeyError("nobody")
+Unraisable()
+raise LookupError("the end")
+"""
+
+
+def test_whatever_a_process_says_is_json() -> None:
+    done = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True)
+    assert done.returncode == 1
+    lines = [json.loads(line) for line in done.stderr.splitlines()]
+    told = [line["message"] + line.get("exception", "") for line in lines]
+    for said in ("logged", "UserWarning: warned of", "printed", "progress"):
+        assert any(said in each for each in told), said
+    for kind in ("ZeroDivisionError: ", "KeyError: 'nobody'", "LookupError: the end"):
+        assert any(kind in line.get("exception", "") for line in lines), kind
+
+
+def test_an_error_at_the_start_is_json_too() -> None:
+    command = [sys.executable, "-m", "server", "serve", "--log-format", "json", "--model", "/none/here", "--port", "0"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 2
+    assert done.stdout == ""
+    *_, told = map(json.loads, done.stderr.splitlines())
+    assert told["level"] == "ERROR"
+    assert "no model at '/none/here'" in told["message"]
