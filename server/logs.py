@@ -22,7 +22,7 @@ from config.settings import Settings
 
 TEXT = "%(asctime)s %(levelname)s %(processName)s: %(message)s"
 MOST_LINES = 10_000  # that wait to be written
-LAST_LINES = 2.0  # seconds they have when the process ends
+LAST_LINES = 1.0  # seconds they have when the process ends
 
 log = logging.getLogger(__name__)
 

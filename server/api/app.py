@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import AsyncIterator
+from typing import Any
 
 from fastapi import APIRouter, FastAPI
 from starlette.middleware.cors import CORSMiddleware
@@ -20,6 +21,10 @@ from server.api.tracing import Tracing, tracing_to
 from server.engine.client import EngineClient
 from server.text.tokenizer import Tokenizer
 from server.version import version
+
+# FastAPI's own: another span around ours, and exceptions with their messages, which may quote prompts. Versions that
+# have none take no notice.
+NO_TELEMETRY: Any = {"tracing": False, "metrics": False, "logs": False, "auto_configure": False}
 
 
 def create_app(settings: Settings, client: EngineClient, tokenizer: Tokenizer) -> FastAPI:
@@ -40,6 +45,7 @@ def create_app(settings: Settings, client: EngineClient, tokenizer: Tokenizer) -
         lifespan=lifespan,
         redirect_slashes=False,  # a redirected POST surprises clients
         redoc_url=None,
+        telemetry=NO_TELEMETRY,
     )
     errors.install(app)
     add_middleware(app, settings, tracing)

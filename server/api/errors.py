@@ -95,7 +95,7 @@ def as_api_error(error: Exception) -> ApiError:
             return ApiError(503, str(error), code="engine_unavailable")
         case RequestValidationError():
             return _invalid(error.errors())
-    told = ApiError(500, "internal error; the server's log tells more")
+    told = ApiError(500, "internal error; the server's log tells more", logged="an unexpected exception")
     told.__cause__ = error  # for the log
     return told
 

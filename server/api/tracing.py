@@ -1,7 +1,7 @@
 """OpenTelemetry's spans of requests for generation, made at their end: the request, and in it queue, prefill, decode.
 
 Names follow the conventions for generative AI, and vLLM where these have none. No prompt and no text is in them. The
-only place that imports OpenTelemetry, and only when it is switched on: the extra `otel` need not be installed.
+only place that imports OpenTelemetry's SDK, and only when it is switched on: the extra `otel` need not be installed.
 """
 
 from __future__ import annotations
