@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import multiprocessing
 import os
 import subprocess
 import sys
@@ -41,7 +42,7 @@ def test_json_is_a_line_whatever_is_said() -> None:
         "time": "",
         "level": "INFO",
         "logger": "some.where",
-        "process": "MainProcess",
+        "process": multiprocessing.current_process().name,
         "message": said,
         "status": 200,
     }

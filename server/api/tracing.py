@@ -89,7 +89,8 @@ class Tracing:
             span.set_attributes(_known(of_generation(generation, began, ended)))
             self._parts(span, generation, ended)
         span.end(_nanoseconds(ended))
-        return f"{span.get_span_context().trace_id:032x}"
+        trace_id = span.get_span_context().trace_id
+        return f"{trace_id:032x}" if trace_id else None
 
     def _parts(self, span: Span, generation: Generation, ended: float) -> None:
         """Queue, prefill and decode, as far as it came."""

@@ -10,10 +10,14 @@ from typing import Any
 import httpx
 import pytest
 
+from server.api.chat import ChatRequest
+from server.api.completions import CompletionRequest
 from server.engine.messages import Admitted, Preempted, Submit, Tokens
 from tests.api.asking import GOOD, Words
 from tests.api.conftest import Api, running_api
 from tests.api.fake_engine import FakeEngine, fails, says
+
+MARK = "xylophone"
 
 Line = Callable[[str], logging.LogRecord]
 
@@ -99,6 +103,31 @@ def test_whoever_polls_ready_does_not_fill_the_log(lone_api: Api, caplog: pytest
     assert httpx.get(f"{lone_api.url}/ready", headers={"x-request-id": "polls"}).status_code == 503
     assert httpx.get(f"{lone_api.url}/metrics", headers={"x-request-id": "asks"}).status_code == 503
     assert [fields_of(r)["request_id"] for r in caplog.records if fields_of(r)] == ["asks"]
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+def test_no_field_gets_into_the_log(
+    engine: FakeEngine, http: httpx.Client, caplog: pytest.LogCaptureFixture, path: str
+) -> None:
+    """Whatever is wrong with it."""
+    caplog.set_level(logging.DEBUG)
+    body = CompletionRequest if path == "/v1/completions" else ChatRequest
+    message = {"role": "user", "content": "x"}
+    good: dict[str, Any] = {"model": "tiny"} | (
+        {"prompt": "x"} if body is CompletionRequest else {"messages": [message]}
+    )
+    wrong = (MARK, [MARK], {MARK: MARK}, [{"role": MARK, "content": [{MARK: MARK}], MARK: [MARK]}])
+    names = [name for name in (*body.model_fields, MARK) if name != "kv_cache"]  # which is the engine's to refuse
+    asked = [good | {name: value} for name in names for value in wrong]
+    statuses = [http.post(path, json=each, headers={"x-kv-cache": "paged"}).status_code for each in asked]
+    assert statuses.count(400) > 100
+    http.post(path, json=good, headers={"authorization": f"Bearer {MARK}"})
+    told = [record for record in caplog.records if record.name.startswith("server.")]
+    assert len(told) > 100
+    for record in told:
+        line = fields_of(record)
+        line.pop("completion_id", None)  # the body's request_id is there to be found
+        assert MARK not in f"{record.getMessage()} {line}"
 
 
 # ---------------------------------------------------------------- where prompts are wanted

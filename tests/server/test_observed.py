@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -236,6 +237,13 @@ def test_a_client_that_leaves(told: Told) -> None:
     line = told.of("leaves")
     assert line["outcome"] == "cancelled"
     assert 0 < line["generated_tokens"] < 1500
+
+
+def test_the_document_has_every_field(told: Told) -> None:
+    document = (Path(__file__).parents[2] / "docs" / "logs.md").read_text()
+    named = set(re.findall(r"`(\w+)`", document))
+    for line in told.log:
+        assert line.keys() <= named, line
 
 
 def test_what_goes_well_beside_generation_is_not_told(told: Told) -> None:
