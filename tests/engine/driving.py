@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from config.settings import Settings, SettingsError
@@ -50,6 +51,7 @@ class Heard:
     first_step: int | None = None  # whose number the first word came in
     last_step: int | None = None
     preempted: int = 0  # times
+    queued: float = field(default=0.0, compare=False)  # seconds, never twice the same
 
     @property
     def ended(self) -> bool:
@@ -69,7 +71,8 @@ class Heard:
             case Admitted():
                 assert self.admitted is None, "admitted twice"
                 assert not self.tokens
-                self.admitted = message
+                self.queued = message.queue_seconds
+                self.admitted = msgspec.structs.replace(message, queue_seconds=0.0)
             case Preempted():
                 self.preempted += 1
             case PromptScores(_, scores):
