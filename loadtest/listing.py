@@ -50,7 +50,7 @@ def _context(entry: Mapping[str, Any]) -> int | None:
 
 
 def chosen(listing: Listing, weights: Mapping[str, float]) -> dict[str, float]:
-    """The model's name under each strategy, and how often to ask for it: by weight, or all alike. Raises ListingError."""
+    """The model's name under each strategy, and how often to ask for it; all alike unless told. Raises ListingError."""
     if not listing.strategies:
         if weights:
             raise ListingError(f"the server lists no strategies of {listing.model}: leave them out")

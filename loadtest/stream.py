@@ -1,4 +1,4 @@
-"""Reads a streamed completion or chat and notes when its tokens arrive. Knows the OpenAI protocol, and no HTTP client."""
+"""Reads a streamed completion or chat and notes when tokens arrive. Knows the OpenAI protocol, and no HTTP client."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""When requests are sent: so many at once, by chance, in bursts, or as recorded. Knows neither what is sent nor where."""
+"""When requests are sent: so many at once, by chance, in bursts, or as recorded. Does not know what is sent."""
 
 from __future__ import annotations
 

@@ -46,7 +46,7 @@ class Outcome:
 
 @asynccontextmanager
 async def connected(url: str, api_key: str = "") -> AsyncIterator[httpx.AsyncClient]:
-    """A client for that address, with or without /v1. Takes no proxy from the environment: it would be measured, too."""
+    """A client for that address, with or without /v1. Takes no proxy from the environment: that would be measured."""
     base = url.rstrip("/").removesuffix("/v1")
     headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
     limits = httpx.Limits(max_connections=None)
