@@ -1,7 +1,7 @@
 """A server of OpenAI's routes that needs no model: streams five tokens, or does what the model's name says.
 
 With ignore_eos it streams as many as it is asked for. Names that end in busy, failing, breaking or slow refuse, report
-an error in mid-stream, cut the connection, or take their time. "tiny:paged" is "tiny" under a strategy, as kvmux lists it.
+an error in mid-stream, cut the connection, or take their time. "tiny:paged" is listed as kvmux lists a strategy.
 """
 
 from __future__ import annotations
@@ -33,9 +33,11 @@ class Handler(BaseHTTPRequestHandler):
         self._answer(200 if self.path in answers else 404, answers.get(self.path, {}))
 
     def _listed(self, name: str) -> dict[str, Any]:
-        _, _, strategy = name.partition(":")
+        model, _, strategy = name.partition(":")
         listed = {"id": name, "owned_by": "stub", "max_model_len": self.server.context}
-        return listed | ({"kv_cache": {"instance": strategy, "kind": strategy}} if strategy else {})
+        return listed | (
+            {"kv_cache": {"instance": strategy, "kind": strategy}} if strategy and model in self.server.models else {}
+        )
 
     def do_POST(self) -> None:
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))

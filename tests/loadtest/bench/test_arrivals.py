@@ -21,21 +21,19 @@ class Clock:
 
     def __init__(self) -> None:
         self.now = 100.0
+        self.sleepers: list[float] = []
 
     def __call__(self) -> float:
         return self.now
 
     async def sleep(self, seconds: float) -> None:
         due = self.now + seconds
-        sleepers.append(due)
+        self.sleepers.append(due)
         while self.now < due:
             await asyncio.sleep(0)
-            if min(sleepers) == due:
+            if min(self.sleepers) == due:
                 self.now = due
-        sleepers.remove(due)
-
-
-sleepers: list[float] = []
+        self.sleepers.remove(due)
 
 
 def sent(arrivals: Arrivals, count: int, duration: float) -> tuple[list[float], int]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from random import Random
 
 import pytest
 
@@ -99,7 +100,8 @@ def file(tmp_path: Path, recorded: list[traces.Request]) -> Path:
 def test_a_trace_keeps_times_lengths_and_what_is_equal(file: Path, recorded: list[traces.Request]) -> None:
     replayed = read_trace(file, None, 2.0)
     assert replayed.requests == len(recorded)
-    assert replayed.arrivals.times is not None
+    times = list(replayed.arrivals.times(Random()))
+    assert times == pytest.approx([(request.time - recorded[0].time) / 2 for request in recorded])
     asks = replayed.asks(IDS, "salt", "")
     assert [len(each) for each in prompts(asks)] == [len(request.prompt) for request in recorded]
     assert [ask.answer for ask in asks] == [len(request.answer) for request in recorded]
@@ -146,7 +148,7 @@ def test_what_is_no_trace(tmp_path: Path, text: str, message: str) -> None:
 
 
 def test_no_trace(tmp_path: Path) -> None:
-    with pytest.raises(WorkloadError, match="--trace: cannot read .*: No such file"):
+    with pytest.raises(WorkloadError, match=r"--trace: cannot read .*: No such file"):
         read_trace(tmp_path / "none", None, 1.0)
 
 
