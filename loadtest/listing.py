@@ -26,14 +26,14 @@ class Listing(NamedTuple):
 
 
 def read_listing(answer: Any, model: str = "") -> Listing:
-    """The model of that name, or the first. Raises ListingError."""
+    """The model of that name, which may name a strategy ("tiny:paged"), or the first. Raises ListingError."""
     entries: Sequence[Mapping[str, Any]] = answer["data"]
-    models = {entry["id"]: entry for entry in entries if not entry.get("kv_cache")}
-    if model not in ("", *models):
-        raise ListingError(f"there is no model {model!r}; there are {', '.join(models)}")
+    models = [entry["id"] for entry in entries if not entry.get("kv_cache")]
     if not models:
         raise ListingError("the server lists no model")
-    entry = models[model or next(iter(models))]
+    entry = next((entry for entry in entries if entry["id"] == (model or models[0])), None)
+    if entry is None:
+        raise ListingError(f"there is no model {model!r}; there are {', '.join(models)}")
     strategies = {
         each["kv_cache"]["instance"]: each["id"]
         for each in entries

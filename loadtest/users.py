@@ -107,8 +107,7 @@ class Client(FastHttpUser):
                 response.failure(f"cannot choose a model: {error}")
         assert self.environment.runner is not None
         gevent.spawn(self.environment.runner.quit)
-        gevent.sleep(60)  # until it stops this client
-        return {}
+        raise gevent.GreenletExit  # as if this client had been stopped already
 
     def choose(self) -> str:
         """The model's name under some strategy."""

@@ -29,6 +29,7 @@ def test_a_model_and_its_strategies() -> None:
     listing = read_listing(OURS)
     assert listing == ("tiny", "kvmux", 2048, {"paged": "tiny:paged", "short": "tiny:short"})
     assert read_listing(OURS, "alias").strategies == {"paged": "alias:paged"}
+    assert read_listing(OURS, "tiny:short")[3] == {}  # it is one itself
     assert chosen(listing, {}) == {"tiny:paged": 1, "tiny:short": 1}
     assert chosen(listing, {"short": 2.5}) == {"tiny:short": 2.5}
 

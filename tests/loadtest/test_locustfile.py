@@ -85,9 +85,10 @@ def all_of(models: Sequence[str]) -> Callable[[Seen], bool]:
 
 def test_no_such_strategy() -> None:
     with stubbed(*STRATEGIES) as stub:
-        code, rows, log = Load(stub.url, "--strategies", "pagd").end()
+        code, rows, log = Load(stub.url, "--strategies", "pagd", "--stop-timeout", "60").end()
     assert code == 1
     assert "there is no strategy 'pagd'; there are paged, window" in log
+    assert "Traceback" not in log
     assert not [row for row in rows if row[0] == "POST"]
 
 
