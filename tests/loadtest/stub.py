@@ -27,7 +27,15 @@ class Handler(BaseHTTPRequestHandler):
     disable_nagle_algorithm = True
     server: Stub
 
+    def _may(self) -> bool:
+        if self.server.key and self.headers["Authorization"] != f"Bearer {self.server.key}":
+            self._answer(401, {"error": {"message": "no such key"}})
+            return False
+        return True
+
     def do_GET(self) -> None:
+        if not self._may():
+            return
         answers = {"/v1/models": {"object": "list", "data": [self._listed(name) for name in self.server.models]}}
         answers["/version"] = {"version": "0.0"}
         self._answer(200 if self.path in answers else 404, answers.get(self.path, {}))
@@ -44,8 +52,8 @@ class Handler(BaseHTTPRequestHandler):
         if self.path == "/tokenize":
             ids = [VOCABULARY[0], VOCABULARY[-1], 500]
             return self._answer(200 if self.server.tokenizes else 404, {"tokens": ids if "prompt" in body else []})
-        if self.server.key and self.headers["Authorization"] != f"Bearer {self.server.key}":
-            return self._answer(401, {"error": {"message": "no such key"}})
+        if not self._may():
+            return
         try:
             self._complete(body)
         except OSError:

@@ -80,6 +80,8 @@ def test_keys() -> None:
     with stubbed("tiny", key="secret") as stub:
         assert outcome(stub, "tiny").error == "HTTP 401: no such key"
         assert outcome(stub, "tiny", key="secret").error is None
+        with pytest.raises(ServerError, match="HTTP 401: no such key; see --api-key"):
+            looked(stub.url)
 
 
 def test_whoever_leaves_hangs_up() -> None:
