@@ -53,13 +53,13 @@ class Reply:
 
     def _take(self, chunk: dict[str, Any], clock: Clock) -> None:
         if error := chunk.get("error"):
-            raise StreamError(f"error in the stream: {error['message'] if isinstance(error, dict) else error}")
+            raise StreamError(f"error in the stream: {_message(error)}")
         if usage := chunk.get("usage"):
-            self.prompt_tokens = usage["prompt_tokens"]
-            self.completion_tokens = usage["completion_tokens"]
+            self.prompt_tokens = usage.get("prompt_tokens", 0)
+            self.completion_tokens = usage.get("completion_tokens", 0)
             self.cached_tokens = (usage.get("prompt_tokens_details") or {}).get("cached_tokens")
         for choice in chunk.get("choices", ()):
-            delta = choice.get("delta", {})
+            delta = choice.get("delta") or {}
             text = choice.get("text") or delta.get("content") or delta.get("reasoning_content") or ""
             ends = choice.get("finish_reason") is not None
             if text or not (ends or "role" in delta):  # a chat's first and a last piece may say no more than that
@@ -89,10 +89,14 @@ def read_reply(lines: Iterable[bytes], clock: Clock = perf_counter, most: int | 
 def refusal(status: int, answer: str) -> str:
     """Why a request failed, in a few words that are the same for all alike."""
     try:
-        error: Any = json.loads(answer)["error"]
-        return f"HTTP {status}: {error['message'] if isinstance(error, dict) else error}"
+        return f"HTTP {status}: {_message(json.loads(answer)['error'])}"
     except (ValueError, KeyError, TypeError):
         return f"HTTP {status}"
+
+
+def _message(error: Any) -> Any:
+    """Of an error as OpenAI writes it, or in a plain string."""
+    return error["message"] if isinstance(error, dict) and "message" in error else error
 
 
 def _parsed(data: bytes) -> dict[str, Any]:

@@ -7,7 +7,8 @@ import json
 import os
 import sys
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
@@ -42,20 +43,32 @@ def run(options: dict[str, Any]) -> int:
         check_file(wanted.json)
         report = asyncio.run(bench(wanted, planned(wanted)))
         return tell(report, wanted.json)
-    except (ServerError, WorkloadError, ListingError) as error:
+    except (ServerError, WorkloadError, ListingError, FileError) as error:
         print(f"kvmux: {error}", file=sys.stderr)
-    except OSError as error:
-        print(f"kvmux: --json: cannot write {wanted.json}: {error.strerror}", file=sys.stderr)
-    return USER_ERROR
+        return USER_ERROR
+
+
+class FileError(Exception):
+    """The report's file cannot be written."""
 
 
 def check_file(file: Path | None) -> None:
-    """Before anything slow. Raises OSError."""
+    """Before anything slow. Raises FileError."""
     if file not in (None, STANDARD_OUTPUT):
         new = not file.exists()
-        file.open("ab").close()
+        with writing(file):
+            file.open("ab").close()
         if new:
             file.unlink()
+
+
+@contextmanager
+def writing(file: Path) -> Iterator[None]:
+    """Raises FileError if it fails."""
+    try:
+        yield
+    except OSError as error:
+        raise FileError(f"--json: cannot write {file}: {error.strerror}") from None
 
 
 # ---------------------------------------------------------------- what to do
@@ -163,14 +176,15 @@ def progress() -> Progress:
 
 # ---------------------------------------------------------------- telling it
 def tell(report: Report, file: Path | None) -> int:
-    """Prints and writes the report; the exit code. Raises OSError."""
+    """Prints and writes the report; the exit code. Raises FileError."""
     text = json.dumps(as_json(report), indent=2)
     if file == STANDARD_OUTPUT:
         print(text)
     else:
         print(as_text(report))
         if file:
-            file.write_text(text + "\n")
+            with writing(file):
+                file.write_text(text + "\n")
     for line in failures(report):
         print(line, file=sys.stderr)
     return 1 if report.failed else 0
