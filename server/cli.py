@@ -1,4 +1,4 @@
-"""The command line: `kvmux serve`, `kvmux evaluate`, `kvmux doctor` and their help.
+"""The command line: `kvmux serve`, `kvmux bench`, `kvmux evaluate`, `kvmux doctor` and their help.
 
 Every scalar setting is a flag, made from the setting's own metadata. Imports neither torch nor transformers, so that
 help and errors come at once.
@@ -9,13 +9,12 @@ from __future__ import annotations
 import argparse
 import difflib
 import errno
+import importlib
 import importlib.util
-import json
 import logging
 import multiprocessing
 import os
 import pkgutil
-import shlex
 import socket
 import sys
 import types
@@ -34,6 +33,7 @@ from server.evaluation import flags
 from server.logs import configure_logging, fields
 from server.models.directory import located
 from server.version import version
+from server.welcome import welcome
 
 log = logging.getLogger(__name__)
 
@@ -223,47 +223,10 @@ def check_folder_names() -> None:
     log.warning("the package `kernels` is installed beside this project's folder of that name: pip uninstall kernels")
 
 
-def welcome(url: str, settings: Settings, ready: Mapping[str, Any]) -> str:
-    """What is printed once the server is ready: address, model, strategies and a first request to try."""
-    body = shlex.quote(json.dumps({"model": ready["model"], "prompt": "Once upon a time", "max_tokens": 64}))
-    everywhere = " (on every address of this machine)" if settings.host in ("0.0.0.0", "::") else ""
-    return f"""
-kvmux {version()} serves {ready["model"]} on {url}{everywhere}
-
-  model       {ready["dtype"]} on {ready["device"]}; prompt and completion up to {ready["max_seq_len"]:,} tokens
-  kernels     {ready["kernels"]}
-  KV memory   {_size(ready["kv_memory_bytes"])}, shared by these strategies; each alone has room for
-{_strategies(ready["strategies"], settings.default_strategy)}
-
-Try it:
-
-  curl {url}/v1/completions -H 'Content-Type: application/json' \\
-    -d {body}
-"""
-
-
-def _strategies(strategies: Sequence[Mapping[str, Any]], default: str) -> str:
-    """A line for each: name, room, kind and options."""
-    width = max(len(each["name"]) for each in strategies)
-    lines = []
-    for each in strategies:
-        notes = ["default"] if each["name"] == default else []
-        notes += [each["kind"]] if each["kind"] != each["name"] else []
-        notes += [f"{key}={value}" for key, value in each["options"].items() if value is not None]
-        tokens = each["capacity_tokens"]
-        room = "any number of" if tokens is None else f"{tokens:,}"
-        line = f"{each['name']:{width}}  {room:>13} tokens  {', '.join(notes)}"
-        lines.append(" " * 14 + line.rstrip())
-    return "\n".join(lines)
-
-
-def _size(count: int) -> str:
-    size = float(count)
-    for unit in ("bytes", "KiB", "MiB"):
-        if size < 1024:
-            return f"{size:.4g} {unit}"
-        size /= 1024
-    return f"{size:.4g} GiB"
+# ---------------------------------------------------------------- kvmux bench
+def bench(options: dict[str, Any]) -> int:
+    """Loads a running server. Found by name: the load test knows nothing of the server, nor the server of it."""
+    return int(pkgutil.resolve_name("loadtest.bench.command:run")(options))
 
 
 # ---------------------------------------------------------------- kvmux evaluate
@@ -322,6 +285,19 @@ def _parser() -> Parser:
     )
     serve_parser.set_defaults(run=serve)
     _add_settings(serve_parser, _grouped())
+    bench_flags = importlib.import_module("loadtest.bench.flags")
+    bench_parser = commands.add_parser(
+        "bench",
+        help="load a running server, and tell how fast it is under each cache strategy",
+        description=bench_flags.DESCRIPTION,
+        epilog=bench_flags.EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        argument_default=argparse.SUPPRESS,
+        allow_abbrev=False,
+        usage="kvmux bench [--url URL] [--workload NAME ...] [--strategies NAME ...] [more flags]",
+    )
+    bench_parser.set_defaults(run=bench)
+    bench_flags.add_flags(bench_parser)
     evaluate_parser = commands.add_parser(
         "evaluate",
         help="measure what each cache strategy costs in quality",

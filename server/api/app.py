@@ -15,6 +15,7 @@ from server.api.answers import Serving
 from server.api.bounds import Bounds
 from server.api.deadlines import Deadlines
 from server.api.jobs import Most
+from server.api.observations import Observations
 from server.api.request_id import RequestId
 from server.api.request_log import RequestLog
 from server.api.tracing import Tracing, tracing_to
@@ -27,13 +28,13 @@ from server.version import version
 NO_TELEMETRY: Any = {"tracing": False, "metrics": False, "logs": False, "auto_configure": False}
 
 
-def create_app(settings: Settings, client: EngineClient, tokenizer: Tokenizer) -> FastAPI:
-    """The application; while it runs, `client` stays connected. Raises SettingsError."""
+def create_app(settings: Settings, client: EngineClient, tokenizer: Tokenizer, observations: Observations) -> FastAPI:
+    """The application; while it runs, `client` stays connected, and is told of `observations`. Raises SettingsError."""
     tracing = tracing_to(settings.otlp_traces_endpoint)
 
     @contextlib.asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
-        async with client:
+        async with client, observations:
             yield
         if tracing is not None:
             tracing.close()
@@ -50,6 +51,7 @@ def create_app(settings: Settings, client: EngineClient, tokenizer: Tokenizer) -
     errors.install(app)
     add_middleware(app, settings, tracing)
     add_routers(app, settings, client, tokenizer)
+    app.include_router(health.router(client, observations))
     return app
 
 
@@ -88,4 +90,3 @@ def add_routers(app: FastAPI, settings: Settings, client: EngineClient, tokenize
     keyed.include_router(kv_cache.router(client))
     app.include_router(keyed)
     app.include_router(admin.router(client, tokenizer), dependencies=[access.secured("admin token")])
-    app.include_router(health.router(client))

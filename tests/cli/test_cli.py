@@ -13,6 +13,7 @@ import pytest
 
 from config.settings import Settings, env_name, flag_name
 from server import cli
+from server.welcome import welcome
 from tests.cli.fakes import READY
 
 SCALARS = [name for name, field in Settings.model_fields.items() if cli.is_scalar(field.annotation)]
@@ -216,12 +217,12 @@ def test_ipv6_urls() -> None:
 
 
 def test_welcome_says_when_all_addresses_are_served() -> None:
-    assert "on every address" in cli.welcome("http://127.0.0.1:8000", Settings(host="0.0.0.0"), READY)
-    assert "on every address" not in cli.welcome("http://127.0.0.1:8000", Settings(), READY)
+    assert "on every address" in welcome("http://127.0.0.1:8000", Settings(host="0.0.0.0"), READY)
+    assert "on every address" not in welcome("http://127.0.0.1:8000", Settings(), READY)
 
 
 def test_the_curl_line_is_one_command_of_the_shell() -> None:
-    text = cli.welcome("http://127.0.0.1:8000", Settings(), READY | {"model": "it's mine"})
+    text = welcome("http://127.0.0.1:8000", Settings(), READY | {"model": "it's mine"})
     command = text[text.index("curl") :]
     words = subprocess.run(["sh", "-c", command.replace("curl", "printf '%s\n'", 1)], capture_output=True, text=True)
     assert '"model": "it\'s mine"' in words.stdout

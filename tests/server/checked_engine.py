@@ -64,7 +64,9 @@ class FaultyCore(Core):
         return super()._forward(scheduled)
 
 
-def run(settings: Settings, socket_path: str, status: Connection, core: type[Core] = CheckedCore) -> None:
+def run(
+    settings: Settings, socket_path: str, status: Connection, restarts: int, core: type[Core] = CheckedCore
+) -> None:
     """The engine's process."""
     build = engine.build_engine
 
@@ -74,12 +76,12 @@ def run(settings: Settings, socket_path: str, status: Connection, core: type[Cor
         return built
 
     engine.build_engine = build_with_core
-    engine.run(settings, socket_path, status)
+    engine.run(settings, socket_path, status, restarts)
 
 
-def run_slowly(settings: Settings, socket_path: str, status: Connection) -> None:
-    run(settings, socket_path, status, SlowCore)
+def run_slowly(settings: Settings, socket_path: str, status: Connection, restarts: int) -> None:
+    run(settings, socket_path, status, restarts, SlowCore)
 
 
-def run_faultily(settings: Settings, socket_path: str, status: Connection) -> None:
-    run(settings, socket_path, status, FaultyCore)
+def run_faultily(settings: Settings, socket_path: str, status: Connection, restarts: int) -> None:
+    run(settings, socket_path, status, restarts, FaultyCore)

@@ -1,0 +1,54 @@
+"""What a terminal shows when the server is ready. Knows the settings and the engine's summary."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from config.settings import Settings
+from server.version import version
+
+
+def welcome(url: str, settings: Settings, ready: Mapping[str, Any]) -> str:
+    """What is printed once the server is ready: address, model, strategies and a first request to try."""
+    body = shlex.quote(json.dumps({"model": ready["model"], "prompt": "Once upon a time", "max_tokens": 64}))
+    everywhere = " (on every address of this machine)" if settings.host in ("0.0.0.0", "::") else ""
+    return f"""
+kvmux {version()} serves {ready["model"]} on {url}{everywhere}
+
+  model       {ready["dtype"]} on {ready["device"]}; prompt and completion up to {ready["max_seq_len"]:,} tokens
+  kernels     {ready["kernels"]}
+  KV memory   {_size(ready["kv_memory_bytes"])}, shared by these strategies; each alone has room for
+{_strategies(ready["strategies"], settings.default_strategy)}
+
+Try it:
+
+  curl {url}/v1/completions -H 'Content-Type: application/json' \\
+    -d {body}
+"""
+
+
+def _strategies(strategies: Sequence[Mapping[str, Any]], default: str) -> str:
+    """A line for each: name, room, kind and options."""
+    width = max(len(each["name"]) for each in strategies)
+    lines = []
+    for each in strategies:
+        notes = ["default"] if each["name"] == default else []
+        notes += [each["kind"]] if each["kind"] != each["name"] else []
+        notes += [f"{key}={value}" for key, value in each["options"].items() if value is not None]
+        tokens = each["capacity_tokens"]
+        room = "any number of" if tokens is None else f"{tokens:,}"
+        line = f"{each['name']:{width}}  {room:>13} tokens  {', '.join(notes)}"
+        lines.append(" " * 14 + line.rstrip())
+    return "\n".join(lines)
+
+
+def _size(count: int) -> str:
+    size = float(count)
+    for unit in ("bytes", "KiB", "MiB"):
+        if size < 1024:
+            return f"{size:.4g} {unit}"
+        size /= 1024
+    return f"{size:.4g} GiB"

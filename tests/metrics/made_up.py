@@ -1,0 +1,109 @@
+"""Engines, steps and requests that never were, and what the metrics say of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from prometheus_client.parser import text_string_to_metric_families
+
+from cache_strategies.base import Blocks, Usage
+from cache_strategies.registry import declared
+from config.settings import Settings
+from kernels.table import OPS
+from server.engine.about import About
+from server.engine.device import DeviceMemory
+from server.engine.report import RequestRecord, StepReport
+from server.engine.state import State
+from server.metrics.registry import Metrics
+
+INSTANCES = ("paged", "contiguous")
+EMPTY = Usage(0, 0, 0, 0, 0, 0, 0)
+ABOUT = About(
+    instances=[each for each in declared(Settings().strategies) if each.name in INSTANCES],
+    backends={op.name: "cpu-avx2" for op in OPS},
+    fallen_back=[],
+    build={"version": "1.2.3", "torch": "2.13.0"},
+    settings={"device": "cpu", "deterministic": False, "max_seq_len": 512},
+    restarts=0,
+)
+NOTHING = State(
+    running={},
+    waiting={},
+    usage=dict.fromkeys(INSTANCES, EMPTY),
+    blocks=dict.fromkeys(INSTANCES, Blocks()),
+    floors=dict.fromkeys(INSTANCES, 0),
+    pool_free=0,
+    pool_held=0,
+    device=DeviceMemory(0, 0),
+    processes={},
+)
+
+Samples = dict[tuple[str, frozenset[tuple[str, str]]], float]
+
+
+def new_metrics(**about: Any) -> Metrics:
+    return Metrics(replace(ABOUT, **about))
+
+
+def scrape(metrics: Metrics, state: State = NOTHING) -> Samples:
+    return samples_of(metrics.exposition(state).decode())
+
+
+def samples_of(text: str) -> Samples:
+    return {
+        (sample.name, frozenset(sample.labels.items())): sample.value
+        for family in text_string_to_metric_families(text)
+        for sample in family.samples
+    }
+
+
+def at(samples: Samples, name: str, **labels: str) -> float:
+    return samples[name, frozenset(labels.items())]
+
+
+def labelled(samples: Samples, name: str) -> Sequence[dict[str, str]]:
+    """Labels of all samples of that name."""
+    return [dict(labels) for sample, labels in samples if sample == name]
+
+
+def state(**changes: Any) -> State:
+    return replace(NOTHING, **changes)
+
+
+def record(instance: str = "paged", outcome: str = "stop", **changes: object) -> RequestRecord:
+    values: dict[str, object] = {
+        "instance": instance,
+        "reason": "default",
+        "outcome": outcome,
+        "prompt_tokens": 30,
+        "cached_tokens": 16,
+        "miss": "cold",
+        "forked": False,
+        "generated_tokens": 5,
+        "preemptions": 0,
+        "kv_bytes": 1000,
+        "queue_seconds": 0.001,
+        "prefill_seconds": 0.1,
+        "decode_seconds": 0.4,
+        "first_token_seconds": 0.101,
+        "total_seconds": 0.6,
+    }
+    return RequestRecord(**(values | changes))  # type: ignore[arg-type]
+
+
+def step(**changes: object) -> StepReport:
+    values: dict[str, object] = {
+        "seconds": 0.02,
+        "parts": {},
+        "preempted": {},
+        "failures": {},
+        "forked": {},
+        "admitted": [],
+        "evicted": {},
+        "gaps": {},
+        "happened": {},
+        "kernels": None,
+    }
+    return StepReport(**(values | changes))  # type: ignore[arg-type]
