@@ -49,13 +49,13 @@ def create_app(settings: Settings, client: EngineClient, tokenizer: Tokenizer, o
         telemetry=NO_TELEMETRY,
     )
     errors.install(app)
-    add_middleware(app, settings, tracing)
+    add_middleware(app, settings, tracing, observations)
     add_routers(app, settings, client, tokenizer)
     app.include_router(health.router(client, observations))
     return app
 
 
-def add_middleware(app: FastAPI, settings: Settings, tracing: Tracing | None) -> None:
+def add_middleware(app: FastAPI, settings: Settings, tracing: Tracing | None, observations: Observations) -> None:
     """The last one is asked first."""
     app.add_middleware(access.Access, api_keys=settings.api_keys, admin_token=settings.admin_token)
     app.add_middleware(
@@ -73,7 +73,7 @@ def add_middleware(app: FastAPI, settings: Settings, tracing: Tracing | None) ->
             expose_headers=["*"],
         )
     app.add_middleware(RequestLog, log_prompts=settings.log_prompts, tracing=tracing)
-    app.add_middleware(RequestId)
+    app.add_middleware(RequestId, responded=observations.responded)
 
 
 def add_routers(app: FastAPI, settings: Settings, client: EngineClient, tokenizer: Tokenizer) -> None:

@@ -1,7 +1,4 @@
-"""Tells the engine what only an API process sees: its responses by status, and its memory. The engine counts.
-
-Plain ASGI, around the whole application: the framework's own error responses count too.
-"""
+"""Tells the engine what only an API process sees: its responses by status, and its memory. The engine counts."""
 
 from __future__ import annotations
 
@@ -10,13 +7,11 @@ import contextlib
 from collections import Counter
 
 import psutil
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from server.engine.client import EngineClient, EngineLost
 from server.engine.messages import Observed
 
 PAUSE = 1.0  # seconds between two words to the engine
-CLIENT_LEFT = 499  # before there was a response; nginx's number
 
 
 class Observations:
@@ -51,29 +46,3 @@ class Observations:
         while True:
             self.tell()
             await asyncio.sleep(PAUSE)
-
-
-class Observing:
-    """The application, whose responses are counted when they begin."""
-
-    def __init__(self, app: ASGIApp, observations: Observations) -> None:
-        self._app = app
-        self._observations = observations
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            return await self._app(scope, receive, send)
-        begun = False
-
-        async def observed(message: Message) -> None:
-            nonlocal begun
-            if message["type"] == "http.response.start":
-                begun = True
-                self._observations.responded(message["status"])
-            await send(message)
-
-        try:
-            await self._app(scope, receive, observed)
-        finally:
-            if not begun:
-                self._observations.responded(CLIENT_LEFT)

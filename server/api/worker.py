@@ -23,7 +23,7 @@ from config.settings import Settings
 from server.api.app import create_app
 from server.api.connection import connections
 from server.api.errors import ApiError
-from server.api.observations import Observations, Observing
+from server.api.observations import Observations
 from server.engine.client import EngineClient
 from server.logs import quote_no_exceptions
 from server.text.tokenizer import Tokenizer
@@ -53,7 +53,7 @@ class Server(uvicorn.Server):
         self._drain_seconds = settings.drain_seconds
         observations = Observations(client)
         config = uvicorn.Config(
-            Observing(create_app(settings, client, tokenizer, observations), observations),
+            create_app(settings, client, tokenizer, observations),
             loop="uvloop",
             http=connections(
                 settings.max_header_bytes, settings.header_timeout, settings.body_timeout, observations.responded

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from kernels.ops import Attention
 from server.engine.messages import Admitted, Tokens
+from server.engine.state import state_of
 from tests.engine.driving import Driver, strategies
 from tests.engine.reference import Reference, random_prompt
 from tests.models.random_models import load
@@ -131,7 +132,8 @@ def test_the_report_counts_rows_tokens_and_requests_by_instance(tiny: Path) -> N
     assert (paged.prefill_rows, paged.decode_rows, paged.tokens, paged.generated) == (1, 0, 10, 1)
     assert (contiguous.prefill_rows, contiguous.decode_rows, contiguous.tokens) == (1, 0, 20)
     assert (second.parts["paged"].prefill_rows, second.parts["paged"].decode_rows) == (0, 1)
-    assert (first.running, first.waiting) == ({"paged": 1, "contiguous": 1}, {("contiguous", "seats"): 1})
+    state = state_of(driver.core, {})
+    assert (state.running, state.waiting) == ({"paged": 1, "contiguous": 1}, {("contiguous", "seats"): 1})
 
 
 def test_the_report_tells_prompts_from_decoding_and_parts_from_ends(tiny: Path) -> None:
