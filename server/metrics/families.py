@@ -45,6 +45,12 @@ class Family(Generic[M]):
         """The name that Prometheus reads; a histogram's series have endings of their own."""
         return f"{PREFIX}{self.name}{'_total' if self.kind is Counter else ''}"
 
+    @property
+    def series(self) -> tuple[str, ...]:
+        """The names of its series, as a query asks for them."""
+        parts = ("_bucket", "_sum", "_count") if self.kind is Histogram else ("",)
+        return tuple(self.exposed + part for part in parts)
+
     def make(self, registry: CollectorRegistry) -> M:
         buckets: dict[str, Any] = {"buckets": self.edges} if self.edges else {}
         names = [label.name for label in self.labels]
