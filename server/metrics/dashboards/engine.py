@@ -47,6 +47,7 @@ def engine() -> Dashboard:
                     legend=each(f.OP),
                     bad_from=1,
                     nothing="none",
+                    width=6,
                 ),
             ],
         },

@@ -82,7 +82,14 @@ def lines(
 
 
 def number(
-    title: str, unit: str, query: str, *, legend: str = "", bad_from: float | None = None, nothing: str = "-"
+    title: str,
+    unit: str,
+    query: str,
+    *,
+    legend: str = "",
+    bad_from: float | None = None,
+    nothing: str = "-",
+    width: int = 3,
 ) -> Stat:
     """The latest value, large. bad_from: where it turns red; nothing: what stands there without one."""
     steps = [Threshold(color="green"), *([] if bad_from is None else [Threshold(value=bad_from, color="red")])]
@@ -93,7 +100,7 @@ def number(
         .datasource(PROMETHEUS)
         .unit(unit)
         .no_value(nothing)
-        .span(3)
+        .span(width)
         .height(4)
         .color_mode(BigValueColorMode.VALUE)
         .graph_mode(BigValueGraphMode.AREA)
