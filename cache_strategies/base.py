@@ -105,6 +105,31 @@ class Usage(NamedTuple):
     limit: int  # that it may hold at most
 
 
+class Blocks(NamedTuple):
+    """An instance's blocks; all are in use, or idle, or pinned and in use by nobody."""
+
+    in_use: int = 0  # by open seats,
+    shared: int = 0  # of these, by several,
+    pending: int = 0  # of these, promised and not computed yet
+    pinned: int = 0
+    idle: int = 0
+
+
+class Happened(NamedTuple):
+    """What has happened to an instance's blocks since it was asked last. Seconds, of the latest ones if there are many.
+
+    As vLLM has them.
+    """
+
+    copies: int = 0  # blocks copied before somebody wrote into a shared one
+    lifetimes: Sequence[float] = ()  # of what was evicted, from when it was filled
+    idle_times: Sequence[float] = ()  # of the same, from when somebody used it last
+    reuse_gaps: Sequence[float] = ()  # of what somebody used again, likewise
+
+
+NOTHING_HAPPENED = Happened()
+
+
 @dataclass(frozen=True)
 class Geometry:
     """The model's layers, and how much may come at once: what is known before there is any memory."""
@@ -277,6 +302,14 @@ class KVCache(ABC):
     @abstractmethod
     def usage(self) -> Usage:
         """Read from the host's books, between steps."""
+
+    def blocks(self) -> Blocks:
+        """Likewise; all zero: it has none."""
+        return Blocks()
+
+    def happened(self) -> Happened:
+        """Asked after each step."""
+        return NOTHING_HAPPENED
 
     @abstractmethod
     def check_integrity(self) -> None:

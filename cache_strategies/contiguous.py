@@ -19,8 +19,10 @@ from torch import Tensor
 
 from cache_strategies.base import (
     KEEPS_EVERYTHING,
+    Blocks,
     CacheSetup,
     Geometry,
+    Happened,
     Miss,
     Plan,
     Seat,
@@ -31,6 +33,7 @@ from cache_strategies.base import (
 )
 from cache_strategies.eviction.lru import LRU
 from cache_strategies.eviction.retention import Retained
+from cache_strategies.happenings import Happenings
 from cache_strategies.slab import SlabCache
 from cache_strategies.table import TableOptions, TableSeat
 
@@ -78,6 +81,7 @@ class ContiguousCache(SlabCache):
         self.contract = KEEPS_EVERYTHING._replace(exact=not self.rounds, reusable=self.prefix_cache)
         self._idle: dict[int, Idle] = {}  # by block, the oldest first
         self._retained = Retained(LRU, setup.clock)  # the same blocks, in the order in which they go
+        self._happenings = Happenings(setup.clock)  # of all blocks
 
     @classmethod
     def block_plan(cls, options: Any, geometry: Geometry) -> tuple[int, int]:
@@ -102,6 +106,7 @@ class ContiguousCache(SlabCache):
             seat = self._open(0)
         else:
             self._forget(block)
+            self._happenings.reused(block)
             seat = self._seat(block, common)
         if seat is None:
             return None
@@ -116,6 +121,7 @@ class ContiguousCache(SlabCache):
         tokens = np.array(seat.tokens[: seat.length], np.int64)
         known = _common(tokens >= 0, np.ones(len(tokens), bool))  # up to the first embedding, which has no name
         if seat.salt is None or not known:
+            self._happenings.gone(seat.blocks[0])
             super().close(seat)
             return
         self.seats.remove(seat)
@@ -124,6 +130,13 @@ class ContiguousCache(SlabCache):
         self._idle[block] = Idle(tokens[:known], seat.salt)
         self._retained.keep(block, seat.priority, seat.ttl)
         self._retained.insert(block, self.bytes_per_block)
+        self._happenings.idle(block)
+
+    def _open(self, length: int) -> TableSeat | None:
+        seat = super()._open(length)
+        if seat is not None:
+            self._happenings.born(seat.blocks[0])
+        return seat
 
     def retain(self, seat: Seat, *, priority: int, ttl: float | None) -> None:
         assert isinstance(seat, ContiguousSeat)
@@ -195,6 +208,7 @@ class ContiguousCache(SlabCache):
             block = self._retained.evict()
             assert isinstance(block, int)
             del self._idle[block]
+            self._happenings.evicted(block)
             self.setup.arena.give(self.name, block, self.store.run)
             given += self.store.run
         return given
@@ -203,6 +217,7 @@ class ContiguousCache(SlabCache):
         gone = [block for block, left in self._idle.items() if covers(salt, left.salt)]
         for block in gone:
             self._forget(block)
+            self._happenings.gone(block)
             self.setup.arena.give(self.name, block, self.store.run)
         for seat in self.seats:
             assert isinstance(seat, ContiguousSeat)
@@ -217,14 +232,20 @@ class ContiguousCache(SlabCache):
 
     def inspect(self) -> dict[str, Any]:
         seats = [{"tokens": s.length, "cached_tokens": s.cached, "blocks": 1} for s in self.seats]
-        blocks = {"in_use": len(self.seats), "shared": 0, "pending": 0, "pinned": 0, "idle": len(self._idle)}
-        return {"block_size": self.store.block_size, "blocks": blocks, "seats": seats}
+        return {"block_size": self.store.block_size, "blocks": self.blocks()._asdict(), "seats": seats}
+
+    def blocks(self) -> Blocks:
+        return super().blocks()._replace(idle=len(self._idle))
+
+    def happened(self) -> Happened:
+        return self._happenings.taken()
 
     def check_integrity(self) -> None:
         self._retained.check_integrity()
         assert len(self._retained) == len(self._idle)
         blocks = [seat.blocks[0] for seat in self.seats] + list(self._idle)
         assert len(set(blocks)) == len(blocks)
+        self._happenings.check_integrity(set(blocks), self._idle.keys())
         assert self.setup.arena.held(self.name) == len(blocks) * self.store.run
         for seat in self.seats:
             assert isinstance(seat, ContiguousSeat)

@@ -18,8 +18,10 @@ from pydantic import Field, field_validator
 
 from cache_strategies.base import (
     KEEPS_EVERYTHING,
+    Blocks,
     CacheSetup,
     Geometry,
+    Happened,
     Miss,
     Pin,
     PinError,
@@ -33,6 +35,7 @@ from cache_strategies.base import (
 from cache_strategies.block_pool import BlockPool
 from cache_strategies.eviction import load_policy
 from cache_strategies.eviction.retention import Retained
+from cache_strategies.happenings import Happenings
 from cache_strategies.pins import Pins
 from cache_strategies.prefix_index import Name, PendingBlocks, PrefixNames
 from cache_strategies.resident import ResidentBlocks
@@ -83,7 +86,9 @@ class PagedCache(TableCache):
         super().__init__(setup, options)
         self.prefix_cache = options.prefix_cache
         pool = BlockPool(setup.arena, setup.name, self.store.run)
-        self.resident = ResidentBlocks(pool, Retained(load_policy(options.eviction), setup.clock), self.bytes_per_block)
+        self._happenings = Happenings(setup.clock)
+        retained = Retained(load_policy(options.eviction), setup.clock)
+        self.resident = ResidentBlocks(pool, retained, self._happenings, self.bytes_per_block)
         self.pending = PendingBlocks()
         self.pinned = Pins(setup.clock)
         self._ttl = math.inf if options.ttl is None else options.ttl
@@ -226,6 +231,7 @@ class PagedCache(TableCache):
         copy = self.resident.take()
         if copy is None:
             return False
+        self._happenings.copied()
         self._copies[copy] = block  # the seat's reference to the source becomes the copy's
         seat.blocks[i] = copy
         return True
@@ -310,18 +316,10 @@ class PagedCache(TableCache):
         return {page for block in blocks for page in range(block, block + self.store.run)}
 
     def inspect(self) -> dict[str, Any]:
-        open_seats = Counter(block for seat in self.seats for block in seat.blocks)
-        states = {
-            "in_use": len(open_seats),
-            "shared": sum(1 for n in open_seats.values() if n > 1),  # of those in use
-            "pending": sum(1 for _ in self.pending.items()),
-            "pinned": len(self.pinned.blocks),
-            "idle": self.resident.num_idle,
-        }
         seats = [
             {"tokens": seat.length, "cached_tokens": seat.cached, "blocks": len(seat.blocks)} for seat in self.seats
         ]
-        return {"block_size": self.block_size, "blocks": states, "seats": seats}
+        return {"block_size": self.block_size, "blocks": self.blocks()._asdict(), "seats": seats}
 
     # ---------------------------------------------------------------- engine
     def poll(self) -> None:
@@ -383,6 +381,19 @@ class PagedCache(TableCache):
         reserved, used = len(self.resident) * self.bytes_per_block, int(sum(filled.values()) * self.bytes_per_token)
         idle = int(self.resident.num_idle * self.block_size * self.bytes_per_token)
         return Usage(len(self.seats), tokens, reserved, used, idle, reserved - used - idle, self.limit_bytes)
+
+    def blocks(self) -> Blocks:
+        references = Counter(block for seat in self.seats for block in seat.blocks)
+        return Blocks(
+            in_use=len(references),
+            shared=sum(1 for n in references.values() if n > 1),
+            pending=sum(1 for _ in self.pending.items()),
+            pinned=len(self.pinned.blocks),
+            idle=self.resident.num_idle,
+        )
+
+    def happened(self) -> Happened:
+        return self._happenings.taken()
 
     def check_integrity(self) -> None:
         references = Counter(block for seat in self.seats for block in seat.blocks)

@@ -1,7 +1,7 @@
 """The blocks of an instance that are in memory: in use, or idle under their names until they have to go.
 
-Wires `BlockPool` (how many refer to a block), `PrefixIndex` (its name) and `Retained` (which idle one goes first).
-A block without a name and without references goes at once. Knows neither seats nor tokens.
+Wires `BlockPool` (how many refer to a block), `PrefixIndex` (its name) and `Retained` (which idle one goes first), and
+tells `Happenings`. A block without a name and without references goes at once. Knows neither seats nor tokens.
 """
 
 from __future__ import annotations
@@ -11,15 +11,17 @@ from collections.abc import Mapping
 from cache_strategies.base import Miss, covers
 from cache_strategies.block_pool import BlockPool
 from cache_strategies.eviction.retention import Retained
+from cache_strategies.happenings import Happenings
 from cache_strategies.prefix_index import Name, PrefixIndex
 
 
 class ResidentBlocks:
     """Every reference that is taken is dropped once."""
 
-    def __init__(self, pool: BlockPool, retained: Retained, block_bytes: int) -> None:
+    def __init__(self, pool: BlockPool, retained: Retained, happenings: Happenings, block_bytes: int) -> None:
         self._pool = pool
         self._retained = retained
+        self._happenings = happenings
         self._index = PrefixIndex()
         self._block_bytes = block_bytes
 
@@ -34,6 +36,7 @@ class ResidentBlocks:
             name = self._index.name(block)
             assert name is not None, "a block without a name does not stay"
             self._retained.touch(name)
+            self._happenings.reused(name)
 
     def drop(self, block: int, *, priority: int = 0, ttl: float = 0.0) -> None:
         """One reference less, of somebody to whom it is worth keeping for `ttl` seconds."""
@@ -46,6 +49,7 @@ class ResidentBlocks:
             self._pool.give(block)
         else:
             self._retained.insert(name, self._block_bytes)
+            self._happenings.idle(name)
 
     def shared(self, block: int) -> bool:
         """Whether several refer to it."""
@@ -61,6 +65,7 @@ class ResidentBlocks:
     def publish(self, name: Name, block: int) -> None:
         """Found under this name from now on. The name must be new."""
         self._index.publish(name, block)
+        self._happenings.born(name)
 
     def forget(self, block: int) -> None:
         """Found by nobody any more; an idle one goes. One without a name is no error."""
@@ -69,6 +74,7 @@ class ResidentBlocks:
             return
         idle = name in self._retained
         self._retained.discard(name)
+        self._happenings.gone(name)
         if idle:
             self._pool.give(block)
 
@@ -92,6 +98,7 @@ class ResidentBlocks:
         """The idle block that goes first is gone."""
         name = self._retained.evict()
         assert isinstance(name, Name)
+        self._happenings.evicted(name)
         self._pool.give(self._index.evict(name))
 
     def __len__(self) -> int:
@@ -102,6 +109,8 @@ class ResidentBlocks:
         self._pool.check_integrity(references, self.num_idle)
         self._index.check_integrity()
         self._retained.check_integrity()
-        for name in self._index.names():
+        names = set(self._index.names())
+        self._happenings.check_integrity(names, {name for name in names if name in self._retained})
+        for name in names:
             block = self._index.find(name)
             assert (name in self._retained) == (not references.get(block, 0))  # type: ignore[arg-type]

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from cache_strategies.base import Seat, Usage
+from cache_strategies.base import Blocks, Seat, Usage
 from cache_strategies.table import TableCache, TableSeat
 
 
@@ -64,6 +64,9 @@ class SlabCache(TableCache):
         kept = sum(min(seat.length, self.store.block_size) for seat in self.seats)
         reserved, used = len(self.seats) * self.bytes_per_block, int(kept * self.bytes_per_token)
         return Usage(len(self.seats), tokens, reserved, used, 0, reserved - used, self.limit_bytes)
+
+    def blocks(self) -> Blocks:
+        return Blocks(in_use=len(self.seats))
 
     def check_integrity(self) -> None:
         blocks = [seat.blocks[0] for seat in self.seats]

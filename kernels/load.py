@@ -14,7 +14,7 @@ from kernels.cpu import load as cpu
 from kernels.cpu.load import KernelsMissing
 from kernels.ops import Ops
 from kernels.reference import ReferenceOps
-from kernels.table import DTYPES
+from kernels.table import DTYPES, OPS
 
 log = logging.getLogger(__name__)
 REFERENCE = "reference"
@@ -58,6 +58,11 @@ class Loaded(NamedTuple):
     def faulty(self) -> list[str]:
         """Operations that the reference computes in the backend's place."""
         return [verdict.op for verdict in self.verdicts if verdict.fault is not None]
+
+    @property
+    def by_operation(self) -> dict[str, str]:
+        """Who computes each."""
+        return {op.name: REFERENCE if op.name in self.faulty else self.backend for op in OPS}
 
     @property
     def words(self) -> str:

@@ -9,14 +9,13 @@ from __future__ import annotations
 import argparse
 import json
 import time
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 
 from config.settings import SettingsError, load
-from kernels.ops import Ops
-from kernels.table import OPS
+from kernels.stopwatch import Stopwatch
 from server.engine.build import Engine, build_engine
 from server.engine.messages import Sampling, Submit, Tokens
 
@@ -73,7 +72,7 @@ def measure(engine: Engine, kv_cache: str, sequences: int, context: int) -> list
         decoding |= {event.message.request_id for event in core.step().events if isinstance(event.message, Tokens)}
     for _ in range(WARM):
         core.step()
-    with Stopwatch(engine.kernels.ops) as watch:
+    with Stopwatch(engine.kernels.ops, core.model.device) as watch:
         began = time.perf_counter()
         for _ in range(STEPS):
             core.step()
@@ -81,41 +80,6 @@ def measure(engine: Engine, kv_cache: str, sequences: int, context: int) -> list
     core.cancel_worker(WORKER)
     spent = watch.seconds | {REST: total - sum(watch.seconds.values())}
     return [Share(sequences, what, 1e3 * took / STEPS, took / total) for what, took in spent.items()]
-
-
-class Stopwatch:
-    """Times operations from within, one that another calls as part of the other."""
-
-    def __init__(self, ops: Ops) -> None:
-        self.seconds = dict.fromkeys((op.name for op in OPS), 0.0)
-        self._ops = ops
-        self._untimed = {name: getattr(ops, name) for name in self.seconds}
-        self._before: dict[str, Any] = {}  # what the object had of its own
-        self._busy = False
-
-    def __enter__(self) -> Stopwatch:
-        self._before = {name: run for name, run in vars(self._ops).items() if name in self._untimed}
-        for name, run in self._untimed.items():
-            setattr(self._ops, name, self._timed(name, run))
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for name in self._untimed:
-            delattr(self._ops, name)
-        vars(self._ops).update(self._before)
-
-    def _timed(self, name: str, run: Callable[..., object]) -> Callable[..., object]:
-        def timed(*args: Any, **kwargs: Any) -> object:
-            if self._busy:
-                return run(*args, **kwargs)
-            self._busy, began = True, time.perf_counter()
-            try:
-                return run(*args, **kwargs)
-            finally:
-                self.seconds[name] += time.perf_counter() - began
-                self._busy = False
-
-        return timed
 
 
 def table(shares: Sequence[Share]) -> str:

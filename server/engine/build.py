@@ -21,6 +21,7 @@ from kernels.arena import Arena
 from kernels.cpu.backend import MAX_DIM, CpuOps
 from kernels.load import Loaded, load_ops
 from kernels.ops import Ops
+from kernels.stopwatch import Stopwatch
 from server.engine.core import Core
 from server.engine.device import (
     choose_device,
@@ -46,6 +47,7 @@ DEFAULT_MAX_SEQ_LEN = 8192
 class Engine:
     """A core and the words that describe it."""
 
+    settings: Settings
     name: str  # of the model
     aliases: Sequence[str]
     directory: Path  # of the model
@@ -100,9 +102,9 @@ def build_engine(settings: Settings) -> Engine:
         max_step_scores=max(1, MOST_LOGITS // model.facts.vocab_size),
     )
     selector = Selector(caches.keys(), settings.rules, settings.default_strategy)
-    core = Core(model, caches, arena, Scheduler(limits), selector)
+    core = Core(model, caches, arena, Scheduler(limits), selector, Stopwatch(ops, device))
     name, *aliases = settings.model_names
-    return Engine(name, aliases, directory, core, instances, kernels, max_seq_len)
+    return Engine(settings, name, aliases, directory, core, instances, kernels, max_seq_len)
 
 
 def _row_invariant(ops: Ops) -> Ops:

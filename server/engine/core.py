@@ -9,6 +9,7 @@ import logging
 import time
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -17,6 +18,7 @@ from torch import Tensor
 
 from cache_strategies.base import KVCache, Row
 from kernels.arena import Arena
+from kernels.stopwatch import Stopwatch
 from server.engine.batch import Batch, StrategyError, Work
 from server.engine.messages import Admitted, Explained, Failed, FromEngine, PromptScores, Submit, Tokens
 from server.engine.report import Admission, RequestRecord, StepPart, StepReport
@@ -28,6 +30,8 @@ from server.engine.selection import Selector
 from server.models.base import Model
 
 log = logging.getLogger(__name__)
+
+TIMED = 61  # every so manieth step its operations are timed; a prime, so that nothing that repeats is always met
 
 
 class Event(NamedTuple):
@@ -61,7 +65,13 @@ class Core:
     """The running server's state: the model, the caches, and the requests in the scheduler."""
 
     def __init__(
-        self, model: Model, caches: Mapping[str, KVCache], arena: Arena, scheduler: Scheduler, selector: Selector
+        self,
+        model: Model,
+        caches: Mapping[str, KVCache],
+        arena: Arena,
+        scheduler: Scheduler,
+        selector: Selector,
+        stopwatch: Stopwatch,
     ) -> None:
         self.model = model
         self.caches = caches
@@ -71,6 +81,8 @@ class Core:
         self._requests: dict[tuple[int, str], Request] = {}
         self._since = _Since()
         self._evicted: Counter[str] = Counter()  # pages, up to the last step
+        self._stopwatch = stopwatch
+        self._steps = 0
 
     @property
     def busy(self) -> bool:
@@ -150,21 +162,28 @@ class Core:
                 if not cache.draining:
                     self.scheduler.room_changed()
         scheduled, preempted = self.scheduler.schedule()
-        parts, events = self._compute(scheduled)
+        with self._timing(scheduled) as watch:
+            parts, events = self._compute(scheduled)
         since, self._since = self._since, _Since()
         report = StepReport(
             seconds=time.monotonic() - began,
             parts=parts,
             preempted=Counter(r.cache.name for r in preempted),
             failures=since.failures,
-            running=Counter(r.cache.name for r in self.scheduler.running),
-            waiting=Counter((r.cache.name, self.scheduler.wait_of(r)) for r in self.scheduler.waiting),
             gaps=since.gaps,
             forked=since.forked,
             admitted=since.admitted,
             evicted=self._newly_evicted(),
+            happened={name: cache.happened() for name, cache in self.caches.items()},
+            kernels=None if watch is None else watch.seconds,
         )
         return StepResult(events + since.explanations, report, since.left)
+
+    def _timing(self, scheduled: Sequence[Scheduled]) -> AbstractContextManager[Stopwatch | None]:
+        """Of the operations, in some steps: none of them pays for it that anybody could tell."""
+        self._steps += bool(scheduled)
+        timed = scheduled and self._steps % TIMED == 0
+        return self._stopwatch if timed else nullcontext()
 
     def _newly_evicted(self) -> dict[str, int]:
         """Bytes, by instance."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from typing import NamedTuple
 
 import psutil
 import torch
@@ -63,19 +64,37 @@ def choose_step_tokens(wanted: int | None, device: torch.device) -> int:
     return wanted or (256 if device.type == "cpu" else 1024)
 
 
+class DeviceMemory(NamedTuple):
+    """Of a CPU: the machine's, or what its container may have."""
+
+    used: int
+    free: int
+
+
+def device_memory(device: torch.device) -> DeviceMemory:
+    """Bytes now, whoever uses them."""
+    if device.type == "cuda":
+        free, total = torch.cuda.mem_get_info(device)
+        return DeviceMemory(total - free, free)
+    if device.type == "mps":
+        used = torch.mps.driver_allocated_memory()
+        return DeviceMemory(used, torch.mps.recommended_max_memory() - used)
+    machine = psutil.virtual_memory()
+    limit, used = _container_memory()
+    if limit < machine.total:
+        return DeviceMemory(used, min(limit - used, machine.available))
+    return DeviceMemory(machine.total - machine.available, machine.available)
+
+
 def free_memory(device: torch.device) -> int:
     """Bytes that could be allocated now."""
-    if device.type == "cuda":
-        return int(torch.cuda.mem_get_info(device)[0])
-    if device.type == "mps":
-        return torch.mps.recommended_max_memory() - torch.mps.driver_allocated_memory()
-    return min(int(psutil.virtual_memory().available), _container_memory())
+    return device_memory(device).free
 
 
-def _container_memory() -> int:
-    """What a container's limit leaves (cgroup v2), which the host's figures do not show; without a limit, no end."""
+def _container_memory() -> tuple[int, int]:
+    """A container's limit (cgroup v2), which the host's figures do not show, and what of it is used."""
     cgroup = Path("/sys/fs/cgroup")
     try:
-        return int((cgroup / "memory.max").read_text()) - int((cgroup / "memory.current").read_text())
+        return int((cgroup / "memory.max").read_text()), int((cgroup / "memory.current").read_text())
     except (OSError, ValueError):  # no such file, or "max"
-        return sys.maxsize
+        return sys.maxsize, 0

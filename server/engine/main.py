@@ -16,6 +16,7 @@ import msgspec
 from prometheus_client import disable_created_metrics
 
 from config.settings import Settings, SettingsError
+from server.engine.about import about
 from server.engine.admin import obey
 from server.engine.build import Engine, build_engine, describe_caches, summary
 from server.engine.core import Event
@@ -27,6 +28,7 @@ from server.engine.messages import (
     Failed,
     FromEngine,
     Hello,
+    Observed,
     Query,
     Question,
     Strategy,
@@ -34,6 +36,7 @@ from server.engine.messages import (
     ToEngine,
 )
 from server.engine.request import RequestError
+from server.engine.state import Processes, state_of
 from server.metrics.registry import Metrics
 
 log = logging.getLogger(__name__)
@@ -42,8 +45,11 @@ IDLE_SECONDS = 0.5  # how long an idle engine sleeps before it looks whether to 
 STALLED_SECONDS = 0.001  # pause when nobody who runs could be scheduled
 
 
-def run(settings: Settings, socket_path: str, status: Connection) -> None:
-    """Serves until SIGTERM. Tells `status` {"ready": summary} or {"error": what the user must change}."""
+def run(settings: Settings, socket_path: str, status: Connection, restarts: int = 0) -> None:
+    """Serves until SIGTERM. Tells `status` {"ready": summary} or {"error": what the user must change}.
+
+    `restarts`: how many engines were there before this one.
+    """
     try:
         engine = build_engine(settings)
     except SettingsError as error:
@@ -58,7 +64,7 @@ def run(settings: Settings, socket_path: str, status: Connection) -> None:
         [Strategy(d.name, d.kind) for d in engine.instances],
     )
     with Gateway(socket_path, hello) as gateway:
-        loop = Loop(engine, gateway)
+        loop = Loop(engine, gateway, restarts)
         signal.signal(signal.SIGTERM, lambda *_: loop.stop())
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # the terminal's Ctrl-C is the supervisor's to handle
         status.send({"ready": summary(engine)})
@@ -68,11 +74,13 @@ def run(settings: Settings, socket_path: str, status: Connection) -> None:
 class Loop:
     """Messages, a step, events; again."""
 
-    def __init__(self, engine: Engine, gateway: Gateway) -> None:
+    def __init__(self, engine: Engine, gateway: Gateway, restarts: int = 0) -> None:
         self._engine = engine
         self._core = engine.core
         self._gateway = gateway
-        self._metrics = Metrics([d.name for d in engine.instances], engine.kernels.faulty)
+        self._about = about(engine, restarts)
+        self._metrics = Metrics(self._about)
+        self._processes = Processes()
         self._stopping = False
 
     def run(self) -> None:
@@ -108,17 +116,23 @@ class Loop:
                 self._core.cancel(worker, request_id, outcome)
             case Query(query_id, what):
                 return [Event(worker, self._answer(query_id, what))]
+            case Observed(responses, memory):
+                self._metrics.observe_responses(responses)
+                self._processes.workers[worker] = memory
             case Gone():
                 self._core.cancel_worker(worker)
+                self._processes.workers.pop(worker, None)
         return []
 
     def _answer(self, query_id: int, what: Question | Command) -> Answer:
         match what:
             case "kv_cache":
                 return Answer(query_id, msgspec.json.encode({"object": "list", "data": describe_caches(self._engine)}))
+            case "settings":
+                return Answer(query_id, msgspec.json.encode(self._about.settings))
             case "metrics" | "openmetrics":
-                usage = {name: cache.usage() for name, cache in self._core.caches.items()}
-                return Answer(query_id, self._metrics.exposition(usage, openmetrics=what == "openmetrics"))
+                state = state_of(self._core, self._processes.resident())
+                return Answer(query_id, self._metrics.exposition(state, openmetrics=what == "openmetrics"))
         try:
             return Answer(query_id, msgspec.json.encode(obey(self._core, what)))
         except RequestError as error:

@@ -104,10 +104,17 @@ class Share(msgspec.Struct, tag=True, frozen=True):
     limit: str | None
 
 
+class Observed(msgspec.Struct, tag=True, frozen=True):
+    """What an API worker has seen since it told last: its responses by status, and its resident memory, in bytes."""
+
+    responses: dict[int, int]
+    memory_bytes: int
+
+
 Command = Inspect | Clear | PinPrefix | Unpin | Share
 
 
-Question = Literal["kv_cache", "metrics", "openmetrics"]  # the instances as JSON, the metrics in one of two formats
+Question = Literal["kv_cache", "settings", "metrics", "openmetrics"]  # the first two as JSON
 
 
 class Query(msgspec.Struct, tag=True, frozen=True):
@@ -117,7 +124,7 @@ class Query(msgspec.Struct, tag=True, frozen=True):
     what: Question | Command
 
 
-ToEngine = Submit | Cancel | Query
+ToEngine = Submit | Cancel | Query | Observed
 
 
 # ---------------------------------------------------------------- from the engine

@@ -4,11 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import msgspec
 
+if TYPE_CHECKING:  # API processes read records, and import no strategies
+    from cache_strategies.base import Happened
+
 Wait = Literal["seats", "memory", "sibling", "turn"]  # what a request waits for, see Scheduler.wait_of
+Phase = Literal["prefill", "decode", "mixed"]  # what the rows of a step do: all of them, or some this and some that
+Role = Literal["engine", "api", "supervisor"]  # of a process
 
 
 @dataclass(frozen=True)
@@ -43,9 +48,9 @@ class StepReport:
     forked: Mapping[str, int]  # requests that took over a sibling's prompt, and got their first token so, by instance
     admitted: Sequence[Admission]
     evicted: Mapping[str, int]  # bytes that had to make room since the step before, by instance
-    running: Mapping[str, int]  # after the step, by instance
-    waiting: Mapping[tuple[str, str], int]  # by instance and Wait
     gaps: Mapping[str, Sequence[float]]  # seconds between a token drawn in this step and the one before, by instance
+    happened: Mapping[str, Happened]  # to blocks, by instance
+    kernels: Mapping[str, float] | None  # seconds of each operation; None: they were not timed in this step
 
     @property
     def rows(self) -> int:
@@ -54,6 +59,13 @@ class StepReport:
     @property
     def tokens(self) -> int:
         return sum(part.tokens for part in self.parts.values())
+
+    @property
+    def phase(self) -> Phase:
+        """Of a step with rows."""
+        if not any(part.prefill_rows for part in self.parts.values()):
+            return "decode"
+        return "mixed" if any(part.decode_rows for part in self.parts.values()) else "prefill"
 
 
 class RequestRecord(msgspec.Struct, frozen=True):

@@ -39,7 +39,7 @@ MAX_SOCKET_PATH = 103  # bytes; macOS has room for 104 with the closing zero
 class Targets:
     """What the children run, as "package.module:function"."""
 
-    engine: str = "server.engine.main:run"  # (settings, socket_path, status)
+    engine: str = "server.engine.main:run"  # (settings, socket_path, status, restarts)
     worker: str = "server.api.worker:serve_worker"  # (settings, socket_path, listening_socket)
 
 
@@ -132,6 +132,7 @@ class Supervisor:
         self._status: Connection | None = None  # the engine's word: {"ready": ...} or {"error": ...}
         self._serving = False
         self._outcome: int | None = None  # exit code, once it is time to stop
+        self._engines = 0  # started so far
         self._engine = Child("engine", self._start_engine, timing)
         self._workers = [Child(f"worker-{i}", self._start_worker, timing) for i in range(settings.workers)]
 
@@ -156,14 +157,15 @@ class Supervisor:
     def _start_engine(self, name: str) -> SpawnProcess:
         Path(self._socket_path).unlink(missing_ok=True)  # a killed engine leaves it behind
         self._status, theirs = self._spawn_context.Pipe(duplex=False)
+        self._engines += 1
         with theirs:
-            return self._spawn(name, self._targets.engine, theirs)
+            return self._spawn(name, self._targets.engine, theirs, self._engines - 1)
 
     def _start_worker(self, name: str) -> SpawnProcess:
         return self._spawn(name, self._targets.worker, self._listener)
 
-    def _spawn(self, name: str, target: str, last: Connection | socket.socket) -> SpawnProcess:
-        args = (target, self._settings.log_level, (self._settings, self._socket_path, last))
+    def _spawn(self, name: str, target: str, *rest: Connection | socket.socket | int) -> SpawnProcess:
+        args = (target, self._settings.log_level, (self._settings, self._socket_path, *rest))
         process = self._spawn_context.Process(target=run_child, args=args, name=name, daemon=True)
         with _deaf_to_ctrl_c():
             process.start()

@@ -8,16 +8,19 @@ vLLM's with our prefix, so that dashboards compare. A label takes values from a 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar, get_args
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Info, Summary
 
-from cache_strategies.base import Miss
-from server.engine.report import Wait
+from cache_strategies.base import Blocks, Miss
+from server.engine.report import Phase, Role, Wait
 
 PREFIX = "kvmux_"
-M = TypeVar("M", Counter, Gauge, Histogram)
+ENDINGS: Mapping[type, str] = {Counter: "_total", Info: "_info"}
+PARTS: Mapping[type, tuple[str, ...]] = {Histogram: ("_bucket", "_sum", "_count"), Summary: ("_sum", "_count")}
+M = TypeVar("M", Counter, Gauge, Histogram, Info, Summary)
 Edges = tuple[float, ...]
 
 
@@ -34,7 +37,7 @@ class Family(Generic[M]):
     """One metric with all its label values."""
 
     kind: type[M]
-    name: str  # without the prefix, a counter's without `_total` too
+    name: str  # without the prefix and the ending that its kind has
     help: str
     labels: tuple[Label, ...] = ()
     edges: Edges = ()  # of a histogram's buckets
@@ -42,14 +45,13 @@ class Family(Generic[M]):
 
     @property
     def exposed(self) -> str:
-        """The name that Prometheus reads; a histogram's series have endings of their own."""
-        return f"{PREFIX}{self.name}{'_total' if self.kind is Counter else ''}"
+        """The name that Prometheus reads; the series of histograms and summaries have endings of their own."""
+        return f"{PREFIX}{self.name}{ENDINGS.get(self.kind, '')}"
 
     @property
     def series(self) -> tuple[str, ...]:
         """The names of its series, as a query asks for them."""
-        parts = ("_bucket", "_sum", "_count") if self.kind is Histogram else ("",)
-        return tuple(self.exposed + part for part in parts)
+        return tuple(self.exposed + part for part in PARTS.get(self.kind, ("",)))
 
     def make(self, registry: CollectorRegistry) -> M:
         buckets: dict[str, Any] = {"buckets": self.edges} if self.edges else {}
@@ -59,7 +61,7 @@ class Family(Generic[M]):
 
 def _as_vllm(kind: type[M], name: str, help: str, labels: tuple[Label, ...], edges: Edges = ()) -> Family[M]:
     """One that vLLM has by the same name."""
-    return Family(kind, name, help, labels, edges, vllm=f"{name}{'_total' if kind is Counter else ''}")
+    return Family(kind, name, help, labels, edges, vllm=f"{name}{ENDINGS.get(kind, '')}")
 
 
 # ---------------------------------------------------------------- labels
@@ -68,7 +70,16 @@ OUTCOME = Label("outcome", ("stop", "length", "cancelled", "error"))
 MISS = Label("reason", get_args(Miss))
 WAIT = Label("reason", get_args(Wait))
 KV_STATE = Label("state", ("used", "idle", "wasted"))
+POOL_STATE = Label("state", ("held", "free"))
+DEVICE_STATE = Label("state", ("used", "free"))
+BLOCK_STATE = Label("state", Blocks._fields)
 OP = Label("op")  # operations of the kernels
+BACKEND = Label("backend")  # who computes that operation
+PHASE = Label("phase", get_args(Phase))
+ROLE = Label("role", get_args(Role))
+STATUSES = (200, 400, 401, 403, 404, 405, 408, 409, 413, 415, 422, 429, 431, 499, 500, 503, 504)
+OTHER = "other"
+CODE = Label("code", (*map(str, STATUSES), OTHER))
 BY = (STRATEGY,)
 
 # ---------------------------------------------------------------- edges: vLLM's, and finer ones below
@@ -83,6 +94,10 @@ LATENCY: Edges = (
     0.01, 0.025, 0.05, 0.1, 0.2, 0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960, 1920,
     7680,
 )
+BLOCK_AGE: Edges = (
+    0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 30, 60, 120, 300, 600, 1200, 1800,
+)
+TOKENS: Edges = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10_000, 20_000, 50_000, 100_000, 200_000)
 # fmt: on
 POWERS = tuple(2**n for n in range(15))
 
@@ -109,6 +124,12 @@ FIRST_TOKEN_TIME = _as_vllm(
     Histogram, "time_to_first_token_seconds", "From arrival to the first token.", BY, FIRST_TOKEN
 )
 INTER_TOKEN_LATENCY = _as_vllm(Histogram, "inter_token_latency_seconds", "Between two tokens.", BY, PER_TOKEN)
+REQUEST_PROMPT_TOKENS = _as_vllm(
+    Histogram, "request_prompt_tokens", "Prompt tokens of a request that was admitted, when it leaves.", BY, TOKENS
+)
+REQUEST_GENERATION_TOKENS = _as_vllm(
+    Histogram, "request_generation_tokens", "Tokens generated for such a request.", BY, TOKENS
+)
 TIME_PER_TOKEN = _as_vllm(
     Histogram, "request_time_per_output_token_seconds", "Mean time between two tokens of a request.", BY, PER_TOKEN
 )
@@ -128,24 +149,74 @@ STEPS = Family(Counter, "steps", "Forward passes; a step serves all strategies."
 STEP_SECONDS = Family(Histogram, "step_seconds", "Of a step.", (), PER_TOKEN)
 STEP_ROWS = Family(Histogram, "step_rows", "Sequences in a step.", (), POWERS)
 STEP_TOKENS = Family(Histogram, "step_tokens", "Tokens in a step.", (), POWERS, vllm="iteration_tokens_total")
+KERNEL_SECONDS = Family(
+    Summary,
+    "kernel_seconds",
+    "Of an operation, all its calls in a step together; of one step in many, by what the rows of the step do.",
+    (OP, BACKEND, PHASE),
+)
+TIMED_STEP_SECONDS = Family(
+    Summary, "timed_step_seconds", "Of these steps: what no operation took is Python and small tensors.", (PHASE,)
+)
 KERNEL_FALLBACK = Family(
     Gauge, "kernel_fallback", "1: the operation failed its check at start, and plain torch computes it.", (OP,)
 )
+
+ENGINE_RESTARTS = Family(Counter, "engine_restarts", "Engines that were started because the one before had died.")
+RESPONSES = Family(
+    Counter,
+    "http_responses",
+    "HTTP responses by status, as API processes tell within a second; 499: the client left before there was one.",
+    (CODE,),
+)
+BUILD = Family(Info, "build", "Versions of what runs.")
+SETTINGS = Family(Info, "settings", "Settings as they came out, `auto` and defaults filled in; GET /v1/settings too.")
+STRATEGIES = Family(Info, "strategy", "Its kind and options.", BY)
 
 # ---------------------------------------------------------------- memory
 KV_BYTES = Family(
     Gauge,
     "kv_cache_bytes",
-    "KV memory held: used, idle (kept for whoever comes again), wasted (held and empty).",
+    "KV memory reserved: used, idle (kept for whoever comes again), wasted (held and empty).",
     (STRATEGY, KV_STATE),
 )
 KV_LIMIT = Family(Gauge, "kv_cache_limit_bytes", "KV memory it may hold.", BY)
+KV_FLOOR = Family(Gauge, "kv_cache_floor_bytes", "KV memory that nobody else may take.", BY)
+KV_POOL = Family(Gauge, "kv_cache_pool_bytes", "KV memory of all: held by some strategy, or free.", (POOL_STATE,))
+KV_BLOCKS = Family(
+    Gauge,
+    "kv_cache_blocks",
+    "Blocks: in_use by sequences that run (of these shared by several, pending: promised by one that computes them), "
+    "pinned, idle.",
+    (STRATEGY, BLOCK_STATE),
+)
+KV_COPIES = Family(
+    Counter, "kv_cache_copied_blocks", "Blocks copied because somebody wrote into a shared one (copy on write).", BY
+)
 KV_USAGE = Family(Gauge, "kv_cache_usage_ratio", "Used bytes of the limit, 0 to 1.", BY, vllm="kv_cache_usage_perc")
 KV_EVICTED = Family(Counter, "kv_cache_evicted_bytes", "Idle KV memory that had to make room.", BY)
-
-FAMILIES: tuple[Family[Counter] | Family[Gauge] | Family[Histogram], ...] = tuple(
-    family for family in list(globals().values()) if isinstance(family, Family)
+BLOCK_LIFETIME = _as_vllm(
+    Histogram, "kv_block_lifetime_seconds", "Of blocks that were evicted, from when they got their name.", BY, BLOCK_AGE
 )
+BLOCK_IDLE = _as_vllm(Histogram, "kv_block_idle_before_evict_seconds", "Of these, from their last use.", BY, BLOCK_AGE)
+BLOCK_REUSE_GAP = _as_vllm(
+    Histogram,
+    "kv_block_reuse_gap_seconds",
+    "Of idle blocks that were found, from their last use.",
+    BY,
+    BLOCK_AGE,
+)
+PROCESS_MEMORY = Family(
+    Gauge, "process_resident_memory_bytes", "Of the server's processes; shared memory counts in each.", (ROLE,)
+)
+DEVICE_MEMORY = Family(
+    Gauge,
+    "device_memory_bytes",
+    "Of the device, whoever uses it; of a CPU, the machine's.",
+    (DEVICE_STATE,),
+)
+
+FAMILIES: tuple[Family[Any], ...] = tuple(family for family in list(globals().values()) if isinstance(family, Family))
 
 
 def table() -> str:

@@ -48,32 +48,32 @@ def run_until_told(name: str) -> None:
     say(f"{name} ends")
 
 
-def engine(settings: Settings, socket_path: str, status: Any) -> None:
+def engine(settings: Settings, socket_path: str, status: Any, restarts: int) -> None:
     """A healthy engine."""
     status.send({"ready": READY})
     run_until_told("engine")
 
 
-def engine_refusing(settings: Settings, socket_path: str, status: Any) -> None:
+def engine_refusing(settings: Settings, socket_path: str, status: Any, restarts: int) -> None:
     status.send({"error": f"there is no model in {settings.model}"})
     run_until_told("engine")
 
 
-def engine_loading(settings: Settings, socket_path: str, status: Any) -> None:
+def engine_loading(settings: Settings, socket_path: str, status: Any, restarts: int) -> None:
     """Never gets ready."""
     run_until_told("engine")
 
 
-def engine_crashing(settings: Settings, socket_path: str, status: Any) -> None:
+def engine_crashing(settings: Settings, socket_path: str, status: Any, restarts: int) -> None:
     sys.exit(3)
 
 
-def engine_telling_its_socket(settings: Settings, socket_path: str, status: Any) -> None:
+def engine_telling_its_socket(settings: Settings, socket_path: str, status: Any, restarts: int) -> None:
     """Leaves a file where its socket would be, and tells whether there was one."""
     say(f"socket {socket_path} {os.path.exists(socket_path)}")
     with open(socket_path, "w"):
         pass
-    engine(settings, socket_path, status)
+    engine(settings, socket_path, status, restarts)
 
 
 def worker(settings: Settings, socket_path: str, listener: Any) -> None:

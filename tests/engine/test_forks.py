@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from server.engine.messages import Sampling
+from server.engine.state import state_of
 from tests.engine.driving import Driver, least_memory, strategies
 from tests.engine.reference import Reference, random_prompt
 
@@ -44,7 +45,8 @@ def computed(driver: Driver) -> int:
 def test_siblings_wait_for_the_prompt_of_the_first(tiny: Path) -> None:
     driver = Driver(tiny, **SETTINGS)
     choices(driver)
-    assert driver.step().report.waiting == {("paged", "sibling"): CHOICES - 1}
+    driver.step()
+    assert state_of(driver.core, {}).waiting == {("paged", "sibling"): CHOICES - 1}
 
 
 def forked(driver: Driver) -> int:

@@ -19,8 +19,8 @@ from kernels.load import backends, load_ops
 from kernels.ops import Ops
 from kernels.reference import ReferenceOps
 from kernels.table import DTYPES, OPS
+from server.engine.about import about
 from server.engine.build import summary
-from server.engine.main import Loop
 from tests.engine.driving import Driver
 from tests.engine.reference import random_prompt
 from tests.kernels.matrix import BACKENDS
@@ -106,9 +106,9 @@ def test_a_server_with_a_broken_kernel_says_so_and_answers_rightly(
     assert summary(driver.engine)["kernels"] == "cpu-broken, plain torch for attend"
     assert summary(reference.engine)["kernels"] == "plain torch"
     assert "KERNEL FAILS ITS CHECK, plain torch is used: attend of cpu-broken: RuntimeError: no such" in caplog.text
-    told = Loop(driver.engine, None)._metrics.exposition({}).decode()  # type: ignore[arg-type]
-    assert 'kvmux_kernel_fallback{op="attend"} 1.0' in told
-    assert 'kvmux_kernel_fallback{op="rope"} 0.0' in told
+    found = about(driver.engine)
+    assert found.fallen_back == ["attend"]
+    assert (found.backends["attend"], found.backends["rope"]) == ("reference", "cpu-broken")
 
 
 def test_without_a_library_plain_torch_is_used_and_told(

@@ -1,72 +1,109 @@
-"""Metrics of a server that is not there: a registry that was told of every kind of event, behind HTTP."""
+"""Engines, steps and requests that never were, and what the metrics say of them."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from threading import Thread
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
 
-from cache_strategies.base import Usage
+from prometheus_client.parser import text_string_to_metric_families
+
+from cache_strategies.base import Blocks, Usage
+from cache_strategies.registry import declared
+from config.settings import Settings
 from kernels.table import OPS
-from server.api.health import OPENMETRICS
-from server.engine.report import Admission, StepPart
-from server.metrics.families import MISS, OUTCOME, WAIT
+from server.engine.about import About
+from server.engine.device import DeviceMemory
+from server.engine.report import RequestRecord, StepReport
+from server.engine.state import State
 from server.metrics.registry import Metrics
-from tests.engine.test_metrics import INSTANCES, record, step
 
-USAGE = Usage(seats=2, tokens=50, reserved=600, used=300, idle=200, wasted=100, limit=1000)
+INSTANCES = ("paged", "contiguous")
+EMPTY = Usage(0, 0, 0, 0, 0, 0, 0)
+ABOUT = About(
+    instances=[each for each in declared(Settings().strategies) if each.name in INSTANCES],
+    backends={op.name: "cpu-avx2" for op in OPS},
+    fallen_back=[],
+    build={"version": "1.2.3", "torch": "2.13.0"},
+    settings={"device": "cpu", "deterministic": False, "max_seq_len": 512},
+    restarts=0,
+)
+NOTHING = State(
+    running={},
+    waiting={},
+    usage=dict.fromkeys(INSTANCES, EMPTY),
+    blocks=dict.fromkeys(INSTANCES, Blocks()),
+    floors=dict.fromkeys(INSTANCES, 0),
+    pool_free=0,
+    pool_held=0,
+    device=DeviceMemory(0, 0),
+    processes={},
+)
 
-
-def made_up_metrics() -> Metrics:
-    """One operation fell back, and nothing else has happened."""
-    return Metrics(INSTANCES, faulty_kernels=[OPS[0].name])
-
-
-def happen(metrics: Metrics) -> None:
-    """A step and some requests, the same for every strategy: of 10 tokens 6 are found, each outcome comes once."""
-    every = dict.fromkeys(INSTANCES, 1)
-    metrics.observe_step(
-        step(
-            parts=dict.fromkeys(INSTANCES, StepPart(3, 1, 40, 4)),
-            preempted=every,
-            failures=every,
-            forked=every,
-            evicted=every,
-            running=dict.fromkeys(INSTANCES, 2),
-            waiting={(name, wait): 3 for name in INSTANCES for wait in WAIT.values or ()},
-            gaps={name: [0.02, 0.03] for name in INSTANCES},
-            admitted=[
-                Admission(name, 10, 6, reason, forked=False) for name in INSTANCES for reason in MISS.values or ()
-            ],
-        )
-    )
-    for name in INSTANCES:
-        for outcome in OUTCOME.values or ():
-            metrics.observe_request(record(name, outcome))
+Samples = dict[tuple[str, frozenset[tuple[str, str]]], float]
 
 
-@contextmanager
-def served(metrics: Metrics) -> Iterator[str]:
-    """Its `host:port`."""
+def new_metrics(**about: Any) -> Metrics:
+    return Metrics(replace(ABOUT, **about))
 
-    class Handler(BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            openmetrics = OPENMETRICS in self.headers.get("Accept", "")
-            body = metrics.exposition(dict.fromkeys(INSTANCES, USAGE), openmetrics=openmetrics)
-            self.send_response(200)
-            self.send_header("Content-Type", f"{OPENMETRICS}; version=1.0.0" if openmetrics else "text/plain")
-            self.end_headers()
-            self.wfile.write(body)
 
-        def log_message(self, *_: object) -> None:
-            pass
+def scrape(metrics: Metrics, state: State = NOTHING) -> Samples:
+    return samples_of(metrics.exposition(state).decode())
 
-    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
-        thread = Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05})
-        thread.start()
-        try:
-            yield "{}:{}".format(*server.server_address)
-        finally:
-            server.shutdown()
-            thread.join()
+
+def samples_of(text: str) -> Samples:
+    return {
+        (sample.name, frozenset(sample.labels.items())): sample.value
+        for family in text_string_to_metric_families(text)
+        for sample in family.samples
+    }
+
+
+def at(samples: Samples, name: str, **labels: str) -> float:
+    return samples[name, frozenset(labels.items())]
+
+
+def labelled(samples: Samples, name: str) -> Sequence[dict[str, str]]:
+    """Labels of all samples of that name."""
+    return [dict(labels) for sample, labels in samples if sample == name]
+
+
+def state(**changes: Any) -> State:
+    return replace(NOTHING, **changes)
+
+
+def record(instance: str = "paged", outcome: str = "stop", **changes: object) -> RequestRecord:
+    values: dict[str, object] = {
+        "instance": instance,
+        "reason": "default",
+        "outcome": outcome,
+        "prompt_tokens": 30,
+        "cached_tokens": 16,
+        "miss": "cold",
+        "forked": False,
+        "generated_tokens": 5,
+        "preemptions": 0,
+        "kv_bytes": 1000,
+        "queue_seconds": 0.001,
+        "prefill_seconds": 0.1,
+        "decode_seconds": 0.4,
+        "first_token_seconds": 0.101,
+        "total_seconds": 0.6,
+    }
+    return RequestRecord(**(values | changes))  # type: ignore[arg-type]
+
+
+def step(**changes: object) -> StepReport:
+    values: dict[str, object] = {
+        "seconds": 0.02,
+        "parts": {},
+        "preempted": {},
+        "failures": {},
+        "forked": {},
+        "admitted": [],
+        "evicted": {},
+        "gaps": {},
+        "happened": {},
+        "kernels": None,
+    }
+    return StepReport(**(values | changes))  # type: ignore[arg-type]

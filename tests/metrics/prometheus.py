@@ -46,16 +46,17 @@ class Prometheus:
     """What its HTTP API says."""
 
     client: httpx.Client
+    moment: float | None = None  # what is asked is asked for this time; None: for now
 
     @property
     def url(self) -> str:
         return str(self.client.base_url)
 
     def query(self, expression: str) -> list[tuple[Labels, float]]:
-        """Values as they are now, with their labels. Fails with Prometheus' own words for what is no PromQL."""
-        return [
-            (series["metric"], float(series["value"][1])) for series in self._get("query", query=expression)["result"]
-        ]
+        """Values with their labels. Fails with Prometheus' own words for what is no PromQL."""
+        when = {} if self.moment is None else {"time": str(self.moment)}
+        result = self._get("query", query=expression, **when)["result"]
+        return [(series["metric"], float(series["value"][1])) for series in result]
 
     def value(self, expression: str) -> float:
         """The only one."""
@@ -70,13 +71,15 @@ class Prometheus:
         end = time.monotonic() + WAIT
         while not until():
             assert time.monotonic() < end, f"waited in vain for {what}"
-            time.sleep(0.05)
+            time.sleep(0.1)
 
     def wait_for_scrapes(self, number: int) -> None:
         """Until it has read the metrics so many times more."""
-        count = "count_over_time(up[1h])"
-        before = sum(value for _, value in self.query(count))
-        self.wait(lambda: sum(value for _, value in self.query(count)) >= before + number, "scrapes")
+        before = self._scrapes()
+        self.wait(lambda: self._scrapes() >= before + number, "scrapes")
+
+    def _scrapes(self) -> float:
+        return sum(value for _, value in self.query("sum_over_time(up[1h])"))
 
     def _get(self, what: str, **parameters: str) -> Any:
         answer = self.client.get(f"/api/v1/{what}", params=parameters).json()
@@ -85,7 +88,7 @@ class Prometheus:
 
 
 @contextmanager
-def running_prometheus(folder: Path, target: str, interval: str = "200ms") -> Iterator[Prometheus]:
+def running_prometheus(folder: Path, target: str, interval: str = "500ms") -> Iterator[Prometheus]:
     """One that scrapes `host:port`, with everything that config/prometheus says but how often."""
     config = yaml.safe_load((CONFIG / "prometheus.yml").read_text())
     config["global"] = {"scrape_interval": interval, "scrape_timeout": interval, "evaluation_interval": interval}

@@ -10,8 +10,8 @@ import yaml
 from server.metrics import vllm_names
 from server.metrics.dashboards.promql import named
 from server.metrics.families import FAMILIES, PREFIX
-from tests.metrics.made_up import USAGE, happen, made_up_metrics
 from tests.metrics.prometheus import CONFIG, ROOT, promtool
+from tests.metrics.served import BUSY, busy_metrics, happen
 
 ALERTS: list[dict[str, Any]] = yaml.safe_load((CONFIG / "alerts.yml").read_text())["groups"][0]["rules"]
 CASES = sorted((CONFIG / "tests").glob("*.yml"))
@@ -78,7 +78,7 @@ def test_alerts_fire_when_they_should() -> None:
 
 
 def test_prometheus_has_nothing_to_say_about_the_exposition() -> None:
-    metrics = made_up_metrics()
+    metrics = busy_metrics()
     happen(metrics)
-    result = promtool("check", "metrics", text=metrics.exposition({"paged": USAGE}).decode())
+    result = promtool("check", "metrics", text=metrics.exposition(BUSY).decode())
     assert (result.returncode, result.stdout, result.stderr) == (0, "", "")

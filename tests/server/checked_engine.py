@@ -53,7 +53,9 @@ class SlowCore(Core):
         return result
 
 
-def run(settings: Settings, socket_path: str, status: Connection, core: type[Core] = CheckedCore) -> None:
+def run(
+    settings: Settings, socket_path: str, status: Connection, restarts: int, core: type[Core] = CheckedCore
+) -> None:
     """The engine's process."""
     build = engine.build_engine
 
@@ -63,8 +65,8 @@ def run(settings: Settings, socket_path: str, status: Connection, core: type[Cor
         return built
 
     engine.build_engine = build_with_core
-    engine.run(settings, socket_path, status)
+    engine.run(settings, socket_path, status, restarts)
 
 
-def run_slowly(settings: Settings, socket_path: str, status: Connection) -> None:
-    run(settings, socket_path, status, SlowCore)
+def run_slowly(settings: Settings, socket_path: str, status: Connection, restarts: int) -> None:
+    run(settings, socket_path, status, restarts, SlowCore)

@@ -6,14 +6,19 @@ from grafana_foundation_sdk.models.dashboard import Dashboard
 
 from server.metrics import families as f
 from server.metrics.dashboards.panels import (
+    BYTES,
     NUMBER,
     SECONDS,
     TIMES_A_SECOND,
     dashboard,
+    facts,
     lines,
     number,
 )
-from server.metrics.dashboards.promql import each, highest, mean, quantile, rate
+from server.metrics.dashboards.promql import each, highest, mean, now, quantile, rate, ratio, ratio_to_all
+
+TIMED = rate(f.TIMED_STEP_SECONDS, part="_count")
+REST = ratio(f"({rate(f.TIMED_STEP_SECONDS, part='_sum')} - {rate(f.KERNEL_SECONDS, part='_sum')})", TIMED)
 
 
 def engine() -> Dashboard:
@@ -39,7 +44,20 @@ def engine() -> Dashboard:
                     {"sequences": mean(f.STEP_ROWS), "tokens": mean(f.STEP_TOKENS)},
                 ),
             ],
-            "Kernels": [
+            "Kernels, in steps that were timed": [
+                lines(
+                    "Time of a step, by operation",
+                    SECONDS,
+                    {each(f.OP): ratio_to_all(rate(f.KERNEL_SECONDS, f.OP, part="_sum"), TIMED), "the rest": REST},
+                    stacked=True,
+                    width=12,
+                ),
+                lines(
+                    "Time of a step, by what its rows do",
+                    SECONDS,
+                    {each(f.PHASE): mean(f.TIMED_STEP_SECONDS, f.PHASE)},
+                    width=6,
+                ),
                 number(
                     "Operations that fell back",
                     NUMBER,
@@ -50,5 +68,13 @@ def engine() -> Dashboard:
                     width=6,
                 ),
             ],
+            "Processes and device": [
+                lines("Processes", BYTES, {each(f.ROLE): now(f.PROCESS_MEMORY, f.ROLE)}, stacked=True, width=9),
+                lines(
+                    "Device", BYTES, {each(f.DEVICE_STATE): now(f.DEVICE_MEMORY, f.DEVICE_STATE)}, stacked=True, width=9
+                ),
+                number("Restarts of the engine", NUMBER, now(f.ENGINE_RESTARTS), bad_from=1, width=6),
+            ],
+            "What runs": [facts("Build", f.BUILD), facts("Settings", f.SETTINGS)],
         },
     )

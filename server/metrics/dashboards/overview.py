@@ -68,8 +68,17 @@ def overview() -> Dashboard:
                 lines("From arrival to the end", SECONDS, quantiles(f.E2E_LATENCY)),
             ],
             "Cache and trouble": [
-                lines("Hit rate", SHARE, {"all": HIT_RATE}),
-                lines("KV memory used of the limit", SHARE, {each(f.STRATEGY): highest(f.KV_USAGE, f.STRATEGY)}),
+                lines("Hit rate", SHARE, {"all": HIT_RATE}, width=6),
+                lines(
+                    "KV memory used of the limit", SHARE, {each(f.STRATEGY): highest(f.KV_USAGE, f.STRATEGY)}, width=6
+                ),
+                lines(
+                    "HTTP responses, by status",
+                    REQUESTS_A_SECOND,
+                    {each(f.CODE): f"{rate(f.RESPONSES, f.CODE)} > 0"},
+                    stacked=True,
+                    width=6,
+                ),
                 lines(
                     "Errors",
                     REQUESTS_A_SECOND,
@@ -77,6 +86,7 @@ def overview() -> Dashboard:
                         "requests that ended so": rate(f.REQUESTS, where={f.OUTCOME: "error"}),
                         "exceptions in a strategy": rate(f.FAILURES),
                     },
+                    width=6,
                 ),
             ],
         },

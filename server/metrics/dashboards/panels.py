@@ -1,4 +1,4 @@
-"""What a dashboard is made of: its frame, and two kinds of panels. Knows Grafana's builders, metrics only by queries.
+"""What a dashboard is made of: its frame, and three kinds of panels. Knows Grafana's builders, metrics only by queries.
 
 A panel is told its queries by their legends. What its description says comes from the families that they name.
 """
@@ -17,10 +17,12 @@ from grafana_foundation_sdk.builders.common import (
 )
 from grafana_foundation_sdk.builders.prometheus import Dataquery
 from grafana_foundation_sdk.builders.stat import Panel as Stat
+from grafana_foundation_sdk.builders.table import Panel as Table
 from grafana_foundation_sdk.builders.timeseries import Panel as Timeseries
 from grafana_foundation_sdk.models.common import (
     BigValueColorMode,
     BigValueGraphMode,
+    BigValueTextMode,
     LegendDisplayMode,
     LegendPlacement,
     SortOrder,
@@ -33,19 +35,22 @@ from grafana_foundation_sdk.models.dashboard import (
     DashboardCursorSync,
     DashboardLinkType,
     DataSourceRef,
+    DataTransformerConfig,
     Threshold,
     ThresholdsMode,
     VariableOption,
     VariableRefresh,
     VariableSort,
 )
+from grafana_foundation_sdk.models.prometheus import PromQueryFormat
+from prometheus_client import Info
 
-from server.metrics.dashboards.promql import SERVER, SERVER_VARIABLE, STRATEGY_VARIABLE, named
+from server.metrics.dashboards.promql import SERVER, SERVER_VARIABLE, STRATEGY_VARIABLE, named, select
 from server.metrics.families import KV_LIMIT, STEPS, STRATEGY, Family, Label
 
 TAG = "kvmux"
 PROMETHEUS = DataSourceRef(type_val="prometheus", uid="${datasource}")
-Panel = Timeseries | Stat
+Panel = Timeseries | Stat | Table
 
 # ---------------------------------------------------------------- Grafana's units
 SECONDS, BYTES, SHARE, NUMBER = "s", "bytes", "percentunit", "short"
@@ -91,7 +96,7 @@ def number(
     nothing: str = "-",
     width: int = 3,
 ) -> Stat:
-    """The latest value, large. bad_from: where it turns red; nothing: what stands there without one."""
+    """The latest value, large, or with a legend who has one. bad_from: where it turns red; nothing: without one."""
     steps = [Threshold(color="green"), *([] if bad_from is None else [Threshold(value=bad_from, color="red")])]
     return (
         Stat()
@@ -103,10 +108,35 @@ def number(
         .span(width)
         .height(4)
         .color_mode(BigValueColorMode.VALUE)
-        .graph_mode(BigValueGraphMode.AREA)
+        .graph_mode(BigValueGraphMode.NONE if legend else BigValueGraphMode.AREA)
+        .text_mode(BigValueTextMode.NAME if legend else BigValueTextMode.AUTO)
         .reduce_options(ReduceDataOptions().calcs(["lastNotNull"]))
         .thresholds(build.ThresholdsConfig().mode(ThresholdsMode.ABSOLUTE).steps(steps))
         .targets([*_targets({legend: query})])
+    )
+
+
+def facts(title: str, family: Family[Info], *, width: int = 12) -> Table:
+    """What an info metric says: a row for each strategy, or one for each label."""
+    target = Dataquery().datasource(PROMETHEUS).ref_id("A").expr(select(family)).legend_format("").instant()
+    if STRATEGY in family.labels:
+        hidden = dict.fromkeys(("Time", "Value", "__name__", "job"), True)
+        arranged = DataTransformerConfig(id_val="organize", options={"excludeByName": hidden})
+        target.format(PromQueryFormat.TABLE)
+    else:
+        arranged = DataTransformerConfig(id_val="labelsToFields", options={"mode": "rows"})
+        target.format(PromQueryFormat.TIME_SERIES)
+    return (
+        Table()
+        .title(title)
+        .description(_describe({"": select(family)}))
+        .datasource(PROMETHEUS)
+        .unit(NUMBER)
+        .span(width)
+        .height(9)
+        .show_header(True)
+        .targets([target])
+        .with_transformation(arranged)
     )
 
 

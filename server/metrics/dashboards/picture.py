@@ -38,6 +38,7 @@ class Line(NamedTuple):
     legend: str
     times: list[float]
     values: list[float]
+    labels: dict[str, str]
 
 
 class Source(NamedTuple):
@@ -60,7 +61,7 @@ class Source(NamedTuple):
         }
         with urlopen(f"{self.url}/api/v1/query_range?{urlencode(query)}", timeout=30) as answer:
             result = json.load(answer)["data"]["result"]
-        return sorted(_line(series, legend) for series in result)
+        return sorted((_line(series, legend) for series in result), key=lambda line: line.legend)
 
 
 def draw(dashboard: Dashboard, source: Source) -> Figure:
@@ -100,6 +101,9 @@ def _panel(figure: Figure, panel: Panel, box: tuple[float, float, float, float],
     if panel.type_val == "stat":
         _number(card, lines, unit, (panel.field_config and panel.field_config.defaults.no_value) or "-")
         return
+    if panel.type_val == "table":
+        _table(card, [line.labels for line in lines])
+        return
     inside = (left + 0.14 * width, bottom + 0.26 * height, 0.82 * width, 0.60 * height)
     axes = figure.add_axes(inside, facecolor="white")
     _lines(axes, lines, stacked=_is_stacked(panel))
@@ -108,8 +112,25 @@ def _panel(figure: Figure, panel: Panel, box: tuple[float, float, float, float],
 
 
 def _number(card: Axes, lines: Sequence[Line], unit: str, nothing: str) -> None:
-    text = writer(unit)(lines[-1].values[-1]) if lines else nothing
+    legends = ", ".join(line.legend for line in lines)
+    text = legends or (writer(unit)(lines[-1].values[-1]) if lines and lines[-1].values else nothing)
     card.text(0.5, 0.4, text, transform=card.transAxes, fontsize=17, color="#2f8a4d", ha="center", va="center")
+
+
+def _table(card: Axes, rows: Sequence[dict[str, str]]) -> None:
+    """One row as a column of labels, several as they are."""
+    shown = [{name: row[name] for name in row if name not in ("__name__", "instance", "job")} for row in rows]
+    if len(shown) == 1:
+        cells = [[name, value] for name, value in shown[0].items()]
+    else:
+        cells = [list(row.values()) for row in shown]
+    if not cells:
+        return
+    heights, widths = 0.82 / max(len(cells), 6), [max(len(row[i]) for row in cells) + 3 for i in range(len(cells[0]))]
+    for i, row in enumerate(cells):
+        for j, text in enumerate(row):
+            x = 0.02 + sum(widths[:j]) / max(sum(widths), 90) * 0.98
+            card.text(x, 0.85 - i * heights, text, transform=card.transAxes, fontsize=6.5, color=INK, va="top")
 
 
 def _lines(axes: Axes, lines: Sequence[Line], *, stacked: bool) -> None:
@@ -165,7 +186,7 @@ def writer(unit: str) -> Callable[[float], str]:
 def _line(series: dict[str, Any], legend: str) -> Line:
     named = re.sub(r"\{\{(\w+)\}\}", lambda label: str(series["metric"].get(label[1], "")), legend)
     points = [(float(moment), float(value)) for moment, value in series["values"] if value != "NaN"]
-    return Line(named, [moment for moment, _ in points], [value for _, value in points])
+    return Line(named, [moment for moment, _ in points], [value for _, value in points], series["metric"])
 
 
 def _is_stacked(panel: Panel) -> bool:
@@ -184,6 +205,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--folder", type=Path, default=Path(), help="for the files, dashboard-NAME.png")
     wanted = parser.parse_args(argv)
     source = Source(wanted.prometheus, time.time(), wanted.seconds, wanted.scrape_seconds)
+    wanted.folder.mkdir(parents=True, exist_ok=True)
     for name in wanted.dashboards:
         draw(known[name], source).savefig(wanted.folder / f"dashboard-{name}.png", dpi=110)
 

@@ -20,7 +20,7 @@ _BY_SERIES: Mapping[str, Family[Any]] = {series: family for family in FAMILIES f
 
 
 def select(family: Family[Any], part: str = "", where: Mapping[Label, str] | None = None) -> str:
-    """Its series at the servers and strategies that were chosen. A histogram has parts: `_bucket`, `_sum`, `_count`."""
+    """Its series at the servers and strategies that were chosen. Histograms and summaries have parts, as `_sum`."""
     assert family.exposed + part in family.series
     chosen = [f'{SERVER.name}=~"${SERVER_VARIABLE}"']
     if STRATEGY in family.labels:
@@ -33,7 +33,7 @@ def select(family: Family[Any], part: str = "", where: Mapping[Label, str] | Non
 
 
 def now(family: Family[Any], *by: Label, where: Mapping[Label, str] | None = None) -> str:
-    """A gauge, summed over all labels but `by`."""
+    """A gauge, or how far a counter has come, summed over all labels but `by`."""
     return _aggregate("sum", family, by, select(family, where=where))
 
 
@@ -54,13 +54,18 @@ def quantile(share: float, family: Family[Any], *by: Label) -> str:
 
 
 def mean(family: Family[Any], *by: Label) -> str:
-    """Of a histogram's observations."""
+    """Of what a histogram or a summary observed."""
     return ratio(rate(family, *by, part="_sum"), rate(family, *by, part="_count"))
 
 
 def ratio(part: str, whole: str) -> str:
     """Nothing where there was nothing."""
     return f"{part} / ({whole} > 0)"
+
+
+def ratio_to_all(part: str, whole: str) -> str:
+    """Where the whole has none of the labels of its parts."""
+    return f"{part} / on() group_left() ({whole} > 0)"
 
 
 def each(*labels: Label) -> str:

@@ -18,6 +18,7 @@ from server.metrics.dashboards.panels import (
     TIMES_A_SECOND,
     TOKENS_A_SECOND,
     dashboard,
+    facts,
     lines,
 )
 from server.metrics.dashboards.promql import each, highest, mean, now, quantile, rate, ratio
@@ -42,12 +43,16 @@ def strategies() -> Dashboard:
                 slow("Decode", f.DECODE_TIME, width=8),
             ],
             "Throughput": [
-                rates("Requests", REQUESTS_A_SECOND, f.REQUESTS),
-                rates("Tokens generated", TOKENS_A_SECOND, f.GENERATION_TOKENS),
-                rates("Tokens of prompts", TOKENS_A_SECOND, f.PROMPT_TOKENS),
-                lines("Running", NUMBER, {BY: now(f.RUNNING, f.STRATEGY)}),
-                lines("Waiting", NUMBER, {BY: now(f.WAITING, f.STRATEGY)}),
-                rates("Choices that took over a prompt", REQUESTS_A_SECOND, f.FORKS),
+                rates("Requests", REQUESTS_A_SECOND, f.REQUESTS, width=6),
+                rates("Choices that took over a prompt", REQUESTS_A_SECOND, f.FORKS, width=6),
+                rates("Tokens generated", TOKENS_A_SECOND, f.GENERATION_TOKENS, width=6),
+                rates("Tokens of prompts", TOKENS_A_SECOND, f.PROMPT_TOKENS, width=6),
+                lines("Running", NUMBER, {BY: now(f.RUNNING, f.STRATEGY)}, width=6),
+                lines("Waiting", NUMBER, {BY: now(f.WAITING, f.STRATEGY)}, width=6),
+                lines("Tokens of a prompt, mean", NUMBER, {BY: mean(f.REQUEST_PROMPT_TOKENS, f.STRATEGY)}, width=6),
+                lines(
+                    "Tokens of an answer, mean", NUMBER, {BY: mean(f.REQUEST_GENERATION_TOKENS, f.STRATEGY)}, width=6
+                ),
             ],
             "Cache and memory": [
                 lines(
@@ -67,12 +72,13 @@ def strategies() -> Dashboard:
                     {BY: rate(f.REQUESTS, f.STRATEGY, where={f.OUTCOME: "error"})},
                 ),
             ],
+            "Who is who": [facts("Strategies", f.STRATEGIES, width=24)],
         },
     )
 
 
-def rates(title: str, unit: str, family: Family[Any]) -> Timeseries:
-    return lines(title, unit, {BY: rate(family, f.STRATEGY)})
+def rates(title: str, unit: str, family: Family[Any], width: int = 8) -> Timeseries:
+    return lines(title, unit, {BY: rate(family, f.STRATEGY)}, width=width)
 
 
 def slow(title: str, family: Family[Histogram], width: int = 6) -> Timeseries:

@@ -8,90 +8,49 @@ import pytest
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as openmetrics_families
 from prometheus_client.parser import text_string_to_metric_families
 
-from cache_strategies.base import Usage
-from server.engine.report import Admission, RequestRecord, StepPart, StepReport
+from cache_strategies.base import Blocks, Happened, Usage
+from server.engine.about import about
+from server.engine.device import DeviceMemory
+from server.engine.report import Admission, StepPart
+from server.engine.state import state_of
 from server.metrics.families import FAMILIES, KV_STATE, OUTCOME, STRATEGY, WAIT, table
 from server.metrics.registry import Metrics
 from tests.engine.driving import Driver
 from tests.engine.reference import random_prompt
-
-INSTANCES = ("paged", "contiguous")
-EMPTY = Usage(0, 0, 0, 0, 0, 0, 0)
-
-Samples = dict[tuple[str, frozenset[tuple[str, str]]], float]
+from tests.metrics.made_up import (
+    EMPTY,
+    INSTANCES,
+    NOTHING,
+    at,
+    labelled,
+    new_metrics,
+    record,
+    scrape,
+    state,
+    step,
+)
 
 OUTCOMES, KV_STATES = OUTCOME.values or (), KV_STATE.values or ()
 DOCUMENT = (Path(__file__).parents[2] / "docs" / "metrics.md").read_text()
 
 
-def scrape(metrics: Metrics, **usage: Usage) -> Samples:
-    text = metrics.exposition(dict.fromkeys(INSTANCES, EMPTY) | usage).decode()
-    return {
-        (sample.name, frozenset(sample.labels.items())): sample.value
-        for family in text_string_to_metric_families(text)
-        for sample in family.samples
-    }
-
-
-def at(samples: Samples, name: str, **labels: str) -> float:
-    return samples[name, frozenset(labels.items())]
-
-
-def record(instance: str = "paged", outcome: str = "stop", **changes: object) -> RequestRecord:
-    values: dict[str, object] = {
-        "instance": instance,
-        "reason": "default",
-        "outcome": outcome,
-        "prompt_tokens": 30,
-        "cached_tokens": 16,
-        "miss": "cold",
-        "forked": False,
-        "generated_tokens": 5,
-        "preemptions": 0,
-        "kv_bytes": 1000,
-        "queue_seconds": 0.001,
-        "prefill_seconds": 0.1,
-        "decode_seconds": 0.4,
-        "first_token_seconds": 0.101,
-        "total_seconds": 0.6,
-    }
-    return RequestRecord(**(values | changes))  # type: ignore[arg-type]
-
-
-def step(**changes: object) -> StepReport:
-    values: dict[str, object] = {
-        "seconds": 0.02,
-        "parts": {},
-        "preempted": {},
-        "failures": {},
-        "forked": {},
-        "admitted": [],
-        "evicted": {},
-        "running": {},
-        "waiting": {},
-        "gaps": {},
-    }
-    return StepReport(**(values | changes))  # type: ignore[arg-type]
-
-
 def test_every_strategy_starts_at_zero_in_every_metric() -> None:
-    samples = scrape(Metrics(INSTANCES))
+    samples = scrape(new_metrics())
     for family in FAMILIES:
         if STRATEGY in family.labels:
             name = f"{family.exposed}_count" if family.edges else family.exposed
-            shown = {dict(labels)["strategy"] for sample, labels in samples if sample == name}
-            assert shown == set(INSTANCES), name
+            assert {labels["strategy"] for labels in labelled(samples, name)} == set(INSTANCES), name
     for instance in INSTANCES:
         for outcome in OUTCOMES:
             assert at(samples, "kvmux_requests_total", strategy=instance, outcome=outcome) == 0
-        for state in KV_STATES:
-            assert at(samples, "kvmux_kv_cache_bytes", strategy=instance, state=state) == 0
+        for held in KV_STATES:
+            assert at(samples, "kvmux_kv_cache_bytes", strategy=instance, state=held) == 0
     assert at(samples, "kvmux_steps_total") == 0
-    assert {value for (name, _), value in samples.items() if not name.endswith("_created")} == {0}
+    assert {value for (name, _), value in samples.items() if not name.endswith(("_info", "_created"))} == {0}
 
 
 def test_names_end_as_their_kind_and_unit_demand() -> None:
-    text = Metrics(INSTANCES).exposition(dict.fromkeys(INSTANCES, EMPTY)).decode()
+    text = new_metrics().exposition(NOTHING).decode()
     families = list(text_string_to_metric_families(text))
     assert len({family.name for family in families}) == len(families)
     for family in families:
@@ -104,13 +63,13 @@ def test_names_end_as_their_kind_and_unit_demand() -> None:
             assert names <= {family.name}
             assert not family.name.endswith("_total")
         else:
-            assert family.type == "histogram"
+            parts = {"histogram": ("bucket", "count", "sum"), "summary": ("count", "sum")}[family.type]
             assert family.name.endswith(("_seconds", "_rows", "_tokens"))
-            assert {f"{family.name}_{part}" for part in ("bucket", "count", "sum")} <= names
+            assert {f"{family.name}_{part}" for part in parts} <= names
 
 
 def test_a_request_counts_once_under_its_strategy_and_outcome() -> None:
-    metrics = Metrics(INSTANCES)
+    metrics = new_metrics()
     before = scrape(metrics)
     metrics.observe_request(record())
     after = scrape(metrics)
@@ -127,6 +86,8 @@ def test_a_request_counts_once_under_its_strategy_and_outcome() -> None:
         "kvmux_request_decode_time_seconds_count": 1,
         "kvmux_time_to_first_token_seconds_count": 1,
         "kvmux_request_time_per_output_token_seconds_count": 1,
+        "kvmux_request_prompt_tokens_count": 1,
+        "kvmux_request_generation_tokens_count": 1,
     }
     assert at(after, "kvmux_request_time_per_output_token_seconds_sum", strategy="paged") == pytest.approx(0.1)
     changed = {labels for (name, labels), value in after.items() if before[name, labels] != value}
@@ -144,7 +105,7 @@ def test_a_request_counts_once_under_its_strategy_and_outcome() -> None:
 def test_a_prompt_counts_when_it_is_admitted(
     admission: Admission, queries: int, hits: int, misses: dict[str, int]
 ) -> None:
-    metrics = Metrics(INSTANCES)
+    metrics = new_metrics()
     metrics.observe_step(step(admitted=[admission]))
     samples = scrape(metrics)
     assert at(samples, "kvmux_prompt_tokens_total", strategy="paged") == 30
@@ -160,10 +121,9 @@ def test_a_prompt_counts_when_it_is_admitted(
 
 
 def test_openmetrics_says_the_same() -> None:
-    metrics = Metrics(INSTANCES)
+    metrics = new_metrics()
     metrics.observe_request(record())
-    usage = dict.fromkeys(INSTANCES, EMPTY)
-    theirs = openmetrics_families(metrics.exposition(usage, openmetrics=True).decode())
+    theirs = openmetrics_families(metrics.exposition(NOTHING, openmetrics=True).decode())
     found = {(s.name, frozenset(s.labels.items())): s.value for family in theirs for s in family.samples}
     assert found == scrape(metrics)
 
@@ -174,7 +134,7 @@ def test_the_document_has_every_metric() -> None:
 
 @pytest.mark.parametrize("outcome", OUTCOMES)
 def test_times_that_did_not_come_about_are_not_observed(outcome: str) -> None:
-    metrics = Metrics(INSTANCES)
+    metrics = new_metrics()
     never = dict.fromkeys(("queue_seconds", "prefill_seconds", "decode_seconds", "first_token_seconds"))
     metrics.observe_request(record("contiguous", outcome, generated_tokens=0, **never))
     samples = scrape(metrics)
@@ -185,13 +145,13 @@ def test_times_that_did_not_come_about_are_not_observed(outcome: str) -> None:
 
 
 def test_one_token_has_no_time_between_tokens() -> None:
-    metrics = Metrics(INSTANCES)
+    metrics = new_metrics()
     metrics.observe_request(record(generated_tokens=1, decode_seconds=0.0))
     assert at(scrape(metrics), "kvmux_request_time_per_output_token_seconds_count", strategy="paged") == 0
 
 
 def test_a_step_counts_what_it_computed() -> None:
-    metrics = Metrics(INSTANCES)
+    metrics = new_metrics()
     parts = {"paged": StepPart(3, 1, 40, 4), "contiguous": StepPart(0, 2, 100, 0)}
     metrics.observe_step(step(parts=parts, preempted={"paged": 2}, failures={"contiguous": 1}))
     samples = scrape(metrics)
@@ -207,40 +167,121 @@ def test_a_step_counts_what_it_computed() -> None:
         assert at(samples, name, strategy="contiguous") == contiguous
 
 
-def test_an_idle_step_is_no_step_but_its_gauges_count() -> None:
-    metrics = Metrics(INSTANCES)
-    metrics.observe_step(step(running={"paged": 2}, waiting={("paged", "memory"): 1, ("contiguous", "seats"): 5}))
-    samples = scrape(metrics)
-    assert at(samples, "kvmux_steps_total") == at(samples, "kvmux_step_rows_count") == 0
-    assert at(samples, "kvmux_num_requests_running", strategy="paged") == 2
-    assert at(samples, "kvmux_num_requests_waiting", strategy="contiguous", reason="seats") == 5
+def test_an_idle_step_is_no_step() -> None:
+    metrics = new_metrics()
     metrics.observe_step(step())
     samples = scrape(metrics)
+    assert at(samples, "kvmux_steps_total") == at(samples, "kvmux_step_rows_count") == 0
+
+
+def test_gauges_are_as_it_is_now() -> None:
+    metrics = new_metrics()
+    samples = scrape(
+        metrics,
+        state(
+            running={"paged": 2},
+            waiting={("paged", "memory"): 1, ("contiguous", "seats"): 5},
+            usage={"paged": Usage(2, 50, 600, 300, 200, 100, 1000), "contiguous": EMPTY},
+            blocks={"paged": Blocks(6, 3, 2, 1, 4), "contiguous": Blocks()},
+            floors={"paged": 77, "contiguous": 0},
+            pool_free=400,
+            pool_held=600,
+            device=DeviceMemory(30, 70),
+            processes={"engine": 5, "api": 6, "supervisor": 7},
+        ),
+    )
+    assert at(samples, "kvmux_num_requests_running", strategy="paged") == 2
+    assert at(samples, "kvmux_num_requests_waiting", strategy="contiguous", reason="seats") == 5
+    for name, label, expected in (
+        ("kv_cache_bytes", "state", {"used": 300, "idle": 200, "wasted": 100}),
+        ("kv_cache_blocks", "state", {"in_use": 6, "shared": 3, "pending": 2, "pinned": 1, "idle": 4}),
+        ("num_requests_waiting", "reason", {"memory": 1, "seats": 0, "turn": 0, "sibling": 0}),
+    ):
+        assert {
+            labels[label]: at(samples, f"kvmux_{name}", **labels)
+            for labels in labelled(samples, f"kvmux_{name}")
+            if labels["strategy"] == "paged"
+        } == expected
+    for name, label, expected in (
+        ("kv_cache_pool_bytes", "state", {"held": 600, "free": 400}),
+        ("device_memory_bytes", "state", {"used": 30, "free": 70}),
+        ("process_resident_memory_bytes", "role", {"engine": 5, "api": 6, "supervisor": 7}),
+    ):
+        assert {value: at(samples, f"kvmux_{name}", **{label: value}) for value in expected} == expected
+    assert at(samples, "kvmux_kv_cache_limit_bytes", strategy="paged") == 1000
+    assert at(samples, "kvmux_kv_cache_floor_bytes", strategy="paged") == 77
+    assert at(samples, "kvmux_kv_cache_usage_ratio", strategy="paged") == pytest.approx(0.3)
+    samples = scrape(metrics)
+    assert at(samples, "kvmux_kv_cache_usage_ratio", strategy="paged") == 0, "a limit of 0 divides nothing"
     for instance in INSTANCES:
         assert at(samples, "kvmux_num_requests_running", strategy=instance) == 0
         for reason in WAIT.values or ():
             assert at(samples, "kvmux_num_requests_waiting", strategy=instance, reason=reason) == 0
 
 
-def test_memory_is_as_it_is_now() -> None:
-    metrics = Metrics(INSTANCES)
-    samples = scrape(metrics, paged=Usage(2, 50, 600, 300, 200, 100, 1000))
-    figures = {state: at(samples, "kvmux_kv_cache_bytes", strategy="paged", state=state) for state in KV_STATES}
-    assert figures == {"used": 300, "idle": 200, "wasted": 100}
-    assert at(samples, "kvmux_kv_cache_limit_bytes", strategy="paged") == 1000
-    assert at(samples, "kvmux_kv_cache_usage_ratio", strategy="paged") == pytest.approx(0.3)
-    assert at(scrape(metrics), "kvmux_kv_cache_usage_ratio", strategy="paged") == 0, "a limit of 0 divides nothing"
+def test_what_happened_to_blocks_is_counted() -> None:
+    metrics = new_metrics()
+    metrics.observe_step(step(happened={"paged": Happened(3, [2.0, 4.0], [1.0, 1.5], [0.25])}))
+    samples = scrape(metrics)
+    assert at(samples, "kvmux_kv_cache_copied_blocks_total", strategy="paged") == 3
+    for name, count, total in (("lifetime", 2, 6.0), ("idle_before_evict", 2, 2.5), ("reuse_gap", 1, 0.25)):
+        assert at(samples, f"kvmux_kv_block_{name}_seconds_count", strategy="paged") == count
+        assert at(samples, f"kvmux_kv_block_{name}_seconds_sum", strategy="paged") == total
+
+
+@pytest.mark.parametrize(
+    ("part", "phase"), [(StepPart(2, 0, 2, 2), "decode"), (StepPart(0, 1, 9), "prefill"), (StepPart(2, 1, 9), "mixed")]
+)
+def test_operations_are_told_by_who_computed_them_and_for_what(part: StepPart, phase: str) -> None:
+    backends = {"attend": "cpu-avx2", "rope": "reference"}
+    metrics = new_metrics(backends=backends, fallen_back=["rope"])
+    before = scrape(metrics)
+    assert {(each["op"], each["backend"]) for each in labelled(before, "kvmux_kernel_seconds_count")} == {
+        *backends.items()
+    }
+    metrics.observe_step(step(parts={"paged": part}, kernels={"attend": 0.01, "rope": 0.0}))
+    samples = scrape(metrics)
+    attend = {"op": "attend", "backend": "cpu-avx2", "phase": phase}
+    assert at(samples, "kvmux_kernel_seconds_sum", **attend) == pytest.approx(0.01)
+    assert at(samples, "kvmux_timed_step_seconds_sum", phase=phase) == pytest.approx(0.02)
+    assert sum(v for (name, _), v in samples.items() if name == "kvmux_kernel_seconds_count") == 1
+    assert at(samples, "kvmux_kernel_fallback", op="rope") == 1
+    assert at(samples, "kvmux_kernel_fallback", op="attend") == 0
+
+
+def test_what_does_not_change_is_told_in_labels() -> None:
+    samples = scrape(new_metrics(restarts=2))
+    assert labelled(samples, "kvmux_build_info") == [{"version": "1.2.3", "torch": "2.13.0"}]
+    (settings,) = labelled(samples, "kvmux_settings_info")
+    assert settings == {"device": "cpu", "deterministic": "false", "max_seq_len": "512"}
+    strategies = {each["strategy"]: each for each in labelled(samples, "kvmux_strategy_info")}
+    assert set(strategies) == set(INSTANCES)
+    assert strategies["paged"]["kind"] == "paged"
+    assert "block_size=32, prefix_cache=true, eviction=lru" in strategies["paged"]["options"]
+    assert at(samples, "kvmux_engine_restarts_total") == 2
+
+
+def test_responses_are_counted_under_a_closed_set_of_codes() -> None:
+    metrics = new_metrics()
+    before = set(scrape(metrics))
+    metrics.observe_responses({200: 3, 404: 1, 418: 2, 299: 1})
+    metrics.observe_responses({200: 1})
+    samples = scrape(metrics)
+    assert set(samples) == before
+    assert at(samples, "kvmux_http_responses_total", code="200") == 4
+    assert at(samples, "kvmux_http_responses_total", code="404") == 1
+    assert at(samples, "kvmux_http_responses_total", code="other") == 3
 
 
 def test_two_servers_in_one_process_share_nothing() -> None:
-    one, other = Metrics(INSTANCES), Metrics(INSTANCES)
+    one, other = new_metrics(), new_metrics()
     one.observe_request(record())
     assert at(scrape(other), "kvmux_requests_total", strategy="paged", outcome="stop") == 0
 
 
-def test_an_engine_and_its_metrics_agree_on_what_was_sent(tiny: Path) -> None:
-    driver = Driver(tiny, max_num_seqs=3)
-    metrics = Metrics(list(driver.core.caches))
+def test_an_engine_and_its_metrics_agree_on_what_was_sent() -> None:
+    driver = Driver(Path("tiny"), max_num_seqs=3)
+    metrics = Metrics(about(driver.engine))
     prompts = {"paged": 5, "contiguous": 20, "sliding_window": 33}
     for instance, length in prompts.items():
         for i in range(2):
@@ -253,7 +294,7 @@ def test_an_engine_and_its_metrics_agree_on_what_was_sent(tiny: Path) -> None:
         metrics.observe_step(result.report)
         for finished in result.finished:
             metrics.observe_request(finished)
-    samples = scrape(metrics, **{name: cache.usage() for name, cache in driver.core.caches.items()})
+    samples = scrape(metrics, state_of(driver.core, {}))
     for instance, length in prompts.items():
         gone = 9 * (instance == "paged")
         assert at(samples, "kvmux_requests_total", strategy=instance, outcome="length") == 2

@@ -1,0 +1,65 @@
+"""What happens to an instance's blocks, kept until somebody asks: how long they live and wait to be used, and copies.
+
+Knows entries by key, like the eviction policies: blocks, or their names. Decides nothing.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Hashable, Set
+
+from cache_strategies.base import NOTHING_HAPPENED, Happened
+
+Key = Hashable
+LATEST = 1024  # figures of a kind that are kept
+
+
+class Happenings:
+    """Is told of each entry, in this order: born, then idle and reused as often as may be, then evicted or gone."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._born: dict[Key, float] = {}
+        self._idle_since: dict[Key, float] = {}
+        self._lifetimes: deque[float] = deque(maxlen=LATEST)
+        self._idle_times: deque[float] = deque(maxlen=LATEST)
+        self._reuse_gaps: deque[float] = deque(maxlen=LATEST)
+        self._copies = 0
+
+    def born(self, key: Key) -> None:
+        self._born[key] = self._clock()
+
+    def idle(self, key: Key) -> None:
+        self._idle_since[key] = self._clock()
+
+    def reused(self, key: Key) -> None:
+        self._reuse_gaps.append(self._clock() - self._idle_since.pop(key))
+
+    def evicted(self, key: Key) -> None:
+        now = self._clock()
+        self._lifetimes.append(now - self._born.pop(key))
+        self._idle_times.append(now - self._idle_since.pop(key))
+
+    def gone(self, key: Key) -> None:
+        """For another reason, in use or idle."""
+        del self._born[key]
+        self._idle_since.pop(key, None)
+
+    def copied(self) -> None:
+        """A block, before somebody wrote into one that others see."""
+        self._copies += 1
+
+    def taken(self) -> Happened:
+        """What there is, which is forgotten."""
+        if not (self._lifetimes or self._reuse_gaps or self._copies):
+            return NOTHING_HAPPENED
+        happened = Happened(self._copies, list(self._lifetimes), list(self._idle_times), list(self._reuse_gaps))
+        self._copies = 0
+        for kept in (self._lifetimes, self._idle_times, self._reuse_gaps):
+            kept.clear()
+        return happened
+
+    def check_integrity(self, known: Set[Key], idle: Set[Key]) -> None:
+        """It was told of all entries, and of no others."""
+        assert self._born.keys() == known
+        assert self._idle_since.keys() == idle

@@ -1,0 +1,63 @@
+"""What an engine looks like between two steps. /metrics shows it as gauges; nothing here counts or changes anything."""
+
+from __future__ import annotations
+
+import multiprocessing
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import psutil
+
+from cache_strategies.base import Blocks, Usage
+from server.engine.core import Core
+from server.engine.device import DeviceMemory, device_memory
+from server.engine.report import Role
+
+
+@dataclass(frozen=True)
+class State:
+    """Bytes and counts, by instance where nothing else is said."""
+
+    running: Mapping[str, int]  # requests
+    waiting: Mapping[tuple[str, str], int]  # requests, by instance and Wait
+    usage: Mapping[str, Usage]
+    blocks: Mapping[str, Blocks]
+    floors: Mapping[str, int]
+    pool_free: int  # KV memory that no instance holds,
+    pool_held: int  # and that one does
+    device: DeviceMemory
+    processes: Mapping[Role, int]  # resident memory
+
+
+class Processes:
+    """The server's processes, and their resident memory in bytes."""
+
+    def __init__(self) -> None:
+        self.workers: dict[int, int] = {}  # as each told last
+        self._engine = psutil.Process()
+        self._supervisor = self._engine.parent() if multiprocessing.parent_process() else None
+
+    def resident(self) -> dict[Role, int]:
+        supervisor = self._supervisor.memory_info().rss if self._supervisor else 0
+        return {
+            "engine": self._engine.memory_info().rss,
+            "api": sum(self.workers.values()),
+            "supervisor": supervisor,
+        }
+
+
+def state_of(core: Core, processes: Mapping[Role, int]) -> State:
+    """Takes as long as there are open sequences and blocks."""
+    arena, scheduler = core.arena, core.scheduler
+    return State(
+        running=Counter(request.cache.name for request in scheduler.running),
+        waiting=Counter((request.cache.name, scheduler.wait_of(request)) for request in scheduler.waiting),
+        usage={name: cache.usage() for name, cache in core.caches.items()},
+        blocks={name: cache.blocks() for name, cache in core.caches.items()},
+        floors={name: arena.share(name)[0] * arena.page_bytes for name in core.caches},
+        pool_free=arena.free * arena.page_bytes,
+        pool_held=(arena.pages - arena.free) * arena.page_bytes,
+        device=device_memory(core.model.device),
+        processes=processes,
+    )
