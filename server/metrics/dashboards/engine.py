@@ -18,6 +18,7 @@ from server.metrics.dashboards.panels import (
 from server.metrics.dashboards.promql import each, highest, mean, now, quantile, rate, ratio, ratio_to_all
 
 TIMED = rate(f.TIMED_STEP_SECONDS, part="_count")
+BY_OPERATION = ratio_to_all(rate(f.KERNEL_SECONDS, f.OP, part="_sum"), TIMED)
 REST = ratio(f"({rate(f.TIMED_STEP_SECONDS, part='_sum')} - {rate(f.KERNEL_SECONDS, part='_sum')})", TIMED)
 
 
@@ -48,7 +49,7 @@ def engine() -> Dashboard:
                 lines(
                     "Time of a step, by operation",
                     SECONDS,
-                    {each(f.OP): ratio_to_all(rate(f.KERNEL_SECONDS, f.OP, part="_sum"), TIMED), "the rest": REST},
+                    {each(f.OP): f"{BY_OPERATION} > 0", "the rest": REST},
                     stacked=True,
                     width=12,
                 ),
@@ -75,6 +76,6 @@ def engine() -> Dashboard:
                 ),
                 number("Restarts of the engine", NUMBER, now(f.ENGINE_RESTARTS), bad_from=1, width=6),
             ],
-            "What runs": [facts("Build", f.BUILD), facts("Settings", f.SETTINGS)],
+            "What runs": [facts("Build", f.BUILD, height=9), facts("Settings", f.SETTINGS, height=9)],
         },
     )

@@ -116,12 +116,14 @@ def number(
     )
 
 
-def facts(title: str, family: Family[Info], *, width: int = 12) -> Table:
+def facts(title: str, family: Family[Info], *, width: int = 12, height: int) -> Table:
     """What an info metric says: a row for each strategy, or one for each label."""
     target = Dataquery().datasource(PROMETHEUS).ref_id("A").expr(select(family)).legend_format("").instant()
     if STRATEGY in family.labels:
         hidden = dict.fromkeys(("Time", "Value", "__name__", "job"), True)
-        arranged = DataTransformerConfig(id_val="organize", options={"excludeByName": hidden})
+        arranged = DataTransformerConfig(
+            id_val="organize", options={"excludeByName": hidden, "indexByName": {STRATEGY.name: 0}}
+        )
         target.format(PromQueryFormat.TABLE)
     else:
         arranged = DataTransformerConfig(id_val="labelsToFields", options={"mode": "rows"})
@@ -133,7 +135,7 @@ def facts(title: str, family: Family[Info], *, width: int = 12) -> Table:
         .datasource(PROMETHEUS)
         .unit(NUMBER)
         .span(width)
-        .height(9)
+        .height(height)
         .show_header(True)
         .targets([target])
         .with_transformation(arranged)

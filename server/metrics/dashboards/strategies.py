@@ -72,7 +72,7 @@ def strategies() -> Dashboard:
                     {BY: rate(f.REQUESTS, f.STRATEGY, where={f.OUTCOME: "error"})},
                 ),
             ],
-            "Who is who": [facts("Strategies", f.STRATEGIES, width=24)],
+            "Who is who": [facts("Strategies", f.STRATEGIES, width=24, height=5)],
         },
     )
 
