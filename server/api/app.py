@@ -14,18 +14,19 @@ from server.api.answers import Serving
 from server.api.bounds import Bounds
 from server.api.deadlines import Deadlines
 from server.api.jobs import Most
+from server.api.observations import Observations
 from server.api.request_id import RequestId
 from server.engine.client import EngineClient
 from server.text.tokenizer import Tokenizer
 from server.version import version
 
 
-def create_app(settings: Settings, client: EngineClient, tokenizer: Tokenizer) -> FastAPI:
-    """The application; while it runs, `client` stays connected."""
+def create_app(settings: Settings, client: EngineClient, tokenizer: Tokenizer, observations: Observations) -> FastAPI:
+    """The application; while it runs, `client` stays connected, and is told of `observations`."""
 
     @contextlib.asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
-        async with client:
+        async with client, observations:
             yield
 
     app = FastAPI(
@@ -39,6 +40,7 @@ def create_app(settings: Settings, client: EngineClient, tokenizer: Tokenizer) -
     errors.install(app)
     add_middleware(app, settings)
     add_routers(app, settings, client, tokenizer)
+    app.include_router(health.router(client, observations))
     return app
 
 
@@ -76,4 +78,3 @@ def add_routers(app: FastAPI, settings: Settings, client: EngineClient, tokenize
     keyed.include_router(kv_cache.router(client))
     app.include_router(keyed)
     app.include_router(admin.router(client, tokenizer), dependencies=[access.secured("admin token")])
-    app.include_router(health.router(client))

@@ -27,13 +27,16 @@ LINGER = 5.0  # seconds; closing at once can take the answer away from a client 
 MOST_AHEAD = 16  # requests that have no answer yet; beyond, nothing is read, and so nobody sees that the client hung up
 
 
-def connections(max_header_bytes: int, header_timeout: float, body_timeout: float) -> type[HttpToolsProtocol]:
-    """The class that uvicorn makes one of for every connection."""
+def connections(
+    max_header_bytes: int, header_timeout: float, body_timeout: float, refused: Callable[[int], None]
+) -> type[HttpToolsProtocol]:
+    """The class that uvicorn makes one of for every connection; `refused` hears the status of what is refused here."""
 
     class Bounded(BoundedConnection):
         most_header_bytes = max_header_bytes
         header_seconds = header_timeout
         unread_seconds = body_timeout
+        told = staticmethod(refused)
 
     return Bounded
 
@@ -44,6 +47,7 @@ class BoundedConnection(HttpToolsProtocol):
     most_header_bytes: int
     header_seconds: float
     unread_seconds: float
+    told: Callable[[int], None]
 
     _unanswered: deque[RequestResponseCycle]  # the first is at work, the others wait; `cycle` is the one that came last
     _timer: asyncio.TimerHandle | None = None  # of what the client has to send next
@@ -200,6 +204,7 @@ class BoundedConnection(HttpToolsProtocol):
         if self._unanswered and self._unanswered[0].response_started:
             self.transport.close()
             return
+        self.told(error.status_code)
         self.transport.write(refusal(error, self.server_state.default_headers))
         self.transport.write_eof()
         self._expect_within(LINGER, self.transport.close)

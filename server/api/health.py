@@ -7,13 +7,14 @@ from typing import Annotated
 from fastapi import APIRouter, Header, Response
 
 from server.api.errors import documented
+from server.api.observations import Observations
 from server.engine.client import EngineClient
 from server.version import version
 
 OPENMETRICS = "application/openmetrics-text"
 
 
-def router(client: EngineClient) -> APIRouter:
+def router(client: EngineClient, observations: Observations) -> APIRouter:
     routes = APIRouter(tags=["health"])
 
     @routes.head("/health", include_in_schema=False)
@@ -33,6 +34,7 @@ def router(client: EngineClient) -> APIRouter:
     @routes.head("/metrics", include_in_schema=False)
     @routes.get("/metrics", responses={200: {"content": {"text/plain": {}, OPENMETRICS: {}}}, **documented(503)})
     async def metrics(accept: Annotated[str, Header(include_in_schema=False)] = "") -> Response:
+        observations.tell()  # before it asks, so that they are in
         if OPENMETRICS in accept:
             return Response(
                 await client.query("openmetrics"), media_type=f"{OPENMETRICS}; version=1.0.0; charset=utf-8"

@@ -1,4 +1,4 @@
-"""GET /v1/kv_cache: the strategies and their state, in the engine's own words."""
+"""The engine in its own words: GET /v1/kv_cache, the strategies and their state, and /v1/settings, what holds."""
 
 from __future__ import annotations
 
@@ -14,5 +14,9 @@ def router(client: EngineClient) -> APIRouter:
     @routes.get("/v1/kv_cache")
     async def kv_cache() -> Response:
         return Response(await client.query("kv_cache"), media_type="application/json")
+
+    @routes.get("/v1/settings")
+    async def settings() -> Response:
+        return Response(await client.query("settings"), media_type="application/json")
 
     return routes

@@ -21,6 +21,7 @@ from config.settings import Settings
 from server.api.app import create_app
 from server.api.connection import connections
 from server.api.errors import ApiError
+from server.api.observations import Observations, Observing
 from server.engine.client import EngineClient
 from server.text.tokenizer import Tokenizer
 
@@ -43,10 +44,13 @@ class Server(uvicorn.Server):
     def __init__(self, settings: Settings, client: EngineClient, tokenizer: Tokenizer) -> None:
         self._client = client
         self._drain_seconds = settings.drain_seconds
+        observations = Observations(client)
         config = uvicorn.Config(
-            create_app(settings, client, tokenizer),
+            Observing(create_app(settings, client, tokenizer, observations), observations),
             loop="uvloop",
-            http=connections(settings.max_header_bytes, settings.header_timeout, settings.body_timeout),
+            http=connections(
+                settings.max_header_bytes, settings.header_timeout, settings.body_timeout, observations.responded
+            ),
             ws="none",
             lifespan="on",
             log_config=None,  # the process has its logging

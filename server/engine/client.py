@@ -22,6 +22,7 @@ from server.engine.messages import (
     Failed,
     FromEngine,
     Hello,
+    Observed,
     Query,
     Question,
     RequestEvent,
@@ -166,6 +167,10 @@ class EngineClient:
         if answer.refused is not None:
             raise EngineRefused(answer.refused)
         return answer.body
+
+    def tell(self, observed: Observed) -> None:
+        """Raises EngineLost while there is no engine."""
+        self._send(observed)
 
     def _cancel(self, message: Cancel) -> None:
         with contextlib.suppress(EngineLost):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import queue
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TypeVar
@@ -17,6 +18,7 @@ from server.engine.messages import (
     Failed,
     FromEngine,
     Hello,
+    Observed,
     PromptScores,
     Query,
     Strategy,
@@ -57,11 +59,13 @@ class FakeEngine:
         self.script = script
         self.answers = {
             "kv_cache": b'{"instances": {}}',
+            "settings": b'{"device": "cpu"}',
             "metrics": b"# TYPE up gauge\nup 1\n",
             "openmetrics": b"# EOF\n",
         }
         self.refusal: Failed | None = None  # of commands
-        self.heard: list[ToEngine | Gone] = []
+        self.heard: list[ToEngine | Gone] = []  # but for what was observed
+        self.responses = Counter[int]()  # by status, as observed
         self._workers: dict[str, int] = {}
 
     def __enter__(self) -> FakeEngine:
@@ -95,6 +99,9 @@ class FakeEngine:
             try:
                 worker_id, message = self._gateway.inbox.get(timeout=0.02)
             except queue.Empty:
+                continue
+            if isinstance(message, Observed):
+                self.responses.update(message.responses)
                 continue
             if isinstance(message, Cancel) and message.request_id not in self._workers:
                 continue  # of an earlier test

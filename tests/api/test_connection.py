@@ -73,7 +73,7 @@ def served(app: Application, unread_seconds: float = 20, keep_alive: float = 20)
     config = uvicorn.Config(
         app,
         loop="uvloop",
-        http=connections(2**16, 20, unread_seconds),
+        http=connections(2**16, 20, unread_seconds, lambda _: None),
         ws="none",
         lifespan="off",
         log_config=None,

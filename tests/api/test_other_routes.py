@@ -1,4 +1,4 @@
-"""/v1/models, /v1/kv_cache, /health, /ready, /metrics."""
+"""/v1/models, /v1/kv_cache, /v1/settings, /health, /ready, /metrics."""
 
 from __future__ import annotations
 
@@ -36,10 +36,11 @@ def test_models_whose_names_have_slashes(lone_api: Api) -> None:
     lone_api.await_ready(False)
 
 
-def test_kv_cache(engine: FakeEngine, http: httpx.Client) -> None:
-    response = http.get("/v1/kv_cache")
+@pytest.mark.parametrize("what", ["kv_cache", "settings"])
+def test_what_the_engine_says_of_itself(engine: FakeEngine, http: httpx.Client, what: str) -> None:
+    response = http.get(f"/v1/{what}")
     assert response.headers["content-type"] == "application/json"
-    assert response.content == engine.answers["kv_cache"]
+    assert response.content == engine.answers[what]
 
 
 def test_metrics(engine: FakeEngine, http: httpx.Client) -> None:

@@ -28,6 +28,8 @@ def test_the_engine_killed_under_load_comes_back() -> None:
         answer = server.complete(prompt="Long ago", max_tokens=3)
         assert answer.status_code == 200
         assert server.metric("kvmux_num_requests_running") == 0
+        assert server.metric("kvmux_engine_restarts_total") == 1
+        assert server.metric("kvmux_http_responses_total", code="503") >= 1, "told when there is an engine again"
 
 
 def test_sigterm_tells_those_who_do_not_end_in_time() -> None:
