@@ -131,11 +131,12 @@ def _table(card: Axes, rows: Sequence[dict[str, str]]) -> None:
         cells = [list(row.values()) for row in shown]
     if not cells:
         return
-    heights, widths = 0.82 / max(len(cells), 4), [max(len(row[i]) for row in cells) + 3 for i in range(len(cells[0]))]
+    widths = [max(len(row[i]) for row in cells) + 3 for i in range(len(cells[0]))]
+    heights = 0.78 / max(len(cells), 4)
     for i, row in enumerate(cells):
         for j, text in enumerate(row):
             x = 0.02 + sum(widths[:j]) / max(sum(widths), 90) * 0.98
-            card.text(x, 0.85 - i * heights, text, transform=card.transAxes, fontsize=6.5, color=INK, va="top")
+            card.text(x, 0.78 - i * heights, text, transform=card.transAxes, fontsize=6.5, color=INK, va="top")
 
 
 def _lines(axes: Axes, lines: Sequence[Line], *, stacked: bool) -> None:
@@ -150,8 +151,9 @@ def _lines(axes: Axes, lines: Sequence[Line], *, stacked: bool) -> None:
             axes.fill_between(line.times, line.values, alpha=0.07, color=drawn.get_color(), linewidth=0)
     axes.set_ylim(0, axes.get_ylim()[1] if any(value for line in lines for value in line.values) else 1)
     if lines:
-        axes.legend(loc="upper left", bbox_to_anchor=(-LABELS / axes.get_position().width, -0.14), ncols=4, fontsize=6.5, frameon=False,
-                    handlelength=1, columnspacing=1, labelcolor=INK)  # fmt: skip
+        corner = (-LABELS / axes.get_position().width, -0.14)
+        small = {"fontsize": 6.5, "handlelength": 1, "columnspacing": 1, "frameon": False}
+        axes.legend(loc="upper left", bbox_to_anchor=corner, ncols=4, labelcolor=INK, **small)
 
 
 def _ticks(axes: Axes, unit: str) -> None:
@@ -204,7 +206,7 @@ def save(figure: Figure, file: Path) -> None:
     """A PNG of few colours, a third as large."""
     drawn = BytesIO()
     figure.savefig(drawn, dpi=100)
-    Image.open(drawn).convert("RGB").quantize(256, Image.Quantize.MAXCOVERAGE).save(file, optimize=True)
+    Image.open(drawn).convert("RGB").quantize(256).save(file, optimize=True)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
