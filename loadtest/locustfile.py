@@ -1,126 +1,158 @@
-"""Load for any server with OpenAI's /v1/completions: streamed answers, prompts of mixed lengths, times by model.
+"""What people do with a server of OpenAI's API, as locust's user classes. users.py knows how to ask and to time.
 
-Speaks HTTP only and knows nothing of the server's inside. See README.md for what it reports.
+locust -f loadtest/locustfile.py                  # all of them, by weight
+locust -f loadtest/locustfile.py Chat Cancel      # only these
 """
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterator
-from random import Random
-from time import perf_counter
-from typing import Any
-
-import gevent  # type: ignore[import-untyped]
-from locust import FastHttpUser, events, task
+from gevent.pool import Group  # type: ignore[import-untyped]
+from locust import events, task
 from locust.argument_parser import LocustArgumentParser
-from locust.contrib.fasthttp import FAILURE_EXCEPTIONS, ResponseContextManager
+from locust.env import Environment
 
 from loadtest.prompts import prompt
-from loadtest.stream import Reply, StreamError, read_reply
+from loadtest.users import Client, checked
 
-PATH = "/v1/completions"
+COMPLETIONS = "/v1/completions"
+CHAT = "/v1/chat/completions"
+TOKENS_OF_A_WORD = 2  # at most, on average
+TOKENS_OF_A_TURN = 32  # at most, that a chat template adds
+
+
+def lengths(text: str) -> list[int]:
+    """Raises ValueError."""
+    return [int(words) for words in text.split(",")]
 
 
 @events.init_command_line_parser.add_listener  # type: ignore[untyped-decorator]
 def _options(parser: LocustArgumentParser) -> None:
     add = parser.add_argument
-    add("--models", env_var="LOCUST_MODELS", default="", help="comma-separated; default: what the server lists")
-    add("--prompt-words", env_var="LOCUST_PROMPT_WORDS", default="8,64,256", help="lengths, each as often as the other")
-    add("--shared-words", env_var="LOCUST_SHARED_WORDS", type=int, default=0, help="words that begin every prompt")
+    add(
+        "--prompt-words",
+        env_var="LOCUST_PROMPT_WORDS",
+        type=checked(lengths),
+        default="8,64,256",
+        help="lengths, each as often as the other",
+    )
+    add("--shared-words", env_var="LOCUST_SHARED_WORDS", type=int, default=0, help="words that begin every Completion")
+    add("--system-words", env_var="LOCUST_SYSTEM_WORDS", type=int, default=400, help="words that SharedPrompt shares")
+    add("--document-words", env_var="LOCUST_DOCUMENT_WORDS", type=int, default=1000, help="words of a LongDocument")
     add("--max-tokens", env_var="LOCUST_MAX_TOKENS", type=int, default=64, help="length of an answer, at most")
-    add("--temperature", env_var="LOCUST_TEMPERATURE", type=float, default=0.0, help="0 is greedy")
-    add("--body", env_var="LOCUST_BODY", default="{}", help="JSON for every request: '{\"ignore_eos\": true}'")
-    add("--api-key", env_var="OPENAI_API_KEY", default="", help="sent as a bearer token", is_secret=True)
+    add("--burst", env_var="LOCUST_BURST", type=int, default=8, help="requests of a Burst")
+    add("--pause", env_var="LOCUST_PAUSE", type=float, default=1.0, help="mean seconds between turns, and bursts")
+    add("--patience", env_var="LOCUST_PATIENCE", type=int, default=8, help="pieces after which Cancel has hung up")
 
 
-class Client(FastHttpUser):
-    """One client: sends a request, reads the whole answer, sends the next."""
+class User(Client):
+    """Has lengths."""
 
-    network_timeout = 600.0  # a request may wait long for its first token
-    connection_timeout = 10.0
+    abstract = True
 
-    def on_start(self) -> None:
-        options = self.environment.parsed_options
-        self.random = Random()
-        self.headers = {"Accept-Encoding": "identity"}
-        if options.api_key:
-            self.headers["Authorization"] = f"Bearer {options.api_key}"
-        self.lengths = [int(words) for words in options.prompt_words.split(",")]
-        self.body = {
-            "max_tokens": options.max_tokens,
-            "temperature": options.temperature,
-            "stream": True,
-            "stream_options": {"include_usage": True},
-            **json.loads(options.body),
-        }
-        self.models = options.models.split(",") if options.models else self._listed_models()
+    def __init__(self, environment: Environment) -> None:
+        super().__init__(environment)
+        self.lengths = lengths(self.options.prompt_words)
 
-    def _listed_models(self) -> list[str]:
-        with self.client.get("/v1/models", headers=self.headers, catch_response=True) as response:
-            if response.status_code == 200:
-                return choose_models([model["id"] for model in response.json()["data"]])
-            response.failure(f"cannot list the models: {_reason(response)}")
-        assert self.environment.runner is not None
-        gevent.spawn(self.environment.runner.quit)  # there is nothing to ask for
-        gevent.sleep(60)  # until it stops this client
-        return []
+    def words(self, shared: int = 0) -> str:
+        return prompt(self.random, self.random.choice(self.lengths), shared)
+
+    def pause(self) -> float:
+        mean: float = self.options.pause
+        return self.random.expovariate(1 / mean) if mean else 0.0
+
+    def complete(self, text: str, answer: int, patience: int | None = None) -> None:
+        self.ask(COMPLETIONS, self.choose(), {"prompt": text, "max_tokens": answer}, patience)
+
+
+class Completion(User):
+    """Sends a text, reads the whole answer, sends the next."""
+
+    weight = 3
 
     @task
-    def complete(self) -> None:
-        model = self.random.choice(self.models)
-        words = prompt(self.random, self.random.choice(self.lengths), self.environment.parsed_options.shared_words)
-        body = {"model": model, "prompt": words, **self.body}
-        sent = perf_counter()
-        with self.client.post(
-            PATH, json=body, headers=self.headers, name=model, stream=True, catch_response=True
-        ) as response:
-            if response.status_code != 200:
-                response.failure(_reason(response))
-                return
-            try:
-                reply = read_reply(_lines(response))
-            except (StreamError, *FAILURE_EXCEPTIONS) as error:
-                response.failure(str(error) or type(error).__name__)
-                return
-            response.request_meta["response_time"] = (perf_counter() - sent) * 1000  # of the whole answer
-            response.request_meta["response_length"] = reply.completion_tokens
-        self._report(model, sent, reply)
-
-    def _report(self, model: str, sent: float, reply: Reply) -> None:
-        if reply.arrivals:  # the first token may have been the end of the text
-            self._fire("TTFT", model, reply.arrivals[0] - sent, reply.prompt_tokens)
-        for gap in reply.gaps():
-            self._fire("ITL", model, gap, 1)
-
-    def _fire(self, what: str, model: str, seconds: float, tokens: int) -> None:
-        self.environment.events.request.fire(
-            request_type=what,
-            name=model,
-            response_time=seconds * 1000,
-            response_length=tokens,
-            exception=None,
-            context={},
-        )
+    def complete_text(self) -> None:
+        self.complete(self.words(self.options.shared_words), self.options.max_tokens)
 
 
-def choose_models(listed: list[str]) -> list[str]:
-    """Where a server lists a model under several strategies ("tiny", "tiny:paged", ...) these, otherwise the first."""
-    return [name for name in listed if ":" in name] or listed[:1]
+class Chat(User):
+    """Says something, reads the answer, thinks, and sends all that was said with what it says next.
+
+    Starts over, perhaps under another strategy, when the next turn may not fit into the model's context.
+    """
+
+    weight = 3
+
+    def on_start(self) -> None:
+        super().on_start()
+        self._start_over()
+
+    def _start_over(self) -> None:
+        self.model = self.choose()
+        self.history: list[dict[str, str]] = []
+        self.tokens = 0  # that were said
+
+    def wait_time(self) -> float:
+        return self.pause()
+
+    @task
+    def turn(self) -> None:
+        answer = self.options.max_tokens
+        if self.tokens + max(self.lengths) * TOKENS_OF_A_WORD + TOKENS_OF_A_TURN + answer > self.room:
+            self._start_over()
+        self.history.append({"role": "user", "content": self.words()})
+        reply = self.ask(CHAT, self.model, {"messages": self.history, "max_tokens": answer})
+        if reply is None:
+            return self._start_over()
+        self.history.append({"role": "assistant", "content": reply.text})
+        self.tokens = reply.prompt_tokens + reply.completion_tokens
 
 
-def _lines(response: ResponseContextManager) -> Iterator[bytes]:
-    """Each line as soon as it has arrived."""
-    while line := response.stream.readline(b"\n"):
-        yield line
+class SharedPrompt(User):
+    """Asks one thing under the system prompt that all of its kind share, so that a prefix cache finds it."""
+
+    weight = 2
+
+    @task
+    def ask_once(self) -> None:
+        system = prompt(self.random, 0, self.options.system_words)
+        messages = [{"role": "system", "content": system}, {"role": "user", "content": self.words()}]
+        self.ask(CHAT, self.choose(), {"messages": messages, "max_tokens": self.options.max_tokens})
 
 
-def _reason(response: ResponseContextManager) -> str:
-    """Why a request failed, in a few words that are the same for all alike."""
-    if not response.status_code:
-        return str(getattr(response, "error", "no answer"))
-    try:
-        answer: Any = json.loads(response.text or "")
-        return f"HTTP {response.status_code}: {answer['error']['message']}"
-    except (ValueError, KeyError, TypeError):
-        return f"HTTP {response.status_code}"
+class LongDocument(User):
+    """Sends a long text that nobody else has, and wants a short answer."""
+
+    @task
+    def read(self) -> None:
+        answer = min(16, self.options.max_tokens)
+        most = (self.room - answer) // TOKENS_OF_A_WORD
+        self.complete(prompt(self.random, min(self.options.document_words, most)), answer)
+
+
+class Burst(User):
+    """Does nothing, then asks several things in the same moment."""
+
+    def __init__(self, environment: Environment) -> None:
+        self.concurrency = environment.parsed_options.burst  # type: ignore[union-attr]  # connections
+        super().__init__(environment)
+
+    def wait_time(self) -> float:
+        return self.pause() * int(self.options.burst)
+
+    @task
+    def ask_at_once(self) -> None:
+        asking = Group()
+        try:
+            for _ in range(self.options.burst):
+                asking.spawn(self.complete, self.words(), self.options.max_tokens)
+            asking.join()
+        finally:
+            asking.kill()  # those that are still under way when locust ends this user
+
+
+class Cancel(User):
+    """Hangs up after a few pieces of the answer."""
+
+    @task
+    def ask_and_leave(self) -> None:
+        self.complete(self.words(), self.options.max_tokens, self.random.randint(1, self.options.patience))

@@ -1,4 +1,4 @@
-"""Reads a streamed completion and notes when its tokens arrive. Knows the OpenAI protocol, and no HTTP client."""
+"""Reads a streamed completion or chat and notes when tokens arrive. Knows the OpenAI protocol, and no HTTP client."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from time import perf_counter
 from typing import Any
+
+Clock = Callable[[], float]
 
 
 class StreamError(Exception):
@@ -19,28 +21,82 @@ class Reply:
     """When the pieces of an answer arrived, and what the server counted. A piece may hold several tokens."""
 
     arrivals: list[float] = field(default_factory=list)
+    end: float | None = None  # when the stream said that it was whole
+    pieces: list[str] = field(default_factory=list)
     prompt_tokens: int = 0
+    cached_tokens: int | None = None  # not every server tells
     completion_tokens: int = 0
+
+    @property
+    def text(self) -> str:
+        return "".join(self.pieces)
 
     def gaps(self) -> list[float]:
         """Seconds from piece to piece."""
         return [later - earlier for earlier, later in pairwise(self.arrivals)]
 
+    def speed(self) -> float | None:
+        """Tokens a second, once the first was there; None where there was no second one."""
+        seconds = self.arrivals[-1] - self.arrivals[0] if self.arrivals else 0.0
+        return (self.completion_tokens - 1) / seconds if seconds and self.completion_tokens > 1 else None
 
-def read_reply(lines: Iterable[bytes], clock: Callable[[], float] = perf_counter) -> Reply:
-    """The answer in a stream's lines. Raises StreamError for an error in the stream, or one that ends too soon."""
-    reply = Reply()
-    for line in lines:
-        if not line.startswith(b"data:"):  # blank lines, and comments that keep the connection alive
-            continue
+    def take(self, line: bytes, clock: Clock = perf_counter) -> None:
+        """The stream's next line. Raises StreamError for what is no part of an answer."""
+        if self.end is not None or not line.startswith(b"data:"):  # blank, or a comment that keeps the connection alive
+            return
         data = line[len(b"data:") :].strip()
         if data == b"[DONE]":
-            break
-        _take(reply, _parsed(data), clock)
-    else:
-        raise StreamError("the stream ended without [DONE]")
-    reply.completion_tokens = reply.completion_tokens or len(reply.arrivals)
+            self.end = clock()
+            self.completion_tokens = self.completion_tokens or len(self.arrivals)
+        else:
+            self._take(_parsed(data), clock)
+
+    def _take(self, chunk: dict[str, Any], clock: Clock) -> None:
+        if error := chunk.get("error"):
+            raise StreamError(f"error in the stream: {_message(error)}")
+        if usage := chunk.get("usage"):
+            self.prompt_tokens = usage.get("prompt_tokens", 0)
+            self.completion_tokens = usage.get("completion_tokens", 0)
+            self.cached_tokens = (usage.get("prompt_tokens_details") or {}).get("cached_tokens")
+        for choice in chunk.get("choices", ()):
+            delta = choice.get("delta") or {}
+            text = choice.get("text") or delta.get("content") or delta.get("reasoning_content") or ""
+            ends = choice.get("finish_reason") is not None
+            if text or not (ends or "role" in delta):  # a chat's first and a last piece may say no more than that
+                self.arrivals.append(clock())
+                self.pieces.append(text)
+
+    def check_end(self) -> None:
+        """Raises StreamError when nothing said that the answer is whole."""
+        if self.end is None:
+            raise StreamError("the stream ended without [DONE]")
+
+
+def read_reply(lines: Iterable[bytes], clock: Clock = perf_counter, most: int | None = None) -> Reply:
+    """The answer in a stream's lines, to their end, or no more of it than `most` pieces.
+
+    Raises StreamError for an error in the stream, or one that ends too soon.
+    """
+    reply = Reply()
+    for line in lines:
+        reply.take(line, clock)
+        if most is not None and len(reply.arrivals) >= most:
+            return reply
+    reply.check_end()
     return reply
+
+
+def refusal(status: int, answer: str) -> str:
+    """Why a request failed, in a few words that are the same for all alike."""
+    try:
+        return f"HTTP {status}: {_message(json.loads(answer)['error'])}"
+    except (ValueError, KeyError, TypeError):
+        return f"HTTP {status}"
+
+
+def _message(error: Any) -> Any:
+    """Of an error as OpenAI writes it, or in a plain string."""
+    return error["message"] if isinstance(error, dict) and "message" in error else error
 
 
 def _parsed(data: bytes) -> dict[str, Any]:
@@ -51,15 +107,3 @@ def _parsed(data: bytes) -> dict[str, Any]:
     if not isinstance(chunk, dict):
         raise StreamError(f"no object in the stream: {data[:100]!r}")
     return chunk
-
-
-def _take(reply: Reply, chunk: dict[str, Any], clock: Callable[[], float]) -> None:
-    if error := chunk.get("error"):
-        raise StreamError(f"error in the stream: {error['message'] if isinstance(error, dict) else error}")
-    if usage := chunk.get("usage"):
-        reply.prompt_tokens = usage["prompt_tokens"]
-        reply.completion_tokens = usage["completion_tokens"]
-    for choice in chunk.get("choices", ()):
-        ends = choice.get("finish_reason") is not None
-        if choice.get("text") or not ends:  # a last piece may tell only that it is the last
-            reply.arrivals.append(clock())

@@ -1,4 +1,4 @@
-"""The command line: `kvmux serve`, `kvmux evaluate`, `kvmux doctor` and their help.
+"""The command line: `kvmux serve`, `kvmux bench`, `kvmux evaluate`, `kvmux doctor` and their help.
 
 Every scalar setting is a flag, made from the setting's own metadata. Imports neither torch nor transformers, so that
 help and errors come at once.
@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import difflib
 import errno
+import importlib
 import importlib.util
 import json
 import logging
@@ -241,6 +242,12 @@ def _size(count: int) -> str:
     return f"{size:.4g} GiB"
 
 
+# ---------------------------------------------------------------- kvmux bench
+def bench(options: dict[str, Any]) -> int:
+    """Loads a running server. Found by name: the load test knows nothing of the server, nor the server of it."""
+    return int(pkgutil.resolve_name("loadtest.bench.command:run")(options))
+
+
 # ---------------------------------------------------------------- kvmux evaluate
 def evaluate(options: dict[str, Any]) -> int:
     """Measures strategies. `options` are the flags given: settings, and what server/evaluation/flags.py adds.
@@ -297,6 +304,19 @@ def _parser() -> Parser:
     )
     serve_parser.set_defaults(run=serve)
     _add_settings(serve_parser, _grouped())
+    bench_flags = importlib.import_module("loadtest.bench.flags")
+    bench_parser = commands.add_parser(
+        "bench",
+        help="load a running server, and tell how fast it is under each cache strategy",
+        description=bench_flags.DESCRIPTION,
+        epilog=bench_flags.EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        argument_default=argparse.SUPPRESS,
+        allow_abbrev=False,
+        usage="kvmux bench [--url URL] [--workload NAME ...] [--strategies NAME ...] [more flags]",
+    )
+    bench_parser.set_defaults(run=bench)
+    bench_flags.add_flags(bench_parser)
     evaluate_parser = commands.add_parser(
         "evaluate",
         help="measure what each cache strategy costs in quality",

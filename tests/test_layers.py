@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ast
+import re
+import sys
 from functools import cache
 from pathlib import Path
 
@@ -80,6 +82,21 @@ def test_imports_point_downwards(package: str) -> None:
                 m for m in imports(file, typing_only=True) if top(m) in allowed
             }
             assert not wrong, f"{name} imports {wrong}"
+
+
+def test_load_is_made_without_anything_heavy() -> None:
+    """Flags come with every start of the command line, so they have nothing at all."""
+    for name in modules():
+        if top(name) == "loadtest":
+            assert not {m for m in reached(name) if top(m) in HEAVY}, name
+    light = {"loadtest", *sys.stdlib_module_names}
+    assert {top(m) for m in reached("loadtest.bench.flags")} <= light
+
+
+def test_what_the_command_line_finds_by_name_is_there() -> None:
+    named = re.findall(r'(?:resolve_name|import_module)\("([^":]+)', modules()["server.cli"].read_text())
+    assert "loadtest.bench.command" in named
+    assert set(named) <= modules().keys()
 
 
 def test_models_know_no_strategy_and_no_engine() -> None:

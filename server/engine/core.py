@@ -31,7 +31,7 @@ from server.models.base import Model
 
 log = logging.getLogger(__name__)
 
-TIMED = 61  # every so manieth step its operations are timed; a prime, so that nothing that repeats is always met
+TIMED = 61  # the operations of one step in so many are timed; a prime, so that nothing that repeats is always met
 
 
 class Event(NamedTuple):
@@ -81,6 +81,7 @@ class Core:
         self._requests: dict[tuple[int, str], Request] = {}
         self._since = _Since()
         self._evicted: Counter[str] = Counter()  # pages, up to the last step
+        self.timed_every = TIMED  # steps; 0: none is
         self._stopwatch = stopwatch
         self._steps = 0
 
@@ -182,7 +183,7 @@ class Core:
     def _timing(self, scheduled: Sequence[Scheduled]) -> AbstractContextManager[Stopwatch | None]:
         """Of the operations, in some steps: none of them pays for it that anybody could tell."""
         self._steps += bool(scheduled)
-        timed = scheduled and self._steps % TIMED == 0
+        timed = scheduled and self.timed_every and self._steps % self.timed_every == 0
         return self._stopwatch if timed else nullcontext()
 
     def _newly_evicted(self) -> dict[str, int]:

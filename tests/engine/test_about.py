@@ -10,7 +10,7 @@ import psutil
 import pytest
 import torch
 
-from server.engine import core, device
+from server.engine import device
 from server.engine.about import about
 from server.engine.device import device_memory, free_memory
 from server.engine.state import Processes, state_of
@@ -73,9 +73,9 @@ def test_memory_of_processes() -> None:
     assert (resident["api"], resident["supervisor"]) == (120, 0)
 
 
-def test_operations_are_timed_in_some_steps(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(core, "TIMED", 3)
+def test_operations_are_timed_in_some_steps(tiny: Path) -> None:
     driver = Driver(tiny)
+    driver.core.timed_every = 3
     ops = driver.engine.kernels.ops
     before = dict(vars(ops))
     driver.submit("it", random_prompt(20), 8)

@@ -6,85 +6,90 @@ import json
 import signal
 import subprocess
 import sys
-import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from importlib.util import find_spec
+from random import Random
 from typing import Any
 
 import pytest
 
-from tests.loadtest.stub import TOKENS, Stub
+from loadtest.prompts import prompt
+from tests.loadtest.stub import PROMPT_TOKENS, TOKENS, Stub, stubbed
 
 pytestmark = pytest.mark.skipif(not find_spec("locust"), reason="the extra `load` is not installed")
 
-
-@contextmanager
-def serving(*models: str) -> Iterator[Stub]:
-    with Stub(list(models)) as stub:
-        thread = threading.Thread(target=stub.serve_forever, kwargs={"poll_interval": 0.05})
-        thread.start()
-        try:
-            yield stub
-        finally:
-            stub.shutdown()
-            thread.join()
+Seen = list[tuple[str, dict[str, Any]]]
+Rows = dict[tuple[str, str], Any]
+KINDS = ("Completion", "Chat", "SharedPrompt", "LongDocument", "Burst", "Cancel")
+STRATEGIES = ("tiny", "tiny:paged", "tiny:window")
 
 
 class Load:
-    """Locust with two clients. `end` gives exit code, statistics by (kind, name), and the log."""
+    """Locust with a few clients. `end` gives exit code, statistics by (kind, name), and the log."""
 
-    def __init__(self, url: str, *options: str) -> None:
+    def __init__(self, url: str, *options: str, users: int = 2) -> None:
         command = [sys.executable, "-m", "locust", "-f", "loadtest/locustfile.py", "--headless", "--json"]
-        command += ["--only-summary", "--users", "2", "--spawn-rate", "100", "--host", url, *options]
+        command += ["--only-summary", "--users", str(users), "--spawn-rate", "100", "--host", url, *options]
         self.process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
-    def end(self) -> tuple[int, dict[tuple[str, str], Any], str]:
+    def end(self) -> tuple[int, Rows, str]:
         printed, log = self.process.communicate(timeout=60)
         return self.process.returncode, {(row["method"], row["name"]): row for row in json.loads(printed)}, log
 
 
-def load(stub: Stub, *options: str) -> tuple[int, dict[tuple[str, str], Any], str]:
+def load(
+    stub: Stub, *options: str, users: int = 2, enough: Callable[[Seen], bool] = lambda seen: len(seen) >= 20
+) -> tuple[int, Rows, str]:
     """Until the stub has had enough."""
-    running = Load(stub.url, *options)
-    assert stub.enough.wait(60)
+    running = Load(stub.url, *options, users=users)
+    assert stub.wait_until(enough), stub.seen
     running.process.send_signal(signal.SIGTERM)
     return running.end()
 
 
 def test_times_are_reported_by_strategy() -> None:
-    with serving("tiny", "tiny:paged", "tiny:window") as stub:
-        code, rows, log = load(stub, "--prompt-words", "3,5", "--shared-words", "4", "--body", '{"ignore_eos": true}')
+    options = ("--prompt-words", "3,5", "--shared-words", "4", "--body", '{"seed": 1}')
+    with stubbed(*STRATEGIES) as stub:
+        code, rows, log = load(stub, "Completion", *options)
     assert code == 0, log
     for model in ("tiny:paged", "tiny:window"):
         requests = rows["POST", model]["num_requests"]
         assert requests > 0
         assert rows["TTFT", model]["num_requests"] == requests
+        assert rows["tok/s", model]["num_requests"] == requests
         assert rows["ITL", model]["num_requests"] == requests * (TOKENS - 1)
         assert rows["POST", model]["total_content_length"] == requests * TOKENS
-        assert rows["TTFT", model]["total_content_length"] == requests * 7
-    assert {body["model"] for body in stub.seen} == {"tiny:paged", "tiny:window"}
-    assert {len(body["prompt"].split()) for body in stub.seen} == {7, 9}
-    assert len({tuple(body["prompt"].split()[:4]) for body in stub.seen}) == 1
-    assert all(body["ignore_eos"] and body["stream"] and body["temperature"] == 0 for body in stub.seen)
+        assert rows["TTFT", model]["total_content_length"] == requests * PROMPT_TOKENS
+    assert {path for path, _ in stub.seen} == {"/v1/completions"}
+    assert {body["model"] for body in stub.bodies} == {"tiny:paged", "tiny:window"}
+    assert {len(body["prompt"].split()) for body in stub.bodies} == {7, 9}
+    assert len({tuple(body["prompt"].split()[:4]) for body in stub.bodies}) == 1
+    assert all(body["seed"] == 1 and body["stream"] and body["temperature"] == 0 for body in stub.bodies)
 
 
-@pytest.mark.parametrize(
-    ("model", "message"),
-    [
-        ("busy", "HTTP 429: too many requests wait"),
-        ("failing", "error in the stream: the engine is gone"),
-        ("breaking", ""),
-    ],
-)
-def test_failures_are_failures(model: str, message: str) -> None:
-    with serving() as stub:
-        code, rows, log = load(stub, "--models", model)
+def test_failures_are_failures() -> None:
+    broken = ("busy", "failing", "breaking")
+    with stubbed(*broken) as stub:
+        code, rows, log = load(stub, "Completion", "--models", ",".join(broken), enough=all_of(broken))
     assert code == 1
-    row = rows["POST", model]
-    assert row["num_failures"] == row["num_requests"] > 0
-    assert ("TTFT", model) not in rows
-    assert message in log
+    for model in broken:
+        assert rows["POST", model]["num_failures"] == rows["POST", model]["num_requests"] > 0
+        assert ("TTFT", model) not in rows
+    assert "HTTP 429: too many requests wait" in log
+    assert "error in the stream: the engine is gone" in log
+
+
+def all_of(models: Sequence[str]) -> Callable[[Seen], bool]:
+    return lambda seen: len(seen) > 20 and {body["model"] for _, body in seen} == set(models)
+
+
+def test_no_such_strategy() -> None:
+    with stubbed(*STRATEGIES) as stub:
+        code, rows, log = Load(stub.url, "--strategies", "pagd", "--stop-timeout", "60").end()
+    assert code == 1
+    assert "there is no strategy 'pagd'; there are paged, window" in log
+    assert "Traceback" not in log
+    assert not [row for row in rows if row[0] == "POST"]
 
 
 def test_no_server() -> None:
@@ -93,3 +98,50 @@ def test_no_server() -> None:
     code, rows, _ = Load(url).end()
     assert code == 1
     assert rows["GET", "/v1/models"]["num_failures"] > 0
+
+
+def test_every_kind_of_user_does_what_it_is_for() -> None:
+    options = ("--rows", "class", "--strategies", "slow=1,other=0", "--prompt-words", "6", "--max-tokens", "40")
+    options += ("--system-words", "30", "--document-words", "100", "--burst", "3", "--pause", "0.02", "--patience", "2")
+    with stubbed("tiny", "tiny:slow", "tiny:other") as stub:
+        stub.context = 110  # so that a chat has three turns
+        code, rows, log = load(stub, *options, users=11, enough=every_kind)
+    assert code == 0, log
+    assert {body["model"] for body in stub.bodies} == {"tiny:slow"}
+    for kind in KINDS:
+        assert rows["CANCEL" if kind == "Cancel" else "POST", kind]["num_requests"] > 0
+        assert rows["TTFT", kind]["num_requests"] > 0
+    assert rows["CANCEL", "Cancel"]["num_failures"] == 0
+    assert not {("POST", "Cancel"), ("tok/s", "Cancel")} & rows.keys()
+    assert stub.hung_up > 0
+    assert {len(text.split()) for text in texts(stub.seen)} == {6, (110 - 16) // 2}  # a document is cut to fit
+    for messages in chats(stub.seen):
+        said = [each["content"] for each in messages if each["role"] == "assistant"]
+        assert len(messages) <= 5
+        assert said == [" word\u2028" * TOKENS] * len(said)
+
+
+def every_kind(seen: Seen) -> bool:
+    lengths = {len(messages) for messages in chats(seen)}
+    return len(seen) > 60 and {1, 2, 3, 5} <= lengths and shared(seen) > 3 and any(len(t) > 100 for t in texts(seen))
+
+
+def texts(seen: Seen) -> list[str]:
+    return [body["prompt"] for path, body in seen if path == "/v1/completions"]
+
+
+def chats(seen: Seen) -> list[list[dict[str, str]]]:
+    return [body["messages"] for path, body in seen if path == "/v1/chat/completions"]
+
+
+def shared(seen: Seen) -> int:
+    """Chats under the system prompt that everybody has."""
+    system = {"role": "system", "content": prompt(Random(), 0, 30)}
+    return sum(messages[0] == system for messages in chats(seen))
+
+
+def test_options_that_make_no_sense() -> None:
+    running = Load("http://127.0.0.1:1", "--strategies", "paged=-1")
+    _, log = running.process.communicate(timeout=60)
+    assert running.process.returncode == 2
+    assert "'paged=-1': weights are 0 or more" in log.splitlines()[-1]

@@ -1,4 +1,4 @@
-"""What is read from a streamed completion."""
+"""What is read from a streamed completion, or chat."""
 
 from __future__ import annotations
 
@@ -8,13 +8,21 @@ from random import Random
 import pytest
 
 from loadtest.prompts import prompt
-from loadtest.stream import StreamError, read_reply
+from loadtest.stream import Reply, StreamError, read_reply, refusal
 
 TOKEN = b'data: {"choices": [{"text": "a", "finish_reason": null}], "usage": null}\n'
 EMPTY = b'data: {"choices": [{"text": "", "finish_reason": null}]}\n'  # part of a character: a token all the same
 LAST = b'data: {"choices": [{"text": "", "finish_reason": "stop"}]}\n'
 LAST_WITH_TEXT = b'data: {"choices": [{"text": "b", "finish_reason": "stop"}]}\n'
 USAGE = b'data: {"choices": [], "usage": {"prompt_tokens": 3, "completion_tokens": 9}}\n'
+CACHED = (
+    b'data: {"usage": {"prompt_tokens": 3, "completion_tokens": 2, "prompt_tokens_details": {"cached_tokens": 1}}}\n'
+)
+CHAT = b'data: {"choices": [{"delta": {"content": "c"}, "finish_reason": null}]}\n'
+ROLE = b'data: {"choices": [{"delta": {"role": "assistant", "content": ""}, "finish_reason": null}]}\n'
+ROLE_WITH_TEXT = b'data: {"choices": [{"delta": {"role": "assistant", "content": "d"}, "finish_reason": null}]}\n'
+THOUGHT = b'data: {"choices": [{"delta": {"reasoning_content": "e"}, "finish_reason": null}]}\n'
+CHAT_ENDS = b'data: {"choices": [{"delta": {}, "finish_reason": "stop"}]}\n'
 DONE = b"data: [DONE]\n"
 
 
@@ -26,6 +34,9 @@ DONE = b"data: [DONE]\n"
         ([TOKEN, LAST_WITH_TEXT, DONE], 2, 2),
         ([TOKEN, TOKEN, LAST, USAGE, DONE], 2, 9),
         ([b"data:" + TOKEN[6:], DONE, TOKEN], 1, 1),
+        ([ROLE, CHAT, CHAT, CHAT_ENDS, DONE], 2, 2),
+        ([ROLE_WITH_TEXT, CHAT, DONE], 2, 2),
+        ([ROLE, THOUGHT, CHAT, CHAT_ENDS, CACHED, DONE], 2, 2),
     ],
 )
 def test_pieces_and_tokens(lines: list[bytes], pieces: int, tokens: int) -> None:
@@ -54,6 +65,40 @@ def test_what_is_no_answer(lines: list[bytes], message: str) -> None:
 
 def test_a_text_may_end_with_its_first_token() -> None:
     assert read_reply([LAST, DONE]).arrivals == []
+
+
+def test_text_and_what_the_server_counted() -> None:
+    reply = read_reply([ROLE_WITH_TEXT, CHAT, CHAT_ENDS, CACHED, DONE])
+    assert reply.text == "dc"
+    assert (reply.prompt_tokens, reply.cached_tokens, reply.completion_tokens) == (3, 1, 2)
+    assert read_reply([TOKEN, USAGE, DONE]).cached_tokens is None
+
+
+def test_tokens_a_second_after_the_first() -> None:
+    clock = count(10.0, 0.5)
+    assert read_reply([TOKEN, TOKEN, TOKEN, USAGE, DONE], lambda: next(clock)).speed() == (9 - 1) / 1.0
+    assert read_reply([TOKEN, DONE]).speed() is None
+    assert Reply().speed() is None
+
+
+def test_who_has_enough_reads_no_more() -> None:
+    lines = iter([TOKEN, b": ping\n", TOKEN, TOKEN, DONE])
+    reply = read_reply(lines, most=2)
+    assert (len(reply.arrivals), reply.end) == (2, None)
+    assert list(lines) == [TOKEN, DONE]
+
+
+@pytest.mark.parametrize(
+    ("answer", "told"),
+    [
+        ('{"error": {"message": "no room"}}', "HTTP 429: no room"),
+        ('{"error": "no room"}', "HTTP 429: no room"),
+        ("<html>", "HTTP 429"),
+        ("[]", "HTTP 429"),
+    ],
+)
+def test_refusals(answer: str, told: str) -> None:
+    assert refusal(429, answer) == told
 
 
 def test_prompts_share_their_beginning_only() -> None:

@@ -1,0 +1,146 @@
+"""Asks a server over HTTP what it is, and for completions, whose tokens it times. Knows routes, and no workload."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from time import perf_counter
+from typing import Any
+
+import httpx
+
+from loadtest import listing
+from loadtest.bench.vocabulary import Vocabulary, vocabulary
+from loadtest.bench.workloads import Ask
+from loadtest.listing import Listing, ListingError, read_listing
+from loadtest.prompts import TEXT
+from loadtest.stream import Reply, StreamError, refusal
+
+TIMEOUT = httpx.Timeout(600.0, connect=10.0)  # a request may wait long for its first token
+
+
+class ServerError(Exception):
+    """There is no server to load; the message says what to change."""
+
+
+@dataclass(frozen=True)
+class Server:
+    """What is loaded."""
+
+    url: str
+    listing: Listing
+    version: str  # empty where it does not tell
+    vocabulary: Vocabulary
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """One request: what came of it, or why not."""
+
+    asked: int  # tokens
+    sent: float
+    reply: Reply
+    error: str | None = None
+
+
+@asynccontextmanager
+async def connected(url: str, api_key: str = "") -> AsyncIterator[httpx.AsyncClient]:
+    """A client for that address, with or without /v1. Takes no proxy from the environment: that would be measured."""
+    base = url.rstrip("/").removesuffix("/v1")
+    headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+    limits = httpx.Limits(max_connections=None)
+    try:
+        client = httpx.AsyncClient(base_url=base, headers=headers, timeout=TIMEOUT, limits=limits, trust_env=False)
+    except httpx.InvalidURL as error:
+        raise ServerError(f"--url {url}: {error}") from None
+    async with client:
+        yield client
+
+
+async def look(client: httpx.AsyncClient, model: str = "") -> Server:
+    """What the server says of itself, and of that model or its first. Raises ServerError."""
+    url = str(client.base_url).rstrip("/")
+    try:
+        answer = await client.get(listing.PATH)
+        if answer.status_code != 200:
+            hint = "; see --api-key" if answer.status_code in (401, 403) else ""
+            raise ServerError(f"{url} does not tell its models: {refusal(answer.status_code, answer.text)}{hint}")
+        listed = read_listing(answer.json(), model)
+        return Server(url, listed, await _version(client), vocabulary(await _ordinary(client, listed.model)))
+    except httpx.UnsupportedProtocol:
+        raise ServerError(f"--url {url}: an address begins with http:// or https://") from None
+    except httpx.HTTPError as error:
+        raise ServerError(
+            f"no server answers at {url} ({_said(error)}); start one (kvmux serve), or name another (--url)"
+        ) from None
+    except ListingError as error:
+        raise ServerError(str(error)) from None
+    except (ValueError, KeyError, TypeError, AttributeError):
+        raise ServerError(f"what answers at {url} is no OpenAI-compatible server; see --url") from None
+
+
+async def _version(client: httpx.AsyncClient) -> str:
+    """kvmux and vLLM have a route for it."""
+    answer = await client.get("/version")
+    try:
+        return str(answer.json()["version"]) if answer.status_code == 200 else ""
+    except (ValueError, KeyError, TypeError):
+        return ""
+
+
+async def _ordinary(client: httpx.AsyncClient, model: str) -> list[int]:
+    """Ids of a text, asked as kvmux and vLLM want it, then as llama.cpp does; none if the server has no such route."""
+    bodies: tuple[dict[str, Any], ...] = (
+        {"model": model, "prompt": TEXT, "add_special_tokens": False},
+        {"content": TEXT, "add_special": False},
+    )
+    for body in bodies:
+        answer = await client.post("/tokenize", json=body)
+        try:
+            if answer.status_code == 200 and (ids := answer.json()["tokens"]):
+                return [int(each) for each in ids]
+        except (ValueError, KeyError, TypeError):
+            continue
+    return []
+
+
+async def complete(client: httpx.AsyncClient, model: str, ask: Ask, more: Mapping[str, Any] | None = None) -> Outcome:
+    """One completion, greedy and of exactly the length asked for. `more` goes into the body; a null takes out."""
+    body: dict[str, Any] = {
+        "model": model,
+        "prompt": ask.prompt,
+        "max_tokens": ask.answer,
+        "temperature": 0,
+        "ignore_eos": True,
+        "stream": True,
+        "stream_options": {"include_usage": True},
+        **(more or {}),
+    }
+    reply, sent = Reply(), perf_counter()
+    try:
+        content = {key: value for key, value in body.items() if value is not None}
+        async with client.stream("POST", "/v1/completions", json=content) as answer:
+            if answer.status_code != 200:
+                text = (await answer.aread()).decode(errors="replace")
+                return Outcome(ask.answer, sent, reply, refusal(answer.status_code, text))
+            async for line in _lines(answer.aiter_bytes()):
+                reply.take(line)
+            reply.check_end()
+    except (httpx.HTTPError, StreamError) as error:
+        return Outcome(ask.answer, sent, reply, _said(error))
+    return Outcome(ask.answer, sent, reply)
+
+
+async def _lines(chunks: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
+    """Ended by line feeds alone: httpx's own lines end at every character that Unicode has for it, in mid-JSON."""
+    rest = b""
+    async for chunk in chunks:
+        *whole, rest = (rest + chunk).split(b"\n")
+        for line in whole:
+            yield line
+    yield rest
+
+
+def _said(error: Exception) -> str:
+    return str(error) or type(error).__name__

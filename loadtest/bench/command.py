@@ -1,0 +1,197 @@
+"""`kvmux bench`: from the command line's options to a report. Wires server, workloads, arrivals and figures."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import sys
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from datetime import datetime
+from pathlib import Path
+from random import SystemRandom
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
+
+from loadtest.bench.arrivals import Arrivals, Bursts, Closed, Poisson
+from loadtest.bench.client import Outcome, Server, ServerError, complete, connected, look
+from loadtest.bench.figures import Figures
+from loadtest.bench.flags import Wanted
+from loadtest.bench.report import Report, as_json, as_text
+from loadtest.bench.rounds import Key, Rounds
+from loadtest.bench.workloads import NAMED, QUICK, Ask, Drawn, Workload, WorkloadError, fit, read_trace
+from loadtest.listing import ListingError, chosen
+
+USER_ERROR = 2  # exit code: something the user can change
+ROUNDS = 3
+STANDARD_OUTPUT = Path("-")
+CUSTOM = replace(NAMED["c8"], name="own")  # what flags change, if no workload is named
+MOST_MESSAGES = 3
+WORDS_FIT = 75  # per cent of the context that as many words are sure to leave room in
+
+
+def run(options: dict[str, Any]) -> int:
+    """`options` are the flags given, fields of Wanted; the exit code."""
+    wanted = Wanted(**{"api_key": os.environ.get("OPENAI_API_KEY", ""), **options})
+    wanted = replace(wanted, seed=SystemRandom().randrange(1 << 32) if wanted.seed is None else wanted.seed)
+    try:
+        check_file(wanted.json)
+        report = asyncio.run(bench(wanted, planned(wanted)))
+        return tell(report, wanted.json)
+    except (ServerError, WorkloadError, ListingError, FileError) as error:
+        print(f"kvmux: {error}", file=sys.stderr)
+        return USER_ERROR
+
+
+class FileError(Exception):
+    """The report's file cannot be written."""
+
+
+def check_file(file: Path | None) -> None:
+    """Before anything slow. Raises FileError."""
+    if file not in (None, STANDARD_OUTPUT):
+        new = not file.exists()
+        with writing(file):
+            file.open("ab").close()
+        if new:
+            file.unlink()
+
+
+@contextmanager
+def writing(file: Path) -> Iterator[None]:
+    """Raises FileError if it fails."""
+    try:
+        yield
+    except OSError as error:
+        raise FileError(f"--json: cannot write {file}: {error.strerror}") from None
+
+
+# ---------------------------------------------------------------- what to do
+def planned(wanted: Wanted) -> list[Workload]:
+    """The workloads asked for, each with what the flags change. Raises WorkloadError."""
+    if wanted.trace:
+        if wanted.workload:
+            raise WorkloadError("--trace is a workload by itself: leave --workload out")
+        return [read_trace(wanted.trace, wanted.requests, wanted.speed_up)]
+    lengths = {"own": wanted.prompt_tokens, "shared": wanted.shared_tokens, "answer": wanted.max_tokens}
+    changes: dict[str, Any] = {name: value for name, value in lengths.items() if value is not None}
+    if (arrivals := arrivals_of(wanted)) is not None:
+        changes["arrivals"] = arrivals
+    if wanted.shared_tokens:
+        changes["phases"] = ("cold", "warm")
+    named = wanted.workload or (() if changes or wanted.requests else QUICK)
+    return [changed(each, changes, wanted.requests) for each in [NAMED[name] for name in named] or [CUSTOM]]
+
+
+def arrivals_of(wanted: Wanted) -> Arrivals | None:
+    if wanted.rate is not None:
+        return Poisson(wanted.rate)
+    if wanted.burst is not None:
+        return Bursts(wanted.burst, wanted.every)
+    return None if wanted.concurrency is None else Closed(wanted.concurrency)
+
+
+def changed(workload: Drawn, changes: Mapping[str, Any], requests: int | None) -> Drawn:
+    """With enough requests, unless told how many, for the arrivals to be seen."""
+    new = replace(workload, **changes)
+    match new.arrivals:
+        case Bursts(size=size):
+            enough = 3 * size
+        case Closed(at_once=streams):
+            enough = streams
+        case _:
+            enough = 4 * new.requests
+    return replace(new, requests=requests or max(enough, new.requests if "arrivals" not in changes else 0))
+
+
+# ---------------------------------------------------------------- doing it
+async def bench(wanted: Wanted, workloads: Sequence[Workload]) -> Report:
+    """Raises ServerError, WorkloadError and ListingError."""
+    date, seed = datetime.now().astimezone(), wanted.seed or 0
+    async with connected(wanted.url, wanted.api_key) as client:
+        server = await look(client, wanted.model)
+        fitted, notes = fit_all(workloads, server)
+        strategies = strategies_of(server, wanted.strategies)
+        rounds = wanted.rounds or (1 if wanted.trace else ROUNDS)
+        figures: dict[Key, Figures] = {}
+        with progress() as bars:
+            count = len(strategies) * rounds * sum(each.requests * len(each.phases) for each in fitted)
+            task = bars.add_task("warming up", total=count)
+
+            def tell(what: str) -> None:
+                bars.update(task, description=what)
+
+            async def send(model: str, ask: Ask, counts: bool) -> Outcome:
+                outcome = await complete(client, model, ask, wanted.body)
+                bars.advance(task, int(counts))
+                return outcome
+
+            measuring = Rounds(strategies, server.vocabulary, seed, rounds, send, tell)
+            for workload in fitted:
+                figures |= await measuring.measure(workload)
+    return Report(server, date, told_options(wanted, rounds), fitted, [*notes, *notes_on(figures)], figures)
+
+
+def fit_all(workloads: Sequence[Workload], server: Server) -> tuple[list[Workload], list[str]]:
+    """The workloads, no longer than the model's context; what had to be changed. Raises WorkloadError."""
+    context, notes = server.listing.context, []
+    if not server.vocabulary.exact:
+        notes.append("the server has no /tokenize: prompts are words, and their lengths not exact")
+        context = context and context * WORDS_FIT // 100
+    fitted = [fit(each, context) for each in workloads]
+    return [workload for workload, _ in fitted], [*notes, *(note for _, note in fitted if note)]
+
+
+def strategies_of(server: Server, wanted: Sequence[str]) -> dict[str, str]:
+    """The model's name by strategy, or by itself. Raises ListingError."""
+    listing = server.listing
+    models = chosen(listing, dict.fromkeys(wanted, 1.0))
+    return {
+        name: model for name, model in (listing.strategies or {listing.model: listing.model}).items() if model in models
+    }
+
+
+def notes_on(figures: Mapping[Key, Figures]) -> list[str]:
+    short = sum(each.short for each in figures.values())
+    return [f"{short} answers have not the length asked for, so compare with care"] if short else []
+
+
+def told_options(wanted: Wanted, rounds: int) -> dict[str, Any]:
+    """For the report, without the key."""
+    options = {name: value for name, value in vars(wanted).items() if name not in ("api_key", "json")}
+    return options | {"rounds": rounds, "trace": wanted.trace and str(wanted.trace)}
+
+
+def progress() -> Progress:
+    """On standard error, and only if somebody watches."""
+    console = Console(stderr=True)
+    columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeRemainingColumn())
+    return Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
+
+
+# ---------------------------------------------------------------- telling it
+def tell(report: Report, file: Path | None) -> int:
+    """Prints and writes the report; the exit code. Raises FileError."""
+    text = json.dumps(as_json(report), indent=2)
+    if file == STANDARD_OUTPUT:
+        print(text)
+    else:
+        print(as_text(report))
+        if file:
+            with writing(file):
+                file.write_text(text + "\n")
+    for line in failures(report):
+        print(line, file=sys.stderr)
+    return 1 if report.failed else 0
+
+
+def failures(report: Report) -> list[str]:
+    """How many requests failed, and the most frequent reasons."""
+    errors = sum((each.errors for each in report.figures.values()), Counter[str]())
+    reasons = [f"  {count}x {message}" for message, count in errors.most_common(MOST_MESSAGES)]
+    return [f"kvmux: {report.failed} requests failed:", *reasons] if reasons else []

@@ -1,0 +1,135 @@
+"""The flags of `kvmux bench`. Imports nothing heavy: help comes at once."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+DESCRIPTION = """\
+Loads a running server over HTTP, under each of its cache strategies in turn, and tells for every workload the
+time to the first token (TTFT), between tokens (ITL) and to the end, tokens a second, and how much of the prompts
+was found in a cache. Any server with OpenAI's /v1/completions can be loaded; one without strategies gives a row for
+its model."""
+
+EPILOG = """\
+workloads:
+
+  a     1 stream, 128 tokens in, 128 out         d     8 at once, 1024 shared + 64 tokens in, 64 out:
+  b     1 stream, 2048 tokens in, 64 out               cold, then warm, with the shared tokens in the cache
+  c8    8 at once, 256 tokens in, 128 out        c16   16 at once, 256 tokens in, 128 out
+
+Prompts are token ids, drawn anew for each round and the same for every strategy; answers are greedy and of full
+length. What does not fit into the model's context is made shorter, and said. Strategies take turns within a round, so
+that whatever else the machine does is so for all. Any flag of lengths or arrivals changes the workloads that are named;
+without a name it changes c8 ("own"). The exit code is 1 when a request failed.
+
+examples:
+  kvmux bench
+  kvmux bench --workload c8 c16 --strategies paged contiguous --json report.json
+  kvmux bench --rate 4 --requests 64 --prompt-tokens 512 --max-tokens 64
+  kvmux bench --burst 16 --every 10
+  python -m loadtest.traces --conversations 50 > chats.jsonl; kvmux bench --trace chats.jsonl --speed-up 10
+  kvmux bench --url http://127.0.0.1:8080 --workload a c8          # llama.cpp, vLLM, ...
+"""
+
+URL = "http://127.0.0.1:8000"
+NAMES = ("a", "b", "c8", "c16", "d")
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """What to measure. None: as the workload has it."""
+
+    url: str = URL
+    model: str = ""
+    api_key: str = field(default="", repr=False)
+    strategies: Sequence[str] = ()
+    workload: Sequence[str] = ()
+    concurrency: int | None = None
+    rate: float | None = None
+    burst: int | None = None
+    every: float = 5.0
+    trace: Path | None = None
+    speed_up: float = 1.0
+    requests: int | None = None
+    rounds: int | None = None
+    prompt_tokens: int | None = None
+    shared_tokens: int | None = None
+    max_tokens: int | None = None
+    seed: int | None = None
+    body: Mapping[str, Any] = field(default_factory=dict)
+    json: Path | None = None
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    """A flag for every field of Wanted; those not given are left out."""
+    _add_server(parser.add_argument_group("server"))
+    _add_load(parser.add_argument_group("load"))
+    add = parser.add_argument_group("report").add_argument
+    add(
+        "--json", type=Path, metavar="FILE", help="write all figures there; - is the standard output, without the table"
+    )
+
+
+def _add_server(group: argparse._ArgumentGroup) -> None:
+    add = group.add_argument
+    add("--url", metavar="URL", help=f"where it is (default: {URL})")
+    add("--model", metavar="NAME", help="the model's name (default: the first that the server lists)")
+    add("--strategies", nargs="+", metavar="NAME", help="only these (default: all that the server lists)")
+    add("--api-key", metavar="KEY", help="sent as a bearer token [OPENAI_API_KEY]")
+    add("--body", type=_object, metavar="JSON", help="added to every request; a null takes a field out of it")
+
+
+def _add_load(group: argparse._ArgumentGroup) -> None:
+    add = group.add_argument
+    add("--workload", nargs="+", choices=NAMES, metavar="NAME", help="of those below (default: a b c8 d)")
+    arrivals = group.add_mutually_exclusive_group().add_argument
+    arrivals("--concurrency", type=_positive, metavar="N", help="clients, each with one request at a time")
+    arrivals("--rate", type=_above_zero, metavar="X", help="requests that arrive in a second, by chance (Poisson)")
+    arrivals("--burst", type=_positive, metavar="N", help="requests that arrive in the same moment, again and again")
+    arrivals("--trace", type=Path, metavar="FILE", help="requests and times as `python -m loadtest.traces` writes them")
+    add("--every", type=_above_zero, metavar="SECONDS", help=f"from burst to burst (default: {Wanted.every:g})")
+    add("--speed-up", type=_above_zero, metavar="X", help="how much faster a trace's time passes (default: 1)")
+    add("--requests", type=_positive, metavar="N", help="for each strategy in a round; of a trace, the first N")
+    add("--rounds", type=_positive, metavar="N", help="how often all is measured (default: 3; a trace once)")
+    add("--prompt-tokens", type=_positive, metavar="N", help="tokens of a prompt that no other has")
+    add("--shared-tokens", type=_natural, metavar="N", help="tokens before them that all prompts of a round have")
+    add("--max-tokens", type=_positive, metavar="N", help="tokens of an answer")
+    add("--seed", type=_natural, metavar="N", help="of the prompts (default: by chance, so that no cache knows them)")
+
+
+def _positive(text: str) -> int:
+    if not text.isascii() or not text.isdecimal() or not int(text):
+        raise argparse.ArgumentTypeError(f"{text!r} is no number above 0")
+    return int(text)
+
+
+def _natural(text: str) -> int:
+    if not text.isascii() or not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"{text!r} is no number")
+    return int(text)
+
+
+def _above_zero(text: str) -> float:
+    try:
+        number = float(text)
+    except ValueError:
+        number = math.nan
+    if not 0 < number < math.inf:
+        raise argparse.ArgumentTypeError(f"{text!r} is no number above 0")
+    return number
+
+
+def _object(text: str) -> dict[str, Any]:
+    try:
+        value = json.loads(text)
+    except ValueError:
+        value = None
+    if not isinstance(value, dict):
+        raise argparse.ArgumentTypeError(f"{text!r} is no JSON object, such as '{{\"priority\": 1}}'")
+    return value

@@ -1,0 +1,141 @@
+"""What a benchmark found, as a table for people and as JSON for programs. Knows figures; not how they were made."""
+
+from __future__ import annotations
+
+import io
+import platform
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from typing import Any
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from loadtest.bench.client import Server
+from loadtest.bench.figures import Figures
+from loadtest.bench.rounds import Key
+from loadtest.bench.workloads import Workload
+
+COLUMNS = (
+    "requests",
+    "errors",
+    "TTFT p50",
+    "TTFT p95",
+    "ITL p50",
+    "ITL p95",
+    "end-to-end p50",
+    "tokens/s",
+    "cached",
+)
+
+
+@dataclass(frozen=True)
+class Report:
+    """One benchmark."""
+
+    server: Server
+    date: datetime
+    options: Mapping[str, Any]
+    workloads: Sequence[Workload]
+    notes: Sequence[str]
+    figures: Mapping[Key, Figures]
+
+    @property
+    def failed(self) -> int:
+        return sum(len(each.outcomes) - len(each.good) for each in self.figures.values())
+
+
+def as_text(report: Report) -> str:
+    """What was loaded and how, and a table in GitHub's Markdown."""
+    server = report.server
+    version = f"{server.listing.owner} {server.version}".strip()
+    lines = [f"{server.listing.model} at {server.url}" + (f" ({version})" if version else "")]
+    lines += [f"  {each.name:4} {each}" for each in report.workloads]
+    lines += [f"note: {note}" for note in report.notes]
+    return "\n".join(
+        [*lines, "", _table(report), "", "Times in milliseconds; tokens/s are those of answers, all streams together."]
+    )
+
+
+def _table(report: Report) -> str:
+    table = Table(box=box.MARKDOWN)
+    table.add_column("workload")
+    table.add_column("strategy" if report.server.listing.strategies else "model")
+    for column in COLUMNS:
+        table.add_column(column, justify="right")
+    for key, figures in report.figures.items():
+        table.add_row(f"{key.workload} {key.phase}".strip(), key.strategy, *_cells(figures))
+    printed = io.StringIO()
+    Console(file=printed, width=10_000, force_terminal=False, color_system=None, markup=False).print(table)
+    return "\n".join(line.strip() for line in printed.getvalue().strip().splitlines())
+
+
+def _cells(figures: Figures) -> list[str]:
+    ttft, itl, e2e = figures.ttft() or {}, figures.itl() or {}, figures.e2e() or {}
+    times = (ttft.get("p50"), ttft.get("p95"), itl.get("p50"), itl.get("p95"), e2e.get("p50"))
+    return [
+        str(len(figures.outcomes)),
+        str(len(figures.outcomes) - len(figures.good)),
+        *map(_number, times),
+        _number(figures.speed),
+        "-" if figures.cached is None else f"{figures.cached:.0%}",
+    ]
+
+
+def _number(value: float | None) -> str:
+    """Three digits, or all before the point."""
+    if value is None:
+        return "-"
+    return f"{value:,.0f}" if value >= 100 else f"{value:.1f}" if value >= 10 else f"{value:.2f}"
+
+
+def as_json(report: Report) -> dict[str, Any]:
+    server = report.server
+    return {
+        "date": report.date.isoformat(timespec="seconds"),
+        "server": {
+            "url": server.url,
+            "software": server.listing.owner,
+            "version": server.version,
+            "model": server.listing.model,
+            "context": server.listing.context,
+            "strategies": list(server.listing.strategies),
+        },
+        "client": {"python": platform.python_version(), "system": platform.platform()},
+        "options": dict(report.options),
+        "workloads": [
+            {
+                "name": each.name,
+                "description": str(each),
+                "requests": each.requests,
+                "phases": list(filter(None, each.phases)),
+            }
+            for each in report.workloads
+        ],
+        "notes": list(report.notes),
+        "results": [_result(key, figures) for key, figures in report.figures.items()],
+    }
+
+
+def _result(key: Key, figures: Figures) -> dict[str, Any]:
+    return {
+        "workload": key.workload,
+        "phase": key.phase or None,
+        "strategy": key.strategy,
+        "requests": len(figures.outcomes),
+        "errors": len(figures.outcomes) - len(figures.good),
+        "messages": dict(figures.errors.most_common()),
+        "not_of_asked_length": figures.short,
+        "prompt_tokens": figures.prompt_tokens,
+        "cached_tokens": figures.cached_tokens,
+        "completion_tokens": figures.completion_tokens,
+        "pieces": figures.pieces,
+        "seconds": sum(figures.seconds),
+        "tokens_per_second": figures.speed,
+        "tokens_per_second_by_round": figures.speeds(),
+        "ttft_ms": figures.ttft(),
+        "itl_ms": figures.itl(),
+        "e2e_ms": figures.e2e(),
+    }

@@ -1,0 +1,74 @@
+"""What a server says of its models at /v1/models: their names, their cache strategies, how long a text may be.
+
+Knows the answer, and not how to get it. kvmux lists a model once under each strategy ("tiny:paged") and marks these
+entries; for any other server an entry is a model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+PATH = "/v1/models"
+
+
+class ListingError(Exception):
+    """What was asked for is not listed; the message says what is."""
+
+
+class Listing(NamedTuple):
+    """One model."""
+
+    model: str
+    owner: str  # the server's make, where it says so
+    context: int | None  # tokens of prompt and answer together, where the server tells
+    strategies: Mapping[str, str]  # by their names, the model's name under each; empty where there is no choice
+
+
+def read_listing(answer: Any, model: str = "") -> Listing:
+    """The model of that name, which may name a strategy ("tiny:paged"), or the first. Raises ListingError."""
+    entries: Sequence[Mapping[str, Any]] = answer["data"]
+    models = [entry["id"] for entry in entries if not entry.get("kv_cache")]
+    if not models:
+        raise ListingError("the server lists no model")
+    entry = next((entry for entry in entries if entry["id"] == (model or models[0])), None)
+    if entry is None:
+        raise ListingError(f"there is no model {model!r}; there are {', '.join(models)}")
+    strategies = {
+        each["kv_cache"]["instance"]: each["id"]
+        for each in entries
+        if each.get("kv_cache") and each["id"] == f"{entry['id']}:{each['kv_cache']['instance']}"
+    }
+    return Listing(entry["id"], str(entry.get("owned_by", "")), _context(entry), strategies)
+
+
+def _context(entry: Mapping[str, Any]) -> int | None:
+    """As kvmux and vLLM tell it, or llama.cpp."""
+    meta = entry.get("meta") or {}
+    found = entry.get("max_model_len") or meta.get("n_ctx") or meta.get("n_ctx_train")
+    return int(found) if found else None
+
+
+def chosen(listing: Listing, weights: Mapping[str, float]) -> dict[str, float]:
+    """The model's name under each strategy, and how often to ask for it; all alike unless told. Raises ListingError."""
+    if not listing.strategies:
+        if weights:
+            raise ListingError(f"the server lists no strategies of {listing.model}: leave them out")
+        return {listing.model: 1.0}
+    for name in weights:
+        if name not in listing.strategies:
+            raise ListingError(f"there is no strategy {name!r}; there are {', '.join(listing.strategies)}")
+    return {
+        listing.strategies[name]: weight for name, weight in (weights or dict.fromkeys(listing.strategies, 1.0)).items()
+    }
+
+
+def parse_weights(text: str) -> dict[str, float]:
+    """ "paged=3,contiguous=1,window" as numbers; a name alone weighs 1. Raises ValueError."""
+    weights = {}
+    for part in filter(None, (part.strip() for part in text.split(","))):
+        name, _, weight = part.partition("=")
+        weights[name.strip()] = float(weight or 1)
+    if weights and not (min(weights.values()) >= 0 < max(weights.values())):
+        raise ValueError("weights are 0 or more, one of them more")
+    return weights

@@ -1,0 +1,164 @@
+"""One client of a server, for locust: chooses a strategy, asks, reads the stream, reports times. Not what is asked.
+
+Rows of its own in locust's report, beside those of requests: TTFT, ITL and tok/s, explained in README.md.
+"""
+
+from __future__ import annotations
+
+import json
+from argparse import ArgumentTypeError
+from collections.abc import Callable, Iterator
+from random import Random
+from time import perf_counter
+from typing import Any
+
+import gevent  # type: ignore[import-untyped]
+from locust import FastHttpUser, events
+from locust.argument_parser import LocustArgumentParser
+from locust.contrib.fasthttp import FAILURE_EXCEPTIONS, ResponseContextManager
+from locust.env import Environment
+
+from loadtest import listing
+from loadtest.listing import ListingError, chosen, parse_weights, read_listing
+from loadtest.stream import Reply, StreamError, read_reply, refusal
+
+CONTEXT = 4096  # tokens, where a server does not tell
+
+
+def checked(parse: Callable[[str], object]) -> Callable[[str], str]:
+    """A type of options: text that `parse` understands. Text it stays, so that locust's page can show it."""
+
+    def check(text: str) -> str:
+        try:
+            parse(text)
+        except ValueError as error:
+            raise ArgumentTypeError(f"{text!r}: {error}") from None
+        return text
+
+    return check
+
+
+@events.init_command_line_parser.add_listener  # type: ignore[untyped-decorator]
+def _options(parser: LocustArgumentParser) -> None:
+    add = parser.add_argument
+    add("--models", env_var="LOCUST_MODELS", default="", help="comma-separated; default: the first the server lists")
+    add(
+        "--strategies",
+        env_var="LOCUST_STRATEGIES",
+        type=checked(parse_weights),
+        default="",
+        help="by weight: 'paged=3,contiguous=1'; default: all that the server lists, each as often as the others",
+    )
+    add("--rows", env_var="LOCUST_ROWS", default="strategy", choices=list(NAMES), help="what has rows of its own")
+    add("--temperature", env_var="LOCUST_TEMPERATURE", type=float, default=0.0, help="0 is greedy")
+    add("--body", env_var="LOCUST_BODY", type=checked(dict_of), default="{}", help="JSON added to every request")
+    add("--api-key", env_var="OPENAI_API_KEY", default="", help="sent as a bearer token", is_secret=True)
+
+
+def dict_of(text: str) -> dict[str, Any]:
+    """Raises ValueError."""
+    return dict(json.loads(text))
+
+
+NAMES = {"strategy": "{model}", "class": "{kind}", "both": "{model} {kind}"}  # of rows, by --rows
+
+
+class Client(FastHttpUser):
+    """Asks, and reads the whole answer unless it loses patience."""
+
+    abstract = True
+    network_timeout = 600.0  # a request may wait long for its first token
+    connection_timeout = 10.0
+    models: dict[str, float]  # names to ask for, by weight
+    room = CONTEXT  # tokens of prompt and answer
+
+    def __init__(self, environment: Environment) -> None:
+        super().__init__(environment)
+        options: Any = environment.parsed_options
+        self.options = options
+        self.random = Random()
+        self.headers = {"Accept-Encoding": "identity"}
+        if options.api_key:
+            self.headers["Authorization"] = f"Bearer {options.api_key}"
+        self.body = {
+            "temperature": options.temperature,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+            **dict_of(options.body),
+        }
+
+    def on_start(self) -> None:
+        self.models = self._models()
+
+    def _models(self) -> dict[str, float]:
+        """What to ask for. Ends the load if there is nothing."""
+        with self.client.get(listing.PATH, headers=self.headers, catch_response=True) as response:
+            try:
+                if response.status_code != 200:
+                    raise ListingError(_reason(response))
+                weights = parse_weights(self.options.strategies)
+                found: dict[str, float] = {}
+                for model in self.options.models.split(","):
+                    listed = read_listing(response.json(), model)
+                    found |= chosen(listed, weights)
+                    self.room = listed.context or CONTEXT
+                return found
+            except (ListingError, ValueError, KeyError, TypeError) as error:  # the latter: no such answer at all
+                response.failure(f"cannot choose a model: {error}")
+        assert self.environment.runner is not None
+        gevent.spawn(self.environment.runner.quit)
+        raise gevent.GreenletExit  # as if this client had been stopped already
+
+    def choose(self) -> str:
+        """The model's name under some strategy."""
+        return self.random.choices(list(self.models), list(self.models.values()))[0]
+
+    def ask(self, path: str, model: str, body: dict[str, Any], patience: int | None = None) -> Reply | None:
+        """The answer, or as many pieces of it as the client has patience for; None if the request failed."""
+        row = NAMES[self.options.rows].format(model=model, kind=type(self).__name__)
+        body = {"model": model, **body, **self.body}
+        sent = perf_counter()
+        with self.client.post(
+            path, json=body, headers=self.headers, name=row, stream=True, catch_response=True
+        ) as response:
+            if response.status_code != 200:
+                response.failure(_reason(response))
+                return None
+            try:
+                reply = read_reply(_lines(response), most=patience)
+            except (StreamError, *FAILURE_EXCEPTIONS) as error:
+                response.failure(str(error) or type(error).__name__)
+                return None
+            finally:
+                response.stream.release()  # hangs up, if there is more to come
+            if reply.end is None:
+                response.request_meta["request_type"] = "CANCEL"
+            response.request_meta["response_time"] = (perf_counter() - sent) * 1000  # of the whole answer
+            response.request_meta["response_length"] = reply.completion_tokens or len(reply.arrivals)
+        self._report(row, sent, reply)
+        return reply
+
+    def _report(self, row: str, sent: float, reply: Reply) -> None:
+        if reply.arrivals:  # the first token may have been the end of the text
+            self._fire("TTFT", row, (reply.arrivals[0] - sent) * 1000, reply.prompt_tokens)
+        for gap in reply.gaps():
+            self._fire("ITL", row, gap * 1000, 1)
+        if (speed := reply.speed()) is not None:
+            self._fire("tok/s", row, speed, reply.completion_tokens)
+
+    def _fire(self, what: str, row: str, figure: float, tokens: int) -> None:
+        self.environment.events.request.fire(
+            request_type=what, name=row, response_time=figure, response_length=tokens, exception=None, context={}
+        )
+
+
+def _lines(response: ResponseContextManager) -> Iterator[bytes]:
+    """Each line as soon as it has arrived."""
+    while line := response.stream.readline(b"\n"):
+        yield line
+
+
+def _reason(response: ResponseContextManager) -> str:
+    if not response.status_code:
+        return str(getattr(response, "error", "no answer"))
+    return refusal(response.status_code, response.text or "")

@@ -1,0 +1,137 @@
+"""The client against a stub: what the server is, what a completion holds, and what may go wrong."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import Awaitable, Callable
+from typing import TypeVar
+
+import httpx
+import pytest
+
+from loadtest.bench.client import Outcome, Server, ServerError, complete, connected, look
+from loadtest.bench.workloads import Ask
+from tests.loadtest.stub import CACHED_TOKENS, CONTEXT, VOCABULARY, Stub, stubbed
+
+Found = TypeVar("Found")
+ASK = Ask([300, 301, 302, 303], 6)
+
+
+def asked(url: str, what: Callable[[httpx.AsyncClient], Awaitable[Found]], key: str = "") -> Found:
+    async def ask() -> Found:
+        async with connected(url, key) as client:
+            return await what(client)
+
+    return asyncio.run(ask())
+
+
+def outcome(stub: Stub, model: str, key: str = "", **more: object) -> Outcome:
+    return asked(stub.url, lambda client: complete(client, model, ASK, more), key)
+
+
+def looked(url: str, model: str = "") -> Server:
+    return asked(url, lambda client: look(client, model))
+
+
+def test_a_completion() -> None:
+    with stubbed("tiny") as stub:
+        found = outcome(stub, "tiny", priority=3, stream_options=None)
+    reply = found.reply
+    assert found.error is None
+    assert found.asked == reply.completion_tokens == len(reply.arrivals) == 6
+    assert reply.text == " word\u2028" * 6  # a separator of lines in Unicode, and none of a stream's
+    assert (reply.prompt_tokens, reply.cached_tokens) == (4, CACHED_TOKENS)
+    assert reply.end is not None
+    assert found.sent <= reply.arrivals[0] <= reply.arrivals[-1] <= reply.end
+    assert stub.seen == [
+        (
+            "/v1/completions",
+            {
+                "model": "tiny",
+                "prompt": [300, 301, 302, 303],
+                "max_tokens": 6,
+                "temperature": 0,
+                "ignore_eos": True,
+                "stream": True,
+                "priority": 3,
+            },
+        )
+    ]
+
+
+@pytest.mark.parametrize(
+    ("model", "message"),
+    [
+        ("busy", "HTTP 429: too many requests wait"),
+        ("failing", "error in the stream: the engine is gone"),
+        ("breaking", "incomplete chunked read"),
+    ],
+)
+def test_failures(model: str, message: str) -> None:
+    with stubbed("tiny") as stub:
+        found = outcome(stub, model)
+    assert found.error is not None
+    assert message in found.error
+    assert found.reply.end is None
+
+
+def test_keys() -> None:
+    with stubbed("tiny", key="secret") as stub:
+        assert outcome(stub, "tiny").error == "HTTP 401: no such key"
+        assert outcome(stub, "tiny", key="secret").error is None
+        with pytest.raises(ServerError, match="HTTP 401: no such key; see --api-key"):
+            looked(stub.url)
+
+
+def test_whoever_leaves_hangs_up() -> None:
+    """As it is when somebody stops the benchmark."""
+
+    async def leave(client: httpx.AsyncClient) -> None:
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0.2):
+                await complete(client, "slow", Ask([1], 1000))
+
+    with stubbed("tiny") as stub:
+        asked(stub.url, leave)
+        assert stub.wait_until(lambda seen: len(seen) == 1)
+        assert stub.hung_up == 1
+
+
+@pytest.mark.parametrize("path", ["", "/", "/v1", "/v1/"])
+def test_what_a_server_is(path: str) -> None:
+    with stubbed("tiny", "tiny:paged", "tiny:window") as stub:
+        server = looked(stub.url + path)
+    assert server.url == stub.url
+    assert server.listing.model == "tiny"
+    assert server.listing.context == CONTEXT
+    assert list(server.listing.strategies) == ["paged", "window"]
+    assert server.version == "0.0"
+    assert server.vocabulary.pieces == VOCABULARY
+
+
+def test_a_server_without_tokens_gets_words() -> None:
+    with stubbed("tiny", tokenizes=False) as stub:
+        assert not looked(stub.url).vocabulary.exact
+
+
+def test_no_server() -> None:
+    with socket.socket() as unused:
+        unused.bind(("127.0.0.1", 0))
+        url = f"http://127.0.0.1:{unused.getsockname()[1]}"
+        with pytest.raises(ServerError, match=rf"no server answers at {url} .*start one \(kvmux serve\)"):
+            looked(url)
+
+
+@pytest.mark.parametrize("url", ["127.0.0.1:8000", "localhost", "ftp://localhost"])
+def test_no_address(url: str) -> None:
+    with pytest.raises(ServerError, match="an address begins with http"):
+        looked(url)
+
+
+def test_another_kind_of_server() -> None:
+    with stubbed() as stub:
+        with pytest.raises(ServerError, match="the server lists no model"):
+            looked(stub.url)
+        with pytest.raises(ServerError, match="does not tell its models: HTTP 404"):
+            looked(stub.url + "/elsewhere")

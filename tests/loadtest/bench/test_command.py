@@ -1,0 +1,186 @@
+"""`kvmux bench` against a stub: the table, the JSON, exit codes, and errors of one line."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from loadtest import traces
+from loadtest.bench.arrivals import Arrivals, Bursts, Closed, Poisson
+from loadtest.bench.command import planned
+from loadtest.bench.flags import Wanted
+from loadtest.bench.workloads import Drawn
+from server import cli
+from tests.loadtest.stub import CACHED_TOKENS, Stub, stubbed
+
+STRATEGIES = ("tiny", "tiny:paged", "tiny:window")
+FEW = ("--rounds", "2", "--requests", "3", "--prompt-tokens", "10", "--max-tokens", "4")
+
+
+def bench(capsys: pytest.CaptureFixture[str], stub: Stub | None, *flags: str) -> tuple[int, str, str]:
+    """Exit code, output, errors."""
+    try:
+        code = cli.main(["bench", *(["--url", stub.url] if stub else []), *flags])
+    except SystemExit as exit_:
+        code = int(exit_.code or 0)
+    return code, *capsys.readouterr()
+
+
+def rows(output: str) -> list[list[str]]:
+    """Cells of the table, its head first."""
+    lines = [line for line in output.splitlines() if line.startswith("|") and set(line) - set("|-: ")]
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
+
+
+def test_a_row_for_each_strategy(capsys: pytest.CaptureFixture[str]) -> None:
+    with stubbed(*STRATEGIES) as stub:
+        code, output, errors = bench(capsys, stub, *FEW)
+    assert (code, errors) == (0, "")
+    head, *found = rows(output)
+    assert head[:4] == ["workload", "strategy", "requests", "errors"]
+    assert [row[:4] for row in found] == [["own", "paged", "6", "0"], ["own", "window", "6", "0"]]
+    assert all(row[-1] == f"{CACHED_TOKENS / 10:.0%}" for row in found)
+    assert all(float(cell.replace(",", "")) > 0 for row in found for cell in row[4:-1])
+    assert output.startswith(f"tiny at {stub.url} (stub 0.0)\n  own  8 at once, 10 tokens in, 4 out\n")
+    assert {body["model"] for body in stub.bodies} == {"tiny:paged", "tiny:window"}
+    assert {len(body["prompt"]) for body in stub.bodies} == {10}
+
+
+def test_json(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    file = tmp_path / "report.json"
+    flags = ("--shared-tokens", "20", "--strategies", "window", "--seed", "5", "--api-key", "secret")
+    with stubbed(*STRATEGIES, key="secret") as stub:
+        code, output, _ = bench(capsys, stub, *FEW, *flags, "--json", str(file))
+        assert code == 0
+        assert len(rows(output)) == 3
+        code, printed, _ = bench(capsys, stub, *FEW, *flags, "--json", "-")
+    written, told = json.loads(file.read_text()), json.loads(printed)
+    assert written["server"] == {
+        "url": stub.url,
+        "software": "stub",
+        "version": "0.0",
+        "model": "tiny",
+        "context": 2048,
+        "strategies": ["paged", "window"],
+    }
+    assert written["options"] | {"seed": 5, "rounds": 2, "requests": 3, "shared_tokens": 20} == written["options"]
+    assert "secret" not in file.read_text()
+    assert written["date"] <= told["date"]
+    assert [(each["phase"], each["strategy"]) for each in written["results"]] == [
+        ("cold", "window"),
+        ("warm", "window"),
+    ]
+    assert [shape(each) for each in written["results"]] == [shape(each) for each in told["results"]]
+    for result in written["results"]:
+        assert result["requests"] == 6
+        assert result["completion_tokens"] == result["pieces"] == 24
+        assert result["prompt_tokens"] == 6 * 30
+        assert result["cached_tokens"] == 6 * CACHED_TOKENS
+        assert len(result["tokens_per_second_by_round"]) == 2
+        for times in ("ttft_ms", "itl_ms", "e2e_ms"):
+            assert 0 <= result[times]["p50"] <= result[times]["p95"] <= result[times]["max"]
+
+
+def shape(result: dict[str, Any]) -> dict[str, Any]:
+    """What does not depend on time."""
+    return {
+        key: sorted(value) if isinstance(value, dict) else value for key, value in result.items() if "second" not in key
+    }
+
+
+def test_a_server_without_strategies_ids_and_figures(capsys: pytest.CaptureFixture[str]) -> None:
+    with stubbed("llama3:8b", tokenizes=False, tells_cached=False) as stub:
+        stub.context = None
+        code, output, _ = bench(capsys, stub, *FEW, "--body", '{"ignore_eos": null}')
+    assert code == 0
+    head, row = rows(output)
+    assert head[1] == "model"
+    assert row[1] == "llama3:8b"
+    assert row[-1] == "-"
+    assert "note: the server has no /tokenize" in output
+    assert "note: 6 answers have not the length asked for" in output
+    assert all(isinstance(body["prompt"], str) and "ignore_eos" not in body for body in stub.bodies)
+
+
+def test_a_trace(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    file = tmp_path / "trace.jsonl"
+    recorded = list(traces.trace(0, 8))
+    file.write_text("".join(traces.line(request) + "\n" for request in recorded))
+    with stubbed(*STRATEGIES) as stub:
+        stub.context = 300
+        code, output, _ = bench(capsys, stub, "--trace", str(file), "--speed-up", "1e6", "--requests", "6")
+    assert code == 0
+    assert [row[:3] for row in rows(output)[1:]] == [["trace", "paged", "6"], ["trace", "window", "6"]]
+    assert "prompts end early, so as to fit into the model's 300 tokens" in output
+    assert all(len(body["prompt"]) + body["max_tokens"] <= 300 for body in stub.bodies)
+
+
+def test_failed_requests_are_told_and_counted(capsys: pytest.CaptureFixture[str]) -> None:
+    with stubbed("tiny", "tiny:paged", "tiny:busy", "tiny:failing") as stub:
+        code, output, errors = bench(capsys, stub, *FEW)
+    assert code == 1
+    assert [row[1:4] for row in rows(output)[1:]] == [["paged", "6", "0"], ["busy", "6", "6"], ["failing", "6", "6"]]
+    assert errors.splitlines()[0] == "kvmux: 12 requests failed:"
+    assert "  6x HTTP 429: too many requests wait" in errors
+    assert "  6x error in the stream: the engine is gone" in errors
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (("--strategies", "pagd"), "there is no strategy 'pagd'; there are paged, window"),
+        (("--model", "big"), "there is no model 'big'; there are tiny"),
+        (("--trace", "none.jsonl"), "--trace: cannot read none.jsonl: No such file or directory"),
+        (("--trace", "none.jsonl", "--workload", "a"), "--trace is a workload by itself"),
+        (("--json", "no/such/folder"), "--json: cannot write no/such/folder"),
+        (("--rate", "1", "--burst", "2"), "--burst: not allowed with argument --rate"),
+        (("--rate", "0"), "--rate: '0' is no number above 0"),
+        (("--requests", "-3"), "--requests: '-3' is no number above 0"),
+        (("--body", "[]"), "--body: '[]' is no JSON object"),
+        (("--workload", "e"), "invalid choice: 'e'"),
+        (("--concurency", "3"), "did you mean --concurrency?"),
+    ],
+)
+def test_errors_are_one_line(capsys: pytest.CaptureFixture[str], flags: tuple[str, ...], message: str) -> None:
+    with stubbed(*STRATEGIES) as stub:
+        code, output, errors = bench(capsys, stub, *flags)
+    assert (code, output) == (2, "")
+    assert message in errors
+    assert errors.count("\n") == 1
+
+
+def test_no_server_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    code, output, errors = bench(capsys, None, "--url", "http://127.0.0.1:9")
+    assert (code, output) == (2, "")
+    assert "start one (kvmux serve), or name another (--url)" in errors
+    assert errors.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("wanted", "names", "arrivals", "requests"),
+    [
+        (Wanted(), ["a", "b", "c8", "d"], None, None),
+        (Wanted(workload=["c16", "a"]), ["c16", "a"], None, None),
+        (Wanted(requests=5), ["own"], Closed(8), 5),
+        (Wanted(concurrency=32), ["own"], Closed(32), 32),
+        (Wanted(workload=["a"], concurrency=3, requests=4), ["a"], Closed(3), 4),
+        (Wanted(rate=2.0), ["own"], Poisson(2.0), 32),
+        (Wanted(burst=4), ["own"], Bursts(4, 5.0), 12),
+        (Wanted(burst=4, every=1.0, requests=5), ["own"], Bursts(4, 1.0), 5),
+    ],
+)
+def test_what_is_planned(wanted: Wanted, names: list[str], arrivals: Arrivals | None, requests: int | None) -> None:
+    workloads = planned(wanted)
+    assert [each.name for each in workloads] == names
+    if arrivals is not None:
+        assert [each.arrivals for each in workloads] == [arrivals]
+        assert [each.requests for each in workloads] == [requests]
+
+
+def test_lengths_that_are_planned() -> None:
+    (workload,) = planned(Wanted(prompt_tokens=3, shared_tokens=2, max_tokens=1))
+    assert isinstance(workload, Drawn)
+    assert (workload.own, workload.shared, workload.answer, workload.phases) == (3, 2, 1, ("cold", "warm"))

@@ -1,0 +1,78 @@
+"""Strategies are treated alike, and nobody finds what somebody else left."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+
+import pytest
+
+from loadtest.bench.arrivals import Closed
+from loadtest.bench.client import Outcome
+from loadtest.bench.figures import Figures
+from loadtest.bench.rounds import WARM_UP_ANSWER, Key, Rounds
+from loadtest.bench.vocabulary import vocabulary
+from loadtest.bench.workloads import NAMED, Ask, Drawn
+from loadtest.stream import Reply
+
+STRATEGIES = {"paged": "tiny:paged", "contiguous": "tiny:contiguous", "window": "tiny:window"}
+ROUNDS = 4
+Sent = list[tuple[str, Ask, bool]]
+
+
+def measured(workload: Drawn) -> tuple[dict[Key, Figures], Sent, list[str]]:
+    """Figures, what was sent to whom, and what was told."""
+    sent: Sent = []
+    told: list[str] = []
+
+    async def send(model: str, ask: Ask, counts: bool) -> Outcome:
+        sent.append((model, ask, counts))
+        await asyncio.sleep(0)
+        return Outcome(ask.answer, float(len(sent)), Reply([len(sent) + 1.0], len(sent) + 2.0))
+
+    rounds = Rounds(STRATEGIES, vocabulary([300, 9999]), 7, ROUNDS, send, told.append)
+    return asyncio.run(rounds.measure(workload)), sent, told
+
+
+def test_strategies_get_the_same_and_take_turns() -> None:
+    figures, sent, told = measured(NAMED["c8"])
+    assert list(figures) == [("c8", "", name) for name in STRATEGIES]
+    assert {len(each.outcomes) for each in figures.values()} == {ROUNDS * NAMED["c8"].requests}
+    asked = {model: [ask for to, ask, counts in sent if to == model and counts] for model in STRATEGIES.values()}
+    one, *others = asked.values()
+    assert all(other == one for other in others)
+    names = list(STRATEGIES)
+    assert told == [f"c8 {names[(turn + first) % 3]}" for first in range(ROUNDS) for turn in range(3)]
+
+
+def test_no_round_asks_what_another_has_asked() -> None:
+    _, sent, _ = measured(NAMED["c8"])
+    begun = [tuple(ask.prompt[:4]) for model, ask, _ in sent if model == "tiny:paged"]
+    assert len(set(begun)) == len(begun) > ROUNDS * NAMED["c8"].requests  # those of the warm-up, too
+
+
+def test_warming_up_is_short_and_not_counted() -> None:
+    _, sent, _ = measured(replace(NAMED["c16"], requests=20))
+    warm_up = [(model, ask) for model, ask, counts in sent if not counts]
+    assert len(warm_up) == 8 * len(STRATEGIES)
+    assert {ask.answer for _, ask in warm_up} == {WARM_UP_ANSWER}
+    assert [counts for _, _, counts in sent].index(True) == len(warm_up)
+
+
+def test_each_round_is_cold_and_then_warm() -> None:
+    _, sent, told = measured(NAMED["d"])
+    assert told[:4] == ["d cold paged", "d warm paged", "d cold contiguous", "d warm contiguous"]
+    asks = [ask for model, ask, counts in sent if model == "tiny:paged" and counts]
+    shared = [tuple(ask.prompt[:1024]) for ask in asks]
+    phase = NAMED["d"].requests
+    for number in range(ROUNDS):
+        cold, warm = shared[2 * number * phase :][:phase], shared[(2 * number + 1) * phase :][:phase]
+        assert len({*cold, *warm}) == 1
+    assert len(set(shared)) == ROUNDS
+    assert len({tuple(ask.prompt[1024:]) for ask in asks}) == len(asks)
+
+
+@pytest.mark.parametrize("streams", [1, 2, 50])
+def test_few_requests_are_enough(streams: int) -> None:
+    figures, _, _ = measured(Drawn("x", Closed(streams), requests=1, own=5, answer=2))
+    assert {len(each.outcomes) for each in figures.values()} == {ROUNDS}

@@ -1,0 +1,156 @@
+"""Prompts have the lengths they should, share what they should, and fit."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from random import Random
+
+import pytest
+
+from loadtest import traces
+from loadtest.bench.arrivals import Closed
+from loadtest.bench.flags import NAMES
+from loadtest.bench.vocabulary import Vocabulary, vocabulary
+from loadtest.bench.workloads import NAMED, QUICK, Ask, Drawn, Replayed, WorkloadError, fit, read_trace
+from loadtest.prompts import WORDS
+
+IDS = vocabulary([300, 899, 512])
+
+
+def prompts(asks: list[Ask]) -> list[list[int]]:
+    assert all(isinstance(ask.prompt, list) for ask in asks)
+    return [[int(each) for each in ask.prompt] for ask in asks]
+
+
+def common(one: list[int], other: list[int]) -> int:
+    """Length of the beginning that both have."""
+    return next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
+
+
+def test_names_are_those_of_the_flags() -> None:
+    assert tuple(NAMED) == NAMES
+    assert set(QUICK) <= set(NAMES)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_prompts_have_exact_lengths(name: str) -> None:
+    workload = NAMED[name]
+    asks = workload.asks(IDS, "salt", "")
+    assert len(asks) == workload.requests
+    assert {len(each) for each in prompts(asks)} == {workload.shared + workload.own}
+    assert {ask.answer for ask in asks} == {workload.answer}
+    assert all(300 <= token < 900 for each in prompts(asks) for token in each)
+
+
+def test_a_salt_gives_the_same_prompts_and_another_others() -> None:
+    workload = NAMED["c8"]
+    assert workload.asks(IDS, "1", "") == workload.asks(IDS, "1", "")
+    one, other = (prompts(workload.asks(IDS, salt, "")) for salt in "12")
+    assert max(common(a, b) for a in one for b in other) < 4
+
+
+def test_phases_share_their_beginning_and_nothing_else() -> None:
+    cold, warm = (prompts(NAMED["d"].asks(IDS, "salt", phase)) for phase in NAMED["d"].phases)
+    everything = cold + warm
+    shared = [common(a, b) for i, a in enumerate(everything) for b in everything[:i]]
+    assert 1024 <= min(shared) <= max(shared) < 1028
+
+
+def test_words_where_ids_are_not_known() -> None:
+    words = vocabulary([])
+    assert not words.exact
+    prompt = Drawn("w", Closed(1), requests=1, own=20, answer=4).asks(words, "salt", "")[0].prompt
+    assert isinstance(prompt, str)
+    assert len(prompt.split()) == 20
+    assert set(prompt.split()) <= set(WORDS)
+
+
+@pytest.mark.parametrize("context", [16, 100, 200, 500, 1000, 2048, 4096, None])
+@pytest.mark.parametrize("name", NAMES)
+def test_what_is_fitted_fits(name: str, context: int | None) -> None:
+    workload = NAMED[name]
+    fitted, note = fit(workload, context)
+    assert isinstance(fitted, Drawn)
+    fits = context is None or workload.own + workload.shared + workload.answer <= context
+    assert (fitted == workload) == (note == "") == fits
+    if context is not None and not fits:
+        assert fitted.own + fitted.shared + fitted.answer == context
+        assert f"{name}: does not fit into the model's {context:,} tokens" in note
+        assert bool(fitted.shared) == bool(workload.shared)
+
+
+def test_a_model_can_be_too_small() -> None:
+    with pytest.raises(WorkloadError, match="takes 8 tokens"):
+        fit(NAMED["a"], 8)
+
+
+@pytest.fixture(scope="module")
+def recorded() -> list[traces.Request]:
+    return list(traces.trace(0, 20))
+
+
+@pytest.fixture
+def file(tmp_path: Path, recorded: list[traces.Request]) -> Path:
+    file = tmp_path / "trace.jsonl"
+    file.write_text("".join(traces.line(request) + "\n" for request in recorded) + "\n")
+    return file
+
+
+def test_a_trace_keeps_times_lengths_and_what_is_equal(file: Path, recorded: list[traces.Request]) -> None:
+    replayed = read_trace(file, None, 2.0)
+    assert replayed.requests == len(recorded)
+    times = list(replayed.arrivals.times(Random()))
+    assert times == pytest.approx([(request.time - recorded[0].time) / 2 for request in recorded])
+    asks = replayed.asks(IDS, "salt", "")
+    assert [len(each) for each in prompts(asks)] == [len(request.prompt) for request in recorded]
+    assert [ask.answer for ask in asks] == [len(request.answer) for request in recorded]
+    told = prompts(asks)
+    for i, request in enumerate(recorded):
+        for j, other in enumerate(recorded[:i]):
+            assert common(told[i], told[j]) >= common(request.prompt, other.prompt)
+    others = prompts(replayed.asks(IDS, "pepper", ""))
+    assert max(common(one, other) for one, other in zip(told, others, strict=True)) < 8
+
+
+def test_of_a_trace_the_beginning(file: Path) -> None:
+    assert read_trace(file, 3, 1.0).requests == 3
+
+
+def test_prompts_of_a_trace_lose_their_end(file: Path) -> None:
+    whole = read_trace(file, None, 1.0)
+    cut, note = fit(whole, 400)
+    assert isinstance(cut, Replayed)
+    assert f"{cut.cut} prompts end early" in note
+    assert cut.cut > 0
+    for before, after in zip(whole.turns, cut.turns, strict=True):
+        assert before.prompt[: len(after.prompt)] == after.prompt
+        assert len(after.prompt) + after.answer <= 400
+        assert after.prompt
+        assert after.answer
+    assert fit(whole, 100_000) == (whole, "")
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "holds no request"),
+        ("{", "is no trace"),
+        ("[]", "is no trace"),
+        (json.dumps({"time": 0, "prompt": [], "answer": [1]}), "an empty one"),
+    ],
+)
+def test_what_is_no_trace(tmp_path: Path, text: str, message: str) -> None:
+    file = tmp_path / "trace.jsonl"
+    file.write_text(text)
+    with pytest.raises(WorkloadError, match=message):
+        read_trace(file, None, 1.0)
+
+
+def test_no_trace(tmp_path: Path) -> None:
+    with pytest.raises(WorkloadError, match=r"--trace: cannot read .*: No such file"):
+        read_trace(tmp_path / "none", None, 1.0)
+
+
+def test_ordinary_ids_are_between_those_of_a_text() -> None:
+    assert vocabulary([7, 300, 12]) == Vocabulary(range(7, 301))

@@ -1,0 +1,62 @@
+"""What is read from a server's list of models: kvmux's, and others'."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from loadtest.listing import ListingError, chosen, parse_weights, read_listing
+
+
+def entry(name: str, strategy: str = "", **more: Any) -> dict[str, Any]:
+    return {"id": name, **more} | ({"kv_cache": {"instance": strategy}} if strategy else {})
+
+
+OURS = {
+    "data": [
+        entry("tiny", owned_by="kvmux", max_model_len=2048),
+        entry("tiny:paged", "paged"),
+        entry("tiny:short", "short"),
+        entry("alias"),
+        entry("alias:paged", "paged"),
+    ]
+}
+OTHERS = {"data": [entry("llama3:8b", owned_by="vllm"), entry("qwen:7b", meta={"n_ctx_train": 512})]}
+
+
+def test_a_model_and_its_strategies() -> None:
+    listing = read_listing(OURS)
+    assert listing == ("tiny", "kvmux", 2048, {"paged": "tiny:paged", "short": "tiny:short"})
+    assert read_listing(OURS, "alias").strategies == {"paged": "alias:paged"}
+    assert read_listing(OURS, "tiny:short")[3] == {}  # it is one itself
+    assert chosen(listing, {}) == {"tiny:paged": 1, "tiny:short": 1}
+    assert chosen(listing, {"short": 2.5}) == {"tiny:short": 2.5}
+
+
+def test_a_colon_in_a_name_is_no_strategy() -> None:
+    assert read_listing(OTHERS) == ("llama3:8b", "vllm", None, {})
+    assert read_listing(OTHERS, "qwen:7b").context == 512
+    assert chosen(read_listing(OTHERS), {}) == {"llama3:8b": 1}
+
+
+@pytest.mark.parametrize(
+    ("answer", "model", "weights", "message"),
+    [
+        (OURS, "big", {}, "there is no model 'big'; there are tiny, alias"),
+        (OURS, "", {"pagd": 1.0}, "there is no strategy 'pagd'; there are paged, short"),
+        (OTHERS, "", {"paged": 1.0}, "the server lists no strategies of llama3:8b"),
+        ({"data": []}, "", {}, "the server lists no model"),
+    ],
+)
+def test_what_is_not_listed(answer: Any, model: str, weights: dict[str, float], message: str) -> None:
+    with pytest.raises(ListingError, match=message):
+        chosen(read_listing(answer, model), weights)
+
+
+def test_weights() -> None:
+    assert parse_weights("") == {}
+    assert parse_weights("paged=3, contiguous=0.5,window") == {"paged": 3, "contiguous": 0.5, "window": 1}
+    for wrong in ("paged=-1", "paged=0", "paged=x"):
+        with pytest.raises(ValueError):
+            parse_weights(wrong)
