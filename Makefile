@@ -23,7 +23,7 @@ TELL_KERNELS = ls kernels/cpu/*.so >/dev/null 2>&1 || echo "The C++ kernels were
  The server runs without them, slower." >&2
 
 .DEFAULT_GOAL := help
-.PHONY: help install serve test test-slow test-clients check format bench load clean
+.PHONY: help install serve test prometheus test-slow test-clients check format bench load clean
 
 help:  ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1	\2/p' Makefile | expand -t 20
@@ -35,6 +35,8 @@ serve: $(VENV)/.base  ## serve the embedded model, or what ARGS says
 
 test: $(VENV)/.with-test  ## run the tests
 	$(PY) -m pytest -m "not slow" $(ARGS)
+
+prometheus: .tools/usr/bin/promtool  ## unpack Prometheus for the tests, on Debian and Ubuntu; without it some are skipped
 
 test-slow: $(VENV)/.with-test  ## run the tests that take minutes, too
 	$(PY) -m pytest $(ARGS)
@@ -59,7 +61,14 @@ load: $(VENV)/.with-load  ## load a running server (URL) for 30 seconds
 	  --users 8 --spawn-rate 8 --run-time 30s --stop-timeout 60 $(ARGS)
 
 clean:  ## remove the virtual environment and all caches
-	rm -rf $(VENV) build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .tools build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+
+# Debian's package, unpacked and not installed: no service starts, and nothing changes outside this folder.
+.tools/usr/bin/promtool:
+	@mkdir -p .tools
+	cd .tools && { apt-get download prometheus || { apt-get update && apt-get download prometheus; }; }
+	cd .tools && dpkg -x prometheus_*.deb . && rm prometheus_*.deb
+	@touch $@
 
 # ---------------------------------------------------------------- the virtual environment
 # torch comes first and by itself, and the project is built without isolation: an isolated build of the C++ kernels

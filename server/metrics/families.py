@@ -19,6 +19,7 @@ from server.engine.report import Phase, Role, Wait
 
 PREFIX = "kvmux_"
 ENDINGS: Mapping[type, str] = {Counter: "_total", Info: "_info"}
+PARTS: Mapping[type, tuple[str, ...]] = {Histogram: ("_bucket", "_sum", "_count"), Summary: ("_sum", "_count")}
 M = TypeVar("M", Counter, Gauge, Histogram, Info, Summary)
 Edges = tuple[float, ...]
 
@@ -46,6 +47,11 @@ class Family(Generic[M]):
     def exposed(self) -> str:
         """The name that Prometheus reads; the series of histograms and summaries have endings of their own."""
         return f"{PREFIX}{self.name}{ENDINGS.get(self.kind, '')}"
+
+    @property
+    def series(self) -> tuple[str, ...]:
+        """The names of its series, as a query asks for them."""
+        return tuple(self.exposed + part for part in PARTS.get(self.kind, ("",)))
 
     def make(self, registry: CollectorRegistry) -> M:
         buckets: dict[str, Any] = {"buckets": self.edges} if self.edges else {}

@@ -1,0 +1,91 @@
+"""PromQL over our families, with the variables that every dashboard has. Knows no panel.
+
+Names of metrics and of labels come from the table: what is renamed there is renamed here, what is not there is an
+error.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from server.metrics.families import FAMILIES, PREFIX, STRATEGY, Family, Label
+
+INTERVAL = "$__rate_interval"  # Grafana's: long enough for several scrapes
+SERVER = Label("instance")  # Prometheus' own, for where it scrapes
+SERVER_VARIABLE, STRATEGY_VARIABLE = "server", "strategy"
+
+_BY_SERIES: Mapping[str, Family[Any]] = {series: family for family in FAMILIES for series in family.series}
+
+
+def select(family: Family[Any], part: str = "", where: Mapping[Label, str] | None = None) -> str:
+    """Its series at the servers and strategies that were chosen. Histograms and summaries have parts, as `_sum`."""
+    assert family.exposed + part in family.series
+    chosen = [f'{SERVER.name}=~"${SERVER_VARIABLE}"']
+    if STRATEGY in family.labels:
+        chosen.append(f'{STRATEGY.name}=~"${STRATEGY_VARIABLE}"')
+    for label, value in (where or {}).items():
+        assert label in family.labels
+        assert label.values is None or value in label.values
+        chosen.append(f'{label.name}="{value}"')
+    return f"{family.exposed}{part}{{{', '.join(chosen)}}}"
+
+
+def now(family: Family[Any], *by: Label, where: Mapping[Label, str] | None = None) -> str:
+    """A gauge, or how far a counter has come, summed over all labels but `by`."""
+    return _aggregate("sum", family, by, select(family, where=where))
+
+
+def highest(family: Family[Any], *by: Label) -> str:
+    """A gauge that cannot be summed."""
+    return _aggregate("max", family, by, select(family))
+
+
+def rate(family: Family[Any], *by: Label, part: str = "", where: Mapping[Label, str] | None = None) -> str:
+    """A counter's growth a second, summed over all labels but `by`."""
+    return _aggregate("sum", family, by, f"rate({select(family, part, where)}[{INTERVAL}])")
+
+
+def quantile(share: float, family: Family[Any], *by: Label) -> str:
+    """Of a histogram: so many observations lay below."""
+    buckets = _aggregate("sum", family, by, f"rate({select(family, '_bucket')}[{INTERVAL}])", "le")
+    return f"histogram_quantile({share}, {buckets})"
+
+
+def mean(family: Family[Any], *by: Label) -> str:
+    """Of what a histogram or a summary observed."""
+    return ratio(rate(family, *by, part="_sum"), rate(family, *by, part="_count"))
+
+
+def ratio(part: str, whole: str) -> str:
+    """Nothing where there was nothing."""
+    return f"{part} / ({whole} > 0)"
+
+
+def ratio_to_all(part: str, whole: str) -> str:
+    """Where the whole has none of the labels of its parts."""
+    return f"{part} / on() group_left() ({whole} > 0)"
+
+
+def each(*labels: Label) -> str:
+    """A legend that names a line by its labels."""
+    return " ".join(f"{{{{{label.name}}}}}" for label in labels)
+
+
+def named(text: str) -> list[Family[Any]]:
+    """The families whose series a text names, each once. Raises KeyError for a series of ours that nobody exposes."""
+    return list({_BY_SERIES[name]: None for name in re.findall(rf"\b{PREFIX}\w+", text)})
+
+
+def filled(expression: str, interval: str = "1m", values: str = ".+") -> str:
+    """With values for the variables, as Prometheus takes it."""
+    for variable in (SERVER_VARIABLE, STRATEGY_VARIABLE):
+        expression = expression.replace(f'"${variable}"', f'"{values}"')
+    return expression.replace(INTERVAL, interval)
+
+
+def _aggregate(how: str, family: Family[Any], by: tuple[Label, ...], series: str, *further: str) -> str:
+    assert set(by) <= {*family.labels, SERVER}
+    names = ", ".join([label.name for label in by] + list(further))
+    return f"{how} by ({names}) ({series})" if names else f"{how}({series})"

@@ -1,0 +1,61 @@
+"""Recording rules that give our metrics vLLM's names, so that dashboards and alerts made for vLLM read them.
+
+What vLLM calls by another label is relabelled, and what it counts without a label is summed. vLLM's dashboards choose
+by `model_name`; here a strategy stands there, so that strategies compare as models do.
+
+`python -m server.metrics.vllm_names` writes config/prometheus/vllm_names.yml.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from server.metrics.families import FAMILIES, OUTCOME, REQUESTS, STRATEGY, WAIT, WAITING, Family
+
+FILE = Path(__file__).parents[2] / "config" / "prometheus" / "vllm_names.yml"
+
+HEAD = """\
+# vLLM's names for our metrics. Written by `python -m server.metrics.vllm_names`; do not edit.
+groups:
+  - name: vllm_names
+    rules:
+"""
+
+
+def rules() -> Iterator[tuple[str, str]]:
+    """New names, and the expressions they stand for."""
+    for family in FAMILIES:
+        if family.vllm is not None:
+            for series in family.series:
+                yield f"vllm:{family.vllm}{series.removeprefix(family.exposed)}", _expression(family, series)
+
+
+def text() -> str:
+    """The file."""
+    return HEAD + "".join(f"      - record: {name}\n        expr: '{expression}'\n" for name, expression in rules())
+
+
+def _expression(family: Family[Any], series: str) -> str:
+    if family is WAITING:
+        series = f"sum without ({WAIT.name}) ({series})"
+    if family is REQUESTS:
+        series = f"sum without ({OUTCOME.name}) ({_finished_reason(series)})"
+    return _relabel(series, "model_name", STRATEGY.name) if STRATEGY in family.labels else series
+
+
+def _finished_reason(series: str) -> str:
+    """`outcome` is theirs by another name, and `cancelled` is `abort`."""
+    return _relabel(
+        _relabel(series, "finished_reason", OUTCOME.name), "finished_reason", OUTCOME.name, "cancelled", "abort"
+    )
+
+
+def _relabel(series: str, new: str, old: str, which: str = "(.*)", value: str = "$1") -> str:
+    return f'label_replace({series}, "{new}", "{value}", "{old}", "{which}")'
+
+
+if __name__ == "__main__":
+    FILE.write_text(text())
+    print(FILE.name)

@@ -1,0 +1,129 @@
+"""A real Prometheus reads the metrics and answers every query of every dashboard, with what had happened."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+
+from kernels.table import OPS
+from server.metrics import vllm_names
+from server.metrics.dashboards.catalogue import Query, dashboards, panels, queries
+from server.metrics.dashboards.picture import Source, draw, writer
+from server.metrics.dashboards.promql import filled
+from tests.metrics.made_up import INSTANCES
+from tests.metrics.prometheus import Prometheus, running_prometheus
+from tests.metrics.served import busy_metrics, happen, served
+
+QUERIES = list(queries())
+
+
+@pytest.fixture(scope="module")
+def prometheus(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Prometheus]:
+    """One that has seen things happen, asked for a moment after that.
+
+    So a scrape that comes late or not at all, on a busy machine, changes nothing.
+    """
+    metrics = busy_metrics()
+    with served(metrics) as target, running_prometheus(tmp_path_factory.mktemp("prometheus"), target) as started:
+        started.wait_for_scrapes(1)
+        for _ in range(3):
+            happen(metrics)
+        started.wait_for_scrapes(2)
+        started.wait(lambda: bool(started.query("vllm:num_requests_running > 0 and on() up == 1")), "the rules")
+        yield replace(started, moment=time.time())
+
+
+def ask(prometheus: Prometheus, panel: str, dashboard: str) -> dict[str, float]:
+    """What a panel shows, by the values of labels, or by legends that name none."""
+    return {
+        " ".join(labels.values()) or query.legend: value
+        for query in QUERIES
+        if (query.dashboard, query.panel) == (dashboard, panel)
+        for labels, value in prometheus.query(filled(query.expression))
+    }
+
+
+@pytest.mark.parametrize("query", [pytest.param(q, id=f"{q.dashboard}: {q.panel}: {q.legend}") for q in QUERIES])
+def test_every_query_has_an_answer(prometheus: Prometheus, query: Query) -> None:
+    answer = prometheus.query(filled(query.expression))
+    assert answer
+    assert all(value == value for _, value in answer), "not a number"
+
+
+def test_panels_show_what_happened(prometheus: Prometheus) -> None:
+    assert ask(prometheus, "Hit rate", "kvmux-strategies") == dict.fromkeys(INSTANCES, pytest.approx(0.6))
+    assert ask(prometheus, "Errors", "kvmux-overview")[""] == pytest.approx(0.25), "one outcome of four"
+    assert ask(prometheus, "Running", "kvmux-overview") == {"": 2 * len(INSTANCES)}
+    assert ask(prometheus, "Running", "kvmux-strategies") == dict.fromkeys(INSTANCES, 2)
+    assert ask(prometheus, "KV memory used", "kvmux-strategies") == dict.fromkeys(INSTANCES, 300)
+    assert ask(prometheus, "Held, by state", "kvmux-memory") == {"used": 600, "idle": 400, "wasted": 200}
+    assert ask(prometheus, "KV memory used", "kvmux-overview") == {"": pytest.approx(0.3)}
+    steps = ask(prometheus, "In a step, mean", "kvmux-engine")
+    assert steps == {"sequences": pytest.approx(8), "tokens": pytest.approx(80)}
+    ops = ask(prometheus, "Time of a step, by operation", "kvmux-engine")
+    assert ops.pop("the rest") == pytest.approx(0.01)
+    assert sum(ops.values()) == pytest.approx(0.01)
+    assert ask(prometheus, "Blocks, by state", "kvmux-memory") == {
+        "in_use": 10,
+        "shared": 4,
+        "pending": 2,
+        "pinned": 2,
+        "idle": 6,
+    }
+    (slow,) = set(ask(prometheus, "Time between tokens, p95", "kvmux-strategies").values())
+    assert 0.025 <= slow <= 0.05, "the bucket of the slower one"
+
+
+def test_rates_are_a_second(prometheus: Prometheus) -> None:
+    outcomes = ask(prometheus, "Requests, by outcome", "kvmux-overview")
+    assert len(set(outcomes.values())) == 1
+    growth = prometheus.value("sum(increase(kvmux_requests_total[1m]))")
+    assert sum(outcomes.values()) == pytest.approx(growth / 60, rel=0.2)
+
+
+def test_rules_are_evaluated_without_errors(prometheus: Prometheus) -> None:
+    prometheus.wait(lambda: all(rule["health"] != "unknown" for rule in prometheus.rules()), "the rules")
+    assert {(rule["name"], rule.get("lastError")) for rule in prometheus.rules() if rule["health"] != "ok"} == set()
+
+
+def test_every_metric_of_vllms_is_there(prometheus: Prometheus) -> None:
+    for name, _ in vllm_names.rules():
+        assert prometheus.query(name), name
+
+
+def test_vllms_labels_are_theirs(prometheus: Prometheus) -> None:
+    finished = prometheus.query('vllm:request_success_total{model_name="paged"}')
+    assert {labels["finished_reason"] for labels, _ in finished} == {"stop", "length", "abort", "error"}
+    assert not [labels for labels, _ in finished if "outcome" in labels]
+    assert prometheus.value('vllm:num_requests_waiting{model_name="paged"}') == 3 * 4, "for whatever reason"
+    assert prometheus.query("histogram_quantile(0.5, rate(vllm:iteration_tokens_total_bucket[1m]))")
+
+
+def test_a_dashboard_can_be_drawn(prometheus: Prometheus) -> None:
+    (engine,) = (each for each in dashboards() if each.uid == "kvmux-engine")
+    figure = draw(engine, Source(prometheus.url, prometheus.moment or 0, seconds=10, scrape_seconds=1))
+    written = {text.get_text() for axes in figure.axes for text in axes.texts}
+    assert {panel.title for panel in panels(engine)} <= written
+    assert {"1", OPS[0].name, "deterministic", "false"} <= written, "a number, who has one, and facts"
+    drawn = [len(axes.get_lines()) + len(axes.collections) for axes in figure.axes if axes.get_legend()]
+    assert len(drawn) == len([panel for panel in panels(engine) if panel.type_val == "timeseries"])
+    assert all(drawn)
+
+
+@pytest.mark.parametrize(
+    ("unit", "value", "text"),
+    [
+        ("s", 0.0125, "12.5 ms"),
+        ("s", 90, "90 s"),
+        ("bytes", 3 * 2**20, "3 MiB"),
+        ("Bps", 512, "512 B/s"),
+        ("percentunit", 0.5, "50%"),
+        ("si:tok/s", 1200, "1.2k tok/s"),
+        ("short", 0, "0"),
+    ],
+)
+def test_values_are_written_in_their_unit(unit: str, value: float, text: str) -> None:
+    assert writer(unit)(value) == text
