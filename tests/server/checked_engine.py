@@ -24,7 +24,17 @@ FATAL_SEED = 13
 LONG_STEP = 0.4  # seconds
 
 
-class CheckedCore(Core):
+class FailingCore(Core):
+    """Every so often a step fails when all has been computed."""
+
+    def _forward(self, scheduled: Sequence[Scheduled]) -> tuple[Batch, Tensor]:
+        computed = super()._forward(scheduled)
+        if next(_steps) % FAILS_EVERY == 0:
+            raise StrategyError(scheduled[-1].request.cache.name, ValueError("broken on purpose"))
+        return computed
+
+
+class CheckedCore(FailingCore):
     """Trusts no step: after each the books must add up, or the process ends."""
 
     def step(self) -> StepResult:
@@ -33,12 +43,6 @@ class CheckedCore(Core):
             cache.check_integrity()
         self.arena.check_integrity()
         return result
-
-    def _forward(self, scheduled: Sequence[Scheduled]) -> tuple[Batch, Tensor]:
-        computed = super()._forward(scheduled)
-        if next(_steps) % FAILS_EVERY == 0:
-            raise StrategyError(scheduled[-1].request.cache.name, ValueError("broken on purpose"))
-        return computed
 
 
 _steps = itertools.count(1)

@@ -1,0 +1,56 @@
+"""An engine with troubles: steps fail, an operation is broken. It keeps its records of requests, for a test to read."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from typing import Any
+
+import msgspec
+from torch import Tensor
+
+from config.settings import Settings
+from kernels import load as loading
+from kernels.cpu.load import KernelsMissing
+from kernels.ops import Ops
+from server.engine.core import StepResult
+from tests.server import checked_engine
+
+
+class TroubledCore(checked_engine.FailingCore):
+    """Writes a line of JSON for each request that left, into the file that RECORDS names."""
+
+    def step(self) -> StepResult:
+        result = super().step()
+        with open(os.environ["RECORDS"], "ab") as file:
+            file.writelines(msgspec.json.encode(record) + b"\n" for record in result.finished)
+        return result
+
+
+class WithoutNorms:
+    """Operations of which one does not work."""
+
+    def __init__(self, ops: Ops) -> None:
+        self._ops = ops
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._ops, name)
+
+    def rms_norm(self, *_: object) -> Tensor:
+        raise RuntimeError("broken on purpose")
+
+
+def run(settings: Settings, socket_path: str, status: Connection, restarts: int) -> None:
+    """The engine's process."""
+    name, (device, load) = next((name, how) for name, how in loading.BACKENDS.items() if not _missing(how[1]))
+    loading.BACKENDS = {name: (device, lambda: WithoutNorms(load()))}  # type: ignore[dict-item,return-value]
+    checked_engine.run(settings, socket_path, status, restarts, TroubledCore)
+
+
+def _missing(load: Callable[[], Ops]) -> bool:
+    try:
+        load()
+    except KernelsMissing:
+        return True
+    return False
