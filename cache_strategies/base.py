@@ -116,18 +116,12 @@ class Blocks(NamedTuple):
 
 
 class Happened(NamedTuple):
-    """What has happened to an instance's blocks since it was asked last. Seconds, of the latest ones if there are many.
-
-    As vLLM has them.
-    """
+    """What has happened to an instance's blocks since it was asked last. Seconds, as vLLM counts them."""
 
     copies: int = 0  # blocks copied before somebody wrote into a shared one
-    lifetimes: Sequence[float] = ()  # of what was evicted, from when it was filled
+    lifetimes: Sequence[float] = ()  # of what was evicted, from when it was given its text
     idle_times: Sequence[float] = ()  # of the same, from when somebody used it last
     reuse_gaps: Sequence[float] = ()  # of what somebody used again, likewise
-
-
-NOTHING_HAPPENED = Happened()
 
 
 @dataclass(frozen=True)
@@ -307,9 +301,9 @@ class KVCache(ABC):
         """Likewise; all zero: it has none."""
         return Blocks()
 
-    def happened(self) -> Happened:
-        """Asked after each step."""
-        return NOTHING_HAPPENED
+    def happened(self) -> Happened | None:
+        """Asked after each step; None: nothing has."""
+        return None
 
     @abstractmethod
     def check_integrity(self) -> None:

@@ -237,7 +237,7 @@ class ContiguousCache(SlabCache):
     def blocks(self) -> Blocks:
         return super().blocks()._replace(idle=len(self._idle))
 
-    def happened(self) -> Happened:
+    def happened(self) -> Happened | None:
         return self._happenings.taken()
 
     def check_integrity(self) -> None:

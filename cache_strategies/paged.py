@@ -392,7 +392,7 @@ class PagedCache(TableCache):
             idle=self.resident.num_idle,
         )
 
-    def happened(self) -> Happened:
+    def happened(self) -> Happened | None:
         return self._happenings.taken()
 
     def check_integrity(self) -> None:

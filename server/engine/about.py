@@ -1,6 +1,6 @@
-"""What does not change while an engine runs: the build, the settings as they came out, who computes which operation.
+"""Describes an engine: in words for whoever starts it, as JSON and labels for whoever looks at it while it runs.
 
-`auto` and defaults are filled in. Shown by /metrics and GET /v1/settings; keys, tokens and paths are left out.
+Settings are shown as they came out, `auto` and defaults filled in; keys, tokens and paths are left out.
 """
 
 from __future__ import annotations
@@ -13,37 +13,36 @@ from typing import Any
 
 import torch
 
+from cache_strategies.base import KVCache
 from cache_strategies.registry import Instance
+from kernels.arena import Arena
 from server.engine.build import Engine
 from server.engine.device import choose_weights
+from server.models.decoder import Decoder
 from server.version import version
+
+PRIVATE = frozenset({"api_keys", "admin_token", "otlp_traces_endpoint", "revision"})  # and `model` may be a path
 
 
 @dataclass(frozen=True)
 class About:
-    """Of one engine."""
+    """What does not change while an engine runs."""
 
     instances: Sequence[Instance]
     backends: Mapping[str, str]  # by operation
     fallen_back: Sequence[str]  # operations that failed their check
-    build: Mapping[str, str]
+    versions: Mapping[str, str]
     settings: Mapping[str, Any]
-    restarts: int  # of the engine, before this one
+    restarts: int  # engines before this one
 
 
 def about(engine: Engine, restarts: int = 0) -> About:
-    return About(
-        engine.instances,
-        engine.kernels.by_operation,
-        engine.kernels.faulty,
-        build(),
-        effective(engine),
-        restarts,
-    )
+    kernels = engine.kernels
+    return About(engine.instances, kernels.by_operation, kernels.faulty, versions(), in_effect(engine), restarts)
 
 
-def build() -> dict[str, str]:
-    """Versions of what runs."""
+def versions() -> dict[str, str]:
+    """Of what runs."""
     return {
         "version": version(),
         "python": platform.python_version(),
@@ -52,28 +51,73 @@ def build() -> dict[str, str]:
     }
 
 
-def effective(engine: Engine) -> dict[str, Any]:
-    """The settings that hold for the engine."""
+def in_effect(engine: Engine) -> dict[str, Any]:
+    """All settings but private ones, and what came of those that were left to the server."""
     settings, core = engine.settings, engine.core
     limits, arena = core.scheduler.limits, core.arena
-    return {
+    return settings.model_dump(mode="json", exclude=set(PRIVATE)) | {
         "model": engine.name,
+        "model_name": ",".join((engine.name, *engine.aliases)),
+        "model_impl": "lean" if isinstance(core.model, Decoder) else "transformers",
         "device": str(core.model.device),
         "dtype": _name(core.model.dtype),
         "weights": _name(choose_weights(settings, core.model.dtype)),
         "kernels": engine.kernels.backend,
         "threads": torch.get_num_threads(),
-        "deterministic": settings.deterministic,
         "kv_memory_bytes": arena.pages * arena.page_bytes,
         "kv_page_bytes": arena.page_bytes,
-        "kv_overcommit": limits.kv_overcommit,
         "max_seq_len": limits.max_seq_len,
-        "max_num_seqs": limits.max_num_seqs,
         "max_step_tokens": limits.max_step_tokens,
-        "max_waiting": limits.max_waiting,
-        "default_strategy": settings.default_strategy,
     }
 
 
 def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
+
+
+def summary(engine: Engine) -> dict[str, Any]:
+    """What a newcomer wants to see at start: where it runs, and how many tokens fit under each strategy."""
+    core = engine.core
+    return {
+        **{name: in_effect(engine)[name] for name in ("model", "device", "dtype", "kv_memory_bytes", "max_seq_len")},
+        "kernels": engine.kernels.words,
+        "strategies": [
+            {
+                "name": d.name,
+                "kind": d.kind,
+                "options": d.options.model_dump(),
+                "capacity_tokens": capacity_tokens(core.caches[d.name], engine.max_seq_len),
+            }
+            for d in engine.instances
+        ],
+    }
+
+
+def capacity_tokens(cache: KVCache, max_seq_len: int) -> int | None:
+    """Text, in sequences of max_seq_len, that an instance can serve at once when it has its limit to itself.
+
+    None: as much as one likes, it takes nothing from the arena.
+    """
+    need = cache.bytes_for(max_seq_len)
+    return cache.limit_bytes // need * max_seq_len if need else None
+
+
+def shares(arena: Arena, name: str) -> dict[str, int]:
+    """An instance's floor and limit, as they are now."""
+    floor, limit = arena.share(name)
+    return {"floor_bytes": floor * arena.page_bytes, "limit_bytes": limit * arena.page_bytes}
+
+
+def describe_caches(engine: Engine) -> list[dict[str, Any]]:
+    """The instances as /v1/kv_cache shows them: options in effect, contract and usage."""
+    return [
+        {
+            "name": d.name,
+            "kind": d.kind,
+            "options": d.options.model_dump(),
+            **shares(engine.core.arena, d.name),
+            "contract": engine.core.caches[d.name].contract._asdict(),
+            "usage": engine.core.caches[d.name].usage()._asdict(),
+        }
+        for d in engine.instances
+    ]

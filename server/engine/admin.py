@@ -10,7 +10,7 @@ from typing import Any
 
 from cache_strategies.base import Clearing, Inspectable, KVCache, Pin, PinError, Pinning
 from config.sizes import share_of
-from server.engine.build import shares
+from server.engine.about import shares
 from server.engine.core import Core
 from server.engine.messages import Clear, Command, Inspect, PinPrefix, Share, Unpin
 from server.engine.request import RequestError

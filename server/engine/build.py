@@ -8,12 +8,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from cache_strategies import registry
-from cache_strategies.base import Geometry, KVCache
+from cache_strategies.base import Geometry
 from cache_strategies.registry import Instance
 from config.settings import Settings, SettingsError
 from config.sizes import parse_bytes
@@ -150,55 +149,3 @@ def _pages(
             f"the least that suffices is kv_memory={least * page}; give that, or lower max_seq_len"
         )
     return pages
-
-
-def summary(engine: Engine) -> dict[str, Any]:
-    """What a newcomer wants to see at start: where it runs, and how many tokens fit under each strategy."""
-    core = engine.core
-    return {
-        "model": engine.name,
-        "device": str(core.model.device),
-        "dtype": str(core.model.dtype).removeprefix("torch."),
-        "kernels": engine.kernels.words,
-        "kv_memory_bytes": core.arena.pages * core.arena.page_bytes,
-        "max_seq_len": engine.max_seq_len,
-        "strategies": [
-            {
-                "name": d.name,
-                "kind": d.kind,
-                "options": d.options.model_dump(),
-                "capacity_tokens": capacity_tokens(core.caches[d.name], engine.max_seq_len),
-            }
-            for d in engine.instances
-        ],
-    }
-
-
-def capacity_tokens(cache: KVCache, max_seq_len: int) -> int | None:
-    """Text, in sequences of max_seq_len, that an instance can serve at once when it has its limit to itself.
-
-    None: as much as one likes, it takes nothing from the arena.
-    """
-    need = cache.bytes_for(max_seq_len)
-    return cache.limit_bytes // need * max_seq_len if need else None
-
-
-def shares(arena: Arena, name: str) -> dict[str, int]:
-    """An instance's floor and limit, as they are now."""
-    floor, limit = arena.share(name)
-    return {"floor_bytes": floor * arena.page_bytes, "limit_bytes": limit * arena.page_bytes}
-
-
-def describe_caches(engine: Engine) -> list[dict[str, Any]]:
-    """The instances as /v1/kv_cache shows them: options in effect, contract and usage."""
-    return [
-        {
-            "name": d.name,
-            "kind": d.kind,
-            "options": d.options.model_dump(),
-            **shares(engine.core.arena, d.name),
-            "contract": engine.core.caches[d.name].contract._asdict(),
-            "usage": engine.core.caches[d.name].usage()._asdict(),
-        }
-        for d in engine.instances
-    ]

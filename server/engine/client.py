@@ -68,6 +68,7 @@ class Stream:
             if isinstance(event, EngineLost):
                 self._running.clear()  # nobody is there to cancel them
             if isinstance(event, Exception):
+                self.cancel_all("error")
                 raise event
             if event.request_id not in self._running:  # it was cancelled
                 continue
@@ -77,7 +78,7 @@ class Stream:
                 return event
         raise StopAsyncIteration
 
-    def cancel(self, request_id: str, outcome: Literal["cancelled", "stop"] = "cancelled") -> None:
+    def cancel(self, request_id: str, outcome: Literal["cancelled", "stop", "error"] = "cancelled") -> None:
         """Stops one request: no more of its events are delivered, but for the explanation of one that came to a stop.
 
         One that has ended is no error.
@@ -90,9 +91,9 @@ class Stream:
             self._running.remove(request_id)
         self._send_cancel(Cancel(request_id, outcome))
 
-    def cancel_all(self) -> None:
+    def cancel_all(self, outcome: Literal["cancelled", "error"] = "cancelled") -> None:
         for request_id in list(self._running):
-            self.cancel(request_id)
+            self.cancel(request_id, outcome)
 
     def _is_last(self, event: RequestEvent) -> bool:
         if isinstance(event, Tokens):
@@ -141,6 +142,9 @@ class EngineClient:
         self._streams |= {submit.request_id: stream for submit in submits}
         try:
             yield stream
+        except Exception:  # the client's leaving is none
+            stream.cancel_all("error")
+            raise
         finally:
             stream.cancel_all()
             for submit in submits:

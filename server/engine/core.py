@@ -9,7 +9,7 @@ import logging
 import time
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -21,7 +21,7 @@ from kernels.arena import Arena
 from kernels.stopwatch import Stopwatch
 from server.engine.batch import Batch, StrategyError, Work
 from server.engine.messages import Admitted, Explained, Failed, FromEngine, Preempted, PromptScores, Submit, Tokens
-from server.engine.report import Admission, RequestRecord, StepPart, StepReport
+from server.engine.report import Admission, Outcome, RequestRecord, StepPart, StepReport
 from server.engine.request import Request, RequestError
 from server.engine.sampler import sample
 from server.engine.scheduler import Scheduled, Scheduler
@@ -120,7 +120,7 @@ class Core:
             return []
         return sibling.siblings if sibling.tokens[: sibling.prompt_tokens] == message.prompt else []
 
-    def cancel(self, worker: int, request_id: str, outcome: str = "cancelled") -> None:
+    def cancel(self, worker: int, request_id: str, outcome: Outcome = "cancelled") -> None:
         """Frees the request's memory now; no effect if it has ended."""
         request = self._requests.get((worker, request_id))
         if request is not None:
@@ -163,7 +163,9 @@ class Core:
                 if not cache.draining:
                     self.scheduler.room_changed()
         scheduled, preempted = self.scheduler.schedule()
-        with self._timing(scheduled) as watch:
+        self._steps += bool(scheduled)
+        timed = bool(scheduled and self.timed_every) and self._steps % self.timed_every == 0
+        with self._stopwatch if timed else nullcontext() as watch:
             parts, events = self._compute(scheduled)
         since, self._since = self._since, _Since()
         report = StepReport(
@@ -175,17 +177,11 @@ class Core:
             forked=since.forked,
             admitted=since.admitted,
             evicted=self._newly_evicted(),
-            happened={name: cache.happened() for name, cache in self.caches.items()},
+            happened={name: told for name, cache in self.caches.items() if (told := cache.happened()) is not None},
             kernels=None if watch is None else watch.seconds,
         )
         gave_way = [Event(r.key[0], Preempted(r.key[1])) for r in preempted]
         return StepResult(gave_way + events + since.explanations, report, since.left)
-
-    def _timing(self, scheduled: Sequence[Scheduled]) -> AbstractContextManager[Stopwatch | None]:
-        """Of the operations, in some steps: none of them pays for it that anybody could tell."""
-        self._steps += bool(scheduled)
-        timed = scheduled and self.timed_every and self._steps % self.timed_every == 0
-        return self._stopwatch if timed else nullcontext()
 
     def _newly_evicted(self) -> dict[str, int]:
         """Bytes, by instance."""
@@ -293,7 +289,7 @@ class Core:
         message = f"{error}; other strategies go on"
         return [Event(r.key[0], Failed(r.key[1], 500, message, "strategy_failed")) for r in requests]
 
-    def _remove(self, request: Request, outcome: str) -> None:
+    def _remove(self, request: Request, outcome: Outcome) -> None:
         del self._requests[request.key]
         request.siblings.remove(request)
         self.scheduler.remove(request)
@@ -340,7 +336,7 @@ def _parts(scheduled: Sequence[Scheduled]) -> dict[str, StepPart]:
     return parts
 
 
-def _record(request: Request, outcome: str) -> RequestRecord:
+def _record(request: Request, outcome: Outcome) -> RequestRecord:
     times, now = request.times, time.monotonic()
 
     def between(start: float, end: float) -> float | None:

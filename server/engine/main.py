@@ -13,12 +13,11 @@ from collections.abc import Iterator, Sequence
 from multiprocessing.connection import Connection
 
 import msgspec
-from prometheus_client import disable_created_metrics
 
 from config.settings import Settings, SettingsError
-from server.engine.about import about
+from server.engine.about import about, describe_caches, summary
 from server.engine.admin import obey
-from server.engine.build import Engine, build_engine, describe_caches, summary
+from server.engine.build import Engine, build_engine
 from server.engine.core import Event
 from server.engine.gateway import Gateway, Gone
 from server.engine.messages import (
@@ -55,7 +54,6 @@ def run(settings: Settings, socket_path: str, status: Connection, restarts: int 
     except SettingsError as error:
         status.send({"error": str(error)})
         return
-    disable_created_metrics()  # a time stamp beside every counter, which nobody asked for
     hello = Hello(
         engine.name,
         list(engine.aliases),

@@ -1,4 +1,4 @@
-"""What API workers and the engine say to each other: token ids in, token ids out.
+"""What API workers and the engine say to each other: token ids in, token ids out, and what operators want to know.
 
 Plain msgspec structs, so both sides read them and neither needs the other's libraries.
 """
@@ -64,7 +64,7 @@ class Cancel(msgspec.Struct, tag=True, frozen=True):
     """Stop it now and free its memory; nothing more is sent about it. Unknown ids are ignored."""
 
     request_id: str
-    outcome: Literal["cancelled", "stop"] = "cancelled"  # stop: its text came to a stop string
+    outcome: Literal["cancelled", "stop", "error"] = "cancelled"  # stop: at a stop string; error: not by its client
 
 
 class Inspect(msgspec.Struct, tag=True, frozen=True):

@@ -1,4 +1,4 @@
-"""What a step and a request leave behind. Metrics, logs and explanations read these two and nothing else."""
+"""What a step and a request leave behind, for metrics and explanations, and the words for it."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ if TYPE_CHECKING:  # API processes read records, and import no strategies
     from cache_strategies.base import Happened
 
 Wait = Literal["seats", "memory", "sibling", "turn"]  # what a request waits for, see Scheduler.wait_of
+Outcome = Literal["stop", "length", "cancelled", "error"]  # of a request
 Phase = Literal["prefill", "decode", "mixed"]  # what the rows of a step do: all of them, or some this and some that
 Role = Literal["engine", "api", "supervisor"]  # of a process
 
@@ -73,7 +74,7 @@ class RequestRecord(msgspec.Struct, frozen=True):
 
     instance: str
     reason: str  # why this instance
-    outcome: str  # stop, length, cancelled, error
+    outcome: Outcome
     prompt_tokens: int
     cached_tokens: int | None  # None: it was never admitted, so nobody looked
     miss: str | None  # why no more was found (`cache_strategies.base.Miss`); None: all there could be, or nobody looked

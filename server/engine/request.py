@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Collection
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from server.engine.draw import NOTHING, Draw, Text, penalises
 from server.engine.messages import Caching, Failed, Sampling
@@ -58,7 +58,7 @@ class Request:
     refused_at: int = -1  # the scheduler's count of changes when it last found no room
     passed_over: int = 0  # requests that were admitted while this one, before them in line, had no room
     scored: int = 0  # tokens of the prompt whose log-probabilities have been told
-    finish_reason: str | None = None
+    finish_reason: Literal["stop", "length"] | None = None
     prompt_tokens: int = field(init=False)
     times: Times = field(default_factory=lambda: Times(time.monotonic()))
 

@@ -15,7 +15,8 @@ from typing import Any, Generic, TypeVar, get_args
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Info, Summary
 
 from cache_strategies.base import Blocks, Miss
-from server.engine.report import Phase, Role, Wait
+from server.engine.device import DeviceMemory
+from server.engine.report import Outcome, Phase, Role, Wait
 
 PREFIX = "kvmux_"
 ENDINGS: Mapping[type, str] = {Counter: "_total", Info: "_info"}
@@ -66,12 +67,12 @@ def _as_vllm(kind: type[M], name: str, help: str, labels: tuple[Label, ...], edg
 
 # ---------------------------------------------------------------- labels
 STRATEGY = Label("strategy")  # instances
-OUTCOME = Label("outcome", ("stop", "length", "cancelled", "error"))
+OUTCOME = Label("outcome", get_args(Outcome))
 MISS = Label("reason", get_args(Miss))
 WAIT = Label("reason", get_args(Wait))
 KV_STATE = Label("state", ("used", "idle", "wasted"))
 POOL_STATE = Label("state", ("held", "free"))
-DEVICE_STATE = Label("state", ("used", "free"))
+DEVICE_STATE = Label("state", DeviceMemory._fields)
 BLOCK_STATE = Label("state", Blocks._fields)
 OP = Label("op")  # operations of the kernels
 BACKEND = Label("backend")  # who computes that operation
@@ -103,35 +104,55 @@ POWERS = tuple(2**n for n in range(15))
 
 # ---------------------------------------------------------------- requests
 REQUESTS = Family(
-    Counter, "requests", "Requests that left the engine.", (STRATEGY, OUTCOME), vllm="request_success_total"
+    Counter,
+    "requests",
+    "Requests that left the engine, by how they ended; error: their strategy failed twice, or time was up.",
+    (STRATEGY, OUTCOME),
+    vllm="request_success_total",
 )
 PROMPT_TOKENS = _as_vllm(Counter, "prompt_tokens", "Prompt tokens of requests that were admitted.", BY)
 CACHED_TOKENS = _as_vllm(
     Counter,
     "prompt_tokens_cached",
-    "Of these, tokens that were not computed: found in the cache, or taken over from another choice.",
+    "Prompt tokens that were not computed: found in the cache, or taken over from another choice.",
     BY,
 )
 GENERATION_TOKENS = _as_vllm(Counter, "generation_tokens", "Tokens generated.", BY)
 PREFIX_QUERIES = _as_vllm(Counter, "prefix_cache_queries", "Prompt tokens looked up in the cache, once a request.", BY)
-PREFIX_HITS = _as_vllm(Counter, "prefix_cache_hits", "Of these, tokens found.", BY)
-PREFIX_MISSES = Family(Counter, "prefix_cache_misses", "Tokens not found, by reason.", (STRATEGY, MISS))
-E2E_LATENCY = _as_vllm(Histogram, "e2e_request_latency_seconds", "From arrival to the end.", BY, LATENCY)
-QUEUE_TIME = _as_vllm(Histogram, "request_queue_time_seconds", "From arrival to a seat.", BY, LATENCY)
-PREFILL_TIME = _as_vllm(Histogram, "request_prefill_time_seconds", "From a seat to the first token.", BY, LATENCY)
-DECODE_TIME = _as_vllm(Histogram, "request_decode_time_seconds", "From the first token to the last.", BY, LATENCY)
-FIRST_TOKEN_TIME = _as_vllm(
-    Histogram, "time_to_first_token_seconds", "From arrival to the first token.", BY, FIRST_TOKEN
+PREFIX_HITS = _as_vllm(Counter, "prefix_cache_hits", "Prompt tokens found in the cache.", BY)
+PREFIX_MISSES = Family(
+    Counter, "prefix_cache_misses", "Prompt tokens not found in the cache, by reason.", (STRATEGY, MISS)
 )
-INTER_TOKEN_LATENCY = _as_vllm(Histogram, "inter_token_latency_seconds", "Between two tokens.", BY, PER_TOKEN)
+E2E_LATENCY = _as_vllm(
+    Histogram, "e2e_request_latency_seconds", "Time from a request's arrival to its end.", BY, LATENCY
+)
+QUEUE_TIME = _as_vllm(
+    Histogram, "request_queue_time_seconds", "Time from a request's arrival to its seat.", BY, LATENCY
+)
+PREFILL_TIME = _as_vllm(
+    Histogram, "request_prefill_time_seconds", "Time from a request's seat to its first token.", BY, LATENCY
+)
+DECODE_TIME = _as_vllm(
+    Histogram, "request_decode_time_seconds", "Time from a request's first token to its last.", BY, LATENCY
+)
+FIRST_TOKEN_TIME = _as_vllm(
+    Histogram, "time_to_first_token_seconds", "Time from a request's arrival to its first token.", BY, FIRST_TOKEN
+)
+INTER_TOKEN_LATENCY = _as_vllm(
+    Histogram, "inter_token_latency_seconds", "Time between two tokens of a request.", BY, PER_TOKEN
+)
 REQUEST_PROMPT_TOKENS = _as_vllm(
     Histogram, "request_prompt_tokens", "Prompt tokens of a request that was admitted, when it leaves.", BY, TOKENS
 )
 REQUEST_GENERATION_TOKENS = _as_vllm(
-    Histogram, "request_generation_tokens", "Tokens generated for such a request.", BY, TOKENS
+    Histogram,
+    "request_generation_tokens",
+    "Tokens generated for a request that was admitted, when it leaves.",
+    BY,
+    TOKENS,
 )
 TIME_PER_TOKEN = _as_vllm(
-    Histogram, "request_time_per_output_token_seconds", "Mean time between two tokens of a request.", BY, PER_TOKEN
+    Histogram, "request_time_per_output_token_seconds", "Time between two tokens, the mean of a request.", BY, PER_TOKEN
 )
 
 # ---------------------------------------------------------------- the engine
@@ -146,17 +167,20 @@ PREEMPTIONS = _as_vllm(Counter, "num_preemptions", "Seats taken to make room.", 
 FAILURES = Family(Counter, "strategy_failures", "Exceptions in a strategy's code.", BY)
 FORKS = Family(Counter, "forks", "Choices that took over the prompt of the first of `n`; they look nothing up.", BY)
 STEPS = Family(Counter, "steps", "Forward passes; a step serves all strategies.")
-STEP_SECONDS = Family(Histogram, "step_seconds", "Of a step.", (), PER_TOKEN)
+STEP_SECONDS = Family(Histogram, "step_seconds", "Time of a step: scheduling, a forward pass, sampling.", (), PER_TOKEN)
 STEP_ROWS = Family(Histogram, "step_rows", "Sequences in a step.", (), POWERS)
 STEP_TOKENS = Family(Histogram, "step_tokens", "Tokens in a step.", (), POWERS, vllm="iteration_tokens_total")
 KERNEL_SECONDS = Family(
     Summary,
     "kernel_seconds",
-    "Of an operation, all its calls in a step together; of one step in many, by what the rows of the step do.",
+    "Time of an operation in a step, all calls together; measured in one step of 61, by what the step's rows do.",
     (OP, BACKEND, PHASE),
 )
 TIMED_STEP_SECONDS = Family(
-    Summary, "timed_step_seconds", "Of these steps: what no operation took is Python and small tensors.", (PHASE,)
+    Summary,
+    "timed_step_seconds",
+    "Time of the steps in which kernel_seconds is measured; what no operation took is Python and small tensors.",
+    (PHASE,),
 )
 KERNEL_FALLBACK = Family(
     Gauge, "kernel_fallback", "1: the operation failed its check at start, and plain torch computes it.", (OP,)
@@ -170,8 +194,8 @@ RESPONSES = Family(
     (CODE,),
 )
 BUILD = Family(Info, "build", "Versions of what runs.")
-SETTINGS = Family(Info, "settings", "Settings as they came out, `auto` and defaults filled in; GET /v1/settings too.")
-STRATEGIES = Family(Info, "strategy", "Its kind and options.", BY)
+SETTINGS = Family(Info, "settings", "Settings that hold, `auto` and defaults filled in; GET /v1/settings has them all.")
+STRATEGIES = Family(Info, "strategy", "Kind and options of a strategy.", BY)
 
 # ---------------------------------------------------------------- memory
 KV_BYTES = Family(
@@ -180,9 +204,11 @@ KV_BYTES = Family(
     "KV memory reserved: used, idle (kept for whoever comes again), wasted (held and empty).",
     (STRATEGY, KV_STATE),
 )
-KV_LIMIT = Family(Gauge, "kv_cache_limit_bytes", "KV memory it may hold.", BY)
-KV_FLOOR = Family(Gauge, "kv_cache_floor_bytes", "KV memory that nobody else may take.", BY)
-KV_POOL = Family(Gauge, "kv_cache_pool_bytes", "KV memory of all: held by some strategy, or free.", (POOL_STATE,))
+KV_LIMIT = Family(Gauge, "kv_cache_limit_bytes", "KV memory that a strategy may hold.", BY)
+KV_FLOOR = Family(Gauge, "kv_cache_floor_bytes", "KV memory that nobody but the strategy may take.", BY)
+KV_POOL = Family(
+    Gauge, "kv_cache_pool_bytes", "KV memory of the server: held by some strategy, or free.", (POOL_STATE,)
+)
 KV_BLOCKS = Family(
     Gauge,
     "kv_cache_blocks",
@@ -193,26 +219,33 @@ KV_BLOCKS = Family(
 KV_COPIES = Family(
     Counter, "kv_cache_copied_blocks", "Blocks copied because somebody wrote into a shared one (copy on write).", BY
 )
-KV_USAGE = Family(Gauge, "kv_cache_usage_ratio", "Used bytes of the limit, 0 to 1.", BY, vllm="kv_cache_usage_perc")
+KV_USAGE = Family(
+    Gauge, "kv_cache_usage_ratio", "KV memory used, as a share of the limit, 0 to 1.", BY, vllm="kv_cache_usage_perc"
+)
 KV_EVICTED = Family(Counter, "kv_cache_evicted_bytes", "Idle KV memory that had to make room.", BY)
 BLOCK_LIFETIME = _as_vllm(
-    Histogram, "kv_block_lifetime_seconds", "Of blocks that were evicted, from when they got their name.", BY, BLOCK_AGE
+    Histogram, "kv_block_lifetime_seconds", "Of an evicted block: time since it was given its text.", BY, BLOCK_AGE
 )
-BLOCK_IDLE = _as_vllm(Histogram, "kv_block_idle_before_evict_seconds", "Of these, from their last use.", BY, BLOCK_AGE)
+BLOCK_IDLE = _as_vllm(
+    Histogram, "kv_block_idle_before_evict_seconds", "Of an evicted block: time since its last use.", BY, BLOCK_AGE
+)
 BLOCK_REUSE_GAP = _as_vllm(
     Histogram,
     "kv_block_reuse_gap_seconds",
-    "Of idle blocks that were found, from their last use.",
+    "Of an idle block that was found: time since its last use.",
     BY,
     BLOCK_AGE,
 )
 PROCESS_MEMORY = Family(
-    Gauge, "process_resident_memory_bytes", "Of the server's processes; shared memory counts in each.", (ROLE,)
+    Gauge,
+    "process_resident_memory_bytes",
+    "Resident memory of the server's processes; what they share counts in each.",
+    (ROLE,),
 )
 DEVICE_MEMORY = Family(
     Gauge,
     "device_memory_bytes",
-    "Of the device, whoever uses it; of a CPU, the machine's.",
+    "Memory of the device, whoever uses it; of a CPU, the machine's or its container's.",
     (DEVICE_STATE,),
 )
 

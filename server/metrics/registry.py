@@ -9,15 +9,17 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import product
 from typing import Any, cast
 
-from prometheus_client import CollectorRegistry, Histogram, generate_latest
+from prometheus_client import CollectorRegistry, Histogram, disable_created_metrics, generate_latest
 from prometheus_client.openmetrics.exposition import generate_latest as generate_openmetrics
 
-from cache_strategies.base import NOTHING_HAPPENED, Happened
+from cache_strategies.base import Happened
 from server.engine.about import About
-from server.engine.report import Admission, RequestRecord, StepReport
+from server.engine.report import Admission, Phase, RequestRecord, StepReport
 from server.engine.state import State
 from server.metrics import families as f
 from server.metrics.families import FAMILIES, Family, Label, M
+
+disable_created_metrics()  # a time stamp beside every counter, which nobody asked for; holds for the process
 
 
 class Metrics:
@@ -40,8 +42,9 @@ class Metrics:
 
     def _tell(self, about: About) -> None:
         """What will not change."""
-        self._at(f.BUILD).info(dict(about.build))
-        self._at(f.SETTINGS).info({name: _in_words(value) for name, value in about.settings.items()})
+        self._at(f.BUILD).info(dict(about.versions))
+        scalars = {name: value for name, value in about.settings.items() if not isinstance(value, dict | list)}
+        self._at(f.SETTINGS).info({name: _in_words(value) for name, value in scalars.items()})
         for instance in about.instances:
             options = ", ".join(f"{k}={_in_words(v)}" for k, v in instance.options.model_dump().items())
             self._at(f.STRATEGIES, instance.name).info({"kind": instance.kind, "options": options})
@@ -57,6 +60,8 @@ class Metrics:
             self._at(f.STEP_SECONDS).observe(report.seconds)
             self._at(f.STEP_ROWS).observe(report.rows)
             self._at(f.STEP_TOKENS).observe(report.tokens)
+            if report.kernels is not None:
+                self._observe_kernels(report.phase, report.seconds, report.kernels)
         for name, part in report.parts.items():
             self._at(f.GENERATION_TOKENS, name).inc(part.generated)
         for family, counts in (
@@ -73,10 +78,7 @@ class Metrics:
         for admission in report.admitted:
             self._observe_admission(admission)
         for name, happened in report.happened.items():
-            if happened is not NOTHING_HAPPENED:
-                self._observe_blocks(name, happened)
-        if report.kernels is not None:
-            self._observe_kernels(report)
+            self._observe_blocks(name, happened)
 
     def _observe_admission(self, admitted: Admission) -> None:
         name = admitted.instance
@@ -99,12 +101,11 @@ class Metrics:
         for value in values:
             series.observe(value)
 
-    def _observe_kernels(self, report: StepReport) -> None:
-        assert report.kernels is not None
-        self._at(f.TIMED_STEP_SECONDS, report.phase).observe(report.seconds)
-        for op, seconds in report.kernels.items():
+    def _observe_kernels(self, phase: Phase, step_seconds: float, kernels: Mapping[str, float]) -> None:
+        self._at(f.TIMED_STEP_SECONDS, phase).observe(step_seconds)
+        for op, seconds in kernels.items():
             if seconds:
-                self._at(f.KERNEL_SECONDS, op, self._backends[op], report.phase).observe(seconds)
+                self._at(f.KERNEL_SECONDS, op, self._backends[op], phase).observe(seconds)
 
     def observe_request(self, record: RequestRecord) -> None:
         """A request has left the engine."""
@@ -173,4 +174,4 @@ def _label_values(family: Family[Any], about: About) -> Iterator[tuple[str, ...]
 
 def _in_words(value: object) -> str:
     """As people write it in a settings file."""
-    return str(value).lower() if isinstance(value, bool) else str(value)
+    return str(value).lower() if isinstance(value, bool | None) else str(value)

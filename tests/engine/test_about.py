@@ -10,8 +10,9 @@ import psutil
 import pytest
 import torch
 
+from config.settings import Settings
 from server.engine import device
-from server.engine.about import about
+from server.engine.about import PRIVATE, about
 from server.engine.device import device_memory, free_memory
 from server.engine.state import Processes, state_of
 from tests.engine.driving import Driver
@@ -21,15 +22,27 @@ CPU = torch.device("cpu")
 
 
 def test_settings_are_those_that_hold(tiny: Path) -> None:
-    driver = Driver(tiny, max_num_seqs=3, kv_memory="1MiB", weights="bf16")
+    driver = Driver(tiny, max_num_seqs=3, weights="bf16")
     settings = about(driver.engine).settings
-    assert settings["kv_memory_bytes"] == driver.core.arena.memory.nbytes <= 2**20
+    assert settings["kv_memory_bytes"] == driver.core.arena.memory.nbytes
     assert settings["threads"] == torch.get_num_threads()
     assert (settings["max_num_seqs"], settings["max_step_tokens"]) == (3, 256)
     assert (settings["device"], settings["dtype"], settings["weights"]) == ("cpu", "float32", "bfloat16")
     assert settings["kernels"] == driver.engine.kernels.backend
-    assert not [value for value in settings.values() if value in ("auto", None)]
-    assert str(tiny.parent) not in str(settings), "/metrics may be read by strangers"
+    assert settings["model_impl"] == "lean"
+    assert "auto" not in settings.values()
+    assert settings.keys() | PRIVATE >= Settings.model_fields.keys()
+
+
+def test_settings_tell_nothing_private(tiny: Path) -> None:
+    private = {
+        "api_keys": ["sk-very-private"],
+        "admin_token": "so-private",
+        "otlp_traces_endpoint": "http://me:private@x",
+    }
+    settings = about(Driver(tiny, **private).engine).settings
+    assert "private" not in str(settings), "/metrics may be read by strangers"
+    assert str(tiny.parent) not in str(settings)
 
 
 def test_the_pool_is_held_or_free(tiny: Path) -> None:

@@ -14,7 +14,8 @@ import torch
 from cache_strategies.base import Seat
 from config.settings import Settings, SettingsError
 from server.engine import build, device
-from server.engine.build import build_engine, describe_caches, summary
+from server.engine.about import describe_caches, summary
+from server.engine.build import build_engine
 from server.engine.device import CORES, choose_device, choose_dtype, choose_threads, choose_weights
 from server.models.errors import ModelError
 from tests.engine.driving import Driver, least_memory, strategies

@@ -19,8 +19,7 @@ from kernels.load import backends, load_ops
 from kernels.ops import Ops
 from kernels.reference import ReferenceOps
 from kernels.table import DTYPES, OPS
-from server.engine.about import about
-from server.engine.build import summary
+from server.engine.about import about, summary
 from tests.engine.driving import Driver
 from tests.engine.reference import random_prompt
 from tests.kernels.matrix import BACKENDS

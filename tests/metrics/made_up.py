@@ -24,8 +24,8 @@ ABOUT = About(
     instances=[each for each in declared(Settings().strategies) if each.name in INSTANCES],
     backends={op.name: "cpu-avx2" for op in OPS},
     fallen_back=[],
-    build={"version": "1.2.3", "torch": "2.13.0"},
-    settings={"device": "cpu", "deterministic": False, "max_seq_len": 512},
+    versions={"version": "1.2.3", "torch": "2.13.0"},
+    settings={"device": "cpu", "deterministic": False, "max_seq_len": 512, "queue_timeout": None, "rules": []},
     restarts=0,
 )
 NOTHING = State(

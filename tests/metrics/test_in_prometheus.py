@@ -60,7 +60,7 @@ def test_panels_show_what_happened(prometheus: Prometheus) -> None:
     assert ask(prometheus, "Running", "kvmux-strategies") == dict.fromkeys(INSTANCES, 2)
     assert ask(prometheus, "KV memory used", "kvmux-strategies") == dict.fromkeys(INSTANCES, 300)
     assert ask(prometheus, "Held, by state", "kvmux-memory") == {"used": 600, "idle": 400, "wasted": 200}
-    assert ask(prometheus, "KV memory used", "kvmux-overview") == {"": pytest.approx(0.3)}
+    assert ask(prometheus, "Fullest strategy", "kvmux-overview") == {"": pytest.approx(0.3)}
     steps = ask(prometheus, "In a step, mean", "kvmux-engine")
     assert steps == {"sequences": pytest.approx(8), "tokens": pytest.approx(80)}
     ops = ask(prometheus, "Time of a step, by operation", "kvmux-engine")

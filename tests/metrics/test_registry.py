@@ -46,7 +46,7 @@ def test_every_strategy_starts_at_zero_in_every_metric() -> None:
         for held in KV_STATES:
             assert at(samples, "kvmux_kv_cache_bytes", strategy=instance, state=held) == 0
     assert at(samples, "kvmux_steps_total") == 0
-    assert {value for (name, _), value in samples.items() if not name.endswith(("_info", "_created"))} == {0}
+    assert {value for (name, _), value in samples.items() if not name.endswith("_info")} == {0}
 
 
 def test_names_end_as_their_kind_and_unit_demand() -> None:
@@ -76,7 +76,7 @@ def test_a_request_counts_once_under_its_strategy_and_outcome() -> None:
     grown = {
         name: after[name, labels] - before[name, labels]
         for name, labels in before
-        if after[name, labels] != before[name, labels] and not name.endswith(("_bucket", "_sum", "_created"))
+        if after[name, labels] != before[name, labels] and not name.endswith(("_bucket", "_sum"))
     }
     assert grown == {
         "kvmux_requests_total": 1,
@@ -253,7 +253,7 @@ def test_what_does_not_change_is_told_in_labels() -> None:
     samples = scrape(new_metrics(restarts=2))
     assert labelled(samples, "kvmux_build_info") == [{"version": "1.2.3", "torch": "2.13.0"}]
     (settings,) = labelled(samples, "kvmux_settings_info")
-    assert settings == {"device": "cpu", "deterministic": "false", "max_seq_len": "512"}
+    assert settings == {"device": "cpu", "deterministic": "false", "max_seq_len": "512", "queue_timeout": "none"}
     strategies = {each["strategy"]: each for each in labelled(samples, "kvmux_strategy_info")}
     assert set(strategies) == set(INSTANCES)
     assert strategies["paged"]["kind"] == "paged"

@@ -7,7 +7,7 @@ from functools import partial
 import pytest
 
 from cache_strategies import registry
-from cache_strategies.base import NOTHING_HAPPENED, Blocks, CacheSetup
+from cache_strategies.base import Blocks, CacheSetup, Happened
 from cache_strategies.happenings import LATEST, Happenings
 from tests.strategies.driving import BLOCK, cache_of, enter, opened, paged, read
 from tests.strategies.test_eviction import Clock
@@ -31,16 +31,35 @@ def test_ages_of_paged_blocks(clock: Clock) -> None:
     enter(cache, (first, TEXT))
     clock.now = 4.0
     cache.close(first)
-    assert cache.happened() is NOTHING_HAPPENED, "a block without a name leaves nothing to tell"
+    assert cache.happened() is None, "a block without a name leaves nothing to tell"
     clock.now = 6.0
     second = read(cache, TEXT)
-    assert cache.happened() == (0, [], [], [2.0, 2.0])
+    assert cache.happened() == (
+        0,
+        (),
+        (),
+        (
+            2.0,
+            2.0,
+        ),
+    )
     clock.now = 7.0
     cache.close(second)
     clock.now = 10.0
     read(cache, OTHER)  # takes all the memory there is
-    assert cache.happened() == (0, [9.0, 9.0], [3.0, 3.0], [])
-    assert cache.happened() is NOTHING_HAPPENED, "it is told once"
+    assert cache.happened() == (
+        0,
+        (
+            9.0,
+            9.0,
+        ),
+        (
+            3.0,
+            3.0,
+        ),
+        (),
+    )
+    assert cache.happened() is None, "it is told once"
     cache.check_integrity()
 
 
@@ -52,11 +71,11 @@ def test_ages_of_contiguous_runs(clock: Clock) -> None:
     cache.close(first)
     clock.now = 6.0
     second = read(cache, [*TEXT, 1])
-    assert cache.happened() == (0, [], [], [2.0])
+    assert cache.happened() == (0, (), (), (2.0,))
     cache.close(second)
     clock.now = 9.0
     read(cache, OTHER)
-    assert cache.happened() == (0, [8.0], [3.0], [])
+    assert cache.happened() == (0, (8.0,), (3.0,), ())
     cache.check_integrity()
 
 
@@ -65,7 +84,7 @@ def test_what_is_cleared_was_not_evicted(clock: Clock) -> None:
         cache.close(read(cache, TEXT))
         cache.clear()  # type: ignore[attr-defined]
         cache.check_integrity()
-        assert cache.happened() is NOTHING_HAPPENED
+        assert cache.happened() is None
 
 
 def test_copies_on_write() -> None:
@@ -74,9 +93,9 @@ def test_copies_on_write() -> None:
     child = cache.fork(parent)
     assert child is not None
     enter(cache, (child, [1]))
-    assert cache.happened().copies == 1
+    assert cache.happened() == Happened(copies=1)
     enter(cache, (parent, [2]))
-    assert cache.happened().copies == 0, "the original is nobody else's any more"
+    assert cache.happened() is None, "the original is nobody else's any more"
 
 
 def test_blocks_by_state() -> None:
@@ -109,5 +128,7 @@ def test_nobody_who_never_asks_pays_for_it() -> None:
         happenings.born(key)
         happenings.idle(key)
         happenings.evicted(key)
-    assert len(happenings.taken().lifetimes) == LATEST
+    happened = happenings.taken()
+    assert happened is not None
+    assert len(happened.lifetimes) == LATEST
     happenings.check_integrity(set(), set())

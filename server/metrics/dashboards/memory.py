@@ -19,6 +19,7 @@ from server.metrics.dashboards.panels import (
     lines,
 )
 from server.metrics.dashboards.promql import each, highest, now, quantile, rate, ratio
+from server.metrics.dashboards.shares import hit_rate
 from server.metrics.families import Family
 
 BY = each(f.STRATEGY)
@@ -31,11 +32,7 @@ def memory() -> Dashboard:
         "Where KV memory is, what prompts found in it, and what had to make room.",
         {
             "Found": [
-                lines(
-                    "Hit rate",
-                    SHARE,
-                    {BY: ratio(rate(f.PREFIX_HITS, f.STRATEGY), rate(f.PREFIX_QUERIES, f.STRATEGY))},
-                ),
+                lines("Hit rate", SHARE, {BY: hit_rate(f.STRATEGY)}),
                 lines(
                     "Looked up and found",
                     TOKENS_A_SECOND,
@@ -54,7 +51,7 @@ def memory() -> Dashboard:
                 lines("All of it", BYTES, {each(f.POOL_STATE): now(f.KV_POOL, f.POOL_STATE)}, stacked=True),
                 lines("Held, by strategy", BYTES, {BY: now(f.KV_BYTES, f.STRATEGY)}, stacked=True),
                 lines("Held, by state", BYTES, {each(f.KV_STATE): now(f.KV_BYTES, f.KV_STATE)}, stacked=True),
-                lines("Used of the limit", SHARE, {BY: highest(f.KV_USAGE, f.STRATEGY)}),
+                lines("KV memory used of the limit", SHARE, {BY: highest(f.KV_USAGE, f.STRATEGY)}),
                 lines("Wasted of what is held", SHARE, {BY: ratio(_in_state("wasted"), now(f.KV_BYTES, f.STRATEGY))}),
                 lines("Idle", BYTES, {BY: _in_state("idle")}),
                 lines(

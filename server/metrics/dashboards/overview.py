@@ -16,11 +16,9 @@ from server.metrics.dashboards.panels import (
     lines,
     number,
 )
-from server.metrics.dashboards.promql import each, highest, now, quantile, rate, ratio
+from server.metrics.dashboards.promql import each, highest, now, quantile, rate
+from server.metrics.dashboards.shares import error_share, hit_rate
 from server.metrics.families import Family
-
-HIT_RATE = ratio(rate(f.PREFIX_HITS), rate(f.PREFIX_QUERIES))
-ERRORS = ratio(rate(f.REQUESTS, where={f.OUTCOME: "error"}), rate(f.REQUESTS))
 
 
 def overview() -> Dashboard:
@@ -35,9 +33,9 @@ def overview() -> Dashboard:
                 number("First token, p95", SECONDS, quantile(0.95, f.FIRST_TOKEN_TIME)),
                 number("Running", NUMBER, now(f.RUNNING)),
                 number("Waiting", NUMBER, now(f.WAITING)),
-                number("Hit rate", SHARE, HIT_RATE),
-                number("KV memory used", SHARE, highest(f.KV_USAGE), bad_from=0.95),
-                number("Errors", SHARE, ERRORS, bad_from=0.01),
+                number("Hit rate", SHARE, hit_rate()),
+                number("Fullest strategy", SHARE, highest(f.KV_USAGE), bad_from=0.95),
+                number("Errors", SHARE, error_share(), bad_from=0.01),
             ],
             "Traffic": [
                 lines(
@@ -68,7 +66,7 @@ def overview() -> Dashboard:
                 lines("From arrival to the end", SECONDS, quantiles(f.E2E_LATENCY)),
             ],
             "Cache and trouble": [
-                lines("Hit rate", SHARE, {"all": HIT_RATE}, width=6),
+                lines("Hit rate", SHARE, {"all": hit_rate()}, width=6),
                 lines(
                     "KV memory used of the limit", SHARE, {each(f.STRATEGY): highest(f.KV_USAGE, f.STRATEGY)}, width=6
                 ),

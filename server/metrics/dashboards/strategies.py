@@ -21,7 +21,8 @@ from server.metrics.dashboards.panels import (
     facts,
     lines,
 )
-from server.metrics.dashboards.promql import each, highest, mean, now, quantile, rate, ratio
+from server.metrics.dashboards.promql import each, highest, mean, now, quantile, rate
+from server.metrics.dashboards.shares import hit_rate
 from server.metrics.families import Family
 
 BY = each(f.STRATEGY)
@@ -55,11 +56,7 @@ def strategies() -> Dashboard:
                 ),
             ],
             "Cache and memory": [
-                lines(
-                    "Hit rate",
-                    SHARE,
-                    {BY: ratio(rate(f.PREFIX_HITS, f.STRATEGY), rate(f.PREFIX_QUERIES, f.STRATEGY))},
-                ),
+                lines("Hit rate", SHARE, {BY: hit_rate(f.STRATEGY)}),
                 lines("KV memory used", BYTES, {BY: now(f.KV_BYTES, f.STRATEGY, where={f.KV_STATE: "used"})}),
                 lines("KV memory used of the limit", SHARE, {BY: highest(f.KV_USAGE, f.STRATEGY)}),
             ],
