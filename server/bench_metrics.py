@@ -1,7 +1,7 @@
-"""`python -m server.bench_metrics`: what counting costs of a step.
+"""`python -m server.bench_metrics`: what the registry and the timing of operations cost of a step.
 
-Drives the engine without HTTP: streams beside each other, a new one for each that ends. Rounds in which nothing is
-counted and rounds as `kvmux serve` does it take turns, so that a busy machine is so for both.
+Drives the engine without HTTP: streams beside each other, a new one for each that ends. Rounds without both and rounds
+as `kvmux serve` makes them take turns, so that a busy machine is so for both.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ WORKER = 0
 
 
 class Cost(NamedTuple):
-    """Of counting: microseconds of a step, medians of the rounds."""
+    """Microseconds of a step, medians of the rounds."""
 
     sequences: int
-    step: float  # without it
-    counted: float  # with it
+    step: float  # without metrics
+    counted: float  # with them
     observing: float  # of this, in the registry
     overhead: float  # median of the rounds' own ratios, less 1
     scrape: float  # of one /metrics
@@ -43,7 +43,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--threads", type=int, help="CPU threads (default: as `kvmux serve` chooses)")
     parser.add_argument("--sequences", type=int, default=16, help="decoded together")
     parser.add_argument("--tokens", type=int, default=64, help="of each, after a prompt of as many")
-    parser.add_argument("--rounds", type=int, default=40, help="of 100 steps with and 100 without")
+    parser.add_argument("--rounds", type=int, default=40, help="of so many --steps with and without metrics")
+    parser.add_argument("--steps", type=int, default=100)
     parser.add_argument("--json", action="store_true", help="a JSON line instead of a sentence")
     options = parser.parse_args(arguments)
     try:
@@ -51,7 +52,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         engine = build_engine(load(None, {name: value for name, value in flags.items() if value is not None}))
     except SettingsError as error:
         parser.error(str(error))
-    cost = measure(engine, options.sequences, options.tokens, options.rounds)
+    cost = measure(engine, options.sequences, options.tokens, options.rounds, options.steps)
     print(json.dumps(cost._asdict()) if options.json else in_words(cost))
 
 
@@ -79,7 +80,7 @@ class Streams:
         return result
 
 
-def measure(engine: Engine, sequences: int, tokens: int, rounds: int, steps: int = 100) -> Cost:
+def measure(engine: Engine, sequences: int, tokens: int, rounds: int, steps: int) -> Cost:
     """The first round warms."""
     streams, metrics = Streams(engine, sequences, tokens), Metrics(about(engine))
     plain: list[float] = []

@@ -157,7 +157,7 @@ def test_a_request_that_does_not_get_its_place(stream: bool) -> None:
         assert answer.status_code == 503
         assert answer.headers["retry-after"] == "1"
         assert answer.json()["error"]["code"] == "queue_timeout"
-        engine.wait_for(Cancel, 2)
+        assert {cancel.outcome for cancel in engine.wait_for(Cancel, 2)} == {"error"}, "its client did not leave"
 
 
 def test_one_that_has_its_place_may_take_longer() -> None:
@@ -179,7 +179,7 @@ def test_an_answer_that_takes_too_long(script: Script) -> None:
         assert answer.headers["x-should-retry"] == "false"  # it would take as long again
         assert answer.json()["error"]["code"] == "request_timeout"
         assert answer.json()["error"]["type"] == "server_error"
-        engine.wait_for(Cancel)
+        assert [cancel.outcome for cancel in engine.wait_for(Cancel)] == ["error"]
 
 
 def test_a_stream_that_takes_too_long(words: Words) -> None:
@@ -189,4 +189,4 @@ def test_a_stream_that_takes_too_long(words: Words) -> None:
         first, *_, last = chunks(answer)
         assert first["choices"][0]["text"]
         assert last["error"]["code"] == "request_timeout"
-        engine.wait_for(Cancel)
+        assert [cancel.outcome for cancel in engine.wait_for(Cancel)] == ["error"]
