@@ -10,7 +10,7 @@ import asyncio
 import math
 import random
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -150,10 +150,10 @@ def seen(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Seen]:
         with serving("--config", str(config), module="tests.server.troubled") as server:
             server.engine.kill()
             eventually(lambda: server.get("/ready").status_code == 503)
-            eventually(lambda: server.get("/ready").status_code == 200)
             address = server.url.removeprefix("http://")
-            before = scrape(server)
-            with running_prometheus(folder, address, "500ms") as prometheus:
+            with running_prometheus(folder, address, "500ms") as prometheus:  # takes as long as the engine
+                eventually(lambda: server.get("/ready").status_code == 200)
+                before = scrape(server)
                 prometheus.wait(lambda: prometheus.query("up == 1") != [], "the first scrape")
                 told = asyncio.run(load(server.url))
                 eventually(lambda: not server.metric("kvmux_num_requests_running"))
@@ -181,7 +181,7 @@ def read(file: Path) -> list[RequestRecord]:
 
 
 # ---------------------------------------------------------------- to the token
-def by_instance(records: Sequence[RequestRecord], what: Mapping[str, Any] | Any) -> dict[str, int]:
+def by_instance(records: Sequence[RequestRecord], what: Callable[[RequestRecord], Any]) -> dict[str, int]:
     """Sums, without zeros."""
     found = Counter[str]()
     for record in records:
