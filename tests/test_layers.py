@@ -93,6 +93,13 @@ def test_load_is_made_without_anything_heavy() -> None:
     assert {top(m) for m in reached("loadtest.bench.flags")} <= light
 
 
+def test_only_the_client_of_a_benchmark_knows_http_and_it_knows_no_workload() -> None:
+    bench = [name for name in modules() if name.startswith("loadtest.bench.")]
+    with_http = {name for name in bench if "httpx" in reached(name)}
+    assert with_http == {"loadtest.bench.client", "loadtest.bench.command"}
+    assert "loadtest.bench.workloads" not in reached("loadtest.bench.client")
+
+
 def test_what_the_command_line_finds_by_name_is_there() -> None:
     named = re.findall(r'(?:resolve_name|import_module)\("([^":]+)', modules()["server.cli"].read_text())
     assert "loadtest.bench.command" in named

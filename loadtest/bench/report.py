@@ -13,9 +13,8 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from loadtest.bench.client import Server
-from loadtest.bench.figures import Figures
-from loadtest.bench.rounds import Key
+from loadtest.bench.ask import Server
+from loadtest.bench.figures import Figures, Key
 from loadtest.bench.workloads import Workload
 
 COLUMNS = (

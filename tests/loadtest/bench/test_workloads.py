@@ -10,9 +10,10 @@ import pytest
 
 from loadtest import traces
 from loadtest.bench.arrivals import Closed
+from loadtest.bench.ask import Ask
 from loadtest.bench.flags import NAMES
 from loadtest.bench.vocabulary import Vocabulary, vocabulary
-from loadtest.bench.workloads import NAMED, QUICK, Ask, Drawn, Replayed, WorkloadError, fit, read_trace
+from loadtest.bench.workloads import NAMED, QUICK, Drawn, Replayed, WorkloadError, fit, read_trace
 from loadtest.prompts import WORDS
 
 IDS = vocabulary([300, 899, 512])
