@@ -38,9 +38,9 @@ def run(options: dict[str, Any]) -> int:
     wanted = Wanted(**{"api_key": os.environ.get("OPENAI_API_KEY", ""), **options})
     wanted = replace(wanted, seed=SystemRandom().randrange(1 << 32) if wanted.seed is None else wanted.seed)
     try:
-        check_file(wanted.json)
-        report = asyncio.run(bench(wanted, planned(wanted)))
-        return tell(report, wanted.json)
+        workloads = planned(wanted)
+        make_file(wanted.json)
+        return tell(asyncio.run(bench(wanted, workloads)), wanted.json)
     except (ServerError, WorkloadError, ListingError, FileError) as error:
         print(f"kvmux: {error}", file=sys.stderr)
         return USER_ERROR
@@ -50,14 +50,11 @@ class FileError(Exception):
     """The report's file cannot be written."""
 
 
-def check_file(file: Path | None) -> None:
-    """Before anything slow. Raises FileError."""
+def make_file(file: Path | None) -> None:
+    """Before anything slow; what an older one holds stays until there is a report. Raises FileError."""
     if file not in (None, STANDARD_OUTPUT):
-        new = not file.exists()
         with writing(file):
-            file.open("ab").close()
-        if new:
-            file.unlink()
+            file.open("a").close()
 
 
 @contextmanager
