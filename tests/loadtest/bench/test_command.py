@@ -36,11 +36,12 @@ def test_a_row_for_each_strategy(capsys: pytest.CaptureFixture[str]) -> None:
         code, output, errors = bench(capsys, stub, *FEW)
     assert (code, errors) == (0, "")
     head, *found = rows(output)
-    assert head[:4] == ["workload", "strategy", "requests", "errors"]
-    assert [row[:4] for row in found] == [["own", "paged", "6", "0"], ["own", "window", "6", "0"]]
+    assert head[:5] == ["workload", "what it is", "strategy", "requests", "errors"]
+    what = "8 at once, 10 tokens in, 4 out"
+    assert [row[:5] for row in found] == [["own", what, "paged", "6", "0"], ["own", what, "window", "6", "0"]]
     assert all(row[-1] == f"{CACHED_TOKENS / 10:.0%}" for row in found)
-    assert all(float(cell.replace(",", "")) > 0 for row in found for cell in row[4:-1])
-    assert output.startswith(f"tiny at {stub.url} (stub 0.0)\n  own  8 at once, 10 tokens in, 4 out\n")
+    assert all(float(cell.replace(",", "")) > 0 for row in found for cell in row[5:-1])
+    assert output.startswith(f"tiny at {stub.url} (stub 0.0)\n")
     assert {body["model"] for body in stub.bodies} == {"tiny:paged", "tiny:window"}
     assert {len(body["prompt"]) for body in stub.bodies} == {10}
 
@@ -71,6 +72,7 @@ def test_json(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     ]
     assert [shape(each) for each in written["results"]] == [shape(each) for each in told["results"]]
     for result in written["results"]:
+        assert result["what"] == written["workloads"][0]["what"] == "8 at once, 20 shared + 10 tokens in, 4 out"
         assert result["requests"] == 6
         assert result["completion_tokens"] == result["pieces"] == 24
         assert result["prompt_tokens"] == 6 * 30
@@ -93,8 +95,8 @@ def test_a_server_without_strategies_ids_and_figures(capsys: pytest.CaptureFixtu
         code, output, _ = bench(capsys, stub, *FEW, "--body", '{"ignore_eos": null}')
     assert code == 0
     head, row = rows(output)
-    assert head[1] == "model"
-    assert row[1] == "llama3:8b"
+    assert head[2] == "model"
+    assert row[2] == "llama3:8b"
     assert row[-1] == "-"
     assert "note: the server has no /tokenize" in output
     assert "note: 6 answers have not the length asked for" in output
@@ -109,7 +111,8 @@ def test_a_trace(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
         stub.context = 300
         code, output, _ = bench(capsys, stub, "--trace", str(file), "--speed-up", "1e6", "--requests", "6")
     assert code == 0
-    assert [row[:3] for row in rows(output)[1:]] == [["trace", "paged", "6"], ["trace", "window", "6"]]
+    what = "6 requests as recorded, 1e+06 times as fast"
+    assert [row[:4] for row in rows(output)[1:]] == [["trace", what, "paged", "6"], ["trace", what, "window", "6"]]
     assert "prompts end early, so as to fit into the model's 300 tokens" in output
     assert all(len(body["prompt"]) + body["max_tokens"] <= 300 for body in stub.bodies)
 
@@ -118,7 +121,7 @@ def test_failed_requests_are_told_and_counted(capsys: pytest.CaptureFixture[str]
     with stubbed("tiny", "tiny:paged", "tiny:busy", "tiny:failing") as stub:
         code, output, errors = bench(capsys, stub, *FEW)
     assert code == 1
-    assert [row[1:4] for row in rows(output)[1:]] == [["paged", "6", "0"], ["busy", "6", "6"], ["failing", "6", "6"]]
+    assert [row[2:5] for row in rows(output)[1:]] == [["paged", "6", "0"], ["busy", "6", "6"], ["failing", "6", "6"]]
     assert errors.splitlines()[0] == "kvmux: 12 requests failed:"
     assert "  6x HTTP 429: too many requests wait" in errors
     assert "  6x error in the stream: the engine is gone" in errors
@@ -146,6 +149,22 @@ def test_errors_are_one_line(capsys: pytest.CaptureFixture[str], flags: tuple[st
     assert (code, output) == (2, "")
     assert message in errors
     assert errors.count("\n") == 1
+
+
+def test_an_old_report_stays_until_there_is_another(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    file = tmp_path / "report.json"
+    file.write_text("old")
+    code, _, _ = bench(capsys, None, "--url", "http://127.0.0.1:9", "--json", str(file))
+    assert (code, file.read_text()) == (2, "old")
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="this system has no disk that is always full")
+def test_what_cannot_be_written_is_printed_all_the_same(capsys: pytest.CaptureFixture[str]) -> None:
+    with stubbed(*STRATEGIES) as stub:
+        code, output, errors = bench(capsys, stub, *FEW, "--json", "/dev/full")
+    assert code == 2
+    assert len(rows(output)) == 3
+    assert errors == "kvmux: --json: cannot write /dev/full: No space left on device\n"
 
 
 def test_no_server_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
