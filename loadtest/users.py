@@ -70,7 +70,7 @@ class Client(FastHttpUser):
     network_timeout = 600.0  # a request may wait long for its first token
     connection_timeout = 10.0
     models: dict[str, float]  # names to ask for, by weight
-    room = CONTEXT  # tokens of prompt and answer
+    room = CONTEXT  # tokens of prompt and answer that every model takes
 
     def __init__(self, environment: Environment) -> None:
         super().__init__(environment)
@@ -97,12 +97,9 @@ class Client(FastHttpUser):
                 if response.status_code != 200:
                     raise ListingError(_reason(response))
                 weights = parse_weights(self.options.strategies)
-                found: dict[str, float] = {}
-                for model in self.options.models.split(","):
-                    listed = read_listing(response.json(), model)
-                    found |= chosen(listed, weights)
-                    self.room = listed.context or CONTEXT
-                return found
+                listings = [read_listing(response.json(), model) for model in self.options.models.split(",")]
+                self.room = min(each.context or CONTEXT for each in listings)
+                return {name: weight for each in listings for name, weight in chosen(each, weights).items()}
             except (ListingError, ValueError, KeyError, TypeError) as error:  # the latter: no such answer at all
                 response.failure(f"cannot choose a model: {error}")
         assert self.environment.runner is not None

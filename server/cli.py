@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import difflib
 import errno
-import importlib
 import importlib.util
 import logging
 import multiprocessing
@@ -18,7 +17,7 @@ import pkgutil
 import socket
 import sys
 import types
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
 from typing import Any, Literal, NoReturn, Union, get_args, get_origin
@@ -27,9 +26,10 @@ from pydantic.fields import FieldInfo
 
 import server
 from config.settings import Settings, SettingsError, env_name, flag_name, load
+from loadtest.bench import flags as bench_flags
 from server.engine.lifeline import USER_ERROR
 from server.engine.supervisor import Supervisor
-from server.evaluation import flags
+from server.evaluation import flags as evaluation_flags
 from server.logs import configure_logging, fields
 from server.models.directory import located
 from server.version import version
@@ -225,7 +225,7 @@ def check_folder_names() -> None:
 
 # ---------------------------------------------------------------- kvmux bench
 def bench(options: dict[str, Any]) -> int:
-    """Loads a running server. Found by name: the load test knows nothing of the server, nor the server of it."""
+    """Loads a running server. Of the load test only flags are imported: what does it is found by name."""
     return int(pkgutil.resolve_name("loadtest.bench.command:run")(options))
 
 
@@ -273,53 +273,71 @@ def _parser() -> Parser:
     parser = Parser(prog="kvmux", description=DESCRIPTION, allow_abbrev=False)
     parser.add_argument("--version", action="version", version=f"kvmux {version()}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND")
-    serve_parser = commands.add_parser(
+    serve_parser = _command(
+        commands,
         "serve",
+        serve,
+        "[--model MODEL] [--port N] [--config FILE] [more settings]",
         help="load a model and serve it; `kvmux serve --help` tells every setting",
         description=SERVE_DESCRIPTION,
         epilog=SERVE_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        argument_default=argparse.SUPPRESS,
-        allow_abbrev=False,
-        usage="kvmux serve [--model MODEL] [--port N] [--config FILE] [more settings]",
     )
-    serve_parser.set_defaults(run=serve)
     _add_settings(serve_parser, _grouped())
-    bench_flags = importlib.import_module("loadtest.bench.flags")
-    bench_parser = commands.add_parser(
+    bench_parser = _command(
+        commands,
         "bench",
+        bench,
+        "[--url URL] [--workload NAME ...] [--strategies NAME ...] [more flags]",
         help="load a running server, and tell how fast it is under each cache strategy",
         description=bench_flags.DESCRIPTION,
         epilog=bench_flags.EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        argument_default=argparse.SUPPRESS,
-        allow_abbrev=False,
-        usage="kvmux bench [--url URL] [--workload NAME ...] [--strategies NAME ...] [more flags]",
     )
-    bench_parser.set_defaults(run=bench)
     bench_flags.add_flags(bench_parser)
-    evaluate_parser = commands.add_parser(
+    evaluate_parser = _command(
+        commands,
         "evaluate",
+        evaluate,
+        "[--model MODEL] [--strategy NAME ...] [--text FILE] [more flags]",
         help="measure what each cache strategy costs in quality",
-        description=flags.DESCRIPTION,
-        epilog=flags.EPILOG,
+        description=evaluation_flags.DESCRIPTION,
+        epilog=evaluation_flags.EPILOG,
+    )
+    evaluation_flags.add_flags(evaluate_parser)
+    _add_settings(evaluate_parser, {"settings": EVALUATION_SETTINGS})
+    doctor_parser = _command(
+        commands,
+        "doctor",
+        doctor,
+        "[--out FILE]",
+        help="tell what this machine is, and whether its kernels compute what they should",
+        description="Prints a report on this machine and its kernels, and writes it to a file to attach\nto a problem.",
+    )
+    doctor_parser.add_argument("--out", type=Path, metavar="FILE", help="where (default: kvmux-doctor.json)")
+    return parser
+
+
+def _command(
+    commands: argparse._SubParsersAction[Parser],
+    name: str,
+    run: Callable[[dict[str, Any]], int],
+    usage: str,
+    *,
+    help: str,
+    description: str,
+    epilog: str = "",
+) -> Parser:
+    """A command's parser; flags that are not given are left out of the options that `run` gets."""
+    parser = commands.add_parser(
+        name,
+        usage=f"kvmux {name} {usage}",
+        help=help,
+        description=description,
+        epilog=epilog,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         argument_default=argparse.SUPPRESS,
         allow_abbrev=False,
-        usage="kvmux evaluate [--model MODEL] [--strategy NAME ...] [--text FILE] [more flags]",
     )
-    evaluate_parser.set_defaults(run=evaluate)
-    flags.add_flags(evaluate_parser)
-    _add_settings(evaluate_parser, {"settings": EVALUATION_SETTINGS})
-    doctor_parser = commands.add_parser(
-        "doctor",
-        help="tell what this machine is, and whether its kernels compute what they should",
-        description="Prints a report on this machine and its kernels, and writes it to a file to attach to a problem.",
-        argument_default=argparse.SUPPRESS,
-        allow_abbrev=False,
-    )
-    doctor_parser.set_defaults(run=doctor)
-    doctor_parser.add_argument("--out", type=Path, metavar="FILE", help="where (default: kvmux-doctor.json)")
+    parser.set_defaults(run=run)
     return parser
 
 

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
 from time import perf_counter
 from typing import Any
 
 import httpx
 
 from loadtest import listing
-from loadtest.bench.vocabulary import Vocabulary, vocabulary
-from loadtest.bench.workloads import Ask
-from loadtest.listing import Listing, ListingError, read_listing
+from loadtest.bench.ask import Ask, Outcome, Server
+from loadtest.bench.vocabulary import vocabulary
+from loadtest.listing import ListingError, read_listing
 from loadtest.prompts import TEXT
 from loadtest.stream import Reply, StreamError, refusal
 
@@ -22,26 +21,6 @@ TIMEOUT = httpx.Timeout(600.0, connect=10.0)  # a request may wait long for its 
 
 class ServerError(Exception):
     """There is no server to load; the message says what to change."""
-
-
-@dataclass(frozen=True)
-class Server:
-    """What is loaded."""
-
-    url: str
-    listing: Listing
-    version: str  # empty where it does not tell
-    vocabulary: Vocabulary
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """One request: what came of it, or why not."""
-
-    asked: int  # tokens
-    sent: float
-    reply: Reply
-    error: str | None = None
 
 
 @asynccontextmanager

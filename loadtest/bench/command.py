@@ -1,4 +1,4 @@
-"""`kvmux bench`: from the command line's options to a report. Wires server, workloads, arrivals and figures."""
+"""`kvmux bench`: from the command line's options to a report. Wires plan, client, rounds and report."""
 
 from __future__ import annotations
 
@@ -18,21 +18,19 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
-from loadtest.bench.arrivals import Arrivals, Bursts, Closed, Poisson
-from loadtest.bench.client import Outcome, Server, ServerError, complete, connected, look
-from loadtest.bench.figures import Figures
+from loadtest.bench.ask import Ask, Outcome
+from loadtest.bench.client import ServerError, complete, connected, look
+from loadtest.bench.figures import Figures, Key
 from loadtest.bench.flags import Wanted
+from loadtest.bench.plan import fit_all, planned, rounds_of, strategies_of
 from loadtest.bench.report import Report, as_json, as_text
-from loadtest.bench.rounds import Key, Rounds
-from loadtest.bench.workloads import NAMED, QUICK, Ask, Drawn, Workload, WorkloadError, fit, read_trace
-from loadtest.listing import ListingError, chosen
+from loadtest.bench.rounds import Rounds
+from loadtest.bench.workloads import Workload, WorkloadError
+from loadtest.listing import ListingError
 
 USER_ERROR = 2  # exit code: something the user can change
-ROUNDS = 3
 STANDARD_OUTPUT = Path("-")
-CUSTOM = replace(NAMED["c8"], name="own")  # what flags change, if no workload is named
 MOST_MESSAGES = 3
-WORDS_FIT = 75  # per cent of the context that as many words are sure to leave room in
 
 
 def run(options: dict[str, Any]) -> int:
@@ -40,9 +38,9 @@ def run(options: dict[str, Any]) -> int:
     wanted = Wanted(**{"api_key": os.environ.get("OPENAI_API_KEY", ""), **options})
     wanted = replace(wanted, seed=SystemRandom().randrange(1 << 32) if wanted.seed is None else wanted.seed)
     try:
-        check_file(wanted.json)
-        report = asyncio.run(bench(wanted, planned(wanted)))
-        return tell(report, wanted.json)
+        workloads = planned(wanted)
+        make_file(wanted.json)
+        return tell(asyncio.run(bench(wanted, workloads)), wanted.json)
     except (ServerError, WorkloadError, ListingError, FileError) as error:
         print(f"kvmux: {error}", file=sys.stderr)
         return USER_ERROR
@@ -52,14 +50,11 @@ class FileError(Exception):
     """The report's file cannot be written."""
 
 
-def check_file(file: Path | None) -> None:
-    """Before anything slow. Raises FileError."""
+def make_file(file: Path | None) -> None:
+    """Before anything slow; what an older one holds stays until there is a report. Raises FileError."""
     if file not in (None, STANDARD_OUTPUT):
-        new = not file.exists()
         with writing(file):
-            file.open("ab").close()
-        if new:
-            file.unlink()
+            file.open("a").close()
 
 
 @contextmanager
@@ -71,44 +66,6 @@ def writing(file: Path) -> Iterator[None]:
         raise FileError(f"--json: cannot write {file}: {error.strerror}") from None
 
 
-# ---------------------------------------------------------------- what to do
-def planned(wanted: Wanted) -> list[Workload]:
-    """The workloads asked for, each with what the flags change. Raises WorkloadError."""
-    if wanted.trace:
-        if wanted.workload:
-            raise WorkloadError("--trace is a workload by itself: leave --workload out")
-        return [read_trace(wanted.trace, wanted.requests, wanted.speed_up)]
-    lengths = {"own": wanted.prompt_tokens, "shared": wanted.shared_tokens, "answer": wanted.max_tokens}
-    changes: dict[str, Any] = {name: value for name, value in lengths.items() if value is not None}
-    if (arrivals := arrivals_of(wanted)) is not None:
-        changes["arrivals"] = arrivals
-    if wanted.shared_tokens:
-        changes["phases"] = ("cold", "warm")
-    named = wanted.workload or (() if changes or wanted.requests else QUICK)
-    return [changed(each, changes, wanted.requests) for each in [NAMED[name] for name in named] or [CUSTOM]]
-
-
-def arrivals_of(wanted: Wanted) -> Arrivals | None:
-    if wanted.rate is not None:
-        return Poisson(wanted.rate)
-    if wanted.burst is not None:
-        return Bursts(wanted.burst, wanted.every)
-    return None if wanted.concurrency is None else Closed(wanted.concurrency)
-
-
-def changed(workload: Drawn, changes: Mapping[str, Any], requests: int | None) -> Drawn:
-    """With enough requests, unless told how many, for the arrivals to be seen."""
-    new = replace(workload, **changes)
-    match new.arrivals:
-        case Bursts(size=size):
-            enough = 3 * size
-        case Closed(at_once=streams):
-            enough = streams
-        case _:
-            enough = 4 * new.requests
-    return replace(new, requests=requests or max(enough, new.requests if "arrivals" not in changes else 0))
-
-
 # ---------------------------------------------------------------- doing it
 async def bench(wanted: Wanted, workloads: Sequence[Workload]) -> Report:
     """Raises ServerError, WorkloadError and ListingError."""
@@ -117,7 +74,7 @@ async def bench(wanted: Wanted, workloads: Sequence[Workload]) -> Report:
         server = await look(client, wanted.model)
         fitted, notes = fit_all(workloads, server)
         strategies = strategies_of(server, wanted.strategies)
-        rounds = wanted.rounds or (1 if wanted.trace else ROUNDS)
+        rounds = rounds_of(wanted)
         figures: dict[Key, Figures] = {}
         with progress() as bars:
             count = len(strategies) * rounds * sum(each.requests * len(each.phases) for each in fitted)
@@ -135,25 +92,6 @@ async def bench(wanted: Wanted, workloads: Sequence[Workload]) -> Report:
             for workload in fitted:
                 figures |= await measuring.measure(workload)
     return Report(server, date, told_options(wanted, rounds), fitted, [*notes, *notes_on(figures)], figures)
-
-
-def fit_all(workloads: Sequence[Workload], server: Server) -> tuple[list[Workload], list[str]]:
-    """The workloads, no longer than the model's context; what had to be changed. Raises WorkloadError."""
-    context, notes = server.listing.context, []
-    if not server.vocabulary.exact:
-        notes.append("the server has no /tokenize: prompts are words, and their lengths not exact")
-        context = context and context * WORDS_FIT // 100
-    fitted = [fit(each, context) for each in workloads]
-    return [workload for workload, _ in fitted], [*notes, *(note for _, note in fitted if note)]
-
-
-def strategies_of(server: Server, wanted: Sequence[str]) -> dict[str, str]:
-    """The model's name by strategy, or by itself. Raises ListingError."""
-    listing = server.listing
-    models = chosen(listing, dict.fromkeys(wanted, 1.0))
-    return {
-        name: model for name, model in (listing.strategies or {listing.model: listing.model}).items() if model in models
-    }
 
 
 def notes_on(figures: Mapping[Key, Figures]) -> list[str]:

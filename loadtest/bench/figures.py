@@ -1,4 +1,4 @@
-"""What outcomes come to: times, percentiles, tokens a second. Knows neither server nor workload."""
+"""What outcomes come to: times, percentiles, tokens a second. Knows neither HTTP nor workload."""
 
 from __future__ import annotations
 
@@ -6,8 +6,9 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from statistics import fmean, quantiles
+from typing import NamedTuple
 
-from loadtest.bench.client import Outcome
+from loadtest.bench.ask import Outcome
 
 PERCENTILES = (50, 90, 95, 99)
 
@@ -27,6 +28,14 @@ def spread(seconds: Iterable[float]) -> dict[str, float] | None:
         return None
     found = {f"p{each}": value for each, value in percentiles(values).items()}
     return {"mean": fmean(values), **found, "max": max(values)}
+
+
+class Key(NamedTuple):
+    """What figures are about."""
+
+    workload: str
+    phase: str  # cold or warm, or empty
+    strategy: str  # where there are none, the model
 
 
 @dataclass

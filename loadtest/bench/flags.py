@@ -18,10 +18,12 @@ its model."""
 
 EPILOG = """\
 workloads:
-
-  a     1 stream, 128 tokens in, 128 out         d     8 at once, 1024 shared + 64 tokens in, 64 out:
-  b     1 stream, 2048 tokens in, 64 out               cold, then warm, with the shared tokens in the cache
-  c8    8 at once, 256 tokens in, 128 out        c16   16 at once, 256 tokens in, 128 out
+  a     1 stream, 128 tokens in, 128 out
+  b     1 stream, 2,048 tokens in, 64 out
+  c8    8 at once, 256 tokens in, 128 out
+  c16   16 at once, 256 tokens in, 128 out
+  d     8 at once, 1,024 shared + 64 tokens in, 64 out
+        cold, then warm: with the shared tokens in the cache
 
 Prompts are token ids, drawn anew for each round and the same for every strategy; answers are greedy and of full
 length. What does not fit into the model's context is made shorter, and said. Strategies take turns within a round, so

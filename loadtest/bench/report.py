@@ -13,9 +13,8 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from loadtest.bench.client import Server
-from loadtest.bench.figures import Figures
-from loadtest.bench.rounds import Key
+from loadtest.bench.ask import Server
+from loadtest.bench.figures import Figures, Key
 from loadtest.bench.workloads import Workload
 
 COLUMNS = (
@@ -46,13 +45,16 @@ class Report:
     def failed(self) -> int:
         return sum(len(each.outcomes) - len(each.good) for each in self.figures.values())
 
+    def what(self, workload: str) -> str:
+        """The workload of that name in words, for those who do not know our names."""
+        return next(str(each) for each in self.workloads if each.name == workload)
+
 
 def as_text(report: Report) -> str:
     """What was loaded and how, and a table in GitHub's Markdown."""
     server = report.server
     version = f"{server.listing.owner} {server.version}".strip()
     lines = [f"{server.listing.model} at {server.url}" + (f" ({version})" if version else "")]
-    lines += [f"  {each.name:4} {each}" for each in report.workloads]
     lines += [f"note: {note}" for note in report.notes]
     return "\n".join(
         [*lines, "", _table(report), "", "Times in milliseconds; tokens/s are those of answers, all streams together."]
@@ -62,11 +64,13 @@ def as_text(report: Report) -> str:
 def _table(report: Report) -> str:
     table = Table(box=box.MARKDOWN)
     table.add_column("workload")
+    table.add_column("what it is")
     table.add_column("strategy" if report.server.listing.strategies else "model")
     for column in COLUMNS:
         table.add_column(column, justify="right")
     for key, figures in report.figures.items():
-        table.add_row(f"{key.workload} {key.phase}".strip(), key.strategy, *_cells(figures))
+        name = f"{key.workload} {key.phase}".strip()
+        table.add_row(name, report.what(key.workload), key.strategy, *_cells(figures))
     printed = io.StringIO()
     Console(file=printed, width=10_000, force_terminal=False, color_system=None, markup=False).print(table)
     return "\n".join(line.strip() for line in printed.getvalue().strip().splitlines())
@@ -108,20 +112,21 @@ def as_json(report: Report) -> dict[str, Any]:
         "workloads": [
             {
                 "name": each.name,
-                "description": str(each),
+                "what": str(each),
                 "requests": each.requests,
                 "phases": list(filter(None, each.phases)),
             }
             for each in report.workloads
         ],
         "notes": list(report.notes),
-        "results": [_result(key, figures) for key, figures in report.figures.items()],
+        "results": [_result(key, report.what(key.workload), figures) for key, figures in report.figures.items()],
     }
 
 
-def _result(key: Key, figures: Figures) -> dict[str, Any]:
+def _result(key: Key, what: str, figures: Figures) -> dict[str, Any]:
     return {
         "workload": key.workload,
+        "what": what,
         "phase": key.phase or None,
         "strategy": key.strategy,
         "requests": len(figures.outcomes),

@@ -1,4 +1,4 @@
-"""Strategies take turns at a workload, round by round. Knows how to be fair; neither a server nor what figures mean.
+"""Strategies take turns at a workload, round by round. Knows how to be fair; neither HTTP nor what figures mean.
 
 Within a round every strategy gets the same requests, since instances share no cache; in another round the requests are
 others, so that none finds what an earlier one left. Who begins changes from round to round.
@@ -9,24 +9,15 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from random import Random
-from typing import NamedTuple
 
 from loadtest.bench.arrivals import Closed, drive
-from loadtest.bench.client import Outcome
-from loadtest.bench.figures import Figures
+from loadtest.bench.ask import Ask, Outcome
+from loadtest.bench.figures import Figures, Key
 from loadtest.bench.vocabulary import Vocabulary
-from loadtest.bench.workloads import Ask, Workload
+from loadtest.bench.workloads import Workload
 
 WARM_UP = 8  # requests at most, all at once, before a strategy is measured
 WARM_UP_ANSWER = 8  # tokens at most
-
-
-class Key(NamedTuple):
-    """What figures are about."""
-
-    workload: str
-    phase: str  # cold or warm, or empty
-    strategy: str  # where there are none, the model
 
 
 @dataclass(frozen=True)

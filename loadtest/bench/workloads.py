@@ -1,7 +1,7 @@
 """What is asked: prompts and answers of given lengths, drawn or recorded, and the workloads that have names.
 
 A workload asks for the same in the same words when it gets the same salt, and for something else with another. Knows
-neither server nor tokenizer.
+neither HTTP nor tokenizer.
 """
 
 from __future__ import annotations
@@ -15,20 +15,14 @@ from random import Random
 from typing import NamedTuple
 
 from loadtest.bench.arrivals import Arrivals, Closed, Recorded
-from loadtest.bench.vocabulary import Prompt, Vocabulary
+from loadtest.bench.ask import Ask
+from loadtest.bench.vocabulary import Vocabulary
 
 LEAST_CONTEXT = 16  # tokens; with less there is nothing to measure
 
 
 class WorkloadError(Exception):
     """A workload cannot be run; the message says what to change."""
-
-
-class Ask(NamedTuple):
-    """One request."""
-
-    prompt: Prompt
-    answer: int  # tokens
 
 
 @dataclass(frozen=True)

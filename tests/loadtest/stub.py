@@ -42,7 +42,7 @@ class Handler(BaseHTTPRequestHandler):
 
     def _listed(self, name: str) -> dict[str, Any]:
         model, _, strategy = name.partition(":")
-        listed = {"id": name, "owned_by": "stub", "max_model_len": self.server.context}
+        listed = {"id": name, "owned_by": "stub", "max_model_len": self.server.contexts.get(model, self.server.context)}
         return listed | (
             {"kv_cache": {"instance": strategy, "kind": strategy}} if strategy and model in self.server.models else {}
         )
@@ -127,6 +127,7 @@ class Stub(ThreadingHTTPServer):
         self.models = models
         self.tokenizes, self.tells_cached, self.key = tokenizes, tells_cached, key
         self.context: int | None = CONTEXT
+        self.contexts: dict[str, int] = {}  # of models that have another one
         self.seen: list[tuple[str, dict[str, Any]]] = []
         self.hung_up = 0  # clients who did not read to the end
         self._changed = threading.Condition()

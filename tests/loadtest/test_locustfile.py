@@ -83,6 +83,15 @@ def all_of(models: Sequence[str]) -> Callable[[Seen], bool]:
     return lambda seen: len(seen) > 20 and {body["model"] for _, body in seen} == set(models)
 
 
+def test_a_document_fits_whichever_model_gets_it() -> None:
+    models = ("small", "large")
+    with stubbed(*models) as stub:
+        stub.contexts = {"small": 110}
+        code, _, log = load(stub, "LongDocument", "--models", ",".join(models), enough=all_of(models))
+    assert code == 0, log
+    assert {len(text.split()) for text in texts(stub.seen)} == {(110 - 16) // 2}
+
+
 def test_no_such_strategy() -> None:
     with stubbed(*STRATEGIES) as stub:
         code, rows, log = Load(stub.url, "--strategies", "pagd", "--stop-timeout", "60").end()

@@ -10,8 +10,8 @@ from typing import TypeVar
 import httpx
 import pytest
 
-from loadtest.bench.client import Outcome, Server, ServerError, complete, connected, look
-from loadtest.bench.workloads import Ask
+from loadtest.bench.ask import Ask, Outcome, Server
+from loadtest.bench.client import ServerError, complete, connected, look
 from tests.loadtest.stub import CACHED_TOKENS, CONTEXT, VOCABULARY, Stub, stubbed
 
 Found = TypeVar("Found")

@@ -9,10 +9,6 @@ from typing import Any
 import pytest
 
 from loadtest import traces
-from loadtest.bench.arrivals import Arrivals, Bursts, Closed, Poisson
-from loadtest.bench.command import planned
-from loadtest.bench.flags import Wanted
-from loadtest.bench.workloads import Drawn
 from server import cli
 from tests.loadtest.stub import CACHED_TOKENS, Stub, stubbed
 
@@ -40,11 +36,12 @@ def test_a_row_for_each_strategy(capsys: pytest.CaptureFixture[str]) -> None:
         code, output, errors = bench(capsys, stub, *FEW)
     assert (code, errors) == (0, "")
     head, *found = rows(output)
-    assert head[:4] == ["workload", "strategy", "requests", "errors"]
-    assert [row[:4] for row in found] == [["own", "paged", "6", "0"], ["own", "window", "6", "0"]]
+    assert head[:5] == ["workload", "what it is", "strategy", "requests", "errors"]
+    what = "8 at once, 10 tokens in, 4 out"
+    assert [row[:5] for row in found] == [["own", what, "paged", "6", "0"], ["own", what, "window", "6", "0"]]
     assert all(row[-1] == f"{CACHED_TOKENS / 10:.0%}" for row in found)
-    assert all(float(cell.replace(",", "")) > 0 for row in found for cell in row[4:-1])
-    assert output.startswith(f"tiny at {stub.url} (stub 0.0)\n  own  8 at once, 10 tokens in, 4 out\n")
+    assert all(float(cell.replace(",", "")) > 0 for row in found for cell in row[5:-1])
+    assert output.startswith(f"tiny at {stub.url} (stub 0.0)\n")
     assert {body["model"] for body in stub.bodies} == {"tiny:paged", "tiny:window"}
     assert {len(body["prompt"]) for body in stub.bodies} == {10}
 
@@ -75,6 +72,7 @@ def test_json(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     ]
     assert [shape(each) for each in written["results"]] == [shape(each) for each in told["results"]]
     for result in written["results"]:
+        assert result["what"] == written["workloads"][0]["what"] == "8 at once, 20 shared + 10 tokens in, 4 out"
         assert result["requests"] == 6
         assert result["completion_tokens"] == result["pieces"] == 24
         assert result["prompt_tokens"] == 6 * 30
@@ -97,8 +95,8 @@ def test_a_server_without_strategies_ids_and_figures(capsys: pytest.CaptureFixtu
         code, output, _ = bench(capsys, stub, *FEW, "--body", '{"ignore_eos": null}')
     assert code == 0
     head, row = rows(output)
-    assert head[1] == "model"
-    assert row[1] == "llama3:8b"
+    assert head[2] == "model"
+    assert row[2] == "llama3:8b"
     assert row[-1] == "-"
     assert "note: the server has no /tokenize" in output
     assert "note: 6 answers have not the length asked for" in output
@@ -113,7 +111,8 @@ def test_a_trace(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
         stub.context = 300
         code, output, _ = bench(capsys, stub, "--trace", str(file), "--speed-up", "1e6", "--requests", "6")
     assert code == 0
-    assert [row[:3] for row in rows(output)[1:]] == [["trace", "paged", "6"], ["trace", "window", "6"]]
+    what = "6 requests as recorded, 1e+06 times as fast"
+    assert [row[:4] for row in rows(output)[1:]] == [["trace", what, "paged", "6"], ["trace", what, "window", "6"]]
     assert "prompts end early, so as to fit into the model's 300 tokens" in output
     assert all(len(body["prompt"]) + body["max_tokens"] <= 300 for body in stub.bodies)
 
@@ -122,7 +121,7 @@ def test_failed_requests_are_told_and_counted(capsys: pytest.CaptureFixture[str]
     with stubbed("tiny", "tiny:paged", "tiny:busy", "tiny:failing") as stub:
         code, output, errors = bench(capsys, stub, *FEW)
     assert code == 1
-    assert [row[1:4] for row in rows(output)[1:]] == [["paged", "6", "0"], ["busy", "6", "6"], ["failing", "6", "6"]]
+    assert [row[2:5] for row in rows(output)[1:]] == [["paged", "6", "0"], ["busy", "6", "6"], ["failing", "6", "6"]]
     assert errors.splitlines()[0] == "kvmux: 12 requests failed:"
     assert "  6x HTTP 429: too many requests wait" in errors
     assert "  6x error in the stream: the engine is gone" in errors
@@ -152,35 +151,24 @@ def test_errors_are_one_line(capsys: pytest.CaptureFixture[str], flags: tuple[st
     assert errors.count("\n") == 1
 
 
+def test_an_old_report_stays_until_there_is_another(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    file = tmp_path / "report.json"
+    file.write_text("old")
+    code, _, _ = bench(capsys, None, "--url", "http://127.0.0.1:9", "--json", str(file))
+    assert (code, file.read_text()) == (2, "old")
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="this system has no disk that is always full")
+def test_what_cannot_be_written_is_printed_all_the_same(capsys: pytest.CaptureFixture[str]) -> None:
+    with stubbed(*STRATEGIES) as stub:
+        code, output, errors = bench(capsys, stub, *FEW, "--json", "/dev/full")
+    assert code == 2
+    assert len(rows(output)) == 3
+    assert errors == "kvmux: --json: cannot write /dev/full: No space left on device\n"
+
+
 def test_no_server_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
     code, output, errors = bench(capsys, None, "--url", "http://127.0.0.1:9")
     assert (code, output) == (2, "")
     assert "start one (kvmux serve), or name another (--url)" in errors
     assert errors.count("\n") == 1
-
-
-@pytest.mark.parametrize(
-    ("wanted", "names", "arrivals", "requests"),
-    [
-        (Wanted(), ["a", "b", "c8", "d"], None, None),
-        (Wanted(workload=["c16", "a"]), ["c16", "a"], None, None),
-        (Wanted(requests=5), ["own"], Closed(8), 5),
-        (Wanted(concurrency=32), ["own"], Closed(32), 32),
-        (Wanted(workload=["a"], concurrency=3, requests=4), ["a"], Closed(3), 4),
-        (Wanted(rate=2.0), ["own"], Poisson(2.0), 32),
-        (Wanted(burst=4), ["own"], Bursts(4, 5.0), 12),
-        (Wanted(burst=4, every=1.0, requests=5), ["own"], Bursts(4, 1.0), 5),
-    ],
-)
-def test_what_is_planned(wanted: Wanted, names: list[str], arrivals: Arrivals | None, requests: int | None) -> None:
-    workloads = planned(wanted)
-    assert [each.name for each in workloads] == names
-    if arrivals is not None:
-        assert [each.arrivals for each in workloads] == [arrivals]
-        assert [each.requests for each in workloads] == [requests]
-
-
-def test_lengths_that_are_planned() -> None:
-    (workload,) = planned(Wanted(prompt_tokens=3, shared_tokens=2, max_tokens=1))
-    assert isinstance(workload, Drawn)
-    assert (workload.own, workload.shared, workload.answer, workload.phases) == (3, 2, 1, ("cold", "warm"))

@@ -7,7 +7,7 @@ from random import Random
 import numpy
 import pytest
 
-from loadtest.bench.client import Outcome
+from loadtest.bench.ask import Outcome
 from loadtest.bench.figures import PERCENTILES, Figures, percentiles, spread
 from loadtest.stream import Reply
 

@@ -8,11 +8,11 @@ from dataclasses import replace
 import pytest
 
 from loadtest.bench.arrivals import Closed
-from loadtest.bench.client import Outcome
-from loadtest.bench.figures import Figures
-from loadtest.bench.rounds import WARM_UP_ANSWER, Key, Rounds
+from loadtest.bench.ask import Ask, Outcome
+from loadtest.bench.figures import Figures, Key
+from loadtest.bench.rounds import WARM_UP_ANSWER, Rounds
 from loadtest.bench.vocabulary import vocabulary
-from loadtest.bench.workloads import NAMED, Ask, Drawn
+from loadtest.bench.workloads import NAMED, Drawn
 from loadtest.stream import Reply
 
 STRATEGIES = {"paged": "tiny:paged", "contiguous": "tiny:contiguous", "window": "tiny:window"}

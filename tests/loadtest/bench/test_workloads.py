@@ -10,9 +10,10 @@ import pytest
 
 from loadtest import traces
 from loadtest.bench.arrivals import Closed
-from loadtest.bench.flags import NAMES
+from loadtest.bench.ask import Ask
+from loadtest.bench.flags import EPILOG, NAMES
 from loadtest.bench.vocabulary import Vocabulary, vocabulary
-from loadtest.bench.workloads import NAMED, QUICK, Ask, Drawn, Replayed, WorkloadError, fit, read_trace
+from loadtest.bench.workloads import NAMED, QUICK, Drawn, Replayed, WorkloadError, fit, read_trace
 from loadtest.prompts import WORDS
 
 IDS = vocabulary([300, 899, 512])
@@ -31,6 +32,8 @@ def common(one: list[int], other: list[int]) -> int:
 def test_names_are_those_of_the_flags() -> None:
     assert tuple(NAMED) == NAMES
     assert set(QUICK) <= set(NAMES)
+    for workload in NAMED.values():
+        assert f"  {workload.name:5} {workload}\n" in EPILOG
 
 
 @pytest.mark.parametrize("name", NAMES)

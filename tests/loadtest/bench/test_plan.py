@@ -1,0 +1,37 @@
+"""What the flags come to."""
+
+from __future__ import annotations
+
+import pytest
+
+from loadtest.bench.arrivals import Arrivals, Bursts, Closed, Poisson
+from loadtest.bench.flags import Wanted
+from loadtest.bench.plan import planned
+from loadtest.bench.workloads import Drawn
+
+
+@pytest.mark.parametrize(
+    ("wanted", "names", "arrivals", "requests"),
+    [
+        (Wanted(), ["a", "b", "c8", "d"], None, None),
+        (Wanted(workload=["c16", "a"]), ["c16", "a"], None, None),
+        (Wanted(requests=5), ["own"], Closed(8), 5),
+        (Wanted(concurrency=32), ["own"], Closed(32), 32),
+        (Wanted(workload=["a"], concurrency=3, requests=4), ["a"], Closed(3), 4),
+        (Wanted(rate=2.0), ["own"], Poisson(2.0), 32),
+        (Wanted(burst=4), ["own"], Bursts(4, 5.0), 12),
+        (Wanted(burst=4, every=1.0, requests=5), ["own"], Bursts(4, 1.0), 5),
+    ],
+)
+def test_what_is_planned(wanted: Wanted, names: list[str], arrivals: Arrivals | None, requests: int | None) -> None:
+    workloads = planned(wanted)
+    assert [each.name for each in workloads] == names
+    if arrivals is not None:
+        assert [each.arrivals for each in workloads] == [arrivals]
+        assert [each.requests for each in workloads] == [requests]
+
+
+def test_lengths_that_are_planned() -> None:
+    (workload,) = planned(Wanted(prompt_tokens=3, shared_tokens=2, max_tokens=1))
+    assert isinstance(workload, Drawn)
+    assert (workload.own, workload.shared, workload.answer, workload.phases) == (3, 2, 1, ("cold", "warm"))
