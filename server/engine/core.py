@@ -54,6 +54,7 @@ class _Since:
     """What has happened since the last step, by instance or in its order."""
 
     failures: Counter[str] = field(default_factory=Counter)
+    generated: Counter[str] = field(default_factory=Counter)  # tokens
     forked: Counter[str] = field(default_factory=Counter)  # requests
     admitted: list[Admission] = field(default_factory=list)
     gaps: defaultdict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
@@ -174,6 +175,7 @@ class Core:
             preempted=Counter(r.cache.name for r in preempted),
             failures=since.failures,
             gaps=since.gaps,
+            generated=since.generated,
             forked=since.forked,
             admitted=since.admitted,
             evicted=self._newly_evicted(),
@@ -260,6 +262,7 @@ class Core:
         for (_, request), token, score in zip(ends, tokens, told, strict=True):
             before = request.times.last_token
             request.extend(token, eos)
+            self._since.generated[request.cache.name] += 1
             if before:
                 self._since.gaps[request.cache.name].append(request.times.last_token - before)
             worker, request_id = request.key
@@ -331,7 +334,6 @@ def _parts(scheduled: Sequence[Scheduled]) -> dict[str, StepPart]:
             part.decode_rows + decode,
             part.prefill_rows + 1 - decode,
             part.tokens + num_tokens,
-            part.generated + int(num_tokens == request.remaining and request.sampling.max_tokens > 0),
         )
     return parts
 

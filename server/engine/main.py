@@ -123,21 +123,25 @@ class Loop:
         return []
 
     def _answer(self, query_id: int, what: Question | Command) -> Answer:
-        match what:
-            case "kv_cache":
-                return Answer(query_id, msgspec.json.encode({"object": "list", "data": describe_caches(self._engine)}))
-            case "settings":
-                return Answer(query_id, msgspec.json.encode(self._about.settings))
-            case "metrics" | "openmetrics":
-                state = state_of(self._core, self._processes.resident())
-                return Answer(query_id, self._metrics.exposition(state, openmetrics=what == "openmetrics"))
+        """A strategy of somebody's own may fail to tell or to obey; the engine goes on."""
         try:
-            return Answer(query_id, msgspec.json.encode(obey(self._core, what)))
+            return Answer(query_id, self._told(what))
         except RequestError as error:
             return Answer(query_id, b"", error.told())
         except Exception:
-            log.exception("%s failed", type(what).__name__)
-            return Answer(query_id, b"", Failed("", 500, "the command failed; the server's log tells more"))
+            log.exception("no answer to %s", what if isinstance(what, str) else type(what).__name__)
+            return Answer(query_id, b"", Failed("", 500, "the engine failed to answer; the server's log tells more"))
+
+    def _told(self, what: Question | Command) -> bytes:
+        match what:
+            case "kv_cache":
+                return msgspec.json.encode({"object": "list", "data": describe_caches(self._engine)})
+            case "settings":
+                return msgspec.json.encode(self._about.settings)
+            case "metrics" | "openmetrics":
+                state = state_of(self._core, self._processes.resident())
+                return self._metrics.exposition(state, openmetrics=what == "openmetrics")
+        return msgspec.json.encode(obey(self._core, what))
 
     def _send(self, events: Sequence[Event]) -> None:
         by_worker: dict[int, list[FromEngine]] = defaultdict(list)

@@ -11,7 +11,7 @@ import msgspec
 if TYPE_CHECKING:  # API processes read records, and import no strategies
     from cache_strategies.base import Happened
 
-Wait = Literal["seats", "memory", "sibling", "turn"]  # what a request waits for, see Scheduler.wait_of
+Wait = Literal["seats", "memory", "sibling", "turn"]  # what a request waits for, see Scheduler.waits
 Outcome = Literal["stop", "length", "cancelled", "error"]  # of a request
 Phase = Literal["prefill", "decode", "mixed"]  # what the rows of a step do: all of them, or some this and some that
 Role = Literal["engine", "api", "supervisor"]  # of a process
@@ -24,7 +24,6 @@ class StepPart:
     decode_rows: int = 0
     prefill_rows: int = 0
     tokens: int = 0
-    generated: int = 0
 
 
 @dataclass(frozen=True)
@@ -46,7 +45,8 @@ class StepReport:
     parts: Mapping[str, StepPart]  # by instance
     preempted: Mapping[str, int]  # requests, by instance
     failures: Mapping[str, int]  # exceptions in a strategy's code, by instance
-    forked: Mapping[str, int]  # requests that took over a sibling's prompt, and got their first token so, by instance
+    generated: Mapping[str, int]  # tokens drawn, by instance
+    forked: Mapping[str, int]  # requests that took over a sibling's prompt, by instance
     admitted: Sequence[Admission]
     evicted: Mapping[str, int]  # bytes that had to make room since the step before, by instance
     gaps: Mapping[str, Sequence[float]]  # seconds between a token drawn in this step and the one before, by instance

@@ -55,7 +55,7 @@ class Request:
     miss: str | None = None  # why no more was found
     forked: bool = False  # it took over a sibling's prompt
     preemptions: int = 0
-    refused_at: int = -1  # the scheduler's count of changes when it last found no room
+    refused_at: int = -1  # the scheduler's count of changes when it was last asked and found no room; -1: it was not
     passed_over: int = 0  # requests that were admitted while this one, before them in line, had no room
     scored: int = 0  # tokens of the prompt whose log-probabilities have been told
     finish_reason: Literal["stop", "length"] | None = None

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import time
 from bisect import insort
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
@@ -118,13 +119,22 @@ class Scheduler:
         self._run(request)
         return True
 
-    def wait_of(self, request: Request) -> Wait:
-        """What a waiting request waits for: that a sibling has computed their prompt, a seat, memory, or its turn."""
-        if request.held_back:
-            return "sibling"
-        if len(self.running) >= self.limits.max_num_seqs:
-            return "seats"
-        return "memory" if request.refused_at == self._room_changes else "turn"
+    def waits(self) -> Counter[tuple[str, Wait]]:
+        """Requests that wait, by instance, and by what for: a sibling's prompt, a seat, memory, or their turn.
+
+        Behind one that found no room when it was last asked, all of its instance wait for memory.
+        """
+        full = {request.cache.name for request in self._candidates() if request.refused_at >= 0}
+        seats = len(self.running) < self.limits.max_num_seqs
+
+        def wait_of(request: Request) -> Wait:
+            if request.held_back:
+                return "sibling"
+            if not seats:
+                return "seats"
+            return "memory" if request.cache.name in full else "turn"
+
+        return Counter((request.cache.name, wait_of(request)) for request in self.waiting)
 
     def room_changed(self) -> None:
         """There may be room where there was none: who waits asks again."""
@@ -235,6 +245,7 @@ class Scheduler:
 
     def _run(self, request: Request) -> None:
         self.waiting.remove(request)
+        request.refused_at = -1
         insort(self.running, request, key=lambda r: r.place)
         request.times.admitted = request.times.admitted or time.monotonic()
 

@@ -12,7 +12,7 @@ import psutil
 from cache_strategies.base import Blocks, Usage
 from server.engine.core import Core
 from server.engine.device import DeviceMemory, device_memory
-from server.engine.report import Role
+from server.engine.report import Role, Wait
 
 
 @dataclass(frozen=True)
@@ -20,7 +20,7 @@ class State:
     """Bytes and counts, by instance where nothing else is said."""
 
     running: Mapping[str, int]  # requests
-    waiting: Mapping[tuple[str, str], int]  # requests, by instance and Wait
+    waiting: Mapping[tuple[str, Wait], int]  # requests, by instance and what for
     usage: Mapping[str, Usage]
     blocks: Mapping[str, Blocks]
     floors: Mapping[str, int]
@@ -52,7 +52,7 @@ def state_of(core: Core, processes: Mapping[Role, int]) -> State:
     arena, scheduler = core.arena, core.scheduler
     return State(
         running=Counter(request.cache.name for request in scheduler.running),
-        waiting=Counter((request.cache.name, scheduler.wait_of(request)) for request in scheduler.waiting),
+        waiting=scheduler.waits(),
         usage={name: cache.usage() for name, cache in core.caches.items()},
         blocks={name: cache.blocks() for name, cache in core.caches.items()},
         floors={name: arena.share(name)[0] * arena.page_bytes for name in core.caches},

@@ -7,17 +7,19 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import product
-from typing import Any, cast
+from typing import Any, cast, get_args
 
 from prometheus_client import CollectorRegistry, Histogram, disable_created_metrics, generate_latest
 from prometheus_client.openmetrics.exposition import generate_latest as generate_openmetrics
 
 from cache_strategies.base import Happened
 from server.engine.about import About
-from server.engine.report import Admission, Phase, RequestRecord, StepReport
+from server.engine.report import Admission, Phase, RequestRecord, StepReport, Wait
 from server.engine.state import State
 from server.metrics import families as f
 from server.metrics.families import FAMILIES, Family, Label, M
+
+WAITS: tuple[Wait, ...] = get_args(Wait)
 
 disable_created_metrics()  # a time stamp beside every counter, which nobody asked for; holds for the process
 
@@ -62,10 +64,8 @@ class Metrics:
             self._at(f.STEP_TOKENS).observe(report.tokens)
             if report.kernels is not None:
                 self._observe_kernels(report.phase, report.seconds, report.kernels)
-        for name, part in report.parts.items():
-            self._at(f.GENERATION_TOKENS, name).inc(part.generated)
         for family, counts in (
-            (f.GENERATION_TOKENS, report.forked),
+            (f.GENERATION_TOKENS, report.generated),
             (f.FORKS, report.forked),
             (f.PREEMPTIONS, report.preempted),
             (f.FAILURES, report.failures),
@@ -148,7 +148,7 @@ class Metrics:
     def _show_instance(self, name: str, state: State) -> None:
         usage = state.usage[name]
         self._at(f.RUNNING, name).set(state.running.get(name, 0))
-        for wait in f.WAIT.values or ():
+        for wait in WAITS:
             self._at(f.WAITING, name, wait).set(state.waiting.get((name, wait), 0))
         for held in f.KV_STATE.values or ():
             self._at(f.KV_BYTES, name, held).set(getattr(usage, held))

@@ -129,7 +129,7 @@ def test_the_report_counts_rows_tokens_and_requests_by_instance(tiny: Path) -> N
     driver.submit("w", random_prompt(5), 3, kv_cache="contiguous")
     first, second = driver.step().report, driver.step().report
     paged, contiguous = first.parts["paged"], first.parts["contiguous"]
-    assert (paged.prefill_rows, paged.decode_rows, paged.tokens, paged.generated) == (1, 0, 10, 1)
+    assert (paged.prefill_rows, paged.decode_rows, paged.tokens, first.generated["paged"]) == (1, 0, 10, 1)
     assert (contiguous.prefill_rows, contiguous.decode_rows, contiguous.tokens) == (1, 0, 20)
     assert (second.parts["paged"].prefill_rows, second.parts["paged"].decode_rows) == (0, 1)
     state = state_of(driver.core, {})
@@ -140,8 +140,9 @@ def test_the_report_tells_prompts_from_decoding_and_parts_from_ends(tiny: Path) 
     driver = Driver(tiny, max_step_tokens=10)
     driver.submit("one", random_prompt(1), 3)
     driver.submit("long", random_prompt(21), 3)
-    parts = [driver.step().report.parts["paged"] for _ in range(4)]
-    assert [(part.prefill_rows, part.decode_rows, part.generated) for part in parts] == [
+    reports = [driver.step().report for _ in range(4)]
+    parts = [(report.parts["paged"], report.generated["paged"]) for report in reports]
+    assert [(part.prefill_rows, part.decode_rows, generated) for part, generated in parts] == [
         (2, 0, 1),
         (1, 1, 1),
         (1, 1, 2),

@@ -144,3 +144,14 @@ def test_a_choice_that_is_refused_is_not_waited_for(tiny: Path, reference: Refer
     assert refused.status == 429
     driver.run()
     assert_right(driver, reference, but=(3,))
+
+
+def test_choices_that_only_compute_the_prompt_generate_nothing(tiny: Path) -> None:
+    driver = Driver(tiny, **SETTINGS)
+    first = driver.submit("first", random_prompt(20), 0)
+    other = driver.submit("other", random_prompt(20), 0, sibling_of="first")
+    driver.run()
+    assert first.ended
+    assert other.ended
+    assert forked(driver) == 1
+    assert not any(step.report.generated for step in driver.steps)

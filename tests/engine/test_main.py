@@ -21,6 +21,7 @@ from server.engine.messages import (
     Failed,
     FromEngine,
     Query,
+    Question,
     Sampling,
     Submit,
     ToEngine,
@@ -155,3 +156,21 @@ def test_what_the_user_must_change_is_told_instead_of_a_traceback(
     main.run(given, str(tmp_path / "socket"), status)  # type: ignore[arg-type]
     (told,) = status.told
     assert why in told["error"]
+
+
+@pytest.mark.parametrize("question", ["metrics", "kv_cache"])
+def test_a_strategy_that_cannot_tell_fails_the_question_alone(
+    tiny: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, question: Question
+) -> None:
+    driver = Driver(tiny)
+
+    def broken() -> None:
+        raise ValueError("no idea")
+
+    monkeypatch.setattr(driver.core.caches["paged"], "usage", broken)
+    gateway = FakeGateway((0, Query(7, question)), (0, greedy("r", random_prompt(9))))
+    run_until(driver, gateway, ends=1)
+    (answer,) = [message for message in gateway.heard[0] if isinstance(message, Answer)]
+    assert answer.refused is not None
+    assert answer.refused.status == 500
+    assert "no idea" in caplog.text

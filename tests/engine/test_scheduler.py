@@ -115,16 +115,19 @@ def test_what_a_waiting_request_waits_for() -> None:
     engine, memory = Engine(max_num_seqs=3, max_step_tokens=3), Memory(22)
     wide, narrow = FakeCache("wide", memory, reserve=12), FakeCache("narrow", memory)
     engine.submit("first", wide, 3, 9)
-    big, later = engine.submit("big", wide, 4), engine.submit("later", narrow, 2, 5)
+    engine.submit("big", wide, 4)
+    engine.submit("later", narrow, 2, 5)
     engine.step()
-    waits = engine.scheduler.wait_of
-    assert (waits(big), waits(later)) == ("turn", "turn"), "the step's tokens were the first one's"
+    waits = engine.scheduler.waits
+    assert waits() == {("wide", "turn"): 1, ("narrow", "turn"): 1}, "the step's tokens were the first one's"
     engine.step()
-    assert waits(big) == "memory"
+    assert waits() == {("wide", "memory"): 1}
+    engine.submit("behind", wide, 4)
+    assert waits() == {("wide", "memory"): 2}, "though nobody has asked for it"
     engine.submit("other", narrow, 1)
-    last = engine.submit("last", narrow, 1)
+    engine.submit("last", narrow, 1)
     engine.step()
-    assert waits(last) == "seats"
+    assert waits() == {("wide", "seats"): 2, ("narrow", "seats"): 1}
 
 
 def test_who_is_not_ready_is_left_out_and_keeps_its_seat() -> None:

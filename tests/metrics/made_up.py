@@ -99,6 +99,7 @@ def step(**changes: object) -> StepReport:
         "parts": {},
         "preempted": {},
         "failures": {},
+        "generated": {},
         "forked": {},
         "admitted": [],
         "evicted": {},

@@ -42,7 +42,7 @@ def happen(metrics: Metrics) -> None:
     every = dict.fromkeys(INSTANCES, 1)
     metrics.observe_step(
         step(
-            parts=dict.fromkeys(INSTANCES, StepPart(3, 1, 40, 4)),
+            parts=dict.fromkeys(INSTANCES, StepPart(3, 1, 40)),
             preempted=every,
             failures=every,
             forked=every,

@@ -152,8 +152,8 @@ def test_one_token_has_no_time_between_tokens() -> None:
 
 def test_a_step_counts_what_it_computed() -> None:
     metrics = new_metrics()
-    parts = {"paged": StepPart(3, 1, 40, 4), "contiguous": StepPart(0, 2, 100, 0)}
-    metrics.observe_step(step(parts=parts, preempted={"paged": 2}, failures={"contiguous": 1}))
+    parts = {"paged": StepPart(3, 1, 40), "contiguous": StepPart(0, 2, 100)}
+    metrics.observe_step(step(parts=parts, generated={"paged": 4}, preempted={"paged": 2}, failures={"contiguous": 1}))
     samples = scrape(metrics)
     assert at(samples, "kvmux_steps_total") == 1
     assert (at(samples, "kvmux_step_rows_sum"), at(samples, "kvmux_step_tokens_sum")) == (6, 140)
@@ -230,7 +230,7 @@ def test_what_happened_to_blocks_is_counted() -> None:
 
 
 @pytest.mark.parametrize(
-    ("part", "phase"), [(StepPart(2, 0, 2, 2), "decode"), (StepPart(0, 1, 9), "prefill"), (StepPart(2, 1, 9), "mixed")]
+    ("part", "phase"), [(StepPart(2, 0, 2), "decode"), (StepPart(0, 1, 9), "prefill"), (StepPart(2, 1, 9), "mixed")]
 )
 def test_operations_are_told_by_who_computed_them_and_for_what(part: StepPart, phase: str) -> None:
     backends = {"attend": "cpu-avx2", "rope": "reference"}
