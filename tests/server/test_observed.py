@@ -17,6 +17,7 @@ import pytest
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 from opentelemetry.proto.trace.v1.trace_pb2 import Span
 
+from server.engine.supervisor import Targets
 from tests.server.running import PATIENCE, Server, eventually, serving
 
 MARK = "xylophone"  # in everything that is sent
@@ -98,7 +99,8 @@ def told() -> Iterator[Told]:
         environment.setenv("NO_PROXY", "127.0.0.1")
         flags = ["--log-format", "json", "--log-level", "debug", "--otlp-traces-endpoint", collector.url]
         flags += ["--dtype", "float32", "--threads", "1", "--kv-memory", "64MiB"]
-        with serving(*flags, module="tests.server.faulty") as server:
+        targets = Targets("tests.server.checked_engine:run_faultily", "tests.server.faulty_worker:run")
+        with serving(*flags, targets=targets) as server:
             ask_everything(server)
             eventually(lambda: server.metric("kvmux_num_requests_running") == 0)
             server.process.terminate()
