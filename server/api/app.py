@@ -10,14 +10,14 @@ from fastapi import APIRouter, FastAPI
 from starlette.middleware.cors import CORSMiddleware
 
 from config.settings import Settings
-from server.api import access, admin, chat, completions, errors, health, kv_cache, models, tokenize
+from server.api import access, admin, chat, completions, errors, health, kv_cache, models, request_log, tokenize
 from server.api.answers import Serving
 from server.api.bounds import Bounds
 from server.api.deadlines import Deadlines
+from server.api.ended import Ended
 from server.api.jobs import Most
+from server.api.lifetime import Lifetime
 from server.api.observations import Observations
-from server.api.request_id import RequestId
-from server.api.request_log import RequestLog
 from server.api.tracing import Tracing, tracing_to
 from server.engine.client import EngineClient
 from server.text.tokenizer import Tokenizer
@@ -72,8 +72,12 @@ def add_middleware(app: FastAPI, settings: Settings, tracing: Tracing | None, ob
             allow_headers=["*"],
             expose_headers=["*"],
         )
-    app.add_middleware(RequestLog, log_prompts=settings.log_prompts, tracing=tracing)
-    app.add_middleware(RequestId, responded=observations.responded)
+
+    def tell(ended: Ended) -> None:
+        trace_id = None if tracing is None else tracing.record(ended)
+        request_log.write(ended, trace_id, with_prompts=settings.log_prompts)
+
+    app.add_middleware(Lifetime, responded=observations.responded, ended=tell)
 
 
 def add_routers(app: FastAPI, settings: Settings, client: EngineClient, tokenizer: Tokenizer) -> None:

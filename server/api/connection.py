@@ -28,16 +28,17 @@ MOST_AHEAD = 16  # requests that have no answer yet; beyond, nothing is read, an
 
 
 def connections(
-    max_header_bytes: int, header_timeout: float, body_timeout: float, refused: Callable[[int], None]
+    max_header_bytes: int, header_timeout: float, body_timeout: float, on_refusal: Callable[[int], None]
 ) -> type[HttpToolsProtocol]:
-    """The class that uvicorn makes one of for every connection; `refused` hears the status of what is refused here."""
+    """The class that uvicorn makes one of for every connection; `on_refusal` hears the status of every refusal."""
 
     class Bounded(BoundedConnection):
         most_header_bytes = max_header_bytes
         header_seconds = header_timeout
         unread_seconds = body_timeout
-        told = staticmethod(refused)
 
+    # Within the class its name would hide the parameter.
+    Bounded.on_refusal = staticmethod(on_refusal)
     return Bounded
 
 
@@ -47,7 +48,7 @@ class BoundedConnection(HttpToolsProtocol):
     most_header_bytes: int
     header_seconds: float
     unread_seconds: float
-    told: Callable[[int], None]
+    on_refusal: Callable[[int], None]
 
     _unanswered: deque[RequestResponseCycle]  # the first is at work, the others wait; `cycle` is the one that came last
     _timer: asyncio.TimerHandle | None = None  # of what the client has to send next
@@ -204,7 +205,7 @@ class BoundedConnection(HttpToolsProtocol):
         if self._unanswered and self._unanswered[0].response_started:
             self.transport.close()
             return
-        self.told(error.status_code)
+        self.on_refusal(error.status_code)
         self.transport.write(refusal(error, self.server_state.default_headers))
         self.transport.write_eof()
         self._expect_within(LINGER, self.transport.close)

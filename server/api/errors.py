@@ -101,8 +101,8 @@ def as_api_error(error: Exception) -> ApiError:
 
 
 def install(app: FastAPI) -> None:
-    """Answers every exception with an error object."""
-    for kind in (HTTPException, RequestValidationError, EngineRefused, EngineLost, Exception):
+    """Answers what may be expected; lifetime.py answers the rest."""
+    for kind in (HTTPException, RequestValidationError, EngineRefused, EngineLost):
         app.add_exception_handler(kind, _answer)
 
 
@@ -111,15 +111,13 @@ async def _answer(request: Request, error: Exception) -> Response:
 
 
 def answer(request: Request, error: Exception) -> Response:
-    """The response to an exception; middleware sends it itself, as nobody catches what it raises."""
+    """The response to an exception; middleware sends it itself: what it raises would lose the headers of CORS."""
     if isinstance(error, HTTPException) and not isinstance(error, ApiError):
         told = _from_framework(error, request)
     else:
         told = as_api_error(error)
-    headers = dict(told.headers or {})
     request.state.error = told  # for the log
-    headers["x-request-id"] = request.state.request_id  # an unexpected exception passes by the middleware that sets it
-    return Response(told.body(), told.status_code, headers, "application/json")
+    return Response(told.body(), told.status_code, told.headers, "application/json")
 
 
 def _from_framework(error: HTTPException, request: Request) -> ApiError:

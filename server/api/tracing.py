@@ -13,17 +13,13 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
-from starlette.datastructures import Headers
-from starlette.types import Scope
-
 from config.settings import SettingsError
-from server.api.errors import ApiError
+from server.api.ended import Ended
 from server.api.generation import Generation
 from server.version import version
 
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace import TracerProvider
-    from opentelemetry.trace import Span
 
 OPERATIONS = {"/v1/completions": "text_completion", "/v1/chat/completions": "chat"}
 LAST_SPANS = 2.0  # seconds they have when the process ends
@@ -69,40 +65,33 @@ class Tracing:
         self._in_span = trace.set_span_in_context
         self._server, self._failed = trace.SpanKind.SERVER, trace.Status(trace.StatusCode.ERROR)
 
-    def record(self, scope: Scope, began: float, ended: float) -> str | None:
-        """`began`, `ended`: monotonic seconds. Returns the trace's id; None for requests that generate nothing."""
-        if scope["path"] not in OPERATIONS or scope["method"] != "POST":
+    def record(self, ended: Ended) -> str | None:
+        """Returns the trace's id; None for requests that generate nothing."""
+        if ended.route not in OPERATIONS or ended.method != "POST":
             return None
-        generation: Generation | None = scope["state"].get("generation")
-        error: ApiError | None = scope["state"].get("error")
-        operation = OPERATIONS[scope["path"]]
+        operation, generation, error = OPERATIONS[ended.route], ended.generation, ended.error
+        epoch = time.time() - time.monotonic()  # once: spans end when the next begins
+
+        def nanoseconds(moment: float) -> int:
+            return int((epoch + moment) * 1e9)
+
         span = self._tracer.start_span(
             operation if generation is None else f"{operation} {generation.job.model}",
-            context=self._propagator.extract(Headers(scope=scope)),
+            context=self._propagator.extract(ended.headers),
             kind=self._server,
-            start_time=_nanoseconds(began),
-            attributes=_known({"gen_ai.operation.name": operation} | of_http(scope, error)),
+            start_time=nanoseconds(ended.began),
+            attributes=_known({"gen_ai.operation.name": operation} | http_attributes(ended)),
         )
         if error is not None and error.status_code >= 500:
             span.set_status(self._failed)
         if generation is not None and span.is_recording():
-            span.set_attributes(_known(of_generation(generation, began, ended)))
-            self._parts(span, generation, ended)
-        span.end(_nanoseconds(ended))
+            span.set_attributes(_known(generation_attributes(ended, generation)))
+            for name, (start, end) in ended.phases.items():
+                part = self._tracer.start_span(name, context=self._in_span(span), start_time=nanoseconds(start))
+                part.end(nanoseconds(end))
+        span.end(nanoseconds(ended.ended))
         trace_id = span.get_span_context().trace_id
         return f"{trace_id:032x}" if trace_id else None
-
-    def _parts(self, span: Span, generation: Generation, ended: float) -> None:
-        """Queue, prefill and decode, as far as it came."""
-        within, start = self._in_span(span), generation.submitted
-        admitted, first = generation.first_admitted, generation.first_token
-        queued = None if admitted is None else start + admitted.queue_seconds
-        for name, end in (("queue", queued), ("prefill", first), ("decode", ended)):
-            part = self._tracer.start_span(name, context=within, start_time=_nanoseconds(start))
-            start = ended if end is None else max(start, end)
-            part.end(_nanoseconds(start))
-            if end is None:
-                return
 
     def close(self) -> None:
         """Sends what is left, if the collector takes it soon."""
@@ -111,20 +100,21 @@ class Tracing:
         closing.join(LAST_SPANS)
 
 
-def of_http(scope: Scope, error: ApiError | None) -> dict[str, Any]:
+def http_attributes(ended: Ended) -> dict[str, Any]:
+    error = ended.error
     return {
         "gen_ai.provider.name": PROVIDER,
-        "http.request.method": scope["method"],
-        "http.route": scope["path"],
-        "http.response.status_code": scope["state"].get("status"),
+        "http.request.method": ended.method,
+        "http.route": ended.route,
+        "http.response.status_code": ended.status,
         "error.type": None if error is None else error.code or str(error.status_code),
-        "kvmux.request_id": scope["state"]["request_id"],
+        "kvmux.request_id": ended.request_id,
     }
 
 
-def of_generation(generation: Generation, began: float, ended: float) -> dict[str, Any]:
+def generation_attributes(ended: Ended, generation: Generation) -> dict[str, Any]:
     """Of several choices: strategy and times of the one that was admitted first, tokens of all."""
-    job, admitted, first = generation.job, generation.first_admitted, generation.first_token
+    job, admitted = generation.job, generation.first_admitted
     sampling = job.submits[0].sampling
     return {
         "gen_ai.request.model": job.model,
@@ -134,16 +124,15 @@ def of_generation(generation: Generation, began: float, ended: float) -> dict[st
         "gen_ai.request.choice.count": job.choices,
         "gen_ai.response.id": job.id,
         "gen_ai.response.model": job.model,
-        "gen_ai.response.finish_reasons": [reason or "cancelled" for reason in generation.finish_reasons],
+        "gen_ai.response.finish_reasons": ended.finish_reasons,
         "gen_ai.usage.input_tokens": generation.prompt_tokens,
         "gen_ai.usage.output_tokens": generation.completion_tokens,
         "gen_ai.usage.cache_read.input_tokens": generation.cached_tokens,
         "gen_ai.latency.time_in_queue": None if admitted is None else admitted.queue_seconds,
-        "gen_ai.latency.time_to_first_token": None if first is None else first - began,
-        "gen_ai.latency.e2e": ended - began,
+        "gen_ai.latency.time_to_first_token": ended.first_token_seconds,
+        "gen_ai.latency.e2e": ended.seconds,
         "kvmux.strategy": None if admitted is None else admitted.instance,
         "kvmux.strategy.reason": None if admitted is None else admitted.reason,
-        "kvmux.cached_tokens": generation.cached_tokens,
         "kvmux.miss": None if admitted is None else admitted.miss,
         "kvmux.preemptions": generation.preemptions,
     }
@@ -151,8 +140,3 @@ def of_generation(generation: Generation, began: float, ended: float) -> dict[st
 
 def _known(attributes: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in attributes.items() if value is not None}
-
-
-def _nanoseconds(seconds: float) -> int:
-    """Since 1970, from monotonic seconds."""
-    return int((seconds - time.monotonic() + time.time()) * 1e9)

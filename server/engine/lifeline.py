@@ -21,12 +21,12 @@ log = logging.getLogger(__name__)
 FAILED, USER_ERROR = 1, 2  # exit codes; the second: something the user can change
 
 
-def run_child(target: str, settings: Settings, args: tuple[Any, ...]) -> None:
-    """Calls `target` ("package.module:function") in a child process. A SettingsError ends it with one line."""
+def run_child(target: str, settings: Settings, *rest: Any) -> None:
+    """Calls `target` ("package.module:function") with settings and rest. A SettingsError ends it with one line."""
     end_with_parent()
     configure_logging(settings)
     try:
-        pkgutil.resolve_name(target)(*args)
+        pkgutil.resolve_name(target)(settings, *rest)
     except SettingsError as error:
         log.error("%s", error)
         sys.exit(USER_ERROR)

@@ -165,7 +165,7 @@ class Supervisor:
         return self._spawn(name, self._targets.worker, self._listener)
 
     def _spawn(self, name: str, target: str, *rest: Connection | socket.socket | int) -> SpawnProcess:
-        args = (target, self._settings, (self._settings, self._socket_path, *rest))
+        args = (target, self._settings, self._socket_path, *rest)
         process = self._spawn_context.Process(target=run_child, args=args, name=name, daemon=True)
         with _deaf_to_ctrl_c():
             process.start()

@@ -12,8 +12,9 @@ import pytest
 
 from server.engine.messages import Submit
 from tests.api.asking import GOOD, error_of
-from tests.api.conftest import ADMIN_TOKEN
+from tests.api.conftest import ADMIN_TOKEN, Api
 from tests.api.fake_engine import FakeEngine, fails
+from tests.api.raw import answer_to, get, post
 
 # Beside those of tests/api/hostile.py.
 REFUSED: list[tuple[dict[str, Any], str]] = [
@@ -217,3 +218,19 @@ def test_request_id(engine: FakeEngine, http: httpx.Client, theirs: str | None) 
     got = http.post("/v1/completions", json=GOOD, headers=headers).headers["x-request-id"]
     assert (got == theirs) == (theirs == "abc-123")
     assert got
+
+
+@pytest.mark.parametrize(
+    ("sent", "status"),
+    [
+        (post(b"{"), 400),
+        (get("/v1/kv_cache/paged"), 401),
+        (get("/nowhere"), 404),
+        (get("/v1/completions"), 405),
+        (post(b"", length=10**12), 413),
+    ],
+)
+def test_errors_have_the_id_whoever_answers(engine: FakeEngine, api: Api, sent: bytes, status: int) -> None:
+    answer = answer_to(api.url, sent.replace(b"Host: x", b"Host: x\r\nX-Request-Id: mine"))
+    assert answer.status_code == status
+    assert answer.headers["x-request-id"] == "mine"

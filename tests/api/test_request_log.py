@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import time
 from collections.abc import Callable, Iterator
@@ -15,7 +16,8 @@ from server.api.completions import CompletionRequest
 from server.engine.messages import Admitted, Preempted, Submit, Tokens
 from tests.api.asking import GOOD, Words
 from tests.api.conftest import Api, running_api
-from tests.api.fake_engine import FakeEngine, fails, says
+from tests.api.fake_engine import FakeEngine, fails, says, silent
+from tests.api.raw import connect, post
 
 MARK = "xylophone"
 
@@ -96,6 +98,15 @@ def test_a_fault_within_a_stream_is_told_once_with_its_traceback(
     exc_info = line("faulty").exc_info
     assert exc_info is not None
     assert exc_info[0] is ZeroDivisionError
+
+
+def test_a_client_that_leaves_before_there_is_an_answer(api: Api, engine: FakeEngine, line: Line) -> None:
+    engine.script = silent
+    with connect(api.url, post(json.dumps(GOOD).encode(), "x-request-id: impatient")):
+        engine.wait_for(Submit)
+    told = fields_of(line("impatient"))
+    assert (told["status"], told["outcome"]) == (499, "cancelled")
+    assert "error" not in told
 
 
 def test_whoever_polls_ready_does_not_fill_the_log(lone_api: Api, caplog: pytest.LogCaptureFixture) -> None:

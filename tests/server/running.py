@@ -16,6 +16,8 @@ import httpx
 import psutil
 from prometheus_client.parser import text_string_to_metric_families
 
+from server.engine.supervisor import Targets
+
 PATIENCE = 120.0  # seconds that anything may take on a busy machine
 
 
@@ -68,10 +70,11 @@ def maps(process: psutil.Process, library: str) -> bool:
 
 
 @contextmanager
-def serving(*flags: str, module: str = "server") -> Iterator[Server]:
+def serving(*flags: str, targets: Targets | None = None) -> Iterator[Server]:
     """`kvmux serve` on a free port, until the block ends; its log is shown if it does not come up."""
+    program = ["server"] if targets is None else ["tests.server.targets", targets.engine, targets.worker]
     with tempfile.TemporaryFile("w+") as output:
-        command = [sys.executable, "-m", module, "serve", "--port", "0", *flags]
+        command = [sys.executable, "-m", *program, "serve", "--port", "0", *flags]
         process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, cwd=Path(__file__).parents[2])
         try:
             printed = Path(f"/proc/self/fd/{output.fileno()}")

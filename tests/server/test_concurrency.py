@@ -1,7 +1,7 @@
 """Many clients at once on a small, busy server whose steps fail and whose operator interferes: every answer is right.
 
 Right is what the contiguous baseline answered when nobody else was there; under a window, what the same instance did.
-The engine checks its books after every step (tests/server/checked.py) and ends if they do not add up.
+The engine checks its books after every step (tests/server/checked_engine.py) and ends if they do not add up.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from typing import Any
 import httpx
 import pytest
 
+from server.engine.supervisor import Targets
 from tests.server.running import PATIENCE, Server, eventually, serving
 
 TOKEN = "an operator's token"
@@ -52,7 +53,7 @@ PROMPTS = [*(COMMON[:n] for n in (1, 33, 64, 150)), *(COMMON[:n] + ids(30, n) fo
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     config = tmp_path_factory.mktemp("config") / "kvmux.toml"
     config.write_text(CONFIG)
-    with serving("--config", str(config), module="tests.server.checked") as running:
+    with serving("--config", str(config), targets=Targets("tests.server.checked_engine:run")) as running:
         yield running
 
 

@@ -20,6 +20,7 @@ import msgspec
 import pytest
 
 from server.engine.report import RequestRecord
+from server.engine.supervisor import Targets
 from server.metrics.dashboards.catalogue import Query, queries
 from server.metrics.dashboards.promql import filled
 from server.metrics.families import FAMILIES, Family
@@ -147,7 +148,8 @@ def seen(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Seen]:
     config.write_text(CONFIG)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("RECORDS", str(records))
-        with serving("--config", str(config), module="tests.server.troubled") as server:
+        targets = Targets("tests.server.troubled_engine:run")
+        with serving("--config", str(config), targets=targets) as server:
             server.engine.kill()
             eventually(lambda: server.get("/ready").status_code == 503)
             address = server.url.removeprefix("http://")

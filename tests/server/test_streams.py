@@ -13,6 +13,7 @@ from threading import Barrier
 import httpx
 import pytest
 
+from server.engine.supervisor import Targets
 from tests.api.raw import post
 from tests.server.running import PATIENCE, Server, eventually, serving
 
@@ -36,7 +37,7 @@ def pieces(server: Server, **body: object) -> Iterator[str]:
 @pytest.fixture(scope="module")
 def slow() -> Iterator[Server]:
     flags = ("--dtype", "float32", "--threads", "1", "--kv-memory", "64MiB", "--max-num-seqs", "3")
-    with serving(*flags, module="tests.server.slow") as server:
+    with serving(*flags, targets=Targets("tests.server.checked_engine:run_slowly")) as server:
         yield server
 
 

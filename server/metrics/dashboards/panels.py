@@ -6,6 +6,7 @@ A panel is told its queries by their legends. What its description says comes fr
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from string import ascii_uppercase
 from typing import Any
 
 from grafana_foundation_sdk.builders import dashboard as build
@@ -191,9 +192,10 @@ def _choice(name: str, label: str, family: Family[Any], of: Label) -> build.Quer
 
 def _targets(queries: Mapping[str, str]) -> list[Dataquery]:
     """Each has a letter, as in Grafana's editor."""
+    assert len(queries) <= len(ascii_uppercase), "a panel with so many lines shows nothing"
     return [
         Dataquery().datasource(PROMETHEUS).ref_id(letter).expr(query).legend_format(legend).range()
-        for letter, (legend, query) in zip("ABCDEFGH", queries.items(), strict=False)
+        for letter, (legend, query) in zip(ascii_uppercase, queries.items(), strict=False)
     ]
 
 

@@ -1,14 +1,13 @@
-"""Draws a dashboard as Grafana would, from what a Prometheus has: for documents, and for machines without Grafana.
+"""Draws a dashboard like Grafana, from what a Prometheus has: for documents, and for machines without Grafana.
 
     python -m server.metrics.dashboards.picture overview memory --prometheus http://127.0.0.1:9090 --seconds 600
 
-Knows panels by Grafana's types alone. Needs matplotlib.
+Knows panels by Grafana's types alone. Needs matplotlib and Pillow.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import re
 import time
@@ -16,9 +15,8 @@ from collections.abc import Callable, Sequence
 from io import BytesIO
 from pathlib import Path
 from typing import Any, NamedTuple
-from urllib.parse import urlencode
-from urllib.request import urlopen
 
+import httpx
 from grafana_foundation_sdk.models.dashboard import Dashboard, GridPos, Panel, RowPanel
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
@@ -53,17 +51,17 @@ class Source(NamedTuple):
     scrape_seconds: float
 
     def ask(self, expression: str, legend: str) -> list[Line]:
-        """Raises OSError."""
+        """Raises httpx.HTTPError."""
         step = max(self.seconds / POINTS, 1.0)
         rate_interval = max(step + self.scrape_seconds, 4 * self.scrape_seconds)  # as Grafana has it
-        query = {
+        query: dict[str, str | float] = {
             "query": filled(expression, f"{rate_interval:.0f}s"),
             "start": self.end - self.seconds,
             "end": self.end,
             "step": step,
         }
-        with urlopen(f"{self.url}/api/v1/query_range?{urlencode(query)}", timeout=30) as answer:
-            result = json.load(answer)["data"]["result"]
+        answer = httpx.get(f"{self.url}/api/v1/query_range", params=query, timeout=30).raise_for_status()
+        result = answer.json()["data"]["result"]
         return sorted((_line(series, legend) for series in result), key=lambda line: line.legend)
 
 

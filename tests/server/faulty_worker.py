@@ -1,7 +1,4 @@
-"""`python -m tests.server.faulty serve ...`: kvmux with faults, of the engine and of the API process.
-
-Imports nothing of the engine: the program's other processes import this module too.
-"""
+"""An API process with a fault: one word is too much for its tokenizer."""
 
 from __future__ import annotations
 
@@ -10,12 +7,11 @@ import socket
 from config.settings import Settings
 from server.api.worker import serve_worker
 from server.text.tokenizer import Tokenizer
-from tests.server.checked import main
 
 FATAL_WORD = "explode"  # no prompt may have it, and the exception quotes the whole prompt
 
 
-def worker(settings: Settings, socket_path: str, listener: socket.socket) -> None:
+def run(settings: Settings, socket_path: str, listener: socket.socket) -> None:
     encode = Tokenizer._encode
 
     def faulty(self: Tokenizer, text: str, add_special_tokens: bool) -> list[int]:
@@ -25,7 +21,3 @@ def worker(settings: Settings, socket_path: str, listener: socket.socket) -> Non
 
     Tokenizer._encode = faulty  # type: ignore[method-assign]
     serve_worker(settings, socket_path, listener)
-
-
-if __name__ == "__main__":
-    main(engine="tests.server.checked_engine:run_faultily", worker="tests.server.faulty:worker")

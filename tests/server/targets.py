@@ -1,0 +1,17 @@
+"""`python -m tests.server.targets ENGINE WORKER serve ...`: kvmux with other children than its own, by import strings.
+
+Imports nothing of the engine: the program's other processes import this module too.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+
+from server import cli
+from server.engine.supervisor import Supervisor, Targets
+
+if __name__ == "__main__":
+    targets = Targets(*sys.argv[1:3])
+    cli.Supervisor = functools.partial(Supervisor, targets=targets)  # type: ignore[misc,assignment]
+    sys.exit(cli.main(sys.argv[3:]))
