@@ -6,8 +6,11 @@ entries; for any other server an entry is a model.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Mapping
+from typing import NamedTuple
+
+from msgspec import Struct
+from msgspec.json import decode
 
 PATH = "/v1/models"
 
@@ -25,28 +28,57 @@ class Listing(NamedTuple):
     strategies: Mapping[str, str]  # by their names, the model's name under each; empty where there is no choice
 
 
-def read_listing(answer: Any, model: str = "") -> Listing:
-    """The model of that name, which may name a strategy ("tiny:paged"), or the first. Raises ListingError."""
-    entries: Sequence[Mapping[str, Any]] = answer["data"]
-    models = [entry["id"] for entry in entries if not entry.get("kv_cache")]
+class Cache(Struct):
+    """Marks a model under a strategy."""
+
+    instance: str
+
+
+class Meta(Struct):
+    """What llama.cpp tells."""
+
+    n_ctx: int | None = None
+    n_ctx_train: int | None = None
+
+
+class Entry(Struct):
+    """What we read of one."""
+
+    id: str
+    owned_by: str | None = None
+    max_model_len: int | None = None
+    meta: Meta | None = None
+    kv_cache: Cache | None = None
+
+
+class Answer(Struct):
+    data: list[Entry]
+
+
+def read_listing(answer: bytes, model: str = "") -> Listing:
+    """The model of that name, which may name a strategy ("tiny:paged"), or the first.
+
+    Raises ListingError, and ValueError for what is no list of models at all.
+    """
+    entries = decode(answer, type=Answer).data
+    models = [entry.id for entry in entries if entry.kv_cache is None]
     if not models:
         raise ListingError("the server lists no model")
-    entry = next((entry for entry in entries if entry["id"] == (model or models[0])), None)
+    entry = next((entry for entry in entries if entry.id == (model or models[0])), None)
     if entry is None:
         raise ListingError(f"there is no model {model!r}; there are {', '.join(models)}")
     strategies = {
-        each["kv_cache"]["instance"]: each["id"]
+        each.kv_cache.instance: each.id
         for each in entries
-        if each.get("kv_cache") and each["id"] == f"{entry['id']}:{each['kv_cache']['instance']}"
+        if each.kv_cache and each.id == f"{entry.id}:{each.kv_cache.instance}"
     }
-    return Listing(entry["id"], str(entry.get("owned_by", "")), _context(entry), strategies)
+    return Listing(entry.id, entry.owned_by or "", _context(entry), strategies)
 
 
-def _context(entry: Mapping[str, Any]) -> int | None:
+def _context(entry: Entry) -> int | None:
     """As kvmux and vLLM tell it, or llama.cpp."""
-    meta = entry.get("meta") or {}
-    found = entry.get("max_model_len") or meta.get("n_ctx") or meta.get("n_ctx_train")
-    return int(found) if found else None
+    meta = entry.meta or Meta()
+    return entry.max_model_len or meta.n_ctx or meta.n_ctx_train or None
 
 
 def chosen(listing: Listing, weights: Mapping[str, float]) -> dict[str, float]:

@@ -7,11 +7,48 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from itertools import pairwise
 from time import perf_counter
-from typing import Any
+from typing import Annotated, Any
+
+from msgspec import Meta, Struct
+from msgspec.json import Decoder
 
 Clock = Callable[[], float]
+Count = Annotated[int, Meta(ge=0, le=1 << 53)]  # exact as a float, too
 
 
+# ---------------------------------------------------------------- a chunk: what we read of it; servers may write null
+class Details(Struct):
+    cached_tokens: Count | None = None
+
+
+class Usage(Struct):
+    prompt_tokens: Count | None = None
+    completion_tokens: Count | None = None
+    prompt_tokens_details: Details | None = None
+
+
+class Delta(Struct):
+    role: str | None = None
+    content: str | None = None
+    reasoning_content: str | None = None
+
+
+class Choice(Struct):
+    text: str | None = None
+    delta: Delta | None = None
+    finish_reason: str | None = None
+
+
+class Chunk(Struct):
+    choices: list[Choice] | None = None
+    usage: Usage | None = None
+    error: Any = None
+
+
+CHUNKS = Decoder(Chunk)
+
+
+# ---------------------------------------------------------------- an answer
 class StreamError(Exception):
     """The stream does not hold a whole answer."""
 
@@ -49,20 +86,19 @@ class Reply:
             self.end = clock()
             self.completion_tokens = self.completion_tokens or len(self.arrivals)
         else:
-            self._take(_parsed(data), clock)
+            self._take(_chunk(data), clock)
 
-    def _take(self, chunk: dict[str, Any], clock: Clock) -> None:
-        if error := chunk.get("error"):
-            raise StreamError(f"error in the stream: {_message(error)}")
-        if usage := chunk.get("usage"):
-            self.prompt_tokens = usage.get("prompt_tokens", 0)
-            self.completion_tokens = usage.get("completion_tokens", 0)
-            self.cached_tokens = (usage.get("prompt_tokens_details") or {}).get("cached_tokens")
-        for choice in chunk.get("choices", ()):
-            delta = choice.get("delta") or {}
-            text = choice.get("text") or delta.get("content") or delta.get("reasoning_content") or ""
-            ends = choice.get("finish_reason") is not None
-            if text or not (ends or "role" in delta):  # a chat's first and a last piece may say no more than that
+    def _take(self, chunk: Chunk, clock: Clock) -> None:
+        if chunk.error:
+            raise StreamError(f"error in the stream: {_message(chunk.error)}")
+        if usage := chunk.usage:
+            self.prompt_tokens = usage.prompt_tokens or 0
+            self.completion_tokens = usage.completion_tokens or 0
+            self.cached_tokens = (usage.prompt_tokens_details or Details()).cached_tokens
+        for choice in chunk.choices or ():
+            delta = choice.delta or Delta()
+            text = choice.text or delta.content or delta.reasoning_content or ""
+            if text or (choice.finish_reason is None and delta.role is None):  # the first and the last may be empty
                 self.arrivals.append(clock())
                 self.pieces.append(text)
 
@@ -99,11 +135,8 @@ def _message(error: Any) -> Any:
     return error["message"] if isinstance(error, dict) and "message" in error else error
 
 
-def _parsed(data: bytes) -> dict[str, Any]:
+def _chunk(data: bytes) -> Chunk:
     try:
-        chunk = json.loads(data)
-    except ValueError:
-        raise StreamError(f"no JSON in the stream: {data[:100]!r}") from None
-    if not isinstance(chunk, dict):
-        raise StreamError(f"no object in the stream: {data[:100]!r}")
-    return chunk
+        return CHUNKS.decode(data)
+    except (ValueError, RecursionError) as error:
+        raise StreamError(f"no part of an answer in the stream: {data[:100]!r} ({error})") from None

@@ -5,7 +5,6 @@ Rows of its own in locust's report, beside those of requests: TTFT, ITL and tok/
 
 from __future__ import annotations
 
-import json
 from argparse import ArgumentTypeError
 from collections.abc import Callable, Iterator
 from random import Random
@@ -17,6 +16,7 @@ from locust import FastHttpUser, events
 from locust.argument_parser import LocustArgumentParser
 from locust.contrib.fasthttp import FAILURE_EXCEPTIONS, ResponseContextManager
 from locust.env import Environment
+from msgspec.json import decode
 
 from loadtest import listing
 from loadtest.listing import ListingError, chosen, parse_weights, read_listing
@@ -57,7 +57,7 @@ def _options(parser: LocustArgumentParser) -> None:
 
 def dict_of(text: str) -> dict[str, Any]:
     """Raises ValueError."""
-    return dict(json.loads(text))
+    return decode(text, type=dict[str, Any])
 
 
 NAMES = {"strategy": "{model}", "class": "{kind}", "both": "{model} {kind}"}  # of rows, by --rows
@@ -97,10 +97,10 @@ class Client(FastHttpUser):
                 if response.status_code != 200:
                     raise ListingError(_reason(response))
                 weights = parse_weights(self.options.strategies)
-                listings = [read_listing(response.json(), model) for model in self.options.models.split(",")]
+                listings = [read_listing(response.content, model) for model in self.options.models.split(",")]
                 self.room = min(each.context or CONTEXT for each in listings)
                 return {name: weight for each in listings for name, weight in chosen(each, weights).items()}
-            except (ListingError, ValueError, KeyError, TypeError) as error:  # the latter: no such answer at all
+            except (ListingError, ValueError) as error:
                 response.failure(f"cannot choose a model: {error}")
         assert self.environment.runner is not None
         gevent.spawn(self.environment.runner.quit)

@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from time import perf_counter
-from typing import Any
+from typing import Annotated, Any
 
 import httpx
+from msgspec import Meta, Struct
+from msgspec.json import decode
 
 from loadtest import listing
 from loadtest.bench.ask import Ask, Outcome, Server
@@ -17,6 +19,15 @@ from loadtest.prompts import TEXT
 from loadtest.stream import Reply, StreamError, refusal
 
 TIMEOUT = httpx.Timeout(600.0, connect=10.0)  # a request may wait long for its first token
+PORTS = range(1 << 16)
+
+
+class Version(Struct):
+    version: str
+
+
+class Tokens(Struct):
+    tokens: list[Annotated[int, Meta(ge=0, lt=1 << 22)]]  # no vocabulary has so many
 
 
 class ServerError(Exception):
@@ -25,14 +36,23 @@ class ServerError(Exception):
 
 @asynccontextmanager
 async def connected(url: str, api_key: str = "") -> AsyncIterator[httpx.AsyncClient]:
-    """A client for that address, with or without /v1. Takes no proxy from the environment: that would be measured."""
+    """A client for that address, with or without /v1. Takes no proxy from the environment: that would be measured.
+
+    Raises ServerError.
+    """
+    if not all("!" <= each <= "~" for each in api_key):  # what a header can hold
+        raise ServerError(
+            "--api-key or OPENAI_API_KEY: a key is of ASCII letters, digits and signs, without a space or line break"
+        )
     base = url.rstrip("/").removesuffix("/v1")
     headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
     limits = httpx.Limits(max_connections=None)
     try:
         client = httpx.AsyncClient(base_url=base, headers=headers, timeout=TIMEOUT, limits=limits, trust_env=False)
-    except httpx.InvalidURL as error:
-        raise ServerError(f"--url {url}: {error}") from None
+        if (port := client.base_url.port) is not None and port not in PORTS:
+            raise ValueError(f"there is no port {port}")
+    except (httpx.InvalidURL, ValueError) as error:
+        raise ServerError(f"--url {url!r}: {error}") from None
     async with client:
         yield client
 
@@ -45,7 +65,7 @@ async def look(client: httpx.AsyncClient, model: str = "") -> Server:
         if answer.status_code != 200:
             hint = "; see --api-key" if answer.status_code in (401, 403) else ""
             raise ServerError(f"{url} does not tell its models: {refusal(answer.status_code, answer.text)}{hint}")
-        listed = read_listing(answer.json(), model)
+        listed = read_listing(answer.content, model)
         return Server(url, listed, await _version(client), vocabulary(await _ordinary(client, listed.model)))
     except httpx.UnsupportedProtocol:
         raise ServerError(f"--url {url}: an address begins with http:// or https://") from None
@@ -55,7 +75,7 @@ async def look(client: httpx.AsyncClient, model: str = "") -> Server:
         ) from None
     except ListingError as error:
         raise ServerError(str(error)) from None
-    except (ValueError, KeyError, TypeError, AttributeError):
+    except ValueError:
         raise ServerError(f"what answers at {url} is no OpenAI-compatible server; see --url") from None
 
 
@@ -63,8 +83,8 @@ async def _version(client: httpx.AsyncClient) -> str:
     """kvmux and vLLM have a route for it."""
     answer = await client.get("/version")
     try:
-        return str(answer.json()["version"]) if answer.status_code == 200 else ""
-    except (ValueError, KeyError, TypeError):
+        return decode(answer.content, type=Version).version if answer.status_code == 200 else ""
+    except ValueError:
         return ""
 
 
@@ -77,9 +97,9 @@ async def _ordinary(client: httpx.AsyncClient, model: str) -> list[int]:
     for body in bodies:
         answer = await client.post("/tokenize", json=body)
         try:
-            if answer.status_code == 200 and (ids := answer.json()["tokens"]):
-                return [int(each) for each in ids]
-        except (ValueError, KeyError, TypeError):
+            if answer.status_code == 200 and (ids := decode(answer.content, type=Tokens).tokens):
+                return ids
+        except ValueError:
             continue
     return []
 

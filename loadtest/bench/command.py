@@ -115,7 +115,7 @@ def progress() -> Progress:
 # ---------------------------------------------------------------- telling it
 def tell(report: Report, file: Path | None) -> int:
     """Prints and writes the report; the exit code. Raises FileError."""
-    text = json.dumps(as_json(report), indent=2)
+    text = json.dumps(as_json(report), indent=2, allow_nan=False)
     if file == STANDARD_OUTPUT:
         print(text)
     else:

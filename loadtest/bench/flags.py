@@ -130,6 +130,7 @@ def _above_zero(text: str) -> float:
 def _object(text: str) -> dict[str, Any]:
     try:
         value = json.loads(text)
+        json.dumps(value, ensure_ascii=False, allow_nan=False).encode()  # as it will be sent
     except ValueError:
         value = None
     if not isinstance(value, dict):

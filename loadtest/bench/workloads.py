@@ -6,13 +6,15 @@ neither HTTP nor tokenizer.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
 from random import Random
 from typing import NamedTuple
+
+from msgspec import Struct
+from msgspec.json import decode
 
 from loadtest.bench.arrivals import Arrivals, Closed, Recorded
 from loadtest.bench.ask import Ask
@@ -125,20 +127,27 @@ def fit(workload: Workload, context: int | None) -> tuple[Workload, str]:
     return fitted, f"{workload.name}: {note}"
 
 
+class Line(Struct):
+    """What we read of a trace's line."""
+
+    time: float
+    prompt: list[int]
+    answer: list[int]
+
+
 def read_trace(file: Path, most: int | None, speed_up: float) -> Replayed:
     """The first `most` requests of a file of JSON lines. Raises WorkloadError."""
     try:
         with file.open() as lines:
-            entries = [json.loads(line) for line in islice(_full(lines), most)]
-        turns = [Turn([int(each) for each in entry["prompt"]], len(entry["answer"])) for entry in entries]
-        times = [float(entry["time"]) for entry in entries]
+            read = [decode(line, type=Line) for line in islice(_full(lines), most)]
     except OSError as error:
         raise WorkloadError(f"--trace: cannot read {file}: {error.strerror}") from None
-    except (ValueError, KeyError, TypeError):
+    except ValueError:
         raise WorkloadError(f"--trace: {file} is no trace; `python -m loadtest.traces` writes one") from None
-    if not turns or not all(turn.prompt and turn.answer for turn in turns):
+    if not read or not all(line.prompt and line.answer for line in read):
         raise WorkloadError(f"--trace: {file} holds no request, or an empty one")
-    return Replayed(Recorded(times, speed_up), turns)
+    turns = [Turn(line.prompt, len(line.answer)) for line in read]
+    return Replayed(Recorded([line.time for line in read], speed_up), turns)
 
 
 def _full(lines: Iterable[str]) -> Iterable[str]:

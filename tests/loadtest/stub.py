@@ -1,7 +1,8 @@
 """A server of OpenAI's routes that needs no model: streams five tokens, or does what the model's name says.
 
-With ignore_eos it streams as many as it is asked for. Names that end in busy, failing, breaking or slow refuse, report
-an error in mid-stream, cut the connection, or take their time. "tiny:paged" is listed as kvmux lists a strategy.
+With ignore_eos it streams as many as it is asked for. Names that end in busy, failing, breaking, odd or slow refuse,
+report an error in mid-stream, cut the connection, send what is no chunk, or take their time. "tiny:paged" is listed as
+kvmux lists a strategy.
 """
 
 from __future__ import annotations
@@ -50,8 +51,8 @@ class Handler(BaseHTTPRequestHandler):
     def do_POST(self) -> None:
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         if self.path == "/tokenize":
-            ids = [VOCABULARY[0], VOCABULARY[-1], 500]
-            return self._answer(200 if self.server.tokenizes else 404, {"tokens": ids if "prompt" in body else []})
+            ids = self.server.ids if "prompt" in body else []
+            return self._answer(200 if self.server.tokenizes else 404, {"tokens": ids})
         if not self._may():
             return
         try:
@@ -81,6 +82,8 @@ class Handler(BaseHTTPRequestHandler):
         if model.endswith("failing"):
             self._send({"error": {"message": "the engine is gone"}})
         self._send({"choices": [self._piece(tokens, "", "length")], "usage": None})
+        if model.endswith("odd"):
+            self._send({"choices": None, "usage": {"prompt_tokens": "7"}})
         self._send({"choices": [], "usage": self._usage(body, tokens)})
         self._send_text("data: [DONE]\n\n")
         self.wfile.write(b"0\r\n\r\n")
@@ -126,7 +129,8 @@ class Stub(ThreadingHTTPServer):
         super().__init__(("127.0.0.1", 0), Handler)
         self.models = models
         self.tokenizes, self.tells_cached, self.key = tokenizes, tells_cached, key
-        self.context: int | None = CONTEXT
+        self.context: Any = CONTEXT
+        self.ids: Any = [VOCABULARY[0], VOCABULARY[-1], 500]  # of any text
         self.contexts: dict[str, int] = {}  # of models that have another one
         self.seen: list[tuple[str, dict[str, Any]]] = []
         self.hung_up = 0  # clients who did not read to the end

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
 
-from loadtest.listing import ListingError, chosen, parse_weights, read_listing
+from loadtest.listing import Listing, ListingError, chosen, parse_weights
+from loadtest.listing import read_listing as read_bytes
 
 
 def entry(name: str, strategy: str = "", **more: Any) -> dict[str, Any]:
@@ -23,6 +25,10 @@ OURS = {
     ]
 }
 OTHERS = {"data": [entry("llama3:8b", owned_by="vllm"), entry("qwen:7b", meta={"n_ctx_train": 512})]}
+
+
+def read_listing(answer: dict[str, Any], model: str = "") -> Listing:
+    return read_bytes(json.dumps(answer).encode(), model)
 
 
 def test_a_model_and_its_strategies() -> None:
@@ -52,6 +58,30 @@ def test_a_colon_in_a_name_is_no_strategy() -> None:
 def test_what_is_not_listed(answer: Any, model: str, weights: dict[str, float], message: str) -> None:
     with pytest.raises(ListingError, match=message):
         chosen(read_listing(answer, model), weights)
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        {},
+        {"data": None},
+        {"data": ["tiny"]},
+        {"data": [{"id": 5}]},
+        {"data": [{}]},
+        {"data": [entry("tiny", max_model_len=float("inf"))]},
+        {"data": [entry("tiny", meta=[1])]},
+        {"data": [entry("tiny", kv_cache="paged")]},
+        {"data": [entry("\ud800")]},
+    ],
+)
+def test_what_is_no_list_of_models(answer: Any) -> None:
+    with pytest.raises(ValueError):
+        read_listing(answer)
+
+
+def test_null_is_nothing() -> None:
+    nothing = dict.fromkeys(("owned_by", "max_model_len", "meta", "kv_cache"))
+    assert read_listing({"data": [entry("tiny", **nothing)]}) == ("tiny", "", None, {})
 
 
 def test_weights() -> None:

@@ -68,7 +68,7 @@ def test_times_are_reported_by_strategy() -> None:
 
 
 def test_failures_are_failures() -> None:
-    broken = ("busy", "failing", "breaking")
+    broken = ("busy", "failing", "breaking", "odd")
     with stubbed(*broken) as stub:
         code, rows, log = load(stub, "Completion", "--models", ",".join(broken), enough=all_of(broken))
     assert code == 1
@@ -77,6 +77,8 @@ def test_failures_are_failures() -> None:
         assert ("TTFT", model) not in rows
     assert "HTTP 429: too many requests wait" in log
     assert "error in the stream: the engine is gone" in log
+    assert "Expected `int | null`, got `str`" in log
+    assert "Traceback" not in log
 
 
 def all_of(models: Sequence[str]) -> Callable[[Seen], bool]:
@@ -149,8 +151,15 @@ def shared(seen: Seen) -> int:
     return sum(messages[0] == system for messages in chats(seen))
 
 
-def test_options_that_make_no_sense() -> None:
-    running = Load("http://127.0.0.1:1", "--strategies", "paged=-1")
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("--strategies", "paged=-1"), "'paged=-1': weights are 0 or more"),
+        (("--body", "5"), "'5': Expected `object`, got `int`"),
+    ],
+)
+def test_options_that_make_no_sense(options: tuple[str, ...], message: str) -> None:
+    running = Load("http://127.0.0.1:1", *options)
     _, log = running.process.communicate(timeout=60)
     assert running.process.returncode == 2
-    assert "'paged=-1': weights are 0 or more" in log.splitlines()[-1]
+    assert message in log.splitlines()[-1]

@@ -37,6 +37,10 @@ DONE = b"data: [DONE]\n"
         ([ROLE, CHAT, CHAT, CHAT_ENDS, DONE], 2, 2),
         ([ROLE_WITH_TEXT, CHAT, DONE], 2, 2),
         ([ROLE, THOUGHT, CHAT, CHAT_ENDS, CACHED, DONE], 2, 2),
+        ([b'data: {"choices": null, "usage": null, "error": null}\n', TOKEN, DONE], 1, 1),
+        ([TOKEN, b'data: {"usage": {"prompt_tokens": null, "completion_tokens": null}}\n', DONE], 1, 1),
+        ([CHAT, b'data: {"usage": {"completion_tokens": 4, "prompt_tokens_details": null}}\n', DONE], 1, 4),
+        ([b'data: {"choices": [{"text": null, "delta": null, "logprobs": [1]}]}\n', DONE], 1, 1),
     ],
 )
 def test_pieces_and_tokens(lines: list[bytes], pieces: int, tokens: int) -> None:
@@ -52,8 +56,8 @@ def test_pieces_and_tokens(lines: list[bytes], pieces: int, tokens: int) -> None
     [
         ([], r"ended without \[DONE\]"),
         ([TOKEN], r"ended without \[DONE\]"),
-        ([b"data: {\n", DONE], "no JSON"),
-        ([b"data: []\n", DONE], "no object"),
+        ([b"data: {\n", DONE], "no part of an answer in the stream: b'{'"),
+        ([b"data: []\n", DONE], "no part of an answer .*Expected `object`"),
         ([TOKEN, b'data: {"error": {"message": "out of memory"}}\n', DONE], "error in the stream: out of memory"),
         ([b'data: {"error": "gone"}\n', DONE], "error in the stream: gone"),
     ],
@@ -61,6 +65,32 @@ def test_pieces_and_tokens(lines: list[bytes], pieces: int, tokens: int) -> None
 def test_what_is_no_answer(lines: list[bytes], message: str) -> None:
     with pytest.raises(StreamError, match=message):
         read_reply(lines)
+
+
+@pytest.mark.parametrize(
+    "chunk",
+    [
+        '{"choices": ["x"]}',
+        '{"choices": {"0": 1}}',
+        '{"choices": [{"text": 1}]}',
+        '{"choices": [{"text": ["a"]}]}',
+        '{"choices": [{"delta": "a"}]}',
+        '{"choices": [{"delta": {"content": [1]}}]}',
+        '{"usage": [1]}',
+        '{"usage": {"prompt_tokens": "3"}}',
+        '{"usage": {"prompt_tokens": NaN}}',
+        '{"usage": {"completion_tokens": 1e999}}',
+        '{"usage": {"completion_tokens": -1}}',
+        '{"usage": {"completion_tokens": 1%s}}' % ("0" * 400),
+        '{"usage": {"prompt_tokens_details": [1]}}',
+        '{"usage": {"prompt_tokens_details": {"cached_tokens": "1"}}}',
+        '{"more": %s}' % ("[" * 5000),
+        '{"error": "\xff"}',
+    ],
+)
+def test_odd_chunks(chunk: str) -> None:
+    with pytest.raises(StreamError, match="no part of an answer in the stream"):
+        read_reply([TOKEN, b"data: %s\n" % chunk.encode("latin-1"), DONE])
 
 
 def test_a_text_may_end_with_its_first_token() -> None:

@@ -66,6 +66,7 @@ def test_a_completion() -> None:
         ("busy", "HTTP 429: too many requests wait"),
         ("failing", "error in the stream: the engine is gone"),
         ("breaking", "incomplete chunked read"),
+        ("odd", "Expected `int | null`, got `str`"),
     ],
 )
 def test_failures(model: str, message: str) -> None:
@@ -115,6 +116,13 @@ def test_a_server_without_tokens_gets_words() -> None:
         assert not looked(stub.url).vocabulary.exact
 
 
+@pytest.mark.parametrize("ids", [[1, 1e300], [1, 1 << 63], [1, 1 << 30], [-1], [True], "12", {"0": 1}, None])
+def test_odd_ids_are_none(ids: object) -> None:
+    with stubbed("tiny") as stub:
+        stub.ids = ids
+        assert not looked(stub.url).vocabulary.exact
+
+
 def test_no_server() -> None:
     with socket.socket() as unused:
         unused.bind(("127.0.0.1", 0))
@@ -129,9 +137,28 @@ def test_no_address(url: str) -> None:
         looked(url)
 
 
+@pytest.mark.parametrize(
+    "url", ["http://127.0.0.1:99999", "http://127.0.0.1:-1", "http://[::1", "http://h/\ud800", "http://h:1\n"]
+)
+def test_an_address_that_cannot_be(url: str) -> None:
+    with pytest.raises(ServerError, match=r"--url 'http:.*': ") as caught:
+        looked(url)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("key", ["ü€", "a\nb", "a b", "a\r", "\x00"])
+def test_what_is_no_key(key: str) -> None:
+    with stubbed("tiny") as stub, pytest.raises(ServerError, match="--api-key or OPENAI_API_KEY: a key is of ASCII"):
+        outcome(stub, "tiny", key=key)
+
+
 def test_another_kind_of_server() -> None:
     with stubbed() as stub:
         with pytest.raises(ServerError, match="the server lists no model"):
             looked(stub.url)
         with pytest.raises(ServerError, match="does not tell its models: HTTP 404"):
             looked(stub.url + "/elsewhere")
+    with stubbed("tiny") as stub:
+        stub.context = float("inf")
+        with pytest.raises(ServerError, match="is no OpenAI-compatible server"):
+            looked(stub.url)

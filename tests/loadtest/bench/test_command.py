@@ -118,11 +118,13 @@ def test_a_trace(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
 
 
 def test_failed_requests_are_told_and_counted(capsys: pytest.CaptureFixture[str]) -> None:
-    with stubbed("tiny", "tiny:paged", "tiny:busy", "tiny:failing") as stub:
+    broken = ("busy", "failing", "odd")
+    with stubbed("tiny", "tiny:paged", *(f"tiny:{name}" for name in broken)) as stub:
         code, output, errors = bench(capsys, stub, *FEW)
     assert code == 1
-    assert [row[2:5] for row in rows(output)[1:]] == [["paged", "6", "0"], ["busy", "6", "6"], ["failing", "6", "6"]]
-    assert errors.splitlines()[0] == "kvmux: 12 requests failed:"
+    assert [row[2:5] for row in rows(output)[1:]] == [["paged", "6", "0"], *([name, "6", "6"] for name in broken)]
+    assert errors.splitlines()[0] == "kvmux: 18 requests failed:"
+    assert "  6x no part of an answer in the stream: " in errors
     assert "  6x HTTP 429: too many requests wait" in errors
     assert "  6x error in the stream: the engine is gone" in errors
 
@@ -139,6 +141,12 @@ def test_failed_requests_are_told_and_counted(capsys: pytest.CaptureFixture[str]
         (("--rate", "0"), "--rate: '0' is no number above 0"),
         (("--requests", "-3"), "--requests: '-3' is no number above 0"),
         (("--body", "[]"), "--body: '[]' is no JSON object"),
+        (("--body", '{"temperature": NaN}'), "--body: '{\"temperature\": NaN}' is no JSON object"),
+        (("--body", '{"priority": 1e999}'), "is no JSON object"),
+        (("--body", r'{"user": "\ud800"}'), "is no JSON object"),
+        (("--api-key", "ü€"), "--api-key or OPENAI_API_KEY: a key is of ASCII"),
+        (("--api-key", "one\ntwo"), "--api-key or OPENAI_API_KEY: a key is of ASCII"),
+        (("--url", "http://127.0.0.1:99999"), "--url 'http://127.0.0.1:99999': there is no port 99999"),
         (("--workload", "e"), "invalid choice: 'e'"),
         (("--concurency", "3"), "did you mean --concurrency?"),
     ],

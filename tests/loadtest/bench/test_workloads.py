@@ -140,6 +140,12 @@ def test_prompts_of_a_trace_lose_their_end(file: Path) -> None:
         ("", "holds no request"),
         ("{", "is no trace"),
         ("[]", "is no trace"),
+        ('{"time": 0, "prompt": [Infinity, 2], "answer": [1]}', "is no trace"),
+        ('{"time": 0, "prompt": [1e300, 2], "answer": [1]}', "is no trace"),
+        ('{"time": 0, "prompt": "12", "answer": [1]}', "is no trace"),
+        ('{"time": NaN, "prompt": [1], "answer": [1]}', "is no trace"),
+        ('{"time": 1e999, "prompt": [1], "answer": [1]}', "is no trace"),
+        ('{"prompt": [1], "answer": [1]}', "is no trace"),
         (json.dumps({"time": 0, "prompt": [], "answer": [1]}), "an empty one"),
     ],
 )
