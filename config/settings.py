@@ -13,6 +13,7 @@ import tomllib
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
+from urllib.parse import urlsplit
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, field_validator, model_validator
 from pydantic_settings import (
@@ -218,6 +219,13 @@ class Settings(BaseSettings):
                 )
         return value
 
+    @field_validator("otlp_traces_endpoint")
+    @classmethod
+    def _collector(cls, value: str | None) -> str | None:
+        if value is not None and not _is_url(value):  # never shown: it may have a password
+            raise ValueError("should be a URL like http://127.0.0.1:4318")
+        return value
+
     @field_validator("kv_memory", mode="before")
     @classmethod
     def _kv_memory(cls, value: Any) -> str:
@@ -317,6 +325,15 @@ def _is_json(text: str) -> bool:
     except ValueError:
         return False
     return True
+
+
+def _is_url(text: str) -> bool:
+    """Of a server that speaks HTTP."""
+    try:
+        url = urlsplit(text)
+        return url.scheme in ("http", "https") and bool(url.hostname) and url.port != 0 and text.split() == [text]
+    except ValueError:  # brackets that do not close, a port that is none
+        return False
 
 
 def env_name(setting: str) -> str:

@@ -23,6 +23,7 @@ from config.settings import Settings
 TEXT = "%(asctime)s %(levelname)s %(processName)s: %(message)s"
 MOST_LINES = 10_000  # that wait to be written
 LAST_LINES = 1.0  # seconds they have when the process ends
+LONGEST_BEGUN = 8192  # bytes on stderr that wait for the end of their line
 
 log = logging.getLogger(__name__)
 
@@ -41,7 +42,7 @@ def configure_logging(settings: Settings) -> None:
     threading.excepthook = lambda it: log.error("an exception ends a thread", exc_info=it.exc_value)
     if settings.log_format == "json":
         os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")  # no lines at all
-        sys.stderr = Stray(sys.stderr)
+        sys.stderr = io.TextIOWrapper(Stray(sys.stderr), "utf-8", "backslashreplace", write_through=True)
 
 
 def quote_no_exceptions() -> None:
@@ -57,9 +58,18 @@ def fields(**values: Any) -> dict[str, dict[str, Any]]:
 
 
 class Lines(logging.Formatter):
-    """logging's own format, and tracebacks with or without the messages of exceptions."""
+    """logging's own format, and tracebacks with or without the messages of exceptions.
+
+    Whoever gets words into a message can neither begin a line with them nor steer a terminal.
+    """
 
     quotes = True
+
+    def format(self, record: logging.LogRecord) -> str:
+        return "\n".join(printable(line) for line in super().format(record).split("\n"))  # tracebacks have several
+
+    def formatMessage(self, record: logging.LogRecord) -> str:
+        return printable(super().formatMessage(record).rstrip())
 
     def formatException(self, ei: Any) -> str:
         return super().formatException(ei) if self.quotes else without_messages(ei[1])
@@ -83,6 +93,11 @@ class JsonLines(Lines):
         return json.dumps(line, default=str)
 
 
+def printable(text: str) -> str:
+    """With escapes for all else, line breaks too."""
+    return text if text.isprintable() else "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
+
+
 def without_messages(error: BaseException | None) -> str:
     """A traceback with the types of the exception and of those it came from, the first one first."""
     parts: list[str] = []
@@ -93,31 +108,33 @@ def without_messages(error: BaseException | None) -> str:
 
 
 class LineWriter(logging.Handler):
-    """Writes to a stream, and nobody waits for whoever reads it or does not. What is too much is lost, and counted."""
+    """Writes to a stream, and nobody waits for whoever reads it or does not. What is too much is lost, and counted.
+
+    A finalizer may log while its own thread is in emit(): a SimpleQueue allows that, a Queue would wait for itself.
+    """
 
     def __init__(self, stream: TextIO, most: int = MOST_LINES) -> None:
         super().__init__()
         self._stream = stream
-        self._lines: queue.Queue[str | None] = queue.Queue(most)
+        self._lines: queue.SimpleQueue[str | None] = queue.SimpleQueue()
+        self._most = most
         self._dropped = 0
         self._thread = threading.Thread(target=self._write, name="log", daemon=True)
         self._thread.start()
 
     def emit(self, record: logging.LogRecord) -> None:
-        try:
-            self._lines.put_nowait(self.format(record))
-        except queue.Full:
+        if self._lines.qsize() >= self._most:
             self._dropped += 1
+            return
+        try:
+            self._lines.put(self.format(record))
         except Exception:
             self.handleError(record)
 
     def close(self) -> None:
         """What is there is written, if somebody reads it soon."""
-        try:
-            self._lines.put(None, timeout=LAST_LINES)
-            self._thread.join(LAST_LINES)
-        except queue.Full:
-            pass
+        self._lines.put(None)
+        self._thread.join(LAST_LINES)
         super().close()
 
     def _write(self) -> None:
@@ -136,12 +153,20 @@ class LineWriter(logging.Handler):
             pass
 
 
-class Stray(io.TextIOBase):
-    """A stderr whose lines become lines of the log."""
+class Begun(threading.local):
+    """What a thread has written of a line."""
+
+    line = b""
+
+
+class Stray(io.RawIOBase):
+    """What is below a stderr whose lines become lines of the log."""
+
+    name = "<stderr>"
 
     def __init__(self, real: TextIO) -> None:
         self._real = real
-        self._begun = ""
+        self._begun = Begun()
 
     def writable(self) -> bool:
         return True
@@ -149,9 +174,13 @@ class Stray(io.TextIOBase):
     def fileno(self) -> int:
         return self._real.fileno()
 
-    def write(self, text: str) -> int:
-        *whole, self._begun = (self._begun + text.replace("\r", "\n")).split("\n")
+    def write(self, data: Any) -> int:
+        given = bytes(data)
+        *whole, begun = (self._begun.line + given.replace(b"\r", b"\n")).split(b"\n")
+        if len(begun) > LONGEST_BEGUN:  # dots of progress, perhaps
+            whole, begun = [*whole, begun], b""
+        self._begun.line = begun
         for line in whole:
             if line.strip():
-                log.warning("%s", line, extra=fields(stream="stderr"))
-        return len(text)
+                log.warning("%s", line.decode(errors="backslashreplace"), extra=fields(stream="stderr"))
+        return len(given)

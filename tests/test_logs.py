@@ -58,6 +58,16 @@ def test_a_traceback_with_and_without_what_exceptions_say() -> None:
     assert bare.index("ZeroDivisionError\n") < bare.index("in raised") < bare.index("KeyError", bare.index("in raised"))
 
 
+def test_nobody_begins_a_line_of_text_with_what_is_quoted() -> None:
+    """Nor steers a terminal; a traceback keeps its lines."""
+    said = "a\nb\rc\x1b[31m\x85\u2028\u2029\x7f ü"
+    (line,) = Lines("%(message)s").format(record(said)).splitlines()
+    assert line == r"a\nb\rc\x1b[31m\x85\u2028\u2029\x7f ü"
+    first, *trace = Lines("%(message)s").format(record("it\nfailed", ValueError("red\x1b[31m\nand more"))).split("\n")
+    assert first == r"it\nfailed"
+    assert trace == [r"ValueError: red\x1b[31m", "and more"]
+
+
 def test_nobody_waits_for_a_reader_that_does_not_read() -> None:
     """What is lost is told as soon as somebody reads."""
     reader, writer = os.pipe()
@@ -90,6 +100,28 @@ def test_what_waits_is_written_in_the_end() -> None:
     assert stream.getvalue() == "".join(f"{i}\n" for i in range(1000))
 
 
+FINALIZERS = """
+import gc, logging, os
+from server.logs import LineWriter
+log = logging.getLogger("mine")
+class Cycle:
+    def __init__(self):
+        self.itself = self
+    def __del__(self):
+        log.info("freed")
+reader, writer = os.pipe()  # nobody reads, so that there is no room soon
+logging.basicConfig(handlers=[LineWriter(os.fdopen(writer, "w"), most=100)], level="INFO")
+for i in range(20_000):
+    Cycle()
+    gc.set_threshold(i % 50 + 1)  # so that it comes in all places
+    log.info("line %d", i)
+"""
+
+
+def test_finalizers_may_log_whenever_they_run() -> None:
+    subprocess.run([sys.executable, "-c", FINALIZERS], check=True, timeout=60)
+
+
 PROGRAM = """
 import sys, threading, warnings, logging
 from config.settings import Settings
@@ -120,6 +152,32 @@ def test_whatever_a_process_says_is_json() -> None:
         assert any(said in each for each in told), said
     for kind in ("ZeroDivisionError: ", "KeyError: 'nobody'", "LookupError: the end"):
         assert any(kind in line.get("exception", "") for line in lines), kind
+
+
+STRAY = """
+import sys, threading
+from config.settings import Settings
+from server.logs import configure_logging
+configure_logging(Settings(log_format="json"))
+assert sys.stderr.encoding == "utf-8"
+sys.stderr.buffer.write("bytes of ü \\n".encode() + b"and \\xff\\n")
+sys.stderr.write("begun, ")
+other = threading.Thread(target=lambda: print("by another", file=sys.stderr))
+other.start()
+other.join()
+print("ended \\udc80", file=sys.stderr)
+for _ in range(20_000):
+    print(end=".", file=sys.stderr, flush=True)
+"""
+
+
+def test_whatever_is_written_to_stderr_becomes_lines() -> None:
+    """Also as bytes, by several threads, or without an end."""
+    done = subprocess.run([sys.executable, "-c", STRAY], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    told = [json.loads(line)["message"] for line in done.stderr.splitlines()]
+    assert told[:4] == ["bytes of ü ", "and \\xff", "by another", "begun, ended \\udc80"]
+    assert told[4:] == ["." * 8193] * 2
 
 
 def test_an_error_at_the_start_is_json_too() -> None:

@@ -24,6 +24,7 @@ HEADERS = {401: {"WWW-Authenticate": "Bearer"}, 408: NO_RETRY, 409: NO_RETRY, 42
 MOST_PROBLEMS = 5  # of a body, that its error tells
 LONGEST_FIELD = 100  # characters of a field's name in an error
 LONGEST_PATH = 200  # characters of a path in an error
+NO_ROUTE = "there is no such route"  # in the log, which has the path as it came: unquoted it may have line breaks
 QUOTING = ("unknown_kv_cache", "not_found")  # codes of the engine's, whose messages have a client's words
 METHODS = ("GET", "HEAD", "POST", "PATCH", "DELETE")  # that any route of ours has
 
@@ -124,10 +125,11 @@ def _from_framework(error: HTTPException, request: Request) -> ApiError:
     """Of the errors that the framework raises itself."""
     called = f"{request.method} {request.scope['path'][:LONGEST_PATH]}"
     if error.status_code == 404:
-        return ApiError(404, f"there is no {called}; check the URL", code="unknown_url")
+        return ApiError(404, f"there is no {called}; check the URL", code="unknown_url", logged=NO_ROUTE)
     if error.status_code == 405:
         allowed = _allowed(request)
-        told = ApiError(405, f"there is no {called}; use {' or '.join(allowed)}", code="method_not_allowed")
+        message = f"there is no {called}; use {' or '.join(allowed)}"
+        told = ApiError(405, message, code="method_not_allowed", logged=NO_ROUTE)
         told.headers = {"Allow": ", ".join(allowed)}
         return told
     return ApiError(error.status_code, error.detail)

@@ -15,7 +15,7 @@ from server.api.chat import ChatRequest
 from server.api.completions import CompletionRequest
 from server.engine.messages import Admitted, Preempted, Submit, Tokens
 from tests.api.asking import GOOD, Words
-from tests.api.conftest import Api, running_api
+from tests.api.conftest import ADMIN_TOKEN, Api, running_api
 from tests.api.fake_engine import FakeEngine, fails, says, silent
 from tests.api.raw import connect, post
 
@@ -139,6 +139,17 @@ def test_no_field_gets_into_the_log(
         line = fields_of(record)
         line.pop("completion_id", None)  # the body's request_id is there to be found
         assert MARK not in f"{record.getMessage()} {line}"
+
+
+@pytest.mark.parametrize(("known", "status"), [("/nowhere", 404), ("/v1/kv_cache/paged", 405)])
+def test_a_path_cannot_begin_a_line(http: httpx.Client, line: Line, known: str, status: int) -> None:
+    """Quoted as it came, it is harmless; what errors tell of it to the client is not."""
+    path, name = f"{known}%0aCRITICAL%1b%5b31m%C2%85%E2%80%A8", f"forged-{status}"
+    headers = {"x-request-id": name, "authorization": f"Bearer {ADMIN_TOKEN}"}
+    assert http.put(path, headers=headers).status_code == status
+    assert path in line(name).getMessage()
+    assert line(name).getMessage().isprintable()
+    assert fields_of(line(name))["error"] == "there is no such route"
 
 
 # ---------------------------------------------------------------- where prompts are wanted

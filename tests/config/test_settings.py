@@ -75,6 +75,11 @@ def test_memory_may_be_a_bare_number(tmp_path: Path) -> None:
     assert load_toml(tmp_path, "kv_memory = 1048576").kv_memory == "1048576"
 
 
+@pytest.mark.parametrize("url", ["http://c", "HTTPS://me:secret@c:4318/of/mine?key=x", "http://[::1]:4318"])
+def test_where_spans_go(url: str) -> None:
+    assert load(None, {"otlp_traces_endpoint": url}).otlp_traces_endpoint == url
+
+
 @pytest.mark.parametrize("setting", ["api_keys", "cors_origins"])
 def test_lists_of_words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, setting: str) -> None:
     both = ["first-one", "second-one"]
@@ -131,6 +136,11 @@ def test_a_file_is_utf8_whatever_the_locale(tmp_path: Path) -> None:
         ('api_keys = ["long-enough", "short"]', "api_keys (from {file}): key 2 should be 8 or more of the letters"),
         ('api_keys = ["with a space"]', "api_keys (from {file}): key 1 should be 8 or more of the letters"),
         ('api_keys = ["the-same-key"]\nadmin_token = "the-same-key"', "admin_token is one of api_keys"),
+        *(
+            (f'otlp_traces_endpoint = "{url}"', "otlp_traces_endpoint (from {file}): should be a URL like http://")
+            for url in ("", "garbage", "127.0.0.1:4318", "grpc://c:4317", "http://", "http://:4318", "http://[::1",
+                        "http://c:port", "http://c:99999", "http://c d")
+        ),
         ("queue_timeout = 0", "queue_timeout (from {file}): Input should be greater than 0"),
         ("request_timeout = inf", "request_timeout (from {file}): Input should be less than or equal to 604800"),
         ("drain_seconds = nan", "drain_seconds (from {file}): "),
