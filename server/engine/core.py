@@ -31,6 +31,7 @@ from server.models.base import Model
 
 log = logging.getLogger(__name__)
 
+NO_NUMBER = "the model's logits are no numbers: are its weights sound? If they are, --dtype float32 may help"
 TIMED = 61  # the operations of one step in so many are timed; a prime, so that nothing that repeats is always met
 
 
@@ -204,9 +205,8 @@ class Core:
                 )
                 self._since.failures[error.instance] += 1
                 if error.instance in failed_before:
-                    events += self._fail(
-                        [s.request for s in scheduled if s.request.cache.name == error.instance], error
-                    )
+                    gone = [s.request for s in scheduled if s.request.cache.name == error.instance]
+                    events += self._fail(gone, f"{error}; other strategies go on", "strategy_failed")
                     scheduled = [s for s in scheduled if s.request.cache.name != error.instance]
                 failed_before.add(error.instance)
             else:
@@ -256,10 +256,14 @@ class Core:
         eos = self.model.facts.eos_ids
         if (rows := [row for row, _ in ends]) != list(range(len(logits))):
             logits = logits[rows]
-        tokens = sample(logits, [request.draw(eos) for _, request in ends])
+        drawn = sample(logits, [request.draw(eos) for _, request in ends])
+        tokens = [token if token is not None else 0 for token in drawn]
         told = scores_of_some(logits, tokens, [request.sampling.logprobs for _, request in ends])
         events = []
-        for (_, request), token, score in zip(ends, tokens, told, strict=True):
+        for (_, request), token, score in zip(ends, drawn, told, strict=True):
+            if token is None:
+                events += self._fail([request], NO_NUMBER, "not_a_number")
+                continue
             before = request.times.last_token
             request.extend(token, eos)
             self._since.generated[request.cache.name] += 1
@@ -286,11 +290,10 @@ class Core:
         self._since.forked[request.cache.name] += len(forked)
         return forked
 
-    def _fail(self, requests: Sequence[Request], error: StrategyError) -> list[Event]:
+    def _fail(self, requests: Sequence[Request], message: str, code: str) -> list[Event]:
         for request in requests:
             self._remove(request, "error")
-        message = f"{error}; other strategies go on"
-        return [Event(r.key[0], Failed(r.key[1], 500, message, "strategy_failed")) for r in requests]
+        return [Event(r.key[0], Failed(r.key[1], 500, message, code)) for r in requests]
 
     def _remove(self, request: Request, outcome: Outcome) -> None:
         del self._requests[request.key]

@@ -106,7 +106,7 @@ POWERS = tuple(2**n for n in range(15))
 REQUESTS = Family(
     Counter,
     "requests",
-    "Requests that left the engine, by how they ended; error: their strategy failed twice, or time was up.",
+    "Requests that left the engine, by how they ended; error: their strategy or the model failed, or time was up.",
     (STRATEGY, OUTCOME),
     vllm="request_success_total",
 )

@@ -7,8 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch import Tensor
 
 from cache_strategies.base import KVCache, Plan, Row
+from kernels.ops import Attention
 from server.engine.core import StepResult
 from tests.engine.driving import Driver, strategies
 from tests.engine.reference import Reference, random_prompt
@@ -218,3 +221,28 @@ def test_the_seam_is_patched_where_the_engine_looks(tiny: Path) -> None:
         break_plan(driver, cache.name, ALWAYS)
     driver.run(at_most=10)
     assert all(heard.failed for heard in driver.heard.values())
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_logits_that_are_no_numbers_end_their_request_alone(
+    tiny: Path, reference: Reference, monkeypatch: pytest.MonkeyPatch, temperature: float
+) -> None:
+    driver = Driver(tiny, **SETTINGS)
+    prompt, forward = random_prompt(20), driver.core.model.forward
+
+    def broken(ids: Tensor, attention: Attention) -> Tensor:
+        logits = forward(ids, attention)
+        if len(logits) > 1:
+            logits[-1] = torch.nan
+        return logits
+
+    monkeypatch.setattr(driver.core.model, "forward", broken)
+    good, bad = (
+        driver.submit("good", prompt, COUNT),
+        driver.submit("bad", random_prompt(7), COUNT, temperature=temperature),
+    )
+    driver.run()
+    assert good.tokens == reference.greedy(prompt, COUNT)
+    assert bad.failed is not None
+    assert (bad.failed.status, bad.failed.code) == (500, "not_a_number")
+    assert [record.outcome for step in driver.steps for record in step.finished] == ["error", "length"]

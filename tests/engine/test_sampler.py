@@ -246,3 +246,15 @@ def test_however_small_top_p_is_the_likeliest_token_stays() -> None:
     logits = torch.tensor([0.0, 3.0, 1.0])
     for top_p in (1e-300, 1e-46, 1e-45, 1e-7):
         assert probabilities(logits, Sampling(1, top_p=top_p)).nonzero().flatten().tolist() == [1]
+
+
+@pytest.mark.parametrize("wrong", [math.nan, math.inf])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_logits_that_are_no_numbers_give_no_token(wrong: float, temperature: float) -> None:
+    logits = torch.randn(3, 10)
+    logits[1, 4] = wrong
+    draws = [Draw(Sampling(1, temperature=temperature), position) for position in range(3)]
+    before, broken, after = sample(logits, draws)
+    assert broken is None
+    assert [before] == sample(logits[:1], draws[:1])
+    assert [after] == sample(logits[2:], draws[2:])
