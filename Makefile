@@ -90,8 +90,7 @@ $(VENV)/.base: $(VENV)/.torch $(INPUTS)
 	@$(TELL_KERNELS)
 	@touch $@
 
-# The project with extras, "test" or "test,check".
-$(VENV)/.with-%: $(VENV)/.torch $(INPUTS)
-	$(PIP_INSTALL) --no-build-isolation --editable ".[$*]"
-	@$(TELL_KERNELS)
-	@touch $@ $(VENV)/.base
+# What its extras need, "test" or "test,check". The project is there, so pip does not build it once more.
+$(VENV)/.with-%: $(VENV)/.base
+	$(PIP_INSTALL) "kvmux[$*]"
+	@touch $@
