@@ -50,11 +50,11 @@ def play(strategies: Mapping[str, StrategySettings], examples: int) -> None:
 
 @pytest.mark.parametrize("name", ALONE)
 def test_any_history_of_one_strategy(name: str) -> None:
-    play({"it": ALONE[name]}, examples=20)
+    play({"it": ALONE[name]}, examples=15)
 
 
 def test_any_history_of_all_strategies_in_one_arena() -> None:
-    play(TOGETHER, examples=40)
+    play(TOGETHER, examples=30)
 
 
 @pytest.mark.slow

@@ -31,7 +31,7 @@ PROMPTS = [
     *(COMMON[:n] + random_prompt(tail, seed=6) for n, tail in ((8, 3), (16, 1), (16, 9), (24, 5), (25, 8))),
     *(random_prompt(n, seed=6) for n in (2, 13, 30)),
 ]
-EXAMPLES = 40
+EXAMPLES = 28
 MOST = 9  # tokens a request may ask for
 SETTINGS: dict[str, Any] = {
     "strategies": strategies(
