@@ -31,7 +31,7 @@ PROMPTS = [
     *(COMMON[:n] + random_prompt(tail, seed=6) for n, tail in ((8, 3), (16, 1), (16, 9), (24, 5), (25, 8))),
     *(random_prompt(n, seed=6) for n in (2, 13, 30)),
 ]
-EXAMPLES = 28
+EXAMPLES, MANY = 28, 300  # histories
 MOST = 9  # tokens a request may ask for
 SETTINGS: dict[str, Any] = {
     "strategies": strategies(
@@ -242,12 +242,9 @@ def a_driver(tiny: Path, max_step_tokens: int, memory: float) -> Iterator[Driver
     _idle[max_step_tokens, memory] = driver
 
 
-@pytest.mark.parametrize(("max_step_tokens", "memory"), [(3, 1.25), (16, 1.25), (16, 3)])
-def test_whatever_happens_everybody_is_answered_rightly(
-    tiny: Path, reference: Reference, max_step_tokens: int, memory: float
-) -> None:
+def play(tiny: Path, reference: Reference, max_step_tokens: int, memory: float, examples: int) -> None:
     @settings(
-        max_examples=EXAMPLES,
+        max_examples=examples,
         deadline=None,
         derandomize=True,
         database=None,
@@ -262,3 +259,21 @@ def test_whatever_happens_everybody_is_answered_rightly(
             history.end()
 
     check()
+
+
+STEP_TOKENS_AND_MEMORY = [(3, 1.25), (16, 1.25), (16, 3)]
+
+
+@pytest.mark.parametrize(("max_step_tokens", "memory"), STEP_TOKENS_AND_MEMORY)
+def test_whatever_happens_everybody_is_answered_rightly(
+    tiny: Path, reference: Reference, max_step_tokens: int, memory: float
+) -> None:
+    play(tiny, reference, max_step_tokens, memory, EXAMPLES)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("max_step_tokens", "memory"), STEP_TOKENS_AND_MEMORY)
+def test_whatever_happens_and_however_often(
+    tiny: Path, reference: Reference, max_step_tokens: int, memory: float
+) -> None:
+    play(tiny, reference, max_step_tokens, memory, MANY)
