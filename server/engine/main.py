@@ -116,10 +116,10 @@ class Loop:
                 return [Event(worker, self._answer(query_id, what))]
             case Observed(responses, memory):
                 self._metrics.observe_responses(responses)
-                self._processes.workers[worker] = memory
+                self._processes.told(worker, memory)
             case Gone():
                 self._core.cancel_worker(worker)
-                self._processes.workers.pop(worker, None)
+                self._processes.gone(worker)
         return []
 
     def _answer(self, query_id: int, what: Question | Command) -> Answer:

@@ -1,4 +1,4 @@
-"""What an engine looks like between two steps. /metrics shows it as gauges; nothing here counts or changes anything."""
+"""What an engine looks like between two steps, and the server's processes: what /metrics shows as gauges."""
 
 from __future__ import annotations
 
@@ -34,15 +34,21 @@ class Processes:
     """The server's processes, and their resident memory in bytes."""
 
     def __init__(self) -> None:
-        self.workers: dict[int, int] = {}  # as each told last
+        self._workers: dict[int, int] = {}  # as each told last
         self._engine = psutil.Process()
         self._supervisor = self._engine.parent() if multiprocessing.parent_process() else None
+
+    def told(self, worker: int, memory: int) -> None:
+        self._workers[worker] = memory
+
+    def gone(self, worker: int) -> None:
+        self._workers.pop(worker, None)
 
     def resident(self) -> dict[Role, int]:
         supervisor = self._supervisor.memory_info().rss if self._supervisor else 0
         return {
             "engine": self._engine.memory_info().rss,
-            "api": sum(self.workers.values()),
+            "api": sum(self._workers.values()),
             "supervisor": supervisor,
         }
 

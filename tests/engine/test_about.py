@@ -80,7 +80,9 @@ def test_memory_of_a_card(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_memory_of_processes() -> None:
     processes = Processes()
-    processes.workers = {1: 100, 2: 20}
+    for worker, memory in ((1, 60), (2, 20), (1, 100), (3, 7)):
+        processes.told(worker, memory)
+    processes.gone(3)
     resident = processes.resident()
     assert resident["engine"] == pytest.approx(psutil.Process().memory_info().rss, rel=0.1)
     assert (resident["api"], resident["supervisor"]) == (120, 0)
