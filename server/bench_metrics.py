@@ -108,9 +108,7 @@ def measure(engine: Engine, sequences: int, tokens: int, rounds: int, steps: int
 def observe(metrics: Metrics, result: StepResult) -> float:
     """As the engine's loop does; the seconds it took."""
     began = time.perf_counter()
-    metrics.observe_step(result.report)
-    for record in result.finished:
-        metrics.observe_request(record)
+    metrics.observe(result.report, result.finished)
     return time.perf_counter() - began
 
 

@@ -87,9 +87,7 @@ class Loop:
             self._send([event for message in self._messages(pause) for event in self._handle(*message)])
             result = self._core.step()
             self._send(result.events)
-            self._metrics.observe_step(result.report)
-            for record in result.finished:
-                self._metrics.observe_request(record)
+            self._metrics.observe(result.report, result.finished)
             pause = 0.0 if result.report.rows else STALLED_SECONDS if self._core.busy else IDLE_SECONDS
 
     def stop(self) -> None:

@@ -55,6 +55,12 @@ class Metrics:
         self._at(f.ENGINE_RESTARTS).inc(about.restarts)
 
     # ---------------------------------------------------------------- as it happens
+    def observe(self, report: StepReport, finished: Sequence[RequestRecord]) -> None:
+        """What a step of the engine brought."""
+        self.observe_step(report)
+        for record in finished:
+            self.observe_request(record)
+
     def observe_step(self, report: StepReport) -> None:
         """The engine has made a step."""
         if report.rows:

@@ -291,9 +291,7 @@ def test_an_engine_and_its_metrics_agree_on_what_was_sent() -> None:
     driver.run()
     driver.step()
     for result in driver.steps:
-        metrics.observe_step(result.report)
-        for finished in result.finished:
-            metrics.observe_request(finished)
+        metrics.observe(result.report, result.finished)
     samples = scrape(metrics, state_of(driver.core, {}))
     for instance, length in prompts.items():
         gone = 9 * (instance == "paged")
