@@ -4,6 +4,8 @@ import gc
 import os
 
 import pytest
+
+os.environ["OMP_WAIT_POLICY"] = "passive"  # before torch: threads that wait by spinning stand still on a busy machine
 import torch
 
 
@@ -20,7 +22,7 @@ def _no_settings_in_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
             monkeypatch.delenv(name)
 
 
-@pytest.fixture(autouse=True, scope="session")
+@pytest.fixture(autouse=True)
 def _one_thread() -> None:
-    """Small tensors gain nothing from more, and lose much on a busy machine."""
+    """Small tensors gain nothing from more, and lose much on a busy machine. An engine with more may have been here."""
     torch.set_num_threads(1)
