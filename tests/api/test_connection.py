@@ -29,6 +29,9 @@ class Application:
     """Notes what it hears, and whose client went away. What it does depends on the path."""
 
     def __init__(self) -> None:
+        self.begin_again()
+
+    def begin_again(self) -> None:
         self.heard: list[tuple[str, bytes]] = []
         self.headers: list[set[str]] = []  # their names
         self.waiting: queue.Queue[str] = queue.Queue()  # paths
@@ -91,14 +94,22 @@ def served(app: Application, unread_seconds: float = 20, keep_alive: float = 20)
             thread.join()
 
 
-@pytest.fixture
-def app() -> Application:
+@pytest.fixture(scope="module")
+def running_app() -> Application:
     return Application()
 
 
 @pytest.fixture
-def url(app: Application) -> Iterator[str]:
-    with served(app) as url:
+def app(running_app: Application) -> Application:
+    """As new."""
+    running_app.begin_again()
+    return running_app
+
+
+@pytest.fixture(scope="module")
+def url(running_app: Application) -> Iterator[str]:
+    """Kept for all tests: to stop a server takes a while."""
+    with served(running_app) as url:
         yield url
 
 

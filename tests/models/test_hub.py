@@ -109,7 +109,7 @@ def hub(tmp_path: Path) -> Iterator[Hub]:
         (files / name).parent.mkdir(exist_ok=True)
         (files / name).write_text("not needed")
     with Hub(files) as hub:
-        thread = threading.Thread(target=hub.serve_forever, daemon=True)
+        thread = threading.Thread(target=hub.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True)
         thread.start()
         yield hub
         hub.shutdown()
