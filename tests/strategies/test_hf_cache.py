@@ -1,13 +1,18 @@
-"""Exact strategies as past_key_values of transformers: its own DynamicCache must write the same."""
+"""Exact strategies as past_key_values of transformers: its own DynamicCache must write the same.
+
+`make test` takes every model and every strategy, each with some of the others; `make test-slow` takes them all.
+"""
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Iterator
+from itertools import product
 from typing import Any
 
 import pytest
 import torch
+from allpairspy import AllPairs
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
@@ -21,12 +26,24 @@ from tests.strategies.generating import LONGEST, PAGED, left_padded, made, model
 EXACT = exact_instances()  # by name
 exact_ones = pytest.mark.parametrize("strategy", EXACT)
 MODELS = ["llama", "qwen2", "qwen2_windows", "mistral", "gemma2", "gemma3"]
-models = pytest.mark.parametrize("name", MODELS)
+
+
+def unless(quick: bool) -> list[pytest.MarkDecorator]:
+    return [] if quick else [pytest.mark.slow]
+
+
+models_and_strategies = pytest.mark.parametrize(
+    ("name", "strategy"),
+    [
+        pytest.param(name, strategy, marks=unless((i + j) % 3 == 0))
+        for i, name in enumerate(MODELS)
+        for j, strategy in enumerate(EXACT)
+    ],
+)
 
 
 # ---------------------------------------------------------------- exact strategies
-@models
-@exact_ones
+@models_and_strategies
 def test_exact_strategies_write_what_transformers_own_cache_does(name: str, strategy: str) -> None:
     model, ids = model_of(name), prompts()
     cache = made(model, EXACT[strategy])
@@ -35,12 +52,18 @@ def test_exact_strategies_write_what_transformers_own_cache_does(name: str, stra
     cache._cache.check_integrity()
 
 
-@models
-@pytest.mark.parametrize("strategy", ["contiguous", "paged_7", "ring_with_sinks"])
-@pytest.mark.parametrize("how", [{}, {"prefill_chunk_size": 1}, {"prefill_chunk_size": 8}], ids=str)
-def test_padding_and_pieces_change_nothing(name: str, strategy: str, how: dict[str, int]) -> None:
+PADDED = (MODELS, ["contiguous", "paged_7", "ring_with_sinks"], [0, 1, 8])  # 0: in one piece
+PAIRS = {tuple(values) for values in AllPairs([list(values) for values in PADDED])}
+
+
+@pytest.mark.parametrize(
+    ("name", "strategy", "piece"),
+    [pytest.param(*values, marks=unless(values in PAIRS)) for values in product(*PADDED)],
+)
+def test_padding_and_pieces_change_nothing(name: str, strategy: str, piece: int) -> None:
     model, ids = model_of(name), prompts()
     mask = left_padded(ids)
+    how = {"prefill_chunk_size": piece} if piece else {}
     assert written(model, ids, made(model, EXACT[strategy]), mask=mask, **how).equal(own(model, ids, mask=mask))
 
 
@@ -119,8 +142,7 @@ def test_a_window_as_wide_as_the_models_own_is_exact_and_smaller() -> None:
 
 
 # ---------------------------------------------------------------- beams and rows
-@models
-@exact_ones
+@models_and_strategies
 def test_beams_part_and_meet_as_under_transformers_own_cache(name: str, strategy: str) -> None:
     model, ids = model_of(name), prompts(2)
     mask = left_padded(ids)[:2]
