@@ -11,6 +11,7 @@ from hypothesis.stateful import run_state_machine_as_test
 from cache_strategies import registry
 from cache_strategies.eviction import policies
 from config.settings import StrategySettings
+from kernels.load import REFERENCE
 from tests.contract.histories import GEOMETRY, Histories
 
 OPTIONS: Mapping[str, Mapping[str, object]] = {  # small enough for texts of 20 tokens; unknown kinds run with defaults
@@ -48,13 +49,24 @@ def play(strategies: Mapping[str, StrategySettings], examples: int) -> None:
     run_state_machine_as_test(machine_of(strategies), settings=budget)
 
 
+def share(backend: str, examples: int) -> int:
+    """Of the examples, those to try with a backend: the books are the same whichever computes."""
+    return examples if backend == REFERENCE else examples // 3
+
+
 @pytest.mark.parametrize("name", ALONE)
-def test_any_history_of_one_strategy(name: str) -> None:
-    play({"it": ALONE[name]}, examples=15)
+def test_any_history_of_one_strategy(backend: str, name: str) -> None:
+    play({"it": ALONE[name]}, examples=share(backend, 15))
 
 
-def test_any_history_of_all_strategies_in_one_arena() -> None:
-    play(TOGETHER, examples=30)
+def test_any_history_of_all_strategies_in_one_arena(backend: str) -> None:
+    play(TOGETHER, examples=share(backend, 30))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ALONE)
+def test_more_histories_of_one_strategy(name: str) -> None:
+    play({"it": ALONE[name]}, examples=100)
 
 
 @pytest.mark.slow
