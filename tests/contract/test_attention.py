@@ -1,4 +1,7 @@
-"""Every strategy attends as the definition says, at every chunk size and type: alone, and mixed in one batch."""
+"""Every strategy attends as the definition says, at every chunk size and type: alone, and mixed in one batch.
+
+`make test` takes every chunk size in float32, and every second one in the narrow types; `make test-slow` takes all.
+"""
 
 from __future__ import annotations
 
@@ -40,11 +43,15 @@ def chunks_of(settings: StrategySettings, dtype: torch.dtype) -> list[int]:
     return sorted({min(chunk, most) for chunk in (1, 7, 64, WHOLE)})
 
 
-ALONE = [
-    pytest.param(name, chunk, dtype, id=f"{name}-{chunk}-{str(dtype).removeprefix('torch.')}")
+ALONE = [  # of the narrow types, a chunk size that one leaves out the other takes
+    pytest.param(
+        *(name, chunk, dtype),
+        id=f"{name}-{chunk}-{str(dtype).removeprefix('torch.')}",
+        marks=[] if dtype is torch.float32 or (i + j) % 2 == 0 else [pytest.mark.slow],
+    )
     for name, settings in every_instance().items()
-    for dtype in TOLERANCE
-    for chunk in chunks_of(settings, dtype)
+    for i, dtype in enumerate(TOLERANCE)
+    for j, chunk in enumerate(chunks_of(settings, dtype))
 ]
 
 
