@@ -2,6 +2,7 @@
 #
 #   make serve ARGS="--port 9000"        any flag of `kvmux serve`
 #   make test ARGS="tests/cli -x"        any argument of pytest
+#   make test PROCESSES=4                for the tests that may run side by side; 0: all in one, as debuggers want it
 #   make install PYTHON=python3.12       with which Python the virtual environment is made
 #   make install PIP_ARGS="..."          further arguments of every pip install
 #
@@ -11,6 +12,7 @@ VENV ?= .venv
 PYTHON ?=
 PIP_ARGS ?=
 ARGS ?=
+PROCESSES ?= 2
 URL ?= http://127.0.0.1:8000
 
 PY := $(VENV)/bin/python
@@ -18,6 +20,9 @@ PIP_INSTALL = $(PY) -m pip install --disable-pip-version-check $(PIP_ARGS)
 TORCH = $(shell sed -n 's/^ *"\(torch==[^"]*\)".*/\1/p' pyproject.toml)
 # What an installation is made from: when one of these changes it is made again.
 INPUTS = pyproject.toml $(wildcard setup.py kernels/cpu/*.cpp kernels/cpu/*.h)
+
+# Tests that fit the marks; ARGS may leave none of them, which pytest tells with 5.
+PYTEST = $(PY) -m pytest -m "$(1)" $(2) $(ARGS) || test $$? = 5
 
 TELL_KERNELS = ls kernels/cpu/*.so >/dev/null 2>&1 || echo "The C++ kernels were not built: is there a C++ compiler?\
  The server runs without them, slower." >&2
@@ -34,7 +39,8 @@ serve: $(VENV)/.base  ## serve the embedded model, or what ARGS says
 	$(VENV)/bin/kvmux serve $(ARGS)
 
 test: $(VENV)/.with-test  ## run the tests
-	$(PY) -m pytest -m "not slow" $(ARGS)
+	$(call PYTEST,not slow and not alone,-n $(PROCESSES) --dist loadfile)
+	$(call PYTEST,not slow and alone)
 
 prometheus: .tools/usr/bin/promtool  ## unpack Prometheus for the tests, on Debian and Ubuntu; without it some are skipped
 

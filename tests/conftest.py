@@ -1,12 +1,28 @@
-"""What all tests run under: no setting of the shell they were started in, and one thread of arithmetic."""
+"""What all tests run under: no setting of the shell they were started in, and one thread of arithmetic.
+
+And which of them want the machine for themselves, while the others run in two processes.
+"""
 
 import gc
 import os
+from collections.abc import Sequence
+from pathlib import Path
 
 import pytest
 
 os.environ["OMP_WAIT_POLICY"] = "passive"  # before torch: threads that wait by spinning stand still on a busy machine
 import torch
+
+ALONE = {"api", "cli", "loadtest", "server"}  # folders of tests that watch processes, or the clock
+ALONE_TOO = {"test_in_prometheus.py", "test_logs.py"}
+
+
+@pytest.hookimpl(tryfirst=True)  # before `-m` selects
+def pytest_collection_modifyitems(items: Sequence[pytest.Item]) -> None:
+    tests = Path(__file__).parent
+    for item in items:
+        if item.path.relative_to(tests).parts[0] in ALONE or item.path.name in ALONE_TOO:
+            item.add_marker(pytest.mark.alone)
 
 
 def pytest_collection_finish() -> None:
