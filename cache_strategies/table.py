@@ -61,6 +61,7 @@ class SeatTable:
         self._host_steps: Int32 = np.zeros((4, seats + 1), np.int32)  # row_seat, q_start, start, kept
         self._table = torch.from_numpy(self._host).to(device)  # on the CPU the very same memory
         self._steps = torch.from_numpy(self._host_steps).to(device)
+        self._changed = False  # the host's table, since it was copied
         self._free = list(range(seats))[::-1]
 
     @property
@@ -77,7 +78,10 @@ class SeatTable:
 
     def write(self, seat: TableSeat, first: int = 0) -> None:
         """The seat's blocks from the `first` on, into its row."""
-        self._host[seat.index, first : len(seat.blocks)] = seat.blocks[first:]
+        there, blocks = self._host[seat.index, first : len(seat.blocks)], seat.blocks[first:]
+        if there.tolist() != blocks:  # in most steps they are the same
+            there[:] = blocks
+            self._changed = True
 
     def slots(self, rows: Sequence[Row], *, pad_to: int = 0, sinks: int = 0, ring: int = 0) -> Slots:
         """The addresses of a step."""
@@ -92,9 +96,7 @@ class SeatTable:
         start[:n], start[n:B] = [row.seat.length for row in rows], -1
         np.cumsum(lengths + [1] * padding, out=q_start[1 : B + 1])
         np.clip(start[:B], 0, sinks + ring if ring else None, out=kept[:B])
-        if self._table.device.type != "cpu":
-            self._table.copy_(torch.from_numpy(self._host))
-            self._steps.copy_(torch.from_numpy(self._host_steps))
+        self._copy_to_device()
         return Slots(
             self._table,
             self._block_size,
@@ -108,6 +110,15 @@ class SeatTable:
             sinks=sinks,
             ring=ring,
         )
+
+    def _copy_to_device(self) -> None:
+        """Waits until it is done: the next step writes into the same host memory, and may come before the copy."""
+        if self._table.device.type == "cpu":
+            return
+        self._steps.copy_(torch.from_numpy(self._host_steps))
+        if self._changed:
+            self._table.copy_(torch.from_numpy(self._host))
+            self._changed = False
 
 
 class TablePlan(Plan):

@@ -50,11 +50,13 @@ class Batch:
         self.order = sorted(range(len(work)), key=lambda i: (instances[work[i].cache.name], work[i].row.num_tokens > 1))
         self._work = [work[i] for i in self.order]
         self._slices = list(self._plan())
-        self.ids = _tensor(np.concatenate([item.tokens for item in self._work]), device)
-        self.positions = _tensor(np.concatenate([_positions(item.row) for item in self._work]), device)
+        ids = np.concatenate([item.tokens for item in self._work])
+        positions = np.concatenate([_positions(item.row) for item in self._work])
         ends = np.cumsum([item.row.num_tokens for item in self._work])
         wanted = [np.arange(end - item.logits, end) for item, end in zip(self._work, ends, strict=True)]
-        self.logit_index = _tensor(np.concatenate(wanted), device)
+        # In one copy, and one that is waited for: on mps others read the host's memory later, when it may be gone.
+        packed = torch.from_numpy(np.concatenate([ids, positions, *wanted]).astype(np.int64)).to(device)
+        self.ids, self.positions, self.logit_index = packed.tensor_split((len(ids), 2 * len(ids)))
 
     def attend(self, layer_idx: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Every strategy's rows through its own plan. Raises StrategyError."""
@@ -93,7 +95,3 @@ class Batch:
 
 def _positions(row: Row) -> np.ndarray:
     return np.arange(row.seat.length, row.seat.length + row.num_tokens)
-
-
-def _tensor(values: np.ndarray, device: torch.device | str) -> Tensor:
-    return torch.from_numpy(values.astype(np.int64)).to(device)

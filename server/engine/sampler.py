@@ -1,11 +1,11 @@
 """Draws the next tokens from logits. Knows no request beyond how it wants its tokens drawn.
 
+All is computed where the logits are, and nothing waits for it but the drawn tokens, which come to the host in one go.
 The noise of a draw depends on (seed, position) only: not on the batch, nor on the step, nor on the strategy.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 
 import numpy as np
@@ -16,6 +16,7 @@ from server.engine.adjust import adjusted
 from server.engine.draw import Draw, adjusts
 from server.engine.messages import Sampling
 
+NO_TOKEN = -1  # where the logits are no numbers
 COLDEST = 1e-30  # temperature; float32 could not divide by much less
 
 
@@ -23,28 +24,29 @@ def sample(logits: Tensor, draws: Sequence[Draw]) -> list[int | None]:
     """logits [K, V] float32, which stay as they are -> K token ids; None where the logits are no numbers."""
     tokens = _likeliest(logits)
     for i, (sampling, position, text, banned) in enumerate(draws):
-        if tokens[i] is None:
-            continue
         ours = logits[i]
         if changed := bool(banned) or adjusts(sampling):
             ours = adjusted(ours, sampling, text, banned)
         if sampling.temperature > 0:
-            tokens[i] = draw(probabilities(ours, sampling), uniform(sampling.seed, position))
+            drawn = draw(probabilities(ours, sampling), uniform(sampling.seed, position))
+            tokens[i] = drawn.masked_fill(tokens[i] == NO_TOKEN, NO_TOKEN)
         elif changed:
-            tokens[i] = _likeliest(ours[None])[0]
-    return tokens
+            tokens[i] = _likeliest(ours[None])[0].masked_fill(tokens[i] == NO_TOKEN, NO_TOKEN)
+    return [None if token == NO_TOKEN else token for token in tokens.tolist()]
 
 
-def _likeliest(logits: Tensor) -> list[int | None]:
-    """The first of the largest in each row; None if that is NaN, which argmax finds before all others, or infinite.
+def _likeliest(logits: Tensor) -> Tensor:
+    """The first of the largest in each row [K]; NO_TOKEN if that is infinite, or a number of the row is NaN.
 
-    On a CPU by numpy, whose argmax is twenty times as fast as torch's.
+    On a CPU by numpy, whose argmax is twenty times as fast as torch's and finds NaN before all others; on mps argmax
+    passes NaN over.
     """
-    found = torch.from_numpy(logits.numpy().argmax(-1)) if logits.device.type == "cpu" else logits.argmax(-1)
-    largest = logits.gather(1, found[:, None])[:, 0]
-    return [
-        token if math.isfinite(value) else None for token, value in zip(found.tolist(), largest.tolist(), strict=True)
-    ]
+    on_cpu = logits.device.type == "cpu"
+    found = torch.from_numpy(logits.numpy().argmax(-1)) if on_cpu else logits.argmax(-1)
+    sound = logits.gather(1, found[:, None])[:, 0].isfinite()
+    if not on_cpu:
+        sound &= ~logits.isnan().any(-1)
+    return found.masked_fill(~sound, NO_TOKEN)
 
 
 def probabilities(logits: Tensor, sampling: Sampling) -> Tensor:
@@ -53,21 +55,22 @@ def probabilities(logits: Tensor, sampling: Sampling) -> Tensor:
     if sampling.min_p > 0:  # Nguyen et al. 2024: less likely than this share of the likeliest
         p = p.masked_fill(p < sampling.min_p * p.max(), 0.0)
     if 0 < sampling.top_k < p.numel():
-        p = p.where(_first(sampling.top_k, p), 0.0)
+        p = p.masked_fill(~_first(sampling.top_k, p), 0.0)
     if sampling.top_p < 1:  # Holtzman et al. 2020: the fewest tokens that hold this much of the mass
         ordered, ids = p.sort(descending=True, stable=True)
         mass_before = ordered.cumsum(-1) - ordered
         kept = mass_before < sampling.top_p * p.sum()
         kept[0] = True  # also where the product is too small to be told from 0
-        p = p.index_fill(0, ids[~kept], 0.0)
+        p = p.masked_fill(~kept.scatter(0, ids, kept), 0.0)
     return p
 
 
-def draw(p: Tensor, u: float) -> int:
-    """The token whose stretch of the cumulated p [V] (not necessarily normalised) holds u in [0, 1)."""
+def draw(p: Tensor, u: float) -> Tensor:
+    """The token [] whose stretch of the cumulated p [V] (not necessarily normalised) holds u in [0, 1)."""
     cumulated = p.cumsum(-1)
     token = torch.searchsorted(cumulated, u * cumulated[-1], right=True)
-    return int(token.clamp_max(p.nonzero()[-1, 0]))  # rounding at the very end
+    possible = torch.arange(len(p), device=p.device).masked_fill(p <= 0, 0)
+    return token.minimum(possible.max())  # rounding at the very end
 
 
 def uniform(seed: int, position: int) -> float:

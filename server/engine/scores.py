@@ -21,14 +21,20 @@ def scores(logits: Tensor, tokens: Sequence[int], top: int) -> list[TokenScore]:
     """
     logprobs = logits.log_softmax(-1).clamp_min(LOWEST)
     chosen = logprobs.gather(1, torch.tensor(tokens, device=logits.device)[:, None])
-    ranks = (logprobs > chosen).sum(-1) + 1
+    ranks = (logprobs > chosen).sum(-1, keepdim=True) + 1
     best = logprobs.topk(min(top, logits.shape[1]), sorted=True)
+    numbers, counts = _on_host(torch.cat((chosen, best.values), 1), torch.cat((ranks, best.indices), 1))
     return [
         TokenScore(token, logprob, rank, list(zip(ids, values, strict=True)))
-        for token, logprob, rank, ids, values in zip(
-            tokens, chosen[:, 0].tolist(), ranks.tolist(), best.indices.tolist(), best.values.tolist(), strict=True
-        )
+        for token, (logprob, *values), (rank, *ids) in zip(tokens, numbers, counts, strict=True)
     ]
+
+
+def _on_host(numbers: Tensor, counts: Tensor) -> tuple[list[list[float]], list[list[int]]]:
+    """[K, n] float32 and [K, n] int64, in one transfer: the bits of the first beside the second."""
+    together = torch.cat((numbers.view(torch.int32), counts.int()), 1).cpu().contiguous()
+    first, second = together.split(numbers.shape[1], 1)
+    return first.contiguous().view(torch.float32).tolist(), second.tolist()
 
 
 def scores_of_some(logits: Tensor, tokens: Sequence[int], tops: Sequence[int | None]) -> list[TokenScore | None]:
