@@ -28,7 +28,7 @@ TELL_KERNELS = ls kernels/cpu/*.so >/dev/null 2>&1 || echo "The C++ kernels were
  The server runs without them, slower." >&2
 
 .DEFAULT_GOAL := help
-.PHONY: help install serve test prometheus test-slow test-clients check format bench load clean
+.PHONY: help install serve test test-metal prometheus test-slow test-clients check format bench load clean
 
 help:  ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1	\2/p' Makefile | expand -t 20
@@ -41,6 +41,9 @@ serve: $(VENV)/.base  ## serve the embedded model, or what ARGS says
 test: $(VENV)/.with-test  ## run the tests
 	$(call PYTEST,not slow and not alone,-n $(PROCESSES) --dist loadfile)
 	$(call PYTEST,not slow and alone)
+
+test-metal: $(VENV)/.with-test  ## run the tests of the kernels: Metal's emulated, on a Mac on its GPU, too
+	$(PY) -m pytest -m "not slow" tests/kernels $(ARGS)
 
 prometheus: .tools/usr/bin/promtool  ## unpack Prometheus for the tests, on Debian and Ubuntu; without it some are skipped
 

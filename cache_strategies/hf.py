@@ -25,6 +25,7 @@ from cache_strategies.base import Geometry, KVCache, Plan, Row, Seat, Usage
 from cache_strategies.table import TableCache
 from config.settings import StrategySettings
 from kernels.arena import Arena
+from kernels.device import native
 from kernels.load import load_ops
 from kernels.ops import LayerSpec, Ops
 
@@ -373,7 +374,7 @@ def _built(kind: str, options: dict[str, Any], geometry: Geometry, device: torch
         raise ValueError("max_batch_size and max_seq_len must be at least 1")
     instances = registry.declared({kind: StrategySettings(kind=kind, **options)})
     pages = max(1, geometry.max_seats * registry.sequence_pages(instances, geometry))
-    ops: Any = _KeepingOps(load_ops(device, geometry.kv_dtype).ops)
+    ops: Any = _KeepingOps(load_ops(native(device), geometry.kv_dtype).ops)
     with torch.inference_mode(False):  # memory made in inference mode could not be written outside of it
         arena = Arena(pages, registry.page_bytes(instances, geometry), device)
         return registry.build(instances, geometry, arena, ops)[kind]

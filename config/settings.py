@@ -31,7 +31,7 @@ ENV_FOREIGN = frozenset({"KVMUX_CONFIG"})  # read by the command line, not a set
 ENV_JSON = frozenset({"KVMUX_STRATEGIES", "KVMUX_RULES"})
 ENV_PARTS = "KVMUX_STRATEGIES__"  # the only variables that reach into a setting: __<instance>__<option>
 
-Device = Literal["auto", "cpu", "mps", "cuda"]
+Device = Literal["auto", "cpu", "mps", "cuda", "metal-emulated", "metal-checked"]
 DType = Literal["auto", "float32", "bfloat16", "float16"]
 Weights = Literal["auto", "f32", "bf16", "f16"]
 ModelImpl = Literal["auto", "lean", "transformers"]
@@ -122,7 +122,11 @@ class Settings(BaseSettings):
     deterministic: bool = Field(
         False, description="a request gets the same bits whatever else runs; CPU kernels only, long prompts take longer"
     )
-    device: Device = Field("auto", description="auto takes cuda, then mps, then cpu")
+    device: Device = Field(
+        "auto",
+        description="auto takes cuda, then mps, then cpu; metal-emulated: a Mac's kernels on this machine's CPU, to "
+        "try them, slowly; metal-checked: the same, watched for races and bounds",
+    )
     dtype: DType = Field(
         "auto", description="of activations and K/V; auto: the model's own if the device is fast at it"
     )

@@ -2,6 +2,7 @@
 
 The data of a measurement is a gibibyte, so nothing is found in a cache; the memory's own speed, by a plain read of as
 much, is measured beside it. Shares of that speed mean something; absolute figures are those of one machine at one time.
+Only backends for the CPU are measured.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ class Row(NamedTuple):
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m kernels.bench", description=__doc__)
     parser.add_argument("--op", nargs="+", choices=NAMES, default=NAMES, help="which operations")
-    names = (REFERENCE, *(backend.name for backend in backends()), "sdpa", "sdpa+gather")
+    names = (REFERENCE, *(backend.name for backend in backends("cpu")), "sdpa", "sdpa+gather")
     parser.add_argument("--backend", nargs="+", choices=names, help="which backends (default: all)")
     parser.add_argument(
         "--dtype", nargs="+", choices=("float32", "bfloat16", "float16"), default=["float32", "bfloat16"]
@@ -109,7 +110,7 @@ class Run(NamedTuple):
 def _here(wanted: Sequence[str] | None) -> Mapping[str, Ops]:
     """The operations to measure, by backend; which of them this machine lacks is told."""
     found: dict[str, Ops] = {REFERENCE: ReferenceOps()} if wanted is None or REFERENCE in wanted else {}
-    for backend in backends():
+    for backend in backends("cpu"):
         if wanted is not None and backend.name not in wanted:
             continue
         if backend.missing is None:

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import logging
+import pkgutil
 from collections.abc import Callable, Iterator, Mapping
 from functools import cache, partial
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import torch
 
 from kernels.check import Verdict, checked, mended
 from kernels.cpu import load as cpu
-from kernels.cpu.load import KernelsMissing
+from kernels.device import Device, named
+from kernels.missing import KernelsMissing
 from kernels.ops import Ops
 from kernels.reference import ReferenceOps
 from kernels.table import DTYPES, OPS
@@ -19,9 +21,22 @@ from kernels.table import DTYPES, OPS
 log = logging.getLogger(__name__)
 REFERENCE = "reference"
 
-# By name: the type of device, and what loads the operations or raises KernelsMissing. For a device, the best first.
+
+def _metal(load: str, **how: bool) -> Ops:
+    """What a function of kernels/metal/load.py gives. Imported when it is asked for: most machines never do."""
+    try:
+        found = pkgutil.resolve_name(f"kernels.metal.load:{load}")
+    except ModuleNotFoundError as error:
+        raise KernelsMissing(f"this installation has no Metal kernels: {error}") from None
+    return cast("Ops", found(**how))
+
+
+# By name: the name of the device, and what loads the operations or raises KernelsMissing. For a device, the best first.
 BACKENDS: Mapping[str, tuple[str, Callable[[], Ops]]] = {
-    f"cpu-{name}": ("cpu", partial(cpu.load, name)) for name in cpu.INSTRUCTION_SETS
+    **{f"cpu-{name}": ("cpu", partial(cpu.load, name)) for name in cpu.INSTRUCTION_SETS},
+    "metal": ("mps", partial(_metal, "load")),
+    "metal-emulated": ("metal-emulated", partial(_metal, "load_emulated", checked=False)),
+    "metal-checked": ("metal-checked", partial(_metal, "load_emulated", checked=True)),
 }
 
 
@@ -29,22 +44,22 @@ class Backend(NamedTuple):
     """One that is written for some device, whether or not this machine can run it."""
 
     name: str
-    device_type: str
+    device: Device
     load: Callable[[], Ops]
     missing: str | None  # why it cannot be loaded; None: it can
 
 
-def backends(device_type: str | None = None) -> Iterator[Backend]:
-    """All of BACKENDS, or those for a type of device, the best first; without the reference, which is everywhere."""
-    for name, (kind, load) in BACKENDS.items():
-        if device_type not in (None, kind):
+def backends(device: str | None = None) -> Iterator[Backend]:
+    """All of BACKENDS, or those for the device of that name, the best first; not the reference, which is everywhere."""
+    for name, (where, load) in BACKENDS.items():
+        if device not in (None, where):
             continue
         missing = None
         try:
             load()
         except KernelsMissing as error:
             missing = str(error)
-        yield Backend(name, kind, load, missing)
+        yield Backend(name, named(where), load, missing)
 
 
 class Loaded(NamedTuple):
@@ -72,22 +87,31 @@ class Loaded(NamedTuple):
         return self.backend + (f", plain torch for {', '.join(self.faulty)}" if self.faulty else "")
 
 
-def load_ops(device: torch.device, dtype: torch.dtype, *, reference: bool = False) -> Loaded:
-    """The best operations there are for `device`; what fails its check in `dtype` is replaced, and told in the log."""
-    for backend in () if reference or dtype not in DTYPES else backends(device.type):
-        if backend.missing is not None:
-            log.debug("no kernels %s: %s", backend.name, backend.missing)
-            continue
-        return _checked(backend.name, dtype, device)
-    if not reference:
-        log.warning("there are no kernels for %s on %s: plain torch is used, which is slower", dtype, device)
+def load_ops(device: Device, dtype: torch.dtype, *, reference: bool = False) -> Loaded:
+    """The best operations there are for `device`; what fails its check in `dtype` is replaced, and told in the log.
+
+    Raises KernelsMissing for an emulated device that has none: there plain torch is for those who ask for it.
+    """
+    if reference:
+        return Loaded(REFERENCE, ReferenceOps(), [])
+    if device.name != "cpu" and any(where == device.name for where, _ in BACKENDS.values()):
+        log.info("kernels for %s are compiled, unless they were before, and checked ...", device.name)
+    why = f"they do not compute in {dtype}"
+    for backend in backends(device.name) if dtype in DTYPES else ():
+        if backend.missing is None:
+            return _checked(backend.name, dtype, device)
+        why = backend.missing
+        log.debug("no kernels %s: %s", backend.name, why)
+    if device.emulated:
+        raise KernelsMissing(why)
+    log.warning("there are no kernels for %s on %s: plain torch is used, which is slower", dtype, device.name)
     return Loaded(REFERENCE, ReferenceOps(), [])
 
 
 @cache  # what was found once in a process holds for all of it
-def _checked(name: str, dtype: torch.dtype, device: torch.device) -> Loaded:
+def _checked(name: str, dtype: torch.dtype, device: Device) -> Loaded:
     ops = BACKENDS[name][1]()
-    verdicts = checked(ops, dtype, device)
+    verdicts = checked(ops, dtype, device.tensors)
     for verdict in verdicts:
         if verdict.fault is not None:
             log.error("KERNEL FAILS ITS CHECK, plain torch is used: %s of %s: %s", verdict.op, name, verdict.fault)

@@ -1,12 +1,14 @@
-"""`kvmux doctor`: what this machine is, which kernels it has, and whether they compute what they should.
+"""`kvmux doctor`: what this machine is, which kernels it has, whether they compute what they should, and how fast.
 
-Prints a report and writes the same as JSON, to attach where a problem is described. Loads no model.
+Prints a report and writes the same as JSON, to attach where a problem is described. Loads no model; all that it does on
+a device it does in one thread.
 """
 
 from __future__ import annotations
 
 import json
 import platform
+import subprocess
 from collections.abc import Iterator
 from importlib import metadata
 from pathlib import Path
@@ -19,9 +21,10 @@ from rich.table import Table
 
 from kernels.check import Verdict, checked
 from kernels.cpu.load import usable
-from kernels.load import backends
+from kernels.load import Backend, backends
 from kernels.probe import read_bandwidth
-from kernels.table import DTYPES
+from kernels.stopwatch import Stopwatch
+from kernels.table import DTYPES, OPS
 from server.engine.device import choose_device
 
 REPORT = Path("kvmux-doctor.json")
@@ -32,12 +35,17 @@ FAULT = "FAULT:"
 
 def doctor(out: Path = REPORT) -> int:
     """Prints and writes the report; the exit code is 1 if a kernel fails its check."""
-    told = report()
     console = Console()
+    console.print("Kernels are compiled, unless they were before, and checked ...")
+    told = report()
     for title, facts in told.items():
         console.print(_table(title, facts))
-    out.write_text(json.dumps(told, indent=2) + "\n", encoding="utf-8")
+    text = json.dumps(told, indent=2)
+    out.write_text(text + "\n", encoding="utf-8")
     console.print(f"\nWritten to {out}: please attach it when you report a problem.")
+    if torch.backends.mps.is_available():  # nobody has run them on all kinds of Macs
+        console.print("Of a Mac it is welcome in any case. The same to copy:\n")
+        print(f"```json\n{text}\n```")
     return int(any(FAULT in line for line in told["kernels"].values()))
 
 
@@ -65,6 +73,10 @@ def _machine() -> Iterator[tuple[str, str]]:
 
 
 def _processor() -> str:
+    if platform.system() == "Darwin":
+        return subprocess.run(
+            ["/usr/sbin/sysctl", "-n", "machdep.cpu.brand_string"], capture_output=True, text=True, check=False
+        ).stdout.strip()
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     except OSError:
@@ -73,25 +85,40 @@ def _processor() -> str:
 
 
 def _devices() -> Iterator[tuple[str, str]]:
-    yield "chosen", str(choose_device("auto"))
+    yield "chosen", choose_device("auto").name
     yield "cuda", torch.cuda.get_device_name() if torch.cuda.is_available() else "none"
-    yield "mps", "there is one" if torch.backends.mps.is_available() else "none"
+    yield "mps", _metal() if torch.backends.mps.is_available() else "none"
+
+
+def _metal() -> str:
+    recommended, used = torch.mps.recommended_max_memory(), torch.mps.driver_allocated_memory()
+    system = f"macOS {platform.mac_ver()[0]}"
+    return f"{system}; {recommended / 2**30:.1f} GiB recommended, {used / 2**30:.1f} GiB of it taken by this process"
 
 
 def _kernels() -> Iterator[tuple[str, str]]:
     for backend in backends():
-        if backend.missing is not None:
+        if backend.missing is None:
+            yield from _checked(backend)
+        else:
             yield backend.name, f"none: {backend.missing}"
-            continue
-        ops, device = backend.load(), torch.device(backend.device_type)
-        by_dtype = [checked(ops, dtype, device) for dtype in DTYPES]
-        for verdicts in zip(*by_dtype, strict=True):  # of one operation
-            yield f"{backend.name} {verdicts[0].op}", ", ".join(map(_words, DTYPES, verdicts))
 
 
-def _words(dtype: torch.dtype, verdict: Verdict) -> str:
+def _checked(backend: Backend) -> Iterator[tuple[str, str]]:
+    """A line for each operation. Its time is that of all the small inputs it is tried with, compiling included."""
+    ops, device = backend.load(), backend.device.tensors
+    by_dtype = []
+    for dtype in DTYPES:
+        with Stopwatch(ops, device) as watch:
+            verdicts = checked(ops, dtype, device)
+        by_dtype.append([_words(dtype, verdict, watch.seconds[verdict.op]) for verdict in verdicts])
+    for op, words in zip(OPS, zip(*by_dtype, strict=True), strict=True):
+        yield f"{backend.name} {op.name}", ", ".join(words)
+
+
+def _words(dtype: torch.dtype, verdict: Verdict, seconds: float) -> str:
     found = f"off by {verdict.error:.0e}" if verdict.fault is None else f"{FAULT} {verdict.fault}"
-    return f"{str(dtype).removeprefix('torch.')} {found}"
+    return f"{str(dtype).removeprefix('torch.')} {found} in {1e3 * seconds:.1f} ms"
 
 
 def _table(title: str, facts: dict[str, Any]) -> Table:

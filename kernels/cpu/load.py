@@ -8,13 +8,10 @@ from pathlib import Path
 import torch
 
 from kernels.cpu.backend import CpuOps
+from kernels.missing import KernelsMissing
 
 FOLDER = Path(__file__).parent
 INSTRUCTION_SETS = ("avx512", "avx2", "neon")  # the best first
-
-
-class KernelsMissing(Exception):
-    """There are no such operations on this machine; the message says why."""
 
 
 def load(name: str) -> CpuOps:

@@ -59,7 +59,7 @@ def in_effect(engine: Engine) -> dict[str, Any]:
         "model": engine.name,
         "model_name": ",".join((engine.name, *engine.aliases)),
         "model_impl": "lean" if isinstance(core.model, Decoder) else "transformers",
-        "device": str(core.model.device),
+        "device": engine.device.name,
         "dtype": _name(core.model.dtype),
         "weights": _name(choose_weights(settings, core.model.dtype)),
         "kernels": engine.kernels.backend,

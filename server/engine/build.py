@@ -5,7 +5,8 @@ What cannot work is found here, and raised as SettingsError with what to change.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,7 +19,9 @@ from config.settings import Settings, SettingsError
 from config.sizes import parse_bytes
 from kernels.arena import Arena
 from kernels.cpu.backend import MAX_DIM, CpuOps
+from kernels.device import Device
 from kernels.load import Loaded, load_ops
+from kernels.missing import KernelsMissing
 from kernels.ops import Ops
 from kernels.stopwatch import Stopwatch
 from server.engine.core import Core
@@ -29,7 +32,9 @@ from server.engine.device import (
     choose_threads,
     choose_weights,
     free_memory,
+    limit_memory,
 )
+from server.engine.rehearsal import rehearse
 from server.engine.scheduler import Limits, Scheduler
 from server.engine.scores import MOST_LOGITS
 from server.engine.selection import Selector
@@ -52,6 +57,7 @@ class Engine:
     directory: Path  # of the model
     core: Core
     instances: Sequence[Instance]
+    device: Device
     kernels: Loaded
     max_seq_len: int
 
@@ -63,23 +69,11 @@ def build_engine(settings: Settings) -> Engine:
     instances = registry.declared(settings.strategies)
     device = choose_device(settings.device)
     dtype = choose_dtype(settings.dtype, facts.dtype, device)
-    kernels = load_ops(device, dtype, reference=settings.kernels == "reference")
+    kernels = _kernels(settings, device, dtype)
     max_seq_len = _max_seq_len(settings, facts)
-    if settings.threads is not None:  # for loading, too
-        torch.set_num_threads(settings.threads)
     ops = _row_invariant(kernels.ops) if settings.deterministic else kernels.ops
-    model = load_model(
-        directory,
-        settings.model_impl,
-        ops=ops,
-        dtype=dtype,
-        weights=choose_weights(settings, dtype),
-        device=device,
-        positions=max_seq_len,
-    )
-    if settings.deterministic:
-        _check_deterministic(model)
-    torch.set_num_threads(choose_threads(settings.threads, model.weight_bytes))
+    limit_memory(device.tensors)
+    model = _model(settings, directory, ops, dtype, device.tensors, max_seq_len)
     max_step_tokens = choose_step_tokens(settings.max_step_tokens, device)
     geometry = Geometry(
         layers=model.specs,
@@ -88,8 +82,11 @@ def build_engine(settings: Settings) -> Engine:
         max_seq_len=max_seq_len,
         max_step_tokens=max_step_tokens,
     )
+    max_step_scores = max(1, MOST_LOGITS // model.facts.vocab_size)
+    if device.tensors.type != "cpu":
+        _rehearse(settings, model, max_step_tokens, max_step_scores)
     page = registry.page_bytes(instances, geometry)
-    arena = Arena(_pages(settings, instances, geometry, page, device), page, device)
+    arena = Arena(_pages(settings, instances, geometry, page, device.tensors), page, device.tensors)
     caches = registry.build(instances, geometry, arena, ops, str(directory))
     limits = Limits(
         max_num_seqs=settings.max_num_seqs,
@@ -98,12 +95,59 @@ def build_engine(settings: Settings) -> Engine:
         max_seq_len=max_seq_len,
         kv_bytes=arena.pages * arena.page_bytes,
         kv_overcommit=settings.kv_overcommit,
-        max_step_scores=max(1, MOST_LOGITS // model.facts.vocab_size),
+        max_step_scores=max_step_scores,
     )
     selector = Selector(caches.keys(), settings.rules, settings.default_strategy)
-    core = Core(model, caches, arena, Scheduler(limits), selector, Stopwatch(ops, device))
+    core = Core(model, caches, arena, Scheduler(limits), selector, Stopwatch(ops, device.tensors))
     name, *aliases = settings.model_names
-    return Engine(settings, name, aliases, directory, core, instances, kernels, max_seq_len)
+    return Engine(settings, name, aliases, directory, core, instances, device, kernels, max_seq_len)
+
+
+def _kernels(settings: Settings, device: Device, dtype: torch.dtype) -> Loaded:
+    try:
+        return load_ops(device, dtype, reference=settings.kernels == "reference")
+    except KernelsMissing as error:
+        raise SettingsError(f"device {device.name!r} is not usable here: {error}") from None
+
+
+@contextmanager
+def _room_for(what: str, advice: str) -> Iterator[None]:
+    """What a device's allocator raises becomes a SettingsError. It has no type of its own on mps."""
+    try:
+        yield
+    except RuntimeError as error:
+        if "out of memory" not in str(error):
+            raise
+        raise SettingsError(f"{what} is too large for the device's memory: {advice}; torch says: {error}") from None
+
+
+def _model(
+    settings: Settings, directory: Path, ops: Ops, dtype: torch.dtype, device: torch.device, max_seq_len: int
+) -> Model:
+    """Loaded, and torch's threads as it wants them."""
+    if settings.threads is not None:  # for loading, too
+        torch.set_num_threads(settings.threads)
+    with _room_for("the model", "take a smaller one, or keep its weights in a shorter format"):
+        model = load_model(
+            directory,
+            settings.model_impl,
+            ops=ops,
+            dtype=dtype,
+            weights=choose_weights(settings, dtype),
+            device=device,
+            positions=max_seq_len,
+        )
+    if settings.deterministic:
+        _check_deterministic(model)
+    torch.set_num_threads(choose_threads(settings.threads, model.weight_bytes))
+    return model
+
+
+def _rehearse(settings: Settings, model: Model, max_step_tokens: int, max_step_scores: int) -> None:
+    """The largest step there can be: one of prompts, and every other sequence draws a token."""
+    rows = settings.max_num_seqs
+    with _room_for(f"a step of {max_step_tokens} tokens", "lower max_step_tokens or max_num_seqs"):
+        rehearse(model, tokens=max_step_tokens + rows, logits=min(max_step_scores, max_step_tokens) + rows)
 
 
 def _row_invariant(ops: Ops) -> Ops:

@@ -11,28 +11,30 @@ import torch
 
 from config.settings import Settings, SettingsError
 from kernels.cpu.load import fast_halves
+from kernels.device import EMULATED, Device, named
 
 CORES = torch.get_num_threads()  # as torch finds them, OMP_NUM_THREADS included
 SMALL = 128 << 20  # bytes of a model that a cache holds, or nearly
+METAL_MARGIN = 256 << 20  # bytes that stay free on mps: attention's scratch, command buffers, the allocator's rounding
 WEIGHT_DTYPES = {"f32": torch.float32, "bf16": torch.bfloat16, "f16": torch.float16}
 
 
-def choose_device(wanted: str) -> torch.device:
-    """Raises SettingsError if torch cannot use the device."""
+def choose_device(wanted: str) -> Device:
+    """auto takes none that is emulated. Raises SettingsError if torch cannot use the device."""
     usable = {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available(), "cpu": True}
     if wanted == "auto":
         wanted = next(name for name, there in usable.items() if there)
-    if not usable[wanted]:
+    if wanted not in EMULATED and not usable[wanted]:
         there = ", ".join(name for name, yes in usable.items() if yes)
         raise SettingsError(f"device {wanted!r} is not usable here; torch offers {there}")
-    return torch.device(wanted)
+    return named(wanted)
 
 
-def choose_dtype(wanted: str, checkpoint: str, device: torch.device) -> torch.dtype:
+def choose_dtype(wanted: str, checkpoint: str, device: Device) -> torch.dtype:
     """Of activations, keys and values. auto: the checkpoint's, but float32 on a CPU that would emulate it."""
     if wanted == "auto":
         wanted = checkpoint
-        if device.type == "cpu" and not (wanted == "bfloat16" and torch.bfloat16 in fast_halves()):
+        if device.name == "cpu" and not (wanted == "bfloat16" and torch.bfloat16 in fast_halves()):
             wanted = "float32"
     dtype = getattr(torch, wanted, None)
     if dtype not in WEIGHT_DTYPES.values():
@@ -55,15 +57,16 @@ def choose_threads(wanted: int | None, weight_bytes: int) -> int:
     return wanted or (CORES if weight_bytes > SMALL else max(1, CORES - 1))
 
 
-def choose_step_tokens(wanted: int | None, device: torch.device) -> int:
+def choose_step_tokens(wanted: int | None, device: Device) -> int:
     """Prompt tokens of a step, at most.
 
-    While a step runs nobody hears anything. A CPU is as busy with 256 tokens as with more, up to some percent; an
-    accelerator is not.
+    While a step runs nobody hears anything. A CPU is as busy with 256 tokens as with more, up to some percent, and
+    what is emulated runs on one; an accelerator is not.
     """
-    return wanted or (256 if device.type == "cpu" else 1024)
+    return wanted or (256 if device.tensors.type == "cpu" else 1024)
 
 
+# -------------------------------------------------------------------- memory
 class DeviceMemory(NamedTuple):
     """Of a CPU: the machine's, or what its container may have."""
 
@@ -78,7 +81,7 @@ def device_memory(device: torch.device) -> DeviceMemory:
         return DeviceMemory(total - free, free)
     if device.type == "mps":
         used = torch.mps.driver_allocated_memory()
-        return DeviceMemory(used, torch.mps.recommended_max_memory() - used)
+        return DeviceMemory(used, max(0, torch.mps.recommended_max_memory() - used))
     machine = psutil.virtual_memory()
     limit, used = _container_memory()
     if limit < machine.total:
@@ -87,8 +90,15 @@ def device_memory(device: torch.device) -> DeviceMemory:
 
 
 def free_memory(device: torch.device) -> int:
-    """Bytes that could be allocated now."""
-    return device_memory(device).free
+    """Bytes that may be allocated now. On mps a margin stays: a Mac whose Metal runs out of memory may panic."""
+    free = device_memory(device).free
+    return max(0, free - METAL_MARGIN) if device.type == "mps" else free
+
+
+def limit_memory(device: torch.device) -> None:
+    """Has torch raise for what would exceed the memory that Metal recommends; by default it takes 1.7 times as much."""
+    if device.type == "mps":
+        torch.mps.set_per_process_memory_fraction(1.0)
 
 
 def _container_memory() -> tuple[int, int]:

@@ -167,7 +167,7 @@ def evaluate(engine: Engine, names: Sequence[str], wanted: Wanted) -> Report:
     dtype = str(core.model.dtype).removeprefix("torch.")
     source = str(wanted.text or "stories")
     counts = (len(text), len(records))
-    return Report(engine.name, str(core.model.device), dtype, source, counts, length, row_tokens, results)
+    return Report(engine.name, engine.device.name, dtype, source, counts, length, row_tokens, results)
 
 
 def most_row_tokens(core: Core, caches: Sequence[KVCache]) -> int:

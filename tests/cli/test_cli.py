@@ -153,7 +153,7 @@ def test_the_file_is_named_by_the_environment_unless_a_flag_names_one(
         (["serve", "extra"], "extra is no option"),
         (["serve", "--port"], "argument --port: expected one argument"),
         (["serve", "--port", "80x"], "port (from --port): Input should be a valid integer"),
-        (["serve", "--device", "gpu"], "device (from --device): Input should be 'auto', 'cpu', 'mps' or 'cuda'"),
+        (["serve", "--device", "gpu"], "device (from --device): Input should be 'auto', 'cpu', 'mps', 'cuda', 'metal-"),
         (["serve", "--kv-memory", "2 fish"], "kv_memory (from --kv-memory): '2 fish' is no amount of memory"),
         (["serve", "--default-strategy", "paged2"], "default_strategy is 'paged2'; instances are contiguous, paged"),
         (["serve", "--config", "missing.toml"], "cannot read the settings file missing.toml: No such file"),

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import json
+import platform
+import re
+import subprocess
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from kernels import load as loading
-from kernels.cpu.load import KernelsMissing
+from kernels.missing import KernelsMissing
 from kernels.ops import Ops
 from kernels.reference import ReferenceOps
+from kernels.table import DTYPES
 from server import doctor as doctoring
 
 
@@ -22,6 +27,10 @@ class Raising(ReferenceOps):
 
 def _missing() -> Ops:
     raise KernelsMissing("this machine has no abacus")
+
+
+def _metal() -> Ops:
+    raise KernelsMissing("there is no C++ compiler: install one")
 
 
 @pytest.fixture(autouse=True)
@@ -39,7 +48,9 @@ def test_a_backend_that_is_right_and_one_that_is_missing(monkeypatch: pytest.Mon
     code, kernels = _report(monkeypatch, tmp_path / "report.json", right=ReferenceOps, abacus=_missing)
     assert code == 0
     assert kernels["abacus"] == "none: this machine has no abacus"
-    assert kernels["right silu_mul"] == "float32 off by 0e+00, float16 off by 0e+00, bfloat16 off by 0e+00"
+    for words, dtype in zip(kernels["right silu_mul"].split(", "), DTYPES, strict=True):
+        name = str(dtype).removeprefix("torch.")
+        assert re.fullmatch(rf"{name} off by 0e\+00 in \d+\.\d ms", words)
 
 
 def test_a_fault_is_named_and_ends_with_an_error(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -47,3 +58,30 @@ def test_a_fault_is_named_and_ends_with_an_error(monkeypatch: pytest.MonkeyPatch
     assert code == 1
     assert kernels["broken silu_mul"].startswith("float32 FAULT: RuntimeError: no such instruction")
     assert "FAULT" not in kernels["broken rope"]
+
+
+def test_an_emulated_device_is_told_of_by_its_name_or_by_what_it_lacks(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    rows = {"metal-emulated": ("metal-emulated", ReferenceOps), "metal-checked": ("metal-checked", _metal)}
+    monkeypatch.setattr(loading, "BACKENDS", rows)
+    kernels = doctoring.report()["kernels"]
+    assert "float16 off by 0e+00" in kernels["metal-emulated attend"]
+    assert kernels["metal-checked"] == "none: there is no C++ compiler: install one"
+
+
+def test_a_mac_tells_what_it_is_in_a_block_to_copy(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: True)
+    monkeypatch.setattr(torch.mps, "recommended_max_memory", lambda: 11 << 30)
+    monkeypatch.setattr(torch.mps, "driver_allocated_memory", lambda: 512 << 20)
+    monkeypatch.setattr(platform, "system", lambda: "Darwin")
+    monkeypatch.setattr(platform, "mac_ver", lambda: ("26.1", ("", "", ""), "arm64"))
+    monkeypatch.setattr(subprocess, "run", lambda command, **_: subprocess.CompletedProcess(command, 0, "Apple M9\n"))
+    _report(monkeypatch, tmp_path / "report.json", right=ReferenceOps)
+    printed = capsys.readouterr().out
+    told = json.loads(printed.split("```json\n")[1].split("```")[0])
+    assert told == json.loads((tmp_path / "report.json").read_text())
+    assert told["machine"]["processor"] == "Apple M9"
+    assert told["devices"]["mps"] == "macOS 26.1; 11.0 GiB recommended, 0.5 GiB of it taken by this process"

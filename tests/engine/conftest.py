@@ -1,13 +1,17 @@
-"""What the tests of this folder share: a tiny random model on disk, and the texts it must write."""
+"""What the tests of this folder share: a tiny random model on disk, the texts it must write, a device that is none."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from transformers import Qwen2Config
 
+from kernels import load as loading
+from tests.engine.far_device import FarDevice, offered
 from tests.engine.reference import Reference
+from tests.engine.waiting_for_nothing import WaitingForNothing
 from tests.models.random_models import CONFIGS, load, save_random
 
 
@@ -28,6 +32,19 @@ def tiny_windows(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("tiny_windows")
     save_random("qwen2_windows", directory)
     return directory
+
+
+@pytest.fixture
+def mps(monkeypatch: pytest.MonkeyPatch) -> Iterator[FarDevice]:
+    """A device of that name, with operations that wait for nothing."""
+    fake = FarDevice()
+    offered(monkeypatch, fake)
+    monkeypatch.setattr(loading, "BACKENDS", {"metal": ("mps", WaitingForNothing)})
+    monkeypatch.setattr(loading, "checked", lambda *_: [])  # they know no padding
+    loading._checked.cache_clear()
+    with fake:
+        yield fake
+    loading._checked.cache_clear()
 
 
 @pytest.fixture(scope="session")

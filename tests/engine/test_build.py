@@ -5,14 +5,16 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import msgspec
 import pytest
 import torch
 
 from cache_strategies.base import Seat
+from config import settings as configured
 from config.settings import Settings, SettingsError
+from kernels.device import EMULATED, named, native
 from server.engine import build, device
 from server.engine.about import describe_caches, summary
 from server.engine.build import build_engine
@@ -130,15 +132,19 @@ def test_a_device_that_torch_does_not_offer_is_refused(tiny: Path, monkeypatch: 
     monkeypatch.setattr(torch.backends.mps, "is_available", lambda: False)
     assert refused(tiny, device="cuda") == "device 'cuda' is not usable here; torch offers cpu"
     assert refused(tiny, device="mps") == "device 'mps' is not usable here; torch offers cpu"
-    assert choose_device("auto") == torch.device("cpu")
+    assert choose_device("auto") == native("cpu")
 
 
 @pytest.mark.parametrize(("cuda", "mps", "best"), [(True, True, "cuda"), (False, True, "mps"), (False, False, "cpu")])
 def test_auto_takes_the_fastest_device(monkeypatch: pytest.MonkeyPatch, cuda: bool, mps: bool, best: str) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: cuda)
     monkeypatch.setattr(torch.backends.mps, "is_available", lambda: mps)
-    assert choose_device("auto").type == best
-    assert choose_device("cpu").type == "cpu"
+    assert choose_device("auto") == native(best)
+    assert choose_device("cpu") == native("cpu")
+
+
+def test_every_device_that_can_be_set_is_one() -> None:
+    assert {"auto", "cpu", "cuda", "mps", *EMULATED} == {*get_args(configured.Device)}
 
 
 AUTO_DTYPES = [  # device, of the checkpoint, fast bfloat16 on the CPU -> what is computed in
@@ -148,6 +154,8 @@ AUTO_DTYPES = [  # device, of the checkpoint, fast bfloat16 on the CPU -> what i
     ("cpu", "float32", True, torch.float32),
     ("mps", "float16", False, torch.float16),
     ("cuda", "bfloat16", False, torch.bfloat16),
+    ("metal-emulated", "bfloat16", False, torch.bfloat16),
+    ("metal-checked", "float16", False, torch.float16),
 ]
 
 
@@ -156,8 +164,8 @@ def test_auto_takes_the_checkpoints_type_where_the_device_is_fast_at_it(
     monkeypatch: pytest.MonkeyPatch, where: str, checkpoint: str, fast: bool, expected: torch.dtype
 ) -> None:
     monkeypatch.setattr(device, "fast_halves", lambda: frozenset({torch.bfloat16} if fast else ()))
-    assert choose_dtype("auto", checkpoint, torch.device(where)) is expected
-    assert choose_dtype("float16", checkpoint, torch.device(where)) is torch.float16
+    assert choose_dtype("auto", checkpoint, named(where)) is expected
+    assert choose_dtype("float16", checkpoint, named(where)) is torch.float16
     assert choose_weights(Settings(), expected) is expected
     assert choose_weights(Settings(weights="bf16"), expected) is torch.bfloat16
 
@@ -165,7 +173,7 @@ def test_auto_takes_the_checkpoints_type_where_the_device_is_fast_at_it(
 @pytest.mark.parametrize("checkpoint", ["float64", "int8", "nonsense", "Tensor"])
 def test_a_checkpoint_of_another_type_is_refused(checkpoint: str) -> None:
     with pytest.raises(SettingsError, match=f"the checkpoint's dtype '{checkpoint}' is none to compute in: give --dty"):
-        choose_dtype("auto", checkpoint, torch.device("cuda"))
+        choose_dtype("auto", checkpoint, native("cuda"))
 
 
 # -------------------------------------------------------------------- everything else

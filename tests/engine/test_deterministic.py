@@ -11,6 +11,7 @@ import torch
 
 from config.settings import Settings, SettingsError
 from kernels.cpu.backend import FEW, CpuOps
+from kernels.device import native
 from kernels.load import load_ops
 from server.engine.build import build_engine
 from server.engine.messages import TokenScore
@@ -19,7 +20,7 @@ from tests.engine.driving import Driver, strategies
 from tests.engine.reference import random_prompt
 from tests.models.random_models import save_random
 
-COMPILED = isinstance(load_ops(torch.device("cpu"), torch.float32).ops, CpuOps)
+COMPILED = isinstance(load_ops(native("cpu"), torch.float32).ops, CpuOps)
 EMBEDDED = locate("tiny", None)
 PROMPT, COUNT, TOP = random_prompt(150), 6, 5
 INSTANCES = ["contiguous", "paged", "odd_blocks", "window", "int8"]
@@ -121,7 +122,7 @@ def test_what_cannot_promise_it_is_refused(tiny: Path, change: dict[str, str]) -
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("rows", [1, FEW - 1, FEW, FEW + 1, 3 * FEW + 5])
 def test_a_row_of_a_product_is_the_same_beside_any_others(rows: int, dtype: torch.dtype) -> None:
-    ops = load_ops(torch.device("cpu"), torch.float32).ops
+    ops = load_ops(native("cpu"), torch.float32).ops
     if isinstance(ops, CpuOps):
         invariant = ops.row_invariant()
         x, weight = torch.randn(rows, 200), torch.randn(90, 200).to(dtype)

@@ -11,10 +11,10 @@ from kernels.ops import LayerSpec, Ops
 from kernels.reference import ReferenceOps
 from kernels.scene import Layout, RowOf
 
-# By name: the reference, and every backend that runs on this machine.
+# By name: the reference, and every backend for this machine's CPU.
 BACKENDS: Mapping[str, Callable[[], Ops]] = {
     REFERENCE: ReferenceOps,
-    **{backend.name: backend.load for backend in backends() if backend.missing is None},
+    **{backend.name: backend.load for backend in backends("cpu") if backend.missing is None},
 }
 
 TOLERANCE = {torch.float32: 3e-6, torch.float16: 2e-3, torch.bfloat16: 2e-2}

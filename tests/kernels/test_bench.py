@@ -8,7 +8,7 @@ import pytest
 
 from kernels import bench, loads
 from kernels import load as loading
-from kernels.cpu.load import KernelsMissing
+from kernels.missing import KernelsMissing
 from kernels.ops import Ops
 from tests.kernels.matrix import BACKENDS
 

@@ -15,7 +15,9 @@ from torch import Tensor
 from kernels import load as loading
 from kernels.check import checked, mended
 from kernels.cpu import load as cpu
+from kernels.device import native
 from kernels.load import backends, load_ops
+from kernels.missing import KernelsMissing
 from kernels.ops import Ops
 from kernels.reference import ReferenceOps
 from kernels.table import DTYPES, OPS
@@ -115,7 +117,7 @@ def test_without_a_library_plain_torch_is_used_and_told(
 ) -> None:
     monkeypatch.setattr(cpu, "FOLDER", tmp_path)
     with caplog.at_level(logging.DEBUG):
-        assert load_ops(CPU, torch.float32).words == "plain torch"
+        assert load_ops(native("cpu"), torch.float32).words == "plain torch"
     assert "there are no kernels for torch.float32 on cpu: plain torch is used, which is slower" in caplog.text
 
 
@@ -123,15 +125,15 @@ def test_a_library_that_is_none_is_passed_over(tmp_path: Path, monkeypatch: pyte
     for name in cpu.INSTRUCTION_SETS:
         (tmp_path / f"_{name}.so").write_bytes(b"not a library")
     monkeypatch.setattr(cpu, "FOLDER", tmp_path)
-    assert load_ops(CPU, torch.float32).words == "plain torch"
+    assert load_ops(native("cpu"), torch.float32).words == "plain torch"
 
 
 def test_dtypes_that_no_kernel_knows_are_left_to_plain_torch() -> None:
-    assert load_ops(CPU, torch.float64).words == "plain torch"
+    assert load_ops(native("cpu"), torch.float64).words == "plain torch"
 
 
 def _missing() -> Ops:
-    raise cpu.KernelsMissing("there is no abacus")
+    raise KernelsMissing("there is no abacus")
 
 
 def test_backends_are_those_of_a_device_and_say_why_they_are_missing(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -142,4 +144,4 @@ def test_backends_are_those_of_a_device_and_say_why_they_are_missing(monkeypatch
         ("abacus", "there is no abacus"),
         ("plain", None),
     ]
-    assert load_ops(CPU, torch.float32).backend == "plain"
+    assert load_ops(native("cpu"), torch.float32).backend == "plain"

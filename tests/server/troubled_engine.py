@@ -12,7 +12,7 @@ from torch import Tensor
 
 from config.settings import Settings
 from kernels import load as loading
-from kernels.cpu.load import KernelsMissing
+from kernels.missing import KernelsMissing
 from kernels.ops import Ops
 from server.engine.core import StepResult
 from tests.server import checked_engine

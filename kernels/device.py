@@ -1,0 +1,36 @@
+"""What a device is: the word people use for it, and where its tensors live. Knows no kernel.
+
+The two differ where a device is emulated: its operations are a GPU's, its tensors live on the CPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+import torch
+
+EMULATED: Mapping[str, str] = {"metal-emulated": "cpu", "metal-checked": "cpu"}  # by name: where their tensors live
+
+
+class Device(NamedTuple):
+    """Where operations run."""
+
+    name: str  # as in the settings, in /v1/settings and in the log
+    tensors: torch.device
+
+    @property
+    def emulated(self) -> bool:
+        """Whether it is there for its kernels alone: plain torch in their place would be no such device."""
+        return self.name in EMULATED
+
+
+def named(name: str) -> Device:
+    """The device people call that."""
+    return Device(name, torch.device(EMULATED.get(name, name)))
+
+
+def native(tensors: torch.device | str) -> Device:
+    """The one that computes where these tensors live."""
+    tensors = torch.device(tensors)
+    return Device(tensors.type, tensors)

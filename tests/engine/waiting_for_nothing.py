@@ -1,0 +1,68 @@
+"""Operations that ask nothing of the device, as kernels do: keys are found by address, on the device alone.
+
+Formulas, not kernels: every query meets every position of the longest text, and what it does not see counts nothing.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kernels.ops import LayerSpec, Slots
+from kernels.reference import ReferenceOps
+from kernels.store import KVStore
+
+
+class WaitingForNothing(ReferenceOps):
+    """Keys and values as the model computes them; no padding."""
+
+    def write_kv(self, store: KVStore, layer: int, k: Tensor, v: Tensor, at: Slots) -> None:
+        row, position = _tokens(at, len(k))
+        block, slot = _places(at, row, position)
+        for new, plane in zip((k, v), store.planes(layer), strict=True):
+            plane.numbers[block, :, slot] = new
+
+    def attend(
+        self,
+        out: Tensor,
+        q: Tensor,
+        store: KVStore,
+        layer: int,
+        at: Slots,
+        spec: LayerSpec,
+        *,
+        window: int | None = None,
+    ) -> None:
+        row, position = (x[:, None] for x in _tokens(at, len(q)))
+        key = torch.arange(at.max_kv, device=q.device)
+        places = _places(at, row, key.minimum(position))
+        k, v = (plane[places[0], :, places[1]].repeat_interleave(_group(spec), 2) for plane in _planes(store, layer))
+        seen = key <= position  # [N, S]
+        if window is not None:
+            seen = seen & ((position - key < window) | (key < at.sinks))
+        scores = torch.einsum("nhd,nshd->nhs", q.float(), k.float()) * spec.scale
+        weights = scores.masked_fill(~seen[:, None], -torch.inf).softmax(-1)
+        out.copy_(torch.einsum("nhs,nshd->nhd", weights, v.float().nan_to_num(0.0)))
+
+
+def _tokens(at: Slots, n: int) -> tuple[Tensor, Tensor]:
+    """Row and position of each token [N]."""
+    token = torch.arange(n, device=at.start.device)
+    row = (token[:, None] >= at.q_start[1:]).sum(-1)
+    return row, at.start[row].long() + token - at.q_start[row].long()
+
+
+def _places(at: Slots, row: Tensor, position: Tensor) -> tuple[Tensor, Tensor]:
+    """Block, and slot in it."""
+    slot = at.slot(position)
+    return at.table[at.row_seat[row].long(), slot // at.block_size].long(), slot % at.block_size
+
+
+def _planes(store: KVStore, layer: int) -> Any:
+    return store.k(layer), store.v(layer)
+
+
+def _group(spec: LayerSpec) -> int:
+    return spec.num_q_heads // spec.num_kv_heads
