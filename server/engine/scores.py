@@ -31,8 +31,10 @@ def scores(logits: Tensor, tokens: Sequence[int], top: int) -> list[TokenScore]:
 
 
 def _on_host(numbers: Tensor, counts: Tensor) -> tuple[list[list[float]], list[list[int]]]:
-    """[K, n] float32 and [K, n] int64, in one transfer: the bits of the first beside the second."""
-    together = torch.cat((numbers.view(torch.int32), counts.int()), 1).cpu().contiguous()
+    """[K, n] float32 and [K, n] int64; from elsewhere in one transfer: the bits of the first beside the second."""
+    if numbers.device.type == "cpu":
+        return numbers.tolist(), counts.tolist()
+    together = torch.cat((numbers.view(torch.int32), counts.int()), 1).cpu()
     first, second = together.split(numbers.shape[1], 1)
     return first.contiguous().view(torch.float32).tolist(), second.tolist()
 

@@ -109,9 +109,9 @@ def _count(results: Sequence[Fidelity], logits: Tensor, targets: Tensor) -> Tens
     exact = logp[0].exp()
     for i, result in enumerate(results):
         result.tokens += len(targets)
-        result.surprise += float(surprise[i].double().sum())
+        result.surprise += float(surprise[i].cpu().double().sum())
         result.agreed += int((best[i] == best[0]).sum())
-        result.divergence += float((exact * (logp[0] - logp[i])).sum(-1).double().sum())
+        result.divergence += float((exact * (logp[0] - logp[i])).sum(-1).cpu().double().sum())
     return best == targets
 
 

@@ -69,6 +69,9 @@ class FarTensor(Tensor):
     def __invert__(self) -> Any:
         return self.home.computed(aten.bitwise_not.default, (self,), {})
 
+    def __int__(self) -> int:
+        return int(self.item())
+
     def nonzero(self) -> Any:
         return self.home.computed(aten.nonzero.default, (self,), {})
 

@@ -9,7 +9,12 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from transformers import Qwen2Config
 
+from cache_strategies.hf import StrategyCache
+from cache_strategies.textbook import KVCache
+from server.evaluation.compare import compare
+from server.evaluation.documents import Document
 from tests.engine.driving import Driver
 from tests.engine.far_device import FAR, FarDevice
 from tests.engine.reference import Reference, random_prompt
@@ -126,6 +131,34 @@ def test_logits_that_are_no_numbers_end_their_request_alone(
     driver.step()
     assert [each.failed.code if each.failed else None for each in heard] == ["not_a_number", "not_a_number", None]
     assert len(heard[2].tokens) == 1
+
+
+# -------------------------------------------------------------------- what else computes on a device
+def test_strategies_are_compared_as_on_a_cpu(tiny: Path, mps: FarDevice) -> None:
+    found = []
+    for device in ("mps", "cpu"):
+        core = Driver(tiny, device=device, kernels="reference").core
+        caches = [core.caches["contiguous"], core.caches["paged"]]
+        found.append(compare(core.model, caches, [Document(random_prompt(60), [])], row_tokens=16))
+    assert found[0] == found[1]
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_caches_for_other_peoples_models_are_as_on_a_cpu(mps: FarDevice, strategy: str) -> None:
+    config = Qwen2Config(
+        hidden_size=32, num_attention_heads=4, num_key_value_heads=2, num_hidden_layers=1, dtype=torch.float32
+    )
+    generator = torch.Generator().manual_seed(0)
+    ours: list[Any] = [
+        [StrategyCache(config, strategy, max_seq_len=40, device=device), KVCache(1, 40, 2, 8)]
+        for device in (FAR, torch.device("cpu"))
+    ]
+    for n in (7, 1, 1, 5):
+        k, v = (torch.randn(1, 2, n, 8, generator=generator) for _ in "kv")
+        for far, near in zip(*ours, strict=True):
+            for there, here in zip(far.update(k.to(FAR), v.to(FAR), 0), near.update(k, v, 0), strict=True):
+                assert there.device == FAR
+                assert there.tolist() == here.tolist()
 
 
 # -------------------------------------------------------------------- the stand-in catches what it is there for
