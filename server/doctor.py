@@ -98,10 +98,12 @@ def _metal() -> str:
 
 def _kernels() -> Iterator[tuple[str, str]]:
     for backend in backends():
-        if backend.missing is None:
-            yield from _checked(backend)
-        else:
+        if backend.missing is not None:
             yield backend.name, f"none: {backend.missing}"
+        elif backend.device.emulated:  # an engine checks it when it starts; here it would only tell of the emulator
+            yield backend.name, f"usable: --device {backend.device.name}"
+        else:
+            yield from _checked(backend)
 
 
 def _checked(backend: Backend) -> Iterator[tuple[str, str]]:

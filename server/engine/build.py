@@ -86,7 +86,9 @@ def build_engine(settings: Settings) -> Engine:
     if device.tensors.type != "cpu":
         _rehearse(settings, model, max_step_tokens, max_step_scores)
     page = registry.page_bytes(instances, geometry)
-    arena = Arena(_pages(settings, instances, geometry, page, device.tensors), page, device.tensors)
+    pages = _pages(settings, instances, geometry, page, device.tensors)
+    with _room_for(f"KV memory of {pages * page} bytes", "give a smaller kv_memory"):
+        arena = Arena(pages, page, device.tensors)
     caches = registry.build(instances, geometry, arena, ops, str(directory))
     limits = Limits(
         max_num_seqs=settings.max_num_seqs,
@@ -116,7 +118,7 @@ def _room_for(what: str, advice: str) -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        if "out of memory" not in str(error):
+        if not any(words in str(error) for words in ("out of memory", "Invalid buffer size")):
             raise
         raise SettingsError(f"{what} is too large for the device's memory: {advice}; torch says: {error}") from None
 

@@ -175,17 +175,22 @@ def test_no_step_is_larger_than_the_one_that_was_rehearsed(
 
 
 @pytest.mark.parametrize(
-    ("what", "message"),
+    ("what", "torch_says", "message"),
     [
-        ("load_model", "the model is too large for the device's memory: take a smaller one"),
-        ("rehearse", "a step of 64 tokens is too large for the device's memory: lower max_step_tokens or max_num_seqs"),
+        ("load_model", "MPS backend out of memory", "the model is too large for the device's memory: take a smaller"),
+        (
+            "rehearse",
+            "MPS backend out of memory",
+            "a step of 64 tokens is too large for the device's memory: lower max",
+        ),
+        ("Arena", "Invalid buffer size: 9.00 GiB", "KV memory of .* is too large for the device's memory: give a sm"),
     ],
 )
 def test_what_does_not_fit_is_told_with_what_to_change(
-    tiny: Path, mps: FarDevice, monkeypatch: pytest.MonkeyPatch, what: str, message: str
+    tiny: Path, mps: FarDevice, monkeypatch: pytest.MonkeyPatch, what: str, torch_says: str, message: str
 ) -> None:
     def fails(*_: Any, **__: Any) -> None:
-        raise RuntimeError("MPS backend out of memory (MPS allocated: 3 GiB)")
+        raise RuntimeError(torch_says)
 
     monkeypatch.setattr(build, what, fails)
     with pytest.raises(SettingsError, match=message):
