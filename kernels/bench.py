@@ -24,9 +24,10 @@ from kernels.probe import read_bandwidth, seconds
 from kernels.reference import ReferenceOps
 from kernels.table import OPS, Op
 
-CONTEXTS = {  # tokens, and rows of x for linear
+CONTEXTS = {  # tokens, and rows of x for linear and quantised_linear
     "attend": (128, 1024, 4096, 16384),
     "linear": (1, 8),
+    "quantised_linear": (1, 8),
     "repeat_kv_heads": (128, 4096),
     "repeat_kv_heads_step": (128, 4096),
 }

@@ -15,11 +15,13 @@ from torch import Tensor
 from kernels.arena import Arena
 from kernels.memory import allocate
 from kernels.ops import LayerSpec, Slots
+from kernels.quantised import Quantised
 from kernels.store import KVStore, block_bytes
 
 GIBIBYTE = 1 << 30
 WIDTH, INNER = 896, 4864
 KV_HEADS, HEADS, DIM = 2, 14, 64
+QUANTISED_BITS, QUANTISED_GROUP = 4, 64  # what most checkpoints of MLX have
 LAYERS = [LayerSpec(KV_HEADS, HEADS, DIM, DIM, scale=DIM**-0.5)] * 24
 BLOCK = 32  # tokens
 
@@ -42,6 +44,16 @@ def linear(dtype: torch.dtype, rows: int) -> Calls:
     weights = numbers(count * 2 * INNER * WIDTH, dtype).view(count, 2 * INNER, WIDTH)
     x = numbers(rows * WIDTH, dtype).view(rows, WIDTH)
     return [(x, weight) for weight in weights]
+
+
+def quantised_linear(dtype: torch.dtype, rows: int) -> Calls:
+    """The same of weights of 4 bits a number; scale and offset in the dtype."""
+    width, groups = WIDTH * QUANTISED_BITS // 8, WIDTH // QUANTISED_GROUP
+    count = -(-GIBIBYTE // (2 * INNER * (width + 2 * groups * dtype.itemsize)))
+    packed = numbers(count * 2 * INNER * width // dtype.itemsize, dtype).view(torch.uint8).view(count, 2 * INNER, width)
+    scale, offset = numbers(2 * count * 2 * INNER * groups, dtype).view(2, count, 2 * INNER, groups)
+    x = numbers(rows * WIDTH, dtype).view(rows, WIDTH)
+    return [(x, Quantised(*of, QUANTISED_BITS, QUANTISED_GROUP)) for of in zip(packed, scale, offset, strict=True)]
 
 
 def _rows(dtype: torch.dtype, tokens: int, width: int) -> Tensor:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 from torch import Tensor
 
 if TYPE_CHECKING:
+    from kernels.quantised import Quantised
     from kernels.store import KVStore
 
 
@@ -85,6 +86,13 @@ class Ops(Protocol):
         """x [N, in] times weight [out, in], plus bias [out] -> [N, out] in x's dtype.
 
         Multiplied in the dtype of weight and bias.
+        """
+        ...
+
+    def quantised_linear(self, x: Tensor, weight: Quantised, bias: Tensor | None = None) -> Tensor:
+        """x [N, in] times a weight [out, in] of 8 or 4 bits a number, plus bias [out] -> [N, out] in x's dtype.
+
+        Values of the weight are those of `kernels.quantised.dequantise`; products are summed in float32.
         """
         ...
 

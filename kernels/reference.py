@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kernels.ops import LayerSpec, Slots
+from kernels.quantised import Quantised, dequantise, tile_rows
 from kernels.store import KVStore, Plane
 
 TILE = 128  # positions
@@ -58,6 +59,16 @@ class ReferenceOps:
             wide = F.linear(multiplied.float(), weight.float(), None if bias is None else bias.float())
             return wide.to(weight.dtype).to(x.dtype)
         return F.linear(multiplied, weight, bias).to(x.dtype)
+
+    def quantised_linear(self, x: Tensor, weight: Quantised, bias: Tensor | None = None) -> Tensor:
+        """Some rows of the weight at a time are float32, which then stay in the cache until they are multiplied."""
+        wide, outputs = x.float(), weight.shape[0]
+        out = x.new_empty(len(x), outputs)
+        rows = tile_rows(weight.shape[1])
+        for first in range(0, outputs, rows):
+            some = slice(first, first + rows)
+            out[:, some] = F.linear(wide, dequantise(weight.rows(some)), None if bias is None else bias[some].float())
+        return out
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         wide = x.float()

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from inspect import signature
+from itertools import product
 from typing import NamedTuple
 
 import torch
@@ -19,6 +20,7 @@ from torch import Tensor
 
 from kernels import loads
 from kernels.ops import LayerSpec, Ops, Slots
+from kernels.quantised import Quantised, quantise_weight
 from kernels.reference import ReferenceOps
 from kernels.scene import Layout, RowOf, Scene
 from kernels.store import KVStore, vector_bytes
@@ -56,6 +58,17 @@ def _linear(ops: Ops, dtype: torch.dtype, device: torch.device) -> Results:
         x, weight, bias = (draw(*shape).to(dtype) for shape in ((rows, 48), (40, 48), (40,)))
         yield f"{rows} rows", ops.linear(x, weight)
         yield f"{rows} rows and a bias", ops.linear(x, weight, bias)
+
+
+def _quantised_linear(ops: Ops, dtype: torch.dtype, device: torch.device) -> Results:
+    draw = _numbers(device)
+    for bits, group in product((8, 4), (32, 64)):
+        weight = quantise_weight(draw(37, 192).to(dtype), bits, group)
+        for rows in (1, 5, 33):
+            x, bias = draw(rows, 192).to(dtype), draw(37).to(dtype)
+            what = f"{bits} bits, groups of {group}, {rows} rows"
+            yield what, ops.quantised_linear(x, weight)
+            yield f"{what} and a bias", ops.quantised_linear(x, weight, bias)
 
 
 def _rms_norm(ops: Ops, dtype: torch.dtype, device: torch.device) -> Results:
@@ -161,8 +174,8 @@ def _in_and_out(x: Tensor, *rest: object) -> int:
     return 2 * x.nbytes
 
 
-def _linear_bytes(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> int:
-    return weight.nbytes + x.nbytes + len(x) * len(weight) * x.itemsize
+def _linear_bytes(x: Tensor, weight: Tensor | Quantised, bias: Tensor | None = None) -> int:
+    return weight.nbytes + x.nbytes + len(x) * weight.shape[0] * x.itemsize
 
 
 def _quantise_bytes(x: Tensor) -> int:
@@ -217,8 +230,11 @@ def _copy_blocks_bytes(store: KVStore, src: list[int], dst: list[int]) -> int:
 # -------------------------------------------------------------------- the table
 ACTIVATIONS = "the activations, in and out"
 
+WEIGHT = "the weight; the activations, in and out"
+
 OPS: tuple[Op, ...] = (
-    Op("linear", SUMS, _linear, loads.linear, "the weight; the activations, in and out", _linear_bytes),
+    Op("linear", SUMS, _linear, loads.linear, WEIGHT, _linear_bytes),
+    Op("quantised_linear", SUMS, _quantised_linear, loads.quantised_linear, WEIGHT, _linear_bytes),
     Op("rms_norm", ROUNDING, _rms_norm, loads.rms_norm, ACTIVATIONS, _in_and_out),
     Op("add_rms_norm", ROUNDING, _add_rms_norm, loads.add_rms_norm, "both, in and out", lambda x, *rest: 4 * x.nbytes),
     Op("rope", ROUNDING, _rope, loads.rope, ACTIVATIONS, _in_and_out),

@@ -21,7 +21,7 @@ from server.engine.messages import Sampling, Submit, Tokens
 
 STEPS = 50
 WARM = 5
-MOVERS = ("linear", "attend")  # operations that read what is large: weights, keys and values
+MOVERS = ("linear", "quantised_linear", "attend")  # operations that read what is large: weights, keys and values
 REST = "everything else"
 WORKER = 0
 

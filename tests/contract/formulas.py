@@ -15,6 +15,7 @@ from torch import Tensor
 
 from kernels.arena import Arena
 from kernels.ops import LayerSpec, Ops
+from kernels.quantised import Quantised
 from kernels.scene import Layout, RowOf, Scene
 from kernels.store import KVStore, block_bytes
 from tests.contract.brute import attention, everything, seen
@@ -83,6 +84,21 @@ def linear(ops: Ops, shape: Shape) -> Pairs:
     product = x.double() @ weight.double().T
     yield ops.linear(x, weight), product
     yield ops.linear(x, weight, bias), product + bias.double()
+
+
+def quantised_linear(ops: Ops, shape: Shape) -> Pairs:
+    """Both of 8 and of 4 bits, in groups of 32 or, where these do not divide a row, 16; scales of either sign."""
+    draw, outputs, width = Draw(shape), 32 * shape.group - 1, shape.head_dim
+    x, bias = draw(shape.length, width), draw.dense(outputs)
+    group = 16 if width % 32 else 32
+    scale, offset = draw.dense(2, outputs, width // group)
+    for bits in (8, 4):
+        whole = draw.dense(outputs, width, times=2.0**bits).double().clamp(0, 2**bits - 1).floor()
+        value = whole * scale.double().repeat_interleave(group, 1) + offset.double().repeat_interleave(group, 1)
+        numbers = whole if bits == 8 else whole[:, ::2] + 16 * whole[:, 1::2]
+        weight = Quantised(numbers.to(torch.uint8), scale, offset, bits, group)
+        yield ops.quantised_linear(x, weight), x.double() @ value.T
+        yield ops.quantised_linear(x, weight, bias), x.double() @ value.T + bias.double()
 
 
 def _normed(x: Tensor, weight: Tensor) -> Tensor:
@@ -255,7 +271,7 @@ def repeat_kv_heads_step(ops: Ops, shape: Shape) -> Pairs:
 FORMULAS: Mapping[str, Callable[[Ops, Shape], Pairs]] = {
     each.__name__: each
     for each in (
-        *(linear, rms_norm, add_rms_norm, rope, silu_mul, quantise, dequantise),
+        *(linear, quantised_linear, rms_norm, add_rms_norm, rope, silu_mul, quantise, dequantise),
         *(write_kv, attend, gather, copy_blocks, repeat_kv_heads, repeat_kv_heads_step),
     )
 }

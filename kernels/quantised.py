@@ -1,0 +1,140 @@
+"""A weight in whole numbers of 8 or 4 bits, affine by groups of a row: the format, and the ways into and out of it.
+
+The same numbers as in checkpoints people have: MLX's (its uint32 seen as bytes), GGUF's Q8_0 and Q4_0 (w = d (q - 8) is
+scale d, offset -8 d), and int8 by output channel (a group is a row). Knows neither files nor products.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from math import gcd
+
+import torch
+from torch import Tensor
+
+BITS = (4, 8)
+TILE = 1 << 18  # numbers that are float32 at a time: a mebibyte, which stays in the cache
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Quantised:
+    """A weight [out, in]: value = scale * number + offset in float32, the latter two for `group` columns of a row each.
+
+    Groups are of 32, 64 or 128 columns in all checkpoints known; a kernel may leave others to the reference.
+    """
+
+    numbers: Tensor  # uint8 [out, in], or of 4 bits [out, in / 2]: the even column in the lower half
+    scale: Tensor  # [out, in / group] float32, float16 or bfloat16; may be negative
+    offset: Tensor  # the same
+    bits: int  # 4 or 8
+    group: int  # columns
+
+    def __post_init__(self) -> None:
+        assert self.bits in BITS, self.bits
+        assert (self.numbers.dtype, self.scale.dtype) == (torch.uint8, self.offset.dtype)
+        assert self.scale.shape == self.offset.shape
+        assert self.shape == (self.scale.shape[0], self.scale.shape[1] * self.group), (self.shape, self.scale.shape)
+
+    @property
+    def shape(self) -> torch.Size:
+        """Of the weight: out, in."""
+        out, width = self.numbers.shape
+        return torch.Size((out, width * 8 // self.bits))
+
+    @property
+    def nbytes(self) -> int:
+        return self.numbers.nbytes + self.scale.nbytes + self.offset.nbytes
+
+    @property
+    def device(self) -> torch.device:
+        return self.numbers.device
+
+    def to(self, device: torch.device) -> Quantised:
+        """The same weight there."""
+        return self._each(lambda part: part.to(device))
+
+    def rows(self, which: slice | Tensor) -> Quantised:
+        """Some rows as a weight of their own: of a slice, views; of indices [n] int64, copies."""
+        return self._each(lambda part: part[which])
+
+    def _each(self, change: Callable[[Tensor], Tensor]) -> Quantised:
+        return Quantised(change(self.numbers), change(self.scale), change(self.offset), self.bits, self.group)
+
+
+def check_format(width: int, bits: int, group: int) -> None:
+    """Raises ValueError if rows of so many columns cannot be kept in such numbers."""
+    if bits not in BITS:
+        raise ValueError(f"{bits} bits a number cannot be computed with; {' and '.join(map(str, BITS))} can")
+    if group < 1 or width % group or width % 2:
+        raise ValueError(f"groups of {group} do not divide rows of {width} columns")
+
+
+def tile_rows(width: int) -> int:
+    """How many rows of so many columns are float32 at a time."""
+    return max(1, TILE // width)
+
+
+def dequantise(weight: Quantised) -> Tensor:
+    """-> float32 [out, in]."""
+    numbers = _unpacked(weight.numbers) if weight.bits == 4 else weight.numbers
+    grouped = numbers.unflatten(-1, (-1, weight.group)).float()  # [out, in / group, group]
+    values: Tensor = grouped.mul_(weight.scale.float()[..., None]).add_(weight.offset.float()[..., None])
+    return values.flatten(-2)
+
+
+def quantise_weight(weight: Tensor, bits: int, group: int) -> Quantised:
+    """weight [out, in] of floats -> its nearest numbers, scale and offset in its dtype. Equal numbers stay exact.
+
+    As MLX does (`mlx.core.quantize`): the offset is the smallest or the largest number of a group, whichever is farther
+    from 0, and 0 is a whole number of steps from it. Raises ValueError for other bits than 4 and 8, a group that does
+    not divide a row, and numbers that are NaN or infinite.
+    """
+    check_format(weight.shape[1], bits, group)
+    return joined([_nearest(part, bits, group) for part in weight.split(tile_rows(weight.shape[1]))])
+
+
+def _nearest(weight: Tensor, bits: int, group: int) -> Quantised:
+    if not weight.isfinite().all():
+        raise ValueError("some of its numbers are NaN or infinite, which no whole number stands for")
+    levels = 2**bits - 1
+    wide = weight.float().unflatten(-1, (-1, group))  # [out, in / group, group]
+    low, high = wide.amin(-1), wide.amax(-1)
+    edge = low.where(-low > high, high)
+    steps = (edge.abs() / (high / levels - low / levels)).round()  # from the edge to 0
+    scale = (-edge / steps).where(high > low, 1).to(weight.dtype)
+    scale = scale.where(scale != 0, 1)  # too small for its dtype
+    offset = edge.to(weight.dtype)
+    numbers = (wide - offset.float()[..., None]) / scale.float()[..., None]
+    bytes_ = numbers.round_().clamp_(0, levels).to(torch.uint8).flatten(-2)
+    return Quantised(_packed(bytes_) if bits == 4 else bytes_, scale, offset, bits, group)
+
+
+def joined(parts: Sequence[Quantised]) -> Quantised:
+    """The rows of one after those of the other, all as exact as they were.
+
+    Where they differ in format, in the most bits and the smallest groups of any.
+    """
+    bits, group = max(part.bits for part in parts), gcd(*(part.group for part in parts))
+    alike = [_finer(part, bits, group) for part in parts]
+    numbers, scale, offset = (
+        torch.cat([getattr(part, name) for part in alike]) for name in ("numbers", "scale", "offset")
+    )
+    return Quantised(numbers, scale, offset, bits, group)
+
+
+def _finer(weight: Quantised, bits: int, group: int) -> Quantised:
+    """The same values in more bits and smaller groups."""
+    numbers = _unpacked(weight.numbers) if weight.bits < bits else weight.numbers
+    scale, offset = (part.repeat_interleave(weight.group // group, -1) for part in (weight.scale, weight.offset))
+    return Quantised(numbers, scale, offset, bits, group)
+
+
+def _packed(numbers: Tensor) -> Tensor:
+    """uint8 [out, in] below 16 -> [out, in / 2]."""
+    return numbers[:, ::2] | (numbers[:, 1::2] << 4)
+
+
+def _unpacked(numbers: Tensor) -> Tensor:
+    """uint8 [out, in / 2] -> [out, in]."""
+    return torch.stack((numbers & 15, numbers >> 4), -1).flatten(-2)

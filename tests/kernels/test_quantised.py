@@ -1,0 +1,142 @@
+"""The format of quantised weights against MLX's, written out here in numpy, and what is promised of rounding."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from kernels.quantised import Quantised, dequantise, joined, quantise_weight
+
+Array = np.ndarray[Any, Any]
+formats = pytest.mark.parametrize(("bits", "group"), [(8, 32), (8, 64), (4, 32), (4, 128), (8, 256), (4, 256)])
+
+
+def mlx_quantised(w: Array, bits: int, group: int) -> tuple[Array, Array, Array]:
+    """`mlx.core.quantize` number by number: uint32 [out, in bits / 32], scales and biases [out, in / group]."""
+    out, width = w.shape
+    packed = np.zeros((out, width * bits // 32), np.uint32)
+    scales, biases = np.zeros((2, out, width // group))
+    for i in range(out):
+        for g in range(width // group):
+            numbers = w[i, g * group : (g + 1) * group].astype(np.float64)
+            low, high = numbers.min(), numbers.max()
+            scale = max((high - low) / (2**bits - 1), 1e-7) * (1 if abs(low) > abs(high) else -1)
+            edge = low if abs(low) > abs(high) else high
+            zero = np.rint(edge / scale)
+            if zero != 0:
+                scale = edge / zero
+            scales[i, g], biases[i, g] = scale, edge if zero != 0 else 0.0
+            for j, number in enumerate(np.clip(np.rint((numbers - biases[i, g]) / scale), 0, 2**bits - 1)):
+                at = (g * group + j) * bits
+                packed[i, at // 32] |= np.uint32(int(number) << at % 32)
+    return packed, scales, biases
+
+
+@formats
+def test_numbers_are_those_of_mlx(bits: int, group: int) -> None:
+    w = np.random.default_rng(0).standard_normal((5, 256)).astype(np.float32)
+    w[1] += 3  # no 0 within
+    w[2] -= 3
+    packed, scales, biases = mlx_quantised(w, bits, group)
+    got = quantise_weight(torch.from_numpy(w), bits, group)
+    assert got.numbers.numpy().tobytes() == packed.tobytes()
+    np.testing.assert_allclose(got.scale.numpy(), scales, rtol=1e-6)
+    np.testing.assert_allclose(got.offset.numpy(), biases, rtol=1e-6)
+    values = unpacked(packed, bits) * np.repeat(scales, group, 1) + np.repeat(biases, group, 1)
+    np.testing.assert_allclose(dequantise(got).numpy(), values, rtol=0, atol=1e-5)
+
+
+def unpacked(packed: Array, bits: int) -> Array:
+    """uint32 [out, n] -> [out, n 32 / bits], the lowest bits first."""
+    parts = [packed >> shift & (2**bits - 1) for shift in range(0, 32, bits)]
+    return np.stack(parts, -1).reshape(len(packed), -1)
+
+
+@formats
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_what_comes_back_is_within_a_step(bits: int, group: int, dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    weight = torch.randn(300, 1024).to(dtype)
+    grouped = weight.double().unflatten(-1, (-1, group))
+    step = (grouped.amax(-1) - grouped.amin(-1)) / (2**bits - 1)
+    got = quantise_weight(weight, bits, group)
+    off = (dequantise(got).double() - weight.double()).abs().unflatten(-1, (-1, group))
+    assert got.scale.dtype is dtype
+    assert off.mean() < 0.3 * step.mean(), "half a step at most, and a quarter on average, but for the far edge"
+    assert (off.amax(-1) <= 1.5 * step).all()
+
+
+def test_size() -> None:
+    weight = torch.randn(30, 256).bfloat16()
+    assert [quantise_weight(weight, bits, 32).nbytes for bits in (8, 4)] == [
+        30 * (256 * bits // 8 + 256 // 32 * 2 * 2) for bits in (8, 4)
+    ]
+    assert quantise_weight(weight, 4, 32).shape == weight.shape
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("number", [0.0, 1.0, -0.37, 1e-6, 3e4])
+def test_numbers_all_the_same_are_exact(number: float, dtype: torch.dtype) -> None:
+    weight = torch.full((3, 64), number).to(dtype)
+    for bits in (4, 8):
+        assert torch.equal(dequantise(quantise_weight(weight, bits, 32)), weight.float())
+
+
+def test_a_zero_among_others_stays_one() -> None:
+    torch.manual_seed(0)
+    weight = torch.randn(50, 64)
+    weight[:, ::7] = 0
+    for bits in (4, 8):
+        assert dequantise(quantise_weight(weight, bits, 32))[:, ::7].abs().max() < 1e-6
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+@pytest.mark.parametrize("largest", [1e-40, 1e-7, 6e4, 3e38])
+def test_numbers_at_the_end_of_a_dtype_stay_finite(largest: float, dtype: torch.dtype) -> None:
+    weight = torch.linspace(-1, 1, 64).mul(min(largest, torch.finfo(dtype).max)).to(dtype)[None]
+    for bits in (4, 8):
+        off = (dequantise(quantise_weight(weight, bits, 32)).double() - weight.double()).abs().max()
+        assert off <= max(
+            float(weight.double().abs().max()) / 7, 3e-7
+        )  # below the smallest scale of float16 all are one
+
+
+def test_rows_are_quantised_alike_however_many_there_are() -> None:
+    weight = torch.randn(3000, 256)  # several tiles
+    whole, part = quantise_weight(weight, 4, 64), quantise_weight(weight[2000:2001], 4, 64)
+    for name in ("numbers", "scale", "offset"):
+        assert torch.equal(getattr(whole.rows(slice(2000, 2001)), name), getattr(part, name))
+    assert torch.equal(dequantise(whole.rows(torch.tensor([2000, 0])))[0], dequantise(part)[0])
+
+
+def test_joined_weights_of_several_formats_keep_their_values() -> None:
+    parts = [quantise_weight(torch.randn(n, 256), bits, group) for n, bits, group in ((5, 4, 64), (3, 8, 128))]
+    both = joined(parts)
+    assert (both.bits, both.group, both.shape) == (8, 64, (8, 256))
+    assert torch.equal(dequantise(both), torch.cat([dequantise(part) for part in parts]))
+    same = joined(parts[:1] * 2)
+    assert (same.bits, same.group, same.nbytes) == (4, 64, 2 * parts[0].nbytes)
+
+
+@pytest.mark.parametrize(
+    ("weight", "bits", "group", "message"),
+    [
+        (torch.ones(2, 64), 6, 32, "6 bits a number cannot be computed with; 4 and 8 can"),
+        (torch.ones(2, 80), 4, 32, "groups of 32 do not divide rows of 80 columns"),
+        (torch.ones(2, 63), 4, 63, "groups of 63 do not divide rows of 63 columns"),
+        (torch.full((2, 64), torch.nan), 4, 32, "NaN or infinite"),
+        (torch.full((2, 64), -torch.inf), 8, 32, "NaN or infinite"),
+    ],
+)
+def test_what_cannot_be_quantised_is_told(weight: Tensor, bits: int, group: int, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        quantise_weight(weight, bits, group)
+
+
+def test_numbers_and_scales_that_do_not_fit_are_our_own_mistake() -> None:
+    with pytest.raises(AssertionError):
+        Quantised(torch.zeros(2, 64, dtype=torch.uint8), torch.ones(2, 1), torch.ones(2, 1), 4, 64)
