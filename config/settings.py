@@ -33,7 +33,7 @@ ENV_PARTS = "KVMUX_STRATEGIES__"  # the only variables that reach into a setting
 
 Device = Literal["auto", "cpu", "mps", "cuda", "metal-emulated", "metal-checked"]
 DType = Literal["auto", "float32", "bfloat16", "float16"]
-Weights = Literal["auto", "f32", "bf16", "f16"]
+Weights = Literal["auto", "f32", "bf16", "f16", "int8", "int4"]
 ModelImpl = Literal["auto", "lean", "transformers"]
 
 
@@ -130,7 +130,9 @@ class Settings(BaseSettings):
     dtype: DType = Field(
         "auto", description="of activations and K/V; auto: the model's own if the device is fast at it"
     )
-    weights: Weights = Field("auto", description="format the weights are kept in; auto: as dtype")
+    weights: Weights = Field(
+        "auto", description="format the weights are kept in; auto: as dtype, quantised ones as the checkpoint has them"
+    )
     threads: int | None = Field(
         None, ge=1, le=1024, description="CPU threads of the engine; default: all cores, but one less for small models"
     )

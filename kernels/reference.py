@@ -61,13 +61,17 @@ class ReferenceOps:
         return F.linear(multiplied, weight, bias).to(x.dtype)
 
     def quantised_linear(self, x: Tensor, weight: Quantised, bias: Tensor | None = None) -> Tensor:
-        """Some rows of the weight at a time are float32, which then stay in the cache until they are multiplied."""
+        """Some rows of the weight at a time are float32, which then stay in the cache until they are multiplied.
+
+        By `linear`, so that a backend whose rows do not depend on each other keeps that.
+        """
         wide, outputs = x.float(), weight.shape[0]
         out = x.new_empty(len(x), outputs)
         rows = tile_rows(weight.shape[1])
         for first in range(0, outputs, rows):
             some = slice(first, first + rows)
-            out[:, some] = F.linear(wide, dequantise(weight.rows(some)), None if bias is None else bias[some].float())
+            tile = dequantise(weight.rows(some))
+            out[:, some] = self.linear(wide, tile, None if bias is None else bias[some].float())
         return out
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:

@@ -17,7 +17,6 @@ from cache_strategies.base import KVCache
 from cache_strategies.registry import Instance
 from kernels.arena import Arena
 from server.engine.build import Engine
-from server.engine.device import choose_weights
 from server.models.decoder import Decoder
 from server.version import version
 
@@ -61,7 +60,7 @@ def in_effect(engine: Engine) -> dict[str, Any]:
         "model_impl": "lean" if isinstance(core.model, Decoder) else "transformers",
         "device": engine.device.name,
         "dtype": _name(core.model.dtype),
-        "weights": _name(choose_weights(settings, core.model.dtype)),
+        "weights": core.model.weight_format,
         "kernels": engine.kernels.backend,
         "threads": torch.get_num_threads(),
         "kv_memory_bytes": arena.pages * arena.page_bytes,

@@ -12,11 +12,13 @@ import torch
 from config.settings import Settings, SettingsError
 from kernels.cpu.load import fast_halves
 from kernels.device import EMULATED, Device, named
+from server.models.weights import Format, Kept
 
 CORES = torch.get_num_threads()  # as torch finds them, OMP_NUM_THREADS included
 SMALL = 128 << 20  # bytes of a model that a cache holds, or nearly
 METAL_MARGIN = 256 << 20  # bytes that stay free on mps: attention's scratch, command buffers, the allocator's rounding
 WEIGHT_DTYPES = {"f32": torch.float32, "bf16": torch.bfloat16, "f16": torch.float16}
+WEIGHT_FORMATS = {"int8": Format(8, 64), "int4": Format(4, 32)}  # docs/models.md has what they cost
 
 
 def choose_device(wanted: str) -> Device:
@@ -43,9 +45,11 @@ def choose_dtype(wanted: str, checkpoint: str, device: Device) -> torch.dtype:
     return dtype
 
 
-def choose_weights(settings: Settings, dtype: torch.dtype) -> torch.dtype:
-    """The dtype weights are kept in."""
-    return dtype if settings.weights == "auto" else WEIGHT_DTYPES[settings.weights]
+def choose_weights(settings: Settings, dtype: torch.dtype) -> Kept:
+    """How weights are kept under activations of `dtype`."""
+    if settings.weights in WEIGHT_DTYPES:
+        return Kept(WEIGHT_DTYPES[settings.weights])
+    return Kept(dtype, WEIGHT_FORMATS.get(settings.weights), as_stored=True)
 
 
 def choose_threads(wanted: int | None, weight_bytes: int) -> int:

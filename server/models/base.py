@@ -36,6 +36,11 @@ class Model(Protocol):
         """Of all distinct weights."""
         ...
 
+    @property
+    def weight_format(self) -> str:
+        """What most weights are kept in: "float32", "int4"."""
+        ...
+
     def forward(self, ids: Tensor, attention: Attention) -> Tensor:
         """ids [N] int64 -> logits [K, V] float32 of the rows `attention.logit_index`."""
         ...

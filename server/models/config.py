@@ -156,11 +156,12 @@ def architecture_of(raw: Raw) -> str:
 
 
 def _refuse_what_is_computed_otherwise(raw: Raw, directory: Path) -> None:
-    if quantisation := raw.get("quantization_config"):
+    quantisation = raw.get("quantization_config")
+    if quantisation and raw.get("quantization") is None:  # MLX's is written under both names
         method = quantisation.get("quant_method") if isinstance(quantisation, dict) else quantisation
         raise ModelError(
             f"{directory}: the checkpoint is quantised ({method}), which cannot be read: take the one it was made "
-            "from, or a GGUF file"
+            "from, one of MLX, or a GGUF file"
         )
     if raw.get("use_bidirectional_attention"):
         raise ModelError(f"{directory}: use_bidirectional_attention makes it an encoder, which cannot be served")

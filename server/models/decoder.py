@@ -5,6 +5,8 @@ All arithmetic goes through `Ops`; all keys and values through the `Attention` i
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Iterable
 from functools import partial
 from typing import Protocol
 
@@ -13,10 +15,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kernels.ops import Attention, LayerSpec, Ops
+from kernels.quantised import Quantised, dequantise
 from server.models.config import ModelConfig
-from server.models.layers import LayerWeights, check_shapes, load_layer, load_norm
+from server.models.layers import LayerWeights, check_shapes, load_layer, load_norm, multiplied
 from server.models.rope import rope_tables
-from server.models.weights import Weights
+from server.models.weights import Matrix, Weights
 
 
 class SequenceCache(Protocol):
@@ -48,13 +51,13 @@ class Decoder:
         self.facts = config.facts
         self.dtype = dtype
         self._ops = ops
-        self._embedding = weights.get("model.embed_tokens.weight")
+        self._embedding = weights.embedding("model.embed_tokens.weight")
         # Gemma: the factor is rounded to the activations' type, as it was in training.
         self._embedding_scale = torch.tensor(config.embedding_scale, dtype=dtype).item()
         self._layers = [load_layer(config, weights, i) for i in range(config.num_layers)]
         self._norm = load_norm(config, weights, "model.norm")
         tied = config.tie_embeddings or "lm_head.weight" not in weights
-        self._lm_head = self._embedding if tied else weights.get("lm_head.weight")
+        self._lm_head = self._embedding if tied else weights.matrix("lm_head.weight")
         check_shapes(config, self._layers, self._embedding, self._lm_head)
         self._tables = _tables(config, positions or config.max_positions, self.device)
         self.specs = [self._spec(i, layer.window) for i, layer in enumerate(config.layers)]
@@ -66,12 +69,28 @@ class Decoder:
     @property
     def weight_bytes(self) -> int:
         """Of all distinct weights."""
-        tensors = [self._embedding, self._norm, self._lm_head, *(t for layer in self._layers for t in layer.tensors())]
-        return sum(t.nbytes for t in {t.data_ptr(): t for t in tensors}.values())
+        return sum(weight.nbytes for weight in self._weights())
+
+    @property
+    def weight_format(self) -> str:
+        """What most weights are kept in: "float32", "int4"."""
+        counts: Counter[str] = Counter()
+        for weight in self._weights():
+            kept = f"int{weight.bits}" if isinstance(weight, Quantised) else str(weight.dtype).removeprefix("torch.")
+            counts[kept] += weight.shape.numel()
+        return counts.most_common(1)[0][0]
+
+    def _weights(self) -> Iterable[Matrix]:
+        """Each once."""
+        layers = (weight for layer in self._layers for weight in layer.tensors())
+        return {id(w): w for w in (self._embedding, self._norm, self._lm_head, *layers)}.values()
 
     def embed(self, ids: Tensor) -> Tensor:
-        """ids [N] int64 -> [N, d]."""
-        x = F.embedding(ids, self._embedding).to(self.dtype)
+        """ids [N] int64 -> [N, d]; of a quantised embedding, these rows alone are dequantised."""
+        if isinstance(self._embedding, Quantised):
+            x = dequantise(self._embedding.rows(ids)).to(self.dtype)
+        else:
+            x = F.embedding(ids, self._embedding).to(self.dtype)
         return x if self._embedding_scale == 1 else x * self._embedding_scale
 
     def forward(self, ids: Tensor, attention: Attention) -> Tensor:
@@ -85,7 +104,7 @@ class Decoder:
             x, added = self._layer(i, layer, x, added, attention)
         assert added is not None
         x = x + added
-        logits = self._ops.linear(self._normed(x[attention.logit_index], self._norm), self._lm_head).float()
+        logits = multiplied(self._ops, self._normed(x[attention.logit_index], self._norm), self._lm_head).float()
         return softcapped(logits, self.config.logit_softcap)
 
     def forward_step(self, token_embedding: Tensor, current_pos: int, cache: SequenceCache) -> Tensor:
@@ -111,7 +130,7 @@ class Decoder:
         """x [N, d] and what is still to be added to it -> the same after the layer."""
         x, h = self._sum(x, added, layer.attention_norm)
         q, k, v = self._qkv(i, layer, h, attention.positions)
-        mixed = self._ops.linear(attention.attend(i, q, k, v).flatten(1), layer.o, layer.o_bias)
+        mixed = multiplied(self._ops, attention.attend(i, q, k, v).flatten(1), layer.o, layer.o_bias)
         x, h = self._sum(x, self._normed(mixed, layer.post_attention_norm), layer.mlp_norm)
         fed = layer.feed_forward(self._ops, self.config.activation, h)
         return x, self._normed(fed, layer.post_mlp_norm)
@@ -129,7 +148,7 @@ class Decoder:
     def _qkv(self, i: int, layer: LayerWeights, h: Tensor, positions: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """h [N, d] -> q [N,Hq,D], k [N,H,D] at their positions, v [N,H,D]."""
         c = self.config
-        qkv = self._ops.linear(h, layer.qkv, layer.qkv_bias).view(h.shape[0], -1, c.head_dim)
+        qkv = multiplied(self._ops, h, layer.qkv, layer.qkv_bias).view(h.shape[0], -1, c.head_dim)
         qk, v = qkv.split_with_sizes((c.num_q_heads + c.num_kv_heads, c.num_kv_heads), dim=1)
         if layer.qk_norm is not None:
             qk = torch.cat(

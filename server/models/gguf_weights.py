@@ -17,6 +17,7 @@ from torch import Tensor
 from server.models.errors import ModelError
 from server.models.gguf_config import Keys
 from server.models.gguf_file import TensorInfo, read_header
+from server.models.weights import Matrix
 
 _NAME = re.compile(r"(?:model\.)?(?:layers\.(\d+)\.)?(.+)\.(weight|bias)")
 _AS_THEY_ARE = {  # torch reads these itself
@@ -58,6 +59,12 @@ class GGUFWeights:
         if row.norm_offset and name.endswith("norm.weight"):
             tensor = tensor.float() - row.norm_offset
         return tensor.to(device=self._device, dtype=self._dtype)
+
+    def embedding(self, name: str) -> Matrix:
+        return self.get(name)
+
+    def matrix(self, name: str) -> Matrix:
+        return self.get(name)
 
     def _stored(self, name: str) -> str | None:
         """The file's name for a tensor; None: its architecture has no such thing."""

@@ -55,6 +55,10 @@ class TransformersModel:
     def weight_bytes(self) -> int:
         return sum(p.nbytes for p in self._model.parameters())
 
+    @property
+    def weight_format(self) -> str:
+        return str(self.dtype).removeprefix("torch.")
+
     def forward(self, ids: Tensor, attention: Attention) -> Tensor:
         """ids [N] int64 -> logits [K, V] float32 of the rows `attention.logit_index`."""
         return _logits(self._model, ids, attention)

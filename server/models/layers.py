@@ -14,9 +14,17 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kernels.ops import Ops
+from kernels.quantised import Quantised, dequantise, joined
 from server.models.config import MixtureOfExperts, ModelConfig
 from server.models.errors import ModelError
-from server.models.weights import Weights
+from server.models.weights import Matrix, Weights
+
+
+def multiplied(ops: Ops, x: Tensor, weight: Matrix, bias: Tensor | None = None) -> Tensor:
+    """x [N, in] times weight [out, in], plus bias [out] -> [N, out], by the operation that knows such a weight."""
+    if isinstance(weight, Quantised):
+        return ops.quantised_linear(x, weight, bias)
+    return ops.linear(x, weight, bias)
 
 
 class FeedForward(Protocol):
@@ -26,23 +34,23 @@ class FeedForward(Protocol):
         """h [N, d] -> [N, d]."""
         ...
 
-    def tensors(self) -> Iterator[Tensor]: ...
+    def tensors(self) -> Iterator[Matrix]: ...
 
 
 @dataclass(frozen=True)
 class Dense:
     """A gated feed-forward (Shazeer 2020): gate and up are one matrix [2 f, d], down is [d, f]."""
 
-    gate_up: Tensor
+    gate_up: Matrix
     gate_up_bias: Tensor | None
-    down: Tensor
+    down: Matrix
     down_bias: Tensor | None
 
     def __call__(self, ops: Ops, activation: str, h: Tensor) -> Tensor:
-        gated = _gated(ops, activation, ops.linear(h, self.gate_up, self.gate_up_bias))
-        return ops.linear(gated, self.down, self.down_bias)
+        gated = _gated(ops, activation, multiplied(ops, h, self.gate_up, self.gate_up_bias))
+        return multiplied(ops, gated, self.down, self.down_bias)
 
-    def tensors(self) -> Iterator[Tensor]:
+    def tensors(self) -> Iterator[Matrix]:
         yield from (t for t in vars(self).values() if t is not None)
 
 
@@ -67,7 +75,7 @@ class Mixture:
             out.index_add_(0, token, (fed * weights[token, place, None]).to(h.dtype))
         return out
 
-    def tensors(self) -> Iterator[Tensor]:
+    def tensors(self) -> Iterator[Matrix]:
         yield self.router
         for expert in self.experts:
             yield from expert.tensors()
@@ -86,19 +94,19 @@ class LayerWeights:
     """Matrices are [out, in]; q, k and v are one. None: the model has no such thing."""
 
     attention_norm: Tensor
-    qkv: Tensor
+    qkv: Matrix
     qkv_bias: Tensor | None
     qk_norm: tuple[Tensor, Tensor] | None  # [D] of queries, [D] of keys
-    o: Tensor
+    o: Matrix
     o_bias: Tensor | None
     post_attention_norm: Tensor | None
     mlp_norm: Tensor
     feed_forward: FeedForward
     post_mlp_norm: Tensor | None
 
-    def tensors(self) -> Iterator[Tensor]:
+    def tensors(self) -> Iterator[Matrix]:
         for value in (getattr(self, field.name) for field in fields(self)):
-            if isinstance(value, Tensor):
+            if isinstance(value, Matrix):
                 yield value
             elif isinstance(value, tuple):
                 yield from value
@@ -127,7 +135,7 @@ def load_layer(config: ModelConfig, weights: Weights, i: int) -> LayerWeights:
         qkv=qkv,
         qkv_bias=qkv_bias,
         qk_norm=(norm("self_attn.q_norm"), norm("self_attn.k_norm")) if config.qk_norm else None,
-        o=weights.get(f"{attention}o_proj.weight"),
+        o=weights.matrix(f"{attention}o_proj.weight"),
         o_bias=weights.get(f"{attention}o_proj.bias") if config.o_bias else None,
         post_attention_norm=norm("post_attention_layernorm") if config.sandwich else None,
         mlp_norm=norm(after_attention),
@@ -136,22 +144,29 @@ def load_layer(config: ModelConfig, weights: Weights, i: int) -> LayerWeights:
     )
 
 
-def _fused(weights: Weights, at: str, fused: str, parts: Sequence[str], biased: bool) -> tuple[Tensor, Tensor | None]:
+def _fused(weights: Weights, at: str, fused: str, parts: Sequence[str], biased: bool) -> tuple[Matrix, Tensor | None]:
     """A matrix and its bias, from parts or, in some checkpoints, one already."""
     names = [f"{at}{fused}"] if f"{at}{fused}.weight" in weights else [f"{at}{part}" for part in parts]
-    bias = _joined(weights, *(f"{name}.bias" for name in names)) if biased else None
-    return _joined(weights, *(f"{name}.weight" for name in names)), bias
+    matrix = _joined([weights.matrix(f"{name}.weight") for name in names])
+    return matrix, torch.cat([weights.get(f"{name}.bias") for name in names]) if biased else None
 
 
-def _joined(weights: Weights, *names: str) -> Tensor:
-    """Several tensors as one, along the first dimension."""
-    return weights.get(*names) if len(names) == 1 else torch.cat([weights.get(name) for name in names])
+def _joined(parts: Sequence[Matrix]) -> Matrix:
+    """Several matrices as one, along the first dimension; quantised if all of them are."""
+    if len(parts) == 1:
+        return parts[0]
+    quantised = [part for part in parts if isinstance(part, Quantised)]
+    if len(quantised) == len(parts):
+        return joined(quantised)
+    plain = [part for part in parts if isinstance(part, Tensor)]
+    wide = [dequantise(part).to(plain[0].dtype) if isinstance(part, Quantised) else part for part in parts]
+    return torch.cat(wide)
 
 
 def _dense(config: ModelConfig, weights: Weights, at: str) -> Dense:
     gate_up, gate_up_bias = _fused(weights, at, "gate_up_proj", ("gate_proj", "up_proj"), config.mlp_bias)
     down_bias = weights.get(f"{at}down_proj.bias") if config.mlp_bias else None
-    return Dense(gate_up, gate_up_bias, weights.get(f"{at}down_proj.weight"), down_bias)
+    return Dense(gate_up, gate_up_bias, weights.matrix(f"{at}down_proj.weight"), down_bias)
 
 
 def _mixture(weights: Weights, at: str, experts: MixtureOfExperts) -> Mixture:
@@ -160,14 +175,14 @@ def _mixture(weights: Weights, at: str, experts: MixtureOfExperts) -> Mixture:
 
     def expert(e: int) -> Dense:
         each = f"{at}experts.{e}."
-        gate_up = _joined(weights, f"{each}{gate}.weight", f"{each}{up}.weight")
-        return Dense(gate_up, None, weights.get(f"{each}{down}.weight"), None)
+        gate_up = _joined([weights.matrix(f"{each}{part}.weight") for part in (gate, up)])
+        return Dense(gate_up, None, weights.matrix(f"{each}{down}.weight"), None)
 
     router = weights.get(f"{at}gate.weight")
     return Mixture(router, [expert(e) for e in range(experts.count)], experts.chosen, experts.normalise)
 
 
-def check_shapes(config: ModelConfig, layers: Sequence[LayerWeights], embedding: Tensor, lm_head: Tensor) -> None:
+def check_shapes(config: ModelConfig, layers: Sequence[LayerWeights], embedding: Matrix, lm_head: Matrix) -> None:
     """Raises ModelError if config.json speaks of another model than the tensors do."""
     c = config
     if c.num_q_heads % c.num_kv_heads or c.head_dim % 2:
@@ -181,8 +196,8 @@ def check_shapes(config: ModelConfig, layers: Sequence[LayerWeights], embedding:
 
 
 def _expected_shapes(
-    c: ModelConfig, layers: Sequence[LayerWeights], embedding: Tensor, lm_head: Tensor
-) -> Iterator[tuple[str, Tensor, tuple[int, ...]]]:
+    c: ModelConfig, layers: Sequence[LayerWeights], embedding: Matrix, lm_head: Matrix
+) -> Iterator[tuple[str, Matrix, tuple[int, ...]]]:
     heads, kv, d = c.num_q_heads * c.head_dim, c.num_kv_heads * c.head_dim, c.hidden_size
     yield "embeddings", embedding, (c.vocab_size, d)
     yield "lm_head", lm_head, (c.vocab_size, d)

@@ -15,7 +15,9 @@ from server.models.errors import ModelError, UnknownModelError
 from server.models.gguf_directory import gguf_of
 from server.models.gguf_weights import GGUFWeights
 from server.models.hf import TransformersModel, facts_of
-from server.models.weights import Safetensors, Weights
+from server.models.mlx_weights import MLXWeights, is_mlx
+from server.models.quantised import QuantisedWeights
+from server.models.weights import Kept, Safetensors, Weights
 
 
 def describe(directory: Path, impl: ModelImpl) -> Facts:
@@ -30,29 +32,35 @@ def load_model(
     *,
     ops: Ops,
     dtype: torch.dtype,
-    weights: torch.dtype,
+    weights: Kept,
     device: torch.device,
     positions: int,
 ) -> Model:
-    """The model ready to run, for texts of up to `positions` tokens; `weights` are kept in that dtype.
+    """The model ready to run, for texts of up to `positions` tokens; `weights` says how they are kept.
 
     Raises ModelError.
     """
     config = _lean_config(directory, impl)
     if config is not None:
-        return Decoder(config, _weights(directory, weights, device), ops, dtype, positions=positions)
-    if weights != dtype:
+        return Decoder(config, _weights(directory, config, weights, device), ops, dtype, positions=positions)
+    if weights.format is not None:
         raise ModelError(
-            f"weights in {weights} under activations in {dtype} are for the lean decoder: give --weights auto"
+            "transformers computes this model, and with quantised weights only the lean decoder does: "
+            "give --weights auto, or leave --model-impl out"
+        )
+    if weights.dtype != dtype:
+        raise ModelError(
+            f"weights in {weights.dtype} under activations in {dtype} are for the lean decoder: give --weights auto"
         )
     return TransformersModel(directory, dtype, device, positions=positions)
 
 
 def _lean_config(directory: Path, impl: ModelImpl) -> ModelConfig | None:
     """None: transformers computes it."""
-    if gguf_of(directory) is not None:
+    if gguf_of(directory) is not None or is_mlx(directory):
         if impl == "transformers":
-            raise ModelError("a GGUF file is computed by the lean decoder only: leave --model-impl out")
+            kind = "a checkpoint of MLX" if gguf_of(directory) is None else "a GGUF file"
+            raise ModelError(f"{kind} is computed by the lean decoder only: leave --model-impl out")
         return load_config(directory)
     if impl == "transformers":
         return None
@@ -64,6 +72,25 @@ def _lean_config(directory: Path, impl: ModelImpl) -> ModelConfig | None:
         return None
 
 
-def _weights(directory: Path, dtype: torch.dtype, device: torch.device) -> Weights:
-    file = gguf_of(directory)
-    return Safetensors(directory, dtype, device) if file is None else GGUFWeights(file, dtype, device)
+def _weights(directory: Path, config: ModelConfig, kept: Kept, device: torch.device) -> Weights:
+    if kept.format is None:
+        return _stored(directory, config, kept.dtype, device, as_stored=kept.as_stored)
+    # Read in the checkpoint's own dtype, so that what is rounded to whole numbers was not rounded before.
+    checkpoint = _stored(directory, config, getattr(torch, config.dtype), device, as_stored=kept.as_stored)
+    return QuantisedWeights(checkpoint, kept.format, kept.dtype)
+
+
+def _stored(
+    directory: Path, config: ModelConfig, dtype: torch.dtype, device: torch.device, *, as_stored: bool
+) -> Weights:
+    """As they are in the file."""
+    if (file := gguf_of(directory)) is not None:
+        return GGUFWeights(file, dtype, device)
+    if not is_mlx(directory):
+        return Safetensors(directory, dtype, device)
+    if any(layer.experts for layer in config.layers):
+        raise ModelError(
+            f"{directory}: MLX keeps the experts of a layer as one, which cannot be read: take the checkpoint it was "
+            "made from, and give --weights int4 or int8"
+        )
+    return MLXWeights(directory, dtype, device, as_stored=as_stored)

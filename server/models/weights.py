@@ -1,5 +1,7 @@
 """Where the decoder gets its weights from, by name; here, a Hugging Face directory's safetensors. Knows no layer.
 
+How weights are kept is said here; quantised.py keeps them in fewer bits than they were read in.
+
 Files are mapped, so a tensor that is used as it lies on disk costs no copy on the host.
 """
 
@@ -7,25 +9,55 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from kernels.quantised import Quantised
 from server.models.config_file import read_json
 from server.models.errors import ModelError
 
 READABLE = (torch.float32, torch.bfloat16, torch.float16)
 
 
+Matrix = Tensor | Quantised  # [out, in]
+
+
+class Format(NamedTuple):
+    """Of matrices that are quantised while they are read."""
+
+    bits: int
+    group: int  # columns
+
+
+class Kept(NamedTuple):
+    """How a model keeps its weights."""
+
+    dtype: torch.dtype  # of what is not quantised
+    format: Format | None = None  # to quantise matrices to; None: they are not
+    as_stored: bool = False  # those that the checkpoint has quantised stay so; otherwise they are dequantised
+
+
 class Weights(Protocol):
-    """Tensors on demand, by the names that Hugging Face gives them, in the dtype and on the device to compute with."""
+    """Tensors on demand, by the names that Hugging Face gives them, on the device to compute with.
+
+    All raise ModelError if there is no tensor of that name, or none that can be read.
+    """
 
     def __contains__(self, name: str) -> bool: ...
 
     def get(self, name: str) -> Tensor:
-        """The tensor of that name. Raises ModelError if there is none."""
+        """Of numbers that are not quantised, whatever the checkpoint has."""
+        ...
+
+    def embedding(self, name: str) -> Matrix:
+        """A matrix whose rows are looked up; quantised only if the checkpoint has it so."""
+        ...
+
+    def matrix(self, name: str) -> Matrix:
+        """A matrix that is multiplied with, as it is kept."""
         ...
 
 
@@ -40,20 +72,37 @@ class Safetensors:
         self._files = {file: self._open(file) for file in _files(directory)}
         stored = {name: file for file, tensors in self._files.items() for name in tensors.keys()}  # noqa: SIM118
         root = _root_of(stored)
-        self._where = {_plain(name, root): (file, name) for name, file in stored.items()}
+        self._where: dict[str, tuple[Path, str]] = {_plain(name, root): (file, name) for name, file in stored.items()}
 
     def __contains__(self, name: str) -> bool:
         return name in self._where
 
     def get(self, name: str) -> Tensor:
-        """The tensor of that name. Raises ModelError if there is none."""
+        tensor = self.stored(name)
+        if tensor.dtype not in READABLE:
+            raise ModelError(
+                f"{self._directory}: {self.stored_name(name)} is {tensor.dtype}: of quantised checkpoints, only MLX's "
+                "and GGUF files can be read"
+            )
+        return tensor.to(device=self._device, dtype=self._dtype)
+
+    def embedding(self, name: str) -> Matrix:
+        return self.get(name)
+
+    def matrix(self, name: str) -> Matrix:
+        return self.get(name)
+
+    def stored(self, name: str) -> Tensor:
+        """As it lies in its file, of whatever dtype. Raises ModelError if there is none."""
+        stored = self.stored_name(name)
+        found: Tensor = self._files[self._where[name][0]].get_tensor(stored)
+        return found
+
+    def stored_name(self, name: str) -> str:
+        """What the files call it. Raises ModelError if they have no such tensor."""
         if name not in self._where:
             raise ModelError(f"{self._directory} has no tensor {name!r}; is the checkpoint complete?")
-        file, stored = self._where[name]
-        tensor: Tensor = self._files[file].get_tensor(stored)
-        if tensor.dtype not in READABLE:
-            raise ModelError(f"{file}: {stored} is {tensor.dtype}: quantised checkpoints cannot be read")
-        return tensor.to(device=self._device, dtype=self._dtype)
+        return self._where[name][1]
 
     def _open(self, file: Path) -> safe_open:
         try:
@@ -72,7 +121,8 @@ def _plain(name: str, root: str) -> str:
     """The name of a tensor as if the decoder were all there is."""
     if name.startswith(root):
         return "model." + name.removeprefix(root)
-    return "lm_head.weight" if name.endswith("lm_head.weight") else name
+    before, head, part = name.rpartition("lm_head.")
+    return head + part if before.endswith(".") else name
 
 
 def _files(directory: Path) -> list[Path]:

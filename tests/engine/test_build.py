@@ -20,6 +20,7 @@ from server.engine.about import describe_caches, summary
 from server.engine.build import build_engine
 from server.engine.device import CORES, choose_device, choose_dtype, choose_threads, choose_weights
 from server.models.errors import ModelError
+from server.models.weights import Format, Kept
 from tests.engine.driving import Driver, least_memory, strategies
 from tests.engine.reference import Reference, random_prompt
 
@@ -166,8 +167,9 @@ def test_auto_takes_the_checkpoints_type_where_the_device_is_fast_at_it(
     monkeypatch.setattr(device, "fast_halves", lambda: frozenset({torch.bfloat16} if fast else ()))
     assert choose_dtype("auto", checkpoint, named(where)) is expected
     assert choose_dtype("float16", checkpoint, named(where)) is torch.float16
-    assert choose_weights(Settings(), expected) is expected
-    assert choose_weights(Settings(weights="bf16"), expected) is torch.bfloat16
+    assert choose_weights(Settings(), expected) == Kept(expected, as_stored=True)
+    assert choose_weights(Settings(weights="bf16"), expected) == Kept(torch.bfloat16)
+    assert choose_weights(Settings(weights="int4"), expected) == Kept(expected, Format(4, 32), as_stored=True)
 
 
 @pytest.mark.parametrize("checkpoint", ["float64", "int8", "nonsense", "Tensor"])

@@ -1,8 +1,6 @@
-"""The format of quantised weights against MLX's, written out here in numpy, and what is promised of rounding."""
+"""The format of quantised weights against MLX's, written out in numpy, and what is promised of rounding."""
 
 from __future__ import annotations
-
-from typing import Any
 
 import numpy as np
 import pytest
@@ -10,30 +8,9 @@ import torch
 from torch import Tensor
 
 from kernels.quantised import Quantised, dequantise, joined, quantise_weight
+from tests.models.mlx_files import mlx_dequantised, mlx_quantised
 
-Array = np.ndarray[Any, Any]
 formats = pytest.mark.parametrize(("bits", "group"), [(8, 32), (8, 64), (4, 32), (4, 128), (8, 256), (4, 256)])
-
-
-def mlx_quantised(w: Array, bits: int, group: int) -> tuple[Array, Array, Array]:
-    """`mlx.core.quantize` number by number: uint32 [out, in bits / 32], scales and biases [out, in / group]."""
-    out, width = w.shape
-    packed = np.zeros((out, width * bits // 32), np.uint32)
-    scales, biases = np.zeros((2, out, width // group))
-    for i in range(out):
-        for g in range(width // group):
-            numbers = w[i, g * group : (g + 1) * group].astype(np.float64)
-            low, high = numbers.min(), numbers.max()
-            scale = max((high - low) / (2**bits - 1), 1e-7) * (1 if abs(low) > abs(high) else -1)
-            edge = low if abs(low) > abs(high) else high
-            zero = np.rint(edge / scale)
-            if zero != 0:
-                scale = edge / zero
-            scales[i, g], biases[i, g] = scale, edge if zero != 0 else 0.0
-            for j, number in enumerate(np.clip(np.rint((numbers - biases[i, g]) / scale), 0, 2**bits - 1)):
-                at = (g * group + j) * bits
-                packed[i, at // 32] |= np.uint32(int(number) << at % 32)
-    return packed, scales, biases
 
 
 @formats
@@ -46,14 +23,8 @@ def test_numbers_are_those_of_mlx(bits: int, group: int) -> None:
     assert got.numbers.numpy().tobytes() == packed.tobytes()
     np.testing.assert_allclose(got.scale.numpy(), scales, rtol=1e-6)
     np.testing.assert_allclose(got.offset.numpy(), biases, rtol=1e-6)
-    values = unpacked(packed, bits) * np.repeat(scales, group, 1) + np.repeat(biases, group, 1)
+    values = mlx_dequantised(packed, scales, biases, bits, group)
     np.testing.assert_allclose(dequantise(got).numpy(), values, rtol=0, atol=1e-5)
-
-
-def unpacked(packed: Array, bits: int) -> Array:
-    """uint32 [out, n] -> [out, n 32 / bits], the lowest bits first."""
-    parts = [packed >> shift & (2**bits - 1) for shift in range(0, 32, bits)]
-    return np.stack(parts, -1).reshape(len(packed), -1)
 
 
 @formats
@@ -100,9 +71,7 @@ def test_numbers_at_the_end_of_a_dtype_stay_finite(largest: float, dtype: torch.
     weight = torch.linspace(-1, 1, 64).mul(min(largest, torch.finfo(dtype).max)).to(dtype)[None]
     for bits in (4, 8):
         off = (dequantise(quantise_weight(weight, bits, 32)).double() - weight.double()).abs().max()
-        assert off <= max(
-            float(weight.double().abs().max()) / 7, 3e-7
-        )  # below the smallest scale of float16 all are one
+        assert off <= max(float(weight.double().abs().max()) / 7, 3e-7), "float16 has no scale finer than that"
 
 
 def test_rows_are_quantised_alike_however_many_there_are() -> None:

@@ -25,6 +25,7 @@ from server.models.gguf_directory import gguf_of
 from server.models.gguf_file import read_header
 from server.models.gguf_weights import GGUFWeights
 from server.models.load import describe, load_model
+from server.models.weights import Kept
 from server.text.tokenizer import Tokenizer
 from tests.engine.driving import Driver
 from tests.models.gguf_files import finish, gguf_model, round_weights, write_gguf
@@ -61,7 +62,7 @@ def served(file: Path, dtype: torch.dtype = torch.float32) -> Model:
         "auto",
         ops=ReferenceOps(),
         dtype=torch.float32,
-        weights=dtype,
+        weights=Kept(dtype),
         device=torch.device("cpu"),
         positions=512,
     )

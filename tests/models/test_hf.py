@@ -28,6 +28,7 @@ from server.models.errors import ModelError
 from server.models.full_context import FullContext
 from server.models.hf import TransformersModel
 from server.models.load import describe, load_model
+from server.models.weights import Kept
 from tests.models.random_models import CONFIGS, FALLBACK, SHAPE, save_random
 
 CPU = torch.device("cpu")
@@ -51,7 +52,7 @@ def test_logits_equal_those_of_transformers(name: str, tmp_path: Path) -> None:
 def test_longrope_factors_are_those_of_the_longest_text_served(positions: int, tmp_path: Path) -> None:
     """And stay what they are, whatever a step holds: as in the lean decoder."""
     save_random("phi3_longrope", tmp_path)
-    kind = {"ops": ReferenceOps(), "dtype": torch.float32, "weights": torch.float32, "device": CPU}
+    kind = {"ops": ReferenceOps(), "dtype": torch.float32, "weights": Kept(torch.float32), "device": CPU}
     models = [load_model(tmp_path, impl, positions=positions, **kind) for impl in ("transformers", "lean")]
     for length in (3, positions, 2):
         ids = torch.randint(2, 300, (length,))
