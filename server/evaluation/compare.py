@@ -78,7 +78,7 @@ def compare(
                 tokens = document.ids[first : first + row_tokens + 1]  # one more than enter: the last target
                 logits = _step(model, caches, seats, tokens[:-1])
                 targets = torch.tensor(tokens[1:], device=logits.device)
-                known[:, first + 1 : first + len(tokens)] = _count(results, logits, targets)
+                known[:, first + 1 : first + len(tokens)] = count(results, logits, targets)
                 read(len(targets))
         for result, tokens_known in zip(results, known.tolist(), strict=True):
             result.recalled += [(a.distance, all(tokens_known[a.start : a.stop])) for a in document.answers]
@@ -98,7 +98,7 @@ def _step(model: Model, caches: Sequence[KVCache], seats: Sequence[Seat], tokens
     return logits
 
 
-def _count(results: Sequence[Fidelity], logits: Tensor, targets: Tensor) -> Tensor:
+def count(results: Sequence[Fidelity], logits: Tensor, targets: Tensor) -> Tensor:
     """Adds to each strategy's sums; [S, n], where the target was the likeliest token.
 
     logits [S, n, V], those of exact caching first; targets [n].
