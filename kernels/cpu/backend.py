@@ -12,12 +12,15 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kernels.ops import LayerSpec, Slots
+from kernels.quantised import Quantised
 from kernels.reference import ReferenceOps
 from kernels.store import KVStore
 
 MAX_DIM = 256  # of a head; attend.h
 FEW, FEW_IF_NATIVE = 32, 8  # rows that are multiplied faster here than by torch
+FEW_QUANTISED = 16  # the same of quantised weights, which torch gets as float32, some at a time
 OUTPUTS = 512  # rows of weights that are widened at a time: they stay in the cache until they are multiplied
+GROUPS = 32  # columns of a quantised weight's groups are a multiple of this; quantised.h
 EVERYTHING = 1 << 40  # positions: no window
 
 
@@ -51,6 +54,13 @@ class CpuOps(ReferenceOps):
         if weight.dtype in self._native or weight.dtype is torch.float32:
             return super().linear(x, weight, bias)
         return _linear_widened(x, weight, bias)
+
+    def quantised_linear(self, x: Tensor, weight: Quantised, bias: Tensor | None = None) -> Tensor:
+        if weight.group % GROUPS or (x.shape[0] > FEW_QUANTISED and not self._row_invariant):
+            return super().quantised_linear(x, weight, bias)
+        parts = weight.numbers, weight.scale, weight.offset, weight.bits, weight.group
+        multiplied = [self._library.quantised_linear(some, *parts, bias) for some in x.split(FEW_QUANTISED)]
+        return multiplied[0] if len(multiplied) == 1 else torch.cat(multiplied)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         normed: Tensor = self._library.rms_norm(x, weight, eps)

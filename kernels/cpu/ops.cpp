@@ -1,55 +1,21 @@
-// The operations that torch sees, and how their work is shared among its threads. Registered under a name of its own for
+// The operations that torch sees. Registered under a name of its own for
 // each instruction set that this file is compiled for (KVMUX_LIBRARY; see setup.py).
-#include <ATen/Parallel.h>
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>
 #include <torch/library.h>
 
-#include <atomic>
 #include <vector>
 
 #include "attend.h"
 #include "layers.h"
 #include "linear.h"
+#include "quantised.h"
+#include "sharing.h"
 
 namespace kvmux {
 namespace {
 
 using at::Tensor;
-
-// Runs work(0) ... work(n - 1), whoever is free taking the next.
-template <typename Work>
-void share(int64_t n, const Work& work) {
-  std::atomic<int64_t> next{0};
-  at::parallel_for(0, std::min<int64_t>(n, at::get_num_threads()), 1, [&](int64_t, int64_t) {
-    for (int64_t i; (i = next.fetch_add(1, std::memory_order_relaxed)) < n;) work(i);
-  });
-}
-
-// Calls work with a number of the type.
-template <typename Work>
-void with_type(at::ScalarType type, const Work& work) {
-  switch (type) {
-    case at::kFloat: return work(float{});
-    case at::kBFloat16: return work(at::BFloat16{});
-    case at::kHalf: return work(at::Half{});
-    default: TORCH_CHECK(false, "no kernel for ", type);
-  }
-}
-
-// The same for types that keys and values are kept in.
-template <typename Work>
-void with_kept_type(at::ScalarType type, const Work& work) {
-  if (type == at::kChar) return work(int8_t{});
-  with_type(type, work);
-}
-
-// Runs work(begin, end) over parts of n rows of `width` numbers each.
-template <typename Work>
-void over_rows(int64_t n, int64_t width, const Work& work) {
-  constexpr int64_t ENOUGH = 32768;  // numbers that are worth waking a thread for
-  at::parallel_for(0, n, std::max<int64_t>(1, ENOUGH / std::max<int64_t>(1, width)), work);
-}
 
 // ---------------------------------------------------------------- layers
 // y [rows, outputs] = x [rows, k] times weight [outputs, k], plus bias: x rounded to the weights' type, y to x's.
@@ -89,6 +55,53 @@ Tensor linear(const Tensor& x, const Tensor& weight, const std::optional<Tensor>
     with_type(weight.scalar_type(), [&](auto of_weight) {
       using T = decltype(of_weight);
       linear_as<T, decltype(of_x)>(y, x, weight, bias ? bias->const_data_ptr<T>() : nullptr);
+    });
+  });
+  return y;
+}
+
+// The same of a weight in numbers of so many bits, everything in float32.
+template <int BITS, typename S, typename X>
+void quantised_linear_as(const Tensor& y, const Tensor& x, const Tensor& weight, const Tensor& scale,
+                         const Tensor& offset, int64_t group, const float* bias) {
+  const int64_t rows = x.size(0), outputs = weight.size(0), k = x.size(1), groups = k / group;
+  const Tensor grouped = at::empty({rows, k + groups}, at::kFloat);
+  float *const numbers = grouped.data_ptr<float>(), *const sums = numbers + rows * k;
+  const X* from = x.const_data_ptr<X>();
+  over_rows(rows, k, [&](int64_t begin, int64_t end) {
+    for (int64_t row = begin; row < end; ++row)
+      quantised_row<BITS>(from + row * x.stride(0), k, group, row, rows, numbers, sums + row * groups);
+  });
+  const S *scales = scale.const_data_ptr<S>(), *offsets = offset.const_data_ptr<S>();
+  X* to = y.data_ptr<X>();
+  over_rows(outputs, k, [&](int64_t begin, int64_t end) {
+    const auto some = [&](auto n, int64_t first) {
+      const uint8_t* bytes = weight.const_data_ptr<uint8_t>() + first * weight.stride(0);
+      const QuantisedRows<S> w{bytes, weight.stride(0), scales + first * groups, offsets + first * groups, groups, group};
+      quantised_weights<BITS, n>(numbers, rows, sums, w, [&](int64_t row, int64_t i, float number) {
+        to[row * outputs + first + i] = static_cast<X>(number + (bias == nullptr ? 0.f : bias[first + i]));
+      });
+    };
+    int64_t first = begin;
+    for (; first + QUANTISED_WEIGHTS <= end; first += QUANTISED_WEIGHTS)
+      some(std::integral_constant<int, QUANTISED_WEIGHTS>{}, first);
+    for (; first < end; ++first) some(std::integral_constant<int, 1>{}, first);
+  });
+}
+
+Tensor quantised_linear(const Tensor& x, const Tensor& weight, const Tensor& scale, const Tensor& offset, int64_t bits,
+                        int64_t group, const std::optional<Tensor>& bias) {
+  TORCH_CHECK(x.dim() == 2 && weight.dim() == 2 && x.size(1) * bits == weight.size(1) * 8, "x ", x.sizes(),
+              " and a weight of ", weight.sizes(), " bytes cannot be multiplied");
+  TORCH_CHECK(group % (2 * W) == 0 && (bits == 4 || bits == 8), "no kernel for ", bits, " bits in groups of ", group);
+  TORCH_CHECK(dense(x) && dense(weight) && scale.is_contiguous() && offset.is_contiguous(), "all have to be dense");
+  const std::optional<Tensor> added = bias ? std::optional(bias->to(at::kFloat).contiguous()) : std::nullopt;
+  Tensor y = at::empty({x.size(0), weight.size(0)}, x.options());
+  with_type(x.scalar_type(), [&](auto of_x) {
+    with_type(scale.scalar_type(), [&](auto of_scale) {
+      const auto run = bits == 4 ? quantised_linear_as<4, decltype(of_scale), decltype(of_x)>
+                                 : quantised_linear_as<8, decltype(of_scale), decltype(of_x)>;
+      run(y, x, weight, scale, offset, group, added ? added->const_data_ptr<float>() : nullptr);
     });
   });
   return y;
@@ -352,6 +365,9 @@ void attend(const Tensor& out, const Tensor& q, const Tensor& k, const Tensor& v
 
 TORCH_LIBRARY(KVMUX_LIBRARY, library) {
   library.def("linear(Tensor x, Tensor weight, Tensor? bias) -> Tensor", &kvmux::linear);
+  library.def(
+      "quantised_linear(Tensor x, Tensor weight, Tensor scale, Tensor offset, int bits, int group, Tensor? bias) -> Tensor",
+      &kvmux::quantised_linear);
   library.def("rms_norm(Tensor x, Tensor weight, float eps) -> Tensor", &kvmux::rms_norm);
   library.def(
       "add_rms_norm(Tensor x, Tensor delta, Tensor weight, float eps) -> (Tensor, Tensor)", &kvmux::add_rms_norm);

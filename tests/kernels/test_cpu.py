@@ -9,7 +9,9 @@ import torch
 from torch import Tensor
 
 from config.settings import StrategySettings
+from kernels.cpu.backend import CpuOps
 from kernels.ops import LayerSpec
+from kernels.quantised import quantise_weight
 from kernels.scene import Layout, RowOf, Scene
 from tests.contract import harness
 from tests.contract.harness import World, random_text, step
@@ -106,6 +108,28 @@ def test_a_row_of_a_product_does_not_depend_on_the_others(backend: str, dtype: t
     alone = torch.cat([linear(row[None], weight, bias) for row in x])
     for rows in (2, 3, 5, 8):
         assert torch.equal(linear(x[:rows], weight, bias), alone[:rows])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("bits", [4, 8])
+def test_a_row_of_a_quantised_product_does_not_depend_on_the_others(
+    backend: str, bits: int, dtype: torch.dtype
+) -> None:
+    ops = BACKENDS[backend]()
+    assert isinstance(ops, CpuOps)
+    linear = ops.row_invariant().quantised_linear
+    x, weight, bias = (torch.randn(shape).to(dtype) for shape in ((40, 96), (37, 96), (37,)))
+    for group in (32, 48):  # the kernel's, and one that is the reference's
+        quantised = quantise_weight(weight, bits, group)
+        alone = torch.cat([linear(row[None], quantised, bias) for row in x])
+        for rows in (2, 3, 5, 8, 40):
+            assert torch.equal(linear(x[:rows], quantised, bias), alone[:rows])
+
+
+def test_a_quantised_product_that_cannot_be_is_refused(backend: str) -> None:
+    weight = quantise_weight(torch.randn(5, 64), 4, 32)
+    with pytest.raises(RuntimeError, match="cannot be multiplied"):
+        BACKENDS[backend]().quantised_linear(torch.ones(2, 32), weight)
 
 
 @pytest.mark.parametrize(

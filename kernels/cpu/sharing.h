@@ -1,0 +1,47 @@
+// How work is shared among torch's threads, and a number of the type that a tensor has. Knows no operation.
+#pragma once
+
+#include <ATen/Parallel.h>
+#include <c10/core/ScalarType.h>
+
+#include <algorithm>
+#include <atomic>
+#include <cstdint>
+
+namespace kvmux {
+
+// Runs work(0) ... work(n - 1), whoever is free taking the next.
+template <typename Work>
+void share(int64_t n, const Work& work) {
+  std::atomic<int64_t> next{0};
+  at::parallel_for(0, std::min<int64_t>(n, at::get_num_threads()), 1, [&](int64_t, int64_t) {
+    for (int64_t i; (i = next.fetch_add(1, std::memory_order_relaxed)) < n;) work(i);
+  });
+}
+
+// Calls work with a number of the type.
+template <typename Work>
+void with_type(at::ScalarType type, const Work& work) {
+  switch (type) {
+    case at::kFloat: return work(float{});
+    case at::kBFloat16: return work(at::BFloat16{});
+    case at::kHalf: return work(at::Half{});
+    default: TORCH_CHECK(false, "no kernel for ", type);
+  }
+}
+
+// The same for types that keys and values are kept in.
+template <typename Work>
+void with_kept_type(at::ScalarType type, const Work& work) {
+  if (type == at::kChar) return work(int8_t{});
+  with_type(type, work);
+}
+
+// Runs work(begin, end) over parts of n rows of `width` numbers each.
+template <typename Work>
+void over_rows(int64_t n, int64_t width, const Work& work) {
+  constexpr int64_t ENOUGH = 32768;  // numbers that are worth waking a thread for
+  at::parallel_for(0, n, std::max<int64_t>(1, ENOUGH / std::max<int64_t>(1, width)), work);
+}
+
+}  // namespace kvmux
