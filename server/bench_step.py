@@ -10,11 +10,11 @@ import argparse
 import json
 import time
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import NamedTuple, get_args
 
 import torch
 
-from config.settings import SettingsError, load
+from config.settings import SettingsError, Weights, load
 from kernels.stopwatch import Stopwatch
 from server.engine.build import Engine, build_engine
 from server.engine.messages import Sampling, Submit, Tokens
@@ -39,6 +39,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m server.bench_step", description=__doc__)
     parser.add_argument("--model", default="tiny", help="as for `kvmux serve` (default: the embedded one)")
     parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16", "float16"))
+    parser.add_argument("--weights", default="auto", choices=get_args(Weights), help="as for `kvmux serve`")
     parser.add_argument("--threads", type=int, help="CPU threads (default: as `kvmux serve` chooses)")
     parser.add_argument("--kv-cache", default="paged", help="strategy of all sequences")
     parser.add_argument("--sequences", type=int, nargs="+", default=(1, 8), help="decoded together")
@@ -46,7 +47,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--json", action="store_true", help="one JSON line a figure instead of a table")
     options = parser.parse_args(arguments)
     try:
-        flags = {name: getattr(options, name) for name in ("model", "dtype", "threads")}
+        flags = {name: getattr(options, name) for name in ("model", "dtype", "weights", "threads")}
         engine = build_engine(load(None, flags | {"max_num_seqs": max(4, *options.sequences)}))
     except SettingsError as error:
         parser.error(str(error))

@@ -1,5 +1,5 @@
-// The operations that torch sees. Registered under a name of its own for
-// each instruction set that this file is compiled for (KVMUX_LIBRARY; see setup.py).
+// The operations that torch sees. Registered under a name of its own for each instruction set that this file is compiled
+// for (KVMUX_LIBRARY; see setup.py).
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>
 #include <torch/library.h>

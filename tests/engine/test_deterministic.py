@@ -83,8 +83,10 @@ def preempted(driver: Driver, instance: str) -> None:
 WAYS: list[Callable[[Driver, str], None]] = [in_a_crowd, cut_small, after_itself, preempted]
 
 
-def served(directory: Path, dtype: str, instance: str, way: Callable[[Driver, str], None]) -> list[TokenScore]:
-    driver = Driver(directory, **SETTINGS, dtype=dtype)
+def served(
+    directory: Path, dtype: str, instance: str, way: Callable[[Driver, str], None], weights: str = "auto"
+) -> list[TokenScore]:
+    driver = Driver(directory, **SETTINGS, dtype=dtype, weights=weights)
     way(driver, instance)
     driver.run()
     assert len(driver.heard["it"].scores) == COUNT
@@ -111,6 +113,14 @@ def test_other_families_too(tmp_path: Path, name: str) -> None:
         expected = served(tmp_path, "float32", "paged", alone)
         for way in WAYS:
             assert served(tmp_path, "float32", "paged", way) == expected, way.__name__
+
+
+@pytest.mark.parametrize("weights", ["int8", "int4"])
+def test_quantised_weights_too(weights: str) -> None:
+    if COMPILED:
+        expected = served(EMBEDDED, "float32", "paged", alone, weights)
+        for way in WAYS:
+            assert served(EMBEDDED, "float32", "paged", way, weights) == expected, way.__name__
 
 
 @pytest.mark.parametrize("change", [{"kernels": "reference"}, {"model_impl": "transformers"}])
