@@ -1,0 +1,1 @@
+"""Metal kernels, and an emulator that runs them on any machine with a C++ compiler."""

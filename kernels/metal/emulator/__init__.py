@@ -1,0 +1,44 @@
+"""Runs Metal compute kernels on a CPU: a twin of torch.mps.compile_shader that also finds what they do wrong.
+
+The folder's README.md tells how.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from os import PathLike, fspath
+
+from kernels.metal.emulator import rules
+from kernels.metal.emulator.build import Compiler, CompilerMissing
+from kernels.metal.emulator.failure import KernelFault
+from kernels.metal.emulator.library import Kernel, Library, Mode, Order, Stats
+from kernels.metal.emulator.source import Translator
+from kernels.metal.emulator.tokens import Source
+
+__all__ = ["CompilerMissing", "Kernel", "KernelFault", "Library", "Order", "Stats", "compile_shader"]
+
+
+def compile_shader(
+    source: str,
+    *,
+    checked: bool = False,
+    order: Order = Order.FORWARD,
+    seed: int = 0,
+    include: Iterable[str | PathLike[str]] = (),
+    ucontext: bool = False,
+) -> Library:
+    """The kernels of a Metal source, to be called with tensors on the CPU.
+
+    `checked`: every access to memory is checked, many times slower. `order`: of threads and threadgroups; `seed` is for
+    a random one. `include`: folders in which #include finds headers. `ucontext`: fibers by the C library's means, as on
+    processors for which there are no faster ones.
+
+    Raises SyntaxError for what is no Metal, with the line (#line is heeded), and CompilerMissing.
+    """
+    rules.check_text(source)
+    compiler = Compiler.find()
+    expanded = Source(compiler.preprocessed(source, tuple(fspath(folder) for folder in include)))
+    rules.check(expanded)
+    translation = Translator(expanded).translate()
+    library = compiler.library(translation.text, checked=checked, ucontext=ucontext)
+    return Library(library, translation, Mode(checked, order, seed))

@@ -1,0 +1,168 @@
+"""Arguments of a launch to addresses, as torch.mps binds them: argument i is buffer i.
+
+A tensor is bound where its view begins; a Python number or a list of them becomes bytes. Stricter than torch, which
+checks next to nothing: what would be read as something else than it is, is refused.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import struct
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+MAX_BYTES = 4096  # of a number or list
+_ALIGNMENT = 16
+_ELEMENTS = (
+    "struct",
+    "float",
+    "half",
+    "bfloat",
+    "char",
+    "uchar",
+    "short",
+    "ushort",
+    "int",
+    "uint",
+    "long",
+    "ulong",
+    "bool",
+)
+# By the code of include/emulated/binding.h: what may be bound to it. 0 is a struct, and takes everything.
+_DTYPES: tuple[tuple[torch.dtype, ...], ...] = (
+    (),
+    (torch.float32,),
+    (torch.float16,),
+    (torch.bfloat16,),
+    *[(torch.int8, torch.uint8, torch.bool)] * 2,
+    *[(torch.int16, torch.uint16)] * 2,
+    *[(torch.int32, torch.uint32)] * 2,
+    *[(torch.int64, torch.uint64)] * 2,
+    (torch.bool, torch.uint8, torch.int8),
+)
+_FLOATS = (1, 2, 3)
+_FORMATS = {"int32": "i", "int16": "h", "int8": "b", "uint8": "B", "fp16": "e", "bf16": "f"}
+
+
+class Parameter(ctypes.Structure):
+    """A kernel's parameter as its C++ type tells it; the fields of emulator::Parameter."""
+
+    _fields_ = (
+        ("buffer", ctypes.c_int),
+        ("reference", ctypes.c_int),
+        ("element", ctypes.c_int),
+        ("size", ctypes.c_int),
+        ("alignment", ctypes.c_int),
+        ("writable", ctypes.c_int),
+    )
+
+
+class Buffer:
+    """One buffer argument of a kernel."""
+
+    def __init__(self, kernel: str, name: str, parameter: Parameter) -> None:
+        self.name = name
+        self.index, self.element = parameter.buffer, parameter.element
+        self.size, self.alignment = parameter.size, parameter.alignment
+        self.reference, self.writable = bool(parameter.reference), bool(parameter.writable)
+        self._what = f"{kernel}: argument {self.index} '{name}'"
+
+    def bind_tensor(self, tensor: Tensor) -> tuple[int, int]:
+        """Address and bytes from its first to its last element, whatever its strides. Raises TypeError, ValueError."""
+        if tensor.device.type != "cpu":
+            raise TypeError(f"{self._what}: the emulator takes tensors on the CPU, not on {tensor.device}")
+        if self.element and tensor.dtype not in _DTYPES[self.element]:
+            raise TypeError(f"{self._what} is {_ELEMENTS[self.element]}, not {tensor.dtype}")
+        address, bytes_ = tensor.data_ptr(), extent(tensor)
+        if address % self.alignment:
+            raise ValueError(
+                f"{self._what}: begins {address % self.alignment} bytes off a multiple of {self.alignment}"
+            )
+        if self.reference and bytes_ < self.size:
+            raise ValueError(f"{self._what}: has {bytes_} bytes, and {self.size} are read")
+        return address, bytes_
+
+    def pack(self, value: Any, cast: str) -> bytes:
+        """A number, or a list of numbers, as torch passes it. Raises TypeError, ValueError, RuntimeError."""
+        if isinstance(value, (tuple, list)):
+            if not value:
+                raise RuntimeError("Empty list/tuple can not be an argument to metal kernel")
+            values, kind = value, type(value[0])
+        else:
+            values, kind = [value], type(value)
+        if not issubclass(kind, (int, float)):
+            raise RuntimeError(f"{self._what}: Unsupported argument type {kind.__name__}")
+        if cast and cast not in _FORMATS:
+            raise RuntimeError(f"{self._what}: Unsupported cast instruction {cast}: use one of {', '.join(_FORMATS)}")
+        packed = _bytes(values, cast or ("int64" if issubclass(kind, int) else "float"), self._what)
+        self._check_bytes(packed, len(values), cast or kind.__name__)
+        return packed
+
+    def _check_bytes(self, packed: bytes, count: int, kind: str) -> None:
+        if self.writable:
+            raise TypeError(f"{self._what} is written to, so it must be a tensor")
+        if len(packed) > MAX_BYTES:
+            raise ValueError(f"{self._what}: {len(packed)} bytes, and Metal passes {MAX_BYTES} by value: use a tensor")
+        if self.element and (kind in ("float", "fp16", "bf16")) != (self.element in _FLOATS):
+            raise TypeError(f"{self._what} is {_ELEMENTS[self.element]}, not {kind}")
+        each, components = len(packed) // count, self.size // _size(self.element, self.size)
+        # A lone integer is read from its low end, so that eight bytes will do for four.
+        lone = count == 1 and kind == "int" and self.reference and components == 1
+        if self.element and not lone and each != _size(self.element, self.size):
+            raise TypeError(
+                f"{self._what} is {_ELEMENTS[self.element]}, not {each} bytes each: use arg_casts or a tensor"
+            )
+        if self.reference and len(packed) < self.size:
+            raise TypeError(f"{self._what}: {len(packed)} bytes are passed, and {self.size} are read")
+
+
+def extent(tensor: Tensor) -> int:
+    """Bytes from a view's first element to the end of its last one; 0 if it has none."""
+    if not tensor.numel():
+        return 0
+    if tensor.is_contiguous():
+        return tensor.numel() * tensor.element_size()
+    last = sum((n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return (last + 1) * tensor.element_size()
+
+
+def cast_of(arg_casts: str | Mapping[int, str] | None, index: int) -> str:
+    """What the argument is cast to; "": nothing."""
+    if arg_casts is None:
+        return ""
+    return arg_casts if isinstance(arg_casts, str) else arg_casts.get(index, "")
+
+
+class Inline:
+    """Memory for the values of one launch, aligned as Metal aligns them."""
+
+    def __init__(self, values: list[bytes]) -> None:
+        """The values one after the other; where they lie, `addresses` tells."""
+        room = sum(-(-len(value) // _ALIGNMENT) * _ALIGNMENT for value in values) + _ALIGNMENT
+        self._memory = ctypes.create_string_buffer(room)
+        begin = ctypes.addressof(self._memory)
+        at = begin + -begin % _ALIGNMENT
+        self.addresses = []
+        for value in values:
+            ctypes.memmove(at, value, len(value))
+            self.addresses.append(at)
+            at += -(-len(value) // _ALIGNMENT) * _ALIGNMENT
+
+
+def _bytes(values: list[Any] | tuple[Any, ...], cast: str, what: str) -> bytes:
+    try:
+        if cast == "bf16":
+            return bytes(torch.tensor(values, dtype=torch.bfloat16).view(torch.uint8).tolist())
+        form = {"int64": "q", "float": "f"}.get(cast) or _FORMATS[cast]
+        numbers = [int(value) for value in values] if form in "qihbB" else values
+        return struct.pack(f"{len(values)}{form}", *numbers)
+    except (struct.error, OverflowError, TypeError, ValueError) as error:
+        raise ValueError(f"{what}: {values} cannot be passed as {cast}: {error}") from None
+
+
+def _size(element: int, otherwise: int) -> int:
+    """Bytes of a scalar."""
+    return _DTYPES[element][0].itemsize if element else otherwise

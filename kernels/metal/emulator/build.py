@@ -1,0 +1,175 @@
+"""From C++ to a library in memory: finds a compiler, and keeps what it made in the user's cache folder.
+
+The key of a library is a hash of all that it is made of. Knows neither Metal nor launches.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import platform
+import re
+import shlex
+import shutil
+import subprocess
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+HERE = Path(__file__).parent
+# What a source may include: empty when it is preprocessed, and include/metal_stdlib stands for all of them later.
+HEADERS = (
+    "metal_stdlib",
+    "metal_array",
+    "metal_atomic",
+    "metal_common",
+    "metal_compute",
+    "metal_geometric",
+    "metal_integer",
+    "metal_limits",
+    "metal_math",
+    "metal_numeric",
+    "metal_pack",
+    "metal_relational",
+    "metal_simdgroup",
+    "metal_type_traits",
+    "metal_types",
+    "metal_uniform",
+)
+DEFINES = ("-D__METAL__", "-D__METAL_VERSION__=310", "-D__HAVE_BFLOAT__")
+_LANGUAGE = ("-x", "c++", "-std=gnu++14")
+_CODE = ("-fPIC", "-fno-exceptions", "-fno-rtti", "-fvisibility=hidden", "-fno-strict-aliasing")
+_KERNELS = ("-w", "-Werror=return-type", "-Werror=vla", "-ffp-contract=off", "-fsigned-char", "-fno-threadsafe-statics")
+_PREFIX = "build-"  # of the folder in which a library is compiled: paths in debug information begin with it
+_BUILT_IN = re.compile(rf"^.*/{_PREFIX}[^/]*/")
+_ERROR = re.compile(r"^(?:\./)?([^\s:][^:\n]*:\d+):(?:\d+:)? (?:fatal )?error: (.*)$", re.MULTILINE)
+
+
+class CompilerMissing(Exception):
+    """There is no C++ compiler; the message says what to install."""
+
+
+@dataclass(frozen=True)
+class Compiler:
+    """A command that takes the options of g++."""
+
+    command: tuple[str, ...]
+    version: str
+
+    @classmethod
+    def find(cls) -> Compiler:
+        """$CXX, else g++, else clang++. Raises CompilerMissing."""
+        for name in filter(None, (os.environ.get("CXX"), "g++", "clang++")):
+            command = tuple(shlex.split(name))
+            if shutil.which(command[0]):
+                return cls(command, _run([*command, "--version"]).splitlines()[0])
+        raise CompilerMissing(
+            "Metal kernels are emulated by compiling them as C++, and no compiler was found: "
+            "install g++ or clang++, or name one in CXX"
+        )
+
+    @property
+    def is_clang(self) -> bool:
+        return "clang" in self.version
+
+    def preprocessed(self, source: str, include: tuple[str, ...]) -> str:
+        """The source with macros and headers expanded. Raises SyntaxError."""
+        folders = [f"-I{folder}" for folder in (_empty_headers(), *include)]
+        marked = f'#line 1 "program_source"\n{source}'
+        return self._compile([*_LANGUAGE, "-E", "-nostdinc", *DEFINES, *folders, "-"], marked)
+
+    def library(self, text: str, *, checked: bool, ucontext: bool) -> Path:
+        """A shared library of kernels and the runtime. Raises SyntaxError."""
+        options = self._options(checked)
+        runtime = [*_CODE, "-std=c++17", "-O2", *(["-DEMULATOR_UCONTEXT"] if ucontext else [])]
+        made = cache() / f"{_key(self, text, options, runtime, *_own_files())}.so"
+        if made.exists():
+            return made
+        with tempfile.TemporaryDirectory(prefix=_PREFIX, dir=cache()) as folder:
+            kernels, linked = Path(folder, "kernels.o"), Path(folder, "kernels.so")
+            self._compile([*options, "-c", "-", "-o", str(kernels)], text, folder)
+            self._compile(
+                ["-shared", "-o", str(linked), str(kernels), str(self._runtime(runtime)), "-lm", "-pthread", "-ldl"]
+            )
+            os.replace(linked, made)
+        return made
+
+    def _options(self, checked: bool) -> list[str]:
+        options = [*_LANGUAGE, *_CODE, *_KERNELS, *DEFINES, f"-I{HERE / 'include'}", "-include", "metal_stdlib"]
+        options += ["-O1", "-g1", "-gdwarf-4", "-fsanitize=thread", "-DEMULATOR_CHECKED"] if checked else ["-O2"]
+        if self.is_clang:
+            options += ["-Xclang", "-cl-single-precision-constant"]
+        else:
+            options += ["-fsingle-precision-constant", "-fno-gnu-unique"]
+        if platform.machine() == "x86_64" and torch.backends.cpu.get_cpu_capability() in ("AVX2", "AVX512"):
+            options.append("-march=x86-64-v3")
+        return options
+
+    def _runtime(self, options: list[str]) -> Path:
+        """Compiled once for all libraries."""
+        made = cache() / f"runtime-{_key(self, '', options, *_own_files())}.o"
+        if not made.exists():
+            with tempfile.TemporaryDirectory(prefix=_PREFIX, dir=cache()) as folder:
+                compiled = Path(folder, "runtime.o")
+                self._compile([*options, "-c", str(HERE / "runtime/runtime.cpp"), "-o", str(compiled)])
+                os.replace(compiled, made)
+        return made
+
+    def _compile(self, options: list[str], text: str = "", folder: str | None = None) -> str:
+        try:
+            return _run([*self.command, *options], text, folder)
+        except subprocess.CalledProcessError as error:
+            faults = [f"{where}: {what}" for where, what in _ERROR.findall(error.stderr)]
+            raise SyntaxError("\n".join(faults[:8]) or error.stderr) from None
+
+
+def lines(library: Path, addresses: list[int]) -> list[str]:
+    """file:line in the source of each instruction; "" where it is not known. Needs addr2line, of binutils."""
+    if not shutil.which("addr2line"):
+        return [""] * len(addresses)
+    return [_line(library, address) for address in addresses]
+
+
+def _line(library: Path, address: int) -> str:
+    """The innermost one that is the source's and not a header's of ours: those are inlined."""
+    found = _run(["addr2line", "-i", "-e", str(library), hex(address)]).splitlines()
+    ours = f"{HERE / 'include'}{os.sep}"
+    own = [line.split(" ")[0] for line in found if not line.startswith((ours, "??"))]
+    return _BUILT_IN.sub("", own[0]) if own else ""
+
+
+def cache() -> Path:
+    """The folder of everything compiled; it may be deleted at any time."""
+    folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "kvmux" / "metal-emulator"
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder
+
+
+def _empty_headers() -> str:
+    folder = cache() / "headers"
+    folder.mkdir(exist_ok=True)
+    for name in HEADERS:
+        if not (folder / name).exists():
+            (folder / name).touch()
+    return str(folder)
+
+
+def _own_files() -> list[str]:
+    return [
+        path.read_text()
+        for kind in ("include", "runtime")
+        for path in sorted((HERE / kind).rglob("*"))
+        if path.is_file()
+    ]
+
+
+def _key(compiler: Compiler, text: str, *others: object) -> str:
+    parts = (compiler.command, compiler.version, text, *others)
+    return hashlib.sha256("\0".join(map(str, parts)).encode()).hexdigest()[:24]
+
+
+def _run(command: list[str], text: str = "", folder: str | None = None) -> str:
+    done = subprocess.run(command, input=text, capture_output=True, text=True, check=True, cwd=folder)
+    return done.stdout

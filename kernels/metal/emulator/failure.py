@@ -1,0 +1,138 @@
+"""What went wrong in a launch, as a sentence. The structures are those of runtime/failure.h."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Sequence
+from enum import IntEnum
+
+
+class Fault(IntEnum):
+    NONE = 0
+    RACE = 1
+    OUT_OF_BOUNDS = 2
+    MISALIGNED = 3
+    WRITE_TO_CONST = 4
+    DIVERGENCE = 5
+    TOO_MANY_BYTES = 6
+
+
+ACTS = ("read", "write", "atomic read", "atomic write", "waits", "has returned")
+WAITS, RETURNED = 4, 5
+THREADGROUP = 1
+
+
+class Party(ctypes.Structure):
+    _fields_ = (
+        ("act", ctypes.c_int),
+        ("thread", ctypes.c_uint),
+        ("group", ctypes.c_uint),
+        ("code", ctypes.c_uint),
+        ("operation", ctypes.c_char_p),
+        ("file", ctypes.c_char_p),
+        ("line", ctypes.c_uint),
+    )
+
+
+class Memory(ctypes.Structure):
+    _fields_ = (
+        ("space", ctypes.c_int),
+        ("index", ctypes.c_int),
+        ("offset", ctypes.c_long),
+        ("bytes", ctypes.c_long),
+        ("access", ctypes.c_uint),
+    )
+
+
+class Failure(ctypes.Structure):
+    _fields_ = (("fault", ctypes.c_int), ("first", Party), ("second", Party), ("memory", Memory))
+
+
+class KernelFault(RuntimeError):
+    """A kernel did what no GPU would put up with; the message says where."""
+
+
+class Teller:
+    """Tells failures of one kernel's launch."""
+
+    def __init__(
+        self,
+        arguments: Sequence[tuple[str, int]],  # declared name, bytes of an element
+        variables: Sequence[str],
+        grid: tuple[int, int, int],
+        group: tuple[int, int, int],
+        line_of: Callable[[int], str],  # of an instruction's address
+    ) -> None:
+        self._arguments = arguments
+        self._variables = variables
+        self._grid = grid
+        self._group = group
+        self._line_of = line_of
+
+    def tell(self, failure: Failure) -> str:
+        first, second, memory = failure.first, failure.second, failure.memory
+        match Fault(failure.fault):
+            case Fault.RACE:
+                accesses = f"{self._access(first, memory)}; earlier {self._access(second)}"
+                return f"data race on {self._place(memory)}: {accesses}; {self._cure(failure)}"
+            case Fault.OUT_OF_BOUNDS:
+                return f"out of bounds: {self._access(first, memory)}, {self._outside(memory)}"
+            case Fault.MISALIGNED:
+                return (
+                    f"misaligned: {self._access(first, memory)} at {self._place(memory)} is not a multiple of its size"
+                )
+            case Fault.WRITE_TO_CONST:
+                return f"write to constant {self._place(memory)}: {self._access(first, memory)}"
+            case Fault.TOO_MANY_BYTES:
+                name = self._variables[memory.index]
+                return f"'{name}' makes {memory.offset} bytes of threadgroup memory, and Metal has 32768"
+        return f"divergence: {self._waiting(first)}, but {self._waiting(second)}: all threads must come to the same one"
+
+    def _access(self, party: Party, memory: Memory | None = None) -> str:
+        size = f" of {memory.access} bytes" if memory is not None else ""
+        line = self._line_of(party.code)
+        return f"{ACTS[party.act]}{size} by {self._who(party)}{f' at {line}' if line else ''}"
+
+    def _waiting(self, party: Party) -> str:
+        if party.act == RETURNED:
+            return f"{self._who(party)} has returned"
+        return f"{self._who(party)} waits in {party.operation.decode()} at {party.file.decode()}:{party.line}"
+
+    def _who(self, party: Party) -> str:
+        groups = tuple(-(-threads // each) for threads, each in zip(self._grid, self._group, strict=True))
+        group = _position(party.group, groups)
+        size = tuple(
+            min(each, threads - each * at) for each, threads, at in zip(self._group, self._grid, group, strict=True)
+        )
+        return f"thread {_short(_position(party.thread, size), self._grid)} of group {_short(group, self._grid)}"
+
+    def _place(self, memory: Memory) -> str:
+        if memory.space == THREADGROUP:
+            return f"threadgroup variable '{self._variables[memory.index]}', byte {memory.offset}"
+        name, size = self._arguments[memory.index]
+        return f"argument {memory.index} '{name}', element {memory.offset // size} (byte {memory.offset})"
+
+    def _outside(self, memory: Memory) -> str:
+        if memory.index < 0:
+            return "nowhere near any argument"
+        before = memory.offset < 0
+        by = -memory.offset if before else memory.offset + memory.access - memory.bytes
+        place = self._place(memory).split(", ")[0]
+        side = "before the begin" if before else "beyond the end"
+        return f"{by} bytes {side} of {place}, which has {memory.bytes} bytes"
+
+    def _cure(self, failure: Failure) -> str:
+        if failure.first.group != failure.second.group:
+            return "nothing orders threadgroups: let one write it, or use atomics"
+        kind = "mem_threadgroup" if failure.memory.space == THREADGROUP else "mem_device"
+        return f"no barrier with mem_flags::{kind} between them"
+
+
+def _position(index: int, size: tuple[int, ...]) -> tuple[int, ...]:
+    return index % size[0], index // size[0] % size[1], index // (size[0] * size[1])
+
+
+def _short(position: tuple[int, ...], grid: tuple[int, int, int]) -> str:
+    """Without the dimensions that the launch does not have."""
+    dimensions = 3 if grid[2] > 1 else 2 if grid[1] > 1 else 1
+    return str(position[0]) if dimensions == 1 else str(position[:dimensions])

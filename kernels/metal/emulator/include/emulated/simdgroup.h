@@ -1,0 +1,182 @@
+// Barriers and simd operations: every lane gives a value and waits for the others, then takes what it needs.
+#pragma once
+#include "integers.h"
+
+namespace metal {
+
+enum class mem_flags { mem_none = 0, mem_device = 1, mem_threadgroup = 2, mem_texture = 4 };
+EMULATOR_INLINE constexpr mem_flags operator|(mem_flags a, mem_flags b) { return mem_flags(int(a) | int(b)); }
+
+EMULATOR_INLINE void threadgroup_barrier(mem_flags flags, emulator::Where where = emulator::Where()) {
+  emulator_threadgroup_barrier(int(flags), where);
+}
+EMULATOR_INLINE void simdgroup_barrier(mem_flags flags, emulator::Where where = emulator::Where()) {
+  emulator_simdgroup_barrier(int(flags), where);
+}
+
+namespace emulated {
+
+using emulator::Combine;
+using emulator::Exchange;
+using emulator::LANES;
+using emulator::Where;
+
+template <class T>
+struct Element {
+  typedef T type;
+};
+template <class T, int N>
+struct Element<vec<T, N>> {
+  typedef T type;
+};
+
+// Of one lane.
+template <class T>
+EMULATOR_INLINE T at(const Exchange& lanes, uint lane) {
+  T value;
+  __builtin_memcpy(&value, lanes.slot[lane % LANES], sizeof value);
+  return value;
+}
+
+template <class T>
+EMULATOR_INLINE const Exchange& exchange(T value, Combine combine, const char* operation, Where where) {
+  typedef typename Element<T>::type E;
+  static_assert(!is_same<E, bfloat>::value, "simd operations take no bfloat: convert it to float");
+  static_assert(sizeof(E) <= 4 && !is_same<E, bool>::value, "simd operations take numbers of up to 32 bits");
+  static_assert(sizeof(T) <= emulator::MAX_VALUE, "simd operations take scalars and vectors");
+  return *emulator_exchange(&value, sizeof value, combine, operation, where);
+}
+
+// Of all lanes there are, in their order: computed once.
+template <class T, class Op>
+EMULATOR_UNCHECKED void combine(Exchange& lanes) {
+  T sum = at<T>(lanes, uint(__builtin_ctz(lanes.lanes)));
+  for (uint lane = uint(__builtin_ctz(lanes.lanes)) + 1; lane < LANES; ++lane)
+    if (lanes.lanes >> lane & 1) sum = Op::of(sum, at<T>(lanes, lane));
+  __builtin_memcpy(lanes.result, &sum, sizeof sum);
+}
+template <class Op, class T>
+EMULATOR_UNCHECKED T reduce(T value, const char* operation, Where where) {
+  const Exchange& lanes = exchange(value, &combine<T, Op>, operation, where);
+  T result;
+  __builtin_memcpy(&result, lanes.result, sizeof result);
+  return result;
+}
+
+// Of the lanes before this one (and of this one), beginning with `none`.
+template <class Op, class T>
+EMULATOR_UNCHECKED T scan(T value, T none, bool inclusive, const char* operation, Where where) {
+  const Exchange& lanes = exchange(value, nullptr, operation, where);
+  T sum = none;
+  for (uint lane = 0; lane < emulator_lane() + inclusive; ++lane) sum = Op::of(sum, at<T>(lanes, lane));
+  return sum;
+}
+
+// Another lane's; `fallback` where there is no such lane.
+template <class T>
+EMULATOR_UNCHECKED T shuffle(T value, int lane, bool exists, T fallback, const char* operation, Where where) {
+  const Exchange& lanes = exchange(value, nullptr, operation, where);
+  return exists ? at<T>(lanes, uint(lane)) : fallback;
+}
+EMULATOR_INLINE int lane() { return int(emulator_lane()); }
+
+#define EMULATED_OP(name, value) \
+  struct name {                  \
+    template <class T>           \
+    static T of(T a, T b) {      \
+      return T(value);           \
+    }                            \
+  };
+EMULATED_OP(Sum, a + b)
+EMULATED_OP(Product, a* b)
+EMULATED_OP(Max, max(a, b))
+EMULATED_OP(Min, min(a, b))
+EMULATED_OP(And, a& b)
+EMULATED_OP(Or, a | b)
+EMULATED_OP(Xor, a ^ b)
+#undef EMULATED_OP
+
+}  // namespace emulated
+
+#define EMULATED_REDUCTION(name, Op)                              \
+  template <class T>                                              \
+  EMULATOR_INLINE T name(T value, emulator::Where where = emulator::Where()) { \
+    return emulated::reduce<emulated::Op>(value, #name, where);   \
+  }
+EMULATED_REDUCTION(simd_sum, Sum)
+EMULATED_REDUCTION(simd_product, Product)
+EMULATED_REDUCTION(simd_max, Max)
+EMULATED_REDUCTION(simd_min, Min)
+EMULATED_REDUCTION(simd_and, And)
+EMULATED_REDUCTION(simd_or, Or)
+EMULATED_REDUCTION(simd_xor, Xor)
+#undef EMULATED_REDUCTION
+
+#define EMULATED_SCAN(name, Op, none, inclusive)                                          \
+  template <class T>                                                                      \
+  EMULATOR_INLINE T name(T value, emulator::Where where = emulator::Where()) {            \
+    return emulated::scan<emulated::Op>(value, T(none), inclusive, #name, where);         \
+  }
+EMULATED_SCAN(simd_prefix_inclusive_sum, Sum, 0, true)
+EMULATED_SCAN(simd_prefix_exclusive_sum, Sum, 0, false)
+EMULATED_SCAN(simd_prefix_inclusive_product, Product, 1, true)
+EMULATED_SCAN(simd_prefix_exclusive_product, Product, 1, false)
+#undef EMULATED_SCAN
+
+// up and down: a lane beyond the simdgroup leaves the value as it is; the _fill_ ones take it from `fill`.
+#define EMULATED_SHUFFLE(name, argument, from, exists)                                                     \
+  template <class T>                                                                                       \
+  EMULATOR_INLINE T name(T value, ushort argument, emulator::Where where = emulator::Where()) {            \
+    const int lane = emulated::lane(), wanted = from;                                                      \
+    (void)lane;                                                                                            \
+    return emulated::shuffle(value, wanted & 31, exists, value, #name, where);                             \
+  }
+EMULATED_SHUFFLE(simd_shuffle, other, other, true)
+EMULATED_SHUFFLE(simd_broadcast, other, other, true)
+EMULATED_SHUFFLE(simd_shuffle_xor, mask, lane ^ mask, true)
+EMULATED_SHUFFLE(simd_shuffle_up, delta, lane - delta, wanted >= 0)
+EMULATED_SHUFFLE(simd_shuffle_down, delta, lane + delta, wanted < 32)
+EMULATED_SHUFFLE(simd_shuffle_rotate_up, delta, lane - delta, true)
+EMULATED_SHUFFLE(simd_shuffle_rotate_down, delta, lane + delta, true)
+#undef EMULATED_SHUFFLE
+
+#define EMULATED_FILL(name, from, exists, take)                                                                    \
+  template <class T>                                                                                               \
+  EMULATOR_INLINE T name(T value, T fill, ushort delta, emulator::Where where = emulator::Where()) {               \
+    const int wanted = from;                                                                                       \
+    const T filled = emulated::shuffle(fill, wanted & 31, true, fill, #name " (fill)", where);                     \
+    return emulated::shuffle(value, wanted & 31, exists, filled, #name, where);                                    \
+  }
+EMULATED_FILL(simd_shuffle_and_fill_up, emulated::lane() - delta, wanted >= 0, )
+EMULATED_FILL(simd_shuffle_and_fill_down, emulated::lane() + delta, wanted < 32, )
+#undef EMULATED_FILL
+
+template <class T>
+EMULATOR_INLINE T simd_broadcast_first(T value, emulator::Where where = emulator::Where()) {
+  return emulated::shuffle(value, 0, true, value, "simd_broadcast_first", where);
+}
+
+// Lanes, a bit each.
+struct simd_vote {
+  typedef ulong vote_t;
+  vote_t bits;
+  explicit constexpr simd_vote(vote_t lanes = 0) : bits(lanes) {}
+  explicit constexpr operator vote_t() const { return bits; }
+  bool all() const { return bits == 0xFFFFFFFFul; }
+  bool any() const { return bits != 0; }
+};
+EMULATOR_INLINE simd_vote simd_ballot(bool vote, emulator::Where where = emulator::Where()) {
+  return simd_vote(emulated::reduce<emulated::Or>(uint(vote) << emulated::lane(), "simd_ballot", where));
+}
+EMULATOR_INLINE simd_vote simd_active_threads_mask(emulator::Where where = emulator::Where()) {
+  return simd_vote(emulated::reduce<emulated::Or>(1u << emulated::lane(), "simd_active_threads_mask", where));
+}
+EMULATOR_INLINE bool simd_all(bool vote, emulator::Where where = emulator::Where()) {
+  return emulated::reduce<emulated::And>(uint(vote), "simd_all", where);
+}
+EMULATOR_INLINE bool simd_any(bool vote, emulator::Where where = emulator::Where()) {
+  return emulated::reduce<emulated::Or>(uint(vote), "simd_any", where);
+}
+EMULATOR_INLINE bool simd_is_first() { return emulated::lane() == 0; }
+
+}  // namespace metal

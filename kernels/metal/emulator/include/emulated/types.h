@@ -1,0 +1,239 @@
+// Scalars of MSL, words of the language, type traits and limits.
+#pragma once
+
+// ---- words: the translator knows what they mean, C++ need not
+#define device
+#define constant const
+#define threadgroup
+#define thread
+#define METAL_FUNC inline
+
+#define INFINITY __builtin_inff()
+#define NAN __builtin_nanf("")
+#define HUGE_VALF __builtin_inff()
+#define MAXFLOAT 3.402823466e+38f
+#define FLT_MAX 3.402823466e+38f
+#define FLT_MIN 1.175494351e-38f
+#define FLT_EPSILON 1.192092896e-07f
+#define HALF_MAX ((half)65504.0f)
+#define MAXHALF HALF_MAX
+#define INT_MAX 2147483647
+#define INT_MIN (-2147483647 - 1)
+#define UINT_MAX 4294967295u
+#define M_E_F 2.71828182845904523536f
+#define M_LOG2E_F 1.44269504088896340736f
+#define M_LOG10E_F 0.434294481903251827651f
+#define M_LN2_F 0.693147180559945309417f
+#define M_LN10_F 2.30258509299404568402f
+#define M_PI_F 3.14159265358979323846f
+#define M_PI_2_F 1.57079632679489661923f
+#define M_PI_4_F 0.785398163397448309616f
+#define M_1_PI_F 0.318309886183790671538f
+#define M_2_PI_F 0.636619772367581343076f
+#define M_2_SQRTPI_F 1.12837916709551257390f
+#define M_SQRT2_F 1.41421356237309504880f
+#define M_SQRT1_2_F 0.707106781186547524401f
+
+typedef unsigned char uchar;
+typedef unsigned short ushort;
+typedef unsigned int uint;
+typedef unsigned long ulong;
+typedef char int8_t;  // char is signed (-fsigned-char)
+typedef uchar uint8_t;
+typedef short int16_t;
+typedef ushort uint16_t;
+typedef int int32_t;
+typedef uint uint32_t;
+typedef long int64_t;
+typedef ulong uint64_t;
+typedef ulong size_t;
+typedef long ptrdiff_t;
+typedef ulong uintptr_t;
+typedef _Float16 half;
+
+// The upper half of a float, rounded to nearest, ties to even. It becomes a float by itself and a float never becomes one.
+struct bfloat {
+  ushort bits;
+
+  bfloat() = default;
+  template <class T>
+  EMULATOR_INLINE explicit bfloat(T value) {
+    const float wide = float(value);
+    uint all;
+    __builtin_memcpy(&all, &wide, 4);
+    const bool nan = (all & 0x7FFFFFFFu) > 0x7F800000u;
+    bits = nan ? ushort(all >> 16 | 0x40) : ushort((all + 0x7FFFu + (all >> 16 & 1u)) >> 16);
+  }
+  EMULATOR_INLINE operator float() const {
+    const uint all = uint(bits) << 16;
+    float wide;
+    __builtin_memcpy(&wide, &all, 4);
+    return wide;
+  }
+  EMULATOR_INLINE bfloat operator-() const { return bfloat(-float(*this)); }
+  EMULATOR_INLINE bfloat& operator++() { return *this = bfloat(float(*this) + 1.0f); }
+  EMULATOR_INLINE bfloat& operator--() { return *this = bfloat(float(*this) - 1.0f); }
+};
+// With a float the result is one, by the built-in operator; with an integer it stays a bfloat.
+#define EMULATED_BFLOAT(op)                                                                                        \
+  EMULATOR_INLINE bfloat operator op(bfloat a, bfloat b) { return bfloat(float(a) op float(b)); }                  \
+  EMULATOR_INLINE bfloat operator op(bfloat a, int b) { return bfloat(float(a) op float(b)); }                     \
+  EMULATOR_INLINE bfloat operator op(int a, bfloat b) { return bfloat(float(a) op float(b)); }                     \
+  EMULATOR_INLINE bfloat& operator op##=(bfloat & a, bfloat b) { return a = bfloat(float(a) op float(b)); }
+EMULATED_BFLOAT(+)
+EMULATED_BFLOAT(-)
+EMULATED_BFLOAT(*)
+EMULATED_BFLOAT(/)
+#undef EMULATED_BFLOAT
+
+namespace metal {
+
+template <class T, T v>
+struct integral_constant {
+  static constexpr const T value = v;
+  typedef T value_type;
+  constexpr operator T() const { return v; }
+};
+template <bool v>
+using bool_constant = integral_constant<bool, v>;
+typedef bool_constant<true> true_type;
+typedef bool_constant<false> false_type;
+
+template <class A, class B>
+struct is_same : false_type {};
+template <class A>
+struct is_same<A, A> : true_type {};
+template <bool condition, class T = void>
+struct enable_if {};
+template <class T>
+struct enable_if<true, T> {
+  typedef T type;
+};
+template <bool condition, class A, class B>
+struct conditional {
+  typedef A type;
+};
+template <class A, class B>
+struct conditional<false, A, B> {
+  typedef B type;
+};
+template <class T>
+struct remove_reference {
+  typedef T type;
+};
+template <class T>
+struct remove_reference<T&> {
+  typedef T type;
+};
+template <class T>
+struct remove_cv {
+  typedef T type;
+};
+template <class T>
+struct remove_cv<const T> {
+  typedef T type;
+};
+template <class T>
+struct remove_cv<volatile T> {
+  typedef T type;
+};
+template <class T>
+struct remove_cv<const volatile T> {
+  typedef T type;
+};
+template <class T>
+T declval();
+
+template <class T>
+struct is_floating_point : bool_constant<is_same<typename remove_cv<T>::type, float>::value ||
+                                         is_same<typename remove_cv<T>::type, half>::value ||
+                                         is_same<typename remove_cv<T>::type, bfloat>::value> {};
+template <class T>
+struct is_integral : false_type {};
+template <class T>
+struct is_signed : bool_constant<is_floating_point<T>::value> {};
+
+#define EMULATED_INTEGER(T, low, high)               \
+  template <>                                        \
+  struct is_integral<T> : true_type {};              \
+  template <>                                        \
+  struct is_integral<const T> : true_type {};        \
+  template <>                                        \
+  struct is_signed<T> : bool_constant<(low < 0)> {}; \
+  template <>                                        \
+  struct numeric_limits<T> {                         \
+    static constexpr T min() { return low; }         \
+    static constexpr T lowest() { return low; }      \
+    static constexpr T max() { return high; }        \
+  };
+template <class T>
+struct numeric_limits;
+EMULATED_INTEGER(bool, false, true)
+EMULATED_INTEGER(char, -128, 127)
+EMULATED_INTEGER(uchar, 0, 255)
+EMULATED_INTEGER(short, -32768, 32767)
+EMULATED_INTEGER(ushort, 0, 65535)
+EMULATED_INTEGER(int, INT_MIN, INT_MAX)
+EMULATED_INTEGER(uint, 0u, UINT_MAX)
+EMULATED_INTEGER(long, -9223372036854775807l - 1, 9223372036854775807l)
+EMULATED_INTEGER(ulong, 0ul, 18446744073709551615ul)
+#undef EMULATED_INTEGER
+
+#define EMULATED_FLOAT(T, smallest, largest, step)           \
+  template <>                                                \
+  struct numeric_limits<T> {                                 \
+    static T min() { return T(smallest); }                   \
+    static T max() { return T(largest); }                    \
+    static T lowest() { return T(-largest); }                \
+    static T epsilon() { return T(step); }                   \
+    static T infinity() { return T(__builtin_inff()); }      \
+    static T quiet_NaN() { return T(__builtin_nanf("")); }   \
+  };
+EMULATED_FLOAT(half, 6.103515625e-05f, 65504.0f, 9.765625e-04f)
+EMULATED_FLOAT(bfloat, 1.175494351e-38f, 3.38953139e38f, 7.8125e-03f)
+#undef EMULATED_FLOAT
+template <>
+struct numeric_limits<float> {
+  static constexpr float min() { return FLT_MIN; }
+  static constexpr float max() { return FLT_MAX; }
+  static constexpr float lowest() { return -FLT_MAX; }
+  static constexpr float epsilon() { return FLT_EPSILON; }
+  static constexpr float infinity() { return INFINITY; }
+  static constexpr float quiet_NaN() { return NAN; }
+};
+
+template <class T>
+struct is_scalar : bool_constant<is_floating_point<T>::value || is_integral<T>::value> {};
+template <class T>
+struct is_unsigned : bool_constant<is_integral<T>::value && !is_signed<T>::value> {};
+
+template <bool condition, class T = void>
+using enable_if_t = typename enable_if<condition, T>::type;
+template <bool condition, class A, class B>
+using conditional_t = typename conditional<condition, A, B>::type;
+template <class T>
+using remove_reference_t = typename remove_reference<T>::type;
+template <class T>
+using remove_cv_t = typename remove_cv<T>::type;
+template <class A, class B>
+constexpr const bool is_same_v = is_same<A, B>::value;
+template <class T>
+constexpr const bool is_floating_point_v = is_floating_point<T>::value;
+template <class T>
+constexpr const bool is_integral_v = is_integral<T>::value;
+template <class T>
+constexpr const bool is_signed_v = is_signed<T>::value;
+template <class T>
+constexpr const bool is_unsigned_v = is_unsigned<T>::value;
+template <class T>
+constexpr const bool is_scalar_v = is_scalar<T>::value;
+
+}  // namespace metal
+
+template <class To, class From>
+EMULATOR_INLINE To as_type(const From& from) {
+  static_assert(sizeof(To) == sizeof(From), "as_type: both types must have the same size");
+  To to;
+  __builtin_memcpy(&to, &from, sizeof to);
+  return to;
+}

@@ -1,0 +1,231 @@
+"""Compiled kernels that are called as those of torch.mps.compile_shader, on tensors of the CPU.
+
+A launch has run to its end when the call returns. Launches of one library wait for each other: its runtime sees to it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from kernels.metal.emulator.arguments import Buffer, Inline, Parameter, cast_of
+from kernels.metal.emulator.build import lines
+from kernels.metal.emulator.failure import Failure, Fault, KernelFault, Teller
+from kernels.metal.emulator.source import MAX_BUFFERS, KernelSource, Translation
+
+_MAX_GRID = 2**32 - 1  # threads, in each direction
+
+
+class Order(IntEnum):
+    """In which order the threads of a threadgroup, and the threadgroups, take turns."""
+
+    FORWARD = 0
+    REVERSED = 1
+    RANDOM = 2
+
+
+@dataclass(frozen=True)
+class Stats:
+    """Of a launch."""
+
+    threads: int
+    groups: int
+    switches: int  # from one fiber to another
+    threadgroup_bytes: int
+    accesses: int  # that were checked; 0 if the build is not a checked one
+
+
+@dataclass(frozen=True)
+class Mode:
+    """How the kernels of a library run."""
+
+    checked: bool
+    order: Order
+    seed: int
+
+
+class _Launch(ctypes.Structure):
+    """The fields of emulator::Launch."""
+
+    _fields_ = (
+        ("entry", ctypes.c_void_p),
+        ("buffers", ctypes.c_void_p * MAX_BUFFERS),
+        ("bytes", ctypes.c_uint64 * MAX_BUFFERS),
+        ("writable", ctypes.c_uint8 * MAX_BUFFERS),
+        ("arguments", ctypes.c_uint),
+        ("grid", ctypes.c_uint * 3),
+        ("group", ctypes.c_uint * 3),
+        ("order", ctypes.c_int),
+        ("checked", ctypes.c_int),
+        ("seed", ctypes.c_uint64),
+    )
+
+
+class _Report(ctypes.Structure):
+    """The fields of emulator::Report."""
+
+    _fields_ = (
+        ("switches", ctypes.c_uint64),
+        ("threadgroup_bytes", ctypes.c_uint64),
+        ("accesses", ctypes.c_uint64),
+        ("failure", Failure),
+    )
+
+
+class Library:
+    """Kernels are attributes; dir() lists them."""
+
+    def __init__(self, path: Path, translation: Translation, mode: Mode) -> None:
+        self._path, self._mode, self._variables = path, mode, translation.variables
+        self._loaded = ctypes.CDLL(str(path))
+        self._numbers = {kernel.name: (i, kernel) for i, kernel in enumerate(translation.kernels)}
+
+    def __getattr__(self, name: str) -> Kernel:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        if name not in self._numbers:
+            raise RuntimeError(f"Failed to create function state object for: {name}")
+        number, source = self._numbers[name]
+        kernel = Kernel(self._loaded, number, source, self._mode, self._variables, self._path)
+        setattr(self, name, kernel)  # found without this method from now on
+        return kernel
+
+    def __dir__(self) -> Iterable[str]:
+        return list(self._numbers)
+
+
+class Kernel:
+    """A kernel. `stats` tells of its latest launch."""
+
+    thread_execution_width = 32
+
+    def __init__(
+        self,
+        loaded: ctypes.CDLL,
+        number: int,
+        source: KernelSource,
+        mode: Mode,
+        variables: tuple[str, ...],
+        path: Path,
+    ) -> None:
+        self.name = source.name
+        self.max_threads_per_threadgroup = source.max_threads
+        self.stats: Stats | None = None
+        self._mode, self._variables, self._path = mode, variables, path
+        self._launch = loaded.emulator_launch
+        self._launch.restype = None
+        self._entry = ctypes.cast(getattr(loaded, f"emulator_kernel_{number}"), ctypes.c_void_p).value
+        self._buffers = _buffers(getattr(loaded, f"emulator_describe_{number}"), source)
+
+    @property
+    def static_thread_group_memory_length(self) -> int:
+        """Bytes, as the latest launch has taken them; 0 before the first."""
+        return self.stats.threadgroup_bytes if self.stats else 0
+
+    def __call__(
+        self,
+        *args: Any,
+        threads: int | Sequence[int] | None = None,
+        group_size: int | Sequence[int] | None = None,
+        arg_casts: str | Mapping[int, str] | None = None,
+    ) -> None:
+        """Runs on `threads` threads in all, by default one for each element of the first tensor.
+
+        Raises TypeError, ValueError or RuntimeError for wrong arguments, KernelFault for what the kernel does wrong.
+        """
+        launch, report = _Launch(), _Report()
+        kept = self._bind(launch, args, arg_casts)
+        grid, group = self._size(_threads(threads, args), group_size)
+        launch.entry, launch.arguments = self._entry, len(args)
+        launch.grid[:], launch.group[:] = grid, group
+        launch.order, launch.checked, launch.seed = self._mode.order, self._mode.checked, self._mode.seed
+        self._launch(ctypes.byref(launch), ctypes.byref(report))
+        del kept
+        groups = [-(-each // size) for each, size in zip(grid, group, strict=True)]
+        self.stats = Stats(
+            threads=grid[0] * grid[1] * grid[2],
+            groups=groups[0] * groups[1] * groups[2],
+            switches=report.switches,
+            threadgroup_bytes=report.threadgroup_bytes,
+            accesses=report.accesses,
+        )
+        if report.failure.fault != Fault.NONE:
+            raise KernelFault(f"{self.name}: {self._teller(grid, group).tell(report.failure)}")
+
+    def _bind(self, launch: _Launch, args: tuple[Any, ...], casts: str | Mapping[int, str] | None) -> Inline | None:
+        """What it returns has to live as long as the launch."""
+        if len(args) != len(self._buffers):
+            names = ", ".join(buffer.name for buffer in self._buffers)
+            raise TypeError(f"{self.name} takes {len(self._buffers)} arguments ({names}), not {len(args)}")
+        packed: dict[int, bytes] = {}
+        for i, (buffer, value) in enumerate(zip(self._buffers, args, strict=True)):
+            if isinstance(value, Tensor):
+                launch.buffers[i], launch.bytes[i] = buffer.bind_tensor(value)
+                launch.writable[i] = buffer.writable
+            else:
+                packed[i] = buffer.pack(value, cast_of(casts, i))
+        if not packed:
+            return None
+        inline = Inline(list(packed.values()))
+        for address, (i, value) in zip(inline.addresses, packed.items(), strict=True):
+            launch.buffers[i], launch.bytes[i] = address, len(value)
+        return inline
+
+    def _size(
+        self, threads: Sequence[int], group_size: int | Sequence[int] | None
+    ) -> tuple[tuple[int, int, int], tuple[int, int, int]]:
+        """Of the grid, and of a threadgroup."""
+        most = self.max_threads_per_threadgroup
+        if group_size is None:
+            group: Sequence[int] = [min(threads[0], most) if len(threads) == 1 else most, *[1] * (len(threads) - 1)]
+        else:
+            group = [group_size] if isinstance(group_size, int) else group_size
+        if len(group) != len(threads):
+            raise RuntimeError(f"{self.name}: threads and group_size must have same number of dimensions")
+        if min(threads) < 1 or min(group) < 1:
+            raise ValueError(f"{self.name}: an empty grid: threads {tuple(threads)}, group_size {tuple(group)}")
+        if max(threads) > _MAX_GRID:
+            raise ValueError(f"{self.name}: threads {tuple(threads)}: at most {_MAX_GRID} in each direction")
+        grid3, group3 = _three(threads), _three(group)
+        if group3[0] * group3[1] * group3[2] > most:
+            raise ValueError(f"{self.name}: Threadgroup size exceeds {most} limit")
+        return grid3, group3
+
+    def _teller(self, grid: tuple[int, int, int], group: tuple[int, int, int]) -> Teller:
+        arguments = [(buffer.name, buffer.size) for buffer in self._buffers]
+        return Teller(arguments, self._variables, grid, group, partial(_line_of, self._path))
+
+
+def _line_of(library: Path, after: int) -> str:
+    """The line of the call that returns to this address."""
+    return lines(library, [after - 1])[0]
+
+
+def _buffers(describe: Any, source: KernelSource) -> list[Buffer]:
+    found = (Parameter * 64)()
+    count = describe(found)
+    buffers = [Buffer(source.name, source.buffers[each.buffer], each) for each in found[:count] if each.buffer >= 0]
+    return sorted(buffers, key=lambda buffer: buffer.index)
+
+
+def _threads(threads: int | Sequence[int] | None, args: tuple[Any, ...]) -> Sequence[int]:
+    if threads is None:
+        tensors = [value for value in args if isinstance(value, Tensor)]
+        threads = tensors[0].numel() if tensors else None
+    if isinstance(threads, int):
+        return [threads]
+    if threads is None or not 1 <= len(threads) <= 3:
+        raise RuntimeError("Number of threads is undefined or has wrong dimension")
+    return threads
+
+
+def _three(size: Sequence[int]) -> tuple[int, int, int]:
+    x, y, z = (*size, 1, 1)[:3]
+    return x, y, z

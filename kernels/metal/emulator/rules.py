@@ -1,0 +1,176 @@
+"""What Apple's compiler, or compile_shader, would not take although C++ does. Each rule says what to write instead.
+
+Rules read tokens and declarations; what needs types (a float bound to a half, say) the C++ compiler finds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from kernels.metal.emulator.source import threadgroup_variables
+from kernels.metal.emulator.syntax import Declaration, Kind, declarations
+from kernels.metal.emulator.tokens import Source
+
+Found = Iterator[tuple[int, str]]  # index of a token, what is wrong with it
+
+WORDS = {
+    "double": "Metal has no double: write float",
+    "goto": "Metal has no goto: write a loop or a condition",
+    "new": "Metal has no memory to allocate: declare an array of a fixed size",
+    "delete": "Metal has no memory to allocate: declare an array of a fixed size",
+    "throw": "Metal has no exceptions: write the fault into a buffer",
+    "try": "Metal has no exceptions: write the fault into a buffer",
+    "catch": "Metal has no exceptions: write the fault into a buffer",
+    "virtual": "Metal has no virtual functions: use a template",
+    "dynamic_cast": "Metal has no type identification: use a template",
+    "typeid": "Metal has no type identification: use a template",
+    "thread_local": "Metal has no thread_local: declare the variable in the function",
+    "register": "Metal has no register: leave it out",
+    "asm": "Metal has no assembly: write Metal",
+    "std": "Metal has no std: write metal::",
+    "function_constant": "compile_shader cannot set function constants: use a template parameter",
+}
+CALLS = {
+    "printf": "Metal kernels cannot print: write into a buffer",
+    "assert": "Metal kernels cannot assert: write into a buffer",
+    "malloc": "Metal has no memory to allocate: declare an array of a fixed size",
+}
+SPACES = frozenset(("device", "constant", "threadgroup", "thread", "ray_data", "object_data"))
+_SCALARS = (
+    "bool",
+    "char",
+    "uchar",
+    "short",
+    "ushort",
+    "int",
+    "uint",
+    "long",
+    "ulong",
+    "half",
+    "bfloat",
+    "float",
+    "void",
+)
+_POINTED = frozenset((*_SCALARS, *(f"{scalar}{n}" for scalar in _SCALARS for n in (2, 3, 4)), "auto"))
+_BEFORE_LAMBDA = frozenset(("(", ",", "=", "return", "{", ";", "&&", "||", "?", ":"))
+_NO_SPACE = (
+    "a pointer or reference needs an address space: write device, constant, threadgroup or thread before its type"
+)
+
+
+def check_text(source: str) -> None:
+    """The source as it is written. Raises SyntaxError."""
+    if not source.isascii():
+        line = next(i for i, text in enumerate(source.splitlines(), 1) if not text.isascii())
+        raise SyntaxError(f"program_source:{line}: compile_shader takes ASCII alone, in comments as well")
+
+
+def check(source: Source) -> None:
+    """The preprocessed source. Raises SyntaxError with a line for each fault."""
+    found = declarations(source)
+    faults = [*_words(source), *_pointers(source), *_lambdas(source), *_recursion(source, found)]
+    for each in found:
+        faults += [*_scope(source, each), *_threadgroup(source, each), *_parameters(source, each)]
+    if faults:
+        raise SyntaxError("\n".join(f"{source.where(i)}: {fault}" for i, fault in sorted(set(faults))))
+
+
+def _words(source: Source) -> Found:
+    for i, token in enumerate(source.tokens):
+        if token.text in WORDS and not source.is_at(i - 1, "."):
+            if token.text != "std" or source.is_at(i + 1, "::"):
+                yield i, f"'{token.text}': {WORDS[token.text]}"
+        elif token.text in CALLS and source.is_at(i + 1, "("):
+            yield i, f"'{token.text}': {CALLS[token.text]}"
+        elif source.is_at(i, "long", "long"):
+            yield i, "'long long': Metal's long has 64 bits: write long"
+        elif source.is_at(i, "[", "[", "threadgroup", "("):
+            yield i, "[[threadgroup(n)]]: compile_shader cannot size threadgroup memory: declare an array in the kernel"
+        elif source.is_at(i, "(", "*") and source.is_at(i + 3, ")", "(") and source.tokens[i + 2].is_word:
+            yield i, f"'{source.tokens[i + 2].text}': Metal has no function pointers: use a template parameter"
+
+
+def _lambdas(source: Source) -> Found:
+    for i, token in enumerate(source.tokens):
+        if token.text == "[" and i and source.tokens[i - 1].text in _BEFORE_LAMBDA and not source.is_at(i, "[", "["):
+            after = source.close(i) + 1
+            if source.is_at(after, "(") or source.is_at(after, "{"):
+                yield i, "Metal 3 has no lambdas: write a function, or a struct with operator()"
+
+
+def _pointers(source: Source) -> Found:
+    """`float* p` and `const half4& x`, wherever they stand: a type before * or & declares one, it never multiplies."""
+    for i, token in enumerate(source.tokens):
+        if token.text not in _POINTED or source.is_at(i - 1, "::") or source.is_at(i - 1, "operator"):
+            continue
+        last = i + 1
+        while last < len(source.tokens) and source.tokens[last].text in ("const", "volatile", *SPACES):
+            last += 1
+        if last == len(source.tokens) or source.tokens[last].text not in ("*", "&", "&&"):
+            continue
+        first = i
+        while source.tokens[first - 1].text in ("const", "volatile", "static", "constexpr", *SPACES):
+            first -= 1
+        if not SPACES & {each.text for each in source.tokens[first:last]}:
+            yield i, f"'{source.slice(first, last + 1)}': {_NO_SPACE}"
+
+
+def _parameters(source: Source, function: Declaration) -> Found:
+    """Those of types that are not built in."""
+    if function.kind is not Kind.FUNCTION:
+        return
+    for begin, end in source.split(*function.parameters):
+        texts = [token.text for token in source.tokens[begin:end]]
+        pointers = [text for text in texts if text in ("*", "&", "&&")]
+        if pointers and not SPACES & set(texts) and "=" not in texts:
+            yield begin, f"'{source.slice(begin, end)}': {_NO_SPACE}"
+
+
+def _scope(source: Source, variable: Declaration) -> Found:
+    """Variables outside functions."""
+    if variable.kind is not Kind.VARIABLE or variable.member:
+        return
+    texts = {token.text for token in source.tokens[variable.begin : variable.end]}
+    if "constant" not in texts:
+        yield variable.begin, "a variable outside functions must be a constant: write constant before its type"
+
+
+def _threadgroup(source: Source, function: Declaration) -> Found:
+    if function.kind is not Kind.FUNCTION:
+        return
+    for variable in threadgroup_variables(source, *function.body):
+        name = source.tokens[variable.declarators[0][0]].text
+        if not function.is_kernel(source):
+            yield (
+                variable.begin,
+                f"'{name}': a threadgroup variable belongs into the kernel: declare it there and pass a pointer",
+            )
+        if {"=", "{"} & {token.text for token in source.tokens[variable.begin : variable.end]}:
+            yield (
+                variable.begin,
+                f"'{name}': a threadgroup variable has no initialiser: assign it in one thread, then a barrier",
+            )
+
+
+def _recursion(source: Source, found: list[Declaration]) -> Found:
+    """Functions that reach themselves. Overloads are left out: a name does not tell which of them is called."""
+    functions = [each for each in found if each.kind is Kind.FUNCTION and not each.member]
+    names = [each.name for each in functions]
+    calls = {
+        each.name: {
+            source.tokens[i].text
+            for i in range(*each.body)
+            if source.is_at(i + 1, "(") and source.tokens[i - 1].text not in ("::", ".", "->")
+        }
+        for each in functions
+        if names.count(each.name) == 1
+    }
+    for each in functions:
+        reached: set[str] = set()
+        todo = set(calls.get(each.name, ()))
+        while todo:
+            name = todo.pop()
+            reached.add(name)
+            todo |= calls.get(name, set()) - reached
+        if each.name in reached:
+            yield each.begin, f"'{each.name}' calls itself: Metal has no recursion, write a loop"

@@ -1,0 +1,45 @@
+// What went wrong in a launch. Python makes a sentence of it (../failure.py, which has the same fields).
+#pragma once
+
+#include "../include/emulated/runtime.h"
+
+namespace emulator {
+
+enum Fault : int {
+  NO_FAULT,
+  RACE,              // both parties
+  OUT_OF_BOUNDS,     // one party; `memory` is the nearest
+  MISALIGNED,        // one party
+  WRITE_TO_CONST,    // one party
+  DIVERGENCE,        // both parties: what the one waits in, the other does not come to
+  TOO_MANY_BYTES     // of threadgroup memory; `memory.offset` is their sum
+};
+
+enum Act : int { READS, WRITES, READS_ATOMICALLY, WRITES_ATOMICALLY, WAITS, RETURNED };
+
+struct Party {
+  Act act;
+  unsigned thread, group;  // indices
+  unsigned code;           // of an access: the address of the instruction after it, in the library
+  const char* operation;   // of WAITS
+  const char* file;
+  unsigned line;
+};
+
+enum Space : int { DEVICE, THREADGROUP };
+
+struct Memory {
+  Space space;
+  int index;        // of the argument, or of the threadgroup's variable; -1: nowhere near any
+  long offset;      // bytes from its begin
+  long bytes;       // its length
+  unsigned access;  // bytes
+};
+
+struct Failure {
+  Fault fault;
+  Party first, second;  // `first` found it
+  Memory memory;
+};
+
+}  // namespace emulator

@@ -1,0 +1,237 @@
+// What a launch may touch: its arguments, the memory of the threadgroup, a thread's own stack, and constants to read.
+//
+// Checked builds ask here about every access. Arguments may overlap: an access is right if one of them allows it. Races
+// are looked for where an argument that may be written lies; nobody can race about the others.
+#pragma once
+
+#include <dlfcn.h>
+
+#include "race.h"
+#include "scheduler.h"
+
+namespace emulator {
+
+constexpr long THREADGROUP_BYTES = 32 << 10;
+constexpr unsigned MAX_VARIABLES = 64;  // of a threadgroup, in a kernel
+constexpr long MARGIN = 64;             // bytes between two of them that nothing may touch
+
+struct Argument {
+  std::uintptr_t begin, end;
+  bool writable;
+
+  bool has(std::uintptr_t address, unsigned size = 1) const { return begin <= address && address + size <= end; }
+};
+
+// Memory of the threadgroup's variables: each has its place from its first declaration on, for the whole launch.
+class ThreadgroupMemory {
+ public:
+  void begin_launch() {
+    std::memset(variables_, 0, sizeof variables_);
+    used_ = MARGIN;
+    bytes = 0;
+  }
+
+  void begin_threadgroup() {
+    if (bytes) std::memset(memory_, 0xFF, std::size_t(used_));
+  }
+
+  // Null: there is no room.
+  void* of(unsigned key, long size) {
+    Variable& found = variables_[key];
+    if (!found.size) {
+      assert(key < MAX_VARIABLES);
+      bytes += (size + 15) & ~15l;
+      if (bytes > THREADGROUP_BYTES) return nullptr;
+      found = Variable{used_, size};
+      std::memset(memory_ + used_, 0xFF, std::size_t(size));
+      used_ += (size + 2 * MARGIN - 1) / MARGIN * MARGIN;
+    }
+    return memory_ + found.offset;
+  }
+
+  bool has(std::uintptr_t address) const { return address - base() < sizeof memory_; }
+  long offset(std::uintptr_t address) const { return long(address - base()); }
+
+  // The variable that has these bytes: {its key, where in it}; or the one that ends or begins next to them.
+  Memory find(std::uintptr_t address, unsigned size, bool& inside) const {
+    Memory nearest{THREADGROUP, -1, 0, 0, size};
+    long least = 1l << 62;
+    inside = false;
+    for (unsigned key = 0; key < MAX_VARIABLES; ++key) {
+      const Variable& each = variables_[key];
+      if (!each.size) continue;
+      const long at = offset(address) - each.offset;
+      const long outside = at < 0 ? -at : at + long(size) > each.size ? at + long(size) - each.size : 0;
+      if (outside >= least) continue;
+      least = outside;
+      nearest.index = int(key), nearest.offset = at, nearest.bytes = each.size;
+      inside = outside == 0;
+    }
+    return nearest;
+  }
+
+  long bytes;
+
+ private:
+  struct Variable {
+    long offset, size;
+  };
+  std::uintptr_t base() const { return reinterpret_cast<std::uintptr_t>(memory_); }
+
+  Variable variables_[MAX_VARIABLES];
+  long used_;
+  alignas(64) char memory_[THREADGROUP_BYTES + (MAX_VARIABLES + 1) * 2 * MARGIN];
+};
+
+class Checker {
+ public:
+  Checker(Scheduler& scheduler, ThreadgroupMemory& threadgroup) : scheduler_(scheduler), threadgroup_(threadgroup) {}
+
+  void begin_launch(void* const* buffers, const std::uint64_t* bytes, const std::uint8_t* writable, unsigned count) {
+    accesses = 0;
+    arguments_ = count;
+    for (unsigned i = 0; i < count; ++i) {
+      const std::uintptr_t begin = reinterpret_cast<std::uintptr_t>(buffers[i]);
+      argument_[i] = Argument{begin, begin + bytes[i], writable[i] != 0};
+    }
+    find_written();
+    threadgroup_shadow_.reserve(sizeof(ThreadgroupMemory));
+  }
+
+  void begin_threadgroup() {
+    threadgroup_shadow_.release();
+    threadgroup_shadow_.reserve(sizeof(ThreadgroupMemory));
+  }
+
+  void end_launch() {
+    for (unsigned i = 0; i < pieces_; ++i) piece_[i].shadow.release();
+    threadgroup_shadow_.release();
+  }
+
+  // An access by the running thread. `aligned`: it must be, to its size.
+  void check(std::uintptr_t address, unsigned size, bool write, bool atomic, bool aligned, void* caller) {
+    ++accesses;
+    const std::uintptr_t stack = reinterpret_cast<std::uintptr_t>(scheduler_.stack());
+    if (address - stack < Fibers::STACK) return;
+    code_ = unsigned(reinterpret_cast<std::uintptr_t>(caller) - image());
+    if (aligned && address % size) fail(MISALIGNED, nearest(address, size), write, atomic);
+    if (threadgroup_.has(address)) return check_threadgroup(address, size, write, atomic);
+    if (Piece* piece = find_piece(address, size)) {
+      if (!allowed(address, size, write)) fail(WRITE_TO_CONST, nearest(address, size), write, atomic);
+      note(piece->shadow, address - piece->begin, size, write, atomic, MEM_DEVICE, nearest(address, size));
+    } else if (!allowed(address, size, false)) {
+      if (write || !constant(address)) fail(OUT_OF_BOUNDS, nearest(address, size), write, atomic);
+    } else if (write) {
+      fail(WRITE_TO_CONST, nearest(address, size), write, atomic);
+    }
+  }
+
+  unsigned long accesses;
+
+ private:
+  // What one or several overlapping arguments span, if one of them may be written.
+  struct Piece {
+    std::uintptr_t begin, end;
+    Shadow shadow;
+  };
+
+  void find_written() {
+    pieces_ = 0;
+    for (unsigned i = 0; i < arguments_; ++i)
+      if (argument_[i].writable && argument_[i].begin < argument_[i].end)
+        piece_[pieces_++] = Piece{argument_[i].begin, argument_[i].end, Shadow()};
+    for (unsigned i = 0; i < pieces_; ++i)  // those that touch become one; begin anew with what has grown
+      for (unsigned j = i + 1; j < pieces_; ++j)
+        if (piece_[i].begin < piece_[j].end && piece_[j].begin < piece_[i].end) {
+          piece_[i].begin = piece_[i].begin < piece_[j].begin ? piece_[i].begin : piece_[j].begin;
+          piece_[i].end = piece_[i].end > piece_[j].end ? piece_[i].end : piece_[j].end;
+          piece_[j] = piece_[--pieces_];
+          j = i;
+        }
+    for (unsigned i = 0; i < pieces_; ++i) piece_[i].shadow.reserve(piece_[i].end - piece_[i].begin);
+  }
+
+  Piece* find_piece(std::uintptr_t address, unsigned size) {
+    for (unsigned i = 0; i < pieces_; ++i)
+      if (piece_[i].begin <= address && address + size <= piece_[i].end) return &piece_[i];
+    return nullptr;
+  }
+
+  bool allowed(std::uintptr_t address, unsigned size, bool write) const {
+    for (unsigned i = 0; i < arguments_; ++i)
+      if (argument_[i].has(address, size) && (argument_[i].writable || !write)) return true;
+    return false;
+  }
+
+  void check_threadgroup(std::uintptr_t address, unsigned size, bool write, bool atomic) {
+    bool inside;
+    const Memory memory = threadgroup_.find(address, size, inside);
+    if (!inside) fail(OUT_OF_BOUNDS, memory, write, atomic);
+    note(threadgroup_shadow_, std::size_t(threadgroup_.offset(address)), size, write, atomic, MEM_THREADGROUP, memory);
+  }
+
+  void note(Shadow& shadow, std::size_t offset, unsigned size, bool write, bool atomic, MemoryFlags kind,
+            const Memory& memory) {
+    const unsigned thread = scheduler_.index();
+    const Access now(atomic, scheduler_.group, thread, scheduler_.passed[kind],
+                     scheduler_.simdgroups[thread / LANES].passed[kind]);
+    if (shadow && shadow.race(offset, size, write, now, code_, scheduler_.failure.second))
+      fail(RACE, memory, write, atomic);
+  }
+
+  // The argument that has this address, one that may be written first; else the nearest one, within a mebibyte.
+  Memory nearest(std::uintptr_t address, unsigned size) const {
+    Memory found{DEVICE, -1, 0, 0, size};
+    long least = 1 << 20;
+    for (unsigned i = 0; i < arguments_; ++i) {
+      const Argument& each = argument_[i];
+      const long before = long(each.begin - address), after = long(address + size - each.end);
+      const long outside = (before > 0 ? before : after > 0 ? after : 0) * 2 + !each.writable;
+      if (outside >= least) continue;
+      least = outside;
+      found.index = int(i), found.offset = long(address - each.begin), found.bytes = long(each.end - each.begin);
+    }
+    return found;
+  }
+
+  [[noreturn]] void fail(Fault fault, const Memory& memory, bool write, bool atomic) {
+    const Act act = atomic ? (write ? WRITES_ATOMICALLY : READS_ATOMICALLY) : (write ? WRITES : READS);
+    scheduler_.failure.fault = fault;
+    scheduler_.failure.first = Party{act, scheduler_.index(), scheduler_.group, code_, nullptr, nullptr, 0};
+    scheduler_.failure.memory = memory;
+    scheduler_.abandon();
+  }
+
+  // Constants of the program are read from the library itself.
+  bool constant(std::uintptr_t address) {
+    const std::uintptr_t page = (address >> 12) + 1;
+    if (page == constant_page_) return true;
+    Dl_info found;
+    if (!dladdr(reinterpret_cast<void*>(address), &found)) return false;
+    if (reinterpret_cast<std::uintptr_t>(found.dli_fbase) != image()) return false;
+    constant_page_ = page;
+    return true;
+  }
+
+  std::uintptr_t image() {
+    if (!image_) {
+      Dl_info found;
+      const int known = dladdr(reinterpret_cast<void*>(&emulator_lane), &found);
+      assert(known);
+      image_ = known ? reinterpret_cast<std::uintptr_t>(found.dli_fbase) : 0;
+    }
+    return image_;
+  }
+
+  Scheduler& scheduler_;
+  ThreadgroupMemory& threadgroup_;
+  Argument argument_[MAX_BUFFERS];
+  Piece piece_[MAX_BUFFERS];
+  unsigned arguments_, pieces_;
+  Shadow threadgroup_shadow_;
+  std::uintptr_t image_;
+  std::uintptr_t constant_page_;  // one that has been found, plus one
+  unsigned code_;  // of the access that is checked
+};
+
+}  // namespace emulator

@@ -1,0 +1,100 @@
+// Data races on a piece of memory: for every byte, who wrote it last and who has read it since.
+//
+// Two accesses of one byte, one of them a write, are a race unless something orders them: they are one thread's, or a
+// barrier that their threadgroup (or simdgroup) passed in between orders this kind of memory. Barriers are counted, so
+// that is a comparison of numbers. Nothing orders two threadgroups of a launch. Two atomic accesses are never a race.
+// Of the readers two are kept, of different simdgroups if there are such; a third may be forgotten.
+#pragma once
+
+#include <cstdint>
+#include <sys/mman.h>
+
+#include "failure.h"
+
+namespace emulator {
+
+// One access, packed. 0: none.
+class Access {
+ public:
+  Access() = default;
+  Access(bool atomic, unsigned group, unsigned thread, unsigned barriers, unsigned simd_barriers)
+      : bits_(1ul << 63 | std::uint64_t(atomic) << 62 | std::uint64_t(group & 0xFFFFFF) << 38 |
+              std::uint64_t(thread) << 28 | std::uint64_t(barriers & 0x3FFF) << 14 | (simd_barriers & 0x3FFF)) {}
+
+  explicit operator bool() const { return bits_; }
+  bool atomic() const { return bits_ >> 62 & 1; }
+  unsigned group() const { return bits_ >> 38 & 0xFFFFFF; }
+  unsigned thread() const { return bits_ >> 28 & 0x3FF; }
+  bool same_simdgroup(Access o) const { return group() == o.group() && thread() / LANES == o.thread() / LANES; }
+
+  bool before(Access now) const {
+    if (group() != now.group()) return false;
+    return thread() == now.thread() || barriers() != now.barriers() ||
+           (same_simdgroup(now) && simd_barriers() != now.simd_barriers());
+  }
+  // Whether all that races with an atomic `now` also races with this one, which is not.
+  bool hides(Access now) const { return bits_ == (now.bits_ & ~(1ul << 62)); }
+  bool races(Access now) const { return bits_ && !(atomic() && now.atomic()) && !before(now); }
+
+ private:
+  unsigned barriers() const { return bits_ >> 14 & 0x3FFF; }
+  unsigned simd_barriers() const { return bits_ & 0x3FFF; }
+  std::uint64_t bits_;
+};
+
+class Shadow {
+ public:
+  // Pages that are never touched take no memory.
+  void reserve(std::size_t bytes) {
+    bytes_ = bytes;
+    void* found = mmap(nullptr, bytes * sizeof(Cell), PROT_READ | PROT_WRITE,
+                       MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    cells_ = found == MAP_FAILED ? nullptr : static_cast<Cell*>(found);
+  }
+
+  void release() {
+    if (cells_) munmap(cells_, bytes_ * sizeof(Cell));
+    cells_ = nullptr;
+  }
+
+  explicit operator bool() const { return cells_; }
+
+  // Notes an access to bytes [offset, offset + size); true: it races, and `other` tells with what.
+  bool race(std::size_t offset, unsigned size, bool write, Access now, unsigned code, Party& other) {
+    for (unsigned i = 0; i < size; ++i)
+      if (race(cells_[offset + i], write, now, code, other)) return true;
+    return false;
+  }
+
+ private:
+  struct Cell {
+    Access writer, reader, other;
+    unsigned writer_code, reader_code, other_code;
+  };
+
+  static bool race(Cell& cell, bool write, Access now, unsigned code, Party& other) {
+    if (cell.writer.races(now)) return told(cell.writer, true, cell.writer_code, other);
+    if (write) {
+      if (cell.reader.races(now)) return told(cell.reader, false, cell.reader_code, other);
+      if (cell.other.races(now)) return told(cell.other, false, cell.other_code, other);
+      if (!now.atomic()) cell = Cell{now, Access(), Access(), code, 0, 0};
+      else if (!cell.writer.hides(now)) cell.writer = now, cell.writer_code = code;
+    } else if (!cell.reader || cell.reader.before(now)) {
+      cell.reader = now, cell.reader_code = code;
+    } else if (!cell.other || cell.other.before(now) || cell.other.same_simdgroup(cell.reader)) {
+      cell.other = now, cell.other_code = code;
+    }
+    return false;
+  }
+
+  static bool told(Access access, bool write, unsigned code, Party& other) {
+    const Act act = access.atomic() ? (write ? WRITES_ATOMICALLY : READS_ATOMICALLY) : (write ? WRITES : READS);
+    other = Party{act, access.thread(), access.group(), code, nullptr, nullptr, 0};
+    return true;
+  }
+
+  Cell* cells_;
+  std::size_t bytes_;
+};
+
+}  // namespace emulator

@@ -1,0 +1,150 @@
+// The runtime of the emulator: what kernels call, what the compiler's instrumentation calls, and one launch.
+//
+// A checked build is compiled with -fsanitize=thread, whose calls before every access are answered here and not by
+// ThreadSanitizer. One launch at a time: whatever there is of state belongs to it.
+#include <mutex>
+
+#include "memory.h"
+
+namespace emulator {
+
+// As launch.py has it.
+struct Launch {
+  Entry entry;
+  void* buffers[MAX_BUFFERS];
+  std::uint64_t bytes[MAX_BUFFERS];
+  std::uint8_t writable[MAX_BUFFERS];
+  unsigned arguments;
+  unsigned grid[3], group[3];  // threads
+  int order, checked;
+  std::uint64_t seed;
+};
+
+struct Report {
+  std::uint64_t switches, threadgroup_bytes, accesses;
+  Failure failure;
+};
+
+static std::mutex one_launch;
+static Scheduler scheduler;
+static ThreadgroupMemory threadgroup;
+static Checker checker(scheduler, threadgroup);
+
+static void live() { scheduler.live(); }
+
+static Context begin(const Launch& launch) {
+  Context context{};
+  std::memcpy(context.buffers, launch.buffers, sizeof context.buffers);
+  std::memcpy(context.grid, launch.grid, sizeof context.grid);
+  std::memcpy(context.nominal, launch.group, sizeof context.nominal);
+  for (int d = 0; d < 3; ++d) context.groups[d] = (launch.grid[d] + launch.group[d] - 1) / launch.group[d];
+  return context;
+}
+
+static void place(Context& context, unsigned number) {
+  const unsigned* groups = context.groups;
+  const unsigned position[3] = {number % groups[0], number / groups[0] % groups[1], number / (groups[0] * groups[1])};
+  for (int d = 0; d < 3; ++d) {
+    const unsigned left = context.grid[d] - position[d] * context.nominal[d];
+    context.position[d] = position[d];
+    context.size[d] = left < context.nominal[d] ? left : context.nominal[d];
+  }
+}
+
+static void run(const Launch& launch) {
+  Context context = begin(launch);
+  const unsigned groups = context.groups[0] * context.groups[1] * context.groups[2];
+  for (unsigned i = 0; i < groups && scheduler.failure.fault == NO_FAULT; ++i) {
+    const unsigned number = launch.order == FORWARD ? i : groups - 1 - i;
+    place(context, number);
+    threadgroup.begin_threadgroup();
+    if (launch.checked && threadgroup.bytes) checker.begin_threadgroup();
+    scheduler.run(context, number);
+  }
+}
+
+}  // namespace emulator
+
+using namespace emulator;
+
+EMULATOR_API void emulator_launch(const Launch* launch, Report* report) {
+  const std::lock_guard<std::mutex> locked(one_launch);
+  threadgroup.begin_launch();
+  scheduler.begin_launch(live, launch->entry, Order(launch->order), launch->seed);
+  if (launch->checked) checker.begin_launch(launch->buffers, launch->bytes, launch->writable, launch->arguments);
+  run(*launch);
+  scheduler.end_launch();
+  if (launch->checked) checker.end_launch();
+  report->switches = scheduler.switches;
+  report->threadgroup_bytes = std::uint64_t(threadgroup.bytes);
+  report->accesses = launch->checked ? checker.accesses : 0;
+  report->failure = scheduler.failure;
+}
+
+EMULATOR_API void emulator_threadgroup_barrier(int flags, Where where) { scheduler.threadgroup_barrier(flags, where); }
+EMULATOR_API void emulator_simdgroup_barrier(int flags, Where where) { scheduler.simdgroup_barrier(flags, where); }
+EMULATOR_API const Exchange* emulator_exchange(const void* value, unsigned size, Combine combine, const char* operation,
+                                               Where where) {
+  return scheduler.exchange(value, size, combine, operation, where);
+}
+EMULATOR_API unsigned emulator_lane() { return scheduler.index() % LANES; }
+
+EMULATOR_API void* emulator_threadgroup_memory(unsigned key, unsigned long bytes) {
+  void* found = threadgroup.of(key, long(bytes));
+  if (found) return found;
+  scheduler.failure.fault = TOO_MANY_BYTES;
+  scheduler.failure.memory = Memory{THREADGROUP, int(key), threadgroup.bytes, long(bytes), 0};
+  scheduler.abandon();
+}
+
+// ---- what checked builds call before an access
+
+static inline std::uintptr_t number(const volatile void* address) { return reinterpret_cast<std::uintptr_t>(address); }
+#define CALLER __builtin_return_address(0)
+
+EMULATOR_API void emulator_atomic(const volatile void* address, unsigned size, bool writes) {
+  if (scheduler.running()) checker.check(number(address), size, writes, true, true, CALLER);
+}
+
+#define ACCESS(name, size, write, aligned)                                                              \
+  EMULATOR_API void name(void* address) {                                                               \
+    if (scheduler.running()) checker.check(number(address), size, write, false, aligned, CALLER);       \
+  }
+#define ACCESSES(size)                                          \
+  ACCESS(__tsan_read##size, size, false, true)                  \
+  ACCESS(__tsan_write##size, size, true, true)                  \
+  ACCESS(__tsan_unaligned_read##size, size, false, false)       \
+  ACCESS(__tsan_unaligned_write##size, size, true, false)       \
+  ACCESS(__tsan_volatile_read##size, size, false, true)         \
+  ACCESS(__tsan_volatile_write##size, size, true, true)         \
+  ACCESS(__tsan_unaligned_volatile_read##size, size, false, false) \
+  ACCESS(__tsan_unaligned_volatile_write##size, size, true, false)
+ACCESSES(1)
+ACCESSES(2)
+ACCESSES(4)
+ACCESSES(8)
+ACCESSES(16)
+
+// Larger things, byte by byte of their extent.
+static void check_range(const void* address, std::size_t size, bool write, void* caller) {
+  if (scheduler.running() && size) checker.check(number(address), unsigned(size), write, false, false, caller);
+}
+EMULATOR_API void __tsan_read_range(void* address, std::size_t size) { check_range(address, size, false, CALLER); }
+EMULATOR_API void __tsan_write_range(void* address, std::size_t size) { check_range(address, size, true, CALLER); }
+EMULATOR_API void* __tsan_memcpy(void* to, const void* from, std::size_t size) {
+  check_range(from, size, false, CALLER);
+  check_range(to, size, true, CALLER);
+  return std::memcpy(to, from, size);
+}
+EMULATOR_API void* __tsan_memmove(void* to, const void* from, std::size_t size) {
+  check_range(from, size, false, CALLER);
+  check_range(to, size, true, CALLER);
+  return std::memmove(to, from, size);
+}
+EMULATOR_API void* __tsan_memset(void* to, int value, std::size_t size) {
+  check_range(to, size, true, CALLER);
+  return std::memset(to, value, size);
+}
+EMULATOR_API void __tsan_init() {}
+EMULATOR_API void __tsan_func_entry(void*) {}
+EMULATOR_API void __tsan_func_exit() {}

@@ -1,0 +1,288 @@
+"""Metal Shading Language to C++: finds the kernels, and rewrites the little that C++ does not know.
+
+That is: attributes go, a threadgroup's variables become references into memory that the runtime hands out, swizzles
+become calls, and every kernel gets an entry point that takes its arguments out of a launch. All else stays as it is,
+line by line. What include/metal_stdlib makes of the rest, and how a kernel runs, is not known here.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from kernels.metal.emulator.syntax import Declaration, Kind, declarations
+from kernels.metal.emulator.tokens import Source
+
+MAX_BUFFERS, MAX_THREADS, MAX_VARIABLES = 31, 1024, 64
+ATTRIBUTES = frozenset(
+    (
+        "thread_position_in_grid",
+        "thread_position_in_threadgroup",
+        "thread_index_in_threadgroup",
+        "thread_index_in_simdgroup",
+        "simdgroup_index_in_threadgroup",
+        "simdgroups_per_threadgroup",
+        "dispatch_simdgroups_per_threadgroup",
+        "threads_per_simdgroup",
+        "thread_execution_width",
+        "threadgroup_position_in_grid",
+        "threadgroups_per_grid",
+        "threads_per_threadgroup",
+        "dispatch_threads_per_threadgroup",
+        "threads_per_grid",
+    )
+)
+_SWIZZLE = re.compile(r"[xyzw]{2,4}|[rgba]{2,4}")
+_COMPONENTS = {"x": 0, "y": 1, "z": 2, "w": 3, "r": 0, "g": 1, "b": 2, "a": 3}
+_ASSIGNMENTS = ("=", "+=", "-=", "*=", "/=")
+_LIMIT = "max_total_threads_per_threadgroup"
+
+
+@dataclass(frozen=True)
+class KernelSource:
+    """A kernel that can be called: one without template parameters, or an instantiation."""
+
+    name: str  # as the host calls it
+    buffers: tuple[str, ...]  # the declared name of each buffer argument
+    max_threads: int  # of a threadgroup
+
+
+@dataclass(frozen=True)
+class Translation:
+    """C++, the kernels in it (number i is emulator_kernel_i), and names of threadgroup variables by their number."""
+
+    text: str
+    kernels: tuple[KernelSource, ...]
+    variables: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Variable:
+    """`threadgroup type a[1], b;` in a kernel, in indices of tokens."""
+
+    begin: int
+    end: int  # after the semicolon
+    type: tuple[int, int]
+    declarators: tuple[tuple[int, int], ...]  # name and array bounds
+
+
+def threadgroup_variables(source: Source, begin: int, end: int) -> list[Variable]:
+    """Those declared in [begin, end); pointers to threadgroup memory are none."""
+    found = []
+    for i in range(begin, end):
+        if source.tokens[i].text != "threadgroup" or source.tokens[i - 1].text not in (";", "{", "}", ")", ":"):
+            continue
+        last = i
+        while source.tokens[last].text != ";":
+            last += 1
+        texts = {token.text for token in source.tokens[i:last]}
+        if (texts & {"*", "&"} and "[" not in texts) or source.is_at(i + 1, "("):
+            continue
+        pieces = source.split(i + 1, last)
+        name = pieces[0][0]
+        while name + 1 < pieces[0][1] and source.tokens[name + 1].text not in ("[", "=", "{"):
+            name = source.close_angle(name + 1) if source.tokens[name + 1].text == "<" else name + 1
+        found.append(Variable(i, last + 1, (i + 1, name), ((name, pieces[0][1]), *pieces[1:])))
+    return found
+
+
+class Translator:
+    """Translates one source. Raises SyntaxError with the line of what cannot be a kernel."""
+
+    def __init__(self, source: Source) -> None:
+        self._source = source
+        self._edits: list[tuple[int, int, str]] = []  # of the text: start, end, replacement
+        self._kernels: list[KernelSource] = []
+        self._variables: list[str] = []
+        self._templates: dict[str, tuple[list[str], tuple[str, ...], int]] = {}
+
+    def translate(self) -> Translation:
+        for each in declarations(self._source):
+            if each.is_kernel(self._source):
+                self._kernel(each)
+            elif each.kind is Kind.INSTANTIATION:
+                self._instantiation(each)
+        self._swizzles()
+        self._constants()
+        return Translation(self._edited(), tuple(self._kernels), tuple(self._variables))
+
+    # ---- kernels
+
+    def _kernel(self, kernel: Declaration) -> None:
+        bindings, buffers = self._bindings(kernel)
+        limit, host = MAX_THREADS, kernel.name
+        for first, after, begin, end in self._source.attributes(kernel.begin, kernel.parameters[0]):
+            if self._source.tokens[first].text == _LIMIT:
+                limit = self._number(first)
+            elif self._source.tokens[first].text == "host_name":
+                host = self._string(first, after)
+            self._replace(begin, end, "")
+        for i in range(kernel.begin, kernel.parameters[0]):
+            if self._source.tokens[i].text == "kernel":
+                self._replace(i, i + 1, "")
+        first = kernel.begin
+        if kernel.template:
+            first = self._source.close_angle(kernel.begin + 1) + 1
+            self._templates[kernel.name] = bindings, buffers, limit
+        self._insert(first, "EMULATOR_KERNEL ")
+        for variable in threadgroup_variables(self._source, *kernel.body):
+            self._variable(variable)
+        if not kernel.template:
+            self._insert(kernel.end, self._entry(host, kernel.name, bindings, buffers, limit))
+
+    def _instantiation(self, each: Declaration) -> None:
+        names = [
+            self._string(first, after)
+            for first, after, _, _ in self._source.attributes(each.begin, each.end)
+            if self._source.tokens[first].text == "host_name"
+        ]
+        callee = self._callee(each)
+        name = re.split(r"\s*<", callee)[0].split("::")[-1].strip()
+        if not names or name not in self._templates:
+            return  # not of a kernel
+        self._replace(each.begin, each.end, self._entry(names[0], callee, *self._templates[name]))
+
+    def _callee(self, each: Declaration) -> str:
+        """f<float> of `template [[...]] kernel void f<float>(...);` and `template [[...]] decltype(f<float>) ...;`"""
+        for i in range(each.begin, each.end):
+            if self._source.tokens[i].text == "decltype":
+                return self._source.slice(i + 2, self._source.close(i + 1))
+            if self._source.tokens[i].text == "void":
+                return self._source.slice(i + 1, each.parameters[0] - 1)
+        return each.name
+
+    def _entry(self, host: str, callee: str, bindings: list[str], buffers: tuple[str, ...], limit: int) -> str:
+        number, callee = len(self._kernels), " ".join(callee.split())
+        self._kernels.append(KernelSource(host, buffers, limit))
+        types = ", ".join(f"::emulator::{binding}" for binding in bindings)
+        return (
+            f" EMULATOR_ENTRY void emulator_kernel_{number}"
+            "(const ::emulator::Context& context, const ::emulator::Thread& self)"
+            f" {{ ::emulator::call<{types}>(&{callee}, context, self); }}"
+            f" EMULATOR_ENTRY int emulator_describe_{number}(::emulator::Parameter* to)"
+            f" {{ return ::emulator::describe<{types}>(&{callee}, to); }} "
+        )
+
+    def _bindings(self, kernel: Declaration) -> tuple[list[str], tuple[str, ...]]:
+        """What each parameter is bound to; the names of those that are buffers, in the order of their indices."""
+        bindings: list[str] = []
+        buffers: dict[int, str] = {}
+        for begin, end in self._source.split(*kernel.parameters):
+            binding, name = "", self._name(begin, end)
+            for first, _, start, stop in self._source.attributes(begin, end):
+                text = self._source.tokens[first].text
+                if text == "buffer":
+                    binding = f"buffer<{self._number(first)}>"
+                elif text in ATTRIBUTES:
+                    binding = text
+                self._replace(start, stop, "")
+            if not binding and any(token.text in "*&" for token in self._source.tokens[begin:end]):
+                binding = f"buffer<{max(buffers, default=-1) + 1}>"
+            if not binding:
+                raise SyntaxError(
+                    f"{self._source.where(begin)}: parameter '{name}' of kernel '{kernel.name}' is bound to nothing: "
+                    "make it a constant reference, or give it an attribute such as [[thread_position_in_grid]]"
+                )
+            if binding.startswith("buffer"):
+                index = int(binding[7:-1])
+                if index in buffers:
+                    raise SyntaxError(
+                        f"{self._source.where(begin)}: buffer {index} has two parameters: number them 0, 1, ..."
+                    )
+                buffers[index] = name
+            bindings.append(binding)
+        self._check_indices(kernel, buffers)
+        return bindings, tuple(buffers[i] for i in range(len(buffers)))
+
+    def _check_indices(self, kernel: Declaration, buffers: dict[int, str]) -> None:
+        where = self._source.where(kernel.begin)
+        if len(buffers) > MAX_BUFFERS:
+            raise SyntaxError(
+                f"{where}: kernel '{kernel.name}' has {len(buffers)} buffers, and Metal {MAX_BUFFERS}: "
+                "put some into a struct"
+            )
+        missing = [i for i in range(len(buffers)) if i not in buffers]
+        if missing:
+            raise SyntaxError(
+                f"{where}: kernel '{kernel.name}' has no buffer {missing[0]}: "
+                f"compile_shader passes argument i as buffer i, so number them 0 to {len(buffers) - 1}"
+            )
+
+    def _name(self, begin: int, end: int) -> str:
+        """Of a parameter: its last word before the attributes."""
+        words = [begin]
+        for i in range(begin, end):
+            if self._source.tokens[i].text in ("[", "="):
+                break
+            if self._source.tokens[i].is_word:
+                words.append(i)
+        return self._source.tokens[words[-1]].text
+
+    def _number(self, attribute: int) -> int:
+        """n of attribute(n)."""
+        tokens = self._source.tokens[attribute : attribute + 4]
+        if len(tokens) == 4 and tokens[2].text.isdigit() and tokens[3].text == ")":
+            return int(tokens[2].text)
+        raise SyntaxError(f"{self._source.where(attribute)}: write a number into [[{tokens[0].text}(...)]]")
+
+    def _string(self, first: int, after: int) -> str:
+        """The strings of host_name("a" "b"), joined."""
+        return "".join(token.text[1:-1] for token in self._source.tokens[first + 2 : after - 1])
+
+    # ---- what C++ does not know
+
+    def _variable(self, variable: Variable) -> None:
+        made = []
+        for name, end in variable.declarators:
+            number = len(self._variables)
+            self._variables.append(self._source.tokens[name].text)
+            made.append(
+                f"typedef {self._source.slice(*variable.type)} emulated_{number}{self._source.slice(name + 1, end)}; "
+                f"emulated_{number}& {self._variables[-1]} = ::emulator::variable<emulated_{number}>({number}); "
+            )
+        self._replace(variable.begin, variable.end, "".join(made))
+
+    def _swizzles(self) -> None:
+        tokens = self._source.tokens
+        for i in range(1, len(tokens) - 1):
+            if tokens[i - 1].text not in (".", "->") or not _SWIZZLE.fullmatch(tokens[i].text):
+                continue
+            if tokens[i + 1].text == "(":
+                continue
+            components = ", ".join(str(_COMPONENTS[letter]) for letter in tokens[i].text)
+            assigned = tokens[i + 1].text in _ASSIGNMENTS
+            self._replace(i, i + 1, f"template {'swizzled_to' if assigned else 'swizzled'}<{components}>()")
+
+    def _constants(self) -> None:
+        """`const constant` is one word of C++ twice."""
+        for i in range(len(self._source.tokens) - 1):
+            if self._source.is_at(i, "const", "constant"):
+                self._replace(i, i + 1, "")
+            elif self._source.is_at(i, "constant", "const"):
+                self._replace(i + 1, i + 2, "")
+
+    # ---- edits
+
+    def _replace(self, begin: int, end: int, text: str) -> None:
+        tokens = self._source.tokens
+        start, stop = tokens[begin].start, tokens[end - 1].end
+        lines = self._source.text.count("\n", start, stop)
+        self._edits.append((start, stop, text + "\n" * lines))
+
+    def _insert(self, before: int, text: str) -> None:
+        tokens = self._source.tokens
+        at = (
+            tokens[before].start
+            if before < len(tokens) and not text.startswith(" EMULATOR_ENTRY")
+            else tokens[before - 1].end
+        )
+        self._edits.append((at, at, text))
+
+    def _edited(self) -> str:
+        parts, done = [], 0
+        for start, stop, text in sorted(set(self._edits)):
+            if start < done:
+                continue  # within something that has been replaced
+            parts += [self._source.text[done:start], text]
+            done = stop
+        return "".join([*parts, self._source.text[done:]])

@@ -1,0 +1,111 @@
+"""Metal source as tokens, each with the file and line it came from. Knows brackets, and nothing of the language."""
+
+from __future__ import annotations
+
+import re
+from bisect import bisect_right
+from collections.abc import Iterator
+from typing import NamedTuple
+
+_TOKEN = re.compile(
+    r"""(?P<skip>\s+ | ^\#[^\n]* | //[^\n]* | /\*.*?\*/)
+      | "(?:[^"\\]|\\.)*" | '(?:[^'\\]|\\.)*'
+      | [A-Za-z_]\w*
+      | \.?\d(?:[eEpP][+-]|[\w.])*
+      | :: | -> | \+\+ | -- | && | \|\| | [-+*/%&|^=!<]= | \.\.\.
+      | .""",
+    re.VERBOSE | re.MULTILINE | re.DOTALL,
+)
+_MARKER = re.compile(r'^# (\d+) "((?:[^"\\]|\\.)*)"[^\n]*$', re.MULTILINE)  # what a preprocessor leaves
+_PAIRS = {"(": ")", "[": "]", "{": "}"}
+
+
+class Token(NamedTuple):
+    """A word, a number, a string or an operator. Of `>>` and `>=` each character is one: it may close a template."""
+
+    text: str
+    start: int  # in the source
+    end: int
+
+    @property
+    def is_word(self) -> bool:
+        return self.text[0].isalpha() or self.text[0] == "_"
+
+
+class Source:
+    """Preprocessed text, its tokens, and where they stand in the files it was made of."""
+
+    def __init__(self, text: str) -> None:
+        self.text = text
+        self.tokens = [
+            Token(found.group(), found.start(), found.end())
+            for found in _TOKEN.finditer(text)
+            if found.lastgroup != "skip"
+        ]
+        markers = [(found.end() + 1, found[2], int(found[1])) for found in _MARKER.finditer(text)]
+        self._markers = [(0, "program_source", 1), *markers]
+        self._starts = [start for start, _, _ in self._markers]
+
+    def where(self, index: int) -> str:
+        """Of a token, as file:line."""
+        at = self.tokens[min(index, len(self.tokens) - 1)].start
+        start, file, line = self._markers[bisect_right(self._starts, at) - 1]
+        return f"{file}:{line + self.text.count(chr(10), start, at)}"
+
+    def slice(self, begin: int, end: int) -> str:
+        """The text of tokens [begin, end)."""
+        return self.text[self.tokens[begin].start : self.tokens[end - 1].end] if begin < end else ""
+
+    def is_at(self, index: int, *texts: str) -> bool:
+        """Whether these tokens stand there."""
+        return [token.text for token in self.tokens[index : index + len(texts)]] == list(texts)
+
+    def close(self, index: int) -> int:
+        """The bracket that closes the one at `index`. Raises SyntaxError."""
+        opening = self.tokens[index].text
+        closing, depth = _PAIRS[opening], 0
+        for i in range(index, len(self.tokens)):
+            text = self.tokens[i].text
+            depth += (text == opening) - (text == closing)
+            if not depth:
+                return i
+        raise SyntaxError(f"{self.where(index)}: '{opening}' is never closed")
+
+    def close_angle(self, index: int) -> int:
+        """The `>` that closes the `<` at `index`. Raises SyntaxError."""
+        depth, i = 0, index
+        while i < len(self.tokens):
+            text = self.tokens[i].text
+            if text in _PAIRS:
+                i = self.close(i)
+            depth += (text == "<") - (text == ">")
+            if not depth:
+                return i
+            i += 1
+        raise SyntaxError(f"{self.where(index)}: '<' is never closed")
+
+    def split(self, begin: int, end: int) -> list[tuple[int, int]]:
+        """The pieces between the commas of [begin, end) that stand in no bracket."""
+        pieces, first, i = [], begin, begin
+        while i < end:
+            text = self.tokens[i].text
+            if text in _PAIRS:
+                i = self.close(i)
+            elif text == "<":
+                i = self.close_angle(i)
+            elif text == ",":
+                pieces.append((first, i))
+                first = i + 1
+            i += 1
+        return [*pieces, (first, end)] if first < end else pieces
+
+    def attributes(self, begin: int, end: int) -> Iterator[tuple[int, int, int, int]]:
+        """Each attribute of [[a, b(c)]] in [begin, end): its tokens, then those of its whole pair of brackets."""
+        i = begin
+        while i < end - 1:
+            if self.is_at(i, "[", "["):
+                last = self.close(i)
+                for first, after in self.split(i + 2, last - 1):
+                    yield first, after, i, last + 1
+                i = last
+            i += 1
