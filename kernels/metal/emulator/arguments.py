@@ -43,7 +43,7 @@ _DTYPES: tuple[tuple[torch.dtype, ...], ...] = (
     *[(torch.int64, torch.uint64)] * 2,
     (torch.bool, torch.uint8, torch.int8),
 )
-_FLOATS = (1, 2, 3)
+_FLOATS, _UINT = (1, 2, 3), 9
 _FORMATS = {"int32": "i", "int16": "h", "int8": "b", "uint8": "B", "fp16": "e", "bf16": "f"}
 
 
@@ -68,13 +68,15 @@ class Buffer:
         self.index, self.element = parameter.buffer, parameter.element
         self.size, self.alignment = parameter.size, parameter.alignment
         self.reference, self.writable = bool(parameter.reference), bool(parameter.writable)
+        words = self.element == _UINT and self.size > 4 and not self.reference  # uint4*: how kernels move any bytes
+        self._dtypes = None if not self.element or words else _DTYPES[self.element]
         self._what = f"{kernel}: argument {self.index} '{name}'"
 
     def bind_tensor(self, tensor: Tensor) -> tuple[int, int]:
         """Address and bytes from its first to its last element, whatever its strides. Raises TypeError, ValueError."""
         if tensor.device.type != "cpu":
             raise TypeError(f"{self._what}: the emulator takes tensors on the CPU, not on {tensor.device}")
-        if self.element and tensor.dtype not in _DTYPES[self.element]:
+        if self._dtypes and tensor.dtype not in self._dtypes:
             raise TypeError(f"{self._what} is {_ELEMENTS[self.element]}, not {tensor.dtype}")
         address, bytes_ = tensor.data_ptr(), extent(tensor)
         if address % self.alignment:
@@ -110,7 +112,7 @@ class Buffer:
             raise TypeError(f"{self._what} is {_ELEMENTS[self.element]}, not {kind}")
         each, components = len(packed) // count, self.size // _size(self.element, self.size)
         # A lone integer is read from its low end, so that eight bytes will do for four.
-        lone = count == 1 and kind == "int" and self.reference and components == 1
+        lone = count == 1 and kind in ("int", "bool") and self.reference and components == 1
         if self.element and not lone and each != _size(self.element, self.size):
             raise TypeError(
                 f"{self._what} is {_ELEMENTS[self.element]}, not {each} bytes each: use arg_casts or a tensor"

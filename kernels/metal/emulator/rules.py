@@ -122,7 +122,7 @@ def _parameters(source: Source, function: Declaration) -> Found:
     for begin, end in source.split(*function.parameters):
         texts = [token.text for token in source.tokens[begin:end]]
         pointers = [text for text in texts if text in ("*", "&", "&&")]
-        if pointers and not SPACES & set(texts) and "=" not in texts:
+        if pointers and not (SPACES | _POINTED) & set(texts) and "=" not in texts:
             yield begin, f"'{source.slice(begin, end)}': {_NO_SPACE}"
 
 

@@ -74,17 +74,6 @@ struct bfloat {
   EMULATOR_INLINE bfloat& operator++() { return *this = bfloat(float(*this) + 1.0f); }
   EMULATOR_INLINE bfloat& operator--() { return *this = bfloat(float(*this) - 1.0f); }
 };
-// With a float the result is one, by the built-in operator; with an integer it stays a bfloat.
-#define EMULATED_BFLOAT(op)                                                                                        \
-  EMULATOR_INLINE bfloat operator op(bfloat a, bfloat b) { return bfloat(float(a) op float(b)); }                  \
-  EMULATOR_INLINE bfloat operator op(bfloat a, int b) { return bfloat(float(a) op float(b)); }                     \
-  EMULATOR_INLINE bfloat operator op(int a, bfloat b) { return bfloat(float(a) op float(b)); }                     \
-  EMULATOR_INLINE bfloat& operator op##=(bfloat & a, bfloat b) { return a = bfloat(float(a) op float(b)); }
-EMULATED_BFLOAT(+)
-EMULATED_BFLOAT(-)
-EMULATED_BFLOAT(*)
-EMULATED_BFLOAT(/)
-#undef EMULATED_BFLOAT
 
 namespace metal {
 
@@ -229,6 +218,24 @@ template <class T>
 constexpr const bool is_scalar_v = is_scalar<T>::value;
 
 }  // namespace metal
+
+// bfloats: with a float the result is one, by the built-in operator; with an integer it stays a bfloat.
+#define EMULATED_BFLOAT(op)                                                                                     \
+  EMULATOR_INLINE bfloat operator op(bfloat a, bfloat b) { return bfloat(float(a) op float(b)); }               \
+  template <class T>                                                                                            \
+  EMULATOR_INLINE metal::enable_if_t<metal::is_integral<T>::value, bfloat> operator op(bfloat a, T b) {         \
+    return a op bfloat(b);                                                                                      \
+  }                                                                                                             \
+  template <class T>                                                                                            \
+  EMULATOR_INLINE metal::enable_if_t<metal::is_integral<T>::value, bfloat> operator op(T a, bfloat b) {         \
+    return bfloat(a) op b;                                                                                      \
+  }                                                                                                             \
+  EMULATOR_INLINE bfloat& operator op##=(bfloat& a, bfloat b) { return a = a op b; }
+EMULATED_BFLOAT(+)
+EMULATED_BFLOAT(-)
+EMULATED_BFLOAT(*)
+EMULATED_BFLOAT(/)
+#undef EMULATED_BFLOAT
 
 template <class To, class From>
 EMULATOR_INLINE To as_type(const From& from) {
