@@ -40,5 +40,5 @@ def compile_shader(
     expanded = Source(compiler.preprocessed(source, tuple(fspath(folder) for folder in include)))
     rules.check(expanded)
     translation = Translator(expanded).translate()
-    library = compiler.library(translation.text, checked=checked, ucontext=ucontext)
-    return Library(library, translation, Mode(checked, order, seed))
+    built = compiler.library(translation.text, checked=checked, ucontext=ucontext)
+    return Library(built, translation, Mode(checked, order, seed))

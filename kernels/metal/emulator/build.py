@@ -15,6 +15,7 @@ import subprocess
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
@@ -51,6 +52,13 @@ class CompilerMissing(Exception):
     """There is no C++ compiler; the message says what to install."""
 
 
+class Built(NamedTuple):
+    """Two libraries; that of the kernels loads the other by itself if it calls it."""
+
+    kernels: Path
+    runtime: Path
+
+
 @dataclass(frozen=True)
 class Compiler:
     """A command that takes the options of g++."""
@@ -80,21 +88,20 @@ class Compiler:
         marked = f'#line 1 "program_source"\n{source}'
         return self._compile([*_LANGUAGE, "-E", "-nostdinc", *DEFINES, *folders, "-"], marked)
 
-    def library(self, text: str, *, checked: bool, ucontext: bool) -> Path:
-        """A shared library of kernels and the runtime. Raises SyntaxError."""
+    def library(self, text: str, *, checked: bool, ucontext: bool) -> Built:
+        """Shared libraries of kernels and of the runtime. Raises SyntaxError."""
         options = self._options(checked)
         runtime = [*_CODE, "-std=c++17", "-O2", *(["-DEMULATOR_UCONTEXT"] if ucontext else [])]
         made = cache() / f"{_key(self, text, options, runtime, *_own_files())}.so"
+        linked_with = self._runtime(runtime)
         if made.exists():
-            return made
+            return Built(made, linked_with)
         with tempfile.TemporaryDirectory(prefix=_PREFIX, dir=cache()) as folder:
             kernels, linked = Path(folder, "kernels.o"), Path(folder, "kernels.so")
             self._compile([*options, "-c", "-", "-o", str(kernels)], text, folder)
-            self._compile(
-                ["-shared", "-o", str(linked), str(kernels), str(self._runtime(runtime)), "-lm", "-pthread", "-ldl"]
-            )
+            self._compile(["-shared", "-o", str(linked), str(kernels), str(linked_with), "-lm"])
             os.replace(linked, made)
-        return made
+        return Built(made, linked_with)
 
     def _options(self, checked: bool) -> list[str]:
         options = [*_LANGUAGE, *_CODE, *_KERNELS, *DEFINES, f"-I{HERE / 'include'}", "-include", "metal_stdlib"]
@@ -109,11 +116,11 @@ class Compiler:
 
     def _runtime(self, options: list[str]) -> Path:
         """Compiled once for all libraries."""
-        made = cache() / f"runtime-{_key(self, '', options, *_own_files())}.o"
+        made = cache() / f"runtime-{_key(self, '', options, *_own_files())}.so"
         if not made.exists():
             with tempfile.TemporaryDirectory(prefix=_PREFIX, dir=cache()) as folder:
-                compiled = Path(folder, "runtime.o")
-                self._compile([*options, "-c", str(HERE / "runtime/runtime.cpp"), "-o", str(compiled)])
+                compiled, text = Path(folder, "runtime.so"), str(HERE / "runtime/runtime.cpp")
+                self._compile([*options, "-shared", text, "-o", str(compiled), "-pthread", "-ldl"])
                 os.replace(compiled, made)
         return made
 

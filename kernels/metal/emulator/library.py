@@ -1,6 +1,6 @@
 """Compiled kernels that are called as those of torch.mps.compile_shader, on tensors of the CPU.
 
-A launch has run to its end when the call returns. Launches of one library wait for each other: its runtime sees to it.
+A launch has run to its end when the call returns. Launches wait for each other: the runtime sees to that.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 from torch import Tensor
 
 from kernels.metal.emulator.arguments import Buffer, Inline, Parameter, cast_of
-from kernels.metal.emulator.build import lines
+from kernels.metal.emulator.build import Built, lines
 from kernels.metal.emulator.failure import Failure, Fault, KernelFault, Teller
 from kernels.metal.emulator.source import MAX_BUFFERS, KernelSource, Translation
 
@@ -82,9 +82,11 @@ class _Report(ctypes.Structure):
 class Library:
     """Kernels are attributes; dir() lists them."""
 
-    def __init__(self, path: Path, translation: Translation, mode: Mode) -> None:
-        self._path, self._mode, self._variables = path, mode, translation.variables
-        self._loaded = ctypes.CDLL(str(path))
+    def __init__(self, built: Built, translation: Translation, mode: Mode) -> None:
+        self._built, self._mode, self._variables = built, mode, translation.variables
+        self._loaded = ctypes.CDLL(str(built.kernels))
+        self._launch = ctypes.CDLL(str(built.runtime)).emulator_launch
+        self._launch.restype = None
         self._numbers = {kernel.name: (i, kernel) for i, kernel in enumerate(translation.kernels)}
 
     def __getattr__(self, name: str) -> Kernel:
@@ -93,7 +95,7 @@ class Library:
         if name not in self._numbers:
             raise RuntimeError(f"Failed to create function state object for: {name}")
         number, source = self._numbers[name]
-        kernel = Kernel(self._loaded, number, source, self._mode, self._variables, self._path)
+        kernel = Kernel(self._launch, self._loaded, number, source, self._mode, self._variables, self._built.kernels)
         setattr(self, name, kernel)  # found without this method from now on
         return kernel
 
@@ -108,6 +110,7 @@ class Kernel:
 
     def __init__(
         self,
+        launch: Any,  # emulator_launch
         loaded: ctypes.CDLL,
         number: int,
         source: KernelSource,
@@ -119,8 +122,7 @@ class Kernel:
         self.max_threads_per_threadgroup = source.max_threads
         self.stats: Stats | None = None
         self._mode, self._variables, self._path = mode, variables, path
-        self._launch = loaded.emulator_launch
-        self._launch.restype = None
+        self._launch = launch
         self._entry = ctypes.cast(getattr(loaded, f"emulator_kernel_{number}"), ctypes.c_void_p).value
         self._buffers = _buffers(getattr(loaded, f"emulator_describe_{number}"), source)
 

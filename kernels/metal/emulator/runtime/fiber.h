@@ -72,7 +72,7 @@ struct Fiber {
 // Fibers for one launch after the other. Stacks are reserved at once and take memory when they are used.
 class Fibers {
  public:
-  static constexpr std::size_t STACK = 128 << 10, GUARD = 16 << 10;  // bytes; nothing may touch the guard
+  static constexpr std::size_t STACK = 128 << 10, GAP = 16 << 10;  // bytes; whoever touches the gap has no stack left
   static constexpr unsigned COUNT = 1024;
 
   // All are free again, also those that stand in the middle of something.
@@ -104,14 +104,14 @@ class Fibers {
 
  private:
   void reserve() {
-    void* found = mmap(nullptr, COUNT * (STACK + GUARD), PROT_READ | PROT_WRITE,
+    void* found = mmap(nullptr, COUNT * (STACK + GAP), PROT_READ | PROT_WRITE,
                        MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
     assert(found != MAP_FAILED);
     memory_ = static_cast<char*>(found);
-    for (unsigned i = 0; i < COUNT; ++i) {
-      mprotect(memory_ + i * (STACK + GUARD), GUARD, PROT_NONE);
-      fibers_[i].stack = memory_ + i * (STACK + GUARD) + GUARD;
-    }
+#ifdef MADV_NOHUGEPAGE
+    madvise(found, COUNT * (STACK + GAP), MADV_NOHUGEPAGE);  // a stack needs a page or two
+#endif
+    for (unsigned i = 0; i < COUNT; ++i) fibers_[i].stack = memory_ + i * (STACK + GAP) + GAP;
   }
 
   // Not all at the same place of a page: they would share a few lines of the cache.

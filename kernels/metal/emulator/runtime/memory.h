@@ -87,8 +87,11 @@ class Checker {
  public:
   Checker(Scheduler& scheduler, ThreadgroupMemory& threadgroup) : scheduler_(scheduler), threadgroup_(threadgroup) {}
 
-  void begin_launch(void* const* buffers, const std::uint64_t* bytes, const std::uint8_t* writable, unsigned count) {
+  void begin_launch(void* kernel, void* const* buffers, const std::uint64_t* bytes, const std::uint8_t* writable,
+                    unsigned count) {
     accesses = 0;
+    image_ = image_of(kernel);
+    constant_page_ = 0;
     arguments_ = count;
     for (unsigned i = 0; i < count; ++i) {
       const std::uintptr_t begin = reinterpret_cast<std::uintptr_t>(buffers[i]);
@@ -113,7 +116,7 @@ class Checker {
     ++accesses;
     const std::uintptr_t stack = reinterpret_cast<std::uintptr_t>(scheduler_.stack());
     if (address - stack < Fibers::STACK) return;
-    code_ = unsigned(reinterpret_cast<std::uintptr_t>(caller) - image());
+    code_ = unsigned(reinterpret_cast<std::uintptr_t>(caller) - image_);
     if (aligned && address % size) fail(MISALIGNED, nearest(address, size), write, atomic);
     if (threadgroup_.has(address)) return check_threadgroup(address, size, write, atomic);
     if (Piece* piece = find_piece(address, size)) {
@@ -202,25 +205,19 @@ class Checker {
     scheduler_.abandon();
   }
 
-  // Constants of the program are read from the library itself.
+  // Constants of the program are read from the kernels' library itself.
   bool constant(std::uintptr_t address) {
     const std::uintptr_t page = (address >> 12) + 1;
     if (page == constant_page_) return true;
-    Dl_info found;
-    if (!dladdr(reinterpret_cast<void*>(address), &found)) return false;
-    if (reinterpret_cast<std::uintptr_t>(found.dli_fbase) != image()) return false;
+    if (image_of(reinterpret_cast<void*>(address)) != image_) return false;
     constant_page_ = page;
     return true;
   }
 
-  std::uintptr_t image() {
-    if (!image_) {
-      Dl_info found;
-      const int known = dladdr(reinterpret_cast<void*>(&emulator_lane), &found);
-      assert(known);
-      image_ = known ? reinterpret_cast<std::uintptr_t>(found.dli_fbase) : 0;
-    }
-    return image_;
+  // Where the library begins that has this address; 0: none has.
+  static std::uintptr_t image_of(void* address) {
+    Dl_info found;
+    return dladdr(address, &found) ? reinterpret_cast<std::uintptr_t>(found.dli_fbase) : 0;
   }
 
   Scheduler& scheduler_;
@@ -229,7 +226,7 @@ class Checker {
   Piece piece_[MAX_BUFFERS];
   unsigned arguments_, pieces_;
   Shadow threadgroup_shadow_;
-  std::uintptr_t image_;
+  std::uintptr_t image_;          // where the kernels' library begins
   std::uintptr_t constant_page_;  // one that has been found, plus one
   unsigned code_;  // of the access that is checked
 };

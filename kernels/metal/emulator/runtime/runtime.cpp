@@ -1,7 +1,8 @@
 // The runtime of the emulator: what kernels call, what the compiler's instrumentation calls, and one launch.
 //
 // A checked build is compiled with -fsanitize=thread, whose calls before every access are answered here and not by
-// ThreadSanitizer. One launch at a time: whatever there is of state belongs to it.
+// ThreadSanitizer. It is a library of its own, so that those of kernels share its stacks. One launch at a time: whatever
+// there is of state belongs to it.
 #include <mutex>
 
 #include "memory.h"
@@ -71,7 +72,9 @@ EMULATOR_API void emulator_launch(const Launch* launch, Report* report) {
   const std::lock_guard<std::mutex> locked(one_launch);
   threadgroup.begin_launch();
   scheduler.begin_launch(live, launch->entry, Order(launch->order), launch->seed);
-  if (launch->checked) checker.begin_launch(launch->buffers, launch->bytes, launch->writable, launch->arguments);
+  if (launch->checked)
+    checker.begin_launch(reinterpret_cast<void*>(launch->entry), launch->buffers, launch->bytes, launch->writable,
+                         launch->arguments);
   run(*launch);
   scheduler.end_launch();
   if (launch->checked) checker.end_launch();
