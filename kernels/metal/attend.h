@@ -1,0 +1,56 @@
+// Which keys a query sees, and the softmax of scores that come one after the other (Milakov & Gimelshein 2018).
+#pragma once
+
+#include "slots.h"
+
+constant constexpr int MOST_NUMBERS = 8;               // of a head that one lane holds: heads of up to 256
+constant constexpr float NOTHING = -3.402823466e+38f;  // the top of no scores
+
+struct Attending {
+  int q_heads, group;                        // query heads, and those that share a KV head
+  int q_token, q_head, out_token, out_head;  // strides in numbers
+  int model_window, window;                  // the model's, and the strategy's
+};
+
+struct Scoring {
+  float scale, softcap;  // softcap 0: none
+};
+
+// The latest keys within both windows, and the sinks within the model's.
+inline bool sees(int query, int key, Attending a, int sinks) {
+  const int distance = query - key;
+  return distance >= 0 && distance < a.model_window && (distance < a.window || key < sinks);
+}
+
+inline float score_of(float product, Scoring scoring) {
+  const float score = product * scoring.scale;
+  return scoring.softcap == 0.0f ? score : scoring.softcap * precise::tanh(score / scoring.softcap);
+}
+
+// Weighted values so far of one query: sums of exp(score - top), and of the same times the value, of which each lane
+// holds N numbers.
+template <int N>
+struct Sums {
+  float top = NOTHING, total = 0.0f;
+  float values[N] = {0.0f};
+
+  void raise(float higher) {
+    const float factor = fast::exp(top - higher);
+    top = higher;
+    total *= factor;
+    for (int n = 0; n < N; n++) values[n] *= factor;
+  }
+
+  void add(float other_top, float other_total, const thread float* other_values) {
+    const float higher = max(top, other_top), factor = fast::exp(other_top - higher);
+    raise(higher);
+    total += factor * other_total;
+    for (int n = 0; n < N; n++) values[n] += factor * other_values[n];
+  }
+
+  // A learned logit without a value; NOTHING: none.
+  void add_sink(float logit) {
+    const float nothing[N] = {0.0f};
+    add(logit, 1.0f, nothing);
+  }
+};

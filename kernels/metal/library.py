@@ -1,0 +1,63 @@
+"""Compiled kernels: each source once for each set of types, each kernel once, made when first asked for and kept.
+
+Knows neither what a kernel computes nor on which device: `compile_shader` is torch.mps's, or the emulator's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from kernels.metal.source import source
+
+Argument = Tensor | float | Sequence[int] | Sequence[float]
+
+
+class Grid(NamedTuple):
+    """Threads in all, and those of a threadgroup."""
+
+    threads: tuple[int, int, int]
+    group: tuple[int, int, int]
+
+
+class Kernel:
+    """One that is compiled. Integers reach it as int32, also those in sequences, which are structs there."""
+
+    def __init__(self, function: Any) -> None:
+        self._function = function
+
+    def __call__(self, grid: Grid, *arguments: Argument) -> None:
+        """Enqueues it; nothing waits. An empty grid is no launch."""
+        if 0 in grid.threads:
+            return
+        casts = {i: "int32" for i, argument in enumerate(arguments) if _integers(argument)}
+        self._function(*arguments, threads=grid.threads, group_size=grid.group, arg_casts=casts)
+
+
+def _integers(argument: Argument) -> bool:
+    return isinstance(argument[0] if isinstance(argument, (tuple, list)) else argument, int)
+
+
+class Kernels:
+    """All that were asked for so far."""
+
+    def __init__(self, compile_shader: Callable[[str], Any]) -> None:
+        self._compile = compile_shader
+        self._libraries: dict[tuple[object, ...], Any] = {}
+        self._kernels: dict[tuple[object, ...], Kernel] = {}
+
+    def get(self, file: str, name: str, **types: torch.dtype) -> Kernel:
+        """The kernel `name` of a source, for the types that it is to be compiled with."""
+        key = (file, name, *types.items())
+        if key not in self._kernels:
+            self._kernels[key] = Kernel(getattr(self._library(file, types), name))
+        return self._kernels[key]
+
+    def _library(self, file: str, types: Mapping[str, torch.dtype]) -> Any:
+        key = (file, *types.items())
+        if key not in self._libraries:
+            self._libraries[key] = self._compile(source(file, types))
+        return self._libraries[key]

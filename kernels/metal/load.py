@@ -1,0 +1,29 @@
+"""Finds Metal: Apple's own through torch, or the emulator of this project."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import torch
+
+from kernels.cpu.load import KernelsMissing
+from kernels.metal.backend import MetalOps
+from kernels.metal.library import Kernels
+
+
+def load() -> MetalOps:
+    """The operations on an Apple device. Raises KernelsMissing."""
+    if not torch.backends.mps.is_available():
+        raise KernelsMissing("this machine has no Apple device that torch can use")
+    return MetalOps(Kernels(torch.mps.compile_shader))
+
+
+def load_emulated(*, checked: bool = False) -> MetalOps:
+    """The same kernels on the CPU; `checked`: with races and bounds looked for, slower. Raises KernelsMissing."""
+    from kernels.metal.emulator import CompilerMissing, compile_shader, compiler
+
+    try:
+        compiler()
+    except CompilerMissing as error:
+        raise KernelsMissing(str(error)) from None
+    return MetalOps(Kernels(partial(compile_shader, checked=checked)))

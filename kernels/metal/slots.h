@@ -1,0 +1,52 @@
+// Where the keys of a row lie, how a vector is read and written: `kernels.ops.Slots` and `kernels/store.py`.
+// KV is the type keys and values are kept in: T, or char with a float scale behind each vector.
+#pragma once
+
+#include "common.h"
+
+struct Layout {
+  int block_size, sinks, ring;
+
+  int slot(int position) const {
+    return ring > 0 && position >= sinks ? sinks + (position - sinks) % ring : position;
+  }
+
+  // Positions from `first` on, before `end`, whose slots follow one another within a block.
+  int run(int first, int end) const {
+    const int at = slot(first);
+    const int here = min(end - first, block_size - at % block_size);
+    return ring == 0 ? here : min(here, first < sinks ? sinks - first : sinks + ring - at);
+  }
+};
+
+// Keys or values of one layer within the arena's memory; strides in numbers of KV.
+struct Plane {
+  int dim, offset, block_stride, head_stride, vector_stride;
+
+  // The first number of a head's vector at a slot of a row.
+  size_t at(const device int* blocks, int block_size, int slot, int head) const {
+    return size_t(blocks[slot / block_size]) * block_stride + offset + size_t(head) * head_stride +
+           size_t(slot % block_size) * vector_stride;
+  }
+};
+
+struct Memory {
+  Layout layout;
+  Plane k, v;
+  int table_width, rows;
+};
+
+// By what a stored vector's numbers are multiplied.
+inline float scale_of(const device char* vector, int dim) { return *(const device float*)(vector + dim); }
+inline float scale_of(const device T*, int) { return 1.0f; }
+
+// The row to which a token of the step belongs: the last that begins with it or before it.
+inline int row_of(int token, const device int* q_start, int rows) {
+  int row = 0;
+  for (int end = rows; end - row > 1;) {
+    const int middle = (row + end) / 2;
+    if (q_start[middle] <= token) row = middle;
+    else end = middle;
+  }
+  return row;
+}

@@ -1,0 +1,35 @@
+"""Metal sources as one text, with the types they are compiled for: torch.mps.compile_shader knows no include path.
+
+Knows neither kernels nor devices.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import torch
+
+FOLDER = Path(__file__).parent
+NAMES = {torch.float32: "float", torch.float16: "half", torch.bfloat16: "bfloat", torch.int8: "char"}
+INCLUDE = re.compile(r'#include "(.+)"\n')
+
+
+def source(name: str, types: Mapping[str, torch.dtype]) -> str:
+    """The text of `name`.metal after a line for each type, as `typedef half T;`, its headers in their places."""
+    typedefs = "".join(f"typedef {NAMES[dtype]} {of};\n" for of, dtype in types.items())
+    return "#include <metal_stdlib>\n" + typedefs + "".join(_lines(f"{name}.metal", set()))
+
+
+def _lines(file: str, included: set[str]) -> Iterator[str]:
+    """The file, each header once; the compiler is told where every line comes from."""
+    yield f'#line 1 "{file}"\n'
+    for number, line in enumerate((FOLDER / file).read_text(encoding="ascii").splitlines(keepends=True), 1):
+        header = INCLUDE.fullmatch(line)
+        if header is None:
+            yield "\n" if line == "#pragma once\n" else line
+        elif header[1] not in included:
+            included.add(header[1])
+            yield from _lines(header[1], included)
+            yield f'#line {number + 1} "{file}"\n'

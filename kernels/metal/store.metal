@@ -1,0 +1,118 @@
+// Keys and values into the store, out of it, and from block to block. KV is the type they are kept in.
+#include "slots.h"
+
+// ---------------------------------------------------------------- int8
+constant constexpr float LARGEST = 127.0f;
+constant constexpr float TINY = 1e-30f;  // no scale is smaller, but for that of zeros
+
+// A simdgroup a vector of n numbers: the largest becomes 127 or -127, halves are rounded to even. Each lane returns the
+// scale.
+inline float quantise_vector(const device T* from, device char* to, int n, uint lane) {
+  float largest = 0.0f;
+  for (int i = lane; i < n; i += LANES) largest = max(largest, fabs(float(from[i])));
+  const float scale = simd_max(largest) / LARGEST, divisor = max(scale, TINY);
+  for (int i = lane; i < n; i += LANES) to[i] = char(rint(float(from[i]) / divisor));
+  return scale;
+}
+
+struct VectorSizes {
+  int dim, stride;  // from vector to vector of what is read, in numbers
+};
+
+// x [N, dim] -> out [N, dim] and scale [N].
+kernel void quantise(
+    device char* out [[buffer(0)]],
+    device float* scale [[buffer(1)]],
+    const device T* x [[buffer(2)]],
+    constant VectorSizes& sizes [[buffer(3)]],
+    uint2 at [[thread_position_in_grid]]) {  // lane, vector
+  const float found =
+      quantise_vector(x + size_t(at.y) * sizes.stride, out + size_t(at.y) * sizes.dim, sizes.dim, at.x);
+  if (at.x == 0) scale[at.y] = found;
+}
+
+// A thread a number: x [N, dim], scale [N] -> out [N, dim].
+kernel void dequantise(
+    device float* out [[buffer(0)]],
+    const device char* x [[buffer(1)]],
+    const device float* scale [[buffer(2)]],
+    constant VectorSizes& sizes [[buffer(3)]],
+    uint2 at [[thread_position_in_grid]]) {  // number, vector
+  out[size_t(at.y) * sizes.dim + at.x] = float(x[size_t(at.y) * sizes.stride + at.x]) * scale[at.y];
+}
+
+// ---------------------------------------------------------------- write_kv
+inline void write_vector(const device T* from, device T* to, int n, uint lane) {
+  for (int i = lane; i < n; i += LANES) to[i] = from[i];
+}
+
+inline void write_vector(const device T* from, device char* to, int n, uint lane) {
+  const float scale = quantise_vector(from, to, n, lane);
+  if (lane == 0) *(device float*)(to + n) = scale;
+}
+
+struct Entering {
+  int k_token, k_head, v_token, v_head;  // strides in numbers
+};
+
+// A simdgroup a token and head: k [N, H, D] and v [N, H, Dv] into their slots.
+kernel void write_kv(
+    device KV* memory [[buffer(0)]],
+    const device T* k [[buffer(1)]],
+    const device T* v [[buffer(2)]],
+    const device int* table [[buffer(3)]],
+    const device int* row_seat [[buffer(4)]],
+    const device int* q_start [[buffer(5)]],
+    const device int* start [[buffer(6)]],
+    constant Memory& sizes [[buffer(7)]],
+    constant Entering& entering [[buffer(8)]],
+    uint3 at [[thread_position_in_grid]]) {  // lane, head, token
+  const Memory m = sizes;
+  const int token = at.z, head = at.y;
+  const int row = row_of(token, q_start, m.rows);
+  if (start[row] < 0 || token >= q_start[m.rows]) return;
+  const int slot = m.layout.slot(start[row] + token - q_start[row]);
+  const device int* blocks = table + size_t(row_seat[row]) * m.table_width;
+  k += size_t(token) * entering.k_token + size_t(head) * entering.k_head;
+  v += size_t(token) * entering.v_token + size_t(head) * entering.v_head;
+  write_vector(k, memory + m.k.at(blocks, m.layout.block_size, slot, head), m.k.dim, at.x);
+  write_vector(v, memory + m.v.at(blocks, m.layout.block_size, slot, head), m.v.dim, at.x);
+}
+
+// ---------------------------------------------------------------- gather
+typedef conditional_t<is_same_v<KV, char>, float, KV> Plain;
+
+inline T number_of(const device T* vector, int i, int) { return vector[i]; }
+inline float number_of(const device char* vector, int i, int dim) { return float(vector[i]) * scale_of(vector, dim); }
+
+// A simdgroup a position and head: keys or values (`plane`) of one row -> out [S, H, dim], float where they are int8.
+kernel void gather(
+    device Plain* out [[buffer(0)]],
+    const device KV* memory [[buffer(1)]],
+    const device int* table [[buffer(2)]],
+    const device int* row_seat [[buffer(3)]],
+    const device long* positions [[buffer(4)]],
+    constant Memory& sizes [[buffer(5)]],
+    constant Plane& plane [[buffer(6)]],
+    constant int& row [[buffer(7)]],
+    uint3 at [[thread_position_in_grid]],  // lane, head, position
+    uint3 grid [[threads_per_grid]]) {
+  const Memory m = sizes;
+  const Plane p = plane;
+  const device int* blocks = table + size_t(row_seat[row]) * m.table_width;
+  const int slot = m.layout.slot(int(positions[at.z]));
+  const device KV* vector = memory + p.at(blocks, m.layout.block_size, slot, at.y);
+  out += (size_t(at.z) * grid.y + at.y) * p.dim;
+  for (int i = at.x; i < p.dim; i += LANES) out[i] = number_of(vector, i, p.dim);
+}
+
+// ---------------------------------------------------------------- copy_blocks
+// A thread 16 bytes of a block: pairs [n] of source and destination, pages of `page` times 16 bytes.
+kernel void copy_blocks(
+    device uint4* memory [[buffer(0)]],
+    constant int2* pairs [[buffer(1)]],
+    constant int& page [[buffer(2)]],
+    uint2 at [[thread_position_in_grid]]) {  // 16 bytes, pair
+  const int2 pair = pairs[at.y];
+  memory[size_t(pair.y) * page + at.x] = memory[size_t(pair.x) * page + at.x];
+}
