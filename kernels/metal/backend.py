@@ -14,12 +14,15 @@ from torch import Tensor
 
 from kernels.metal.library import Grid, Kernels
 from kernels.ops import LayerSpec, Slots
+from kernels.quantised import Quantised
 from kernels.reference import ReferenceOps
 from kernels.store import KVStore
 
 LANES, GROUP = 32, 256  # threads of a simdgroup, and of a threadgroup; common.h
 OUTPUTS = 4 * GROUP // LANES  # of a threadgroup; linear.metal
 FEW = 8  # rows that are multiplied faster here than by torch
+STEP = 8  # quantised numbers that a lane takes at once; quantised.metal
+EXPANDED = 64 << 20  # bytes of a quantised weight that torch multiplies at a time
 WIDTHS = (2, 4, 8)  # numbers of a head that a lane holds; attend.h
 MAX_DIM = LANES * WIDTHS[-1]  # of a head
 SPLIT = 256  # positions that a threadgroup sums; decode.metal
@@ -55,6 +58,43 @@ class MetalOps(ReferenceOps):
             out if bias is None else bias,
             (rows, inputs, outputs, x.stride(0), weight.stride(0), int(bias is not None)),
         )
+        return out
+
+    def quantised_linear(self, x: Tensor, weight: Quantised, bias: Tensor | None = None) -> Tensor:
+        rows, (outputs, inputs) = len(x), weight.shape
+        if not _known(x, bias) or weight.scale.dtype not in TYPES or weight.group % STEP or inputs * weight.bits % 32:
+            return super().quantised_linear(x, weight, bias)
+        _expect(x.shape[1] == inputs, f"x {[*x.shape]} does not fit a weight {[*weight.shape]}")
+        _expect(bias is None or bias.shape == (outputs,), f"a bias must have {outputs} numbers")
+        if rows > FEW:
+            return self._quantised_linear_of_many(x, weight, bias)
+        at_once = min(4, 1 << (rows - 1).bit_length())
+        out = x.new_empty(rows, outputs)
+        numbers, scale, offset = _parts(weight)
+        self._kernels.get("quantised", f"quantised_linear_{weight.bits}_{at_once}", T=x.dtype, S=scale.dtype)(
+            Grid((-(-outputs // OUTPUTS) * GROUP, -(-rows // at_once), 1), (GROUP, 1, 1)),
+            *(out, x, numbers, scale, offset, out if bias is None else bias),
+            (rows, inputs, outputs, x.stride(0), numbers.stride(0), int(bias is not None)),
+            (weight.group, inputs // weight.group),
+        )
+        return out
+
+    def _quantised_linear_of_many(self, x: Tensor, weight: Quantised, bias: Tensor | None) -> Tensor:
+        """By torch, after so much of the weight as fits EXPANDED was given the type of x."""
+        outputs, inputs = weight.shape
+        out = x.new_empty(len(x), outputs)
+        expand = self._kernels.get(
+            "quantised", f"dequantise_weight_{weight.bits}", T=x.dtype, S=weight.scale.dtype
+        )
+        at_once = max(1, EXPANDED // (inputs * x.itemsize))
+        for first in range(0, outputs, at_once):
+            some = slice(first, first + at_once)
+            numbers, scale, offset = _parts(weight.rows(some))
+            wide = x.new_empty(len(numbers), inputs)
+            sizes = (0, inputs, len(numbers), 0, numbers.stride(0), 0)
+            grid = Grid((inputs // STEP, len(numbers), 1), (min(inputs // STEP, GROUP), 1, 1))
+            expand(grid, wide, numbers, scale, offset, sizes, (weight.group, inputs // weight.group))
+            out[:, some] = super().linear(x, wide, None if bias is None else bias[some])
         return out
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -298,6 +338,12 @@ def _known(*tensors: Tensor | None) -> bool:
         _expect(tensor.device == there[0].device, f"tensors lie on {tensor.device} and {there[0].device}")
         _expect(tensor.stride(-1) == 1 or tensor.shape[-1] == 1, "the last dimension of a tensor must be dense")
     return there[0].dtype in TYPES and all(tensor.dtype is there[0].dtype for tensor in there)
+
+
+def _parts(weight: Quantised) -> tuple[Tensor, Tensor, Tensor]:
+    """Numbers as words of 32 bits, scale and offset, dense."""
+    numbers = weight.numbers.contiguous()
+    return numbers.view(torch.int32), weight.scale.contiguous(), weight.offset.contiguous()
 
 
 def _expect(holds: bool, message: str) -> None:

@@ -10,12 +10,12 @@ constant constexpr int SPLIT = SIMDGROUPS * LANES;  // positions
 
 // N numbers of a vector, those of this lane; 0 beyond its end.
 template <int N, typename Stored>
-inline void load(thread float* to, const device Stored* from, int dim, int lane) {
+inline void read_numbers(thread float* to, const device Stored* from, int dim, int lane) {
   for (int n = 0; n < N; n++) to[n] = lane * N + n < dim ? float(from[lane * N + n]) : 0.0f;
 }
 
 template <int N>
-inline void store(device T* to, Sums<N> sums, int dim, int lane) {
+inline void write_result(device T* to, Sums<N> sums, int dim, int lane) {
   for (int n = 0; n < N; n++)
     if (lane * N + n < dim) to[lane * N + n] = T(sums.values[n] / sums.total);
 }
@@ -33,8 +33,8 @@ inline void attend_keys(thread Sums<N>* sums, const thread float* q, const devic
     for (int i = 0; i < run; i++, key += m.k.vector_stride, value += m.v.vector_stride) {
       if (!sees(query, first + i, a, m.layout.sinks)) continue;
       float k[N], v[N];
-      load<N>(k, key, m.k.dim, lane);
-      load<N>(v, value, m.v.dim, lane);
+      read_numbers<N>(k, key, m.k.dim, lane);
+      read_numbers<N>(v, value, m.v.dim, lane);
       const float k_scale = scale_of(key, m.k.dim), v_scale = scale_of(value, m.v.dim);
       for (int n = 0; n < N; n++) v[n] *= v_scale;
       for (int h = 0; h < HEADS; h++) {
@@ -84,7 +84,7 @@ template <int N, int HEADS>
 
   Sums<N> sums[HEADS];
   float queries[HEADS * N];
-  for (int h = 0; h < HEADS; h++) load<N>(queries + h * N, q + min(h, heads - 1) * a.q_head, m.k.dim, lane);
+  for (int h = 0; h < HEADS; h++) read_numbers<N>(queries + h * N, q + min(h, heads - 1) * a.q_head, m.k.dim, lane);
   const int begin = split * SPLIT + simdgroup * LANES;
   attend_keys<N, HEADS>(sums, queries, memory, table + size_t(row_seat[row]) * m.table_width, m, a, scoring, kv_head,
                         query, begin, min(begin + LANES, query + 1), lane);
@@ -106,7 +106,7 @@ template <int N, int HEADS>
       const int head = kv_head * a.group + first_head + h;
       if (splits == 1) {
         all.add_sink(sink_logits[head]);
-        store(out + size_t(q_start[row]) * a.out_token + size_t(head) * a.out_head, all, m.v.dim, lane);
+        write_result(out + size_t(q_start[row]) * a.out_token + size_t(head) * a.out_head, all, m.v.dim, lane);
       } else {
         const size_t at = (size_t(row) * a.q_heads + head) * splits + split;
         if (lane == 0) {
@@ -141,11 +141,11 @@ kernel void merge(
   for (int split = 0; split <= start[row] / SPLIT; split++) {
     const size_t from = (size_t(row) * a.q_heads + head) * splits + split;
     float theirs[N];
-    load<N>(theirs, values + from * dim, dim, lane);
+    read_numbers<N>(theirs, values + from * dim, dim, lane);
     all.add(partial[from].top, partial[from].total, theirs);
   }
   all.add_sink(sink_logits[head]);
-  store(out + size_t(q_start[row]) * a.out_token + size_t(head) * a.out_head, all, dim, lane);
+  write_result(out + size_t(q_start[row]) * a.out_token + size_t(head) * a.out_head, all, dim, lane);
 }
 
 #define DECODE(N, HEADS) \

@@ -1,0 +1,1 @@
+"""Metal kernels, run by the emulator."""

@@ -1,0 +1,32 @@
+// What a simdgroup has of a product: OUTPUTS outputs of some rows, of which each lane has a part of the sum.
+#pragma once
+
+#include "common.h"
+
+constant constexpr int OUTPUTS = 4;
+
+struct LinearSizes {
+  int rows, inputs, outputs, x_stride, weight_stride, biased;
+};
+
+// From `output` and `row` on.
+template <int ROWS>
+struct Product {
+  float sums[ROWS][OUTPUTS] = {{0.0f}};
+
+  // Into out [rows, outputs].
+  void finish(device T* out, const device T* bias, int row, int output, LinearSizes sizes, uint lane) const {
+    for (int r = 0; r < ROWS; r++) {
+      for (int o = 0; o < OUTPUTS; o++) {
+        const float sum = simd_sum(sums[r][o]);
+        if (lane == 0 && row + r < sizes.rows && output + o < sizes.outputs)
+          out[size_t(row + r) * sizes.outputs + output + o] = T(sizes.biased ? sum + float(bias[output + o]) : sum);
+      }
+    }
+  }
+};
+
+// The row of x that is the r-th from `row` on; the last one stands for those beyond the end.
+inline const device T* row_at(const device T* x, int row, LinearSizes sizes) {
+  return x + size_t(min(row, sizes.rows - 1)) * sizes.x_stride;
+}

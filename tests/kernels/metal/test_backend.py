@@ -1,0 +1,142 @@
+"""What the matrix of all backends does not ask of the Metal kernels: long texts in two passes, wide groups, many blocks,
+arguments that do not fit, and that nothing is compiled twice."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from kernels.arena import Arena
+from kernels.metal.backend import PAIRS, SPLIT, MetalOps
+from kernels.metal.emulator import compile_shader
+from kernels.metal.library import Kernels
+from kernels.metal.load import load_emulated
+from kernels.ops import LayerSpec
+from kernels.quantised import quantise_weight
+from kernels.reference import ReferenceOps
+from kernels.scene import Layout, RowOf, Scene
+from kernels.store import KVStore
+from tests.kernels.test_attention import expected
+
+LONG = (RowOf(2 * SPLIT + 88, 1), RowOf(SPLIT - 1, 1), RowOf(-1, 1), RowOf(SPLIT, 1), RowOf(3, 1))
+SPEC = LayerSpec(2, 4, 16, 8, scale=0.25)
+
+
+@pytest.fixture(scope="module")
+def ops() -> MetalOps:
+    """With races and bounds looked for."""
+    return load_emulated(checked=True)
+
+
+@pytest.mark.parametrize("layout", [Layout(16), Layout(700), Layout(32, sinks=4, ring=300)], ids=lambda at: at.kind)
+@pytest.mark.parametrize(
+    "spec",
+    [
+        SPEC,
+        SPEC._replace(window=100, sink_logits=torch.tensor([0.0, 3.0, -1.0, 9.0])),
+        LayerSpec(1, 20, 80, 80, scale=0.11, softcap=5.0),
+        LayerSpec(1, 3, 256, 200, scale=0.06),
+    ],
+    ids=["plain", "window and sinks", "a group of 20", "wide heads"],
+)
+def test_long_texts_attend_as_the_definition_says(ops: MetalOps, spec: LayerSpec, layout: Layout) -> None:
+    window = 290 if layout.ring else None
+    rows = (*LONG, RowOf(SPLIT + 30, 9), RowOf(0, 70))
+    scene = Scene(ReferenceOps(), layout, spec, rows, torch.float32)
+    scene.write()
+    for i, (out, row) in enumerate(zip(scene.attend(ops, window=window), rows, strict=True)):
+        if row.past >= 0:
+            assert (out.double() - expected(scene, i, window)).abs().max() < 3e-6
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+def test_one_pass_and_two_have_the_same_bits(ops: MetalOps, dtype: torch.dtype) -> None:
+    """A text of one split alone, and beside a text of several."""
+    short, long = RowOf(SPLIT - 1, 1), RowOf(3 * SPLIT, 1)
+    alone, beside = (Scene(ReferenceOps(), Layout(16), SPEC, rows, dtype) for rows in ([short], [short, long]))
+    for scene in (alone, beside):
+        for part in (scene.q, scene.k, scene.v):
+            part[0].copy_(torch.randn(part[0].shape, generator=torch.Generator().manual_seed(1)))
+        scene._write_past(0, short.past)
+        scene.write()
+    assert torch.equal(alone.attend(ops)[0], beside.attend(ops)[0])
+
+
+def test_many_blocks_are_copied_in_several_launches(ops: MetalOps) -> None:
+    arena = Arena(2 * PAIRS + 20, 128)
+    store = KVStore(arena, [LayerSpec(1, 1, 16, 16)], 1, torch.float32)
+    arena.memory.copy_(torch.randint(0, 255, arena.memory.shape).byte())
+    before, half = store.blocks.clone(), PAIRS + 10
+    ops.copy_blocks(store, list(range(half)), list(range(half, 2 * half)))
+    assert torch.equal(store.blocks[half : 2 * half], before[:half])
+    assert torch.equal(store.blocks[:half], before[:half])
+
+
+@pytest.mark.parametrize("inputs", [1, 3, 127, 128, 130, 509])
+def test_products_of_odd_widths(ops: MetalOps, inputs: int) -> None:
+    x, weight = torch.randn(3, inputs), torch.randn(33, inputs)
+    torch.testing.assert_close(ops.linear(x, weight).double(), x.double() @ weight.double().T, rtol=1e-5, atol=1e-5)
+
+
+def test_heads_that_are_too_wide_are_the_references(ops: MetalOps) -> None:
+    scene = Scene(ReferenceOps(), Layout(16), LayerSpec(1, 2, 264, 16), [RowOf(5, 1), RowOf(0, 3)], torch.float32)
+    scene.write()
+    for i, out in enumerate(scene.attend(ops)):
+        assert (out.double() - expected(scene, i, None)).abs().max() < 1e-5
+
+
+def _store(dtype: torch.dtype = torch.float32) -> Scene:
+    scene = Scene(ReferenceOps(), Layout(16), SPEC, [RowOf(5, 1), RowOf(0, 3)], dtype)
+    scene.write()
+    return scene
+
+
+def _wrong_arguments() -> dict[str, Any]:
+    x, square = torch.ones(2, 64), torch.ones(64, 64)
+    q, out = torch.ones(4, 4, 16), torch.ones(4, 4, 8)
+    k, v = torch.ones(4, 2, 16), torch.ones(4, 2, 8)
+    tables = torch.ones(9, 8), torch.ones(9, 8)
+    here = torch.zeros(4, dtype=torch.int64)
+    return {
+        "a weight of another width": lambda ops, at: ops.linear(x, torch.ones(5, 63)),
+        "a short bias": lambda ops, at: ops.linear(x, square, torch.ones(63)),
+        "a transposed weight": lambda ops, at: ops.linear(x, torch.ones(64, 5).T),
+        "tensors on two devices": lambda ops, at: ops.linear(x, square.to("meta")),
+        "a quantised weight of another width": lambda ops, at: ops.quantised_linear(
+            x[:, 1:], quantise_weight(square, 4, 32)
+        ),
+        "a norm of another width": lambda ops, at: ops.rms_norm(x, torch.ones(63), 1e-6),
+        "a sum of two shapes": lambda ops, at: ops.add_rms_norm(x, x[:1], torch.ones(64), 1e-6),
+        "tables of another head": lambda ops, at: ops.rope(q, tables[0][:, :7], tables[1][:, :7], here),
+        "positions in int32": lambda ops, at: ops.rope(q, *tables, here.int()),
+        "a gate of odd width": lambda ops, at: ops.silu_mul(x[:, 1:]),
+        "keys of another head": lambda ops, at: ops.write_kv(at.store, 0, k[..., 1:], v, at.at),
+        "fewer values than keys": lambda ops, at: ops.write_kv(at.store, 0, k, v[1:], at.at),
+        "queries of another head": lambda ops, at: ops.attend(out, q[..., 1:], at.store, 0, at.at, SPEC),
+        "results for fewer queries": lambda ops, at: ops.attend(out[1:], q, at.store, 0, at.at, SPEC),
+        "a block that is not there": lambda ops, at: ops.copy_blocks(at.store, [0], [at.store.num_blocks]),
+        "scales for other vectors": lambda ops, at: ops.dequantise(torch.ones(3, 4, dtype=torch.int8), torch.ones(4)),
+    }
+
+
+@pytest.mark.parametrize("what", _wrong_arguments())
+def test_what_would_write_astray_is_refused_before_it_is_launched(ops: MetalOps, what: str) -> None:
+    with pytest.raises(ValueError, match=r"."):
+        _wrong_arguments()[what](ops, _store())
+
+
+def test_nothing_is_compiled_twice() -> None:
+    compiled: list[str] = []
+
+    def counting(source: str) -> Any:
+        compiled.append(source)
+        return compile_shader(source)
+
+    ops = MetalOps(Kernels(counting))
+    for _ in range(3):
+        for dtype in (torch.float32, torch.bfloat16):
+            ops.silu_mul(torch.ones(2, 8, dtype=dtype))
+            ops.repeat_kv_heads(torch.ones(2, 2, 8, dtype=dtype), 2)
+    assert len(compiled) == 2
