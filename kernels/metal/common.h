@@ -5,6 +5,7 @@
 #include <metal_stdlib>
 using namespace metal;
 
+#define GROUP 256  // threads of a threadgroup, at most; a macro, as an attribute wants it
+
 constant constexpr int LANES = 32;   // threads of a simdgroup
-constant constexpr int GROUP = 256;  // threads of a threadgroup, at most
 constant constexpr int SIMDGROUPS = GROUP / LANES;

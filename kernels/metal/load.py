@@ -8,6 +8,8 @@ import torch
 
 from kernels.cpu.load import KernelsMissing
 from kernels.metal.backend import MetalOps
+from kernels.metal.emulator import CompilerMissing, compile_shader
+from kernels.metal.emulator.build import Compiler
 from kernels.metal.library import Kernels
 
 
@@ -20,10 +22,8 @@ def load() -> MetalOps:
 
 def load_emulated(*, checked: bool = False) -> MetalOps:
     """The same kernels on the CPU; `checked`: with races and bounds looked for, slower. Raises KernelsMissing."""
-    from kernels.metal.emulator import CompilerMissing, compile_shader, compiler
-
     try:
-        compiler()
+        Compiler.find()
     except CompilerMissing as error:
         raise KernelsMissing(str(error)) from None
     return MetalOps(Kernels(partial(compile_shader, checked=checked)))
