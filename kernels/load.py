@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import logging
-import pkgutil
 from collections.abc import Callable, Iterator, Mapping
 from functools import cache, partial
-from typing import NamedTuple, cast
+from typing import NamedTuple
 
 import torch
 
 from kernels.check import Verdict, checked, mended
 from kernels.cpu import load as cpu
 from kernels.device import Device, named
+from kernels.metal import load as metal
 from kernels.missing import KernelsMissing
 from kernels.ops import Ops
 from kernels.reference import ReferenceOps
@@ -21,22 +21,12 @@ from kernels.table import DTYPES, OPS
 log = logging.getLogger(__name__)
 REFERENCE = "reference"
 
-
-def _metal(load: str, **how: bool) -> Ops:
-    """What a function of kernels/metal/load.py gives. Imported when it is asked for: most machines never do."""
-    try:
-        found = pkgutil.resolve_name(f"kernels.metal.load:{load}")
-    except ModuleNotFoundError as error:
-        raise KernelsMissing(f"this installation has no Metal kernels: {error}") from None
-    return cast("Ops", found(**how))
-
-
 # By name: the name of the device, and what loads the operations or raises KernelsMissing. For a device, the best first.
 BACKENDS: Mapping[str, tuple[str, Callable[[], Ops]]] = {
     **{f"cpu-{name}": ("cpu", partial(cpu.load, name)) for name in cpu.INSTRUCTION_SETS},
-    "metal": ("mps", partial(_metal, "load")),
-    "metal-emulated": ("metal-emulated", partial(_metal, "load_emulated", checked=False)),
-    "metal-checked": ("metal-checked", partial(_metal, "load_emulated", checked=True)),
+    "metal": ("mps", metal.load),
+    "metal-emulated": ("metal-emulated", partial(metal.load_emulated, checked=False)),
+    "metal-checked": ("metal-checked", partial(metal.load_emulated, checked=True)),
 }
 
 

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from functools import partial
+from functools import cache, partial
 
 import torch
 
-from kernels.cpu.load import KernelsMissing
 from kernels.metal.backend import MetalOps
 from kernels.metal.emulator import CompilerMissing, compile_shader
 from kernels.metal.emulator.build import Compiler
 from kernels.metal.library import Kernels
+from kernels.missing import KernelsMissing
 
 
+@cache  # with all that they have compiled
 def load() -> MetalOps:
     """The operations on an Apple device. Raises KernelsMissing."""
     if not torch.backends.mps.is_available():
@@ -20,6 +21,7 @@ def load() -> MetalOps:
     return MetalOps(Kernels(torch.mps.compile_shader))
 
 
+@cache
 def load_emulated(*, checked: bool = False) -> MetalOps:
     """The same kernels on the CPU; `checked`: with races and bounds looked for, slower. Raises KernelsMissing."""
     try:

@@ -7,10 +7,10 @@ from collections.abc import Iterator
 import pytest
 
 from tests.contract import harness
-from tests.kernels.matrix import BACKENDS
+from tests.kernels.matrix import BACKENDS, NAMES
 
 
-@pytest.fixture(scope="module", autouse=True, params=BACKENDS)
+@pytest.fixture(scope="module", autouse=True, params=NAMES)
 def backend(request: pytest.FixtureRequest) -> Iterator[str]:
     """Its name."""
     with pytest.MonkeyPatch.context() as patch:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
+import pytest
 import torch
 
 from kernels.load import REFERENCE, backends
@@ -11,11 +12,17 @@ from kernels.ops import LayerSpec, Ops
 from kernels.reference import ReferenceOps
 from kernels.scene import Layout, RowOf
 
-# By name: the reference, and every backend for this machine's CPU.
+# By name: the reference, and every backend that computes in the memory of this machine's CPU.
 BACKENDS: Mapping[str, Callable[[], Ops]] = {
     REFERENCE: ReferenceOps,
-    **{backend.name: backend.load for backend in backends("cpu") if backend.missing is None},
+    **{
+        backend.name: backend.load
+        for backend in backends()
+        if backend.missing is None and backend.device.tensors.type == "cpu"
+    },
 }
+SLOW = {"metal-checked"}  # where every access of every thread is looked at
+NAMES = [pytest.param(name, marks=pytest.mark.slow) if name in SLOW else name for name in BACKENDS]
 
 TOLERANCE = {torch.float32: 3e-6, torch.float16: 2e-3, torch.bfloat16: 2e-2}
 

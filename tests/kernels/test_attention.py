@@ -8,9 +8,9 @@ from torch import Tensor
 
 from kernels.scene import Layout, RowOf, Scene
 from tests.contract.brute import attention, everything, seen
-from tests.kernels.matrix import BACKENDS, LAYOUTS, ROWS, SPECS, TOLERANCE
+from tests.kernels.matrix import BACKENDS, LAYOUTS, NAMES, ROWS, SPECS, TOLERANCE
 
-backends = pytest.mark.parametrize("backend", BACKENDS)
+backends = pytest.mark.parametrize("backend", NAMES)
 layouts = pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: layout.kind)
 dtypes = pytest.mark.parametrize("dtype", TOLERANCE, ids=lambda dtype: str(dtype).removeprefix("torch."))
 

@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from kernels.table import DTYPES
-from tests.kernels.matrix import BACKENDS
+from tests.kernels.matrix import BACKENDS, NAMES
 
-backends = pytest.mark.parametrize("backend", BACKENDS)
+backends = pytest.mark.parametrize("backend", NAMES)
 dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=str)
 
 
