@@ -109,7 +109,7 @@ class Compiler:
         if self.is_clang:
             options += ["-Xclang", "-cl-single-precision-constant"]
         else:
-            options += ["-fsingle-precision-constant", "-fno-gnu-unique"]
+            options += ["-fsingle-precision-constant", "-fno-gnu-unique", "-fexcess-precision=16"]
         if platform.machine() == "x86_64" and torch.backends.cpu.get_cpu_capability() in ("AVX2", "AVX512"):
             options.append("-march=x86-64-v3")
         return options

@@ -87,6 +87,8 @@ struct Swizzle {
   EMULATOR_INLINE vec(T all) {                                                                         \
     for (int i = 0; i < N; ++i) e[i] = all;                                                            \
   }                                                                                                    \
+  template <class U, class = enable_if_t<is_scalar<U>::value && !is_same<U, T>::value>>                \
+  EMULATOR_INLINE explicit vec(U all) : vec(T(all)) {}                                                 \
   template <class U>                                                                                   \
   EMULATOR_INLINE explicit vec(const vec<U, N_>& other) {                                              \
     for (int i = 0; i < N; ++i) e[i] = T(other.e[i]);                                                  \
