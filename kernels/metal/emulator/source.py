@@ -1,8 +1,8 @@
 """Metal Shading Language to C++: finds the kernels, and rewrites the little that C++ does not know.
 
 That is: attributes go, a threadgroup's variables become references into memory that the runtime hands out, swizzles
-become calls, and every kernel gets an entry point that takes its arguments out of a launch. All else stays as it is,
-line by line. What include/metal_stdlib makes of the rest, and how a kernel runs, is not known here.
+become calls, 1.5h becomes half(1.5f), and every kernel gets an entry point that takes its arguments out of a launch.
+All else stays as it is, line by line. What include/metal_stdlib makes of the rest, and how a kernel runs, is not known here.
 """
 
 from __future__ import annotations
@@ -34,6 +34,8 @@ ATTRIBUTES = frozenset(
 )
 _SWIZZLE = re.compile(r"[xyzw]{2,4}|[rgba]{2,4}")
 _COMPONENTS = {"x": 0, "y": 1, "z": 2, "w": 3, "r": 0, "g": 1, "b": 2, "a": 3}
+_LITERAL = re.compile(r"(\d+\.\d*(?:[eE][+-]?\d+)?|\.\d+(?:[eE][+-]?\d+)?)(h|H|bf|BF)")
+_SUFFIXES = {"h": "half", "bf": "bfloat"}
 _ASSIGNMENTS = ("=", "+=", "-=", "*=", "/=")
 _LIMIT = "max_total_threads_per_threadgroup"
 
@@ -103,6 +105,7 @@ class Translator:
             elif each.kind is Kind.INSTANTIATION:
                 self._instantiation(each)
         self._swizzles()
+        self._literals()
         self._constants()
         return Translation(self._edited(), tuple(self._kernels), tuple(self._variables))
 
@@ -252,6 +255,11 @@ class Translator:
             components = ", ".join(str(_COMPONENTS[letter]) for letter in tokens[i].text)
             assigned = tokens[i + 1].text in _ASSIGNMENTS
             self._replace(i, i + 1, f"template {'swizzled_to' if assigned else 'swizzled'}<{components}>()")
+
+    def _literals(self) -> None:
+        for i, token in enumerate(self._source.tokens):
+            if found := _LITERAL.fullmatch(token.text):
+                self._replace(i, i + 1, f"{_SUFFIXES[found[2].lower()]}({found[1]}f)")
 
     def _constants(self) -> None:
         """`const constant` is one word of C++ twice."""

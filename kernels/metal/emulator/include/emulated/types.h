@@ -237,12 +237,6 @@ EMULATED_BFLOAT(*)
 EMULATED_BFLOAT(/)
 #undef EMULATED_BFLOAT
 
-// 1.5h and 1.5bf
-constexpr half operator""h(long double value) { return half(value); }
-constexpr half operator""H(long double value) { return half(value); }
-inline bfloat operator""bf(long double value) { return bfloat(float(value)); }
-inline bfloat operator""BF(long double value) { return bfloat(float(value)); }
-
 template <class To, class From>
 EMULATOR_INLINE To as_type(const From& from) {
   static_assert(sizeof(To) == sizeof(From), "as_type: both types must have the same size");
