@@ -107,7 +107,7 @@ class Compiler:
         options = [*_LANGUAGE, *_CODE, *_KERNELS, *DEFINES, f"-I{HERE / 'include'}", "-include", "metal_stdlib"]
         options += ["-O1", "-g1", "-gdwarf-4", "-fsanitize=thread", "-DEMULATOR_CHECKED"] if checked else ["-O2"]
         if self.is_clang:
-            options += ["-Xclang", "-cl-single-precision-constant", "-ffloat16-excess-precision=none"]
+            options += ["-Xclang", "-cl-single-precision-constant", "-Xclang", "-ffloat16-excess-precision=none"]
         else:
             options += ["-fsingle-precision-constant", "-fno-gnu-unique", "-fexcess-precision=16"]
         if platform.machine() == "x86_64" and torch.backends.cpu.get_cpu_capability() in ("AVX2", "AVX512"):
