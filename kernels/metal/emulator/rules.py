@@ -5,6 +5,7 @@ Rules read tokens and declarations; what needs types (a float bound to a half, s
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 
 from kernels.metal.emulator.source import threadgroup_variables
@@ -52,6 +53,7 @@ _SCALARS = (
     "void",
 )
 _POINTED = frozenset((*_SCALARS, *(f"{scalar}{n}" for scalar in _SCALARS for n in (2, 3, 4)), "auto"))
+_LINE = re.compile(r'^#line (\d+) "([^"\n]*)"$', re.MULTILINE)
 _BEFORE_LAMBDA = frozenset(("(", ",", "=", "return", "{", ";", "&&", "||", "?", ":"))
 _NO_SPACE = (
     "a pointer or reference needs an address space: write device, constant, threadgroup or thread before its type"
@@ -61,8 +63,13 @@ _NO_SPACE = (
 def check_text(source: str) -> None:
     """The source as it is written. Raises SyntaxError."""
     if not source.isascii():
-        line = next(i for i, text in enumerate(source.splitlines(), 1) if not text.isascii())
-        raise SyntaxError(f"program_source:{line}: compile_shader takes ASCII alone, in comments as well")
+        first = re.search(r"[^\x00-\x7F]", source)
+        assert first is not None
+        file, line, begin = "program_source", 1, 0
+        for found in _LINE.finditer(source, 0, first.start()):
+            file, line, begin = found[2], int(found[1]), found.end() + 1
+        line += source.count("\n", begin, first.start())
+        raise SyntaxError(f"{file}:{line}: compile_shader takes ASCII alone, in comments as well")
 
 
 def check(source: Source) -> None:

@@ -52,11 +52,19 @@ static void place(Context& context, unsigned number) {
   }
 }
 
+// The threadgroup that has the i-th turn.
+static unsigned turn(const Launch& launch, unsigned i, unsigned groups) {
+  if (launch.order == FORWARD) return i;
+  if (launch.order == REVERSED) return groups - 1 - i;
+  const std::uint64_t step = groups % 1000003 ? 1000003 : 999983;  // primes: every threadgroup has a turn
+  return unsigned((launch.seed % groups + i * step) % groups);
+}
+
 static void run(const Launch& launch) {
   Context context = begin(launch);
   const unsigned groups = context.groups[0] * context.groups[1] * context.groups[2];
   for (unsigned i = 0; i < groups && scheduler.failure.fault == NO_FAULT; ++i) {
-    const unsigned number = launch.order == FORWARD ? i : groups - 1 - i;
+    const unsigned number = turn(launch, i, groups);
     place(context, number);
     threadgroup.begin_threadgroup();
     if (launch.checked && threadgroup.bytes) checker.begin_threadgroup();

@@ -52,6 +52,9 @@ kernel void strided(const device float* x, device float* out, constant uint2& st
                     uint2 at [[thread_position_in_grid]], uint2 size [[threads_per_grid]]) {
   out[at.y * size.x + at.x] = x[at.y * strides.x + at.x * strides.y];
 }
+kernel void numbered(device atomic_uint* turns, device uint* out, uint i [[thread_position_in_grid]]) {
+  out[i] = atomic_fetch_add_explicit(turns, 1, memory_order_relaxed);
+}
 kernel void increments(const device float* x, device float* y, uint i [[thread_position_in_grid]]) { y[i] = x[i] + 1; }
 
 template <typename T, int N>
@@ -118,6 +121,19 @@ def test_what_a_thread_knows_of_itself(order: Order, threads: tuple[int, ...], g
         groups = (-(-x // gx), -(-y // gy), -(-z // gz))
         wanted = [*grid, *which, *local, *size, gx, gy, gz, *groups, x, y, z]
         assert found == [*wanted, number, number % 32, number // 32, simdgroups, 32]
+
+
+def test_every_threadgroup_has_its_turn() -> None:
+    turns = {}
+    for order, seed in ((Order.FORWARD, 0), (Order.REVERSED, 0), (Order.RANDOM, 1), (Order.RANDOM, 2)):
+        out = torch.zeros(100, dtype=torch.int32)
+        library = compile_shader(KERNELS, order=order, seed=seed)
+        library.numbered(torch.zeros(1, dtype=torch.int32), out, threads=100, group_size=1)
+        turns[order, seed] = out.tolist()
+    assert turns[Order.FORWARD, 0] == list(range(100))
+    assert turns[Order.REVERSED, 0] == list(range(99, -1, -1))
+    assert all(sorted(each) == list(range(100)) for each in turns.values())
+    assert len({tuple(each) for each in turns.values()}) == 4
 
 
 def test_numbers_and_lists(library: Library, checked: Library) -> None:

@@ -84,6 +84,7 @@ def test_all_faults_are_told() -> None:
 def test_characters_that_torch_cannot_pass() -> None:
     with pytest.raises(SyntaxError, match=r"program_source:2: compile_shader takes ASCII alone, in comments as well"):
         compile_shader("#include <metal_stdlib>\n// \N{MULTIPLICATION SIGN}\n")
+    assert refused("\n// \N{MULTIPLICATION SIGN}\n").startswith("k.metal:2: compile_shader takes ASCII alone")
 
 
 @pytest.mark.parametrize(
