@@ -156,6 +156,7 @@ class TableCache(KVCache):
         assert all(spec.kv_from is None for spec in geometry.layers), "layers that share K and V are not supported yet"
         tokens, blocks = self.block_plan(options, geometry)
         self.store = KVStore(setup.arena, geometry.layers, tokens, kept_dtype(options, geometry))
+        setup.ops.prepare(geometry.layers, geometry.kv_dtype, self.store.dtype)
         self.table = SeatTable(geometry.max_seats, blocks, tokens, setup.arena.memory.device)
         self.seats: set[TableSeat] = set()
 

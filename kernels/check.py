@@ -38,6 +38,7 @@ def mended(ops: Ops, verdicts: list[Verdict]) -> Ops:
 
 class _Mended:
     def __init__(self, ops: Ops, reference: Ops, broken: set[str]) -> None:
+        self.prepare = ops.prepare
         for op in OPS:
             setattr(self, op.name, getattr(reference if op.name in broken else ops, op.name))
 

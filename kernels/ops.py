@@ -6,10 +6,11 @@ Declares, implements nothing; `reference.py` is what every operation means. Shap
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
+import torch
 from torch import Tensor
 
 if TYPE_CHECKING:
@@ -81,6 +82,13 @@ class Ops(Protocol):
 
     Tensors may be views with strides of their own; only their last dimension is dense.
     """
+
+    def prepare(self, layers: Sequence[LayerSpec], dtype: torch.dtype, stored: torch.dtype) -> None:
+        """Makes ready what these layers' attention will ask for, in `dtype` over keys that are `stored` in another.
+
+        Some kernels are compiled, and nobody's request is to wait for that.
+        """
+        ...
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         """x [N, in] times weight [out, in], plus bias [out] -> [N, out] in x's dtype.

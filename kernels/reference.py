@@ -8,7 +8,7 @@ lie. That makes strategies that keep the same keys equal bit for bit.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from weakref import WeakKeyDictionary
 
@@ -50,6 +50,9 @@ class ReferenceOps:
         self._scratch: dict[tuple[str, torch.dtype], Tensor] = {}
         self._writes: WeakKeyDictionary[Slots, tuple[Tensor | slice, Tensor, Tensor]] = WeakKeyDictionary()
         self._groups: WeakKeyDictionary[Slots, dict[tuple[int | None, ...], list[_Group]]] = WeakKeyDictionary()
+
+    def prepare(self, layers: Sequence[LayerSpec], dtype: torch.dtype, stored: torch.dtype) -> None:
+        pass  # nothing is compiled here
 
     # ---------------------------------------------------------------- layers
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:

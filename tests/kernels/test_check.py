@@ -37,7 +37,8 @@ def test_what_is_right_passes(backend: str, dtype: torch.dtype) -> None:
 
 
 def test_the_table_has_every_operation() -> None:
-    assert [name for name in vars(Ops) if not name.startswith("_")] == NAMES, "give it a row in kernels/table.py"
+    methods = [name for name in vars(Ops) if not name.startswith("_") and name != "prepare"]  # which computes nothing
+    assert methods == NAMES, "give it a row in kernels/table.py"
 
 
 class Off(ReferenceOps):

@@ -1,5 +1,5 @@
-"""What the matrix of all backends does not ask of the Metal kernels: long texts in two passes, wide groups, many blocks,
-arguments that do not fit, and that nothing is compiled twice."""
+"""What the matrix does not ask of the Metal kernels: long texts in two passes, wide groups, many blocks, arguments
+that do not fit, and that nothing is compiled twice."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from kernels.arena import Arena
-from kernels.metal.backend import PAIRS, SPLIT, MetalOps
+from kernels.metal.attention import SPLIT
+from kernels.metal.backend import PAIRS, MetalOps
 from kernels.metal.emulator import compile_shader
 from kernels.metal.library import Kernels
 from kernels.metal.load import load_emulated

@@ -1,0 +1,65 @@
+"""What kernels are handed, checked and in the order in which they take it: Metal is told neither shapes nor bounds.
+
+A tuple is the struct that stands there. Knows no operation.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from kernels.metal.library import Grid
+from kernels.ops import Slots
+from kernels.store import KVStore
+
+LANES, GROUP = 32, 256  # threads of a simdgroup, and of a threadgroup; common.h
+TYPES = (torch.float32, torch.float16, torch.bfloat16)
+
+
+def expect(holds: bool, message: str) -> None:
+    """Raises ValueError: whatever would be launched then would read and write astray."""
+    if not holds:
+        raise ValueError(message)
+
+
+def known(*tensors: Tensor | None) -> bool:
+    """Whether all have one type that kernels are written for. Raises ValueError for what no kernel could be handed."""
+    there = [tensor for tensor in tensors if tensor is not None]
+    for tensor in there:
+        expect(tensor.device == there[0].device, f"tensors lie on {tensor.device} and {there[0].device}")
+        expect(tensor.stride(-1) == 1 or tensor.shape[-1] == 1, "the last dimension of a tensor must be dense")
+    return there[0].dtype in TYPES and all(tensor.dtype is there[0].dtype for tensor in there)
+
+
+def in_rows(x: Tensor) -> Grid:
+    """A threadgroup for each row of x [N, width], of no more threads than there are numbers, in whole simdgroups."""
+    group = min(GROUP, -(-x.shape[1] // LANES) * LANES)
+    return Grid((group * len(x), 1, 1), (group, 1, 1))
+
+
+def memory(store: KVStore) -> Tensor:
+    """All of the arena, in numbers of the store's type."""
+    return store.arena.memory.view(store.dtype)
+
+
+def addresses(at: Slots) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Of a step's rows."""
+    return at.table, at.row_seat, at.q_start, at.start
+
+
+def memory_sizes(store: KVStore, layer: int, at: Slots) -> tuple[int, ...]:
+    """The struct Memory of slots.h."""
+    k, v = plane_sizes(store, layer)
+    return (at.block_size, at.sinks, at.ring, *k, *v, at.table.stride(0), at.num_rows)
+
+
+def plane_sizes(store: KVStore, layer: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """The structs Plane of slots.h, of keys and of values."""
+    k, v = (_plane_sizes(plane.numbers) for plane in store.planes(layer))
+    return k, v
+
+
+def _plane_sizes(numbers: Tensor) -> tuple[int, ...]:
+    """Of [blocks, H, block_size, dim]."""
+    block, head, vector, _ = numbers.stride()
+    return numbers.shape[-1], int(numbers.storage_offset()), block, head, vector

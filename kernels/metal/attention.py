@@ -1,0 +1,148 @@
+"""Attention in Metal: which kernels a layer needs, and with how many threads. What it means, reference.py says."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from kernels.metal.arguments import GROUP, LANES, addresses, expect, memory, memory_sizes
+from kernels.metal.library import Grid, Kernel, Kernels
+from kernels.ops import LayerSpec, Slots
+from kernels.store import KVStore
+
+WIDTHS = (2, 4, 8)  # numbers of a head that a lane holds; attend.h
+SPLIT = 256  # positions that a threadgroup sums; decode.metal
+EVERYTHING = 2**31 - 1  # positions: no window
+NO_SINK = torch.finfo(torch.float32).min
+
+
+class Shape(NamedTuple):
+    """What of a layer its kernels are compiled for."""
+
+    width: int  # numbers of a head that a lane holds
+    group: int  # query heads that share a KV head
+    together: int  # of these in a threadgroup that decodes
+
+    @property
+    def queries(self) -> int:
+        """Of a threadgroup that does not decode."""
+        return GROUP // LANES * WIDTHS[-1] // self.width
+
+
+def shape_of(spec: LayerSpec) -> Shape | None:
+    """None: its heads are wider than any kernel has them."""
+    dim, group = max(spec.head_dim, spec.v_head_dim), spec.num_q_heads // spec.num_kv_heads
+    width = next((width for width in WIDTHS if LANES * width >= dim), None)
+    if width is None:
+        return None
+    return Shape(width, group, min(1 << (group - 1).bit_length(), 4 if width == WIDTHS[-1] else 8))
+
+
+class Layer(NamedTuple):
+    """One layer's keys and values, and who attends over them."""
+
+    out: Tensor
+    q: Tensor
+    store: KVStore
+    at: Slots
+    spec: LayerSpec
+    shape: Shape
+    sinks: Tensor  # [Hq] float32
+    sizes: tuple[Sequence[int], Sequence[int], Sequence[float]]  # structs Memory, Attending, Scoring
+
+
+class Attention:
+    """Holds what does not change from step to step."""
+
+    def __init__(self, kernels: Kernels) -> None:
+        self._kernels = kernels
+        self._sinks: dict[tuple[torch.device, int], Tensor] = {}  # of layers that have none
+        self._sums: dict[torch.device, Tensor] = {}  # of splits: it grows to the largest size asked for, and then stays
+
+    def prepare(self, spec: LayerSpec, dtype: torch.dtype, stored: torch.dtype) -> None:
+        """Compiles what such a layer needs, if there is anything."""
+        if (shape := shape_of(spec)) is not None:
+            self._decoding(shape, dtype, stored)
+            self._kernel("prefill", f"prefill_{shape.width}", dtype, stored)
+
+    def __call__(
+        self, out: Tensor, q: Tensor, store: KVStore, layer: int, at: Slots, spec: LayerSpec, window: int | None
+    ) -> None:
+        """As `Ops.attend`, of tensors and a layer that there are kernels for. Raises ValueError."""
+        shape = shape_of(spec)
+        assert shape is not None
+        expect(
+            q.shape[1:] == (spec.num_q_heads, spec.head_dim) and out.shape == (*q.shape[:2], spec.v_head_dim),
+            f"queries {[*q.shape]} and their results {[*out.shape]} do not fit {spec}",
+        )
+        attending = (
+            *(spec.num_q_heads, shape.group),
+            *(q.stride(0), q.stride(1), out.stride(0), out.stride(1)),
+            EVERYTHING if spec.window is None else spec.window,
+            EVERYTHING if window is None else window,
+        )
+        sizes = memory_sizes(store, layer, at), attending, (spec.scale, spec.softcap or 0.0)
+        this = Layer(out, q, store, at, spec, shape, self._sinks_of(spec, q.device), sizes)
+        if at.num_decode:
+            self._decode(this)
+        if at.num_rows > at.num_decode:
+            self._prefill(this)
+
+    def _decode(self, this: Layer) -> None:
+        """Rows of one token: in one pass over the keys, or, where a text is long, of its splits and then their sum."""
+        at, spec, shape = this.at, this.spec, this.shape
+        splits = -(-at.max_kv // SPLIT)
+        count = at.num_decode * spec.num_q_heads * splits if splits > 1 else 1
+        sums = self._scratch(count * (2 + spec.v_head_dim), this.q.device)
+        partial, values = sums[: 2 * count], sums[2 * count :]
+        decode, merge = self._decoding(shape, this.q.dtype, this.store.dtype)
+        decode(
+            Grid((GROUP * spec.num_kv_heads * -(-shape.group // shape.together), at.num_decode, splits), (GROUP, 1, 1)),
+            *(this.out, partial, values, this.q, memory(this.store), *addresses(at), this.sinks),
+            *this.sizes,
+            splits,
+        )
+        if splits > 1:
+            merge(
+                Grid((LANES, spec.num_q_heads, at.num_decode), (LANES, 1, 1)),
+                *(this.out, partial, values, at.q_start, at.start, this.sinks),
+                *(this.sizes[1], splits, spec.v_head_dim),
+            )
+
+    def _prefill(self, this: Layer) -> None:
+        """Rows of several tokens."""
+        at, shape = this.at, this.shape
+        tiles = -(-at.max_q * shape.group // shape.queries)
+        self._kernel("prefill", f"prefill_{shape.width}", this.q.dtype, this.store.dtype)(
+            Grid((GROUP * tiles, this.spec.num_kv_heads, at.num_rows - at.num_decode), (GROUP, 1, 1)),
+            *(this.out, this.q, memory(this.store), *addresses(at), this.sinks),
+            *this.sizes,
+            at.num_decode,
+        )
+
+    def _decoding(self, shape: Shape, dtype: torch.dtype, stored: torch.dtype) -> tuple[Kernel, Kernel]:
+        """Of a pass over the keys, and of the sum of its splits."""
+        names = f"decode_{shape.width}_{shape.together}", f"merge_{shape.width}"
+        decode, merge = (self._kernel("decode", name, dtype, stored) for name in names)
+        return decode, merge
+
+    def _kernel(self, file: str, name: str, dtype: torch.dtype, stored: torch.dtype) -> Kernel:
+        return self._kernels.get(file, name, T=dtype, KV=stored)
+
+    def _sinks_of(self, spec: LayerSpec, device: torch.device) -> Tensor:
+        if spec.sink_logits is not None:
+            return spec.sink_logits.to(device, torch.float32).contiguous()
+        key = (device, spec.num_q_heads)
+        if key not in self._sinks:
+            self._sinks[key] = torch.full((spec.num_q_heads,), NO_SINK, device=device)
+        return self._sinks[key]
+
+    def _scratch(self, numbers: int, device: torch.device) -> Tensor:
+        """[>= numbers] float32"""
+        sums = self._sums.get(device)
+        if sums is None or len(sums) < numbers:
+            sums = self._sums[device] = torch.empty(numbers, device=device)
+        return sums
