@@ -63,14 +63,23 @@ class Run:
 
 
 @cache
-def run(tiny: Path, instance: str, dtype: str, max_step_tokens: int = 30, every: int = 1) -> Run:
-    return Run(Driver(tiny, **SETTINGS, dtype=dtype, max_step_tokens=max_step_tokens), instance, every=every)
+def run(
+    tiny: Path, instance: str, dtype: str, max_step_tokens: int = 30, every: int = 1, *, device: str = "cpu"
+) -> Run:
+    driver = Driver(tiny, **SETTINGS, dtype=dtype, max_step_tokens=max_step_tokens, device=device)
+    assert driver.engine.kernels.faulty == []
+    return Run(driver, instance, every=every)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    ("device", "dtype"),
+    [("cpu", "float32"), ("cpu", "bfloat16"), ("metal-emulated", "float32"), ("metal-emulated", "float16")],
+)
 @pytest.mark.parametrize("instance", ["paged", *STRATEGIES])
-def test_equal_steps_under_another_exact_strategy_give_equal_bits(tiny: Path, instance: str, dtype: str) -> None:
-    expected, got = run(tiny, "contiguous", dtype), run(tiny, instance, dtype)
+def test_equal_steps_under_another_exact_strategy_give_equal_bits(
+    tiny: Path, instance: str, device: str, dtype: str
+) -> None:
+    expected, got = (run(tiny, each, dtype, device=device) for each in ("contiguous", instance))
     assert len(got.by_step) == len(expected.by_step)
     for step, (ours, theirs) in enumerate(zip(got.by_step, expected.by_step, strict=True)):
         assert torch.equal(ours, theirs), f"step {step}"
