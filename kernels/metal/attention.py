@@ -15,6 +15,7 @@ from kernels.store import KVStore
 
 WIDTHS = (2, 4, 8)  # numbers of a head that a lane holds; attend.h
 SPLIT = 256  # positions that a threadgroup sums; decode.metal
+MOST_SUMS = 16 << 20  # numbers that splits leave to be summed, at a time
 EVERYTHING = 2**31 - 1  # positions: no window
 NO_SINK = torch.finfo(torch.float32).min
 
@@ -92,24 +93,33 @@ class Attention:
             self._prefill(this)
 
     def _decode(self, this: Layer) -> None:
-        """Rows of one token: in one pass over the keys, or, where a text is long, of its splits and then their sum."""
+        """Rows of one token: in one pass over the keys, or, where a text is long, of its splits and then their sum.
+
+        So many rows at a time that memory for sums does not grow with the longest text and the number of rows.
+        """
+        spec, splits = this.spec, -(-this.at.max_kv // SPLIT)
+        per_row = spec.num_q_heads * splits * (2 + spec.v_head_dim) if splits > 1 else 0
+        at_once = max(1, MOST_SUMS // per_row) if per_row else this.at.num_decode
+        for first in range(0, this.at.num_decode, at_once):
+            self._decode_some(this, splits, first, min(at_once, this.at.num_decode - first))
+
+    def _decode_some(self, this: Layer, splits: int, first: int, count: int) -> None:
         at, spec, shape = this.at, this.spec, this.shape
-        splits = -(-at.max_kv // SPLIT)
-        count = at.num_decode * spec.num_q_heads * splits if splits > 1 else 1
-        sums = self._scratch(count * (2 + spec.v_head_dim), this.q.device)
-        partial, values = sums[: 2 * count], sums[2 * count :]
+        sets = count * spec.num_q_heads * splits if splits > 1 else 1
+        sums = self._scratch(sets * (2 + spec.v_head_dim), this.q.device)
+        partial, values = sums[: 2 * sets], sums[2 * sets :]
         decode, merge = self._decoding(shape, this.q.dtype, this.store.dtype)
         decode(
-            Grid((GROUP * spec.num_kv_heads * -(-shape.group // shape.together), at.num_decode, splits), (GROUP, 1, 1)),
+            Grid((GROUP * spec.num_kv_heads * -(-shape.group // shape.together), count, splits), (GROUP, 1, 1)),
             *(this.out, partial, values, this.q, memory(this.store), *addresses(at), this.sinks),
             *this.sizes,
-            splits,
+            (splits, first),
         )
         if splits > 1:
             merge(
-                Grid((LANES, spec.num_q_heads, at.num_decode), (LANES, 1, 1)),
+                Grid((LANES, spec.num_q_heads, count), (LANES, 1, 1)),
                 *(this.out, partial, values, at.q_start, at.start, this.sinks),
-                *(this.sizes[1], splits, spec.v_head_dim),
+                *(this.sizes[1], (splits, first), spec.v_head_dim),
             )
 
     def _prefill(self, this: Layer) -> None:

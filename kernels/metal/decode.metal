@@ -50,8 +50,12 @@ struct Partial {
   float top, total;
 };
 
-// A threadgroup: one row, HEADS query heads of one KV head, one split. With `splits` 1 the result is complete and goes to
-// `out`; otherwise its sums go to `partial` [rows, query heads, splits] and `values` [rows, query heads, splits, Dv].
+struct Splits {
+  int count, first_row;  // of each text; the row that the launch begins with
+};
+
+// A threadgroup: one row, HEADS query heads of one KV head, one split. If there is one split only, the result goes to `out`;
+// otherwise its sums go to `partial` [rows, query heads, splits] and `values` [rows, query heads, splits, Dv].
 template <int N, int HEADS>
 [[max_total_threads_per_threadgroup(GROUP)]] kernel void decode(
     device T* out [[buffer(0)]],
@@ -67,14 +71,14 @@ template <int N, int HEADS>
     constant Memory& memory_sizes [[buffer(10)]],
     constant Attending& attending [[buffer(11)]],
     constant Scoring& scoring [[buffer(12)]],
-    constant int& splits [[buffer(13)]],
+    constant Splits& splits [[buffer(13)]],
     uint3 group_at [[threadgroup_position_in_grid]],  // KV head and which of its heads, row, split
     uint lane [[thread_index_in_simdgroup]],
     uint simdgroup [[simdgroup_index_in_threadgroup]]) {
   threadgroup float tops[SIMDGROUPS], totals[SIMDGROUPS], shared[SIMDGROUPS * LANES * N];
   const Memory m = memory_sizes;
   const Attending a = attending;
-  const int row = group_at.y, split = group_at.z;
+  const int row = splits.first_row + group_at.y, split = group_at.z;
   const int query = start[row];
   if (query < split * SPLIT) return;  // padding, or a text that ends before
   const int parts = (a.group + HEADS - 1) / HEADS;
@@ -104,11 +108,11 @@ template <int N, int HEADS>
         all.add(tops[s], totals[s], theirs);
       }
       const int head = kv_head * a.group + first_head + h;
-      if (splits == 1) {
+      if (splits.count == 1) {
         all.add_sink(sink_logits[head]);
         write_result(out + size_t(q_start[row]) * a.out_token + size_t(head) * a.out_head, all, m.v.dim, lane);
       } else {
-        const size_t at = (size_t(row) * a.q_heads + head) * splits + split;
+        const size_t at = (size_t(group_at.y) * a.q_heads + head) * splits.count + split;
         if (lane == 0) {
           partial[at].top = all.top;
           partial[at].total = all.total;
@@ -131,15 +135,15 @@ kernel void merge(
     const device int* start [[buffer(4)]],
     const device float* sink_logits [[buffer(5)]],
     constant Attending& attending [[buffer(6)]],
-    constant int& splits [[buffer(7)]],
+    constant Splits& splits [[buffer(7)]],
     constant int& dim [[buffer(8)]],
     uint3 at [[thread_position_in_grid]]) {  // lane, query head, row
   const Attending a = attending;
-  const int lane = at.x, head = at.y, row = at.z;
+  const int lane = at.x, head = at.y, row = splits.first_row + at.z;
   if (start[row] < 0) return;
   Sums<N> all;
   for (int split = 0; split <= start[row] / SPLIT; split++) {
-    const size_t from = (size_t(row) * a.q_heads + head) * splits + split;
+    const size_t from = (size_t(at.z) * a.q_heads + head) * splits.count + split;
     float theirs[N];
     read_numbers<N>(theirs, values + from * dim, dim, lane);
     all.add(partial[from].top, partial[from].total, theirs);

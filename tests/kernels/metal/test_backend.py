@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from kernels.arena import Arena
+from kernels.metal import attention
 from kernels.metal.attention import SPLIT
 from kernels.metal.backend import PAIRS, MetalOps
 from kernels.metal.emulator import compile_shader
@@ -63,6 +64,15 @@ def test_one_pass_and_two_have_the_same_bits(ops: MetalOps, dtype: torch.dtype) 
         scene._write_past(0, short.past)
         scene.write()
     assert torch.equal(alone.attend(ops)[0], beside.attend(ops)[0])
+
+
+def test_many_long_texts_are_summed_some_at_a_time(ops: MetalOps, monkeypatch: pytest.MonkeyPatch) -> None:
+    scene = Scene(ReferenceOps(), Layout(16), SPEC, (*LONG, RowOf(0, 9)), torch.float32)
+    scene.write()
+    together = scene.attend(ops)
+    monkeypatch.setattr(attention, "MOST_SUMS", 200)  # two rows
+    for ours, theirs in zip(scene.attend(ops), together, strict=True):
+        assert torch.equal(ours, theirs)
 
 
 def test_many_blocks_are_copied_in_several_launches(ops: MetalOps) -> None:
