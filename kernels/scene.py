@@ -91,14 +91,14 @@ class Scene:
             self.ops.write_kv(self.store, self.layer, self.k[row][start:end], self.v[row][start:end], at)
 
     def slots(self, rows: Sequence[tuple[int, int, int]]) -> Slots:
-        """rows of (seat, start, tokens), decode rows first."""
-        seats, starts, sizes = (list(column) for column in zip(*rows, strict=True))
+        """rows of (row of the scene, start, tokens), decode rows first. Seats are in another order than rows."""
+        of, starts, sizes = (list(column) for column in zip(*rows, strict=True))
         decode = next((i for i, n in enumerate(sizes) if n != 1), len(sizes))
         limit = self.layout.sinks + self.layout.ring if self.layout.ring else self.longest
         return Slots(
-            table=self.table,
+            table=self.table.flip(0),
             block_size=self.store.block_size,
-            row_seat=self._integers(seats),
+            row_seat=self._integers(len(self.rows) - 1 - row for row in of),
             q_start=self._integers(accumulate(sizes, initial=0)),
             start=self._integers(starts),
             kept=self._integers(min(max(0, start), limit) for start in starts),

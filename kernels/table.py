@@ -58,6 +58,8 @@ def _linear(ops: Ops, dtype: torch.dtype, device: torch.device) -> Results:
         x, weight, bias = (draw(*shape).to(dtype) for shape in ((rows, 48), (40, 48), (40,)))
         yield f"{rows} rows", ops.linear(x, weight)
         yield f"{rows} rows and a bias", ops.linear(x, weight, bias)
+    x, weight = (draw(rows, 140).to(dtype)[:, 5:136] for rows in (3, 37))
+    yield "slices of odd widths", ops.linear(x, weight)
 
 
 def _quantised_linear(ops: Ops, dtype: torch.dtype, device: torch.device) -> Results:
@@ -69,6 +71,8 @@ def _quantised_linear(ops: Ops, dtype: torch.dtype, device: torch.device) -> Res
             what = f"{bits} bits, groups of {group}, {rows} rows"
             yield what, ops.quantised_linear(x, weight)
             yield f"{what} and a bias", ops.quantised_linear(x, weight, bias)
+    weight = quantise_weight(draw(37, 320).to(dtype), 4, 32)
+    yield "wide slices", ops.quantised_linear(draw(3, 330).to(dtype)[:, 5:325], weight)
 
 
 def _rms_norm(ops: Ops, dtype: torch.dtype, device: torch.device) -> Results:
@@ -77,15 +81,17 @@ def _rms_norm(ops: Ops, dtype: torch.dtype, device: torch.device) -> Results:
     yield "as in Llama", ops.rms_norm(x, weight.to(dtype), 1e-6)
     yield "as in Gemma", ops.rms_norm(x, weight, 1e-6)
     yield "of a slice", ops.rms_norm(x[:, 3:80], weight[:77].to(dtype), 1e-6)
+    yield "with a large epsilon", ops.rms_norm(x, weight, 500.0)
 
 
 def _add_rms_norm(ops: Ops, dtype: torch.dtype, device: torch.device) -> Results:
     draw = _numbers(device)
-    x, delta, weight = draw(5, 84).to(dtype), draw(5, 84).to(dtype), draw(84)
-    for what, each in (("as in Llama", weight.to(dtype)), ("as in Gemma", weight)):
-        total, normed = ops.add_rms_norm(x, delta, each, 1e-6)
+    x, delta, weight = draw(5, 84).to(dtype), draw(5, 90).to(dtype)[:, :84], draw(84)
+    for what, each, n in (("as in Llama", weight.to(dtype), 84), ("as in Gemma", weight, 84), ("slices", weight, 77)):
+        total, normed = ops.add_rms_norm(x[:, -n:], delta[:, :n], each[:n], 1e-6)
         yield f"{what}: sum", total
         yield f"{what}: norm", normed
+    yield "with a large epsilon", ops.add_rms_norm(x, delta, weight, 0.5)[1]
 
 
 def _rope(ops: Ops, dtype: torch.dtype, device: torch.device) -> Results:
@@ -96,35 +102,46 @@ def _rope(ops: Ops, dtype: torch.dtype, device: torch.device) -> Results:
 
 
 def _silu_mul(ops: Ops, dtype: torch.dtype, device: torch.device) -> Results:
-    yield "5 rows", ops.silu_mul(_numbers(device)(5, 2 * 37).to(dtype))
+    draw = _numbers(device)
+    yield "5 rows", ops.silu_mul(draw(5, 2 * 37).to(dtype))
+    yield "of a slice", ops.silu_mul(draw(5, 80).to(dtype)[:, 3:77])
 
 
 LAYERS = (
     (LayerSpec(2, 8, 16, 16, scale=0.25), Layout(300)),
-    (LayerSpec(2, 14, 8, 24, scale=0.35), Layout(54, sinks=4, ring=50)),
-    (LayerSpec(2, 2, 80, 80, scale=0.11, window=40, softcap=5.0), Layout(16)),
+    (LayerSpec(2, 14, 8, 24, scale=0.35), Layout(16, sinks=4, ring=61)),
+    (LayerSpec(2, 2, 80, 80, scale=0.11, window=40, softcap=5.0, sink_logits=torch.tensor([0.0, 3.0])), Layout(16)),
 )
-ROWS = (RowOf(0, 1), RowOf(200, 1), RowOf(-1, 1), RowOf(0, 9), RowOf(175, 6), RowOf(-1, 4))
+ROWS = (RowOf(0, 1), RowOf(200, 1), RowOf(-1, 1), RowOf(0, 9), RowOf(187, 6), RowOf(-1, 4))
+LONG = (RowOf(300, 1), RowOf(-1, 1), RowOf(256, 1), RowOf(90, 1))  # a backend may cut such texts, and join its sums
 
 
 def _scenes(writer: Ops, dtype: torch.dtype, device: torch.device) -> Iterator[tuple[str, Scene]]:
     for spec, layout in LAYERS:
-        yield layout.kind, Scene(writer, layout, spec, ROWS, dtype, device)
+        yield layout.kind, Scene(writer, layout, _on(device, spec), ROWS, dtype, device)
     spec, layout = LAYERS[0]
     yield "int8", Scene(writer, layout, spec, ROWS, dtype, device, kv_dtype=torch.int8)
 
 
+def _on(device: torch.device, spec: LayerSpec) -> LayerSpec:
+    return spec if spec.sink_logits is None else spec._replace(sink_logits=spec.sink_logits.to(device))
+
+
 def _quantise(ops: Ops, dtype: torch.dtype, device: torch.device) -> Results:
-    x = _numbers(device)(5, 3, 24).to(dtype)
+    x = _numbers(device)(5, 3, 90).to(dtype)
     x[2] = 0
-    numbers, scale = ops.quantise(x)
-    yield "numbers", numbers.float()
-    yield "scale", scale
+    x[0, 0, 23] = x[0, 0, 82] = 9  # the last number is the largest
+    for what, each in (("narrow", x[..., :24].contiguous()), ("wide slice", x[..., 3:83])):
+        numbers, scale = ops.quantise(each)
+        yield f"{what}: numbers", numbers.float()
+        yield f"{what}: scale", scale
 
 
 def _dequantise(ops: Ops, dtype: torch.dtype, device: torch.device) -> Results:
     draw = _numbers(device)
-    yield "5 heads", ops.dequantise((100 * draw(5, 24)).clamp(-127, 127).to(torch.int8), draw(5).abs())
+    numbers, scale = (100 * draw(5, 24)).clamp(-127, 127).to(torch.int8), draw(5).abs()
+    yield "5 heads", ops.dequantise(numbers, scale)
+    yield "of a slice", ops.dequantise(numbers[:, 2:20], scale)
 
 
 def _write_kv(ops: Ops, dtype: torch.dtype, device: torch.device) -> Results:
@@ -137,13 +154,18 @@ def _attend(ops: Ops, dtype: torch.dtype, device: torch.device) -> Results:
     for name, scene in _scenes(ReferenceOps(), dtype, device):
         scene.write()
         for row, out in zip(ROWS, scene.attend(ops, window=45 if scene.layout.ring else None), strict=True):
-            yield f"{name}, {row}", out
+            yield f"{name}, {row.tokens} after {row.past}", out
+    spec = LAYERS[0][0]._replace(sink_logits=_numbers(device)(LAYERS[0][0].num_q_heads))
+    scene = Scene(ReferenceOps(), Layout(16), spec, LONG, dtype, device)
+    scene.write()
+    for row, out in zip(LONG, scene.attend(ops), strict=True):
+        yield f"long texts, {row.tokens} after {row.past}", out
 
 
 def _gather(ops: Ops, dtype: torch.dtype, device: torch.device) -> Results:
     for name, scene in _scenes(ReferenceOps(), dtype, device):
         scene.write()
-        positions = torch.arange(175, 181, device=device)
+        positions = torch.arange(187, 193, device=device)
         for plane in ops.gather(scene.store, scene.layer, scene.at, 4, positions):
             yield name, plane
 
