@@ -1,0 +1,170 @@
+"""Tries a mutant: a Metal kernel with one small fault, and what catches it.
+
+That is the emulator's checker, its compiler, or a result of what kernels/table.py tries of an operation that is not the
+reference's. A few samples more stand here, of what is too long or too exact for a self-check. Which mutants there are
+is not known here.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import re
+from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
+from enum import StrEnum
+from math import isfinite
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from kernels.check import _error
+from kernels.metal.backend import SPLIT, MetalOps
+from kernels.metal.emulator import KernelFault, compile_shader
+from kernels.metal.library import Kernels
+from kernels.ops import LayerSpec, Ops
+from kernels.reference import ReferenceOps
+from kernels.scene import Layout, RowOf, Scene
+from kernels.table import OPS, Results
+
+CPU = torch.device("cpu")
+
+
+class Kind(StrEnum):
+    DROPPED = "barrier dropped"
+    MEMORY = "barrier of the wrong memory"
+    BRANCH = "barrier in a branch"
+    INDEX = "index swapped"
+    BOUND = "bound off by one"
+    WRITERS = "two writers"
+    LOGIC = "step forgotten"
+
+
+class Mutant(NamedTuple):
+    """`text` of the assembled source becomes `by`, in one place."""
+
+    kernel: str
+    kind: Kind
+    words: str
+    text: str
+    by: str
+    nth: int = 0  # of several places, counted from 1; 0: there is but one
+    dtype: torch.dtype = torch.float32  # in which it shows
+
+    def applied(self, whole: str) -> str:
+        parts = whole.split(self.text)
+        places = len(parts) - 1
+        assert self.nth <= places if self.nth else places == 1, f"{self}: its text is there {places} times"
+        at = self.nth or 1
+        return self.by.join(self.text.join(some) for some in (parts[:at], parts[at:]))
+
+
+# Kernels, the file of each and the operations that launch it.
+KERNELS: dict[str, tuple[str, ...]] = {
+    "rms_norm": ("norms", "rms_norm"),
+    "add_rms_norm": ("norms", "add_rms_norm"),
+    "rope": ("layers", "rope"),
+    "silu_mul": ("layers", "silu_mul"),
+    "repeat_kv_heads": ("layers", "repeat_kv_heads", "repeat_kv_heads_step"),
+    "quantise": ("store", "quantise"),
+    "dequantise": ("store", "dequantise"),
+    "write_kv": ("store", "write_kv"),
+    "gather": ("store", "gather"),
+    "copy_blocks": ("store", "copy_blocks"),
+    "decode": ("decode", "attend"),
+    "merge": ("decode", "attend"),
+    "prefill": ("prefill", "attend"),
+    "linear": ("linear", "linear"),
+    "quantised_linear": ("quantised", "quantised_linear"),
+    "dequantise_weight": ("quantised", "quantised_linear"),
+}
+
+
+# -------------------------------------------------------------------- samples beyond those of the table
+def _equal(ours: Tensor, theirs: Tensor) -> Tensor:
+    """The share of numbers with the same bits; all of them in float32, whose last bit depends on the order of a sum."""
+    return torch.ones(()) if ours.dtype is torch.float32 else (ours == theirs).float().mean()
+
+
+def _norm_bits(ops: Ops, dtype: torch.dtype, device: torch.device) -> Results:
+    """A rounding more or less is below every tolerance, but not below the bits of many numbers."""
+    x, weight = torch.randn(2, 40, 256, generator=torch.Generator().manual_seed(0))
+    for what, each in (("as in Llama", weight[0].to(dtype)), ("as in Gemma", weight[0])):
+        arguments = x.to(dtype), each, 1e-6
+        yield f"equal bits, {what}", _equal(ops.rms_norm(*arguments), ReferenceOps().rms_norm(*arguments))
+
+
+def _gate_bits(ops: Ops, dtype: torch.dtype, device: torch.device) -> Results:
+    x = torch.randn(40, 512, generator=torch.Generator().manual_seed(0)).to(dtype)
+    yield "equal bits", _equal(ops.silu_mul(x), ReferenceOps().silu_mul(x))
+
+
+def _long_texts(ops: Ops, dtype: torch.dtype, device: torch.device) -> Results:
+    """Several splits, all of whose simdgroups have keys; heads and groups that are wide."""
+    rows = (RowOf(2 * SPLIT + 88, 1), RowOf(SPLIT - 1, 1), RowOf(SPLIT, 1), RowOf(SPLIT + 30, 9), RowOf(0, 70))
+    for what, spec, layout in (
+        ("in a ring", LayerSpec(2, 4, 16, 8, scale=0.25), Layout(32, sinks=4, ring=300)),
+        ("a group of 20", LayerSpec(1, 20, 80, 80, scale=0.11), Layout(16)),
+        ("wide heads", LayerSpec(1, 3, 256, 200, scale=0.06), Layout(700)),
+    ):
+        scene = Scene(ReferenceOps(), layout, spec, rows, dtype)
+        scene.write()
+        for row, out in zip(rows, scene.attend(ops, window=290 if layout.ring else None), strict=True):
+            yield f"{what}, {row.tokens} after {row.past}", out
+
+
+FURTHER = {"rms_norm": _norm_bits, "silu_mul": _gate_bits, "attend": _long_texts}
+
+
+# -------------------------------------------------------------------- running them
+def caught(kernel: str, dtype: torch.dtype, change: Callable[[str], str]) -> str | None:
+    """What tells a kernel whose file's source was changed from a right one; None: nothing does."""
+    file, *names = KERNELS[kernel]
+
+    def compile_changed(text: str) -> Any:
+        changed = f'#line 1 "{file}.metal"' in text
+        return compile_shader(change(text) if changed else text, checked=changed)
+
+    ops = MetalOps(Kernels(compile_changed))
+    try:
+        return next(filter(None, (_astray(ops, name, dtype) for name in names)), None)
+    except KernelFault as fault:
+        return f"checker: {_fault(str(fault))}"
+    except SyntaxError as error:
+        return f"compiler: {error}"
+
+
+def _astray(ops: Ops, name: str, dtype: torch.dtype) -> str | None:
+    """The first result of an operation that is not the reference's."""
+    op = next(op for op in OPS if op.name == name)
+    for tried in filter(None, (op.tried, FURTHER.get(name))):
+        for (what, ours), (_, theirs) in zip(tried(ops, dtype, CPU), tried(ReferenceOps(), dtype, CPU), strict=True):
+            error = _error(ours, theirs)
+            if not error <= op.tolerance[dtype]:
+                return f"off by {error:.0e}: {what}" if isfinite(error) else f"NaN: {what}"
+    return None
+
+
+def _fault(message: str) -> str:
+    """In a few words, as `data race on 'sums'`."""
+    kind = re.search(r": (data race|[a-z ]+)", message)
+    assert kind, message
+    name = re.search(r"'(\w+)'", message)
+    return f"{kind[1]} on '{name[1]}'" if name else kind[1]
+
+
+def try_mutant(mutant: Mutant) -> str | None:
+    """What catches it."""
+    return caught(mutant.kernel, mutant.dtype, mutant.applied)
+
+
+def workers() -> ProcessPoolExecutor:
+    """A process a core; what was never written is NaN in them, so that they find the same in every run."""
+    spawn = multiprocessing.get_context("spawn")
+    return ProcessPoolExecutor(os.cpu_count(), mp_context=spawn, initializer=_begin)
+
+
+def _begin() -> None:
+    torch.set_num_threads(1)
+    torch.use_deterministic_algorithms(True)
