@@ -165,7 +165,7 @@ MUTANTS: tuple[Mutant, ...] = (
     *_barrier("decode", 2, "before the next head's sums", "mem_device", "lane"),
     *_of(
         "decode",
-        (INDEX, "rows and splits", "row = group_at.y, split = group_at.z", "row = group_at.z, split = group_at.y"),
+        (INDEX, "rows and splits", "+ group_at.y, split = group_at.z", "+ group_at.z, split = group_at.y"),
         (INDEX, "keys for values", "value = memory + m.v", "value = memory + m.k"),
         (INDEX, "the row for its seat", SEAT, ROW),
         (BOUND, "the last key", "query + 1), lane", "query), lane"),
@@ -182,7 +182,7 @@ MUTANTS: tuple[Mutant, ...] = (
         (WRITERS, "all lanes write a sum", "if (lane == 0) {\n      tops", "{\n      tops"),
         (WRITERS, "simdgroups", "shared[(simdgroup * N + n)", "shared[n"),
         (WRITERS, "heads beyond the group", "min(HEADS, a.group - first_head)", "HEADS"),
-        (WRITERS, "splits", "+ head) * splits + split;\n        if", "+ head) * splits;\n        if"),
+        (WRITERS, "splits", "+ head) * splits.count + split;\n        if", "+ head) * splits.count;\n        if"),
         (LOGIC, "raising the maximum", "    top = higher;\n", ""),
         (LOGIC, "lowering what is summed", "total *= factor;", ""),
         (LOGIC, "other lanes' products", "simd_sum(product)", "product"),
@@ -194,7 +194,12 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     *_of(
         "merge",
-        (INDEX, "rows and heads", "from = (size_t(row) * a.q_heads + head)", "from = (size_t(head) * a.q_heads + row)"),
+        (
+            INDEX,
+            "rows and heads",
+            "from = (size_t(at.z) * a.q_heads + head)",
+            "from = (size_t(head) * a.q_heads + at.z)",
+        ),
         (BOUND, "the last split", "split <= start[row] / SPLIT", "split < start[row] / SPLIT"),
         (BOUND, "a split too many", "split <= start[row] / SPLIT", "split <= start[row] / SPLIT + 1"),
         (WRITERS, "heads", "a.out_token + size_t(head) * a.out_head, all, dim", "a.out_token, all, dim"),

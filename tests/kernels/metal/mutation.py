@@ -20,7 +20,8 @@ import torch
 from torch import Tensor
 
 from kernels.check import _error
-from kernels.metal.backend import SPLIT, MetalOps
+from kernels.metal.attention import SPLIT
+from kernels.metal.backend import MetalOps
 from kernels.metal.emulator import KernelFault, compile_shader
 from kernels.metal.library import Kernels
 from kernels.ops import LayerSpec, Ops
