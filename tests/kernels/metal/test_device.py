@@ -1,0 +1,40 @@
+"""On a Mac (conftest.py): the very operations that the emulator has run, on the GPU itself."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from kernels.check import checked
+from kernels.metal.attention import SPLIT
+from kernels.metal.load import load
+from kernels.ops import LayerSpec
+from kernels.reference import ReferenceOps
+from kernels.scene import Layout, RowOf, Scene
+from kernels.table import DTYPES, OPS
+from tests.kernels.test_attention import expected
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_every_operation_is_the_references(dtype: torch.dtype) -> None:
+    assert [verdict.fault for verdict in checked(load(), dtype, torch.device("mps"))] == [None] * len(OPS)
+
+
+@pytest.mark.parametrize("dim", [64, 80, 128, 256])
+def test_long_texts_attend_as_the_definition_says(dim: int) -> None:
+    rows = (
+        RowOf(5 * SPLIT + 88, 1),
+        RowOf(SPLIT - 1, 1),
+        RowOf(-1, 1),
+        RowOf(3, 1),
+        RowOf(SPLIT + 30, 9),
+        RowOf(0, 300),
+    )
+    spec = LayerSpec(2, 14, dim, dim, scale=dim**-0.5)
+    there = Scene(load(), Layout(32), spec, rows, torch.float32, torch.device("mps"))
+    here = Scene(ReferenceOps(), Layout(32), spec, rows, torch.float32)  # draws the same numbers
+    for scene in (there, here):
+        scene.write()
+    for i, (out, row) in enumerate(zip(there.attend(), rows, strict=True)):
+        if row.past >= 0:
+            assert (out.cpu().double() - expected(here, i, None)).abs().max() < 1e-5
