@@ -42,8 +42,8 @@ test: $(VENV)/.with-test  ## run the tests
 	$(call PYTEST,not slow and not alone,-n $(PROCESSES) --dist loadfile)
 	$(call PYTEST,not slow and alone)
 
-test-metal: $(VENV)/.with-test  ## run the tests of the kernels: Metal's emulated, on a Mac on its GPU, too
-	$(PY) -m pytest -m "not slow" tests/kernels $(ARGS)
+test-metal: $(VENV)/.with-test  ## run what tests the Metal kernels: emulated, and on a Mac on its GPU, too
+	$(PY) -m pytest -m "not slow" tests/kernels tests/engine/test_metal.py tests/server/test_metal.py $(ARGS)
 
 prometheus: .tools/usr/bin/promtool  ## unpack Prometheus for the tests, on Debian and Ubuntu; without it some are skipped
 

@@ -89,7 +89,7 @@ def load_ops(device: Device, dtype: torch.dtype, *, reference: bool = False) -> 
     why = f"they do not compute in {dtype}"
     for backend in backends(device.name) if dtype in DTYPES else ():
         if backend.missing is None:
-            return _checked(backend.name, dtype, device)
+            return _checked(backend, dtype)
         why = backend.missing
         log.debug("no kernels %s: %s", backend.name, why)
     if device.emulated:
@@ -99,10 +99,12 @@ def load_ops(device: Device, dtype: torch.dtype, *, reference: bool = False) -> 
 
 
 @cache  # what was found once in a process holds for all of it
-def _checked(name: str, dtype: torch.dtype, device: Device) -> Loaded:
-    ops = BACKENDS[name][1]()
-    verdicts = checked(ops, dtype, device.tensors)
+def _checked(backend: Backend, dtype: torch.dtype) -> Loaded:
+    ops = backend.load()
+    verdicts = checked(ops, dtype, backend.device.tensors)
     for verdict in verdicts:
         if verdict.fault is not None:
-            log.error("KERNEL FAILS ITS CHECK, plain torch is used: %s of %s: %s", verdict.op, name, verdict.fault)
-    return Loaded(name, mended(ops, verdicts), verdicts)
+            log.error(
+                "KERNEL FAILS ITS CHECK, plain torch is used: %s of %s: %s", verdict.op, backend.name, verdict.fault
+            )
+    return Loaded(backend.name, mended(ops, verdicts), verdicts)

@@ -1,6 +1,7 @@
 """One step's tokens of all strategies, as the model sees them. Knows plans and rows; not how a strategy keeps its keys.
 
-Rows are ordered by strategy, and within one decode rows come first; `order` maps back to the order they were given in.
+Rows are ordered by strategy, and of a strategy's decode rows come first; `order` maps back to the order they were given
+in.
 """
 
 from __future__ import annotations
@@ -54,7 +55,7 @@ class Batch:
         positions = np.concatenate([_positions(item.row) for item in self._work])
         ends = np.cumsum([item.row.num_tokens for item in self._work])
         wanted = [np.arange(end - item.logits, end) for item, end in zip(self._work, ends, strict=True)]
-        # In one copy, and one that is waited for: on mps others read the host's memory later, when it may be gone.
+        # In one copy, waited for: on mps one that is not reads the host's memory later, when it may be gone.
         packed = torch.from_numpy(np.concatenate([ids, positions, *wanted]).astype(np.int64)).to(device)
         self.ids, self.positions, self.logit_index = packed.tensor_split((len(ids), 2 * len(ids)))
 

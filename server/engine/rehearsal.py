@@ -1,7 +1,8 @@
 """A step as large as any, before the KV memory is taken: the device's allocator keeps what it took for it.
 
 So what is free afterwards already leaves out the activations, the logits and their log-probabilities, whatever the
-model is like; and what a device compiles at first use is compiled. Attention answers with zeros: its scratch memory
+model is like; and what torch compiles at first use is compiled (the kernels of this project are by the self-check and
+by `Ops.prepare`). Attention answers with zeros: its scratch memory
 does not grow with a step. Knows no cache and no request.
 """
 

@@ -1,6 +1,6 @@
 """Draws the next tokens from logits. Knows no request beyond how it wants its tokens drawn.
 
-All is computed where the logits are, and nothing waits for it but the drawn tokens, which come to the host in one go.
+All is computed where the logits are, and the host waits for nothing but the drawn tokens, which come in one go.
 The noise of a draw depends on (seed, position) only: not on the batch, nor on the step, nor on the strategy.
 """
 
@@ -41,7 +41,7 @@ def _likeliest(logits: Tensor) -> Tensor:
     """The first of the largest in each row [K]; NO_TOKEN if that is infinite, or a number of the row is NaN.
 
     On a CPU by numpy, whose argmax is twenty times as fast as torch's and finds NaN before all others; on mps argmax
-    passes NaN over.
+    passes over NaN.
     """
     if logits.device.type == "cpu":
         numbers = logits.numpy()

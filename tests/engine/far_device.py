@@ -126,7 +126,7 @@ class FarDevice(TorchDispatchMode):
             self._waited(func, args, kwargs)
             leaves = False
         near_args, near_kwargs = _near((args, kwargs))
-        if func is aten.argmax.default:  # of a Mac passes NaN over
+        if func is aten.argmax.default:  # a Mac's passes over NaN
             near_args = (near_args[0].nan_to_num(-torch.inf, torch.inf, -torch.inf), *near_args[1:])
         found = func(*near_args, **near_kwargs)
         return found if leaves else tree_map_only(Tensor, lambda near: FarTensor(near, self), found)

@@ -22,7 +22,14 @@ from kernels.reference import ReferenceOps
 from server.engine import build
 from server.engine.about import about, summary
 from server.engine.build import build_engine
-from server.engine.device import METAL_MARGIN, choose_device, choose_step_tokens, free_memory, limit_memory
+from server.engine.device import (
+    METAL_MARGIN,
+    choose_device,
+    choose_dtype,
+    choose_step_tokens,
+    free_memory,
+    limit_memory,
+)
 from server.models.decoder import Decoder
 from server.welcome import welcome
 from tests.engine.driving import Driver
@@ -90,10 +97,8 @@ def test_an_emulated_device_is_taken_by_nobody_who_did_not_name_it(backends: Cal
     assert load_ops(native("cpu"), torch.float32).words == "plain torch"
 
 
-def test_it_computes_in_the_checkpoints_own_type_and_in_steps_for_a_cpu(
-    tiny: Path, backends: Callable[..., None]
-) -> None:
-    backends(**{"metal-emulated": ("metal-emulated", Emulated)})
+def test_it_computes_in_the_checkpoints_own_type_and_in_steps_for_a_cpu() -> None:
+    assert choose_dtype("auto", "bfloat16", named("metal-emulated")) is torch.bfloat16
     assert choose_step_tokens(None, named("metal-emulated")) == choose_step_tokens(None, native("cpu")) == 256
     assert choose_step_tokens(None, native("mps")) == 1024
 
