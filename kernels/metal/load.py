@@ -7,8 +7,7 @@ from functools import cache, partial
 import torch
 
 from kernels.metal.backend import MetalOps
-from kernels.metal.emulator import CompilerMissing, compile_shader
-from kernels.metal.emulator.build import Compiler
+from kernels.metal.emulator import Compiler, CompilerMissing, compile_shader
 from kernels.metal.library import Kernels
 from kernels.missing import KernelsMissing
 

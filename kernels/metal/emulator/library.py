@@ -18,7 +18,7 @@ from torch import Tensor
 from kernels.metal.emulator.arguments import Buffer, Inline, Parameter, cast_of
 from kernels.metal.emulator.build import Built, lines
 from kernels.metal.emulator.failure import Failure, Fault, KernelFault, Teller
-from kernels.metal.emulator.source import MAX_BUFFERS, KernelSource, Translation
+from kernels.metal.emulator.translation import MAX_BUFFERS, KernelSource, Translation
 
 _MAX_GRID = 2**32 - 1  # threads, in each direction
 

@@ -8,9 +8,9 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
-from kernels.metal.emulator.source import threadgroup_variables
 from kernels.metal.emulator.syntax import Declaration, Kind, declarations
 from kernels.metal.emulator.tokens import Source
+from kernels.metal.emulator.translation import threadgroup_variables
 
 Found = Iterator[tuple[int, str]]  # index of a token, what is wrong with it
 
