@@ -185,7 +185,7 @@ class Checker {
   // The argument that has this address, one that may be written first; else the nearest one, within a mebibyte.
   Memory nearest(std::uintptr_t address, unsigned size) const {
     Memory found{DEVICE, -1, 0, 0, size};
-    long least = 1 << 20;
+    long least = 2l << 20;  // a mebibyte; doubled, as below
     for (unsigned i = 0; i < arguments_; ++i) {
       const Argument& each = argument_[i];
       const long before = long(each.begin - address), after = long(address + size - each.end);

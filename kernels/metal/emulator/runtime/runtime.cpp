@@ -9,7 +9,7 @@
 
 namespace emulator {
 
-// As launch.py has it.
+// As library.py has it.
 struct Launch {
   Entry entry;
   void* buffers[MAX_BUFFERS];

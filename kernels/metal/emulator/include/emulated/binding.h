@@ -5,7 +5,7 @@
 
 namespace emulator {
 
-// ---- what Python is told of a parameter; parameters.py has the same fields
+// ---- what Python is told of a parameter; arguments.py has the same fields
 struct Parameter {
   int buffer;     // its index; -1: not a buffer
   int reference;  // one element; else a pointer to some
