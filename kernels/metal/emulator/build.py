@@ -132,18 +132,16 @@ class Compiler:
             raise SyntaxError("\n".join(faults[:8]) or error.stderr) from None
 
 
-def lines(library: Path, addresses: list[int]) -> list[str]:
-    """file:line in the source of each instruction; "" where it is not known. Needs addr2line, of binutils."""
+def line(library: Path, after: int) -> str:
+    """file:line in the source of the call that returns to `after`; "" where it is not known.
+
+    Needs addr2line, of binutils.
+    """
     if not shutil.which("addr2line"):
-        return [""] * len(addresses)
-    return [_line(library, address) for address in addresses]
-
-
-def _line(library: Path, address: int) -> str:
-    """The innermost one that is the source's and not a header's of ours: those are inlined."""
-    found = _run(["addr2line", "-i", "-e", str(library), hex(address)]).splitlines()
-    ours = f"{HERE / 'include'}{os.sep}"
-    own = [line.split(" ")[0] for line in found if not line.startswith((ours, "??"))]
+        return ""
+    found = _run(["addr2line", "-i", "-e", str(library), hex(after - 1)]).splitlines()
+    ours = f"{HERE / 'include'}{os.sep}"  # inlined, so the innermost line that is not of these is the source's
+    own = [place.split(" ")[0] for place in found if not place.startswith((ours, "??"))]
     return _BUILT_IN.sub("", own[0]) if own else ""
 
 

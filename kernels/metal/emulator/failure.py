@@ -61,7 +61,7 @@ class Teller:
         variables: Sequence[str],
         grid: tuple[int, int, int],
         group: tuple[int, int, int],
-        line_of: Callable[[int], str],  # of an instruction's address
+        line_of: Callable[[int], str],  # by the address after a call
     ) -> None:
         self._arguments = arguments
         self._variables = variables

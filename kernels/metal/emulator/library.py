@@ -16,7 +16,7 @@ from typing import Any
 from torch import Tensor
 
 from kernels.metal.emulator.arguments import Buffer, Inline, Parameter, cast_of
-from kernels.metal.emulator.build import Built, lines
+from kernels.metal.emulator.build import Built, line
 from kernels.metal.emulator.failure import Failure, Fault, KernelFault, Teller
 from kernels.metal.emulator.translation import MAX_BUFFERS, KernelSource, Translation
 
@@ -202,12 +202,7 @@ class Kernel:
 
     def _teller(self, grid: tuple[int, int, int], group: tuple[int, int, int]) -> Teller:
         arguments = [(buffer.name, buffer.size) for buffer in self._buffers]
-        return Teller(arguments, self._variables, grid, group, partial(_line_of, self._path))
-
-
-def _line_of(library: Path, after: int) -> str:
-    """The line of the call that returns to this address."""
-    return lines(library, [after - 1])[0]
+        return Teller(arguments, self._variables, grid, group, partial(line, self._path))
 
 
 def _buffers(describe: Any, source: KernelSource) -> list[Buffer]:

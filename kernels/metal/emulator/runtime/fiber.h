@@ -116,8 +116,7 @@ class Fibers {
 
   // Not all at the same place of a page: they would share a few lines of the cache.
   char* top(const Fiber* fiber) const {
-    const std::size_t shift = (fiber - fibers_) * 448 % 16384;
-    return fiber->stack + STACK - shift / 64 * 64;
+    return fiber->stack + STACK - (fiber - fibers_) * 448 % 16384;
   }
 
   char* memory_;

@@ -140,15 +140,15 @@ EMULATED_SHUFFLE(simd_shuffle_rotate_up, delta, lane - delta, true)
 EMULATED_SHUFFLE(simd_shuffle_rotate_down, delta, lane + delta, true)
 #undef EMULATED_SHUFFLE
 
-#define EMULATED_FILL(name, from, exists, take)                                                                    \
+#define EMULATED_FILL(name, from, exists)                                                                          \
   template <class T>                                                                                               \
   EMULATOR_INLINE T name(T value, T fill, ushort delta, emulator::Where where = emulator::Where()) {               \
     const int wanted = from;                                                                                       \
     const T filled = emulated::shuffle(fill, wanted & 31, true, fill, #name " (fill)", where);                     \
     return emulated::shuffle(value, wanted & 31, exists, filled, #name, where);                                    \
   }
-EMULATED_FILL(simd_shuffle_and_fill_up, emulated::lane() - delta, wanted >= 0, )
-EMULATED_FILL(simd_shuffle_and_fill_down, emulated::lane() + delta, wanted < 32, )
+EMULATED_FILL(simd_shuffle_and_fill_up, emulated::lane() - delta, wanted >= 0)
+EMULATED_FILL(simd_shuffle_and_fill_down, emulated::lane() + delta, wanted < 32)
 #undef EMULATED_FILL
 
 template <class T>
