@@ -83,7 +83,7 @@ class Library:
     """Kernels are attributes; dir() lists them."""
 
     def __init__(self, built: Built, translation: Translation, mode: Mode) -> None:
-        self._built, self._mode, self._variables = built, mode, translation.variables
+        self._built, self._mode = built, mode
         self._loaded = ctypes.CDLL(str(built.kernels))
         self._launch = ctypes.CDLL(str(built.runtime)).emulator_launch
         self._launch.restype = None
@@ -95,7 +95,7 @@ class Library:
         if name not in self._numbers:
             raise RuntimeError(f"Failed to create function state object for: {name}")
         number, source = self._numbers[name]
-        kernel = Kernel(self._launch, self._loaded, number, source, self._mode, self._variables, self._built.kernels)
+        kernel = Kernel(self._launch, self._loaded, number, source, self._mode, self._built.kernels)
         setattr(self, name, kernel)  # found without this method from now on
         return kernel
 
@@ -115,13 +115,12 @@ class Kernel:
         number: int,
         source: KernelSource,
         mode: Mode,
-        variables: tuple[str, ...],
         path: Path,
     ) -> None:
         self.name = source.name
         self.max_threads_per_threadgroup = source.max_threads
         self.stats: Stats | None = None
-        self._mode, self._variables, self._path = mode, variables, path
+        self._mode, self._variables, self._path = mode, source.variables, path
         self._launch = launch
         self._entry = ctypes.cast(getattr(loaded, f"emulator_kernel_{number}"), ctypes.c_void_p).value
         self._buffers = _buffers(getattr(loaded, f"emulator_describe_{number}"), source)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from kernels.metal.emulator.syntax import Declaration, Kind, declarations
 from kernels.metal.emulator.tokens import Source
@@ -46,16 +47,25 @@ class KernelSource:
 
     name: str  # as the host calls it
     buffers: tuple[str, ...]  # the declared name of each buffer argument
+    variables: tuple[str, ...]  # names of threadgroup variables, by their number
     max_threads: int  # of a threadgroup
 
 
 @dataclass(frozen=True)
 class Translation:
-    """C++, the kernels in it (number i is emulator_kernel_i), and names of threadgroup variables by their number."""
+    """C++, and the kernels in it: number i is emulator_kernel_i."""
 
     text: str
     kernels: tuple[KernelSource, ...]
+
+
+class _Signature(NamedTuple):
+    """What the entry point of a kernel is made of; all instantiations of a template share it."""
+
+    bindings: tuple[str, ...]  # what each parameter is bound to, of include/emulated/binding.h
+    buffers: tuple[str, ...]  # as KernelSource has them
     variables: tuple[str, ...]
+    max_threads: int
 
 
 @dataclass(frozen=True)
@@ -95,8 +105,7 @@ class Translator:
         self._source = source
         self._edits: list[tuple[int, int, str]] = []  # of the text: start, end, replacement
         self._kernels: list[KernelSource] = []
-        self._variables: list[str] = []
-        self._templates: dict[str, tuple[list[str], tuple[str, ...], int]] = {}
+        self._templates: dict[str, _Signature] = {}  # those of kernels
 
     def translate(self) -> Translation:
         for each in declarations(self._source):
@@ -107,31 +116,30 @@ class Translator:
         self._swizzles()
         self._literals()
         self._constants()
-        return Translation(self._edited(), tuple(self._kernels), tuple(self._variables))
+        return Translation(self._edited(), tuple(self._kernels))
 
     # ---- kernels
 
     def _kernel(self, kernel: Declaration) -> None:
-        bindings, buffers = self._bindings(kernel)
+        tokens = self._source.tokens
         limit, host = MAX_THREADS, kernel.name
         for first, after, begin, end in self._source.attributes(kernel.begin, kernel.parameters[0]):
-            if self._source.tokens[first].text == _LIMIT:
+            if tokens[first].text == _LIMIT:
                 limit = self._number(first)
-            elif self._source.tokens[first].text == "host_name":
+            elif tokens[first].text == "host_name":
                 host = self._string(first, after)
             self._replace(begin, end, "")
         for i in range(kernel.begin, kernel.parameters[0]):
-            if self._source.tokens[i].text == "kernel":
+            if tokens[i].text == "kernel":
                 self._replace(i, i + 1, "")
-        first = kernel.begin
+        bindings, buffers = self._parameters(kernel)
+        signature = _Signature(bindings, buffers, self._variables(kernel), limit)
+        begin = self._source.close_angle(kernel.begin + 1) + 1 if kernel.template else kernel.begin
+        self._insert(tokens[begin].start, "EMULATOR_KERNEL ")
         if kernel.template:
-            first = self._source.close_angle(kernel.begin + 1) + 1
-            self._templates[kernel.name] = bindings, buffers, limit
-        self._insert(first, "EMULATOR_KERNEL ")
-        for variable in threadgroup_variables(self._source, *kernel.body):
-            self._variable(variable)
-        if not kernel.template:
-            self._insert(kernel.end, self._entry(host, kernel.name, bindings, buffers, limit))
+            self._templates[kernel.name] = signature
+        else:
+            self._insert(tokens[kernel.end - 1].end, self._entry(host, kernel.name, signature))
 
     def _instantiation(self, each: Declaration) -> None:
         names = [
@@ -143,7 +151,7 @@ class Translator:
         name = re.split(r"\s*<", callee)[0].split("::")[-1].strip()
         if not names or name not in self._templates:
             return  # not of a kernel
-        self._replace(each.begin, each.end, self._entry(names[0], callee, *self._templates[name]))
+        self._replace(each.begin, each.end, self._entry(names[0], callee, self._templates[name]))
 
     def _callee(self, each: Declaration) -> str:
         """f<float> of `template [[...]] kernel void f<float>(...);` and `template [[...]] decltype(f<float>) ...;`"""
@@ -154,10 +162,10 @@ class Translator:
                 return self._source.slice(i + 1, each.parameters[0] - 1)
         return each.name
 
-    def _entry(self, host: str, callee: str, bindings: list[str], buffers: tuple[str, ...], limit: int) -> str:
+    def _entry(self, host: str, callee: str, signature: _Signature) -> str:
         number, callee = len(self._kernels), " ".join(callee.split())
-        self._kernels.append(KernelSource(host, buffers, limit))
-        types = ", ".join(f"::emulator::{binding}" for binding in bindings)
+        self._kernels.append(KernelSource(host, signature.buffers, signature.variables, signature.max_threads))
+        types = ", ".join(f"::emulator::{binding}" for binding in signature.bindings)
         return (
             f" EMULATOR_ENTRY void emulator_kernel_{number}"
             "(const ::emulator::Context& context, const ::emulator::Thread& self)"
@@ -166,36 +174,43 @@ class Translator:
             f" {{ return ::emulator::describe<{types}>(&{callee}, to); }} "
         )
 
-    def _bindings(self, kernel: Declaration) -> tuple[list[str], tuple[str, ...]]:
-        """What each parameter is bound to; the names of those that are buffers, in the order of their indices."""
+    def _parameters(self, kernel: Declaration) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        """What each is bound to; the names of those that are buffers, in the order of their indices."""
         bindings: list[str] = []
         buffers: dict[int, str] = {}
         for begin, end in self._source.split(*kernel.parameters):
-            binding, name = "", self._name(begin, end)
-            for first, _, start, stop in self._source.attributes(begin, end):
-                text = self._source.tokens[first].text
-                if text == "buffer":
-                    binding = f"buffer<{self._number(first)}>"
-                elif text in ATTRIBUTES:
-                    binding = text
-                self._replace(start, stop, "")
-            if not binding and any(token.text in "*&" for token in self._source.tokens[begin:end]):
-                binding = f"buffer<{max(buffers, default=-1) + 1}>"
-            if not binding:
+            bound = self._bound(kernel, begin, end, max(buffers, default=-1) + 1)
+            if isinstance(bound, str):
+                bindings.append(bound)
+                continue
+            if bound in buffers:
                 raise SyntaxError(
-                    f"{self._source.where(begin)}: parameter '{name}' of kernel '{kernel.name}' is bound to nothing: "
-                    "make it a constant reference, or give it an attribute such as [[thread_position_in_grid]]"
+                    f"{self._source.where(begin)}: buffer {bound} has two parameters: number them 0, 1, ..."
                 )
-            if binding.startswith("buffer"):
-                index = int(binding[7:-1])
-                if index in buffers:
-                    raise SyntaxError(
-                        f"{self._source.where(begin)}: buffer {index} has two parameters: number them 0, 1, ..."
-                    )
-                buffers[index] = name
-            bindings.append(binding)
+            bindings.append(f"buffer<{bound}>")
+            buffers[bound] = self._name(begin, end)
         self._check_indices(kernel, buffers)
-        return bindings, tuple(buffers[i] for i in range(len(buffers)))
+        return tuple(bindings), tuple(buffers[i] for i in range(len(buffers)))
+
+    def _bound(self, kernel: Declaration, begin: int, end: int, unnumbered: int) -> str | int:
+        """What a parameter is bound to: an attribute, or the buffer of an index, `unnumbered` if it does not say which.
+
+        Its attributes go.
+        """
+        tokens = self._source.tokens
+        bound: str | int | None = unnumbered if any(token.text in "*&" for token in tokens[begin:end]) else None
+        for first, _, start, stop in self._source.attributes(begin, end):
+            if tokens[first].text == "buffer":
+                bound = self._number(first)
+            elif tokens[first].text in ATTRIBUTES:
+                bound = tokens[first].text
+            self._replace(start, stop, "")
+        if bound is None:
+            raise SyntaxError(
+                f"{self._source.where(begin)}: parameter '{self._name(begin, end)}' of kernel '{kernel.name}' is bound "
+                "to nothing: make it a constant reference, or give it an attribute such as [[thread_position_in_grid]]"
+            )
+        return bound
 
     def _check_indices(self, kernel: Declaration, buffers: dict[int, str]) -> None:
         where = self._source.where(kernel.begin)
@@ -234,16 +249,25 @@ class Translator:
 
     # ---- what C++ does not know
 
-    def _variable(self, variable: Variable) -> None:
-        made = []
-        for name, end in variable.declarators:
-            number = len(self._variables)
-            self._variables.append(self._source.tokens[name].text)
-            made.append(
-                f"typedef {self._source.slice(*variable.type)} emulated_{number}{self._source.slice(name + 1, end)}; "
-                f"emulated_{number}& {self._variables[-1]} = ::emulator::variable<emulated_{number}>({number}); "
+    def _variables(self, kernel: Declaration) -> tuple[str, ...]:
+        """The names of the kernel's threadgroup variables. They become references, which ask the runtime by number."""
+        names: list[str] = []
+        for variable in threadgroup_variables(self._source, *kernel.body):
+            type_, made = self._source.slice(*variable.type), ""
+            for name, end in variable.declarators:
+                number, text = len(names), self._source.tokens[name].text
+                names.append(text)
+                made += (
+                    f"typedef {type_} emulated_{number}{self._source.slice(name + 1, end)}; "
+                    f"emulated_{number}& {text} = ::emulator::variable<emulated_{number}>({number}); "
+                )
+            self._replace(variable.begin, variable.end, made)
+        if len(names) > MAX_VARIABLES:
+            raise SyntaxError(
+                f"{self._source.where(kernel.begin)}: kernel '{kernel.name}' has {len(names)} threadgroup variables, "
+                f"and the emulator {MAX_VARIABLES}: put some into a struct or an array"
             )
-        self._replace(variable.begin, variable.end, "".join(made))
+        return tuple(names)
 
     def _swizzles(self) -> None:
         tokens = self._source.tokens
@@ -277,13 +301,8 @@ class Translator:
         lines = self._source.text.count("\n", start, stop)
         self._edits.append((start, stop, text + "\n" * lines))
 
-    def _insert(self, before: int, text: str) -> None:
-        tokens = self._source.tokens
-        at = (
-            tokens[before].start
-            if before < len(tokens) and not text.startswith(" EMULATOR_ENTRY")
-            else tokens[before - 1].end
-        )
+    def _insert(self, at: int, text: str) -> None:
+        """At an offset of the text."""
         self._edits.append((at, at, text))
 
     def _edited(self) -> str:

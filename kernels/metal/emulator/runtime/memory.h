@@ -12,7 +12,7 @@
 namespace emulator {
 
 constexpr long THREADGROUP_BYTES = 32 << 10;
-constexpr unsigned MAX_VARIABLES = 64;  // of a threadgroup, in a kernel
+constexpr unsigned MAX_VARIABLES = 64;  // of a kernel, as ../translation.py has it
 constexpr long MARGIN = 64;             // bytes between two of them that nothing may touch
 
 struct Argument {
@@ -37,9 +37,9 @@ class ThreadgroupMemory {
 
   // Null: there is no room.
   void* of(unsigned key, long size) {
+    assert(key < MAX_VARIABLES);
     Variable& found = variables_[key];
     if (!found.size) {
-      assert(key < MAX_VARIABLES);
       bytes += (size + 15) & ~15l;
       if (bytes > THREADGROUP_BYTES) return nullptr;
       found = Variable{used_, size};

@@ -262,6 +262,22 @@ def test_memory_of_a_threadgroup_is_limited(request: pytest.FixtureRequest, buil
     assert message == "too_large: 'one' makes 32784 bytes of threadgroup memory, and Metal has 32768"
 
 
+def test_variables_of_a_threadgroup_are_counted_by_kernel() -> None:
+    """As many as a kernel may have, and more in the source."""
+    names = [f"t{i}" for i in range(64)]
+    kernels = "".join(
+        f"kernel void {kernel}(device float* out) {{\n"
+        f"threadgroup float {', '.join(names)}; {' '.join(f'{name} = {i};' for i, name in enumerate(names))}\n"
+        f"out[0] = {' + '.join(names)}; (&t63)[{past}] = 1;\n}}\n"
+        for kernel, past in (("inside", 0), ("outside", 1))
+    )
+    library, out = compile_shader(f"#include <metal_stdlib>\n{kernels}", checked=True), torch.zeros(1)
+    library.inside(out)
+    assert out == 64 * 63 / 2
+    with pytest.raises(KernelFault, match="4 bytes beyond the end of threadgroup variable 't63', which has 4 bytes"):
+        library.outside(out)
+
+
 def test_a_library_goes_on_after_a_failure(checked: Library) -> None:
     for _ in range(3):
         fault(checked, "barrier_in_branch", GROUP_OF_64)
