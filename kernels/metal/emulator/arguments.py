@@ -14,36 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kernels.metal.emulator.scalars import SCALARS
+
 MAX_BYTES = 4096  # of a number or list
 _ALIGNMENT = 16
-_ELEMENTS = (
-    "struct",
-    "float",
-    "half",
-    "bfloat",
-    "char",
-    "uchar",
-    "short",
-    "ushort",
-    "int",
-    "uint",
-    "long",
-    "ulong",
-    "bool",
-)
-# By the code of include/emulated/binding.h: what may be bound to it. 0 is a struct, and takes everything.
-_DTYPES: tuple[tuple[torch.dtype, ...], ...] = (
-    (),
-    (torch.float32,),
-    (torch.float16,),
-    (torch.bfloat16,),
-    *[(torch.int8, torch.uint8, torch.bool)] * 2,
-    *[(torch.int16, torch.uint16)] * 2,
-    *[(torch.int32, torch.uint32)] * 2,
-    *[(torch.int64, torch.uint64)] * 2,
-    (torch.bool, torch.uint8, torch.int8),
-)
-_FLOATS, _UINT = (1, 2, 3), 9
 _FORMATS = {"int32": "i", "int16": "h", "int8": "b", "uint8": "B", "fp16": "e", "bf16": "f"}
 
 
@@ -65,11 +39,11 @@ class Buffer:
 
     def __init__(self, kernel: str, name: str, parameter: Parameter) -> None:
         self.name = name
-        self.index, self.element = parameter.buffer, parameter.element
+        self.index, self._scalar = parameter.buffer, SCALARS[parameter.element]
         self.size, self.alignment = parameter.size, parameter.alignment
         self.reference, self.writable = bool(parameter.reference), bool(parameter.writable)
-        words = self.element == _UINT and self.size > 4 and not self.reference  # uint4*: how kernels move any bytes
-        self._dtypes = None if not self.element or words else _DTYPES[self.element]
+        words = self._scalar.name == "uint" and self.size > 4 and not self.reference
+        self._dtypes = () if words else self._scalar.dtypes  # uint4*: how kernels move any bytes
         self._what = f"{kernel}: argument {self.index} '{name}'"
 
     def bind_tensor(self, tensor: Tensor) -> tuple[int, int]:
@@ -77,7 +51,7 @@ class Buffer:
         if tensor.device.type != "cpu":
             raise TypeError(f"{self._what}: the emulator takes tensors on the CPU, not on {tensor.device}")
         if self._dtypes and tensor.dtype not in self._dtypes:
-            raise TypeError(f"{self._what} is {_ELEMENTS[self.element]}, not {tensor.dtype}")
+            raise TypeError(f"{self._what} is {self._scalar.name}, not {tensor.dtype}")
         address, bytes_ = tensor.data_ptr(), extent(tensor)
         if address % self.alignment:
             raise ValueError(
@@ -108,17 +82,19 @@ class Buffer:
             raise TypeError(f"{self._what} is written to, so it must be a tensor")
         if len(packed) > MAX_BYTES:
             raise ValueError(f"{self._what}: {len(packed)} bytes, and Metal passes {MAX_BYTES} by value: use a tensor")
-        if self.element and (kind in ("float", "fp16", "bf16")) != (self.element in _FLOATS):
-            raise TypeError(f"{self._what} is {_ELEMENTS[self.element]}, not {kind}")
-        each, components = len(packed) // count, self.size // _size(self.element, self.size)
-        # A lone integer is read from its low end, so that eight bytes will do for four.
-        lone = count == 1 and kind in ("int", "bool") and self.reference and components == 1
-        if self.element and not lone and each != _size(self.element, self.size):
-            raise TypeError(
-                f"{self._what} is {_ELEMENTS[self.element]}, not {each} bytes each: use arg_casts or a tensor"
-            )
+        if self._scalar.dtypes:
+            self._check_numbers(len(packed) // count, count, kind)
         if self.reference and len(packed) < self.size:
             raise TypeError(f"{self._what}: {len(packed)} bytes are passed, and {self.size} are read")
+
+    def _check_numbers(self, each: int, count: int, kind: str) -> None:
+        scalar = self._scalar
+        if (kind in ("float", "fp16", "bf16")) != scalar.is_float:
+            raise TypeError(f"{self._what} is {scalar.name}, not {kind}")
+        # A lone integer is read from its low end, so that eight bytes will do for four.
+        lone = count == 1 and kind in ("int", "bool") and self.reference and self.size == scalar.size
+        if not lone and each != scalar.size:
+            raise TypeError(f"{self._what} is {scalar.name}, not {each} bytes each: use arg_casts or a tensor")
 
 
 def extent(tensor: Tensor) -> int:
@@ -163,8 +139,3 @@ def _bytes(values: list[Any] | tuple[Any, ...], cast: str, what: str) -> bytes:
         return struct.pack(f"{len(values)}{form}", *numbers)
     except (struct.error, OverflowError, TypeError, ValueError) as error:
         raise ValueError(f"{what}: {values} cannot be passed as {cast}: {error}") from None
-
-
-def _size(element: int, otherwise: int) -> int:
-    """Bytes of a scalar."""
-    return _DTYPES[element][0].itemsize if element else otherwise

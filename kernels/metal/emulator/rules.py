@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
+from kernels.metal.emulator.scalars import SCALARS
 from kernels.metal.emulator.syntax import Declaration, Kind, declarations
 from kernels.metal.emulator.tokens import Source
 from kernels.metal.emulator.translation import threadgroup_variables
@@ -37,22 +38,7 @@ CALLS = {
     "malloc": "Metal has no memory to allocate: declare an array of a fixed size",
 }
 SPACES = frozenset(("device", "constant", "threadgroup", "thread", "ray_data", "object_data"))
-_SCALARS = (
-    "bool",
-    "char",
-    "uchar",
-    "short",
-    "ushort",
-    "int",
-    "uint",
-    "long",
-    "ulong",
-    "half",
-    "bfloat",
-    "float",
-    "void",
-)
-_POINTED = frozenset((*_SCALARS, *(f"{scalar}{n}" for scalar in _SCALARS for n in (2, 3, 4)), "auto"))
+_POINTED = frozenset(("auto", *(f"{scalar.name}{n}" for scalar in SCALARS for n in ("", 2, 3, 4))))
 _LINE = re.compile(r'^#line (\d+) "([^"\n]*)"$', re.MULTILINE)
 _BEFORE_LAMBDA = frozenset(("(", ",", "=", "return", "{", ";", "&&", "||", "?", ":"))
 _NO_SPACE = (

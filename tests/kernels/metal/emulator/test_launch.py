@@ -162,6 +162,15 @@ def test_dtypes(library: Library) -> None:
     assert tensors[9].view(torch.int32)[3] == 9
 
 
+def test_every_scalar_is_told_by_its_name() -> None:
+    names = ("float", "half", "bfloat", "char", "uchar", "short", "ushort", "int", "uint", "long", "ulong", "bool")
+    kernels = "".join(f"kernel void take_{name}(device {name}* out) {{}}\n" for name in names)
+    library = compile_shader(f"#include <metal_stdlib>\n{kernels}")
+    for name in names:
+        with pytest.raises(TypeError, match=f"argument 0 'out' is {name}, not torch.complex64"):
+            getattr(library, f"take_{name}")(torch.zeros(4, dtype=torch.complex64))
+
+
 @pytest.mark.parametrize("build", ["library", "checked"])
 def test_strided_views(request: pytest.FixtureRequest, build: str) -> None:
     kernels: Library = request.getfixturevalue(build)

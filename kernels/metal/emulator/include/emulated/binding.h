@@ -9,7 +9,7 @@ namespace emulator {
 struct Parameter {
   int buffer;     // its index; -1: not a buffer
   int reference;  // one element; else a pointer to some
-  int element;    // scalar type, below; 0: something else
+  int element;    // scalar type, below, as scalars.py has them; 0: something else
   int size;       // bytes of what it points to
   int alignment;
   int writable;
