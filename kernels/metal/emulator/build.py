@@ -43,6 +43,8 @@ DEFINES = ("-D__METAL__", "-D__METAL_VERSION__=310", "-D__HAVE_BFLOAT__")
 _LANGUAGE = ("-x", "c++", "-std=gnu++14")
 _CODE = ("-fPIC", "-fno-exceptions", "-fno-rtti", "-fvisibility=hidden", "-fno-strict-aliasing")
 _KERNELS = ("-w", "-Werror=return-type", "-Werror=vla", "-ffp-contract=off", "-fsigned-char", "-fno-threadsafe-statics")
+_CHECKED = ("-O1", "-g1", "-gdwarf-4", "-fsanitize=thread", "-DEMULATOR_CHECKED")
+_GARBAGE = "-ftrivial-auto-var-init=pattern"  # in a thread's variables until they are assigned; g++ 12, clang++ 8
 _PREFIX = "build-"  # of the folder in which a library is compiled: paths in debug information begin with it
 _BUILT_IN = re.compile(rf"^.*/{_PREFIX}[^/]*/")
 _ERROR = re.compile(r"^(?:\./)?([^\s:][^:\n]*:\d+):(?:\d+:)? (?:fatal )?error: (.*)$", re.MULTILINE)
@@ -82,6 +84,14 @@ class Compiler:
     def is_clang(self) -> bool:
         return "clang" in self.version
 
+    def fills_variables(self) -> bool:
+        """Whether a thread's variables can begin as garbage: older compilers do not know how."""
+        try:
+            _run([*self.command, *_LANGUAGE, _GARBAGE, "-E", "-"])
+        except subprocess.CalledProcessError:
+            return False
+        return True
+
     def preprocessed(self, source: str, include: tuple[str, ...]) -> str:
         """The source with macros and headers expanded. Raises SyntaxError."""
         folders = [f"-I{folder}" for folder in (_empty_headers(), *include)]
@@ -105,7 +115,9 @@ class Compiler:
 
     def _options(self, checked: bool) -> list[str]:
         options = [*_LANGUAGE, *_CODE, *_KERNELS, *DEFINES, f"-I{HERE / 'include'}", "-include", "metal_stdlib"]
-        options += ["-O1", "-g1", "-gdwarf-4", "-fsanitize=thread", "-DEMULATOR_CHECKED"] if checked else ["-O2"]
+        options += _CHECKED if checked else ["-O2"]
+        if checked and self.fills_variables():
+            options.append(_GARBAGE)
         if self.is_clang:
             options += ["-Xclang", "-cl-single-precision-constant", "-Xclang", "-ffloat16-excess-precision=none"]
         else:

@@ -7,7 +7,7 @@ import re
 import pytest
 import torch
 
-from kernels.metal.emulator import KernelFault, Library, compile_shader
+from kernels.metal.emulator import Compiler, KernelFault, Library, compile_shader
 
 # Each kernel gets x and out of 64 floats and runs as two threadgroups of 32 or one of 64. `BUG` stands in its comment.
 KERNELS = """
@@ -137,6 +137,16 @@ kernel void uninitialised(ARGUMENTS) {
   threadgroup_barrier(mem_flags::mem_threadgroup);
   out[i] = s[t];
 }
+kernel void unassigned(ARGUMENTS) {
+  float one, array[4];
+  float4 vector;
+  half4 halves;
+  if (t != 3) one = x[i];
+  if (t != 4) array[t % 4] = x[i];
+  if (t != 5) vector.y = x[i];
+  if (t != 6) halves.z = half(x[i]);
+  out[i] = (one + array[t % 4] + vector.y + float(halves.z)) / 4;
+}
 kernel void too_large(ARGUMENTS) {
   threadgroup float s[8192];
   threadgroup float one;
@@ -254,6 +264,15 @@ def test_memory_of_a_threadgroup_begins_as_nan(request: pytest.FixtureRequest, b
     run(library, "right", GROUPS_OF_32)
     out = run(library, "uninitialised", GROUPS_OF_32)
     assert out.isnan().nonzero().flatten().tolist() == [3, 35]
+
+
+def test_variables_of_a_thread_begin_as_garbage(checked: Library) -> None:
+    if not Compiler.find().fills_variables():
+        pytest.skip("the compiler is too old: g++ 12 and clang++ 8 know -ftrivial-auto-var-init")
+    out = run(checked, "unassigned", GROUPS_OF_32)
+    wrong = ~(out - torch.arange(64.0)).abs().lt(1e30)  # NaN, or a number that nothing else gives
+    assert wrong.nonzero().flatten().tolist() == [3, 4, 5, 6, 35, 36, 37, 38]
+    assert out[~wrong].equal(torch.arange(64.0)[~wrong])
 
 
 @pytest.mark.parametrize("build", ["checked", "fast"])
