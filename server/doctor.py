@@ -41,11 +41,19 @@ def doctor(out: Path = REPORT) -> int:
     for title, facts in told.items():
         console.print(_table(title, facts))
     text = json.dumps(told, indent=2)
-    out.write_text(text + "\n", encoding="utf-8")
-    console.print(f"\nWritten to {out}: please attach it when you report a problem.")
+    try:
+        out.write_text(text + "\n", encoding="utf-8")
+        written = True
+        console.print(f"\nWritten to {out}: please attach it when you report a problem.")
+    except OSError as error:
+        written = False
+        console.print(
+            f"\nIt could not be written to {out} ({error.strerror}): please copy it when you report a problem."
+        )
     if torch.backends.mps.is_available():  # nobody has run them on all kinds of Macs
-        console.print("Of a Mac it is welcome in any case. The same to copy:\n")
-        print(f"```json\n{text}\n```")
+        console.print("Of a Mac it is welcome in any case.")
+    if not written or torch.backends.mps.is_available():
+        print(f"\n```json\n{text}\n```")
     return int(any(FAULT in line for line in told["kernels"].values()))
 
 

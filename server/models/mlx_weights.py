@@ -88,6 +88,8 @@ class MLXWeights:
 
 def _checked(packed: Tensor, scale: Tensor, offset: Tensor, how: _Quantisation, what: str) -> Quantised:
     """Raises ModelError if tensors and config.json do not fit each other."""
+    if not all(part.dim() == 2 for part in (packed, scale, offset)):
+        raise ModelError(f"{what}: weight, scales and biases must be matrices; is the checkpoint complete?")
     groups = scale.shape[-1]
     width = groups * how.group_size
     try:

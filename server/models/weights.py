@@ -96,7 +96,8 @@ class Safetensors:
         """As it lies in its file, of whatever dtype. Raises ModelError if there is none."""
         stored = self.stored_name(name)
         found: Tensor = self._files[self._where[name][0]].get_tensor(stored)
-        return found
+        aligned = found.data_ptr() % found.element_size() == 0  # it is mapped, wherever it begins in the file
+        return found if aligned else found.clone()
 
     def stored_name(self, name: str) -> str:
         """What the files call it. Raises ModelError if they have no such tensor."""

@@ -87,3 +87,13 @@ def test_a_mac_tells_what_it_is_in_a_block_to_copy(
     assert told == json.loads((tmp_path / "report.json").read_text())
     assert told["machine"]["processor"] == "Apple M9"
     assert told["devices"]["mps"] == "macOS 26.1; 11.0 GiB recommended, 0.5 GiB of it taken by this process"
+
+
+def test_a_report_that_cannot_be_written_is_printed(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(loading, "BACKENDS", {"right": ("cpu", ReferenceOps)})
+    assert doctoring.doctor(tmp_path / "nowhere" / "report.json") == 0
+    printed = capsys.readouterr().out
+    assert "could not be written" in printed
+    assert "right silu_mul" in json.loads(printed.split("```json\n")[1].split("```")[0])["kernels"]

@@ -259,3 +259,23 @@ def test_a_config_that_speaks_of_another_model_is_refused(change: dict[str, Any]
     path.write_text(json.dumps(json.loads(path.read_text()) | change))
     with pytest.raises(ModelError, match=r"by config\.json it should be"):
         load(tmp_path)
+
+
+def test_tensors_that_begin_anywhere_in_their_file_are_aligned(tmp_path: Path) -> None:
+    """A byte before all others moves them."""
+    there = save_random("qwen2", tmp_path).state_dict()
+    file = tmp_path / "model.safetensors"
+    size = int.from_bytes((whole := file.read_bytes())[:8], "little")
+    header, numbers = json.loads(whole[8 : 8 + size]), whole[8 + size :]
+    for name, entry in header.items():
+        if name != "__metadata__":
+            entry["data_offsets"] = [offset + 1 for offset in entry["data_offsets"]]
+    header["a_byte"] = {"dtype": "U8", "shape": [1], "data_offsets": [0, 1]}
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    file.write_bytes(len(text).to_bytes(8, "little") + text + b"\0" + numbers)
+    weights = Safetensors(tmp_path, torch.float32, torch.device("cpu"))
+    for name in ("model.norm.weight", "model.layers.0.self_attn.q_proj.weight"):
+        found = weights.get(name)
+        assert found.data_ptr() % found.element_size() == 0
+        assert torch.equal(found, there[name])

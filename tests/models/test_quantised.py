@@ -147,6 +147,15 @@ def test_a_missing_part_is_told(part: str, tmp_path: Path) -> None:
         loaded(tmp_path, AS_STORED)
 
 
+@pytest.mark.parametrize("part", ["weight", "scales", "biases"])
+def test_a_part_that_is_no_matrix_is_told(part: str, tmp_path: Path) -> None:
+    write_mlx(wide_llama(), tmp_path, 4, 64)
+    name = f"model.layers.1.mlp.up_proj.{part}"
+    changed(tmp_path, lambda tensors: tensors.update({name: tensors[name][0, 0].clone()}))
+    with pytest.raises(ModelError, match=r"up_proj: weight, scales and biases must be matrices"):
+        loaded(tmp_path, AS_STORED)
+
+
 @pytest.mark.parametrize(
     ("quantization", "message"),
     [
