@@ -28,7 +28,7 @@ TELL_KERNELS = ls kernels/cpu/*.so >/dev/null 2>&1 || echo "The C++ kernels were
  The server runs without them, slower." >&2
 
 .DEFAULT_GOAL := help
-.PHONY: help install serve test test-metal prometheus test-slow test-clients check format bench load clean
+.PHONY: help install serve test test-metal prometheus test-slow test-clients check check-metal format bench load clean
 
 help:  ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1	\2/p' Makefile | expand -t 20
@@ -57,6 +57,9 @@ check: $(VENV)/.with-test,check  ## lint, format and types, changing nothing
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
 	$(PY) -m mypy
+
+check-metal: $(VENV)/.with-metal-check  ## look at the Metal sources as Apple's compiler would, without a Mac (ARGS: which files)
+	$(PY) -m kernels.metal.emulator $(ARGS)
 
 format: $(VENV)/.with-test,check  ## put the code into its format
 	$(PY) -m ruff check --fix .

@@ -1,0 +1,89 @@
+"""Tells what Apple's compiler would refuse of Metal sources: python -m kernels.metal.emulator [FILE ...]
+
+Without files all kernels of this project, for every set of types that the backend asks for; which sets those are is
+known here. Prints file:line: message, and ends with 1 if there is anything, with 2 if there is no clang.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import torch
+
+from kernels.metal.arguments import TYPES
+from kernels.metal.emulator import CompilerMissing
+from kernels.metal.emulator.address_spaces import Clang
+from kernels.metal.source import FOLDER, NAMES, source
+
+Types = Mapping[str, torch.dtype]
+
+# The types a file is compiled for beside T, that of the activations; and what each of these may be, given T.
+BESIDE: Mapping[str, str] = {
+    "decode": "KV",
+    "layers": "",
+    "linear": "",
+    "norms": "W",
+    "prefill": "KV",
+    "quantised": "S",
+    "store": "KV",
+}
+CHOICES: Mapping[str, Callable[[torch.dtype], Iterable[torch.dtype]]] = {
+    "KV": lambda activations: (activations, torch.int8),  # keys and values
+    "W": lambda activations: dict.fromkeys((activations, torch.float32)),  # the weight of a norm
+    "S": lambda _: TYPES,  # scales and offsets of a quantised weight
+}
+
+
+def types_of(name: str) -> list[Types]:
+    """All that `name`.metal is compiled for."""
+    beside = BESIDE[name]
+    if not beside:
+        return [{"T": each} for each in TYPES]
+    return [{"T": each, beside: other} for each in TYPES for other in CHOICES[beside](each)]
+
+
+def faults(clang: Clang, path: Path) -> list[str]:
+    """A line each; what is not so for all types says for which it is. Raises OSError."""
+    if path.resolve().parent != FOLDER.resolve() or path.suffix != ".metal":
+        text = f'#line 1 "{path}"\n{path.read_text(encoding="utf-8", errors="replace")}'
+        return _lines(clang, text, path.parent)
+    found: dict[str, list[str]] = {}
+    every = types_of(path.stem)
+    for types in every:
+        for line in _lines(clang, source(path.stem, types), path.parent):
+            found.setdefault(line, []).append(", ".join(f"{of} {NAMES[dtype]}" for of, dtype in types.items()))
+    return [line if len(where) == len(every) else f"{line} ({where[0]})" for line, where in found.items()]
+
+
+def _lines(clang: Clang, text: str, folder: Path) -> list[str]:
+    try:
+        clang.check(text, [folder])
+    except SyntaxError as error:
+        return str(error).splitlines()
+    return []
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m kernels.metal.emulator", description="Tells what Apple's compiler would refuse."
+    )
+    parser.add_argument("files", nargs="*", type=Path, metavar="FILE", help="Metal sources; none: all of kernels/metal")
+    files: list[Path] = parser.parse_args(arguments).files or sorted(FOLDER.glob("*.metal"))
+    try:
+        clang = Clang.find()
+        with ThreadPoolExecutor(os.cpu_count()) as threads:
+            found = [line for lines in threads.map(lambda path: faults(clang, path), files) for line in lines]
+    except (CompilerMissing, OSError) as error:
+        print(error, file=sys.stderr)
+        return 2
+    print("\n".join(dict.fromkeys(found)) or f"{len(files)} files: nothing that Apple's compiler is known to refuse")
+    return 1 if found else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
