@@ -21,6 +21,7 @@ MAX_THREADGROUP_BYTES = 32768
 _SCALARS = ("bool", "char", "uchar", "short", "ushort", "int", "uint", "long", "ulong", "half", "bfloat", "float")
 _VECTORS = frozenset(f"{scalar}{size}" for scalar in _SCALARS for size in (2, 3, 4))
 _LITERAL = re.compile(r"(\d+\.\d*(?:[eE][+-]?\d+)?|\.\d+(?:[eE][+-]?\d+)?)(h|H|bf|BF)")
+_PREFIXES = ("*", "&", "-", "+", "!", "~", "++", "--")
 _SUFFIXES = {"h": "half", "bf": "bfloat"}
 
 
@@ -127,12 +128,17 @@ def _casts(source: Source) -> Iterator[Edit]:
 
 def _operand_end(source: Source, i: int) -> int:
     """After the operand of a cast that begins there: a name or something in brackets, what is before and behind it."""
-    while source.tokens[i].text in ("*", "&", "-", "+", "!", "~", "++", "--"):
-        i += 1
-    i = source.close(i) + 1 if source.tokens[i].text == "(" else i + 1
+    while (text := source.tokens[i].text) in _PREFIXES or (text == "(" and _is_cast(source, i)):
+        i = source.close(i) + 1 if text == "(" else i + 1
+    i = source.close(i) + 1 if text == "(" else i + 1
     while (text := source.tokens[i].text) in ("(", "[", ".", "->", "::"):
         i = source.close(i) + 1 if text in ("(", "[") else i + 2
     return i
+
+
+def _is_cast(source: Source, i: int) -> bool:
+    last = source.close(i)
+    return source.tokens[last - 1].text == "*" or source.tokens[last + 1].is_word
 
 
 def _literals(source: Source) -> Iterator[Edit]:

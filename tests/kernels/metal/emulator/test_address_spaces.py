@@ -134,6 +134,7 @@ def test_outside_kernels(clang: Clang, text: str, told: str) -> None:
     "body",
     [
         "((device float*)x)[i] = 1; o[i] = *(const device float*)(ulong(x) + 4);",
+        "o[i] = *(const device float*)(const device char*)&x[i] + *(device float*)(ulong)o + ((device float4*)o)[i].x;",
         "o[i] = x[i] * 2.0; half h = 1.5h; h += half(s) * 2.0; o[i] += h;",
         "bfloat b = bfloat(x[i]); b = b * b; b += 1.5bf; o[i] = b;",
         "float4 a = float4(1); half4 h = half4(a); a.xy = a.zw; o[i] = dot(a, float4(h)) + vec<float, 3>(a.xy, 1).z;",
@@ -206,6 +207,24 @@ def test_torchs_own_kernels_pass(clang: Clang, header: str) -> None:
 def test_our_kernels_pass(clang: Clang, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([]) == 0
     assert capsys.readouterr().out.startswith(f"{len([*FOLDER.glob('*.metal')])} files: nothing")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("file", "right", "wrong", "told"),
+    [
+        ("decode", "read_numbers(thread float* to", "read_numbers(device float* to", "decode.metal:"),
+        ("store", "const Memory m = sizes", "constant Memory& m = sizes", "store.metal:"),
+        ("norms", "threadgroup float* sums", "thread float* sums", "norms.metal:"),
+        ("store", "*(device float*)(to + n)", "*(thread float*)(to + n)", "store.metal:"),
+        ("linear", "row_at(const device T* x", "row_at(constant T* x", "linear.h:"),
+    ],
+)  # fmt: skip
+def test_ours_do_not_pass_with_another_space(clang: Clang, file: str, right: str, wrong: str, told: str) -> None:
+    text = source(file, {"T": torch.float16, "KV": torch.int8, "W": torch.float32})
+    assert right in text
+    with pytest.raises(SyntaxError, match=rf"^{told}\d+: "):
+        clang.check(text.replace(right, wrong))
 
 
 @pytest.mark.slow
