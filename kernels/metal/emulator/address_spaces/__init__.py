@@ -23,8 +23,8 @@ from kernels.metal.emulator.address_spaces import declared
 from kernels.metal.emulator.address_spaces.diagnostics import Fault, faults
 from kernels.metal.emulator.address_spaces.rewriting import rewritten
 from kernels.metal.emulator.build import DEFINES, HERE, Compiler, CompilerMissing
-from kernels.metal.emulator.source import Translator
 from kernels.metal.emulator.tokens import Source
+from kernels.metal.emulator.translation import Translator
 
 INCLUDE, EMULATED = Path(__file__).parent / "include", HERE / "include"
 LANGUAGE = ("-x", "c++", "-std=gnu++14", "-fsyntax-only", "-nostdinc", "-ferror-limit=0", "-fno-caret-diagnostics")

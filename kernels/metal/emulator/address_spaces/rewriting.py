@@ -11,9 +11,9 @@ import re
 from collections.abc import Iterator
 
 from kernels.metal.emulator.rules import SPACES
-from kernels.metal.emulator.source import threadgroup_variables
 from kernels.metal.emulator.syntax import Declaration, Kind, declarations
 from kernels.metal.emulator.tokens import Source
+from kernels.metal.emulator.translation import threadgroup_variables
 
 Edit = tuple[int, int, str]  # of the text: start, end, replacement
 
