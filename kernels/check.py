@@ -49,16 +49,17 @@ def _check(op: Op, ops: Ops, reference: Ops, dtype: torch.dtype, device: torch.d
         for (what, ours), (_, theirs) in zip(
             op.tried(ops, dtype, device), op.tried(reference, dtype, device), strict=True
         ):
-            error = _error(ours, theirs)
-            if not error <= op.tolerance[dtype]:  # NaN, too
-                return Verdict(op.name, error, f"{what}: off by {error:.1e} of the largest number")
-            worst = max(worst, error)
+            off = error_of(ours, theirs)
+            if not off <= op.tolerance[dtype]:  # NaN, too
+                return Verdict(op.name, off, f"{what}: off by {off:.1e} of the largest number")
+            worst = max(worst, off)
     except Exception as error:  # whatever a backend may raise
         return Verdict(op.name, 0.0, f"{type(error).__name__}: {error}")
     return Verdict(op.name, worst, None)
 
 
-def _error(ours: Tensor, theirs: Tensor) -> float:
+def error_of(ours: Tensor, theirs: Tensor) -> float:
+    """The largest, as a share of the largest number. Both have one shape and dtype."""
     assert (ours.shape, ours.dtype) == (theirs.shape, theirs.dtype), "another shape or dtype than the reference's"
     ours, theirs = ours.cpu().double(), theirs.cpu().double()  # there are devices without float64
     return float((ours - theirs).abs().max() / theirs.abs().max().clamp_min(1e-30))

@@ -76,14 +76,14 @@ class Scene:
         self.k = [self._draw(n, spec.num_kv_heads, spec.head_dim, dtype) for n in lengths]
         self.v = [self._draw(n, spec.num_kv_heads, spec.v_head_dim, dtype) for n in lengths]
         for i, row in enumerate(rows):
-            self._write_past(i, row.past)
+            self.write_past(i, row.past)
         self.at = self.slots([(i, row.past, row.tokens) for i, row in enumerate(rows)])
 
     def _draw(self, n: int, heads: int, dim: int, dtype: torch.dtype) -> Tensor:
         return torch.randn(n, heads, dim, generator=self.generator).to(self.device, dtype)
 
-    def _write_past(self, row: int, past: int) -> None:
-        """In pieces that do not overtake themselves in a ring."""
+    def write_past(self, row: int, past: int) -> None:
+        """The first `past` tokens of a row, in pieces that do not overtake themselves in a ring."""
         piece = self.layout.ring or self.longest
         for start in range(0, past, piece):
             end = min(past, start + piece)

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from kernels.check import _error
+from kernels.check import error_of
 from kernels.metal.attention import SPLIT
 from kernels.metal.backend import MetalOps
 from kernels.metal.emulator import KernelFault, compile_shader
@@ -141,7 +141,7 @@ def _astray(ops: Ops, name: str, dtype: torch.dtype) -> str | None:
     op = next(op for op in OPS if op.name == name)
     for tried in filter(None, (op.tried, FURTHER.get(name))):
         for (what, ours), (_, theirs) in zip(tried(ops, dtype, CPU), tried(ReferenceOps(), dtype, CPU), strict=True):
-            error = _error(ours, theirs)
+            error = error_of(ours, theirs)
             if not error <= op.tolerance[dtype]:
                 return f"off by {error:.0e}: {what}" if isfinite(error) else f"NaN: {what}"
     return None

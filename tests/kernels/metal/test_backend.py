@@ -61,7 +61,7 @@ def test_one_pass_and_two_have_the_same_bits(ops: MetalOps, dtype: torch.dtype) 
     for scene in (alone, beside):
         for part in (scene.q, scene.k, scene.v):
             part[0].copy_(torch.randn(part[0].shape, generator=torch.Generator().manual_seed(1)))
-        scene._write_past(0, short.past)
+        scene.write_past(0, short.past)
         scene.write()
     assert torch.equal(alone.attend(ops)[0], beside.attend(ops)[0])
 
