@@ -5,6 +5,8 @@ A tuple is the struct that stands there. Knows no operation.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -23,12 +25,26 @@ def expect(holds: bool, message: str) -> None:
 
 
 def known(*tensors: Tensor | None) -> bool:
-    """Whether all have one type that kernels are written for. Raises ValueError for what no kernel could be handed."""
+    """Whether all have one type, and kernels are written for it."""
+    dtypes = {tensor.dtype for tensor in tensors if tensor is not None}
+    return len(dtypes) == 1 and dtypes.issubset(TYPES)
+
+
+def expect_together(*tensors: Tensor | None) -> None:
+    """Raises ValueError unless all lie on one device, each dense in its last dimension: no kernel asks."""
     there = [tensor for tensor in tensors if tensor is not None]
-    for tensor in there:
-        expect(tensor.device == there[0].device, f"tensors lie on {tensor.device} and {there[0].device}")
-        expect(tensor.stride(-1) == 1 or tensor.shape[-1] == 1, "the last dimension of a tensor must be dense")
-    return there[0].dtype in TYPES and all(tensor.dtype is there[0].dtype for tensor in there)
+    for tensor in there:  # by `if`, for this comes before every launch, and `expect` would write its message each time
+        if tensor.device != there[0].device:
+            raise ValueError(f"tensors lie on {tensor.device} and {there[0].device}")
+        if tensor.stride(-1) != 1 and tensor.shape[-1] != 1:
+            raise ValueError(f"the last dimension of a tensor must be dense, not {tensor.stride(-1)} numbers apart")
+
+
+def expect_heads(store: KVStore, layer: int, k: Sequence[int], v: Sequence[int]) -> None:
+    """Raises ValueError unless (H, D) of keys and (H, Dv) of values are those of the store's layer."""
+    for heads, plane in zip((k, v), store.planes(layer), strict=True):
+        stored = plane.numbers.shape[1::2]
+        expect(heads == stored, f"heads of {[*heads]} do not fit a store of {[*stored]}")
 
 
 def in_rows(x: Tensor) -> Grid:
@@ -43,8 +59,14 @@ def memory(store: KVStore) -> Tensor:
 
 
 def addresses(at: Slots) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Of a step's rows."""
-    return at.table, at.row_seat, at.q_start, at.start
+    """Of a step's rows. Raises ValueError."""
+    there, rows = (at.table, at.row_seat, at.q_start, at.start), at.num_rows
+    expect(all(each.dtype is torch.int32 for each in there), "the addresses of a step must be int32")
+    expect(
+        len(at.row_seat) == rows and len(at.q_start) == rows + 1,
+        f"{len(at.row_seat)} seats and {len(at.q_start)} offsets do not fit {rows} rows",
+    )
+    return there
 
 
 def memory_sizes(store: KVStore, layer: int, at: Slots) -> tuple[int, ...]:

@@ -8,16 +8,27 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from kernels.metal.arguments import GROUP, LANES, addresses, expect, memory, memory_sizes
+from kernels.metal.arguments import (
+    GROUP,
+    LANES,
+    addresses,
+    expect,
+    expect_heads,
+    expect_together,
+    memory,
+    memory_sizes,
+)
 from kernels.metal.library import Grid, Kernel, Kernels
 from kernels.ops import LayerSpec, Slots
 from kernels.store import KVStore
 
-WIDTHS = (2, 4, 8)  # numbers of a head that a lane holds; attend.h
+# Numbers of a head that a lane holds, and with them the query heads of a threadgroup that decodes, at most: as many as
+# its registers hold. What is instantiated at the ends of decode.metal and prefill.metal.
+MOST_TOGETHER = {2: 8, 4: 8, 8: 4}
 SPLIT = 256  # positions that a threadgroup sums; decode.metal
 MOST_SUMS = 16 << 20  # numbers that splits leave to be summed, at a time
 EVERYTHING = 2**31 - 1  # positions: no window
-NO_SINK = torch.finfo(torch.float32).min
+NO_SINK = torch.finfo(torch.float32).min  # NOTHING of attend.h
 
 
 class Shape(NamedTuple):
@@ -29,17 +40,17 @@ class Shape(NamedTuple):
 
     @property
     def queries(self) -> int:
-        """Of a threadgroup that does not decode."""
-        return GROUP // LANES * WIDTHS[-1] // self.width
+        """Of a threadgroup that prefills: ROWS of the Shape of prefill.metal."""
+        return GROUP // LANES * max(MOST_TOGETHER) // self.width
 
 
 def shape_of(spec: LayerSpec) -> Shape | None:
     """None: its heads are wider than any kernel has them."""
     dim, group = max(spec.head_dim, spec.v_head_dim), spec.num_q_heads // spec.num_kv_heads
-    width = next((width for width in WIDTHS if LANES * width >= dim), None)
+    width = next((width for width in MOST_TOGETHER if LANES * width >= dim), None)
     if width is None:
         return None
-    return Shape(width, group, min(1 << (group - 1).bit_length(), 4 if width == WIDTHS[-1] else 8))
+    return Shape(width, group, min(1 << (group - 1).bit_length(), MOST_TOGETHER[width]))
 
 
 class Layer(NamedTuple):
@@ -79,6 +90,8 @@ class Attention:
             q.shape[1:] == (spec.num_q_heads, spec.head_dim) and out.shape == (*q.shape[:2], spec.v_head_dim),
             f"queries {[*q.shape]} and their results {[*out.shape]} do not fit {spec}",
         )
+        expect_together(q, out, memory(store), *addresses(at))
+        expect_heads(store, layer, (spec.num_kv_heads, spec.head_dim), (spec.num_kv_heads, spec.v_head_dim))
         attending = (
             *(spec.num_q_heads, shape.group),
             *(q.stride(0), q.stride(1), out.stride(0), out.stride(1)),
@@ -104,6 +117,7 @@ class Attention:
             self._decode_some(this, splits, first, min(at_once, this.at.num_decode - first))
 
     def _decode_some(self, this: Layer, splits: int, first: int, count: int) -> None:
+        """`count` rows from `first` on, of texts that are cut into as many splits as the longest has."""
         at, spec, shape = this.at, this.spec, this.shape
         sets = count * spec.num_q_heads * splits if splits > 1 else 1
         sums = self._scratch(sets * (2 + spec.v_head_dim), this.q.device)
@@ -113,13 +127,15 @@ class Attention:
             Grid((GROUP * spec.num_kv_heads * -(-shape.group // shape.together), count, splits), (GROUP, 1, 1)),
             *(this.out, partial, values, this.q, memory(this.store), *addresses(at), this.sinks),
             *this.sizes,
-            (splits, first),
+            (splits, first),  # Splits
         )
         if splits > 1:
             merge(
                 Grid((LANES, spec.num_q_heads, count), (LANES, 1, 1)),
                 *(this.out, partial, values, at.q_start, at.start, this.sinks),
-                *(this.sizes[1], (splits, first), spec.v_head_dim),
+                this.sizes[1],  # Attending
+                (splits, first),  # Splits
+                spec.v_head_dim,
             )
 
     def _prefill(self, this: Layer) -> None:
@@ -144,6 +160,8 @@ class Attention:
 
     def _sinks_of(self, spec: LayerSpec, device: torch.device) -> Tensor:
         if spec.sink_logits is not None:
+            count = spec.num_q_heads
+            expect(spec.sink_logits.shape == (count,), f"there must be {count} sinks, one for each query head")
             return spec.sink_logits.to(device, torch.float32).contiguous()
         key = (device, spec.num_q_heads)
         if key not in self._sinks:

@@ -7,6 +7,7 @@ Shapes are checked here, for Metal is not told them.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,6 +18,8 @@ from kernels.metal.arguments import (
     TYPES,
     addresses,
     expect,
+    expect_heads,
+    expect_together,
     in_rows,
     known,
     memory,
@@ -31,9 +34,11 @@ from kernels.reference import ReferenceOps
 from kernels.store import KVStore
 
 OUTPUTS = 4 * GROUP // LANES  # of a threadgroup; linear.metal
+AT_ONCE = 4  # rows of a threadgroup; linear.metal
 FEW = 8  # rows that are multiplied faster here than by torch
 STEP = 8  # quantised numbers that a lane takes at once; quantised.metal
 EXPANDED = 64 << 20  # bytes of a quantised weight that torch multiplies at a time
+UNIT = 16  # bytes that a thread copies; store.metal
 PAIRS = 256  # of blocks that one launch copies: an argument has at most 4 KiB
 
 
@@ -52,107 +57,96 @@ class MetalOps(ReferenceOps):
 
     # ---------------------------------------------------------------- layers
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        rows, (outputs, inputs) = len(x), weight.shape
-        if rows > FEW or not known(x, weight, bias):
+        if len(x) > FEW or not known(x, weight, bias):
             return super().linear(x, weight, bias)
-        expect(x.shape[1] == inputs, f"x {[*x.shape]} does not fit a weight {[*weight.shape]}")
-        expect(bias is None or bias.shape == (outputs,), f"a bias must have {outputs} numbers")
-        at_once = min(4, 1 << (rows - 1).bit_length())
-        out = x.new_empty(rows, outputs)
-        self._kernels.get("linear", f"linear_{at_once}", T=x.dtype)(
-            Grid((-(-outputs // OUTPUTS) * GROUP, -(-rows // at_once), 1), (GROUP, 1, 1)),
-            out,
-            x,
-            weight,
-            out if bias is None else bias,
-            (rows, inputs, outputs, x.stride(0), weight.stride(0), int(bias is not None)),
-        )
-        return out
+        expect_together(x, weight, bias)
+        _expect_factors(x, weight.shape, bias)
+        few = _few(x, len(weight), weight.stride(0), bias)
+        kernel = self._kernels.get("linear", f"linear_{few.at_once}", T=x.dtype)
+        kernel(few.grid, few.out, x, weight, few.bias, few.sizes)
+        return few.out
 
     def quantised_linear(self, x: Tensor, weight: Quantised, bias: Tensor | None = None) -> Tensor:
-        rows, (outputs, inputs) = len(x), weight.shape
-        if not known(x, bias) or weight.scale.dtype not in TYPES or weight.group % STEP or inputs * weight.bits % 32:
+        in_words = weight.group % STEP == 0 and weight.shape[1] * weight.bits % 32 == 0
+        if not in_words or not known(x, bias) or not known(weight.scale, weight.offset):
             return super().quantised_linear(x, weight, bias)
-        expect(x.shape[1] == inputs, f"x {[*x.shape]} does not fit a weight {[*weight.shape]}")
-        expect(bias is None or bias.shape == (outputs,), f"a bias must have {outputs} numbers")
-        if rows > FEW:
+        expect_together(x, weight.numbers, weight.scale, weight.offset, bias)
+        _expect_factors(x, weight.shape, bias)
+        if len(x) > FEW:
             return self._quantised_linear_of_many(x, weight, bias)
-        at_once = min(4, 1 << (rows - 1).bit_length())
-        out = x.new_empty(rows, outputs)
         numbers, scale, offset = _parts(weight)
-        self._kernels.get("quantised", f"quantised_linear_{weight.bits}_{at_once}", T=x.dtype, S=scale.dtype)(
-            Grid((-(-outputs // OUTPUTS) * GROUP, -(-rows // at_once), 1), (GROUP, 1, 1)),
-            *(out, x, numbers, scale, offset, out if bias is None else bias),
-            (rows, inputs, outputs, x.stride(0), numbers.stride(0), int(bias is not None)),
-            (weight.group, inputs // weight.group),
-        )
-        return out
+        few = _few(x, len(numbers), numbers.stride(0), bias)
+        name = f"quantised_linear_{weight.bits}_{few.at_once}"
+        kernel = self._kernels.get("quantised", name, T=x.dtype, S=scale.dtype)
+        kernel(few.grid, few.out, x, numbers, scale, offset, few.bias, few.sizes, _groups(weight))
+        return few.out
 
     def _quantised_linear_of_many(self, x: Tensor, weight: Quantised, bias: Tensor | None) -> Tensor:
         """By torch, after so much of the weight as fits EXPANDED was given the type of x."""
         outputs, inputs = weight.shape
         out = x.new_empty(len(x), outputs)
         expand = self._kernels.get("quantised", f"dequantise_weight_{weight.bits}", T=x.dtype, S=weight.scale.dtype)
-        at_once = max(1, EXPANDED // (inputs * x.itemsize))
-        for first in range(0, outputs, at_once):
-            some = slice(first, first + at_once)
+        fitting = max(1, EXPANDED // (inputs * x.itemsize))
+        for first in range(0, outputs, fitting):
+            some = slice(first, first + fitting)
             numbers, scale, offset = _parts(weight.rows(some))
             wide = x.new_empty(len(numbers), inputs)
-            sizes = (0, inputs, len(numbers), 0, numbers.stride(0), 0)
-            grid = Grid((inputs // STEP, len(numbers), 1), (min(inputs // STEP, GROUP), 1, 1))
-            expand(grid, wide, numbers, scale, offset, sizes, (weight.group, inputs // weight.group))
+            expand(
+                Grid((inputs // STEP, len(numbers), 1), (min(inputs // STEP, GROUP), 1, 1)),
+                *(wide, numbers, scale, offset),
+                (inputs, numbers.stride(0)),  # WeightSizes
+                _groups(weight),
+            )
             out[:, some] = super().linear(x, wide, None if bias is None else bias[some])
         return out
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         if not known(x) or weight.dtype not in (x.dtype, torch.float32):
             return super().rms_norm(x, weight, eps)
+        expect_together(x, weight)
         expect(weight.shape == x.shape[1:], f"a norm's weight {[*weight.shape]} does not fit x {[*x.shape]}")
         out = x.new_empty(x.shape)
-        self._kernels.get("norms", "rms_norm", T=x.dtype, W=weight.dtype)(
-            in_rows(x), out, x, weight.contiguous(), (x.shape[1], x.stride(0), 0), eps
-        )
+        sizes = (x.shape[1], x.stride(0), 0)  # NormSizes
+        self._kernels.get("norms", "rms_norm", T=x.dtype, W=weight.dtype)(in_rows(x), out, x, weight, sizes, eps)
         return out
 
     def add_rms_norm(self, x: Tensor, delta: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
         if not known(x, delta) or weight.dtype not in (x.dtype, torch.float32):
             return super().add_rms_norm(x, delta, weight, eps)
+        expect_together(x, delta, weight)
         expect(x.shape == delta.shape, f"{[*x.shape]} and {[*delta.shape]} are to be added")
         expect(weight.shape == x.shape[1:], f"a norm's weight {[*weight.shape]} does not fit x {[*x.shape]}")
         total, out = x.new_empty(x.shape), x.new_empty(x.shape)
-        sizes = (x.shape[1], x.stride(0), delta.stride(0))
-        self._kernels.get("norms", "add_rms_norm", T=x.dtype, W=weight.dtype)(
-            in_rows(x), total, out, x, delta, weight.contiguous(), sizes, eps
-        )
+        sizes = (x.shape[1], x.stride(0), delta.stride(0))  # NormSizes
+        kernel = self._kernels.get("norms", "add_rms_norm", T=x.dtype, W=weight.dtype)
+        kernel(in_rows(x), total, out, x, delta, weight, sizes, eps)
         return total, out
 
     def rope(self, x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor) -> Tensor:
-        if not known(x) or cos.dtype is not torch.float32:
+        if not known(x) or not cos.dtype is sin.dtype is torch.float32:
             return super().rope(x, cos, sin, positions)
+        expect_together(x, cos, sin, positions)
         N, H, D = x.shape
         expect(cos.shape == sin.shape and 2 * cos.shape[1] == D, f"tables {[*cos.shape]} do not fit x {[*x.shape]}")
         expect(positions.shape == (N,) and positions.dtype is torch.int64, f"there must be {N} positions, in int64")
         out = x.new_empty(x.shape)
         self._kernels.get("layers", "rope", T=x.dtype)(
             Grid((D // 2, H, N), (min(D // 2, LANES), 1, 1)),
-            out,
-            x,
-            cos.contiguous(),
-            sin.contiguous(),
-            positions.contiguous(),
-            (H, D // 2, x.stride(0), x.stride(1)),
+            *(out, x, cos.contiguous(), sin.contiguous(), positions),
+            (H, D // 2, x.stride(0), x.stride(1)),  # RopeSizes
         )
         return out
 
     def silu_mul(self, gate_up: Tensor) -> Tensor:
         if not known(gate_up):
             return super().silu_mul(gate_up)
+        expect_together(gate_up)
         rows, width = gate_up.shape[0], gate_up.shape[1] // 2
         expect(gate_up.shape[1] == 2 * width, "the gate must be as wide as what it is multiplied with")
         out = gate_up.new_empty(rows, width)
-        self._kernels.get("layers", "silu_mul", T=gate_up.dtype)(
-            Grid((width, rows, 1), (GROUP, 1, 1)), out, gate_up, (width, gate_up.stride(0))
-        )
+        sizes = (width, gate_up.stride(0))  # GateSizes
+        kernel = self._kernels.get("layers", "silu_mul", T=gate_up.dtype)
+        kernel(Grid((width, rows, 1), (GROUP, 1, 1)), out, gate_up, sizes)
         return out
 
     # ---------------------------------------------------------------- repeated heads
@@ -165,11 +159,11 @@ class MetalOps(ReferenceOps):
         columns, (n, H, D) = mirror.narrow(1, start, len(x)), x.shape
         if not known(x, mirror) or len(mirror) % H or mirror.shape[2] != D:
             return super().repeat_kv_heads_step(mirror, x, start)
+        expect_together(x, mirror)
         self._kernels.get("layers", "repeat_kv_heads", T=x.dtype)(
             Grid((D, n, len(mirror)), (min(D, GROUP), 1, 1)),
-            columns,
-            x,
-            (len(mirror) // H, x.stride(0), x.stride(1), columns.stride(0), columns.stride(1)),
+            *(columns, x),
+            (len(mirror) // H, x.stride(0), x.stride(1), columns.stride(0), columns.stride(1)),  # RepeatSizes
         )
         return None
 
@@ -177,78 +171,68 @@ class MetalOps(ReferenceOps):
     def quantise(self, x: Tensor) -> tuple[Tensor, Tensor]:
         if not known(x):
             return super().quantise(x)
+        expect_together(x)
         vectors = x.reshape(-1, x.shape[-1])
         out, scale = vectors.new_empty(vectors.shape, dtype=torch.int8), x.new_empty(len(vectors), dtype=torch.float32)
-        self._kernels.get("store", "quantise", T=x.dtype, KV=x.dtype)(
-            Grid((LANES, len(vectors), 1), (LANES, 1, 1)), out, scale, vectors, (vectors.shape[1], vectors.stride(0))
-        )
+        sizes = (vectors.shape[1], vectors.stride(0))  # VectorSizes
+        kernel = self._kernels.get("store", "quantise", T=x.dtype, KV=x.dtype)
+        kernel(Grid((LANES, len(vectors), 1), (LANES, 1, 1)), out, scale, vectors, sizes)
         return out.view(x.shape), scale.view(x.shape[:-1])
 
     def dequantise(self, x: Tensor, scale: Tensor) -> Tensor:
         if x.dtype is not torch.int8 or scale.dtype is not torch.float32:
             return super().dequantise(x, scale)
         expect(scale.shape == x.shape[:-1], f"scales {[*scale.shape]} do not fit vectors {[*x.shape]}")
-        vectors, dim = x.reshape(-1, x.shape[-1]), x.shape[-1]
+        vectors, scales, dim = x.reshape(-1, x.shape[-1]), scale.reshape(-1), x.shape[-1]
+        expect_together(vectors, scales)
         out = vectors.new_empty(vectors.shape, dtype=torch.float32)
-        self._kernels.get("store", "dequantise", T=torch.float32, KV=torch.int8)(
-            Grid((dim, len(vectors), 1), (min(dim, GROUP), 1, 1)),
-            out,
-            vectors,
-            scale.reshape(-1),
-            (dim, vectors.stride(0)),
-        )
+        sizes = (dim, vectors.stride(0))  # VectorSizes
+        kernel = self._kernels.get("store", "dequantise", T=torch.float32, KV=torch.int8)
+        kernel(Grid((dim, len(vectors), 1), (min(dim, GROUP), 1, 1)), out, vectors, scales, sizes)
         return out.view(x.shape)
 
     def write_kv(self, store: KVStore, layer: int, k: Tensor, v: Tensor, at: Slots) -> None:
         if not known(k, v) or store.dtype not in (k.dtype, torch.int8):
             return super().write_kv(store, layer, k, v, at)
+        tensors = (memory(store), k, v, *addresses(at))
+        expect_together(*tensors)
         expect(len(k) == len(v), f"{len(k)} keys and {len(v)} values are to be written")
-        for entering, plane in zip((k, v), store.planes(layer), strict=True):
-            expect(
-                entering.shape[1:] == plane.numbers.shape[1::2],
-                f"{[*entering.shape]} are to be written into a store of {[*plane.numbers.shape]}",
-            )
+        expect_heads(store, layer, k.shape[1:], v.shape[1:])
         self._kernels.get("store", "write_kv", T=k.dtype, KV=store.dtype)(
             Grid((LANES, k.shape[1], len(k)), (LANES, 1, 1)),
-            memory(store),
-            k,
-            v,
-            *addresses(at),
+            *tensors,
             memory_sizes(store, layer, at),
-            (k.stride(0), k.stride(1), v.stride(0), v.stride(1)),
+            (k.stride(0), k.stride(1), v.stride(0), v.stride(1)),  # Entering
         )
         return None
 
     def gather(self, store: KVStore, layer: int, at: Slots, row: int, positions: Tensor) -> tuple[Tensor, Tensor]:
+        if store.dtype not in (*TYPES, torch.int8):
+            return super().gather(store, layer, at, row, positions)
+        table, row_seat, *_ = addresses(at)
+        tensors = (memory(store), table, row_seat, positions.long())
+        expect_together(*tensors)
+        expect(positions.dim() == 1, f"positions must be a list of numbers, not {[*positions.shape]}")
+        expect(0 <= row < at.num_rows, f"there is no row {row} among {at.num_rows}")
         plain = torch.float32 if store.dtype is torch.int8 else store.dtype
-        kernel = self._kernels.get("store", "gather", T=plain, KV=store.dtype)
-        places, sizes = positions.long().contiguous(), memory_sizes(store, layer, at)
+        kernel, sizes = self._kernels.get("store", "gather", T=plain, KV=store.dtype), memory_sizes(store, layer, at)
         found = []
         for part, plane in zip(plane_sizes(store, layer), store.planes(layer), strict=True):
             _, H, _, dim = plane.numbers.shape
-            out = torch.empty(len(places), H, dim, dtype=plain, device=places.device)
-            kernel(
-                Grid((LANES, H, len(places)), (LANES, 1, 1)),
-                out,
-                memory(store),
-                at.table,
-                at.row_seat,
-                places,
-                sizes,
-                part,
-                row,
-            )
+            out = torch.empty(len(positions), H, dim, dtype=plain, device=positions.device)
+            kernel(Grid((LANES, H, len(positions)), (LANES, 1, 1)), out, *tensors, sizes, part, row)
             found.append(out)
         return found[0], found[1]
 
     def copy_blocks(self, store: KVStore, src: list[int], dst: list[int]) -> None:
         expect(all(0 <= block < store.num_blocks for block in (*src, *dst)), "there is no such block")
-        memory, page, size = store.arena.memory.view(torch.int32), store.arena.page_bytes // 16, store.block_bytes // 16
+        page, block = store.arena.page_bytes // UNIT, store.block_bytes // UNIT
+        words = store.arena.memory.view(torch.int32)
         kernel = self._kernels.get("store", "copy_blocks", T=torch.float32, KV=torch.float32)
         pairs = list(zip(src, dst, strict=True))
         for first in range(0, len(pairs), PAIRS):
-            some = [block for pair in pairs[first : first + PAIRS] for block in pair]
-            kernel(Grid((size, len(some) // 2, 1), (GROUP, 1, 1)), memory, some, page)
+            some = [each for pair in pairs[first : first + PAIRS] for each in pair]
+            kernel(Grid((block, len(some) // 2, 1), (GROUP, 1, 1)), words, some, page)
 
     # ---------------------------------------------------------------- attention
     def attend(
@@ -265,6 +249,37 @@ class MetalOps(ReferenceOps):
         if not known(q, out) or store.dtype not in (q.dtype, torch.int8) or shape_of(spec) is None:
             return super().attend(out, q, store, layer, at, spec, window=window)
         return self._attention(out, q, store, layer, at, spec, window)
+
+
+class Few(NamedTuple):
+    """A product of a few rows, as kernels want it: the weight alone is missing."""
+
+    grid: Grid
+    at_once: int  # rows of a threadgroup
+    out: Tensor  # [rows, outputs]
+    bias: Tensor  # where there is none, `out`, of which nothing is read
+    sizes: tuple[int, ...]  # LinearSizes
+
+
+def _few(x: Tensor, outputs: int, weight_stride: int, bias: Tensor | None) -> Few:
+    """x [rows, inputs]; weight_stride as LinearSizes has it."""
+    rows, inputs = x.shape
+    at_once = min(AT_ONCE, 1 << (rows - 1).bit_length())
+    grid = Grid((-(-outputs // OUTPUTS) * GROUP, -(-rows // at_once), 1), (GROUP, 1, 1))
+    out = x.new_empty(rows, outputs)
+    sizes = (rows, inputs, outputs, x.stride(0), weight_stride, int(bias is not None))
+    return Few(grid, at_once, out, out if bias is None else bias, sizes)
+
+
+def _expect_factors(x: Tensor, weight: torch.Size, bias: Tensor | None) -> None:
+    """Raises ValueError unless x [rows, inputs] can be multiplied with a weight of [outputs, inputs]."""
+    expect(x.shape[1:] == weight[1:], f"x {[*x.shape]} does not fit a weight {[*weight]}")
+    expect(bias is None or bias.shape == weight[:1], f"a bias must have {weight[0]} numbers")
+
+
+def _groups(weight: Quantised) -> tuple[int, int]:
+    """The struct Groups of quantised.metal."""
+    return weight.group, weight.scale.shape[1]
 
 
 def _parts(weight: Quantised) -> tuple[Tensor, Tensor, Tensor]:

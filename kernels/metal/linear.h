@@ -6,7 +6,10 @@
 constant constexpr int OUTPUTS = 4;
 
 struct LinearSizes {
-  int rows, inputs, outputs, x_stride, weight_stride, biased;
+  int rows, inputs, outputs;
+  int x_stride;       // in numbers
+  int weight_stride;  // in numbers of T, or in words of 32 bits where a weight is quantised
+  int biased;         // 0: there is no bias
 };
 
 // From `output` and `row` on.

@@ -57,6 +57,10 @@ template <int BITS, int ROWS>
   product.finish(out, bias, row, output, sizes, lane);
 }
 
+struct WeightSizes {
+  int inputs, weight_stride;  // numbers of a row, and words of 32 bits from row to row
+};
+
 // A thread STEP numbers of a weight, as torch multiplies them: out [outputs, inputs].
 template <int BITS>
 kernel void dequantise_weight(
@@ -64,7 +68,7 @@ kernel void dequantise_weight(
     const device uint* numbers [[buffer(1)]],
     const device S* scale [[buffer(2)]],
     const device S* offset [[buffer(3)]],
-    constant LinearSizes& sizes [[buffer(4)]],
+    constant WeightSizes& sizes [[buffer(4)]],
     constant Groups& groups [[buffer(5)]],
     uint2 at [[thread_position_in_grid]]) {  // steps, output
   const int i = at.x * STEP;

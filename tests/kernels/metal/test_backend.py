@@ -3,6 +3,8 @@ that do not fit, and that nothing is compiled twice."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -15,7 +17,7 @@ from kernels.metal.backend import PAIRS, MetalOps
 from kernels.metal.emulator import compile_shader
 from kernels.metal.library import Kernels
 from kernels.metal.load import load_emulated
-from kernels.ops import LayerSpec
+from kernels.ops import LayerSpec, Slots
 from kernels.quantised import quantise_weight
 from kernels.reference import ReferenceOps
 from kernels.scene import Layout, RowOf, Scene
@@ -104,38 +106,141 @@ def _store(dtype: torch.dtype = torch.float32) -> Scene:
     return scene
 
 
-def _wrong_arguments() -> dict[str, Any]:
-    x, square = torch.ones(2, 64), torch.ones(64, 64)
-    q, out = torch.ones(4, 4, 16), torch.ones(4, 4, 8)
-    k, v = torch.ones(4, 2, 16), torch.ones(4, 2, 8)
-    tables = torch.ones(9, 8), torch.ones(9, 8)
-    here = torch.zeros(4, dtype=torch.int64)
+def test_a_store_of_a_type_that_no_kernel_knows_is_the_references(ops: MetalOps) -> None:
+    scene, positions = _store(torch.float64), torch.tensor([4, 0])
+    for found, whole in zip(ops.gather(scene.store, 0, scene.at, 0, positions), (scene.k, scene.v), strict=True):
+        assert torch.equal(found, whole[0][positions])
+
+
+Call = Callable[[MetalOps, Scene], object]
+
+
+def _wrong_layers() -> dict[str, tuple[str, Call]]:
+    """What is wrong, the words that tell it, and the call."""
+    x, square, norm = torch.ones(2, 64), torch.ones(64, 64), torch.ones(64)
+    q, cos, here = torch.ones(4, 4, 16), torch.ones(9, 8), torch.zeros(4, dtype=torch.int64)
+    quantised, numbers = quantise_weight(square, 4, 32), torch.ones(3, 4, dtype=torch.int8)
+    away, apart = torch.device("meta"), torch.ones(3, 8, dtype=torch.int8)[:, ::2]
     return {
-        "a weight of another width": lambda ops, at: ops.linear(x, torch.ones(5, 63)),
-        "a short bias": lambda ops, at: ops.linear(x, square, torch.ones(63)),
-        "a transposed weight": lambda ops, at: ops.linear(x, torch.ones(64, 5).T),
-        "tensors on two devices": lambda ops, at: ops.linear(x, square.to("meta")),
-        "a quantised weight of another width": lambda ops, at: ops.quantised_linear(
-            x[:, 1:], quantise_weight(square, 4, 32)
+        "a weight of another width": ("not fit a weight", lambda ops, at: ops.linear(x, torch.ones(5, 63))),
+        "a short bias": ("must have 64 numbers", lambda ops, at: ops.linear(x, square, torch.ones(63))),
+        "a transposed weight": ("must be dense", lambda ops, at: ops.linear(x, torch.ones(64, 5).T)),
+        "a weight elsewhere": ("meta and cpu", lambda ops, at: ops.linear(x, square.to(away))),
+        "a bias elsewhere": ("meta and cpu", lambda ops, at: ops.linear(x, square, norm.to(away))),
+        "a quantised weight of another width": (
+            "not fit a weight",
+            lambda ops, at: ops.quantised_linear(x[:, 1:], quantised),
         ),
-        "a norm of another width": lambda ops, at: ops.rms_norm(x, torch.ones(63), 1e-6),
-        "a sum of two shapes": lambda ops, at: ops.add_rms_norm(x, x[:1], torch.ones(64), 1e-6),
-        "tables of another head": lambda ops, at: ops.rope(q, tables[0][:, :7], tables[1][:, :7], here),
-        "positions in int32": lambda ops, at: ops.rope(q, *tables, here.int()),
-        "a gate of odd width": lambda ops, at: ops.silu_mul(x[:, 1:]),
-        "keys of another head": lambda ops, at: ops.write_kv(at.store, 0, k[..., 1:], v, at.at),
-        "fewer values than keys": lambda ops, at: ops.write_kv(at.store, 0, k, v[1:], at.at),
-        "queries of another head": lambda ops, at: ops.attend(out, q[..., 1:], at.store, 0, at.at, SPEC),
-        "results for fewer queries": lambda ops, at: ops.attend(out[1:], q, at.store, 0, at.at, SPEC),
-        "a block that is not there": lambda ops, at: ops.copy_blocks(at.store, [0], [at.store.num_blocks]),
-        "scales for other vectors": lambda ops, at: ops.dequantise(torch.ones(3, 4, dtype=torch.int8), torch.ones(4)),
+        "a long bias of many rows": (
+            "must have 64 numbers",
+            lambda ops, at: ops.quantised_linear(torch.ones(99, 64), quantised, torch.ones(65)),
+        ),
+        "a quantised weight elsewhere": (
+            "meta and cpu",
+            lambda ops, at: ops.quantised_linear(x, quantised.to(away)),
+        ),
+        "a quantised weight's scale elsewhere": (
+            "meta and cpu",
+            lambda ops, at: ops.quantised_linear(x, replace(quantised, scale=quantised.scale.to(away))),
+        ),
+        "a norm of another width": ("not fit x", lambda ops, at: ops.rms_norm(x, norm[1:], 1e-6)),
+        "a norm elsewhere": ("meta and cpu", lambda ops, at: ops.rms_norm(x, norm.to(away), 1e-6)),
+        "a norm of every second number": ("must be dense", lambda ops, at: ops.rms_norm(x[:, :32], norm[::2], 1e-6)),
+        "a sum of two shapes": ("to be added", lambda ops, at: ops.add_rms_norm(x, x[:1], norm, 1e-6)),
+        "a sum's norm of another width": ("not fit x", lambda ops, at: ops.add_rms_norm(x, x, norm[1:], 1e-6)),
+        "a sum's norm elsewhere": ("meta and cpu", lambda ops, at: ops.add_rms_norm(x, x, norm.to(away), 1e-6)),
+        "tables of another head": ("not fit x", lambda ops, at: ops.rope(q, cos[:, :7], cos[:, :7], here)),
+        "tables elsewhere": ("meta and cpu", lambda ops, at: ops.rope(q, cos, cos.to(away), here)),
+        "positions in int32": ("4 positions, in int64", lambda ops, at: ops.rope(q, cos, cos, here.int())),
+        "positions elsewhere": ("meta and cpu", lambda ops, at: ops.rope(q, cos, cos, here.to(away))),
+        "a gate of odd width": ("as wide as", lambda ops, at: ops.silu_mul(x[:, 1:])),
+        "a gate of every second number": ("must be dense", lambda ops, at: ops.silu_mul(x[:, ::2])),
+        "heads of every second number": ("must be dense", lambda ops, at: ops.repeat_kv_heads(q[..., ::2], 2)),
+        "every second number of a vector": ("must be dense", lambda ops, at: ops.quantise(q[..., ::2])),
+        "scales for other vectors": ("not fit vectors", lambda ops, at: ops.dequantise(numbers, torch.ones(4))),
+        "scales elsewhere": ("meta and cpu", lambda ops, at: ops.dequantise(numbers, torch.ones(3, device=away))),
+        "vectors of every second number": ("must be dense", lambda ops, at: ops.dequantise(apart, torch.ones(3))),
     }
 
 
-@pytest.mark.parametrize("what", _wrong_arguments())
+def _wrong_memory() -> dict[str, tuple[str, Call]]:
+    """The same of keys and values."""
+    q, out = torch.ones(4, 4, 16), torch.ones(4, 4, 8)
+    k, v, here = torch.ones(4, 2, 16), torch.ones(4, 2, 8), torch.zeros(4, dtype=torch.int64)
+    away, sinks = torch.device("meta"), SPEC._replace(sink_logits=torch.ones(3))
+    more = SPEC._replace(num_kv_heads=4)
+
+    def moved(at: Slots) -> Slots:
+        return replace(at, table=at.table.to(away))
+
+    def wide(at: Slots) -> Slots:
+        return replace(at, start=at.start.long())
+
+    def short(at: Slots) -> Slots:
+        return replace(at, q_start=at.q_start[1:])
+
+    return {
+        "keys of another head": ("not fit a store", lambda ops, at: ops.write_kv(at.store, 0, k[..., 1:], v, at.at)),
+        "values of another head": ("not fit a store", lambda ops, at: ops.write_kv(at.store, 0, k, k, at.at)),
+        "fewer values than keys": ("4 keys and 3 values", lambda ops, at: ops.write_kv(at.store, 0, k, v[1:], at.at)),
+        "keys elsewhere": (
+            "meta and cpu",
+            lambda ops, at: ops.write_kv(at.store, 0, k.to(away), v.to(away), at.at),
+        ),
+        "keys at addresses elsewhere": (
+            "meta and cpu",
+            lambda ops, at: ops.write_kv(at.store, 0, k, v, moved(at.at)),
+        ),
+        "keys at addresses in int64": (
+            "must be int32",
+            lambda ops, at: ops.write_kv(at.store, 0, k, v, wide(at.at)),
+        ),
+        "keys of too few offsets": (
+            "2 seats and 2 offsets do not fit 2 rows",
+            lambda ops, at: ops.write_kv(at.store, 0, k, v, short(at.at)),
+        ),
+        "queries of another head": (
+            "and their results",
+            lambda ops, at: ops.attend(out, q[..., 1:], at.store, 0, at.at, SPEC),
+        ),
+        "results for fewer queries": (
+            "and their results",
+            lambda ops, at: ops.attend(out[1:], q, at.store, 0, at.at, SPEC),
+        ),
+        "queries elsewhere": (
+            "cpu and meta",
+            lambda ops, at: ops.attend(out.to(away), q.to(away), at.store, 0, at.at, SPEC),
+        ),
+        "queries of addresses elsewhere": (
+            "meta and cpu",
+            lambda ops, at: ops.attend(out, q, at.store, 0, moved(at.at), SPEC),
+        ),
+        "more key heads than are stored": (
+            "not fit a store",
+            lambda ops, at: ops.attend(out, q, at.store, 0, at.at, more),
+        ),
+        "a sink too few": ("4 sinks", lambda ops, at: ops.attend(out, q, at.store, 0, at.at, sinks)),
+        "a row that is not there": ("no row 2", lambda ops, at: ops.gather(at.store, 0, at.at, 2, here)),
+        "gathered positions elsewhere": (
+            "meta and cpu",
+            lambda ops, at: ops.gather(at.store, 0, at.at, 0, here.to(away)),
+        ),
+        "a position alone": ("a list of", lambda ops, at: ops.gather(at.store, 0, at.at, 0, torch.zeros(1, 1).long())),
+        "a block that is not there": (
+            "no such block",
+            lambda ops, at: ops.copy_blocks(at.store, [0], [at.store.num_blocks]),
+        ),
+    }
+
+
+WRONG = _wrong_layers() | _wrong_memory()
+
+
+@pytest.mark.parametrize("what", WRONG)
 def test_what_would_write_astray_is_refused_before_it_is_launched(ops: MetalOps, what: str) -> None:
-    with pytest.raises(ValueError, match=r"."):
-        _wrong_arguments()[what](ops, _store())
+    words, call = WRONG[what]
+    with pytest.raises(ValueError, match=words):
+        call(ops, _store())
 
 
 def test_nothing_is_compiled_twice() -> None:
