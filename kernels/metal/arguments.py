@@ -18,10 +18,13 @@ LANES, GROUP = 32, 256  # threads of a simdgroup, and of a threadgroup; common.h
 TYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
-def expect(holds: bool, message: str) -> None:
-    """Raises ValueError: whatever would be launched then would read and write astray."""
+def expect(holds: bool, words: str, *values: object) -> None:
+    """Raises ValueError, its {} the values: whatever would be launched then would read and write astray.
+
+    Words and values, for this comes before every launch, and to write a message may take longer.
+    """
     if not holds:
-        raise ValueError(message)
+        raise ValueError(words.format(*(list(value) if isinstance(value, torch.Size) else value for value in values)))
 
 
 def known(*tensors: Tensor | None) -> bool:
@@ -33,18 +36,17 @@ def known(*tensors: Tensor | None) -> bool:
 def expect_together(*tensors: Tensor | None) -> None:
     """Raises ValueError unless all lie on one device, each dense in its last dimension: no kernel asks."""
     there = [tensor for tensor in tensors if tensor is not None]
-    for tensor in there:  # by `if`, for this comes before every launch, and `expect` would write its message each time
-        if tensor.device != there[0].device:
-            raise ValueError(f"tensors lie on {tensor.device} and {there[0].device}")
-        if tensor.stride(-1) != 1 and tensor.shape[-1] != 1:
-            raise ValueError(f"the last dimension of a tensor must be dense, not {tensor.stride(-1)} numbers apart")
+    device = there[0].device
+    for tensor in there:
+        expect(tensor.device == device, "tensors lie on {} and {}", tensor.device, device)
+        expect(tensor.stride(-1) == 1 or tensor.shape[-1] == 1, "the last dimension of a tensor must be dense")
 
 
 def expect_heads(store: KVStore, layer: int, k: Sequence[int], v: Sequence[int]) -> None:
     """Raises ValueError unless (H, D) of keys and (H, Dv) of values are those of the store's layer."""
     for heads, plane in zip((k, v), store.planes(layer), strict=True):
         stored = plane.numbers.shape[1::2]
-        expect(heads == stored, f"heads of {[*heads]} do not fit a store of {[*stored]}")
+        expect(heads == stored, "heads of {} do not fit a store of {}", heads, stored)
 
 
 def in_rows(x: Tensor) -> Grid:
@@ -63,8 +65,9 @@ def addresses(at: Slots) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     there, rows = (at.table, at.row_seat, at.q_start, at.start), at.num_rows
     expect(all(each.dtype is torch.int32 for each in there), "the addresses of a step must be int32")
     expect(
-        len(at.row_seat) == rows and len(at.q_start) == rows + 1,
-        f"{len(at.row_seat)} seats and {len(at.q_start)} offsets do not fit {rows} rows",
+        at.row_seat.shape == (rows,) and at.q_start.shape == (rows + 1,),
+        "seats {} and offsets {} do not fit {} rows",
+        *(at.row_seat.shape, at.q_start.shape, rows),
     )
     return there
 
@@ -76,7 +79,7 @@ def memory_sizes(store: KVStore, layer: int, at: Slots) -> tuple[int, ...]:
 
 
 def plane_sizes(store: KVStore, layer: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """The structs Plane of slots.h, of keys and of values."""
+    """The structs PlaneSizes of slots.h, of keys and of values."""
     k, v = (_plane_sizes(plane.numbers) for plane in store.planes(layer))
     return k, v
 

@@ -16,11 +16,15 @@ struct Scoring {
   float scale, softcap;  // softcap 0: none
 };
 
-// The latest keys within both windows, and the sinks within the model's.
-inline bool sees(int query, int key, Attending a, int sinks) {
-  const int distance = query - key;
-  return distance >= 0 && distance < a.model_window && (distance < a.window || key < sinks);
-}
+// What a query sees: the latest keys within both windows, and the sinks within the model's.
+struct Sight {
+  int model_window, window, sinks;
+
+  bool sees(int query, int key) const {
+    const int distance = query - key;
+    return distance >= 0 && distance < model_window && (distance < window || key < sinks);
+  }
+};
 
 inline float score_of(float product, Scoring scoring) {
   const float score = product * scoring.scale;

@@ -88,7 +88,8 @@ class Attention:
         assert shape is not None
         expect(
             q.shape[1:] == (spec.num_q_heads, spec.head_dim) and out.shape == (*q.shape[:2], spec.v_head_dim),
-            f"queries {[*q.shape]} and their results {[*out.shape]} do not fit {spec}",
+            "queries {} and their results {} do not fit {}",
+            *(q.shape, out.shape, spec),
         )
         expect_together(q, out, memory(store), *addresses(at))
         expect_heads(store, layer, (spec.num_kv_heads, spec.head_dim), (spec.num_kv_heads, spec.v_head_dim))
@@ -161,7 +162,7 @@ class Attention:
     def _sinks_of(self, spec: LayerSpec, device: torch.device) -> Tensor:
         if spec.sink_logits is not None:
             count = spec.num_q_heads
-            expect(spec.sink_logits.shape == (count,), f"there must be {count} sinks, one for each query head")
+            expect(spec.sink_logits.shape == (count,), "there must be {} sinks, one for each query head", count)
             return spec.sink_logits.to(device, torch.float32).contiguous()
         key = (device, spec.num_q_heads)
         if key not in self._sinks:

@@ -104,7 +104,7 @@ class MetalOps(ReferenceOps):
         if not known(x) or weight.dtype not in (x.dtype, torch.float32):
             return super().rms_norm(x, weight, eps)
         expect_together(x, weight)
-        expect(weight.shape == x.shape[1:], f"a norm's weight {[*weight.shape]} does not fit x {[*x.shape]}")
+        expect(weight.shape == x.shape[1:], "a norm's weight {} does not fit x {}", weight.shape, x.shape)
         out = x.new_empty(x.shape)
         sizes = (x.shape[1], x.stride(0), 0)  # NormSizes
         self._kernels.get("norms", "rms_norm", T=x.dtype, W=weight.dtype)(in_rows(x), out, x, weight, sizes, eps)
@@ -114,8 +114,8 @@ class MetalOps(ReferenceOps):
         if not known(x, delta) or weight.dtype not in (x.dtype, torch.float32):
             return super().add_rms_norm(x, delta, weight, eps)
         expect_together(x, delta, weight)
-        expect(x.shape == delta.shape, f"{[*x.shape]} and {[*delta.shape]} are to be added")
-        expect(weight.shape == x.shape[1:], f"a norm's weight {[*weight.shape]} does not fit x {[*x.shape]}")
+        expect(x.shape == delta.shape, "{} and {} are to be added", x.shape, delta.shape)
+        expect(weight.shape == x.shape[1:], "a norm's weight {} does not fit x {}", weight.shape, x.shape)
         total, out = x.new_empty(x.shape), x.new_empty(x.shape)
         sizes = (x.shape[1], x.stride(0), delta.stride(0))  # NormSizes
         kernel = self._kernels.get("norms", "add_rms_norm", T=x.dtype, W=weight.dtype)
@@ -127,8 +127,8 @@ class MetalOps(ReferenceOps):
             return super().rope(x, cos, sin, positions)
         expect_together(x, cos, sin, positions)
         N, H, D = x.shape
-        expect(cos.shape == sin.shape and 2 * cos.shape[1] == D, f"tables {[*cos.shape]} do not fit x {[*x.shape]}")
-        expect(positions.shape == (N,) and positions.dtype is torch.int64, f"there must be {N} positions, in int64")
+        expect(cos.shape == sin.shape and 2 * cos.shape[1] == D, "tables {} do not fit x {}", cos.shape, x.shape)
+        expect(positions.shape == (N,) and positions.dtype is torch.int64, "there must be {} positions, in int64", N)
         out = x.new_empty(x.shape)
         self._kernels.get("layers", "rope", T=x.dtype)(
             Grid((D // 2, H, N), (min(D // 2, LANES), 1, 1)),
@@ -182,7 +182,7 @@ class MetalOps(ReferenceOps):
     def dequantise(self, x: Tensor, scale: Tensor) -> Tensor:
         if x.dtype is not torch.int8 or scale.dtype is not torch.float32:
             return super().dequantise(x, scale)
-        expect(scale.shape == x.shape[:-1], f"scales {[*scale.shape]} do not fit vectors {[*x.shape]}")
+        expect(scale.shape == x.shape[:-1], "scales {} do not fit vectors {}", scale.shape, x.shape)
         vectors, scales, dim = x.reshape(-1, x.shape[-1]), scale.reshape(-1), x.shape[-1]
         expect_together(vectors, scales)
         out = vectors.new_empty(vectors.shape, dtype=torch.float32)
@@ -196,7 +196,7 @@ class MetalOps(ReferenceOps):
             return super().write_kv(store, layer, k, v, at)
         tensors = (memory(store), k, v, *addresses(at))
         expect_together(*tensors)
-        expect(len(k) == len(v), f"{len(k)} keys and {len(v)} values are to be written")
+        expect(len(k) == len(v), "{} keys and {} values are to be written", len(k), len(v))
         expect_heads(store, layer, k.shape[1:], v.shape[1:])
         self._kernels.get("store", "write_kv", T=k.dtype, KV=store.dtype)(
             Grid((LANES, k.shape[1], len(k)), (LANES, 1, 1)),
@@ -212,8 +212,8 @@ class MetalOps(ReferenceOps):
         table, row_seat, *_ = addresses(at)
         tensors = (memory(store), table, row_seat, positions.long())
         expect_together(*tensors)
-        expect(positions.dim() == 1, f"positions must be a list of numbers, not {[*positions.shape]}")
-        expect(0 <= row < at.num_rows, f"there is no row {row} among {at.num_rows}")
+        expect(positions.dim() == 1, "positions must be a list of numbers, not {}", positions.shape)
+        expect(0 <= row < at.num_rows, "there is no row {} among {}", row, at.num_rows)
         plain = torch.float32 if store.dtype is torch.int8 else store.dtype
         kernel, sizes = self._kernels.get("store", "gather", T=plain, KV=store.dtype), memory_sizes(store, layer, at)
         found = []
@@ -273,8 +273,8 @@ def _few(x: Tensor, outputs: int, weight_stride: int, bias: Tensor | None) -> Fe
 
 def _expect_factors(x: Tensor, weight: torch.Size, bias: Tensor | None) -> None:
     """Raises ValueError unless x [rows, inputs] can be multiplied with a weight of [outputs, inputs]."""
-    expect(x.shape[1:] == weight[1:], f"x {[*x.shape]} does not fit a weight {[*weight]}")
-    expect(bias is None or bias.shape == weight[:1], f"a bias must have {weight[0]} numbers")
+    expect(x.shape[1:] == weight[1:], "x {} does not fit a weight {}", x.shape, weight)
+    expect(bias is None or bias.shape == weight[:1], "a bias must have {} numbers", weight[0])
 
 
 def _groups(weight: Quantised) -> tuple[int, int]:

@@ -1,5 +1,6 @@
-// What all kernels share. Types are those a library is compiled for, written above its source by library.py: T of the
-// activations, and others that a file names at its top. Arithmetic is in float, and rounded once at the end.
+// What all kernels share. Types are those a library is compiled for, written above its source by source.py: T of the
+// activations, and others that a file names at its top. Arithmetic is in float, and rounded where the reference rounds:
+// once, at the end, but for silu's gate and Llama's norm.
 #pragma once
 
 #include <metal_stdlib>

@@ -1,9 +1,9 @@
 // Attention of rows of one token (Flash-Decoding, Dao et al. 2023): keys are read once for all query heads that share
 // them, and long texts are cut into splits of SPLIT positions, each a threadgroup's, whose sums `merge` joins.
 //
-// In a split each simdgroup takes as many positions as it has lanes. All sums are joined in the order of positions, which
-// is counted from the text's beginning; so the result depends neither on where keys lie nor on what else is computed, and
-// has the same bits in one pass and in two.
+// In a split each simdgroup takes as many positions as it has lanes. All sums are joined in the order of positions,
+// which is counted from the text's beginning; so the result depends neither on where keys lie nor on what else is
+// computed, and has the same bits in one pass and in two.
 #include "attend.h"
 
 constant constexpr int SPLIT = SIMDGROUPS * LANES;  // positions
@@ -14,48 +14,103 @@ inline void read_numbers(thread float* to, const device Stored* from, int dim, i
   for (int n = 0; n < N; n++) to[n] = lane * N + n < dim ? float(from[lane * N + n]) : 0.0f;
 }
 
-template <int N>
-inline void write_result(device T* to, Sums<N> sums, int dim, int lane) {
+// The reverse, each number divided.
+template <int N, typename Stored>
+inline void write_numbers(device Stored* to, const thread float* numbers, float divisor, int dim, int lane) {
   for (int n = 0; n < N; n++)
-    if (lane * N + n < dim) to[lane * N + n] = T(sums.values[n] / sums.total);
+    if (lane * N + n < dim) to[lane * N + n] = Stored(numbers[n] / divisor);
 }
 
-// The keys at [begin, end) of one KV head into the sums of the HEADS queries that share it.
+// What a simdgroup has of HEADS query heads that share a KV head: each lane N numbers of the queries and of their sums.
 template <int N, int HEADS>
-inline void attend_keys(thread Sums<N>* sums, const thread float* q, const device KV* memory,
-                        const device int* blocks, Memory m, Attending a, Scoring scoring, int head, int query, int begin,
-                        int end, int lane) {
-  for (int first = begin, run; first < end; first += run) {
-    run = m.layout.run(first, end);
-    const int slot = m.layout.slot(first);
-    const device KV* key = memory + m.k.at(blocks, m.layout.block_size, slot, head);
-    const device KV* value = memory + m.v.at(blocks, m.layout.block_size, slot, head);
-    for (int i = 0; i < run; i++, key += m.k.vector_stride, value += m.v.vector_stride) {
-      if (!sees(query, first + i, a, m.layout.sinks)) continue;
-      float k[N], v[N];
-      read_numbers<N>(k, key, m.k.dim, lane);
-      read_numbers<N>(v, value, m.v.dim, lane);
-      const float k_scale = scale_of(key, m.k.dim), v_scale = scale_of(value, m.v.dim);
-      for (int n = 0; n < N; n++) v[n] *= v_scale;
-      for (int h = 0; h < HEADS; h++) {
-        float product = 0.0f;
-        for (int n = 0; n < N; n++) product += q[h * N + n] * k[n];
-        sums[h].add(score_of(simd_sum(product) * k_scale, scoring), 1.0f, v);
-      }
+struct Heads {
+  float queries[HEADS * N];
+  Sums<N> sums[HEADS];
+
+  // `count` heads from `q` on, `stride` numbers apart; the last one stands for those beyond the group.
+  void load(const device T* q, int count, int stride, int dim, int lane) {
+    for (int h = 0; h < HEADS; h++) read_numbers<N>(queries + h * N, q + min(h, count - 1) * stride, dim, lane);
+  }
+
+  void add(const device KV* key, int k_dim, const device KV* value, int v_dim, Scoring scoring, int lane) {
+    float k[N], v[N];
+    read_numbers<N>(k, key, k_dim, lane);
+    read_numbers<N>(v, value, v_dim, lane);
+    const float k_scale = scale_of(key, k_dim), v_scale = scale_of(value, v_dim);
+    for (int n = 0; n < N; n++) v[n] *= v_scale;
+    for (int h = 0; h < HEADS; h++) {
+      float product = 0.0f;
+      for (int n = 0; n < N; n++) product += queries[h * N + n] * k[n];
+      sums[h].add(score_of(simd_sum(product) * k_scale, scoring), 1.0f, v);
     }
   }
-}
+
+  // The positions at [begin, end) that the query sees.
+  void attend(Plane<const KV> keys, Plane<const KV> values, Sight sight, Scoring scoring, int query, int begin, int end,
+              int lane) {
+    for (int first = begin, run; first < end; first += run) {
+      run = keys.layout.run(first, end);
+      const device KV* key = keys.at(first);
+      const device KV* value = values.at(first);
+      for (int i = 0; i < run; i++, key += keys.sizes.vector_stride, value += values.sizes.vector_stride)
+        if (sight.sees(query, first + i)) add(key, keys.sizes.dim, value, values.sizes.dim, scoring, lane);
+    }
+  }
+};
+
+// Where the simdgroups of a threadgroup leave their sums of one query head, to be joined in the order of positions.
+template <int N>
+struct Left {
+  threadgroup float* tops;    // [SIMDGROUPS]
+  threadgroup float* totals;  // [SIMDGROUPS]
+  threadgroup float* values;  // [SIMDGROUPS, N, LANES]
+
+  void put(Sums<N> sums, uint simdgroup, uint lane) const {
+    if (lane == 0) {
+      tops[simdgroup] = sums.top;
+      totals[simdgroup] = sums.total;
+    }
+    for (int n = 0; n < N; n++) values[(simdgroup * N + n) * LANES + lane] = sums.values[n];
+  }
+
+  Sums<N> joined(uint lane) const {
+    Sums<N> all;
+    for (int s = 0; s < SIMDGROUPS; s++) {
+      float theirs[N];
+      for (int n = 0; n < N; n++) theirs[n] = values[(s * N + n) * LANES + lane];
+      all.add(tops[s], totals[s], theirs);
+    }
+    return all;
+  }
+};
 
 struct Partial {
   float top, total;
 };
 
+// The sums of one query over a split, for `merge`: the total and the values, each in its place.
+template <int N>
+inline void write_partial(device Partial* partial, device float* values, Sums<N> sums, int dim, int lane) {
+  if (lane == 0) {
+    partial->top = sums.top;
+    partial->total = sums.total;
+  }
+  write_numbers<N>(values, sums.values, 1.0f, dim, lane);
+}
+
+// The result of one query, all of whose keys are summed.
+template <int N>
+inline void finish(device T* to, Sums<N> sums, float sink, int dim, int lane) {
+  sums.add_sink(sink);
+  write_numbers<N>(to, sums.values, sums.total, dim, lane);
+}
+
 struct Splits {
   int count, first_row;  // of each text; the row that the launch begins with
 };
 
-// A threadgroup: one row, HEADS query heads of one KV head, one split. If there is one split only, the result goes to `out`;
-// otherwise its sums go to `partial` [rows, query heads, splits] and `values` [rows, query heads, splits, Dv].
+// A threadgroup: one row, HEADS query heads of one KV head, one split. If there is one split only, the result goes to
+// `out`; otherwise its sums go to `partial` [rows, query heads, splits] and `values` [rows, query heads, splits, Dv].
 template <int N, int HEADS>
 [[max_total_threads_per_threadgroup(GROUP)]] kernel void decode(
     device T* out [[buffer(0)]],
@@ -75,6 +130,7 @@ template <int N, int HEADS>
     uint3 group_at [[threadgroup_position_in_grid]],  // KV head and which of its heads, row, split
     uint lane [[thread_index_in_simdgroup]],
     uint simdgroup [[simdgroup_index_in_threadgroup]]) {
+  static_assert(HEADS <= SIMDGROUPS, "the sums of each query head are joined by a simdgroup of its own");
   threadgroup float tops[SIMDGROUPS], totals[SIMDGROUPS], shared[SIMDGROUPS * LANES * N];
   const Memory m = memory_sizes;
   const Attending a = attending;
@@ -82,44 +138,30 @@ template <int N, int HEADS>
   const int query = start[row];
   if (query < split * SPLIT) return;  // padding, or a text that ends before
   const int parts = (a.group + HEADS - 1) / HEADS;
-  const int kv_head = group_at.x / parts, first_head = group_at.x % parts * HEADS;
-  const int heads = min(HEADS, a.group - first_head);
-  q += size_t(q_start[row]) * a.q_token + size_t(kv_head * a.group + first_head) * a.q_head;
+  const int kv_head = group_at.x / parts, first = group_at.x % parts * HEADS;
+  const int first_head = kv_head * a.group + first, heads = min(HEADS, a.group - first);
 
-  Sums<N> sums[HEADS];
-  float queries[HEADS * N];
-  for (int h = 0; h < HEADS; h++) read_numbers<N>(queries + h * N, q + min(h, heads - 1) * a.q_head, m.k.dim, lane);
+  const device int* blocks = table + size_t(row_seat[row]) * m.table_width;
+  const Plane<const KV> key_plane = {memory, blocks, m.k, m.layout, kv_head};
+  const Plane<const KV> value_plane = {memory, blocks, m.v, m.layout, kv_head};
+  const Sight sight = {a.model_window, a.window, m.layout.sinks};
   const int begin = split * SPLIT + simdgroup * LANES;
-  attend_keys<N, HEADS>(sums, queries, memory, table + size_t(row_seat[row]) * m.table_width, m, a, scoring, kv_head,
-                        query, begin, min(begin + LANES, query + 1), lane);
+  q += size_t(q_start[row]) * a.q_token;
+  out += size_t(q_start[row]) * a.out_token;
+  Heads<N, HEADS> ours;
+  ours.load(q + size_t(first_head) * a.q_head, heads, a.q_head, m.k.dim, lane);
+  ours.attend(key_plane, value_plane, sight, scoring, query, begin, min(begin + LANES, query + 1), lane);
 
+  const Left<N> left = {tops, totals, shared};
   for (int h = 0; h < heads; h++) {
-    if (lane == 0) {
-      tops[simdgroup] = sums[h].top;
-      totals[simdgroup] = sums[h].total;
-    }
-    for (int n = 0; n < N; n++) shared[(simdgroup * N + n) * LANES + lane] = sums[h].values[n];
+    left.put(ours.sums[h], simdgroup, lane);
     threadgroup_barrier(mem_flags::mem_threadgroup);
-    if (simdgroup == uint(h) % SIMDGROUPS) {
-      Sums<N> all;
-      for (int s = 0; s < SIMDGROUPS; s++) {
-        float theirs[N];
-        for (int n = 0; n < N; n++) theirs[n] = shared[(s * N + n) * LANES + lane];
-        all.add(tops[s], totals[s], theirs);
-      }
-      const int head = kv_head * a.group + first_head + h;
-      if (splits.count == 1) {
-        all.add_sink(sink_logits[head]);
-        write_result(out + size_t(q_start[row]) * a.out_token + size_t(head) * a.out_head, all, m.v.dim, lane);
-      } else {
-        const size_t at = (size_t(group_at.y) * a.q_heads + head) * splits.count + split;
-        if (lane == 0) {
-          partial[at].top = all.top;
-          partial[at].total = all.total;
-        }
-        for (int n = 0; n < N; n++)
-          if (lane * N + n < uint(m.v.dim)) values[at * m.v.dim + lane * N + n] = all.values[n];
-      }
+    if (simdgroup == uint(h)) {
+      const Sums<N> all = left.joined(lane);
+      const int head = first_head + h;
+      const size_t at = (size_t(group_at.y) * a.q_heads + head) * splits.count + split;
+      if (splits.count == 1) finish(out + size_t(head) * a.out_head, all, sink_logits[head], m.v.dim, lane);
+      else write_partial(partial + at, values + at * m.v.dim, all, m.v.dim, lane);
     }
     threadgroup_barrier(mem_flags::mem_threadgroup);
   }
@@ -148,8 +190,8 @@ kernel void merge(
     read_numbers<N>(theirs, values + from * dim, dim, lane);
     all.add(partial[from].top, partial[from].total, theirs);
   }
-  all.add_sink(sink_logits[head]);
-  write_result(out + size_t(q_start[row]) * a.out_token + size_t(head) * a.out_head, all, dim, lane);
+  out += size_t(q_start[row]) * a.out_token + size_t(head) * a.out_head;
+  finish(out, all, sink_logits[head], dim, lane);
 }
 
 #define DECODE(N, HEADS) \
@@ -159,4 +201,4 @@ kernel void merge(
   DECODE(N, 1) DECODE(N, 2) DECODE(N, 4)
 
 WIDTH(2) WIDTH(4) WIDTH(8)
-DECODE(2, 8) DECODE(4, 8)
+DECODE(2, 8) DECODE(4, 8)  // 8 of the widest would need too many registers: MOST_TOGETHER of attention.py

@@ -36,8 +36,9 @@ kernel void silu_mul(
     constant GateSizes& sizes [[buffer(2)]],
     uint2 at [[thread_position_in_grid]]) {  // number, row
   gate_up += size_t(at.y) * sizes.stride + at.x;
-  const float gate = float(gate_up[0]);
-  out[size_t(at.y) * sizes.width + at.x] = T(float(T(gate / (1.0f + exp(-gate)))) * float(gate_up[sizes.width]));
+  const float x = float(gate_up[0]);
+  const T gate = T(x / (1.0f + exp(-x)));  // rounded, as torch does
+  out[size_t(at.y) * sizes.width + at.x] = T(float(gate) * float(gate_up[sizes.width]));
 }
 
 // ---------------------------------------------------------------- repeated heads

@@ -18,7 +18,8 @@ template <int ROWS>
   const device T* xs[ROWS];
   const device T* weights[OUTPUTS];
   for (int r = 0; r < ROWS; r++) xs[r] = row_at(x, row + r, sizes);
-  for (int o = 0; o < OUTPUTS; o++) weights[o] = weight + size_t(min(output + o, sizes.outputs - 1)) * sizes.weight_stride;
+  for (int o = 0; o < OUTPUTS; o++)
+    weights[o] = weight + size_t(min(output + o, sizes.outputs - 1)) * sizes.weight_stride;
 
   constexpr int STEP = 4;  // inputs that a lane takes at once
   Product<ROWS> product;

@@ -13,6 +13,12 @@ inline float group_sum(float x, threadgroup float* sums, uint lane, uint simdgro
   return simd_sum(lane < simdgroups ? sums[lane] : 0.0f);
 }
 
+// What a row is multiplied with: one over the root of its mean square, from the squares that each thread has summed.
+inline float factor_of(float squares, uint width, float eps, threadgroup float* sums, uint lane, uint simdgroup,
+                       uint simdgroups) {
+  return rsqrt(group_sum(squares, sums, lane, simdgroup, simdgroups) / float(width) + eps);
+}
+
 // Rounded before the weight is applied as in Llama, or after it as in Gemma, whose weight is float.
 inline T weighted(float x, W weight) {
   return is_same_v<W, float> ? T(x * float(weight)) : T(float(T(x)) * float(weight));
@@ -37,7 +43,7 @@ inline T weighted(float x, W weight) {
   out += size_t(row) * width;
   float squares = 0.0f;
   for (uint i = thread_index; i < width; i += threads) squares += float(x[i]) * float(x[i]);
-  const float factor = rsqrt(group_sum(squares, sums, lane, simdgroup, simdgroups) / float(width) + eps);
+  const float factor = factor_of(squares, width, eps, sums, lane, simdgroup, simdgroups);
   for (uint i = thread_index; i < width; i += threads) out[i] = weighted(float(x[i]) * factor, weight[i]);
 }
 
@@ -68,6 +74,6 @@ inline T weighted(float x, W weight) {
     total[i] = sum;
     squares += float(sum) * float(sum);
   }
-  const float factor = rsqrt(group_sum(squares, sums, lane, simdgroup, simdgroups) / float(width) + eps);
+  const float factor = factor_of(squares, width, eps, sums, lane, simdgroup, simdgroups);
   for (uint i = thread_index; i < width; i += threads) out[i] = weighted(float(total[i]) * factor, weight[i]);
 }

@@ -1,6 +1,6 @@
 // Attention of rows of several tokens, of whatever lengths: queries of one KV head go over the keys together, in tiles
-// that wait in threadgroup memory (FlashAttention, Dao et al. 2022). Tiles are counted from the text's beginning, so the
-// order of summation depends on positions alone.
+// that wait in threadgroup memory (FlashAttention, Dao et al. 2022). Tiles are counted from the text's beginning, so
+// the order of summation depends on positions alone.
 #include "attend.h"
 
 // For heads of up to N * LANES numbers. The wider, the fewer queries a simdgroup has, and the fewer keys a tile: all of
@@ -14,41 +14,115 @@ struct Shape {
   static constant constexpr int KEYS = N == MOST_NUMBERS ? LANES / 2 : LANES;
 };
 
-struct Queries {
-  int oldest, newest;  // positions
+// The positions of a threadgroup's queries.
+struct Span {
+  int oldest, newest;
 };
 
 // Whether any of the queries sees the key: if so, then the one that is nearest to it.
-inline bool any_sees(Queries queries, int key, Attending a, int sinks) {
-  return key <= queries.newest && sees(max(queries.oldest, key), key, a, sinks);
+inline bool any_sees(Span queries, int key, Sight sight) {
+  return key <= queries.newest && sight.sees(max(queries.oldest, key), key);
 }
 
 // The same of keys at [begin, end): the latest, or the last sink among them.
-inline bool any_sees(Queries queries, int begin, int end, Attending a, int sinks) {
-  return any_sees(queries, min(end - 1, queries.newest), a, sinks) ||
-         (begin < sinks && any_sees(queries, min(end, sinks) - 1, a, sinks));
+inline bool any_sees(Span queries, int begin, int end, Sight sight) {
+  return any_sees(queries, min(end - 1, queries.newest), sight) ||
+         (begin < sight.sinks && any_sees(queries, min(end, sight.sinks) - 1, sight));
 }
 
-// Keys or values from `begin` on into the tile, a simdgroup one after the other. What no query sees may never have been
-// written, and is 0.
+// Keys or values that wait in threadgroup memory.
 template <int N>
-inline void fetch(threadgroup KV* tile, threadgroup float* scales, const device KV* memory, Plane plane, Layout layout,
-                  const device int* blocks, int head, int begin, Queries queries, Attending a, uint simdgroup,
-                  uint lane) {
-  for (int j = simdgroup; j < Shape<N>::KEYS; j += SIMDGROUPS) {
-    threadgroup KV* to = tile + j * Shape<N>::PITCH;
-    if (!any_sees(queries, begin + j, a, layout.sinks)) {
-      for (int d = lane; d < plane.dim; d += LANES) to[d] = KV(0);
-      if (lane == 0) scales[j] = 0.0f;
-      continue;
-    }
-    const device KV* from = memory + plane.at(blocks, layout.block_size, layout.slot(begin + j), head);
-    for (int d = lane; d < plane.dim; d += LANES) to[d] = from[d];
-    if (lane == 0) scales[j] = scale_of(from, plane.dim);
-  }
-}
+struct Tile {
+  threadgroup KV* numbers;    // [KEYS, PITCH]
+  threadgroup float* scales;  // [KEYS]
 
-// A threadgroup: Shape<N>::ROWS queries of one KV head and row, counted over the heads of its group and then over tokens.
+  // Those from `begin` on, a simdgroup one after the other. What no query sees may never have been written, and is 0.
+  void fetch(Plane<const KV> from, int begin, Span queries, Sight sight, uint simdgroup, uint lane) const {
+    const int dim = from.sizes.dim;
+    for (int j = simdgroup; j < Shape<N>::KEYS; j += SIMDGROUPS) {
+      threadgroup KV* to = numbers + j * Shape<N>::PITCH;
+      if (!any_sees(queries, begin + j, sight)) {
+        for (int d = lane; d < dim; d += LANES) to[d] = KV(0);
+        if (lane == 0) scales[j] = 0.0f;
+        continue;
+      }
+      const device KV* vector = from.at(begin + j);
+      for (int d = lane; d < dim; d += LANES) to[d] = vector[d];
+      if (lane == 0) scales[j] = scale_of(vector, dim);
+    }
+  }
+};
+
+// The queries of one row and KV head, counted over the heads of its group and then over tokens.
+struct Queries {
+  int first_token, start;  // of the row: in the step, and in the text
+  int kv_head, group, count;
+
+  int token(int i) const { return first_token + i / group; }
+  int position(int i) const { return start + i / group; }
+  int head(int i) const { return kv_head * group + i % group; }
+};
+
+// What a simdgroup computes: QUERIES queries from `first` on, the last one of all in the place of those beyond the end.
+template <int N>
+struct Share {
+  typedef Shape<N> S;
+  int first;
+  threadgroup T* queries;      // [QUERIES, WIDTH]
+  threadgroup float* weights;  // [QUERIES, KEYS], of the keys of a tile
+  int position[S::QUERIES];
+  Sums<N> sums[S::QUERIES];
+
+  void load(const device T* q, Queries all, Attending a, int dim, int lane) {
+    for (int r = 0; r < S::QUERIES; r++) {
+      const int i = min(first + r, all.count - 1);
+      position[r] = all.position(i);
+      const device T* from = q + size_t(all.token(i)) * a.q_token + size_t(all.head(i)) * a.q_head;
+      for (int d = lane; d < dim; d += LANES) queries[r * S::WIDTH + d] = from[d];
+    }
+  }
+
+  // The weights of a tile's keys, which begin at a position: a lane a key.
+  void score(Tile<N> tile, int begin, int dim, Sight sight, Scoring scoring, int lane) {
+    const int key = min(lane, S::KEYS - 1);
+    float products[S::QUERIES] = {0.0f};
+    for (int d = 0; d < dim; d++) {
+      const float number = float(tile.numbers[key * S::PITCH + d]);
+      for (int r = 0; r < S::QUERIES; r++) products[r] += float(queries[r * S::WIDTH + d]) * number;
+    }
+    for (int r = 0; r < S::QUERIES; r++) {
+      const bool visible = lane < S::KEYS && sight.sees(position[r], begin + key);
+      const float score = visible ? score_of(products[r] * tile.scales[key], scoring) : NOTHING;
+      const float higher = max(sums[r].top, simd_max(score));
+      const float weight = visible ? fast::exp(score - higher) : 0.0f;
+      sums[r].raise(higher);
+      sums[r].total += simd_sum(weight);
+      if (lane < S::KEYS) weights[r * S::KEYS + lane] = weight;
+    }
+  }
+
+  // A tile's values, weighted: a lane N numbers.
+  void add(Tile<N> tile, int lane) {
+    for (int j = 0; j < S::KEYS; j++) {
+      for (int n = 0; n < N; n++) {
+        const float value = float(tile.numbers[j * S::PITCH + n * LANES + lane]) * tile.scales[j];
+        for (int r = 0; r < S::QUERIES; r++) sums[r].values[n] += weights[r * S::KEYS + j] * value;
+      }
+    }
+  }
+
+  void write(device T* out, Queries all, Attending a, const device float* sink_logits, int dim, int lane) {
+    for (int r = 0; r < S::QUERIES && first + r < all.count; r++) {
+      const int token = all.token(first + r), head = all.head(first + r);
+      sums[r].add_sink(sink_logits[head]);
+      device T* to = out + size_t(token) * a.out_token + size_t(head) * a.out_head;
+      for (int n = 0; n < N; n++)
+        if (n * LANES + lane < dim) to[n * LANES + lane] = T(sums[r].values[n] / sums[r].total);
+    }
+  }
+};
+
+// A threadgroup: Shape<N>::ROWS queries of one row and KV head.
 template <int N>
 [[max_total_threads_per_threadgroup(GROUP)]] kernel void prefill(
     device T* out [[buffer(0)]],
@@ -68,73 +142,39 @@ template <int N>
     uint simdgroup [[simdgroup_index_in_threadgroup]]) {
   typedef Shape<N> S;
   threadgroup T queries[S::ROWS * S::WIDTH];
-  threadgroup KV tile[S::KEYS * S::PITCH];
+  threadgroup KV numbers[S::KEYS * S::PITCH];
   threadgroup float scales[S::KEYS], weights[S::ROWS * S::KEYS];
   const Memory m = memory_sizes;
   const Attending a = attending;
-  const int row = first_row + group_at.z, kv_head = group_at.y;
-  const int count = (q_start[row + 1] - q_start[row]) * a.group;
-  const int first = group_at.x * S::ROWS;
-  if (start[row] < 0 || first >= count) return;
+  const int row = first_row + group_at.z, kv_head = group_at.y, first = group_at.x * S::ROWS;
+  const Queries all = {q_start[row], start[row], kv_head, a.group, (q_start[row + 1] - q_start[row]) * a.group};
+  if (all.start < 0 || first >= all.count) return;
+
   const device int* blocks = table + size_t(row_seat[row]) * m.table_width;
+  const Plane<const KV> keys = {memory, blocks, m.k, m.layout, kv_head};
+  const Plane<const KV> values = {memory, blocks, m.v, m.layout, kv_head};
+  const Sight sight = {a.model_window, a.window, m.layout.sinks};
+  const Span span = {all.position(first), all.position(min(first + S::ROWS, all.count) - 1)};
+  const Tile<N> tile = {numbers, scales};
+  const int before = simdgroup * S::QUERIES;  // queries of other simdgroups
+  Share<N> ours;
+  ours.first = first + before;
+  ours.queries = queries + before * S::WIDTH;
+  ours.weights = weights + before * S::KEYS;
+  ours.load(q, all, a, m.k.dim, lane);
 
-  // Which query each of the simdgroup's rows is; the last one stands for those beyond the end.
-  int token[S::QUERIES], head[S::QUERIES], position[S::QUERIES];
-  Sums<N> sums[S::QUERIES];
-  threadgroup T* ours = queries + simdgroup * S::QUERIES * S::WIDTH;
-  for (int r = 0; r < S::QUERIES; r++) {
-    const int number = min(first + int(simdgroup) * S::QUERIES + r, count - 1);
-    token[r] = q_start[row] + number / a.group;
-    head[r] = kv_head * a.group + number % a.group;
-    position[r] = start[row] + number / a.group;
-    const device T* from = q + size_t(token[r]) * a.q_token + size_t(head[r]) * a.q_head;
-    for (int d = lane; d < m.k.dim; d += LANES) ours[r * S::WIDTH + d] = from[d];
-  }
-
-  const Queries all = {start[row] + first / a.group, start[row] + (min(first + S::ROWS, count) - 1) / a.group};
-  for (int begin = 0; begin <= all.newest; begin += S::KEYS) {
-    if (!any_sees(all, begin, begin + S::KEYS, a, m.layout.sinks)) continue;
-    fetch<N>(tile, scales, memory, m.k, m.layout, blocks, kv_head, begin, all, a, simdgroup, lane);
+  for (int begin = 0; begin <= span.newest; begin += S::KEYS) {
+    if (!any_sees(span, begin, begin + S::KEYS, sight)) continue;
+    tile.fetch(keys, begin, span, sight, simdgroup, lane);
     threadgroup_barrier(mem_flags::mem_threadgroup);
-
-    // Scores: a lane a key.
-    const int key = min(int(lane), S::KEYS - 1);
-    float products[S::QUERIES] = {0.0f};
-    for (int d = 0; d < m.k.dim; d++) {
-      const float number = float(tile[key * S::PITCH + d]);
-      for (int r = 0; r < S::QUERIES; r++) products[r] += float(ours[r * S::WIDTH + d]) * number;
-    }
-    for (int r = 0; r < S::QUERIES; r++) {
-      const bool visible = int(lane) < S::KEYS && sees(position[r], begin + key, a, m.layout.sinks);
-      const float score = visible ? score_of(products[r] * scales[key], scoring) : NOTHING;
-      const float higher = max(sums[r].top, simd_max(score));
-      const float weight = visible ? fast::exp(score - higher) : 0.0f;
-      sums[r].raise(higher);
-      sums[r].total += simd_sum(weight);
-      if (int(lane) < S::KEYS) weights[(simdgroup * S::QUERIES + r) * S::KEYS + lane] = weight;
-    }
+    ours.score(tile, begin, m.k.dim, sight, scoring, lane);
     threadgroup_barrier(mem_flags::mem_threadgroup);
-
-    // Values: a lane N numbers.
-    fetch<N>(tile, scales, memory, m.v, m.layout, blocks, kv_head, begin, all, a, simdgroup, lane);
+    tile.fetch(values, begin, span, sight, simdgroup, lane);
     threadgroup_barrier(mem_flags::mem_threadgroup);
-    for (int j = 0; j < S::KEYS; j++) {
-      for (int n = 0; n < N; n++) {
-        const float value = float(tile[j * S::PITCH + n * LANES + lane]) * scales[j];
-        for (int r = 0; r < S::QUERIES; r++)
-          sums[r].values[n] += weights[(simdgroup * S::QUERIES + r) * S::KEYS + j] * value;
-      }
-    }
+    ours.add(tile, lane);
     threadgroup_barrier(mem_flags::mem_threadgroup);
   }
-
-  for (int r = 0; r < S::QUERIES; r++) {
-    if (first + int(simdgroup) * S::QUERIES + r >= count) continue;
-    sums[r].add_sink(sink_logits[head[r]]);
-    device T* to = out + size_t(token[r]) * a.out_token + size_t(head[r]) * a.out_head;
-    for (int n = 0; n < N; n++)
-      if (n * LANES + int(lane) < m.v.dim) to[n * LANES + lane] = T(sums[r].values[n] / sums[r].total);
-  }
+  ours.write(out, all, a, sink_logits, m.v.dim, lane);
 }
 
 #define PREFILL(N) template [[host_name("prefill_" #N)]] kernel decltype(prefill<N>) prefill<N>;

@@ -20,20 +20,30 @@ struct Layout {
 };
 
 // Keys or values of one layer within the arena's memory; strides in numbers of KV.
-struct Plane {
+struct PlaneSizes {
   int dim, offset, block_stride, head_stride, vector_stride;
-
-  // The first number of a head's vector at a slot of a row.
-  size_t at(const device int* blocks, int block_size, int slot, int head) const {
-    return size_t(blocks[slot / block_size]) * block_stride + offset + size_t(head) * head_stride +
-           size_t(slot % block_size) * vector_stride;
-  }
 };
 
 struct Memory {
   Layout layout;
-  Plane k, v;
+  PlaneSizes k, v;
   int table_width, rows;
+};
+
+// One head's keys or values of one row. Number is KV, or const KV where they are only read.
+template <typename Number>
+struct Plane {
+  device Number* memory;     // the arena's
+  const device int* blocks;  // the row of the block table
+  PlaneSizes sizes;
+  Layout layout;
+  int head;
+
+  device Number* at(int position) const {
+    const int slot = layout.slot(position);
+    return memory + size_t(blocks[slot / layout.block_size]) * sizes.block_stride + sizes.offset +
+           size_t(head) * sizes.head_stride + size_t(slot % layout.block_size) * sizes.vector_stride;
+  }
 };
 
 // By what a stored vector's numbers are multiplied.

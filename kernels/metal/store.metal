@@ -71,12 +71,14 @@ kernel void write_kv(
   const int token = at.z, head = at.y;
   const int row = row_of(token, q_start, m.rows);
   if (start[row] < 0 || token >= q_start[m.rows]) return;
-  const int slot = m.layout.slot(start[row] + token - q_start[row]);
   const device int* blocks = table + size_t(row_seat[row]) * m.table_width;
+  const Plane<KV> keys = {memory, blocks, m.k, m.layout, head};
+  const Plane<KV> values = {memory, blocks, m.v, m.layout, head};
+  const int position = start[row] + token - q_start[row];
   k += size_t(token) * entering.k_token + size_t(head) * entering.k_head;
   v += size_t(token) * entering.v_token + size_t(head) * entering.v_head;
-  write_vector(k, memory + m.k.at(blocks, m.layout.block_size, slot, head), m.k.dim, at.x);
-  write_vector(v, memory + m.v.at(blocks, m.layout.block_size, slot, head), m.v.dim, at.x);
+  write_vector(k, keys.at(position), m.k.dim, at.x);
+  write_vector(v, values.at(position), m.v.dim, at.x);
 }
 
 // ---------------------------------------------------------------- gather
@@ -85,7 +87,7 @@ typedef conditional_t<is_same_v<KV, char>, float, KV> Plain;
 inline T number_of(const device T* vector, int i, int) { return vector[i]; }
 inline float number_of(const device char* vector, int i, int dim) { return float(vector[i]) * scale_of(vector, dim); }
 
-// A simdgroup a position and head: keys or values (`plane`) of one row -> out [S, H, dim], float where they are int8.
+// A simdgroup a position and head: keys or values of one row -> out [S, H, dim], float where they are int8.
 kernel void gather(
     device Plain* out [[buffer(0)]],
     const device KV* memory [[buffer(1)]],
@@ -93,15 +95,15 @@ kernel void gather(
     const device int* row_seat [[buffer(3)]],
     const device long* positions [[buffer(4)]],
     constant Memory& sizes [[buffer(5)]],
-    constant Plane& plane [[buffer(6)]],
+    constant PlaneSizes& plane_sizes [[buffer(6)]],
     constant int& row [[buffer(7)]],
     uint3 at [[thread_position_in_grid]],  // lane, head, position
     uint3 grid [[threads_per_grid]]) {
   const Memory m = sizes;
-  const Plane p = plane;
+  const PlaneSizes p = plane_sizes;
   const device int* blocks = table + size_t(row_seat[row]) * m.table_width;
-  const int slot = m.layout.slot(int(positions[at.z]));
-  const device KV* vector = memory + p.at(blocks, m.layout.block_size, slot, at.y);
+  const Plane<const KV> plane = {memory, blocks, p, m.layout, int(at.y)};
+  const device KV* vector = plane.at(int(positions[at.z]));
   out += (size_t(at.z) * grid.y + at.y) * p.dim;
   for (int i = at.x; i < p.dim; i += LANES) out[i] = number_of(vector, i, p.dim);
 }

@@ -196,7 +196,7 @@ def _wrong_memory() -> dict[str, tuple[str, Call]]:
             lambda ops, at: ops.write_kv(at.store, 0, k, v, wide(at.at)),
         ),
         "keys of too few offsets": (
-            "2 seats and 2 offsets do not fit 2 rows",
+            r"seats \[2\] and offsets \[2\] do not fit 2 rows",
             lambda ops, at: ops.write_kv(at.store, 0, k, v, short(at.at)),
         ),
         "queries of another head": (

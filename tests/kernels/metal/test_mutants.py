@@ -18,7 +18,7 @@ DOC = Path(__file__).parents[3] / "docs" / "metal.md"
 # One of each kind, and by what it should be caught.
 QUICK = {
     ("rms_norm", Kind.DROPPED): "checker: data race on 'sums'",
-    ("prefill", Kind.MEMORY): "checker: data race on 'tile'",
+    ("prefill", Kind.MEMORY): "checker: data race on 'numbers'",
     ("add_rms_norm", Kind.BRANCH): "checker: divergence",
     ("rope", Kind.INDEX): "off by",
     ("linear", Kind.BOUND): "checker: out of bounds on 'out'",
