@@ -195,7 +195,7 @@ MUTANTS: tuple[Mutant, ...] = (
         (LOGIC, "the scale of values", "v_scale = scale_of(value, v_dim)", "v_scale = 1.0f"),
         (LOGIC, "the soft cap", "precise::tanh(score / scoring.softcap)", "(score / scoring.softcap)"),
         (LOGIC, "sinks outside the window", " || key < sinks", ""),
-        (LOGIC, "learned sinks", "sums.add_sink(sink);", ""),
+        (LOGIC, "learned sinks", "all, sink_logits[head], m.v", "all, NOTHING, m.v"),
     ),
     *_of(
         "merge",
@@ -210,7 +210,7 @@ MUTANTS: tuple[Mutant, ...] = (
         (WRITERS, "heads", "+ size_t(head) * a.out_head;\n", ";\n"),
         (LOGIC, "totals", "partial[from].total, theirs", "1.0f, theirs"),
         (LOGIC, "padding", "if (start[row] < 0) return;\n  Sums", "Sums"),
-        (LOGIC, "learned sinks", "sums.add_sink(sink);", ""),
+        (LOGIC, "learned sinks", "all, sink_logits[head], dim", "all, NOTHING, dim"),
     ),
     *_barrier("prefill", 1, "before keys are read", "mem_none", "simdgroup"),
     *_barrier("prefill", 2, "before values come", "mem_device", "lane"),
