@@ -112,7 +112,8 @@ struct Share {
   }
 
   void write(device T* out, Queries all, Attending a, const device float* sink_logits, int dim, int lane) {
-    for (int r = 0; r < S::QUERIES && first + r < all.count; r++) {
+    for (int r = 0; r < S::QUERIES; r++) {
+      if (first + r >= all.count) continue;
       const int token = all.token(first + r), head = all.head(first + r);
       sums[r].add_sink(sink_logits[head]);
       device T* to = out + size_t(token) * a.out_token + size_t(head) * a.out_head;

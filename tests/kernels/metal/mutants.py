@@ -231,7 +231,7 @@ MUTANTS: tuple[Mutant, ...] = (
         (BOUND, "the head's width", "n * LANES + lane < dim", "n * LANES + lane <= dim"),
         (WRITERS, "all lanes write a scale", "if (lane == 0) scales[j] = scale_of", "scales[j] = scale_of"),
         (WRITERS, "simdgroups' weights", "weights + before * S::KEYS", "weights"),
-        (WRITERS, "queries beyond the end", "first + r < all.count", "first + r <= all.count"),
+        (WRITERS, "queries beyond the end", "first + r >= all.count", "first + r > all.count"),
         (LOGIC, "clearing keys that nobody sees", "to[d] = KV(0)", ";"),
         (LOGIC, "numbers after the first 32", "d += LANES) to[d] = vector", "d += dim) to[d] = vector"),
         (LOGIC, "other lanes' scores", "simd_max(score)", "score"),
