@@ -24,7 +24,7 @@ def load() -> MetalOps:
 def load_emulated(*, checked: bool = False) -> MetalOps:
     """The same kernels on the CPU; `checked`: with races and bounds looked for, slower. Raises KernelsMissing."""
     try:
-        Compiler.find()
+        Compiler.find().check(checked=checked)
     except CompilerMissing as error:
         raise KernelsMissing(str(error)) from None
     return MetalOps(Kernels(partial(compile_shader, checked=checked)))

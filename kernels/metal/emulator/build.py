@@ -6,6 +6,7 @@ The key of a library is a hash of all that it is made of. Knows neither Metal no
 from __future__ import annotations
 
 import hashlib
+import logging
 import os
 import platform
 import re
@@ -14,6 +15,7 @@ import shutil
 import subprocess
 import tempfile
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
@@ -50,8 +52,12 @@ _BUILT_IN = re.compile(rf"^.*/{_PREFIX}[^/]*/")
 _ERROR = re.compile(r"^(?:\./)?([^\s:][^:\n]*:\d+):(?:\d+:)? (?:fatal )?error: (.*)$", re.MULTILINE)
 
 
+_LOG = logging.getLogger(__name__)
+_INSTALL = "install g++ or clang++ (on a Mac: xcode-select --install), or name one in CXX"
+
+
 class CompilerMissing(Exception):
-    """There is no C++ compiler; the message says what to install."""
+    """There is no C++ compiler that can be used; the message says what was tried and what to install."""
 
 
 class Built(NamedTuple):
@@ -70,14 +76,23 @@ class Compiler:
 
     @classmethod
     def find(cls) -> Compiler:
-        """$CXX, else g++, else clang++. Raises CompilerMissing."""
+        """The first of $CXX, g++ and clang++ that runs. Raises CompilerMissing."""
+        tried = []
         for name in filter(None, (os.environ.get("CXX"), "g++", "clang++")):
-            command = tuple(shlex.split(name))
-            if shutil.which(command[0]):
+            try:
+                command = tuple(shlex.split(name))
                 return cls(command, _run([*command, "--version"]).splitlines()[0])
+            except FileNotFoundError:
+                tried.append(f"'{name}' is not there")
+            except subprocess.CalledProcessError as error:
+                tried.append(f"'{name} --version' fails: {error.stderr.strip() or error}")
+            except IndexError:
+                tried.append(f"'{name}' tells no version")
+            except (OSError, ValueError) as error:  # not to be run, or not to be read as a command
+                tried.append(f"'{name}': {error}")
         raise CompilerMissing(
-            "Metal kernels are emulated by compiling them as C++, and no compiler was found: "
-            "install g++ or clang++, or name one in CXX"
+            f"Metal kernels are emulated by compiling them as C++, and no compiler was found: {_INSTALL} "
+            f"({'; '.join(tried)})"
         )
 
     @property
@@ -98,19 +113,26 @@ class Compiler:
         marked = f'#line 1 "program_source"\n{source}'
         return self._compile([*_LANGUAGE, "-E", "-nostdinc", *DEFINES, *folders, "-"], marked)
 
+    def check(self, *, checked: bool) -> None:
+        """Compiles what all kernels need. Raises CompilerMissing."""
+        try:
+            self.library("", checked=checked, ucontext=False)
+        except SyntaxError as error:
+            raise self._unable(error) from None
+
     def library(self, text: str, *, checked: bool, ucontext: bool) -> Built:
-        """Shared libraries of kernels and of the runtime. Raises SyntaxError."""
+        """Shared libraries of kernels and of the runtime. Raises SyntaxError, CompilerMissing."""
         options = self._options(checked)
         runtime = [*_CODE, "-std=c++17", "-O2", *(["-DEMULATOR_UCONTEXT"] if ucontext else [])]
-        made = cache() / f"{_key(self, text, options, runtime, *_own_files())}.so"
+        made = cache_folder() / f"{_key(self, text, options, runtime, *_own_files())}.so"
         linked_with = self._runtime(runtime)
-        if made.exists():
+        if _is_whole(made):
             return Built(made, linked_with)
-        with tempfile.TemporaryDirectory(prefix=_PREFIX, dir=cache()) as folder:
+        with tempfile.TemporaryDirectory(prefix=_PREFIX, dir=cache_folder()) as folder:
             kernels, linked = Path(folder, "kernels.o"), Path(folder, "kernels.so")
             self._compile([*options, "-c", "-", "-o", str(kernels)], text, folder)
             self._compile(["-shared", "-o", str(linked), str(kernels), str(linked_with), "-lm"])
-            os.replace(linked, made)
+            _keep(linked, made)
         return Built(made, linked_with)
 
     def _options(self, checked: bool) -> list[str]:
@@ -127,14 +149,22 @@ class Compiler:
         return options
 
     def _runtime(self, options: list[str]) -> Path:
-        """Compiled once for all libraries."""
-        made = cache() / f"runtime-{_key(self, '', options, *_own_files())}.so"
-        if not made.exists():
-            with tempfile.TemporaryDirectory(prefix=_PREFIX, dir=cache()) as folder:
+        """Compiled once for all libraries. Raises CompilerMissing."""
+        made = cache_folder() / f"runtime-{_key(self, '', options, *_own_files())}.so"
+        if not _is_whole(made):
+            with tempfile.TemporaryDirectory(prefix=_PREFIX, dir=cache_folder()) as folder:
                 compiled, text = Path(folder, "runtime.so"), str(HERE / "runtime/runtime.cpp")
-                self._compile([*options, "-shared", text, "-o", str(compiled), "-pthread", "-ldl"])
-                os.replace(compiled, made)
+                try:
+                    self._compile([*options, "-shared", text, "-o", str(compiled), "-pthread", "-ldl"])
+                except SyntaxError as error:
+                    raise self._unable(error) from None
+                _keep(compiled, made)
         return made
+
+    def _unable(self, error: SyntaxError) -> CompilerMissing:
+        return CompilerMissing(
+            f"'{shlex.join(self.command)}' cannot compile what Metal kernels are emulated with: {_INSTALL} ({error})"
+        )
 
     def _compile(self, options: list[str], text: str = "", folder: str | None = None) -> str:
         try:
@@ -157,20 +187,59 @@ def line(library: Path, after: int) -> str:
     return _BUILT_IN.sub("", own[0]) if own else ""
 
 
-def cache() -> Path:
-    """The folder of everything compiled; it may be deleted at any time."""
-    folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "kvmux" / "metal-emulator"
-    folder.mkdir(parents=True, exist_ok=True)
+def cache_folder() -> Path:
+    """The folder of everything compiled; it may be deleted at any time. Raises CompilerMissing.
+
+    Where nothing can be written to the user's, it is one that lasts as long as the process.
+    """
+    home = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    try:
+        folder = Path(home).expanduser().absolute() / "kvmux" / "metal-emulator"
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            return folder
+    except (OSError, RuntimeError):  # RuntimeError: the user has no home
+        return Path(_temporary(home).name)
+
+
+@cache
+def _temporary(home: str) -> tempfile.TemporaryDirectory[str]:
+    """In place of what should lie in `home`; deleted when the process ends."""
+    try:
+        folder = tempfile.TemporaryDirectory(prefix="kvmux-metal-emulator-")
+    except OSError as error:
+        raise CompilerMissing(f"compiled Metal kernels can be kept nowhere: set TMPDIR to a folder ({error})") from None
+    _LOG.warning(
+        "nothing can be written to %s, so Metal kernels are compiled anew at every start: "
+        "set XDG_CACHE_HOME to a folder that can be written to",
+        home,
+    )
     return folder
 
 
 def _empty_headers() -> str:
-    folder = cache() / "headers"
+    folder = cache_folder() / "headers"
     folder.mkdir(exist_ok=True)
     for name in HEADERS:
         if not (folder / name).exists():
             (folder / name).touch()
     return str(folder)
+
+
+def _keep(built: Path, made: Path) -> None:
+    """Moves a library to where it is looked for, with a digest: one that is cut would end the process that loads it."""
+    digest = built.with_suffix(".sha256")
+    digest.write_text(hashlib.sha256(built.read_bytes()).hexdigest())
+    os.replace(built, made)
+    os.replace(digest, made.with_suffix(".sha256"))
+
+
+def _is_whole(made: Path) -> bool:
+    digest = made.with_suffix(".sha256")
+    try:
+        return digest.read_bytes() == hashlib.sha256(made.read_bytes()).hexdigest().encode()
+    except OSError:
+        return False
 
 
 def _own_files() -> list[str]:
@@ -183,7 +252,7 @@ def _own_files() -> list[str]:
 
 
 def _key(compiler: Compiler, text: str, *others: object) -> str:
-    parts = (compiler.command, compiler.version, text, *others)
+    parts = (cache_folder(), platform.machine(), compiler.command, compiler.version, text, *others)
     return hashlib.sha256("\0".join(map(str, parts)).encode()).hexdigest()[:24]
 
 

@@ -137,4 +137,4 @@ def test_the_cache_is_filled_and_used(monkeypatch: pytest.MonkeyPatch, tmp_path:
         compile_shader(source).k(out, torch.ones(3))
         assert out.eq(4322).all()
     made = sorted(path.suffix for path in (tmp_path / "kvmux/metal-emulator").iterdir())
-    assert made == ["", ".so", ".so"], "empty headers, the runtime and the library; nothing half done"
+    assert made == ["", ".sha256", ".sha256", ".so", ".so"], "headers, the runtime and the library; nothing half done"
