@@ -145,15 +145,19 @@ def _threadgroup(source: Source, function: Declaration) -> Found:
             )
 
 
+def _is_call(source: Source, i: int) -> bool:
+    """Whether a name before a parenthesis may be a function's: not a member, nor a variable as in `half4 f(1.0h);`."""
+    before = source.tokens[i - 1]
+    return before.text not in ("::", ".", "->") and (not before.is_word or before.text in ("return", "else", "do"))
+
+
 def _recursion(source: Source, found: list[Declaration]) -> Found:
     """Functions that reach themselves. Overloads are left out: a name does not tell which of them is called."""
     functions = [each for each in found if each.kind is Kind.FUNCTION and not each.member]
     names = [each.name for each in functions]
     calls = {
         each.name: {
-            source.tokens[i].text
-            for i in range(*each.body)
-            if source.is_at(i + 1, "(") and source.tokens[i - 1].text not in ("::", ".", "->")
+            source.tokens[i].text for i in range(*each.body) if source.is_at(i + 1, "(") and _is_call(source, i)
         }
         for each in functions
         if names.count(each.name) == 1

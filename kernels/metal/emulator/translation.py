@@ -11,6 +11,7 @@ import re
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from kernels.metal.emulator.swizzles import swizzles
 from kernels.metal.emulator.syntax import Declaration, Kind, declarations
 from kernels.metal.emulator.tokens import Source
 
@@ -33,11 +34,8 @@ ATTRIBUTES = frozenset(
         "threads_per_grid",
     )
 )
-_SWIZZLE = re.compile(r"[xyzw]{2,4}|[rgba]{2,4}")
-_COMPONENTS = {"x": 0, "y": 1, "z": 2, "w": 3, "r": 0, "g": 1, "b": 2, "a": 3}
 _LITERAL = re.compile(r"(\d+\.\d*(?:[eE][+-]?\d+)?|\.\d+(?:[eE][+-]?\d+)?)(h|H|bf|BF)")
 _SUFFIXES = {"h": "half", "bf": "bfloat"}
-_ASSIGNMENTS = ("=", "+=", "-=", "*=", "/=")
 _LIMIT = "max_total_threads_per_threadgroup"
 
 
@@ -87,8 +85,7 @@ def threadgroup_variables(source: Source, begin: int, end: int) -> list[Variable
         last = i
         while source.tokens[last].text != ";":
             last += 1
-        texts = {token.text for token in source.tokens[i:last]}
-        if (texts & {"*", "&"} and "[" not in texts) or source.is_at(i + 1, "("):
+        if _is_pointer(source, i + 1, last) or source.is_at(i + 1, "("):
             continue
         pieces = source.split(i + 1, last)
         name = pieces[0][0]
@@ -96,6 +93,16 @@ def threadgroup_variables(source: Source, begin: int, end: int) -> list[Variable
             name = source.close_angle(name + 1) if source.tokens[name + 1].text == "<" else name + 1
         found.append(Variable(i, last + 1, (i + 1, name), ((name, pieces[0][1]), *pieces[1:])))
     return found
+
+
+def _is_pointer(source: Source, begin: int, end: int) -> bool:
+    """Whether `T* p`, `T& r` or `T (*p)[2]` is declared in [begin, end), whatever it begins as."""
+    i = begin
+    while i < end and source.tokens[i].text not in ("[", "=", "{"):
+        if source.tokens[i].text in ("*", "&"):
+            return True
+        i = source.close_angle(i) + 1 if source.tokens[i].text == "<" else i + 1
+    return False
 
 
 class Translator:
@@ -113,7 +120,8 @@ class Translator:
                 self._kernel(each)
             elif each.kind is Kind.INSTANTIATION:
                 self._instantiation(each)
-        self._swizzles()
+        for i, text in swizzles(self._source):
+            self._replace(i, i + 1, text)
         self._literals()
         self._constants()
         return Translation(self._edited(), tuple(self._kernels))
@@ -268,17 +276,6 @@ class Translator:
                 f"and the emulator {MAX_VARIABLES}: put some into a struct or an array"
             )
         return tuple(names)
-
-    def _swizzles(self) -> None:
-        tokens = self._source.tokens
-        for i in range(1, len(tokens) - 1):
-            if tokens[i - 1].text not in (".", "->") or not _SWIZZLE.fullmatch(tokens[i].text):
-                continue
-            if tokens[i + 1].text == "(":
-                continue
-            components = ", ".join(str(_COMPONENTS[letter]) for letter in tokens[i].text)
-            assigned = tokens[i + 1].text in _ASSIGNMENTS
-            self._replace(i, i + 1, f"template {'swizzled_to' if assigned else 'swizzled'}<{components}>()")
 
     def _literals(self) -> None:
         for i, token in enumerate(self._source.tokens):

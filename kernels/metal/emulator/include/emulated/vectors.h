@@ -1,5 +1,6 @@
 // Vectors of 2, 3 and 4 components, as MSL lays them out: a vector of 3 takes the room of 4, a packed one does not.
-// The translator turns v.zyx into v.swizzled<2, 1, 0>(), and v.zyx = ... into v.swizzled_to<2, 1, 0>() = ...
+// The translator turns v.zyx into v.swizzled<2, 1, 0>(), which is const so that nothing can be assigned to it in vain,
+// and v.zyx = ... into v.swizzled_to<2, 1, 0>() = ...
 #pragma once
 #include "types.h"
 
@@ -55,6 +56,14 @@ struct Swizzle {
   EMULATOR_INLINE void operator-=(const V& v) { *this = value() - v; }
   EMULATOR_INLINE void operator*=(const V& v) { *this = value() * v; }
   EMULATOR_INLINE void operator/=(const V& v) { *this = value() / v; }
+  EMULATOR_INLINE void operator%=(const V& v) { *this = value() % v; }
+  EMULATOR_INLINE void operator&=(const V& v) { *this = value() & v; }
+  EMULATOR_INLINE void operator|=(const V& v) { *this = value() | v; }
+  EMULATOR_INLINE void operator^=(const V& v) { *this = value() ^ v; }
+  EMULATOR_INLINE void operator<<=(const V& v) { *this = value() << v; }
+  EMULATOR_INLINE void operator>>=(const V& v) { *this = value() >> v; }
+  EMULATOR_INLINE void operator++(int) { *this = value() + V(1); }
+  EMULATOR_INLINE void operator--(int) { *this = value() - V(1); }
 };
 
 }  // namespace emulated
@@ -103,12 +112,24 @@ struct Swizzle {
   EMULATOR_INLINE T& operator[](ulong i) { return e[i]; }                                              \
   EMULATOR_INLINE const T& operator[](ulong i) const { return e[i]; }                                  \
   template <int... I>                                                                                  \
-  EMULATOR_INLINE vec<T, int(sizeof...(I))> swizzled() const {                                         \
+  EMULATOR_INLINE const vec<T, int(sizeof...(I))> swizzled() const {                                   \
     return vec<T, int(sizeof...(I))>(e[I]...);                                                         \
   }                                                                                                    \
   template <int... I>                                                                                  \
   EMULATOR_INLINE emulated::Swizzle<T, I...> swizzled_to() {                                           \
     return {e};                                                                                        \
+  }                                                                                                    \
+  EMULATOR_INLINE vec& operator++() { return *this = *this + T(1); }                                   \
+  EMULATOR_INLINE vec& operator--() { return *this = *this - T(1); }                                   \
+  EMULATOR_INLINE vec operator++(int) {                                                                \
+    const vec before = *this;                                                                          \
+    ++*this;                                                                                           \
+    return before;                                                                                     \
+  }                                                                                                    \
+  EMULATOR_INLINE vec operator--(int) {                                                                \
+    const vec before = *this;                                                                          \
+    --*this;                                                                                           \
+    return before;                                                                                     \
   }                                                                                                    \
   EMULATOR_INLINE vec operator+() const { return *this; }                                              \
   EMULATOR_INLINE vec operator-() const { EMULATED_EACH(T, -e[i]) }                                    \

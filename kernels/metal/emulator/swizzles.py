@@ -1,0 +1,97 @@
+"""Which words of a Metal source are swizzles, and what stands for them in C++.
+
+`.xy` is a swizzle unless a struct of the source has such a member and the object is declared as one: no types are known
+here, so it is asked how the nearest declaration of that name begins. On the left of an assignment a swizzle is a
+reference to components; elsewhere it is a constant, which the C++ compiler keeps from being assigned to.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+
+from kernels.metal.emulator.tokens import Source
+
+_SWIZZLE = re.compile(r"[xyzw]{2,4}|[rgba]{2,4}")
+_COMPONENTS = {"x": 0, "y": 1, "z": 2, "w": 3, "r": 0, "g": 1, "b": 2, "a": 3}
+_ASSIGNMENTS = (("=",), *((f"{op}=",) for op in "+-*/%&|^"), ("<", "<="), (">", ">", "="), ("++",), ("--",))
+_VECTOR = re.compile(r"[a-z_]+[234]|vec|packed_vec")
+_OPENING = {")": "(", "]": "["}
+_PASSED = ("*", "&", "const", "volatile", "device", "constant", "threadgroup", "thread")  # between a type and a name
+
+Members = Mapping[str, set[str]]  # by name: the structs that have it
+
+
+def swizzles(source: Source) -> Iterator[tuple[int, str]]:
+    """Tokens, and what to write instead. Raises SyntaxError."""
+    members = _members(source)
+    for i in range(2, len(source.tokens) - 1):
+        text = source.tokens[i].text
+        if source.tokens[i - 1].text not in (".", "->") or not _SWIZZLE.fullmatch(text):
+            continue
+        if source.is_at(i + 1, "(") or (text in members and _is_member(source, i, members[text])):
+            continue
+        assigned = any(source.is_at(i + 1, *each) for each in _ASSIGNMENTS)
+        if assigned and len(set(text)) < len(text):
+            raise SyntaxError(f"{source.where(i)}: '{text}' is assigned, and names a component twice: name each once")
+        components = ", ".join(str(_COMPONENTS[letter]) for letter in text)
+        yield i, f"template {'swizzled_to' if assigned else 'swizzled'}<{components}>()"
+
+
+def _members(source: Source) -> Members:
+    """Those that look like swizzles."""
+    found = defaultdict(set)
+    for i in range(len(source.tokens) - 2):
+        if source.tokens[i].text in ("struct", "class", "union") and source.is_at(i + 2, "{"):
+            for member in range(i + 3, source.close(i + 2)):
+                before, name = source.tokens[member - 1], source.tokens[member].text
+                if _SWIZZLE.fullmatch(name) and (before.is_word or before.text in (",", ">", "*", "&")):
+                    found[name].add(source.tokens[i + 1].text)
+    return found
+
+
+def _is_member(source: Source, at: int, structs: set[str]) -> bool:
+    """Whether the object whose member stands there is declared as one of these structs."""
+    name = _object(source, at - 2)
+    if name == "this":
+        return True
+    for i in range(at - 3, 0, -1):
+        if source.tokens[i].text == name:
+            declared = _type(source, i)
+            if declared in structs or _VECTOR.fullmatch(declared):
+                return declared in structs
+    return False
+
+
+def _object(source: Source, last: int) -> str:
+    """s of `s.`, `s[i].`, `s(...).`, `a.s.` and `(*s).`: what ends at `last`."""
+    while closing := _OPENING.get(source.tokens[last].text):
+        opening = _open(source, last, closing)
+        within = closing == "(" and not source.tokens[opening - 1].is_word
+        last = last - 1 if within else opening - 1
+    return source.tokens[last].text
+
+
+def _open(source: Source, index: int, opening: str) -> int:
+    """The bracket that the one at `index` closes, or the first token."""
+    closing, depth = source.tokens[index].text, 0
+    for i in range(index, 0, -1):
+        depth += (source.tokens[i].text == closing) - (source.tokens[i].text == opening)
+        if not depth:
+            return i
+    return 0
+
+
+def _type(source: Source, name: int) -> str:
+    """T of `T* name` and `T<A> name`; anything else where no type stands before it."""
+    i = name - 1
+    while i > 0 and source.tokens[i].text in _PASSED:
+        i -= 1
+    if source.tokens[i].text == ">":
+        depth = 1
+        while depth and i > 1:
+            i -= 1
+            depth += (source.tokens[i].text == ">") - (source.tokens[i].text == "<")
+        i -= 1
+    return source.tokens[i].text
