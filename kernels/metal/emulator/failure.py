@@ -15,9 +15,12 @@ class Fault(IntEnum):
     WRITE_TO_CONST = 4
     DIVERGENCE = 5
     TOO_MANY_BYTES = 6
+    NO_LANE = 7
+    OTHER_LANE = 8
+    DIVISION = 9
 
 
-ACTS = ("read", "write", "atomic read", "atomic write", "waits", "has returned")
+ACTS = ("read", "write", "atomic read", "atomic write", "waits", "has returned", "division")
 WAITS, RETURNED = 4, 5
 THREADGROUP = 1
 
@@ -31,6 +34,8 @@ class Party(ctypes.Structure):
         ("operation", ctypes.c_char_p),
         ("file", ctypes.c_char_p),
         ("line", ctypes.c_uint),
+        ("column", ctypes.c_uint),
+        ("flags", ctypes.c_int),
     )
 
 
@@ -86,17 +91,38 @@ class Teller:
             case Fault.TOO_MANY_BYTES:
                 name = self._variables[memory.index]
                 return f"'{name}' makes {memory.offset} bytes of threadgroup memory, and Metal has 32768"
-        return f"divergence: {self._waiting(first)}, but {self._waiting(second)}: all threads must come to the same one"
+            case Fault.NO_LANE:
+                return (
+                    f"no such lane: {self._who(first)} asks for lane {memory.offset} in {_operation(first)}, and its "
+                    f"simdgroup has {memory.bytes}: ask only for lanes that there are"
+                )
+            case Fault.OTHER_LANE:
+                return (
+                    f"different lanes: {self._who(first)} and {self._who(second)} do not ask for the same lane in "
+                    f"{_operation(first)}: use simd_shuffle"
+                )
+            case Fault.DIVISION:
+                return f"{self._access(first)}: an integer is divided by zero, or the least one by -1"
+        return self._divergence(first, second)
+
+    def _divergence(self, first: Party, second: Party) -> str:
+        column = WAITS == first.act == second.act and (first.file, first.line) == (second.file, second.line)
+        same = column and first.column == second.column and first.operation == second.operation
+        cure = "all threads must come to the same one"
+        return (
+            f"divergence: {self._waiting(first, column)}, but {self._waiting(second, column)}: "
+            f"{'all must give it the same flags' if same else cure}"
+        )
 
     def _access(self, party: Party, memory: Memory | None = None) -> str:
         size = f" of {memory.access} bytes" if memory is not None else ""
-        line = self._line_of(party.code)
+        line = self._line_of(party.code) if party.code else ""
         return f"{ACTS[party.act]}{size} by {self._who(party)}{f' at {line}' if line else ''}"
 
-    def _waiting(self, party: Party) -> str:
+    def _waiting(self, party: Party, column: bool) -> str:
         if party.act == RETURNED:
             return f"{self._who(party)} has returned"
-        return f"{self._who(party)} waits in {party.operation.decode()} at {party.file.decode()}:{party.line}"
+        return f"{self._who(party)} waits in {_operation(party)}{f':{party.column}' if column else ''}"
 
     def _who(self, party: Party) -> str:
         groups = tuple(-(-threads // each) for threads, each in zip(self._grid, self._group, strict=True))
@@ -126,6 +152,10 @@ class Teller:
             return "nothing orders threadgroups: let one write it, or use atomics"
         kind = "mem_threadgroup" if failure.memory.space == THREADGROUP else "mem_device"
         return f"no barrier with mem_flags::{kind} between them"
+
+
+def _operation(party: Party) -> str:
+    return f"{party.operation.decode()} at {party.file.decode()}:{party.line}"
 
 
 def _position(index: int, size: tuple[int, ...]) -> tuple[int, ...]:

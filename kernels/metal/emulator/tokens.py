@@ -52,6 +52,11 @@ class Source:
         start, file, line = self._markers[bisect_right(self._starts, at) - 1]
         return f"{file}:{line + self.text.count(chr(10), start, at)}"
 
+    def place(self, index: int) -> tuple[int, int]:
+        """Of a token: its line, and its column once macros are expanded, both from 1."""
+        at = self.tokens[index].start
+        return int(self.where(index).rpartition(":")[2]), at - self.text.rfind("\n", 0, at)
+
     def slice(self, begin: int, end: int) -> str:
         """The text of tokens [begin, end)."""
         return self.text[self.tokens[begin].start : self.tokens[end - 1].end] if begin < end else ""

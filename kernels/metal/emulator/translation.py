@@ -35,6 +35,11 @@ ATTRIBUTES = frozenset(
     )
 )
 _LITERAL = re.compile(r"(\d+\.\d*(?:[eE][+-]?\d+)?|\.\d+(?:[eE][+-]?\d+)?)(h|H|bf|BF)")
+# What takes a Where: nothing else of a simdgroup waits.
+_WAITS = re.compile(
+    "(threadgroup|simdgroup)_barrier|simd_(sum|product|max|min|and|or|xor|all|any|ballot|active_threads_mask)"
+    "|simd_(prefix|shuffle|broadcast)[a-z_]*"
+)
 _SUFFIXES = {"h": "half", "bf": "bfloat"}
 _LIMIT = "max_total_threads_per_threadgroup"
 
@@ -122,6 +127,7 @@ class Translator:
                 self._instantiation(each)
         for i, text in swizzles(self._source):
             self._replace(i, i + 1, text)
+        self._places()
         self._literals()
         self._constants()
         return Translation(self._edited(), tuple(self._kernels))
@@ -276,6 +282,18 @@ class Translator:
                 f"and the emulator {MAX_VARIABLES}: put some into a struct or an array"
             )
         return tuple(names)
+
+    def _places(self) -> None:
+        """Where barriers and simd operations are called: two of a line are two."""
+        own = {each.name for each in declarations(self._source) if each.kind is Kind.FUNCTION}
+        for i in range(1, len(self._source.tokens) - 1):
+            before, name = self._source.tokens[i - 1].text, self._source.tokens[i].text
+            if not _WAITS.fullmatch(name) or not self._source.is_at(i + 1, "(") or name in own or before in (".", "->"):
+                continue
+            last, (line, column) = self._source.close(i + 1), self._source.place(i)
+            comma = "" if last == i + 2 else ", "
+            where = f"{comma}::emulator::Where(__builtin_FILE(), {line}, {column})"
+            self._insert(self._source.tokens[last].start, where)
 
     def _literals(self) -> None:
         for i, token in enumerate(self._source.tokens):

@@ -12,10 +12,13 @@ enum Fault : int {
   MISALIGNED,        // one party
   WRITE_TO_CONST,    // one party
   DIVERGENCE,        // both parties: what the one waits in, the other does not come to
-  TOO_MANY_BYTES     // of threadgroup memory; `memory.offset` is their sum
+  TOO_MANY_BYTES,    // of threadgroup memory; `memory.offset` is their sum
+  NO_LANE,           // one party; `memory` has the lane as offset, and as bytes how many lanes there are
+  OTHER_LANE,        // both parties, which do not broadcast from the same lane
+  DIVISION           // one party; of integers, by zero, or the least one by -1
 };
 
-enum Act : int { READS, WRITES, READS_ATOMICALLY, WRITES_ATOMICALLY, WAITS, RETURNED };
+enum Act : int { READS, WRITES, READS_ATOMICALLY, WRITES_ATOMICALLY, WAITS, RETURNED, DIVIDES };
 
 struct Party {
   Act act;
@@ -23,7 +26,8 @@ struct Party {
   unsigned code;           // of an access: the address of the instruction after it, in the library
   const char* operation;   // of WAITS
   const char* file;
-  unsigned line;
+  unsigned line, column;
+  int flags;               // of a barrier
 };
 
 enum Space : int { DEVICE, THREADGROUP };

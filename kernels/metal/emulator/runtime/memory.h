@@ -129,6 +129,12 @@ class Checker {
     }
   }
 
+  // Where the kernels' library has the instruction after the one at this address; 0: elsewhere, or no checked launch.
+  unsigned code(void* instruction) const {
+    const std::uintptr_t found = image_of(instruction);
+    return found && found == image_ ? unsigned(reinterpret_cast<std::uintptr_t>(instruction) - image_) + 1 : 0;
+  }
+
   unsigned long accesses;
 
  private:
@@ -200,7 +206,8 @@ class Checker {
   [[noreturn]] void fail(Fault fault, const Memory& memory, bool write, bool atomic) {
     const Act act = atomic ? (write ? WRITES_ATOMICALLY : READS_ATOMICALLY) : (write ? WRITES : READS);
     scheduler_.failure.fault = fault;
-    scheduler_.failure.first = Party{act, scheduler_.index(), scheduler_.group, code_, nullptr, nullptr, 0};
+    scheduler_.failure.first = scheduler_.party(act, scheduler_.index());
+    scheduler_.failure.first.code = code_;
     scheduler_.failure.memory = memory;
     scheduler_.abandon();
   }

@@ -3,6 +3,9 @@
 // A checked build is compiled with -fsanitize=thread, whose calls before every access are answered here and not by
 // ThreadSanitizer. It is a library of its own, so that those of kernels share its stacks. One launch at a time: whatever
 // there is of state belongs to it.
+#include <pthread.h>
+#include <signal.h>
+
 #include <mutex>
 
 #include "memory.h"
@@ -72,12 +75,43 @@ static void run(const Launch& launch) {
   }
 }
 
+// A division of integers that a GPU has some result for ends the launch and not the process. On processors for which
+// it is no fault, ARM's for one, nothing is seen.
+class Divisions {
+ public:
+  Divisions() {
+    thread_ = pthread_self();
+    struct sigaction ours {};
+    ours.sa_sigaction = fail;
+    ours.sa_flags = SA_SIGINFO | SA_NODEFER;  // it never returns to where the signal came from
+    sigaction(SIGFPE, &ours, &before_);
+  }
+  ~Divisions() { sigaction(SIGFPE, &before_, nullptr); }
+
+ private:
+  static void fail(int, siginfo_t* signal, void*) {
+    if (!scheduler.running() || !pthread_equal(thread_, pthread_self())) {  // not ours: the instruction fails again
+      sigaction(SIGFPE, &before_, nullptr);
+      return;
+    }
+    Party mine = scheduler.party(DIVIDES, scheduler.index());
+    mine.code = checker.code(signal->si_addr);
+    scheduler.fail(mine, mine, DIVISION);
+  }
+
+  static pthread_t thread_;
+  static struct sigaction before_;
+};
+pthread_t Divisions::thread_;
+struct sigaction Divisions::before_;
+
 }  // namespace emulator
 
 using namespace emulator;
 
 EMULATOR_API void emulator_launch(const Launch* launch, Report* report) {
   const std::lock_guard<std::mutex> locked(one_launch);
+  const Divisions watched;
   threadgroup.begin_launch();
   scheduler.begin_launch(live, launch->entry, Order(launch->order), launch->seed);
   if (launch->checked)
@@ -99,6 +133,16 @@ EMULATOR_API const Exchange* emulator_exchange(const void* value, unsigned size,
   return scheduler.exchange(value, size, combine, operation, where);
 }
 EMULATOR_API unsigned emulator_lane() { return scheduler.index() % LANES; }
+
+EMULATOR_API void emulator_no_lane(unsigned lane, unsigned lanes, const char* operation, Where where) {
+  scheduler.failure.memory = Memory{THREADGROUP, 0, long(lane), long(lanes), 0};
+  const Party mine = scheduler.party(operation, where, 0);
+  scheduler.fail(mine, mine, NO_LANE);
+}
+EMULATOR_API void emulator_other_lane(unsigned other, const char* operation, Where where) {
+  const unsigned simdgroup = scheduler.index() / LANES * LANES;
+  scheduler.fail(scheduler.party(operation, where, 0), scheduler.party(WAITS, simdgroup + other), OTHER_LANE);
+}
 
 EMULATOR_API void* emulator_threadgroup_memory(unsigned key, unsigned long bytes) {
   void* found = threadgroup.of(key, long(bytes));

@@ -20,10 +20,12 @@ enum Order : int { FORWARD, REVERSED, RANDOM };
 struct Wait {
   const char* operation;
   Where where;
+  int flags;        // of a barrier
   unsigned thread;  // who came first
 
-  bool same(const char* other, Where there) const {
-    return where.line == there.line && same(operation, other) && same(where.file, there.file);
+  bool same(const char* other, Where there, int others) const {
+    return where.line == there.line && where.column == there.column && flags == others && same(operation, other) &&
+           same(where.file, there.file);
   }
   static bool same(const char* a, const char* b) {
     return a == b || !std::strcmp(a, b);  // a text of two templates may lie in two places
@@ -84,10 +86,10 @@ class Scheduler {
   void threadgroup_barrier(int flags, Where where) {
     static const char NAME[] = "threadgroup_barrier";
     Simdgroup& mine = simdgroup();
-    if (mine.waiting) fail_waiting(mine.wait, party(NAME, where));
-    if (at_barrier_ && !barrier_.same(NAME, where)) fail_waiting(barrier_, party(NAME, where));
-    if (returned_) fail(party(NAME, where), party(RETURNED, first_returned_));
-    if (!at_barrier_) barrier_ = Wait{NAME, where, index()};
+    if (mine.waiting) fail_waiting(mine.wait, party(NAME, where, flags));
+    if (at_barrier_ && !barrier_.same(NAME, where, flags)) fail_waiting(barrier_, party(NAME, where, flags));
+    if (returned_) fail(party(NAME, where, flags), party(RETURNED, first_returned_));
+    if (!at_barrier_) barrier_ = Wait{NAME, where, flags, index()};
     if (++at_barrier_ < count_) {
       mine.runnable &= ~bit();
       if (!mine.runnable) runnable_ &= ~(1u << index() / LANES);
@@ -101,7 +103,7 @@ class Scheduler {
   }
 
   void simdgroup_barrier(int flags, Where where) {
-    if (!arrive("simdgroup_barrier", where)) return;
+    if (!arrive("simdgroup_barrier", where, flags)) return;
     for (int memory : {MEM_DEVICE, MEM_THREADGROUP}) simdgroup().passed[memory] += (flags & memory) != 0;
     complete();
   }
@@ -110,7 +112,7 @@ class Scheduler {
     Simdgroup& mine = simdgroup();
     Exchange& lanes = mine.exchange[mine.turn & 1];
     std::memcpy(lanes.slot[index() % LANES], value, size);
-    if (!arrive(operation, where)) return &lanes;
+    if (!arrive(operation, where, 0)) return &lanes;
     lanes.lanes = mine.present;
     if (combine) combine(lanes);
     complete();
@@ -118,8 +120,8 @@ class Scheduler {
   }
 
   // Nothing runs on: the launch has failed.
-  [[noreturn]] void fail(const Party& first, const Party& second) {
-    failure.fault = DIVERGENCE;
+  [[noreturn]] void fail(const Party& first, const Party& second, Fault fault = DIVERGENCE) {
+    failure.fault = fault;
     failure.first = first;
     failure.second = second;
     abandon();
@@ -128,6 +130,12 @@ class Scheduler {
   [[noreturn]] void abandon() {
     switch_to(current_->fiber->registers, main_);
     __builtin_unreachable();
+  }
+
+  Party party(Act act, unsigned thread) const { return Party{act, thread, group, 0, nullptr, nullptr, 0, 0, 0}; }
+  Party party(const char* operation, Where where, int flags) const { return party(operation, where, flags, index()); }
+  Party party(const char* operation, Where where, int flags, unsigned thread) const {
+    return Party{WAITS, thread, group, 0, operation, where.file, where.line, where.column, flags};
   }
 
   bool running() const { return current_; }
@@ -172,12 +180,14 @@ class Scheduler {
   // ---- simd operations
 
   // Whether this lane is the last one, which has to complete the operation; else it is completed when this returns.
-  bool arrive(const char* operation, Where where) {
+  bool arrive(const char* operation, Where where, int flags) {
     Simdgroup& mine = simdgroup();
-    if (mine.waiting && !mine.wait.same(operation, where)) fail_waiting(mine.wait, party(operation, where));
-    if (mine.returned) fail(party(operation, where), party(RETURNED, index() / LANES * LANES + lowest(mine.returned)));
-    if (mine.at_barrier()) fail_waiting(barrier_, party(operation, where));
-    if (!mine.waiting) mine.wait = Wait{operation, where, index()};
+    const bool waiting = mine.waiting;
+    if (waiting && !mine.wait.same(operation, where, flags)) fail_waiting(mine.wait, party(operation, where, flags));
+    if (mine.returned)
+      fail(party(operation, where, flags), party(RETURNED, index() / LANES * LANES + lowest(mine.returned)));
+    if (mine.at_barrier()) fail_waiting(barrier_, party(operation, where, flags));
+    if (!waiting) mine.wait = Wait{operation, where, flags, index()};
     mine.waiting |= bit();
     mine.runnable &= ~bit();
     if (mine.waiting == mine.present) return true;
@@ -263,12 +273,8 @@ class Scheduler {
 
   // ---- failures
 
-  Party party(Act act, unsigned thread) const { return Party{act, thread, group, 0, nullptr, nullptr, 0}; }
-  Party party(const char* operation, Where where) const {
-    return Party{WAITS, index(), group, 0, operation, where.file, where.line};
-  }
   [[noreturn]] void fail_waiting(const Wait& wait, const Party& other) {
-    fail(other, Party{WAITS, wait.thread, group, 0, wait.operation, wait.where.file, wait.where.line});
+    fail(other, party(wait.operation, wait.where, wait.flags, wait.thread));
   }
 
   Entry entry_;

@@ -49,11 +49,13 @@ struct Context {
 
 typedef void (*Entry)(const Context&, const Thread&);
 
-// Where a kernel waits. As a default argument it is the line of the outermost call.
+// Where a kernel waits. The translator writes it into calls; as a default argument it is the line of the outermost one.
+// A return address would not do: compilers merge calls that look alike, and copy one to several places.
 struct Where {
   const char* file;
-  unsigned line;
-  constexpr Where(const char* file_ = __builtin_FILE(), unsigned line_ = __builtin_LINE()) : file(file_), line(line_) {}
+  unsigned line, column;  // column 0: not known
+  constexpr Where(const char* file_ = __builtin_FILE(), unsigned line_ = __builtin_LINE(), unsigned column_ = 0)
+      : file(file_), line(line_), column(column_) {}
 };
 
 // Values that the lanes of a simdgroup gave, and what was made of them.
@@ -74,6 +76,9 @@ EMULATOR_API void emulator_simdgroup_barrier(int flags, emulator::Where where);
 EMULATOR_API const emulator::Exchange* emulator_exchange(
     const void* value, unsigned size, emulator::Combine combine, const char* operation, emulator::Where where);
 EMULATOR_API unsigned emulator_lane();
+// The running thread wants the value of a lane that does not exist, or another lane's than `other` does: the launch ends.
+EMULATOR_API void emulator_no_lane(unsigned lane, unsigned lanes, const char* operation, emulator::Where where);
+EMULATOR_API void emulator_other_lane(unsigned other, const char* operation, emulator::Where where);
 // The memory of a threadgroup's variable number `key`; filled with NaNs when its threadgroup begins.
 EMULATOR_API void* emulator_threadgroup_memory(unsigned key, unsigned long bytes);
 // Tells that the calling line is about to access memory atomically; checked builds alone do.

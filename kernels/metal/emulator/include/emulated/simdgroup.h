@@ -72,11 +72,24 @@ EMULATOR_UNCHECKED T scan(T value, T none, bool inclusive, const char* operation
   return sum;
 }
 
-// Another lane's; `fallback` where there is no such lane.
+// Another lane's, if it is `wanted`. It has to exist, which checked builds look for.
 template <class T>
-EMULATOR_UNCHECKED T shuffle(T value, int lane, bool exists, T fallback, const char* operation, Where where) {
+EMULATOR_UNCHECKED T shuffle(T value, int lane, bool wanted, T fallback, const char* operation, Where where) {
   const Exchange& lanes = exchange(value, nullptr, operation, where);
-  return exists ? at<T>(lanes, uint(lane)) : fallback;
+  if (!wanted) return fallback;
+#ifdef EMULATOR_CHECKED
+  if (lane < 0 || lane >= int(LANES) || !(lanes.lanes >> lane & 1))
+    emulator_no_lane(uint(lane), uint(__builtin_popcount(lanes.lanes)), operation, where);
+#endif
+  return at<T>(lanes, uint(lane));
+}
+// Checked builds: all lanes broadcast from the same one.
+EMULATOR_UNCHECKED void check_broadcast(uint lane, const char* operation, Where where) {
+#ifdef EMULATOR_CHECKED
+  const Exchange& lanes = exchange(lane, nullptr, operation, where);
+  for (uint other = 0; other < LANES; ++other)
+    if (lanes.lanes >> other & 1 && at<uint>(lanes, other) != lane) emulator_other_lane(other, operation, where);
+#endif
 }
 EMULATOR_INLINE int lane() { return int(emulator_lane()); }
 
@@ -124,33 +137,37 @@ EMULATED_SCAN(simd_prefix_exclusive_product, Product, 1, false)
 #undef EMULATED_SCAN
 
 // up and down: a lane beyond the simdgroup leaves the value as it is; the _fill_ ones take it from `fill`.
-#define EMULATED_SHUFFLE(name, argument, from, exists)                                                     \
+#define EMULATED_SHUFFLE(name, argument, from, inside)                                                     \
   template <class T>                                                                                       \
   EMULATOR_INLINE T name(T value, ushort argument, emulator::Where where = emulator::Where()) {            \
     const int lane = emulated::lane(), wanted = from;                                                      \
     (void)lane;                                                                                            \
-    return emulated::shuffle(value, wanted & 31, exists, value, #name, where);                             \
+    return emulated::shuffle(value, wanted, inside, value, #name, where);                                  \
   }
 EMULATED_SHUFFLE(simd_shuffle, other, other, true)
-EMULATED_SHUFFLE(simd_broadcast, other, other, true)
 EMULATED_SHUFFLE(simd_shuffle_xor, mask, lane ^ mask, true)
 EMULATED_SHUFFLE(simd_shuffle_up, delta, lane - delta, wanted >= 0)
 EMULATED_SHUFFLE(simd_shuffle_down, delta, lane + delta, wanted < 32)
-EMULATED_SHUFFLE(simd_shuffle_rotate_up, delta, lane - delta, true)
-EMULATED_SHUFFLE(simd_shuffle_rotate_down, delta, lane + delta, true)
+EMULATED_SHUFFLE(simd_shuffle_rotate_up, delta, (lane - delta) & 31, true)
+EMULATED_SHUFFLE(simd_shuffle_rotate_down, delta, (lane + delta) & 31, true)
 #undef EMULATED_SHUFFLE
 
-#define EMULATED_FILL(name, from, exists)                                                                          \
+#define EMULATED_FILL(name, from, inside)                                                                          \
   template <class T>                                                                                               \
   EMULATOR_INLINE T name(T value, T fill, ushort delta, emulator::Where where = emulator::Where()) {               \
     const int wanted = from;                                                                                       \
-    const T filled = emulated::shuffle(fill, wanted & 31, true, fill, #name " (fill)", where);                     \
-    return emulated::shuffle(value, wanted & 31, exists, filled, #name, where);                                    \
+    const T filled = emulated::shuffle(fill, wanted & 31, !(inside), fill, #name " (fill)", where);                \
+    return emulated::shuffle(value, wanted, inside, filled, #name, where);                                         \
   }
 EMULATED_FILL(simd_shuffle_and_fill_up, emulated::lane() - delta, wanted >= 0)
 EMULATED_FILL(simd_shuffle_and_fill_down, emulated::lane() + delta, wanted < 32)
 #undef EMULATED_FILL
 
+template <class T>
+EMULATOR_INLINE T simd_broadcast(T value, ushort lane, emulator::Where where = emulator::Where()) {
+  emulated::check_broadcast(lane, "simd_broadcast", where);
+  return emulated::shuffle(value, lane, true, value, "simd_broadcast", where);
+}
 template <class T>
 EMULATOR_INLINE T simd_broadcast_first(T value, emulator::Where where = emulator::Where()) {
   return emulated::shuffle(value, 0, true, value, "simd_broadcast_first", where);
