@@ -33,7 +33,7 @@ kernel void branches_around(ARGUMENTS) {
 }
 
 #line 1 "wrong.metal"
-kernel void barriers(ARGUMENTS) { float v = x[i]; if (i < 32) { v = sin(v); B; v *= 2; } else { B; v -= 3; } out[i] = v; }
+kernel void barriers(ARGUMENTS) { float v = x[i]; if (i < 32) { B; v *= 2; } else { v = sin(v); B; } out[i] = v; }
 kernel void alike(ARGUMENTS) { if (i < 32) { B; } else { B; } }
 kernel void in_a_simdgroup(ARGUMENTS) { if (i < 16) S; else S; }
 kernel void sums(ARGUMENTS) { if (lane < 16) out[i] = simd_sum(1.0f) * 2; else out[i] = sin(simd_sum(2.0f)); }
