@@ -32,11 +32,27 @@ def swizzles(source: Source) -> Iterator[tuple[int, str]]:
             continue
         if source.is_at(i + 1, "(") or (text in members and _is_member(source, i, members[text])):
             continue
-        assigned = any(source.is_at(i + 1, *each) for each in _ASSIGNMENTS)
+        assigned = _is_assigned(source, i + 1)
+        if not assigned and _is_assigned(source, _selected(source, i + 1)):
+            raise SyntaxError(
+                f"{source.where(i)}: a part of '.{text}' is assigned, which is a copy: "
+                "assign to the components of the vector itself"
+            )
         if assigned and len(set(text)) < len(text):
             raise SyntaxError(f"{source.where(i)}: '{text}' is assigned, and names a component twice: name each once")
         components = ", ".join(str(_COMPONENTS[letter]) for letter in text)
         yield i, f"template {'swizzled_to' if assigned else 'swizzled'}<{components}>()"
+
+
+def _is_assigned(source: Source, after: int) -> bool:
+    return any(source.is_at(after, *each) for each in _ASSIGNMENTS)
+
+
+def _selected(source: Source, i: int) -> int:
+    """What comes after `[1]` and `.x` that stand at i."""
+    while source.is_at(i, "[") or source.is_at(i, "."):
+        i = source.close(i) + 1 if source.is_at(i, "[") else i + 2
+    return i
 
 
 def _members(source: Source) -> Members:

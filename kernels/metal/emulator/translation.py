@@ -1,8 +1,8 @@
 """Metal Shading Language to C++: finds the kernels, and rewrites the little that C++ does not know.
 
 That is: attributes go, a threadgroup's variables become references into memory that the runtime hands out, swizzles
-become calls, 1.5h becomes half(1.5f), barriers and simd operations are told where they are called, and every kernel gets
-an entry point that takes its arguments out of a launch.
+become calls, 1.5h becomes half(1.5f), barriers and simd operations are told where they are called, and every kernel
+gets an entry point that takes its arguments out of a launch.
 All else stays as it is, line by line. What include/metal_stdlib makes of it, and how a kernel runs, is not known here.
 """
 

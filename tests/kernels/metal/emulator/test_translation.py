@@ -60,6 +60,13 @@ def test_what_cannot_be_assigned_to_is_refused(statement: str) -> None:
         result(f"int4 v = int4(1), w = v;\n{statement}\nout[i] = v.x + w.x;")
 
 
+def test_a_part_of_a_swizzle_is_a_copy() -> None:
+    with pytest.raises(
+        SyntaxError, match=r"k.metal:3: a part of '.zw' is assigned, which is a copy: assign to the comp"
+    ):
+        result("int4 v = int4(1);\nv.zw[1] = 9;")
+
+
 def test_members_that_look_like_swizzles() -> None:
     helpers = """struct S { float2 xy; int bar[2], ab; thread int2& rg() thread { return both; } int2 both;
       int sum() const { return this->ab + ab; } };
