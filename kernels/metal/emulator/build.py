@@ -5,6 +5,7 @@ The key of a library is a hash of all that it is made of. Knows neither Metal no
 
 from __future__ import annotations
 
+import ctypes
 import hashlib
 import logging
 import os
@@ -66,6 +67,16 @@ class Built(NamedTuple):
     kernels: Path
     runtime: Path
 
+    def load(self) -> tuple[ctypes.CDLL, ctypes.CDLL]:
+        """Raises CompilerMissing."""
+        try:
+            return ctypes.CDLL(str(self.kernels)), ctypes.CDLL(str(self.runtime))
+        except OSError as error:
+            raise CompilerMissing(
+                "a compiled Metal kernel cannot be loaded: set XDG_CACHE_HOME to a folder of this machine from which "
+                f"programs can be run ({error})"
+            ) from None
+
 
 @dataclass(frozen=True)
 class Compiler:
@@ -114,9 +125,9 @@ class Compiler:
         return self._compile([*_LANGUAGE, "-E", "-nostdinc", *DEFINES, *folders, "-"], marked)
 
     def check(self, *, checked: bool) -> None:
-        """Compiles what all kernels need. Raises CompilerMissing."""
+        """Compiles and loads what all kernels need. Raises CompilerMissing."""
         try:
-            self.library("", checked=checked, ucontext=False)
+            self.library("", checked=checked, ucontext=False).load()
         except SyntaxError as error:
             raise self._unable(error) from None
 

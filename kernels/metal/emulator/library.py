@@ -16,7 +16,7 @@ from typing import Any
 from torch import Tensor
 
 from kernels.metal.emulator.arguments import Buffer, Inline, Parameter, cast_of
-from kernels.metal.emulator.build import Built, CompilerMissing, line
+from kernels.metal.emulator.build import Built, line
 from kernels.metal.emulator.failure import Failure, Fault, KernelFault, Teller
 from kernels.metal.emulator.translation import MAX_BUFFERS, KernelSource, Translation
 
@@ -84,14 +84,8 @@ class Library:
 
     def __init__(self, built: Built, translation: Translation, mode: Mode) -> None:
         self._built, self._mode = built, mode
-        try:
-            self._loaded = ctypes.CDLL(str(built.kernels))
-            self._launch = ctypes.CDLL(str(built.runtime)).emulator_launch
-        except OSError as error:
-            raise CompilerMissing(
-                f"a compiled Metal kernel cannot be loaded: set XDG_CACHE_HOME to a folder of this machine from which "
-                f"programs can be run ({error})"
-            ) from None
+        self._loaded, runtime = built.load()
+        self._launch = runtime.emulator_launch
         self._launch.restype = None
         self._numbers = {kernel.name: (i, kernel) for i, kernel in enumerate(translation.kernels)}
 

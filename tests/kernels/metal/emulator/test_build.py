@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import hashlib
 import logging
 import tempfile
 from pathlib import Path
@@ -79,6 +80,16 @@ def test_what_is_damaged_is_compiled_again(folder: Path, damage: int | None) -> 
         assert compiler.library("", checked=False, ucontext=False) == built
         ctypes.CDLL(str(library))
     assert not list((folder / "cache").rglob("build-*"))
+
+
+def test_what_cannot_be_loaded_is_told_before_it_is_used(folder: Path) -> None:
+    """As from a folder whose programs must not be run."""
+    built = Compiler.find().library("", checked=False, ucontext=False)
+    built.kernels.write_bytes(b"whole, and no library")
+    built.kernels.with_suffix(".sha256").write_text(hashlib.sha256(built.kernels.read_bytes()).hexdigest())
+    load_emulated.cache_clear()
+    with pytest.raises(KernelsMissing, match="cannot be loaded: set XDG_CACHE_HOME to a folder of this machine"):
+        load_emulated()
 
 
 @pytest.mark.parametrize("home", ["/proc/nope", "/dev/null/nope"])
