@@ -66,7 +66,7 @@ class StrategyCache(Cache):
         self._dtype_given = dtype is not None
         self._kind = strategy
         self._equal_lengths = equal_lengths
-        kv_dtype = dtype or getattr(text, "dtype", None) or torch.float32
+        kv_dtype = dtype or _dtype_of(text)
         geometry = Geometry(self._specs, kv_dtype, max_batch_size, max_seq_len, max_step_tokens=max_seq_len)
         self._cache = _built(strategy, options, geometry, torch.device(device))
         self._exact = self._cache.contract.exact
@@ -359,6 +359,13 @@ class _KeepingOps:
 
     def attend(self, *args: Any, **kwargs: Any) -> None:
         """Leaves `out` as it is."""
+
+
+def _dtype_of(config: PreTrainedConfig) -> torch.dtype:
+    """A model's own; once it was saved its config has the name alone."""
+    found = getattr(config, "dtype", None) or torch.float32
+    resolved: torch.dtype = getattr(torch, found) if isinstance(found, str) else found
+    return resolved
 
 
 def _stacked(plan: Plan, layer: int, rows: int) -> KV:

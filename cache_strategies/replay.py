@@ -11,7 +11,7 @@ import argparse
 import json
 import sys
 from collections.abc import Iterable, Iterator, Sequence
-from typing import NamedTuple, cast
+from typing import NamedTuple
 
 import torch
 
@@ -21,7 +21,8 @@ from cache_strategies.optimum import distinct, most_hits, visits
 from cache_strategies.paged import PagedCache, PagedOptions
 from config.settings import SettingsError
 from kernels.arena import Arena
-from kernels.ops import LayerSpec, Ops
+from kernels.ops import LayerSpec
+from kernels.reference import ReferenceOps
 
 SHARES = (0.1, 0.25, 0.5)
 LAYER = LayerSpec(num_kv_heads=1, num_q_heads=1, head_dim=1, v_head_dim=1)
@@ -72,9 +73,8 @@ class Replay:
         options = PagedOptions(block_size=block_size, eviction=policy)
         geometry = Geometry([LAYER], torch.float32, max_seats=1, max_seq_len=longest, max_step_tokens=longest)
         self._arena = Arena(blocks, PagedCache.seat_shape(options, geometry).block_bytes)
-        # Nothing is computed, and who is alone never writes what others hold, so that nothing is copied either.
-        no_ops = cast(Ops, None)
-        setup = CacheSetup(NAME, geometry, self._arena, no_ops, clock=lambda: self._now)
+        # Which operations does not matter: nothing is computed, and who is alone writes nothing that others hold.
+        setup = CacheSetup(NAME, geometry, self._arena, ReferenceOps(), clock=lambda: self._now)
         self._cache = PagedCache(setup, options)
 
     def take(self, request: Request) -> int:

@@ -70,5 +70,6 @@ def test_more_histories_of_one_strategy(name: str) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(3600)  # where every access is checked
 def test_a_hundred_thousand_operations() -> None:
     play(TOGETHER, examples=2500)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 
 import torch
@@ -142,7 +143,8 @@ SPREAD = {"q_proj": 0.4} | dict.fromkeys(("qkv_proj", "c_attn", "query_key_value
 def random_model(config: PretrainedConfig, *, seed: int = 0) -> PreTrainedModel:
     """Random weights."""
     torch.manual_seed(seed)
-    model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    own = copy.deepcopy(config)  # saving a model writes into its config
+    model: PreTrainedModel = AutoModelForCausalLM.from_config(own, dtype=torch.float32).eval()
     with torch.no_grad():
         for name, p in model.named_parameters():
             if p.dim() > 1:

@@ -15,6 +15,7 @@ from transformers import Llama4TextConfig, MambaConfig
 from cache_strategies import registry
 from cache_strategies.hf import StrategyCache, StrategyCacheError
 from config.settings import SettingsError, StrategySettings
+from tests.models.random_models import CONFIGS, random_model
 from tests.strategies.generating import LONGEST, MORE, PAGED, left_padded, made, model_of, own, prompts, window, written
 
 DOC = Path(__file__).parents[2] / "docs" / "outside.md"
@@ -183,6 +184,13 @@ def sieve(monkeypatch: pytest.MonkeyPatch) -> str:
     where = "tests.contract.third_party:SieveCache"
     monkeypatch.setattr(registry, "BUILTIN", registry.BUILTIN | {"sieve": where})
     return "sieve"
+
+
+def test_a_model_that_was_saved(tmp_path: Path) -> None:
+    """Which writes into its config."""
+    model, ids = random_model(CONFIGS["llama"]), prompts()
+    model.save_pretrained(tmp_path)
+    assert written(model, ids, made(model, PAGED)).equal(own(model, ids))
 
 
 def test_a_strategy_known_by_its_seam_alone(sieve: str) -> None:
