@@ -58,7 +58,7 @@ class Layer(NamedTuple):
 
     out: Tensor
     q: Tensor
-    store: KVStore
+    kept: tuple[Tensor, ...]  # the store's memory and the addresses of the step's rows, as kernels take them
     at: Slots
     spec: LayerSpec
     shape: Shape
@@ -91,7 +91,8 @@ class Attention:
             "queries {} and their results {} do not fit {}",
             *(q.shape, out.shape, spec),
         )
-        expect_together(q, out, memory(store), *addresses(at))
+        kept = (memory(store), *addresses(at))
+        expect_together(q, out, *kept)
         expect_heads(store, layer, (spec.num_kv_heads, spec.head_dim), (spec.num_kv_heads, spec.v_head_dim))
         attending = (
             *(spec.num_q_heads, shape.group),
@@ -100,7 +101,7 @@ class Attention:
             EVERYTHING if window is None else window,
         )
         sizes = memory_sizes(store, layer, at), attending, (spec.scale, spec.softcap or 0.0)
-        this = Layer(out, q, store, at, spec, shape, self._sinks_of(spec, q.device), sizes)
+        this = Layer(out, q, kept, at, spec, shape, self._sinks_of(spec, q.device), sizes)
         if at.num_decode:
             self._decode(this)
         if at.num_rows > at.num_decode:
@@ -123,10 +124,10 @@ class Attention:
         sets = count * spec.num_q_heads * splits if splits > 1 else 1
         sums = self._scratch(sets * (2 + spec.v_head_dim), this.q.device)
         partial, values = sums[: 2 * sets], sums[2 * sets :]
-        decode, merge = self._decoding(shape, this.q.dtype, this.store.dtype)
+        decode, merge = self._decoding(shape, this.q.dtype, this.kept[0].dtype)
         decode(
             Grid((GROUP * spec.num_kv_heads * -(-shape.group // shape.together), count, splits), (GROUP, 1, 1)),
-            *(this.out, partial, values, this.q, memory(this.store), *addresses(at), this.sinks),
+            *(this.out, partial, values, this.q, *this.kept, this.sinks),
             *this.sizes,
             (splits, first),  # Splits
         )
@@ -143,9 +144,9 @@ class Attention:
         """Rows of several tokens."""
         at, shape = this.at, this.shape
         tiles = -(-at.max_q * shape.group // shape.queries)
-        self._kernel("prefill", f"prefill_{shape.width}", this.q.dtype, this.store.dtype)(
+        self._kernel("prefill", f"prefill_{shape.width}", this.q.dtype, this.kept[0].dtype)(
             Grid((GROUP * tiles, this.spec.num_kv_heads, at.num_rows - at.num_decode), (GROUP, 1, 1)),
-            *(this.out, this.q, memory(this.store), *addresses(at), this.sinks),
+            *(this.out, this.q, *this.kept, this.sinks),
             *this.sizes,
             at.num_decode,
         )
