@@ -76,7 +76,7 @@ class Clang:
     def _faults(self, text: str, headers: Path) -> list[Fault]:
         """What clang says about C++ that these headers explain."""
         options = [*LANGUAGE, *SINGLE, *(f"-Werror={name}" for name in ERRORS), *DEFINES]
-        command = [*self._command, *options, f"-I{headers}", "-include", "metal_stdlib", "-"]
+        command = [*self._command, *options, f"-I{headers}", f"-I{EMULATED}", "-include", "metal_stdlib", "-"]
         done = subprocess.run(command, input=text, capture_output=True, text=True)
         found = faults(done.stderr, f"{headers}{sep}")
         assert "error: " in done.stderr or not done.returncode, done.stderr

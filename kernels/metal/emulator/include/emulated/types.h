@@ -1,5 +1,7 @@
 // Scalars of MSL, words of the language, type traits and limits.
 #pragma once
+#include "shared/traits.h"
+#include "shared/words.h"
 
 // ---- words: the translator knows what they mean, C++ need not
 #define device
@@ -7,49 +9,6 @@
 #define threadgroup
 #define thread
 #define METAL_FUNC inline
-
-#define INFINITY __builtin_inff()
-#define NAN __builtin_nanf("")
-#define HUGE_VALF __builtin_inff()
-#define MAXFLOAT 3.402823466e+38f
-#define FLT_MAX 3.402823466e+38f
-#define FLT_MIN 1.175494351e-38f
-#define FLT_EPSILON 1.192092896e-07f
-#define HALF_MAX ((half)65504.0f)
-#define MAXHALF HALF_MAX
-#define INT_MAX 2147483647
-#define INT_MIN (-2147483647 - 1)
-#define UINT_MAX 4294967295u
-#define M_E_F 2.71828182845904523536f
-#define M_LOG2E_F 1.44269504088896340736f
-#define M_LOG10E_F 0.434294481903251827651f
-#define M_LN2_F 0.693147180559945309417f
-#define M_LN10_F 2.30258509299404568402f
-#define M_PI_F 3.14159265358979323846f
-#define M_PI_2_F 1.57079632679489661923f
-#define M_PI_4_F 0.785398163397448309616f
-#define M_1_PI_F 0.318309886183790671538f
-#define M_2_PI_F 0.636619772367581343076f
-#define M_2_SQRTPI_F 1.12837916709551257390f
-#define M_SQRT2_F 1.41421356237309504880f
-#define M_SQRT1_2_F 0.707106781186547524401f
-
-typedef unsigned char uchar;
-typedef unsigned short ushort;
-typedef unsigned int uint;
-typedef unsigned long ulong;
-typedef char int8_t;  // char is signed (-fsigned-char)
-typedef uchar uint8_t;
-typedef short int16_t;
-typedef ushort uint16_t;
-typedef int int32_t;
-typedef uint uint32_t;
-typedef long int64_t;
-typedef ulong uint64_t;
-typedef ulong size_t;
-typedef long ptrdiff_t;
-typedef ulong uintptr_t;
-typedef _Float16 half;
 
 // The upper half of a float, rounded to nearest, ties to even. It becomes a float by itself and a float never becomes one.
 struct bfloat {
@@ -77,35 +36,6 @@ struct bfloat {
 
 namespace metal {
 
-template <class T, T v>
-struct integral_constant {
-  static constexpr const T value = v;
-  typedef T value_type;
-  constexpr operator T() const { return v; }
-};
-template <bool v>
-using bool_constant = integral_constant<bool, v>;
-typedef bool_constant<true> true_type;
-typedef bool_constant<false> false_type;
-
-template <class A, class B>
-struct is_same : false_type {};
-template <class A>
-struct is_same<A, A> : true_type {};
-template <bool condition, class T = void>
-struct enable_if {};
-template <class T>
-struct enable_if<true, T> {
-  typedef T type;
-};
-template <bool condition, class A, class B>
-struct conditional {
-  typedef A type;
-};
-template <class A, class B>
-struct conditional<false, A, B> {
-  typedef B type;
-};
 template <class T>
 struct remove_reference {
   typedef T type;
@@ -195,27 +125,6 @@ template <class T>
 struct is_scalar : bool_constant<is_floating_point<T>::value || is_integral<T>::value> {};
 template <class T>
 struct is_unsigned : bool_constant<is_integral<T>::value && !is_signed<T>::value> {};
-
-template <bool condition, class T = void>
-using enable_if_t = typename enable_if<condition, T>::type;
-template <bool condition, class A, class B>
-using conditional_t = typename conditional<condition, A, B>::type;
-template <class T>
-using remove_reference_t = typename remove_reference<T>::type;
-template <class T>
-using remove_cv_t = typename remove_cv<T>::type;
-template <class A, class B>
-constexpr const bool is_same_v = is_same<A, B>::value;
-template <class T>
-constexpr const bool is_floating_point_v = is_floating_point<T>::value;
-template <class T>
-constexpr const bool is_integral_v = is_integral<T>::value;
-template <class T>
-constexpr const bool is_signed_v = is_signed<T>::value;
-template <class T>
-constexpr const bool is_unsigned_v = is_unsigned<T>::value;
-template <class T>
-constexpr const bool is_scalar_v = is_scalar<T>::value;
 
 }  // namespace metal
 
