@@ -214,7 +214,7 @@ def test_our_kernels_pass(clang: Clang, capsys: pytest.CaptureFixture[str]) -> N
     ("file", "right", "wrong", "told"),
     [
         ("decode", "read_numbers(thread float* to", "read_numbers(device float* to", "decode.metal:"),
-        ("store", "const Memory m = sizes", "constant Memory& m = sizes", "store.metal:"),
+        ("store", "  Layout layout;\n  int head;", "  constant Layout& layout;\n  int head;", "slots.h:"),
         ("norms", "threadgroup float* sums", "thread float* sums", "norms.metal:"),
         ("store", "*(device float*)(to + n)", "*(thread float*)(to + n)", "store.metal:"),
         ("linear", "row_at(const device T* x", "row_at(constant T* x", "linear.h:"),
