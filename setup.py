@@ -20,13 +20,15 @@ FLAGS = [
     "-Wno-unknown-pragmas",
     "-Wno-psabi",
 ]  # GCC 12 warns of its own headers and torch's
+AVX512 = [
+    *("-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mavx2", "-mfma", "-mf16c"),
+    *("-DCPU_CAPABILITY=AVX512", "-DCPU_CAPABILITY_AVX512"),
+]
 INSTRUCTION_SETS = {
     "x86_64": {
         "avx2": ["-mavx2", "-mfma", "-mf16c", "-DCPU_CAPABILITY=AVX2", "-DCPU_CAPABILITY_AVX2"],
-        "avx512": [
-            *("-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mavx2", "-mfma", "-mf16c"),
-            *("-DCPU_CAPABILITY=AVX512", "-DCPU_CAPABILITY_AVX512"),
-        ],
+        "avx512": AVX512,
+        "amx": [*AVX512, "-mavx512bf16", "-mavx512vnni", "-mamx-tile", "-mamx-bf16", "-mamx-int8"],
     },
     "aarch64": {"neon": ["-DCPU_CAPABILITY=DEFAULT"]},
 }
@@ -52,10 +54,11 @@ def kernels() -> dict[str, Any]:
         "ext_modules": [
             CppExtension(
                 f"kernels.cpu._{name}",
-                [str(SOURCES / "ops.cpp")],
+                [str(source) for source in sorted(SOURCES.glob("*.cpp"))],
                 depends=[str(header) for header in SOURCES.glob("*.h")],
                 extra_compile_args=[*FLAGS, *([] if mac else ["-fopenmp"]), *flags, f"-DKVMUX_LIBRARY=kvmux_{name}"],
                 extra_link_args=[] if mac else [_openmp()],
+                optional=True,  # a compiler that does not know the newest instructions still builds the others
             )
             for name, flags in INSTRUCTION_SETS.get(machine, {}).items()
         ],

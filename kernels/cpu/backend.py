@@ -127,5 +127,5 @@ def _linear_widened(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def _addresses(at: Slots) -> tuple[Tensor | int, ...]:
-    """In the order in which ops.cpp takes them."""
+    """In the order in which attention.cpp takes them."""
     return at.table, at.row_seat, at.q_start, at.start, at.block_size, at.sinks, at.ring

@@ -11,7 +11,8 @@ from kernels.cpu.backend import CpuOps
 from kernels.missing import KernelsMissing
 
 FOLDER = Path(__file__).parent
-INSTRUCTION_SETS = ("avx512", "avx2", "neon")  # the best first
+INSTRUCTION_SETS = ("amx", "avx512", "avx2", "neon")  # the best first
+AMX = ("avx512_bf16", "avx512_vnni", "amx_tile", "amx_bf16", "amx_int8")  # what "amx" is compiled for beside AVX-512
 
 
 def load(name: str) -> CpuOps:
@@ -32,7 +33,10 @@ def usable() -> tuple[str, ...]:
     """Instruction sets of this machine, the best first; ATEN_CPU_CAPABILITY hides those above it, as from torch."""
     if platform.machine() in ("aarch64", "arm64"):
         return ("neon",)
-    return {"AVX512": ("avx512", "avx2"), "AVX2": ("avx2",)}.get(torch.backends.cpu.get_cpu_capability(), ())
+    if (best := torch.backends.cpu.get_cpu_capability()) != "AVX512":
+        return ("avx2",) if best == "AVX2" else ()
+    has = torch.cpu.get_capabilities()
+    return ("amx", "avx512", "avx2") if all(has.get(name) for name in AMX) else ("avx512", "avx2")
 
 
 def fast_halves() -> frozenset[torch.dtype]:

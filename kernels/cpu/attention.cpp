@@ -1,5 +1,4 @@
-// The operations that torch sees. Registered under a name of its own for each instruction set that this file is compiled
-// for (KVMUX_LIBRARY; see setup.py).
+// The KV memory of a step and attention over it, as torch sees them.
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>
 #include <torch/library.h>
@@ -7,182 +6,12 @@
 #include <vector>
 
 #include "attend.h"
-#include "layers.h"
-#include "linear.h"
-#include "quantised.h"
 #include "sharing.h"
 
 namespace kvmux {
 namespace {
 
 using at::Tensor;
-
-// ---------------------------------------------------------------- layers
-// y [rows, outputs] = x [rows, k] times weight [outputs, k], plus bias: x rounded to the weights' type, y to x's.
-template <typename T, typename X>
-void linear_as(const Tensor& y, const Tensor& x, const Tensor& weight, const T* bias) {
-  const int64_t rows = x.size(0), outputs = weight.size(0), k = weight.size(1), pitch = weight.stride(0);
-  const Tensor grouped = at::empty({rows, (k + GROUP<T> - 1) / GROUP<T> * GROUP<T>}, at::kFloat);
-  float* const numbers = grouped.data_ptr<float>();
-  const X* from = x.const_data_ptr<X>();
-  over_rows(rows, k, [&](int64_t begin, int64_t end) {
-    for (int64_t row = begin; row < end; ++row) group_row<T>(from + row * x.stride(0), k, row, rows, numbers);
-  });
-  const T* weights = weight.const_data_ptr<T>();
-  X* to = y.data_ptr<X>();
-  over_rows(outputs, k, [&](int64_t begin, int64_t end) {
-    const auto some = [&](auto n, int64_t first) {
-      linear_weights<T, n>(numbers, rows, weights + first * pitch, pitch, k, [&](int64_t row, int64_t i, float number) {
-        const float added = bias == nullptr ? 0.f : static_cast<float>(bias[first + i]);
-        to[row * outputs + first + i] = static_cast<X>(number + added);
-      });
-    };
-    int64_t first = begin;
-    for (; first + WEIGHTS <= end; first += WEIGHTS) some(std::integral_constant<int, WEIGHTS>{}, first);
-    for (; first < end; ++first) some(std::integral_constant<int, 1>{}, first);
-  });
-}
-
-bool dense(const Tensor& t) { return t.size(-1) <= 1 || t.stride(-1) == 1; }
-
-Tensor linear(const Tensor& x, const Tensor& weight, const std::optional<Tensor>& bias) {
-  TORCH_CHECK(x.dim() == 2 && weight.dim() == 2 && x.size(1) == weight.size(1), "x ", x.sizes(), " and weight ",
-              weight.sizes(), " cannot be multiplied");
-  TORCH_CHECK(!bias || (bias->dim() == 1 && bias->size(0) == weight.size(0)), "one bias for each row of the weight");
-  TORCH_CHECK(dense(x) && dense(weight) && (!bias || dense(*bias)), "the last dimension has to be dense");
-  Tensor y = at::empty({x.size(0), weight.size(0)}, x.options());
-  with_type(x.scalar_type(), [&](auto of_x) {
-    with_type(weight.scalar_type(), [&](auto of_weight) {
-      using T = decltype(of_weight);
-      linear_as<T, decltype(of_x)>(y, x, weight, bias ? bias->const_data_ptr<T>() : nullptr);
-    });
-  });
-  return y;
-}
-
-// The same of a weight in numbers of so many bits, everything in float32.
-template <int BITS, typename S, typename X>
-void quantised_linear_as(const Tensor& y, const Tensor& x, const Tensor& weight, const Tensor& scale,
-                         const Tensor& offset, int64_t group, const float* bias) {
-  const int64_t rows = x.size(0), outputs = weight.size(0), k = x.size(1), groups = k / group;
-  const Tensor grouped = at::empty({rows, k + groups}, at::kFloat);
-  float *const numbers = grouped.data_ptr<float>(), *const sums = numbers + rows * k;
-  const X* from = x.const_data_ptr<X>();
-  over_rows(rows, k, [&](int64_t begin, int64_t end) {
-    for (int64_t row = begin; row < end; ++row)
-      quantised_row<BITS>(from + row * x.stride(0), k, group, row, rows, numbers, sums + row * groups);
-  });
-  const S *scales = scale.const_data_ptr<S>(), *offsets = offset.const_data_ptr<S>();
-  X* to = y.data_ptr<X>();
-  over_rows(outputs, k, [&](int64_t begin, int64_t end) {
-    const auto some = [&](auto n, int64_t first) {
-      const uint8_t* bytes = weight.const_data_ptr<uint8_t>() + first * weight.stride(0);
-      const QuantisedRows<S> w{bytes, weight.stride(0), scales + first * groups, offsets + first * groups, groups, group};
-      quantised_weights<BITS, n>(numbers, rows, sums, w, [&](int64_t row, int64_t i, float number) {
-        to[row * outputs + first + i] = static_cast<X>(number + (bias == nullptr ? 0.f : bias[first + i]));
-      });
-    };
-    int64_t first = begin;
-    for (; first + QUANTISED_WEIGHTS <= end; first += QUANTISED_WEIGHTS)
-      some(std::integral_constant<int, QUANTISED_WEIGHTS>{}, first);
-    for (; first < end; ++first) some(std::integral_constant<int, 1>{}, first);
-  });
-}
-
-Tensor quantised_linear(const Tensor& x, const Tensor& weight, const Tensor& scale, const Tensor& offset, int64_t bits,
-                        int64_t group, const std::optional<Tensor>& bias) {
-  TORCH_CHECK(x.dim() == 2 && weight.dim() == 2 && x.size(1) * bits == weight.size(1) * 8, "x ", x.sizes(),
-              " and a weight of ", weight.sizes(), " bytes cannot be multiplied");
-  TORCH_CHECK(group % (2 * W) == 0 && (bits == 4 || bits == 8), "no kernel for ", bits, " bits in groups of ", group);
-  TORCH_CHECK(dense(x) && dense(weight) && scale.is_contiguous() && offset.is_contiguous(), "all have to be dense");
-  const std::optional<Tensor> added = bias ? std::optional(bias->to(at::kFloat).contiguous()) : std::nullopt;
-  Tensor y = at::empty({x.size(0), weight.size(0)}, x.options());
-  with_type(x.scalar_type(), [&](auto of_x) {
-    with_type(scale.scalar_type(), [&](auto of_scale) {
-      const auto run = bits == 4 ? quantised_linear_as<4, decltype(of_scale), decltype(of_x)>
-                                 : quantised_linear_as<8, decltype(of_scale), decltype(of_x)>;
-      run(y, x, weight, scale, offset, group, added ? added->const_data_ptr<float>() : nullptr);
-    });
-  });
-  return y;
-}
-
-Tensor rms_norm(const Tensor& x, const Tensor& weight, double eps) {
-  Tensor y = at::empty(x.sizes(), x.options());
-  with_type(x.scalar_type(), [&](auto of_x) {
-    with_type(weight.scalar_type(), [&](auto of_weight) {
-      using T = decltype(of_x);
-      using Weight = decltype(of_weight);
-      const T* from = x.const_data_ptr<T>();
-      T* to = y.data_ptr<T>();
-      const auto* factors = weight.const_data_ptr<Weight>();
-      over_rows(x.size(0), x.size(1), [&](int64_t begin, int64_t end) {
-        for (int64_t n = begin; n < end; ++n)
-          rms_norm_row(from + n * x.stride(0), factors, static_cast<float>(eps), to + n * y.stride(0), x.size(1));
-      });
-    });
-  });
-  return y;
-}
-
-std::tuple<Tensor, Tensor> add_rms_norm(const Tensor& x, const Tensor& delta, const Tensor& weight, double eps) {
-  Tensor total = at::empty(x.sizes(), x.options()), normed = at::empty(x.sizes(), x.options());
-  const int64_t d = x.size(1);
-  with_type(x.scalar_type(), [&](auto of_x) {
-    with_type(weight.scalar_type(), [&](auto of_weight) {
-      using T = decltype(of_x);
-      const T* a = x.const_data_ptr<T>();
-      const T* b = delta.const_data_ptr<T>();
-      const auto* factors = weight.const_data_ptr<decltype(of_weight)>();
-      T* sums = total.data_ptr<T>();
-      T* to = normed.data_ptr<T>();
-      over_rows(x.size(0), d, [&](int64_t begin, int64_t end) {
-        for (int64_t n = begin; n < end; ++n) {
-          add_row(a + n * x.stride(0), b + n * delta.stride(0), sums + n * d, d);
-          rms_norm_row(sums + n * d, factors, static_cast<float>(eps), to + n * d, d);
-        }
-      });
-    });
-  });
-  return {total, normed};
-}
-
-Tensor rope(const Tensor& x, const Tensor& cos, const Tensor& sin, const Tensor& positions) {
-  const int64_t heads = x.size(1), half = cos.size(1);
-  Tensor y = at::empty(x.sizes(), x.options());
-  const auto* c = cos.const_data_ptr<float>();
-  const auto* s = sin.const_data_ptr<float>();
-  const auto* position = positions.const_data_ptr<int64_t>();
-  with_type(x.scalar_type(), [&](auto of_x) {
-    using T = decltype(of_x);
-    const T* from = x.const_data_ptr<T>();
-    T* to = y.data_ptr<T>();
-    over_rows(x.size(0), heads * 2 * half, [&](int64_t begin, int64_t end) {
-      for (int64_t n = begin; n < end; ++n)
-        for (int64_t h = 0; h < heads; ++h)
-          rope_row(from + n * x.stride(0) + h * x.stride(1), c + position[n] * cos.stride(0),
-                   s + position[n] * sin.stride(0), to + n * y.stride(0) + h * y.stride(1), half);
-    });
-  });
-  return y;
-}
-
-Tensor silu_mul(const Tensor& gate_up) {
-  const int64_t f = gate_up.size(1) / 2;
-  Tensor y = at::empty({gate_up.size(0), f}, gate_up.options());
-  with_type(gate_up.scalar_type(), [&](auto of_x) {
-    using T = decltype(of_x);
-    const T* from = gate_up.const_data_ptr<T>();
-    T* to = y.data_ptr<T>();
-    over_rows(gate_up.size(0), f, [&](int64_t begin, int64_t end) {
-      for (int64_t n = begin; n < end; ++n) {
-        const T* gate = from + n * gate_up.stride(0);
-        silu_mul_row(gate, gate + f, to + n * f, f);
-      }
-    });
-  });
-  return y;
-}
 
 // ---------------------------------------------------------------- KV memory
 // The rows of a step, and where each lies: `kernels.ops.Slots`.
@@ -363,16 +192,7 @@ void attend(const Tensor& out, const Tensor& q, const Tensor& k, const Tensor& v
 }  // namespace
 }  // namespace kvmux
 
-TORCH_LIBRARY(KVMUX_LIBRARY, library) {
-  library.def("linear(Tensor x, Tensor weight, Tensor? bias) -> Tensor", &kvmux::linear);
-  library.def(
-      "quantised_linear(Tensor x, Tensor weight, Tensor scale, Tensor offset, int bits, int group, Tensor? bias) -> Tensor",
-      &kvmux::quantised_linear);
-  library.def("rms_norm(Tensor x, Tensor weight, float eps) -> Tensor", &kvmux::rms_norm);
-  library.def(
-      "add_rms_norm(Tensor x, Tensor delta, Tensor weight, float eps) -> (Tensor, Tensor)", &kvmux::add_rms_norm);
-  library.def("rope(Tensor x, Tensor cos, Tensor sin, Tensor positions) -> Tensor", &kvmux::rope);
-  library.def("silu_mul(Tensor gate_up) -> Tensor", &kvmux::silu_mul);
+TORCH_LIBRARY_FRAGMENT(KVMUX_LIBRARY, library) {
   library.def(
       "write_kv(Tensor(a!) k_plane, Tensor(b!) v_plane, Tensor k, Tensor v, Tensor table, Tensor row_seat, "
       "Tensor q_start, Tensor start, int block_size, int sinks, int ring) -> ()",
