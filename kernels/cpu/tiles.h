@@ -45,6 +45,29 @@ class Tiles {
   Tiles& operator=(const Tiles&) = delete;
 };
 
+// What tile N does. The compiler's own intrinsics take numbers alone, and let stores move past a load (GCC 12): their
+// assembly does not say that it reads memory.
+template <int N>
+inline void tile_zero() {
+  asm volatile("tilezero %%tmm%c0" ::"i"(N));
+}
+
+template <int N>
+inline void tile_load(const void* from, int64_t stride) {
+  asm volatile("tileloadd (%0,%1,1), %%tmm%c2" ::"r"(from), "r"(stride), "i"(N) : "memory");
+}
+
+template <int N>
+inline void tile_store(void* to, int64_t stride) {
+  asm volatile("tilestored %%tmm%c2, (%0,%1,1)" ::"r"(to), "r"(stride), "i"(N) : "memory");
+}
+
+// Tile SUM [16, 16] of float32 += tile A [16, 32] times tile B [32, 16], both bfloat16, B as [16][16][2].
+template <int SUM, int A, int B>
+inline void tile_dot() {
+  asm volatile("tdpbf16ps %%tmm%c2, %%tmm%c1, %%tmm%c0" ::"i"(SUM), "i"(A), "i"(B));
+}
+
 }  // namespace kvmux
 
 #endif
