@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 
 from kernels.load import REFERENCE, backends
-from kernels.loads import GIBIBYTE, LAYERS, Calls, Texts, numbers
+from kernels.loads import GIBIBYTE, LAYERS, Calls, Texts, numbers, packed
 from kernels.ops import Ops
 from kernels.probe import read_bandwidth, seconds
 from kernels.reference import ReferenceOps
@@ -28,6 +28,9 @@ CONTEXTS = {  # tokens, and rows of x for linear and quantised_linear
     "attend": (128, 1024, 4096, 16384),
     "linear": (1, 8),
     "quantised_linear": (1, 8),
+    "enter_attention": (1, 8),
+    "leave_attention": (1, 8),
+    "feed_forward": (1, 8),
     "repeat_kv_heads": (128, 4096),
     "repeat_kv_heads_step": (128, 4096),
 }
@@ -125,7 +128,8 @@ def _runs(op: Op, dtype: torch.dtype, context: int, here: Mapping[str, Ops], *, 
     calls = op.load(dtype, context)
     size = sum(op.bytes(*call) for call in calls)
     for name, ops in here.items():
-        yield Run(name, partial(_pass, getattr(ops, op.name), calls), len(calls), size)
+        ready = [packed(ops, op.name, call) for call in calls]
+        yield Run(name, partial(_pass, getattr(ops, op.name), ready), len(calls), size)
     if op.name == "attend" and sdpa:
         yield from _sdpa(dtype, context, size)
 

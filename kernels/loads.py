@@ -13,14 +13,16 @@ import torch
 from torch import Tensor
 
 from kernels.arena import Arena
+from kernels.layer import AttentionWeights, GatedWeights
 from kernels.memory import allocate
-from kernels.ops import LayerSpec, Slots
+from kernels.ops import LayerSpec, Ops, Slots
 from kernels.quantised import Quantised
 from kernels.store import KVStore, block_bytes
 
 GIBIBYTE = 1 << 30
 WIDTH, INNER = 896, 4864
 KV_HEADS, HEADS, DIM = 2, 14, 64
+QKV = (HEADS + 2 * KV_HEADS) * DIM
 QUANTISED_BITS, QUANTISED_GROUP = 4, 64  # what most checkpoints of MLX have
 LAYERS = [LayerSpec(KV_HEADS, HEADS, DIM, DIM, scale=DIM**-0.5)] * 24
 BLOCK = 32  # tokens
@@ -54,6 +56,44 @@ def quantised_linear(dtype: torch.dtype, rows: int) -> Calls:
     scale, offset = numbers(2 * count * 2 * INNER * groups, dtype).view(2, count, 2 * INNER, groups)
     x = numbers(rows * WIDTH, dtype).view(rows, WIDTH)
     return [(x, Quantised(*of, QUANTISED_BITS, QUANTISED_GROUP)) for of in zip(packed, scale, offset, strict=True)]
+
+
+def enter_attention(dtype: torch.dtype, rows: int) -> Calls:
+    """One layer after the other, each after what the one before adds."""
+    x, positions = numbers(rows * WIDTH, dtype).view(rows, WIDTH), torch.arange(rows)
+    return [(layer, x, x, positions) for layer in _layers(dtype, rows)]
+
+
+def leave_attention(dtype: torch.dtype, rows: int) -> Calls:
+    x = numbers(rows * WIDTH, dtype).view(rows, WIDTH)
+    return [(layer, x, x) for layer in _layers(dtype, rows)]
+
+
+def _layers(dtype: torch.dtype, positions: int) -> Iterator[AttentionWeights]:
+    """Projections of q, k, v and of what attention finds, a gibibyte in all."""
+    both = QKV * WIDTH + WIDTH * WIDTH
+    norm, angle = numbers(WIDTH, dtype), torch.rand(positions, DIM // 2)
+    for weights in numbers(-(-GIBIBYTE // (both * dtype.itemsize)) * both, dtype).split(both):
+        qkv, o = weights[: QKV * WIDTH].view(QKV, WIDTH), weights[QKV * WIDTH :].view(WIDTH, WIDTH)
+        tables = angle.cos(), angle.sin()
+        yield AttentionWeights(norm, qkv, None, None, tables, HEADS, KV_HEADS, o, None, None, norm, 1e-6)
+
+
+def feed_forward(dtype: torch.dtype, rows: int) -> Calls:
+    h, each = numbers(rows * WIDTH, dtype).view(rows, WIDTH), 3 * INNER * WIDTH
+    weights = numbers(-(-GIBIBYTE // (each * dtype.itemsize)) * each, dtype).split(each)
+    parts = (some.split_with_sizes((2 * INNER * WIDTH, INNER * WIDTH)) for some in weights)
+    return [
+        (GatedWeights(up.view(2 * INNER, WIDTH), None, down.view(WIDTH, INNER), None, "silu"), h) for up, down in parts
+    ]
+
+
+def packed(ops: Ops, op: str, call: tuple[Any, ...]) -> tuple[Any, ...]:
+    """The call with its weights as these operations multiply them fastest."""
+    first, second, *rest = *call, None
+    if isinstance(first, AttentionWeights | GatedWeights):
+        return first.packed(ops), *call[1:]
+    return (first, ops.packed(second), *rest[:-1]) if op in ("linear", "quantised_linear") else call
 
 
 def _rows(dtype: torch.dtype, tokens: int, width: int) -> Tensor:

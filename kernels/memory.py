@@ -15,9 +15,16 @@ def allocate(size: int, device: torch.device | str = "cpu") -> Tensor:
     On Linux in huge pages, if the system grants them: keys that lie apart are then found without a walk through the
     page table for each block (`madvise`, MADV_HUGEPAGE).
     """
-    if torch.device(device).type != "cpu" or not hasattr(mmap, "MADV_HUGEPAGE"):
+    if torch.device(device).type != "cpu":
         return torch.zeros(size, dtype=torch.uint8, device=device)
+    return mapped(size).zero_()
+
+
+def mapped(size: int) -> Tensor:
+    """The same of a CPU's memory, before it is touched: for whoever writes all of it anyway."""
+    if not hasattr(mmap, "MADV_HUGEPAGE"):
+        return torch.empty(size, dtype=torch.uint8)
     memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     with suppress(OSError):  # a kernel without them
         memory.madvise(mmap.MADV_HUGEPAGE)
-    return torch.frombuffer(memory, dtype=torch.uint8).zero_()
+    return torch.frombuffer(memory, dtype=torch.uint8)

@@ -6,6 +6,7 @@ Declares, implements nothing; `reference.py` is what every operation means. Shap
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple, Protocol
@@ -14,6 +15,7 @@ import torch
 from torch import Tensor
 
 if TYPE_CHECKING:
+    from kernels.layer import AttentionWeights, Factor, GatedWeights
     from kernels.quantised import Quantised
     from kernels.store import KVStore
 
@@ -31,6 +33,20 @@ class LayerSpec(NamedTuple):
     sink_logits: Tensor | None = None  # [Hq], learned: one more logit in the softmax, with no value
     rotate: Callable[[Tensor, Tensor], Tensor] | None = None  # (x [N,H,D], delta [N]) -> RoPE moved on by delta
     kv_from: int | None = None  # layer whose K and V this one reads; None: its own
+
+
+class Packed(ABC):
+    """A weight [out, in] in the order in which a backend reads it: made by its `Ops.packed`, multiplied by it alone."""
+
+    shape: torch.Size  # of the weight
+    nbytes: int
+    device: torch.device
+    format: str  # what its numbers are kept in: "bfloat16", "int4"
+    quantised: bool  # for `quantised_linear`, not for `linear`
+
+    @abstractmethod
+    def rows(self, which: Tensor) -> Tensor:
+        """which [n] int64 -> the values [n, in] of these rows, new."""
 
 
 class Attention(Protocol):
@@ -90,18 +106,44 @@ class Ops(Protocol):
         """
         ...
 
-    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    def packed(self, weight: Factor) -> Factor:
+        """The weight [out, in] as this backend multiplies it fastest, for `linear` or `quantised_linear`.
+
+        Made once, when a model is loaded; the weight itself where that is as good. Nothing of its values is lost.
+        """
+        ...
+
+    def linear(self, x: Tensor, weight: Tensor | Packed, bias: Tensor | None = None) -> Tensor:
         """x [N, in] times weight [out, in], plus bias [out] -> [N, out] in x's dtype.
 
         Multiplied in the dtype of weight and bias.
         """
         ...
 
-    def quantised_linear(self, x: Tensor, weight: Quantised, bias: Tensor | None = None) -> Tensor:
+    def quantised_linear(self, x: Tensor, weight: Quantised | Packed, bias: Tensor | None = None) -> Tensor:
         """x [N, in] times a weight [out, in] of 8 or 4 bits a number, plus bias [out] -> [N, out] in x's dtype.
 
-        Values of the weight are those of `kernels.quantised.dequantise`; products are summed in float32.
+        Values of the weight are those of `kernels.quantised.dequantise`. Products are summed in float32; or x is
+        rounded to whole numbers of 8 bits first, where the largest of a group of columns becomes 127 or -127, and a
+        group's products are summed exactly (as llama.cpp does).
         """
+        ...
+
+    def enter_attention(
+        self, layer: AttentionWeights, x: Tensor, added: Tensor | None, positions: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """x [N, d] and what is still to be added to it -> their sum, and of its norm q [N,Hq,D], k [N,H,D], v [N,H,D].
+
+        q and k at their positions [N] int64. The bits are those of the operations one by one.
+        """
+        ...
+
+    def leave_attention(self, layer: AttentionWeights, x: Tensor, mixed: Tensor) -> tuple[Tensor, Tensor]:
+        """x [N, d] plus the projection of what attention found, mixed [N, Hq * D]; and the norm of this sum."""
+        ...
+
+    def feed_forward(self, weights: GatedWeights, h: Tensor) -> Tensor:
+        """h [N, d] -> what it adds [N, d]: down(activation(gate) * up)."""
         ...
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:

@@ -94,9 +94,13 @@ def quantise_weight(weight: Tensor, bits: int, group: int) -> Quantised:
     return joined([_nearest(part, bits, group) for part in weight.split(tile_rows(weight.shape[1]))])
 
 
-def _nearest(weight: Tensor, bits: int, group: int) -> Quantised:
+def _check_finite(weight: Tensor) -> None:
     if not weight.isfinite().all():
         raise ValueError("some of its numbers are NaN or infinite, which no whole number stands for")
+
+
+def _nearest(weight: Tensor, bits: int, group: int) -> Quantised:
+    _check_finite(weight)
     levels = 2**bits - 1
     wide = weight.float().unflatten(-1, (-1, group))  # [out, in / group, group]
     low, high = wide.amin(-1), wide.amax(-1)
@@ -108,6 +112,30 @@ def _nearest(weight: Tensor, bits: int, group: int) -> Quantised:
     numbers = (wide - offset.float()[..., None]) / scale.float()[..., None]
     bytes_ = numbers.round_().clamp_(0, levels).to(torch.uint8).flatten(-2)
     return Quantised(_packed(bytes_) if bits == 4 else bytes_, scale, offset, bits, group)
+
+
+def quantise_symmetric(weight: Tensor, bits: int, group: int | None = None) -> Quantised:
+    """As `quantise_weight`, without an offset of a group's own: value = scale * (number - half of all numbers).
+
+    The number farthest from 0 becomes the lowest one, as in GGUF's Q4_0. `group` None: a row, and its scale float32.
+    """
+    width = weight.shape[1]
+    check_format(width, bits, group or width)
+    parts = [_symmetric(part, bits, group or width) for part in weight.split(tile_rows(width))]
+    return joined(parts)
+
+
+def _symmetric(weight: Tensor, bits: int, group: int) -> Quantised:
+    _check_finite(weight)
+    zero = 2 ** (bits - 1)
+    wide = weight.float().unflatten(-1, (-1, group))  # [out, in / group, group]
+    low, high = wide.amin(-1), wide.amax(-1)
+    scale = low.where(-low > high, high) / -zero
+    scale = scale if group == weight.shape[1] else scale.to(weight.dtype)
+    scale = scale.where(scale != 0, 1)  # of zeros, or too small for its dtype
+    numbers = (wide / scale.float()[..., None]).round_().add_(zero).clamp_(0, 2 * zero - 1)
+    bytes_ = numbers.to(torch.uint8).flatten(-2)
+    return Quantised(_packed(bytes_) if bits == 4 else bytes_, scale, scale * -zero, bits, group)
 
 
 def joined(parts: Sequence[Quantised]) -> Quantised:

@@ -16,7 +16,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kernels.ops import LayerSpec, Slots
+from kernels import composed
+from kernels.layer import AttentionWeights, Factor, GatedWeights
+from kernels.ops import LayerSpec, Packed, Slots
 from kernels.quantised import Quantised, dequantise, tile_rows
 from kernels.store import KVStore, Plane
 
@@ -55,7 +57,11 @@ class ReferenceOps:
         pass  # nothing is compiled here
 
     # ---------------------------------------------------------------- layers
-    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    def packed(self, weight: Factor) -> Factor:
+        return weight
+
+    def linear(self, x: Tensor, weight: Tensor | Packed, bias: Tensor | None = None) -> Tensor:
+        assert isinstance(weight, Tensor), "packed by another backend"
         multiplied = x.to(weight.dtype)
         if weight.dtype is torch.bfloat16 and weight.shape[1] % 32 and weight.device.type == "cpu":
             # oneDNN's product in AMX tiles pads such rows with what lies behind them, and a neighbour's NaN spreads.
@@ -63,11 +69,12 @@ class ReferenceOps:
             return wide.to(weight.dtype).to(x.dtype)
         return F.linear(multiplied, weight, bias).to(x.dtype)
 
-    def quantised_linear(self, x: Tensor, weight: Quantised, bias: Tensor | None = None) -> Tensor:
+    def quantised_linear(self, x: Tensor, weight: Quantised | Packed, bias: Tensor | None = None) -> Tensor:
         """Some rows of the weight at a time are float32, which then stay in the cache until they are multiplied.
 
         By `linear`, so that a backend whose rows do not depend on each other keeps that.
         """
+        assert isinstance(weight, Quantised), "packed by another backend"
         wide, outputs = x.float(), weight.shape[0]
         out = x.new_empty(len(x), outputs)
         rows = tile_rows(weight.shape[1])
@@ -98,6 +105,17 @@ class ReferenceOps:
         return F.silu(gate) * up
 
     # ---------------------------------------------------------------- KV memory
+    def enter_attention(
+        self, layer: AttentionWeights, x: Tensor, added: Tensor | None, positions: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        return composed.enter_attention(self, layer, x, added, positions)
+
+    def leave_attention(self, layer: AttentionWeights, x: Tensor, mixed: Tensor) -> tuple[Tensor, Tensor]:
+        return composed.leave_attention(self, layer, x, mixed)
+
+    def feed_forward(self, weights: GatedWeights, h: Tensor) -> Tensor:
+        return composed.feed_forward(self, weights, h)
+
     def quantise(self, x: Tensor) -> tuple[Tensor, Tensor]:
         wide = x.float()
         scale = wide.abs().amax(-1) / 127

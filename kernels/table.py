@@ -11,6 +11,7 @@ stand in ops.py.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from inspect import signature
 from itertools import product
 from typing import NamedTuple
@@ -19,6 +20,7 @@ import torch
 from torch import Tensor
 
 from kernels import loads
+from kernels.layer import AttentionWeights, GatedWeights
 from kernels.ops import LayerSpec, Ops, Slots
 from kernels.quantised import Quantised, quantise_weight
 from kernels.reference import ReferenceOps
@@ -31,6 +33,7 @@ Results = Iterator[tuple[str, Tensor]]  # what was tried, and what came of it
 ROUNDING = {torch.float32: 3e-6, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
 SUMS = {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
 ATTENTION = ROUNDING | {torch.float32: 1e-5}
+WHOLE = dict.fromkeys(ROUNDING, 2e-2)  # x becomes whole numbers of 8 bits
 EXACT = dict.fromkeys(ROUNDING, 0.0)
 DTYPES = tuple(ROUNDING)  # of activations, keys and values
 
@@ -73,6 +76,45 @@ def _quantised_linear(ops: Ops, dtype: torch.dtype, device: torch.device) -> Res
             yield f"{what} and a bias", ops.quantised_linear(x, weight, bias)
     weight = quantise_weight(draw(37, 320).to(dtype), 4, 32)
     yield "wide slices", ops.quantised_linear(draw(3, 330).to(dtype)[:, 5:325], weight)
+
+
+def _attention_weights(dtype: torch.dtype, device: torch.device) -> Iterator[tuple[str, AttentionWeights]]:
+    """Of 4 query heads and 2 of keys, 16 wide, in a model of width 48."""
+    draw = _numbers(device)
+    norm, next_norm, qkv, bias, o = (draw(*shape).to(dtype) for shape in ((48,), (48,), (128, 48), (128,), (48, 64)))
+    angle = draw(9, 8)
+    plain = AttentionWeights(norm, qkv, bias, None, (angle.cos(), angle.sin()), 4, 2, o, None, None, next_norm, 1e-6)
+    yield "plain", plain
+    norms = draw(16).to(dtype), draw(16).to(dtype)
+    yield "norms of heads", replace(plain, qk_norm=norms, qkv_bias=None, o_bias=draw(48).to(dtype), post_norm=norm)
+    yield "half turned", replace(plain, tables=(angle.cos()[:, :4], angle.sin()[:, :4]))
+    yield "not turned", replace(plain, tables=None)
+
+
+def _enter_attention(ops: Ops, dtype: torch.dtype, device: torch.device) -> Results:
+    draw, positions = _numbers(device), torch.tensor([3, 0, 8, 8, 1], device=device)
+    x, added = draw(5, 48).to(dtype), draw(5, 48).to(dtype)
+    for what, weights in _attention_weights(dtype, device):
+        for also in (None, added):
+            for i, found in enumerate(ops.enter_attention(weights.packed(ops), x, also, positions)):
+                yield f"{what}, {('sum', 'q', 'k', 'v')[i]}{'' if also is None else ', added'}", found
+
+
+def _leave_attention(ops: Ops, dtype: torch.dtype, device: torch.device) -> Results:
+    draw = _numbers(device)
+    x, mixed = draw(5, 48).to(dtype), draw(5, 64).to(dtype)
+    for what, weights in _attention_weights(dtype, device):
+        total, normed = ops.leave_attention(weights.packed(ops), x, mixed)
+        yield what, total
+        yield f"{what}, normed", normed
+
+
+def _feed_forward(ops: Ops, dtype: torch.dtype, device: torch.device) -> Results:
+    draw = _numbers(device)
+    h, gate_up, down, biases = draw(5, 48).to(dtype), draw(160, 48), draw(48, 80), draw(160).to(dtype)
+    weights = GatedWeights(gate_up.to(dtype), biases, down.to(dtype), biases[:48], "silu")
+    yield "silu", ops.feed_forward(weights.packed(ops), h)
+    yield "gelu", ops.feed_forward(replace(weights, activation="gelu_tanh", down_bias=None).packed(ops), h)
 
 
 def _rms_norm(ops: Ops, dtype: torch.dtype, device: torch.device) -> Results:
@@ -200,6 +242,19 @@ def _linear_bytes(x: Tensor, weight: Tensor | Quantised, bias: Tensor | None = N
     return weight.nbytes + x.nbytes + len(x) * weight.shape[0] * x.itemsize
 
 
+def _enter_attention_bytes(layer: AttentionWeights, x: Tensor, added: Tensor | None, positions: Tensor) -> int:
+    entering = x.nbytes if added is None else x.nbytes + added.nbytes
+    return layer.qkv.nbytes + entering + x.nbytes + len(x) * layer.qkv.shape[0] * x.itemsize
+
+
+def _leave_attention_bytes(layer: AttentionWeights, x: Tensor, mixed: Tensor) -> int:
+    return layer.o.nbytes + mixed.nbytes + 3 * x.nbytes
+
+
+def _feed_forward_bytes(weights: GatedWeights, h: Tensor) -> int:
+    return weights.gate_up.nbytes + weights.down.nbytes + 2 * h.nbytes
+
+
 def _quantise_bytes(x: Tensor) -> int:
     return x.nbytes + x.shape[:-1].numel() * vector_bytes(x.shape[-1], torch.int8)
 
@@ -253,10 +308,14 @@ def _copy_blocks_bytes(store: KVStore, src: list[int], dst: list[int]) -> int:
 ACTIVATIONS = "the activations, in and out"
 
 WEIGHT = "the weight; the activations, in and out"
+WEIGHTS = "the weights; the activations, in and out"
 
 OPS: tuple[Op, ...] = (
     Op("linear", SUMS, _linear, loads.linear, WEIGHT, _linear_bytes),
-    Op("quantised_linear", SUMS, _quantised_linear, loads.quantised_linear, WEIGHT, _linear_bytes),
+    Op("quantised_linear", WHOLE, _quantised_linear, loads.quantised_linear, WEIGHT, _linear_bytes),
+    Op("enter_attention", SUMS, _enter_attention, loads.enter_attention, WEIGHTS, _enter_attention_bytes),
+    Op("leave_attention", SUMS, _leave_attention, loads.leave_attention, WEIGHTS, _leave_attention_bytes),
+    Op("feed_forward", SUMS, _feed_forward, loads.feed_forward, WEIGHTS, _feed_forward_bytes),
     Op("rms_norm", ROUNDING, _rms_norm, loads.rms_norm, ACTIVATIONS, _in_and_out),
     Op("add_rms_norm", ROUNDING, _add_rms_norm, loads.add_rms_norm, "both, in and out", lambda x, *rest: 4 * x.nbytes),
     Op("rope", ROUNDING, _rope, loads.rope, ACTIVATIONS, _in_and_out),

@@ -8,59 +8,90 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from kernels.ops import LayerSpec, Slots
+from kernels.cpu.packed import PackedFloats, PackedMatrix, PackedWhole
+from kernels.layer import AttentionWeights, Factor, GatedWeights
+from kernels.ops import LayerSpec, Packed, Slots
 from kernels.quantised import Quantised
 from kernels.reference import ReferenceOps
 from kernels.store import KVStore
 
 MAX_DIM = 256  # of a head; attend.h
-FEW, FEW_IF_NATIVE = 32, 8  # rows that are multiplied faster here than by torch
-FEW_QUANTISED = 16  # the same of quantised weights, which torch gets as float32, some at a time
-OUTPUTS = 512  # rows of weights that are widened at a time: they stay in the cache until they are multiplied
-GROUPS = 32  # columns of a quantised weight's groups are a multiple of this; quantised.h
+GROUPS = 32  # columns of a quantised weight's groups are a multiple of this, or all
+FLOATS = (torch.float32, torch.bfloat16, torch.float16)  # that weights are packed in
 EVERYTHING = 1 << 40  # positions: no window
 
 
 class CpuOps(ReferenceOps):
     """Implements `kernels.ops.Ops`. What it lacks, and shapes it does not know, it leaves to the reference."""
 
-    def __init__(
-        self, library: Any, native: frozenset[torch.dtype] = frozenset(), *, row_invariant: bool = False
-    ) -> None:
-        """`library`: a namespace of torch.ops. `native`: halves that this machine has instructions for."""
+    def __init__(self, library: Any) -> None:
+        """`library`: a namespace of torch.ops."""
         super().__init__()
         self._library = library
-        self._native = native
-        self._row_invariant = row_invariant
 
-    def row_invariant(self) -> CpuOps:
-        """The same, but a row of a product has the same bits whatever rows stand beside it.
+    def packed(self, weight: Factor) -> Factor:
+        match weight:
+            case Quantised() if weight.group % GROUPS == 0 or weight.group == weight.shape[1]:
+                return PackedWhole(weight, self._library)
+            case Tensor() if weight.dtype in FLOATS:
+                return PackedFloats(weight, self._library)
+        return weight
 
-        Everything else is so by itself. torch's products are not: they sum in another order for another number of rows
-        (He et al., "Defeating Nondeterminism in LLM Inference", 2025); ours sum in one order, for FEW rows at a time.
-        """
-        return CpuOps(self._library, self._native, row_invariant=True)
-
-    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        few = FEW if self._row_invariant or weight.dtype not in self._native else FEW_IF_NATIVE
-        if x.shape[0] <= few:
-            multiplied: Tensor = self._library.linear(x, weight, bias)
-            return multiplied
-        if self._row_invariant:
-            return torch.cat([self._library.linear(part, weight, bias) for part in x.split(few)])
-        if weight.dtype in self._native or weight.dtype is torch.float32:
+    def linear(self, x: Tensor, weight: Tensor | Packed, bias: Tensor | None = None) -> Tensor:
+        packed = self.packed(weight) if isinstance(weight, Tensor) else weight
+        if not isinstance(packed, PackedFloats):
             return super().linear(x, weight, bias)
-        return _linear_widened(x, weight, bias)
+        multiplied: Tensor = self._library.linear(x, packed.parts, packed.layout, bias)
+        return multiplied
 
-    def quantised_linear(self, x: Tensor, weight: Quantised, bias: Tensor | None = None) -> Tensor:
-        if weight.group % GROUPS or (x.shape[0] > FEW_QUANTISED and not self._row_invariant):
+    def quantised_linear(self, x: Tensor, weight: Quantised | Packed, bias: Tensor | None = None) -> Tensor:
+        packed = self.packed(weight) if isinstance(weight, Quantised) else weight
+        if not isinstance(packed, PackedWhole):
             return super().quantised_linear(x, weight, bias)
-        parts = weight.numbers, weight.scale, weight.offset, weight.bits, weight.group
-        multiplied = [self._library.quantised_linear(some, *parts, bias) for some in x.split(FEW_QUANTISED)]
-        return multiplied[0] if len(multiplied) == 1 else torch.cat(multiplied)
+        multiplied: Tensor = self._library.linear(x, packed.parts, packed.layout, bias)
+        return multiplied
+
+    def enter_attention(
+        self, layer: AttentionWeights, x: Tensor, added: Tensor | None, positions: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        qkv, heads = layer.qkv, layer.q_heads + 2 * layer.kv_heads
+        cos, sin = layer.tables or (None, None)
+        if not isinstance(qkv, PackedMatrix) or (cos is not None and 2 * cos.shape[1] * heads != qkv.shape[0]):
+            return super().enter_attention(layer, x, added, positions)
+        found: tuple[Tensor, Tensor, Tensor, Tensor] = self._library.enter_attention(
+            x,
+            added,
+            layer.norm,
+            layer.eps,
+            qkv.parts,
+            qkv.layout,
+            layer.qkv_bias,
+            *(layer.qk_norm or (None, None)),
+            cos,
+            sin,
+            positions,
+            layer.q_heads,
+            layer.kv_heads,
+        )
+        return found
+
+    def leave_attention(self, layer: AttentionWeights, x: Tensor, mixed: Tensor) -> tuple[Tensor, Tensor]:
+        o = layer.o
+        if not isinstance(o, PackedMatrix):
+            return super().leave_attention(layer, x, mixed)
+        norms = layer.post_norm, layer.next_norm, layer.eps
+        found: tuple[Tensor, Tensor] = self._library.leave_attention(x, mixed, o.parts, o.layout, layer.o_bias, *norms)
+        return found
+
+    def feed_forward(self, weights: GatedWeights, h: Tensor) -> Tensor:
+        up, down = weights.gate_up, weights.down
+        if not isinstance(up, PackedMatrix) or not isinstance(down, PackedMatrix) or weights.activation != "silu":
+            return super().feed_forward(weights, h)
+        going_up, going_down = (up.parts, up.layout, weights.gate_up_bias), (down.parts, down.layout, weights.down_bias)
+        fed: Tensor = self._library.feed_forward(h, *going_up, *going_down)
+        return fed
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         normed: Tensor = self._library.rms_norm(x, weight, eps)
@@ -114,16 +145,6 @@ class CpuOps(ReferenceOps):
             None if sinks is None else sinks.float(),
         )
         return None
-
-
-def _linear_widened(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """In float32, some of the weights after the other; rounded once."""
-    wide = x.to(weight.dtype).float()
-    out = x.new_empty(x.shape[0], weight.shape[0])
-    for first in range(0, weight.shape[0], OUTPUTS):
-        some = slice(first, first + OUTPUTS)
-        out[:, some] = F.linear(wide, weight[some].float(), None if bias is None else bias[some].float())
-    return out
 
 
 def _addresses(at: Slots) -> tuple[Tensor | int, ...]:

@@ -5,10 +5,10 @@
 #include <torch/library.h>
 
 #include "layers.h"
+#include "operations.h"
 #include "sharing.h"
 
 namespace kvmux {
-namespace {
 
 using at::Tensor;
 
@@ -89,7 +89,6 @@ Tensor silu_mul(const Tensor& gate_up) {
   return y;
 }
 
-}  // namespace
 }  // namespace kvmux
 
 TORCH_LIBRARY_FRAGMENT(KVMUX_LIBRARY, library) {

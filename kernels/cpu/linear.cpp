@@ -1,112 +1,213 @@
-// Products with weights as torch sees them.
+// Products with weights as torch sees them, and how these are packed.
 #include <ATen/core/Tensor.h>
+#include <ATen/ops/bitwise_xor.h>
 #include <ATen/ops/empty.h>
 #include <torch/library.h>
 
-#include "linear.h"
-#include "quantised.h"
+#include "operations.h"
 #include "sharing.h"
+#include "tile_product.h"
+#include "vector_product.h"
+#include "whole_product.h"
 
 namespace kvmux {
 namespace {
 
 using at::Tensor;
 
-// y [rows, outputs] = x [rows, k] times weight [outputs, k], plus bias: x rounded to the weights' type, y to x's.
-template <typename T, typename X>
-void linear_as(const Tensor& y, const Tensor& x, const Tensor& weight, const T* bias) {
-  const int64_t rows = x.size(0), outputs = weight.size(0), k = weight.size(1), pitch = weight.stride(0);
-  const Tensor grouped = at::empty({rows, (k + GROUP<T> - 1) / GROUP<T> * GROUP<T>}, at::kFloat);
-  float* const numbers = grouped.data_ptr<float>();
-  const X* from = x.const_data_ptr<X>();
-  over_rows(rows, k, [&](int64_t begin, int64_t end) {
-    for (int64_t row = begin; row < end; ++row) group_row<T>(from + row * x.stride(0), k, row, rows, numbers);
-  });
-  const T* weights = weight.const_data_ptr<T>();
-  X* to = y.data_ptr<X>();
-  over_rows(outputs, k, [&](int64_t begin, int64_t end) {
-    const auto some = [&](auto n, int64_t first) {
-      linear_weights<T, n>(numbers, rows, weights + first * pitch, pitch, k, [&](int64_t row, int64_t i, float number) {
-        const float added = bias == nullptr ? 0.f : static_cast<float>(bias[first + i]);
-        to[row * outputs + first + i] = static_cast<X>(number + added);
-      });
-    };
-    int64_t first = begin;
-    for (; first + WEIGHTS <= end; first += WEIGHTS) some(std::integral_constant<int, WEIGHTS>{}, first);
-    for (; first < end; ++first) some(std::integral_constant<int, 1>{}, first);
-  });
-}
-
 bool dense(const Tensor& t) { return t.size(-1) <= 1 || t.stride(-1) == 1; }
 
-Tensor linear(const Tensor& x, const Tensor& weight, const std::optional<Tensor>& bias) {
-  TORCH_CHECK(x.dim() == 2 && weight.dim() == 2 && x.size(1) == weight.size(1), "x ", x.sizes(), " and weight ",
-              weight.sizes(), " cannot be multiplied");
-  TORCH_CHECK(!bias || (bias->dim() == 1 && bias->size(0) == weight.size(0)), "one bias for each row of the weight");
-  TORCH_CHECK(dense(x) && dense(weight) && (!bias || dense(*bias)), "the last dimension has to be dense");
-  Tensor y = at::empty({x.size(0), weight.size(0)}, x.options());
-  with_type(x.scalar_type(), [&](auto of_x) {
-    with_type(weight.scalar_type(), [&](auto of_weight) {
-      using T = decltype(of_weight);
-      linear_as<T, decltype(of_x)>(y, x, weight, bias ? bias->const_data_ptr<T>() : nullptr);
-    });
-  });
-  return y;
+// ---------------------------------------------------------------- packing
+template <typename T>
+int64_t packed_size(int64_t outputs, int64_t k) {
+  return blocks_of(outputs) * PANELS * Packing<T>::tiles(k) * Packing<T>::TILE;
 }
 
-// The same of a weight in numbers of so many bits, everything in float32.
-template <int BITS, typename S, typename X>
-void quantised_linear_as(const Tensor& y, const Tensor& x, const Tensor& weight, const Tensor& scale,
-                         const Tensor& offset, int64_t group, const float* bias) {
-  const int64_t rows = x.size(0), outputs = weight.size(0), k = x.size(1), groups = k / group;
-  const Tensor grouped = at::empty({rows, k + groups}, at::kFloat);
-  float *const numbers = grouped.data_ptr<float>(), *const sums = numbers + rows * k;
-  const X* from = x.const_data_ptr<X>();
-  over_rows(rows, k, [&](int64_t begin, int64_t end) {
-    for (int64_t row = begin; row < end; ++row)
-      quantised_row<BITS>(from + row * x.stride(0), k, group, row, rows, numbers, sums + row * groups);
-  });
-  const S *scales = scale.const_data_ptr<S>(), *offsets = offset.const_data_ptr<S>();
-  X* to = y.data_ptr<X>();
-  over_rows(outputs, k, [&](int64_t begin, int64_t end) {
-    const auto some = [&](auto n, int64_t first) {
-      const uint8_t* bytes = weight.const_data_ptr<uint8_t>() + first * weight.stride(0);
-      const QuantisedRows<S> w{bytes, weight.stride(0), scales + first * groups, offsets + first * groups, groups, group};
-      quantised_weights<BITS, n>(numbers, rows, sums, w, [&](int64_t row, int64_t i, float number) {
-        to[row * outputs + first + i] = static_cast<X>(number + (bias == nullptr ? 0.f : bias[first + i]));
-      });
-    };
-    int64_t first = begin;
-    for (; first + QUANTISED_WEIGHTS <= end; first += QUANTISED_WEIGHTS)
-      some(std::integral_constant<int, QUANTISED_WEIGHTS>{}, first);
-    for (; first < end; ++first) some(std::integral_constant<int, 1>{}, first);
+int64_t packed_numbers(int64_t outputs, int64_t k, at::ScalarType type) {
+  if (type == at::kByte) return packed_size<uint8_t>(outputs, k);
+  int64_t size = 0;
+  with_type(type, [&](auto of_weight) { size = packed_size<decltype(of_weight)>(outputs, k); });
+  return size;
+}
+
+// Calls work(block, output) for every output, after its block of so many bytes was zeroed.
+template <typename Work>
+void over_outputs(const Tensor& packed, int64_t outputs, const Work& work) {
+  const int64_t blocks = blocks_of(outputs), size = packed.nbytes() / std::max<int64_t>(1, blocks);
+  at::parallel_for(0, blocks, 1, [&](int64_t begin, int64_t end) {
+    for (int64_t block = begin; block < end; ++block) {
+      auto* to = static_cast<char*>(packed.data_ptr()) + block * size;
+      std::memset(to, 0, size);
+      for (int64_t i = block * BLOCK; i < std::min(outputs, (block + 1) * BLOCK); ++i) work(to, i);
+    }
   });
 }
 
-Tensor quantised_linear(const Tensor& x, const Tensor& weight, const Tensor& scale, const Tensor& offset, int64_t bits,
-                        int64_t group, const std::optional<Tensor>& bias) {
-  TORCH_CHECK(x.dim() == 2 && weight.dim() == 2 && x.size(1) * bits == weight.size(1) * 8, "x ", x.sizes(),
-              " and a weight of ", weight.sizes(), " bytes cannot be multiplied");
-  TORCH_CHECK(group % (2 * W) == 0 && (bits == 4 || bits == 8), "no kernel for ", bits, " bits in groups of ", group);
-  TORCH_CHECK(dense(x) && dense(weight) && scale.is_contiguous() && offset.is_contiguous(), "all have to be dense");
-  const std::optional<Tensor> added = bias ? std::optional(bias->to(at::kFloat).contiguous()) : std::nullopt;
-  Tensor y = at::empty({x.size(0), weight.size(0)}, x.options());
-  with_type(x.scalar_type(), [&](auto of_x) {
-    with_type(scale.scalar_type(), [&](auto of_scale) {
-      const auto run = bits == 4 ? quantised_linear_as<4, decltype(of_scale), decltype(of_x)>
-                                 : quantised_linear_as<8, decltype(of_scale), decltype(of_x)>;
-      run(y, x, weight, scale, offset, group, added ? added->const_data_ptr<float>() : nullptr);
+void pack(const Tensor& packed, const Tensor& weight) {
+  TORCH_CHECK(weight.dim() == 2 && dense(weight) && packed.dtype() == weight.dtype(), "nothing to pack");
+  const int64_t outputs = weight.size(0), k = weight.size(1);
+  TORCH_CHECK(packed.numel() == packed_numbers(outputs, k, weight.scalar_type()), "no room for the packed weight");
+  with_type(weight.scalar_type(), [&](auto of_weight) {
+    using T = decltype(of_weight);
+    over_outputs(packed, outputs, [&](char* block, int64_t output) {
+      pack_row(weight.const_data_ptr<T>() + output * weight.stride(0), k, output % BLOCK, reinterpret_cast<T*>(block));
     });
   });
-  return y;
 }
+
+// Numbers as in `kernels.quantised.Quantised`, of so many bits each, with offsets or without.
+void pack_whole(const Tensor& packed, const Tensor& numbers, int64_t bits, bool offsets) {
+  const int64_t outputs = numbers.size(0), k = numbers.size(1) * 8 / bits;
+  TORCH_CHECK((bits == 4 || bits == 8) && numbers.dim() == 2 && dense(numbers), "nothing to pack");
+  TORCH_CHECK(packed.numel() == packed_size<uint8_t>(outputs, k) * bits / 8, "no room for the packed weight");
+  over_outputs(packed, outputs, [&](char* block, int64_t output) {
+    const uint8_t* from = numbers.const_data_ptr<uint8_t>() + output * numbers.stride(0);
+    const auto put = bits == 8 ? pack_row<uint8_t> : pack_halves;
+    put(from, k, output % BLOCK, reinterpret_cast<uint8_t*>(block));
+  });
+  if (bits == 8 && !offsets) packed.bitwise_xor_(128);
+}
+
+// ---------------------------------------------------------------- products
+#ifdef __AMX_TILE__
+template <typename T>
+using ProductOf = std::conditional_t<std::is_same_v<T, at::BFloat16>, TileProduct, VectorProduct<T>>;
+#else
+template <typename T>
+using ProductOf = VectorProduct<T>;
+#endif
+
+constexpr int64_t PAIR = 2;              // panels: what work is divided into
+constexpr int64_t TOGETHER = 16;         // panels whose sums wait in the second cache while many rows go through them
+constexpr int64_t WORTH_WAKING = 65536;  // numbers multiplied by one row
+
+// y [rows, outputs] of panels begin .. end - 1.
+template <typename Product, typename Put>
+void multiply(const Product& product, typename Product::Session& session, int64_t begin, int64_t end, float* sums, const Put& put) {
+  const int64_t tiles = product.tiles(), chunk = product.chunk(), size = product.height() * PANEL;
+  const int64_t together = chunk == tiles ? PANELS : TOGETHER;
+  for (int64_t first = begin, last; first < end; first = last) {
+    last = std::min(end, first / together * together + together);
+    for (int64_t tile = 0; tile < tiles; tile += chunk)
+      for (int64_t panel = first, next; panel < last; panel = next) {
+        next = std::min(last, panel / PANELS * PANELS + PANELS);
+        product.add(session, panel, next - panel, tile, std::min(tiles, tile + chunk), sums + (panel - first) * size);
+      }
+    for (int64_t panel = first; panel < last; ++panel) put(panel, sums + (panel - first) * size);
+  }
+}
+
+// Up to a panel of numbers of y.
+template <typename X>
+void put_panel(const float* sums, const float* added, X* to, int64_t count) {
+  if (count == PANEL)
+    for (int64_t i = 0; i < PANEL; i += W) store(load(sums + i) + load(added + i), to + i);
+  else
+    for (int64_t i = 0; i < count; ++i) to[i] = static_cast<X>(sums[i] + added[i]);
+}
+
+// y [rows, outputs] of a product whose rows have been entered.
+template <typename Product, typename X>
+void put_product(const Product& product, const Tensor& y, int64_t k, const std::optional<Tensor>& bias) {
+  const int64_t rows = y.size(0), outputs = y.size(1), panels = blocks_of(outputs) * PANELS;
+  const float* const biases = bias ? bias->const_data_ptr<float>() : nullptr;
+  X* const to = y.data_ptr<X>();
+  const auto put = [&](int64_t panel, const float* sums) {
+    const int64_t first = panel * PANEL, count = std::min(PANEL, outputs - first);
+    float added[PANEL] = {};
+    if (biases != nullptr && count > 0) std::copy_n(biases + first, count, added);
+    for (int64_t row = 0; row < rows; ++row) put_panel(sums + row * PANEL, added, to + row * outputs + first, count);
+  };
+  const int64_t alone = std::max<int64_t>(1, WORTH_WAKING / (PAIR * PANEL * std::max<int64_t>(1, k)));
+  at::parallel_for(0, rows == 0 ? 0 : panels / PAIR, alone, [&](int64_t begin, int64_t end) {
+    typename Product::Session session(product);
+    const int64_t together = std::min(TOGETHER, (end - begin) * PAIR);
+    const Tensor sums = at::empty({together * product.height() * PANEL}, at::kFloat);
+    multiply(product, session, begin * PAIR, end * PAIR, sums.data_ptr<float>(), put);
+  });
+}
+
+template <typename Product, typename X>
+void enter(const Product& product, const Tensor& x) {
+  over_rows(x.size(0), x.size(1), [&](int64_t begin, int64_t end) {
+    for (int64_t row = begin; row < end; ++row) product.enter(x.const_data_ptr<X>() + row * x.stride(0), row);
+  });
+}
+
+template <typename T, typename X>
+void multiply_floats(const Tensor& x, const Factor& weight, const Tensor& y, const std::optional<Tensor>& bias) {
+  using Product = ProductOf<T>;
+  using Number = typename Product::Number;
+  const int64_t rows = x.size(0);
+  const Tensor entered = at::empty({Product::numbers(rows, weight.width)}, c10::CppTypeToScalarType<Number>::value);
+  const Product product(weight.numbers.const_data_ptr<T>(), entered.data_ptr<Number>(), rows, weight.width);
+  enter<Product, X>(product, x);
+  put_product<Product, X>(product, y, weight.width, bias);
+}
+
+template <int BITS, bool OFFSETS, typename S, typename X>
+void multiply_whole(const Tensor& x, const Factor& weight, const Tensor& y, const std::optional<Tensor>& bias) {
+  using Product = WholeProduct<BITS, OFFSETS, S>;
+  const int64_t rows = x.size(0), height = Product::height_of(rows), groups = weight.scale.size(1);
+  const Tensor numbers = at::empty({height * Product::pitch(weight.width)}, at::kChar);
+  const Tensor scales = at::empty({height * groups}, at::kFloat), totals = at::empty({height * groups}, at::kInt);
+  const WholeWeight<S> packed{weight.numbers.const_data_ptr<uint8_t>(), weight.scale.const_data_ptr<S>(),
+                              OFFSETS ? weight.offset.const_data_ptr<S>() : nullptr, groups, weight.group};
+  const WholeRows entered{numbers.data_ptr<int8_t>(), scales.data_ptr<float>(), totals.data_ptr<int32_t>()};
+  const Product product(packed, entered, rows, weight.width);
+  enter<Product, X>(product, x);
+  put_product<Product, X>(product, y, weight.width, bias);
+}
+
+template <typename X>
+void multiply_as(const Tensor& x, const Factor& weight, const Tensor& y, const std::optional<Tensor>& bias) {
+  if (weight.bits == 0)
+    return with_type(weight.numbers.scalar_type(),
+                     [&](auto number) { multiply_floats<decltype(number), X>(x, weight, y, bias); });
+  with_type(weight.scale.scalar_type(), [&](auto of_scale) {
+    using S = decltype(of_scale);
+    const bool offsets = weight.offset.defined();
+    const auto run = weight.bits == 4 ? (offsets ? multiply_whole<4, true, S, X> : multiply_whole<4, false, S, X>)
+                                      : (offsets ? multiply_whole<8, true, S, X> : multiply_whole<8, false, S, X>);
+    run(x, weight, y, bias);
+  });
+}
+
+const Tensor NONE;
 
 }  // namespace
+
+Factor::Factor(at::TensorList parts, at::IntArrayRef format)
+    : numbers(parts[0]), scale(parts.size() > 1 ? parts[1] : NONE), offset(parts.size() > 2 ? parts[2] : NONE),
+      outputs(format[0]), width(format[1]), bits(format[2]), group(format[3]) {
+  const auto type = bits == 0 ? numbers.scalar_type() : at::kByte;
+  const int64_t size = packed_numbers(outputs, width, type);
+  TORCH_CHECK(numbers.scalar_type() == type && numbers.numel() == (bits == 4 ? size / 2 : size), "no packed weight");
+  if (bits == 0) return;
+  const int64_t groups = width / group;
+  TORCH_CHECK(groups * group == width && (groups == 1 || group % 32 == 0), "no kernel for groups of ", group);
+  TORCH_CHECK(scale.numel() == blocks_of(outputs) * BLOCK * groups, "no scales of a packed weight");
+}
+
+Tensor linear(const Tensor& x, const Factor& weight, const std::optional<Tensor>& bias) {
+  TORCH_CHECK(x.dim() == 2 && x.size(1) == weight.width, "x ", x.sizes(), " and a weight [", weight.outputs, ", ",
+              weight.width, "] cannot be multiplied");
+  TORCH_CHECK(dense(x), "the last dimension has to be dense");
+  TORCH_CHECK(!bias || (bias->dim() == 1 && bias->size(0) == weight.outputs), "one bias for each output");
+  const auto added = bias ? std::optional(bias->to(at::kFloat).contiguous()) : std::nullopt;
+  const Tensor y = at::empty({x.size(0), weight.outputs}, x.options());
+  with_type(x.scalar_type(), [&](auto of_x) { multiply_as<decltype(of_x)>(x, weight, y, added); });
+  return y;
+}
+
 }  // namespace kvmux
 
 TORCH_LIBRARY_FRAGMENT(KVMUX_LIBRARY, library) {
-  library.def("linear(Tensor x, Tensor weight, Tensor? bias) -> Tensor", &kvmux::linear);
-  library.def(
-      "quantised_linear(Tensor x, Tensor weight, Tensor scale, Tensor offset, int bits, int group, Tensor? bias) -> Tensor",
-      &kvmux::quantised_linear);
+  library.def("packed_numbers(int outputs, int width, ScalarType type) -> int", &kvmux::packed_numbers);
+  library.def("pack(Tensor(a!) packed, Tensor weight) -> ()", &kvmux::pack);
+  library.def("pack_whole(Tensor(a!) packed, Tensor numbers, int bits, bool offsets) -> ()", &kvmux::pack_whole);
+  library.def("linear(Tensor x, Tensor[] weight, int[] format, Tensor? bias) -> Tensor",
+              [](const at::Tensor& x, at::TensorList weight, at::IntArrayRef format, const std::optional<at::Tensor>& bias) {
+                return kvmux::linear(x, kvmux::Factor(weight, format), bias);
+              });
 }

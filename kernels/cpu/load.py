@@ -26,7 +26,10 @@ def load(name: str) -> CpuOps:
         torch.ops.load_library(library)
     except OSError as error:  # built for another torch
         raise KernelsMissing(f"{library.name} cannot be loaded, so install the project once more: {error}") from None
-    return CpuOps(getattr(torch.ops, f"kvmux_{name}"), fast_halves())
+    operations = getattr(torch.ops, f"kvmux_{name}")
+    if not operations.usable():
+        raise KernelsMissing(f"the system does not let processes use {name}")
+    return CpuOps(operations)
 
 
 def usable() -> tuple[str, ...]:

@@ -27,7 +27,9 @@ inline bool tiles_permitted() {
 // begins with one of these and ends with its end.
 class Tiles {
  public:
-  Tiles() {
+  // `depth`: bytes of a row of tiles 4 and 5 that are multiplied; tiles 6 and 7, the other factors, have a quarter as many
+  // rows.
+  explicit Tiles(int64_t depth = TILE_BYTES) : depth_(depth) {
     struct alignas(64) {
       uint8_t palette = 1, start_row = 0, reserved[14] = {};
       uint16_t row_bytes[16] = {};
@@ -38,11 +40,18 @@ class Tiles {
       config.row_bytes[tile] = TILE_BYTES;
       config.rows[tile] = TILE_ROWS;
     }
+    for (int tile : {4, 5}) config.row_bytes[tile] = depth;
+    for (int tile : {6, 7}) config.rows[tile] = depth / 4;
     _tile_loadconfig(&config);
   }
   ~Tiles() { _tile_release(); }
   Tiles(const Tiles&) = delete;
   Tiles& operator=(const Tiles&) = delete;
+
+  int64_t depth() const { return depth_; }
+
+ private:
+  int64_t depth_;
 };
 
 // What tile N does. The compiler's own intrinsics take numbers alone, and let stores move past a load (GCC 12): their
@@ -66,6 +75,15 @@ inline void tile_store(void* to, int64_t stride) {
 template <int SUM, int A, int B>
 inline void tile_dot() {
   asm volatile("tdpbf16ps %%tmm%c2, %%tmm%c1, %%tmm%c0" ::"i"(SUM), "i"(A), "i"(B));
+}
+
+// Tile SUM [16, 16] of whole numbers += tile A [16, 64] of signed bytes times tile B [64, 16] of bytes, B as [16][16][4].
+template <int SUM, int A, int B, bool UNSIGNED>
+inline void tile_dot_whole() {
+  if constexpr (UNSIGNED)
+    asm volatile("tdpbsud %%tmm%c2, %%tmm%c1, %%tmm%c0" ::"i"(SUM), "i"(A), "i"(B));
+  else
+    asm volatile("tdpbssd %%tmm%c2, %%tmm%c1, %%tmm%c0" ::"i"(SUM), "i"(A), "i"(B));
 }
 
 }  // namespace kvmux

@@ -51,6 +51,15 @@ inline Vec load(const at::Half* p) {
 #endif
 }
 
+inline void store(Vec v, float* to) { v.store(to); }
+
+// Rounded to a half.
+template <typename T>
+inline void store(Vec v, T* to) {
+  const auto rounded = at::vec::convert_from_float<T>(v, v);  // twice: ATen converts two vectors to one
+  std::memcpy(static_cast<void*>(to), &rounded, W * sizeof(T));
+}
+
 // Pairs of bfloat16, as they lie in memory: the first ones, and the second ones.
 inline std::pair<Vec, Vec> widened(Vec pairs) {
   using Bits = at::vec::Vectorized<int32_t>;

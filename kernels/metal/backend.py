@@ -28,7 +28,7 @@ from kernels.metal.arguments import (
 )
 from kernels.metal.attention import Attention, shape_of
 from kernels.metal.library import Grid, Kernels
-from kernels.ops import LayerSpec, Slots
+from kernels.ops import LayerSpec, Packed, Slots
 from kernels.quantised import Quantised
 from kernels.reference import ReferenceOps
 from kernels.store import KVStore
@@ -56,8 +56,8 @@ class MetalOps(ReferenceOps):
                 self._attention.prepare(spec, dtype, stored)
 
     # ---------------------------------------------------------------- layers
-    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        if len(x) > FEW or not known(x, weight, bias):
+    def linear(self, x: Tensor, weight: Tensor | Packed, bias: Tensor | None = None) -> Tensor:
+        if isinstance(weight, Packed) or len(x) > FEW or not known(x, weight, bias):
             return super().linear(x, weight, bias)
         expect_together(x, weight, bias)
         _expect_factors(x, weight.shape, bias)
@@ -66,7 +66,9 @@ class MetalOps(ReferenceOps):
         kernel(few.grid, few.out, x, weight, few.bias, few.sizes)
         return few.out
 
-    def quantised_linear(self, x: Tensor, weight: Quantised, bias: Tensor | None = None) -> Tensor:
+    def quantised_linear(self, x: Tensor, weight: Quantised | Packed, bias: Tensor | None = None) -> Tensor:
+        if isinstance(weight, Packed):
+            return super().quantised_linear(x, weight, bias)
         in_words = weight.group % STEP == 0 and weight.shape[1] * weight.bits % 32 == 0
         if not in_words or not known(x, bias) or not known(weight.scale, weight.offset):
             return super().quantised_linear(x, weight, bias)

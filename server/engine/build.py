@@ -71,7 +71,9 @@ def build_engine(settings: Settings) -> Engine:
     dtype = choose_dtype(settings.dtype, facts.dtype, device)
     kernels = _kernels(settings, device, dtype)
     max_seq_len = _max_seq_len(settings, facts)
-    ops = _row_invariant(kernels.ops) if settings.deterministic else kernels.ops
+    ops = kernels.ops
+    if settings.deterministic:
+        _check_row_invariant(ops)
     limit_memory(device.tensors)
     model = _model(settings, directory, ops, dtype, device.tensors, max_seq_len)
     max_step_tokens = choose_step_tokens(settings.max_step_tokens, device)
@@ -152,12 +154,12 @@ def _rehearse(settings: Settings, model: Model, max_step_tokens: int, max_step_s
         rehearse(model, tokens=max_step_tokens + rows, logits=min(max_step_scores, max_step_tokens) + rows)
 
 
-def _row_invariant(ops: Ops) -> Ops:
+def _check_row_invariant(ops: Ops) -> None:
+    """Raises SettingsError if a row's bits may depend on the rows beside it."""
     if not isinstance(ops, CpuOps):
         raise SettingsError(
             "deterministic: only the C++ kernels on a CPU compute a row alike in every batch; see `kvmux doctor`"
         )
-    return ops.row_invariant()
 
 
 def _check_deterministic(model: Model) -> None:

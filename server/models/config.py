@@ -9,13 +9,21 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from server.models.config_file import checked, read_json
 from server.models.errors import ModelError, UnknownModelError
 from server.models.families import FAMILIES, Experts, Family, Raw
 
-ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh", "gelu_tanh": "gelu_tanh"}
+if TYPE_CHECKING:
+    from kernels.layer import Activation
+
+ACTIVATIONS: Mapping[str, Activation] = {
+    "silu": "silu",
+    "swish": "silu",
+    "gelu_pytorch_tanh": "gelu_tanh",
+    "gelu_tanh": "gelu_tanh",
+}
 SCALINGS = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")  # of RoPE
 SLIDING = "sliding_attention"
 SEES_ALL = "full_attention"
@@ -84,7 +92,7 @@ class ModelConfig:
     eos_ids: frozenset[int]
     dtype: str  # of the checkpoint: "float32", "bfloat16", "float16"
     scale: float  # of attention scores
-    activation: str = "silu"
+    activation: Activation = "silu"
     qk_norm: bool = False
     sandwich: bool = False
     norm_offset: float = 0.0

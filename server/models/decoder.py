@@ -14,12 +14,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kernels.ops import Attention, LayerSpec, Ops
+from kernels.composed import multiplied, normed, turned
+from kernels.layer import Factor, Tables
+from kernels.ops import Attention, LayerSpec, Ops, Packed
 from kernels.quantised import Quantised, dequantise
 from server.models.config import ModelConfig
-from server.models.layers import LayerWeights, check_shapes, load_layer, load_norm, multiplied
+from server.models.layers import LayerWeights, check_shapes, load_layer, load_norm
 from server.models.rope import rope_tables
-from server.models.weights import Matrix, Weights
+from server.models.weights import Weights
 
 
 class SequenceCache(Protocol):
@@ -51,15 +53,16 @@ class Decoder:
         self.facts = config.facts
         self.dtype = dtype
         self._ops = ops
-        self._embedding = weights.embedding("model.embed_tokens.weight")
+        tied = config.tie_embeddings or "lm_head.weight" not in weights
+        embedding = weights.embedding("model.embed_tokens.weight")
+        self._lm_head = ops.packed(embedding if tied else weights.matrix("lm_head.weight"))
+        self._embedding = self._lm_head if tied else embedding
         # Gemma: the factor is rounded to the activations' type, as it was in training.
         self._embedding_scale = torch.tensor(config.embedding_scale, dtype=dtype).item()
-        self._layers = [load_layer(config, weights, i) for i in range(config.num_layers)]
+        tables = _tables(config, positions or config.max_positions, self.device)
+        self._layers = [load_layer(config, weights, ops, i, tables[i]) for i in range(config.num_layers)]
         self._norm = load_norm(config, weights, "model.norm")
-        tied = config.tie_embeddings or "lm_head.weight" not in weights
-        self._lm_head = self._embedding if tied else weights.matrix("lm_head.weight")
         check_shapes(config, self._layers, self._embedding, self._lm_head)
-        self._tables = _tables(config, positions or config.max_positions, self.device)
         self.specs = [self._spec(i, layer.window) for i, layer in enumerate(config.layers)]
 
     @property
@@ -76,21 +79,24 @@ class Decoder:
         """What most weights are kept in: "float32", "int4"."""
         counts: Counter[str] = Counter()
         for weight in self._weights():
-            kept = f"int{weight.bits}" if isinstance(weight, Quantised) else str(weight.dtype).removeprefix("torch.")
-            counts[kept] += weight.shape.numel()
+            counts[_format(weight)] += weight.shape.numel()
         return counts.most_common(1)[0][0]
 
-    def _weights(self) -> Iterable[Matrix]:
+    def _weights(self) -> Iterable[Factor]:
         """Each once."""
         layers = (weight for layer in self._layers for weight in layer.tensors())
         return {id(w): w for w in (self._embedding, self._norm, self._lm_head, *layers)}.values()
 
     def embed(self, ids: Tensor) -> Tensor:
-        """ids [N] int64 -> [N, d]; of a quantised embedding, these rows alone are dequantised."""
-        if isinstance(self._embedding, Quantised):
-            x = dequantise(self._embedding.rows(ids)).to(self.dtype)
-        else:
-            x = F.embedding(ids, self._embedding).to(self.dtype)
+        """ids [N] int64 -> [N, d]; of a packed or quantised embedding, these rows alone are taken out."""
+        match self._embedding:
+            case Tensor():
+                x = F.embedding(ids, self._embedding)
+            case Quantised():
+                x = dequantise(self._embedding.rows(ids))
+            case Packed():
+                x = self._embedding.rows(ids)
+        x = x.to(self.dtype)
         return x if self._embedding_scale == 1 else x * self._embedding_scale
 
     def forward(self, ids: Tensor, attention: Attention) -> Tensor:
@@ -104,7 +110,8 @@ class Decoder:
             x, added = self._layer(i, layer, x, added, attention)
         assert added is not None
         x = x + added
-        logits = multiplied(self._ops, self._normed(x[attention.logit_index], self._norm), self._lm_head).float()
+        wanted = self._ops.rms_norm(x[attention.logit_index], self._norm, self.config.rms_norm_eps)
+        logits = multiplied(self._ops, wanted, self._lm_head).float()
         return softcapped(logits, self.config.logit_softcap)
 
     def forward_step(self, token_embedding: Tensor, current_pos: int, cache: SequenceCache) -> Tensor:
@@ -128,53 +135,10 @@ class Decoder:
         self, i: int, layer: LayerWeights, x: Tensor, added: Tensor | None, attention: Attention
     ) -> tuple[Tensor, Tensor]:
         """x [N, d] and what is still to be added to it -> the same after the layer."""
-        x, h = self._sum(x, added, layer.attention_norm)
-        q, k, v = self._qkv(i, layer, h, attention.positions)
-        mixed = multiplied(self._ops, attention.attend(i, q, k, v).flatten(1), layer.o, layer.o_bias)
-        x, h = self._sum(x, self._normed(mixed, layer.post_attention_norm), layer.mlp_norm)
-        fed = layer.feed_forward(self._ops, self.config.activation, h)
-        return x, self._normed(fed, layer.post_mlp_norm)
-
-    def _sum(self, x: Tensor, added: Tensor | None, weight: Tensor) -> tuple[Tensor, Tensor]:
-        """The sum [N, d], and its norm."""
-        if added is None:
-            return x, self._normed(x, weight)
-        return self._ops.add_rms_norm(x, added, weight, self.config.rms_norm_eps)
-
-    def _normed(self, x: Tensor, weight: Tensor | None) -> Tensor:
-        """x [N, d], or as it is where the model has no norm."""
-        return x if weight is None else self._ops.rms_norm(x, weight, self.config.rms_norm_eps)
-
-    def _qkv(self, i: int, layer: LayerWeights, h: Tensor, positions: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """h [N, d] -> q [N,Hq,D], k [N,H,D] at their positions, v [N,H,D]."""
-        c = self.config
-        qkv = multiplied(self._ops, h, layer.qkv, layer.qkv_bias).view(h.shape[0], -1, c.head_dim)
-        qk, v = qkv.split_with_sizes((c.num_q_heads + c.num_kv_heads, c.num_kv_heads), dim=1)
-        if layer.qk_norm is not None:
-            qk = torch.cat(
-                [
-                    self._normed(part.reshape(-1, c.head_dim), weight).view(part.shape)
-                    for part, weight in zip(
-                        qk.split((c.num_q_heads, c.num_kv_heads), dim=1), layer.qk_norm, strict=True
-                    )
-                ],
-                dim=1,
-            )
-        q, k = self._turned(i, qk, positions).split_with_sizes((c.num_q_heads, c.num_kv_heads), dim=1)
-        return q, k, v
-
-    def _turned(self, i: int, x: Tensor, positions: Tensor, *, back: bool = False) -> Tensor:
-        """x [N,H,D] turned by the layer's RoPE, or back; dimensions beyond those of the tables stay."""
-        table = self._tables[i]
-        if table is None:
-            return x
-        cos, sin = table
-        sin = -sin if back else sin
-        turning = 2 * cos.shape[1]
-        if turning == x.shape[-1]:
-            return self._ops.rope(x, cos, sin, positions)
-        turned = self._ops.rope(x[..., :turning], cos, sin, positions)
-        return torch.cat((turned, x[..., turning:]), dim=-1)
+        ops = self._ops
+        x, q, k, v = ops.enter_attention(layer.attention, x, added, attention.positions)
+        x, h = ops.leave_attention(layer.attention, x, attention.attend(i, q, k, v).flatten(1))
+        return x, normed(ops, layer.feed_forward(ops, h), layer.post_norm, self.config.rms_norm_eps)
 
     def _spec(self, i: int, window: int | None) -> LayerSpec:
         c = self.config
@@ -191,11 +155,25 @@ class Decoder:
 
     def _moved(self, i: int, x: Tensor, delta: Tensor) -> Tensor:
         """x [N,H,D] as if computed `delta` [N] positions later, or, where that is negative, earlier."""
-        forth, back = (self._turned(i, x, delta.abs(), back=back) for back in (False, True))
+        tables = self._layers[i].attention.tables
+        if tables is None:
+            return x
+        cos, sin = tables
+        forth, back = (turned(self._ops, x, (cos, signed), delta.abs()) for signed in (sin, -sin))
         return torch.where((delta < 0).view(-1, 1, 1), back, forth)
 
 
-def _tables(config: ModelConfig, positions: int, device: torch.device) -> list[tuple[Tensor, Tensor] | None]:
+def _format(weight: Factor) -> str:
+    match weight:
+        case Tensor():
+            return str(weight.dtype).removeprefix("torch.")
+        case Quantised():
+            return f"int{weight.bits}"
+        case Packed():
+            return weight.format
+
+
+def _tables(config: ModelConfig, positions: int, device: torch.device) -> list[Tables | None]:
     """Of every layer; layers that turn alike share theirs."""
     ropes = {layer.rope for layer in config.layers if layer.rope is not None}
     made = {rope: rope_tables(rope, positions, device) for rope in ropes}

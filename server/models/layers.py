@@ -1,18 +1,19 @@
 """The weights of one layer as the decoder wants them, from the names that checkpoints give them.
 
-Knows names and shapes, and the arithmetic of feed-forwards; neither attention nor positions.
+Knows names and shapes, and who of several feed-forwards is asked; neither attention nor positions.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
+from kernels.composed import multiplied
+from kernels.layer import AttentionWeights, Factor, GatedWeights, Tables
 from kernels.ops import Ops
 from kernels.quantised import Quantised, dequantise, joined
 from server.models.config import MixtureOfExperts, ModelConfig
@@ -20,97 +21,69 @@ from server.models.errors import ModelError
 from server.models.weights import Matrix, Weights
 
 
-def multiplied(ops: Ops, x: Tensor, weight: Matrix, bias: Tensor | None = None) -> Tensor:
-    """x [N, in] times weight [out, in], plus bias [out] -> [N, out], by the operation that knows such a weight."""
-    if isinstance(weight, Quantised):
-        return ops.quantised_linear(x, weight, bias)
-    return ops.linear(x, weight, bias)
-
-
 class FeedForward(Protocol):
     """What follows attention in a layer."""
 
-    def __call__(self, ops: Ops, activation: str, h: Tensor) -> Tensor:
+    def __call__(self, ops: Ops, h: Tensor) -> Tensor:
         """h [N, d] -> [N, d]."""
         ...
 
-    def tensors(self) -> Iterator[Matrix]: ...
+    def tensors(self) -> Iterator[Factor]: ...
 
 
 @dataclass(frozen=True)
 class Dense:
-    """A gated feed-forward (Shazeer 2020): gate and up are one matrix [2 f, d], down is [d, f]."""
+    """One, for all tokens."""
 
-    gate_up: Matrix
-    gate_up_bias: Tensor | None
-    down: Matrix
-    down_bias: Tensor | None
+    weights: GatedWeights
 
-    def __call__(self, ops: Ops, activation: str, h: Tensor) -> Tensor:
-        gated = _gated(ops, activation, multiplied(ops, h, self.gate_up, self.gate_up_bias))
-        return multiplied(ops, gated, self.down, self.down_bias)
+    def __call__(self, ops: Ops, h: Tensor) -> Tensor:
+        return ops.feed_forward(self.weights, h)
 
-    def tensors(self) -> Iterator[Matrix]:
-        yield from (t for t in vars(self).values() if t is not None)
+    def tensors(self) -> Iterator[Factor]:
+        return self.weights.tensors()
 
 
 @dataclass(frozen=True)
 class Mixture:
     """A router [E, d] chooses a few of E dense feed-forwards for each token, and weighs them (Shazeer et al. 2017)."""
 
-    router: Tensor
-    experts: Sequence[Dense]
+    router: Factor
+    experts: Sequence[GatedWeights]
     chosen: int
     normalise: bool
 
-    def __call__(self, ops: Ops, activation: str, h: Tensor) -> Tensor:
-        shares = ops.linear(h, self.router).float().softmax(-1)  # [N, E]
+    def __call__(self, ops: Ops, h: Tensor) -> Tensor:
+        shares = multiplied(ops, h, self.router).float().softmax(-1)  # [N, E]
         weights, experts = shares.topk(self.chosen, dim=-1)  # [N, chosen]
         if self.normalise:
             weights = weights / weights.sum(-1, keepdim=True)
         out = torch.zeros_like(h)
         for e in experts.unique().tolist():
             token, place = (experts == e).nonzero(as_tuple=True)
-            fed = self.experts[e](ops, activation, h[token])
+            fed = ops.feed_forward(self.experts[e], h[token])
             out.index_add_(0, token, (fed * weights[token, place, None]).to(h.dtype))
         return out
 
-    def tensors(self) -> Iterator[Matrix]:
+    def tensors(self) -> Iterator[Factor]:
         yield self.router
         for expert in self.experts:
             yield from expert.tensors()
 
 
-def _gated(ops: Ops, activation: str, gate_up: Tensor) -> Tensor:
-    """[N, 2 f] -> [N, f]."""
-    if activation == "silu":
-        return ops.silu_mul(gate_up)
-    gate, up = gate_up.chunk(2, dim=-1)
-    return F.gelu(gate, approximate="tanh") * up
-
-
 @dataclass(frozen=True)
 class LayerWeights:
-    """Matrices are [out, in]; q, k and v are one. None: the model has no such thing."""
+    """Of one layer."""
 
-    attention_norm: Tensor
-    qkv: Matrix
-    qkv_bias: Tensor | None
-    qk_norm: tuple[Tensor, Tensor] | None  # [D] of queries, [D] of keys
-    o: Matrix
-    o_bias: Tensor | None
-    post_attention_norm: Tensor | None
-    mlp_norm: Tensor
+    attention: AttentionWeights
     feed_forward: FeedForward
-    post_mlp_norm: Tensor | None
+    post_norm: Tensor | None  # of what the feed-forward adds; None: the model has no such norm
 
-    def tensors(self) -> Iterator[Matrix]:
-        for value in (getattr(self, field.name) for field in fields(self)):
-            if isinstance(value, Matrix):
-                yield value
-            elif isinstance(value, tuple):
-                yield from value
+    def tensors(self) -> Iterator[Factor]:
+        yield from self.attention.tensors()
         yield from self.feed_forward.tensors()
+        if self.post_norm is not None:
+            yield self.post_norm
 
 
 def load_norm(config: ModelConfig, weights: Weights, name: str) -> Tensor:
@@ -119,28 +92,35 @@ def load_norm(config: ModelConfig, weights: Weights, name: str) -> Tensor:
     return weight.float() + config.norm_offset if config.norm_offset else weight
 
 
-def load_layer(config: ModelConfig, weights: Weights, i: int) -> LayerWeights:
-    """Layer `i`. Raises ModelError for what the checkpoint lacks."""
+def load_layer(config: ModelConfig, weights: Weights, ops: Ops, i: int, tables: Tables | None) -> LayerWeights:
+    """Layer `i`, its matrices packed, turning by `tables`. Raises ModelError for what the checkpoint lacks."""
     at = f"model.layers.{i}."
-    attention = f"{at}self_attn."
+    projections = f"{at}self_attn."
 
     def norm(name: str) -> Tensor:
         return load_norm(config, weights, f"{at}{name}")
 
     after_attention = "pre_feedforward_layernorm" if config.sandwich else "post_attention_layernorm"
-    qkv, qkv_bias = _fused(weights, attention, "qkv_proj", ("q_proj", "k_proj", "v_proj"), config.qkv_bias)
-    experts = config.layers[i].experts
-    return LayerWeights(
-        attention_norm=norm("input_layernorm"),
+    qkv, qkv_bias = _fused(weights, projections, "qkv_proj", ("q_proj", "k_proj", "v_proj"), config.qkv_bias)
+    attention = AttentionWeights(
+        norm=norm("input_layernorm"),
         qkv=qkv,
         qkv_bias=qkv_bias,
         qk_norm=(norm("self_attn.q_norm"), norm("self_attn.k_norm")) if config.qk_norm else None,
-        o=weights.matrix(f"{attention}o_proj.weight"),
-        o_bias=weights.get(f"{attention}o_proj.bias") if config.o_bias else None,
-        post_attention_norm=norm("post_attention_layernorm") if config.sandwich else None,
-        mlp_norm=norm(after_attention),
-        feed_forward=_dense(config, weights, f"{at}mlp.") if experts is None else _mixture(weights, at, experts),
-        post_mlp_norm=norm("post_feedforward_layernorm") if config.sandwich else None,
+        tables=tables,
+        q_heads=config.num_q_heads,
+        kv_heads=config.num_kv_heads,
+        o=weights.matrix(f"{projections}o_proj.weight"),
+        o_bias=weights.get(f"{projections}o_proj.bias") if config.o_bias else None,
+        post_norm=norm("post_attention_layernorm") if config.sandwich else None,
+        next_norm=norm(after_attention),
+        eps=config.rms_norm_eps,
+    )
+    experts = config.layers[i].experts
+    return LayerWeights(
+        attention.packed(ops),
+        _dense(config, weights, ops, f"{at}mlp.") if experts is None else _mixture(config, weights, ops, at, experts),
+        norm("post_feedforward_layernorm") if config.sandwich else None,
     )
 
 
@@ -163,26 +143,27 @@ def _joined(parts: Sequence[Matrix]) -> Matrix:
     return torch.cat(wide)
 
 
-def _dense(config: ModelConfig, weights: Weights, at: str) -> Dense:
+def _dense(config: ModelConfig, weights: Weights, ops: Ops, at: str) -> Dense:
     gate_up, gate_up_bias = _fused(weights, at, "gate_up_proj", ("gate_proj", "up_proj"), config.mlp_bias)
     down_bias = weights.get(f"{at}down_proj.bias") if config.mlp_bias else None
-    return Dense(gate_up, gate_up_bias, weights.matrix(f"{at}down_proj.weight"), down_bias)
+    down = weights.matrix(f"{at}down_proj.weight")
+    return Dense(GatedWeights(gate_up, gate_up_bias, down, down_bias, config.activation).packed(ops))
 
 
-def _mixture(weights: Weights, at: str, experts: MixtureOfExperts) -> Mixture:
+def _mixture(config: ModelConfig, weights: Weights, ops: Ops, at: str, experts: MixtureOfExperts) -> Mixture:
     at = f"{at}{experts.module}."
     gate, up, down = experts.split
 
-    def expert(e: int) -> Dense:
+    def expert(e: int) -> GatedWeights:
         each = f"{at}experts.{e}."
         gate_up = _joined([weights.matrix(f"{each}{part}.weight") for part in (gate, up)])
-        return Dense(gate_up, None, weights.matrix(f"{each}{down}.weight"), None)
+        return GatedWeights(gate_up, None, weights.matrix(f"{each}{down}.weight"), None, config.activation).packed(ops)
 
-    router = weights.get(f"{at}gate.weight")
+    router = ops.packed(weights.get(f"{at}gate.weight"))
     return Mixture(router, [expert(e) for e in range(experts.count)], experts.chosen, experts.normalise)
 
 
-def check_shapes(config: ModelConfig, layers: Sequence[LayerWeights], embedding: Matrix, lm_head: Matrix) -> None:
+def check_shapes(config: ModelConfig, layers: Sequence[LayerWeights], embedding: Factor, lm_head: Factor) -> None:
     """Raises ModelError if config.json speaks of another model than the tensors do."""
     c = config
     if c.num_q_heads % c.num_kv_heads or c.head_dim % 2:
@@ -196,24 +177,24 @@ def check_shapes(config: ModelConfig, layers: Sequence[LayerWeights], embedding:
 
 
 def _expected_shapes(
-    c: ModelConfig, layers: Sequence[LayerWeights], embedding: Matrix, lm_head: Matrix
-) -> Iterator[tuple[str, Matrix, tuple[int, ...]]]:
+    c: ModelConfig, layers: Sequence[LayerWeights], embedding: Factor, lm_head: Factor
+) -> Iterator[tuple[str, Factor, tuple[int, ...]]]:
     heads, kv, d = c.num_q_heads * c.head_dim, c.num_kv_heads * c.head_dim, c.hidden_size
     yield "embeddings", embedding, (c.vocab_size, d)
     yield "lm_head", lm_head, (c.vocab_size, d)
     for i, (layer, kind) in enumerate(zip(layers, c.layers, strict=True)):
-        yield f"layer {i}: attention_norm", layer.attention_norm, (d,)
-        yield f"layer {i}: mlp_norm", layer.mlp_norm, (d,)
-        yield f"layer {i}: qkv", layer.qkv, (heads + 2 * kv, d)
-        yield f"layer {i}: o", layer.o, (d, heads)
+        yield f"layer {i}: attention_norm", layer.attention.norm, (d,)
+        yield f"layer {i}: mlp_norm", layer.attention.next_norm, (d,)
+        yield f"layer {i}: qkv", layer.attention.qkv, (heads + 2 * kv, d)
+        yield f"layer {i}: o", layer.attention.o, (d, heads)
         width = c.intermediate_size if kind.experts is None else kind.experts.width
         for name, dense in _feed_forwards(layer.feed_forward):
             yield f"layer {i}: {name}gate_up", dense.gate_up, (2 * width, d)
             yield f"layer {i}: {name}down", dense.down, (d, width)
 
 
-def _feed_forwards(feed_forward: FeedForward) -> Iterator[tuple[str, Dense]]:
+def _feed_forwards(feed_forward: FeedForward) -> Iterator[tuple[str, GatedWeights]]:
     if isinstance(feed_forward, Dense):
-        yield "", feed_forward
+        yield "", feed_forward.weights
     elif isinstance(feed_forward, Mixture):
         yield from ((f"expert {e} ", dense) for e, dense in enumerate(feed_forward.experts))

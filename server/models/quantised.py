@@ -8,7 +8,7 @@ import time
 import torch
 from torch import Tensor
 
-from kernels.quantised import Quantised, dequantise, quantise_weight
+from kernels.quantised import Quantised, dequantise, quantise_symmetric
 from server.models.errors import ModelError
 from server.models.weights import Format, Matrix, Weights
 
@@ -51,6 +51,6 @@ class QuantisedWeights:
             self._told = time.monotonic()
             log.info("quantising the weights to %d bits: at %s", self._format.bits, name)
         try:
-            return quantise_weight(found, *self._format)
+            return quantise_symmetric(found, *self._format)
         except ValueError as error:
             raise ModelError(f"{name}: {error}; give --weights auto") from None

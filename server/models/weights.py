@@ -29,7 +29,7 @@ class Format(NamedTuple):
     """Of matrices that are quantised while they are read."""
 
     bits: int
-    group: int  # columns
+    group: int | None = None  # columns; None: a row
 
 
 class Kept(NamedTuple):

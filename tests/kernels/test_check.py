@@ -29,6 +29,8 @@ from tests.kernels.matrix import BACKENDS
 CPU = torch.device("cpu")
 NAMES = [op.name for op in OPS]
 
+PREPARING = {"prepare", "packed"}  # what computes nothing
+
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -37,7 +39,7 @@ def test_what_is_right_passes(backend: str, dtype: torch.dtype) -> None:
 
 
 def test_the_table_has_every_operation() -> None:
-    methods = [name for name in vars(Ops) if not name.startswith("_") and name != "prepare"]  # which computes nothing
+    methods = [name for name in vars(Ops) if not name.startswith("_") and name not in PREPARING]
     assert methods == NAMES, "give it a row in kernels/table.py"
 
 
@@ -70,7 +72,7 @@ def test_what_is_a_little_off_is_found(dtype: torch.dtype) -> None:
 
 def test_a_fault_of_one_operation_is_not_laid_upon_another() -> None:
     for name in NAMES:
-        right: Any = SimpleNamespace(**{each: getattr(ReferenceOps(), each) for each in NAMES})
+        right: Any = SimpleNamespace(**{each: getattr(ReferenceOps(), each) for each in [*NAMES, *PREPARING]})
         setattr(right, name, getattr(Off(), name))
         assert [verdict.op for verdict in checked(right, torch.float32, CPU) if verdict.fault] == [name]
 
@@ -79,7 +81,8 @@ def test_a_fault_of_one_operation_is_not_laid_upon_another() -> None:
 def test_nan_and_other_shapes_and_dtypes_are_faults(found: Tensor) -> None:
     ops = ReferenceOps()
     ops.silu_mul = lambda gate_up: found  # type: ignore[method-assign]
-    assert [verdict.op for verdict in checked(ops, torch.float32, CPU) if verdict.fault] == ["silu_mul"]
+    faulty = [verdict.op for verdict in checked(ops, torch.float32, CPU) if verdict.fault]
+    assert faulty == ["feed_forward", "silu_mul"], "and what is made of it"
 
 
 def test_the_reference_takes_the_place_of_what_is_faulty() -> None:

@@ -1,0 +1,70 @@
+// What a layer does around its attention in a few calls, each of them several operations: a call from Python takes as long
+// as a small operation. The bits are those of the operations one by one.
+#include <ATen/core/Tensor.h>
+#include <torch/library.h>
+
+#include "operations.h"
+
+namespace kvmux {
+namespace {
+
+using at::IntArrayRef;
+using at::Tensor;
+using at::TensorList;
+using Maybe = std::optional<Tensor>;
+
+// x [N, d] and what is still to be added to it -> their sum; q [N, heads, dim], k and v, turned where there are tables.
+std::tuple<Tensor, Tensor, Tensor, Tensor> enter_attention(
+    const Tensor& x, const Maybe& added, const Tensor& norm, double eps, TensorList qkv, IntArrayRef format,
+    const Maybe& bias, const Maybe& q_norm, const Maybe& k_norm, const Maybe& cos, const Maybe& sin,
+    const Tensor& positions, int64_t q_heads, int64_t kv_heads) {
+  const auto [sum, normed] = added ? add_rms_norm(x, *added, norm, eps) : std::tuple(x.clone(), rms_norm(x, norm, eps));
+  const Tensor all = linear(normed, Factor(qkv, format), bias);
+  const int64_t rows = all.size(0), dim = all.size(1) / (q_heads + 2 * kv_heads);
+  const auto heads = [&](int64_t first, int64_t count) {
+    return all.narrow(1, first * dim, count * dim).view({rows, count, dim});
+  };
+  const auto normed_heads = [&](int64_t first, int64_t count, const Tensor& weight) {
+    return rms_norm(heads(first, count).reshape({rows * count, dim}), weight, eps).view({rows, count, dim});
+  };
+  const auto turned = [&](const Tensor& t) { return cos ? rope(t, *cos, *sin, positions) : t; };
+  const Tensor v = heads(q_heads + kv_heads, kv_heads);
+  if (q_norm)
+    return {sum, turned(normed_heads(0, q_heads, *q_norm)), turned(normed_heads(q_heads, kv_heads, *k_norm)), v};
+  const Tensor qk = turned(heads(0, q_heads + kv_heads));
+  return {sum, qk.narrow(1, 0, q_heads), qk.narrow(1, q_heads, kv_heads), v};
+}
+
+// x [N, d] and what attention found [N, heads * dim] -> their sum after the projection, and its norm.
+std::tuple<Tensor, Tensor> leave_attention(
+    const Tensor& x, const Tensor& mixed, TensorList o, IntArrayRef format, const Maybe& bias, const Maybe& post_norm,
+    const Tensor& norm, double eps) {
+  const Tensor projected = linear(mixed, Factor(o, format), bias);
+  return add_rms_norm(x, post_norm ? rms_norm(projected, *post_norm, eps) : projected, norm, eps);
+}
+
+Tensor feed_forward(
+    const Tensor& h, TensorList gate_up, IntArrayRef gate_up_format, const Maybe& gate_up_bias, TensorList down,
+    IntArrayRef down_format, const Maybe& down_bias) {
+  const Tensor gated = silu_mul(linear(h, Factor(gate_up, gate_up_format), gate_up_bias));
+  return linear(gated, Factor(down, down_format), down_bias);
+}
+
+}  // namespace
+}  // namespace kvmux
+
+TORCH_LIBRARY_FRAGMENT(KVMUX_LIBRARY, library) {
+  library.def(
+      "enter_attention(Tensor x, Tensor? added, Tensor norm, float eps, Tensor[] qkv, int[] format, Tensor? bias, "
+      "Tensor? q_norm, Tensor? k_norm, Tensor? cos, Tensor? sin, Tensor positions, int q_heads, int kv_heads) "
+      "-> (Tensor, Tensor, Tensor, Tensor)",
+      &kvmux::enter_attention);
+  library.def(
+      "leave_attention(Tensor x, Tensor mixed, Tensor[] o, int[] format, Tensor? bias, Tensor? post_norm, Tensor norm, "
+      "float eps) -> (Tensor, Tensor)",
+      &kvmux::leave_attention);
+  library.def(
+      "feed_forward(Tensor h, Tensor[] gate_up, int[] gate_up_format, Tensor? gate_up_bias, Tensor[] down, "
+      "int[] down_format, Tensor? down_bias) -> Tensor",
+      &kvmux::feed_forward);
+}

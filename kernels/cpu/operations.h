@@ -1,0 +1,27 @@
+// The operations that others are made of, on tensors; what each means stands in kernels/ops.py.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <optional>
+#include <tuple>
+
+namespace kvmux {
+
+// A packed weight: its numbers, and of whole numbers the scale and perhaps the offset [panels, groups, 16]; and its shape,
+// bits of a number (0: floats) and columns of a group.
+struct Factor {
+  Factor(at::TensorList parts, at::IntArrayRef format);
+
+  const at::Tensor &numbers, &scale, &offset;  // the latter two undefined where there are none
+  int64_t outputs, width, bits, group;
+};
+
+at::Tensor linear(const at::Tensor& x, const Factor& weight, const std::optional<at::Tensor>& bias);
+at::Tensor rms_norm(const at::Tensor& x, const at::Tensor& weight, double eps);
+std::tuple<at::Tensor, at::Tensor> add_rms_norm(
+    const at::Tensor& x, const at::Tensor& delta, const at::Tensor& weight, double eps);
+at::Tensor rope(const at::Tensor& x, const at::Tensor& cos, const at::Tensor& sin, const at::Tensor& positions);
+at::Tensor silu_mul(const at::Tensor& gate_up);
+
+}  // namespace kvmux

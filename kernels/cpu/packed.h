@@ -1,0 +1,67 @@
+// How weights lie in memory for products: packed once, then read from the first byte to the last.
+//
+// Outputs come in blocks of 64, that is 4 panels of 16; a panel's columns in tiles of a kibibyte (of 8 bits; of 4 bits half
+// of one), and the tiles of one depth of a block's panels lie together:
+//
+//     block  | depth 0: tile of panel 0 | panel 1 | panel 2 | panel 3 | depth 1: ... |
+//     tile   [columns / S][16 outputs][S columns]
+//
+// S columns of an output make 32 bits, so that an instruction that multiplies pairs of bfloat16 or four bytes finds those of
+// 16 outputs in one vector, and AMX a tile as it wants it. Where that is no use (float32, float16), S is 1. Behind the last
+// output and the last column are zeros. Every instruction set reads this; knows neither tensors nor products.
+#pragma once
+
+#include <c10/util/BFloat16.h>
+#include <c10/util/Half.h>
+
+#include <algorithm>
+#include <cstdint>
+#include <type_traits>
+
+namespace kvmux {
+
+constexpr int64_t PANEL = 16;   // outputs
+constexpr int64_t PANELS = 4;   // of a block
+constexpr int64_t BLOCK = PANEL * PANELS;
+constexpr int64_t TILE_SIZE = 1024;  // bytes of numbers that are no shorter than one
+
+// Of a weight in numbers of type T.
+template <typename T>
+struct Packing {
+  static constexpr int64_t S = std::is_same_v<T, at::BFloat16> ? 2 : sizeof(T) == 1 ? 4 : 1;
+  static constexpr int64_t TILE = TILE_SIZE / sizeof(T);  // numbers
+  static constexpr int64_t DEPTH = TILE / PANEL;          // columns
+
+  static constexpr int64_t tiles(int64_t k) { return (k + DEPTH - 1) / DEPTH; }
+  static constexpr int64_t panel(int64_t n, int64_t k) {  // where its first tile begins
+    return (n / PANELS * tiles(k) * PANELS + n % PANELS) * TILE;
+  }
+};
+
+constexpr int64_t blocks_of(int64_t outputs) { return (outputs + BLOCK - 1) / BLOCK; }
+
+// Columns of one output, `from` [k], into its place within its block, whose tiles have been zeroed.
+template <typename T>
+inline void pack_row(const T* from, int64_t k, int64_t output, T* block) {
+  using P = Packing<T>;
+  T* to = block + output / PANEL * P::TILE + output % PANEL * P::S;
+  for (int64_t i = 0; i < k; ++i) {
+    const int64_t within = i % P::DEPTH;
+    to[i / P::DEPTH * PANELS * P::TILE + within / P::S * PANEL * P::S + within % P::S] = from[i];
+  }
+}
+
+// The same of numbers of 4 bits: `from` [k / 2], the even column in the lower half of a byte, as in `Quantised`. Here a tile
+// has 64 columns in half a kibibyte, and of 8 columns the first 4 are the lower halves.
+inline void pack_halves(const uint8_t* from, int64_t k, int64_t output, uint8_t* block) {
+  using P = Packing<uint8_t>;
+  uint8_t* to = block + output / PANEL * P::TILE / 2 + output % PANEL * P::S;
+  for (int64_t i = 0; i < k; ++i) {
+    const int number = i % 2 == 0 ? from[i / 2] & 15 : from[i / 2] >> 4;
+    const int64_t quad = i % P::DEPTH / P::S;
+    uint8_t& byte = to[i / P::DEPTH * PANELS * P::TILE / 2 + quad / 2 * PANEL * P::S + i % P::S];
+    byte |= static_cast<uint8_t>(quad % 2 == 0 ? number : number << 4);
+  }
+}
+
+}  // namespace kvmux

@@ -1,0 +1,113 @@
+// Products with packed weights of bfloat16 in AMX's tiles, for one row as for many.
+//
+// A tile of sums is added to in the order of k, whatever stands beside it, so a number of y does not depend on how many rows
+// are computed with it. Knows neither tensors nor threads.
+#pragma once
+
+#include "packed.h"
+#include "tiles.h"
+#include "vector.h"
+
+#ifdef __AMX_TILE__
+
+namespace kvmux {
+
+class TileProduct {
+ public:
+  using Weight = at::BFloat16;
+  using Number = at::BFloat16;  // what rows of x are kept in: tiles [rows / 16][k / 32][16][32]
+  struct Session {
+    explicit Session(const TileProduct&) {}
+    Tiles tiles;
+  };
+
+  static int64_t numbers(int64_t rows, int64_t k) { return padded_rows(rows) * P::tiles(k) * P::DEPTH; }
+
+  TileProduct(const Weight* w, Number* x, int64_t rows, int64_t k)
+      : w_(w), x_(x), rows_(padded_rows(rows)), k_(k), tiles_(P::tiles(k)) {}
+
+  int64_t tiles() const { return tiles_; }
+
+  int64_t height() const { return rows_; }  // rows that sums are kept for
+
+  // Tiles that are added at a time: all rows meet them in the first cache. Few rows take the whole depth at once.
+  int64_t chunk() const { return rows_ == TILE_ROWS ? tiles_ : CHUNK; }
+
+  // Numbers behind the last row are whatever was there: nobody reads their sums.
+  template <typename X>
+  void enter(const X* from, int64_t row) const {
+    Number* to = x_ + (row / TILE_ROWS * tiles_ * TILE_ROWS + row % TILE_ROWS) * P::DEPTH;
+    for (int64_t i = 0; i < tiles_ * P::DEPTH; i += P::DEPTH, to += P::TILE)
+      for (int64_t j = 0; j < P::DEPTH; ++j) to[j] = i + j < k_ ? static_cast<Number>(from[i + j]) : Number(0.f);
+  }
+
+  // sums [panels][height][PANEL] of 2 or 4 panels of a block plus their tiles begin .. end - 1; they begin with the first.
+  void add(Session&, int64_t first, int64_t panels, int64_t begin, int64_t end, float* sums) const {
+    const Weight* w = w_ + P::panel(first, k_);
+    if (rows_ == TILE_ROWS) return panels == PANELS ? few<4>(w, begin, end, sums) : few<2>(w, begin, end, sums);
+    for (; panels > 0; panels -= 2, w += 2 * P::TILE, sums += 2 * rows_ * PANEL)
+      for (int64_t row = 0; row < rows_; row += 2 * TILE_ROWS) square(row, w, begin, end, sums + row * PANEL);
+  }
+
+ private:
+  using P = Packing<Weight>;
+  static constexpr int64_t STRIDE = 64;  // bytes: rows of a tile lie behind each other, wherever it is
+  static constexpr int64_t CHUNK = 8;
+
+  // Up to 16 rows, or twice 16 for some.
+  static int64_t padded_rows(int64_t rows) {
+    const int64_t whole = rows <= TILE_ROWS ? TILE_ROWS : 2 * TILE_ROWS;
+    return (rows + whole - 1) / whole * whole;
+  }
+
+  // 16 rows of x and N panels. Sums are tiles 0 to 3.
+  template <int N>
+  void few(const Weight* w, int64_t begin, int64_t end, float* sums) const {
+    unroll<N>([&](auto n) { begin_sum<n>(begin == 0, sums + n * TILE_ROWS * PANEL); });
+    for (int64_t tile = begin; tile < end; ++tile) {
+      const Weight* weights = w + tile * PANELS * P::TILE;
+      tile_load<4>(x_ + tile * P::TILE, STRIDE);
+      unroll<N>([&](auto n) {
+        tile_load<6 + n % 2>(weights + n * P::TILE, STRIDE);
+        tile_dot<n, 4, 6 + n % 2>();
+      });
+    }
+    unroll<N>([&](auto n) { tile_store<n>(sums + n * TILE_ROWS * PANEL, STRIDE); });
+  }
+
+  // 32 rows of x and 2 panels.
+  void square(int64_t row, const Weight* w, int64_t begin, int64_t end, float* sums) const {
+    const auto at = [&](int i) { return sums + (i % 2 * rows_ + i / 2 * TILE_ROWS) * PANEL; };
+    unroll<4>([&](auto i) { begin_sum<i>(begin == 0, at(i)); });
+    const Number* first = x_ + row * tiles_ * P::DEPTH;
+    const Number* second = first + TILE_ROWS * tiles_ * P::DEPTH;
+    for (int64_t tile = begin; tile < end; ++tile) {
+      const Weight* weights = w + tile * PANELS * P::TILE;
+      tile_load<6>(weights, STRIDE);
+      tile_load<4>(first + tile * P::TILE, STRIDE);
+      tile_load<7>(weights + P::TILE, STRIDE);
+      tile_load<5>(second + tile * P::TILE, STRIDE);
+      tile_dot<0, 4, 6>();
+      tile_dot<1, 4, 7>();
+      tile_dot<2, 5, 6>();
+      tile_dot<3, 5, 7>();
+    }
+    unroll<4>([&](auto i) { tile_store<i>(at(i), STRIDE); });
+  }
+
+  template <int N>
+  static void begin_sum(bool first, const float* sum) {
+    if (first)
+      tile_zero<N>();
+    else
+      tile_load<N>(sum, STRIDE);
+  }
+
+  const Weight* w_;
+  Number* x_;
+  int64_t rows_, k_, tiles_;
+};
+
+}  // namespace kvmux
+
+#endif

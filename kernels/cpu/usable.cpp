@@ -1,0 +1,20 @@
+// Whether the system lets this process use what this library is compiled for; asked before anything else.
+#include <torch/library.h>
+
+#include "tiles.h"
+
+namespace kvmux {
+namespace {
+
+bool usable() {
+#ifdef __AMX_TILE__
+  return tiles_permitted();
+#else
+  return true;
+#endif
+}
+
+}  // namespace
+}  // namespace kvmux
+
+TORCH_LIBRARY_FRAGMENT(KVMUX_LIBRARY, library) { library.def("usable() -> bool", &kvmux::usable); }

@@ -1,0 +1,105 @@
+// Products with packed weights of floats in vectors of float32: float32 and float16 everywhere, bfloat16 where there are no
+// tiles for it.
+//
+// Each number of y is one chain of fused multiply-adds in the order of k, so it does not depend on how many rows are
+// computed beside it. Knows neither tensors nor threads.
+#pragma once
+
+#include "packed.h"
+#include "vector.h"
+
+namespace kvmux {
+
+template <typename T>
+class VectorProduct {
+ public:
+  using Weight = T;
+  using Number = float;   // what rows of x are kept in: [rows][k, whole tiles]
+  struct Session {        // a thread sets nothing up
+    explicit Session(const VectorProduct&) {}
+  };
+
+  static int64_t numbers(int64_t rows, int64_t k) { return rows * P::tiles(k) * P::DEPTH; }
+
+  VectorProduct(const T* w, Number* x, int64_t rows, int64_t k)
+      : w_(w), x_(x), rows_(rows), k_(k), pitch_(P::tiles(k) * P::DEPTH) {}
+
+  int64_t tiles() const { return P::tiles(k_); }
+
+  int64_t height() const { return rows_; }  // rows that sums are kept for
+
+  // Tiles that are added at a time: all rows meet them in the first cache. Few rows take the whole depth at once.
+  int64_t chunk() const { return rows_ <= ROWS ? tiles() : CHUNK / P::DEPTH; }
+
+  template <typename X>
+  void enter(const X* from, int64_t row) const {
+    float* to = x_ + row * pitch_;
+    for (int64_t i = 0; i < k_; ++i) to[i] = static_cast<float>(static_cast<T>(static_cast<float>(from[i])));
+    std::fill(to + k_, to + pitch_, 0.f);
+  }
+
+  // sums [panels][height][PANEL] of 2 or 4 panels of a block plus their tiles begin .. end - 1; they begin with the first.
+  void add(Session&, int64_t first, int64_t panels, int64_t begin, int64_t end, float* sums) const {
+    for (int64_t panel = 0; panel < panels; panel += TOGETHER) {
+      const T* from = w_ + P::panel(first + panel, k_);
+      float* to = sums + panel * rows_ * PANEL;
+      if (panels == PANELS)
+        over_rows<ROWS, TOGETHER>(0, from, begin, end, to);
+      else
+        over_rows<ROWS, std::min(TOGETHER, 2)>(0, from, begin, end, to);
+    }
+  }
+
+ private:
+  using P = Packing<T>;
+  static constexpr int ROWS = 6;
+  static constexpr int TOGETHER = W == PANEL ? 4 : 1;  // panels: with the rows, sums for most of the registers
+  static constexpr int V = PANEL / W;                  // vectors of a panel
+  static constexpr int64_t CHUNK = 128;                // columns
+
+  template <int R, int N>
+  void over_rows(int64_t row, const T* w, int64_t begin, int64_t end, float* sums) const {
+    for (; row + R <= rows_; row += R) block<R, N>(row, w, begin, end, sums + row * PANEL);
+    if constexpr (R > 1)
+      if (row < rows_) over_rows<(R > 4 ? 4 : R / 2), N>(row, w, begin, end, sums);
+  }
+
+  template <int R, int N>
+  void block(int64_t row, const T* w, int64_t begin, int64_t end, float* sums) const {
+    Raw sum[R][N * V];
+    const auto at = [&](int r, int v) { return sums + v / V * rows_ * PANEL + r * PANEL + v % V * W; };
+    unroll<R>([&](auto r) { unroll<N * V>([&](auto v) { sum[r][v] = begin == 0 ? Vec(0.f) : load(at(r, v)); }); });
+    for (int64_t tile = begin; tile < end; ++tile) {
+      const T* weights = w + tile * PANELS * P::TILE;
+      const float* x = x_ + row * pitch_ + tile * P::DEPTH;
+      for (int64_t i = 0; i < P::DEPTH; i += P::S, weights += PANEL * P::S, x += P::S)
+        unroll<N * V>([&](auto v) {
+          Raw columns[P::S];
+          load_columns(weights + v / V * P::TILE + v % V * W * P::S, columns);
+          unroll<P::S>([&](auto s) {
+            unroll<R>([&](auto r) {
+              sum[r][v] = at::vec::fmadd(Vec(x[r * pitch_ + s]), Vec(columns[s]), Vec(sum[r][v]));
+            });
+          });
+        });
+    }
+    unroll<R>([&](auto r) { unroll<N * V>([&](auto v) { Vec(sum[r][v]).store(at(r, v)); }); });
+  }
+
+  // W outputs' numbers of S columns.
+  static void load_columns(const T* from, Raw (&to)[P::S]) {
+    if constexpr (P::S == 2) {
+      const auto [first, second] = widened(load(reinterpret_cast<const float*>(from)));
+      to[0] = first;
+      to[1] = second;
+    } else {
+      to[0] = load(from);
+    }
+  }
+
+  const T* w_;
+  Number* x_;
+  int64_t rows_, k_, pitch_;
+};
+
+}  // namespace kvmux

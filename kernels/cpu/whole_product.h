@@ -1,0 +1,260 @@
+// Products with packed weights in whole numbers of 8 or 4 bits, value = scale * number + offset by groups of columns.
+//
+// A row of x becomes whole numbers of 8 bits, too, with a scale for each group: so a group's products are summed in 32 bits
+// without rounding, and a number of y is one chain of multiply-adds over the groups. It has the same bits whatever computes
+// it, for one row as for many. Knows neither tensors nor threads.
+#pragma once
+
+#include <cmath>
+#include <vector>
+
+#include "packed.h"
+#include "quads.h"
+#include "tiles.h"
+#include "vector.h"
+
+namespace kvmux {
+
+// A packed weight; numbers of 4 bits lie in halves of bytes: of 8 columns, the first 4 in the lower ones. Where there are no
+// offsets, value = scale * (number - half of all numbers), and those of 8 bits are kept as what they stand for, signed.
+template <typename S>
+struct WholeWeight {
+  const uint8_t* numbers;
+  const S* scale;   // [panels][groups][PANEL]
+  const S* offset;  // the same, or null
+  int64_t groups, group;
+};
+
+// Room for rows of x in whole numbers. What lies behind the last row is multiplied, and nobody reads the result.
+struct WholeRows {
+  int8_t* numbers;  // [height][pitch]
+  float* scale;     // [groups][height]
+  int32_t* sum;     // the same: of the numbers
+};
+
+template <int BITS, bool OFFSETS, typename S>
+class WholeProduct {
+ public:
+  class Session;
+
+  static int64_t pitch(int64_t k) { return (P::tiles(k) + 1) * P::DEPTH; }  // of rows: never a multiple of a page
+  static int64_t height_of(int64_t rows) { return (rows + SOME - 1) / SOME * SOME; }
+
+  WholeProduct(const WholeWeight<S>& w, const WholeRows& x, int64_t rows, int64_t k) : w_(w), x_(x), rows_(rows), k_(k) {}
+
+  int64_t tiles() const { return P::tiles(k_); }
+  int64_t chunk() const { return tiles(); }               // all are added at once
+  int64_t height() const { return height_of(rows_); }
+
+  template <typename X>
+  void enter(const X* from, int64_t row) const {
+    int8_t* to = x_.numbers + row * pitch(k_);
+    for (int64_t g = 0; g < w_.groups; ++g) {
+      const int64_t begin = g * w_.group, end = std::min(k_, begin + w_.group);
+      float largest = 0.f, unsound = 0.f;  // the latter NaN if a number is none, or infinite
+      for (int64_t i = begin; i < end; ++i) {
+        const float number = static_cast<float>(from[i]);
+        largest = std::max(largest, std::abs(number));
+        unsound += number * 0.f;
+      }
+      const float factor = largest > 0.f && unsound == 0.f ? MOST / largest : 0.f;
+      int32_t sum = 0;
+      for (int64_t i = begin; i < end; ++i) {
+        const int32_t number = static_cast<int32_t>(std::nearbyint(static_cast<float>(from[i]) * factor));
+        to[i] = static_cast<int8_t>(number);
+        sum += number;
+      }
+      x_.scale[g * height() + row] = largest / MOST + unsound;
+      x_.sum[g * height() + row] = sum;
+    }
+    std::fill(to + k_, to + tiles() * P::DEPTH, int8_t{0});
+  }
+
+  // sums [panels][height][PANEL] of 2 or 4 panels of a block, of all their tiles.
+  void add(Session& session, int64_t first, int64_t panels, int64_t, int64_t, float* sums) const {
+    for (int64_t i = 0; i < panels; i += N, sums += N * height() * PANEL)
+      if (session.by_tiles(*this))
+        session.add(*this, first + i, sums);
+      else
+        over_rows<ROWS>(0, first + i, sums);
+  }
+
+ private:
+  using P = Packing<uint8_t>;
+  static constexpr float MOST = 127.f;
+  static constexpr int N = 2;                                // panels that are added to together
+  static constexpr int ROWS = REGISTERS == 32 ? 4 : 1;       // rows, in vectors
+  static constexpr int64_t SOME = 32;                        // rows, in tiles
+  static constexpr int V = PANEL / W;
+  static constexpr int64_t BYTES = P::TILE * BITS / 8;       // of a tile
+  static constexpr int64_t QUADS = P::DEPTH / 4;             // of a tile
+  static constexpr int PER_BYTE = 8 / BITS;
+
+  static constexpr int32_t ZERO = OFFSETS ? 0 : 1 << (BITS - 1);
+
+  const uint8_t* tiles_of(int64_t panel) const { return w_.numbers + P::panel(panel, k_) / P::TILE * BYTES; }
+  const int8_t* row(int64_t n) const { return x_.numbers + n * pitch(k_); }
+
+  template <int R>
+  void over_rows(int64_t row, int64_t panel, float* sums) const {
+    for (; row + R <= rows_; row += R) block<R>(row, panel, sums + row * PANEL);
+    if constexpr (R > 1)
+      if (row < rows_) over_rows<R / 2>(row, panel, sums);
+  }
+
+  // R rows and N panels, in vectors.
+  template <int R>
+  void block(int64_t first, int64_t panel, float* sums) const {
+    const uint8_t* w = tiles_of(panel);
+    Raw total[R][N][V];
+    unroll<R>([&](auto r) { unroll<N>([&](auto n) { unroll<V>([&](auto v) { total[r][n][v] = Vec(0.f); }); }); });
+    for (int64_t g = 0; g < w_.groups; ++g) {
+      Quads dots[R][N];
+      unroll<R>([&](auto r) { unroll<N>([&](auto n) { dots[r][n] = quads(-ZERO * x_.sum[g * height() + first + r]); }); });
+      const int64_t end = (std::min(k_, (g + 1) * w_.group) + 3) / 4;
+      for (int64_t quad = g * w_.group / 4; quad < end; quad += PER_BYTE) {
+        const uint8_t* at = w + quad / QUADS * PANELS * BYTES + quad % QUADS * 4 * PANEL / PER_BYTE;
+        unroll<N>([&](auto n) {
+          const Bytes bytes = load_bytes(at + n * BYTES) ^ static_cast<uint8_t>(BITS == 8 ? ZERO : 0);
+          unroll<PER_BYTE>([&](auto half) {
+            const Bytes numbers = BITS == 8 ? bytes : half == 0 ? bytes & 15 : bytes >> 4;
+            unroll<R>([&](auto r) { add_products(dots[r][n], numbers, row(first + r) + (quad + half) * 4); });
+          });
+        });
+      }
+      unroll<N>([&](auto n) {
+        const Group group(*this, panel + n, g);
+        unroll<R>([&](auto r) { group.add(first + r, dots[r][n], total[r][n]); });
+      });
+    }
+    unroll<R>([&](auto r) {
+      unroll<N>([&](auto n) {
+        unroll<V>([&](auto v) { Vec(total[r][n][v]).store(sums + (n * height() + r) * PANEL + v * W); });
+      });
+    });
+  }
+
+  // What a group of a panel's columns adds to sums: scale of x * (scale of w * dot + offset of w * sum of x).
+  struct Group {
+    Group(const WholeProduct& product, int64_t panel, int64_t g)
+        : scale_of_x(product.x_.scale + g * product.height()), sum_of_x(product.x_.sum + g * product.height()) {
+      const int64_t at = (panel * product.w_.groups + g) * PANEL;
+      unroll<V>([&](auto v) { scale[v] = load(product.w_.scale + at + v * W); });
+      if constexpr (OFFSETS) unroll<V>([&](auto v) { offset[v] = load(product.w_.offset + at + v * W); });
+    }
+
+    inline __attribute__((always_inline)) void add(int64_t row, const Quads& dots, Raw (&total)[V]) const {
+      const auto numbers = __builtin_convertvector(dots, float __attribute__((vector_size(64))));
+      const Vec of_x(scale_of_x[row]);
+      unroll<V>([&](auto v) {
+        Raw dot;
+        std::memcpy(&dot, reinterpret_cast<const char*>(&numbers) + v * sizeof(dot), sizeof(dot));
+        Vec sum = at::vec::fmadd(Vec(scale[v]) * of_x, Vec(dot), Vec(total[v]));
+        if constexpr (OFFSETS)
+          sum = at::vec::fmadd(Vec(offset[v]) * of_x, Vec(static_cast<float>(sum_of_x[row])), sum);
+        total[v] = sum;
+      });
+    }
+
+    const float* scale_of_x;
+    const int32_t* sum_of_x;
+    Raw scale[V], offset[V];
+  };
+
+  const WholeWeight<S> w_;
+  const WholeRows x_;
+  int64_t rows_, k_;
+};
+
+#ifdef __AMX_TILE__
+
+// What a thread needs beside the product: tiles for many rows, and room for a panel's numbers of 4 bits as bytes.
+template <int BITS, bool OFFSETS, typename S>
+class WholeProduct<BITS, OFFSETS, S>::Session {
+ public:
+  explicit Session(const WholeProduct& product)
+      : tiles_(product.w_.group % P::DEPTH == 0 || product.w_.groups == 1 ? TILE_BYTES : TILE_BYTES / 2),
+        bytes_(BITS == 8 ? 0 : N * product.tiles() * P::TILE) {}
+
+  static bool by_tiles(const WholeProduct& product) { return product.rows_ > ROWS; }
+
+  void add(const WholeProduct& product, int64_t panel, float* sums) {
+    const uint8_t* w = BITS == 8 ? product.tiles_of(panel) : unpacked(product, panel);
+    for (int64_t row = 0; row < product.rows_; row += SOME)
+      if (product.rows_ - row > TILE_ROWS)
+        square<2>(product, w, row, panel, sums + row * PANEL);
+      else
+        square<1>(product, w, row, panel, sums + row * PANEL);
+  }
+
+ private:
+  static constexpr int64_t BETWEEN = BITS == 8 ? PANELS : N;  // tiles from one depth of w to the next
+
+  const uint8_t* unpacked(const WholeProduct& product, int64_t panel) {
+    const uint8_t* from = product.tiles_of(panel);
+    for (int64_t tile = 0; tile < product.tiles(); ++tile)
+      for (int64_t n = 0; n < N; ++n) {
+        constexpr uint8_t zero = ZERO;
+        const uint8_t* packed = from + (tile * PANELS + n) * BYTES;
+        uint8_t* to = bytes_.data() + (tile * N + n) * P::TILE;
+        for (int64_t i = 0; i < BYTES; i += sizeof(Bytes), to += 2 * sizeof(Bytes)) {
+          const Bytes both = load_bytes(packed + i), low = (both & 15) - zero, high = (both >> 4) - zero;
+          std::memcpy(to, &low, sizeof(low));
+          std::memcpy(to + sizeof(low), &high, sizeof(high));
+        }
+      }
+    return bytes_.data();
+  }
+
+  // A times 16 rows and N panels. Sums of a group are tiles 0 to 3, rows of x are 4 and 5, numbers of w 6 and 7.
+  template <int A>
+  void square(const WholeProduct& product, const uint8_t* w, int64_t row, int64_t panel, float* sums) {
+    const auto& weight = product.w_;
+    const int64_t step = tiles_.depth(), pitch = WholeProduct::pitch(product.k_);
+    alignas(64) int32_t dots[A * N][TILE_ROWS][PANEL];
+    for (int64_t g = 0; g < weight.groups; ++g) {
+      unroll<A * N>([&](auto i) { tile_zero<i>(); });
+      const int64_t end = std::min(product.k_, (g + 1) * weight.group);
+      for (int64_t k = g * weight.group; k < end; k += step) {
+        const uint8_t* numbers = w + k / P::DEPTH * BETWEEN * P::TILE + k % P::DEPTH * PANEL;
+        unroll<A>([&](auto a) { tile_load<4 + a>(product.row(row + a * TILE_ROWS) + k, pitch); });
+        unroll<N>([&](auto n) { tile_load<6 + n>(numbers + n * P::TILE, TILE_BYTES); });
+        unroll<A>([&](auto a) { unroll<N>([&](auto n) { tile_dot_whole<a * N + n, 4 + a, 6 + n, OFFSETS>(); }); });
+      }
+      unroll<A * N>([&](auto i) { tile_store<i>(dots[i], TILE_BYTES); });
+      unroll<A * N>([&](auto i) {
+        constexpr int64_t a = i / N * TILE_ROWS, n = i % N;
+        add_group(typename WholeProduct::Group(product, panel + n, g), row + a, g == 0, dots[i],
+                  sums + (n * product.height() + a) * PANEL);
+      });
+    }
+  }
+
+  static void add_group(const typename WholeProduct::Group& group, int64_t row, bool first,
+                        const int32_t (&dots)[TILE_ROWS][PANEL], float* sums) {
+    for (int64_t r = 0; r < TILE_ROWS; ++r) {
+      Quads dot;
+      std::memcpy(&dot, dots[r], sizeof(dot));
+      Raw total[V] = {first ? Vec(0.f) : load(sums + r * PANEL)};
+      group.add(row + r, dot, total);
+      Vec(total[0]).store(sums + r * PANEL);
+    }
+  }
+
+  Tiles tiles_;
+  std::vector<uint8_t> bytes_;
+};
+
+#else
+
+template <int BITS, bool OFFSETS, typename S>
+class WholeProduct<BITS, OFFSETS, S>::Session {
+ public:
+  explicit Session(const WholeProduct&) {}
+  static bool by_tiles(const WholeProduct&) { return false; }
+  void add(const WholeProduct&, int64_t, float*) {}
+};
+
+#endif
+
+}  // namespace kvmux
