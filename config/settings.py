@@ -120,7 +120,8 @@ class Settings(BaseSettings):
     port: int = Field(8000, ge=0, le=65535, description="port to listen on; 0 takes any free one")
     workers: int = Field(1, ge=1, le=64, description="API processes")
     deterministic: bool = Field(
-        False, description="a request gets the same bits whatever else runs; CPU kernels only, long prompts take longer"
+        False,
+        description="refuse to start unless a request gets the same bits whatever else runs; CPU kernels only",
     )
     device: Device = Field(
         "auto",
