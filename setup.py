@@ -6,6 +6,7 @@ can run is found out when they are loaded (kernels/cpu/load.py).
 
 import platform
 import sys
+from copy import copy
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +50,12 @@ def kernels() -> dict[str, Any]:
                 super().run()
             except (Exception, SystemExit) as error:
                 print(f"kvmux: the C++ kernels were not built ({error}); plain torch is used instead", file=sys.stderr)
+
+        def build_extension(self, ext: Any) -> None:
+            """With objects of its own: the same sources are compiled for the others at the same time."""
+            apart = copy(self)
+            apart.build_temp = str(Path(self.build_temp) / ext.name)
+            super(Build, apart).build_extension(ext)
 
     return {
         "ext_modules": [
