@@ -24,13 +24,14 @@ from kernels.probe import read_bandwidth, seconds
 from kernels.reference import ReferenceOps
 from kernels.table import OPS, Op
 
-CONTEXTS = {  # tokens, and rows of x for linear and quantised_linear
+CONTEXTS = {  # tokens, and rows of x or of logits
     "attend": (128, 1024, 4096, 16384),
     "linear": (1, 8),
     "quantised_linear": (1, 8),
     "enter_attention": (1, 8),
     "leave_attention": (1, 8),
     "feed_forward": (1, 8),
+    "sample": (1, 16),
     "repeat_kv_heads": (128, 4096),
     "repeat_kv_heads_step": (128, 4096),
 }

@@ -17,10 +17,11 @@ from kernels.layer import AttentionWeights, GatedWeights
 from kernels.memory import allocate
 from kernels.ops import LayerSpec, Ops, Slots
 from kernels.quantised import Quantised
+from kernels.sampling import Drawing
 from kernels.store import KVStore, block_bytes
 
 GIBIBYTE = 1 << 30
-WIDTH, INNER = 896, 4864
+WIDTH, INNER, VOCABULARY = 896, 4864, 151_936
 KV_HEADS, HEADS, DIM = 2, 14, 64
 QKV = (HEADS + 2 * KV_HEADS) * DIM
 QUANTISED_BITS, QUANTISED_GROUP = 4, 64  # what most checkpoints of MLX have
@@ -94,6 +95,14 @@ def packed(ops: Ops, op: str, call: tuple[Any, ...]) -> tuple[Any, ...]:
     if isinstance(first, AttentionWeights | GatedWeights):
         return first.packed(ops), *call[1:]
     return (first, ops.packed(second), *rest[:-1]) if op in ("linear", "quantised_linear") else call
+
+
+def sample(dtype: torch.dtype, rows: int) -> Calls:
+    """Greedy tokens, from logits [rows, 151936]."""
+    count = -(-GIBIBYTE // (rows * VOCABULARY * dtype.itemsize))
+    logits = numbers(count * rows * VOCABULARY, dtype).view(count, rows, VOCABULARY)
+    how = torch.tensor([Drawing()] * rows, dtype=torch.float64)
+    return [(each, how) for each in logits]
 
 
 def _rows(dtype: torch.dtype, tokens: int, width: int) -> Tensor:

@@ -166,6 +166,15 @@ class Ops(Protocol):
         """gate_up [N, 2 f] -> silu(first half) * second half [N, f] (SwiGLU, Shazeer 2020)."""
         ...
 
+    def sample(self, logits: Tensor, how: Tensor) -> Tensor:
+        """logits [K, V] -> a token of each row [K] int64, drawn as `how` [K, 5] says; -1 where they are no numbers.
+
+        `how` is float64 in the host's memory, a `kernels.sampling.Drawing` a row: temperature (0: the first of the
+        largest), top-k, top-p, min-p (0, 1 and 0: all stay), and noise in [0, 1), which falls into the token's stretch
+        of the cumulated probabilities. No numbers are those of a row with NaN, or whose largest is infinite.
+        """
+        ...
+
     def quantise(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """x [..., D] -> int8 [..., D] and scale [...] float32: the largest number becomes 127 or -127.
 

@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kernels import composed
+from kernels import composed, sampling
 from kernels.layer import AttentionWeights, Factor, GatedWeights
 from kernels.ops import LayerSpec, Packed, Slots
 from kernels.quantised import Quantised, dequantise, tile_rows
@@ -84,6 +84,17 @@ class ReferenceOps:
             out[:, some] = self.linear(wide, tile, None if bias is None else bias[some].float())
         return out
 
+    def enter_attention(
+        self, layer: AttentionWeights, x: Tensor, added: Tensor | None, positions: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        return composed.enter_attention(self, layer, x, added, positions)
+
+    def leave_attention(self, layer: AttentionWeights, x: Tensor, mixed: Tensor) -> tuple[Tensor, Tensor]:
+        return composed.leave_attention(self, layer, x, mixed)
+
+    def feed_forward(self, weights: GatedWeights, h: Tensor) -> Tensor:
+        return composed.feed_forward(self, weights, h)
+
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         wide = x.float()
         normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
@@ -104,18 +115,10 @@ class ReferenceOps:
         gate, up = gate_up.chunk(2, -1)
         return F.silu(gate) * up
 
+    def sample(self, logits: Tensor, how: Tensor) -> Tensor:
+        return sampling.sample(logits, how)
+
     # ---------------------------------------------------------------- KV memory
-    def enter_attention(
-        self, layer: AttentionWeights, x: Tensor, added: Tensor | None, positions: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        return composed.enter_attention(self, layer, x, added, positions)
-
-    def leave_attention(self, layer: AttentionWeights, x: Tensor, mixed: Tensor) -> tuple[Tensor, Tensor]:
-        return composed.leave_attention(self, layer, x, mixed)
-
-    def feed_forward(self, weights: GatedWeights, h: Tensor) -> Tensor:
-        return composed.feed_forward(self, weights, h)
-
     def quantise(self, x: Tensor) -> tuple[Tensor, Tensor]:
         wide = x.float()
         scale = wide.abs().amax(-1) / 127

@@ -24,6 +24,7 @@ from kernels.layer import AttentionWeights, GatedWeights
 from kernels.ops import LayerSpec, Ops, Slots
 from kernels.quantised import Quantised, quantise_weight
 from kernels.reference import ReferenceOps
+from kernels.sampling import Drawing
 from kernels.scene import Layout, RowOf, Scene
 from kernels.store import KVStore, vector_bytes
 
@@ -149,6 +150,24 @@ def _silu_mul(ops: Ops, dtype: torch.dtype, device: torch.device) -> Results:
     yield "of a slice", ops.silu_mul(draw(5, 80).to(dtype)[:, 3:77])
 
 
+def _sample(ops: Ops, dtype: torch.dtype, device: torch.device) -> Results:
+    logits = (3 * _numbers(device)(len(DRAWINGS), 75)).to(dtype)
+    how = torch.tensor(DRAWINGS, dtype=torch.float64)
+    yield "numbers", ops.sample(logits, how)
+    logits[:, 70] = logits[:, 11]
+    logits[::3, 5], logits[1::3, 74] = torch.nan, torch.inf
+    yield "equal ones, and what is no number", ops.sample(logits[:, 3:], how)
+
+
+DRAWINGS = (
+    Drawing(),
+    Drawing(1.0, noise=0.35),
+    Drawing(0.6, top_k=5, noise=0.9),
+    Drawing(1.5, top_p=0.8, noise=0.55),
+    Drawing(0.8, 20, 0.9, 0.05, noise=0.7),
+    Drawing(2.0, min_p=0.3, noise=0.1),
+    Drawing(1e-30, noise=0.5),
+)
 LAYERS = (
     (LayerSpec(2, 8, 16, 16, scale=0.25), Layout(300)),
     (LayerSpec(2, 14, 8, 24, scale=0.35), Layout(16, sinks=4, ring=61)),
@@ -320,6 +339,7 @@ OPS: tuple[Op, ...] = (
     Op("add_rms_norm", ROUNDING, _add_rms_norm, loads.add_rms_norm, "both, in and out", lambda x, *rest: 4 * x.nbytes),
     Op("rope", ROUNDING, _rope, loads.rope, ACTIVATIONS, _in_and_out),
     Op("silu_mul", ROUNDING, _silu_mul, loads.silu_mul, ACTIVATIONS, lambda gate_up: gate_up.nbytes * 3 // 2),
+    Op("sample", EXACT, _sample, loads.sample, "the logits, once", lambda logits, how: logits.nbytes),
     Op("quantise", EXACT, _quantise, loads.quantise, "the vectors, in and out", _quantise_bytes),
     Op("dequantise", ROUNDING, _dequantise, loads.dequantise, "the vectors, in and out", _dequantise_bytes),
     Op("write_kv", EXACT, _write_kv, loads.write_kv, "what enters, in and out", _write_kv_bytes),

@@ -109,6 +109,10 @@ class CpuOps(ReferenceOps):
         gated: Tensor = self._library.silu_mul(gate_up)
         return gated
 
+    def sample(self, logits: Tensor, how: Tensor) -> Tensor:
+        drawn: Tensor = self._library.sample(logits, how)
+        return drawn
+
     def write_kv(self, store: KVStore, layer: int, k: Tensor, v: Tensor, at: Slots) -> None:
         self._library.write_kv(
             store.k(layer),

@@ -102,7 +102,7 @@ def build_engine(settings: Settings) -> Engine:
         max_step_scores=max_step_scores,
     )
     selector = Selector(caches.keys(), settings.rules, settings.default_strategy)
-    core = Core(model, caches, arena, Scheduler(limits), selector, Stopwatch(ops, device.tensors))
+    core = Core(model, caches, arena, Scheduler(limits), selector, Stopwatch(ops, device.tensors), ops)
     name, *aliases = settings.model_names
     return Engine(settings, name, aliases, directory, core, instances, device, kernels, max_seq_len)
 

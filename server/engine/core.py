@@ -18,6 +18,7 @@ from torch import Tensor
 
 from cache_strategies.base import KVCache, Row
 from kernels.arena import Arena
+from kernels.ops import Ops
 from kernels.stopwatch import Stopwatch
 from server.engine.batch import Batch, StrategyError, Work
 from server.engine.messages import Admitted, Explained, Failed, FromEngine, Preempted, PromptScores, Submit, Tokens
@@ -74,6 +75,7 @@ class Core:
         scheduler: Scheduler,
         selector: Selector,
         stopwatch: Stopwatch,
+        ops: Ops,
     ) -> None:
         self.model = model
         self.caches = caches
@@ -85,6 +87,7 @@ class Core:
         self._evicted: Counter[str] = Counter()  # pages, up to the last step
         self.timed_every = TIMED  # steps; 0: none is
         self._stopwatch = stopwatch
+        self._ops = ops
         self._steps = 0
 
     @property
@@ -256,7 +259,7 @@ class Core:
         eos = self.model.facts.eos_ids
         if (rows := [row for row, _ in ends]) != list(range(len(logits))):
             logits = logits[rows]
-        drawn = sample(logits, [request.draw(eos) for _, request in ends])
+        drawn = sample(logits, [request.draw(eos) for _, request in ends], self._ops.sample)
         tokens = [token if token is not None else 0 for token in drawn]
         told = scores_of_some(logits, tokens, [request.sampling.logprobs for _, request in ends])
         events = []

@@ -15,11 +15,11 @@ LOWEST = -9999.0  # instead of minus infinity, which JSON does not have (as in v
 
 
 def scores(logits: Tensor, tokens: Sequence[int], top: int) -> list[TokenScore]:
-    """logits [K, V] float32, tokens [K] -> how likely each token was, beside the `top` likeliest.
+    """logits [K, V], tokens [K] -> how likely each token was, beside the `top` likeliest.
 
     A token that is among these has the very same number there.
     """
-    logprobs = logits.log_softmax(-1).clamp_min(LOWEST)
+    logprobs = logits.log_softmax(-1, torch.float32).clamp_min(LOWEST)
     chosen = logprobs.gather(1, torch.tensor(tokens, device=logits.device)[:, None])
     ranks = (logprobs > chosen).sum(-1, keepdim=True) + 1
     best = logprobs.topk(min(top, logits.shape[1]), sorted=True)

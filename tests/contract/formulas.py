@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -146,6 +147,32 @@ def silu_mul(ops: Ops, shape: Shape) -> Pairs:
     yield ops.silu_mul(gate_up), gate / (1 + (-gate).exp()) * up
 
 
+def sample(ops: Ops, shape: Shape) -> Pairs:
+    """Of halves many are equal, and the first of them count."""
+    draw, rows = Draw(shape), min(shape.length, 9)
+    logits = draw(rows, 8 * _width(shape) + 3, times=2)
+    how = torch.rand(rows, 5, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    how[:, 1] = (how[:, 1] * 60).floor()  # top-k
+    how[:, 3] /= 10  # min-p
+    for off in (0, 1, 2, 3):  # so that each filter is the last, too, and the first row greedy
+        how[off::4, off] = float(off == 2)
+    yield ops.sample(logits, how), torch.tensor([_drawn(*row) for row in zip(logits, how.tolist(), strict=True)])
+
+
+def _drawn(logits: Tensor, how: Sequence[float]) -> int:
+    temperature, top_k, top_p, min_p, noise = how
+    numbers = logits.double().numpy()
+    if not temperature:
+        return int(numbers.argmax())
+    weights = np.exp((numbers - numbers.max()) / temperature)
+    in_line = np.argsort(-weights, kind="stable")
+    in_line = in_line[weights[in_line] >= min_p][: int(top_k) or None]
+    before = weights[in_line].cumsum() - weights[in_line]
+    kept = np.sort(in_line[before < top_p * weights[in_line].sum()])
+    stretches = weights[kept].cumsum()
+    return int(kept[(stretches <= noise * stretches[-1]).sum()])
+
+
 # -------------------------------------------------------------------- int8
 def quantise(ops: Ops, shape: Shape) -> Pairs:
     """A quotient in float64 that is rounded to float32 is the quotient in float32, so this is exact."""
@@ -271,7 +298,7 @@ def repeat_kv_heads_step(ops: Ops, shape: Shape) -> Pairs:
 FORMULAS: Mapping[str, Callable[[Ops, Shape], Pairs]] = {
     each.__name__: each
     for each in (
-        *(linear, quantised_linear, rms_norm, add_rms_norm, rope, silu_mul, quantise, dequantise),
+        *(linear, quantised_linear, rms_norm, add_rms_norm, rope, silu_mul, sample, quantise, dequantise),
         *(write_kv, attend, gather, copy_blocks, repeat_kv_heads, repeat_kv_heads_step),
     )
 }

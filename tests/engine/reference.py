@@ -13,9 +13,10 @@ import torch
 from torch import Tensor
 
 from kernels.ops import LayerSpec
+from kernels.sampling import probabilities
 from server.engine.draw import Draw
 from server.engine.messages import Sampling
-from server.engine.sampler import probabilities, sample, uniform
+from server.engine.sampler import sample, uniform
 from server.models.decoder import Decoder
 from server.models.full_context import FullContext, debug_generate_full_context
 

@@ -14,9 +14,10 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from kernels.sampling import draw, probabilities
 from server.engine.draw import Draw
 from server.engine.messages import Sampling
-from server.engine.sampler import draw, probabilities, sample, uniform
+from server.engine.sampler import sample, uniform
 
 VOCABULARY = 150_000
 ROUNDING = 1e-5
@@ -178,6 +179,13 @@ def test_noise_is_uniform_and_no_two_places_share_it() -> None:
     assert statistic < limit
     for one, other in ((grid[:, :-1], grid[:, 1:]), (grid[:-1], grid[1:])):  # neighbours in position, in seed
         assert abs(np.corrcoef(one.ravel(), other.ravel())[0, 1]) < 4 / math.sqrt(grid.size)
+
+
+@deterministic
+@given(st.integers(-(2**63), 2**64 - 1), st.integers(0, 2**40))
+def test_noise_is_numpys(seed: int, position: int) -> None:
+    bits = np.random.Philox(key=seed % 2**64, counter=position)
+    assert uniform(seed, position) == np.random.Generator(bits).random()
 
 
 def test_every_64_bit_seed_is_one_of_its_own() -> None:
