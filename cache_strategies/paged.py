@@ -188,7 +188,7 @@ class PagedCache(TableCache):
     # ---------------------------------------------------------------- grow, crop, fork
     def ready(self, seat: Seat) -> bool:
         assert isinstance(seat, PagedSeat)
-        return all(
+        return not self.pending or all(
             block not in self.pending or self.pending.owner(block) is seat or block in self._granted
             for block in seat.blocks[: seat.length // self.block_size]
         )
@@ -199,13 +199,16 @@ class PagedCache(TableCache):
         assert end <= self.setup.geometry.max_seq_len
         first = seat.length // self.block_size
         # Who inherits work may find a block behind it that others hold already, and write through it.
-        owned = all(self._own(seat, i) for i in range(first, self._blocks_for(end)))
-        if not owned or not self._extend(seat, end):
+        for i in range(first, self._blocks_for(end)):
+            if not self._own(seat, i):
+                return False
+        if not self._extend(seat, end):
             return False
         self.table.write(seat, first)
-        for block in seat.blocks[first : end // self.block_size]:
-            if self.pending.owner(block) is seat:
-                self._granted.add(block)
+        if self.pending:
+            self._granted.update(
+                b for b in seat.blocks[first : end // self.block_size] if self.pending.owner(b) is seat
+            )
         return True
 
     def _extend(self, seat: PagedSeat, length: int) -> bool:

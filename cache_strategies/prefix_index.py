@@ -152,5 +152,8 @@ class PendingBlocks:
             return None
         return line[0] if owned else None
 
+    def __len__(self) -> int:
+        return len(self._lines)
+
     def items(self) -> Iterator[tuple[int, list[Seat]]]:
         return iter(self._lines.items())

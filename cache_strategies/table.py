@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Sequence
+from itertools import accumulate
+from operator import add
 from typing import Any, Literal
 
 import numpy as np
@@ -22,6 +24,7 @@ from kernels.ops import LayerSpec, Slots
 from kernels.store import KVStore, block_bytes
 
 Int32 = NDArray[np.int32]
+MOST = 2**31 - 1  # slots
 
 
 class TableOptions(Options):
@@ -61,6 +64,7 @@ class SeatTable:
         self._host_steps: Int32 = np.zeros((4, seats + 1), np.int32)  # row_seat, q_start, start, kept
         self._table = torch.from_numpy(self._host).to(device)  # on the CPU the very same memory
         self._steps = torch.from_numpy(self._host_steps).to(device)
+        self._cut: dict[int, tuple[Tensor, ...]] = {}  # by number of rows
         self._changed = False  # the host's table, since it was copied
         self._free = list(range(seats))[::-1]
 
@@ -86,30 +90,42 @@ class SeatTable:
     def slots(self, rows: Sequence[Row], *, pad_to: int = 0, sinks: int = 0, ring: int = 0) -> Slots:
         """The addresses of a step."""
         lengths = [row.num_tokens for row in rows]
-        decode = next((i for i, n in enumerate(lengths) if n != 1), len(rows))
+        starts = [row.seat.length for row in rows]
+        decode = lengths.count(1)
         padding = max(0, pad_to - len(rows))
         assert 1 not in lengths[decode:], "decode rows stand first"
         assert not padding or decode == len(rows), "only decode rows are padded"
-        n, B = len(rows), len(rows) + padding
-        row_seat, q_start, start, kept = self._host_steps
-        row_seat[:n], row_seat[n:B] = [row.seat.index for row in rows], 0  # type: ignore[attr-defined]
-        start[:n], start[n:B] = [row.seat.length for row in rows], -1
-        np.cumsum(lengths + [1] * padding, out=q_start[1 : B + 1])
-        np.clip(start[:B], 0, sinks + ring if ring else None, out=kept[:B])
+        B = len(rows) + padding
+        most = sinks + ring if ring else MOST
+        nothing = [0] * (padding + 1)
+        self._host_steps[:, : B + 1] = (
+            [row.seat.index for row in rows] + nothing,  # type: ignore[attr-defined]
+            list(accumulate(lengths + [1] * padding, initial=0)),
+            starts + [-1] * (padding + 1),
+            [min(start, most) for start in starts] + nothing,
+        )
         self._copy_to_device()
+        row_seat, q_start, start, kept = self._views(B)
         return Slots(
             self._table,
             self._block_size,
-            row_seat=self._steps[0, :B],
-            q_start=self._steps[1, : B + 1],
-            start=self._steps[2, :B],
-            kept=self._steps[3, :B],
+            row_seat,
+            q_start,
+            start,
+            kept,
             num_decode=decode + padding,
             max_q=max(lengths, default=1),
-            max_kv=max((row.seat.length + row.num_tokens for row in rows), default=1),
+            max_kv=max(map(add, starts, lengths), default=1),
             sinks=sinks,
             ring=ring,
         )
+
+    def _views(self, rows: int) -> tuple[Tensor, ...]:
+        """The step's arrays for so many rows; cut once for each number."""
+        if rows not in self._cut:
+            steps = self._steps
+            self._cut[rows] = steps[0, :rows], steps[1, : rows + 1], steps[2, :rows], steps[3, :rows]
+        return self._cut[rows]
 
     def _copy_to_device(self) -> None:
         """Waits until it is done: the next step writes into the same host memory, and may come before the copy."""

@@ -47,17 +47,19 @@ class Batch:
 
     def __init__(self, work: Sequence[Work], device: torch.device | str = "cpu") -> None:
         """Plans every strategy's rows. Raises StrategyError."""
-        instances = {name: i for i, name in enumerate(dict.fromkeys(item.cache.name for item in work))}
-        self.order = sorted(range(len(work)), key=lambda i: (instances[work[i].cache.name], work[i].row.num_tokens > 1))
+        self.order = _order(work)
         self._work = [work[i] for i in self.order]
+        ids: list[int] = []
+        positions: list[int] = []
+        wanted: list[int] = []
+        for _, (seat, num_tokens), tokens, logits in self._work:
+            ids += tokens
+            positions += range(seat.length, seat.length + num_tokens)
+            wanted += range(len(positions) - logits, len(positions))
         self._slices = list(self._plan())
-        ids = np.concatenate([item.tokens for item in self._work])
-        positions = np.concatenate([_positions(item.row) for item in self._work])
-        ends = np.cumsum([item.row.num_tokens for item in self._work])
-        wanted = [np.arange(end - item.logits, end) for item, end in zip(self._work, ends, strict=True)]
         # In one copy, waited for: on mps one that is not reads the host's memory later, when it may be gone.
-        packed = torch.from_numpy(np.concatenate([ids, positions, *wanted]).astype(np.int64)).to(device)
-        self.ids, self.positions, self.logit_index = packed.tensor_split((len(ids), 2 * len(ids)))
+        packed = torch.from_numpy(np.array(ids + positions + wanted, np.int64)).to(device)
+        self.ids, self.positions, self.logit_index = packed.split((len(ids), len(ids), len(wanted)))
 
     def attend(self, layer_idx: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Every strategy's rows through its own plan. Raises StrategyError."""
@@ -94,5 +96,11 @@ class Batch:
             yield _Slice(cache, plan, slice(begin, end))
 
 
-def _positions(row: Row) -> np.ndarray:
-    return np.arange(row.seat.length, row.seat.length + row.num_tokens)
+def _order(work: Sequence[Work]) -> list[int]:
+    """Rows by strategy, in the order in which these come first; of each, decode rows first."""
+    decode: dict[KVCache, list[int]] = {}
+    longer: dict[KVCache, list[int]] = {}
+    for i, (cache, row, _, _) in enumerate(work):
+        decode.setdefault(cache, [])
+        (decode if row.num_tokens == 1 else longer).setdefault(cache, []).append(i)
+    return [i for cache, rows in decode.items() for i in (*rows, *longer.get(cache, ()))]

@@ -191,8 +191,12 @@ class Core:
 
     def _newly_evicted(self) -> dict[str, int]:
         """Bytes, by instance."""
-        before, self._evicted = self._evicted, Counter({name: self.arena.reclaimed(name) for name in self.caches})
-        return {name: pages * self.arena.page_bytes for name, pages in (self._evicted - before).items()}
+        evicted: dict[str, int] = {}
+        for name in self.caches:
+            if pages := self.arena.reclaimed(name) - self._evicted[name]:
+                evicted[name] = pages * self.arena.page_bytes
+                self._evicted[name] += pages
+        return evicted
 
     @torch.inference_mode()
     def _compute(self, scheduled: Sequence[Scheduled]) -> tuple[Mapping[str, StepPart], list[Event]]:
@@ -230,7 +234,8 @@ class Core:
         end = 0
         for (request, _), count in zip(scheduled, batch.logit_counts, strict=True):
             end += count
-            events += self._admit(request)
+            if request.cached_tokens is None:
+                events += self._admit(request)
             if request.unscored:
                 events.append(_score(request, logits[end - count : end]))
             if request.remaining == 0:
@@ -332,16 +337,13 @@ def _score(request: Request, logits: Tensor) -> Event:
 
 
 def _parts(scheduled: Sequence[Scheduled]) -> dict[str, StepPart]:
-    parts: dict[str, StepPart] = {}
+    counts: dict[str, list[int]] = {}  # decode rows, all rows, tokens
     for request, num_tokens in scheduled:
-        part = parts.get(request.cache.name, StepPart())
-        decode = int(num_tokens == 1 and request.generated > 0)
-        parts[request.cache.name] = StepPart(
-            part.decode_rows + decode,
-            part.prefill_rows + 1 - decode,
-            part.tokens + num_tokens,
-        )
-    return parts
+        count = counts.setdefault(request.cache.name, [0, 0, 0])
+        count[0] += num_tokens == 1 and request.generated > 0
+        count[1] += 1
+        count[2] += num_tokens
+    return {name: StepPart(decode, rows - decode, tokens) for name, (decode, rows, tokens) in counts.items()}
 
 
 def _record(request: Request, outcome: Outcome) -> RequestRecord:

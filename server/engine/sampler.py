@@ -7,14 +7,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from kernels import sampling as plain
 from kernels.sampling import NO_TOKEN, Drawing
 from server.engine.adjust import adjusted
 from server.engine.draw import Draw, adjusts
-from server.engine.messages import Sampling
 
 WORD = 2**64 - 1  # the largest that is multiplied, and what is kept of a sum
 MULTIPLIERS = 0xD2E7470EE14C6C93, 0xCA5A826395121157
@@ -29,7 +30,7 @@ def sample(
 
     `operation`: a backend's `Ops.sample`.
     """
-    how = torch.tensor([_drawing(draw.sampling, draw.position) for draw in draws], dtype=torch.float64)
+    how = torch.from_numpy(_drawings(draws))
     tokens = operation(logits, how)
     if changed := [i for i, draw in enumerate(draws) if draw.banned or adjusts(draw.sampling)]:
         ours = [adjusted(logits[i].float(), draws[i].sampling, draws[i].text, draws[i].banned) for i in changed]
@@ -38,11 +39,14 @@ def sample(
     return [None if token == NO_TOKEN else token for token in tokens.tolist()]
 
 
-def _drawing(sampling: Sampling, position: int) -> Drawing:
-    if sampling.temperature <= 0:
-        return GREEDY
-    noise = uniform(sampling.seed, position)
-    return Drawing(sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p, noise)
+def _drawings(draws: Sequence[Draw]) -> NDArray[np.float64]:
+    """[K, 5] as `Ops.sample` is told; greedy rows are zeros."""
+    how = np.zeros((len(draws), len(Drawing._fields)))
+    for i, (sampling, position, _, _) in enumerate(draws):
+        if sampling.temperature > 0:
+            noise = uniform(sampling.seed, position)
+            how[i] = Drawing(sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p, noise)
+    return how
 
 
 def uniform(seed: int, position: int) -> float:
@@ -57,6 +61,3 @@ def uniform(seed: int, position: int) -> float:
         a, b, c, d = (second >> 64) ^ b ^ key, second & WORD, (first >> 64) ^ d ^ other, first & WORD
         key, other = (key + WEYL[0]) & WORD, (other + WEYL[1]) & WORD
     return (a >> 11) * 2.0**-53
-
-
-GREEDY = Drawing()

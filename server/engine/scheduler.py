@@ -147,7 +147,7 @@ class Scheduler:
         self._make_way(step)
         while True:
             step.short = False
-            for request in sorted(self.running, key=lambda r: (r.remaining > 1, r.place)):
+            for request in sorted(self.running, key=lambda r: r.remaining > 1):
                 if request.seat is not None and (step.budget or request.remaining == 1):
                     self._advance(request, step)
             if step.rows or not step.short:
