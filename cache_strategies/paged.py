@@ -84,6 +84,7 @@ class PagedCache(TableCache):
 
     def __init__(self, setup: CacheSetup, options: PagedOptions) -> None:
         super().__init__(setup, options)
+        self.block_size = self.store.block_size
         self.prefix_cache = options.prefix_cache
         pool = BlockPool(setup.arena, setup.name, self.store.run)
         self._happenings = Happenings(setup.clock)
@@ -102,10 +103,6 @@ class PagedCache(TableCache):
     def block_plan(cls, options: Any, geometry: Geometry) -> tuple[int, int]:
         block_size = min(options.block_size, geometry.max_seq_len)
         return block_size, -(-geometry.max_seq_len // block_size)
-
-    @property
-    def block_size(self) -> int:
-        return self.store.block_size
 
     def bytes_for(self, num_tokens: int) -> int:
         return self._blocks_for(num_tokens) * self.bytes_per_block
@@ -214,9 +211,11 @@ class PagedCache(TableCache):
     def _extend(self, seat: PagedSeat, length: int) -> bool:
         """Blocks for `length` tokens; without room for all of them, nothing is evicted for some."""
         missing = self._blocks_for(length) - len(seat.blocks)
-        if missing > 0 and not self.setup.arena.could_take(self.name, missing * self.store.run):
+        if missing <= 0:
+            return True
+        if not self.setup.arena.could_take(self.name, missing * self.store.run):
             return False
-        while len(seat.blocks) < self._blocks_for(length):
+        for _ in range(missing):
             block = self.resident.take()
             if block is None:
                 return False

@@ -204,6 +204,7 @@ class Core:
         events: list[Event] = []
         failed_before: set[str] = set()
         while scheduled:
+            parts = _parts(scheduled)  # before the weights pass through the processor's caches, and not behind
             try:
                 batch, logits = self._forward(scheduled)
             except StrategyError as error:
@@ -217,7 +218,6 @@ class Core:
                     scheduled = [s for s in scheduled if s.request.cache.name != error.instance]
                 failed_before.add(error.instance)
             else:
-                parts = _parts(scheduled)
                 return parts, events + self._advance([scheduled[i] for i in batch.order], batch, logits)
         return {}, events
 
@@ -240,7 +240,7 @@ class Core:
                 events.append(_score(request, logits[end - count : end]))
             if request.remaining == 0:
                 ends += [(end - 1, r) for r in (request, *self._fork(request))]
-        events += [event for _, request in ends for event in self._admit(request)]
+        events += [event for _, r in ends if r.cached_tokens is None for event in self._admit(r)]
         events += [self._finish(request) for _, request in ends if not request.sampling.max_tokens]
         return events + self._draw([(row, request) for row, request in ends if request.sampling.max_tokens], logits)
 

@@ -26,7 +26,7 @@ class RequestError(Exception):
         return Failed(request_id, self.status, self.message, self.code, self.param)
 
 
-@dataclass
+@dataclass(slots=True)
 class Times:
     """Monotonic seconds; 0 while it has not happened."""
 
@@ -36,7 +36,7 @@ class Times:
     last_token: float = 0.0
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class Request:
     """Waiting while it has no seat, running while it has one; preemption takes the seat and keeps everything else."""
 

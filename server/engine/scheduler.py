@@ -163,7 +163,8 @@ class Scheduler:
         assert seat is not None
         if not cache.ready(seat):
             return
-        num_tokens = min(request.remaining, step.room_for(request), cache.contract.max_row or request.remaining)
+        remaining = request.remaining
+        num_tokens = min(remaining, step.room_for(request), cache.contract.max_row or remaining)
         if not num_tokens:
             return
         while not cache.grow(seat, num_tokens):
