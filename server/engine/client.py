@@ -10,8 +10,9 @@ import contextlib
 import itertools
 import logging
 import os
+from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
-from typing import Literal
+from typing import Literal, cast
 
 from server.engine import wire
 from server.engine.messages import (
@@ -56,15 +57,26 @@ class Stream:
         self._running = set(self._explained)  # requests whose last event was not read yet
         self._stopped: set[str] = set()  # of these, those of which only the explanation is still wanted
         self._send_cancel = send_cancel
-        self._events: asyncio.Queue[RequestEvent | Exception] = asyncio.Queue()
+        self._events: deque[RequestEvent | Exception] = deque()
+        self._arrival: asyncio.Future[None] | None = None  # of an event, for whom waits for it
 
     def __aiter__(self) -> Stream:
         return self
 
     async def __anext__(self) -> RequestEvent:
-        """Raises EngineLost when the connection is lost, or what `fail` was given; what came before is delivered."""
+        """The next event. Raises EngineLost when the connection is lost, or what `fail` was given."""
         while self._running:
-            event = await self._events.get()
+            if (event := self.arrived()) is not None:
+                return event
+            if self._running:
+                self._arrival = asyncio.get_running_loop().create_future()
+                await self._arrival
+        raise StopAsyncIteration
+
+    def arrived(self) -> RequestEvent | None:
+        """The next event, if it is there. Raises as `__anext__`; what came before is delivered."""
+        while self._running and self._events:
+            event = self._events.popleft()
             if isinstance(event, EngineLost):
                 self._running.clear()  # nobody is there to cancel them
             if isinstance(event, Exception):
@@ -76,7 +88,7 @@ class Stream:
                 self._running.remove(event.request_id)
             if not (event.request_id in self._stopped and isinstance(event, Tokens)):
                 return event
-        raise StopAsyncIteration
+        return None
 
     def cancel(self, request_id: str, outcome: Literal["cancelled", "stop", "error"] = "cancelled") -> None:
         """Stops one request: no more of its events are delivered, but for the explanation of one that came to a stop.
@@ -100,12 +112,14 @@ class Stream:
             return event.finish_reason is not None and not self._explained[event.request_id]
         return isinstance(event, Explained | Failed)
 
-    def put(self, event: RequestEvent) -> None:
-        self._events.put_nowait(event)
+    def put(self, event: RequestEvent | Exception) -> None:
+        self._events.append(event)
+        if self._arrival is not None and not self._arrival.done():
+            self._arrival.set_result(None)
 
     def fail(self, error: Exception) -> None:
         """Has `error` raised to whoever reads the events, after those that are there."""
-        self._events.put_nowait(error)
+        self.put(error)
 
 
 class EngineClient:
@@ -115,7 +129,7 @@ class EngineClient:
         self.hello: Hello | None = None  # what the engine serves; None while it is not connected
         self.patience = 10.0  # seconds; the engine answers a query between two steps
         self._path = os.fspath(path)
-        self._writer: asyncio.StreamWriter | None = None
+        self._connection: _Connection | None = None
         self._streams: dict[str, Stream] = {}  # by request id
         self._queries: dict[int, asyncio.Future[Answer]] = {}
         self._query_ids = itertools.count()
@@ -183,8 +197,8 @@ class EngineClient:
     def _send(self, *messages: ToEngine) -> None:
         """In one piece, so that requests that belong together arrive together."""
         self.served()
-        assert self._writer is not None, "there is a connection"
-        self._writer.write(b"".join(map(wire.frame, messages)))
+        assert self._connection is not None, "who was greeted is connected"
+        self._connection.transport.write(b"".join(map(wire.frame, messages)))
 
     # ------------------------------------------------------------ the connection
     async def start(self) -> None:
@@ -206,28 +220,29 @@ class EngineClient:
         delay = FIRST_DELAY
         while True:
             try:
-                reader, writer = await asyncio.open_unix_connection(self._path, limit=wire.READ_AHEAD)
+                _, connection = await asyncio.get_running_loop().create_unix_connection(self._connected, self._path)
             except OSError:  # not there yet
                 await asyncio.sleep(delay)
                 delay = min(2 * delay, LONGEST_DELAY)
                 continue
             delay = FIRST_DELAY
-            await self._converse(reader, writer)
+            await self._converse(connection)
             await asyncio.sleep(delay)
 
-    async def _converse(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Reads events until the connection ends; then everything that waits for the engine ends too."""
-        self._writer = writer
+    def _connected(self) -> _Connection:
+        self._connection = _Connection(self._dispatch)
+        return self._connection
+
+    async def _converse(self, connection: _Connection) -> None:
+        """Until the connection ends; then everything that waits for the engine ends too."""
         try:
-            async for events in wire.from_engine(reader):
-                for event in events:
-                    self._dispatch(event)
+            await connection.ended
             log.warning("the engine hung up; connecting again")
         except (wire.WireError, OSError) as error:
             log.warning("the connection to the engine broke: %s; connecting again", error)
         finally:
             self._lose()
-            writer.transport.abort()
+            connection.transport.abort()
 
     def _dispatch(self, event: FromEngine) -> None:
         match event:
@@ -244,10 +259,41 @@ class EngineClient:
                     stream.put(event)
 
     def _lose(self) -> None:
-        self.hello = self._writer = None
+        self.hello = self._connection = None
         for stream in set(self._streams.values()):
             stream.fail(EngineLost("the engine went away while it worked on this request; try again"))
         for answer in self._queries.values():
             if not answer.done():
                 answer.set_exception(EngineLost("the engine went away before it had answered; try again"))
         self._streams.clear()
+
+
+class _Connection(asyncio.Protocol):
+    """Events from the engine, each handed on as it comes."""
+
+    transport: asyncio.WriteTransport
+
+    def __init__(self, dispatch: Callable[[FromEngine], None]) -> None:
+        self.ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._dispatch = dispatch
+        self._frames = wire.from_engine()
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self.transport = cast("asyncio.WriteTransport", transport)
+
+    def data_received(self, data: bytes) -> None:
+        try:
+            for events in self._frames.feed(data):
+                for event in events:
+                    self._dispatch(event)
+        except wire.WireError as error:
+            self.connection_lost(error)
+            self.transport.abort()
+
+    def connection_lost(self, error: Exception | None) -> None:
+        if self.ended.done():
+            return
+        if error is None:
+            self.ended.set_result(None)
+        else:
+            self.ended.set_exception(error)

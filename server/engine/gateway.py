@@ -1,7 +1,8 @@
 """The engine's end of the socket: hands its thread the workers' messages, and the workers its events.
 
-Runs its own thread and event loop, so that the engine's thread never waits for a worker. Knows no request: it moves
-messages. Messages arrive in `inbox` in the order in which a worker sent them; its last one is Gone.
+Its own thread reads, so that the engine's never waits for a worker; what there is to send the engine's thread writes
+itself, as far as the socket has room. Knows no request: it moves messages. Messages arrive in `inbox` in the order in
+which a worker sent them; its last one is Gone.
 """
 
 from __future__ import annotations
@@ -17,7 +18,6 @@ import stat
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
-from typing import Any
 
 import msgspec
 
@@ -26,6 +26,8 @@ from server.engine.messages import FromEngine, Hello, ToEngine
 
 log = logging.getLogger(__name__)
 
+READ_AT_ONCE = 2**18  # bytes
+ACCEPT_PAUSE = 0.1  # seconds, after a connection that failed
 MAX_UNREAD = 64 * 2**20  # bytes a worker may leave unread; then it is taken for stuck and hung up on
 
 
@@ -41,7 +43,8 @@ class Gateway:
         self._path = os.fspath(path)
         self._greeting = wire.frame([hello])
         self._worker_ids = itertools.count()
-        self._writers: dict[int, asyncio.StreamWriter] = {}  # touched by the gateway's thread only
+        self._workers: dict[int, Outbox] = {}  # changed by the gateway's thread only
+        self._conversations: set[asyncio.Task[None]] = set()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._stop = asyncio.Event()
         self._thread = threading.Thread(target=self._run, name="gateway", daemon=True)
@@ -54,8 +57,24 @@ class Gateway:
         self._listening.result()
 
     def send(self, worker_id: int, events: list[FromEngine]) -> None:
-        """Sends one frame without waiting. A worker that is gone, or a closed gateway, is no error."""
-        self._soon(self._send, worker_id, events)
+        """Sends one frame without waiting. A worker that is gone, or a closed gateway, is no error.
+
+        The caller's thread writes: waking another for each step costs a step more than the writing.
+        """
+        worker = self._workers.get(worker_id)
+        if worker is None:
+            return
+        try:
+            unsent = worker.send(wire.frame(events))
+            if unsent > MAX_UNREAD:
+                raise wire.WireError("it does not read")
+            if unsent:
+                self._soon(self._flush_when_possible, worker_id)
+        except wire.WireError as error:
+            log.error("API worker %d: %s; hanging up", worker_id, error)
+            worker.hang_up()
+        except OSError:
+            return  # it has just gone, as the thread that reads finds out
 
     def close(self) -> None:
         """Hangs up on all workers and removes the socket; returns when the thread has ended. May be called twice."""
@@ -69,7 +88,7 @@ class Gateway:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _soon(self, function: Callable[..., None], *args: Any) -> None:
+    def _soon(self, function: Callable[..., None], *args: object) -> None:
         """Has the gateway's thread call it."""
         assert self._loop is not None, "start() comes first"
         with contextlib.suppress(RuntimeError):  # the loop is closed
@@ -87,40 +106,86 @@ class Gateway:
     async def _serve(self) -> None:
         """Until `close`."""
         self._loop = asyncio.get_running_loop()
-        listener = _listen(self._path)
-        server = await asyncio.start_unix_server(self._on_connection, sock=listener, limit=wire.READ_AHEAD)
-        self._listening.set_result(None)
-        await self._stop.wait()
-        server.close()
-        while connections := asyncio.all_tasks() - {asyncio.current_task()}:
-            for writer in self._writers.values():
-                writer.transport.abort()
-            await asyncio.wait(connections, timeout=0.01)  # again: one may just have been accepted
-        with contextlib.suppress(FileNotFoundError):  # Python 3.13 removes it itself
+        with _listen(self._path) as listener:
+            accepting = asyncio.create_task(self._accept(listener))
+            self._listening.set_result(None)
+            await self._stop.wait()
+            accepting.cancel()
+            await asyncio.wait([accepting])
+        while self._conversations:
+            for worker in self._workers.values():
+                worker.hang_up()
+            await asyncio.wait(self._conversations, timeout=0.01)  # again: one may just have been accepted
+        with contextlib.suppress(FileNotFoundError):
             os.unlink(self._path)
 
-    async def _on_connection(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        worker_id = next(self._worker_ids)
-        self._writers[worker_id] = writer
-        writer.write(self._greeting)
+    async def _accept(self, listener: socket.socket) -> None:
+        loop = asyncio.get_running_loop()
+        while True:
+            try:
+                connection, _ = await loop.sock_accept(listener)
+            except OSError as error:  # too many open files; the worker waits
+                log.warning("an API worker cannot connect: %s", error)
+                await asyncio.sleep(ACCEPT_PAUSE)
+                continue
+            conversation = asyncio.create_task(self._converse(next(self._worker_ids), Outbox(connection)))
+            self._conversations.add(conversation)
+            conversation.add_done_callback(self._conversations.discard)
+
+    async def _converse(self, worker_id: int, worker: Outbox) -> None:
+        loop, frames = asyncio.get_running_loop(), wire.to_engine()
+        self._workers[worker_id] = worker
         try:
-            async for message in wire.to_engine(reader):
-                self.inbox.put((worker_id, message))
+            worker.send(self._greeting)
+            while data := await loop.sock_recv(worker.socket, READ_AT_ONCE):
+                for message in frames.feed(data):
+                    self.inbox.put((worker_id, message))
         except (wire.WireError, OSError) as error:
             log.warning("the connection of API worker %d ends: %s", worker_id, error)
         finally:
-            del self._writers[worker_id]
-            writer.transport.abort()
+            del self._workers[worker_id]
+            loop.remove_writer(worker.socket)
+            worker.close()
             self.inbox.put((worker_id, Gone()))
 
-    def _send(self, worker_id: int, events: list[FromEngine]) -> None:
-        writer = self._writers.get(worker_id)
-        if writer is None:
-            return
-        writer.write(wire.frame(events))
-        if writer.transport.get_write_buffer_size() > MAX_UNREAD:
-            log.error("API worker %d does not read: hanging up", worker_id)
-            writer.transport.abort()
+    def _flush_when_possible(self, worker_id: int) -> None:
+        """Sends what the socket had no room for, as it gets room."""
+        if (worker := self._workers.get(worker_id)) is not None:
+            asyncio.get_running_loop().add_writer(worker.socket, self._flush, worker)
+
+    def _flush(self, worker: Outbox) -> None:
+        if worker.send(b"") == 0:
+            asyncio.get_running_loop().remove_writer(worker.socket)
+
+
+class Outbox:
+    """A worker's socket, and what it had no room for. Whoever has something to send writes it; nobody waits."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self.socket = connection
+        self._unsent = bytearray()
+        self._lock = threading.Lock()
+        connection.setblocking(False)
+
+    def send(self, data: bytes) -> int:
+        """Of these bytes and those before them as many as there is room for; how many remain."""
+        with self._lock:
+            with contextlib.suppress(BlockingIOError):
+                if self._unsent:
+                    del self._unsent[: self.socket.send(self._unsent)]
+                if data and not self._unsent:
+                    data = data[self.socket.send(data) :]
+            self._unsent += data
+            return len(self._unsent)
+
+    def hang_up(self) -> None:
+        """Whoever reads from the socket finds its end."""
+        with self._lock, contextlib.suppress(OSError):
+            self.socket.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        with self._lock:
+            self.socket.close()
 
 
 def _listen(path: str) -> socket.socket:
@@ -129,6 +194,7 @@ def _listen(path: str) -> socket.socket:
         if stat.S_ISSOCK(os.stat(path).st_mode):
             os.unlink(path)
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    listener.setblocking(False)
     try:
         listener.bind(path)
         os.chmod(path, 0o600)  # before listen(): nobody can have connected

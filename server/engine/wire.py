@@ -1,15 +1,14 @@
 """The framing between API workers and the engine: 4 bytes of length, big-endian, then msgpack.
 
 A frame to the engine is one message; a frame from the engine is the list of one worker's events of one step.
-Knows nothing of sockets beyond asyncio's streams, and nothing of what the messages mean.
+Knows bytes, but no socket, and nothing of what the messages mean.
 """
 
 from __future__ import annotations
 
-import asyncio
 import struct
-from collections.abc import AsyncIterator
-from typing import TypeVar
+from collections.abc import Iterator
+from typing import Generic, TypeVar
 
 import msgspec
 
@@ -18,7 +17,6 @@ from server.engine.messages import FromEngine, ToEngine
 T = TypeVar("T")
 
 MAX_FRAME = 256 * 2**20  # bytes; a longer frame is a broken stream, not a message
-READ_AHEAD = 2**20  # bytes an asyncio stream buffers before it pauses the sender
 
 _LENGTH = struct.Struct(">I")
 _ENCODER = msgspec.msgpack.Encoder()
@@ -38,30 +36,50 @@ def frame(message: ToEngine | list[FromEngine]) -> bytes:
     return _LENGTH.pack(len(body)) + body
 
 
-async def to_engine(reader: asyncio.StreamReader) -> AsyncIterator[ToEngine]:
-    """A worker's messages until it hangs up. Raises WireError, OSError."""
-    async for body in _bodies(reader):
-        yield _decoded(_TO_ENGINE, body)
+class Frames(Generic[T]):
+    """Cuts what a socket gives, in whatever pieces, into messages."""
+
+    def __init__(self, decoder: msgspec.msgpack.Decoder[T]) -> None:
+        self._decoder = decoder
+        self._kept = bytearray()  # the beginning of a frame
+        self._wanted = 0  # bytes of it, as far as that is known
+
+    def feed(self, data: bytes) -> Iterator[T]:
+        """The messages that are complete now. Raises WireError."""
+        if self._kept:
+            self._kept += data
+            if len(self._kept) < self._wanted:
+                return
+            data, self._kept = bytes(self._kept), bytearray()
+        start = 0
+        while (end := start + _length(data, start)) <= len(data):
+            yield _decoded(self._decoder, memoryview(data)[start + _LENGTH.size : end])
+            start = end
+        self._kept += memoryview(data)[start:]
+        self._wanted = end - start
 
 
-async def from_engine(reader: asyncio.StreamReader) -> AsyncIterator[list[FromEngine]]:
-    """The engine's events, a list for each step, until it hangs up. Raises WireError, OSError."""
-    async for body in _bodies(reader):
-        yield _decoded(_FROM_ENGINE, body)
+def to_engine() -> Frames[ToEngine]:
+    """For a worker's messages."""
+    return Frames(_TO_ENGINE)
 
 
-async def _bodies(reader: asyncio.StreamReader) -> AsyncIterator[bytes]:
-    while True:
-        try:
-            (length,) = _LENGTH.unpack(await reader.readexactly(_LENGTH.size))
-            if length > MAX_FRAME:
-                raise WireError(f"a frame of {length} bytes is longer than {MAX_FRAME}")
-            yield await reader.readexactly(length)
-        except asyncio.IncompleteReadError:  # hung up; half a message is no message
-            return
+def from_engine() -> Frames[list[FromEngine]]:
+    """For the engine's events, a list for each step."""
+    return Frames(_FROM_ENGINE)
 
 
-def _decoded(decoder: msgspec.msgpack.Decoder[T], body: bytes) -> T:
+def _length(data: bytes, start: int) -> int:
+    """Of the frame that begins at `start`, all in all; as much of it as tells, if that is not there."""
+    if len(data) - start < _LENGTH.size:
+        return _LENGTH.size
+    (length,) = _LENGTH.unpack_from(data, start)
+    if length > MAX_FRAME:
+        raise WireError(f"a frame of {length} bytes is longer than {MAX_FRAME}")
+    return _LENGTH.size + int(length)
+
+
+def _decoded(decoder: msgspec.msgpack.Decoder[T], body: memoryview) -> T:
     try:
         return decoder.decode(body)
     except msgspec.DecodeError as error:

@@ -29,31 +29,30 @@ EVENTS: list[FromEngine] = [
 ]
 
 
-async def read(*pieces: bytes) -> list[object]:
-    reader = asyncio.StreamReader()
-    for piece in pieces:
-        reader.feed_data(piece)
-    reader.feed_eof()
-    return [message async for message in wire.to_engine(reader)]
+def read(*pieces: bytes) -> list[object]:
+    frames = wire.to_engine()
+    return [message for piece in pieces for message in frames.feed(piece)]
 
 
 def test_messages_survive_the_wire() -> None:
     sent = [SUBMIT, Cancel("r-0"), Query(7, "metrics")]
     data = b"".join(map(wire.frame, sent))
-    assert asyncio.run(read(data)) == sent
-    assert asyncio.run(read(data[:3], data[3:50], data[50:])) == sent
+    assert read(data) == sent
+    assert read(data[:3], data[3:50], data[50:]) == sent
+    assert read(*(data[i : i + 1] for i in range(len(data)))) == sent
+    assert [*wire.from_engine().feed(wire.frame(EVENTS) + wire.frame([]))] == [EVENTS, []]
 
-    async def events() -> list[list[FromEngine]]:
-        reader = asyncio.StreamReader()
-        reader.feed_data(wire.frame(EVENTS) + wire.frame([]))
-        reader.feed_eof()
-        return [frame async for frame in wire.from_engine(reader)]
 
-    assert asyncio.run(events()) == [EVENTS, []]
+def test_a_message_is_there_once_its_last_byte_is() -> None:
+    one, other = wire.frame(SUBMIT), wire.frame(Cancel("r-0"))
+    frames = wire.to_engine()
+    assert [*frames.feed(one[:9])] == []
+    assert [*frames.feed(one[9:] + other[:2])] == [SUBMIT]
+    assert [*frames.feed(other[2:])] == [Cancel("r-0")]
 
 
 def test_half_a_message_is_none() -> None:
-    assert asyncio.run(read(wire.frame(SUBMIT)[:-1])) == []
+    assert read(wire.frame(SUBMIT)[:-1]) == []
 
 
 @pytest.mark.parametrize(
@@ -61,7 +60,7 @@ def test_half_a_message_is_none() -> None:
 )
 def test_other_bytes_are_an_error(data: bytes) -> None:
     with pytest.raises(wire.WireError):
-        asyncio.run(read(data))
+        read(data)
 
 
 def test_a_message_that_is_too_long_is_not_sent(monkeypatch: pytest.MonkeyPatch) -> None:
