@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
@@ -32,6 +32,7 @@ from server.text.tokenizer import Tokenizer
 B = TypeVar("B", bound=GenerationRequest)
 
 ENCODER = msgspec.json.Encoder()
+MARK = "\0"  # a text that is no other part of a chunk
 MANY_SCORES = 500  # log-probabilities with their alternatives; writing more would hold up other requests for 20 ms
 
 
@@ -58,6 +59,7 @@ class Writer(ABC, Generic[B]):
         self.tokenizer = tokenizer
         self.body = body
         self.job = job
+        self._texts_only = job.submits[0].sampling.logprobs is None and not body.return_token_ids
         self._begun: set[int] = set()  # choices
         self._prompts: dict[int, PromptLogprobs] = {}  # by the prompt's first choice
 
@@ -73,6 +75,10 @@ class Writer(ABC, Generic[B]):
         """How many log-probabilities a piece comes with, those of its prompt too."""
         of_prompt = [] if piece.choice in self._begun else generation.prompt_scores(piece.choice)
         return len(piece.scores) + len(of_prompt)
+
+    def adds_text_only(self, piece: Piece) -> bool:
+        """Is nothing but its text to be told, as of most pieces behind the first one of a choice?"""
+        return self._texts_only and piece.finish_reason is None and piece.choice in self._begun
 
     def _tell(self, choice: Choice, piece: Piece, generation: Generation) -> bool:
         """What choices of all endpoints have beside their text; whether this is the first piece of its choice."""
@@ -112,7 +118,7 @@ def answering(serving: Serving, writer: Writer[Any]) -> Response:
                 headers = {"X-KV-Cache": admitted.instance}
                 if writer.body.stream:
                     return await send_events(scope, send, headers, _chunks(writer, admitted, generation))
-                pieces = merged([piece async for piece in generation.pieces()])
+                pieces = merged([piece async for together in generation.pieces() for piece in together])
 
             def write() -> bytes:
                 told = writer.whole(pieces, generation)
@@ -126,25 +132,43 @@ def answering(serving: Serving, writer: Writer[Any]) -> Response:
     return WhileConnected(answer)
 
 
-async def _chunks(writer: Writer[Any], admitted: Admitted, generation: Generation) -> AsyncIterator[bytes]:
-    include_usage = writer.body.include_usage
-    kv_cache: KVCacheChoice | UnsetType = kv_cache_choice(admitted)  # in the first chunk only
-
-    def write(piece: Piece) -> bytes:
-        nonlocal kv_cache
-        chunk = writer.chunk(piece, generation)
-        if include_usage:
-            chunk.usage = None
-        chunk.kv_cache, kv_cache = kv_cache, UNSET
-        return ENCODER.encode(chunk)
-
-    async for piece in generation.pieces():
-        few = writer.scores_in(piece, generation) < MANY_SCORES
-        yield write(piece) if few else await asyncio.to_thread(write, piece)
-    if include_usage:
+async def _chunks(writer: Writer[Any], admitted: Admitted, generation: Generation) -> AsyncIterator[list[bytes]]:
+    """Those that come together."""
+    chunks = Chunks(writer, admitted, generation)
+    async for pieces in generation.pieces():
+        few = sum(writer.scores_in(piece, generation) for piece in pieces) < MANY_SCORES
+        yield chunks.write(pieces) if few else await asyncio.to_thread(chunks.write, pieces)
+    if writer.body.include_usage:
         chunk = writer.chunk(None, generation)
         chunk.usage = usage(generation)
-        yield ENCODER.encode(chunk)
+        yield [ENCODER.encode(chunk)]
+
+
+class Chunks:
+    """A stream's. Most differ from those before them in their text alone: what stands around it is written once."""
+
+    def __init__(self, writer: Writer[Any], admitted: Admitted, generation: Generation) -> None:
+        self._writer = writer
+        self._generation = generation
+        self._kv_cache: KVCacheChoice | UnsetType = kv_cache_choice(admitted)  # in the first chunk only
+        self._around: dict[int, tuple[bytes, bytes]] = {}  # the text, by choice
+
+    def write(self, pieces: Sequence[Piece]) -> list[bytes]:
+        return [self._plain(piece) if self._writer.adds_text_only(piece) else self._whole(piece) for piece in pieces]
+
+    def _plain(self, piece: Piece) -> bytes:
+        if piece.choice not in self._around:
+            before, _, behind = self._whole(piece._replace(text=MARK)).partition(ENCODER.encode(MARK))
+            self._around[piece.choice] = before, behind
+        before, behind = self._around[piece.choice]
+        return before + ENCODER.encode(piece.text) + behind
+
+    def _whole(self, piece: Piece) -> bytes:
+        chunk = self._writer.chunk(piece, self._generation)
+        if self._writer.body.include_usage:
+            chunk.usage = None
+        chunk.kv_cache, self._kv_cache = self._kv_cache, UNSET
+        return ENCODER.encode(chunk)
 
 
 def outputs_of(writer: Writer[Any]) -> list[OutputText]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Sequence
 from typing import NamedTuple
 
 from server.api.errors import from_engine
@@ -82,6 +82,7 @@ class Generation:
         self._scores: list[deque[TokenScore]] = [deque() for _ in outputs]  # of tokens whose text is not out
         self._admitted: dict[int, Admitted] = {}
         self._prompt_scores: dict[int, list[TokenScore]] = {i: [] for i in range(len(outputs))}
+        self._prompts_scored = job.submits[0].sampling.prompt_logprobs is not None  # of every prompt, or of none
         self._early: list[RequestEvent] = []  # read while waiting for the admission of other choices
         self._last: dict[int, Piece] = {}  # by choice: pieces that wait for their explanation
         self._waiting: list[Piece] = []  # for log-probabilities of their prompt
@@ -130,14 +131,21 @@ class Generation:
         assert self._admitted, "the engine sends Admitted before Tokens"
         return next(iter(self._admitted.values()))
 
-    async def pieces(self) -> AsyncIterator[Piece]:
-        """Raises ApiError, EngineLost."""
-        for event in self._early:
-            for piece in self._pieces(event):
-                yield piece
+    async def pieces(self) -> AsyncIterator[list[Piece]]:
+        """What can be told at a time: of all that has come, where the reader is slower. Raises ApiError, EngineLost."""
+        if early := [piece for event in self._early for piece in self._pieces(event)]:
+            yield early
         async for event in self._stream:
-            for piece in self._pieces(self._seen(event)):
-                yield piece
+            pieces = self._pieces(self._seen(event))
+            try:
+                while (following := self._stream.arrived()) is not None:
+                    pieces += self._pieces(self._seen(following))
+            except Exception:
+                if pieces:
+                    yield pieces
+                raise
+            if pieces:
+                yield pieces
 
     def _seen(self, event: RequestEvent) -> RequestEvent:
         """Remembers what is to be told of it in the end. Raises ApiError for what failed."""
@@ -151,28 +159,30 @@ class Generation:
             self.first_token = time.monotonic()
         return event
 
-    def _pieces(self, event: RequestEvent) -> Iterator[Piece]:
+    def _pieces(self, event: RequestEvent) -> list[Piece]:
         """What can be told after this event."""
         index = self._index[event.request_id]
         if isinstance(event, Tokens):
-            if (piece := self._piece(index, event)) is not None:
-                yield from self._in_turn(piece)
-        elif isinstance(event, PromptScores):
+            piece = self._piece(index, event)
+            return [] if piece is None else self._in_turn([piece])
+        if isinstance(event, PromptScores):
             self._prompt_scores[index] += event.scores
             waiting, self._waiting = self._waiting, []
-            for piece in waiting:
-                yield from self._in_turn(piece)
-        elif isinstance(event, Explained):
-            yield from self._in_turn(self._last.pop(index)._replace(record=event.record))
+            return self._in_turn(waiting)
+        if isinstance(event, Explained):
+            return self._in_turn([self._last.pop(index)._replace(record=event.record)])
+        return []
 
-    def _in_turn(self, piece: Piece) -> Iterator[Piece]:
-        """The piece, unless what is to stand before it is not all there yet."""
-        head = self.job.first_of(piece.choice)
-        wanted = self.job.submits[head].sampling.prompt_logprobs is not None
-        if wanted and len(self._prompt_scores[head]) < len(self.job.prompt_of(head).ids) - 1:
-            self._waiting.append(piece)
-        else:
-            yield piece
+    def _in_turn(self, pieces: list[Piece]) -> list[Piece]:
+        """These, but for those before which something is to stand that is not all there yet."""
+        if not self._prompts_scored:
+            return pieces
+        told: list[Piece] = []
+        for piece in pieces:
+            head = self.job.first_of(piece.choice)
+            complete = len(self._prompt_scores[head]) >= len(self.job.prompt_of(head).ids) - 1
+            (told if complete else self._waiting).append(piece)
+        return told
 
     def _piece(self, index: int, event: Tokens) -> Piece | None:
         """None while there is no text to show, or it is the last, and its explanation is to come."""
