@@ -34,7 +34,7 @@ from server.engine.messages import (
 
 log = logging.getLogger(__name__)
 
-FIRST_DELAY, LONGEST_DELAY = 0.02, 0.1  # seconds between two attempts to connect
+DELAY = 0.02  # seconds between two attempts to connect
 
 
 class EngineRefused(Exception):
@@ -217,17 +217,14 @@ class EngineClient:
         await self.close()
 
     async def _stay_connected(self) -> None:
-        delay = FIRST_DELAY
         while True:
             try:
                 _, connection = await asyncio.get_running_loop().create_unix_connection(self._connected, self._path)
             except OSError:  # not there yet
-                await asyncio.sleep(delay)
-                delay = min(2 * delay, LONGEST_DELAY)
-                continue
-            delay = FIRST_DELAY
-            await self._converse(connection)
-            await asyncio.sleep(delay)
+                pass
+            else:
+                await self._converse(connection)
+            await asyncio.sleep(DELAY)
 
     def _connected(self) -> _Connection:
         self._connection = _Connection(self._dispatch)

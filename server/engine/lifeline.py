@@ -5,12 +5,14 @@ Knows nothing of what the process is for; it is named by an import string, so th
 
 from __future__ import annotations
 
+import gc
 import logging
 import multiprocessing
 import os
 import pkgutil
 import sys
 import threading
+from collections.abc import Callable
 from typing import Any
 
 from config.settings import Settings, SettingsError
@@ -26,13 +28,25 @@ def run_child(target: str, settings: Settings, *rest: Any) -> None:
     end_with_parent()
     configure_logging(settings)
     try:
-        pkgutil.resolve_name(target)(settings, *rest)
+        function = imported(target)
+        function(settings, *rest)
     except SettingsError as error:
         log.error("%s", error)
         sys.exit(USER_ERROR)
     except Exception:
         log.critical("%s failed", target, exc_info=True)
         sys.exit(FAILED)
+
+
+def imported(target: str) -> Callable[..., None]:
+    """What the string names. Modules are no rubbish: nobody looks for any among them, neither now nor later."""
+    gc.disable()
+    try:
+        function: Callable[..., None] = pkgutil.resolve_name(target)
+        gc.freeze()
+    finally:
+        gc.enable()
+    return function
 
 
 def end_with_parent() -> None:

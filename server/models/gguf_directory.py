@@ -17,9 +17,7 @@ from pathlib import Path
 from config.settings import SettingsError
 from server.models.config_file import checked
 from server.models.errors import ModelError
-from server.models.gguf_config import config_of
 from server.models.gguf_file import SUFFIX, read_header
-from server.text.gguf_tokenizer import end_tokens_of, tokenizer_of
 
 FORMAT = "1"  # of what is unpacked; another one when it is to be done anew
 LINK = f"model{SUFFIX}"  # to the weights
@@ -58,6 +56,9 @@ def _place(file: Path) -> Path:
 
 def _unpack(file: Path, directory: Path) -> None:
     """All or nothing: another process may do the same."""
+    from server.models.gguf_config import config_of  # here, as other models start sooner without these
+    from server.text.gguf_tokenizer import end_tokens_of, tokenizer_of
+
     header = read_header(file)
     try:
         config = config_of(header)

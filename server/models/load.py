@@ -13,7 +13,6 @@ from server.models.config import Facts, ModelConfig, load_config
 from server.models.decoder import Decoder
 from server.models.errors import ModelError, UnknownModelError
 from server.models.gguf_directory import gguf_of
-from server.models.gguf_weights import GGUFWeights
 from server.models.hf import TransformersModel, facts_of
 from server.models.mlx_weights import MLXWeights, is_mlx
 from server.models.quantised import QuantisedWeights
@@ -85,6 +84,8 @@ def _stored(
 ) -> Weights:
     """As they are in the file."""
     if (file := gguf_of(directory)) is not None:
+        from server.models.gguf_weights import GGUFWeights  # here, as other models start sooner without gguf
+
         return GGUFWeights(file, dtype, device)
     if not is_mlx(directory):
         return Safetensors(directory, dtype, device)
