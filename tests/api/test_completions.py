@@ -9,7 +9,7 @@ import openai
 import pytest
 
 from server.api.completions import CompletionRequest
-from server.engine.messages import Cancel, FromEngine, Sampling, Submit, Tokens
+from server.engine.messages import Cancel, Failed, FromEngine, Sampling, Submit, Tokens
 from tests.api.asking import GOOD, Words, chunks
 from tests.api.fake_engine import FakeEngine, admitted, says
 from tests.text.tiny import BOS, EOS, byte_level
@@ -207,6 +207,32 @@ def test_stream_shows_whole_characters(engine: FakeEngine, http: httpx.Client, w
     engine.script = says(words("\u2603\U0001f600"))
     received = chunks(http.post("/v1/completions", json=GOOD | {"stream": True}))
     assert [chunk["choices"][0]["text"] for chunk in received] == ["\u2603", "\U0001f600"]
+
+
+def test_stream_tells_any_text_in_chunks_alike_but_for_it(engine: FakeEngine, http: httpx.Client, words: Words) -> None:
+    text = 'a "b" \\ \0 \n\n data: [DONE] </s'
+    engine.script = says(words(text))
+    received = chunks(http.post("/v1/completions", json=GOOD | {"stream": True, "n": 2}))
+    for index in range(2):
+        first, *others, last = (chunk for chunk in received if chunk["choices"][0]["index"] == index)
+        assert "".join(chunk["choices"][0].pop("text") for chunk in (first, *others, last)) == text
+        assert first["choices"] == others[0]["choices"]
+        assert all(chunk == others[0] for chunk in others)
+        assert last == others[0] | {"choices": [others[0]["choices"][0] | {"finish_reason": "length"}]}
+
+
+def test_stream_of_tokens_that_come_together(engine: FakeEngine, http: httpx.Client, words: Words) -> None:
+    ids = words("hello world")
+
+    def script(submit: Submit) -> list[list[FromEngine]]:
+        tokens = [Tokens(submit.request_id, [token]) for token in ids]
+        return [[admitted(submit), *tokens, Failed(submit.request_id, 500, "it broke")]]
+
+    engine.script = script
+    *received, error = chunks(http.post("/v1/completions", json=GOOD | {"stream": True}))
+    assert len(received) == len(ids), "one event for each, however they are sent"
+    assert "".join(chunk["choices"][0]["text"] for chunk in received) == "hello world"
+    assert error["error"]["message"] == "it broke"
 
 
 def test_stream_answers_as_tokens_come(engine: FakeEngine, http: httpx.Client, words: Words) -> None:
