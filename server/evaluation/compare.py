@@ -91,7 +91,7 @@ def _step(model: Model, caches: Sequence[KVCache], seats: Sequence[Seat], tokens
     work = [Work(c, Row(_grown(c, seat, n), n), tokens, logits=n) for c, seat in zip(caches, seats, strict=True)]
     batch = Batch(work, model.device)
     assert batch.order == list(range(len(work))), "one row a strategy, so there is nothing to order"
-    logits = model.forward(batch.ids, batch).view(len(work), n, -1)
+    logits = model.forward(batch.ids, batch).float().view(len(work), n, -1)
     batch.commit()
     if not logits.isfinite().all():
         raise SettingsError("the model's logits are not finite: try --dtype float32, or look at its weights")

@@ -53,7 +53,7 @@ def compared(models: Sequence[Model], documents: Sequence[Document]) -> list[Fid
         for model in models:
             attention = FullContext(model.specs, len(ids) - 1, model.device)
             attention.logit_index = attention.positions
-            logits.append(model.forward(ids[:-1], attention))
+            logits.append(model.forward(ids[:-1], attention).float())
         known = count(results, torch.stack(logits), ids[1:]).tolist()  # [models][n]: of the token after the i-th
         for result, right in zip(results, known, strict=True):
             result.recalled += [(a.distance, all(right[a.start - 1 : a.stop - 1])) for a in document.answers]

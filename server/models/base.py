@@ -42,5 +42,5 @@ class Model(Protocol):
         ...
 
     def forward(self, ids: Tensor, attention: Attention) -> Tensor:
-        """ids [N] int64 -> logits [K, V] float32 of the rows `attention.logit_index`."""
+        """ids [N] int64 -> logits [K, V] of the rows `attention.logit_index`, in the model's dtype or float32."""
         ...

@@ -100,19 +100,18 @@ class Decoder:
         return x if self._embedding_scale == 1 else x * self._embedding_scale
 
     def forward(self, ids: Tensor, attention: Attention) -> Tensor:
-        """ids [N] int64 -> logits [K, V] float32 of the rows `attention.logit_index`."""
+        """ids [N] int64 -> logits [K, V] of the rows `attention.logit_index`; float32 where they are capped."""
         return self.forward_embedded(self.embed(ids), attention)
 
     def forward_embedded(self, x: Tensor, attention: Attention) -> Tensor:
-        """x [N, d] -> logits [K, V] float32; `forward` for tokens that are embedded already."""
+        """x [N, d] -> logits [K, V]; `forward` for tokens that are embedded already."""
         added: Tensor | None = None
         for i, layer in enumerate(self._layers):
             x, added = self._layer(i, layer, x, added, attention)
         assert added is not None
         x = x + added
         wanted = self._ops.rms_norm(x[attention.logit_index], self._norm, self.config.rms_norm_eps)
-        logits = multiplied(self._ops, wanted, self._lm_head).float()
-        return softcapped(logits, self.config.logit_softcap)
+        return softcapped(multiplied(self._ops, wanted, self._lm_head), self.config.logit_softcap)
 
     def forward_step(self, token_embedding: Tensor, current_pos: int, cache: SequenceCache) -> Tensor:
         """One token of one sequence: its embedding [1, 1, d_model] -> the logits [1, 1, V] of the token after it.
@@ -182,4 +181,4 @@ def _tables(config: ModelConfig, positions: int, device: torch.device) -> list[T
 
 def softcapped(logits: Tensor, cap: float | None) -> Tensor:
     """cap * tanh(logits / cap) (Gemma 2)."""
-    return logits if cap is None else cap * torch.tanh(logits / cap)
+    return logits if cap is None else cap * torch.tanh(logits.float() / cap)
