@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "attend.h"
+#include "attend_amx.h"
 #include "sharing.h"
 
 namespace kvmux {
@@ -92,8 +93,9 @@ struct Plan {
 
 int64_t splits_before(int64_t position) { return (position + SPLIT - 1) / SPLIT; }
 
-// A chunk is shared among threads by queries; a single query, which may have a long text to itself, by splits.
-Plan plan(const Rows& rows, int64_t kv_heads, int64_t group, const Sight& sight) {
+// A chunk is shared among threads by queries, `most` of whose rows go together; a single query, which may have a long
+// text to itself, by splits.
+Plan plan(const Rows& rows, int64_t kv_heads, int64_t group, const Sight& sight, int64_t most) {
   Plan work;
   const auto add = [&](const Part& part, bool alone) {
     const int64_t oldest = part.rows.position(0), end = splits_before(part.rows.position(part.rows.count - 1) + 1);
@@ -107,15 +109,15 @@ Plan plan(const Rows& rows, int64_t kv_heads, int64_t group, const Sight& sight)
     if (rows.idle(row)) continue;
     const int64_t queries = rows.tokens(row);
     for (int64_t head = 0; head < kv_heads; ++head)
-      for (int64_t first = 0; first < queries * group; first += MAX_ROWS)
-        add({row, head, {rows.start(row), first, std::min(MAX_ROWS, queries * group - first), group}}, queries == 1);
+      for (int64_t first = 0; first < queries * group; first += most)
+        add({row, head, {rows.start(row), first, std::min(most, queries * group - first), group}}, queries == 1);
   }
   return work;
 }
 
 // The sums of a head's query rows become the output of its tokens; `sink_logits` [heads] have no value.
-template <typename T>
-void finish(Sums& sums, const QueryRows& rows, int64_t head, int64_t width, const float* sink_logits, int64_t v_dim,
+template <int64_t ROWS, typename T>
+void finish(Sums<ROWS>& sums, const QueryRows& rows, int64_t head, int64_t width, const float* sink_logits, int64_t v_dim,
             T* out, int64_t token_stride, int64_t head_stride) {
   for (int64_t r = 0; r < rows.count; ++r) {
     const int64_t token = rows.query(r), h = head * rows.group + rows.head(r);
@@ -127,33 +129,33 @@ void finish(Sums& sums, const QueryRows& rows, int64_t head, int64_t width, cons
   }
 }
 
-template <typename T, typename KV>
-void attend_as(const Tensor& out, const Tensor& q, const Tensor& k, const Tensor& v, const Rows& rows,
+template <typename Head, typename T>
+void attend_by(const Tensor& out, const Tensor& q, const Tensor& k, const Tensor& v, const Rows& rows,
                const Sight& sight, const Scores& scores, const float* sink_logits) {
-  const int64_t kv_heads = k.size(1), group = q.size(1) / kv_heads, dim = q.size(2), v_dim = out.size(2);
-  TORCH_CHECK(std::max(dim, v_dim) <= MAX_DIM, "heads wider than ", MAX_DIM);
-  const Plan work = plan(rows, kv_heads, group, sight);
-  const int64_t width = padded(v_dim), stride = width + 2;
+  using KV = typename Head::Kept;
+  const int64_t kv_heads = k.size(1), group = q.size(1) / kv_heads, v_dim = out.size(2);
+  TORCH_CHECK(std::max(q.size(2), v_dim) <= MAX_DIM, "heads wider than ", MAX_DIM);
+  const Plan work = plan(rows, kv_heads, group, sight, Head::ROWS);
+  const int64_t width = Head::padded(v_dim), stride = width + 2;
   const Tensor partials = at::empty({work.partials, stride}, at::kFloat);  // top, total, values
   const auto partial = [&](int64_t i) { return partials.data_ptr<float>() + i * stride; };
   const auto plane = [&](const Tensor& memory, const Part& part) {
     return Plane<KV>{memory.const_data_ptr<KV>() + part.head * memory.stride(1), memory.stride(0), memory.stride(2),
                      memory.size(3), rows.blocks(part.row), rows.layout};
   };
-  const auto finish_part = [&](const Part& part, Sums& sums) {
+  const auto finish_part = [&](const Part& part, Sums<Head::ROWS>& sums) {
     T* tokens = out.data_ptr<T>() + rows.first(part.row) * out.stride(0);
     finish(sums, part.rows, part.head, width, sink_logits, v_dim, tokens, out.stride(0), out.stride(1));
   };
   share(work.items.size(), [&](int64_t i) {
     const auto& [part, begin, end, left] = work.items[i];
-    Head<KV> head(plane(k, part), plane(v, part), sight, scores, part.rows);
+    Head head(plane(k, part), plane(v, part), sight, scores, part.rows);
     const T* tokens = q.const_data_ptr<T>() + rows.first(part.row) * q.stride(0);
     for (int64_t r = 0; r < part.rows.count; ++r) {
       const int64_t h = part.head * group + part.rows.head(r);
-      to_float(tokens + part.rows.query(r) * q.stride(0) + h * q.stride(1), head.query(r), dim);
-      for (int64_t d = 0; d < dim; ++d) head.query(r)[d] *= scores.scale;
+      head.take(r, tokens + part.rows.query(r) * q.stride(0) + h * q.stride(1));
     }
-    Sums sums;
+    Sums<Head::ROWS> sums;
     head.attend(begin, end, sums);
     if (left < 0) return finish_part(part, sums);
     for (int64_t r = 0; r < part.rows.count; ++r) {
@@ -164,7 +166,7 @@ void attend_as(const Tensor& out, const Tensor& q, const Tensor& k, const Tensor
     }
   });
   for (const auto& [part, splits, left] : work.merges) {
-    Sums sums;
+    Sums<Head::ROWS> sums;
     sums.clear(part.rows.count, width);
     for (int64_t i = 0; i < splits * part.rows.count; ++i) {
       const float* from = partial(left + i);
@@ -172,6 +174,16 @@ void attend_as(const Tensor& out, const Tensor& q, const Tensor& k, const Tensor
     }
     finish_part(part, sums);
   }
+}
+
+template <typename T, typename KV>
+void attend_as(const Tensor& out, const Tensor& q, const Tensor& k, const Tensor& v, const Rows& rows,
+               const Sight& sight, const Scores& scores, const float* sink_logits) {
+#ifdef __AMX_BF16__
+  if constexpr (std::is_same_v<T, at::BFloat16> && std::is_same_v<KV, T>)
+    if (tiles_permitted()) return attend_by<TiledHead, T>(out, q, k, v, rows, sight, scores, sink_logits);
+#endif
+  attend_by<Head<KV>, T>(out, q, k, v, rows, sight, scores, sink_logits);
 }
 
 void attend(const Tensor& out, const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& table,

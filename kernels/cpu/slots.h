@@ -81,6 +81,14 @@ struct Sight {
   Range sinks_of(int64_t query) const {
     return {std::max<int64_t>(0, query - model_reach + 1), std::min(sinks, query + 1)};
   }
+
+  // What of `where` spans all that queries at oldest .. newest see.
+  Range seen(int64_t oldest, int64_t newest, Range where) const {
+    const Range kept{std::max(where.begin, sinks_of(oldest).begin), std::min(where.end, sinks_of(newest).end)};
+    const Range late{std::max(where.begin, latest(oldest).begin), std::min(where.end, newest + 1)};
+    if (kept.empty() || late.empty()) return kept.empty() ? late : kept;
+    return {std::min(kept.begin, late.begin), std::max(kept.end, late.end)};
+  }
 };
 
 }  // namespace kvmux

@@ -1,0 +1,87 @@
+// A text's keys and values, TILE positions at a time: where each of them lies, which of them some query rows see, and the
+// next ones fetched while these are computed. Knows no scores.
+#pragma once
+
+#include <algorithm>
+#include <utility>
+
+#include "prefetch.h"
+#include "slots.h"
+
+namespace kvmux {
+
+// Query rows of one KV head, counted from `first` over the heads of its group (GQA) and then over queries.
+struct QueryRows {
+  int64_t start;  // position of the text's query 0
+  int64_t first, count, group;
+
+  int64_t query(int64_t r) const { return (first + r) / group; }  // of the step's
+  int64_t head(int64_t r) const { return (first + r) % group; }   // of the group's
+  int64_t position(int64_t r) const { return start + query(r); }
+};
+
+template <typename T, int64_t TILE>
+class Keys {
+ public:
+  // Those that queries at positions oldest .. newest see.
+  Keys(Plane<T> k, Plane<T> v, Sight sight, int64_t oldest, int64_t newest)
+      : k_(k), v_(v), sight_(sight), oldest_(oldest), newest_(newest) {}
+
+  // Keys and values of TILE positions. `seen` spans all that any row sees; what lies between the sinks and the window
+  // is read with it, and hidden. Outside `seen` nothing is read: a key that is seen stands for it.
+  struct Tile {
+    Range seen;
+    const T *k[TILE], *v[TILE];
+  };
+
+  void begin(int64_t tile) { find(tile, next_); }
+
+  // The tile that was to be next; behind it comes the one at position `next`, if that is before `end`.
+  const Tile& step(int64_t next, int64_t end, Soon& soon) {
+    std::swap(tile_, next_);
+    soon.clear();
+    if (next < end) {
+      find(next, next_);
+      want(soon);
+    }
+    return tile_;
+  }
+
+  // Whether every row sees all of the tile.
+  bool seen_whole(int64_t tile) const { return sight_.latest(newest_).begin <= tile && tile + TILE <= oldest_ + 1; }
+
+ private:
+  void find(int64_t tile, Tile& found) const {
+    const Range seen = found.seen = sight_.seen(oldest_, newest_, {tile, tile + TILE});
+    for (int64_t p = seen.begin, n; p < seen.end; p += n) {
+      n = k_.layout.run(p, seen.end);
+      const T *k = k_.at(p), *v = v_.at(p);
+      for (int64_t i = 0; i < n; ++i) {
+        found.k[p - tile + i] = k + i * k_.vector_stride;
+        found.v[p - tile + i] = v + i * v_.vector_stride;
+      }
+    }
+    if (seen.empty()) return;
+    for (const T** vectors : {found.k, found.v}) {
+      const T* const instead = vectors[seen.begin - tile];
+      std::fill_n(vectors, seen.begin - tile, instead);
+      std::fill(vectors + (seen.end - tile), vectors + TILE, instead);
+    }
+  }
+
+  // The next tile is to be fetched while the one before it is computed.
+  void want(Soon& soon) const {
+    for (int64_t p = next_.seen.begin, n; p < next_.seen.end; p += n) {
+      n = k_.layout.run(p, next_.seen.end);
+      soon.add(next_.k[p % TILE], n * k_.vector_stride * sizeof(T));
+      soon.add(next_.v[p % TILE], n * v_.vector_stride * sizeof(T));
+    }
+  }
+
+  Plane<T> k_, v_;
+  Sight sight_;
+  int64_t oldest_, newest_;
+  Tile tile_, next_;
+};
+
+}  // namespace kvmux

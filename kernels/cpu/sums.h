@@ -1,0 +1,57 @@
+// Sums over the keys of a text, or of a split of it, and how those of splits are put together. Positions are cut into
+// splits, which are summed by themselves and merged in order.
+#pragma once
+
+#include <algorithm>
+#include <cmath>
+#include <limits>
+
+#include "vector.h"
+
+namespace kvmux {
+
+constexpr int64_t SPLIT = 1024;   // positions
+constexpr int64_t MAX_DIM = 256;  // of a head
+
+constexpr float HIDDEN = -std::numeric_limits<float>::infinity();  // a score's weight is then 0
+constexpr float NOTHING = std::numeric_limits<float>::lowest();    // the top of no scores
+
+struct Scores {
+  float scale, softcap;  // softcap 0: none
+};
+
+// Weighted values so far of up to ROWS query rows: sum of exp(score - top) * value, and of exp(score - top).
+template <int64_t ROWS>
+struct Sums {
+  float top[ROWS];
+  float total[ROWS];
+  alignas(64) float values[ROWS * MAX_DIM];
+
+  void clear(int64_t rows, int64_t width) {
+    std::fill_n(top, rows, NOTHING);
+    std::fill_n(total, rows, 0.f);
+    std::fill_n(values, rows * width, 0.f);
+  }
+
+  // What was summed under an older top, moved to a higher one.
+  float raise(int64_t r, float higher, int64_t width) {
+    const float factor = std::exp(top[r] - higher);
+    top[r] = higher;
+    if (factor != 1.f) {
+      total[r] *= factor;
+      for (int64_t d = 0; d < width; d += W) (load(values + r * width + d) * Vec(factor)).store(values + r * width + d);
+    }
+    return factor;
+  }
+
+  void merge(int64_t r, float other_top, float other_total, const float* other, int64_t width) {
+    if (other_top == NOTHING) return;
+    if (other_top > top[r]) raise(r, other_top, width);
+    const float factor = std::exp(other_top - top[r]);
+    total[r] += factor * other_total;
+    float* mine = values + r * width;
+    for (int64_t d = 0; d < width; d += W) at::vec::fmadd(Vec(factor), load(other + d), load(mine + d)).store(mine + d);
+  }
+};
+
+}  // namespace kvmux
