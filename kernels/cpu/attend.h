@@ -44,7 +44,7 @@ class Head {
       split_.clear(rows_.count, width_);
       std::fill_n(weights_, rows_.count * W, 0.f);
       for (int64_t tile = split * SPLIT; tile < (split + 1) * SPLIT && tile <= newest_; tile += TILE) {
-        const Tile& found = keys_.step(tile + TILE, end * SPLIT, soon_);
+        const Tile& found = keys_.step(tile + TILE, end * SPLIT, &soon_);
         if (!found.seen.empty()) attend_tile(tile, found);
       }
       for (int64_t r = 0; r < rows_.count; ++r) {

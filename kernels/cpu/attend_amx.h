@@ -33,7 +33,9 @@ class TiledHead {
   TiledHead(Plane<Kept> k, Plane<Kept> v, Sight sight, Scores scores, QueryRows rows)
       : sight_(sight), scores_(scores), rows_(rows), k_dim_(k.dim), v_dim_(v.dim), width_(padded(v.dim)),
         chunks_(padded(k.dim) / PAIRS), newest_(rows.position(rows.count - 1)),
-        keys_(k, v, sight, rows.position(0), newest_) {}
+        keys_(k, v, sight, rows.position(0), newest_) {
+    for (int64_t r = 0; r < rows.count; ++r) position_[r] = rows.position(r);
+  }
 
   // Query row r of k's dimension.
   void take(int64_t r, const Kept* query) {
@@ -51,7 +53,7 @@ class TiledHead {
       std::fill_n(weights_, rows_.count * L, 0.f);
       std::fill_n(values_, rows_.count * width_, 0.f);
       for (int64_t tile = split * SPLIT; tile < (split + 1) * SPLIT && tile <= newest_; tile += TILE) {
-        const auto& found = keys_.step(tile + TILE, end * SPLIT, soon_);
+        const auto& found = keys_.step(tile + TILE, end * SPLIT, rows_.count > L ? nullptr : &soon_);
         if (!found.seen.empty()) attend_tile(tile, found);
       }
       for (int64_t r = 0; r < rows_.count; ++r) merge(r, sums);
@@ -63,6 +65,7 @@ class TiledHead {
   static constexpr int64_t PAIRS = 2 * L;    // numbers of bfloat16 in a row
   static constexpr int64_t SIZE = L * PAIRS; // and in all of it
   static constexpr int64_t TILE = 64;        // positions
+  static constexpr int64_t N = TILE / L;
   static constexpr int64_t PORTION = 8;      // lines of the cache that are fetched at once
   static_assert(SPLIT % TILE == 0 && TILE % (4 * L) == 0 && ROWS % L == 0);
 
@@ -73,21 +76,29 @@ class TiledHead {
   }
 
   void attend_tile(int64_t tile, const Keys<Kept, TILE>::Tile& found) {
-    const int64_t end = found.seen.end - tile;
-    turn_keys(found.k, end);
-    pair_values(found.v, end);
+    turn_keys(found.k, found.seen.end - tile);
+    pair_values(found.v, found.seen.end - tile);
     for (int64_t first = 0; first < rows_.count; first += L) {
-      const int64_t count = std::min(L, rows_.count - first);
-      const int64_t oldest = rows_.position(first), newest = rows_.position(first + count - 1);
-      const Range seen = sight_.seen(oldest, newest, {tile, tile + TILE});
+      const Range seen = seen_by(first, tile);
       if (seen.empty()) continue;
       multiply_keys(first);
-      const bool whole = sight_.latest(newest).begin <= tile && tile + TILE <= oldest + 1;
-      for (int64_t r = 0; r < count; ++r) softmax(first + r, tile, whole);
-      for (int64_t column = 0; column < width_; column += 2 * PAIRS)
-        if (column + PAIRS < width_) multiply_values<4>(first, column, seen.end - tile);
-        else multiply_values<2>(first, column, seen.end - tile);
+      weigh(first, tile);
+      multiply_values(first, seen.end - tile);
     }
+  }
+
+  int64_t count_at(int64_t first) const { return std::min(L, rows_.count - first); }
+
+  int64_t oldest(int64_t first) const { return position_[first]; }
+  int64_t newest(int64_t first) const { return position_[first + count_at(first) - 1]; }
+
+  // Of a tile, what spans all that 16 query rows see, and whether that is all of it for every row.
+  Range seen_by(int64_t first, int64_t tile) const {
+    return sight_.seen(oldest(first), newest(first), {tile, tile + TILE});
+  }
+
+  bool seen_whole(int64_t first, int64_t tile) const {
+    return sight_.latest(newest(first)).begin <= tile && tile + TILE <= oldest(first) + 1;
   }
 
   // Keys become columns of tiles, [TILE / 16][chunks][16 pairs of numbers][16 keys][2].
@@ -107,108 +118,99 @@ class TiledHead {
   // come first. Whole tiles: weights of 0 are multiplied, too.
   void pair_values(const Kept* const* values, int64_t end) {
     constexpr __mmask32 ODD = 0xAAAAAAAA;
-    for (int64_t j = 0; j < (end + PAIRS - 1) / PAIRS * PAIRS; j += 2) {
-      for (int64_t c = 0; c < width_ / PAIRS; ++c) {
-        const __m512i first = numbers(values[j], c, v_dim_), second = numbers(values[j + 1], c, v_dim_);
-        Kept* to = v_ + (j / PAIRS * width_ / L + 2 * c) * SIZE + j % PAIRS * L;
-        _mm512_store_si512(to, _mm512_mask_blend_epi16(ODD, first, _mm512_slli_epi32(second, 16)));
-        _mm512_store_si512(to + SIZE, _mm512_mask_blend_epi16(ODD, _mm512_srli_epi32(first, 16), second));
+    const int64_t columns = width_ / L, dim = v_dim_;
+    for (int64_t j = 0; j < end; j += PAIRS)
+      for (int64_t c = 0; c < columns / 2; ++c) {
+        Kept* const to = v_ + (j / PAIRS * columns + 2 * c) * SIZE;
+        for (int64_t i = 0; i < L; ++i) {
+          const __m512i first = numbers(values[j + 2 * i], c, dim), second = numbers(values[j + 2 * i + 1], c, dim);
+          _mm512_store_si512(to + i * PAIRS, _mm512_mask_blend_epi16(ODD, first, _mm512_slli_epi32(second, 16)));
+          _mm512_store_si512(to + SIZE + i * PAIRS, _mm512_mask_blend_epi16(ODD, _mm512_srli_epi32(first, 16), second));
+          soon_.fetch(1);
+        }
       }
-      soon_.fetch(PORTION);
-    }
   }
 
-  // Scores of 16 query rows, [TILE / 16][16 rows][16 keys].
+  // Scores of 16 query rows, [16 rows][TILE]. Tiles are stored one by one while others are summed: a store waits for its
+  // sum, and so would those behind it.
   void multiply_keys(int64_t first) {
-    for (int64_t j = 0; j < TILE / L; j += 4) {
-      tile_zero<0>();
-      tile_zero<1>();
-      tile_zero<2>();
-      tile_zero<3>();
-      const Kept *q = q_ + first * chunks_ * PAIRS, *k = k_ + j * chunks_ * SIZE;
-      for (int64_t c = 0; c < chunks_; ++c, q += SIZE, k += SIZE) {
-        tile_load<4>(q, TILE_BYTES);
-        tile_load<5>(k, TILE_BYTES);
-        tile_dot<0, 4, 5>();
-        tile_load<6>(k + chunks_ * SIZE, TILE_BYTES);
-        tile_dot<1, 4, 6>();
-        tile_load<5>(k + 2 * chunks_ * SIZE, TILE_BYTES);
-        tile_dot<2, 4, 5>();
-        tile_load<6>(k + 3 * chunks_ * SIZE, TILE_BYTES);
-        tile_dot<3, 4, 6>();
+    const Kept* q = q_ + first * chunks_ * PAIRS;
+    unroll<N>([&](auto n) {
+      const Kept* k = k_ + n * chunks_ * SIZE;
+      tile_zero<n>();
+      for (int64_t c = 0; c < chunks_; ++c) {
+        tile_load<4 + n % 2>(q + c * SIZE, TILE_BYTES);
+        tile_load<6 + n % 2>(k + c * SIZE, TILE_BYTES);
+        tile_dot<n, 4 + n % 2, 6 + n % 2>();
       }
-      tile_store<0>(s_ + j * L * L, TILE_BYTES);
-      tile_store<1>(s_ + (j + 1) * L * L, TILE_BYTES);
-      tile_store<2>(s_ + (j + 2) * L * L, TILE_BYTES);
-      tile_store<3>(s_ + (j + 3) * L * L, TILE_BYTES);
-    }
+      tile_store<n>(s_ + n * L, TILE * sizeof(float));
+    });
   }
 
-  // Weights of 16 query rows times the values of positions before `end`: N tiles of 16 columns.
-  template <int N>
-  void multiply_values(int64_t first, int64_t column, int64_t end) {
-    float* to = values_ + first * width_ + column;
+  // Weights of 16 query rows times values of positions before `end`.
+  void multiply_values(int64_t first, int64_t end) {
     const int64_t stride = width_ * sizeof(float);
-    tile_load<0>(to, stride);
-    tile_load<1>(to + L, stride);
-    if constexpr (N == 4) tile_load<2>(to + 2 * L, stride);
-    if constexpr (N == 4) tile_load<3>(to + 3 * L, stride);
-    for (int64_t j = 0; j < end; j += PAIRS) {
-      const Kept* v = v_ + (j / PAIRS * width_ + column) / L * SIZE;
-      tile_load<4>(p_ + j * L, TILE_BYTES);
-      tile_load<5>(v, TILE_BYTES);
-      tile_dot<0, 4, 5>();
-      tile_load<6>(v + SIZE, TILE_BYTES);
-      tile_dot<1, 4, 6>();
-      if constexpr (N == 4) {
-        tile_load<5>(v + 2 * SIZE, TILE_BYTES);
-        tile_dot<2, 4, 5>();
-        tile_load<6>(v + 3 * SIZE, TILE_BYTES);
-        tile_dot<3, 4, 6>();
-      }
-    }
-    tile_store<0>(to, stride);
-    tile_store<1>(to + L, stride);
-    if constexpr (N == 4) tile_store<2>(to + 2 * L, stride);
-    if constexpr (N == 4) tile_store<3>(to + 3 * L, stride);
+    for (int64_t column = 0; column < width_; column += PAIRS)
+      unroll<2>([&](auto n) {
+        float* to = values_ + first * width_ + column + n * L;
+        const Kept* v = v_ + (column + n * L) * PAIRS;
+        tile_load<n>(to, stride);
+        for (int64_t j = 0; j < end; j += PAIRS) {
+          tile_load<4 + n>(p_ + j * L, TILE_BYTES);
+          tile_load<6 + n>(v + j * width_, TILE_BYTES);
+          tile_dot<n, 4 + n, 6 + n>();
+        }
+        tile_store<n>(to, stride);
+      });
   }
 
-  // Scores of row r become weights, [TILE / 32][16 rows][32 keys], under the row's top so far.
-  void softmax(int64_t r, int64_t tile, bool whole) {
-    soon_.fetch(PORTION);
-    constexpr int N = TILE / L;
+  // Scores of 16 query rows become weights, [TILE / 32][16 rows][32 keys], under the rows' tops so far.
+  void weigh(int64_t first, int64_t tile) {
+    const int64_t count = count_at(first);
+    const bool whole = seen_whole(first, tile);
+    for (int64_t r = 0; r < count; ++r) {
+      soon_.fetch(PORTION);
+      Raw x[N];
+      const float* s = s_ + r * TILE;
+      unroll<N>([&](auto j) { x[j] = _mm512_load_ps(s + j * L); });
+      scale(x);
+      if (!whole) hide(first + r, tile, x);
+      __m512 highest = x[0];
+      unroll<N>([&](auto j) { highest = _mm512_max_ps(highest, x[j]); });
+      if (_mm512_cmp_ps_mask(highest, _mm512_set1_ps(top_[first + r]), _CMP_GT_OQ))
+        raise(first + r, _mm512_reduce_max_ps(highest));
+      const __m512 top = _mm512_set1_ps(top_[first + r]);
+      unroll<N>([&](auto j) { x[j] = exp2(_mm512_sub_ps(x[j], top)); });
+      __m512 sum = _mm512_load_ps(weights_ + (first + r) * L);
+      const __m512bh one = reinterpret_cast<__m512bh>(_mm512_set1_epi32(0x3F803F80));
+      unroll<N / 2>([&](auto j) {
+        const __m512bh weights = _mm512_cvtne2ps_pbh(x[2 * j + 1], x[2 * j]);
+        sum = _mm512_dpbf16_ps(sum, weights, one);
+        _mm512_store_si512(p_ + j * SIZE + r * PAIRS, reinterpret_cast<__m512i>(weights));
+      });
+      _mm512_store_ps(weights_ + (first + r) * L, sum);
+    }
+  }
+
+  // As powers of 2.
+  void scale(Raw (&x)[N]) const {
     constexpr float LOG2E = 1.44269504f;
-    const float* s = s_ + r % L * L;
-    __m512 x[N];
-    unroll<N>([&](auto j) { x[j] = _mm512_load_ps(s + j * L * L); });
     if (scores_.softcap == 0.f) {
       const __m512 scale = _mm512_set1_ps(scores_.scale * LOG2E);
       unroll<N>([&](auto j) { x[j] = _mm512_mul_ps(x[j], scale); });
     } else {
-      const Vec most(scores_.softcap), inner(scores_.scale / scores_.softcap), outer(scores_.softcap * LOG2E);
+      const Vec inner(scores_.scale / scores_.softcap), outer(scores_.softcap * LOG2E);
       unroll<N>([&](auto j) { x[j] = (Vec(x[j]) * inner).tanh() * outer; });
     }
-    if (!whole) {
-      const int64_t query = rows_.position(r);
-      const Range latest = sight_.latest(query), kept = sight_.sinks_of(query);
-      unroll<N>([&](auto j) {
-        const __mmask16 seen = part_of(latest, tile + j * L) | part_of(kept, tile + j * L);
-        x[j] = _mm512_mask_blend_ps(seen, _mm512_set1_ps(HIDDEN), x[j]);
-      });
-    }
-    __m512 highest = x[0];
-    unroll<N>([&](auto j) { highest = _mm512_max_ps(highest, x[j]); });
-    if (_mm512_cmp_ps_mask(highest, _mm512_set1_ps(top_[r]), _CMP_GT_OQ)) raise(r, _mm512_reduce_max_ps(highest));
-    const __m512 top = _mm512_set1_ps(top_[r]);
-    unroll<N>([&](auto j) { x[j] = exp2(_mm512_sub_ps(x[j], top)); });
-    __m512 sum = _mm512_load_ps(weights_ + r * L);
-    const __m512bh one = reinterpret_cast<__m512bh>(_mm512_set1_epi32(0x3F803F80));
-    unroll<N / 2>([&](auto j) {
-      const __m512bh weights = _mm512_cvtne2ps_pbh(x[2 * j + 1], x[2 * j]);
-      sum = _mm512_dpbf16_ps(sum, weights, one);
-      _mm512_store_si512(p_ + j * SIZE + r % L * PAIRS, reinterpret_cast<__m512i>(weights));
+  }
+
+  // Nothing but what the row sees keeps its score.
+  void hide(int64_t r, int64_t tile, Raw (&x)[N]) const {
+    const Range latest = sight_.latest(position_[r]), kept = sight_.sinks_of(position_[r]);
+    unroll<N>([&](auto j) {
+      const __mmask16 seen = part_of(latest, tile + j * L) | part_of(kept, tile + j * L);
+      x[j] = _mm512_mask_blend_ps(seen, _mm512_set1_ps(HIDDEN), x[j]);
     });
-    _mm512_store_ps(weights_ + r * L, sum);
   }
 
   // Which of the 16 positions from `at` on are within a range.
@@ -255,6 +257,7 @@ class TiledHead {
   alignas(64) float values_[ROWS * MAX_DIM];
   alignas(64) float weights_[ROWS * L];  // their sums so far, lane by lane
   float top_[ROWS];                // of scores times log2(e)
+  int64_t position_[ROWS];
 };
 
 }  // namespace kvmux

@@ -34,17 +34,19 @@ class Keys {
     const T *k[TILE], *v[TILE];
   };
 
-  void begin(int64_t tile) { find(tile, next_); }
+  void begin(int64_t tile) { find(tile, tiles_[0]); }
 
-  // The tile that was to be next; behind it comes the one at position `next`, if that is before `end`.
-  const Tile& step(int64_t next, int64_t end, Soon& soon) {
-    std::swap(tile_, next_);
-    soon.clear();
+  // The tile that was to be next; behind it comes the one at position `next`, if that is before `end`: `soon`, if any, is
+  // to fetch it. Whoever has many query rows waits for products, not for the memory.
+  const Tile& step(int64_t next, int64_t end, Soon* soon) {
+    const Tile& tile = tiles_[at_];
+    at_ = 1 - at_;
+    if (soon != nullptr) soon->clear();
     if (next < end) {
-      find(next, next_);
-      want(soon);
+      find(next, tiles_[at_]);
+      if (soon != nullptr) want(tiles_[at_], *soon);
     }
-    return tile_;
+    return tile;
   }
 
   // Whether every row sees all of the tile.
@@ -69,19 +71,20 @@ class Keys {
     }
   }
 
-  // The next tile is to be fetched while the one before it is computed.
-  void want(Soon& soon) const {
-    for (int64_t p = next_.seen.begin, n; p < next_.seen.end; p += n) {
-      n = k_.layout.run(p, next_.seen.end);
-      soon.add(next_.k[p % TILE], n * k_.vector_stride * sizeof(T));
-      soon.add(next_.v[p % TILE], n * v_.vector_stride * sizeof(T));
+  // To be fetched while the tile before it is computed.
+  void want(const Tile& tile, Soon& soon) const {
+    for (int64_t p = tile.seen.begin, n; p < tile.seen.end; p += n) {
+      n = k_.layout.run(p, tile.seen.end);
+      soon.add(tile.k[p % TILE], n * k_.vector_stride * sizeof(T));
+      soon.add(tile.v[p % TILE], n * v_.vector_stride * sizeof(T));
     }
   }
 
   Plane<T> k_, v_;
   Sight sight_;
   int64_t oldest_, newest_;
-  Tile tile_, next_;
+  Tile tiles_[2];   // that which is computed and the next, by turns
+  int64_t at_ = 0;  // the next
 };
 
 }  // namespace kvmux

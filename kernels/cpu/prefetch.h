@@ -32,8 +32,9 @@ class Soon {
   }
 
   void fetch(int64_t n) {
-    const int64_t end = std::min(used_ + n, count_);
-    for (; used_ < end; ++used_) __builtin_prefetch(lines_[used_]);
+    const int64_t first = used_;
+    used_ = std::min(used_ + n, count_);
+    for (int64_t i = first; i < used_; ++i) __builtin_prefetch(lines_[i]);
   }
 
  private:

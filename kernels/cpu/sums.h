@@ -46,6 +46,12 @@ struct Sums {
 
   void merge(int64_t r, float other_top, float other_total, const float* other, int64_t width) {
     if (other_top == NOTHING) return;
+    if (top[r] == NOTHING) {
+      top[r] = other_top;
+      total[r] = other_total;
+      std::copy_n(other, width, values + r * width);
+      return;
+    }
     if (other_top > top[r]) raise(r, other_top, width);
     const float factor = std::exp(other_top - top[r]);
     total[r] += factor * other_total;
