@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 
 from kernels.load import REFERENCE, backends
-from kernels.loads import GIBIBYTE, LAYERS, Calls, Texts, numbers, packed
+from kernels.loads import GIBIBYTE, LAYERS, Calls, Texts, attend, numbers, packed
 from kernels.ops import Ops
 from kernels.probe import read_bandwidth, seconds
 from kernels.reference import ReferenceOps
@@ -59,6 +59,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "--dtype", nargs="+", choices=("float32", "bfloat16", "float16"), default=["float32", "bfloat16"]
     )
     parser.add_argument("--context", type=_positive, nargs="+", help="tokens, or rows")
+    parser.add_argument("--queries", type=_positive, default=1, help="of attend: a chunk of a prompt (default: 1)")
     parser.add_argument("--threads", type=_positive, help="default: torch's choice")
     parser.add_argument("--json", action="store_true", help="one JSON object a line")
     options = parser.parse_args(arguments)
@@ -68,7 +69,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         print(
             f"{'op':20} {'backend':12} {'dtype':9} {'context':>7} {'µs/call':>9} {'GB/s':>7} {'memory':>7} {'share':>6}"
         )
-    for row in measured(options.op, options.backend, options.dtype, options.context):
+    for row in measured(options.op, options.backend, options.dtype, options.context, options.queries):
         if options.json:
             print(json.dumps(row._asdict()), flush=True)
         else:
@@ -87,15 +88,20 @@ def _positive(text: str) -> int:
 
 
 def measured(
-    ops: Sequence[str], wanted: Sequence[str] | None, dtypes: Sequence[str], contexts: Sequence[int] | None
+    ops: Sequence[str],
+    wanted: Sequence[str] | None,
+    dtypes: Sequence[str],
+    contexts: Sequence[int] | None,
+    queries: int = 1,
 ) -> Iterator[Row]:
-    """All rows of these, one after the other."""
+    """All rows of these, one after the other; `queries` of attend alone."""
     memory, here = numbers(GIBIBYTE // 4, torch.float32), _here(wanted)
     for op in (op for op in OPS if op.name in ops):
         for dtype in dtypes:
             for context in contexts or CONTEXTS.get(op.name, TOKENS):
                 print(f"\r{op.name}, {dtype}, {context} ...\033[K\r", end="", file=sys.stderr, flush=True)
-                for run in _runs(op, getattr(torch, dtype), context, here, sdpa=wanted is None or "sdpa" in wanted):
+                sdpa = queries == 1 and (wanted is None or "sdpa" in wanted)
+                for run in _runs(op, getattr(torch, dtype), context, queries, here, sdpa=sdpa):
                     read = read_bandwidth(memory)
                     took = seconds(run.once)
                     speed = run.bytes / took
@@ -125,8 +131,10 @@ def _here(wanted: Sequence[str] | None) -> Mapping[str, Ops]:
     return found
 
 
-def _runs(op: Op, dtype: torch.dtype, context: int, here: Mapping[str, Ops], *, sdpa: bool) -> Iterator[Run]:
-    calls = op.load(dtype, context)
+def _runs(
+    op: Op, dtype: torch.dtype, context: int, queries: int, here: Mapping[str, Ops], *, sdpa: bool
+) -> Iterator[Run]:
+    calls = attend(dtype, context, queries) if op.name == "attend" else op.load(dtype, context)
     size = sum(op.bytes(*call) for call in calls)
     for name, ops in here.items():
         ready = [packed(ops, op.name, call) for call in calls]

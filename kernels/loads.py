@@ -142,7 +142,7 @@ def dequantise(dtype: torch.dtype, tokens: int) -> Calls:
 
 
 class Texts:
-    """Sequences of `context` tokens, a gibibyte in all, in blocks that lie anywhere. The last token is to enter."""
+    """Sequences of `context` tokens, a gibibyte in all, in blocks that lie anywhere. The last tokens are to enter."""
 
     def __init__(self, dtype: torch.dtype, context: int) -> None:
         per_token = block_bytes(LAYERS, BLOCK, dtype) // BLOCK
@@ -155,33 +155,34 @@ class Texts:
         self.store = KVStore(arena, LAYERS, BLOCK, dtype)
         self.table = torch.randperm(self.count * width).int().view(self.count, width)
 
-    def rows(self) -> Iterator[tuple[Slots, int]]:
-        """The last token of each sequence, in each layer."""
+    def rows(self, queries: int = 1) -> Iterator[tuple[Slots, int]]:
+        """The last tokens of each sequence, in each layer."""
         for sequence in range(self.count):
-            at = self.slots(sequence)
+            at = self.slots(sequence, queries)
             yield from ((at, layer) for layer in range(len(LAYERS)))
 
-    def slots(self, sequence: int) -> Slots:
-        start = torch.tensor([self.context - 1], dtype=torch.int32)
+    def slots(self, sequence: int, queries: int) -> Slots:
+        assert queries <= self.context
+        start = torch.tensor([self.context - queries], dtype=torch.int32)
         return Slots(
             self.table,
             BLOCK,
             row_seat=torch.tensor([sequence], dtype=torch.int32),
-            q_start=torch.tensor([0, 1], dtype=torch.int32),
+            q_start=torch.tensor([0, queries], dtype=torch.int32),
             start=start,
             kept=start,
-            num_decode=1,
-            max_q=1,
+            num_decode=int(queries == 1),
+            max_q=queries,
             max_kv=self.context,
         )
 
 
-def attend(dtype: torch.dtype, context: int) -> Calls:
-    """One query of one sequence a call."""
+def attend(dtype: torch.dtype, context: int, queries: int = 1) -> Calls:
+    """The last queries of one sequence a call."""
     texts = Texts(dtype, context)
-    q = numbers(HEADS * DIM, dtype).view(1, HEADS, DIM)
+    q = numbers(queries * HEADS * DIM, dtype).view(queries, HEADS, DIM)
     out = torch.empty_like(q)
-    return [(out, q, texts.store, layer, at, LAYERS[layer]) for at, layer in texts.rows()]
+    return [(out, q, texts.store, layer, at, LAYERS[layer]) for at, layer in texts.rows(queries)]
 
 
 def write_kv(dtype: torch.dtype, context: int) -> Calls:

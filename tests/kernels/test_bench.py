@@ -34,6 +34,13 @@ def test_every_operation_has_a_row_for_every_backend(capsys: pytest.CaptureFixtu
     assert all(row["gb_per_s"] > 0 for row in rows)
 
 
+def test_attention_is_measured_over_chunks_of_a_prompt_too(capsys: pytest.CaptureFixture[str]) -> None:
+    chunk = ["--op", "attend", "--backend", "reference", "sdpa", "--dtype", "float32", "--context", "40", "--json"]
+    bench.main([*chunk, "--queries", "40"])
+    (row,) = map(json.loads, capsys.readouterr().out.splitlines())
+    assert (row["op"], row["backend"], row["context"]) == ("attend", "reference", 40)
+
+
 def test_what_is_missing_is_told_once_on_a_line_of_its_own(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
