@@ -66,6 +66,7 @@ class TiledHead {
   static constexpr int64_t SIZE = L * PAIRS; // and in all of it
   static constexpr int64_t TILE = 64;        // positions
   static constexpr int64_t N = TILE / L;
+  static constexpr float SLACK = 8.f;        // how far a score may be above its row's top: weights are then up to 2^8
   static constexpr int64_t PORTION = 8;      // lines of the cache that are fetched at once
   static_assert(SPLIT % TILE == 0 && TILE % (4 * L) == 0 && ROWS % L == 0);
 
@@ -177,7 +178,7 @@ class TiledHead {
       if (!whole) hide(first + r, tile, x);
       __m512 highest = x[0];
       unroll<N>([&](auto j) { highest = _mm512_max_ps(highest, x[j]); });
-      if (_mm512_cmp_ps_mask(highest, _mm512_set1_ps(top_[first + r]), _CMP_GT_OQ))
+      if (_mm512_cmp_ps_mask(highest, _mm512_set1_ps(top_[first + r] + SLACK), _CMP_GT_OQ))
         raise(first + r, _mm512_reduce_max_ps(highest));
       const __m512 top = _mm512_set1_ps(top_[first + r]);
       unroll<N>([&](auto j) { x[j] = exp2(_mm512_sub_ps(x[j], top)); });
