@@ -1,13 +1,20 @@
-"""How fast this machine reads its memory: what every figure of a kernel is held against."""
+"""How fast this machine reads its memory and multiplies: what every figure of a kernel is held against."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
+import torch
+import torch.nn.functional as F
 from torch import Tensor
 
+from kernels.memory import allocate
+
 PASSES = 3  # the best counts
+LEAST = 256 << 20  # bytes that no cache holds
+ROWS, WIDTH, OUT = 512, 896, 9728  # of a large product: gate and up of Qwen2.5-0.5B
 
 
 def seconds(run: Callable[[], object]) -> float:
@@ -22,5 +29,32 @@ def seconds(run: Callable[[], object]) -> float:
 
 
 def read_bandwidth(memory: Tensor) -> float:
-    """Bytes a second that all threads read together; `memory` is more than a cache holds."""
-    return memory.nbytes / seconds(memory.sum)
+    """Bytes a second that all threads read together; `memory`, floats, is more than a cache holds.
+
+    By the sum of squares, the reduction with which torch comes nearest to plain loads in C.
+    """
+    return memory.nbytes / seconds(lambda: torch.linalg.vector_norm(memory))
+
+
+def bandwidth_over(size: int, threads: int) -> float:
+    """The same over `size` bytes, at least so many that no cache holds them, in so many threads."""
+    with in_threads(threads):
+        return read_bandwidth(allocate(max(size, LEAST) // 4 * 4).view(torch.float32))
+
+
+def product_speed(dtype: torch.dtype, threads: int) -> float:
+    """Floating-point operations a second of torch's large products in `dtype`, in so many threads."""
+    x, weight = torch.ones(ROWS, WIDTH, dtype=dtype), torch.ones(OUT, WIDTH, dtype=dtype)
+    with in_threads(threads):
+        return 2 * ROWS * WIDTH * OUT / seconds(lambda: F.linear(x, weight))
+
+
+@contextmanager
+def in_threads(threads: int) -> Iterator[None]:
+    """torch's, for the time being."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)

@@ -1,0 +1,214 @@
+"""What a decode step may cost, counted and not timed: operations, tensors made, bytes read. No clock, so no noise.
+
+The bounds are what a step costs today. Whoever makes a step cheaper lowers them; whoever has to raise one says why.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from transformers import LlamaConfig
+
+from kernels.recorder import Recorder
+from server.engine.batch import Batch
+from server.models.layers import multiplied
+from tests.engine.driving import Driver
+from tests.models.random_models import CONFIGS, save_random
+
+STRATEGIES = ("contiguous", "paged", "sliding_window")
+LAYERS = (2, 5)
+SEQUENCES = 3
+PROMPT = 40  # tokens of each
+WARM = 4  # steps
+FLOAT = 4  # bytes
+
+
+WIDTHS = 30  # activations that a layer moves for a token, in widths of the model
+
+
+class Cost(NamedTuple):
+    """Of one decode step, or of a layer in it."""
+
+    dispatched: int  # torch's operations, and those of our libraries; what these call within does not count
+    tensors: int  # made, each with memory of its own
+    calls: int  # of our operations
+
+    def __le__(self, most: tuple[int, ...]) -> bool:
+        """In every respect."""
+        return all(ours <= theirs for ours, theirs in zip(self, most, strict=True))
+
+
+class Budget(NamedTuple):
+    """At most so much."""
+
+    layer: Cost
+    step: Cost  # besides its layers
+
+
+BUDGETS = {  # by whose operations they are
+    "kernels": Budget(Cost(dispatched=15, tensors=11, calls=10), Cost(dispatched=31, tensors=7, calls=2)),
+    "reference": Budget(Cost(dispatched=103, tensors=44, calls=10), Cost(dispatched=103, tensors=62, calls=2)),
+}
+STRATEGY = Budget(Cost(dispatched=8, tensors=0, calls=2), Cost(dispatched=8, tensors=0, calls=0))  # a further one
+
+
+class Seen(TorchDispatchMode):
+    """Counts what is dispatched while it is on, and the memory of what comes out of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.dispatched = self.tensors = self.bytes = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.dispatched += 1
+        known = {t.untyped_storage().data_ptr() for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)}
+        result = func(*args, **(kwargs or {}))
+        for each in tree_leaves(result):
+            if isinstance(each, Tensor) and each.untyped_storage().data_ptr() not in known:
+                self.tensors += 1
+                self.bytes += each.untyped_storage().nbytes()
+        return result
+
+
+def config(layers: int) -> LlamaConfig:
+    shape = {"num_hidden_layers": layers, "hidden_size": 128, "intermediate_size": 192, "head_dim": 32}
+    return LlamaConfig(**(CONFIGS["llama"].to_dict() | shape))
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[int, Path]:
+    """Directories of random Llamas that differ in the number of their layers."""
+    made = {}
+    with pytest.MonkeyPatch.context() as patch:
+        for layers in LAYERS:
+            patch.setitem(CONFIGS, "llama_budget", config(layers))
+            made[layers] = tmp_path_factory.mktemp("llama")
+            save_random("llama_budget", made[layers])
+    return made
+
+
+@contextmanager
+def decoding(directory: Path, *strategies: str, kernels: str = "auto", sequences: int = SEQUENCES) -> Iterator[Driver]:
+    """An engine some steps behind the prompts of its sequences, which are spread over the strategies."""
+    driver = Driver(directory, kernels=kernels, strategies={name: {"kind": name} for name in strategies})
+    for i in range(sequences):
+        driver.submit(str(i), [5 + i] * PROMPT, max_tokens=60, kv_cache=strategies[i % len(strategies)])
+    for _ in range(1 + WARM):
+        driver.step()
+    driver.core.timed_every = 0
+    yield driver
+    assert all(request.generated > WARM for request in driver.requests), "it did not decode all the time"
+
+
+def cost(driver: Driver) -> tuple[Cost, int]:
+    """Of the next steps, and the bytes that came into being in one."""
+    with Recorder(driver.engine.kernels.ops) as recorder:
+        driver.step()
+    with Seen() as seen:
+        driver.core.step()
+    return Cost(seen.dispatched, seen.tensors, recorder.calls.total()), seen.bytes
+
+
+def split(few: Cost, many: Cost) -> Budget:
+    """What a layer costs, and what the step does besides: from engines that differ in their layers alone."""
+    layers = LAYERS[1] - LAYERS[0]
+    layer = Cost(*(-(-(b - a) // layers) for a, b in zip(few, many, strict=True)))
+    return Budget(layer, Cost(*(a - LAYERS[0] * each for a, each in zip(few, layer, strict=True))))
+
+
+def spent(models: dict[int, Path], *strategies: str, kernels: str = "auto") -> tuple[Budget, str]:
+    """And whose operations these are."""
+    found = []
+    for layers in LAYERS:
+        with decoding(models[layers], *strategies, kernels=kernels) as driver:
+            first, second = cost(driver)[0], cost(driver)[0]
+            assert first == second, "steps cost more and more"
+            found.append(first)
+            backend = driver.engine.kernels.backend
+    return split(*found), backend if backend == "reference" else "kernels"
+
+
+@pytest.mark.parametrize("kernels", ["auto", "reference"])
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_a_step_and_a_layer_cost_no_more(models: dict[int, Path], kernels: str, strategy: str) -> None:
+    ours, backend = spent(models, strategy, kernels=kernels)
+    most = BUDGETS[backend]
+    assert ours.layer <= most.layer
+    assert ours.step <= most.step
+
+
+def test_mixed_strategies_cost_their_own_operations_and_nothing_else(models: dict[int, Path]) -> None:
+    ours, backend = spent(models, *STRATEGIES)
+    if backend == "reference":  # there every row is cut out anyway, whoever keeps its keys
+        assert ours.layer.calls <= BUDGETS[backend].layer.calls + 2 * STRATEGY.layer.calls
+        return
+    for each, one, more in zip(ours, BUDGETS[backend], STRATEGY, strict=True):
+        assert each <= Cost(*(a + (len(STRATEGIES) - 1) * b for a, b in zip(one, more, strict=True)))
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_tensors_of_a_step_are_activations(models: dict[int, Path], strategy: str) -> None:
+    """Each is as large as what some operation must write, or smaller."""
+    shape = config(LAYERS[0])
+    with decoding(models[LAYERS[0]], strategy) as driver:
+        activations = SEQUENCES * FLOAT * (LAYERS[0] * WIDTHS * shape.hidden_size + 3 * shape.vocab_size)
+        if driver.engine.kernels.backend == "reference":
+            activations += SEQUENCES * FLOAT * LAYERS[0] * 128 * 2 * shape.num_attention_heads * shape.head_dim  # tiles
+        sizes = [cost(driver)[1] for _ in range(3)]
+    assert 0 < sizes[0] == sizes[1] == sizes[2] <= activations
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_weights_and_keys_are_read_once(models: dict[int, Path], strategy: str) -> None:
+    with decoding(models[LAYERS[0]], strategy, sequences=1) as driver:
+        least, most = bounds(driver)
+        with Recorder(driver.engine.kernels.ops) as recorder:
+            driver.core.step()
+    assert least <= recorder.bytes.total() <= most
+
+
+def bounds(driver: Driver) -> tuple[int, int]:
+    """Bytes that the next step of one sequence must read, by arithmetic, and with activations.
+
+    These are fewer than the smallest matrix has, so that one that is read twice is told from them.
+    """
+    c = config(LAYERS[0])
+    d, heads, kv = c.hidden_size, c.num_attention_heads * c.head_dim, c.num_key_value_heads * c.head_dim
+    weights = LAYERS[0] * ((heads + 2 * kv) * d + heads * d + 3 * c.intermediate_size * d) + c.vocab_size * d
+    (request,) = driver.requests
+    assert request.seat is not None
+    least = FLOAT * (weights + LAYERS[0] * 2 * kv * (request.seat.length + 1))
+    activations = FLOAT * (LAYERS[0] * WIDTHS * d + c.vocab_size + 8 * d)
+    assert activations < FLOAT * heads * d
+    return least, least + activations
+
+
+def test_a_matrix_that_is_read_twice_is_told(models: dict[int, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    def twice(ops: Any, x: Tensor, weight: Any, bias: Tensor | None = None) -> Tensor:
+        if weight.shape[0] == weight.shape[1]:  # the smallest: o
+            multiplied(ops, x, weight, bias)
+        return multiplied(ops, x, weight, bias)
+
+    with decoding(models[LAYERS[0]], "paged", sequences=1) as driver:
+        _, most = bounds(driver)
+        monkeypatch.setattr("server.models.decoder.multiplied", twice)
+        with Recorder(driver.engine.kernels.ops) as recorder:
+            driver.core.step()
+    assert recorder.bytes.total() > most
+
+
+def test_an_operation_more_in_a_layer_is_told(models: dict[int, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    attend = Batch.attend
+    monkeypatch.setattr(Batch, "attend", lambda self, *qkv: attend(self, *qkv).clone())
+    ours, backend = spent(models, "paged")
+    most = BUDGETS[backend]
+    assert ours.layer.dispatched > most.layer.dispatched, f"a layer costs less than BUDGETS says: lower it, {ours}"
+    assert ours.layer.tensors > most.layer.tensors, f"a layer costs less than BUDGETS says: lower it, {ours}"
+    assert not ours.layer <= most.layer
