@@ -32,6 +32,7 @@ from server.engine.supervisor import Supervisor
 from server.evaluation import flags as evaluation_flags
 from server.logs import configure_logging, fields
 from server.models.directory import located
+from server.profiling import flags as profiling_flags
 from server.version import version
 from server.welcome import welcome
 
@@ -71,6 +72,7 @@ EVALUATION_SETTINGS = (
     "kv_memory",
     "max_step_tokens",
 )
+PROFILE_SETTINGS = (*EVALUATION_SETTINGS, "max_num_seqs", "max_seq_len")
 METAVARS = {
     "model": "MODEL",
     "model_name": "NAME[,ALIAS]",
@@ -239,6 +241,13 @@ def evaluate(options: dict[str, Any]) -> int:
     return int(pkgutil.resolve_name("server.evaluation.command:run")(settings_file(options), options))
 
 
+# ---------------------------------------------------------------- kvmux profile
+def profile(options: dict[str, Any]) -> int:
+    """Measures steps. As for `evaluate`, what does it is found by name."""
+    check_folder_names()
+    return int(pkgutil.resolve_name("server.profiling.command:run")(settings_file(options), options))
+
+
 # ---------------------------------------------------------------- kvmux doctor
 def doctor(options: dict[str, Any]) -> int:
     """Tells what this machine is and whether the kernels are right."""
@@ -304,6 +313,17 @@ def _parser() -> Parser:
     )
     evaluation_flags.add_flags(evaluate_parser)
     _add_settings(evaluate_parser, {"settings": EVALUATION_SETTINGS})
+    profile_parser = _command(
+        commands,
+        "profile",
+        profile,
+        "[--model MODEL] [--sequences N ...] [--context N] [more flags]",
+        help="tell where the time of a step goes, beside what this machine allows",
+        description=profiling_flags.DESCRIPTION,
+        epilog=profiling_flags.EPILOG,
+    )
+    profiling_flags.add_flags(profile_parser)
+    _add_settings(profile_parser, {"settings": PROFILE_SETTINGS})
     doctor_parser = _command(
         commands,
         "doctor",

@@ -1,4 +1,4 @@
-"""`python -m server.bench`: what caching is worth. Tokens per second of one sequence, by strategy, against no cache.
+"""`python -m server.benchmarks.caching`: tokens per second of one sequence, by strategy, against no cache.
 
 Drives the model and the caches without HTTP and without other sequences, so that the figures are those of the caches.
 """
@@ -33,7 +33,7 @@ class Result(NamedTuple):
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(prog="python -m server.bench", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m server.benchmarks.caching", description=__doc__)
     parser.add_argument("--model", default="tiny", help="as for `kvmux serve` (default: the embedded one)")
     parser.add_argument("--model-impl", default="auto", choices=get_args(ModelImpl), help="who computes the model")
     parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16", "float16"))

@@ -1,4 +1,4 @@
-"""`python -m server.bench_metrics`: what the registry and the timing of operations cost of a step.
+"""`python -m server.benchmarks.metrics`: what the registry and the timing of operations cost of a step.
 
 Drives the engine without HTTP: streams beside each other, a new one for each that ends. Rounds without both and rounds
 as `kvmux serve` makes them take turns, so that a busy machine is so for both.
@@ -38,7 +38,7 @@ class Cost(NamedTuple):
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(prog="python -m server.bench_metrics", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m server.benchmarks.metrics", description=__doc__)
     parser.add_argument("--model", default="tiny", help="as for `kvmux serve` (default: the embedded one)")
     parser.add_argument("--threads", type=int, help="CPU threads (default: as `kvmux serve` chooses)")
     parser.add_argument("--sequences", type=int, default=16, help="decoded together")

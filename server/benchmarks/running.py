@@ -1,0 +1,98 @@
+"""`kvmux serve` and `kvmux bench` as users start them, as processes of their own. Knows no figure."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+import psutil
+
+ADDRESS = re.compile(r"serves .* on (http://[^\s\"]+)")
+PATIENCE = 300.0  # seconds until a server is ready, or has ended
+PAUSE = 0.01
+
+
+class RunError(Exception):
+    """A server or a client did not do what it should; the message holds what it said."""
+
+
+@dataclass(frozen=True)
+class Served:
+    """A server that is ready."""
+
+    url: str
+    process: psutil.Process
+    ready_seconds: float  # from its start
+
+    @property
+    def family(self) -> list[psutil.Process]:
+        return [self.process, *self.process.children(recursive=True)]
+
+    def cpu_seconds(self) -> float:
+        """Of all its processes so far."""
+        return sum(sum(each.cpu_times()[:2]) for each in self.family)
+
+    def peak_bytes(self) -> int | None:
+        """The most memory that each process had, added up; None where the system does not tell."""
+        try:
+            return sum(_peak(each.pid) for each in self.family)
+        except OSError:
+            return None
+
+
+def _peak(pid: int) -> int:
+    found = re.search(r"VmHWM:\s*(\d+) kB", Path(f"/proc/{pid}/status").read_text())
+    assert found is not None
+    return 1024 * int(found[1])
+
+
+@contextmanager
+def serving(flags: Sequence[str]) -> Iterator[Served]:
+    """`kvmux serve` with these flags on a free port, until the block ends. Raises RunError."""
+    with tempfile.TemporaryDirectory() as folder, (said := Path(folder) / "log").open("w") as log:
+        began = time.monotonic()
+        process = subprocess.Popen(
+            [sys.executable, "-m", "server", "serve", "--port", "0", *flags], stdout=log, stderr=subprocess.STDOUT
+        )
+        try:
+            url = _ready(process, said, began + PATIENCE)
+            yield Served(url, psutil.Process(process.pid), time.monotonic() - began)
+        finally:
+            process.terminate()
+            process.wait(PATIENCE)
+
+
+def _ready(process: subprocess.Popen[bytes], log: Path, deadline: float) -> str:
+    """The server's address, as soon as it takes requests."""
+    while time.monotonic() < deadline and process.poll() is None:
+        if (found := ADDRESS.search(log.read_text())) and _answers(f"{found[1]}/ready"):
+            return found[1]
+        time.sleep(PAUSE)
+    raise RunError(f"kvmux serve did not come up:\n{log.read_text()}")
+
+
+def _answers(url: str) -> bool:
+    try:
+        return httpx.get(url, trust_env=False).status_code == 200
+    except httpx.TransportError:
+        return False
+
+
+def loaded(url: str, flags: Sequence[str]) -> list[dict[str, Any]]:
+    """The results of `kvmux bench` against a server, by workload, phase and strategy. Raises RunError."""
+    command = [sys.executable, "-m", "server", "bench", "--url", url, "--json", "-", *flags]
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode:
+        raise RunError(f"kvmux bench failed:\n{done.stderr}")
+    results: list[dict[str, Any]] = json.loads(done.stdout)["results"]
+    return results

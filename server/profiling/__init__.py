@@ -1,0 +1,1 @@
+"""Where the time of a step goes, beside what this machine allows: `kvmux profile`."""

@@ -1,0 +1,113 @@
+"""`kvmux profile`: from the command line's options to a report. Wires engine, steps and what is heard of them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+
+from config.settings import Settings, SettingsError, flag_name, load
+from kernels.probe import bandwidth_over, product_speed
+from server.benchmarks.neighbours import Neighbours, told
+from server.benchmarks.running import RunError
+from server.engine.about import in_effect
+from server.engine.build import Engine, build_engine
+from server.models.directory import located
+from server.profiling.flags import Wanted
+from server.profiling.report import Limits, Profile, Served, as_json, as_text
+from server.profiling.served import at_the_socket, over_http
+from server.profiling.steps import WARM, Steps, decode, prefill
+
+PROMPTS = 8  # that are computed, at most
+SLACK = 2 * WARM  # steps of a sequence besides those that count
+
+
+def run(file: Path | None, options: dict[str, Any]) -> int:
+    """`file` holds settings; `options` are the flags given, fields of Wanted and settings. Raises SettingsError."""
+    wanted = Wanted(**{f.name: options.pop(f.name) for f in fields(Wanted) if f.name in options})
+    settings, neighbours = located(load(file, options)), Neighbours()
+    if wanted.json:
+        with writing(wanted.json):  # before anything slow; what an older one holds stays until there is a report
+            wanted.json.open("a").close()
+    with Console(stderr=True).status("loading the model") as status:
+        model, profiles = in_process(settings, wanted)
+        if not wanted.engine_only:
+            status.update("the engine, heard at its socket")
+            answer = wanted.steps + SLACK
+            far = (wanted.kv_cache, wanted.sequences, wanted.context, answer)
+            socket = at_the_socket(settings, *far)
+            status.update("the server, heard over HTTP")
+            profiles = heard(profiles, socket, _over_http(flags(file, options), *far))
+    busy = neighbours.share()
+    print(as_text(model, profiles, told(busy)))
+    if wanted.json:
+        with writing(wanted.json):
+            wanted.json.write_text(json.dumps(as_json(model, profiles, busy), indent=2) + "\n")
+    return 0
+
+
+def in_process(settings: Settings, wanted: Wanted) -> tuple[dict[str, Any], list[Profile]]:
+    """What is profiled, and steps of each kind; prefill is the last. Raises SettingsError."""
+    engine = build_engine(settings)
+    check(engine, wanted)
+    core = engine.core
+    chunk = min(wanted.prefill or engine.max_seq_len, core.scheduler.limits.max_step_tokens, engine.max_seq_len - 1)
+    steps = [decode(engine, wanted.kv_cache, n, wanted.context, wanted.steps) for n in wanted.sequences]
+    steps.append(prefill(engine, wanted.kv_cache, chunk, min(wanted.steps, PROMPTS)))
+    limits = limits_of(engine, steps)
+    about = in_effect(engine)
+    told = {name: about[name] for name in ("model", "dtype", "weights", "kernels", "threads", "device")}
+    return told | {"kv_cache": wanted.kv_cache}, [Profile(each, limits) for each in steps]
+
+
+def limits_of(engine: Engine, steps: Sequence[Steps]) -> Limits:
+    """The memory's speed over as much as a step reads, and that of large products."""
+    threads = torch.get_num_threads()
+    size = max(sum(each.bytes.values()) for each in steps if each.sequences)
+    return Limits(bandwidth_over(size, threads), product_speed(engine.core.model.dtype, threads), threads)
+
+
+def check(engine: Engine, wanted: Wanted) -> None:
+    """Raises SettingsError."""
+    if wanted.kv_cache not in engine.core.caches:
+        raise SettingsError(f"--kv-cache: there are {', '.join(engine.core.caches)}")
+    if max(wanted.sequences) > engine.settings.max_num_seqs:
+        raise SettingsError(f"--sequences: at most {engine.settings.max_num_seqs}, or raise --max-num-seqs")
+    room = engine.max_seq_len - wanted.steps - SLACK - max(wanted.sequences)
+    if wanted.context > room:
+        raise SettingsError(f"--context: from 1 to {room}, to leave room for so many steps")
+
+
+def heard(profiles: Sequence[Profile], socket: Sequence[float], http: Sequence[float]) -> list[Profile]:
+    """The same, those of decoding with what was heard of them further away."""
+    served = [Served(*each) for each in zip(socket, http, strict=True)]
+    near = profiles[: len(served)]
+    return [*(replace(p, served=s) for p, s in zip(near, served, strict=True)), *profiles[len(served) :]]
+
+
+def flags(file: Path | None, options: Mapping[str, Any]) -> list[str]:
+    """The same settings for a server."""
+    given = [word for name, value in options.items() for word in (flag_name(name), str(value))]
+    return [*(["--config", str(file)] if file else []), *given]
+
+
+def _over_http(serve: Sequence[str], kv_cache: str, sequences: Sequence[int], context: int, steps: int) -> list[float]:
+    try:
+        return over_http(serve, kv_cache, sequences, context, steps)
+    except RunError as error:
+        raise SettingsError(str(error)) from None
+
+
+@contextmanager
+def writing(file: Path) -> Iterator[None]:
+    """Raises SettingsError if it fails."""
+    try:
+        yield
+    except OSError as error:
+        raise SettingsError(f"--json: cannot write {file}: {error.strerror}") from None

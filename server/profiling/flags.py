@@ -1,0 +1,55 @@
+"""The flags of `kvmux profile` that are no settings of the server. Imports nothing heavy: help comes at once."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+DESCRIPTION = """\
+Tells where the time of a step goes, and how near it comes to what this machine allows: each operation of the kernels,
+what the model does besides, drawing tokens, scheduling, laying out the batch; then, with the engine as a process of its
+own, what the socket adds, and behind a server, HTTP. Decoding is held against the bytes that must be read and the
+memory's speed, prefill against its products and the speed of large ones, both measured in the same run."""
+
+EPILOG = """\
+Steps of the middle half count, the quickest and the slowest quarter do not. What the socket and HTTP take is a
+difference of two runs: on a busy machine it may come out below zero, and means nothing.
+
+examples:
+  kvmux profile
+  kvmux profile --model models/my-model --weights int8 --sequences 1 32 --context 2048
+  kvmux profile --engine-only --json profile.json
+"""
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """What to look at."""
+
+    sequences: Sequence[int] = (1, 8, 16)
+    context: int = 128
+    prefill: int | None = None
+    steps: int = 40
+    kv_cache: str = "paged"
+    engine_only: bool = False
+    json: Path | None = None
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    """A flag for every field of Wanted; those not given are left out, as those of settings are."""
+    add = parser.add_argument_group("profile").add_argument
+    add("--sequences", type=_positive, nargs="+", metavar="N", help="decoded together (default: 1 8 16)")
+    add("--context", type=_positive, metavar="N", help=f"tokens in the cache of each (default: {Wanted.context})")
+    add("--prefill", type=_positive, metavar="N", help="tokens of a prompt in one step (default: as many as may be)")
+    add("--steps", type=_positive, metavar="N", help=f"of each kind (default: {Wanted.steps})")
+    add("--kv-cache", metavar="NAME", help=f"strategy of all sequences (default: {Wanted.kv_cache})")
+    add("--engine-only", action="store_true", help="leave out the socket and HTTP, for which the model is loaded again")
+    add("--json", type=Path, metavar="FILE", help="write the figures there")
+
+
+def _positive(text: str) -> int:
+    if not text.isascii() or not text.isdecimal() or not int(text):
+        raise argparse.ArgumentTypeError(f"{text!r} is no number above 0")
+    return int(text)

@@ -1,0 +1,157 @@
+"""What a profile found, as tables for people and as JSON for programs. Knows figures; not how they were made."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from server.profiling.steps import Steps
+
+SOCKET = "socket to the API process"
+HTTP = "API process and HTTP"
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Of this machine, measured in the same run."""
+
+    bandwidth: float  # bytes a second that the engine's threads read
+    products: float  # floating-point operations a second of large products
+    threads: int
+
+
+@dataclass(frozen=True)
+class Served:
+    """Seconds of a step as heard further away."""
+
+    socket: float
+    http: float
+
+
+@dataclass(frozen=True)
+class Part:
+    """A line of the table."""
+
+    what: str
+    seconds: float
+    calls: int | None = None  # of an operation, in a step
+    bytes: int | None = None  # that it must move
+    serving: bool = False  # a difference of two runs
+
+
+@dataclass(frozen=True)
+class Profile:
+    """Steps of one kind, and what they are held against."""
+
+    steps: Steps
+    limits: Limits
+    served: Served | None = None
+
+    @property
+    def parts(self) -> list[Part]:
+        """Operations, then what is not one, longest first; then what serving adds."""
+        steps = self.steps
+        taken = sorted(steps.seconds.items(), key=lambda each: -each[1])
+        operations = [Part(name, t, steps.calls[name], steps.bytes[name]) for name, t in taken if name in steps.calls]
+        rest = [Part(name, t) for name, t in taken if name not in steps.calls]
+        return [*operations, *rest, *self._serving()]
+
+    def _serving(self) -> Iterator[Part]:
+        if self.served is not None:
+            yield Part(SOCKET, self.served.socket - self.steps.total, serving=True)
+            yield Part(HTTP, self.served.http - self.served.socket, serving=True)
+
+    @property
+    def total(self) -> float:
+        """Seconds of a step, as far away as it was heard."""
+        return self.served.http if self.served else self.steps.total
+
+    @property
+    def bytes(self) -> int:
+        return sum(self.steps.bytes.values())
+
+    @property
+    def memory_seconds(self) -> float:
+        """The least that reading takes."""
+        return self.bytes / self.limits.bandwidth
+
+    @property
+    def product_seconds(self) -> float | None:
+        """The least that products take; of a prompt only, those of decoding wait for the memory."""
+        steps = self.steps
+        return None if steps.products is None or steps.sequences else steps.products / self.limits.products
+
+    @property
+    def least(self) -> float:
+        return max(self.memory_seconds, self.product_seconds or 0.0)
+
+    def __str__(self) -> str:
+        steps = self.steps
+        if not steps.sequences:
+            return f"{steps.tokens:,} tokens of a prompt"
+        many = "sequences" if steps.sequences > 1 else "sequence"
+        return f"{steps.sequences} {many} of {steps.tokens:,} tokens"
+
+
+def as_text(model: Mapping[str, Any], profiles: Sequence[Profile], note: str) -> str:
+    """What was profiled, and tables in GitHub's Markdown."""
+    limits = profiles[0].limits
+    what = f"{model['model']}, {model['dtype']}, weights in {model['weights']}, {model['kv_cache']}, {model['kernels']}"
+    machine = (
+        f"threads: {limits.threads}; they read {limits.bandwidth / 1e9:.1f} GB/s, and compute "
+        f"{limits.products / 1e12:.2f} TFLOP/s in large products"
+    )
+    head = "\n".join(filter(None, [what, machine, note]))
+    return "\n\n".join([head, *(_table(each) for each in profiles)])
+
+
+def _table(profile: Profile) -> str:
+    table = Table(box=box.MARKDOWN)
+    table.add_column(str(profile))
+    for column in ("ms a step", "share", "calls", "MB", "GB/s"):
+        table.add_column(column, justify="right")
+    for part in profile.parts:
+        table.add_row(part.what, f"{part.seconds * 1e3:.3f}", f"{part.seconds / profile.total:.1%}", *_moved(part))
+    table.add_row("all", f"{profile.total * 1e3:.3f}", "100.0%", "", f"{profile.bytes / 1e6:,.1f}", "")
+    for name, seconds in (("reading", profile.memory_seconds), ("products", profile.product_seconds)):
+        if seconds is not None:
+            table.add_row(f"the least for {name}", f"{seconds * 1e3:.3f}", f"{seconds / profile.total:.1%}", "", "", "")
+    printed = io.StringIO()
+    Console(file=printed, width=10_000, force_terminal=False, color_system=None).print(table)
+    return "\n".join(line.strip() for line in printed.getvalue().strip().splitlines())
+
+
+def _moved(part: Part) -> tuple[str, str, str]:
+    if part.calls is None or part.bytes is None:
+        return "", "", ""
+    return str(part.calls), f"{part.bytes / 1e6:,.1f}", f"{part.bytes / part.seconds / 1e9:.1f}"
+
+
+def as_json(model: Mapping[str, Any], profiles: Sequence[Profile], busy: float) -> dict[str, Any]:
+    """`busy`: the share of the machine that others used."""
+    return {
+        "model": dict(model),
+        "limits": vars(profiles[0].limits),
+        "used_by_others": busy,
+        "steps": [_json(each) for each in profiles],
+    }
+
+
+def _json(profile: Profile) -> dict[str, Any]:
+    steps = profile.steps
+    return {
+        "sequences": steps.sequences,
+        "tokens": steps.tokens,
+        "seconds": profile.total,
+        "bytes": profile.bytes,
+        "products": steps.products,
+        "least_seconds": {"reading": profile.memory_seconds, "products": profile.product_seconds},
+        "of_the_limit": profile.least / profile.total,
+        "parts": [vars(part) | {"share": part.seconds / profile.total} for part in profile.parts],
+    }

@@ -1,0 +1,101 @@
+"""What a step takes when the engine is a process of its own: heard at its socket, and behind a server over HTTP.
+
+Knows who hears what, and no part of a step.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import multiprocessing
+import tempfile
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from itertools import pairwise
+from pathlib import Path
+from random import Random
+from statistics import median
+from time import perf_counter
+from typing import Any
+
+from config.settings import Settings, SettingsError
+from server.benchmarks.running import loaded, serving
+from server.engine.client import EngineClient
+from server.engine.lifeline import run_child
+from server.engine.messages import Sampling, Submit, Tokens
+
+ENGINE = "server.engine.main:run"
+PAUSE = 0.01  # seconds between two looks at whether the engine greets
+
+
+def at_the_socket(settings: Settings, kv_cache: str, sequences: Sequence[int], context: int, steps: int) -> list[float]:
+    """Seconds from token to token of a sequence, by how many are decoded together. Raises SettingsError."""
+    with _engine(settings) as path:
+        return asyncio.run(_heard(path, kv_cache, sequences, context, steps))
+
+
+@contextmanager
+def _engine(settings: Settings) -> Iterator[str]:
+    """Its process, which ends with the block; the path of its socket. Raises SettingsError."""
+    context = multiprocessing.get_context("spawn")
+    status, theirs = context.Pipe()
+    with tempfile.TemporaryDirectory() as folder:
+        path = str(Path(folder) / "engine")
+        process = context.Process(target=run_child, args=(ENGINE, settings, path, theirs))
+        process.start()
+        theirs.close()
+        try:
+            told = _told(status)
+            if "error" in told:
+                raise SettingsError(told["error"])
+            yield path
+        finally:
+            process.terminate()
+            process.join()
+
+
+def _told(status: Any) -> Mapping[str, Any]:
+    try:
+        told: Mapping[str, Any] = status.recv()
+    except EOFError:
+        return {"error": "the engine did not start; its log tells why"}
+    return told
+
+
+async def _heard(path: str, kv_cache: str, sequences: Sequence[int], context: int, steps: int) -> list[float]:
+    async with EngineClient(path) as client:
+        while client.hello is None:
+            await asyncio.sleep(PAUSE)
+        vocab, random = client.hello.vocab_size, Random(0)
+        sampling = Sampling(max_tokens=steps, temperature=0.0, ignore_eos=True)
+        found = []
+        for count in sequences:
+            prompts = [random.choices(range(vocab), k=context) for _ in range(count)]
+            submits = [Submit(f"{count}/{i}", prompt, sampling, kv_cache) for i, prompt in enumerate(prompts)]
+            arrivals: defaultdict[str, list[float]] = defaultdict(list)
+            async with client.stream(submits) as events:
+                async for event in events:
+                    if isinstance(event, Tokens):
+                        arrivals[event.request_id].append(perf_counter())
+            found.append(median(gap for times in arrivals.values() for gap in _gaps(times)))
+    return found
+
+
+def _gaps(times: Sequence[float]) -> list[float]:
+    return [later - earlier for earlier, later in pairwise(times)]
+
+
+def over_http(flags: Sequence[str], kv_cache: str, sequences: Sequence[int], context: int, steps: int) -> list[float]:
+    """The same, from piece to piece at a client of `kvmux serve` with these flags. Raises RunError."""
+    with serving(flags) as server:
+        return [
+            loaded(
+                server.url,
+                [
+                    *("--strategies", kv_cache, "--rounds", "1", "--max-tokens", str(steps)),
+                    *("--concurrency", str(count), "--requests", str(count), "--prompt-tokens", str(context)),
+                ],
+            )[0]["itl_ms"]["p50"]
+            / 1e3
+            for count in sequences
+        ]

@@ -1,0 +1,81 @@
+"""Divides time among those who spend it: whoever is called pauses who called it. Knows no engine."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from time import perf_counter
+from typing import Any
+
+from kernels.ops import Ops
+from kernels.stopwatch import WAITS
+from kernels.table import Op
+from kernels.watched import Watched
+
+
+class Spans:
+    """Seconds by name, of all time between `begin` and `end`; what nobody claims goes to `rest`."""
+
+    def __init__(self, rest: str) -> None:
+        self._rest = rest
+        self._seconds: defaultdict[str, float] = defaultdict(float)
+        self._running: list[str] = []
+        self._since = 0.0
+
+    def begin(self) -> None:
+        self._seconds.clear()
+        self._running, self._since = [self._rest], perf_counter()
+
+    def end(self) -> dict[str, float]:
+        """What each took since `begin`."""
+        self._account()
+        return dict(self._seconds)
+
+    @contextmanager
+    def of(self, name: str) -> Iterator[None]:
+        """What runs within is `name`'s, but for what others claim within that."""
+        self._account()
+        self._running.append(name)
+        try:
+            yield
+        finally:
+            self._account()
+            self._running.pop()
+
+    def _account(self) -> None:
+        now = perf_counter()
+        if self._running:
+            self._seconds[self._running[-1]] += now - self._since
+        self._since = now
+
+    @contextmanager
+    def around(self, owner: Any, attribute: str, name: str) -> Iterator[None]:
+        """Within the block every call of owner.attribute is `name`'s."""
+        run, own = getattr(owner, attribute), attribute in vars(owner)
+
+        def timed(*args: Any, **kwargs: Any) -> Any:
+            with self.of(name):
+                return run(*args, **kwargs)
+
+        setattr(owner, attribute, timed)
+        try:
+            yield
+        finally:
+            setattr(owner, attribute, run) if own else delattr(owner, attribute)
+
+
+class SpansOfOps(Watched):
+    """`with` it, every operation claims its time under its own name; the device is waited for."""
+
+    def __init__(self, ops: Ops, device: str, spans: Spans) -> None:
+        super().__init__(ops)
+        self._spans = spans
+        self._wait = WAITS.get(device, lambda: None)
+
+    def call(self, op: Op, run: Callable[..., object], args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
+        self._wait()
+        with self._spans.of(op.name):
+            result = run(*args, **kwargs)
+            self._wait()
+        return result

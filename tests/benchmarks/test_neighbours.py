@@ -1,0 +1,51 @@
+"""Whoever uses the machine beside us is seen, and what we do ourselves is not taken for somebody else's."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import psutil
+import pytest
+
+from server.benchmarks import neighbours
+from server.benchmarks.neighbours import BUSY, Neighbours, told
+
+
+class Machine:
+    """Two processors whose clocks are set by hand."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.clock = self.user = self.steal = self.idle = self.ours = 0.0
+        monkeypatch.setattr(neighbours.os, "cpu_count", lambda: 2)
+        monkeypatch.setattr(neighbours, "monotonic", lambda: self.clock)
+        monkeypatch.setattr(psutil, "cpu_times", self.times)
+        monkeypatch.setattr(psutil, "Process", lambda: SimpleNamespace(cpu_times=lambda: (self.ours, 0.0, 0.0, 0.0)))
+
+    def times(self) -> SimpleNamespace:
+        now = {"user": self.user, "steal": self.steal, "idle": self.idle, "guest": self.user}
+        return SimpleNamespace(_asdict=lambda: now)
+
+
+@pytest.fixture
+def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
+    return Machine(monkeypatch)
+
+
+def test_what_we_use_is_not_others(machine: Machine) -> None:
+    server = 3.0
+    seen = Neighbours(own=lambda: server)
+    machine.clock, machine.user, machine.idle, machine.ours, server = 10.0, 12.0, 8.0, 5.0, 10.0
+    assert seen.share() == 0
+
+
+def test_others_are_seen_and_so_is_a_host_that_takes_its_time(machine: Machine) -> None:
+    seen = Neighbours()
+    machine.clock, machine.user, machine.ours = 10.0, 9.0, 5.0
+    assert seen.share() == pytest.approx(4 / 20)
+    machine.steal = 2.0
+    assert seen.share() == pytest.approx(6 / 20)
+
+
+def test_only_a_busy_one_is_told() -> None:
+    assert told(BUSY) == ""
+    assert "used 20% of the machine" in told(0.2)

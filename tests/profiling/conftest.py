@@ -1,0 +1,3 @@
+"""The tiny random model that the engine's tests use, too."""
+
+from tests.engine.conftest import tiny as tiny

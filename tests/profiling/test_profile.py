@@ -1,0 +1,132 @@
+"""A profile accounts for all of a step, counts what must be read, and leaves the engine as it found it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kernels.table import OPS
+from server.cli import main
+from server.models.config import load_config
+from server.profiling.command import flags
+from server.profiling.report import HTTP, SOCKET, Limits, Profile, Served, as_text
+from server.profiling.steps import BOOKS, LAYOUT, MODEL, SAMPLING, SCHEDULING, Steps, decode, middle, prefill
+from server.profiling.steps import products_of as products
+from tests.engine.driving import Driver
+from tests.engine.reference import random_prompt
+
+HOST = {BOOKS, LAYOUT, MODEL, SAMPLING, SCHEDULING}
+QUICK = ["--threads", "1", "--steps", "3", "--context", "20", "--kv-memory", "16MiB"]
+
+
+def profile(capsys: pytest.CaptureFixture[str], file: Path, *more: str) -> tuple[str, Any]:
+    """What is printed, and written."""
+    assert main(["profile", *QUICK, "--json", str(file), *more]) == 0
+    return capsys.readouterr().out, json.loads(file.read_text())
+
+
+def test_all_of_a_step_is_accounted_for(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    printed, told = profile(capsys, tmp_path / "it.json", "--engine-only", "--sequences", "1", "3", "--prefill", "50")
+    assert [(each["sequences"], each["tokens"]) for each in told["steps"]] == [(1, 20), (3, 20), (0, 50)]
+    names = {op.name for op in OPS}
+    for each in told["steps"]:
+        parts = {part["what"]: part for part in each["parts"]}
+        assert parts.keys() - names == HOST
+        assert parts.keys() & names >= {"attend"}
+        assert sum(part["share"] for part in parts.values()) == pytest.approx(1)
+        assert sum(part["seconds"] for part in parts.values()) == pytest.approx(each["seconds"])
+        assert all(part["seconds"] > 0 for part in parts.values())
+        assert each["bytes"] == sum(part["bytes"] or 0 for part in parts.values())
+        assert each["of_the_limit"] == max(filter(None, each["least_seconds"].values())) / each["seconds"]
+    assert told["steps"][0]["least_seconds"]["products"] is None
+    assert told["steps"][2]["least_seconds"]["products"] == pytest.approx(
+        told["steps"][2]["products"] / told["limits"]["products"]
+    )
+    for title in ("1 sequence of 20 tokens", "3 sequences of 20 tokens", "50 tokens of a prompt"):
+        assert title in printed
+
+
+@pytest.mark.alone
+def test_what_serving_adds_is_told(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    _, told = profile(capsys, tmp_path / "it.json", "--sequences", "2", "--kv-cache", "contiguous")
+    decoding, prompt = told["steps"]
+    parts = {part["what"]: part["seconds"] for part in decoding["parts"]}
+    assert {SOCKET, HTTP} <= parts.keys()
+    assert sum(parts.values()) == pytest.approx(decoding["seconds"])
+    assert not {part["what"] for part in prompt["parts"]} & {SOCKET, HTTP}
+
+
+def test_the_engine_is_as_before(tiny: Path) -> None:
+    driver, other = Driver(tiny), Driver(tiny)
+    methods = {name: getattr(driver.engine.kernels.ops, name) for name in (op.name for op in OPS)}
+    decode(driver.engine, "paged", 2, 10, 3)
+    prefill(driver.engine, "paged", 10, 3)
+    assert methods == {name: getattr(driver.engine.kernels.ops, name) for name in methods}
+    assert not driver.core.busy
+    heard, expected = (each.submit("it", random_prompt(30), 6) for each in (driver, other))
+    driver.run()
+    other.run()
+    assert heard.tokens == expected.tokens
+    assert driver.core.timed_every == other.core.timed_every
+
+
+def test_products_are_those_of_the_matrices(tiny: Path) -> None:
+    model = Driver(tiny).core.model
+    matrices = [t for layer in model._layers for t in layer.tensors() if t.dim() == 2]  # type: ignore[attr-defined]
+    head = model.facts.vocab_size * load_config(tiny).hidden_size
+    assert products(load_config(tiny), 7, 2) == 2 * (7 * sum(m.numel() for m in matrices) + 2 * head)
+
+
+def test_the_quickest_and_the_slowest_quarter_do_not_count() -> None:
+    steps = [{"a": seconds, "b": 1.0} for seconds in (1.0, 2.0, 3.0, 100.0)]
+    assert middle(steps) == {"a": 2.5, "b": 1.0}
+    assert middle([{"a": 1.0}]) == {"a": 1.0}
+
+
+def test_a_table_adds_up() -> None:
+    steps = Steps(2, 128, {"attend": 3e-3, BOOKS: 1e-3}, {"attend": 4}, {"attend": 6_000_000}, 10**9)
+    profile = Profile(steps, Limits(3e9, 1e12, 2), Served(5e-3, 8e-3))
+    assert [(part.what, pytest.approx(part.seconds)) for part in profile.parts] == [
+        ("attend", 3e-3),
+        (BOOKS, 1e-3),
+        (SOCKET, 1e-3),
+        (HTTP, 3e-3),
+    ]
+    assert profile.least == 2e-3, "products do not bound decoding"
+    model = dict.fromkeys(("model", "dtype", "weights", "kv_cache", "kernels"), "x")
+    text = as_text(model, [profile], "a note")
+    assert "a note" in text
+    assert "37.5%" in text
+    assert "2.0" in text
+
+
+def test_a_server_gets_the_same_settings() -> None:
+    assert flags(Path("it.toml"), {"max_step_tokens": "64", "model": "x"}) == [
+        *("--config", "it.toml"),
+        *("--max-step-tokens", "64"),
+        *("--model", "x"),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (["--kv-cache", "none"], "--kv-cache: there are paged, contiguous, sliding_window"),
+        (["--sequences", "65"], "--sequences: at most 64"),
+        (["--context", "9000"], "--context: from 1 to"),
+        (["--model", "nowhere"], "nowhere"),
+        (["--json", "nowhere/at/all.json"], "--json: cannot write"),
+    ],
+)
+def test_bad_arguments_are_told(arguments: list[str], told: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["profile", *QUICK, *arguments]) == 2
+    assert told in capsys.readouterr().err
+
+
+def test_what_is_no_number_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main(["profile", "--sequences", "0"])
+    assert "'0' is no number above 0" in capsys.readouterr().err
