@@ -73,7 +73,7 @@ async def bench(wanted: Wanted, workloads: Sequence[Workload]) -> Report:
     async with connected(wanted.url, wanted.api_key) as client:
         server = await look(client, wanted.model)
         fitted, notes = fit_all(workloads, server)
-        strategies = strategies_of(server, wanted.strategies)
+        strategies = strategies_of(server, wanted.strategies, mixed=wanted.mixed)
         rounds = rounds_of(wanted)
         figures: dict[Key, Figures] = {}
         with progress() as bars:

@@ -51,6 +51,7 @@ class Wanted:
     model: str = ""
     api_key: str = field(default="", repr=False)
     strategies: Sequence[str] = ()
+    mixed: bool = False
     workload: Sequence[str] = ()
     concurrency: int | None = None
     rate: float | None = None
@@ -83,6 +84,7 @@ def _add_server(group: argparse._ArgumentGroup) -> None:
     add("--url", metavar="URL", help=f"where it is (default: {URL})")
     add("--model", metavar="NAME", help="the model's name (default: the first that the server lists)")
     add("--strategies", nargs="+", metavar="NAME", help="only these (default: all that the server lists)")
+    add("--mixed", action="store_true", help="a row more, in which requests are dealt among the strategies")
     add("--api-key", metavar="KEY", help="sent as a bearer token [OPENAI_API_KEY]")
     add("--body", type=_object, metavar="JSON", help="added to every request; a null takes a field out of it")
 

@@ -14,6 +14,7 @@ from loadtest.listing import chosen
 
 ROUNDS = 3
 CUSTOM = replace(NAMED["c8"], name="own")  # what flags change, if no workload is named
+MIXED = "mixed"  # a row of the report: all strategies at once
 WORDS_FIT = 75  # per cent of the context that as many words are sure to leave room in
 
 
@@ -70,10 +71,10 @@ def fit_all(workloads: Sequence[Workload], server: Server) -> tuple[list[Workloa
     return [workload for workload, _ in fitted], [*notes, *(note for _, note in fitted if note)]
 
 
-def strategies_of(server: Server, wanted: Sequence[str]) -> dict[str, str]:
-    """The model's name by strategy, or by itself. Raises ListingError."""
+def strategies_of(server: Server, wanted: Sequence[str], *, mixed: bool = False) -> dict[str, Sequence[str]]:
+    """The model's name by strategy, or by itself; with `mixed`, several in one, too. Raises ListingError."""
     listing = server.listing
     models = chosen(listing, dict.fromkeys(wanted, 1.0))
-    return {
-        name: model for name, model in (listing.strategies or {listing.model: listing.model}).items() if model in models
-    }
+    named = (listing.strategies or {listing.model: listing.model}).items()
+    alone: dict[str, Sequence[str]] = {name: [model] for name, model in named if model in models}
+    return alone | ({MIXED: [model for _, model in named if model in models]} if mixed and len(alone) > 1 else {})

@@ -15,12 +15,13 @@ from loadtest.bench.vocabulary import vocabulary
 from loadtest.bench.workloads import NAMED, Drawn
 from loadtest.stream import Reply
 
-STRATEGIES = {"paged": "tiny:paged", "contiguous": "tiny:contiguous", "window": "tiny:window"}
+STRATEGIES = {"paged": ["tiny:paged"], "contiguous": ["tiny:contiguous"], "window": ["tiny:window"]}
+MODELS = [model for models in STRATEGIES.values() for model in models]
 ROUNDS = 4
 Sent = list[tuple[str, Ask, bool]]
 
 
-def measured(workload: Drawn) -> tuple[dict[Key, Figures], Sent, list[str]]:
+def measured(workload: Drawn, **more: list[str]) -> tuple[dict[Key, Figures], Sent, list[str]]:
     """Figures, what was sent to whom, and what was told."""
     sent: Sent = []
     told: list[str] = []
@@ -30,7 +31,7 @@ def measured(workload: Drawn) -> tuple[dict[Key, Figures], Sent, list[str]]:
         await asyncio.sleep(0)
         return Outcome(ask.answer, float(len(sent)), Reply([len(sent) + 1.0], len(sent) + 2.0))
 
-    rounds = Rounds(STRATEGIES, vocabulary([300, 9999]), 7, ROUNDS, send, told.append)
+    rounds = Rounds(STRATEGIES | more, vocabulary([300, 9999]), 7, ROUNDS, send, told.append)
     return asyncio.run(rounds.measure(workload)), sent, told
 
 
@@ -38,7 +39,7 @@ def test_strategies_get_the_same_and_take_turns() -> None:
     figures, sent, told = measured(NAMED["c8"])
     assert list(figures) == [("c8", "", name) for name in STRATEGIES]
     assert {len(each.outcomes) for each in figures.values()} == {ROUNDS * NAMED["c8"].requests}
-    asked = {model: [ask for to, ask, counts in sent if to == model and counts] for model in STRATEGIES.values()}
+    asked = {model: [ask for to, ask, counts in sent if to == model and counts] for model in MODELS}
     one, *others = asked.values()
     assert all(other == one for other in others)
     names = list(STRATEGIES)
@@ -70,6 +71,16 @@ def test_each_round_is_cold_and_then_warm() -> None:
         assert len({*cold, *warm}) == 1
     assert len(set(shared)) == ROUNDS
     assert len({tuple(ask.prompt[1024:]) for ask in asks}) == len(asks)
+
+
+def test_mixed_requests_are_dealt_and_no_strategy_has_seen_them() -> None:
+    _, sent, told = measured(NAMED["c8"], mixed=MODELS)
+    assert told.count("c8 mixed") == ROUNDS
+    alone, mixed = ROUNDS * NAMED["c8"].requests, [(ask, model) for model, ask, counts in sent if counts]
+    by_model = {model: [ask for ask, to in mixed if to == model] for model in MODELS}
+    assert sorted(len(asks) - alone for asks in by_model.values()) == sorted(ROUNDS * n for n in (2, 3, 3))
+    for asks in by_model.values():
+        assert len({tuple(ask.prompt) for ask in asks}) == len(asks), "a prompt that its cache knows already"
 
 
 @pytest.mark.parametrize("streams", [1, 2, 50])
