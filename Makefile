@@ -65,8 +65,8 @@ format: $(VENV)/.with-test,check  ## put the code into its format
 	$(PY) -m ruff check --fix .
 	$(PY) -m ruff format .
 
-bench: $(VENV)/.base  ## measure this machine
-	$(PY) -m server.bench $(ARGS)
+bench: $(VENV)/.base  ## measure every figure that has a goal (ARGS="--rows decode": these; --help tells more)
+	$(PY) -m server.benchmarks $(ARGS)
 
 load: $(VENV)/.with-load  ## load a running server (URL) for 30 seconds
 	$(VENV)/bin/locust -f loadtest/locustfile.py --headless --only-summary --host $(URL) \

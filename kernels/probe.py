@@ -13,7 +13,6 @@ from torch import Tensor
 from kernels.memory import allocate
 
 PASSES = 3  # the best counts
-LEAST = 256 << 20  # bytes that no cache holds
 ROWS, WIDTH, OUT = 512, 896, 9728  # of a large product: gate and up of Qwen2.5-0.5B
 
 
@@ -29,17 +28,17 @@ def seconds(run: Callable[[], object]) -> float:
 
 
 def read_bandwidth(memory: Tensor) -> float:
-    """Bytes a second that all threads read together; `memory`, floats, is more than a cache holds.
+    """Bytes a second that all threads read together from `memory`, which is of floats.
 
-    By the sum of squares, the reduction with which torch comes nearest to plain loads in C.
+    By the sum of squares, the reduction with which torch comes nearest to plain loads.
     """
     return memory.nbytes / seconds(lambda: torch.linalg.vector_norm(memory))
 
 
 def bandwidth_over(size: int, threads: int) -> float:
-    """The same over `size` bytes, at least so many that no cache holds them, in so many threads."""
+    """The same over `size` bytes in so many threads: what a step can be that reads as much, caches included."""
     with in_threads(threads):
-        return read_bandwidth(allocate(max(size, LEAST) // 4 * 4).view(torch.float32))
+        return read_bandwidth(allocate(size // 4 * 4).view(torch.float32))
 
 
 def product_speed(dtype: torch.dtype, threads: int) -> float:

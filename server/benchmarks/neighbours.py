@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
 from time import monotonic
 
 import psutil
@@ -13,22 +12,25 @@ IDLE = ("idle", "iowait", "guest", "guest_nice")  # guests are counted as users,
 
 
 class Neighbours:
-    """Counts from when it is made. `own`: CPU seconds so far of processes to be left out, beside this one's."""
+    """Counts from when it is made."""
 
-    def __init__(self, own: Callable[[], float] = lambda: 0.0) -> None:
-        self._own = own
-        self._before = self._now()
+    def __init__(self) -> None:
+        self._before = _now()
 
-    def share(self) -> float:
-        """Of all processors, since then: what neither this process nor its ended children nor `own` used."""
-        wall, busy, ours = (now - before for now, before in zip(self._now(), self._before, strict=True))
-        return max(0.0, busy - ours) / (wall * (os.cpu_count() or 1))
+    def share(self, own: float = 0.0) -> float:
+        """Of all processors, since then: what neither this process nor its ended children used.
 
-    def _now(self) -> tuple[float, float, float]:
-        """Seconds on the clock, of all processes on all processors, of ours."""
-        times = psutil.cpu_times()._asdict()
-        busy = sum(seconds for name, seconds in times.items() if name not in IDLE)
-        return monotonic(), busy, sum(psutil.Process().cpu_times()[:4]) + self._own()
+        `own`: CPU seconds of others that are to be left out, such as children that go on.
+        """
+        wall, busy, ours = (now - before for now, before in zip(_now(), self._before, strict=True))
+        return max(0.0, busy - ours - own) / (wall * (os.cpu_count() or 1))
+
+
+def _now() -> tuple[float, float, float]:
+    """Seconds on the clock, of all processes on all processors, of ours."""
+    times = psutil.cpu_times()._asdict()
+    busy = sum(seconds for name, seconds in times.items() if name not in IDLE)
+    return monotonic(), busy, sum(psutil.Process().cpu_times()[:4])
 
 
 def told(share: float) -> str:

@@ -32,10 +32,10 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
 
 
 def test_what_we_use_is_not_others(machine: Machine) -> None:
-    server = 3.0
-    seen = Neighbours(own=lambda: server)
-    machine.clock, machine.user, machine.idle, machine.ours, server = 10.0, 12.0, 8.0, 5.0, 10.0
-    assert seen.share() == 0
+    seen = Neighbours()
+    machine.clock, machine.user, machine.idle, machine.ours = 10.0, 12.0, 8.0, 5.0
+    assert seen.share(own=7.0) == 0
+    assert seen.share(own=8.0) == 0, "clocks are coarse"
 
 
 def test_others_are_seen_and_so_is_a_host_that_takes_its_time(machine: Machine) -> None:

@@ -1,0 +1,228 @@
+"""Rows become the figures they are about, limits are plain arithmetic, and a disturbed run is repeated and marked."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from datetime import datetime
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from loadtest.bench.workloads import NAMED
+from server.benchmarks import __main__ as command
+from server.benchmarks import measuring
+from server.benchmarks.documents import TABLES, replaced
+from server.benchmarks.goals import LESS_IS_BETTER, ROWS, Row
+from server.benchmarks.limits import GIB, WORKS, Speeds, limit
+from server.benchmarks.measuring import Effort, Measured, measured
+from server.benchmarks.models import QWEN
+from server.benchmarks.report import MARK, Report, as_json, as_text
+from tests.benchmarks.shapes import SMALL
+
+SPEEDS = Speeds(30e9, 3e12)
+KV = 1 << 29
+
+
+def result(strategy: str = "paged", phase: str | None = None, **figures: Any) -> dict[str, Any]:
+    """As `kvmux bench` writes it."""
+    told = {"requests": 4, "prompt_tokens": 8192, "tokens_per_second": 100.0}
+    times = {"itl_ms": {"mean": 40.0, "p50": 39.0}, "ttft_ms": {"p50": 800.0}}
+    return {"strategy": strategy, "phase": phase} | told | times | figures
+
+
+class Bench:
+    """Stands for servers, their load and their neighbours."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.results: dict[str, list[dict[str, Any]]] = {}
+        self.busy: list[float] = []  # of each run, the next first; then nobody is
+        self.started: list[Sequence[str]] = []
+        self.loads: list[str] = []
+        monkeypatch.setattr(measuring, "serving", self.serving)
+        monkeypatch.setattr(measuring, "loaded", self.loaded)
+        monkeypatch.setattr(measuring, "speeds_now", lambda row: SPEEDS)
+        monkeypatch.setattr(measuring, "made", lambda shape, folder, tell: folder / shape.name)
+        monkeypatch.setattr(measuring, "Neighbours", lambda: SimpleNamespace(share=self.share))
+
+    @contextmanager
+    def serving(self, flags: Sequence[str]) -> Iterator[Any]:
+        self.started.append(flags)
+        yield SimpleNamespace(url="", ready_seconds=2.5, cpu_seconds=lambda: 0.0, peak_bytes=lambda: GIB)
+
+    def loaded(self, url: str, flags: Sequence[str]) -> list[dict[str, Any]]:
+        self.loads.append(flags[1])
+        return self.results.get(flags[1], [result()])
+
+    def share(self, own: float = 0.0) -> float:
+        return self.busy.pop(0) if self.busy else 0.0
+
+
+@pytest.fixture
+def bench(monkeypatch: pytest.MonkeyPatch) -> Bench:
+    return Bench(monkeypatch)
+
+
+def values(rows: Sequence[Row], attempts: int = 1) -> dict[str, Measured]:
+    return {each.row.what: each for each in measured(rows, Effort(1, attempts, Path("models")), lambda _: None)}
+
+
+def row(measure: Any, **more: Any) -> Row:
+    return Row(**{"what": measure, "shape": QWEN, "group": "decode", "measure": measure, **more})
+
+
+def test_figures_are_those_of_the_load(bench: Bench) -> None:
+    bench.results["b"] = [result(itl_ms={"mean": 50.0})]
+    bench.results["d"] = [result(phase="cold", ttft_ms={"p50": 900.0}), result(phase="warm", ttft_ms={"p50": 90.0})]
+    rows = [
+        row("decode"),
+        row("slowdown", workload="b"),
+        row("prefill", workload="b"),
+        row("output"),
+        row("ready"),
+        row("peak"),
+        *(row("ttft", what=phase, workload="d", phase=phase) for phase in ("cold", "warm")),
+    ]
+    found = {name: each.value for name, each in values(rows).items()}
+    assert found == {
+        "decode": 25.0,
+        "slowdown": 0.8,
+        "prefill": 2048 / 0.8,
+        "output": 100.0,
+        "ready": 2.5,
+        "peak": 1.0,
+        "cold": 900.0,
+        "warm": 90.0,
+    }
+    assert len(bench.started) == 1
+    assert sorted(bench.loads) == ["a", "b", "d"], "each workload once"
+
+
+def test_what_mixing_costs(bench: Bench) -> None:
+    alone = [result(name, tokens_per_second=speed) for name, speed in (("paged", 90.0), ("contiguous", 110.0))]
+    bench.results["c8"] = [*alone, result("mixed", tokens_per_second=95.0)]
+    found = values([row("mixing", group="strategies", workload="c8", strategy="mixed", goal=0.9)])["mixing"]
+    assert found.value == pytest.approx(0.95)
+    assert found.met
+
+
+def test_each_format_of_weights_has_a_server(bench: Bench) -> None:
+    values([row("decode", what=weights, weights=weights) for weights in ("auto", "int4", "int8", "auto")])
+    assert [flags[3] for flags in bench.started] == ["auto", "int4", "int8"]
+
+
+def test_a_disturbed_run_is_repeated_and_the_best_is_taken(bench: Bench) -> None:
+    bench.busy = [0.0, 0.5, 0.3, 0.4]  # the start, then three attempts
+    found = values([row("decode")], attempts=3)["decode"]
+    assert found.busy == 0.3
+    assert len(bench.loads) == 3
+    bench.busy = [0.0, 0.5, 0.01, 0.0]
+    assert values([row("decode")], attempts=3)["decode"].busy == 0.01
+    assert len(bench.loads) == 3 + 2
+
+
+def test_a_system_that_does_not_tell_has_no_row(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    told: Callable[..., Any] = measuring._figure
+    monkeypatch.setattr(measuring, "_figure", lambda row, *rest: None if row.measure == "peak" else told(row, *rest))
+    assert values([row("peak"), row("decode")]).keys() == {"decode"}
+
+
+# -------------------------------------------------------------------- limits, goals
+def test_limits_are_arithmetic() -> None:
+    weights, kv = 987_922_432, 12_288
+    assert limit(row("decode"), SPEEDS, KV) == pytest.approx(30e9 / (weights + 192 * kv))
+    assert limit(row("output", workload="c8"), SPEEDS, KV) == pytest.approx(8 * 30e9 / (weights + 8 * 320 * kv))
+    products = 2 * (987_922_432 // 2 - 151_936 * 896)
+    assert limit(row("prefill", workload="b"), SPEEDS, KV) == pytest.approx(3e12 / products)
+    assert limit(row("ttft"), SPEEDS, KV) == pytest.approx(1e3 * weights / 30e9), "few tokens still read all weights"
+    assert limit(row("slowdown", workload="b"), SPEEDS, KV) == pytest.approx(
+        (weights + 192 * kv) / (weights + 2080 * kv)
+    )
+    assert limit(row("peak"), SPEEDS, KV) == pytest.approx(weights / GIB + 0.5)
+    assert limit(row("ttft", workload="d", phase="cold"), SPEEDS, KV) is None
+
+
+def test_workloads_are_those_of_the_load_test() -> None:
+    for name, work in WORKS.items():
+        named = NAMED[name]
+        assert (work.streams, work.prompt, work.answer) == (named.arrivals.at_once, named.own, named.answer)
+
+
+def test_every_row_can_be_measured() -> None:
+    assert len({(each.shape.name, each.what) for each in ROWS}) == len(ROWS)
+    for each in ROWS:
+        named = NAMED[each.workload]
+        assert named.own + named.shared + named.answer <= measuring.LONGEST
+        assert (each.phase or "") in named.phases
+        better = sorted(each.peers.values(), reverse=each.measure not in LESS_IS_BETTER)
+        assert list(each.peers.values()) == better or each.measure == "ready", "the best peer stands first"
+
+
+@pytest.mark.parametrize(("measure", "value", "met"), [("decode", 5, True), ("decode", 4, False), ("ttft", 4, True)])
+def test_goals(measure: str, value: float, met: bool) -> None:
+    assert row(measure, goal=5).met(value) is met
+    assert row(measure).met(value) is None
+
+
+# -------------------------------------------------------------------- telling it
+def report(*found: Measured) -> Report:
+    return Report(datetime(2026, 1, 2).astimezone(), found)
+
+
+def test_a_table_says_what_was_met_and_what_was_disturbed() -> None:
+    slow = Measured(row("decode", what="slow", goal=27, peers={"x": 30, "y": 20}), 15.0, 30.0, 0.2)
+    quick = Measured(row("ttft", what="quick", goal=80), 40.0, 30.0, 0.0)
+    text = as_text(report(slow, quick))
+    assert f"| slow, tokens/s | 15.0{MARK} | 27.0 | no | x 30.0 | y 20.0 | 30.0 | 50% |" in text
+    assert "| quick, ms | 40.0 | 80.0 | yes | - | - | 30.0 | 75% |" in text
+    assert "used up to 20% of the machine" in text
+    assert "disturbed" not in as_text(report(quick))
+    told = json.loads(json.dumps(as_json(report(slow))))["rows"][0]
+    assert told["model"] == QWEN.name
+    assert (told["value"], told["met"], told["of_the_limit"], told["used_by_others"]) == (15.0, False, 0.5, 0.2)
+
+
+def test_a_document_gets_what_was_printed() -> None:
+    document = f"before\n<!-- printed by {TABLES} -->\nold\n<!-- end of {TABLES} -->\nafter\n"
+    new = replaced(document, TABLES, r"a \1 table")
+    assert new == document.replace("old", r"a \1 table")
+    assert replaced(new, TABLES, "old") == document
+    with pytest.raises(ValueError, match="has no place"):
+        replaced("nothing", TABLES, "x")
+
+
+def test_committed_documents_have_their_places() -> None:
+    document = (Path(__file__).parents[2] / "docs" / "benchmarks.md").read_text()
+    assert "**qwen2.5-0.5b**" in replaced(document, TABLES, "**qwen2.5-0.5b**")
+
+
+# -------------------------------------------------------------------- the command
+@pytest.mark.alone
+def test_a_real_server_is_measured(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = [replace(each, shape=SMALL) for each in (row("decode"), row("ready"), row("peak"))]
+    monkeypatch.setattr(command, "ROWS", rows)
+    monkeypatch.setattr(command, "SHAPES", {SMALL.name: SMALL})
+    monkeypatch.setattr(measuring, "LONGEST", 256)
+    file, document = tmp_path / "it.json", tmp_path / "it.md"
+    document.write_text(f"<!-- printed by {TABLES} -->\n<!-- end of {TABLES} -->")
+    options = ["--rounds", "1", "--attempts", "1", "--models", str(folder), "--model", SMALL.name]
+    assert command.main([*options, "--json", str(file), "--docs", str(document)]) == 0
+    told: list[Mapping[str, Any]] = json.loads(file.read_text())["rows"]
+    found = {each["what"]: each for each in told}
+    assert found["decode"]["value"] > 0 < found["decode"]["limit"]
+    assert found["ready"]["value"] > 0.1
+    assert 0.05 < found["peak"]["value"] < 20
+    assert capsys.readouterr().out.strip() in document.read_text()
+
+
+def test_bad_arguments_are_told(capsys: pytest.CaptureFixture[str]) -> None:
+    for arguments in (["--rows", "nothing"], ["--rounds", "0"], ["--rows", "start", "--model", "llama-10m"]):
+        with pytest.raises(SystemExit, match="2"):
+            command.main(arguments)
+        assert "make bench: error" in capsys.readouterr().err
