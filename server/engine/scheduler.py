@@ -15,7 +15,7 @@ from __future__ import annotations
 import time
 from bisect import insort
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -23,7 +23,7 @@ from server.engine.report import Wait
 from server.engine.request import Request, RequestError
 
 if TYPE_CHECKING:
-    from cache_strategies.base import Seat
+    from cache_strategies.base import KVCache, Seat
 
 
 class Limits(NamedTuple):
@@ -78,6 +78,7 @@ class Scheduler:
         self.limits = limits
         self.waiting: list[Request] = []
         self.running: list[Request] = []
+        self._waiting_for: Counter[KVCache] = Counter()  # how many of each instance wait
         self._arrivals = 0
         self._room_changes = 0
 
@@ -106,7 +107,7 @@ class Scheduler:
         if request.seat is not None:
             self._unseat(request)
         else:
-            self.waiting.remove(request)
+            self._wait_no_more(request)
 
     def fork(self, request: Request, sibling: Request) -> bool:
         """Seats a waiting request where its sibling is, if it may run and there is room."""
@@ -223,6 +224,8 @@ class Scheduler:
                 if len(self.running) >= self.limits.max_num_seqs:
                     return
                 without_room.append(request)
+                if len(without_room) == len(self._waiting_for):
+                    return
                 continue
             for passed in without_room:
                 passed.passed_over += 1
@@ -240,12 +243,12 @@ class Scheduler:
         self._run(request)
         return True
 
-    def _candidates(self) -> list[Request]:
-        """Who waits for a seat and nothing else."""
-        return [request for request in self.waiting if not request.held_back]
+    def _candidates(self) -> Iterator[Request]:
+        """Who waits for a seat and nothing else, in line. Thousands may, so nobody is looked at before it is asked."""
+        return (request for request in self.waiting.copy() if not request.held_back)
 
     def _run(self, request: Request) -> None:
-        self.waiting.remove(request)
+        self._wait_no_more(request)
         request.refused_at = -1
         insort(self.running, request, key=lambda r: r.place)
         request.times.admitted = request.times.admitted or time.monotonic()
@@ -267,6 +270,13 @@ class Scheduler:
 
     def _wait(self, request: Request) -> None:
         insort(self.waiting, request, key=lambda r: r.place)
+        self._waiting_for[request.cache] += 1
+
+    def _wait_no_more(self, request: Request) -> None:
+        self.waiting.remove(request)
+        self._waiting_for[request.cache] -= 1
+        if not self._waiting_for[request.cache]:
+            del self._waiting_for[request.cache]
 
 
 def _open(request: Request) -> Seat | None:

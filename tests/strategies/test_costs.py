@@ -2,38 +2,16 @@
 
 from __future__ import annotations
 
-import gc
-import sys
-from collections.abc import Callable
-from typing import Any
-
 import pytest
 
 from cache_strategies.eviction import policies
 from cache_strategies.paged import PagedCache
+from server.benchmarks.counting import calls_of
 from tests.strategies.driving import cache_of, enter, read
 
 FEW = 2_000
 MANY = [20_000, pytest.param(1_000_000, marks=pytest.mark.slow)]
 TEXT = list(range(10, 42))  # eight blocks of 4
-
-
-def calls_of(work: Callable[[], object]) -> int:
-    """Functions that were called, in Python and in C."""
-    calls = 0
-
-    def count(_frame: Any, event: str, _arg: Any) -> None:
-        nonlocal calls
-        calls += event in ("call", "c_call")
-
-    gc.disable()  # hypothesis, if another test has imported it, is called at every collection
-    sys.setprofile(count)
-    try:
-        work()
-    finally:
-        sys.setprofile(None)
-        gc.enable()
-    return calls
 
 
 def full(pages: int, policy: str) -> PagedCache:
