@@ -12,7 +12,7 @@ from typing import get_args
 
 from rich.console import Console
 
-from server.benchmarks.documents import TABLES, replaced
+from server.benchmarks.documents import BENCHMARKS, TABLES, put, renewed
 from server.benchmarks.goals import ROWS, Group
 from server.benchmarks.measuring import Effort, measured
 from server.benchmarks.models import SHAPES, cache_folder
@@ -36,26 +36,30 @@ def main(arguments: Sequence[str] | None = None) -> int:
     add("--attempts", type=int, default=3, help="at a workload that others disturb (default: 3)")
     add("--models", type=Path, default=cache_folder(), help="folder of the models (default: in the user's cache)")
     add("--json", type=Path, metavar="FILE", help="write the figures there")
-    add("--docs", type=Path, metavar="FILE", help="put the tables into this file: docs/benchmarks.md")
+    add("--docs", type=Path, metavar="FOLDER", help="measure all that the documents there show, and write it into them")
     options = parser.parse_args(arguments)
     if min(options.rounds, options.attempts) < 1:
         parser.error("--rounds and --attempts: from 1 on")
     rows = [row for row in ROWS if row.group in options.rows and row.shape.name in options.model]
     if not rows:
         parser.error("of these models no such row is measured; see --rows and --model")
+    if options.docs and len(rows) < len(ROWS):
+        parser.error("--docs: the documents show all rows; leave --rows and --model out")
     date = datetime.now().astimezone()
     with Console(stderr=True).status("starting") as status:
         try:
             effort = Effort(options.rounds, options.attempts, options.models)
-            report = Report(date, list(measured(rows, effort, status.update)))
+            found = measured(rows, effort, status.update)
+            report = Report(date, sorted(found, key=lambda each: rows.index(each.row)))
+            if options.docs:
+                put(options.docs / BENCHMARKS, TABLES, as_text(report))
+                renewed(options.docs, options.models, status.update)
         except (RunError, OSError) as error:
             print(f"make bench: {error}", file=sys.stderr)
             return 2
     print(as_text(report))
     if options.json:
         options.json.write_text(json.dumps(as_json(report), indent=2) + "\n")
-    if options.docs:
-        options.docs.write_text(replaced(options.docs.read_text(), TABLES, as_text(report)))
     return 0
 
 

@@ -15,6 +15,7 @@ from server.benchmarks.models import LLAMA, QWEN, Shape
 PEERS_MACHINE = "two x86-64 cores with AVX-512, AVX512-BF16, VNNI and AMX, which read 30 GB/s"
 PEERS_DATE = "2026-11-20"
 
+DEFAULT, MIXED = "paged", "mixed"  # strategies; the second is what `kvmux bench` calls all at once
 Group = Literal["decode", "prefill", "batch", "prefix", "start", "memory", "strategies"]
 Measure = Literal["decode", "prefill", "ttft", "output", "ready", "peak", "slowdown", "mixing"]
 UNITS: Mapping[Measure, str] = {
@@ -42,7 +43,7 @@ class Row:
     weights: str = "auto"  # as `--weights` has it; auto: bfloat16
     workload: str = "a"  # of `kvmux bench`
     phase: str | None = None
-    strategy: str = "paged"
+    strategy: str = DEFAULT
     peers: Mapping[str, float] = field(default_factory=dict)
 
     @property
@@ -170,10 +171,10 @@ ROWS = (
     *(
         Row(f"8 at once, {name}", shape, "strategies", "output", workload="c8", strategy=name)
         for shape in (QWEN, LLAMA)
-        for name in ("paged", "contiguous", "sliding_window", "mixed")
+        for name in (DEFAULT, "contiguous", "sliding_window", MIXED)
     ),
     *(
-        Row("8 at once, mixed against each alone", shape, "strategies", "mixing", 0.9, workload="c8", strategy="mixed")
+        Row("8 at once, mixed against each alone", shape, "strategies", "mixing", 0.9, workload="c8", strategy=MIXED)
         for shape in (QWEN, LLAMA)
     ),
 )

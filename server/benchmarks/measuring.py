@@ -14,16 +14,15 @@ from typing import Any
 import torch
 
 from kernels.probe import bandwidth_over, product_speed
-from server.benchmarks.goals import Row
+from server.benchmarks.goals import DEFAULT, MIXED, Row
 from server.benchmarks.limits import GIB, Speeds, limit
-from server.benchmarks.models import Shape, made
+from server.benchmarks.models import made
 from server.benchmarks.neighbours import BUSY, Neighbours
 from server.benchmarks.running import Served, loaded, serving
 from server.engine.device import choose_threads
 
 Results = Sequence[Mapping[str, Any]]  # of `kvmux bench`
-KV = {"strategies": 1 << 30}  # bytes of KV memory; contiguous keeps room for whole contexts
-KV_ELSE = 512 << 20
+KV = 512 << 20  # bytes of KV memory
 LONGEST = 2176  # tokens of a text, which is what the longest workload needs
 
 
@@ -69,26 +68,22 @@ class Run:
 
 def measured(rows: Iterable[Row], effort: Effort, tell: Callable[[str], None]) -> Iterator[Measured]:
     """All rows, server by server. Raises RunError and OSError."""
-    for (shape, weights, apart), group in groupby(sorted(rows, key=_server), key=_server):
-        model = made(_shape(shape, group_rows := list(group)), effort.folder, tell)
-        kv = KV["strategies"] if apart else KV_ELSE
-        tell(f"{shape}, {weights}: starting")
-        flags = ["--model", str(model), "--weights", weights, "--kv-memory", str(kv), "--max-seq-len", str(LONGEST)]
+    for (name, weights), group in groupby(sorted(rows, key=_server), key=_server):
+        ours = list(group)
+        model = made(ours[0].shape, effort.folder, tell)
+        tell(f"{name}, {weights}: starting")
+        flags = ["--model", str(model), "--weights", weights, "--kv-memory", str(KV), "--max-seq-len", str(LONGEST)]
         started = Neighbours()
         with serving([*flags, "--log-level", "warning"]) as server:
             busy_start = started.share(server.cpu_seconds())
-            runs = {name: _run(server, name, group_rows, effort, tell) for name in _workloads(group_rows)}
-            values = (_value(row, server, runs, kv, busy_start) for row in group_rows)
+            runs = {workload: _run(server, workload, ours, effort, tell) for workload in _workloads(ours)}
+            values = (_value(row, server, runs, busy_start) for row in ours)
             yield from (value for value in values if value is not None)
 
 
-def _server(row: Row) -> tuple[str, str, bool]:
+def _server(row: Row) -> tuple[str, str]:
     """Rows that are alike in this share a server."""
-    return row.shape.name, row.weights, row.group == "strategies"
-
-
-def _shape(name: str, rows: Sequence[Row]) -> Shape:
-    return next(row.shape for row in rows if row.shape.name == name)
+    return row.shape.name, row.weights
 
 
 def _workloads(rows: Sequence[Row]) -> list[str]:
@@ -99,9 +94,9 @@ def _workloads(rows: Sequence[Row]) -> list[str]:
 
 def _run(server: Served, workload: str, rows: Sequence[Row], effort: Effort, tell: Callable[[str], None]) -> Run:
     """The attempt that was disturbed least; the first that was not is the last."""
-    apart = rows[0].group == "strategies"
-    flags = ["--workload", workload, "--rounds", str(effort.rounds), *(["--mixed"] if apart else [])]
-    flags += [] if apart else ["--strategies", "paged"]
+    strategies = sorted({row.strategy for row in rows if row.workload == workload}) or [DEFAULT]
+    flags = ["--workload", workload, "--rounds", str(effort.rounds)]
+    flags += ["--mixed"] if MIXED in strategies else ["--strategies", *strategies]
     attempts: list[Run] = []
     while len(attempts) < effort.attempts and (not attempts or attempts[-1].busy > BUSY):
         tell(f"{rows[0].shape.name}, {rows[0].weights}: {workload}" + (", once more" if attempts else ""))
@@ -120,7 +115,7 @@ def speeds_now(row: Row) -> Speeds:
 
 
 # -------------------------------------------------------------------- from results to values
-def _value(row: Row, server: Served, runs: Mapping[str, Run], kv: int, busy_start: float) -> Measured | None:
+def _value(row: Row, server: Served, runs: Mapping[str, Run], busy_start: float) -> Measured | None:
     """None: this system does not tell."""
     if row.measure == "ready":
         return Measured(row, server.ready_seconds, None, busy_start)
@@ -128,7 +123,7 @@ def _value(row: Row, server: Served, runs: Mapping[str, Run], kv: int, busy_star
     if (value := _figure(row, server, runs)) is None:
         return None
     busy = max(run.busy, runs["a"].busy) if row.measure == "slowdown" else run.busy
-    return Measured(row, value, limit(row, run.speeds, kv), 0.0 if row.measure == "peak" else busy)
+    return Measured(row, value, limit(row, run.speeds, KV), 0.0 if row.measure == "peak" else busy)
 
 
 def _figure(row: Row, server: Served, runs: Mapping[str, Run]) -> float | None:

@@ -90,9 +90,14 @@ def _answers(url: str) -> bool:
 
 def loaded(url: str, flags: Sequence[str]) -> list[dict[str, Any]]:
     """The results of `kvmux bench` against a server, by workload, phase and strategy. Raises RunError."""
-    command = [sys.executable, "-m", "server", "bench", "--url", url, "--json", "-", *flags]
-    done = subprocess.run(command, capture_output=True, text=True)
-    if done.returncode:
-        raise RunError(f"kvmux bench failed:\n{done.stderr}")
-    results: list[dict[str, Any]] = json.loads(done.stdout)["results"]
+    told = json.loads(printed("server", "bench", "--url", url, "--json", "-", *flags))
+    results: list[dict[str, Any]] = told["results"]
     return results
+
+
+def printed(module: str, *flags: str) -> str:
+    """What `python -m module` prints. Raises RunError."""
+    done = subprocess.run([sys.executable, "-m", module, *flags], capture_output=True, text=True)
+    if done.returncode:
+        raise RunError(f"python -m {module} {' '.join(flags)} failed:\n{done.stderr}")
+    return done.stdout

@@ -16,7 +16,7 @@ import pytest
 from loadtest.bench.workloads import NAMED
 from server.benchmarks import __main__ as command
 from server.benchmarks import measuring
-from server.benchmarks.documents import TABLES, replaced
+from server.benchmarks.documents import GROWTH, PROFILES, TABLES, replaced
 from server.benchmarks.goals import LESS_IS_BETTER, ROWS, Row
 from server.benchmarks.limits import GIB, WORKS, Speeds, limit
 from server.benchmarks.measuring import Effort, Measured, measured
@@ -195,9 +195,13 @@ def test_a_document_gets_what_was_printed() -> None:
         replaced("nothing", TABLES, "x")
 
 
-def test_committed_documents_have_their_places() -> None:
-    document = (Path(__file__).parents[2] / "docs" / "benchmarks.md").read_text()
-    assert "**qwen2.5-0.5b**" in replaced(document, TABLES, "**qwen2.5-0.5b**")
+@pytest.mark.parametrize(
+    ("name", "mark"),
+    [("benchmarks", TABLES), ("performance", GROWTH), *(("performance", p) for p in PROFILES.values())],
+)
+def test_committed_documents_have_their_places(name: str, mark: str) -> None:
+    document = (Path(__file__).parents[2] / "docs" / f"{name}.md").read_text()
+    assert "here it is" in replaced(document, mark, "here it is")
 
 
 # -------------------------------------------------------------------- the command
@@ -209,10 +213,13 @@ def test_a_real_server_is_measured(
     monkeypatch.setattr(command, "ROWS", rows)
     monkeypatch.setattr(command, "SHAPES", {SMALL.name: SMALL})
     monkeypatch.setattr(measuring, "LONGEST", 256)
-    file, document = tmp_path / "it.json", tmp_path / "it.md"
+    file, document = tmp_path / "it.json", tmp_path / "benchmarks.md"
     document.write_text(f"<!-- printed by {TABLES} -->\n<!-- end of {TABLES} -->")
+    renewed: list[Path] = []
+    monkeypatch.setattr(command, "renewed", lambda docs, models, tell: renewed.append(docs))
     options = ["--rounds", "1", "--attempts", "1", "--models", str(folder), "--model", SMALL.name]
-    assert command.main([*options, "--json", str(file), "--docs", str(document)]) == 0
+    assert command.main([*options, "--json", str(file), "--docs", str(tmp_path)]) == 0
+    assert renewed == [tmp_path]
     told: list[Mapping[str, Any]] = json.loads(file.read_text())["rows"]
     found = {each["what"]: each for each in told}
     assert found["decode"]["value"] > 0 < found["decode"]["limit"]
@@ -222,7 +229,12 @@ def test_a_real_server_is_measured(
 
 
 def test_bad_arguments_are_told(capsys: pytest.CaptureFixture[str]) -> None:
-    for arguments in (["--rows", "nothing"], ["--rounds", "0"], ["--rows", "start", "--model", "llama-10m"]):
+    for arguments in (
+        ["--rows", "nothing"],
+        ["--rounds", "0"],
+        ["--rows", "start", "--model", "llama-10m"],
+        ["--rows", "start", "--docs", "."],
+    ):
         with pytest.raises(SystemExit, match="2"):
             command.main(arguments)
         assert "make bench: error" in capsys.readouterr().err

@@ -1,0 +1,87 @@
+"""What grows is measured, what must not is counted, and both can be looked at."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from server.benchmarks import growth
+from server.benchmarks.counting import calls_of
+from server.benchmarks.growth import Point, as_text, main
+from server.models.config import load_config
+from server.models.directory import locate
+
+
+def test_calls_are_counted_exactly() -> None:
+    def twice() -> None:
+        abs(-1)
+        abs(-2)
+
+    base = calls_of(lambda: None)
+    assert calls_of(twice) == base + 2, "twice takes the empty function's place, and calls two in C"
+
+
+def test_counts_stay_the_same(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "it.json"
+    assert main(["--part", "waiting", "blocks", "--most", "10000", "--json", str(file)]) == 0
+    points = [Point(**point) for point in json.loads(file.read_text())]
+    assert {point.at for point in points if point.part == "blocks"} == {1000, 10_000}
+    assert {point.at for point in points if point.part == "waiting"} == set(growth.WAITING)
+    for what in {point.what for point in points} - {"calls to take in line"}:
+        values = {point.at: point.value for point in points if point.what == what}
+        assert max(values.values()) <= 1.5 * values[min(values)], what
+        assert values[10_000] == values[1000] > 0, what
+    line = [point.value for point in points if point.what == "calls to take in line"]
+    assert line[-1] <= line[0] + 30, "one comparison for each doubling"
+    assert "| 10,000 |" in capsys.readouterr().out
+
+
+def test_times_have_what_the_machine_allows_beside_them(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(growth, "STEPS", 4)
+    monkeypatch.setattr(growth, "CONTEXTS", (16, 64))
+    monkeypatch.setattr(growth, "bandwidth_over", lambda size, threads: 1e9)
+    file, plot = tmp_path / "it.json", tmp_path / "it.svg"
+    flags = [
+        "--part",
+        "context",
+        "sequences",
+        "--most",
+        "64",
+        "--dtype",
+        "float32",
+        "--json",
+        str(file),
+        "--plot",
+        str(plot),
+    ]
+    monkeypatch.setattr(growth, "SEQUENCES", (1, 2))
+    assert main(flags) == 0
+    short, long, one, two = (Point(**point) for point in json.loads(file.read_text()))
+    assert short.least == short.value, "the shortest text is what others are held against"
+    c = load_config(locate("tiny", None))
+    token = c.num_layers * 2 * c.num_kv_heads * c.head_dim * 4
+    assert long.least == pytest.approx(short.value + 1e3 * 48 * token / 1e9)
+    assert (one.at, two.at) == (1, 2)
+    assert one.value > 0 < two.value
+    assert "the machine allows" in capsys.readouterr().out
+    assert plot.read_text().rstrip().endswith("</svg>")
+
+
+def test_a_table_has_a_column_for_each_kind() -> None:
+    points = [Point("waiting", at, what, at + len(what)) for at in (0, 10) for what in ("a", "bb")]
+    assert as_text(points).splitlines() == [
+        "| waiting | a | bb |",
+        "|---:|---:|---:|",
+        "| 0 | 1 | 2 |",
+        "| 10 | 11 | 12 |",
+    ]
+
+
+def test_bad_arguments_are_told(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main(["--part", "context", "--model", "nowhere"])
+    assert "nowhere" in capsys.readouterr().err
