@@ -14,8 +14,9 @@ own, what the socket adds, and behind a server, HTTP. Decoding is held against t
 memory's speed, prefill against its products and the speed of large ones, both measured in the same run."""
 
 EPILOG = """\
-Steps of the middle half count, the quickest and the slowest quarter do not. What the socket and HTTP take is a
-difference of two runs: on a busy machine it may come out below zero, and means nothing.
+The quickest fifth of the steps counts, beside which nobody else used the machine; of the tokens heard further away, the
+time that a tenth is below. What the socket and HTTP take is a difference of two such runs: on a busy machine it may
+come out below zero, and means nothing.
 
 examples:
   kvmux profile
