@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from loadtest.bench.ask import Outcome
 
-PERCENTILES = (10, 50, 90, 95, 99)
+PERCENTILES = (50, 90, 95, 99)
 
 
 def percentiles(values: Sequence[float]) -> dict[int, float]:

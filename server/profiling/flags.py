@@ -15,8 +15,8 @@ memory's speed, prefill against its products and the speed of large ones, both m
 
 EPILOG = """\
 The quickest fifth of the steps counts, beside which nobody else used the machine; of the tokens heard further away, the
-time that a tenth is below. What the socket and HTTP take is a difference of two such runs: on a busy machine it may
-come out below zero, and means nothing.
+median. What the socket and HTTP take is a difference of two runs: on a busy machine it may come out below zero, or far
+too large, and means nothing.
 
 examples:
   kvmux profile

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from itertools import pairwise
 from pathlib import Path
 from random import Random
-from statistics import quantiles
+from statistics import median
 from time import perf_counter
 from typing import Any
 
@@ -77,13 +77,8 @@ async def _heard(path: str, kv_cache: str, sequences: Sequence[int], context: in
                 async for event in events:
                     if isinstance(event, Tokens):
                         arrivals[event.request_id].append(perf_counter())
-            found.append(_quick([gap for times in arrivals.values() for gap in _gaps(times)]))
+            found.append(median(gap for times in arrivals.values() for gap in _gaps(times)))
     return found
-
-
-def _quick(seconds: Sequence[float]) -> float:
-    """That a tenth of them is below: what it takes while nobody else uses the machine."""
-    return quantiles(seconds, n=10, method="inclusive")[0]
 
 
 def _gaps(times: Sequence[float]) -> list[float]:
@@ -100,7 +95,7 @@ def over_http(flags: Sequence[str], kv_cache: str, sequences: Sequence[int], con
                     *("--strategies", kv_cache, "--rounds", "1", "--max-tokens", str(steps)),
                     *("--concurrency", str(count), "--requests", str(count), "--prompt-tokens", str(context)),
                 ],
-            )[0]["itl_ms"]["p10"]
+            )[0]["itl_ms"]["p50"]
             / 1e3
             for count in sequences
         ]
