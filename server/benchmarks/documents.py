@@ -9,7 +9,7 @@ from pathlib import Path
 from server.benchmarks.models import LLAMA, QWEN, made
 from server.benchmarks.running import printed
 
-BENCHMARKS, PERFORMANCE, PICTURE = "benchmarks.md", "performance.md", "img/growth.svg"
+BENCHMARKS, PERFORMANCE, PICTURE = "benchmarks.md", "performance.md", "img/growth.png"
 TABLES = "make bench"
 GROWTH = "python -m server.benchmarks.growth"
 PROFILES = {shape: f"kvmux profile, {shape.name}" for shape in (QWEN, LLAMA)}
