@@ -69,15 +69,13 @@ class Shape:
             yield f"{mlp}.down_proj", (d, self.inner)
 
     def weight_bytes(self, weights: str) -> int:
-        """That a token must read, kept as `--weights` says: all matrices, since the embedding is the lm_head, too.
-
-        A server that keeps the embedding in bfloat16 reads more than it must.
-        """
-        numbers = sum(out * width for _, (out, width) in self.matrices())
+        """That a token must read, kept as `--weights` says: all matrices, since the embedding is the lm_head, too."""
+        shapes = [shape for _, shape in self.matrices()]
         if weights not in WEIGHT_FORMATS:
-            return HALF * numbers
+            return HALF * sum(out * width for out, width in shapes)
         bits, group = WEIGHT_FORMATS[weights]
-        return numbers * bits // 8 + numbers // group * 2 * HALF  # a scale and an offset a group
+        scales = [4 * out if group is None else HALF * out * width // group for out, width in shapes]
+        return sum(out * width * bits // 8 for out, width in shapes) + sum(scales)
 
     def config(self) -> dict[str, Any]:
         """config.json."""
