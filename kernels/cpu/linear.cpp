@@ -1,4 +1,4 @@
-// Products with weights as torch sees them, and how these are packed.
+// Products with packed weights as torch sees them.
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/bitwise_xor.h>
 #include <ATen/ops/empty.h>
@@ -15,60 +15,6 @@ namespace {
 
 using at::Tensor;
 
-bool dense(const Tensor& t) { return t.size(-1) <= 1 || t.stride(-1) == 1; }
-
-// ---------------------------------------------------------------- packing
-template <typename T>
-int64_t packed_size(int64_t outputs, int64_t k) {
-  return blocks_of(outputs) * PANELS * Packing<T>::tiles(k) * Packing<T>::TILE;
-}
-
-int64_t packed_numbers(int64_t outputs, int64_t k, at::ScalarType type) {
-  if (type == at::kByte) return packed_size<uint8_t>(outputs, k);
-  int64_t size = 0;
-  with_type(type, [&](auto of_weight) { size = packed_size<decltype(of_weight)>(outputs, k); });
-  return size;
-}
-
-// Calls work(block, output) for every output, after its block of so many bytes was zeroed.
-template <typename Work>
-void over_outputs(const Tensor& packed, int64_t outputs, const Work& work) {
-  const int64_t blocks = blocks_of(outputs), size = packed.nbytes() / std::max<int64_t>(1, blocks);
-  at::parallel_for(0, blocks, 1, [&](int64_t begin, int64_t end) {
-    for (int64_t block = begin; block < end; ++block) {
-      auto* to = static_cast<char*>(packed.data_ptr()) + block * size;
-      std::memset(to, 0, size);
-      for (int64_t i = block * BLOCK; i < std::min(outputs, (block + 1) * BLOCK); ++i) work(to, i);
-    }
-  });
-}
-
-void pack(const Tensor& packed, const Tensor& weight) {
-  TORCH_CHECK(weight.dim() == 2 && dense(weight) && packed.dtype() == weight.dtype(), "nothing to pack");
-  const int64_t outputs = weight.size(0), k = weight.size(1);
-  TORCH_CHECK(packed.numel() == packed_numbers(outputs, k, weight.scalar_type()), "no room for the packed weight");
-  with_type(weight.scalar_type(), [&](auto of_weight) {
-    using T = decltype(of_weight);
-    over_outputs(packed, outputs, [&](char* block, int64_t output) {
-      pack_row(weight.const_data_ptr<T>() + output * weight.stride(0), k, output % BLOCK, reinterpret_cast<T*>(block));
-    });
-  });
-}
-
-// Numbers as in `kernels.quantised.Quantised`, of so many bits each, with offsets or without.
-void pack_whole(const Tensor& packed, const Tensor& numbers, int64_t bits, bool offsets) {
-  const int64_t outputs = numbers.size(0), k = numbers.size(1) * 8 / bits;
-  TORCH_CHECK((bits == 4 || bits == 8) && numbers.dim() == 2 && dense(numbers), "nothing to pack");
-  TORCH_CHECK(packed.numel() == packed_size<uint8_t>(outputs, k) * bits / 8, "no room for the packed weight");
-  over_outputs(packed, outputs, [&](char* block, int64_t output) {
-    const uint8_t* from = numbers.const_data_ptr<uint8_t>() + output * numbers.stride(0);
-    const auto put = bits == 8 ? pack_row<uint8_t> : pack_halves;
-    put(from, k, output % BLOCK, reinterpret_cast<uint8_t*>(block));
-  });
-  if (bits == 8 && !offsets) packed.bitwise_xor_(128);
-}
-
-// ---------------------------------------------------------------- products
 #ifdef __AMX_TILE__
 template <typename T>
 using ProductOf = std::conditional_t<std::is_same_v<T, at::BFloat16>, TileProduct, VectorProduct<T>>;
@@ -173,21 +119,7 @@ void multiply_as(const Tensor& x, const Factor& weight, const Tensor& y, const s
   });
 }
 
-const Tensor NONE;
-
 }  // namespace
-
-Factor::Factor(at::TensorList parts, at::IntArrayRef format)
-    : numbers(parts[0]), scale(parts.size() > 1 ? parts[1] : NONE), offset(parts.size() > 2 ? parts[2] : NONE),
-      outputs(format[0]), width(format[1]), bits(format[2]), group(format[3]) {
-  const auto type = bits == 0 ? numbers.scalar_type() : at::kByte;
-  const int64_t size = packed_numbers(outputs, width, type);
-  TORCH_CHECK(numbers.scalar_type() == type && numbers.numel() == (bits == 4 ? size / 2 : size), "no packed weight");
-  if (bits == 0) return;
-  const int64_t groups = width / group;
-  TORCH_CHECK(groups * group == width && (groups == 1 || group % 32 == 0), "no kernel for groups of ", group);
-  TORCH_CHECK(scale.numel() == blocks_of(outputs) * BLOCK * groups, "no scales of a packed weight");
-}
 
 Tensor linear(const Tensor& x, const Factor& weight, const std::optional<Tensor>& bias) {
   TORCH_CHECK(x.dim() == 2 && x.size(1) == weight.width, "x ", x.sizes(), " and a weight [", weight.outputs, ", ",
@@ -203,9 +135,6 @@ Tensor linear(const Tensor& x, const Factor& weight, const std::optional<Tensor>
 }  // namespace kvmux
 
 TORCH_LIBRARY_FRAGMENT(KVMUX_LIBRARY, library) {
-  library.def("packed_numbers(int outputs, int width, ScalarType type) -> int", &kvmux::packed_numbers);
-  library.def("pack(Tensor(a!) packed, Tensor weight) -> ()", &kvmux::pack);
-  library.def("pack_whole(Tensor(a!) packed, Tensor numbers, int bits, bool offsets) -> ()", &kvmux::pack_whole);
   library.def("linear(Tensor x, Tensor[] weight, int[] format, Tensor? bias) -> Tensor",
               [](const at::Tensor& x, at::TensorList weight, at::IntArrayRef format, const std::optional<at::Tensor>& bias) {
                 return kvmux::linear(x, kvmux::Factor(weight, format), bias);

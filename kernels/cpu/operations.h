@@ -8,6 +8,8 @@
 
 namespace kvmux {
 
+inline bool dense(const at::Tensor& t) { return t.size(-1) <= 1 || t.stride(-1) == 1; }
+
 // A packed weight: its numbers, and of whole numbers the scale and perhaps the offset [panels, groups, 16]; and its shape,
 // bits of a number (0: floats) and columns of a group.
 struct Factor {
@@ -17,6 +19,7 @@ struct Factor {
   int64_t outputs, width, bits, group;
 };
 
+int64_t packed_numbers(int64_t outputs, int64_t width, at::ScalarType type);  // of a whole packed weight; bytes: of 8 bits
 at::Tensor linear(const at::Tensor& x, const Factor& weight, const std::optional<at::Tensor>& bias);
 at::Tensor rms_norm(const at::Tensor& x, const at::Tensor& weight, double eps);
 std::tuple<at::Tensor, at::Tensor> add_rms_norm(

@@ -36,6 +36,9 @@ struct Packing {
   static constexpr int64_t panel(int64_t n, int64_t k) {  // where its first tile begins
     return (n / PANELS * tiles(k) * PANELS + n % PANELS) * TILE;
   }
+  static constexpr int64_t column(int64_t i) {  // from there to where column i of the first output lies, S of them together
+    return i / DEPTH * PANELS * TILE + i % DEPTH / S * PANEL * S;
+  }
 };
 
 constexpr int64_t blocks_of(int64_t outputs) { return (outputs + BLOCK - 1) / BLOCK; }
@@ -45,10 +48,13 @@ template <typename T>
 inline void pack_row(const T* from, int64_t k, int64_t output, T* block) {
   using P = Packing<T>;
   T* to = block + output / PANEL * P::TILE + output % PANEL * P::S;
-  for (int64_t i = 0; i < k; ++i) {
-    const int64_t within = i % P::DEPTH;
-    to[i / P::DEPTH * PANELS * P::TILE + within / P::S * PANEL * P::S + within % P::S] = from[i];
-  }
+  for (int64_t i = 0; i < k; ++i) to[P::column(i) + i % P::S] = from[i];
+}
+
+// As Packing::column, of numbers of 4 bits.
+constexpr int64_t halves_column(int64_t i) {
+  using P = Packing<uint8_t>;
+  return i / P::DEPTH * PANELS * P::TILE / 2 + i % P::DEPTH / P::S / 2 * PANEL * P::S;
 }
 
 // The same of numbers of 4 bits: `from` [k / 2], the even column in the lower half of a byte, as in `Quantised`. Here a tile
@@ -58,9 +64,7 @@ inline void pack_halves(const uint8_t* from, int64_t k, int64_t output, uint8_t*
   uint8_t* to = block + output / PANEL * P::TILE / 2 + output % PANEL * P::S;
   for (int64_t i = 0; i < k; ++i) {
     const int number = i % 2 == 0 ? from[i / 2] & 15 : from[i / 2] >> 4;
-    const int64_t quad = i % P::DEPTH / P::S;
-    uint8_t& byte = to[i / P::DEPTH * PANELS * P::TILE / 2 + quad / 2 * PANEL * P::S + i % P::S];
-    byte |= static_cast<uint8_t>(quad % 2 == 0 ? number : number << 4);
+    to[halves_column(i) + i % P::S] |= static_cast<uint8_t>(i / P::S % 2 == 0 ? number : number << 4);
   }
 }
 

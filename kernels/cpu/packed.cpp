@@ -1,0 +1,158 @@
+// How weights are packed, and found again, as torch sees it.
+#include <ATen/core/Tensor.h>
+#include <ATen/ops/bitwise_xor.h>
+#include <ATen/ops/empty.h>
+#include <torch/library.h>
+
+#include "operations.h"
+#include "packed.h"
+#include "sharing.h"
+#include "vector.h"
+
+namespace kvmux {
+
+using at::Tensor;
+
+namespace {
+
+const Tensor NONE;
+
+template <typename T>
+int64_t packed_size(int64_t outputs, int64_t k) {
+  return blocks_of(outputs) * PANELS * Packing<T>::tiles(k) * Packing<T>::TILE;
+}
+
+}  // namespace
+
+int64_t packed_numbers(int64_t outputs, int64_t k, at::ScalarType type) {
+  if (type == at::kByte) return packed_size<uint8_t>(outputs, k);
+  int64_t size = 0;
+  with_type(type, [&](auto of_weight) { size = packed_size<decltype(of_weight)>(outputs, k); });
+  return size;
+}
+
+namespace {
+
+// Calls work(block, output) for every output, after its block of so many bytes was zeroed.
+template <typename Work>
+void over_outputs(const Tensor& packed, int64_t outputs, const Work& work) {
+  const int64_t blocks = blocks_of(outputs), size = packed.nbytes() / std::max<int64_t>(1, blocks);
+  at::parallel_for(0, blocks, 1, [&](int64_t begin, int64_t end) {
+    for (int64_t block = begin; block < end; ++block) {
+      auto* to = static_cast<char*>(packed.data_ptr()) + block * size;
+      std::memset(to, 0, size);
+      for (int64_t i = block * BLOCK; i < std::min(outputs, (block + 1) * BLOCK); ++i) work(to, i);
+    }
+  });
+}
+
+void pack(const Tensor& packed, const Tensor& weight) {
+  TORCH_CHECK(weight.dim() == 2 && dense(weight) && packed.dtype() == weight.dtype(), "nothing to pack");
+  const int64_t outputs = weight.size(0), k = weight.size(1);
+  TORCH_CHECK(packed.numel() == packed_numbers(outputs, k, weight.scalar_type()), "no room for the packed weight");
+  with_type(weight.scalar_type(), [&](auto of_weight) {
+    using T = decltype(of_weight);
+    over_outputs(packed, outputs, [&](char* block, int64_t output) {
+      pack_row(weight.const_data_ptr<T>() + output * weight.stride(0), k, output % BLOCK, reinterpret_cast<T*>(block));
+    });
+  });
+}
+
+// Numbers as in `kernels.quantised.Quantised`, of so many bits each, with offsets or without.
+void pack_whole(const Tensor& packed, const Tensor& numbers, int64_t bits, bool offsets) {
+  const int64_t outputs = numbers.size(0), k = numbers.size(1) * 8 / bits;
+  TORCH_CHECK((bits == 4 || bits == 8) && numbers.dim() == 2 && dense(numbers), "nothing to pack");
+  TORCH_CHECK(packed.numel() == packed_size<uint8_t>(outputs, k) * bits / 8, "no room for the packed weight");
+  over_outputs(packed, outputs, [&](char* block, int64_t output) {
+    const uint8_t* from = numbers.const_data_ptr<uint8_t>() + output * numbers.stride(0);
+    const auto put = bits == 8 ? pack_row<uint8_t> : pack_halves;
+    put(from, k, output % BLOCK, reinterpret_cast<uint8_t*>(block));
+  });
+  if (bits == 8 && !offsets) packed.bitwise_xor_(128);
+}
+
+// ---------------------------------------------------------------- rows
+// Values of the rows `which` of a packed weight of floats, as they were.
+template <typename T>
+void take_floats(const Factor& weight, const int64_t* which, int64_t count, T* to) {
+  using P = Packing<T>;
+  const T* numbers = weight.numbers.const_data_ptr<T>();
+  over_rows(count, weight.width, [&](int64_t begin, int64_t end) {
+    for (int64_t n = begin; n < end; ++n) {
+      const T* from = numbers + P::panel(which[n] / PANEL, weight.width) + which[n] % PANEL * P::S;
+      for (int64_t i = 0; i < weight.width; i += P::S)
+        for (int64_t s = 0; s < std::min(P::S, weight.width - i); ++s)
+          to[n * weight.width + i + s] = from[P::column(i) + s];
+    }
+  });
+}
+
+// The same of whole numbers, as float32.
+template <typename S>
+void take_whole(const Factor& weight, const int64_t* which, int64_t count, float* to) {
+  using P = Packing<uint8_t>;
+  const auto* numbers = weight.numbers.const_data_ptr<uint8_t>();
+  const S* scales = weight.scale.const_data_ptr<S>();
+  const S* offsets = weight.offset.defined() ? weight.offset.const_data_ptr<S>() : nullptr;
+  const int64_t groups = weight.width / weight.group, per_byte = 8 / weight.bits;
+  const float zero = weight.bits == 4 ? 8.f : 128.f;
+  const auto number = [&](int64_t row, int64_t i) {
+    const int64_t panel = P::panel(row / PANEL, weight.width), lane = row % PANEL * P::S;
+    if (weight.bits == 8) {
+      const uint8_t byte = numbers[panel + lane + P::column(i) + i % P::S];
+      return static_cast<float>(offsets == nullptr ? byte ^ 128 : byte);
+    }
+    const uint8_t byte = numbers[panel / 2 + lane + halves_column(i) + i % P::S];
+    return static_cast<float>(i / P::S % 2 == 0 ? byte & 15 : byte >> 4);
+  };
+  over_rows(count, weight.width, [&](int64_t begin, int64_t end) {
+    for (int64_t n = begin; n < end; ++n)
+      for (int64_t i = 0; i < weight.width; ++i) {
+        const int64_t at = (which[n] / PANEL * groups + i / weight.group) * PANEL + which[n] % PANEL;
+        const float scale = static_cast<float>(scales[at]);
+        const float offset = offsets == nullptr ? -scale * zero : static_cast<float>(offsets[at]);
+        to[n * weight.width + i] = number(which[n], i) * scale + offset;
+      }
+  });
+}
+
+Tensor packed_rows(at::TensorList parts, at::IntArrayRef format, const Tensor& which) {
+  const Factor weight(parts, format);
+  TORCH_CHECK(which.dim() == 1 && which.is_contiguous() && which.scalar_type() == at::kLong, "which rows?");
+  const int64_t* rows = which.const_data_ptr<int64_t>();
+  const int64_t count = which.numel();
+  for (int64_t n = 0; n < count; ++n) TORCH_CHECK(0 <= rows[n] && rows[n] < weight.outputs, "there is no row ", rows[n]);
+  if (weight.bits == 0) {
+    const Tensor found = at::empty({count, weight.width}, weight.numbers.options());
+    with_type(weight.numbers.scalar_type(),
+              [&](auto of_weight) { take_floats(weight, rows, count, found.data_ptr<decltype(of_weight)>()); });
+    return found;
+  }
+  const Tensor found = at::empty({count, weight.width}, at::kFloat);
+  with_type(weight.scale.scalar_type(),
+            [&](auto of_scale) { take_whole<decltype(of_scale)>(weight, rows, count, found.data_ptr<float>()); });
+  return found;
+}
+
+}  // namespace
+
+Factor::Factor(at::TensorList parts, at::IntArrayRef format)
+    : numbers(parts[0]), scale(parts.size() > 1 ? parts[1] : NONE), offset(parts.size() > 2 ? parts[2] : NONE),
+      outputs(format[0]), width(format[1]), bits(format[2]), group(format[3]) {
+  const auto type = bits == 0 ? numbers.scalar_type() : at::kByte;
+  const int64_t size = packed_numbers(outputs, width, type);
+  TORCH_CHECK(numbers.scalar_type() == type && numbers.numel() == (bits == 4 ? size / 2 : size), "no packed weight");
+  if (bits == 0) return;
+  const int64_t groups = width / group;
+  TORCH_CHECK(groups * group == width && (groups == 1 || group % 32 == 0), "no kernel for groups of ", group);
+  TORCH_CHECK(scale.numel() == blocks_of(outputs) * BLOCK * groups, "no scales of a packed weight");
+}
+
+}  // namespace kvmux
+
+TORCH_LIBRARY_FRAGMENT(KVMUX_LIBRARY, library) {
+  library.def("packed_numbers(int outputs, int width, ScalarType type) -> int", &kvmux::packed_numbers);
+  library.def("pack(Tensor(a!) packed, Tensor weight) -> ()", &kvmux::pack);
+  library.def("pack_whole(Tensor(a!) packed, Tensor numbers, int bits, bool offsets) -> ()", &kvmux::pack_whole);
+  library.def("packed_rows(Tensor[] parts, int[] format, Tensor which) -> Tensor", &kvmux::packed_rows);
+}
