@@ -49,6 +49,7 @@ Words = Annotated[list[str] | None, NoDecode, BeforeValidator(_words)]
 
 
 LONGEST = 7 * 24 * 3600  # seconds of any timeout
+LONGEST_DRAFT = 16  # tokens
 
 
 class SettingsError(Exception):
@@ -192,6 +193,16 @@ class Settings(BaseSettings):
     max_prompt_characters: int = Field(2**21, ge=1, description="characters of a prompt, before it becomes tokens")
     max_waiting: int = Field(1024, ge=0, description="requests that may wait; more are answered 429")
 
+    num_speculative_tokens: int = Field(
+        0,
+        ge=0,
+        le=LONGEST_DRAFT,
+        description="guesses at a text's next tokens, verified in one step, of requests that ask for no other number",
+    )
+    max_speculative_tokens: int = Field(
+        LONGEST_DRAFT, ge=0, le=LONGEST_DRAFT, description="that a request may ask for, at most"
+    )
+
     default_strategy: str = Field("paged", description="instance for requests that choose none")
     strategies: dict[str, StrategySettings] = Field(
         default_factory=dict, description="named instances, in addition to one per built-in kind"
@@ -245,6 +256,11 @@ class Settings(BaseSettings):
     def _agree(self) -> Settings:
         if self.admin_token in (self.api_keys or ()):
             raise ValueError("admin_token is one of api_keys, so whoever may ask may also administer; choose another")
+        if self.num_speculative_tokens > self.max_speculative_tokens:
+            raise ValueError(
+                f"num_speculative_tokens {self.num_speculative_tokens} is more than max_speculative_tokens "
+                f"{self.max_speculative_tokens}; raise the latter or lower the former"
+            )
         self.strategies = default_strategies() | self.strategies
         chosen = {"default_strategy": self.default_strategy}
         chosen |= {f"rules[{i}].use": rule.use for i, rule in enumerate(self.rules)}

@@ -58,6 +58,7 @@ GROUPS = {
     ),
     "KV memory": ("kv_memory", "kv_memory_share", "kv_overcommit"),
     "batching": ("max_seq_len", "max_num_seqs", "max_step_tokens", "max_waiting", "deterministic"),
+    "speculation": ("num_speculative_tokens", "max_speculative_tokens"),
     "cache strategies": ("default_strategy",),
 }
 EVALUATION_SETTINGS = (

@@ -75,6 +75,8 @@ class Generation:
         self.submitted = time.monotonic()
         self.first_token: float | None = None
         self.preemptions = 0
+        self.drafted_tokens = 0  # guesses that were verified,
+        self.accepted_tokens = 0  # and those that came true
         self.texts: list[str] | None = [""] * len(outputs) if keep_texts else None  # all that the choices came to
         self._stream = stream
         self._index = {submit.request_id: index for index, submit in enumerate(job.submits)}
@@ -155,8 +157,10 @@ class Generation:
             self._admitted[self._index[event.request_id]] = event
         elif isinstance(event, Preempted):
             self.preemptions += 1
-        elif self.first_token is None and isinstance(event, Tokens):
-            self.first_token = time.monotonic()
+        elif isinstance(event, Tokens):
+            self.first_token = self.first_token or time.monotonic()
+            self.drafted_tokens += event.drafted
+            self.accepted_tokens += len(event.tokens) - 1 if event.drafted else 0
         return event
 
     def _pieces(self, event: RequestEvent) -> list[Piece]:

@@ -14,7 +14,7 @@ import msgspec
 from server.api.errors import ApiError
 from server.api.schemas import INT64, CacheRequest, GenerationRequest, SamplingRequest
 from server.api.tenants import salt_of
-from server.engine.messages import Caching, Hello, Sampling, Submit
+from server.engine.messages import Caching, Hello, Sampling, Speculation, Submit
 
 
 @dataclass(frozen=True)
@@ -93,7 +93,7 @@ def job_of(
 ) -> Job:
     """`kind` begins the id; `sampling` is that of the first choice. Raises ApiError."""
     check_scores(sampling, prompts, choices)
-    key, caching = uuid.uuid4().hex, caching_of(body, how.tenant)
+    key, caching, speculation = uuid.uuid4().hex, caching_of(body, how.tenant), speculation_of(body)
     submits = [
         Submit(
             request_id=f"{key}-{p}-{choice}",
@@ -105,6 +105,7 @@ def job_of(
             priority=body.priority,
             caching=caching,
             explain=body.explain,
+            speculation=speculation,
             sibling_of=f"{key}-{p}-0" if choice else None,
         )
         for p, prompt in enumerate(prompts)
@@ -153,6 +154,12 @@ def caching_of(body: CacheRequest, tenant: str) -> Caching:
         priority=body.kv_cache_priority,
         ttl=body.kv_cache_ttl,
     )
+
+
+def speculation_of(body: GenerationRequest) -> Speculation | None:
+    """None: as the settings say."""
+    asked = body.speculative_config
+    return None if asked is None else msgspec.convert(asked, Speculation, from_attributes=True)
 
 
 def check_ids(ids: Sequence[int], hello: Hello, param: str) -> None:

@@ -36,6 +36,8 @@ class Explanation(Struct, rename={"miss": "miss_reason", "kv_bytes": "peak_kv_by
     cached_tokens: int | None
     miss: str | None
     kv_bytes: int
+    drafted_tokens: int
+    accepted_tokens: int
     preemptions: int
     queue_seconds: float | None
     prefill_seconds: float | None

@@ -68,6 +68,8 @@ def of_generation(ended: Ended, generation: Generation) -> dict[str, Any]:
         "generated_tokens": generation.completion_tokens,
         "preemptions": generation.preemptions,
     }
+    if generation.drafted_tokens:
+        told |= {"drafted_tokens": generation.drafted_tokens, "accepted_tokens": generation.accepted_tokens}
     if admitted is not None:
         told |= {"strategy": admitted.instance, "reason": admitted.reason, "miss": admitted.miss}
         told |= {"cached_tokens": generation.cached_tokens, "queue_ms": milliseconds(admitted.queue_seconds)}

@@ -7,7 +7,7 @@ Knows neither the engine nor the tokenizer.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import (
     AfterValidator,
@@ -19,6 +19,8 @@ from pydantic import (
     field_validator,
     model_validator,
 )
+
+from config.settings import LONGEST_DRAFT
 
 INT64 = 2**63
 MOST_FIELDS = 100  # of an object, each of which may be an error
@@ -154,6 +156,22 @@ class CacheRequest(Body):
     explain: bool = Field(False, description="tell with each choice how it came about")
 
 
+class SpeculativeConfig(Body):
+    """Guesses at the next tokens, from the request's own text; fields as in vLLM's setting of this name."""
+
+    method: Literal["ngram"] = "ngram"
+    num_speculative_tokens: int = Field(ge=0, le=LONGEST_DRAFT, description="guesses a step, at most; 0: none")
+    prompt_lookup_max: int = Field(3, ge=1, le=64, description="so many of the last tokens are looked for in the text,")
+    prompt_lookup_min: int = Field(1, ge=1, le=64, description="and no fewer than so many")
+
+    @field_validator("prompt_lookup_min")
+    @classmethod
+    def _prompt_lookup_min(cls, value: int, info: ValidationInfo) -> int:
+        if value > info.data.get("prompt_lookup_max", value):
+            raise ValueError("should be at most prompt_lookup_max")
+        return value
+
+
 class GenerationRequest(SamplingRequest, CacheRequest, WithoutEffect):
     """What completions and chats have in common."""
 
@@ -164,6 +182,7 @@ class GenerationRequest(SamplingRequest, CacheRequest, WithoutEffect):
     prompt_logprobs: int | None = Field(None, ge=0, le=20, description="log-probabilities of the prompt's tokens")
     return_token_ids: bool = Field(False, description="tell the ids of prompt and output")
     truncate_prompt_tokens: int | None = Field(None, ge=1, lt=INT64, description="keep so many, the last ones")
+    speculative_config: SpeculativeConfig | None = Field(None, description="default: as the server's settings say")
     request_id: str | None = Field(None, pattern=r"^[!-~]{1,128}$", description="part of the answer's id")
 
     @field_validator("stream_options")

@@ -78,11 +78,12 @@ class Batch:
         """Rows of logits that each row of the batch gets."""
         return [item.logits for item in self._work]
 
-    def commit(self) -> None:
-        """All planned tokens entered."""
-        entered = iter(self._work)
+    def commit(self, entered: Sequence[int] | None = None) -> None:
+        """So many tokens of each row entered, its first ones; None: all that were planned."""
+        counts = [item.row.num_tokens for item in self._work] if entered is None else entered
+        tokens = iter([item.tokens[:count] for item, count in zip(self._work, counts, strict=True)])
         for cache, plan, _ in self._slices:
-            cache.commit(plan, [next(entered).tokens for _ in plan.rows])
+            cache.commit(plan, [next(tokens) for _ in plan.rows])
 
     def _plan(self) -> Iterator[_Slice]:
         end = 0

@@ -100,6 +100,8 @@ def build_engine(settings: Settings) -> Engine:
         kv_bytes=arena.pages * arena.page_bytes,
         kv_overcommit=settings.kv_overcommit,
         max_step_scores=max_step_scores,
+        num_speculative_tokens=settings.num_speculative_tokens,
+        max_speculative_tokens=settings.max_speculative_tokens,
     )
     selector = Selector(caches.keys(), settings.rules, settings.default_strategy)
     core = Core(model, caches, arena, Scheduler(limits), selector, Stopwatch(ops, device.tensors), ops)

@@ -11,6 +11,7 @@ from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import NamedTuple
 
 import torch
@@ -21,13 +22,23 @@ from kernels.arena import Arena
 from kernels.ops import Ops
 from kernels.stopwatch import Stopwatch
 from server.engine.batch import Batch, StrategyError, Work
-from server.engine.messages import Admitted, Explained, Failed, FromEngine, Preempted, PromptScores, Submit, Tokens
-from server.engine.report import Admission, Outcome, RequestRecord, StepPart, StepReport
+from server.engine.lookup import lookup_for, speculation_of
+from server.engine.messages import (
+    Admitted,
+    Explained,
+    Failed,
+    FromEngine,
+    Preempted,
+    PromptScores,
+    Submit,
+    Tokens,
+)
+from server.engine.report import Admission, Draft, Outcome, RequestRecord, StepPart, StepReport
 from server.engine.request import Request, RequestError
-from server.engine.sampler import sample
 from server.engine.scheduler import Scheduled, Scheduler
-from server.engine.scores import scores, scores_of_some
+from server.engine.scores import scores
 from server.engine.selection import Selector
+from server.engine.verification import Taken, Turn, drawn, scored
 from server.models.base import Model
 
 log = logging.getLogger(__name__)
@@ -57,6 +68,7 @@ class _Since:
 
     failures: Counter[str] = field(default_factory=Counter)
     generated: Counter[str] = field(default_factory=Counter)  # tokens
+    drafts: defaultdict[str, list[Draft]] = field(default_factory=lambda: defaultdict(list))
     forked: Counter[str] = field(default_factory=Counter)  # requests
     admitted: list[Admission] = field(default_factory=list)
     gaps: defaultdict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
@@ -100,6 +112,7 @@ class Core:
         try:
             name, reason = self._selector.choose(message, self.arena.in_use)
             cache = self.caches[name]
+            speculation = speculation_of(message.speculation, self.scheduler.limits)
             request = Request(
                 (worker, message.request_id),
                 list(message.prompt),
@@ -114,6 +127,7 @@ class Core:
             self.scheduler.submit(request)
         except RequestError as error:
             return Event(worker, error.told(message.request_id))
+        request.lookup = lookup_for(request, speculation)
         self._requests[request.key] = request
         request.siblings.append(request)
         return None
@@ -180,6 +194,7 @@ class Core:
             failures=since.failures,
             gaps=since.gaps,
             generated=since.generated,
+            drafts=since.drafts,
             forked=since.forked,
             admitted=since.admitted,
             evicted=self._newly_evicted(),
@@ -227,22 +242,32 @@ class Core:
         return batch, self.model.forward(batch.ids, batch)
 
     def _advance(self, scheduled: Sequence[Scheduled], batch: Batch, logits: Tensor) -> list[Event]:
-        """The tokens have entered: commit them, tell of prompts what is wanted, draw the next tokens."""
-        batch.commit()
+        """Draw what follows, commit the tokens that have entered with it, and tell all that is wanted."""
+        ends = list(accumulate(batch.logit_counts))
+        turns = [
+            Turn(request, draft, end - 1 - len(draft))
+            for (request, num_tokens, draft), end in zip(scheduled, ends, strict=True)
+            if num_tokens == request.remaining
+        ]
+        taken = self._drawn(turns, logits)
+        batch.commit([s.num_tokens + (taken[s.request].accepted if s.draft else 0) for s in scheduled])
         events: list[Event] = []
-        ends: list[tuple[int, Request]] = []  # who draws, and from which row of the logits
-        end = 0
-        for (request, _), count in zip(scheduled, batch.logit_counts, strict=True):
-            end += count
+        for (request, _, _), count, end in zip(scheduled, batch.logit_counts, ends, strict=True):
             if request.cached_tokens is None:
                 events += self._admit(request)
             if request.unscored:
                 events.append(_score(request, logits[end - count : end]))
-            if request.remaining == 0:
-                ends += [(end - 1, r) for r in (request, *self._fork(request))]
-        events += [event for _, r in ends if r.cached_tokens is None for event in self._admit(r)]
-        events += [self._finish(request) for _, request in ends if not request.sampling.max_tokens]
-        return events + self._draw([(row, request) for row, request in ends if request.sampling.max_tokens], logits)
+        forks = [Turn(request, (), turn.first) for turn in turns for request in self._fork(turn.request)]
+        events += [event for fork in forks if fork.request.cached_tokens is None for event in self._admit(fork.request)]
+        taken |= self._drawn(forks, logits)
+        turns += forks
+        events += [self._finish(turn.request) for turn in turns if turn.request not in taken]
+        return events + self._extend([turn for turn in turns if turn.request in taken], taken, logits)
+
+    def _drawn(self, turns: Sequence[Turn], logits: Tensor) -> dict[Request, Taken]:
+        """What goes on of these; a request may want its prompt computed and nothing else."""
+        going = [turn for turn in turns if turn.request.sampling.max_tokens]
+        return drawn(going, logits, self.model.facts.eos_ids, self._ops.sample)
 
     def _admit(self, request: Request) -> list[Event]:
         """Once, when the first row has run: from then on `cached` is final."""
@@ -257,32 +282,33 @@ class Core:
         queued = request.times.admitted - request.times.arrived
         return [Event(worker, Admitted(request_id, name, request.reason, found, request.miss, queued))]
 
-    def _draw(self, ends: Sequence[tuple[int, Request]], logits: Tensor) -> list[Event]:
-        """The next token of each request, from its row of the logits [K, V]."""
-        if not ends:
-            return []
-        eos = self.model.facts.eos_ids
-        if (rows := [row for row, _ in ends]) != list(range(len(logits))):
-            logits = logits[rows]
-        drawn = sample(logits, [request.draw(eos) for _, request in ends], self._ops.sample)
-        tokens = [token if token is not None else 0 for token in drawn]
-        told = scores_of_some(logits, tokens, [request.sampling.logprobs for _, request in ends])
+    def _extend(self, turns: Sequence[Turn], taken: Mapping[Request, Taken], logits: Tensor) -> list[Event]:
+        """The texts go on with what was drawn, and their clients hear of it."""
         events = []
-        for (_, request), token, score in zip(ends, drawn, told, strict=True):
-            if token is None:
+        for turn, told in zip(turns, scored(turns, taken, logits), strict=True):
+            request, (tokens, sound) = turn.request, taken[turn.request]
+            if turn.draft:
+                accepted = taken[request].accepted
+                request.verified(len(turn.draft), accepted)
+                self._since.drafts[request.cache.name].append(Draft(len(turn.draft), accepted))
+            for token in tokens:
+                self._append(request, token)
+            if tokens:
+                worker, request_id = request.key
+                message = Tokens(request_id, tokens, request.finish_reason, told, len(turn.draft))
+                events.append(Event(worker, message))
+            if not sound:
                 events += self._fail([request], NO_NUMBER, "not_a_number")
-                continue
-            before = request.times.last_token
-            request.extend(token, eos)
-            self._since.generated[request.cache.name] += 1
-            if before:
-                self._since.gaps[request.cache.name].append(request.times.last_token - before)
-            worker, request_id = request.key
-            scored = None if score is None else [score]
-            events.append(Event(worker, Tokens(request_id, [token], request.finish_reason, scored)))
-            if request.finish_reason is not None:
+            elif request.finish_reason is not None:
                 self._remove(request, request.finish_reason)
         return events
+
+    def _append(self, request: Request, token: int) -> None:
+        before = request.times.last_token
+        request.extend(token, self.model.facts.eos_ids)
+        self._since.generated[request.cache.name] += 1
+        if before:
+            self._since.gaps[request.cache.name].append(request.times.last_token - before)
 
     def _finish(self, request: Request) -> Event:
         """Its prompt has been computed, and no token is wanted."""
@@ -315,12 +341,12 @@ class Core:
 
 
 def _work(scheduled: Scheduled) -> Work:
-    request, num_tokens = scheduled
+    request, num_tokens, draft = scheduled
     assert request.seat is not None
     first = request.seat.length
-    tokens = request.tokens[first : first + num_tokens]
-    logits = num_tokens if request.unscored else int(num_tokens == request.remaining)
-    return Work(request.cache, Row(request.seat, num_tokens), tokens, logits)
+    tokens = [*request.tokens[first : first + num_tokens], *draft]
+    logits = num_tokens if request.unscored else int(num_tokens == request.remaining) + len(draft)
+    return Work(request.cache, Row(request.seat, len(tokens)), tokens, logits)
 
 
 def _score(request: Request, logits: Tensor) -> Event:
@@ -338,11 +364,11 @@ def _score(request: Request, logits: Tensor) -> Event:
 
 def _parts(scheduled: Sequence[Scheduled]) -> dict[str, StepPart]:
     counts: dict[str, list[int]] = {}  # decode rows, all rows, tokens
-    for request, num_tokens in scheduled:
+    for request, num_tokens, draft in scheduled:
         count = counts.setdefault(request.cache.name, [0, 0, 0])
         count[0] += num_tokens == 1 and request.generated > 0
         count[1] += 1
-        count[2] += num_tokens
+        count[2] += num_tokens + len(draft)
     return {name: StepPart(decode, rows - decode, tokens) for name, (decode, rows, tokens) in counts.items()}
 
 
@@ -361,6 +387,8 @@ def _record(request: Request, outcome: Outcome) -> RequestRecord:
         miss=request.miss,
         forked=request.forked,
         generated_tokens=request.generated,
+        drafted_tokens=request.drafted_tokens,
+        accepted_tokens=request.accepted_tokens,
         preemptions=request.preemptions,
         kv_bytes=request.cache.bytes_for(len(request.tokens)) if times.admitted else 0,
         queue_seconds=between(times.arrived, times.admitted),

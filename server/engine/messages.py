@@ -44,6 +44,14 @@ class Caching(msgspec.Struct, frozen=True):
     ttl: float | None = None  # seconds after which that goes first; None: as the instance has it
 
 
+class Speculation(msgspec.Struct, frozen=True):
+    """Drafts of the next tokens, looked up in the request's own text (`engine/lookup.py`). Named as in vLLM."""
+
+    num_speculative_tokens: int = 0  # of a draft, at most; 0: there are none
+    prompt_lookup_max: int = 3  # so many of the last tokens are looked for,
+    prompt_lookup_min: int = 1  # and no fewer than so many
+
+
 # ---------------------------------------------------------------- to the engine
 class Submit(msgspec.Struct, tag=True, frozen=True):
     """A new request. `kv_cache`, `header`, `alias`: instance named in the body, the header, the model's name."""
@@ -58,6 +66,7 @@ class Submit(msgspec.Struct, tag=True, frozen=True):
     caching: Caching = Caching()
     sibling_of: str | None = None  # an earlier request with the same prompt, whose computed prompt it may take over
     explain: bool = False  # an Explained is the last that is said of it, if it does not fail
+    speculation: Speculation | None = None  # None: as the settings say
 
 
 class Cancel(msgspec.Struct, tag=True, frozen=True):
@@ -188,6 +197,7 @@ class Tokens(msgspec.Struct, tag=True, frozen=True):
     tokens: list[int]
     finish_reason: str | None = None
     scores: list[TokenScore] | None = None  # one for each token, if they were asked for
+    drafted: int = 0  # guesses that were verified; all of `tokens` but the last one had been among them
 
 
 class Explained(msgspec.Struct, tag=True, frozen=True):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import msgspec
 
@@ -37,6 +37,13 @@ class Admission:
     forked: bool
 
 
+class Draft(NamedTuple):
+    """Guesses at a request's next tokens that were verified in a step."""
+
+    tokens: int
+    accepted: int  # of these, the first ones
+
+
 @dataclass(frozen=True)
 class StepReport:
     """One step of the engine."""
@@ -46,6 +53,7 @@ class StepReport:
     preempted: Mapping[str, int]  # requests, by instance
     failures: Mapping[str, int]  # exceptions in a strategy's code, by instance
     generated: Mapping[str, int]  # tokens drawn, by instance
+    drafts: Mapping[str, Sequence[Draft]]  # by instance
     forked: Mapping[str, int]  # requests that took over a sibling's prompt, by instance
     admitted: Sequence[Admission]
     evicted: Mapping[str, int]  # bytes that had to make room since the step before, by instance
@@ -80,6 +88,8 @@ class RequestRecord(msgspec.Struct, frozen=True):
     miss: str | None  # why no more was found (`cache_strategies.base.Miss`); None: all there could be, or nobody looked
     forked: bool  # it took over a sibling's prompt, so nobody looked for it in the cache
     generated_tokens: int
+    drafted_tokens: int  # guesses at them that were verified,
+    accepted_tokens: int  # and those that came true
     preemptions: int
     kv_bytes: int  # that its text came to, shared blocks counted in full
     queue_seconds: float | None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
@@ -12,6 +12,7 @@ from server.engine.messages import Caching, Failed, Sampling
 
 if TYPE_CHECKING:
     from cache_strategies.base import KVCache, Seat
+    from server.engine.lookup import PromptLookup
 
 
 class RequestError(Exception):
@@ -49,6 +50,7 @@ class Request:
     caching: Caching = field(default_factory=Caching)
     explain: bool = False
     siblings: list[Request] = field(default_factory=list)  # same prompt; itself too, once it is in line
+    lookup: PromptLookup | None = None  # where guesses at its next tokens come from; None: it wants none
     arrival: int = 0  # number of the request; with the priority, its place in line
     seat: Seat | None = None
     cached_tokens: int | None = None  # of the prompt, found in the cache; None until its first row has run
@@ -58,6 +60,8 @@ class Request:
     refused_at: int = -1  # the scheduler's count of changes when it was last asked and found no room; -1: it was not
     passed_over: int = 0  # requests that were admitted while this one, before them in line, had no room
     scored: int = 0  # tokens of the prompt whose log-probabilities have been told
+    drafted_tokens: int = 0  # guesses that were verified,
+    accepted_tokens: int = 0  # and those that came true
     finish_reason: Literal["stop", "length"] | None = None
     prompt_tokens: int = field(init=False)
     times: Times = field(default_factory=lambda: Times(time.monotonic()))
@@ -102,12 +106,29 @@ class Request:
         """Tokens it may take from the cache."""
         return 0 if self.unscored else self.caching.max_cached
 
-    def draw(self, eos_ids: Collection[int]) -> Draw:
-        """How its next token is drawn."""
+    def draft(self, most: int) -> list[int]:
+        """Guesses at its next tokens, `most` of them or fewer, if it decodes and wants any; else none."""
+        if self.lookup is None or not self.generated or self.remaining > 1:
+            return []
+        most = min(most, self.sampling.max_tokens - self.generated - 1)  # behind the last of them one more is drawn
+        return self.lookup.draft(self.tokens, most) if most > 0 else []
+
+    def verified(self, drafted: int, accepted: int) -> None:
+        """So many guesses entered a step, and so many of them came true."""
+        self.drafted_tokens += drafted
+        self.accepted_tokens += accepted
+        if self.lookup is not None:
+            self.lookup.learn(accepted)
+
+    def draws(self, eos_ids: Collection[int], draft: Sequence[int] = ()) -> list[Draw]:
+        """How its next token is drawn, and the one behind each guess of a draft, if all up to there come true."""
+        return [self._draw(eos_ids, draft[:guesses]) for guesses in range(len(draft) + 1)]
+
+    def _draw(self, eos_ids: Collection[int], draft: Sequence[int]) -> Draw:
         sampling, split = self.sampling, self.prompt_tokens
-        text = Text(self.tokens[:split], self.tokens[split:]) if penalises(sampling) else NOTHING
-        banned = self._ends(eos_ids) if self.generated < sampling.min_tokens else ()
-        return Draw(sampling, len(self.tokens), text, banned)
+        text = Text(self.tokens[:split], [*self.tokens[split:], *draft]) if penalises(sampling) else NOTHING
+        banned = self.ends(eos_ids) if self.generated + len(draft) < sampling.min_tokens else ()
+        return Draw(sampling, len(self.tokens) + len(draft), text, banned)
 
     def extend(self, token: int, eos_ids: Collection[int]) -> None:
         """A sampled token; sets finish_reason if it is the last."""
@@ -115,12 +136,12 @@ class Request:
         now = time.monotonic()
         self.times.first_token = self.times.first_token or now
         self.times.last_token = now
-        if token in self._ends(eos_ids):
+        if token in self.ends(eos_ids):
             self.finish_reason = "stop"
         elif self.generated >= self.sampling.max_tokens:
             self.finish_reason = "length"
 
-    def _ends(self, eos_ids: Collection[int]) -> Collection[int]:
+    def ends(self, eos_ids: Collection[int]) -> Collection[int]:
         """Tokens that end its text."""
         if self.sampling.ignore_eos:
             return self.sampling.stop_token_ids

@@ -1,8 +1,8 @@
 """Who computes what in the next step. Knows requests and the host's face of caches; no tensor, no strategy, no socket.
 
 Continuous batching: each step takes one token of every request that decodes, then parts of prompts, within a budget of
-tokens that decoding does not draw on; then admits who waits. A request is preempted by taking its seat: it waits again,
-and recomputes what it had.
+tokens that decoding does not draw on; then admits who waits. What is left of the budget goes to guesses at what those
+who decode will say. A request is preempted by taking its seat: it waits again, and recomputes what it had.
 
 What keeps it moving: a request preempts only those behind it in line, and only if they are not in this step yet; if
 nobody could be scheduled for want of room, the last in line gives way. So the first in line always gets what it needs,
@@ -37,13 +37,16 @@ class Limits(NamedTuple):
     kv_overcommit: float
     max_step_scores: int = 2**62  # tokens of prompts whose log-probabilities are told in one step
     max_passed_over: int = 64  # admissions past a request that has no room, before nobody may pass any more
+    num_speculative_tokens: int = 0  # in a draft of those who do not say how many
+    max_speculative_tokens: int = 16  # that somebody may ask for
 
 
 class Scheduled(NamedTuple):
-    """A request's row of the step."""
+    """A request's row of the step: tokens of its text, and behind its last one guesses at those that follow."""
 
     request: Request
     num_tokens: int
+    draft: Sequence[int] = ()
 
 
 @dataclass
@@ -156,6 +159,7 @@ class Scheduler:
             self._preempt(self.running[-1], step)
         if not step.preempted:
             self._admit(step)
+            self._speculate(step)
         return step.rows, step.preempted
 
     def _advance(self, request: Request, step: _Step) -> None:
@@ -175,6 +179,17 @@ class Scheduler:
                 return
             self._preempt(victim, step)
         step.add(request, num_tokens)
+
+    def _speculate(self, step: _Step) -> None:
+        """What the others have left of the step goes to drafts; nobody waits or gives way for one."""
+        for i, (request, num_tokens, _) in enumerate(step.rows):
+            room = min(step.budget, step.scores, (request.cache.contract.max_row or step.budget + 1) - num_tokens)
+            draft = request.draft(room)
+            assert request.seat is not None
+            if draft and request.cache.grow(request.seat, num_tokens + len(draft)):
+                step.rows[i] = Scheduled(request, num_tokens, draft)
+                step.budget -= len(draft)
+                step.scores -= len(draft)
 
     def _victim(self, request: Request, step: _Step) -> Request | None:
         """Who gives way: the last in line behind `request`, of its own instance and cheap to recompute if possible."""

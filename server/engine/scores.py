@@ -39,12 +39,14 @@ def _on_host(numbers: Tensor, counts: Tensor) -> tuple[list[list[float]], list[l
     return first.contiguous().view(torch.float32).tolist(), second.tolist()
 
 
-def scores_of_some(logits: Tensor, tokens: Sequence[int], tops: Sequence[int | None]) -> list[TokenScore | None]:
-    """As `scores`, with a `top` for each; None for those that want nothing."""
+def scores_of_some(
+    logits: Tensor, rows: Sequence[int], tokens: Sequence[int], tops: Sequence[int | None]
+) -> list[TokenScore | None]:
+    """As `scores`, by the row of the logits and with the `top` of each token; None for those that want nothing."""
     told: list[TokenScore | None] = [None] * len(tokens)
     wanted = {i: top for i, top in enumerate(tops) if top is not None}
     if wanted:
-        found = scores(logits[list(wanted)], [tokens[i] for i in wanted], max(wanted.values()))
+        found = scores(logits[[rows[i] for i in wanted]], [tokens[i] for i in wanted], max(wanted.values()))
         for (i, top), score in zip(wanted.items(), found, strict=True):
             told[i] = msgspec.structs.replace(score, top=score.top[:top])
     return told

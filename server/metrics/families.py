@@ -15,6 +15,7 @@ from typing import Any, Generic, TypeVar, get_args
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Info, Summary
 
 from cache_strategies.base import Blocks, Miss
+from config.settings import LONGEST_DRAFT
 from server.engine.device import DeviceMemory
 from server.engine.report import Outcome, Phase, Role, Wait
 
@@ -81,6 +82,7 @@ ROLE = Label("role", get_args(Role))
 STATUSES = (200, 400, 401, 403, 404, 405, 408, 409, 413, 415, 422, 429, 431, 499, 500, 503, 504)
 OTHER = "other"
 CODE = Label("code", (*map(str, STATUSES), OTHER))
+POSITION = Label("position", tuple(map(str, range(LONGEST_DRAFT))))  # in a draft
 BY = (STRATEGY,)
 
 # ---------------------------------------------------------------- edges: vLLM's, and finer ones below
@@ -166,6 +168,19 @@ WAITING = _as_vllm(
 PREEMPTIONS = _as_vllm(Counter, "num_preemptions", "Seats taken to make room.", BY)
 FAILURES = Family(Counter, "strategy_failures", "Exceptions in a strategy's code.", BY)
 FORKS = Family(Counter, "forks", "Choices that took over the prompt of the first of `n`; they look nothing up.", BY)
+DRAFTS = _as_vllm(
+    Counter, "spec_decode_num_drafts", "Drafts, guesses at a request's next tokens, that were verified.", BY
+)
+DRAFT_TOKENS = _as_vllm(Counter, "spec_decode_num_draft_tokens", "Tokens of these drafts.", BY)
+ACCEPTED_TOKENS = _as_vllm(
+    Counter, "spec_decode_num_accepted_tokens", "Tokens of drafts that came true: each saves a step of its request.", BY
+)
+ACCEPTED_PER_POSITION = _as_vllm(
+    Counter,
+    "spec_decode_num_accepted_tokens_per_pos",
+    "Tokens of drafts that came true, by their position in the draft, from 0.",
+    (STRATEGY, POSITION),
+)
 STEPS = Family(Counter, "steps", "Forward passes; a step serves all strategies.")
 STEP_SECONDS = Family(Histogram, "step_seconds", "Time of a step: scheduling, a forward pass, sampling.", (), PER_TOKEN)
 STEP_ROWS = Family(Histogram, "step_rows", "Sequences in a step.", (), POWERS)

@@ -14,7 +14,7 @@ from prometheus_client.openmetrics.exposition import generate_latest as generate
 
 from cache_strategies.base import Happened
 from server.engine.about import About
-from server.engine.report import Admission, Phase, RequestRecord, StepReport, Wait
+from server.engine.report import Admission, Draft, Phase, RequestRecord, StepReport, Wait
 from server.engine.state import State
 from server.metrics import families as f
 from server.metrics.families import FAMILIES, Family, Label, M
@@ -83,6 +83,8 @@ class Metrics:
             self._observe_all(f.INTER_TOKEN_LATENCY, name, gaps)
         for admission in report.admitted:
             self._observe_admission(admission)
+        for name, drafts in report.drafts.items():
+            self._observe_drafts(name, drafts)
         for name, happened in report.happened.items():
             self._observe_blocks(name, happened)
 
@@ -95,6 +97,14 @@ class Metrics:
             self._at(f.PREFIX_HITS, name).inc(admitted.cached_tokens)
             missed = admitted.prompt_tokens - admitted.cached_tokens
             self._at(f.PREFIX_MISSES, name, admitted.miss or "short").inc(missed)  # the last token always is
+
+    def _observe_drafts(self, name: str, drafts: Sequence[Draft]) -> None:
+        self._at(f.DRAFTS, name).inc(len(drafts))
+        for tokens, accepted in drafts:
+            self._at(f.DRAFT_TOKENS, name).inc(tokens)
+            self._at(f.ACCEPTED_TOKENS, name).inc(accepted)
+            for position in range(accepted):
+                self._at(f.ACCEPTED_PER_POSITION, name, str(position)).inc()
 
     def _observe_blocks(self, name: str, happened: Happened) -> None:
         self._at(f.KV_COPIES, name).inc(happened.copies)

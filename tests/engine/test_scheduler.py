@@ -42,9 +42,9 @@ class Engine:
     def step(self) -> dict[str, int]:
         """Tokens scheduled, by request, in the order of rows."""
         rows, _ = self.scheduler.schedule()
-        for request, num_tokens in rows:
+        for request, num_tokens, _ in rows:
             enter(self.scheduler, request, num_tokens)
-        return {self.names[request]: num_tokens for request, num_tokens in rows}
+        return {self.names[request]: num_tokens for request, num_tokens, _ in rows}
 
 
 def enter(scheduler: Scheduler, request: Request, num_tokens: int) -> None:
@@ -295,15 +295,15 @@ class Watched:
         prefilling = [row for row in rows if row.request not in decoding]
         assert not left_out or not prefilling or self.memory.free == 0, "a prompt came before who decodes"
         for row in rows:
-            enter(scheduler, *row)
+            enter(scheduler, row.request, row.num_tokens)
 
     def _check_rows(self, rows: Sequence[Scheduled]) -> None:
         limits = self.engine.scheduler.limits
-        prompts = sum(num_tokens for request, num_tokens in rows if request.remaining > 1)
+        prompts = sum(num_tokens for request, num_tokens, _ in rows if request.remaining > 1)
         assert prompts <= limits.max_step_tokens
         assert len(self.engine.scheduler.running) <= limits.max_num_seqs
         assert len({row.request for row in rows}) == len(rows)
-        for request, num_tokens in rows:
+        for request, num_tokens, _ in rows:
             assert isinstance(request.seat, FakeSeat)
             assert 0 < num_tokens <= min(request.remaining, request.cache.contract.max_row or num_tokens)
             assert request.seat.held >= request.cache.bytes_for(request.seat.length + num_tokens)

@@ -125,4 +125,4 @@ def test_json_has_no_infinity() -> None:
     logits = torch.tensor([[0.0, -torch.inf, 1.0]])
     told = scores(logits, [1], top=9)[0]
     assert (told.logprob, told.rank, told.top[-1]) == (LOWEST, 3, (1, LOWEST))
-    assert scores_of_some(logits, [1], [None]) == [None]
+    assert scores_of_some(logits, [0], [1], [None]) == [None]

@@ -11,7 +11,7 @@ from cache_strategies.base import Blocks, Happened, Usage
 from kernels.table import OPS
 from server.api.health import OPENMETRICS
 from server.engine.device import DeviceMemory
-from server.engine.report import Admission, StepPart
+from server.engine.report import Admission, Draft, StepPart
 from server.metrics.families import MISS, OUTCOME, WAIT
 from server.metrics.registry import Metrics
 from tests.metrics.made_up import INSTANCES, new_metrics, record, state, step
@@ -37,7 +37,7 @@ def busy_metrics() -> Metrics:
 def happen(metrics: Metrics) -> None:
     """A step and some requests, the same for every strategy: of 10 tokens 6 are found, each outcome comes once.
 
-    Half of the step's time is its operations'.
+    Of two drafts of 3 tokens one comes true, and a third of the other. Half of the step's time is its operations'.
     """
     every = dict.fromkeys(INSTANCES, 1)
     metrics.observe_step(
@@ -46,6 +46,7 @@ def happen(metrics: Metrics) -> None:
             preempted=every,
             failures=every,
             forked=every,
+            drafts={name: [Draft(3, 3), Draft(3, 1)] for name in INSTANCES},
             evicted=every,
             gaps={name: [0.02, 0.03] for name in INSTANCES},
             admitted=[

@@ -21,11 +21,12 @@ from server.metrics.dashboards.panels import (
     facts,
     lines,
 )
-from server.metrics.dashboards.promql import each, highest, mean, now, quantile, rate
+from server.metrics.dashboards.promql import each, highest, mean, now, quantile, rate, ratio, ratio_to_all
 from server.metrics.dashboards.shares import hit_rate
 from server.metrics.families import Family
 
 BY = each(f.STRATEGY)
+ACCEPTED, DRAFTS = rate(f.ACCEPTED_TOKENS, f.STRATEGY), rate(f.DRAFTS, f.STRATEGY)
 
 
 def strategies() -> Dashboard:
@@ -59,6 +60,19 @@ def strategies() -> Dashboard:
                 lines("Hit rate", SHARE, {BY: hit_rate(f.STRATEGY)}),
                 lines("KV memory used", BYTES, {BY: now(f.KV_BYTES, f.STRATEGY, where={f.KV_STATE: "used"})}),
                 lines("KV memory used of the limit", SHARE, {BY: highest(f.KV_USAGE, f.STRATEGY)}),
+            ],
+            "Speculation": [
+                lines("Tokens of a step with a draft, mean", NUMBER, {BY: f"1 + {ratio(ACCEPTED, DRAFTS)}"}, width=6),
+                lines(
+                    "Guesses that came true", SHARE, {BY: ratio(ACCEPTED, rate(f.DRAFT_TOKENS, f.STRATEGY))}, width=6
+                ),
+                rates("Guesses verified", TOKENS_A_SECOND, f.DRAFT_TOKENS, width=6),
+                lines(
+                    "Drafts that came true up to a position",
+                    SHARE,
+                    {each(f.POSITION): ratio_to_all(rate(f.ACCEPTED_PER_POSITION, f.POSITION), rate(f.DRAFTS))},
+                    width=6,
+                ),
             ],
             "Trouble": [
                 rates("Preemptions", TIMES_A_SECOND, f.PREEMPTIONS),
