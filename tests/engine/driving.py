@@ -79,9 +79,10 @@ class Heard:
                 assert self.admitted is not None, "scores before admission"
                 assert not self.tokens, "the prompt scored after it"
                 self.prompt_scores += scores
-            case Tokens(_, tokens, finish_reason, scores):
+            case Tokens(_, tokens, finish_reason, scores, drafted):
                 assert self.admitted is not None, "tokens before admission"
                 assert tokens or finish_reason
+                assert len(tokens) <= drafted + 1
                 assert scores is None or [score.token for score in scores] == tokens
                 self.tokens += tokens
                 self.scores += scores or []
@@ -107,7 +108,7 @@ class Driver:
 
         Greedy and without end token unless they say otherwise.
         """
-        names = ("kv_cache", "header", "alias", "priority", "explain", "sibling_of")
+        names = ("kv_cache", "header", "alias", "priority", "explain", "sibling_of", "speculation")
         ours = {key: options.pop(key) for key in names if key in options}
         caching = {key: options.pop(key) for key in ("salt", "max_cached", "ttl") if key in options}
         ours["caching"] = Caching(**caching, priority=options.pop("kept", 0))

@@ -1,0 +1,24 @@
+"""A stand-in for the lookup of drafts: it knows what the text will be, and is wrong as often as a test wants."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+
+
+class Guessing:
+    """Guesses from the whole text that is to come; each guess is right with a certain chance."""
+
+    def __init__(self, whole: Sequence[int], *, count: int, right: float = 0.8, seed: int = 0) -> None:
+        self._whole, self._count, self._right = list(whole), count, right
+        self._random = random.Random(seed)
+        self.learned: list[int] = []
+
+    def draft(self, text: Sequence[int], most: int) -> list[int]:
+        assert list(text) == self._whole[: len(text)], "the text is not what it should be"
+        assert most > 0
+        ahead = self._whole[len(text) :][: min(most, self._count)]
+        return [token if self._random.random() < self._right else token + 1 for token in ahead]
+
+    def learn(self, accepted: int) -> None:
+        self.learned.append(accepted)
