@@ -250,7 +250,7 @@ class Core:
             if num_tokens == request.remaining
         ]
         taken = self._drawn(turns, logits)
-        batch.commit([s.num_tokens + (taken[s.request].accepted if s.draft else 0) for s in scheduled])
+        _commit(scheduled, batch, taken)
         events: list[Event] = []
         for (request, _, _), count, end in zip(scheduled, batch.logit_counts, ends, strict=True):
             if request.cached_tokens is None:
@@ -347,6 +347,14 @@ def _work(scheduled: Scheduled) -> Work:
     tokens = [*request.tokens[first : first + num_tokens], *draft]
     logits = num_tokens if request.unscored else int(num_tokens == request.remaining) + len(draft)
     return Work(request.cache, Row(request.seat, len(tokens)), tokens, logits)
+
+
+def _commit(scheduled: Sequence[Scheduled], batch: Batch, taken: Mapping[Request, Taken]) -> None:
+    """Guesses that came true have entered; the others never have, and their room is free again."""
+    batch.commit([s.num_tokens + (taken[s.request].accepted if s.draft else 0) for s in scheduled])
+    for request in (s.request for s in scheduled if s.draft):
+        assert request.seat is not None
+        request.cache.crop(request.seat, request.seat.length)
 
 
 def _score(request: Request, logits: Tensor) -> Event:

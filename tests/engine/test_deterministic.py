@@ -17,6 +17,7 @@ from server.engine.build import build_engine
 from server.engine.messages import TokenScore
 from server.models.directory import locate
 from tests.engine.driving import Driver, strategies
+from tests.engine.guessing import Guessing
 from tests.engine.reference import random_prompt
 from tests.models.random_models import save_random
 
@@ -80,7 +81,17 @@ def preempted(driver: Driver, instance: str) -> None:
         driver.preempt("it")
 
 
-WAYS: list[Callable[[Driver, str], None]] = [in_a_crowd, cut_small, after_itself, preempted]
+def with_guesses(driver: Driver, instance: str) -> None:
+    """Of which some come true: the text without them is known by then, and three guesses of ten are wrong."""
+    driver.submit("before", PROMPT, COUNT, kv_cache=instance, temperature=0.8, seed=3)
+    driver.run()
+    asked(driver, instance)
+    whole = [*PROMPT, *driver.heard["before"].tokens]
+    driver.request("it").lookup = Guessing(whole, count=4, right=0.7)  # type: ignore[assignment]
+    others(driver, instance)
+
+
+WAYS: list[Callable[[Driver, str], None]] = [in_a_crowd, cut_small, after_itself, preempted, with_guesses]
 
 
 def served(

@@ -1,8 +1,8 @@
 """Random histories in tiny memory: the books always add up, and whoever is answered is answered rightly.
 
-Prompts arrive, for several tenants and with several choices; they are cancelled; strategies fail; an operator clears,
-pins and shares memory otherwise. Texts have beginnings in common, instances have blocks of several sizes, priorities
-cross. A history ends by letting everybody finish.
+Prompts arrive, for several tenants, with several choices, with guesses at what they will say; they are cancelled;
+strategies fail; an operator clears, pins and shares memory otherwise. Texts have beginnings in common, instances have
+blocks of several sizes, priorities cross. A history ends by letting everybody finish.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from server.engine.admin import obey
 from server.engine.messages import Clear, Inspect, PinPrefix, Sampling, Share, Unpin
 from server.engine.request import RequestError
 from tests.engine.driving import Driver, Heard, least_memory, strategies
+from tests.engine.guessing import Guessing
 from tests.engine.reference import Reference, random_prompt
 from tests.engine.test_failures import LAST_LAYER, break_attend
 
@@ -56,6 +57,7 @@ class Arrival(NamedTuple):
     drawn: bool
     choices: int
     caching: dict[str, Any]
+    guesses: int  # of a draft; some are wrong
 
 
 class Cancellation(NamedTuple):
@@ -104,6 +106,7 @@ ARRIVALS = st.builds(
     st.booleans(),
     st.sampled_from([1, 1, 1, 2, 4]),
     CACHING,
+    st.sampled_from([0, 0, 1, 4]),
 )
 SHARES = st.sampled_from([None, "0%", "5%", "30%", "60%", "100%"])
 ORDERS = (
@@ -173,13 +176,14 @@ class History:
             assert (heard.tokens, heard.finish_reason) == (expected, "length"), arrival
 
     def _arrive(self, arrival: Arrival) -> None:
-        prompt, instance, max_tokens, priority, _, choices, caching = arrival
+        prompt, instance, max_tokens, priority, _, choices, caching, guesses = arrival
         head = f"{len(self._arrivals)}.0"
         self._arrivals.append(arrival)
         for choice in range(choices):
             sampling = _sampling(arrival, choice)
-            self._driver.submit(
-                f"{len(self._arrivals) - 1}.{choice}",
+            name = f"{len(self._arrivals) - 1}.{choice}"
+            heard = self._driver.submit(
+                name,
                 PROMPTS[prompt],
                 max_tokens,
                 kv_cache=instance,
@@ -190,6 +194,10 @@ class History:
                 seed=sampling.seed,
                 **caching,
             )
+            if guesses and heard.failed is None:
+                whole = PROMPTS[prompt] + self._expected(arrival, choice)
+                guessing = Guessing(whole, count=guesses, seed=len(self._arrivals))
+                self._driver.request(name).lookup = guessing  # type: ignore[assignment]
 
     def _expected(self, arrival: Arrival, choice: int) -> list[int]:
         prompt, instance, max_tokens = arrival[:3]

@@ -47,12 +47,12 @@ class Engine:
         return {self.names[request]: num_tokens for request, num_tokens, _ in rows}
 
 
-def enter(scheduler: Scheduler, request: Request, num_tokens: int) -> None:
-    """The row has run."""
+def enter(scheduler: Scheduler, request: Request, num_tokens: int, accepted: int = 0) -> None:
+    """The row has run, and so many guesses came true."""
     assert request.seat is not None
     at_end = num_tokens == request.remaining
-    request.seat.length += num_tokens
-    if at_end:
+    request.seat.length += num_tokens + accepted
+    for _ in range(accepted + 1 if at_end else 0):
         request.extend(TOKEN, eos_ids=())
     if request.finish_reason:
         scheduler.remove(request)
@@ -248,6 +248,69 @@ def test_what_can_never_run_is_refused_before_it_takes_a_place() -> None:
     assert caught.value.status == 429
 
 
+# -------------------------------------------------------------------- drafts
+class Sevens:
+    """Guesses that every token will be the one that comes."""
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+
+    def draft(self, text: Sequence[int], most: int) -> list[int]:
+        assert most > 0
+        return [TOKEN] * min(most, self.count)
+
+    def learn(self, accepted: int) -> None:
+        """Nothing."""
+
+
+def decoding(engine: Engine, name: str, cache: KVCache, prompt: int, max_tokens: int, guesses: int) -> Request:
+    """A request that has its first token, and from now on guesses."""
+    request = engine.submit(name, cache, prompt, max_tokens)
+    engine.step()
+    request.lookup = Sevens(guesses)  # type: ignore[assignment]
+    return request
+
+
+def drafts(engine: Engine) -> dict[str, int]:
+    rows, preempted = engine.scheduler.schedule()
+    assert not preempted
+    return {engine.names[row.request]: len(row.draft) for row in rows}
+
+
+def test_a_draft_comes_behind_the_last_token_of_a_text() -> None:
+    engine, memory = Engine(), Memory(1000)
+    decoding(engine, "all", FakeCache("a", memory), 3, 20, guesses=4)
+    decoding(engine, "ring", FakeCache("ring", memory, max_row=3), 3, 20, guesses=4)
+    decoding(engine, "end", FakeCache("b", memory), 3, 4, guesses=4)
+    engine.submit("prompt", FakeCache("c", memory), 2).lookup = Sevens(4)  # type: ignore[assignment]
+    assert drafts(engine) == {"all": 4, "ring": 2, "end": 2, "prompt": 0}
+
+
+def test_drafts_take_what_is_left_of_a_step() -> None:
+    engine, cache = Engine(max_step_tokens=9, max_num_seqs=9), FakeCache("a", Memory(1000))
+    decoding(engine, "first", cache, 3, 20, guesses=3)
+    decoding(engine, "second", cache, 3, 20, guesses=3)
+    engine.submit("prompt", cache, 5)
+    assert drafts(engine) == {"first": 3, "second": 1, "prompt": 0}
+
+
+def test_drafts_take_no_more_logits_than_a_step_has_room_for() -> None:
+    engine, cache = Engine(max_step_scores=2), FakeCache("a", Memory(1000))
+    decoding(engine, "first", cache, 3, 20, guesses=4)
+    decoding(engine, "second", cache, 3, 20, guesses=4)
+    assert drafts(engine) == {"first": 2, "second": 0}
+
+
+def test_nobody_gives_way_for_a_draft() -> None:
+    engine, cache = Engine(), FakeCache("a", Memory(12), lazy=True)
+    requests = [engine.submit(name, cache, 4, 6) for name in ("first", "second")]
+    engine.step()
+    for request in requests:
+        request.lookup = Sevens(3)  # type: ignore[assignment]
+    assert drafts(engine) == {"first": 0, "second": 0}, "there is room for 4 more tokens, of which the two take 2"
+    assert len(engine.scheduler.running) == 2
+
+
 # -------------------------------------------------------------------- any load
 class Load(NamedTuple):
     """A request of a random load."""
@@ -257,10 +320,19 @@ class Load(NamedTuple):
     max_tokens: int
     priority: int
     pause: int  # steps before it comes
+    guesses: int
 
 
 LOADS = st.lists(
-    st.builds(Load, st.integers(0, 4), st.integers(1, 20), st.integers(1, 6), st.integers(0, 2), st.integers(0, 4)),
+    st.builds(
+        Load,
+        st.integers(0, 4),
+        st.integers(1, 20),
+        st.integers(1, 6),
+        st.integers(0, 2),
+        st.integers(0, 4),
+        st.sampled_from([0, 0, 3]),
+    ),
     min_size=1,
     max_size=20,
 )
@@ -295,7 +367,7 @@ class Watched:
         prefilling = [row for row in rows if row.request not in decoding]
         assert not left_out or not prefilling or self.memory.free == 0, "a prompt came before who decodes"
         for row in rows:
-            enter(scheduler, row.request, row.num_tokens)
+            enter(scheduler, row.request, row.num_tokens, accepted=len(row.draft) // 2)
 
     def _check_rows(self, rows: Sequence[Scheduled]) -> None:
         limits = self.engine.scheduler.limits
@@ -303,10 +375,14 @@ class Watched:
         assert prompts <= limits.max_step_tokens
         assert len(self.engine.scheduler.running) <= limits.max_num_seqs
         assert len({row.request for row in rows}) == len(rows)
-        for request, num_tokens, _ in rows:
+        assert prompts + sum(len(row.draft) for row in rows) <= limits.max_step_tokens
+        for request, num_tokens, draft in rows:
             assert isinstance(request.seat, FakeSeat)
-            assert 0 < num_tokens <= min(request.remaining, request.cache.contract.max_row or num_tokens)
-            assert request.seat.held >= request.cache.bytes_for(request.seat.length + num_tokens)
+            entering = num_tokens + len(draft)
+            assert 0 < num_tokens <= request.remaining
+            assert entering <= (request.cache.contract.max_row or entering)
+            assert request.generated + len(draft) < request.sampling.max_tokens
+            assert request.seat.held >= request.cache.bytes_for(request.seat.length + entering)
 
 
 @settings(max_examples=80, deadline=None, derandomize=True, database=None)
@@ -321,6 +397,8 @@ def test_any_load_keeps_the_limits_and_comes_to_an_end(
             watched.step()
         cache = watched.caches[load.cache]
         requests.append(watched.engine.submit(str(i), cache, load.prompt, load.max_tokens, load.priority))
+        if load.guesses:
+            requests[-1].lookup = Sevens(load.guesses)  # type: ignore[assignment]
     for _ in range(60 * len(loads)):
         watched.step()
     assert [request.finish_reason for request in requests] == ["length"] * len(loads)
