@@ -125,6 +125,7 @@ def test_a_message_may_go_on(engine: FakeEngine, http: httpx.Client) -> None:
         ({"prompt": "x"}, "prompt"),
         ({"stream_options": {"include_usage": True}}, "stream_options"),
         ({"n": 129}, "n"),
+        ({"speculative_config": {"num_speculative_tokens": -1}}, "speculative_config.num_speculative_tokens"),
     ],
 )
 def test_refused(engine: FakeEngine, http: httpx.Client, change: dict[str, Any], param: str) -> None:

@@ -11,7 +11,7 @@ from pydantic import BaseModel
 from server.api.admin import ClearRequest, PinRequest, ShareRequest
 from server.api.chat import ChatRequest
 from server.api.completions import CompletionRequest
-from server.api.schemas import StreamOptions
+from server.api.schemas import SpeculativeConfig, StreamOptions
 from server.api.tokenize import DetokenizeRequest, TokenizeRequest
 
 DOCUMENT = (Path(__file__).parents[2] / "docs" / "api.md").read_text()
@@ -19,6 +19,7 @@ BODIES = (
     CompletionRequest,
     ChatRequest,
     StreamOptions,
+    SpeculativeConfig,
     TokenizeRequest,
     DetokenizeRequest,
     ShareRequest,

@@ -17,6 +17,7 @@ from tests.api.fake_engine import FakeEngine, fails
 from tests.api.raw import answer_to, get, post
 
 # Beside those of tests/api/hostile.py.
+DRAFTS = {"num_speculative_tokens": 3}
 REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"model": 1}, "model"),
     ({"prompt": None}, "prompt"),
@@ -87,6 +88,14 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"stop_token_ids": [True]}, "stop_token_ids[0]"),
     ({"truncate_prompt_tokens": 0}, "truncate_prompt_tokens"),
     ({"request_id": "two words"}, "request_id"),
+    ({"speculative_config": 3}, "speculative_config"),
+    ({"speculative_config": {}}, "speculative_config.num_speculative_tokens"),
+    ({"speculative_config": DRAFTS | {"num_speculative_tokens": 17}}, "speculative_config.num_speculative_tokens"),
+    ({"speculative_config": DRAFTS | {"num_speculative_tokens": True}}, "speculative_config.num_speculative_tokens"),
+    ({"speculative_config": DRAFTS | {"method": "eagle"}}, "speculative_config.method"),
+    ({"speculative_config": DRAFTS | {"model": "small"}}, "speculative_config.model"),
+    ({"speculative_config": DRAFTS | {"prompt_lookup_max": 0}}, "speculative_config.prompt_lookup_max"),
+    ({"speculative_config": DRAFTS | {"prompt_lookup_min": 4}}, "speculative_config.prompt_lookup_min"),
     ({"spaces_between_special_tokens": False}, "spaces_between_special_tokens"),
     ({"response_format": {"type": "json_object"}}, "response_format"),
     ({"temprature": 1}, "temprature"),

@@ -9,7 +9,7 @@ import httpx
 import openai
 import pytest
 
-from server.engine.messages import FromEngine, PromptScores, Sampling, Submit, Tokens
+from server.engine.messages import FromEngine, PromptScores, Sampling, Speculation, Submit, Tokens
 from tests.api.asking import GOOD, Words, chunks
 from tests.api.fake_engine import FakeEngine, admitted, says, score, scores
 from tests.text.tiny import BOS, EOS, byte_level
@@ -47,6 +47,39 @@ def test_everything_about_sampling_reaches_the_engine(engine: FakeEngine, http: 
         logprobs=2,
     )
     assert (second.sampling.seed, second.sibling_of) == (6, first.request_id)
+
+
+@pytest.mark.parametrize(
+    ("sent", "expected"),
+    [
+        (None, None),
+        ({"num_speculative_tokens": 0}, Speculation(0)),
+        ({"num_speculative_tokens": 4, "method": "ngram"}, Speculation(4, 3, 1)),
+        ({"num_speculative_tokens": 16, "prompt_lookup_max": 5, "prompt_lookup_min": 2}, Speculation(16, 5, 2)),
+    ],
+)
+def test_guesses_are_asked_for(
+    engine: FakeEngine, http: httpx.Client, sent: dict[str, Any] | None, expected: Speculation | None
+) -> None:
+    ask(http, speculative_config=sent, n=2)
+    assert [submit.speculation for submit in engine.all(Submit)] == [expected] * 2
+
+
+@pytest.mark.parametrize(("stop", "text", "count"), [("never", "hello", 5), ("l", "he", 3), ("el", "h", 3)])
+def test_several_tokens_may_come_at_once(
+    engine: FakeEngine, http: httpx.Client, words: Words, stop: str, text: str, count: int
+) -> None:
+    """A stop string ends the text among them."""
+
+    def script(submit: Submit) -> list[list[FromEngine]]:
+        name, tokens = submit.request_id, [token for letter in "hello" for token in words(letter)]
+        return [[admitted(submit), Tokens(name, tokens[:1])], [Tokens(name, tokens[1:], "length", None, 4)]]
+
+    engine.script = script
+    told = ask(http, stop=stop)
+    assert told["choices"][0]["text"] == text
+    assert told["usage"]["completion_tokens"] == count
+    assert "".join(chunk["choices"][0]["text"] for chunk in streamed(http, stop=stop)) == text
 
 
 def test_several_prompts_have_choices_in_their_order(engine: FakeEngine, http: httpx.Client, words: Words) -> None:

@@ -66,6 +66,21 @@ def test_what_the_engine_says_is_told(engine: FakeEngine, http: httpx.Client, wo
     assert "2 (1 cached) + 1 tokens" in line("told").getMessage()
 
 
+def test_guesses_are_told_if_there_were_any(engine: FakeEngine, http: httpx.Client, words: Words, line: Line) -> None:
+    def script(submit: Submit) -> list[list[Any]]:
+        name, tokens = submit.request_id, [token for letter in "hello" for token in words(letter)]
+        drafted = [Tokens(name, tokens[1:4], None, None, 4), Tokens(name, tokens[4:], "length", None, 1)]
+        return [[Admitted(name, "paged", "default", 0), Tokens(name, tokens[:1])], drafted]
+
+    engine.script = script
+    assert ask(http, "guessed").status_code == 200
+    told = fields_of(line("guessed"))
+    assert (told["drafted_tokens"], told["accepted_tokens"], told["generated_tokens"]) == (5, 2, 5)
+    engine.script = says(words("hello"))
+    assert ask(http, "unguessed").status_code == 200
+    assert "drafted_tokens" not in fields_of(line("unguessed"))
+
+
 @pytest.mark.parametrize(("status", "level"), [(429, logging.INFO), (500, logging.ERROR), (503, logging.WARNING)])
 def test_who_has_to_hear_of_it(engine: FakeEngine, http: httpx.Client, line: Line, status: int, level: int) -> None:
     engine.script = fails(status, "no luck", "some_code")

@@ -144,6 +144,8 @@ def test_a_file_is_utf8_whatever_the_locale(tmp_path: Path) -> None:
         ("queue_timeout = 0", "queue_timeout (from {file}): Input should be greater than 0"),
         ("request_timeout = inf", "request_timeout (from {file}): Input should be less than or equal to 604800"),
         ("drain_seconds = nan", "drain_seconds (from {file}): "),
+        ("num_speculative_tokens = 17", "num_speculative_tokens (from {file}): Input should be less than or equal to"),
+        ("num_speculative_tokens = 3\nmax_speculative_tokens = 2", "num_speculative_tokens 3 is more than max_specul"),
         ("port = ", "{file} is no TOML: "),
     ],
 )  # fmt: skip

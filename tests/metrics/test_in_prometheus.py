@@ -61,8 +61,8 @@ def test_panels_show_what_happened(prometheus: Prometheus) -> None:
     assert ask(prometheus, "KV memory used", "kvmux-strategies") == dict.fromkeys(INSTANCES, 300)
     assert ask(prometheus, "Held, by state", "kvmux-memory") == {"used": 600, "idle": 400, "wasted": 200}
     assert ask(prometheus, "Fullest strategy", "kvmux-overview") == {"": pytest.approx(0.3)}
-    of_a_step = "Tokens of a step with a draft, mean"
-    assert ask(prometheus, of_a_step, "kvmux-strategies") == dict.fromkeys(INSTANCES, pytest.approx(3))
+    of_a_draft = "Guesses of a draft that came true, mean"
+    assert ask(prometheus, of_a_draft, "kvmux-strategies") == dict.fromkeys(INSTANCES, pytest.approx(2))
     came_true = ask(prometheus, "Drafts that came true up to a position", "kvmux-strategies")
     assert [came_true[position] for position in "0123"] == [1, 0.5, 0.5, 0]
     steps = ask(prometheus, "In a step, mean", "kvmux-engine")

@@ -9,9 +9,10 @@ from prometheus_client.openmetrics.parser import text_string_to_metric_families 
 from prometheus_client.parser import text_string_to_metric_families
 
 from cache_strategies.base import Blocks, Happened, Usage
+from config.settings import LONGEST_DRAFT
 from server.engine.about import about
 from server.engine.device import DeviceMemory
-from server.engine.report import Admission, StepPart
+from server.engine.report import Admission, Draft, StepPart
 from server.engine.state import state_of
 from server.metrics.families import FAMILIES, KV_STATE, OUTCOME, STRATEGY, WAIT, table
 from server.metrics.registry import Metrics
@@ -247,6 +248,20 @@ def test_operations_are_told_by_who_computed_them_and_for_what(part: StepPart, p
     assert sum(v for (name, _), v in samples.items() if name == "kvmux_kernel_seconds_count") == 1
     assert at(samples, "kvmux_kernel_fallback", op="rope") == 1
     assert at(samples, "kvmux_kernel_fallback", op="attend") == 0
+
+
+def test_drafts_count_with_what_came_true_of_them() -> None:
+    metrics = new_metrics()
+    metrics.observe_step(step(drafts={"paged": [Draft(4, 2), Draft(1, 0)], "contiguous": [Draft(3, 3)]}))
+    metrics.observe_step(step(drafts={"paged": [Draft(2, 1)]}))
+    samples = scrape(metrics)
+    for instance, drafts, tokens, came_true in (("paged", 3, 7, [2, 1]), ("contiguous", 1, 3, [1, 1, 1])):
+        assert at(samples, "kvmux_spec_decode_num_drafts_total", strategy=instance) == drafts
+        assert at(samples, "kvmux_spec_decode_num_draft_tokens_total", strategy=instance) == tokens
+        assert at(samples, "kvmux_spec_decode_num_accepted_tokens_total", strategy=instance) == sum(came_true)
+        name = "kvmux_spec_decode_num_accepted_tokens_per_pos_total"
+        counts = [at(samples, name, strategy=instance, position=str(i)) for i in range(LONGEST_DRAFT)]
+        assert counts == came_true + [0] * (LONGEST_DRAFT - len(came_true))
 
 
 def test_what_does_not_change_is_told_in_labels() -> None:

@@ -90,6 +90,8 @@ async def client(http: httpx.AsyncClient, number: int, told: Told) -> None:
         else:
             prompt = COMMON[: draw.choice((0, 40, 70, 110))] + own
             body |= {"prompt": prompt, "max_tokens": draw.choice((1, 20, 80))}
+            if i == 1:  # the likeliest tokens, which repeat themselves
+                body |= {"temperature": 0, "speculative_config": {"num_speculative_tokens": 4}}
             await ask(http, body | {"n": 1 + i % 3, "explain": True}, told)
 
 
@@ -209,6 +211,9 @@ def test_counters_are_the_sums_of_the_records(seen: Seen) -> None:
     for name, records, what in (
         ("requests", everybody, lambda _: 1),
         ("generation_tokens", everybody, lambda r: r.generated_tokens),
+        ("spec_decode_num_draft_tokens", everybody, lambda r: r.drafted_tokens),
+        ("spec_decode_num_accepted_tokens", everybody, lambda r: r.accepted_tokens),
+        ("spec_decode_num_accepted_tokens_per_pos", everybody, lambda r: r.accepted_tokens),
         ("num_preemptions", everybody, lambda r: r.preemptions),
         ("prompt_tokens", admitted, lambda r: r.prompt_tokens),
         ("prompt_tokens_cached", admitted, lambda r: r.cached_tokens),

@@ -62,7 +62,7 @@ def strategies() -> Dashboard:
                 lines("KV memory used of the limit", SHARE, {BY: highest(f.KV_USAGE, f.STRATEGY)}),
             ],
             "Speculation": [
-                lines("Tokens of a step with a draft, mean", NUMBER, {BY: f"1 + {ratio(ACCEPTED, DRAFTS)}"}, width=6),
+                lines("Guesses of a draft that came true, mean", NUMBER, {BY: ratio(ACCEPTED, DRAFTS)}, width=6),
                 lines(
                     "Guesses that came true", SHARE, {BY: ratio(ACCEPTED, rate(f.DRAFT_TOKENS, f.STRATEGY))}, width=6
                 ),
