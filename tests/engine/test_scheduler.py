@@ -282,7 +282,7 @@ def test_a_draft_comes_behind_the_last_token_of_a_text() -> None:
     decoding(engine, "all", FakeCache("a", memory), 3, 20, guesses=4)
     decoding(engine, "ring", FakeCache("ring", memory, max_row=3), 3, 20, guesses=4)
     decoding(engine, "end", FakeCache("b", memory), 3, 4, guesses=4)
-    engine.submit("prompt", FakeCache("c", memory), 2).lookup = Sevens(4)  # type: ignore[assignment]
+    engine.submit("prompt", FakeCache("c", memory), 1).lookup = Sevens(4)  # type: ignore[assignment]
     assert drafts(engine) == {"all": 4, "ring": 2, "end": 2, "prompt": 0}
 
 

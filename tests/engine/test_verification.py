@@ -55,7 +55,7 @@ def test_what_is_no_number_counts_only_where_the_text_gets_to(tokens: list[int |
 
 # -------------------------------------------------------------------- draws
 def request(prompt: list[int], output: list[int], **sampling: object) -> Request:
-    made = Request((0, "r"), prompt, Sampling(30, **sampling), FakeCache("a", Memory(1)), "")  # type: ignore[arg-type]
+    made = Request((0, "r"), [*prompt], Sampling(30, **sampling), FakeCache("a", Memory(1)), "")  # type: ignore[arg-type]
     made.tokens += output
     return made
 
@@ -76,10 +76,10 @@ def one_by_one(prompt: list[int], count: int, **sampling: object) -> list[int]:
 
 PROMPT = [3, 1, 4, 1, 5]
 WAYS: dict[str, dict[str, object]] = {
-    "greedy": {"temperature": 0.0},
+    "greedy": {"temperature": 0.0, "ignore_eos": True},
     "drawn": {"temperature": 0.9, "top_k": 6, "seed": 5},
-    "penalties": {"temperature": 0.0, "frequency_penalty": 0.8, "presence_penalty": 0.6},
-    "repetition": {"temperature": 0.7, "repetition_penalty": 1.9, "seed": 2},
+    "penalties": {"temperature": 0.0, "frequency_penalty": 0.8, "presence_penalty": 0.6, "ignore_eos": True},
+    "repetition": {"temperature": 0.7, "repetition_penalty": 1.9, "seed": 2, "ignore_eos": True},
     "late end": {"temperature": 1.5, "min_tokens": 9, "seed": 3},
     "wanted end": {"temperature": 0.0, "min_tokens": 4, "logit_bias": ((EOS, 9.0),)},
     "bias": {"temperature": 0.5, "logit_bias": ((2, 3.0), (EOS, -100.0)), "seed": 4},
@@ -91,6 +91,7 @@ WAYS: dict[str, dict[str, object]] = {
 def test_a_text_goes_on_as_it_would_have_without_guesses(way: str, wrong: int | None) -> None:
     """All guesses are right but the one at `wrong`."""
     sampling, text = WAYS[way], one_by_one(PROMPT, 18, **WAYS[way])
+    assert len(text) > 4
     for known in range(1, len(text) - 3):
         guesses = text[known : known + 3]
         if wrong is not None:
