@@ -20,10 +20,13 @@ from typing import NamedTuple
 
 from torch import Tensor
 
+from kernels import sampling as plain
 from server.engine.messages import TokenScore
 from server.engine.request import Request
 from server.engine.sampler import sample
 from server.engine.scores import scores_of_some
+
+Operation = Callable[[Tensor, Tensor], Tensor]  # a backend's `Ops.sample`
 
 
 class Turn(NamedTuple):
@@ -51,9 +54,9 @@ class Taken(NamedTuple):
 
 
 def drawn(
-    turns: Sequence[Turn], logits: Tensor, eos_ids: Collection[int], operation: Callable[[Tensor, Tensor], Tensor]
+    turns: Sequence[Turn], logits: Tensor, eos_ids: Collection[int], operation: Operation = plain.sample
 ) -> dict[Request, Taken]:
-    """What each text goes on with, from the logits [K, V] of the step; drawn by `operation`, an `Ops.sample`."""
+    """What each text goes on with, from the logits [K, V] of the step; drawn by `operation`."""
     if not turns:
         return {}
     rows = [row for turn in turns for row in turn.rows]
