@@ -39,17 +39,20 @@ void multiply(const Product& product, typename Product::Session& session, int64_
         next = std::min(last, panel / PANELS * PANELS + PANELS);
         product.add(session, panel, next - panel, tile, std::min(tiles, tile + chunk), sums + (panel - first) * size);
       }
-    for (int64_t panel = first; panel < last; ++panel) put(panel, sums + (panel - first) * size);
+    put(first, last, sums);
   }
 }
 
-// Up to a panel of numbers of y.
+// Up to two panels of a row of y, whose sums lie `apart`.
 template <typename X>
-void put_panel(const float* sums, const float* added, X* to, int64_t count) {
-  if (count == PANEL)
-    for (int64_t i = 0; i < PANEL; i += W) store(load(sums + i) + load(added + i), to + i);
+void put_pair(const float* sums, int64_t apart, const float* added, X* to, int64_t count) {
+  if (count == PAIR * PANEL)
+    for (int64_t i = 0; i < PAIR * PANEL; i += 2 * W) {
+      const auto sum = [&](int64_t j) { return load(sums + j / PANEL * apart + j % PANEL) + load(added + j); };
+      store(sum(i), sum(i + W), to + i);
+    }
   else
-    for (int64_t i = 0; i < count; ++i) to[i] = static_cast<X>(sums[i] + added[i]);
+    for (int64_t i = 0; i < count; ++i) to[i] = static_cast<X>(sums[i / PANEL * apart + i % PANEL] + added[i]);
 }
 
 // y [rows, outputs] of a product whose rows have been entered.
@@ -58,11 +61,16 @@ void put_product(const Product& product, const Tensor& y, int64_t k, const std::
   const int64_t rows = y.size(0), outputs = y.size(1), panels = blocks_of(outputs) * PANELS;
   const float* const biases = bias ? bias->const_data_ptr<float>() : nullptr;
   X* const to = y.data_ptr<X>();
-  const auto put = [&](int64_t panel, const float* sums) {
-    const int64_t first = panel * PANEL, count = std::min(PANEL, outputs - first);
-    float added[PANEL] = {};
-    if (biases != nullptr && count > 0) std::copy_n(biases + first, count, added);
-    for (int64_t row = 0; row < rows; ++row) put_panel(sums + row * PANEL, added, to + row * outputs + first, count);
+  const auto put = [&](int64_t first, int64_t last, const float* sums) {
+    const int64_t apart = product.height() * PANEL;  // numbers from one panel's sums to the next's
+    float added[TOGETHER * PANEL] = {};
+    if (biases != nullptr) std::copy(biases + first * PANEL, biases + std::min(outputs, last * PANEL), added);
+    for (int64_t row = 0; row < rows; ++row)
+      for (int64_t panel = first; panel < last; panel += PAIR) {
+        const int64_t at = panel * PANEL, count = std::min(PAIR * PANEL, outputs - at);
+        put_pair(sums + (panel - first) * apart + row * PANEL, apart, added + at - first * PANEL, to + row * outputs + at,
+                 count);
+      }
   };
   const int64_t alone = std::max<int64_t>(1, WORTH_WAKING / (PAIR * PANEL * std::max<int64_t>(1, k)));
   at::parallel_for(0, rows == 0 ? 0 : panels / PAIR, alone, [&](int64_t begin, int64_t end) {

@@ -37,8 +37,11 @@ class TileProduct {
   template <typename X>
   void enter(const X* from, int64_t row) const {
     Number* to = x_ + (row / TILE_ROWS * tiles_ * TILE_ROWS + row % TILE_ROWS) * P::DEPTH;
-    for (int64_t i = 0; i < tiles_ * P::DEPTH; i += P::DEPTH, to += P::TILE)
-      for (int64_t j = 0; j < P::DEPTH; ++j) to[j] = i + j < k_ ? static_cast<Number>(from[i + j]) : Number(0.f);
+    for (int64_t i = 0; i < k_; i += P::DEPTH, to += P::TILE) {
+      const int64_t count = std::min(P::DEPTH, k_ - i);
+      convert(from + i, to, count);
+      std::fill(to + count, to + P::DEPTH, Number(0.f));
+    }
   }
 
   // sums [panels][height][PANEL] of 2 or 4 panels of a block plus their tiles begin .. end - 1; they begin with the first.

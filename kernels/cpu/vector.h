@@ -51,13 +51,22 @@ inline Vec load(const at::Half* p) {
 #endif
 }
 
-inline void store(Vec v, float* to) { v.store(to); }
-
-// Rounded to a half.
+// Two vectors, one behind the other, rounded to T.
 template <typename T>
-inline void store(Vec v, T* to) {
-  const auto rounded = at::vec::convert_from_float<T>(v, v);  // twice: ATen converts two vectors to one
-  std::memcpy(static_cast<void*>(to), &rounded, W * sizeof(T));
+inline void store(Vec first, Vec second, T* to) {
+  if constexpr (std::is_same_v<T, float>) {
+    first.store(to);
+    second.store(to + W);
+  } else {
+#ifdef __AVX512BF16__
+    if constexpr (std::is_same_v<T, at::BFloat16>) {
+      const auto both = _mm512_cvtne2ps_pbh(second, first);  // ATen rounds by a dozen operations
+      std::memcpy(static_cast<void*>(to), &both, sizeof(both));
+      return;
+    }
+#endif
+    at::vec::convert_from_float<T>(first, second).store(to);
+  }
 }
 
 // Pairs of bfloat16, as they lie in memory: the first ones, and the second ones.
@@ -98,6 +107,18 @@ inline void to_float(const T* from, float* to, int64_t n) {
 }
 
 inline void to_float(const float* from, float* to, int64_t n) { std::memcpy(to, from, n * sizeof(float)); }
+
+// n numbers of one type to another; the same bits whatever their number.
+template <typename From, typename To>
+inline void convert(const From* from, To* to, int64_t n) {
+  if constexpr (std::is_same_v<From, To>) {
+    std::memcpy(static_cast<void*>(to), from, n * sizeof(To));
+  } else {
+    int64_t i = 0;
+    for (; i + 2 * W <= n; i += 2 * W) store(load(from + i), load(from + i + W), to + i);
+    for (; i < n; ++i) to[i] = static_cast<To>(static_cast<float>(from[i]));
+  }
+}
 
 // n numbers, each times `factor`, rounded to T.
 template <typename T>

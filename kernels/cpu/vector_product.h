@@ -34,7 +34,16 @@ class VectorProduct {
   template <typename X>
   void enter(const X* from, int64_t row) const {
     float* to = x_ + row * pitch_;
-    for (int64_t i = 0; i < k_; ++i) to[i] = static_cast<float>(static_cast<T>(static_cast<float>(from[i])));
+    if constexpr (std::is_same_v<T, X> || std::is_same_v<T, float>) {
+      to_float(from, to, k_);
+    } else {
+      T rounded[2 * W];
+      for (int64_t i = 0; i < k_; i += 2 * W) {
+        const int64_t count = std::min(2 * W, k_ - i);
+        convert(from + i, rounded, count);
+        to_float(rounded, to + i, count);
+      }
+    }
     std::fill(to + k_, to + pitch_, 0.f);
   }
 

@@ -111,7 +111,7 @@ def watched(engine: Engine) -> Iterator[Callable[[], dict[str, float]]]:
         stack.enter_context(spans.around(core.model, "forward", MODEL))
         stack.enter_context(spans.around(core.scheduler, "schedule", SCHEDULING))
         stack.enter_context(spans.around(core_module, "Batch", LAYOUT))
-        stack.enter_context(spans.around(core_module, "sample", SAMPLING))
+        stack.enter_context(spans.around(core_module, "drawn", SAMPLING))
         yield step
     core.timed_every = timed_every
 
