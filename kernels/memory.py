@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import mmap
+from collections.abc import Sequence
 from contextlib import suppress
 
 import torch
@@ -28,3 +29,16 @@ def mapped(size: int) -> Tensor:
     with suppress(OSError):  # a kernel without them
         memory.madvise(mmap.MADV_HUGEPAGE)
     return torch.frombuffer(memory, dtype=torch.uint8)
+
+
+def concatenated(parts: Sequence[Tensor]) -> Tensor:
+    """The rows of one after those of the other, all of one dtype; a CPU's memory goes back to the system with them.
+
+    malloc would keep it: between large tensors that go lie small ones that stay.
+    """
+    first = parts[0]
+    if first.device.type != "cpu":
+        return torch.cat([*parts])
+    shape = sum(len(part) for part in parts), *first.shape[1:]
+    memory = mapped(sum(part.nbytes for part in parts)).view(first.dtype).view(shape)
+    return torch.cat([*parts], out=memory)

@@ -13,6 +13,8 @@ from math import gcd
 import torch
 from torch import Tensor
 
+from kernels.memory import concatenated
+
 BITS = (4, 8)
 TILE = 1 << 18  # numbers that are float32 at a time: a mebibyte, which stays in the cache
 
@@ -21,7 +23,7 @@ TILE = 1 << 18  # numbers that are float32 at a time: a mebibyte, which stays in
 class Quantised:
     """A weight [out, in]: value = scale * number + offset in float32, the latter two for `group` columns of a row each.
 
-    Groups are of 32, 64 or 128 columns in all checkpoints known; a kernel may leave others to the reference.
+    Groups are of 32, 64 or 128 columns in checkpoints known, or of a row; a kernel may leave others to the reference.
     """
 
     numbers: Tensor  # uint8 [out, in], or of 4 bits [out, in / 2]: the even column in the lower half
@@ -66,7 +68,7 @@ def check_format(width: int, bits: int, group: int) -> None:
     """Raises ValueError if rows of so many columns cannot be kept in such numbers."""
     if bits not in BITS:
         raise ValueError(f"{bits} bits a number cannot be computed with; {' and '.join(map(str, BITS))} can")
-    if group < 1 or width % group or width % 2:
+    if group < 1 or width % group or width * bits % 8:
         raise ValueError(f"groups of {group} do not divide rows of {width} columns")
 
 
@@ -94,16 +96,18 @@ def quantise_weight(weight: Tensor, bits: int, group: int) -> Quantised:
     return joined([_nearest(part, bits, group) for part in weight.split(tile_rows(weight.shape[1]))])
 
 
-def _check_finite(weight: Tensor) -> None:
-    if not weight.isfinite().all():
+def _grouped(weight: Tensor, group: int) -> tuple[Tensor, Tensor, Tensor]:
+    """-> float32 [out, in / group, group], and the smallest and the largest number of each group."""
+    wide = weight.float().unflatten(-1, (-1, group))
+    low, high = wide.aminmax(dim=-1)
+    if not (low.isfinite() & high.isfinite()).all():
         raise ValueError("some of its numbers are NaN or infinite, which no whole number stands for")
+    return wide, low, high
 
 
 def _nearest(weight: Tensor, bits: int, group: int) -> Quantised:
-    _check_finite(weight)
     levels = 2**bits - 1
-    wide = weight.float().unflatten(-1, (-1, group))  # [out, in / group, group]
-    low, high = wide.amin(-1), wide.amax(-1)
+    wide, low, high = _grouped(weight, group)
     edge = low.where(-low > high, high)
     steps = (edge.abs() / (high / levels - low / levels)).round()  # from the edge to 0
     scale = (-edge / steps).where(high > low, 1).to(weight.dtype)
@@ -111,7 +115,7 @@ def _nearest(weight: Tensor, bits: int, group: int) -> Quantised:
     offset = edge.to(weight.dtype)
     numbers = (wide - offset.float()[..., None]) / scale.float()[..., None]
     bytes_ = numbers.round_().clamp_(0, levels).to(torch.uint8).flatten(-2)
-    return Quantised(_packed(bytes_) if bits == 4 else bytes_, scale, offset, bits, group)
+    return Quantised(packed(bytes_, bits), scale, offset, bits, group)
 
 
 def quantise_symmetric(weight: Tensor, bits: int, group: int | None = None) -> Quantised:
@@ -126,16 +130,22 @@ def quantise_symmetric(weight: Tensor, bits: int, group: int | None = None) -> Q
 
 
 def _symmetric(weight: Tensor, bits: int, group: int) -> Quantised:
-    _check_finite(weight)
     zero = 2 ** (bits - 1)
-    wide = weight.float().unflatten(-1, (-1, group))  # [out, in / group, group]
-    low, high = wide.amin(-1), wide.amax(-1)
+    wide, low, high = _grouped(weight, group)
     scale = low.where(-low > high, high) / -zero
     scale = scale if group == weight.shape[1] else scale.to(weight.dtype)
     scale = scale.where(scale != 0, 1)  # of zeros, or too small for its dtype
     numbers = (wide / scale.float()[..., None]).round_().add_(zero).clamp_(0, 2 * zero - 1)
-    bytes_ = numbers.to(torch.uint8).flatten(-2)
-    return Quantised(_packed(bytes_) if bits == 4 else bytes_, scale, scale * -zero, bits, group)
+    return symmetric(packed(numbers.to(torch.uint8).flatten(-2), bits), scale, bits)
+
+
+def symmetric(numbers: Tensor, scale: Tensor, bits: int) -> Quantised:
+    """The weight whose value = scale * (number - half of all numbers), exactly; its parts are as in `Quantised`."""
+    zero, width = 2 ** (bits - 1), numbers.shape[1] * 8 // bits
+    offset = scale * -zero
+    if not offset.isfinite().all():  # float16 ends at 65504
+        scale, offset = scale.float(), scale.float() * -zero
+    return Quantised(numbers, scale, offset, bits, width // scale.shape[1])
 
 
 def joined(parts: Sequence[Quantised]) -> Quantised:
@@ -145,9 +155,8 @@ def joined(parts: Sequence[Quantised]) -> Quantised:
     """
     bits, group = max(part.bits for part in parts), gcd(*(part.group for part in parts))
     alike = [_finer(part, bits, group) for part in parts]
-    numbers, scale, offset = (
-        torch.cat([getattr(part, name) for part in alike]) for name in ("numbers", "scale", "offset")
-    )
+    numbers = concatenated([part.numbers for part in alike])
+    scale, offset = (torch.cat([getattr(part, name) for part in alike]) for name in ("scale", "offset"))
     return Quantised(numbers, scale, offset, bits, group)
 
 
@@ -158,9 +167,9 @@ def _finer(weight: Quantised, bits: int, group: int) -> Quantised:
     return Quantised(numbers, scale, offset, bits, group)
 
 
-def _packed(numbers: Tensor) -> Tensor:
-    """uint8 [out, in] below 16 -> [out, in / 2]."""
-    return numbers[:, ::2] | (numbers[:, 1::2] << 4)
+def packed(numbers: Tensor, bits: int) -> Tensor:
+    """uint8 [out, in], of 4 bits below 16 -> as `Quantised` has them."""
+    return numbers if bits == 8 else numbers[:, ::2] | (numbers[:, 1::2] << 4)
 
 
 def _unpacked(numbers: Tensor) -> Tensor:

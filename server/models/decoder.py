@@ -19,7 +19,7 @@ from kernels.layer import Factor, Tables
 from kernels.ops import Attention, LayerSpec, Ops, Packed
 from kernels.quantised import Quantised, dequantise
 from server.models.config import ModelConfig
-from server.models.layers import LayerWeights, check_shapes, load_layer, load_norm
+from server.models.layers import LayerWeights, check_shapes, load_ends, load_layer, load_norm
 from server.models.rope import rope_tables
 from server.models.weights import Weights
 
@@ -53,10 +53,7 @@ class Decoder:
         self.facts = config.facts
         self.dtype = dtype
         self._ops = ops
-        tied = config.tie_embeddings or "lm_head.weight" not in weights
-        embedding = weights.embedding("model.embed_tokens.weight")
-        self._lm_head = ops.packed(embedding if tied else weights.matrix("lm_head.weight"))
-        self._embedding = self._lm_head if tied else embedding
+        self._embedding, self._lm_head = load_ends(config, weights, ops)
         # Gemma: the factor is rounded to the activations' type, as it was in training.
         self._embedding_scale = torch.tensor(config.embedding_scale, dtype=dtype).item()
         tables = _tables(config, positions or config.max_positions, self.device)

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from kernels.composed import multiplied
 from kernels.layer import AttentionWeights, Factor, GatedWeights, Tables
+from kernels.memory import concatenated
 from kernels.ops import Ops
 from kernels.quantised import Quantised, dequantise, joined
 from server.models.config import MixtureOfExperts, ModelConfig
@@ -92,6 +93,15 @@ def load_norm(config: ModelConfig, weights: Weights, name: str) -> Tensor:
     return weight.float() + config.norm_offset if config.norm_offset else weight
 
 
+def load_ends(config: ModelConfig, weights: Weights, ops: Ops) -> tuple[Factor, Factor]:
+    """The embedding and lm_head; where they are tied, one weight. Raises ModelError for what the checkpoint lacks."""
+    embedding = "model.embed_tokens.weight"
+    if config.tie_embeddings or "lm_head.weight" not in weights:
+        tied = ops.packed(weights.matrix(embedding))
+        return tied, tied
+    return weights.embedding(embedding), ops.packed(weights.matrix("lm_head.weight"))
+
+
 def load_layer(config: ModelConfig, weights: Weights, ops: Ops, i: int, tables: Tables | None) -> LayerWeights:
     """Layer `i`, its matrices packed, turning by `tables`. Raises ModelError for what the checkpoint lacks."""
     at = f"model.layers.{i}."
@@ -140,7 +150,7 @@ def _joined(parts: Sequence[Matrix]) -> Matrix:
         return joined(quantised)
     plain = [part for part in parts if isinstance(part, Tensor)]
     wide = [dequantise(part).to(plain[0].dtype) if isinstance(part, Quantised) else part for part in parts]
-    return torch.cat(wide)
+    return concatenated(wide)
 
 
 def _dense(config: ModelConfig, weights: Weights, ops: Ops, at: str) -> Dense:

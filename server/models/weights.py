@@ -2,12 +2,14 @@
 
 How weights are kept is said here; quantised.py keeps them in fewer bits than they were read in.
 
-Files are mapped, so a tensor that is used as it lies on disk costs no copy on the host.
+Tensors are mapped, each by itself: one that is used as it lies on disk costs no copy on the host, and one that was
+copied elsewhere no memory any more.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import json
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
@@ -18,9 +20,16 @@ from torch import Tensor
 from kernels.quantised import Quantised
 from server.models.config_file import read_json
 from server.models.errors import ModelError
+from server.models.mapping import mapped_bytes
 
 READABLE = (torch.float32, torch.bfloat16, torch.float16)
-
+TYPES = {  # by safetensors' names: those, and the ones that numbers of quantised weights come in
+    "F32": torch.float32,
+    "BF16": torch.bfloat16,
+    "F16": torch.float16,
+    "U8": torch.uint8,
+    "U32": torch.uint32,
+}
 
 Matrix = Tensor | Quantised  # [out, in]
 
@@ -38,6 +47,7 @@ class Kept(NamedTuple):
     dtype: torch.dtype  # of what is not quantised
     format: Format | None = None  # to quantise matrices to; None: they are not
     as_stored: bool = False  # those that the checkpoint has quantised stay so; otherwise they are dequantised
+    cache: Path | None = None  # the folder where quantised matrices wait for the next start; None: nowhere
 
 
 class Weights(Protocol):
@@ -61,6 +71,17 @@ class Weights(Protocol):
         ...
 
 
+class _Place(NamedTuple):
+    """Where a tensor lies."""
+
+    file: Path
+    name: str  # in the file
+    type: str
+    shape: tuple[int, ...]
+    start: int  # bytes from the file's beginning
+    size: int
+
+
 class Safetensors:
     """Implements `Weights` for a directory, as `dtype` on `device`."""
 
@@ -69,21 +90,17 @@ class Safetensors:
         self._directory = directory
         self._dtype = dtype
         self._device = device
-        self._files = {file: self._open(file) for file in _files(directory)}
-        stored = {name: file for file, tensors in self._files.items() for name in tensors.keys()}  # noqa: SIM118
-        root = _root_of(stored)
-        self._where: dict[str, tuple[Path, str]] = {_plain(name, root): (file, name) for name, file in stored.items()}
+        found = {place.name: place for file in _files(directory) for place in _places(file)}
+        root = _root_of(found)
+        self._places = {_plain(name, root): place for name, place in found.items()}
 
     def __contains__(self, name: str) -> bool:
-        return name in self._where
+        return name in self._places
 
     def get(self, name: str) -> Tensor:
         tensor = self.stored(name)
         if tensor.dtype not in READABLE:
-            raise ModelError(
-                f"{self._directory}: {self.stored_name(name)} is {tensor.dtype}: of quantised checkpoints, only MLX's "
-                "and GGUF files can be read"
-            )
+            raise self._unreadable(name)
         return tensor.to(device=self._device, dtype=self._dtype)
 
     def embedding(self, name: str) -> Matrix:
@@ -93,23 +110,45 @@ class Safetensors:
         return self.get(name)
 
     def stored(self, name: str) -> Tensor:
-        """As it lies in its file, of whatever dtype. Raises ModelError if there is none."""
-        stored = self.stored_name(name)
-        found: Tensor = self._files[self._where[name][0]].get_tensor(stored)
-        aligned = found.data_ptr() % found.element_size() == 0  # it is mapped, wherever it begins in the file
-        return found if aligned else found.clone()
+        """As it lies in its file. Raises ModelError if there is none, and for types that nothing here is kept in."""
+        self.stored_name(name)
+        place = self._places[name]
+        if place.type not in TYPES:
+            raise self._unreadable(name)
+        dtype = TYPES[place.type]
+        found = mapped_bytes(place.file, place.start, place.size)
+        if place.start % dtype.itemsize:  # it is mapped, wherever it begins in the file
+            found = found.clone()
+        return found.view(dtype).view(place.shape)
 
     def stored_name(self, name: str) -> str:
         """What the files call it. Raises ModelError if they have no such tensor."""
-        if name not in self._where:
+        if name not in self._places:
             raise ModelError(f"{self._directory} has no tensor {name!r}; is the checkpoint complete?")
-        return self._where[name][1]
+        return self._places[name].name
 
-    def _open(self, file: Path) -> safe_open:
-        try:
-            return safe_open(file, framework="pt")
-        except (OSError, SafetensorError) as error:
-            raise ModelError(f"cannot read {file}: {error}") from None
+    def _unreadable(self, name: str) -> ModelError:
+        place = self._places[name]
+        return ModelError(
+            f"{self._directory}: {place.name} is of type {place.type}: of quantised checkpoints, only MLX's and GGUF "
+            "files can be read"
+        )
+
+
+def _places(file: Path) -> Iterator[_Place]:
+    """Of all tensors of a file. Raises ModelError."""
+    try:
+        with safe_open(file, framework="np"):  # finds whatever is wrong with the header
+            pass
+        with file.open("rb") as opened:
+            size = int.from_bytes(opened.read(8), "little")
+            header = json.loads(opened.read(size))
+    except (OSError, SafetensorError) as error:
+        raise ModelError(f"cannot read {file}: {error}") from None
+    for name, tensor in header.items():
+        if name != "__metadata__":
+            start, end = tensor["data_offsets"]
+            yield _Place(file, name, tensor["dtype"], tuple(tensor["shape"]), 8 + size + start, end - start)
 
 
 def _root_of(names: Iterable[str]) -> str:
