@@ -135,6 +135,11 @@ class Settings(BaseSettings):
     weights: Weights = Field(
         "auto", description="format the weights are kept in; auto: as dtype, quantised ones as the checkpoint has them"
     )
+    weights_cache: str | None = Field(
+        None,
+        description="folder where weights that int8 or int4 has quantised wait for the next start; off: nowhere; "
+        "default: the user's cache",
+    )
     threads: int | None = Field(
         None, ge=1, le=1024, description="CPU threads of the engine; default: all cores, but one less for small models"
     )

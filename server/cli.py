@@ -41,7 +41,18 @@ log = logging.getLogger(__name__)
 BACKLOG = 2048  # connections the system holds while the workers are busy or still starting
 
 GROUPS = {
-    "model": ("model", "revision", "model_name", "model_impl", "device", "dtype", "weights", "kernels", "threads"),
+    "model": (
+        "model",
+        "revision",
+        "model_name",
+        "model_impl",
+        "device",
+        "dtype",
+        "weights",
+        "weights_cache",
+        "kernels",
+        "threads",
+    ),
     "HTTP": ("host", "port", "workers"),
     "logs": ("log_level", "log_format", "log_prompts", "otlp_traces_endpoint"),
     "who may": ("api_keys", "admin_token", "cors_origins"),
@@ -82,6 +93,7 @@ METAVARS = {
     "admin_token": "TOKEN",
     "cors_origins": "ORIGIN[,ORIGIN]",
     "kv_memory": "SIZE",
+    "weights_cache": "FOLDER",
 }
 
 DESCRIPTION = """\

@@ -20,7 +20,9 @@ from server.engine.build import Engine
 from server.models.decoder import Decoder
 from server.version import version
 
-PRIVATE = frozenset({"api_keys", "admin_token", "otlp_traces_endpoint", "revision"})  # and `model` may be a path
+PRIVATE = frozenset(
+    {"api_keys", "admin_token", "otlp_traces_endpoint", "revision", "weights_cache"}
+)  # and `model` may be a path
 
 
 @dataclass(frozen=True)

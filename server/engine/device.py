@@ -12,6 +12,7 @@ import torch
 from config.settings import Settings, SettingsError
 from kernels.cpu.load import fast_halves
 from kernels.device import EMULATED, Device, named
+from server.models.user_cache import user_cache
 from server.models.weights import Format, Kept
 
 CORES = torch.get_num_threads()  # as torch finds them, OMP_NUM_THREADS included
@@ -49,7 +50,15 @@ def choose_weights(settings: Settings, dtype: torch.dtype) -> Kept:
     """How weights are kept under activations of `dtype`."""
     if settings.weights in WEIGHT_DTYPES:
         return Kept(WEIGHT_DTYPES[settings.weights])
-    return Kept(dtype, WEIGHT_FORMATS.get(settings.weights), as_stored=True)
+    format = WEIGHT_FORMATS.get(settings.weights)
+    return Kept(dtype, format, as_stored=True, cache=_weights_cache(settings.weights_cache) if format else None)
+
+
+def _weights_cache(wanted: str | None) -> Path | None:
+    """The folder where quantised weights are kept; None: they are not."""
+    if wanted is None:
+        return user_cache() / "weights"
+    return None if wanted in ("", "off") else Path(wanted).expanduser()
 
 
 def choose_threads(wanted: int | None, weight_bytes: int) -> int:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import shutil
 import tempfile
 from pathlib import Path
@@ -18,6 +17,7 @@ from config.settings import SettingsError
 from server.models.config_file import checked
 from server.models.errors import ModelError
 from server.models.gguf_file import SUFFIX, read_header
+from server.models.user_cache import user_cache
 
 FORMAT = "1"  # of what is unpacked; another one when it is to be done anew
 LINK = f"model{SUFFIX}"  # to the weights
@@ -49,9 +49,8 @@ def _place(file: Path) -> Path:
         file_now = file.stat()
     except OSError as error:
         raise ModelError(f"cannot read {file}: {error.strerror}") from None
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "kvmux" / "gguf"
     words = (FORMAT, str(file.resolve()), str(file_now.st_size), str(file_now.st_mtime_ns))
-    return cache / hashlib.sha256("\0".join(words).encode()).hexdigest()[:16] / file.stem
+    return user_cache() / "gguf" / hashlib.sha256("\0".join(words).encode()).hexdigest()[:16] / file.stem
 
 
 def _unpack(file: Path, directory: Path) -> None:

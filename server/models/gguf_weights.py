@@ -1,6 +1,7 @@
-"""The tensors of a GGUF file, by the decoder's names and as the decoder has them: dequantised, one by one, on demand.
+"""The tensors of a GGUF file, by the decoder's names and as the decoder has them, one by one, on demand.
 
-Owns the way back from what llama.cpp's converter does to weights. Knows no layer.
+Matrices in Q8_0 and Q4_0 keep their numbers, value = scale * (number - half of all numbers) in groups of 32; those in
+other types are dequantised. Owns the way back from what llama.cpp's converter does to weights. Knows no layer.
 """
 
 from __future__ import annotations
@@ -14,9 +15,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from kernels.quantised import Quantised, dequantise, packed, symmetric
 from server.models.errors import ModelError
 from server.models.gguf_config import Keys
 from server.models.gguf_file import TensorInfo, read_header
+from server.models.mapping import mapped_bytes
 from server.models.weights import Matrix
 
 _NAME = re.compile(r"(?:model\.)?(?:layers\.(\d+)\.)?(.+)\.(weight|bias)")
@@ -25,21 +28,24 @@ _AS_THEY_ARE = {  # torch reads these itself
     gguf.GGMLQuantizationType.F16: torch.float16,
     gguf.GGMLQuantizationType.BF16: torch.bfloat16,
 }
+_KEPT = {gguf.GGMLQuantizationType.Q8_0: 8, gguf.GGMLQuantizationType.Q4_0: 4}  # bits
 
 
 class GGUFWeights:
     """Implements `server.models.weights.Weights`."""
 
-    def __init__(self, file: Path, dtype: torch.dtype, device: torch.device) -> None:
-        """Raises ModelError if the file is cut off, or holds tensors of a type that cannot be read."""
+    def __init__(self, file: Path, dtype: torch.dtype, device: torch.device, *, as_stored: bool = False) -> None:
+        """`as_stored`: what is quantised in a way that can be multiplied with stays so; otherwise all is dequantised.
+
+        Raises ModelError if the file is cut off, or holds tensors of a type that cannot be read.
+        """
         header = read_header(file)
         self._file = file.resolve()
+        self._size = self._file.stat().st_size
         self._keys = Keys(header)
         self._tensors = header.tensors
-        self._dtype = dtype
-        self._device = device
-        # A private mapping, which torch may take for writable: a tensor that is used as it lies costs no copy.
-        self._bytes = np.memmap(file, mode="c")
+        self._dtype, self._device = dtype, device
+        self._as_stored = as_stored
         for name, tensor in self._tensors.items():
             self._check(name, tensor)
 
@@ -48,23 +54,31 @@ class GGUFWeights:
 
     def get(self, name: str) -> Tensor:
         """The tensor of that name. Raises ModelError if there is none."""
-        stored = self._stored(name)
-        found = None if stored is None else self._tensors.get(stored)
-        if found is None:
-            raise ModelError(f"{self._file} has no tensor {stored or name!r}; is the file complete?")
-        tensor = self._dequantised(found)
-        row = self._keys.row
-        if row.permuted and (heads := self._heads(name)):
-            tensor = _in_halves(tensor, heads)
-        if row.norm_offset and name.endswith("norm.weight"):
-            tensor = tensor.float() - row.norm_offset
+        tensor = self._found(name)
+        tensor = dequantise(tensor) if isinstance(tensor, Quantised) else tensor
+        if self._keys.row.norm_offset and name.endswith("norm.weight"):
+            tensor = tensor.float() - self._keys.row.norm_offset
         return tensor.to(device=self._device, dtype=self._dtype)
 
-    def embedding(self, name: str) -> Matrix:
-        return self.get(name)
-
     def matrix(self, name: str) -> Matrix:
-        return self.get(name)
+        if not self._as_stored:
+            return self.get(name)
+        found = self._found(name)
+        return found.to(self._device) if isinstance(found, Quantised) else self.get(name)
+
+    embedding = matrix
+
+    def _found(self, name: str) -> Matrix:
+        """On the CPU, rows in the decoder's order."""
+        stored = self._stored(name)
+        info = None if stored is None else self._tensors.get(stored)
+        if info is None:
+            raise ModelError(f"{self._file} has no tensor {stored or name!r}; is the file complete?")
+        found = self._read(info)
+        if self._keys.row.permuted and (heads := self._heads(name)):
+            rows = _in_halves(found.shape[0], heads)
+            found = found.rows(rows) if isinstance(found, Quantised) else found[rows]
+        return found
 
     def _stored(self, name: str) -> str | None:
         """The file's name for a tensor; None: its architecture has no such thing."""
@@ -80,13 +94,15 @@ class GGUFWeights:
         of = {"self_attn.q_proj": self._keys.heads, "self_attn.k_proj": self._keys.kv_heads}
         return of.get(match[2]) if match else None
 
-    def _dequantised(self, tensor: TensorInfo) -> Tensor:
+    def _read(self, tensor: TensorInfo) -> Matrix:
         kind = gguf.GGMLQuantizationType(tensor.type)
-        data = self._bytes[tensor.offset : tensor.offset + _size(tensor)]
+        data = mapped_bytes(self._file, tensor.offset, _size(tensor))
         if kind in _AS_THEY_ARE:
-            return torch.from_numpy(data).view(_AS_THEY_ARE[kind]).view(tensor.shape)
-        rows = data.reshape(*tensor.shape[:-1], -1)
-        return torch.from_numpy(gguf.quants.dequantize(rows, kind)).view(tensor.shape)
+            return data.view(_AS_THEY_ARE[kind]).view(tensor.shape)
+        rows = data.view(*tensor.shape[:-1], -1)
+        if kind in _KEPT and rows.dim() == 2:
+            return _whole(rows, _KEPT[kind])
+        return torch.from_numpy(gguf.quants.dequantize(rows.numpy(), kind)).view(tensor.shape)
 
     def _check(self, name: str, tensor: TensorInfo) -> None:
         try:
@@ -98,7 +114,7 @@ class GGUFWeights:
                 f"{self._file}: tensor {name!r} is of type {_type_name(tensor.type)}, which cannot be read; "
                 "take a file in F32, F16, BF16, Q8_0, Q4_0 or a K-quant"
             ) from None
-        if tensor.offset + _size(tensor) > len(self._bytes):
+        if tensor.offset + _size(tensor) > self._size:
             raise ModelError(f"{self._file} is cut off before the end of tensor {name!r}: fetch it again")
 
 
@@ -115,6 +131,15 @@ def _type_name(kind: int) -> str:
         return str(kind)
 
 
-def _in_halves(x: Tensor, heads: int) -> Tensor:
-    """[heads * D, ...]: llama.cpp turns dimension 2i with 2i + 1, the decoder i with D / 2 + i."""
-    return x.view(heads, -1, 2, *x.shape[1:]).transpose(1, 2).reshape(x.shape)
+def _whole(rows: Tensor, bits: int) -> Quantised:
+    """Blocks of Q8_0 or Q4_0: a scale in float16, and 32 numbers; of 4 bits, the first 16 in the lower halves."""
+    blocks = rows.view(len(rows), -1, 2 + 4 * bits)
+    scale = blocks[..., :2].contiguous().view(torch.float16)[..., 0]
+    numbers = blocks[..., 2:]
+    numbers = numbers ^ 128 if bits == 8 else torch.cat((numbers & 15, numbers >> 4), -1)  # Q8_0's are signed
+    return symmetric(packed(numbers.flatten(1), bits), scale, bits)
+
+
+def _in_halves(rows: int, heads: int) -> Tensor:
+    """Which row is the decoder's i-th: llama.cpp turns dimension 2i with 2i + 1, the decoder i with D / 2 + i."""
+    return torch.arange(rows).view(heads, -1, 2).transpose(1, 2).flatten()

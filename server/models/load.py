@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -15,7 +17,7 @@ from server.models.errors import ModelError, UnknownModelError
 from server.models.gguf_directory import gguf_of
 from server.models.hf import TransformersModel, facts_of
 from server.models.mlx_weights import MLXWeights, is_mlx
-from server.models.quantised import QuantisedWeights
+from server.models.quantised import quantised
 from server.models.weights import Kept, Safetensors, Weights
 
 
@@ -41,7 +43,8 @@ def load_model(
     """
     config = _lean_config(directory, impl)
     if config is not None:
-        return Decoder(config, _weights(directory, config, weights, device), ops, dtype, positions=positions)
+        with _weights(directory, config, weights, device) as found:
+            return Decoder(config, found, ops, dtype, positions=positions)
     if weights.format is not None:
         raise ModelError(
             "transformers computes this model, and with quantised weights only the lean decoder does: "
@@ -71,12 +74,16 @@ def _lean_config(directory: Path, impl: ModelImpl) -> ModelConfig | None:
         return None
 
 
-def _weights(directory: Path, config: ModelConfig, kept: Kept, device: torch.device) -> Weights:
+@contextmanager
+def _weights(directory: Path, config: ModelConfig, kept: Kept, device: torch.device) -> Iterator[Weights]:
+    """For as long as the model is loaded."""
     if kept.format is None:
-        return _stored(directory, config, kept.dtype, device, as_stored=kept.as_stored)
+        yield _stored(directory, config, kept.dtype, device, as_stored=kept.as_stored)
+        return
     # Read in the checkpoint's own dtype, so that what is rounded to whole numbers was not rounded before.
     checkpoint = _stored(directory, config, getattr(torch, config.dtype), device, as_stored=kept.as_stored)
-    return QuantisedWeights(checkpoint, kept.format, kept.dtype)
+    with quantised(checkpoint, directory, kept, device, config.num_layers) as weights:
+        yield weights
 
 
 def _stored(
@@ -86,7 +93,7 @@ def _stored(
     if (file := gguf_of(directory)) is not None:
         from server.models.gguf_weights import GGUFWeights  # here, as other models start sooner without gguf
 
-        return GGUFWeights(file, dtype, device)
+        return GGUFWeights(file, dtype, device, as_stored=as_stored)
     if not is_mlx(directory):
         return Safetensors(directory, dtype, device)
     if any(layer.experts for layer in config.layers):

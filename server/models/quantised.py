@@ -3,33 +3,74 @@
 from __future__ import annotations
 
 import logging
+import re
+import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from kernels.quantised import Quantised, dequantise, quantise_symmetric
 from server.models.errors import ModelError
-from server.models.weights import Format, Matrix, Weights
+from server.models.weights import Format, Kept, Matrix, Weights
+from server.models.weights_cache import Draft, Found, folder_of, found
+
+if TYPE_CHECKING:
+    from rich.progress import Progress
 
 log = logging.getLogger(__name__)
 
 QUIET = 10.0  # seconds between two lines of the log
+WHOLE_ROWS = Format(8)  # of rows that the groups do not divide
+
+
+@contextmanager
+def quantised(
+    weights: Weights, directory: Path, kept: Kept, device: torch.device, layers: int
+) -> Iterator[QuantisedWeights]:
+    """Those of a checkpoint in `directory`, for as long as a model of so many layers is loaded, and kept if it was."""
+    assert kept.format is not None
+    folder = kept.cache and folder_of(kept.cache, directory, kept.format)
+    stored = found(folder) if folder else None
+    draft = Draft(folder) if folder and stored is None else None
+    telling = Telling(layers, kept.format.bits)
+    try:
+        yield QuantisedWeights(weights, kept.format, kept.dtype, device, telling, stored, draft)
+        if draft and kept.cache and folder_of(kept.cache, directory, kept.format) == folder:
+            draft.publish()
+    finally:
+        telling.end()
+        if draft:
+            draft.close()
 
 
 class QuantisedWeights:
     """Implements `Weights`: those of another, matrices in fewer bits.
 
-    Embeddings stay as they are, and with them the lm_head of a model that has none of its own. A matrix that has as
-    many bits in the checkpoint stays as it is, too.
+    A matrix that has as many bits in the checkpoint stays as it is, and so does an embedding that nothing is multiplied
+    with. Rows that the format's groups do not divide are kept in 8 bits, a group each.
     """
 
-    def __init__(self, weights: Weights, format: Format, dtype: torch.dtype) -> None:
+    def __init__(
+        self,
+        weights: Weights,
+        format: Format,
+        dtype: torch.dtype,
+        device: torch.device,
+        telling: Telling,
+        stored: Found | None = None,
+        draft: Draft | None = None,
+    ) -> None:
         """`weights` come as the checkpoint has them; what is not quantised becomes `dtype`."""
         self._weights = weights
         self._format = format
-        self._dtype = dtype
-        self._told = time.monotonic()
+        self._dtype, self._device = dtype, device
+        self._telling = telling
+        self._stored, self._draft = stored, draft
 
     def __contains__(self, name: str) -> bool:
         return name in self._weights
@@ -42,15 +83,65 @@ class QuantisedWeights:
         return found if isinstance(found, Quantised) else found.to(self._dtype)
 
     def matrix(self, name: str) -> Matrix:
+        if self._stored is not None and (earlier := self._stored.get(name)) is not None:
+            return earlier.to(self._device)
         found = self._weights.matrix(name)
         if isinstance(found, Quantised):
             if found.bits == self._format.bits:
                 return found
             found = dequantise(found).to(found.scale.dtype)
-        if time.monotonic() - self._told > QUIET:
-            self._told = time.monotonic()
-            log.info("quantising the weights to %d bits: at %s", self._format.bits, name)
+        self._telling.at(name)
+        rounded = self._rounded(name, found)
+        if self._draft is not None:
+            self._draft.put(name, rounded)
+        return rounded
+
+    def _rounded(self, name: str, weight: Tensor) -> Quantised:
+        width, group = weight.shape[1], self._format.group
+        divided = group is None or width % group == 0
+        if not divided:
+            self._telling.once(f"rows of {width} columns are kept in 8 bits, as groups of {group} do not divide them")
         try:
-            return quantise_symmetric(found, *self._format)
+            return quantise_symmetric(weight, *(self._format if divided else WHOLE_ROWS))
         except ValueError as error:
             raise ModelError(f"{name}: {error}; give --weights auto") from None
+
+
+class Telling:
+    """How far the quantisation is: a bar on a terminal, otherwise a line of the log now and then."""
+
+    def __init__(self, layers: int, bits: int) -> None:
+        self._layers = layers
+        self._what = f"quantising the weights to {bits} bits"
+        self._bar: Progress | None = None
+        self._last = time.monotonic()
+        self._told: set[str] = set()
+
+    def at(self, name: str) -> None:
+        """A matrix is about to be quantised."""
+        match = re.search(r"layers\.(\d+)\.", name)
+        layer = int(match[1]) if match else 0
+        if sys.stderr.isatty():
+            self._bar = self._bar or self._started()
+            self._bar.update(self._bar.task_ids[0], completed=layer)
+        elif time.monotonic() - self._last > QUIET:
+            self._last = time.monotonic()
+            log.info("%s: layer %d of %d", self._what, layer + 1, self._layers)
+
+    def once(self, words: str) -> None:
+        if words not in self._told:
+            self._told.add(words)
+            log.info(words)
+
+    def end(self) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+
+    def _started(self) -> Progress:
+        from rich.console import Console  # not for those who quantise nothing
+        from rich.progress import Progress
+
+        bar = Progress(console=Console(file=sys.stderr), transient=True)
+        bar.add_task(self._what, total=self._layers)
+        bar.start()
+        return bar
