@@ -27,12 +27,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--model", default="tiny", help="as for `kvmux serve` (default: the embedded one)")
     parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16", "float16"))
     parser.add_argument("--weights", nargs="+", default=["f32", "bf16", "int8", "int4"], choices=get_args(Weights))
+    parser.add_argument("--kernels", default="auto", choices=("auto", "reference"), help="reference: plain torch")
     parser.add_argument("--length", type=int, default=1024, help="tokens of a document")
     parser.add_argument("--texts", type=int, default=2, help="documents of running text")
     parser.add_argument("--records", type=int, default=8, help="documents with answers to recall")
     parser.add_argument("--seed", help="other documents of the generator")
     options = parser.parse_args(arguments)
-    flags = {"model": options.model, "dtype": options.dtype, "max_seq_len": options.length, "max_num_seqs": 1}
+    flags = {"model": options.model, "dtype": options.dtype, "kernels": options.kernels, "weights_cache": "off"}
+    flags |= {"max_seq_len": options.length, "max_num_seqs": 1}
     try:
         engines = [build_engine(load(None, flags | {"weights": weights})) for weights in options.weights]
         wanted = Wanted(texts=options.texts, records=options.records, seed=options.seed)

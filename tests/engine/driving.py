@@ -97,7 +97,7 @@ class Driver:
     """A core and a worker that listens to it."""
 
     def __init__(self, directory: Path, **settings: Any) -> None:
-        defaults: dict[str, Any] = {"dtype": "float32", "threads": 1, "kv_memory": "12MiB"}
+        defaults: dict[str, Any] = {"weights_cache": "off", "dtype": "float32", "threads": 1, "kv_memory": "12MiB"}
         self.engine: Engine = build_engine(Settings(model=str(directory), **(defaults | settings)))
         self.core = self.engine.core
         self.heard: dict[str, Heard] = {}

@@ -169,7 +169,18 @@ def test_auto_takes_the_checkpoints_type_where_the_device_is_fast_at_it(
     assert choose_dtype("float16", checkpoint, named(where)) is torch.float16
     assert choose_weights(Settings(), expected) == Kept(expected, as_stored=True)
     assert choose_weights(Settings(weights="bf16"), expected) == Kept(torch.bfloat16)
-    assert choose_weights(Settings(weights="int4"), expected) == Kept(expected, Format(4, 32), as_stored=True)
+    quantised = choose_weights(Settings(weights="int4", weights_cache="off"), expected)
+    assert quantised == Kept(expected, Format(4, 32), as_stored=True)
+
+
+def test_quantised_weights_wait_in_the_users_cache_or_where_told(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    told = {None: tmp_path / "kvmux" / "weights", "off": None, "": None, "~/there": Path.home() / "there"}
+    for wanted, expected in told.items():
+        settings = Settings(weights="int8", weights_cache=wanted)
+        assert choose_weights(settings, torch.float32).cache == expected
 
 
 @pytest.mark.parametrize("checkpoint", ["float64", "int8", "nonsense", "Tensor"])

@@ -1,14 +1,17 @@
-"""The format of quantised weights against MLX's, written out in numpy, and what is promised of rounding."""
+"""The format of quantised weights against MLX's and GGUF's, written out in numpy, and what is promised of rounding."""
 
 from __future__ import annotations
 
+import gguf
 import numpy as np
 import pytest
 import torch
+from gguf import GGMLQuantizationType as Type
 from torch import Tensor
 
-from kernels.quantised import Quantised, dequantise, joined, quantise_weight
+from kernels.quantised import Quantised, dequantise, joined, quantise_symmetric, quantise_weight, symmetric
 from tests.models.mlx_files import mlx_dequantised, mlx_quantised
+from tests.models.rounding import symmetric_rounded
 
 formats = pytest.mark.parametrize(("bits", "group"), [(8, 32), (8, 64), (4, 32), (4, 128), (8, 256), (4, 256)])
 
@@ -25,6 +28,57 @@ def test_numbers_are_those_of_mlx(bits: int, group: int) -> None:
     np.testing.assert_allclose(got.offset.numpy(), biases, rtol=1e-6)
     values = mlx_dequantised(packed, scales, biases, bits, group)
     np.testing.assert_allclose(dequantise(got).numpy(), values, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize(("bits", "group"), [(8, None), (4, 32), (4, 128), (8, 32)])
+def test_symmetric_numbers_are_those_of_the_formula(bits: int, group: int | None) -> None:
+    w = np.random.default_rng(0).standard_normal((5, 256)).astype(np.float32)
+    w[1] += 3  # no 0 within
+    w[2] -= 3
+    w[3, :64] = 0
+    got = quantise_symmetric(torch.from_numpy(w), bits, group)
+    np.testing.assert_allclose(dequantise(got).numpy(), symmetric_rounded(w, bits, group), rtol=0, atol=1e-6)
+    assert torch.equal(got.offset, got.scale * -(2 ** (bits - 1)))
+    assert got.group == (group or 256)
+
+
+def test_four_bits_are_those_of_gguf() -> None:
+    """Whose Q4_0 rounds halves up and keeps scales in float16; numbers here stay away from both."""
+    w = np.random.default_rng(0).integers(-8, 8, (7, 128)).astype(np.float32) / 4
+    w[:, ::32] = -2.0
+    theirs = gguf.quants.dequantize(gguf.quants.quantize(w, Type.Q4_0), Type.Q4_0)
+    assert np.array_equal(dequantise(quantise_symmetric(torch.from_numpy(w), 4, 32)).numpy(), theirs)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize(("bits", "group"), [(8, None), (4, 32)])
+def test_a_symmetric_weight_is_within_a_step(bits: int, group: int | None, dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    weight = torch.randn(300, 1024).to(dtype)
+    got = quantise_symmetric(weight, bits, group)
+    largest = weight.double().abs().unflatten(-1, (-1, group or 1024)).amax(-1)
+    off = (dequantise(got).double() - weight.double()).abs().unflatten(-1, (-1, group or 1024))
+    step = largest / 2 ** (bits - 1)
+    assert off.mean() < 0.3 * step.mean(), "half a step at most, and a quarter on average, but for the far edge"
+    assert (off.amax(-1) <= 1.05 * step).all()
+    assert got.scale.dtype is (dtype if group else torch.float32)
+
+
+def test_rows_of_any_width_are_groups_of_8_bits() -> None:
+    w = np.random.default_rng(0).standard_normal((3, 37)).astype(np.float32)
+    got = quantise_symmetric(torch.from_numpy(w), 8)
+    np.testing.assert_allclose(dequantise(got).numpy(), symmetric_rounded(w, 8), rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("largest", "bits", "kept"), [(500.0, 8, 16), (600.0, 8, 32), (8000.0, 4, 16), (9000.0, 4, 32)]
+)
+def test_offsets_beyond_float16_take_float32(largest: float, bits: int, kept: int) -> None:
+    scale = torch.tensor([[-largest], [0.01]]).half()
+    weight = symmetric(torch.arange(64 * bits // 8, dtype=torch.uint8).repeat(2, 1), scale, bits)
+    assert weight.scale.dtype is weight.offset.dtype is (torch.float16 if kept == 16 else torch.float32)
+    assert torch.equal(weight.scale.float(), scale.float())
+    assert torch.equal(weight.offset.float(), -(2 ** (bits - 1)) * scale.float())
 
 
 @formats
@@ -55,6 +109,7 @@ def test_numbers_all_the_same_are_exact(number: float, dtype: torch.dtype) -> No
     weight = torch.full((3, 64), number).to(dtype)
     for bits in (4, 8):
         assert torch.equal(dequantise(quantise_weight(weight, bits, 32)), weight.float())
+    assert torch.equal(dequantise(quantise_symmetric(weight, 8)), weight.float())
 
 
 def test_a_zero_among_others_stays_one() -> None:
@@ -102,8 +157,9 @@ def test_joined_weights_of_several_formats_keep_their_values() -> None:
     ],
 )
 def test_what_cannot_be_quantised_is_told(weight: Tensor, bits: int, group: int, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        quantise_weight(weight, bits, group)
+    for quantise in (quantise_weight, quantise_symmetric):
+        with pytest.raises(ValueError, match=message):
+            quantise(weight, bits, group)
 
 
 def test_numbers_and_scales_that_do_not_fit_are_our_own_mistake() -> None:

@@ -15,6 +15,7 @@ from gguf import GGMLQuantizationType as Type
 from transformers import PreTrainedModel
 
 from config.settings import SettingsError
+from kernels.quantised import Quantised, dequantise
 from kernels.reference import ReferenceOps
 from server.models.base import Model
 from server.models.config import eos_ids_of, load_config
@@ -56,13 +57,13 @@ def cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     return tmp_path / "cache"
 
 
-def served(file: Path, dtype: torch.dtype = torch.float32) -> Model:
+def served(file: Path, dtype: torch.dtype = torch.float32, *, as_stored: bool = False) -> Model:
     return load_model(
         locate(str(file)),
         "auto",
         ops=ReferenceOps(),
         dtype=torch.float32,
-        weights=Kept(dtype),
+        weights=Kept(dtype, as_stored=as_stored),
         device=torch.device("cpu"),
         positions=512,
     )
@@ -89,6 +90,7 @@ def test_logits_equal_those_of_the_dequantised_model(name: str, kind: Type, tmp_
     file = write_gguf(theirs, tmp_path / "a.gguf", kind)
     round_weights(theirs, kind)
     assert_same_logits(served(file), theirs)
+    assert_same_logits(served(file, as_stored=True), theirs)
 
 
 @pytest.mark.parametrize("kind", TYPES)
@@ -101,7 +103,7 @@ def test_greedy_text_equals_that_of_transformers(kind: Type, tmp_path: Path) -> 
     expected = theirs.generate(
         torch.tensor([prompt]), max_new_tokens=30, do_sample=False, pad_token_id=0, eos_token_id=None
     )
-    driver = Driver(file)
+    driver = Driver(file, kernels="reference")  # which round no activations
     heard = driver.submit("a", prompt, max_tokens=30)
     driver.run()
     assert tokenizer.decode(heard.tokens) == tokenizer.decode(expected[0, len(prompt) :].tolist()) != ""
@@ -112,6 +114,41 @@ def test_weights_are_kept_in_the_dtype_asked_for(tmp_path: Path) -> None:
     file = write_gguf(theirs, tmp_path / "a.gguf", Type.Q8_0)
     assert served(file, torch.bfloat16).weight_bytes == sum(p.numel() for p in theirs.parameters()) * 2
     assert describe(locate(str(file)), "auto").dtype == "bfloat16"
+
+
+@pytest.mark.parametrize(("kind", "bits"), [(Type.Q8_0, 8), (Type.Q4_0, 4)])
+@pytest.mark.parametrize("name", ["llama", "llama_tied_biased", "gemma3"])
+def test_numbers_and_scales_stay_those_of_the_file(name: str, kind: Type, bits: int, tmp_path: Path) -> None:
+    theirs = gguf_model(name)
+    file = write_gguf(theirs, tmp_path / "a.gguf", kind)
+    round_weights(theirs, kind)
+    weights = GGUFWeights(file, torch.bfloat16, torch.device("cpu"), as_stored=True)
+    for stored, expected in theirs.named_parameters():
+        if expected.dim() == 2:
+            for got in (weights.matrix(stored), weights.embedding(stored)):
+                assert isinstance(got, Quantised)
+                assert (got.bits, got.group, got.scale.dtype) == (bits, 32, torch.float16)
+                assert torch.equal(dequantise(got), expected), stored
+    model = served(file, as_stored=True)
+    assert model.weight_format == f"int{bits}"
+    matrices = sum(p.numel() for p in theirs.parameters() if p.dim() == 2)
+    others = sum(p.numel() for p in theirs.parameters()) - matrices
+    assert model.weight_bytes == matrices // 32 * (4 * bits + 2 + 2) + 4 * others
+
+
+def test_scales_that_float16_cannot_multiply(tmp_path: Path) -> None:
+    """An offset of 128 scales is beyond it."""
+    scale = np.array([[60000.0, -600.0], [1e-7, 0.25]], np.float16)
+    numbers = np.random.default_rng(0).integers(-128, 128, (2, 64), np.int8)
+    blocks = [(scale[i, j].tobytes(), numbers[i, 32 * j : 32 * (j + 1)].tobytes()) for i in (0, 1) for j in (0, 1)]
+    data = np.frombuffer(b"".join(part for block in blocks for part in block), np.uint8).reshape(2, -1)
+    writer = gguf.GGUFWriter(tmp_path / "a.gguf", "qwen2")
+    writer.add_tensor("output.weight", data, raw_dtype=Type.Q8_0)
+    file = finish(writer, tmp_path / "a.gguf")
+    got = GGUFWeights(file, torch.float32, torch.device("cpu"), as_stored=True).matrix("lm_head.weight")
+    assert isinstance(got, Quantised)
+    expected = numbers.astype(np.float64) * np.repeat(scale, 32, 1)
+    torch.testing.assert_close(dequantise(got).double(), torch.from_numpy(expected), rtol=1e-5, atol=0)
 
 
 @pytest.mark.parametrize("kind", [Type.Q4_K, Type.Q5_K, Type.Q6_K, Type.IQ4_XS, Type.MXFP4])

@@ -1,0 +1,51 @@
+"""What is left of weights, and of activations, when they are rounded to whole numbers; by numpy, and by formula."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from kernels.ops import Packed
+from kernels.quantised import Quantised, dequantise
+from kernels.reference import ReferenceOps
+from server.models.weights import Format
+
+Array = np.ndarray[Any, np.dtype[np.float32]]
+
+
+def symmetric_rounded(w: Array, bits: int, group: int | None = None) -> Array:
+    """[out, in] as --weights int8 and int4 leave it: the number farthest from 0 in a group of columns is the lowest."""
+    zero = np.float32(2 ** (bits - 1))
+    grouped = w.reshape(len(w), -1, group or w.shape[1])
+    farthest = np.take_along_axis(grouped, np.abs(grouped).argmax(-1, keepdims=True), -1)
+    scale = np.where(farthest == 0, np.float32(1), farthest / -zero)
+    return (np.clip(np.rint(grouped / scale), -zero, zero - 1) * scale).reshape(w.shape)
+
+
+def rounded(model: PreTrainedModel, format: Format) -> PreTrainedModel:
+    """The model, what is multiplied with rounded; routers are not, nor is an embedding that is looked up only."""
+    tied = model.config.tie_word_embeddings
+    with torch.no_grad():
+        for name, p in model.named_parameters():
+            if p.dim() < 2 or name.endswith("gate.weight") or ("embed" in name and not tied):
+                continue
+            for matrix in p if p.dim() == 3 else (p,):  # experts
+                divided = format.group is None or matrix.shape[1] % format.group == 0
+                how = format if divided else (8, None)
+                matrix.copy_(torch.from_numpy(symmetric_rounded(matrix.numpy(), *how)))
+    return model
+
+
+class RoundedInputs(ReferenceOps):
+    """Rounds x to 127 whole numbers of either sign by groups, where the C++ kernels do; multiplies in float64."""
+
+    def quantised_linear(self, x: Tensor, weight: Quantised | Packed, bias: Tensor | None = None) -> Tensor:
+        assert isinstance(weight, Quantised)
+        groups = x.double().unflatten(-1, (-1, weight.group))
+        step = groups.abs().amax(-1, keepdim=True).clamp_min(1e-300) / 127
+        y = ((groups / step).round() * step).flatten(1) @ dequantise(weight).double().T
+        return (y if bias is None else y + bias.double()).to(x.dtype)

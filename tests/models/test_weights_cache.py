@@ -1,0 +1,260 @@
+"""What was quantised is there at the next start, and only while it is still the same checkpoint."""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from kernels.quantised import quantise_symmetric
+from kernels.reference import ReferenceOps
+from server.models import quantised, weights_cache
+from server.models.base import Model
+from server.models.errors import ModelError
+from server.models.full_context import FullContext
+from server.models.load import load_model
+from server.models.weights import Format, Kept
+from server.models.weights_cache import Draft, folder_of, found
+from tests.models.gguf_files import gguf_model, write_gguf
+from tests.models.mlx_files import write_mlx
+from tests.models.random_models import CONFIGS, random_model, save_random
+
+CPU = torch.device("cpu")
+FORMATS = {"int4": Format(4, 32), "int8": Format(8)}
+
+
+@pytest.fixture
+def home(tmp_path: Path) -> Path:
+    return tmp_path / "some" / "cache"
+
+
+@pytest.fixture
+def checkpoint(tmp_path: Path) -> Path:
+    save_random("qwen2_tied", tmp_path / "model")
+    return tmp_path / "model"
+
+
+def loaded(directory: Path, home: Path | None, format: str = "int4") -> Model:
+    kept = Kept(torch.float32, FORMATS[format], as_stored=True, cache=home)
+    return load_model(
+        directory, "auto", ops=ReferenceOps(), dtype=torch.float32, weights=kept, device=CPU, positions=512
+    )
+
+
+@torch.inference_mode()
+def logits(model: Model) -> torch.Tensor:
+    ids = torch.arange(2, 40)
+    attention = FullContext(model.specs, len(ids), CPU)
+    attention.logit_index = attention.positions
+    return model.forward(ids, attention)
+
+
+@pytest.fixture
+def rounds(monkeypatch: pytest.MonkeyPatch) -> list[torch.Size]:
+    """Shapes of what was quantised."""
+    seen: list[torch.Size] = []
+
+    def watched(weight: torch.Tensor, bits: int, group: int | None) -> Any:
+        seen.append(weight.shape)
+        return quantise_symmetric(weight, bits, group)
+
+    monkeypatch.setattr(quantised, "quantise_symmetric", watched)
+    return seen
+
+
+def files(home: Path) -> list[Path]:
+    return sorted(path.relative_to(home) for path in home.rglob("*") if path.is_file())
+
+
+# -------------------------------------------------------------------- what is found again
+@pytest.mark.parametrize("format", FORMATS)
+def test_the_second_start_quantises_nothing(
+    format: str, checkpoint: Path, home: Path, rounds: list[torch.Size], caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.INFO):
+        first = loaded(checkpoint, home, format)
+        count = len(rounds)
+        second = loaded(checkpoint, home, format)
+    assert len(rounds) == count > 0
+    assert torch.equal(logits(second), logits(first))
+    assert torch.equal(logits(first), logits(loaded(checkpoint, None, format)))
+    folder = home / files(home)[0].parent
+    assert caplog.messages == [
+        f"the next start finds the quantised weights in {folder}",
+        f"quantised weights are those in {folder}",
+    ]
+
+
+def test_every_kind_of_checkpoint(tmp_path: Path, home: Path, rounds: list[torch.Size]) -> None:
+    """Rows that groups do not divide, which are kept in 8 bits; experts; what MLX had quantised otherwise."""
+    config = CONFIGS["llama"].__class__(**(CONFIGS["llama"].to_dict() | {"intermediate_size": 87}))
+    random_model(config).save_pretrained(tmp_path / "odd")
+    save_random("mixtral", tmp_path / "mixtral")
+    write_mlx(random_model(CONFIGS["llama"]), tmp_path / "mlx", 8, 32)
+    for name in ("odd", "mixtral", "mlx"):
+        first = loaded(tmp_path / name, home)
+        count = len(rounds)
+        assert torch.equal(logits(loaded(tmp_path / name, home)), logits(first))
+        assert len(rounds) == count > 0
+    assert len({file.parent for file in files(home)}) == 3
+
+
+def test_a_gguf_file_too(tmp_path: Path, home: Path, rounds: list[torch.Size], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    from server.models.directory import locate
+
+    file = write_gguf(gguf_model("llama"), tmp_path / "a.gguf")
+    first = loaded(locate(str(file)), home)
+    count = len(rounds)
+    assert torch.equal(logits(loaded(locate(str(file)), home)), logits(first))
+    assert len(rounds) == count > 0
+
+
+def test_a_large_model_is_written_in_parts(
+    checkpoint: Path, home: Path, rounds: list[torch.Size], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(weights_cache, "SHARD", 20_000)
+    first = loaded(checkpoint, home)
+    assert len(files(home)) > 2
+    count = len(rounds)
+    assert torch.equal(logits(loaded(checkpoint, home)), logits(first))
+    assert len(rounds) == count
+
+
+def test_formats_do_not_mix(checkpoint: Path, home: Path) -> None:
+    both = {format: logits(loaded(checkpoint, home, format)) for format in FORMATS}
+    for format, expected in both.items():
+        assert torch.equal(logits(loaded(checkpoint, home, format)), expected)
+    assert not torch.equal(*both.values())
+
+
+# -------------------------------------------------------------------- what is not
+def _another(directory: Path) -> None:
+    tensors = load_file(directory / "model.safetensors")
+    tensors = {name: tensor.flip(0) for name, tensor in tensors.items()}
+    save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
+
+
+def _one_number(directory: Path) -> None:
+    """In place, in the last byte but some."""
+    with (directory / "model.safetensors").open("r+b") as file:
+        file.seek(-4000, os.SEEK_END)
+        file.write(bytes(400))
+
+
+def _replaced(directory: Path) -> None:
+    """By a file of another checkpoint, moved there."""
+    save_random("qwen2_tied", directory / "other", seed=1)
+    (directory / "other" / "model.safetensors").replace(directory / "model.safetensors")
+
+
+@pytest.mark.parametrize("change", [_another, _one_number, _replaced])
+def test_a_changed_checkpoint_is_quantised_anew(
+    change: Callable[[Path], None], checkpoint: Path, home: Path, rounds: list[torch.Size]
+) -> None:
+    """Though its size, and the time that it says it was written, are the same."""
+    file = checkpoint / "model.safetensors"
+    loaded(checkpoint, home)
+    before, old = file.stat(), files(home)
+    change(checkpoint)
+    os.utime(file, ns=(before.st_atime_ns, before.st_mtime_ns))
+    assert (file.stat().st_size, file.stat().st_mtime_ns) == (before.st_size, before.st_mtime_ns)
+    count = len(rounds)
+    changed = loaded(checkpoint, home)
+    assert len(rounds) == 2 * count
+    assert torch.equal(logits(changed), logits(loaded(checkpoint, None)))
+    assert len(files(home)) == len(old)
+    assert files(home) != old, "what was kept of the old one is gone"
+
+
+def test_a_checkpoint_that_changes_meanwhile_is_not_kept(
+    checkpoint: Path, home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def changing(weight: torch.Tensor, bits: int, group: int | None) -> Any:
+        (checkpoint / "model.safetensors").touch()
+        return quantise_symmetric(weight, bits, group)
+
+    monkeypatch.setattr(quantised, "quantise_symmetric", changing)
+    loaded(checkpoint, home)
+    assert not home.exists()
+
+
+def test_a_model_that_cannot_be_loaded_leaves_nothing(
+    checkpoint: Path, home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(weights_cache, "SHARD", 20_000)
+    tensors = load_file(checkpoint / "model.safetensors")
+    tensors["model.layers.2.mlp.down_proj.weight"].fill_(torch.nan)
+    save_file(tensors, checkpoint / "model.safetensors")
+    with pytest.raises(ModelError, match="NaN"):
+        loaded(checkpoint, home)
+    assert list(home.iterdir()) == []
+
+
+def test_what_is_damaged_is_told_and_made_anew(
+    checkpoint: Path, home: Path, rounds: list[torch.Size], caplog: pytest.LogCaptureFixture
+) -> None:
+    expected = logits(loaded(checkpoint, home))
+    count = len(rounds)
+    file = home / files(home)[0]
+    file.write_bytes(file.read_bytes()[:-1000])
+    assert torch.equal(logits(loaded(checkpoint, home)), expected)
+    assert "quantising the weights anew, as what an earlier start kept of them is damaged: cannot read" in caplog.text
+    assert torch.equal(logits(loaded(checkpoint, home)), expected)
+    assert len(rounds) == 2 * count
+
+
+# -------------------------------------------------------------------- where nothing can be kept
+def test_a_folder_that_cannot_be_is_told(checkpoint: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / "taken").touch()
+    expected = logits(loaded(checkpoint, None))
+    assert torch.equal(logits(loaded(checkpoint, tmp_path / "taken" / "cache")), expected)
+    (record,) = caplog.records
+    assert record.levelname == "WARNING"
+    assert record.message.startswith("the next start has to quantise the weights again, as nothing can be kept: [Errno")
+    assert record.message.endswith("give --weights-cache another folder, or off")
+
+
+def test_a_full_disk_is_told_once_and_leaves_nothing(
+    checkpoint: Path, home: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    written: list[Path] = []
+
+    def filling(tensors: dict[str, torch.Tensor], file: Path) -> None:
+        if written:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        written.append(file)
+        save_file(tensors, file)
+
+    monkeypatch.setattr(weights_cache, "SHARD", 20_000)
+    monkeypatch.setattr(weights_cache, "save_file", filling)
+    assert torch.equal(logits(loaded(checkpoint, home)), logits(loaded(checkpoint, None)))
+    (message,) = caplog.messages
+    assert "No space left on device" in message
+    assert list(home.iterdir()) == []
+
+
+def test_two_servers_may_start_at_once(checkpoint: Path, home: Path) -> None:
+    folder = folder_of(home, checkpoint, FORMATS["int4"])
+    weight = quantise_symmetric(torch.randn(6, 64), 4, 32)
+    drafts = [Draft(folder), Draft(folder)]
+    for draft in drafts:
+        draft.put("a", weight)
+    assert found(folder) is None
+    for draft in drafts:
+        draft.publish()
+        draft.close()
+        stored = found(folder)
+        assert stored is not None
+        got = stored.get("a")
+        assert got is not None
+        assert all(torch.equal(getattr(got, part), getattr(weight, part)) for part in ("numbers", "scale", "offset"))
+        assert stored.get("b") is None
+    assert [path for path in home.iterdir() if path != folder.parent] == []
