@@ -17,6 +17,9 @@ from kernels.memory import concatenated
 
 BITS = (4, 8)
 TILE = 1 << 18  # numbers that are float32 at a time: a mebibyte, which stays in the cache
+WIDE_TILE = (
+    1 << 21
+)  # when quantising, in many steps: on a busy machine threads wait longer for each other than for memory
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -72,9 +75,9 @@ def check_format(width: int, bits: int, group: int) -> None:
         raise ValueError(f"groups of {group} do not divide rows of {width} columns")
 
 
-def tile_rows(width: int) -> int:
+def tile_rows(width: int, tile: int = TILE) -> int:
     """How many rows of so many columns are float32 at a time."""
-    return max(1, TILE // width)
+    return max(1, tile // width)
 
 
 def dequantise(weight: Quantised) -> Tensor:
@@ -93,7 +96,7 @@ def quantise_weight(weight: Tensor, bits: int, group: int) -> Quantised:
     not divide a row, and numbers that are NaN or infinite.
     """
     check_format(weight.shape[1], bits, group)
-    return joined([_nearest(part, bits, group) for part in weight.split(tile_rows(weight.shape[1]))])
+    return joined([_nearest(part, bits, group) for part in weight.split(tile_rows(weight.shape[1], WIDE_TILE))])
 
 
 def _grouped(weight: Tensor, group: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -125,7 +128,7 @@ def quantise_symmetric(weight: Tensor, bits: int, group: int | None = None) -> Q
     """
     width = weight.shape[1]
     check_format(width, bits, group or width)
-    parts = [_symmetric(part, bits, group or width) for part in weight.split(tile_rows(width))]
+    parts = [_symmetric(part, bits, group or width) for part in weight.split(tile_rows(width, WIDE_TILE))]
     return joined(parts)
 
 

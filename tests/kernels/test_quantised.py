@@ -130,11 +130,12 @@ def test_numbers_at_the_end_of_a_dtype_stay_finite(largest: float, dtype: torch.
 
 
 def test_rows_are_quantised_alike_however_many_there_are() -> None:
-    weight = torch.randn(3000, 256)  # several tiles
-    whole, part = quantise_weight(weight, 4, 64), quantise_weight(weight[2000:2001], 4, 64)
-    for name in ("numbers", "scale", "offset"):
-        assert torch.equal(getattr(whole.rows(slice(2000, 2001)), name), getattr(part, name))
-    assert torch.equal(dequantise(whole.rows(torch.tensor([2000, 0])))[0], dequantise(part)[0])
+    weight = torch.randn(9000, 256)  # several tiles
+    for quantise in (quantise_weight, quantise_symmetric):
+        whole, part = quantise(weight, 4, 64), quantise(weight[8500:8501], 4, 64)
+        for name in ("numbers", "scale", "offset"):
+            assert torch.equal(getattr(whole.rows(slice(8500, 8501)), name), getattr(part, name))
+        assert torch.equal(dequantise(whole.rows(torch.tensor([8500, 0])))[0], dequantise(part)[0])
 
 
 def test_joined_weights_of_several_formats_keep_their_values() -> None:
