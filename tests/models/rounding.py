@@ -14,6 +14,9 @@ from kernels.quantised import Quantised, dequantise
 from kernels.reference import ReferenceOps
 from server.models.weights import Format
 
+SHORT_TEXTS = torch.arange(2, 50).view(
+    6, 8
+)  # in a long one, what is rounded otherwise once is seen by all that follows
 Array = np.ndarray[Any, np.dtype[np.float32]]
 
 
@@ -49,3 +52,11 @@ class RoundedInputs(ReferenceOps):
         step = groups.abs().amax(-1, keepdim=True).clamp_min(1e-300) / 127
         y = ((groups / step).round() * step).flatten(1) @ dequantise(weight).double().T
         return (y if bias is None else y + bias.double()).to(x.dtype)
+
+
+def apart(a: Tensor, b: Tensor) -> float:
+    """How far logits [n, V] of most tokens are, as a share of their spread.
+
+    Not of all: an activation between two whole numbers becomes either, as its last bit is.
+    """
+    return float((a - b).abs().mean(-1).median() / b.std())

@@ -15,6 +15,8 @@ from gguf import GGMLQuantizationType as Type
 from transformers import PreTrainedModel
 
 from config.settings import SettingsError
+from kernels.load import REFERENCE
+from kernels.ops import Ops
 from kernels.quantised import Quantised, dequantise
 from kernels.reference import ReferenceOps
 from server.models.base import Model
@@ -29,7 +31,9 @@ from server.models.load import describe, load_model
 from server.models.weights import Kept
 from server.text.tokenizer import Tokenizer
 from tests.engine.driving import Driver
+from tests.kernels.matrix import BACKENDS, SLOW
 from tests.models.gguf_files import finish, gguf_model, round_weights, write_gguf
+from tests.models.rounding import SHORT_TEXTS, RoundedInputs, apart
 
 FAMILIES = (
     "llama",
@@ -57,11 +61,11 @@ def cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     return tmp_path / "cache"
 
 
-def served(file: Path, dtype: torch.dtype = torch.float32, *, as_stored: bool = False) -> Model:
+def served(file: Path, dtype: torch.dtype = torch.float32, *, as_stored: bool = False, ops: Ops | None = None) -> Model:
     return load_model(
         locate(str(file)),
         "auto",
-        ops=ReferenceOps(),
+        ops=ops or ReferenceOps(),
         dtype=torch.float32,
         weights=Kept(dtype, as_stored=as_stored),
         device=torch.device("cpu"),
@@ -69,12 +73,18 @@ def served(file: Path, dtype: torch.dtype = torch.float32, *, as_stored: bool = 
     )
 
 
+@torch.inference_mode()
+def logits(model: Model, ids: torch.Tensor) -> torch.Tensor:
+    """ids [n] -> [n, V]."""
+    attention = FullContext(model.specs, len(ids), model.device)
+    attention.logit_index = attention.positions
+    return model.forward(ids, attention)
+
+
 def assert_same_logits(ours: Model, theirs: PreTrainedModel) -> None:
     ids = torch.randint(2, 300, (70,))
-    attention = FullContext(ours.specs, len(ids), ours.device)
-    attention.logit_index = attention.positions
     with torch.inference_mode():
-        torch.testing.assert_close(ours.forward(ids, attention), theirs(ids[None]).logits[0], rtol=0, atol=1e-4)
+        torch.testing.assert_close(logits(ours, ids), theirs(ids[None]).logits[0], rtol=0, atol=1e-4)
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -134,6 +144,16 @@ def test_numbers_and_scales_stay_those_of_the_file(name: str, kind: Type, bits: 
     matrices = sum(p.numel() for p in theirs.parameters() if p.dim() == 2)
     others = sum(p.numel() for p in theirs.parameters()) - matrices
     assert model.weight_bytes == matrices // 32 * (4 * bits + 2 + 2) + 4 * others
+
+
+@pytest.mark.parametrize("kind", [Type.Q8_0, Type.Q4_0])
+@pytest.mark.parametrize("backend", [name for name in BACKENDS if name not in SLOW | {REFERENCE}])
+def test_every_backend_multiplies_with_what_the_file_has(backend: str, kind: Type, tmp_path: Path) -> None:
+    """But that some round activations."""
+    file = write_gguf(gguf_model("llama"), tmp_path / "a.gguf", kind)
+    computed = (served(file, as_stored=True, ops=ops) for ops in (BACKENDS[backend](), ReferenceOps(), RoundedInputs()))
+    got, *ways = (torch.cat([logits(model, ids) for ids in SHORT_TEXTS]) for model in computed)
+    assert min(apart(got, expected) for expected in ways) < 1e-5
 
 
 def test_scales_that_float16_cannot_multiply(tmp_path: Path) -> None:
