@@ -31,6 +31,27 @@ def mapped(size: int) -> Tensor:
     return torch.frombuffer(memory, dtype=torch.uint8)
 
 
+class Pool:
+    """Memory for many tensors that stay: one behind the other, as each by itself is too small for a huge page.
+
+    A tensor keeps the stretch it lies in; nothing of it is touched before whoever takes it does.
+    """
+
+    STRETCH = 64 << 20  # bytes, and more for what is larger
+    ALIGN = 64  # a cache line
+
+    def __init__(self) -> None:
+        self._left = torch.empty(0, dtype=torch.uint8)
+
+    def take(self, size: int) -> Tensor:
+        """[size] uint8."""
+        padded = -(-size // self.ALIGN) * self.ALIGN
+        if padded > len(self._left):
+            self._left = mapped(max(padded, self.STRETCH))
+        taken, self._left = self._left[:size], self._left[padded:]
+        return taken
+
+
 def concatenated(parts: Sequence[Tensor]) -> Tensor:
     """The rows of one after those of the other, all of one dtype; a CPU's memory goes back to the system with them.
 

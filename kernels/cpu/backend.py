@@ -12,6 +12,7 @@ from torch import Tensor
 
 from kernels.cpu.packed import PackedFloats, PackedMatrix, PackedWhole
 from kernels.layer import AttentionWeights, Factor, GatedWeights
+from kernels.memory import Pool
 from kernels.ops import LayerSpec, Packed, Slots
 from kernels.quantised import Quantised
 from kernels.reference import ReferenceOps
@@ -30,13 +31,14 @@ class CpuOps(ReferenceOps):
         """`library`: a namespace of torch.ops."""
         super().__init__()
         self._library = library
+        self._pool = Pool()  # of packed weights
 
     def packed(self, weight: Factor) -> Factor:
         match weight:
             case Quantised() if weight.group % GROUPS == 0 or weight.group == weight.shape[1]:
-                return PackedWhole(weight, self._library)
+                return PackedWhole(weight, self._library, self._pool)
             case Tensor() if weight.dtype in FLOATS:
-                return PackedFloats(weight, self._library)
+                return PackedFloats(weight, self._library, self._pool)
         return weight
 
     def linear(self, x: Tensor, weight: Tensor | Packed, bias: Tensor | None = None) -> Tensor:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kernels.memory import mapped
+from kernels.memory import Pool
 from kernels.ops import Packed
 from kernels.quantised import Quantised
 
@@ -38,13 +38,13 @@ class PackedFloats(PackedMatrix):
 
     quantised = False
 
-    def __init__(self, weight: Tensor, library: Any) -> None:
+    def __init__(self, weight: Tensor, library: Any, pool: Pool) -> None:
         super().__init__(library)
         self.shape = weight.shape
         self.device = weight.device
         self.format = str(weight.dtype).removeprefix("torch.")
         size = library.packed_numbers(*weight.shape, weight.dtype)
-        numbers = mapped(size * weight.dtype.itemsize).view(weight.dtype)
+        numbers = pool.take(size * weight.dtype.itemsize).view(weight.dtype)
         library.pack(numbers, weight)
         self.nbytes = numbers.nbytes
         self.parts, self.layout = [numbers], [*weight.shape, 0, 0]
@@ -55,12 +55,12 @@ class PackedWhole(PackedMatrix):
 
     quantised = True
 
-    def __init__(self, weight: Quantised, library: Any) -> None:
+    def __init__(self, weight: Quantised, library: Any, pool: Pool) -> None:
         super().__init__(library)
         self.shape = weight.shape
         self.device = weight.device
         self.format = f"int{weight.bits}"
-        numbers = mapped(library.packed_numbers(*weight.shape, torch.uint8) * weight.bits // 8)
+        numbers = pool.take(library.packed_numbers(*weight.shape, torch.uint8) * weight.bits // 8)
         offsets = [] if _symmetric(weight) else [_by_panel(weight.offset)]
         library.pack_whole(numbers, weight.numbers, weight.bits, bool(offsets))
         self.parts, self.layout = (
