@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from kernels.cpu.load import best_read
 from kernels.memory import allocate
 
 PASSES = 3  # the best counts
@@ -30,9 +31,10 @@ def seconds(run: Callable[[], object]) -> float:
 def read_bandwidth(memory: Tensor) -> float:
     """Bytes a second that all threads read together from `memory`, which is of floats.
 
-    By the sum of squares, the reduction with which torch comes nearest to plain loads.
+    By plain loads; without C++ by the sum of squares, the reduction with which torch comes nearest to them.
     """
-    return memory.nbytes / seconds(lambda: torch.linalg.vector_norm(memory))
+    read = best_read() or torch.linalg.vector_norm
+    return memory.nbytes / seconds(lambda: read(memory))
 
 
 def bandwidth_over(size: int, threads: int) -> float:

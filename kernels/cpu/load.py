@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import platform
+from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from kernels.cpu.backend import CpuOps
 from kernels.missing import KernelsMissing
@@ -30,6 +33,16 @@ def load(name: str) -> CpuOps:
     if not operations.usable():
         raise KernelsMissing(f"the system does not let processes use {name}")
     return CpuOps(operations)
+
+
+def best_read() -> Callable[[Tensor], object] | None:
+    """Reads all of a tensor's memory, as fast as the machine can; None if there is no library that could."""
+    for name in usable():
+        with suppress(KernelsMissing):
+            load(name)
+            read: Callable[[Tensor], object] = getattr(torch.ops, f"kvmux_{name}").read
+            return read
+    return None
 
 
 def usable() -> tuple[str, ...]:

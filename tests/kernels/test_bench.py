@@ -9,6 +9,7 @@ import pytest
 
 from kernels import bench, loads
 from kernels import load as loading
+from kernels.cpu.load import best_read
 from kernels.load import REFERENCE, backends
 from kernels.missing import KernelsMissing
 from kernels.ops import Ops
@@ -52,3 +53,9 @@ def test_what_is_missing_is_told_once_on_a_line_of_its_own(
     assert [line.split()[:2] for line in told.out.splitlines()[1:]] == [
         [op, "reference"] for op in ("rope", "rope", "silu_mul", "silu_mul")
     ]
+
+
+def test_all_of_the_memory_is_read() -> None:
+    words = torch.arange(6400)
+    if (read := best_read()) is not None:
+        assert read(words) == int(words.sum())
