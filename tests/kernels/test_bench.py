@@ -6,6 +6,7 @@ import json
 from itertools import product
 
 import pytest
+import torch
 
 from kernels import bench, loads
 from kernels import load as loading
