@@ -15,6 +15,7 @@ from setuptools import setup
 SOURCES = Path("kernels/cpu")
 FLAGS = [
     "-O3",
+    "-g0",  # Python's own flags ask for what a debugger wants, which is 25 times as much to write
     "-std=c++20",
     "-Wno-maybe-uninitialized",
     "-Wno-uninitialized",

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from kernels.arena import Arena
+from kernels.layer import AttentionWeights, GatedWeights
 from kernels.ops import LayerSpec, Ops
 from kernels.quantised import Quantised
 from kernels.scene import Layout, RowOf, Scene
@@ -130,21 +131,67 @@ def _turns(half: int) -> Tensor:
     return torch.polar(torch.ones(1).double(), angles)
 
 
+def _turned(x: Tensor, turns: Tensor, positions: Tensor) -> Tensor:
+    first, second = x.double().chunk(2, -1)
+    turned = torch.complex(first, second) * turns[positions][:, None]
+    return torch.cat((turned.real, turned.imag), -1)
+
+
 def rope(ops: Ops, shape: Shape) -> Pairs:
-    half = shape.head_dim // 2
-    x = Draw(shape)(shape.length, shape.group, shape.head_dim)
-    turns = _turns(half)
+    x, turns = Draw(shape)(shape.length, shape.group, shape.head_dim), _turns(shape.head_dim // 2)
     positions = (torch.arange(shape.length) * 7919) % len(turns)
-    got = ops.rope(x, turns.real.float(), turns.imag.float(), positions)
-    pairs = torch.complex(x[..., :half].double(), x[..., half:].double())
-    turned = pairs * turns[positions][:, None]
-    yield got, torch.cat((turned.real, turned.imag), -1)
+    yield ops.rope(x, turns.real.float(), turns.imag.float(), positions), _turned(x, turns, positions)
+
+
+def _gated(gate_up: Tensor) -> Tensor:
+    gate, up = gate_up.double().chunk(2, -1)
+    return gate / (1 + (-gate).exp()) * up
 
 
 def silu_mul(ops: Ops, shape: Shape) -> Pairs:
     gate_up = Draw(shape)(shape.length, 2 * _width(shape))
-    gate, up = gate_up.double().chunk(2, -1)
-    yield ops.silu_mul(gate_up), gate / (1 + (-gate).exp()) * up
+    yield ops.silu_mul(gate_up), _gated(gate_up)
+
+
+# -------------------------------------------------------------------- around attention
+MODEL = 64  # width
+
+
+def _around(draw: Draw, shape: Shape) -> AttentionWeights:
+    """One KV head, and a group of query heads."""
+    turns, dim = _turns(shape.head_dim // 2), shape.head_dim
+    norm, next_norm, qkv = draw.dense(MODEL), draw.dense(MODEL), draw.dense((shape.group + 2) * dim, MODEL)
+    o, bias = draw.dense(MODEL, shape.group * dim), draw.dense((shape.group + 2) * dim)
+    tables = turns.real.float(), turns.imag.float()
+    return AttentionWeights(norm, qkv, bias, None, tables, shape.group, 1, o, None, None, next_norm, 1e-6)
+
+
+def enter_attention(ops: Ops, shape: Shape) -> Pairs:
+    draw = Draw(shape)
+    layer, x, added = _around(draw, shape), draw(shape.length, MODEL), draw(shape.length, MODEL)
+    turns = _turns(shape.head_dim // 2)
+    positions = (torch.arange(shape.length) * 7919) % len(turns)
+    total, q, k, v = ops.enter_attention(layer.packed(ops), x, added, positions)
+    qkv = _normed(total, layer.norm) @ layer.qkv.double().T + layer.qkv_bias.double()
+    heads = qkv.unflatten(1, (shape.group + 2, shape.head_dim)).split_with_sizes((shape.group, 1, 1), 1)
+    yield total, x.double() + added.double()
+    yield from zip((q, k), (_turned(each, turns, positions) for each in heads[:2]), strict=True)
+    yield v, heads[2]
+
+
+def leave_attention(ops: Ops, shape: Shape) -> Pairs:
+    draw = Draw(shape)
+    layer, x, mixed = _around(draw, shape), draw(shape.length, MODEL), draw(shape.length, shape.group * shape.head_dim)
+    total, normed = ops.leave_attention(layer.packed(ops), x, mixed)
+    yield total, x.double() + mixed.double() @ layer.o.double().T
+    yield normed, _normed(total, layer.next_norm)
+
+
+def feed_forward(ops: Ops, shape: Shape) -> Pairs:
+    draw, inner = Draw(shape), _width(shape)
+    h, gate_up, down = draw(shape.length, MODEL), draw.dense(2 * inner, MODEL), draw.dense(MODEL, inner)
+    weights = GatedWeights(gate_up, None, down, None, "silu").packed(ops)
+    yield ops.feed_forward(weights, h), _gated(h.double() @ gate_up.double().T) @ down.double().T
 
 
 def sample(ops: Ops, shape: Shape) -> Pairs:
@@ -298,7 +345,8 @@ def repeat_kv_heads_step(ops: Ops, shape: Shape) -> Pairs:
 FORMULAS: Mapping[str, Callable[[Ops, Shape], Pairs]] = {
     each.__name__: each
     for each in (
-        *(linear, quantised_linear, rms_norm, add_rms_norm, rope, silu_mul, sample, quantise, dequantise),
+        *(linear, quantised_linear, enter_attention, leave_attention, feed_forward),
+        *(rms_norm, add_rms_norm, rope, silu_mul, sample, quantise, dequantise),
         *(write_kv, attend, gather, copy_blocks, repeat_kv_heads, repeat_kv_heads_step),
     )
 }
