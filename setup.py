@@ -46,6 +46,10 @@ def kernels() -> dict[str, Any]:
     mac = sys.platform == "darwin"  # whose compiler has no OpenMP: one thread
 
     class Build(BuildExtension):  # type: ignore[misc]
+        def finalize_options(self) -> None:
+            super().finalize_options()
+            self.parallel = self.parallel or 2  # an editable installation forgets what was said before
+
         def run(self) -> None:
             try:
                 super().run()
@@ -70,7 +74,7 @@ def kernels() -> dict[str, Any]:
             )
             for name, flags in INSTRUCTION_SETS.get(machine, {}).items()
         ],
-        "cmdclass": {"build_ext": Build.with_options(no_python_abi_suffix=True, use_ninja=False, parallel=2)},
+        "cmdclass": {"build_ext": Build.with_options(no_python_abi_suffix=True, use_ninja=False)},
     }
 
 

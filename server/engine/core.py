@@ -271,8 +271,6 @@ class Core:
 
     def _admit(self, request: Request) -> list[Event]:
         """Once, when the first row has run: from then on `cached` is final."""
-        if request.cached_tokens is not None:
-            return []
         assert request.seat is not None
         seat, name = request.seat, request.cache.name
         request.cached_tokens, request.miss = (seat.length, None) if request.forked else (seat.cached, seat.miss)
