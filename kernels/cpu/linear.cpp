@@ -1,6 +1,5 @@
 // Products with packed weights as torch sees them.
 #include <ATen/core/Tensor.h>
-#include <ATen/ops/bitwise_xor.h>
 #include <ATen/ops/empty.h>
 #include <torch/library.h>
 
@@ -64,7 +63,8 @@ void put_product(const Product& product, const Tensor& y, int64_t k, const std::
   const auto put = [&](int64_t first, int64_t last, const float* sums) {
     const int64_t apart = product.height() * PANEL;  // numbers from one panel's sums to the next's
     float added[TOGETHER * PANEL] = {};
-    if (biases != nullptr) std::copy(biases + first * PANEL, biases + std::min(outputs, last * PANEL), added);
+    const int64_t real = std::min(outputs, last * PANEL) - first * PANEL;  // none, if only padding is left
+    if (biases != nullptr && real > 0) std::copy_n(biases + first * PANEL, real, added);
     for (int64_t row = 0; row < rows; ++row)
       for (int64_t panel = first; panel < last; panel += PAIR) {
         const int64_t at = panel * PANEL, count = std::min(PAIR * PANEL, outputs - at);

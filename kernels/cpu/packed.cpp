@@ -94,7 +94,7 @@ void take_whole(const Factor& weight, const int64_t* which, int64_t count, float
   const auto* numbers = weight.numbers.const_data_ptr<uint8_t>();
   const S* scales = weight.scale.const_data_ptr<S>();
   const S* offsets = weight.offset.defined() ? weight.offset.const_data_ptr<S>() : nullptr;
-  const int64_t groups = weight.width / weight.group, per_byte = 8 / weight.bits;
+  const int64_t groups = weight.width / weight.group;
   const float zero = weight.bits == 4 ? 8.f : 128.f;
   const auto number = [&](int64_t row, int64_t i) {
     const int64_t panel = P::panel(row / PANEL, weight.width), lane = row % PANEL * P::S;

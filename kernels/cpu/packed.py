@@ -25,7 +25,11 @@ class PackedMatrix(Packed):
     parts: Sequence[Tensor]  # numbers, and of whole numbers scale and perhaps offset
     layout: Sequence[int]  # out, in, bits of a number (0: floats), columns of a group
 
-    def __init__(self, library: Any) -> None:
+    def __init__(self, parts: Sequence[Tensor], layout: Sequence[int], library: Any) -> None:
+        self.parts, self.layout = parts, layout
+        self.shape = torch.Size(layout[:2])
+        self.device = parts[0].device
+        self.nbytes = sum(part.nbytes for part in parts)
         self._library = library
 
     def rows(self, which: Tensor) -> Tensor:
@@ -39,15 +43,11 @@ class PackedFloats(PackedMatrix):
     quantised = False
 
     def __init__(self, weight: Tensor, library: Any, pool: Pool) -> None:
-        super().__init__(library)
-        self.shape = weight.shape
-        self.device = weight.device
-        self.format = str(weight.dtype).removeprefix("torch.")
         size = library.packed_numbers(*weight.shape, weight.dtype)
         numbers = pool.take(size * weight.dtype.itemsize).view(weight.dtype)
         library.pack(numbers, weight)
-        self.nbytes = numbers.nbytes
-        self.parts, self.layout = [numbers], [*weight.shape, 0, 0]
+        super().__init__([numbers], [*weight.shape, 0, 0], library)
+        self.format = str(weight.dtype).removeprefix("torch.")
 
 
 class PackedWhole(PackedMatrix):
@@ -56,18 +56,12 @@ class PackedWhole(PackedMatrix):
     quantised = True
 
     def __init__(self, weight: Quantised, library: Any, pool: Pool) -> None:
-        super().__init__(library)
-        self.shape = weight.shape
-        self.device = weight.device
-        self.format = f"int{weight.bits}"
         numbers = pool.take(library.packed_numbers(*weight.shape, torch.uint8) * weight.bits // 8)
         offsets = [] if _symmetric(weight) else [_by_panel(weight.offset)]
         library.pack_whole(numbers, weight.numbers, weight.bits, bool(offsets))
-        self.parts, self.layout = (
-            [numbers, _by_panel(weight.scale), *offsets],
-            [*weight.shape, weight.bits, weight.group],
-        )
-        self.nbytes = sum(part.nbytes for part in self.parts)
+        layout = [*weight.shape, weight.bits, weight.group]
+        super().__init__([numbers, _by_panel(weight.scale), *offsets], layout, library)
+        self.format = f"int{weight.bits}"
 
 
 def _symmetric(weight: Quantised) -> bool:

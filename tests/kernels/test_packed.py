@@ -81,6 +81,13 @@ def test_products_are_those_of_float64_however_many_rows(
         assert torch.equal(ops.linear(x[:rows].float(), packed, bias), together[:rows]), rows
 
 
+def test_a_bias_ends_where_outputs_end(backend: str) -> None:
+    """A weight so wide that threads divide its only block: one of them has nothing but padding."""
+    ops, bias = BACKENDS[backend](), torch.tensor([0.5])
+    packed = ops.packed(torch.randn(1, 9000))
+    assert ops.linear(torch.zeros(2, 9000), packed, bias).tolist() == [[0.5], [0.5]]
+
+
 def rounded(x: Tensor, group: int) -> np.ndarray:
     """x [N, in] as whole numbers of 8 bits by groups, and what they stand for; in numpy, float32 as the kernels."""
     grouped = x.float().numpy().reshape(len(x), -1, group)
