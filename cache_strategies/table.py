@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from pydantic import Field
 from torch import Tensor
 
-from cache_strategies.base import CacheSetup, Geometry, KVCache, Options, Plan, Row, Seat, SeatShape
+from cache_strategies.base import CacheSetup, Geometry, KVCache, Options, Place, Plan, Row, Seat, SeatShape
 from config.settings import SettingsError
 from kernels.ops import LayerSpec, Slots
 from kernels.store import KVStore, block_bytes
@@ -144,6 +144,10 @@ class TablePlan(Plan):
         self.rows = rows
         self._cache = cache
         self._slots = slots
+
+    @property
+    def stored(self) -> Place:
+        return Place(self._cache.store, self._slots, self._cache.window)
 
     def attend(self, layer_idx: int, q: Tensor, k: Tensor, v: Tensor, out: Tensor) -> None:
         setup, store, at = self._cache.setup, self._cache.store, self._slots

@@ -1,4 +1,4 @@
-"""What a layer does around its attention, made of single operations: for every backend that has no better way.
+"""What layers do, made of single operations: for every backend that has no better way.
 
 Knows the order of operations in a layer; neither how any of them is computed nor what a cache is.
 """
@@ -9,8 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kernels.layer import AttentionWeights, Factor, GatedWeights, Tables
-from kernels.ops import Ops, Packed
+from kernels.layer import AttentionWeights, Factor, GatedWeights, Stack, Tables
+from kernels.ops import Attention, Ops, Packed
 from kernels.quantised import Quantised
 
 
@@ -69,3 +69,14 @@ def feed_forward(ops: Ops, weights: GatedWeights, h: Tensor) -> Tensor:
         gate, up = gate_up.chunk(2, dim=-1)
         gated = F.gelu(gate, approximate="tanh") * up
     return multiplied(ops, gated, weights.down, weights.down_bias)
+
+
+def run_layers(ops: Ops, stack: Stack, x: Tensor, attention: Attention) -> Tensor:
+    """`Ops.run_layers`."""
+    added: Tensor | None = None
+    for i, layer in enumerate(stack.layers):
+        around = layer.attention
+        x, q, k, v = ops.enter_attention(around, x, added, attention.positions)
+        x, h = ops.leave_attention(around, x, attention.attend(i, q, k, v).flatten(1))
+        added = normed(ops, layer.feed_forward(ops, h), layer.post_norm, around.eps)
+    return x if added is None else x + added

@@ -1,14 +1,14 @@
-"""The weights of one layer of a decoder, as `Ops` computes with them. Data only; names in checkpoints others know."""
+"""The layers of a decoder, as `Ops` computes with them. Data only; names in checkpoints others know."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Literal, Protocol
 
 from torch import Tensor
 
-from kernels.ops import Ops, Packed
+from kernels.ops import LayerSpec, Ops, Packed
 from kernels.quantised import Quantised
 
 Factor = Tensor | Quantised | Packed  # [out, in]
@@ -48,6 +48,22 @@ class AttentionWeights:
         yield from self.qk_norm or ()
 
 
+class FeedForward(Protocol):
+    """What follows attention in a layer."""
+
+    def __call__(self, ops: Ops, h: Tensor) -> Tensor:
+        """h [N, d] -> what it adds [N, d]."""
+        ...
+
+    def packed(self, ops: Ops) -> FeedForward:
+        """The same, as a backend multiplies it fastest."""
+        ...
+
+    def tensors(self) -> Iterator[Factor]:
+        """The weights."""
+        ...
+
+
 @dataclass(frozen=True, eq=False, slots=True)
 class GatedWeights:
     """A gated feed-forward (Shazeer 2020): gate and up are one matrix [2 f, d], down is [d, f]."""
@@ -58,6 +74,9 @@ class GatedWeights:
     down_bias: Tensor | None
     activation: Activation
 
+    def __call__(self, ops: Ops, h: Tensor) -> Tensor:
+        return ops.feed_forward(self, h)
+
     def packed(self, ops: Ops) -> GatedWeights:
         """The same, as a backend multiplies it fastest."""
         return replace(self, gate_up=ops.packed(self.gate_up), down=ops.packed(self.down))
@@ -66,3 +85,35 @@ class GatedWeights:
         for weight in (self.gate_up, self.gate_up_bias, self.down, self.down_bias):
             if weight is not None:
                 yield weight
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class DecoderLayer:
+    """Attention, and behind it a feed-forward, each of which adds to what passes through the layer."""
+
+    spec: LayerSpec
+    attention: AttentionWeights
+    feed_forward: FeedForward
+    post_norm: Tensor | None  # [d], of what the feed-forward adds; None: the model has no such norm
+
+    def packed(self, ops: Ops) -> DecoderLayer:
+        """The same, as a backend multiplies it fastest."""
+        return replace(self, attention=self.attention.packed(ops), feed_forward=self.feed_forward.packed(ops))
+
+    def tensors(self) -> Iterator[Factor]:
+        """The weights."""
+        yield from self.attention.tensors()
+        yield from self.feed_forward.tensors()
+        if self.post_norm is not None:
+            yield self.post_norm
+
+
+class Stack:
+    """All layers of a model, in order: made by `Ops.stacked`, for its `run_layers` alone."""
+
+    def __init__(self, layers: Sequence[DecoderLayer]) -> None:
+        self.layers = layers
+
+    def took(self) -> Mapping[str, float] | None:
+        """Seconds of the operations that the last call did by itself, by name; None: it called them."""
+        return None

@@ -13,11 +13,13 @@ import torch
 from torch import Tensor
 
 from kernels.arena import Arena
-from kernels.layer import AttentionWeights, GatedWeights
+from kernels.layer import AttentionWeights, DecoderLayer, GatedWeights, Stack
 from kernels.memory import allocate
-from kernels.ops import LayerSpec, Ops, Slots
+from kernels.ops import LayerSpec, Ops, Slots, Stored
 from kernels.quantised import Quantised
+from kernels.reference import ReferenceOps
 from kernels.sampling import Drawing
+from kernels.scene import Step
 from kernels.store import KVStore, block_bytes
 
 GIBIBYTE = 1 << 30
@@ -89,9 +91,25 @@ def feed_forward(dtype: torch.dtype, rows: int) -> Calls:
     ]
 
 
+def run_layers(dtype: torch.dtype, rows: int) -> Calls:
+    """A step of so many sequences, each of which begins."""
+    fed = (weights for weights, _ in feed_forward(dtype, rows))
+    layers = [DecoderLayer(*parts, None) for parts in zip(LAYERS, _layers(dtype, rows), fed, strict=False)]
+    specs = LAYERS[: len(layers)]
+    arena = Arena(rows, block_bytes(specs, BLOCK, dtype))
+    table, ones = torch.arange(rows, dtype=torch.int32), torch.arange(rows + 1, dtype=torch.int32)
+    nothing = torch.zeros(rows, dtype=torch.int32)
+    at = Slots(table.view(-1, 1), BLOCK, table, ones, nothing, nothing, num_decode=rows, max_q=1, max_kv=1)
+    stored = [Stored(slice(0, rows), KVStore(arena, specs, BLOCK, dtype), at, None)]
+    x = numbers(rows * WIDTH, dtype).view(rows, WIDTH)
+    return [(Stack(layers), x, Step(ReferenceOps(), specs, stored))]
+
+
 def packed(ops: Ops, op: str, call: tuple[Any, ...]) -> tuple[Any, ...]:
     """The call with its weights as these operations multiply them fastest."""
     first, second, *rest = *call, None
+    if isinstance(first, Stack):
+        return ops.stacked([layer.packed(ops) for layer in first.layers], second.dtype), *call[1:]
     if isinstance(first, AttentionWeights | GatedWeights):
         return first.packed(ops), *call[1:]
     return (first, ops.packed(second), *rest[:-1]) if op in ("linear", "quantised_linear") else call

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from kernels.layer import AttentionWeights, Factor, GatedWeights
+    from kernels.layer import AttentionWeights, DecoderLayer, Factor, GatedWeights, Stack
     from kernels.quantised import Quantised
     from kernels.store import KVStore
 
@@ -55,6 +55,14 @@ class Attention(Protocol):
     positions: Tensor  # [N] int64, absolute; the model applies RoPE at these, always
     logit_index: Tensor  # [K] int64, rows of the hidden state that go through lm_head
 
+    @property
+    def stored(self) -> Sequence[Stored] | None:
+        """Where all keys lie, by slices of the N tokens; None: only attend() knows.
+
+        attend() then does no more than `write_kv` and `attend` there, and a backend may do it in its place.
+        """
+        ...
+
     def attend(self, layer_idx: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """q [N,Hq,D], k [N,H,D], v [N,H,Dv] -> [N,Hq,Dv]; enters k and v into the caches on the way."""
         ...
@@ -93,6 +101,15 @@ class Slots:
         return behind.where(position >= self.sinks, position)
 
 
+class Stored(NamedTuple):
+    """Where the keys of some tokens of a step lie, of all layers."""
+
+    tokens: slice  # of the N
+    store: KVStore
+    at: Slots
+    window: int | None  # as `attend` takes it
+
+
 class Ops(Protocol):
     """What a model and a strategy are made of. Every backend answers to `reference.py`, and may inherit from it.
 
@@ -111,6 +128,10 @@ class Ops(Protocol):
 
         Made once, when a model is loaded; the weight itself where that is as good. Nothing of its values is lost.
         """
+        ...
+
+    def stacked(self, layers: Sequence[DecoderLayer], dtype: torch.dtype) -> Stack:
+        """The layers of a model, whose activations are of a dtype, for `run_layers`. Made once, as `packed` weights."""
         ...
 
     def linear(self, x: Tensor, weight: Tensor | Packed, bias: Tensor | None = None) -> Tensor:
@@ -232,5 +253,13 @@ class Ops(Protocol):
 
         Nothing else of the mirror is touched: whoever keeps one moves what is new, and not the whole text once more.
         Raises if there are no such columns, or the mirror's heads are no multiple of x's.
+        """
+        ...
+
+    def run_layers(self, stack: Stack, x: Tensor, attention: Attention) -> Tensor:
+        """x [N, d], embedded tokens -> what comes out of the last layer [N, d].
+
+        Each layer is `enter_attention`, the attention's attend(), `leave_attention` and its feed-forward; the bits are
+        those of the operations one by one.
         """
         ...

@@ -17,8 +17,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kernels import composed, sampling
-from kernels.layer import AttentionWeights, Factor, GatedWeights
-from kernels.ops import LayerSpec, Packed, Slots
+from kernels.layer import AttentionWeights, DecoderLayer, Factor, GatedWeights, Stack
+from kernels.ops import Attention, LayerSpec, Packed, Slots
 from kernels.quantised import Quantised, dequantise, tile_rows
 from kernels.store import KVStore, Plane
 
@@ -83,6 +83,12 @@ class ReferenceOps:
             tile = dequantise(weight.rows(some))
             out[:, some] = self.linear(wide, tile, None if bias is None else bias[some].float())
         return out
+
+    def stacked(self, layers: Sequence[DecoderLayer], dtype: torch.dtype) -> Stack:
+        return Stack(layers)
+
+    def run_layers(self, stack: Stack, x: Tensor, attention: Attention) -> Tensor:
+        return composed.run_layers(self, stack, x, attention)
 
     def enter_attention(
         self, layer: AttentionWeights, x: Tensor, added: Tensor | None, positions: Tensor

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from kernels.arena import Arena
-from kernels.ops import LayerSpec, Ops, Slots
+from kernels.ops import LayerSpec, Ops, Slots, Stored
 from kernels.store import KVStore, block_bytes
 
 CPU = torch.device("cpu")
@@ -130,3 +130,28 @@ class Scene:
         out = torch.full((len(q), self.spec.num_q_heads, self.spec.v_head_dim), 7.0, dtype=q.dtype, device=q.device)
         (ops or self.ops).attend(out, q, self.store, self.layer, self.at, self.spec, window=window)
         return list(out.split([row.tokens for row in self.rows]))
+
+
+class Step:
+    """Implements `kernels.ops.Attention` for tokens whose keys lie where `stored` says."""
+
+    def __init__(self, ops: Ops, specs: Sequence[LayerSpec], stored: Sequence[Stored]) -> None:
+        self._ops, self._specs = ops, specs
+        self.stored = stored
+        self.positions = torch.cat([_positions(each.at) for each in stored])
+        self.logit_index = torch.arange(len(self.positions), device=self.positions.device)
+
+    def attend(self, layer_idx: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """By the operations, one slice after the other."""
+        out, spec = q.new_zeros(q.shape), self._specs[layer_idx]
+        for tokens, store, at, window in self.stored:
+            self._ops.write_kv(store, layer_idx, k[tokens], v[tokens], at)
+            self._ops.attend(out[tokens], q[tokens], store, layer_idx, at, spec, window=window)
+        return out
+
+
+def _positions(at: Slots) -> Tensor:
+    """[N] int64 of the tokens that enter; 0 for padding."""
+    rows = zip(at.start.tolist(), at.q_start.diff().tolist(), strict=True)
+    each = [torch.arange(start, start + n) if start >= 0 else torch.zeros(n) for start, n in rows]
+    return torch.cat(each).to(torch.int64).to(at.start.device)

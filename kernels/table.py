@@ -20,12 +20,12 @@ import torch
 from torch import Tensor
 
 from kernels import loads
-from kernels.layer import AttentionWeights, GatedWeights
-from kernels.ops import LayerSpec, Ops, Slots
+from kernels.layer import AttentionWeights, DecoderLayer, GatedWeights, Stack
+from kernels.ops import Attention, LayerSpec, Ops, Slots, Stored
 from kernels.quantised import Quantised, quantise_weight
 from kernels.reference import ReferenceOps
 from kernels.sampling import Drawing
-from kernels.scene import Layout, RowOf, Scene
+from kernels.scene import Layout, RowOf, Scene, Step
 from kernels.store import KVStore, vector_bytes
 
 Results = Iterator[tuple[str, Tensor]]  # what was tried, and what came of it
@@ -118,6 +118,30 @@ def _feed_forward(ops: Ops, dtype: torch.dtype, device: torch.device) -> Results
     yield "gelu", ops.feed_forward(replace(weights, activation="gelu_tanh", down_bias=None).packed(ops), h)
 
 
+def _run_layers(ops: Ops, dtype: torch.dtype, device: torch.device) -> Results:
+    """Two steps of two sequences under each of two strategies, of layers that differ."""
+    draw, specs = _numbers(device), [LayerSpec(2, 4, 16, 16, scale=0.25), LayerSpec(2, 4, 16, 16, window=5, scale=0.3)]
+    around = [weights for what, weights in _attention_weights(dtype, device) if what != "half turned"]
+    layers = []
+    for i, inner in enumerate((64, 80)):
+        fed = GatedWeights(draw(2 * inner, 48).to(dtype), None, draw(48, inner).to(dtype) / 8, None, "silu").packed(ops)
+        layers.append(DecoderLayer(specs[i], around[i].packed(ops), fed, draw(48).to(dtype) if i else None))
+    stack = ops.stacked(layers, dtype)
+    rows = RowOf(0, 9), RowOf(0, 9)
+    scenes = [
+        Scene(ops, layout, specs[1], rows, dtype, device, before=specs[:1]) for layout in (Layout(4), Layout(4, 1, 4))
+    ]
+    for step in ([(0, 0, 4), (1, 0, 3)], [(0, 4, 1), (1, 3, 2)], [(1, 5, 1), (0, -1, 1)]):
+        n = sum(tokens for _, _, tokens in step)
+        stored = [
+            Stored(slice(i * n, i * n + n), scene.store, scene.slots(step), 4 if scene.layout.ring else None)
+            for i, scene in enumerate(scenes)
+        ]
+        x = draw(2 * n, 48).to(dtype)
+        after = ops.run_layers(stack, x, Step(ops, specs, stored))
+        yield f"{step}", after[[i for i in range(2 * n) if n > 2 or i % n == 0]]
+
+
 def _rms_norm(ops: Ops, dtype: torch.dtype, device: torch.device) -> Results:
     draw = _numbers(device)
     x, weight = (draw(5, 84) * 30).to(dtype), draw(84)
@@ -168,7 +192,7 @@ DRAWINGS = (
     Drawing(2.0, min_p=0.3, noise=0.1),
     Drawing(1e-30, noise=0.5),
 )
-LAYERS = (
+SCENES = (
     (LayerSpec(2, 8, 16, 16, scale=0.25), Layout(300)),
     (LayerSpec(2, 14, 8, 24, scale=0.35), Layout(16, sinks=4, ring=61)),
     (LayerSpec(2, 2, 80, 80, scale=0.11, window=40, softcap=5.0, sink_logits=torch.tensor([0.0, 3.0])), Layout(16)),
@@ -178,9 +202,9 @@ LONG = (RowOf(300, 1), RowOf(-1, 1), RowOf(256, 1), RowOf(90, 1))  # a backend m
 
 
 def _scenes(writer: Ops, dtype: torch.dtype, device: torch.device) -> Iterator[tuple[str, Scene]]:
-    for spec, layout in LAYERS:
+    for spec, layout in SCENES:
         yield layout.kind, Scene(writer, layout, _on(device, spec), ROWS, dtype, device)
-    spec, layout = LAYERS[0]
+    spec, layout = SCENES[0]
     yield "int8", Scene(writer, layout, spec, ROWS, dtype, device, kv_dtype=torch.int8)
 
 
@@ -216,7 +240,7 @@ def _attend(ops: Ops, dtype: torch.dtype, device: torch.device) -> Results:
         scene.write()
         for row, out in zip(ROWS, scene.attend(ops, window=45 if scene.layout.ring else None), strict=True):
             yield f"{name}, {row.tokens} after {row.past}", out
-    spec = LAYERS[0][0]._replace(sink_logits=_numbers(device)(LAYERS[0][0].num_q_heads))
+    spec = SCENES[0][0]._replace(sink_logits=_numbers(device)(SCENES[0][0].num_q_heads))
     scene = Scene(ReferenceOps(), Layout(16), spec, LONG, dtype, device)
     scene.write()
     for row, out in zip(LONG, scene.attend(ops), strict=True):
@@ -274,6 +298,12 @@ def _feed_forward_bytes(weights: GatedWeights, h: Tensor) -> int:
     return weights.gate_up.nbytes + weights.down.nbytes + 2 * h.nbytes
 
 
+def _run_layers_bytes(stack: Stack, x: Tensor, attention: Attention) -> int:
+    """Without keys and values, of which the attention alone knows."""
+    weights = sum(weight.nbytes for layer in stack.layers for weight in layer.tensors())
+    return weights + 2 * x.nbytes
+
+
 def _quantise_bytes(x: Tensor) -> int:
     return x.nbytes + x.shape[:-1].numel() * vector_bytes(x.shape[-1], torch.int8)
 
@@ -327,6 +357,7 @@ def _copy_blocks_bytes(store: KVStore, src: list[int], dst: list[int]) -> int:
 ACTIVATIONS = "the activations, in and out"
 
 WEIGHT = "the weight; the activations, in and out"
+LAYERS = "run_layers"  # is made of other operations
 WEIGHTS = "the weights; the activations, in and out"
 
 OPS: tuple[Op, ...] = (
@@ -361,6 +392,14 @@ OPS: tuple[Op, ...] = (
         loads.repeat_kv_heads_step,
         "the new columns alone, read once and written `groups` times",
         _repeat_kv_heads_step_bytes,
+    ),
+    Op(
+        LAYERS,
+        SUMS,
+        _run_layers,
+        loads.run_layers,
+        "the weights; keys and values; x, in and out",
+        _run_layers_bytes,
     ),
 )
 

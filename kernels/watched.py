@@ -3,14 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, Self
 
-from kernels.ops import Ops
-from kernels.table import OPS, Op
+from torch import Tensor
+
+from kernels import composed
+from kernels.layer import Stack
+from kernels.ops import Attention, Ops
+from kernels.table import LAYERS, OPS, Op
+
+Run = Callable[[Stack, Tensor, Attention], Tensor]
 
 
 class Watched:
     """`with` it, every call of `ops` goes through `call`; those that an operation makes itself do not."""
+
+    counts = True  # calls, and what goes into them; not time alone
 
     def __init__(self, ops: Ops) -> None:
         self._ops = ops
@@ -21,9 +30,22 @@ class Watched:
         """Runs one; whoever inherits this does more."""
         return run(*args, **kwargs)
 
+    def took(self, name: str, seconds: float) -> None:
+        """What an operation took that another did by itself."""
+
+    def run_layers(self, run: Run, stack: Stack, x: Tensor, attention: Attention) -> Tensor:
+        """Is made of others, which are what is watched: either they are called, or it can say what each took."""
+        if self.counts or attention.stored is None or stack.took() is None:
+            return composed.run_layers(self._ops, stack, x, attention)
+        after = run(stack, x, attention)
+        for name, seconds in (stack.took() or {}).items():
+            self.took(name, seconds)
+        return after
+
     def __enter__(self) -> Self:
         own = vars(self._ops)
-        watched = {op.name: self._through(op, getattr(self._ops, op.name)) for op in OPS}
+        watched: dict[str, Any] = {op.name: self._through(op, getattr(self._ops, op.name)) for op in OPS}
+        watched[LAYERS] = partial(self.run_layers, self._ops.run_layers)
         self._before = {name: own[name] for name in watched if name in own}
         own.update(watched)
         return self

@@ -1,97 +1,103 @@
-// The KV memory of a step and attention over it, as torch sees them.
-#include <ATen/core/Tensor.h>
+// Attention over the KV memory of a step: in which pieces it is computed, and as torch sees it.
+#include "attention.h"
+
 #include <ATen/ops/empty.h>
 #include <torch/library.h>
-
-#include <vector>
 
 #include "attend.h"
 #include "attend_amx.h"
 #include "sharing.h"
+#include "team.h"
 
 namespace kvmux {
 namespace {
 
 using at::Tensor;
 
-// ---------------------------------------------------------------- KV memory
-// The rows of a step, and where each lies: `kernels.ops.Slots`.
-struct Rows {
-  Rows(const Tensor& table, const Tensor& row_seat, const Tensor& q_start, const Tensor& start, const Layout& layout)
-      : count(start.numel()), layout(layout), table_(table.const_data_ptr<int32_t>()), width_(table.stride(0)),
-        seats_(row_seat.const_data_ptr<int32_t>()), first_(q_start.const_data_ptr<int32_t>()),
-        starts_(start.const_data_ptr<int32_t>()) {}
+int64_t splits_before(int64_t position) { return (position + SPLIT - 1) / SPLIT; }
 
-  bool idle(int64_t row) const { return starts_[row] < 0; }
-  int64_t start(int64_t row) const { return starts_[row]; }  // position of its first token
-  int64_t first(int64_t row) const { return first_[row]; }   // that token's number in the step
-  int64_t tokens(int64_t row) const { return first_[row + 1] - first_[row]; }
-  const int32_t* blocks(int64_t row) const { return table_ + seats_[row] * width_; }
-
-  const int64_t count;
-  const Layout layout;
-
- private:
-  const int32_t* table_;
-  int64_t width_;
-  const int32_t *seats_, *first_, *starts_;
-};
-
-void write_kv(const Tensor& k_plane, const Tensor& v_plane, const Tensor& k, const Tensor& v, const Tensor& table,
-              const Tensor& row_seat, const Tensor& q_start, const Tensor& start, int64_t block_size, int64_t sinks,
-              int64_t ring) {
-  const Rows rows(table, row_seat, q_start, start, {block_size, sinks, ring});
-  with_type(k.scalar_type(), [&](auto of_x) {
-    with_kept_type(k_plane.scalar_type(), [&](auto of_kv) {
-      using T = decltype(of_x);
-      using KV = decltype(of_kv);
-      const auto into = [&](const Tensor& plane, const Tensor& x, int64_t token, int64_t block, int64_t at) {
-        const T* from = x.const_data_ptr<T>() + token * x.stride(0);
-        KV* to = plane.data_ptr<KV>() + block * plane.stride(0) + at * plane.stride(2);
-        for (int64_t h = 0; h < plane.size(1); ++h)
-          write_vector(from + h * x.stride(1), to + h * plane.stride(1), plane.size(3));
-      };
-      for (int64_t row = 0; row < rows.count; ++row) {
-        if (rows.idle(row)) continue;
-        over_rows(rows.tokens(row), k.size(1) * k.size(2), [&](int64_t begin, int64_t end) {
-          for (int64_t i = begin; i < end; ++i) {
-            const int64_t slot = rows.layout.slot(rows.start(row) + i), block = rows.blocks(row)[slot / block_size];
-            into(k_plane, k, rows.first(row) + i, block, slot % block_size);
-            into(v_plane, v, rows.first(row) + i, block, slot % block_size);
-          }
-        });
-      }
-    });
-  });
+template <typename T, typename KV>
+void write(const Memory& k_plane, const Memory& v_plane, const Rows& rows, int64_t row, int64_t i, Heads<const char> k,
+           Heads<const char> v) {
+  const int64_t slot = rows.layout.slot(rows.start(row) + i), token = rows.first(row) + i;
+  const int64_t block = rows.blocks(row)[slot / rows.layout.block_size], at = slot % rows.layout.block_size;
+  const auto into = [&](const Memory& plane, Heads<const char> x) {
+    for (int64_t h = 0; h < plane.heads; ++h)
+      write_vector(x.at<T>(token, h), plane.head<KV>(h) + block * plane.block_stride + at * plane.vector_stride, plane.dim);
+  };
+  into(k_plane, k);
+  into(v_plane, v);
 }
 
-// ---------------------------------------------------------------- attention
-// Query rows of one head of one row of the batch.
-struct Part {
-  int64_t row, head;
-  QueryRows rows;
-};
+template <typename Head>
+int64_t partial_width(int64_t v_dim) {
+  return Head::padded(v_dim) + 2;  // top, total, values
+}
 
-// A part over some splits of its text. Whoever does not see all of it leaves partial sums, one for each query row.
-struct Item {
-  Part part;
-  int64_t begin, end;  // splits
-  int64_t partial;     // the first of them; < 0: the item is the whole
-};
+// The sums of a head's query rows become the output of its tokens; `sink_logits` have no value.
+template <int64_t ROWS, typename T>
+void finish(const Attending& a, const Part& part, Sums<ROWS>& sums, int64_t width) {
+  for (int64_t r = 0; r < part.rows.count; ++r) {
+    const int64_t token = a.rows.first(part.row) + part.rows.query(r), h = part.head * a.group + part.rows.head(r);
+    if (a.sink_logits != nullptr) {
+      if (a.sink_logits[h] > sums.top[r]) sums.raise(r, a.sink_logits[h], width);
+      sums.total[r] += std::exp(a.sink_logits[h] - sums.top[r]);
+    }
+    from_float(sums.values + r * width, 1.f / sums.total[r], a.out.at<T>(token, h), a.v.dim);
+  }
+}
 
-// The partial sums of all splits of a text, in order.
-struct Merge {
-  Part part;
-  int64_t splits, partial;
-};
+template <typename Head, typename T>
+void item(const Attending& a, const Item& item) {
+  using KV = typename Head::Kept;
+  const auto& [part, begin, end, left] = item;
+  const int64_t width = Head::padded(a.v.dim), stride = partial_width<Head>(a.v.dim);
+  const auto plane = [&](const Memory& memory) {
+    return Plane<KV>{memory.head<KV>(part.head), memory.block_stride, memory.vector_stride, memory.dim,
+                     a.rows.blocks(part.row), a.rows.layout};
+  };
+  Head head(plane(a.k), plane(a.v), a.sight, a.scores, part.rows);
+  for (int64_t r = 0; r < part.rows.count; ++r)
+    head.take(r, a.q.at<T>(a.rows.first(part.row) + part.rows.query(r), part.head * a.group + part.rows.head(r)));
+  Sums<Head::ROWS> sums;
+  head.attend(begin, end, sums);
+  if (left < 0) return finish<Head::ROWS, T>(a, part, sums, width);
+  for (int64_t r = 0; r < part.rows.count; ++r) {
+    float* to = a.partials + (left + r) * stride;
+    to[0] = sums.top[r];
+    to[1] = sums.total[r];
+    std::memcpy(to + 2, sums.values + r * width, width * sizeof(float));
+  }
+}
 
-struct Plan {
-  std::vector<Item> items;
-  std::vector<Merge> merges;
-  int64_t partials = 0;
-};
+template <typename Head, typename T>
+void merge(const Attending& a, const Merge& merge) {
+  const auto& [part, splits, left] = merge;
+  const int64_t width = Head::padded(a.v.dim), stride = partial_width<Head>(a.v.dim);
+  Sums<Head::ROWS> sums;
+  sums.clear(part.rows.count, width);
+  for (int64_t i = 0; i < splits * part.rows.count; ++i) {
+    const float* from = a.partials + (left + i) * stride;
+    sums.merge(i % part.rows.count, from[0], from[1], from + 2, width);
+  }
+  finish<Head::ROWS, T>(a, part, sums, width);
+}
 
-int64_t splits_before(int64_t position) { return (position + SPLIT - 1) / SPLIT; }
+template <typename Head, typename T>
+How how_by() {
+  return {Head::ROWS, partial_width<Head>, item<Head, T>, merge<Head, T>, write<T, typename Head::Kept>};
+}
+
+template <typename T, typename KV>
+How how_of() {
+#ifdef __AMX_BF16__
+  if constexpr (std::is_same_v<T, at::BFloat16> && std::is_same_v<KV, T>)
+    if (tiles_permitted()) return how_by<TiledHead, T>();
+#endif
+  return how_by<Head<KV>, T>();
+}
+
+}  // namespace
 
 // A chunk is shared among threads by queries, `most` of whose rows go together; a single query, which may have a long
 // text to itself, by splits.
@@ -115,75 +121,37 @@ Plan plan(const Rows& rows, int64_t kv_heads, int64_t group, const Sight& sight,
   return work;
 }
 
-// The sums of a head's query rows become the output of its tokens; `sink_logits` [heads] have no value.
-template <int64_t ROWS, typename T>
-void finish(Sums<ROWS>& sums, const QueryRows& rows, int64_t head, int64_t width, const float* sink_logits, int64_t v_dim,
-            T* out, int64_t token_stride, int64_t head_stride) {
-  for (int64_t r = 0; r < rows.count; ++r) {
-    const int64_t token = rows.query(r), h = head * rows.group + rows.head(r);
-    if (sink_logits != nullptr) {
-      if (sink_logits[h] > sums.top[r]) sums.raise(r, sink_logits[h], width);
-      sums.total[r] += std::exp(sink_logits[h] - sums.top[r]);
-    }
-    from_float(sums.values + r * width, 1.f / sums.total[r], out + token * token_stride + h * head_stride, v_dim);
-  }
-}
-
-template <typename Head, typename T>
-void attend_by(const Tensor& out, const Tensor& q, const Tensor& k, const Tensor& v, const Rows& rows,
-               const Sight& sight, const Scores& scores, const float* sink_logits) {
-  using KV = typename Head::Kept;
-  const int64_t kv_heads = k.size(1), group = q.size(1) / kv_heads, v_dim = out.size(2);
-  TORCH_CHECK(std::max(q.size(2), v_dim) <= MAX_DIM, "heads wider than ", MAX_DIM);
-  const Plan work = plan(rows, kv_heads, group, sight, Head::ROWS);
-  const int64_t width = Head::padded(v_dim), stride = width + 2;
-  const Tensor partials = at::empty({work.partials, stride}, at::kFloat);  // top, total, values
-  const auto partial = [&](int64_t i) { return partials.data_ptr<float>() + i * stride; };
-  const auto plane = [&](const Tensor& memory, const Part& part) {
-    return Plane<KV>{memory.const_data_ptr<KV>() + part.head * memory.stride(1), memory.stride(0), memory.stride(2),
-                     memory.size(3), rows.blocks(part.row), rows.layout};
-  };
-  const auto finish_part = [&](const Part& part, Sums<Head::ROWS>& sums) {
-    T* tokens = out.data_ptr<T>() + rows.first(part.row) * out.stride(0);
-    finish(sums, part.rows, part.head, width, sink_logits, v_dim, tokens, out.stride(0), out.stride(1));
-  };
-  share(work.items.size(), [&](int64_t i) {
-    const auto& [part, begin, end, left] = work.items[i];
-    Head head(plane(k, part), plane(v, part), sight, scores, part.rows);
-    const T* tokens = q.const_data_ptr<T>() + rows.first(part.row) * q.stride(0);
-    for (int64_t r = 0; r < part.rows.count; ++r) {
-      const int64_t h = part.head * group + part.rows.head(r);
-      head.take(r, tokens + part.rows.query(r) * q.stride(0) + h * q.stride(1));
-    }
-    Sums<Head::ROWS> sums;
-    head.attend(begin, end, sums);
-    if (left < 0) return finish_part(part, sums);
-    for (int64_t r = 0; r < part.rows.count; ++r) {
-      float* to = partial(left + r);
-      to[0] = sums.top[r];
-      to[1] = sums.total[r];
-      std::memcpy(to + 2, sums.values + r * width, width * sizeof(float));
-    }
+How how(at::ScalarType q, at::ScalarType kept) {
+  How found{};
+  with_type(q, [&](auto of_q) {
+    with_kept_type(kept, [&](auto of_k) { found = how_of<decltype(of_q), decltype(of_k)>(); });
   });
-  for (const auto& [part, splits, left] : work.merges) {
-    Sums<Head::ROWS> sums;
-    sums.clear(part.rows.count, width);
-    for (int64_t i = 0; i < splits * part.rows.count; ++i) {
-      const float* from = partial(left + i);
-      sums.merge(i % part.rows.count, from[0], from[1], from + 2, width);
-    }
-    finish_part(part, sums);
-  }
+  return found;
 }
 
-template <typename T, typename KV>
-void attend_as(const Tensor& out, const Tensor& q, const Tensor& k, const Tensor& v, const Rows& rows,
-               const Sight& sight, const Scores& scores, const float* sink_logits) {
-#ifdef __AMX_BF16__
-  if constexpr (std::is_same_v<T, at::BFloat16> && std::is_same_v<KV, T>)
-    if (tiles_permitted()) return attend_by<TiledHead, T>(out, q, k, v, rows, sight, scores, sink_logits);
-#endif
-  attend_by<Head<KV>, T>(out, q, k, v, rows, sight, scores, sink_logits);
+Sight sight_of(int64_t model_window, int64_t window, int64_t sinks) {
+  return {std::min(model_window, window), model_window, window < model_window ? sinks : 0};
+}
+
+namespace {
+
+template <typename Byte>
+Heads<Byte> heads(const Tensor& x) {
+  return {static_cast<Byte*>(x.mutable_data_ptr()), x.stride(0), x.stride(1)};
+}
+
+void write_kv(const Tensor& k_plane, const Tensor& v_plane, const Tensor& k, const Tensor& v, const Tensor& table,
+              const Tensor& row_seat, const Tensor& q_start, const Tensor& start, int64_t block_size, int64_t sinks,
+              int64_t ring) {
+  const Rows rows(table, row_seat, q_start, start, {block_size, sinks, ring});
+  const auto write = how(k.scalar_type(), k_plane.scalar_type()).write;
+  const Memory keys(k_plane), values(v_plane);
+  for (int64_t row = 0; row < rows.count; ++row) {
+    if (rows.idle(row)) continue;
+    over_rows(rows.tokens(row), k.size(1) * k.size(2), [&](int64_t begin, int64_t end) {
+      for (int64_t i = begin; i < end; ++i) write(keys, values, rows, row, i, heads<const char>(k), heads<const char>(v));
+    });
+  }
 }
 
 void attend(const Tensor& out, const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& table,
@@ -191,13 +159,19 @@ void attend(const Tensor& out, const Tensor& q, const Tensor& k, const Tensor& v
             int64_t ring, int64_t model_window, int64_t window, double scale, double softcap,
             const std::optional<Tensor>& sink_logits) {
   const Rows rows(table, row_seat, q_start, start, {block_size, sinks, ring});
-  const Sight sight{std::min(model_window, window), model_window, window < model_window ? sinks : 0};
-  const Scores scores{static_cast<float>(scale), static_cast<float>(softcap)};
-  const float* logits = sink_logits ? sink_logits->const_data_ptr<float>() : nullptr;
-  with_type(q.scalar_type(), [&](auto of_q) {
-    with_kept_type(k.scalar_type(), [&](auto of_k) {
-      attend_as<decltype(of_q), decltype(of_k)>(out, q, k, v, rows, sight, scores, logits);
-    });
+  const Sight sight = sight_of(model_window, window, sinks);
+  const How by = how(q.scalar_type(), k.scalar_type());
+  const int64_t group = q.size(1) / k.size(1);
+  TORCH_CHECK(std::max(q.size(2), out.size(2)) <= MAX_DIM, "heads wider than ", MAX_DIM);
+  const Plan work = plan(rows, k.size(1), group, sight, by.rows);
+  const Tensor partials = at::empty({work.partials, by.width(v.size(3))}, at::kFloat);
+  const Attending attending{rows, work, Memory(k), Memory(v), sight,
+                            {static_cast<float>(scale), static_cast<float>(softcap)},
+                            sink_logits ? sink_logits->const_data_ptr<float>() : nullptr, group, heads<const char>(q),
+                            heads<char>(out), partials.data_ptr<float>()};
+  Team::run(work.items.size(), [&](Team& team, Member member) {
+    team.share(member, work.items.size(), [&](int64_t i) { by.item(attending, work.items[i]); });
+    team.share(member, work.merges.size(), [&](int64_t i) { by.merge(attending, work.merges[i]); });
   });
 }
 

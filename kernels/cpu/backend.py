@@ -5,32 +5,33 @@ Which instruction set they are compiled for is load.py's business.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from kernels.cpu.packed import PackedFloats, PackedMatrix, PackedWhole
-from kernels.layer import AttentionWeights, Factor, GatedWeights
+from kernels.cpu.stack import EVERYTHING, MAX_DIM, CpuStack
+from kernels.layer import AttentionWeights, DecoderLayer, Factor, GatedWeights, Stack
 from kernels.memory import Pool
-from kernels.ops import LayerSpec, Packed, Slots
+from kernels.ops import Attention, LayerSpec, Packed, Slots
 from kernels.quantised import Quantised
 from kernels.reference import ReferenceOps
 from kernels.store import KVStore
 
-MAX_DIM = 256  # of a head; attend.h
 GROUPS = 32  # columns of a quantised weight's groups are a multiple of this, or all
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)  # that weights are packed in
-EVERYTHING = 1 << 40  # positions: no window
 
 
 class CpuOps(ReferenceOps):
     """Implements `kernels.ops.Ops`. What it lacks, and shapes it does not know, it leaves to the reference."""
 
-    def __init__(self, library: Any) -> None:
-        """`library`: a namespace of torch.ops."""
+    def __init__(self, library: Any, classes: Any) -> None:
+        """Namespaces of torch.ops and torch.classes."""
         super().__init__()
         self._library = library
+        self._classes = classes
         self._pool = Pool()  # of packed weights
 
     def packed(self, weight: Factor) -> Factor:
@@ -40,6 +41,17 @@ class CpuOps(ReferenceOps):
             case Tensor() if weight.dtype in FLOATS:
                 return PackedFloats(weight, self._library, self._pool)
         return weight
+
+    def stacked(self, layers: Sequence[DecoderLayer], dtype: torch.dtype) -> Stack:
+        if layers and all(map(CpuStack.takes, layers)):
+            return CpuStack(layers, dtype, self._classes)
+        return super().stacked(layers, dtype)
+
+    def run_layers(self, stack: Stack, x: Tensor, attention: Attention) -> Tensor:
+        stored = attention.stored
+        if not isinstance(stack, CpuStack) or stored is None:
+            return super().run_layers(stack, x, attention)
+        return stack.run(x, attention.positions, stored)
 
     def linear(self, x: Tensor, weight: Tensor | Packed, bias: Tensor | None = None) -> Tensor:
         packed = self.packed(weight) if isinstance(weight, Tensor) else weight

@@ -1,9 +1,11 @@
-// Products with packed weights as torch sees them.
+// Products with packed weights: how their work is shared, and as torch sees them.
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>
+#include <ATen/ops/zeros.h>
 #include <torch/library.h>
 
-#include "operations.h"
+#include "multiplier.h"
+#include "put.h"
 #include "sharing.h"
 #include "tile_product.h"
 #include "vector_product.h"
@@ -22,122 +24,175 @@ template <typename T>
 using ProductOf = VectorProduct<T>;
 #endif
 
-constexpr int64_t PAIR = 2;              // panels: what work is divided into
-constexpr int64_t TOGETHER = 16;         // panels whose sums wait in the second cache while many rows go through them
-constexpr int64_t WORTH_WAKING = 65536;  // numbers multiplied by one row
+constexpr int64_t PAIR = 2;  // panels: work is divided into blocks, or half blocks
+constexpr int64_t MANY = 8;  // blocks for each thread, so that one more or less of them is little
 
-// y [rows, outputs] of panels begin .. end - 1.
-template <typename Product, typename Put>
-void multiply(const Product& product, typename Product::Session& session, int64_t begin, int64_t end, float* sums, const Put& put) {
+// Sums of panels begin .. end - 1.
+template <typename Product>
+void add_panels(const Product& product, typename Product::Session& session, int64_t begin, int64_t end, float* sums) {
   const int64_t tiles = product.tiles(), chunk = product.chunk(), size = product.height() * PANEL;
-  const int64_t together = chunk == tiles ? PANELS : TOGETHER;
-  for (int64_t first = begin, last; first < end; first = last) {
-    last = std::min(end, first / together * together + together);
-    for (int64_t tile = 0; tile < tiles; tile += chunk)
-      for (int64_t panel = first, next; panel < last; panel = next) {
-        next = std::min(last, panel / PANELS * PANELS + PANELS);
-        product.add(session, panel, next - panel, tile, std::min(tiles, tile + chunk), sums + (panel - first) * size);
-      }
-    put(first, last, sums);
-  }
-}
-
-// Up to two panels of a row of y, whose sums lie `apart`.
-template <typename X>
-void put_pair(const float* sums, int64_t apart, const float* added, X* to, int64_t count) {
-  if (count == PAIR * PANEL)
-    for (int64_t i = 0; i < PAIR * PANEL; i += 2 * W) {
-      const auto sum = [&](int64_t j) { return load(sums + j / PANEL * apart + j % PANEL) + load(added + j); };
-      store(sum(i), sum(i + W), to + i);
+  for (int64_t tile = 0; tile < tiles; tile += chunk)
+    for (int64_t panel = begin, next; panel < end; panel = next) {
+      next = std::min(end, panel / PANELS * PANELS + PANELS);
+      product.add(session, panel, next - panel, tile, std::min(tiles, tile + chunk), sums + (panel - begin) * size);
     }
-  else
-    for (int64_t i = 0; i < count; ++i) to[i] = static_cast<X>(sums[i / PANEL * apart + i % PANEL] + added[i]);
 }
 
-// y [rows, outputs] of a product whose rows have been entered.
-template <typename Product, typename X>
-void put_product(const Product& product, const Tensor& y, int64_t k, const std::optional<Tensor>& bias) {
-  const int64_t rows = y.size(0), outputs = y.size(1), panels = blocks_of(outputs) * PANELS;
-  const float* const biases = bias ? bias->const_data_ptr<float>() : nullptr;
-  X* const to = y.data_ptr<X>();
-  const auto put = [&](int64_t first, int64_t last, const float* sums) {
-    const int64_t apart = product.height() * PANEL;  // numbers from one panel's sums to the next's
-    float added[TOGETHER * PANEL] = {};
-    const int64_t real = std::min(outputs, last * PANEL) - first * PANEL;  // none, if only padding is left
-    if (biases != nullptr && real > 0) std::copy_n(biases + first * PANEL, real, added);
-    for (int64_t row = 0; row < rows; ++row)
-      for (int64_t panel = first; panel < last; panel += PAIR) {
-        const int64_t at = panel * PANEL, count = std::min(PAIR * PANEL, outputs - at);
-        put_pair(sums + (panel - first) * apart + row * PANEL, apart, added + at - first * PANEL, to + row * outputs + at,
-                 count);
-      }
-  };
-  const int64_t alone = std::max<int64_t>(1, WORTH_WAKING / (PAIR * PANEL * std::max<int64_t>(1, k)));
-  at::parallel_for(0, rows == 0 ? 0 : panels / PAIR, alone, [&](int64_t begin, int64_t end) {
-    typename Product::Session session(product);
-    const int64_t together = std::min(TOGETHER, (end - begin) * PAIR);
-    const Tensor sums = at::empty({together * product.height() * PANEL}, at::kFloat);
-    multiply(product, session, begin * PAIR, end * PAIR, sums.data_ptr<float>(), put);
+// Panels that are put together, at most: so many that their sums stay in the second cache.
+int64_t together(int64_t height) {
+  constexpr int64_t CACHED = 512 << 10;  // bytes
+  const int64_t panels = CACHED / (height * PANEL * static_cast<int64_t>(sizeof(float)));
+  return std::max<int64_t>(1, panels / (2 * PANELS)) * 2 * PANELS;  // whole blocks, and as many of their twins
+}
+
+int64_t sums_of(int64_t height) { return together(height) * height * PANEL; }
+
+// Into how many pieces so many panels are cut. Few rows, which take the whole depth at once, wait for the memory alone.
+template <typename Product>
+int64_t pieces(const Product& product, int64_t panels, int64_t most, int64_t threads) {
+  const int64_t blocks = panels / PANELS;
+  if (product.chunk() == product.tiles()) return blocks < MANY * threads && blocks % threads != 0 ? panels / PAIR : blocks;
+  const int64_t rounds = (panels + most * threads - 1) / (most * threads);
+  return std::min(panels / PAIR, rounds * threads);
+}
+
+template <typename Product>
+void multiply_panels(Team& team, Member member, const Product& product, int64_t panels, float* sums, int64_t twin, const Put& put) {
+  typename Product::Session session(product);
+  const int64_t size = product.height() * PANEL, all = twin == 0 ? panels : twin;
+  const int64_t n = pieces(product, all, together(product.height()) / (twin == 0 ? 1 : 2), team.size());
+  team.share(member, n, [&](int64_t i) {
+    const int64_t first = all / PAIR * i / n * PAIR, last = all / PAIR * (i + 1) / n * PAIR;
+    add_panels(product, session, first, last, sums);
+    if (twin != 0) add_panels(product, session, first + twin, last + twin, sums + (last - first) * size);
+    put(first, last, sums, size);
   });
 }
 
-template <typename Product, typename X>
-void enter(const Product& product, const Tensor& x) {
-  over_rows(x.size(0), x.size(1), [&](int64_t begin, int64_t end) {
-    for (int64_t row = begin; row < end; ++row) product.enter(x.const_data_ptr<X>() + row * x.stride(0), row);
-  });
-}
-
+// ---------------------------------------------------------------- weights of floats
 template <typename T, typename X>
-void multiply_floats(const Tensor& x, const Factor& weight, const Tensor& y, const std::optional<Tensor>& bias) {
+class FloatMultiplier : public Multiplier {
+ public:
+  explicit FloatMultiplier(const Factor& weight) : Multiplier(weight), w_(weight.numbers.const_data_ptr<T>()) {}
+
+  int64_t room(int64_t rows) const override { return Product::numbers(rows, width) * sizeof(Number); }
+  int64_t sums(int64_t rows) const override { return sums_of(product(nullptr, rows).height()); }
+  void enter(char* room, int64_t rows, const void* x, int64_t row) const override {
+    product(room, rows).enter(static_cast<const X*>(x), row, 0, width);
+  }
+  bool in_parts() const override { return true; }
+  void enter_part(char* room, int64_t rows, const void* x, int64_t row, int64_t begin, int64_t count) const override {
+    product(room, rows).enter(static_cast<const X*>(x), row, begin, count);
+  }
+  void multiply(Team& team, Member member, char* room, int64_t rows, float* sums, int64_t twin, const Put& put) const override {
+    multiply_panels(team, member, product(room, rows), blocks_of(outputs) * PANELS, sums, twin, put);
+  }
+
+ private:
   using Product = ProductOf<T>;
   using Number = typename Product::Number;
-  const int64_t rows = x.size(0);
-  const Tensor entered = at::empty({Product::numbers(rows, weight.width)}, c10::CppTypeToScalarType<Number>::value);
-  const Product product(weight.numbers.const_data_ptr<T>(), entered.data_ptr<Number>(), rows, weight.width);
-  enter<Product, X>(product, x);
-  put_product<Product, X>(product, y, weight.width, bias);
-}
 
+  Product product(char* room, int64_t rows) const { return {w_, reinterpret_cast<Number*>(room), rows, width}; }
+
+  const T* w_;
+};
+
+// ---------------------------------------------------------------- weights of whole numbers
 template <int BITS, bool OFFSETS, typename S, typename X>
-void multiply_whole(const Tensor& x, const Factor& weight, const Tensor& y, const std::optional<Tensor>& bias) {
+class WholeMultiplier : public Multiplier {
+ public:
+  explicit WholeMultiplier(const Factor& weight)
+      : Multiplier(weight),
+        w_{weight.numbers.const_data_ptr<uint8_t>(), weight.scale.const_data_ptr<S>(),
+           OFFSETS ? weight.offset.const_data_ptr<S>() : nullptr, weight.scale.size(1), weight.group} {}
+
+  int64_t room(int64_t rows) const override { return numbers(rows) + 2 * factors(rows); }
+  int64_t sums(int64_t rows) const override { return sums_of(Product::height_of(rows)); }
+  void enter(char* room, int64_t rows, const void* x, int64_t row) const override {
+    product(room, rows).enter(static_cast<const X*>(x), row);
+  }
+  void multiply(Team& team, Member member, char* room, int64_t rows, float* sums, int64_t twin, const Put& put) const override {
+    multiply_panels(team, member, product(room, rows), blocks_of(outputs) * PANELS, sums, twin, put);
+  }
+
+ private:
   using Product = WholeProduct<BITS, OFFSETS, S>;
-  const int64_t rows = x.size(0), height = Product::height_of(rows), groups = weight.scale.size(1);
-  const Tensor numbers = at::empty({height * Product::pitch(weight.width)}, at::kChar);
-  const Tensor scales = at::empty({height * groups}, at::kFloat), totals = at::empty({height * groups}, at::kInt);
-  const WholeWeight<S> packed{weight.numbers.const_data_ptr<uint8_t>(), weight.scale.const_data_ptr<S>(),
-                              OFFSETS ? weight.offset.const_data_ptr<S>() : nullptr, groups, weight.group};
-  const WholeRows entered{numbers.data_ptr<int8_t>(), scales.data_ptr<float>(), totals.data_ptr<int32_t>()};
-  const Product product(packed, entered, rows, weight.width);
-  enter<Product, X>(product, x);
-  put_product<Product, X>(product, y, weight.width, bias);
-}
+
+  // Bytes of rows of x, and of their scales or sums.
+  int64_t numbers(int64_t rows) const { return Product::height_of(rows) * Product::pitch(width); }
+  int64_t factors(int64_t rows) const { return Product::height_of(rows) * w_.groups * sizeof(float); }
+
+  Product product(char* room, int64_t rows) const {
+    char* const scales = room + numbers(rows);
+    return {w_, {reinterpret_cast<int8_t*>(room), reinterpret_cast<float*>(scales),
+                 reinterpret_cast<int32_t*>(scales + factors(rows))}, rows, width};
+  }
+
+  const WholeWeight<S> w_;
+};
 
 template <typename X>
-void multiply_as(const Tensor& x, const Factor& weight, const Tensor& y, const std::optional<Tensor>& bias) {
-  if (weight.bits == 0)
-    return with_type(weight.numbers.scalar_type(),
-                     [&](auto number) { multiply_floats<decltype(number), X>(x, weight, y, bias); });
+std::unique_ptr<Multiplier> multiplier_of(const Factor& weight) {
+  std::unique_ptr<Multiplier> made;
+  if (weight.bits == 0) {
+    with_type(weight.numbers.scalar_type(),
+              [&](auto number) { made = std::make_unique<FloatMultiplier<decltype(number), X>>(weight); });
+    return made;
+  }
   with_type(weight.scale.scalar_type(), [&](auto of_scale) {
     using S = decltype(of_scale);
     const bool offsets = weight.offset.defined();
-    const auto run = weight.bits == 4 ? (offsets ? multiply_whole<4, true, S, X> : multiply_whole<4, false, S, X>)
-                                      : (offsets ? multiply_whole<8, true, S, X> : multiply_whole<8, false, S, X>);
-    run(x, weight, y, bias);
+    if (weight.bits == 4 && offsets) made = std::make_unique<WholeMultiplier<4, true, S, X>>(weight);
+    if (weight.bits == 4 && !offsets) made = std::make_unique<WholeMultiplier<4, false, S, X>>(weight);
+    if (weight.bits == 8 && offsets) made = std::make_unique<WholeMultiplier<8, true, S, X>>(weight);
+    if (weight.bits == 8 && !offsets) made = std::make_unique<WholeMultiplier<8, false, S, X>>(weight);
   });
+  return made;
 }
 
 }  // namespace
+
+std::unique_ptr<Multiplier> multiplier(const Factor& weight, at::ScalarType of_x) {
+  std::unique_ptr<Multiplier> made;
+  with_type(of_x, [&](auto number) { made = multiplier_of<decltype(number)>(weight); });
+  return made;
+}
 
 Tensor linear(const Tensor& x, const Factor& weight, const std::optional<Tensor>& bias) {
   TORCH_CHECK(x.dim() == 2 && x.size(1) == weight.width, "x ", x.sizes(), " and a weight [", weight.outputs, ", ",
               weight.width, "] cannot be multiplied");
   TORCH_CHECK(dense(x), "the last dimension has to be dense");
-  TORCH_CHECK(!bias || (bias->dim() == 1 && bias->size(0) == weight.outputs), "one bias for each output");
-  const auto added = bias ? std::optional(bias->to(at::kFloat).contiguous()) : std::nullopt;
-  const Tensor y = at::empty({x.size(0), weight.outputs}, x.options());
-  with_type(x.scalar_type(), [&](auto of_x) { multiply_as<decltype(of_x)>(x, weight, y, added); });
+  const Tensor biases = padded_bias(bias, weight.outputs);
+  const auto made = multiplier(weight, x.scalar_type());
+  const int64_t rows = x.size(0), outputs = weight.outputs;
+  const Tensor y = at::empty({rows, outputs}, x.options());
+  if (rows == 0) return y;
+  constexpr int64_t WORTH_WAKING = 65536;  // numbers multiplied by one row, for another thread
+  const int64_t threads = std::min(Team::most(), 1 + weight.width * outputs / WORTH_WAKING), sums = made->sums(rows);
+  const Tensor room = at::empty({made->room(rows)}, at::kByte), kept = at::empty({threads, sums}, at::kFloat);
+  with_type(x.scalar_type(), [&](auto number) {
+    using X = decltype(number);
+    auto* const entered = reinterpret_cast<char*>(room.data_ptr());
+    const X* const from = x.const_data_ptr<X>();
+    X* const to = y.data_ptr<X>();
+    const float* const added = biases.defined() ? biases.const_data_ptr<float>() : nullptr;
+    Team::run(threads, [&](Team& team, Member member) {
+      team.share(member, rows, [&](int64_t row) { made->enter(entered, rows, from + row * x.stride(0), row); });
+      made->multiply(team, member, entered, rows, kept.data_ptr<float>() + member * sums, 0, [&](auto first, auto last, auto* of, auto size) {
+        const int64_t at = first * PANEL, count = std::min(outputs, last * PANEL) - at;
+        for (int64_t row = 0; row < rows; ++row) put_row(of + row * PANEL, size, added == nullptr ? added : added + at, to + row * outputs + at, count);
+      });
+    });
+  });
   return y;
+}
+
+Tensor padded_bias(const std::optional<Tensor>& bias, int64_t outputs) {
+  TORCH_CHECK(!bias || (bias->dim() == 1 && bias->size(0) == outputs), "one bias for each output");
+  if (!bias) return {};
+  const Tensor padded = at::zeros({blocks_of(outputs) * BLOCK}, at::kFloat);
+  padded.narrow(0, 0, outputs).copy_(*bias);
+  return padded;
 }
 
 }  // namespace kvmux

@@ -32,7 +32,7 @@ def load(name: str) -> CpuOps:
     operations = getattr(torch.ops, f"kvmux_{name}")
     if not operations.usable():
         raise KernelsMissing(f"the system does not let processes use {name}")
-    return CpuOps(operations)
+    return CpuOps(operations, getattr(torch.classes, f"kvmux_{name}"))
 
 
 def best_read() -> Callable[[Tensor], object] | None:

@@ -33,14 +33,16 @@ class TileProduct {
   // Tiles that are added at a time: all rows meet them in the first cache. Few rows take the whole depth at once.
   int64_t chunk() const { return rows_ == TILE_ROWS ? tiles_ : CHUNK; }
 
-  // Numbers behind the last row are whatever was there: nobody reads their sums.
+  // Columns begin .. begin + count - 1 of a row, from a whole tile on. Numbers behind the last row are whatever was there:
+  // nobody reads their sums.
   template <typename X>
-  void enter(const X* from, int64_t row) const {
-    Number* to = x_ + (row / TILE_ROWS * tiles_ * TILE_ROWS + row % TILE_ROWS) * P::DEPTH;
-    for (int64_t i = 0; i < k_; i += P::DEPTH, to += P::TILE) {
-      const int64_t count = std::min(P::DEPTH, k_ - i);
-      convert(from + i, to, count);
-      std::fill(to + count, to + P::DEPTH, Number(0.f));
+  void enter(const X* from, int64_t row, int64_t begin, int64_t count) const {
+    const int64_t tile = row / TILE_ROWS * tiles_ + begin / P::DEPTH;
+    Number* to = x_ + (tile * TILE_ROWS + row % TILE_ROWS) * P::DEPTH;
+    for (int64_t i = 0; i < count; i += P::DEPTH, to += P::TILE) {
+      const int64_t n = std::min(P::DEPTH, count - i);
+      convert(from + i, to, n);
+      std::fill(to + n, to + P::DEPTH, Number(0.f));
     }
   }
 
@@ -55,12 +57,18 @@ class TileProduct {
  private:
   using P = Packing<Weight>;
   static constexpr int64_t STRIDE = 64;  // bytes: rows of a tile lie behind each other, wherever it is
-  static constexpr int64_t CHUNK = 8;
+  static constexpr int64_t AHEAD = 2 * P::TILE;  // numbers between what is multiplied and what is fetched
+  static constexpr int64_t CHUNK = 14;
 
   // Up to 16 rows, or twice 16 for some.
   static int64_t padded_rows(int64_t rows) {
     const int64_t whole = rows <= TILE_ROWS ? TILE_ROWS : 2 * TILE_ROWS;
     return (rows + whole - 1) / whole * whole;
+  }
+
+  // A tile that is wanted soon. Tiles are loaded line by line, and the machine by itself asks for too few at a time.
+  static void fetch(const Weight* tile) {
+    for (int64_t row = 0; row < TILE_ROWS; ++row) _mm_prefetch(reinterpret_cast<const char*>(tile + row * P::DEPTH), _MM_HINT_T0);
   }
 
   // 16 rows of x and N panels. Sums are tiles 0 to 3.
@@ -71,6 +79,7 @@ class TileProduct {
       const Weight* weights = w + tile * PANELS * P::TILE;
       tile_load<4>(x_ + tile * P::TILE, STRIDE);
       unroll<N>([&](auto n) {
+        fetch(weights + n * P::TILE + AHEAD);
         tile_load<6 + n % 2>(weights + n * P::TILE, STRIDE);
         tile_dot<n, 4, 6 + n % 2>();
       });

@@ -31,20 +31,21 @@ class VectorProduct {
   // Tiles that are added at a time: all rows meet them in the first cache. Few rows take the whole depth at once.
   int64_t chunk() const { return rows_ <= ROWS ? tiles() : CHUNK / P::DEPTH; }
 
+  // Columns begin .. begin + count - 1 of a row.
   template <typename X>
-  void enter(const X* from, int64_t row) const {
-    float* to = x_ + row * pitch_;
+  void enter(const X* from, int64_t row, int64_t begin, int64_t count) const {
+    float* to = x_ + row * pitch_ + begin;
     if constexpr (std::is_same_v<T, X> || std::is_same_v<T, float>) {
-      to_float(from, to, k_);
+      to_float(from, to, count);
     } else {
       T rounded[2 * W];
-      for (int64_t i = 0; i < k_; i += 2 * W) {
-        const int64_t count = std::min(2 * W, k_ - i);
-        convert(from + i, rounded, count);
-        to_float(rounded, to + i, count);
+      for (int64_t i = 0; i < count; i += 2 * W) {
+        const int64_t n = std::min(2 * W, count - i);
+        convert(from + i, rounded, n);
+        to_float(rounded, to + i, n);
       }
     }
-    std::fill(to + k_, to + pitch_, 0.f);
+    if (begin + count == k_) std::fill(to + count, to + pitch_ - begin, 0.f);
   }
 
   // sums [panels][height][PANEL] of 2 or 4 panels of a block plus their tiles begin .. end - 1; they begin with the first.

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from cache_strategies.base import KVCache, Plan, Row
+from kernels.ops import Stored
 
 
 class StrategyError(Exception):
@@ -60,6 +61,16 @@ class Batch:
         # In one copy, waited for: on mps one that is not reads the host's memory later, when it may be gone.
         packed = torch.from_numpy(np.array(ids + positions + wanted, np.int64)).to(device)
         self.ids, self.positions, self.logit_index = packed.split((len(ids), len(ids), len(wanted)))
+
+    @property
+    def stored(self) -> Sequence[Stored] | None:
+        """Where all strategies keep the batch's keys, if all of them can say it."""
+        found = []
+        for _, plan, tokens in self._slices:
+            if (place := plan.stored) is None:
+                return None
+            found.append(Stored(tokens, *place))
+        return found
 
     def attend(self, layer_idx: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Every strategy's rows through its own plan. Raises StrategyError."""

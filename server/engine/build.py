@@ -18,7 +18,8 @@ from cache_strategies.registry import Instance
 from config.settings import Settings, SettingsError
 from config.sizes import parse_bytes
 from kernels.arena import Arena
-from kernels.cpu.backend import MAX_DIM, CpuOps
+from kernels.cpu.backend import CpuOps
+from kernels.cpu.stack import MAX_DIM
 from kernels.device import Device
 from kernels.load import Loaded, load_ops
 from kernels.missing import KernelsMissing

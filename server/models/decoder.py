@@ -14,12 +14,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kernels.composed import multiplied, normed, turned
+from kernels.composed import multiplied, turned
 from kernels.layer import Factor, Tables
 from kernels.ops import Attention, LayerSpec, Ops, Packed
 from kernels.quantised import Quantised, dequantise
 from server.models.config import ModelConfig
-from server.models.layers import LayerWeights, check_shapes, load_ends, load_layer, load_norm
+from server.models.layers import check_shapes, load_ends, load_layer, load_norm
 from server.models.rope import rope_tables
 from server.models.weights import Weights
 
@@ -57,10 +57,11 @@ class Decoder:
         # Gemma: the factor is rounded to the activations' type, as it was in training.
         self._embedding_scale = torch.tensor(config.embedding_scale, dtype=dtype).item()
         tables = _tables(config, positions or config.max_positions, self.device)
-        self._layers = [load_layer(config, weights, ops, i, tables[i]) for i in range(config.num_layers)]
-        self._norm = load_norm(config, weights, "model.norm")
-        check_shapes(config, self._layers, self._embedding, self._lm_head)
         self.specs = [self._spec(i, layer.window) for i, layer in enumerate(config.layers)]
+        layers = [load_layer(config, weights, ops, i, self.specs[i], tables[i]) for i in range(config.num_layers)]
+        self._norm = load_norm(config, weights, "model.norm")
+        check_shapes(config, layers, self._embedding, self._lm_head)
+        self._stack = ops.stacked(layers, dtype)
 
     @property
     def device(self) -> torch.device:
@@ -81,7 +82,7 @@ class Decoder:
 
     def _weights(self) -> Iterable[Factor]:
         """Each once."""
-        layers = (weight for layer in self._layers for weight in layer.tensors())
+        layers = (weight for layer in self._stack.layers for weight in layer.tensors())
         return {id(w): w for w in (self._embedding, self._norm, self._lm_head, *layers)}.values()
 
     def embed(self, ids: Tensor) -> Tensor:
@@ -102,11 +103,7 @@ class Decoder:
 
     def forward_embedded(self, x: Tensor, attention: Attention) -> Tensor:
         """x [N, d] -> logits [K, V]; `forward` for tokens that are embedded already."""
-        added: Tensor | None = None
-        for i, layer in enumerate(self._layers):
-            x, added = self._layer(i, layer, x, added, attention)
-        assert added is not None
-        x = x + added
+        x = self._ops.run_layers(self._stack, x, attention)
         wanted = self._ops.rms_norm(x[attention.logit_index], self._norm, self.config.rms_norm_eps)
         return softcapped(multiplied(self._ops, wanted, self._lm_head), self.config.logit_softcap)
 
@@ -127,15 +124,6 @@ class Decoder:
         cache.commit()
         return logits.view(1, 1, -1)
 
-    def _layer(
-        self, i: int, layer: LayerWeights, x: Tensor, added: Tensor | None, attention: Attention
-    ) -> tuple[Tensor, Tensor]:
-        """x [N, d] and what is still to be added to it -> the same after the layer."""
-        ops = self._ops
-        x, q, k, v = ops.enter_attention(layer.attention, x, added, attention.positions)
-        x, h = ops.leave_attention(layer.attention, x, attention.attend(i, q, k, v).flatten(1))
-        return x, normed(ops, layer.feed_forward(ops, h), layer.post_norm, self.config.rms_norm_eps)
-
     def _spec(self, i: int, window: int | None) -> LayerSpec:
         c = self.config
         return LayerSpec(
@@ -151,7 +139,7 @@ class Decoder:
 
     def _moved(self, i: int, x: Tensor, delta: Tensor) -> Tensor:
         """x [N,H,D] as if computed `delta` [N] positions later, or, where that is negative, earlier."""
-        tables = self._layers[i].attention.tables
+        tables = self._stack.layers[i].attention.tables
         if tables is None:
             return x
         cos, sin = tables

@@ -22,6 +22,10 @@ class FullContext:
         self.positions = torch.arange(length, device=device)
         self.logit_index = self.positions[-1:]
 
+    @property
+    def stored(self) -> None:
+        """Nowhere."""
+
     def attend(self, layer_idx: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Every query over every key it may see, scores [Hq, N, N] in full."""
         spec = self._specs[layer_idx]

@@ -6,43 +6,19 @@ Knows names and shapes, and who of several feed-forwards is asked; neither atten
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from typing import Protocol
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from kernels.composed import multiplied
-from kernels.layer import AttentionWeights, Factor, GatedWeights, Tables
+from kernels.layer import AttentionWeights, DecoderLayer, Factor, FeedForward, GatedWeights, Tables
 from kernels.memory import concatenated
-from kernels.ops import Ops
+from kernels.ops import LayerSpec, Ops
 from kernels.quantised import Quantised, dequantise, joined
 from server.models.config import MixtureOfExperts, ModelConfig
 from server.models.errors import ModelError
 from server.models.weights import Matrix, Weights
-
-
-class FeedForward(Protocol):
-    """What follows attention in a layer."""
-
-    def __call__(self, ops: Ops, h: Tensor) -> Tensor:
-        """h [N, d] -> [N, d]."""
-        ...
-
-    def tensors(self) -> Iterator[Factor]: ...
-
-
-@dataclass(frozen=True)
-class Dense:
-    """One, for all tokens."""
-
-    weights: GatedWeights
-
-    def __call__(self, ops: Ops, h: Tensor) -> Tensor:
-        return ops.feed_forward(self.weights, h)
-
-    def tensors(self) -> Iterator[Factor]:
-        return self.weights.tensors()
 
 
 @dataclass(frozen=True)
@@ -66,25 +42,13 @@ class Mixture:
             out.index_add_(0, token, (fed * weights[token, place, None]).to(h.dtype))
         return out
 
+    def packed(self, ops: Ops) -> Mixture:
+        return replace(self, router=ops.packed(self.router), experts=[expert.packed(ops) for expert in self.experts])
+
     def tensors(self) -> Iterator[Factor]:
         yield self.router
         for expert in self.experts:
             yield from expert.tensors()
-
-
-@dataclass(frozen=True)
-class LayerWeights:
-    """Of one layer."""
-
-    attention: AttentionWeights
-    feed_forward: FeedForward
-    post_norm: Tensor | None  # of what the feed-forward adds; None: the model has no such norm
-
-    def tensors(self) -> Iterator[Factor]:
-        yield from self.attention.tensors()
-        yield from self.feed_forward.tensors()
-        if self.post_norm is not None:
-            yield self.post_norm
 
 
 def load_norm(config: ModelConfig, weights: Weights, name: str) -> Tensor:
@@ -102,7 +66,9 @@ def load_ends(config: ModelConfig, weights: Weights, ops: Ops) -> tuple[Factor, 
     return weights.embedding(embedding), ops.packed(weights.matrix("lm_head.weight"))
 
 
-def load_layer(config: ModelConfig, weights: Weights, ops: Ops, i: int, tables: Tables | None) -> LayerWeights:
+def load_layer(
+    config: ModelConfig, weights: Weights, ops: Ops, i: int, spec: LayerSpec, tables: Tables | None
+) -> DecoderLayer:
     """Layer `i`, its matrices packed, turning by `tables`. Raises ModelError for what the checkpoint lacks."""
     at = f"model.layers.{i}."
     projections = f"{at}self_attn."
@@ -127,7 +93,8 @@ def load_layer(config: ModelConfig, weights: Weights, ops: Ops, i: int, tables: 
         eps=config.rms_norm_eps,
     )
     experts = config.layers[i].experts
-    return LayerWeights(
+    return DecoderLayer(
+        spec,
         attention.packed(ops),
         _dense(config, weights, ops, f"{at}mlp.") if experts is None else _mixture(config, weights, ops, at, experts),
         norm("post_feedforward_layernorm") if config.sandwich else None,
@@ -153,11 +120,11 @@ def _joined(parts: Sequence[Matrix]) -> Matrix:
     return concatenated(wide)
 
 
-def _dense(config: ModelConfig, weights: Weights, ops: Ops, at: str) -> Dense:
+def _dense(config: ModelConfig, weights: Weights, ops: Ops, at: str) -> GatedWeights:
     gate_up, gate_up_bias = _fused(weights, at, "gate_up_proj", ("gate_proj", "up_proj"), config.mlp_bias)
     down_bias = weights.get(f"{at}down_proj.bias") if config.mlp_bias else None
     down = weights.matrix(f"{at}down_proj.weight")
-    return Dense(GatedWeights(gate_up, gate_up_bias, down, down_bias, config.activation).packed(ops))
+    return GatedWeights(gate_up, gate_up_bias, down, down_bias, config.activation).packed(ops)
 
 
 def _mixture(config: ModelConfig, weights: Weights, ops: Ops, at: str, experts: MixtureOfExperts) -> Mixture:
@@ -173,7 +140,7 @@ def _mixture(config: ModelConfig, weights: Weights, ops: Ops, at: str, experts: 
     return Mixture(router, [expert(e) for e in range(experts.count)], experts.chosen, experts.normalise)
 
 
-def check_shapes(config: ModelConfig, layers: Sequence[LayerWeights], embedding: Factor, lm_head: Factor) -> None:
+def check_shapes(config: ModelConfig, layers: Sequence[DecoderLayer], embedding: Factor, lm_head: Factor) -> None:
     """Raises ModelError if config.json speaks of another model than the tensors do."""
     c = config
     if c.num_q_heads % c.num_kv_heads or c.head_dim % 2:
@@ -187,7 +154,7 @@ def check_shapes(config: ModelConfig, layers: Sequence[LayerWeights], embedding:
 
 
 def _expected_shapes(
-    c: ModelConfig, layers: Sequence[LayerWeights], embedding: Factor, lm_head: Factor
+    c: ModelConfig, layers: Sequence[DecoderLayer], embedding: Factor, lm_head: Factor
 ) -> Iterator[tuple[str, Factor, tuple[int, ...]]]:
     heads, kv, d = c.num_q_heads * c.head_dim, c.num_kv_heads * c.head_dim, c.hidden_size
     yield "embeddings", embedding, (c.vocab_size, d)
@@ -204,7 +171,7 @@ def _expected_shapes(
 
 
 def _feed_forwards(feed_forward: FeedForward) -> Iterator[tuple[str, GatedWeights]]:
-    if isinstance(feed_forward, Dense):
-        yield "", feed_forward.weights
+    if isinstance(feed_forward, GatedWeights):
+        yield "", feed_forward
     elif isinstance(feed_forward, Mixture):
         yield from ((f"expert {e} ", dense) for e, dense in enumerate(feed_forward.experts))

@@ -43,6 +43,12 @@ class Spans:
             self._account()
             self._running.pop()
 
+    def claim(self, name: str, seconds: float) -> None:
+        """So many of the seconds since the last claim were this one's."""
+        self._account()
+        self._seconds[name] += seconds
+        self._seconds[self._running[-1]] -= seconds
+
     def _account(self) -> None:
         now = perf_counter()
         if self._running:
@@ -68,10 +74,15 @@ class Spans:
 class SpansOfOps(Watched):
     """`with` it, every operation claims its time under its own name; the device is waited for."""
 
+    counts = False
+
     def __init__(self, ops: Ops, device: str, spans: Spans) -> None:
         super().__init__(ops)
         self._spans = spans
         self._wait = WAITS.get(device, lambda: None)
+
+    def took(self, name: str, seconds: float) -> None:
+        self._spans.claim(name, seconds)
 
     def call(self, op: Op, run: Callable[..., object], args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
         self._wait()

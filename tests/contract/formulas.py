@@ -7,6 +7,7 @@ is a scene of kernels/scene.py. Which shapes are tried is test_ops.py's business
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import cache
 from typing import NamedTuple
 
@@ -15,10 +16,10 @@ import torch
 from torch import Tensor
 
 from kernels.arena import Arena
-from kernels.layer import AttentionWeights, GatedWeights
-from kernels.ops import LayerSpec, Ops
+from kernels.layer import AttentionWeights, DecoderLayer, GatedWeights
+from kernels.ops import LayerSpec, Ops, Stored
 from kernels.quantised import Quantised
-from kernels.scene import Layout, RowOf, Scene
+from kernels.scene import Layout, RowOf, Scene, Step
 from kernels.store import KVStore, block_bytes
 from tests.contract.brute import attention, everything, seen
 
@@ -177,6 +178,33 @@ def enter_attention(ops: Ops, shape: Shape) -> Pairs:
     yield total, x.double() + added.double()
     yield from zip((q, k), (_turned(each, turns, positions) for each in heads[:2]), strict=True)
     yield v, heads[2]
+
+
+def run_layers(ops: Ops, shape: Shape) -> Pairs:
+    """One layer: a text, and a token after it."""
+    draw, inner, spec = Draw(shape), _width(shape), _spec(shape)._replace(num_kv_heads=1, num_q_heads=shape.group)
+    weights = _around(draw, shape)
+    weights = replace(weights, qkv=weights.qkv / 8, o=weights.o / 16)  # as in models: what passes stays of one size
+    gate_up, down = draw.dense(2 * inner, MODEL) / 8, draw.dense(MODEL, inner) / 16
+    layer = DecoderLayer(spec, weights, GatedWeights(gate_up, None, down, None, "silu"), None)
+    stack = ops.stacked([layer.packed(ops)], shape.dtype)
+    length = min(shape.length, 1000)
+    scene = Scene(ops, Layout(shape.block_size), spec, [RowOf(0, length + 1)], shape.dtype)
+    xs = draw(length, MODEL), draw(1, MODEL)
+    got = []
+    for start, x in zip((0, length), xs, strict=True):
+        at = scene.slots([(0, start, len(x))])
+        stored = Stored(slice(0, len(x)), scene.store, at, shape.window)
+        got.append(ops.run_layers(stack, x, Step(ops, [spec], [stored])))
+    x, turns = torch.cat(xs).double(), _turns(shape.head_dim // 2)
+    qkv = _normed(x, weights.norm) @ weights.qkv.double().T + weights.qkv_bias.double()
+    q, k, v = qkv.unflatten(1, (shape.group + 2, shape.head_dim)).split_with_sizes((shape.group, 1, 1), 1)
+    q, k = (_turned(each, turns, torch.arange(length + 1)) for each in (q, k))
+    keeps = everything if shape.window is None else lambda i, j: i - j < shape.window
+    found = attention(q, k, v, spec, seen(spec, length + 1, keeps)).flatten(1)
+    x = x + found @ weights.o.double().T
+    x = x + _gated(_normed(x, weights.next_norm) @ gate_up.double().T) @ down.double().T
+    yield from zip(got, x.split_with_sizes((length, 1)), strict=True)
 
 
 def leave_attention(ops: Ops, shape: Shape) -> Pairs:
@@ -345,7 +373,7 @@ def repeat_kv_heads_step(ops: Ops, shape: Shape) -> Pairs:
 FORMULAS: Mapping[str, Callable[[Ops, Shape], Pairs]] = {
     each.__name__: each
     for each in (
-        *(linear, quantised_linear, enter_attention, leave_attention, feed_forward),
+        *(run_layers, linear, quantised_linear, enter_attention, leave_attention, feed_forward),
         *(rms_norm, add_rms_norm, rope, silu_mul, sample, quantise, dequantise),
         *(write_kv, attend, gather, copy_blocks, repeat_kv_heads, repeat_kv_heads_step),
     )
@@ -354,6 +382,7 @@ FORMULAS: Mapping[str, Callable[[Ops, Shape], Pairs]] = {
 ACTIVATIONS = ("dtype", "head_dim", "group", "length", "lies")
 VARIED: Mapping[str, Sequence[str]] = {
     "write_kv": ("dtype", "head_dim", "length", "lies", "block_size", "layers_before"),
+    "run_layers": ("dtype", "head_dim", "group", "length", "block_size", "window"),
     "attend": (*ACTIVATIONS, "block_size", "window", "layers_before"),
     "gather": ("dtype", "head_dim", "length", "block_size", "layers_before"),
     "copy_blocks": ("dtype", "head_dim", "block_size", "layers_before"),

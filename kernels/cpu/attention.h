@@ -1,0 +1,118 @@
+// The KV memory of a step and attention over it, as pieces of work that threads share. Knows no weights.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <vector>
+
+#include "keys.h"
+#include "sums.h"
+
+namespace kvmux {
+
+// The rows of a step, and where each lies: `kernels.ops.Slots`.
+class Rows {
+ public:
+  Rows(const at::Tensor& table, const at::Tensor& row_seat, const at::Tensor& q_start, const at::Tensor& start, Layout layout)
+      : count(start.numel()), layout(layout), table_(table.const_data_ptr<int32_t>()), width_(table.stride(0)),
+        seats_(row_seat.const_data_ptr<int32_t>()), first_(q_start.const_data_ptr<int32_t>()),
+        starts_(start.const_data_ptr<int32_t>()) {}
+
+  bool idle(int64_t row) const { return starts_[row] < 0; }
+  int64_t start(int64_t row) const { return starts_[row]; }  // position of its first token
+  int64_t first(int64_t row) const { return first_[row]; }   // that token's number in the step
+  int64_t tokens(int64_t row) const { return first_[row + 1] - first_[row]; }
+  const int32_t* blocks(int64_t row) const { return table_ + seats_[row] * width_; }
+
+  const int64_t count;
+  const Layout layout;
+
+ private:
+  const int32_t* table_;
+  int64_t width_;
+  const int32_t *seats_, *first_, *starts_;
+};
+
+// Keys or values of one layer in all blocks, [blocks, heads, block size, dim].
+struct Memory {
+  explicit Memory(const at::Tensor& plane)
+      : numbers(static_cast<char*>(plane.mutable_data_ptr())), type(plane.scalar_type()), heads(plane.size(1)),
+        dim(plane.size(3)), block_stride(plane.stride(0)), head_stride(plane.stride(1)), vector_stride(plane.stride(2)) {}
+
+  template <typename T>
+  T* head(int64_t h) const {
+    return reinterpret_cast<T*>(numbers) + h * head_stride;
+  }
+
+  char* numbers;
+  at::ScalarType type;
+  int64_t heads, dim, block_stride, head_stride, vector_stride;
+};
+
+// Tokens of a step, [N, heads, dim]; of which type, others know.
+template <typename Byte>
+struct Heads {
+  Byte* numbers;
+  int64_t token_stride, head_stride;
+  template <typename T>
+  auto* at(int64_t token, int64_t head) const {
+    using Number = std::conditional_t<std::is_const_v<Byte>, const T, T>;
+    return reinterpret_cast<Number*>(numbers) + token * token_stride + head * head_stride;
+  }
+};
+
+// Query rows of one head of one row of the batch.
+struct Part {
+  int64_t row, head;
+  QueryRows rows;
+};
+
+// A part over some splits of its text. Whoever does not see all of it leaves partial sums, one for each query row.
+struct Item {
+  Part part;
+  int64_t begin, end;  // splits
+  int64_t partial;     // the first of them; < 0: the item is the whole
+};
+
+// The partial sums of all splits of a text, in order.
+struct Merge {
+  Part part;
+  int64_t splits, partial;
+};
+
+// What a layer's attention over some rows consists of; layers that see alike share one.
+struct Plan {
+  std::vector<Item> items;
+  std::vector<Merge> merges;
+  int64_t partials = 0;
+};
+
+// Attention of one layer over the rows of one strategy. Items are worked on in any order, and then merges.
+struct Attending {
+  const Rows& rows;
+  const Plan& plan;
+  Memory k, v;
+  Sight sight;
+  Scores scores;
+  const float* sink_logits;  // [query heads], or null
+  int64_t group;             // query heads of a KV head
+  Heads<const char> q;
+  Heads<char> out;
+  float* partials;  // of the plan, each as wide as How::width says
+};
+
+// How that is computed with queries of one type over keys kept in another.
+struct How {
+  int64_t rows;                    // of a part, at most
+  int64_t (*width)(int64_t v_dim); // numbers of a partial sum
+  void (*item)(const Attending&, const Item&);
+  void (*merge)(const Attending&, const Merge&);
+  // A row's token `i` of k and v into its slot.
+  void (*write)(const Memory& k_plane, const Memory& v_plane, const Rows&, int64_t row, int64_t i, Heads<const char> k, Heads<const char> v);
+};
+
+How how(at::ScalarType q, at::ScalarType kept);  // throws if there is no kernel
+Plan plan(const Rows& rows, int64_t kv_heads, int64_t group, const Sight& sight, int64_t most);
+Sight sight_of(int64_t model_window, int64_t window, int64_t sinks);
+
+}  // namespace kvmux

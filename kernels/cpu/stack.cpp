@@ -1,0 +1,398 @@
+// The layers of a decoder, one behind the other in one call: `Ops.run_layers`. A step of few tokens waits for the memory
+// that weights lie in, so nothing is to come between reading one and the next: neither Python nor waking threads, which all
+// take the way through caches that weights have just swept.
+//
+// The bits are those of the operations one by one. A phase is what all threads do before any goes on.
+#include <ATen/core/Tensor.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/empty_like.h>
+#include <torch/library.h>
+
+#include <chrono>
+
+#include "attention.h"
+#include "layers.h"
+#include "multiplier.h"
+#include "put.h"
+#include "sharing.h"
+#include "workspace.h"
+
+namespace kvmux {
+namespace {
+
+using at::Tensor;
+using Tensors = c10::Dict<std::string, Tensor>;
+using Formats = c10::Dict<std::string, std::vector<int64_t>>;
+using Numbers = c10::Dict<std::string, double>;
+
+// A product and its bias.
+struct Projection {
+  std::unique_ptr<Multiplier> weight;
+  Tensor bias;  // padded float32; or undefined
+
+  const float* biases(int64_t panel) const { return bias.defined() ? bias.const_data_ptr<float>() + panel * PANEL : nullptr; }
+};
+
+// One layer's weights.
+struct Layer {
+  Projection qkv, o, gate_up, down;
+  Tensor norm, q_norm, k_norm, cos, sin, post_norm, next_norm, feed_norm, sink_logits;  // undefined: the model has none
+  int64_t q_heads, kv_heads, head_dim, model_window;
+  float eps;
+  Scores scores;
+
+  int64_t width() const { return norm.numel(); }
+  int64_t heads() const { return q_heads + 2 * kv_heads; }
+};
+
+// The keys of one strategy, of all layers.
+struct Planes : torch::CustomClassHolder {
+  Planes(const std::vector<Tensor>& keys, const std::vector<Tensor>& values) : tensors{keys, values} {
+    for (const Tensor& plane : keys) k.emplace_back(plane);
+    for (const Tensor& plane : values) v.emplace_back(plane);
+  }
+
+  const std::vector<Tensor> tensors[2];
+  std::vector<Memory> k, v;
+};
+
+// One strategy's part of a step.
+struct Slice {
+  Rows rows;
+  const Planes& planes;
+  How how;
+  int64_t window, sinks;
+  int64_t begin;                // number of its first token in the step
+  std::vector<int64_t> row_of;  // its tokens
+  std::vector<Plan> plans;      // one for each reach of the model's layers
+  std::vector<int64_t> plan_of; // by layer
+};
+
+// Of one weight in the dtype of `x` or of its own.
+template <typename X>
+void norm_row(const X* x, const Tensor& weight, float eps, X* y, int64_t n) {
+  with_type(weight.scalar_type(), [&](auto of_weight) {
+    rms_norm_row(x, weight.const_data_ptr<decltype(of_weight)>(), eps, y, n);
+  });
+}
+
+// What a step keeps between its phases.
+template <typename X>
+struct Buffers {
+  X *qkv, *mixed, *projected, *gated;  // [N, ...]
+  char *entered, *gated_entered;       // rows as products want them
+  float *sums, *partials;
+  X* lines;                            // of each thread
+  int64_t sums_of, line;               // numbers from one thread's to the next's
+};
+
+// Seconds that a step's operations took, as they are called in Python.
+enum Part { ENTER, WRITE, ATTEND, LEAVE, FEED, PARTS };
+using Seconds = std::array<double, PARTS>;
+
+template <typename X>
+class Pass {
+ public:
+  Pass(const std::vector<Layer>& layers, const std::vector<Slice>& slices, X* x, int64_t rows, const int64_t* positions,
+       Workspace& space, Seconds& seconds)
+      : layers_(layers), slices_(slices), x_(x), n_(rows), positions_(positions), seconds_(seconds) {
+    prepare(space);
+  }
+
+  void operator()(Team& team, Member member) const {
+    for (size_t i = 0; i < layers_.size(); ++i) {
+      timed(member, ENTER, [&] { enter(team, member, i); });
+      timed(member, WRITE, [&] { write(team, member, i); });
+      timed(member, ATTEND, [&] { attend(team, member, i); });
+      timed(member, LEAVE, [&] { leave(team, member, layers_[i]); });
+      timed(member, FEED, [&] { feed(team, member, layers_[i]); });
+    }
+    const int64_t d = layers_[0].width();
+    team.share(member, n_, [&](int64_t row) { add_row(x_ + row * d, b_.projected + row * d, x_ + row * d, d); });
+  }
+
+ private:
+  // One of the threads looks at the clock.
+  template <typename Work>
+  void timed(Member member, Part part, const Work& work) const {
+    if (member != 0) return work();
+    const auto began = std::chrono::steady_clock::now();
+    work();
+    seconds_[part] += std::chrono::duration<double>(std::chrono::steady_clock::now() - began).count();
+  }
+
+  void prepare(Workspace& space) {
+    int64_t qkv = 0, mixed = 0, width = 0, gated = 0, room = 0, gated_room = 0, partials = 0;
+    for (const Layer& l : layers_) {
+      qkv = std::max(qkv, l.heads() * l.head_dim);
+      mixed = std::max(mixed, l.o.weight->width);
+      width = std::max(width, l.width());
+      gated = std::max(gated, l.down.weight->width);
+      for (const auto* p : {&l.qkv, &l.o, &l.gate_up}) room = std::max(room, p->weight->room(n_));
+      gated_room = std::max(gated_room, l.down.weight->room(n_));
+      for (const auto* p : {&l.qkv, &l.o, &l.gate_up, &l.down}) b_.sums_of = std::max(b_.sums_of, p->weight->sums(n_));
+    }
+    for (const Slice& slice : slices_) {
+      int64_t most = 0;
+      for (const Plan& plan : slice.plans) most = std::max(most, plan.partials);
+      partials += most * slice.how.width(MAX_DIM);
+    }
+    b_.line = std::max({width, qkv, 2 * gated});
+    const int64_t threads = Team::most();
+    b_.qkv = space.take<X>(n_ * qkv);
+    b_.mixed = space.take<X>(n_ * mixed);
+    b_.projected = space.take<X>(n_ * width);
+    b_.gated = space.take<X>(n_ * 2 * gated);
+    b_.entered = space.take<char>(room);
+    b_.gated_entered = space.take<char>(gated_room);
+    b_.sums = space.take<float>(threads * b_.sums_of);
+    b_.partials = space.take<float>(partials);
+    b_.lines = space.take<X>(threads * b_.line);
+  }
+
+  // A product into rows of y [N, outputs].
+  void multiply(Team& team, Member member, const Projection& p, char* entered, X* y) const {
+    const int64_t outputs = p.weight->outputs;
+    p.weight->multiply(team, member, entered, n_, b_.sums + member * b_.sums_of, 0, [&](auto first, auto last, auto* sums, auto size) {
+      const int64_t at = first * PANEL, count = std::min(outputs, last * PANEL) - at;
+      for (int64_t row = 0; row < n_; ++row)
+        put_row(sums + row * PANEL, size, p.biases(first), y + row * outputs + at, count);
+    });
+  }
+
+  // x plus what the layer before adds, and queries, keys and values of its norm.
+  void enter(Team& team, Member member, size_t i) const {
+    const Layer& l = layers_[i];
+    const int64_t d = l.width();
+    X* const line = b_.lines + member * b_.line;
+    team.share(member, n_, [&](int64_t row) {
+      X* x = x_ + row * d;
+      if (i > 0) add_row(x, b_.projected + row * d, x, d);
+      norm_row(x, l.norm, l.eps, line, d);
+      l.qkv.weight->enter(b_.entered, n_, line, row);
+    });
+    multiply(team, member, l.qkv, b_.entered, b_.qkv);
+  }
+
+  // Queries and keys at their positions; keys and values into their slots.
+  void write(Team& team, Member member, size_t i) const {
+    const Layer& l = layers_[i];
+    const int64_t width = l.heads() * l.head_dim, turning = l.q_heads + l.kv_heads;
+    team.share(member, n_, [&](int64_t row) {
+      X* const heads = b_.qkv + row * width;
+      for (int64_t h = 0; h < turning; ++h) {
+        X* const head = heads + h * l.head_dim;
+        if (l.q_norm.defined()) norm_row(head, h < l.q_heads ? l.q_norm : l.k_norm, l.eps, head, l.head_dim);
+        if (!l.cos.defined()) continue;
+        const int64_t half = l.cos.size(1), at = positions_[row] * l.cos.stride(0);
+        rope_row(head, l.cos.const_data_ptr<float>() + at, l.sin.const_data_ptr<float>() + at, head, half);
+      }
+      keep(i, row, heads + l.q_heads * l.head_dim, heads + turning * l.head_dim);
+    });
+  }
+
+  void keep(size_t i, int64_t token, const X* k, const X* v) const {
+    const Slice& slice = slice_of(token);
+    const int64_t own = token - slice.begin, row = slice.row_of[own], first = slice.rows.first(row), dim = layers_[i].head_dim;
+    if (slice.rows.idle(row)) return;
+    const auto heads = [&](const X* x) { return Heads<const char>{reinterpret_cast<const char*>(x), 0, dim}; };
+    slice.how.write(slice.planes.k[i], slice.planes.v[i], slice.rows, row, own - first, heads(k), heads(v));
+  }
+
+  const Slice& slice_of(int64_t token) const {
+    size_t s = slices_.size() - 1;
+    while (slices_[s].begin > token) --s;
+    return slices_[s];
+  }
+
+  // All slices' attention into `mixed`.
+  void attend(Team& team, Member member, size_t i) const {
+    int64_t items = 0, merges = 0;
+    for (const Slice& slice : slices_) {
+      const Plan& plan = slice.plans[slice.plan_of[i]];
+      items += plan.items.size();
+      merges += plan.merges.size();
+    }
+    team.share(member, items, [&](int64_t n) {
+      const Slice& slice = find(i, n, &Plan::items);
+      slice.how.item(attending(slice, i), slice.plans[slice.plan_of[i]].items[n]);
+    });
+    if (merges == 0) return;
+    team.share(member, merges, [&](int64_t n) {
+      const Slice& slice = find(i, n, &Plan::merges);
+      slice.how.merge(attending(slice, i), slice.plans[slice.plan_of[i]].merges[n]);
+    });
+  }
+
+  // Whose piece number n of all slices is; n becomes the slice's own number.
+  template <typename Pieces>
+  const Slice& find(size_t i, int64_t& n, Pieces Plan::* pieces) const {
+    size_t s = 0;
+    for (int64_t size; n >= (size = (slices_[s].plans[slices_[s].plan_of[i]].*pieces).size()); ++s) n -= size;
+    return slices_[s];
+  }
+
+  Attending attending(const Slice& slice, size_t i) const {
+    const Layer& l = layers_[i];
+    const int64_t width = l.heads() * l.head_dim, out = l.q_heads * l.head_dim;
+    const Plan& plan = slice.plans[slice.plan_of[i]];
+    float* partials = b_.partials;
+    for (const Slice* before = slices_.data(); before != &slice; ++before)
+      partials += before->plans[before->plan_of[i]].partials * before->how.width(l.head_dim);
+    return {slice.rows, plan, slice.planes.k[i], slice.planes.v[i], sight_of(l.model_window, slice.window, slice.sinks),
+            l.scores, l.sink_logits.defined() ? l.sink_logits.const_data_ptr<float>() : nullptr, l.q_heads / l.kv_heads,
+            {reinterpret_cast<const char*>(b_.qkv + slice.begin * width), width, l.head_dim},
+            {reinterpret_cast<char*>(b_.mixed + slice.begin * out), out, l.head_dim}, partials};
+  }
+
+  // x plus what attention found, and the norm of that as products want it.
+  void leave(Team& team, Member member, const Layer& l) const {
+    const int64_t d = l.width(), mixed = l.o.weight->width;
+    X* const line = b_.lines + member * b_.line;
+    team.share(member, n_, [&](int64_t row) { l.o.weight->enter(b_.entered, n_, b_.mixed + row * mixed, row); });
+    multiply(team, member, l.o, b_.entered, b_.projected);
+    team.share(member, n_, [&](int64_t row) {
+      X *x = x_ + row * d, *added = b_.projected + row * d;
+      if (l.post_norm.defined()) norm_row(added, l.post_norm, l.eps, added, d);
+      add_row(x, added, x, d);
+      norm_row(x, l.next_norm, l.eps, line, d);
+      l.gate_up.weight->enter(b_.entered, n_, line, row);
+    });
+  }
+
+  // What the feed-forward adds.
+  void feed(Team& team, Member member, const Layer& l) const {
+    const int64_t d = l.width(), f = l.down.weight->width;
+    X* const line = b_.lines + member * b_.line;
+    if (f % BLOCK == 0 && l.down.weight->in_parts()) {
+      const int64_t panels = f / PANEL;
+      float* const sums = b_.sums + member * b_.sums_of;
+      l.gate_up.weight->multiply(team, member, b_.entered, n_, sums, panels, [&](auto first, auto last, auto* of, auto size) {
+        const int64_t at = first * PANEL, count = (last - first) * PANEL;
+        X *const gate = line, *const up = gate + count;
+        for (int64_t row = 0; row < n_; ++row, of += PANEL) {
+          put_row(of, size, l.gate_up.biases(first), gate, count);
+          put_row(of + (last - first) * size, size, l.gate_up.biases(first + panels), up, count);
+          silu_mul_row(gate, up, gate, count);
+          l.down.weight->enter_part(b_.gated_entered, n_, gate, row, at, count);
+        }
+      });
+    } else {
+      multiply(team, member, l.gate_up, b_.entered, b_.gated);
+      team.share(member, n_, [&](int64_t row) {
+        const X* gate = b_.gated + row * 2 * f;
+        silu_mul_row(gate, gate + f, line, f);
+        l.down.weight->enter(b_.gated_entered, n_, line, row);
+      });
+    }
+    multiply(team, member, l.down, b_.gated_entered, b_.projected);
+    if (l.feed_norm.defined())
+      team.share(member, n_, [&](int64_t row) { norm_row(b_.projected + row * d, l.feed_norm, l.eps, b_.projected + row * d, d); });
+  }
+
+  const std::vector<Layer>& layers_;
+  const std::vector<Slice>& slices_;
+  X* x_;  // [N, d]: the sum so far
+  int64_t n_;
+  const int64_t* positions_;
+  Seconds& seconds_;
+  Buffers<X> b_{};
+};
+
+class Layers : public torch::CustomClassHolder {
+ public:
+  // For activations of the example's dtype.
+  explicit Layers(const Tensor& example) : type_(example.scalar_type()) {}
+
+  // The next layer. What its model does not have is not there.
+  void add(const Tensors& tensors, const std::vector<std::vector<Tensor>>& weights,
+           const std::vector<std::vector<int64_t>>& formats, const std::vector<int64_t>& shape, const std::vector<double>& numbers);
+
+  // x [N, d] after all layers; of each slice the keys, four tensors that say where they lie, and six numbers.
+  Tensor run(const Tensor& x, const Tensor& positions, const std::vector<c10::intrusive_ptr<Planes>>& planes,
+             const std::vector<Tensor>& addresses, const std::vector<int64_t>& numbers);
+
+  // Of the parts of the last run, in order.
+  std::vector<double> seconds() const { return {seconds_.begin(), seconds_.end()}; }
+
+ private:
+  Slice slice(const Planes& planes, const Tensor* addresses, const int64_t* numbers) const;
+
+  at::ScalarType type_;
+  std::vector<Layer> layers_;
+  std::vector<Tensor> kept_;  // weights
+  Workspace space_;
+  Seconds seconds_{};
+};
+
+void Layers::add(const Tensors& tensors, const std::vector<std::vector<Tensor>>& weights,
+                 const std::vector<std::vector<int64_t>>& formats, const std::vector<int64_t>& shape,
+                 const std::vector<double>& numbers) {
+  const auto found = [&](const char* name) { return tensors.contains(name) ? tensors.at(name) : Tensor(); };
+  const auto projection = [&](size_t i, const char* bias) {
+    const Factor factor(weights[i], formats[i]);
+    kept_.insert(kept_.end(), weights[i].begin(), weights[i].end());
+    const Tensor added = found(bias);
+    return Projection{multiplier(factor, type_), padded_bias(added.defined() ? std::optional(added) : std::nullopt, factor.outputs)};
+  };
+  Layer l{projection(0, "qkv_bias"), projection(1, "o_bias"), projection(2, "gate_up_bias"), projection(3, "down_bias"),
+          found("norm"), found("q_norm"), found("k_norm"), found("cos"), found("sin"), found("post_norm"), found("next_norm"),
+          found("feed_norm"), found("sink_logits"), shape[0], shape[1], shape[2], shape[3], static_cast<float>(numbers[0]),
+          {static_cast<float>(numbers[1]), static_cast<float>(numbers[2])}};
+  TORCH_CHECK(l.head_dim <= MAX_DIM, "heads wider than ", MAX_DIM);
+  TORCH_CHECK(l.qkv.weight->outputs == l.heads() * l.head_dim && l.o.weight->width == l.q_heads * l.head_dim,
+              "heads and projections do not fit");
+  TORCH_CHECK(l.gate_up.weight->outputs == 2 * l.down.weight->width && l.down.weight->outputs == l.width() &&
+              l.o.weight->outputs == l.width() && l.qkv.weight->width == l.width() && l.gate_up.weight->width == l.width(),
+              "the layer's weights do not fit");
+  layers_.push_back(std::move(l));
+}
+
+Slice Layers::slice(const Planes& planes, const Tensor* at, const int64_t* numbers) const {
+  Slice s{{at[0], at[1], at[2], at[3], {numbers[0], numbers[1], numbers[2]}}, planes, how(type_, planes.k[0].type), numbers[3],
+          numbers[1], numbers[4], {}, {}, {}};
+  for (int64_t row = 0; row < s.rows.count; ++row) s.row_of.insert(s.row_of.end(), s.rows.tokens(row), row);
+  std::vector<int64_t> windows;
+  for (const Layer& l : layers_) {
+    const auto same = std::find(windows.begin(), windows.end(), l.model_window);
+    s.plan_of.push_back(same - windows.begin());
+    if (same != windows.end()) continue;
+    windows.push_back(l.model_window);
+    s.plans.push_back(plan(s.rows, l.kv_heads, l.q_heads / l.kv_heads, sight_of(l.model_window, s.window, s.sinks), s.how.rows));
+  }
+  return s;
+}
+
+Tensor Layers::run(const Tensor& x, const Tensor& positions, const std::vector<c10::intrusive_ptr<Planes>>& planes,
+                   const std::vector<Tensor>& addresses, const std::vector<int64_t>& numbers) {
+  constexpr size_t TENSORS = 4, NUMBERS = 5;
+  TORCH_CHECK(x.scalar_type() == type_ && x.dim() == 2 && x.size(1) == layers_.at(0).width(), "x does not fit the layers");
+  TORCH_CHECK(addresses.size() == TENSORS * planes.size() && numbers.size() == NUMBERS * planes.size(), "slices?");
+  const Tensor out = x.clone(at::MemoryFormat::Contiguous);
+  if (out.size(0) == 0) return out;
+  std::vector<Slice> slices;
+  for (size_t i = 0; i < planes.size(); ++i) {
+    TORCH_CHECK(planes[i]->k.size() == layers_.size(), "keys of other layers");
+    slices.push_back(slice(*planes[i], &addresses[TENSORS * i], &numbers[NUMBERS * i]));
+  }
+  space_.clear();
+  seconds_ = {};
+  with_type(type_, [&](auto number) {
+    using X = decltype(number);
+    const Pass<X> pass(layers_, slices, out.data_ptr<X>(), out.size(0), positions.const_data_ptr<int64_t>(), space_, seconds_);
+    Team::run(Team::most(), pass);
+  });
+  return out;
+}
+
+}  // namespace
+}  // namespace kvmux
+
+TORCH_LIBRARY_FRAGMENT(KVMUX_LIBRARY, library) {
+  library.class_<kvmux::Planes>("Planes").def(torch::init<std::vector<at::Tensor>, std::vector<at::Tensor>>());
+  library.class_<kvmux::Layers>("Layers")
+      .def(torch::init<const at::Tensor&>())
+      .def("add", &kvmux::Layers::add)
+      .def("run", &kvmux::Layers::run)
+      .def("seconds", &kvmux::Layers::seconds);
+}
