@@ -72,17 +72,16 @@ class WholeProduct {
 
   // sums [panels][height][PANEL] of 2 or 4 panels of a block, of all their tiles.
   void add(Session& session, int64_t first, int64_t panels, int64_t, int64_t, float* sums) const {
-    for (int64_t i = 0; i < panels; i += N, sums += N * height() * PANEL)
-      if (session.by_tiles(*this))
-        session.add(*this, first + i, sums);
-      else
-        over_rows<ROWS>(0, first + i, sums);
+    if (session.by_tiles(*this)) return session.add(*this, first, panels, sums);
+    if (WIDE == PANELS && panels == PANELS) return over_rows<ROWS, WIDE>(0, first, sums);
+    for (int64_t i = 0; i < panels; i += 2) over_rows<ROWS, 2>(0, first + i, sums + i * height() * PANEL);
   }
 
  private:
   using P = Packing<uint8_t>;
   static constexpr float MOST = 127.f;
-  static constexpr int N = 2;                                // panels that are added to together
+  static constexpr int WIDE = REGISTERS == 32 ? PANELS : 2;  // panels that few rows are added to together
+  static constexpr int64_t AHEAD = 2048;                     // bytes between what is multiplied and what is fetched
   static constexpr int ROWS = REGISTERS == 32 ? 4 : 1;       // rows, in vectors
   static constexpr int64_t SOME = 32;                        // rows, in tiles
   static constexpr int V = PANEL / W;
@@ -95,15 +94,15 @@ class WholeProduct {
   const uint8_t* tiles_of(int64_t panel) const { return w_.numbers + P::panel(panel, k_) / P::TILE * BYTES; }
   const int8_t* row(int64_t n) const { return x_.numbers + n * pitch(k_); }
 
-  template <int R>
+  template <int R, int N>
   void over_rows(int64_t row, int64_t panel, float* sums) const {
-    for (; row + R <= rows_; row += R) block<R>(row, panel, sums + row * PANEL);
+    for (; row + R <= rows_; row += R) block<R, N>(row, panel, sums + row * PANEL);
     if constexpr (R > 1)
-      if (row < rows_) over_rows<R / 2>(row, panel, sums);
+      if (row < rows_) over_rows<R / 2, N>(row, panel, sums);
   }
 
   // R rows and N panels, in vectors.
-  template <int R>
+  template <int R, int N>
   void block(int64_t first, int64_t panel, float* sums) const {
     const uint8_t* w = tiles_of(panel);
     Raw total[R][N][V];
@@ -115,6 +114,7 @@ class WholeProduct {
       for (int64_t quad = g * w_.group / 4; quad < end; quad += PER_BYTE) {
         const uint8_t* at = w + quad / QUADS * PANELS * BYTES + quad % QUADS * 4 * PANEL / PER_BYTE;
         unroll<N>([&](auto n) {
+          __builtin_prefetch(at + n * BYTES + AHEAD);
           const Bytes bytes = load_bytes(at + n * BYTES) ^ static_cast<uint8_t>(BITS == 8 ? ZERO : 0);
           unroll<PER_BYTE>([&](auto half) {
             const Bytes numbers = BITS == 8 ? bytes : half == 0 ? bytes & 15 : bytes >> 4;
@@ -168,28 +168,39 @@ class WholeProduct {
 
 #ifdef __AMX_TILE__
 
-// What a thread needs beside the product: tiles for many rows, and room for a panel's numbers of 4 bits as bytes.
+// What a thread needs beside the product: tiles for many rows, and room for panels' numbers of 4 bits as bytes.
 template <int BITS, bool OFFSETS, typename S>
 class WholeProduct<BITS, OFFSETS, S>::Session {
  public:
   explicit Session(const WholeProduct& product)
       : tiles_(product.w_.group % P::DEPTH == 0 || product.w_.groups == 1 ? TILE_BYTES : TILE_BYTES / 2),
-        bytes_(BITS == 8 ? 0 : N * product.tiles() * P::TILE) {}
+        bytes_(BITS == 8 ? 0 : PANELS * product.tiles() * P::TILE) {}
 
   static bool by_tiles(const WholeProduct& product) { return product.rows_ > ROWS; }
 
-  void add(const WholeProduct& product, int64_t panel, float* sums) {
-    const uint8_t* w = BITS == 8 ? product.tiles_of(panel) : unpacked(product, panel);
-    for (int64_t row = 0; row < product.rows_; row += SOME)
-      if (product.rows_ - row > TILE_ROWS)
-        square<2>(product, w, row, panel, sums + row * PANEL);
+  // Up to 16 rows meet all panels of a block at once, as they wait for the memory; more wait for products.
+  void add(const WholeProduct& product, int64_t first, int64_t panels, float* sums) {
+    if (product.rows_ <= TILE_ROWS && panels == PANELS) return over_rows<1, PANELS>(product, first, sums);
+    for (int64_t i = 0; i < panels; i += 2, sums += 2 * product.height() * PANEL)
+      if (product.rows_ <= TILE_ROWS)
+        over_rows<1, 2>(product, first + i, sums);
       else
-        square<1>(product, w, row, panel, sums + row * PANEL);
+        over_rows<2, 2>(product, first + i, sums);
   }
 
  private:
-  static constexpr int64_t BETWEEN = BITS == 8 ? PANELS : N;  // tiles from one depth of w to the next
+  // A times 16 rows at a time, and N panels.
+  template <int A, int N>
+  void over_rows(const WholeProduct& product, int64_t panel, float* sums) {
+    const uint8_t* w = BITS == 8 ? product.tiles_of(panel) : unpacked<N>(product, panel);
+    for (int64_t row = 0; row < product.rows_; row += A * TILE_ROWS)
+      if (A == 1 || product.rows_ - row <= TILE_ROWS)
+        square<1, N>(product, w, row, panel, sums + row * PANEL);
+      else
+        square<A, N>(product, w, row, panel, sums + row * PANEL);
+  }
 
+  template <int N>
   const uint8_t* unpacked(const WholeProduct& product, int64_t panel) {
     const uint8_t* from = product.tiles_of(panel);
     for (int64_t tile = 0; tile < product.tiles(); ++tile)
@@ -198,6 +209,7 @@ class WholeProduct<BITS, OFFSETS, S>::Session {
         const uint8_t* packed = from + (tile * PANELS + n) * BYTES;
         uint8_t* to = bytes_.data() + (tile * N + n) * P::TILE;
         for (int64_t i = 0; i < BYTES; i += sizeof(Bytes), to += 2 * sizeof(Bytes)) {
+          __builtin_prefetch(packed + i + AHEAD);
           const Bytes both = load_bytes(packed + i), low = (both & 15) - zero, high = (both >> 4) - zero;
           std::memcpy(to, &low, sizeof(low));
           std::memcpy(to + sizeof(low), &high, sizeof(high));
@@ -207,8 +219,9 @@ class WholeProduct<BITS, OFFSETS, S>::Session {
   }
 
   // A times 16 rows and N panels. Sums of a group are tiles 0 to 3, rows of x are 4 and 5, numbers of w 6 and 7.
-  template <int A>
+  template <int A, int N>
   void square(const WholeProduct& product, const uint8_t* w, int64_t row, int64_t panel, float* sums) {
+    constexpr int64_t BETWEEN = BITS == 8 ? PANELS : N;  // tiles from one depth of w to the next
     const auto& weight = product.w_;
     const int64_t step = tiles_.depth(), pitch = WholeProduct::pitch(product.k_);
     alignas(64) int32_t dots[A * N][TILE_ROWS][PANEL];
@@ -218,8 +231,12 @@ class WholeProduct<BITS, OFFSETS, S>::Session {
       for (int64_t k = g * weight.group; k < end; k += step) {
         const uint8_t* numbers = w + k / P::DEPTH * BETWEEN * P::TILE + k % P::DEPTH * PANEL;
         unroll<A>([&](auto a) { tile_load<4 + a>(product.row(row + a * TILE_ROWS) + k, pitch); });
-        unroll<N>([&](auto n) { tile_load<6 + n>(numbers + n * P::TILE, TILE_BYTES); });
-        unroll<A>([&](auto a) { unroll<N>([&](auto n) { tile_dot_whole<a * N + n, 4 + a, 6 + n, OFFSETS>(); }); });
+        unroll<N>([&](auto n) {
+          if constexpr (BITS == 8)
+            for (int64_t line = 0; line < step / 4; ++line) __builtin_prefetch(numbers + n * P::TILE + line * 64 + AHEAD);
+          tile_load<6 + n % 2>(numbers + n * P::TILE, TILE_BYTES);
+          unroll<A>([&](auto a) { tile_dot_whole<a * N + n, 4 + a, 6 + n % 2, OFFSETS>(); });
+        });
       }
       unroll<A * N>([&](auto i) { tile_store<i>(dots[i], TILE_BYTES); });
       unroll<A * N>([&](auto i) {
@@ -252,7 +269,7 @@ class WholeProduct<BITS, OFFSETS, S>::Session {
  public:
   explicit Session(const WholeProduct&) {}
   static bool by_tiles(const WholeProduct&) { return false; }
-  void add(const WholeProduct&, int64_t, float*) {}
+  void add(const WholeProduct&, int64_t, int64_t, float*) {}
 };
 
 #endif
