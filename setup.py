@@ -17,6 +17,7 @@ FLAGS = [
     "-O3",
     "-g0",  # Python's own flags ask for what a debugger wants, which is 25 times as much to write
     "-std=c++20",
+    "-ffp-contract=off",  # a function has the same bits wherever it is inlined; sums are fused where they say so
     "-Wno-maybe-uninitialized",
     "-Wno-uninitialized",
     "-Wno-unknown-pragmas",

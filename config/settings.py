@@ -192,7 +192,7 @@ class Settings(BaseSettings):
     )
     max_num_seqs: int = Field(64, ge=1, le=4096, description="sequences in one batch, at most")
     max_step_tokens: int | None = Field(
-        None, ge=1, le=65536, description="prompt tokens of a step, at most; default: 256 on the CPU, else 1024"
+        None, ge=1, le=65536, description="prompt tokens of a step, at most; default: 512 on the CPU, else 1024"
     )
     max_choices: int = Field(256, ge=1, description="prompts times choices of one request, at most")
     max_prompt_characters: int = Field(2**21, ge=1, description="characters of a prompt, before it becomes tokens")

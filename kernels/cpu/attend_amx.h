@@ -8,6 +8,8 @@
 
 #ifdef __AMX_BF16__
 
+#include <optional>
+
 #include "keys.h"
 #include "sums.h"
 #include "tiles.h"
@@ -43,6 +45,13 @@ class TiledHead {
       _mm512_store_si512(q_ + ((r / L * chunks_ + c) * L + r % L) * PAIRS, numbers(query, c, k_dim_));
   }
 
+  // Behind this, somebody goes over other keys, from a split on: their first ones are fetched with the last of these.
+  void follow(Plane<Kept> k, Plane<Kept> v, QueryRows rows, int64_t split) {
+    if (rows_.count > L || rows.count > L) return;
+    next_.emplace(k, v, sight_, rows.position(0), rows.position(rows.count - 1));
+    next_at_ = split * SPLIT;
+  }
+
   // Splits [begin, end) into `sums`.
   void attend(int64_t begin, int64_t end, Sums<ROWS>& sums) {
     const Tiles tiles;
@@ -54,6 +63,7 @@ class TiledHead {
       std::fill_n(values_, rows_.count * width_, 0.f);
       for (int64_t tile = split * SPLIT; tile < (split + 1) * SPLIT && tile <= newest_; tile += TILE) {
         const auto& found = keys_.step(tile + TILE, end * SPLIT, rows_.count > L ? nullptr : &soon_);
+        if (next_ && (tile + TILE > newest_ || tile + TILE == end * SPLIT)) next_->begin_soon(next_at_, soon_);
         if (!found.seen.empty()) attend_tile(tile, found);
       }
       for (int64_t r = 0; r < rows_.count; ++r) merge(r, sums);
@@ -111,7 +121,7 @@ class TiledHead {
         transpose(block);
         Kept* to = k_ + (j / L * chunks_ + c) * SIZE;
         unroll<L>([&](auto i) { Vec(block[i]).store(to + i * PAIRS); });
-        soon_.fetch(PORTION);
+        soon_.fetch(2 * PORTION);
       }
   }
 
@@ -250,6 +260,8 @@ class TiledHead {
   int64_t newest_;                 // position of the last query
   Keys<Kept, TILE> keys_;
   Soon soon_;
+  std::optional<Keys<Kept, TILE>> next_;  // of whoever follows, and where they begin
+  int64_t next_at_ = 0;
   alignas(64) Kept q_[ROWS * MAX_DIM];  // [rows / 16][chunks][16 rows][32]; rows behind the last are anything
   alignas(64) Kept k_[TILE * MAX_DIM];
   alignas(64) Kept v_[TILE * MAX_DIM];

@@ -48,15 +48,17 @@ void finish(const Attending& a, const Part& part, Sums<ROWS>& sums, int64_t widt
 }
 
 template <typename Head, typename T>
-void item(const Attending& a, const Item& item) {
+void item(const Attending& a, const Item& item, const Item* next) {
   using KV = typename Head::Kept;
   const auto& [part, begin, end, left] = item;
   const int64_t width = Head::padded(a.v.dim), stride = partial_width<Head>(a.v.dim);
-  const auto plane = [&](const Memory& memory) {
-    return Plane<KV>{memory.head<KV>(part.head), memory.block_stride, memory.vector_stride, memory.dim,
-                     a.rows.blocks(part.row), a.rows.layout};
+  const auto plane = [&](const Memory& memory, const Part& of) {
+    return Plane<KV>{memory.head<KV>(of.head), memory.block_stride, memory.vector_stride, memory.dim,
+                     a.rows.blocks(of.row), a.rows.layout};
   };
-  Head head(plane(a.k), plane(a.v), a.sight, a.scores, part.rows);
+  Head head(plane(a.k, part), plane(a.v, part), a.sight, a.scores, part.rows);
+  if constexpr (requires { &Head::follow; })
+    if (next != nullptr) head.follow(plane(a.k, next->part), plane(a.v, next->part), next->part.rows, next->begin);
   for (int64_t r = 0; r < part.rows.count; ++r)
     head.take(r, a.q.at<T>(a.rows.first(part.row) + part.rows.query(r), part.head * a.group + part.rows.head(r)));
   Sums<Head::ROWS> sums;
@@ -98,6 +100,10 @@ How how_of() {
 }
 
 }  // namespace
+
+const Item* next_of(const Plan& plan, int64_t i) {
+  return i + 1 < static_cast<int64_t>(plan.items.size()) ? &plan.items[i + 1] : nullptr;
+}
 
 // A chunk is shared among threads by queries, `most` of whose rows go together; a single query, which may have a long
 // text to itself, by splits.
@@ -170,7 +176,7 @@ void attend(const Tensor& out, const Tensor& q, const Tensor& k, const Tensor& v
                             sink_logits ? sink_logits->const_data_ptr<float>() : nullptr, group, heads<const char>(q),
                             heads<char>(out), partials.data_ptr<float>()};
   Team::run(work.items.size(), [&](Team& team, Member member) {
-    team.share(member, work.items.size(), [&](int64_t i) { by.item(attending, work.items[i]); });
+    team.share(member, work.items.size(), [&](int64_t i) { by.item(attending, work.items[i], next_of(work, i)); });
     team.share(member, work.merges.size(), [&](int64_t i) { by.merge(attending, work.merges[i]); });
   });
 }

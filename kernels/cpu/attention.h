@@ -105,7 +105,7 @@ struct Attending {
 struct How {
   int64_t rows;                    // of a part, at most
   int64_t (*width)(int64_t v_dim); // numbers of a partial sum
-  void (*item)(const Attending&, const Item&);
+  void (*item)(const Attending&, const Item&, const Item* next);  // the next is what this thread goes on with, or null
   void (*merge)(const Attending&, const Merge&);
   // A row's token `i` of k and v into its slot.
   void (*write)(const Memory& k_plane, const Memory& v_plane, const Rows&, int64_t row, int64_t i, Heads<const char> k, Heads<const char> v);
@@ -113,6 +113,7 @@ struct How {
 
 How how(at::ScalarType q, at::ScalarType kept);  // throws if there is no kernel
 Plan plan(const Rows& rows, int64_t kv_heads, int64_t group, const Sight& sight, int64_t most);
+const Item* next_of(const Plan& plan, int64_t i);  // null: there is none
 Sight sight_of(int64_t model_window, int64_t window, int64_t sinks);
 
 }  // namespace kvmux

@@ -36,6 +36,12 @@ class Keys {
 
   void begin(int64_t tile) { find(tile, tiles_[0]); }
 
+  // What whoever begins at `tile` will read first is to be fetched.
+  void begin_soon(int64_t tile, Soon& soon) {
+    begin(tile);
+    want(tiles_[0], soon);
+  }
+
   // The tile that was to be next; behind it comes the one at position `next`, if that is before `end`: `soon`, if any, is
   // to fetch it. Whoever has many query rows waits for products, not for the memory.
   const Tile& step(int64_t next, int64_t end, Soon* soon) {

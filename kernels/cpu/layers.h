@@ -27,17 +27,41 @@ void rms_norm_row(const T* x, const Weight* weight, float eps, T* y, int64_t d) 
   for (; i < d; ++i) rest += static_cast<float>(x[i]) * static_cast<float>(x[i]);
   const float total = sum(squares) + rest;
   const float factor = 1.f / std::sqrt(total / static_cast<float>(d) + eps);
-  for (i = 0; i < d; ++i) {
+  const Vec factors(factor);
+  for (i = 0; i + 2 * W <= d; i += 2 * W) {
+    Vec first = load(x + i) * factors, second = load(x + i + W) * factors;
+    if constexpr (!std::is_same_v<Weight, float>) {
+      T rounded[2 * W];
+      store(first, second, rounded);
+      first = load(rounded);
+      second = load(rounded + W);
+    }
+    store(first * load(weight + i), second * load(weight + i + W), y + i);
+  }
+  for (; i < d; ++i) {
     const float normed = static_cast<float>(x[i]) * factor;
     const float rounded = std::is_same_v<Weight, float> ? normed : static_cast<float>(static_cast<T>(normed));
     y[i] = static_cast<T>(rounded * static_cast<float>(weight[i]));
   }
 }
 
-// Pairs (x[i], x[i + half]) turned by angles whose cosines and sines are given, [half].
+// Pairs (x[i], x[i + half]) turned by angles whose cosines and sines are given, [half]; y may be x.
 template <typename T>
 void rope_row(const T* x, const float* cos, const float* sin, T* y, int64_t half) {
-  for (int64_t i = 0; i < half; ++i) {
+  int64_t i = 0;
+  for (; i + 2 * W <= half; i += 2 * W) {
+    const auto turned = [&](int64_t at, Vec& first, Vec& second) {
+      const Vec a = load(x + at), b = load(x + at + half), c = load(cos + at), s = load(sin + at);
+      first = a * c - b * s;
+      second = b * c + a * s;
+    };
+    Vec first[2], second[2];
+    turned(i, first[0], second[0]);
+    turned(i + W, first[1], second[1]);
+    store(first[0], first[1], y + i);
+    store(second[0], second[1], y + i + half);
+  }
+  for (; i < half; ++i) {
     const float a = static_cast<float>(x[i]), b = static_cast<float>(x[i + half]);
     y[i] = static_cast<T>(a * cos[i] - b * sin[i]);
     y[i + half] = static_cast<T>(b * cos[i] + a * sin[i]);

@@ -81,8 +81,10 @@ class FloatMultiplier : public Multiplier {
     product(room, rows).enter(static_cast<const X*>(x), row, 0, width);
   }
   bool in_parts() const override { return true; }
-  void enter_part(char* room, int64_t rows, const void* x, int64_t row, int64_t begin, int64_t count) const override {
-    product(room, rows).enter(static_cast<const X*>(x), row, begin, count);
+  void enter_part(char* room, int64_t rows, const void* x, int64_t first, int64_t last, int64_t column) const override {
+    const X* from = static_cast<const X*>(x);
+    const Product entered = product(room, rows);
+    for (int64_t row = first; row < last; ++row, from += PART) entered.enter(from, row, column, PART);
   }
   void multiply(Team& team, Member member, char* room, int64_t rows, float* sums, int64_t twin, const Put& put) const override {
     multiply_panels(team, member, product(room, rows), blocks_of(outputs) * PANELS, sums, twin, put);
@@ -179,8 +181,7 @@ Tensor linear(const Tensor& x, const Factor& weight, const std::optional<Tensor>
     Team::run(threads, [&](Team& team, Member member) {
       team.share(member, rows, [&](int64_t row) { made->enter(entered, rows, from + row * x.stride(0), row); });
       made->multiply(team, member, entered, rows, kept.data_ptr<float>() + member * sums, 0, [&](auto first, auto last, auto* of, auto size) {
-        const int64_t at = first * PANEL, count = std::min(outputs, last * PANEL) - at;
-        for (int64_t row = 0; row < rows; ++row) put_row(of + row * PANEL, size, added == nullptr ? added : added + at, to + row * outputs + at, count);
+        put_rows(of, size, first, last, added, to, rows, outputs);
       });
     });
   });

@@ -19,6 +19,8 @@ using Put = c10::function_ref<void(int64_t first, int64_t last, const float* sum
 
 class Multiplier {
  public:
+  static constexpr int64_t PART = 2 * PANEL;
+
   explicit Multiplier(const Factor& weight) : outputs(weight.outputs), width(weight.width) {}
   virtual ~Multiplier() = default;
 
@@ -30,7 +32,8 @@ class Multiplier {
   // Row number `row` of `rows`, into the room.
   virtual void enter(char* room, int64_t rows, const void* x, int64_t row) const = 0;
 
-  // The same of columns begin .. begin + count - 1 alone, if rows can enter in parts; these begin at multiples of 32.
+  // The same of a few columns of rows first .. last - 1 alone, x [last - first, PART], if rows can enter in parts; these begin
+  // at multiples of PART.
   virtual bool in_parts() const { return false; }
   virtual void enter_part(char*, int64_t, const void*, int64_t, int64_t, int64_t) const {}
 

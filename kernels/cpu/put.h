@@ -18,13 +18,16 @@ void put_pair(const float* sums, int64_t apart, const float* added, X* to, int64
     for (int64_t i = 0; i < count; ++i) to[i] = static_cast<X>(sums[i / PANEL * apart + i % PANEL] + added[i]);
 }
 
-// The first `count` numbers of a row of panels, `size` numbers from one's sums to the next's, plus what the panels' bias, if
-// there is one, has for whole pairs of them.
+// What panels first .. last - 1 are in y [rows, outputs], `size` numbers from one panel's sums to the next's, plus their bias,
+// if there is one. Pair by pair of panels: so sums, of which there are more than the first cache holds, are read in order.
 template <typename X>
-void put_row(const float* sums, int64_t size, const float* bias, X* to, int64_t count) {
+void put_rows(const float* sums, int64_t size, int64_t first, int64_t last, const float* bias, X* y, int64_t rows, int64_t outputs) {
   static constexpr float NONE[2 * PANEL] = {};
-  for (int64_t at = 0; at < count; at += 2 * PANEL)
-    put_pair(sums + at / PANEL * size, size, bias == nullptr ? NONE : bias + at, to + at, std::min(2 * PANEL, count - at));
+  for (int64_t panel = first; panel < last; panel += 2, sums += 2 * size) {
+    const int64_t at = panel * PANEL, count = std::min(2 * PANEL, outputs - at);
+    const float* const added = bias == nullptr ? NONE : bias + at;
+    for (int64_t row = 0; row < rows; ++row) put_pair(sums + row * PANEL, size, added, y + row * outputs + at, count);
+  }
 }
 
 }  // namespace kvmux

@@ -54,7 +54,7 @@ inline void read_vector(const int8_t* from, float* to, int64_t n) {
 // The reverse: the largest number of an int8 vector becomes 127 or -127, as reference.py has it.
 template <typename T, typename KV>
 inline void write_vector(const T* from, KV* to, int64_t n) {
-  for (int64_t i = 0; i < n; ++i) to[i] = static_cast<KV>(static_cast<float>(from[i]));
+  convert(from, to, n);
 }
 
 template <typename T>

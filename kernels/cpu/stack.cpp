@@ -30,7 +30,7 @@ struct Projection {
   std::unique_ptr<Multiplier> weight;
   Tensor bias;  // padded float32; or undefined
 
-  const float* biases(int64_t panel) const { return bias.defined() ? bias.const_data_ptr<float>() + panel * PANEL : nullptr; }
+  const float* biases() const { return bias.defined() ? bias.const_data_ptr<float>() : nullptr; }
 };
 
 // One layer's weights.
@@ -137,7 +137,7 @@ class Pass {
       for (const Plan& plan : slice.plans) most = std::max(most, plan.partials);
       partials += most * slice.how.width(MAX_DIM);
     }
-    b_.line = std::max({width, qkv, 2 * gated});
+    b_.line = std::max(width, gated);
     const int64_t threads = Team::most();
     b_.qkv = space.take<X>(n_ * qkv);
     b_.mixed = space.take<X>(n_ * mixed);
@@ -154,9 +154,7 @@ class Pass {
   void multiply(Team& team, Member member, const Projection& p, char* entered, X* y) const {
     const int64_t outputs = p.weight->outputs;
     p.weight->multiply(team, member, entered, n_, b_.sums + member * b_.sums_of, 0, [&](auto first, auto last, auto* sums, auto size) {
-      const int64_t at = first * PANEL, count = std::min(outputs, last * PANEL) - at;
-      for (int64_t row = 0; row < n_; ++row)
-        put_row(sums + row * PANEL, size, p.biases(first), y + row * outputs + at, count);
+      put_rows(sums, size, first, last, p.biases(), y, n_, outputs);
     });
   }
 
@@ -215,7 +213,8 @@ class Pass {
     }
     team.share(member, items, [&](int64_t n) {
       const Slice& slice = find(i, n, &Plan::items);
-      slice.how.item(attending(slice, i), slice.plans[slice.plan_of[i]].items[n]);
+      const Plan& plan = slice.plans[slice.plan_of[i]];
+      slice.how.item(attending(slice, i), plan.items[n], next_of(plan, n));
     });
     if (merges == 0) return;
     team.share(member, merges, [&](int64_t n) {
@@ -260,27 +259,42 @@ class Pass {
     });
   }
 
+  // Sums of a pair of panels and of their twins: gated, and as the next product wants them.
+  void gate(const Layer& l, const float* gates, const float* ups, int64_t size, int64_t panel) const {
+    constexpr int64_t PART = Multiplier::PART, ROWS = 16;
+    static constexpr float NONE[PART] = {};
+    const float* const biases = l.gate_up.biases();
+    const float *gate_bias = NONE, *up_bias = NONE;
+    if (biases != nullptr) gate_bias = biases + panel * PANEL, up_bias = gate_bias + l.down.weight->width;
+    for (int64_t first = 0, last; first < n_; first = last) {
+      last = std::min(n_, first + ROWS);
+      X gated[ROWS * PART], up[PART];
+      for (int64_t row = first; row < last; ++row) {
+        X* const to = gated + (row - first) * PART;
+        put_pair(gates + row * PANEL, size, gate_bias, to, PART);
+        put_pair(ups + row * PANEL, size, up_bias, up, PART);
+        silu_mul_row(to, up, to, PART);
+      }
+      l.down.weight->enter_part(b_.gated_entered, n_, gated, first, last, panel * PANEL);
+    }
+  }
+
   // What the feed-forward adds.
   void feed(Team& team, Member member, const Layer& l) const {
     const int64_t d = l.width(), f = l.down.weight->width;
-    X* const line = b_.lines + member * b_.line;
     if (f % BLOCK == 0 && l.down.weight->in_parts()) {
       const int64_t panels = f / PANEL;
-      float* const sums = b_.sums + member * b_.sums_of;
-      l.gate_up.weight->multiply(team, member, b_.entered, n_, sums, panels, [&](auto first, auto last, auto* of, auto size) {
-        const int64_t at = first * PANEL, count = (last - first) * PANEL;
-        X *const gate = line, *const up = gate + count;
-        for (int64_t row = 0; row < n_; ++row, of += PANEL) {
-          put_row(of, size, l.gate_up.biases(first), gate, count);
-          put_row(of + (last - first) * size, size, l.gate_up.biases(first + panels), up, count);
-          silu_mul_row(gate, up, gate, count);
-          l.down.weight->enter_part(b_.gated_entered, n_, gate, row, at, count);
-        }
+      l.gate_up.weight->multiply(team, member, b_.entered, n_, b_.sums + member * b_.sums_of, panels,
+                                 [&](auto first, auto last, auto* sums, auto size) {
+        const float* const up = sums + (last - first) * size;
+        for (int64_t panel = first; panel < last; panel += 2)
+          gate(l, sums + (panel - first) * size, up + (panel - first) * size, size, panel);
       });
     } else {
       multiply(team, member, l.gate_up, b_.entered, b_.gated);
       team.share(member, n_, [&](int64_t row) {
         const X* gate = b_.gated + row * 2 * f;
+        X* const line = b_.lines + member * b_.line;
         silu_mul_row(gate, gate + f, line, f);
         l.down.weight->enter(b_.gated_entered, n_, line, row);
       });

@@ -123,7 +123,10 @@ inline void convert(const From* from, To* to, int64_t n) {
 // n numbers, each times `factor`, rounded to T.
 template <typename T>
 inline void from_float(const float* from, float factor, T* to, int64_t n) {
-  for (int64_t i = 0; i < n; ++i) to[i] = static_cast<T>(from[i] * factor);
+  const Vec factors(factor);
+  int64_t i = 0;
+  for (; i + 2 * W <= n; i += 2 * W) store(load(from + i) * factors, load(from + i + W) * factors, to + i);
+  for (; i < n; ++i) to[i] = static_cast<T>(from[i] * factor);
 }
 
 // All lanes to one number.

@@ -16,7 +16,7 @@ from server.models.user_cache import user_cache
 from server.models.weights import Format, Kept
 
 CORES = torch.get_num_threads()  # as torch finds them, OMP_NUM_THREADS included
-SMALL = 128 << 20  # bytes of a model that a cache holds, or nearly
+SMALL = 16 << 20  # bytes of a model whose step is too short to be shared
 METAL_MARGIN = 256 << 20  # bytes that stay free on mps: attention's scratch, command buffers, the allocator's rounding
 WEIGHT_DTYPES = {"f32": torch.float32, "bf16": torch.bfloat16, "f16": torch.float16}
 WEIGHT_FORMATS = {"int8": Format(8), "int4": Format(4, 32)}  # docs/models.md has what they cost
@@ -73,10 +73,10 @@ def choose_threads(wanted: int | None, weight_bytes: int) -> int:
 def choose_step_tokens(wanted: int | None, device: Device) -> int:
     """Prompt tokens of a step, at most.
 
-    While a step runs nobody hears anything. A CPU is as busy with 256 tokens as with more, up to some percent, and
-    what is emulated runs on one; an accelerator is not.
+    While a step runs nobody hears anything. A CPU is as busy with 512 tokens as with more, and a tenth less with half
+    of them, as all weights pass through its caches once a step; what is emulated runs on one; an accelerator is not.
     """
-    return wanted or (256 if device.tensors.type == "cpu" else 1024)
+    return wanted or (512 if device.tensors.type == "cpu" else 1024)
 
 
 # -------------------------------------------------------------------- memory

@@ -99,7 +99,7 @@ def test_an_emulated_device_is_taken_by_nobody_who_did_not_name_it(backends: Cal
 
 def test_it_computes_in_the_checkpoints_own_type_and_in_steps_for_a_cpu() -> None:
     assert choose_dtype("auto", "bfloat16", named("metal-emulated")) is torch.bfloat16
-    assert choose_step_tokens(None, named("metal-emulated")) == choose_step_tokens(None, native("cpu")) == 256
+    assert choose_step_tokens(None, named("metal-emulated")) == choose_step_tokens(None, native("cpu")) == 512
     assert choose_step_tokens(None, native("mps")) == 1024
 
 
