@@ -33,27 +33,34 @@ int64_t packed_numbers(int64_t outputs, int64_t k, at::ScalarType type) {
 
 namespace {
 
-// Calls work(block, output) for every output, after its block of so many bytes was zeroed.
+// Calls work(block, first, count) for every block and its outputs, after it was zeroed if they do not fill it.
 template <typename Work>
-void over_outputs(const Tensor& packed, int64_t outputs, const Work& work) {
+void over_blocks(const Tensor& packed, int64_t outputs, bool filled, const Work& work) {
   const int64_t blocks = blocks_of(outputs), size = packed.nbytes() / std::max<int64_t>(1, blocks);
   at::parallel_for(0, blocks, 1, [&](int64_t begin, int64_t end) {
     for (int64_t block = begin; block < end; ++block) {
       auto* to = static_cast<char*>(packed.data_ptr()) + block * size;
-      std::memset(to, 0, size);
-      for (int64_t i = block * BLOCK; i < std::min(outputs, (block + 1) * BLOCK); ++i) work(to, i);
+      const int64_t first = block * BLOCK, count = std::min(outputs - first, BLOCK);
+      if (!filled || count < BLOCK) std::memset(to, 0, size);
+      work(to, first, count);
     }
   });
 }
 
+template <typename T>
+bool whole_tiles(int64_t k) {
+  return k % Packing<T>::DEPTH == 0;
+}
+
 void pack(const Tensor& packed, const Tensor& weight) {
   TORCH_CHECK(weight.dim() == 2 && dense(weight) && packed.dtype() == weight.dtype(), "nothing to pack");
-  const int64_t outputs = weight.size(0), k = weight.size(1);
+  const int64_t outputs = weight.size(0), k = weight.size(1), apart = weight.stride(0);
   TORCH_CHECK(packed.numel() == packed_numbers(outputs, k, weight.scalar_type()), "no room for the packed weight");
   with_type(weight.scalar_type(), [&](auto of_weight) {
     using T = decltype(of_weight);
-    over_outputs(packed, outputs, [&](char* block, int64_t output) {
-      pack_row(weight.const_data_ptr<T>() + output * weight.stride(0), k, output % BLOCK, reinterpret_cast<T*>(block));
+    const T* from = weight.const_data_ptr<T>();
+    over_blocks(packed, outputs, whole_tiles<T>(k), [&](char* block, int64_t first, int64_t count) {
+      pack_block(from + first * apart, apart, count, k, reinterpret_cast<T*>(block));
     });
   });
 }
@@ -63,10 +70,12 @@ void pack_whole(const Tensor& packed, const Tensor& numbers, int64_t bits, bool 
   const int64_t outputs = numbers.size(0), k = numbers.size(1) * 8 / bits;
   TORCH_CHECK((bits == 4 || bits == 8) && numbers.dim() == 2 && dense(numbers), "nothing to pack");
   TORCH_CHECK(packed.numel() == packed_size<uint8_t>(outputs, k) * bits / 8, "no room for the packed weight");
-  over_outputs(packed, outputs, [&](char* block, int64_t output) {
-    const uint8_t* from = numbers.const_data_ptr<uint8_t>() + output * numbers.stride(0);
-    const auto put = bits == 8 ? pack_row<uint8_t> : pack_halves;
-    put(from, k, output % BLOCK, reinterpret_cast<uint8_t*>(block));
+  const uint8_t* from = numbers.const_data_ptr<uint8_t>();
+  const int64_t apart = numbers.stride(0);
+  over_blocks(packed, outputs, bits == 8 && whole_tiles<uint8_t>(k), [&](char* block, int64_t first, int64_t count) {
+    auto* const to = reinterpret_cast<uint8_t*>(block);
+    if (bits == 8) return pack_block(from + first * apart, apart, count, k, to);
+    for (int64_t i = 0; i < count; ++i) pack_halves(from + (first + i) * apart, k, i, to);
   });
   if (bits == 8 && !offsets) packed.bitwise_xor_(128);
 }

@@ -16,6 +16,7 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <cstring>
 #include <type_traits>
 
 namespace kvmux {
@@ -43,12 +44,19 @@ struct Packing {
 
 constexpr int64_t blocks_of(int64_t outputs) { return (outputs + BLOCK - 1) / BLOCK; }
 
-// Columns of one output, `from` [k], into its place within its block, whose tiles have been zeroed.
+// Outputs of one block, `from` [outputs, k], its rows so many numbers apart; tile by tile, so that what is written lies in
+// the first cache. Behind the last output and column the block has been zeroed.
 template <typename T>
-inline void pack_row(const T* from, int64_t k, int64_t output, T* block) {
+inline void pack_block(const T* from, int64_t apart, int64_t outputs, int64_t k, T* block) {
   using P = Packing<T>;
-  T* to = block + output / PANEL * P::TILE + output % PANEL * P::S;
-  for (int64_t i = 0; i < k; ++i) to[P::column(i) + i % P::S] = from[i];
+  for (int64_t column = 0; column < k; column += P::DEPTH, block += PANELS * P::TILE)
+    for (int64_t output = 0; output < outputs; ++output) {
+      const T* row = from + output * apart + column;
+      T* to = block + output / PANEL * P::TILE + output % PANEL * P::S;
+      const int64_t count = std::min(P::DEPTH, k - column), whole = count / P::S * P::S;
+      for (int64_t i = 0; i < whole; i += P::S) std::memcpy(static_cast<void*>(to + i * PANEL), row + i, P::S * sizeof(T));
+      for (int64_t i = whole; i < count; ++i) to[whole * PANEL + i - whole] = row[i];
+    }
 }
 
 // As Packing::column, of numbers of 4 bits.
