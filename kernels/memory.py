@@ -63,3 +63,16 @@ def concatenated(parts: Sequence[Tensor]) -> Tensor:
     shape = sum(len(part) for part in parts), *first.shape[1:]
     memory = mapped(sum(part.nbytes for part in parts)).view(first.dtype).view(shape)
     return torch.cat([*parts], out=memory)
+
+
+class Joined:
+    """The rows of several matrices [n, in] of one dtype, one after the other, while nobody needs them as one."""
+
+    def __init__(self, parts: Sequence[Tensor]) -> None:
+        self.parts = parts
+        self.shape = torch.Size((sum(map(len, parts)), *parts[0].shape[1:]))
+        self.dtype = parts[0].dtype
+
+    def whole(self) -> Tensor:
+        """As one matrix, new."""
+        return concatenated(self.parts)

@@ -16,6 +16,7 @@ from torch import Tensor
 
 if TYPE_CHECKING:
     from kernels.layer import AttentionWeights, DecoderLayer, Factor, GatedWeights, Stack
+    from kernels.memory import Joined
     from kernels.quantised import Quantised
     from kernels.store import KVStore
 
@@ -123,7 +124,7 @@ class Ops(Protocol):
         """
         ...
 
-    def packed(self, weight: Factor) -> Factor:
+    def packed(self, weight: Factor | Joined) -> Factor:
         """The weight [out, in] as this backend multiplies it fastest, for `linear` or `quantised_linear`.
 
         Made once, when a model is loaded; the weight itself where that is as good. Nothing of its values is lost.

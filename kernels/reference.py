@@ -18,6 +18,7 @@ from torch import Tensor
 
 from kernels import composed, sampling
 from kernels.layer import AttentionWeights, DecoderLayer, Factor, GatedWeights, Stack
+from kernels.memory import Joined
 from kernels.ops import Attention, LayerSpec, Packed, Slots
 from kernels.quantised import Quantised, dequantise, tile_rows
 from kernels.store import KVStore, Plane
@@ -57,8 +58,8 @@ class ReferenceOps:
         pass  # nothing is compiled here
 
     # ---------------------------------------------------------------- layers
-    def packed(self, weight: Factor) -> Factor:
-        return weight
+    def packed(self, weight: Factor | Joined) -> Factor:
+        return weight.whole() if isinstance(weight, Joined) else weight
 
     def linear(self, x: Tensor, weight: Tensor | Packed, bias: Tensor | None = None) -> Tensor:
         assert isinstance(weight, Tensor), "packed by another backend"

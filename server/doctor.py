@@ -121,14 +121,16 @@ def _checked(backend: Backend) -> Iterator[tuple[str, str]]:
     for dtype in DTYPES:
         with Stopwatch(ops, device) as watch:
             verdicts = checked(ops, dtype, device)
-        by_dtype.append([_words(dtype, verdict, watch.seconds[verdict.op]) for verdict in verdicts])
+        by_dtype.append([_words(dtype, verdict, watch.seconds.get(verdict.op)) for verdict in verdicts])
     for op, words in zip(OPS, zip(*by_dtype, strict=True), strict=True):
         yield f"{backend.name} {op.name}", ", ".join(words)
 
 
-def _words(dtype: torch.dtype, verdict: Verdict, seconds: float) -> str:
+def _words(dtype: torch.dtype, verdict: Verdict, seconds: float | None) -> str:
+    """What is made of other operations has no time of its own."""
     found = f"off by {verdict.error:.0e}" if verdict.fault is None else f"{FAULT} {verdict.fault}"
-    return f"{str(dtype).removeprefix('torch.')} {found} in {1e3 * seconds:.1f} ms"
+    took = "" if seconds is None else f" in {1e3 * seconds:.1f} ms"
+    return f"{str(dtype).removeprefix('torch.')} {found}{took}"
 
 
 def _table(title: str, facts: dict[str, Any]) -> Table:

@@ -14,7 +14,7 @@ from torch import Tensor
 from kernels.cpu.packed import PackedFloats, PackedMatrix, PackedWhole
 from kernels.cpu.stack import EVERYTHING, MAX_DIM, CpuStack
 from kernels.layer import AttentionWeights, DecoderLayer, Factor, GatedWeights, Stack
-from kernels.memory import Pool
+from kernels.memory import Joined, Pool
 from kernels.ops import Attention, LayerSpec, Packed, Slots
 from kernels.quantised import Quantised
 from kernels.reference import ReferenceOps
@@ -34,13 +34,13 @@ class CpuOps(ReferenceOps):
         self._classes = classes
         self._pool = Pool()  # of packed weights
 
-    def packed(self, weight: Factor) -> Factor:
+    def packed(self, weight: Factor | Joined) -> Factor:
         match weight:
             case Quantised() if weight.group % GROUPS == 0 or weight.group == weight.shape[1]:
                 return PackedWhole(weight, self._library, self._pool)
-            case Tensor() if weight.dtype in FLOATS:
+            case Tensor() | Joined() if weight.dtype in FLOATS:
                 return PackedFloats(weight, self._library, self._pool)
-        return weight
+        return super().packed(weight)
 
     def stacked(self, layers: Sequence[DecoderLayer], dtype: torch.dtype) -> Stack:
         if layers and all(map(CpuStack.takes, layers)):

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kernels.memory import Pool
+from kernels.memory import Joined, Pool, concatenated
 from kernels.ops import Packed
 from kernels.quantised import Quantised
 
@@ -42,10 +42,16 @@ class PackedFloats(PackedMatrix):
 
     quantised = False
 
-    def __init__(self, weight: Tensor, library: Any, pool: Pool) -> None:
+    def __init__(self, weight: Tensor | Joined, library: Any, pool: Pool) -> None:
+        """Parts that fill their blocks are packed one by one, so that no memory is touched to join them first."""
         size = library.packed_numbers(*weight.shape, weight.dtype)
         numbers = pool.take(size * weight.dtype.itemsize).view(weight.dtype)
-        library.pack(numbers, weight)
+        parts = weight.parts if isinstance(weight, Joined) else [weight]
+        if any(len(part) % (PANEL * PANELS) for part in parts[:-1]):
+            parts = [concatenated(parts)]
+        sizes = [library.packed_numbers(*part.shape, weight.dtype) for part in parts]
+        for some, part in zip(numbers.split(sizes), parts, strict=True):
+            library.pack(some, part)
         super().__init__([numbers], [*weight.shape, 0, 0], library)
         self.format = str(weight.dtype).removeprefix("torch.")
 

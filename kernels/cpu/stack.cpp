@@ -4,8 +4,7 @@
 //
 // The bits are those of the operations one by one. A phase is what all threads do before any goes on.
 #include <ATen/core/Tensor.h>
-#include <ATen/ops/empty.h>
-#include <ATen/ops/empty_like.h>
+#include <ATen/ops/clone.h>
 #include <torch/library.h>
 
 #include <chrono>
@@ -21,9 +20,6 @@ namespace kvmux {
 namespace {
 
 using at::Tensor;
-using Tensors = c10::Dict<std::string, Tensor>;
-using Formats = c10::Dict<std::string, std::vector<int64_t>>;
-using Numbers = c10::Dict<std::string, double>;
 
 // A product and its bias.
 struct Projection {
@@ -68,7 +64,7 @@ struct Slice {
   std::vector<int64_t> plan_of; // by layer
 };
 
-// Of one weight in the dtype of `x` or of its own.
+// The norm of a row; its weight may be of another type than the row.
 template <typename X>
 void norm_row(const X* x, const Tensor& weight, float eps, X* y, int64_t n) {
   with_type(weight.scalar_type(), [&](auto of_weight) {
@@ -318,11 +314,13 @@ class Layers : public torch::CustomClassHolder {
   // For activations of the example's dtype.
   explicit Layers(const Tensor& example) : type_(example.scalar_type()) {}
 
-  // The next layer. What its model does not have is not there.
-  void add(const Tensors& tensors, const std::vector<std::vector<Tensor>>& weights,
+  // The next layer: its tensors by name, without those that its model does not have; its four weights, packed; query heads, KV
+  // heads, their width and the model's window; epsilon, scale and softcap.
+  void add(const c10::Dict<std::string, Tensor>& tensors, const std::vector<std::vector<Tensor>>& weights,
            const std::vector<std::vector<int64_t>>& formats, const std::vector<int64_t>& shape, const std::vector<double>& numbers);
 
-  // x [N, d] after all layers; of each slice the keys, four tensors that say where they lie, and six numbers.
+  // x [N, d] after all layers; of each slice the keys, four tensors that say where they lie, and block size, sinks, ring,
+  // window and the number of its first token.
   Tensor run(const Tensor& x, const Tensor& positions, const std::vector<c10::intrusive_ptr<Planes>>& planes,
              const std::vector<Tensor>& addresses, const std::vector<int64_t>& numbers);
 
@@ -339,7 +337,7 @@ class Layers : public torch::CustomClassHolder {
   Seconds seconds_{};
 };
 
-void Layers::add(const Tensors& tensors, const std::vector<std::vector<Tensor>>& weights,
+void Layers::add(const c10::Dict<std::string, Tensor>& tensors, const std::vector<std::vector<Tensor>>& weights,
                  const std::vector<std::vector<int64_t>>& formats, const std::vector<int64_t>& shape,
                  const std::vector<double>& numbers) {
   const auto found = [&](const char* name) { return tensors.contains(name) ? tensors.at(name) : Tensor(); };

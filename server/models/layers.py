@@ -13,7 +13,7 @@ from torch import Tensor
 
 from kernels.composed import multiplied
 from kernels.layer import AttentionWeights, DecoderLayer, Factor, FeedForward, GatedWeights, Tables
-from kernels.memory import concatenated
+from kernels.memory import Joined
 from kernels.ops import LayerSpec, Ops
 from kernels.quantised import Quantised, dequantise, joined
 from server.models.config import MixtureOfExperts, ModelConfig
@@ -80,7 +80,7 @@ def load_layer(
     qkv, qkv_bias = _fused(weights, projections, "qkv_proj", ("q_proj", "k_proj", "v_proj"), config.qkv_bias)
     attention = AttentionWeights(
         norm=norm("input_layernorm"),
-        qkv=qkv,
+        qkv=ops.packed(qkv),
         qkv_bias=qkv_bias,
         qk_norm=(norm("self_attn.q_norm"), norm("self_attn.k_norm")) if config.qk_norm else None,
         tables=tables,
@@ -101,14 +101,16 @@ def load_layer(
     )
 
 
-def _fused(weights: Weights, at: str, fused: str, parts: Sequence[str], biased: bool) -> tuple[Matrix, Tensor | None]:
+def _fused(
+    weights: Weights, at: str, fused: str, parts: Sequence[str], biased: bool
+) -> tuple[Matrix | Joined, Tensor | None]:
     """A matrix and its bias, from parts or, in some checkpoints, one already."""
     names = [f"{at}{fused}"] if f"{at}{fused}.weight" in weights else [f"{at}{part}" for part in parts]
     matrix = _joined([weights.matrix(f"{name}.weight") for name in names])
     return matrix, torch.cat([weights.get(f"{name}.bias") for name in names]) if biased else None
 
 
-def _joined(parts: Sequence[Matrix]) -> Matrix:
+def _joined(parts: Sequence[Matrix]) -> Matrix | Joined:
     """Several matrices as one, along the first dimension; quantised if all of them are."""
     if len(parts) == 1:
         return parts[0]
@@ -117,14 +119,14 @@ def _joined(parts: Sequence[Matrix]) -> Matrix:
         return joined(quantised)
     plain = [part for part in parts if isinstance(part, Tensor)]
     wide = [dequantise(part).to(plain[0].dtype) if isinstance(part, Quantised) else part for part in parts]
-    return concatenated(wide)
+    return Joined(wide)
 
 
 def _dense(config: ModelConfig, weights: Weights, ops: Ops, at: str) -> GatedWeights:
     gate_up, gate_up_bias = _fused(weights, at, "gate_up_proj", ("gate_proj", "up_proj"), config.mlp_bias)
     down_bias = weights.get(f"{at}down_proj.bias") if config.mlp_bias else None
     down = weights.matrix(f"{at}down_proj.weight")
-    return GatedWeights(gate_up, gate_up_bias, down, down_bias, config.activation).packed(ops)
+    return GatedWeights(ops.packed(gate_up), gate_up_bias, down, down_bias, config.activation).packed(ops)
 
 
 def _mixture(config: ModelConfig, weights: Weights, ops: Ops, at: str, experts: MixtureOfExperts) -> Mixture:
@@ -133,7 +135,7 @@ def _mixture(config: ModelConfig, weights: Weights, ops: Ops, at: str, experts: 
 
     def expert(e: int) -> GatedWeights:
         each = f"{at}experts.{e}."
-        gate_up = _joined([weights.matrix(f"{each}{part}.weight") for part in (gate, up)])
+        gate_up = ops.packed(_joined([weights.matrix(f"{each}{part}.weight") for part in (gate, up)]))
         return GatedWeights(gate_up, None, weights.matrix(f"{each}{down}.weight"), None, config.activation).packed(ops)
 
     router = ops.packed(weights.get(f"{at}gate.weight"))
