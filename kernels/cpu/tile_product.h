@@ -50,15 +50,17 @@ class TileProduct {
   void add(Session&, int64_t first, int64_t panels, int64_t begin, int64_t end, float* sums) const {
     const Weight* w = w_ + P::panel(first, k_);
     if (rows_ == TILE_ROWS) return panels == PANELS ? few<4>(w, begin, end, sums) : few<2>(w, begin, end, sums);
-    for (; panels > 0; panels -= 2, w += 2 * P::TILE, sums += 2 * rows_ * PANEL)
-      for (int64_t row = 0; row < rows_; row += 2 * TILE_ROWS) square(row, w, begin, end, sums + row * PANEL);
+    for (int64_t pair = 0; pair < panels; pair += 2, w += 2 * P::TILE, sums += 2 * rows_ * PANEL) {
+      const Weight* next = w + (pair == 0 ? 2 : (tiles_ - 1) * PANELS + 2) * P::TILE;
+      for (int64_t row = 0; row < rows_; row += 2 * TILE_ROWS) square(row, w, next, begin, end, sums + row * PANEL);
+    }
   }
 
  private:
   using P = Packing<Weight>;
   static constexpr int64_t STRIDE = 64;  // bytes: rows of a tile lie behind each other, wherever it is
   static constexpr int64_t AHEAD = 2 * P::TILE;  // numbers between what is multiplied and what is fetched
-  static constexpr int64_t CHUNK = 14;
+  static constexpr int64_t CHUNK = 10;  // two panels' then stay in the first cache, while rows and sums pass through it
 
   // Up to 16 rows, or twice 16 for some.
   static int64_t padded_rows(int64_t rows) {
@@ -87,8 +89,10 @@ class TileProduct {
     unroll<N>([&](auto n) { tile_store<n>(sums + n * TILE_ROWS * PANEL, STRIDE); });
   }
 
-  // 32 rows of x and 2 panels.
-  void square(int64_t row, const Weight* w, int64_t begin, int64_t end, float* sums) const {
+  // 32 rows of x and 2 panels. A part of the next panels comes into the second cache with each 32 rows.
+  void square(int64_t row, const Weight* w, const Weight* next, int64_t begin, int64_t end, float* sums) const {
+    constexpr int64_t LINE = 64 / sizeof(Weight), LINES = 2 * P::TILE / LINE;
+    const int64_t soon = LINES * row / rows_ * LINE, then = LINES * (row + 2 * TILE_ROWS) / rows_ * LINE;
     const auto at = [&](int i) { return sums + (i % 2 * rows_ + i / 2 * TILE_ROWS) * PANEL; };
     unroll<4>([&](auto i) { begin_sum<i>(begin == 0, at(i)); });
     const Number* first = x_ + row * tiles_ * P::DEPTH;
@@ -96,9 +100,11 @@ class TileProduct {
     for (int64_t tile = begin; tile < end; ++tile) {
       const Weight* weights = w + tile * PANELS * P::TILE;
       tile_load<6>(weights, STRIDE);
-      tile_load<4>(first + tile * P::TILE, STRIDE);
+      tile_pass<4>(first + tile * P::TILE, STRIDE);
       tile_load<7>(weights + P::TILE, STRIDE);
-      tile_load<5>(second + tile * P::TILE, STRIDE);
+      tile_pass<5>(second + tile * P::TILE, STRIDE);
+      for (int64_t i = soon; i < then; i += LINE)
+        _mm_prefetch(reinterpret_cast<const char*>(next + tile * PANELS * P::TILE + i), _MM_HINT_T1);
       tile_dot<0, 4, 6>();
       tile_dot<1, 4, 7>();
       tile_dot<2, 5, 6>();
@@ -112,7 +118,7 @@ class TileProduct {
     if (first)
       tile_zero<N>();
     else
-      tile_load<N>(sum, STRIDE);
+      tile_pass<N>(sum, STRIDE);
   }
 
   const Weight* w_;
