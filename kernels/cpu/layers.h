@@ -8,10 +8,24 @@
 
 namespace kvmux {
 
+// y = operation(a, b) number by number, all [n]; y may be one of them.
+template <typename T, typename Operation>
+inline void combine_row(const T* a, const T* b, T* y, int64_t n, const Operation& operation) {
+  int64_t i = 0;
+  for (; i + 2 * W <= n; i += 2 * W)
+    store(operation(load(a + i), load(b + i)), operation(load(a + i + W), load(b + i + W)), y + i);
+  if (i == n) return;
+  T rest[3][2 * W] = {};
+  std::copy(a + i, a + n, rest[0]);
+  std::copy(b + i, b + n, rest[1]);
+  combine_row(rest[0], rest[1], rest[2], 2 * W, operation);
+  std::copy(rest[2], rest[2] + n - i, y + i);
+}
+
 // y = a + b, all [d].
 template <typename T>
 void add_row(const T* a, const T* b, T* y, int64_t d) {
-  at::vec::map2<T>([](const Vec& x, const Vec& z) { return x + z; }, y, a, b, d);
+  combine_row(a, b, y, d, [](Vec x, Vec z) { return x + z; });
 }
 
 // y = x / rms(x) * weight, all [d]. Llama rounds before the weight, Gemma, whose weights are float32, after it.
@@ -72,7 +86,7 @@ void rope_row(const T* x, const float* cos, const float* sin, T* y, int64_t half
 template <typename T>
 void silu_mul_row(const T* gate, const T* up, T* y, int64_t f) {
   const Vec one(1.f);
-  at::vec::map2<T>([&](const Vec& g, const Vec& u) { return g / (one + g.neg().exp_u20()) * u; }, y, gate, up, f);
+  combine_row(gate, up, y, f, [&](Vec g, Vec u) { return g / (one + g.neg().exp_u20()) * u; });
 }
 
 }  // namespace kvmux

@@ -39,11 +39,11 @@ class TileProduct {
   void enter(const X* from, int64_t row, int64_t begin, int64_t count) const {
     const int64_t tile = row / TILE_ROWS * tiles_ + begin / P::DEPTH;
     Number* to = x_ + (tile * TILE_ROWS + row % TILE_ROWS) * P::DEPTH;
-    for (int64_t i = 0; i < count; i += P::DEPTH, to += P::TILE) {
-      const int64_t n = std::min(P::DEPTH, count - i);
-      convert(from + i, to, n);
-      std::fill(to + n, to + P::DEPTH, Number(0.f));
-    }
+    const int64_t whole = count / P::DEPTH * P::DEPTH;
+    for (int64_t i = 0; i < whole; i += P::DEPTH, to += P::TILE) convert(from + i, to, P::DEPTH);
+    if (whole == count) return;
+    convert(from + whole, to, count - whole);
+    std::fill(to + count - whole, to + P::DEPTH, Number(0.f));
   }
 
   // sums [panels][height][PANEL] of 2 or 4 panels of a block plus their tiles begin .. end - 1; they begin with the first.
