@@ -1,8 +1,9 @@
 """Who computes what in the next step. Knows requests and the host's face of caches; no tensor, no strategy, no socket.
 
 Continuous batching: each step takes one token of every request that decodes, then parts of prompts, within a budget of
-tokens that decoding does not draw on; then admits who waits. What is left of the budget goes to guesses at what those
-who decode will say. A request is preempted by taking its seat: it waits again, and recomputes what it had.
+tokens that decoding does not draw on; then admits who waits. A step that is half full and in which a prompt ends takes
+no more of them: first tokens come earlier, for a little less throughput. What is left of the budget goes to guesses at
+what those who decode will say. A request is preempted by taking its seat: it waits again, and recomputes what it had.
 
 What keeps it moving: a request preempts only those behind it in line, and only if they are not in this step yet; if
 nobody could be scheduled for want of room, the last in line gives way. So the first in line always gets what it needs,
@@ -59,6 +60,13 @@ class _Step:
     members: set[Request] = field(default_factory=set)
     preempted: list[Request] = field(default_factory=list)
     short: bool = False  # somebody had no room
+    enough: int = 0  # budget left at which it begins, if a prompt ends in it
+    ends: bool = False  # one does
+
+    @property
+    def open(self) -> bool:
+        """Whether parts of prompts may still enter. Whose prompt ends does not wait for those behind it."""
+        return self.budget > (self.enough if self.ends else 0)
 
     def room_for(self, request: Request) -> int:
         """Tokens it may have of this step; one that decodes needs no budget."""
@@ -68,6 +76,7 @@ class _Step:
     def add(self, request: Request, num_tokens: int) -> None:
         if request.remaining > 1:
             self.budget -= num_tokens
+            self.ends |= num_tokens == request.remaining
         if request.unscored:
             self.scores -= num_tokens
         self.rows.append(Scheduled(request, num_tokens))
@@ -147,12 +156,13 @@ class Scheduler:
     # ---------------------------------------------------------------- a step
     def schedule(self) -> tuple[Sequence[Scheduled], Sequence[Request]]:
         """The step's rows, and the requests that were preempted for them."""
-        step = _Step(self.limits.max_step_tokens, self.limits.max_step_scores)
+        tokens = self.limits.max_step_tokens
+        step = _Step(tokens, self.limits.max_step_scores, enough=tokens // 2)
         self._make_way(step)
         while True:
             step.short = False
             for request in sorted(self.running, key=lambda r: r.remaining > 1):
-                if request.seat is not None and (step.budget or request.remaining == 1):
+                if request.seat is not None and (step.open or request.remaining == 1):
                     self._advance(request, step)
             if step.rows or not step.short:
                 break
@@ -231,7 +241,7 @@ class Scheduler:
         """Seats for those who wait, in line; an instance without room holds up only its own, up to a point."""
         without_room: list[Request] = []
         for request in self._candidates():
-            if not step.budget or any(r.passed_over >= self.limits.max_passed_over for r in without_room):
+            if not step.open or any(r.passed_over >= self.limits.max_passed_over for r in without_room):
                 return
             if any(r.cache is request.cache for r in without_room):
                 continue

@@ -74,7 +74,7 @@ def test_layers_that_see_a_window_are_as_on_a_cpu(tiny_windows: Path) -> None:
 
 @pytest.mark.parametrize("requests", [1, 5])
 def test_a_step_launches_as_much_whoever_is_in_it(tiny: Path, requests: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    driver = _driver(tiny)
+    driver = _driver(tiny, max_step_tokens=120)
     for i in range(requests):
         driver.submit(str(i), random_prompt(9, seed=i), 6, kv_cache="paged")
     driver.step()

@@ -71,6 +71,16 @@ def test_prompts_are_cut_to_the_budget_and_decoding_goes_on_beside_them() -> Non
     ]
 
 
+def test_prompts_that_end_do_not_wait_for_those_behind_them() -> None:
+    engine, cache = Engine(), FakeCache("a", Memory(1000))
+    for name in ("first", "second", "third"):
+        engine.submit(name, cache, 3)
+    assert [engine.step() for _ in range(2)] == [
+        {"first": 3, "second": 3},  # half a step, and one that ends
+        {"first": 1, "second": 1, "third": 3},
+    ]
+
+
 def test_decode_comes_first_though_it_is_last_in_line() -> None:
     engine, cache = Engine(), FakeCache("a", Memory(1000))
     engine.submit("low", cache, 3, 9, priority=5)
@@ -144,7 +154,7 @@ def test_who_is_not_ready_is_left_out_and_keeps_its_seat() -> None:
 
 
 def test_if_nobody_is_ready_everybody_waits() -> None:
-    engine, cache = Engine(), FakeCache("a", Memory(1000))
+    engine, cache = Engine(max_step_tokens=20), FakeCache("a", Memory(1000))
     requests = [engine.submit(str(i), cache, 5) for i in range(2)]
     engine.step()
     cache.not_ready = {request.seat for request in requests if request.seat is not None}
@@ -155,7 +165,7 @@ def test_if_nobody_is_ready_everybody_waits() -> None:
 
 
 def test_if_nobody_who_is_ready_has_room_the_last_in_line_gives_way() -> None:
-    engine, cache = Engine(), FakeCache("a", Memory(10))
+    engine, cache = Engine(max_step_tokens=20), FakeCache("a", Memory(10))
     waits = engine.submit("waits", cache, 5)
     needs = engine.submit("needs", cache, 5, priority=1)
     engine.step()
@@ -169,7 +179,7 @@ def test_if_nobody_who_is_ready_has_room_the_last_in_line_gives_way() -> None:
 
 # -------------------------------------------------------------------- victims
 def test_the_last_in_line_gives_way() -> None:
-    engine, cache = Engine(), FakeCache("a", Memory(9))
+    engine, cache = Engine(max_step_tokens=20), FakeCache("a", Memory(9))
     requests = [engine.submit(str(i), cache, 3, 5) for i in range(3)]
     engine.step()
     small = engine.submit("small", FakeCache("b", cache.memory), 1)
@@ -179,7 +189,7 @@ def test_the_last_in_line_gives_way() -> None:
 
 
 def test_what_cannot_be_recomputed_gives_way_last() -> None:
-    engine, memory = Engine(), Memory(9)
+    engine, memory = Engine(max_step_tokens=20), Memory(9)
     first = engine.submit("first", FakeCache("a", memory), 3, 5)
     second = engine.submit("second", FakeCache("b", memory), 3, 5)
     precious = engine.submit("precious", FakeCache("c", memory, replayable=False), 3, 5)
@@ -189,7 +199,7 @@ def test_what_cannot_be_recomputed_gives_way_last() -> None:
 
 
 def test_the_own_instance_gives_way_before_another() -> None:
-    engine, memory = Engine(), Memory(9)
+    engine, memory = Engine(max_step_tokens=20), Memory(9)
     cache = FakeCache("a", memory)
     engine.submit("first", cache, 3, 5)
     own = engine.submit("own", cache, 3, 5)
