@@ -6,6 +6,7 @@
 #pragma once
 
 #include <cmath>
+#include <limits>
 #include <vector>
 
 #include "packed.h"
@@ -50,21 +51,11 @@ class WholeProduct {
   void enter(const X* from, int64_t row) const {
     int8_t* to = x_.numbers + row * pitch(k_);
     for (int64_t g = 0; g < w_.groups; ++g) {
-      const int64_t begin = g * w_.group, end = std::min(k_, begin + w_.group);
-      float largest = 0.f, unsound = 0.f;  // the latter NaN if a number is none, or infinite
-      for (int64_t i = begin; i < end; ++i) {
-        const float number = static_cast<float>(from[i]);
-        largest = std::max(largest, std::abs(number));
-        unsound += number * 0.f;
-      }
-      const float factor = largest > 0.f && unsound == 0.f ? MOST / largest : 0.f;
-      int32_t sum = 0;
-      for (int64_t i = begin; i < end; ++i) {
-        const int32_t number = static_cast<int32_t>(std::nearbyint(static_cast<float>(from[i]) * factor));
-        to[i] = static_cast<int8_t>(number);
-        sum += number;
-      }
-      x_.scale[g * height() + row] = largest / MOST + unsound;
+      const int64_t begin = g * w_.group, n = std::min(k_ - begin, w_.group);
+      const float most = largest(from + begin, n);
+      const bool sound = std::isfinite(most);
+      const int32_t sum = rounded(from + begin, sound && most > 0.f ? MOST / most : 0.f, to + begin, n);
+      x_.scale[g * height() + row] = sound ? most / MOST : std::numeric_limits<float>::quiet_NaN();
       x_.sum[g * height() + row] = OFFSETS ? sum : -ZERO * sum;
     }
     std::fill(to + k_, to + tiles() * P::DEPTH, int8_t{0});
@@ -95,6 +86,40 @@ class WholeProduct {
   static constexpr int PER_BYTE = 8 / BITS;
 
   static constexpr int32_t ZERO = OFFSETS ? 0 : 1 << (BITS - 1);
+
+  // The largest of n numbers without their signs; NaN if one of them is none.
+  template <typename X>
+  static float largest(const X* from, int64_t n) {
+    const auto larger = [](Vec a, Vec b) { return at::vec::maximum(a, b); };
+    Vec most(0.f);
+    int64_t i = 0;
+    for (; i + W <= n; i += W) most = larger(most, load(from + i).abs());
+    for (; i < n; ++i) most = larger(most, Vec(std::abs(static_cast<float>(from[i]))));
+    return reduce(most, larger);
+  }
+
+  // n numbers times `factor`, rounded to whole ones; their sum.
+  template <typename X>
+  static int32_t rounded(const X* from, float factor, int8_t* to, int64_t n) {
+    using Integers = int32_t __attribute__((vector_size(sizeof(Raw))));
+    using Small = int8_t __attribute__((vector_size(W)));
+    const Vec factors(factor);
+    Integers sums{};
+    int64_t i = 0;
+    for (; i + W <= n; i += W) {
+      const Integers numbers = __builtin_convertvector(Raw((load(from + i) * factors).round()), Integers);
+      const Small small = __builtin_convertvector(numbers, Small);
+      std::memcpy(to + i, &small, sizeof(small));
+      sums += numbers;
+    }
+    int32_t sum = 0;
+    for (int64_t lane = 0; lane < W; ++lane) sum += sums[lane];
+    for (; i < n; ++i) {
+      to[i] = static_cast<int8_t>(std::nearbyint(static_cast<float>(from[i]) * factor));
+      sum += to[i];
+    }
+    return sum;
+  }
 
   const uint8_t* tiles_of(int64_t panel) const { return w_.numbers + P::panel(panel, k_) / P::TILE * BYTES; }
   const int8_t* row(int64_t n) const { return x_.numbers + n * pitch(k_); }
@@ -296,7 +321,7 @@ class WholeProduct<BITS, OFFSETS, S>::Session {
     unroll<A * N>([&](auto i) { tile_zero<i>(); });
     for (int64_t k = 0; k < product.k_; k += step) {
       const uint8_t* numbers = w + k / P::DEPTH * BETWEEN<N> * P::TILE;
-      unroll<A>([&](auto a) { tile_load<4 + a>(product.row(row + a * TILE_ROWS) + k, pitch); });
+      unroll<A>([&](auto a) { tile_pass<4 + a>(product.row(row + a * TILE_ROWS) + k, pitch); });
       unroll<N>([&](auto n) {
         if constexpr (BITS == 8)
           for (int64_t line = 0; line < step / 4; ++line) __builtin_prefetch(numbers + n * P::TILE + line * 64 + AHEAD);
