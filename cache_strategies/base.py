@@ -18,8 +18,7 @@ from pydantic import BaseModel, ConfigDict
 from torch import Tensor
 
 from kernels.arena import Arena
-from kernels.ops import LayerSpec, Ops, Slots
-from kernels.store import KVStore
+from kernels.ops import LayerSpec, Ops, Stored
 
 Miss = Literal["cold", "short", "evicted", "window", "busy", "salt", "bypass"]
 """Why open() found no more of a prompt than it did.
@@ -161,21 +160,13 @@ class SeatShape(NamedTuple):
     blocks: int  # of the longest sequence; 0: a strategy that takes nothing from the arena
 
 
-class Place(NamedTuple):
-    """Where a plan's keys lie, as kernels find them."""
-
-    store: KVStore
-    at: Slots
-    window: int | None  # keys that a query may see beside the sinks
-
-
 class Plan(ABC):
     """One instance's slice of one step. Valid until the next plan() of its cache."""
 
     rows: Sequence[Row]  # as plan() was given them
 
     @property
-    def stored(self) -> Place | None:
+    def stored(self) -> Stored | None:
         """Where the keys lie, if attend() does nothing but write and attend there: then others may do it for it."""
         return None
 

@@ -18,9 +18,9 @@ from numpy.typing import NDArray
 from pydantic import Field
 from torch import Tensor
 
-from cache_strategies.base import CacheSetup, Geometry, KVCache, Options, Place, Plan, Row, Seat, SeatShape
+from cache_strategies.base import CacheSetup, Geometry, KVCache, Options, Plan, Row, Seat, SeatShape
 from config.settings import SettingsError
-from kernels.ops import LayerSpec, Slots
+from kernels.ops import LayerSpec, Slots, Stored
 from kernels.store import KVStore, block_bytes
 
 Int32 = NDArray[np.int32]
@@ -146,8 +146,8 @@ class TablePlan(Plan):
         self._slots = slots
 
     @property
-    def stored(self) -> Place:
-        return Place(self._cache.store, self._slots, self._cache.window)
+    def stored(self) -> Stored:
+        return Stored(self._cache.store, self._slots, self._cache.window)
 
     def attend(self, layer_idx: int, q: Tensor, k: Tensor, v: Tensor, out: Tensor) -> None:
         setup, store, at = self._cache.setup, self._cache.store, self._slots

@@ -100,7 +100,7 @@ def run_layers(dtype: torch.dtype, rows: int) -> Calls:
     table, ones = torch.arange(rows, dtype=torch.int32), torch.arange(rows + 1, dtype=torch.int32)
     nothing = torch.zeros(rows, dtype=torch.int32)
     at = Slots(table.view(-1, 1), BLOCK, table, ones, nothing, nothing, num_decode=rows, max_q=1, max_kv=1)
-    stored = [Stored(slice(0, rows), KVStore(arena, specs, BLOCK, dtype), at, None)]
+    stored = [(slice(0, rows), Stored(KVStore(arena, specs, BLOCK, dtype), at, None))]
     x = numbers(rows * WIDTH, dtype).view(rows, WIDTH)
     return [(Stack(layers), x, Step(ReferenceOps(), specs, stored))]
 

@@ -57,7 +57,7 @@ class Attention(Protocol):
     logit_index: Tensor  # [K] int64, rows of the hidden state that go through lm_head
 
     @property
-    def stored(self) -> Sequence[Stored] | None:
+    def stored(self) -> Sequence[tuple[slice, Stored]] | None:
         """Where all keys lie, by slices of the N tokens; None: only attend() knows.
 
         attend() then does no more than `write_kv` and `attend` there, and a backend may do it in its place.
@@ -103,9 +103,8 @@ class Slots:
 
 
 class Stored(NamedTuple):
-    """Where the keys of some tokens of a step lie, of all layers."""
+    """Where keys lie, of all layers."""
 
-    tokens: slice  # of the N
     store: KVStore
     at: Slots
     window: int | None  # as `attend` takes it

@@ -135,16 +135,16 @@ class Scene:
 class Step:
     """Implements `kernels.ops.Attention` for tokens whose keys lie where `stored` says."""
 
-    def __init__(self, ops: Ops, specs: Sequence[LayerSpec], stored: Sequence[Stored]) -> None:
+    def __init__(self, ops: Ops, specs: Sequence[LayerSpec], stored: Sequence[tuple[slice, Stored]]) -> None:
         self._ops, self._specs = ops, specs
         self.stored = stored
-        self.positions = torch.cat([_positions(each.at) for each in stored])
+        self.positions = torch.cat([_positions(where.at) for _, where in stored])
         self.logit_index = torch.arange(len(self.positions), device=self.positions.device)
 
     def attend(self, layer_idx: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """By the operations, one slice after the other."""
         out, spec = q.new_zeros(q.shape), self._specs[layer_idx]
-        for tokens, store, at, window in self.stored:
+        for tokens, (store, at, window) in self.stored:
             self._ops.write_kv(store, layer_idx, k[tokens], v[tokens], at)
             self._ops.attend(out[tokens], q[tokens], store, layer_idx, at, spec, window=window)
         return out

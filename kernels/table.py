@@ -134,7 +134,7 @@ def _run_layers(ops: Ops, dtype: torch.dtype, device: torch.device) -> Results:
     for step in ([(0, 0, 4), (1, 0, 3)], [(0, 4, 1), (1, 3, 2)], [(1, 5, 1), (0, -1, 1)]):
         n = sum(tokens for _, _, tokens in step)
         stored = [
-            Stored(slice(i * n, i * n + n), scene.store, scene.slots(step), 4 if scene.layout.ring else None)
+            (slice(i * n, i * n + n), Stored(scene.store, scene.slots(step), 4 if scene.layout.ring else None))
             for i, scene in enumerate(scenes)
         ]
         x = draw(2 * n, 48).to(dtype)

@@ -5,6 +5,7 @@
 
 #include "sample.h"
 #include "sharing.h"
+#include "team.h"
 
 namespace kvmux {
 namespace {
@@ -17,9 +18,11 @@ Tensor sample(const Tensor& logits, const Tensor& how) {
   const auto* drawing = how.const_data_ptr<double>();
   with_type(logits.scalar_type(), [&](auto of_logits) {
     const auto* from = logits.const_data_ptr<decltype(of_logits)>();
-    share(logits.size(0), [&](int64_t row) {
-      const double* d = drawing + row * how.stride(0);
-      to[row] = sample_row(from + row * logits.stride(0), logits.size(1), {d[0], d[1], d[2], d[3], d[4]});
+    Team::run(logits.size(0), [&](Team& team, Member member) {
+      team.share(member, logits.size(0), [&](int64_t row) {
+        const double* d = drawing + row * how.stride(0);
+        to[row] = sample_row(from + row * logits.stride(0), logits.size(1), {d[0], d[1], d[2], d[3], d[4]});
+      });
     });
   });
   return tokens;

@@ -5,19 +5,9 @@
 #include <c10/core/ScalarType.h>
 
 #include <algorithm>
-#include <atomic>
 #include <cstdint>
 
 namespace kvmux {
-
-// Runs work(0) ... work(n - 1), whoever is free taking the next.
-template <typename Work>
-void share(int64_t n, const Work& work) {
-  std::atomic<int64_t> next{0};
-  at::parallel_for(0, std::min<int64_t>(n, at::get_num_threads()), 1, [&](int64_t, int64_t) {
-    for (int64_t i; (i = next.fetch_add(1, std::memory_order_relaxed)) < n;) work(i);
-  });
-}
 
 // Calls work with a number of the type.
 template <typename Work>

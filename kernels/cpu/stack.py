@@ -1,4 +1,4 @@
-"""All layers of a model as the C++ takes them, for a step in one call. What it does there stands in stack.cpp.
+"""All layers of a model as the C++ takes them, for a step in one call. What it does there stands in pass.h.
 
 Knows which layers and which steps it can take; the others go the way of kernels/composed.py.
 """
@@ -19,7 +19,7 @@ from kernels.store import KVStore
 
 MAX_DIM = 256  # of a head; sums.h
 EVERYTHING = 1 << 40  # positions: no window
-PARTS = ("enter_attention", "write_kv", "attend", "leave_attention", "feed_forward")  # stack.cpp; rope is in the second
+PARTS = ("enter_attention", "write_kv", "attend", "leave_attention", "feed_forward")  # pass.h; rope is in the second
 
 
 class CpuStack(Stack):
@@ -67,13 +67,13 @@ class CpuStack(Stack):
             [around.eps, spec.scale, spec.softcap or 0.0],
         )
 
-    def run(self, x: Tensor, positions: Tensor, stored: Sequence[Stored]) -> Tensor:
+    def run(self, x: Tensor, positions: Tensor, stored: Sequence[tuple[slice, Stored]]) -> Tensor:
         """x [N, d] -> [N, d]."""
         addresses, numbers = [], []
-        for tokens, _, at, window in stored:
+        for tokens, (_, at, window) in stored:
             addresses += [at.table, at.row_seat, at.q_start, at.start]
             numbers += [at.block_size, at.sinks, at.ring, EVERYTHING if window is None else window, tokens.start]
-        planes = [self._planes_of(each.store) for each in stored]
+        planes = [self._planes_of(where.store) for _, where in stored]
         after: Tensor = self._layers.run(x, positions, planes, addresses, numbers)
         return after
 

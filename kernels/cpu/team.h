@@ -25,7 +25,7 @@ class Team {
   // does may throw: the others would wait for it.
   template <typename Pass>
   static void run(int64_t threads, const Pass& pass) {
-    threads = at::in_parallel_region() ? 1 : std::clamp<int64_t>(threads, 1, at::get_num_threads());
+    threads = std::clamp<int64_t>(threads, 1, most());
     Team team(threads);
     at::parallel_for(0, threads, 1, [&](int64_t begin, int64_t end) {
       pass(team, team.join(end - begin));

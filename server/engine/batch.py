@@ -63,13 +63,13 @@ class Batch:
         self.ids, self.positions, self.logit_index = packed.split((len(ids), len(ids), len(wanted)))
 
     @property
-    def stored(self) -> Sequence[Stored] | None:
+    def stored(self) -> Sequence[tuple[slice, Stored]] | None:
         """Where all strategies keep the batch's keys, if all of them can say it."""
         found = []
         for _, plan, tokens in self._slices:
-            if (place := plan.stored) is None:
+            if (stored := plan.stored) is None:
                 return None
-            found.append(Stored(tokens, *place))
+            found.append((tokens, stored))
         return found
 
     def attend(self, layer_idx: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:

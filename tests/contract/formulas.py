@@ -194,7 +194,7 @@ def run_layers(ops: Ops, shape: Shape) -> Pairs:
     got = []
     for start, x in zip((0, length), xs, strict=True):
         at = scene.slots([(0, start, len(x))])
-        stored = Stored(slice(0, len(x)), scene.store, at, shape.window)
+        stored = slice(0, len(x)), Stored(scene.store, at, shape.window)
         got.append(ops.run_layers(stack, x, Step(ops, [spec], [stored])))
     x, turns = torch.cat(xs).double(), _turns(shape.head_dim // 2)
     qkv = _normed(x, weights.norm) @ weights.qkv.double().T + weights.qkv_bias.double()

@@ -80,7 +80,7 @@ def after(
         n = sum(tokens for _, _, tokens in rows)
         windows = [45 if scene.layout.ring else None for scene in scenes]
         stored = [
-            Stored(slice(i * n, i * n + n), scene.store, scene.slots(rows), window)
+            (slice(i * n, i * n + n), Stored(scene.store, scene.slots(rows), window))
             for i, (scene, window) in enumerate(zip(scenes, windows, strict=True))
         ]
         x, attention = torch.randn(len(scenes) * n, WIDTH).to(dtype), Step(ops, SPECS, stored)
