@@ -22,6 +22,7 @@ FLAGS = [
     "-Wno-uninitialized",
     "-Wno-unknown-pragmas",
     "-Wno-psabi",
+    "-Wno-aggressive-loop-optimizations",  # a loop that is cut away once its count is known
 ]  # GCC 12 warns of its own headers and torch's
 AVX512 = [
     *("-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mavx2", "-mfma", "-mf16c"),

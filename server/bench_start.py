@@ -58,6 +58,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     if not Path("/proc/self/smaps_rollup").exists():
         parser.error("only where the system tells of shared memory in /proc/PID/smaps_rollup")
+    if min(options.rounds, options.streams, options.prompt, options.tokens) < 1:
+        parser.error("--rounds, --streams, --prompt and --tokens: from 1 on")
+    if any(flag.startswith(("--port", "--host")) for flag in options.serve):
+        parser.error("leave --host and --port out: they are chosen here")
     flags = ["--model", options.model, *options.serve]
     result = measure(flags, options.rounds, options.streams, options.prompt, options.tokens)
     print(json.dumps(result._asdict()) if options.json else table(result))

@@ -56,7 +56,7 @@ void item(const Attending& a, const Item& item, const Item* next) {
     return Plane<KV>{memory.head<KV>(of.head), memory.block_stride, memory.vector_stride, memory.dim,
                      a.rows.blocks(of.row), a.rows.layout};
   };
-  Head head(plane(a.k, part), plane(a.v, part), a.sight, a.scores, part.rows);
+  Head head(plane(a.k, part), plane(a.v, part), a.plan.sight, a.scores, part.rows);
   if constexpr (requires { &Head::follow; })
     if (next != nullptr) head.follow(plane(a.k, next->part), plane(a.v, next->part), next->part.rows, next->begin);
   for (int64_t r = 0; r < part.rows.count; ++r)
@@ -93,8 +93,7 @@ How how_by() {
 template <typename T, typename KV>
 How how_of() {
 #ifdef __AMX_BF16__
-  if constexpr (std::is_same_v<T, at::BFloat16> && std::is_same_v<KV, T>)
-    if (tiles_permitted()) return how_by<TiledHead, T>();
+  if constexpr (std::is_same_v<T, at::BFloat16> && std::is_same_v<KV, T>) return how_by<TiledHead, T>();
 #endif
   return how_by<Head<KV>, T>();
 }
@@ -108,7 +107,7 @@ const Item* next_of(const Plan& plan, int64_t i) {
 // A chunk is shared among threads by queries, `most` of whose rows go together; a single query, which may have a long
 // text to itself, by splits.
 Plan plan(const Rows& rows, int64_t kv_heads, int64_t group, const Sight& sight, int64_t most) {
-  Plan work;
+  Plan work{.sight = sight};
   const auto add = [&](const Part& part, bool alone) {
     const int64_t oldest = part.rows.position(0), end = splits_before(part.rows.position(part.rows.count - 1) + 1);
     const int64_t begin = sight.sinks_of(oldest).empty() ? sight.latest(oldest).begin / SPLIT : 0;
@@ -171,10 +170,18 @@ void attend(const Tensor& out, const Tensor& q, const Tensor& k, const Tensor& v
   TORCH_CHECK(std::max(q.size(2), out.size(2)) <= MAX_DIM, "heads wider than ", MAX_DIM);
   const Plan work = plan(rows, k.size(1), group, sight, by.rows);
   const Tensor partials = at::empty({work.partials, by.width(v.size(3))}, at::kFloat);
-  const Attending attending{rows, work, Memory(k), Memory(v), sight,
-                            {static_cast<float>(scale), static_cast<float>(softcap)},
-                            sink_logits ? sink_logits->const_data_ptr<float>() : nullptr, group, heads<const char>(q),
-                            heads<char>(out), partials.data_ptr<float>()};
+  const Attending attending{
+      .rows = rows,
+      .plan = work,
+      .k = Memory(k),
+      .v = Memory(v),
+      .scores = {static_cast<float>(scale), static_cast<float>(softcap)},
+      .sink_logits = sink_logits ? sink_logits->const_data_ptr<float>() : nullptr,
+      .group = group,
+      .q = heads<const char>(q),
+      .out = heads<char>(out),
+      .partials = partials.data_ptr<float>(),
+  };
   Team::run(work.items.size(), [&](Team& team, Member member) {
     team.share(member, work.items.size(), [&](int64_t i) { by.item(attending, work.items[i], next_of(work, i)); });
     team.share(member, work.merges.size(), [&](int64_t i) { by.merge(attending, work.merges[i]); });

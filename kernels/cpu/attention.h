@@ -82,6 +82,7 @@ struct Merge {
 
 // What a layer's attention over some rows consists of; layers that see alike share one.
 struct Plan {
+  Sight sight;
   std::vector<Item> items;
   std::vector<Merge> merges;
   int64_t partials = 0;
@@ -92,7 +93,6 @@ struct Attending {
   const Rows& rows;
   const Plan& plan;
   Memory k, v;
-  Sight sight;
   Scores scores;
   const float* sink_logits;  // [query heads], or null
   int64_t group;             // query heads of a KV head
@@ -108,7 +108,8 @@ struct How {
   void (*item)(const Attending&, const Item&, const Item* next);  // the next is what this thread goes on with, or null
   void (*merge)(const Attending&, const Merge&);
   // A row's token `i` of k and v into its slot.
-  void (*write)(const Memory& k_plane, const Memory& v_plane, const Rows&, int64_t row, int64_t i, Heads<const char> k, Heads<const char> v);
+  void (*write)(const Memory& k_plane, const Memory& v_plane, const Rows&, int64_t row, int64_t i, Heads<const char> k,
+                Heads<const char> v);
 };
 
 How how(at::ScalarType q, at::ScalarType kept);  // throws if there is no kernel

@@ -9,7 +9,7 @@
 #include "sharing.h"
 #include "tile_product.h"
 #include "vector_product.h"
-#include "whole_product.h"
+#include "whole_tiles.h"
 
 namespace kvmux {
 namespace {
@@ -24,7 +24,6 @@ template <typename T>
 using ProductOf = VectorProduct<T>;
 #endif
 
-constexpr int64_t PAIR = 2;  // panels: work is divided into blocks, or half blocks
 constexpr int64_t MANY = 8;  // blocks for each thread, so that one more or less of them is little
 
 // Sums of panels begin .. end - 1.
@@ -57,7 +56,8 @@ int64_t pieces(const Product& product, int64_t panels, int64_t most, int64_t thr
 }
 
 template <typename Product>
-void multiply_panels(Team& team, Member member, const Product& product, int64_t panels, float* sums, int64_t twin, const Put& put) {
+void multiply_panels(Team& team, Member member, const Product& product, int64_t panels, float* sums, int64_t twin,
+                     const Put& put) {
   typename Product::Session session(product);
   const int64_t size = product.height() * PANEL, all = twin == 0 ? panels : twin;
   const int64_t n = pieces(product, all, together(product.height()) / (twin == 0 ? 1 : 2), team.size());
@@ -73,7 +73,7 @@ void multiply_panels(Team& team, Member member, const Product& product, int64_t 
 template <typename T, typename X>
 class FloatMultiplier : public Multiplier {
  public:
-  explicit FloatMultiplier(const Factor& weight) : Multiplier(weight), w_(weight.numbers.const_data_ptr<T>()) {}
+  explicit FloatMultiplier(const PackedWeight& weight) : Multiplier(weight), w_(weight.numbers.const_data_ptr<T>()) {}
 
   int64_t room(int64_t rows) const override { return Product::numbers(rows, width) * sizeof(Number); }
   int64_t sums(int64_t rows) const override { return sums_of(product(nullptr, rows).height()); }
@@ -103,7 +103,7 @@ class FloatMultiplier : public Multiplier {
 template <int BITS, bool OFFSETS, typename S, typename X>
 class WholeMultiplier : public Multiplier {
  public:
-  explicit WholeMultiplier(const Factor& weight)
+  explicit WholeMultiplier(const PackedWeight& weight)
       : Multiplier(weight),
         w_{weight.numbers.const_data_ptr<uint8_t>(), weight.scale.const_data_ptr<S>(),
            OFFSETS ? weight.offset.const_data_ptr<S>() : nullptr, weight.scale.size(1), weight.group} {}
@@ -134,7 +134,7 @@ class WholeMultiplier : public Multiplier {
 };
 
 template <typename X>
-std::unique_ptr<Multiplier> multiplier_of(const Factor& weight) {
+std::unique_ptr<Multiplier> multiplier_of(const PackedWeight& weight) {
   std::unique_ptr<Multiplier> made;
   if (weight.bits == 0) {
     with_type(weight.numbers.scalar_type(),
@@ -154,13 +154,13 @@ std::unique_ptr<Multiplier> multiplier_of(const Factor& weight) {
 
 }  // namespace
 
-std::unique_ptr<Multiplier> multiplier(const Factor& weight, at::ScalarType of_x) {
+std::unique_ptr<Multiplier> multiplier(const PackedWeight& weight, at::ScalarType of_x) {
   std::unique_ptr<Multiplier> made;
   with_type(of_x, [&](auto number) { made = multiplier_of<decltype(number)>(weight); });
   return made;
 }
 
-Tensor linear(const Tensor& x, const Factor& weight, const std::optional<Tensor>& bias) {
+Tensor linear(const Tensor& x, const PackedWeight& weight, const std::optional<Tensor>& bias) {
   TORCH_CHECK(x.dim() == 2 && x.size(1) == weight.width, "x ", x.sizes(), " and a weight [", weight.outputs, ", ",
               weight.width, "] cannot be multiplied");
   TORCH_CHECK(dense(x), "the last dimension has to be dense");
@@ -178,11 +178,12 @@ Tensor linear(const Tensor& x, const Factor& weight, const std::optional<Tensor>
     const X* const from = x.const_data_ptr<X>();
     X* const to = y.data_ptr<X>();
     const float* const added = biases.defined() ? biases.const_data_ptr<float>() : nullptr;
+    const auto put = [&](int64_t first, int64_t last, const float* of, int64_t size) {
+      put_rows(of, size, first, last, added, to, rows, outputs);
+    };
     Team::run(threads, [&](Team& team, Member member) {
       team.share(member, rows, [&](int64_t row) { made->enter(entered, rows, from + row * x.stride(0), row); });
-      made->multiply(team, member, entered, rows, kept.data_ptr<float>() + member * sums, 0, [&](auto first, auto last, auto* of, auto size) {
-        put_rows(of, size, first, last, added, to, rows, outputs);
-      });
+      made->multiply(team, member, entered, rows, kept.data_ptr<float>() + member * sums, 0, put);
     });
   });
   return y;
@@ -201,6 +202,6 @@ Tensor padded_bias(const std::optional<Tensor>& bias, int64_t outputs) {
 TORCH_LIBRARY_FRAGMENT(KVMUX_LIBRARY, library) {
   library.def("linear(Tensor x, Tensor[] weight, int[] format, Tensor? bias) -> Tensor",
               [](const at::Tensor& x, at::TensorList weight, at::IntArrayRef format, const std::optional<at::Tensor>& bias) {
-                return kvmux::linear(x, kvmux::Factor(weight, format), bias);
+                return kvmux::linear(x, kvmux::PackedWeight(weight, format), bias);
               });
 }

@@ -19,9 +19,9 @@ using Put = c10::function_ref<void(int64_t first, int64_t last, const float* sum
 
 class Multiplier {
  public:
-  static constexpr int64_t PART = 2 * PANEL;
+  static constexpr int64_t PART = PAIR * PANEL;
 
-  explicit Multiplier(const Factor& weight) : outputs(weight.outputs), width(weight.width) {}
+  explicit Multiplier(const PackedWeight& weight) : outputs(weight.outputs), width(weight.width), weight_(weight) {}
   virtual ~Multiplier() = default;
 
   const int64_t outputs, width;
@@ -35,13 +35,18 @@ class Multiplier {
   // The same of a few columns of rows first .. last - 1 alone, x [last - first, PART], if rows can enter in parts; these begin
   // at multiples of PART.
   virtual bool in_parts() const { return false; }
-  virtual void enter_part(char*, int64_t, const void*, int64_t, int64_t, int64_t) const {}
+  virtual void enter_part(char*, int64_t, const void*, int64_t, int64_t, int64_t) const {
+    TORCH_INTERNAL_ASSERT(false, "rows of this weight enter whole");
+  }
 
   // A phase: all panels; or the first `twin` of them, each with the one `twin` behind it.
-  virtual void multiply(Team& team, Member member, char* room, int64_t rows, float* sums, int64_t twin, const Put& put) const = 0;
+  virtual void multiply(Team& team, Member member, char* room, int64_t rows, float* sums, int64_t twin,
+                        const Put& put) const = 0;
+
+ private:
+  const PackedWeight weight_;  // whose memory stays for as long
 };
 
-// Reads the weight's memory for as long as it lives.
-std::unique_ptr<Multiplier> multiplier(const Factor& weight, at::ScalarType of_x);
+std::unique_ptr<Multiplier> multiplier(const PackedWeight& weight, at::ScalarType of_x);
 
 }  // namespace kvmux

@@ -15,8 +15,6 @@ using at::Tensor;
 
 namespace {
 
-const Tensor NONE;
-
 template <typename T>
 int64_t packed_size(int64_t outputs, int64_t k) {
   return blocks_of(outputs) * PANELS * Packing<T>::tiles(k) * Packing<T>::TILE;
@@ -83,7 +81,7 @@ void pack_whole(const Tensor& packed, const Tensor& numbers, int64_t bits, bool 
 // ---------------------------------------------------------------- rows
 // Values of the rows `which` of a packed weight of floats, as they were.
 template <typename T>
-void take_floats(const Factor& weight, const int64_t* which, int64_t count, T* to) {
+void take_floats(const PackedWeight& weight, const int64_t* which, int64_t count, T* to) {
   using P = Packing<T>;
   const T* numbers = weight.numbers.const_data_ptr<T>();
   over_rows(count, weight.width, [&](int64_t begin, int64_t end) {
@@ -98,7 +96,7 @@ void take_floats(const Factor& weight, const int64_t* which, int64_t count, T* t
 
 // The same of whole numbers, as float32.
 template <typename S>
-void take_whole(const Factor& weight, const int64_t* which, int64_t count, float* to) {
+void take_whole(const PackedWeight& weight, const int64_t* which, int64_t count, float* to) {
   using P = Packing<uint8_t>;
   const auto* numbers = weight.numbers.const_data_ptr<uint8_t>();
   const S* scales = weight.scale.const_data_ptr<S>();
@@ -126,7 +124,7 @@ void take_whole(const Factor& weight, const int64_t* which, int64_t count, float
 }
 
 Tensor packed_rows(at::TensorList parts, at::IntArrayRef format, const Tensor& which) {
-  const Factor weight(parts, format);
+  const PackedWeight weight(parts, format);
   TORCH_CHECK(which.dim() == 1 && which.is_contiguous() && which.scalar_type() == at::kLong, "which rows?");
   const int64_t* rows = which.const_data_ptr<int64_t>();
   const int64_t count = which.numel();
@@ -145,8 +143,8 @@ Tensor packed_rows(at::TensorList parts, at::IntArrayRef format, const Tensor& w
 
 }  // namespace
 
-Factor::Factor(at::TensorList parts, at::IntArrayRef format)
-    : numbers(parts[0]), scale(parts.size() > 1 ? parts[1] : NONE), offset(parts.size() > 2 ? parts[2] : NONE),
+PackedWeight::PackedWeight(at::TensorList parts, at::IntArrayRef format)
+    : numbers(parts[0]), scale(parts.size() > 1 ? parts[1] : Tensor()), offset(parts.size() > 2 ? parts[2] : Tensor()),
       outputs(format[0]), width(format[1]), bits(format[2]), group(format[3]) {
   const auto type = bits == 0 ? numbers.scalar_type() : at::kByte;
   const int64_t size = packed_numbers(outputs, width, type);
@@ -154,6 +152,8 @@ Factor::Factor(at::TensorList parts, at::IntArrayRef format)
   if (bits == 0) return;
   const int64_t groups = width / group;
   TORCH_CHECK(groups * group == width && (groups == 1 || group % 32 == 0), "no kernel for groups of ", group);
+  constexpr int64_t WIDEST = (int64_t{1} << 31) / (127 * 256);  // whose sum of products fits 32 bits
+  TORCH_CHECK(group <= WIDEST, "groups of ", group, " columns: more than ", WIDEST);
   TORCH_CHECK(scale.numel() == blocks_of(outputs) * BLOCK * groups, "no scales of a packed weight");
 }
 

@@ -23,6 +23,7 @@ namespace kvmux {
 
 constexpr int64_t PANEL = 16;   // outputs
 constexpr int64_t PANELS = 4;   // of a block
+constexpr int64_t PAIR = 2;     // panels: the least that is worked on at a time
 constexpr int64_t BLOCK = PANEL * PANELS;
 constexpr int64_t TILE_SIZE = 1024;  // bytes of numbers that are no shorter than one
 

@@ -7,7 +7,6 @@
 #pragma once
 
 #include <ATen/core/Tensor.h>
-#include <torch/custom_class.h>
 
 #include <array>
 #include <chrono>
@@ -23,12 +22,10 @@
 
 namespace kvmux {
 
-using at::Tensor;
-
 // A product and its bias.
 struct Projection {
   std::unique_ptr<Multiplier> weight;
-  Tensor bias;  // padded float32; or undefined
+  at::Tensor bias;  // padded float32; or undefined
 
   const float* biases() const { return bias.defined() ? bias.const_data_ptr<float>() : nullptr; }
 };
@@ -36,41 +33,34 @@ struct Projection {
 // One layer's weights.
 struct Layer {
   Projection qkv, o, gate_up, down;
-  Tensor norm, q_norm, k_norm, cos, sin, post_norm, next_norm, feed_norm, sink_logits;  // undefined: the model has none
+  at::Tensor norm, q_norm, k_norm, cos, sin, post_norm, next_norm, feed_norm, sink_logits;  // undefined: the model has none
   int64_t q_heads, kv_heads, head_dim, model_window;
   float eps;
   Scores scores;
 
   int64_t width() const { return norm.numel(); }
   int64_t heads() const { return q_heads + 2 * kv_heads; }
-};
-
-// The keys of one strategy, of all layers.
-struct Planes : torch::CustomClassHolder {
-  Planes(const std::vector<Tensor>& keys, const std::vector<Tensor>& values) : tensors{keys, values} {
-    for (const Tensor& plane : keys) k.emplace_back(plane);
-    for (const Tensor& plane : values) v.emplace_back(plane);
+  bool sees_like(const Layer& other) const {
+    return model_window == other.model_window && q_heads == other.q_heads && kv_heads == other.kv_heads;
   }
-
-  const std::vector<Tensor> tensors[2];
-  std::vector<Memory> k, v;
 };
 
 // One strategy's part of a step.
 struct Slice {
+  const Plan& plan(size_t layer) const { return plans[plan_of[layer]]; }
+
   Rows rows;
-  const Planes& planes;
+  const std::vector<Memory>&k, &v;  // of all layers
   How how;
-  int64_t window, sinks;
-  int64_t begin;                // number of its first token in the step
-  std::vector<int64_t> row_of;  // its tokens
-  std::vector<Plan> plans;      // one for each reach of the model's layers
-  std::vector<int64_t> plan_of; // by layer
+  int64_t begin;                 // number of its first token in the step
+  std::vector<int64_t> row_of;   // its tokens
+  std::vector<Plan> plans;       // one for each kind of layer
+  std::vector<size_t> plan_of;   // by layer
 };
 
 // The norm of a row; its weight may be of another type than the row.
 template <typename X>
-void norm_row(const X* x, const Tensor& weight, float eps, X* y, int64_t n) {
+void norm_row(const X* x, const at::Tensor& weight, float eps, X* y, int64_t n) {
   with_type(weight.scalar_type(), [&](auto of_weight) {
     rms_norm_row(x, weight.const_data_ptr<decltype(of_weight)>(), eps, y, n);
   });
@@ -79,7 +69,8 @@ void norm_row(const X* x, const Tensor& weight, float eps, X* y, int64_t n) {
 // What a step keeps between its phases.
 template <typename X>
 struct Buffers {
-  X *qkv, *mixed, *projected, *gated;  // [N, ...]
+  X *qkv, *mixed, *projected;          // [N, ...]
+  X* gate_up;                          // the same, where products cannot take their rows in parts
   char *entered, *gated_entered;       // rows as products want them
   float *sums, *partials;
   X* lines;                            // of each thread
@@ -122,12 +113,13 @@ class Pass {
   }
 
   void prepare(Workspace& space) {
-    int64_t qkv = 0, mixed = 0, width = 0, gated = 0, room = 0, gated_room = 0, partials = 0;
+    int64_t qkv = 0, mixed = 0, width = 0, gated = 0, gate_up = 0, room = 0, gated_room = 0, partials = 0;
     for (const Layer& l : layers_) {
       qkv = std::max(qkv, l.heads() * l.head_dim);
       mixed = std::max(mixed, l.o.weight->width);
       width = std::max(width, l.width());
       gated = std::max(gated, l.down.weight->width);
+      if (!gated_in_parts(l)) gate_up = std::max(gate_up, 2 * l.down.weight->width);
       for (const auto* p : {&l.qkv, &l.o, &l.gate_up}) room = std::max(room, p->weight->room(n_));
       gated_room = std::max(gated_room, l.down.weight->room(n_));
       for (const auto* p : {&l.qkv, &l.o, &l.gate_up, &l.down}) b_.sums_of = std::max(b_.sums_of, p->weight->sums(n_));
@@ -142,7 +134,7 @@ class Pass {
     b_.qkv = space.take<X>(n_ * qkv);
     b_.mixed = space.take<X>(n_ * mixed);
     b_.projected = space.take<X>(n_ * width);
-    b_.gated = space.take<X>(n_ * 2 * gated);
+    b_.gate_up = space.take<X>(n_ * gate_up);
     b_.entered = space.take<char>(room);
     b_.gated_entered = space.take<char>(gated_room);
     b_.sums = space.take<float>(threads * b_.sums_of);
@@ -153,9 +145,10 @@ class Pass {
   // A product into rows of y [N, outputs].
   void multiply(Team& team, Member member, const Projection& p, char* entered, X* y) const {
     const int64_t outputs = p.weight->outputs;
-    p.weight->multiply(team, member, entered, n_, b_.sums + member * b_.sums_of, 0, [&](auto first, auto last, auto* sums, auto size) {
+    const auto put = [&](int64_t first, int64_t last, const float* sums, int64_t size) {
       put_rows(sums, size, first, last, p.biases(), y, n_, outputs);
-    });
+    };
+    p.weight->multiply(team, member, entered, n_, b_.sums + member * b_.sums_of, 0, put);
   }
 
   // x plus what the layer before adds, and queries, keys and values of its norm.
@@ -194,7 +187,7 @@ class Pass {
     const int64_t own = token - slice.begin, row = slice.row_of[own], first = slice.rows.first(row), dim = layers_[i].head_dim;
     if (slice.rows.idle(row)) return;
     const auto heads = [&](const X* x) { return Heads<const char>{reinterpret_cast<const char*>(x), 0, dim}; };
-    slice.how.write(slice.planes.k[i], slice.planes.v[i], slice.rows, row, own - first, heads(k), heads(v));
+    slice.how.write(slice.k[i], slice.v[i], slice.rows, row, own - first, heads(k), heads(v));
   }
 
   const Slice& slice_of(int64_t token) const {
@@ -207,19 +200,19 @@ class Pass {
   void attend(Team& team, Member member, size_t i) const {
     int64_t items = 0, merges = 0;
     for (const Slice& slice : slices_) {
-      const Plan& plan = slice.plans[slice.plan_of[i]];
+      const Plan& plan = slice.plan(i);
       items += plan.items.size();
       merges += plan.merges.size();
     }
     team.share(member, items, [&](int64_t n) {
       const Slice& slice = find(i, n, &Plan::items);
-      const Plan& plan = slice.plans[slice.plan_of[i]];
+      const Plan& plan = slice.plan(i);
       slice.how.item(attending(slice, i), plan.items[n], next_of(plan, n));
     });
     if (merges == 0) return;
     team.share(member, merges, [&](int64_t n) {
       const Slice& slice = find(i, n, &Plan::merges);
-      slice.how.merge(attending(slice, i), slice.plans[slice.plan_of[i]].merges[n]);
+      slice.how.merge(attending(slice, i), slice.plan(i).merges[n]);
     });
   }
 
@@ -227,21 +220,28 @@ class Pass {
   template <typename Pieces>
   const Slice& find(size_t i, int64_t& n, Pieces Plan::* pieces) const {
     size_t s = 0;
-    for (int64_t size; n >= (size = (slices_[s].plans[slices_[s].plan_of[i]].*pieces).size()); ++s) n -= size;
+    for (int64_t size; n >= (size = (slices_[s].plan(i).*pieces).size()); ++s) n -= size;
     return slices_[s];
   }
 
   Attending attending(const Slice& slice, size_t i) const {
     const Layer& l = layers_[i];
     const int64_t width = l.heads() * l.head_dim, out = l.q_heads * l.head_dim;
-    const Plan& plan = slice.plans[slice.plan_of[i]];
     float* partials = b_.partials;
     for (const Slice* before = slices_.data(); before != &slice; ++before)
-      partials += before->plans[before->plan_of[i]].partials * before->how.width(l.head_dim);
-    return {slice.rows, plan, slice.planes.k[i], slice.planes.v[i], sight_of(l.model_window, slice.window, slice.sinks),
-            l.scores, l.sink_logits.defined() ? l.sink_logits.const_data_ptr<float>() : nullptr, l.q_heads / l.kv_heads,
-            {reinterpret_cast<const char*>(b_.qkv + slice.begin * width), width, l.head_dim},
-            {reinterpret_cast<char*>(b_.mixed + slice.begin * out), out, l.head_dim}, partials};
+      partials += before->plan(i).partials * before->how.width(l.head_dim);
+    return {
+        .rows = slice.rows,
+        .plan = slice.plan(i),
+        .k = slice.k[i],
+        .v = slice.v[i],
+        .scores = l.scores,
+        .sink_logits = l.sink_logits.defined() ? l.sink_logits.const_data_ptr<float>() : nullptr,
+        .group = l.q_heads / l.kv_heads,
+        .q = {reinterpret_cast<const char*>(b_.qkv + slice.begin * width), width, l.head_dim},
+        .out = {reinterpret_cast<char*>(b_.mixed + slice.begin * out), out, l.head_dim},
+        .partials = partials,
+    };
   }
 
   // x plus what attention found, and the norm of that as products want it.
@@ -265,7 +265,10 @@ class Pass {
     static constexpr float NONE[PART] = {};
     const float* const biases = l.gate_up.biases();
     const float *gate_bias = NONE, *up_bias = NONE;
-    if (biases != nullptr) gate_bias = biases + panel * PANEL, up_bias = gate_bias + l.down.weight->width;
+    if (biases != nullptr) {
+      gate_bias = biases + panel * PANEL;
+      up_bias = gate_bias + l.down.weight->width;
+    }
     for (int64_t first = 0, last; first < n_; first = last) {
       last = std::min(n_, first + ROWS);
       X gated[ROWS * PART], up[PART];
@@ -279,29 +282,40 @@ class Pass {
     }
   }
 
+  // Whether gates can be applied to a few columns of sums, which then are rows of the next product.
+  static bool gated_in_parts(const Layer& l) { return l.down.weight->width % BLOCK == 0 && l.down.weight->in_parts(); }
+
   // What the feed-forward adds.
   void feed(Team& team, Member member, const Layer& l) const {
-    const int64_t d = l.width(), f = l.down.weight->width;
-    if (f % BLOCK == 0 && l.down.weight->in_parts()) {
-      const int64_t panels = f / PANEL;
-      l.gate_up.weight->multiply(team, member, b_.entered, n_, b_.sums + member * b_.sums_of, panels,
-                                 [&](auto first, auto last, auto* sums, auto size) {
-        const float* const up = sums + (last - first) * size;
-        for (int64_t panel = first; panel < last; panel += 2)
-          gate(l, sums + (panel - first) * size, up + (panel - first) * size, size, panel);
-      });
-    } else {
-      multiply(team, member, l.gate_up, b_.entered, b_.gated);
-      team.share(member, n_, [&](int64_t row) {
-        const X* gate = b_.gated + row * 2 * f;
-        X* const line = b_.lines + member * b_.line;
-        silu_mul_row(gate, gate + f, line, f);
-        l.down.weight->enter(b_.gated_entered, n_, line, row);
-      });
-    }
+    gated_in_parts(l) ? gate_parts(team, member, l) : gate_rows(team, member, l);
     multiply(team, member, l.down, b_.gated_entered, b_.projected);
-    if (l.feed_norm.defined())
-      team.share(member, n_, [&](int64_t row) { norm_row(b_.projected + row * d, l.feed_norm, l.eps, b_.projected + row * d, d); });
+    if (!l.feed_norm.defined()) return;
+    const int64_t d = l.width();
+    team.share(member, n_, [&](int64_t row) {
+      X* const added = b_.projected + row * d;
+      norm_row(added, l.feed_norm, l.eps, added, d);
+    });
+  }
+
+  // Sums become gated rows of the next product before they leave the cache.
+  void gate_parts(Team& team, Member member, const Layer& l) const {
+    const int64_t panels = l.down.weight->width / PANEL;
+    const auto put = [&](int64_t first, int64_t last, const float* sums, int64_t size) {
+      const float* const up = sums + (last - first) * size;
+      for (int64_t i = 0; i < last - first; i += PAIR) gate(l, sums + i * size, up + i * size, size, first + i);
+    };
+    l.gate_up.weight->multiply(team, member, b_.entered, n_, b_.sums + member * b_.sums_of, panels, put);
+  }
+
+  void gate_rows(Team& team, Member member, const Layer& l) const {
+    const int64_t f = l.down.weight->width;
+    multiply(team, member, l.gate_up, b_.entered, b_.gate_up);
+    X* const line = b_.lines + member * b_.line;
+    team.share(member, n_, [&](int64_t row) {
+      const X* const gate = b_.gate_up + row * 2 * f;
+      silu_mul_row(gate, gate + f, line, f);
+      l.down.weight->enter(b_.gated_entered, n_, line, row);
+    });
   }
 
   const std::vector<Layer>& layers_;

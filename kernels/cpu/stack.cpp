@@ -7,18 +7,32 @@
 namespace kvmux {
 namespace {
 
+using at::Tensor;
+
+// The keys of one strategy, of all layers. Like all that torch knows by its type, it has no name outside of this library:
+// several instruction sets may be loaded together.
+struct Planes : torch::CustomClassHolder {
+  Planes(const std::vector<Tensor>& keys, const std::vector<Tensor>& values) : tensors{keys, values} {
+    for (const Tensor& plane : keys) k.emplace_back(plane);
+    for (const Tensor& plane : values) v.emplace_back(plane);
+  }
+
+  const std::vector<Tensor> tensors[2];
+  std::vector<Memory> k, v;
+};
+
 class Layers : public torch::CustomClassHolder {
  public:
   // For activations of the example's dtype.
   explicit Layers(const Tensor& example) : type_(example.scalar_type()) {}
 
-  // The next layer: its tensors by name, without those that its model does not have; its four weights, packed; query heads, KV
-  // heads, their width and the model's window; epsilon, scale and softcap.
+  // The next layer: its tensors by name, without those that its model does not have; its four weights, packed; its shape as
+  // `Shape` says, epsilon, scale and softcap.
   void add(const c10::Dict<std::string, Tensor>& tensors, const std::vector<std::vector<Tensor>>& weights,
-           const std::vector<std::vector<int64_t>>& formats, const std::vector<int64_t>& shape, const std::vector<double>& numbers);
+           const std::vector<std::vector<int64_t>>& formats, const std::vector<int64_t>& shape,
+           const std::vector<double>& numbers);
 
-  // x [N, d] after all layers; of each slice the keys, four tensors that say where they lie, and block size, sinks, ring,
-  // window and the number of its first token.
+  // x [N, d] after all layers; of each slice the keys, four tensors that say where they lie, and numbers as `Number` says.
   Tensor run(const Tensor& x, const Tensor& positions, const std::vector<c10::intrusive_ptr<Planes>>& planes,
              const std::vector<Tensor>& addresses, const std::vector<int64_t>& numbers);
 
@@ -26,11 +40,14 @@ class Layers : public torch::CustomClassHolder {
   std::vector<double> seconds() const { return {seconds_.begin(), seconds_.end()}; }
 
  private:
+  enum Shape { Q_HEADS, KV_HEADS, HEAD_DIM, WINDOW };
+  enum Number : size_t { BLOCK_SIZE, SINKS, RING, REACH, FIRST_TOKEN, NUMBERS };
+  static constexpr size_t TENSORS = 4;
+
   Slice slice(const Planes& planes, const Tensor* addresses, const int64_t* numbers) const;
 
   at::ScalarType type_;
   std::vector<Layer> layers_;
-  std::vector<Tensor> kept_;  // weights
   Workspace space_;
   Seconds seconds_{};
 };
@@ -40,15 +57,32 @@ void Layers::add(const c10::Dict<std::string, Tensor>& tensors, const std::vecto
                  const std::vector<double>& numbers) {
   const auto found = [&](const char* name) { return tensors.contains(name) ? tensors.at(name) : Tensor(); };
   const auto projection = [&](size_t i, const char* bias) {
-    const Factor factor(weights[i], formats[i]);
-    kept_.insert(kept_.end(), weights[i].begin(), weights[i].end());
+    const PackedWeight weight(weights[i], formats[i]);
     const Tensor added = found(bias);
-    return Projection{multiplier(factor, type_), padded_bias(added.defined() ? std::optional(added) : std::nullopt, factor.outputs)};
+    return Projection{multiplier(weight, type_),
+                      padded_bias(added.defined() ? std::optional(added) : std::nullopt, weight.outputs)};
   };
-  Layer l{projection(0, "qkv_bias"), projection(1, "o_bias"), projection(2, "gate_up_bias"), projection(3, "down_bias"),
-          found("norm"), found("q_norm"), found("k_norm"), found("cos"), found("sin"), found("post_norm"), found("next_norm"),
-          found("feed_norm"), found("sink_logits"), shape[0], shape[1], shape[2], shape[3], static_cast<float>(numbers[0]),
-          {static_cast<float>(numbers[1]), static_cast<float>(numbers[2])}};
+  Layer l{
+      .qkv = projection(0, "qkv_bias"),
+      .o = projection(1, "o_bias"),
+      .gate_up = projection(2, "gate_up_bias"),
+      .down = projection(3, "down_bias"),
+      .norm = found("norm"),
+      .q_norm = found("q_norm"),
+      .k_norm = found("k_norm"),
+      .cos = found("cos"),
+      .sin = found("sin"),
+      .post_norm = found("post_norm"),
+      .next_norm = found("next_norm"),
+      .feed_norm = found("feed_norm"),
+      .sink_logits = found("sink_logits"),
+      .q_heads = shape[Q_HEADS],
+      .kv_heads = shape[KV_HEADS],
+      .head_dim = shape[HEAD_DIM],
+      .model_window = shape[WINDOW],
+      .eps = static_cast<float>(numbers[0]),
+      .scores = {static_cast<float>(numbers[1]), static_cast<float>(numbers[2])},
+  };
   TORCH_CHECK(l.head_dim <= MAX_DIM, "heads wider than ", MAX_DIM);
   TORCH_CHECK(l.qkv.weight->outputs == l.heads() * l.head_dim && l.o.weight->width == l.q_heads * l.head_dim,
               "heads and projections do not fit");
@@ -59,23 +93,29 @@ void Layers::add(const c10::Dict<std::string, Tensor>& tensors, const std::vecto
 }
 
 Slice Layers::slice(const Planes& planes, const Tensor* at, const int64_t* numbers) const {
-  Slice s{{at[0], at[1], at[2], at[3], {numbers[0], numbers[1], numbers[2]}}, planes, how(type_, planes.k[0].type), numbers[3],
-          numbers[1], numbers[4], {}, {}, {}};
+  const Layout layout{numbers[BLOCK_SIZE], numbers[SINKS], numbers[RING]};
+  Slice s{
+      .rows = {at[0], at[1], at[2], at[3], layout},
+      .k = planes.k,
+      .v = planes.v,
+      .how = how(type_, planes.k[0].type),
+      .begin = numbers[FIRST_TOKEN],
+  };
   for (int64_t row = 0; row < s.rows.count; ++row) s.row_of.insert(s.row_of.end(), s.rows.tokens(row), row);
-  std::vector<int64_t> windows;
-  for (const Layer& l : layers_) {
-    const auto same = std::find(windows.begin(), windows.end(), l.model_window);
-    s.plan_of.push_back(same - windows.begin());
-    if (same != windows.end()) continue;
-    windows.push_back(l.model_window);
-    s.plans.push_back(plan(s.rows, l.kv_heads, l.q_heads / l.kv_heads, sight_of(l.model_window, s.window, s.sinks), s.how.rows));
+  for (size_t i = 0; i < layers_.size(); ++i) {  // layers that see alike, with as many heads, share a plan
+    const Layer& l = layers_[i];
+    size_t same = 0;
+    while (same < i && !l.sees_like(layers_[same])) ++same;
+    s.plan_of.push_back(same < i ? s.plan_of[same] : s.plans.size());
+    if (same < i) continue;
+    const Sight sight = sight_of(l.model_window, numbers[REACH], layout.sinks);
+    s.plans.push_back(plan(s.rows, l.kv_heads, l.q_heads / l.kv_heads, sight, s.how.rows));
   }
   return s;
 }
 
 Tensor Layers::run(const Tensor& x, const Tensor& positions, const std::vector<c10::intrusive_ptr<Planes>>& planes,
                    const std::vector<Tensor>& addresses, const std::vector<int64_t>& numbers) {
-  constexpr size_t TENSORS = 4, NUMBERS = 5;
   TORCH_CHECK(x.scalar_type() == type_ && x.dim() == 2 && x.size(1) == layers_.at(0).width(), "x does not fit the layers");
   TORCH_CHECK(addresses.size() == TENSORS * planes.size() && numbers.size() == NUMBERS * planes.size(), "slices?");
   const Tensor out = x.clone(at::MemoryFormat::Contiguous);
@@ -89,7 +129,8 @@ Tensor Layers::run(const Tensor& x, const Tensor& positions, const std::vector<c
   seconds_ = {};
   with_type(type_, [&](auto number) {
     using X = decltype(number);
-    const Pass<X> pass(layers_, slices, out.data_ptr<X>(), out.size(0), positions.const_data_ptr<int64_t>(), space_, seconds_);
+    const auto* at = positions.const_data_ptr<int64_t>();
+    const Pass<X> pass(layers_, slices, out.data_ptr<X>(), out.size(0), at, space_, seconds_);
     Team::run(Team::most(), pass);
   });
   return out;

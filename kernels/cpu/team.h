@@ -1,5 +1,4 @@
-// Threads that go through a piece of work together, phase by phase: one parallel region for a whole step instead of several
-// in each layer. Knows no operation.
+// Threads that go through a piece of work together, phase by phase, within one parallel region. Knows no operation.
 #pragma once
 
 #include <ATen/Parallel.h>
@@ -46,7 +45,7 @@ class Team {
       std::atomic<int64_t>& done = done_[whose].count;
       for (int64_t at; (at = begin + done.fetch_add(1, std::memory_order_relaxed)) < end;) work(at);
     }
-    meet();
+    barrier();
   }
 
  private:
@@ -66,7 +65,7 @@ class Team {
   }
 
   // Who comes last begins the next phase.
-  void meet() {
+  void barrier() {
     std::atomic<int64_t>&phase = phase_.count, &arrived = arrived_.count;
     const int64_t now = phase.load(std::memory_order_relaxed);
     if (arrived.fetch_add(1, std::memory_order_acq_rel) + 1 == size_) {

@@ -49,7 +49,7 @@ class TileProduct {
   // sums [panels][height][PANEL] of 2 or 4 panels of a block plus their tiles begin .. end - 1; they begin with the first.
   void add(Session&, int64_t first, int64_t panels, int64_t begin, int64_t end, float* sums) const {
     const Weight* w = w_ + P::panel(first, k_);
-    if (rows_ == TILE_ROWS) return panels == PANELS ? few<4>(w, begin, end, sums) : few<2>(w, begin, end, sums);
+    if (rows_ == TILE_ROWS) return panels == PANELS ? few<PANELS>(w, begin, end, sums) : few<PAIR>(w, begin, end, sums);
     for (int64_t pair = 0; pair < panels; pair += 2, w += 2 * P::TILE, sums += 2 * rows_ * PANEL) {
       const Weight* next = w + (pair == 0 ? 2 : (tiles_ - 1) * PANELS + 2) * P::TILE;
       for (int64_t row = 0; row < rows_; row += 2 * TILE_ROWS) square(row, w, next, begin, end, sums + row * PANEL);
@@ -59,7 +59,8 @@ class TileProduct {
  private:
   using P = Packing<Weight>;
   static constexpr int64_t STRIDE = 64;  // bytes: rows of a tile lie behind each other, wherever it is
-  static constexpr int64_t AHEAD = 2 * P::TILE;  // numbers between what is multiplied and what is fetched
+  template <int N>  // numbers between what is multiplied and what is fetched: whole blocks lie without gaps
+  static constexpr int64_t AHEAD = (N == PANELS ? 2 : PANELS) * P::TILE;
   static constexpr int64_t CHUNK = 10;  // two panels' then stay in the first cache, while rows and sums pass through it
 
   // Up to 16 rows, or twice 16 for some.
@@ -70,7 +71,8 @@ class TileProduct {
 
   // A tile that is wanted soon. Tiles are loaded line by line, and the machine by itself asks for too few at a time.
   static void fetch(const Weight* tile) {
-    for (int64_t row = 0; row < TILE_ROWS; ++row) _mm_prefetch(reinterpret_cast<const char*>(tile + row * P::DEPTH), _MM_HINT_T0);
+    const auto* line = reinterpret_cast<const char*>(tile);
+    for (int64_t row = 0; row < TILE_ROWS; ++row, line += STRIDE) _mm_prefetch(line, _MM_HINT_T0);
   }
 
   // 16 rows of x and N panels. Sums are tiles 0 to 3.
@@ -81,7 +83,7 @@ class TileProduct {
       const Weight* weights = w + tile * PANELS * P::TILE;
       tile_load<4>(x_ + tile * P::TILE, STRIDE);
       unroll<N>([&](auto n) {
-        fetch(weights + n * P::TILE + AHEAD);
+        fetch(weights + n * P::TILE + AHEAD<N>);
         tile_load<6 + n % 2>(weights + n * P::TILE, STRIDE);
         tile_dot<n, 4, 6 + n % 2>();
       });

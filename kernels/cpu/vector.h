@@ -76,22 +76,6 @@ inline std::pair<Vec, Vec> widened(Vec pairs) {
   return {at::vec::cast<float>(bits << Bits(16)), at::vec::cast<float>(bits & Bits(static_cast<int32_t>(0xFFFF0000)))};
 }
 
-// So many numbers become float32 together, in an order that is the machine's own: of bfloat16, the first of each pair and
-// then the second.
-template <typename T>
-constexpr int64_t GROUP = std::is_same_v<T, at::BFloat16> ? 2 * W : W;
-
-template <typename T>
-inline void load_group(const T* from, Raw (&to)[GROUP<T> / W]) {
-  if constexpr (std::is_same_v<T, at::BFloat16>) {
-    const auto [first, second] = widened(load(reinterpret_cast<const float*>(from)));
-    to[0] = first;
-    to[1] = second;
-  } else {
-    to[0] = load(from);
-  }
-}
-
 // C vectors that lie one after another.
 template <typename T, int64_t C>
 inline void load_row(const T* from, Raw (&to)[C]) {

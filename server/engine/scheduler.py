@@ -60,13 +60,13 @@ class _Step:
     members: set[Request] = field(default_factory=set)
     preempted: list[Request] = field(default_factory=list)
     short: bool = False  # somebody had no room
-    enough: int = 0  # budget left at which it begins, if a prompt ends in it
-    ends: bool = False  # one does
+    reserve: int = 0  # of the budget: not for prompts behind one that ends in this step
+    prompt_ends: bool = False
 
     @property
     def open(self) -> bool:
         """Whether parts of prompts may still enter. Whose prompt ends does not wait for those behind it."""
-        return self.budget > (self.enough if self.ends else 0)
+        return self.budget > (self.reserve if self.prompt_ends else 0)
 
     def room_for(self, request: Request) -> int:
         """Tokens it may have of this step; one that decodes needs no budget."""
@@ -76,7 +76,7 @@ class _Step:
     def add(self, request: Request, num_tokens: int) -> None:
         if request.remaining > 1:
             self.budget -= num_tokens
-            self.ends |= num_tokens == request.remaining
+            self.prompt_ends |= num_tokens == request.remaining
         if request.unscored:
             self.scores -= num_tokens
         self.rows.append(Scheduled(request, num_tokens))
@@ -157,7 +157,7 @@ class Scheduler:
     def schedule(self) -> tuple[Sequence[Scheduled], Sequence[Request]]:
         """The step's rows, and the requests that were preempted for them."""
         tokens = self.limits.max_step_tokens
-        step = _Step(tokens, self.limits.max_step_scores, enough=tokens // 2)
+        step = _Step(tokens, self.limits.max_step_scores, reserve=tokens // 2)
         self._make_way(step)
         while True:
             step.short = False

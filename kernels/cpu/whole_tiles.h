@@ -1,0 +1,183 @@
+// Products with packed weights in whole numbers, in AMX's tiles: many rows, of which vectors would take too long. What a
+// thread keeps for them: tiles, and room for panels' numbers of 4 bits as bytes. The bits are those of whole_product.h.
+#pragma once
+
+#include <vector>
+
+#include "tiles.h"
+#include "whole_product.h"
+
+namespace kvmux {
+
+#ifdef __AMX_TILE__
+
+template <int BITS, bool OFFSETS, typename S>
+class WholeTiles {
+ public:
+  using Product = WholeProduct<BITS, OFFSETS, S>;
+  static constexpr bool USABLE = true;
+
+  explicit WholeTiles(const Product& product)
+      : product_(product),
+        tiles_(product.w_.group % P::DEPTH == 0 || product.w_.groups == 1 ? TILE_BYTES : TILE_BYTES / 2),
+        bytes_(BITS == 8 ? 0 : PANELS * product.tiles() * P::TILE) {}
+
+  // sums [panels][height][PANEL] of 2 or 4 panels of a block.
+  void add(int64_t first, int64_t panels, float* sums) {
+    if (product_.w_.groups > 1) return panels == PANELS ? by_groups<PANELS>(first, sums) : by_groups<PAIR>(first, sums);
+    // Up to 16 rows meet all panels of a block at once, as they wait for the memory; more wait for products.
+    if (product_.rows_ <= TILE_ROWS && panels == PANELS) return over_rows<1, PANELS>(first, sums);
+    for (int64_t i = 0; i < panels; i += PAIR, sums += PAIR * product_.height() * PANEL)
+      if (product_.rows_ <= TILE_ROWS)
+        over_rows<1, PAIR>(first + i, sums);
+      else
+        over_rows<2, PAIR>(first + i, sums);
+  }
+
+ private:
+  using P = Packing<uint8_t>;
+  static constexpr int V = Product::V;
+  static constexpr int64_t BYTES = Product::BYTES;
+  using Dots = int32_t[TILE_ROWS][PANEL];
+  static constexpr int64_t GROUPS = 4;  // groups whose products are under way together
+
+  // Tiles from one depth of the weight's bytes to the next.
+  template <int N>
+  static constexpr int64_t BETWEEN = BITS == 8 ? PANELS : N;
+
+  template <int N>
+  static constexpr int64_t AHEAD = Product::template ahead<N>();
+
+  // A times 16 rows at a time, and N panels.
+  template <int A, int N>
+  void over_rows(int64_t panel, float* sums) {
+    const uint8_t* w = bytes<N>(panel);
+    for (int64_t row = 0; row < product_.rows_; row += A * TILE_ROWS)
+      if (A == 1 || product_.rows_ - row <= TILE_ROWS)
+        square<1, N>(w, row, panel, sums + row * PANEL);
+      else
+        square<A, N>(w, row, panel, sums + row * PANEL);
+  }
+
+  // The same of weights in groups, whose sums are scaled one by one: a panel at a time, which all rows meet.
+  template <int N>
+  void by_groups(int64_t panel, float* sums) {
+    const uint8_t* w = bytes<N>(panel);
+    for (int64_t n = 0; n < N; ++n)
+      for (int64_t row = 0; row < product_.rows_; row += TILE_ROWS)
+        scaled<N>(w + n * P::TILE, row, panel + n, sums + (n * product_.height() + row) * PANEL);
+  }
+
+  // 16 rows and a panel. The next groups are multiplied while the sums of some are scaled.
+  template <int N>
+  void scaled(const uint8_t* w, int64_t row, int64_t panel, float* sums) {
+    alignas(64) Dots dots[2][GROUPS];
+    Raw total[TILE_ROWS][V];
+    unroll<TILE_ROWS>([&](auto r) { total[r][0] = Vec(0.f); });
+    const int64_t groups = product_.w_.groups;
+    multiply<N>(w, row, 0, dots[0]);
+    for (int64_t g = 0; g < groups; g += GROUPS) {
+      if (g + GROUPS < groups) multiply<N>(w, row, g + GROUPS, dots[(g / GROUPS + 1) % 2]);
+      for (int64_t i = 0; i < std::min(GROUPS, groups - g); ++i) {
+        const typename Product::Group group(product_, panel, g + i, row);
+        const Dots& of = dots[g / GROUPS % 2][i];
+        unroll<TILE_ROWS>([&](auto r) {
+          Quads dot;
+          std::memcpy(&dot, of[r], sizeof(dot));
+          group.add(r, dot, total[r]);
+        });
+      }
+    }
+    unroll<TILE_ROWS>([&](auto r) { Vec(total[r][0]).store(sums + r * PANEL); });
+  }
+
+  // Groups first .. first + GROUPS - 1 of a panel, those that it has. Sums are tiles 0 to 3.
+  template <int N>
+  void multiply(const uint8_t* w, int64_t row, int64_t first, Dots (&dots)[GROUPS]) {
+    const int64_t step = tiles_.depth(), group = product_.w_.group, apart = Product::pitch(product_.k_);
+    const int64_t count = std::min(GROUPS, product_.w_.groups - first);
+    unroll<GROUPS>([&](auto i) {
+      if (i >= count) return;
+      tile_zero<i>();
+      for (int64_t k = (first + i) * group, end = std::min(product_.k_, k + group); k < end; k += step) {
+        tile_load<4 + i % 2>(product_.row(row) + k, apart);
+        tile_load<6 + i % 2>(w + k / P::DEPTH * BETWEEN<N> * P::TILE + k % P::DEPTH * PANEL, TILE_BYTES);
+        tile_dot_whole<i, 4 + i % 2, 6 + i % 2, OFFSETS>();
+      }
+    });
+    unroll<GROUPS>([&](auto i) {
+      if (i < count) tile_store<i>(dots[i], TILE_BYTES);
+    });
+  }
+
+  template <int N>
+  const uint8_t* bytes(int64_t panel) {
+    return BITS == 8 ? product_.tiles_of(panel) : unpacked<N>(panel);
+  }
+
+  template <int N>
+  const uint8_t* unpacked(int64_t panel) {
+    const uint8_t* from = product_.tiles_of(panel);
+    for (int64_t tile = 0; tile < product_.tiles(); ++tile)
+      for (int64_t n = 0; n < N; ++n) {
+        constexpr uint8_t zero = Product::ZERO;
+        const uint8_t* packed = from + (tile * PANELS + n) * BYTES;
+        uint8_t* to = bytes_.data() + (tile * N + n) * P::TILE;
+        for (int64_t i = 0; i < BYTES; i += sizeof(Bytes), to += 2 * sizeof(Bytes)) {
+          __builtin_prefetch(packed + i + AHEAD<N>);
+          const Bytes both = load_bytes(packed + i), low = (both & 15) - zero, high = (both >> 4) - zero;
+          std::memcpy(to, &low, sizeof(low));
+          std::memcpy(to + sizeof(low), &high, sizeof(high));
+        }
+      }
+    return bytes_.data();
+  }
+
+  // A times 16 rows and N panels of a weight in one group. Sums are tiles 0 to 3, rows of x are 4 and 5, numbers of w 6 and 7.
+  template <int A, int N>
+  void square(const uint8_t* w, int64_t row, int64_t panel, float* sums) {
+    const int64_t step = tiles_.depth(), pitch = Product::pitch(product_.k_);
+    alignas(64) int32_t dots[A * N][TILE_ROWS][PANEL];
+    unroll<A * N>([&](auto i) { tile_zero<i>(); });
+    for (int64_t k = 0; k < product_.k_; k += step) {
+      const uint8_t* numbers = w + k / P::DEPTH * BETWEEN<N> * P::TILE;
+      unroll<A>([&](auto a) { tile_pass<4 + a>(product_.row(row + a * TILE_ROWS) + k, pitch); });
+      unroll<N>([&](auto n) {
+        if constexpr (BITS == 8)
+          for (int64_t line = 0; line < step / 4; ++line)
+            __builtin_prefetch(numbers + n * P::TILE + line * TILE_BYTES + AHEAD<N>);
+        tile_load<6 + n % 2>(numbers + n * P::TILE, TILE_BYTES);
+        unroll<A>([&](auto a) { tile_dot_whole<a * N + n, 4 + a, 6 + n % 2, OFFSETS>(); });
+      });
+    }
+    unroll<A * N>([&](auto i) { tile_store<i>(dots[i], TILE_BYTES); });
+    unroll<A * N>([&](auto i) {
+      constexpr int64_t a = i / N * TILE_ROWS, n = i % N;
+      const typename Product::Group group(product_, panel + n, 0, row + a);
+      for (int64_t r = 0; r < TILE_ROWS; ++r) {
+        Quads dot;
+        std::memcpy(&dot, dots[i][r], sizeof(dot));
+        Raw total[V] = {Vec(0.f)};
+        group.add(r, dot, total);
+        Vec(total[0]).store(sums + (n * product_.height() + a + r) * PANEL);
+      }
+    });
+  }
+
+  const Product& product_;
+  Tiles tiles_;
+  std::vector<uint8_t> bytes_;
+};
+
+#else
+
+template <int BITS, bool OFFSETS, typename S>
+struct WholeTiles {
+  static constexpr bool USABLE = false;
+  explicit WholeTiles(const WholeProduct<BITS, OFFSETS, S>&) {}
+  void add(int64_t, int64_t, float*) {}
+};
+
+#endif
+
+}  // namespace kvmux
