@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any, Self
 
+import torch
 from torch import Tensor
 
 from kernels import composed
@@ -14,6 +16,7 @@ from kernels.ops import Attention, Ops
 from kernels.table import LAYERS, OPS, Op
 
 Run = Callable[[Stack, Tensor, Attention], Tensor]
+WAITS: dict[str, Callable[[], None]] = {"cuda": torch.cuda.synchronize, "mps": torch.mps.synchronize}
 
 
 class Watched:
@@ -67,3 +70,24 @@ class Watched:
                 self._busy = False
 
         return called
+
+
+class Timed(Watched):
+    """`with` it, every call is timed: what computes elsewhere is waited for, before and after."""
+
+    counts = False
+
+    def __init__(self, ops: Ops, device: torch.device | str = "cpu") -> None:
+        super().__init__(ops)
+        self._wait = WAITS.get(torch.device(device).type, lambda: None)
+
+    def timing(self, name: str) -> AbstractContextManager[None]:
+        """What passes within is this operation's."""
+        raise NotImplementedError
+
+    def call(self, op: Op, run: Callable[..., object], args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
+        self._wait()
+        with self.timing(op.name):
+            result = run(*args, **kwargs)
+            self._wait()
+        return result
