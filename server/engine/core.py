@@ -22,7 +22,6 @@ from kernels.arena import Arena
 from kernels.ops import Ops
 from kernels.stopwatch import Stopwatch
 from server.engine.batch import Batch, StrategyError, Work
-from server.engine.lookup import lookup_for, speculation_of
 from server.engine.messages import (
     Admitted,
     Explained,
@@ -38,6 +37,7 @@ from server.engine.request import Request, RequestError
 from server.engine.scheduler import Scheduled, Scheduler
 from server.engine.scores import scores
 from server.engine.selection import Selector
+from server.engine.speculation import lookup_for, speculation_of
 from server.engine.verification import Taken, Turn, drawn, scored
 from server.models.base import Model
 
