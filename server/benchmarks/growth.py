@@ -26,7 +26,7 @@ from kernels.probe import bandwidth_over
 from server.benchmarks.counting import calls_of
 from server.engine.build import Engine, build_engine
 from server.engine.messages import Sampling, Submit
-from server.profiling.steps import decode
+from server.measuring.steps import decode
 
 PARTS = ("context", "sequences", "waiting", "blocks")
 CONTEXTS = (128, 512, 1024, 2048, 4096, 8192, 16_384)

@@ -17,9 +17,9 @@ from kernels.probe import bandwidth_over, product_speed
 from server.benchmarks.goals import DEFAULT, LESS_IS_BETTER, MIXED, Row
 from server.benchmarks.limits import GIB, Speeds, limit
 from server.benchmarks.models import made
-from server.benchmarks.neighbours import BUSY, Neighbours
-from server.benchmarks.running import Served, loaded, serving
 from server.engine.device import choose_threads
+from server.measuring.neighbours import BUSY, Neighbours
+from server.measuring.running import Served, loaded, serving
 
 Results = Sequence[Mapping[str, Any]]  # of `kvmux bench`
 KV = 512 << 20  # bytes of KV memory

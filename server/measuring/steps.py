@@ -14,9 +14,9 @@ from server.engine import core as core_module
 from server.engine.build import Engine
 from server.engine.core import Core
 from server.engine.messages import Sampling, Submit, Tokens
+from server.measuring.spans import Spans, SpansOfOps
 from server.models.config import ModelConfig
 from server.models.decoder import Decoder
-from server.profiling.spans import Spans, SpansOfOps
 
 WARM = 5
 WORKER = 0
