@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-from time import perf_counter
 from typing import Self
 
 import torch
@@ -28,11 +25,3 @@ class Stopwatch(Timed):
 
     def took(self, name: str, seconds: float) -> None:
         self.seconds[name] += seconds
-
-    @contextmanager
-    def timing(self, name: str) -> Iterator[None]:
-        began = perf_counter()
-        try:
-            yield
-        finally:
-            self.seconds[name] += perf_counter() - began

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from functools import partial
+from time import perf_counter
 from typing import Any, Self
 
 import torch
@@ -34,7 +34,7 @@ class Watched:
         return run(*args, **kwargs)
 
     def took(self, name: str, seconds: float) -> None:
-        """What an operation took that another did by itself."""
+        """What an operation took, by itself or as part of another; for who times them."""
 
     def run_layers(self, run: Run, stack: Stack, x: Tensor, attention: Attention) -> Tensor:
         """Is made of others, which are what is watched: either they are called, or it can say what each took."""
@@ -73,7 +73,7 @@ class Watched:
 
 
 class Timed(Watched):
-    """`with` it, every call is timed: what computes elsewhere is waited for, before and after."""
+    """`with` it, `took` hears of every call: what computes elsewhere is waited for, before and after."""
 
     counts = False
 
@@ -81,13 +81,12 @@ class Timed(Watched):
         super().__init__(ops)
         self._wait = WAITS.get(torch.device(device).type, lambda: None)
 
-    def timing(self, name: str) -> AbstractContextManager[None]:
-        """What passes within is this operation's."""
-        raise NotImplementedError
-
     def call(self, op: Op, run: Callable[..., object], args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
         self._wait()
-        with self.timing(op.name):
+        began = perf_counter()
+        try:
             result = run(*args, **kwargs)
             self._wait()
-        return result
+            return result
+        finally:
+            self.took(op.name, perf_counter() - began)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from time import perf_counter
 from typing import Any
 
@@ -78,6 +78,3 @@ class SpansOfOps(Timed):
 
     def took(self, name: str, seconds: float) -> None:
         self._spans.claim(name, seconds)
-
-    def timing(self, name: str) -> AbstractContextManager[None]:
-        return self._spans.of(name)
