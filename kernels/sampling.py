@@ -5,6 +5,7 @@ All is computed where the logits are, and the host waits for nothing.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -14,6 +15,7 @@ from torch import Tensor
 NO_TOKEN = -1  # where the logits are no numbers
 BELOW_ONE = 1 - 2**-24  # the float32 before 1: times any other it is less than that
 COLDEST = 1e-30  # temperature; float32 could not divide by much less
+Sample = Callable[[Tensor, Tensor], Tensor]  # a backend's `Ops.sample`
 
 
 class Filter(Protocol):

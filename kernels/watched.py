@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from time import perf_counter
 from typing import Any, Self
 
+import torch
 from torch import Tensor
 
 from kernels import composed
@@ -14,6 +16,7 @@ from kernels.ops import Attention, Ops
 from kernels.table import LAYERS, OPS, Op
 
 Run = Callable[[Stack, Tensor, Attention], Tensor]
+WAITS: dict[str, Callable[[], None]] = {"cuda": torch.cuda.synchronize, "mps": torch.mps.synchronize}
 
 
 class Watched:
@@ -31,7 +34,7 @@ class Watched:
         return run(*args, **kwargs)
 
     def took(self, name: str, seconds: float) -> None:
-        """What an operation took that another did by itself."""
+        """What an operation took, by itself or as part of another; for who times them."""
 
     def run_layers(self, run: Run, stack: Stack, x: Tensor, attention: Attention) -> Tensor:
         """Is made of others, which are what is watched: either they are called, or it can say what each took."""
@@ -67,3 +70,23 @@ class Watched:
                 self._busy = False
 
         return called
+
+
+class Timed(Watched):
+    """`with` it, `took` hears of every call: what computes elsewhere is waited for, before and after."""
+
+    counts = False
+
+    def __init__(self, ops: Ops, device: torch.device | str = "cpu") -> None:
+        super().__init__(ops)
+        self._wait = WAITS.get(torch.device(device).type, lambda: None)
+
+    def call(self, op: Op, run: Callable[..., object], args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
+        self._wait()
+        began = perf_counter()
+        try:
+            result = run(*args, **kwargs)
+            self._wait()
+            return result
+        finally:
+            self.took(op.name, perf_counter() - began)

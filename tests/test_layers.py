@@ -114,6 +114,14 @@ def test_models_know_no_strategy_and_no_engine() -> None:
             }
 
 
+def test_profiles_and_benchmarks_stand_on_the_same_and_not_on_each_other() -> None:
+    apart = ("server.profiling", "server.benchmarks")
+    for name, file in modules().items():
+        if name.startswith(("server.measuring", *apart)):
+            others = tuple(package for package in apart if not name.startswith(package))
+            assert not {m for m in imports(file, typing_only=True) if m.startswith(others)}, name
+
+
 def test_the_server_reaches_neither_the_textbook_nor_the_adapter_for_transformers() -> None:
     for name in modules():
         if top(name) == "server":

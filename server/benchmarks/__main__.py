@@ -17,7 +17,7 @@ from server.benchmarks.goals import ROWS, Group
 from server.benchmarks.measuring import Effort, measured
 from server.benchmarks.models import SHAPES, cache_folder
 from server.benchmarks.report import Report, as_json, as_text
-from server.benchmarks.running import RunError
+from server.measuring.running import RunError
 
 DESCRIPTION = """\
 Starts `kvmux serve` once for each model and format of weights, loads it over HTTP, and holds what comes out against

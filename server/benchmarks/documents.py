@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from server.benchmarks.models import LLAMA, QWEN, made
-from server.benchmarks.running import printed
+from server.measuring.running import printed
 
 BENCHMARKS, PERFORMANCE, PICTURE = "benchmarks.md", "performance.md", "img/growth.png"
 TABLES = "make bench"

@@ -10,6 +10,7 @@ import argparse
 import json
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, get_args
 
@@ -25,7 +26,7 @@ from kernels.probe import bandwidth_over
 from server.benchmarks.counting import calls_of
 from server.engine.build import Engine, build_engine
 from server.engine.messages import Sampling, Submit
-from server.profiling.steps import decode
+from server.measuring.steps import decode
 
 PARTS = ("context", "sequences", "waiting", "blocks")
 CONTEXTS = (128, 512, 1024, 2048, 4096, 8192, 16_384)
@@ -60,9 +61,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     add("--plot", type=Path, metavar="FILE", help="draw them there: .png or .svg; needs kvmux[evaluate]")
     options = parser.parse_args(arguments)
     model = {name: getattr(options, name) for name in ("model", "dtype", "weights")}
-    ways: dict[str, Callable[[dict[str, Any], int], Iterator[Point]]] = {
-        "context": by_context,
-        "sequences": by_sequences,
+    ways: dict[str, Callable[[int], Iterator[Point]]] = {
+        "context": partial(by_context, model),
+        "sequences": partial(by_sequences, model),
         "waiting": by_waiting,
         "blocks": by_blocks,
     }
@@ -70,7 +71,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     with Console(stderr=True).status("starting") as status:
         try:
             for part in options.part:
-                for point in ways[part](model, options.most):
+                for point in ways[part](options.most):
                     status.update(f"{point.part} {point.at:,}")
                     points.append(point)
         except SettingsError as error:
@@ -124,7 +125,7 @@ def _engine(model: dict[str, Any], length: int, sequences: int) -> Engine:
 
 
 # -------------------------------------------------------------------- counts
-def by_waiting(model: dict[str, Any], most: int) -> Iterator[Point]:
+def by_waiting(most: int) -> Iterator[Point]:
     """Calls of a step's scheduling, and of one more request that is taken in line, while all seats are taken."""
     settings = {"model": "tiny", "max_num_seqs": SEATS, "max_seq_len": 512, "max_waiting": 2 * max(WAITING)}
     core = build_engine(load(None, settings)).core
@@ -150,7 +151,7 @@ def by_waiting(model: dict[str, Any], most: int) -> Iterator[Point]:
         yield Point("waiting", waiting, "calls to take in line", calls_of(submit))
 
 
-def by_blocks(model: dict[str, Any], most: int) -> Iterator[Point]:
+def by_blocks(most: int) -> Iterator[Point]:
     """Calls to open, enter and close a text of some blocks, in a cache that is full of others."""
     ops = build_engine(load(None, {"model": "tiny", "max_num_seqs": 1})).kernels.ops
     for blocks in BLOCKS:

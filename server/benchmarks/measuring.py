@@ -14,12 +14,12 @@ from typing import Any
 import torch
 
 from kernels.probe import bandwidth_over, product_speed
-from server.benchmarks.goals import DEFAULT, MIXED, Row
+from server.benchmarks.goals import DEFAULT, LESS_IS_BETTER, MIXED, Row
 from server.benchmarks.limits import GIB, Speeds, limit
 from server.benchmarks.models import made
-from server.benchmarks.neighbours import BUSY, Neighbours
-from server.benchmarks.running import Served, loaded, serving
 from server.engine.device import choose_threads
+from server.measuring.neighbours import BUSY, Neighbours
+from server.measuring.running import Served, loaded, serving
 
 Results = Sequence[Mapping[str, Any]]  # of `kvmux bench`
 KV = 512 << 20  # bytes of KV memory
@@ -53,8 +53,7 @@ class Measured:
         """How near the limit is; 1: reached."""
         if self.limit is None or self.row.measure == "slowdown":
             return None
-        less = self.row.measure in ("ttft", "peak")
-        return self.limit / self.value if less else self.value / self.limit
+        return self.limit / self.value if self.row.measure in LESS_IS_BETTER else self.value / self.limit
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ import psutil
 
 from server.benchmarks.goals import PEERS_DATE, PEERS_MACHINE
 from server.benchmarks.measuring import Measured
-from server.benchmarks.neighbours import BUSY
+from server.measuring.neighbours import BUSY
 from server.version import version
 
 COLUMNS = ("work", "measured", "goal", "met", "best peer", "others", "limit", "of the limit")

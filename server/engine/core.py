@@ -21,23 +21,14 @@ from cache_strategies.base import KVCache, Row
 from kernels.arena import Arena
 from kernels.ops import Ops
 from kernels.stopwatch import Stopwatch
+from server.engine.accounts import parts_of, prompt_scores, record_of
 from server.engine.batch import Batch, StrategyError, Work
-from server.engine.lookup import lookup_for, speculation_of
-from server.engine.messages import (
-    Admitted,
-    Explained,
-    Failed,
-    FromEngine,
-    Preempted,
-    PromptScores,
-    Submit,
-    Tokens,
-)
+from server.engine.messages import Admitted, Explained, Failed, FromEngine, Preempted, Submit, Tokens
 from server.engine.report import Admission, Draft, Outcome, RequestRecord, StepPart, StepReport
 from server.engine.request import Request, RequestError
 from server.engine.scheduler import Scheduled, Scheduler
-from server.engine.scores import scores
 from server.engine.selection import Selector
+from server.engine.speculation import lookup_for, speculation_of
 from server.engine.verification import Taken, Turn, drawn, scored
 from server.models.base import Model
 
@@ -219,7 +210,7 @@ class Core:
         events: list[Event] = []
         failed_before: set[str] = set()
         while scheduled:
-            parts = _parts(scheduled)  # before the weights pass through the processor's caches, and not behind
+            parts = parts_of(scheduled)  # before the weights pass through the processor's caches, and not behind
             try:
                 batch, logits = self._forward(scheduled)
             except StrategyError as error:
@@ -256,7 +247,7 @@ class Core:
             if request.cached_tokens is None:
                 events += self._admit(request)
             if request.unscored:
-                events.append(_score(request, logits[end - count : end]))
+                events.append(Event(request.key[0], prompt_scores(request, logits[end - count : end])))
         forks = [Turn(request, (), turn.first) for turn in turns for request in self._fork(turn.request)]
         events += [event for fork in forks if fork.request.cached_tokens is None for event in self._admit(fork.request)]
         taken |= self._drawn(forks, logits)
@@ -331,7 +322,7 @@ class Core:
         del self._requests[request.key]
         request.siblings.remove(request)
         self.scheduler.remove(request)
-        record = _record(request, outcome)
+        record = record_of(request, outcome)
         self._since.left.append(record)
         if request.explain and outcome in ("stop", "length"):
             worker, request_id = request.key
@@ -353,53 +344,3 @@ def _commit(scheduled: Sequence[Scheduled], batch: Batch, taken: Mapping[Request
     for request in (s.request for s in scheduled if s.draft):
         assert request.seat is not None
         request.cache.crop(request.seat, request.seat.length)
-
-
-def _score(request: Request, logits: Tensor) -> Event:
-    """How likely the tokens of the prompt are that stand one behind those of the row; logits [row, V]."""
-    seat, wanted = request.seat, request.sampling.prompt_logprobs
-    assert seat is not None
-    assert wanted is not None
-    first = seat.length - len(logits) + 1
-    start = max(first, request.scored + 1)  # what is computed once more has been told
-    tokens = request.tokens[start : min(seat.length + 1, request.prompt_tokens)]
-    request.scored += len(tokens)
-    worker, request_id = request.key
-    return Event(worker, PromptScores(request_id, scores(logits[start - first :][: len(tokens)], tokens, wanted)))
-
-
-def _parts(scheduled: Sequence[Scheduled]) -> dict[str, StepPart]:
-    counts: dict[str, list[int]] = {}  # decode rows, all rows, tokens
-    for request, num_tokens, draft in scheduled:
-        count = counts.setdefault(request.cache.name, [0, 0, 0])
-        count[0] += num_tokens == 1 and request.generated > 0
-        count[1] += 1
-        count[2] += num_tokens + len(draft)
-    return {name: StepPart(decode, rows - decode, tokens) for name, (decode, rows, tokens) in counts.items()}
-
-
-def _record(request: Request, outcome: Outcome) -> RequestRecord:
-    times, now = request.times, time.monotonic()
-
-    def between(start: float, end: float) -> float | None:
-        return end - start if start and end else None
-
-    return RequestRecord(
-        instance=request.cache.name,
-        reason=request.reason,
-        outcome=outcome,
-        prompt_tokens=request.prompt_tokens,
-        cached_tokens=request.cached_tokens,
-        miss=request.miss,
-        forked=request.forked,
-        generated_tokens=request.generated,
-        drafted_tokens=request.drafted_tokens,
-        accepted_tokens=request.accepted_tokens,
-        preemptions=request.preemptions,
-        kv_bytes=request.cache.bytes_for(len(request.tokens)) if times.admitted else 0,
-        queue_seconds=between(times.arrived, times.admitted),
-        prefill_seconds=between(times.admitted, times.first_token),
-        decode_seconds=between(times.first_token, times.last_token),
-        first_token_seconds=between(times.arrived, times.first_token),
-        total_seconds=now - times.arrived,
-    )

@@ -5,7 +5,7 @@ The noise of a draw depends on (seed, position) only: not on the batch, nor on t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 import torch
@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from kernels import sampling as plain
-from kernels.sampling import NO_TOKEN, Drawing
+from kernels.sampling import NO_TOKEN, Drawing, Sample
 from server.engine.adjust import adjusted
 from server.engine.draw import Draw, adjusts
 
@@ -23,13 +23,8 @@ WEYL = 0x9E3779B97F4A7C15, 0xBB67AE8584CAA73B  # added to the key in each round
 ROUNDS = 10
 
 
-def sample(
-    logits: Tensor, draws: Sequence[Draw], operation: Callable[[Tensor, Tensor], Tensor] = plain.sample
-) -> list[int | None]:
-    """logits [K, V], which stay as they are -> K token ids; None where the logits are no numbers.
-
-    `operation`: a backend's `Ops.sample`.
-    """
+def sample(logits: Tensor, draws: Sequence[Draw], operation: Sample = plain.sample) -> list[int | None]:
+    """logits [K, V], which stay as they are -> K token ids; None where the logits are no numbers."""
     how = torch.from_numpy(_drawings(draws))
     tokens = operation(logits, how)
     if changed := [i for i, draw in enumerate(draws) if draw.banned or adjusts(draw.sampling)]:

@@ -14,19 +14,18 @@ noise is that of the text without drafts besides.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from itertools import islice, zip_longest
 from typing import NamedTuple
 
 from torch import Tensor
 
 from kernels import sampling as plain
+from kernels.sampling import Sample
 from server.engine.messages import TokenScore
 from server.engine.request import Request
 from server.engine.sampler import sample
 from server.engine.scores import scores_of_some
-
-Operation = Callable[[Tensor, Tensor], Tensor]  # a backend's `Ops.sample`
 
 
 class Turn(NamedTuple):
@@ -54,7 +53,7 @@ class Taken(NamedTuple):
 
 
 def drawn(
-    turns: Sequence[Turn], logits: Tensor, eos_ids: Collection[int], operation: Operation = plain.sample
+    turns: Sequence[Turn], logits: Tensor, eos_ids: Collection[int], operation: Sample = plain.sample
 ) -> dict[Request, Taken]:
     """What each text goes on with, from the logits [K, V] of the step; drawn by `operation`."""
     if not turns:
@@ -65,12 +64,12 @@ def drawn(
     draws = [draw for turn in turns for draw in turn.request.draws(eos_ids, turn.draft)]
     tokens = iter(sample(logits, draws, operation))
     return {
-        request: taken(draft, list(islice(tokens, len(draft) + 1)), request.ends(eos_ids))
+        request: verified(draft, list(islice(tokens, len(draft) + 1)), request.ends(eos_ids))
         for request, draft, _ in turns
     }
 
 
-def taken(draft: Sequence[int], tokens: Sequence[int | None], ends: Collection[int]) -> Taken:
+def verified(draft: Sequence[int], tokens: Sequence[int | None], ends: Collection[int]) -> Taken:
     """Of the draws [1 + guesses] those up to the first that was not guessed, or that ends the text."""
     counted: list[int] = []
     for token, guess in zip_longest(tokens, draft):

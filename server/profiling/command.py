@@ -14,15 +14,15 @@ from rich.console import Console
 
 from config.settings import Settings, SettingsError, flag_name, load
 from kernels.probe import bandwidth_over, product_speed
-from server.benchmarks.neighbours import Neighbours, told
-from server.benchmarks.running import RunError
 from server.engine.about import in_effect
 from server.engine.build import Engine, build_engine
+from server.measuring.neighbours import Neighbours, told
+from server.measuring.running import RunError
+from server.measuring.steps import WARM, Steps, decode, prefill
 from server.models.directory import located
 from server.profiling.flags import Wanted
 from server.profiling.report import Limits, Profile, Served, as_json, as_text
 from server.profiling.served import at_the_socket, over_http
-from server.profiling.steps import WARM, Steps, decode, prefill
 
 PROMPTS = 8  # that are computed, at most
 SLACK = 2 * WARM  # steps of a sequence besides those that count

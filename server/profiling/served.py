@@ -19,10 +19,10 @@ from time import perf_counter
 from typing import Any
 
 from config.settings import Settings, SettingsError
-from server.benchmarks.running import loaded, serving
 from server.engine.client import EngineClient
 from server.engine.lifeline import run_child
 from server.engine.messages import Sampling, Submit, Tokens
+from server.measuring.running import loaded, serving
 
 ENGINE = "server.engine.main:run"
 PAUSE = 0.01  # seconds between two looks at whether the engine greets

@@ -8,9 +8,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from server.engine.lookup import PromptLookup, speculation_of
+from server.engine.lookup import PromptLookup
 from server.engine.messages import Speculation
 from server.engine.request import RequestError
+from server.engine.speculation import speculation_of
 from tests.engine.test_scheduler import LIMITS
 
 

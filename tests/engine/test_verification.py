@@ -10,7 +10,7 @@ from torch import Tensor
 
 from server.engine.messages import Sampling
 from server.engine.request import Request
-from server.engine.verification import Taken, Turn, drawn, scored, taken
+from server.engine.verification import Taken, Turn, drawn, scored, verified
 from tests.engine.fake_caches import FakeCache, Memory
 
 EOS = 7
@@ -33,7 +33,7 @@ DRAWS = 6000
 def test_draws_count_up_to_the_first_that_was_not_guessed_or_ends_the_text(
     draft: list[int], tokens: list[int], expected: list[int], accepted: int
 ) -> None:
-    found = taken(draft, tokens, {EOS})
+    found = verified(draft, tokens, {EOS})
     assert found == Taken(expected)
     assert found.accepted == accepted
 
@@ -48,7 +48,7 @@ def test_draws_count_up_to_the_first_that_was_not_guessed_or_ends_the_text(
     ],
 )
 def test_what_is_no_number_counts_only_where_the_text_gets_to(tokens: list[int | None], expected: Taken) -> None:
-    found = taken([4, 5], tokens, {EOS})
+    found = verified([4, 5], tokens, {EOS})
     assert found == expected
     assert found.accepted <= 2
 

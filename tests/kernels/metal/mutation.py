@@ -1,6 +1,6 @@
 """Tries a mutant: a Metal kernel with one small fault, and what catches it.
 
-That is the emulator's checker, its compiler, or a result of what kernels/table.py tries of an operation that is not the
+That is the emulator's checker, its compiler, or a result of what kernels/tried.py tries of an operation that is not the
 reference's. A few samples more stand here, of what is too long or too exact for a self-check. Which mutants there are
 is not known here.
 """
@@ -27,7 +27,8 @@ from kernels.metal.library import Kernels
 from kernels.ops import LayerSpec, Ops
 from kernels.reference import ReferenceOps
 from kernels.scene import Layout, RowOf, Scene
-from kernels.table import OPS, Results
+from kernels.table import OPS
+from kernels.tried import Results
 
 CPU = torch.device("cpu")
 

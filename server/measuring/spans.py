@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from time import perf_counter
 from typing import Any
 
 from kernels.ops import Ops
-from kernels.stopwatch import WAITS
-from kernels.table import Op
-from kernels.watched import Watched
+from kernels.watched import Timed
 
 
 class Spans:
@@ -71,22 +69,12 @@ class Spans:
             setattr(owner, attribute, run) if own else delattr(owner, attribute)
 
 
-class SpansOfOps(Watched):
-    """`with` it, every operation claims its time under its own name; the device is waited for."""
-
-    counts = False
+class SpansOfOps(Timed):
+    """`with` it, every operation claims its time under its own name."""
 
     def __init__(self, ops: Ops, device: str, spans: Spans) -> None:
-        super().__init__(ops)
+        super().__init__(ops, device)
         self._spans = spans
-        self._wait = WAITS.get(device, lambda: None)
 
     def took(self, name: str, seconds: float) -> None:
         self._spans.claim(name, seconds)
-
-    def call(self, op: Op, run: Callable[..., object], args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
-        self._wait()
-        with self._spans.of(op.name):
-            result = run(*args, **kwargs)
-            self._wait()
-        return result

@@ -7,8 +7,8 @@ from types import SimpleNamespace
 import psutil
 import pytest
 
-from server.benchmarks import neighbours
-from server.benchmarks.neighbours import BUSY, Neighbours, told
+from server.measuring import neighbours
+from server.measuring.neighbours import BUSY, Neighbours, told
 
 
 class Machine:

@@ -14,9 +14,9 @@ from server.engine import core as core_module
 from server.engine.build import Engine
 from server.engine.core import Core
 from server.engine.messages import Sampling, Submit, Tokens
+from server.measuring.spans import Spans, SpansOfOps
 from server.models.config import ModelConfig
 from server.models.decoder import Decoder
-from server.profiling.spans import Spans, SpansOfOps
 
 WARM = 5
 WORKER = 0
@@ -53,7 +53,7 @@ def decode(engine: Engine, kv_cache: str, sequences: int, context: int, steps: i
         decoding |= {event.message.request_id for event in core.step().events if isinstance(event.message, Tokens)}
     for _ in range(WARM):
         core.step()
-    with recorded(engine) as recorder:
+    with Recorder(engine.kernels.ops) as recorder:
         core.step()
     with watched(engine) as step:
         taken = [step() for _ in range(steps)]
@@ -71,7 +71,7 @@ def prefill(engine: Engine, kv_cache: str, tokens: int, steps: int) -> Steps:
     submit("warm")
     core.step()
     submit("recorded")
-    with recorded(engine) as recorder:
+    with Recorder(engine.kernels.ops) as recorder:
         core.step()
     taken = []
     with watched(engine) as step:
@@ -90,30 +90,26 @@ def _submit(core: Core, name: str, prompt: int, answer: int, kv_cache: str) -> N
 
 
 @contextmanager
-def recorded(engine: Engine) -> Iterator[Recorder]:
-    with Recorder(engine.kernels.ops) as recorder:
-        yield recorder
-
-
-@contextmanager
 def watched(engine: Engine) -> Iterator[Callable[[], dict[str, float]]]:
     """Runs a step, and tells the seconds of its parts. Operations are not timed by anybody else meanwhile."""
-    core, spans = engine.core, Spans(BOOKS)
-    timed_every, core.timed_every = core.timed_every, 0
+    core, spans, timed_every = engine.core, Spans(BOOKS), engine.core.timed_every
 
     def step() -> dict[str, float]:
         spans.begin()
         core.step()
         return spans.end()
 
-    with ExitStack() as stack:
-        stack.enter_context(SpansOfOps(engine.kernels.ops, core.model.device.type, spans))
-        stack.enter_context(spans.around(core.model, "forward", MODEL))
-        stack.enter_context(spans.around(core.scheduler, "schedule", SCHEDULING))
-        stack.enter_context(spans.around(core_module, "Batch", LAYOUT))
-        stack.enter_context(spans.around(core_module, "drawn", SAMPLING))
-        yield step
-    core.timed_every = timed_every
+    core.timed_every = 0
+    try:
+        with ExitStack() as stack:
+            stack.enter_context(SpansOfOps(engine.kernels.ops, core.model.device.type, spans))
+            stack.enter_context(spans.around(core.model, "forward", MODEL))
+            stack.enter_context(spans.around(core.scheduler, "schedule", SCHEDULING))
+            stack.enter_context(spans.around(core_module, "Batch", LAYOUT))
+            stack.enter_context(spans.around(core_module, "drawn", SAMPLING))
+            yield step
+    finally:
+        core.timed_every = timed_every
 
 
 def _steps(
