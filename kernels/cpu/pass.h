@@ -52,10 +52,10 @@ struct Slice {
   Rows rows;
   const std::vector<Memory>&k, &v;  // of all layers
   How how;
-  int64_t begin;                 // number of its first token in the step
-  std::vector<int64_t> row_of;   // its tokens
-  std::vector<Plan> plans;       // one for each kind of layer
-  std::vector<size_t> plan_of;   // by layer
+  int64_t begin;                // number of its first token in the step
+  std::vector<int64_t> row_of;  // its tokens
+  std::vector<Plan> plans;      // one for each kind of layer
+  std::vector<size_t> plan_of;  // by layer
 };
 
 // The norm of a row; its weight may be of another type than the row.
@@ -69,12 +69,12 @@ void norm_row(const X* x, const at::Tensor& weight, float eps, X* y, int64_t n) 
 // What a step keeps between its phases.
 template <typename X>
 struct Buffers {
-  X *qkv, *mixed, *projected;          // [N, ...]
-  X* gate_up;                          // the same, where products cannot take their rows in parts
-  char *entered, *gated_entered;       // rows as products want them
+  X *qkv, *mixed, *projected;     // [N, ...]
+  X* gate_up;                     // the same, where products cannot take their rows in parts
+  char *entered, *gated_entered;  // rows as products want them
   float *sums, *partials;
-  X* lines;                            // of each thread
-  int64_t sums_of, line;               // numbers from one thread's to the next's
+  X* lines;               // of each thread
+  int64_t sums_of, line;  // numbers from one thread's to the next's
 };
 
 // Seconds that a step's operations took, as they are called in Python.
