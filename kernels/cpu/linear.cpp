@@ -24,7 +24,7 @@ template <typename T>
 using ProductOf = VectorProduct<T>;
 #endif
 
-constexpr int64_t MANY = 8;  // blocks for each thread, so that one more or less of them is little
+constexpr int64_t MANY = 3;  // blocks for each thread, so that one more or less of them costs less than reading half blocks
 
 // Sums of panels begin .. end - 1.
 template <typename Product>
