@@ -22,6 +22,7 @@ TOKEN = "an operator's token"
 INSTANCES = ("paged", "pairs", "contiguous", "sliding_window")
 CLIENTS, REQUESTS, ORDERS = 6, 20, 30
 COUNTS = (1, 5, 20)
+# So little memory that requests are preempted, however quick the machine is.
 CONFIG = f"""
 dtype = "float32"
 threads = 1
@@ -29,7 +30,7 @@ max_seq_len = 256
 max_num_seqs = 8
 max_step_tokens = 48
 max_waiting = 200
-kv_memory = "6MiB"
+kv_memory = "2MiB"
 kv_overcommit = 4
 admin_token = "{TOKEN}"
 
