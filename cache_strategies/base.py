@@ -263,6 +263,9 @@ class KVCache(ABC):
         """A second seat with the same tokens; None: open it from the tokens instead."""
         return None
 
+    def discard(self, seat: Seat) -> None:  # noqa: B027 - most share nothing
+        """What it holds is unsound: nobody new finds it. close() follows."""
+
     @abstractmethod
     def close(self, seat: Seat) -> None:
         """The seat's memory is free, or idle. Whoever waits for tokens it had to compute inherits the work."""

@@ -132,6 +132,10 @@ class ContiguousCache(SlabCache):
         self._retained.insert(block, self.bytes_per_block)
         self._happenings.idle(block)
 
+    def discard(self, seat: Seat) -> None:
+        assert isinstance(seat, ContiguousSeat)
+        seat.salt = None
+
     def _open(self, length: int) -> TableSeat | None:
         seat = super()._open(length)
         if seat is not None:

@@ -36,10 +36,11 @@ from cache_strategies.block_pool import BlockPool
 from cache_strategies.eviction import load_policy
 from cache_strategies.eviction.retention import Retained
 from cache_strategies.happenings import Happenings
+from cache_strategies.paged_seat import PagedSeat
 from cache_strategies.pins import Pins
 from cache_strategies.prefix_index import Name, PendingBlocks, PrefixNames
 from cache_strategies.resident import ResidentBlocks
-from cache_strategies.table import TableCache, TableOptions, TableSeat
+from cache_strategies.table import TableCache, TableOptions
 from config.settings import SettingsError
 
 
@@ -61,20 +62,6 @@ class PagedOptions(TableOptions):
         except SettingsError as error:
             raise ValueError(str(error)) from None
         return value
-
-
-class PagedSeat(TableSeat):
-    """A seat that knows its tokens, to name the blocks they fill."""
-
-    __slots__ = ("names", "priority", "salt", "tokens", "ttl")
-
-    def __init__(self, index: int, blocks: list[int], length: int, tokens: list[int], salt: str | None) -> None:
-        super().__init__(index, blocks, length)
-        self.tokens = tokens  # committed, and while the prompt is computed the rest of it too
-        self.salt = salt  # None: nobody shall find what it fills from now on
-        self.names: list[Name | None] = []  # of the full blocks of `tokens`; None: not to be shared
-        self.priority = 0  # what it leaves is worth this much,
-        self.ttl = math.inf  # for so many seconds
 
 
 class PagedCache(TableCache):
@@ -142,6 +129,13 @@ class PagedCache(TableCache):
         self.seats.remove(seat)
         self.table.give(seat.index)
 
+    def discard(self, seat: Seat) -> None:
+        assert isinstance(seat, PagedSeat)
+        seat.salt = None
+        for block in seat.blocks:
+            if block not in self.pending:  # who inherits the work computes it anew
+                self.resident.forget(block)
+
     def _names_of(self, tokens: Sequence[int], salt: str) -> list[Name]:
         return list(self._prefix.of(tokens, salt)) if self.prefix_cache else []
 
@@ -179,7 +173,7 @@ class PagedCache(TableCache):
             return None if found else "short"
         if found == usable(tokens, max_cached) // self.block_size:
             return "bypass"
-        name = self._name(seat, found)
+        name = seat.name(found, self._prefix)
         return "short" if name is None else self.resident.why_missing(name)
 
     # ---------------------------------------------------------------- grow, crop, fork
@@ -246,9 +240,7 @@ class PagedCache(TableCache):
             length -= partial  # that block was promised under the name of tokens that may not come any more
         while len(seat.blocks) > self._blocks_for(length):
             self._leave(seat.blocks.pop(), seat)
-        del seat.tokens[length:], seat.names[length // self.block_size :]
-        seat.length = length
-        seat.cached = min(seat.cached, length)
+        seat.cut(length, length // self.block_size)
 
     def fork(self, seat: Seat) -> Seat | None:
         assert isinstance(seat, PagedSeat)
@@ -257,9 +249,7 @@ class PagedCache(TableCache):
             return None  # half-way through its prompt or a copy: opening the child with the same tokens shares more
         for block in blocks:
             self.resident.hold(block)
-        child = PagedSeat(self.table.take(), blocks, seat.length, seat.tokens[: seat.length], seat.salt)
-        child.names = seat.names[: seat.length // self.block_size]
-        child.cached, child.miss, child.priority, child.ttl = seat.cached, seat.miss, seat.priority, seat.ttl
+        child = seat.child(self.table.take(), blocks, seat.length // self.block_size)
         self.seats.add(child)
         self.table.write(child)
         return child
@@ -346,27 +336,16 @@ class PagedCache(TableCache):
 
     def _enter(self, seat: PagedSeat, ids: Sequence[int]) -> None:
         """Tokens are in: name the blocks they filled."""
-        before, seat.length = seat.length, seat.length + len(ids)
-        seat.tokens[before : seat.length] = ids
+        before = seat.length
+        seat.enter(ids)
         for i in range(before // self.block_size, seat.length // self.block_size):
             block = seat.blocks[i]
             if block in self.pending:
                 self.pending.computed(block)
             elif self.prefix_cache and not self.resident.named(block):
-                name = self._name(seat, i)
+                name = seat.name(i, self._prefix)
                 if name is not None and self.resident.find(name) is None:
                     self.resident.publish(name, block)
-
-    def _name(self, seat: PagedSeat, i: int) -> Name | None:
-        """Name of the seat's i-th block; computed once, from its parent's."""
-        if seat.salt is None:
-            return None
-        while len(seat.names) <= i:
-            n = len(seat.names)
-            parent = seat.names[-1] if n else self._prefix.root(seat.salt)
-            tokens = seat.tokens[n * self.block_size : (n + 1) * self.block_size]
-            seat.names.append(None if parent is None else self._prefix.child(parent, tokens))
-        return seat.names[i]
 
     # ---------------------------------------------------------------- books
     def _blocks_for(self, num_tokens: int) -> int:

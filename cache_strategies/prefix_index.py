@@ -28,7 +28,7 @@ class PrefixNames:
 
     def __init__(self, block_size: int, scope: str) -> None:
         """`scope`: whatever else decides the contents: instance, dtype, model."""
-        self._block_size = block_size
+        self.block_size = block_size
         self._root = hashlib.sha256(scope.encode()).digest()
 
     def root(self, salt: str) -> Name:
@@ -44,9 +44,9 @@ class PrefixNames:
     def of(self, tokens: Sequence[int], salt: str) -> Iterator[Name]:
         """Names of the full blocks of a text, computed one by one."""
         name: Name | None = self.root(salt)
-        for end in range(self._block_size, len(tokens) + 1, self._block_size):
+        for end in range(self.block_size, len(tokens) + 1, self.block_size):
             assert name is not None
-            name = self.child(name, tokens[end - self._block_size : end])
+            name = self.child(name, tokens[end - self.block_size : end])
             if name is None:
                 return
             yield name

@@ -287,6 +287,8 @@ class Core:
                 message = Tokens(request_id, tokens, request.finish_reason, told, len(turn.draft))
                 events.append(Event(worker, message))
             if not sound:
+                assert request.seat is not None
+                request.cache.discard(request.seat)
                 events += self._fail([request], NO_NUMBER, "not_a_number")
             elif request.finish_reason is not None:
                 self._remove(request, request.finish_reason)

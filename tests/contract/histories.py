@@ -209,9 +209,11 @@ class Histories(RuleBasedStateMachine):
         del sitter.tokens[length:]
 
     @precondition(lambda self: self.sitters)
-    @rule(which=st.integers(0, 99))
-    def close(self, which: int) -> None:
+    @rule(which=st.integers(0, 99), unsound=st.sampled_from([False, False, False, True]))
+    def close(self, which: int, unsound: bool) -> None:
         sitter = self.sitters.pop(which % len(self.sitters))
+        if unsound:
+            sitter.cache.discard(sitter.seat)
         sitter.cache.close(sitter.seat)
 
     # ------------------------------------------------------------ what is kept

@@ -247,3 +247,28 @@ def test_logits_that_are_no_numbers_end_their_request_alone(
     assert bad.failed is not None
     assert (bad.failed.status, bad.failed.code) == (500, "not_a_number")
     assert [record.outcome for step in driver.steps for record in step.finished] == ["error", "length"]
+
+
+def test_what_was_computed_of_no_numbers_is_found_by_nobody(
+    tiny: Path, reference: Reference, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not even by who asks the same: memory may have been at fault, or who came after in the same chunk."""
+    driver = Driver(tiny, **SETTINGS)
+    prompt, forward = random_prompt(80), driver.core.model.forward
+    whole = driver.core.arena.memory.view(torch.float32)
+
+    def spoilt(ids: Tensor, attention: Attention) -> Tensor:
+        logits = forward(ids, attention)
+        whole.fill_(torch.nan)
+        return logits.fill_(torch.nan)
+
+    with monkeypatch.context() as broken:
+        broken.setattr(driver.core.model, "forward", spoilt)
+        bad = {name: driver.submit(f"bad {name}", prompt, COUNT, kv_cache=name) for name in driver.core.caches}
+        driver.run()
+    assert {heard.failed and heard.failed.code for heard in bad.values()} == {"not_a_number"}
+    good = {name: driver.submit(name, prompt, COUNT, kv_cache=name) for name in driver.core.caches}
+    driver.run()
+    for name, heard in good.items():
+        assert heard.tokens == reference.greedy(prompt, COUNT), name
+    driver.assert_nothing_leaked()

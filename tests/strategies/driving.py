@@ -9,7 +9,8 @@ from torch import Tensor
 
 from cache_strategies import registry
 from cache_strategies.base import Geometry, KVCache, Row, Seat
-from cache_strategies.paged import PagedCache, PagedSeat
+from cache_strategies.paged import PagedCache
+from cache_strategies.paged_seat import PagedSeat
 from cache_strategies.table import TableCache, TableSeat
 from config.settings import StrategySettings
 from kernels.arena import Arena

@@ -20,6 +20,7 @@ PAGED = StrategySettings(kind="paged", block_size=4)
 
 
 @remembered
+@torch.inference_mode(False)  # whoever asks first
 def model_of(name: str) -> Any:
     return random_model(CONFIGS[name])
 

@@ -238,3 +238,34 @@ def test_bytes_for_is_what_a_sequence_comes_to(block_size: int) -> None:
 def test_a_block_is_never_longer_than_the_longest_text() -> None:
     cache = cache_of("paged", block_size=1024, max_seq_len=64)
     assert cache.block_plan(cache.options, cache.setup.geometry) == (64, 1)
+
+
+def test_what_is_unsound_is_found_by_nobody_new() -> None:
+    cache = paged()
+    text = list(range(20))
+    cache.close(read(cache, text[:8]))
+    sound, unsound = read(cache, text[:8] + [77] * 8), read(cache, text)
+    waits = opened(cache, [*text, 1])
+    cache.discard(unsound)
+    cache.close(unsound)
+    assert cache.match([*text, 1]) == 0
+    for seat in (sound, waits):  # those that hold it go on, and what they share with it stays unknown
+        enter(cache, (seat, [1] * 4))
+        cache.check_integrity()
+        cache.close(seat)
+    assert cache.match([*text, 1]) == 0
+    empty(cache)
+
+
+def test_what_is_unsound_before_it_is_whole_is_computed_by_who_waits_for_it() -> None:
+    cache = paged()
+    text = list(range(20))
+    unsound, heir = opened(cache, text), opened(cache, text)
+    enter(cache, (unsound, text[:8]))
+    cache.discard(unsound)
+    cache.close(unsound)
+    assert heir.length == 8
+    enter(cache, (heir, text[8:]))
+    assert stored(cache, heir) == text
+    cache.close(heir)
+    empty(cache)
