@@ -22,9 +22,9 @@ class Head {
 
   static constexpr int64_t padded(int64_t dim) { return kvmux::padded(dim); }  // width of a row of sums
 
-  Head(Plane<T> k, Plane<T> v, Sight sight, Scores scores, QueryRows rows)
-      : k_(k), v_(v), sight_(sight), scores_(scores), rows_(rows), width_(padded(v.dim)),
-        newest_(rows.position(rows.count - 1)), keys_(k, v, sight, rows.position(0), newest_) {
+  Head(Plane<T> k, Plane<T> v, Mask mask, Scores scores, QueryRows rows)
+      : k_(k), v_(v), mask_(mask), scores_(scores), rows_(rows), width_(padded(v.dim)),
+        newest_(rows.position(rows.count - 1)), keys_(k, v, mask, rows.position(0), newest_) {
     if (v.dim != width_) std::fill_n(v_tile_, TILE * width_, 0.f);  // columns behind v.dim are multiplied, too
   }
 
@@ -44,7 +44,7 @@ class Head {
       split_.clear(rows_.count, width_);
       std::fill_n(weights_, rows_.count * W, 0.f);
       for (int64_t tile = split * SPLIT; tile < (split + 1) * SPLIT && tile <= newest_; tile += TILE) {
-        const Tile& found = keys_.step(tile + TILE, end * SPLIT, &soon_);
+        const Tile& found = keys_.step(tile + TILE, end * SPLIT, &queue_);
         if (!found.seen.empty()) attend_tile(tile, found);
       }
       for (int64_t r = 0; r < rows_.count; ++r) {
@@ -57,14 +57,14 @@ class Head {
  private:
   static constexpr int64_t TILE = 32;    // positions
   static constexpr int64_t PORTION = 8;  // lines of the cache that are fetched at once
-  static_assert(SPLIT % TILE == 0 && TILE % W == 0 && Soon::STEPS >= MAX_DIM && Soon::STEPS >= TILE);
+  static_assert(SPLIT % TILE == 0 && TILE % W == 0 && PrefetchQueue::STEPS >= MAX_DIM && PrefetchQueue::STEPS >= TILE);
   using Tile = Keys<T, TILE>::Tile;
 
   void attend_tile(int64_t tile, const Tile& found) {
     turn_keys(found.k);
     const auto key = [this](int64_t d) { return k_tile_ + d * TILE; };
     std::fill_n(p_, rows_.count * TILE, 0.f);
-    multiply_add<PITCH>(rows_.count, q_, key, p_, TILE, TILE, k_.dim, soon_);
+    multiply_add<PITCH>(rows_.count, q_, key, p_, TILE, TILE, k_.dim, queue_);
     if (scores_.softcap != 0.f) cap(p_, rows_.count * TILE);
     if (!keys_.seen_whole(tile))
       for (int64_t r = 0; r < rows_.count; ++r) hide(r, tile);
@@ -80,7 +80,7 @@ class Head {
 
   template <typename Value>
   void add_values(int64_t skip, int64_t n, const Value& value) {
-    multiply_add<TILE>(rows_.count, p_ + skip, value, split_.values, width_, width_, n, soon_);
+    multiply_add<TILE>(rows_.count, p_ + skip, value, split_.values, width_, width_, n, queue_);
   }
 
   // Keys become columns.
@@ -92,16 +92,16 @@ class Head {
           read_vector(keys[j + i], k_rows_ + i * k_.dim, k_.dim);
           rows[i] = k_rows_ + i * k_.dim;
         }
-        transpose_rows(rows, k_.dim, k_tile_ + j, TILE, [this] { soon_.fetch(PORTION); });
+        transpose_rows(rows, k_.dim, k_tile_ + j, TILE, [this] { queue_.fetch(PORTION); });
       } else {
-        transpose_rows(keys + j, k_.dim, k_tile_ + j, TILE, [this] { soon_.fetch(PORTION); });
+        transpose_rows(keys + j, k_.dim, k_tile_ + j, TILE, [this] { queue_.fetch(PORTION); });
       }
     }
   }
 
   // Scores of row r become weights under the row's top so far.
   void softmax(int64_t r) {
-    soon_.fetch(PORTION);
+    queue_.fetch(PORTION);
     float* p = p_ + r * TILE;
     Vec highest = load(p);
     for (int64_t j = W; j < TILE; j += W) highest = at::vec::clamp_min(load(p + j), highest);
@@ -130,25 +130,25 @@ class Head {
   // Nothing but what the row sees keeps its score.
   void hide(int64_t r, int64_t tile) {
     const int64_t query = rows_.position(r);
-    const Range latest = sight_.latest(query), kept = sight_.sinks_of(query);
+    const Range latest = mask_.latest(query), kept = mask_.sinks_of(query);
     for (int64_t j = 0; j < TILE; ++j)
       if (!latest.has(tile + j) && !kept.has(tile + j)) p_[r * TILE + j] = HIDDEN;
   }
 
   Plane<T> k_, v_;
-  Sight sight_;
+  Mask mask_;
   Scores scores_;
   QueryRows rows_;
-  int64_t width_;  // of a row of values: their dimension, padded to whole vectors
+  int64_t width_;   // of a row of values: their dimension, padded to whole vectors
   int64_t newest_;  // position of the last query
   Keys<T, TILE> keys_;
   static constexpr int PITCH = MAX_DIM + W;  // of queries: not a power of two, which would have them share cache lines
-  Soon soon_;
+  PrefetchQueue queue_;
   alignas(64) float q_[ROWS * PITCH];
   alignas(64) float k_tile_[MAX_DIM * TILE];
   alignas(64) float v_tile_[TILE * MAX_DIM];
   alignas(64) float k_rows_[W * MAX_DIM];
-  alignas(64) float p_[ROWS * TILE];  // scores, then weights
+  alignas(64) float p_[ROWS * TILE];     // scores, then weights
   alignas(64) float weights_[ROWS * W];  // their sums so far, lane by lane
   Sums<ROWS> split_;
 };

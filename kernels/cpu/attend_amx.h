@@ -32,10 +32,10 @@ class TiledHead {
   static constexpr int64_t ROWS = 128;  // query rows that go together
   static constexpr int64_t padded(int64_t dim) { return (dim + PAIRS - 1) / PAIRS * PAIRS; }
 
-  TiledHead(Plane<Kept> k, Plane<Kept> v, Sight sight, Scores scores, QueryRows rows)
-      : sight_(sight), scores_(scores), rows_(rows), k_dim_(k.dim), v_dim_(v.dim), width_(padded(v.dim)),
+  TiledHead(Plane<Kept> k, Plane<Kept> v, Mask mask, Scores scores, QueryRows rows)
+      : mask_(mask), scores_(scores), rows_(rows), k_dim_(k.dim), v_dim_(v.dim), width_(padded(v.dim)),
         chunks_(padded(k.dim) / PAIRS), newest_(rows.position(rows.count - 1)),
-        keys_(k, v, sight, rows.position(0), newest_) {
+        keys_(k, v, mask, rows.position(0), newest_) {
     for (int64_t r = 0; r < rows.count; ++r) position_[r] = rows.position(r);
   }
 
@@ -48,7 +48,7 @@ class TiledHead {
   // Behind this, somebody goes over other keys, from a split on: their first ones are fetched with the last of these.
   void follow(Plane<Kept> k, Plane<Kept> v, QueryRows rows, int64_t split) {
     if (rows_.count > L || rows.count > L) return;
-    next_.emplace(k, v, sight_, rows.position(0), rows.position(rows.count - 1));
+    next_.emplace(k, v, mask_, rows.position(0), rows.position(rows.count - 1));
     next_at_ = split * SPLIT;
   }
 
@@ -62,8 +62,8 @@ class TiledHead {
       std::fill_n(weights_, rows_.count * L, 0.f);
       std::fill_n(values_, rows_.count * width_, 0.f);
       for (int64_t tile = split * SPLIT; tile < (split + 1) * SPLIT && tile <= newest_; tile += TILE) {
-        const auto& found = keys_.step(tile + TILE, end * SPLIT, rows_.count > L ? nullptr : &soon_);
-        if (next_ && (tile + TILE > newest_ || tile + TILE == end * SPLIT)) next_->begin_soon(next_at_, soon_);
+        const auto& found = keys_.step(tile + TILE, end * SPLIT, rows_.count > L ? nullptr : &queue_);
+        if (next_ && (tile + TILE > newest_ || tile + TILE == end * SPLIT)) next_->begin(next_at_, queue_);
         if (!found.seen.empty()) attend_tile(tile, found);
       }
       for (int64_t r = 0; r < rows_.count; ++r) merge(r, sums);
@@ -71,13 +71,13 @@ class TiledHead {
   }
 
  private:
-  static constexpr int64_t L = TILE_ROWS;    // rows of a tile register, and numbers of float32 in one
-  static constexpr int64_t PAIRS = 2 * L;    // numbers of bfloat16 in a row
-  static constexpr int64_t SIZE = L * PAIRS; // and in all of it
-  static constexpr int64_t TILE = 64;        // positions
+  static constexpr int64_t L = TILE_ROWS;     // rows of a tile register, and numbers of float32 in one
+  static constexpr int64_t PAIRS = 2 * L;     // numbers of bfloat16 in a row
+  static constexpr int64_t SIZE = L * PAIRS;  // and in all of it
+  static constexpr int64_t TILE = 64;         // positions
   static constexpr int64_t N = TILE / L;
-  static constexpr float SLACK = 8.f;        // how far a score may be above its row's top: weights are then up to 2^8
-  static constexpr int64_t PORTION = 8;      // lines of the cache that are fetched at once
+  static constexpr float SLACK = 8.f;    // how far a score may be above its row's top: weights are then up to 2^8
+  static constexpr int64_t PORTION = 8;  // lines of the cache that are fetched at once
   static_assert(SPLIT % TILE == 0 && TILE % (4 * L) == 0 && ROWS % L == 0);
 
   // Numbers of a vector of `dim`, 32 of them from 32 c on; behind the last, zeros.
@@ -105,11 +105,11 @@ class TiledHead {
 
   // Of a tile, what spans all that 16 query rows see, and whether that is all of it for every row.
   Range seen_by(int64_t first, int64_t tile) const {
-    return sight_.seen(oldest(first), newest(first), {tile, tile + TILE});
+    return mask_.seen(oldest(first), newest(first), {tile, tile + TILE});
   }
 
   bool seen_whole(int64_t first, int64_t tile) const {
-    return sight_.latest(newest(first)).begin <= tile && tile + TILE <= oldest(first) + 1;
+    return mask_.latest(newest(first)).begin <= tile && tile + TILE <= oldest(first) + 1;
   }
 
   // Keys become columns of tiles, [TILE / 16][chunks][16 pairs of numbers][16 keys][2].
@@ -121,7 +121,7 @@ class TiledHead {
         transpose(block);
         Kept* to = k_ + (j / L * chunks_ + c) * SIZE;
         unroll<L>([&](auto i) { Vec(block[i]).store(to + i * PAIRS); });
-        soon_.fetch(2 * PORTION);
+        queue_.fetch(2 * PORTION);
       }
   }
 
@@ -137,7 +137,7 @@ class TiledHead {
           const __m512i first = numbers(values[j + 2 * i], c, dim), second = numbers(values[j + 2 * i + 1], c, dim);
           _mm512_store_si512(to + i * PAIRS, _mm512_mask_blend_epi16(ODD, first, _mm512_slli_epi32(second, 16)));
           _mm512_store_si512(to + SIZE + i * PAIRS, _mm512_mask_blend_epi16(ODD, _mm512_srli_epi32(first, 16), second));
-          soon_.fetch(1);
+          queue_.fetch(1);
         }
       }
   }
@@ -180,7 +180,7 @@ class TiledHead {
     const int64_t count = count_at(first);
     const bool whole = seen_whole(first, tile);
     for (int64_t r = 0; r < count; ++r) {
-      soon_.fetch(PORTION);
+      queue_.fetch(PORTION);
       Raw x[N];
       const float* s = s_ + r * TILE;
       unroll<N>([&](auto j) { x[j] = _mm512_load_ps(s + j * L); });
@@ -217,7 +217,7 @@ class TiledHead {
 
   // Nothing but what the row sees keeps its score.
   void hide(int64_t r, int64_t tile, Raw (&x)[N]) const {
-    const Range latest = sight_.latest(position_[r]), kept = sight_.sinks_of(position_[r]);
+    const Range latest = mask_.latest(position_[r]), kept = mask_.sinks_of(position_[r]);
     unroll<N>([&](auto j) {
       const __mmask16 seen = part_of(latest, tile + j * L) | part_of(kept, tile + j * L);
       x[j] = _mm512_mask_blend_ps(seen, _mm512_set1_ps(HIDDEN), x[j]);
@@ -252,14 +252,14 @@ class TiledHead {
     sums.merge(r, top_[r] * LN2, _mm512_reduce_add_ps(_mm512_load_ps(weights_ + r * L)), values, width_);
   }
 
-  Sight sight_;
+  Mask mask_;
   Scores scores_;
   QueryRows rows_;
   int64_t k_dim_, v_dim_, width_;  // width_: of a row of values, padded
   int64_t chunks_;                 // of 32 numbers of a key
   int64_t newest_;                 // position of the last query
   Keys<Kept, TILE> keys_;
-  Soon soon_;
+  PrefetchQueue queue_;
   std::optional<Keys<Kept, TILE>> next_;  // of whoever follows, and where they begin
   int64_t next_at_ = 0;
   alignas(64) Kept q_[ROWS * MAX_DIM];  // [rows / 16][chunks][16 rows][32]; rows behind the last are anything
@@ -269,7 +269,7 @@ class TiledHead {
   alignas(64) float s_[L * TILE];  // and scores
   alignas(64) float values_[ROWS * MAX_DIM];
   alignas(64) float weights_[ROWS * L];  // their sums so far, lane by lane
-  float top_[ROWS];                // of scores times log2(e)
+  float top_[ROWS];                      // of scores times log2(e)
   int64_t position_[ROWS];
 };
 

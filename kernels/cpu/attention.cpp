@@ -23,7 +23,8 @@ void write(const Memory& k_plane, const Memory& v_plane, const Rows& rows, int64
   const int64_t block = rows.blocks(row)[slot / rows.layout.block_size], at = slot % rows.layout.block_size;
   const auto into = [&](const Memory& plane, Heads<const char> x) {
     for (int64_t h = 0; h < plane.heads; ++h)
-      write_vector(x.at<T>(token, h), plane.head<KV>(h) + block * plane.block_stride + at * plane.vector_stride, plane.dim);
+      write_vector(x.at<T>(token, h), plane.head<KV>(h) + block * plane.block_stride + at * plane.vector_stride,
+                   plane.dim);
   };
   into(k_plane, k);
   into(v_plane, v);
@@ -36,7 +37,7 @@ int64_t partial_width(int64_t v_dim) {
 
 // The sums of a head's query rows become the output of its tokens; `sink_logits` have no value.
 template <int64_t ROWS, typename T>
-void finish(const Attending& a, const Part& part, Sums<ROWS>& sums, int64_t width) {
+void finish(const AttentionCall& a, const Part& part, Sums<ROWS>& sums, int64_t width) {
   for (int64_t r = 0; r < part.rows.count; ++r) {
     const int64_t token = a.rows.first(part.row) + part.rows.query(r), h = part.head * a.group + part.rows.head(r);
     if (a.sink_logits != nullptr) {
@@ -48,15 +49,16 @@ void finish(const Attending& a, const Part& part, Sums<ROWS>& sums, int64_t widt
 }
 
 template <typename Head, typename T>
-void item(const Attending& a, const Item& item, const Item* next) {
+void item(const AttentionCall& a, const Item& item, const Item* next) {
   using KV = typename Head::Kept;
   const auto& [part, begin, end, left] = item;
   const int64_t width = Head::padded(a.v.dim), stride = partial_width<Head>(a.v.dim);
   const auto plane = [&](const Memory& memory, const Part& of) {
-    return Plane<KV>{memory.head<KV>(of.head), memory.block_stride, memory.vector_stride, memory.dim,
-                     a.rows.blocks(of.row), a.rows.layout};
+    const auto blocks = a.rows.blocks(of.row);
+    return Plane<KV>{
+        memory.head<KV>(of.head), memory.block_stride, memory.vector_stride, memory.dim, blocks, a.rows.layout};
   };
-  Head head(plane(a.k, part), plane(a.v, part), a.plan.sight, a.scores, part.rows);
+  Head head(plane(a.k, part), plane(a.v, part), a.plan.mask, a.scores, part.rows);
   if constexpr (requires { &Head::follow; })
     if (next != nullptr) head.follow(plane(a.k, next->part), plane(a.v, next->part), next->part.rows, next->begin);
   for (int64_t r = 0; r < part.rows.count; ++r)
@@ -73,7 +75,7 @@ void item(const Attending& a, const Item& item, const Item* next) {
 }
 
 template <typename Head, typename T>
-void merge(const Attending& a, const Merge& merge) {
+void merge(const AttentionCall& a, const Merge& merge) {
   const auto& [part, splits, left] = merge;
   const int64_t width = Head::padded(a.v.dim), stride = partial_width<Head>(a.v.dim);
   Sums<Head::ROWS> sums;
@@ -86,16 +88,16 @@ void merge(const Attending& a, const Merge& merge) {
 }
 
 template <typename Head, typename T>
-How how_by() {
+AttentionKernels kernels_by() {
   return {Head::ROWS, partial_width<Head>, item<Head, T>, merge<Head, T>, write<T, typename Head::Kept>};
 }
 
 template <typename T, typename KV>
-How how_of() {
+AttentionKernels kernels_of() {
 #ifdef __AMX_BF16__
-  if constexpr (std::is_same_v<T, at::BFloat16> && std::is_same_v<KV, T>) return how_by<TiledHead, T>();
+  if constexpr (std::is_same_v<T, at::BFloat16> && std::is_same_v<KV, T>) return kernels_by<TiledHead, T>();
 #endif
-  return how_by<Head<KV>, T>();
+  return kernels_by<Head<KV>, T>();
 }
 
 }  // namespace
@@ -106,11 +108,11 @@ const Item* next_of(const Plan& plan, int64_t i) {
 
 // A chunk is shared among threads by queries, `most` of whose rows go together; a single query, which may have a long
 // text to itself, by splits.
-Plan plan(const Rows& rows, int64_t kv_heads, int64_t group, const Sight& sight, int64_t most) {
-  Plan work{.sight = sight};
+Plan plan(const Rows& rows, int64_t kv_heads, int64_t group, const Mask& mask, int64_t most) {
+  Plan work{.mask = mask};
   const auto add = [&](const Part& part, bool alone) {
     const int64_t oldest = part.rows.position(0), end = splits_before(part.rows.position(part.rows.count - 1) + 1);
-    const int64_t begin = sight.sinks_of(oldest).empty() ? sight.latest(oldest).begin / SPLIT : 0;
+    const int64_t begin = mask.sinks_of(oldest).empty() ? mask.latest(oldest).begin / SPLIT : 0;
     if (!alone || end - begin == 1) return work.items.push_back({part, begin, end, -1});
     work.merges.push_back({part, end - begin, work.partials});
     for (int64_t split = begin; split < end; ++split, work.partials += part.rows.count)
@@ -126,15 +128,15 @@ Plan plan(const Rows& rows, int64_t kv_heads, int64_t group, const Sight& sight,
   return work;
 }
 
-How how(at::ScalarType q, at::ScalarType kept) {
-  How found{};
+AttentionKernels attention_kernels(at::ScalarType q, at::ScalarType kept) {
+  AttentionKernels found{};
   with_type(q, [&](auto of_q) {
-    with_kept_type(kept, [&](auto of_k) { found = how_of<decltype(of_q), decltype(of_k)>(); });
+    with_kept_type(kept, [&](auto of_k) { found = kernels_of<decltype(of_q), decltype(of_k)>(); });
   });
   return found;
 }
 
-Sight sight_of(int64_t model_window, int64_t window, int64_t sinks) {
+Mask mask_of(int64_t model_window, int64_t window, int64_t sinks) {
   return {std::min(model_window, window), model_window, window < model_window ? sinks : 0};
 }
 
@@ -149,12 +151,13 @@ void write_kv(const Tensor& k_plane, const Tensor& v_plane, const Tensor& k, con
               const Tensor& row_seat, const Tensor& q_start, const Tensor& start, int64_t block_size, int64_t sinks,
               int64_t ring) {
   const Rows rows(table, row_seat, q_start, start, {block_size, sinks, ring});
-  const auto write = how(k.scalar_type(), k_plane.scalar_type()).write;
+  const auto write = attention_kernels(k.scalar_type(), k_plane.scalar_type()).write;
   const Memory keys(k_plane), values(v_plane);
   for (int64_t row = 0; row < rows.count; ++row) {
     if (rows.idle(row)) continue;
     over_rows(rows.tokens(row), k.size(1) * k.size(2), [&](int64_t begin, int64_t end) {
-      for (int64_t i = begin; i < end; ++i) write(keys, values, rows, row, i, heads<const char>(k), heads<const char>(v));
+      for (int64_t i = begin; i < end; ++i)
+        write(keys, values, rows, row, i, heads<const char>(k), heads<const char>(v));
     });
   }
 }
@@ -164,13 +167,13 @@ void attend(const Tensor& out, const Tensor& q, const Tensor& k, const Tensor& v
             int64_t ring, int64_t model_window, int64_t window, double scale, double softcap,
             const std::optional<Tensor>& sink_logits) {
   const Rows rows(table, row_seat, q_start, start, {block_size, sinks, ring});
-  const Sight sight = sight_of(model_window, window, sinks);
-  const How by = how(q.scalar_type(), k.scalar_type());
+  const Mask mask = mask_of(model_window, window, sinks);
+  const AttentionKernels by = attention_kernels(q.scalar_type(), k.scalar_type());
   const int64_t group = q.size(1) / k.size(1);
   TORCH_CHECK(std::max(q.size(2), out.size(2)) <= MAX_DIM, "heads wider than ", MAX_DIM);
-  const Plan work = plan(rows, k.size(1), group, sight, by.rows);
+  const Plan work = plan(rows, k.size(1), group, mask, by.rows);
   const Tensor partials = at::empty({work.partials, by.width(v.size(3))}, at::kFloat);
-  const Attending attending{
+  const AttentionCall call{
       .rows = rows,
       .plan = work,
       .k = Memory(k),
@@ -183,8 +186,8 @@ void attend(const Tensor& out, const Tensor& q, const Tensor& k, const Tensor& v
       .partials = partials.data_ptr<float>(),
   };
   Team::run(work.items.size(), [&](Team& team, Member member) {
-    team.share(member, work.items.size(), [&](int64_t i) { by.item(attending, work.items[i], next_of(work, i)); });
-    team.share(member, work.merges.size(), [&](int64_t i) { by.merge(attending, work.merges[i]); });
+    team.share(member, work.items.size(), [&](int64_t i) { by.item(call, work.items[i], next_of(work, i)); });
+    team.share(member, work.merges.size(), [&](int64_t i) { by.merge(call, work.merges[i]); });
   });
 }
 

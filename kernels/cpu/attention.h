@@ -13,7 +13,8 @@ namespace kvmux {
 // The rows of a step, and where each lies: `kernels.ops.Slots`.
 class Rows {
  public:
-  Rows(const at::Tensor& table, const at::Tensor& row_seat, const at::Tensor& q_start, const at::Tensor& start, Layout layout)
+  Rows(const at::Tensor& table, const at::Tensor& row_seat, const at::Tensor& q_start, const at::Tensor& start,
+       Layout layout)
       : count(start.numel()), layout(layout), table_(table.const_data_ptr<int32_t>()), width_(table.stride(0)),
         seats_(row_seat.const_data_ptr<int32_t>()), first_(q_start.const_data_ptr<int32_t>()),
         starts_(start.const_data_ptr<int32_t>()) {}
@@ -37,7 +38,8 @@ class Rows {
 struct Memory {
   explicit Memory(const at::Tensor& plane)
       : numbers(static_cast<char*>(plane.mutable_data_ptr())), type(plane.scalar_type()), heads(plane.size(1)),
-        dim(plane.size(3)), block_stride(plane.stride(0)), head_stride(plane.stride(1)), vector_stride(plane.stride(2)) {}
+        dim(plane.size(3)), block_stride(plane.stride(0)), head_stride(plane.stride(1)),
+        vector_stride(plane.stride(2)) {}
 
   template <typename T>
   T* head(int64_t h) const {
@@ -82,14 +84,14 @@ struct Merge {
 
 // What a layer's attention over some rows consists of; layers that see alike share one.
 struct Plan {
-  Sight sight;
+  Mask mask;
   std::vector<Item> items;
   std::vector<Merge> merges;
   int64_t partials = 0;
 };
 
 // Attention of one layer over the rows of one strategy. Items are worked on in any order, and then merges.
-struct Attending {
+struct AttentionCall {
   const Rows& rows;
   const Plan& plan;
   Memory k, v;
@@ -98,23 +100,24 @@ struct Attending {
   int64_t group;             // query heads of a KV head
   Heads<const char> q;
   Heads<char> out;
-  float* partials;  // of the plan, each as wide as How::width says
+  float* partials;  // of the plan, each as wide as AttentionKernels::width says
 };
 
 // How that is computed with queries of one type over keys kept in another.
-struct How {
-  int64_t rows;                    // of a part, at most
-  int64_t (*width)(int64_t v_dim); // numbers of a partial sum
-  void (*item)(const Attending&, const Item&, const Item* next);  // the next is what this thread goes on with, or null
-  void (*merge)(const Attending&, const Merge&);
+struct AttentionKernels {
+  int64_t rows;                     // of a part, at most
+  int64_t (*width)(int64_t v_dim);  // numbers of a partial sum
+  // The next is what this thread goes on with, or null.
+  void (*item)(const AttentionCall&, const Item&, const Item* next);
+  void (*merge)(const AttentionCall&, const Merge&);
   // A row's token `i` of k and v into its slot.
   void (*write)(const Memory& k_plane, const Memory& v_plane, const Rows&, int64_t row, int64_t i, Heads<const char> k,
                 Heads<const char> v);
 };
 
-How how(at::ScalarType q, at::ScalarType kept);  // throws if there is no kernel
-Plan plan(const Rows& rows, int64_t kv_heads, int64_t group, const Sight& sight, int64_t most);
+AttentionKernels attention_kernels(at::ScalarType q, at::ScalarType kept);  // throws if there is no kernel
+Plan plan(const Rows& rows, int64_t kv_heads, int64_t group, const Mask& mask, int64_t most);
 const Item* next_of(const Plan& plan, int64_t i);  // null: there is none
-Sight sight_of(int64_t model_window, int64_t window, int64_t sinks);
+Mask mask_of(int64_t model_window, int64_t window, int64_t sinks);
 
 }  // namespace kvmux

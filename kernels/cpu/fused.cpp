@@ -14,10 +14,11 @@ using at::TensorList;
 using Maybe = std::optional<Tensor>;
 
 // x [N, d] and what is still to be added to it -> their sum; q [N, heads, dim], k and v, turned where there are tables.
-std::tuple<Tensor, Tensor, Tensor, Tensor> enter_attention(
-    const Tensor& x, const Maybe& added, const Tensor& norm, double eps, TensorList qkv, IntArrayRef format,
-    const Maybe& bias, const Maybe& q_norm, const Maybe& k_norm, const Maybe& cos, const Maybe& sin,
-    const Tensor& positions, int64_t q_heads, int64_t kv_heads) {
+std::tuple<Tensor, Tensor, Tensor, Tensor> enter_attention(const Tensor& x, const Maybe& added, const Tensor& norm,
+                                                           double eps, TensorList qkv, IntArrayRef format,
+                                                           const Maybe& bias, const Maybe& q_norm, const Maybe& k_norm,
+                                                           const Maybe& cos, const Maybe& sin, const Tensor& positions,
+                                                           int64_t q_heads, int64_t kv_heads) {
   const auto [sum, normed] = added ? add_rms_norm(x, *added, norm, eps) : std::tuple(x.clone(), rms_norm(x, norm, eps));
   const Tensor all = linear(normed, PackedWeight(qkv, format), bias);
   const int64_t rows = all.size(0), dim = all.size(1) / (q_heads + 2 * kv_heads);
@@ -36,16 +37,14 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> enter_attention(
 }
 
 // x [N, d] and what attention found [N, heads * dim] -> their sum after the projection, and its norm.
-std::tuple<Tensor, Tensor> leave_attention(
-    const Tensor& x, const Tensor& mixed, TensorList o, IntArrayRef format, const Maybe& bias, const Maybe& post_norm,
-    const Tensor& norm, double eps) {
+std::tuple<Tensor, Tensor> leave_attention(const Tensor& x, const Tensor& mixed, TensorList o, IntArrayRef format,
+                                           const Maybe& bias, const Maybe& post_norm, const Tensor& norm, double eps) {
   const Tensor projected = linear(mixed, PackedWeight(o, format), bias);
   return add_rms_norm(x, post_norm ? rms_norm(projected, *post_norm, eps) : projected, norm, eps);
 }
 
-Tensor feed_forward(
-    const Tensor& h, TensorList gate_up, IntArrayRef gate_up_format, const Maybe& gate_up_bias, TensorList down,
-    IntArrayRef down_format, const Maybe& down_bias) {
+Tensor feed_forward(const Tensor& h, TensorList gate_up, IntArrayRef gate_up_format, const Maybe& gate_up_bias,
+                    TensorList down, IntArrayRef down_format, const Maybe& down_bias) {
   const Tensor gated = silu_mul(linear(h, PackedWeight(gate_up, gate_up_format), gate_up_bias));
   return linear(gated, PackedWeight(down, down_format), down_bias);
 }

@@ -24,8 +24,8 @@ template <typename T, int64_t TILE>
 class Keys {
  public:
   // Those that queries at positions oldest .. newest see.
-  Keys(Plane<T> k, Plane<T> v, Sight sight, int64_t oldest, int64_t newest)
-      : k_(k), v_(v), sight_(sight), oldest_(oldest), newest_(newest) {}
+  Keys(Plane<T> k, Plane<T> v, Mask mask, int64_t oldest, int64_t newest)
+      : k_(k), v_(v), mask_(mask), oldest_(oldest), newest_(newest) {}
 
   // Keys and values of TILE positions. `seen` spans all that any row sees; what lies between the sinks and the window
   // is read with it, and hidden. Outside `seen` nothing is read: a key that is seen stands for it.
@@ -37,30 +37,30 @@ class Keys {
   void begin(int64_t tile) { find(tile, tiles_[0]); }
 
   // What whoever begins at `tile` will read first is to be fetched.
-  void begin_soon(int64_t tile, Soon& soon) {
+  void begin(int64_t tile, PrefetchQueue& queue) {
     begin(tile);
-    want(tiles_[0], soon);
+    want(tiles_[0], queue);
   }
 
-  // The tile that was to be next; behind it comes the one at position `next`, if that is before `end`: `soon`, if any, is
+  // The tile that was to be next; behind it comes the one at position `next`, if that is before `end`: `queue`, if any, is
   // to fetch it. Whoever has many query rows waits for products, not for the memory.
-  const Tile& step(int64_t next, int64_t end, Soon* soon) {
+  const Tile& step(int64_t next, int64_t end, PrefetchQueue* queue) {
     const Tile& tile = tiles_[at_];
     at_ = 1 - at_;
-    if (soon != nullptr) soon->clear();
+    if (queue != nullptr) queue->clear();
     if (next < end) {
       find(next, tiles_[at_]);
-      if (soon != nullptr) want(tiles_[at_], *soon);
+      if (queue != nullptr) want(tiles_[at_], *queue);
     }
     return tile;
   }
 
   // Whether every row sees all of the tile.
-  bool seen_whole(int64_t tile) const { return sight_.latest(newest_).begin <= tile && tile + TILE <= oldest_ + 1; }
+  bool seen_whole(int64_t tile) const { return mask_.latest(newest_).begin <= tile && tile + TILE <= oldest_ + 1; }
 
  private:
   void find(int64_t tile, Tile& found) const {
-    const Range seen = found.seen = sight_.seen(oldest_, newest_, {tile, tile + TILE});
+    const Range seen = found.seen = mask_.seen(oldest_, newest_, {tile, tile + TILE});
     for (int64_t p = seen.begin, n; p < seen.end; p += n) {
       n = k_.layout.run(p, seen.end);
       const T *k = k_.at(p), *v = v_.at(p);
@@ -78,16 +78,16 @@ class Keys {
   }
 
   // To be fetched while the tile before it is computed.
-  void want(const Tile& tile, Soon& soon) const {
+  void want(const Tile& tile, PrefetchQueue& queue) const {
     for (int64_t p = tile.seen.begin, n; p < tile.seen.end; p += n) {
       n = k_.layout.run(p, tile.seen.end);
-      soon.add(tile.k[p % TILE], n * k_.vector_stride * sizeof(T));
-      soon.add(tile.v[p % TILE], n * v_.vector_stride * sizeof(T));
+      queue.add(tile.k[p % TILE], n * k_.vector_stride * sizeof(T));
+      queue.add(tile.v[p % TILE], n * v_.vector_stride * sizeof(T));
     }
   }
 
   Plane<T> k_, v_;
-  Sight sight_;
+  Mask mask_;
   int64_t oldest_, newest_;
   Tile tiles_[2];   // that which is computed and the next, by turns
   int64_t at_ = 0;  // the next

@@ -1,10 +1,11 @@
 // Norms, rotation and gates as torch sees them. Like every source here, compiled for each instruction set and registered
 // under a name of its own for it (KVMUX_LIBRARY; see setup.py).
+#include "layers.h"
+
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>
 #include <torch/library.h>
 
-#include "layers.h"
 #include "operations.h"
 #include "sharing.h"
 
@@ -93,8 +94,8 @@ Tensor silu_mul(const Tensor& gate_up) {
 
 TORCH_LIBRARY_FRAGMENT(KVMUX_LIBRARY, library) {
   library.def("rms_norm(Tensor x, Tensor weight, float eps) -> Tensor", &kvmux::rms_norm);
-  library.def(
-      "add_rms_norm(Tensor x, Tensor delta, Tensor weight, float eps) -> (Tensor, Tensor)", &kvmux::add_rms_norm);
+  library.def("add_rms_norm(Tensor x, Tensor delta, Tensor weight, float eps) -> (Tensor, Tensor)",
+              &kvmux::add_rms_norm);
   library.def("rope(Tensor x, Tensor cos, Tensor sin, Tensor positions) -> Tensor", &kvmux::rope);
   library.def("silu_mul(Tensor gate_up) -> Tensor", &kvmux::silu_mul);
 }

@@ -24,7 +24,8 @@ template <typename T>
 using ProductOf = VectorProduct<T>;
 #endif
 
-constexpr int64_t MANY = 3;  // blocks for each thread, so that one more or less of them costs less than reading half blocks
+// Blocks for each thread: so many that one more or less of them costs less than reading half blocks.
+constexpr int64_t MANY = 3;
 
 // Sums of panels begin .. end - 1.
 template <typename Product>
@@ -50,7 +51,8 @@ int64_t sums_of(int64_t height) { return together(height) * height * PANEL; }
 template <typename Product>
 int64_t pieces(const Product& product, int64_t panels, int64_t most, int64_t threads) {
   const int64_t blocks = panels / PANELS;
-  if (product.chunk() == product.tiles()) return blocks < MANY * threads && blocks % threads != 0 ? panels / PAIR : blocks;
+  if (product.chunk() == product.tiles())
+    return blocks < MANY * threads && blocks % threads != 0 ? panels / PAIR : blocks;
   const int64_t rounds = (panels + most * threads - 1) / (most * threads);
   return std::min(panels / PAIR, rounds * threads);
 }
@@ -86,7 +88,8 @@ class FloatMultiplier : public Multiplier {
     const Product entered = product(room, rows);
     for (int64_t row = first; row < last; ++row, from += PART) entered.enter(from, row, column, PART);
   }
-  void multiply(Team& team, Member member, char* room, int64_t rows, float* sums, int64_t twin, const Put& put) const override {
+  void multiply(Team& team, Member member, char* room, int64_t rows, float* sums, int64_t twin,
+                const Put& put) const override {
     multiply_panels(team, member, product(room, rows), blocks_of(outputs) * PANELS, sums, twin, put);
   }
 
@@ -113,7 +116,8 @@ class WholeMultiplier : public Multiplier {
   void enter(char* room, int64_t rows, const void* x, int64_t row) const override {
     product(room, rows).enter(static_cast<const X*>(x), row);
   }
-  void multiply(Team& team, Member member, char* room, int64_t rows, float* sums, int64_t twin, const Put& put) const override {
+  void multiply(Team& team, Member member, char* room, int64_t rows, float* sums, int64_t twin,
+                const Put& put) const override {
     multiply_panels(team, member, product(room, rows), blocks_of(outputs) * PANELS, sums, twin, put);
   }
 
@@ -126,8 +130,8 @@ class WholeMultiplier : public Multiplier {
 
   Product product(char* room, int64_t rows) const {
     char* const scales = room + numbers(rows);
-    return {w_, {reinterpret_cast<int8_t*>(room), reinterpret_cast<float*>(scales),
-                 reinterpret_cast<int32_t*>(scales + factors(rows))}, rows, width};
+    auto* const sums = reinterpret_cast<int32_t*>(scales + factors(rows));
+    return {w_, {reinterpret_cast<int8_t*>(room), reinterpret_cast<float*>(scales), sums}, rows, width};
   }
 
   const WholeWeight<S> w_;
@@ -200,8 +204,9 @@ Tensor padded_bias(const std::optional<Tensor>& bias, int64_t outputs) {
 }  // namespace kvmux
 
 TORCH_LIBRARY_FRAGMENT(KVMUX_LIBRARY, library) {
-  library.def("linear(Tensor x, Tensor[] weight, int[] format, Tensor? bias) -> Tensor",
-              [](const at::Tensor& x, at::TensorList weight, at::IntArrayRef format, const std::optional<at::Tensor>& bias) {
-                return kvmux::linear(x, kvmux::PackedWeight(weight, format), bias);
-              });
+  library.def(
+      "linear(Tensor x, Tensor[] weight, int[] format, Tensor? bias) -> Tensor",
+      [](const at::Tensor& x, at::TensorList weight, at::IntArrayRef format, const std::optional<at::Tensor>& bias) {
+        return kvmux::linear(x, kvmux::PackedWeight(weight, format), bias);
+      });
 }

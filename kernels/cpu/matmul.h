@@ -10,7 +10,7 @@
 
 namespace kvmux {
 
-constexpr int ROWS = 8;                      // of a block
+constexpr int ROWS = 8;  // of a block
 
 // Columns of a block of R rows, in vectors: what the registers hold besides a row of b and a factor.
 template <int R>
@@ -19,10 +19,11 @@ constexpr int columns() {
   return room >= 4 ? 4 : room >= 2 ? 2 : 1;
 }
 
-// `row(k)` points to row k of b. One line of `soon` is fetched at each step.
+// `row(k)` points to row k of b. One line of `queue` is fetched at each step.
 template <int LDA, int R, int C, typename Row>
-inline void multiply_block(const float* a, const Row& row, int64_t n, float* c, int64_t ldc, int64_t K, Soon& soon) {
-  const char* const* lines = soon.next(K);
+inline void multiply_block(const float* a, const Row& row, int64_t n, float* c, int64_t ldc, int64_t K,
+                           PrefetchQueue& queue) {
+  const char* const* lines = queue.next(K);
   Raw sum[R][C];
   unroll<R>([&](auto r) { unroll<C>([&](auto v) { sum[r][v] = load(c + r * ldc + n + v * W); }); });
   for (int64_t k = 0; k < K; ++k) {
@@ -39,19 +40,19 @@ inline void multiply_block(const float* a, const Row& row, int64_t n, float* c, 
 }
 
 template <int LDA, int R, int C, typename Row>
-inline void multiply_rows(
-    const float* a, const Row& row, float* c, int64_t ldc, int64_t from, int64_t N, int64_t K, Soon& soon) {
+inline void multiply_rows(const float* a, const Row& row, float* c, int64_t ldc, int64_t from, int64_t N, int64_t K,
+                          PrefetchQueue& queue) {
   int64_t n = from;
-  for (; n + C * W <= N; n += C * W) multiply_block<LDA, R, C>(a, row, n, c, ldc, K, soon);
-  if constexpr (C > 1) multiply_rows<LDA, R, C / 2>(a, row, c, ldc, n, N, K, soon);
+  for (; n + C * W <= N; n += C * W) multiply_block<LDA, R, C>(a, row, n, c, ldc, K, queue);
+  if constexpr (C > 1) multiply_rows<LDA, R, C / 2>(a, row, c, ldc, n, N, K, queue);
 }
 
 // Rows of a lie LDA numbers apart: a constant, so that one register addresses all of them.
 template <int LDA, typename Row>
-inline void multiply_add(
-    int64_t M, const float* a, const Row& row, float* c, int64_t ldc, int64_t N, int64_t K, Soon& soon) {
+inline void multiply_add(int64_t M, const float* a, const Row& row, float* c, int64_t ldc, int64_t N, int64_t K,
+                         PrefetchQueue& queue) {
   const auto rows = [&](auto r) {
-    multiply_rows<LDA, r, columns<r>()>(a, row, c, ldc, 0, N, K, soon);
+    multiply_rows<LDA, r, columns<r>()>(a, row, c, ldc, 0, N, K, queue);
     a += r * LDA;
     c += r * ldc;
   };

@@ -19,13 +19,14 @@ struct PackedWeight {
   int64_t outputs, width, bits, group;
 };
 
-int64_t packed_numbers(int64_t outputs, int64_t width, at::ScalarType type);  // of a whole packed weight; bytes: of 8 bits
+// Of a whole packed weight; bytes: of 8 bits.
+int64_t packed_numbers(int64_t outputs, int64_t width, at::ScalarType type);
 // The bias, if there is one, as float32 with zeros behind it, for whole blocks.
 at::Tensor padded_bias(const std::optional<at::Tensor>& bias, int64_t outputs);
 at::Tensor linear(const at::Tensor& x, const PackedWeight& weight, const std::optional<at::Tensor>& bias);
 at::Tensor rms_norm(const at::Tensor& x, const at::Tensor& weight, double eps);
-std::tuple<at::Tensor, at::Tensor> add_rms_norm(
-    const at::Tensor& x, const at::Tensor& delta, const at::Tensor& weight, double eps);
+std::tuple<at::Tensor, at::Tensor> add_rms_norm(const at::Tensor& x, const at::Tensor& delta, const at::Tensor& weight,
+                                                double eps);
 at::Tensor rope(const at::Tensor& x, const at::Tensor& cos, const at::Tensor& sin, const at::Tensor& positions);
 at::Tensor silu_mul(const at::Tensor& gate_up);
 

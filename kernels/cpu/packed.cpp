@@ -1,11 +1,12 @@
 // How weights are packed, and found again, as torch sees it.
+#include "packed.h"
+
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/bitwise_xor.h>
 #include <ATen/ops/empty.h>
 #include <torch/library.h>
 
 #include "operations.h"
-#include "packed.h"
 #include "sharing.h"
 #include "vector.h"
 
@@ -128,7 +129,8 @@ Tensor packed_rows(at::TensorList parts, at::IntArrayRef format, const Tensor& w
   TORCH_CHECK(which.dim() == 1 && which.is_contiguous() && which.scalar_type() == at::kLong, "which rows?");
   const int64_t* rows = which.const_data_ptr<int64_t>();
   const int64_t count = which.numel();
-  for (int64_t n = 0; n < count; ++n) TORCH_CHECK(0 <= rows[n] && rows[n] < weight.outputs, "there is no row ", rows[n]);
+  for (int64_t n = 0; n < count; ++n)
+    TORCH_CHECK(0 <= rows[n] && rows[n] < weight.outputs, "there is no row ", rows[n]);
   if (weight.bits == 0) {
     const Tensor found = at::empty({count, weight.width}, weight.numbers.options());
     with_type(weight.numbers.scalar_type(),

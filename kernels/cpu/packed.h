@@ -21,9 +21,9 @@
 
 namespace kvmux {
 
-constexpr int64_t PANEL = 16;   // outputs
-constexpr int64_t PANELS = 4;   // of a block
-constexpr int64_t PAIR = 2;     // panels: the least that is worked on at a time
+constexpr int64_t PANEL = 16;  // outputs
+constexpr int64_t PANELS = 4;  // of a block
+constexpr int64_t PAIR = 2;    // panels: the least that is worked on at a time
 constexpr int64_t BLOCK = PANEL * PANELS;
 constexpr int64_t TILE_SIZE = 1024;  // bytes of numbers that are no shorter than one
 
@@ -38,9 +38,8 @@ struct Packing {
   static constexpr int64_t panel(int64_t n, int64_t k) {  // where its first tile begins
     return (n / PANELS * tiles(k) * PANELS + n % PANELS) * TILE;
   }
-  static constexpr int64_t column(int64_t i) {  // from there to where column i of the first output lies, S of them together
-    return i / DEPTH * PANELS * TILE + i % DEPTH / S * PANEL * S;
-  }
+  // From there to where column i of the first output lies, S of them together.
+  static constexpr int64_t column(int64_t i) { return i / DEPTH * PANELS * TILE + i % DEPTH / S * PANEL * S; }
 };
 
 constexpr int64_t blocks_of(int64_t outputs) { return (outputs + BLOCK - 1) / BLOCK; }
@@ -55,7 +54,8 @@ inline void pack_block(const T* from, int64_t apart, int64_t outputs, int64_t k,
       const T* row = from + output * apart + column;
       T* to = block + output / PANEL * P::TILE + output % PANEL * P::S;
       const int64_t count = std::min(P::DEPTH, k - column), whole = count / P::S * P::S;
-      for (int64_t i = 0; i < whole; i += P::S) std::memcpy(static_cast<void*>(to + i * PANEL), row + i, P::S * sizeof(T));
+      for (int64_t i = 0; i < whole; i += P::S)
+        std::memcpy(static_cast<void*>(to + i * PANEL), row + i, P::S * sizeof(T));
       for (int64_t i = whole; i < count; ++i) to[whole * PANEL + i - whole] = row[i];
     }
 }

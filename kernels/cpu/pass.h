@@ -33,7 +33,8 @@ struct Projection {
 // One layer's weights.
 struct Layer {
   Projection qkv, o, gate_up, down;
-  at::Tensor norm, q_norm, k_norm, cos, sin, post_norm, next_norm, feed_norm, sink_logits;  // undefined: the model has none
+  // Undefined: the model has none.
+  at::Tensor norm, q_norm, k_norm, cos, sin, post_norm, next_norm, feed_norm, sink_logits;
   int64_t q_heads, kv_heads, head_dim, model_window;
   float eps;
   Scores scores;
@@ -51,7 +52,7 @@ struct Slice {
 
   Rows rows;
   const std::vector<Memory>&k, &v;  // of all layers
-  How how;
+  AttentionKernels kernels;
   int64_t begin;                // number of its first token in the step
   std::vector<int64_t> row_of;  // its tokens
   std::vector<Plan> plans;      // one for each kind of layer
@@ -61,9 +62,8 @@ struct Slice {
 // The norm of a row; its weight may be of another type than the row.
 template <typename X>
 void norm_row(const X* x, const at::Tensor& weight, float eps, X* y, int64_t n) {
-  with_type(weight.scalar_type(), [&](auto of_weight) {
-    rms_norm_row(x, weight.const_data_ptr<decltype(of_weight)>(), eps, y, n);
-  });
+  with_type(weight.scalar_type(),
+            [&](auto of_weight) { rms_norm_row(x, weight.const_data_ptr<decltype(of_weight)>(), eps, y, n); });
 }
 
 // What a step keeps between its phases.
@@ -127,7 +127,7 @@ class Pass {
     for (const Slice& slice : slices_) {
       int64_t most = 0;
       for (const Plan& plan : slice.plans) most = std::max(most, plan.partials);
-      partials += most * slice.how.width(MAX_DIM);
+      partials += most * slice.kernels.width(MAX_DIM);
     }
     b_.line = std::max(width, gated);
     const int64_t threads = Team::most();
@@ -184,10 +184,11 @@ class Pass {
 
   void keep(size_t i, int64_t token, const X* k, const X* v) const {
     const Slice& slice = slice_of(token);
-    const int64_t own = token - slice.begin, row = slice.row_of[own], first = slice.rows.first(row), dim = layers_[i].head_dim;
+    const int64_t own = token - slice.begin, row = slice.row_of[own], first = slice.rows.first(row),
+                  dim = layers_[i].head_dim;
     if (slice.rows.idle(row)) return;
     const auto heads = [&](const X* x) { return Heads<const char>{reinterpret_cast<const char*>(x), 0, dim}; };
-    slice.how.write(slice.k[i], slice.v[i], slice.rows, row, own - first, heads(k), heads(v));
+    slice.kernels.write(slice.k[i], slice.v[i], slice.rows, row, own - first, heads(k), heads(v));
   }
 
   const Slice& slice_of(int64_t token) const {
@@ -207,12 +208,12 @@ class Pass {
     team.share(member, items, [&](int64_t n) {
       const Slice& slice = find(i, n, &Plan::items);
       const Plan& plan = slice.plan(i);
-      slice.how.item(attending(slice, i), plan.items[n], next_of(plan, n));
+      slice.kernels.item(call(slice, i), plan.items[n], next_of(plan, n));
     });
     if (merges == 0) return;
     team.share(member, merges, [&](int64_t n) {
       const Slice& slice = find(i, n, &Plan::merges);
-      slice.how.merge(attending(slice, i), slice.plan(i).merges[n]);
+      slice.kernels.merge(call(slice, i), slice.plan(i).merges[n]);
     });
   }
 
@@ -224,12 +225,12 @@ class Pass {
     return slices_[s];
   }
 
-  Attending attending(const Slice& slice, size_t i) const {
+  AttentionCall call(const Slice& slice, size_t i) const {
     const Layer& l = layers_[i];
     const int64_t width = l.heads() * l.head_dim, out = l.q_heads * l.head_dim;
     float* partials = b_.partials;
     for (const Slice* before = slices_.data(); before != &slice; ++before)
-      partials += before->plan(i).partials * before->how.width(l.head_dim);
+      partials += before->plan(i).partials * before->kernels.width(l.head_dim);
     return {
         .rows = slice.rows,
         .plan = slice.plan(i),

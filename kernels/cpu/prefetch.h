@@ -8,7 +8,7 @@ namespace kvmux {
 
 // Lines of the cache that are wanted soon. The memory delivers them one after the other, so they are asked for in small
 // portions, spread over what is computed meanwhile.
-class Soon {
+class PrefetchQueue {
  public:
   static constexpr int64_t MOST = 1024;  // lines
   static constexpr int64_t STEPS = 256;  // of a product, which may ask for more than there are

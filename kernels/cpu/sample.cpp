@@ -1,9 +1,10 @@
 // Drawing tokens, as torch sees it. Rows are shared among threads.
+#include "sample.h"
+
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>
 #include <torch/library.h>
 
-#include "sample.h"
 #include "sharing.h"
 #include "team.h"
 

@@ -16,7 +16,7 @@
 
 namespace kvmux {
 
-constexpr int64_t NO_TOKEN = -1;  // where the logits are no numbers
+constexpr int64_t NO_TOKEN = -1;   // where the logits are no numbers
 constexpr int64_t STRETCH = 1024;  // weights that are summed in float32; their sums in float64
 constexpr int64_t FEW_LEFT = 256;  // that are sorted
 constexpr float COLDEST = 1e-30f;  // temperature; float32 could not divide by much less
@@ -191,7 +191,7 @@ class Candidates {
     keep_from(least);
   }
 
-  std::unique_ptr<float[]> weights_;  // [n]
+  std::unique_ptr<float[]> weights_;   // [n]
   std::unique_ptr<int32_t[]> tokens_;  // [n]
   int64_t n_;
 };

@@ -74,7 +74,7 @@ struct Range {
 };
 
 // What a query at a position sees: the latest `reach` positions, itself included, and the sinks within `model_reach`.
-struct Sight {
+struct Mask {
   int64_t reach, model_reach, sinks;
 
   Range latest(int64_t query) const { return {std::max<int64_t>(0, query - reach + 1), query + 1}; }

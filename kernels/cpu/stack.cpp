@@ -87,7 +87,8 @@ void Layers::add(const c10::Dict<std::string, Tensor>& tensors, const std::vecto
   TORCH_CHECK(l.qkv.weight->outputs == l.heads() * l.head_dim && l.o.weight->width == l.q_heads * l.head_dim,
               "heads and projections do not fit");
   TORCH_CHECK(l.gate_up.weight->outputs == 2 * l.down.weight->width && l.down.weight->outputs == l.width() &&
-              l.o.weight->outputs == l.width() && l.qkv.weight->width == l.width() && l.gate_up.weight->width == l.width(),
+                  l.o.weight->outputs == l.width() && l.qkv.weight->width == l.width() &&
+                  l.gate_up.weight->width == l.width(),
               "the layer's weights do not fit");
   layers_.push_back(std::move(l));
 }
@@ -98,7 +99,7 @@ Slice Layers::slice(const Planes& planes, const Tensor* at, const int64_t* numbe
       .rows = {at[0], at[1], at[2], at[3], layout},
       .k = planes.k,
       .v = planes.v,
-      .how = how(type_, planes.k[0].type),
+      .kernels = attention_kernels(type_, planes.k[0].type),
       .begin = numbers[FIRST_TOKEN],
   };
   for (int64_t row = 0; row < s.rows.count; ++row) s.row_of.insert(s.row_of.end(), s.rows.tokens(row), row);
@@ -108,15 +109,16 @@ Slice Layers::slice(const Planes& planes, const Tensor* at, const int64_t* numbe
     while (same < i && !l.sees_like(layers_[same])) ++same;
     s.plan_of.push_back(same < i ? s.plan_of[same] : s.plans.size());
     if (same < i) continue;
-    const Sight sight = sight_of(l.model_window, numbers[REACH], layout.sinks);
-    s.plans.push_back(plan(s.rows, l.kv_heads, l.q_heads / l.kv_heads, sight, s.how.rows));
+    const Mask mask = mask_of(l.model_window, numbers[REACH], layout.sinks);
+    s.plans.push_back(plan(s.rows, l.kv_heads, l.q_heads / l.kv_heads, mask, s.kernels.rows));
   }
   return s;
 }
 
 Tensor Layers::run(const Tensor& x, const Tensor& positions, const std::vector<c10::intrusive_ptr<Planes>>& planes,
                    const std::vector<Tensor>& addresses, const std::vector<int64_t>& numbers) {
-  TORCH_CHECK(x.scalar_type() == type_ && x.dim() == 2 && x.size(1) == layers_.at(0).width(), "x does not fit the layers");
+  TORCH_CHECK(x.scalar_type() == type_ && x.dim() == 2 && x.size(1) == layers_.at(0).width(),
+              "x does not fit the layers");
   TORCH_CHECK(addresses.size() == TENSORS * planes.size() && numbers.size() == NUMBERS * planes.size(), "slices?");
   const Tensor out = x.clone(at::MemoryFormat::Contiguous);
   if (out.size(0) == 0) return out;

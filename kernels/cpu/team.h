@@ -26,9 +26,7 @@ class Team {
   static void run(int64_t threads, const Pass& pass) {
     threads = std::clamp<int64_t>(threads, 1, most());
     Team team(threads);
-    at::parallel_for(0, threads, 1, [&](int64_t begin, int64_t end) {
-      pass(team, team.join(end - begin));
-    });
+    at::parallel_for(0, threads, 1, [&](int64_t begin, int64_t end) { pass(team, team.join(end - begin)); });
   }
 
   static int64_t most() { return at::in_parallel_region() ? 1 : at::get_num_threads(); }

@@ -14,8 +14,8 @@ template <typename T>
 class VectorProduct {
  public:
   using Weight = T;
-  using Number = float;   // what rows of x are kept in: [rows][k, whole tiles]
-  struct Session {        // a thread sets nothing up
+  using Number = float;  // what rows of x are kept in: [rows][k, whole tiles]
+  struct Session {       // a thread sets nothing up
     explicit Session(const VectorProduct&) {}
   };
 
@@ -87,9 +87,8 @@ class VectorProduct {
           Raw columns[P::S];
           load_columns(weights + v / V * P::TILE + v % V * W * P::S, columns);
           unroll<P::S>([&](auto s) {
-            unroll<R>([&](auto r) {
-              sum[r][v] = at::vec::fmadd(Vec(x[r * pitch_ + s]), Vec(columns[s]), Vec(sum[r][v]));
-            });
+            unroll<R>(
+                [&](auto r) { sum[r][v] = at::vec::fmadd(Vec(x[r * pitch_ + s]), Vec(columns[s]), Vec(sum[r][v])); });
           });
         });
     }

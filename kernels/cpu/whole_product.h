@@ -42,10 +42,11 @@ class WholeProduct {
   static int64_t pitch(int64_t k) { return (P::tiles(k) + 1) * P::DEPTH; }  // of rows: never a multiple of a page
   static int64_t height_of(int64_t rows) { return (rows + TOGETHER - 1) / TOGETHER * TOGETHER; }
 
-  WholeProduct(const WholeWeight<S>& w, const WholeRows& x, int64_t rows, int64_t k) : w_(w), x_(x), rows_(rows), k_(k) {}
+  WholeProduct(const WholeWeight<S>& w, const WholeRows& x, int64_t rows, int64_t k)
+      : w_(w), x_(x), rows_(rows), k_(k) {}
 
   int64_t tiles() const { return P::tiles(k_); }
-  int64_t chunk() const { return tiles(); }               // all are added at once
+  int64_t chunk() const { return tiles(); }  // all are added at once
   int64_t height() const { return height_of(rows_); }
 
   template <typename X>
@@ -83,8 +84,8 @@ class WholeProduct {
   static constexpr int MOST_ROWS = 2 * ROWS;                    // the same, of one panel
   static constexpr int64_t TOGETHER = 32;                       // rows, in tiles
   static constexpr int V = PANEL / W;
-  static constexpr int64_t BYTES = P::TILE * BITS / 8;       // of a tile
-  static constexpr int64_t QUADS = P::DEPTH / 4;             // of a tile
+  static constexpr int64_t BYTES = P::TILE * BITS / 8;  // of a tile
+  static constexpr int64_t QUADS = P::DEPTH / 4;        // of a tile
   static constexpr int PER_BYTE = 8 / BITS;
 
   static constexpr int32_t ZERO = OFFSETS ? 0 : 1 << (BITS - 1);
@@ -180,7 +181,8 @@ class WholeProduct {
   // are counted from one on.
   struct Group {
     Group(const WholeProduct& product, int64_t panel, int64_t g, int64_t first)
-        : scale_of_x(product.x_.scale + g * product.height() + first), sum_of_x(product.x_.sum + g * product.height() + first) {
+        : scale_of_x(product.x_.scale + g * product.height() + first),
+          sum_of_x(product.x_.sum + g * product.height() + first) {
       const int64_t at = (panel * product.w_.groups + g) * PANEL;
       unroll<V>([&](auto v) { scale[v] = load(product.w_.scale + at + v * W); });
       if constexpr (OFFSETS) unroll<V>([&](auto v) { offset[v] = load(product.w_.offset + at + v * W); });
@@ -193,8 +195,7 @@ class WholeProduct {
         Raw dot;
         std::memcpy(&dot, reinterpret_cast<const char*>(&numbers) + v * sizeof(dot), sizeof(dot));
         Vec sum = at::vec::fmadd(Vec(scale[v]) * of_x, Vec(dot), Vec(total[v]));
-        if constexpr (OFFSETS)
-          sum = at::vec::fmadd(Vec(offset[v]) * of_x, Vec(static_cast<float>(sum_of_x[row])), sum);
+        if constexpr (OFFSETS) sum = at::vec::fmadd(Vec(offset[v]) * of_x, Vec(static_cast<float>(sum_of_x[row])), sum);
         total[v] = sum;
       });
     }

@@ -38,6 +38,7 @@ class WholeTiles {
   using P = Packing<uint8_t>;
   static constexpr int V = Product::V;
   static constexpr int64_t BYTES = Product::BYTES;
+  using Group = typename Product::Group;
   using Dots = int32_t[TILE_ROWS][PANEL];
   static constexpr int64_t GROUPS = 4;  // groups whose products are under way together
 
@@ -47,6 +48,27 @@ class WholeTiles {
 
   template <int N>
   static constexpr int64_t AHEAD = Product::template ahead<N>();
+
+  // The sums of 16 rows and a panel.
+  struct Totals {
+    Totals() {
+      unroll<TILE_ROWS>([&](auto r) { rows[r][0] = Vec(0.f); });
+    }
+
+    inline __attribute__((always_inline)) void add(const Group& group, const Dots& dots) {
+      unroll<TILE_ROWS>([&](auto r) {
+        Quads dot;
+        std::memcpy(&dot, dots[r], sizeof(dot));
+        group.add(r, dot, rows[r]);
+      });
+    }
+
+    void store(float* to) const {
+      unroll<TILE_ROWS>([&](auto r) { Vec(rows[r][0]).store(to + r * PANEL); });
+    }
+
+    Raw rows[TILE_ROWS][V];
+  };
 
   // A times 16 rows at a time, and N panels.
   template <int A, int N>
@@ -72,23 +94,15 @@ class WholeTiles {
   template <int N>
   void scaled(const uint8_t* w, int64_t row, int64_t panel, float* sums) {
     alignas(64) Dots dots[2][GROUPS];
-    Raw total[TILE_ROWS][V];
-    unroll<TILE_ROWS>([&](auto r) { total[r][0] = Vec(0.f); });
+    Totals total;
     const int64_t groups = product_.w_.groups;
     multiply<N>(w, row, 0, dots[0]);
     for (int64_t g = 0; g < groups; g += GROUPS) {
       if (g + GROUPS < groups) multiply<N>(w, row, g + GROUPS, dots[(g / GROUPS + 1) % 2]);
-      for (int64_t i = 0; i < std::min(GROUPS, groups - g); ++i) {
-        const typename Product::Group group(product_, panel, g + i, row);
-        const Dots& of = dots[g / GROUPS % 2][i];
-        unroll<TILE_ROWS>([&](auto r) {
-          Quads dot;
-          std::memcpy(&dot, of[r], sizeof(dot));
-          group.add(r, dot, total[r]);
-        });
-      }
+      for (int64_t i = 0; i < std::min(GROUPS, groups - g); ++i)
+        total.add(Group(product_, panel, g + i, row), dots[g / GROUPS % 2][i]);
     }
-    unroll<TILE_ROWS>([&](auto r) { Vec(total[r][0]).store(sums + r * PANEL); });
+    total.store(sums);
   }
 
   // Groups first .. first + GROUPS - 1 of a panel, those that it has. Sums are tiles 0 to 3.
@@ -137,7 +151,7 @@ class WholeTiles {
   template <int A, int N>
   void square(const uint8_t* w, int64_t row, int64_t panel, float* sums) {
     const int64_t step = tiles_.depth(), pitch = Product::pitch(product_.k_);
-    alignas(64) int32_t dots[A * N][TILE_ROWS][PANEL];
+    alignas(64) Dots dots[A * N];
     unroll<A * N>([&](auto i) { tile_zero<i>(); });
     for (int64_t k = 0; k < product_.k_; k += step) {
       const uint8_t* numbers = w + k / P::DEPTH * BETWEEN<N> * P::TILE;
@@ -153,14 +167,9 @@ class WholeTiles {
     unroll<A * N>([&](auto i) { tile_store<i>(dots[i], TILE_BYTES); });
     unroll<A * N>([&](auto i) {
       constexpr int64_t a = i / N * TILE_ROWS, n = i % N;
-      const typename Product::Group group(product_, panel + n, 0, row + a);
-      for (int64_t r = 0; r < TILE_ROWS; ++r) {
-        Quads dot;
-        std::memcpy(&dot, dots[i][r], sizeof(dot));
-        Raw total[V] = {Vec(0.f)};
-        group.add(r, dot, total);
-        Vec(total[0]).store(sums + (n * product_.height() + a + r) * PANEL);
-      }
+      Totals total;
+      total.add(Group(product_, panel + n, 0, row + a), dots[i]);
+      total.store(sums + (n * product_.height() + a) * PANEL);
     });
   }
 

@@ -6,7 +6,7 @@
 constant constexpr int MOST_NUMBERS = 8;               // of a head that one lane holds: heads of up to 256
 constant constexpr float NOTHING = -3.402823466e+38f;  // the top of no scores
 
-struct Attending {
+struct AttentionCall {
   int q_heads, group;                        // query heads, and those that share a KV head
   int q_token, q_head, out_token, out_head;  // strides in numbers
   int model_window, window;                  // the model's, and the strategy's

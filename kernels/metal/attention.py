@@ -63,7 +63,7 @@ class Layer(NamedTuple):
     spec: LayerSpec
     shape: Shape
     sinks: Tensor  # [Hq] float32
-    sizes: tuple[Sequence[int], Sequence[int], Sequence[float]]  # structs Memory, Attending, Scoring
+    sizes: tuple[Sequence[int], Sequence[int], Sequence[float]]  # structs Memory, AttentionCall, Scoring
 
 
 class Attention:
@@ -94,13 +94,13 @@ class Attention:
         kept = (memory(store), *addresses(at))
         expect_together(q, out, *kept)
         expect_heads(store, layer, (spec.num_kv_heads, spec.head_dim), (spec.num_kv_heads, spec.v_head_dim))
-        attending = (
+        call = (
             *(spec.num_q_heads, shape.group),
             *(q.stride(0), q.stride(1), out.stride(0), out.stride(1)),
             EVERYTHING if spec.window is None else spec.window,
             EVERYTHING if window is None else window,
         )
-        sizes = memory_sizes(store, layer, at), attending, (spec.scale, spec.softcap or 0.0)
+        sizes = memory_sizes(store, layer, at), call, (spec.scale, spec.softcap or 0.0)
         this = Layer(out, q, kept, at, spec, shape, self._sinks_of(spec, q.device), sizes)
         if at.num_decode:
             self._decode(this)
@@ -135,7 +135,7 @@ class Attention:
             merge(
                 Grid((LANES, spec.num_q_heads, count), (LANES, 1, 1)),
                 *(this.out, partial, values, at.q_start, at.start, this.sinks),
-                this.sizes[1],  # Attending
+                this.sizes[1],  # AttentionCall
                 (splits, first),  # Splits
                 spec.v_head_dim,
             )

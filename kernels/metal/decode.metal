@@ -124,7 +124,7 @@ template <int N, int HEADS>
     const device int* start [[buffer(8)]],
     const device float* sink_logits [[buffer(9)]],
     constant Memory& memory_sizes [[buffer(10)]],
-    constant Attending& attending [[buffer(11)]],
+    constant AttentionCall& call [[buffer(11)]],
     constant Scoring& scoring [[buffer(12)]],
     constant Splits& splits [[buffer(13)]],
     uint3 group_at [[threadgroup_position_in_grid]],  // KV head and which of its heads, row, split
@@ -133,7 +133,7 @@ template <int N, int HEADS>
   static_assert(HEADS <= SIMDGROUPS, "the sums of each query head are joined by a simdgroup of its own");
   threadgroup float tops[SIMDGROUPS], totals[SIMDGROUPS], shared[SIMDGROUPS * LANES * N];
   const Memory m = memory_sizes;
-  const Attending a = attending;
+  const AttentionCall a = call;
   const int row = splits.first_row + group_at.y, split = group_at.z;
   const int query = start[row];
   if (query < split * SPLIT) return;  // padding, or a text that ends before
@@ -176,11 +176,11 @@ kernel void merge(
     const device int* q_start [[buffer(3)]],
     const device int* start [[buffer(4)]],
     const device float* sink_logits [[buffer(5)]],
-    constant Attending& attending [[buffer(6)]],
+    constant AttentionCall& call [[buffer(6)]],
     constant Splits& splits [[buffer(7)]],
     constant int& dim [[buffer(8)]],
     uint3 at [[thread_position_in_grid]]) {  // lane, query head, row
-  const Attending a = attending;
+  const AttentionCall a = call;
   const int lane = at.x, head = at.y, row = splits.first_row + at.z;
   if (start[row] < 0) return;
   Sums<N> all;

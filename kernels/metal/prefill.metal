@@ -73,7 +73,7 @@ struct Share {
   int position[S::QUERIES];
   Sums<N> sums[S::QUERIES];
 
-  void load(const device T* q, Queries all, Attending a, int dim, int lane) {
+  void load(const device T* q, Queries all, AttentionCall a, int dim, int lane) {
     for (int r = 0; r < S::QUERIES; r++) {
       const int i = min(first + r, all.count - 1);
       position[r] = all.position(i);
@@ -111,7 +111,7 @@ struct Share {
     }
   }
 
-  void write(device T* out, Queries all, Attending a, const device float* sink_logits, int dim, int lane) {
+  void write(device T* out, Queries all, AttentionCall a, const device float* sink_logits, int dim, int lane) {
     for (int r = 0; r < S::QUERIES; r++) {
       if (first + r >= all.count) continue;
       const int token = all.token(first + r), head = all.head(first + r);
@@ -135,7 +135,7 @@ template <int N>
     const device int* start [[buffer(6)]],
     const device float* sink_logits [[buffer(7)]],
     constant Memory& memory_sizes [[buffer(8)]],
-    constant Attending& attending [[buffer(9)]],
+    constant AttentionCall& call [[buffer(9)]],
     constant Scoring& scoring [[buffer(10)]],
     constant int& first_row [[buffer(11)]],
     uint3 group_at [[threadgroup_position_in_grid]],  // queries, KV head, row
@@ -146,7 +146,7 @@ template <int N>
   threadgroup KV numbers[S::KEYS * S::PITCH];
   threadgroup float scales[S::KEYS], weights[S::ROWS * S::KEYS];
   const Memory m = memory_sizes;
-  const Attending a = attending;
+  const AttentionCall a = call;
   const int row = first_row + group_at.z, kv_head = group_at.y, first = group_at.x * S::ROWS;
   const Queries all = {q_start[row], start[row], kv_head, a.group, (q_start[row + 1] - q_start[row]) * a.group};
   if (all.start < 0 || first >= all.count) return;
