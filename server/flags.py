@@ -12,7 +12,8 @@ from typing import Any, Literal, Union, get_args, get_origin
 
 from pydantic.fields import FieldInfo
 
-from config.settings import Settings, env_name, flag_name
+from config.settings import Settings
+from config.sources import env_name, flag_name
 
 GROUPS = {
     "model": (

@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 
-from config.settings import Settings, env_name, flag_name
+from config.settings import Settings
+from config.sources import env_name, flag_name
 from server import cli
 from server.flags import GROUPS, is_scalar
 from server.welcome import welcome
