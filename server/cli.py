@@ -1,4 +1,4 @@
-"""The command line: `kvmux serve`, `kvmux bench`, `kvmux evaluate`, `kvmux doctor` and their help.
+"""The command line: `kvmux serve`, `bench`, `evaluate`, `profile`, `doctor`, and their help.
 
 Which flags settings have is told in `flags.py`. Imports neither torch nor transformers, so that help and errors come
 at once.
@@ -19,7 +19,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeAlias
 
 import server
 from config.settings import Settings, SettingsError, load
@@ -247,11 +247,20 @@ class Parser(argparse.ArgumentParser):
         return known, unknown
 
 
+Commands: TypeAlias = "argparse._SubParsersAction[Parser]"
+
+
 def _parser() -> Parser:
     parser = Parser(prog="kvmux", description=DESCRIPTION, allow_abbrev=False)
     parser.add_argument("--version", action="version", version=f"kvmux {version()}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND")
-    serve_parser = _command(
+    for add in (_add_serve, _add_bench, _add_evaluate, _add_profile, _add_doctor):
+        add(commands)
+    return parser
+
+
+def _add_serve(commands: Commands) -> None:
+    parser = _command(
         commands,
         "serve",
         serve,
@@ -260,8 +269,11 @@ def _parser() -> Parser:
         description=SERVE_DESCRIPTION,
         epilog=SERVE_EPILOG,
     )
-    add_settings(serve_parser, grouped())
-    bench_parser = _command(
+    add_settings(parser, grouped())
+
+
+def _add_bench(commands: Commands) -> None:
+    parser = _command(
         commands,
         "bench",
         bench,
@@ -270,8 +282,11 @@ def _parser() -> Parser:
         description=bench_flags.DESCRIPTION,
         epilog=bench_flags.EPILOG,
     )
-    bench_flags.add_flags(bench_parser)
-    evaluate_parser = _command(
+    bench_flags.add_flags(parser)
+
+
+def _add_evaluate(commands: Commands) -> None:
+    parser = _command(
         commands,
         "evaluate",
         evaluate,
@@ -280,9 +295,12 @@ def _parser() -> Parser:
         description=evaluation_flags.DESCRIPTION,
         epilog=evaluation_flags.EPILOG,
     )
-    evaluation_flags.add_flags(evaluate_parser)
-    add_settings(evaluate_parser, {"settings": EVALUATION_SETTINGS})
-    profile_parser = _command(
+    evaluation_flags.add_flags(parser)
+    add_settings(parser, {"settings": EVALUATION_SETTINGS})
+
+
+def _add_profile(commands: Commands) -> None:
+    parser = _command(
         commands,
         "profile",
         profile,
@@ -291,9 +309,12 @@ def _parser() -> Parser:
         description=profiling_flags.DESCRIPTION,
         epilog=profiling_flags.EPILOG,
     )
-    profiling_flags.add_flags(profile_parser)
-    add_settings(profile_parser, {"settings": PROFILE_SETTINGS})
-    doctor_parser = _command(
+    profiling_flags.add_flags(parser)
+    add_settings(parser, {"settings": PROFILE_SETTINGS})
+
+
+def _add_doctor(commands: Commands) -> None:
+    parser = _command(
         commands,
         "doctor",
         doctor,
@@ -301,12 +322,11 @@ def _parser() -> Parser:
         help="tell what this machine is, and whether its kernels compute what they should",
         description="Prints a report on this machine and its kernels, and writes it to a file to attach\nto a problem.",
     )
-    doctor_parser.add_argument("--out", type=Path, metavar="FILE", help="where (default: kvmux-doctor.json)")
-    return parser
+    parser.add_argument("--out", type=Path, metavar="FILE", help="where (default: kvmux-doctor.json)")
 
 
 def _command(
-    commands: argparse._SubParsersAction[Parser],
+    commands: Commands,
     name: str,
     run: Callable[[dict[str, Any]], int],
     usage: str,
