@@ -20,14 +20,10 @@ from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 from transformers.configuration_utils import PreTrainedConfig
 
-from cache_strategies import registry
-from cache_strategies.base import Geometry, KVCache, Plan, Row, Seat, Usage
+from cache_strategies.alone import built_alone
+from cache_strategies.base import Geometry, Plan, Row, Seat, Usage
 from cache_strategies.table import TableCache
-from config.settings import StrategySettings
-from kernels.arena import Arena
-from kernels.device import native
-from kernels.load import load_ops
-from kernels.ops import LayerSpec, Ops
+from kernels.ops import LayerSpec
 
 _UNNAMED = -1  # a cache of transformers is not told the tokens: they are kept, and shared with nobody
 
@@ -67,8 +63,10 @@ class StrategyCache(Cache):
         self._kind = strategy
         self._equal_lengths = equal_lengths
         kv_dtype = dtype or _dtype_of(text)
+        if min(max_batch_size, max_seq_len) < 1:
+            raise ValueError("max_batch_size and max_seq_len must be at least 1")
         geometry = Geometry(self._specs, kv_dtype, max_batch_size, max_seq_len, max_step_tokens=max_seq_len)
-        self._cache = _built(strategy, options, geometry, torch.device(device))
+        self._cache = built_alone(strategy, options, geometry, torch.device(device))
         self._exact = self._cache.contract.exact
         self._gaps = not self._exact and any(map(self._leaves_gaps, set(self._specs)))
         self._seats: list[Seat] = []  # one per row of the batch, all of the same length
@@ -172,7 +170,7 @@ class StrategyCache(Cache):
             self._nothing_unfinished()
         dtype = self._cache.setup.geometry.kv_dtype
         k, v = (x.detach().to(dtype).transpose(1, 2).flatten(0, 1) for x in (key, value))  # [B * n, H, D]
-        step.plan.attend(layer, k, k, v, torch.empty_like(v))  # _KeepingOps: keeps, and attends to nothing
+        step.plan.attend(layer, k, k, v, torch.empty_like(v))  # keeps, and attends to nothing
         step.entered.add(layer)
         if layer in step.past:
             new = (x.unflatten(0, (B, n)).transpose(1, 2) for x in (k, v))
@@ -348,19 +346,6 @@ class _Step:
     entered: set[int] = field(default_factory=set)  # layers
 
 
-class _KeepingOps:
-    """The operations of a device, but attention is none of ours here: transformers attends."""
-
-    def __init__(self, ops: Ops) -> None:
-        self._ops = ops
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._ops, name)
-
-    def attend(self, *args: Any, **kwargs: Any) -> None:
-        """Leaves `out` as it is."""
-
-
 def _dtype_of(config: PreTrainedConfig) -> torch.dtype:
     """A model's own; once it was saved its config has the name alone."""
     found = getattr(config, "dtype", None) or torch.float32
@@ -373,18 +358,6 @@ def _stacked(plan: Plan, layer: int, rows: int) -> KV:
     found = [plan.keys(layer, row) for row in range(rows)]
     k, v = (torch.stack([x[i] for x in found]).transpose(1, 2) for i in (0, 1))
     return k, v
-
-
-def _built(kind: str, options: dict[str, Any], geometry: Geometry, device: torch.device) -> KVCache:
-    """The strategy, alone in an arena with room for the whole batch."""
-    if min(geometry.max_seats, geometry.max_seq_len) < 1:
-        raise ValueError("max_batch_size and max_seq_len must be at least 1")
-    instances = registry.declared({kind: StrategySettings(kind=kind, **options)})
-    pages = max(1, geometry.max_seats * registry.sequence_pages(instances, geometry))
-    ops: Any = _KeepingOps(load_ops(native(device), geometry.kv_dtype).ops)
-    with torch.inference_mode(False):  # memory made in inference mode could not be written outside of it
-        arena = Arena(pages, registry.page_bytes(instances, geometry), device)
-        return registry.build(instances, geometry, arena, ops)[kind]
 
 
 def _layer_specs(config: Any) -> list[LayerSpec]:

@@ -1,16 +1,13 @@
-"""Every setting of the server, where its value comes from, and what is refused.
+"""Every setting of the server, its default, and what is refused.
 
-A value on the command line beats the environment (KVMUX_...), which beats the file, which beats the default.
-Knows no strategy: the options of an instance are checked by its kind, in the engine.
+A value from any of the sources (`sources.py`) beats the default, and all are checked alike. Knows no strategy: the
+options of an instance are checked by its kind, in the engine.
 """
 
 from __future__ import annotations
 
-import difflib
-import json
 import os
-import tomllib
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 from urllib.parse import urlsplit
@@ -25,11 +22,8 @@ from pydantic_settings import (
 )
 
 from config.sizes import Share, exceeds, parse_bytes
-
-ENV_PREFIX = "KVMUX_"
-ENV_FOREIGN = frozenset({"KVMUX_CONFIG"})  # read by the command line, not a setting
-ENV_JSON = frozenset({"KVMUX_STRATEGIES", "KVMUX_RULES"})
-ENV_PARTS = "KVMUX_STRATEGIES__"  # the only variables that reach into a setting: __<instance>__<option>
+from config.sources import ENV_PREFIX, Sources, check_environment, did_you_mean, read
+from config.sources import SettingsError as SettingsError  # so that others need not know of sources
 
 Device = Literal["auto", "cpu", "mps", "cuda", "metal-emulated", "metal-checked"]
 DType = Literal["auto", "float32", "bfloat16", "float16"]
@@ -48,12 +42,17 @@ def _words(value: Any) -> Any:
 Words = Annotated[list[str] | None, NoDecode, BeforeValidator(_words)]
 
 
+def _is_url(text: str) -> bool:
+    """Of a server that speaks HTTP."""
+    try:
+        url = urlsplit(text)
+        return url.scheme in ("http", "https") and bool(url.hostname) and url.port != 0 and text.split() == [text]
+    except ValueError:  # brackets that do not close, a port that is none
+        return False
+
+
 LONGEST = 7 * 24 * 3600  # seconds of any timeout
 LONGEST_DRAFT = 16  # tokens
-
-
-class SettingsError(Exception):
-    """A setting that cannot be used; the message tells the user what to change."""
 
 
 class StrategySettings(BaseModel):
@@ -298,80 +297,12 @@ class Settings(BaseSettings):
 
 def load(file: Path | None, flags: Mapping[str, Any]) -> Settings:
     """Settings from `file` < environment < `flags`. Raises SettingsError naming what is wrong."""
-    _check_environment(os.environ)
-    sources = {
-        "file": _read(file) if file else {},
-        "environment": EnvSettingsSource(Settings)(),
-        "flags": dict(flags),
-    }
-    values: dict[str, Any] = {}
-    for stronger in sources.values():
-        values = _merged(values, stronger)
+    check_environment(os.environ, Settings.model_fields)
+    sources = Sources(file, read(file) if file else {}, EnvSettingsSource(Settings)(), flags)
     try:
-        return Settings(**values)
+        return Settings(**sources.merged())
     except ValidationError as error:
-        raise SettingsError("; ".join(_explain(e, sources, file) for e in error.errors())) from None
-
-
-def _merged(weaker: Mapping[str, Any], stronger: Mapping[str, Any]) -> dict[str, Any]:
-    """Both, tables merged key by key; where both give a value the stronger one counts."""
-    both = dict(weaker)
-    for key, value in stronger.items():
-        old = both.get(key)
-        both[key] = _merged(old, value) if isinstance(old, Mapping) and isinstance(value, Mapping) else value
-    return both
-
-
-def _read(file: Path) -> dict[str, Any]:
-    try:
-        return tomllib.loads(file.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise SettingsError(f"cannot read the settings file {file}: {error.strerror}") from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise SettingsError(f"{file} is no TOML: {error}") from None
-
-
-def _check_environment(environ: Mapping[str, str]) -> None:
-    """Names a KVMUX_ variable that cannot take effect: pydantic-settings passes over those in silence."""
-    known = {env_name(name) for name in Settings.model_fields} | ENV_FOREIGN
-    for given, value in environ.items():
-        name = given.upper()
-        if not name.startswith(ENV_PREFIX):
-            continue
-        setting = name.split("__")[0]
-        if setting not in known:
-            raise SettingsError(f"the environment sets {given}, which is no setting{_did_you_mean(name, known)}")
-        if name != setting and not name.startswith(ENV_PARTS):
-            raise SettingsError(f"the environment sets {given}, but {setting} has no parts; set {setting} itself")
-        if name in ENV_JSON and not _is_json(value):
-            raise SettingsError(f"{given} is no JSON; a settings file (--config) is easier to write")
-
-
-def _is_json(text: str) -> bool:
-    try:
-        json.loads(text)
-    except ValueError:
-        return False
-    return True
-
-
-def _is_url(text: str) -> bool:
-    """Of a server that speaks HTTP."""
-    try:
-        url = urlsplit(text)
-        return url.scheme in ("http", "https") and bool(url.hostname) and url.port != 0 and text.split() == [text]
-    except ValueError:  # brackets that do not close, a port that is none
-        return False
-
-
-def env_name(setting: str) -> str:
-    """The environment variable of a setting."""
-    return ENV_PREFIX + setting.upper()
-
-
-def flag_name(setting: str) -> str:
-    """The command-line flag of a setting."""
-    return "--" + setting.replace("_", "-")
+        raise SettingsError("; ".join(_explain(e, sources) for e in error.errors())) from None
 
 
 _PLAINLY = {  # pydantic's words for these are about Python
@@ -382,38 +313,15 @@ _PLAINLY = {  # pydantic's words for these are about Python
 }
 
 
-def _explain(error: Any, sources: Mapping[str, Any], file: Path | None) -> str:
+def _explain(error: Any, sources: Sources) -> str:
     """One validation error in words: which setting, where its value came from, what is wrong with it."""
     path: tuple[str | int, ...] = error["loc"]
     where = ".".join(str(part) for part in path)
     if error["type"] == "extra_forbidden":
         table = SelectionRule if path[0] == "rules" else Settings
-        return f"{where}{_origin(path, sources, file)} is no setting{_did_you_mean(str(path[-1]), table.model_fields)}"
+        return f"{where}{sources.origin(path)} is no setting{did_you_mean(str(path[-1]), table.model_fields)}"
     if error["type"] in _PLAINLY:
         given = path[:-1] if error["type"] == "missing" else path
-        return f"{where}{_origin(given, sources, file)} {_PLAINLY[error['type']]}"
+        return f"{where}{sources.origin(given)} {_PLAINLY[error['type']]}"
     message = error["msg"].removeprefix("Value error, ")
-    return f"{where}{_origin(path, sources, file)}: {message}" if where else message
-
-
-def _origin(path: tuple[str | int, ...], sources: Mapping[str, Any], file: Path | None) -> str:
-    """ " (from KVMUX_PORT)": the strongest source that gives a value at `path`."""
-    if path and _gives(sources["flags"], path):
-        return f" (from {flag_name(str(path[0]))})"
-    if path and _gives(sources["environment"], path):
-        return f" (from the environment, {env_name(str(path[0]))})"
-    return f" (from {file})" if path and _gives(sources["file"], path) else ""
-
-
-def _gives(values: Any, path: tuple[str | int, ...]) -> bool:
-    for part in path:
-        try:
-            values = values[part]
-        except (KeyError, IndexError, TypeError):
-            return False
-    return True
-
-
-def _did_you_mean(name: str, known: Iterable[str]) -> str:
-    close = difflib.get_close_matches(name, list(known), n=1)
-    return f"; did you mean {close[0]}?" if close else ""
+    return f"{where}{sources.origin(path)}: {message}" if where else message

@@ -1,7 +1,7 @@
-"""The command line: `kvmux serve`, `kvmux bench`, `kvmux evaluate`, `kvmux doctor` and their help.
+"""The command line: `kvmux serve`, `bench`, `evaluate`, `profile`, `doctor`, and their help.
 
-Every scalar setting is a flag, made from the setting's own metadata. Imports neither torch nor transformers, so that
-help and errors come at once.
+Which flags settings have is told in `flags.py`. Imports neither torch nor transformers, so that help and errors come
+at once.
 """
 
 from __future__ import annotations
@@ -16,20 +16,18 @@ import os
 import pkgutil
 import socket
 import sys
-import types
 from collections.abc import Callable, Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
-from typing import Any, Literal, NoReturn, Union, get_args, get_origin
-
-from pydantic.fields import FieldInfo
+from typing import Any, NoReturn, TypeAlias
 
 import server
-from config.settings import Settings, SettingsError, env_name, flag_name, load
+from config.settings import Settings, SettingsError, load
 from loadtest.bench import flags as bench_flags
 from server.engine.lifeline import USER_ERROR
 from server.engine.supervisor import Supervisor
 from server.evaluation import flags as evaluation_flags
+from server.flags import add_settings, grouped
 from server.logs import configure_logging, fields
 from server.models.directory import located
 from server.profiling import flags as profiling_flags
@@ -40,38 +38,6 @@ log = logging.getLogger(__name__)
 
 BACKLOG = 2048  # connections the system holds while the workers are busy or still starting
 
-GROUPS = {
-    "model": (
-        "model",
-        "revision",
-        "model_name",
-        "model_impl",
-        "device",
-        "dtype",
-        "weights",
-        "weights_cache",
-        "kernels",
-        "threads",
-    ),
-    "HTTP": ("host", "port", "workers"),
-    "logs": ("log_level", "log_format", "log_prompts", "otlp_traces_endpoint"),
-    "who may": ("api_keys", "admin_token", "cors_origins"),
-    "limits": (
-        "max_body_bytes",
-        "max_choices",
-        "max_prompt_characters",
-        "max_header_bytes",
-        "header_timeout",
-        "body_timeout",
-        "queue_timeout",
-        "request_timeout",
-        "drain_seconds",
-    ),
-    "KV memory": ("kv_memory", "kv_memory_share", "kv_overcommit"),
-    "batching": ("max_seq_len", "max_num_seqs", "max_step_tokens", "max_waiting", "deterministic"),
-    "speculation": ("num_speculative_tokens", "max_speculative_tokens"),
-    "cache strategies": ("default_strategy",),
-}
 EVALUATION_SETTINGS = (
     "model",
     "revision",
@@ -85,16 +51,6 @@ EVALUATION_SETTINGS = (
     "max_step_tokens",
 )
 PROFILE_SETTINGS = (*EVALUATION_SETTINGS, "max_num_seqs", "max_seq_len")
-METAVARS = {
-    "model": "MODEL",
-    "model_name": "NAME[,ALIAS]",
-    "host": "ADDRESS",
-    "api_keys": "KEY[,KEY]",
-    "admin_token": "TOKEN",
-    "cors_origins": "ORIGIN[,ORIGIN]",
-    "kv_memory": "SIZE",
-    "weights_cache": "FOLDER",
-}
 
 DESCRIPTION = """\
 An inference server where the KV cache is a plug-in: a strategy per request, all strategies in one batch."""
@@ -291,11 +247,20 @@ class Parser(argparse.ArgumentParser):
         return known, unknown
 
 
+Commands: TypeAlias = "argparse._SubParsersAction[Parser]"
+
+
 def _parser() -> Parser:
     parser = Parser(prog="kvmux", description=DESCRIPTION, allow_abbrev=False)
     parser.add_argument("--version", action="version", version=f"kvmux {version()}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND")
-    serve_parser = _command(
+    for add in (_add_serve, _add_bench, _add_evaluate, _add_profile, _add_doctor):
+        add(commands)
+    return parser
+
+
+def _add_serve(commands: Commands) -> None:
+    parser = _command(
         commands,
         "serve",
         serve,
@@ -304,8 +269,11 @@ def _parser() -> Parser:
         description=SERVE_DESCRIPTION,
         epilog=SERVE_EPILOG,
     )
-    _add_settings(serve_parser, _grouped())
-    bench_parser = _command(
+    add_settings(parser, grouped())
+
+
+def _add_bench(commands: Commands) -> None:
+    parser = _command(
         commands,
         "bench",
         bench,
@@ -314,8 +282,11 @@ def _parser() -> Parser:
         description=bench_flags.DESCRIPTION,
         epilog=bench_flags.EPILOG,
     )
-    bench_flags.add_flags(bench_parser)
-    evaluate_parser = _command(
+    bench_flags.add_flags(parser)
+
+
+def _add_evaluate(commands: Commands) -> None:
+    parser = _command(
         commands,
         "evaluate",
         evaluate,
@@ -324,9 +295,12 @@ def _parser() -> Parser:
         description=evaluation_flags.DESCRIPTION,
         epilog=evaluation_flags.EPILOG,
     )
-    evaluation_flags.add_flags(evaluate_parser)
-    _add_settings(evaluate_parser, {"settings": EVALUATION_SETTINGS})
-    profile_parser = _command(
+    evaluation_flags.add_flags(parser)
+    add_settings(parser, {"settings": EVALUATION_SETTINGS})
+
+
+def _add_profile(commands: Commands) -> None:
+    parser = _command(
         commands,
         "profile",
         profile,
@@ -335,9 +309,12 @@ def _parser() -> Parser:
         description=profiling_flags.DESCRIPTION,
         epilog=profiling_flags.EPILOG,
     )
-    profiling_flags.add_flags(profile_parser)
-    _add_settings(profile_parser, {"settings": PROFILE_SETTINGS})
-    doctor_parser = _command(
+    profiling_flags.add_flags(parser)
+    add_settings(parser, {"settings": PROFILE_SETTINGS})
+
+
+def _add_doctor(commands: Commands) -> None:
+    parser = _command(
         commands,
         "doctor",
         doctor,
@@ -345,12 +322,11 @@ def _parser() -> Parser:
         help="tell what this machine is, and whether its kernels compute what they should",
         description="Prints a report on this machine and its kernels, and writes it to a file to attach\nto a problem.",
     )
-    doctor_parser.add_argument("--out", type=Path, metavar="FILE", help="where (default: kvmux-doctor.json)")
-    return parser
+    parser.add_argument("--out", type=Path, metavar="FILE", help="where (default: kvmux-doctor.json)")
 
 
 def _command(
-    commands: argparse._SubParsersAction[Parser],
+    commands: Commands,
     name: str,
     run: Callable[[dict[str, Any]], int],
     usage: str,
@@ -372,47 +348,3 @@ def _command(
     )
     parser.set_defaults(run=run)
     return parser
-
-
-def _add_settings(parser: argparse.ArgumentParser, groups: Mapping[str, Sequence[str]]) -> None:
-    parser.add_argument("--config", metavar="FILE", help="settings file, TOML [KVMUX_CONFIG]")
-    for title, names in groups.items():
-        group = parser.add_argument_group(title)
-        for name in names:
-            _add_flag(group, name, Settings.model_fields[name])
-
-
-def _grouped() -> dict[str, list[str]]:
-    """Names of the scalar settings by group; one that GROUPS does not know is found under "other"."""
-    groups: dict[str, list[str]] = {title: [] for title in GROUPS}
-    title_of = {name: title for title, names in GROUPS.items() for name in names}
-    for name, field in Settings.model_fields.items():
-        if is_scalar(field.annotation):
-            groups.setdefault(title_of.get(name, "other"), []).append(name)
-    return groups
-
-
-def _add_flag(group: argparse._ArgumentGroup, name: str, field: FieldInfo) -> None:
-    """The flag of one setting. Its value stays text: load() checks values of every source alike."""
-    help_text = (field.description or "").replace("%", "%%")
-    if field.default is not None:
-        help_text += f" (default: {field.default})"
-    help_text += f" [{env_name(name)}]"
-    if field.annotation is bool:
-        group.add_argument(flag_name(name), action=argparse.BooleanOptionalAction, help=help_text)
-    else:
-        group.add_argument(flag_name(name), dest=name, metavar=_metavar(name, field.annotation), help=help_text)
-
-
-def is_scalar(annotation: Any) -> bool:
-    """Can the value be written as one word?"""
-    if get_origin(annotation) in (Union, types.UnionType):
-        return all(is_scalar(part) for part in get_args(annotation))
-    return get_origin(annotation) is Literal or annotation in (str, int, float, bool, list[str], type(None))
-
-
-def _metavar(name: str, annotation: Any) -> str:
-    if get_origin(annotation) is Literal:
-        return "{" + ",".join(str(choice) for choice in get_args(annotation)) + "}"
-    parts = {annotation, *get_args(annotation)}
-    return METAVARS.get(name) or ("N" if int in parts else "X" if float in parts else "NAME")

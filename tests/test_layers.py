@@ -152,10 +152,10 @@ def test_supervisor_and_api_processes_reach_neither_torch_nor_transformers(name:
 def test_only_reference_and_loader_are_imported_as_kernels_by_others() -> None:
     """Operations are called through the `Ops` a component was given, not by importing a backend.
 
-    The engine gives them; outside the server the adapter for transformers does, and the replay of traces. The doctor
+    The engine gives them; outside the server whoever builds a strategy alone does, and the replay of traces. The doctor
     looks at all of them.
     """
-    giving = {"server.engine.build", "server.doctor", "cache_strategies.hf", "cache_strategies.replay"}
+    giving = {"server.engine.build", "server.doctor", "cache_strategies.alone", "cache_strategies.replay"}
     for name, file in modules().items():
         if top(name) in ("cache_strategies", "server") and name not in giving:
             assert not {m for m in imports(file) if m.startswith(("kernels.reference", "kernels.load"))}, name

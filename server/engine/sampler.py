@@ -5,6 +5,7 @@ The noise of a draw depends on (seed, position) only: not on the batch, nor on t
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 
 import numpy as np
@@ -17,10 +18,7 @@ from kernels.sampling import NO_TOKEN, Drawing, Sample
 from server.engine.adjust import adjusted
 from server.engine.draw import Draw, adjusts
 
-WORD = 2**64 - 1  # the largest that is multiplied, and what is kept of a sum
-MULTIPLIERS = 0xD2E7470EE14C6C93, 0xCA5A826395121157
-WEYL = 0x9E3779B97F4A7C15, 0xBB67AE8584CAA73B  # added to the key in each round
-ROUNDS = 10
+WORD = 2**64 - 1  # the largest seed
 
 
 def sample(logits: Tensor, draws: Sequence[Draw], operation: Sample = plain.sample) -> list[int | None]:
@@ -44,15 +42,24 @@ def _drawings(draws: Sequence[Draw]) -> NDArray[np.float64]:
     return how
 
 
-def uniform(seed: int, position: int) -> float:
-    """A number in [0, 1) from a counter-based generator (Philox 4x64; Salmon et al. 2011).
+class _Philox(threading.local):
+    """numpy's generator (Salmon et al. 2011), in each thread its own, as placing it and drawing are two calls."""
 
-    numpy's first with this key and counter, which takes three times as long to make its generator.
+    def __init__(self) -> None:
+        self.bits = np.random.Philox(key=0)
+        self.place = self.bits.state  # as nothing was drawn from it, no numbers wait in its buffer
+        self.random = np.random.Generator(self.bits).random
+
+
+_PHILOX = _Philox()
+
+
+def uniform(seed: int, position: int) -> float:
+    """A number in [0, 1): the first of a Philox 4x64 with this key and counter, whatever was drawn before.
+
+    Placing one anew takes a sixth of the time that making one does. torch's generators have no such place on the CPU.
     """
-    a, b, c, d = (position + 1) & WORD, 0, 0, 0
-    key, other = seed & WORD, 0
-    for _ in range(ROUNDS):
-        first, second = MULTIPLIERS[0] * a, MULTIPLIERS[1] * c
-        a, b, c, d = (second >> 64) ^ b ^ key, second & WORD, (first >> 64) ^ d ^ other, first & WORD
-        key, other = (key + WEYL[0]) & WORD, (other + WEYL[1]) & WORD
-    return (a >> 11) * 2.0**-53
+    words = _PHILOX.place["state"]
+    words["key"][0], words["counter"][0] = seed & WORD, position
+    _PHILOX.bits.state = _PHILOX.place
+    return _PHILOX.random()

@@ -12,7 +12,6 @@ import hashlib
 import logging
 import os
 import shutil
-import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -24,6 +23,7 @@ from torch import Tensor
 
 from kernels.quantised import BITS, Quantised, symmetric
 from server.models.errors import ModelError, first_line
+from server.models.scratch import Scratch
 from server.models.weights import Format, Safetensors
 
 log = logging.getLogger(__name__)
@@ -81,7 +81,7 @@ class Draft:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self._scratch: Path | None = None  # where it is until it is whole; None: nothing was written
+        self._scratch: Scratch | None = None  # where it is until it is whole; None: nothing was written
         self._shards = 0
         self._waiting: dict[str, Tensor] = {}
         self._given_up = False
@@ -104,7 +104,7 @@ class Draft:
             assert self._scratch is not None
             self._folder.parent.mkdir(exist_ok=True)
             try:
-                self._scratch.rename(self._folder)
+                self._scratch.path.rename(self._folder)
             except OSError:
                 if not self._folder.is_dir():  # else somebody was faster
                     raise
@@ -116,17 +116,15 @@ class Draft:
     def close(self) -> None:
         """What was not published is deleted."""
         if self._scratch is not None:
-            shutil.rmtree(self._scratch, ignore_errors=True)
+            self._scratch.close()
 
     def _write(self) -> None:
         """What waits, onto the disk."""
         if not self._waiting:
             return
         if self._scratch is None:
-            home = self._folder.parent.parent
-            home.mkdir(parents=True, exist_ok=True)
-            self._scratch = Path(tempfile.mkdtemp(prefix="draft-", dir=home))
-        file = self._scratch / f"{self._shards:05}.safetensors"
+            self._scratch = Scratch(self._folder.parent.parent)
+        file = self._scratch.path / f"{self._shards:05}.safetensors"
         save_file(self._waiting, file)
         with file.open("rb") as written:
             os.fsync(written)  # before it gets its name

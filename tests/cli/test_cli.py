@@ -11,12 +11,14 @@ from typing import Any
 
 import pytest
 
-from config.settings import Settings, env_name, flag_name
+from config.settings import Settings
+from config.sources import env_name, flag_name
 from server import cli
+from server.flags import GROUPS, is_scalar
 from server.welcome import welcome
 from tests.cli.fakes import READY
 
-SCALARS = [name for name, field in Settings.model_fields.items() if cli.is_scalar(field.annotation)]
+SCALARS = [name for name, field in Settings.model_fields.items() if is_scalar(field.annotation)]
 
 
 @pytest.fixture
@@ -86,7 +88,7 @@ def test_help_explains_strategies_by_an_example_that_loads(
 
 
 def test_every_scalar_setting_is_in_a_group() -> None:
-    assert sorted(name for names in cli.GROUPS.values() for name in names) == sorted(SCALARS)
+    assert sorted(name for names in GROUPS.values() for name in names) == sorted(SCALARS)
 
 
 def test_help_of_the_program_and_no_command(capsys: pytest.CaptureFixture[str]) -> None:

@@ -12,7 +12,7 @@ from server.engine.lookup import PromptLookup
 from server.engine.messages import Speculation
 from server.engine.request import RequestError
 from server.engine.speculation import speculation_of
-from tests.engine.test_scheduler import LIMITS
+from tests.engine.scheduling import LIMITS
 
 
 def found(text: Sequence[int], how: Speculation, most: int) -> list[int]:

@@ -211,6 +211,13 @@ def test_what_is_damaged_is_told_and_made_anew(
     assert len(rounds) == 2 * count
 
 
+def test_what_a_killed_start_had_not_finished_goes(checkpoint: Path, home: Path) -> None:
+    (home / "draft-killed").mkdir(parents=True)
+    (home / "draft-killed" / "00000.safetensors").touch()
+    loaded(checkpoint, home)
+    assert list(home.iterdir()) == [folder_of(home, checkpoint, FORMATS["int4"]).parent]
+
+
 # -------------------------------------------------------------------- where nothing can be kept
 def test_a_folder_that_cannot_be_is_told(checkpoint: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     (tmp_path / "taken").touch()

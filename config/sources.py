@@ -1,0 +1,111 @@
+"""Where the values of settings come from, which of them counts, and how a source is called when its value is refused.
+
+A value on the command line beats the environment (KVMUX_...), which beats the file. Knows of settings only which are
+tables: which there are it is told, and what they may be is checked in `settings.py`.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+import tomllib
+from collections.abc import Collection, Iterable, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+ENV_PREFIX = "KVMUX_"
+ENV_FOREIGN = frozenset({"KVMUX_CONFIG"})  # read by the command line, not a setting
+ENV_JSON = frozenset({"KVMUX_STRATEGIES", "KVMUX_RULES"})
+ENV_PARTS = "KVMUX_STRATEGIES__"  # the only variables that reach into a setting: __<instance>__<option>
+
+
+class SettingsError(Exception):
+    """A setting that cannot be used; the message tells the user what to change."""
+
+
+def env_name(setting: str) -> str:
+    """The environment variable of a setting."""
+    return ENV_PREFIX + setting.upper()
+
+
+def flag_name(setting: str) -> str:
+    """The command-line flag of a setting."""
+    return "--" + setting.replace("_", "-")
+
+
+class Sources(NamedTuple):
+    """What each source gives, by setting."""
+
+    path: Path | None  # of the file
+    file: Mapping[str, Any]
+    environment: Mapping[str, Any]
+    flags: Mapping[str, Any]
+
+    def merged(self) -> dict[str, Any]:
+        return _merged(_merged(self.file, self.environment), self.flags)
+
+    def origin(self, path: tuple[str | int, ...]) -> str:
+        """ " (from KVMUX_PORT)": the strongest source that gives a value at `path`."""
+        if path and _gives(self.flags, path):
+            return f" (from {flag_name(str(path[0]))})"
+        if path and _gives(self.environment, path):
+            return f" (from the environment, {env_name(str(path[0]))})"
+        return f" (from {self.path})" if path and _gives(self.file, path) else ""
+
+
+def _merged(weaker: Mapping[str, Any], stronger: Mapping[str, Any]) -> dict[str, Any]:
+    """Both, tables merged key by key; where both give a value the stronger one counts."""
+    both = dict(weaker)
+    for key, value in stronger.items():
+        old = both.get(key)
+        both[key] = _merged(old, value) if isinstance(old, Mapping) and isinstance(value, Mapping) else value
+    return both
+
+
+def _gives(values: Any, path: tuple[str | int, ...]) -> bool:
+    for part in path:
+        try:
+            values = values[part]
+        except (KeyError, IndexError, TypeError):
+            return False
+    return True
+
+
+def read(file: Path) -> dict[str, Any]:
+    """A settings file. Raises SettingsError."""
+    try:
+        return tomllib.loads(file.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise SettingsError(f"cannot read the settings file {file}: {error.strerror}") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise SettingsError(f"{file} is no TOML: {error}") from None
+
+
+def check_environment(environ: Mapping[str, str], settings: Collection[str]) -> None:
+    """Names a KVMUX_ variable that cannot take effect: pydantic-settings passes over those in silence."""
+    known = {env_name(name) for name in settings} | ENV_FOREIGN
+    for given, value in environ.items():
+        name = given.upper()
+        if not name.startswith(ENV_PREFIX):
+            continue
+        setting = name.split("__")[0]
+        if setting not in known:
+            raise SettingsError(f"the environment sets {given}, which is no setting{did_you_mean(name, known)}")
+        if name != setting and not name.startswith(ENV_PARTS):
+            raise SettingsError(f"the environment sets {given}, but {setting} has no parts; set {setting} itself")
+        if name in ENV_JSON and not _is_json(value):
+            raise SettingsError(f"{given} is no JSON; a settings file (--config) is easier to write")
+
+
+def _is_json(text: str) -> bool:
+    try:
+        json.loads(text)
+    except ValueError:
+        return False
+    return True
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """The closest name there is, to stand behind the word that a name is none."""
+    close = difflib.get_close_matches(name, list(known), n=1)
+    return f"; did you mean {close[0]}?" if close else ""

@@ -1,0 +1,103 @@
+"""Settings as flags of the command line, in groups, made from the settings' own metadata. Imports nothing heavy.
+
+Knows no command, and checks no value: that is done for every source alike, where settings are loaded.
+"""
+
+from __future__ import annotations
+
+import argparse
+import types
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal, Union, get_args, get_origin
+
+from pydantic.fields import FieldInfo
+
+from config.settings import Settings
+from config.sources import env_name, flag_name
+
+GROUPS = {
+    "model": (
+        "model",
+        "revision",
+        "model_name",
+        "model_impl",
+        "device",
+        "dtype",
+        "weights",
+        "weights_cache",
+        "kernels",
+        "threads",
+    ),
+    "HTTP": ("host", "port", "workers"),
+    "logs": ("log_level", "log_format", "log_prompts", "otlp_traces_endpoint"),
+    "who may": ("api_keys", "admin_token", "cors_origins"),
+    "limits": (
+        "max_body_bytes",
+        "max_choices",
+        "max_prompt_characters",
+        "max_header_bytes",
+        "header_timeout",
+        "body_timeout",
+        "queue_timeout",
+        "request_timeout",
+        "drain_seconds",
+    ),
+    "KV memory": ("kv_memory", "kv_memory_share", "kv_overcommit"),
+    "batching": ("max_seq_len", "max_num_seqs", "max_step_tokens", "max_waiting", "deterministic"),
+    "speculation": ("num_speculative_tokens", "max_speculative_tokens"),
+    "cache strategies": ("default_strategy",),
+}
+METAVARS = {
+    "model": "MODEL",
+    "model_name": "NAME[,ALIAS]",
+    "host": "ADDRESS",
+    "api_keys": "KEY[,KEY]",
+    "admin_token": "TOKEN",
+    "cors_origins": "ORIGIN[,ORIGIN]",
+    "kv_memory": "SIZE",
+    "weights_cache": "FOLDER",
+}
+
+
+def add_settings(parser: argparse.ArgumentParser, groups: Mapping[str, Sequence[str]]) -> None:
+    parser.add_argument("--config", metavar="FILE", help="settings file, TOML [KVMUX_CONFIG]")
+    for title, names in groups.items():
+        group = parser.add_argument_group(title)
+        for name in names:
+            _add_flag(group, name, Settings.model_fields[name])
+
+
+def grouped() -> dict[str, list[str]]:
+    """Names of the scalar settings by group; one that GROUPS does not know is found under "other"."""
+    groups: dict[str, list[str]] = {title: [] for title in GROUPS}
+    title_of = {name: title for title, names in GROUPS.items() for name in names}
+    for name, field in Settings.model_fields.items():
+        if is_scalar(field.annotation):
+            groups.setdefault(title_of.get(name, "other"), []).append(name)
+    return groups
+
+
+def _add_flag(group: argparse._ArgumentGroup, name: str, field: FieldInfo) -> None:
+    """The flag of one setting. Its value stays text: load() checks values of every source alike."""
+    help_text = (field.description or "").replace("%", "%%")
+    if field.default is not None:
+        help_text += f" (default: {field.default})"
+    help_text += f" [{env_name(name)}]"
+    if field.annotation is bool:
+        group.add_argument(flag_name(name), action=argparse.BooleanOptionalAction, help=help_text)
+    else:
+        group.add_argument(flag_name(name), dest=name, metavar=_metavar(name, field.annotation), help=help_text)
+
+
+def is_scalar(annotation: Any) -> bool:
+    """Can the value be written as one word?"""
+    if get_origin(annotation) in (Union, types.UnionType):
+        return all(is_scalar(part) for part in get_args(annotation))
+    return get_origin(annotation) is Literal or annotation in (str, int, float, bool, list[str], type(None))
+
+
+def _metavar(name: str, annotation: Any) -> str:
+    if get_origin(annotation) is Literal:
+        return "{" + ",".join(str(choice) for choice in get_args(annotation)) + "}"
+    parts = {annotation, *get_args(annotation)}
+    return METAVARS.get(name) or ("N" if int in parts else "X" if float in parts else "NAME")

@@ -1,0 +1,67 @@
+"""A scheduler with nothing behind it: steps that enter what was scheduled without computing it. No tensor here."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from cache_strategies.base import KVCache
+from server.engine.messages import Sampling
+from server.engine.request import Request
+from server.engine.scheduler import Limits, Scheduler
+
+LIMITS = Limits(
+    max_num_seqs=4,
+    max_step_tokens=10,
+    max_waiting=100,
+    max_seq_len=100,
+    kv_bytes=1000,
+    kv_overcommit=10,
+)
+TOKEN = 7
+
+
+class Engine:
+    """A scheduler, and steps that enter what was scheduled and generate a token where a text ends."""
+
+    def __init__(self, **limits: Any) -> None:
+        self.scheduler = Scheduler(LIMITS._replace(**limits))
+        self.names: dict[Request, str] = {}
+
+    def submit(self, name: str, cache: KVCache, prompt: int, max_tokens: int = 3, priority: int = 0) -> Request:
+        request = Request((0, name), [TOKEN] * prompt, Sampling(max_tokens), cache, "test", priority)
+        self.scheduler.submit(request)
+        self.names[request] = name
+        return request
+
+    def step(self) -> dict[str, int]:
+        """Tokens scheduled, by request, in the order of rows."""
+        rows, _ = self.scheduler.schedule()
+        for request, num_tokens, _ in rows:
+            enter(self.scheduler, request, num_tokens)
+        return {self.names[request]: num_tokens for request, num_tokens, _ in rows}
+
+
+def enter(scheduler: Scheduler, request: Request, num_tokens: int, accepted: int = 0) -> None:
+    """The row has run, and so many guesses came true."""
+    assert request.seat is not None
+    at_end = num_tokens == request.remaining
+    request.seat.length += num_tokens + accepted
+    for _ in range(accepted + 1 if at_end else 0):
+        request.extend(TOKEN, eos_ids=())
+    if request.finish_reason:
+        scheduler.remove(request)
+
+
+class Sevens:
+    """Guesses that every token will be the one that comes."""
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+
+    def draft(self, text: Sequence[int], most: int) -> list[int]:
+        assert most > 0
+        return [TOKEN] * min(most, self.count)
+
+    def learn(self, accepted: int) -> None:
+        """Nothing."""
