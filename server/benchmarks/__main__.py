@@ -14,9 +14,9 @@ from rich.console import Console
 
 from server.benchmarks.documents import BENCHMARKS, TABLES, put, renewed
 from server.benchmarks.goals import ROWS, Group
-from server.benchmarks.measuring import Effort, measured
 from server.benchmarks.models import SHAPES, cache_folder
 from server.benchmarks.report import Report, as_json, as_text
+from server.benchmarks.runs import Effort, measured
 from server.measuring.running import RunError
 
 DESCRIPTION = """\

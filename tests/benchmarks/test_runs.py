@@ -15,13 +15,13 @@ import pytest
 
 from loadtest.bench.workloads import NAMED
 from server.benchmarks import __main__ as command
-from server.benchmarks import measuring
+from server.benchmarks import runs
 from server.benchmarks.documents import GROWTH, PROFILES, TABLES, replaced
 from server.benchmarks.goals import LESS_IS_BETTER, ROWS, Row
 from server.benchmarks.limits import GIB, WORKS, Speeds, limit
-from server.benchmarks.measuring import Effort, Measured, measured
 from server.benchmarks.models import QWEN
 from server.benchmarks.report import MARK, Report, as_json, as_text
+from server.benchmarks.runs import Effort, Measured, measured
 from tests.benchmarks.shapes import SMALL
 
 SPEEDS = Speeds(30e9, 3e12)
@@ -43,11 +43,11 @@ class Bench:
         self.busy: list[float] = []  # of each run, the next first; then nobody is
         self.started: list[Sequence[str]] = []
         self.loads: list[str] = []
-        monkeypatch.setattr(measuring, "serving", self.serving)
-        monkeypatch.setattr(measuring, "loaded", self.loaded)
-        monkeypatch.setattr(measuring, "speeds_now", lambda row: SPEEDS)
-        monkeypatch.setattr(measuring, "made", lambda shape, folder, tell: folder / shape.name)
-        monkeypatch.setattr(measuring, "Neighbours", lambda: SimpleNamespace(share=self.share))
+        monkeypatch.setattr(runs, "serving", self.serving)
+        monkeypatch.setattr(runs, "loaded", self.loaded)
+        monkeypatch.setattr(runs, "speeds_now", lambda row: SPEEDS)
+        monkeypatch.setattr(runs, "made", lambda shape, folder, tell: folder / shape.name)
+        monkeypatch.setattr(runs, "Neighbours", lambda: SimpleNamespace(share=self.share))
 
     @contextmanager
     def serving(self, flags: Sequence[str]) -> Iterator[Any]:
@@ -126,8 +126,8 @@ def test_a_disturbed_run_is_repeated_and_the_best_is_taken(bench: Bench) -> None
 
 
 def test_a_system_that_does_not_tell_has_no_row(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
-    told: Callable[..., Any] = measuring._figure
-    monkeypatch.setattr(measuring, "_figure", lambda row, *rest: None if row.measure == "peak" else told(row, *rest))
+    told: Callable[..., Any] = runs._figure
+    monkeypatch.setattr(runs, "_figure", lambda row, *rest: None if row.measure == "peak" else told(row, *rest))
     assert values([row("peak"), row("decode")]).keys() == {"decode"}
 
 
@@ -156,7 +156,7 @@ def test_every_row_can_be_measured() -> None:
     assert len({(each.shape.name, each.what) for each in ROWS}) == len(ROWS)
     for each in ROWS:
         named = NAMED[each.workload]
-        assert named.own + named.shared + named.answer <= measuring.LONGEST
+        assert named.own + named.shared + named.answer <= runs.LONGEST
         assert (each.phase or "") in named.phases
         better = sorted(each.peers.values(), reverse=each.measure not in LESS_IS_BETTER)
         assert list(each.peers.values()) == better or each.measure == "ready", "the best peer stands first"
@@ -212,7 +212,7 @@ def test_a_real_server_is_measured(
     rows = [replace(each, shape=SMALL) for each in (row("decode"), row("ready"), row("peak"))]
     monkeypatch.setattr(command, "ROWS", rows)
     monkeypatch.setattr(command, "SHAPES", {SMALL.name: SMALL})
-    monkeypatch.setattr(measuring, "LONGEST", 256)
+    monkeypatch.setattr(runs, "LONGEST", 256)
     file, document = tmp_path / "it.json", tmp_path / "benchmarks.md"
     document.write_text(f"<!-- printed by {TABLES} -->\n<!-- end of {TABLES} -->")
     renewed: list[Path] = []
