@@ -24,6 +24,8 @@ Starts `kvmux serve` once for each model and format of weights, loads it over HT
 the goal, what other servers reached, and what this machine allows in the same minute. Models of real shapes with random
 weights are made first, and kept. A run that other processes disturb is repeated, and marked if that does not help."""
 
+INTERRUPTED = 130  # the exit status, as shells have it
+
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
@@ -57,6 +59,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         except (RunError, OSError) as error:
             print(f"make bench: {error}", file=sys.stderr)
             return 2
+        except KeyboardInterrupt:  # SIGTERM, too; by now all that was started has ended
+            return INTERRUPTED
     print(as_text(report))
     if options.json:
         options.json.write_text(json.dumps(as_json(report), indent=2) + "\n")
