@@ -21,8 +21,9 @@ from server.measuring.running import RunError
 
 DESCRIPTION = """\
 Starts `kvmux serve` once for each model and format of weights, loads it over HTTP, and holds what comes out against
-the goal, what other servers reached, and what this machine allows in the same minute. Models of real shapes with random
-weights are made first, and kept. A run that other processes disturb is repeated, and marked if that does not help."""
+the goal, what other servers reached, and what this machine allows in the same minute. So is transformers, in a process
+of its own. Models of real shapes with random weights are made first, and kept. A run that other processes disturb is
+repeated, and marked if that does not help."""
 
 INTERRUPTED = 130  # the exit status, as shells have it
 
