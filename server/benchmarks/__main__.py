@@ -14,15 +14,18 @@ from rich.console import Console
 
 from server.benchmarks.documents import BENCHMARKS, TABLES, put, renewed
 from server.benchmarks.goals import ROWS, Group
-from server.benchmarks.measuring import Effort, measured
 from server.benchmarks.models import SHAPES, cache_folder
 from server.benchmarks.report import Report, as_json, as_text
+from server.benchmarks.runs import Effort, measured
 from server.measuring.running import RunError
 
 DESCRIPTION = """\
 Starts `kvmux serve` once for each model and format of weights, loads it over HTTP, and holds what comes out against
-the goal, what other servers reached, and what this machine allows in the same minute. Models of real shapes with random
-weights are made first, and kept. A run that other processes disturb is repeated, and marked if that does not help."""
+the goal, what other servers reached, and what this machine allows in the same minute. So is transformers, in a process
+of its own. Models of real shapes with random weights are made first, and kept. A run that other processes disturb is
+repeated, and marked if that does not help."""
+
+INTERRUPTED = 130  # the exit status, as shells have it
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -57,6 +60,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         except (RunError, OSError) as error:
             print(f"make bench: {error}", file=sys.stderr)
             return 2
+        except KeyboardInterrupt:  # SIGTERM, too; by now all that was started has ended
+            return INTERRUPTED
     print(as_text(report))
     if options.json:
         options.json.write_text(json.dumps(as_json(report), indent=2) + "\n")

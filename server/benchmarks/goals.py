@@ -1,7 +1,8 @@
 """What `make bench` measures, row by row: the work, the goal, and what others reached. Data only.
 
 Peers were measured on PEERS_MACHINE on PEERS_DATE, over HTTP unless it is said, one server at a time, by the same
-workloads with the same models. Elsewhere their figures say little: compare shares of the limit.
+workloads with the same models. Elsewhere their figures say little: compare shares of the limit, or with transformers,
+which is measured in the same run.
 """
 
 from __future__ import annotations
@@ -16,7 +17,8 @@ PEERS_MACHINE = "two x86-64 cores with AVX-512, AVX512-BF16, VNNI and AMX, which
 PEERS_DATE = "2026-11-20"
 
 DEFAULT, MIXED = "paged", "mixed"  # strategies; the second is what `kvmux bench` calls all at once
-Group = Literal["decode", "prefill", "batch", "prefix", "start", "memory", "strategies"]
+TRANSFORMERS = "transformers"  # in a strategy's place: in a process of its own, and no server
+Group = Literal["decode", "prefill", "batch", "prefix", "start", "memory", "strategies", "transformers"]
 Measure = Literal["decode", "prefill", "ttft", "output", "ready", "peak", "slowdown", "mixing"]
 UNITS: Mapping[Measure, str] = {
     "decode": "tokens/s",
@@ -59,6 +61,12 @@ class Row:
 
 IN_PROCESS = "OpenVINO (in process)"
 
+
+def by_transformers(what: str, shape: Shape, measure: Measure, workload: str = "a") -> Row:
+    named = f"{what}, transformers (in process)"
+    return Row(named, shape, "transformers", measure, workload=workload, strategy=TRANSFORMERS)
+
+
 ROWS = (
     Row(
         "1 stream, bfloat16",
@@ -68,6 +76,7 @@ ROWS = (
         goal=27,
         peers={IN_PROCESS: 22.6, "vLLM": 18.8, "llama.cpp": 17.2, "transformers": 11.5},
     ),
+    by_transformers("1 stream, bfloat16", QWEN, "decode"),
     Row(
         "1 stream, int8",
         QWEN,
@@ -86,6 +95,7 @@ ROWS = (
         goal=80,
         peers={"OpenVINO int8": 120, "vLLM": 127, "llama.cpp": 184},
     ),
+    by_transformers("first token after 128", QWEN, "ttft"),
     Row(
         "prefill of 2,048",
         QWEN,
@@ -95,6 +105,7 @@ ROWS = (
         workload="b",
         peers={"vLLM": 1640, "OpenVINO": 1340, "transformers": 925, "llama.cpp": 499},
     ),
+    by_transformers("prefill of 2,048", QWEN, "prefill", workload="b"),
     Row(
         "1 stream after 2,048",
         QWEN,
@@ -159,6 +170,7 @@ ROWS = (
         goal=1000,
         peers={"llama.cpp q8_0": 904, IN_PROCESS: 797, "llama.cpp": 524, "vLLM": 285},
     ),
+    by_transformers("1 stream", LLAMA, "decode"),
     Row(
         "16 at once",
         LLAMA,

@@ -12,7 +12,7 @@ from typing import Any
 import psutil
 
 from server.benchmarks.goals import PEERS_DATE, PEERS_MACHINE
-from server.benchmarks.measuring import Measured
+from server.benchmarks.runs import Measured
 from server.measuring.neighbours import BUSY
 from server.version import version
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import signal
 import subprocess
 import sys
 import tempfile
@@ -57,9 +58,19 @@ def _peak(pid: int) -> int:
 
 
 @contextmanager
+def sigterm_as_ctrl_c() -> Iterator[None]:
+    """Within it SIGTERM raises KeyboardInterrupt, so that blocks end the processes which they started."""
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+@contextmanager
 def serving(flags: Sequence[str]) -> Iterator[Served]:
     """`kvmux serve` with these flags on a free port, until the block ends. Raises RunError."""
-    with tempfile.TemporaryDirectory() as folder, (said := Path(folder) / "log").open("w") as log:
+    with sigterm_as_ctrl_c(), tempfile.TemporaryDirectory() as folder, (said := Path(folder) / "log").open("w") as log:
         began = time.monotonic()
         process = subprocess.Popen(
             [sys.executable, "-m", "server", "serve", "--port", "0", *flags], stdout=log, stderr=subprocess.STDOUT
@@ -97,7 +108,15 @@ def loaded(url: str, flags: Sequence[str]) -> list[dict[str, Any]]:
 
 def printed(module: str, *flags: str) -> str:
     """What `python -m module` prints. Raises RunError."""
-    done = subprocess.run([sys.executable, "-m", module, *flags], capture_output=True, text=True)
-    if done.returncode:
-        raise RunError(f"python -m {module} {' '.join(flags)} failed:\n{done.stderr}")
-    return done.stdout
+    command = [sys.executable, "-m", module, *flags]
+    pipe = subprocess.PIPE
+    with sigterm_as_ctrl_c(), subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True) as process:
+        try:
+            said, complained = process.communicate()
+        except BaseException:
+            process.terminate()  # and not killed: it may have a server of its own to end
+            process.wait()
+            raise
+    if process.returncode:
+        raise RunError(f"python -m {module} {' '.join(flags)} failed:\n{complained}")
+    return said

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from datetime import datetime
@@ -15,13 +15,13 @@ import pytest
 
 from loadtest.bench.workloads import NAMED
 from server.benchmarks import __main__ as command
-from server.benchmarks import measuring
+from server.benchmarks import runs
 from server.benchmarks.documents import GROWTH, PROFILES, TABLES, replaced
-from server.benchmarks.goals import LESS_IS_BETTER, ROWS, Row
+from server.benchmarks.goals import LESS_IS_BETTER, ROWS, TRANSFORMERS, Row, by_transformers
 from server.benchmarks.limits import GIB, WORKS, Speeds, limit
-from server.benchmarks.measuring import Effort, Measured, measured
 from server.benchmarks.models import QWEN
 from server.benchmarks.report import MARK, Report, as_json, as_text
+from server.benchmarks.runs import Effort, Measured, measured
 from tests.benchmarks.shapes import SMALL
 
 SPEEDS = Speeds(30e9, 3e12)
@@ -43,20 +43,26 @@ class Bench:
         self.busy: list[float] = []  # of each run, the next first; then nobody is
         self.started: list[Sequence[str]] = []
         self.loads: list[str] = []
-        monkeypatch.setattr(measuring, "serving", self.serving)
-        monkeypatch.setattr(measuring, "loaded", self.loaded)
-        monkeypatch.setattr(measuring, "speeds_now", lambda row: SPEEDS)
-        monkeypatch.setattr(measuring, "made", lambda shape, folder, tell: folder / shape.name)
-        monkeypatch.setattr(measuring, "Neighbours", lambda: SimpleNamespace(share=self.share))
+        self.peak: int | None = GIB
+        monkeypatch.setattr(runs, "serving", self.serving)
+        monkeypatch.setattr(runs, "loaded", self.loaded)
+        monkeypatch.setattr(runs, "peer", self.peer)
+        monkeypatch.setattr(runs, "speeds_now", lambda row: SPEEDS)
+        monkeypatch.setattr(runs, "made", lambda shape, folder, tell: folder / shape.name)
+        monkeypatch.setattr(runs, "Neighbours", lambda: SimpleNamespace(share=self.share))
 
     @contextmanager
     def serving(self, flags: Sequence[str]) -> Iterator[Any]:
         self.started.append(flags)
-        yield SimpleNamespace(url="", ready_seconds=2.5, cpu_seconds=lambda: 0.0, peak_bytes=lambda: GIB)
+        yield SimpleNamespace(url="", ready_seconds=2.5, cpu_seconds=lambda: 0.0, peak_bytes=lambda: self.peak)
 
     def loaded(self, url: str, flags: Sequence[str]) -> list[dict[str, Any]]:
         self.loads.append(flags[1])
         return self.results.get(flags[1], [result()])
+
+    def peer(self, model: Path, workload: str, rounds: int) -> list[dict[str, Any]]:
+        self.loads.append(f"{TRANSFORMERS} {workload}")
+        return [result(TRANSFORMERS, itl_ms={"mean": 80.0}, ttft_ms={"p50": 1600.0})]
 
     def share(self, own: float = 0.0) -> float:
         return self.busy.pop(0) if self.busy else 0.0
@@ -115,6 +121,22 @@ def test_each_format_of_weights_has_a_server(bench: Bench) -> None:
     assert [flags[3] for flags in bench.started] == ["auto", "int4", "int8"]
 
 
+def test_transformers_has_its_turn_after_the_server_of_the_model(bench: Bench) -> None:
+    theirs = [each for each in ROWS if each.group == "transformers"]
+    found = values([*theirs, row("decode"), row("decode", what="int8", weights="int8")])
+    assert {name: each.value for name, each in found.items() if TRANSFORMERS in name} == {
+        "1 stream, bfloat16, transformers (in process)": 12.5,
+        "first token after 128, transformers (in process)": 1600.0,
+        "prefill of 2,048, transformers (in process)": 2048 / 1.6,
+        "1 stream, transformers (in process)": 12.5,
+    }
+    small, large = [f"{TRANSFORMERS} a"], ["a", f"{TRANSFORMERS} a", f"{TRANSFORMERS} b", "a"]
+    assert bench.loads == small + large
+    assert len(bench.started) == 2, "a row of transformers needs no server"
+    limits = {each.limit for name, each in found.items() if name.startswith(("decode", "1 stream, bfloat16"))}
+    assert len(limits) == 1, "the machine allows both the same"
+
+
 def test_a_disturbed_run_is_repeated_and_the_best_is_taken(bench: Bench) -> None:
     bench.busy = [0.0, 0.5, 0.3, 0.4]  # the start, then three attempts
     found = values([row("decode")], attempts=3)["decode"]
@@ -125,9 +147,8 @@ def test_a_disturbed_run_is_repeated_and_the_best_is_taken(bench: Bench) -> None
     assert len(bench.loads) == 3 + 2
 
 
-def test_a_system_that_does_not_tell_has_no_row(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
-    told: Callable[..., Any] = measuring._figure
-    monkeypatch.setattr(measuring, "_figure", lambda row, *rest: None if row.measure == "peak" else told(row, *rest))
+def test_a_system_that_does_not_tell_has_no_row(bench: Bench) -> None:
+    bench.peak = None
     assert values([row("peak"), row("decode")]).keys() == {"decode"}
 
 
@@ -156,7 +177,7 @@ def test_every_row_can_be_measured() -> None:
     assert len({(each.shape.name, each.what) for each in ROWS}) == len(ROWS)
     for each in ROWS:
         named = NAMED[each.workload]
-        assert named.own + named.shared + named.answer <= measuring.LONGEST
+        assert named.own + named.shared + named.answer <= runs.LONGEST
         assert (each.phase or "") in named.phases
         better = sorted(each.peers.values(), reverse=each.measure not in LESS_IS_BETTER)
         assert list(each.peers.values()) == better or each.measure == "ready", "the best peer stands first"
@@ -209,10 +230,11 @@ def test_committed_documents_have_their_places(name: str, mark: str) -> None:
 def test_a_real_server_is_measured(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    rows = [replace(each, shape=SMALL) for each in (row("decode"), row("ready"), row("peak"))]
+    rows = [row("decode"), row("ready"), row("peak"), by_transformers("decode", SMALL, "decode")]
+    rows = [replace(each, shape=SMALL) for each in rows]
     monkeypatch.setattr(command, "ROWS", rows)
     monkeypatch.setattr(command, "SHAPES", {SMALL.name: SMALL})
-    monkeypatch.setattr(measuring, "LONGEST", 256)
+    monkeypatch.setattr(runs, "LONGEST", 256)
     file, document = tmp_path / "it.json", tmp_path / "benchmarks.md"
     document.write_text(f"<!-- printed by {TABLES} -->\n<!-- end of {TABLES} -->")
     renewed: list[Path] = []
@@ -225,6 +247,8 @@ def test_a_real_server_is_measured(
     assert found["decode"]["value"] > 0 < found["decode"]["limit"]
     assert found["ready"]["value"] > 0.1
     assert 0.05 < found["peak"]["value"] < 20
+    theirs = found["decode, transformers (in process)"]
+    assert theirs["value"] > 0 < theirs["limit"]
     assert capsys.readouterr().out.strip() in document.read_text()
 
 

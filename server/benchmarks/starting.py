@@ -1,6 +1,6 @@
-"""`python -m server.bench_start`: how long `kvmux serve` takes until it is ready, and what memory its processes take.
+"""`python -m server.benchmarks.starting`: how long `kvmux serve` takes until it is ready, and its processes' memory.
 
-Ready is the first 200 of /ready, counted from the start of the process. Memory is asked for then, and again and again
+Ready is the first 200 of /ready, counted from the start of the process. Memory is looked at then, and again and again
 under a short load. PSS counts what processes share once, in parts, so that it may be summed up, as RSS may not. Linux
 only.
 """
@@ -10,24 +10,17 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
-import socket
-import subprocess
 import sys
-import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
-from urllib.error import URLError
-from urllib.request import urlopen
 
 import psutil
 
-from server.bench_stream import ENGINE, Server, play
+from server.benchmarks.streaming import Server, is_engine, model_of, play
+from server.measuring.running import RunError, Served, serving
 
-PAUSE = 0.01  # seconds between two questions whether it is ready
 SAMPLE = 0.1  # seconds between two looks at the memory
-HOST = "127.0.0.1"
 FIRST_ID, IDS = 10, 256  # prompts are of these tokens, which every model has
 
 
@@ -47,7 +40,7 @@ class Result(NamedTuple):
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(prog="python -m server.bench_start", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m server.benchmarks.starting", description=__doc__)
     parser.add_argument("--model", default="tiny", help="as for `kvmux serve` (default: the embedded one)")
     parser.add_argument("--rounds", type=int, default=5, help="starts; the last one is loaded")
     parser.add_argument("--streams", type=int, default=8, help="of the load, beside each other")
@@ -63,47 +56,23 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if any(flag.startswith(("--port", "--host")) for flag in options.serve):
         parser.error("leave --host and --port out: they are chosen here")
     flags = ["--model", options.model, *options.serve]
-    result = measure(flags, options.rounds, options.streams, options.prompt, options.tokens)
+    try:
+        result = measure(flags, options.rounds, options.streams, options.prompt, options.tokens)
+    except RunError as error:
+        sys.exit(str(error))
     print(json.dumps(result._asdict()) if options.json else table(result))
 
 
 def measure(flags: Sequence[str], rounds: int, streams: int, prompt: int, tokens: int) -> Result:
+    """Raises RunError."""
     seconds = []
     for last in [False] * (rounds - 1) + [True]:
-        with started(flags) as (process, port, took):
-            seconds.append(took)
+        with serving(flags) as served:
+            seconds.append(served.ready_seconds)
             if last:
-                ready = memory(process)
-                peak = asyncio.run(loaded(process, port, streams, prompt, tokens))
+                ready = memory(served.process)
+                peak = asyncio.run(loaded(served, streams, prompt, tokens))
     return Result(seconds, ready, peak)
-
-
-# ---------------------------------------------------------------- starting
-@contextmanager
-def started(flags: Sequence[str]) -> Iterator[tuple[psutil.Process, int, float]]:
-    """A server that is ready: its first process, its port, and the seconds it took."""
-    with socket.create_server((HOST, 0)) as free:
-        port = free.getsockname()[1]
-    command = [sys.executable, "-m", "server", "serve", "--host", HOST, "--port", str(port), *flags]
-    began = time.perf_counter()
-    process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
-    try:
-        while not is_ready(port):
-            if process.poll() is not None:
-                sys.exit("the server did not start; what it said is above")
-            time.sleep(PAUSE)
-        yield psutil.Process(process.pid), port, time.perf_counter() - began
-    finally:
-        process.terminate()
-        process.wait()
-
-
-def is_ready(port: int) -> bool:
-    try:
-        with urlopen(f"http://{HOST}:{port}/ready") as answer:
-            return bool(answer.status == 200)
-    except URLError:  # nobody listens yet, or 503
-        return False
 
 
 # ---------------------------------------------------------------- memory
@@ -121,19 +90,23 @@ def memory(supervisor: psutil.Process) -> dict[str, Memory]:
 def role_of(child: psutil.Process) -> str:
     if any("resource_tracker" in word for word in child.cmdline()):
         return "resource tracker"
-    return "engine" if any(ENGINE in region.path for region in child.memory_maps()) else "API"
+    return "engine" if is_engine(child) else "API"
 
 
-async def loaded(process: psutil.Process, port: int, streams: int, prompt: int, tokens: int) -> dict[str, Memory]:
+async def loaded(served: Served, streams: int, prompt: int, tokens: int) -> dict[str, Memory]:
     """The most that was seen while the streams ran."""
-    with urlopen(f"http://{HOST}:{port}/v1/models") as answer:
-        model = json.load(answer)["data"][0]["id"]
     ids = [FIRST_ID + i % IDS for i in range(prompt)]
-    body: dict[str, Any] = {"model": model, "prompt": ids, "max_tokens": tokens, "stream": True, "ignore_eos": True}
-    load = asyncio.ensure_future(play(Server(HOST, port, []), "/v1/completions", streams, body))
+    body: dict[str, Any] = {
+        "model": model_of(served),
+        "prompt": ids,
+        "max_tokens": tokens,
+        "stream": True,
+        "ignore_eos": True,
+    }
+    load = asyncio.ensure_future(play(Server.at(served.url, []), "/v1/completions", streams, body))
     peak: dict[str, Memory] = {}
     while not load.done():
-        for role, now in (await asyncio.to_thread(memory, process)).items():
+        for role, now in (await asyncio.to_thread(memory, served.process)).items():
             before = peak.get(role, now)
             peak[role] = Memory(max(before.pss, now.pss), max(before.rss, now.rss))
         await asyncio.sleep(SAMPLE)

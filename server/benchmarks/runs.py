@@ -1,11 +1,14 @@
 """Measures rows: starts a server for those that share one, loads it workload by workload, and holds it all against
-what the machine allows in that minute. Knows rows and servers; how a figure is shown others know.
+what the machine allows in that minute; transformers has its turn when the server has ended. Knows rows and processes;
+how a figure is shown others know.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import groupby
 from pathlib import Path
 from statistics import fmean
@@ -14,12 +17,12 @@ from typing import Any
 import torch
 
 from kernels.probe import bandwidth_over, product_speed
-from server.benchmarks.goals import DEFAULT, LESS_IS_BETTER, MIXED, Row
+from server.benchmarks.goals import DEFAULT, LESS_IS_BETTER, MIXED, TRANSFORMERS, Row
 from server.benchmarks.limits import GIB, Speeds, limit
 from server.benchmarks.models import made
 from server.engine.device import choose_threads
 from server.measuring.neighbours import BUSY, Neighbours
-from server.measuring.running import Served, loaded, serving
+from server.measuring.running import Served, loaded, printed, serving
 
 Results = Sequence[Mapping[str, Any]]  # of `kvmux bench`
 KV = 512 << 20  # bytes of KV memory
@@ -57,8 +60,17 @@ class Measured:
 
 
 @dataclass(frozen=True)
+class Load:
+    """One workload, ready to run."""
+
+    what: str  # for who waits
+    results: Callable[[], Results]
+    own_seconds: Callable[[], float] = lambda: 0.0  # CPU time of processes that go on after it, and are no neighbours
+
+
+@dataclass(frozen=True)
 class Run:
-    """One workload against a server, and the machine meanwhile."""
+    """What came of it, and the machine meanwhile."""
 
     results: Results
     speeds: Speeds
@@ -66,23 +78,47 @@ class Run:
 
 
 def measured(rows: Iterable[Row], effort: Effort, tell: Callable[[str], None]) -> Iterator[Measured]:
-    """All rows, server by server. Raises RunError and OSError."""
-    for (name, weights), group in groupby(sorted(rows, key=_server), key=_server):
+    """All rows, process by process. Raises RunError and OSError."""
+    for (*_, by_transformers), group in groupby(sorted(rows, key=_process), key=_process):
         ours = list(group)
         model = made(ours[0].shape, effort.folder, tell)
-        tell(f"{name}, {weights}: starting")
-        flags = ["--model", str(model), "--weights", weights, "--kv-memory", str(KV), "--max-seq-len", str(LONGEST)]
-        started = Neighbours()
-        with serving([*flags, "--log-level", "warning"]) as server:
-            busy_start = started.share(server.cpu_seconds())
-            runs = {workload: _run(server, workload, ours, effort, tell) for workload in _workloads(ours)}
-            values = (_value(row, server, runs, busy_start) for row in ours)
-            yield from (value for value in values if value is not None)
+        yield from (_transformers if by_transformers else _served)(ours, model, effort, tell)
 
 
-def _server(row: Row) -> tuple[str, str]:
-    """Rows that are alike in this share a server."""
-    return row.shape.name, row.weights
+def _process(row: Row) -> tuple[str, str, bool]:
+    """Rows that are alike in this share a server, or come of transformers, which follows the server of that model."""
+    return row.shape.name, row.weights, row.strategy == TRANSFORMERS
+
+
+def _served(rows: Sequence[Row], model: Path, effort: Effort, tell: Callable[[str], None]) -> Iterator[Measured]:
+    weights = rows[0].weights
+    tell(f"{rows[0].shape.name}, {weights}: starting")
+    flags = ["--model", str(model), "--weights", weights, "--kv-memory", str(KV), "--max-seq-len", str(LONGEST)]
+    started = Neighbours()
+    with serving([*flags, "--log-level", "warning"]) as server:
+        busy_start = started.share(server.cpu_seconds())
+        runs = {}
+        for workload in _workloads(rows):
+            results = partial(loaded, server.url, _flags(workload, rows, effort))
+            runs[workload] = _run(Load(f"{weights}: {workload}", results, server.cpu_seconds), rows[0], effort, tell)
+        values = (_of_server(row, server, runs, busy_start) for row in rows)
+        yield from (value for value in values if value is not None)
+
+
+def _transformers(rows: Sequence[Row], model: Path, effort: Effort, tell: Callable[[str], None]) -> Iterator[Measured]:
+    """Each workload in a process that has ended when it is over, so that nothing of it is anybody else's."""
+    runs = {}
+    for workload in _workloads(rows):
+        load = Load(f"transformers: {workload}", partial(peer, model, workload, effort.rounds))
+        runs[workload] = _run(load, rows[0], effort, tell)
+    yield from (_of_load(row, runs) for row in rows)
+
+
+def peer(model: Path, workload: str, rounds: int) -> Results:
+    """Of `server.benchmarks.peer`. Raises RunError."""
+    flags = ("--model", str(model), "--workload", workload, "--rounds", str(rounds))
+    results: Results = json.loads(printed("server.benchmarks.peer", *flags))
+    return results
 
 
 def _workloads(rows: Sequence[Row]) -> list[str]:
@@ -91,18 +127,22 @@ def _workloads(rows: Sequence[Row]) -> list[str]:
     return sorted(loads | ({"a"} if any(row.measure == "slowdown" for row in rows) else set()))
 
 
-def _run(server: Served, workload: str, rows: Sequence[Row], effort: Effort, tell: Callable[[str], None]) -> Run:
-    """The attempt that was disturbed least; the first that was not is the last."""
+def _flags(workload: str, rows: Sequence[Row], effort: Effort) -> Sequence[str]:
+    """Of `kvmux bench`."""
     strategies = sorted({row.strategy for row in rows if row.workload == workload}) or [DEFAULT]
-    flags = ["--workload", workload, "--rounds", str(effort.rounds)]
-    flags += ["--mixed"] if MIXED in strategies else ["--strategies", *strategies]
+    which = ["--mixed"] if MIXED in strategies else ["--strategies", *strategies]
+    return ["--workload", workload, "--rounds", str(effort.rounds), *which]
+
+
+def _run(load: Load, row: Row, effort: Effort, tell: Callable[[str], None]) -> Run:
+    """The attempt that was disturbed least; the first that was not is the last."""
     attempts: list[Run] = []
     while len(attempts) < effort.attempts and (not attempts or attempts[-1].busy > BUSY):
-        tell(f"{rows[0].shape.name}, {rows[0].weights}: {workload}" + (", once more" if attempts else ""))
-        speeds = speeds_now(rows[0])
-        neighbours, before = Neighbours(), server.cpu_seconds()
-        results = loaded(server.url, flags)
-        attempts.append(Run(results, speeds, neighbours.share(server.cpu_seconds() - before)))
+        tell(f"{row.shape.name}, {load.what}" + (", once more" if attempts else ""))
+        speeds = speeds_now(row)
+        neighbours, before = Neighbours(), load.own_seconds()
+        results = load.results()
+        attempts.append(Run(results, speeds, neighbours.share(load.own_seconds() - before)))
     return min(attempts, key=lambda run: run.busy)
 
 
@@ -114,18 +154,23 @@ def speeds_now(row: Row) -> Speeds:
 
 
 # -------------------------------------------------------------------- from results to values
-def _value(row: Row, server: Served, runs: Mapping[str, Run], busy_start: float) -> Measured | None:
+def _of_server(row: Row, server: Served, runs: Mapping[str, Run], busy_start: float) -> Measured | None:
     """None: this system does not tell."""
     if row.measure == "ready":
         return Measured(row, server.ready_seconds, None, busy_start)
+    if row.measure == "peak":
+        peak = server.peak_bytes()
+        return None if peak is None else Measured(row, peak / GIB, limit(row, runs[row.workload].speeds, KV), 0.0)
+    return _of_load(row, runs)
+
+
+def _of_load(row: Row, runs: Mapping[str, Run]) -> Measured:
     run = runs[row.workload]
-    if (value := _figure(row, server, runs)) is None:
-        return None
     busy = max(run.busy, runs["a"].busy) if row.measure == "slowdown" else run.busy
-    return Measured(row, value, limit(row, run.speeds, KV), 0.0 if row.measure == "peak" else busy)
+    return Measured(row, _figure(row, runs), limit(row, run.speeds, KV), busy)
 
 
-def _figure(row: Row, server: Served, runs: Mapping[str, Run]) -> float | None:
+def _figure(row: Row, runs: Mapping[str, Run]) -> float:
     """In the row's unit."""
     results = runs[row.workload].results
     found = result_of(results, row)
@@ -144,9 +189,6 @@ def _figure(row: Row, server: Served, runs: Mapping[str, Run]) -> float | None:
         case "mixing":
             alone_speeds = [float(each["tokens_per_second"]) for each in results if each["strategy"] != row.strategy]
             return float(found["tokens_per_second"]) / fmean(alone_speeds)
-        case "peak":
-            peak = server.peak_bytes()
-            return None if peak is None else peak / GIB
     raise AssertionError(row.measure)
 
 

@@ -7,15 +7,16 @@ import sys
 
 import pytest
 
-from server import bench_start
+from server.benchmarks import starting
 
 MIB = 2**20
 
 
+@pytest.mark.alone
 @pytest.mark.skipif(sys.platform != "linux", reason="no /proc/PID/smaps_rollup")
 def test_seconds_and_memory_of_every_process(capsys: pytest.CaptureFixture[str]) -> None:
     load = ["--rounds", "1", "--streams", "2", "--prompt", "8", "--tokens", "4"]
-    bench_start.main([*load, "--json", "--", "--kv-memory", "64MiB", "--threads", "1"])
+    starting.main([*load, "--json", "--", "--kv-memory", "64MiB", "--threads", "1"])
     result = json.loads(capsys.readouterr().out)
     (seconds,) = result["seconds"]
     assert 0.3 < seconds < 120
@@ -34,5 +35,5 @@ def test_seconds_and_memory_of_every_process(capsys: pytest.CaptureFixture[str])
 @pytest.mark.parametrize("flags", [["--rounds", "0"], ["--streams", "0"], ["--", "--port", "8000"]], ids=" ".join)
 def test_flags_that_make_no_sense_are_refused(flags: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
-        bench_start.main(flags)
+        starting.main(flags)
     assert "error:" in capsys.readouterr().err

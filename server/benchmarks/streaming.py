@@ -1,4 +1,4 @@
-"""`python -m server.bench_stream`: CPU time per streamed token outside the engine.
+"""`python -m server.benchmarks.streaming`: CPU time per streamed token outside the engine.
 
 Starts `kvmux serve`, opens streams beside each other, and looks at the CPU time of the server's processes but for the
 engine's: they read the engine's socket, make text of tokens and JSON of text, and write to the clients' sockets. Beside
@@ -16,17 +16,17 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from typing import Any, NamedTuple
-from urllib.error import URLError
-from urllib.request import urlopen
 
+import httpx
 import psutil
 from starlette.types import Receive, Scope, Send
 
+from server.measuring.running import RunError, Served, serving
+
 ENGINE = "libtorch_cpu"  # the library that only the engine's process has in its memory
-READY = re.compile(r"serves (\S+) on http://([^:/\s]+):(\d+)")
-LISTENS = re.compile(r"running on http://([^:/\s]+):(\d+)")
+LISTENS = re.compile(r"running on (http://\S+)")
 PROMPT = "Once upon a time"
 BODIES: dict[str, dict[str, Any]] = {
     "/v1/completions": {"prompt": PROMPT},
@@ -40,7 +40,13 @@ class Server(NamedTuple):
 
     host: str
     port: int
-    workers: list[psutil.Process]  # all processes but the engine's
+    workers: Sequence[psutil.Process]  # all processes but the engine's
+
+    @classmethod
+    def at(cls, url: str, workers: Sequence[psutil.Process]) -> Server:
+        address = httpx.URL(url)
+        assert address.port is not None
+        return cls(address.host, address.port, workers)
 
     def seconds(self) -> float:
         """CPU time of the workers so far."""
@@ -58,7 +64,7 @@ class Result(NamedTuple):
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(prog="python -m server.bench_stream", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m server.benchmarks.streaming", description=__doc__)
     parser.add_argument("--streams", type=int, nargs="+", default=(1, 16, 64), help="opened beside each other")
     parser.add_argument("--tokens", type=int, default=512, help="of each stream")
     parser.add_argument("--rounds", type=int, default=5, help="summed up, after one that warms")
@@ -66,62 +72,46 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--json", action="store_true", help="one JSON line a figure instead of a table")
     parser.add_argument("serve", nargs="*", metavar="FLAG", help="flags of `kvmux serve`, after --")
     options = parser.parse_args(arguments)
-    with ExitStack() as servers:
-        model, ours = servers.enter_context(serving(options.serve))
-        bare = servers.enter_context(serving_bare())
-        body = {"model": model, "max_tokens": options.tokens, "stream": True, "ignore_eos": True} | options.body
-        results = [
-            asyncio.run(measure(ours, bare, path, streams, options.rounds, BODIES[path] | body))
-            for path in BODIES
-            for streams in options.streams
-        ]
+    body = {"max_tokens": options.tokens, "stream": True, "ignore_eos": True} | options.body
+    try:
+        with serving(options.serve) as served, serving_bare() as bare:
+            ours = Server.at(served.url, [each for each in served.family if not is_engine(each)])
+            body = {"model": model_of(served)} | body
+            results = [
+                asyncio.run(measure(ours, bare, path, streams, options.rounds, BODIES[path] | body))
+                for path in BODIES
+                for streams in options.streams
+            ]
+    except RunError as error:
+        sys.exit(str(error))
     print("\n".join(json.dumps(r._asdict()) for r in results) if options.json else table(results))
 
 
 # ---------------------------------------------------------------- servers
-@contextmanager
-def serving(flags: Sequence[str]) -> Iterator[tuple[str, Server]]:
-    """The model's name, and `kvmux serve` with these flags on a free port."""
-    with running(["server", "serve", "--port", "0", *flags], READY) as (process, (model, host, port)):
-        await_ready(f"http://{host}:{port}/ready")
-        family = [process, *process.children(recursive=True)]
-        workers = [p for p in family if not any(ENGINE in region.path for region in p.memory_maps())]
-        yield model, Server(host, int(port), workers)
+def model_of(served: Served) -> str:
+    """What requests call it."""
+    listed = httpx.get(f"{served.url}/v1/models", trust_env=False).json()
+    return str(listed["data"][0]["id"])
+
+
+def is_engine(process: psutil.Process) -> bool:
+    return any(ENGINE in region.path for region in process.memory_maps())
 
 
 @contextmanager
 def serving_bare() -> Iterator[Server]:
-    """uvicorn as we use it, with `bare_app`."""
+    """uvicorn as we use it, with `bare_app`. Raises RunError."""
     flags = ["--port", "0", "--loop", "uvloop", "--http", "httptools", "--lifespan", "off", "--no-access-log"]
-    with running(["uvicorn", "server.bench_stream:bare_app", *flags], LISTENS) as (process, (host, port)):
-        yield Server(host, int(port), [process])
-
-
-@contextmanager
-def running(module: Sequence[str], says: re.Pattern[str]) -> Iterator[tuple[psutil.Process, tuple[str, ...]]]:
-    """`python -m module`, and what it says when it is up."""
-    process = subprocess.Popen(
-        [sys.executable, "-m", *module], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-    )
-    assert process.stdout is not None
-    try:
-        found = next((found for line in process.stdout if (found := says.search(line))), None)
-        if found is None:
-            sys.exit(f"{module[0]} did not start")
-        yield psutil.Process(process.pid), found.groups()
-    finally:
-        process.terminate()
-        process.wait()
-
-
-def await_ready(url: str) -> None:
-    """The server says that it serves a little before all of its processes know of each other."""
-    while True:
+    command = [sys.executable, "-m", "uvicorn", "server.benchmarks.streaming:bare_app", *flags]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
+        assert process.stdout is not None
         try:
-            urlopen(url).close()
-            return
-        except URLError:
-            time.sleep(0.05)
+            found = next((found for line in process.stdout if (found := LISTENS.search(line))), None)
+            if found is None:
+                raise RunError("uvicorn did not start")
+            yield Server.at(found[1], [psutil.Process(process.pid)])
+        finally:
+            process.terminate()
 
 
 async def bare_app(scope: Scope, receive: Receive, send: Send) -> None:

@@ -1,0 +1,52 @@
+"""Who stops `make bench` has no server left, and no client."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import psutil
+import pytest
+
+from server.benchmarks import models
+from server.benchmarks.__main__ import INTERRUPTED
+from server.benchmarks.models import LLAMA, made
+from tests.benchmarks.shapes import SMALL
+from tests.server.running import PATIENCE, eventually
+
+
+@pytest.fixture
+def models_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Of a model that is small, under the name of one that `make bench` knows."""
+    monkeypatch.setattr(models, "LEARNT", 600)
+    monkeypatch.setattr(models, "BOOKS", 5)
+    made(replace(SMALL, name=LLAMA.name, positions=LLAMA.positions), tmp_path, lambda _: None)
+    return tmp_path
+
+
+def does(process: psutil.Process, command: str) -> bool:
+    try:
+        return f"-m server {command}" in " ".join(process.cmdline())
+    except psutil.Error:  # it has ended meanwhile
+        return False
+
+
+@pytest.mark.alone
+@pytest.mark.parametrize(("number", "while_it"), [(signal.SIGTERM, "bench"), (signal.SIGINT, "serve")])
+def test_a_signal_ends_all_that_was_started(models_folder: Path, number: signal.Signals, while_it: str) -> None:
+    """While a client loads the server, and while the server starts."""
+    command = [sys.executable, "-m", "server.benchmarks", "--rows", "decode", "--model", LLAMA.name]
+    with subprocess.Popen([*command, "--models", str(models_folder)], stderr=subprocess.DEVNULL) as bench:
+        try:
+            children = partial(psutil.Process(bench.pid).children, recursive=True)
+            eventually(lambda: any(does(child, while_it) for child in children()))
+            family = children()
+            bench.send_signal(number)
+            assert bench.wait(PATIENCE) == INTERRUPTED
+            assert not psutil.wait_procs(family, timeout=PATIENCE)[1]
+        finally:
+            bench.kill()
