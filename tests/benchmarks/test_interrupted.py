@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 import subprocess
 import sys
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -41,6 +42,7 @@ def test_a_signal_ends_all_that_was_started(models_folder: Path, number: signal.
     """While a client loads the server, and while the server starts."""
     command = [sys.executable, "-m", "server.benchmarks", "--rows", "decode", "--model", LLAMA.name]
     with subprocess.Popen([*command, "--models", str(models_folder)], stderr=subprocess.DEVNULL) as bench:
+        family = []
         try:
             children = partial(psutil.Process(bench.pid).children, recursive=True)
             eventually(lambda: any(does(child, while_it) for child in children()))
@@ -49,4 +51,6 @@ def test_a_signal_ends_all_that_was_started(models_folder: Path, number: signal.
             assert bench.wait(PATIENCE) == INTERRUPTED
             assert not psutil.wait_procs(family, timeout=PATIENCE)[1]
         finally:
-            bench.kill()
+            for process in (*family, bench):
+                with suppress(psutil.Error):
+                    process.kill()
