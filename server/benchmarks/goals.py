@@ -171,6 +171,7 @@ ROWS = (
         peers={"llama.cpp q8_0": 904, IN_PROCESS: 797, "llama.cpp": 524, "vLLM": 285},
     ),
     by_transformers("1 stream", LLAMA, "decode"),
+    Row("1 stream, int8", LLAMA, "decode", "decode", weights="int8", peers={"llama.cpp q8_0": 904}),
     Row(
         "16 at once",
         LLAMA,
