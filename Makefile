@@ -19,9 +19,8 @@ PY := $(VENV)/bin/python
 PIP_INSTALL = $(PY) -m pip install --disable-pip-version-check $(PIP_ARGS)
 TORCH = $(shell sed -n 's/^ *"\(torch==[^"]*\)".*/\1/p' pyproject.toml)
 # What an installation is made from: when one of these changes it is made again.
-INPUTS = pyproject.toml $(wildcard setup.py kernels/cpu/*.cpp kernels/cpu/*.h)
-
-CLANG_FORMAT = $(VENV)/bin/clang-format $(wildcard kernels/cpu/*.cpp kernels/cpu/*.h)
+CPP = $(wildcard kernels/cpu/*.cpp kernels/cpu/*.h)
+INPUTS = pyproject.toml $(wildcard setup.py) $(CPP)
 
 # Tests that fit the marks; ARGS may leave none of them, which pytest tells with 5.
 PYTEST = $(PY) -m pytest -m "$(1)" $(2) $(ARGS) || test $$? = 5
@@ -58,7 +57,7 @@ test-clients: $(VENV)/.with-test  ## check the clients that people use, each ins
 check: $(VENV)/.with-test,check  ## lint, format and types, changing nothing
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
-	$(CLANG_FORMAT) --dry-run --Werror
+	$(VENV)/bin/clang-format --dry-run --Werror $(CPP)
 	$(PY) -m mypy
 
 check-metal: $(VENV)/.with-metal-check  ## look at the Metal sources as Apple's compiler would, without a Mac (ARGS: which files)
@@ -67,7 +66,7 @@ check-metal: $(VENV)/.with-metal-check  ## look at the Metal sources as Apple's 
 format: $(VENV)/.with-test,check  ## put the code into its format
 	$(PY) -m ruff check --fix .
 	$(PY) -m ruff format .
-	$(CLANG_FORMAT) -i
+	$(VENV)/bin/clang-format -i $(CPP)
 
 bench: $(VENV)/.base  ## measure every figure that has a goal (ARGS="--rows decode": these; --help tells more)
 	$(PY) -m server.benchmarks $(ARGS)

@@ -18,7 +18,7 @@ from kernels.load import load_ops
 from kernels.ops import Ops
 
 
-def built_alone(kind: str, options: dict[str, Any], geometry: Geometry, device: torch.device) -> KVCache:
+def build_alone(kind: str, options: dict[str, Any], geometry: Geometry, device: torch.device) -> KVCache:
     """One whose `attend` only keeps, with room for all seats at full length. Raises SettingsError."""
     instances = registry.declared({kind: StrategySettings(kind=kind, **options)})
     pages = max(1, geometry.max_seats * registry.sequence_pages(instances, geometry))

@@ -2,7 +2,8 @@
 
 One `KVCache` serves ALL sequences under one instance. A request takes a seat in it; the tokens of a seat that enter in
 a step form a row; the rows of an instance become a plan, and the model calls the plan's `attend` once per layer. A step
-moves state in `commit` alone, so that a failed one can be repeated; open, grow, crop, fork and close do between steps.
+moves state in `commit` alone, so that a failed one can be repeated; open, grow, crop, fork, discard and close do
+between steps.
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 from transformers.configuration_utils import PreTrainedConfig
 
-from cache_strategies.alone import built_alone
+from cache_strategies.alone import build_alone
 from cache_strategies.base import Geometry, Plan, Row, Seat, Usage
 from cache_strategies.table import TableCache
 from kernels.ops import LayerSpec
@@ -66,7 +66,7 @@ class StrategyCache(Cache):
         if min(max_batch_size, max_seq_len) < 1:
             raise ValueError("max_batch_size and max_seq_len must be at least 1")
         geometry = Geometry(self._specs, kv_dtype, max_batch_size, max_seq_len, max_step_tokens=max_seq_len)
-        self._cache = built_alone(strategy, options, geometry, torch.device(device))
+        self._cache = build_alone(strategy, options, geometry, torch.device(device))
         self._exact = self._cache.contract.exact
         self._gaps = not self._exact and any(map(self._leaves_gaps, set(self._specs)))
         self._seats: list[Seat] = []  # one per row of the batch, all of the same length

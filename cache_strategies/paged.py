@@ -1,7 +1,8 @@
 """paged: blocks of a few tokens, taken as a sequence grows and found again by later sequences with the same beginning.
 
-After vLLM's PagedAttention (Kwon et al., 2023). This file only wires its parts: `ResidentBlocks` (references, names,
-and which idle block goes first), `PrefixNames`, `PendingBlocks` (who computes a block that others wait for), `Pins`.
+After vLLM's PagedAttention (Kwon et al., 2023). This file only wires its parts: `PagedSeat` (a sequence's tokens and
+the names of its blocks), `ResidentBlocks` (references, names, and which idle block goes first), `PrefixNames`,
+`PendingBlocks` (who computes a block that others wait for), `Pins`.
 
 Only full blocks are shared. A block that several seats refer to, or that has a name, is never written: the writer gets
 a copy first, and the source stays referenced until the copy has run.
@@ -41,7 +42,7 @@ from cache_strategies.pins import Pins
 from cache_strategies.prefix_index import Name, PendingBlocks, PrefixNames
 from cache_strategies.resident import ResidentBlocks
 from cache_strategies.table import TableCache, TableOptions
-from config.settings import SettingsError
+from config.errors import SettingsError
 
 
 class PagedOptions(TableOptions):

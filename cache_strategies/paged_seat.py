@@ -22,8 +22,8 @@ class PagedSeat(TableSeat):
         self.tokens = tokens
         self.salt = salt  # None: nobody shall find what it fills from now on
         self.names: list[Name | None] = []  # of the full blocks of `tokens`; None: not to be shared
-        self.priority = 0  # what it leaves is worth this much,
-        self.ttl = math.inf  # for so many seconds
+        self.priority = 0  # of what it leaves behind
+        self.ttl = math.inf  # seconds; of the same
 
     def name(self, i: int, prefix: PrefixNames) -> Name | None:
         """Of its i-th block, which is full; computed once, from its parent's."""
@@ -37,6 +37,7 @@ class PagedSeat(TableSeat):
         return self.names[i]
 
     def enter(self, ids: Sequence[int]) -> None:
+        """These are committed, in place of what stood there of the prompt."""
         before, self.length = self.length, self.length + len(ids)
         self.tokens[before : self.length] = ids
 

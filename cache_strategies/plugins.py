@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from importlib.metadata import entry_points
 from typing import TypeVar
 
-from config.settings import SettingsError
+from config.errors import SettingsError
 
 T = TypeVar("T")
 

@@ -14,7 +14,8 @@ from pydantic import ValidationError
 
 from cache_strategies.base import CacheSetup, Geometry, KVCache, Options
 from cache_strategies.plugins import installed, load_class
-from config.settings import SettingsError, StrategySettings
+from config.errors import SettingsError
+from config.settings import StrategySettings
 from config.sizes import share_of
 from kernels.arena import Arena
 from kernels.ops import Ops

@@ -19,7 +19,7 @@ from pydantic import Field
 from torch import Tensor
 
 from cache_strategies.base import CacheSetup, Geometry, KVCache, Options, Plan, Row, Seat, SeatShape
-from config.settings import SettingsError
+from config.errors import SettingsError
 from kernels.ops import LayerSpec, Slots, Stored
 from kernels.store import KVStore, block_bytes
 

@@ -21,9 +21,9 @@ from pydantic_settings import (
     SettingsConfigDict,
 )
 
+from config.errors import SettingsError
 from config.sizes import Share, exceeds, parse_bytes
-from config.sources import ENV_PREFIX, Sources, check_environment, did_you_mean, read
-from config.sources import SettingsError as SettingsError  # so that others need not know of sources
+from config.sources import ENV_PREFIX, Sources, check_environment, did_you_mean, read_file
 
 Device = Literal["auto", "cpu", "mps", "cuda", "metal-emulated", "metal-checked"]
 DType = Literal["auto", "float32", "bfloat16", "float16"]
@@ -298,7 +298,7 @@ class Settings(BaseSettings):
 def load(file: Path | None, flags: Mapping[str, Any]) -> Settings:
     """Settings from `file` < environment < `flags`. Raises SettingsError naming what is wrong."""
     check_environment(os.environ, Settings.model_fields)
-    sources = Sources(file, read(file) if file else {}, EnvSettingsSource(Settings)(), flags)
+    sources = Sources(file, read_file(file) if file else {}, EnvSettingsSource(Settings)(), flags)
     try:
         return Settings(**sources.merged())
     except ValidationError as error:

@@ -1,7 +1,7 @@
-"""Where the values of settings come from, which of them counts, and how a source is called when its value is refused.
+"""Where the values of settings come from, which of them counts, and what a source is called when its value is refused.
 
-A value on the command line beats the environment (KVMUX_...), which beats the file. Knows of settings only which are
-tables: which there are it is told, and what they may be is checked in `settings.py`.
+A value on the command line beats the environment (KVMUX_...), which beats the file. Knows which settings are
+tables; which there are it is told, and `settings.py` checks what they may be.
 """
 
 from __future__ import annotations
@@ -13,14 +13,12 @@ from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from config.errors import SettingsError
+
 ENV_PREFIX = "KVMUX_"
 ENV_FOREIGN = frozenset({"KVMUX_CONFIG"})  # read by the command line, not a setting
 ENV_JSON = frozenset({"KVMUX_STRATEGIES", "KVMUX_RULES"})
 ENV_PARTS = "KVMUX_STRATEGIES__"  # the only variables that reach into a setting: __<instance>__<option>
-
-
-class SettingsError(Exception):
-    """A setting that cannot be used; the message tells the user what to change."""
 
 
 def env_name(setting: str) -> str:
@@ -36,21 +34,21 @@ def flag_name(setting: str) -> str:
 class Sources(NamedTuple):
     """What each source gives, by setting."""
 
-    path: Path | None  # of the file
-    file: Mapping[str, Any]
-    environment: Mapping[str, Any]
-    flags: Mapping[str, Any]
+    file: Path | None
+    from_file: Mapping[str, Any]
+    from_environment: Mapping[str, Any]
+    from_flags: Mapping[str, Any]
 
     def merged(self) -> dict[str, Any]:
-        return _merged(_merged(self.file, self.environment), self.flags)
+        return _merged(_merged(self.from_file, self.from_environment), self.from_flags)
 
     def origin(self, path: tuple[str | int, ...]) -> str:
         """ " (from KVMUX_PORT)": the strongest source that gives a value at `path`."""
-        if path and _gives(self.flags, path):
+        if path and _gives(self.from_flags, path):
             return f" (from {flag_name(str(path[0]))})"
-        if path and _gives(self.environment, path):
+        if path and _gives(self.from_environment, path):
             return f" (from the environment, {env_name(str(path[0]))})"
-        return f" (from {self.path})" if path and _gives(self.file, path) else ""
+        return f" (from {self.file})" if path and _gives(self.from_file, path) else ""
 
 
 def _merged(weaker: Mapping[str, Any], stronger: Mapping[str, Any]) -> dict[str, Any]:
@@ -71,7 +69,7 @@ def _gives(values: Any, path: tuple[str | int, ...]) -> bool:
     return True
 
 
-def read(file: Path) -> dict[str, Any]:
+def read_file(file: Path) -> dict[str, Any]:
     """A settings file. Raises SettingsError."""
     try:
         return tomllib.loads(file.read_text(encoding="utf-8"))
@@ -82,7 +80,10 @@ def read(file: Path) -> dict[str, Any]:
 
 
 def check_environment(environ: Mapping[str, str], settings: Collection[str]) -> None:
-    """Names a KVMUX_ variable that cannot take effect: pydantic-settings passes over those in silence."""
+    """Names a KVMUX_ variable that cannot take effect: pydantic-settings passes over those in silence.
+
+    Raises SettingsError.
+    """
     known = {env_name(name) for name in settings} | ENV_FOREIGN
     for given, value in environ.items():
         name = given.upper()

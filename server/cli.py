@@ -7,8 +7,6 @@ at once.
 from __future__ import annotations
 
 import argparse
-import difflib
-import errno
 import importlib.util
 import logging
 import multiprocessing
@@ -22,12 +20,15 @@ from pathlib import Path
 from typing import Any, NoReturn, TypeAlias
 
 import server
-from config.settings import Settings, SettingsError, load
+from config.errors import SettingsError
+from config.settings import Settings, load
+from config.sources import did_you_mean
 from loadtest.bench import flags as bench_flags
 from server.engine.lifeline import USER_ERROR
 from server.engine.supervisor import Supervisor
 from server.evaluation import flags as evaluation_flags
 from server.flags import add_settings, grouped
+from server.listening import ListenError, listen, url_of
 from server.logs import configure_logging, fields
 from server.models.directory import located
 from server.profiling import flags as profiling_flags
@@ -36,7 +37,6 @@ from server.welcome import welcome
 
 log = logging.getLogger(__name__)
 
-BACKLOG = 2048  # connections the system holds while the workers are busy or still starting
 
 EVALUATION_SETTINGS = (
     "model",
@@ -149,38 +149,6 @@ def _serve(settings: Settings, listener: socket.socket) -> int:
     return Supervisor(settings, listener, announce).run()
 
 
-class ListenError(Exception):
-    """The address cannot be listened on; the message tells the user what to change."""
-
-
-def listen(host: str, port: int) -> socket.socket:
-    """The server's listening socket, made before anything slow so that an unusable address is told at once."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    both = host == "::" and socket.has_dualstack_ipv6()
-    try:
-        socket.getaddrinfo(host, port, family)  # create_server hides that it is the name that is wrong
-        return socket.create_server((host, port), family=family, backlog=BACKLOG, dualstack_ipv6=both)
-    except OSError as error:
-        raise ListenError(f"cannot listen on {host}, port {port}: {_listen_advice(error, port)}") from None
-
-
-def _listen_advice(error: OSError, port: int) -> str:
-    if isinstance(error, socket.gaierror):
-        return "no such address; see --host"
-    if error.errno == errno.EADDRINUSE:
-        return f"the port is in use; choose another (--port {port % 65535 + 1}), or any that is free (--port 0)"
-    if error.errno == errno.EACCES:
-        return "not allowed; choose a port above 1023 (--port 8000)"
-    return f"{os.strerror(error.errno or 0)}; see --host and --port"
-
-
-def url_of(listener: socket.socket) -> str:
-    """Where this machine's own clients find the server."""
-    host, port = listener.getsockname()[:2]
-    host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
-    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
-
-
 def check_folder_names() -> None:
     """This project's folder `kernels` bears the name of Hugging Face's package; which one is imported?"""
     ours = Path(server.__file__).parent.parent
@@ -242,8 +210,7 @@ class Parser(argparse.ArgumentParser):
         known, unknown = super().parse_known_args(args, namespace)
         if unknown:
             name = unknown[0].split("=")[0]
-            close = difflib.get_close_matches(name, self._option_string_actions, n=1)
-            self.error(f"{name} is no option" + (f"; did you mean {close[0]}?" if close else ""))
+            self.error(f"{name} is no option{did_you_mean(name, self._option_string_actions)}")
         return known, unknown
 
 

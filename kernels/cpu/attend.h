@@ -4,7 +4,8 @@
 // Some query rows of one KV head, those of a group (GQA) included, go over the keys together, so that every key is read
 // once for all of them. Keys come in tiles of TILE positions, counted from 0, and tiles in splits of SPLIT positions.
 // Each split is summed by itself, and the sums are merged in order. So the result depends on positions alone: not on
-// where keys lie, on other sequences, on threads, or on how a text was cut into steps. Knows neither tensors nor threads.
+// where keys lie, on other sequences, on threads, or on how a text was cut into steps. Knows neither tensors nor
+// threads.
 #pragma once
 
 #include "keys.h"

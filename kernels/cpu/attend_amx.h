@@ -1,9 +1,9 @@
 // The attention of attend.h for bfloat16 on tile registers: scores and weighted values are products of tiles, which sum
 // in float32; between them, weights are rounded to bfloat16, and so are counted in the sum that divides them.
 //
-// All rows go one way, whatever the step: a tile of keys and one of values are brought into the order that products want
-// once for all query rows that go together. What a row computes depends on its position alone: other rows of a product
-// do not touch it, and keys that it does not see add zeros.
+// All rows go one way, whatever the step: a tile of keys and one of values are brought into the order that products
+// want once for all query rows that go together. What a row computes depends on its position alone: other rows of a
+// product do not touch it, and keys that it does not see add zeros.
 #pragma once
 
 #ifdef __AMX_BF16__
@@ -142,8 +142,8 @@ class TiledHead {
       }
   }
 
-  // Scores of 16 query rows, [16 rows][TILE]. Tiles are stored one by one while others are summed: a store waits for its
-  // sum, and so would those behind it.
+  // Scores of 16 query rows, [16 rows][TILE]. Tiles are stored one by one while others are summed: a store waits for
+  // its sum, and so would those behind it.
   void multiply_keys(int64_t first) {
     const Kept* q = q_ + first * chunks_ * PAIRS;
     unroll<N>([&](auto n) {

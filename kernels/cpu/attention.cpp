@@ -37,37 +37,40 @@ int64_t partial_width(int64_t v_dim) {
 
 // The sums of a head's query rows become the output of its tokens; `sink_logits` have no value.
 template <int64_t ROWS, typename T>
-void finish(const AttentionCall& a, const Part& part, Sums<ROWS>& sums, int64_t width) {
+void finish(const AttentionCall& call, const Part& part, Sums<ROWS>& sums, int64_t width) {
   for (int64_t r = 0; r < part.rows.count; ++r) {
-    const int64_t token = a.rows.first(part.row) + part.rows.query(r), h = part.head * a.group + part.rows.head(r);
-    if (a.sink_logits != nullptr) {
-      if (a.sink_logits[h] > sums.top[r]) sums.raise(r, a.sink_logits[h], width);
-      sums.total[r] += std::exp(a.sink_logits[h] - sums.top[r]);
+    const int64_t token = call.rows.first(part.row) + part.rows.query(r),
+                  h = part.head * call.group + part.rows.head(r);
+    if (call.sink_logits != nullptr) {
+      if (call.sink_logits[h] > sums.top[r]) sums.raise(r, call.sink_logits[h], width);
+      sums.total[r] += std::exp(call.sink_logits[h] - sums.top[r]);
     }
-    from_float(sums.values + r * width, 1.f / sums.total[r], a.out.at<T>(token, h), a.v.dim);
+    from_float(sums.values + r * width, 1.f / sums.total[r], call.out.at<T>(token, h), call.v.dim);
   }
 }
 
 template <typename Head, typename T>
-void item(const AttentionCall& a, const Item& item, const Item* next) {
+void item(const AttentionCall& call, const Item& item, const Item* next) {
   using KV = typename Head::Kept;
-  const auto& [part, begin, end, left] = item;
-  const int64_t width = Head::padded(a.v.dim), stride = partial_width<Head>(a.v.dim);
+  const auto& [part, begin, end, partial] = item;
+  const int64_t width = Head::padded(call.v.dim), stride = partial_width<Head>(call.v.dim);
   const auto plane = [&](const Memory& memory, const Part& of) {
-    const auto blocks = a.rows.blocks(of.row);
-    return Plane<KV>{
-        memory.head<KV>(of.head), memory.block_stride, memory.vector_stride, memory.dim, blocks, a.rows.layout};
+    const auto blocks = call.rows.blocks(of.row);
+    return Plane<KV>{memory.head<KV>(of.head), memory.block_stride, memory.vector_stride, memory.dim, blocks,
+                     call.rows.layout};
   };
-  Head head(plane(a.k, part), plane(a.v, part), a.plan.mask, a.scores, part.rows);
+  Head head(plane(call.k, part), plane(call.v, part), call.plan.mask, call.scores, part.rows);
   if constexpr (requires { &Head::follow; })
-    if (next != nullptr) head.follow(plane(a.k, next->part), plane(a.v, next->part), next->part.rows, next->begin);
+    if (next != nullptr)
+      head.follow(plane(call.k, next->part), plane(call.v, next->part), next->part.rows, next->begin);
   for (int64_t r = 0; r < part.rows.count; ++r)
-    head.take(r, a.q.at<T>(a.rows.first(part.row) + part.rows.query(r), part.head * a.group + part.rows.head(r)));
+    head.take(r,
+              call.q.at<T>(call.rows.first(part.row) + part.rows.query(r), part.head * call.group + part.rows.head(r)));
   Sums<Head::ROWS> sums;
   head.attend(begin, end, sums);
-  if (left < 0) return finish<Head::ROWS, T>(a, part, sums, width);
+  if (partial < 0) return finish<Head::ROWS, T>(call, part, sums, width);
   for (int64_t r = 0; r < part.rows.count; ++r) {
-    float* to = a.partials + (left + r) * stride;
+    float* to = call.partials + (partial + r) * stride;
     to[0] = sums.top[r];
     to[1] = sums.total[r];
     std::memcpy(to + 2, sums.values + r * width, width * sizeof(float));
@@ -75,16 +78,16 @@ void item(const AttentionCall& a, const Item& item, const Item* next) {
 }
 
 template <typename Head, typename T>
-void merge(const AttentionCall& a, const Merge& merge) {
-  const auto& [part, splits, left] = merge;
-  const int64_t width = Head::padded(a.v.dim), stride = partial_width<Head>(a.v.dim);
+void merge(const AttentionCall& call, const Merge& merge) {
+  const auto& [part, splits, partial] = merge;
+  const int64_t width = Head::padded(call.v.dim), stride = partial_width<Head>(call.v.dim);
   Sums<Head::ROWS> sums;
   sums.clear(part.rows.count, width);
   for (int64_t i = 0; i < splits * part.rows.count; ++i) {
-    const float* from = a.partials + (left + i) * stride;
+    const float* from = call.partials + (partial + i) * stride;
     sums.merge(i % part.rows.count, from[0], from[1], from + 2, width);
   }
-  finish<Head::ROWS, T>(a, part, sums, width);
+  finish<Head::ROWS, T>(call, part, sums, width);
 }
 
 template <typename Head, typename T>
@@ -168,11 +171,11 @@ void attend(const Tensor& out, const Tensor& q, const Tensor& k, const Tensor& v
             const std::optional<Tensor>& sink_logits) {
   const Rows rows(table, row_seat, q_start, start, {block_size, sinks, ring});
   const Mask mask = mask_of(model_window, window, sinks);
-  const AttentionKernels by = attention_kernels(q.scalar_type(), k.scalar_type());
+  const AttentionKernels kernels = attention_kernels(q.scalar_type(), k.scalar_type());
   const int64_t group = q.size(1) / k.size(1);
   TORCH_CHECK(std::max(q.size(2), out.size(2)) <= MAX_DIM, "heads wider than ", MAX_DIM);
-  const Plan work = plan(rows, k.size(1), group, mask, by.rows);
-  const Tensor partials = at::empty({work.partials, by.width(v.size(3))}, at::kFloat);
+  const Plan work = plan(rows, k.size(1), group, mask, kernels.most_rows);
+  const Tensor partials = at::empty({work.partials, kernels.width(v.size(3))}, at::kFloat);
   const AttentionCall call{
       .rows = rows,
       .plan = work,
@@ -186,8 +189,8 @@ void attend(const Tensor& out, const Tensor& q, const Tensor& k, const Tensor& v
       .partials = partials.data_ptr<float>(),
   };
   Team::run(work.items.size(), [&](Team& team, Member member) {
-    team.share(member, work.items.size(), [&](int64_t i) { by.item(call, work.items[i], next_of(work, i)); });
-    team.share(member, work.merges.size(), [&](int64_t i) { by.merge(call, work.merges[i]); });
+    team.share(member, work.items.size(), [&](int64_t i) { kernels.item(call, work.items[i], next_of(work, i)); });
+    team.share(member, work.merges.size(), [&](int64_t i) { kernels.merge(call, work.merges[i]); });
   });
 }
 

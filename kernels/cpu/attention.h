@@ -103,9 +103,9 @@ struct AttentionCall {
   float* partials;  // of the plan, each as wide as AttentionKernels::width says
 };
 
-// How that is computed with queries of one type over keys kept in another.
+// The kernels for queries of one type over keys kept in another.
 struct AttentionKernels {
-  int64_t rows;                     // of a part, at most
+  int64_t most_rows;                // of a part
   int64_t (*width)(int64_t v_dim);  // numbers of a partial sum
   // The next is what this thread goes on with, or null.
   void (*item)(const AttentionCall&, const Item&, const Item* next);

@@ -1,5 +1,5 @@
-// What a layer does around its attention in a few calls, each of them several operations: a call from Python takes as long
-// as a small operation. The bits are those of the operations one by one.
+// What a layer does around its attention in a few calls, each of them several operations: a call from Python takes as
+// long as a small operation. The bits are those of the operations one by one.
 #include <ATen/core/Tensor.h>
 #include <torch/library.h>
 

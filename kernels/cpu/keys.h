@@ -1,5 +1,5 @@
-// A text's keys and values, TILE positions at a time: where each of them lies, which of them some query rows see, and the
-// next ones fetched while these are computed. Knows no scores.
+// A text's keys and values, TILE positions at a time: where each of them lies, which of them some query rows see, and
+// the next ones fetched while these are computed. Knows no scores.
 #pragma once
 
 #include <algorithm>
@@ -42,8 +42,8 @@ class Keys {
     want(tiles_[0], queue);
   }
 
-  // The tile that was to be next; behind it comes the one at position `next`, if that is before `end`: `queue`, if any, is
-  // to fetch it. Whoever has many query rows waits for products, not for the memory.
+  // The tile that was to be next; behind it comes the one at position `next`, if that is before `end`: `queue`, if any,
+  // is to fetch it. Whoever has many query rows waits for products, not for the memory.
   const Tile& step(int64_t next, int64_t end, PrefetchQueue* queue) {
     const Tile& tile = tiles_[at_];
     at_ = 1 - at_;

@@ -1,8 +1,8 @@
 // c += a b: a [M, K] and c [M, N] float32 in scratch memory, b [K, N] of any type, its rows wherever they lie; N a
 // multiple of W.
 //
-// A block of c stays in registers while k runs. Each number of c is a chain of fused multiply-adds in the order of k, so
-// it does not depend on how many rows or columns are computed beside it.
+// A block of c stays in registers while k runs. Each number of c is a chain of fused multiply-adds in the order of k,
+// so it does not depend on how many rows or columns are computed beside it.
 #pragma once
 
 #include "prefetch.h"

@@ -1,5 +1,5 @@
-// A packed weight that rows of x are multiplied with, whatever its numbers are kept in: what a phase of a step works with.
-// Made once for a weight and a type of x. Knows neither who enters the rows nor what becomes of the sums.
+// A packed weight that rows of x are multiplied with, whatever its numbers are kept in: what a phase of a step works
+// with. Made once for a weight and a type of x. Knows neither who enters the rows nor what becomes of the sums.
 #pragma once
 
 #include <c10/core/ScalarType.h>
@@ -13,8 +13,8 @@
 
 namespace kvmux {
 
-// Takes the sums of panels first .. last - 1: of each [height][PANEL], `size` numbers from one panel's to the next's. Behind
-// them are those of their twins, if they have any.
+// Takes the sums of panels first .. last - 1: of each [height][PANEL], `size` numbers from one panel's to the next's.
+// Behind them are those of their twins, if they have any.
 using Put = c10::function_ref<void(int64_t first, int64_t last, const float* sums, int64_t size)>;
 
 class Multiplier {
@@ -32,8 +32,8 @@ class Multiplier {
   // Row number `row` of `rows`, into the room.
   virtual void enter(char* room, int64_t rows, const void* x, int64_t row) const = 0;
 
-  // The same of a few columns of rows first .. last - 1 alone, x [last - first, PART], if rows can enter in parts; these begin
-  // at multiples of PART.
+  // The same of a few columns of rows first .. last - 1 alone, x [last - first, PART], if rows can enter in parts;
+  // these begin at multiples of PART.
   virtual bool in_parts() const { return false; }
   virtual void enter_part(char*, int64_t, const void*, int64_t, int64_t, int64_t) const {
     TORCH_INTERNAL_ASSERT(false, "rows of this weight enter whole");

@@ -10,8 +10,8 @@ namespace kvmux {
 
 inline bool dense(const at::Tensor& t) { return t.size(-1) <= 1 || t.stride(-1) == 1; }
 
-// A packed weight: its numbers, and of whole numbers the scale and perhaps the offset [panels, groups, 16]; and its shape,
-// bits of a number (0: floats) and columns of a group.
+// A packed weight: its numbers, and of whole numbers the scale and perhaps the offset [panels, groups, 16]; and its
+// shape, bits of a number (0: floats) and columns of a group.
 struct PackedWeight {
   PackedWeight(at::TensorList parts, at::IntArrayRef format);
 

@@ -1,14 +1,15 @@
 // How weights lie in memory for products: packed once, then read from the first byte to the last.
 //
-// Outputs come in blocks of 64, that is 4 panels of 16; a panel's columns in tiles of a kibibyte (of 8 bits; of 4 bits half
-// of one), and the tiles of one depth of a block's panels lie together:
+// Outputs come in blocks of 64, that is 4 panels of 16; a panel's columns in tiles of a kibibyte (of 8 bits; of 4 bits
+// half of one), and the tiles of one depth of a block's panels lie together:
 //
 //     block  | depth 0: tile of panel 0 | panel 1 | panel 2 | panel 3 | depth 1: ... |
 //     tile   [columns / S][16 outputs][S columns]
 //
-// S columns of an output make 32 bits, so that an instruction that multiplies pairs of bfloat16 or four bytes finds those of
-// 16 outputs in one vector, and AMX a tile as it wants it. Where that is no use (float32, float16), S is 1. Behind the last
-// output and the last column are zeros. Every instruction set reads this; knows neither tensors nor products.
+// S columns of an output make 32 bits, so that an instruction that multiplies pairs of bfloat16 or four bytes finds
+// those of 16 outputs in one vector, and AMX a tile as it wants it. Where that is no use (float32, float16), S is 1.
+// Behind the last output and the last column are zeros. Every instruction set reads this; knows neither tensors nor
+// products.
 #pragma once
 
 #include <c10/util/BFloat16.h>
@@ -44,8 +45,8 @@ struct Packing {
 
 constexpr int64_t blocks_of(int64_t outputs) { return (outputs + BLOCK - 1) / BLOCK; }
 
-// Outputs of one block, `from` [outputs, k], its rows so many numbers apart; tile by tile, so that what is written lies in
-// the first cache. Behind the last output and column the block has been zeroed.
+// Outputs of one block, `from` [outputs, k], its rows so many numbers apart; tile by tile, so that what is written lies
+// in the first cache. Behind the last output and column the block has been zeroed.
 template <typename T>
 inline void pack_block(const T* from, int64_t apart, int64_t outputs, int64_t k, T* block) {
   using P = Packing<T>;
@@ -66,8 +67,8 @@ constexpr int64_t halves_column(int64_t i) {
   return i / P::DEPTH * PANELS * P::TILE / 2 + i % P::DEPTH / P::S / 2 * PANEL * P::S;
 }
 
-// The same of numbers of 4 bits: `from` [k / 2], the even column in the lower half of a byte, as in `Quantised`. Here a tile
-// has 64 columns in half a kibibyte, and of 8 columns the first 4 are the lower halves.
+// The same of numbers of 4 bits: `from` [k / 2], the even column in the lower half of a byte, as in `Quantised`. Here a
+// tile has 64 columns in half a kibibyte, and of 8 columns the first 4 are the lower halves.
 inline void pack_halves(const uint8_t* from, int64_t k, int64_t output, uint8_t* block) {
   using P = Packing<uint8_t>;
   uint8_t* to = block + output / PANEL * P::TILE / 2 + output % PANEL * P::S;

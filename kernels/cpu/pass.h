@@ -1,9 +1,9 @@
-// A step's way through a decoder's layers, one behind the other, as the threads of a team go it. A step of few tokens waits
-// for the memory that weights lie in, so nothing is to come between reading one and the next: neither Python nor waking
-// threads, which all take the way through caches that weights have just swept.
+// A step's way through a decoder's layers, one behind the other, as the threads of a team go it. A step of few tokens
+// waits for the memory that weights lie in, so nothing is to come between reading one and the next: neither Python nor
+// waking threads, which all take the way through caches that weights have just swept.
 //
-// The bits are those of the operations one by one. A phase is what all threads do before any goes on. Knows neither where
-// weights come from nor who asked for the step.
+// The bits are those of the operations one by one. A phase is what all threads do before any goes on. Knows neither
+// where weights come from nor who asked for the step.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -187,7 +187,9 @@ class Pass {
     const int64_t own = token - slice.begin, row = slice.row_of[own], first = slice.rows.first(row),
                   dim = layers_[i].head_dim;
     if (slice.rows.idle(row)) return;
-    const auto heads = [&](const X* x) { return Heads<const char>{reinterpret_cast<const char*>(x), 0, dim}; };
+    const auto heads = [&](const X* x) {
+      return Heads<const char>{reinterpret_cast<const char*>(x), /*token_stride=*/0, dim};
+    };
     slice.kernels.write(slice.k[i], slice.v[i], slice.rows, row, own - first, heads(k), heads(v));
   }
 
@@ -208,12 +210,12 @@ class Pass {
     team.share(member, items, [&](int64_t n) {
       const Slice& slice = find(i, n, &Plan::items);
       const Plan& plan = slice.plan(i);
-      slice.kernels.item(call(slice, i), plan.items[n], next_of(plan, n));
+      slice.kernels.item(call_of(slice, i), plan.items[n], next_of(plan, n));
     });
     if (merges == 0) return;
     team.share(member, merges, [&](int64_t n) {
       const Slice& slice = find(i, n, &Plan::merges);
-      slice.kernels.merge(call(slice, i), slice.plan(i).merges[n]);
+      slice.kernels.merge(call_of(slice, i), slice.plan(i).merges[n]);
     });
   }
 
@@ -225,7 +227,7 @@ class Pass {
     return slices_[s];
   }
 
-  AttentionCall call(const Slice& slice, size_t i) const {
+  AttentionCall call_of(const Slice& slice, size_t i) const {
     const Layer& l = layers_[i];
     const int64_t width = l.heads() * l.head_dim, out = l.q_heads * l.head_dim;
     float* partials = b_.partials;

@@ -15,7 +15,7 @@ class PrefetchQueue {
 
   void clear() { used_ = count_ = 0; }
 
-  // What is too much is left to the machine.
+  // Lines beyond MOST are left to the hardware's prefetcher.
   void add(const void* from, int64_t bytes) {
     const char* line = static_cast<const char*>(from);
     const int64_t n = std::min((bytes + LINE - 1) / LINE, MOST - count_);

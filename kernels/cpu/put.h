@@ -18,8 +18,9 @@ void put_pair(const float* sums, int64_t apart, const float* added, X* to, int64
     for (int64_t i = 0; i < count; ++i) to[i] = static_cast<X>(sums[i / PANEL * apart + i % PANEL] + added[i]);
 }
 
-// What panels first .. last - 1 are in y [rows, outputs], `size` numbers from one panel's sums to the next's, plus their bias,
-// if there is one. Pair by pair of panels: so sums, of which there are more than the first cache holds, are read in order.
+// What panels first .. last - 1 are in y [rows, outputs], `size` numbers from one panel's sums to the next's, plus
+// their bias, if there is one. Pair by pair of panels: so sums, of which there are more than the first cache holds, are
+// read in order.
 template <typename X>
 void put_rows(const float* sums, int64_t size, int64_t first, int64_t last, const float* bias, X* y, int64_t rows,
               int64_t outputs) {

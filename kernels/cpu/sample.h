@@ -1,7 +1,8 @@
 // A token drawn from the logits of a row, without sorting the vocabulary. Knows neither tensors nor threads.
 //
 // What top-k and top-p keep is all above some weight, and the first of those that have just that weight. It is found by
-// halving the interval that it lies in, by its bits: a pass over the row for each half, until few are left to be sorted.
+// halving the interval that it lies in, by its bits: a pass over the row for each half, until few are left to be
+// sorted.
 #pragma once
 
 #include <algorithm>

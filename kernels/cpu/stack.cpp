@@ -9,8 +9,8 @@ namespace {
 
 using at::Tensor;
 
-// The keys of one strategy, of all layers. Like all that torch knows by its type, it has no name outside of this library:
-// several instruction sets may be loaded together.
+// The keys of one strategy, of all layers. Like all that torch knows by its type, it has no name outside of this
+// library: several instruction sets may be loaded together.
 struct Planes : torch::CustomClassHolder {
   Planes(const std::vector<Tensor>& keys, const std::vector<Tensor>& values) : tensors{keys, values} {
     for (const Tensor& plane : keys) k.emplace_back(plane);
@@ -26,13 +26,14 @@ class Layers : public torch::CustomClassHolder {
   // For activations of the example's dtype.
   explicit Layers(const Tensor& example) : type_(example.scalar_type()) {}
 
-  // The next layer: its tensors by name, without those that its model does not have; its four weights, packed; its shape as
-  // `Shape` says, epsilon, scale and softcap.
+  // The next layer: its tensors by name, without those that its model does not have; its four weights, packed; its
+  // shape as `Shape` says, epsilon, scale and softcap.
   void add(const c10::Dict<std::string, Tensor>& tensors, const std::vector<std::vector<Tensor>>& weights,
            const std::vector<std::vector<int64_t>>& formats, const std::vector<int64_t>& shape,
            const std::vector<double>& numbers);
 
-  // x [N, d] after all layers; of each slice the keys, four tensors that say where they lie, and numbers as `Number` says.
+  // x [N, d] after all layers; of each slice the keys, four tensors that say where they lie, and numbers as `Number`
+  // says.
   Tensor run(const Tensor& x, const Tensor& positions, const std::vector<c10::intrusive_ptr<Planes>>& planes,
              const std::vector<Tensor>& addresses, const std::vector<int64_t>& numbers);
 
@@ -110,7 +111,7 @@ Slice Layers::slice(const Planes& planes, const Tensor* at, const int64_t* numbe
     s.plan_of.push_back(same < i ? s.plan_of[same] : s.plans.size());
     if (same < i) continue;
     const Mask mask = mask_of(l.model_window, numbers[REACH], layout.sinks);
-    s.plans.push_back(plan(s.rows, l.kv_heads, l.q_heads / l.kv_heads, mask, s.kernels.rows));
+    s.plans.push_back(plan(s.rows, l.kv_heads, l.q_heads / l.kv_heads, mask, s.kernels.most_rows));
   }
   return s;
 }

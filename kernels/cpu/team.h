@@ -20,8 +20,8 @@ using Member = int64_t;
 
 class Team {
  public:
-  // Calls pass(team, member) in `threads` of torch's threads at once, or in fewer if there are no more. Nothing that a pass
-  // does may throw: the others would wait for it.
+  // Calls pass(team, member) in `threads` of torch's threads at once, or in fewer if there are no more. Nothing that a
+  // pass does may throw: the others would wait for it.
   template <typename Pass>
   static void run(int64_t threads, const Pass& pass) {
     threads = std::clamp<int64_t>(threads, 1, most());
@@ -33,8 +33,8 @@ class Team {
 
   int64_t size() const { return size_; }
 
-  // A phase: work(0) ... work(n - 1). All threads call it, and nobody returns before all is done. Each has a stretch of its
-  // own, in order, as memory is read fastest that way; who is done with it helps the others with theirs.
+  // A phase: work(0) ... work(n - 1). All threads call it, and nobody returns before all is done. Each has a stretch of
+  // its own, in order, as memory is read fastest that way; who is done with it helps the others with theirs.
   template <typename Work>
   void share(Member member, int64_t n, const Work& work) {
     const int64_t threads = size_;

@@ -1,7 +1,7 @@
 // Products with packed weights of bfloat16 in AMX's tiles, for one row as for many.
 //
-// A tile of sums is added to in the order of k, whatever stands beside it, so a number of y does not depend on how many rows
-// are computed with it. Knows neither tensors nor threads.
+// A tile of sums is added to in the order of k, whatever stands beside it, so a number of y does not depend on how many
+// rows are computed with it. Knows neither tensors nor threads.
 #pragma once
 
 #include "packed.h"
@@ -33,8 +33,8 @@ class TileProduct {
   // Tiles that are added at a time: all rows meet them in the first cache. Few rows take the whole depth at once.
   int64_t chunk() const { return rows_ == TILE_ROWS ? tiles_ : CHUNK; }
 
-  // Columns begin .. begin + count - 1 of a row, from a whole tile on. Numbers behind the last row are whatever was there:
-  // nobody reads their sums.
+  // Columns begin .. begin + count - 1 of a row, from a whole tile on. Numbers behind the last row are whatever was
+  // there: nobody reads their sums.
   template <typename X>
   void enter(const X* from, int64_t row, int64_t begin, int64_t count) const {
     const int64_t tile = row / TILE_ROWS * tiles_ + begin / P::DEPTH;
@@ -46,7 +46,8 @@ class TileProduct {
     std::fill(to + count - whole, to + P::DEPTH, Number(0.f));
   }
 
-  // sums [panels][height][PANEL] of 2 or 4 panels of a block plus their tiles begin .. end - 1; they begin with the first.
+  // sums [panels][height][PANEL] of 2 or 4 panels of a block plus their tiles begin .. end - 1; they begin with the
+  // first.
   void add(Session&, int64_t first, int64_t panels, int64_t begin, int64_t end, float* sums) const {
     const Weight* w = w_ + P::panel(first, k_);
     if (rows_ == TILE_ROWS) return panels == PANELS ? few<PANELS>(w, begin, end, sums) : few<PAIR>(w, begin, end, sums);

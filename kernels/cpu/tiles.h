@@ -14,7 +14,8 @@ namespace kvmux {
 constexpr int64_t TILE_ROWS = 16;
 constexpr int64_t TILE_BYTES = 64;  // of a row
 
-// Whether the system lets this process use tiles. Linux saves their 8 KiB only for processes that have asked; asked once.
+// Whether the system lets this process use tiles. Linux saves their 8 KiB only for processes that have asked; asked
+// once.
 inline bool tiles_permitted() {
   static const bool permitted = [] {
     constexpr long REQUEST = 0x1023, TILE_DATA = 18;  // ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA
@@ -23,12 +24,12 @@ inline bool tiles_permitted() {
   return permitted;
 }
 
-// A thread's tiles, all of them whole, while this lives. Other libraries configure tiles of their own, so a piece of work
-// begins with one of these and ends with its end.
+// A thread's tiles, all of them whole, while this lives. Other libraries configure tiles of their own, so a piece of
+// work begins with one of these and ends with its end.
 class Tiles {
  public:
-  // `depth`: bytes of a row of tiles 4 and 5 that are multiplied; tiles 6 and 7, the other factors, have a quarter as many
-  // rows.
+  // `depth`: bytes of a row of tiles 4 and 5 that are multiplied; tiles 6 and 7, the other factors, have a quarter as
+  // many rows.
   explicit Tiles(int64_t depth = TILE_BYTES) : depth_(depth) {
     struct alignas(64) {
       uint8_t palette = 1, start_row = 0, reserved[14] = {};
@@ -83,7 +84,8 @@ inline void tile_dot() {
   asm volatile("tdpbf16ps %%tmm%c2, %%tmm%c1, %%tmm%c0" ::"i"(SUM), "i"(A), "i"(B));
 }
 
-// Tile SUM [16, 16] of whole numbers += tile A [16, 64] of signed bytes times tile B [64, 16] of bytes, B as [16][16][4].
+// Tile SUM [16, 16] of whole numbers += tile A [16, 64] of signed bytes times tile B [64, 16] of bytes, B as
+// [16][16][4].
 template <int SUM, int A, int B, bool UNSIGNED>
 inline void tile_dot_whole() {
   if constexpr (UNSIGNED)

@@ -1,5 +1,5 @@
-// Products with packed weights of floats in vectors of float32: float32 and float16 everywhere, bfloat16 where there are no
-// tiles for it.
+// Products with packed weights of floats in vectors of float32: float32 and float16 everywhere, bfloat16 where there
+// are no tiles for it.
 //
 // Each number of y is one chain of fused multiply-adds in the order of k, so it does not depend on how many rows are
 // computed beside it. Knows neither tensors nor threads.
@@ -48,7 +48,8 @@ class VectorProduct {
     if (begin + count == k_) std::fill(to + count, to + pitch_ - begin, 0.f);
   }
 
-  // sums [panels][height][PANEL] of 2 or 4 panels of a block plus their tiles begin .. end - 1; they begin with the first.
+  // sums [panels][height][PANEL] of 2 or 4 panels of a block plus their tiles begin .. end - 1; they begin with the
+  // first.
   void add(Session&, int64_t first, int64_t panels, int64_t begin, int64_t end, float* sums) const {
     for (int64_t panel = 0; panel < panels; panel += TOGETHER) {
       const T* from = w_ + P::panel(first + panel, k_);

@@ -1,8 +1,8 @@
 // Products with packed weights in whole numbers of 8 or 4 bits, value = scale * number + offset by groups of columns.
 //
-// A row of x becomes whole numbers of 8 bits, too, with a scale for each group: so a group's products are summed in 32 bits
-// without rounding, and a number of y is one chain of multiply-adds over the groups. It has the same bits whatever computes
-// it, for one row as for many. Knows neither tensors nor threads.
+// A row of x becomes whole numbers of 8 bits, too, with a scale for each group: so a group's products are summed in 32
+// bits without rounding, and a number of y is one chain of multiply-adds over the groups. It has the same bits whatever
+// computes it, for one row as for many. Knows neither tensors nor threads.
 #pragma once
 
 #include <cmath>
@@ -14,8 +14,9 @@
 
 namespace kvmux {
 
-// A packed weight; numbers of 4 bits lie in halves of bytes: of 8 columns, the first 4 in the lower ones. Where there are no
-// offsets, value = scale * (number - half of all numbers), and those of 8 bits are kept as what they stand for, signed.
+// A packed weight; numbers of 4 bits lie in halves of bytes: of 8 columns, the first 4 in the lower ones. Where there
+// are no offsets, value = scale * (number - half of all numbers), and those of 8 bits are kept as what they stand for,
+// signed.
 template <typename S>
 struct WholeWeight {
   const uint8_t* numbers;
@@ -90,7 +91,8 @@ class WholeProduct {
 
   static constexpr int32_t ZERO = OFFSETS ? 0 : 1 << (BITS - 1);
 
-  // Bytes between what is multiplied and what is fetched: the next depth, or of whole blocks, which lie without gaps, 2 KiB.
+  // Bytes between what is multiplied and what is fetched: the next depth, or of whole blocks, which lie without gaps, 2
+  // KiB.
   template <int N>
   static constexpr int64_t ahead() {
     constexpr int64_t DEPTH = PANELS * BYTES, NEAR = 2048;
@@ -177,8 +179,8 @@ class WholeProduct {
     });
   }
 
-  // What a group of a panel's columns adds to sums: scale of x * (scale of w * dot + offset of w * sum of x). Its rows of x
-  // are counted from one on.
+  // What a group of a panel's columns adds to sums: scale of x * (scale of w * dot + offset of w * sum of x). Its rows
+  // of x are counted from one on.
   struct Group {
     Group(const WholeProduct& product, int64_t panel, int64_t g, int64_t first)
         : scale_of_x(product.x_.scale + g * product.height() + first),

@@ -1,5 +1,6 @@
-// Products with packed weights in whole numbers, in AMX's tiles: many rows, of which vectors would take too long. What a
-// thread keeps for them: tiles, and room for panels' numbers of 4 bits as bytes. The bits are those of whole_product.h.
+// Products with packed weights in whole numbers, in AMX's tiles: many rows, of which vectors would take too long. What
+// a thread keeps for them: tiles, and room for panels' numbers of 4 bits as bytes. The bits are those of
+// whole_product.h.
 #pragma once
 
 #include <vector>
@@ -51,6 +52,8 @@ class WholeTiles {
 
   // The sums of 16 rows and a panel.
   struct Totals {
+    static_assert(V == 1);  // where there are tiles, a vector is as wide as a panel
+
     Totals() {
       unroll<TILE_ROWS>([&](auto r) { rows[r][0] = Vec(0.f); });
     }
@@ -147,7 +150,8 @@ class WholeTiles {
     return bytes_.data();
   }
 
-  // A times 16 rows and N panels of a weight in one group. Sums are tiles 0 to 3, rows of x are 4 and 5, numbers of w 6 and 7.
+  // A times 16 rows and N panels of a weight in one group. Sums are tiles 0 to 3, rows of x are 4 and 5, numbers of w 6
+  // and 7.
   template <int A, int N>
   void square(const uint8_t* w, int64_t row, int64_t panel, float* sums) {
     const int64_t step = tiles_.depth(), pitch = Product::pitch(product_.k_);

@@ -17,7 +17,7 @@ struct Scoring {
 };
 
 // What a query sees: the latest keys within both windows, and the sinks within the model's.
-struct Sight {
+struct Mask {
   int model_window, window, sinks;
 
   bool sees(int query, int key) const {

@@ -46,14 +46,14 @@ struct Heads {
   }
 
   // The positions at [begin, end) that the query sees.
-  void attend(Plane<const KV> keys, Plane<const KV> values, Sight sight, Scoring scoring, int query, int begin, int end,
+  void attend(Plane<const KV> keys, Plane<const KV> values, Mask mask, Scoring scoring, int query, int begin, int end,
               int lane) {
     for (int first = begin, run; first < end; first += run) {
       run = keys.layout.run(first, end);
       const device KV* key = keys.at(first);
       const device KV* value = values.at(first);
       for (int i = 0; i < run; i++, key += keys.sizes.vector_stride, value += values.sizes.vector_stride)
-        if (sight.sees(query, first + i)) add(key, keys.sizes.dim, value, values.sizes.dim, scoring, lane);
+        if (mask.sees(query, first + i)) add(key, keys.sizes.dim, value, values.sizes.dim, scoring, lane);
     }
   }
 };
@@ -144,13 +144,13 @@ template <int N, int HEADS>
   const device int* blocks = table + size_t(row_seat[row]) * m.table_width;
   const Plane<const KV> key_plane = {memory, blocks, m.k, m.layout, kv_head};
   const Plane<const KV> value_plane = {memory, blocks, m.v, m.layout, kv_head};
-  const Sight sight = {a.model_window, a.window, m.layout.sinks};
+  const Mask mask = {a.model_window, a.window, m.layout.sinks};
   const int begin = split * SPLIT + simdgroup * LANES;
   q += size_t(q_start[row]) * a.q_token;
   out += size_t(q_start[row]) * a.out_token;
   Heads<N, HEADS> ours;
   ours.load(q + size_t(first_head) * a.q_head, heads, a.q_head, m.k.dim, lane);
-  ours.attend(key_plane, value_plane, sight, scoring, query, begin, min(begin + LANES, query + 1), lane);
+  ours.attend(key_plane, value_plane, mask, scoring, query, begin, min(begin + LANES, query + 1), lane);
 
   const Left<N> left = {tops, totals, shared};
   for (int h = 0; h < heads; h++) {

@@ -20,14 +20,14 @@ struct Span {
 };
 
 // Whether any of the queries sees the key: if so, then the one that is nearest to it.
-inline bool any_sees(Span queries, int key, Sight sight) {
-  return key <= queries.newest && sight.sees(max(queries.oldest, key), key);
+inline bool any_sees(Span queries, int key, Mask mask) {
+  return key <= queries.newest && mask.sees(max(queries.oldest, key), key);
 }
 
 // The same of keys at [begin, end): the latest, or the last sink among them.
-inline bool any_sees(Span queries, int begin, int end, Sight sight) {
-  return any_sees(queries, min(end - 1, queries.newest), sight) ||
-         (begin < sight.sinks && any_sees(queries, min(end, sight.sinks) - 1, sight));
+inline bool any_sees(Span queries, int begin, int end, Mask mask) {
+  return any_sees(queries, min(end - 1, queries.newest), mask) ||
+         (begin < mask.sinks && any_sees(queries, min(end, mask.sinks) - 1, mask));
 }
 
 // Keys or values that wait in threadgroup memory.
@@ -37,11 +37,11 @@ struct Tile {
   threadgroup float* scales;  // [KEYS]
 
   // Those from `begin` on, a simdgroup one after the other. What no query sees may never have been written, and is 0.
-  void fetch(Plane<const KV> from, int begin, Span queries, Sight sight, uint simdgroup, uint lane) const {
+  void fetch(Plane<const KV> from, int begin, Span queries, Mask mask, uint simdgroup, uint lane) const {
     const int dim = from.sizes.dim;
     for (int j = simdgroup; j < Shape<N>::KEYS; j += SIMDGROUPS) {
       threadgroup KV* to = numbers + j * Shape<N>::PITCH;
-      if (!any_sees(queries, begin + j, sight)) {
+      if (!any_sees(queries, begin + j, mask)) {
         for (int d = lane; d < dim; d += LANES) to[d] = KV(0);
         if (lane == 0) scales[j] = 0.0f;
         continue;
@@ -83,7 +83,7 @@ struct Share {
   }
 
   // The weights of a tile's keys, which begin at a position: a lane a key.
-  void score(Tile<N> tile, int begin, int dim, Sight sight, Scoring scoring, int lane) {
+  void score(Tile<N> tile, int begin, int dim, Mask mask, Scoring scoring, int lane) {
     const int key = min(lane, S::KEYS - 1);
     float products[S::QUERIES] = {0.0f};
     for (int d = 0; d < dim; d++) {
@@ -91,7 +91,7 @@ struct Share {
       for (int r = 0; r < S::QUERIES; r++) products[r] += float(queries[r * S::WIDTH + d]) * number;
     }
     for (int r = 0; r < S::QUERIES; r++) {
-      const bool visible = lane < S::KEYS && sight.sees(position[r], begin + key);
+      const bool visible = lane < S::KEYS && mask.sees(position[r], begin + key);
       const float score = visible ? score_of(products[r] * tile.scales[key], scoring) : NOTHING;
       const float higher = max(sums[r].top, simd_max(score));
       const float weight = visible ? fast::exp(score - higher) : 0.0f;
@@ -154,7 +154,7 @@ template <int N>
   const device int* blocks = table + size_t(row_seat[row]) * m.table_width;
   const Plane<const KV> keys = {memory, blocks, m.k, m.layout, kv_head};
   const Plane<const KV> values = {memory, blocks, m.v, m.layout, kv_head};
-  const Sight sight = {a.model_window, a.window, m.layout.sinks};
+  const Mask mask = {a.model_window, a.window, m.layout.sinks};
   const Span span = {all.position(first), all.position(min(first + S::ROWS, all.count) - 1)};
   const Tile<N> tile = {numbers, scales};
   const int before = simdgroup * S::QUERIES;  // queries of other simdgroups
@@ -165,12 +165,12 @@ template <int N>
   ours.load(q, all, a, m.k.dim, lane);
 
   for (int begin = 0; begin <= span.newest; begin += S::KEYS) {
-    if (!any_sees(span, begin, begin + S::KEYS, sight)) continue;
-    tile.fetch(keys, begin, span, sight, simdgroup, lane);
+    if (!any_sees(span, begin, begin + S::KEYS, mask)) continue;
+    tile.fetch(keys, begin, span, mask, simdgroup, lane);
     threadgroup_barrier(mem_flags::mem_threadgroup);
-    ours.score(tile, begin, m.k.dim, sight, scoring, lane);
+    ours.score(tile, begin, m.k.dim, mask, scoring, lane);
     threadgroup_barrier(mem_flags::mem_threadgroup);
-    tile.fetch(values, begin, span, sight, simdgroup, lane);
+    tile.fetch(values, begin, span, mask, simdgroup, lane);
     threadgroup_barrier(mem_flags::mem_threadgroup);
     ours.add(tile, lane);
     threadgroup_barrier(mem_flags::mem_threadgroup);

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
-from config.settings import SettingsError
+from config.errors import SettingsError
 from server.api.ended import Ended
 from server.api.generation import Generation
 from server.version import version

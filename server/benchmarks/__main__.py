@@ -1,4 +1,7 @@
-"""`make bench`: every figure that has a goal, measured here. Wires models, rows and the report."""
+"""`make bench`: every figure that has a goal, and what it is compared with, measured here.
+
+Wires models, rows and the report.
+"""
 
 from __future__ import annotations
 
@@ -21,11 +24,11 @@ from server.measuring.running import RunError
 
 DESCRIPTION = """\
 Starts `kvmux serve` once for each model and format of weights, loads it over HTTP, and holds what comes out against
-the goal, what other servers reached, and what this machine allows in the same minute. So is transformers, in a process
-of its own. Models of real shapes with random weights are made first, and kept. A run that other processes disturb is
-repeated, and marked if that does not help."""
+the goal, what other servers reached, and what this machine allows in the same minute. transformers is measured beside
+it, in a process of its own. Models of real shapes with random weights are made first, and kept. A run that other
+processes disturb is repeated, and marked if that does not help."""
 
-INTERRUPTED = 130  # the exit status, as shells have it
+FAILED, INTERRUPTED = 2, 130  # exit statuses; the second as shells have it
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -59,7 +62,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 renewed(options.docs, options.models, status.update)
         except (RunError, OSError) as error:
             print(f"make bench: {error}", file=sys.stderr)
-            return 2
+            return FAILED
         except KeyboardInterrupt:  # SIGTERM, too; by now all that was started has ended
             return INTERRUPTED
     print(as_text(report))

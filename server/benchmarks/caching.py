@@ -15,7 +15,8 @@ from typing import NamedTuple, get_args
 
 import torch
 
-from config.settings import ModelImpl, SettingsError, load
+from config.errors import SettingsError
+from config.settings import ModelImpl, load
 from server.engine.build import Engine, build_engine
 from server.engine.sequence import CachedSequence
 from server.models.full_context import debug_generate_full_context

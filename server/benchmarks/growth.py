@@ -19,7 +19,8 @@ from rich.console import Console
 
 from cache_strategies import registry
 from cache_strategies.base import Geometry, KVCache, Row
-from config.settings import SettingsError, Weights, load
+from config.errors import SettingsError
+from config.settings import Weights, load
 from kernels.arena import Arena
 from kernels.ops import LayerSpec, Ops
 from kernels.probe import bandwidth_over

@@ -15,7 +15,8 @@ from typing import NamedTuple
 
 import torch
 
-from config.settings import SettingsError, load
+from config.errors import SettingsError
+from config.settings import load
 from server.engine.about import about
 from server.engine.build import Engine, build_engine
 from server.engine.core import TIMED, StepResult

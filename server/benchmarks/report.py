@@ -68,7 +68,7 @@ def _notes(found: Sequence[Measured]) -> list[str]:
         return []
     return [
         f"{MARK} disturbed: other processes used up to {max(disturbed):.0%} of the machine in every attempt; "
-        "these figures are too low."
+        "these figures would be better without them."
     ]
 
 

@@ -1,6 +1,7 @@
-"""Measures rows: starts a server for those that share one, loads it workload by workload, and holds it all against
-what the machine allows in that minute; transformers has its turn when the server has ended. Knows rows and processes;
-how a figure is shown others know.
+"""Measures the rows of `make bench`, beside what the machine allows in that minute.
+
+Rows that share a server are measured on one; transformers follows when that has ended. Knows rows and processes; not
+how a figure is shown.
 """
 
 from __future__ import annotations
@@ -80,9 +81,9 @@ class Run:
 def measured(rows: Iterable[Row], effort: Effort, tell: Callable[[str], None]) -> Iterator[Measured]:
     """All rows, process by process. Raises RunError and OSError."""
     for (*_, by_transformers), group in groupby(sorted(rows, key=_process), key=_process):
-        ours = list(group)
-        model = made(ours[0].shape, effort.folder, tell)
-        yield from (_transformers if by_transformers else _served)(ours, model, effort, tell)
+        measure, alike = _transformers if by_transformers else _served, list(group)
+        model = made(alike[0].shape, effort.folder, tell)
+        yield from measure(alike, model, effort, tell)
 
 
 def _process(row: Row) -> tuple[str, str, bool]:
@@ -115,9 +116,9 @@ def _transformers(rows: Sequence[Row], model: Path, effort: Effort, tell: Callab
 
 
 def peer(model: Path, workload: str, rounds: int) -> Results:
-    """Of `server.benchmarks.peer`. Raises RunError."""
+    """Of `server.benchmarks.transformers_peer`. Raises RunError."""
     flags = ("--model", str(model), "--workload", workload, "--rounds", str(rounds))
-    results: Results = json.loads(printed("server.benchmarks.peer", *flags))
+    results: Results = json.loads(printed("server.benchmarks.transformers_peer", *flags))
     return results
 
 

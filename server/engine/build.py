@@ -15,7 +15,8 @@ import torch
 from cache_strategies import registry
 from cache_strategies.base import Geometry
 from cache_strategies.registry import Instance
-from config.settings import Settings, SettingsError
+from config.errors import SettingsError
+from config.settings import Settings
 from config.sizes import parse_bytes
 from kernels.arena import Arena
 from kernels.cpu.backend import CpuOps

@@ -9,7 +9,8 @@ from typing import NamedTuple
 import psutil
 import torch
 
-from config.settings import Settings, SettingsError
+from config.errors import SettingsError
+from config.settings import Settings
 from kernels.cpu.load import fast_halves
 from kernels.device import EMULATED, Device, named
 from server.models.user_cache import user_cache

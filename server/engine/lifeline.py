@@ -15,7 +15,8 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-from config.settings import Settings, SettingsError
+from config.errors import SettingsError
+from config.settings import Settings
 from server.logs import configure_logging
 
 log = logging.getLogger(__name__)

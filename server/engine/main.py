@@ -14,7 +14,8 @@ from multiprocessing.connection import Connection
 
 import msgspec
 
-from config.settings import Settings, SettingsError
+from config.errors import SettingsError
+from config.settings import Settings
 from server.engine.about import about, describe_caches, summary
 from server.engine.admin import obey
 from server.engine.build import Engine, build_engine

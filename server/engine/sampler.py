@@ -5,7 +5,6 @@ The noise of a draw depends on (seed, position) only: not on the batch, nor on t
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Sequence
 
 import numpy as np
@@ -18,7 +17,7 @@ from kernels.sampling import NO_TOKEN, Drawing, Sample
 from server.engine.adjust import adjusted
 from server.engine.draw import Draw, adjusts
 
-WORD = 2**64 - 1  # the largest seed
+MAX_SEED = 2**64 - 1
 
 
 def sample(logits: Tensor, draws: Sequence[Draw], operation: Sample = plain.sample) -> list[int | None]:
@@ -35,31 +34,26 @@ def sample(logits: Tensor, draws: Sequence[Draw], operation: Sample = plain.samp
 def _drawings(draws: Sequence[Draw]) -> NDArray[np.float64]:
     """[K, 5] as `Ops.sample` is told; greedy rows are zeros."""
     how = np.zeros((len(draws), len(Drawing._fields)))
-    for i, (sampling, position, _, _) in enumerate(draws):
-        if sampling.temperature > 0:
-            noise = uniform(sampling.seed, position)
-            how[i] = Drawing(sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p, noise)
+    if warm := [i for i, draw in enumerate(draws) if draw.sampling.temperature > 0]:
+        noise = Noise()
+        for i in warm:
+            sampling, position, _, _ = draws[i]
+            at = noise.at(sampling.seed, position)
+            how[i] = Drawing(sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p, at)
     return how
 
 
-class _Philox(threading.local):
-    """numpy's generator (Salmon et al. 2011), in each thread its own, as placing it and drawing are two calls."""
+class Noise:
+    """numpy's Philox 4x64 (Salmon et al. 2011). torch's CPU generators cannot be set to a counter."""
 
     def __init__(self) -> None:
-        self.bits = np.random.Philox(key=0)
-        self.place = self.bits.state  # as nothing was drawn from it, no numbers wait in its buffer
-        self.random = np.random.Generator(self.bits).random
+        self._bits = np.random.Philox(key=0)
+        self._state = self._bits.state  # as nothing was drawn from it, no numbers wait in its buffer
+        self._random = np.random.Generator(self._bits).random
 
-
-_PHILOX = _Philox()
-
-
-def uniform(seed: int, position: int) -> float:
-    """A number in [0, 1): the first of a Philox 4x64 with this key and counter, whatever was drawn before.
-
-    Placing one anew takes a sixth of the time that making one does. torch's generators have no such place on the CPU.
-    """
-    words = _PHILOX.place["state"]
-    words["key"][0], words["counter"][0] = seed & WORD, position
-    _PHILOX.bits.state = _PHILOX.place
-    return _PHILOX.random()
+    def at(self, seed: int, position: int) -> float:
+        """A number in [0, 1): the first with this key and counter, whatever was drawn before."""
+        words = self._state["state"]
+        words["key"][0], words["counter"][0] = seed & MAX_SEED, position
+        self._bits.state = self._state  # takes a sixth of the time that another generator does
+        return self._random()

@@ -14,7 +14,8 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
 from cache_strategies.base import KVCache
-from config.settings import Settings, SettingsError, StrategySettings, load
+from config.errors import SettingsError
+from config.settings import Settings, StrategySettings, load
 from server.engine.batch import StrategyError
 from server.engine.build import Engine, build_engine
 from server.engine.core import Core

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from cache_strategies.base import KVCache, Row, Seat
-from config.settings import SettingsError
+from config.errors import SettingsError
 from server.engine.batch import Batch, Work
 from server.evaluation.documents import Document
 from server.models.base import Model

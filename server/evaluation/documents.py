@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from tokenizers import Tokenizer
 
-from config.settings import SettingsError
+from config.errors import SettingsError
 from server.training.packing import RECORDS, STORIES, Answer, Marks, Mix, pack
 from server.training.words import HELD_OUT, HELD_OUT_NAMES, TRAIN, Lexicon
 

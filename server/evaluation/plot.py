@@ -6,7 +6,7 @@ import importlib.util
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from config.settings import SettingsError
+from config.errors import SettingsError
 from server.evaluation.report import Report
 
 if TYPE_CHECKING:

@@ -12,7 +12,8 @@ from typing import get_args
 
 import torch
 
-from config.settings import SettingsError, Weights, load
+from config.errors import SettingsError
+from config.settings import Weights, load
 from server.engine.build import Engine, build_engine
 from server.evaluation.command import read_documents
 from server.evaluation.compare import Fidelity, count

@@ -1,4 +1,7 @@
-"""`kvmux serve` and `kvmux bench` as users start them, as processes of their own. Knows no figure."""
+"""Programs of the project as users start them, each in a process of its own. Knows no figure.
+
+`kvmux serve` runs for as long as a block does, the others until they have printed what they found.
+"""
 
 from __future__ import annotations
 
@@ -58,8 +61,8 @@ def _peak(pid: int) -> int:
 
 
 @contextmanager
-def sigterm_as_ctrl_c() -> Iterator[None]:
-    """Within it SIGTERM raises KeyboardInterrupt, so that blocks end the processes which they started."""
+def _sigterm_as_ctrl_c() -> Iterator[None]:
+    """In the main thread only: SIGTERM raises KeyboardInterrupt, so that blocks end the processes they started."""
     before = signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         yield
@@ -70,7 +73,7 @@ def sigterm_as_ctrl_c() -> Iterator[None]:
 @contextmanager
 def serving(flags: Sequence[str]) -> Iterator[Served]:
     """`kvmux serve` with these flags on a free port, until the block ends. Raises RunError."""
-    with sigterm_as_ctrl_c(), tempfile.TemporaryDirectory() as folder, (said := Path(folder) / "log").open("w") as log:
+    with _sigterm_as_ctrl_c(), tempfile.TemporaryDirectory() as folder, (said := Path(folder) / "log").open("w") as log:
         began = time.monotonic()
         process = subprocess.Popen(
             [sys.executable, "-m", "server", "serve", "--port", "0", *flags], stdout=log, stderr=subprocess.STDOUT
@@ -110,7 +113,7 @@ def printed(module: str, *flags: str) -> str:
     """What `python -m module` prints. Raises RunError."""
     command = [sys.executable, "-m", module, *flags]
     pipe = subprocess.PIPE
-    with sigterm_as_ctrl_c(), subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True) as process:
+    with _sigterm_as_ctrl_c(), subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True) as process:
         try:
             said, complained = process.communicate()
         except BaseException:

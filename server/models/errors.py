@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from config.settings import SettingsError
+from config.errors import SettingsError
 
 
 class ModelError(SettingsError):

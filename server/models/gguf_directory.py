@@ -13,7 +13,7 @@ import shutil
 import tempfile
 from pathlib import Path
 
-from config.settings import SettingsError
+from config.errors import SettingsError
 from server.models.config_file import checked
 from server.models.errors import ModelError
 from server.models.gguf_file import SUFFIX, read_header

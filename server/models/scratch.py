@@ -38,8 +38,8 @@ class Scratch:
 
 def _delete_abandoned(home: Path) -> None:
     for folder in home.glob(f"{PREFIX}*"):
-        with suppress(OSError), _locked(folder, wait=False) as nobodys:  # OSError: it got its name, or was deleted
-            if nobodys:
+        with suppress(OSError), _locked(folder, wait=False) as abandoned:  # OSError: it got its name, or was deleted
+            if abandoned:
                 shutil.rmtree(folder, ignore_errors=True)
 
 

@@ -12,7 +12,8 @@ from typing import Any
 import torch
 from rich.console import Console
 
-from config.settings import Settings, SettingsError, load
+from config.errors import SettingsError
+from config.settings import Settings, load
 from config.sources import flag_name
 from kernels.probe import bandwidth_over, product_speed
 from server.engine.about import in_effect

@@ -18,7 +18,8 @@ from statistics import median
 from time import perf_counter
 from typing import Any
 
-from config.settings import Settings, SettingsError
+from config.errors import SettingsError
+from config.settings import Settings
 from server.engine.client import EngineClient
 from server.engine.lifeline import run_child
 from server.engine.messages import Sampling, Submit, Tokens

@@ -13,7 +13,7 @@ from typing import Any
 
 import jinja2
 
-from config.settings import SettingsError
+from config.errors import SettingsError
 from server.text.chat_environment import environment, reads_parts
 from server.text.model_files import named_tokens, read_object
 

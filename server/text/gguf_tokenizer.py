@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
-from config.settings import SettingsError
+from config.errors import SettingsError
 
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED = 1, 2, 3, 4  # types of tokens; others: unused, byte
 SPACE = "\u2581"  # SentencePiece's

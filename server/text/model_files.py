@@ -9,7 +9,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from config.settings import SettingsError
+from config.errors import SettingsError
 
 NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import tokenizers
 
-from config.settings import SettingsError
+from config.errors import SettingsError
 from server.text.chat import ChatTemplate
 from server.text.model_files import NAMES, content_of, read_object
 from server.text.token_text import as_text, reader_of

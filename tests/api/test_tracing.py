@@ -14,7 +14,7 @@ from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from opentelemetry.trace import SpanKind, StatusCode
 
-from config.settings import SettingsError
+from config.errors import SettingsError
 from server.api.tracing import Tracing, traces_url, tracing_to
 from server.engine.messages import Admitted, Submit, Tokens
 from tests.api.asking import GOOD, Words

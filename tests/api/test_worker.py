@@ -18,7 +18,8 @@ from pathlib import Path
 import httpx
 import pytest
 
-from config.settings import Settings, SettingsError
+from config.errors import SettingsError
+from config.settings import Settings
 from server.api.worker import serve_worker
 from server.engine.messages import Cancel, Submit, Tokens
 from tests.api.asking import GOOD, Words, chunks

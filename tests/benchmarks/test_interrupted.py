@@ -1,4 +1,4 @@
-"""Who stops `make bench` has no server left, and no client."""
+"""Stopping `make bench` leaves neither server nor client behind."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def models_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def does(process: psutil.Process, command: str) -> bool:
+def runs(process: psutil.Process, command: str) -> bool:
     try:
         return f"-m server {command}" in " ".join(process.cmdline())
     except psutil.Error:  # it has ended meanwhile
@@ -37,17 +37,17 @@ def does(process: psutil.Process, command: str) -> bool:
 
 
 @pytest.mark.alone
-@pytest.mark.parametrize(("number", "while_it"), [(signal.SIGTERM, "bench"), (signal.SIGINT, "serve")])
-def test_a_signal_ends_all_that_was_started(models_folder: Path, number: signal.Signals, while_it: str) -> None:
+@pytest.mark.parametrize(("signum", "running"), [(signal.SIGTERM, "bench"), (signal.SIGINT, "serve")])
+def test_a_signal_ends_all_that_was_started(models_folder: Path, signum: signal.Signals, running: str) -> None:
     """While a client loads the server, and while the server starts."""
     command = [sys.executable, "-m", "server.benchmarks", "--rows", "decode", "--model", LLAMA.name]
     with subprocess.Popen([*command, "--models", str(models_folder)], stderr=subprocess.DEVNULL) as bench:
         family = []
         try:
             children = partial(psutil.Process(bench.pid).children, recursive=True)
-            eventually(lambda: any(does(child, while_it) for child in children()))
+            eventually(lambda: any(runs(child, running) for child in children()))
             family = children()
-            bench.send_signal(number)
+            bench.send_signal(signum)
             assert bench.wait(PATIENCE) == INTERRUPTED
             assert not psutil.wait_procs(family, timeout=PATIENCE)[1]
         finally:

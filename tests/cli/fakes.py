@@ -11,9 +11,10 @@ import sys
 import threading
 from typing import Any
 
-from config.settings import Settings, SettingsError
-from server.cli import listen, url_of
+from config.errors import SettingsError
+from config.settings import Settings
 from server.engine.supervisor import Supervisor, Targets, Timing
+from server.listening import listen, url_of
 from server.logs import configure_logging
 from server.welcome import welcome
 

@@ -13,7 +13,7 @@ import pytest
 
 from config.settings import Settings
 from config.sources import env_name, flag_name
-from server import cli
+from server import cli, listening
 from server.flags import GROUPS, is_scalar
 from server.welcome import welcome
 from tests.cli.fakes import READY
@@ -204,18 +204,18 @@ def test_urls() -> None:
         ("0.0.0.0", "http://127.0.0.1:"),
         ("localhost", "http://127"),
     ):
-        with cli.listen(host, 0) as listener:
-            assert cli.url_of(listener).startswith(url)
+        with listening.listen(host, 0) as listener:
+            assert listening.url_of(listener).startswith(url)
 
 
 @pytest.mark.skipif(not socket.has_ipv6, reason="no IPv6 here")
 def test_ipv6_urls() -> None:
     try:
-        listener = cli.listen("::1", 0)
-    except cli.ListenError:
+        listener = listening.listen("::1", 0)
+    except listening.ListenError:
         pytest.skip("no IPv6 here")
     with listener:
-        assert cli.url_of(listener).startswith("http://[::1]:")
+        assert listening.url_of(listener).startswith("http://[::1]:")
 
 
 def test_welcome_says_when_all_addresses_are_served() -> None:

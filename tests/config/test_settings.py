@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from config.settings import Settings, SettingsError, load
+from config.errors import SettingsError
+from config.settings import Settings, load
 
 Env = dict[str, str]
 

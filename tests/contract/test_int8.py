@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from cache_strategies.registry import declared, load_kind
-from config.settings import SettingsError, StrategySettings
+from config.errors import SettingsError
+from config.settings import StrategySettings
 from kernels.ops import LayerSpec
 from tests.contract.brute import KEEPS, attention, seen
 from tests.contract.harness import World, random_text, step

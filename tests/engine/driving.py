@@ -15,7 +15,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from config.settings import Settings, SettingsError
+from config.errors import SettingsError
+from config.settings import Settings
 from server.engine.build import Engine, build_engine
 from server.engine.core import StepResult
 from server.engine.messages import (

@@ -16,7 +16,7 @@ from kernels.ops import LayerSpec
 from kernels.sampling import probabilities
 from server.engine.draw import Draw
 from server.engine.messages import Sampling
-from server.engine.sampler import sample, uniform
+from server.engine.sampler import Noise, sample
 from server.models.decoder import Decoder
 from server.models.full_context import FullContext, debug_generate_full_context
 
@@ -106,7 +106,7 @@ def _assert_clear_winner(logits: Tensor) -> None:
 
 def _assert_clear_draw(logits: Tensor, sampling: Sampling, position: int) -> None:
     edges = probabilities(logits, sampling).double().cumsum(-1)
-    distance = (edges / edges[-1] - uniform(sampling.seed, position)).abs().min()
+    distance = (edges / edges[-1] - Noise().at(sampling.seed, position)).abs().min()
     assert distance > HAIR, "a draw falls by a hair: choose another seed"
 
 

@@ -53,7 +53,7 @@ def enter(scheduler: Scheduler, request: Request, num_tokens: int, accepted: int
         scheduler.remove(request)
 
 
-class Sevens:
+class RightGuesses:
     """Guesses that every token will be the one that comes."""
 
     def __init__(self, count: int) -> None:

@@ -13,7 +13,8 @@ import torch
 
 from cache_strategies.base import Seat
 from config import settings as configured
-from config.settings import Settings, SettingsError
+from config.errors import SettingsError
+from config.settings import Settings
 from kernels.device import EMULATED, named, native
 from server.engine import build, device
 from server.engine.about import describe_caches, summary

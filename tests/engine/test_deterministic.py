@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from config.settings import Settings, SettingsError
+from config.errors import SettingsError
+from config.settings import Settings
 from kernels.cpu.backend import CpuOps
 from kernels.device import native
 from kernels.load import load_ops

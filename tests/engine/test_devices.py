@@ -12,7 +12,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from config.settings import Settings, SettingsError
+from config.errors import SettingsError
+from config.settings import Settings
 from kernels import load as loading
 from kernels.device import named, native
 from kernels.load import load_ops

@@ -17,7 +17,7 @@ from torch import Tensor
 from kernels.sampling import draw, probabilities
 from server.engine.draw import Draw
 from server.engine.messages import Sampling
-from server.engine.sampler import sample, uniform
+from server.engine.sampler import Noise, sample
 
 VOCABULARY = 150_000
 ROUNDING = 1e-5
@@ -150,7 +150,7 @@ def test_draws_follow_the_distribution(sampling: Sampling) -> None:
     p = probabilities(logits, sampling)
     exact = (p.double() / p.double().sum()).tolist()
     for places in ([(seed, 17) for seed in range(800)], [(17, position) for position in range(800)]):
-        counts = Counter(int(draw(p, uniform(*place))) for place in places)
+        counts = Counter(int(draw(p, Noise().at(*place))) for place in places)
         assert all(exact[token] > 0 for token in counts), "a token that was filtered out"
         statistic, limit = chi_square(counts, exact)
         assert statistic < limit
@@ -170,7 +170,7 @@ def test_a_draw_is_the_token_whose_stretch_holds_the_number(p: list[float], u: f
 
 
 def test_noise_is_uniform_and_no_two_places_share_it() -> None:
-    grid = np.array([[uniform(seed, position) for position in range(60)] for seed in range(-30, 30)])
+    grid = np.array([[Noise().at(seed, position) for position in range(60)] for seed in range(-30, 30)])
     assert len(np.unique(grid)) == grid.size
     assert grid.min() >= 0
     assert grid.max() < 1
@@ -185,13 +185,13 @@ def test_noise_is_uniform_and_no_two_places_share_it() -> None:
 @given(st.integers(-(2**63), 2**64 - 1), st.integers(0, 2**40))
 def test_noise_is_numpys(seed: int, position: int) -> None:
     bits = np.random.Philox(key=seed % 2**64, counter=position)
-    assert uniform(seed, position) == np.random.Generator(bits).random()
+    assert Noise().at(seed, position) == np.random.Generator(bits).random()
 
 
 def test_every_64_bit_seed_is_one_of_its_own() -> None:
     seeds = [0, 1, -1, 2**62, 2**63 - 1, -(2**63)]
-    assert len({uniform(seed, 5) for seed in seeds}) == len(seeds)
-    assert uniform(-1, 5) == uniform(2**64 - 1, 5)
+    assert len({Noise().at(seed, 5) for seed in seeds}) == len(seeds)
+    assert Noise().at(-1, 5) == Noise().at(2**64 - 1, 5)
 
 
 # -------------------------------------------------------------------- the batch
@@ -216,7 +216,7 @@ def test_a_token_is_drawn_from_its_probabilities_by_its_noise(temperature: float
     sampling = Sampling(1, temperature=temperature, seed=11)
     drawn = [sample(logits, [Draw(sampling, position)])[0] for position in range(30)]
     p = probabilities(logits[0], sampling)
-    assert drawn == [int(draw(p, uniform(11, position))) for position in range(30)]
+    assert drawn == [int(draw(p, Noise().at(11, position))) for position in range(30)]
     assert len(set(drawn)) > 1
 
 
@@ -245,7 +245,7 @@ def test_a_large_vocabulary_is_drawn_from(sampling: Sampling) -> None:
 def test_a_large_vocabulary_is_drawn_from_evenly() -> None:
     """Sums of many small probabilities lose no token: quarters of the vocabulary come equally often."""
     p = torch.full((VOCABULARY,), 1 / VOCABULARY)
-    quarters = Counter(int(draw(p, uniform(1, i))) * 4 // VOCABULARY for i in range(300))
+    quarters = Counter(int(draw(p, Noise().at(1, i))) * 4 // VOCABULARY for i in range(300))
     statistic, limit = chi_square(quarters, [0.25] * 4)
     assert statistic < limit
 

@@ -1,4 +1,4 @@
-"""What every step's rows keep to, whoever asks for what: budget, seats, row lengths, decode first. No tensor here."""
+"""The scheduler, step by step: rows and their budget, who gives way, what is refused, drafts. No tensor here."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import pytest
 from cache_strategies.base import KVCache
 from server.engine.request import Request, RequestError
 from tests.engine.fake_caches import FakeCache, Memory
-from tests.engine.scheduling import Engine, Sevens
+from tests.engine.scheduling import Engine, RightGuesses
 
 
 # -------------------------------------------------------------------- rows of a step
@@ -215,7 +215,7 @@ def decoding(engine: Engine, name: str, cache: KVCache, prompt: int, max_tokens:
     """A request that has its first token, and from now on guesses."""
     request = engine.submit(name, cache, prompt, max_tokens)
     engine.step()
-    request.lookup = Sevens(guesses)  # type: ignore[assignment]
+    request.lookup = RightGuesses(guesses)  # type: ignore[assignment]
     return request
 
 
@@ -230,7 +230,7 @@ def test_a_draft_comes_behind_the_last_token_of_a_text() -> None:
     decoding(engine, "all", FakeCache("a", memory), 3, 20, guesses=4)
     decoding(engine, "ring", FakeCache("ring", memory, max_row=3), 3, 20, guesses=4)
     decoding(engine, "end", FakeCache("b", memory), 3, 4, guesses=4)
-    engine.submit("prompt", FakeCache("c", memory), 1).lookup = Sevens(4)  # type: ignore[assignment]
+    engine.submit("prompt", FakeCache("c", memory), 1).lookup = RightGuesses(4)  # type: ignore[assignment]
     assert drafts(engine) == {"all": 4, "ring": 2, "end": 2, "prompt": 0}
 
 
@@ -254,6 +254,6 @@ def test_nobody_gives_way_for_a_draft() -> None:
     requests = [engine.submit(name, cache, 4, 6) for name in ("first", "second")]
     engine.step()
     for request in requests:
-        request.lookup = Sevens(3)  # type: ignore[assignment]
+        request.lookup = RightGuesses(3)  # type: ignore[assignment]
     assert drafts(engine) == {"first": 0, "second": 0}, "there is room for 4 more tokens, of which the two take 2"
     assert len(engine.scheduler.running) == 2

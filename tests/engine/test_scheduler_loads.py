@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from server.engine.scheduler import Scheduled
 from tests.engine.fake_caches import FakeCache, FakeSeat, Memory
-from tests.engine.scheduling import Engine, Sevens, enter
+from tests.engine.scheduling import Engine, RightGuesses, enter
 
 
 class Load(NamedTuple):
@@ -99,7 +99,7 @@ def test_any_load_keeps_the_limits_and_comes_to_an_end(
         cache = watched.caches[load.cache]
         requests.append(watched.engine.submit(str(i), cache, load.prompt, load.max_tokens, load.priority))
         if load.guesses:
-            requests[-1].lookup = Sevens(load.guesses)  # type: ignore[assignment]
+            requests[-1].lookup = RightGuesses(load.guesses)  # type: ignore[assignment]
     for _ in range(60 * len(loads)):
         watched.step()
     assert [request.finish_reason for request in requests] == ["length"] * len(loads)

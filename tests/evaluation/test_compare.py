@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from transformers import LlamaForCausalLM
 
-from config.settings import SettingsError
+from config.errors import SettingsError
 from server.engine.build import Engine
 from server.evaluation.compare import Fidelity, compare
 from server.evaluation.documents import Document

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from tokenizers import Tokenizer, processors
 
-from config.settings import SettingsError
+from config.errors import SettingsError
 from server.evaluation.documents import Document, check_vocabulary, marks_of, records, stories, text_file
 from server.models.directory import EMBEDDED
 from server.training.packing import Marks

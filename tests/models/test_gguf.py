@@ -14,7 +14,7 @@ import torch
 from gguf import GGMLQuantizationType as Type
 from transformers import PreTrainedModel
 
-from config.settings import SettingsError
+from config.errors import SettingsError
 from kernels.load import REFERENCE
 from kernels.ops import Ops
 from kernels.quantised import Quantised, dequantise

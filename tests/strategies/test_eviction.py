@@ -15,7 +15,7 @@ from cache_strategies.eviction.base import EvictionPolicy
 from cache_strategies.eviction.lru import LRU
 from cache_strategies.eviction.retention import Retained
 from cache_strategies.eviction.s3fifo import S3FIFO
-from config.settings import SettingsError
+from config.errors import SettingsError
 
 POLICIES = sorted(policies())
 KEYS = st.integers(0, 12)

@@ -14,7 +14,8 @@ from transformers import Llama4TextConfig, MambaConfig
 
 from cache_strategies import registry
 from cache_strategies.hf import StrategyCache, StrategyCacheError
-from config.settings import SettingsError, StrategySettings
+from config.errors import SettingsError
+from config.settings import StrategySettings
 from tests.models.random_models import CONFIGS, random_model
 from tests.strategies.generating import LONGEST, MORE, PAGED, left_padded, made, model_of, own, prompts, window, written
 

@@ -12,7 +12,8 @@ from cache_strategies import registry
 from cache_strategies.base import Geometry, KVCache
 from cache_strategies.contiguous import ContiguousCache
 from cache_strategies.registry import build, declared, load_kind, page_bytes, pages_needed, share_pages
-from config.settings import SettingsError, StrategySettings, default_strategies
+from config.errors import SettingsError
+from config.settings import StrategySettings, default_strategies
 from kernels.arena import Arena
 from kernels.ops import LayerSpec
 from kernels.reference import ReferenceOps

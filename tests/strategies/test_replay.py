@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from cache_strategies.eviction import policies
 from cache_strategies.optimum import distinct, most_hits, visits
 from cache_strategies.replay import Request, compare, main, read, replay
-from config.settings import SettingsError
+from config.errors import SettingsError
 from loadtest.traces import line, trace
 
 Text = tuple[int, ...]

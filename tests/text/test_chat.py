@@ -11,7 +11,7 @@ import gguf
 import pytest
 from transformers import AutoTokenizer
 
-from config.settings import SettingsError
+from config.errors import SettingsError
 from server.models.gguf_file import read_header
 from server.text import chat
 from server.text.chat import ChatTemplate, ChatTemplateError

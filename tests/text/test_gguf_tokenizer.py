@@ -10,7 +10,7 @@ import gguf
 import pytest
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
-from config.settings import SettingsError
+from config.errors import SettingsError
 from server.models.gguf_file import read_header
 from server.text.gguf_tokenizer import SPACE, SPLITS, tokenizer_of
 from tests.models.gguf_files import add_byte_level, finish

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from transformers import AutoTokenizer
 
-from config.settings import SettingsError
+from config.errors import SettingsError
 from server.text.tokenizer import Tokenizer, keep_last
 from tests.text.tiny import BOS, EOS, KINDS, byte_level
 

@@ -225,7 +225,7 @@ MUTANTS: tuple[Mutant, ...] = (
         (BOUND, "a tile's first key", "begin <= span.newest", "begin < span.newest"),
         (BOUND, "a key too many", "j < Shape<N>::KEYS; j", "j <= Shape<N>::KEYS; j"),
         (BOUND, "keys of wide heads", "visible = lane < S::KEYS &&", "visible ="),
-        (BOUND, "the last sink", "min(end, sight.sinks) - 1", "min(end, sight.sinks)"),
+        (BOUND, "the last sink", "min(end, mask.sinks) - 1", "min(end, mask.sinks)"),
         (BOUND, "the ring", RING, "(position - sinks) % (ring + 1)"),
         (BOUND, "the window", "distance < window", "distance <= window"),
         (BOUND, "the head's width", "n * LANES + lane < dim", "n * LANES + lane <= dim"),

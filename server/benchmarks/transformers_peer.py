@@ -1,4 +1,4 @@
-"""`python -m server.benchmarks.peer`: transformers in this process, at the workloads of `kvmux bench` for one stream.
+"""`python -m server.benchmarks.transformers_peer`: transformers in this process, at the work of one stream.
 
 In bfloat16 and greedy, from ids to ids: neither HTTP nor text is in the way. Prints a result as `kvmux bench` does.
 Knows nothing of servers; `make bench` starts it as a process of its own, between two of them.
@@ -45,12 +45,14 @@ class Arrivals(BaseStreamer):
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(prog="python -m server.benchmarks.peer", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m server.benchmarks.transformers_peer", description=__doc__)
     parser.add_argument("--model", type=Path, required=True, help="a directory as Hugging Face has them")
     parser.add_argument("--workload", choices=[name for name, work in WORKS.items() if work.streams == 1], default="a")
     parser.add_argument("--rounds", type=int, default=3, help="answers, after one that warms")
     parser.add_argument("--threads", type=int, help="CPU threads (default: torch's choice)")
     options = parser.parse_args(arguments)
+    if options.rounds < 1:
+        parser.error("--rounds: from 1 on")
     if options.threads:
         torch.set_num_threads(options.threads)
     print(json.dumps([result(options.model, WORKS[options.workload], options.rounds)]))

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from loadtest.bench.workloads import NAMED
-from server.benchmarks import peer
+from server.benchmarks import transformers_peer as peer
 from server.benchmarks.limits import WORKS, Work
 from tests.benchmarks.shapes import SMALL
 
