@@ -265,7 +265,7 @@ class KVCache(ABC):
         return None
 
     def discard(self, seat: Seat) -> None:  # noqa: B027 - most share nothing
-        """What it holds is unsound: nobody new finds it. close() follows."""
+        """The model made no numbers of what it holds: nobody new finds what is not finite. close() follows."""
 
     @abstractmethod
     def close(self, seat: Seat) -> None:

@@ -132,10 +132,15 @@ class PagedCache(TableCache):
 
     def discard(self, seat: Seat) -> None:
         assert isinstance(seat, PagedSeat)
-        seat.salt = None
-        for block in seat.blocks:
-            if block not in self.pending:  # who inherits the work computes it anew
-                self.resident.forget(block)
+        full = [block for block in seat.blocks[: seat.length // self.block_size] if block not in self.pending]
+        unsound = {block for block, finite in zip(full, self.store.finite(full), strict=True) if not finite}
+        for each in self.seats:
+            assert isinstance(each, PagedSeat)
+            first = next((i for i, block in enumerate(each.blocks) if block in unsound), None)
+            if first is not None:  # what it computes from there on is no better
+                each.salt = None
+                for block in each.blocks[first:]:
+                    self.resident.forget(block)
 
     def _names_of(self, tokens: Sequence[int], salt: str) -> list[Name]:
         return list(self._prefix.of(tokens, salt)) if self.prefix_cache else []

@@ -93,6 +93,13 @@ class KVStore:
         """Keys and values."""
         return self._planes[2 * layer], self._planes[2 * layer + 1]
 
+    def finite(self, blocks: Sequence[int]) -> list[bool]:
+        """Of each of these, which have been filled: whether all numbers are, in all layers. Waits for the device."""
+        kept = (plane.numbers if plane.scale is None else plane.scale for plane in self._planes)
+        found = torch.stack([plane[blocks].isfinite().flatten(1).all(dim=1) for plane in kept])  # [planes, blocks]
+        sound: list[bool] = found.all(dim=0).tolist()
+        return sound
+
     def k(self, layer: int) -> Tensor:
         """View [blocks, H, block_size, D]; stride(0) is a page."""
         return self._planes[2 * layer].numbers

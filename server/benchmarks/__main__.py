@@ -20,7 +20,7 @@ from server.benchmarks.goals import ROWS, Group
 from server.benchmarks.models import SHAPES, cache_folder
 from server.benchmarks.report import Report, as_json, as_text
 from server.benchmarks.runs import Effort, measured
-from server.measuring.running import RunError
+from server.measuring.running import RunError, sigterm_as_ctrl_c
 
 DESCRIPTION = """\
 Starts `kvmux serve` once for each model and format of weights, loads it over HTTP, and holds what comes out against
@@ -52,7 +52,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.docs and len(rows) < len(ROWS):
         parser.error("--docs: the documents show all rows; leave --rows and --model out")
     date = datetime.now().astimezone()
-    with Console(stderr=True).status("starting") as status:
+    with sigterm_as_ctrl_c(), Console(stderr=True).status("starting") as status:
         try:
             effort = Effort(options.rounds, options.attempts, options.models)
             found = measured(rows, effort, status.update)

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import psutil
 
 from server.benchmarks.streaming import Server, is_engine, model_of, play
-from server.measuring.running import RunError, Served, serving
+from server.measuring.running import RunError, Served, serving, sigterm_as_ctrl_c
 
 SAMPLE = 0.1  # seconds between two looks at the memory
 FIRST_ID, IDS = 10, 256  # prompts are of these tokens, which every model has
@@ -57,7 +57,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         parser.error("leave --host and --port out: they are chosen here")
     flags = ["--model", options.model, *options.serve]
     try:
-        result = measure(flags, options.rounds, options.streams, options.prompt, options.tokens)
+        with sigterm_as_ctrl_c():
+            result = measure(flags, options.rounds, options.streams, options.prompt, options.tokens)
     except RunError as error:
         sys.exit(str(error))
     print(json.dumps(result._asdict()) if options.json else table(result))

@@ -23,7 +23,7 @@ import httpx
 import psutil
 from starlette.types import Receive, Scope, Send
 
-from server.measuring.running import RunError, Served, serving
+from server.measuring.running import RunError, Served, serving, sigterm_as_ctrl_c, started
 
 ENGINE = "libtorch_cpu"  # the library that only the engine's process has in its memory
 LISTENS = re.compile(r"running on (http://\S+)")
@@ -74,7 +74,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     body = {"max_tokens": options.tokens, "stream": True, "ignore_eos": True} | options.body
     try:
-        with serving(options.serve) as served, serving_bare() as bare:
+        with sigterm_as_ctrl_c(), serving(options.serve) as served, serving_bare() as bare:
             ours = Server.at(served.url, [each for each in served.family if not is_engine(each)])
             body = {"model": model_of(served)} | body
             results = [
@@ -103,15 +103,12 @@ def serving_bare() -> Iterator[Server]:
     """uvicorn as we use it, with `bare_app`. Raises RunError."""
     flags = ["--port", "0", "--loop", "uvloop", "--http", "httptools", "--lifespan", "off", "--no-access-log"]
     command = [sys.executable, "-m", "uvicorn", "server.benchmarks.streaming:bare_app", *flags]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
+    with started(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
         assert process.stdout is not None
-        try:
-            found = next((found for line in process.stdout if (found := LISTENS.search(line))), None)
-            if found is None:
-                raise RunError("uvicorn did not start")
-            yield Server.at(found[1], [psutil.Process(process.pid)])
-        finally:
-            process.terminate()
+        found = next((found for line in process.stdout if (found := LISTENS.search(line))), None)
+        if found is None:
+            raise RunError("uvicorn did not start")
+        yield Server.at(found[1], [psutil.Process(process.pid)])
 
 
 async def bare_app(scope: Scope, receive: Receive, send: Send) -> None:

@@ -51,9 +51,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--rounds", type=int, default=3, help="answers, after one that warms")
     parser.add_argument("--threads", type=int, help="CPU threads (default: torch's choice)")
     options = parser.parse_args(arguments)
-    if options.rounds < 1:
-        parser.error("--rounds: from 1 on")
-    if options.threads:
+    if min(options.rounds, 1 if options.threads is None else options.threads) < 1:
+        parser.error("--rounds and --threads: from 1 on")
+    if options.threads is not None:
         torch.set_num_threads(options.threads)
     print(json.dumps([result(options.model, WORKS[options.workload], options.rounds)]))
 

@@ -13,7 +13,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,8 @@ import httpx
 import psutil
 
 ADDRESS = re.compile(r"serves .* on (http://[^\s\"]+)")
-PATIENCE = 300.0  # seconds until a server is ready, or has ended
+PATIENCE = 300.0  # seconds until a server is ready
+ENDING = 10.0  # seconds until who was told to end is told again
 PAUSE = 0.01
 
 
@@ -61,8 +62,8 @@ def _peak(pid: int) -> int:
 
 
 @contextmanager
-def _sigterm_as_ctrl_c() -> Iterator[None]:
-    """In the main thread only: SIGTERM raises KeyboardInterrupt, so that blocks end the processes they started."""
+def sigterm_as_ctrl_c() -> Iterator[None]:
+    """For the main thread of a program: SIGTERM raises KeyboardInterrupt, so that blocks clean up behind them."""
     before = signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         yield
@@ -71,19 +72,34 @@ def _sigterm_as_ctrl_c() -> Iterator[None]:
 
 
 @contextmanager
+def started(command: Sequence[str], **how: Any) -> Iterator[subprocess.Popen[Any]]:
+    """A process that ends with the block, even if its very start is interrupted; `how` as Popen takes it."""
+    this, process = psutil.Process(), None
+    before = this.children()
+    try:
+        process = subprocess.Popen(command, **how)
+        yield process
+    finally:
+        left = [child for child in this.children() if child not in before]
+        while left:  # again: what has been forked and has not begun yet takes no notice
+            for child in left:
+                with suppress(psutil.NoSuchProcess):
+                    child.terminate()  # not killed: it may have processes of its own to end
+            _, left = psutil.wait_procs(left, timeout=ENDING)
+        if process is not None:
+            with process:  # closes its pipes
+                pass
+
+
+@contextmanager
 def serving(flags: Sequence[str]) -> Iterator[Served]:
     """`kvmux serve` with these flags on a free port, until the block ends. Raises RunError."""
-    with _sigterm_as_ctrl_c(), tempfile.TemporaryDirectory() as folder, (said := Path(folder) / "log").open("w") as log:
+    command = [sys.executable, "-m", "server", "serve", "--port", "0", *flags]
+    with tempfile.TemporaryDirectory() as folder, (said := Path(folder) / "log").open("w") as log:
         began = time.monotonic()
-        process = subprocess.Popen(
-            [sys.executable, "-m", "server", "serve", "--port", "0", *flags], stdout=log, stderr=subprocess.STDOUT
-        )
-        try:
+        with started(command, stdout=log, stderr=subprocess.STDOUT) as process:
             url = _ready(process, said, began + PATIENCE)
             yield Served(url, psutil.Process(process.pid), time.monotonic() - began)
-        finally:
-            process.terminate()
-            process.wait(PATIENCE)
 
 
 def _ready(process: subprocess.Popen[bytes], log: Path, deadline: float) -> str:
@@ -113,13 +129,8 @@ def printed(module: str, *flags: str) -> str:
     """What `python -m module` prints. Raises RunError."""
     command = [sys.executable, "-m", module, *flags]
     pipe = subprocess.PIPE
-    with _sigterm_as_ctrl_c(), subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True) as process:
-        try:
-            said, complained = process.communicate()
-        except BaseException:
-            process.terminate()  # and not killed: it may have a server of its own to end
-            process.wait()
-            raise
+    with started(command, stdout=pipe, stderr=pipe, text=True) as process:
+        said, complained = process.communicate()
     if process.returncode:
         raise RunError(f"python -m {module} {' '.join(flags)} failed:\n{complained}")
-    return said
+    return str(said)

@@ -11,11 +11,11 @@ import fcntl
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 
-PREFIX = "draft-"
+PREFIX = ".kvmux-draft-"  # of folders that are ours to delete
+UNLOCKED = ".kvmux-new-"  # of those whose writer has not locked them yet: a moment
 
 
 class Scratch:
@@ -24,11 +24,13 @@ class Scratch:
     def __init__(self, home: Path) -> None:
         """Raises OSError."""
         home.mkdir(parents=True, exist_ok=True)
+        _delete_abandoned(home)
+        new = Path(tempfile.mkdtemp(prefix=UNLOCKED, dir=home))
+        lock = _opened(new)
         self._held = ExitStack()
-        with _locked(home):  # else somebody could find the new folder before it is locked
-            _delete_abandoned(home)
-            self.path = Path(tempfile.mkdtemp(prefix=PREFIX, dir=home))
-            self._held.enter_context(_locked(self.path))
+        self._held.callback(os.close, lock)
+        _locks(lock)
+        self.path = new.rename(home / new.name.replace(UNLOCKED, PREFIX))
 
     def close(self) -> None:
         """What did not get another name is deleted."""
@@ -38,24 +40,23 @@ class Scratch:
 
 def _delete_abandoned(home: Path) -> None:
     for folder in home.glob(f"{PREFIX}*"):
-        with suppress(OSError), _locked(folder, wait=False) as abandoned:  # OSError: it got its name, or was deleted
-            if abandoned:
-                shutil.rmtree(folder, ignore_errors=True)
+        with suppress(OSError):  # no folder, or it got its name, or was deleted
+            lock = _opened(folder)
+            try:
+                if _locks(lock):
+                    shutil.rmtree(folder, ignore_errors=True)
+            finally:
+                os.close(lock)
 
 
-@contextmanager
-def _locked(folder: Path, *, wait: bool = True) -> Iterator[bool]:
-    """Whether it is ours meanwhile; if not, somebody else holds it, or the file system has no locks for folders."""
-    descriptor = os.open(folder, os.O_RDONLY)
+def _opened(folder: Path) -> int:
+    return os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+
+
+def _locks(folder: int) -> bool:
+    """Whether nobody else holds it; not, where the file system has no locks for folders."""
     try:
-        yield _taken(descriptor, wait)
-    finally:
-        os.close(descriptor)
-
-
-def _taken(descriptor: int, wait: bool) -> bool:
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:
         return False
     return True

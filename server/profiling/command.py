@@ -19,7 +19,7 @@ from kernels.probe import bandwidth_over, product_speed
 from server.engine.about import in_effect
 from server.engine.build import Engine, build_engine
 from server.measuring.neighbours import Neighbours, told
-from server.measuring.running import RunError
+from server.measuring.running import RunError, sigterm_as_ctrl_c
 from server.measuring.steps import WARM, Steps, decode, prefill
 from server.models.directory import located
 from server.profiling.flags import Wanted
@@ -37,7 +37,7 @@ def run(file: Path | None, options: dict[str, Any]) -> int:
     if wanted.json:
         with writing(wanted.json):  # before anything slow; what an older one holds stays until there is a report
             wanted.json.open("a").close()
-    with Console(stderr=True).status("loading the model") as status:
+    with sigterm_as_ctrl_c(), Console(stderr=True).status("loading the model") as status:
         model, profiles = in_process(settings, wanted)
         if not wanted.engine_only:
             status.update("the engine, heard at its socket")

@@ -63,6 +63,15 @@ def test_what_got_its_name_stays(tmp_path: Path) -> None:
     assert [path.relative_to(tmp_path) for path in tmp_path.rglob("*")] == [Path("whole"), Path("whole/part")]
 
 
+def test_folders_of_others_stay_and_do_not_hinder(tmp_path: Path) -> None:
+    (tmp_path / "draft-of-mine").mkdir()
+    (tmp_path / f"{PREFIX}file").touch()
+    os.mkfifo(tmp_path / f"{PREFIX}pipe")
+    (tmp_path / f"{PREFIX}link").symlink_to(tmp_path / "draft-of-mine")
+    Scratch(tmp_path).close()
+    assert len(list(tmp_path.iterdir())) == 4
+
+
 def test_many_at_once_keep_theirs(tmp_path: Path) -> None:
     (tmp_path / f"{PREFIX}left").mkdir()
     with ThreadPoolExecutor(8) as pool:

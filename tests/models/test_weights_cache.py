@@ -20,6 +20,7 @@ from server.models.base import Model
 from server.models.errors import ModelError
 from server.models.full_context import FullContext
 from server.models.load import load_model
+from server.models.scratch import PREFIX
 from server.models.weights import Format, Kept
 from server.models.weights_cache import Draft, folder_of, found
 from tests.models.gguf_files import gguf_model, write_gguf
@@ -212,8 +213,8 @@ def test_what_is_damaged_is_told_and_made_anew(
 
 
 def test_what_a_killed_start_had_not_finished_goes(checkpoint: Path, home: Path) -> None:
-    (home / "draft-killed").mkdir(parents=True)
-    (home / "draft-killed" / "00000.safetensors").touch()
+    (home / f"{PREFIX}killed").mkdir(parents=True)
+    (home / f"{PREFIX}killed" / "00000.safetensors").touch()
     loaded(checkpoint, home)
     assert list(home.iterdir()) == [folder_of(home, checkpoint, FORMATS["int4"]).parent]
 

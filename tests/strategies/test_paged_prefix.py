@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
-import pytest
+import math
 
+import pytest
+import torch
+
+from cache_strategies.base import Row
+from cache_strategies.paged import PagedCache
+from cache_strategies.paged_seat import PagedSeat
 from tests.strategies.driving import BLOCK, cache_of, empty, enter, opened, paged, read, stored
 
 TEXT = list(range(10, 24))  # 14 tokens: three blocks of 4, and two tokens
@@ -240,20 +246,42 @@ def test_a_block_is_never_longer_than_the_longest_text() -> None:
     assert cache.block_plan(cache.options, cache.setup.geometry) == (64, 1)
 
 
-def test_what_is_unsound_is_found_by_nobody_new() -> None:
+def spoil(cache: PagedCache, seat: PagedSeat, blocks: slice) -> None:
+    for block in seat.blocks[blocks]:
+        cache.store.v(0)[block, 0, -1, 2] = math.nan
+
+
+def test_what_is_not_finite_is_found_by_nobody_new() -> None:
     cache = paged()
     text = list(range(20))
     cache.close(read(cache, text[:8]))
     sound, unsound = read(cache, text[:8] + [77] * 8), read(cache, text)
-    waits = opened(cache, [*text, 1])
+    waits, alike = opened(cache, [*text, 1]), opened(cache, text[:12])
+    spoil(cache, unsound, slice(2, None))
     cache.discard(unsound)
     cache.close(unsound)
-    assert cache.match([*text, 1]) == 0
-    for seat in (sound, waits):  # those that hold it go on, and what they share with it stays unknown
-        enter(cache, (seat, [1] * 4))
+    assert cache.match([*text, 1]) == 8, "what is sound stays"
+    enter(cache, (sound, [1] * 4), (waits, [1] * 4), (alike, text[8:12]))  # those that hold it go on
+    assert cache.match([*text[:8], *[77] * 8, 1, 1, 1, 1, 1]) == 20
+    for seat in (sound, waits, alike):
         cache.check_integrity()
         cache.close(seat)
-    assert cache.match([*text, 1]) == 0
+    cache.close(read(cache, text))
+    assert cache.match([*text, 1, 1, 1, 1, 1]) == 20, "computed anew; what `waits` had behind it is not found"
+    empty(cache)
+
+
+def test_pins_of_sound_blocks_stay_found() -> None:
+    cache = paged()
+    text = list(range(20))
+    cache.close(read(cache, text[:8]))
+    pin = cache.pin(text[:8], salt="", ttl=60)
+    seat = read(cache, text)
+    spoil(cache, seat, slice(4, None))
+    cache.discard(seat)
+    cache.close(seat)
+    assert cache.match(text) == 16
+    cache.unpin(pin.id)
     empty(cache)
 
 
@@ -262,10 +290,24 @@ def test_what_is_unsound_before_it_is_whole_is_computed_by_who_waits_for_it() ->
     text = list(range(20))
     unsound, heir = opened(cache, text), opened(cache, text)
     enter(cache, (unsound, text[:8]))
+    spoil(cache, unsound, slice(1, 2))
     cache.discard(unsound)
     cache.close(unsound)
     assert heir.length == 8
     enter(cache, (heir, text[8:]))
-    assert stored(cache, heir) == text
     cache.close(heir)
+    assert cache.match([*text, 1]) == 4
     empty(cache)
+
+
+def test_scales_tell_of_numbers_in_int8() -> None:
+    cache = paged(kv_dtype="int8")
+    seat = read(cache, list(range(8)))
+    assert cache.store.finite(seat.blocks) == [True, True]
+    plan = cache.plan([Row(seat, 4)]) if cache.grow(seat, 4) else None
+    assert plan is not None
+    k = torch.full((4, 1, 4), math.nan)
+    plan.attend(0, k, k, k, torch.empty_like(k))
+    cache.commit(plan, [[1] * 4])
+    assert cache.store.finite(seat.blocks) == [True, True, False]
+    assert cache.store.finite([]) == []
