@@ -18,8 +18,8 @@ URL ?= http://127.0.0.1:8000
 PY := $(VENV)/bin/python
 PIP_INSTALL = $(PY) -m pip install --disable-pip-version-check $(PIP_ARGS)
 TORCH = $(shell sed -n 's/^ *"\(torch==[^"]*\)".*/\1/p' pyproject.toml)
-# What an installation is made from: when one of these changes it is made again.
 CPP = $(wildcard kernels/cpu/*.cpp kernels/cpu/*.h)
+# What an installation is made from: when one of these changes it is made again.
 INPUTS = pyproject.toml $(wildcard setup.py) $(CPP)
 
 # Tests that fit the marks; ARGS may leave none of them, which pytest tells with 5.

@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import hashlib
 import json
-import shutil
-import tempfile
+from contextlib import closing
 from pathlib import Path
 
 from config.errors import SettingsError
 from server.models.config_file import checked
 from server.models.errors import ModelError
 from server.models.gguf_file import SUFFIX, read_header
+from server.models.scratch import Scratch
 from server.models.user_cache import user_cache
 
 FORMAT = "1"  # of what is unpacked; another one when it is to be done anew
@@ -30,10 +30,11 @@ def unpacked(file: Path) -> Path:
         try:
             _unpack(file, directory)
         except OSError as error:
-            raise ModelError(
-                f"cannot unpack {file} to {directory}: {error.strerror}; "
-                "set XDG_CACHE_HOME to a directory that can be written"
-            ) from None
+            if not directory.is_dir():  # nor could another process
+                raise ModelError(
+                    f"cannot unpack {file} to {directory}: {error.strerror}; "
+                    "set XDG_CACHE_HOME to a directory that can be written"
+                ) from None
     return directory
 
 
@@ -70,20 +71,14 @@ def _unpack(file: Path, directory: Path) -> None:
         raise ModelError(f"{file}: {error}") from None
     except (TypeError, ValueError, ArithmeticError, AttributeError, LookupError) as error:
         raise ModelError(f"{file}: its metadata are damaged: {error!r}") from None
-    directory.parent.mkdir(parents=True, exist_ok=True)
-    scratch = Path(tempfile.mkdtemp(dir=directory.parent))
-    try:
-        tokenizer.save(str(scratch / "tokenizer.json"))
+    with closing(Scratch(directory.parent)) as scratch:
+        tokenizer.save(str(scratch.path / "tokenizer.json"))
         for name, values in (
             ("config", config),
             ("generation_config", generation_config),
             ("tokenizer_config", tokenizer_config),
         ):
-            (scratch / f"{name}.json").write_text(json.dumps(values, indent=2, ensure_ascii=False), encoding="utf-8")
-        (scratch / LINK).symlink_to(file.resolve())
-        scratch.rename(directory)
-    except OSError:
-        if not directory.is_dir():  # else somebody was faster
-            raise
-    finally:
-        shutil.rmtree(scratch, ignore_errors=True)
+            text = json.dumps(values, indent=2, ensure_ascii=False)
+            (scratch.path / f"{name}.json").write_text(text, encoding="utf-8")
+        (scratch.path / LINK).symlink_to(file.resolve())
+        scratch.publish(directory)

@@ -32,6 +32,14 @@ class Scratch:
         _locks(lock)
         self.path = new.rename(home / new.name.replace(UNLOCKED, PREFIX))
 
+    def publish(self, folder: Path) -> None:
+        """Gives it that name, if nobody was faster. Raises OSError."""
+        try:
+            self.path.rename(folder)
+        except OSError:
+            if not folder.is_dir():
+                raise
+
     def close(self) -> None:
         """What did not get another name is deleted."""
         shutil.rmtree(self.path, ignore_errors=True)

@@ -103,11 +103,7 @@ class Draft:
             self._write()
             assert self._scratch is not None
             self._folder.parent.mkdir(exist_ok=True)
-            try:
-                self._scratch.path.rename(self._folder)
-            except OSError:
-                if not self._folder.is_dir():  # else somebody was faster
-                    raise
+            self._scratch.publish(self._folder)
             for other in self._folder.parent.glob(self._folder.name.split("-")[0] + "-*"):
                 if other != self._folder:
                     shutil.rmtree(other, ignore_errors=True)
