@@ -1,8 +1,9 @@
-# The server in an image:
+# The server in an image. How to run it: docs/deploying.md
 #
 #   docker build -t kvmux .                                                      # CUDA, as PyTorch ships it for Linux
 #   docker build -t kvmux --build-arg EXTRA_INDEX="<PyTorch's CPU wheel index>" .    # without a CUDA card: far smaller
-#   docker run -p 8000:8000 -v ./models:/models:ro kvmux --model /models/my-model
+#   docker build -t kvmux-load --target load .                                   # locust, with the load test's users
+#   docker run -p 8000:8000 --stop-timeout 35 -v kvmux-caches:/home/kvmux/.cache -v ./models:/models:ro kvmux --model /models/my-model
 
 ARG PYTHON=3.12
 
@@ -28,18 +29,33 @@ RUN --mount=type=cache,target=/root/.cache/pip \
 COPY . .
 RUN pip install --no-build-isolation --no-deps .
 
+# ---------------------------------------------------------------- load: locust, which loads a server over HTTP
+FROM python:${PYTHON}-slim AS load
+RUN useradd --create-home --uid 10001 load
+ENV PYTHONUNBUFFERED=1 PIP_DISABLE_PIP_VERSION_CHECK=1
+WORKDIR /home/load
+COPY pyproject.toml ./
+RUN --mount=type=cache,target=/root/.cache/pip \
+    python -c "import tomllib; print(*tomllib.load(open('pyproject.toml', 'rb'))['project']['optional-dependencies']['load'], sep='\n')" \
+    > /tmp/requirements.txt \
+ && python -m venv /opt/load \
+ && /opt/load/bin/pip install -r /tmp/requirements.txt
+ENV PATH=/opt/load/bin:$PATH
+COPY loadtest loadtest
+USER load
+EXPOSE 8089
+ENTRYPOINT ["locust", "-f", "loadtest/locustfile.py"]
+
 # ---------------------------------------------------------------- run
 FROM python:${PYTHON}-slim
-RUN useradd --create-home --uid 10001 kvmux
+RUN useradd --create-home --uid 10001 kvmux \
+ && install --directory --owner=kvmux --group=kvmux /home/kvmux/.cache
 COPY --from=build /opt/kvmux /opt/kvmux
 ENV PATH=/opt/kvmux/bin:$PATH PYTHONUNBUFFERED=1
 USER kvmux
 WORKDIR /home/kvmux
 EXPOSE 8000
 STOPSIGNAL SIGTERM
-HEALTHCHECK --interval=15s --timeout=5s --start-period=60s --retries=3 CMD ["python", "-c", "\
-import http.client, os, sys; \
-server = http.client.HTTPConnection('127.0.0.1', int(os.environ.get('KVMUX_PORT', 8000)), timeout=4); \
-server.request('GET', '/health'); \
-sys.exit(server.getresponse().status != 200)"]
+# A server that is ready ends the start period, so a long one costs nothing; it has time to fetch a model.
+HEALTHCHECK --interval=15s --timeout=5s --start-period=10m --retries=3 CMD ["kvmux", "health"]
 ENTRYPOINT ["kvmux", "serve", "--host", "0.0.0.0"]

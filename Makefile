@@ -2,6 +2,7 @@
 #
 #   make serve ARGS="--port 9000"        any flag of `kvmux serve`
 #   make test ARGS="tests/cli -x"        any argument of pytest
+#   make fuzz SECONDS=60                 for so long, if nothing fails before
 #   make test PROCESSES=4                for the tests that may run side by side; 0: all in one, as debuggers want it
 #   make install PYTHON=python3.12       with which Python the virtual environment is made
 #   make install PIP_ARGS="..."          further arguments of every pip install
@@ -13,6 +14,7 @@ PYTHON ?=
 PIP_ARGS ?=
 ARGS ?=
 PROCESSES ?= 2
+SECONDS ?= 600
 URL ?= http://127.0.0.1:8000
 
 PY := $(VENV)/bin/python
@@ -29,7 +31,7 @@ TELL_KERNELS = ls kernels/cpu/*.so >/dev/null 2>&1 || echo "The C++ kernels were
  The server runs without them, slower." >&2
 
 .DEFAULT_GOAL := help
-.PHONY: help install serve test test-metal prometheus test-slow test-clients check check-metal format bench load clean
+.PHONY: help install serve test test-metal prometheus test-slow test-clients check check-metal format bench load fuzz chaos soak clean
 
 help:  ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1	\2/p' Makefile | expand -t 20
@@ -74,6 +76,15 @@ bench: $(VENV)/.base  ## measure every figure that has a goal (ARGS="--rows deco
 load: $(VENV)/.with-load  ## load a running server (URL) for 30 seconds
 	$(VENV)/bin/locust -f loadtest/locustfile.py --headless --only-summary --host $(URL) \
 	  --users 8 --spawn-rate 8 --run-time 30s --stop-timeout 60 $(ARGS)
+
+fuzz: $(VENV)/.with-test  ## run the random tests again and again, each time drawn anew, for SECONDS (600)
+	$(PY) -m tests.fuzzing --seconds $(SECONDS) $(ARGS)
+
+chaos: $(VENV)/.base  ## kill, stop and restart a server under load for ten minutes (ARGS="--minutes 1"; --help tells more)
+	$(PY) -m tools.chaos $(ARGS)
+
+soak: $(VENV)/.base  ## load one server for an hour: memory, descriptors, gauges (ARGS="--minutes 10"; --help tells more)
+	$(PY) -m tools.soak $(ARGS)
 
 clean:  ## remove the virtual environment and all caches
 	rm -rf $(VENV) .tools build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

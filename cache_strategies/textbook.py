@@ -6,6 +6,9 @@ so they are computed once and kept; a new token then costs one row of work inste
     keys of one layer  [B, H, max_seq_len, D]      | token 0 | token 1 | ... | token S-1 |   free   |
                                                      `--- what get() and update() show --'  ^ update() writes here
 
+Around the cache: attention that uses it (`CausalAttentionWithCache`) and a small GPT (`GPTWithCache`). Both compute the
+same without a cache, which is slower, and what to compare with.
+
 Letters in shapes: B sequences, H heads, D dimensions of a head, S tokens so far, n tokens that enter now.
 """
 
@@ -18,23 +21,36 @@ from torch import Tensor, nn
 
 
 class KVCache:
-    """Keys and values of B sequences of equal length, for any number of layers; float32.
+    """Keys and values of B sequences of equal length, for any number of layers, in one type of numbers.
 
     A layer's memory is taken when the layer is first used, for max_seq_len tokens, and never again. Tokens are copied
     in once, without gradients; what comes out are views of that memory, so nothing is copied or allocated per token.
     """
 
-    def __init__(self, max_batch_size: int, max_seq_len: int, num_heads: int, head_dim: int) -> None:
-        """Sizes of each layer's memory. Takes none yet. Raises ValueError if a size is not at least 1."""
+    def __init__(
+        self,
+        max_batch_size: int,
+        max_seq_len: int,
+        num_heads: int,
+        head_dim: int,
+        dtype: torch.dtype = torch.float32,
+    ) -> None:
+        """Sizes of each layer's memory, and the type of its numbers: float32, float16, bfloat16. Takes none yet.
+
+        Raises ValueError if a size is not at least 1, or if the type is not one of floating-point numbers.
+        """
         sizes = (max_batch_size, max_seq_len, num_heads, head_dim)
         if min(sizes) < 1:
             raise ValueError(
                 f"max_batch_size, max_seq_len, num_heads and head_dim are {sizes}: each must be at least 1"
             )
+        if not dtype.is_floating_point:
+            raise ValueError(f"dtype is {dtype}: keys and values need a floating-point type, such as torch.bfloat16")
         self.max_batch_size = max_batch_size
         self.max_seq_len = max_seq_len
         self.num_heads = num_heads
         self.head_dim = head_dim
+        self.dtype = dtype
         self._memory: dict[int, tuple[Tensor, Tensor]] = {}  # K and V per layer, each [max B, H, max_seq_len, D]
         self._filled: dict[int, tuple[int, int]] = {}  # B and S per layer
 
@@ -42,7 +58,7 @@ class KVCache:
         """Appends n tokens to a layer: key and value [B, H, n, D] -> K and V [B, H, S + n, D], views without a copy.
 
         B may be less than max_batch_size, but stays what it was in the layer's first update until clear().
-        Raises ValueError, and keeps nothing, if the tokens do not fit or are not float32 tensors of these shapes.
+        Raises ValueError, and keeps nothing, if the tokens do not fit or are not tensors of these shapes in `dtype`.
         """
         self._check(key, value, layer_idx)
         if layer_idx not in self._memory:
@@ -61,6 +77,16 @@ class KVCache:
         batch, length = self._filled[layer_idx]
         k, v = self._memory[layer_idx]
         return k[:batch, :, :length], v[:batch, :, :length]
+
+    def crop(self, length: int) -> None:
+        """Forgets the tokens from place `length` on, in every layer: the next ones are written over them.
+
+        That takes back tokens, such as guesses that turned out wrong. Nothing happens to layers that hold no more than
+        `length`. Raises ValueError if it is negative.
+        """
+        if length < 0:
+            raise ValueError(f"crop({length}): give the number of tokens to keep, 0 or more")
+        self._filled = {layer: (batch, min(held, length)) for layer, (batch, held) in self._filled.items()}
 
     def clear(self) -> None:
         """Forgets all tokens and keeps the memory: the next text is written over the last one."""
@@ -89,8 +115,9 @@ class KVCache:
 
     # ---------------------------------------------------------------- details
     def _allocate(self, device: torch.device) -> Tensor:
+        sizes = (self.max_batch_size, self.num_heads, self.max_seq_len, self.head_dim)
         with torch.inference_mode(False):  # memory first used in inference mode must stay writable outside of it
-            return torch.zeros(self.max_batch_size, self.num_heads, self.max_seq_len, self.head_dim, device=device)
+            return torch.zeros(sizes, dtype=self.dtype, device=device)
 
     def _check(self, key: Tensor, value: Tensor, layer_idx: int) -> None:
         """Raises ValueError that says what to change."""
@@ -101,8 +128,10 @@ class KVCache:
                     f"{name} has the shape {list(x.shape)}, this cache takes {expected}: "
                     "give it that shape, or make the cache with other num_heads and head_dim"
                 )
-            if x.dtype != torch.float32:
-                raise ValueError(f"{name} is {x.dtype}, this cache keeps torch.float32: convert it with .float()")
+            if x.dtype != self.dtype:
+                raise ValueError(
+                    f"{name} is {x.dtype}, this cache keeps {self.dtype}: make the cache with dtype={x.dtype}"
+                )
         if key.shape != value.shape or key.device != value.device:
             raise ValueError(
                 f"key {list(key.shape)} on {key.device} and value {list(value.shape)} on {value.device} "
@@ -131,7 +160,8 @@ class CausalAttentionWithCache(nn.Module):
     """Multi-head self-attention of one layer, whose keys and values go through a KVCache.
 
     One call is prefill or decode, whatever n: the new tokens' keys and values are appended, then each new query attends
-    to all keys up to its own. Tokens that entered earlier are not computed again.
+    to all keys up to its own. Tokens that entered earlier are not computed again. Without a cache the keys are those of
+    `x` alone, which then has to be the whole text, and gradients flow through all of it.
     """
 
     def __init__(self, d_model: int, num_heads: int, layer_idx: int, *, bias: bool = True) -> None:
@@ -145,26 +175,98 @@ class CausalAttentionWithCache(nn.Module):
         self.qkv = nn.Linear(d_model, 3 * d_model, bias=bias)  # queries, keys and values of all heads side by side
         self.out = nn.Linear(d_model, d_model, bias=bias)
 
-    def forward(self, x: Tensor, cache: KVCache, start_pos: int) -> Tensor:
+    def forward(self, x: Tensor, cache: KVCache | None = None, start_pos: int = 0) -> Tensor:
         """x [B, n, d_model], the tokens at positions start_pos to start_pos + n - 1 -> [B, n, d_model].
 
-        Raises ValueError if start_pos is not the number of tokens that the cache holds of this layer.
+        Raises ValueError if start_pos is not the number of tokens that the cache holds of this layer; 0 without one.
         """
-        held = cache.length(self.layer_idx)
+        held = 0 if cache is None else cache.length(self.layer_idx)
         if start_pos != held:
-            raise ValueError(
-                f"start_pos is {start_pos}, but the cache holds {held} tokens of layer {self.layer_idx}: "
-                f"pass start_pos={held}, or clear() the cache to begin a new text"
-            )
+            raise ValueError(_wrong_start(start_pos, held, self.layer_idx, cache))
         B, n, d_model = x.shape
         # [B, n, 3 d_model] -> three of [B, H, n, D]
-        q, k, v = self.qkv(x).view(B, n, 3, self.num_heads, self.head_dim).permute(2, 0, 3, 1, 4)
-        keys, values = cache.update(k, v, self.layer_idx)  # [B, H, S, D] with S = start_pos + n
+        q, keys, values = self.qkv(x).view(B, n, 3, self.num_heads, self.head_dim).permute(2, 0, 3, 1, 4)
+        if cache is not None:
+            keys, values = cache.update(keys, values, self.layer_idx)  # [B, H, S, D] with S = start_pos + n
 
-        scores = q @ keys.transpose(-2, -1) / math.sqrt(self.head_dim)  # [B, H, n, S]
+        scores = (q / math.sqrt(self.head_dim)) @ keys.transpose(-2, -1)  # [B, H, n, S]; float16 ends at 65504
         # Query i stands at position start_pos + i and sees the keys up to there: a staircase, moved right by start_pos.
         seen = torch.ones(n, start_pos + n, dtype=torch.bool, device=x.device).tril(start_pos)
         weights = scores.masked_fill(~seen, -math.inf).softmax(-1)
         mixed = (weights @ values).transpose(1, 2).reshape(B, n, d_model)  # the heads side by side again
         projected: Tensor = self.out(mixed)
         return projected
+
+
+def _wrong_start(start_pos: int, held: int, layer_idx: int, cache: KVCache | None) -> str:
+    """What to change about a start_pos that is not `held`."""
+    if cache is None:
+        return f"start_pos is {start_pos}, but there is no cache: give the whole text and start_pos=0, or a cache"
+    return (
+        f"start_pos is {start_pos}, but the cache holds {held} tokens of layer {layer_idx}: "
+        f"pass start_pos={held}, or clear() the cache to begin a new text"
+    )
+
+
+class Block(nn.Module):
+    """One layer of the GPT: attention mixes the tokens, then the MLP works on each of them alone."""
+
+    def __init__(self, d_model: int, num_heads: int, layer_idx: int) -> None:
+        super().__init__()
+        self.norm_1, self.norm_2 = nn.LayerNorm(d_model), nn.LayerNorm(d_model)
+        self.attention = CausalAttentionWithCache(d_model, num_heads, layer_idx)
+        self.mlp = nn.Sequential(nn.Linear(d_model, 4 * d_model), nn.GELU(), nn.Linear(4 * d_model, d_model))
+
+    def forward(self, x: Tensor, cache: KVCache | None = None, start_pos: int = 0) -> Tensor:
+        """x [B, n, d_model] -> [B, n, d_model]."""
+        x = x + self.attention(self.norm_1(x), cache, start_pos)
+        mixed: Tensor = x + self.mlp(self.norm_2(x))
+        return mixed
+
+
+class GPTWithCache(nn.Module):
+    """A small GPT with learned positions: token ids in, logits of the token after each of them out."""
+
+    def __init__(self, vocab_size: int, d_model: int, num_heads: int, num_layers: int, max_seq_len: int) -> None:
+        """Raises ValueError if the heads do not divide d_model."""
+        super().__init__()
+        self.num_heads, self.head_dim, self.max_seq_len = num_heads, d_model // num_heads, max_seq_len
+        self.tokens = nn.Embedding(vocab_size, d_model)
+        self.positions = nn.Embedding(max_seq_len, d_model)
+        self.blocks = nn.ModuleList(Block(d_model, num_heads, layer_idx) for layer_idx in range(num_layers))
+        self.norm = nn.LayerNorm(d_model)
+        self.head = nn.Linear(d_model, vocab_size, bias=False)
+
+    def new_cache(self, batch_size: int) -> KVCache:
+        """Return an empty cache for texts of up to max_seq_len tokens, in the weights' type of numbers."""
+        return KVCache(batch_size, self.max_seq_len, self.num_heads, self.head_dim, self.head.weight.dtype)
+
+    def forward(self, ids: Tensor, cache: KVCache | None = None, start_pos: int = 0) -> Tensor:
+        """ids [B, n], which stand at start_pos and after -> logits [B, n, vocab_size].
+
+        Raises ValueError if the text becomes longer than max_seq_len, or if start_pos is not what the cache holds.
+        """
+        end = start_pos + ids.shape[1]
+        if end > self.max_seq_len:
+            raise ValueError(
+                f"a text of {end} tokens is longer than max_seq_len={self.max_seq_len}: give a shorter one"
+            )
+        x = self.tokens(ids) + self.positions(torch.arange(start_pos, end, device=ids.device))
+        for block in self.blocks:
+            x = block(x, cache, start_pos)
+        logits: Tensor = self.head(self.norm(x))
+        return logits
+
+    @torch.inference_mode()
+    def generate(self, prompt: Tensor, num_tokens: int, cache: KVCache | None = None) -> Tensor:
+        """Append the likeliest tokens, one after another: prompt [B, n] -> [B, n + num_tokens].
+
+        With a cache the whole prompt goes in first, and then one token a step. Without one the whole text goes in at
+        every step: the same tokens, and ever more work. Raises ValueError if there is no room for so many.
+        """
+        text = new = prompt
+        for _ in range(num_tokens):
+            logits = self(text) if cache is None else self(new, cache, start_pos=len(cache))
+            new = logits[:, -1:].argmax(-1)
+            text = torch.cat((text, new), dim=1)
+        return text

@@ -1,5 +1,20 @@
-"""What is raised for a setting, by whoever finds out that it cannot be used."""
+"""The error for a setting that cannot be used, and the words for what the operating system refuses."""
+
+LONGEST = 2000  # characters of a message; values that it quotes may be longer
 
 
 class SettingsError(Exception):
     """The message tells the user what to change."""
+
+    def __str__(self) -> str:
+        """Return the message, without its middle if it is too long to be read."""
+        message, half = super().__str__(), LONGEST // 2
+        return message if len(message) <= LONGEST else f"{message[:half]} ... {message[-half:]}"
+
+
+def explained(error: Exception) -> str:
+    """Return an error in words for the user: our own sentence, or what the operating system refuses and where."""
+    if not isinstance(error, OSError) or error.strerror is None:
+        return str(error)
+    place = f" ({error.filename})" if error.filename else ""
+    return f"the operating system refuses to go on: {error.strerror}{place}"

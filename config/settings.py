@@ -6,7 +6,9 @@ options of an instance are checked by its kind, in the engine.
 
 from __future__ import annotations
 
+import math
 import os
+import unicodedata
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -39,6 +41,8 @@ def _words(value: Any) -> Any:
     return words
 
 
+DEEPEST = 16  # tables within tables
+
 Words = Annotated[list[str] | None, NoDecode, BeforeValidator(_words)]
 
 
@@ -51,8 +55,28 @@ def _is_url(text: str) -> bool:
         return False
 
 
+def _check_text(value: Any, depth: int = DEEPEST) -> None:
+    """Raise ValueError if there is text in a value, or in the tables within, that is more than letters and signs."""
+    if isinstance(value, str):
+        if any(unicodedata.category(character) in ("Cc", "Cs") for character in value):  # never shown: it may be a key
+            raise ValueError("has control characters, or bytes that are no UTF-8")
+    elif isinstance(value, (Mapping, list)):
+        if not depth:
+            raise ValueError(f"has more than {DEEPEST} tables within each other")
+        for part in value:
+            _check_text(part, depth - 1)
+            if isinstance(value, Mapping):
+                _check_text(value[part], depth - 1)
+
+
 LONGEST = 7 * 24 * 3600  # seconds of any timeout
+SHORT_KEY = 8  # characters; an API key of fewer may be guessed
 LONGEST_DRAFT = 16  # tokens
+
+MEBIBYTE = 2**20
+PARAMETERS = MEBIBYTE  # bytes of a body beside its prompts
+BYTES_OF_AN_ID = 8  # in JSON, "123456, "; a token of text is shorter, even where half of its letters are escaped
+LONGEST_DEFAULT_BODY = 32 * MEBIBYTE
 
 
 class StrategySettings(BaseModel):
@@ -73,6 +97,15 @@ class StrategySettings(BaseModel):
     @property
     def options(self) -> dict[str, Any]:
         return dict(self.model_extra or {})
+
+
+class KeyLimits(BaseModel):
+    """Bounds of the requests with one API key; without a value the server's setting of the same name holds."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    min_priority: int | None = Field(None, ge=-(2**31), lt=2**31)
+    max_kv_cache_priority: int | None = Field(None, ge=0, le=100)
 
 
 class SelectionRule(BaseModel):
@@ -107,11 +140,23 @@ class Settings(BaseSettings):
         description="directory of a Hugging Face model, its name on the hub, or a GGUF file; 'tiny': the embedded one",
     )
     revision: str | None = Field(None, description="branch, tag or commit of a model on the hub; default: main")
+    allow_symlinks: bool = Field(
+        False, description="follow links in the model's directory wherever they lead; otherwise they are refused"
+    )
     model_name: str | None = Field(
         None, description="name clients ask for, or several with commas between; default: the model's own"
     )
+    skip_model_name_validation: bool = Field(
+        False, description="a request may name any model, and is answered by the one that is served"
+    )
     kernels: Literal["auto", "reference"] = Field(
         "auto", description="what computes; reference: plain torch, slower, to compare with or to rule kernels out"
+    )
+    metal_capture_steps: int | None = Field(
+        None,
+        ge=1,
+        description="record what so many steps launch on mps, the first ones, in 0000-kvmux.gputrace, for Xcode; wants "
+        "MTL_CAPTURE_ENABLED=1 in the environment; default: none",
     )
     model_impl: ModelImpl = Field(
         "auto", description="who computes the model; auto: the lean decoder if it knows the model, else transformers"
@@ -119,6 +164,10 @@ class Settings(BaseSettings):
     host: str = Field("127.0.0.1", description="address to listen on")
     port: int = Field(8000, ge=0, le=65535, description="port to listen on; 0 takes any free one")
     workers: int = Field(1, ge=1, le=64, description="API processes")
+    metrics_port: int | None = Field(
+        None, ge=0, le=65535, description="port of /metrics, which then is on no other; default: beside everything else"
+    )
+    metrics_host: str | None = Field(None, description="address that metrics_port listens on; default: host")
     deterministic: bool = Field(
         False,
         description="refuse to start unless a request gets the same bits whatever else runs; CPU kernels only",
@@ -149,11 +198,29 @@ class Settings(BaseSettings):
     api_keys: Words = Field(
         None, description="/v1/* asks for one of these, with commas between; default: whoever reaches the port may"
     )
+    metrics_key: str | None = Field(
+        None, min_length=8, description="/metrics asks for it; default: whoever reaches the port may read them"
+    )
+    unknown_fields: Literal["reject", "ignore"] = Field(
+        "reject",
+        description="fields of a request that the server does not know: reject: 400; ignore: a header names them",
+    )
     cors_origins: Words = Field(
         None,
         description="web pages that browsers let in, 'https://a.example', with commas between; '*': all; default: none",
     )
-    max_body_bytes: int = Field(32 * 2**20, ge=1024, description="of a request; a longer one is answered 413")
+    max_body_bytes: int | None = Field(
+        None,
+        ge=1024,
+        description="of a request; a longer one is answered 413; default: 1 MiB more than max_prompt_characters, or "
+        "than 8 for each token of max_choices prompts as long as the context, at most 32 MiB",
+    )
+    max_inflight_body_bytes: int | None = Field(
+        None,
+        ge=1024,
+        description="of all bodies an API process receives, reads and tokenises at a time; more are answered 429; "
+        "default: 4 times max_body_bytes, at least 64 MiB",
+    )
     max_header_bytes: int = Field(
         64 * 2**10, ge=1024, description="of a request's line and headers; longer ones are answered 431"
     )
@@ -179,6 +246,14 @@ class Settings(BaseSettings):
         15.0, ge=0, le=LONGEST, description="seconds running requests have to end, after SIGTERM"
     )
 
+    watchdog_timeout: float = Field(
+        120.0,
+        ge=1,
+        le=LONGEST,
+        description="seconds without a sign of life after which the engine or an API process is killed and started "
+        "again; more than the longest step takes",
+    )
+
     kv_memory: str = Field("auto", description="memory for keys and values, '2GiB'; auto: a share of what is free")
     kv_memory_share: float = Field(
         0.3, gt=0, lt=1, description="with kv_memory=auto: share of the memory free after the weights, at most"
@@ -194,8 +269,36 @@ class Settings(BaseSettings):
         None, ge=1, le=65536, description="prompt tokens of a step, at most; default: 512 on the CPU, else 1024"
     )
     max_choices: int = Field(256, ge=1, description="prompts times choices of one request, at most")
+    max_stop_strings: int = Field(64, ge=4, le=1024, description="strings in `stop` of one request, at most")
     max_prompt_characters: int = Field(2**21, ge=1, description="characters of a prompt, before it becomes tokens")
+    text_timeout: float = Field(
+        10.0,
+        gt=0,
+        le=LONGEST,
+        description="seconds the model's chat template and tokenizer may take for a prompt; then the answer is 400",
+    )
+    text_memory: str = Field(
+        "1GiB", description="memory they may take for a prompt, beyond what the tokenizer itself takes; then likewise"
+    )
     max_waiting: int = Field(1024, ge=0, description="requests that may wait; more are answered 429")
+
+    priority_aging: float = Field(
+        10.0, ge=0, le=LONGEST, description="seconds of waiting that are worth as much as one level of `priority`"
+    )
+    max_priority_wait: float = Field(
+        600.0,
+        ge=0,
+        le=LONGEST,
+        description="seconds that a request's `priority` may move it in line, at most: so long the lowest waits for "
+        "others that came later",
+    )
+    min_priority: int = Field(
+        0, ge=-(2**31), lt=2**31, description="the lowest, that is most urgent, `priority` a request may ask for"
+    )
+    max_kv_cache_priority: int = Field(
+        0, ge=0, le=100, description="the highest `kv_cache_priority` a request may ask for"
+    )
+    key_limits: dict[str, KeyLimits] = Field(default_factory=dict, description="other bounds of priorities, by API key")
 
     num_speculative_tokens: int = Field(
         0,
@@ -212,12 +315,26 @@ class Settings(BaseSettings):
         default_factory=dict, description="named instances, in addition to one per built-in kind"
     )
     rules: list[SelectionRule] = Field(default_factory=list, description="first match wins, before default_strategy")
+    enable_tokenizer_info_endpoint: bool = Field(
+        False, description="GET /tokenizer_info tells the tokenizer's configuration and the chat template"
+    )
+    vllm_metric_names: bool = Field(False, description="/metrics has our metrics a second time, by vLLM's names")
+    list_strategies: bool = Field(
+        False, description="/v1/models lists the model under each strategy, too: name:instance"
+    )
     log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="what is logged to stderr")
     log_format: Literal["text", "json"] = Field("text", description="json: an object a line, and no welcome on stdout")
     log_prompts: bool = Field(False, description="prompts and what was generated are in the log, too: to find faults")
     otlp_traces_endpoint: str | None = Field(
         None, description="URL that gets OpenTelemetry's spans; needs kvmux[otel]; default: none are made"
     )
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _text(cls, value: Any) -> Any:
+        """Values go into paths, headers and JSON, and none of these takes every character."""
+        _check_text(value)
+        return value
 
     @field_validator("strategies", mode="before")
     @classmethod
@@ -235,10 +352,8 @@ class Settings(BaseSettings):
     @classmethod
     def _api_keys(cls, value: list[str] | None) -> list[str] | None:
         for number, key in enumerate(value or [], start=1):  # never shown: it would be in the log
-            if len(key) < 8 or not all("!" <= letter <= "~" for letter in key):
-                raise ValueError(
-                    f"key {number} should be 8 or more of the letters, digits and signs of ASCII, no spaces"
-                )
+            if not all("!" <= letter <= "~" for letter in key):
+                raise ValueError(f"key {number} should be letters, digits and signs of ASCII, no spaces")
         return value
 
     @field_validator("otlp_traces_endpoint")
@@ -247,6 +362,13 @@ class Settings(BaseSettings):
         if value is not None and not _is_url(value):  # never shown: it may have a password
             raise ValueError("should be a URL like http://127.0.0.1:4318")
         return value
+
+    @field_validator("text_memory", mode="before")
+    @classmethod
+    def _text_memory(cls, value: Any) -> str:
+        if parse_bytes(value) < 2**24:
+            raise ValueError("should be 16MiB or more, which ordinary prompts need")
+        return str(value)
 
     @field_validator("kv_memory", mode="before")
     @classmethod
@@ -260,10 +382,21 @@ class Settings(BaseSettings):
     def _agree(self) -> Settings:
         if self.admin_token in (self.api_keys or ()):
             raise ValueError("admin_token is one of api_keys, so whoever may ask may also administer; choose another")
+        if any(key not in (self.api_keys or ()) for key in self.key_limits):  # never shown: it may be a key after all
+            raise ValueError("key_limits names a key that is not one of api_keys; add it there, or correct it")
+        if self.metrics_key is not None and self.metrics_key in (self.admin_token, *(self.api_keys or ())):
+            raise ValueError("metrics_key is the admin_token or one of api_keys; choose another")
+        if self.metrics_port and self.metrics_port == self.port:
+            raise ValueError(f"metrics_port is {self.port}, as port is; choose another, or leave it out")
         if self.num_speculative_tokens > self.max_speculative_tokens:
             raise ValueError(
                 f"num_speculative_tokens {self.num_speculative_tokens} is more than max_speculative_tokens "
                 f"{self.max_speculative_tokens}; raise the latter or lower the former"
+            )
+        if (self.max_body_bytes or 0) > (self.max_inflight_body_bytes or math.inf):
+            raise ValueError(
+                f"max_body_bytes {self.max_body_bytes} is more than max_inflight_body_bytes "
+                f"{self.max_inflight_body_bytes}; raise the latter or lower the former"
             )
         self.strategies = default_strategies() | self.strategies
         chosen = {"default_strategy": self.default_strategy}
@@ -288,6 +421,18 @@ class Settings(BaseSettings):
         """The first is the model's own name, the others are aliases."""
         return [name.strip() for name in (self.model_name or Path(self.model).name).split(",")]
 
+    @property
+    def short_api_keys(self) -> list[int]:
+        """Return which of api_keys may be guessed, counted from 1."""
+        return [number for number, key in enumerate(self.api_keys or (), start=1) if len(key) < SHORT_KEY]
+
+    def body_bytes(self, max_seq_len: int) -> tuple[int, int]:
+        """Return max_body_bytes and max_inflight_body_bytes as they hold for a context of so many tokens."""
+        ids = BYTES_OF_AN_ID * max_seq_len * self.max_choices
+        one = min(PARAMETERS + max(self.max_prompt_characters, ids), LONGEST_DEFAULT_BODY)
+        one = min(one, self.max_inflight_body_bytes or one) if self.max_body_bytes is None else self.max_body_bytes
+        return one, self.max_inflight_body_bytes or max(4 * one, 64 * MEBIBYTE)
+
     @classmethod
     def settings_customise_sources(
         cls, settings_cls: type[BaseSettings], init_settings: PydanticBaseSettingsSource, *_: Any, **__: Any
@@ -298,9 +443,11 @@ class Settings(BaseSettings):
 def load(file: Path | None, flags: Mapping[str, Any]) -> Settings:
     """Settings from `file` < environment < `flags`. Raises SettingsError naming what is wrong."""
     check_environment(os.environ, Settings.model_fields)
-    sources = Sources(file, read_file(file) if file else {}, EnvSettingsSource(Settings)(), flags)
     try:
+        sources = Sources(file, read_file(file) if file else {}, EnvSettingsSource(Settings)(), flags)
         return Settings(**sources.merged())
+    except RecursionError:
+        raise SettingsError("the settings have far too many tables within each other") from None
     except ValidationError as error:
         raise SettingsError("; ".join(_explain(e, sources) for e in error.errors())) from None
 
@@ -313,10 +460,17 @@ _PLAINLY = {  # pydantic's words for these are about Python
 }
 
 
+def _shown(path: tuple[str | int, ...], sources: Sources) -> tuple[str | int, ...]:
+    """Return the path with an API key by its place among key_limits: what is refused is in the log."""
+    if path[:1] != ("key_limits",) or len(path) == 1:
+        return path
+    return "key_limits", f"(key {list(sources.merged()['key_limits']).index(path[1]) + 1})", *path[2:]
+
+
 def _explain(error: Any, sources: Sources) -> str:
     """One validation error in words: which setting, where its value came from, what is wrong with it."""
     path: tuple[str | int, ...] = error["loc"]
-    where = ".".join(str(part) for part in path)
+    where = ".".join(str(part) for part in _shown(path, sources))
     if error["type"] == "extra_forbidden":
         table = SelectionRule if path[0] == "rules" else Settings
         return f"{where}{sources.origin(path)} is no setting{did_you_mean(str(path[-1]), table.model_fields)}"

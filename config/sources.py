@@ -17,7 +17,7 @@ from config.errors import SettingsError
 
 ENV_PREFIX = "KVMUX_"
 ENV_FOREIGN = frozenset({"KVMUX_CONFIG"})  # read by the command line, not a setting
-ENV_JSON = frozenset({"KVMUX_STRATEGIES", "KVMUX_RULES"})
+ENV_JSON = frozenset({"KVMUX_STRATEGIES", "KVMUX_RULES", "KVMUX_KEY_LIMITS"})
 ENV_PARTS = "KVMUX_STRATEGIES__"  # the only variables that reach into a setting: __<instance>__<option>
 
 
@@ -75,7 +75,7 @@ def read_file(file: Path) -> dict[str, Any]:
         return tomllib.loads(file.read_text(encoding="utf-8"))
     except OSError as error:
         raise SettingsError(f"cannot read the settings file {file}: {error.strerror}") from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except (ValueError, RecursionError) as error:  # ValueError: no TOML, no UTF-8, more digits than Python reads
         raise SettingsError(f"{file} is no TOML: {error}") from None
 
 
@@ -101,7 +101,7 @@ def check_environment(environ: Mapping[str, str], settings: Collection[str]) -> 
 def _is_json(text: str) -> bool:
     try:
         json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):
         return False
     return True
 

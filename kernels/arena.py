@@ -2,11 +2,15 @@
 
 Knows bytes and owners; neither layers, nor tokens, nor strategies. An owner has a floor (pages nobody else may take)
 and a limit (pages it may hold); both are plain numbers, so shares change while the server runs and nothing is copied.
+
+A gradual arena is in use before the system has given it all of its memory: pages that are not there yet count as taken,
+and floors and limits as of the whole, for they will be. If they never are, the arena is as large as what there is.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection
+import weakref
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Protocol
@@ -15,6 +19,7 @@ import torch
 from torch import Tensor
 
 from kernels.memory import allocate
+from kernels.reserved import Reserved
 
 STRETCH = 1024  # pages
 
@@ -62,22 +67,107 @@ class _Share:
 class Arena:
     """Pages of bytes. Single pages are taken from below and runs from above, so that they fragment each other least."""
 
-    def __init__(self, pages: int, page_bytes: int, device: torch.device | str = "cpu") -> None:
-        """Allocates and touches all of it: nothing grows, or fails, later."""
+    def __init__(
+        self,
+        pages: int,
+        page_bytes: int,
+        device: torch.device | str = "cpu",
+        *,
+        gradual: bool = False,
+        memory: Tensor | None = None,
+    ) -> None:
+        """Allocates and touches all of it: nothing grows, or fails, later. Given `memory` is taken as it is.
+
+        `gradual`, for a CPU's memory: addresses alone, until touch() and touch_rest() are called. Raises OSError or
+        RuntimeError if there is no room.
+        """
         assert pages > 0
         assert page_bytes > 0
         self.pages = pages
         self.page_bytes = page_bytes
-        self.memory: Tensor = allocate(pages * page_bytes, device)
+        self._reserved = Reserved(pages * page_bytes) if gradual else None
+        if memory is None:
+            memory = self._reserved.memory if self._reserved else allocate(pages * page_bytes, device)
+        self.memory = memory
+        assert self.memory.nbytes == pages * page_bytes
+        self._low, self._high = (0, pages) if gradual else (pages, pages)  # pages between them have not come
+        self.total = pages  # that have come or will come
         self._taken = bytearray(pages)  # one byte a page: find() and rfind() then search at memory speed
         self._full = bytearray(-(-pages // STRETCH))  # stretches without a free page, so that no search is long
         self._free = pages
         self._shares: dict[str, _Share] = {}
+        if self._reserved:
+            self._set_free(0, pages, free=False)
+            weakref.finalize(self, self._reserved.stop)
+
+    # ---------------------------------------------------------------- memory that comes
+    def touch(self, pages: int) -> None:
+        """Make at least so many pages usable at each end that owners take from. Raises MemoryError.
+
+        Runs are taken from above and single pages from below, so these suffice for sequences that take so many.
+        """
+        if self._reserved is None:
+            return
+        runs = {share.run > 1 for share in self._shares.values() if share.longest}
+        size = pages * self.page_bytes
+        self._reserved.touch(below=size if runs != {True} else 0, above=size if True in runs else 0)
+        self.advance()
+
+    def touch_rest(self, room: Callable[[], int]) -> None:
+        """Touch the other pages in the background, as long as there is memory; `room` gives the bytes that are free.
+
+        They can be taken after the next advance().
+        """
+        if self._reserved is not None:
+            self._reserved.touch_rest(room)
+
+    def advance(self) -> bool:
+        """Let pages be taken that have come since; if no more come, the arena has no others, and `total` says so.
+
+        Return whether anything has changed.
+        """
+        if self._reserved is None:
+            return False
+        ended = self._reserved.ended  # asked first: what comes in between is seen the next time, or below
+        low, high = self._reserved.below // self.page_bytes, -(-self._reserved.above // self.page_bytes)
+        if self._reserved.below == self._reserved.above:
+            low = high = self.pages
+        changed = ended or (low, high) != (self._low, self._high)
+        self._set_free(self._low, min(low, self._high), free=True)
+        self._set_free(max(high, low), self._high, free=True)
+        self._low, self._high = low, high
+        if ended:
+            self._reserved = None
+            if low < high:
+                self._shrink()
+        return changed
+
+    def _shrink(self) -> None:
+        """What has come is all there will be: floors and limits become as much less, but no sequence loses its room."""
+        whole, self.total = self.total, self.usable
+        for share in self._shares.values():
+            share.floor = share.floor * self.total // whole
+            share.limit = min(self.total, max(share.limit * self.total // whole, share.longest))
+        if any(self.objection(name) for name in self._shares):
+            for share in self._shares.values():
+                share.floor = 0
+
+    @property
+    def usable(self) -> int:
+        """Pages that have come."""
+        return self.pages - (self._high - self._low)
+
+    @property
+    def untouched(self) -> int:
+        """Pages that the system has not given yet, and will."""
+        return self.total - self.usable
+
+    # ---------------------------------------------------------------- owners and their pages
 
     def join(self, name: str, owner: Owner, *, floor: int = 0, limit: int | None = None) -> None:
         """Makes `owner` known; without a limit it may take what the floors of others leave."""
         assert name not in self._shares
-        self._shares[name] = _Share(owner, floor, self.pages if limit is None else limit)
+        self._shares[name] = _Share(owner, floor, self.total if limit is None else limit)
 
     def take(self, owner: str, run: int = 1) -> int | None:
         """First of `run` consecutive pages; None when there is no room even after idle pages were given back."""
@@ -132,7 +222,8 @@ class Arena:
         own_idle = share.owner.idle_pages()
         free = self._free + own_idle + sum(s.spare for s in others)
         promised = sum(max(0, s.floor - s.held) for s in others)
-        return share.held - own_idle + pages <= share.most and free - pages >= promised
+        there = pages <= free and free + self.untouched - pages >= promised
+        return there and share.held - own_idle + pages <= share.most
 
     def objection(
         self, owner: str, *, floor: int | None = None, limit: int | None = None, pinned: Collection[int] | None = None
@@ -151,15 +242,17 @@ class Arena:
         room = self._runs_beside({page for pages in pins.values() for page in pages}, shares.values())
         for name, share in shares.items():
             others = sum(max(s.floor, len(pins[n])) for n, s in shares.items() if n != name)
-            left = min(share.limit, self.pages - others) - len(pins[name])
+            left = min(share.limit, self.total - others) - len(pins[name])
             if share.longest > left or share.longest > room[share.run]:
                 return f"{name} would have no room for its longest sequence, {share.longest * self.page_bytes} bytes"
         return None
 
     def _runs_beside(self, pinned: Collection[int], shares: Collection[_Share]) -> dict[int, int]:
-        """Pages in whole pieces of so many, were only `pinned` ones taken."""
-        edges = [-1, *sorted(pinned), self.pages]
-        gaps = [after - before - 1 for before, after in pairwise(edges)]
+        """Pages in whole pieces of so many, were only `pinned` ones taken, of those that have come."""
+        gaps: list[int] = []
+        for first, end in ((0, self._low), (self._high, self.pages)):
+            edges = [first - 1, *sorted(page for page in pinned if first <= page < end), end]
+            gaps += [after - before - 1 for before, after in pairwise(edges)]
         return {run: sum(gap // run * run for gap in gaps) for run in {share.run for share in shares}}
 
     def share(self, owner: str) -> tuple[int, int]:
@@ -176,7 +269,7 @@ class Arena:
     def capacity(self, owner: str) -> int:
         """Pages `owner` could hold if everybody else went down to their floors."""
         others = sum(s.floor for name, s in self._shares.items() if name != owner)
-        return max(0, min(self._shares[owner].limit, self.pages - others))
+        return max(0, min(self._shares[owner].limit, self.total - others))
 
     @property
     def free(self) -> int:
@@ -184,13 +277,13 @@ class Arena:
 
     @property
     def in_use(self) -> float:
-        """Share of the pages that hold something nobody may take, 0 to 1: idle ones count as free."""
+        """Share of the usable pages that hold something nobody may take, 0 to 1: idle ones count as free."""
         idle = sum(s.owner.idle_pages() for s in self._shares.values())
-        return 1 - (self._free + idle) / self.pages
+        return 1 - (self._free + idle) / self.usable
 
     def _allowed(self, share: _Share, run: int) -> bool:
         promised = sum(max(0, s.floor - s.held) for s in self._shares.values() if s is not share)
-        return share.held + run <= share.most and self._free - run >= promised
+        return share.held + run <= share.most and self._free + self.untouched - run >= promised
 
     def _find(self, run: int) -> int:
         if run > 1:
@@ -199,11 +292,17 @@ class Arena:
         return self._taken.find(0, stretch * STRETCH) if stretch >= 0 else -1
 
     def _mark(self, share: _Share, page: int, run: int, *, taken: bool) -> None:
-        self._taken[page : page + run] = (b"\1" if taken else b"\0") * run
-        for stretch in range(page // STRETCH, (page + run - 1) // STRETCH + 1):
-            self._full[stretch] = self._taken.find(0, stretch * STRETCH, (stretch + 1) * STRETCH) < 0
+        self._set_free(page, page + run, free=not taken)
         share.held += run if taken else -run
-        self._free += -run if taken else run
+
+    def _set_free(self, first: int, end: int, *, free: bool) -> None:
+        """The pages [first, end), which are not so already; none if `end` is not behind `first`."""
+        if end <= first:
+            return
+        self._taken[first:end] = (b"\0" if free else b"\1") * (end - first)
+        for stretch in range(first // STRETCH, (end - 1) // STRETCH + 1):
+            self._full[stretch] = self._taken.find(0, stretch * STRETCH, (stretch + 1) * STRETCH) < 0
+        self._free += end - first if free else first - end
 
     def _reclaim(self, share: _Share, run: int) -> int:
         """Idle pages from whoever may have to give: at its own limit only the owner itself.
@@ -230,4 +329,5 @@ class Arena:
         assert self._free == self._taken.count(0)
         stretches = [self._taken[at : at + STRETCH] for at in range(0, self.pages, STRETCH)]
         assert list(self._full) == [0 not in stretch for stretch in stretches]
-        assert sum(s.held for s in self._shares.values()) == self.pages - self._free
+        assert sum(s.held for s in self._shares.values()) == self.usable - self._free
+        assert self._taken[self._low : self._high] == b"\1" * (self._high - self._low)

@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from kernels import arguments
 from kernels.layer import AttentionWeights, Factor, GatedWeights, Stack, Tables
 from kernels.ops import Attention, Ops, Packed
 from kernels.quantised import Quantised
@@ -40,6 +41,7 @@ def enter_attention(
     ops: Ops, layer: AttentionWeights, x: Tensor, added: Tensor | None, positions: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """`Ops.enter_attention`."""
+    arguments.enter_attention(layer, x, positions)
     if added is None:
         h = ops.rms_norm(x, layer.norm, layer.eps)
     else:
@@ -66,6 +68,7 @@ def feed_forward(ops: Ops, weights: GatedWeights, h: Tensor) -> Tensor:
     if weights.activation == "silu":
         gated = ops.silu_mul(gate_up)
     else:
+        arguments.silu_mul(gate_up, "feed_forward")
         gate, up = gate_up.chunk(2, dim=-1)
         gated = F.gelu(gate, approximate="tanh") * up
     return multiplied(ops, gated, weights.down, weights.down_bias)

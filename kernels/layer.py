@@ -96,6 +96,12 @@ class DecoderLayer:
     feed_forward: FeedForward
     post_norm: Tensor | None  # [d], of what the feed-forward adds; None: the model has no such norm
 
+    def __post_init__(self) -> None:
+        """Raise ValueError unless the weights have the heads that attention has."""
+        heads = self.attention.q_heads, self.attention.kv_heads
+        if heads != (self.spec.num_q_heads, self.spec.num_kv_heads):
+            raise ValueError(f"weights for {heads[0]} query heads and {heads[1]} of keys do not fit {self.spec}")
+
     def packed(self, ops: Ops) -> DecoderLayer:
         """The same, as a backend multiplies it fastest."""
         return replace(self, attention=self.attention.packed(ops), feed_forward=self.feed_forward.packed(ops))

@@ -113,7 +113,8 @@ class Stored(NamedTuple):
 class Ops(Protocol):
     """What a model and a strategy are made of. Every backend answers to `reference.py`, and may inherit from it.
 
-    Tensors may be views with strides of their own; only their last dimension is dense.
+    Tensors may be views with strides of their own; only their last dimension is dense. Arguments that do not fit each
+    other raise ValueError before any memory is read (`arguments.py`). What is NaN or infinite stays in its row.
     """
 
     def prepare(self, layers: Sequence[LayerSpec], dtype: torch.dtype, stored: torch.dtype) -> None:
@@ -226,7 +227,8 @@ class Ops(Protocol):
 
         A query at position i sees the keys at j <= i that lie within the model's spec.window and, if the strategy
         gives a `window`, within that or in a sink slot. Tiles of keys are summed in float32, in an order fixed by
-        position alone. Rows of `out` that belong to padding are left as they are.
+        position alone. Rows of `out` that belong to padding are left as they are. Keys and values that a query does
+        not see do not touch its result, whatever they are, NaN and infinite too.
         """
         ...
 

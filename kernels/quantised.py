@@ -36,10 +36,26 @@ class Quantised:
     group: int  # columns
 
     def __post_init__(self) -> None:
-        assert self.bits in BITS, self.bits
-        assert (self.numbers.dtype, self.scale.dtype) == (torch.uint8, self.offset.dtype)
-        assert self.scale.shape == self.offset.shape
-        assert self.shape == (self.scale.shape[0], self.scale.shape[1] * self.group), (self.shape, self.scale.shape)
+        """Raise ValueError unless the parts fit each other: kernels rely on it."""
+        parts = self.numbers, self.scale, self.offset
+        numbers, scale = self.numbers.shape, self.scale.shape
+        if not (
+            self.bits in BITS
+            and self.group > 0
+            and len(numbers) == len(scale) == 2
+            and min(*numbers, *scale) > 0
+            and scale == self.offset.shape
+            and self.shape == (scale[0], scale[1] * self.group)
+            and (self.numbers.dtype, self.scale.dtype) == (torch.uint8, self.offset.dtype)
+            and self.scale.is_floating_point()
+            and (self.numbers.stride(1) == 1 or numbers[1] == 1)
+            and len({part.device for part in parts}) == 1
+        ):
+            found = ", ".join(f"{part.dtype} {[*part.shape]} on {part.device}" for part in parts)
+            raise ValueError(
+                f"numbers, scale and offset of a weight of {self.bits} bits in groups of {self.group} columns do not "
+                f"fit: {found}"
+            )
 
     @property
     def shape(self) -> torch.Size:
@@ -60,8 +76,10 @@ class Quantised:
         return self._each(lambda part: part.to(device))
 
     def rows(self, which: slice | Tensor) -> Quantised:
-        """Some rows as a weight of their own: of a slice, views; of indices [n] int64, copies."""
-        return self._each(lambda part: part[which])
+        """Return some rows as a weight of its own: of a slice, views; of indices [n] int64, copies."""
+        if isinstance(which, slice):
+            return self._each(lambda part: part[which])
+        return self._each(lambda part: part.index_select(0, which))  # it refuses negative indices
 
     def _each(self, change: Callable[[Tensor], Tensor]) -> Quantised:
         return Quantised(change(self.numbers), change(self.scale), change(self.offset), self.bits, self.group)

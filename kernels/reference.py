@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kernels import composed, sampling
+from kernels import arguments, composed, sampling
 from kernels.layer import AttentionWeights, DecoderLayer, Factor, GatedWeights, Stack
 from kernels.memory import Joined
 from kernels.ops import Attention, LayerSpec, Packed, Slots
@@ -50,6 +50,7 @@ class ReferenceOps:
     """Implements `kernels.ops.Ops`. Holds scratch memory and, per step, the index tensors that all layers share."""
 
     def __init__(self) -> None:
+        self._addresses = arguments.Addresses()
         self._scratch: dict[tuple[str, torch.dtype], Tensor] = {}
         self._writes: WeakKeyDictionary[Slots, tuple[Tensor | slice, Tensor, Tensor]] = WeakKeyDictionary()
         self._groups: WeakKeyDictionary[Slots, dict[tuple[int | None, ...], list[_Group]]] = WeakKeyDictionary()
@@ -63,6 +64,7 @@ class ReferenceOps:
 
     def linear(self, x: Tensor, weight: Tensor | Packed, bias: Tensor | None = None) -> Tensor:
         assert isinstance(weight, Tensor), "packed by another backend"
+        arguments.linear(x, weight, bias)
         multiplied = x.to(weight.dtype)
         if weight.dtype is torch.bfloat16 and weight.shape[1] % 32 and weight.device.type == "cpu":
             # oneDNN's product in AMX tiles pads such rows with what lies behind them, and a neighbour's NaN spreads.
@@ -76,6 +78,7 @@ class ReferenceOps:
         By `linear`, so that a backend whose rows do not depend on each other keeps that.
         """
         assert isinstance(weight, Quantised), "packed by another backend"
+        arguments.quantised_linear(x, weight, bias)
         wide, outputs = x.float(), weight.shape[0]
         out = x.new_empty(len(x), outputs)
         rows = tile_rows(weight.shape[1])
@@ -103,6 +106,7 @@ class ReferenceOps:
         return composed.feed_forward(self, weights, h)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        arguments.rms_norm(x, weight)
         wide = x.float()
         normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
         if weight.dtype == torch.float32:
@@ -110,31 +114,42 @@ class ReferenceOps:
         return normed.to(x.dtype) * weight.to(x.dtype)
 
     def add_rms_norm(self, x: Tensor, delta: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        arguments.add_rms_norm(x, delta, weight)
         total = x + delta
         return total, self.rms_norm(total, weight, eps)
 
     def rope(self, x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor) -> Tensor:
-        c, s = cos[positions][:, None], sin[positions][:, None]  # [N, 1, D/2]
+        arguments.rope(x, cos, sin, positions)
+        try:
+            c, s = (table.index_select(0, positions)[:, None] for table in (cos, sin))  # [N, 1, D/2]
+        except IndexError:
+            raise ValueError(f"rope: positions must be from 0 to {len(cos) - 1}, and are {positions}") from None
         a, b = x.float().chunk(2, -1)
         return torch.cat((a * c - b * s, b * c + a * s), -1).to(x.dtype)
 
     def silu_mul(self, gate_up: Tensor) -> Tensor:
+        arguments.silu_mul(gate_up)
         gate, up = gate_up.chunk(2, -1)
         return F.silu(gate) * up
 
     def sample(self, logits: Tensor, how: Tensor) -> Tensor:
+        arguments.sample(logits, how)
         return sampling.sample(logits, how)
 
     # ---------------------------------------------------------------- KV memory
     def quantise(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        arguments.quantise(x)
         wide = x.float()
         scale = wide.abs().amax(-1) / 127
         return (wide / scale.clamp_min(TINY)[..., None]).round().to(torch.int8), scale
 
     def dequantise(self, x: Tensor, scale: Tensor) -> Tensor:
+        arguments.dequantise(x, scale)
         return x.float() * scale[..., None]
 
     def write_kv(self, store: KVStore, layer: int, k: Tensor, v: Tensor, at: Slots) -> None:
+        arguments.write_kv(store, layer, k, v)
+        self._addresses.expect("write_kv", at, store, len(k))
         if at not in self._writes:
             self._writes[at] = _write_index(at)
         tokens, block, slot = self._writes[at]
@@ -155,6 +170,8 @@ class ReferenceOps:
         *,
         window: int | None = None,
     ) -> None:
+        arguments.attend(out, q, store, layer, spec, window)
+        self._addresses.expect("attend", at, store, len(q))
         by_window = self._groups.setdefault(at, {})
         key = (spec.window, window)
         if key not in by_window:
@@ -163,6 +180,8 @@ class ReferenceOps:
             out[group.tokens] = self._attend_group(q[group.tokens], store, layer, group, spec).to(out.dtype)
 
     def gather(self, store: KVStore, layer: int, at: Slots, row: int, positions: Tensor) -> tuple[Tensor, Tensor]:
+        self._addresses.expect("gather", at, store)
+        arguments.gather(store, layer, at, row, positions)
         block, slot = _locate(at, at.row_seat[row].long(), positions.long())
         k, v = (self._read(plane, block, slot) for plane in store.planes(layer))
         return k, v
@@ -172,16 +191,19 @@ class ReferenceOps:
         return found if plane.scale is None else self.dequantise(found, plane.scale[block, :, slot])
 
     def copy_blocks(self, store: KVStore, src: list[int], dst: list[int]) -> None:
+        arguments.copy_blocks(store, src, dst)
         for a, b in zip(src, dst, strict=True):
             store.blocks[b].copy_(store.blocks[a])
 
     def repeat_kv_heads(self, x: Tensor, groups: int) -> Tensor:
+        arguments.repeat_kv_heads(x, groups)
         S, H, D = x.shape
         repeated = x.new_empty(H * groups, S, D)
         _repeat_into(repeated, x)
         return repeated
 
     def repeat_kv_heads_step(self, mirror: Tensor, x: Tensor, start: int) -> None:
+        arguments.repeat_kv_heads_step(mirror, x, start)
         _repeat_into(mirror.narrow(1, start, len(x)), x)
 
     # ---------------------------------------------------------------- attention
@@ -200,12 +222,14 @@ class ReferenceOps:
             scores = torch.bmm(q, k.transpose(1, 2))  # [B*H, n*G, TILE]
             if spec.softcap:
                 scores.div_(spec.softcap).tanh_().mul_(spec.softcap)
+            v = self._load("v", v_plane, tile, Dv)
             if tile.hidden is not None:
+                _move_to_scores(v, scores)
                 scores.view(B, H, n, G, TILE).masked_fill_(tile.hidden.unsqueeze(3), -torch.inf)
             top, rescale = _raise(top, scores.amax(-1, keepdim=True))
             p = scores.sub_(top.clamp_min(torch.finfo(torch.float32).min)).exp_()
             total.mul_(rescale).add_(p.sum(-1, keepdim=True))
-            acc.mul_(rescale).baddbmm_(p, self._load("v", v_plane, tile, Dv))
+            acc.mul_(rescale).baddbmm_(p, v)
         if spec.sink_logits is not None:
             sink = spec.sink_logits.float().view(1, H, 1, G).expand(B, H, n, G).reshape(B * H, n * G, 1)
             top, rescale = _raise(top, sink)
@@ -238,6 +262,16 @@ class ReferenceOps:
 def _repeat_into(columns: Tensor, x: Tensor) -> None:
     """x [n,H,D] into columns [H * groups, n, D]; several times faster than torch's repeat_interleave."""
     columns.unflatten(0, (x.shape[1], -1)).copy_(x.transpose(0, 1)[:, None])
+
+
+def _move_to_scores(values: Tensor, scores: Tensor) -> None:
+    """Replace numbers that are not finite: in values [B*H, TILE, Dv] by 0, in their keys' scores [B*H, n, TILE] by NaN.
+
+    A hidden key has weight 0, which does not keep NaN out of a sum: 0 * NaN is NaN. A score can be hidden, so that only
+    queries that see the key get NaN.
+    """
+    scores.add_(values.mul(0.0).sum(-1).unsqueeze(1))  # 0 or NaN
+    values.nan_to_num_(0.0, 0.0, 0.0)
 
 
 def _raise(top: Tensor, new: Tensor) -> tuple[Tensor, Tensor]:

@@ -6,7 +6,7 @@ known here; the addresses are drawn by hand.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import accumulate
 from typing import NamedTuple
 
@@ -54,10 +54,12 @@ class Scene:
         kv_dtype: torch.dtype | None = None,
         before: Sequence[LayerSpec] = (),
         unused_blocks: int = 3,
+        memory: Callable[[int], Tensor] | None = None,
     ) -> None:
         """The past is written through the operations themselves; everything else in memory is NaN.
 
-        In a block, layers `before` come first; in memory, blocks that nobody has.
+        In a block, layers `before` come first; in memory, blocks that nobody has. `memory` makes so many bytes where
+        they are too many to be filled, and stays as it is.
         """
         self.ops, self.layout, self.spec, self.rows, self.device = ops, layout, spec, rows, device
         self.layer = len(before)
@@ -66,8 +68,12 @@ class Scene:
         width = -(-(layout.sinks + layout.ring or self.longest) // layout.block_size)
         kv_dtype = kv_dtype or dtype
         page = block_bytes([*before, spec], layout.block_size, kv_dtype)
-        self.arena = Arena(width * len(rows) + unused_blocks, page, device)
-        self.arena.memory.fill_(0xFF)
+        pages = width * len(rows) + unused_blocks
+        if memory is None:
+            self.arena = Arena(pages, page, device)
+            self.arena.memory.fill_(0xFF)
+        else:
+            self.arena = Arena(pages, page, device, memory=memory(pages * page))
         self.store = KVStore(self.arena, [*before, spec], layout.block_size, kv_dtype)
         order = torch.randperm(width * len(rows), generator=self.generator).int() + unused_blocks
         self.table = order.view(len(rows), width).to(device)

@@ -66,6 +66,8 @@ class KVStore:
         self.arena = arena
         self.block_size = block_size
         self.dtype = dtype
+        self.device = arena.memory.device
+        self._heads = [(spec.num_kv_heads, spec.head_dim, spec.v_head_dim) for spec in layers]
         self._offsets = plane_offsets(layers, block_size, dtype)
         self.block_bytes = self._offsets[-1]
         self.run = -(-self.block_bytes // arena.page_bytes)
@@ -89,8 +91,15 @@ class KVStore:
         scale = self._view(SCALE, offset + dim, heads, 1, dim)[..., 0] if self.dtype is torch.int8 else None
         return Plane(numbers, scale)
 
+    def heads(self, layer: int) -> tuple[int, int, int]:
+        """Return a layer's KV heads and their dimensions, of keys and of values. Raises ValueError: no such layer."""
+        if not 0 <= layer < len(self._heads):
+            raise ValueError(f"there is no layer {layer} among {len(self._heads)}")
+        return self._heads[layer]
+
     def planes(self, layer: int) -> tuple[Plane, Plane]:
-        """Keys and values."""
+        """Return the keys and the values of a layer. Raises ValueError: no such layer."""
+        self.heads(layer)
         return self._planes[2 * layer], self._planes[2 * layer + 1]
 
     def finite(self, blocks: Sequence[int]) -> list[bool]:
@@ -102,11 +111,11 @@ class KVStore:
 
     def k(self, layer: int) -> Tensor:
         """View [blocks, H, block_size, D]; stride(0) is a page."""
-        return self._planes[2 * layer].numbers
+        return self.planes(layer)[0].numbers
 
     def v(self, layer: int) -> Tensor:
         """View [blocks, H, block_size, Dv]; stride(0) is a page."""
-        return self._planes[2 * layer + 1].numbers
+        return self.planes(layer)[1].numbers
 
     def k_offset(self, layer: int) -> int:
         """Bytes from the start of a block to the layer's keys."""

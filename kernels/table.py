@@ -42,6 +42,7 @@ class Op(NamedTuple):
     load: Callable[[torch.dtype, int], loads.Calls]  # large, for the benchmark: by dtype and tokens
     moves: str  # what must be read and written, however it is computed
     bytes: Callable[..., int]  # the same as a number, of the arguments of a call
+    by_row: tuple[str, ...]  # arguments whose rows, in the first dimension, do not affect each other
 
 
 # -------------------------------------------------------------------- bytes that a call must move
@@ -133,22 +134,70 @@ LAYERS = "run_layers"  # is made of other operations
 WEIGHTS = "the weights; the activations, in and out"
 
 OPS: tuple[Op, ...] = (
-    Op("linear", SUMS, tried.linear, loads.linear, WEIGHT, _linear_bytes),
-    Op("quantised_linear", WHOLE, tried.quantised_linear, loads.quantised_linear, WEIGHT, _linear_bytes),
-    Op("enter_attention", SUMS, tried.enter_attention, loads.enter_attention, WEIGHTS, _enter_attention_bytes),
-    Op("leave_attention", SUMS, tried.leave_attention, loads.leave_attention, WEIGHTS, _leave_attention_bytes),
-    Op("feed_forward", SUMS, tried.feed_forward, loads.feed_forward, WEIGHTS, _feed_forward_bytes),
-    Op("rms_norm", ROUNDING, tried.rms_norm, loads.rms_norm, ACTIVATIONS, _in_and_out),
-    Op("add_rms_norm", ROUNDING, tried.add_rms_norm, loads.add_rms_norm, "both, in and out", _both_in_and_out),
-    Op("rope", ROUNDING, tried.rope, loads.rope, ACTIVATIONS, _in_and_out),
-    Op("silu_mul", ROUNDING, tried.silu_mul, loads.silu_mul, ACTIVATIONS, lambda gate_up: gate_up.nbytes * 3 // 2),
-    Op("sample", EXACT, tried.sample, loads.sample, "the logits, once", lambda logits, how: logits.nbytes),
-    Op("quantise", EXACT, tried.quantise, loads.quantise, "the vectors, in and out", _quantise_bytes),
-    Op("dequantise", ROUNDING, tried.dequantise, loads.dequantise, "the vectors, in and out", _dequantise_bytes),
-    Op("write_kv", EXACT, tried.write_kv, loads.write_kv, "what enters, in and out", _write_kv_bytes),
-    Op("attend", ATTENTION, tried.attend, loads.attend, "all keys and values that a row sees, once", _attend_bytes),
-    Op("gather", EXACT, tried.gather, loads.gather, "what is asked for, in and out", _gather_bytes),
-    Op("copy_blocks", EXACT, tried.copy_blocks, loads.copy_blocks, "the blocks, in and out", _copy_blocks_bytes),
+    Op("linear", SUMS, tried.linear, loads.linear, WEIGHT, _linear_bytes, ("x",)),
+    Op("quantised_linear", WHOLE, tried.quantised_linear, loads.quantised_linear, WEIGHT, _linear_bytes, ("x",)),
+    Op(
+        "enter_attention",
+        SUMS,
+        tried.enter_attention,
+        loads.enter_attention,
+        WEIGHTS,
+        _enter_attention_bytes,
+        ("x", "added"),
+    ),
+    Op(
+        "leave_attention",
+        SUMS,
+        tried.leave_attention,
+        loads.leave_attention,
+        WEIGHTS,
+        _leave_attention_bytes,
+        ("x", "mixed"),
+    ),
+    Op("feed_forward", SUMS, tried.feed_forward, loads.feed_forward, WEIGHTS, _feed_forward_bytes, ("h",)),
+    Op("rms_norm", ROUNDING, tried.rms_norm, loads.rms_norm, ACTIVATIONS, _in_and_out, ("x",)),
+    Op(
+        "add_rms_norm",
+        ROUNDING,
+        tried.add_rms_norm,
+        loads.add_rms_norm,
+        "both, in and out",
+        _both_in_and_out,
+        ("x", "delta"),
+    ),
+    Op("rope", ROUNDING, tried.rope, loads.rope, ACTIVATIONS, _in_and_out, ("x",)),
+    Op(
+        "silu_mul",
+        ROUNDING,
+        tried.silu_mul,
+        loads.silu_mul,
+        ACTIVATIONS,
+        lambda gate_up: gate_up.nbytes * 3 // 2,
+        ("gate_up",),
+    ),
+    Op("sample", EXACT, tried.sample, loads.sample, "the logits, once", lambda logits, how: logits.nbytes, ("logits",)),
+    Op("quantise", EXACT, tried.quantise, loads.quantise, "the vectors, in and out", _quantise_bytes, ("x",)),
+    Op(
+        "dequantise",
+        ROUNDING,
+        tried.dequantise,
+        loads.dequantise,
+        "the vectors, in and out",
+        _dequantise_bytes,
+        ("scale",),
+    ),
+    Op("write_kv", EXACT, tried.write_kv, loads.write_kv, "what enters, in and out", _write_kv_bytes, ("k", "v")),
+    Op(
+        "attend",
+        ATTENTION,
+        tried.attend,
+        loads.attend,
+        "all keys and values that a row sees, once",
+        _attend_bytes,
+        ("q",),
+    ),
+    Op("gather", EXACT, tried.gather, loads.gather, "what is asked for, in and out", _gather_bytes, ()),
+    Op("copy_blocks", EXACT, tried.copy_blocks, loads.copy_blocks, "the blocks, in and out", _copy_blocks_bytes, ()),
     Op(
         "repeat_kv_heads",
         EXACT,
@@ -156,6 +205,7 @@ OPS: tuple[Op, ...] = (
         loads.repeat_kv_heads,
         "the whole text, read once and written `groups` times",
         _repeat_kv_heads_bytes,
+        ("x",),
     ),
     Op(
         "repeat_kv_heads_step",
@@ -164,6 +214,7 @@ OPS: tuple[Op, ...] = (
         loads.repeat_kv_heads_step,
         "the new columns alone, read once and written `groups` times",
         _repeat_kv_heads_step_bytes,
+        ("x",),
     ),
     Op(
         LAYERS,
@@ -172,6 +223,7 @@ OPS: tuple[Op, ...] = (
         loads.run_layers,
         "the weights; keys and values; x, in and out",
         _run_layers_bytes,
+        ("x",),
     ),
 )
 

@@ -1,7 +1,7 @@
 """What a server says of its models at /v1/models: their names, their cache strategies, how long a text may be.
 
-Knows the answer, and not how to get it. kvmux lists a model once under each strategy ("tiny:paged") and marks these
-entries; for any other server an entry is a model.
+Knows the answer, and not how to get it. kvmux lists a model once under each strategy ("tiny:paged") when it
+is asked to, and marks these entries; for any other server an entry is a model.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from msgspec import Struct
 from msgspec.json import decode
 
 PATH = "/v1/models"
+PARAMS = {"strategies": "true"}  # asks kvmux for them; others take no notice
 
 
 class ListingError(Exception):

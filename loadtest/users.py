@@ -92,7 +92,9 @@ class Client(FastHttpUser):
 
     def _models(self) -> dict[str, float]:
         """What to ask for. Ends the load if there is nothing."""
-        with self.client.get(listing.PATH, headers=self.headers, catch_response=True) as response:
+        with self.client.get(
+            listing.PATH, params=listing.PARAMS, headers=self.headers, catch_response=True
+        ) as response:
             try:
                 if response.status_code != 200:
                     raise ListingError(_reason(response))

@@ -1,4 +1,4 @@
-"""The command line: `kvmux serve`, `bench`, `evaluate`, `profile`, `doctor`, and their help.
+"""The command line: `kvmux serve`, `health`, `bench`, `evaluate`, `profile`, `doctor`, and their help.
 
 Which flags settings have is told in `flags.py`. Imports neither torch nor transformers, so that help and errors come
 at once.
@@ -7,11 +7,13 @@ at once.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib.util
 import logging
 import multiprocessing
 import os
 import pkgutil
+import resource
 import socket
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -20,27 +22,33 @@ from pathlib import Path
 from typing import Any, NoReturn, TypeAlias
 
 import server
-from config.errors import SettingsError
-from config.settings import Settings, load
+from config.errors import SettingsError, explained
+from config.settings import LONGEST, SHORT_KEY, Settings, load
 from config.sources import did_you_mean
 from loadtest.bench import flags as bench_flags
 from server.engine.lifeline import USER_ERROR
 from server.engine.supervisor import Supervisor
 from server.evaluation import flags as evaluation_flags
 from server.flags import add_settings, grouped
+from server.health import TIMEOUT
+from server.health import health as ask_health
 from server.listening import ListenError, listen, url_of
-from server.logs import configure_logging, fields
+from server.logs import configure_logging, fields, printable
 from server.models.directory import located
 from server.profiling import flags as profiling_flags
+from server.standard_streams import discard, open_missing, say
 from server.version import version
 from server.welcome import welcome
 
 log = logging.getLogger(__name__)
 
+LEAST_OPEN_FILES = 64
+
 
 EVALUATION_SETTINGS = (
     "model",
     "revision",
+    "allow_symlinks",
     "model_impl",
     "device",
     "dtype",
@@ -50,7 +58,7 @@ EVALUATION_SETTINGS = (
     "kv_memory",
     "max_step_tokens",
 )
-PROFILE_SETTINGS = (*EVALUATION_SETTINGS, "max_num_seqs", "max_seq_len")
+PROFILE_SETTINGS = (*EVALUATION_SETTINGS, "max_num_seqs", "max_seq_len", "admin_token")
 
 DESCRIPTION = """\
 An inference server where the KV cache is a plug-in: a strategy per request, all strategies in one batch."""
@@ -93,7 +101,8 @@ examples:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs a command line; returns the exit code."""
+    """Run a command line; return the exit code."""
+    open_missing()
     parser = _parser()
     try:
         options = vars(parser.parse_args(arguments))
@@ -102,41 +111,50 @@ def main(arguments: Sequence[str] | None = None) -> int:
             parser.print_help(sys.stderr)
             return USER_ERROR
         return int(run(options))
-    except (SettingsError, ListenError) as error:
-        print(f"kvmux: {error}", file=sys.stderr)
-        return USER_ERROR
     except KeyboardInterrupt:
         return 130
     except BrokenPipeError:  # whoever read our output has had enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        discard(sys.stdout)
         return 1
+    except (SettingsError, ListenError, OSError) as error:
+        say(f"kvmux: {printable(explained(error))}", sys.stderr)
+        return USER_ERROR
 
 
 # ---------------------------------------------------------------- kvmux serve
 def serve(options: dict[str, Any]) -> int:
-    """Serves until told to stop. `options` are the flags given, by setting."""
+    """Serve until a signal stops it; `options` are the flags given, by setting. Returns the exit code."""
     settings = load(settings_file(options), options)
     multiprocessing.current_process().name = "kvmux"  # in the log
     configure_logging(settings)
     try:
         check_folder_names()
-        with listen(settings.host, settings.port) as listener:
-            return _serve(settings, listener)
-    except (SettingsError, ListenError) as error:
+        check_open_files()
+        check_api_keys(settings)
+        with contextlib.ExitStack() as sockets:
+            listener = sockets.enter_context(listen(settings.host, settings.port))
+            if settings.metrics_port is None:
+                return _serve(settings, listener)
+            host = settings.metrics_host or settings.host
+            metrics = sockets.enter_context(listen(host, settings.metrics_port, "metrics-"))
+            return _serve(settings, listener, metrics)
+    except (SettingsError, ListenError, OSError) as error:
         if settings.log_format == "text":
             raise
-        log.error("%s", error)
+        log.error("%s", explained(error))
         return USER_ERROR
 
 
-def _serve(settings: Settings, listener: socket.socket) -> int:
-    """Says what happens on stdout; where the log is JSON, there."""
+def _serve(settings: Settings, listener: socket.socket, metrics_listener: socket.socket | None = None) -> int:
+    """Run the supervisor; announce the server on stdout, or in the log where that is JSON."""
     url, in_log = url_of(listener), settings.log_format == "json"
     loads = f"kvmux {version()} loads {settings.model}"
     if in_log:
         log.info(loads)
     else:
-        print(loads, "...", flush=True)
+        say(f"{loads} ...", sys.stdout)
+    if metrics_listener is not None:
+        log.info("metrics are on %s/metrics", url_of(metrics_listener))
     settings = located(settings)
 
     def announce(ready: Mapping[str, Any]) -> None:
@@ -144,9 +162,19 @@ def _serve(settings: Settings, listener: socket.socket) -> int:
         if in_log:
             log.info(serves, extra=fields(url=url, **ready))
         else:
-            print(welcome(url, settings, ready), flush=True)
+            say(welcome(url, settings, ready), sys.stdout)
 
-    return Supervisor(settings, listener, announce).run()
+    return Supervisor(settings, listener, announce, metrics_listener=metrics_listener).run()
+
+
+def check_open_files() -> None:
+    """Raise SettingsError if the system allows a process so few open files that it would fail sooner or later."""
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if most != resource.RLIM_INFINITY and most < LEAST_OPEN_FILES:
+        raise SettingsError(
+            f"a process may open {most} files here, and the server needs {LEAST_OPEN_FILES} and one for each "
+            "connection: raise the limit (ulimit -n)"
+        )
 
 
 def check_folder_names() -> None:
@@ -160,6 +188,19 @@ def check_folder_names() -> None:
     except metadata.PackageNotFoundError:
         return
     log.warning("the package `kernels` is installed beside this project's folder of that name: pip uninstall kernels")
+
+
+def check_api_keys(settings: Settings) -> None:
+    """Warn of API keys that may be guessed; the log never has a key."""
+    if settings.short_api_keys:
+        which = ", ".join(map(str, settings.short_api_keys))
+        log.warning("api_keys: key %s has fewer than %d characters and may be guessed", which, SHORT_KEY)
+
+
+# ---------------------------------------------------------------- kvmux health
+def health(options: dict[str, Any]) -> int:
+    """Asks servers whether they are ready."""
+    return ask_health(**options)
 
 
 # ---------------------------------------------------------------- kvmux bench
@@ -180,7 +221,9 @@ def evaluate(options: dict[str, Any]) -> int:
 
 # ---------------------------------------------------------------- kvmux profile
 def profile(options: dict[str, Any]) -> int:
-    """Measures steps. As for `evaluate`, what does it is found by name."""
+    """Measures steps, here or of a running server. As for `evaluate`, what does it is found by name."""
+    if "url" in options:
+        return int(pkgutil.resolve_name("server.profiling.remote:run")(settings_file(options), options))
     check_folder_names()
     return int(pkgutil.resolve_name("server.profiling.command:run")(settings_file(options), options))
 
@@ -221,7 +264,7 @@ def _parser() -> Parser:
     parser = Parser(prog="kvmux", description=DESCRIPTION, allow_abbrev=False)
     parser.add_argument("--version", action="version", version=f"kvmux {version()}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND")
-    for add in (_add_serve, _add_bench, _add_evaluate, _add_profile, _add_doctor):
+    for add in (_add_serve, _add_health, _add_bench, _add_evaluate, _add_profile, _add_doctor):
         add(commands)
     return parser
 
@@ -237,6 +280,22 @@ def _add_serve(commands: Commands) -> None:
         epilog=SERVE_EPILOG,
     )
     add_settings(parser, grouped())
+
+
+def _add_health(commands: Commands) -> None:
+    parser = _command(
+        commands,
+        "health",
+        health,
+        "[--url URL] [--timeout SECONDS]",
+        help="tell whether the server on this machine is ready, for health checks",
+        description="Asks /ready of the servers that you run on this machine, wherever they listen.\n"
+        "The exit code is 0 if there is one, and all are ready; otherwise 1.",
+    )
+    parser.add_argument("--url", help="ask the server there instead")
+    parser.add_argument(
+        "--timeout", type=_seconds, metavar="SECONDS", help=f"how long it has to answer (default: {TIMEOUT:g})"
+    )
 
 
 def _add_bench(commands: Commands) -> None:
@@ -271,7 +330,7 @@ def _add_profile(commands: Commands) -> None:
         commands,
         "profile",
         profile,
-        "[--model MODEL] [--sequences N ...] [--context N] [more flags]",
+        "[--model MODEL | --url URL] [--sequences N ...] [--context N] [more flags]",
         help="tell where the time of a step goes, beside what this machine allows",
         description=profiling_flags.DESCRIPTION,
         epilog=profiling_flags.EPILOG,
@@ -290,6 +349,16 @@ def _add_doctor(commands: Commands) -> None:
         description="Prints a report on this machine and its kernels, and writes it to a file to attach\nto a problem.",
     )
     parser.add_argument("--out", type=Path, metavar="FILE", help="where (default: kvmux-doctor.json)")
+
+
+def _seconds(text: str) -> float:
+    """Return a timeout. Raises ArgumentTypeError."""
+    try:
+        if 0 < (seconds := float(text)) <= LONGEST:
+            return seconds
+    except ValueError:
+        pass
+    raise argparse.ArgumentTypeError(f"{text!r} is no number of seconds")
 
 
 def _command(

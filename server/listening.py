@@ -13,25 +13,30 @@ class ListenError(Exception):
     """The address cannot be listened on; the message tells the user what to change."""
 
 
-def listen(host: str, port: int) -> socket.socket:
-    """The server's listening socket, made before anything slow so that an unusable address is told at once."""
+def listen(host: str, port: int, settings: str = "") -> socket.socket:
+    """Return a listening socket, made before anything slow so that an unusable address is reported at once.
+
+    `settings` is the prefix of the settings `host` and `port`, for error messages.
+    """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     both = host == "::" and socket.has_dualstack_ipv6()
     try:
         socket.getaddrinfo(host, port, family)  # create_server hides that it is the name that is wrong
         return socket.create_server((host, port), family=family, backlog=BACKLOG, dualstack_ipv6=both)
-    except OSError as error:
-        raise ListenError(f"cannot listen on {host}, port {port}: {_listen_advice(error, port)}") from None
+    except (OSError, UnicodeError) as error:
+        advice = _listen_advice(error, port, settings)
+        raise ListenError(f"cannot listen on {host:.300}, port {port}: {advice}") from None
 
 
-def _listen_advice(error: OSError, port: int) -> str:
-    if isinstance(error, socket.gaierror):
-        return "no such address; see --host"
+def _listen_advice(error: OSError | UnicodeError, port: int, settings: str) -> str:
+    if isinstance(error, (socket.gaierror, UnicodeError)):  # the latter for what cannot be a part of a name
+        return f"no such address; see --{settings}host"
+    flag = f"--{settings}port"
     if error.errno == errno.EADDRINUSE:
-        return f"the port is in use; choose another (--port {port % 65535 + 1}), or any that is free (--port 0)"
+        return f"the port is in use; choose another ({flag} {port % 65535 + 1}), or any that is free ({flag} 0)"
     if error.errno == errno.EACCES:
-        return "not allowed; choose a port above 1023 (--port 8000)"
-    return f"{os.strerror(error.errno or 0)}; see --host and --port"
+        return f"not allowed; choose a port above 1023 ({flag} 8000)"
+    return f"{os.strerror(error.errno or 0)}; see --{settings}host and {flag}"
 
 
 def url_of(listener: socket.socket) -> str:

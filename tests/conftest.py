@@ -13,8 +13,18 @@ import pytest
 os.environ["OMP_WAIT_POLICY"] = "passive"  # before torch: threads that wait by spinning stand still on a busy machine
 import torch
 
-ALONE = {"api", "cli", "loadtest", "server"}  # folders of tests that watch processes, or the clock
+from tests.fuzzing.drawing import Drawing, add_options
+
+ALONE = {"api", "cli", "loadtest", "server", "tools"}  # folders of tests that watch processes, or the clock
 ALONE_TOO = {"test_in_prometheus.py", "test_logs.py"}
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    add_options(parser)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.pluginmanager.register(Drawing(config))
 
 
 @pytest.hookimpl(tryfirst=True)  # before `-m` selects

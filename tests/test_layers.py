@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
-PACKAGES = ("config", "kernels", "cache_strategies", "server", "loadtest")
+PACKAGES = ("config", "kernels", "cache_strategies", "server", "loadtest", "tools")
 
 MAY_IMPORT = {  # beside itself
     "config": set[str](),
@@ -19,6 +19,7 @@ MAY_IMPORT = {  # beside itself
     "cache_strategies": {"config", "kernels"},
     "server": {"config", "kernels", "cache_strategies"},
     "loadtest": set[str](),
+    "tools": {"config", "loadtest"},  # not installed; they see the server as its users do, from outside
 }
 AND_FLAGS = {"server.cli": {"loadtest.bench", "loadtest.bench.flags"}}  # of `kvmux bench`; nothing else of it
 
@@ -128,6 +129,11 @@ def test_the_server_reaches_neither_the_textbook_nor_the_adapter_for_transformer
             assert not reached(name) & {"cache_strategies.textbook", "cache_strategies.hf"}, name
 
 
+def test_text_without_a_server_needs_no_server() -> None:
+    assert not {top(m) for m in reached("server.llm")} & {"fastapi", "starlette", "uvicorn", "prometheus_client"}
+    assert not reached("server.llm") & {"server.engine.gateway", "server.engine.client", "server.engine.supervisor"}
+
+
 def test_the_textbook_stands_alone() -> None:
     assert {top(m) for m in imports(modules()["cache_strategies.textbook"])} <= {"__future__", "math", "torch"}
 
@@ -147,6 +153,12 @@ def test_the_scheduler_has_no_tensor_and_no_strategy(name: str) -> None:
 @pytest.mark.parametrize("name", [n for n in modules() if n.startswith(API_PROCESS) or n.startswith("server.api")])
 def test_supervisor_and_api_processes_reach_neither_torch_nor_transformers(name: str) -> None:
     assert not {m for m in reached(name) if top(m) in HEAVY}
+
+
+def test_the_process_that_tokenizes_reaches_neither_http_nor_settings() -> None:
+    """It is started again whenever it had to be killed, and has nothing in it that a model's files could misuse."""
+    other = {"fastapi", "starlette", "uvicorn", "pydantic", "pydantic_settings", "httpx", "psutil", "prometheus_client"}
+    assert not {m for m in reached("server.text.sandbox_process") if top(m) in HEAVY | other}
 
 
 def test_only_reference_and_loader_are_imported_as_kernels_by_others() -> None:

@@ -67,16 +67,40 @@ class Head {
     std::fill_n(p_, rows_.count * TILE, 0.f);
     multiply_add<PITCH>(rows_.count, q_, key, p_, TILE, TILE, k_.dim, queue_);
     if (scores_.softcap != 0.f) cap(p_, rows_.count * TILE);
-    if (!keys_.seen_whole(tile))
+    if (!keys_.all_see({tile, tile + TILE}))
       for (int64_t r = 0; r < rows_.count; ++r) hide(r, tile);
     for (int64_t r = 0; r < rows_.count; ++r) softmax(r);
     const int64_t skip = found.seen.begin - tile, n = found.seen.end - found.seen.begin;
+    const bool alike = keys_.all_see(found.seen);
     // Values are multiplied where they lie, unless they are int8, are read often, or end within a vector.
     if constexpr (!std::is_same_v<T, int8_t>)
-      if (rows_.count <= kvmux::ROWS && v_.dim == width_)
+      if (alike && rows_.count <= kvmux::ROWS && v_.dim == width_)
         return add_values(skip, n, [v = found.v + skip](int64_t j) { return v[j]; });
     for (int64_t j = 0; j < n; ++j) read_vector(found.v[skip + j], v_tile_ + j * width_, v_.dim);
+    if (!alike && !finite(n)) return add_seen_values(found.seen, skip);
     add_values(skip, n, [this](int64_t j) { return v_tile_ + j * width_; });
+  }
+
+  // Whether the first n values that are widened are numbers.
+  bool finite(int64_t n) const {
+    Vec nothing(0.f);  // times a number
+    for (int64_t i = 0; i < n * width_; i += W) nothing = at::vec::fmadd(load(v_tile_ + i), Vec(0.f), nothing);
+    return sum(nothing) == 0.f;
+  }
+
+  // The same row by row, with zeros in the place of values that the row does not see: a weight of 0 does not hide NaN.
+  void add_seen_values(Range seen, int64_t skip) {
+    alignas(64) static constexpr float ZEROS[MAX_DIM] = {};
+    for (int64_t r = 0; r < rows_.count; ++r) {
+      const int64_t query = rows_.position(r);
+      const Range latest = mask_.latest(query), kept = mask_.sinks_of(query);
+      const auto value = [&](int64_t j) {
+        const int64_t position = seen.begin + j;
+        return latest.has(position) || kept.has(position) ? v_tile_ + j * width_ : ZEROS;
+      };
+      multiply_add<TILE>(1, p_ + r * TILE + skip, value, split_.values + r * width_, width_, width_,
+                         seen.end - seen.begin, queue_);
+    }
   }
 
   template <typename Value>

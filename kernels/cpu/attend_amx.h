@@ -9,6 +9,7 @@
 #ifdef __AMX_BF16__
 
 #include <optional>
+#include <vector>
 
 #include "keys.h"
 #include "sums.h"
@@ -89,13 +90,47 @@ class TiledHead {
   void attend_tile(int64_t tile, const Keys<Kept, TILE>::Tile& found) {
     turn_keys(found.k, found.seen.end - tile);
     pair_values(found.v, found.seen.end - tile);
+    const bool finite = keys_.all_see(found.seen) || finite_values(found.v, found.seen.end - tile);
     for (int64_t first = 0; first < rows_.count; first += L) {
       const Range seen = seen_by(first, tile);
       if (seen.empty()) continue;
       multiply_keys(first);
       weigh(first, tile);
-      multiply_values(first, seen.end - tile);
+      if (finite)
+        multiply_values(first, seen.end - tile);
+      else
+        multiply_seen_values(first, tile, seen.end - tile, found.v);
     }
+  }
+
+  // Whether all values before `end` are numbers.
+  bool finite_values(const Kept* const* values, int64_t end) const {
+    const __m512i exponent = _mm512_set1_epi16(0x7F80);
+    __mmask32 broken = 0;
+    for (int64_t j = 0; j < end; ++j)
+      for (int64_t c = 0; c * PAIRS < v_dim_; ++c)
+        broken |= _mm512_cmpeq_epi16_mask(_mm512_and_si512(numbers(values[j], c, v_dim_), exponent), exponent);
+    return broken == 0;
+  }
+
+  // The same as multiply_values, row by row, with zeros in the place of values that the row does not see: a weight of 0
+  // does not hide NaN.
+  void multiply_seen_values(int64_t first, int64_t tile, int64_t end, const Kept* const* values) {
+    alignas(64) static constexpr uint16_t ZEROS[MAX_DIM] = {};
+    float* const sums = values_ + first * width_;
+    const std::vector<float> before(sums, sums + L * width_);
+    std::vector<float> after = before;
+    for (int64_t r = 0; r < count_at(first); ++r) {
+      const Range latest = mask_.latest(position_[first + r]), kept = mask_.sinks_of(position_[first + r]);
+      const Kept* seen[TILE];
+      for (int64_t j = 0; j < TILE; ++j)
+        seen[j] = latest.has(tile + j) || kept.has(tile + j) ? values[j] : reinterpret_cast<const Kept*>(ZEROS);
+      pair_values(seen, end);
+      std::copy(before.begin(), before.end(), sums);
+      multiply_values(first, end);
+      std::copy_n(sums + r * width_, width_, after.begin() + r * width_);
+    }
+    std::copy(after.begin(), after.end(), sums);
   }
 
   int64_t count_at(int64_t first) const { return std::min(L, rows_.count - first); }
@@ -242,14 +277,15 @@ class TiledHead {
   // A split's sums of row r, its values in order again.
   void merge(int64_t r, Sums<ROWS>& sums) {
     constexpr float LN2 = 0.693147181f;
-    if (top_[r] == NOTHING) return;
+    const float total = _mm512_reduce_add_ps(_mm512_load_ps(weights_ + r * L));
+    if (top_[r] == NOTHING && total == 0.f) return;  // not if the total is NaN
     float* values = values_ + r * width_;
     for (int64_t d = 0; d < width_; d += PAIRS) {
       const auto [low, high] = interleave(load(values + d), load(values + d + L));
       low.store(values + d);
       high.store(values + d + L);
     }
-    sums.merge(r, top_[r] * LN2, _mm512_reduce_add_ps(_mm512_load_ps(weights_ + r * L)), values, width_);
+    sums.merge(r, top_[r] * LN2, total, values, width_);
   }
 
   Mask mask_;

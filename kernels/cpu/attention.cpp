@@ -4,6 +4,7 @@
 #include <ATen/ops/empty.h>
 #include <torch/library.h>
 
+#include "arguments.h"
 #include "attend.h"
 #include "attend_amx.h"
 #include "sharing.h"
@@ -139,6 +140,28 @@ AttentionKernels attention_kernels(at::ScalarType q, at::ScalarType kept) {
   return found;
 }
 
+void expect_rows(const char* operation, const Tensor& table, const Tensor& row_seat, const Tensor& q_start,
+                 const Tensor& start, const Layout& layout, int64_t tokens) {
+  constexpr Types ADDRESSES = only(at::kInt);
+  expect(operation, "start", start, ADDRESSES, {ANY});
+  const int64_t rows = start.size(0);
+  expect(operation, "table", table, ADDRESSES, {SOME, SOME});
+  expect(operation, "row_seat", row_seat, ADDRESSES, {rows});
+  expect(operation, "q_start", q_start, ADDRESSES, {rows + 1});
+  TORCH_CHECK_VALUE(layout.block_size > 0 && layout.sinks >= 0 && layout.ring >= 0, operation, ": blocks of ",
+                    layout.block_size, " slots, ", layout.sinks, " sinks and a ring of ", layout.ring);
+  const auto* first = q_start.const_data_ptr<int32_t>();
+  bool in_order = first[0] >= 0 && first[rows] <= tokens;
+  for (int64_t row = 0; row < rows; ++row) in_order &= first[row] <= first[row + 1];
+  TORCH_CHECK_VALUE(in_order, operation, ": q_start must count up to ", tokens, " tokens at most, and is ", q_start);
+}
+
+void expect_plane(const char* operation, const Memory& plane, int64_t heads, int64_t dim, int64_t block_size) {
+  TORCH_CHECK_VALUE(plane.heads == heads && plane.dim == dim && plane.block_size == block_size, operation, ": ", heads,
+                    " heads of ", dim, " in blocks of ", block_size, " do not fit a store of ", plane.heads,
+                    " heads of ", plane.dim, " in blocks of ", plane.block_size);
+}
+
 Mask mask_of(int64_t model_window, int64_t window, int64_t sinks) {
   return {std::min(model_window, window), model_window, window < model_window ? sinks : 0};
 }
@@ -150,10 +173,23 @@ Heads<Byte> heads(const Tensor& x) {
   return {static_cast<Byte*>(x.mutable_data_ptr()), x.stride(0), x.stride(1)};
 }
 
+// What `Rows` and `Memory` are made of, and the types that there are kernels for.
+void expect_planes(const char* operation, const Tensor& k, const Tensor& v) {
+  constexpr Types KEPT = FLOATS | only(at::kChar);
+  expect(operation, "the keys' memory", k, KEPT, {ANY, SOME, SOME, SOME});
+  expect(operation, "the values' memory", v, only(k.scalar_type()), {k.size(0), k.size(1), k.size(2), SOME});
+}
+
 void write_kv(const Tensor& k_plane, const Tensor& v_plane, const Tensor& k, const Tensor& v, const Tensor& table,
               const Tensor& row_seat, const Tensor& q_start, const Tensor& start, int64_t block_size, int64_t sinks,
               int64_t ring) {
-  const Rows rows(table, row_seat, q_start, start, {block_size, sinks, ring});
+  expect_planes("write_kv", k_plane, v_plane);
+  expect("write_kv", "k", k, FLOATS, {ANY, k_plane.size(1), k_plane.size(3)});
+  expect("write_kv", "v", v, only(k.scalar_type()), {k.size(0), v_plane.size(1), v_plane.size(3)});
+  const Layout layout{block_size, sinks, ring};
+  expect_rows("write_kv", table, row_seat, q_start, start, layout, k.size(0));
+  expect_plane("write_kv", Memory(k_plane), k.size(1), k.size(2), block_size);
+  const Rows rows(table, row_seat, q_start, start, layout);
   const auto write = attention_kernels(k.scalar_type(), k_plane.scalar_type()).write;
   const Memory keys(k_plane), values(v_plane);
   for (int64_t row = 0; row < rows.count; ++row) {
@@ -169,11 +205,22 @@ void attend(const Tensor& out, const Tensor& q, const Tensor& k, const Tensor& v
             const Tensor& row_seat, const Tensor& q_start, const Tensor& start, int64_t block_size, int64_t sinks,
             int64_t ring, int64_t model_window, int64_t window, double scale, double softcap,
             const std::optional<Tensor>& sink_logits) {
-  const Rows rows(table, row_seat, q_start, start, {block_size, sinks, ring});
+  expect_planes("attend", k, v);
+  expect_plane("attend", Memory(k), k.size(1), k.size(3), block_size);
+  expect("attend", "q", q, FLOATS, {ANY, SOME, k.size(3)});
+  expect("attend", "out", out, only(q.scalar_type()), {q.size(0), q.size(1), v.size(3)});
+  expect("attend", "sink_logits", sink_logits, FLOATS, {q.size(1)});
+  const Tensor logits = sink_logits ? sink_logits->to(at::kFloat) : Tensor();
+  TORCH_CHECK_VALUE(q.size(1) % k.size(1) == 0, "attend: ", q.size(1), " query heads cannot share ", k.size(1),
+                    " heads of keys");
+  TORCH_CHECK_VALUE(model_window > 0 && window > 0, "attend: windows of ", model_window, " and ", window);
+  TORCH_CHECK_VALUE(std::max(k.size(3), v.size(3)) <= MAX_DIM, "attend: heads wider than ", MAX_DIM);
+  const Layout layout{block_size, sinks, ring};
+  expect_rows("attend", table, row_seat, q_start, start, layout, q.size(0));
+  const Rows rows(table, row_seat, q_start, start, layout);
   const Mask mask = mask_of(model_window, window, sinks);
   const AttentionKernels kernels = attention_kernels(q.scalar_type(), k.scalar_type());
   const int64_t group = q.size(1) / k.size(1);
-  TORCH_CHECK(std::max(q.size(2), out.size(2)) <= MAX_DIM, "heads wider than ", MAX_DIM);
   const Plan work = plan(rows, k.size(1), group, mask, kernels.most_rows);
   const Tensor partials = at::empty({work.partials, kernels.width(v.size(3))}, at::kFloat);
   const AttentionCall call{
@@ -182,7 +229,7 @@ void attend(const Tensor& out, const Tensor& q, const Tensor& k, const Tensor& v
       .k = Memory(k),
       .v = Memory(v),
       .scores = {static_cast<float>(scale), static_cast<float>(softcap)},
-      .sink_logits = sink_logits ? sink_logits->const_data_ptr<float>() : nullptr,
+      .sink_logits = logits.defined() ? logits.const_data_ptr<float>() : nullptr,
       .group = group,
       .q = heads<const char>(q),
       .out = heads<char>(out),

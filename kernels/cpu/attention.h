@@ -13,6 +13,7 @@ namespace kvmux {
 // The rows of a step, and where each lies: `kernels.ops.Slots`.
 class Rows {
  public:
+  // Tensors as `expect_rows` has found them.
   Rows(const at::Tensor& table, const at::Tensor& row_seat, const at::Tensor& q_start, const at::Tensor& start,
        Layout layout)
       : count(start.numel()), layout(layout), table_(table.const_data_ptr<int32_t>()), width_(table.stride(0)),
@@ -38,7 +39,7 @@ class Rows {
 struct Memory {
   explicit Memory(const at::Tensor& plane)
       : numbers(static_cast<char*>(plane.mutable_data_ptr())), type(plane.scalar_type()), heads(plane.size(1)),
-        dim(plane.size(3)), block_stride(plane.stride(0)), head_stride(plane.stride(1)),
+        dim(plane.size(3)), block_size(plane.size(2)), block_stride(plane.stride(0)), head_stride(plane.stride(1)),
         vector_stride(plane.stride(2)) {}
 
   template <typename T>
@@ -48,7 +49,7 @@ struct Memory {
 
   char* numbers;
   at::ScalarType type;
-  int64_t heads, dim, block_stride, head_stride, vector_stride;
+  int64_t heads, dim, block_size, block_stride, head_stride, vector_stride;
 };
 
 // Tokens of a step, [N, heads, dim]; of which type, others know.
@@ -114,6 +115,13 @@ struct AttentionKernels {
   void (*write)(const Memory& k_plane, const Memory& v_plane, const Rows&, int64_t row, int64_t i, Heads<const char> k,
                 Heads<const char> v);
 };
+
+// Throws unless a step's addresses fit each other, and its rows have no tokens but the `tokens` that entered. What the
+// table names is not looked at.
+void expect_rows(const char* operation, const at::Tensor& table, const at::Tensor& row_seat, const at::Tensor& q_start,
+                 const at::Tensor& start, const Layout& layout, int64_t tokens);
+// Throws unless layers of such heads can be kept there.
+void expect_plane(const char* operation, const Memory& plane, int64_t heads, int64_t dim, int64_t block_size);
 
 AttentionKernels attention_kernels(at::ScalarType q, at::ScalarType kept);  // throws if there is no kernel
 Plan plan(const Rows& rows, int64_t kv_heads, int64_t group, const Mask& mask, int64_t most);

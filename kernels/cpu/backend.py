@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kernels import arguments
 from kernels.cpu.packed import PackedFloats, PackedMatrix, PackedWhole
 from kernels.cpu.stack import EVERYTHING, MAX_DIM, CpuStack
 from kernels.layer import AttentionWeights, DecoderLayer, Factor, GatedWeights, Stack
@@ -72,7 +73,7 @@ class CpuOps(ReferenceOps):
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         qkv, heads = layer.qkv, layer.q_heads + 2 * layer.kv_heads
         cos, sin = layer.tables or (None, None)
-        if not isinstance(qkv, PackedMatrix) or (cos is not None and 2 * cos.shape[1] * heads != qkv.shape[0]):
+        if not isinstance(qkv, PackedMatrix) or (cos is not None and not _turns_all(cos, qkv.shape[0], heads)):
             return super().enter_attention(layer, x, added, positions)
         found: tuple[Tensor, Tensor, Tensor, Tensor] = self._library.enter_attention(
             x,
@@ -149,7 +150,9 @@ class CpuOps(ReferenceOps):
     ) -> None:
         if max(spec.head_dim, spec.v_head_dim) > MAX_DIM:
             return super().attend(out, q, store, layer, at, spec, window=window)
-        sinks = spec.sink_logits
+        heads = spec.num_kv_heads, spec.head_dim, spec.v_head_dim
+        if heads != store.heads(layer) or q.shape[1:2] != (spec.num_q_heads,):
+            arguments.attend(out, q, store, layer, spec, window)  # says what does not fit
         self._library.attend(
             out,
             q,
@@ -160,9 +163,14 @@ class CpuOps(ReferenceOps):
             EVERYTHING if window is None else window,
             spec.scale,
             spec.softcap or 0.0,
-            None if sinks is None else sinks.float(),
+            spec.sink_logits,
         )
         return None
+
+
+def _turns_all(cos: Tensor, outputs: int, heads: int) -> bool:
+    """Return whether a RoPE table rotates all dimensions of all heads."""
+    return cos.dim() == 2 and 2 * cos.shape[1] * heads == outputs
 
 
 def _addresses(at: Slots) -> tuple[Tensor | int, ...]:

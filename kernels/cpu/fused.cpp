@@ -19,9 +19,18 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> enter_attention(const Tensor& x, cons
                                                            const Maybe& bias, const Maybe& q_norm, const Maybe& k_norm,
                                                            const Maybe& cos, const Maybe& sin, const Tensor& positions,
                                                            int64_t q_heads, int64_t kv_heads) {
+  TORCH_CHECK_VALUE(q_heads > 0 && kv_heads > 0 && q_heads < (1 << 20) && kv_heads < (1 << 20),
+                    "enter_attention: there are ", q_heads, " query heads and ", kv_heads, " of keys");
+  expect("enter_attention", "x", x, FLOATS, {ANY, SOME});
+  expect("enter_attention", "positions", positions, only(at::kLong), {x.size(0)});
+  TORCH_CHECK_VALUE(q_norm.has_value() == k_norm.has_value() && cos.has_value() == sin.has_value(),
+                    "enter_attention: a norm or a table of RoPE lacks its other half");
   const auto [sum, normed] = added ? add_rms_norm(x, *added, norm, eps) : std::tuple(x.clone(), rms_norm(x, norm, eps));
   const Tensor all = linear(normed, PackedWeight(qkv, format), bias);
   const int64_t rows = all.size(0), dim = all.size(1) / (q_heads + 2 * kv_heads);
+  TORCH_CHECK_VALUE(all.size(1) == dim * (q_heads + 2 * kv_heads), "enter_attention: qkv has ", all.size(1),
+                    " outputs, which are not ", q_heads, " query heads and twice ", kv_heads,
+                    " heads of one dimension");
   const auto heads = [&](int64_t first, int64_t count) {
     return all.narrow(1, first * dim, count * dim).view({rows, count, dim});
   };

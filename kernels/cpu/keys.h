@@ -55,8 +55,8 @@ class Keys {
     return tile;
   }
 
-  // Whether every row sees all of the tile.
-  bool seen_whole(int64_t tile) const { return mask_.latest(newest_).begin <= tile && tile + TILE <= oldest_ + 1; }
+  // Whether every row sees all of a range.
+  bool all_see(Range range) const { return mask_.latest(newest_).begin <= range.begin && range.end <= oldest_ + 1; }
 
  private:
   void find(int64_t tile, Tile& found) const {

@@ -14,6 +14,8 @@ namespace kvmux {
 using at::Tensor;
 
 Tensor rms_norm(const Tensor& x, const Tensor& weight, double eps) {
+  expect("rms_norm", "x", x, FLOATS, {ANY, SOME});
+  expect("rms_norm", "weight", weight, FLOATS, {x.size(1)});
   Tensor y = at::empty(x.sizes(), x.options());
   with_type(x.scalar_type(), [&](auto of_x) {
     with_type(weight.scalar_type(), [&](auto of_weight) {
@@ -32,6 +34,9 @@ Tensor rms_norm(const Tensor& x, const Tensor& weight, double eps) {
 }
 
 std::tuple<Tensor, Tensor> add_rms_norm(const Tensor& x, const Tensor& delta, const Tensor& weight, double eps) {
+  expect("add_rms_norm", "x", x, FLOATS, {ANY, SOME});
+  expect("add_rms_norm", "delta", delta, only(x.scalar_type()), {x.size(0), x.size(1)});
+  expect("add_rms_norm", "weight", weight, FLOATS, {x.size(1)});
   Tensor total = at::empty(x.sizes(), x.options()), normed = at::empty(x.sizes(), x.options());
   const int64_t d = x.size(1);
   with_type(x.scalar_type(), [&](auto of_x) {
@@ -54,7 +59,13 @@ std::tuple<Tensor, Tensor> add_rms_norm(const Tensor& x, const Tensor& delta, co
 }
 
 Tensor rope(const Tensor& x, const Tensor& cos, const Tensor& sin, const Tensor& positions) {
-  const int64_t heads = x.size(1), half = cos.size(1);
+  expect("rope", "x", x, FLOATS, {ANY, SOME, SOME});
+  const int64_t heads = x.size(1), half = x.size(2) / 2;
+  TORCH_CHECK_VALUE(x.size(2) == 2 * half, "rope: x must have heads of an even dimension, and is ", x.sizes());
+  expect("rope", "cos", cos, only(at::kFloat), {ANY, half});
+  expect("rope", "sin", sin, only(at::kFloat), {cos.size(0), half});
+  expect("rope", "positions", positions, only(at::kLong), {x.size(0)});
+  expect_indices("rope", "positions", positions, cos.size(0));
   Tensor y = at::empty(x.sizes(), x.options());
   const auto* c = cos.const_data_ptr<float>();
   const auto* s = sin.const_data_ptr<float>();
@@ -74,7 +85,10 @@ Tensor rope(const Tensor& x, const Tensor& cos, const Tensor& sin, const Tensor&
 }
 
 Tensor silu_mul(const Tensor& gate_up) {
+  expect("silu_mul", "gate_up", gate_up, FLOATS, {ANY, SOME});
   const int64_t f = gate_up.size(1) / 2;
+  TORCH_CHECK_VALUE(gate_up.size(1) == 2 * f, "silu_mul: gate_up must be two halves of one width, and is ",
+                    gate_up.sizes());
   Tensor y = at::empty({gate_up.size(0), f}, gate_up.options());
   with_type(gate_up.scalar_type(), [&](auto of_x) {
     using T = decltype(of_x);

@@ -165,10 +165,8 @@ std::unique_ptr<Multiplier> multiplier(const PackedWeight& weight, at::ScalarTyp
 }
 
 Tensor linear(const Tensor& x, const PackedWeight& weight, const std::optional<Tensor>& bias) {
-  TORCH_CHECK(x.dim() == 2 && x.size(1) == weight.width, "x ", x.sizes(), " and a weight [", weight.outputs, ", ",
-              weight.width, "] cannot be multiplied");
-  TORCH_CHECK(dense(x), "the last dimension has to be dense");
-  const Tensor biases = padded_bias(bias, weight.outputs);
+  expect(weight.operation(), "x", x, FLOATS, {ANY, weight.width});
+  const Tensor biases = padded_bias(bias, weight);
   const auto made = multiplier(weight, x.scalar_type());
   const int64_t rows = x.size(0), outputs = weight.outputs;
   const Tensor y = at::empty({rows, outputs}, x.options());
@@ -193,11 +191,12 @@ Tensor linear(const Tensor& x, const PackedWeight& weight, const std::optional<T
   return y;
 }
 
-Tensor padded_bias(const std::optional<Tensor>& bias, int64_t outputs) {
-  TORCH_CHECK(!bias || (bias->dim() == 1 && bias->size(0) == outputs), "one bias for each output");
+Tensor padded_bias(const std::optional<Tensor>& bias, const PackedWeight& weight, const char* name) {
+  const Types types = weight.bits == 0 ? only(weight.numbers.scalar_type()) : FLOATS;
+  expect(weight.operation(), name, bias, types, {weight.outputs});
   if (!bias) return {};
-  const Tensor padded = at::zeros({blocks_of(outputs) * BLOCK}, at::kFloat);
-  padded.narrow(0, 0, outputs).copy_(*bias);
+  const Tensor padded = at::zeros({blocks_of(weight.outputs) * BLOCK}, at::kFloat);
+  padded.narrow(0, 0, weight.outputs).copy_(*bias);
   return padded;
 }
 

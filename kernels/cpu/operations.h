@@ -6,14 +6,16 @@
 #include <optional>
 #include <tuple>
 
-namespace kvmux {
+#include "arguments.h"
 
-inline bool dense(const at::Tensor& t) { return t.size(-1) <= 1 || t.stride(-1) == 1; }
+namespace kvmux {
 
 // A packed weight: its numbers, and of whole numbers the scale and perhaps the offset [panels, groups, 16]; and its
 // shape, bits of a number (0: floats) and columns of a group.
 struct PackedWeight {
   PackedWeight(at::TensorList parts, at::IntArrayRef format);
+
+  const char* operation() const { return bits == 0 ? "linear" : "quantised_linear"; }  // that multiplies with it
 
   at::Tensor numbers, scale, offset;  // the latter two undefined where there are none
   int64_t outputs, width, bits, group;
@@ -21,8 +23,8 @@ struct PackedWeight {
 
 // Of a whole packed weight; bytes: of 8 bits.
 int64_t packed_numbers(int64_t outputs, int64_t width, at::ScalarType type);
-// The bias, if there is one, as float32 with zeros behind it, for whole blocks.
-at::Tensor padded_bias(const std::optional<at::Tensor>& bias, int64_t outputs);
+// The bias of a product, if there is one, as float32 with zeros behind it, for whole blocks.
+at::Tensor padded_bias(const std::optional<at::Tensor>& bias, const PackedWeight& weight, const char* name = "bias");
 at::Tensor linear(const at::Tensor& x, const PackedWeight& weight, const std::optional<at::Tensor>& bias);
 at::Tensor rms_norm(const at::Tensor& x, const at::Tensor& weight, double eps);
 std::tuple<at::Tensor, at::Tensor> add_rms_norm(const at::Tensor& x, const at::Tensor& delta, const at::Tensor& weight,

@@ -52,7 +52,8 @@ bool whole_tiles(int64_t k) {
 }
 
 void pack(const Tensor& packed, const Tensor& weight) {
-  TORCH_CHECK(weight.dim() == 2 && dense(weight) && packed.dtype() == weight.dtype(), "nothing to pack");
+  expect("linear", "weight", weight, FLOATS, {SOME, SOME});
+  TORCH_CHECK(packed.dtype() == weight.dtype(), "the packed weight is of another type");
   const int64_t outputs = weight.size(0), k = weight.size(1), apart = weight.stride(0);
   TORCH_CHECK(packed.numel() == packed_numbers(outputs, k, weight.scalar_type()), "no room for the packed weight");
   with_type(weight.scalar_type(), [&](auto of_weight) {
@@ -66,8 +67,9 @@ void pack(const Tensor& packed, const Tensor& weight) {
 
 // Numbers as in `kernels.quantised.Quantised`, of so many bits each, with offsets or without.
 void pack_whole(const Tensor& packed, const Tensor& numbers, int64_t bits, bool offsets) {
+  expect("quantised_linear", "numbers", numbers, only(at::kByte), {SOME, SOME});
+  TORCH_CHECK_VALUE(bits == 4 || bits == 8, "quantised_linear: a weight of ", bits, " bits a number");
   const int64_t outputs = numbers.size(0), k = numbers.size(1) * 8 / bits;
-  TORCH_CHECK((bits == 4 || bits == 8) && numbers.dim() == 2 && dense(numbers), "nothing to pack");
   TORCH_CHECK(packed.numel() == packed_size<uint8_t>(outputs, k) * bits / 8, "no room for the packed weight");
   const uint8_t* from = numbers.const_data_ptr<uint8_t>();
   const int64_t apart = numbers.stride(0);
@@ -126,11 +128,10 @@ void take_whole(const PackedWeight& weight, const int64_t* which, int64_t count,
 
 Tensor packed_rows(at::TensorList parts, at::IntArrayRef format, const Tensor& which) {
   const PackedWeight weight(parts, format);
-  TORCH_CHECK(which.dim() == 1 && which.is_contiguous() && which.scalar_type() == at::kLong, "which rows?");
+  expect("rows", "which", which, only(at::kLong), {ANY});
+  expect_indices("rows", "which", which, weight.outputs);
   const int64_t* rows = which.const_data_ptr<int64_t>();
   const int64_t count = which.numel();
-  for (int64_t n = 0; n < count; ++n)
-    TORCH_CHECK(0 <= rows[n] && rows[n] < weight.outputs, "there is no row ", rows[n]);
   if (weight.bits == 0) {
     const Tensor found = at::empty({count, weight.width}, weight.numbers.options());
     with_type(weight.numbers.scalar_type(),
@@ -150,13 +151,17 @@ PackedWeight::PackedWeight(at::TensorList parts, at::IntArrayRef format)
       outputs(format[0]), width(format[1]), bits(format[2]), group(format[3]) {
   const auto type = bits == 0 ? numbers.scalar_type() : at::kByte;
   const int64_t size = packed_numbers(outputs, width, type);
-  TORCH_CHECK(numbers.scalar_type() == type && numbers.numel() == (bits == 4 ? size / 2 : size), "no packed weight");
+  expect(operation(), "weight, packed,", numbers, only(type), {bits == 4 ? size / 2 : size});
   if (bits == 0) return;
-  const int64_t groups = width / group;
-  TORCH_CHECK(groups * group == width && (groups == 1 || group % 32 == 0), "no kernel for groups of ", group);
+  const int64_t groups = group > 0 ? width / group : 0;
+  TORCH_CHECK_VALUE(groups * group == width && (groups == 1 || group % 32 == 0), "quantised_linear: no kernel for ",
+                    "groups of ", group, " of ", width, " columns");
   constexpr int64_t WIDEST = (int64_t{1} << 31) / (127 * 256);  // whose sum of products fits 32 bits
-  TORCH_CHECK(group <= WIDEST, "groups of ", group, " columns: more than ", WIDEST);
-  TORCH_CHECK(scale.numel() == blocks_of(outputs) * BLOCK * groups, "no scales of a packed weight");
+  TORCH_CHECK_VALUE(group <= WIDEST, "quantised_linear: groups of ", group, " columns are more than ", WIDEST);
+  const int64_t panels = blocks_of(outputs) * PANELS;
+  expect("quantised_linear", "scale, packed,", scale, FLOATS, {panels, groups, PANEL});
+  if (offset.defined())
+    expect("quantised_linear", "offset, packed,", offset, only(scale.scalar_type()), {panels, groups, PANEL});
 }
 
 }  // namespace kvmux

@@ -43,7 +43,9 @@ class PackedFloats(PackedMatrix):
     quantised = False
 
     def __init__(self, weight: Tensor | Joined, library: Any, pool: Pool) -> None:
-        """Parts that fill their blocks are packed one by one, so that no memory is touched to join them first."""
+        """Pack a weight; parts that fill their blocks are packed one by one, without joining them first."""
+        if len(weight.shape) != 2 or not all(weight.shape):
+            raise ValueError(f"linear: a weight must be [out, in], and is {[*weight.shape]}")
         size = library.packed_numbers(*weight.shape, weight.dtype)
         numbers = pool.take(size * weight.dtype.itemsize).view(weight.dtype)
         parts = weight.parts if isinstance(weight, Joined) else [weight]

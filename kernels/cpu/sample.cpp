@@ -5,6 +5,7 @@
 #include <ATen/ops/empty.h>
 #include <torch/library.h>
 
+#include "arguments.h"
 #include "sharing.h"
 #include "team.h"
 
@@ -14,6 +15,8 @@ namespace {
 using at::Tensor;
 
 Tensor sample(const Tensor& logits, const Tensor& how) {
+  expect("sample", "logits", logits, FLOATS, {ANY, SOME});
+  expect("sample", "how", how, only(at::kDouble), {logits.size(0), 5});
   Tensor tokens = at::empty({logits.size(0)}, at::kLong);
   auto* to = tokens.data_ptr<int64_t>();
   const auto* drawing = how.const_data_ptr<double>();

@@ -16,7 +16,7 @@ void with_type(at::ScalarType type, const Work& work) {
     case at::kFloat: return work(float{});
     case at::kBFloat16: return work(at::BFloat16{});
     case at::kHalf: return work(at::Half{});
-    default: TORCH_CHECK(false, "no kernel for ", type);
+    default: TORCH_CHECK_VALUE(false, "no kernel for ", type);
   }
 }
 

@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <limits>
 
 #include "vector.h"
 
@@ -61,9 +62,18 @@ template <typename T>
 inline void write_vector(const T* from, int8_t* to, int64_t n) {
   constexpr float TINY = 1e-30f;
   float largest = 0.f;
-  for (int64_t i = 0; i < n; ++i) largest = std::max(largest, std::abs(static_cast<float>(from[i])));
-  const float scale = largest / 127.f, divisor = std::max(scale, TINY);
-  for (int64_t i = 0; i < n; ++i) to[i] = static_cast<int8_t>(std::nearbyint(static_cast<float>(from[i]) / divisor));
+  bool sound = true;  // all are numbers; if not, then nor is the scale
+  for (int64_t i = 0; i < n; ++i) {
+    const float size = std::abs(static_cast<float>(from[i]));
+    sound &= size <= std::numeric_limits<float>::max();
+    largest = std::max(largest, size);
+  }
+  const float scale = sound ? largest / 127.f : std::numeric_limits<float>::quiet_NaN();
+  const float divisor = sound ? std::max(scale, TINY) : std::numeric_limits<float>::infinity();
+  for (int64_t i = 0; i < n; ++i) {
+    const float number = std::nearbyint(static_cast<float>(from[i]) / divisor);
+    to[i] = sound ? static_cast<int8_t>(number) : int8_t{0};
+  }
   std::memcpy(to + n, &scale, sizeof(scale));
 }
 

@@ -2,6 +2,8 @@
 #include <ATen/ops/clone.h>
 #include <torch/library.h>
 
+#include <limits>
+
 #include "pass.h"
 
 namespace kvmux {
@@ -13,8 +15,16 @@ using at::Tensor;
 // library: several instruction sets may be loaded together.
 struct Planes : torch::CustomClassHolder {
   Planes(const std::vector<Tensor>& keys, const std::vector<Tensor>& values) : tensors{keys, values} {
-    for (const Tensor& plane : keys) k.emplace_back(plane);
-    for (const Tensor& plane : values) v.emplace_back(plane);
+    TORCH_CHECK_VALUE(keys.size() == values.size() && !keys.empty(), "run_layers: keys and values of other layers");
+    for (const Tensor& plane : keys) add("the keys' memory", plane, k);
+    for (const Tensor& plane : values) add("the values' memory", plane, v);
+  }
+
+  // All planes are of the first one's type.
+  void add(const char* name, const Tensor& plane, std::vector<Memory>& planes) {
+    const Types types = k.empty() ? FLOATS | only(at::kChar) : only(k[0].type);
+    expect("run_layers", name, plane, types, {ANY, SOME, SOME, SOME});
+    planes.emplace_back(plane);
   }
 
   const std::vector<Tensor> tensors[2];
@@ -45,10 +55,14 @@ class Layers : public torch::CustomClassHolder {
   enum Number : size_t { BLOCK_SIZE, SINKS, RING, REACH, FIRST_TOKEN, NUMBERS };
   static constexpr size_t TENSORS = 4;
 
+  // Throws unless a layer's tensors fit each other: threads that go through a step could not.
+  void expect_layer(const Layer& layer) const;
+  void expect_planes(const Planes& planes, int64_t block_size) const;
   Slice slice(const Planes& planes, const Tensor* addresses, const int64_t* numbers) const;
 
   at::ScalarType type_;
   std::vector<Layer> layers_;
+  int64_t positions_ = std::numeric_limits<int64_t>::max();  // that all tables of RoPE have
   Workspace space_;
   Seconds seconds_{};
 };
@@ -61,7 +75,7 @@ void Layers::add(const c10::Dict<std::string, Tensor>& tensors, const std::vecto
     const PackedWeight weight(weights[i], formats[i]);
     const Tensor added = found(bias);
     return Projection{multiplier(weight, type_),
-                      padded_bias(added.defined() ? std::optional(added) : std::nullopt, weight.outputs)};
+                      padded_bias(added.defined() ? std::optional(added) : std::nullopt, weight, bias)};
   };
   Layer l{
       .qkv = projection(0, "qkv_bias"),
@@ -84,14 +98,55 @@ void Layers::add(const c10::Dict<std::string, Tensor>& tensors, const std::vecto
       .eps = static_cast<float>(numbers[0]),
       .scores = {static_cast<float>(numbers[1]), static_cast<float>(numbers[2])},
   };
-  TORCH_CHECK(l.head_dim <= MAX_DIM, "heads wider than ", MAX_DIM);
-  TORCH_CHECK(l.qkv.weight->outputs == l.heads() * l.head_dim && l.o.weight->width == l.q_heads * l.head_dim,
-              "heads and projections do not fit");
-  TORCH_CHECK(l.gate_up.weight->outputs == 2 * l.down.weight->width && l.down.weight->outputs == l.width() &&
-                  l.o.weight->outputs == l.width() && l.qkv.weight->width == l.width() &&
-                  l.gate_up.weight->width == l.width(),
-              "the layer's weights do not fit");
+  expect_layer(l);
+  if (l.sink_logits.defined()) l.sink_logits = l.sink_logits.to(at::kFloat);
+  if (l.cos.defined()) positions_ = std::min(positions_, l.cos.size(0));
   layers_.push_back(std::move(l));
+}
+
+void Layers::expect_layer(const Layer& l) const {
+  constexpr int64_t MOST = 1 << 20;  // heads: their number times a dimension is no overflow
+  const auto between = [](int64_t n, int64_t last) { return 0 < n && n <= last; };
+  TORCH_CHECK_VALUE(between(l.q_heads, MOST) && between(l.kv_heads, l.q_heads) && l.q_heads % l.kv_heads == 0 &&
+                        between(l.head_dim, MAX_DIM) && l.model_window > 0,
+                    "run_layers: a layer of ", l.q_heads, " query heads and ", l.kv_heads, " of keys, ", l.head_dim,
+                    " wide, in a window of ", l.model_window);
+  TORCH_CHECK_VALUE(!layers_.empty() || between(l.qkv.weight->width, MOST * MAX_DIM), "run_layers: no width");
+  const int64_t d = layers_.empty() ? l.qkv.weight->width : layers_[0].width(), f = l.down.weight->width;
+  const auto weight = [](const char* name, const Projection& p, int64_t outputs, int64_t width) {
+    TORCH_CHECK_VALUE(p.weight->outputs == outputs && p.weight->width == width, "run_layers: ", name, " must be [",
+                      outputs, ", ", width, "], and is [", p.weight->outputs, ", ", p.weight->width, "]");
+  };
+  weight("qkv", l.qkv, l.heads() * l.head_dim, d);
+  weight("o", l.o, d, l.q_heads * l.head_dim);
+  weight("gate_up", l.gate_up, 2 * f, d);
+  weight("down", l.down, d, f);
+  const auto norm = [&](const char* name, const Tensor& t, int64_t size) {
+    if (t.defined()) expect("run_layers", name, t, FLOATS, {size});
+  };
+  TORCH_CHECK_VALUE(l.norm.defined() && l.next_norm.defined(), "run_layers: a layer without norms");
+  TORCH_CHECK_VALUE(l.q_norm.defined() == l.k_norm.defined() && l.cos.defined() == l.sin.defined(),
+                    "run_layers: a norm or a table of RoPE lacks its other half");
+  norm("norm", l.norm, d);
+  norm("next_norm", l.next_norm, d);
+  norm("post_norm of attention", l.post_norm, d);
+  norm("post_norm", l.feed_norm, d);
+  norm("q_norm", l.q_norm, l.head_dim);
+  norm("k_norm", l.k_norm, l.head_dim);
+  if (l.sink_logits.defined()) expect("run_layers", "sink_logits", l.sink_logits, FLOATS, {l.q_heads});
+  if (!l.cos.defined()) return;
+  expect("run_layers", "cos", l.cos, only(at::kFloat), {SOME, SOME});
+  expect("run_layers", "sin", l.sin, only(at::kFloat), {l.cos.size(0), l.cos.size(1)});
+  TORCH_CHECK_VALUE(2 * l.cos.size(1) <= l.head_dim && l.cos.stride(0) == l.sin.stride(0), "run_layers: tables of ",
+                    "RoPE for ", 2 * l.cos.size(1), " numbers of heads of ", l.head_dim);
+}
+
+void Layers::expect_planes(const Planes& planes, int64_t block_size) const {
+  TORCH_CHECK_VALUE(planes.k.size() == layers_.size(), "run_layers: keys of ", planes.k.size(), " layers, not ",
+                    layers_.size());
+  for (size_t i = 0; i < layers_.size(); ++i)
+    for (const Memory* plane : {&planes.k[i], &planes.v[i]})
+      expect_plane("run_layers", *plane, layers_[i].kv_heads, layers_[i].head_dim, block_size);
 }
 
 Slice Layers::slice(const Planes& planes, const Tensor* at, const int64_t* numbers) const {
@@ -118,14 +173,26 @@ Slice Layers::slice(const Planes& planes, const Tensor* at, const int64_t* numbe
 
 Tensor Layers::run(const Tensor& x, const Tensor& positions, const std::vector<c10::intrusive_ptr<Planes>>& planes,
                    const std::vector<Tensor>& addresses, const std::vector<int64_t>& numbers) {
-  TORCH_CHECK(x.scalar_type() == type_ && x.dim() == 2 && x.size(1) == layers_.at(0).width(),
-              "x does not fit the layers");
+  expect("run_layers", "x", x, only(type_), {ANY, layers_.at(0).width()});
+  expect("run_layers", "positions", positions, only(at::kLong), {x.size(0)});
+  expect_indices("run_layers", "positions", positions, positions_);
   TORCH_CHECK(addresses.size() == TENSORS * planes.size() && numbers.size() == NUMBERS * planes.size(), "slices?");
   const Tensor out = x.clone(at::MemoryFormat::Contiguous);
   if (out.size(0) == 0) return out;
+  TORCH_CHECK_VALUE(!planes.empty(), "run_layers: nothing says where keys lie");
   std::vector<Slice> slices;
   for (size_t i = 0; i < planes.size(); ++i) {
-    TORCH_CHECK(planes[i]->k.size() == layers_.size(), "keys of other layers");
+    const int64_t* at = &numbers[NUMBERS * i];
+    const int64_t next = i + 1 < planes.size() ? at[NUMBERS + FIRST_TOKEN] : x.size(0), tokens = next - at[FIRST_TOKEN];
+    const Tensor* where = &addresses[TENSORS * i];
+    expect_rows("run_layers", where[0], where[1], where[2], where[3], {at[BLOCK_SIZE], at[SINKS], at[RING]}, tokens);
+    const Tensor& q_start = where[2];
+    const auto* first = q_start.const_data_ptr<int32_t>();
+    TORCH_CHECK_VALUE((i > 0 || at[FIRST_TOKEN] == 0) && first[0] == 0 && first[q_start.size(0) - 1] == tokens,
+                      "run_layers: the strategies' tokens must be all ", x.size(0),
+                      ", one strategy's behind another's");
+    TORCH_CHECK_VALUE(at[REACH] > 0, "run_layers: a window of ", at[REACH]);
+    expect_planes(*planes[i], at[BLOCK_SIZE]);
     slices.push_back(slice(*planes[i], &addresses[TENSORS * i], &numbers[NUMBERS * i]));
   }
   space_.clear();

@@ -54,7 +54,7 @@ class CpuStack(Stack):
             "gate_up_bias": fed.gate_up_bias,
             "down_bias": fed.down_bias,
             "feed_norm": layer.post_norm,
-            "sink_logits": None if spec.sink_logits is None else spec.sink_logits.float(),
+            "sink_logits": spec.sink_logits,
         }
         for names, pair in ((("q_norm", "k_norm"), around.qk_norm), (("cos", "sin"), around.tables)):
             tensors |= zip(names, pair or (), strict=False)

@@ -45,7 +45,7 @@ struct Sums {
   }
 
   void merge(int64_t r, float other_top, float other_total, const float* other, int64_t width) {
-    if (other_top == NOTHING) return;
+    if (other_top == NOTHING && other_total == 0.f) return;  // not if the total is NaN
     if (top[r] == NOTHING) {
       top[r] = other_top;
       total[r] = other_total;

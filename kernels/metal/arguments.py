@@ -1,30 +1,21 @@
-"""What kernels are handed, checked and in the order in which they take it: Metal is told neither shapes nor bounds.
+"""The arguments of Metal kernels in the order in which they take them, and what all kernels require of a tensor.
 
-A tuple is the struct that stands there. Knows no operation.
+A tuple is the struct that stands there. Knows no operation; sizes are checked by `kernels.arguments`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 
-from kernels.metal.library import Grid
+from kernels.arguments import expect
+from kernels.metal.library import Grid, Longs
 from kernels.ops import Slots
 from kernels.store import KVStore
 
 LANES, GROUP = 32, 256  # threads of a simdgroup, and of a threadgroup; common.h
+DEVICES = ("mps", "cpu")  # the latter where an emulator runs the kernels
 TYPES = (torch.float32, torch.float16, torch.bfloat16)
-
-
-def expect(holds: bool, words: str, *values: object) -> None:
-    """Raises ValueError, its {} the values: whatever would be launched then would read and write astray.
-
-    Words and values, for this comes before every launch, and to write a message may take longer.
-    """
-    if not holds:
-        raise ValueError(words.format(*(list(value) if isinstance(value, torch.Size) else value for value in values)))
 
 
 def known(*tensors: Tensor | None) -> bool:
@@ -34,19 +25,13 @@ def known(*tensors: Tensor | None) -> bool:
 
 
 def expect_together(*tensors: Tensor | None) -> None:
-    """Raises ValueError unless all lie on one device, each dense in its last dimension: no kernel asks."""
+    """Raise ValueError unless all lie on one device, each dense in its last dimension: no kernel checks this."""
     there = [tensor for tensor in tensors if tensor is not None]
     device = there[0].device
+    expect(device.type in DEVICES, "there are no kernels for tensors on {}", device)
     for tensor in there:
         expect(tensor.device == device, "tensors lie on {} and {}", tensor.device, device)
         expect(tensor.stride(-1) == 1 or tensor.shape[-1] == 1, "the last dimension of a tensor must be dense")
-
-
-def expect_heads(store: KVStore, layer: int, k: Sequence[int], v: Sequence[int]) -> None:
-    """Raises ValueError unless (H, D) of keys and (H, Dv) of values are those of the store's layer."""
-    for heads, plane in zip((k, v), store.planes(layer), strict=True):
-        stored = plane.numbers.shape[1::2]
-        expect(heads == stored, "heads of {} do not fit a store of {}", heads, stored)
 
 
 def in_rows(x: Tensor) -> Grid:
@@ -61,30 +46,28 @@ def memory(store: KVStore) -> Tensor:
 
 
 def addresses(at: Slots) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Of a step's rows. Raises ValueError."""
-    there, rows = (at.table, at.row_seat, at.q_start, at.start), at.num_rows
-    expect(all(each.dtype is torch.int32 for each in there), "the addresses of a step must be int32")
-    expect(
-        at.row_seat.shape == (rows,) and at.q_start.shape == (rows + 1,),
-        "seats {} and offsets {} do not fit {} rows",
-        *(at.row_seat.shape, at.q_start.shape, rows),
-    )
-    return there
+    """Return the addresses of a step's rows in the kernels' order."""
+    return at.table, at.row_seat, at.q_start, at.start
 
 
-def memory_sizes(store: KVStore, layer: int, at: Slots) -> tuple[int, ...]:
+def memory_sizes(at: Slots) -> tuple[int, ...]:
     """The struct Memory of slots.h."""
+    return at.block_size, at.sinks, at.ring, at.table.stride(0), at.num_rows
+
+
+def planes(store: KVStore, layer: int) -> Longs:
+    """The struct Planes of slots.h."""
     k, v = plane_sizes(store, layer)
-    return (at.block_size, at.sinks, at.ring, *k, *v, at.table.stride(0), at.num_rows)
+    return Longs((*k, *v))
 
 
-def plane_sizes(store: KVStore, layer: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+def plane_sizes(store: KVStore, layer: int) -> tuple[Longs, Longs]:
     """The structs PlaneSizes of slots.h, of keys and of values."""
     k, v = (_plane_sizes(plane.numbers) for plane in store.planes(layer))
     return k, v
 
 
-def _plane_sizes(numbers: Tensor) -> tuple[int, ...]:
+def _plane_sizes(numbers: Tensor) -> Longs:
     """Of [blocks, H, block_size, dim]."""
     block, head, vector, _ = numbers.stride()
-    return numbers.shape[-1], int(numbers.storage_offset()), block, head, vector
+    return Longs((numbers.shape[-1], int(numbers.storage_offset()), block, head, vector))

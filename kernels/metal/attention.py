@@ -12,13 +12,12 @@ from kernels.metal.arguments import (
     GROUP,
     LANES,
     addresses,
-    expect,
-    expect_heads,
     expect_together,
     memory,
     memory_sizes,
+    planes,
 )
-from kernels.metal.library import Grid, Kernel, Kernels
+from kernels.metal.library import Grid, Kernel, Kernels, Longs
 from kernels.ops import LayerSpec, Slots
 from kernels.store import KVStore
 
@@ -63,7 +62,8 @@ class Layer(NamedTuple):
     spec: LayerSpec
     shape: Shape
     sinks: Tensor  # [Hq] float32
-    sizes: tuple[Sequence[int], Sequence[int], Sequence[float]]  # structs Memory, AttentionCall, Scoring
+    call: Sequence[int]  # struct AttentionCall
+    sizes: tuple[Sequence[int], Longs, Sequence[int], Sequence[float]]  # Memory, Planes, AttentionCall, Scoring
 
 
 class Attention:
@@ -83,25 +83,18 @@ class Attention:
     def __call__(
         self, out: Tensor, q: Tensor, store: KVStore, layer: int, at: Slots, spec: LayerSpec, window: int | None
     ) -> None:
-        """As `Ops.attend`, of tensors and a layer that there are kernels for. Raises ValueError."""
+        """Compute `Ops.attend` for checked arguments and a layer that has kernels. Raises ValueError."""
         shape = shape_of(spec)
         assert shape is not None
-        expect(
-            q.shape[1:] == (spec.num_q_heads, spec.head_dim) and out.shape == (*q.shape[:2], spec.v_head_dim),
-            "queries {} and their results {} do not fit {}",
-            *(q.shape, out.shape, spec),
-        )
         kept = (memory(store), *addresses(at))
         expect_together(q, out, *kept)
-        expect_heads(store, layer, (spec.num_kv_heads, spec.head_dim), (spec.num_kv_heads, spec.v_head_dim))
         call = (
             *(spec.num_q_heads, shape.group),
             *(q.stride(0), q.stride(1), out.stride(0), out.stride(1)),
-            EVERYTHING if spec.window is None else spec.window,
-            EVERYTHING if window is None else window,
+            *(EVERYTHING if each is None else min(each, EVERYTHING) for each in (spec.window, window)),
         )
-        sizes = memory_sizes(store, layer, at), call, (spec.scale, spec.softcap or 0.0)
-        this = Layer(out, q, kept, at, spec, shape, self._sinks_of(spec, q.device), sizes)
+        sizes = memory_sizes(at), planes(store, layer), call, (spec.scale, spec.softcap or 0.0)
+        this = Layer(out, q, kept, at, spec, shape, self._sinks_of(spec, q.device), call, sizes)
         if at.num_decode:
             self._decode(this)
         if at.num_rows > at.num_decode:
@@ -135,7 +128,7 @@ class Attention:
             merge(
                 Grid((LANES, spec.num_q_heads, count), (LANES, 1, 1)),
                 *(this.out, partial, values, at.q_start, at.start, this.sinks),
-                this.sizes[1],  # AttentionCall
+                this.call,
                 (splits, first),  # Splits
                 spec.v_head_dim,
             )
@@ -162,8 +155,6 @@ class Attention:
 
     def _sinks_of(self, spec: LayerSpec, device: torch.device) -> Tensor:
         if spec.sink_logits is not None:
-            count = spec.num_q_heads
-            expect(spec.sink_logits.shape == (count,), "there must be {} sinks, one for each query head", count)
             return spec.sink_logits.to(device, torch.float32).contiguous()
         key = (device, spec.num_q_heads)
         if key not in self._sinks:

@@ -1,33 +1,34 @@
 """The operations in Metal as torch sees them: what is passed to a kernel, and with how many threads.
 
 Tensors lie on Apple's device, or on the CPU if an emulator runs the kernels; which of both is load.py's business.
-Shapes are checked here, for Metal is not told them.
+Arguments are checked before each launch, as Metal kernels get no shapes.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import product
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from kernels import arguments
 from kernels.metal.arguments import (
     GROUP,
     LANES,
     TYPES,
     addresses,
-    expect,
-    expect_heads,
     expect_together,
     in_rows,
     known,
     memory,
     memory_sizes,
     plane_sizes,
+    planes,
 )
 from kernels.metal.attention import Attention, shape_of
-from kernels.metal.library import Grid, Kernels
+from kernels.metal.library import Grid, Kernels, Longs
 from kernels.ops import LayerSpec, Packed, Slots
 from kernels.quantised import Quantised
 from kernels.reference import ReferenceOps
@@ -40,6 +41,7 @@ STEP = 8  # quantised numbers that a lane takes at once; quantised.metal
 EXPANDED = 64 << 20  # bytes of a quantised weight that torch multiplies at a time
 UNIT = 16  # bytes that a thread copies; store.metal
 PAIRS = 256  # of blocks that one launch copies: an argument has at most 4 KiB
+PART = 1 << 30  # units of a block that one launch copies: a grid is counted in 32 bits
 
 
 class MetalOps(ReferenceOps):
@@ -57,10 +59,12 @@ class MetalOps(ReferenceOps):
 
     # ---------------------------------------------------------------- layers
     def linear(self, x: Tensor, weight: Tensor | Packed, bias: Tensor | None = None) -> Tensor:
-        if isinstance(weight, Packed) or len(x) > FEW or not known(x, weight, bias):
+        if isinstance(weight, Packed) or not known(x, weight, bias):
+            return super().linear(x, weight, bias)
+        arguments.linear(x, weight, bias)
+        if len(x) > FEW:
             return super().linear(x, weight, bias)
         expect_together(x, weight, bias)
-        _expect_factors(x, weight.shape, bias)
         few = _few(x, len(weight), weight.stride(0), bias)
         kernel = self._kernels.get("linear", f"linear_{few.at_once}", T=x.dtype)
         kernel(few.grid, few.out, x, weight, few.bias, few.sizes)
@@ -72,8 +76,8 @@ class MetalOps(ReferenceOps):
         in_words = weight.group % STEP == 0 and weight.shape[1] * weight.bits % 32 == 0
         if not in_words or not known(x, bias) or not known(weight.scale, weight.offset):
             return super().quantised_linear(x, weight, bias)
+        arguments.quantised_linear(x, weight, bias)
         expect_together(x, weight.numbers, weight.scale, weight.offset, bias)
-        _expect_factors(x, weight.shape, bias)
         if len(x) > FEW:
             return self._quantised_linear_of_many(x, weight, bias)
         numbers, scale, offset = _parts(weight)
@@ -105,8 +109,8 @@ class MetalOps(ReferenceOps):
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         if not known(x) or weight.dtype not in (x.dtype, torch.float32):
             return super().rms_norm(x, weight, eps)
+        arguments.rms_norm(x, weight)
         expect_together(x, weight)
-        expect(weight.shape == x.shape[1:], "a norm's weight {} does not fit x {}", weight.shape, x.shape)
         out = x.new_empty(x.shape)
         sizes = (x.shape[1], x.stride(0), 0)  # NormSizes
         self._kernels.get("norms", "rms_norm", T=x.dtype, W=weight.dtype)(in_rows(x), out, x, weight, sizes, eps)
@@ -115,9 +119,8 @@ class MetalOps(ReferenceOps):
     def add_rms_norm(self, x: Tensor, delta: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
         if not known(x, delta) or weight.dtype not in (x.dtype, torch.float32):
             return super().add_rms_norm(x, delta, weight, eps)
+        arguments.add_rms_norm(x, delta, weight)
         expect_together(x, delta, weight)
-        expect(x.shape == delta.shape, "{} and {} are to be added", x.shape, delta.shape)
-        expect(weight.shape == x.shape[1:], "a norm's weight {} does not fit x {}", weight.shape, x.shape)
         total, out = x.new_empty(x.shape), x.new_empty(x.shape)
         sizes = (x.shape[1], x.stride(0), delta.stride(0))  # NormSizes
         kernel = self._kernels.get("norms", "add_rms_norm", T=x.dtype, W=weight.dtype)
@@ -127,10 +130,9 @@ class MetalOps(ReferenceOps):
     def rope(self, x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor) -> Tensor:
         if not known(x) or not cos.dtype is sin.dtype is torch.float32:
             return super().rope(x, cos, sin, positions)
+        arguments.rope(x, cos, sin, positions)
         expect_together(x, cos, sin, positions)
         N, H, D = x.shape
-        expect(cos.shape == sin.shape and 2 * cos.shape[1] == D, "tables {} do not fit x {}", cos.shape, x.shape)
-        expect(positions.shape == (N,) and positions.dtype is torch.int64, "there must be {} positions, in int64", N)
         out = x.new_empty(x.shape)
         self._kernels.get("layers", "rope", T=x.dtype)(
             Grid((D // 2, H, N), (min(D // 2, LANES), 1, 1)),
@@ -142,9 +144,9 @@ class MetalOps(ReferenceOps):
     def silu_mul(self, gate_up: Tensor) -> Tensor:
         if not known(gate_up):
             return super().silu_mul(gate_up)
+        arguments.silu_mul(gate_up)
         expect_together(gate_up)
         rows, width = gate_up.shape[0], gate_up.shape[1] // 2
-        expect(gate_up.shape[1] == 2 * width, "the gate must be as wide as what it is multiplied with")
         out = gate_up.new_empty(rows, width)
         sizes = (width, gate_up.stride(0))  # GateSizes
         kernel = self._kernels.get("layers", "silu_mul", T=gate_up.dtype)
@@ -153,15 +155,17 @@ class MetalOps(ReferenceOps):
 
     # ---------------------------------------------------------------- repeated heads
     def repeat_kv_heads(self, x: Tensor, groups: int) -> Tensor:
+        arguments.repeat_kv_heads(x, groups)
         repeated = x.new_empty(x.shape[1] * groups, x.shape[0], x.shape[2])
         self.repeat_kv_heads_step(repeated, x, 0)
         return repeated
 
     def repeat_kv_heads_step(self, mirror: Tensor, x: Tensor, start: int) -> None:
-        columns, (n, H, D) = mirror.narrow(1, start, len(x)), x.shape
-        if not known(x, mirror) or len(mirror) % H or mirror.shape[2] != D:
+        if not known(x, mirror):
             return super().repeat_kv_heads_step(mirror, x, start)
+        arguments.repeat_kv_heads_step(mirror, x, start)
         expect_together(x, mirror)
+        columns, (n, H, D) = mirror.narrow(1, start, len(x)), x.shape
         self._kernels.get("layers", "repeat_kv_heads", T=x.dtype)(
             Grid((D, n, len(mirror)), (min(D, GROUP), 1, 1)),
             *(columns, x),
@@ -173,6 +177,7 @@ class MetalOps(ReferenceOps):
     def quantise(self, x: Tensor) -> tuple[Tensor, Tensor]:
         if not known(x):
             return super().quantise(x)
+        arguments.quantise(x)
         expect_together(x)
         vectors = x.reshape(-1, x.shape[-1])
         out, scale = vectors.new_empty(vectors.shape, dtype=torch.int8), x.new_empty(len(vectors), dtype=torch.float32)
@@ -184,7 +189,7 @@ class MetalOps(ReferenceOps):
     def dequantise(self, x: Tensor, scale: Tensor) -> Tensor:
         if x.dtype is not torch.int8 or scale.dtype is not torch.float32:
             return super().dequantise(x, scale)
-        expect(scale.shape == x.shape[:-1], "scales {} do not fit vectors {}", scale.shape, x.shape)
+        arguments.dequantise(x, scale)
         vectors, scales, dim = x.reshape(-1, x.shape[-1]), scale.reshape(-1), x.shape[-1]
         expect_together(vectors, scales)
         out = vectors.new_empty(vectors.shape, dtype=torch.float32)
@@ -196,14 +201,15 @@ class MetalOps(ReferenceOps):
     def write_kv(self, store: KVStore, layer: int, k: Tensor, v: Tensor, at: Slots) -> None:
         if not known(k, v) or store.dtype not in (k.dtype, torch.int8):
             return super().write_kv(store, layer, k, v, at)
+        arguments.write_kv(store, layer, k, v)
+        self._addresses.expect("write_kv", at, store, len(k))
         tensors = (memory(store), k, v, *addresses(at))
         expect_together(*tensors)
-        expect(len(k) == len(v), "{} keys and {} values are to be written", len(k), len(v))
-        expect_heads(store, layer, k.shape[1:], v.shape[1:])
         self._kernels.get("store", "write_kv", T=k.dtype, KV=store.dtype)(
             Grid((LANES, k.shape[1], len(k)), (LANES, 1, 1)),
             *tensors,
-            memory_sizes(store, layer, at),
+            memory_sizes(at),
+            planes(store, layer),
             (k.stride(0), k.stride(1), v.stride(0), v.stride(1)),  # Entering
         )
         return None
@@ -211,13 +217,13 @@ class MetalOps(ReferenceOps):
     def gather(self, store: KVStore, layer: int, at: Slots, row: int, positions: Tensor) -> tuple[Tensor, Tensor]:
         if store.dtype not in (*TYPES, torch.int8):
             return super().gather(store, layer, at, row, positions)
+        self._addresses.expect("gather", at, store)
+        arguments.gather(store, layer, at, row, positions)
         table, row_seat, *_ = addresses(at)
         tensors = (memory(store), table, row_seat, positions.long())
         expect_together(*tensors)
-        expect(positions.dim() == 1, "positions must be a list of numbers, not {}", positions.shape)
-        expect(0 <= row < at.num_rows, "there is no row {} among {}", row, at.num_rows)
         plain = torch.float32 if store.dtype is torch.int8 else store.dtype
-        kernel, sizes = self._kernels.get("store", "gather", T=plain, KV=store.dtype), memory_sizes(store, layer, at)
+        kernel, sizes = self._kernels.get("store", "gather", T=plain, KV=store.dtype), memory_sizes(at)
         found = []
         for part, plane in zip(plane_sizes(store, layer), store.planes(layer), strict=True):
             _, H, _, dim = plane.numbers.shape
@@ -227,14 +233,14 @@ class MetalOps(ReferenceOps):
         return found[0], found[1]
 
     def copy_blocks(self, store: KVStore, src: list[int], dst: list[int]) -> None:
-        expect(all(0 <= block < store.num_blocks for block in (*src, *dst)), "there is no such block")
+        arguments.copy_blocks(store, src, dst)
         page, block = store.arena.page_bytes // UNIT, store.block_bytes // UNIT
-        words = store.arena.memory.view(torch.int32)
         kernel = self._kernels.get("store", "copy_blocks", T=torch.float32, KV=torch.float32)
         pairs = list(zip(src, dst, strict=True))
-        for first in range(0, len(pairs), PAIRS):
+        for first, begin in product(range(0, len(pairs), PAIRS), range(0, block, PART)):
             some = [each for pair in pairs[first : first + PAIRS] for each in pair]
-            kernel(Grid((block, len(some) // 2, 1), (GROUP, 1, 1)), words, some, page)
+            grid = Grid((min(PART, block - begin), len(some) // 2, 1), (GROUP, 1, 1))
+            kernel(grid, store.arena.memory[begin * UNIT :].view(torch.int32), some, Longs((page,)))
 
     # ---------------------------------------------------------------- attention
     def attend(
@@ -248,6 +254,8 @@ class MetalOps(ReferenceOps):
         *,
         window: int | None = None,
     ) -> None:
+        arguments.attend(out, q, store, layer, spec, window)
+        self._addresses.expect("attend", at, store, len(q))
         if not known(q, out) or store.dtype not in (q.dtype, torch.int8) or shape_of(spec) is None:
             return super().attend(out, q, store, layer, at, spec, window=window)
         return self._attention(out, q, store, layer, at, spec, window)
@@ -271,12 +279,6 @@ def _few(x: Tensor, outputs: int, weight_stride: int, bias: Tensor | None) -> Fe
     out = x.new_empty(rows, outputs)
     sizes = (rows, inputs, outputs, x.stride(0), weight_stride, int(bias is not None))
     return Few(grid, at_once, out, out if bias is None else bias, sizes)
-
-
-def _expect_factors(x: Tensor, weight: torch.Size, bias: Tensor | None) -> None:
-    """Raises ValueError unless x [rows, inputs] can be multiplied with a weight of [outputs, inputs]."""
-    expect(x.shape[1:] == weight[1:], "x {} does not fit a weight {}", x.shape, weight)
-    expect(bias is None or bias.shape == weight[:1], "a bias must have {} numbers", weight[0])
 
 
 def _groups(weight: Quantised) -> tuple[int, int]:

@@ -10,3 +10,7 @@ using namespace metal;
 
 constant constexpr int LANES = 32;   // threads of a simdgroup
 constant constexpr int SIMDGROUPS = GROUP / LANES;
+
+// Neither NaN nor infinite, by its bits: a compiler that is to be fast takes all numbers for finite.
+constant constexpr uint NO_NUMBER = 0x7FC00000u, EXPONENT = 0x7F800000u;
+inline bool is_number(float x) { return (as_type<uint>(x) & EXPONENT) != EXPONENT; }

@@ -124,15 +124,17 @@ template <int N, int HEADS>
     const device int* start [[buffer(8)]],
     const device float* sink_logits [[buffer(9)]],
     constant Memory& memory_sizes [[buffer(10)]],
-    constant AttentionCall& call [[buffer(11)]],
-    constant Scoring& scoring [[buffer(12)]],
-    constant Splits& splits [[buffer(13)]],
+    constant Planes& plane_sizes [[buffer(11)]],
+    constant AttentionCall& call [[buffer(12)]],
+    constant Scoring& scoring [[buffer(13)]],
+    constant Splits& splits [[buffer(14)]],
     uint3 group_at [[threadgroup_position_in_grid]],  // KV head and which of its heads, row, split
     uint lane [[thread_index_in_simdgroup]],
     uint simdgroup [[simdgroup_index_in_threadgroup]]) {
   static_assert(HEADS <= SIMDGROUPS, "the sums of each query head are joined by a simdgroup of its own");
   threadgroup float tops[SIMDGROUPS], totals[SIMDGROUPS], shared[SIMDGROUPS * LANES * N];
   const Memory m = memory_sizes;
+  const Planes planes = plane_sizes;
   const AttentionCall a = call;
   const int row = splits.first_row + group_at.y, split = group_at.z;
   const int query = start[row];
@@ -142,14 +144,14 @@ template <int N, int HEADS>
   const int first_head = kv_head * a.group + first, heads = min(HEADS, a.group - first);
 
   const device int* blocks = table + size_t(row_seat[row]) * m.table_width;
-  const Plane<const KV> key_plane = {memory, blocks, m.k, m.layout, kv_head};
-  const Plane<const KV> value_plane = {memory, blocks, m.v, m.layout, kv_head};
+  const Plane<const KV> key_plane = {memory, blocks, planes.k, m.layout, kv_head};
+  const Plane<const KV> value_plane = {memory, blocks, planes.v, m.layout, kv_head};
   const Mask mask = {a.model_window, a.window, m.layout.sinks};
   const int begin = split * SPLIT + simdgroup * LANES;
   q += size_t(q_start[row]) * a.q_token;
   out += size_t(q_start[row]) * a.out_token;
   Heads<N, HEADS> ours;
-  ours.load(q + size_t(first_head) * a.q_head, heads, a.q_head, m.k.dim, lane);
+  ours.load(q + size_t(first_head) * a.q_head, heads, a.q_head, planes.k.dim, lane);
   ours.attend(key_plane, value_plane, mask, scoring, query, begin, min(begin + LANES, query + 1), lane);
 
   const Left<N> left = {tops, totals, shared};
@@ -160,8 +162,8 @@ template <int N, int HEADS>
       const Sums<N> all = left.joined(lane);
       const int head = first_head + h;
       const size_t at = (size_t(group_at.y) * a.q_heads + head) * splits.count + split;
-      if (splits.count == 1) finish(out + size_t(head) * a.out_head, all, sink_logits[head], m.v.dim, lane);
-      else write_partial(partial + at, values + at * m.v.dim, all, m.v.dim, lane);
+      if (splits.count == 1) finish(out + size_t(head) * a.out_head, all, sink_logits[head], planes.v.dim, lane);
+      else write_partial(partial + at, values + at * planes.v.dim, all, planes.v.dim, lane);
     }
     threadgroup_barrier(mem_flags::mem_threadgroup);
   }

@@ -23,8 +23,14 @@ class Grid(NamedTuple):
     group: tuple[int, int, int]
 
 
+class Longs(tuple[int, ...]):
+    """A struct of `long`: integers that may be 2^31 or more."""
+
+    __slots__ = ()
+
+
 class Kernel:
-    """One that is compiled. Integers reach it as int32, also those in sequences, which are structs there."""
+    """One that is compiled. Integers reach it as int32, also those in sequences, which are structs there, but Longs."""
 
     def __init__(self, function: Any) -> None:
         self._function = function
@@ -38,6 +44,9 @@ class Kernel:
 
 
 def _integers(argument: Argument) -> bool:
+    """Return whether an argument is to be cast to int32; what is not cast is passed as int64."""
+    if isinstance(argument, Longs):
+        return False
     return isinstance(argument[0] if isinstance(argument, (tuple, list)) else argument, int)
 
 

@@ -7,7 +7,6 @@ from functools import cache, partial
 import torch
 
 from kernels.metal.backend import MetalOps
-from kernels.metal.emulator import Compiler, CompilerMissing, compile_shader
 from kernels.metal.library import Kernels
 from kernels.missing import KernelsMissing
 
@@ -23,6 +22,8 @@ def load() -> MetalOps:
 @cache
 def load_emulated(*, checked: bool = False) -> MetalOps:
     """The same kernels on the CPU; `checked`: with races and bounds looked for, slower. Raises KernelsMissing."""
+    from kernels.metal.emulator import Compiler, CompilerMissing, compile_shader  # here, as a server starts without it
+
     try:
         Compiler.find().check(checked=checked)
     except CompilerMissing as error:

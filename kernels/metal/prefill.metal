@@ -35,6 +35,7 @@ template <int N>
 struct Tile {
   threadgroup KV* numbers;    // [KEYS, PITCH]
   threadgroup float* scales;  // [KEYS]
+  threadgroup uint* sound;    // [KEYS]: 0 where one of its numbers is NaN or infinite
 
   // Those from `begin` on, a simdgroup one after the other. What no query sees may never have been written, and is 0.
   void fetch(Plane<const KV> from, int begin, Span queries, Mask mask, uint simdgroup, uint lane) const {
@@ -44,11 +45,16 @@ struct Tile {
       if (!any_sees(queries, begin + j, mask)) {
         for (int d = lane; d < dim; d += LANES) to[d] = KV(0);
         if (lane == 0) scales[j] = 0.0f;
+        if (lane == 0) sound[j] = 1;
         continue;
       }
       const device KV* vector = from.at(begin + j);
+      bool numbers_only = is_number(scale_of(vector, dim));
+      for (int d = lane; d < dim; d += LANES) numbers_only = numbers_only && is_number(float(vector[d]));
       for (int d = lane; d < dim; d += LANES) to[d] = vector[d];
+      numbers_only = simd_all(numbers_only);
       if (lane == 0) scales[j] = scale_of(vector, dim);
+      if (lane == 0) sound[j] = numbers_only;
     }
   }
 };
@@ -104,6 +110,12 @@ struct Share {
   // A tile's values, weighted: a lane N numbers.
   void add(Tile<N> tile, int lane) {
     for (int j = 0; j < S::KEYS; j++) {
+      if (!tile.sound[j]) {  // 0 times NaN is NaN, also for those that do not see it
+        for (int r = 0; r < S::QUERIES; r++)
+          if (weights[r * S::KEYS + j] != 0.0f)
+            for (int n = 0; n < N; n++) sums[r].values[n] = as_type<float>(NO_NUMBER);
+        continue;
+      }
       for (int n = 0; n < N; n++) {
         const float value = float(tile.numbers[j * S::PITCH + n * LANES + lane]) * tile.scales[j];
         for (int r = 0; r < S::QUERIES; r++) sums[r].values[n] += weights[r * S::KEYS + j] * value;
@@ -135,9 +147,10 @@ template <int N>
     const device int* start [[buffer(6)]],
     const device float* sink_logits [[buffer(7)]],
     constant Memory& memory_sizes [[buffer(8)]],
-    constant AttentionCall& call [[buffer(9)]],
-    constant Scoring& scoring [[buffer(10)]],
-    constant int& first_row [[buffer(11)]],
+    constant Planes& plane_sizes [[buffer(9)]],
+    constant AttentionCall& call [[buffer(10)]],
+    constant Scoring& scoring [[buffer(11)]],
+    constant int& first_row [[buffer(12)]],
     uint3 group_at [[threadgroup_position_in_grid]],  // queries, KV head, row
     uint lane [[thread_index_in_simdgroup]],
     uint simdgroup [[simdgroup_index_in_threadgroup]]) {
@@ -145,37 +158,39 @@ template <int N>
   threadgroup T queries[S::ROWS * S::WIDTH];
   threadgroup KV numbers[S::KEYS * S::PITCH];
   threadgroup float scales[S::KEYS], weights[S::ROWS * S::KEYS];
+  threadgroup uint sound[S::KEYS];
   const Memory m = memory_sizes;
+  const Planes planes = plane_sizes;
   const AttentionCall a = call;
   const int row = first_row + group_at.z, kv_head = group_at.y, first = group_at.x * S::ROWS;
   const Queries all = {q_start[row], start[row], kv_head, a.group, (q_start[row + 1] - q_start[row]) * a.group};
   if (all.start < 0 || first >= all.count) return;
 
   const device int* blocks = table + size_t(row_seat[row]) * m.table_width;
-  const Plane<const KV> keys = {memory, blocks, m.k, m.layout, kv_head};
-  const Plane<const KV> values = {memory, blocks, m.v, m.layout, kv_head};
+  const Plane<const KV> keys = {memory, blocks, planes.k, m.layout, kv_head};
+  const Plane<const KV> values = {memory, blocks, planes.v, m.layout, kv_head};
   const Mask mask = {a.model_window, a.window, m.layout.sinks};
   const Span span = {all.position(first), all.position(min(first + S::ROWS, all.count) - 1)};
-  const Tile<N> tile = {numbers, scales};
+  const Tile<N> tile = {numbers, scales, sound};
   const int before = simdgroup * S::QUERIES;  // queries of other simdgroups
   Share<N> ours;
   ours.first = first + before;
   ours.queries = queries + before * S::WIDTH;
   ours.weights = weights + before * S::KEYS;
-  ours.load(q, all, a, m.k.dim, lane);
+  ours.load(q, all, a, planes.k.dim, lane);
 
   for (int begin = 0; begin <= span.newest; begin += S::KEYS) {
     if (!any_sees(span, begin, begin + S::KEYS, mask)) continue;
     tile.fetch(keys, begin, span, mask, simdgroup, lane);
     threadgroup_barrier(mem_flags::mem_threadgroup);
-    ours.score(tile, begin, m.k.dim, mask, scoring, lane);
+    ours.score(tile, begin, planes.k.dim, mask, scoring, lane);
     threadgroup_barrier(mem_flags::mem_threadgroup);
     tile.fetch(values, begin, span, mask, simdgroup, lane);
     threadgroup_barrier(mem_flags::mem_threadgroup);
     ours.add(tile, lane);
     threadgroup_barrier(mem_flags::mem_threadgroup);
   }
-  ours.write(out, all, a, sink_logits, m.v.dim, lane);
+  ours.write(out, all, a, sink_logits, planes.v.dim, lane);
 }
 
 #define PREFILL(N) template [[host_name("prefill_" #N)]] kernel decltype(prefill<N>) prefill<N>;

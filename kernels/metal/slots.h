@@ -19,14 +19,18 @@ struct Layout {
   }
 };
 
-// Keys or values of one layer within the arena's memory; strides in numbers of KV.
+// Keys or values of one layer within the arena's memory; offset and strides in numbers of KV, which may pass 2^31.
 struct PlaneSizes {
-  int dim, offset, block_stride, head_stride, vector_stride;
+  long dim, offset, block_stride, head_stride, vector_stride;
 };
 
+struct Planes {
+  PlaneSizes k, v;
+};
+
+// How the rows of a step are laid out in it, the same for all layers.
 struct Memory {
   Layout layout;
-  PlaneSizes k, v;
   int table_width, rows;
 };
 

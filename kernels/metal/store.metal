@@ -6,13 +6,15 @@ constant constexpr float LARGEST = 127.0f;
 constant constexpr float TINY = 1e-30f;  // no scale is smaller, but for that of zeros
 
 // A simdgroup a vector of n numbers: the largest becomes 127 or -127, halves are rounded to even. Each lane returns the
-// scale.
+// scale, which is NaN if one of the numbers is not finite.
 inline float quantise_vector(const device T* from, device char* to, int n, uint lane) {
   float largest = 0.0f;
   for (int i = lane; i < n; i += LANES) largest = max(largest, fabs(float(from[i])));
   const float scale = simd_max(largest) / LARGEST, divisor = max(scale, TINY);
   for (int i = lane; i < n; i += LANES) to[i] = char(rint(float(from[i]) / divisor));
-  return scale;
+  bool sound = true;
+  for (int i = lane; i < n; i += LANES) sound = sound && is_number(float(from[i]));
+  return simd_all(sound) ? scale : as_type<float>(NO_NUMBER);
 }
 
 struct VectorSizes {
@@ -65,20 +67,22 @@ kernel void write_kv(
     const device int* q_start [[buffer(5)]],
     const device int* start [[buffer(6)]],
     constant Memory& sizes [[buffer(7)]],
-    constant Entering& entering [[buffer(8)]],
+    constant Planes& plane_sizes [[buffer(8)]],
+    constant Entering& entering [[buffer(9)]],
     uint3 at [[thread_position_in_grid]]) {  // lane, head, token
   const Memory m = sizes;
+  const Planes planes = plane_sizes;
   const int token = at.z, head = at.y;
   const int row = row_of(token, q_start, m.rows);
   if (start[row] < 0 || token >= q_start[m.rows]) return;
   const device int* blocks = table + size_t(row_seat[row]) * m.table_width;
-  const Plane<KV> keys = {memory, blocks, m.k, m.layout, head};
-  const Plane<KV> values = {memory, blocks, m.v, m.layout, head};
+  const Plane<KV> keys = {memory, blocks, planes.k, m.layout, head};
+  const Plane<KV> values = {memory, blocks, planes.v, m.layout, head};
   const int position = start[row] + token - q_start[row];
   k += size_t(token) * entering.k_token + size_t(head) * entering.k_head;
   v += size_t(token) * entering.v_token + size_t(head) * entering.v_head;
-  write_vector(k, keys.at(position), m.k.dim, at.x);
-  write_vector(v, values.at(position), m.v.dim, at.x);
+  write_vector(k, keys.at(position), planes.k.dim, at.x);
+  write_vector(v, values.at(position), planes.v.dim, at.x);
 }
 
 // ---------------------------------------------------------------- gather
@@ -109,11 +113,12 @@ kernel void gather(
 }
 
 // ---------------------------------------------------------------- copy_blocks
-// A thread 16 bytes of a block: pairs [n] of source and destination, pages of `page` times 16 bytes.
+// A thread 16 bytes of a block: pairs [n] of source and destination, pages of `page` times 16 bytes. Of a large block
+// a launch copies a part, to which `memory` points in block 0.
 kernel void copy_blocks(
     device uint4* memory [[buffer(0)]],
     constant int2* pairs [[buffer(1)]],
-    constant int& page [[buffer(2)]],
+    constant long& page [[buffer(2)]],
     uint2 at [[thread_position_in_grid]]) {  // 16 bytes, pair
   const int2 pair = pairs[at.y];
   memory[size_t(pair.y) * page + at.x] = memory[size_t(pair.x) * page + at.x];

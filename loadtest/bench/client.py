@@ -61,7 +61,7 @@ async def look(client: httpx.AsyncClient, model: str = "") -> Server:
     """What the server says of itself, and of that model or its first. Raises ServerError."""
     url = str(client.base_url).rstrip("/")
     try:
-        answer = await client.get(listing.PATH)
+        answer = await client.get(listing.PATH, params=listing.PARAMS)
         if answer.status_code != 200:
             hint = "; see --api-key" if answer.status_code in (401, 403) else ""
             raise ServerError(f"{url} does not tell its models: {refusal(answer.status_code, answer.text)}{hint}")

@@ -10,14 +10,14 @@ from pydantic import Field
 
 from config.sizes import Share
 from server.api.access import ADMINISTRATION
-from server.api.body import JsonRoute
+from server.api.body import StrictJsonRoute
 from server.api.errors import documented
-from server.api.jobs import check_prompt
+from server.api.jobs import Most, check_prompt
 from server.api.schemas import Body, Prompt
 from server.api.tenants import salt_of, tenant_of_key
 from server.engine import messages
 from server.engine.client import EngineClient
-from server.text.tokenizer import Tokenizer
+from server.text.tokenizer import TokenizerBase
 
 LONGEST_PIN = 7 * 24 * 3600  # seconds
 
@@ -55,10 +55,10 @@ class ShareRequest(Body):
     limit: Share | None = Field(None, description="KV memory it may hold at most")
 
 
-def router(client: EngineClient, tokenizer: Tokenizer) -> APIRouter:
+def router(client: EngineClient, tokenizer: TokenizerBase, most: Most) -> APIRouter:
     routes = APIRouter(
         prefix=f"{ADMINISTRATION}{{instance}}",
-        route_class=JsonRoute,
+        route_class=StrictJsonRoute,
         tags=["administration"],
         responses=documented(400, 401, 403, 404, 409, 413, 503),
     )
@@ -80,8 +80,10 @@ def router(client: EngineClient, tokenizer: Tokenizer) -> APIRouter:
 
     @routes.post("/pins")
     async def pin(instance: str, body: PinRequest) -> Response:
+        hello = client.served()
+        most.check_text(body.prompt, "prompt", hello.max_seq_len)
         prompt = body.prompt if isinstance(body.prompt, list) else await tokenizer.encode(body.prompt)
-        check_prompt(prompt, 0, client.served())
+        check_prompt(prompt, 0, hello)
         return await told(messages.PinPrefix(instance, prompt, body.salt, body.ttl))
 
     @routes.delete("/pins/{pin_id}")

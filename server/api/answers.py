@@ -18,8 +18,18 @@ from server.api.disconnect import WhileConnected
 from server.api.generation import Generation, Piece, generate, merged
 from server.api.jobs import Choosing, Job, Most
 from server.api.logprobs import PromptLogprobs, prompt_logprobs
-from server.api.models import instance_of
-from server.api.objects import Answer, Choice, Explanation, KVCacheChoice, PromptTokensDetails, Usage
+from server.api.models import instance_of, name_of
+from server.api.objects import (
+    Answer,
+    ChatAnswer,
+    Choice,
+    CompletionChoice,
+    Explanation,
+    KVCacheChoice,
+    PromptTokensDetails,
+    Usage,
+)
+from server.api.priorities import Priorities
 from server.api.schemas import GenerationRequest
 from server.api.sse import send_events
 from server.api.tenants import tenant
@@ -27,12 +37,14 @@ from server.engine.client import EngineClient
 from server.engine.messages import Admitted, Hello
 from server.text.detokenizer import Detokenizer
 from server.text.output import OutputText
-from server.text.tokenizer import Tokenizer
+from server.text.tokenizer import TokenizerBase
+from server.text.vocabulary import Vocabulary
 
 B = TypeVar("B", bound=GenerationRequest)
 
 ENCODER = msgspec.json.Encoder()
 MARK = "\0"  # a text that is no other part of a chunk
+ABOUT = ("id", "created", "model", "system_fingerprint")  # of a job, in each of its answers and chunks
 MANY_SCORES = 500  # log-probabilities with their alternatives; writing more would hold up other requests for 20 ms
 
 
@@ -41,31 +53,43 @@ class Serving:
     """What an endpoint of generation is given."""
 
     client: EngineClient
-    tokenizer: Tokenizer
+    tokenizer: TokenizerBase
     most: Most
     deadlines: Deadlines
+    priorities: Priorities
     log_prompts: bool = False
+    any_model_name: bool = False  # a name that the model does not have stands for it, too
 
     def asked(self, body: GenerationRequest, header: str | None, authorization: str | None) -> tuple[Hello, Choosing]:
-        """What serves a request, and what that says beside its body. Raises EngineLost, ApiError."""
+        """Return what the engine serves, and a request's header, alias and tenant. Raises EngineLost, ApiError."""
         hello = self.client.served()
-        return hello, Choosing(header, instance_of(hello, body.model), tenant(authorization))
+        self.priorities.check(body, authorization)
+        model = name_of(hello, body.model, any_name=self.any_model_name)
+        return hello, Choosing(
+            model, hello.system_fingerprint, header, instance_of(hello, model), tenant(authorization)
+        )
 
 
 class Writer(ABC, Generic[B]):
     """An endpoint's way to write answers; one for each request."""
 
-    def __init__(self, tokenizer: Tokenizer, body: B, job: Job) -> None:
+    def __init__(self, tokenizer: Vocabulary, body: B, job: Job) -> None:
         self.tokenizer = tokenizer
         self.body = body
         self.job = job
-        self._texts_only = job.submits[0].sampling.logprobs is None and not body.return_token_ids
+        self.about: dict[str, Any] = {name: getattr(job, name) for name in ABOUT}
+        told_of_tokens = body.return_token_ids or body.continuous_usage
+        self._texts_only = job.submits[0].sampling.logprobs is None and not told_of_tokens
         self._begun: set[int] = set()  # choices
         self._prompts: dict[int, PromptLogprobs] = {}  # by the prompt's first choice
 
     @abstractmethod
     def chunk(self, piece: Piece | None, generation: Generation) -> Answer:
         """Of a stream; without a piece, one without choices."""
+
+    def parts(self, piece: Piece) -> list[Piece]:
+        """Return the pieces that a streamed piece is told in, a chunk for each."""
+        return [piece]
 
     @abstractmethod
     def whole(self, pieces: list[Piece], generation: Generation) -> Answer:
@@ -85,7 +109,6 @@ class Writer(ABC, Generic[B]):
         begins = piece.choice not in self._begun
         if begins:
             self._begun.add(piece.choice)
-            self._tell_prompt(choice, piece.choice, generation)
         if self.body.return_token_ids:
             choice.token_ids = [placed.token for placed in piece.tokens]
         choice.finish_reason = piece.finish_reason
@@ -95,14 +118,15 @@ class Writer(ABC, Generic[B]):
             choice.kv_cache = msgspec.convert(piece.record, Explanation, from_attributes=True)
         return begins
 
-    def _tell_prompt(self, choice: Choice, index: int, generation: Generation) -> None:
+    def _tell_prompt(self, where: CompletionChoice | ChatAnswer, index: int, generation: Generation) -> None:
+        """Tell what was asked of a choice's prompt."""
         if self.body.return_token_ids:
-            choice.prompt_token_ids = self.job.prompt_of(index).ids
+            where.prompt_token_ids = self.job.prompt_of(index).ids
         if (top := self.body.prompt_logprobs) is not None:
             head = self.job.first_of(index)
             if head not in self._prompts:
                 self._prompts[head] = prompt_logprobs(self.tokenizer, generation.prompt_scores(head), top)
-            choice.prompt_logprobs = self._prompts[head]
+            where.prompt_logprobs = self._prompts[head]
 
 
 def answering(serving: Serving, writer: Writer[Any]) -> Response:
@@ -154,7 +178,13 @@ class Chunks:
         self._around: dict[int, tuple[bytes, bytes]] = {}  # the text, by choice
 
     def write(self, pieces: Sequence[Piece]) -> list[bytes]:
-        return [self._plain(piece) if self._writer.adds_text_only(piece) else self._whole(piece) for piece in pieces]
+        chunks: list[bytes] = []
+        for piece in pieces:
+            if self._writer.adds_text_only(piece):
+                chunks.append(self._plain(piece))
+            else:
+                chunks += map(self._whole, self._writer.parts(piece))
+        return chunks
 
     def _plain(self, piece: Piece) -> bytes:
         if piece.choice not in self._around:
@@ -166,7 +196,7 @@ class Chunks:
     def _whole(self, piece: Piece) -> bytes:
         chunk = self._writer.chunk(piece, self._generation)
         if self._writer.body.include_usage:
-            chunk.usage = None
+            chunk.usage = usage_so_far(self._generation, piece) if self._writer.body.continuous_usage else None
         chunk.kv_cache, self._kv_cache = self._kv_cache, UNSET
         return ENCODER.encode(chunk)
 
@@ -188,8 +218,17 @@ def outputs_of(writer: Writer[Any]) -> list[OutputText]:
 # ---------------------------------------------------------------- what all answers have
 def usage(generation: Generation) -> Usage:
     """A prompt counts once, however many choices it has; every choice that was written counts."""
-    prompt, completion = generation.prompt_tokens, generation.completion_tokens
-    return Usage(prompt, completion, prompt + completion, PromptTokensDetails(generation.cached_tokens))
+    return _usage(generation.prompt_tokens, generation.completion_tokens, generation.cached_tokens)
+
+
+def usage_so_far(generation: Generation, piece: Piece) -> Usage:
+    """Return the usage of one choice and its prompt, up to the end of the piece; as in vLLM."""
+    prompt = len(generation.job.prompt_of(piece.choice).ids)
+    return _usage(prompt, piece.num_tokens, generation.cached_tokens_of(piece.choice))
+
+
+def _usage(prompt: int, completion: int, cached: int) -> Usage:
+    return Usage(prompt, completion, prompt + completion, PromptTokensDetails(cached))
 
 
 def kv_cache_choice(admitted: Admitted) -> KVCacheChoice:

@@ -1,26 +1,43 @@
-"""The HTTP application: which routers there are and what they are given. Wiring only."""
+"""The HTTP application: its routers and middleware with their dependencies. Wiring only."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
 from typing import Any
 
 from fastapi import APIRouter, FastAPI
 from starlette.middleware.cors import CORSMiddleware
 
 from config.settings import Settings
-from server.api import access, admin, chat, completions, errors, health, kv_cache, models, request_log, tokenize
+from server.api import (
+    access,
+    admin,
+    chat,
+    completions,
+    errors,
+    health,
+    kv_cache,
+    metrics,
+    models,
+    profile,
+    request_log,
+    tokenize,
+    unversioned,
+)
 from server.api.answers import Serving
-from server.api.bounds import Bounds
+from server.api.bounds import BodyLimits, Bounds
 from server.api.deadlines import Deadlines
 from server.api.ended import Ended
 from server.api.jobs import Most
 from server.api.lifetime import Lifetime
 from server.api.observations import Observations
+from server.api.priorities import Priorities
 from server.api.tracing import Tracing, tracing_to
 from server.engine.client import EngineClient
-from server.text.tokenizer import Tokenizer
+from server.text.tokenizer import TokenizerBase
+from server.text.tokenizer_info import tokenizer_info
 from server.version import version
 
 # FastAPI's own: another span around ours, and exceptions with their messages, which may quote prompts. Versions that
@@ -28,13 +45,23 @@ from server.version import version
 NO_TELEMETRY: Any = {"tracing": False, "metrics": False, "logs": False, "auto_configure": False}
 
 
-def create_app(settings: Settings, client: EngineClient, tokenizer: Tokenizer, observations: Observations) -> FastAPI:
-    """The application; while it runs, `client` stays connected, and is told of `observations`. Raises SettingsError."""
+def create_app(
+    settings: Settings,
+    client: EngineClient,
+    tokenizer: TokenizerBase,
+    observations: Observations,
+    metrics_port: int | None = None,
+) -> FastAPI:
+    """Return the application. Raises SettingsError.
+
+    While it runs, `client` stays connected and sends `observations`, and the processes of `tokenizer` run.
+    `metrics_port` is the port of /metrics, if it has one of its own.
+    """
     tracing = tracing_to(settings.otlp_traces_endpoint)
 
     @contextlib.asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
-        async with client, observations:
+        async with client, observations, tokenizer:
             yield
         if tracing is not None:
             tracing.close()
@@ -48,20 +75,47 @@ def create_app(settings: Settings, client: EngineClient, tokenizer: Tokenizer, o
         redoc_url=None,
         telemetry=NO_TELEMETRY,
     )
+    app.state.unknown_fields = settings.unknown_fields
     errors.install(app)
-    add_middleware(app, settings, tracing, observations)
+    add_middleware(app, settings, tracing, observations, body_limits_of(settings, client), metrics_port)
     add_routers(app, settings, client, tokenizer)
-    app.include_router(health.router(client, observations))
+    app.include_router(health.router(client))
+    app.include_router(metrics.router(client, observations))
     return app
 
 
-def add_middleware(app: FastAPI, settings: Settings, tracing: Tracing | None, observations: Observations) -> None:
-    """The last one is asked first."""
-    app.add_middleware(access.Access, api_keys=settings.api_keys, admin_token=settings.admin_token)
+def body_limits_of(settings: Settings, client: EngineClient) -> Callable[[], BodyLimits]:
+    """Return a function that returns the limits of bodies: they follow the context, known once the engine serves."""
+
+    def limits() -> BodyLimits:
+        hello = client.hello
+        one, together = settings.body_bytes(0 if hello is None else hello.max_seq_len)
+        return BodyLimits(one, together, final=hello is not None or settings.max_body_bytes is not None)
+
+    return limits
+
+
+def add_middleware(
+    app: FastAPI,
+    settings: Settings,
+    tracing: Tracing | None,
+    observations: Observations,
+    body_limits: Callable[[], BodyLimits],
+    metrics_port: int | None,
+) -> None:
+    """Add the middleware; the one added last sees a request first."""
+    app.add_middleware(
+        access.Access,
+        api_keys=settings.api_keys,
+        admin_token=settings.admin_token,
+        metrics_key=settings.metrics_key,
+        metrics_port=metrics_port,
+    )
+    app.add_middleware(unversioned.Unversioned)
     app.add_middleware(
         Bounds,
         max_header_bytes=settings.max_header_bytes,
-        max_body_bytes=settings.max_body_bytes,
+        body_limits=body_limits,
         body_timeout=settings.body_timeout,
     )
     if settings.cors_origins is not None:  # before access: a browser's question whether it may ask has no key
@@ -80,17 +134,32 @@ def add_middleware(app: FastAPI, settings: Settings, tracing: Tracing | None, ob
     app.add_middleware(Lifetime, responded=observations.responded, ended=tell)
 
 
-def add_routers(app: FastAPI, settings: Settings, client: EngineClient, tokenizer: Tokenizer) -> None:
+def add_routers(app: FastAPI, settings: Settings, client: EngineClient, tokenizer: TokenizerBase) -> None:
     deadlines = Deadlines(settings.queue_timeout, settings.request_timeout)
-    most = Most(min(settings.max_choices, settings.max_num_seqs + settings.max_waiting), settings.max_prompt_characters)
-    serving = Serving(client, tokenizer, most, deadlines, settings.log_prompts)
+    most = Most(
+        min(settings.max_choices, settings.max_num_seqs + settings.max_waiting),
+        settings.max_prompt_characters,
+        tokenizer.longest_token,
+        settings.max_stop_strings,
+    )
+    serving = Serving(
+        client,
+        tokenizer,
+        most,
+        deadlines,
+        Priorities.from_settings(settings),
+        settings.log_prompts,
+        settings.skip_model_name_validation,
+    )
     keyed = APIRouter()
     if settings.api_keys is not None:
         keyed = APIRouter(dependencies=[access.secured("API key")], responses=errors.documented(401))
     keyed.include_router(completions.router(serving))
     keyed.include_router(chat.router(serving))
-    keyed.include_router(tokenize.router(serving))
-    keyed.include_router(models.router(client))
+    info = tokenizer_info(Path(settings.model)) if settings.enable_tokenizer_info_endpoint else None
+    keyed.include_router(tokenize.router(serving, info))
+    keyed.include_router(models.router(client, list_strategies=settings.list_strategies))
     keyed.include_router(kv_cache.router(client))
     app.include_router(keyed)
-    app.include_router(admin.router(client, tokenizer), dependencies=[access.secured("admin token")])
+    app.include_router(admin.router(client, tokenizer, most), dependencies=[access.secured("admin token")])
+    app.include_router(profile.router(client), dependencies=[access.secured("admin token")])

@@ -9,20 +9,20 @@ from pydantic import Field, ValidationInfo, field_validator
 
 from server.api.answers import Serving, Writer, answering
 from server.api.body import JsonRoute
-from server.api.conversation import Message, Rendering, prompt_of
+from server.api.conversation import Messages, Rendering, encoded_chat, texts_of
 from server.api.errors import documented
 from server.api.generation import Generation, Piece
 from server.api.jobs import PromptTokens, check_prompt, job_of, sampling_of
 from server.api.logprobs import ChatLogprobs, chat_logprobs
 from server.api.objects import ChatChoice, ChatChunk, ChatChunkChoice, ChatCompletion, ChatMessage, Delta
-from server.api.schemas import INT64, LONGEST_NAME, GenerationRequest, LongList, only
+from server.api.schemas import INT64, LONGEST_NAME, GenerationRequest, Ignored, LongList, Unsupported, only
 from server.text.tokenizer import keep_last
 
 
 class ChatRequest(GenerationRequest, Rendering):
     """Body of POST /v1/chat/completions."""
 
-    messages: LongList[Message] = Field(min_length=1)
+    messages: Messages = Field(min_length=1)
     max_tokens: int | None = Field(None, ge=0, lt=INT64, description="as max_completion_tokens, which is its new name")
     max_completion_tokens: int | None = Field(
         None, ge=0, lt=INT64, description="default: what the context has room for"
@@ -33,7 +33,12 @@ class ChatRequest(GenerationRequest, Rendering):
     modalities: Annotated[LongList[str], only(["text"])] = Field(default=["text"])
     tools: Annotated[list[Any], only([])] = Field(default_factory=list)
     tool_choice: Annotated[Any, only("none", "auto")] = "none"
-    parallel_tool_calls: bool = Field(True, description="no effect without tools")
+    parallel_tool_calls: Ignored[bool] = None
+    functions: Annotated[list[Any], only([])] = Field(default_factory=list)
+    function_call: Annotated[Any, only("none", "auto")] = "none"
+    audio: Unsupported = None
+    moderation: Unsupported = None
+    web_search_options: Unsupported = None
 
     @field_validator("top_logprobs")
     @classmethod
@@ -66,9 +71,12 @@ def router(serving: Serving) -> APIRouter:
     ) -> Response:
         hello, how = serving.asked(body, x_kv_cache, authorization)
         serving.most.check_choices(1, body.n)
-        text = await prompt_of(tokenizer.chat, body.messages, body, serving.most.prompt_characters)
-        ids = await tokenizer.encode(text, add_special_tokens=body.add_special_tokens)
-        prompt = PromptTokens(keep_last(ids, body.truncate_prompt_tokens), text)
+        serving.most.check_stop(body.stop)
+        serving.most.check_together(texts_of(body.messages), "messages")
+        longest = serving.most.characters(hello.max_seq_len if body.truncate_prompt_tokens is None else None)
+        special = body.add_special_tokens
+        encoded = await encoded_chat(tokenizer, body.messages, body, longest, add_special_tokens=special)
+        prompt = PromptTokens(keep_last(encoded.ids, body.truncate_prompt_tokens), encoded.text)
         max_tokens = max(1, hello.max_seq_len - len(prompt.ids)) if body.most_tokens is None else body.most_tokens
         check_prompt(prompt.ids, max_tokens, hello)
         sampling = sampling_of(
@@ -85,14 +93,29 @@ def router(serving: Serving) -> APIRouter:
 
 
 class ChatWriter(Writer[ChatRequest]):
-    """The first chunk of each choice says who speaks."""
+    """A stream tells of each choice its role, then its text, then how it ended; of the prompt in its first chunk."""
+
+    def parts(self, piece: Piece) -> list[Piece]:
+        parts = [] if piece.choice in self._begun else [Piece(piece.choice, "", [], [])]
+        if piece.finish_reason is None:
+            return [*parts, piece]
+        if piece.text:
+            parts.append(piece._replace(finish_reason=None, stop_reason=None, record=None))
+            piece = piece._replace(text="", tokens=[], scores=[])
+        return [*parts, piece]
 
     def chunk(self, piece: Piece | None, generation: Generation) -> ChatChunk:
-        chunk = ChatChunk(id=self.job.id, created=self.job.created, model=self.job.model, choices=[])
+        chunk = ChatChunk(**self.about, choices=[])
         if piece is not None:
-            choice = ChatChunkChoice(index=piece.choice, delta=Delta(piece.text), logprobs=self._logprobs(piece))
+            first = not self._begun
+            logprobs = self._logprobs(piece) if piece.tokens else None
+            choice = ChatChunkChoice(index=piece.choice, delta=Delta(), logprobs=logprobs)
             if self._tell(choice, piece, generation):
-                choice.delta.role = "assistant"
+                choice.delta = Delta("", "assistant")
+            elif piece.finish_reason is None:
+                choice.delta = Delta(piece.text)
+            if first:
+                self._tell_prompt(chunk, piece.choice, generation)
             chunk.choices.append(choice)
         return chunk
 
@@ -103,8 +126,12 @@ class ChatWriter(Writer[ChatRequest]):
             choice = ChatChoice(index=piece.choice, message=message, logprobs=self._logprobs(piece))
             self._tell(choice, piece, generation)
             choices.append(choice)
-        return ChatCompletion(id=self.job.id, created=self.job.created, model=self.job.model, choices=choices)
+        told = ChatCompletion(**self.about, choices=choices)
+        self._tell_prompt(told, 0, generation)
+        return told
 
     def _logprobs(self, piece: Piece) -> ChatLogprobs | None:
-        top = self.body.top_logprobs or 0
-        return chat_logprobs(self.tokenizer, piece.tokens, piece.scores, top) if self.body.logprobs else None
+        if not self.body.logprobs:
+            return None
+        top, by_id = self.body.top_logprobs or 0, self.body.return_tokens_as_token_ids
+        return chat_logprobs(self.tokenizer, piece.tokens, piece.scores, top, by_id=by_id)

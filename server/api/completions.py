@@ -5,34 +5,63 @@ from __future__ import annotations
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Header, Response
-from pydantic import BeforeValidator, Field, ValidationInfo, field_validator
+from pydantic import (
+    BeforeValidator,
+    Field,
+    ValidationInfo,
+    ValidatorFunctionWrapHandler,
+    WrapValidator,
+    field_validator,
+)
 
 from server.api.answers import Serving, Writer, answering
 from server.api.body import JsonRoute
 from server.api.errors import ApiError, documented
 from server.api.generation import Generation, Piece
-from server.api.jobs import Job, PromptTokens, check_prompt, job_of, sampling_of
-from server.api.logprobs import CompletionLogprobs, completion_logprobs, joined
+from server.api.jobs import MANY_PROMPTS, Job, PromptTokens, check_prompt, job_of, sampling_of
+from server.api.json_values import DecodedIds, ReadAs
+from server.api.logprobs import CompletionLogprobs, completion_logprobs, id_of, joined
 from server.api.objects import Completion, CompletionChoice
-from server.api.schemas import INT64, LONGEST_NAME, GenerationRequest, LongList, Prompt
+from server.api.schemas import INT64, LONGEST_NAME, GenerationRequest, Ignored, LongList, Prompt
 from server.engine.messages import Hello, Sampling
-from server.text.infill import InfillError, infill_prompt
+from server.text.errors import InfillError
 from server.text.output import placed
-from server.text.tokenizer import Tokenizer, keep_last
+from server.text.tokenizer import TokenizerBase, keep_last
+from server.text.vocabulary import Vocabulary
+
+
+def _decoded_prompts(value: Any, validate: ValidatorFunctionWrapHandler) -> Any:
+    """Return ids that the decoder has checked as a list of prompts."""
+    if not isinstance(value, DecodedIds):
+        return validate(value)
+    prompts = value.ids if value.nested else [value.ids]
+    return prompts if all(prompts) else validate(prompts)
 
 
 def _as_prompts(value: Any) -> Any:
     """A prompt is a text or ids; a request has one, or a list of them."""
     if isinstance(value, str) or (isinstance(value, list) and value and all(type(item) is int for item in value)):
         return [value]
-    if isinstance(value, list) and value and all(isinstance(item, str | list) and item for item in value):
+    if isinstance(value, list) and value and (_are_texts(value) or _are_lists(value)):
         return value
-    raise ValueError("should be a string, a list of token ids, or a list of such prompts, none of them empty")
+    raise ValueError(
+        "should be a string, a list of token ids, or a list of such prompts, all of one kind and without empty lists"
+    )
+
+
+def _are_texts(prompts: list[Any]) -> bool:
+    return all(isinstance(prompt, str) for prompt in prompts)
+
+
+def _are_lists(prompts: list[Any]) -> bool:
+    return all(isinstance(prompt, list) and prompt for prompt in prompts)
 
 
 Prompts = Annotated[
     LongList[Prompt],
     BeforeValidator(_as_prompts, json_schema_input_type=str | list[int] | list[str] | list[list[int]]),
+    WrapValidator(_decoded_prompts),
+    ReadAs.TOKEN_IDS,
 ]
 
 
@@ -46,12 +75,13 @@ class CompletionRequest(GenerationRequest):
     logprobs: int | None = Field(None, ge=0, le=5, description="log-probabilities of tokens, and so many alternatives")
     suffix: str = Field("", description="what comes behind the text, for models that fill in the middle")
     add_special_tokens: bool = Field(True, description="those which the model expects around a text")
+    reasoning_effort: Ignored[str] = None
 
     @field_validator("best_of")
     @classmethod
     def _best_of(cls, value: int | None, info: ValidationInfo) -> int | None:
         if value is not None and value < info.data.get("n", 1):
-            raise ValueError("should be at least n")
+            raise ValueError(f"should be at least n, not {value}")
         if value is not None and value > info.data.get("n", 1) and info.data.get("stream"):
             raise ValueError("more than n cannot be streamed: the best is known at the end")
         return value
@@ -77,9 +107,12 @@ def router(serving: Serving) -> APIRouter:
         hello, how = serving.asked(body, x_kv_cache, authorization)
         choices = body.best_of or body.n
         serving.most.check_choices(len(body.prompt), choices)
-        serving.most.check_text(body.suffix, "suffix")
+        serving.most.check_stop(body.stop)
+        context = hello.max_seq_len if body.truncate_prompt_tokens is None else None
+        serving.most.check_text(body.suffix, "suffix", context)
         for prompt in body.prompt:
-            serving.most.check_text(prompt, "prompt")
+            serving.most.check_text(prompt, "prompt", context)
+        serving.most.check_together(body.prompt, "prompt", MANY_PROMPTS)
         prompts = [await read(tokenizer, prompt, body) for prompt in body.prompt]
         for each in prompts:
             check_prompt(each.ids, body.max_tokens, hello)
@@ -102,11 +135,11 @@ def _sampling(body: CompletionRequest, hello: Hello, choices: int) -> Sampling:
     )
 
 
-async def read(tokenizer: Tokenizer, prompt: str | list[int], body: CompletionRequest) -> PromptTokens:
-    """Raises ApiError."""
+async def read(tokenizer: TokenizerBase, prompt: str | list[int], body: CompletionRequest) -> PromptTokens:
+    """Return a prompt's ids, truncated if asked for, and its text. Raises ApiError, TextError."""
     if isinstance(prompt, str) and body.suffix:
         try:
-            ids = await infill_prompt(tokenizer, prompt, body.suffix)
+            ids = await tokenizer.infill(prompt, body.suffix)
         except InfillError as error:
             raise ApiError(400, f"suffix: {error}", param="suffix") from None
     elif isinstance(prompt, str):
@@ -118,16 +151,17 @@ async def read(tokenizer: Tokenizer, prompt: str | list[int], body: CompletionRe
     kept = keep_last(ids, body.truncate_prompt_tokens)
     if isinstance(prompt, str) and len(kept) == len(ids):
         return PromptTokens(ids, prompt)
-    text = tokenizer.decode(kept, skip_special_tokens=body.skip_special_tokens) if body.echo else ""
+    text = await tokenizer.decode_many(kept, skip_special_tokens=body.skip_special_tokens) if body.echo else ""
     return PromptTokens(kept, text)
 
 
 class CompletionWriter(Writer[CompletionRequest]):
     """With `echo` a choice's text begins with its prompt."""
 
-    def __init__(self, tokenizer: Tokenizer, body: CompletionRequest, job: Job) -> None:
+    def __init__(self, tokenizer: Vocabulary, body: CompletionRequest, job: Job) -> None:
         super().__init__(tokenizer, body, job)
         self._echoed: dict[int, CompletionLogprobs] = {}  # by the prompt's first choice
+        self._name = id_of if body.return_tokens_as_token_ids else tokenizer.token_string
 
     def chunk(self, piece: Piece | None, generation: Generation) -> Completion:
         return self._completion([] if piece is None else [self._part(piece, generation)])
@@ -139,19 +173,25 @@ class CompletionWriter(Writer[CompletionRequest]):
         return self._completion(choices)
 
     def _completion(self, choices: list[CompletionChoice]) -> Completion:
-        return Completion(id=self.job.id, created=self.job.created, model=self.job.model, choices=choices)
+        return Completion(**self.about, choices=choices)
 
     def _part(self, piece: Piece, generation: Generation) -> CompletionChoice:
         """What a piece adds to its choice."""
         part = CompletionChoice(index=piece.choice, text=piece.text)
         if (top := self.body.logprobs) is not None:
             base = len(self.job.prompt_of(piece.choice).text) if self.body.echo else 0
-            part.logprobs = completion_logprobs(self.tokenizer, piece.tokens, piece.scores, top, base)
-        if self._tell(part, piece, generation) and self.body.echo:
-            part.text = self.job.prompt_of(piece.choice).text + part.text
-            if part.logprobs is not None:
-                part.logprobs = joined(self._of_echo(piece.choice, generation), part.logprobs)
+            part.logprobs = completion_logprobs(self._name, piece.tokens, piece.scores, top, base)
+        if self._tell(part, piece, generation):
+            self._tell_prompt(part, piece.choice, generation)
+            if self.body.echo:
+                self._echo(part, generation)
         return part
+
+    def _echo(self, part: CompletionChoice, generation: Generation) -> None:
+        """Put the prompt before the first part of its choice."""
+        part.text = self.job.prompt_of(part.index).text + part.text
+        if part.logprobs is not None:
+            part.logprobs = joined(self._of_echo(part.index, generation), part.logprobs)
 
     def _of_echo(self, choice: int, generation: Generation) -> CompletionLogprobs:
         """The log-probabilities of a choice's prompt."""
@@ -160,7 +200,7 @@ class CompletionWriter(Writer[CompletionRequest]):
             assert self.body.logprobs is not None
             prompt, scores = self.job.prompt_of(head), [None, *generation.prompt_scores(head)]
             tokens = placed(self.tokenizer, prompt.ids, prompt.text)
-            self._echoed[head] = completion_logprobs(self.tokenizer, tokens, scores, self.body.logprobs)
+            self._echoed[head] = completion_logprobs(self._name, tokens, scores, self.body.logprobs)
         return self._echoed[head]
 
     def _best(self, pieces: list[Piece]) -> list[Piece]:

@@ -5,24 +5,30 @@ A client's mistake never makes clients try again: where they would because of th
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import msgspec
 from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
-from pydantic import BaseModel
+from pydantic import BaseModel, ValidationError
 from starlette.exceptions import HTTPException
 from starlette.routing import Match
 
+from server.api.json_values import shown
 from server.engine.client import EngineLost, EngineRefused
 from server.engine.messages import Failed
+from server.text.errors import TextError, TextRefused, TextUnavailable
 
-RETRY = {"Retry-After": "1"}  # seconds
+RETRY = {"Retry-After": "1"}  # seconds, where nothing better is known
 NO_RETRY = {"x-should-retry": "false"}  # OpenAI's clients ask again after these otherwise
 HEADERS = {401: {"WWW-Authenticate": "Bearer"}, 408: NO_RETRY, 409: NO_RETRY, 429: RETRY, 503: RETRY, 504: NO_RETRY}
 MOST_PROBLEMS = 5  # of a body, that its error tells
 LONGEST_FIELD = 100  # characters of a field's name in an error
+LONGEST_MESSAGE = 1000  # characters of an error: it may quote what a client sent, or what a chat template says
+KINDS: Mapping[type, str] = {bool: "a boolean", int: "a number", float: "a number", str: "a text"}
 LONGEST_PATH = 200  # characters of a path in an error
 NO_ROUTE = "there is no such route"  # in the log, which has the path as it came: unquoted it may have line breaks
 QUOTING = ("unknown_kv_cache", "not_found")  # codes of the engine's, whose messages have a client's words
@@ -47,7 +53,7 @@ class Error(BaseModel):
 class ApiError(HTTPException):
     """An error with its HTTP status; the message tells the client what to change.
 
-    `logged` is for the log, where the message quotes what the client sent.
+    `logged` is for the log, where the message quotes what the client sent; `retry_after` is in seconds.
     """
 
     def __init__(
@@ -58,11 +64,15 @@ class ApiError(HTTPException):
         param: str | None = None,
         code: str | None = None,
         logged: str | None = None,
+        retry_after: float | None = None,
     ) -> None:
+        message = message if len(message) <= LONGEST_MESSAGE else f"{message[:LONGEST_MESSAGE]}..."
         super().__init__(status, message, HEADERS.get(status))
+        if retry_after is not None:
+            self.headers = {"Retry-After": str(max(1, math.ceil(retry_after)))}
         self.message = message
         self.logged = message if logged is None else logged
-        self.param = param
+        self.param = param if param is None else param[:LONGEST_FIELD]
         self.code = code
 
     def body(self) -> bytes:
@@ -82,18 +92,29 @@ def documented(*statuses: int) -> dict[int | str, dict[str, Any]]:
 
 def from_engine(event: Failed) -> ApiError:
     logged = "there is none of that name" if event.code in QUOTING else None
-    return ApiError(event.status, event.message, param=event.param, code=event.code, logged=logged)
+    return ApiError(
+        event.status,
+        event.message,
+        param=event.param,
+        code=event.code,
+        logged=logged,
+        retry_after=event.retry_after,
+    )
 
 
 def as_api_error(error: Exception) -> ApiError:
-    """What the client is told of any exception but the framework's own."""
+    """Return the error that a client gets for any exception but the framework's own."""
     match error:
         case ApiError():
             return error
         case EngineRefused():
             return from_engine(error.refused)
         case EngineLost():
-            return ApiError(503, str(error), code="engine_unavailable")
+            return ApiError(503, str(error), code="engine_unavailable", retry_after=error.retry_after)
+        case TextRefused():
+            return ApiError(400, str(error), code=error.code, logged=error.code or "a text that cannot be read")
+        case TextUnavailable():
+            return ApiError(503, str(error), code="text_unavailable")
         case RequestValidationError():
             return _invalid(error.errors())
     told = ApiError(500, "internal error; the server's log tells more", logged="an unexpected exception")
@@ -102,8 +123,8 @@ def as_api_error(error: Exception) -> ApiError:
 
 
 def install(app: FastAPI) -> None:
-    """Answers what may be expected; lifetime.py answers the rest."""
-    for kind in (HTTPException, RequestValidationError, EngineRefused, EngineLost):
+    """Answer exceptions that are expected; lifetime.py answers the others."""
+    for kind in (HTTPException, RequestValidationError, EngineRefused, EngineLost, TextError):
         app.add_exception_handler(kind, _answer)
 
 
@@ -146,10 +167,16 @@ def _allowed(request: Request) -> list[str]:
 
 
 # ---------------------------------------------------------------- fields that were refused
-def _invalid(problems: Sequence[Mapping[str, Any]]) -> ApiError:
+def refused_body(error: ValidationError, suggestions: Mapping[str, str]) -> ApiError:
+    """Return the error for a body that does not fit its model; `suggestions` are for its unknown fields, by path."""
+    problems = error.errors(include_url=False, include_context=False)
+    return _invalid([problem | {"loc": ("body", *problem["loc"])} for problem in problems], suggestions)
+
+
+def _invalid(problems: Sequence[Mapping[str, Any]], suggestions: Mapping[str, str] = MappingProxyType({})) -> ApiError:
     """Tells the first few problems, what is missing before all; `param` is the field of the first."""
     problems = sorted(problems, key=lambda problem: problem["type"] != "missing")
-    told = "; ".join(_explained(problem) for problem in problems[:MOST_PROBLEMS])
+    told = "; ".join(_explained(problem, suggestions) for problem in problems[:MOST_PROBLEMS])
     told += f"; and {len(problems) - MOST_PROBLEMS} more" if len(problems) > MOST_PROBLEMS else ""
     logged = "; ".join(
         f"{_field_of_ours(problem) or 'the body'}: {problem['type']}" for problem in problems[:MOST_PROBLEMS]
@@ -157,7 +184,7 @@ def _invalid(problems: Sequence[Mapping[str, Any]]) -> ApiError:
     return ApiError(400, told, param=_field(problems[0]), logged=logged)
 
 
-def _explained(problem: Mapping[str, Any]) -> str:
+def _explained(problem: Mapping[str, Any], suggestions: Mapping[str, str]) -> str:
     field = _field(problem)
     message = str(problem["msg"]).removeprefix("Value error, ").replace("Input should be", "should be")
     if field is None and problem["type"] == "value_error":
@@ -168,8 +195,21 @@ def _explained(problem: Mapping[str, Any]) -> str:
         case "missing":
             return f"{field} is required"
         case "extra_forbidden":
-            return f"{field} is not a parameter of this endpoint; remove it"
-    return f"{field}: {message}"
+            path = ".".join(part for part in problem["loc"][1:] if isinstance(part, str))
+            return f"{field} is not a parameter of this endpoint{suggestions.get(path) or '; remove it'}"
+    return f"{field}: {message}{_instead(problem)}"
+
+
+def _instead(problem: Mapping[str, Any]) -> str:
+    """Return what was sent, as the end of a sentence; nothing where the message says it, or is one of our own."""
+    kind, sent = problem["type"], problem["input"]
+    if kind in ("string_too_long", "string_too_short"):
+        return f", not {len(sent)}"
+    if kind in ("value_error", "too_long", "too_short"):
+        return ""
+    if kind.endswith("_type") and sent in (0, ""):  # perhaps of a field that is not decoded
+        return f", not {KINDS[type(sent)]}"
+    return f", not {shown(sent)}"
 
 
 def _field(problem: Mapping[str, Any]) -> str | None:

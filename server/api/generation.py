@@ -38,6 +38,7 @@ class Piece(NamedTuple):
     finish_reason: str | None = None
     stop_reason: str | int | None = None  # the stop string, or the stop token
     record: RequestRecord | None = None  # with the last piece, of requests that asked to be explained
+    num_tokens: int = 0  # of its choice, up to the end of this piece
 
 
 def merged(pieces: Sequence[Piece]) -> list[Piece]:
@@ -110,8 +111,12 @@ class Generation:
     @property
     def cached_tokens(self) -> int:
         """Of all prompts, each counted once."""
-        heads = range(0, len(self._outputs), self.job.choices)
-        return sum(self._admitted[head].cached_tokens for head in heads if head in self._admitted)
+        return sum(self.cached_tokens_of(head) for head in range(0, len(self._outputs), self.job.choices))
+
+    def cached_tokens_of(self, choice: int) -> int:
+        """Return how many tokens of its prompt were found in the cache."""
+        admitted = self._admitted.get(self.job.first_of(choice))
+        return 0 if admitted is None else admitted.cached_tokens
 
     def prompt_scores(self, choice: int) -> list[TokenScore]:
         """Of its prompt's tokens from the second on; all are there when its first piece is."""
@@ -204,7 +209,15 @@ class Generation:
         stop_reason: str | int | None = output.stopped_by
         if event.finish_reason == "stop" and stop_reason is None and event.tokens[-1] in submit.sampling.stop_token_ids:
             stop_reason = event.tokens[-1]
-        piece = Piece(index, released.text, released.tokens, told, output.finish_reason, stop_reason)
+        piece = Piece(
+            index,
+            released.text,
+            released.tokens,
+            told,
+            output.finish_reason,
+            stop_reason,
+            num_tokens=output.num_tokens,
+        )
         if submit.explain and piece.finish_reason is not None:
             self._last[index] = piece
             return None

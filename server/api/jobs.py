@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import secrets
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import msgspec
 
 from server.api.errors import ApiError
+from server.api.json_values import shown
 from server.api.schemas import INT64, CacheRequest, GenerationRequest, SamplingRequest
 from server.api.tenants import salt_of
 from server.engine.messages import Caching, Hello, Sampling, Speculation, Submit
@@ -19,17 +19,19 @@ from server.engine.messages import Caching, Hello, Sampling, Speculation, Submit
 
 @dataclass(frozen=True)
 class PromptTokens:
-    """A prompt, and what it says, if somebody wants to hear it."""
+    """A prompt's token ids, and its text where the answer or the log shows it."""
 
     ids: list[int]
     text: str
 
 
 class Most(NamedTuple):
-    """What one request may ask for."""
+    """The limits of one request."""
 
     choices: int  # of all prompts together
     prompt_characters: int  # of a prompt, before it becomes tokens
+    token_characters: int | None  # of text in one token, at most; None: any number
+    stop_strings: int
 
     def check_choices(self, prompts: int, choices: int) -> None:
         """Raises ApiError."""
@@ -37,18 +39,43 @@ class Most(NamedTuple):
             message = f"{prompts} prompts with {choices} choices each are too many: at most {self.choices} in all"
             raise ApiError(400, message, param="prompt" if prompts > 1 else "n")
 
-    def check_text(self, text: object, param: str) -> None:
-        """Raises ApiError for a text that is too long to be read; token ids are checked elsewhere."""
-        if isinstance(text, str) and len(text) > self.prompt_characters:
-            message = f"{param}: longer than {self.prompt_characters} characters"
+    def check_stop(self, stop: Sequence[str]) -> None:
+        """Raise ApiError for more stop strings than are looked for."""
+        if len(stop) > self.stop_strings:
+            message = f"stop: {len(stop)} strings are too many: at most {self.stop_strings} (max_stop_strings)"
+            raise ApiError(400, message, param="stop")
+
+    def check_text(self, text: object, param: str, context: int | None = None) -> None:
+        """Raise ApiError for a text that is too long to be tokenised, or to fit a context of `context` tokens."""
+        if isinstance(text, str) and len(text) > (longest := self.characters(context)):  # ids are checked elsewhere
+            message = f"{param}: longer than {longest} characters, which is all that can be read; make it shorter"
+            if longest < self.prompt_characters:
+                message = (
+                    f"{param}: {len(text)} characters cannot fit: the model's context is {context} tokens long, and no "
+                    f"token stands for more than {self.token_characters} characters; make it shorter"
+                )
+            raise ApiError(400, message, param=param, code="context_length_exceeded")
+
+    def characters(self, context: int | None) -> int:
+        """Return the number of characters a text may have, to be tokenised and to fit `context` tokens."""
+        if context is None or self.token_characters is None:
+            return self.prompt_characters
+        return min(self.prompt_characters, context * self.token_characters)
+
+    def check_together(self, texts: Iterable[object], param: str, times: int = 1) -> None:
+        """Raise ApiError for texts that together have more characters than `times` the longest prompt."""
+        most = times * self.prompt_characters
+        if sum(len(text) for text in texts if isinstance(text, str)) > most:
+            message = f"{param}: together longer than {most} characters; send less in one request"
             raise ApiError(400, message, param=param, code="context_length_exceeded")
 
 
+MANY_PROMPTS = 4  # all prompts of a request together may be this many times as long as the longest prompt
 MOST_SCORES = 1 << 21  # log-probabilities in an answer with several choices: more than 100 MB
 
 
 def check_scores(sampling: Sampling, prompts: Sequence[PromptTokens], choices: int) -> None:
-    """Raises ApiError for more log-probabilities than can be told in one answer. One choice may have all it wants."""
+    """Raise ApiError for more log-probabilities than fit one answer; a single choice may have any number."""
 
     def numbers(tokens: int, top: int | None) -> int:
         return 0 if top is None else tokens * (top + 1)
@@ -62,8 +89,10 @@ def check_scores(sampling: Sampling, prompts: Sequence[PromptTokens], choices: i
 
 @dataclass(frozen=True)
 class Choosing:
-    """Where a strategy may have been named beside the body, and whose the request is."""
+    """The model as the answer tells it, where a strategy may be named beside the body, and whose the request is."""
 
+    model: str
+    system_fingerprint: str
     header: str | None
     alias: str | None
     tenant: str
@@ -75,6 +104,7 @@ class Job:
 
     id: str
     model: str
+    system_fingerprint: str
     prompts: Sequence[PromptTokens]
     choices: int  # that are written for each prompt
     submits: Sequence[Submit]  # of the first prompt, then of the second ...
@@ -111,34 +141,27 @@ def job_of(
         for p, prompt in enumerate(prompts)
         for choice in range(choices)
     ]
-    return Job(f"{kind}-{body.request_id or key}", body.model, prompts, choices, submits)
+    return Job(
+        f"{kind}-{body.request_id or key}",
+        how.model,
+        how.system_fingerprint,
+        prompts,
+        choices,
+        submits,
+    )
 
 
 def sampling_of(
     body: SamplingRequest, hello: Hello, *, max_tokens: int, logprobs: int | None, prompt_logprobs: int | None
 ) -> Sampling:
     """Of the first choice. Raises ApiError for tokens that the model does not have."""
-    for field_, ids in (("logit_bias", body.logit_bias), ("stop_token_ids", body.stop_token_ids)):
-        check_ids(list(ids), hello, field_)
+    check_ids(list(body.logit_bias), hello, "logit_bias")
+    check_ids(body.stop_token_ids, hello, "stop_token_ids")
+    check_ids(body.allowed_token_ids, hello, "allowed_token_ids")
     if body.min_tokens > max_tokens:
-        raise ApiError(400, f"min_tokens: should be at most {max_tokens}, the tokens there may be", param="min_tokens")
-    return Sampling(
-        max_tokens=max_tokens,
-        temperature=body.temperature,
-        top_k=max(0, body.top_k),
-        top_p=body.top_p,
-        min_p=body.min_p,
-        seed=(secrets.randbits(63) if body.seed is None else body.seed) % INT64,
-        ignore_eos=body.ignore_eos,
-        min_tokens=body.min_tokens,
-        stop_token_ids=tuple(body.stop_token_ids),
-        frequency_penalty=body.frequency_penalty,
-        presence_penalty=body.presence_penalty,
-        repetition_penalty=body.repetition_penalty,
-        logit_bias=tuple(body.logit_bias.items()),
-        logprobs=logprobs,
-        prompt_logprobs=prompt_logprobs,
-    )
+        message = f"min_tokens: should be at most {max_tokens}, the tokens there may be, not {body.min_tokens}"
+        raise ApiError(400, message, param="min_tokens")
+    return body.sampling(max_tokens, logprobs=logprobs, prompt_logprobs=prompt_logprobs)
 
 
 def _of_choice(sampling: Sampling, choice: int) -> Sampling:
@@ -163,16 +186,17 @@ def speculation_of(body: GenerationRequest) -> Speculation | None:
 
 
 def check_ids(ids: Sequence[int], hello: Hello, param: str) -> None:
-    """Raises ApiError for ids that are no tokens of the model."""
+    """Raise ApiError for ids that the model does not have."""
     if ids and not 0 <= min(ids) <= max(ids) < hello.vocab_size:
-        raise ApiError(400, f"{param}: token ids should be from 0 to {hello.vocab_size - 1}", param=param)
+        wrong = min(ids) if min(ids) < 0 else max(ids)
+        message = f"{param}: token ids should be from 0 to {hello.vocab_size - 1}, not {shown(wrong)}"
+        raise ApiError(400, message, param=param)
 
 
 def check_prompt(prompt: Sequence[int], max_tokens: int, hello: Hello) -> None:
-    """Raises ApiError for a prompt that the model has no tokens or no room for."""
+    """Raise ApiError for an empty prompt, one that does not fit the context, and ids that the model does not have."""
     if not prompt:
         raise ApiError(400, "prompt: should have at least one token", param="prompt")
-    check_ids(prompt, hello, "prompt")
     if len(prompt) + max_tokens > hello.max_seq_len:
         raise ApiError(
             400,
@@ -181,3 +205,4 @@ def check_prompt(prompt: Sequence[int], max_tokens: int, hello: Hello) -> None:
             param="prompt" if len(prompt) >= hello.max_seq_len else "max_tokens",
             code="context_length_exceeded",
         )
+    check_ids(prompt, hello, "prompt")  # takes long for more than fit

@@ -5,18 +5,20 @@ from __future__ import annotations
 from fastapi import APIRouter, Response
 
 from server.api.errors import documented
+from server.api.latest import Latest
 from server.engine.client import EngineClient
 
 
 def router(client: EngineClient) -> APIRouter:
     routes = APIRouter(tags=["kv cache"], responses=documented(503))
+    caches, in_effect = Latest(client, "kv_cache"), Latest(client, "settings")
 
     @routes.get("/v1/kv_cache")
     async def kv_cache() -> Response:
-        return Response(await client.query("kv_cache"), media_type="application/json")
+        return Response((await caches.get()).body, media_type="application/json")
 
     @routes.get("/v1/settings")
     async def settings() -> Response:
-        return Response(await client.query("settings"), media_type="application/json")
+        return Response((await in_effect.get()).body, media_type="application/json")
 
     return routes

@@ -1,8 +1,8 @@
 """A request from its headers to its end: the middleware around all others.
 
-Gives every response the header x-request-id, the client's own or a new one; tells its status as it begins, and 499
-where none did; answers exceptions that nobody expected; and tells of every request how it ended. Knows neither
-endpoints nor who listens.
+Gives every response the header x-request-id, the client's own or a new one, and x-ignored-fields where fields of the
+body have no effect; tells its status as it begins, and 499 where none did; answers exceptions that nobody expected;
+and tells of every request how it ended. Knows neither endpoints nor who listens.
 
 Plain ASGI, as Starlette's BaseHTTPMiddleware would hide disconnects.
 """
@@ -25,7 +25,9 @@ _SANE = re.compile(r"[\x21-\x7e]{1,128}")
 
 
 class Lifetime:
-    """Middleware. What is within leaves its error, and what it generates, in the state: `error`, `generation`."""
+    """Middleware. What is within leaves in the state its error, what it generates and what it ignores of the body:
+    `error`, `generation`, `ignored_fields`.
+    """
 
     def __init__(self, app: ASGIApp, responded: Callable[[int], None], ended: Callable[[Ended], None]) -> None:
         """`responded` hears the status of every response as it begins, `ended` of every request."""
@@ -37,15 +39,18 @@ class Lifetime:
         if scope["type"] != "http":
             return await self._app(scope, receive, send)
         began = time.monotonic()
-        headers = Headers(scope=scope)
-        request_id = _id_of(headers)
+        sent = Headers(scope=scope)
+        request_id = _id_of(sent)
         state = scope.setdefault("state", {})
         status: int | None = None
 
         async def send_with_id(message: Message) -> None:
             nonlocal status
             if message["type"] == "http.response.start":
-                MutableHeaders(scope=message)["x-request-id"] = request_id
+                headers = MutableHeaders(scope=message)
+                headers["x-request-id"] = request_id
+                if ignored := state.get("ignored_fields"):
+                    headers["x-ignored-fields"] = ignored
                 status = message["status"]
                 self._responded(message["status"])
             await send(message)
@@ -67,7 +72,7 @@ class Lifetime:
                     method=scope["method"],
                     path=scope["raw_path"].decode("latin-1"),
                     route=scope["path"],
-                    headers=headers,
+                    headers=sent,
                     status=status,
                     error=state.get("error"),
                     generation=state.get("generation"),
@@ -75,6 +80,7 @@ class Lifetime:
                     ended=time.monotonic(),
                 )
             )
+            state.clear()  # uvicorn keeps the scope until the connection's next request, and with it the prompts
 
 
 def _id_of(headers: Headers) -> str:

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from msgspec import Struct
 
 from server.engine.messages import TokenScore
 from server.text.output import Placed
-from server.text.tokenizer import Tokenizer
+from server.text.vocabulary import Vocabulary
+
+
+def id_of(token: int) -> str:
+    """Return a token's name where a request wants no texts, as vLLM writes it."""
+    return f"token_id:{token}"
 
 
 # ---------------------------------------------------------------- completions
@@ -32,27 +37,30 @@ def joined(one: CompletionLogprobs, other: CompletionLogprobs) -> CompletionLogp
 
 
 def completion_logprobs(
-    tokenizer: Tokenizer, tokens: Sequence[Placed], scores: Sequence[TokenScore | None], top: int, base: int = 0
+    name: Callable[[int], str], tokens: Sequence[Placed], scores: Sequence[TokenScore | None], top: int, base: int = 0
 ) -> CompletionLogprobs:
-    """Of tokens that are shown; a text begins at character `base` of the choice's. A token without a score: the first.
+    """Return the log-probabilities of tokens that are shown, each by its `name`.
 
-    The token itself is among the alternatives, so that there may be one more than `top`.
+    The text begins at character `base` of the choice's.
+
+    Only the first token may lack a score. The token itself is always among the alternatives, so that there may be one
+    more than `top`.
     """
     shown = [(placed, score) for placed, score in zip(tokens, scores, strict=True) if placed.shown]
     return CompletionLogprobs(
-        [tokenizer.token_string(placed.token) for placed, _ in shown],
+        [name(placed.token) for placed, _ in shown],
         [score.logprob if score else None for _, score in shown],
-        [_by_text(tokenizer, score, top) if score else None for _, score in shown],
+        [_by_name(name, score, top) if score else None for _, score in shown],
         [base + placed.offset for placed, _ in shown],
     )
 
 
-def _by_text(tokenizer: Tokenizer, score: TokenScore, top: int) -> dict[str, float]:
-    """Of several tokens that look alike the likeliest."""
-    alternatives = [*score.top[:top], *([(score.token, score.logprob)] if top else [])]
+def _by_name(name: Callable[[int], str], score: TokenScore, top: int) -> dict[str, float]:
+    """Return log-probabilities by the tokens' names; of tokens with the same name that of the likeliest."""
+    alternatives = [*score.top[:top], (score.token, score.logprob)]
     found: dict[str, float] = {}
     for token, logprob in sorted(alternatives, key=lambda pair: -pair[1]):
-        found.setdefault(tokenizer.token_string(token), logprob)
+        found.setdefault(name(token), logprob)
     return found
 
 
@@ -76,10 +84,11 @@ class ChatLogprobs(Struct):
 
 
 def chat_logprobs(
-    tokenizer: Tokenizer, tokens: Sequence[Placed], scores: Sequence[TokenScore], top: int
+    tokenizer: Vocabulary, tokens: Sequence[Placed], scores: Sequence[TokenScore], top: int, *, by_id: bool = False
 ) -> ChatLogprobs:
     def alternative(token: int, logprob: float) -> Alternative:
-        return Alternative(_text(tokenizer, token), logprob, list(tokenizer.token_bytes(token)))
+        name = id_of(token) if by_id else _text(tokenizer, token)
+        return Alternative(name, logprob, list(tokenizer.token_bytes(token)))
 
     content = []
     for score in (score for placed, score in zip(tokens, scores, strict=True) if placed.shown):
@@ -89,7 +98,7 @@ def chat_logprobs(
     return ChatLogprobs(content)
 
 
-def _text(tokenizer: Tokenizer, token: int) -> str:
+def _text(tokenizer: Vocabulary, token: int) -> str:
     return tokenizer.token_bytes(token).decode(errors="replace")
 
 
@@ -105,8 +114,8 @@ class PromptLogprob(Struct):
 PromptLogprobs = list[dict[str, PromptLogprob] | None]
 
 
-def prompt_logprobs(tokenizer: Tokenizer, scores: Sequence[TokenScore], top: int) -> PromptLogprobs:
-    """By place, then by token id; the first token has none."""
+def prompt_logprobs(tokenizer: Vocabulary, scores: Sequence[TokenScore], top: int) -> PromptLogprobs:
+    """Return log-probabilities by place, then by token id; the first token has none."""
     told: PromptLogprobs = [None]
     for score in scores:
         ranked = [(token, logprob, rank) for rank, (token, logprob) in enumerate(score.top[:top], 1)]

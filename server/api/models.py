@@ -1,15 +1,20 @@
-"""GET /v1/models: the model, and a name for it under each KV-cache strategy, `name:instance`."""
+"""GET /v1/models: the model, and where asked a name for it under each KV-cache strategy, `name:instance`."""
 
 from __future__ import annotations
 
 import time
-from typing import Any
+from typing import Annotated, Any
 
-from fastapi import APIRouter
+from fastapi import APIRouter, Query
 
 from server.api.errors import ApiError, documented
 from server.engine.client import EngineClient
 from server.engine.messages import Hello, Strategy
+
+
+def name_of(hello: Hello, model: str | None, *, any_name: bool = False) -> str:
+    """Return the name that a request's model has here: the served model's for none, and for any other if `any_name`."""
+    return hello.model if not model or (any_name and model not in _names(hello)) else model
 
 
 def instance_of(hello: Hello, model: str) -> str | None:
@@ -18,14 +23,20 @@ def instance_of(hello: Hello, model: str) -> str | None:
     return strategy.name if strategy else None
 
 
-def router(client: EngineClient) -> APIRouter:
+def router(client: EngineClient, *, list_strategies: bool) -> APIRouter:
+    """Return the routes; with `list_strategies` names with a strategy are listed unless a request says no."""
     routes = APIRouter(prefix="/v1/models", tags=["models"], responses=documented(503))
     created = int(time.time())
 
     @routes.get("")
-    async def list_models() -> dict[str, Any]:
+    async def list_models(
+        strategies: Annotated[
+            bool, Query(description="also list the model's names under each strategy")
+        ] = list_strategies,
+    ) -> dict[str, Any]:
         hello = client.served()
-        return {"object": "list", "data": [_described(hello, name, created) for name in _names(hello)]}
+        listed = [name for name, strategy in _names(hello).items() if strategies or strategy is None]
+        return {"object": "list", "data": [_described(hello, name, created) for name in listed]}
 
     @routes.get("/{model:path}", responses=documented(404))
     async def get_model(model: str) -> dict[str, Any]:

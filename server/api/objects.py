@@ -51,14 +51,14 @@ class Choice(Struct, kw_only=True):
     finish_reason: str | None = None
     stop_reason: str | int | UnsetType = UNSET  # as in vLLM
     token_ids: list[int] | UnsetType = UNSET
-    prompt_token_ids: list[int] | UnsetType = UNSET
-    prompt_logprobs: PromptLogprobs | UnsetType = UNSET
     kv_cache: Explanation | UnsetType = UNSET
 
 
 class CompletionChoice(Choice, kw_only=True):
     text: str = ""
     logprobs: CompletionLogprobs | None = None
+    prompt_token_ids: list[int] | UnsetType = UNSET
+    prompt_logprobs: PromptLogprobs | UnsetType = UNSET
 
 
 class Answer(Struct, kw_only=True):
@@ -67,6 +67,7 @@ class Answer(Struct, kw_only=True):
     id: str
     created: int
     model: str
+    system_fingerprint: str
     usage: Usage | UnsetType | None = UNSET
     kv_cache: KVCacheChoice | UnsetType = UNSET
 
@@ -98,11 +99,18 @@ class ChatChunkChoice(Choice, kw_only=True):
     logprobs: ChatLogprobs | None = None
 
 
-class ChatCompletion(Answer, kw_only=True):
+class ChatAnswer(Answer, kw_only=True):
+    """What is told of the prompt stands beside the choices, as in vLLM; completions have it in each choice."""
+
+    prompt_token_ids: list[int] | UnsetType = UNSET
+    prompt_logprobs: PromptLogprobs | UnsetType = UNSET
+
+
+class ChatCompletion(ChatAnswer, kw_only=True):
     choices: list[ChatChoice]
     object: Literal["chat.completion"] = "chat.completion"
 
 
-class ChatChunk(Answer, kw_only=True):
+class ChatChunk(ChatAnswer, kw_only=True):
     choices: list[ChatChunkChoice]
     object: Literal["chat.completion.chunk"] = "chat.completion.chunk"

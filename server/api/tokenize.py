@@ -1,8 +1,13 @@
-"""POST /tokenize and /detokenize, as vLLM has them: text or messages to token ids, and back. Needs no engine's step."""
+"""What is asked of the tokenizer and the chat template alone: no step of the engine runs.
+
+POST /tokenize and /detokenize and GET /tokenizer_info, as vLLM has them; POST /apply-template, as llama.cpp.
+"""
 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Mapping
+from typing import Any
 
 import msgspec
 from fastapi import APIRouter, Response
@@ -10,14 +15,17 @@ from pydantic import Field, ValidationInfo, field_validator
 
 from server.api.answers import Serving
 from server.api.body import JsonRoute
-from server.api.conversation import Message, Rendering, prompt_of
-from server.api.errors import documented
-from server.api.jobs import check_ids
-from server.api.models import instance_of
-from server.api.schemas import Body, LongList
-from server.engine.client import EngineClient
+from server.api.chat import ChatRequest
+from server.api.conversation import Message, Messages, Rendering, encoded_chat, texts_of
+from server.api.errors import ApiError, documented
+from server.api.jobs import Most, check_ids
+from server.api.models import instance_of, name_of
+from server.api.schemas import Body, TokenIds
 from server.engine.messages import Hello
-from server.text.tokenizer import Tokenizer
+from server.text.tokenizer import TokenizerBase
+from server.text.vocabulary import Vocabulary
+
+MOST_DECODED = 2**16  # tokens of /detokenize, where the context is shorter: decoding holds the interpreter's lock
 
 
 class TokenizeRequest(Rendering):
@@ -25,7 +33,7 @@ class TokenizeRequest(Rendering):
 
     model: str | None = Field(None, description="default: the model that is served")
     prompt: str | None = Field(None, description="a text; or else messages")
-    messages: LongList[Message] | None = Field(None, min_length=1, validate_default=True)
+    messages: Messages | None = Field(None, min_length=1, validate_default=True)
     add_special_tokens: bool | None = Field(
         None, description="default: true for a prompt; false for messages, as the chat template writes them"
     )
@@ -43,7 +51,11 @@ class DetokenizeRequest(Body):
     """Body of POST /detokenize."""
 
     model: str | None = Field(None, description="default: the model that is served")
-    tokens: LongList[int]
+    tokens: TokenIds
+
+
+class ApplyTemplateRequest(ChatRequest):
+    """Body of POST /apply-template: what a chat's is. What is not about the prompt has no effect."""
 
 
 class Tokens(msgspec.Struct):
@@ -57,41 +69,63 @@ class Text(msgspec.Struct):
     prompt: str
 
 
-def router(serving: Serving) -> APIRouter:
+def router(serving: Serving, info: Mapping[str, Any] | None = None) -> APIRouter:
+    """Return the routes; /tokenizer_info is among them if there is `info` to tell."""
     tokenizer = serving.tokenizer
     routes = APIRouter(route_class=JsonRoute, tags=["tokens"], responses=documented(400, 404, 413, 503))
 
     @routes.post("/tokenize")
     async def tokenize(body: TokenizeRequest) -> Response:
-        hello = _served(serving.client, body.model)
-        text = body.prompt
-        serving.most.check_text(text, "prompt")
-        if body.messages is not None:
-            text = await prompt_of(tokenizer.chat, body.messages, body, serving.most.prompt_characters)
-        assert text is not None, "one of both is there"
-        special = body.messages is None if body.add_special_tokens is None else body.add_special_tokens
-        ids = await tokenizer.encode(text, add_special_tokens=special)
+        hello = _served(serving, body.model)
+        ids = await _ids(tokenizer, body, serving.most)
         strings = await asyncio.to_thread(_pieces, tokenizer, ids) if body.return_token_strs else None
         return _json(Tokens(len(ids), hello.max_seq_len, ids, strings))
 
     @routes.post("/detokenize")
     async def detokenize(body: DetokenizeRequest) -> Response:
-        hello = _served(serving.client, body.model)
+        hello = _served(serving, body.model)
+        if len(body.tokens) > (most := max(hello.max_seq_len, MOST_DECODED)):
+            raise ApiError(400, f"tokens: should be at most {most}", param="tokens", code="context_length_exceeded")
         check_ids(body.tokens, hello, "tokens")
-        return _json(Text(await asyncio.to_thread(tokenizer.decode, body.tokens, skip_special_tokens=False)))
+        return _json(Text(await tokenizer.decode_many(body.tokens, skip_special_tokens=False)))
+
+    @routes.post("/apply-template")
+    async def apply_template(body: ApplyTemplateRequest) -> Response:
+        _served(serving, body.model)
+        serving.most.check_together(texts_of(body.messages), "messages")
+        longest = serving.most.prompt_characters
+        return _json(Text((await encoded_chat(tokenizer, body.messages, body, longest, add_special_tokens=False)).text))
+
+    if info is not None:
+        content = msgspec.json.encode(info)
+
+        @routes.get("/tokenizer_info")
+        async def get_tokenizer_info() -> Response:
+            return Response(content, media_type="application/json")
 
     return routes
 
 
-def _served(client: EngineClient, model: str | None) -> Hello:
+async def _ids(tokenizer: TokenizerBase, body: TokenizeRequest, most: Most) -> list[int]:
+    """Return the ids of a request's prompt or messages. Raises ApiError, TextError."""
+    special = body.messages is None if body.add_special_tokens is None else body.add_special_tokens
+    if body.messages is not None:
+        most.check_together(texts_of(body.messages), "messages")
+        longest = most.prompt_characters
+        return (await encoded_chat(tokenizer, body.messages, body, longest, add_special_tokens=special)).ids
+    assert body.prompt is not None, "one of both is there"
+    most.check_text(body.prompt, "prompt")
+    return await tokenizer.encode(body.prompt, add_special_tokens=special)
+
+
+def _served(serving: Serving, model: str | None) -> Hello:
     """Raises EngineLost, and ApiError 404 for another model."""
-    hello = client.served()
-    if model is not None:
-        instance_of(hello, model)
+    hello = serving.client.served()
+    instance_of(hello, name_of(hello, model, any_name=serving.any_model_name))
     return hello
 
 
-def _pieces(tokenizer: Tokenizer, ids: list[int]) -> list[str]:
+def _pieces(tokenizer: Vocabulary, ids: list[int]) -> list[str]:
     return [tokenizer.piece(token) for token in ids]
 
 

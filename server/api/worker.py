@@ -13,47 +13,73 @@ import os
 import resource
 import signal
 import socket
-import sys
+import threading
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import uvicorn
 
 from config.settings import Settings
+from config.sizes import parse_bytes
 from server.api.app import create_app
 from server.api.connection import connections
 from server.api.errors import ApiError
 from server.api.observations import Observations
 from server.engine.client import EngineClient
+from server.engine.lifeline import STOP
+from server.engine.supervision import WorkerTies
 from server.logs import quote_no_exceptions
-from server.text.tokenizer import Tokenizer
+from server.text.sandbox import CallLimits, SandboxedTokenizer
+from server.text.tokenizer import TokenizerBase
 
 log = logging.getLogger(__name__)
 
 KEEP_ALIVE = 75  # seconds; longer than clients keep idle connections, so that none is closed as it is used again
 MOST_OPEN_FILES = 65_536
-LAST_WORDS = 3  # seconds after the drain, for those who are told that it is over; the supervisor waits a little longer
+LAST_WORDS = 3  # seconds after the drain, to send the last errors; the supervisor waits a little longer
 
 
-def serve_worker(settings: Settings, socket_path: str | os.PathLike[str], listening_socket: socket.socket) -> None:
-    """Serves until SIGTERM, then finishes what runs and exits. Raises SettingsError."""
+def serve_worker(
+    settings: Settings,
+    socket_path: str | os.PathLike[str],
+    listening_socket: socket.socket,
+    ties: WorkerTies | None = None,
+) -> None:
+    """Serve until STOP, then finish the running requests and return. Raises SettingsError."""
     if not settings.log_prompts:
         quote_no_exceptions()
-    signal.signal(signal.SIGTERM, _exit)  # uvicorn has its own while it runs, and then raises the signal once more
     allow_many_connections()
-    tokenizer = Tokenizer.from_directory(Path(settings.model))
-    Server(settings, EngineClient(socket_path), tokenizer).run(sockets=[listening_socket])
+    limits = CallLimits(settings.text_timeout, parse_bytes(settings.text_memory))
+    tokenizer = SandboxedTokenizer(Path(settings.model), limits)
+    if ties is None:
+        Server(settings, EngineClient(socket_path), tokenizer).run(sockets=[listening_socket])
+        return
+    client, metrics = EngineClient(socket_path, ties.recovery.seconds), ties.metrics_socket
+    sockets = [listening_socket] if metrics is None else [listening_socket, metrics]
+    Server(settings, client, tokenizer, metrics, beat=ties.heartbeat.beat).run(sockets=sockets)
 
 
 class Server(uvicorn.Server):
     """The application in uvicorn. Requests that do not end while it drains get an error, not a cut connection."""
 
-    def __init__(self, settings: Settings, client: EngineClient, tokenizer: Tokenizer) -> None:
+    def __init__(
+        self,
+        settings: Settings,
+        client: EngineClient,
+        tokenizer: TokenizerBase,
+        metrics_socket: socket.socket | None = None,
+        *,
+        beat: Callable[[], None] = lambda: None,
+    ) -> None:
+        """Wrap the application; `beat` is called every 0.1 s, and /metrics is on `metrics_socket` if there is one."""
         self._client = client
+        self._beat = beat
         self._drain_seconds = settings.drain_seconds
         observations = Observations(client)
+        metrics_port = None if metrics_socket is None else metrics_socket.getsockname()[1]
         config = uvicorn.Config(
-            create_app(settings, client, tokenizer, observations),
+            create_app(settings, client, tokenizer, observations, metrics_port),
             loop="uvloop",
             http=connections(
                 settings.max_header_bytes, settings.header_timeout, settings.body_timeout, observations.responded
@@ -68,18 +94,42 @@ class Server(uvicorn.Server):
         )
         super().__init__(config)
 
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Handle STOP; uvicorn's own handlers are for signals that only the supervisor answers."""
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+        before = signal.signal(STOP, self._stop)
+        try:
+            yield
+        finally:
+            signal.signal(STOP, before)
+
+    def _stop(self, *_: object) -> None:
+        self.should_exit = True
+
+    async def on_tick(self, counter: int) -> bool:
+        self._beat()
+        return await super().on_tick(counter)
+
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         asyncio.get_running_loop().set_exception_handler(_log_exception)
         await super().startup(sockets)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        error = ApiError(503, "the server stops, and the request did not end in time", code="server_stopping")
+        error = ApiError(
+            503,
+            "the server stops, and the request did not end in time; try again",
+            code="server_stopping",
+            retry_after=self._client.back_in(),
+        )
         asyncio.get_running_loop().call_later(self._drain_seconds, self._client.end, error)
         await super().shutdown(sockets)
 
 
 def allow_many_connections() -> None:
-    """Each is an open file, of which systems allow a process 1024 or fewer until it asks for more."""
+    """Raise the limit of open files, as each connection is one: the usual limit is 1024 or fewer."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = MOST_OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, MOST_OPEN_FILES)
     if soft != resource.RLIM_INFINITY and soft < wanted:
@@ -88,9 +138,5 @@ def allow_many_connections() -> None:
 
 
 def _log_exception(_: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-    """Without asyncio's message, which may quote what clients sent."""
+    """Log an exception without asyncio's message, which may quote what clients sent."""
     log.error("a task or a callback failed", exc_info=context.get("exception"))
-
-
-def _exit(*_: object) -> None:
-    sys.exit(0)

@@ -13,12 +13,11 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import NamedTuple, get_args
 
-import torch
-
 from config.errors import SettingsError
 from config.settings import ModelImpl, load
 from server.engine.build import Engine, build_engine
-from server.engine.sequence import CachedSequence
+from server.engine.generate import generate
+from server.engine.messages import Sampling
 from server.models.full_context import debug_generate_full_context
 
 LENGTHS = (64, 256, 1024)
@@ -62,28 +61,20 @@ def measure(engine: Engine, lengths: Sequence[int]) -> list[Result]:
     ways[FULL_CONTEXT] = partial(debug_generate_full_context, engine.core.model, [0])
     results = []
     for length in lengths:
-        for name, generate in ways.items():
+        for name, generated in ways.items():
             print(f"\r{name}, {length} tokens ...\033[K", end="", file=sys.stderr, flush=True)
-            generate(8)  # warm
+            generated(8)  # warm
             began = time.perf_counter()
-            generate(length)
+            generated(length)
             results.append(Result(name, length, length / (time.perf_counter() - began)))
     print("\r\033[K", end="", file=sys.stderr)
     return results
 
 
-@torch.inference_mode()
 def generate_cached(engine: Engine, strategy: str, num_tokens: int) -> list[int]:
     """Greedy tokens after token 0, one step each."""
-    model = engine.core.model
-    sequence = CachedSequence(engine.core.caches[strategy], model.device)
-    ids = [0]
-    for _ in range(num_tokens):
-        logits = model.forward(torch.tensor(ids[-1:], device=model.device), sequence.begin(1))
-        sequence.commit()
-        ids.append(int(logits.argmax()))
-    sequence.close()
-    return ids[1:]
+    sampling = Sampling(num_tokens, temperature=0.0, ignore_eos=True)
+    return [token for token, _ in generate(engine.core.model, engine.core.caches[strategy], [0], sampling)]
 
 
 def table(results: Sequence[Result]) -> str:

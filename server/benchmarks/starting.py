@@ -19,6 +19,7 @@ import psutil
 
 from server.benchmarks.streaming import Server, is_engine, model_of, play
 from server.measuring.running import RunError, Served, serving, sigterm_as_ctrl_c
+from server.text.text_process import MODULE
 
 SAMPLE = 0.1  # seconds between two looks at the memory
 FIRST_ID, IDS = 10, 256  # prompts are of these tokens, which every model has
@@ -80,7 +81,7 @@ def measure(flags: Sequence[str], rounds: int, streams: int, prompt: int, tokens
 def memory(supervisor: psutil.Process) -> dict[str, Memory]:
     """By what a process is for; "all" is the sum."""
     found: dict[str, Memory] = {}
-    for process in (supervisor, *supervisor.children()):
+    for process in (supervisor, *supervisor.children(recursive=True)):
         role = "supervisor" if process == supervisor else role_of(process)
         full = process.memory_full_info()
         before = found.get(role, Memory(0, 0))
@@ -91,6 +92,8 @@ def memory(supervisor: psutil.Process) -> dict[str, Memory]:
 def role_of(child: psutil.Process) -> str:
     if any("resource_tracker" in word for word in child.cmdline()):
         return "resource tracker"
+    if MODULE in child.cmdline():
+        return "text"
     return "engine" if is_engine(child) else "API"
 
 

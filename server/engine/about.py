@@ -21,7 +21,7 @@ from server.models.decoder import Decoder
 from server.version import version
 
 PRIVATE = frozenset(
-    {"api_keys", "admin_token", "otlp_traces_endpoint", "revision", "weights_cache"}
+    {"api_keys", "key_limits", "admin_token", "metrics_key", "otlp_traces_endpoint", "revision", "weights_cache"}
 )  # and `model` may be a path
 
 
@@ -43,19 +43,20 @@ def about(engine: Engine, restarts: int = 0) -> About:
 
 
 def versions() -> dict[str, str]:
-    """Of what runs."""
+    """Return the versions of the server and of what it runs on."""
     return {
         "version": version(),
         "python": platform.python_version(),
-        "torch": torch.__version__,
+        "torch": str(torch.__version__),  # which is a class of its own
         "transformers": metadata.version("transformers"),
     }
 
 
 def in_effect(engine: Engine) -> dict[str, Any]:
-    """All settings but private ones, and what came of those that were left to the server."""
+    """Return all settings but private ones, with the values that the server chose where they were left to it."""
     settings, core = engine.settings, engine.core
     limits, arena = core.scheduler.limits, core.arena
+    max_body_bytes, max_inflight_body_bytes = settings.body_bytes(limits.max_seq_len)
     return settings.model_dump(mode="json", exclude=set(PRIVATE)) | {
         "model": engine.name,
         "model_name": ",".join((engine.name, *engine.aliases)),
@@ -68,6 +69,8 @@ def in_effect(engine: Engine) -> dict[str, Any]:
         "kv_memory_bytes": arena.pages * arena.page_bytes,
         "kv_page_bytes": arena.page_bytes,
         "max_seq_len": limits.max_seq_len,
+        "max_body_bytes": max_body_bytes,
+        "max_inflight_body_bytes": max_inflight_body_bytes,
         "max_step_tokens": limits.max_step_tokens,
     }
 
@@ -107,6 +110,11 @@ def shares(arena: Arena, name: str) -> dict[str, int]:
     """An instance's floor and limit, as they are now."""
     floor, limit = arena.share(name)
     return {"floor_bytes": floor * arena.page_bytes, "limit_bytes": limit * arena.page_bytes}
+
+
+def memory_of(arena: Arena) -> dict[str, int]:
+    """The KV memory that there is or will be, and what of it the system has given; less, if memory has run out."""
+    return {"bytes": arena.total * arena.page_bytes, "usable_bytes": arena.usable * arena.page_bytes}
 
 
 def describe_caches(engine: Engine) -> list[dict[str, Any]]:

@@ -6,7 +6,7 @@ Knows neither who is told, nor what runs next.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from torch import Tensor
 
@@ -56,13 +56,26 @@ def record_of(request: Request, outcome: Outcome) -> RequestRecord:
     )
 
 
-def prompt_scores(request: Request, logits: Tensor) -> PromptScores:
-    """How likely the tokens of the prompt are that stand one behind those of the row; logits [row, V]."""
+def prompt_scores(request: Request, num_tokens: int, logits: Tensor) -> PromptScores:
+    """Return how likely the tokens of the prompt are that follow those of a row; logits [num_tokens, V].
+
+    Tokens that are computed once more, after a preemption, and were scored before are left out.
+    """
     seat, wanted = request.seat, request.sampling.prompt_logprobs
     assert seat is not None
     assert wanted is not None
-    first = seat.length - len(logits) + 1
-    start = max(first, request.scored + 1)  # what is computed once more has been told
-    tokens = request.tokens[start : min(seat.length + 1, request.prompt_tokens)]
-    request.scored += len(tokens)
+    first = seat.length + 1
+    start = max(first, request.scored + 1)
+    tokens = request.tokens[start : min(seat.length + num_tokens + 1, request.prompt_tokens)]
     return PromptScores(request.key[1], scores(logits[start - first :][: len(tokens)], tokens, wanted))
+
+
+def merged_parts(parts: Iterable[Mapping[str, StepPart]]) -> dict[str, StepPart]:
+    """Return the rows of several steps as those of one."""
+    merged: dict[str, StepPart] = {}
+    for name, part in (item for each in parts for item in each.items()):
+        before = merged.get(name, StepPart())
+        merged[name] = StepPart(
+            before.decode_rows + part.decode_rows, before.prefill_rows + part.prefill_rows, before.tokens + part.tokens
+        )
+    return merged

@@ -9,6 +9,7 @@ from collections.abc import Collection, Sequence
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from server.engine.draw import Text
@@ -16,7 +17,8 @@ from server.engine.messages import Sampling
 
 
 def adjusted(logits: Tensor, sampling: Sampling, text: Text, banned: Collection[int] = ()) -> Tensor:
-    """logits [V] -> new ones: repetition, frequency and presence penalties, then the bias, then -inf for `banned`.
+    """logits [V] -> new ones: repetition, frequency and presence penalties, then the bias, then -inf for tokens that
+    are `banned` or not allowed.
 
     Repetition (Keskar et al. 2019) counts prompt and output, the other two (OpenAI's) the output alone. A logit that
     a penalty near 0 makes too large for its type stays the largest there is.
@@ -36,7 +38,15 @@ def adjusted(logits: Tensor, sampling: Sampling, text: Text, banned: Collection[
         logits[list(biased)] += torch.tensor(by, dtype=logits.dtype, device=logits.device)
     if banned:
         logits[list(banned)] = -torch.inf
+    if sampling.allowed_token_ids:
+        allowed = torch.from_numpy(allowed_ids(sampling)).to(logits.device)
+        logits = torch.full_like(logits, -torch.inf).index_copy_(0, allowed, logits[allowed])
     return logits
+
+
+def allowed_ids(sampling: Sampling) -> NDArray[np.int64]:
+    """Return the token ids of `allowed_token_ids`, in an array that may be written to."""
+    return np.frombuffer(sampling.allowed_token_ids, np.int64).copy()
 
 
 def _counted(tokens: Sequence[int], like: Tensor) -> tuple[Tensor, Tensor]:

@@ -5,20 +5,24 @@ What cannot work is found here, and raised as SettingsError with what to change.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import errno
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
 
 from cache_strategies import registry
-from cache_strategies.base import Geometry
+from cache_strategies.base import Geometry, KVCache
 from cache_strategies.registry import Instance
+from cache_strategies.table import TableCache
 from config.errors import SettingsError
 from config.settings import Settings
 from config.sizes import parse_bytes
 from kernels.arena import Arena
+from kernels.check_memory import memory_fault
 from kernels.cpu.backend import CpuOps
 from kernels.cpu.stack import MAX_DIM
 from kernels.device import Device
@@ -47,6 +51,7 @@ from server.models.directory import locate
 from server.models.load import describe, load_model
 
 DEFAULT_MAX_SEQ_LEN = 8192
+FIRST_BYTES = 64 << 20  # of KV memory that are there when the engine is ready, and more where a sequence takes more
 
 
 @dataclass(frozen=True)
@@ -64,9 +69,12 @@ class Engine:
     max_seq_len: int
 
 
-def build_engine(settings: Settings) -> Engine:
-    """Loads the model and takes the memory. Raises SettingsError."""
-    directory = locate(settings.model, settings.revision)
+def build_engine(settings: Settings, *, gradual: bool = False) -> Engine:
+    """Load the model and allocate the KV memory; with `gradual`, what of it the first steps need. Raises SettingsError.
+
+    The rest of a CPU's KV memory then comes in the background, and Core.step takes it.
+    """
+    directory = locate(settings.model, settings.revision, allow_symlinks=settings.allow_symlinks)
     facts = describe(directory, settings.model_impl)
     instances = registry.declared(settings.strategies)
     device = choose_device(settings.device)
@@ -92,18 +100,23 @@ def build_engine(settings: Settings) -> Engine:
     page = registry.page_bytes(instances, geometry)
     pages = _pages(settings, instances, geometry, page, device.tensors)
     with _room_for(f"KV memory of {pages * page} bytes", "give a smaller kv_memory"):
-        arena = Arena(pages, page, device.tensors)
-    caches = registry.build(instances, geometry, arena, ops, str(directory))
+        arena = Arena(pages, page, device.tensors, gradual=gradual and device.tensors.type == "cpu")
+        caches = registry.build(instances, geometry, arena, ops, str(directory))
+        arena.touch(max(registry.pages_needed(instances, geometry), FIRST_BYTES // page))
+        arena.touch_rest(partial(free_memory, device.tensors))
+    _check_memory(caches, arena, geometry, kernels)
     limits = Limits(
         max_num_seqs=settings.max_num_seqs,
         max_step_tokens=max_step_tokens,
         max_waiting=settings.max_waiting,
         max_seq_len=max_seq_len,
-        kv_bytes=arena.pages * arena.page_bytes,
+        kv_bytes=arena.usable * arena.page_bytes,
         kv_overcommit=settings.kv_overcommit,
         max_step_scores=max_step_scores,
         num_speculative_tokens=settings.num_speculative_tokens,
         max_speculative_tokens=settings.max_speculative_tokens,
+        priority_aging=settings.priority_aging,
+        max_priority_wait=settings.max_priority_wait,
     )
     selector = Selector(caches.keys(), settings.rules, settings.default_strategy)
     core = Core(model, caches, arena, Scheduler(limits), selector, Stopwatch(ops, device.tensors), ops)
@@ -127,6 +140,10 @@ def _room_for(what: str, advice: str) -> Iterator[None]:
         if not any(words in str(error) for words in ("out of memory", "Invalid buffer size")):
             raise
         raise SettingsError(f"{what} is too large for the device's memory: {advice}; torch says: {error}") from None
+    except (MemoryError, OSError) as error:
+        if isinstance(error, OSError) and error.errno != errno.ENOMEM:
+            raise
+        raise SettingsError(f"{what} is too large for this process: {advice}; the system says: {error}") from None
 
 
 def _model(
@@ -156,6 +173,29 @@ def _rehearse(settings: Settings, model: Model, max_step_tokens: int, max_step_s
     rows = settings.max_num_seqs
     with _room_for(f"a step of {max_step_tokens} tokens", "lower max_step_tokens or max_num_seqs"):
         rehearse(model, tokens=max_step_tokens + rows, logits=min(max_step_scores, max_step_tokens) + rows)
+
+
+def _check_memory(caches: Mapping[str, KVCache], arena: Arena, geometry: Geometry, kernels: Loaded) -> None:
+    """Raises SettingsError if the operations fail in the memory of a strategy, though they passed in a small one.
+
+    Each is tried in the block that it would get first. On a device, where offsets are what is unproven, in the last one
+    of all, too.
+    """
+    for name, cache in caches.items():
+        if not isinstance(cache, TableCache):
+            continue
+        store = cache.store
+        first = arena.take(name, store.run)
+        assert first is not None, "there is room for the longest sequence of each"
+        blocks = [first] if store.device.type == "cpu" else [first, store.num_blocks - 1]
+        faults = (memory_fault(kernels.ops, store, block, geometry.layers, geometry.kv_dtype) for block in blocks)
+        fault = next(filter(None, faults), None)
+        arena.give(name, first, store.run)
+        if fault is not None:
+            raise SettingsError(
+                f"the kernels ({kernels.words}) fail in the KV memory of {name!r}: {fault}; lower max_seq_len or "
+                "kv_memory, or have plain torch compute with kernels='reference'"
+            )
 
 
 def _check_row_invariant(ops: Ops) -> None:

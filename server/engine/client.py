@@ -14,8 +14,11 @@ from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from typing import Literal, cast
 
+import msgspec
+
 from server.engine import wire
 from server.engine.messages import (
+    Admitted,
     Answer,
     Cancel,
     Command,
@@ -24,6 +27,7 @@ from server.engine.messages import (
     FromEngine,
     Hello,
     Observed,
+    Profile,
     Query,
     Question,
     RequestEvent,
@@ -46,7 +50,11 @@ class EngineRefused(Exception):
 
 
 class EngineLost(Exception):
-    """The engine is not there, or went away before it had answered."""
+    """The engine is not there, or went away before it had answered; it is expected in `retry_after` seconds."""
+
+    def __init__(self, message: str, retry_after: float = 0.0) -> None:
+        super().__init__(message)
+        self.retry_after = retry_after
 
 
 class Stream:
@@ -125,21 +133,25 @@ class Stream:
 class EngineClient:
     """The engine at the Unix socket `path`, from `start` (or `async with`) to `close`. One event loop only."""
 
-    def __init__(self, path: str | os.PathLike[str]) -> None:
+    def __init__(self, path: str | os.PathLike[str], back_in: Callable[[], float] = lambda: 0.0) -> None:
+        """Make an unconnected client; `back_in` returns the seconds until a lost engine is expected back."""
         self.hello: Hello | None = None  # what the engine serves; None while it is not connected
         self.patience = 10.0  # seconds; the engine answers a query between two steps
+        self.era = object()  # replaced after each command and with each engine: earlier answers are then out of date
+        self.back_in = back_in
         self._path = os.fspath(path)
         self._connection: _Connection | None = None
         self._streams: dict[str, Stream] = {}  # by request id
+        self._queue_seconds = 0.0  # that the latest admitted request waited: an estimate of when a full queue has room
         self._queries: dict[int, asyncio.Future[Answer]] = {}
         self._query_ids = itertools.count()
         self._task: asyncio.Task[None] | None = None
-        self._ended: Exception | None = None  # why no request is taken any more
+        self._ended: Exception | None = None  # why no request is accepted any more
 
     def served(self) -> Hello:
-        """What the engine serves. Raises EngineLost while it is not there."""
+        """Return what the engine serves. Raises EngineLost while it is not connected."""
         if self.hello is None:
-            raise EngineLost("the engine is not ready; try again")
+            raise self._lost("the engine is not ready; try again")
         return self.hello
 
     # ------------------------------------------------------------ requests
@@ -170,21 +182,31 @@ class EngineClient:
         for stream in set(self._streams.values()):
             stream.fail(error)
 
-    async def query(self, what: Question | Command) -> bytes:
-        """The engine's answer. Raises EngineRefused; EngineLost, also when there is none within `patience` seconds."""
+    async def query(self, what: Question | Command | Profile, patience: float | None = None) -> bytes:
+        """Return the body of the engine's answer. Raises EngineRefused, and as `ask`."""
+        answer = await self.ask(what, patience)
+        if answer.refused is not None:
+            raise EngineRefused(answer.refused)
+        return answer.body
+
+    async def ask(self, what: Question | Command | Profile, patience: float | None = None) -> Answer:
+        """Return the engine's answer, which may be a refusal. Raises EngineLost, also after `patience` seconds.
+
+        None stands for the client's own patience.
+        """
+        patience = self.patience if patience is None else patience
         query_id = next(self._query_ids)
         future: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
         self._send(Query(query_id, what))
         self._queries[query_id] = future
         try:
-            answer = await asyncio.wait_for(future, self.patience)
+            return await asyncio.wait_for(future, patience)
         except TimeoutError:
-            raise EngineLost(f"the engine did not answer within {self.patience:g} s; try again") from None
+            raise self._lost(f"the engine did not answer within {patience:g} s; try again") from None
         finally:
             self._queries.pop(query_id, None)
-        if answer.refused is not None:
-            raise EngineRefused(answer.refused)
-        return answer.body
+            if not isinstance(what, str | Profile):
+                self.era = object()
 
     def tell(self, observed: Observed) -> None:
         """Raises EngineLost while there is no engine."""
@@ -198,6 +220,8 @@ class EngineClient:
         """In one piece, so that requests that belong together arrive together."""
         self.served()
         assert self._connection is not None, "who was greeted is connected"
+        if self._connection.transport.is_closing():  # the engine has just ended, and `hello` is about to go
+            raise self._lost("the engine is not ready; try again")
         self._connection.transport.write(b"".join(map(wire.frame, messages)))
 
     # ------------------------------------------------------------ the connection
@@ -244,13 +268,17 @@ class EngineClient:
     def _dispatch(self, event: FromEngine) -> None:
         match event:
             case Hello():
-                self.hello = event
+                self.hello, self.era = event, object()
                 log.info("connected to the engine, which serves %s", event.model)
             case Answer():
                 answer = self._queries.get(event.query_id)
                 if answer is not None and not answer.done():
                     answer.set_result(event)
             case _:
+                if isinstance(event, Admitted):
+                    self._queue_seconds = event.queue_seconds
+                if isinstance(event, Failed) and event.code == "queue_full":
+                    event = msgspec.structs.replace(event, retry_after=self._queue_seconds)
                 stream = self._streams.get(event.request_id)
                 if stream is not None:  # else it was left, and this was under way
                     stream.put(event)
@@ -258,11 +286,14 @@ class EngineClient:
     def _lose(self) -> None:
         self.hello = self._connection = None
         for stream in set(self._streams.values()):
-            stream.fail(EngineLost("the engine went away while it worked on this request; try again"))
+            stream.fail(self._lost("the engine went away while it worked on this request; try again"))
         for answer in self._queries.values():
             if not answer.done():
-                answer.set_exception(EngineLost("the engine went away before it had answered; try again"))
+                answer.set_exception(self._lost("the engine went away before it had answered; try again"))
         self._streams.clear()
+
+    def _lost(self, message: str) -> EngineLost:
+        return EngineLost(message, self.back_in())
 
 
 class _Connection(asyncio.Protocol):

@@ -1,6 +1,6 @@
 """The engine without its socket: requests in, steps, events out. One thread calls it, and it makes every device call.
 
-Wires scheduler, batch, model and sampler; knows what none of them knows: that a step can fail and be repeated.
+Wires scheduler, caches and model; knows what none of them knows: that a step can fail and be repeated.
 """
 
 from __future__ import annotations
@@ -11,42 +11,41 @@ from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
-from itertools import accumulate
 from typing import NamedTuple
 
-import torch
-from torch import Tensor
-
-from cache_strategies.base import KVCache, Row
+from cache_strategies.base import KVCache, Seat
 from kernels.arena import Arena
 from kernels.ops import Ops
 from kernels.stopwatch import Stopwatch
-from server.engine.accounts import parts_of, prompt_scores, record_of
-from server.engine.batch import Batch, StrategyError, Work
+from server.engine.accounts import merged_parts, parts_of, record_of
+from server.engine.batch import StrategyError
 from server.engine.messages import Admitted, Explained, Failed, FromEngine, Preempted, Submit, Tokens
+from server.engine.model_runner import ModelRunner, StepOutput
+from server.engine.rehearsal import rehearse
 from server.engine.report import Admission, Draft, Outcome, RequestRecord, StepPart, StepReport
 from server.engine.request import Request, RequestError
 from server.engine.scheduler import Scheduled, Scheduler
 from server.engine.selection import Selector
 from server.engine.speculation import lookup_for, speculation_of
-from server.engine.verification import Taken, Turn, drawn, scored
+from server.engine.verification import Turn
 from server.models.base import Model
 
 log = logging.getLogger(__name__)
 
 NO_NUMBER = "the model's logits are no numbers: are its weights sound? If they are, --dtype float32 may help"
-TIMED = 61  # the operations of one step in so many are timed; a prime, so that nothing that repeats is always met
+STEP_FAILED = "computing this request failed ({}); the server's log has the cause; other requests go on"
+TIMED = 61  # the operations of every 61st step are timed; a prime, so that no periodic work falls into each of them
 
 
 class Event(NamedTuple):
-    """Something to tell an API worker."""
+    """A message for an API worker."""
 
     worker: int
     message: FromEngine
 
 
 class StepResult(NamedTuple):
-    """What a step brought."""
+    """The results of one step: messages for clients, figures of the step, and requests that have left."""
 
     events: Sequence[Event]
     report: StepReport
@@ -55,7 +54,7 @@ class StepResult(NamedTuple):
 
 @dataclass
 class _Since:
-    """What has happened since the last step, by instance or in its order."""
+    """What has happened since the last step: counts by instance, lists in order."""
 
     failures: Counter[str] = field(default_factory=Counter)
     generated: Counter[str] = field(default_factory=Counter)  # tokens
@@ -64,6 +63,7 @@ class _Since:
     admitted: list[Admission] = field(default_factory=list)
     gaps: defaultdict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
     left: list[RequestRecord] = field(default_factory=list)
+    failed: list[Event] = field(default_factory=list)
     explanations: list[Event] = field(default_factory=list)
 
 
@@ -90,7 +90,7 @@ class Core:
         self._evicted: Counter[str] = Counter()  # pages, up to the last step
         self.timed_every = TIMED  # steps; 0: none is
         self._stopwatch = stopwatch
-        self._ops = ops
+        self._runner = ModelRunner(model, ops.sample)
         self._steps = 0
 
     @property
@@ -99,53 +99,63 @@ class Core:
 
     # ---------------------------------------------------------------- requests
     def submit(self, worker: int, message: Submit) -> Event | None:
-        """Takes a request in line; the event says why not, if not."""
+        """Queue a request; return None, or the event that tells its client why it is refused."""
         try:
-            name, reason = self._selector.choose(message, self.arena.in_use)
-            cache = self.caches[name]
-            speculation = speculation_of(message.speculation, self.scheduler.limits)
-            request = Request(
-                (worker, message.request_id),
-                list(message.prompt),
-                message.sampling,
-                cache,
-                reason,
-                priority=message.priority,
-                caching=message.caching,
-                explain=message.explain,
-                siblings=self._siblings(worker, message, cache),
-            )
+            request = self._request(worker, message)
             self.scheduler.submit(request)
         except RequestError as error:
             return Event(worker, error.told(message.request_id))
-        request.lookup = lookup_for(request, speculation)
+        except Exception as error:
+            log.exception("a request could not be queued; others go on")
+            failed = Failed(message.request_id, 500, STEP_FAILED.format(type(error).__name__), "request_failed")
+            return Event(worker, failed)
         self._requests[request.key] = request
         request.siblings.append(request)
         return None
 
+    def _request(self, worker: int, message: Submit) -> Request:
+        """Make the request of a message. Raises RequestError."""
+        name, reason = self._selector.choose(message, self.arena.in_use)
+        cache = self.caches[name]
+        speculation = speculation_of(message.speculation, self.scheduler.limits)
+        request = Request(
+            (worker, message.request_id),
+            list(message.prompt),
+            message.sampling,
+            cache,
+            reason,
+            priority=message.priority,
+            caching=message.caching,
+            explain=message.explain,
+            siblings=self._siblings(worker, message, cache),
+        )
+        request.check_draws(self.model.facts.eos_ids)
+        request.lookup = lookup_for(request, speculation)
+        return request
+
     def _siblings(self, worker: int, message: Submit, cache: KVCache) -> list[Request]:
-        """Those of a request that is to come, if there is one whose prompt it can take over; otherwise a new list."""
+        """Return the list shared by all choices (n > 1) of one prompt; a new one for the first choice."""
         sibling = self._requests.get((worker, message.sibling_of)) if message.sibling_of is not None else None
         if sibling is None or sibling.cache is not cache or sibling.caching != message.caching:
             return []
         return sibling.siblings if sibling.tokens[: sibling.prompt_tokens] == message.prompt else []
 
     def cancel(self, worker: int, request_id: str, outcome: Outcome = "cancelled") -> None:
-        """Frees the request's memory now; no effect if it has ended."""
+        """End a request and free its memory now; do nothing if it has ended."""
         request = self._requests.get((worker, request_id))
         if request is not None:
             self._remove(request, outcome)
 
     def cancel_worker(self, worker: int) -> None:
-        """An API worker is gone, and with it everybody who waited for its answers."""
+        """Cancel all requests of an API worker that is gone."""
         for key in [key for key in self._requests if key[0] == worker]:
             self.cancel(*key)
 
     def set_share(self, name: str, *, floor: int, limit: int) -> None:
-        """Another floor and limit, in pages, at once. Raises RequestError.
+        """Change an instance's floor and limit, in pages, at once. Raises RequestError.
 
-        Idle memory beyond the limit goes now; running requests end as they would have, and until they need no more
-        than the limit no others of the instance begin.
+        Idle memory beyond the limit is freed now. Running requests go on; until they need no more than the limit, no
+        other request of the instance starts.
         """
         if floor > limit:
             raise RequestError(400, f"a floor of {floor} pages is more than the limit, {limit}", param="floor")
@@ -156,7 +166,7 @@ class Core:
         self.scheduler.room_changed()
 
     def _drain(self, name: str) -> None:
-        """An instance above a lowered limit comes down to it as its requests end."""
+        """Lower what an instance may hold to what its running requests need, where that is above its limit."""
         running = [r for r in self.scheduler.running if r.cache.name == name]
         needed = sum(r.cache.bytes_for(r.most_tokens) for r in running)
         pinned = len(self.caches[name].pinned_pages())
@@ -164,8 +174,9 @@ class Core:
 
     # ---------------------------------------------------------------- a step
     def step(self) -> StepResult:
-        """Computes the next tokens of some requests; with nobody to serve, nothing."""
+        """Compute the next tokens of some requests; do nothing if there are none."""
         began = time.monotonic()
+        self._take_memory()
         for cache in self.caches.values():
             cache.poll()
             if cache.draining:
@@ -193,10 +204,25 @@ class Core:
             kernels=None if watch is None else watch.seconds,
         )
         gave_way = [Event(r.key[0], Preempted(r.key[1])) for r in preempted]
-        return StepResult(gave_way + events + since.explanations, report, since.left)
+        return StepResult(gave_way + events + since.failed + since.explanations, report, since.left)
+
+    def _take_memory(self) -> None:
+        """Take the KV memory that has come since the last step; if no more will come, go on with what there is."""
+        arena, total = self.arena, self.arena.total
+        if not arena.advance():
+            return
+        if arena.total < total:
+            log.warning(
+                "memory has run out: of %d bytes of KV memory, %d are used; floors and limits are as much lower",
+                total * arena.page_bytes,
+                arena.total * arena.page_bytes,
+            )
+            for name in self.caches:
+                self._drain(name)
+        self.scheduler.memory_changed(arena.usable * arena.page_bytes)
 
     def _newly_evicted(self) -> dict[str, int]:
-        """Bytes, by instance."""
+        """Return the bytes that were evicted since the last step, by instance."""
         evicted: dict[str, int] = {}
         for name in self.caches:
             if pages := self.arena.reclaimed(name) - self._evicted[name]:
@@ -204,15 +230,62 @@ class Core:
                 self._evicted[name] += pages
         return evicted
 
-    @torch.inference_mode()
     def _compute(self, scheduled: Sequence[Scheduled]) -> tuple[Mapping[str, StepPart], list[Event]]:
-        """Runs the rows, without those of a strategy that fails twice; what was computed, and the events."""
+        """Run the rows of a step together or, if that fails outside of a strategy, one by one.
+
+        Returns the rows that were computed, by instance, and the events of their requests.
+        """
+        try:
+            parts, output = self._execute(scheduled)
+        except Exception:
+            log.exception("a step of %d rows failed; its rows run again one by one", len(scheduled))
+        else:
+            return parts, self._advance(output)
+        return self._compute_one_by_one([s for s in scheduled if s.request.seat is not None])
+
+    def _compute_one_by_one(self, scheduled: Sequence[Scheduled]) -> tuple[Mapping[str, StepPart], list[Event]]:
+        """Run each row as a step of its own; requests whose rows fail again end with an error.
+
+        A row is left to the next step if its seat has changed because a request before it failed: they shared work.
+        """
+        lengths = [_seat(s).length for s in scheduled]
+        parts: list[Mapping[str, StepPart]] = []
         events: list[Event] = []
+        errors: list[Exception] = []
+        for row, length in zip(scheduled, lengths, strict=True):
+            if _seat(row).length != length or not row.request.cache.ready(_seat(row)):
+                continue
+            try:
+                part, output = self._execute([row])
+            except Exception as error:
+                log.exception("a request's row failed by itself, too; the request ends, and others go on")
+                errors.append(error)
+                self._fail([row.request], STEP_FAILED.format(type(error).__name__), "step_failed")
+            else:
+                parts.append(part)
+                events += self._advance(output)
+        if errors and not parts:
+            self._check_model(errors[-1])
+        return merged_parts(parts), events
+
+    def _check_model(self, error: Exception) -> None:
+        """Raise `error` if the model fails without any request, too: then only a new engine can help."""
+        try:
+            rehearse(self.model, tokens=1, logits=1)
+        except Exception:
+            log.critical("the model cannot compute any more")
+            raise error from None
+
+    def _execute(self, scheduled: Sequence[Scheduled]) -> tuple[Mapping[str, StepPart], StepOutput | None]:
+        """Compute the rows; leave out those of a strategy that fails twice, and end their requests with an error.
+
+        Returns the rows by instance, and the output; None if no row is left. Commits nothing: it can be repeated.
+        """
         failed_before: set[str] = set()
         while scheduled:
-            parts = parts_of(scheduled)  # before the weights pass through the processor's caches, and not behind
+            parts = parts_of(scheduled)  # first: the forward pass evicts them from the processor's caches
             try:
-                batch, logits = self._forward(scheduled)
+                return parts, self._runner.execute(scheduled)
             except StrategyError as error:
                 log.exception(
                     "step failed; %s", "giving up its rows" if error.instance in failed_before else "repeating it"
@@ -220,48 +293,32 @@ class Core:
                 self._since.failures[error.instance] += 1
                 if error.instance in failed_before:
                     gone = [s.request for s in scheduled if s.request.cache.name == error.instance]
-                    events += self._fail(gone, f"{error}; other strategies go on", "strategy_failed")
+                    self._fail(gone, f"{error}; other strategies go on", "strategy_failed")
                     scheduled = [s for s in scheduled if s.request.cache.name != error.instance]
                 failed_before.add(error.instance)
-            else:
-                return parts, events + self._advance([scheduled[i] for i in batch.order], batch, logits)
-        return {}, events
+        return {}, None
 
-    def _forward(self, scheduled: Sequence[Scheduled]) -> tuple[Batch, Tensor]:
-        """Logits of the rows that reach the end of their text. Moves no state, so it can be repeated."""
-        batch = Batch([_work(s) for s in scheduled], self.model.device)
-        return batch, self.model.forward(batch.ids, batch)
-
-    def _advance(self, scheduled: Sequence[Scheduled], batch: Batch, logits: Tensor) -> list[Event]:
-        """Draw what follows, commit the tokens that have entered with it, and tell all that is wanted."""
-        ends = list(accumulate(batch.logit_counts))
-        turns = [
-            Turn(request, draft, end - 1 - len(draft))
-            for (request, num_tokens, draft), end in zip(scheduled, ends, strict=True)
-            if num_tokens == request.remaining
-        ]
-        taken = self._drawn(turns, logits)
-        _commit(scheduled, batch, taken)
+    def _advance(self, output: StepOutput | None) -> list[Event]:
+        """Commit the tokens that have entered and extend the texts; return the messages for clients."""
+        if output is None:
+            return []
+        _commit(output)
         events: list[Event] = []
-        for (request, _, _), count, end in zip(scheduled, batch.logit_counts, ends, strict=True):
+        for request, _, _ in output.scheduled:
             if request.cached_tokens is None:
                 events += self._admit(request)
-            if request.unscored:
-                events.append(Event(request.key[0], prompt_scores(request, logits[end - count : end])))
-        forks = [Turn(request, (), turn.first) for turn in turns for request in self._fork(turn.request)]
+            if request in output.prompt_scores:
+                of_prompt = output.prompt_scores[request]
+                request.scored += len(of_prompt.scores)
+                events.append(Event(request.key[0], of_prompt))
+        forks = [fork for turn in output.turns for fork in self._fork(turn.request, output.siblings[turn.request])]
         events += [event for fork in forks if fork.request.cached_tokens is None for event in self._admit(fork.request)]
-        taken |= self._drawn(forks, logits)
-        turns += forks
-        events += [self._finish(turn.request) for turn in turns if turn.request not in taken]
-        return events + self._extend([turn for turn in turns if turn.request in taken], taken, logits)
-
-    def _drawn(self, turns: Sequence[Turn], logits: Tensor) -> dict[Request, Taken]:
-        """What goes on of these; a request may want its prompt computed and nothing else."""
-        going = [turn for turn in turns if turn.request.sampling.max_tokens]
-        return drawn(going, logits, self.model.facts.eos_ids, self._ops.sample)
+        turns = [*output.turns, *forks]
+        events += [self._finish(turn.request) for turn in turns if turn.request not in output.taken]
+        return events + self._extend([turn for turn in turns if turn.request in output.taken], output)
 
     def _admit(self, request: Request) -> list[Event]:
-        """Once, when the first row has run: from then on `cached` is final."""
+        """Count what a request found in the cache; called once, when its first row has run and that is final."""
         assert request.seat is not None
         seat, name = request.seat, request.cache.name
         request.cached_tokens, request.miss = (seat.length, None) if request.forked else (seat.cached, seat.miss)
@@ -271,25 +328,26 @@ class Core:
         queued = request.times.admitted - request.times.arrived
         return [Event(worker, Admitted(request_id, name, request.reason, found, request.miss, queued))]
 
-    def _extend(self, turns: Sequence[Turn], taken: Mapping[Request, Taken], logits: Tensor) -> list[Event]:
-        """The texts go on with what was drawn, and their clients hear of it."""
+    def _extend(self, turns: Sequence[Turn], output: StepOutput) -> list[Event]:
+        """Extend the texts by the tokens that were drawn; return the messages for clients."""
         events = []
-        for turn, told in zip(turns, scored(turns, taken, logits), strict=True):
-            request, (tokens, sound) = turn.request, taken[turn.request]
+        for turn in turns:
+            request, (tokens, sound) = turn.request, output.taken[turn.request]
             if turn.draft:
-                accepted = taken[request].accepted
+                accepted = output.taken[request].accepted
                 request.verified(len(turn.draft), accepted)
                 self._since.drafts[request.cache.name].append(Draft(len(turn.draft), accepted))
             for token in tokens:
                 self._append(request, token)
             if tokens:
                 worker, request_id = request.key
-                message = Tokens(request_id, tokens, request.finish_reason, told, len(turn.draft))
+                scores = output.logprobs[request]
+                message = Tokens(request_id, tokens, request.finish_reason, scores, len(turn.draft))
                 events.append(Event(worker, message))
             if not sound:
                 assert request.seat is not None
                 request.cache.discard(request.seat)
-                events += self._fail([request], NO_NUMBER, "not_a_number")
+                self._fail([request], NO_NUMBER, "not_a_number")
             elif request.finish_reason is not None:
                 self._remove(request, request.finish_reason)
         return events
@@ -302,23 +360,23 @@ class Core:
             self._since.gaps[request.cache.name].append(request.times.last_token - before)
 
     def _finish(self, request: Request) -> Event:
-        """Its prompt has been computed, and no token is wanted."""
+        """End a request that wants no token, after its prompt has been computed."""
         self._remove(request, "length")
         worker, request_id = request.key
         return Event(worker, Tokens(request_id, [], "length"))
 
-    def _fork(self, request: Request) -> list[Request]:
-        """Siblings that take over the prompt it has just computed; who finds no room waits for a seat of its own."""
-        if request.generated:
-            return []
-        forked = [r for r in request.siblings if r.held_back and r.seat is None and self.scheduler.fork(r, request)]
+    def _fork(self, request: Request, siblings: Sequence[Turn]) -> list[Turn]:
+        """Give siblings a copy of the seat with the computed prompt; return those for which there was room."""
+        forked = [turn for turn in siblings if self.scheduler.fork(turn.request, request)]
         self._since.forked[request.cache.name] += len(forked)
         return forked
 
-    def _fail(self, requests: Sequence[Request], message: str, code: str) -> list[Event]:
+    def _fail(self, requests: Sequence[Request], message: str, code: str) -> None:
+        """End requests with an error, which is sent after everything else of the step."""
         for request in requests:
             self._remove(request, "error")
-        return [Event(r.key[0], Failed(r.key[1], 500, message, code)) for r in requests]
+            worker, request_id = request.key
+            self._since.failed.append(Event(worker, Failed(request_id, 500, message, code)))
 
     def _remove(self, request: Request, outcome: Outcome) -> None:
         del self._requests[request.key]
@@ -331,18 +389,15 @@ class Core:
             self._since.explanations.append(Event(worker, Explained(request_id, record)))
 
 
-def _work(scheduled: Scheduled) -> Work:
-    request, num_tokens, draft = scheduled
-    assert request.seat is not None
-    first = request.seat.length
-    tokens = [*request.tokens[first : first + num_tokens], *draft]
-    logits = num_tokens if request.unscored else int(num_tokens == request.remaining) + len(draft)
-    return Work(request.cache, Row(request.seat, len(tokens)), tokens, logits)
+def _seat(scheduled: Scheduled) -> Seat:
+    seat = scheduled.request.seat
+    assert seat is not None
+    return seat
 
 
-def _commit(scheduled: Sequence[Scheduled], batch: Batch, taken: Mapping[Request, Taken]) -> None:
-    """Guesses that came true have entered; the others never have, and their room is free again."""
-    batch.commit([s.num_tokens + (taken[s.request].accepted if s.draft else 0) for s in scheduled])
-    for request in (s.request for s in scheduled if s.draft):
+def _commit(output: StepOutput) -> None:
+    """Commit the tokens that have entered, and free the slots of rejected draft tokens."""
+    output.batch.commit(output.entered())
+    for request in (s.request for s in output.scheduled if s.draft):
         assert request.seat is not None
         request.cache.crop(request.seat, request.seat.length)

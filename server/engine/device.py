@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import sys
 from pathlib import Path
 from typing import NamedTuple
@@ -13,8 +14,11 @@ from config.errors import SettingsError
 from config.settings import Settings
 from kernels.cpu.load import fast_halves
 from kernels.device import EMULATED, Device, named
-from server.models.user_cache import user_cache
+from server.models.errors import ModelError
+from server.models.user_cache import expanded, user_cache
 from server.models.weights import Format, Kept
+
+log = logging.getLogger(__name__)
 
 CORES = torch.get_num_threads()  # as torch finds them, OMP_NUM_THREADS included
 SMALL = 16 << 20  # bytes of a model whose step is too short to be shared
@@ -56,10 +60,14 @@ def choose_weights(settings: Settings, dtype: torch.dtype) -> Kept:
 
 
 def _weights_cache(wanted: str | None) -> Path | None:
-    """The folder where quantised weights are kept; None: they are not."""
-    if wanted is None:
+    """Return the folder where quantised weights are kept; None if they are not."""
+    if wanted is not None:
+        return None if wanted in ("", "off") else expanded(wanted)
+    try:
         return user_cache() / "weights"
-    return None if wanted in ("", "off") else Path(wanted).expanduser()
+    except ModelError as error:
+        log.warning("the next start has to quantise the weights again, as nothing can be kept: %s", error)
+        return None
 
 
 def choose_threads(wanted: int | None, weight_bytes: int) -> int:

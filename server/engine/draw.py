@@ -28,8 +28,8 @@ class Draw(NamedTuple):
 
 
 def adjusts(sampling: Sampling) -> bool:
-    """Whether the text before a token, or a bias, changes its logits."""
-    return bool(sampling.logit_bias) or penalises(sampling)
+    """Whether the text before a token, a bias, or a choice of tokens changes its logits."""
+    return bool(sampling.logit_bias or sampling.allowed_token_ids) or penalises(sampling)
 
 
 def penalises(sampling: Sampling) -> bool:

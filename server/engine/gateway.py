@@ -73,8 +73,6 @@ class Gateway:
         except wire.WireError as error:
             log.error("API worker %d: %s; hanging up", worker_id, error)
             worker.hang_up()
-        except OSError:
-            return  # it has just gone, as the thread that reads finds out
 
     def close(self) -> None:
         """Hangs up on all workers and removes the socket; returns when the thread has ended. May be called twice."""
@@ -168,13 +166,21 @@ class Outbox:
         connection.setblocking(False)
 
     def send(self, data: bytes) -> int:
-        """Of these bytes and those before them as many as there is room for; how many remain."""
+        """Send as many of these bytes, and of those before them, as there is room for; return how many remain.
+
+        A worker that has gone takes all of them: what reads from its socket finds that it has ended.
+        """
         with self._lock:
-            with contextlib.suppress(BlockingIOError):
+            try:
                 if self._unsent:
                     del self._unsent[: self.socket.send(self._unsent)]
                 if data and not self._unsent:
                     data = data[self.socket.send(data) :]
+            except BlockingIOError:
+                pass
+            except OSError:
+                self._unsent.clear()
+                return 0
             self._unsent += data
             return len(self._unsent)
 

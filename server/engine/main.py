@@ -9,19 +9,23 @@ import logging
 import queue
 import signal
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
-from multiprocessing.connection import Connection
+from collections.abc import Callable, Iterator, Sequence
+from time import monotonic
 
 import msgspec
 
 from config.errors import SettingsError
 from config.settings import Settings
-from server.engine.about import about, describe_caches, summary
+from server.engine.about import about, describe_caches, memory_of, summary
 from server.engine.admin import obey
 from server.engine.build import Engine, build_engine
+from server.engine.capture import Capture
 from server.engine.core import Event
+from server.engine.fingerprint import fingerprint
 from server.engine.gateway import Gateway, Gone
+from server.engine.lifeline import STOP
 from server.engine.messages import (
+    ANSWER_SECONDS,
     Answer,
     Cancel,
     Command,
@@ -29,29 +33,33 @@ from server.engine.messages import (
     FromEngine,
     Hello,
     Observed,
+    Profile,
     Query,
     Question,
     Strategy,
     Submit,
     ToEngine,
 )
+from server.engine.profiler import Profiler
 from server.engine.request import RequestError
 from server.engine.state import Processes, state_of
+from server.engine.supervision import EngineStatus
 from server.metrics.registry import Metrics
 
 log = logging.getLogger(__name__)
 
 IDLE_SECONDS = 0.5  # how long an idle engine sleeps before it looks whether to stop
-STALLED_SECONDS = 0.001  # pause when nobody who runs could be scheduled
+STALLED_SECONDS = 0.001  # pause when no running request could be scheduled
 
 
-def run(settings: Settings, socket_path: str, status: Connection, restarts: int = 0) -> None:
-    """Serves until SIGTERM. Tells `status` {"ready": summary} or {"error": what the user must change}.
+def run(settings: Settings, socket_path: str, status: EngineStatus, restarts: int = 0) -> None:
+    """Serve until STOP. Send `status` {"ready": summary} or {"error": what the user must change}, then heartbeats.
 
-    `restarts`: how many engines were there before this one.
+    `restarts` is the number of engines that ran before this one.
     """
     try:
-        engine = build_engine(settings)
+        engine = build_engine(settings, gradual=True)
+        capture = Capture.begin(settings.metal_capture_steps, engine.device)
     except SettingsError as error:
         status.send({"error": str(error)})
         return
@@ -61,42 +69,63 @@ def run(settings: Settings, socket_path: str, status: Connection, restarts: int 
         engine.max_seq_len,
         engine.core.model.facts.vocab_size,
         [Strategy(d.name, d.kind) for d in engine.instances],
+        fingerprint(engine),
     )
-    with Gateway(socket_path, hello) as gateway:
-        loop = Loop(engine, gateway, restarts)
-        signal.signal(signal.SIGTERM, lambda *_: loop.stop())
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # the terminal's Ctrl-C is the supervisor's to handle
+    with capture, Gateway(socket_path, hello) as gateway:
+        loop = Loop(engine, gateway, restarts, status.beat, capture.computed)
+        signal.signal(STOP, lambda *_: loop.stop())
         status.send({"ready": summary(engine)})
         loop.run()
 
 
 class Loop:
-    """Messages, a step, events; again."""
+    """Handles messages, computes a step, sends events; again and again."""
 
-    def __init__(self, engine: Engine, gateway: Gateway, restarts: int = 0) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        gateway: Gateway,
+        restarts: int = 0,
+        beat: Callable[[], None] = lambda: None,
+        computed: Callable[[], None] = lambda: None,
+    ) -> None:
+        """Take over a built engine; `beat` is called in every turn: a step, or a wait of up to IDLE_SECONDS.
+
+        `computed` is called after every step that had something to compute.
+        """
         self._engine = engine
         self._core = engine.core
         self._gateway = gateway
+        self._beat = beat
+        self._computed = computed
         self._about = about(engine, restarts)
         self._metrics = Metrics(self._about)
         self._processes = Processes()
+        self._answers: dict[Question, Answer] = {}  # the latest answer to each question
+        self._profiler = Profiler(engine.kernels.ops, engine.device.tensors, summary(engine))
         self._stopping = False
 
     def run(self) -> None:
         pause = IDLE_SECONDS
         while not self._stopping:
+            self._beat()
             self._send([event for message in self._messages(pause) for event in self._handle(*message)])
-            result = self._core.step()
+            with self._profiler.step(self._core.busy):
+                result = self._core.step()
+            if result.report.rows:
+                self._computed()
             self._send(result.events)
             self._metrics.observe(result.report, result.finished)
+            if (profiled := self._profiler.after_step(result.report.rows)) is not None:
+                self._send([Event(*profiled)])
             pause = 0.0 if result.report.rows else STALLED_SECONDS if self._core.busy else IDLE_SECONDS
 
     def stop(self) -> None:
-        """Ends run() after the step in progress."""
+        """End run() after the step in progress."""
         self._stopping = True
 
     def _messages(self, pause: float) -> Iterator[tuple[int, ToEngine | Gone]]:
-        """What has come in; waits up to `pause` seconds for a first message."""
+        """Yield the messages that have come in; wait up to `pause` seconds for a first one."""
         try:
             yield self._gateway.inbox.get(block=pause > 0, timeout=pause or None)
             while True:
@@ -111,8 +140,11 @@ class Loop:
                 return [refused] if refused else []
             case Cancel(request_id, outcome):
                 self._core.cancel(worker, request_id, outcome)
-            case Query(query_id, what):
+            case Query(query_id, what) if not isinstance(what, Profile):
                 return [Event(worker, self._answer(query_id, what))]
+            case Query(query_id, Profile() as wanted):
+                busy = self._profiler.begin(worker, query_id, wanted)
+                return [Event(worker, busy)] if busy else []
             case Observed(responses, memory):
                 self._metrics.observe_responses(responses)
                 self._processes.told(worker, memory)
@@ -122,24 +154,36 @@ class Loop:
         return []
 
     def _answer(self, query_id: int, what: Question | Command) -> Answer:
-        """A strategy of somebody's own may fail to tell or to obey; the engine goes on."""
+        """Return an answer that is up to ANSWER_SECONDS old, so that frequent questions cost the steps nothing."""
+        if not isinstance(what, str):
+            self._answers.clear()  # a command changes the answers
+            return self._answer_anew(query_id, what)
+        known = self._answers.get(what)
+        if known is None or known.made + ANSWER_SECONDS <= monotonic():
+            known = self._answers[what] = self._answer_anew(query_id, what)
+        return msgspec.structs.replace(known, query_id=query_id)
+
+    def _answer_anew(self, query_id: int, what: Question | Command) -> Answer:
+        """Compute an answer; where a strategy's code raises, the answer is an error and the engine goes on."""
+        made = monotonic()
         try:
-            return Answer(query_id, self._told(what))
+            return Answer(query_id, self._body(what), made=made)
         except RequestError as error:
-            return Answer(query_id, b"", error.told())
+            return Answer(query_id, b"", error.told(), made)
         except Exception:
             log.exception("no answer to %s", what if isinstance(what, str) else type(what).__name__)
-            return Answer(query_id, b"", Failed("", 500, "the engine failed to answer; the server's log tells more"))
+            failed = Failed("", 500, "the engine failed to answer; the server's log has the cause")
+            return Answer(query_id, b"", failed, made)
 
-    def _told(self, what: Question | Command) -> bytes:
+    def _body(self, what: Question | Command) -> bytes:
         match what:
             case "kv_cache":
-                return msgspec.json.encode({"object": "list", "data": describe_caches(self._engine)})
+                described = {"data": describe_caches(self._engine), "memory": memory_of(self._core.arena)}
+                return msgspec.json.encode({"object": "list"} | described)
             case "settings":
                 return msgspec.json.encode(self._about.settings)
-            case "metrics" | "openmetrics":
-                state = state_of(self._core, self._processes.resident())
-                return self._metrics.exposition(state, openmetrics=what == "openmetrics")
+            case "metrics":
+                return self._metrics.snapshot(state_of(self._core, self._processes.resident()))
         return msgspec.json.encode(obey(self._core, what))
 
     def _send(self, events: Sequence[Event]) -> None:

@@ -31,6 +31,9 @@ class Sampling(msgspec.Struct, frozen=True):
     presence_penalty: float = 0.0  # off a logit once its token was drawn
     repetition_penalty: float = 1.0  # divides, if negative multiplies, the logits of tokens of prompt and output
     logit_bias: tuple[tuple[int, float], ...] = ()  # added to the logits of these tokens
+    allowed_token_ids: bytes = (
+        b""  # the only tokens that may be drawn, as 64-bit integers of this machine; none: all may
+    )
     logprobs: int | None = None  # log-probabilities of each token drawn, and of so many of the likeliest
     prompt_logprobs: int | None = None  # the same of each token of the prompt
 
@@ -113,6 +116,13 @@ class Share(msgspec.Struct, tag=True, frozen=True):
     limit: str | None
 
 
+class Profile(msgspec.Struct, tag=True, frozen=True):
+    """Records the next steps with torch's profiler: so many, and for so long at most; answered when that is over."""
+
+    steps: int
+    seconds: float
+
+
 class Observed(msgspec.Struct, tag=True, frozen=True):
     """What an API worker has seen since it told last: its responses by status, and its resident memory, in bytes."""
 
@@ -123,14 +133,15 @@ class Observed(msgspec.Struct, tag=True, frozen=True):
 Command = Inspect | Clear | PinPrefix | Unpin | Share
 
 
-Question = Literal["kv_cache", "settings", "metrics", "openmetrics"]  # the first two as JSON
+Question = Literal["kv_cache", "settings", "metrics"]  # answered as JSON; metrics as a `server.metrics` Snapshot
+ANSWER_SECONDS = 1.0  # for which an answer to a question is reused, however many clients ask
 
 
 class Query(msgspec.Struct, tag=True, frozen=True):
-    """Asks for an Answer: to a question, or what a command comes to."""
+    """Asks for an Answer: to a question, what a command comes to, or a profile."""
 
     query_id: int
-    what: Question | Command
+    what: Question | Command | Profile
 
 
 ToEngine = Submit | Cancel | Query | Observed
@@ -152,6 +163,7 @@ class Hello(msgspec.Struct, tag=True, frozen=True):
     max_seq_len: int
     vocab_size: int
     strategies: list[Strategy]
+    system_fingerprint: str = ""  # of answers
 
 
 class Admitted(msgspec.Struct, tag=True, frozen=True):
@@ -215,6 +227,7 @@ class Failed(msgspec.Struct, tag=True, frozen=True):
     message: str
     code: str | None = None
     param: str | None = None
+    retry_after: float | None = None  # seconds after which it may be worth trying again, where that is known
 
 
 class Answer(msgspec.Struct, tag=True, frozen=True):
@@ -223,6 +236,7 @@ class Answer(msgspec.Struct, tag=True, frozen=True):
     query_id: int
     body: bytes
     refused: Failed | None = None
+    made: float = 0.0  # monotonic seconds, on the clock of all processes of this machine
 
 
 RequestEvent = Admitted | Preempted | PromptScores | Tokens | Explained | Failed

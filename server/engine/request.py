@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from array import array
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
@@ -51,7 +52,8 @@ class Request:
     explain: bool = False
     siblings: list[Request] = field(default_factory=list)  # same prompt; itself too, once it is in line
     lookup: PromptLookup | None = None  # where guesses at its next tokens come from; None: it wants none
-    arrival: int = 0  # number of the request; with the priority, its place in line
+    due: float = 0.0  # monotonic seconds: its arrival, moved by its priority; set by the scheduler
+    arrival: int = 0  # number of the request, which orders those that are due at the same time
     seat: Seat | None = None
     cached_tokens: int | None = None  # of the prompt, found in the cache; None until its first row has run
     miss: str | None = None  # why no more was found
@@ -70,9 +72,9 @@ class Request:
         self.prompt_tokens = len(self.tokens)
 
     @property
-    def place(self) -> tuple[int, int]:
-        """Its place in line: a lower one runs first and is preempted last."""
-        return self.priority, self.arrival
+    def place(self) -> tuple[float, int]:
+        """Return its place in line: a lower one runs first and is preempted last."""
+        return self.due, self.arrival
 
     @property
     def generated(self) -> int:
@@ -140,6 +142,14 @@ class Request:
             self.finish_reason = "stop"
         elif self.generated >= self.sampling.max_tokens:
             self.finish_reason = "length"
+
+    def check_draws(self, eos_ids: Collection[int]) -> None:
+        """Raise RequestError if none of the allowed tokens may be drawn before the text may end."""
+        if not (self.sampling.allowed_token_ids and self.sampling.min_tokens):
+            return
+        if {*array("q", self.sampling.allowed_token_ids)} <= {*self.ends(eos_ids)}:
+            message = "allowed_token_ids: all of them end the text, and min_tokens lets none of these come first"
+            raise RequestError(400, message, param="allowed_token_ids")
 
     def ends(self, eos_ids: Collection[int]) -> Collection[int]:
         """Tokens that end its text."""

@@ -9,6 +9,9 @@ What keeps it moving: a request preempts only those behind it in line, and only 
 nobody could be scheduled for want of room, the last in line gives way. So the first in line always gets what it needs,
 which submit() has made sure exists. Who waits makes others give way only to a higher priority, never to an equal one:
 those would take turns. Who is not ready just waits: for another's prefill, or for a restore.
+
+A place in line is the time of arrival, moved by the priority: a level is worth some seconds of waiting. So a request
+of the lowest priority comes before those of the highest in the end, and once it runs, those do not preempt it.
 """
 
 from __future__ import annotations
@@ -40,6 +43,8 @@ class Limits(NamedTuple):
     max_passed_over: int = 64  # admissions past a request that has no room, before nobody may pass any more
     num_speculative_tokens: int = 0  # in a draft of those who do not say how many
     max_speculative_tokens: int = 16  # that somebody may ask for
+    priority_aging: float = 10.0  # seconds of waiting that are worth one level of priority
+    max_priority_wait: float = 600.0  # seconds that a priority moves a request in line, at most
 
 
 class Scheduled(NamedTuple):
@@ -96,7 +101,7 @@ class Scheduler:
 
     # ---------------------------------------------------------------- requests come and go
     def submit(self, request: Request) -> None:
-        """Takes a request in line. Raises RequestError if it can never run, or too many wait."""
+        """Queue a request. Raises RequestError if it can never run, or too many wait."""
         limits, total = self.limits, request.most_tokens
         if total > limits.max_seq_len:
             message = (
@@ -112,7 +117,17 @@ class Scheduler:
             raise RequestError(429, f"{len(self.waiting)} requests wait already: try again later", code="queue_full")
         self._arrivals += 1
         request.arrival = self._arrivals
+        request.due = request.times.arrived + self._delay(request.priority)
         self._wait(request)
+
+    def _delay(self, priority: int) -> float:
+        """Return the seconds by which a priority moves a request in line; negative ones move it forward.
+
+        That is aging without a clock: of two requests, the one that waited longer gains on the other as fast as time
+        passes, so their order never changes, and the lowest priority waits for those that come within a bound only.
+        """
+        longest = self.limits.max_priority_wait
+        return max(-longest, min(priority * self.limits.priority_aging, longest))
 
     def remove(self, request: Request) -> None:
         """Finished, cancelled or failed: its memory is free at once."""
@@ -152,6 +167,11 @@ class Scheduler:
     def room_changed(self) -> None:
         """There may be room where there was none: who waits asks again."""
         self._room_changes += 1
+
+    def memory_changed(self, kv_bytes: int) -> None:
+        """There is so much KV memory from now on."""
+        self.limits = self.limits._replace(kv_bytes=kv_bytes)
+        self.room_changed()
 
     # ---------------------------------------------------------------- a step
     def schedule(self) -> tuple[Sequence[Scheduled], Sequence[Request]]:
@@ -216,9 +236,9 @@ class Scheduler:
 
     # ---------------------------------------------------------------- admission
     def _make_way(self, step: _Step) -> None:
-        """Seats those who wait with a higher priority than others run with; these give way, the last in line first."""
+        """Seat waiting requests of higher priority than running ones; these are preempted, the last in line first."""
         for request in self._candidates():
-            lower = [r for r in self.running if r.priority > request.priority]
+            lower = [r for r in self.running if r.priority > request.priority and r.place > request.place]
             if not lower or not self._could_seat(request, lower):
                 return
             while not self._seat(request):

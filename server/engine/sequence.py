@@ -1,43 +1,60 @@
-"""One sequence on its own in a KVCache: for `forward_step`, benchmarks and tests. Requests go through `core.py`."""
+"""One sequence on its own in a KVCache: for `forward_step` and what is built on it. Requests go through `core.py`."""
 
 from __future__ import annotations
+
+import time
+from collections.abc import Sequence
 
 import torch
 
 from cache_strategies.base import KVCache, Row
-from kernels.ops import Attention
 from server.engine.batch import Batch, Work
 
 _UNNAMED = -1  # an embedding need not be a token: kept by the cache, shared with nobody
+WAIT = 0.001  # seconds between two looks at a seat that is not ready
 
 
 class CachedSequence:
-    """Implements `server.models.decoder.SequenceCache` over a seat."""
+    """Implements `server.models.base.SequenceCache` over a seat."""
 
-    def __init__(self, cache: KVCache, device: torch.device | str = "cpu") -> None:
-        """Opens a seat. Raises MemoryError if there is no room."""
-        seat = cache.open([_UNNAMED])
+    def __init__(self, cache: KVCache, device: torch.device | str = "cpu", text: Sequence[int] = ()) -> None:
+        """Open a seat. Raises MemoryError if there is no room.
+
+        `text`: ids of the tokens that will enter, which its owner may append to. A strategy that shares finds its
+        beginning and keeps it for others; `length` tells how much need not enter. Without it nothing is shared.
+        """
+        cache.poll()
+        seat = cache.open(text or [_UNNAMED])
         if seat is None:
             raise MemoryError(f"no room in {cache.name!r}: give it more memory or close other sequences")
-        self._cache, self._seat, self._device = cache, seat, device
+        self._cache, self._seat, self._device, self._text = cache, seat, device, text
         self._batch: Batch | None = None
 
     @property
     def length(self) -> int:
         return self._seat.length
 
-    def begin(self, num_tokens: int) -> Attention:
-        """Raises MemoryError if there is no room for that many more."""
+    def begin(self, num_tokens: int) -> Batch:
+        """Raises MemoryError if there is no room for that many more, StrategyError if the strategy fails."""
+        self._cache.poll()
+        while not self._cache.ready(self._seat):
+            time.sleep(WAIT)
+            self._cache.poll()
         if not self._cache.grow(self._seat, num_tokens):
             raise MemoryError(f"no room in {self._cache.name!r} for {num_tokens} more tokens")
-        row = Row(self._seat, num_tokens)
-        self._batch = Batch([Work(self._cache, row, [_UNNAMED] * num_tokens, logits=1)], self._device)
+        named = self._text[self.length : self.length + num_tokens]
+        ids = [*named, *[_UNNAMED] * (num_tokens - len(named))]
+        self._batch = Batch([Work(self._cache, Row(self._seat, num_tokens), ids, logits=1)], self._device)
         return self._batch
 
     def commit(self) -> None:
         assert self._batch is not None, "begin() comes first"
         self._batch.commit()
         self._batch = None
+
+    def discard(self) -> None:
+        """Share nothing of it that is not finite; close() follows."""
+        self._cache.discard(self._seat)
 
     def close(self) -> None:
         self._cache.close(self._seat)

@@ -25,7 +25,8 @@ class State:
     blocks: Mapping[str, Blocks]
     floors: Mapping[str, int]
     pool_free: int  # KV memory that no instance holds,
-    pool_held: int  # and that one does
+    pool_held: int  # that one does,
+    pool_untouched: int  # and that the system has not given yet
     device: DeviceMemory
     processes: Mapping[Role, int]  # resident memory
 
@@ -63,7 +64,8 @@ def state_of(core: Core, processes: Mapping[Role, int]) -> State:
         blocks={name: cache.blocks() for name, cache in core.caches.items()},
         floors={name: arena.share(name)[0] * arena.page_bytes for name in core.caches},
         pool_free=arena.free * arena.page_bytes,
-        pool_held=(arena.pages - arena.free) * arena.page_bytes,
+        pool_held=(arena.usable - arena.free) * arena.page_bytes,
+        pool_untouched=arena.untouched * arena.page_bytes,
         device=device_memory(core.model.device),
         processes=processes,
     )

@@ -10,7 +10,7 @@ from statistics import fmean
 import torch
 
 from kernels.recorder import Recorder
-from server.engine import core as core_module
+from server.engine import model_runner
 from server.engine.build import Engine
 from server.engine.core import Core
 from server.engine.messages import Sampling, Submit, Tokens
@@ -105,8 +105,8 @@ def watched(engine: Engine) -> Iterator[Callable[[], dict[str, float]]]:
             stack.enter_context(SpansOfOps(engine.kernels.ops, core.model.device.type, spans))
             stack.enter_context(spans.around(core.model, "forward", MODEL))
             stack.enter_context(spans.around(core.scheduler, "schedule", SCHEDULING))
-            stack.enter_context(spans.around(core_module, "Batch", LAYOUT))
-            stack.enter_context(spans.around(core_module, "drawn", SAMPLING))
+            stack.enter_context(spans.around(model_runner, "Batch", LAYOUT))
+            stack.enter_context(spans.around(model_runner, "drawn", SAMPLING))
             yield step
     finally:
         core.timed_every = timed_every

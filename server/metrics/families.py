@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar, get_args
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Info, Summary
+from prometheus_client import Counter, Gauge, Histogram, Info, Summary
 
 from cache_strategies.base import Blocks, Miss
 from config.settings import LONGEST_DRAFT
@@ -55,11 +55,6 @@ class Family(Generic[M]):
         """The names of its series, as a query asks for them."""
         return tuple(self.exposed + part for part in PARTS.get(self.kind, ("",)))
 
-    def make(self, registry: CollectorRegistry) -> M:
-        buckets: dict[str, Any] = {"buckets": self.edges} if self.edges else {}
-        names = [label.name for label in self.labels]
-        return self.kind(PREFIX + self.name, self.help, names, registry=registry, **buckets)
-
 
 def _as_vllm(kind: type[M], name: str, help: str, labels: tuple[Label, ...], edges: Edges = ()) -> Family[M]:
     """One that vLLM has by the same name."""
@@ -72,7 +67,7 @@ OUTCOME = Label("outcome", get_args(Outcome))
 MISS = Label("reason", get_args(Miss))
 WAIT = Label("reason", get_args(Wait))
 KV_STATE = Label("state", ("used", "idle", "wasted"))
-POOL_STATE = Label("state", ("held", "free"))
+POOL_STATE = Label("state", ("held", "free", "untouched"))
 DEVICE_STATE = Label("state", DeviceMemory._fields)
 BLOCK_STATE = Label("state", Blocks._fields)
 OP = Label("op")  # operations of the kernels
@@ -222,7 +217,10 @@ KV_BYTES = Family(
 KV_LIMIT = Family(Gauge, "kv_cache_limit_bytes", "KV memory that a strategy may hold.", BY)
 KV_FLOOR = Family(Gauge, "kv_cache_floor_bytes", "KV memory that nobody but the strategy may take.", BY)
 KV_POOL = Family(
-    Gauge, "kv_cache_pool_bytes", "KV memory of the server: held by some strategy, or free.", (POOL_STATE,)
+    Gauge,
+    "kv_cache_pool_bytes",
+    "KV memory of the server: held by some strategy, free, or untouched: for a while after the start, not there yet.",
+    (POOL_STATE,),
 )
 KV_BLOCKS = Family(
     Gauge,

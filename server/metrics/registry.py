@@ -1,73 +1,98 @@
 """Counts what happens, by strategy. Reads step reports, request records and the engine's state.
 
 Every series is there from the start, at zero. What a request found in the cache counts once, when it is admitted.
+All counts are one flat list of numbers: the engine's thread only adds to it and sends copies, which API processes write
+as text (`exposition.py`).
 """
 
 from __future__ import annotations
 
+from array import array
+from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import product
 from typing import Any, cast, get_args
 
-from prometheus_client import CollectorRegistry, Histogram, disable_created_metrics, generate_latest
-from prometheus_client.openmetrics.exposition import generate_latest as generate_openmetrics
+import msgspec
+from prometheus_client import Histogram, Summary
 
 from cache_strategies.base import Happened
 from server.engine.about import About
 from server.engine.report import Admission, Draft, Phase, RequestRecord, StepReport, Wait
 from server.engine.state import State
 from server.metrics import families as f
-from server.metrics.families import FAMILIES, Family, Label, M
+from server.metrics.exposition import FamilyShape, Kind, Series, Snapshot
+from server.metrics.families import FAMILIES, Family, Label
+from server.metrics.vllm_names import alias_of
 
 WAITS: tuple[Wait, ...] = get_args(Wait)
 
-disable_created_metrics()  # a time stamp beside every counter, which nobody asked for; holds for the process
-
 
 class Metrics:
-    """The one registry of the server."""
+    """The counts of one server."""
 
     def __init__(self, about: About) -> None:
         self._instances = [instance.name for instance in about.instances]
-        self._registry = CollectorRegistry()
-        self._series: dict[tuple[Family[Any], tuple[str, ...]], Any] = {}  # by family and values of its labels
-        for family in FAMILIES:
-            made = family.make(self._registry)
-            for each in _label_values(family, about):
-                self._series[family, each] = made.labels(*each) if each else made
         self._backends = about.backends
-        self._tell(about)
-
-    def _at(self, family: Family[M], *values: str) -> M:
-        """One series, by the values of its labels."""
-        return cast(M, self._series[family, values])
-
-    def _tell(self, about: About) -> None:
-        """What will not change."""
-        self._at(f.BUILD).info(dict(about.versions))
-        scalars = {name: value for name, value in about.settings.items() if not isinstance(value, dict | list)}
-        self._at(f.SETTINGS).info({name: _in_words(value) for name, value in scalars.items()})
-        for instance in about.instances:
-            options = ", ".join(f"{k}={_in_words(v)}" for k, v in instance.options.model_dump().items())
-            self._at(f.STRATEGIES, instance.name).info({"kind": instance.kind, "options": options})
+        shapes = [_shape(family, about) for family in FAMILIES]
+        self._places: dict[tuple[Family[Any], tuple[str, ...]], int] = {}  # in the list, of a series' first number
+        count = 0
+        for family, shape in zip(FAMILIES, shapes, strict=True):
+            for series in shape.series:
+                self._places[family, series.labels] = count
+                count += shape.width
+        self._numbers = array("d", bytes(8 * count))
+        self._sums: list[tuple[list[int], int]] = []  # of vLLM's series: places of those it is the sum of, and width
+        if about.settings.get("vllm_metric_names"):
+            shapes += self._aliases(shapes)
+        self._shapes = msgspec.Raw(msgspec.msgpack.encode(shapes))
         for name in about.fallen_back:
-            self._at(f.KERNEL_FALLBACK, name).set(1)
-        self._at(f.ENGINE_RESTARTS).inc(about.restarts)
+            self._set(1, f.KERNEL_FALLBACK, name)
+        self._add(about.restarts, f.ENGINE_RESTARTS)
+
+    def _aliases(self, shapes: Sequence[FamilyShape]) -> list[FamilyShape]:
+        """Return the families by vLLM's names, and remember where their numbers come from."""
+        found = []
+        for family, shape in zip(FAMILIES, shapes, strict=True):
+            if (alias := alias_of(family, shape)) is not None:
+                found.append(alias.shape)
+                for sources in alias.sources:
+                    self._sums.append(([self._places[family, each.labels] for each in sources], shape.width))
+        return found
+
+    def _add(self, amount: float, family: Family[Any], *labels: str) -> None:
+        self._numbers[self._places[family, labels]] += amount
+
+    def _set(self, value: float, family: Family[Any], *labels: str) -> None:
+        self._numbers[self._places[family, labels]] = value
+
+    def _observe(self, values: Iterable[float], family: Family[Histogram], *labels: str) -> None:
+        """Add to a histogram: one to the bucket of each value, and the value to their sum."""
+        numbers, edges, place = self._numbers, family.edges, self._places[family, labels]
+        for value in values:
+            numbers[place + bisect_left(edges, value)] += 1
+            numbers[place + len(edges) + 1] += value
+
+    def _sum(self, value: float, family: Family[Summary], *labels: str) -> None:
+        """Add to a summary."""
+        place = self._places[family, labels]
+        self._numbers[place] += 1
+        self._numbers[place + 1] += value
 
     # ---------------------------------------------------------------- as it happens
     def observe(self, report: StepReport, finished: Sequence[RequestRecord]) -> None:
-        """What a step of the engine brought."""
+        """Count a step of the engine, and the requests that left with it."""
         self.observe_step(report)
         for record in finished:
             self.observe_request(record)
 
     def observe_step(self, report: StepReport) -> None:
-        """The engine has made a step."""
+        """Count a step of the engine."""
         if report.rows:
-            self._at(f.STEPS).inc()
-            self._at(f.STEP_SECONDS).observe(report.seconds)
-            self._at(f.STEP_ROWS).observe(report.rows)
-            self._at(f.STEP_TOKENS).observe(report.tokens)
+            self._add(1, f.STEPS)
+            self._observe((report.seconds,), f.STEP_SECONDS)
+            self._observe((report.rows,), f.STEP_ROWS)
+            self._observe((report.tokens,), f.STEP_TOKENS)
             if report.kernels is not None:
                 self._observe_kernels(report.phase, report.seconds, report.kernels)
         for family, counts in (
@@ -78,9 +103,9 @@ class Metrics:
             (f.KV_EVICTED, report.evicted),
         ):
             for name, count in counts.items():
-                self._at(family, name).inc(count)
+                self._add(count, family, name)
         for name, gaps in report.gaps.items():
-            self._observe_all(f.INTER_TOKEN_LATENCY, name, gaps)
+            self._observe(gaps, f.INTER_TOKEN_LATENCY, name)
         for admission in report.admitted:
             self._observe_admission(admission)
         for name, drafts in report.drafts.items():
@@ -90,43 +115,38 @@ class Metrics:
 
     def _observe_admission(self, admitted: Admission) -> None:
         name = admitted.instance
-        self._at(f.PROMPT_TOKENS, name).inc(admitted.prompt_tokens)
-        self._at(f.CACHED_TOKENS, name).inc(admitted.cached_tokens)
+        self._add(admitted.prompt_tokens, f.PROMPT_TOKENS, name)
+        self._add(admitted.cached_tokens, f.CACHED_TOKENS, name)
         if not admitted.forked:
-            self._at(f.PREFIX_QUERIES, name).inc(admitted.prompt_tokens)
-            self._at(f.PREFIX_HITS, name).inc(admitted.cached_tokens)
+            self._add(admitted.prompt_tokens, f.PREFIX_QUERIES, name)
+            self._add(admitted.cached_tokens, f.PREFIX_HITS, name)
             missed = admitted.prompt_tokens - admitted.cached_tokens
-            self._at(f.PREFIX_MISSES, name, admitted.miss or "short").inc(missed)  # the last token always is
+            self._add(missed, f.PREFIX_MISSES, name, admitted.miss or "short")  # the last token always is
 
     def _observe_drafts(self, name: str, drafts: Sequence[Draft]) -> None:
-        self._at(f.DRAFTS, name).inc(len(drafts))
+        self._add(len(drafts), f.DRAFTS, name)
         for tokens, accepted in drafts:
-            self._at(f.DRAFT_TOKENS, name).inc(tokens)
-            self._at(f.ACCEPTED_TOKENS, name).inc(accepted)
+            self._add(tokens, f.DRAFT_TOKENS, name)
+            self._add(accepted, f.ACCEPTED_TOKENS, name)
             for position in range(accepted):
-                self._at(f.ACCEPTED_PER_POSITION, name, str(position)).inc()
+                self._add(1, f.ACCEPTED_PER_POSITION, name, str(position))
 
     def _observe_blocks(self, name: str, happened: Happened) -> None:
-        self._at(f.KV_COPIES, name).inc(happened.copies)
-        self._observe_all(f.BLOCK_LIFETIME, name, happened.lifetimes)
-        self._observe_all(f.BLOCK_IDLE, name, happened.idle_times)
-        self._observe_all(f.BLOCK_REUSE_GAP, name, happened.reuse_gaps)
-
-    def _observe_all(self, family: Family[Histogram], name: str, values: Sequence[float]) -> None:
-        series = self._at(family, name)
-        for value in values:
-            series.observe(value)
+        self._add(happened.copies, f.KV_COPIES, name)
+        self._observe(happened.lifetimes, f.BLOCK_LIFETIME, name)
+        self._observe(happened.idle_times, f.BLOCK_IDLE, name)
+        self._observe(happened.reuse_gaps, f.BLOCK_REUSE_GAP, name)
 
     def _observe_kernels(self, phase: Phase, step_seconds: float, kernels: Mapping[str, float]) -> None:
-        self._at(f.TIMED_STEP_SECONDS, phase).observe(step_seconds)
+        self._sum(step_seconds, f.TIMED_STEP_SECONDS, phase)
         for op, seconds in kernels.items():
             if seconds:
-                self._at(f.KERNEL_SECONDS, op, self._backends[op], phase).observe(seconds)
+                self._sum(seconds, f.KERNEL_SECONDS, op, self._backends[op], phase)
 
     def observe_request(self, record: RequestRecord) -> None:
-        """A request has left the engine."""
+        """Count a request that has left the engine."""
         name = record.instance
-        self._at(f.REQUESTS, name, record.outcome).inc()
+        self._add(1, f.REQUESTS, name, record.outcome)
         for family, seconds in (
             (f.E2E_LATENCY, record.total_seconds),
             (f.QUEUE_TIME, record.queue_seconds),
@@ -135,48 +155,77 @@ class Metrics:
             (f.FIRST_TOKEN_TIME, record.first_token_seconds),
         ):
             if seconds is not None:
-                self._at(family, name).observe(seconds)
+                self._observe((seconds,), family, name)
         if record.decode_seconds is not None and record.generated_tokens > 1:
-            self._at(f.TIME_PER_TOKEN, name).observe(record.decode_seconds / (record.generated_tokens - 1))
+            self._observe((record.decode_seconds / (record.generated_tokens - 1),), f.TIME_PER_TOKEN, name)
         if record.cached_tokens is not None:
-            self._at(f.REQUEST_PROMPT_TOKENS, name).observe(record.prompt_tokens)
-            self._at(f.REQUEST_GENERATION_TOKENS, name).observe(record.generated_tokens)
+            self._observe((record.prompt_tokens,), f.REQUEST_PROMPT_TOKENS, name)
+            self._observe((record.generated_tokens,), f.REQUEST_GENERATION_TOKENS, name)
 
     def observe_responses(self, responses: Mapping[int, int]) -> None:
-        """An API process has answered so many, by status."""
+        """Count responses of an API process, given by status."""
         for status, count in responses.items():
-            self._at(f.RESPONSES, str(status) if status in f.STATUSES else f.OTHER).inc(count)
+            self._add(count, f.RESPONSES, str(status) if status in f.STATUSES else f.OTHER)
 
     # ---------------------------------------------------------------- what Prometheus reads
-    def exposition(self, state: State, *, openmetrics: bool = False) -> bytes:
-        """Prometheus' text format, or OpenMetrics 1.0."""
+    def snapshot(self, state: State) -> bytes:
+        """Return all counts as they are now, encoded as a Snapshot."""
         for name in self._instances:
             self._show_instance(name, state)
         for family, by_state in (
-            (f.KV_POOL, {"held": state.pool_held, "free": state.pool_free}),
+            (f.KV_POOL, {"held": state.pool_held, "free": state.pool_free, "untouched": state.pool_untouched}),
             (f.DEVICE_MEMORY, state.device._asdict()),
             (f.PROCESS_MEMORY, state.processes),
         ):
             for value, size in by_state.items():
-                self._at(family, value).set(size)
-        return (generate_openmetrics if openmetrics else generate_latest)(self._registry)
+                self._set(size, family, value)
+        numbers = self._numbers[:]
+        for places, width in self._sums:
+            numbers.extend(map(sum, zip(*(self._numbers[at : at + width] for at in places), strict=True)))
+        return msgspec.msgpack.encode(Snapshot(self._shapes, numbers.tobytes()))
 
     def _show_instance(self, name: str, state: State) -> None:
         usage = state.usage[name]
-        self._at(f.RUNNING, name).set(state.running.get(name, 0))
+        self._set(state.running.get(name, 0), f.RUNNING, name)
         for wait in WAITS:
-            self._at(f.WAITING, name, wait).set(state.waiting.get((name, wait), 0))
+            self._set(state.waiting.get((name, wait), 0), f.WAITING, name, wait)
         for held in f.KV_STATE.values or ():
-            self._at(f.KV_BYTES, name, held).set(getattr(usage, held))
+            self._set(getattr(usage, held), f.KV_BYTES, name, held)
         for block, count in state.blocks[name]._asdict().items():
-            self._at(f.KV_BLOCKS, name, block).set(count)
-        self._at(f.KV_LIMIT, name).set(usage.limit)
-        self._at(f.KV_FLOOR, name).set(state.floors[name])
-        self._at(f.KV_USAGE, name).set(usage.used / usage.limit if usage.limit else 0)
+            self._set(count, f.KV_BLOCKS, name, block)
+        self._set(usage.limit, f.KV_LIMIT, name)
+        self._set(state.floors[name], f.KV_FLOOR, name)
+        self._set(usage.used / usage.limit if usage.limit else 0, f.KV_USAGE, name)
+
+
+def _shape(family: Family[Any], about: About) -> FamilyShape:
+    info = _info(family, about)
+    series = tuple(Series(labels, info.get(labels, {})) for labels in _label_values(family, about))
+    kind = cast(Kind, family.kind.__name__.lower())
+    names = tuple(label.name for label in family.labels)
+    return FamilyShape(kind, f.PREFIX + family.name, family.help, names, family.edges, series)
+
+
+def _info(family: Family[Any], about: About) -> Mapping[tuple[str, ...], dict[str, str]]:
+    """Return the constant values of an info metric, by the values of its labels."""
+    if family is f.BUILD:
+        return {(): dict(about.versions)}
+    if family is f.SETTINGS:
+        scalars = {name: value for name, value in about.settings.items() if not isinstance(value, dict | list)}
+        return {(): {name: _in_words(value) for name, value in scalars.items()}}
+    if family is f.STRATEGIES:
+        return {
+            (instance.name,): {
+                "kind": instance.kind,
+                "options": ", ".join(f"{k}={_in_words(v)}" for k, v in instance.options.model_dump().items()),
+            }
+            for instance in about.instances
+        }
+    return {}
 
 
 def _label_values(family: Family[Any], about: About) -> Iterator[tuple[str, ...]]:
-    """Of all its series."""
+    """Yield the label values of every series of a family."""
     known: Mapping[Label, Iterable[str]] = {
         f.STRATEGY: [instance.name for instance in about.instances],
         f.OP: about.backends,
@@ -189,5 +238,5 @@ def _label_values(family: Family[Any], about: About) -> Iterator[tuple[str, ...]
 
 
 def _in_words(value: object) -> str:
-    """As people write it in a settings file."""
+    """Return a value as it is written in a settings file."""
     return str(value).lower() if isinstance(value, bool | None) else str(value)

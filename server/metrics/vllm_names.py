@@ -1,4 +1,5 @@
-"""Recording rules that give our metrics vLLM's names, so that dashboards and alerts made for vLLM read them.
+"""vLLM's names for our metrics, so that dashboards and alerts made for vLLM read them: as recording rules of
+Prometheus, and as families that the server itself exposes where a setting says so. Both come to the same series.
 
 What vLLM calls by another label is relabelled, and what it counts without a label is summed. vLLM's dashboards choose
 by `model_name`; here a strategy stands there, so that strategies compare as models do.
@@ -10,8 +11,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+from server.metrics.exposition import FamilyShape, Series
 from server.metrics.families import FAMILIES, OUTCOME, REQUESTS, STRATEGY, WAIT, WAITING, Family
 
 FILE = Path(__file__).parents[2] / "config" / "prometheus" / "vllm_names.yml"
@@ -30,6 +32,45 @@ def rules() -> Iterator[tuple[str, str]]:
         if family.vllm is not None:
             for series in family.series:
                 yield f"vllm:{family.vllm}{series.removeprefix(family.exposed)}", _expression(family, series)
+
+
+class Alias(NamedTuple):
+    """A family by vLLM's name; each of its series is the sum of some of ours."""
+
+    shape: FamilyShape
+    sources: tuple[tuple[Series, ...], ...]  # of each of its series
+
+
+def alias_of(family: Family[Any], shape: FamilyShape) -> Alias | None:
+    """Return a family as vLLM has it; None if vLLM has none like it."""
+    if family.vllm is None:
+        return None
+    summed: dict[tuple[str, ...], list[Series]] = {}
+    for series in shape.series:
+        summed.setdefault(tuple(_labels(family, series.labels).values()), []).append(series)
+    name = f"vllm:{family.vllm}"
+    theirs = FamilyShape(
+        shape.kind,
+        name.removesuffix("_total") if shape.kind == "counter" else name,
+        shape.help,
+        tuple(_labels(family, shape.labels)),
+        shape.edges,
+        tuple(Series(labels) for labels in summed),
+    )
+    return Alias(theirs, tuple(map(tuple, summed.values())))
+
+
+def _labels(family: Family[Any], values: tuple[str, ...]) -> dict[str, str]:
+    """Return the labels of a series as vLLM has them."""
+    labels = {label.name: value for label, value in zip(family.labels, values, strict=True)}
+    if family is WAITING:
+        del labels[WAIT.name]
+    if family is REQUESTS:
+        outcome = labels.pop(OUTCOME.name)
+        labels["finished_reason"] = "abort" if outcome == "cancelled" else outcome
+    if STRATEGY in family.labels:
+        labels["model_name"] = labels[STRATEGY.name]
+    return labels
 
 
 def text() -> str:

@@ -1,7 +1,8 @@
-"""What the engine asks of a model, whoever computes it. Knows no weights and no cache."""
+"""What the engine asks of a model, whoever computes it; and one token's step, alike for all. Knows no weights."""
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Protocol
 
@@ -44,3 +45,51 @@ class Model(Protocol):
     def forward(self, ids: Tensor, attention: Attention) -> Tensor:
         """ids [N] int64 -> logits [K, V] of the rows `attention.logit_index`, in the model's dtype or float32."""
         ...
+
+    def embed(self, ids: Tensor) -> Tensor:
+        """ids [N] int64 -> [N, d]."""
+        ...
+
+    def forward_step(self, token_embedding: Tensor, current_pos: int, cache: SequenceCache) -> Tensor:
+        """As `Stepwise` has it."""
+        ...
+
+
+class SequenceCache(Protocol):
+    """The keys and values of one sequence: what `forward_step` needs of a cache."""
+
+    @property
+    def length(self) -> int:
+        """Tokens entered so far."""
+        ...
+
+    def begin(self, num_tokens: int) -> Attention:
+        """Attention for the next tokens; they have entered once commit() was called."""
+        ...
+
+    def commit(self) -> None: ...
+
+
+class Stepwise(ABC):
+    """A model that computes embedded tokens computes one of them at a time, too."""
+
+    @abstractmethod
+    def forward_embedded(self, x: Tensor, attention: Attention) -> Tensor:
+        """x [N, d] -> logits [K, V]; `forward` for tokens that are embedded already."""
+
+    def forward_step(self, token_embedding: Tensor, current_pos: int, cache: SequenceCache) -> Tensor:
+        """One token of one sequence: its embedding [1, 1, d_model] -> the logits [1, 1, V] of the token after it.
+
+        Mechanism: the token's query attends over the keys of all tokens before it, which `cache` kept from their own
+        steps, and over its own; only its own key and value are computed, at RoPE position `current_pos`, and they enter
+        the cache. So a step costs one pass over the weights and one over the cached keys, whatever came before; nothing
+        is recomputed, and nothing is allocated that grows with the text.
+
+        This is the batched forward with a batch of one. Raises ValueError if the cache does not stand at `current_pos`:
+        it would hold other keys than the caller thinks.
+        """
+        if current_pos != cache.length:
+            raise ValueError(f"current_pos is {current_pos}, but the cache holds {cache.length} tokens")
+        logits = self.forward_embedded(token_embedding.reshape(1, -1), cache.begin(1))
+        cache.commit()
+        return logits.view(1, 1, -1)

@@ -1,4 +1,4 @@
-"""What config.json says about a model, in the words of the decoder. Imports no torch: the API reads it too.
+"""Reads config.json into the decoder's own description of a model. Imports no torch: the API reads it too.
 
 What differs between families is data: a row in FAMILIES, and fields of ModelConfig. Reads the files of transformers 5,
 and those from before it.
@@ -6,17 +6,20 @@ and those from before it.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from server.models.config_file import checked, read_json
+from server.models.config_file import checked, read_json, shortened
 from server.models.errors import ModelError, UnknownModelError
 from server.models.families import FAMILIES, Experts, Family, Raw
 
 if TYPE_CHECKING:
     from kernels.layer import Activation
+
+log = logging.getLogger(__name__)
 
 ACTIVATIONS: Mapping[str, Activation] = {
     "silu": "silu",
@@ -29,8 +32,19 @@ SLIDING = "sliding_attention"
 SEES_ALL = "full_attention"
 
 
+class Dim(int):
+    """A dimension of a tensor, with the keys of config.json that it follows from, for error messages."""
+
+    words: str
+
+    def __new__(cls, size: int, words: str) -> Dim:
+        dim = super().__new__(cls, size)
+        dim.words = words
+        return dim
+
+
 class Facts(NamedTuple):
-    """What the engine must know of a model before its weights are read, whoever computes it."""
+    """What the engine must know of a model before its weights are read."""
 
     vocab_size: int
     max_positions: int
@@ -48,6 +62,7 @@ class Rope:
     trained_positions: int  # before the context was stretched
     scaling: str = "default"
     parameters: Mapping[str, Any] = field(default_factory=dict, hash=False)
+    file: Path = field(default=Path("config.json"), compare=False)  # that these values come from
 
 
 @dataclass(frozen=True)
@@ -105,29 +120,59 @@ class ModelConfig:
         return len(self.layers)
 
     @property
+    def vocabulary(self) -> Dim:
+        return Dim(self.vocab_size, "vocab_size")
+
+    @property
+    def hidden(self) -> Dim:
+        return Dim(self.hidden_size, "hidden_size")
+
+    @property
+    def head(self) -> Dim:
+        return Dim(self.head_dim, "head_dim")
+
+    @property
+    def queries(self) -> Dim:
+        return Dim(self.num_q_heads * self.head_dim, "num_attention_heads * head_dim")
+
+    @property
+    def keys(self) -> Dim:
+        return Dim(self.num_kv_heads * self.head_dim, "num_key_value_heads * head_dim")
+
+    @property
     def facts(self) -> Facts:
         return Facts(self.vocab_size, self.max_positions, self.eos_ids, self.dtype)
 
 
 def load_config(directory: Path) -> ModelConfig:
-    """Reads config.json and generation_config.json. Raises ModelError for what the decoder does not know."""
+    """Read config.json and generation_config.json. Raises ModelError for what the decoder does not know."""
     file = directory / "config.json"
-    raw = read_json(file)
+    config = parse_config(read_json(file), file)
+    return replace(config, eos_ids=eos_ids_of(directory, config.vocab_size))
+
+
+def parse_config(raw: Raw, file: Path) -> ModelConfig:
+    """Return the model that the JSON object of config.json describes, without eos_ids; `file` is named in errors.
+
+    Raises ModelError for what no model can have, and UnknownModelError for what the decoder does not know.
+    """
     architecture = architecture_of(raw)
     family = FAMILIES.get(architecture)
     if family is None:
-        raise UnknownModelError(f"{directory} holds a {architecture}; the decoder knows {', '.join(FAMILIES)}")
-    text = raw.get("text_config")  # a model that sees, too, writes its decoder's config within its own
+        raise UnknownModelError(f"{file} describes a {architecture}; the decoder knows {', '.join(FAMILIES)}")
+    text = raw.get("text_config")  # multimodal models nest their decoder's config
     raw = {**family.defaults, **raw, **(text if isinstance(text, dict) else {})}
     checked(raw, file)
-    _refuse_what_is_computed_otherwise(raw, directory)
+    _refuse_unsupported(raw, file)
     activation = raw.get(family.activation) or raw.get("hidden_act") or "silu"
     if activation not in ACTIVATIONS:
         raise UnknownModelError(
-            f"{directory}: {family.activation} is {activation!r}; the decoder knows {', '.join(ACTIVATIONS)}"
+            f"{file}: {family.activation} is {shortened(activation)}; the decoder knows {', '.join(ACTIVATIONS)}"
         )
     heads = raw["num_attention_heads"]
+    kv_heads = raw.get("num_key_value_heads") or heads
     head_dim = raw.get("head_dim") or raw["hidden_size"] // heads
+    _check_heads(heads, kv_heads, head_dim, file)
     attention_bias = bool(raw.get("attention_bias", False))
     return ModelConfig(
         architecture=architecture,
@@ -135,7 +180,7 @@ def load_config(directory: Path) -> ModelConfig:
         hidden_size=raw["hidden_size"],
         intermediate_size=raw["intermediate_size"],
         num_q_heads=heads,
-        num_kv_heads=raw.get("num_key_value_heads") or heads,
+        num_kv_heads=kv_heads,
         head_dim=head_dim,
         rms_norm_eps=raw.get("rms_norm_eps", 1e-6),
         max_positions=raw["max_position_embeddings"],
@@ -143,8 +188,8 @@ def load_config(directory: Path) -> ModelConfig:
         qkv_bias=attention_bias if family.qkv_bias is None else family.qkv_bias,
         o_bias=attention_bias if family.qkv_bias is None else False,
         mlp_bias=bool(raw.get("mlp_bias", False)),
-        layers=_layers(raw, family, head_dim, directory),
-        eos_ids=eos_ids_of(directory),
+        layers=_layers(raw, family, head_dim, file),
+        eos_ids=frozenset(),
         dtype=raw.get("dtype") or raw.get("torch_dtype") or "float32",
         scale=(raw.get("query_pre_attn_scalar") or head_dim) ** -0.5,
         activation=ACTIVATIONS[activation],
@@ -158,39 +203,47 @@ def load_config(directory: Path) -> ModelConfig:
 
 
 def architecture_of(raw: Raw) -> str:
-    """The first that config.json names."""
+    """Return the first architecture that config.json names."""
     named = raw.get("architectures")
-    return str(named[0]) if isinstance(named, list) and named else "none"
+    first = named[0] if isinstance(named, list) and named else "none"
+    return first if isinstance(first, str) and first.isidentifier() else shortened(first)
 
 
-def _refuse_what_is_computed_otherwise(raw: Raw, directory: Path) -> None:
+def _check_heads(heads: int, kv_heads: int, head_dim: int, file: Path) -> None:
+    if heads % kv_heads or head_dim % 2 or not head_dim:
+        raise ModelError(
+            f"{file}: {heads} heads over {kv_heads} KV heads of {head_dim} do not fit: "
+            "the first must be a multiple of the second, and the last even"
+        )
+
+
+def _refuse_unsupported(raw: Raw, file: Path) -> None:
+    """Raise ModelError for quantised checkpoints that cannot be read, and for encoders."""
     quantisation = raw.get("quantization_config")
     if quantisation and raw.get("quantization") is None:  # MLX's is written under both names
         method = quantisation.get("quant_method") if isinstance(quantisation, dict) else quantisation
+        named = shortened(method).strip("'")
         raise ModelError(
-            f"{directory}: the checkpoint is quantised ({method}), which cannot be read: take the one it was made "
-            "from, one of MLX, or a GGUF file"
+            f"{file}: the checkpoint is quantised ({named}), which cannot be read: take the one "
+            "it was made from, one of MLX, or a GGUF file"
         )
     if raw.get("use_bidirectional_attention"):
-        raise ModelError(f"{directory}: use_bidirectional_attention makes it an encoder, which cannot be served")
+        raise ModelError(f"{file}: use_bidirectional_attention makes it an encoder, which cannot be served")
 
 
-def _layers(raw: Raw, family: Family, head_dim: int, directory: Path) -> tuple[LayerConfig, ...]:
-    """layer_types says which layers slide; the family's own rule counts only where it is not given (vllm#49795)."""
+def _layers(raw: Raw, family: Family, head_dim: int, file: Path) -> tuple[LayerConfig, ...]:
+    """Return the layers; the family's rule for windows holds only where layer_types is not given (vllm#49795)."""
     count = raw["num_hidden_layers"]
     kinds = raw.get("layer_types") or [SLIDING if slides else SEES_ALL for slides in family.slides(raw, count)]
     every = raw.get("no_rope_layer_interval") or count + 1
     turning = raw.get("no_rope_layers") or [int((i + 1) % every != 0) for i in range(count)]  # 0: does not turn
     if len(kinds) != count or len(turning) != count:
-        raise ModelError(
-            f"{directory / 'config.json'} has {count} layers, {len(kinds)} layer_types, {len(turning)} no_rope_layers"
-        )
+        raise ModelError(f"{file} has {count} layers, {len(kinds)} layer_types, {len(turning)} no_rope_layers")
     if unknown := set(kinds) - {SLIDING, SEES_ALL}:
-        raise UnknownModelError(
-            f"{directory}: layer_types has {', '.join(sorted(unknown))}; the decoder knows {SLIDING} and {SEES_ALL}"
-        )
-    ropes = {kind: _rope(raw, family, head_dim, kind, directory) for kind in set(kinds)}
-    experts = _experts(raw, family.experts, directory)
+        strange = shortened(", ".join(sorted(unknown))).strip("'")
+        raise UnknownModelError(f"{file}: layer_types has {strange}; the decoder knows {SLIDING} and {SEES_ALL}")
+    ropes = {kind: _rope(raw, family, head_dim, kind, file) for kind in set(kinds)}
+    experts = _experts(raw, family.experts, file)
     dense = set(raw.get("mlp_only_layers") or ())
     sparse_step = raw.get("decoder_sparse_step", 1)
     return tuple(
@@ -203,11 +256,11 @@ def _layers(raw: Raw, family: Family, head_dim: int, directory: Path) -> tuple[L
     )
 
 
-def _rope(raw: Raw, family: Family, head_dim: int, kind: str, directory: Path) -> Rope:
-    """transformers 5 writes rope_parameters, by kind of layer where they differ; before: rope_theta, rope_scaling."""
+def _rope(raw: Raw, family: Family, head_dim: int, kind: str, file: Path) -> Rope:
+    """Return RoPE for a kind of layer: rope_parameters in transformers 5, before that rope_theta and rope_scaling."""
     given = raw.get("rope_scaling") or raw.get("rope_parameters") or {}
     theta: float = raw.get("rope_theta") or 10_000.0
-    if kind in given:
+    if given.get(kind) is not None:
         given = given[kind]
     elif family.local_theta is not None and kind == SLIDING:
         given, theta = {}, raw.get("rope_local_base_freq") or family.local_theta
@@ -216,45 +269,70 @@ def _rope(raw: Raw, family: Family, head_dim: int, kind: str, directory: Path) -
     scaling = given.get("rope_type") or given.get("type") or "default"
     scaling = family.scalings.get(scaling, scaling)
     if scaling not in SCALINGS:
-        raise UnknownModelError(f"{directory}: RoPE scaling {scaling!r}; the decoder knows {', '.join(SCALINGS)}")
+        raise UnknownModelError(f"{file}: RoPE scaling {shortened(scaling)}; the decoder knows {', '.join(SCALINGS)}")
     longest = raw["max_position_embeddings"]
     # Phi-3 writes the positions of training beside the scaling, not within.
     trained = given.get("original_max_position_embeddings") or raw.get("original_max_position_embeddings") or longest
+    dim = int(head_dim * share)
+    if dim < 2 or dim % 2:
+        raise ModelError(f"{file}: {dim} of {head_dim} dimensions of a head turn, which must be an even number of them")
     return Rope(
         theta=float(theta),
-        dim=int(head_dim * share),
+        dim=dim,
         max_positions=longest,
         trained_positions=trained,
         scaling=scaling,
         parameters={**given, "original_max_position_embeddings": trained},
+        file=file,
     )
 
 
-def _experts(raw: Raw, experts: Experts | None, directory: Path) -> MixtureOfExperts | None:
+def _experts(raw: Raw, experts: Experts | None, file: Path) -> MixtureOfExperts | None:
     if experts is None:
         return None
-    count: Any = next((raw[key] for key in experts.number if key in raw), None)
-    try:
-        return MixtureOfExperts(
-            module=experts.module,
-            split=experts.split,
-            count=int(count),
-            chosen=int(raw["num_experts_per_tok"]),
-            width=int(raw[experts.width]),
-            normalise=bool(raw.get("norm_topk_prob", False)) if experts.normalise is None else experts.normalise,
+    count = next((raw[key] for key in experts.number if raw.get(key) is not None), None)
+    chosen, width = raw.get("num_experts_per_tok"), raw.get(experts.width)
+    if not count or not chosen or not width:
+        raise ModelError(f"{file} does not say how many experts there are, of what width, or how many a token takes")
+    if chosen > count:
+        raise ModelError(f"{file}: num_experts_per_tok is {chosen}, and there are {count} experts")
+    return MixtureOfExperts(
+        module=experts.module,
+        split=experts.split,
+        count=count,
+        chosen=chosen,
+        width=width,
+        normalise=bool(raw.get("norm_topk_prob", False)) if experts.normalise is None else experts.normalise,
+    )
+
+
+# ---------------------------------------------------------------- the ends of texts
+def eos_ids_of(directory: Path, vocab_size: int) -> frozenset[int]:
+    """Return the tokens of the vocabulary that end a text. Raises ModelError."""
+    return frozenset(end for end in _named_ends(directory) if _is_token(end, vocab_size))
+
+
+def warn_of_ends(directory: Path, vocab_size: int) -> None:
+    """Warn of ids that should end a text, but are not tokens (-1, in broken fine-tunes): they are ignored."""
+    if strange := [end for end in _named_ends(directory) if not _is_token(end, vocab_size)]:
+        log.warning(
+            "%s: eos_token_id has %s, which are not in the vocabulary of %d tokens: they are ignored",
+            directory,
+            shortened(strange),
+            vocab_size,
         )
-    except (KeyError, TypeError, ValueError):
-        raise ModelError(
-            f"{directory / 'config.json'} does not say how many experts there are, or of what width"
-        ) from None
 
 
-def eos_ids_of(directory: Path) -> frozenset[int]:
-    """Generation settings know more end tokens than the model's config. Raises ModelError."""
+def _named_ends(directory: Path) -> list[Any]:
+    """Return the numbers of eos_token_id, from generation_config.json if it has them: it often has more of them."""
     path = directory / "generation_config.json"
     generation = read_json(path) if path.is_file() else {}
     eos = generation.get("eos_token_id", read_json(directory / "config.json").get("eos_token_id"))
     ids = eos if isinstance(eos, list) else [] if eos is None else [eos]
-    if not all(isinstance(i, int) for i in ids):
-        raise ModelError(f"{directory}: eos_token_id is {eos!r}, and should be a number or several")
-    return frozenset(ids)
+    if not all(isinstance(i, int | float) for i in ids):
+        raise ModelError(f"{directory}: eos_token_id is {shortened(eos)}, and should be a number or several")
+    return ids
+
+
+def _is_token(end: Any, vocab_size: int) -> bool:
+    return type(end) is int and 0 <= end < vocab_size

@@ -1,6 +1,6 @@
-"""config.json as it must be for the decoder to read it: types and ranges of the keys it knows. Imports no torch.
+"""Checks config.json: types and ranges of the keys that the decoder knows. Imports no torch.
 
-What a key means is config.py's business, and what a family takes for granted is in families.py.
+Does not know what a key means (config.py), nor a family's defaults (families.py).
 """
 
 from __future__ import annotations
@@ -10,11 +10,23 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, PositiveFloat, PositiveInt, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, ValidationError
 
-from server.models.errors import ModelError
+from server.models.errors import ModelError, first_line
 
 Dtype = Literal["float32", "bfloat16", "float16"]
+# Bounds far beyond any model, so that no list or table of gigabytes is made before the weights' shapes are compared.
+LONGEST_VALUE = 80  # characters of a value in a message
+MOST_LAYERS = 10_000
+MOST_EXPERTS = 100_000
+Count = Annotated[int, Field(gt=0, lt=2**31)]
+Layers = Annotated[int, Field(gt=0, le=MOST_LAYERS)]
+NumExperts = Annotated[int, Field(ge=0, le=MOST_EXPERTS)]  # dense models may say 0
+Real = Annotated[float, Field(ge=1e-12, le=1e12, allow_inf_nan=False)]  # float32 computes with its square and inverse
+RealOrZero = Annotated[float, Field(ge=0, le=1e12, allow_inf_nan=False)]
+Theta = Annotated[float, Field(gt=1, le=1e12, allow_inf_nan=False)]
+Epsilon = Annotated[float, Field(gt=0, le=1, allow_inf_nan=False)]
+Share = Annotated[float, Field(gt=0, le=1)]
 
 
 class _Strict(BaseModel):
@@ -22,63 +34,90 @@ class _Strict(BaseModel):
 
 
 class RopeFile(_Strict):
-    """rope_parameters or rope_scaling, or what they hold for a kind of layer."""
+    """The values of rope_parameters or rope_scaling, or their part for one kind of layer."""
 
     rope_type: str | None = None
     type: str | None = None
-    rope_theta: PositiveFloat | None = None
-    partial_rotary_factor: Annotated[float, Field(gt=0, le=1)] | None = None
-    factor: PositiveFloat | None = None
-    attention_factor: PositiveFloat | None = None
-    original_max_position_embeddings: PositiveInt | None = None
+    rope_theta: Theta | None = None
+    partial_rotary_factor: Share | None = None
+    factor: Real | None = None
+    attention_factor: Real | None = None
+    original_max_position_embeddings: Count | None = None
+    low_freq_factor: Real | None = None
+    high_freq_factor: Real | None = None
+    beta_fast: RealOrZero | None = None
+    beta_slow: RealOrZero | None = None
+    mscale: RealOrZero | None = None
+    mscale_all_dim: RealOrZero | None = None
+    truncate: bool | None = None
+    short_factor: list[Real] | None = None
+    long_factor: list[Real] | None = None
     full_attention: RopeFile | None = None
     sliding_attention: RopeFile | None = None
 
 
 class ConfigFile(_Strict):
-    """Keys that are not here are left alone."""
+    """The keys of config.json that are checked; others are ignored."""
 
-    vocab_size: PositiveInt
-    hidden_size: PositiveInt
-    intermediate_size: PositiveInt
-    num_hidden_layers: PositiveInt
-    num_attention_heads: PositiveInt
-    max_position_embeddings: PositiveInt
-    num_key_value_heads: PositiveInt | None = None
-    head_dim: PositiveInt | None = None
-    original_max_position_embeddings: PositiveInt | None = None
-    rms_norm_eps: PositiveFloat = 1e-6
-    rope_theta: PositiveFloat | None = None
-    rope_local_base_freq: PositiveFloat | None = None
-    partial_rotary_factor: Annotated[float, Field(gt=0, le=1)] | None = None
+    vocab_size: Count
+    hidden_size: Count
+    intermediate_size: Count
+    num_hidden_layers: Layers
+    num_attention_heads: Count
+    max_position_embeddings: Count
+    num_key_value_heads: Count | None = None
+    head_dim: Count | None = None
+    original_max_position_embeddings: Count | None = None
+    rms_norm_eps: Epsilon = 1e-6
+    rope_theta: Theta | None = None
+    rope_local_base_freq: Theta | None = None
+    partial_rotary_factor: Share | None = None
     rope_parameters: RopeFile | None = None
     rope_scaling: RopeFile | None = None
     layer_types: list[str] | None = None
     no_rope_layers: list[int] | None = None
-    sliding_window: PositiveInt | None = None
+    no_rope_layer_interval: NonNegativeInt | None = None
+    sliding_window: Count | None = None
     use_sliding_window: bool | None = None
     max_window_layers: NonNegativeInt | None = None
-    sliding_window_pattern: PositiveInt | None = None
+    sliding_window_pattern: Count | None = None
     hidden_act: str | None = None
     hidden_activation: str | None = None
-    query_pre_attn_scalar: PositiveFloat | None = None
-    attn_logit_softcapping: PositiveFloat | None = None
-    final_logit_softcapping: PositiveFloat | None = None
+    query_pre_attn_scalar: Real | None = None
+    attn_logit_softcapping: Real | None = None
+    final_logit_softcapping: Real | None = None
     tie_word_embeddings: bool | None = None
     attention_bias: bool | None = None
     mlp_bias: bool | None = None
     mlp_only_layers: list[int] | None = None
     decoder_sparse_step: NonNegativeInt | None = None
+    num_experts: NumExperts | None = None
+    num_local_experts: NumExperts | None = None
+    num_experts_per_tok: NumExperts | None = None
+    moe_intermediate_size: Annotated[int, Field(ge=0, lt=2**31)] | None = None
+    norm_topk_prob: bool | None = None
     dtype: Dtype | None = None
     torch_dtype: Dtype | None = None
 
 
 def checked(raw: Mapping[str, Any], file: Path) -> None:
-    """Raises ModelError for a key that is missing, or has a value that no model can have."""
+    """Raise ModelError for a key that is missing, or has a value that no model can have."""
     try:
         ConfigFile.model_validate(raw)
     except ValidationError as error:
         raise ModelError(f"{file}: {_faults(error)}") from None
+
+
+def check_counts(raw: Mapping[str, Any], file: Path) -> None:
+    """Raise ModelError for more layers or experts than a model can have, whatever the keys are called.
+
+    For the models that transformers computes: it makes an object for each of them before it looks at the weights.
+    """
+    for part in (raw, *(value for value in raw.values() if isinstance(value, dict))):
+        for key, value in part.items():
+            most = MOST_LAYERS if "layer" in key else MOST_EXPERTS if "expert" in key else None
+            if most is not None and isinstance(value, int | float) and value > most:
+                raise ModelError(f"{file}: {key} is {shortened(value)}, and can be {most} at most")
 
 
 def _faults(error: ValidationError) -> str:
@@ -87,15 +126,26 @@ def _faults(error: ValidationError) -> str:
     if missing:
         return f"lacks {', '.join(missing)}; is it the file of this model?"
     first = told[0]
-    return f"{'.'.join(map(str, first['loc']))} is {first['input']!r}: {first['msg'].lower()}"
+    return f"{'.'.join(map(str, first['loc']))} is {shortened(first['input'])}: {first['msg'].lower()}"
+
+
+def shortened(value: Any) -> str:
+    """Return a value as Python writes it, cut so that it fits into a message of one line."""
+    try:
+        written = repr(value)
+    except ValueError:  # a whole number of thousands of digits
+        return "a number of thousands of digits"
+    return written if len(written) <= LONGEST_VALUE else f"{written[:LONGEST_VALUE]}..."
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Raises ModelError."""
+    """Return the JSON object in a file. Raises ModelError."""
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise ModelError(f"cannot read {path}: {error}") from None
+    except OSError as error:
+        raise ModelError(f"cannot read {path}: {error.strerror}") from None
+    except (ValueError, RecursionError) as error:
+        raise ModelError(f"cannot read {path}: {first_line(error)}") from None
     if not isinstance(value, dict):
         raise ModelError(f"{path} is no JSON object")
     return value

@@ -7,39 +7,24 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable
-from functools import partial
-from typing import Protocol
+from functools import cache, partial
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from kernels.composed import multiplied, turned
-from kernels.layer import Factor, Tables
+from kernels.layer import Factor
 from kernels.ops import Attention, LayerSpec, Ops, Packed
 from kernels.quantised import Quantised, dequantise
+from server.models.base import Stepwise
 from server.models.config import ModelConfig
-from server.models.layers import check_shapes, load_ends, load_layer, load_norm
+from server.models.layers import load_ends, load_layer, load_norm
 from server.models.rope import rope_tables
 from server.models.weights import Weights
 
 
-class SequenceCache(Protocol):
-    """The keys and values of one sequence: what `forward_step` needs of a cache."""
-
-    @property
-    def length(self) -> int:
-        """Tokens entered so far."""
-        ...
-
-    def begin(self, num_tokens: int) -> Attention:
-        """Attention for the next tokens; they have entered once commit() was called."""
-        ...
-
-    def commit(self) -> None: ...
-
-
-class Decoder:
+class Decoder(Stepwise):
     """Implements `server.models.base.Model` for the families in families.py."""
 
     def __init__(
@@ -56,11 +41,10 @@ class Decoder:
         self._embedding, self._lm_head = load_ends(config, weights, ops)
         # Gemma: the factor is rounded to the activations' type, as it was in training.
         self._embedding_scale = torch.tensor(config.embedding_scale, dtype=dtype).item()
-        tables = _tables(config, positions or config.max_positions, self.device)
+        tables = cache(partial(rope_tables, positions=positions or config.max_positions, device=self.device))
         self.specs = [self._spec(i, layer.window) for i, layer in enumerate(config.layers)]
-        layers = [load_layer(config, weights, ops, i, self.specs[i], tables[i]) for i in range(config.num_layers)]
-        self._norm = load_norm(config, weights, "model.norm")
-        check_shapes(config, layers, self._embedding, self._lm_head)
+        layers = [load_layer(config, weights, ops, i, self.specs[i], tables) for i in range(config.num_layers)]
+        self._norm = load_norm(config, weights, "model.norm", config.hidden)
         self._stack = ops.stacked(layers, dtype)
 
     @property
@@ -107,23 +91,6 @@ class Decoder:
         wanted = self._ops.rms_norm(x[attention.logit_index], self._norm, self.config.rms_norm_eps)
         return softcapped(multiplied(self._ops, wanted, self._lm_head), self.config.logit_softcap)
 
-    def forward_step(self, token_embedding: Tensor, current_pos: int, cache: SequenceCache) -> Tensor:
-        """One token of one sequence: its embedding [1, 1, d_model] -> the logits [1, 1, V] of the token after it.
-
-        Mechanism: the token's query attends over the keys of all tokens before it, which `cache` kept from their own
-        steps, and over its own; only its own key and value are computed, at RoPE position `current_pos`, and they enter
-        the cache. So a step costs one pass over the weights and one over the cached keys, whatever came before; nothing
-        is recomputed, and nothing is allocated that grows with the text.
-
-        This is the batched forward with a batch of one. Raises ValueError if the cache does not stand at `current_pos`:
-        it would hold other keys than the caller thinks.
-        """
-        if current_pos != cache.length:
-            raise ValueError(f"current_pos is {current_pos}, but the cache holds {cache.length} tokens")
-        logits = self.forward_embedded(token_embedding.reshape(1, -1), cache.begin(1))
-        cache.commit()
-        return logits.view(1, 1, -1)
-
     def _spec(self, i: int, window: int | None) -> LayerSpec:
         c = self.config
         return LayerSpec(
@@ -155,13 +122,6 @@ def _format(weight: Factor) -> str:
             return f"int{weight.bits}"
         case Packed():
             return weight.format
-
-
-def _tables(config: ModelConfig, positions: int, device: torch.device) -> list[Tables | None]:
-    """Of every layer; layers that turn alike share theirs."""
-    ropes = {layer.rope for layer in config.layers if layer.rope is not None}
-    made = {rope: rope_tables(rope, positions, device) for rope in ropes}
-    return [None if layer.rope is None else made[layer.rope] for layer in config.layers]
 
 
 def softcapped(logits: Tensor, cap: float | None) -> Tensor:

@@ -10,25 +10,29 @@ from pathlib import Path
 from config.settings import Settings
 from server.models import hub
 from server.models.errors import ModelError
-from server.models.gguf_directory import unpacked
+from server.models.gguf_directory import own_link, unpacked
 from server.models.gguf_file import SUFFIX
+from server.models.links import check_links
 
 EMBEDDED = {"tiny": Path(__file__).parent / "tiny"}
 
 
 def located(settings: Settings) -> Settings:
-    """The settings with a directory for the model, and the name clients know it by. Raises ModelError."""
-    directory = locate(settings.model, settings.revision)
+    """Return the settings with the model's directory, and the name clients know it by. Raises ModelError."""
+    directory = locate(settings.model, settings.revision, allow_symlinks=settings.allow_symlinks)
     name = settings.model if _on_hub(settings.model) else directory.resolve().name
     known = {"model": str(directory), "revision": None, "model_name": settings.model_name or name}
     return settings.model_copy(update=known)
 
 
-def locate(model: str, revision: str | None = None) -> Path:
-    """The directory with config.json and the rest, fetched or unpacked if need be. Raises ModelError."""
+def locate(model: str, revision: str | None = None, *, allow_symlinks: bool = False) -> Path:
+    """Return the directory with config.json and the rest, fetched or unpacked if need be. Raises ModelError.
+
+    Unless `allow_symlinks`, its links are checked; those of the embedded model come with the program.
+    """
     on_hub = _on_hub(model)
     directory = hub.fetched(model, revision) if on_hub else _on_disk(model)
-    if not (directory / "config.json").is_file():
+    if not _is_model(directory):
         raise ModelError(
             f"no model at {model!r}: give a directory with config.json, tokenizer.json and *.safetensors, "
             f"a {SUFFIX} file, a name on the Hugging Face hub (owner/name), "
@@ -36,7 +40,16 @@ def locate(model: str, revision: str | None = None) -> Path:
         )
     if revision is not None and not on_hub:
         raise ModelError(f"revision {revision!r} is for a model on the hub, and {model} is on this machine")
+    if not allow_symlinks and directory not in EMBEDDED.values():
+        check_links(directory, made_here=own_link(directory))
     return directory
+
+
+def _is_model(directory: Path) -> bool:
+    try:
+        return (directory / "config.json").is_file()
+    except OSError as error:
+        raise ModelError(f"cannot read the directory {directory}: {error.strerror}") from None
 
 
 def _on_hub(model: str) -> bool:

@@ -34,6 +34,8 @@ class FullContext:
         scores = torch.einsum("qhd,khd->hqk", q.float(), k) * spec.scale
         if spec.softcap:
             scores = spec.softcap * torch.tanh(scores / spec.softcap)
+        broken = ~v.isfinite().all(-1)  # [N, Hq]: hidden by their scores, as a weight of 0 times NaN is NaN
+        scores = scores.masked_fill(broken.T[:, None], torch.nan)
         distance = self.positions[:, None] - self.positions
         hidden = distance < 0
         if spec.window is not None:
@@ -43,7 +45,7 @@ class FullContext:
             sinks = spec.sink_logits.float().view(-1, 1, 1).expand(-1, len(scores[0]), 1)
             scores = torch.cat((scores, sinks), -1)
         weights = scores.softmax(-1)[..., : len(k)]
-        return torch.einsum("hqk,khd->qhd", weights, v).to(q.dtype)
+        return torch.einsum("hqk,khd->qhd", weights, v.masked_fill(broken[..., None], 0.0)).to(q.dtype)
 
 
 @torch.inference_mode()

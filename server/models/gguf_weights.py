@@ -7,6 +7,7 @@ other types are dequantised. Owns the way back from what llama.cpp's converter d
 from __future__ import annotations
 
 import re
+from itertools import pairwise
 from math import prod
 from pathlib import Path
 
@@ -20,7 +21,7 @@ from server.models.errors import ModelError
 from server.models.gguf_config import Keys
 from server.models.gguf_file import TensorInfo, read_header
 from server.models.mapping import mapped_bytes
-from server.models.weights import Matrix
+from server.models.weights import Matrix, Shape, check_shape, finite
 
 _NAME = re.compile(r"(?:model\.)?(?:layers\.(\d+)\.)?(.+)\.(weight|bias)")
 _AS_THEY_ARE = {  # torch reads these itself
@@ -35,7 +36,7 @@ class GGUFWeights:
     """Implements `server.models.weights.Weights`."""
 
     def __init__(self, file: Path, dtype: torch.dtype, device: torch.device, *, as_stored: bool = False) -> None:
-        """`as_stored`: what is quantised in a way that can be multiplied with stays so; otherwise all is dequantised.
+        """Check all tensors; with `as_stored`, Q8_0 and Q4_0 stay quantised, otherwise all is dequantised.
 
         Raises ModelError if the file is cut off, or holds tensors of a type that cannot be read.
         """
@@ -48,40 +49,44 @@ class GGUFWeights:
         self._as_stored = as_stored
         for name, tensor in self._tensors.items():
             self._check(name, tensor)
+        self._check_apart()
 
     def __contains__(self, name: str) -> bool:
         return self._stored(name) in self._tensors
 
-    def get(self, name: str) -> Tensor:
-        """The tensor of that name. Raises ModelError if there is none."""
-        tensor = self._found(name)
+    def get(self, name: str, shape: Shape) -> Tensor:
+        tensor = self._found(name, shape)
         tensor = dequantise(tensor) if isinstance(tensor, Quantised) else tensor
         if self._keys.row.norm_offset and name.endswith("norm.weight"):
             tensor = tensor.float() - self._keys.row.norm_offset
-        return tensor.to(device=self._device, dtype=self._dtype)
+        return finite(self.what(name), tensor.to(device=self._device, dtype=self._dtype))
 
-    def matrix(self, name: str) -> Matrix:
+    def matrix(self, name: str, shape: Shape) -> Matrix:
         if not self._as_stored:
-            return self.get(name)
-        found = self._found(name)
-        return found.to(self._device) if isinstance(found, Quantised) else self.get(name)
+            return self.get(name, shape)
+        found = self._found(name, shape)
+        return found.to(self._device) if isinstance(found, Quantised) else self.get(name, shape)
 
     embedding = matrix
 
-    def _found(self, name: str) -> Matrix:
-        """On the CPU, rows in the decoder's order."""
+    def _found(self, name: str, shape: Shape) -> Matrix:
+        """Return a tensor on the CPU, its rows in the decoder's order. Raises ModelError."""
         stored = self._stored(name)
         info = None if stored is None else self._tensors.get(stored)
         if info is None:
             raise ModelError(f"{self._file} has no tensor {stored or name!r}; is the file complete?")
+        check_shape(self.what(name), info.shape, shape, "its metadata")
         found = self._read(info)
         if self._keys.row.permuted and (heads := self._heads(name)):
             rows = _in_halves(found.shape[0], heads)
             found = found.rows(rows) if isinstance(found, Quantised) else found[rows]
         return found
 
+    def what(self, name: str) -> str:
+        return f"{self._file}: tensor {self._stored(name)!r}"
+
     def _stored(self, name: str) -> str | None:
-        """The file's name for a tensor; None: its architecture has no such thing."""
+        """Return the file's name for a tensor; None if its architecture has no such tensor."""
         match = _NAME.fullmatch(name)
         if match is None or match[2] not in self._keys.row.names:
             return None
@@ -89,7 +94,7 @@ class GGUFWeights:
         return f"{at}{self._keys.row.names[match[2]]}.{match[3]}"
 
     def _heads(self, name: str) -> int | None:
-        """Of a matrix, or a bias, whose rows are queries or keys."""
+        """Return the number of heads in the rows of a matrix or a bias; None if its rows are not queries or keys."""
         match = _NAME.fullmatch(name)
         of = {"self_attn.q_proj": self._keys.heads, "self_attn.k_proj": self._keys.kv_heads}
         return of.get(match[2]) if match else None
@@ -114,12 +119,24 @@ class GGUFWeights:
                 f"{self._file}: tensor {name!r} is of type {_type_name(tensor.type)}, which cannot be read; "
                 "take a file in F32, F16, BF16, Q8_0, Q4_0 or a K-quant"
             ) from None
+        if tensor.shape and tensor.shape[-1] % gguf.GGML_QUANT_SIZES[kind][0]:
+            raise ModelError(
+                f"{self._file}: rows of {tensor.shape[-1]} numbers are not whole blocks of type {kind.name}, which "
+                f"tensor {name!r} should be of: fetch the file again"
+            )
         if tensor.offset + _size(tensor) > self._size:
             raise ModelError(f"{self._file} is cut off before the end of tensor {name!r}: fetch it again")
 
+    def _check_apart(self) -> None:
+        """Raise ModelError if two tensors share bytes."""
+        ordered = sorted((tensor.offset, _size(tensor), name) for name, tensor in self._tensors.items())
+        for (start, size, name), (following, _, other) in pairwise(ordered):
+            if start + size > following:
+                raise ModelError(f"{self._file}: tensors {name!r} and {other!r} overlap: fetch the file again")
+
 
 def _size(tensor: TensorInfo) -> int:
-    """In bytes."""
+    """Return a tensor's bytes."""
     block, size = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType(tensor.type)]
     return prod(tensor.shape) // block * size
 
@@ -132,7 +149,7 @@ def _type_name(kind: int) -> str:
 
 
 def _whole(rows: Tensor, bits: int) -> Quantised:
-    """Blocks of Q8_0 or Q4_0: a scale in float16, and 32 numbers; of 4 bits, the first 16 in the lower halves."""
+    """Unpack blocks of Q8_0 or Q4_0: a scale in float16 and 32 numbers; of 4 bits, the first 16 in the lower halves."""
     blocks = rows.view(len(rows), -1, 2 + 4 * bits)
     scale = blocks[..., :2].contiguous().view(torch.float16)[..., 0]
     numbers = blocks[..., 2:]
@@ -141,5 +158,5 @@ def _whole(rows: Tensor, bits: int) -> Quantised:
 
 
 def _in_halves(rows: int, heads: int) -> Tensor:
-    """Which row is the decoder's i-th: llama.cpp turns dimension 2i with 2i + 1, the decoder i with D / 2 + i."""
+    """Return the file's row for each of the decoder's, which rotates (i, D / 2 + i), and llama.cpp (2i, 2i + 1)."""
     return torch.arange(rows).view(heads, -1, 2).transpose(1, 2).flatten()

@@ -18,18 +18,21 @@ import torch
 from torch import Tensor, nn
 
 from kernels.ops import Attention, LayerSpec
+from server.models.base import Stepwise
 from server.models.config import SEES_ALL, SLIDING, Facts, eos_ids_of
-from server.models.errors import ModelError, first_line
+from server.models.config_file import check_counts, read_json, shortened
+from server.models.errors import ModelError
 from server.models.full_context import FullContext
 
 IMPLEMENTATION = "kvmux"  # our name among transformers' kinds of attention
+LONGEST_WORDS = 300  # characters of what transformers says
 PROBE_TOKENS = 24
 PROBE_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.15, torch.float16: 0.02}  # of the largest logit
 
 _current: ContextVar[Attention] = ContextVar("attention of the step that runs")
 
 
-class TransformersModel:
+class TransformersModel(Stepwise):
     """Implements `server.models.base.Model`."""
 
     def __init__(
@@ -43,8 +46,11 @@ class TransformersModel:
         self.dtype = dtype
         self._model = _loaded(directory, dtype, device)
         positions = positions or self.facts.max_positions
-        _settle_frequencies(self._model, positions)
-        self.specs = _probed(self._model, self.facts, positions, device)
+        try:
+            _settle_frequencies(self._model, positions)
+            self.specs = _probed(self._model, self.facts, positions, device)
+        except ModelError as error:
+            raise ModelError(f"{directory}: {error}") from None
 
     @property
     def device(self) -> torch.device:
@@ -61,11 +67,21 @@ class TransformersModel:
 
     def forward(self, ids: Tensor, attention: Attention) -> Tensor:
         """ids [N] int64 -> logits [K, V] float32 of the rows `attention.logit_index`."""
-        return _logits(self._model, ids, attention)
+        return _logits(self._model, attention, input_ids=ids[None])
+
+    def embed(self, ids: Tensor) -> Tensor:
+        """ids [N] int64 -> [N, d]."""
+        found: Tensor = self._model.get_input_embeddings()(ids)
+        return found
+
+    def forward_embedded(self, x: Tensor, attention: Attention) -> Tensor:
+        """x [N, d] -> logits [K, V] float32; `forward` for tokens that are embedded already."""
+        return _logits(self._model, attention, inputs_embeds=x[None])
 
 
 def facts_of(directory: Path) -> Facts:
-    """From the directory's config, as transformers reads it. Raises ModelError."""
+    """Return a model's facts from its config, as transformers reads it. Raises ModelError."""
+    check_counts(read_json(directory / "config.json"), directory / "config.json")
     config = _config(directory)
     text = config.get_text_config()
     dtype = getattr(text, "dtype", None) or getattr(config, "dtype", None) or torch.float32
@@ -75,7 +91,11 @@ def facts_of(directory: Path) -> Facts:
             f"{directory}: a {type(config).__name__} has no number of positions; state spaces, linear attention and "
             "ALiBi cannot be served: they keep no keys and values, or not these alone"
         )
-    return Facts(text.vocab_size, positions, eos_ids_of(directory), str(dtype).removeprefix("torch."))
+    vocab_size: Any = getattr(text, "vocab_size", None)
+    for key, value in (("vocab_size", vocab_size), ("positions", positions)):
+        if type(value) is not int or value < 1:
+            raise ModelError(f"{directory}: its config's {key} is {shortened(value)}, and should be a number above 0")
+    return Facts(vocab_size, positions, eos_ids_of(directory, vocab_size), str(dtype).removeprefix("torch."))
 
 
 def _config(directory: Path) -> Any:
@@ -91,7 +111,11 @@ def _loaded(directory: Path, dtype: torch.dtype, device: torch.device) -> Any:
     from transformers import AttentionInterface, AutoModelForCausalLM
 
     AttentionInterface.register(IMPLEMENTATION, _attend)
+    empty: Any = AutoModelForCausalLM
     try:
+        with torch.device("meta"):  # which takes no memory
+            numbers = sum(p.numel() for p in empty.from_config(_config(directory)).parameters())
+        _check_size(directory, numbers)
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             directory,
             dtype=dtype,
@@ -100,6 +124,8 @@ def _loaded(directory: Path, dtype: torch.dtype, device: torch.device) -> Any:
             trust_remote_code=False,
             output_loading_info=True,
         )
+    except ModelError:
+        raise
     except Exception as error:
         if "Unrecognized configuration class" in str(error):
             raise ModelError(f"{directory}: transformers knows no decoder-only model of that kind") from None
@@ -113,8 +139,18 @@ def _loaded(directory: Path, dtype: torch.dtype, device: torch.device) -> Any:
     return model.to(device).eval().requires_grad_(False)
 
 
+def _check_size(directory: Path, numbers: int) -> None:
+    """Raise ModelError if the files cannot hold so many numbers: transformers would make up what they lack."""
+    stored = sum(file.stat().st_size for file in directory.iterdir() if file.is_file())
+    if numbers > 8 * stored:  # a number takes a bit at least
+        raise ModelError(
+            f"{directory}: config.json describes a model of {numbers} numbers, and the files have {stored} bytes; "
+            "is it the file of this model?"
+        )
+
+
 def _told(error: Exception) -> str:
-    return f"{type(error).__name__}: {first_line(error)}"
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:LONGEST_WORDS]}"
 
 
 def _settle_frequencies(model: nn.Module, positions: int) -> None:
@@ -137,11 +173,12 @@ def _settle_frequencies(model: nn.Module, positions: int) -> None:
             rope.original_inv_freq.copy_(frequencies)
 
 
-def _logits(model: Any, ids: Tensor, attention: Attention) -> Tensor:
+def _logits(model: Any, attention: Attention, **tokens: Tensor) -> Tensor:
+    """`tokens`: input_ids [1, N] or inputs_embeds [1, N, d]."""
     token = _current.set(attention)
     try:
         found: Tensor = model(
-            input_ids=ids[None],
+            **tokens,
             position_ids=attention.positions[None],
             use_cache=False,
             logits_to_keep=attention.logit_index,
@@ -215,12 +252,12 @@ class _Probe(FullContext):
 
 @torch.inference_mode()
 def _probed(model: Any, facts: Facts, positions: int, device: torch.device) -> list[LayerSpec]:
-    """Every layer's attention. Raises ModelError if a layer does something else, or something more."""
+    """Return every layer's attention. Raises ModelError if a layer does something else, or something more."""
     name, config = type(model).__name__, model.config.get_text_config()
     probe = _Probe(PROBE_TOKENS, config, positions, device)
     ids = (torch.arange(PROBE_TOKENS, device=device) * 7919) % facts.vocab_size
     try:
-        ours = _logits(model, ids.flip(0), probe).flip(0)
+        ours = _logits(model, probe, input_ids=ids.flip(0)[None]).flip(0)
     except ModelError:
         raise
     except Exception as error:  # a forward without position_ids or logits_to_keep; its own checks
@@ -235,6 +272,8 @@ def _probed(model: Any, facts: Facts, positions: int, device: torch.device) -> l
     model.set_attn_implementation("eager")
     theirs = model(input_ids=ids[None], use_cache=False).logits[0].float()
     model.set_attn_implementation(IMPLEMENTATION)
+    if not ours.isfinite().all():
+        raise ModelError(f"{name} cannot be served: its logits are NaN or infinite; is the checkpoint damaged?")
     if (ours - theirs).abs().max() > PROBE_TOLERANCE[model.dtype] * theirs.abs().max():
         raise ModelError(f"{name} cannot be served: with our attention it computes something else than without")
     return [probe.found[i] for i in range(layers)]

@@ -5,19 +5,18 @@ Knows names and shapes, and who of several feed-forwards is asked; neither atten
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from kernels.composed import multiplied
-from kernels.layer import AttentionWeights, DecoderLayer, Factor, FeedForward, GatedWeights, Tables
+from kernels.layer import AttentionWeights, DecoderLayer, Factor, GatedWeights, Tables
 from kernels.memory import Joined
 from kernels.ops import LayerSpec, Ops
 from kernels.quantised import Quantised, dequantise, joined
-from server.models.config import MixtureOfExperts, ModelConfig
-from server.models.errors import ModelError
+from server.models.config import Dim, MixtureOfExperts, ModelConfig, Rope
 from server.models.weights import Matrix, Weights
 
 
@@ -51,63 +50,66 @@ class Mixture:
             yield from expert.tensors()
 
 
-def load_norm(config: ModelConfig, weights: Weights, name: str) -> Tensor:
-    """The factors of a norm, [d]; sums are kept in float32, as bfloat16 would round them away."""
-    weight = weights.get(f"{name}.weight")
+def load_norm(config: ModelConfig, weights: Weights, name: str, width: Dim) -> Tensor:
+    """Return the factors of a norm, [width]; sums stay in float32, as bfloat16 would round them away."""
+    weight = weights.get(f"{name}.weight", (width,))
     return weight.float() + config.norm_offset if config.norm_offset else weight
 
 
 def load_ends(config: ModelConfig, weights: Weights, ops: Ops) -> tuple[Factor, Factor]:
-    """The embedding and lm_head; where they are tied, one weight. Raises ModelError for what the checkpoint lacks."""
-    embedding = "model.embed_tokens.weight"
-    if config.tie_embeddings or "lm_head.weight" not in weights:
-        tied = ops.packed(weights.matrix(embedding))
+    """Return the embedding and lm_head; where they are tied, one weight. Raises ModelError for what is missing."""
+    embedding, shape = "model.embed_tokens.weight", (config.vocabulary, config.hidden)
+    if config.tie_embeddings:
+        tied = ops.packed(weights.matrix(embedding, shape))
         return tied, tied
-    return weights.embedding(embedding), ops.packed(weights.matrix("lm_head.weight"))
+    return weights.embedding(embedding, shape), ops.packed(weights.matrix("lm_head.weight", shape))
 
 
 def load_layer(
-    config: ModelConfig, weights: Weights, ops: Ops, i: int, spec: LayerSpec, tables: Tables | None
+    config: ModelConfig, weights: Weights, ops: Ops, i: int, spec: LayerSpec, tables: Callable[[Rope], Tables]
 ) -> DecoderLayer:
-    """Layer `i`, its matrices packed, turning by `tables`. Raises ModelError for what the checkpoint lacks."""
+    """Return layer `i`, its matrices packed; `tables` makes its RoPE tables. Raises ModelError for what is missing."""
     at = f"model.layers.{i}."
     projections = f"{at}self_attn."
+    c, kind = config, config.layers[i]
 
-    def norm(name: str) -> Tensor:
-        return load_norm(config, weights, f"{at}{name}")
+    def norm(name: str, width: Dim = c.hidden) -> Tensor:
+        return load_norm(c, weights, f"{at}{name}", width)
 
-    after_attention = "pre_feedforward_layernorm" if config.sandwich else "post_attention_layernorm"
-    qkv, qkv_bias = _fused(weights, projections, "qkv_proj", ("q_proj", "k_proj", "v_proj"), config.qkv_bias)
+    after_attention = "pre_feedforward_layernorm" if c.sandwich else "post_attention_layernorm"
+    parts = {"q_proj": c.queries, "k_proj": c.keys, "v_proj": c.keys}
+    qkv, qkv_bias = _fused(weights, projections, "qkv_proj", parts, c.hidden, c.qkv_bias)
     attention = AttentionWeights(
         norm=norm("input_layernorm"),
         qkv=ops.packed(qkv),
         qkv_bias=qkv_bias,
-        qk_norm=(norm("self_attn.q_norm"), norm("self_attn.k_norm")) if config.qk_norm else None,
-        tables=tables,
-        q_heads=config.num_q_heads,
-        kv_heads=config.num_kv_heads,
-        o=weights.matrix(f"{projections}o_proj.weight"),
-        o_bias=weights.get(f"{projections}o_proj.bias") if config.o_bias else None,
-        post_norm=norm("post_attention_layernorm") if config.sandwich else None,
+        qk_norm=(norm("self_attn.q_norm", c.head), norm("self_attn.k_norm", c.head)) if c.qk_norm else None,
+        # Made only now: the projections have shown that heads are as large as config.json says.
+        tables=None if kind.rope is None else tables(kind.rope),
+        q_heads=c.num_q_heads,
+        kv_heads=c.num_kv_heads,
+        o=weights.matrix(f"{projections}o_proj.weight", (c.hidden, c.queries)),
+        o_bias=weights.get(f"{projections}o_proj.bias", (c.hidden,)) if c.o_bias else None,
+        post_norm=norm("post_attention_layernorm") if c.sandwich else None,
         next_norm=norm(after_attention),
-        eps=config.rms_norm_eps,
+        eps=c.rms_norm_eps,
     )
-    experts = config.layers[i].experts
+    feed_forward = _mixture(c, weights, ops, at, kind.experts) if kind.experts else _dense(c, weights, ops, f"{at}mlp.")
     return DecoderLayer(
-        spec,
-        attention.packed(ops),
-        _dense(config, weights, ops, f"{at}mlp.") if experts is None else _mixture(config, weights, ops, at, experts),
-        norm("post_feedforward_layernorm") if config.sandwich else None,
+        spec, attention.packed(ops), feed_forward, norm("post_feedforward_layernorm") if c.sandwich else None
     )
 
 
 def _fused(
-    weights: Weights, at: str, fused: str, parts: Sequence[str], biased: bool
+    weights: Weights, at: str, fused: str, parts: Mapping[str, Dim], width: Dim, biased: bool
 ) -> tuple[Matrix | Joined, Tensor | None]:
-    """A matrix and its bias, from parts or, in some checkpoints, one already."""
-    names = [f"{at}{fused}"] if f"{at}{fused}.weight" in weights else [f"{at}{part}" for part in parts]
-    matrix = _joined([weights.matrix(f"{name}.weight") for name in names])
-    return matrix, torch.cat([weights.get(f"{name}.bias") for name in names]) if biased else None
+    """Return a matrix and its bias, joined from `parts` (rows by name) unless the checkpoint has them fused."""
+    if f"{at}{fused}.weight" in weights:
+        parts = {fused: Dim(sum(parts.values()), " + ".join(rows.words for rows in parts.values()))}
+    matrix = _joined([weights.matrix(f"{at}{name}.weight", (rows, width)) for name, rows in parts.items()])
+    if not biased:
+        return matrix, None
+    return matrix, torch.cat([weights.get(f"{at}{name}.bias", (rows,)) for name, rows in parts.items()])
 
 
 def _joined(parts: Sequence[Matrix]) -> Matrix | Joined:
@@ -123,57 +125,24 @@ def _joined(parts: Sequence[Matrix]) -> Matrix | Joined:
 
 
 def _dense(config: ModelConfig, weights: Weights, ops: Ops, at: str) -> GatedWeights:
-    gate_up, gate_up_bias = _fused(weights, at, "gate_up_proj", ("gate_proj", "up_proj"), config.mlp_bias)
-    down_bias = weights.get(f"{at}down_proj.bias") if config.mlp_bias else None
-    down = weights.matrix(f"{at}down_proj.weight")
+    d, width = config.hidden, Dim(config.intermediate_size, "intermediate_size")
+    parts = {"gate_proj": width, "up_proj": width}
+    gate_up, gate_up_bias = _fused(weights, at, "gate_up_proj", parts, d, config.mlp_bias)
+    down_bias = weights.get(f"{at}down_proj.bias", (d,)) if config.mlp_bias else None
+    down = weights.matrix(f"{at}down_proj.weight", (d, width))
     return GatedWeights(ops.packed(gate_up), gate_up_bias, down, down_bias, config.activation).packed(ops)
 
 
 def _mixture(config: ModelConfig, weights: Weights, ops: Ops, at: str, experts: MixtureOfExperts) -> Mixture:
     at = f"{at}{experts.module}."
     gate, up, down = experts.split
+    d, width = config.hidden, Dim(experts.width, "the width of an expert")
 
     def expert(e: int) -> GatedWeights:
         each = f"{at}experts.{e}."
-        gate_up = ops.packed(_joined([weights.matrix(f"{each}{part}.weight") for part in (gate, up)]))
-        return GatedWeights(gate_up, None, weights.matrix(f"{each}{down}.weight"), None, config.activation).packed(ops)
+        gate_up = _joined([weights.matrix(f"{each}{part}.weight", (width, d)) for part in (gate, up)])
+        back = weights.matrix(f"{each}{down}.weight", (d, width))
+        return GatedWeights(ops.packed(gate_up), None, back, None, config.activation).packed(ops)
 
-    router = ops.packed(weights.get(f"{at}gate.weight"))
+    router = ops.packed(weights.get(f"{at}gate.weight", (Dim(experts.count, "the number of experts"), d)))
     return Mixture(router, [expert(e) for e in range(experts.count)], experts.chosen, experts.normalise)
-
-
-def check_shapes(config: ModelConfig, layers: Sequence[DecoderLayer], embedding: Factor, lm_head: Factor) -> None:
-    """Raises ModelError if config.json speaks of another model than the tensors do."""
-    c = config
-    if c.num_q_heads % c.num_kv_heads or c.head_dim % 2:
-        raise ModelError(
-            f"config.json: {c.num_q_heads} heads over {c.num_kv_heads} KV heads of {c.head_dim} do not fit: "
-            "the first must be a multiple of the second, and the last even"
-        )
-    for name, tensor, shape in _expected_shapes(c, layers, embedding, lm_head):
-        if tuple(tensor.shape) != shape:
-            raise ModelError(f"{name} is {list(tensor.shape)}, and by config.json it should be {list(shape)}")
-
-
-def _expected_shapes(
-    c: ModelConfig, layers: Sequence[DecoderLayer], embedding: Factor, lm_head: Factor
-) -> Iterator[tuple[str, Factor, tuple[int, ...]]]:
-    heads, kv, d = c.num_q_heads * c.head_dim, c.num_kv_heads * c.head_dim, c.hidden_size
-    yield "embeddings", embedding, (c.vocab_size, d)
-    yield "lm_head", lm_head, (c.vocab_size, d)
-    for i, (layer, kind) in enumerate(zip(layers, c.layers, strict=True)):
-        yield f"layer {i}: attention_norm", layer.attention.norm, (d,)
-        yield f"layer {i}: mlp_norm", layer.attention.next_norm, (d,)
-        yield f"layer {i}: qkv", layer.attention.qkv, (heads + 2 * kv, d)
-        yield f"layer {i}: o", layer.attention.o, (d, heads)
-        width = c.intermediate_size if kind.experts is None else kind.experts.width
-        for name, dense in _feed_forwards(layer.feed_forward):
-            yield f"layer {i}: {name}gate_up", dense.gate_up, (2 * width, d)
-            yield f"layer {i}: {name}down", dense.down, (d, width)
-
-
-def _feed_forwards(feed_forward: FeedForward) -> Iterator[tuple[str, GatedWeights]]:
-    if isinstance(feed_forward, GatedWeights):
-        yield "", feed_forward
-    elif isinstance(feed_forward, Mixture):
-        yield from ((f"expert {e} ", dense) for e, dense in enumerate(feed_forward.experts))

@@ -11,7 +11,7 @@ import torch
 from config.settings import ModelImpl
 from kernels.ops import Ops
 from server.models.base import Model
-from server.models.config import Facts, ModelConfig, load_config
+from server.models.config import Facts, ModelConfig, load_config, warn_of_ends
 from server.models.decoder import Decoder
 from server.models.errors import ModelError, UnknownModelError
 from server.models.gguf_directory import gguf_of
@@ -22,9 +22,11 @@ from server.models.weights import Kept, Safetensors, Weights
 
 
 def describe(directory: Path, impl: ModelImpl) -> Facts:
-    """What is known before the weights are read. Raises ModelError."""
+    """Return what is known of a model before its weights are read. Raises ModelError."""
     config = _lean_config(directory, impl)
-    return facts_of(directory) if config is None else config.facts
+    facts = facts_of(directory) if config is None else config.facts
+    warn_of_ends(directory, facts.vocab_size)
+    return facts
 
 
 def load_model(
@@ -37,7 +39,7 @@ def load_model(
     device: torch.device,
     positions: int,
 ) -> Model:
-    """The model ready to run, for texts of up to `positions` tokens; `weights` says how they are kept.
+    """Return the model ready to run, for texts of up to `positions` tokens; `weights` says how they are kept.
 
     Raises ModelError.
     """
@@ -47,12 +49,13 @@ def load_model(
             return Decoder(config, found, ops, dtype, positions=positions)
     if weights.format is not None:
         raise ModelError(
-            "transformers computes this model, and with quantised weights only the lean decoder does: "
+            f"{directory}: transformers computes this model, and with quantised weights only the lean decoder does: "
             "give --weights auto, or leave --model-impl out"
         )
     if weights.dtype != dtype:
         raise ModelError(
-            f"weights in {weights.dtype} under activations in {dtype} are for the lean decoder: give --weights auto"
+            f"{directory}: weights in {weights.dtype} under activations in {dtype} are for the lean decoder: "
+            "give --weights auto"
         )
     return TransformersModel(directory, dtype, device, positions=positions)
 

@@ -1,4 +1,8 @@
-"""A stretch of a file as a tensor: mapped, so that it costs no copy, and let go with the tensor. Knows no format."""
+"""A stretch of a file as a tensor. Knows no format.
+
+Mapped, it costs no copy, and is let go with the tensor; read into memory, it is not affected by what happens to the
+file later.
+"""
 
 from __future__ import annotations
 
@@ -12,10 +16,10 @@ from server.models.errors import ModelError
 
 
 def mapped_bytes(file: Path, start: int, size: int) -> Tensor:
-    """[size] uint8 from byte `start` on, in a mapping of their own.
+    """Return bytes from `start` on as [size] uint8, in a mapping of their own. Raises ModelError.
 
-    Pages of a mapping that were read are the process's memory as long as it is there; one of the whole file would keep
-    all of it beside the packed weights. Whoever writes into the tensor changes no file. Raises ModelError.
+    Pages that were read belong to the process as long as their mapping exists; one mapping of the whole file would keep
+    all of it beside the packed weights. Writing into the tensor does not change the file.
     """
     if size == 0:
         return torch.empty(0, dtype=torch.uint8)
@@ -26,3 +30,17 @@ def mapped_bytes(file: Path, start: int, size: int) -> Tensor:
     except (OSError, ValueError) as error:  # the latter if the file has become too short
         raise ModelError(f"cannot read {file}: {error}") from None
     return torch.frombuffer(memory, dtype=torch.uint8, offset=within)
+
+
+def read_bytes(file: Path, start: int, size: int) -> Tensor:
+    """Return bytes from `start` on as [size] uint8 in memory of their own. Raises ModelError."""
+    data = torch.empty(size, dtype=torch.uint8)
+    try:
+        with file.open("rb") as opened:
+            opened.seek(start)
+            got = opened.readinto(data.numpy().data)
+    except OSError as error:
+        raise ModelError(f"cannot read {file}: {error.strerror}") from None
+    if got != size:
+        raise ModelError(f"cannot read {file}: it is cut off")
+    return data

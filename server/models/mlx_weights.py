@@ -11,13 +11,13 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from pydantic import BaseModel, ConfigDict, PositiveInt, ValidationError
+from pydantic import BaseModel, ConfigDict, ValidationError
 from torch import Tensor
 
 from kernels.quantised import Quantised, check_format, dequantise
-from server.models.config_file import read_json
+from server.models.config_file import Count, read_json
 from server.models.errors import ModelError
-from server.models.weights import READABLE, Matrix, Safetensors
+from server.models.weights import READABLE, Matrix, Safetensors, Shape, check_shape
 
 
 class _Quantisation(BaseModel):
@@ -25,8 +25,8 @@ class _Quantisation(BaseModel):
 
     model_config = ConfigDict(strict=True, extra="allow")
 
-    group_size: PositiveInt
-    bits: PositiveInt
+    group_size: Count
+    bits: Count
     mode: Literal["affine"] = "affine"
 
 
@@ -52,23 +52,28 @@ class MLXWeights:
     def __contains__(self, name: str) -> bool:
         return name in self._tensors
 
-    def get(self, name: str) -> Tensor:
-        found = self._found(name)
+    def what(self, name: str) -> str:
+        return self._tensors.what(name)
+
+    def get(self, name: str, shape: Shape) -> Tensor:
+        found = self._found(name, shape)
         return dequantise(found).to(self._dtype) if isinstance(found, Quantised) else found
 
-    def matrix(self, name: str) -> Matrix:
-        return self._found(name) if self._as_stored else self.get(name)
+    def matrix(self, name: str, shape: Shape) -> Matrix:
+        return self._found(name, shape) if self._as_stored else self.get(name, shape)
 
     embedding = matrix
 
-    def _found(self, name: str) -> Matrix:
+    def _found(self, name: str, shape: Shape) -> Matrix:
         module = name.removesuffix(".weight")
         parts = [f"{module}.{part}" for part in ("weight", "scales", "biases")]
         if name != parts[0] or (parts[1] not in self._tensors and self._tensors.stored(name).dtype in READABLE):
-            return self._tensors.get(name)
+            return self._tensors.get(name, shape)
         packed, scale, offset = (self._tensors.stored(part) for part in parts)
         how = self._how(self._tensors.stored_name(name).removesuffix(".weight"))
-        return _checked(packed, scale, offset, how, f"{self._config}: {module}").to(self._device)
+        weight = _checked(packed, scale, offset, how, f"{self._config}: {module}")
+        check_shape(self._tensors.what(name), weight.shape, shape)
+        return weight.to(self._device)
 
     def _how(self, module: str) -> _Quantisation:
         """A module's bits and columns, by the name that the files have for it."""
@@ -87,7 +92,7 @@ class MLXWeights:
 
 
 def _checked(packed: Tensor, scale: Tensor, offset: Tensor, how: _Quantisation, what: str) -> Quantised:
-    """Raises ModelError if tensors and config.json do not fit each other."""
+    """Return a quantised matrix. Raises ModelError if its tensors and config.json do not fit each other."""
     if not all(part.dim() == 2 for part in (packed, scale, offset)):
         raise ModelError(f"{what}: weight, scales and biases must be matrices; is the checkpoint complete?")
     groups = scale.shape[-1]
@@ -98,7 +103,7 @@ def _checked(packed: Tensor, scale: Tensor, offset: Tensor, how: _Quantisation, 
         raise ModelError(f"{what}: {error}; convert the model with `mlx_lm.convert -q --q-bits 4`, or 8") from None
     shapes = tuple(packed.shape), tuple(scale.shape), tuple(offset.shape)
     outputs = len(packed)
-    if shapes != ((outputs, width * how.bits // 32), (outputs, groups), (outputs, groups)) or (
+    if shapes != ((outputs, width * how.bits / 32), (outputs, groups), (outputs, groups)) or (
         (packed.dtype, offset.dtype) != (torch.uint32, scale.dtype) or scale.dtype not in READABLE
     ):
         raise ModelError(

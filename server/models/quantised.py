@@ -16,7 +16,7 @@ from torch import Tensor
 
 from kernels.quantised import Quantised, dequantise, quantise_symmetric
 from server.models.errors import ModelError
-from server.models.weights import Format, Kept, Matrix, Weights
+from server.models.weights import Format, Kept, Matrix, Shape, Weights, check_shape
 from server.models.weights_cache import Draft, Found, folder_of, found
 
 if TYPE_CHECKING:
@@ -32,7 +32,7 @@ WHOLE_ROWS = Format(8)  # of rows that the groups do not divide
 def quantised(
     weights: Weights, directory: Path, kept: Kept, device: torch.device, layers: int
 ) -> Iterator[QuantisedWeights]:
-    """Those of a checkpoint in `directory`, for as long as a model of so many layers is loaded, and kept if it was."""
+    """Yield the quantised weights of a checkpoint while a model is loaded, and keep them if that succeeds."""
     assert kept.format is not None
     folder = kept.cache and folder_of(kept.cache, directory, kept.format)
     stored = found(folder) if folder else None
@@ -44,8 +44,9 @@ def quantised(
             draft.publish()
     finally:
         telling.end()
-        if draft:
-            draft.close()
+        for each in (stored, draft):
+            if each:
+                each.close()
 
 
 class QuantisedWeights:
@@ -75,17 +76,21 @@ class QuantisedWeights:
     def __contains__(self, name: str) -> bool:
         return name in self._weights
 
-    def get(self, name: str) -> Tensor:
-        return self._weights.get(name).to(self._dtype)
+    def what(self, name: str) -> str:
+        return self._weights.what(name)
 
-    def embedding(self, name: str) -> Matrix:
-        found = self._weights.embedding(name)
+    def get(self, name: str, shape: Shape) -> Tensor:
+        return self._weights.get(name, shape).to(self._dtype)
+
+    def embedding(self, name: str, shape: Shape) -> Matrix:
+        found = self._weights.embedding(name, shape)
         return found if isinstance(found, Quantised) else found.to(self._dtype)
 
-    def matrix(self, name: str) -> Matrix:
+    def matrix(self, name: str, shape: Shape) -> Matrix:
         if self._stored is not None and (earlier := self._stored.get(name)) is not None:
+            check_shape(f"what an earlier start kept of {name!r}", earlier.shape, shape)
             return earlier.to(self._device)
-        found = self._weights.matrix(name)
+        found = self._weights.matrix(name, shape)
         if isinstance(found, Quantised):
             if found.bits == self._format.bits:
                 return found
@@ -104,7 +109,7 @@ class QuantisedWeights:
         try:
             return quantise_symmetric(weight, *(self._format if divided else WHOLE_ROWS))
         except ValueError as error:
-            raise ModelError(f"{name}: {error}; give --weights auto") from None
+            raise ModelError(f"{self._weights.what(name)}: {error}; give --weights auto") from None
 
 
 class Telling:

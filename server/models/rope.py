@@ -24,11 +24,14 @@ def rope_tables(rope: Rope, positions: int, device: torch.device) -> tuple[Tenso
 
 
 def frequencies_of(rope: Rope, positions: int) -> tuple[Tensor, float]:
-    """Radians a position [dim / 2] float64, and what cos and sin are multiplied by. Raises ModelError."""
+    """Return radians a position [dim / 2] float64, and the factor of cos and sin. Raises ModelError."""
     try:
-        return _SCALINGS[rope.scaling](rope, positions)
-    except (KeyError, TypeError, ZeroDivisionError) as error:
-        raise ModelError(f"RoPE scaling {rope.scaling!r}: config.json lacks or garbles {error}") from None
+        frequencies, amplitude = _SCALINGS[rope.scaling](rope, positions)
+    except (KeyError, TypeError, ValueError, ArithmeticError) as error:
+        raise ModelError(f"{rope.file}: RoPE scaling {rope.scaling!r} lacks or garbles {error}") from None
+    if not (frequencies.isfinite().all() and math.isfinite(amplitude)):
+        raise ModelError(f"{rope.file}: RoPE scaling {rope.scaling!r} gives frequencies that are not finite")
+    return frequencies, amplitude
 
 
 def _plain(theta: float, dim: int) -> Tensor:
@@ -102,7 +105,7 @@ def _longrope(rope: Rope, positions: int) -> tuple[Tensor, float]:
     trained = p["original_max_position_embeddings"]
     factors = torch.tensor(p["long_factor"] if positions > trained else p["short_factor"], dtype=torch.float64)
     if len(factors) != rope.dim // 2:
-        raise ModelError(f"RoPE scaling 'longrope': {len(factors)} factors for {rope.dim // 2} pairs")
+        raise ModelError(f"{rope.file}: RoPE scaling 'longrope' has {len(factors)} factors for {rope.dim // 2} pairs")
     factor = p.get("factor") or rope.max_positions / trained
     amplitude = p.get("attention_factor")
     if amplitude is None:

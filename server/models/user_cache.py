@@ -5,7 +5,17 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+from server.models.errors import ModelError
+
 
 def user_cache() -> Path:
-    """The project's folder, which may not be there yet."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "kvmux"
+    """Return the project's folder, which may not be there yet. Raises ModelError if this user has no home directory."""
+    return expanded(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "kvmux"
+
+
+def expanded(path: str) -> Path:
+    """Return a path with "~" replaced by a home directory. Raises ModelError if there is none."""
+    try:
+        return Path(path).expanduser()
+    except RuntimeError:
+        raise ModelError(f"{path}: this user has no home directory: set HOME, or XDG_CACHE_HOME") from None

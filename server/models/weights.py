@@ -1,27 +1,29 @@
-"""Where the decoder gets its weights from, by name; here, a Hugging Face directory's safetensors. Knows no layer.
+"""Weights by name: what the decoder asks for (`Weights`), and a Hugging Face directory's safetensors. Knows no layer.
 
-How weights are kept is said here; quantised.py keeps them in fewer bits than they were read in.
+`Kept` says in which form weights are kept; quantised.py keeps them in fewer bits than the checkpoint has.
 
-Tensors are mapped, each by itself: one that is used as it lies on disk costs no copy on the host, and one that was
-copied elsewhere no memory any more.
+Each tensor is mapped by itself: one that is used as it lies on disk is not copied on the host, and the mapping of one
+that was copied elsewhere is freed.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from kernels.quantised import Quantised
-from server.models.config_file import read_json
-from server.models.errors import ModelError
-from server.models.mapping import mapped_bytes
+from server.models.config import Dim
+from server.models.config_file import read_json, shortened
+from server.models.errors import ModelError, first_line
+from server.models.mapping import mapped_bytes, read_bytes
 
+LONGEST_NAME = 255  # characters; file systems have no longer ones
 READABLE = (torch.float32, torch.bfloat16, torch.float16)
 TYPES = {  # by safetensors' names: those, and the ones that numbers of quantised weights come in
     "F32": torch.float32,
@@ -32,6 +34,7 @@ TYPES = {  # by safetensors' names: those, and the ones that numbers of quantise
 }
 
 Matrix = Tensor | Quantised  # [out, in]
+Shape = Sequence[int]  # of the whole weight, as config.json gives it: `Dim`s, for the message if it is another
 
 
 class Format(NamedTuple):
@@ -53,22 +56,46 @@ class Kept(NamedTuple):
 class Weights(Protocol):
     """Tensors on demand, by the names that Hugging Face gives them, on the device to compute with.
 
-    All raise ModelError if there is no tensor of that name, or none that can be read.
+    All raise ModelError if the tensor is missing, has another shape, or cannot be read. The shape is compared before
+    memory is taken, and has to be given: kernels read as far as the config says.
     """
 
     def __contains__(self, name: str) -> bool: ...
 
-    def get(self, name: str) -> Tensor:
-        """Of numbers that are not quantised, whatever the checkpoint has."""
+    def what(self, name: str) -> str:
+        """Return the file and the tensor in words, for error messages."""
         ...
 
-    def embedding(self, name: str) -> Matrix:
-        """A matrix whose rows are looked up; quantised only if the checkpoint has it so."""
+    def get(self, name: str, shape: Shape) -> Tensor:
+        """Return a tensor that is not quantised, whatever the checkpoint has; a vector's numbers are all finite."""
         ...
 
-    def matrix(self, name: str) -> Matrix:
-        """A matrix that is multiplied with, as it is kept."""
+    def embedding(self, name: str, shape: Shape) -> Matrix:
+        """Return a matrix whose rows are looked up; it is quantised only if the checkpoint has it so."""
         ...
+
+    def matrix(self, name: str, shape: Shape) -> Matrix:
+        """Return a matrix that is multiplied with, in the form in which it is kept."""
+        ...
+
+
+def check_shape(what: str, found: Shape, shape: Shape, by: str = "config.json") -> None:
+    """Raise ModelError if a tensor is not of the shape that `by` gives it; `what` names its file and the tensor."""
+    if tuple(found) != tuple(shape):
+        words = ", ".join(dim.words for dim in shape if isinstance(dim, Dim))
+        raise ModelError(
+            f"{what} is {list(found)}, and by {by} it should be {list(shape)}" + (f" ({words})" if words else "")
+        )
+
+
+def finite(what: str, tensor: Tensor) -> Tensor:
+    """Return a tensor whose numbers are all finite, if it is a vector. Raise ModelError if some of them are not.
+
+    One such number in a norm or a bias spoils every answer. Matrices are not looked through: that would read them all.
+    """
+    if tensor.dim() == 1 and not tensor.isfinite().all():
+        raise ModelError(f"{what} has numbers that are NaN or infinite in {tensor.dtype}; is the checkpoint damaged?")
+    return tensor
 
 
 class _Place(NamedTuple):
@@ -85,94 +112,133 @@ class _Place(NamedTuple):
 class Safetensors:
     """Implements `Weights` for a directory, as `dtype` on `device`."""
 
-    def __init__(self, directory: Path, dtype: torch.dtype, device: torch.device) -> None:
-        """Raises ModelError if the directory holds no safetensors."""
+    def __init__(self, directory: Path, dtype: torch.dtype, device: torch.device, *, mapped: bool = True) -> None:
+        """Find all tensors, to map or to read into memory. Raises ModelError if the directory holds no safetensors."""
+        self._bytes = mapped_bytes if mapped else read_bytes
         self._directory = directory
         self._dtype = dtype
         self._device = device
-        found = {place.name: place for file in _files(directory) for place in _places(file)}
+        found = _found(directory)
         root = _root_of(found)
         self._places = {_plain(name, root): place for name, place in found.items()}
 
     def __contains__(self, name: str) -> bool:
         return name in self._places
 
-    def get(self, name: str) -> Tensor:
-        tensor = self.stored(name)
-        if tensor.dtype not in READABLE:
+    def get(self, name: str, shape: Shape) -> Tensor:
+        what = self.what(name)
+        if TYPES.get(self._places[name].type) not in READABLE:
             raise self._unreadable(name)
-        return tensor.to(device=self._device, dtype=self._dtype)
+        check_shape(what, self._places[name].shape, shape)
+        return finite(what, self.stored(name).to(device=self._device, dtype=self._dtype))
 
-    def embedding(self, name: str) -> Matrix:
-        return self.get(name)
+    def embedding(self, name: str, shape: Shape) -> Matrix:
+        return self.get(name, shape)
 
-    def matrix(self, name: str) -> Matrix:
-        return self.get(name)
+    def matrix(self, name: str, shape: Shape) -> Matrix:
+        return self.get(name, shape)
 
     def stored(self, name: str) -> Tensor:
-        """As it lies in its file. Raises ModelError if there is none, and for types that nothing here is kept in."""
+        """Return a tensor as it lies in its file. Raises ModelError if there is none, or its type cannot be read."""
         self.stored_name(name)
         place = self._places[name]
         if place.type not in TYPES:
             raise self._unreadable(name)
         dtype = TYPES[place.type]
-        found = mapped_bytes(place.file, place.start, place.size)
-        if place.start % dtype.itemsize:  # it is mapped, wherever it begins in the file
+        found = self._bytes(place.file, place.start, place.size)
+        if found.data_ptr() % dtype.itemsize:  # if it is mapped, wherever it begins in the file
             found = found.clone()
         return found.view(dtype).view(place.shape)
 
     def stored_name(self, name: str) -> str:
-        """What the files call it. Raises ModelError if they have no such tensor."""
+        """Return a tensor's name in its file. Raises ModelError if there is no such tensor."""
         if name not in self._places:
             raise ModelError(f"{self._directory} has no tensor {name!r}; is the checkpoint complete?")
         return self._places[name].name
 
+    def what(self, name: str) -> str:
+        stored = self.stored_name(name)
+        return f"{self._places[name].file}: tensor {shortened(stored)}"
+
     def _unreadable(self, name: str) -> ModelError:
         place = self._places[name]
         return ModelError(
-            f"{self._directory}: {place.name} is of type {place.type}: of quantised checkpoints, only MLX's and GGUF "
-            "files can be read"
+            f"{place.file}: {shortened(place.name)} is of type {place.type}: of quantised checkpoints, only MLX's and "
+            "GGUF files can be read"
         )
 
 
 def _places(file: Path) -> Iterator[_Place]:
-    """Of all tensors of a file. Raises ModelError."""
+    """Yield where each tensor of a file lies. Raises ModelError."""
     try:
-        with safe_open(file, framework="np"):  # finds whatever is wrong with the header
+        with safe_open(file, framework="np"):  # finds what is wrong with the header: gaps, overlaps, sizes, types
             pass
         with file.open("rb") as opened:
             size = int.from_bytes(opened.read(8), "little")
-            header = json.loads(opened.read(size))
-    except (OSError, SafetensorError) as error:
-        raise ModelError(f"cannot read {file}: {error}") from None
+            header = json.loads(opened.read(size), object_pairs_hook=_once)
+    except OSError as error:
+        raise ModelError(f"cannot read {file}: {error.strerror or first_line(error)}") from None
+    except (SafetensorError, ValueError) as error:
+        cut = "incomplete metadata" in str(error)  # the library's words for a file that ends before its last tensor
+        why = "it is cut off" if cut else first_line(error)
+        raise ModelError(f"cannot read {file}: {why}; fetch it again") from None
     for name, tensor in header.items():
         if name != "__metadata__":
             start, end = tensor["data_offsets"]
             yield _Place(file, name, tensor["dtype"], tuple(tensor["shape"]), 8 + size + start, end - start)
 
 
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Return an object of JSON whose keys differ; of two that are equal, safetensors may have checked the other."""
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        raise ValueError("a name occurs twice in its header")
+    return found
+
+
+def _found(directory: Path) -> dict[str, _Place]:
+    """Return every tensor of a directory by name: from the file the index names, if several have one of that name."""
+    index = _index(directory)
+    files = {directory / Path(name).name for name in index.values()} or set(directory.glob("*.safetensors"))
+    if not files:
+        raise ModelError(f"{directory} has no *.safetensors file")
+    found: dict[str, _Place] = {}
+    for place in (place for file in sorted(files) for place in _places(file)):
+        other, named = found.get(place.name), Path(index.get(place.name, "")).name
+        if other is not None and named not in (other.file.name, place.file.name):
+            raise ModelError(
+                f"{directory}: tensor {shortened(place.name)} is in {other.file.name} and in {place.file.name}: "
+                "delete the file that is not the model's"
+            )
+        if other is None or named == place.file.name:
+            found[place.name] = place
+    return found
+
+
 def _root_of(names: Iterable[str]) -> str:
-    """What comes before "embed_tokens" in names: more than "model." where the decoder is part of a larger model."""
+    """Return what comes before "embed_tokens" in names; for multimodal models it is longer than "model."."""
     embedding = "embed_tokens.weight"
     return next((name.removesuffix(embedding) for name in names if name.endswith(embedding)), "model.")
 
 
 def _plain(name: str, root: str) -> str:
-    """The name of a tensor as if the decoder were all there is."""
+    """Return a tensor's name without the part that multimodal models put before it."""
     if name.startswith(root):
         return "model." + name.removeprefix(root)
     before, head, part = name.rpartition("lm_head.")
     return head + part if before.endswith(".") else name
 
 
-def _files(directory: Path) -> list[Path]:
+def _index(directory: Path) -> Mapping[str, str]:
+    """Return the file of each tensor, as the index says; empty if there is none. Raises ModelError."""
     index = directory / "model.safetensors.index.json"
-    if index.is_file():
-        weight_map = read_json(index).get("weight_map")
-        if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
-            raise ModelError(f"{index} is no index of weights: it has no weight_map of names and files")
-        return [directory / Path(name).name for name in sorted(set(weight_map.values()))]
-    files = sorted(directory.glob("*.safetensors"))
-    if not files:
-        raise ModelError(f"{directory} has no *.safetensors file")
-    return files
+    if not index.is_file():
+        return {}
+    weight_map = read_json(index).get("weight_map")
+    if not isinstance(weight_map, dict) or not all(
+        isinstance(name, str) and len(name) <= LONGEST_NAME for name in weight_map.values()
+    ):
+        raise ModelError(f"{index} is no index of weights: it has no weight_map of names and files")
+    if not weight_map:
+        raise ModelError(f"{index} is no index of weights: its weight_map is empty")
+    return weight_map

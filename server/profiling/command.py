@@ -32,6 +32,8 @@ SLACK = 2 * WARM  # steps of a sequence besides those that count
 
 def run(file: Path | None, options: dict[str, Any]) -> int:
     """`file` holds settings; `options` are the flags given, fields of Wanted and settings. Raises SettingsError."""
+    if apart := [name for name in ("seconds", "trace") if name in options]:
+        raise SettingsError(f"--{apart[0]}: of a running server only; give its --url")
     wanted = Wanted(**{f.name: options.pop(f.name) for f in fields(Wanted) if f.name in options})
     settings, neighbours = located(load(file, options)), Neighbours()
     if wanted.json:

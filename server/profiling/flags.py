@@ -22,6 +22,7 @@ examples:
   kvmux profile
   kvmux profile --model models/my-model --weights int8 --sequences 1 32 --context 2048
   kvmux profile --engine-only --json profile.json
+  KVMUX_ADMIN_TOKEN=... kvmux profile --url http://127.0.0.1:8000 --steps 50 --trace trace.json
 """
 
 
@@ -36,6 +37,9 @@ class Wanted:
     kv_cache: str = "paged"
     engine_only: bool = False
     json: Path | None = None
+    url: str | None = None  # of a running server
+    seconds: float | None = None
+    trace: Path = Path("kvmux-trace.json")
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
@@ -48,6 +52,22 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     add("--kv-cache", metavar="NAME", help=f"strategy of all sequences (default: {Wanted.kv_cache})")
     add("--engine-only", action="store_true", help="leave out the socket and HTTP, for which the model is loaded again")
     add("--json", type=Path, metavar="FILE", help="write the figures there")
+    add = parser.add_argument_group("profile of a running server").add_argument
+    add(
+        "--url", metavar="URL", help="of the server: its next steps are recorded, with its --admin-token, and none here"
+    )
+    add("--seconds", type=_seconds, metavar="S", help="after which recording ends, however few steps (default: 10)")
+    add("--trace", type=Path, metavar="FILE", help=f"where the chrome trace is written (default: {Wanted.trace})")
+
+
+def _seconds(text: str) -> float:
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = 0.0
+    if not 0 < seconds < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text!r} is no number above 0")
+    return seconds
 
 
 def _positive(text: str) -> int:

@@ -21,8 +21,9 @@ from typing import Any
 from config.errors import SettingsError
 from config.settings import Settings
 from server.engine.client import EngineClient
-from server.engine.lifeline import run_child
+from server.engine.lifeline import end, run_child
 from server.engine.messages import Sampling, Submit, Tokens
+from server.engine.supervision import EngineStatus, Heartbeat
 from server.measuring.running import loaded, serving
 
 ENGINE = "server.engine.main:run"
@@ -42,7 +43,8 @@ def _engine(settings: Settings) -> Iterator[str]:
     status, theirs = context.Pipe()
     with tempfile.TemporaryDirectory() as folder:
         path = str(Path(folder) / "engine")
-        process = context.Process(target=run_child, args=(ENGINE, settings, path, theirs))
+        engine_status = EngineStatus(theirs, Heartbeat(context))
+        process = context.Process(target=run_child, args=(ENGINE, settings, path, engine_status))
         process.start()
         theirs.close()
         try:
@@ -51,7 +53,7 @@ def _engine(settings: Settings) -> Iterator[str]:
                 raise SettingsError(told["error"])
             yield path
         finally:
-            process.terminate()
+            end(process)
             process.join()
 
 

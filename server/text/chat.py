@@ -1,33 +1,31 @@
 """A conversation as a prompt: the chat template of the model's directory, found and rendered as transformers does.
 
-Templates come with models, so they run in jinja's sandbox and within bounds. Knows neither requests nor tokens' ids.
+Templates come with models, so they run in jinja's sandbox, and in a process with limits of time and memory
+(`sandbox.py`). Knows neither requests nor tokens' ids.
 What a message may look like is checked elsewhere; here it is what a template sees, keys and values.
 """
 
 from __future__ import annotations
 
-import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import jinja2
 
 from config.errors import SettingsError
-from server.text.chat_environment import environment, reads_parts
+from server.text.chat_environment import compared_texts, environment, reads_parts
+from server.text.errors import ChatTemplateError, TextTooLong, shortened
 from server.text.model_files import named_tokens, read_object
 
 LONGEST_TEXT = 2**25  # characters
-LONGEST_RENDERING = 10.0  # seconds; looked at between two pieces of the text
 RESERVED = frozenset({"messages", "tools", "documents", "add_generation_prompt", "continue_final_message"})
+EVERYWHERE = frozenset({"user", "assistant"})  # roles that every template has
+ROLES = frozenset({"system", "developer", "user", "assistant", "tool", "function", "ipython", "model"})
 REASONING = ("reasoning_content", "thinking", "reasoning")  # one thing; templates read the first or second
 END = "[the final message ends here] "  # the space at its end shows whether the template trims what is said
 
 Message = Mapping[str, Any]
-
-
-class ChatTemplateError(Exception):
-    """There is no prompt for these messages; tells the client why."""
 
 
 class ChatTemplate:
@@ -44,6 +42,11 @@ class ChatTemplate:
         """Also of a directory without a template, where every rendering fails. Raises SettingsError."""
         return cls(_sources(directory), named_tokens(directory))
 
+    @property
+    def source(self) -> str | None:
+        """Return the default template; None if there is none."""
+        return self._sources.get("default")
+
     def render(
         self,
         messages: Sequence[Message],
@@ -55,11 +58,11 @@ class ChatTemplate:
         tools: Sequence[Mapping[str, Any]] | None = None,
         **variables: Any,
     ) -> str:
-        """The prompt, special tokens included: it is to be encoded without adding them. Raises ChatTemplateError.
+        """Return the prompt with its special tokens: encode it without adding them. Raises ChatTemplateError.
 
         Also when it has more than `longest` characters.
         With `continue_final_message` it ends with the last message, which the model continues. `variables` are the
-        template's own, such as enable_thinking. May take long for long conversations.
+        template's own, such as enable_thinking. May take any time and memory: a template is a program.
         """
         if not messages:
             raise ChatTemplateError("there should be at least one message")
@@ -75,6 +78,60 @@ class ChatTemplate:
         given = {"messages": seen, "tools": tools, "documents": None, "add_generation_prompt": add_generation_prompt}
         text = template.render(self._tokens | variables | given, longest)
         return _cut(text, said) if continue_final_message else text
+
+    def render_all(
+        self,
+        messages: Sequence[Message],
+        longest: int = LONGEST_TEXT,
+        /,
+        *,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        **variables: Any,
+    ) -> str:
+        """Return what `render` does. Raises ChatTemplateError also for roles that the template leaves out.
+
+        A role is not told from its name alone: many templates write any role that they do not know.
+        """
+        template = self._template(with_tools=False)
+        known = EVERYWHERE | template.compared
+        unnamed = {message["role"]: place for place, message in enumerate(messages) if message["role"] not in known}
+        how: dict[str, Any] = {
+            "add_generation_prompt": add_generation_prompt,
+            "continue_final_message": continue_final_message,
+            **variables,
+        }
+        try:
+            text = self.render(messages, longest, **how)
+        except TextTooLong:
+            raise
+        except ChatTemplateError as error:
+            if unnamed and (named := sorted(ROLES & template.compared)):
+                says = f"it names the roles {', '.join(named)}, and not {_quoted(unnamed)}"
+                raise ChatTemplateError(f"{error} ({says})") from None
+            raise
+        if lost := self._left_out(messages, unnamed, longest, how):
+            raise ChatTemplateError(
+                f"the model's chat template has no role {_quoted(lost)}: it leaves such messages out; send other roles"
+            )
+        return text
+
+    def _left_out(
+        self, messages: Sequence[Message], roles: Mapping[str, int], longest: int, how: Mapping[str, Any]
+    ) -> list[str]:
+        """Return those of the roles, each with the place of a message, whose content is not in the prompt."""
+        marked = [*messages]
+        marks: dict[str, str] = {}
+        for number, (role, place) in enumerate(roles.items()):
+            if (content := _with(messages[place].get("content"), mark := f"messageends{number}x")) is not None:
+                marks[role], marked[place] = mark, {**messages[place], "content": content}
+        if not marks:
+            return []
+        try:
+            text = self.render(marked, longest + sum(map(len, marks.values())), **how).lower()
+        except ChatTemplateError:  # the template does not take the marks; it took the messages
+            return []
+        return [role for role, mark in marks.items() if mark not in text]
 
     def _template(self, *, with_tools: bool) -> _Template:
         """Compiled when it is first needed: who only wants completions is not told that it is broken."""
@@ -95,10 +152,14 @@ class _Template:
 
     def __init__(self, environment: jinja2.Environment, source: str) -> None:
         try:
-            self._reads_parts = reads_parts(environment.parse(source))
+            parsed = environment.parse(source)
+            self._reads_parts = reads_parts(parsed)
+            self.compared = compared_texts(parsed)
             self._template = environment.from_string(source)
+        except MemoryError:
+            raise
         except Exception as error:  # the compiler's own mistakes too
-            raise ChatTemplateError(f"the model's chat template is broken: {error}") from None
+            raise ChatTemplateError(f"the model's chat template is broken: {shortened(error)}") from None
 
     def message(self, message: Message) -> dict[str, Any]:
         """As the template sees it. What is null is not there, as templates ask only whether it is."""
@@ -110,18 +171,24 @@ class _Template:
         return seen if reasoning is None else {"thinking": reasoning} | seen | {"reasoning_content": reasoning}
 
     def render(self, variables: Mapping[str, Any], longest: int) -> str:
-        pieces, size, end = [], 0, time.monotonic() + LONGEST_RENDERING
+        pieces, size = [], 0
         try:
             for piece in self._template.generate(variables):
                 pieces.append(piece)
                 size += len(piece)
-                if size > longest or time.monotonic() > end:
+                if size > longest:
                     break
             else:
                 return "".join(pieces)
+        except MemoryError:
+            raise
         except Exception as error:  # of any kind: a template is a program
-            raise ChatTemplateError(f"the model's chat template does not take these messages: {error}") from None
-        raise ChatTemplateError("the model's chat template takes too long, or its text is too long; send less")
+            raise ChatTemplateError(
+                f"the model's chat template does not take these messages: {shortened(error)}"
+            ) from None
+        raise TextTooLong(
+            f"the chat template makes more than {longest} characters of them, which cannot fit; send less"
+        )
 
 
 # ---------------------------------------------------------------- where templates are
@@ -173,12 +240,24 @@ def _text_of(part: Any) -> str | None:
 
 def _marked(message: dict[str, Any]) -> tuple[str, dict[str, Any]]:
     """The text that is to be continued, and the message with a mark behind it."""
-    match message.get("content"):
-        case str(text):
-            return text, message | {"content": text + END}
-        case [*before, {"text": str(text)} as last]:
-            return text, message | {"content": [*before, last | {"text": text + END}]}
+    content: Any = message.get("content")
+    if (marked := _with(content, END)) is not None:
+        return content if isinstance(content, str) else content[-1]["text"], message | {"content": marked}
     raise ChatTemplateError("continue_final_message: the last message has no content to continue")
+
+
+def _with(content: Any, mark: str) -> Any:
+    """Return a message's content with a mark behind its text; None if it has no text."""
+    match content:
+        case str(text):
+            return text + mark
+        case [*before, {"text": str(text)} as last]:
+            return [*before, last | {"text": text + mark}]
+    return None
+
+
+def _quoted(roles: Iterable[str]) -> str:
+    return ", ".join(f'"{role}"' for role in sorted(roles))
 
 
 def _cut(text: str, said: str) -> str:

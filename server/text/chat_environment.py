@@ -43,6 +43,17 @@ def reads_parts(template: nodes.Template) -> bool:
     return any(_is_content(node) or (isinstance(node, nodes.Name) and node.name in names) for node in iterated)
 
 
+def compared_texts(template: nodes.Template) -> frozenset[str]:
+    """Return the texts that a template compares something with: the roles it knows are among them."""
+    sides = [
+        side
+        for compare in template.find_all(nodes.Compare)
+        for side in (compare.expr, *(operand.expr for operand in compare.ops))
+    ]
+    items = [item for side in sides for item in (side.items if isinstance(side, nodes.List | nodes.Tuple) else [side])]
+    return frozenset(item.value for item in items if isinstance(item, nodes.Const) and isinstance(item.value, str))
+
+
 def _is_content(node: nodes.Node | None) -> bool:
     """message.content or message['content']."""
     match node:

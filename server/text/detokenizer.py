@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from server.text.tokenizer import Tokenizer
+from server.text.vocabulary import Vocabulary
 
 UNKNOWN = "\N{REPLACEMENT CHARACTER}"  # what tokenizers decode bytes to that are no UTF-8, or not yet
 CONTEXT = 16  # tokens before the new ones that decide how these are decoded: a leading space, bytes of a character
@@ -23,7 +23,7 @@ LONGEST_PART = 3  # bytes of a character that is not complete
 class Spelling(NamedTuple):
     """How tokens are read."""
 
-    tokenizer: Tokenizer
+    tokenizer: Vocabulary
     skip_special: bool
 
     def decode(self, ids: Sequence[int]) -> str:
@@ -36,7 +36,7 @@ class Spelling(NamedTuple):
 class Detokenizer:
     """One completion's text. Decodes only a few tokens at a time, however long the text has become."""
 
-    def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int], *, skip_special: bool = True) -> None:
+    def __init__(self, tokenizer: Vocabulary, prompt: Sequence[int], *, skip_special: bool = True) -> None:
         """Special tokens have no text with `skip_special`, and are spelled otherwise."""
         self._spelling = Spelling(tokenizer, skip_special)
         self._window = _context(self._spelling, prompt)  # tokens decoded together with the next one

@@ -15,6 +15,7 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalize
 from config.errors import SettingsError
 
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED = 1, 2, 3, 4  # types of tokens; others: unused, byte
+LONGEST_TOKEN = 2048  # characters; all ways to cut a token in two are looked at
 SPACE = "\u2581"  # SentencePiece's
 PREFIX = "tokenizer.ggml."
 END_OF_TURN = ("<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<|endoftext|>", "<|end_of_text|>")
@@ -59,7 +60,7 @@ SPLITS: Mapping[str, Split] = {  # by tokenizer.ggml.pre
 
 
 def tokenizer_of(metadata: Mapping[str, Any]) -> tuple[Tokenizer, dict[str, Any]]:
-    """What goes into tokenizer.json and tokenizer_config.json. Raises SettingsError."""
+    """Return the contents of tokenizer.json and tokenizer_config.json. Raises SettingsError."""
     vocabulary = _Vocabulary(metadata)
     kind = vocabulary.get("model")
     if kind == "gpt2":
@@ -82,17 +83,19 @@ def tokenizer_of(metadata: Mapping[str, Any]) -> tuple[Tokenizer, dict[str, Any]
         if (token := vocabulary.special(key)) is not None:
             config[f"{name}_token"] = token
     if (template := metadata.get("tokenizer.chat_template")) is not None:
+        if not isinstance(template, str):
+            raise SettingsError("tokenizer.chat_template should be a text")
         config["chat_template"] = template
     _surround(tokenizer, config)
     return tokenizer, config
 
 
-def end_tokens_of(metadata: Mapping[str, Any]) -> list[int]:
-    """All tokens that end a text or a turn; files name one or two of them."""
+def end_tokens_of(metadata: Mapping[str, Any]) -> list[Any]:
+    """Return all ids that end a text or a turn: those that the file names, tokens or not (-1), and known ones."""
     vocabulary = _Vocabulary(metadata)
-    named = {vocabulary.get(f"{end}_token_id") for end in ("eos", "eot", "eom")}
+    named = [id for end in ("eos", "eot", "eom") if (id := vocabulary.get(f"{end}_token_id")) is not None]
     control = (i for i, kind in enumerate(vocabulary.types) if kind == CONTROL)
-    return sorted({*named, *(i for i in control if vocabulary.tokens[i] in END_OF_TURN)} - {None})
+    return [*named, *(i for i in control if vocabulary.tokens[i] in END_OF_TURN and i not in named)]
 
 
 class _Vocabulary:
@@ -100,13 +103,15 @@ class _Vocabulary:
 
     def __init__(self, metadata: Mapping[str, Any]) -> None:
         self._metadata = metadata
-        tokens = self.get("tokens", [])
+        tokens = self._list("tokens", str)
         self.tokens: list[str] = [_spelled(token) for token in tokens] if self.get("model") == "llama" else tokens
         self.ids = {token: i for i, token in enumerate(self.tokens)}
         if not self.tokens:
             raise SettingsError(f"it has no vocabulary ({PREFIX}tokens)")
-        self.types: list[int] = self.get("token_type") or [NORMAL] * len(self.tokens)
-        self.scores: list[float] = self.get("scores") or [0.0] * len(self.tokens)
+        if (longest := max(map(len, self.tokens))) > LONGEST_TOKEN:
+            raise SettingsError(f"its longest token has {longest} characters, and {LONGEST_TOKEN} can be read")
+        self.types: list[int] = self._list("token_type", int) or [NORMAL] * len(self.tokens)
+        self.scores: list[float] = self._list("scores", float) or [0.0] * len(self.tokens)
         if not len(self.tokens) == len(self.types) == len(self.scores):
             raise SettingsError(
                 f"it has {len(self.tokens)} tokens, {len(self.types)} types and {len(self.scores)} scores of tokens"
@@ -115,10 +120,23 @@ class _Vocabulary:
     def get(self, key: str, default: Any = None) -> Any:
         return self._metadata.get(PREFIX + key, default)
 
+    def _list(self, key: str, kind: type) -> list[Any]:
+        """Return a list of values of one type. Raises SettingsError for anything else."""
+        values = self.get(key) or []
+        if not isinstance(values, list) or not all(type(value) is kind for value in values):
+            raise SettingsError(f"{PREFIX}{key} should be a list of values of type {kind.__name__}")
+        return values
+
     def special(self, key: str) -> str | None:
-        """A token that has a part to play."""
+        """Return the token with a role such as "bos"; None if the file names none."""
         index = self.get(f"{key}_token_id")
-        return self.tokens[index] if index is not None and 0 <= index < len(self.tokens) else None
+        if isinstance(index, str | list):
+            raise SettingsError(f"{PREFIX}{key}_token_id should be the number of a token")
+        return self.tokens[index] if type(index) is int and 0 <= index < len(self.tokens) else None
+
+    @property
+    def merges(self) -> list[str]:
+        return self._list("merges", str)
 
     @property
     def gemma(self) -> bool:
@@ -144,7 +162,7 @@ def _split_of(vocabulary: _Vocabulary) -> Split:
 
 
 def _byte_level(vocabulary: _Vocabulary, split: Split) -> Tokenizer:
-    merges = [(left, right) for left, _, right in (merge.partition(" ") for merge in vocabulary.get("merges", []))]
+    merges = [(left, right) for left, _, right in (merge.partition(" ") for merge in vocabulary.merges)]
     tokenizer = _merging(vocabulary.ids, merges, ignore_merges=split.ignore_merges)
     if split.nfc:
         tokenizer.normalizer = normalizers.NFC()

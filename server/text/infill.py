@@ -5,7 +5,12 @@ Such models have tokens of their own for it, by which they are known here. Knows
 
 from __future__ import annotations
 
-from server.text.tokenizer import Tokenizer
+from typing import TYPE_CHECKING
+
+from server.text.errors import InfillError
+
+if TYPE_CHECKING:
+    from server.text.encoder import Encoder
 
 PREFIX, SUFFIX = "{prefix}", "{suffix}"
 
@@ -27,39 +32,35 @@ FORMS = (  # what stands before, between and behind
 )
 
 
-class InfillError(Exception):
-    """The model cannot do it; tells the client so."""
-
-
-async def infill_prompt(tokenizer: Tokenizer, prefix: str, suffix: str) -> list[int]:
-    """The prompt after which the model writes what stands between the two. Raises InfillError."""
+def infill_prompt(encoder: Encoder, prefix: str, suffix: str) -> list[int]:
+    """Return the prompt after which the model writes what stands between the two. Raises InfillError."""
     for form in FORMS:
-        if marks := _marks(tokenizer, form):
+        if marks := _marks(encoder, form):
             break
     else:
         raise InfillError("the model has no tokens to fill in the middle: leave suffix out, or use a model for code")
-    before = await tokenizer.encode(prefix, add_special_tokens=False)
-    parts = marks | {PREFIX: before, SUFFIX: await _went_on(tokenizer, suffix)}
-    return await _beginning(tokenizer) + [token for part in form for token in parts[part]]
+    before = encoder.encode(prefix, add_special_tokens=False)
+    parts = marks | {PREFIX: before, SUFFIX: _went_on(encoder, suffix)}
+    return _beginning(encoder) + [token for part in form for token in parts[part]]
 
 
-def _marks(tokenizer: Tokenizer, form: tuple[str, ...]) -> dict[str, list[int]]:
-    """The ids of a form's tokens; empty if one is missing."""
+def _marks(encoder: Encoder, form: tuple[str, ...]) -> dict[str, list[int]]:
+    """Return the ids of a form's tokens; empty if one is missing."""
     marks = [part for part in form if part not in (PREFIX, SUFFIX)]
-    ids = {mark: [token] for mark in marks if (token := tokenizer.backend.token_to_id(mark)) is not None}
+    ids = {mark: [token] for mark in marks if (token := encoder.backend.token_to_id(mark)) is not None}
     return ids if len(ids) == len(marks) else {}
 
 
-async def _beginning(tokenizer: Tokenizer) -> list[int]:
-    """The special tokens before every text."""
-    plain, whole = [await tokenizer.encode("a", add_special_tokens=special) for special in (False, True)]
+def _beginning(encoder: Encoder) -> list[int]:
+    """Return the special tokens before every text."""
+    plain, whole = [encoder.encode("a", add_special_tokens=special) for special in (False, True)]
     return whole[: next(i for i in range(len(whole) + 1) if whole[i : i + len(plain)] == plain)]
 
 
-async def _went_on(tokenizer: Tokenizer, text: str) -> list[int]:
-    """Ids of a text at which none begins: SentencePiece would put a space before it."""
-    ids, before = [await tokenizer.encode(said, add_special_tokens=False) for said in (text, "\n")]
-    if not before or not tokenizer.token_bytes(before[0]).startswith(b" "):
+def _went_on(encoder: Encoder, text: str) -> list[int]:
+    """Return the ids of a text at which none begins: SentencePiece would put a space before it."""
+    ids, before = [encoder.encode(said, add_special_tokens=False) for said in (text, "\n")]
+    if not before or not encoder.vocabulary.token_bytes(before[0]).startswith(b" "):
         return ids
-    behind = await tokenizer.encode("\n" + text, add_special_tokens=False)
+    behind = encoder.encode("\n" + text, add_special_tokens=False)
     return behind[len(before) :] if behind[: len(before)] == before else ids

@@ -6,23 +6,44 @@ Knows neither the tokenizer nor templates.
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from config.errors import SettingsError
+from server.text.errors import LONGEST_REASON, from_library
 
 NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
 
 def read_object(file: Path) -> dict[str, Any]:
-    """A file's JSON object; empty where there is no such file. Raises SettingsError."""
+    """Return a file's JSON object; an empty one where there is no such file. Raises SettingsError."""
     try:
         values = json.loads(file.read_text(encoding="utf-8"))
     except FileNotFoundError:
         return {}
-    except ValueError as error:
+    except OSError as error:
+        raise SettingsError(f"model: cannot read {file}: {error.strerror}") from None
+    except (ValueError, RecursionError) as error:
         raise SettingsError(f"model: {file} is no JSON: {error}") from None
-    return values if isinstance(values, dict) else {}
+    if not isinstance(values, dict):
+        raise SettingsError(f"model: {file} should be a JSON object")
+    return values
+
+
+@contextmanager
+def library_errors(message: str) -> Iterator[None]:
+    """Turn what the tokenizers library raises into a SettingsError: `message`, and what it says in one line."""
+    try:
+        yield
+    except (SettingsError, OSError, MemoryError):
+        raise
+    except BaseException as error:
+        if not from_library(error):
+            raise
+        told = " ".join(str(error).split())[:LONGEST_REASON] or type(error).__name__
+        raise SettingsError(f"{message}: {told}") from None
 
 
 def content_of(token: Any) -> str | None:

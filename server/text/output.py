@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from server.text.detokenizer import Detokenizer
 from server.text.stop import StopStrings
-from server.text.tokenizer import Tokenizer
+from server.text.vocabulary import Vocabulary
 
 
 class Placed(NamedTuple):
@@ -25,8 +25,8 @@ class Released(NamedTuple):
     tokens: list[Placed]
 
 
-def placed(tokenizer: Tokenizer, ids: Sequence[int], text: str) -> list[Placed]:
-    """Where each token of a text begins in it; a special token that the text does not spell has no length."""
+def placed(tokenizer: Vocabulary, ids: Sequence[int], text: str) -> list[Placed]:
+    """Return where each token begins in its text; a special token that the text does not spell has no length."""
     detokenizer, length, found = Detokenizer(tokenizer, [], skip_special=False), 0, []
     for token in ids:
         found.append(Placed(token, length))

@@ -6,19 +6,16 @@ done here instead. Knows no special tokens.
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Callable
 from typing import Any
 
-import tokenizers
-
 _BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")  # a piece of vocabularies with byte fallback
 
 
-def reader_of(backend: tokenizers.Tokenizer) -> Callable[[str], bytes]:
-    """What turns a piece into its bytes."""
-    steps = _steps(json.loads(backend.decoder.__getstate__()) if backend.decoder else None)
+def reader_of(decoder: dict[str, Any] | None) -> Callable[[str], bytes]:
+    """Return what turns a piece into its bytes, for the decoder that tokenizer.json describes."""
+    steps = steps_of(decoder)
     kinds = {step["type"] for step in steps}
     replaced = [pair for step in steps if (pair := _replacement(step))]
     alphabet = _byte_alphabet() if "ByteLevel" in kinds else {}
@@ -43,11 +40,11 @@ def as_text(data: bytes) -> str:
         return "bytes:" + data.decode("ascii", "backslashreplace")
 
 
-def _steps(decoder: dict[str, Any] | None) -> list[dict[str, Any]]:
-    """A decoder's description as a list of those that do something."""
+def steps_of(decoder: dict[str, Any] | None) -> list[dict[str, Any]]:
+    """Return a decoder's description as a list of those that do something."""
     if decoder is None:
         return []
-    return [step for part in decoder["decoders"] for step in _steps(part)] if "decoders" in decoder else [decoder]
+    return [step for part in decoder["decoders"] for step in steps_of(part)] if "decoders" in decoder else [decoder]
 
 
 def _replacement(step: dict[str, Any]) -> tuple[str, str] | None:

@@ -23,7 +23,8 @@ CHAT_TEMPLATE = (
     "{{ bos_token }}{% for message in messages %}"
     "{% if message['role'] == 'user' %}{{ 'Q: ' + message['content'] | trim + '\\n' }}"
     "{% elif message['role'] == 'assistant' %}{{ 'A: ' + message['content'] | trim + eos_token }}"
-    "{% else %}{{ message['content'] | trim + '\\n' }}{% endif %}{% endfor %}"
+    "{% elif message['role'] in ('system', 'developer', 'tool', 'function') %}"
+    "{{ message['content'] | trim + '\\n' }}{% endif %}{% endfor %}"
     "{% if add_generation_prompt %}{{ 'A:' }}{% endif %}"
 )
 

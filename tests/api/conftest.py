@@ -20,7 +20,7 @@ from config.settings import Settings
 from server.api.worker import Server
 from server.engine.client import EngineClient
 from server.text.chat import ChatTemplate
-from server.text.tokenizer import Tokenizer
+from server.text.tokenizer import Tokenizer, TokenizerBase
 from tests.api.asking import Words
 from tests.api.fake_engine import FakeEngine, says
 from tests.text.tiny import byte_level
@@ -53,11 +53,14 @@ class Api:
 
 
 @contextlib.contextmanager
-def running_api(**settings: Any) -> Iterator[Api]:
+def running_api(tokenizer: TokenizerBase | None = None, **settings: Any) -> Iterator[Api]:
+    """Without a tokenizer, a tiny one in this process."""
     with tempfile.TemporaryDirectory(prefix="kvmux-") as directory:  # short enough for a socket's address
         socket_path = Path(directory) / "engine.sock"
         client = EngineClient(socket_path)
-        server = Server(Settings(**{"admin_token": ADMIN_TOKEN} | settings), client, Tokenizer(byte_level(), CHAT))
+        defaults = {"admin_token": ADMIN_TOKEN, "min_priority": -(2**31), "max_kv_cache_priority": 100}
+        tokenizer = tokenizer or Tokenizer(byte_level(), CHAT)
+        server = Server(Settings(**defaults | settings), client, tokenizer)
         with socket.create_server(("127.0.0.1", 0)) as listener:
             thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
             thread.start()

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import gzip
 import queue
 import threading
 import time
+from array import array
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TypeVar
+
+import msgspec
 
 from server.engine.gateway import Gateway, Gone
 from server.engine.messages import (
@@ -19,6 +23,7 @@ from server.engine.messages import (
     FromEngine,
     Hello,
     Observed,
+    Profile,
     PromptScores,
     Query,
     Strategy,
@@ -27,6 +32,7 @@ from server.engine.messages import (
     Tokens,
     TokenScore,
 )
+from server.metrics.exposition import FamilyShape, Series, Snapshot
 
 T = TypeVar("T", bound="ToEngine | Gone")
 Script = Callable[[Submit], list[list[FromEngine]]]  # what to send for a request, frame by frame
@@ -37,7 +43,16 @@ HELLO = Hello(
     max_seq_len=256,
     vocab_size=320,
     strategies=[Strategy("paged", "paged"), Strategy("short", "ring")],
+    system_fingerprint="fp_of_the_fake",
 )
+
+
+def snapshot_of(value: float) -> bytes:
+    """The metrics of an engine that has nothing but `kvmux_things`."""
+    families = [FamilyShape("gauge", "kvmux_things", "Things.", (), (), (Series(()),))]
+    return msgspec.msgpack.encode(
+        Snapshot(msgspec.Raw(msgspec.msgpack.encode(families)), array("d", [value]).tobytes())
+    )
 
 
 class FakeEngine:
@@ -60,10 +75,11 @@ class FakeEngine:
         self.answers = {
             "kv_cache": b'{"instances": {}}',
             "settings": b'{"device": "cpu"}',
-            "metrics": b"# TYPE up gauge\nup 1\n",
-            "openmetrics": b"# EOF\n",
+            "metrics": snapshot_of(1.0),
         }
+        self.dated = False  # whether answers tell when they were made; the others are asked for again each time
         self.refusal: Failed | None = None  # of commands
+        self.refused_questions: Failed | None = None
         self.heard: list[ToEngine | Gone] = []  # but for what was observed
         self.responses = Counter[int]()  # by status, as observed
         self._workers: dict[str, int] = {}
@@ -113,9 +129,18 @@ class FakeEngine:
     def _replies(self, worker_id: int, message: ToEngine | Gone) -> Iterator[list[FromEngine]]:
         match message:
             case Query(query_id, str(what)) if what in self.answers:
-                yield [Answer(query_id, self.answers[what])]
+                yield [
+                    Answer(
+                        query_id,
+                        self.answers[what],
+                        self.refused_questions,
+                        made=time.monotonic() if self.dated else 0.0,
+                    )
+                ]
             case Query(query_id, str()):
                 return
+            case Query(query_id, Profile()) if self.refusal is None:
+                yield [Answer(query_id, gzip.compress(b'{"traceEvents": []}'))]
             case Query(query_id):
                 yield [Answer(query_id, b'{"obeyed": true}', self.refusal)]
             case Submit(request_id):

@@ -73,11 +73,20 @@ OTHERS = [
     ("GET", "/v1/models"),
     ("POST", "/tokenize"),
     ("POST", "/detokenize"),
+    ("POST", "/apply-template"),
+    ("GET", "/tokenizer_info"),
     ("POST", "/v1/chat/completions"),
     ("GET", "/v1/models/tiny"),
     ("GET", "/v1/kv_cache"),
     ("GET", "/v1/nowhere"),
     ("PUT", "/v1/completions"),
+    ("POST", "/completions"),
+    ("POST", "/chat/completions"),
+    ("GET", "/models"),
+    ("GET", "/models/tiny"),
+    ("GET", "/kv_cache"),
+    ("GET", "/settings"),
+    ("POST", "/kv_cache/paged/clear"),
 ]
 
 
@@ -117,6 +126,18 @@ def test_what_the_operator_asks_needs_no_key(locked: httpx.Client) -> None:
         assert locked.get(path).status_code == 200
 
 
+def test_metrics_behind_a_key_of_their_own() -> None:
+    keys = {"api_keys": KEYS, "metrics_key": "for-prometheus"}
+    with running_api(**keys) as api, httpx.Client(base_url=api.url) as http:
+        for method in ("GET", "HEAD"):
+            for sent in ({}, bearer(KEYS[0]), bearer(ADMIN_TOKEN)):
+                assert http.request(method, "/metrics", headers=sent).status_code == 401
+            answer = http.request(method, "/metrics", headers=bearer("for-prometheus"))
+            assert answer.status_code == 503, "there is no engine"
+        assert "the metrics key" in http.get("/metrics").json()["error"]["message"]
+        assert http.get("/v1/models", headers=bearer("for-prometheus")).status_code == 401
+
+
 @pytest.mark.parametrize("sent", ["Bearer ", "Bearer", "Bearer anything", "Basic eA==", "", "Bearer schlüssel"])
 def test_without_keys_any_header_will_do(api: Api, engine: FakeEngine, sent: str) -> None:
     """The first is what lm-eval sends when it has no key."""
@@ -135,9 +156,10 @@ def test_a_key_does_not_administer_and_the_admin_token_needs_no_key(
     assert len(guarded_engine.all(Query)) == 1
 
 
-def test_without_an_admin_token_nobody_administers() -> None:
+@pytest.mark.parametrize("route", ["/v1/kv_cache/paged/clear", "/v1/profile"])
+def test_without_an_admin_token_nobody_administers(route: str) -> None:
     with running_api(admin_token=None) as api:
-        answer = httpx.post(f"{api.url}/v1/kv_cache/paged/clear", headers=bearer("anything"))
+        answer = httpx.post(f"{api.url}{route}", headers=bearer("anything"))
     assert (answer.status_code, answer.json()["error"]["code"]) == (403, "admin_off")
     assert "start the server with an admin_token" in answer.json()["error"]["message"]
 
@@ -203,9 +225,10 @@ def test_openapi_tells_who_may(locked: httpx.Client, http: httpx.Client, keys: b
     document = (locked if keys else http).get("/openapi.json").json()
     for name, operation in operations(document):
         path = name.split()[1]
-        scheme = "admin token" if path.startswith("/v1/kv_cache/") else "API key"
-        keyed = keys and path.startswith(("/v1/", "/tokenize", "/detokenize"))
-        expected = [{scheme: []}] if path.startswith("/v1/kv_cache/") or keyed else None
+        administers = path.startswith(("/v1/kv_cache/", "/v1/profile"))
+        scheme = "admin token" if administers else "API key"
+        keyed = keys and path.startswith(("/v1/", "/tokenize", "/detokenize", "/apply-template"))
+        expected = [{scheme: []}] if administers or keyed else None
         assert operation.get("security") == expected, name
         assert ("401" in operation["responses"]) == (expected is not None), name
     assert document["components"]["securitySchemes"]["admin token"] == {"type": "http", "scheme": "bearer"}

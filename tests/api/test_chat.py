@@ -48,6 +48,8 @@ def test_in_deltas(engine: FakeEngine, openai_client: openai.OpenAI) -> None:
     for index in range(2):
         deltas = [c.choices[0].delta for c in received if c.choices[0].index == index]
         assert [delta.role for delta in deltas] == ["assistant"] + [None] * (len(deltas) - 1)
+        assert deltas[0].content == "", "the role alone"
+        assert deltas[-1].to_dict() == {}, "how it ended alone"
         assert "".join(delta.content or "" for delta in deltas) == "hello world"
     assert {chunk.object for chunk in received} == {"chat.completion.chunk"}
     assert [c.choices[0].finish_reason for c in received if c.choices[0].finish_reason] == ["length"] * 2
@@ -68,13 +70,52 @@ def test_logprobs(engine: FakeEngine, openai_client: openai.OpenAI, words: Words
     assert engine.all(Submit)[0].sampling.logprobs == 1
 
 
+def test_tokens_may_be_named_by_their_ids(engine: FakeEngine, http: httpx.Client, words: Words) -> None:
+    engine.script = scores(words("hi"))
+    told = ask(http, logprobs=True, top_logprobs=1, return_tokens_as_token_ids=True).json()["choices"][0]["logprobs"]
+    assert [token["token"] for token in told["content"]] == [f"token_id:{token}" for token in words("hi")]
+    assert all(token["top_logprobs"][0]["token"] == token["token"] for token in told["content"])
+    assert b"".join(bytes(token["bytes"]) for token in told["content"]) == b"hi"
+
+
 def test_a_stream_has_the_logprobs_of_its_deltas(engine: FakeEngine, http: httpx.Client, words: Words) -> None:
     engine.script = scores(words("hello"))
-    received = chunks(ask(http, stream=True, logprobs=True))
+    opening, *received, closing = chunks(ask(http, stream=True, logprobs=True))
+    assert [chunk["choices"][0]["logprobs"] for chunk in (opening, closing)] == [None, None]
     for chunk in received:
         (choice,) = chunk["choices"]
         told = "".join(token["token"] for token in choice["logprobs"]["content"])
         assert told == choice["delta"]["content"]
+
+
+def test_what_was_asked_of_the_prompt_is_told_once(engine: FakeEngine, http: httpx.Client, words: Words) -> None:
+    """At the top level, as in vLLM; of a stream in its first chunk."""
+    engine.script = scores(words("hi"))
+    wanted = {"prompt_logprobs": 1, "return_token_ids": True, "n": 2}
+    ids = BACKEND.encode(PROMPT, add_special_tokens=False).ids
+    whole = ask(http, **wanted).json()
+    first, *others = chunks(ask(http, **wanted, stream=True))
+    assert whole["prompt_token_ids"] == first["prompt_token_ids"] == ids
+    assert whole["prompt_logprobs"] == first["prompt_logprobs"]
+    assert [None, *([str(token)] for token in ids[1:])] == [told and list(told) for told in whole["prompt_logprobs"]]
+    for part in (*whole["choices"], *(choice for chunk in (first, *others) for choice in chunk["choices"])):
+        assert not {"prompt_token_ids", "prompt_logprobs"} & part.keys()
+    assert not any({"prompt_token_ids", "prompt_logprobs"} & chunk.keys() for chunk in others)
+    assert [choice["token_ids"] for choice in whole["choices"]] == [words("hi")] * 2
+
+
+def test_a_stream_tells_role_text_and_end_apart(engine: FakeEngine, http: httpx.Client, words: Words) -> None:
+    engine.script = says([*words("hello"), EOS], "stop")
+    wanted = {"stream": True, "return_token_ids": True}
+    (opening, *between, closing) = [chunk["choices"][0] for chunk in chunks(ask(http, **wanted))]
+    assert opening["delta"] == {"role": "assistant", "content": ""}
+    assert closing["delta"] == {}
+    assert [choice["finish_reason"] for choice in (opening, *between, closing)] == [None] * (len(between) + 1) + [
+        "stop"
+    ]
+    assert "".join(choice["delta"]["content"] for choice in between) == "hello"
+    assert all(choice["delta"].keys() == {"content"} for choice in between)
+    assert [token for choice in (opening, *between, closing) for token in choice["token_ids"]] == [*words("hello"), EOS]
 
 
 @pytest.mark.parametrize(
@@ -105,6 +146,14 @@ def test_a_message_may_go_on(engine: FakeEngine, http: httpx.Client) -> None:
     assert BACKEND.decode(engine.all(Submit)[0].prompt).endswith("assistant: well,")
 
 
+def test_going_on_excludes_a_new_answer(engine: FakeEngine, http: httpx.Client) -> None:
+    spoken = [*MESSAGES, {"role": "assistant", "content": "well, "}]
+    assert ask(http, messages=spoken, continue_final_message=True, add_generation_prompt=None).is_success
+    assert BACKEND.decode(engine.all(Submit)[0].prompt).endswith("assistant: well, ")
+    refused = ask(http, messages=spoken, continue_final_message=True, add_generation_prompt=True)
+    assert (refused.status_code, error_of(refused)["param"]) == (400, "continue_final_message")
+
+
 @pytest.mark.parametrize(
     ("change", "param"),
     [
@@ -121,7 +170,7 @@ def test_a_message_may_go_on(engine: FakeEngine, http: httpx.Client) -> None:
         ({"tools": [{"type": "function"}]}, "tools"),
         ({"tool_choice": "required"}, "tool_choice"),
         ({"response_format": {"type": "json_object"}}, "response_format"),
-        ({"functions": []}, "functions"),
+        ({"functions": [{}]}, "functions"),
         ({"prompt": "x"}, "prompt"),
         ({"stream_options": {"include_usage": True}}, "stream_options"),
         ({"n": 129}, "n"),

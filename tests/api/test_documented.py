@@ -11,8 +11,9 @@ from pydantic import BaseModel
 from server.api.admin import ClearRequest, PinRequest, ShareRequest
 from server.api.chat import ChatRequest
 from server.api.completions import CompletionRequest
+from server.api.profile import ProfileRequest
 from server.api.schemas import SpeculativeConfig, StreamOptions
-from server.api.tokenize import DetokenizeRequest, TokenizeRequest
+from server.api.tokenize import ApplyTemplateRequest, DetokenizeRequest, TokenizeRequest
 
 DOCUMENT = (Path(__file__).parents[2] / "docs" / "api.md").read_text()
 BODIES = (
@@ -22,9 +23,11 @@ BODIES = (
     SpeculativeConfig,
     TokenizeRequest,
     DetokenizeRequest,
+    ApplyTemplateRequest,
     ShareRequest,
     ClearRequest,
     PinRequest,
+    ProfileRequest,
 )
 
 

@@ -10,7 +10,7 @@ import httpx
 import openai
 import pytest
 
-from server.engine.messages import Submit
+from server.engine.messages import Admitted, FromEngine, Submit, Tokens
 from tests.api.asking import GOOD, error_of
 from tests.api.conftest import ADMIN_TOKEN, Api
 from tests.api.fake_engine import FakeEngine, fails
@@ -22,7 +22,6 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"model": 1}, "model"),
     ({"prompt": None}, "prompt"),
     ({"prompt": 5}, "prompt"),
-    ({"prompt": ["a", ""]}, "prompt"),
     ({"prompt": [[1], []]}, "prompt"),
     ({"prompt": [[1], 2]}, "prompt"),
     ({"prompt": [[1.5]]}, "prompt[0]"),
@@ -52,7 +51,8 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"stop": ""}, "stop[0]"),
     ({"stop": ["a", ""]}, "stop[1]"),
     ({"stop": [1]}, "stop[0]"),
-    ({"stop": ["a", "b", "c", "d", "e"]}, "stop"),
+    ({"stop": ["a"] * 65}, "stop"),
+    ({"stop": "a" * 1025}, "stop[0]"),
     ({"stop": {"a": 1}}, "stop"),
     ({"n": 0}, "n"),
     ({"ignore_eos": 1}, "ignore_eos"),
@@ -60,6 +60,8 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"stream_options": {"include_usage": True}}, "stream_options"),
     ({"stream": True, "stream_options": {"include_usage": 1}}, "stream_options.include_usage"),
     ({"stream": True, "stream_options": {"more": 1}}, "stream_options.more"),
+    ({"stream": True, "stream_options": {"continuous_usage_stats": 1}}, "stream_options.continuous_usage_stats"),
+    ({"stream": True, "stream_options": {"include_obfuscation": "no"}}, "stream_options.include_obfuscation"),
     ({"stream": True, "stream_options": []}, "stream_options"),
     ({"priority": 2**31}, "priority"),
     ({"kv_cache": 1}, "kv_cache"),
@@ -85,6 +87,10 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"repetition_penalty": 0}, "repetition_penalty"),
     ({"min_tokens": 17}, "min_tokens"),
     ({"stop_token_ids": [320]}, "stop_token_ids"),
+    ({"allowed_token_ids": [5, 320]}, "allowed_token_ids"),
+    ({"allowed_token_ids": []}, "allowed_token_ids"),
+    ({"allowed_token_ids": [True]}, "allowed_token_ids[0]"),
+    ({"allowed_token_ids": "5"}, "allowed_token_ids"),
     ({"stop_token_ids": [True]}, "stop_token_ids[0]"),
     ({"truncate_prompt_tokens": 0}, "truncate_prompt_tokens"),
     ({"request_id": "two words"}, "request_id"),
@@ -114,6 +120,38 @@ def test_refused(engine: FakeEngine, http: httpx.Client, change: dict[str, Any],
 
 
 @pytest.mark.parametrize(
+    ("change", "ending"),
+    [
+        ({"temperature": 3}, "temperature: should be less than or equal to 2, not 3"),
+        ({"temperature": "warm"}, 'temperature: should be a valid number, not "warm"'),
+        ({"max_tokens": True}, "max_tokens: should be a valid integer, not true"),
+        ({"max_tokens": False}, "max_tokens: should be a valid integer, not a boolean"),
+        ({"kv_cache": 0}, "kv_cache: should be a valid string, not a number"),
+        ({"max_tokens": []}, "max_tokens: should be a valid integer, not a list"),
+        ({"max_tokens": {}}, "max_tokens: should be a valid integer, not an object"),
+        ({"seed": 2**63}, f"not {2**63}"),
+        ({"kv_cache": "x" * 200}, "not 200"),
+        ({"kv_cache": 1}, "not 1"),
+        ({"request_id": "two words"}, 'not "two words"'),
+        ({"request_id": "x y" * 100}, "..."),
+        ({"stop": ""}, "not 0"),
+        ({"spaces_between_special_tokens": False}, "false is not supported; leave it out"),
+        ({"response_format": {"type": "json_object"}}, '{"type": "json_object"} is not supported; leave it out'),
+        ({"logit_bias": {"cat": 1}}, 'not "cat"'),
+        ({"logit_bias": {"320": 1}}, "not 320"),
+        ({"prompt": [1, -5]}, "not -5"),
+        ({"stop_token_ids": [5, 999]}, "not 999"),
+        ({"min_tokens": 17}, "not 17"),
+        ({"n": 2, "best_of": 1}, "not 1"),
+    ],
+    ids=str,
+)
+def test_a_refusal_names_the_value(engine: FakeEngine, http: httpx.Client, change: dict[str, Any], ending: str) -> None:
+    message = error_of(http.post("/v1/completions", json=GOOD | change))["message"]
+    assert message.removesuffix('"').endswith(ending.removesuffix('"')), message
+
+
+@pytest.mark.parametrize(
     "body",
     [b"", b"{", b"[]", b"null", b'"text"', b'{"model": "tiny", "prompt": "x", "user": NaN}'],
 )
@@ -133,8 +171,8 @@ def test_a_body_that_is_not_said_to_be_json(engine: FakeEngine, http: httpx.Clie
 
 def test_missing_fields_are_all_told(engine: FakeEngine, http: httpx.Client) -> None:
     error = error_of(http.post("/v1/completions", json={"n": 0}))
-    assert error["message"] == ("model is required; prompt is required; n: should be greater than or equal to 1")
-    assert error["param"] == "model"
+    assert error["message"] == ("prompt is required; n: should be greater than or equal to 1, not 0")
+    assert error["param"] == "prompt"
 
 
 def test_context_length(engine: FakeEngine, openai_client: openai.OpenAI) -> None:
@@ -144,7 +182,7 @@ def test_context_length(engine: FakeEngine, openai_client: openai.OpenAI) -> Non
     assert raised.value.param == "prompt"
 
 
-@pytest.mark.parametrize("model", ["other", "tiny:other", "tiny:", ""])
+@pytest.mark.parametrize("model", ["other", "tiny:other", "tiny:", " "])
 def test_unknown_model(engine: FakeEngine, openai_client: openai.OpenAI, model: str) -> None:
     with pytest.raises(openai.NotFoundError) as raised:
         openai_client.completions.create(model=model, prompt="x")
@@ -202,6 +240,32 @@ def test_the_engine_refuses(engine: FakeEngine, http: httpx.Client, status: int,
         "code": "unknown_kv_cache",
     }
     assert ("retry-after" in response.headers) == (status in (429, 503))
+
+
+def test_a_full_queue_is_tried_again_after_the_time_that_places_take(engine: FakeEngine, http: httpx.Client) -> None:
+    """That is how long the latest request to get its place had waited for it."""
+
+    def admits(submit: Submit) -> list[list[FromEngine]]:
+        admitted = Admitted(submit.request_id, "paged", "default", 0, queue_seconds=7.2)
+        return [[admitted, Tokens(submit.request_id, [65], "length")]]
+
+    engine.script = admits
+    assert http.post("/v1/completions", json=GOOD).status_code == 200
+    engine.script = fails(429, "2 requests wait already", "queue_full", None)
+    response = http.post("/v1/completions", json=GOOD)
+    assert (response.status_code, response.headers["retry-after"]) == (429, "8")
+    engine.script = fails(429, "not now", "another", None)
+    assert http.post("/v1/completions", json=GOOD).headers["retry-after"] == "1"
+
+
+@pytest.mark.parametrize(("seconds", "told"), [(0.0, "1"), (41.2, "42")])
+def test_without_an_engine_it_is_told_when_there_is_one(
+    lone_api: Api, monkeypatch: pytest.MonkeyPatch, seconds: float, told: str
+) -> None:
+    monkeypatch.setattr(lone_api.client, "back_in", lambda: seconds)
+    for path in ("/ready", "/metrics", "/v1/models"):
+        response = httpx.get(lone_api.url + path)
+        assert (response.status_code, response.headers["retry-after"]) == (503, told)
 
 
 def test_an_unexpected_exception(

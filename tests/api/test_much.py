@@ -11,10 +11,13 @@ import pytest
 from server.api import answers
 from server.api.errors import ApiError
 from server.api.jobs import MOST_SCORES, PromptTokens, check_scores
-from server.engine.messages import Sampling
+from server.api.tokenize import MOST_DECODED
+from server.engine.messages import Sampling, Submit
+from server.text.chat import ChatTemplate, ChatTemplateError
+from server.text.encoder import Encoder
 from server.text.tokenizer import Tokenizer
-from tests.api.asking import Words
-from tests.api.conftest import Api, running_api
+from tests.api.asking import Words, error_of
+from tests.api.conftest import ADMIN_TOKEN, Api, running_api
 from tests.api.fake_engine import FakeEngine, says, scores
 from tests.text.tiny import byte_level
 
@@ -130,3 +133,105 @@ def test_more_than_this_server_takes(narrow: httpx.Client, path: str, body: dict
     answer = narrow.post(path, json={"model": "tiny"} | body)
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)
     assert narrow.post(COMPLETIONS, json={"model": "tiny", "prompt": "x" * 20, "n": 5}).status_code == 200
+
+
+# ---------------------------------------------------------------- texts that cannot fit the context
+FITS = 256 * 7  # characters: the context, and those of the longest token of the tests' tokenizer
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "param"),
+    [
+        (COMPLETIONS, {"prompt": "x" * (FITS + 1)}, "prompt"),
+        (COMPLETIONS, {"prompt": ["x", "x" * (FITS + 1)]}, "prompt"),
+        (COMPLETIONS, {"prompt": "x", "suffix": "x" * (FITS + 1)}, "suffix"),
+        (CHATS, {"messages": [USER | {"content": "x" * (FITS + 1)}]}, "messages"),
+        ("/v1/kv_cache/paged/pins", {"prompt": "x" * (FITS + 1), "ttl": 1}, "prompt"),
+    ],
+)
+def test_a_text_that_cannot_fit_is_not_tokenised(
+    engine: FakeEngine,
+    http: httpx.Client,
+    monkeypatch: pytest.MonkeyPatch,
+    path: str,
+    body: dict[str, Any],
+    param: str,
+) -> None:
+    monkeypatch.delattr(Encoder, "encode")
+    body = body if "ttl" in body else {"model": "tiny"} | body
+    answer = http.post(path, json=body, headers={"Authorization": f"Bearer {ADMIN_TOKEN}"})
+    error = error_of(answer)
+    assert (answer.status_code, error["code"], error["param"]) == (400, "context_length_exceeded", param)
+    assert "cannot fit" in error["message"]
+
+
+def test_the_longest_text_that_fits(engine: FakeEngine, http: httpx.Client) -> None:
+    """Its tokens are as long as tokens are."""
+    longest = " na\u00efve"  # one token, of seven bytes
+    body = {"model": "tiny", "prompt": longest * 256, "max_tokens": 0, "add_special_tokens": False}
+    assert http.post(COMPLETIONS, json=body).status_code == 200
+    assert len(engine.all(Submit)[0].prompt) == 256
+
+
+def test_a_text_that_is_cut_may_be_longer(engine: FakeEngine, http: httpx.Client) -> None:
+    for path, text in ((COMPLETIONS, {"prompt": "x" * 9999}), (CHATS, {"messages": [USER | {"content": "x" * 9999}]})):
+        body = {"model": "tiny", "truncate_prompt_tokens": 5} | text
+        assert http.post(path, json=body).status_code == 200
+    assert [len(submit.prompt) for submit in engine.all(Submit)] == [5, 5]
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "param"),
+    [
+        (COMPLETIONS, {"prompt": ["x" * 17] * 5}, "prompt"),
+        (CHATS, {"messages": [USER | {"content": "x" * 7}] * 3}, "messages"),
+        (CHATS, {"messages": [USER | {"content": [{"type": "text", "text": "x" * 7}] * 3}]}, "messages"),
+        (TOKENIZE, {"messages": [USER | {"reasoning_content": "x" * 20}]}, "messages"),
+    ],
+)
+def test_texts_that_are_too_long_together(narrow: httpx.Client, path: str, body: dict[str, Any], param: str) -> None:
+    error = error_of(narrow.post(path, json={"model": "tiny"} | body))
+    assert (error["code"], error["param"]) == ("context_length_exceeded", param)
+    assert "together" in error["message"]
+
+
+def test_more_tokens_than_are_decoded(engine: FakeEngine, http: httpx.Client) -> None:
+    assert http.post("/detokenize", json={"tokens": [5] * MOST_DECODED}).status_code == 200
+    error = error_of(http.post("/detokenize", json={"tokens": [5] * (MOST_DECODED + 1)}))
+    assert (error["code"], error["param"]) == ("context_length_exceeded", "tokens")
+
+
+# ---------------------------------------------------------------- errors
+LONG = "long" * 10**5
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        (COMPLETIONS, {LONG: 1}),
+        (COMPLETIONS, {f"{LONG}{i}": 1 for i in range(50)}),
+        (COMPLETIONS, {"model": LONG}),
+        (COMPLETIONS, {"kv_cache": LONG}),
+        (COMPLETIONS, {"stream_options": {LONG: 1}, "stream": True}),
+        (COMPLETIONS, {"logit_bias": {LONG: 1}}),
+        (COMPLETIONS, {"logit_bias": {str(token): "x" for token in range(1000)}}),
+        (COMPLETIONS, {"stop_token_ids": ["x"] * 60_000}),
+        (CHATS, {"messages": [{LONG: 1}]}),
+        (CHATS, {"messages": [USER], "chat_template_kwargs": {"messages": LONG}}),
+        (CHATS, {"messages": [USER], "tools": [LONG]}),
+    ],
+)
+def test_an_error_stays_short(engine: FakeEngine, http: httpx.Client, path: str, body: dict[str, Any]) -> None:
+    answer = http.post(path, json={"model": "tiny"} | body)
+    assert answer.status_code >= 400
+    assert len(answer.content) < 2000
+
+
+def test_so_does_what_a_template_says(engine: FakeEngine, http: httpx.Client, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object, **__: object) -> str:
+        raise ChatTemplateError(LONG)
+
+    monkeypatch.setattr(ChatTemplate, "render", refuse)
+    error = error_of(http.post(CHATS, json={"model": "tiny", "messages": [USER]}))
+    assert error["message"].startswith("messages: longlong")
+    assert len(error["message"]) < 1100

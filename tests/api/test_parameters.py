@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from itertools import chain
 from typing import Any
 
@@ -30,6 +31,7 @@ def streamed(http: httpx.Client, **body: Any) -> list[dict[str, Any]]:
 # ---------------------------------------------------------------- to the engine
 def test_everything_about_sampling_reaches_the_engine(engine: FakeEngine, http: httpx.Client) -> None:
     sent = {"frequency_penalty": 0.5, "presence_penalty": -1, "repetition_penalty": 1.5, "min_tokens": 2, "n": 2}
+    sent |= {"allowed_token_ids": [3, 300]}
     sent |= {"logit_bias": {"7": 3, "9": -100}, "stop_token_ids": [4], "logprobs": 2, "seed": 5, "temperature": 0}
     engine.script = scores([5, 6])
     ask(http, **sent)
@@ -44,6 +46,7 @@ def test_everything_about_sampling_reaches_the_engine(engine: FakeEngine, http: 
         presence_penalty=-1,
         repetition_penalty=1.5,
         logit_bias=((7, 3), (9, -100)),
+        allowed_token_ids=array("q", [3, 300]).tobytes(),
         logprobs=2,
     )
     assert (second.sampling.seed, second.sibling_of) == (6, first.request_id)
@@ -135,10 +138,22 @@ def test_logprobs(engine: FakeEngine, openai_client: openai.OpenAI, words: Words
     assert told.logprobs.text_offset == [len("".join(pieces[:i])) for i in range(len(pieces))]
 
 
-def test_without_alternatives(engine: FakeEngine, http: httpx.Client, words: Words) -> None:
+def test_without_alternatives_the_token_itself_is_told(engine: FakeEngine, http: httpx.Client, words: Words) -> None:
     engine.script = scores(words("ab"))
     told = ask(http, logprobs=0)["choices"][0]["logprobs"]
-    assert (told["token_logprobs"], told["top_logprobs"]) == ([-0.5] * len(words("ab")), [{}] * len(words("ab")))
+    assert told["token_logprobs"] == [-0.5] * len(words("ab"))
+    assert told["top_logprobs"] == [{token: -0.5} for token in told["tokens"]]
+
+
+def test_tokens_may_be_named_by_their_ids(engine: FakeEngine, http: httpx.Client, words: Words) -> None:
+    engine.script = scores(words("ab"))
+    names = [f"token_id:{token}" for token in words("ab")]
+    asked: dict[str, Any] = {"logprobs": 2, "return_tokens_as_token_ids": True}
+    told = ask(http, **asked)["choices"][0]["logprobs"]
+    assert told["tokens"] == names
+    assert told["top_logprobs"] == [{name: -0.5, "token_id:0": -3.0} for name in names]
+    echoed = ask(http, **asked, echo=True, prompt=[5, 6])["choices"][0]["logprobs"]
+    assert echoed["tokens"] == ["token_id:5", "token_id:6", *names]
 
 
 @pytest.mark.parametrize("text", ["hello world", "\u2603 and \U0001f600!"])
@@ -217,6 +232,28 @@ def test_no_stop_string_before_the_least_tokens(engine: FakeEngine, http: httpx.
 def test_echo_alone_computes_nothing_more(engine: FakeEngine, http: httpx.Client) -> None:
     assert ask(http, prompt="so: ", echo=True, stop=":")["choices"][0]["text"] == "so: hello world"
     assert engine.all(Submit)[0].sampling.prompt_logprobs is None
+
+
+def test_an_empty_text_among_prompts_is_the_token_that_begins_texts(
+    engine: FakeEngine, http: httpx.Client, words: Words
+) -> None:
+    told = ask(http, prompt=["", "a"], echo=True)
+    assert [submit.prompt for submit in engine.all(Submit)] == [[BOS], [BOS, *words("a")]]
+    assert [choice["text"] for choice in told["choices"]] == ["hello world", "ahello world"]
+    refused = http.post("/v1/completions", json={"model": "tiny", "prompt": ["a", ""], "add_special_tokens": False})
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "prompt")
+
+
+def test_an_echo_of_ids_has_special_tokens_when_asked(engine: FakeEngine, http: httpx.Client, words: Words) -> None:
+    engine.script = scores(words("hello"))
+    ids = [BOS, *words("so: "), EOS, *words("then")]
+    for skip, text in ((False, "<s>so: </s>thenhello"), (True, "so: thenhello")):
+        asked: dict[str, Any] = {"prompt": ids, "echo": True, "skip_special_tokens": skip}
+        told = ask(http, **asked, logprobs=0)["choices"][0]
+        assert told["text"] == text
+        places = dict(zip(told["logprobs"]["tokens"], told["logprobs"]["text_offset"], strict=True))
+        assert text[places["</s>"] :].startswith("then" if skip else "</s>then")
+        assert "".join(chunk["choices"][0]["text"] for chunk in streamed(http, **asked)) == text
 
 
 def test_a_prompt_alone(engine: FakeEngine, http: httpx.Client) -> None:

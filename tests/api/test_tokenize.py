@@ -1,19 +1,23 @@
-"""/tokenize, /detokenize, /version."""
+"""/tokenize, /detokenize, /apply-template, /tokenizer_info, /version."""
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
+from transformers import AutoTokenizer
 
 from server.version import version
 from tests.api.asking import Words, error_of
-from tests.api.conftest import Api
+from tests.api.conftest import Api, running_api
 from tests.api.fake_engine import FakeEngine
 from tests.text.tiny import BOS, byte_level
 
 USER = {"role": "user", "content": "hello"}
+BOTH_WAYS = {"continue_final_message": True, "add_generation_prompt": True}
 
 
 def tokens_of(http: httpx.Client, body: dict[str, Any]) -> list[int]:
@@ -98,7 +102,7 @@ def test_detokenize(engine: FakeEngine, http: httpx.Client, words: Words) -> Non
         ("/tokenize", {"messages": [{"content": "x"}]}, "messages[0].role"),
         ("/tokenize", {"messages": [{"role": "user"}]}, "messages[0]"),
         ("/tokenize", {"messages": [USER | {"mood": "good"}]}, "messages[0].mood"),
-        ("/tokenize", {"messages": [USER], "continue_final_message": True}, "continue_final_message"),
+        ("/tokenize", {"messages": [USER], **BOTH_WAYS}, "continue_final_message"),
         ("/tokenize", {"messages": [USER], "chat_template_kwargs": {"messages": []}}, "chat_template_kwargs"),
         ("/detokenize", {}, "tokens"),
         ("/detokenize", {"tokens": "x"}, "tokens"),
@@ -158,3 +162,46 @@ def test_another_model(engine: FakeEngine, http: httpx.Client, path: str) -> Non
 def test_version(lone_api: Api) -> None:
     assert httpx.get(f"{lone_api.url}/version").json() == {"version": version()}
     assert httpx.post(f"{lone_api.url}/tokenize", json={"prompt": "x"}).status_code == 503
+
+
+# ---------------------------------------------------------------- the template, and what the tokenizer is
+def test_the_prompt_that_messages_become(engine: FakeEngine, http: httpx.Client) -> None:
+    said = {"messages": [USER, {"role": "assistant", "content": "well"}]}
+    for more, end in (
+        ({}, "assistant: well\nassistant:"),
+        ({"continue_final_message": True}, "assistant: well"),
+        ({"model": "tiny", "max_tokens": 5, "temperature": 0, "stream": True}, "assistant: well\nassistant:"),
+        ({"chat_template_kwargs": {"loud": True}}, "assistant: well\n!assistant:"),
+    ):
+        answer = http.post("/apply-template", json=said | more)
+        assert answer.status_code == 200, answer.text
+        assert answer.json() == {"prompt": f"<s>user: hello\n{end}"}
+    assert engine.heard == []
+
+
+def test_a_template_is_applied_to_messages_alone(engine: FakeEngine, http: httpx.Client) -> None:
+    for body, param in (({}, "messages"), ({"messages": [USER], "model": "other"}, "model")):
+        assert error_of(http.post("/apply-template", json=body))["param"] == param
+
+
+def test_tokenizer_info_is_off_by_default(engine: FakeEngine, http: httpx.Client) -> None:
+    assert http.get("/tokenizer_info").status_code == 404
+
+
+def test_tokenizer_info(tmp_path: Path) -> None:
+    """What transformers' own tokenizer says of itself, which is what vLLM tells."""
+    backend = byte_level()
+    backend.save(str(tmp_path / "tokenizer.json"))
+    bos = {"__type": "AddedToken", "content": "<s>", "lstrip": False, "special": True}
+    written = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": bos, "eos_token": "</s>"}
+    written |= {"added_tokens_decoder": {"0": bos}, "model_max_length": 99, "vocab_file": "/home/me/vocab.txt"}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(written))
+    (tmp_path / "chat_template.jinja").write_text("{{ messages }}")
+    with running_api(model=str(tmp_path), enable_tokenizer_info_endpoint=True) as api:
+        told = httpx.get(f"{api.url}/tokenizer_info").json()
+    theirs = AutoTokenizer.from_pretrained(tmp_path)
+    for name in ("bos_token", "eos_token", "chat_template", "model_max_length"):
+        assert told[name] == getattr(theirs, name)
+    assert told["tokenizer_class"] == "PreTrainedTokenizerFast"
+    assert told["added_tokens_decoder"] == {"0": "<s>"}
+    assert "vocab_file" not in told

@@ -13,10 +13,11 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from server import ipc_framing
 from server.engine import gateway as gateway_module
 from server.engine import wire
 from server.engine.client import EngineClient, EngineLost
-from server.engine.gateway import Gateway, Gone
+from server.engine.gateway import Gateway, Gone, Outbox
 from server.engine.messages import Admitted, Answer, Cancel, FromEngine, Query, Sampling, Submit, Tokens
 from tests.api.fake_engine import HELLO
 
@@ -64,7 +65,7 @@ def test_other_bytes_are_an_error(data: bytes) -> None:
 
 
 def test_a_message_that_is_too_long_is_not_sent(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(wire, "MAX_FRAME", 10)
+    monkeypatch.setattr(ipc_framing, "MAX_FRAME", 10)
     with pytest.raises(wire.WireError):
         wire.frame(SUBMIT)
 
@@ -138,6 +139,15 @@ def test_a_worker_that_does_not_read_holds_up_nobody(
     assert "does not read" in caplog.text
 
 
+def test_what_waits_for_a_worker_that_has_gone_is_dropped() -> None:
+    ours, theirs = socket.socketpair()
+    outbox = Outbox(ours)
+    assert outbox.send(bytes(2**22)) > 0, "the socket has room for all of it"
+    theirs.close()
+    assert outbox.send(b"") == outbox.send(b"more") == 0
+    outbox.close()
+
+
 def test_the_socket_is_private_and_goes_with_the_gateway(socket_path: Path) -> None:
     with socket.socket(socket.AF_UNIX) as dead:
         dead.bind(str(socket_path))  # left behind by an engine that was killed
@@ -196,6 +206,19 @@ def test_a_stream_ends_with_its_last_request(gateway: Gateway, socket_path: Path
 
     assert asyncio.run(use()) == [Tokens("r-0", [5], "stop")]
     assert [message for _, message in drained(gateway)] == [Gone()]
+
+
+def test_nothing_is_sent_over_a_connection_that_is_closing(gateway: Gateway, socket_path: Path) -> None:
+    async def use() -> None:
+        async with EngineClient(socket_path) as client:
+            await ready(client)
+            assert client._connection is not None
+            client._connection.transport.close()
+            with pytest.raises(EngineLost):
+                async with client.stream([SUBMIT]):
+                    pass
+
+    asyncio.run(use())
 
 
 def test_a_lost_engine_ends_everything_at_once(socket_path: Path) -> None:

@@ -21,6 +21,7 @@ import pytest
 from config.errors import SettingsError
 from config.settings import Settings
 from server.api.worker import serve_worker
+from server.engine.lifeline import end
 from server.engine.messages import Cancel, Submit, Tokens
 from tests.api.asking import GOOD, Words, chunks
 from tests.api.fake_engine import FakeEngine, Script, says
@@ -58,8 +59,8 @@ class Worker:
     engine: FakeEngine
 
     def terminate(self) -> None:
-        """Sends SIGTERM, and waits until it listens no more."""
-        self.process.terminate()
+        """Asks it to end, and waits until it listens no more."""
+        end(self.process)
         with contextlib.suppress(httpx.TransportError):
             while httpx.get(f"{self.url}/health", timeout=5):
                 pass
@@ -87,7 +88,7 @@ def worker(tmp_path: Path, socket_path: Path, script: Script, **settings: float)
             process.kill()
 
 
-def test_sigterm_lets_running_requests_end(tmp_path: Path, socket_path: Path, words: Words) -> None:
+def test_it_lets_running_requests_end(tmp_path: Path, socket_path: Path, words: Words) -> None:
     with (
         worker(tmp_path, socket_path, says(words("hello"), None)) as running,
         httpx.stream("POST", f"{running.url}/v1/completions", json=GOOD | {"stream": True}, timeout=20) as response,

@@ -21,7 +21,7 @@ def test_seconds_and_memory_of_every_process(capsys: pytest.CaptureFixture[str])
     (seconds,) = result["seconds"]
     assert 0.3 < seconds < 120
     ready, peak = result["ready"], result["peak"]
-    assert set(ready) == {"supervisor", "resource tracker", "engine", "API", "all"}
+    assert set(ready) == {"supervisor", "resource tracker", "engine", "API", "text", "all"}
     for when in (ready, peak):
         assert all(0 < pss <= rss for pss, rss in when.values())
     parts = [pss for role, (pss, _) in ready.items() if role != "all"]

@@ -9,11 +9,14 @@ import os
 import signal
 import sys
 import threading
+from collections.abc import Callable
 from typing import Any
 
 from config.errors import SettingsError
 from config.settings import Settings
-from server.engine.supervisor import Supervisor, Targets, Timing
+from server.engine.child import Timing
+from server.engine.lifeline import STOP
+from server.engine.supervisor import Supervisor, Targets
 from server.listening import listen, url_of
 from server.logs import configure_logging
 from server.welcome import welcome
@@ -41,19 +44,21 @@ def say(text: str) -> None:
     os.write(1, f"{text}\n".encode())  # one write: lines of several processes stay whole
 
 
-def run_until_told(name: str) -> None:
-    """Says that it runs; ends on SIGTERM and says that too."""
+def run_until_told(name: str, beat: Callable[[], None] = lambda: None) -> None:
+    """Says that it runs, and beats; ends on STOP and says that too."""
     told = threading.Event()
-    signal.signal(signal.SIGTERM, lambda *_: told.set())
+    signal.signal(STOP, lambda *_: told.set())
+    beat()
     say(f"{name} {os.getpid()} runs")
-    told.wait()
+    while not told.wait(0.05):
+        beat()
     say(f"{name} ends")
 
 
 def engine(settings: Settings, socket_path: str, status: Any, restarts: int) -> None:
     """A healthy engine."""
     status.send({"ready": READY})
-    run_until_told("engine")
+    run_until_told("engine", status.beat)
 
 
 def engine_refusing(settings: Settings, socket_path: str, status: Any, restarts: int) -> None:
@@ -78,30 +83,50 @@ def engine_telling_its_socket(settings: Settings, socket_path: str, status: Any,
     engine(settings, socket_path, status, restarts)
 
 
-def worker(settings: Settings, socket_path: str, listener: Any) -> None:
+def engine_hanging(settings: Settings, socket_path: str, status: Any, restarts: int) -> None:
+    """The first one hangs once it has given a sign of life; those after it are healthy."""
+    if restarts:
+        return engine(settings, socket_path, status, restarts)
+    status.send({"ready": READY})
+    status.beat()
+    say(f"engine {os.getpid()} runs")
+    hang_in_a_loop()
+
+
+def hang_in_a_loop() -> None:
+    while True:
+        pass
+
+
+def worker(settings: Settings, socket_path: str, listener: Any, ties: Any) -> None:
     """A healthy worker, which does have the listening socket."""
     assert listener.getsockname()[1] > 0
+    run_until_told("worker", ties.heartbeat.beat)
+
+
+def worker_loading(settings: Settings, socket_path: str, listener: Any, ties: Any) -> None:
+    """Never gives a sign of life."""
     run_until_told("worker")
 
 
-def worker_crashing(settings: Settings, socket_path: str, listener: Any) -> None:
+def worker_crashing(settings: Settings, socket_path: str, listener: Any, ties: Any) -> None:
     sys.exit(4)
 
 
-def worker_refusing(settings: Settings, socket_path: str, listener: Any) -> None:
+def worker_refusing(settings: Settings, socket_path: str, listener: Any, ties: Any) -> None:
     raise SettingsError(f"there is no tokenizer in {settings.model}")
 
 
-def worker_deaf(settings: Settings, socket_path: str, listener: Any) -> None:
+def worker_deaf(settings: Settings, socket_path: str, listener: Any, ties: Any) -> None:
     """Ends by SIGKILL alone."""
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    signal.signal(STOP, signal.SIG_IGN)
     say(f"worker {os.getpid()} runs")
     while True:
         signal.pause()
 
 
-def supervise(engine_name: str, worker_name: str, workers: int, worker_grace: float) -> int:
-    settings = Settings(workers=workers, port=0, drain_seconds=worker_grace)
+def supervise(engine_name: str, worker_name: str, workers: int, worker_grace: float, watchdog: float) -> int:
+    settings = Settings(workers=workers, port=0, drain_seconds=worker_grace, watchdog_timeout=watchdog)
     configure_logging(settings)
     targets = Targets(f"tests.cli.fakes:{engine_name}", f"tests.cli.fakes:{worker_name}")
     timing = Timing(first_delay=0.01, longest_delay=0.05, worker_margin=0.0)
@@ -116,4 +141,4 @@ def supervise(engine_name: str, worker_name: str, workers: int, worker_grace: fl
 
 
 if __name__ == "__main__":
-    sys.exit(supervise(sys.argv[1], sys.argv[2], int(sys.argv[3]), float(sys.argv[4])))
+    sys.exit(supervise(sys.argv[1], sys.argv[2], int(sys.argv[3]), float(sys.argv[4]), float(sys.argv[5])))

@@ -27,7 +27,7 @@ def served(monkeypatch: pytest.MonkeyPatch) -> list[Settings]:
     seen: list[Settings] = []
 
     class NoSupervisor:
-        def __init__(self, settings: Settings, *_: Any) -> None:
+        def __init__(self, settings: Settings, *_: Any, **__: Any) -> None:
             seen.append(settings)
 
         def run(self) -> int:
@@ -195,6 +195,14 @@ def test_anothers_package_kernels_is_noticed(
     (tmp_path / "kernels" / "__init__.py").touch()
     monkeypatch.delitem(sys.modules, "kernels", raising=False)
     assert "pip uninstall kernels" in error_of(capsys, "serve", "--port", "0")
+
+
+def test_short_api_keys_are_warned_of_and_not_shown(caplog: pytest.LogCaptureFixture) -> None:
+    cli.check_api_keys(Settings(api_keys=["long-enough"]))
+    assert caplog.text == ""
+    cli.check_api_keys(Settings(api_keys=["tgi", "long-enough", "x7"]))
+    assert "key 1, 3 has fewer than 8 characters" in caplog.text
+    assert "tgi" not in caplog.text
 
 
 # ---------------------------------------------------------------- addresses and what is printed

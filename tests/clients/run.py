@@ -1,7 +1,8 @@
 """`python -m tests.clients.run [NAME ...]`: installs each client into an environment of its own and runs its check.
 
-A client is a folder with requirements.txt and check.py, or with package.json and check.mjs. A check gets the server's
-URL and the model's name, and fails by its exit code. Environments stay in .clients until their requirements change.
+A client is a folder with requirements.txt and check.py, or with package.json and check.mjs; and with flags.txt if it
+wants a server with settings of its own. A check gets the server's URL and the model's name, and fails by its exit code.
+Environments stay in .clients until their requirements change.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import subprocess
 import sys
 import venv
 from collections.abc import Sequence
+from itertools import groupby
 from pathlib import Path
 
 from tests.server.running import Server, serving
@@ -27,10 +29,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("names", nargs="*", metavar="NAME", default=names, help=", ".join(names))
     wanted = parser.parse_args(arguments).names
     commands = {name: installed(HERE / name) for name in wanted}
-    with serving(*SERVER) as server:
-        failed = [name for name in wanted if not passes(name, commands[name], server)]
+    failed = []
+    for flags, names in groupby(sorted(wanted, key=flags_of), key=flags_of):
+        with serving(*SERVER, *flags) as server:
+            failed += [name for name in names if not passes(name, commands[name], server)]
     print(f"{len(wanted) - len(failed)} of {len(wanted)} clients are content" + "".join(f"; not {n}" for n in failed))
     return 1 if failed else 0
+
+
+def flags_of(name: str) -> list[str]:
+    """The flags of the server that a client wants, beside SERVER."""
+    file = HERE / name / "flags.txt"
+    return file.read_text().split() if file.exists() else []
 
 
 def is_js(folder: Path) -> bool:

@@ -134,9 +134,12 @@ def test_a_file_is_utf8_whatever_the_locale(tmp_path: Path) -> None:
         ('[strategies.paged]\nfloor = "1GiB"\nlimit = "1MiB"', "strategies.paged (from {file}): floor 1GiB is more"),
         ("api_keys = []", "api_keys (from {file}): should be a word, or several with commas between; leave it out"),
         ("api_keys = 12345678", "api_keys (from {file}): should be a word, or several with commas between"),
-        ('api_keys = ["long-enough", "short"]', "api_keys (from {file}): key 2 should be 8 or more of the letters"),
-        ('api_keys = ["with a space"]', "api_keys (from {file}): key 1 should be 8 or more of the letters"),
+        ('api_keys = ["fine", "with a space"]', "api_keys (from {file}): key 2 should be letters, digits and signs"),
+        ('api_keys = ["ключ"]', "api_keys (from {file}): key 1 should be letters, digits and signs of ASCII"),
         ('api_keys = ["the-same-key"]\nadmin_token = "the-same-key"', "admin_token is one of api_keys"),
+        ('api_keys = ["the-same-key"]\nmetrics_key = "the-same-key"', "metrics_key is the admin_token or one"),
+        ("port = 8001\nmetrics_port = 8001", "metrics_port is 8001, as port is"),
+        ("watchdog_timeout = 0.2", "watchdog_timeout"),
         *(
             (f'otlp_traces_endpoint = "{url}"', "otlp_traces_endpoint (from {file}): should be a URL like http://")
             for url in ("", "garbage", "127.0.0.1:4318", "grpc://c:4317", "http://", "http://:4318", "http://[::1",
@@ -206,3 +209,17 @@ def test_a_file_that_cannot_be_read(tmp_path: Path) -> None:
     binary.write_bytes(b"\xff\xfe")
     with pytest.raises(SettingsError, match="is no TOML"):
         load(binary, {})
+
+
+@pytest.mark.parametrize("limits", [1, None, {"min_priority": "soon"}, {"min_priorty": 1}])
+def test_api_keys_are_never_shown(limits: Any) -> None:
+    """What is refused is in the log."""
+    with pytest.raises(SettingsError, match=r"key_limits\.\(key 2\)") as refused:
+        load(None, {"api_keys": ["first-key", "second-key"], "key_limits": {"first-key": {}, "second-key": limits}})
+    assert "second-key" not in str(refused.value)
+
+
+@pytest.mark.parametrize(("keys", "short"), [(None, []), (["x"], [1]), (["long-enough", "7777777", "88888888"], [2])])
+def test_short_api_keys_are_taken_and_known(keys: list[str] | None, short: list[int]) -> None:
+    settings = load(None, {} if keys is None else {"api_keys": ",".join(keys)})
+    assert (settings.api_keys, settings.short_api_keys) == (keys, short)

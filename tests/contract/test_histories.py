@@ -45,7 +45,7 @@ def machine_of(strategies: Mapping[str, StrategySettings]) -> type[Histories]:
 
 
 def play(strategies: Mapping[str, StrategySettings], examples: int) -> None:
-    budget = settings(max_examples=examples, stateful_step_count=40, deadline=None, derandomize=True)
+    budget = settings(max_examples=examples, stateful_step_count=40)
     run_state_machine_as_test(machine_of(strategies), settings=budget)
 
 
@@ -54,11 +54,13 @@ def share(backend: str, examples: int) -> int:
     return examples if backend == REFERENCE else examples // 3
 
 
+@pytest.mark.fuzz
 @pytest.mark.parametrize("name", ALONE)
 def test_any_history_of_one_strategy(backend: str, name: str) -> None:
     play({"it": ALONE[name]}, examples=share(backend, 15))
 
 
+@pytest.mark.fuzz
 def test_any_history_of_all_strategies_in_one_arena(backend: str) -> None:
     play(TOGETHER, examples=share(backend, 30))
 

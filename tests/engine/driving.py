@@ -97,9 +97,9 @@ class Heard:
 class Driver:
     """A core and a worker that listens to it."""
 
-    def __init__(self, directory: Path, **settings: Any) -> None:
+    def __init__(self, directory: Path, *, gradual: bool = False, **settings: Any) -> None:
         defaults: dict[str, Any] = {"weights_cache": "off", "dtype": "float32", "threads": 1, "kv_memory": "12MiB"}
-        self.engine: Engine = build_engine(Settings(model=str(directory), **(defaults | settings)))
+        self.engine: Engine = build_engine(Settings(model=str(directory), **(defaults | settings)), gradual=gradual)
         self.core = self.engine.core
         self.heard: dict[str, Heard] = {}
         self.steps: list[StepResult] = []
@@ -139,7 +139,7 @@ class Driver:
         for event in result.events:
             self._hear(event.message)
         self.check()
-        assert result.report.rows or result.report.failures or not busy, "nobody progresses"
+        assert result.report.rows or result.report.failures or result.finished or not busy, "nothing progresses"
         assert result.report.tokens <= self.limits.max_step_tokens + self.limits.max_num_seqs
         assert len(self.core.scheduler.running) <= self.limits.max_num_seqs
         return result

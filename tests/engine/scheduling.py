@@ -28,8 +28,19 @@ class Engine:
         self.scheduler = Scheduler(LIMITS._replace(**limits))
         self.names: dict[Request, str] = {}
 
-    def submit(self, name: str, cache: KVCache, prompt: int, max_tokens: int = 3, priority: int = 0) -> Request:
+    def submit(
+        self,
+        name: str,
+        cache: KVCache,
+        prompt: int,
+        max_tokens: int = 3,
+        priority: int = 0,
+        arrived: float | None = None,
+    ) -> Request:
+        """Queue a request, now or as if it had come at a given second."""
         request = Request((0, name), [TOKEN] * prompt, Sampling(max_tokens), cache, "test", priority)
+        if arrived is not None:
+            request.times.arrived = arrived
         self.scheduler.submit(request)
         self.names[request] = name
         return request

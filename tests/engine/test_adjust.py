@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from array import array
 from collections import Counter
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +23,7 @@ from tests.engine.reference import Reference, random_prompt
 
 VOCABULARY = 12
 IDS = st.lists(st.integers(0, VOCABULARY - 1), max_size=20)
-deterministic = settings(max_examples=80, deadline=None, derandomize=True, database=None)
+many = settings(max_examples=80)
 PROMPT, COUNT = random_prompt(20), 12
 
 
@@ -39,7 +41,7 @@ def test_a_penalty_that_leaves_the_range_of_floats(how: dict[str, Any], penalty:
     assert (token in text.prompt) is (penalty < 1)
 
 
-@deterministic
+@many
 @given(IDS, IDS, st.floats(-2, 2), st.floats(-2, 2), st.floats(0.1, 3), st.dictionaries(st.integers(0, 11), st.just(9)))
 def test_penalties_and_bias_by_their_definitions(
     prompt: list[int], output: list[int], frequency: float, presence: float, repetition: float, bias: dict[int, float]
@@ -66,7 +68,7 @@ def test_penalties_and_bias_by_their_definitions(
     assert torch.equal(logits, logits_of()), "the model's logits stay as they are"
 
 
-@deterministic
+@many
 @given(st.lists(st.integers(0, VOCABULARY - 1), min_size=1, max_size=20), st.floats(0.1, 3))
 def test_repetition_is_transformers_own(tokens: list[int], penalty: float) -> None:
     theirs = RepetitionPenaltyLogitsProcessor(penalty)(torch.tensor([tokens]), logits_of()[None].clone())[0]
@@ -84,9 +86,59 @@ def test_greedy_and_drawn_tokens_come_from_the_adjusted_logits() -> None:
     assert sample(logits[:1], [Draw(sure, 0)]) == [5]
 
 
+def allowing(tokens: Iterable[int], **how: Any) -> Sampling:
+    return Sampling(1, allowed_token_ids=array("q", tokens).tobytes(), **how)
+
+
+@many
+@given(st.sets(st.integers(0, VOCABULARY - 1), min_size=1), st.sets(st.integers(0, VOCABULARY - 1)))
+def test_allowed_tokens_keep_their_logits_and_others_lose_them(allowed: set[int], banned: set[int]) -> None:
+    how = {"logit_bias": ((2, 3.0),)}
+    before, after = (
+        adjusted(logits_of(), sampling, Text([], []), banned)
+        for sampling in (Sampling(1, **how), allowing(allowed, **how))
+    )
+    for token in range(VOCABULARY):
+        assert after[token] == (before[token] if token in allowed else -torch.inf)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0, 100.0])
+def test_only_allowed_tokens_are_drawn(temperature: float) -> None:
+    logits = torch.stack([logits_of(seed) for seed in range(40)])
+    draws = [Draw(allowing([3, 7], temperature=temperature, seed=seed), seed) for seed in range(40)]
+    tokens = sample(logits, draws)
+    assert set(tokens) == {3, 7}
+    if temperature == 0:
+        assert tokens == [3 if row[3] > row[7] else 7 for row in logits]
+
+
 # ---------------------------------------------------------------- in the engine
 def driver_of(tiny: Path, **settings: Any) -> Driver:
     return Driver(tiny, **({"strategies": strategies(paged={"kind": "paged", "block_size": 4})} | settings))
+
+
+def test_the_allowed_tokens_alone_are_written(tiny: Path, reference: Reference) -> None:
+    driver = driver_of(tiny)
+    allowed = array("q", [7, 8, 9, 7]).tobytes()
+    for name, temperature in (("greedy", 0.0), ("drawn", 1.5)):
+        driver.submit(name, PROMPT, COUNT, allowed_token_ids=allowed, temperature=temperature, logprobs=0)
+    other = driver.submit("other", PROMPT, COUNT)
+    driver.run()
+    assert other.tokens == reference.greedy(PROMPT, COUNT)
+    for name in ("greedy", "drawn"):
+        assert set(driver.heard[name].tokens) <= {7, 8, 9}
+        assert len(driver.heard[name].tokens) == COUNT, "none of them ends the text"
+
+
+def test_allowed_tokens_of_which_none_may_come_first_are_refused(tiny: Path) -> None:
+    driver = driver_of(tiny)
+    only_end = {"allowed_token_ids": array("q", [4]).tobytes(), "stop_token_ids": (4,), "ignore_eos": True}
+    refused = driver.submit("refused", PROMPT, COUNT, min_tokens=1, **only_end)
+    taken = driver.submit("taken", PROMPT, COUNT, **only_end)
+    driver.run()
+    assert refused.failed is not None
+    assert (refused.failed.status, refused.failed.param) == (400, "allowed_token_ids")
+    assert taken.tokens == [4]
 
 
 def test_who_is_penalised_says_nothing_twice_and_others_what_they_would_have(tiny: Path, reference: Reference) -> None:

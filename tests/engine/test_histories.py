@@ -251,13 +251,7 @@ def a_driver(tiny: Path, max_step_tokens: int, memory: float) -> Iterator[Driver
 
 
 def play(tiny: Path, reference: Reference, max_step_tokens: int, memory: float, examples: int) -> None:
-    @settings(
-        max_examples=examples,
-        deadline=None,
-        derandomize=True,
-        database=None,
-        suppress_health_check=list(HealthCheck),
-    )
+    @settings(max_examples=examples, suppress_health_check=list(HealthCheck))
     @given(HISTORIES)
     def check(actions: list[Action]) -> None:
         with a_driver(tiny, max_step_tokens, memory) as driver:
@@ -272,6 +266,7 @@ def play(tiny: Path, reference: Reference, max_step_tokens: int, memory: float, 
 STEP_TOKENS_AND_MEMORY = [(3, 1.25), (16, 1.25), (16, 3)]
 
 
+@pytest.mark.fuzz
 @pytest.mark.parametrize(("max_step_tokens", "memory"), STEP_TOKENS_AND_MEMORY)
 def test_whatever_happens_everybody_is_answered_rightly(
     tiny: Path, reference: Reference, max_step_tokens: int, memory: float

@@ -32,7 +32,7 @@ HOW = st.integers(1, 4).flatmap(
 )
 
 
-@settings(max_examples=400, deadline=None, derandomize=True, database=None)
+@settings(max_examples=400)
 @given(st.lists(st.integers(0, 3), min_size=1, max_size=30), HOW, st.integers(1, 7), st.integers(1, 5))
 def test_as_by_looking_at_every_place(text: list[int], how: Speculation, most: int, at_once: int) -> None:
     lookup = PromptLookup(how, len(text))

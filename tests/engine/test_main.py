@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import queue
+from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from server.engine.messages import (
     Admitted,
     Answer,
     Cancel,
+    Clear,
     Failed,
     FromEngine,
     Query,
@@ -27,6 +29,7 @@ from server.engine.messages import (
     ToEngine,
     Tokens,
 )
+from server.metrics.exposition import Renderer
 from tests.engine.driving import Driver
 from tests.engine.reference import Reference, random_prompt
 
@@ -107,7 +110,8 @@ def test_queries_are_answered_between_steps(tiny: Path) -> None:
     answers = {m.query_id: m.body for m in gateway.heard[0] if isinstance(m, Answer)}
     described = json.loads(answers[7])
     assert [told["name"] for told in described["data"]] == ["paged", "contiguous", "sliding_window"]
-    assert b'kvmux_num_requests_running{strategy="paged"} 0.0' in answers[8]
+    text = Renderer().text(answers[8], openmetrics=False)
+    assert b'kvmux_num_requests_running{strategy="paged"} 0.0' in text
 
 
 def test_the_metrics_count_what_the_loop_did(tiny: Path) -> None:
@@ -124,8 +128,50 @@ def test_the_metrics_count_what_the_loop_did(tiny: Path) -> None:
     loop.run()
     answer = gateway.heard[0][-1]
     assert isinstance(answer, Answer)
-    assert b'kvmux_requests_total{outcome="length",strategy="paged"} 1.0' in answer.body
-    assert b'kvmux_generation_tokens_total{strategy="paged"} 4.0' in answer.body
+    text = Renderer().text(answer.body, openmetrics=False)
+    assert b'kvmux_requests_total{outcome="length",strategy="paged"} 1.0' in text
+    assert b'kvmux_generation_tokens_total{strategy="paged"} 4.0' in text
+
+
+def test_many_who_ask_often_cost_one_look_in_each_second(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever asks, and however the answer comes out; a command in between has the next one asked anew."""
+    looks, now = Counter[str](), [100.0]
+    for name in ("state_of", "describe_caches"):
+        look = getattr(main, name)
+        monkeypatch.setattr(main, name, lambda *given, name=name, look=look: looks.update([name]) or look(*given))
+    monkeypatch.setattr(main, "monotonic", lambda: now[0])
+    questions: tuple[Question, ...] = ("metrics", "kv_cache")
+    asked = [(worker, Query(n, what)) for worker in range(3) for n in range(20) for what in questions]
+    gateway = FakeGateway(*asked)
+    loop = Loop(Driver(tiny).engine, gateway)  # type: ignore[arg-type]
+
+    def ask(*queries: Query) -> list[Answer]:
+        """What the loop answers to these, and to what was asked before."""
+        gateway.heard.clear()
+        for query in queries:
+            gateway.inbox.put((0, query))
+
+        def stop_at_last(_: int, message: FromEngine) -> None:
+            if isinstance(message, Answer) and message.query_id == queries[-1].query_id:
+                loop.stop()
+
+        gateway.on_message = stop_at_last
+        loop._stopping = False
+        loop.run()
+        return [message for message in gateway.heard[0] if isinstance(message, Answer)]
+
+    first = ask(Query(99, "metrics"))
+    assert looks == {"state_of": 1, "describe_caches": 1}
+    assert {answer.made for answer in first} == {100.0}
+    now[0] += 0.9
+    ask(*(Query(2 * n + i, what) for n in range(10) for i, what in enumerate(questions)))
+    assert looks == {"state_of": 1, "describe_caches": 1}
+    now[0] += 0.1
+    ask(*(Query(2 * n + i, what) for n in range(10) for i, what in enumerate(questions)))
+    assert looks == {"state_of": 2, "describe_caches": 2}
+    *_, last = ask(Query(1, "kv_cache"), Query(2, Clear("paged", None)), Query(3, "kv_cache"))
+    assert looks["describe_caches"] == 3
+    assert last.query_id == 3
 
 
 class Status:

@@ -16,6 +16,7 @@ from config.settings import Settings
 from server.engine import core, main
 from server.engine.client import EngineClient
 from server.engine.device import device_memory
+from server.engine.lifeline import STOP
 from server.engine.messages import Clear, Inspect, Sampling, Submit, Tokens
 from tests.engine.driving import Driver
 from tests.engine.far_device import FAR, FarDevice
@@ -41,7 +42,7 @@ class Worker(threading.Thread):
         try:
             asyncio.run(asyncio.wait_for(self._ask(), 60))
         finally:
-            os.kill(os.getpid(), signal.SIGTERM)
+            os.kill(os.getpid(), STOP)
 
     async def _ask(self) -> None:
         async with EngineClient(self._path) as client:
@@ -67,14 +68,15 @@ class Status:
     def send(self, message: dict[str, Any]) -> None:
         self.told.append(message)
 
+    def beat(self) -> None:
+        pass
+
 
 @pytest.fixture
 def _signals() -> Iterator[None]:
-    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # until the engine listens to it
+    before = signal.signal(STOP, signal.SIG_IGN)  # until the engine listens to it
     yield
-    for number, handler in before.items():
-        signal.signal(number, handler)
+    signal.signal(STOP, before)
 
 
 @pytest.mark.usefixtures("_signals")

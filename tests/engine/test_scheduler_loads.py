@@ -86,7 +86,7 @@ class Watched:
             assert request.seat.held >= request.cache.bytes_for(request.seat.length + entering)
 
 
-@settings(max_examples=80, deadline=None, derandomize=True, database=None)
+@settings(max_examples=80)
 @given(LOADS, st.integers(1, 12), st.integers(1, 5), st.sampled_from([1.0, 1.5, 9.0]))
 def test_any_load_keeps_the_limits_and_comes_to_an_end(
     loads: list[Load], budget: int, seats: int, overcommit: float

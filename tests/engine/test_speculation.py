@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -83,6 +84,7 @@ DRAWN: dict[str, dict[str, Any]] = {
     "cut off": {"top_k": 12, "top_p": 0.9},
     "penalties": {"frequency_penalty": 1.5, "repetition_penalty": 1.2},
     "late end": {"min_tokens": 15, "logit_bias": ((5, 4.0),)},
+    "few allowed": {"allowed_token_ids": array("q", range(5, 60)).tobytes()},
 }
 
 

@@ -57,7 +57,8 @@ class Budget(NamedTuple):
 
 BUDGETS = {  # by whose operations they are
     "kernels": Budget(Cost(dispatched=0, tensors=0, calls=5), Cost(dispatched=13, tensors=6, calls=3)),
-    "reference": Budget(Cost(dispatched=103, tensors=44, calls=10), Cost(dispatched=103, tensors=62, calls=3)),
+    # Five of a layer's keep what is not finite from queries that may not see it.
+    "reference": Budget(Cost(dispatched=108, tensors=46, calls=10), Cost(dispatched=103, tensors=62, calls=3)),
 }
 STRATEGY = Budget(Cost(dispatched=8, tensors=0, calls=2), Cost(dispatched=8, tensors=0, calls=0))  # a further one
 

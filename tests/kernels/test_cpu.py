@@ -155,7 +155,7 @@ def test_a_row_of_a_quantised_product_does_not_depend_on_the_others(
 
 def test_a_quantised_product_that_cannot_be_is_refused(backend: str) -> None:
     weight = quantise_weight(torch.randn(5, 64), 4, 32)
-    with pytest.raises(RuntimeError, match="cannot be multiplied"):
+    with pytest.raises(ValueError, match="quantised_linear: x must be"):
         BACKENDS[backend]().quantised_linear(torch.ones(2, 32), weight)
 
 
@@ -170,5 +170,5 @@ def test_a_quantised_product_that_cannot_be_is_refused(backend: str) -> None:
     ids=("widths", "dimensions", "not dense", "bias"),
 )
 def test_a_product_that_cannot_be_is_refused(backend: str, x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
-    with pytest.raises((RuntimeError, IndexError)):
+    with pytest.raises(ValueError, match="linear: "):
         BACKENDS[backend]().linear(x, weight, bias)

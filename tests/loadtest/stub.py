@@ -39,7 +39,8 @@ class Handler(BaseHTTPRequestHandler):
             return
         answers = {"/v1/models": {"object": "list", "data": [self._listed(name) for name in self.server.models]}}
         answers["/version"] = {"version": "0.0"}
-        self._answer(200 if self.path in answers else 404, answers.get(self.path, {}))
+        path = self.path.partition("?")[0]
+        self._answer(200 if path in answers else 404, answers.get(path, {}))
 
     def _listed(self, name: str) -> dict[str, Any]:
         model, _, strategy = name.partition(":")

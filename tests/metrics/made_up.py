@@ -16,6 +16,7 @@ from server.engine.about import About
 from server.engine.device import DeviceMemory
 from server.engine.report import RequestRecord, StepReport
 from server.engine.state import State
+from server.metrics.exposition import Renderer
 from server.metrics.registry import Metrics
 
 INSTANCES = ("paged", "contiguous")
@@ -36,6 +37,7 @@ NOTHING = State(
     floors=dict.fromkeys(INSTANCES, 0),
     pool_free=0,
     pool_held=0,
+    pool_untouched=0,
     device=DeviceMemory(0, 0),
     processes={},
 )
@@ -48,7 +50,12 @@ def new_metrics(**about: Any) -> Metrics:
 
 
 def scrape(metrics: Metrics, state: State = NOTHING) -> Samples:
-    return samples_of(metrics.exposition(state).decode())
+    return samples_of(exposition(metrics, state).decode())
+
+
+def exposition(metrics: Metrics, state: State = NOTHING, *, openmetrics: bool = False) -> bytes:
+    """As an API process writes it."""
+    return Renderer().text(metrics.snapshot(state), openmetrics=openmetrics)
 
 
 def samples_of(text: str) -> Samples:

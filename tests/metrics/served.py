@@ -9,12 +9,12 @@ from threading import Thread
 
 from cache_strategies.base import Blocks, Happened, Usage
 from kernels.table import OPS
-from server.api.health import OPENMETRICS
+from server.api.metrics import OPENMETRICS
 from server.engine.device import DeviceMemory
 from server.engine.report import Admission, Draft, StepPart
 from server.metrics.families import MISS, OUTCOME, WAIT
 from server.metrics.registry import Metrics
-from tests.metrics.made_up import INSTANCES, new_metrics, record, state, step
+from tests.metrics.made_up import INSTANCES, exposition, new_metrics, record, state, step
 
 BUSY = state(
     running=dict.fromkeys(INSTANCES, 2),
@@ -23,6 +23,7 @@ BUSY = state(
     blocks=dict.fromkeys(INSTANCES, Blocks(in_use=5, shared=2, pending=1, pinned=1, idle=3)),
     floors=dict.fromkeys(INSTANCES, 400),
     pool_held=1200,
+    pool_untouched=0,
     pool_free=800,
     device=DeviceMemory(used=5000, free=3000),
     processes={"engine": 2000, "api": 1000, "supervisor": 500},
@@ -69,7 +70,7 @@ def served(metrics: Metrics) -> Iterator[str]:
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
             openmetrics = OPENMETRICS in self.headers.get("Accept", "")
-            body = metrics.exposition(BUSY, openmetrics=openmetrics)
+            body = exposition(metrics, BUSY, openmetrics=openmetrics)
             self.send_response(200)
             self.send_header("Content-Type", f"{OPENMETRICS}; version=1.0.0" if openmetrics else "text/plain")
             self.end_headers()

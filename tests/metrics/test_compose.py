@@ -19,7 +19,8 @@ PROMETHEUS: dict[str, Any] = yaml.safe_load((CONFIG / "prometheus.yml").read_tex
 
 def mounts(service: str) -> dict[str, str]:
     """What is seen inside, by where; variables stand for their defaults."""
-    volumes = (re.sub(r"\$\{\w+:-([^}]*)\}", r"\1", volume).split(":") for volume in SERVICES[service]["volumes"])
+    given = SERVICES[service].get("volumes", [])
+    volumes = (re.sub(r"\$\{\w+:-([^}]*)\}", r"\1", volume).split(":") for volume in given)
     return {inside: outside for outside, inside, *_ in volumes}
 
 

@@ -13,9 +13,9 @@ from server.metrics import vllm_names
 from server.metrics.dashboards.catalogue import Query, dashboards, panels, queries
 from server.metrics.dashboards.picture import Source, draw, writer
 from server.metrics.dashboards.promql import filled
-from tests.metrics.made_up import INSTANCES
+from tests.metrics.made_up import INSTANCES, exposition, new_metrics, samples_of
 from tests.metrics.prometheus import Prometheus, running_prometheus
-from tests.metrics.served import busy_metrics, happen, served
+from tests.metrics.served import BUSY, busy_metrics, happen, served
 
 QUERIES = list(queries())
 
@@ -96,6 +96,21 @@ def test_rules_are_evaluated_without_errors(prometheus: Prometheus) -> None:
 def test_every_metric_of_vllms_is_there(prometheus: Prometheus) -> None:
     for name, _ in vllm_names.rules():
         assert prometheus.query(name), name
+
+
+def test_the_server_tells_of_itself_what_the_rules_record(prometheus: Prometheus) -> None:
+    metrics = new_metrics(settings={"vllm_metric_names": True})
+    for _ in range(3):
+        happen(metrics)
+    told = samples_of(exposition(metrics, BUSY).decode())
+    for name, _ in vllm_names.rules():
+        recorded = {
+            frozenset(
+                (label, value) for label, value in labels.items() if label not in ("__name__", "job", "instance")
+            ): number
+            for labels, number in prometheus.query(name)
+        }
+        assert recorded == {labels: number for (each, labels), number in told.items() if each == name}, name
 
 
 def test_vllms_labels_are_theirs(prometheus: Prometheus) -> None:

@@ -21,8 +21,8 @@ from tests.engine.reference import random_prompt
 from tests.metrics.made_up import (
     EMPTY,
     INSTANCES,
-    NOTHING,
     at,
+    exposition,
     labelled,
     new_metrics,
     record,
@@ -51,7 +51,7 @@ def test_every_strategy_starts_at_zero_in_every_metric() -> None:
 
 
 def test_names_end_as_their_kind_and_unit_demand() -> None:
-    text = new_metrics().exposition(NOTHING).decode()
+    text = exposition(new_metrics()).decode()
     families = list(text_string_to_metric_families(text))
     assert len({family.name for family in families}) == len(families)
     for family in families:
@@ -124,7 +124,7 @@ def test_a_prompt_counts_when_it_is_admitted(
 def test_openmetrics_says_the_same() -> None:
     metrics = new_metrics()
     metrics.observe_request(record())
-    theirs = openmetrics_families(metrics.exposition(NOTHING, openmetrics=True).decode())
+    theirs = openmetrics_families(exposition(metrics, openmetrics=True).decode())
     found = {(s.name, frozenset(s.labels.items())): s.value for family in theirs for s in family.samples}
     assert found == scrape(metrics)
 
@@ -187,6 +187,7 @@ def test_gauges_are_as_it_is_now() -> None:
             floors={"paged": 77, "contiguous": 0},
             pool_free=400,
             pool_held=600,
+            pool_untouched=0,
             device=DeviceMemory(30, 70),
             processes={"engine": 5, "api": 6, "supervisor": 7},
         ),

@@ -10,6 +10,7 @@ import yaml
 from server.metrics import vllm_names
 from server.metrics.dashboards.promql import named
 from server.metrics.families import FAMILIES, PREFIX
+from tests.metrics.made_up import INSTANCES, at, exposition, new_metrics, samples_of
 from tests.metrics.prometheus import CONFIG, ROOT, promtool
 from tests.metrics.served import BUSY, busy_metrics, happen
 
@@ -27,6 +28,26 @@ def test_every_name_of_vllms_stands_for_one_metric() -> None:
     assert {family for _, expression in vllm_names.rules() for family in named(expression)} == {
         family for family in FAMILIES if family.vllm
     }
+
+
+def test_the_server_has_the_same_names_where_a_setting_says_so() -> None:
+    metrics = new_metrics(settings={"vllm_metric_names": True})
+    happen(metrics)
+    told = samples_of(exposition(metrics, BUSY).decode())
+    assert {name for name, _ in told if name.startswith("vllm:")} == {name for name, _ in vllm_names.rules()}
+    samples_of(exposition(metrics, BUSY, openmetrics=True).decode())
+    outcomes = {"cancelled": "abort", "stop": "stop", "length": "length", "error": "error"}
+    for name in INSTANCES:
+        by = {"strategy": name, "model_name": name}
+        assert at(told, "vllm:num_requests_waiting", **by) == 3 * 4, "for whatever reason"
+        for ours, theirs in outcomes.items():
+            finished = at(told, "vllm:request_success_total", **by, finished_reason=theirs)
+            assert finished == at(told, f"{PREFIX}requests_total", strategy=name, outcome=ours) == 1
+        for rest in ({"le": "0.025"}, {"le": "+Inf"}):
+            latency = at(told, "vllm:inter_token_latency_seconds_bucket", **by, **rest)
+            assert latency == at(told, f"{PREFIX}inter_token_latency_seconds_bucket", strategy=name, **rest) > 0
+    assert at(told, "vllm:iteration_tokens_total_count") == at(told, f"{PREFIX}step_tokens_count") == 1
+    assert not [name for name, _ in samples_of(exposition(new_metrics()).decode()) if name.startswith("vllm:")]
 
 
 def test_alerts_ask_for_metrics_that_exist() -> None:
@@ -80,5 +101,5 @@ def test_alerts_fire_when_they_should() -> None:
 def test_prometheus_has_nothing_to_say_about_the_exposition() -> None:
     metrics = busy_metrics()
     happen(metrics)
-    result = promtool("check", "metrics", text=metrics.exposition(BUSY).decode())
+    result = promtool("check", "metrics", text=exposition(metrics, BUSY).decode())
     assert (result.returncode, result.stdout, result.stderr) == (0, "", "")

@@ -23,6 +23,7 @@ from server.models.config import load_config
 from server.models.decoder import Decoder
 from server.models.errors import ModelError
 from server.models.full_context import FullContext, debug_generate_full_context
+from server.models.load import describe
 from server.models.weights import Safetensors
 from tests.models.random_models import CONFIGS, load, save_random
 
@@ -276,6 +277,58 @@ def test_tensors_that_begin_anywhere_in_their_file_are_aligned(tmp_path: Path) -
     file.write_bytes(len(text).to_bytes(8, "little") + text + b"\0" + numbers)
     weights = Safetensors(tmp_path, torch.float32, torch.device("cpu"))
     for name in ("model.norm.weight", "model.layers.0.self_attn.q_proj.weight"):
-        found = weights.get(name)
+        found = weights.get(name, there[name].shape)
         assert found.data_ptr() % found.element_size() == 0
         assert torch.equal(found, there[name])
+
+
+@pytest.mark.parametrize(
+    ("eos", "kept"), [([1, -1, 300, 2**32 - 1, True, 2.0, 299], {1, 299}), (-1, set()), (None, set())]
+)
+def test_ends_that_are_no_tokens_are_ignored(
+    eos: Any, kept: set[int], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    save_random("llama", tmp_path)
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": eos}))
+    assert describe(tmp_path, "auto").eos_ids == kept
+    warned = [message for message in caplog.messages if "which are not in the vocabulary of 300 tokens" in message]
+    assert len(warned) == (eos is not None)
+
+
+@pytest.mark.parametrize("number", [float("nan"), float("inf")])
+def test_a_norm_or_a_bias_that_is_not_finite_is_refused(number: float, tmp_path: Path) -> None:
+    save_random("qwen2", tmp_path)
+    whole = load_file(tmp_path / "model.safetensors")
+    for name in ("model.norm.weight", "model.layers.1.self_attn.k_proj.bias"):
+        save_file(whole | {name: torch.full_like(whole[name], number)}, tmp_path / "model.safetensors")
+        with pytest.raises(ModelError, match=rf"tensor '{name}' has numbers that are NaN or infinite in torch.float32"):
+            load(tmp_path)
+
+
+def test_of_a_tensor_in_two_files_the_one_that_the_index_names_counts(tmp_path: Path) -> None:
+    there = save_random("llama", tmp_path).state_dict()
+    name = "model.norm.weight"
+    save_file({name: there[name] + 1}, tmp_path / "a.safetensors")
+    with pytest.raises(
+        ModelError, match=r"'model\.norm\.weight' is in a\.safetensors and in model\.safetensors: delete"
+    ):
+        load(tmp_path)
+    for file, expected in (("a.safetensors", there[name] + 1), ("model.safetensors", there[name])):
+        weight_map = dict.fromkeys(there, "model.safetensors") | {name: file, "other": "a.safetensors"}
+        (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+        weights = Safetensors(tmp_path, torch.float32, torch.device("cpu"))
+        assert torch.equal(weights.get(name, (64,)), expected)
+
+
+def test_more_experts_than_there_are_cannot_be_chosen(tmp_path: Path) -> None:
+    save_random("mixtral", tmp_path)
+    path = tmp_path / "config.json"
+    raw = json.loads(path.read_text())
+    for change, message in (
+        ({"num_experts_per_tok": 6}, "num_experts_per_tok is 6, and there are 5 experts"),
+        ({"num_experts_per_tok": 0}, "does not say how many experts"),
+        ({"num_local_experts": 4}, r"by config\.json it should be \[4, 64\] \(the number of experts, hidden_size\)"),
+    ):
+        path.write_text(json.dumps(raw | change))
+        with pytest.raises(ModelError, match=message):
+            load(tmp_path)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import struct
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,7 @@ from server.text.tokenizer import Tokenizer
 from tests.engine.driving import Driver
 from tests.kernels.matrix import BACKENDS, SLOW
 from tests.models.gguf_files import finish, gguf_model, round_weights, write_gguf
+from tests.models.raw_gguf import RawGGUF, parse
 from tests.models.rounding import SHORT_TEXTS, RoundedInputs, apart
 
 FAMILIES = (
@@ -135,7 +137,7 @@ def test_numbers_and_scales_stay_those_of_the_file(name: str, kind: Type, bits: 
     weights = GGUFWeights(file, torch.bfloat16, torch.device("cpu"), as_stored=True)
     for stored, expected in theirs.named_parameters():
         if expected.dim() == 2:
-            for got in (weights.matrix(stored), weights.embedding(stored)):
+            for got in (read(stored, expected.shape) for read in (weights.matrix, weights.embedding)):
                 assert isinstance(got, Quantised)
                 assert (got.bits, got.group, got.scale.dtype) == (bits, 32, torch.float16)
                 assert torch.equal(dequantise(got), expected), stored
@@ -165,7 +167,7 @@ def test_scales_that_float16_cannot_multiply(tmp_path: Path) -> None:
     writer = gguf.GGUFWriter(tmp_path / "a.gguf", "qwen2")
     writer.add_tensor("output.weight", data, raw_dtype=Type.Q8_0)
     file = finish(writer, tmp_path / "a.gguf")
-    got = GGUFWeights(file, torch.float32, torch.device("cpu"), as_stored=True).matrix("lm_head.weight")
+    got = GGUFWeights(file, torch.float32, torch.device("cpu"), as_stored=True).matrix("lm_head.weight", (2, 64))
     assert isinstance(got, Quantised)
     expected = numbers.astype(np.float64) * np.repeat(scale, 32, 1)
     torch.testing.assert_close(dequantise(got).double(), torch.from_numpy(expected), rtol=1e-5, atol=0)
@@ -179,7 +181,7 @@ def test_whatever_the_gguf_package_dequantises_is_read(kind: Type, tmp_path: Pat
     writer.add_tensor("output.weight", data, raw_dtype=kind)
     weights = GGUFWeights(finish(writer, tmp_path / "a.gguf"), torch.float32, torch.device("cpu"))
     expected = torch.from_numpy(gguf.quants.dequantize(data, kind))
-    torch.testing.assert_close(weights.get("lm_head.weight"), expected, rtol=0, atol=0, equal_nan=True)
+    torch.testing.assert_close(weights.get("lm_head.weight", expected.shape), expected, rtol=0, atol=0, equal_nan=True)
 
 
 def test_the_header_is_what_the_gguf_package_reads(tmp_path: Path) -> None:
@@ -217,7 +219,7 @@ def test_all_tokens_that_end_a_turn_are_found(tmp_path: Path) -> None:
         tokenizer__ggml__token_type=[3, 3, 3, 1] + [3] * 296,
         tokenizer__ggml__eot_token_id=4,
     )
-    assert eos_ids_of(locate(str(file))) == {1, 2, 4}
+    assert eos_ids_of(locate(str(file)), 300) == {1, 2, 4}
 
 
 def test_models_of_another_scale(tmp_path: Path) -> None:
@@ -243,10 +245,10 @@ def test_models_of_another_scale(tmp_path: Path) -> None:
         ({"llama__rope__scaling__type": "spiral"}, "RoPE scaling 'spiral' is not known"),
         ({"split__count": 3}, "one part of several: join them"),
         ({"tokenizer__ggml__pre": "unheard-of"}, r"tokenizer\.ggml\.pre\) is 'unheard-of', which is none of gpt-2"),
-        ({"llama__attention__head_count": 0}, "its metadata are damaged"),
-        ({"llama__attention__layer_norm_rms_epsilon": "a"}, "rms_norm_eps is 'a'"),
+        ({"llama__attention__head_count": 0}, "head_count is 0, and should be a number from 1 to"),
+        ({"llama__attention__layer_norm_rms_epsilon": "a"}, "rms_epsilon is 'a', and should be a finite number"),
         ({"llama__rope__dimension_count": 64}, "partial_rotary_factor is 4.0"),
-        ({"tokenizer__ggml__eos_token_id": "x"}, "its metadata are damaged"),
+        ({"tokenizer__ggml__eos_token_id": "x"}, r"eos_token_id should be the number of a token"),
         ({"tokenizer__ggml__model": "bert"}, "tokenizer is of kind 'bert'; gpt2"),
         ({"tokenizer__ggml__tokens": None}, "has no vocabulary"),
     ],
@@ -315,3 +317,45 @@ def test_a_cache_that_cannot_be_written_is_told(monkeypatch: pytest.MonkeyPatch,
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "taken"))
     with pytest.raises(ModelError, match=r"cannot unpack .* set XDG_CACHE_HOME"):
         locate(str(file))
+
+
+def _field(change: Callable[[RawGGUF], Any], file: Path) -> None:
+    raw = parse(write_gguf(gguf_model("llama"), file))
+    change(raw)
+    file.write_bytes(raw.packed())
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda raw: raw.tensors.append(raw.tensors[3]), "occurs twice"),
+        (lambda raw: raw.metadata.append(raw.metadata[3]), "occurs twice"),
+        (lambda raw: setattr(raw.tensors[2], "offset", raw.tensors[2].offset + 4), "begin at a multiple of 32 bytes"),
+        (lambda raw: setattr(raw.tensors[2], "offset", raw.tensors[3].offset), "overlap: fetch the file again"),
+        (lambda raw: setattr(raw.tensors[2], "dims", [1] * 5), "a tensor has 5 dimensions"),
+        (lambda raw: raw.metadata.append(("general.alignment", 4, 48)), "alignment is no power of two"),
+        (lambda raw: raw.metadata.append(("a", 9, struct.pack("<IQ", 9, 1) * 5000)), "an array of arrays"),
+        (lambda raw: raw.metadata.append(("a", 9, (4, [0] * 5_000_000))), "its arrays have more than 4194304 elements"),
+    ],
+)
+def test_what_is_wrong_with_a_header_is_told(change: Callable[[RawGGUF], Any], message: str, tmp_path: Path) -> None:
+    _field(change, tmp_path / "a.gguf")
+    with pytest.raises(SettingsError, match=rf"a\.gguf.*{message}"):
+        Driver(tmp_path / "a.gguf")
+
+
+@pytest.mark.parametrize(("kind", "eos"), [(5, -1), (4, 2**32 - 1), (7, True), (6, 1.0)])
+def test_an_end_that_is_no_token_is_ignored(kind: int, eos: Any, tmp_path: Path) -> None:
+    """As broken fine-tunes have it, and requests for a least number of tokens stumbled over."""
+    file = tmp_path / "a.gguf"
+    key = "tokenizer.ggml.eos_token_id"
+    _field(lambda raw: raw.metadata.__setitem__(slice(None), [*_without(raw, key), (key, kind, eos)]), file)
+    driver = Driver(file)
+    assert not driver.core.model.facts.eos_ids
+    heard = driver.submit("a", [5, 6], max_tokens=4, min_tokens=2)
+    driver.run()
+    assert len(heard.tokens) == 4
+
+
+def _without(raw: RawGGUF, key: str) -> list[tuple[str, int, Any]]:
+    return [entry for entry in raw.metadata if entry[0] != key]

@@ -45,6 +45,8 @@ def test_logits_equal_those_of_transformers(name: str, tmp_path: Path) -> None:
         expected = theirs(ids[None]).logits[0, ::7]
         assert expected.abs().max() > 0.1
         torch.testing.assert_close(ours.forward(ids, attention), expected, rtol=0, atol=1e-4)
+        embedded = ours.forward_embedded(ours.embed(ids), attention)
+        torch.testing.assert_close(embedded, expected, rtol=0, atol=1e-4)
     assert ours.weight_bytes == 4 * sum(p.numel() for p in theirs.parameters())
 
 

@@ -261,7 +261,7 @@ def test_numbers_of_other_bits_are_rounded_once_more(tmp_path: Path) -> None:
     theirs = write_mlx(wide_llama(), tmp_path, 4, 64)
     stored = MLXWeights(tmp_path, torch.float32, CPU, as_stored=True)
     with quantised.quantised(stored, tmp_path, INT8, CPU, layers=3) as weights:
-        found = weights.matrix("model.layers.0.mlp.down_proj.weight")
+        found = weights.matrix("model.layers.0.mlp.down_proj.weight", (64, 128))
     assert isinstance(found, Quantised)
     assert (found.bits, found.group) == (8, 128)
     expected = symmetric_rounded(theirs.model.layers[0].mlp.down_proj.weight.detach().numpy(), 8)
@@ -273,7 +273,7 @@ def test_what_cannot_be_quantised_is_told(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match=r"with quantised weights only the lean decoder does: give --weights auto"):
         loaded(tmp_path, INT8, impl="transformers")
     changed(tmp_path, lambda tensors: tensors["model.layers.0.self_attn.k_proj.weight"].fill_(torch.nan))
-    with pytest.raises(ModelError, match=r"k_proj\.weight: some of its numbers are NaN or infinite, .*; give --w"):
+    with pytest.raises(ModelError, match=r"k_proj\.weight': some of its numbers are NaN or infinite, .*; give --w"):
         loaded(tmp_path, INT4)
 
 

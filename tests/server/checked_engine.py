@@ -5,36 +5,40 @@ In the first every so often a step fails when all has been computed; it is repea
 
 from __future__ import annotations
 
-import itertools
 import time
 from collections.abc import Sequence
-from multiprocessing.connection import Connection
-
-from torch import Tensor
 
 from config.settings import Settings
 from server.engine import main as engine
-from server.engine.batch import Batch, StrategyError
+from server.engine.batch import StrategyError
 from server.engine.build import Engine
 from server.engine.core import Core, StepResult
+from server.engine.model_runner import ModelRunner, StepOutput
 from server.engine.scheduler import Scheduled
+from server.engine.supervision import EngineStatus
 
 FAILS_EVERY = 7  # steps
+FAILS_ELSEWHERE_EVERY = 11  # steps
 FATAL_SEED = 13
 LONG_STEP = 0.4  # seconds
 
 
-class FailingCore(Core):
-    """Every so often a step fails when all has been computed."""
+class FailingRunner(ModelRunner):
+    """Every so often a step fails when all has been computed: in a strategy, or anywhere for steps of several rows."""
 
-    def _forward(self, scheduled: Sequence[Scheduled]) -> tuple[Batch, Tensor]:
-        computed = super()._forward(scheduled)
-        if next(_steps) % FAILS_EVERY == 0:
+    _steps = 0
+
+    def execute(self, scheduled: Sequence[Scheduled]) -> StepOutput:
+        output = super().execute(scheduled)
+        self._steps += 1
+        if self._steps % FAILS_EVERY == 0:
             raise StrategyError(scheduled[-1].request.cache.name, ValueError("broken on purpose"))
-        return computed
+        if self._steps % FAILS_ELSEWHERE_EVERY == 0 and len(scheduled) > 1:
+            raise RuntimeError("broken on purpose")
+        return output
 
 
-class CheckedCore(FailingCore):
+class CheckedCore(Core):
     """Trusts no step: after each the books must add up, or the process ends."""
 
     def step(self) -> StepResult:
@@ -43,9 +47,6 @@ class CheckedCore(FailingCore):
             cache.check_integrity()
         self.arena.check_integrity()
         return result
-
-
-_steps = itertools.count(1)
 
 
 class SlowCore(Core):
@@ -58,34 +59,40 @@ class SlowCore(Core):
         return result
 
 
-class FaultyCore(Core):
+class FaultyRunner(ModelRunner):
     """Some requests are too much for their strategy."""
 
-    def _forward(self, scheduled: Sequence[Scheduled]) -> tuple[Batch, Tensor]:
+    def execute(self, scheduled: Sequence[Scheduled]) -> StepOutput:
         for each in scheduled:
             if each.request.sampling.seed == FATAL_SEED:
                 raise StrategyError(each.request.cache.name, ValueError("broken on purpose"))
-        return super()._forward(scheduled)
+        return super().execute(scheduled)
 
 
 def run(
-    settings: Settings, socket_path: str, status: Connection, restarts: int, core: type[Core] = CheckedCore
+    settings: Settings,
+    socket_path: str,
+    status: EngineStatus,
+    restarts: int,
+    core: type[Core] = CheckedCore,
+    runner: type[ModelRunner] = FailingRunner,
 ) -> None:
     """The engine's process."""
     build = engine.build_engine
 
-    def build_with_core(settings: Settings) -> Engine:
-        built = build(settings)
+    def build_with_faults(settings: Settings, *, gradual: bool) -> Engine:
+        built = build(settings, gradual=gradual)
         built.core.__class__ = core
+        built.core._runner.__class__ = runner
         return built
 
-    engine.build_engine = build_with_core
+    engine.build_engine = build_with_faults
     engine.run(settings, socket_path, status, restarts)
 
 
-def run_slowly(settings: Settings, socket_path: str, status: Connection, restarts: int) -> None:
-    run(settings, socket_path, status, restarts, SlowCore)
+def run_slowly(settings: Settings, socket_path: str, status: EngineStatus, restarts: int) -> None:
+    run(settings, socket_path, status, restarts, SlowCore, ModelRunner)
 
 
-def run_faultily(settings: Settings, socket_path: str, status: Connection, restarts: int) -> None:
-    run(settings, socket_path, status, restarts, FaultyCore)
+def run_faultily(settings: Settings, socket_path: str, status: EngineStatus, restarts: int) -> None:
+    run(settings, socket_path, status, restarts, Core, FaultyRunner)

@@ -6,18 +6,20 @@ import socket
 
 from config.settings import Settings
 from server.api.worker import serve_worker
-from server.text.tokenizer import Tokenizer
+from server.engine.supervision import WorkerTies
+from server.text.messages import Call, Encode, Encoded
+from server.text.sandbox import SandboxedTokenizer
 
 FATAL_WORD = "explode"  # no prompt may have it, and the exception quotes the whole prompt
 
 
-def run(settings: Settings, socket_path: str, listener: socket.socket) -> None:
-    encode = Tokenizer._encode
+def run(settings: Settings, socket_path: str, listener: socket.socket, ties: WorkerTies) -> None:
+    answer = SandboxedTokenizer.answer
 
-    def faulty(self: Tokenizer, text: str, add_special_tokens: bool) -> list[int]:
-        if FATAL_WORD in text:
-            raise ValueError(f"cannot stand {text!r}")
-        return encode(self, text, add_special_tokens)
+    async def faulty(self: SandboxedTokenizer, call: Call) -> Encoded:
+        if isinstance(call, Encode) and FATAL_WORD in call.text:
+            raise ValueError(f"cannot stand {call.text!r}")
+        return await answer(self, call)
 
-    Tokenizer._encode = faulty  # type: ignore[method-assign]
-    serve_worker(settings, socket_path, listener)
+    SandboxedTokenizer.answer = faulty  # type: ignore[method-assign]
+    serve_worker(settings, socket_path, listener, ties)

@@ -16,6 +16,7 @@ import httpx
 import psutil
 from prometheus_client.parser import text_string_to_metric_families
 
+from server.engine.messages import ANSWER_SECONDS
 from server.engine.supervisor import Targets
 
 PATIENCE = 120.0  # seconds that anything may take on a busy machine
@@ -39,19 +40,34 @@ class Server:
     def model(self) -> str:
         return str(self.get("/v1/models").json()["data"][0]["id"])
 
+    def metrics(self) -> str:
+        """The text of /metrics, of a snapshot that is younger than this call.
+
+        What is up to a second old comes first; the response that brought it is counted in the next snapshot.
+        """
+        old = responses = _responses(self.get("/metrics").text)
+        while responses == old:
+            text = self.get("/metrics").text
+            responses = _responses(text)
+        return text
+
     def metric(self, name: str, **labels: str) -> float:
-        """Sum of the samples of that name that have these labels."""
-        families = text_string_to_metric_families(self.get("/metrics").text)
-        return sum(
-            sample.value
-            for family in families
-            for sample in family.samples
-            if sample.name == name and labels.items() <= sample.labels.items()
-        )
+        """Sum of the samples of that name that have these labels, now."""
+        return metric(self.metrics(), name, **labels)
 
     def usage(self, instance: str) -> dict[str, int]:
+        """As it is now: what was known when this was called is forgotten by then."""
+        time.sleep(ANSWER_SECONDS)
         caches = {entry["name"]: entry["usage"] for entry in self.get("/v1/kv_cache").json()["data"]}
         return dict(caches[instance])
+
+    def wait_for_memory(self) -> int:
+        """Wait until all of the KV memory is there, and return its bytes."""
+        deadline = time.monotonic() + PATIENCE
+        while (memory := self.get("/v1/kv_cache").json()["memory"])["usable_bytes"] < memory["bytes"]:
+            assert time.monotonic() < deadline, memory
+            time.sleep(ANSWER_SECONDS / 10)
+        return int(memory["bytes"])
 
     @property
     def engine(self) -> psutil.Process:
@@ -59,6 +75,23 @@ class Server:
         found = [p for p in (self.process, *self.process.children(recursive=True)) if maps(p, "libtorch_cpu")]
         assert len(found) == 1, found
         return found[0]
+
+
+def metric(metrics: str, name: str, **labels: str) -> float:
+    """Sum of the samples of that name that have these labels."""
+    return sum(
+        sample.value
+        for family in text_string_to_metric_families(metrics)
+        for sample in family.samples
+        if sample.name == name and labels.items() <= sample.labels.items()
+    )
+
+
+def _responses(metrics: str) -> str:
+    """How many 200s the server has counted."""
+    found = re.search(r'^kvmux_http_responses_total{code="200"} (.*)$', metrics, re.MULTILINE)
+    assert found, metrics
+    return found[1]
 
 
 def maps(process: psutil.Process, library: str) -> bool:

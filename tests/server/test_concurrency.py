@@ -14,6 +14,8 @@ from typing import Any
 
 import httpx
 import pytest
+from hypothesis import Phase, given, settings
+from hypothesis import strategies as st
 
 from server.engine.supervisor import Targets
 from tests.server.running import PATIENCE, Server, eventually, serving
@@ -22,6 +24,7 @@ TOKEN = "an operator's token"
 INSTANCES = ("paged", "pairs", "contiguous", "sliding_window")
 CLIENTS, REQUESTS, ORDERS = 6, 20, 30
 COUNTS = (1, 5, 20)
+NOT_SHRUNK = (Phase.reuse, Phase.generate)  # a smaller seed is nothing simpler
 # So little memory that requests are preempted, however quick the machine is.
 CONFIG = f"""
 dtype = "float32"
@@ -171,7 +174,8 @@ class Operator:
             await self._http.patch(url, json={"floor": "0%", "limit": "100%"}, headers=self.headers)
 
 
-@pytest.mark.parametrize("seed", range(2))
+@settings(max_examples=2, phases=NOT_SHRUNK)
+@given(seed=st.integers(0, 2**32 - 1))
 def test_everybody_is_answered_as_if_alone(server: Server, answers: Answers, seed: int) -> None:
     engine = server.engine.pid
 

@@ -180,7 +180,7 @@ def ask_prometheus(prometheus: Prometheus, query: Query) -> Vector:
 
 
 def scrape(server: Server) -> Samples:
-    return samples_of(server.get("/metrics").text)
+    return samples_of(server.metrics())
 
 
 def read(file: Path) -> list[RequestRecord]:

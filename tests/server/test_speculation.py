@@ -9,7 +9,7 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.server.running import PATIENCE, Server
+from tests.server.running import PATIENCE, Server, metric
 
 PROMPT = "The red cup of Ann is in the barn. The red cup of Ann is in the barn. The red cup of"
 DRAFTS = {"speculative_config": {"num_speculative_tokens": 4}}
@@ -63,7 +63,8 @@ def test_many_at_once_some_with_guesses(tiny: Server) -> None:
 def test_an_explanation_a_stream_and_the_metrics_agree(tiny: Server) -> None:
     def counted() -> list[float]:
         kinds = ("draft_tokens", "accepted_tokens", "accepted_tokens_per_pos")
-        return [tiny.metric(f"kvmux_spec_decode_num_{kind}_total", strategy="paged") for kind in kinds]
+        now = tiny.metrics()
+        return [metric(now, f"kvmux_spec_decode_num_{kind}_total", strategy="paged") for kind in kinds]
 
     before, steps = counted(), tiny.metric("kvmux_steps_total")
     body = {"model": tiny.model, "prompt": PROMPT, "max_tokens": 50, "temperature": 0, "ignore_eos": True}

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from multiprocessing.connection import Connection
 from typing import Any
 
 import msgspec
@@ -14,11 +13,12 @@ from config.settings import Settings
 from kernels import load as loading
 from kernels.missing import KernelsMissing
 from kernels.ops import Ops
-from server.engine.core import StepResult
+from server.engine.core import Core, StepResult
+from server.engine.supervision import EngineStatus
 from tests.server import checked_engine
 
 
-class TroubledCore(checked_engine.FailingCore):
+class TroubledCore(Core):
     """Writes a line of JSON for each request that left, into the file that RECORDS names."""
 
     def step(self) -> StepResult:
@@ -41,7 +41,7 @@ class WithoutNorms:
         raise RuntimeError("broken on purpose")
 
 
-def run(settings: Settings, socket_path: str, status: Connection, restarts: int) -> None:
+def run(settings: Settings, socket_path: str, status: EngineStatus, restarts: int) -> None:
     """The engine's process."""
     name, (device, load) = next((name, how) for name, how in loading.BACKENDS.items() if not _missing(how[1]))
     loading.BACKENDS = {name: (device, lambda: WithoutNorms(load()))}  # type: ignore[dict-item,return-value]

@@ -95,10 +95,11 @@ class Histories(RuleBasedStateMachine):
         self.retained.check_integrity()
 
 
+@pytest.mark.fuzz
 @pytest.mark.parametrize("name", POLICIES)
 def test_any_history(name: str) -> None:
     machine = type("History", (Histories,), {"policy": load_policy(name)})
-    budget = settings(max_examples=60, stateful_step_count=60, deadline=None, derandomize=True)
+    budget = settings(max_examples=60, stateful_step_count=60)
     run_state_machine_as_test(machine, settings=budget)
 
 

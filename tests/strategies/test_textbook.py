@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from cache_strategies.textbook import CausalAttentionWithCache, KVCache
+from cache_strategies.textbook import CausalAttentionWithCache, GPTWithCache, KVCache
+from cache_strategies.textbook_timing import main, timed
 
 DOC = Path(__file__).parents[2] / "docs" / "textbook.md"
 B, H, D, LONGEST = 3, 2, 4, 16
@@ -83,7 +84,8 @@ def test_the_document_counts_right(example: dict[str, Any]) -> None:
     assert len(cache) == 24
     assert cache.nbytes == KVCache.bytes_for(2, 2, model.max_seq_len, model.num_heads, model.head_dim)
     cache.clear()
-    assert example["generate"](model, example["prompt"], 20, cache).tolist() == example["text"].tolist()
+    assert model.generate(example["prompt"], 20, cache).tolist() == example["text"].tolist()
+    assert 2 * example["small"].nbytes == cache.nbytes
 
 
 def test_what_the_document_proposes_to_try(example: dict[str, Any]) -> None:
@@ -113,10 +115,10 @@ def test_memory_stays_flat_while_generating(example: dict[str, Any]) -> None:
     model, prompt = example["model"], example["prompt"]
     cache = model.new_cache(2)
     assert cache.nbytes == 0
-    example["generate"](model, prompt, 1, cache)
+    model.generate(prompt, 1, cache)
     taken, at = cache.nbytes, [cache.get(layer)[0].data_ptr() for layer in range(2)]
     for _ in range(3):
-        example["generate"](model, prompt[:, :1], 5, cache)
+        model.generate(prompt[:, :1], 5, cache)
         assert (cache.nbytes, [cache.get(layer)[0].data_ptr() for layer in range(2)]) == (taken, at)
     cache.clear()
     assert cache.nbytes == taken
@@ -206,8 +208,8 @@ def test_it_keeps_no_graph_and_works_in_and_out_of_inference_mode() -> None:
         (torch.zeros(B, H, 1, D), torch.zeros(B, H + 1, 1, D), r"value has the shape .*num_heads"),
         (torch.zeros(H, 1, D), torch.zeros(H, 1, D), r"takes \[batch, 2, tokens, 4\]"),
         (torch.zeros(B, H, 2, D), torch.zeros(B, H, 1, D), "both the same shape"),
-        (torch.zeros(B, H, 1, D).double(), torch.zeros(B, H, 1, D), r"key is torch.float64.*\.float\(\)"),
-        (torch.zeros(B, H, 1, D), torch.zeros(B, H, 1, D).half(), r"value is torch.float16.*\.float\(\)"),
+        (torch.zeros(B, H, 1, D).double(), torch.zeros(B, H, 1, D), r"key is torch.float64.*with dtype=torch.float64"),
+        (torch.zeros(B, H, 1, D), torch.zeros(B, H, 1, D).half(), r"value is torch.float16, this cache keeps"),
         (torch.zeros(B + 1, H, 1, D), torch.zeros(B + 1, H, 1, D), "max_batch_size=3: raise it"),
         (torch.zeros(B - 1, H, 1, D), torch.zeros(B - 1, H, 1, D), "holds 3 sequences.*clear()"),
         (torch.zeros(B, H, 14, D), torch.zeros(B, H, 14, D), "holds 3 tokens and has no room for 14.*max_seq_len=16"),
@@ -246,6 +248,50 @@ def test_a_refused_first_token_takes_no_memory() -> None:
 def test_sizes_are_at_least_one(sizes: tuple[int, int, int, int]) -> None:
     with pytest.raises(ValueError, match="must be at least 1"):
         KVCache(*sizes)
+
+
+def test_an_integer_type_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"dtype is torch.int8.*such as torch.bfloat16"):
+        KVCache(1, 1, 1, 1, dtype=torch.int8)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_half_precision_is_kept_as_it_came_in_half_the_memory(dtype: torch.dtype) -> None:
+    cache = KVCache(B, LONGEST, H, D, dtype)
+    k, v = (x.to(dtype) for x in entering(5))
+    keys, values = cache.update(k, v, 0)
+    assert keys.dtype == values.dtype == dtype
+    assert keys.equal(k)
+    assert values.equal(v)
+    assert cache.nbytes == KVCache.bytes_for(1, B, LONGEST, H, D, itemsize=2)
+
+
+@given(st.integers(0, 12), st.integers(0, 14), st.integers(0, 4))
+def test_cropped_tokens_are_forgotten_and_written_over(held: int, length: int, more: int) -> None:
+    cache, (k, v) = a_cache(), entering(LONGEST)
+    for layer in (0, 1):
+        cache.update(k[:, :, :held], v[:, :, :held], layer)
+    taken = cache.nbytes
+    cache.crop(length)
+    left = min(held, length)
+    assert (len(cache), cache.length(0), cache.length(1)) == (left, left, left)
+    new_k, new_v = entering(more, seed=1)
+    keys, values = cache.update(new_k, new_v, 0)
+    assert keys.equal(torch.cat((k[:, :, :left], new_k), 2))
+    assert values.equal(torch.cat((v[:, :, :left], new_v), 2))
+    assert cache.nbytes == taken
+
+
+def test_cropping_keeps_the_batch_and_refuses_less_than_nothing() -> None:
+    cache = a_cache()
+    cache.update(*entering(3), 0)
+    cache.update(*entering(1), 1)
+    cache.crop(2)
+    assert [cache.length(layer) for layer in (0, 1, 2)] == [2, 1, 0]
+    with pytest.raises(ValueError, match="holds 3 sequences"):
+        cache.update(*entering(1, batch=1), 0)
+    with pytest.raises(ValueError, match=r"crop\(-1\): give the number of tokens to keep"):
+        cache.crop(-1)
 
 
 # ---------------------------------------------------------------- the attention
@@ -296,6 +342,64 @@ def test_a_wrong_start_is_refused_and_nothing_enters(start_pos: int) -> None:
     assert cache.length(4) == 3
 
 
+@torch.inference_mode()
+def test_the_cache_and_the_start_may_be_left_out() -> None:
+    attention = an_attention()
+    x = torch.randn(B, LONGEST, H * D, generator=torch.Generator().manual_seed(3))
+    cache = a_cache()
+    expected = attention(x, a_cache(), 0)
+    assert cache.length(4) == 0
+    for found in (attention(x), attention(x, None, 0), attention(x, cache=cache)):
+        torch.testing.assert_close(found, expected, rtol=0, atol=1e-6)
+    assert cache.length(4) == LONGEST
+
+
+def test_without_a_cache_there_is_nothing_before_the_text() -> None:
+    with pytest.raises(ValueError, match=r"start_pos is 3, but there is no cache: give the whole text"):
+        an_attention()(torch.zeros(1, 1, H * D), None, 3)
+
+
+def test_a_start_left_out_is_that_of_a_new_text() -> None:
+    attention, cache = an_attention(), a_cache()
+    attention(torch.zeros(1, 2, H * D), cache)
+    with pytest.raises(ValueError, match=r"start_pos is 0, but the cache holds 2 tokens.*pass start_pos=2"):
+        attention(torch.zeros(1, 1, H * D), cache)
+
+
+def test_it_can_be_trained_without_a_cache() -> None:
+    """Gradients reach every key: the loss of the last token alone changes when an earlier one does."""
+    x = torch.randn(1, 5, H * D, generator=torch.Generator().manual_seed(4), requires_grad=True)
+    an_attention()(x)[:, -1].square().sum().backward()
+    assert x.grad is not None
+    assert (x.grad.abs().sum(-1) > 0).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@torch.inference_mode()
+def test_half_precision_with_the_cache_equals_it_without_within_its_rounding(dtype: torch.dtype) -> None:
+    torch.manual_seed(6)
+    model = GPTWithCache(64, 32, 4, 2, 48).eval()
+    ids = torch.randint(0, 64, (2, 40))
+    double, half = model.double()(ids), copy.deepcopy(model).to(dtype)
+    cache = half.new_cache(2)
+    assert cache.dtype == dtype
+    cached = torch.cat([half(ids[:, i : i + 1], cache, i) for i in range(40)], 1)
+    whole = half(ids)
+    bound = 20 * torch.finfo(dtype).eps * double.abs().max().item()
+    torch.testing.assert_close(cached.double(), double, rtol=0, atol=bound)
+    torch.testing.assert_close(whole.double(), double, rtol=0, atol=bound)
+
+
+@torch.inference_mode()
+def test_large_scores_do_not_overflow_in_float16() -> None:
+    attention = CausalAttentionWithCache(256, 1, 0)
+    x = torch.full((1, 3, 256), 17.0).half()
+    nn.init.eye_(attention.qkv.weight[:256])
+    nn.init.eye_(attention.qkv.weight[256:512])
+    assert torch.finfo(torch.float16).max < 17 * 17 * 256, "the score, before it is divided"
+    assert attention.half()(x, KVCache(1, 3, 1, 256, torch.float16)).isfinite().all()
+
+
 def test_heads_must_divide_the_width() -> None:
     with pytest.raises(ValueError, match="d_model=10 does not split into num_heads=4"):
         CausalAttentionWithCache(10, 4, 0)
@@ -308,3 +412,44 @@ def test_a_cache_of_other_heads_says_so() -> None:
 
 def test_llama_2_7b_keeps_two_gibibytes_at_4096_tokens() -> None:
     assert KVCache.bytes_for(32, 1, 4096, 32, 128, itemsize=2) == 2 * 2**30
+
+
+# ---------------------------------------------------------------- the GPT
+@settings(deadline=None)
+@given(st.integers(0, 2**31), st.integers(1, 3), st.integers(1, 30), st.integers(0, 18))
+def test_generating_with_and_without_the_cache_is_the_same(seed: int, batch: int, prompt: int, count: int) -> None:
+    torch.manual_seed(seed)
+    model = GPTWithCache(64, 32, 4, 2, 48).double().eval()  # where no token wins by a hair
+    ids = torch.randint(0, 64, (batch, prompt))
+    text = model.generate(ids, count)
+    assert text.shape == (batch, prompt + count)
+    assert text.equal(model.generate(ids, count, model.new_cache(batch)))
+
+
+def test_a_text_that_is_too_long_is_refused(example: dict[str, Any]) -> None:
+    model, prompt = example["model"], example["prompt"]
+    for cache in (None, model.new_cache(2)):
+        assert model.generate(prompt, 44, cache).shape == (2, 49), "the last token never went in"
+    for cache in (None, model.new_cache(2)):
+        with pytest.raises(ValueError, match="a text of 49 tokens is longer than max_seq_len=48"):
+            model.generate(prompt, 45, cache)
+
+
+# ---------------------------------------------------------------- what it saves
+def test_the_timing_times_both_ways(capsys: pytest.CaptureFixture[str]) -> None:
+    times = timed(GPTWithCache(64, 32, 4, 2, 48).eval(), 48)
+    assert min(times.cached, times.uncached) > 0
+    main(["--tokens", "3", "5", "--d-model", "8", "--layers", "1", "--dtype", "bfloat16"])
+    assert re.findall(r"^\| (\d+) \| [\d,]+ \| [\d,]+ \| [\d.]+ × \|$", capsys.readouterr().out, re.M) == ["3", "5"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [(["--tokens", "0"], "every number should be at least 1"), (["--heads", "3"], "--heads 3 does not divide")],
+)
+def test_the_timing_refuses_what_makes_no_model(
+    arguments: list[str], says: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        main(arguments)
+    assert says in capsys.readouterr().err

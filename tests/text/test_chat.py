@@ -13,8 +13,8 @@ from transformers import AutoTokenizer
 
 from config.errors import SettingsError
 from server.models.gguf_file import read_header
-from server.text import chat
 from server.text.chat import ChatTemplate, ChatTemplateError
+from server.text.errors import TextTooLong
 from server.text.gguf_tokenizer import tokenizer_of
 from server.text.tokenizer import Tokenizer
 from tests.models.gguf_files import add_byte_level, finish
@@ -26,6 +26,7 @@ Messages = list[dict[str, Any]]
 
 CALL = {"type": "function", "id": "1", "function": {"name": "add", "arguments": {"a": 1, "b": [True, None, "<é>"]}}}
 TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
+TEXT = {"type": "text", "text": "A line."}
 CONVERSATIONS: dict[str, Messages] = {
     "question": [{"role": "user", "content": "  Why is 1 < 2 & 'so'?\n"}],
     "dialogue": [
@@ -118,6 +119,39 @@ def test_as_transformers(model: Path, template: str, how: dict[str, Any]) -> Non
         assert ours == theirs, name
 
 
+KNOWN_ROLES = {  # by template: it leaves other roles out, or has words of its own for them
+    "qwen25": {"system", "user", "assistant", "tool"},
+    "phi3": {"system", "user", "assistant"},
+    "mistral": {"system", "user", "assistant"},
+}
+
+
+@pytest.mark.parametrize("content", ["Two", [TEXT, TEXT]], ids=str)
+@pytest.mark.parametrize("template", KNOWN_ROLES)
+@pytest.mark.parametrize("role", ["system", "developer", "assistant", "tool", "asistant"])
+def test_a_role_that_the_template_leaves_out_is_refused(template: str, role: str, content: Any) -> None:
+    chat = ChatTemplate({"default": TEMPLATES[template]}, {"bos_token": "<s>", "eos_token": "</s>"})
+    messages: Messages = [{"role": "user", "content": "One?"}, {"role": role, "content": content}]
+    messages = messages[::-1] if role == "system" else messages
+    if role in KNOWN_ROLES[template]:
+        assert chat.render_all(messages) == chat.render(messages)
+    else:
+        with pytest.raises(ChatTemplateError, match=f'"{role}"'):
+            chat.render_all(messages)
+
+
+@pytest.mark.parametrize("template", ["llama3", "qwen3", "smollm3"])
+def test_a_template_that_writes_any_role_takes_any(template: str) -> None:
+    chat = ChatTemplate({"default": TEMPLATES[template]}, {"bos_token": "<s>"})
+    messages: Messages = [{"role": role, "content": "One?"} for role in ("user", "poet", "poet", "critic")]
+    assert chat.render_all(messages) == chat.render(messages)
+
+
+def test_a_template_may_change_what_it_is_given() -> None:
+    chat = ChatTemplate({"default": "{% for m in messages %}{{ m.content | upper | trim }}\n{% endfor %}"}, {})
+    assert chat.render_all([{"role": "poet", "content": "one "}]) == "ONE\n"
+
+
 @pytest.mark.parametrize("template", TEMPLATES)
 def test_most_of_these_conversations_have_a_prompt(model: Path, template: str) -> None:
     """Or the test above would compare nothing."""
@@ -133,9 +167,14 @@ def test_the_embedded_models_own_template() -> None:
         for how in WAYS:
             theirs, ours = both.render(messages, **how)
             assert ours == theirs
-    text = ChatTemplate.from_directory(TINY).render(CONVERSATIONS["dialogue"])
+    chat = ChatTemplate.from_directory(TINY)
+    text = chat.render_all(CONVERSATIONS["dialogue"])
     assert text.startswith("<s>Be brief.\nQ: Hello")
     assert text.endswith("\nA:")
+    for role in ("developer", "tool", "function"):
+        assert chat.render_all([{"role": role, "content": "One."}]).startswith("<s>One.")
+    with pytest.raises(ChatTemplateError, match='no role "cat"'):
+        chat.render_all([{"role": "cat", "content": "miaow"}])
 
 
 def test_the_ids_of_a_prompt_are_those_of_transformers() -> None:
@@ -298,12 +337,10 @@ def test_messages_that_are_none() -> None:
         ChatTemplate({"default": "x"}, {}).render([])
 
 
-@pytest.mark.parametrize(("seconds", "characters"), [(0.05, 2**25), (10.0, 1000)])
-def test_a_template_without_end(seconds: float, characters: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(chat, "LONGEST_RENDERING", seconds)
+def test_a_template_without_end() -> None:
     endless = "{% for i in range(99999) %}{% for j in range(99999) %}x{{ j }}{% endfor %}{% endfor %}"
-    with pytest.raises(ChatTemplateError, match="takes too long"):
-        ChatTemplate({"default": endless}, {}).render([{"role": "user", "content": "x"}], characters)
+    with pytest.raises(TextTooLong, match="more than 1000 characters"):
+        ChatTemplate({"default": endless}, {}).render([{"role": "user", "content": "x"}], 1000)
 
 
 def test_the_messages_stay_as_they_are() -> None:

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from server.text.stop import StopStrings
+from server.text.stop import StopStrings, _Search
 
 AB = st.text("ab", max_size=12)
 STOPS = st.lists(st.text("ab", min_size=1, max_size=5), max_size=4)
@@ -67,3 +67,21 @@ def test_no_more_is_held_back_than_needed(pieces: list[str], stops: list[str]) -
 def test_examples(pieces: list[str], stops: list[str], text: str) -> None:
     matcher = StopStrings(stops)
     assert "".join([*map(matcher.push, pieces), matcher.flush()]) == text
+
+
+def test_a_character_costs_the_same_however_much_is_held_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of stop strings that a text nearly has again and again."""
+    steps, border = [0], _Search._border
+
+    def counted(search: _Search, length: int) -> int:
+        steps[0] += 1
+        return border(search, length)
+
+    monkeypatch.setattr(_Search, "_border", counted)
+    stops = ["a" * length + "b" for length in range(960, 1023)]
+    matcher = StopStrings(stops)
+    text = "".join(map(matcher.push, ["a" * 3] * 2000))
+    assert len(text) == 6000 - 1022
+    assert steps[0] <= len(stops) * (6000 + 1023)
+    assert matcher.push("b") == ""
+    assert matcher.found == stops[-1]

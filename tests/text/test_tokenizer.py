@@ -101,3 +101,27 @@ def test_a_directory_without_a_tokenizer(tmp_path: Path) -> None:
     (tmp_path / "tokenizer.json").write_text("{}")
     with pytest.raises(SettingsError, match="no tokenizer this server can read"):
         Tokenizer.from_directory(tmp_path)
+
+
+def test_a_panic_of_the_library_is_told_in_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """PyO3's exception for it derives from BaseException, and cannot be imported."""
+
+    class PanicException(BaseException):
+        pass
+
+    class Panicking:
+        @staticmethod
+        def from_file(file: str) -> None:
+            raise PanicException("index out of bounds:\n  the len is 1")
+
+    (tmp_path / "tokenizer.json").write_text("{}")
+    monkeypatch.setattr("server.text.tokenizer.tokenizers.Tokenizer", Panicking)
+    with pytest.raises(SettingsError, match=r"tokenizer\.json is no tokenizer .*: index out of bounds: the len is 1$"):
+        Tokenizer.from_directory(tmp_path)
+
+
+def test_an_id_far_beyond_the_vocabulary_takes_no_memory(tmp_path: Path) -> None:
+    words = {"type": "BPE", "vocab": {"a": 0, "b": 2**32 - 1}, "merges": []}
+    (tmp_path / "tokenizer.json").write_text(json.dumps({"version": "1.0", "model": words, "added_tokens": []}))
+    with pytest.raises(SettingsError, match="its tokenizer has the token id 4294967295"):
+        Tokenizer.from_directory(tmp_path)

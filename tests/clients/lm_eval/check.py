@@ -35,6 +35,10 @@ for (logprob, greedy), (context, _, tokens, expected, is_greedy) in zip(found, E
     assert abs(logprob - expected) < TOLERANCE * tokens, (context, logprob, expected)
     assert greedy == is_greedy, context
 
-texts = lm.generate_until(asked("generate_until", [("Once upon a time", {"until": ["."], "max_gen_toks": 40})]))
+# As many stop strings as HumanEval has.
+STOPS = ["\nclass", "\ndef", "\n#", "\nif", "\nprint", "\n@", "\nassert", "\n\n\n", "."]
+prompts = ("Once upon a time", "The cat", "def add(a, b):")
+until = {"until": STOPS, "max_gen_toks": 40, "do_sample": False}
+texts = lm.generate_until(asked("generate_until", [(prompt, until) for prompt in prompts]), disable_tqdm=True)
 assert texts[0]
-assert "." not in texts[0]
+assert not any(stop in text for text in texts for stop in STOPS)

@@ -124,7 +124,7 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     *_of(
         "write_kv",
-        (INDEX, "keys among values", "keys = {memory, blocks, m.k", "keys = {memory, blocks, m.v"),
+        (INDEX, "keys among values", "keys = {memory, blocks, planes.k", "keys = {memory, blocks, planes.v"),
         (INDEX, "values' stride for keys", "* entering.k_head", "* entering.v_head"),
         (
             INDEX,
@@ -171,7 +171,12 @@ MUTANTS: tuple[Mutant, ...] = (
     *_of(
         "decode",
         (INDEX, "rows and splits", "+ group_at.y, split = group_at.z", "+ group_at.z, split = group_at.y"),
-        (INDEX, "keys for values", "value_plane = {memory, blocks, m.v", "value_plane = {memory, blocks, m.k"),
+        (
+            INDEX,
+            "keys for values",
+            "value_plane = {memory, blocks, planes.v",
+            "value_plane = {memory, blocks, planes.k",
+        ),
         (INDEX, "the row for its seat", SEAT, ROW),
         (BOUND, "the last key", "query + 1), lane", "query), lane"),
         (BOUND, "a simdgroup's last key", "min(begin + LANES, query", "min(begin + LANES - 1, query"),
@@ -195,7 +200,7 @@ MUTANTS: tuple[Mutant, ...] = (
         (LOGIC, "the scale of values", "v_scale = scale_of(value, v_dim)", "v_scale = 1.0f"),
         (LOGIC, "the soft cap", "precise::tanh(score / scoring.softcap)", "(score / scoring.softcap)"),
         (LOGIC, "sinks outside the window", " || key < sinks", ""),
-        (LOGIC, "learned sinks", "all, sink_logits[head], m.v", "all, NOTHING, m.v"),
+        (LOGIC, "learned sinks", "all, sink_logits[head], planes.v", "all, NOTHING, planes.v"),
     ),
     *_of(
         "merge",
@@ -221,7 +226,7 @@ MUTANTS: tuple[Mutant, ...] = (
         (INDEX, "tokens and heads", "first_token + i / group", "first_token + i % group"),
         (INDEX, "rows", "row = first_row + group_at.z", "row = group_at.z"),
         (INDEX, "the row for its seat", SEAT, ROW),
-        (INDEX, "keys for values", "values = {memory, blocks, m.v", "values = {memory, blocks, m.k"),
+        (INDEX, "keys for values", "values = {memory, blocks, planes.v", "values = {memory, blocks, planes.k"),
         (BOUND, "a tile's first key", "begin <= span.newest", "begin < span.newest"),
         (BOUND, "a key too many", "j < Shape<N>::KEYS; j", "j <= Shape<N>::KEYS; j"),
         (BOUND, "keys of wide heads", "visible = lane < S::KEYS &&", "visible ="),

@@ -1,0 +1,51 @@
+// The arguments of an operation against each other: types, sizes, and that the last dimension is dense. Each operation
+// checks them once, before it reads any memory; what does not fit is a ValueError in Python. Knows no operation.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <initializer_list>
+#include <optional>
+
+namespace kvmux {
+
+// A set of types of numbers.
+using Types = uint64_t;
+constexpr Types only(at::ScalarType type) { return Types{1} << static_cast<int>(type); }
+constexpr Types FLOATS = only(at::kFloat) | only(at::kBFloat16) | only(at::kHalf);  // of activations and weights
+
+constexpr int64_t ANY = -1;   // a size of 0 or more
+constexpr int64_t SOME = -2;  // a size of 1 or more
+
+inline bool dense(const at::Tensor& t) { return t.size(-1) <= 1 || t.stride(-1) == 1; }
+
+// Throws the ValueError that says what the argument is, and what it should be.
+[[noreturn]] void refuse(const char* operation, const char* name, const at::Tensor& t, Types types,
+                         std::initializer_list<int64_t> sizes);
+
+inline bool fits(const at::Tensor& t, Types types, std::initializer_list<int64_t> sizes) {
+  if (!t.defined() || !t.is_cpu() || t.layout() != at::kStrided || !(types & only(t.scalar_type()))) return false;
+  if (t.dim() != static_cast<int64_t>(sizes.size())) return false;
+  const int64_t* found = t.sizes().data();
+  for (const int64_t size : sizes) {
+    const int64_t n = *found++;
+    if (n != size && (size >= 0 || n < ANY - size)) return false;
+  }
+  return dense(t);
+}
+
+// Throws unless a tensor is of one of these types and has these sizes, in the memory of the CPU.
+inline void expect(const char* operation, const char* name, const at::Tensor& t, Types types,
+                   std::initializer_list<int64_t> sizes) {
+  if (C10_UNLIKELY(!fits(t, types, sizes))) refuse(operation, name, t, types, sizes);
+}
+
+inline void expect(const char* operation, const char* name, const std::optional<at::Tensor>& t, Types types,
+                   std::initializer_list<int64_t> sizes) {
+  if (t) expect(operation, name, *t, types, sizes);
+}
+
+// Throws unless all numbers of a tensor int64 [n] are indices below `end`.
+void expect_indices(const char* operation, const char* name, const at::Tensor& t, int64_t end);
+
+}  // namespace kvmux

@@ -1,0 +1,191 @@
+"""Decodes JSON objects at a bounded cost: by the number of their values, which is counted before they are decoded.
+
+A mebibyte of text is decoded in a millisecond; one of `[],` takes a hundred, and thirty mebibytes of memory. So the
+members of an object are first separated without decoding them; then the values of those that have an effect are
+counted and decoded. Ignored members must be JSON, too, but their numbers may be out of range. Knows neither HTTP nor
+any field.
+"""
+
+from __future__ import annotations
+
+import codecs
+import json
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass
+from enum import Enum, auto
+from typing import Any
+
+import msgspec
+from msgspec import Raw
+from typing_extensions import Buffer  # of collections.abc from Python 3.12 on
+
+MOST_VALUES = 2**16  # of an object, on all levels together; decoding and checking them takes about 100 ms
+MOST_MEMBERS = 100  # of an object, repeated ones too; each may be an error
+SLICE = 2**16  # bytes that are scanned at a time
+LONGEST_VALUE = 60  # characters of a value in an error
+
+
+class ReadAs(Enum):
+    """How the value of a field is read."""
+
+    VALUE = auto()
+    IGNORED = auto()  # not decoded: replaced by an empty value of its type
+    TOKEN_IDS = auto()  # may be a long list of numbers, or of lists of them
+
+
+@dataclass(frozen=True)
+class DecodedIds:
+    """A long list of integers, or of lists of integers, that the decoder has checked item by item."""
+
+    ids: list[Any]
+    nested: bool
+
+    def flat(self) -> list[int]:
+        """Return the integers. Raises ValueError if they are in lists of lists."""
+        if self.nested:
+            raise ValueError("should be one list of token ids")
+        return self.ids
+
+
+class TooManyValues(Exception):
+    """The JSON has too many values to be decoded: those of `field`, or of the whole object if that is None."""
+
+    def __init__(self, message: str, field: str | None = None) -> None:
+        super().__init__(message)
+        self.message = message
+        self.field = field
+
+
+class _Name(str):
+    """A member's name: a type of its own, so that the decoder calls back for each."""
+
+
+def decode(data: bytes, fields: Mapping[str, ReadAs]) -> Any:
+    """Decode an object; fields that are not in `fields` are ignored, and so is anything that is not an object.
+
+    Raises TooManyValues, and msgspec.DecodeError, UnicodeDecodeError or RecursionError for what is not JSON.
+    """
+    _check_utf8(data)
+    try:
+        found = _members(data)
+    except msgspec.ValidationError:  # JSON, but not an object
+        return _empty(msgspec.json.decode(data, type=Raw))
+    few = len(data) <= MOST_VALUES
+    left = MOST_VALUES
+    values: dict[str, Any] = {}
+    for name, raw in found.items():
+        field = fields.get(name, ReadAs.IGNORED)
+        if field is ReadAs.IGNORED:
+            values[name] = _empty(raw)
+        elif field is ReadAs.TOKEN_IDS and not few and (ids := _token_ids(bytes(raw))) is not None:
+            values[name] = ids
+        else:
+            left -= 0 if few else count_values(raw)
+            if left < 0:
+                raise TooManyValues(f"has too many values: a request may have {MOST_VALUES}; send less", name)
+            values[name] = msgspec.json.decode(raw)
+    return values
+
+
+def count_values(data: Buffer) -> int:
+    """Return the number of values in valid JSON; counting stops above MOST_VALUES."""
+    values, in_string = 1, False
+    for piece in _slices(memoryview(data)):
+        parts = piece.replace(rb"\\", b"").replace(rb"\"", b"").split(b'"')
+        values += _separators(b"".join(parts[in_string::2]))
+        in_string ^= len(parts) % 2 == 0
+        if values > MOST_VALUES:
+            break
+    return values
+
+
+def _slices(data: memoryview) -> Iterator[bytes]:
+    """Yield the data in pieces that do not end within an escape."""
+    start = 0
+    while start < len(data):
+        piece = bytes(data[start : start + SLICE])
+        if (len(piece) - len(piece.rstrip(b"\\"))) % 2:
+            piece = bytes(data[start : start + SLICE + 1])
+        start += len(piece)
+        yield piece
+
+
+def _separators(data: bytes) -> int:
+    """Return the number of values that begin in the data, except the outermost: each follows one of these."""
+    return data.count(b",") + data.count(b"[") + data.count(b"{")
+
+
+def _check_utf8(data: bytes) -> None:
+    """Raise UnicodeDecodeError for bad UTF-8; the decoder looks only at the strings that it decodes."""
+    if data.isascii():
+        return
+    decoder = codecs.getincrementaldecoder("utf-8")()
+    for start in range(0, len(data), SLICE):
+        decoder.decode(data[start : start + SLICE])
+    decoder.decode(b"", final=True)
+
+
+def _members(data: bytes) -> dict[str, Raw]:
+    """Return the members of an object, still encoded; of members with the same name the last."""
+    count = 0
+
+    def name(_: type, text: str) -> _Name:
+        nonlocal count
+        count += 1
+        if count > MOST_MEMBERS:
+            raise TooManyValues(f"should have at most {MOST_MEMBERS} members")
+        return _Name(text)
+
+    found = msgspec.json.decode(data, type=dict[_Name, Raw], dec_hook=name)
+    return {str(name): raw for name, raw in found.items()}
+
+
+def _empty(raw: Raw) -> Any:
+    """Return an empty value of the type that the value has; a number is 0."""
+    match memoryview(raw)[:1].tobytes():
+        case b"{":
+            return {}
+        case b"[":
+            return []
+        case b'"':
+            return ""
+        case b"n":
+            return None
+        case b"t" | b"f":
+            return False
+    return 0
+
+
+def _token_ids(data: bytes) -> DecodedIds | None:
+    """Return the integers of a list, or of a list of lists; None for anything else, and for too many lists."""
+    if not data.startswith(b"[") or b'"' in data or not 0 < (lists := data.count(b"[")) <= MOST_VALUES:
+        return None
+    nested = lists > 1
+    try:
+        return DecodedIds(msgspec.json.decode(data, type=list[list[int]] if nested else list[int]), nested)
+    except msgspec.ValidationError:
+        return None
+
+
+# ---------------------------------------------------------------- in an error
+def shown(value: Any) -> str:
+    """Return a value that was sent, as JSON, for an error; of what is empty, nested or large its kind alone."""
+    match value:
+        case "":
+            return "an empty text"
+        case str():
+            return json.dumps(value if len(value) <= LONGEST_VALUE else f"{value[:LONGEST_VALUE]}...")
+        case int() if value.bit_length() > 128:
+            return "a number that long"
+        case bool() | int() | float():
+            return json.dumps(value)
+        case dict() if not _few_and_short(value.values()):
+            return "an object"
+        case dict():
+            return json.dumps(value)[:LONGEST_VALUE]
+    return "a list"
+
+
+def _few_and_short(values: Collection[Any]) -> bool:
+    short = (isinstance(value, str) and len(value) < LONGEST_VALUE for value in values)
+    return 0 < len(values) <= 2 and all(short)

@@ -1,0 +1,64 @@
+"""Records what the engine's first steps launch on Apple's GPU, as a trace for Xcode's Metal debugger.
+
+torch writes it, into the folder that the server was started in. Knows neither steps nor kernels.
+"""
+
+from __future__ import annotations
+
+import logging
+from contextlib import AbstractContextManager, ExitStack
+from typing import Self
+
+import torch
+
+from config.errors import SettingsError
+from kernels.device import Device
+
+log = logging.getLogger(__name__)
+
+NAME = "kvmux"
+FILE = f"0000-{NAME}.gputrace"  # as torch makes it of the name
+
+
+class Capture:
+    """`with` it; it ends after so many steps, or with the block."""
+
+    def __init__(self, steps: int, capturing: AbstractContextManager[None] | None) -> None:
+        """Begin to capture, if there is anything to capture with. `steps` are those that compute something."""
+        self._left = steps
+        self._open = ExitStack()
+        if capturing is not None:
+            self._open.enter_context(capturing)
+
+    @classmethod
+    def begin(cls, steps: int | None, device: Device) -> Self:
+        """Return one that captures; or, without steps, one that does nothing. Raises SettingsError."""
+        if steps is None:
+            return cls(0, None)
+        if device.name != "mps":
+            raise SettingsError(f"metal_capture_steps: there are no Metal launches to capture on {device.name}")
+        if not torch.mps.profiler.is_metal_capture_enabled():
+            raise SettingsError(
+                "metal_capture_steps: Metal allows no capture; start the server with MTL_CAPTURE_ENABLED=1 in its "
+                "environment"
+            )
+        try:
+            return cls(steps, torch.mps.profiler.metal_capture(NAME))
+        except RuntimeError as error:  # a file of that name, no room on the disk
+            raise SettingsError(f"metal_capture_steps: {FILE} cannot be captured: {error}") from None
+
+    def computed(self) -> None:
+        """Count a step; after the last one the trace is written."""
+        if self._left == 0:
+            return
+        self._left -= 1
+        if self._left == 0:
+            self._open.close()
+            log.info("the Metal launches of the first steps are in %s", FILE)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._left = 0
+        self._open.close()

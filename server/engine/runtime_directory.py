@@ -1,0 +1,113 @@
+"""The directory of a running server: its Unix socket, and the URL where it listens, for `kvmux health`.
+
+A server holds a lock on a file in its directory for as long as it runs; the system releases it however the server
+ends. So directories that killed servers have left behind are known, and removed. Knows neither socket nor server.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import logging
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+log = logging.getLogger(__name__)
+
+PREFIX, LOCK, URL = "kvmux-", "lock", "url"
+MAX_SOCKET_PATH = 103  # bytes; macOS has room for 104 with the closing zero
+
+
+@contextlib.contextmanager
+def runtime_directory(url: str) -> Iterator[str]:
+    """Make a directory that only this user may enter, short enough for a socket's address; remove it at the end.
+
+    `url` is where the server listens.
+    """
+    parent = _parent()
+    remove_leftovers(parent)
+    with tempfile.TemporaryDirectory(prefix=PREFIX, dir=parent) as directory:
+        (Path(directory) / URL).write_text(url)
+        with _locked(Path(directory)):
+            yield directory
+
+
+def running_urls() -> list[str]:
+    """Return where the servers of this user listen that run on this machine with this directory for temporary files."""
+    found = []
+    for directory in _directories(_parent()):
+        with contextlib.suppress(OSError):
+            if _is_own(directory) and _is_locked(directory):
+                found.append((directory / URL).read_text())
+    return sorted(found)
+
+
+def _parent() -> Path:
+    """Return the directory for temporary files, or /tmp where a socket's address would be too long in it."""
+    parent = Path(tempfile.gettempdir())
+    return parent if len(os.fsencode(parent / f"{PREFIX}12345678" / "engine.sock")) <= MAX_SOCKET_PATH else Path("/tmp")
+
+
+def _directories(parent: Path) -> list[Path]:
+    """Return what may be directories of servers, running or not."""
+    with contextlib.suppress(OSError), os.scandir(parent) as entries:
+        return [Path(e.path) for e in entries if e.name.startswith(PREFIX) and e.is_dir(follow_symlinks=False)]
+    return []
+
+
+def _is_own(directory: Path) -> bool:
+    """Whether a directory belongs to this user. Raises OSError if it is gone."""
+    return directory.lstat().st_uid == os.getuid()
+
+
+def _is_locked(directory: Path) -> bool:
+    """Whether a server holds the directory's lock. Raises OSError if there is none."""
+    descriptor = os.open(directory / LOCK, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    finally:
+        os.close(descriptor)
+    return False
+
+
+@contextlib.contextmanager
+def _locked(directory: Path) -> Iterator[None]:
+    """Hold the directory's lock. The file is renamed after it is locked, so that no other server finds it unlocked.
+
+    The directory itself is locked for systemd-tmpfiles, which otherwise removes from it what is some days old.
+    """
+    unnamed = directory / f"{LOCK}.new"
+    descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_SH)
+        with unnamed.open("w") as file:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            unnamed.rename(directory / LOCK)
+            yield
+    finally:
+        os.close(descriptor)
+
+
+def remove_leftovers(parent: Path) -> None:
+    """Remove what servers of this user have left behind; directories of running servers and other files stay."""
+    for directory in _directories(parent):
+        with contextlib.suppress(OSError):
+            if _is_own(directory):
+                _remove_if_left(directory)
+
+
+def _remove_if_left(directory: Path) -> None:
+    """Remove a directory if no server holds its lock. Raises OSError if there is no lock, or a server holds it."""
+    descriptor = os.open(directory / LOCK, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if os.path.samestat(os.fstat(descriptor), (directory / LOCK).lstat()):  # else another server has removed it
+            shutil.rmtree(directory)
+            log.info("removed %s, left behind by a server that was killed", directory)
+    finally:
+        os.close(descriptor)

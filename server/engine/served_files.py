@@ -1,0 +1,77 @@
+"""The model's files, seen from outside the engine: read ahead of it, and compared after SIGBUS has killed it.
+
+Weights are mapped. When a mapped file is truncated, the next read of what is missing kills the process with SIGBUS, and
+leaves it no time to say why: so the supervisor notes the files before the engine starts, and compares them afterwards.
+Renaming another file over it is harmless: the mapping keeps the old one.
+
+Pages of a mapping are read one by one as they are needed, which is slow where the system has not got the file in
+memory. An engine first imports for a second or two, in which the system can read. Knows no process. Imports no torch.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+from contextlib import suppress
+from pathlib import Path
+
+import psutil
+
+MAPPED = (".safetensors", ".gguf")
+AHEAD = 1 << 20  # bytes: the system reads no more for one call
+ADVICE = "files must not change while they are served: write a new file and rename it over the old one"
+
+
+class ServedFiles:
+    """The weight files of a directory, as they were when this object was made."""
+
+    def __init__(self, directory: Path) -> None:
+        self._files = {file: now for file in _mapped(directory) if (now := _stat(file))}
+
+    def read_ahead(self) -> None:
+        """Have the system read the files, so that whoever maps them need not wait; it goes on after the return.
+
+        Do nothing if they would fill more than half of the free memory: then they might drive each other out of it.
+        """
+        if not hasattr(os, "posix_fadvise"):
+            return
+        size = sum(now.st_size for now in self._files.values())
+        if size > psutil.virtual_memory().available // 2:
+            return
+        for file, now in self._files.items():
+            with suppress(OSError), file.open("rb") as opened:  # the engine will say so
+                for start in range(0, now.st_size, AHEAD):
+                    os.posix_fadvise(opened.fileno(), start, AHEAD, os.POSIX_FADV_WILLNEED)
+
+    def explain(self, exitcode: int | None) -> str | None:
+        """Return a sentence about the death of a process that had mapped the files; None if there is nothing to say."""
+        if exitcode != -signal.SIGBUS:
+            return None
+        changes = [change for file, then in self._files.items() if (change := _change(file, then))]
+        if not changes:
+            return "SIGBUS means that a mapped file could not be read: does the system's log tell of a failing disk?"
+        return f"SIGBUS came from a model file that changed: {'; '.join(changes)}; put the whole file back; {ADVICE}"
+
+
+def _mapped(directory: Path) -> list[Path]:
+    try:
+        return sorted(file for file in directory.iterdir() if file.suffix in MAPPED)
+    except OSError:  # the engine will say so
+        return []
+
+
+def _stat(file: Path) -> os.stat_result | None:
+    try:
+        return file.stat()
+    except OSError:
+        return None
+
+
+def _change(file: Path, then: os.stat_result) -> str | None:
+    """Return what happened to the file that was mapped; None if nothing did, or another file has its name now."""
+    now = _stat(file)
+    if now is None or (now.st_dev, now.st_ino) != (then.st_dev, then.st_ino):
+        return None
+    if now.st_size != then.st_size:
+        return f"{file.resolve()} had {then.st_size} bytes when it was loaded and has {now.st_size} now"
+    return f"{file.resolve()} was written to" if now.st_mtime_ns != then.st_mtime_ns else None

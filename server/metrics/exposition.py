@@ -1,0 +1,156 @@
+"""Writes metrics as text for Prometheus, from a snapshot of the engine's: the families, and a flat list of numbers.
+
+The engine counts in the list, and knows where in it a series begins (`registry.py`). The API process that serves
+/metrics writes the text, so that no step waits for it. Knows no single metric, and imports no engine.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import accumulate
+from typing import Any, Literal, cast
+
+import msgspec
+from prometheus_client import CollectorRegistry, Metric, generate_latest
+from prometheus_client.core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+    InfoMetricFamily,
+    SummaryMetricFamily,
+)
+from prometheus_client.openmetrics.exposition import generate_latest as generate_openmetrics
+from prometheus_client.registry import Collector
+from prometheus_client.utils import floatToGoString
+
+Kind = Literal["counter", "gauge", "histogram", "summary", "info"]
+METRICS: Mapping[Kind, Any] = {
+    "counter": CounterMetricFamily,
+    "gauge": GaugeMetricFamily,
+    "histogram": HistogramMetricFamily,
+    "summary": SummaryMetricFamily,
+    "info": InfoMetricFamily,
+}
+
+
+class Series(msgspec.Struct, frozen=True, array_like=True):
+    """One series of a family: the values of its labels, and those of an info metric."""
+
+    labels: tuple[str, ...]
+    info: dict[str, str] = {}
+
+
+class FamilyShape(msgspec.Struct, frozen=True, array_like=True):
+    """A family's names and series; `width` is the number of values that each series has in the list."""
+
+    kind: Kind
+    name: str  # without `_total` and `_info`
+    help: str
+    labels: tuple[str, ...]
+    edges: tuple[float, ...]  # upper bounds of a histogram's buckets; above the last there is one more
+    series: tuple[Series, ...]
+
+    @property
+    def width(self) -> int:
+        """Return the number of values of a series. Histogram: a count for each bucket, the sum; summary: count, sum."""
+        match self.kind:
+            case "histogram":
+                return len(self.edges) + 2
+            case "summary":
+                return 2
+            case "info":
+                return 0
+        return 1
+
+
+class Snapshot(msgspec.Struct, frozen=True):
+    """The engine's message: the encoded families, which stay the same, and their numbers as an array of doubles."""
+
+    families: msgspec.Raw
+    numbers: bytes
+
+
+_FAMILIES: msgspec.msgpack.Decoder[tuple[FamilyShape, ...]] = msgspec.msgpack.Decoder(tuple[FamilyShape, ...])
+_SNAPSHOT: msgspec.msgpack.Decoder[Snapshot] = msgspec.msgpack.Decoder(Snapshot)
+
+
+class Renderer:
+    """Writes snapshots as text; keeps the parts that do not change from one to the next."""
+
+    def __init__(self) -> None:
+        self._encoded = b""
+        self._families: tuple[FamilyShape, ...] = ()
+        self._templates: dict[bool, list[str]] = {}  # by whether it is OpenMetrics
+
+    def text(self, encoded: bytes, *, openmetrics: bool) -> bytes:
+        """Return an encoded Snapshot in Prometheus' text format, or in OpenMetrics 1.0."""
+        snapshot = _SNAPSHOT.decode(encoded)
+        if bytes(snapshot.families) != self._encoded:
+            self._encoded = bytes(snapshot.families)
+            self._families, self._templates = _FAMILIES.decode(self._encoded), {}
+        if openmetrics not in self._templates:
+            self._templates[openmetrics] = _template(self._families, openmetrics=openmetrics)
+        numbers = array("d", snapshot.numbers)
+        before = self._templates[openmetrics]
+        values = map(floatToGoString, _values(self._families, numbers))
+        samples = "".join([part for pair in zip(before[:-1], values, strict=True) for part in pair])
+        return (samples + before[-1]).encode()
+
+
+def _values(families: Sequence[FamilyShape], numbers: Sequence[float]) -> Iterator[float]:
+    """Yield the value of every sample, in the order of the text."""
+    at = 0
+    for family in families:
+        for _ in family.series:
+            own = numbers[at : at + family.width]
+            at += family.width
+            match family.kind:
+                case "histogram":
+                    buckets = list(accumulate(own[:-1]))
+                    yield from (*buckets, buckets[-1], own[-1])
+                case "info":
+                    yield 1.0
+                case _:
+                    yield from own
+
+
+def _template(families: Sequence[FamilyShape], *, openmetrics: bool) -> list[str]:
+    """Return what stands before each sample's value, and behind the last one; prometheus_client writes it."""
+    registry = CollectorRegistry()
+    registry.register(_Empty(families))
+    text = (generate_openmetrics if openmetrics else generate_latest)(registry).decode()
+    before = [""]
+    for line in text.split("\n")[:-1]:  # not splitlines(): a label may have other line separators
+        if line.startswith("#"):
+            before[-1] += f"{line}\n"
+        else:
+            before[-1] += line.rpartition(" ")[0] + " "
+            before.append("\n")
+    return before
+
+
+class _Empty(Collector):
+    """Families whose values are all zero."""
+
+    def __init__(self, families: Sequence[FamilyShape]) -> None:
+        self._families = families
+
+    def collect(self) -> Iterator[Metric]:
+        return map(_empty, self._families)
+
+
+def _empty(family: FamilyShape) -> Metric:
+    metric: Any = METRICS[family.kind](family.name, family.help, labels=family.labels)
+    for series in family.series:
+        match family.kind:
+            case "histogram":
+                edges = [*map(floatToGoString, family.edges), "+Inf"]
+                metric.add_metric(series.labels, [(edge, 0) for edge in edges], 0)
+            case "summary":
+                metric.add_metric(series.labels, 0, 0)
+            case "info":
+                metric.add_metric(series.labels, series.info)
+            case _:
+                metric.add_metric(series.labels, 0)
+    return cast(Metric, metric)

@@ -1,0 +1,93 @@
+"""`kvmux profile --url`: has a running server record its next steps, keeps the trace and prints the table.
+
+Knows the route and its answer; loads neither torch nor a model.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import httpx
+from rich import box
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from config.errors import SettingsError
+from config.settings import load
+from server.profiling.flags import Wanted
+
+OWN = ("url", "steps", "seconds", "trace")
+TOKEN = "admin_token"
+SECONDS = 10.0  # of a recording, if nothing else is wanted
+PATIENCE = 150.0  # seconds that the answer may take besides
+ROWS = 25
+
+
+def run(file: Path | None, options: dict[str, Any]) -> int:
+    """`file` may hold the admin token; `options` are the flags given. Raises SettingsError."""
+    wanted = {name: options.pop(name) for name in OWN if name in options}
+    if others := sorted(options.keys() - {TOKEN}):
+        flags = ", ".join("--" + name.replace("_", "-") for name in others)
+        raise SettingsError(f"{flags}: a running server has its own; with --url only --steps, --seconds and --trace do")
+    trace: Path = wanted.pop("trace", Wanted.trace)
+    token = load(file, options).admin_token
+    if token is None:
+        raise SettingsError("--url: give the server's admin token: KVMUX_ADMIN_TOKEN, --admin-token or a settings file")
+    with _writing(trace).open("ab"):  # before anything slow; what an older one holds stays until there is another
+        pass
+    answer = _ask(wanted.pop("url"), token, wanted)
+    told = json.loads(answer)["kvmux"]
+    _writing(trace).write_bytes(answer)
+    Console(soft_wrap=True).print(_text(told, trace))
+    Console().print(_table(told["table"]))
+    return 0
+
+
+def _writing(trace: Path) -> Path:
+    """Return the file. Raises SettingsError if its folder is missing."""
+    if not trace.absolute().parent.is_dir():
+        raise SettingsError(f"--trace: there is no folder {trace.parent}")
+    return trace
+
+
+def _ask(url: str, token: str, wanted: Mapping[str, Any]) -> bytes:
+    """Return the server's answer. Raises SettingsError with what it says otherwise."""
+    timeout = wanted.get("seconds", SECONDS) + PATIENCE
+    headers = {"Authorization": f"Bearer {token}"}
+    try:
+        with Console(stderr=True).status("the server records its next steps"):
+            answer = httpx.post(f"{url.rstrip('/')}/v1/profile", json=wanted, headers=headers, timeout=timeout)
+    except (httpx.HTTPError, httpx.InvalidURL) as error:
+        raise SettingsError(f"--url: {url} does not answer: {error}") from None
+    if answer.status_code != 200:
+        raise SettingsError(f"--url: {_message(answer)}")
+    return answer.content
+
+
+def _message(answer: httpx.Response) -> str:
+    try:
+        return str(answer.json()["error"]["message"])
+    except (ValueError, KeyError, TypeError):
+        return f"the server answered {answer.status_code}: is it kvmux?"
+
+
+def _text(told: Mapping[str, Any], trace: Path) -> str:
+    found = f"{told['steps']} steps in {told['seconds']:.2f} s, {told['model']}"
+    if not told["steps"]:
+        found += ": no request ran meanwhile, so there is nothing to see"
+    return escape(f"{found}\nthe trace for https://ui.perfetto.dev or chrome://tracing is in {trace}")
+
+
+def _table(rows: list[dict[str, Any]]) -> Table:
+    table = Table(box=box.MARKDOWN)
+    table.add_column("name", overflow="fold")
+    for column in ("kind", "calls", "ms", "ms of its own"):
+        table.add_column(column, justify="right")
+    for row in rows[:ROWS]:
+        times = (f"{row[each] * 1e3:.3f}" for each in ("seconds", "own_seconds"))
+        table.add_row(escape(row["name"]), row["kind"], str(row["calls"]), *times)
+    return table

@@ -1,0 +1,40 @@
+"""stdin, stdout and stderr that may be closed, on a full disk, or a pipe whose reader is gone.
+
+None of that is a reason to end a server. Does not know what is printed.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from typing import TextIO
+
+STDERR = 2
+
+
+def open_missing() -> None:
+    """Open /dev/null in place of the streams that are closed, before a socket or a file gets one of their numbers."""
+    while (number := os.open(os.devnull, os.O_RDWR)) <= STDERR:
+        os.set_inheritable(number, True)
+    os.close(number)
+    if sys.stdout is None:
+        sys.stdout = os.fdopen(1, "w", encoding="utf-8", closefd=False)
+    if sys.stderr is None:
+        sys.stderr = os.fdopen(2, "w", encoding="utf-8", errors="backslashreplace", closefd=False)
+
+
+def say(text: str, stream: TextIO) -> None:
+    """Print a text; if it cannot be written, drop it and everything that follows."""
+    try:
+        encoding = stream.encoding or "utf-8"
+        print(text.encode(encoding, "backslashreplace").decode(encoding), file=stream)
+        stream.flush()
+    except OSError:
+        discard(stream)
+
+
+def discard(stream: TextIO) -> None:
+    """Redirect a stream to /dev/null: what it could not write is tried again, and would fail, when the program ends."""
+    null = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(null, stream.fileno())
+    os.close(null)

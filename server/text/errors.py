@@ -1,0 +1,70 @@
+"""Errors between texts and tokens, in words for the client. Knows neither HTTP nor processes."""
+
+from __future__ import annotations
+
+
+class TextError(Exception):
+    """The tokens of a text, or the text of tokens, could not be found; the message is for the client."""
+
+
+class TextRefused(TextError):
+    """This text, or these messages, cannot be read; another attempt ends in the same way."""
+
+    code: str | None = None  # of the error that the client gets
+
+
+class TextUnavailable(TextError):
+    """No text can be read at the moment; a later attempt may succeed."""
+
+
+class ChatTemplateError(TextRefused):
+    """The chat template makes no prompt of these messages."""
+
+
+class TextTooLong(TextRefused):
+    """The prompt made of these messages has more characters than can be read, or can fit the context."""
+
+    code = "context_length_exceeded"
+
+
+class InfillError(TextRefused):
+    """The model cannot fill in the middle."""
+
+
+class TokenizerError(TextRefused):
+    """The model's tokenizer failed; the message may quote the text."""
+
+    code = "tokenizer_failed"
+
+
+class TextLimitError(TextRefused):
+    """Reading a text took more time or memory than is allowed, or ended the process that did it."""
+
+    def __init__(self, message: str, code: str) -> None:
+        super().__init__(message)
+        self.code = code
+
+
+LONGEST_REASON = 300  # characters of what a library says
+
+
+def shortened(error: BaseException) -> str:
+    """Return an exception's message, cut to a few lines."""
+    return str(error)[:LONGEST_REASON]
+
+
+def readable(error: BaseException, what: str = "the model's tokenizer fails on this text") -> BaseException:
+    """Return a TokenizerError for an exception of the tokenizers library; return any other exception unchanged."""
+    if isinstance(error, TextError | MemoryError):
+        return error
+    if from_library(error):
+        return TokenizerError(f"{what}: {shortened(error)}")
+    return error
+
+
+def from_library(error: BaseException) -> bool:
+    """Return whether the tokenizers library may have raised it: an Exception, or a panic of its Rust code.
+
+    The class of a panic derives from BaseException, and cannot be imported.
+    """
+    return isinstance(error, Exception) or type(error).__name__ == "PanicException"

@@ -1,0 +1,79 @@
+"""The number of characters of a text that one token can stand for: longer texts are refused before tokenising.
+
+There is such a number for tokenizers that leave out nothing of a text. Knows neither requests nor the context's length.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable
+from typing import Any
+
+import tokenizers
+from tokenizers import models, pre_tokenizers
+
+COMPOSED = 4  # characters that become one when composed, at most; Unicode's longest canonical decomposition
+NORMALIZERS = {  # characters of a text that become one, at most; others may leave out any number
+    "NFC": COMPOSED,
+    "NFKC": COMPOSED,
+    "NFD": 1,
+    "NFKD": 1,
+    "Lowercase": 1,
+    "Prepend": 1,
+    "ByteLevel": 1,
+}
+PRE_TOKENIZERS = {"ByteLevel", "Metaspace", "Digits"}  # cut a text and keep all of it; UnicodeScripts loses spaces
+CUTTING = {"Split", "Punctuation"}  # keep all of it unless they remove what they find
+BYTES = {f"<0x{byte:02X}>" for byte in range(256)}
+
+
+def longest_token(backend: tokenizers.Tokenizer) -> int | None:
+    """Return the largest number of characters that one token stands for; None if there is no such number."""
+    shrinks = math.prod(map(_normalized, _parts(backend.normalizer, "normalizers")))
+    vocabulary = backend.get_vocab()
+    keeps_all = (
+        math.isfinite(shrinks)
+        and all(map(_keeps_text, _parts(backend.pre_tokenizer, "pretokenizers")))
+        and not any(token.lstrip or token.rstrip for token in backend.get_added_tokens_decoder().values())
+        and _knows_every_character(backend, vocabulary)
+    )
+    return int(shrinks) * max(map(len, vocabulary), default=1) if keeps_all else None
+
+
+def _parts(component: Any, within: str) -> list[dict[str, Any]]:
+    """Return the settings of a tokenizer's component; of a sequence, those of all its parts."""
+    return [] if component is None else list(_flat(json.loads(component.__getstate__()), within))
+
+
+def _flat(component: dict[str, Any], within: str) -> Iterable[dict[str, Any]]:
+    if component["type"] != "Sequence":
+        return [component]
+    return [part for inner in component[within] for part in _flat(inner, within)]
+
+
+def _normalized(normalizer: dict[str, Any]) -> float:
+    """Return the largest number of characters that a normalizer turns into one."""
+    match normalizer:
+        case {"type": "Replace", "pattern": {"String": str(pattern)}, "content": str(content)} if content:
+            return 1 if len(content) >= len(pattern) else len(pattern)
+    return NORMALIZERS.get(normalizer["type"], math.inf)
+
+
+def _keeps_text(pre_tokenizer: dict[str, Any]) -> bool:
+    kind = pre_tokenizer["type"]
+    return kind in PRE_TOKENIZERS or (kind in CUTTING and pre_tokenizer["behavior"] != "Removed")
+
+
+def _knows_every_character(backend: tokenizers.Tokenizer, vocabulary: dict[str, int]) -> bool:
+    """Return whether no character is left out, and no two are one unknown token."""
+    model = backend.model
+    if not isinstance(model, models.BPE):  # of others, unknown words are one token however long they are
+        return False
+    if model.byte_fallback and vocabulary.keys() >= BYTES:
+        return True
+    if model.unk_token is not None and not model.fuse_unk:
+        return model.unk_token in vocabulary
+    parts = _parts(backend.normalizer, "normalizers") + _parts(backend.pre_tokenizer, "pretokenizers")
+    of_bytes = any(part["type"] == "ByteLevel" for part in parts)
+    return of_bytes and vocabulary.keys() >= set(pre_tokenizers.ByteLevel.alphabet())

@@ -1,0 +1,108 @@
+"""Messages between an API worker and a process that reads texts. Data only.
+
+Messages to the process are pickled, which takes whatever JSON can express (integers of any length, too); only the
+worker can send them. Answers are msgpack, read strictly: the process runs code that came with the model.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal, TypeAlias
+
+import msgspec
+
+from server.text.errors import ChatTemplateError, InfillError, TextRefused, TextTooLong, TokenizerError
+
+
+# ---------------------------------------------------------------- to the process
+class Start(msgspec.Struct, frozen=True):
+    """The first message: what to load, and within which limits."""
+
+    directory: str
+    seconds: float  # for one call; the process ends itself when they are over
+    memory: int  # bytes for calls, beyond what is there once all is loaded
+    load_memory: int  # bytes for loading
+    with_vocabulary: bool  # send the vocabulary once it is loaded
+
+
+class Encode(msgspec.Struct, frozen=True):
+    """Encode a text as ids."""
+
+    text: str
+    add_special_tokens: bool
+
+
+class EncodeChat(msgspec.Struct, frozen=True):
+    """Render a conversation as a prompt and encode it; one of more than `longest` characters is refused."""
+
+    messages: list[dict[str, Any]]
+    longest: int
+    add_special_tokens: bool = False
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+    variables: dict[str, Any] = {}
+
+
+class Infill(msgspec.Struct, frozen=True):
+    """Encode a prompt after which the model writes what stands between prefix and suffix."""
+
+    prefix: str
+    suffix: str
+
+
+class Decode(msgspec.Struct, frozen=True):
+    """Decode ids to a text."""
+
+    ids: list[int]
+    skip_special_tokens: bool
+
+
+Call: TypeAlias = Encode | EncodeChat | Infill | Decode
+
+
+# ---------------------------------------------------------------- and back
+class VocabularyData(msgspec.Struct, frozen=True):
+    """What decoding needs of a tokenizer."""
+
+    tokens: list[str | None]  # by id; None: this id is not a token
+    special: list[int]
+    decoder: str | None  # as tokenizer.json describes it
+    longest_token: int | None = None  # characters of text in one token, at most; None: any number
+
+
+class Loaded(msgspec.Struct, tag=True, frozen=True):
+    """The first answer: calls may come."""
+
+    vocabulary: VocabularyData | None
+
+
+class Broken(msgspec.Struct, tag=True, frozen=True):
+    """The first answer and the last: the model's files cannot be used, and why."""
+
+    message: str
+
+
+class Encoded(msgspec.Struct, tag=True, frozen=True):
+    """The result of a call: ids, a text, or both."""
+
+    ids: list[int] = []
+    text: str = ""
+
+
+Kind: TypeAlias = Literal["template", "length", "infill", "tokenizer", "memory"]
+REFUSALS: dict[Kind, type[TextRefused]] = {  # the exception of each kind of refusal; "memory" ends the process
+    "template": ChatTemplateError,
+    "length": TextTooLong,
+    "infill": InfillError,
+    "tokenizer": TokenizerError,
+}
+
+
+class Refused(msgspec.Struct, tag=True, frozen=True):
+    """There is no result, and why. A refusal of the kind "memory" is the process's last message."""
+
+    kind: Kind
+    message: str
+
+
+Answer: TypeAlias = Encoded | Refused
+FromProcess: TypeAlias = Loaded | Broken | Encoded | Refused

@@ -1,0 +1,134 @@
+"""A model's tokens as text: the part of a tokenizer that an API worker holds itself, as it decodes at every step.
+
+It is a table from ids to tokens and the tokenizer's decoder. The decoder comes with the model, so only kinds are
+accepted whose work is proportional to the text. Knows neither how texts become tokens nor where the table came from.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+import tokenizers
+
+from config.errors import SettingsError
+from server.text.errors import readable
+from server.text.longest_token import longest_token
+from server.text.messages import VocabularyData
+from server.text.token_text import as_text, reader_of, steps_of
+
+MOST_TOKENS = 2**23  # ids; the largest vocabularies have a few hundred thousand
+LONGEST_TOKEN = 2**13  # characters
+MOST_STEPS = 16  # of a decoder
+MOST_GROWTH = 64  # times longer than its tokens a text may become
+LINEAR = frozenset({"ByteFallback", "ByteLevel", "BPEDecoder", "CTC", "Fuse", "Metaspace", "Strip", "WordPiece"})
+
+
+def vocabulary_of(backend: tokenizers.Tokenizer) -> VocabularyData:
+    """Return what decoding needs of a tokenizer. Raises SettingsError for what cannot be decoded in bounded time."""
+    end = max(backend.get_vocab().values(), default=-1) + 1
+    if end > MOST_TOKENS:
+        raise SettingsError(f"model: its tokenizer has the token id {end - 1}; ids should be below {MOST_TOKENS}")
+    tokens = [backend.id_to_token(token) for token in range(end)]
+    if (longest := max((len(token) for token in tokens if token), default=0)) > LONGEST_TOKEN:
+        raise SettingsError(f"model: its tokenizer has a token of {longest} characters; at most {LONGEST_TOKEN}")
+    spelled = {token.content for token in backend.get_added_tokens_decoder().values() if token.special}
+    special = [index for index, token in enumerate(tokens) if token in spelled]
+    decoder = backend.decoder.__getstate__().decode() if backend.decoder else None
+    check_decoder(_parsed(decoder))
+    return VocabularyData(tokens, special, decoder, longest_token(backend))
+
+
+def check_decoder(decoder: dict[str, Any] | None) -> None:
+    """Raise SettingsError for a decoder whose work may grow faster than the text it makes."""
+    steps = steps_of(decoder)
+    if len(steps) > MOST_STEPS:
+        raise SettingsError(f"model: its tokenizer's decoder has {len(steps)} steps; at most {MOST_STEPS}")
+    growth = 1.0
+    for step in steps:
+        growth *= _growth(step)
+    if growth > MOST_GROWTH:
+        raise SettingsError(f"model: its tokenizer's decoder makes texts more than {MOST_GROWTH} times longer")
+
+
+def _growth(step: dict[str, Any]) -> float:
+    """Return how many times longer a step makes a text, at most."""
+    match step:
+        case {"type": "Replace", "pattern": {"String": str(old)}, "content": str(new)}:
+            return max(1.0, len(new.encode()) / len(old.encode()) if old else 1.0 + len(new.encode()))
+        case {"type": "BPEDecoder" | "CTC"}:  # a space for what may be empty
+            return 2.0
+        case {"type": kind} if kind in LINEAR:
+            return 1.0
+    raise SettingsError(
+        f"model: its tokenizer's decoder has a step {step.get('type')!r} that may take any time (a regular expression, "
+        "or a kind that is not known); replace it in tokenizer.json by one with a string"
+    )
+
+
+class Vocabulary:
+    """Decodes ids. Built once, from what `vocabulary_of` returned."""
+
+    def __init__(self, data: VocabularyData) -> None:
+        """Build the table. Raises SettingsError for a decoder that `check_decoder` refuses."""
+        decoder = _parsed(data.decoder)
+        check_decoder(decoder)
+        self._decoder = None if decoder is None else _decoder_of(decoder)
+        self._read = reader_of(decoder)
+        self.longest_token = data.longest_token
+        self._tokens = data.tokens
+        self._special = frozenset(data.special)
+        self._shown = [None if token in self._special else text for token, text in enumerate(data.tokens)]
+
+    @property
+    def vocab_size(self) -> int:
+        """Return the number of tokens; a model may have room for more."""
+        return sum(token is not None for token in self._tokens)
+
+    def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        """Return the text of a few ids; special tokens are left out, or spelled as they are.
+
+        Ids that are not tokens have no text. Raises TokenizerError.
+        """
+        table = self._shown if skip_special_tokens else self._tokens
+        end = len(table)
+        pieces = [piece for token in ids if 0 <= token < end and (piece := table[token]) is not None]
+        if self._decoder is None:
+            return " ".join(pieces)
+        try:
+            return str(self._decoder.decode(pieces))
+        except BaseException as error:
+            raise readable(error, "the model's tokenizer cannot decode these tokens") from None
+
+    def has_text(self, token: int, *, skip_special_tokens: bool = True) -> bool:
+        """Return False for what has no text: ids outside the vocabulary, and special tokens if they are skipped."""
+        table = self._shown if skip_special_tokens else self._tokens
+        return 0 <= token < len(table) and table[token] is not None
+
+    def piece(self, token: int) -> str:
+        """Return a token as the vocabulary writes it, such as "\u0120hello"; empty for an id that is not a token."""
+        return (self._tokens[token] or "") if 0 <= token < len(self._tokens) else ""
+
+    def token_bytes(self, token: int) -> bytes:
+        """Return what one token adds to a text, as UTF-8 or a part of it; a special token as it is spelled.
+
+        Together the tokens of a text are its bytes, but for what the tokenizer itself adds: special tokens, and the
+        space that SentencePiece puts before a text (and decoding takes away again).
+        """
+        piece = self.piece(token)
+        return piece.encode() if token in self._special else self._read(piece)
+
+    def token_string(self, token: int) -> str:
+        """Return a token as OpenAI writes it: text, or "bytes:\\xe2\\x80" if it is only a part of a character."""
+        return as_text(self.token_bytes(token))
+
+
+def _parsed(decoder: str | None) -> dict[str, Any] | None:
+    return None if decoder is None else dict(json.loads(decoder))
+
+
+def _decoder_of(described: dict[str, Any]) -> Any:
+    """Return the library's decoder; it is made only as a part of a tokenizer."""
+    empty = {"type": "WordLevel", "vocab": {}, "unk_token": ""}
+    return tokenizers.Tokenizer.from_str(json.dumps({"version": "1.0", "model": empty, "decoder": described})).decoder

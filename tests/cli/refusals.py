@@ -1,0 +1,24 @@
+"""What `kvmux serve` says about what it cannot do."""
+
+from __future__ import annotations
+
+import pytest
+
+from server import cli
+
+# of an engine that is built quickly
+SMALL = {"kernels": "reference", "kv_memory": "8MiB", "max_num_seqs": 2, "dtype": "float32", "threads": 1}
+
+
+def outcome(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    """What `kvmux serve` prints about what it cannot do: one line, or nothing if it can."""
+    try:
+        code = cli.main(["serve", *arguments])
+    except SystemExit as exit_:
+        code = exit_.code if isinstance(exit_.code, int) else 1
+    told = capsys.readouterr().err
+    lines = told.splitlines()
+    assert (code, len(lines)) in ((0, 0), (2, 1)), (arguments, code, told[:2000])
+    assert "Traceback" not in told
+    assert len(told) < 3000, "a value is not repeated whole"
+    return told

@@ -1,0 +1,196 @@
+"""No value of a setting ends in a traceback: it is taken, or one sentence says why not.
+
+Values are drawn anew in each run. All run in this process, up to the supervisor or through the building of an engine.
+"""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cache_strategies import registry
+from config.errors import SettingsError
+from config.settings import Settings, load
+from config.sources import env_name, flag_name
+from server import cli
+from server.engine.about import summary
+from server.engine.build import build_engine
+from server.flags import is_scalar
+from tests.cli.permissions import permissions_hold
+from tests.cli.refusals import SMALL, outcome
+
+pytestmark = pytest.mark.timeout(300)
+
+HUGE = "9" * 5000
+LONG = "x" * 100_000
+
+WORDS = [  # as a flag or a variable says them
+    *("", "0", "-1", "1.5", "1e999", "nan", "inf", "-inf", "1e30", str(10**30), HUGE, "0x10", "1_000", "\uff11\uff12"),
+    *(
+        "x",
+        "true",
+        "null",
+        "None",
+        "[]",
+        "{}",
+        LONG,
+        "\x1b[31m",
+        "a\nb",
+        " ",
+        "\t",
+        "\udc80",
+        "\u00e9",
+        "%s",
+        "${HOME}",
+    ),
+    *("~", "~nobody-here/x", "/", "/dev/null", "..", "a,b", ",", "a..b", "[::", "1.2.3.4.5", "10EiB", "1e999GiB"),
+]
+TOML = [
+    *('""', "0", "-1", "1.5", "nan", "inf", "-inf", str(10**30), str(-(10**30)), "1e400", "true", "[]", "{}", "[[]]"),
+    *(r'"a\u0000b"', r'"\u001b[31m"', r'"a\nb"', "1979-05-27", "07:32:00", f'"{LONG}"', "[{}]", '["a", "b"]', "[nan]"),
+    *("{a = {b = {}}}", "[" * 90 + "]" * 90),
+]
+
+
+@pytest.fixture
+def draw() -> random.Random:
+    seed = random.randrange(2**32)
+    print("seed", seed)
+    return random.Random(seed)
+
+
+@pytest.fixture
+def any_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cli, "located", lambda settings: settings)
+
+
+# -------------------------------------------------------------------- settings
+@pytest.mark.usefixtures("started", "any_model")
+@pytest.mark.parametrize("name", Settings.model_fields)
+def test_any_value_of_any_setting(
+    name: str, draw: random.Random, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    field = Settings.model_fields[name]
+    port = {} if name == "port" else {"KVMUX_PORT": "0"}
+    monkeypatch.delenv("KVMUX_PORT")
+    for variable, value in port.items():
+        monkeypatch.setenv(variable, value)
+    if is_scalar(field.annotation) and field.annotation is not bool:
+        for word in draw.sample(WORDS, 6):
+            outcome(capsys, f"{flag_name(name)}={word}")
+    file = tmp_path / "kvmux.toml"
+    for value in draw.sample(TOML, 5):
+        file.write_text(f"{name} = {value}\n", encoding="utf-8")
+        outcome(capsys, "--config", str(file))
+    for word in draw.sample(WORDS, 6):
+        monkeypatch.setenv(env_name(name), word)
+        outcome(capsys)
+
+
+def nested(count: int) -> str:
+    return "[" * count + "]" * count
+
+
+FILES: dict[str, bytes] = {
+    "empty": b"",
+    "binary": bytes(range(256)),
+    "zeros": bytes(100),
+    "no_toml": b'{"port": 0}',
+    "not_closed": b'model = "',
+    "digits": b"port = " + b"9" * 10_000,
+    "deep": f"model = {nested(100_000)}".encode(),
+    "deep_options": f"[strategies.x]\nkind = 'paged'\nblock_size = {nested(90)}".encode(),
+    "dotted": b"strategies." + b"a." * 2000 + b"b = 1",
+    "twice": b"port = 0\nport = 0",
+    "instance_of_nothing": b"[strategies.x]",
+    "strange_names": b'[strategies."\\n"]\nkind = "paged"\n[strategies.""]\nkind = "paged"',
+    "kind_of_all_kinds": b"[strategies.x]\nkind = {a = 1}",
+    "rule_beyond": b'[[rules]]\nuse = "paged"\nkv_usage_above = 1e300',
+}
+VARIABLES: list[tuple[str, str]] = [
+    *(("KVMUX_STRATEGIES", text) for text in ("", "{", "NaN", "[]", '"x"', '{"x": 3}', nested(100_000), nested(900))),
+    ("KVMUX_STRATEGIES", f'{{"x": {{"kind": "paged", "o": {nested(900)}}}}}'),
+    ("KVMUX_STRATEGIES", '{"\\ud800": {"kind": "paged"}}'),
+    ("KVMUX_STRATEGIES", '{"x": {"kind": "\\u0000"}}'),
+    ("KVMUX_RULES", '[{"use": "paged", "min_priority": 1e999}]'),
+    ("KVMUX_RULES", f'[{{"use": "paged", "min_prompt_tokens": {HUGE}}}]'),
+    ("KVMUX_STRATEGIES__", "1"),
+    ("KVMUX_STRATEGIES____X", "1"),
+    ("KVMUX_STRATEGIES__X__KIND__Y", "1"),
+    ("KVMUX_STRATEGIES__X__" + "A__" * 3000 + "B", "1"),
+    ("KVMUX_\udc80", "1"),
+    ("KVMUX_a\nb", "1"),
+    ("KVMUX_" + "x" * 10_000, "1"),
+    ("KVMUX_", "1"),
+    ("KVMUX_CONFIG", "/"),
+    ("KVMUX_CONFIG", "\udc80"),
+    ("KVMUX_CONFIG", "x" * 5000),
+]
+
+
+@pytest.mark.usefixtures("started", "any_model")
+@pytest.mark.parametrize("name", FILES)
+def test_any_settings_file(name: str, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    file = tmp_path / "kvmux.toml"
+    file.write_bytes(FILES[name])
+    assert (outcome(capsys, "--config", str(file)) == "") is (name == "empty")
+    file.chmod(0)
+    with permissions_hold():
+        assert "Permission denied" in outcome(capsys, "--config", str(file))
+
+
+@pytest.mark.usefixtures("started", "any_model")
+@pytest.mark.parametrize(("name", "value"), VARIABLES)
+def test_any_variable(
+    name: str, value: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(name, value)
+    assert outcome(capsys)
+
+
+# -------------------------------------------------------------------- what only the engine can check
+NUMBERS: list[Any] = [
+    *(0, -1, 1, 3, 7, 10**6, 10**12, 2**31, 2**63, 10**30, 1.5, float("nan"), float("inf"), True),
+    *("", "x", "1", "1e9", HUGE, None, [], {}, [[]]),
+]
+SIZES = ["0", "1", "3", "1023", "65536", str(10**6), str(2**31), str(2**63), str(10**30), "1e-300", "10EiB"]
+SIZED = (
+    *("max_seq_len", "max_num_seqs", "max_step_tokens", "kv_overcommit", "kv_memory_share", "max_waiting"),
+    *("max_choices", "max_body_bytes", "num_speculative_tokens"),
+)
+
+
+def built(**settings: Any) -> None:
+    """An engine, or a sentence."""
+    told = ""
+    try:
+        summary(build_engine(load(None, SMALL | settings)))
+    except SettingsError as error:
+        told = str(error)
+    assert "\n" not in told
+
+
+@pytest.mark.parametrize("kind", registry.BUILTIN)
+def test_any_value_of_any_option_of_a_strategy(kind: str, draw: random.Random) -> None:
+    options = registry.load_kind(kind).options_type.model_fields
+    for option in options:
+        for value in draw.sample(NUMBERS, 5):
+            built(strategies={"x": {"kind": kind, option: value}})
+    for _ in range(5):
+        drawn = {option: draw.choice([0, 1, 2, 5, 64, 10**9, 10**12]) for option in options}
+        built(strategies={"x": {"kind": kind, **drawn}})
+
+
+@pytest.mark.parametrize("name", SIZED)
+def test_any_size(name: str, draw: random.Random) -> None:
+    for value in draw.sample(SIZES, 4):
+        built(**{name: value})
+
+
+@pytest.mark.parametrize("size", ["0", "1", "-1", "1e999GiB", "10EiB", str(2**64), HUGE, "1e-9GiB", "nan", "inf"])
+def test_any_amount_of_memory(size: str) -> None:
+    with pytest.raises(SettingsError):
+        build_engine(load(None, SMALL | {"kv_memory": size}))

@@ -1,0 +1,80 @@
+"""`system_fingerprint`: the same in every start, and another one where answers may be others."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from server.engine import fingerprint as fingerprint_module
+from server.engine.fingerprint import fingerprint
+from tests.engine.driving import Driver
+
+
+def of(directory: Path, **settings: Any) -> str:
+    return fingerprint(Driver(directory, **settings).engine)
+
+
+@pytest.fixture
+def mine(tiny: Path, tmp_path: Path) -> Path:
+    """A copy of the tiny model."""
+    return Path(shutil.copytree(tiny, tmp_path / "mine"))
+
+
+def test_the_same_in_every_start_whatever_changes_no_answer(tiny: Path, mine: Path) -> None:
+    first = of(tiny)
+    assert first.startswith("fp_")
+    assert len(first) == 19
+    assert of(tiny) == of(tiny, api_keys=["secret"], port=9, max_waiting=5, kv_memory="8MiB") == first
+    assert of(mine) == first, "a copy is the same model"
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"dtype": "bfloat16"},
+        {"weights": "bf16"},
+        {"kernels": "reference"},
+        {"max_step_tokens": 64},
+        {"default_strategy": "contiguous"},
+        {"strategies": {"sliding_window": {"kind": "sliding_window", "window": 64}}},
+    ],
+    ids=str,
+)
+def test_another_for_settings_that_change_what_is_computed(tiny: Path, settings: dict[str, Any]) -> None:
+    assert of(tiny, **settings) != of(tiny)
+
+
+def test_another_for_another_version(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = of(tiny)
+    monkeypatch.setattr(fingerprint_module, "versions", lambda: {"version": "another"})
+    assert of(tiny) != first
+
+
+@pytest.mark.parametrize("small", [True, False])
+def test_another_for_other_weights(mine: Path, monkeypatch: pytest.MonkeyPatch, small: bool) -> None:
+    """By their bytes; large files by their size and the time of their change."""
+    monkeypatch.setattr(fingerprint_module, "SMALL", 2**24 if small else 0)
+    first = of(mine)
+    weights = next(mine.glob("*.safetensors"))
+    bytes_ = bytearray(weights.read_bytes())
+    bytes_[-1] ^= 1
+    weights.write_bytes(bytes_)
+    os.utime(weights, ns=(1, 1))
+    assert of(mine) != first
+
+
+def test_another_for_another_chat_template(mine: Path) -> None:
+    first = of(mine)
+    (mine / "additional_chat_templates").mkdir()
+    (mine / "additional_chat_templates" / "tool_use.jinja").write_text("hello")
+    assert of(mine) != first
+
+
+def test_a_file_that_cannot_be_read_is_no_part_of_the_model(mine: Path) -> None:
+    first = of(mine)
+    (mine / "dangling").symlink_to(mine / "nowhere")
+    assert of(mine) == first

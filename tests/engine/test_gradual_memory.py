@@ -1,0 +1,168 @@
+"""An engine is ready before all of its KV memory is there: what there is serves all that comes, more as more comes."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from kernels import reserved
+from kernels.arena import Arena
+from server.engine import build
+from server.engine.about import describe_caches, memory_of
+from server.engine.state import state_of
+from tests.engine.driving import Driver, strategies
+from tests.engine.reference import Reference, random_prompt
+
+MIB = 1 << 20
+SYSTEM_PAGE = 4096
+KINDS = ("paged", "contiguous", "sliding_window")
+LONGEST = 64  # tokens
+INSTANCES = strategies(
+    paged={"kind": "paged", "block_size": 4},
+    contiguous={"kind": "contiguous"},
+    sliding_window={"kind": "sliding_window", "window": LONGEST},  # which forgets nothing
+)
+COUNT = 20  # requests
+
+
+@pytest.fixture
+def slow(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Driver]:
+    """An engine with as little memory as it can begin with; more comes when the test says so."""
+    monkeypatch.setattr(reserved, "PIECE", SYSTEM_PAGE)
+    monkeypatch.setattr(build, "FIRST_BYTES", 0)
+    monkeypatch.setattr(Arena, "touch_rest", lambda *_: None)
+
+    def engine(kinds: tuple[str, ...] = KINDS, kernels: str = "auto") -> Driver:
+        instances = {kind: INSTANCES[kind] for kind in kinds}
+        limits = {"max_seq_len": LONGEST, "default_strategy": kinds[0]}
+        return Driver(tiny, gradual=True, strategies=instances, kv_memory="1MiB", kernels=kernels, **limits)
+
+    return engine
+
+
+def more(driver: Driver, size: int) -> None:
+    """So much more has come at each end that is used."""
+    memory = driver.core.arena._reserved
+    if memory is not None:
+        above = driver.core.arena.memory.nbytes - memory.above
+        memory.touch(below=memory.below and memory.below + size, above=above and above + size)
+
+
+def run_out(driver: Driver) -> None:
+    """No more will come."""
+    memory = driver.core.arena._reserved
+    assert memory is not None
+    memory.touch_rest(lambda: 0)
+    assert memory._thread is not None
+    memory._thread.join()
+
+
+def ask(driver: Driver, kinds: tuple[str, ...] = KINDS) -> dict[str, list[int]]:
+    """Requests for all kinds by turns, some as long as can be; their prompts by name."""
+    prompts = {str(i): random_prompt(8 + 7 * (i % 7), seed=i) for i in range(COUNT)}
+    for i, (name, prompt) in enumerate(prompts.items()):
+        driver.submit(name, prompt, 8 if i % 4 else LONGEST - len(prompt), kv_cache=kinds[i % len(kinds)])
+    return prompts
+
+
+def assert_right(driver: Driver, reference: Reference, prompts: dict[str, list[int]]) -> None:
+    for name, prompt in prompts.items():
+        told = driver.heard[name]
+        assert told.finish_reason == "length", name
+        assert told.tokens == reference.greedy(prompt, len(told.tokens)), name
+
+
+def test_an_engine_is_ready_before_all_memory_is_there(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Arena, "touch_rest", lambda *_: None)
+    driver = Driver(tiny, gradual=True, kv_memory="1GiB", max_num_seqs=4096)
+    arena = driver.core.arena
+    there = arena.usable * arena.page_bytes
+    assert build.FIRST_BYTES <= there < 4 * build.FIRST_BYTES < arena.total * arena.page_bytes
+    assert memory_of(arena) == {"bytes": arena.memory.nbytes, "usable_bytes": there}
+    for cache in driver.core.caches.values():
+        driver.submit(cache.name, random_prompt(50), 4, kv_cache=cache.name)
+    driver.run()
+    state = state_of(driver.core, {})
+    assert state.pool_held + state.pool_free == there
+    assert there + state.pool_untouched == arena.memory.nbytes
+
+
+def test_an_engine_that_is_built_by_itself_has_all_of_it(tiny: Path) -> None:
+    arena = Driver(tiny, kv_memory="128MiB", max_num_seqs=4096).core.arena
+    assert arena.usable == arena.total
+    arena.memory.fill_(1)
+
+
+@pytest.mark.parametrize("kinds", [KINDS, *((kind,) for kind in KINDS)])
+def test_requests_wait_for_memory_and_get_the_same_answers(
+    slow: Callable[..., Driver], reference: Reference, kinds: tuple[str, ...]
+) -> None:
+    """Where nothing comes for long, where it comes while they run, and where it comes at once."""
+    for size, pause in ((SYSTEM_PAGE, 30), (2 * SYSTEM_PAGE, 3), (MIB, 1)):
+        driver = slow(kinds)
+        arena = driver.core.arena
+        assert arena.usable < arena.total
+        prompts = ask(driver, kinds)
+        while driver.core.busy:
+            driver.step()
+            assert driver.limits.kv_bytes == arena.usable * arena.page_bytes
+            if len(driver.steps) % pause == 0:
+                more(driver, size)
+        assert_right(driver, reference, prompts)
+        assert max(len(step.report.parts) for step in driver.steps) == len(kinds) or size == SYSTEM_PAGE
+        more(driver, MIB)
+        driver.step()
+        assert arena.usable == arena.total
+        driver.assert_nothing_leaked()
+
+
+def test_plain_torch_writes_into_no_other_memory(slow: Callable[..., Driver], reference: Reference) -> None:
+    """Where there is none yet, a write ends the process."""
+    driver = slow(kernels="reference")
+    prompts = ask(driver)
+    driver.run()
+    assert driver.core.arena.untouched
+    assert_right(driver, reference, prompts)
+
+
+def test_a_request_of_any_length_runs_on_what_is_there_first(slow: Callable[..., Driver], reference: Reference) -> None:
+    for kind in KINDS:
+        driver = slow()
+        prompt = random_prompt(LONGEST - 4, seed=5)
+        heard = driver.submit(kind, prompt, 4, kv_cache=kind)
+        driver.run()
+        assert heard.tokens == reference.greedy(prompt, 4)
+        assert heard.preempted == 0
+
+
+def test_where_memory_runs_out_the_limit_is_what_there_is(
+    slow: Callable[..., Driver], reference: Reference, caplog: pytest.LogCaptureFixture
+) -> None:
+    """And everybody is answered, those who ran, those who waited and those who come later."""
+    driver = slow()
+    arena = driver.core.arena
+    prompts = ask(driver)
+    for _ in range(5):
+        driver.step()
+    more(driver, 2 * SYSTEM_PAGE)
+    driver.step()
+    assert not caplog.records
+    run_out(driver)
+    with caplog.at_level(logging.WARNING):
+        driver.step()
+    (record,) = caplog.records
+    assert record.getMessage().startswith("memory has run out: of ")
+    assert arena.usable == arena.total < arena.pages
+    assert memory_of(arena)["bytes"] == memory_of(arena)["usable_bytes"] < MIB
+    assert all(each["limit_bytes"] <= memory_of(arena)["bytes"] for each in describe_caches(driver.engine))
+    assert state_of(driver.core, {}).pool_untouched == 0
+    driver.run()
+    assert_right(driver, reference, prompts)
+    later = random_prompt(LONGEST - 4, seed=6)
+    for kind in KINDS:
+        driver.submit(f"later {kind}", later, 4, kv_cache=kind)
+    driver.run()
+    assert_right(driver, reference, {f"later {kind}": later for kind in KINDS})

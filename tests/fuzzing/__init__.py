@@ -1,0 +1,1 @@
+"""Random tests that draw anew each time, and the failures they have found: `make fuzz`."""

@@ -1,0 +1,22 @@
+"""Memory for tests of large offsets: tens of gigabytes of addresses, of which only the pages that are touched exist."""
+
+from __future__ import annotations
+
+import mmap
+import sys
+
+import pytest
+import torch
+from torch import Tensor
+
+NORESERVE = 0x4000 if sys.platform == "linux" else 0  # Python 3.11 has no name for it; elsewhere all memory is such
+
+
+def holes(size: int) -> Tensor:
+    """[size] uint8, all 0. Skips the test where a process may not have so many addresses."""
+    try:
+        return torch.frombuffer(
+            mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | NORESERVE), dtype=torch.uint8
+        )
+    except OSError as error:
+        pytest.skip(f"{size} bytes cannot be mapped: {error}")

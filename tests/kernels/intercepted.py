@@ -1,0 +1,119 @@
+"""The calls that `tried` makes of an operation, each handed on with what it takes to make it again.
+
+So whatever is tried of an operation can be tried with other arguments: an operation joins by its row of the table.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from inspect import signature
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kernels.layer import AttentionWeights, DecoderLayer, Factor, GatedWeights, Stack
+from kernels.ops import Attention, Ops
+from kernels.store import KVStore
+from kernels.table import Op
+
+CPU = torch.device("cpu")
+WRITTEN = ("out", "mirror")  # arguments that an operation writes into
+
+
+@dataclass(frozen=True)
+class Call:
+    """One call of an operation: its arguments by name, weights as they were before they were packed."""
+
+    op: Op
+    arguments: Mapping[str, Any]
+
+    def run(self, ops: Ops, **changed: Any) -> list[Tensor]:
+        """Return the results, whatever the call wrote into, and the memory of keys and values, which is put back."""
+        arguments = {**self.arguments, **changed}
+        for name in WRITTEN:
+            if isinstance(arguments.get(name), Tensor) and not arguments[name].is_meta:
+                arguments[name] = _copied(arguments[name])
+        memories = [store.arena.memory for store in _stores(arguments)]
+        before = [memory.clone() for memory in memories]
+        try:
+            found = getattr(ops, self.op.name)(**_packed(ops, self.op.name, arguments))
+            returned = [] if found is None else [found] if isinstance(found, Tensor) else list(found)
+            written = [arguments[name] for name in WRITTEN if name in arguments]
+            return returned + written + [memory.clone() for memory in memories]
+        finally:
+            for memory, old in zip(memories, before, strict=True):
+                memory.copy_(old)
+
+
+def calls(op: Op, ops: Ops, dtype: torch.dtype) -> Iterator[Call]:
+    """Yield every call of the operation that is tried in a dtype, before it is made."""
+    pending: list[Call] = []
+    watching: Any = _Watching(ops, op, pending.append)
+    for _ in op.tried(watching, dtype, CPU):
+        yield from pending
+        pending.clear()
+
+
+class _Watching:
+    """The operations, whose weights stay as they are until they are needed."""
+
+    def __init__(self, ops: Ops, op: Op, found: Callable[[Call], None]) -> None:
+        self._ops, self._op, self._found = ops, op, found
+
+    def packed(self, weight: Factor) -> Factor:
+        return weight
+
+    def stacked(self, layers: Sequence[DecoderLayer], dtype: torch.dtype) -> Stack:
+        return Stack(layers)
+
+    def __getattr__(self, name: str) -> Any:
+        run = getattr(self._ops, name)
+        return self._watched if name == self._op.name else run
+
+    def _watched(self, *args: Any, **kwargs: Any) -> Any:
+        bound = signature(getattr(self._ops, self._op.name)).bind(*args, **kwargs)
+        self._found(Call(self._op, bound.arguments))
+        return getattr(self._ops, self._op.name)(**_packed(self._ops, self._op.name, bound.arguments))
+
+
+def _packed(ops: Ops, name: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the arguments with weights as the backend multiplies them."""
+    packed = dict(arguments)
+    for key, value in arguments.items():
+        if isinstance(value, AttentionWeights | GatedWeights):
+            packed[key] = value.packed(ops)
+        elif isinstance(value, Stack):
+            packed[key] = ops.stacked([layer.packed(ops) for layer in value.layers], arguments["x"].dtype)
+        elif name in ("linear", "quantised_linear") and key == "weight":
+            packed[key] = ops.packed(value)
+    return packed
+
+
+def _stores(arguments: Mapping[str, Any]) -> list[KVStore]:
+    """Return the stores that a call may write into."""
+    attention: Attention | None = arguments.get("attention")
+    if attention is not None:
+        return [where.store for _, where in attention.stored or ()]
+    return [value for value in arguments.values() if isinstance(value, KVStore)]
+
+
+def real_tokens(attention: Any, *, unless_seeing: int | None = None) -> list[int]:
+    """Return the tokens of a step that are no padding, whose results are anything.
+
+    `unless_seeing`: without those that see a token, which are itself and those behind it in its row.
+    """
+    found: list[int] = []
+    for tokens, (_, at, _) in attention.stored:
+        begins = [tokens.start + first for first in at.q_start.tolist()]
+        for start, first, end in zip(at.start.tolist(), begins, begins[1:], strict=False):
+            if start >= 0:
+                sees = unless_seeing is not None and first <= unless_seeing < end
+                found += range(first, unless_seeing if sees and unless_seeing is not None else end)
+    return found
+
+
+def _copied(t: Tensor) -> Tensor:
+    """Return the same numbers, lying as they do."""
+    return torch.empty_strided(t.shape, t.stride(), dtype=t.dtype).copy_(t) if 0 not in t.stride() else t.clone()

@@ -1,0 +1,72 @@
+"""The ring of `sliding_window` at a large model's own geometry, launched by the strategy itself: a minute, or more."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from cache_strategies import registry
+from cache_strategies.base import Geometry, KVCache, Row, Seat
+from cache_strategies.table import TableCache
+from config.settings import StrategySettings
+from kernels.arena import Arena
+from kernels.metal.backend import MetalOps
+from kernels.metal.load import load_emulated
+from kernels.ops import LayerSpec
+from tests.contract.brute import attention, seen
+
+PHI4 = LayerSpec(10, 40, 128, 128, scale=128**-0.5)  # each of its 40 layers
+LAYERS, WINDOW, SINKS, CHUNK = 40, 4096, 4, 512
+
+
+@pytest.mark.slow
+def test_a_ring_of_phi_4_attends_as_the_definition_says() -> None:
+    """In float32, 4096 tokens back and the sinks: a chunk and a single token, after a ring of 1.9 GB has begun anew."""
+    ops = load_emulated()
+    cache = _cache(ops)
+    past, chunk = WINDOW + CHUNK + 100, 5  # the ring has 4607 slots
+    length = past + chunk + 1
+    generator = torch.Generator().manual_seed(0)
+    k, v = (torch.randn(length + LAYERS, PHI4.num_kv_heads, 128, generator=generator) for _ in range(2))
+    q = torch.randn(length + LAYERS, PHI4.num_q_heads, 128, generator=generator)
+    seat = cache.open(range(length))
+    assert seat is not None
+    for start in range(0, past, CHUNK):
+        _step(cache, seat, min(CHUNK, past - start), k, v)
+    mask = seen(PHI4, length, lambda i, j: (i - j < WINDOW) | (j < SINKS), first=past)
+    for n, queries in ((chunk, slice(0, chunk)), (1, slice(chunk, None))):
+        outs = _step(cache, seat, n, k, v, q)
+        for layer, out in enumerate(outs):
+            here = slice(layer, layer + length)  # each layer has other numbers at a position
+            want = attention(q[here][past:][queries], k[here], v[here], PHI4, mask[queries])
+            assert (out.double() - want).abs().max() < 1e-5, f"layer {layer}"
+
+
+def _cache(ops: MetalOps) -> KVCache:
+    geometry = Geometry([PHI4] * LAYERS, torch.float32, max_seats=1, max_seq_len=16_384, max_step_tokens=CHUNK)
+    options = {"kind": "sliding_window", "window": WINDOW, "sinks": SINKS}
+    instances = registry.declared({"ring": StrategySettings.model_validate(options)})
+    pages = registry.sequence_pages(instances, geometry)
+    caches = registry.build(instances, geometry, Arena(pages, registry.page_bytes(instances, geometry)), ops)
+    cache = caches["ring"]
+    assert isinstance(cache, TableCache)
+    assert cache.ring == WINDOW + CHUNK - 1
+    return cache
+
+
+def _step(cache: KVCache, seat: Seat, n: int, k: Tensor, v: Tensor, q: Tensor | None = None) -> list[Tensor]:
+    """The next n tokens enter in all layers, and attend there if there are queries: the output of each layer."""
+    start, outs = seat.length, []
+    assert cache.grow(seat, n)
+    plan = cache.plan([Row(seat, n)])
+    assert plan.stored is not None
+    for layer in range(LAYERS):
+        here = slice(layer + start, layer + start + n)
+        if q is None:
+            cache.setup.ops.write_kv(plan.stored.store, layer, k[here], v[here], plan.stored.at)
+        else:
+            outs.append(torch.full((n, PHI4.num_q_heads, 128), torch.nan))
+            plan.attend(layer, q[here], k[here], v[here], outs[-1])
+    cache.commit(plan, [range(n)])
+    return outs

@@ -1,0 +1,67 @@
+"""How often the reference calls torch for the attention of a step: docs/techniques.md tells these counts."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from kernels import loads
+from kernels.reference import TILE, ReferenceOps
+
+PAGE = Path(__file__).parents[2] / "docs" / "techniques.md"
+VIEWS = ("view", "_unsafe_view", "select", "slice", "transpose", "unsqueeze", "expand", "detach", "alias")
+
+
+class Calls(TorchDispatchMode):
+    """Counts calls of torch that compute or move something."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = Counter[str]()
+
+    def __torch_dispatch__(
+        self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        self.count[func.overloadpacket.__name__] += 1
+        return func(*args, **(kwargs or {}))
+
+    @property
+    def total(self) -> int:
+        return sum(count for name, count in self.count.items() if name not in VIEWS)
+
+
+def calls(dtype: torch.dtype, context: int) -> int:
+    """Of the attention of one layer, once the step's indices are made."""
+    texts = loads.Texts(dtype, context)
+    at, layer = next(texts.rows())
+    q = torch.zeros(1, loads.HEADS, loads.DIM, dtype=torch.bfloat16)
+    ops, out = ReferenceOps(), torch.empty_like(q)
+    ops.attend(out, q, texts.store, layer, at, loads.LAYERS[layer])
+    with Calls() as counted:
+        ops.attend(out, q, texts.store, layer, at, loads.LAYERS[layer])
+    return counted.total
+
+
+@pytest.fixture
+def documented() -> Callable[[str], int]:
+    text = " ".join(PAGE.read_text().split())
+    found = re.search(r"In bfloat16 it is (\d+) calls of torch a tile, in float32 (\d+), in int8 (\d+) ", text)
+    assert found
+    return dict(zip(("bfloat16", "float32", "int8"), map(int, found.groups()), strict=True)).__getitem__
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.int8])
+def test_calls_a_tile_are_those_of_the_document(
+    monkeypatch: pytest.MonkeyPatch, documented: Callable[[str], int], dtype: torch.dtype
+) -> None:
+    monkeypatch.setattr(loads, "GIBIBYTE", 1 << 20)  # one sequence is enough
+    tiles = 8
+    more = calls(dtype, 2 * tiles * TILE) - calls(dtype, tiles * TILE)
+    assert more == tiles * documented(str(dtype).removeprefix("torch."))

@@ -1,0 +1,101 @@
+"""What a fault excuses, and what is counted as wrong."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from tools.torture.answers import Answer
+from tools.torture.checker import Checker, Injection
+from tools.torture.exchange import CUT, ENGINE_AWAY, HUNG, INTERNAL, REFUSED, STOPPING, Failure, Outcome
+from tools.torture.faults import FAULTS
+from tools.torture.requests import COMPLETIONS, RequestSpec
+from tools.torture.tally import Tally
+
+DRAIN = 30.0
+SPEC, OTHER = (RequestSpec(name, COMPLETIONS, "exact", {"prompt": "x"}) for name in ("this", "other"))
+LOST = "requests lost while the server drained"
+
+
+def answer(text: str) -> Answer:
+    return Answer({0: {"text": text, "finish_reason": "length"}})
+
+
+def checker(*injections: Injection, exact: bool = True) -> Checker:
+    subject = Checker(Tally(), DRAIN, exact=exact)
+    subject.expected = {"this": answer("the one answer"), "other": answer("quite another answer")}
+    subject.injections = list(injections)
+    return subject
+
+
+def injection(name: str, began: float = 10.0, ended: float | None = 20.0) -> Injection:
+    fault = next(fault for fault in FAULTS if fault.name == name)
+    return Injection(fault.name, fault.excuses, fault.orderly, began, ended)
+
+
+def failed(kind: str, began: float, ended: float) -> Outcome:
+    return Outcome(began, ended, failure=Failure(kind, "a sentence"))
+
+
+@pytest.mark.parametrize(
+    ("fault", "kind", "began", "ended", "problem"),
+    [
+        ("kill-worker", CUT, 9.0, 10.1, None),
+        ("kill-worker", CUT, 19.0, 25.0, None),
+        ("kill-worker", CUT, 20.5, 21.0, f"unexpected failures: {CUT}"),  # all was well again
+        ("kill-worker", CUT, 8.0, 9.9, f"unexpected failures: {CUT}"),  # not injected yet
+        ("kill-worker", REFUSED, 9.0, 10.1, f"unexpected failures: {REFUSED}"),  # the other worker listens
+        ("kill-engine", ENGINE_AWAY, 9.0, 10.1, None),
+        ("kill-engine", CUT, 9.0, 10.1, f"unexpected failures: {CUT}"),  # workers have a sentence for it
+        ("kill-engine", INTERNAL, 9.0, 10.1, f"unexpected failures: {INTERNAL}"),
+        ("kill-engine", HUNG, 9.0, 100.0, "requests without answer or error"),
+        ("stop-engine", ENGINE_AWAY, 9.0, 10.1, f"unexpected failures: {ENGINE_AWAY}"),
+        ("terminate", CUT, 9.0, 10.1, LOST),  # it ran already
+        ("terminate", ENGINE_AWAY, 9.0, 10.1, LOST),
+        ("terminate", REFUSED, 11.0, 11.1, None),
+        ("terminate", STOPPING, 9.0, 12.0, LOST),  # it had 28 seconds more
+        ("terminate", STOPPING, 9.0, 10 + DRAIN, None),
+        ("kill", CUT, 9.0, 10.1, None),
+    ],
+)
+def test_only_a_blow_that_may_cause_a_failure_excuses_it(
+    fault: str, kind: str, began: float, ended: float, problem: str | None
+) -> None:
+    subject = checker(injection(fault))
+    subject.check(SPEC, failed(kind, began, ended))
+    assert list(subject.tally.problems) == ([] if problem is None else [problem])
+    assert subject.tally.counts[f"{fault}: {kind}"] == (problem is None)
+
+
+def test_nothing_excuses_a_failure_of_an_undisturbed_server() -> None:
+    subject = checker()
+    for kind in (CUT, REFUSED, STOPPING, ENGINE_AWAY, HUNG, INTERNAL):
+        subject.check(SPEC, failed(kind, 1.0, 2.0))
+    assert subject.tally.problems.total() == 6
+
+
+def test_wrong_answers_are_counted_and_those_of_others_named() -> None:
+    subject = checker()
+    subject.check(SPEC, Outcome(1.0, 2.0, answer("the one answer")))
+    subject.check(SPEC, Outcome(1.0, 2.0, answer("something else")))
+    subject.check(SPEC, Outcome(1.0, 2.0, answer("quite another answer")))
+    assert subject.tally.problems == {"wrong answers": 1, "answers of other requests": 1}
+    assert "other" in subject.tally.examples["answers of other requests"][0]
+
+
+def test_what_a_failed_or_left_stream_had_begun_is_compared_too() -> None:
+    subject = checker(injection("kill-worker"))
+    begun = replace(failed(CUT, 9.0, 10.1), answer=Answer({0: {"text": "the on"}}))
+    subject.check(SPEC, begun)
+    assert not subject.tally.problems
+    begun.answer = Answer({0: {"text": "another"}})
+    subject.check(SPEC, begun)
+    subject.check(SPEC, Outcome(1.0, 2.0, Answer({0: {"text": "X"}}), left=True))
+    assert subject.tally.problems == {"wrong answers": 2}
+
+
+def test_texts_are_not_compared_without_a_promise() -> None:
+    subject = checker(exact=False)
+    subject.check(SPEC, Outcome(1.0, 2.0, answer("something else")))
+    assert not subject.tally.problems

@@ -1,0 +1,32 @@
+"""A seed repeats every request, and the way a request is sent touches nothing that decides its answer."""
+
+from __future__ import annotations
+
+from random import Random
+
+from tools.torture.exchange import body_of
+from tools.torture.requests import INSTANCES, alone, draw_sending, draw_specs
+
+
+def test_a_seed_repeats_everything() -> None:
+    seed = Random().randrange(2**32)
+    print(f"seed {seed}")
+    first, again = ([*draw_specs(draw, 50), draw.random()] for draw in (Random(seed), Random(seed)))
+    assert first == again
+
+
+def test_the_manner_touches_nothing_that_decides_the_answer() -> None:
+    draw = Random()
+    for spec in draw_specs(draw, 100):
+        for sending in (alone(spec), draw_sending(draw, spec)):
+            body = body_of(spec, sending)
+            assert spec.body.items() <= body.items()
+            assert sending.instance in INSTANCES[spec.family]
+            assert not (sending.stream and "best_of" in body)
+
+
+def test_an_ask_becomes_a_request_of_the_engine_for_each_prompt_and_choice() -> None:
+    for spec in draw_specs(Random(), 100):
+        prompt = spec.body.get("prompt", "")
+        prompts = len(prompt) if prompt and isinstance(prompt[0], list) else 1
+        assert spec.sequences == prompts * spec.body.get("best_of", spec.body.get("n", 1))

@@ -1,0 +1,65 @@
+"""`python -m tools.chaos`: kill, stop and restart a server under load, and compare every answer.
+
+Exit code 1 when anything is wrong, 2 when no server could be started.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import secrets
+import sys
+from collections.abc import Sequence
+
+from tools.torture.chaos import Plan, print_start, run_chaos
+from tools.torture.expected_answers import ExpectedAnswerError
+from tools.torture.faults import FAULTS, Fault
+from tools.torture.report import chaos_as_json, chaos_tables, console_for, print_tables, write_json
+from tools.torture.server_process import StartError
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    flags = _parser().parse_args(argv)
+    faults = chosen(flags.only, flags.without)
+    plan = Plan(flags.seed or secrets.token_hex(4), 60 * flags.minutes, faults, flags.clients, flags.requests)
+    print_start(plan)
+    try:
+        report = asyncio.run(run_chaos(plan))
+    except (StartError, ExpectedAnswerError) as error:
+        print(error, file=sys.stderr)
+        return 2
+    console = console_for(flags.json)
+    print_tables(console, f"chaos, seed {plan.seed}", chaos_tables(report), report.tally, exact=report.exact)
+    if flags.json:
+        write_json(flags.json, chaos_as_json(report))
+    return 1 if report.tally.problems else 0
+
+
+def chosen(only: Sequence[str], without: Sequence[str]) -> list[Fault]:
+    """Return the faults to inject: those named, or all that are injected by default, less those left out."""
+    return [fault for fault in FAULTS if (not only or fault.name in only) and fault.name not in without]
+
+
+def _parser() -> argparse.ArgumentParser:
+    faults = "\n".join(f"  {fault.name:18} {fault.what}" for fault in FAULTS)
+    parser = argparse.ArgumentParser(
+        "python -m tools.chaos",
+        description="Kill, stop and restart a server under load, and compare every answer.",
+        epilog=f"faults:\n{faults}",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    names = [fault.name for fault in FAULTS]
+    parser.add_argument("--minutes", type=float, default=10.0, help="how long faults are injected (%(default)s)")
+    parser.add_argument("--seed", default="", help="of everything that is drawn; default: a new one, which is printed")
+    parser.add_argument("--only", nargs="+", choices=names, default=[], metavar="FAULT", help="inject only these")
+    parser.add_argument("--without", nargs="+", choices=names, default=[], metavar="FAULT", help="leave these out")
+    parser.add_argument(
+        "--clients", type=int, default=8, help="that ask and compare, beside a few others (%(default)s)"
+    )
+    parser.add_argument("--requests", type=int, default=60, help="different ones to ask (%(default)s)")
+    parser.add_argument("--json", default="", metavar="FILE", help="write the report there; -: to stdout")
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

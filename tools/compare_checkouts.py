@@ -1,0 +1,198 @@
+"""`python -m tools.compare_checkouts --base OTHER`: measures what a change costs a request and a token.
+
+Serves the same model from two checkouts at once, this one and OTHER (a worktree of an earlier commit, with its kernels
+built), and sends the same requests to one and then to the other, many times. Other load on the machine disturbs both,
+so the median of the paired ratios is steadier than either figure. The interval contains the true median with 95 %
+probability, whatever the distribution (order statistics of the pairs). Imports nothing of the server.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import math
+import re
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import httpx
+import psutil
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
+
+HERE = Path(__file__).parent.parent
+WORDS = "the red cup of Ann stands on the table near the door and the dog sleeps "
+TOKEN_IDS = list(range(20, 36))
+CHAT = [{"role": ("user", "assistant")[i % 2], "content": WORDS} for i in range(31)]
+TOKENS = 200  # of a stream
+STREAM: dict[str, Any] = {"prompt": "Once upon a time", "max_tokens": TOKENS, "ignore_eos": True, "stream": True}
+PATIENCE = 120.0  # seconds for a server to start, or to answer
+
+
+class Server(NamedTuple):
+    """A running server."""
+
+    http: httpx.Client
+    processes: Sequence[psutil.Process]
+    model: str
+
+    def cpu_seconds(self) -> float:
+        return sum(times.user + times.system for times in (each.cpu_times() for each in self.processes))
+
+
+class Work(NamedTuple):
+    """Something that is measured: `run` returns seconds."""
+
+    name: str
+    unit: str
+    run: Callable[[Server], float]
+
+
+class Pair(NamedTuple):
+    """The same work on both servers, one right after the other."""
+
+    ours: float
+    theirs: float
+
+    @property
+    def ratio(self) -> float:
+        return self.ours / self.theirs
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m tools.compare_checkouts", description=__doc__)
+    parser.add_argument("--base", type=Path, required=True, help="the checkout to compare with")
+    parser.add_argument("--turns", type=int, default=20)
+    parser.add_argument("--only", nargs="*", help="names of work, or parts of them")
+    parser.add_argument("flags", nargs="*", metavar="FLAG", help="of `kvmux serve`, after --")
+    options = parser.parse_args(arguments)
+    works = [work for work in WORKS if not options.only or any(name in work.name for name in options.only)]
+    with ExitStack() as stack:
+        ours, theirs = [stack.enter_context(serving(path, options.flags)) for path in (HERE, options.base)]
+        results = {work.name: measured(work, ours, theirs, options.turns) for work in works}
+    Console(width=120).print(table_of(works, results))
+    return 0
+
+
+@contextmanager
+def serving(checkout: Path, flags: Sequence[str]) -> Iterator[Server]:
+    """Run `kvmux serve` from a checkout until the block ends."""
+    with tempfile.TemporaryFile("w+") as output:
+        command = [sys.executable, "-m", "server", "serve", "--port", "0", *flags]
+        process = subprocess.Popen(command, cwd=checkout, stdout=output, stderr=subprocess.STDOUT)
+        try:
+            url = _address(process, Path(f"/proc/self/fd/{output.fileno()}"))
+            family = [psutil.Process(process.pid), *psutil.Process(process.pid).children(recursive=True)]
+            with httpx.Client(base_url=url, timeout=PATIENCE) as http:
+                yield Server(http, family, http.get("/v1/models").json()["data"][0]["id"])
+        finally:
+            process.terminate()
+            process.wait(PATIENCE)
+
+
+def _address(process: subprocess.Popen[bytes], printed: Path) -> str:
+    deadline = time.monotonic() + PATIENCE
+    while time.monotonic() < deadline and process.poll() is None:
+        if found := re.search(r"serves .* on (http://\S+)", printed.read_text()):
+            return found[1]
+        time.sleep(0.1)
+    raise SystemExit(f"the server did not come up:\n{printed.read_text()}")
+
+
+# ---------------------------------------------------------------- what is measured
+def request_seconds(path: str, body: dict[str, Any], repeat: int = 30) -> Callable[[Server], float]:
+    """Return a function that measures the median seconds of one request after another."""
+
+    def run(server: Server) -> float:
+        seconds = []
+        for _ in range(repeat):
+            began = time.perf_counter()
+            server.http.post(path, json={"model": server.model} | body).raise_for_status()
+            seconds.append(time.perf_counter() - began)
+        return statistics.median(seconds)
+
+    return run
+
+
+def token_seconds(server: Server) -> float:
+    """Return the median seconds between two tokens of a stream."""
+    times = []
+    with server.http.stream("POST", "/v1/completions", json={"model": server.model} | STREAM) as answer:
+        for line in answer.iter_lines():
+            if line.startswith("data: {"):
+                assert json.loads(line.removeprefix("data: "))["choices"]
+                times.append(time.perf_counter())
+    return statistics.median(after - before for before, after in itertools.pairwise(times[8:]))
+
+
+def cpu_seconds(server: Server) -> float:
+    """Return the CPU seconds that all processes of a server take for a token of a stream."""
+    before = server.cpu_seconds()
+    for _ in range(3):
+        token_seconds(server)
+    return (server.cpu_seconds() - before) / (3 * TOKENS)
+
+
+WORKS = (
+    Work("completion of 1 token", "ms", request_seconds("/v1/completions", {"prompt": WORDS, "max_tokens": 1})),
+    Work("the same of ids", "ms", request_seconds("/v1/completions", {"prompt": TOKEN_IDS, "max_tokens": 1})),
+    Work("chat of 31 messages", "ms", request_seconds("/v1/chat/completions", {"messages": CHAT, "max_tokens": 1})),
+    Work("tokenize", "ms", request_seconds("/tokenize", {"prompt": WORDS})),
+    Work("token of a stream", "ms", token_seconds),
+    Work("CPU time of a token", "ms", cpu_seconds),
+)
+
+
+def measured(work: Work, ours: Server, theirs: Server, turns: int) -> list[Pair]:
+    """Measure by turns; the first turn warms up and does not count."""
+    pairs = []
+    for turn in track(range(turns + 1), description=work.name):
+        order = (ours, theirs) if turn % 2 else (theirs, ours)
+        seconds = {id(server): work.run(server) for server in order}
+        pairs.append(Pair(seconds[id(ours)], seconds[id(theirs)]))
+    return pairs[1:]
+
+
+# ---------------------------------------------------------------- what comes of it
+def interval(values: Sequence[float]) -> tuple[float, float]:
+    """Return the order statistics between which the median lies with at least 95 % probability."""
+    ordered, n = sorted(values), len(values)
+    below = 0.0
+    for rank in range(n // 2 + 1):
+        below += math.comb(n, rank) / 2**n  # that `rank` values or fewer lie below the median
+        if below > 0.025:
+            return ordered[rank], ordered[n - 1 - rank]
+    raise AssertionError("a sum of half the coefficients is at least a half")
+
+
+def table_of(works: Sequence[Work], results: dict[str, list[Pair]]) -> Table:
+    table = Table("work", "unit", "before", "now", "ratio", "95 %", "difference", "95 %")
+    for work in works:
+        pairs = results[work.name]
+        ratios = [pair.ratio for pair in pairs]
+        differences = [1000 * (pair.ours - pair.theirs) for pair in pairs]
+        (low, high), (less, more) = interval(ratios), interval(differences)
+        table.add_row(
+            work.name,
+            work.unit,
+            f"{1000 * statistics.median(pair.theirs for pair in pairs):.3f}",
+            f"{1000 * statistics.median(pair.ours for pair in pairs):.3f}",
+            f"{statistics.median(ratios):.4f}",
+            f"{low:.4f} to {high:.4f}",
+            f"{statistics.median(differences):+.4f}",
+            f"{less:+.4f} to {more:+.4f}",
+        )
+    return table
+
+
+if __name__ == "__main__":
+    sys.exit(main())

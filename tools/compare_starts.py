@@ -1,0 +1,150 @@
+"""`python -m tools.compare_starts --base OTHER -- --model DIRECTORY`: measures what a change is worth at the start.
+
+Starts the server of this checkout and that of OTHER (a worktree of an earlier commit, with its kernels built) by
+turns, with each of several amounts of KV memory, and at once asks for a stream of a hundred tokens. Every figure is
+shown when it is there, and a table of medians at the end. Linux only. Imports nothing of the server.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import re
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import httpx
+import psutil
+from rich.console import Console
+from rich.table import Table
+
+from tools.compare_checkouts import HERE, PATIENCE
+
+MIB = 1 << 20
+ADDRESS = re.compile(r"serves .* on (http://\S+)")
+PROMPT = [*range(10, 42)]  # token ids
+TOKENS = 100
+PAUSE = 0.01  # seconds between two looks
+
+
+class Start(NamedTuple):
+    """What was found of one start."""
+
+    ready: float  # seconds until the first 200 of /ready
+    first: float  # seconds from there to the first token
+    median: float  # seconds between two of the first hundred tokens,
+    worst: float  # and the most of them
+    peak: int  # bytes: the most that each process had, summed up
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m tools.compare_starts", description=__doc__)
+    parser.add_argument("--base", type=Path, required=True, help="the checkout to compare with")
+    parser.add_argument("--turns", type=int, default=5)
+    parser.add_argument("--memory", nargs="+", default=["auto", "512MiB", "4GiB"], help="values of --kv-memory")
+    parser.add_argument("--json", type=Path, help="a file for all figures")
+    parser.add_argument("flags", nargs="*", metavar="FLAG", help="of `kvmux serve`, after --")
+    options = parser.parse_args(arguments)
+    found: dict[str, dict[str, list[Start]]] = {size: {"before": [], "now": []} for size in options.memory}
+    console = Console(width=120)
+    for turn in range(options.turns):
+        for size, (name, checkout) in itertools.product(
+            options.memory, (("now", HERE), ("before", options.base))[:: 1 if turn % 2 else -1]
+        ):
+            found[size][name].append(start := started(checkout, [*options.flags, "--kv-memory", size]))
+            console.print(size, name, start)
+    console.print(table_of(found))
+    if options.json:
+        told = {size: {name: [s._asdict() for s in all] for name, all in by.items()} for size, by in found.items()}
+        options.json.write_text(json.dumps(told, indent=2) + "\n")
+    return 0
+
+
+def started(checkout: Path, flags: Sequence[str]) -> Start:
+    """Start a server of a checkout, measure, and stop it."""
+    with tempfile.TemporaryFile("w+") as output:
+        command = [sys.executable, "-m", "server", "serve", "--port", "0", *flags]
+        began = time.monotonic()
+        process = subprocess.Popen(command, cwd=checkout, stdout=output, stderr=subprocess.STDOUT)
+        try:
+            url = ready(process, Path(f"/proc/self/fd/{output.fileno()}"))
+            seconds = time.monotonic() - began
+            with httpx.Client(base_url=url, timeout=PATIENCE) as http:
+                first, *gaps = stream(http)
+                wait_for_memory(http)
+            family = [process.pid, *(each.pid for each in psutil.Process(process.pid).children(recursive=True))]
+            return Start(seconds, first, statistics.median(gaps), max(gaps), sum(map(peak, family)))
+        finally:
+            process.terminate()
+            process.wait(PATIENCE)
+
+
+def ready(process: subprocess.Popen[bytes], printed: Path) -> str:
+    """Return the server's address as soon as it takes requests."""
+    deadline = time.monotonic() + PATIENCE
+    while time.monotonic() < deadline and process.poll() is None:
+        if found := ADDRESS.search(printed.read_text()):
+            try:
+                if httpx.get(f"{found[1]}/ready").status_code == 200:
+                    return found[1]
+            except httpx.TransportError:
+                pass
+        time.sleep(PAUSE)
+    raise SystemExit(f"the server did not come up:\n{printed.read_text()}")
+
+
+def stream(http: httpx.Client) -> list[float]:
+    """Return the seconds to the first token of a stream, and from each to the next."""
+    model = http.get("/v1/models").json()["data"][0]["id"]
+    body: dict[str, Any] = {"prompt": PROMPT, "max_tokens": TOKENS + 1, "ignore_eos": True, "stream": True}
+    times = [time.perf_counter()]
+    with http.stream("POST", "/v1/completions", json={"model": model} | body) as answer:
+        times += [time.perf_counter() for line in answer.iter_lines() if line.startswith("data: {")]
+    return [after - before for before, after in itertools.pairwise(times)]
+
+
+def wait_for_memory(http: httpx.Client) -> None:
+    """Wait until all KV memory is there; earlier versions begin with all of it, and do not tell."""
+    deadline = time.monotonic() + PATIENCE
+    while time.monotonic() < deadline:
+        memory = http.get("/v1/kv_cache").json().get("memory")
+        if memory is None or memory["usable_bytes"] == memory["bytes"]:
+            return
+        time.sleep(10 * PAUSE)
+    raise SystemExit("the KV memory does not come")
+
+
+def peak(pid: int) -> int:
+    found = re.search(r"VmHWM:\s*(\d+) kB", Path(f"/proc/{pid}/status").read_text())
+    assert found is not None, pid
+    return 1024 * int(found[1])
+
+
+def table_of(found: dict[str, dict[str, list[Start]]]) -> Table:
+    """Medians; of the ratios, those of each turn."""
+    columns = (("ready, s", "ready", 1), ("first token, ms", "first", 1e3), ("token, ms", "median", 1e3))
+    table = Table("KV memory", "figure", "before", "now", "ratio", "turns")
+    for size, by in found.items():
+        for words, name, factor in (*columns, ("worst of 100, ms", "worst", 1e3), ("peak, MiB", "peak", 1 / MIB)):
+            before, now = ([factor * getattr(start, name) for start in by[which]] for which in ("before", "now"))
+            ratios = [ours / theirs for ours, theirs in zip(now, before, strict=True)]
+            table.add_row(
+                size,
+                words,
+                f"{statistics.median(before):,.2f}",
+                f"{statistics.median(now):,.2f}",
+                f"{statistics.median(ratios):.2f}",
+                " ".join(f"{ratio:.2f}" for ratio in ratios),
+            )
+    return table
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,70 @@
+"""`python -m tools.soak`: load one server for long, and see that memory, descriptors and gauges stay what they were.
+
+Exit code 1 when anything is wrong, 2 when no server could be started.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import secrets
+import sys
+from collections.abc import Sequence
+
+from tools.torture.expected_answers import ExpectedAnswerError
+from tools.torture.report import console_for, print_tables, soak_as_json, soak_tables, write_json
+from tools.torture.server_process import StartError
+from tools.torture.soak import Bounds, SoakPlan, print_start, run_soak
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    plan, json = _plan(_parser().parse_args(argv))
+    print_start(plan)
+    try:
+        report = asyncio.run(run_soak(plan))
+    except (StartError, ExpectedAnswerError) as error:
+        print(error, file=sys.stderr)
+        return 2
+    console = console_for(json)
+    print_tables(console, f"soak, seed {plan.seed}", soak_tables(report), report.tally, exact=report.exact)
+    if json:
+        write_json(json, soak_as_json(report))
+    return 1 if report.tally.problems else 0
+
+
+def _plan(flags: argparse.Namespace) -> tuple[SoakPlan, str]:
+    seconds = 60 * flags.minutes
+    plan = SoakPlan(
+        seed=flags.seed or secrets.token_hex(4),
+        seconds=seconds,
+        round_seconds=min(flags.round_seconds, seconds / 3),
+        sample_seconds=min(flags.sample_seconds, seconds / 60),
+        clients=flags.clients,
+        requests=flags.requests,
+        bounds=Bounds(flags.memory_bound, flags.descriptors_bound, flags.threads_bound),
+    )
+    return plan, flags.json
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        "python -m tools.soak",
+        description="Load one server for long, and see that memory, descriptors and gauges stay what they were.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    add, usual = parser.add_argument, Bounds()
+    add("--minutes", type=float, default=60.0, help="how long")
+    add("--seed", default="", help="of everything that is drawn; without it a new one, which is printed")
+    add("--round-seconds", type=float, default=180.0, help="of load, between two looks at the gauges")
+    add("--sample-seconds", type=float, default=5.0, help="between two samples of the processes")
+    add("--clients", type=int, default=8, help="that ask and compare")
+    add("--requests", type=int, default=60, help="different ones to send")
+    add("--memory-bound", type=float, default=usual.memory, help="MiB an hour by which a process may grow")
+    add("--descriptors-bound", type=float, default=usual.descriptors, help="an hour by which they may grow")
+    add("--threads-bound", type=float, default=usual.threads, help="an hour by which they may grow")
+    add("--json", default="", metavar="FILE", help="write the report there; -: to stdout")
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,96 @@
+"""Reads answers, whole or streamed, into one form, and compares two of them. Knows OpenAI's objects, not HTTP."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+OF_PROMPT = ("prompt_token_ids", "prompt_logprobs")  # of a chat's answer as a whole; completions have them by choice
+UNCOMPARED = {"index", "kv_cache", "delta", "message", "text"}  # of a choice; its text is read from wherever it is
+
+
+@dataclass
+class Answer:
+    """The received part of an answer: for each choice, by its index, the text and all other fields."""
+
+    choices: dict[int, dict[str, Any]] = field(default_factory=dict)
+    prompt: dict[str, Any] = field(default_factory=dict)  # what is told of it beside the choices
+    usage: tuple[int, int] | None = None  # tokens of the prompt, and of all choices
+    cached_tokens: int | None = None
+
+    def take(self, said: Mapping[str, Any]) -> None:
+        """Add a whole answer, or the next chunk of a stream."""
+        for choice in said["choices"]:
+            known = self.choices.setdefault(choice["index"], {"text": ""})
+            known["text"] += _text(choice)
+            for name, value in choice.items():
+                if name not in UNCOMPARED and value is not None:
+                    known[name] = _joined(known.get(name), value)
+        self.prompt |= {name: said[name] for name in OF_PROMPT if said.get(name) is not None}
+        if usage := said.get("usage"):
+            self.usage = usage["prompt_tokens"], usage["completion_tokens"]
+            self.cached_tokens = usage["prompt_tokens_details"]["cached_tokens"]
+
+    @property
+    def finished(self) -> bool:
+        """Return whether every choice that has begun has a finish_reason."""
+        return bool(self.choices) and all("finish_reason" in choice for choice in self.choices.values())
+
+
+def _text(choice: Mapping[str, Any]) -> str:
+    holder = choice.get("message") or choice.get("delta")
+    return (choice.get("text") if holder is None else holder.get("content")) or ""
+
+
+def _joined(known: Any, more: Any) -> Any:
+    """Return the concatenation of two lists, also of lists within objects; of anything else the later value."""
+    if isinstance(known, list) and isinstance(more, list):
+        return known + more
+    if isinstance(known, dict) and isinstance(more, dict):
+        return {name: _joined(known.get(name), value) for name, value in more.items()}
+    return more
+
+
+# ---------------------------------------------------------------- comparing
+def difference(expected: Answer, got: Answer) -> str | None:
+    """Return what differs between two whole answers, bit for bit; None if nothing does."""
+    if expected.choices.keys() != got.choices.keys():
+        return f"choices {sorted(got.choices)} instead of {sorted(expected.choices)}"
+    if None not in (expected.usage, got.usage) and expected.usage != got.usage:
+        return f"usage {got.usage} instead of {expected.usage}"
+    if expected.prompt != got.prompt:
+        return f"what is told of the prompt is {got.prompt} instead of {expected.prompt}"
+    for index, known in expected.choices.items():
+        found = got.choices[index]
+        for name in sorted(known.keys() | found.keys()):
+            if known.get(name) != found.get(name):
+                return f"{name} of choice {index} is {found.get(name)!r} instead of {known.get(name)!r}"
+    return None
+
+
+def partial_difference(expected: Answer, got: Answer) -> str | None:
+    """Return where the beginning of a streamed answer does not begin the expected one; None if it does."""
+    for index, found in got.choices.items():
+        known = expected.choices.get(index)
+        if known is None:
+            return f"there is a choice {index}"
+        if not known["text"].startswith(found["text"]):
+            return f"text of choice {index} begins {found['text']!r} instead of {known['text']!r}"
+        ids, known_ids = found.get("token_ids", []), known.get("token_ids", [])
+        if known_ids[: len(ids)] != ids:
+            return f"token_ids of choice {index} begin {ids} instead of {known_ids}"
+    return None
+
+
+def shape_difference(expected: Answer, got: Answer) -> str | None:
+    """Return what differs besides what was generated: choices, prompts, and whether each choice has ended."""
+    if expected.choices.keys() != got.choices.keys() or not got.finished:
+        return f"choices {sorted(got.choices)} instead of {sorted(expected.choices)}, or one without its end"
+    if (told := got.prompt.get("prompt_token_ids")) != expected.prompt.get("prompt_token_ids"):
+        return f"prompt_token_ids are {told} instead of {expected.prompt.get('prompt_token_ids')}"
+    for index, known in expected.choices.items():
+        found = got.choices[index].get("prompt_token_ids")
+        if found != known.get("prompt_token_ids"):
+            return f"prompt_token_ids of choice {index} are {found} instead of {known.get('prompt_token_ids')}"
+    return None

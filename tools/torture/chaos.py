@@ -1,0 +1,190 @@
+"""Kills, stops and restarts a server under load, while every answer is compared with the one computed alone.
+
+One fault at a time: the next is injected when the server answers again and all its processes are back. Does not know
+how a fault is injected, nor what a right answer is.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from random import Random
+from time import monotonic
+
+import psutil
+
+from tools.torture.checker import Injection
+from tools.torture.clients import Load, start_clients
+from tools.torture.faults import Fault, Target, count_orphans
+from tools.torture.requests import alone
+from tools.torture.running import (
+    connected,
+    ended_by_signals,
+    prepare,
+    print_line,
+    print_progress,
+    running_server,
+    sleep_unless,
+)
+from tools.torture.server_process import DRAIN_SECONDS, PAUSE, ServerProcess, StartError, lives, ready
+from tools.torture.tally import Tally
+
+RECOVERY_SECONDS = 120.0  # after a fault until the server must be whole again
+MAX_WAITING = 12  # requests; few, so that the queue is full at times
+PROBE_PAUSE = 1.0  # seconds between two probes of isolation, at most
+BETWEEN = (0.3, 2.0)  # seconds from one fault's recovery to the next fault
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The parameters of a run."""
+
+    seed: str
+    seconds: float
+    faults: Sequence[Fault]
+    clients: int
+    requests: int
+
+
+@dataclass
+class Recoveries:
+    """Seconds from each fault of a kind until a completion succeeds, and until all processes are back."""
+
+    answering: list[float] = field(default_factory=list)
+    whole: list[float] = field(default_factory=list)
+    nothing_to_affect: int = 0
+
+
+@dataclass
+class ChaosReport:
+    """The results of a run."""
+
+    plan: Plan
+    exact: bool
+    tally: Tally
+    recoveries: dict[str, Recoveries]
+    seconds: float
+    starts: int
+
+
+async def run_chaos(plan: Plan) -> ChaosReport:
+    """Run a server and its clients for a time, and inject faults. Raises StartError, ExpectedAnswerError."""
+    async with running_server(MAX_WAITING) as (server, exact), connected() as exchange:
+        load = await prepare(server, exchange, exact, plan.seed, plan.requests)
+        tally = load.checker.tally
+        conductor = Conductor(plan, load)
+        began = monotonic()
+        await conductor.run()
+        await end_server(server, tally)
+        return ChaosReport(plan, exact, tally, conductor.recoveries, monotonic() - began, server.starts)
+
+
+async def end_server(server: ServerProcess, tally: Tally) -> None:
+    """Stop the server for good, and count what it leaves behind as problems."""
+    if (code := await server.stop()) != 0:
+        tally.problem("unclean ends", f"the last one: exit code {code}")
+    if left := server.socket_folders():
+        tally.problem("socket folders left behind", f"after the last server's end: {', '.join(sorted(left))}")
+    for line in server.troubles():
+        tally.problem("tracebacks in the log", line)
+
+
+class Conductor:
+    """Strikes fault after fault while the clients of a load go on."""
+
+    def __init__(self, plan: Plan, load: Load) -> None:
+        self.recoveries = {fault.name: Recoveries() for fault in plan.faults}
+        self._plan = plan
+        self._load = load
+        self._server = load.server
+        self._tally = load.checker.tally
+        self._draw = Random(f"{plan.seed} faults")
+        self._bag: list[Fault] = []
+        self._doing = "nothing yet"
+
+    async def run(self) -> None:
+        """Inject faults until the time is over; the clients then finish their current requests."""
+        end = asyncio.Event()
+        self._load.going.set()
+        async with ended_by_signals(end), asyncio.TaskGroup() as group:
+            progress = group.create_task(print_progress(self._progress))
+            start_clients(group, self._load, self._plan.seed, self._plan.clients, PROBE_PAUSE)
+            try:
+                await self._inject_until(monotonic() + self._plan.seconds, end)
+            except StartError as error:
+                self._tally.problem("servers that did not start again", str(error))
+            finally:
+                self._load.going.clear()
+                progress.cancel()
+
+    async def _inject_until(self, deadline: float, end: asyncio.Event) -> None:
+        await sleep_unless(end, 1.0)
+        while monotonic() < deadline and not end.is_set():
+            await self._inject(self._next_fault())
+            await sleep_unless(end, min(self._draw.uniform(*BETWEEN), max(0.0, deadline - monotonic())))
+
+    def _next_fault(self) -> Fault:
+        """Return a random fault, each of them once before any comes again."""
+        if not self._bag:
+            self._bag = list(self._plan.faults)
+            self._draw.shuffle(self._bag)
+        return self._bag.pop()
+
+    async def _inject(self, fault: Fault) -> None:
+        """Injection, and wait until the server is whole again."""
+        if (code := self._server.exit_code) is not None:
+            self._tally.problem("servers that ended by themselves", f"exit code {code}, before {fault.name}")
+            self._server.kill()
+            await self._server.start()
+        self._doing = fault.name
+        injection = Injection(fault.name, fault.excuses, fault.orderly)
+        self._load.checker.injections.append(injection)
+        target = Target(self._server, self._draw, self._tally, DRAIN_SECONDS)
+        before = self._server.family()
+        affected = await fault.inject(target)
+        if affected is None:
+            self.recoveries[fault.name].nothing_to_affect += 1
+        else:
+            await self._recover(fault, injection.began, affected)
+        now = self._server.family()
+        await count_orphans(self._tally, [each for each in before if each not in now and lives(each)])
+        injection.ended = monotonic()
+        self._doing = f"nothing, after {fault.name}"
+
+    async def _recover(self, fault: Fault, began: float, affected: Sequence[psutil.Process]) -> None:
+        """Wait until the server answers, and until the affected processes have been replaced."""
+        recoveries = self.recoveries[fault.name]
+        deadline = monotonic() + RECOVERY_SECONDS
+
+        async def whole() -> bool:
+            return not any(map(lives, affected)) and self._server.roles().complete
+
+        for wanted, seconds in ((self._answers, recoveries.answering), (whole, recoveries.whole)):
+            while not await wanted():
+                if monotonic() > deadline:
+                    self._tally.problem("recoveries that did not come", f"{fault.name}: {self._server.roles()}")
+                    return
+                await asyncio.sleep(PAUSE)
+            seconds.append(monotonic() - began)
+
+    async def _answers(self) -> bool:
+        """Return whether the server is ready and a completion succeeds."""
+        if not await ready(self._server.url):
+            return False
+        spec = self._draw.choice(self._load.specs)
+        outcome = await self._load.exchange.send(self._server.url, spec, alone(spec))
+        self._load.checker.check(spec, outcome)
+        return outcome.failure is None
+
+    def _progress(self) -> str:
+        counts, wrong = self._tally.counts, sum(self._tally.problems.values())
+        injected = sum(len(each.whole) for each in self.recoveries.values())
+        return (
+            f"{counts['requests sent']} requests, {counts['answers checked']} answers checked, {injected} faults, "
+            f"{wrong} problems; now: {self._doing}"
+        )
+
+
+def print_start(plan: Plan) -> None:
+    print_line(f"seed {plan.seed}; {plan.seconds / 60:g} minutes of {', '.join(fault.name for fault in plan.faults)}")

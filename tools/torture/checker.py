@@ -1,0 +1,121 @@
+"""Checks whether the outcome of a request is right, and whether a failure may happen: only a fault can excuse one.
+
+Knows answers, failures and the times of faults; neither HTTP nor processes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from time import monotonic
+
+from tools.torture.answers import Answer, difference, partial_difference, shape_difference
+from tools.torture.exchange import CUT, ENGINE_AWAY, HUNG, REFUSED, STOPPING, Failure, Outcome
+from tools.torture.requests import RequestSpec
+from tools.torture.tally import Tally
+
+ORDERLY_MARGIN = 0.5  # seconds before an orderly stop in which a request may not have reached the server yet
+ALWAYS = frozenset({"queue_full"})  # the queue is bounded; clients come again
+
+
+@dataclass
+class Injection:
+    """A fault while it acts: from its signal until the server is whole again. Times are monotonic seconds."""
+
+    name: str
+    excuses: frozenset[str]  # kinds of failures
+    orderly: bool  # running requests must still be answered
+    began: float = field(default_factory=monotonic)
+    ended: float | None = None
+
+    def excuse(self, outcome: Outcome, failure: Failure, drain_seconds: float) -> bool:
+        """Return whether this fault may be the cause of a failure."""
+        if outcome.ended < self.began or (self.ended is not None and outcome.began > self.ended):
+            return False
+        if failure.kind not in self.excuses:
+            return False
+        if failure.kind == STOPPING:
+            return outcome.ended - self.began >= drain_seconds - 1
+        return not self.orderly or outcome.began > self.began - ORDERLY_MARGIN
+
+
+class Checker:
+    """Checks outcomes and counts the results."""
+
+    def __init__(self, tally: Tally, drain_seconds: float, *, exact: bool) -> None:
+        self.tally = tally
+        self.expected: dict[str, Answer] = {}  # by the name of a request
+        self.injections: list[Injection] = []
+        self.exact = exact  # answers are promised to be equal bit for bit
+        self._drain_seconds = drain_seconds
+
+    # ------------------------------------------------------------ of requests for generation
+    def check(self, spec: RequestSpec, outcome: Outcome) -> None:
+        """Count an outcome, and a problem if there is one."""
+        self.tally.count("requests sent")
+        if outcome.failure is not None:
+            self.failed(outcome, outcome.failure, f"{spec.name} ({spec.path})")
+        if outcome.failure is None and not outcome.left:
+            self.tally.count("answers checked")
+            self._check(spec, outcome.answer, difference if self.exact else shape_difference)
+        elif outcome.answer.choices:
+            self.tally.count("beginnings checked")
+            if self.exact:
+                self._check(spec, outcome.answer, partial_difference)
+        if outcome.left:
+            self.tally.count("clients that hung up")
+
+    def _check(self, spec: RequestSpec, answer: Answer, differ: Callable[[Answer, Answer], str | None]) -> None:
+        wrong = differ(self.expected[spec.name], answer)
+        if wrong is None:
+            return
+        owner = self._owner(answer)
+        name = "wrong answers" if owner is None else "answers of other requests"
+        self.tally.problem(name, f"{spec.name}{f' got the answer of {owner}' if owner else ''}: {wrong}")
+
+    def _owner(self, answer: Answer) -> str | None:
+        """Return the name of the request whose answer this is; None for short texts, which several may have."""
+        texts = {index: choice["text"] for index, choice in answer.choices.items()}
+        if not any(len(text) >= 8 for text in texts.values()):
+            return None
+        for name, known in self.expected.items():
+            if {index: choice["text"] for index, choice in known.choices.items()} == texts:
+                return name
+        return None
+
+    # ------------------------------------------------------------ of failures
+    def failed(self, outcome: Outcome, failure: Failure, what: str) -> None:
+        """Count a failure: by name if something excuses it, otherwise as a problem."""
+        injection = self._excuse(outcome, failure)
+        if failure.kind in ALWAYS:
+            self.tally.count(f"refused: {failure.kind}")
+        elif injection is not None:
+            self.tally.count(f"{injection.name}: {failure.kind}")
+        else:
+            self.tally.problem(self._problem(outcome, failure), f"{what}{self._meanwhile(outcome)}: {failure}")
+
+    def _excuse(self, outcome: Outcome, failure: Failure) -> Injection | None:
+        for injection in reversed(self.injections):
+            if injection.excuse(outcome, failure, self._drain_seconds):
+                return injection
+        return None
+
+    def _problem(self, outcome: Outcome, failure: Failure) -> str:
+        if failure.kind == HUNG:
+            return "requests without answer or error"
+        if failure.kind in (CUT, REFUSED, STOPPING, ENGINE_AWAY) and any(s.orderly for s in self._during(outcome)):
+            return "requests lost while the server drained"
+        return f"unexpected failures: {failure.kind}"
+
+    def _during(self, outcome: Outcome) -> list[Injection]:
+        return [
+            injection
+            for injection in self.injections
+            if outcome.ended >= injection.began and (injection.ended is None or outcome.began <= injection.ended)
+        ]
+
+    def _meanwhile(self, outcome: Outcome) -> str:
+        """Return the faults during a request in words, for a message."""
+        found = [f"{each.name} {each.began - outcome.began:+.2f} s after it was sent" for each in self._during(outcome)]
+        seconds = f" ended after {outcome.ended - outcome.began:.2f} s"
+        return seconds + (f" (during {', '.join(found)})" if found else " (nothing was done to the server)")

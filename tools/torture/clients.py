@@ -1,0 +1,181 @@
+"""The load: clients that compare answers, hang up, send malformed requests, or poll.
+
+Every client has a random generator of its own. Clients wait while no server is up. Knows no fault.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from random import Random
+from typing import Any
+from urllib.parse import urlsplit
+
+from tools.torture.answers import difference
+from tools.torture.checker import Checker
+from tools.torture.exchange import SHAPELESS, Exchange, Outcome
+from tools.torture.requests import COMPLETIONS, TENANTS, RequestSpec, Sending, draw_sending, fresh_spec
+from tools.torture.server_process import ServerProcess
+
+PATHS = ("/metrics", "/health", "/ready", "/version", "/v1/models", "/v1/kv_cache", "/v1/settings", "/openapi.json")
+NOT_HTTP = (b"\x16\x03\x01\x02\x00\x01", b"GET / HTTP/9.9\r\n\r\n", b"POST\r\n\r\n", b"\0" * 64)
+
+
+@dataclass
+class Load:
+    """What all clients share. They send requests while `going` is set, and finish the current one."""
+
+    server: ServerProcess
+    exchange: Exchange
+    checker: Checker
+    specs: Sequence[RequestSpec]
+    going: asyncio.Event = field(default_factory=asyncio.Event)
+    on_outcome: Callable[[RequestSpec, Outcome], None] = lambda *_: None  # of every request for generation
+
+    async def url(self) -> str | None:
+        """Return the server's address, as soon as there is one; None when the load ends meanwhile."""
+        while self.going.is_set():
+            with suppress(TimeoutError):
+                async with asyncio.timeout(0.2):
+                    await self.server.up.wait()
+                return self.server.url
+        return None
+
+    async def send(self, url: str, spec: RequestSpec, sending: Sending) -> Outcome:
+        outcome = await self.exchange.send(url, spec, sending)
+        self.on_outcome(spec, outcome)
+        return outcome
+
+
+Act = Callable[[Load, Random, str], Awaitable[Outcome | None]]
+
+
+async def client(load: Load, draw: Random, act: Act, pause: float) -> None:
+    """Act again and again, with pauses of up to `pause` seconds, and longer ones after a failure."""
+    while (url := await load.url()) is not None:
+        outcome = await act(load, draw, url)
+        failed = outcome is not None and outcome.failure is not None
+        await asyncio.sleep(draw.uniform(0.1, 0.4) if failed else draw.uniform(0, pause))
+
+
+# ---------------------------------------------------------------- what clients do
+async def ask_and_compare(load: Load, draw: Random, url: str) -> Outcome:
+    """Send one of the requests whose answers are known, in a random way, and check the answer."""
+    spec = draw.choice(load.specs)
+    outcome = await load.send(url, spec, draw_sending(draw, spec))
+    load.checker.check(spec, outcome)
+    return outcome
+
+
+async def poll(load: Load, draw: Random, url: str) -> Outcome:
+    """Send a GET for one of the routes that operators poll."""
+    path = draw.choice(PATHS)
+    outcome, _ = await load.exchange.call("GET", url + path, headers={"Authorization": f"Bearer {TENANTS[0]}"})
+    load.checker.tally.count("polls")
+    if outcome.failure is not None:
+        load.checker.failed(outcome, outcome.failure, f"GET {path}")
+    return outcome
+
+
+async def probe_isolation(load: Load, draw: Random, url: str) -> Outcome:
+    """Send a new prompt as one tenant, then as another: equal answers, and nothing from the first one's cache."""
+    spec = fresh_spec(draw, "a prompt of one tenant")
+    one, other = draw.sample(TENANTS, 2)
+    instance = draw.choice(("paged", "contiguous", "small_blocks"))
+    answers = []
+    for key in (one, one, other):
+        outcome = await load.send(url, spec, Sending(instance, key))
+        load.checker.tally.count("requests sent")
+        if outcome.failure is not None:
+            load.checker.failed(outcome, outcome.failure, "probe of isolation")
+            return outcome
+        answers.append(outcome.answer)
+    load.checker.tally.count("probes of isolation")
+    if answers[2].cached_tokens:
+        load.checker.tally.problem(
+            "leaks between tenants", f"{instance}: {answers[2].cached_tokens} cached tokens of another tenant"
+        )
+    if load.checker.exact and (wrong := difference(answers[0], answers[1]) or difference(answers[0], answers[2])):
+        load.checker.tally.problem("wrong answers", f"{spec.name} under {instance}: {wrong}")
+    return outcome
+
+
+@dataclass(frozen=True)
+class Malformed:
+    """A request that must be refused with this status."""
+
+    status: int
+    method: str = "POST"
+    path: str = COMPLETIONS
+    body: Any = None
+    key: str = TENANTS[0]
+
+
+GOOD = {"model": "tiny", "prompt": "Once", "max_tokens": 1}
+MALFORMED = (
+    Malformed(400, body={}),
+    Malformed(400, body=[]),
+    Malformed(400, body=GOOD | {"max_tokens": -1}),
+    Malformed(400, body=GOOD | {"max_tokens": 10_000}),
+    Malformed(400, body=GOOD | {"temperature": True}),
+    Malformed(400, body=GOOD | {"unknown": 1}),
+    Malformed(400, body=GOOD | {"kv_cache": "nothing"}),
+    Malformed(400, body=GOOD | {"prompt": [10**9]}),
+    Malformed(400, body=GOOD | {"prompt": [[]]}),
+    Malformed(400, body=GOOD | {"n": 10**6}),
+    Malformed(400, path="/v1/chat/completions", body={"model": "tiny", "messages": []}),
+    Malformed(401, body=GOOD, key="not-a-key-of-ours"),
+    Malformed(401, method="GET", path="/v1/kv_cache/paged"),
+    Malformed(404, body=GOOD | {"model": "another"}),
+    Malformed(404, path="/v1/nothing"),
+    Malformed(405, method="DELETE"),
+)
+
+
+async def send_malformed(load: Load, draw: Random, url: str) -> Outcome | None:
+    """Send a request that must be refused, and check its status and the shape of the error."""
+    if draw.random() < 0.2:
+        load.checker.tally.count("bytes that are no HTTP")
+        await send_no_http(url, draw.choice(NOT_HTTP))
+        return None
+    it = draw.choice(MALFORMED)
+    headers = {"Authorization": f"Bearer {it.key}"}
+    outcome, _ = await load.exchange.call(it.method, url + it.path, content=it.body, headers=headers)
+    what = f"{it.method} {it.path} {json.dumps(it.body)[:200]}"
+    if outcome.failure is None:
+        load.checker.tally.problem("malformed requests that were answered", what)
+    elif outcome.failure.status == it.status and outcome.failure.kind != SHAPELESS:
+        load.checker.tally.count("malformed requests refused")
+        return None
+    else:
+        load.checker.failed(outcome, outcome.failure, what)
+    return outcome
+
+
+async def send_no_http(url: str, data: bytes) -> None:
+    """Send bytes that are not HTTP, and read one byte of the answer if there is one."""
+    address = urlsplit(url)
+    with suppress(OSError, TimeoutError):
+        async with asyncio.timeout(5):
+            reader, writer = await asyncio.open_connection(address.hostname, address.port)
+            try:
+                writer.write(data)
+                await reader.read(1)  # TLS' hello waits for more; then we leave
+            finally:
+                writer.close()
+
+
+# ---------------------------------------------------------------- all of them
+def start_clients(group: asyncio.TaskGroup, load: Load, seed: str, asking: int, probe_pause: float) -> None:
+    """Start the clients of a load; each draws from the seed and its own number.
+
+    Every probe of isolation sends a new prompt, and the server remembers the names of the latest 65,536 blocks that it
+    evicted: memory that grows for hours with new prompts, and with no others.
+    """
+    acts: list[tuple[Act, float]] = [(ask_and_compare, 0.05)] * asking
+    acts += [(poll, 0.5), (probe_isolation, probe_pause), (send_malformed, 0.5)]
+    for number, (act, pause) in enumerate(acts):
+        group.create_task(client(load, Random(f"{seed} client {number}"), act, pause))

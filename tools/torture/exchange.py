@@ -1,0 +1,196 @@
+"""Sends one request and returns its outcome: an answer, a part of one, or a failure with a name.
+
+Knows HTTP and the shape of errors, but not which failures may happen (checker.py).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections import Counter
+from collections.abc import AsyncIterator, Mapping
+from dataclasses import dataclass, field
+from time import monotonic
+from typing import Any
+
+import httpx
+
+from tools.torture.answers import Answer
+from tools.torture.requests import MODEL, RequestSpec, Sending
+
+# Failures that the server does not name itself; others have the code of their error, as the second three have.
+REFUSED, CUT, HUNG = "connection refused", "connection cut", "no answer"
+ENGINE_AWAY, TEXT_AWAY, STOPPING = "engine_unavailable", "text_unavailable", "server_stopping"
+UNFINISHED = "stream without [DONE]"
+SHAPELESS = "error without OpenAI's shape"
+UNREADABLE = "answer without OpenAI's shape"
+INTERNAL = "internal error"
+FIELDS = {"message", "type", "param", "code"}  # of an error
+COMES_AGAIN = (429, 503)  # statuses that must have Retry-After
+
+
+@dataclass(frozen=True)
+class Failure:
+    """Why there is no whole answer."""
+
+    kind: str  # an error's code, or one of the names above
+    message: str
+    status: int | None = None  # None: there was none, or the error came within a stream
+
+
+@dataclass
+class Outcome:
+    """The result of a request. Times are monotonic seconds."""
+
+    began: float
+    ended: float = 0.0
+    answer: Answer = field(default_factory=Answer)
+    failure: Failure | None = None
+    status: int | None = None
+    left: bool = False  # our client hung up
+
+
+class Failed(Exception):
+    """Ends an exchange with a failure."""
+
+    def __init__(self, failure: Failure) -> None:
+        super().__init__(failure.message)
+        self.failure = failure
+
+
+class Exchange:
+    """An HTTP client that counts responses by status."""
+
+    def __init__(self, http: httpx.AsyncClient, patience: float, statuses: Counter[int]) -> None:
+        self.statuses = statuses
+        self._http = http
+        self._patience = patience
+
+    async def send(self, url: str, spec: RequestSpec, sending: Sending) -> Outcome:
+        """Send a request for generation in a sending; return its outcome."""
+        outcome = Outcome(monotonic())
+        request = self._http.build_request(
+            "POST", url + spec.path, json=body_of(spec, sending), headers=headers_of(sending), timeout=None
+        )
+        await self._run(self._generate(request, sending, outcome), outcome)
+        return outcome
+
+    async def call(
+        self, method: str, url: str, *, content: Any = None, headers: Mapping[str, str] | None = None
+    ) -> tuple[Outcome, bytes]:
+        """Send any other request; return its outcome, and the body of a response below 400."""
+        outcome = Outcome(monotonic())
+        request = self._http.build_request(method, url, json=content, headers=headers, timeout=None)
+        received = bytearray()
+
+        async def receive() -> None:
+            answer = await self._http.send(request)
+            self._check_status(answer.status_code, answer.headers, answer.content, outcome)
+            received.extend(answer.content)
+
+        await self._run(receive(), outcome)
+        return outcome, bytes(received)
+
+    async def _run(self, exchange: Any, outcome: Outcome) -> None:
+        """Await an exchange, and note in its outcome the failure it ended with."""
+        try:
+            async with asyncio.timeout(self._patience):
+                await exchange
+        except TimeoutError:
+            outcome.failure = Failure(HUNG, f"neither an answer nor an error within {self._patience:g} s")
+        except Failed as failed:
+            outcome.failure = failed.failure
+        except httpx.ConnectError as error:
+            outcome.failure = Failure(REFUSED, repr(error))
+        except httpx.TransportError as error:
+            outcome.failure = Failure(CUT, repr(error))
+        except (ValueError, KeyError, TypeError) as error:
+            outcome.failure = Failure(UNREADABLE, repr(error), outcome.status)
+        outcome.ended = monotonic()
+
+    async def _generate(self, request: httpx.Request, sending: Sending, outcome: Outcome) -> None:
+        try:
+            async with asyncio.timeout(sending.leave_seconds):
+                await self._receive(request, sending, outcome)
+        except TimeoutError:
+            if sending.leave_seconds is None:
+                raise
+            outcome.left = True
+
+    async def _receive(self, request: httpx.Request, sending: Sending, outcome: Outcome) -> None:
+        response = await self._http.send(request, stream=True)
+        try:
+            if response.status_code != 200 or not sending.stream:
+                content = await response.aread()
+                self._check_status(response.status_code, response.headers, content, outcome)
+                outcome.answer.take(json.loads(content))
+            else:
+                self._check_status(200, response.headers, b"", outcome)
+                await self._read_stream(response, sending, outcome)
+        finally:
+            await response.aclose()
+
+    async def _read_stream(self, response: httpx.Response, sending: Sending, outcome: Outcome) -> None:
+        events = 0
+        async for data in _events(response.aiter_bytes()):
+            if sending.leave_after is not None and events >= sending.leave_after:
+                outcome.left = True
+                return
+            if data == b"[DONE]":
+                return
+            body = json.loads(data)
+            if "error" in body:
+                raise Failed(_failure(None, body))
+            outcome.answer.take(body)
+            events += 1
+        raise Failed(Failure(UNFINISHED, f"the stream ended after {events} events"))
+
+    def _check_status(self, status: int, headers: Mapping[str, str], content: bytes, outcome: Outcome) -> None:
+        """Raise Failed for an error; note the status."""
+        outcome.status = status
+        self.statuses[status] += 1
+        if status < 400:
+            return
+        try:
+            failure = _failure(status, json.loads(content))
+        except ValueError:
+            failure = Failure(SHAPELESS, f"{status} {content[:200]!r}", status)
+        if status in COMES_AGAIN and "retry-after" not in headers:
+            failure = Failure(SHAPELESS, f"{status} without Retry-After: {failure.message}", status)
+        raise Failed(failure)
+
+
+async def _events(chunks: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
+    """Yield the data of server-sent events. Only line feeds end a line, not the other separators of Unicode."""
+    rest = b""
+    async for chunk in chunks:
+        *lines, rest = (rest + chunk).split(b"\n")
+        for line in lines:
+            if line.startswith(b"data: "):
+                yield line.removeprefix(b"data: ")
+
+
+def _failure(status: int | None, body: Any) -> Failure:
+    """Return the failure that an error object describes."""
+    error = body.get("error") if isinstance(body, dict) else None
+    if not isinstance(error, dict) or error.keys() != FIELDS or not error["message"]:
+        return Failure(SHAPELESS, f"{status} {body!r}", status)
+    plain = INTERNAL if error["type"] == "server_error" else f"refused with {status}"
+    return Failure(error["code"] or plain, error["message"], status)
+
+
+# ---------------------------------------------------------------- what is sent
+def body_of(spec: RequestSpec, sending: Sending) -> dict[str, Any]:
+    body = {"model": MODEL, **spec.body, **sending.more}
+    if sending.stream:
+        body["stream"] = True
+    if sending.named_by == "body":
+        body["kv_cache"] = sending.instance
+    elif sending.named_by == "model":
+        body["model"] = f"{MODEL}:{sending.instance}"
+    return body
+
+
+def headers_of(sending: Sending) -> dict[str, str]:
+    chosen = {"X-KV-Cache": sending.instance} if sending.named_by == "header" else {}
+    return {"Authorization": f"Bearer {sending.key}"} | chosen

@@ -1,0 +1,250 @@
+"""Faults that are injected into a running server: their names, how, and the failures clients may then see.
+
+Knows processes and signals; neither requests nor answers.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from random import Random
+from time import monotonic
+
+import psutil
+
+from tools.torture.exchange import CUT, ENGINE_AWAY, REFUSED, STOPPING, TEXT_AWAY
+from tools.torture.server_process import PAUSE, ServerProcess
+from tools.torture.tally import Tally
+
+ORPHAN_SECONDS = 5.0  # that children may outlive their supervisor
+STOP_SECONDS = (0.2, 2.0)  # for which a process is stopped
+HEED_SECONDS = 1.0  # within which a process that does not block SIGTERM has ended
+NOTICED_SECONDS = 60.0  # until a process that hangs must have been replaced
+LAST_SECONDS = 10.0  # beyond the drain, until a server has ended that got a signal to stop
+
+NOTHING: frozenset[str] = frozenset()
+CUT_OFF = frozenset({CUT})
+AWAY = frozenset({ENGINE_AWAY})
+TEXT = frozenset({TEXT_AWAY})
+GOING_DOWN = frozenset({CUT, REFUSED, STOPPING, ENGINE_AWAY})
+
+
+@dataclass
+class Target:
+    """The server into which faults are injected, and what is needed to draw and count."""
+
+    server: ServerProcess
+    draw: Random
+    tally: Tally
+    drain_seconds: float
+
+
+Affected = list[psutil.Process] | None  # processes that must end because of it; None: no process to act on
+
+
+@dataclass(frozen=True)
+class Fault:
+    """One kind of fault, and the failures of requests that it excuses."""
+
+    name: str
+    what: str
+    inject: Callable[[Target], Awaitable[Affected]]
+    excuses: frozenset[str]
+    orderly: bool = False  # running requests must still be answered
+
+
+# ---------------------------------------------------------------- single processes
+def _send(processes: Iterable[psutil.Process | None], number: signal.Signals) -> Affected:
+    """Signal processes and return them; None if there are none."""
+    found = [each for each in processes if each is not None]
+    for each in found:
+        with suppress(psutil.NoSuchProcess):
+            each.send_signal(number)
+    return found or None
+
+
+def _any(target: Target, processes: Sequence[psutil.Process]) -> list[psutil.Process]:
+    """Return a random one of the processes, as a list; empty if there are none."""
+    return [target.draw.choice(processes)] if processes else []
+
+
+async def _kill_engine(target: Target) -> Affected:
+    return _send([target.server.roles().engine], signal.SIGKILL)
+
+
+async def _kill_worker(target: Target) -> Affected:
+    return _send(_any(target, target.server.roles().workers), signal.SIGKILL)
+
+
+async def _kill_children(target: Target) -> Affected:
+    roles = target.server.roles()
+    return _send([roles.engine, *roles.workers], signal.SIGKILL)
+
+
+async def _kill_helper(target: Target) -> Affected:
+    return _send(_any(target, target.server.roles().helpers), signal.SIGKILL)
+
+
+async def _terminate_child(target: Target, processes: Sequence[psutil.Process | None]) -> Affected:
+    """Send SIGTERM to processes below the supervisor; return those that end of it, none if they block it."""
+    affected = _send(processes, signal.SIGTERM)
+    if affected is None:
+        return None
+    deadline = monotonic() + HEED_SECONDS
+    while monotonic() < deadline:
+        roles = target.server.roles()
+        if not all(each in (roles.engine, *roles.workers) for each in affected):
+            return affected
+        await asyncio.sleep(PAUSE)
+    return []
+
+
+async def _terminate_worker(target: Target) -> Affected:
+    return await _terminate_child(target, _any(target, target.server.roles().workers))
+
+
+async def _terminate_engine(target: Target) -> Affected:
+    return await _terminate_child(target, [target.server.roles().engine])
+
+
+async def _pause(target: Target, processes: Sequence[psutil.Process | None]) -> Affected:
+    """Stop processes for a short time."""
+    stopped = _send(processes, signal.SIGSTOP)
+    try:
+        await asyncio.sleep(target.draw.uniform(*STOP_SECONDS))
+    finally:
+        _send(processes, signal.SIGCONT)
+    return None if stopped is None else []
+
+
+async def _stop_engine(target: Target) -> Affected:
+    return await _pause(target, [target.server.roles().engine])
+
+
+async def _stop_worker(target: Target) -> Affected:
+    return await _pause(target, _any(target, target.server.roles().workers))
+
+
+async def _hang(target: Target, processes: Sequence[psutil.Process | None]) -> Affected:
+    """Stop processes for good: the supervisor must notice and replace them."""
+    if (stopped := _send(processes, signal.SIGSTOP)) is None:
+        return None
+    _, left = await asyncio.to_thread(psutil.wait_procs, stopped, NOTICED_SECONDS)
+    for each in left:
+        target.tally.problem("hangs not noticed", f"{each} hung for {NOTICED_SECONDS:g} s and was not replaced")
+    _send(left, signal.SIGCONT)
+    return []
+
+
+async def _hang_engine(target: Target) -> Affected:
+    return await _hang(target, [target.server.roles().engine])
+
+
+async def _hang_worker(target: Target) -> Affected:
+    return await _hang(target, _any(target, target.server.roles().workers))
+
+
+# ---------------------------------------------------------------- the whole server
+async def _restart(target: Target, number: signal.Signals, *, group: bool) -> Affected:
+    """Stop the server in order, and start it again."""
+    children = target.server.family()[1:]
+    target.server.signal(number, group=group)
+    code = await target.server.wait(target.drain_seconds + LAST_SECONDS)
+    if code != 0:
+        target.tally.problem("unclean ends", f"{number.name}{' to the group' if group else ''}: exit code {code}")
+    return await _start_again(target, children)
+
+
+async def _kill_server(target: Target) -> Affected:
+    children = target.server.family()[1:]
+    target.server.signal(signal.SIGKILL)
+    await target.server.wait(ORPHAN_SECONDS)
+    return await _start_again(target, children)
+
+
+async def _start_again(target: Target, children: list[psutil.Process]) -> Affected:
+    """Check that nothing is left of the server, and start it again."""
+    await _expect_gone(target, children)
+    before = target.server.socket_folders()
+    await target.server.start()
+    for folder in before & target.server.socket_folders():
+        target.tally.problem("socket folders left behind", f"{folder}, also by the next start")
+        target.server.remove_socket_folder(folder)
+    return []
+
+
+async def _expect_gone(target: Target, children: list[psutil.Process]) -> None:
+    """Count processes that outlive their server, and end them."""
+    await count_orphans(target.tally, children)
+    target.server.kill()
+
+
+async def count_orphans(tally: Tally, processes: Sequence[psutil.Process]) -> None:
+    """Count processes that outlive their parent by ORPHAN_SECONDS, and end them."""
+    _, left = await asyncio.to_thread(psutil.wait_procs, processes, ORPHAN_SECONDS)
+    for each in left:
+        with suppress(psutil.NoSuchProcess):
+            tally.problem("processes that outlived their parent", f"{each.pid}: {' '.join(each.cmdline())}")
+            each.kill()
+
+
+async def _terminate(target: Target) -> Affected:
+    return await _restart(target, signal.SIGTERM, group=False)
+
+
+async def _terminate_group(target: Target) -> Affected:
+    return await _restart(target, signal.SIGTERM, group=True)
+
+
+async def _hang_up(target: Target) -> Affected:
+    return await _restart(target, signal.SIGHUP, group=False)
+
+
+async def _hang_up_group(target: Target) -> Affected:
+    return await _restart(target, signal.SIGHUP, group=True)
+
+
+async def _interrupt_group(target: Target) -> Affected:
+    return await _restart(target, signal.SIGINT, group=True)
+
+
+# ---------------------------------------------------------------- all of them
+FAULTS: tuple[Fault, ...] = (
+    Fault("kill-engine", "SIGKILL to the engine", _kill_engine, AWAY),
+    Fault("kill-worker", "SIGKILL to an API worker", _kill_worker, CUT_OFF),
+    Fault("kill-children", "SIGKILL to the engine and all API workers", _kill_children, CUT_OFF | AWAY),
+    Fault("kill-helper", "SIGKILL to a child of a worker or of the engine, if there is one", _kill_helper, TEXT),
+    Fault("terminate-engine", "SIGTERM to the engine alone", _terminate_engine, NOTHING),
+    Fault("terminate-worker", "SIGTERM to an API worker alone", _terminate_worker, NOTHING),
+    Fault("stop-engine", "SIGSTOP to the engine, and SIGCONT up to 2 s later", _stop_engine, NOTHING),
+    Fault("stop-worker", "SIGSTOP to an API worker, and SIGCONT up to 2 s later", _stop_worker, NOTHING),
+    Fault("hang-engine", "SIGSTOP to the engine, for good", _hang_engine, AWAY),
+    Fault("hang-worker", "SIGSTOP to an API worker, for good", _hang_worker, CUT_OFF),
+    Fault("terminate", "SIGTERM to the supervisor, and a new start", _terminate, GOING_DOWN, orderly=True),
+    Fault(
+        "terminate-group",
+        "SIGTERM to all processes, as systemd does, and a new start",
+        _terminate_group,
+        GOING_DOWN,
+        orderly=True,
+    ),
+    Fault("hang-up", "SIGHUP to the supervisor, and a new start", _hang_up, GOING_DOWN, orderly=True),
+    Fault(
+        "hang-up-group",
+        "SIGHUP to all processes, as a closed terminal does, and a new start",
+        _hang_up_group,
+        GOING_DOWN,
+        orderly=True,
+    ),
+    Fault(
+        "interrupt-group",
+        "SIGINT to all processes, as Ctrl-C does, and a new start",
+        _interrupt_group,
+        GOING_DOWN,
+        orderly=True,
+    ),
+    Fault("kill", "SIGKILL to the supervisor, and a new start", _kill_server, GOING_DOWN),
+)

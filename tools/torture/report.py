@@ -1,0 +1,137 @@
+"""Writes the results of a run: tables for people, JSON for programs. Knows no server."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from tools.torture.chaos import ChaosReport
+from tools.torture.soak import LEAST_SECONDS, SoakReport, Trend
+from tools.torture.tally import Tally
+
+WIDTH = 120  # of output that is not a terminal
+NOT_COMPARED = (
+    "Texts were not compared: without the C++ kernels answers differ in rounding from batch to batch. Compared were "
+    "choices, ends, prompts and usage."
+)
+
+
+def console_for(json: str) -> Console:
+    """Return where tables go: to stderr if JSON goes to stdout. Files are wide."""
+    console = Console(stderr=json == "-")
+    return console if console.is_terminal else Console(stderr=json == "-", width=WIDTH)
+
+
+def print_tables(console: Console, title: str, tables: Iterable[Table], tally: Tally, *, exact: bool) -> None:
+    """Print tables, counts and problems."""
+    console.rule(title)
+    for table in tables:
+        console.print(table)
+    console.print(_table("counts", ("", "number"), [(name, f"{n:,}") for name, n in sorted(tally.counts.items())]))
+    if not exact:
+        console.print(NOT_COMPARED)
+    if not tally.problems:
+        console.print("No problems.")
+        return
+    console.print(_table("problems", ("", "number"), [(name, f"{n:,}") for name, n in tally.problems.most_common()]))
+    for name, examples in tally.examples.items():
+        for example in examples:
+            console.print(f"{name}: {example}", markup=False, highlight=False)
+
+
+def _table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]]) -> Table:
+    table = Table(title=title, title_justify="left")
+    for index, column in enumerate(columns):
+        table.add_column(column, justify="right" if index else "left")
+    for row in rows:
+        table.add_row(*row)
+    return table
+
+
+def write_json(path: str, found: Mapping[str, Any]) -> None:
+    """Write an object to a file, or to stdout for "-"."""
+    text = json.dumps(found, indent=2) + "\n"
+    if path == "-":
+        sys.stdout.write(text)
+    else:
+        Path(path).write_text(text)
+
+
+def tally_as_json(tally: Tally) -> dict[str, Any]:
+    return {"counts": dict(tally.counts), "problems": dict(tally.problems), "examples": dict(tally.examples)}
+
+
+# ---------------------------------------------------------------- chaos
+def chaos_tables(report: ChaosReport) -> list[Table]:
+    rows = [
+        (
+            name,
+            str(len(each.answering)) + (", nothing there" if each.nothing_to_affect else ""),
+            _median_and_most(each.answering),
+            _median_and_most(each.whole),
+        )
+        for name, each in report.recoveries.items()
+    ]
+    columns = ("fault", "injected", "answers again: median, most", "all processes back: median, most")
+    return [_table("seconds from a fault", columns, rows)]
+
+
+def chaos_as_json(report: ChaosReport) -> dict[str, Any]:
+    recoveries = {
+        name: {"injected": len(each.answering), "answering_seconds": each.answering, "whole_seconds": each.whole}
+        for name, each in report.recoveries.items()
+    }
+    return {
+        "seed": report.plan.seed,
+        "seconds": report.seconds,
+        "starts": report.starts,
+        "texts_compared": report.exact,
+        "faults": recoveries,
+        **tally_as_json(report.tally),
+    }
+
+
+def _median_and_most(seconds: Sequence[float]) -> str:
+    return f"{median(seconds):.2f}, {max(seconds):.2f}" if seconds else "-"
+
+
+# ---------------------------------------------------------------- soak
+def soak_tables(report: SoakReport) -> list[Table]:
+    rows = [
+        (f"{each.role}: {each.what}", f"{each.first:.1f}", f"{each.last:.1f}", _slope(each), _verdict(report, each))
+        for each in report.trends
+    ]
+    columns = ("", "first", "last", "an hour, of the second half (95 %)", "")
+    unjudged = "" if report.judged else f"; slopes are judged from {LEAST_SECONDS / 60:g} minutes on"
+    return [_table(f"{report.rounds} rounds, {report.seconds / 60:.1f} minutes{unjudged}", columns, rows)]
+
+
+def _slope(trend: Trend) -> str:
+    slope = trend.slope
+    return "-" if slope is None else f"{slope.value:+.2f} ({slope.low:+.2f} to {slope.high:+.2f})"
+
+
+def _verdict(report: SoakReport, trend: Trend) -> str:
+    if not report.judged or not trend.judged:
+        return "not judged"
+    return f"grows by more than {trend.bound:g}" if trend.grows else "stays"
+
+
+def soak_as_json(report: SoakReport) -> dict[str, Any]:
+    return {
+        "seed": report.plan.seed,
+        "seconds": report.seconds,
+        "rounds": report.rounds,
+        "texts_compared": report.exact,
+        "slopes_judged": report.judged,
+        "trends": [asdict(each) | {"grows": each.grows} for each in report.trends],
+        **tally_as_json(report.tally),
+    }

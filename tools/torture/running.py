@@ -1,0 +1,99 @@
+"""Shared by chaos and soak: a server with its expected answers, an HTTP client, progress, an end by signal.
+
+Knows neither faults nor samples.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import sys
+from collections import Counter
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from random import Random
+from time import monotonic
+
+import httpx
+
+from tools.torture.checker import Checker
+from tools.torture.clients import Load
+from tools.torture.exchange import Exchange
+from tools.torture.expected_answers import compute_answers
+from tools.torture.server_process import DRAIN_SECONDS, ServerProcess, StartError
+from tools.torture.tally import Tally
+
+PATIENCE = 90.0  # seconds without an answer or an error; then a request is lost
+PROGRESS_SECONDS = 10.0
+NO_PROMISE = "deterministic:"  # begins the error of a server that cannot promise equal bits
+
+
+def print_line(text: str) -> None:
+    """Print progress to stderr; results go to stdout."""
+    print(text, file=sys.stderr, flush=True)
+
+
+@asynccontextmanager
+async def running_server(max_waiting: int) -> AsyncIterator[tuple[ServerProcess, bool]]:
+    """Start a server; yield it, and whether it promises equal bits (only the C++ kernels do). Raises StartError."""
+    server, exact = ServerProcess(deterministic=True, max_waiting=max_waiting), True
+    try:
+        try:
+            await server.start()
+        except StartError as error:
+            if NO_PROMISE not in str(error):
+                raise
+            server.remove()
+            server, exact = ServerProcess(deterministic=False, max_waiting=max_waiting), False
+            await server.start()
+        yield server, exact
+    finally:
+        server.remove()
+
+
+@asynccontextmanager
+async def connected(statuses: Counter[int] | None = None) -> AsyncIterator[Exchange]:
+    """Open an HTTP client that ignores proxies of the environment, and counts responses in `statuses`."""
+    limits = httpx.Limits(max_connections=None)
+    async with httpx.AsyncClient(limits=limits, trust_env=False) as http:
+        yield Exchange(http, PATIENCE, Counter() if statuses is None else statuses)
+
+
+async def prepare(server: ServerProcess, exchange: Exchange, exact: bool, seed: str, number: int) -> Load:
+    """Compute the answers to compare with; return a load that has not started. Raises ExpectedAnswerError."""
+    began = monotonic()
+    checker = Checker(Tally(), DRAIN_SECONDS, exact=exact)
+    specs = await compute_answers(server.url, exchange, checker, Random(f"{seed} specs"), number)
+    print_line(f"computed {number} answers alone in {monotonic() - began:.1f} s")
+    return Load(server, exchange, checker, specs)
+
+
+async def print_progress(found: Callable[[], str]) -> None:
+    """Print `found()` every few seconds until cancelled."""
+    began = monotonic()
+    while True:
+        await asyncio.sleep(PROGRESS_SECONDS)
+        print_line(f"{monotonic() - began:6.0f} s  {found()}")
+
+
+@asynccontextmanager
+async def ended_by_signals(end: asyncio.Event) -> AsyncIterator[None]:
+    """Set `end` at SIGINT or SIGTERM, so that a report is still made."""
+    loop = asyncio.get_running_loop()
+    numbers = (signal.SIGINT, signal.SIGTERM)
+    for number in numbers:
+        loop.add_signal_handler(number, end.set)
+    try:
+        yield
+    finally:
+        for number in numbers:
+            loop.remove_signal_handler(number)
+
+
+async def sleep_unless(end: asyncio.Event, seconds: float) -> None:
+    """Sleep until the seconds are over or `end` is set."""
+    try:
+        async with asyncio.timeout(seconds):
+            await end.wait()
+    except TimeoutError:
+        pass

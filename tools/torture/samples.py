@@ -1,0 +1,53 @@
+"""Samples memory, descriptors and threads of the server's processes. Does not know what is normal."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping
+from contextlib import suppress
+from time import monotonic
+
+import psutil
+
+from tools.torture.server_process import Roles, ServerProcess
+from tools.torture.trends import Point
+
+MIB = 2**20
+RESIDENT, PRIVATE, PROPORTIONAL = MEMORY = "resident MiB", "private MiB", "proportional MiB"  # Linux reports all three
+NOT_JUDGED = (PROPORTIONAL,)  # it also changes with other processes that map the same libraries
+DESCRIPTORS, THREADS = "descriptors", "threads"
+
+
+class Samples:
+    """Series by process and by what was measured."""
+
+    def __init__(self, server: ServerProcess) -> None:
+        self.series: defaultdict[tuple[str, str], list[Point]] = defaultdict(list)
+        self._server = server
+        self._began = monotonic()
+
+    def take(self) -> None:
+        """Add one point to every series, except those of a process that has just ended."""
+        now = monotonic() - self._began
+        for role, process in named(self._server.family()[0], self._server.roles()).items():
+            with suppress(psutil.NoSuchProcess):
+                for what, value in measured(process).items():
+                    self.series[role, what].append((now, value))
+
+
+def named(supervisor: psutil.Process, roles: Roles) -> dict[str, psutil.Process]:
+    """Return the processes by names that stay the same while no process is replaced."""
+    found = {"supervisor": supervisor} | ({"engine": roles.engine} if roles.engine else {})
+    for name, processes in (("worker", roles.workers), ("helper", roles.helpers)):
+        for number, process in enumerate(sorted(processes, key=lambda each: each.pid)):
+            found[f"{name}-{number}"] = process
+    return found
+
+
+def measured(process: psutil.Process) -> Mapping[str, float]:
+    """Return what a process takes, as far as the system reports it."""
+    with process.oneshot():
+        memory = process.memory_full_info()
+        found = {RESIDENT: memory.rss / MIB, PRIVATE: memory.uss / MIB}
+        found |= {PROPORTIONAL: memory.pss / MIB} if hasattr(memory, "pss") else {}
+        return found | {DESCRIPTORS: process.num_fds(), THREADS: process.num_threads()}

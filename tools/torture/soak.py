@@ -1,0 +1,276 @@
+"""Runs one server under a constant mixed load, and checks that memory, descriptors and gauges stay the same.
+
+The load runs in rounds. Between two rounds no request is sent: the gauges must be back at rest, and the counters equal
+what was sent. Does not know what a right answer is.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from random import Random
+from time import monotonic
+
+import psutil
+
+from tools.torture.administration import operate, undo
+from tools.torture.chaos import end_server
+from tools.torture.clients import Load, client, start_clients
+from tools.torture.exchange import Outcome
+from tools.torture.gauges import Metrics, read_metrics, unquiet
+from tools.torture.requests import RequestSpec
+from tools.torture.running import (
+    connected,
+    ended_by_signals,
+    prepare,
+    print_line,
+    print_progress,
+    running_server,
+    sleep_unless,
+)
+from tools.torture.samples import DESCRIPTORS, MEMORY, NOT_JUDGED, RESIDENT, THREADS, Samples, measured, named
+from tools.torture.server_process import ServerProcess
+from tools.torture.tally import Tally
+from tools.torture.trends import Slope, second_half, slope_of
+
+MAX_WAITING = 256  # requests; many, so that the queue is never full
+QUIET_SECONDS = 20.0  # until the gauges must be back; /metrics may be a second old
+SETTLED_SECONDS = 3.0  # after which /metrics is up to date: it and what workers report may each be a second old
+PROBE_PAUSE = 20.0  # seconds between two probes of isolation, at most: each of them leaves names behind
+LOOK_AGAIN = 0.2  # seconds
+LEAST_SECONDS = 600.0  # of a run whose slopes are judged: memory grows for a while until caches and pools are full
+HOUR = 3600.0
+COUNTED = ("kvmux_num_preemptions_total", "kvmux_forks_total", "kvmux_kv_cache_copied_blocks_total")
+
+
+@dataclass(frozen=True)
+class Bounds:
+    """Growth of a process per hour that does not yet count as a leak."""
+
+    memory: float = 24.0  # MiB
+    descriptors: float = 4.0
+    threads: float = 2.0
+
+    def of(self, what: str) -> float:
+        return {DESCRIPTORS: self.descriptors, THREADS: self.threads}.get(what, self.memory)
+
+
+@dataclass(frozen=True)
+class SoakPlan:
+    """The parameters of a run."""
+
+    seed: str
+    seconds: float
+    round_seconds: float
+    sample_seconds: float
+    clients: int
+    requests: int
+    bounds: Bounds
+
+
+@dataclass(frozen=True)
+class Trend:
+    """One series of one process: its ends, and its slope per hour over the second half."""
+
+    role: str
+    what: str
+    first: float
+    last: float
+    slope: Slope | None
+    bound: float
+
+    @property
+    def grows(self) -> bool:
+        return self.judged and self.slope is not None and self.slope.low > self.bound
+
+    @property
+    def judged(self) -> bool:
+        return self.what not in NOT_JUDGED
+
+
+@dataclass
+class Sent:
+    """What the server must have counted; `unsure` are requests whose clients left, which may not have reached it."""
+
+    sequences: int = 0
+    unsure_sequences: int = 0
+    unsure_responses: int = 0
+
+    def on_outcome(self, spec: RequestSpec, outcome: Outcome) -> None:
+        if outcome.status == 200:
+            self.sequences += spec.sequences
+        else:
+            self.unsure_sequences += spec.sequences
+            self.unsure_responses += outcome.status is None
+
+
+@dataclass
+class SoakReport:
+    """The results of a run."""
+
+    plan: SoakPlan
+    exact: bool
+    tally: Tally
+    trends: list[Trend]
+    rounds: int
+    seconds: float
+
+    @property
+    def judged(self) -> bool:
+        return self.seconds >= LEAST_SECONDS
+
+
+async def run_soak(plan: SoakPlan) -> SoakReport:
+    """Run a server and its clients for a time, and check it between rounds. Raises StartError, ExpectedAnswerError."""
+    async with running_server(MAX_WAITING) as (server, exact), connected() as exchange:
+        load = await prepare(server, exchange, exact, plan.seed, plan.requests)
+        soak = Soak(plan, load)
+        began = monotonic()
+        await soak.run()
+        report = SoakReport(plan, exact, load.checker.tally, soak.trends(), soak.rounds, monotonic() - began)
+        await end_server(server, report.tally)
+        if report.judged:
+            _judge(report)
+        return report
+
+
+def _judge(report: SoakReport) -> None:
+    for trend in report.trends:
+        if trend.grows:
+            report.tally.problem(
+                "growth", f"{trend.what} of {trend.role}: {trend.slope} an hour, more than {trend.bound:g}"
+            )
+
+
+class Soak:
+    """Rounds of load and quiet."""
+
+    def __init__(self, plan: SoakPlan, load: Load) -> None:
+        self.rounds = 0
+        self._plan = plan
+        self._load = load
+        self._server: ServerProcess = load.server
+        self._tally = load.checker.tally
+        self._samples = Samples(load.server)
+        self._sent = Sent()
+        self._statuses: Counter[int] = Counter()
+        self._before: Metrics
+        self._pids = {each.pid for each in load.server.family()}
+        self._quiet: dict[tuple[str, str], float] = {}  # what the processes took in the first quiet
+        load.on_outcome = self._sent.on_outcome
+
+    async def run(self) -> None:
+        end = asyncio.Event()
+        await asyncio.sleep(SETTLED_SECONDS)
+        self._before = await self._metrics()
+        async with ended_by_signals(end), asyncio.TaskGroup() as group:
+            always = [group.create_task(print_progress(self._progress)), group.create_task(self._sample())]
+            deadline = monotonic() + self._plan.seconds
+            while monotonic() < deadline and not end.is_set():
+                await self._round(end, min(self._plan.round_seconds, deadline - monotonic()))
+            for task in always:
+                task.cancel()
+
+    async def _round(self, end: asyncio.Event, seconds: float) -> None:
+        """Load the server over new connections, and check it once they are closed."""
+        load, seed = self._load, f"{self._plan.seed} round {self.rounds}"
+        load.going.set()
+        async with connected(self._statuses) as load.exchange, asyncio.TaskGroup() as group:
+            start_clients(group, load, seed, self._plan.clients, PROBE_PAUSE)
+            group.create_task(client(load, Random(f"{seed} operator"), operate, 0.3))
+            await sleep_unless(end, seconds)
+            load.going.clear()
+        self.rounds += 1
+        await self._look()
+
+    # ------------------------------------------------------------ between rounds
+    async def _look(self) -> None:
+        """Wait until all gauges are back and the counters are right; after QUIET_SECONDS count those that are not."""
+        async with connected(self._statuses) as self._load.exchange:
+            await undo(self._load, self._server.url)
+        deadline = monotonic() + QUIET_SECONDS
+        least = Counter(self._statuses)
+        while wrong := list(self._wrong(metrics := await self._metrics(), least)):
+            if monotonic() > deadline:
+                for each in wrong:
+                    self._tally.problem("gauges that did not come back", f"round {self.rounds}: {each}")
+                break
+            await asyncio.sleep(LOOK_AGAIN)
+        self._tally.count("quiets looked at")
+        for name in COUNTED:
+            self._tally.counts[name] = int(metrics.total(name))
+        for outcome in ("stop", "length", "cancelled"):
+            self._tally.counts[f"engine: {outcome}"] = int(metrics.total("kvmux_requests_total", outcome=outcome))
+        self._compare_processes()
+
+    def _wrong(self, metrics: Metrics, least: Counter[int]) -> Iterator[str]:
+        yield from unquiet(metrics)
+        ended = self._since_start(metrics, "kvmux_requests_total")
+        if not self._sent.sequences <= ended <= self._sent.sequences + self._sent.unsure_sequences:
+            yield f"requests that ended: {ended:g}, sent were {self._sent}"
+        for status, number in least.items():
+            counted = self._since_start(metrics, "kvmux_http_responses_total", code=str(status))
+            if not number <= counted <= self._most_responses(status):
+                yield f"responses {status}: {counted:g}, seen were {number}, {self._sent}"
+
+    def _most_responses(self, status: int) -> int:
+        """Return the largest possible count: responses that were seen, and those that clients did not wait for."""
+        not_http = self._tally.counts["bytes that are no HTTP"]
+        return self._statuses[status] + self._sent.unsure_responses + not_http
+
+    def _since_start(self, metrics: Metrics, name: str, **labels: str) -> float:
+        return metrics.total(name, **labels) - self._before.total(name, **labels)
+
+    async def _metrics(self) -> Metrics:
+        """Return the metrics, over a connection that is closed at once."""
+        async with connected(self._statuses) as exchange:
+            outcome, content = await exchange.call("GET", f"{self._server.url}/metrics")
+        if outcome.failure is not None:
+            self._tally.problem("metrics that do not come", str(outcome.failure))
+        return read_metrics(content.decode())
+
+    def _compare_processes(self) -> None:
+        """Count processes that were replaced, and those that keep more descriptors or threads than at first."""
+        if {each.pid for each in self._server.family()} != self._pids:
+            self._tally.problem("processes that were replaced", f"round {self.rounds}: {self._server.family()}")
+        for role, process in named(self._server.family()[0], self._server.roles()).items():
+            with suppress(psutil.NoSuchProcess):
+                for what, value in measured(process).items():
+                    if what in MEMORY:
+                        continue
+                    before = self._quiet.setdefault((role, what), value)
+                    if value > before + self._plan.bounds.of(what):
+                        self._tally.problem(
+                            "growth", f"round {self.rounds}: {role} has {value:g} {what} at rest, {before:g} before"
+                        )
+
+    # ------------------------------------------------------------ meanwhile
+    async def _sample(self) -> None:
+        while True:
+            await asyncio.to_thread(self._samples.take)
+            await asyncio.sleep(self._plan.sample_seconds)
+
+    def _progress(self) -> str:
+        counts = self._tally.counts
+        memory = [
+            f"{role} {points[-1][1]:.0f}" for (role, what), points in self._samples.series.items() if what == RESIDENT
+        ]
+        return (
+            f"{counts['requests sent']} requests, {counts['answers checked']} answers checked, {self.rounds} rounds, "
+            f"{sum(self._tally.problems.values())} problems; MiB: {', '.join(memory)}"
+        )
+
+    def trends(self) -> list[Trend]:
+        """Return the trend of every series."""
+        found = []
+        for (role, what), points in sorted(self._samples.series.items()):
+            slope = slope_of([(seconds / HOUR, value) for seconds, value in second_half(points)])
+            found.append(Trend(role, what, points[0][1], points[-1][1], slope, self._plan.bounds.of(what)))
+        return found
+
+
+def print_start(plan: SoakPlan) -> None:
+    print_line(f"seed {plan.seed}; {plan.seconds / 60:g} minutes in rounds of {plan.round_seconds:g} s")

@@ -1,0 +1,26 @@
+"""Counts events, and keeps the first examples of each problem. Does not know what is counted."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+
+MOST_EXAMPLES = 5  # kept of each problem; all are counted
+LONGEST_EXAMPLE = 2000  # characters
+
+
+class Tally:
+    """The counts of one run. A problem is something that must not happen; everything else is a plain count."""
+
+    def __init__(self) -> None:
+        self.counts: Counter[str] = Counter()
+        self.problems: Counter[str] = Counter()
+        self.examples: defaultdict[str, list[str]] = defaultdict(list)
+
+    def count(self, name: str, number: int = 1) -> None:
+        self.counts[name] += number
+
+    def problem(self, name: str, example: str) -> None:
+        """Count a problem and keep its example if there are few of its kind."""
+        self.problems[name] += 1
+        if len(self.examples[name]) < MOST_EXAMPLES:
+            self.examples[name].append(example[:LONGEST_EXAMPLE])
