@@ -33,6 +33,7 @@ from typing import Any
 
 from config.errors import SettingsError, explained
 from config.settings import Settings
+from server.engine.supervision import Heartbeat
 from server.logs import configure_logging
 from server.parent_death import die_with_parent
 
@@ -43,13 +44,16 @@ SUPERVISOR_SIGNALS = frozenset({signal.SIGINT, signal.SIGTERM, signal.SIGHUP})  
 STOP, DUMP = signal.SIGUSR2, signal.SIGUSR1
 
 
-def run_child(target: str, settings: Settings, socket_path: str, *rest: Any) -> None:
+def run_child(target: str, settings: Settings, socket_path: str, heartbeat: Heartbeat, *rest: Any) -> None:
     """Call `target` ("package.module:function") with the settings, the socket's path and `rest`.
+
+    Until the target calls `heartbeat.beat` itself, a thread does.
 
     A SettingsError or an OSError ends the process with one line in the log.
     """
     signal.pthread_sigmask(signal.SIG_BLOCK, SUPERVISOR_SIGNALS)
     end_with_parent()
+    heartbeat.beat_while_loading()
     configure_logging(settings)
     try:
         faulthandler.register(DUMP, stacks_file(socket_path, multiprocessing.current_process().name).open("w"))

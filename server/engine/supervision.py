@@ -7,50 +7,75 @@ processes nor what they do.
 from __future__ import annotations
 
 import socket
+import threading
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from multiprocessing.context import SpawnContext
-from time import monotonic
+from time import monotonic, sleep
 from typing import Any
+
+BOOT_SECONDS = 20.0  # that a process may take to its first beat: Python starts and imports the settings
+LOADING_PAUSE = 0.25  # seconds between two beats of a process that loads
 
 
 class Heartbeat:
-    """A counter that a child raises again and again while it works or waits for work."""
+    """Counters that a child raises again and again: one while it loads, the other while it works or waits for work."""
 
     def __init__(self, context: SpawnContext) -> None:
-        self._count: Any = context.RawValue("Q", 0)
+        self._loading: Any = context.RawValue("Q", 0)
+        self._serving: Any = context.RawValue("Q", 0)
+
+    def beat_while_loading(self) -> None:
+        """Start a thread that beats until the first call of `beat`.
+
+        It shows that the process is not stopped, and that no thread keeps Python's lock; loading may take any time.
+        """
+
+        def run() -> None:
+            while not self._serving.value:
+                self._loading.value += 1
+                sleep(LOADING_PAUSE)
+
+        threading.Thread(target=run, name="heartbeat", daemon=True).start()
 
     def beat(self) -> None:
-        self._count.value += 1
+        self._serving.value += 1
+
+    @property
+    def serving(self) -> int:
+        """Return the number of beats since the child has loaded."""
+        return int(self._serving.value)
 
     @property
     def count(self) -> int:
-        return int(self._count.value)
+        """Return the number of all beats."""
+        return int(self._loading.value) + self.serving
 
 
 class Watchdog:
-    """Measures how long a child's heartbeat has stood still, from the first beat on: loading may take any time.
+    """Measures how long a child's heartbeat has stood still; to its first beat it has BOOT_SECONDS more.
 
     `look` is to be called every `interval` seconds. A longer pause between two looks counts as two intervals: while
     the supervisor did not run, as in a suspended or frozen machine, the child may not have run either.
     """
 
     def __init__(self, heartbeat: Heartbeat, interval: float) -> None:
-        self.silent = 0.0  # seconds since the latest beat
-        self.lived = 0.0  # seconds from the first beat to the latest
+        self.silent = -BOOT_SECONDS  # seconds since the latest beat
+        self.lived = 0.0  # seconds from the first beat to the latest, without loading
         self._heartbeat = heartbeat
         self._interval = interval
         self._count = 0
+        self._served = False  # at the latest beat seen
         self._looked = monotonic()
 
     def look(self) -> None:
         now, count = monotonic(), self._heartbeat.count
         passed, self._looked = min(now - self._looked, 2 * self._interval), now
-        if count == 0:
-            return
         self.silent += passed
         if count != self._count:
-            self.lived, self.silent, self._count = self.lived + self.silent, 0.0, count
+            if self._served:
+                self.lived += self.silent
+            self.silent, self._count, self._served = 0.0, count, self._heartbeat.serving > 0
 
 
 class Recovery:

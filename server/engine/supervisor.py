@@ -109,18 +109,18 @@ class Supervisor:
             threading.Thread(target=self._files.read_ahead, name="read-ahead", daemon=True).start()
         with theirs:
             status = EngineStatus(theirs, heartbeat)
-            process = self._spawn(name, self._targets.engine, status, self._engines)
+            process = self._spawn(name, self._targets.engine, heartbeat, status, self._engines)
         self._engines += 1
         return process, Watchdog(heartbeat, self._pause)
 
     def _start_worker(self, name: str) -> tuple[SpawnProcess, Watchdog]:
         heartbeat = Heartbeat(self._spawn_context)
         ties = WorkerTies(heartbeat, self._recovery, self._metrics_listener)
-        process = self._spawn(name, self._targets.worker, self._listener, ties)
+        process = self._spawn(name, self._targets.worker, heartbeat, self._listener, ties)
         return process, Watchdog(heartbeat, self._pause)
 
-    def _spawn(self, name: str, target: str, *rest: object) -> SpawnProcess:
-        args = (target, self._settings, self._socket_path, *rest)
+    def _spawn(self, name: str, target: str, heartbeat: Heartbeat, *rest: object) -> SpawnProcess:
+        args = (target, self._settings, self._socket_path, heartbeat, *rest)
         process = self._spawn_context.Process(target=run_child, args=args, name=name, daemon=True)
         with signals_blocked():
             process.start()

@@ -43,8 +43,9 @@ def _engine(settings: Settings) -> Iterator[str]:
     status, theirs = context.Pipe()
     with tempfile.TemporaryDirectory() as folder:
         path = str(Path(folder) / "engine")
-        engine_status = EngineStatus(theirs, Heartbeat(context))
-        process = context.Process(target=run_child, args=(ENGINE, settings, path, engine_status))
+        heartbeat = Heartbeat(context)
+        status_pipe = EngineStatus(theirs, heartbeat)
+        process = context.Process(target=run_child, args=(ENGINE, settings, path, heartbeat, status_pipe))
         process.start()
         theirs.close()
         try:

@@ -6,6 +6,7 @@ Most cases run in this process; a few start the server as a user would.
 from __future__ import annotations
 
 import errno
+import multiprocessing
 import os
 import resource
 import signal
@@ -26,6 +27,7 @@ from server import cli
 from server.engine.build import build_engine
 from server.engine.device import choose_weights
 from server.engine.lifeline import explained, run_child
+from server.engine.supervision import Heartbeat
 from server.models.directory import EMBEDDED, located
 from server.models.weights_cache import Draft
 from server.text.tokenizer import Tokenizer
@@ -230,10 +232,12 @@ def failing(settings: Settings, socket_path: str) -> None:
 def test_a_process_of_the_server_that_the_system_refuses_something(
     caplog: pytest.LogCaptureFixture, tmp_path: Path
 ) -> None:
+    heartbeat = Heartbeat(multiprocessing.get_context("spawn"))
+    heartbeat.beat()  # nothing loads
     unblocked = signal.pthread_sigmask(signal.SIG_BLOCK, ())
     try:
         with pytest.raises(SystemExit) as exit_:
-            run_child(f"{__name__}:failing", Settings(), str(tmp_path / "engine.sock"))
+            run_child(f"{__name__}:failing", Settings(), str(tmp_path / "engine.sock"), heartbeat)
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, unblocked)  # a child blocks signals, and this process is none
     assert exit_.value.code == 2

@@ -10,8 +10,10 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
+from time import sleep
 from typing import IO, Protocol
 
 import psutil
@@ -273,8 +275,16 @@ def test_a_child_that_is_stopped_is_killed_and_started_again(start: Start, which
     assert server.process.wait() == 0
 
 
-def test_a_child_that_was_never_heard_of_is_not_killed(start: Start) -> None:
-    """It loads. The engine that is stopped meanwhile shows that the watchdog's time has passed."""
+def test_a_worker_that_is_stopped_while_it_loads_is_killed(start: Start) -> None:
+    server = start(worker="worker_loading", watchdog=3.0)
+    _, worker = server.pids()
+    os.kill(worker, signal.SIGSTOP)
+    server.read_until("worker-0 gave no sign of life for . s and is killed; it was stopped, by SIGSTOP")
+    server.read_until(r"worker \d+ runs")
+
+
+def test_a_worker_that_loads_for_long_is_not_killed(start: Start) -> None:
+    """The engine that is stopped meanwhile shows that the watchdog's time has passed."""
     server = start(worker="worker_loading", watchdog=3.0)
     engine, _ = server.pids()
     os.kill(engine, signal.SIGSTOP)
@@ -289,10 +299,10 @@ def test_time_that_nobody_looked_at_is_not_held_against_a_child(monkeypatch: pyt
     monkeypatch.setattr(supervision, "monotonic", lambda: now)
     heartbeat = Heartbeat(multiprocessing.get_context("spawn"))
     watch = Watchdog(heartbeat, interval=1.0)
-    for _ in range(50):
+    for _ in range(25):
         now += 1
         watch.look()
-    assert watch.silent == 0, "it loads"
+    assert watch.silent == 25 - supervision.BOOT_SECONDS, "the process starts"
     heartbeat.beat()
     watch.look()
     for _ in range(5):
@@ -305,6 +315,30 @@ def test_time_that_nobody_looked_at_is_not_held_against_a_child(monkeypatch: pyt
     heartbeat.beat()
     watch.look()
     assert (watch.silent, watch.lived) == (0, 7)
+
+
+def test_loading_is_no_part_of_a_childs_life(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 100.0
+    monkeypatch.setattr(supervision, "monotonic", lambda: now)
+    monkeypatch.setattr(supervision, "LOADING_PAUSE", 0.001)
+    heartbeat = Heartbeat(multiprocessing.get_context("spawn"))
+    watch = Watchdog(heartbeat, interval=1.0)
+    heartbeat.beat_while_loading()
+    for _ in range(50):
+        before = heartbeat.count
+        while heartbeat.count == before:
+            sleep(0.001)
+        now += 1
+        watch.look()
+        assert (watch.silent, watch.lived) == (0, 0), "it loads"
+    heartbeat.beat()
+    watch.look()
+    now += 1
+    heartbeat.beat()
+    watch.look()
+    assert (watch.silent, watch.lived) == (0, 1)
+    while any(thread.name == "heartbeat" for thread in threading.enumerate()):
+        sleep(0.001)
 
 
 def test_when_the_engine_is_expected(monkeypatch: pytest.MonkeyPatch) -> None:
