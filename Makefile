@@ -71,7 +71,7 @@ format: $(VENV)/.with-test,check  ## put the code into its format
 	$(VENV)/bin/clang-format -i $(CPP)
 
 bench: $(VENV)/.base  ## measure every figure that has a goal (ARGS="--rows decode": these; --help tells more)
-	$(PY) -m server.benchmarks $(ARGS)
+	$(PY) -m tools.bench $(ARGS)
 
 load: $(VENV)/.with-load  ## load a running server (URL) for 30 seconds
 	$(VENV)/bin/locust -f loadtest/locustfile.py --headless --only-summary --host $(URL) \

@@ -1,7 +1,7 @@
 """Builds the C++ kernels, if there is a compiler and torch to build them against; without them the server runs, slower.
 
 Everything else about the package stands in pyproject.toml. One library per instruction set: which of them this machine
-can run is found out when they are loaded (kernels/cpu/load.py).
+can run is found out when they are loaded (kernels/cpu/library.py).
 """
 
 import platform

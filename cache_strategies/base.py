@@ -18,7 +18,7 @@ import torch
 from pydantic import BaseModel, ConfigDict
 from torch import Tensor
 
-from kernels.arena import Arena
+from cache_strategies.arena import Arena
 from kernels.ops import LayerSpec, Ops, Stored
 
 Miss = Literal["cold", "short", "evicted", "window", "busy", "salt", "bypass"]

@@ -31,11 +31,11 @@ from cache_strategies.base import (
     tenant_of,
     usable,
 )
+from cache_strategies.block_table import TableOptions, TableSeat
 from cache_strategies.eviction.lru import LRU
-from cache_strategies.eviction.retention import Retained
-from cache_strategies.happenings import Happenings
-from cache_strategies.slab import SlabCache
-from cache_strategies.table import TableOptions, TableSeat
+from cache_strategies.eviction.queue import Retained
+from cache_strategies.paged.block_metrics import Happenings
+from cache_strategies.single_block import SlabCache
 
 Ids = NDArray[np.int64]
 

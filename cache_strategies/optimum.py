@@ -23,7 +23,7 @@ from collections.abc import Iterable, Sequence
 from itertools import chain
 from typing import NamedTuple
 
-from cache_strategies.prefix_index import Name, PrefixNames
+from cache_strategies.paged.prefix_index import Name, PrefixNames
 
 NEVER = 1 << 62
 

@@ -12,12 +12,12 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from cache_strategies.arena import Arena
 from cache_strategies.base import CacheSetup, Geometry, KVCache, Options
 from cache_strategies.plugins import installed, load_class
 from config.errors import SettingsError
 from config.settings import StrategySettings
 from config.sizes import share_of
-from kernels.arena import Arena
 from kernels.ops import Ops
 from kernels.store import ALIGN
 
@@ -25,7 +25,7 @@ ENTRY_POINTS = "kvmux.cache_strategies"
 
 BUILTIN: Mapping[str, str] = {  # imported on demand
     "contiguous": "cache_strategies.contiguous:ContiguousCache",
-    "paged": "cache_strategies.paged:PagedCache",
+    "paged": "cache_strategies.paged.cache:PagedCache",
     "sliding_window": "cache_strategies.sliding_window:SlidingWindowCache",
 }
 

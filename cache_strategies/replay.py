@@ -15,12 +15,12 @@ from typing import NamedTuple
 
 import torch
 
+from cache_strategies.arena import Arena
 from cache_strategies.base import CacheSetup, Geometry, Row, Seat
 from cache_strategies.eviction import load_policy, policies
 from cache_strategies.optimum import distinct, most_hits, visits
-from cache_strategies.paged import PagedCache, PagedOptions
+from cache_strategies.paged.cache import PagedCache, PagedOptions
 from config.errors import SettingsError
-from kernels.arena import Arena
 from kernels.ops import LayerSpec
 from kernels.reference import ReferenceOps
 

@@ -18,8 +18,8 @@ from typing import Any
 from pydantic import Field
 
 from cache_strategies.base import CacheSetup, Contract, Geometry
-from cache_strategies.slab import SlabCache
-from cache_strategies.table import TableOptions
+from cache_strategies.block_table import TableOptions
+from cache_strategies.single_block import SlabCache
 
 MOST = 2**31 - 1  # positions are int32 on the device
 

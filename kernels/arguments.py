@@ -13,9 +13,9 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
-from kernels.layer import AttentionWeights
+from kernels.layers import AttentionWeights
 from kernels.ops import LayerSpec, Packed, Slots
-from kernels.quantised import Quantised
+from kernels.quantization import Quantised
 from kernels.store import KVStore
 
 ANY, SOME = -1, -2  # a size of 0 or more; a size of 1 or more

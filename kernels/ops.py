@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from kernels.layer import AttentionWeights, DecoderLayer, Factor, GatedWeights, Stack
+    from kernels.layers import AttentionWeights, DecoderLayer, Factor, GatedWeights, Stack
     from kernels.memory import Joined
-    from kernels.quantised import Quantised
+    from kernels.quantization import Quantised
     from kernels.store import KVStore
 
 
@@ -145,7 +145,7 @@ class Ops(Protocol):
     def quantised_linear(self, x: Tensor, weight: Quantised | Packed, bias: Tensor | None = None) -> Tensor:
         """x [N, in] times a weight [out, in] of 8 or 4 bits a number, plus bias [out] -> [N, out] in x's dtype.
 
-        Values of the weight are those of `kernels.quantised.dequantise`. Products are summed in float32; or x is
+        Values of the weight are those of `kernels.quantization.dequantise`. Products are summed in float32; or x is
         rounded to whole numbers of 8 bits first, where the largest of a group of columns becomes 127 or -127, and a
         group's products are summed exactly (as llama.cpp does).
         """

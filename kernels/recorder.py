@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any, Self
 
 from kernels.ops import Ops
-from kernels.table import Op
+from kernels.selfcheck.op_info import Op
 from kernels.watched import Watched
 
 

@@ -16,11 +16,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kernels import arguments, composed, sampling
-from kernels.layer import AttentionWeights, DecoderLayer, Factor, GatedWeights, Stack
+from kernels import arguments, composite, sampling
+from kernels.layers import AttentionWeights, DecoderLayer, Factor, GatedWeights, Stack
 from kernels.memory import Joined
 from kernels.ops import Attention, LayerSpec, Packed, Slots
-from kernels.quantised import Quantised, dequantise, tile_rows
+from kernels.quantization import Quantised, dequantise, tile_rows
 from kernels.store import KVStore, Plane
 
 TILE = 128  # positions
@@ -92,18 +92,18 @@ class ReferenceOps:
         return Stack(layers)
 
     def run_layers(self, stack: Stack, x: Tensor, attention: Attention) -> Tensor:
-        return composed.run_layers(self, stack, x, attention)
+        return composite.run_layers(self, stack, x, attention)
 
     def enter_attention(
         self, layer: AttentionWeights, x: Tensor, added: Tensor | None, positions: Tensor
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        return composed.enter_attention(self, layer, x, added, positions)
+        return composite.enter_attention(self, layer, x, added, positions)
 
     def leave_attention(self, layer: AttentionWeights, x: Tensor, mixed: Tensor) -> tuple[Tensor, Tensor]:
-        return composed.leave_attention(self, layer, x, mixed)
+        return composite.leave_attention(self, layer, x, mixed)
 
     def feed_forward(self, weights: GatedWeights, h: Tensor) -> Tensor:
-        return composed.feed_forward(self, weights, h)
+        return composite.feed_forward(self, weights, h)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         arguments.rms_norm(x, weight)

@@ -7,7 +7,7 @@ from typing import Self
 import torch
 
 from kernels.ops import Ops
-from kernels.table import LAYERS, OPS
+from kernels.selfcheck.op_info import LAYERS, OPS
 from kernels.watched import Timed
 
 

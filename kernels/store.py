@@ -18,7 +18,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from kernels.arena import Arena
+from cache_strategies.arena import Arena
 from kernels.ops import LayerSpec
 
 SCALE = torch.float32  # of a vector of int8

@@ -10,10 +10,10 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from kernels import composed
-from kernels.layer import Stack
+from kernels import composite
+from kernels.layers import Stack
 from kernels.ops import Attention, Ops
-from kernels.table import LAYERS, OPS, Op
+from kernels.selfcheck.op_info import LAYERS, OPS, Op
 
 Run = Callable[[Stack, Tensor, Attention], Tensor]
 WAITS: dict[str, Callable[[], None]] = {"cuda": torch.cuda.synchronize, "mps": torch.mps.synchronize}
@@ -39,7 +39,7 @@ class Watched:
     def run_layers(self, run: Run, stack: Stack, x: Tensor, attention: Attention) -> Tensor:
         """Is made of others, which are what is watched: either they are called, or it can say what each took."""
         if self.counts or attention.stored is None or stack.took() is None:
-            return composed.run_layers(self._ops, stack, x, attention)
+            return composite.run_layers(self._ops, stack, x, attention)
         after = run(stack, x, attention)
         for name, seconds in (stack.took() or {}).items():
             self.took(name, seconds)

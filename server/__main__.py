@@ -5,10 +5,10 @@ import sys
 
 def main() -> int:
     if sys.argv[1:] == ["health"]:  # it runs again and again beside a server that computes: without all the rest
-        from server.health import health
+        from server.cli.health import health
 
         return health()
-    from server.cli import main as run
+    from server.cli.main import main as run
 
     return run()
 

@@ -14,12 +14,12 @@ from pydantic import ValidationError
 
 from config.settings import load
 from config.sources import did_you_mean
-from server.api.schemas import SamplingRequest
+from server.api.openai.request_models import SamplingRequest
 from server.engine.build import build_engine
-from server.engine.generate import FinishReason, Generated, generate
-from server.engine.messages import Submit
-from server.engine.request import RequestError
-from server.engine.selection import Selector
+from server.engine.ipc.messages import Submit
+from server.engine.scheduling.request import RequestError
+from server.engine.scheduling.selection import Selector
+from server.generate import FinishReason, Generated, generate
 from server.text.detokenizer import Detokenizer
 from server.text.encoder import Encoder
 from server.text.output import OutputText

@@ -18,10 +18,10 @@ from packaging.requirements import Requirement
 
 from config.settings import Settings
 from config.sources import env_name
-from server import cli
-from server.engine.child import Timing
-from server.health import TIMEOUT
-from server.models.user_cache import user_cache
+from server.cli import main as cli
+from server.cli.health import TIMEOUT
+from server.models.files.user_cache import user_cache
+from server.processes.child import Timing
 
 ROOT = Path(__file__).parents[1]
 COMPOSE: dict[str, Any] = yaml.safe_load((ROOT / "compose.yaml").read_text())

@@ -21,9 +21,15 @@ MAY_IMPORT = {  # beside itself
     "loadtest": set[str](),
     "tools": {"config", "loadtest"},  # not installed; they see the server as its users do, from outside
 }
-AND_FLAGS = {"server.cli": {"loadtest.bench", "loadtest.bench.flags"}}  # of `kvmux bench`; nothing else of it
+AND_FLAGS = {"server.cli.main": {"loadtest.bench", "loadtest.bench.flags"}}  # of `kvmux bench`; nothing else of it
 
-API_PROCESS = ("server.cli", "server.api.worker", "server.engine.supervisor", "server.engine.client", "server.text")
+API_PROCESS = (
+    "server.cli.main",
+    "server.api.worker",
+    "server.processes.supervisor",
+    "server.engine.ipc.client",
+    "server.text",
+)
 HEAVY = {"torch", "transformers", "numpy", "kernels", "cache_strategies"}
 
 
@@ -102,7 +108,7 @@ def test_only_the_client_of_a_benchmark_knows_http_and_it_knows_no_workload() ->
 
 
 def test_what_the_command_line_finds_by_name_is_there() -> None:
-    named = re.findall(r'resolve_name\("([^":]+)', modules()["server.cli"].read_text())
+    named = re.findall(r'resolve_name\("([^":]+)', modules()["server.cli.main"].read_text())
     assert "loadtest.bench.command" in named
     assert set(named) <= modules().keys()
 
@@ -116,7 +122,7 @@ def test_models_know_no_strategy_and_no_engine() -> None:
 
 
 def test_profiles_and_benchmarks_stand_on_the_same_and_not_on_each_other() -> None:
-    apart = ("server.profiling", "server.benchmarks")
+    apart = ("server.profiling", "tools.bench")
     for name, file in modules().items():
         if name.startswith(("server.measuring", *apart)):
             others = tuple(package for package in apart if not name.startswith(package))
@@ -126,16 +132,23 @@ def test_profiles_and_benchmarks_stand_on_the_same_and_not_on_each_other() -> No
 def test_the_server_reaches_neither_the_textbook_nor_the_adapter_for_transformers() -> None:
     for name in modules():
         if top(name) == "server":
-            assert not reached(name) & {"cache_strategies.textbook", "cache_strategies.hf"}, name
+            assert not reached(name) & {
+                "cache_strategies.adapters.textbook",
+                "cache_strategies.adapters.transformers",
+            }, name
 
 
 def test_text_without_a_server_needs_no_server() -> None:
     assert not {top(m) for m in reached("server.llm")} & {"fastapi", "starlette", "uvicorn", "prometheus_client"}
-    assert not reached("server.llm") & {"server.engine.gateway", "server.engine.client", "server.engine.supervisor"}
+    assert not reached("server.llm") & {
+        "server.engine.ipc.server",
+        "server.engine.ipc.client",
+        "server.processes.supervisor",
+    }
 
 
 def test_the_textbook_stands_alone() -> None:
-    assert {top(m) for m in imports(modules()["cache_strategies.textbook"])} <= {"__future__", "math", "torch"}
+    assert {top(m) for m in imports(modules()["cache_strategies.adapters.textbook"])} <= {"__future__", "math", "torch"}
 
 
 def test_strategies_know_each_other_only_through_their_parts() -> None:
@@ -145,7 +158,10 @@ def test_strategies_know_each_other_only_through_their_parts() -> None:
         assert not imported & (strategies - {name})
 
 
-@pytest.mark.parametrize("name", ["server.engine.scheduler", "server.engine.request", "server.engine.selection"])
+@pytest.mark.parametrize(
+    "name",
+    ["server.engine.scheduling.scheduler", "server.engine.scheduling.request", "server.engine.scheduling.selection"],
+)
 def test_the_scheduler_has_no_tensor_and_no_strategy(name: str) -> None:
     assert not {m for m in reached(name) if top(m) in {"torch", "numpy", "kernels", "cache_strategies"}}
 
@@ -158,7 +174,7 @@ def test_supervisor_and_api_processes_reach_neither_torch_nor_transformers(name:
 def test_the_process_that_tokenizes_reaches_neither_http_nor_settings() -> None:
     """It is started again whenever it had to be killed, and has nothing in it that a model's files could misuse."""
     other = {"fastapi", "starlette", "uvicorn", "pydantic", "pydantic_settings", "httpx", "psutil", "prometheus_client"}
-    assert not {m for m in reached("server.text.sandbox_process") if top(m) in HEAVY | other}
+    assert not {m for m in reached("server.text.processes.sandbox_process") if top(m) in HEAVY | other}
 
 
 def test_only_reference_and_loader_are_imported_as_kernels_by_others() -> None:
@@ -167,7 +183,7 @@ def test_only_reference_and_loader_are_imported_as_kernels_by_others() -> None:
     The engine gives them; outside the server whoever builds a strategy alone does, and the replay of traces. The doctor
     looks at all of them.
     """
-    giving = {"server.engine.build", "server.doctor", "cache_strategies.alone", "cache_strategies.replay"}
+    giving = {"server.engine.build", "server.cli.doctor", "cache_strategies.standalone", "cache_strategies.replay"}
     for name, file in modules().items():
         if top(name) in ("cache_strategies", "server") and name not in giving:
-            assert not {m for m in imports(file) if m.startswith(("kernels.reference", "kernels.load"))}, name
+            assert not {m for m in imports(file) if m.startswith(("kernels.reference", "kernels.backends"))}, name

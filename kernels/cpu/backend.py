@@ -12,12 +12,12 @@ import torch
 from torch import Tensor
 
 from kernels import arguments
+from kernels.cpu.decoder import EVERYTHING, MAX_DIM, CpuStack
 from kernels.cpu.packed import PackedFloats, PackedMatrix, PackedWhole
-from kernels.cpu.stack import EVERYTHING, MAX_DIM, CpuStack
-from kernels.layer import AttentionWeights, DecoderLayer, Factor, GatedWeights, Stack
+from kernels.layers import AttentionWeights, DecoderLayer, Factor, GatedWeights, Stack
 from kernels.memory import Joined, Pool
 from kernels.ops import Attention, LayerSpec, Packed, Slots
-from kernels.quantised import Quantised
+from kernels.quantization import Quantised
 from kernels.reference import ReferenceOps
 from kernels.store import KVStore
 

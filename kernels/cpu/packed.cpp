@@ -65,7 +65,7 @@ void pack(const Tensor& packed, const Tensor& weight) {
   });
 }
 
-// Numbers as in `kernels.quantised.Quantised`, of so many bits each, with offsets or without.
+// Numbers as in `kernels.quantization.Quantised`, of so many bits each, with offsets or without.
 void pack_whole(const Tensor& packed, const Tensor& numbers, int64_t bits, bool offsets) {
   expect("quantised_linear", "numbers", numbers, only(at::kByte), {SOME, SOME});
   TORCH_CHECK_VALUE(bits == 4 || bits == 8, "quantised_linear: a weight of ", bits, " bits a number");

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from kernels.memory import Joined, Pool, concatenated
 from kernels.ops import Packed
-from kernels.quantised import Quantised
+from kernels.quantization import Quantised
 
 PANEL, PANELS = 16, 4  # outputs of a panel, panels of a block; packed.h
 ZERO = {8: 128, 4: 8}  # the number that stands for 0 where there are no offsets

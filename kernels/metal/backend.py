@@ -30,7 +30,7 @@ from kernels.metal.arguments import (
 from kernels.metal.attention import Attention, shape_of
 from kernels.metal.library import Grid, Kernels, Longs
 from kernels.ops import LayerSpec, Packed, Slots
-from kernels.quantised import Quantised
+from kernels.quantization import Quantised
 from kernels.reference import ReferenceOps
 from kernels.store import KVStore
 

@@ -1,4 +1,4 @@
-// The same of a weight in whole numbers of 8 or 4 bits, affine by groups of a row: `kernels.quantised.Quantised`. S is
+// The same of a weight in whole numbers of 8 or 4 bits, affine by groups of a row: `kernels.quantization.Quantised`. S is
 // the type of scales and offsets.
 #include "linear.h"
 

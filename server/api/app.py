@@ -11,31 +11,19 @@ from fastapi import APIRouter, FastAPI
 from starlette.middleware.cors import CORSMiddleware
 
 from config.settings import Settings
-from server.api import (
-    access,
-    admin,
-    chat,
-    completions,
-    errors,
-    health,
-    kv_cache,
-    metrics,
-    models,
-    profile,
-    request_log,
-    tokenize,
-    unversioned,
-)
-from server.api.answers import Serving
-from server.api.bounds import BodyLimits, Bounds
-from server.api.deadlines import Deadlines
-from server.api.ended import Ended
-from server.api.jobs import Most
-from server.api.lifetime import Lifetime
-from server.api.observations import Observations
-from server.api.priorities import Priorities
-from server.api.tracing import Tracing, tracing_to
-from server.engine.client import EngineClient
+from server.api.http import auth, errors, unversioned
+from server.api.http.deadlines import Deadlines
+from server.api.http.limits import BodyLimits, Bounds
+from server.api.http.request_lifetime import Lifetime
+from server.api.openai import chat, completions, models, tokenize
+from server.api.openai.generation_job import Most
+from server.api.openai.priorities import Priorities
+from server.api.openai.responses import Serving
+from server.api.ops import admin, health, kv_cache, metrics, profile, request_log
+from server.api.ops.observations import Observations
+from server.api.ops.request_outcome import Ended
+from server.api.ops.tracing import Tracing, tracing_to
+from server.engine.ipc.client import EngineClient
 from server.text.tokenizer import TokenizerBase
 from server.text.tokenizer_info import tokenizer_info
 from server.version import version
@@ -105,7 +93,7 @@ def add_middleware(
 ) -> None:
     """Add the middleware; the one added last sees a request first."""
     app.add_middleware(
-        access.Access,
+        auth.Access,
         api_keys=settings.api_keys,
         admin_token=settings.admin_token,
         metrics_key=settings.metrics_key,
@@ -153,7 +141,7 @@ def add_routers(app: FastAPI, settings: Settings, client: EngineClient, tokenize
     )
     keyed = APIRouter()
     if settings.api_keys is not None:
-        keyed = APIRouter(dependencies=[access.secured("API key")], responses=errors.documented(401))
+        keyed = APIRouter(dependencies=[auth.secured("API key")], responses=errors.documented(401))
     keyed.include_router(completions.router(serving))
     keyed.include_router(chat.router(serving))
     info = tokenizer_info(Path(settings.model)) if settings.enable_tokenizer_info_endpoint else None
@@ -161,5 +149,5 @@ def add_routers(app: FastAPI, settings: Settings, client: EngineClient, tokenize
     keyed.include_router(models.router(client, list_strategies=settings.list_strategies))
     keyed.include_router(kv_cache.router(client))
     app.include_router(keyed)
-    app.include_router(admin.router(client, tokenizer, most), dependencies=[access.secured("admin token")])
-    app.include_router(profile.router(client), dependencies=[access.secured("admin token")])
+    app.include_router(admin.router(client, tokenizer, most), dependencies=[auth.secured("admin token")])
+    app.include_router(profile.router(client), dependencies=[auth.secured("admin token")])

@@ -23,14 +23,14 @@ import uvicorn
 from config.settings import Settings
 from config.sizes import parse_bytes
 from server.api.app import create_app
-from server.api.connection import connections
-from server.api.errors import ApiError
-from server.api.observations import Observations
-from server.engine.client import EngineClient
-from server.engine.lifeline import STOP
-from server.engine.supervision import WorkerTies
+from server.api.http.connection import connections
+from server.api.http.errors import ApiError
+from server.api.ops.observations import Observations
+from server.engine.ipc.client import EngineClient
 from server.logs import quote_no_exceptions
-from server.text.sandbox import CallLimits, SandboxedTokenizer
+from server.processes.child_process import STOP
+from server.processes.heartbeat import WorkerTies
+from server.text.processes.sandbox import CallLimits, SandboxedTokenizer
 from server.text.tokenizer import TokenizerBase
 
 log = logging.getLogger(__name__)

@@ -10,11 +10,11 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from torch import Tensor
 
-from server.engine.messages import PromptScores
+from server.engine.ipc.messages import PromptScores
 from server.engine.report import Outcome, RequestRecord, StepPart
-from server.engine.request import Request
-from server.engine.scheduler import Scheduled
-from server.engine.scores import scores
+from server.engine.sampling.logprobs import scores
+from server.engine.scheduling.request import Request
+from server.engine.scheduling.scheduler import Scheduled
 
 
 def parts_of(scheduled: Sequence[Scheduled]) -> dict[str, StepPart]:

@@ -10,10 +10,10 @@ from typing import Any
 
 from cache_strategies.base import Clearing, Inspectable, KVCache, Pin, PinError, Pinning
 from config.sizes import share_of
-from server.engine.about import shares
 from server.engine.core import Core
-from server.engine.messages import Clear, Command, Inspect, PinPrefix, Share, Unpin
-from server.engine.request import RequestError
+from server.engine.info import shares
+from server.engine.ipc.messages import Clear, Command, Inspect, PinPrefix, Share, Unpin
+from server.engine.scheduling.request import RequestError
 
 
 def obey(core: Core, command: Command) -> dict[str, Any]:

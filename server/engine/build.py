@@ -15,20 +15,20 @@ from pathlib import Path
 import torch
 
 from cache_strategies import registry
+from cache_strategies.arena import Arena
 from cache_strategies.base import Geometry, KVCache
+from cache_strategies.block_table import TableCache
 from cache_strategies.registry import Instance
-from cache_strategies.table import TableCache
 from config.errors import SettingsError
 from config.settings import Settings
 from config.sizes import parse_bytes
-from kernels.arena import Arena
-from kernels.check_memory import memory_fault
+from kernels.backends import Loaded, load_ops
 from kernels.cpu.backend import CpuOps
-from kernels.cpu.stack import MAX_DIM
+from kernels.cpu.decoder import MAX_DIM
 from kernels.device import Device
-from kernels.load import Loaded, load_ops
 from kernels.missing import KernelsMissing
 from kernels.ops import Ops
+from kernels.selfcheck.check_memory import memory_fault
 from kernels.stopwatch import Stopwatch
 from server.engine.core import Core
 from server.engine.device import (
@@ -40,14 +40,14 @@ from server.engine.device import (
     free_memory,
     limit_memory,
 )
-from server.engine.rehearsal import rehearse
-from server.engine.scheduler import Limits, Scheduler
-from server.engine.scores import MOST_LOGITS
-from server.engine.selection import Selector
+from server.engine.sampling.logprobs import MOST_LOGITS
+from server.engine.scheduling.scheduler import Limits, Scheduler
+from server.engine.scheduling.selection import Selector
+from server.engine.warmup import rehearse
 from server.models.base import Model
 from server.models.config import Facts
 from server.models.decoder import Decoder
-from server.models.directory import locate
+from server.models.files.directory import locate
 from server.models.load import describe, load_model
 
 DEFAULT_MAX_SEQ_LEN = 8192

@@ -12,10 +12,10 @@ import torch
 
 from config.errors import SettingsError
 from config.settings import Settings
-from kernels.cpu.load import fast_halves
+from kernels.cpu.library import fast_halves
 from kernels.device import EMULATED, Device, named
 from server.models.errors import ModelError
-from server.models.user_cache import expanded, user_cache
+from server.models.files.user_cache import expanded, user_cache
 from server.models.weights import Format, Kept
 
 log = logging.getLogger(__name__)

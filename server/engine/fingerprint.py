@@ -14,8 +14,8 @@ from typing import Any
 
 import msgspec
 
-from server.engine.about import in_effect, versions
 from server.engine.build import Engine
+from server.engine.info import in_effect, versions
 
 SMALL = 2**24  # bytes of a file whose content counts; of larger ones, which are weights, only size and time of change
 NUMERIC = (

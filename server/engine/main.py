@@ -16,15 +16,12 @@ import msgspec
 
 from config.errors import SettingsError
 from config.settings import Settings
-from server.engine.about import about, describe_caches, memory_of, summary
 from server.engine.admin import obey
 from server.engine.build import Engine, build_engine
-from server.engine.capture import Capture
 from server.engine.core import Event
 from server.engine.fingerprint import fingerprint
-from server.engine.gateway import Gateway, Gone
-from server.engine.lifeline import STOP
-from server.engine.messages import (
+from server.engine.info import about, describe_caches, memory_of, summary
+from server.engine.ipc.messages import (
     ANSWER_SECONDS,
     Answer,
     Cancel,
@@ -40,11 +37,14 @@ from server.engine.messages import (
     Submit,
     ToEngine,
 )
-from server.engine.profiler import Profiler
-from server.engine.request import RequestError
+from server.engine.ipc.server import Gateway, Gone
+from server.engine.profiling.capture import Capture
+from server.engine.profiling.profiler import Profiler
+from server.engine.scheduling.request import RequestError
 from server.engine.state import Processes, state_of
-from server.engine.supervision import EngineStatus
 from server.metrics.registry import Metrics
+from server.processes.child_process import STOP
+from server.processes.heartbeat import EngineStatus
 
 log = logging.getLogger(__name__)
 

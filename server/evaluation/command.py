@@ -21,14 +21,14 @@ from server.engine.build import Engine, build_engine
 from server.engine.core import Core
 from server.evaluation import documents
 from server.evaluation.compare import Fidelity, compare
+from server.evaluation.corpus.packing import EVALUATION_SEED
 from server.evaluation.documents import Document
 from server.evaluation.flags import Wanted
 from server.evaluation.plot import check_plot, draw
 from server.evaluation.report import Report, Result, as_json, as_table
-from server.models.directory import located
+from server.models.files.directory import located
 from server.models.load import describe
 from server.text.tokenizer import Tokenizer
-from server.training.packing import EVALUATION_SEED
 
 LONGEST = 2048  # tokens of a document, unless told
 BASELINE = "exact_caching"  # compared with, if nothing that was asked for is exact

@@ -9,8 +9,8 @@ from typing import NamedTuple
 from tokenizers import Tokenizer
 
 from config.errors import SettingsError
-from server.training.packing import RECORDS, STORIES, Answer, Marks, Mix, pack
-from server.training.words import HELD_OUT, HELD_OUT_NAMES, TRAIN, Lexicon
+from server.evaluation.corpus.packing import RECORDS, STORIES, Answer, Marks, Mix, pack
+from server.evaluation.corpus.words import HELD_OUT, HELD_OUT_NAMES, TRAIN, Lexicon
 
 LONGEST_TOKEN = 16  # characters, generously: of a long file no more is read than is needed
 

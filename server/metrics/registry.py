@@ -17,7 +17,7 @@ import msgspec
 from prometheus_client import Histogram, Summary
 
 from cache_strategies.base import Happened
-from server.engine.about import About
+from server.engine.info import About
 from server.engine.report import Admission, Draft, Phase, RequestRecord, StepReport, Wait
 from server.engine.state import State
 from server.metrics import families as f

@@ -13,10 +13,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kernels.composed import multiplied, turned
-from kernels.layer import Factor
+from kernels.composite import multiplied, turned
+from kernels.layers import Factor
 from kernels.ops import Attention, LayerSpec, Ops, Packed
-from kernels.quantised import Quantised, dequantise
+from kernels.quantization import Quantised, dequantise
 from server.models.base import Stepwise
 from server.models.config import ModelConfig
 from server.models.layers import load_ends, load_layer, load_norm

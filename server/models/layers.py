@@ -11,11 +11,11 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from kernels.composed import multiplied
-from kernels.layer import AttentionWeights, DecoderLayer, Factor, GatedWeights, Tables
+from kernels.composite import multiplied
+from kernels.layers import AttentionWeights, DecoderLayer, Factor, GatedWeights, Tables
 from kernels.memory import Joined
 from kernels.ops import LayerSpec, Ops
-from kernels.quantised import Quantised, dequantise, joined
+from kernels.quantization import Quantised, dequantise, joined
 from server.models.config import Dim, MixtureOfExperts, ModelConfig, Rope
 from server.models.weights import Matrix, Weights
 

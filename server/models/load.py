@@ -14,10 +14,10 @@ from server.models.base import Model
 from server.models.config import Facts, ModelConfig, load_config, warn_of_ends
 from server.models.decoder import Decoder
 from server.models.errors import ModelError, UnknownModelError
-from server.models.gguf_directory import gguf_of
-from server.models.hf import TransformersModel, facts_of
-from server.models.mlx_weights import MLXWeights, is_mlx
-from server.models.quantised import quantised
+from server.models.formats.gguf_directory import gguf_of
+from server.models.formats.mlx_weights import MLXWeights, is_mlx
+from server.models.formats.quantized import quantised
+from server.models.transformers_backend import TransformersModel, facts_of
 from server.models.weights import Kept, Safetensors, Weights
 
 
@@ -94,7 +94,7 @@ def _stored(
 ) -> Weights:
     """As they are in the file."""
     if (file := gguf_of(directory)) is not None:
-        from server.models.gguf_weights import GGUFWeights  # here, as other models start sooner without gguf
+        from server.models.formats.gguf_weights import GGUFWeights  # here, as other models start sooner without gguf
 
         return GGUFWeights(file, dtype, device, as_stored=as_stored)
     if not is_mlx(directory):

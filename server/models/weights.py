@@ -17,11 +17,11 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from kernels.quantised import Quantised
+from kernels.quantization import Quantised
 from server.models.config import Dim
 from server.models.config_file import read_json, shortened
 from server.models.errors import ModelError, first_line
-from server.models.mapping import mapped_bytes, read_bytes
+from server.models.formats.mmap import mapped_bytes, read_bytes
 
 LONGEST_NAME = 255  # characters; file systems have no longer ones
 READABLE = (torch.float32, torch.bfloat16, torch.float16)

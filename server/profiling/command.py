@@ -15,16 +15,16 @@ from rich.console import Console
 from config.errors import SettingsError
 from config.settings import Settings, load
 from config.sources import flag_name
-from kernels.probe import bandwidth_over, product_speed
-from server.engine.about import in_effect
 from server.engine.build import Engine, build_engine
-from server.measuring.neighbours import Neighbours, told
-from server.measuring.running import RunError, sigterm_as_ctrl_c
-from server.measuring.steps import WARM, Steps, decode, prefill
-from server.models.directory import located
+from server.engine.info import in_effect
+from server.models.files.directory import located
+from server.profiling.background_load import Neighbours, told
 from server.profiling.flags import Wanted
+from server.profiling.machine import bandwidth_over, product_speed
 from server.profiling.report import Limits, Profile, Served, as_json, as_text
+from server.profiling.running import RunError, sigterm_as_ctrl_c
 from server.profiling.served import at_the_socket, over_http
+from server.profiling.steps import WARM, Steps, decode, prefill
 
 PROMPTS = 8  # that are computed, at most
 SLACK = 2 * WARM  # steps of a sequence besides those that count

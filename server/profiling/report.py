@@ -11,7 +11,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from server.measuring.steps import Steps
+from server.profiling.steps import Steps
 
 SOCKET = "socket to the API process"
 HTTP = "API process and HTTP"

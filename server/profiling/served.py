@@ -20,11 +20,11 @@ from typing import Any
 
 from config.errors import SettingsError
 from config.settings import Settings
-from server.engine.client import EngineClient
-from server.engine.lifeline import end, run_child
-from server.engine.messages import Sampling, Submit, Tokens
-from server.engine.supervision import EngineStatus, Heartbeat
-from server.measuring.running import loaded, serving
+from server.engine.ipc.client import EngineClient
+from server.engine.ipc.messages import Sampling, Submit, Tokens
+from server.processes.child_process import end, run_child
+from server.processes.heartbeat import EngineStatus, Heartbeat
+from server.profiling.running import loaded, serving
 
 ENGINE = "server.engine.main:run"
 PAUSE = 0.01  # seconds between two looks at whether the engine greets

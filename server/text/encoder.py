@@ -14,8 +14,8 @@ from config.errors import SettingsError
 from server.text.chat import ChatTemplate
 from server.text.errors import readable
 from server.text.infill import infill_prompt
-from server.text.messages import Call, Decode, Encode, EncodeChat, Encoded, Infill
 from server.text.model_files import NAMES, content_of, library_errors, read_object
+from server.text.processes.messages import Call, Decode, Encode, EncodeChat, Encoded, Infill
 from server.text.vocabulary import Vocabulary, vocabulary_of
 
 

@@ -16,7 +16,7 @@ import tokenizers
 
 from server.text.chat import ChatTemplate
 from server.text.encoder import Encoder
-from server.text.messages import Call, Decode, Encode, EncodeChat, Encoded, Infill
+from server.text.processes.messages import Call, Decode, Encode, EncodeChat, Encoded, Infill
 from server.text.vocabulary import Vocabulary
 
 LONG_TEXT = 2000  # characters; encoding them takes about a millisecond, more would hold up other requests

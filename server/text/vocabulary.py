@@ -15,7 +15,7 @@ import tokenizers
 from config.errors import SettingsError
 from server.text.errors import readable
 from server.text.longest_token import longest_token
-from server.text.messages import VocabularyData
+from server.text.processes.messages import VocabularyData
 from server.text.token_text import as_text, reader_of, steps_of
 
 MOST_TOKENS = 2**23  # ids; the largest vocabularies have a few hundred thousand

@@ -18,7 +18,7 @@ import pytest
 
 from config.settings import Settings
 from server.api.worker import Server
-from server.engine.client import EngineClient
+from server.engine.ipc.client import EngineClient
 from server.text.chat import ChatTemplate
 from server.text.tokenizer import Tokenizer, TokenizerBase
 from tests.api.asking import Words

@@ -14,8 +14,7 @@ from typing import TypeVar
 
 import msgspec
 
-from server.engine.gateway import Gateway, Gone
-from server.engine.messages import (
+from server.engine.ipc.messages import (
     Admitted,
     Answer,
     Cancel,
@@ -32,6 +31,7 @@ from server.engine.messages import (
     Tokens,
     TokenScore,
 )
+from server.engine.ipc.server import Gateway, Gone
 from server.metrics.exposition import FamilyShape, Series, Snapshot
 
 T = TypeVar("T", bound="ToEngine | Gone")

@@ -88,7 +88,7 @@ SIZES = [
 ]
 
 # ---------------------------------------------------------------- answered before the application hears of it
-# uvicorn's parser refuses these, or would keep them for ever: server/api/connection.py answers.
+# uvicorn's parser refuses these, or would keep them for ever: server/api/http/connection.py answers.
 UNHEARD = [
     Hostile("1 MB of headers", [b"GET /health HTTP/1.1\r\n", b"x: " + MEGABYTE], 431, "headers_too_long"),
     Hostile("headers without end", [b"GET / HTTP/1.1\r\n", *[b"x: aaaa\r\n" * 9999] * 99], 431, "headers_too_long"),

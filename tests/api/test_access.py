@@ -10,8 +10,8 @@ import httpx
 import openai
 import pytest
 
-from server.api.tenants import tenant
-from server.engine.messages import Query, Submit
+from server.api.openai.tenants import tenant
+from server.engine.ipc.messages import Query, Submit
 from tests.api.asking import GOOD, error_of
 from tests.api.conftest import ADMIN_TOKEN, Api, running_api
 from tests.api.fake_engine import FakeEngine, says

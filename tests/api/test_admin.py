@@ -7,8 +7,8 @@ from typing import Any
 import httpx
 import pytest
 
-from server.api.tenants import tenant
-from server.engine.messages import Clear, Command, Failed, Inspect, PinPrefix, Query, Share, Unpin
+from server.api.openai.tenants import tenant
+from server.engine.ipc.messages import Clear, Command, Failed, Inspect, PinPrefix, Query, Share, Unpin
 from tests.api.conftest import ADMIN_TOKEN
 from tests.api.fake_engine import FakeEngine
 

@@ -12,7 +12,7 @@ import httpx
 import openai
 import pytest
 
-from server.engine.messages import Cancel, Submit, Tokens
+from server.engine.ipc.messages import Cancel, Submit, Tokens
 from tests.api.asking import GOOD, Words, chunks
 from tests.api.conftest import Api, running_api
 from tests.api.fake_engine import FakeEngine, Script, says, silent
@@ -43,7 +43,7 @@ def hasty() -> Iterator[Api]:
         pytest.MonkeyPatch.context() as patch,
         served(says([100]), header_timeout=TIMEOUT, body_timeout=TIMEOUT) as (api, _),
     ):
-        patch.setattr("server.api.connection.LINGER", 0.5)
+        patch.setattr("server.api.http.connection.LINGER", 0.5)
         yield api
 
 

@@ -9,8 +9,8 @@ import httpx
 import openai
 import pytest
 
-from server.api.tenants import salt_of, tenant, tenant_of_key
-from server.engine.messages import Caching, Explained, Failed, FromEngine, Submit, Tokens
+from server.api.openai.tenants import salt_of, tenant, tenant_of_key
+from server.engine.ipc.messages import Caching, Explained, Failed, FromEngine, Submit, Tokens
 from server.engine.report import RequestRecord
 from tests.api.asking import GOOD, Words, chunks
 from tests.api.fake_engine import FakeEngine, admitted

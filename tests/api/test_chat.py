@@ -8,7 +8,7 @@ import httpx
 import openai
 import pytest
 
-from server.engine.messages import Submit
+from server.engine.ipc.messages import Submit
 from tests.api.asking import Words, chunks, error_of
 from tests.api.fake_engine import FakeEngine, says, scores
 from tests.text.tiny import EOS, byte_level

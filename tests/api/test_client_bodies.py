@@ -8,7 +8,7 @@ from typing import Any
 import httpx
 import pytest
 
-from server.engine.messages import FromEngine, Submit, Tokens
+from server.engine.ipc.messages import FromEngine, Submit, Tokens
 from tests.api.asking import GOOD, Words, chunks, error_of
 from tests.api.conftest import running_api
 from tests.api.fake_engine import FakeEngine, admitted, says

@@ -8,8 +8,8 @@ import httpx
 import openai
 import pytest
 
-from server.api.completions import CompletionRequest
-from server.engine.messages import Cancel, Failed, FromEngine, Sampling, Submit, Tokens
+from server.api.openai.completions import CompletionRequest
+from server.engine.ipc.messages import Cancel, Failed, FromEngine, Sampling, Submit, Tokens
 from tests.api.asking import GOOD, Words, chunks
 from tests.api.fake_engine import FakeEngine, admitted, says
 from tests.text.tiny import BOS, EOS, byte_level

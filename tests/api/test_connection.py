@@ -17,7 +17,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from server.api.connection import connections
+from server.api.http.connection import connections
 from tests.api.raw import PATIENCE, answer_to, connect, get, read
 
 BIG = 12 * 2**20  # more than fits between the two ends

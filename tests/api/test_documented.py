@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 from pydantic import BaseModel
 
-from server.api.admin import ClearRequest, PinRequest, ShareRequest
-from server.api.chat import ChatRequest
-from server.api.completions import CompletionRequest
-from server.api.profile import ProfileRequest
-from server.api.schemas import SpeculativeConfig, StreamOptions
-from server.api.tokenize import ApplyTemplateRequest, DetokenizeRequest, TokenizeRequest
+from server.api.openai.chat import ChatRequest
+from server.api.openai.completions import CompletionRequest
+from server.api.openai.request_models import SpeculativeConfig, StreamOptions
+from server.api.openai.tokenize import ApplyTemplateRequest, DetokenizeRequest, TokenizeRequest
+from server.api.ops.admin import ClearRequest, PinRequest, ShareRequest
+from server.api.ops.profile import ProfileRequest
 
 DOCUMENT = (Path(__file__).parents[2] / "docs" / "api.md").read_text()
 BODIES = (

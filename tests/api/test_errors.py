@@ -10,7 +10,7 @@ import httpx
 import openai
 import pytest
 
-from server.engine.messages import Admitted, FromEngine, Submit, Tokens
+from server.engine.ipc.messages import Admitted, FromEngine, Submit, Tokens
 from tests.api.asking import GOOD, error_of
 from tests.api.conftest import ADMIN_TOKEN, Api
 from tests.api.fake_engine import FakeEngine, fails
@@ -274,7 +274,7 @@ def test_an_unexpected_exception(
     def broken(*_: object) -> None:
         raise ZeroDivisionError("secret")
 
-    monkeypatch.setattr("server.api.completions.check_prompt", broken)
+    monkeypatch.setattr("server.api.openai.completions.check_prompt", broken)
     response = http.post("/v1/completions", json=GOOD, headers={"x-request-id": "mine"})
     assert response.status_code == 500
     assert "secret" not in error_of(response)["message"]

@@ -10,11 +10,11 @@ import pytest
 from openai.types import chat, completion_create_params
 from openai.types.chat import completion_create_params as chat_create_params
 
-from server.api.chat import ChatRequest
-from server.api.completions import CompletionRequest
-from server.api.conversation import PART_FIELDS, Function, Message, ToolCall
-from server.api.reading import LONGEST_NAME, MOST_NAMES
-from server.engine.messages import Submit
+from server.api.http.field_notes import LONGEST_NAME, MOST_NAMES
+from server.api.openai.chat import ChatRequest
+from server.api.openai.completions import CompletionRequest
+from server.api.openai.conversation import PART_FIELDS, Function, Message, ToolCall
+from server.engine.ipc.messages import Submit
 from server.text.chat import ChatTemplate
 from server.text.tokenizer import Tokenizer
 from tests.api.asking import chunks, error_of

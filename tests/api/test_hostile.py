@@ -7,7 +7,7 @@ import contextlib
 import httpx
 import pytest
 
-from server.engine.messages import Submit
+from server.engine.ipc.messages import Submit
 from tests.api.asking import GOOD, error_of
 from tests.api.conftest import Api
 from tests.api.fake_engine import FakeEngine

@@ -17,10 +17,10 @@ import pytest
 
 from config.errors import SettingsError
 from config.settings import MEBIBYTE, Settings, load
-from server.api import bounds
-from server.api.bounds import UNCOUNTED
-from server.api.jobs import Job
-from server.engine.messages import Submit
+from server.api.http import limits as bounds
+from server.api.http.limits import UNCOUNTED
+from server.api.openai.generation_job import Job
+from server.engine.ipc.messages import Submit
 from server.text.tokenizer import Tokenizer
 from tests.api.asking import GOOD, error_of
 from tests.api.conftest import Api, running_api

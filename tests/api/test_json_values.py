@@ -11,13 +11,13 @@ import msgspec
 import pytest
 from pydantic import BaseModel, ValidationError
 
-from server.api import json_values
-from server.api.admin import PinRequest
-from server.api.chat import ChatRequest
-from server.api.completions import CompletionRequest
-from server.api.json_values import MOST_MEMBERS, MOST_VALUES, ReadAs, TooManyValues, count_values, decode
-from server.api.schemas import fields_of
-from server.api.tokenize import DetokenizeRequest
+from server.api.http import json_values
+from server.api.http.json_values import MOST_MEMBERS, MOST_VALUES, ReadAs, TooManyValues, count_values, decode
+from server.api.openai.chat import ChatRequest
+from server.api.openai.completions import CompletionRequest
+from server.api.openai.request_models import fields_of
+from server.api.openai.tokenize import DetokenizeRequest
+from server.api.ops.admin import PinRequest
 
 VALUE, IGNORED, IDS = ReadAs.VALUE, ReadAs.IGNORED, ReadAs.TOKEN_IDS
 PADDING = " " * MOST_VALUES  # makes a body one in which values are counted

@@ -10,8 +10,8 @@ import httpx
 import openai
 import pytest
 
-from server.api.errors import ApiError
-from server.engine.messages import Cancel, Failed, Submit, Tokens
+from server.api.http.errors import ApiError
+from server.engine.ipc.messages import Cancel, Failed, Submit, Tokens
 from tests.api.asking import GOOD, Words, chunks
 from tests.api.conftest import Api, running_api
 from tests.api.fake_engine import FakeEngine, fails, says, silent

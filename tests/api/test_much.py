@@ -8,11 +8,11 @@ from typing import Any
 import httpx
 import pytest
 
-from server.api import answers
-from server.api.errors import ApiError
-from server.api.jobs import MOST_SCORES, PromptTokens, check_scores
-from server.api.tokenize import MOST_DECODED
-from server.engine.messages import Sampling, Submit
+from server.api.http.errors import ApiError
+from server.api.openai import responses
+from server.api.openai.generation_job import MOST_SCORES, PromptTokens, check_scores
+from server.api.openai.tokenize import MOST_DECODED
+from server.engine.ipc.messages import Sampling, Submit
 from server.text.chat import ChatTemplate, ChatTemplateError
 from server.text.encoder import Encoder
 from server.text.tokenizer import Tokenizer
@@ -52,13 +52,13 @@ def test_the_scores_of_a_prompt_are_written_once(
     engine: FakeEngine, http: httpx.Client, words: Words, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine.script = scores(words("ab"))
-    written, write = [], answers.prompt_logprobs
+    written, write = [], responses.prompt_logprobs
 
     def counted(tokenizer: Tokenizer, *args: Any) -> Any:
         written.append(args)
         return write(tokenizer, *args)
 
-    monkeypatch.setattr(answers, "prompt_logprobs", counted)
+    monkeypatch.setattr(responses, "prompt_logprobs", counted)
     body = {"model": "tiny", "prompt": [words("hello world"), words("you, too")], "n": 3, "prompt_logprobs": 1}
     choices = http.post(COMPLETIONS, json=body).json()["choices"]
     assert len(written) == 2
@@ -82,7 +82,7 @@ def test_what_takes_long_is_written_beside_the_loop(
     }
     body["stream"] = stream
     plain = http.post(COMPLETIONS, json=body).text
-    monkeypatch.setattr(answers, "MANY_SCORES", 1)
+    monkeypatch.setattr(responses, "MANY_SCORES", 1)
     assert without_time(http.post(COMPLETIONS, json=body).text) == without_time(plain)
 
 

@@ -40,7 +40,7 @@ def test_responses_count_once_by_status(
     assert http.put("/health").status_code == 405
     assert http.get("/v1/kv_cache/paged").status_code == 401
     assert answer_to(api.url, b"nonsense\r\n\r\n").status_code == 400
-    monkeypatch.setattr("server.api.completions.check_prompt", None)
+    monkeypatch.setattr("server.api.openai.completions.check_prompt", None)
     assert http.post("/v1/completions", json=ASKING).status_code == 500
     assert told(http, seen) == {200: 2, 400: 2, 401: 1, 404: 1, 405: 1, 500: 1}
     seen.clear()

@@ -6,9 +6,9 @@ import httpx
 import openai
 import pytest
 
-from server.api.errors import ApiError
-from server.api.models import instance_of
-from server.engine.messages import Hello, Strategy
+from server.api.http.errors import ApiError
+from server.api.openai.models import instance_of
+from server.engine.ipc.messages import Hello, Strategy
 from tests.api.asking import GOOD, error_of
 from tests.api.conftest import Api, running_api
 from tests.api.fake_engine import FakeEngine, silent

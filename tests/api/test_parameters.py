@@ -10,7 +10,7 @@ import httpx
 import openai
 import pytest
 
-from server.engine.messages import FromEngine, PromptScores, Sampling, Speculation, Submit, Tokens
+from server.engine.ipc.messages import FromEngine, PromptScores, Sampling, Speculation, Submit, Tokens
 from tests.api.asking import GOOD, Words, chunks
 from tests.api.fake_engine import FakeEngine, admitted, says, score, scores
 from tests.text.tiny import BOS, EOS, byte_level

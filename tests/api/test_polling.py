@@ -11,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 import httpx
 import pytest
 
-from server.engine.messages import ANSWER_SECONDS, Failed, Query
+from server.engine.ipc.messages import ANSWER_SECONDS, Failed, Query
 from server.metrics.exposition import Renderer
 from tests.api.conftest import ADMIN_TOKEN, Api
 from tests.api.fake_engine import FakeEngine, snapshot_of

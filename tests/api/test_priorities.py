@@ -10,7 +10,7 @@ import pytest
 from pydantic import ValidationError
 
 from config.settings import Settings
-from server.engine.messages import Submit
+from server.engine.ipc.messages import Submit
 from tests.api.asking import GOOD, error_of
 from tests.api.conftest import running_api
 from tests.api.fake_engine import FakeEngine, says

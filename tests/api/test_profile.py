@@ -7,7 +7,7 @@ from typing import Any
 import httpx
 import pytest
 
-from server.engine.messages import Failed, Profile, Query
+from server.engine.ipc.messages import Failed, Profile, Query
 from tests.api.conftest import ADMIN_TOKEN
 from tests.api.fake_engine import FakeEngine
 

@@ -11,9 +11,9 @@ from typing import Any
 import httpx
 import pytest
 
-from server.api.chat import ChatRequest
-from server.api.completions import CompletionRequest
-from server.engine.messages import Admitted, Preempted, Submit, Tokens
+from server.api.openai.chat import ChatRequest
+from server.api.openai.completions import CompletionRequest
+from server.engine.ipc.messages import Admitted, Preempted, Submit, Tokens
 from tests.api.asking import GOOD, Words
 from tests.api.conftest import ADMIN_TOKEN, Api, running_api
 from tests.api.fake_engine import FakeEngine, fails, says, silent
@@ -108,7 +108,7 @@ def test_a_fault_within_a_stream_is_told_once_with_its_traceback(
     def broken(*_: object) -> None:
         raise ZeroDivisionError
 
-    monkeypatch.setattr("server.api.completions.CompletionWriter.chunk", broken)
+    monkeypatch.setattr("server.api.openai.completions.CompletionWriter.chunk", broken)
     assert '"error"' in ask(http, "faulty", stream=True).text
     exc_info = line("faulty").exc_info
     assert exc_info is not None

@@ -11,7 +11,7 @@ import httpx
 import pytest
 from tokenizers import decoders
 
-from server.text.sandbox import CallLimits, SandboxedTokenizer
+from server.text.processes.sandbox import CallLimits, SandboxedTokenizer
 from server.text.tokenizer import Tokenizer
 from tests.api.asking import GOOD, Words, chunks, error_of
 from tests.api.conftest import running_api

@@ -15,8 +15,8 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from opentelemetry.trace import SpanKind, StatusCode
 
 from config.errors import SettingsError
-from server.api.tracing import Tracing, traces_url, tracing_to
-from server.engine.messages import Admitted, Submit, Tokens
+from server.api.ops.tracing import Tracing, traces_url, tracing_to
+from server.engine.ipc.messages import Admitted, Submit, Tokens
 from tests.api.asking import GOOD, Words
 from tests.api.conftest import running_api
 from tests.api.fake_engine import FakeEngine, fails, says

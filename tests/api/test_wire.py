@@ -13,12 +13,12 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from server import ipc_framing
-from server.engine import gateway as gateway_module
-from server.engine import wire
-from server.engine.client import EngineClient, EngineLost
-from server.engine.gateway import Gateway, Gone, Outbox
-from server.engine.messages import Admitted, Answer, Cancel, FromEngine, Query, Sampling, Submit, Tokens
+from server.engine.ipc import codec
+from server.engine.ipc import server as gateway_module
+from server.engine.ipc.client import EngineClient, EngineLost
+from server.engine.ipc.messages import Admitted, Answer, Cancel, FromEngine, Query, Sampling, Submit, Tokens
+from server.engine.ipc.server import Gateway, Gone, Outbox
+from server.processes import framing
 from tests.api.fake_engine import HELLO
 
 SUBMIT = Submit("r-0", [1, 2, 3], Sampling(5, seed=2**63 - 1), "paged", None, None, -3)
@@ -31,43 +31,43 @@ EVENTS: list[FromEngine] = [
 
 
 def read(*pieces: bytes) -> list[object]:
-    frames = wire.to_engine()
+    frames = codec.to_engine()
     return [message for piece in pieces for message in frames.feed(piece)]
 
 
 def test_messages_survive_the_wire() -> None:
     sent = [SUBMIT, Cancel("r-0"), Query(7, "metrics")]
-    data = b"".join(map(wire.frame, sent))
+    data = b"".join(map(codec.frame, sent))
     assert read(data) == sent
     assert read(data[:3], data[3:50], data[50:]) == sent
     assert read(*(data[i : i + 1] for i in range(len(data)))) == sent
-    assert [*wire.from_engine().feed(wire.frame(EVENTS) + wire.frame([]))] == [EVENTS, []]
+    assert [*codec.from_engine().feed(codec.frame(EVENTS) + codec.frame([]))] == [EVENTS, []]
 
 
 def test_a_message_is_there_once_its_last_byte_is() -> None:
-    one, other = wire.frame(SUBMIT), wire.frame(Cancel("r-0"))
-    frames = wire.to_engine()
+    one, other = codec.frame(SUBMIT), codec.frame(Cancel("r-0"))
+    frames = codec.to_engine()
     assert [*frames.feed(one[:9])] == []
     assert [*frames.feed(one[9:] + other[:2])] == [SUBMIT]
     assert [*frames.feed(other[2:])] == [Cancel("r-0")]
 
 
 def test_half_a_message_is_none() -> None:
-    assert read(wire.frame(SUBMIT)[:-1]) == []
+    assert read(codec.frame(SUBMIT)[:-1]) == []
 
 
 @pytest.mark.parametrize(
-    "data", [b"\xff\xff\xff\xff", b"\x00\x00\x00\x01\xc1", b"\x00\x00\x00\x00", wire.frame([]), b"GET / HTTP/1.1\r\n"]
+    "data", [b"\xff\xff\xff\xff", b"\x00\x00\x00\x01\xc1", b"\x00\x00\x00\x00", codec.frame([]), b"GET / HTTP/1.1\r\n"]
 )
 def test_other_bytes_are_an_error(data: bytes) -> None:
-    with pytest.raises(wire.WireError):
+    with pytest.raises(codec.WireError):
         read(data)
 
 
 def test_a_message_that_is_too_long_is_not_sent(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ipc_framing, "MAX_FRAME", 10)
-    with pytest.raises(wire.WireError):
-        wire.frame(SUBMIT)
+    monkeypatch.setattr(framing, "MAX_FRAME", 10)
+    with pytest.raises(codec.WireError):
+        codec.frame(SUBMIT)
 
 
 # ---------------------------------------------------------------- the gateway
@@ -92,11 +92,11 @@ def receive(worker: socket.socket) -> list[FromEngine]:
 def test_workers_are_greeted_told_apart_and_missed(gateway: Gateway, socket_path: Path) -> None:
     with connect(socket_path) as one, connect(socket_path) as two:
         assert receive(one) == receive(two) == [HELLO]
-        one.sendall(wire.frame(SUBMIT) + wire.frame(Cancel("r-0")))
+        one.sendall(codec.frame(SUBMIT) + codec.frame(Cancel("r-0")))
         first, message = gateway.inbox.get(timeout=5)
         assert message == SUBMIT
         assert gateway.inbox.get(timeout=5) == (first, Cancel("r-0"))
-        two.sendall(wire.frame(Cancel("other")))
+        two.sendall(codec.frame(Cancel("other")))
         second, _ = gateway.inbox.get(timeout=5)
         assert second != first
         gateway.send(second, EVENTS)
@@ -127,9 +127,9 @@ def test_a_worker_that_does_not_read_holds_up_nobody(
 ) -> None:
     monkeypatch.setattr(gateway_module, "MAX_UNREAD", 2**20)
     with connect(socket_path) as stuck, connect(socket_path) as fine:
-        stuck.sendall(wire.frame(Cancel("r")))
+        stuck.sendall(codec.frame(Cancel("r")))
         stuck_id, _ = gateway.inbox.get(timeout=5)
-        fine.sendall(wire.frame(Cancel("r")))
+        fine.sendall(codec.frame(Cancel("r")))
         fine_id, _ = gateway.inbox.get(timeout=5)
         for _ in range(50):
             gateway.send(stuck_id, [Answer(0, bytes(100_000))])

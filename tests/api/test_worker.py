@@ -21,8 +21,8 @@ import pytest
 from config.errors import SettingsError
 from config.settings import Settings
 from server.api.worker import serve_worker
-from server.engine.lifeline import end
-from server.engine.messages import Cancel, Submit, Tokens
+from server.engine.ipc.messages import Cancel, Submit, Tokens
+from server.processes.child_process import end
 from tests.api.asking import GOOD, Words, chunks
 from tests.api.fake_engine import FakeEngine, Script, says
 from tests.text.tiny import byte_level

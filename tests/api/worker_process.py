@@ -18,8 +18,8 @@ import psutil
 
 from config.settings import Settings
 from server.api.worker import Server
-from server.engine.client import EngineClient
-from server.engine.messages import Hello
+from server.engine.ipc.client import EngineClient
+from server.engine.ipc.messages import Hello
 from server.text.tokenizer import Tokenizer
 from tests.api.conftest import CHAT
 from tests.api.fake_engine import FakeEngine, says

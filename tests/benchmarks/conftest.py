@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from server.benchmarks import models
-from server.benchmarks.models import made
 from tests.benchmarks.shapes import SMALL
+from tools.bench import models
+from tools.bench.models import made
 
 
 @pytest.fixture(scope="session")

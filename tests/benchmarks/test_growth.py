@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from server.benchmarks import growth
-from server.benchmarks.counting import calls_of
-from server.benchmarks.growth import Point, as_text, main
 from server.models.config import load_config
-from server.models.directory import locate
+from server.models.files.directory import locate
+from tools.bench import growth
+from tools.bench.counting import calls_of
+from tools.bench.growth import Point, as_text, main
 
 
 def test_calls_are_counted_exactly() -> None:

@@ -13,11 +13,11 @@ from pathlib import Path
 import psutil
 import pytest
 
-from server.benchmarks import models
-from server.benchmarks.__main__ import INTERRUPTED
-from server.benchmarks.models import LLAMA, made
 from tests.benchmarks.shapes import SMALL
 from tests.server.running import PATIENCE, eventually
+from tools.bench import models
+from tools.bench.__main__ import INTERRUPTED
+from tools.bench.models import LLAMA, made
 
 
 @pytest.fixture
@@ -40,7 +40,7 @@ def runs(process: psutil.Process, command: str) -> bool:
 @pytest.mark.parametrize(("signum", "running"), [(signal.SIGTERM, "bench"), (signal.SIGINT, "serve")])
 def test_a_signal_ends_all_that_was_started(models_folder: Path, signum: signal.Signals, running: str) -> None:
     """While a client loads the server, and while the server starts."""
-    command = [sys.executable, "-m", "server.benchmarks", "--rows", "decode", "--model", LLAMA.name]
+    command = [sys.executable, "-m", "tools.bench", "--rows", "decode", "--model", LLAMA.name]
     with subprocess.Popen([*command, "--models", str(models_folder)], stderr=subprocess.DEVNULL) as bench:
         family = []
         try:

@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from server.benchmarks import metrics as bench_metrics
+from tools.bench import metrics as bench_metrics
 
 
 def test_rounds_with_and_without(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

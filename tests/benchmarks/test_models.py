@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 from tokenizers import Tokenizer
 
-from server.benchmarks import models
-from server.benchmarks.models import LLAMA, QWEN, made
 from server.models.config import load_config
 from tests.benchmarks.shapes import SMALL
 from tests.engine.driving import Driver
+from tools.bench import models
+from tools.bench.models import LLAMA, QWEN, made
 
 
 @pytest.mark.parametrize("weights", ["bf16", "int8", "int4"])

@@ -14,15 +14,15 @@ from typing import Any
 import pytest
 
 from loadtest.bench.workloads import NAMED
-from server.benchmarks import __main__ as command
-from server.benchmarks import runs
-from server.benchmarks.documents import GROWTH, PROFILES, TABLES, replaced
-from server.benchmarks.goals import LESS_IS_BETTER, ROWS, TRANSFORMERS, Row, by_transformers
-from server.benchmarks.limits import GIB, WORKS, Speeds, limit
-from server.benchmarks.models import QWEN
-from server.benchmarks.report import MARK, Report, as_json, as_text
-from server.benchmarks.runs import Effort, Measured, measured
 from tests.benchmarks.shapes import SMALL
+from tools.bench import __main__ as command
+from tools.bench import runs
+from tools.bench.documents import GROWTH, PROFILES, TABLES, replaced
+from tools.bench.goals import LESS_IS_BETTER, ROWS, TRANSFORMERS, Row, by_transformers
+from tools.bench.limits import GIB, WORKS, Speeds, limit
+from tools.bench.models import QWEN
+from tools.bench.report import MARK, Report, as_json, as_text
+from tools.bench.runs import Effort, Measured, measured
 
 SPEEDS = Speeds(30e9, 3e12)
 KV = 1 << 29

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from server.benchmarks import starting
+from tools.bench import starting
 
 MIB = 2**20
 

@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from server.benchmarks import streaming
+from tools.bench import streaming
 
 
 @pytest.mark.alone

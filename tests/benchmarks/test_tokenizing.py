@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from server.benchmarks.tokenizing import Cost, interval, main
+from tools.bench.tokenizing import Cost, interval, main
 
 
 def test_it_prints_what_both_took(capsys: pytest.CaptureFixture[str]) -> None:

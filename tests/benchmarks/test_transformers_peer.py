@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from loadtest.bench.workloads import NAMED
-from server.benchmarks import transformers_peer as peer
-from server.benchmarks.limits import WORKS, Work
 from tests.benchmarks.shapes import SMALL
+from tools.bench import transformers_peer as peer
+from tools.bench.limits import WORKS, Work
 
 
 def test_a_result_is_told(folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

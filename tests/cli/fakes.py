@@ -14,12 +14,12 @@ from typing import Any
 
 from config.errors import SettingsError
 from config.settings import Settings
-from server.engine.child import Timing
-from server.engine.lifeline import STOP
-from server.engine.supervisor import Supervisor, Targets
+from server.cli.banner import welcome
 from server.listening import listen, url_of
 from server.logs import configure_logging
-from server.welcome import welcome
+from server.processes.child import Timing
+from server.processes.child_process import STOP
+from server.processes.supervisor import Supervisor, Targets
 
 READY = {
     "model": "tiny",

@@ -22,14 +22,14 @@ import torch
 
 from config.errors import SettingsError
 from config.settings import Settings, load
-from kernels.quantised import quantise_symmetric
-from server import cli
+from kernels.quantization import quantise_symmetric
+from server.cli import main as cli
 from server.engine.build import build_engine
 from server.engine.device import choose_weights
-from server.engine.lifeline import explained, run_child
-from server.engine.supervision import Heartbeat
-from server.models.directory import EMBEDDED, located
-from server.models.weights_cache import Draft
+from server.models.files.directory import EMBEDDED, located
+from server.models.formats.weights_cache import Draft
+from server.processes.child_process import explained, run_child
+from server.processes.heartbeat import Heartbeat
 from server.text.tokenizer import Tokenizer
 from tests.cli.permissions import permissions_hold
 from tests.cli.refusals import SMALL, outcome
@@ -285,7 +285,7 @@ def test_a_real_start_is_refused_in_one_line(name: str, tmp_path: Path) -> None:
 
 STREAMS = """
 import os, sys
-from server.standard_streams import open_missing, say
+from server.cli.standard_streams import open_missing, say
 
 open_missing()
 with open(sys.argv[1], "w") as opened:

@@ -15,10 +15,10 @@ from cache_strategies import registry
 from config.errors import SettingsError
 from config.settings import Settings, load
 from config.sources import env_name, flag_name
-from server import cli
-from server.engine.about import summary
+from server.cli import main as cli
+from server.cli.flags import is_scalar
 from server.engine.build import build_engine
-from server.flags import is_scalar
+from server.engine.info import summary
 from tests.cli.permissions import permissions_hold
 from tests.cli.refusals import SMALL, outcome
 

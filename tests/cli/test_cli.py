@@ -13,9 +13,10 @@ import pytest
 
 from config.settings import Settings
 from config.sources import env_name, flag_name
-from server import cli, listening
-from server.flags import GROUPS, is_scalar
-from server.welcome import welcome
+from server import listening
+from server.cli import main as cli
+from server.cli.banner import welcome
+from server.cli.flags import GROUPS, is_scalar
 from tests.cli.fakes import READY
 
 SCALARS = [name for name, field in Settings.model_fields.items() if is_scalar(field.annotation)]
@@ -106,7 +107,7 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
 def test_help_imports_neither_torch_nor_transformers() -> None:
     code = """if True:
         import sys
-        from server.cli import main
+        from server.cli.main import main
         try:
             main(["serve", "--help"])
         except SystemExit:

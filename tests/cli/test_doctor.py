@@ -12,12 +12,12 @@ from typing import Any
 import pytest
 import torch
 
-from kernels import load as loading
+from kernels import backends as loading
 from kernels.missing import KernelsMissing
 from kernels.ops import Ops
 from kernels.reference import ReferenceOps
-from kernels.table import DTYPES
-from server import doctor as doctoring
+from kernels.selfcheck.op_info import DTYPES
+from server.cli import doctor as doctoring
 
 
 class Raising(ReferenceOps):

@@ -16,9 +16,10 @@ from pathlib import Path
 
 import pytest
 
-from server import __main__, cli
-from server.engine.runtime_directory import LOCK, URL, running_urls, runtime_directory
-from server.health import health
+from server import __main__
+from server.cli import main as cli
+from server.cli.health import health
+from server.processes.runtime_directory import LOCK, URL, running_urls, runtime_directory
 from tests.server.running import PATIENCE, eventually
 
 READY = json.dumps({"status": "ready", "model": "tiny"})
@@ -157,7 +158,7 @@ def test_the_short_way_imports_no_settings(monkeypatch: pytest.MonkeyPatch) -> N
         from server.__main__ import main
         sys.argv = ["kvmux", "health"]
         assert main() == 1
-        sys.exit(" ".join({"pydantic", "server.cli", "multiprocessing", "torch"} & set(sys.modules)) or 0)
+        sys.exit(" ".join({"pydantic", "server.cli.main", "multiprocessing", "torch"} & set(sys.modules)) or 0)
     """
     subprocess.run([sys.executable, "-c", code], check=True)
     monkeypatch.setattr(sys, "argv", ["kvmux", "health"])

@@ -19,12 +19,12 @@ from typing import IO, Protocol
 import psutil
 import pytest
 
-from server.engine import child as child_process
-from server.engine import supervision
-from server.engine.child import Child, Timing, in_words
-from server.engine.lifeline import STOP
-from server.engine.runtime_directory import remove_leftovers, runtime_directory
-from server.engine.supervision import Heartbeat, Recovery, Watchdog
+from server.processes import child as child_process
+from server.processes import heartbeat as supervision
+from server.processes.child import Child, Timing, in_words
+from server.processes.child_process import STOP
+from server.processes.heartbeat import Heartbeat, Recovery, Watchdog
+from server.processes.runtime_directory import remove_leftovers, runtime_directory
 
 pytestmark = pytest.mark.timeout(60)
 

@@ -1,7 +1,7 @@
 """Each operation by its formula, in float64 or bit for bit, and what of a shape it depends on.
 
 A new operation of the table gets a formula here. It shares no code with kernels; the memory that keys and values lie in
-is a scene of kernels/scene.py. Which shapes are tried is test_ops.py's business.
+is a scene of kernels/selfcheck/attention_case.py. Which shapes are tried is test_ops.py's business.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kernels.arena import Arena
-from kernels.layer import AttentionWeights, DecoderLayer, GatedWeights
+from cache_strategies.arena import Arena
+from kernels.layers import AttentionWeights, DecoderLayer, GatedWeights
 from kernels.ops import LayerSpec, Ops, Stored
-from kernels.quantised import Quantised
-from kernels.scene import Layout, RowOf, Scene, Step
+from kernels.quantization import Quantised
+from kernels.selfcheck.attention_case import Layout, RowOf, Scene, Step
 from kernels.store import KVStore, block_bytes
 from tests.contract.brute import attention, everything, seen
 

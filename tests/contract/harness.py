@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from cache_strategies import registry
+from cache_strategies.arena import Arena
 from cache_strategies.base import Geometry, KVCache, Plan, Row, Seat
 from config.settings import StrategySettings
-from kernels.arena import Arena
 from kernels.ops import LayerSpec, Ops
 from kernels.reference import ReferenceOps
 from server.engine.batch import Batch, Work

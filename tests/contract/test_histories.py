@@ -11,7 +11,7 @@ from hypothesis.stateful import run_state_machine_as_test
 from cache_strategies import registry
 from cache_strategies.eviction import policies
 from config.settings import StrategySettings
-from kernels.load import REFERENCE
+from kernels.backends import REFERENCE
 from tests.contract.histories import GEOMETRY, Histories
 
 OPTIONS: Mapping[str, Mapping[str, object]] = {  # small enough for texts of 20 tokens; unknown kinds run with defaults

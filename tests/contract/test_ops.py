@@ -15,7 +15,7 @@ import torch
 from allpairspy import AllPairs
 from torch import Tensor
 
-from kernels.table import DTYPES, OPS, Op
+from kernels.selfcheck.op_info import DTYPES, OPS, Op
 from tests.contract.formulas import ACTIVATIONS, FORMULAS, VARIED, Shape
 from tests.kernels.matrix import BACKENDS
 

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from kernels.ops import LayerSpec, Ops
-from kernels.scene import Layout, RowOf, Scene
-from kernels.table import DTYPES, LAYERS, OPS, Op
+from kernels.selfcheck.attention_case import Layout, RowOf, Scene
+from kernels.selfcheck.op_info import DTYPES, LAYERS, OPS, Op
 from tests.contract.brute import KEEPS, everything, seen
 from tests.contract.harness import MODEL, Text, World, every_instance, random_text, step
 from tests.kernels.intercepted import Call, calls, real_tokens

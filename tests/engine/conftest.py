@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from transformers import Qwen2Config
 
-from kernels import load as loading
+from kernels import backends as loading
 from tests.engine.far_device import FarDevice, offered
 from tests.engine.reference import Reference
 from tests.engine.waiting_for_nothing import WaitingForNothing

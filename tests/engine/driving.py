@@ -19,7 +19,7 @@ from config.errors import SettingsError
 from config.settings import Settings
 from server.engine.build import Engine, build_engine
 from server.engine.core import StepResult
-from server.engine.messages import (
+from server.engine.ipc.messages import (
     Admitted,
     Caching,
     Explained,
@@ -33,7 +33,7 @@ from server.engine.messages import (
     TokenScore,
 )
 from server.engine.report import RequestRecord
-from server.engine.request import Request
+from server.engine.scheduling.request import Request
 
 WORKER = 0
 

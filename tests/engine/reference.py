@@ -14,11 +14,11 @@ from torch import Tensor
 
 from kernels.ops import LayerSpec
 from kernels.sampling import probabilities
-from server.engine.draw import Draw
-from server.engine.messages import Sampling
-from server.engine.sampler import Noise, sample
+from server.engine.ipc.messages import Sampling
+from server.engine.sampling.draw import Draw
+from server.engine.sampling.sampler import Noise, sample
 from server.models.decoder import Decoder
-from server.models.full_context import FullContext, debug_generate_full_context
+from server.models.no_cache import FullContext, debug_generate_full_context
 
 HAIR = 1e-5  # far above the rounding of float32, far below what tells tokens apart
 

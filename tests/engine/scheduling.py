@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from cache_strategies.base import KVCache
-from server.engine.messages import Sampling
-from server.engine.request import Request
-from server.engine.scheduler import Limits, Scheduler
+from server.engine.ipc.messages import Sampling
+from server.engine.scheduling.request import Request
+from server.engine.scheduling.scheduler import Limits, Scheduler
 
 LIMITS = Limits(
     max_num_seqs=4,

@@ -12,8 +12,8 @@ import torch
 
 from config.settings import Settings
 from server.engine import device
-from server.engine.about import PRIVATE, about
 from server.engine.device import device_memory, free_memory
+from server.engine.info import PRIVATE, about
 from server.engine.state import Processes, state_of
 from tests.engine.driving import Driver
 from tests.engine.reference import random_prompt

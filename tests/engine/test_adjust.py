@@ -14,10 +14,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import RepetitionPenaltyLogitsProcessor
 
-from server.engine.adjust import adjusted
-from server.engine.draw import Draw, Text
-from server.engine.messages import Sampling
-from server.engine.sampler import sample
+from server.engine.ipc.messages import Sampling
+from server.engine.sampling.draw import Draw, Text
+from server.engine.sampling.logits_processors import adjusted
+from server.engine.sampling.sampler import sample
 from tests.engine.driving import Driver, strategies
 from tests.engine.reference import Reference, random_prompt
 

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from server.engine.admin import obey
-from server.engine.messages import Clear, Inspect, PinPrefix, Share, Unpin
-from server.engine.request import RequestError
+from server.engine.ipc.messages import Clear, Inspect, PinPrefix, Share, Unpin
+from server.engine.scheduling.request import RequestError
 from tests.engine.driving import Driver, strategies
 from tests.engine.reference import Reference, random_prompt
 

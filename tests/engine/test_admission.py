@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from server.engine.messages import Failed
+from server.engine.ipc.messages import Failed
 from tests.engine.driving import Driver, strategies
 from tests.engine.reference import Reference, random_prompt
 

@@ -17,9 +17,9 @@ from config.errors import SettingsError
 from config.settings import Settings
 from kernels.device import EMULATED, named, native
 from server.engine import build, device
-from server.engine.about import describe_caches, summary
 from server.engine.build import build_engine
 from server.engine.device import CORES, choose_device, choose_dtype, choose_threads, choose_weights
+from server.engine.info import describe_caches, summary
 from server.models.errors import ModelError
 from server.models.weights import Format, Kept
 from tests.engine.driving import Driver, least_memory, strategies

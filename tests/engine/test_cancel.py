@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from server.engine.messages import Sampling, Submit
+from server.engine.ipc.messages import Sampling, Submit
 from tests.engine.driving import WORKER, Driver, strategies
 from tests.engine.reference import Reference, random_prompt
 

@@ -14,8 +14,8 @@ import torch
 from config.errors import SettingsError
 from config.settings import Settings
 from kernels.device import named
-from server.engine.capture import Capture
 from server.engine.main import Loop
+from server.engine.profiling.capture import Capture
 from tests.engine.driving import Driver
 from tests.engine.reference import random_prompt
 

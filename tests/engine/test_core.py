@@ -11,7 +11,7 @@ import pytest
 from torch import Tensor
 
 from kernels.ops import Attention
-from server.engine.messages import Admitted, Tokens
+from server.engine.ipc.messages import Admitted, Tokens
 from server.engine.state import state_of
 from tests.engine.driving import Driver, strategies
 from tests.engine.reference import Reference, random_prompt

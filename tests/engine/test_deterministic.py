@@ -11,12 +11,12 @@ import torch
 
 from config.errors import SettingsError
 from config.settings import Settings
+from kernels.backends import load_ops
 from kernels.cpu.backend import CpuOps
 from kernels.device import native
-from kernels.load import load_ops
 from server.engine.build import build_engine
-from server.engine.messages import TokenScore
-from server.models.directory import locate
+from server.engine.ipc.messages import TokenScore
+from server.models.files.directory import locate
 from tests.engine.driving import Driver, strategies
 from tests.engine.guessing import Guessing
 from tests.engine.reference import random_prompt

@@ -14,14 +14,14 @@ from torch import Tensor
 
 from config.errors import SettingsError
 from config.settings import Settings
-from kernels import load as loading
+from kernels import backends as loading
+from kernels.backends import load_ops
 from kernels.device import named, native
-from kernels.load import load_ops
 from kernels.missing import KernelsMissing
 from kernels.ops import Attention, Ops
 from kernels.reference import ReferenceOps
+from server.cli.banner import welcome
 from server.engine import build
-from server.engine.about import about, summary
 from server.engine.build import build_engine
 from server.engine.device import (
     METAL_MARGIN,
@@ -31,8 +31,8 @@ from server.engine.device import (
     free_memory,
     limit_memory,
 )
+from server.engine.info import about, summary
 from server.models.decoder import Decoder
-from server.welcome import welcome
 from tests.engine.driving import Driver
 from tests.engine.far_device import FarDevice
 from tests.engine.reference import Reference, random_prompt

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from kernels.ops import Attention
-from server.engine.messages import Tokens
+from server.engine.ipc.messages import Tokens
 from tests.engine.driving import Driver, strategies
 from tests.engine.reference import random_prompt
 

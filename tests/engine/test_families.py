@@ -9,7 +9,7 @@ import torch
 from transformers import PreTrainedModel
 
 from server.models.decoder import Decoder
-from server.models.hf import TransformersModel
+from server.models.transformers_backend import TransformersModel
 from tests.engine.driving import Driver, strategies
 from tests.engine.reference import random_prompt
 from tests.models.random_models import CONFIGS, FALLBACK, save_random

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from server.engine.sequence import CachedSequence
-from server.models.full_context import full_context_logits
+from server.models.no_cache import full_context_logits
+from server.sequence import CachedSequence
 from tests.engine.driving import Driver
 from tests.models.random_models import save_random
 

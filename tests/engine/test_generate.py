@@ -14,13 +14,13 @@ from torch import Tensor
 
 from cache_strategies import plugins, registry
 from cache_strategies.base import KVCache
-from server.benchmarks.caching import generate_cached
 from server.engine.batch import StrategyError
-from server.engine.generate import NotANumber, generate
-from server.engine.messages import Sampling
+from server.engine.ipc.messages import Sampling
+from server.generate import NotANumber, generate
 from tests.engine.driving import Driver, strategies
 from tests.engine.reference import Reference, random_prompt
 from tests.models.random_models import save_random
+from tools.bench.caching import generate_cached
 
 STRATEGIES = strategies(
     contiguous={"kind": "contiguous"},

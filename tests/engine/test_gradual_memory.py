@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from kernels import reserved
-from kernels.arena import Arena
+from cache_strategies import reserved_memory
+from cache_strategies.arena import Arena
 from server.engine import build
-from server.engine.about import describe_caches, memory_of
+from server.engine.info import describe_caches, memory_of
 from server.engine.state import state_of
 from tests.engine.driving import Driver, strategies
 from tests.engine.reference import Reference, random_prompt
@@ -31,7 +31,7 @@ COUNT = 20  # requests
 @pytest.fixture
 def slow(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Driver]:
     """An engine with as little memory as it can begin with; more comes when the test says so."""
-    monkeypatch.setattr(reserved, "PIECE", SYSTEM_PAGE)
+    monkeypatch.setattr(reserved_memory, "PIECE", SYSTEM_PAGE)
     monkeypatch.setattr(build, "FIRST_BYTES", 0)
     monkeypatch.setattr(Arena, "touch_rest", lambda *_: None)
 

@@ -18,8 +18,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from server.engine.admin import obey
-from server.engine.messages import Clear, Inspect, PinPrefix, Sampling, Share, Unpin
-from server.engine.request import RequestError
+from server.engine.ipc.messages import Clear, Inspect, PinPrefix, Sampling, Share, Unpin
+from server.engine.scheduling.request import RequestError
 from tests.engine.driving import Driver, Heard, least_memory, strategies
 from tests.engine.guessing import Guessing
 from tests.engine.reference import Reference, random_prompt

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from kernels.ops import Attention
-from server.engine.messages import Speculation
+from server.engine.ipc.messages import Speculation
 from server.engine.model_runner import ModelRunner
 from tests.engine.driving import Driver, strategies
 from tests.engine.reference import Reference, random_prompt

@@ -8,10 +8,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from server.engine.lookup import PromptLookup
-from server.engine.messages import Speculation
-from server.engine.request import RequestError
-from server.engine.speculation import speculation_of
+from server.engine.ipc.messages import Speculation
+from server.engine.sampling.ngram_proposer import PromptLookup
+from server.engine.sampling.speculation import speculation_of
+from server.engine.scheduling.request import RequestError
 from tests.engine.scheduling import LIMITS
 
 

@@ -13,9 +13,7 @@ import pytest
 
 from config.settings import Settings
 from server.engine import main
-from server.engine.gateway import Gone
-from server.engine.main import Loop
-from server.engine.messages import (
+from server.engine.ipc.messages import (
     Admitted,
     Answer,
     Cancel,
@@ -29,6 +27,8 @@ from server.engine.messages import (
     ToEngine,
     Tokens,
 )
+from server.engine.ipc.server import Gone
+from server.engine.main import Loop
 from server.metrics.exposition import Renderer
 from tests.engine.driving import Driver
 from tests.engine.reference import Reference, random_prompt

@@ -14,10 +14,10 @@ import pytest
 
 from config.settings import Settings
 from server.engine import core, main
-from server.engine.client import EngineClient
 from server.engine.device import device_memory
-from server.engine.lifeline import STOP
-from server.engine.messages import Clear, Inspect, Sampling, Submit, Tokens
+from server.engine.ipc.client import EngineClient
+from server.engine.ipc.messages import Clear, Inspect, Sampling, Submit, Tokens
+from server.processes.child_process import STOP
 from tests.engine.driving import Driver
 from tests.engine.far_device import FAR, FarDevice
 from tests.engine.reference import Reference, random_prompt

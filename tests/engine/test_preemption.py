@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from server.engine.messages import Sampling
+from server.engine.ipc.messages import Sampling
 from tests.engine.driving import Driver, least_memory, strategies
 from tests.engine.reference import Reference, random_prompt
 

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from server.engine.request import Request
+from server.engine.scheduling.request import Request
 from tests.engine.fake_caches import FakeCache, Memory
 from tests.engine.scheduling import Engine
 

@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 
-from kernels.table import OPS
-from server.engine import profiler
-from server.engine.gateway import Gone
+from kernels.selfcheck.op_info import OPS
+from server.engine.ipc.messages import Answer, FromEngine, Profile, Query, Sampling, Submit, Tokens
+from server.engine.ipc.server import Gone
 from server.engine.main import Loop
-from server.engine.messages import Answer, FromEngine, Profile, Query, Sampling, Submit, Tokens
-from server.engine.profiler import NOTHING
+from server.engine.profiling import profiler
+from server.engine.profiling.profiler import NOTHING
 from tests.engine.driving import Driver
 from tests.engine.reference import Reference, random_prompt
 from tests.engine.test_main import FakeGateway, tokens_of

@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from kernels.sampling import draw, probabilities
-from server.engine.draw import Draw
-from server.engine.messages import Sampling
-from server.engine.sampler import Noise, sample
+from server.engine.ipc.messages import Sampling
+from server.engine.sampling.draw import Draw
+from server.engine.sampling.sampler import Noise, sample
 
 VOCABULARY = 150_000
 ROUNDING = 1e-5

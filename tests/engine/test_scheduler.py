@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from cache_strategies.base import KVCache
-from server.engine.request import Request, RequestError
+from server.engine.scheduling.request import Request, RequestError
 from tests.engine.fake_caches import FakeCache, Memory
 from tests.engine.scheduling import Engine, RightGuesses
 

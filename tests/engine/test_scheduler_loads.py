@@ -8,7 +8,7 @@ from typing import NamedTuple
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from server.engine.scheduler import Scheduled
+from server.engine.scheduling.scheduler import Scheduled
 from tests.engine.fake_caches import FakeCache, FakeSeat, Memory
 from tests.engine.scheduling import Engine, RightGuesses, enter
 

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from server.engine.messages import TokenScore
-from server.engine.scores import LOWEST, scores, scores_of_some
-from server.models.full_context import FullContext
+from server.engine.ipc.messages import TokenScore
+from server.engine.sampling.logprobs import LOWEST, scores, scores_of_some
+from server.models.no_cache import FullContext
 from tests.engine.driving import Driver, strategies
 from tests.engine.reference import Reference, random_prompt
 

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from config.settings import SelectionRule
-from server.engine.messages import Sampling, Submit
-from server.engine.request import RequestError
-from server.engine.selection import Selector, matches
+from server.engine.ipc.messages import Sampling, Submit
+from server.engine.scheduling.request import RequestError
+from server.engine.scheduling.selection import Selector, matches
 
 NAMES = ("body", "head", "alias", "long", "urgent", "rest", "unused")
 LONG = SelectionRule(use="long", min_prompt_tokens=100)

@@ -12,7 +12,7 @@ import torch
 
 from config.settings import LONGEST_DRAFT
 from kernels.ops import Attention
-from server.engine.messages import Sampling, Speculation
+from server.engine.ipc.messages import Sampling, Speculation
 from tests.engine.driving import Driver, Heard, least_memory, strategies
 from tests.engine.guessing import Guessing
 from tests.engine.reference import Reference, random_prompt

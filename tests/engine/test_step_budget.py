@@ -16,8 +16,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import LlamaConfig
 
-from kernels.composed import multiplied
-from kernels.layer import GatedWeights
+from kernels.composite import multiplied
+from kernels.layers import GatedWeights
 from kernels.ops import Ops
 from kernels.recorder import Recorder
 from server.engine.batch import Batch

@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from server.engine.trace_table import table_of
+from server.engine.profiling.trace_table import table_of
 
 
 def span(name: str, ts: float, dur: float, tid: int | str = 1, **more: object) -> dict[str, object]:

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 from transformers import Qwen2Config
 
-from cache_strategies.hf import StrategyCache
-from cache_strategies.textbook import KVCache
+from cache_strategies.adapters.textbook import KVCache
+from cache_strategies.adapters.transformers import StrategyCache
 from server.evaluation.compare import compare
 from server.evaluation.documents import Document
 from tests.engine.driving import Driver

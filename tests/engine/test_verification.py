@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from server.engine.messages import Sampling
-from server.engine.request import Request
-from server.engine.verification import Taken, Turn, drawn, scored, verified
+from server.engine.ipc.messages import Sampling
+from server.engine.sampling.rejection_sampler import Taken, Turn, drawn, scored, verified
+from server.engine.scheduling.request import Request
 from tests.engine.fake_caches import FakeCache, Memory
 
 EOS = 7

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from config.settings import default_strategies
-from server.cli import main
+from server.cli.main import main
 from server.evaluation.command import parse_strategy
 from server.evaluation.compare import Fidelity
 from server.evaluation.report import Report, Result, as_table
@@ -190,7 +190,7 @@ def test_a_strategy_that_fails_is_told(
     def plan(*_: Any, **__: Any) -> None:
         raise RuntimeError("broken")
 
-    monkeypatch.setattr("cache_strategies.paged.PagedCache.plan", plan)
+    monkeypatch.setattr("cache_strategies.paged.cache.PagedCache.plan", plan)
     code, _, err = _run(capsys, "--model", str(model_directory), *SMALL, "--strategy", "paged")
     assert code == 2
     assert err.splitlines()[-1] == "kvmux: cache strategy 'paged' failed: RuntimeError: broken"

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from server.cli import main
+from server.cli.main import main
 
 ROOT = Path(__file__).parents[2]
 DATA = ROOT / "docs" / "data"

@@ -9,10 +9,10 @@ import pytest
 from tokenizers import Tokenizer, processors
 
 from config.errors import SettingsError
+from server.evaluation.corpus.packing import Marks
+from server.evaluation.corpus.words import HELD_OUT_NAMES, TRAIN
 from server.evaluation.documents import Document, check_vocabulary, marks_of, records, stories, text_file
-from server.models.directory import EMBEDDED
-from server.training.packing import Marks
-from server.training.words import HELD_OUT_NAMES, TRAIN
+from server.models.files.directory import EMBEDDED
 from tests.models.random_models import byte_tokenizer
 
 TINY = Tokenizer.from_file(str(EMBEDDED["tiny"] / "tokenizer.json"))

@@ -11,11 +11,11 @@ from transformers import LlamaForCausalLM
 
 from config.settings import load
 from server.engine.build import build_engine
-from server.evaluation import weights
+from server.evaluation.corpus.packing import Answer
 from server.evaluation.documents import Document
-from server.training.packing import Answer
 from tests.models.random_models import save_random
 from tests.models.rounding import symmetric_rounded
+from tools.bench import quantized_weights
 
 
 def test_figures_are_those_of_transformers(tmp_path: Path) -> None:
@@ -37,7 +37,7 @@ def test_figures_are_those_of_transformers(tmp_path: Path) -> None:
         "weights_cache": "off",
     }
     models = [build_engine(load(None, flags | {"weights": kept})).core.model for kept in ("f32", "int4")]
-    exact, less = weights.compared(models, [Document(ids.tolist(), [Answer(40, 41, 7)])])
+    exact, less = quantized_weights.compared(models, [Document(ids.tolist(), [Answer(40, 41, 7)])])
     with torch.no_grad():
         p, q = (model(ids[None, :-1]).logits[0].log_softmax(-1) for model in (whole, less_exact))
     assert (exact.agreement, exact.kl, exact.recalled) == (1.0, 0.0, [(7, True)])
@@ -49,7 +49,7 @@ def test_figures_are_those_of_transformers(tmp_path: Path) -> None:
 
 
 def test_a_table_for_the_documentation(capsys: pytest.CaptureFixture[str]) -> None:
-    weights.main(
+    quantized_weights.main(
         ["--weights", "f32", "int8", "--length", "200", "--texts", "1", "--records", "1", "--kernels", "reference"]
     )
     head, _, full, int8 = capsys.readouterr().out.splitlines()
@@ -63,5 +63,5 @@ def test_a_table_for_the_documentation(capsys: pytest.CaptureFixture[str]) -> No
 
 def test_what_cannot_be_is_told(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
-        weights.main(["--length", "5000"])
+        quantized_weights.main(["--length", "5000"])
     assert "max_seq_len is 5000, but the model has 2048 positions" in capsys.readouterr().err

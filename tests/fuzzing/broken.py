@@ -15,7 +15,7 @@ from hypothesis.stateful import run_state_machine_as_test
 
 from cache_strategies import registry
 from cache_strategies.base import Seat
-from cache_strategies.paged import PagedCache
+from cache_strategies.paged.cache import PagedCache
 from tests.contract.test_histories import instance, machine_of
 
 MENDED, REPLAYED_ONLY = "FUZZING_MENDED", "FUZZING_REPLAYED_ONLY"  # environment variables

@@ -13,10 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kernels.layer import AttentionWeights, DecoderLayer, Factor, GatedWeights, Stack
+from kernels.layers import AttentionWeights, DecoderLayer, Factor, GatedWeights, Stack
 from kernels.ops import Attention, Ops
+from kernels.selfcheck.op_info import Op
 from kernels.store import KVStore
-from kernels.table import Op
 
 CPU = torch.device("cpu")
 WRITTEN = ("out", "mirror")  # arguments that an operation writes into

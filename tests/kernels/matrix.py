@@ -7,10 +7,10 @@ from collections.abc import Callable, Mapping
 import pytest
 import torch
 
-from kernels.load import REFERENCE, backends
+from kernels.backends import REFERENCE, backends
 from kernels.ops import LayerSpec, Ops
 from kernels.reference import ReferenceOps
-from kernels.scene import Layout, RowOf
+from kernels.selfcheck.attention_case import Layout, RowOf
 
 # By name: the reference, and every backend that computes in the memory of this machine's CPU.
 BACKENDS: Mapping[str, Callable[[], Ops]] = {

@@ -10,8 +10,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from kernels import reserved
-from kernels.arena import Arena
+from cache_strategies import reserved_memory
+from cache_strategies.arena import Arena
 
 PAGE = 64
 
@@ -262,12 +262,12 @@ def test_an_owner_joins_once() -> None:
 def gradual_arena_of(pages: int, **owners: dict[str, int]) -> tuple[Arena, dict[str, Owner]]:
     """An arena of pages as the system has them, none of which is there; each is touched by itself."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(reserved, "PIECE", SYSTEM_PAGE)
+        patch.setattr(reserved_memory, "PIECE", SYSTEM_PAGE)
         arena = Arena(pages, SYSTEM_PAGE, gradual=True)
     return arena, {name: Owner(arena, name, **share) for name, share in owners.items()}
 
 
-def reserved_of(arena: Arena) -> reserved.Reserved:
+def reserved_of(arena: Arena) -> reserved_memory.Reserved:
     assert arena._reserved is not None
     return arena._reserved
 
@@ -470,11 +470,11 @@ class GradualHistory(ArenaHistory):
         reserved = reserved_of(self.arena)
         if above:
             self.high -= 1
-            reserved.touch(above=(PAGES - self.high) * SYSTEM_PAGE)
+            reserved_memory.touch(above=(PAGES - self.high) * SYSTEM_PAGE)
             self.there.add(self.high)
         else:
             self.low += 1
-            reserved.touch(below=self.low * SYSTEM_PAGE)
+            reserved_memory.touch(below=self.low * SYSTEM_PAGE)
             self.there.add(self.low - 1)
         assert self.arena.advance()
         assert self.arena.usable == len(self.there)

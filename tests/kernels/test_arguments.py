@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from kernels.memory import Joined
-from kernels.quantised import Quantised
+from kernels.quantization import Quantised
 from kernels.reference import ReferenceOps
 from tests.kernels.matrix import BACKENDS, NAMES
 

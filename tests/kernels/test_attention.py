@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from kernels.scene import Layout, RowOf, Scene
+from kernels.selfcheck.attention_case import Layout, RowOf, Scene
 from tests.contract.brute import attention, everything, seen
 from tests.kernels.matrix import BACKENDS, LAYOUTS, NAMES, ROWS, SPECS, TOLERANCE
 

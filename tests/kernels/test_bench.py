@@ -8,17 +8,18 @@ from itertools import product
 import pytest
 import torch
 
-from kernels import bench, loads
-from kernels import load as loading
-from kernels.cpu.load import best_read
-from kernels.load import REFERENCE, backends
+from kernels import backends as loading
+from kernels.backends import REFERENCE, backends
+from kernels.cpu.library import best_read
 from kernels.missing import KernelsMissing
 from kernels.ops import Ops
+from tools.bench import kernel_inputs
+from tools.bench import kernels as bench
 
 
 @pytest.fixture(autouse=True)
 def _small(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (loads, bench):
+    for module in (kernel_inputs, bench):
         monkeypatch.setattr(module, "GIBIBYTE", 1 << 16)
 
 

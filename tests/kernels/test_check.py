@@ -12,16 +12,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from kernels import load as loading
-from kernels.check import checked, mended
-from kernels.cpu import load as cpu
+from kernels import backends as loading
+from kernels.backends import backends, load_ops
+from kernels.cpu import library as cpu
 from kernels.device import native
-from kernels.load import backends, load_ops
 from kernels.missing import KernelsMissing
 from kernels.ops import Ops
 from kernels.reference import ReferenceOps
-from kernels.table import DTYPES, LAYERS, OPS
-from server.engine.about import about, summary
+from kernels.selfcheck.check import checked, mended
+from kernels.selfcheck.op_info import DTYPES, LAYERS, OPS
+from server.engine.info import about, summary
 from tests.engine.driving import Driver
 from tests.engine.reference import random_prompt
 from tests.kernels.matrix import BACKENDS
@@ -40,7 +40,7 @@ def test_what_is_right_passes(backend: str, dtype: torch.dtype) -> None:
 
 def test_the_table_has_every_operation() -> None:
     methods = [name for name in vars(Ops) if not name.startswith("_") and name not in PREPARING]
-    assert methods == NAMES, "give it a row in kernels/table.py"
+    assert methods == NAMES, "give it a row in kernels/selfcheck/op_info.py"
 
 
 class Off(ReferenceOps):

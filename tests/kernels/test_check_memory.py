@@ -9,15 +9,15 @@ import pytest
 import torch
 from torch import Tensor
 
-import kernels.load as loading
+import kernels.backends as loading
+from cache_strategies.arena import Arena
 from config.errors import SettingsError
-from kernels.arena import Arena
-from kernels.check import checked
-from kernels.check_memory import memory_fault
 from kernels.ops import LayerSpec, Slots
 from kernels.reference import ReferenceOps
+from kernels.selfcheck.check import checked
+from kernels.selfcheck.check_memory import memory_fault
+from kernels.selfcheck.op_info import OPS
 from kernels.store import KVStore, block_bytes
-from kernels.table import OPS
 from tests.engine.driving import Driver
 from tests.kernels.matrix import BACKENDS, NAMES
 

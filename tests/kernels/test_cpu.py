@@ -11,8 +11,8 @@ from torch import Tensor
 
 from config.settings import StrategySettings
 from kernels.ops import LayerSpec
-from kernels.quantised import quantise_weight
-from kernels.scene import Layout, RowOf, Scene
+from kernels.quantization import quantise_weight
+from kernels.selfcheck.attention_case import Layout, RowOf, Scene
 from tests.contract import harness
 from tests.contract.harness import World, random_text, step
 from tests.kernels.matrix import BACKENDS, TOLERANCE

@@ -9,13 +9,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from kernels.arena import Arena
-from kernels.check import error_of
+from cache_strategies.arena import Arena
 from kernels.ops import LayerSpec, Slots, Stored
 from kernels.reference import ReferenceOps
-from kernels.scene import Layout, RowOf, Scene, Step
+from kernels.selfcheck.attention_case import Layout, RowOf, Scene, Step
+from kernels.selfcheck.check import error_of
+from kernels.selfcheck.op_info import ATTENTION
 from kernels.store import KVStore, block_bytes
-from kernels.table import ATTENTION
 from tests.kernels.holes import holes
 from tests.kernels.matrix import BACKENDS, NAMES, TOLERANCE
 from tests.kernels.test_attention import expected

@@ -9,11 +9,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from kernels.composed import enter_attention, feed_forward, leave_attention
+from kernels.composite import enter_attention, feed_forward, leave_attention
 from kernels.cpu.packed import PackedMatrix
-from kernels.layer import AttentionWeights, GatedWeights
+from kernels.layers import AttentionWeights, GatedWeights
 from kernels.ops import Ops
-from kernels.quantised import Quantised, dequantise, quantise_symmetric, quantise_weight
+from kernels.quantization import Quantised, dequantise, quantise_symmetric, quantise_weight
 from tests.kernels.matrix import BACKENDS
 
 CPUS = [name for name in BACKENDS if name.startswith("cpu-")]

@@ -9,7 +9,7 @@ import torch
 from gguf import GGMLQuantizationType as Type
 from torch import Tensor
 
-from kernels.quantised import Quantised, dequantise, joined, quantise_symmetric, quantise_weight, symmetric
+from kernels.quantization import Quantised, dequantise, joined, quantise_symmetric, quantise_weight, symmetric
 from tests.models.mlx_files import mlx_dequantised, mlx_quantised
 from tests.models.rounding import symmetric_rounded
 

@@ -12,8 +12,8 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from kernels import loads
 from kernels.reference import TILE, ReferenceOps
+from tools.bench import kernel_inputs
 
 PAGE = Path(__file__).parents[2] / "docs" / "techniques.md"
 VIEWS = ("view", "_unsafe_view", "select", "slice", "transpose", "unsqueeze", "expand", "detach", "alias")
@@ -39,13 +39,13 @@ class Calls(TorchDispatchMode):
 
 def calls(dtype: torch.dtype, context: int) -> int:
     """Of the attention of one layer, once the step's indices are made."""
-    texts = loads.Texts(dtype, context)
+    texts = kernel_inputs.Texts(dtype, context)
     at, layer = next(texts.rows())
-    q = torch.zeros(1, loads.HEADS, loads.DIM, dtype=torch.bfloat16)
+    q = torch.zeros(1, kernel_inputs.HEADS, kernel_inputs.DIM, dtype=torch.bfloat16)
     ops, out = ReferenceOps(), torch.empty_like(q)
-    ops.attend(out, q, texts.store, layer, at, loads.LAYERS[layer])
+    ops.attend(out, q, texts.store, layer, at, kernel_inputs.LAYERS[layer])
     with Calls() as counted:
-        ops.attend(out, q, texts.store, layer, at, loads.LAYERS[layer])
+        ops.attend(out, q, texts.store, layer, at, kernel_inputs.LAYERS[layer])
     return counted.total
 
 
@@ -61,7 +61,7 @@ def documented() -> Callable[[str], int]:
 def test_calls_a_tile_are_those_of_the_document(
     monkeypatch: pytest.MonkeyPatch, documented: Callable[[str], int], dtype: torch.dtype
 ) -> None:
-    monkeypatch.setattr(loads, "GIBIBYTE", 1 << 20)  # one sequence is enough
+    monkeypatch.setattr(kernel_inputs, "GIBIBYTE", 1 << 20)  # one sequence is enough
     tiles = 8
     more = calls(dtype, 2 * tiles * TILE) - calls(dtype, tiles * TILE)
     assert more == tiles * documented(str(dtype).removeprefix("torch."))

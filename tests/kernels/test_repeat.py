@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from kernels.table import DTYPES
+from kernels.selfcheck.op_info import DTYPES
 from tests.kernels.matrix import BACKENDS, NAMES
 
 backends = pytest.mark.parametrize("backend", NAMES)

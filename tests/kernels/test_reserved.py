@@ -11,9 +11,9 @@ import threading
 
 import pytest
 
-from kernels import reserved
-from kernels.arena import Arena
-from kernels.reserved import PIECE, Reserved
+from cache_strategies import reserved_memory
+from cache_strategies.arena import Arena
+from cache_strategies.reserved_memory import PIECE, Reserved
 
 MIB = 1 << 20
 PLENTY = 1 << 62
@@ -59,7 +59,9 @@ def test_touched_memory_is_zero_and_can_be_written() -> None:
 @linux
 def test_who_writes_where_no_memory_is_yet_ends() -> None:
     """So a server that answers requests while its memory comes has written into no other."""
-    code = "from kernels.reserved import *; m = Reserved(4 * PIECE); m.touch(below=1); m.memory[PIECE] = 1"
+    code = (
+        "from cache_strategies.reserved_memory import *; m = Reserved(4 * PIECE); m.touch(below=1); m.memory[PIECE] = 1"
+    )
     ended = subprocess.run([sys.executable, "-c", code], check=False)
     assert ended.returncode == -signal.SIGSEGV
 
@@ -80,7 +82,7 @@ def test_it_comes_at_the_end_where_it_began(below: int, above: int) -> None:
     memory = Reserved(8 * PIECE)
     memory.touch(below=below, above=above)
     left = [PLENTY, 0]
-    memory.touch_rest(lambda: left.pop(0) // (1 << 62) * (reserved.KEPT_FREE + 2 * PIECE))
+    memory.touch_rest(lambda: left.pop(0) // (1 << 62) * (reserved_memory.KEPT_FREE + 2 * PIECE))
     assert memory._thread is not None
     memory._thread.join()
     assert memory.ended
@@ -89,7 +91,7 @@ def test_it_comes_at_the_end_where_it_began(below: int, above: int) -> None:
 
 def test_it_stops_when_little_memory_is_free() -> None:
     memory = Reserved(8 * PIECE)
-    memory.touch_rest(lambda: reserved.KEPT_FREE)
+    memory.touch_rest(lambda: reserved_memory.KEPT_FREE)
     assert memory._thread is not None
     memory._thread.join()
     assert memory.ended
@@ -116,7 +118,7 @@ def test_it_stops_when_the_arena_goes() -> None:
 
 LIMITED = f"""
 import re, resource, time
-from kernels.arena import Arena
+from cache_strategies.arena import Arena
 data = 1024 * int(re.search(r"VmData:\\s+(\\d+)", open("/proc/self/status").read())[1])
 resource.setrlimit(resource.RLIMIT_DATA, (data + {100 * MIB}, resource.RLIM_INFINITY))
 arena = Arena(64, {4 * MIB}, gradual=True)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from kernels.sampling import NO_TOKEN, Drawing
-from kernels.table import DTYPES
+from kernels.selfcheck.op_info import DTYPES
 from tests.kernels.matrix import BACKENDS
 
 VOCABULARY = 150_001

@@ -9,12 +9,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from kernels.composed import run_layers
-from kernels.layer import AttentionWeights, DecoderLayer, Factor, GatedWeights, Stack
+from kernels.composite import run_layers
+from kernels.layers import AttentionWeights, DecoderLayer, Factor, GatedWeights, Stack
 from kernels.ops import LayerSpec, Ops, Stored
-from kernels.quantised import quantise_weight
-from kernels.scene import Layout, RowOf, Scene, Step
-from kernels.table import DTYPES
+from kernels.quantization import quantise_weight
+from kernels.selfcheck.attention_case import Layout, RowOf, Scene, Step
+from kernels.selfcheck.op_info import DTYPES
 from tests.kernels.matrix import BACKENDS, NAMES
 
 WIDTH, DIM, HEADS, KV_HEADS = 96, 32, 6, 2

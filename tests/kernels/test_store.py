@@ -7,7 +7,7 @@ from itertools import pairwise
 import pytest
 import torch
 
-from kernels.arena import Arena
+from cache_strategies.arena import Arena
 from kernels.ops import LayerSpec
 from kernels.store import ALIGN, KVStore, block_bytes, plane_offsets
 

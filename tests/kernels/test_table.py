@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from kernels import loads
-from kernels.scene import Layout, RowOf, Scene
-from kernels.table import DTYPES, OPS, markdown
+from kernels.selfcheck.attention_case import Layout, RowOf, Scene
+from kernels.selfcheck.op_info import DTYPES, OPS, markdown
 from tests.contract.brute import everything, seen
 from tests.kernels.matrix import LAYOUTS, ROWS, SPECS
+from tools.bench import kernel_inputs
 
 DOC = Path(__file__).parents[2] / "docs" / "kernels.md"
 ROW = {op.name: op for op in OPS}
@@ -19,9 +19,11 @@ ROW = {op.name: op for op in OPS}
 
 def test_the_documentation_has_the_table() -> None:
     text = DOC.read_text(encoding="utf-8")
-    between = text.partition("<!-- operations: printed by python -m kernels.table -->\n")[2]
+    between = text.partition("<!-- operations: printed by python -m kernels.selfcheck.op_info -->\n")[2]
     told = between.partition("\n<!-- end of operations -->")[0]
-    assert told == markdown(), "put what `python -m kernels.table` prints between the two comments of docs/kernels.md"
+    assert told == markdown(), (
+        "put what `python -m kernels.selfcheck.op_info` prints between the two comments of docs/kernels.md"
+    )
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -29,7 +31,7 @@ def test_the_documentation_has_the_table() -> None:
 def test_every_operation_has_calls_that_move_something(
     op: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(loads, "GIBIBYTE", 1 << 16)
+    monkeypatch.setattr(kernel_inputs, "GIBIBYTE", 1 << 16)
     calls = ROW[op].load(dtype, 40)
     assert calls
     assert all(ROW[op].bytes(*call) > 0 for call in calls)

@@ -7,8 +7,8 @@ from types import SimpleNamespace
 import psutil
 import pytest
 
-from server.measuring import neighbours
-from server.measuring.neighbours import BUSY, Neighbours, told
+from server.profiling import background_load
+from server.profiling.background_load import BUSY, Neighbours, told
 
 
 class Machine:
@@ -16,8 +16,8 @@ class Machine:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.clock = self.user = self.steal = self.idle = self.ours = 0.0
-        monkeypatch.setattr(neighbours.os, "cpu_count", lambda: 2)
-        monkeypatch.setattr(neighbours, "monotonic", lambda: self.clock)
+        monkeypatch.setattr(background_load.os, "cpu_count", lambda: 2)
+        monkeypatch.setattr(background_load, "monotonic", lambda: self.clock)
         monkeypatch.setattr(psutil, "cpu_times", self.times)
         monkeypatch.setattr(psutil, "Process", lambda: SimpleNamespace(cpu_times=lambda: (self.ours, 0.0, 0.0, 0.0)))
 

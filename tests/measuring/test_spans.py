@@ -7,8 +7,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from server.measuring import spans as module
-from server.measuring.spans import Spans
+from server.profiling import spans as module
+from server.profiling.spans import Spans
 
 
 @pytest.fixture

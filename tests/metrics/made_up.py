@@ -11,9 +11,9 @@ from prometheus_client.parser import text_string_to_metric_families
 from cache_strategies.base import Blocks, Usage
 from cache_strategies.registry import declared
 from config.settings import Settings
-from kernels.table import OPS
-from server.engine.about import About
+from kernels.selfcheck.op_info import OPS
 from server.engine.device import DeviceMemory
+from server.engine.info import About
 from server.engine.report import RequestRecord, StepReport
 from server.engine.state import State
 from server.metrics.exposition import Renderer

@@ -8,8 +8,8 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from threading import Thread
 
 from cache_strategies.base import Blocks, Happened, Usage
-from kernels.table import OPS
-from server.api.metrics import OPENMETRICS
+from kernels.selfcheck.op_info import OPS
+from server.api.ops.metrics import OPENMETRICS
 from server.engine.device import DeviceMemory
 from server.engine.report import Admission, Draft, StepPart
 from server.metrics.families import MISS, OUTCOME, WAIT

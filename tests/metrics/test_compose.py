@@ -8,8 +8,8 @@ from urllib.parse import urlsplit
 
 import yaml
 
-from server.metrics.dashboards.catalogue import FOLDER
 from tests.metrics.prometheus import CONFIG, ROOT
+from tools.dashboards.catalogue import FOLDER
 
 COMPOSE: dict[str, Any] = yaml.safe_load((ROOT / "compose.yaml").read_text())
 SERVICES: dict[str, Any] = COMPOSE["services"]

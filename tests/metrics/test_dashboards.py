@@ -11,9 +11,9 @@ from grafana_foundation_sdk.cog.encoder import JSONEncoder
 from grafana_foundation_sdk.cog.plugins import register_default_plugins
 from grafana_foundation_sdk.models.dashboard import Dashboard, Panel, VariableModel
 
-from server.metrics.dashboards import promql
-from server.metrics.dashboards.catalogue import FOLDER, dashboards, files, panels, queries, targets
 from server.metrics.families import FAMILIES, KV_STATE, OUTCOME, REQUESTS, STEPS, STRATEGY
+from tools.dashboards import promql
+from tools.dashboards.catalogue import FOLDER, dashboards, files, panels, queries, targets
 
 DASHBOARDS = dashboards()
 every_dashboard = pytest.mark.parametrize("dashboard", DASHBOARDS, ids=lambda dashboard: dashboard.uid)
@@ -30,7 +30,7 @@ def variables(dashboard: Dashboard) -> dict[str, VariableModel]:
 
 
 def test_the_files_are_what_the_code_writes() -> None:
-    assert {file: file.read_text() for file in FOLDER.iterdir()} == files(), "run `python -m server.metrics.dashboards`"
+    assert {file: file.read_text() for file in FOLDER.iterdir()} == files(), "run `python -m tools.dashboards`"
 
 
 @every_dashboard

@@ -8,14 +8,14 @@ from dataclasses import replace
 
 import pytest
 
-from kernels.table import OPS
+from kernels.selfcheck.op_info import OPS
 from server.metrics import vllm_names
-from server.metrics.dashboards.catalogue import Query, dashboards, panels, queries
-from server.metrics.dashboards.picture import Source, draw, writer
-from server.metrics.dashboards.promql import filled
 from tests.metrics.made_up import INSTANCES, exposition, new_metrics, samples_of
 from tests.metrics.prometheus import Prometheus, running_prometheus
 from tests.metrics.served import BUSY, busy_metrics, happen, served
+from tools.dashboards.catalogue import Query, dashboards, panels, queries
+from tools.dashboards.picture import Source, draw, writer
+from tools.dashboards.promql import filled
 
 QUERIES = list(queries())
 

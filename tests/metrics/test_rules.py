@@ -8,11 +8,11 @@ from typing import Any
 import yaml
 
 from server.metrics import vllm_names
-from server.metrics.dashboards.promql import named
 from server.metrics.families import FAMILIES, PREFIX
 from tests.metrics.made_up import INSTANCES, at, exposition, new_metrics, samples_of
 from tests.metrics.prometheus import CONFIG, ROOT, promtool
 from tests.metrics.served import BUSY, busy_metrics, happen
+from tools.dashboards.promql import named
 
 ALERTS: list[dict[str, Any]] = yaml.safe_load((CONFIG / "alerts.yml").read_text())["groups"][0]["rules"]
 CASES = sorted((CONFIG / "tests").glob("*.yml"))

@@ -10,7 +10,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from kernels.ops import Packed
-from kernels.quantised import Quantised, dequantise
+from kernels.quantization import Quantised, dequantise
 from kernels.reference import ReferenceOps
 from server.models.weights import Format
 

@@ -21,12 +21,12 @@ import torch
 from torch import Tensor
 
 from config.errors import SettingsError
-from kernels.load import backends
+from kernels.backends import backends
 from kernels.ops import Ops
 from kernels.reference import ReferenceOps
-from server.models.directory import locate
-from server.models.full_context import FullContext
+from server.models.files.directory import locate
 from server.models.load import describe, load_model
+from server.models.no_cache import FullContext
 from server.models.weights import Format, Kept
 from server.text.tokenizer import Tokenizer
 from tests.models import malformed

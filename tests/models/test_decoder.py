@@ -22,8 +22,8 @@ from kernels.reference import ReferenceOps
 from server.models.config import load_config
 from server.models.decoder import Decoder
 from server.models.errors import ModelError
-from server.models.full_context import FullContext, debug_generate_full_context
 from server.models.load import describe
+from server.models.no_cache import FullContext, debug_generate_full_context
 from server.models.weights import Safetensors
 from tests.models.random_models import CONFIGS, load, save_random
 

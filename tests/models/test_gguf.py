@@ -16,19 +16,19 @@ from gguf import GGMLQuantizationType as Type
 from transformers import PreTrainedModel
 
 from config.errors import SettingsError
-from kernels.load import REFERENCE
+from kernels.backends import REFERENCE
 from kernels.ops import Ops
-from kernels.quantised import Quantised, dequantise
+from kernels.quantization import Quantised, dequantise
 from kernels.reference import ReferenceOps
 from server.models.base import Model
 from server.models.config import eos_ids_of, load_config
-from server.models.directory import locate
 from server.models.errors import ModelError
-from server.models.full_context import FullContext
-from server.models.gguf_directory import gguf_of
-from server.models.gguf_file import read_header
-from server.models.gguf_weights import GGUFWeights
+from server.models.files.directory import locate
+from server.models.formats.gguf_directory import gguf_of
+from server.models.formats.gguf_file import read_header
+from server.models.formats.gguf_weights import GGUFWeights
 from server.models.load import describe, load_model
+from server.models.no_cache import FullContext
 from server.models.weights import Kept
 from server.text.tokenizer import Tokenizer
 from tests.engine.driving import Driver

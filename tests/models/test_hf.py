@@ -25,9 +25,9 @@ from transformers import (
 
 from kernels.reference import ReferenceOps
 from server.models.errors import ModelError
-from server.models.full_context import FullContext
-from server.models.hf import TransformersModel
 from server.models.load import describe, load_model
+from server.models.no_cache import FullContext
+from server.models.transformers_backend import TransformersModel
 from server.models.weights import Kept
 from tests.models.random_models import CONFIGS, FALLBACK, SHAPE, save_random
 

@@ -17,8 +17,8 @@ from urllib.parse import unquote, urlsplit
 import pytest
 
 from config.settings import load
-from server.models.directory import locate, located
 from server.models.errors import ModelError
+from server.models.files.directory import locate, located
 from tests.models.gguf_files import gguf_model, write_gguf
 from tests.models.random_models import save_random
 
@@ -119,7 +119,7 @@ def hub(tmp_path: Path) -> Iterator[Hub]:
 def _locate(home: Path, hub: str, model: str, *, revision: str | None = None, **environment: str) -> tuple[int, str]:
     """In a process of its own: huggingface_hub reads its environment when it is imported. Exit code, last line."""
     code = (
-        "import sys\nfrom server.models.directory import locate\nfrom config.settings import SettingsError\n"
+        "import sys\nfrom server.models.files.directory import locate\nfrom config.settings import SettingsError\n"
         f"try: print(locate({model!r}, {revision!r}))\nexcept SettingsError as error: print(error); sys.exit(2)"
     )
     known = {name: value for name, value in os.environ.items() if not name.startswith(("HF_", "HUGGING"))}

@@ -12,9 +12,9 @@ import pytest
 from config.errors import SettingsError
 from config.settings import load
 from server.engine.build import build_engine
-from server.models.directory import EMBEDDED, locate, located
 from server.models.errors import ModelError
-from server.models.gguf_directory import LINK
+from server.models.files.directory import EMBEDDED, locate, located
+from server.models.formats.gguf_directory import LINK
 from server.text.tokenizer import Tokenizer
 from tests.models.gguf_files import gguf_model, write_gguf
 

@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from kernels.load import REFERENCE
+from kernels.backends import REFERENCE
 from server.models.errors import ModelError
+from server.models.formats.mmap import mapped_bytes, read_bytes
 from server.models.load import load_model
-from server.models.mapping import mapped_bytes, read_bytes
 from server.models.weights import Kept, Safetensors
 from tests.kernels.matrix import BACKENDS
 from tests.models.random_models import save_random

@@ -7,8 +7,8 @@ import random
 import pytest
 import torch
 
-from kernels.layer import GatedWeights
-from kernels.load import REFERENCE
+from kernels.backends import REFERENCE
+from kernels.layers import GatedWeights
 from server.models.layers import Mixture
 from tests.kernels.matrix import BACKENDS, NAMES
 

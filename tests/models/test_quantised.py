@@ -20,17 +20,17 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import LlamaForCausalLM, PreTrainedModel
 
-from kernels.load import REFERENCE
+from kernels.backends import REFERENCE
 from kernels.ops import Ops
-from kernels.quantised import Quantised, dequantise, quantise_symmetric, quantise_weight
+from kernels.quantization import Quantised, dequantise, quantise_symmetric, quantise_weight
 from kernels.reference import ReferenceOps
-from server.engine.about import about
-from server.models import quantised
+from server.engine.info import about
 from server.models.base import Model
 from server.models.errors import ModelError
-from server.models.full_context import FullContext
+from server.models.formats import quantized
+from server.models.formats.mlx_weights import MLXWeights
 from server.models.load import describe, load_model
-from server.models.mlx_weights import MLXWeights
+from server.models.no_cache import FullContext
 from server.models.weights import Format, Kept
 from tests.engine.driving import Driver
 from tests.kernels.matrix import BACKENDS, SLOW
@@ -260,7 +260,7 @@ def test_numbers_of_as_many_bits_stay_what_they_are(tmp_path: Path) -> None:
 def test_numbers_of_other_bits_are_rounded_once_more(tmp_path: Path) -> None:
     theirs = write_mlx(wide_llama(), tmp_path, 4, 64)
     stored = MLXWeights(tmp_path, torch.float32, CPU, as_stored=True)
-    with quantised.quantised(stored, tmp_path, INT8, CPU, layers=3) as weights:
+    with quantized.quantised(stored, tmp_path, INT8, CPU, layers=3) as weights:
         found = weights.matrix("model.layers.0.mlp.down_proj.weight", (64, 128))
     assert isinstance(found, Quantised)
     assert (found.bits, found.group) == (8, 128)
@@ -281,7 +281,7 @@ def test_a_long_quantisation_is_told_of(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     save_random("llama", tmp_path)
-    monkeypatch.setattr(quantised, "QUIET", -1.0)
+    monkeypatch.setattr(quantized, "QUIET", -1.0)
     with caplog.at_level(logging.INFO):
         loaded(tmp_path, INT4)
     assert caplog.messages[-1] == "quantising the weights to 4 bits: layer 3 of 3"
@@ -308,7 +308,7 @@ def test_one_tensor_at_a_time_is_wider_than_it_will_be(tmp_path: Path, monkeypat
         alive.append(weakref.ref(weight))
         return quantise_symmetric(weight, bits, group)
 
-    monkeypatch.setattr(quantised, "quantise_symmetric", watched)
+    monkeypatch.setattr(quantized, "quantise_symmetric", watched)
     loaded(tmp_path, INT4)
     assert len(alive) == 3 * 7 + 1, "seven matrices a layer, and lm_head"
 

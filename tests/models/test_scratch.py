@@ -15,12 +15,12 @@ from typing import Any
 
 import pytest
 
-from server.models.scratch import PREFIX, Scratch
+from server.models.files.atomic_directory import PREFIX, Scratch
 
 WRITER = """
 import sys
 from pathlib import Path
-from server.models.scratch import Scratch
+from server.models.files.atomic_directory import Scratch
 
 scratch = Scratch(Path(sys.argv[1]))
 (scratch.path / "part").touch()

@@ -15,18 +15,18 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from kernels.quantised import quantise_symmetric
+from kernels.quantization import quantise_symmetric
 from kernels.reference import ReferenceOps
-from server.models import checksum as checksums
-from server.models import quantised, weights_cache
 from server.models.base import Model
-from server.models.checksum import checksum
 from server.models.errors import ModelError
-from server.models.full_context import FullContext
+from server.models.files.atomic_directory import PREFIX
+from server.models.formats import checksum as checksums
+from server.models.formats import quantized, weights_cache
+from server.models.formats.checksum import checksum
+from server.models.formats.weights_cache import Draft, folder_of, found
 from server.models.load import load_model
-from server.models.scratch import PREFIX
+from server.models.no_cache import FullContext
 from server.models.weights import Format, Kept
-from server.models.weights_cache import Draft, folder_of, found
 from tests.models.gguf_files import gguf_model, write_gguf
 from tests.models.mlx_files import write_mlx
 from tests.models.random_models import CONFIGS, random_model, save_random
@@ -70,7 +70,7 @@ def rounds(monkeypatch: pytest.MonkeyPatch) -> list[torch.Size]:
         seen.append(weight.shape)
         return quantise_symmetric(weight, bits, group)
 
-    monkeypatch.setattr(quantised, "quantise_symmetric", watched)
+    monkeypatch.setattr(quantized, "quantise_symmetric", watched)
     return seen
 
 
@@ -113,7 +113,7 @@ def test_every_kind_of_checkpoint(tmp_path: Path, home: Path, rounds: list[torch
 
 def test_a_gguf_file_too(tmp_path: Path, home: Path, rounds: list[torch.Size], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    from server.models.directory import locate
+    from server.models.files.directory import locate
 
     file = write_gguf(gguf_model("llama"), tmp_path / "a.gguf")
     first = loaded(locate(str(file)), home)
@@ -186,7 +186,7 @@ def test_a_checkpoint_that_changes_meanwhile_is_not_kept(
         (checkpoint / "model.safetensors").touch()
         return quantise_symmetric(weight, bits, group)
 
-    monkeypatch.setattr(quantised, "quantise_symmetric", changing)
+    monkeypatch.setattr(quantized, "quantise_symmetric", changing)
     loaded(checkpoint, home)
     assert not home.exists()
 

@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 
-from kernels.table import OPS
-from server.cli import main
-from server.measuring.steps import BOOKS, LAYOUT, MODEL, SAMPLING, SCHEDULING, Steps, decode, prefill, quickest
-from server.measuring.steps import products_of as products
+from kernels.selfcheck.op_info import OPS
+from server.cli.main import main
 from server.models.config import load_config
 from server.profiling.command import flags
 from server.profiling.report import HTTP, SOCKET, Limits, Profile, Served, as_text
+from server.profiling.steps import BOOKS, LAYOUT, MODEL, SAMPLING, SCHEDULING, Steps, decode, prefill, quickest
+from server.profiling.steps import products_of as products
 from tests.engine.driving import Driver
 from tests.engine.reference import random_prompt
 

@@ -14,8 +14,8 @@ from server.engine.batch import StrategyError
 from server.engine.build import Engine
 from server.engine.core import Core, StepResult
 from server.engine.model_runner import ModelRunner, StepOutput
-from server.engine.scheduler import Scheduled
-from server.engine.supervision import EngineStatus
+from server.engine.scheduling.scheduler import Scheduled
+from server.processes.heartbeat import EngineStatus
 
 FAILS_EVERY = 7  # steps
 FAILS_ELSEWHERE_EVERY = 11  # steps

@@ -6,9 +6,9 @@ import socket
 
 from config.settings import Settings
 from server.api.worker import serve_worker
-from server.engine.supervision import WorkerTies
-from server.text.messages import Call, Encode, Encoded
-from server.text.sandbox import SandboxedTokenizer
+from server.processes.heartbeat import WorkerTies
+from server.text.processes.messages import Call, Encode, Encoded
+from server.text.processes.sandbox import SandboxedTokenizer
 
 FATAL_WORD = "explode"  # no prompt may have it, and the exception quotes the whole prompt
 

@@ -16,8 +16,8 @@ import httpx
 import psutil
 from prometheus_client.parser import text_string_to_metric_families
 
-from server.engine.messages import ANSWER_SECONDS
-from server.engine.supervisor import Targets
+from server.engine.ipc.messages import ANSWER_SECONDS
+from server.processes.supervisor import Targets
 
 PATIENCE = 120.0  # seconds that anything may take on a busy machine
 

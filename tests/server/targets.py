@@ -8,8 +8,8 @@ from __future__ import annotations
 import functools
 import sys
 
-from server import cli
-from server.engine.supervisor import Supervisor, Targets
+from server.cli import main as cli
+from server.processes.supervisor import Supervisor, Targets
 
 if __name__ == "__main__":
     targets = Targets(*sys.argv[1:3])

@@ -17,7 +17,7 @@ import pytest
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
-from server.engine.supervisor import Targets
+from server.processes.supervisor import Targets
 from tests.server.running import PATIENCE, Server, eventually, serving
 
 TOKEN = "an operator's token"

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from config.errors import SettingsError
-from server.api.schemas import SamplingRequest
+from server.api.openai.request_models import SamplingRequest
 from server.llm import LLM, SamplingOptions
 from tests.engine.reference import random_prompt
 from tests.models.random_models import save_random

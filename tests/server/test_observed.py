@@ -17,7 +17,7 @@ import pytest
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 from opentelemetry.proto.trace.v1.trace_pb2 import Span
 
-from server.engine.supervisor import Targets
+from server.processes.supervisor import Targets
 from tests.server.running import PATIENCE, Server, eventually, serving
 
 MARK = "xylophone"  # in everything that is sent

@@ -13,7 +13,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from server.cli import main
+from server.cli.main import main
 from tests.server.running import PATIENCE, Server, serving
 
 TOKEN = "an operator's token"

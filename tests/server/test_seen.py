@@ -20,14 +20,14 @@ import msgspec
 import pytest
 
 from server.engine.report import RequestRecord
-from server.engine.supervisor import Targets
-from server.metrics.dashboards.catalogue import Query, queries
-from server.metrics.dashboards.promql import filled
 from server.metrics.families import FAMILIES, Family
+from server.processes.supervisor import Targets
 from tests.metrics.evaluating import Evaluator, Vector
 from tests.metrics.made_up import Samples, at, samples_of
 from tests.metrics.prometheus import Prometheus, running_prometheus
 from tests.server.running import PATIENCE, Server, eventually, serving
+from tools.dashboards.catalogue import Query, queries
+from tools.dashboards.promql import filled
 
 INSTANCES = ("paged", "contiguous", "sliding_window")
 CLIENTS, REQUESTS = 6, 6

@@ -13,9 +13,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from server.engine import served_files
-from server.engine.served_files import AHEAD, ServedFiles
-from server.models.directory import EMBEDDED
+from server.models.files.directory import EMBEDDED
+from server.processes import served_files
+from server.processes.served_files import AHEAD, ServedFiles
 from tests.server.running import Server, eventually, serving
 
 QUESTION = {"prompt": "Once upon", "max_tokens": 12, "temperature": 0}

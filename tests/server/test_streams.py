@@ -13,7 +13,7 @@ from threading import Barrier
 import httpx
 import pytest
 
-from server.engine.supervisor import Targets
+from server.processes.supervisor import Targets
 from tests.api.raw import post
 from tests.server.running import PATIENCE, Server, eventually, serving
 

@@ -10,11 +10,11 @@ import msgspec
 from torch import Tensor
 
 from config.settings import Settings
-from kernels import load as loading
+from kernels import backends as loading
 from kernels.missing import KernelsMissing
 from kernels.ops import Ops
 from server.engine.core import Core, StepResult
-from server.engine.supervision import EngineStatus
+from server.processes.heartbeat import EngineStatus
 from tests.server import checked_engine
 
 

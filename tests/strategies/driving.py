@@ -8,12 +8,12 @@ import torch
 from torch import Tensor
 
 from cache_strategies import registry
+from cache_strategies.arena import Arena
 from cache_strategies.base import Geometry, KVCache, Row, Seat
-from cache_strategies.paged import PagedCache
-from cache_strategies.paged_seat import PagedSeat
-from cache_strategies.table import TableCache, TableSeat
+from cache_strategies.block_table import TableCache, TableSeat
+from cache_strategies.paged.cache import PagedCache
+from cache_strategies.paged.seat import PagedSeat
 from config.settings import StrategySettings
-from kernels.arena import Arena
 from kernels.ops import LayerSpec
 from kernels.reference import ReferenceOps
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache
 
-from cache_strategies.hf import StrategyCache
+from cache_strategies.adapters.transformers import StrategyCache
 from config.settings import StrategySettings
 from tests.contract.harness import POISON
 from tests.models.random_models import CONFIGS, random_model

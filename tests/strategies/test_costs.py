@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from cache_strategies.eviction import policies
-from cache_strategies.paged import PagedCache
-from server.benchmarks.counting import calls_of
+from cache_strategies.paged.cache import PagedCache
 from tests.strategies.driving import cache_of, enter, read
+from tools.bench.counting import calls_of
 
 FEW = 2_000
 MANY = [20_000, pytest.param(1_000_000, marks=pytest.mark.slow)]

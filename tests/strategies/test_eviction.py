@@ -13,7 +13,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from cache_strategies.eviction import load_policy, policies
 from cache_strategies.eviction.base import EvictionPolicy
 from cache_strategies.eviction.lru import LRU
-from cache_strategies.eviction.retention import Retained
+from cache_strategies.eviction.queue import Retained
 from cache_strategies.eviction.s3fifo import S3FIFO
 from config.errors import SettingsError
 

@@ -8,7 +8,7 @@ import pytest
 
 from cache_strategies import registry
 from cache_strategies.base import Blocks, CacheSetup, Happened
-from cache_strategies.happenings import LATEST, Happenings
+from cache_strategies.paged.block_metrics import LATEST, Happenings
 from tests.strategies.driving import BLOCK, cache_of, enter, opened, paged, read
 from tests.strategies.test_eviction import Clock
 

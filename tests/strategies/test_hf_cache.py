@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from transformers import DynamicCache
 
-from cache_strategies.hf import StrategyCacheError
+from cache_strategies.adapters.transformers import StrategyCacheError
 from config.settings import StrategySettings
 from tests.contract.harness import exact_instances
 from tests.strategies.generating import LONGEST, PAGED, left_padded, made, model_of, own, prompts, window, written

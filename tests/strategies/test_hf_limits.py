@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers import Llama4TextConfig, MambaConfig
 
 from cache_strategies import registry
-from cache_strategies.hf import StrategyCache, StrategyCacheError
+from cache_strategies.adapters.transformers import StrategyCache, StrategyCacheError
 from config.errors import SettingsError
 from config.settings import StrategySettings
 from tests.models.random_models import CONFIGS, random_model

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from cache_strategies.base import Row
-from cache_strategies.paged import PagedCache
-from cache_strategies.paged_seat import PagedSeat
+from cache_strategies.paged.cache import PagedCache
+from cache_strategies.paged.seat import PagedSeat
 from tests.strategies.driving import BLOCK, cache_of, empty, enter, opened, paged, read, stored
 
 TEXT = list(range(10, 24))  # 14 tokens: three blocks of 4, and two tokens

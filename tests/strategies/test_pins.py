@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from cache_strategies import registry
+from cache_strategies.arena import Arena
 from cache_strategies.base import CacheSetup, Geometry, PinError
-from cache_strategies.paged import PagedCache, PagedOptions
+from cache_strategies.paged.cache import PagedCache, PagedOptions
 from config.settings import StrategySettings
-from kernels.arena import Arena
 from kernels.reference import ReferenceOps
 from tests.strategies.driving import BLOCK, LAYER, empty, opened, paged, read
 

@@ -9,12 +9,12 @@ import pytest
 import torch
 
 from cache_strategies import registry
+from cache_strategies.arena import Arena
 from cache_strategies.base import Geometry, KVCache
 from cache_strategies.contiguous import ContiguousCache
 from cache_strategies.registry import build, declared, load_kind, page_bytes, pages_needed, share_pages
 from config.errors import SettingsError
 from config.settings import StrategySettings, default_strategies
-from kernels.arena import Arena
 from kernels.ops import LayerSpec
 from kernels.reference import ReferenceOps
 from kernels.store import block_bytes
@@ -42,8 +42,8 @@ def test_an_unknown_kind_is_refused_with_the_kinds_there_are() -> None:
 @pytest.mark.parametrize(
     ("where", "message"),
     [
-        ("kernels.arena:Arena", "kernels.arena:Arena is no subclass of KVCache"),
-        ("kernels.arena:Nothing", "cannot load kernels.arena:Nothing"),
+        ("cache_strategies.arena:Arena", "cache_strategies.arena:Arena is no subclass of KVCache"),
+        ("cache_strategies.arena:Nothing", "cannot load cache_strategies.arena:Nothing"),
         ("no.such.module:Cache", "cannot load no.such.module:Cache"),
     ],
 )

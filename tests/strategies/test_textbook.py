@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from cache_strategies.textbook import CausalAttentionWithCache, GPTWithCache, KVCache
-from cache_strategies.textbook_timing import main, timed
+from cache_strategies.adapters.textbook import CausalAttentionWithCache, GPTWithCache, KVCache
+from cache_strategies.adapters.textbook_timing import main, timed
 
 DOC = Path(__file__).parents[2] / "docs" / "textbook.md"
 B, H, D, LONGEST = 3, 2, 4, 16

@@ -12,7 +12,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from config.errors import SettingsError
-from server.models.gguf_file import read_header
+from server.models.formats.gguf_file import read_header
 from server.text.chat import ChatTemplate, ChatTemplateError
 from server.text.errors import TextTooLong
 from server.text.gguf_tokenizer import tokenizer_of

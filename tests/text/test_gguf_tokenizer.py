@@ -11,7 +11,7 @@ import pytest
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
 from config.errors import SettingsError
-from server.models.gguf_file import read_header
+from server.models.formats.gguf_file import read_header
 from server.text.gguf_tokenizer import SPACE, SPLITS, tokenizer_of
 from tests.models.gguf_files import add_byte_level, finish
 

@@ -20,12 +20,12 @@ import pytest
 from tokenizers import Regex, decoders, normalizers
 
 from config.errors import SettingsError
-from server.text import sandbox
 from server.text.errors import TextLimitError, TextRefused, TextUnavailable, TokenizerError
-from server.text.lane import Lane
-from server.text.messages import Encode, EncodeChat, Start
-from server.text.sandbox import CallLimits, SandboxedTokenizer
-from server.text.text_process import ProcessFailed, TextProcess, environment
+from server.text.processes import sandbox
+from server.text.processes.call_queue import Lane
+from server.text.processes.messages import Encode, EncodeChat, Start
+from server.text.processes.sandbox import CallLimits, SandboxedTokenizer
+from server.text.processes.text_process import ProcessFailed, TextProcess, environment
 from server.text.tokenizer import Tokenizer, TokenizerBase
 from tests.text.bombs import COMPILED, TEMPLATES, grows, is_slow, panics, saved, with_template
 from tests.text.tiny import KINDS, byte_level
@@ -279,7 +279,7 @@ def test_it_ends_with_a_worker_that_is_killed(tmp_path: Path) -> None:
 import asyncio, os, sys
 from pathlib import Path
 from server.text import sandbox
-from server.text.messages import EncodeChat
+from server.text.processes.messages import EncodeChat
 sandbox.MARGIN = 0.1
 
 async def main():
@@ -387,7 +387,7 @@ def test_more_calls_than_may_wait(tmp_path: Path) -> None:
 
 
 def test_a_model_that_is_gone_is_told_and_found_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("server.text.lane.PAUSE", 0.0)
+    monkeypatch.setattr("server.text.processes.call_queue.PAUSE", 0.0)
     directory = saved(tmp_path / "model", byte_level())
 
     async def use(tokenizer: SandboxedTokenizer) -> None:

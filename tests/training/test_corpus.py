@@ -6,12 +6,12 @@ from functools import cache
 
 import pytest
 
-from server.training import facts, plots, smalltalk, words
-from server.training.corpus import Document, Kind, Teller, text_of
-from server.training.packing import WEIGHTS, Mix, Rows, pack
-from server.training.templates import expand
-from server.training.tokenizer import BOS_ID, EOS_ID, sample_texts, train_tokenizer
-from server.training.words import HELD_OUT, TRAIN
+from server.evaluation.corpus import facts, plots, smalltalk, words
+from server.evaluation.corpus.generator import Document, Kind, Teller, text_of
+from server.evaluation.corpus.packing import WEIGHTS, Mix, Rows, pack
+from server.evaluation.corpus.templates import expand
+from server.evaluation.corpus.words import HELD_OUT, TRAIN
+from tools.train.tokenizer import BOS_ID, EOS_ID, sample_texts, train_tokenizer
 
 _SLOT = re.compile(r"\\\$\w+")
 

@@ -8,13 +8,13 @@ from pathlib import Path
 import torch
 from tokenizers import Tokenizer
 
-from server.training.measure import recall
-from server.training.model import Llama, Shape
-from server.training.optim import orthogonalize
-from server.training.packing import RECORDS, Mix, pack
-from server.training.plant import plant
-from server.training.train import Settings, Trainer, rate_at
-from server.training.words import HELD_OUT_NAMES
+from server.evaluation.corpus.packing import RECORDS, Mix, pack
+from server.evaluation.corpus.words import HELD_OUT_NAMES
+from tools.train.measure import recall
+from tools.train.model import Llama, Shape
+from tools.train.optim import orthogonalize
+from tools.train.plant import plant
+from tools.train.train import Settings, Trainer, rate_at
 
 TOKENIZER = Path(__file__).parents[2] / "server" / "models" / "tiny" / "tokenizer.json"
 

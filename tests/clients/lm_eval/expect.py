@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
-from server.models.directory import locate
+from server.models.files.directory import locate
 
 PAIRS = [
     ("Once upon a time", " there was a small cat"),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kernels.load import backends
+from kernels.backends import backends
 
 _there = {backend.name for backend in backends() if backend.missing is None}
 collect_ignore_glob = [] if "metal-emulated" in _there else ["*"]

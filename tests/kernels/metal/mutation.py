@@ -1,6 +1,6 @@
 """Tries a mutant: a Metal kernel with one small fault, and what catches it.
 
-That is the emulator's checker, its compiler, or a result of what kernels/tried.py tries of an operation that is not the
+That is the emulator's checker, its compiler, or a result of what kernels/selfcheck/sample_inputs.py tries of an operation that is not the
 reference's. A few samples more stand here, of what is too long or too exact for a self-check. Which mutants there are
 is not known here.
 """
@@ -19,16 +19,16 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from kernels.check import error_of
 from kernels.metal.attention import SPLIT
 from kernels.metal.backend import MetalOps
 from kernels.metal.emulator import KernelFault, compile_shader
 from kernels.metal.library import Kernels
 from kernels.ops import LayerSpec, Ops
 from kernels.reference import ReferenceOps
-from kernels.scene import Layout, RowOf, Scene
-from kernels.table import OPS
-from kernels.tried import Results
+from kernels.selfcheck.attention_case import Layout, RowOf, Scene
+from kernels.selfcheck.check import error_of
+from kernels.selfcheck.op_info import OPS
+from kernels.selfcheck.sample_inputs import Results
 
 CPU = torch.device("cpu")
 

@@ -10,17 +10,17 @@ from typing import Any
 import pytest
 import torch
 
-from kernels.arena import Arena
+from cache_strategies.arena import Arena
 from kernels.metal import attention, backend
 from kernels.metal.attention import SPLIT
 from kernels.metal.backend import PAIRS, MetalOps
 from kernels.metal.emulator import compile_shader
 from kernels.metal.library import Kernels
-from kernels.metal.load import load_emulated
+from kernels.metal.runtime import load_emulated
 from kernels.ops import LayerSpec, Slots
-from kernels.quantised import quantise_weight
+from kernels.quantization import quantise_weight
 from kernels.reference import ReferenceOps
-from kernels.scene import Layout, RowOf, Scene
+from kernels.selfcheck.attention_case import Layout, RowOf, Scene
 from kernels.store import KVStore, block_bytes
 from tests.kernels.holes import holes
 from tests.kernels.test_attention import expected

@@ -5,13 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kernels.check import checked
 from kernels.metal.attention import SPLIT
-from kernels.metal.load import load
+from kernels.metal.runtime import load
 from kernels.ops import LayerSpec
 from kernels.reference import ReferenceOps
-from kernels.scene import Layout, RowOf, Scene
-from kernels.table import DTYPES, OPS
+from kernels.selfcheck.attention_case import Layout, RowOf, Scene
+from kernels.selfcheck.check import checked
+from kernels.selfcheck.op_info import DTYPES, OPS
 from tests.kernels.test_attention import expected
 
 

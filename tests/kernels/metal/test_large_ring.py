@@ -7,12 +7,12 @@ import torch
 from torch import Tensor
 
 from cache_strategies import registry
+from cache_strategies.arena import Arena
 from cache_strategies.base import Geometry, KVCache, Row, Seat
-from cache_strategies.table import TableCache
+from cache_strategies.block_table import TableCache
 from config.settings import StrategySettings
-from kernels.arena import Arena
 from kernels.metal.backend import MetalOps
-from kernels.metal.load import load_emulated
+from kernels.metal.runtime import load_emulated
 from kernels.ops import LayerSpec
 from tests.contract.brute import attention, seen
 

@@ -13,13 +13,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from kernels.check import checked
 from kernels.metal.backend import MetalOps
 from kernels.metal.emulator import CompilerMissing
 from kernels.metal.emulator.__main__ import main, types_of
 from kernels.metal.emulator.address_spaces import Clang
 from kernels.metal.library import Kernels
 from kernels.metal.source import FOLDER, source
+from kernels.selfcheck.check import checked
 
 HEAD = '#include <metal_stdlib>\nusing namespace metal;\n#line 1 "k.metal"\n'
 PARAMETERS = "device float* o, const device float* x, constant float& s, uint i [[thread_position_in_grid]]"

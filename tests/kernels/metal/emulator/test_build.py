@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from kernels.metal.emulator import Compiler, CompilerMissing, compile_shader
-from kernels.metal.load import load_emulated
+from kernels.metal.runtime import load_emulated
 from kernels.missing import KernelsMissing
 
 KERNEL = "#include <metal_stdlib>\nkernel void one(device float* out) { out[0] = 1; }"

@@ -1,0 +1,1 @@
+"""TODO cache_strategies/adapters."""

@@ -1,0 +1,333 @@
+"""All KV memory of a device: one allocation, cut into pages that each have one owner.
+
+Knows bytes and owners; neither layers, nor tokens, nor strategies. An owner has a floor (pages nobody else may take)
+and a limit (pages it may hold); both are plain numbers, so shares change while the server runs and nothing is copied.
+
+A gradual arena is in use before the system has given it all of its memory: pages that are not there yet count as taken,
+and floors and limits as of the whole, for they will be. If they never are, the arena is as large as what there is.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from cache_strategies.reserved_memory import Reserved
+from kernels.memory import allocate
+
+STRETCH = 1024  # pages
+
+
+class Owner(Protocol):
+    """Who holds pages, and keeps some in case they are wanted again."""
+
+    def idle_pages(self) -> int:
+        """Pages it could give back."""
+        ...
+
+    def reclaim(self, pages: int) -> int:
+        """Gives back idle pages until it gave that many; how many it gave."""
+        ...
+
+    def pinned_pages(self) -> Collection[int]:
+        """Pages that it will not give back for a long time."""
+        ...
+
+
+@dataclass
+class _Share:
+    """What one owner holds and may hold, in pages."""
+
+    owner: Owner
+    floor: int
+    limit: int
+    held: int = 0
+    longest: int = 0  # pages of its longest sequence, for which there must always be room,
+    run: int = 1  # so many of them in one piece
+    grace: int = 0  # pages it may hold until sequences that run have ended; 0: its limit holds
+    reclaimed: int = 0  # idle pages it had to give so far
+
+    @property
+    def most(self) -> int:
+        """Pages it may hold now."""
+        return self.grace or self.limit
+
+    @property
+    def spare(self) -> int:
+        """Idle pages that others may have: those above the floor."""
+        return min(self.owner.idle_pages(), max(0, self.held - self.floor))
+
+
+class Arena:
+    """Pages of bytes. Single pages are taken from below and runs from above, so that they fragment each other least."""
+
+    def __init__(
+        self,
+        pages: int,
+        page_bytes: int,
+        device: torch.device | str = "cpu",
+        *,
+        gradual: bool = False,
+        memory: Tensor | None = None,
+    ) -> None:
+        """Allocates and touches all of it: nothing grows, or fails, later. Given `memory` is taken as it is.
+
+        `gradual`, for a CPU's memory: addresses alone, until touch() and touch_rest() are called. Raises OSError or
+        RuntimeError if there is no room.
+        """
+        assert pages > 0
+        assert page_bytes > 0
+        self.pages = pages
+        self.page_bytes = page_bytes
+        self._reserved = Reserved(pages * page_bytes) if gradual else None
+        if memory is None:
+            memory = self._reserved.memory if self._reserved else allocate(pages * page_bytes, device)
+        self.memory = memory
+        assert self.memory.nbytes == pages * page_bytes
+        self._low, self._high = (0, pages) if gradual else (pages, pages)  # pages between them have not come
+        self.total = pages  # that have come or will come
+        self._taken = bytearray(pages)  # one byte a page: find() and rfind() then search at memory speed
+        self._full = bytearray(-(-pages // STRETCH))  # stretches without a free page, so that no search is long
+        self._free = pages
+        self._shares: dict[str, _Share] = {}
+        if self._reserved:
+            self._set_free(0, pages, free=False)
+            weakref.finalize(self, self._reserved.stop)
+
+    # ---------------------------------------------------------------- memory that comes
+    def touch(self, pages: int) -> None:
+        """Make at least so many pages usable at each end that owners take from. Raises MemoryError.
+
+        Runs are taken from above and single pages from below, so these suffice for sequences that take so many.
+        """
+        if self._reserved is None:
+            return
+        runs = {share.run > 1 for share in self._shares.values() if share.longest}
+        size = pages * self.page_bytes
+        self._reserved.touch(below=size if runs != {True} else 0, above=size if True in runs else 0)
+        self.advance()
+
+    def touch_rest(self, room: Callable[[], int]) -> None:
+        """Touch the other pages in the background, as long as there is memory; `room` gives the bytes that are free.
+
+        They can be taken after the next advance().
+        """
+        if self._reserved is not None:
+            self._reserved.touch_rest(room)
+
+    def advance(self) -> bool:
+        """Let pages be taken that have come since; if no more come, the arena has no others, and `total` says so.
+
+        Return whether anything has changed.
+        """
+        if self._reserved is None:
+            return False
+        ended = self._reserved.ended  # asked first: what comes in between is seen the next time, or below
+        low, high = self._reserved.below // self.page_bytes, -(-self._reserved.above // self.page_bytes)
+        if self._reserved.below == self._reserved.above:
+            low = high = self.pages
+        changed = ended or (low, high) != (self._low, self._high)
+        self._set_free(self._low, min(low, self._high), free=True)
+        self._set_free(max(high, low), self._high, free=True)
+        self._low, self._high = low, high
+        if ended:
+            self._reserved = None
+            if low < high:
+                self._shrink()
+        return changed
+
+    def _shrink(self) -> None:
+        """What has come is all there will be: floors and limits become as much less, but no sequence loses its room."""
+        whole, self.total = self.total, self.usable
+        for share in self._shares.values():
+            share.floor = share.floor * self.total // whole
+            share.limit = min(self.total, max(share.limit * self.total // whole, share.longest))
+        if any(self.objection(name) for name in self._shares):
+            for share in self._shares.values():
+                share.floor = 0
+
+    @property
+    def usable(self) -> int:
+        """Pages that have come."""
+        return self.pages - (self._high - self._low)
+
+    @property
+    def untouched(self) -> int:
+        """Pages that the system has not given yet, and will."""
+        return self.total - self.usable
+
+    # ---------------------------------------------------------------- owners and their pages
+
+    def join(self, name: str, owner: Owner, *, floor: int = 0, limit: int | None = None) -> None:
+        """Makes `owner` known; without a limit it may take what the floors of others leave."""
+        assert name not in self._shares
+        self._shares[name] = _Share(owner, floor, self.total if limit is None else limit)
+
+    def take(self, owner: str, run: int = 1) -> int | None:
+        """First of `run` consecutive pages; None when there is no room even after idle pages were given back."""
+        share = self._shares[owner]
+        while True:
+            page = self._find(run) if self._allowed(share, run) else -1
+            if page >= 0:
+                self._mark(share, page, run, taken=True)
+                return page
+            if not self._reclaim(share, run):
+                return None
+
+    def expect(self, owner: str, longest: int, run: int) -> None:
+        """Its longest sequence takes so many pages, in pieces of `run`."""
+        self._shares[owner].longest, self._shares[owner].run = longest, run
+
+    def give(self, owner: str, page: int, run: int = 1) -> None:
+        """Pages back from `owner`."""
+        assert self._taken[page : page + run] == b"\1" * run, "page given back twice"
+        self._mark(self._shares[owner], page, run, taken=False)
+
+    def set_share(self, owner: str, *, floor: int, limit: int) -> None:
+        """New numbers for `owner`; idle pages beyond a lower limit go at once."""
+        share = self._shares[owner]
+        share.floor, share.limit = floor, limit
+        self.drain(owner, 0)
+
+    def drain(self, owner: str, needed: int) -> None:
+        """Sequences that run get the pages they need, also beyond the limit; idle pages beyond it go."""
+        share = self._shares[owner]
+        share.grace = needed if needed > share.limit else 0
+        if share.held > share.limit:
+            self._reclaim_from(share, share.held - share.limit)
+
+    def draining(self, owner: str) -> bool:
+        """Whether it may still hold more than its limit."""
+        return self._shares[owner].grace > 0
+
+    def at_limit(self, owner: str) -> bool:
+        """Whether only its own sequences can make room for it."""
+        share = self._shares[owner]
+        return share.held - share.owner.idle_pages() + share.run > share.most
+
+    def has_room(self, owner: str, run: int) -> bool:
+        """Whether so many consecutive pages are free, without anybody giving idle ones."""
+        return self._allowed(self._shares[owner], run) and self._find(run) >= 0
+
+    def could_take(self, owner: str, pages: int) -> bool:
+        """Whether that many single pages could be taken, idle ones given back. Changes nothing."""
+        share = self._shares[owner]
+        others = [s for s in self._shares.values() if s is not share]
+        own_idle = share.owner.idle_pages()
+        free = self._free + own_idle + sum(s.spare for s in others)
+        promised = sum(max(0, s.floor - s.held) for s in others)
+        there = pages <= free and free + self.untouched - pages >= promised
+        return there and share.held - own_idle + pages <= share.most
+
+    def objection(
+        self, owner: str, *, floor: int | None = None, limit: int | None = None, pinned: Collection[int] | None = None
+    ) -> str | None:
+        """Why `owner` should not get this share, or pin these pages: somebody's longest sequence would have no room.
+
+        None: there is nothing against it.
+        """
+        shares, pins = dict(self._shares), {name: s.owner.pinned_pages() for name, s in self._shares.items()}
+        shares[owner] = replace(
+            shares[owner],
+            floor=shares[owner].floor if floor is None else floor,
+            limit=shares[owner].limit if limit is None else limit,
+        )
+        pins[owner] = pins[owner] if pinned is None else pinned
+        room = self._runs_beside({page for pages in pins.values() for page in pages}, shares.values())
+        for name, share in shares.items():
+            others = sum(max(s.floor, len(pins[n])) for n, s in shares.items() if n != name)
+            left = min(share.limit, self.total - others) - len(pins[name])
+            if share.longest > left or share.longest > room[share.run]:
+                return f"{name} would have no room for its longest sequence, {share.longest * self.page_bytes} bytes"
+        return None
+
+    def _runs_beside(self, pinned: Collection[int], shares: Collection[_Share]) -> dict[int, int]:
+        """Pages in whole pieces of so many, were only `pinned` ones taken, of those that have come."""
+        gaps: list[int] = []
+        for first, end in ((0, self._low), (self._high, self.pages)):
+            edges = [first - 1, *sorted(page for page in pinned if first <= page < end), end]
+            gaps += [after - before - 1 for before, after in pairwise(edges)]
+        return {run: sum(gap // run * run for gap in gaps) for run in {share.run for share in shares}}
+
+    def share(self, owner: str) -> tuple[int, int]:
+        """Its floor and its limit."""
+        return self._shares[owner].floor, self._shares[owner].limit
+
+    def reclaimed(self, owner: str) -> int:
+        """Idle pages it has had to give so far."""
+        return self._shares[owner].reclaimed
+
+    def held(self, owner: str) -> int:
+        return self._shares[owner].held
+
+    def capacity(self, owner: str) -> int:
+        """Pages `owner` could hold if everybody else went down to their floors."""
+        others = sum(s.floor for name, s in self._shares.items() if name != owner)
+        return max(0, min(self._shares[owner].limit, self.total - others))
+
+    @property
+    def free(self) -> int:
+        return self._free
+
+    @property
+    def in_use(self) -> float:
+        """Share of the usable pages that hold something nobody may take, 0 to 1: idle ones count as free."""
+        idle = sum(s.owner.idle_pages() for s in self._shares.values())
+        return 1 - (self._free + idle) / self.usable
+
+    def _allowed(self, share: _Share, run: int) -> bool:
+        promised = sum(max(0, s.floor - s.held) for s in self._shares.values() if s is not share)
+        return share.held + run <= share.most and self._free + self.untouched - run >= promised
+
+    def _find(self, run: int) -> int:
+        if run > 1:
+            return self._taken.rfind(bytes(run))
+        stretch = self._full.find(0)
+        return self._taken.find(0, stretch * STRETCH) if stretch >= 0 else -1
+
+    def _mark(self, share: _Share, page: int, run: int, *, taken: bool) -> None:
+        self._set_free(page, page + run, free=not taken)
+        share.held += run if taken else -run
+
+    def _set_free(self, first: int, end: int, *, free: bool) -> None:
+        """The pages [first, end), which are not so already; none if `end` is not behind `first`."""
+        if end <= first:
+            return
+        self._taken[first:end] = (b"\0" if free else b"\1") * (end - first)
+        for stretch in range(first // STRETCH, (end - 1) // STRETCH + 1):
+            self._full[stretch] = self._taken.find(0, stretch * STRETCH, (stretch + 1) * STRETCH) < 0
+        self._free += end - first if free else first - end
+
+    def _reclaim(self, share: _Share, run: int) -> int:
+        """Idle pages from whoever may have to give: at its own limit only the owner itself.
+
+        Where enough pages are free and merely scattered, idle ones are given back within floors too: a floor promises
+        pages, not what lies in them, and these stay promised.
+        """
+        if share.held + run > share.most:
+            return self._reclaim_from(share, run)
+        scattered = self._allowed(share, run)
+        for other in self._shares.values():
+            spare = run if other is share or scattered else min(run, other.spare)
+            if spare > 0 and (given := self._reclaim_from(other, spare)):
+                return given
+        return 0
+
+    def _reclaim_from(self, share: _Share, pages: int) -> int:
+        given = share.owner.reclaim(pages)
+        share.reclaimed += given
+        return given
+
+    def check_integrity(self) -> None:
+        """The books add up."""
+        assert self._free == self._taken.count(0)
+        stretches = [self._taken[at : at + STRETCH] for at in range(0, self.pages, STRETCH)]
+        assert list(self._full) == [0 not in stretch for stretch in stretches]
+        assert sum(s.held for s in self._shares.values()) == self.usable - self._free
+        assert self._taken[self._low : self._high] == b"\1" * (self._high - self._low)

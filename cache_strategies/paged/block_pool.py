@@ -1,0 +1,116 @@
+"""The blocks of an instance that are in memory: in use, or idle under their names until they have to go.
+
+Wires `BlockPool` (how many refer to a block), `PrefixIndex` (its name) and `Retained` (which idle one goes first), and
+tells `Happenings`. A block without a name and without references goes at once. Knows neither seats nor tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from cache_strategies.base import Miss, covers
+from cache_strategies.eviction.queue import Retained
+from cache_strategies.paged.block_metrics import Happenings
+from cache_strategies.paged.prefix_index import Name, PrefixIndex
+from cache_strategies.paged.ref_counts import BlockPool
+
+
+class ResidentBlocks:
+    """Every reference that is taken is dropped once."""
+
+    def __init__(self, pool: BlockPool, retained: Retained, happenings: Happenings, block_bytes: int) -> None:
+        self._pool = pool
+        self._retained = retained
+        self._happenings = happenings
+        self._index = PrefixIndex()
+        self._block_bytes = block_bytes
+
+    # ---------------------------------------------------------------- references
+    def take(self) -> int | None:
+        """A block without a name, with one reference; None: no room."""
+        return self._pool.take()
+
+    def hold(self, block: int) -> None:
+        """One more reference."""
+        if self._pool.hold(block):
+            name = self._index.name(block)
+            assert name is not None, "a block without a name does not stay"
+            self._retained.touch(name)
+            self._happenings.reused(name)
+
+    def drop(self, block: int, *, priority: int = 0, ttl: float = 0.0) -> None:
+        """One reference less, of somebody to whom it is worth keeping for `ttl` seconds."""
+        name = self._index.name(block)
+        if name is not None:
+            self._retained.keep(name, priority, ttl)
+        if not self._pool.drop(block):
+            return
+        if name is None:
+            self._pool.give(block)
+        else:
+            self._retained.insert(name, self._block_bytes)
+            self._happenings.idle(name)
+
+    def shared(self, block: int) -> bool:
+        """Whether several refer to it."""
+        return self._pool.shared(block)
+
+    # ---------------------------------------------------------------- names
+    def find(self, name: Name) -> int | None:
+        return self._index.find(name)
+
+    def named(self, block: int) -> bool:
+        return block in self._index
+
+    def publish(self, name: Name, block: int) -> None:
+        """Found under this name from now on. The name must be new."""
+        self._index.publish(name, block)
+        self._happenings.born(name)
+
+    def forget(self, block: int) -> None:
+        """Found by nobody any more; an idle one goes. One without a name is no error."""
+        name = self._index.forget(block)
+        if name is None:
+            return
+        idle = name in self._retained
+        self._retained.discard(name)
+        self._happenings.gone(name)
+        if idle:
+            self._pool.give(block)
+
+    def clear(self, salt: str | None) -> None:
+        """Forgets all blocks, or those under a salt."""
+        for name in self._index.names():
+            if covers(salt, name.salt):
+                block = self._index.find(name)
+                assert block is not None
+                self.forget(block)
+
+    def why_missing(self, name: Name) -> Miss:
+        return self._index.why_missing(name)
+
+    # ---------------------------------------------------------------- idle ones
+    @property
+    def num_idle(self) -> int:
+        return len(self._retained)
+
+    def evict(self) -> None:
+        """The idle block that goes first is gone."""
+        name = self._retained.evict()
+        assert isinstance(name, Name)
+        self._happenings.evicted(name)
+        self._pool.give(self._index.evict(name))
+
+    def __len__(self) -> int:
+        return len(self._pool)
+
+    def check_integrity(self, references: Mapping[int, int]) -> None:
+        """`references`: all that the caller took and did not drop, by block."""
+        self._pool.check_integrity(references, self.num_idle)
+        self._index.check_integrity()
+        self._retained.check_integrity()
+        names = set(self._index.names())
+        self._happenings.check_integrity(names, {name for name in names if name in self._retained})
+        for name in names:
+            block = self._index.find(name)
+            assert (name in self._retained) == (not references.get(block, 0))  # type: ignore[arg-type]

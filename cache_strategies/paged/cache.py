@@ -1,0 +1,398 @@
+"""paged: blocks of a few tokens, taken as a sequence grows and found again by later sequences with the same beginning.
+
+After vLLM's PagedAttention (Kwon et al., 2023). This file only wires its parts: `PagedSeat` (a sequence's tokens and
+the names of its blocks), `ResidentBlocks` (references, names, and which idle block goes first), `PrefixNames`,
+`PendingBlocks` (who computes a block that others wait for), `Pins`.
+
+Only full blocks are shared. A block that several seats refer to, or that has a name, is never written: the writer gets
+a copy first, and the source stays referenced until the copy has run.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from pydantic import Field, field_validator
+
+from cache_strategies.base import (
+    KEEPS_EVERYTHING,
+    Blocks,
+    CacheSetup,
+    Geometry,
+    Happened,
+    Miss,
+    Pin,
+    PinError,
+    Plan,
+    Row,
+    Seat,
+    Usage,
+    covers,
+    usable,
+)
+from cache_strategies.block_table import TableCache, TableOptions
+from cache_strategies.eviction import load_policy
+from cache_strategies.eviction.queue import Retained
+from cache_strategies.paged.block_metrics import Happenings
+from cache_strategies.paged.block_pool import ResidentBlocks
+from cache_strategies.paged.pins import Pins
+from cache_strategies.paged.prefix_index import Name, PendingBlocks, PrefixNames
+from cache_strategies.paged.ref_counts import BlockPool
+from cache_strategies.paged.seat import PagedSeat
+from config.errors import SettingsError
+
+
+class PagedOptions(TableOptions):
+    """Options of a paged cache."""
+
+    block_size: int = Field(32, ge=1, le=1024, description="tokens of a block")
+    prefix_cache: bool = Field(True, description="share blocks between sequences that begin alike")
+    eviction: str = Field("lru", description="which idle block goes first: lru, s3fifo, or what a plug-in registered")
+    ttl: float | None = Field(
+        None, gt=0, description="seconds after which a block that nobody used goes before all others"
+    )
+
+    @field_validator("eviction")
+    @classmethod
+    def _known(cls, value: str) -> str:
+        try:
+            load_policy(value)
+        except SettingsError as error:
+            raise ValueError(str(error)) from None
+        return value
+
+
+class PagedCache(TableCache):
+    """Block tables over a pool."""
+
+    options_type = PagedOptions
+
+    def __init__(self, setup: CacheSetup, options: PagedOptions) -> None:
+        super().__init__(setup, options)
+        self.block_size = self.store.block_size
+        self.prefix_cache = options.prefix_cache
+        pool = BlockPool(setup.arena, setup.name, self.store.run)
+        self._happenings = Happenings(setup.clock)
+        retained = Retained(load_policy(options.eviction), setup.clock)
+        self.resident = ResidentBlocks(pool, retained, self._happenings, self.bytes_per_block)
+        self.pending = PendingBlocks()
+        self.pinned = Pins(setup.clock)
+        self._ttl = math.inf if options.ttl is None else options.ttl
+        self._prefix = PrefixNames(self.block_size, f"{setup.name}\0{self.store.dtype}\0{setup.model}")
+        self._granted: set[int] = set()  # pending blocks that rows of this step complete
+        self._copies: dict[int, int] = {}  # destination: source, to run before the next step writes
+        shared = self.prefix_cache
+        self.contract = KEEPS_EVERYTHING._replace(exact=not self.rounds, shareable=shared, reusable=shared)
+
+    @classmethod
+    def block_plan(cls, options: Any, geometry: Geometry) -> tuple[int, int]:
+        block_size = min(options.block_size, geometry.max_seq_len)
+        return block_size, -(-geometry.max_seq_len // block_size)
+
+    def bytes_for(self, num_tokens: int) -> int:
+        return self._blocks_for(num_tokens) * self.bytes_per_block
+
+    # ---------------------------------------------------------------- open, close
+    def match(self, tokens: Sequence[int], *, salt: str = "", max_cached: int | None = None) -> int:
+        return len(self._found(self._names_of(tokens, salt), usable(tokens, max_cached))) * self.block_size
+
+    def open(self, tokens: Sequence[int], *, salt: str = "", max_cached: int | None = None) -> Seat | None:
+        if self.table.full:
+            return None
+        names = self._names_of(tokens, salt)
+        blocks = self._found(names, usable(tokens, max_cached))
+        for block in blocks:  # hold them before anything is taken: taking may evict
+            self.resident.hold(block)
+        seat = PagedSeat(self.table.take(), blocks, len(blocks) * self.block_size, list(tokens), salt)
+        seat.names, seat.ttl = list(names), self._ttl
+        seat.miss = self._why_no_more(seat, tokens, max_cached)
+        self.seats.add(seat)
+        for block in blocks:
+            self.pending.wait(block, seat)
+        if not self._extend(seat, len(tokens)):
+            seat.ttl = 0.0  # it says nothing of what the blocks are worth
+            self.close(seat)
+            return None
+        for i in range(seat.length // self.block_size, len(names)):
+            if self.resident.find(names[i]) is None:
+                self.resident.publish(names[i], blocks[i])
+                self.pending.promise(blocks[i], seat)
+        self.table.write(seat)
+        return seat
+
+    def close(self, seat: Seat) -> None:
+        assert isinstance(seat, PagedSeat)
+        while seat.blocks:  # the last block first: among idle blocks, ends of texts go before their beginnings
+            self._leave(seat.blocks.pop(), seat)
+        self.seats.remove(seat)
+        self.table.give(seat.index)
+
+    def discard(self, seat: Seat) -> None:
+        assert isinstance(seat, PagedSeat)
+        full = [block for block in seat.blocks[: seat.length // self.block_size] if block not in self.pending]
+        unsound = {block for block, finite in zip(full, self.store.finite(full), strict=True) if not finite}
+        for each in self.seats:
+            assert isinstance(each, PagedSeat)
+            first = next((i for i, block in enumerate(each.blocks) if block in unsound), None)
+            if first is not None:  # what it computes from there on is no better
+                each.salt = None
+                for block in each.blocks[first:]:
+                    self.resident.forget(block)
+
+    def _names_of(self, tokens: Sequence[int], salt: str) -> list[Name]:
+        return list(self._prefix.of(tokens, salt)) if self.prefix_cache else []
+
+    def _found(self, names: Sequence[Name], limit: int) -> list[int]:
+        """Blocks of the longest known prefix, of at most `limit` tokens."""
+        blocks: list[int] = []
+        for name in names[: limit // self.block_size]:
+            block = self.resident.find(name)
+            if block is None:
+                break
+            blocks.append(block)
+        return blocks
+
+    def _leave(self, block: int, seat: PagedSeat) -> None:
+        """`seat` lets go of a block; if it had to compute it, the next in line does."""
+        mine = self.pending.owner(block) is seat
+        heir = self.pending.leave(block, seat)
+        if mine:
+            self._granted.discard(block)
+        if isinstance(heir, PagedSeat):
+            heir.length = heir.cached = min(heir.length, heir.blocks.index(block) * self.block_size)
+            heir.miss = "cold"
+        elif mine:
+            self.resident.forget(block)  # nobody will compute it
+        if not self.resident.shared(block) and block in self._copies:
+            self.resident.drop(self._copies.pop(block))
+        self.resident.drop(block, priority=seat.priority, ttl=seat.ttl)
+
+    def _why_no_more(self, seat: PagedSeat, tokens: Sequence[int], max_cached: int | None) -> Miss | None:
+        """Looks at the first block that could have been found, and was not."""
+        found, there_could_be = seat.length // self.block_size, usable(tokens) // self.block_size
+        if not self.prefix_cache:
+            return "bypass"
+        if found >= there_could_be:
+            return None if found else "short"
+        if found == usable(tokens, max_cached) // self.block_size:
+            return "bypass"
+        name = seat.name(found, self._prefix)
+        return "short" if name is None else self.resident.why_missing(name)
+
+    # ---------------------------------------------------------------- grow, crop, fork
+    def ready(self, seat: Seat) -> bool:
+        assert isinstance(seat, PagedSeat)
+        return not self.pending or all(
+            block not in self.pending or self.pending.owner(block) is seat or block in self._granted
+            for block in seat.blocks[: seat.length // self.block_size]
+        )
+
+    def grow(self, seat: Seat, more: int) -> bool:
+        assert isinstance(seat, PagedSeat)
+        end = seat.length + more
+        assert end <= self.setup.geometry.max_seq_len
+        first = seat.length // self.block_size
+        # Who inherits work may find a block behind it that others hold already, and write through it.
+        for i in range(first, self._blocks_for(end)):
+            if not self._own(seat, i):
+                return False
+        if not self._extend(seat, end):
+            return False
+        self.table.write(seat, first)
+        if self.pending:
+            self._granted.update(
+                b for b in seat.blocks[first : end // self.block_size] if self.pending.owner(b) is seat
+            )
+        return True
+
+    def _extend(self, seat: PagedSeat, length: int) -> bool:
+        """Blocks for `length` tokens; without room for all of them, nothing is evicted for some."""
+        missing = self._blocks_for(length) - len(seat.blocks)
+        if missing <= 0:
+            return True
+        if not self.setup.arena.could_take(self.name, missing * self.store.run):
+            return False
+        for _ in range(missing):
+            block = self.resident.take()
+            if block is None:
+                return False
+            seat.blocks.append(block)
+        return True
+
+    def _own(self, seat: PagedSeat, i: int) -> bool:
+        """The seat's i-th block, about to be written, is its own and has no name."""
+        if i >= len(seat.blocks) or seat.blocks[i] in self.pending:
+            return True
+        block = seat.blocks[i]
+        if not self.resident.shared(block):
+            self.resident.forget(block)
+            return True
+        copy = self.resident.take()
+        if copy is None:
+            return False
+        self._happenings.copied()
+        self._copies[copy] = block  # the seat's reference to the source becomes the copy's
+        seat.blocks[i] = copy
+        return True
+
+    def crop(self, seat: Seat, length: int) -> None:
+        assert isinstance(seat, PagedSeat)
+        assert length <= seat.length
+        partial = length % self.block_size
+        if partial and seat.blocks[length // self.block_size] in self.pending:
+            length -= partial  # that block was promised under the name of tokens that may not come any more
+        while len(seat.blocks) > self._blocks_for(length):
+            self._leave(seat.blocks.pop(), seat)
+        seat.cut(length, length // self.block_size)
+
+    def fork(self, seat: Seat) -> Seat | None:
+        assert isinstance(seat, PagedSeat)
+        blocks = seat.blocks[: self._blocks_for(seat.length)]
+        if self.table.full or any(block in self.pending or block in self._copies for block in blocks):
+            return None  # half-way through its prompt or a copy: opening the child with the same tokens shares more
+        for block in blocks:
+            self.resident.hold(block)
+        child = seat.child(self.table.take(), blocks, seat.length // self.block_size)
+        self.seats.add(child)
+        self.table.write(child)
+        return child
+
+    def idle_pages(self) -> int:
+        return self.resident.num_idle * self.store.run
+
+    def reclaim(self, pages: int) -> int:
+        given = 0
+        while given < pages and self.resident.num_idle:
+            self.resident.evict()
+            given += self.store.run
+        return given
+
+    # ---------------------------------------------------------------- what is kept, and for how long
+    def retain(self, seat: Seat, *, priority: int, ttl: float | None) -> None:
+        assert isinstance(seat, PagedSeat)
+        seat.priority, seat.ttl = priority, self._ttl if ttl is None else ttl
+
+    def clear(self, salt: str | None = None) -> int:
+        before = self.setup.arena.held(self.name)
+        for pin_id in self.pinned.under(salt):
+            self.unpin(pin_id)
+        self.resident.clear(salt)
+        for seat in self.seats:
+            assert isinstance(seat, PagedSeat)
+            if seat.salt is not None and covers(salt, seat.salt):
+                seat.salt = None
+        return (before - self.setup.arena.held(self.name)) * self.setup.arena.page_bytes
+
+    def pin(self, tokens: Sequence[int], *, salt: str, ttl: float) -> Pin:
+        blocks = self._found(self._names_of(tokens, salt), len(tokens))
+        blocks = blocks[: next((i for i, block in enumerate(blocks) if block in self.pending), len(blocks))]
+        if not blocks:
+            raise PinError("nothing of this prefix is in the cache: send it as a prompt first, a full block at least")
+        pages = self.pinned_pages() | self._pages(blocks)
+        if (why_not := self.setup.arena.objection(self.name, pinned=pages)) is not None:
+            raise PinError(f"{why_not}: pin less, or wait until other pins are over")
+        for block in blocks:
+            self.resident.hold(block)
+        return self.pinned.add(blocks, len(blocks) * self.block_size, len(blocks) * self.bytes_per_block, salt, ttl)
+
+    def unpin(self, pin_id: str) -> bool:
+        blocks = self.pinned.remove(pin_id)
+        for block in reversed(blocks):
+            self.resident.drop(block)
+        return bool(blocks)
+
+    def pins(self) -> Sequence[Pin]:
+        return self.pinned.all()
+
+    def pinned_pages(self) -> set[int]:
+        return self._pages(self.pinned.blocks)
+
+    def _pages(self, blocks: Iterable[int]) -> set[int]:
+        return {page for block in blocks for page in range(block, block + self.store.run)}
+
+    def inspect(self) -> dict[str, Any]:
+        seats = [
+            {"tokens": seat.length, "cached_tokens": seat.cached, "blocks": len(seat.blocks)} for seat in self.seats
+        ]
+        return {"block_size": self.block_size, "blocks": self.blocks()._asdict(), "seats": seats}
+
+    # ---------------------------------------------------------------- engine
+    def poll(self) -> None:
+        self._granted.clear()
+        for pin_id in self.pinned.over():
+            self.unpin(pin_id)
+
+    def plan(self, rows: Sequence[Row], *, pad_to: int = 0) -> Plan:
+        if self._copies:
+            self.setup.ops.copy_blocks(self.store, list(self._copies.values()), list(self._copies))
+        return super().plan(rows, pad_to=pad_to)
+
+    def commit(self, plan: Plan, tokens: Sequence[Sequence[int]]) -> None:
+        for source in self._copies.values():
+            self.resident.drop(source)
+        self._copies.clear()
+        self._granted.clear()
+        for row, ids in zip(plan.rows, tokens, strict=True):
+            assert isinstance(row.seat, PagedSeat)
+            assert len(ids) <= row.num_tokens
+            self._enter(row.seat, ids)
+
+    def _enter(self, seat: PagedSeat, ids: Sequence[int]) -> None:
+        """Tokens are in: name the blocks they filled."""
+        before = seat.length
+        seat.enter(ids)
+        for i in range(before // self.block_size, seat.length // self.block_size):
+            block = seat.blocks[i]
+            if block in self.pending:
+                self.pending.computed(block)
+            elif self.prefix_cache and not self.resident.named(block):
+                name = seat.name(i, self._prefix)
+                if name is not None and self.resident.find(name) is None:
+                    self.resident.publish(name, block)
+
+    # ---------------------------------------------------------------- books
+    def _blocks_for(self, num_tokens: int) -> int:
+        return -(-num_tokens // self.block_size)
+
+    def usage(self) -> Usage:
+        filled: dict[int, int] = {}
+        for seat in self.seats:
+            for i, block in enumerate(seat.blocks):
+                tokens = min(max(seat.length - i * self.block_size, 0), self.block_size)
+                filled[block] = max(filled.get(block, 0), tokens)
+        tokens = sum(filled.values())
+        filled |= dict.fromkeys(self.pinned.blocks, self.block_size)
+        reserved, used = len(self.resident) * self.bytes_per_block, int(sum(filled.values()) * self.bytes_per_token)
+        idle = int(self.resident.num_idle * self.block_size * self.bytes_per_token)
+        return Usage(len(self.seats), tokens, reserved, used, idle, reserved - used - idle, self.limit_bytes)
+
+    def blocks(self) -> Blocks:
+        references = Counter(block for seat in self.seats for block in seat.blocks)
+        return Blocks(
+            in_use=len(references),
+            shared=sum(1 for n in references.values() if n > 1),
+            pending=sum(1 for _ in self.pending.items()),
+            pinned=len(self.pinned.blocks),
+            idle=self.resident.num_idle,
+        )
+
+    def happened(self) -> Happened | None:
+        return self._happenings.taken()
+
+    def check_integrity(self) -> None:
+        references = Counter(block for seat in self.seats for block in seat.blocks)
+        references.update(self._copies.values())
+        references.update(self.pinned.blocks)
+        self.resident.check_integrity(references)
+        for seat in self.seats:
+            assert isinstance(seat, PagedSeat)
+            assert len(seat.blocks) >= self._blocks_for(seat.length)
+            assert len(seat.tokens) >= seat.length
+        for block, line in self.pending.items():
+            owner = line[0]
+            assert isinstance(owner, PagedSeat)
+            assert owner.length < (owner.blocks.index(block) + 1) * self.block_size <= len(owner.tokens)
+            assert all(block in seat.blocks for seat in line if isinstance(seat, PagedSeat))

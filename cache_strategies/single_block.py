@@ -1,0 +1,76 @@
+"""Seats of one block each: a run of pages taken when the seat opens and given back when it closes.
+
+What contiguous and ring caches share. Knows nothing of windows: only that a block has as many slots as it ever needs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from cache_strategies.base import Blocks, Seat, Usage
+from cache_strategies.block_table import TableCache, TableSeat
+
+
+class SlabCache(TableCache):
+    """One block a seat. A subclass gives the block's size and says how far a seat may grow and rewind."""
+
+    seat_type = TableSeat
+
+    def bytes_for(self, num_tokens: int) -> int:
+        return self.bytes_per_block
+
+    def open(self, tokens: Sequence[int], *, salt: str = "", max_cached: int | None = None) -> Seat | None:
+        return self._open(length=0)
+
+    def _open(self, length: int) -> TableSeat | None:
+        """A seat in memory of its own, if there is any."""
+        block = None if self.table.full else self.setup.arena.take(self.name, self.store.run)
+        return None if block is None else self._seat(block, length)
+
+    def _seat(self, block: int, length: int) -> TableSeat:
+        seat = self.seat_type(self.table.take(), [block], length)
+        seat.miss = "window"
+        self.table.write(seat)
+        self.seats.add(seat)
+        return seat
+
+    def grow(self, seat: Seat, more: int) -> bool:
+        assert more <= (self.contract.max_row or more), "the scheduler cuts rows to contract.max_row"
+        assert seat.length + more <= self.setup.geometry.max_seq_len
+        return True
+
+    def crop(self, seat: Seat, length: int) -> None:
+        assert length <= seat.length
+        assert self.contract.rewind is None or seat.length - length <= self.contract.rewind, "cannot rewind that far"
+        seat.length = length
+        seat.cached = min(seat.cached, length)
+
+    def fork(self, seat: Seat) -> Seat | None:
+        assert isinstance(seat, TableSeat)
+        child = self._open(seat.length)
+        if child is not None:
+            child.cached = seat.cached
+            self.setup.ops.copy_blocks(self.store, seat.blocks, child.blocks)
+        return child
+
+    def close(self, seat: Seat) -> None:
+        assert isinstance(seat, TableSeat)
+        self.seats.remove(seat)
+        self.table.give(seat.index)
+        self.setup.arena.give(self.name, seat.blocks.pop(), self.store.run)
+
+    def usage(self) -> Usage:
+        tokens = sum(seat.length for seat in self.seats)
+        kept = sum(min(seat.length, self.store.block_size) for seat in self.seats)
+        reserved, used = len(self.seats) * self.bytes_per_block, int(kept * self.bytes_per_token)
+        return Usage(len(self.seats), tokens, reserved, used, 0, reserved - used, self.limit_bytes)
+
+    def blocks(self) -> Blocks:
+        return Blocks(in_use=len(self.seats))
+
+    def check_integrity(self) -> None:
+        blocks = [seat.blocks[0] for seat in self.seats]
+        assert len(set(blocks)) == len(blocks)
+        assert self.setup.arena.held(self.name) == len(blocks) * self.store.run
+        assert len({seat.index for seat in self.seats}) == len(self.seats)
+        assert all(0 <= seat.length <= self.setup.geometry.max_seq_len for seat in self.seats)

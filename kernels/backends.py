@@ -1,0 +1,123 @@
+"""Chooses the operations for a device, and checks them. A backend joins by a row in BACKENDS."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import cache, partial
+from typing import NamedTuple
+
+import torch
+
+from kernels.cpu import library as cpu
+from kernels.device import Device, named
+from kernels.metal import runtime as metal
+from kernels.missing import KernelsMissing
+from kernels.ops import Ops
+from kernels.reference import ReferenceOps
+from kernels.selfcheck.check import Verdict, checked, mended
+from kernels.selfcheck.op_info import DTYPES, OPS
+
+log = logging.getLogger(__name__)
+REFERENCE = "reference"
+
+# By name: the name of the device, and what loads the operations or raises KernelsMissing. For a device, the best first.
+BACKENDS: Mapping[str, tuple[str, Callable[[], Ops]]] = {
+    **{f"cpu-{name}": ("cpu", partial(cpu.load, name)) for name in cpu.INSTRUCTION_SETS},
+    "metal": ("mps", metal.load),
+    "metal-emulated": ("metal-emulated", partial(metal.load_emulated, checked=False)),
+    "metal-checked": ("metal-checked", partial(metal.load_emulated, checked=True)),
+}
+
+
+class Backend(NamedTuple):
+    """One that is written for some device, whether or not this machine can run it."""
+
+    name: str
+    device: Device
+    load: Callable[[], Ops]
+    missing: str | None  # why it cannot be loaded; None: it can
+
+
+def backends(device: str | None = None) -> Iterator[Backend]:
+    """All of BACKENDS, or those for the device of that name, the best first; not the reference, which is everywhere."""
+    for name, (where, load) in BACKENDS.items():
+        if device not in (None, where):
+            continue
+        missing = None
+        try:
+            load()
+        except KernelsMissing as error:
+            missing = str(error)
+        yield Backend(name, named(where), load, missing)
+
+
+class Loaded(NamedTuple):
+    """Operations that were checked."""
+
+    backend: str
+    ops: Ops
+    verdicts: list[Verdict]  # empty: it is the reference
+
+    @property
+    def faulty(self) -> list[str]:
+        """Operations that the reference computes in the backend's place."""
+        return [verdict.op for verdict in self.verdicts if verdict.fault is not None]
+
+    @property
+    def by_operation(self) -> dict[str, str]:
+        """Who computes each."""
+        return {op.name: REFERENCE if op.name in self.faulty else self.backend for op in OPS}
+
+    @property
+    def words(self) -> str:
+        """For people."""
+        if self.backend == REFERENCE:
+            return "plain torch"
+        return self.backend + (f", plain torch for {', '.join(self.faulty)}" if self.faulty else "")
+
+
+def load_ops(device: Device, dtype: torch.dtype, *, reference: bool = False) -> Loaded:
+    """The best operations there are for `device`; what fails its check in `dtype` is replaced, and told in the log.
+
+    Raises KernelsMissing for an emulated device that has none: there plain torch is for those who ask for it.
+    """
+    if reference:
+        return Loaded(REFERENCE, ReferenceOps(), [])
+    if device.name != "cpu" and any(where == device.name for where, _ in BACKENDS.values()):
+        log.info("kernels for %s are compiled, unless they were before, and checked ...", device.name)
+    why = f"they do not compute in {dtype}"
+    for backend in backends(device.name) if dtype in DTYPES else ():
+        if backend.missing is None:
+            return _checked(backend, dtype)
+        why = backend.missing
+        log.debug("no kernels %s: %s", backend.name, why)
+    if device.emulated:
+        raise KernelsMissing(why)
+    log.warning("there are no kernels for %s on %s: plain torch is used, which is slower", dtype, device.name)
+    return Loaded(REFERENCE, ReferenceOps(), [])
+
+
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    """For small inputs: beside other work on a core, two threads wait for each other twenty times as long."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+
+
+@cache  # what was found once in a process holds for all of it
+def _checked(backend: Backend, dtype: torch.dtype) -> Loaded:
+    ops = backend.load()
+    with _one_thread():
+        verdicts = checked(ops, dtype, backend.device.tensors)
+    for verdict in verdicts:
+        if verdict.fault is not None:
+            log.error(
+                "KERNEL FAILS ITS CHECK, plain torch is used: %s of %s: %s", verdict.op, backend.name, verdict.fault
+            )
+    return Loaded(backend.name, mended(ops, verdicts), verdicts)

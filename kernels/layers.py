@@ -1,0 +1,125 @@
+"""The layers of a decoder, as `Ops` computes with them. Data only; names in checkpoints others know."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Literal, Protocol
+
+from torch import Tensor
+
+from kernels.ops import LayerSpec, Ops, Packed
+from kernels.quantization import Quantised
+
+Factor = Tensor | Quantised | Packed  # [out, in]
+Tables = tuple[Tensor, Tensor]  # cos and sin [P, turning / 2] float32
+Activation = Literal["silu", "gelu_tanh"]
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class AttentionWeights:
+    """What stands around attention: a norm and the projections before it, the projection and a norm behind it.
+
+    None: the model has no such thing. q, k and v are one matrix.
+    """
+
+    norm: Tensor  # [d]
+    qkv: Factor
+    qkv_bias: Tensor | None
+    qk_norm: Tables | None  # [D] of queries, [D] of keys
+    tables: Tables | None  # of RoPE; narrower than D / 2: the dimensions beyond stay
+    q_heads: int
+    kv_heads: int
+    o: Factor
+    o_bias: Tensor | None
+    post_norm: Tensor | None  # [d], of what is added
+    next_norm: Tensor  # [d], before the feed-forward
+    eps: float  # of all these norms
+
+    def packed(self, ops: Ops) -> AttentionWeights:
+        """The same, as a backend multiplies it fastest."""
+        return replace(self, qkv=ops.packed(self.qkv), o=ops.packed(self.o))
+
+    def tensors(self) -> Iterator[Factor]:
+        """The weights; tables are none."""
+        for weight in (self.norm, self.qkv, self.qkv_bias, self.o, self.o_bias, self.post_norm, self.next_norm):
+            if weight is not None:
+                yield weight
+        yield from self.qk_norm or ()
+
+
+class FeedForward(Protocol):
+    """What follows attention in a layer."""
+
+    def __call__(self, ops: Ops, h: Tensor) -> Tensor:
+        """h [N, d] -> what it adds [N, d]."""
+        ...
+
+    def packed(self, ops: Ops) -> FeedForward:
+        """The same, as a backend multiplies it fastest."""
+        ...
+
+    def tensors(self) -> Iterator[Factor]:
+        """The weights."""
+        ...
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class GatedWeights:
+    """A gated feed-forward (Shazeer 2020): gate and up are one matrix [2 f, d], down is [d, f]."""
+
+    gate_up: Factor
+    gate_up_bias: Tensor | None
+    down: Factor
+    down_bias: Tensor | None
+    activation: Activation
+
+    def __call__(self, ops: Ops, h: Tensor) -> Tensor:
+        return ops.feed_forward(self, h)
+
+    def packed(self, ops: Ops) -> GatedWeights:
+        """The same, as a backend multiplies it fastest."""
+        return replace(self, gate_up=ops.packed(self.gate_up), down=ops.packed(self.down))
+
+    def tensors(self) -> Iterator[Factor]:
+        for weight in (self.gate_up, self.gate_up_bias, self.down, self.down_bias):
+            if weight is not None:
+                yield weight
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class DecoderLayer:
+    """Attention, and behind it a feed-forward, each of which adds to what passes through the layer."""
+
+    spec: LayerSpec
+    attention: AttentionWeights
+    feed_forward: FeedForward
+    post_norm: Tensor | None  # [d], of what the feed-forward adds; None: the model has no such norm
+
+    def __post_init__(self) -> None:
+        """Raise ValueError unless the weights have the heads that attention has."""
+        heads = self.attention.q_heads, self.attention.kv_heads
+        if heads != (self.spec.num_q_heads, self.spec.num_kv_heads):
+            raise ValueError(f"weights for {heads[0]} query heads and {heads[1]} of keys do not fit {self.spec}")
+
+    def packed(self, ops: Ops) -> DecoderLayer:
+        """The same, as a backend multiplies it fastest."""
+        return replace(self, attention=self.attention.packed(ops), feed_forward=self.feed_forward.packed(ops))
+
+    def tensors(self) -> Iterator[Factor]:
+        """The weights."""
+        yield from self.attention.tensors()
+        yield from self.feed_forward.tensors()
+        if self.post_norm is not None:
+            yield self.post_norm
+
+
+class Stack:
+    """All layers of a model, in order: made by `Ops.stacked`, for its `run_layers` alone."""
+
+    def __init__(self, layers: Sequence[DecoderLayer]) -> None:
+        self.layers = layers
+
+    def took(self) -> Mapping[str, float] | None:
+        """Seconds of the operations that the last call did by itself, by name; None: it called them."""
+        return None

@@ -1,0 +1,163 @@
+"""One layer's attention in small: rows with a past, a memory in which everything else is NaN, and the step's slots.
+
+For whatever tries kernels out: the self-check at start, tests, benchmarks. What the strategies make of memory is not
+known here; the addresses are drawn by hand.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from itertools import accumulate
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from cache_strategies.arena import Arena
+from kernels.ops import LayerSpec, Ops, Slots, Stored
+from kernels.store import KVStore, block_bytes
+
+CPU = torch.device("cpu")
+
+
+class Layout(NamedTuple):
+    """How the keys of a row lie in blocks."""
+
+    block_size: int
+    sinks: int = 0
+    ring: int = 0
+
+    @property
+    def kind(self) -> str:
+        return f"blocks of {self.block_size}" + (f", {self.sinks} sinks and a ring of {self.ring}" if self.ring else "")
+
+
+class RowOf(NamedTuple):
+    """`tokens` tokens enter after `past`; past < 0: padding."""
+
+    past: int
+    tokens: int
+
+
+class Scene:
+    """Rows of one layer: their texts, the store that holds what was before, and the step's slots."""
+
+    def __init__(
+        self,
+        ops: Ops,
+        layout: Layout,
+        spec: LayerSpec,
+        rows: Sequence[RowOf],
+        dtype: torch.dtype,
+        device: torch.device = CPU,
+        *,
+        kv_dtype: torch.dtype | None = None,
+        before: Sequence[LayerSpec] = (),
+        unused_blocks: int = 3,
+        memory: Callable[[int], Tensor] | None = None,
+    ) -> None:
+        """The past is written through the operations themselves; everything else in memory is NaN.
+
+        In a block, layers `before` come first; in memory, blocks that nobody has. `memory` makes so many bytes where
+        they are too many to be filled, and stays as it is.
+        """
+        self.ops, self.layout, self.spec, self.rows, self.device = ops, layout, spec, rows, device
+        self.layer = len(before)
+        self.generator = torch.Generator().manual_seed(0)
+        self.longest = max(1, *(row.past + row.tokens for row in rows))
+        width = -(-(layout.sinks + layout.ring or self.longest) // layout.block_size)
+        kv_dtype = kv_dtype or dtype
+        page = block_bytes([*before, spec], layout.block_size, kv_dtype)
+        pages = width * len(rows) + unused_blocks
+        if memory is None:
+            self.arena = Arena(pages, page, device)
+            self.arena.memory.fill_(0xFF)
+        else:
+            self.arena = Arena(pages, page, device, memory=memory(pages * page))
+        self.store = KVStore(self.arena, [*before, spec], layout.block_size, kv_dtype)
+        order = torch.randperm(width * len(rows), generator=self.generator).int() + unused_blocks
+        self.table = order.view(len(rows), width).to(device)
+        lengths = [max(0, row.past) + row.tokens for row in rows]
+        self.q = [self._draw(n, spec.num_q_heads, spec.head_dim, dtype) for n in lengths]
+        self.k = [self._draw(n, spec.num_kv_heads, spec.head_dim, dtype) for n in lengths]
+        self.v = [self._draw(n, spec.num_kv_heads, spec.v_head_dim, dtype) for n in lengths]
+        for i, row in enumerate(rows):
+            self.write_past(i, row.past)
+        self.at = self.slots([(i, row.past, row.tokens) for i, row in enumerate(rows)])
+
+    def _draw(self, n: int, heads: int, dim: int, dtype: torch.dtype) -> Tensor:
+        return torch.randn(n, heads, dim, generator=self.generator).to(self.device, dtype)
+
+    def write_past(self, row: int, past: int) -> None:
+        """The first `past` tokens of a row, in pieces that do not overtake themselves in a ring."""
+        piece = self.layout.ring or self.longest
+        for start in range(0, past, piece):
+            end = min(past, start + piece)
+            at = self.slots([(row, start, end - start)])
+            self.ops.write_kv(self.store, self.layer, self.k[row][start:end], self.v[row][start:end], at)
+
+    def slots(self, rows: Sequence[tuple[int, int, int]]) -> Slots:
+        """rows of (row of the scene, start, tokens), decode rows first. Seats are in another order than rows."""
+        of, starts, sizes = (list(column) for column in zip(*rows, strict=True))
+        decode = next((i for i, n in enumerate(sizes) if n != 1), len(sizes))
+        limit = self.layout.sinks + self.layout.ring if self.layout.ring else self.longest
+        return Slots(
+            table=self.table.flip(0),
+            block_size=self.store.block_size,
+            row_seat=self._integers(len(self.rows) - 1 - row for row in of),
+            q_start=self._integers(accumulate(sizes, initial=0)),
+            start=self._integers(starts),
+            kept=self._integers(min(max(0, start), limit) for start in starts),
+            num_decode=decode,
+            max_q=max(sizes),
+            max_kv=max(start + n for _, start, n in rows),
+            sinks=self.layout.sinks,
+            ring=self.layout.ring,
+        )
+
+    def _integers(self, values: Iterable[int]) -> Tensor:
+        return torch.tensor(list(values), dtype=torch.int32, device=self.device)
+
+    def entering(self, part: Sequence[Tensor]) -> Tensor:
+        """The step's q, k or v [N, heads, dim]; what padding brings is NaN."""
+        pieces = [
+            x[max(0, row.past) :] if row.past >= 0 else torch.full_like(x, torch.nan)
+            for x, row in zip(part, self.rows, strict=True)
+        ]
+        return torch.cat(pieces)
+
+    def write(self) -> None:
+        """What enters in this step."""
+        self.ops.write_kv(self.store, self.layer, self.entering(self.k), self.entering(self.v), self.at)
+
+    def attend(self, ops: Ops | None = None, *, window: int | None = None) -> list[Tensor]:
+        """The output of each row, by other operations if need be; it was 7 before."""
+        q = self.entering(self.q)
+        out = torch.full((len(q), self.spec.num_q_heads, self.spec.v_head_dim), 7.0, dtype=q.dtype, device=q.device)
+        (ops or self.ops).attend(out, q, self.store, self.layer, self.at, self.spec, window=window)
+        return list(out.split([row.tokens for row in self.rows]))
+
+
+class Step:
+    """Implements `kernels.ops.Attention` for tokens whose keys lie where `stored` says."""
+
+    def __init__(self, ops: Ops, specs: Sequence[LayerSpec], stored: Sequence[tuple[slice, Stored]]) -> None:
+        self._ops, self._specs = ops, specs
+        self.stored = stored
+        self.positions = torch.cat([_positions(where.at) for _, where in stored])
+        self.logit_index = torch.arange(len(self.positions), device=self.positions.device)
+
+    def attend(self, layer_idx: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """By the operations, one slice after the other."""
+        out, spec = q.new_zeros(q.shape), self._specs[layer_idx]
+        for tokens, (store, at, window) in self.stored:
+            self._ops.write_kv(store, layer_idx, k[tokens], v[tokens], at)
+            self._ops.attend(out[tokens], q[tokens], store, layer_idx, at, spec, window=window)
+        return out
+
+
+def _positions(at: Slots) -> Tensor:
+    """[N] int64 of the tokens that enter; 0 for padding."""
+    rows = zip(at.start.tolist(), at.q_start.diff().tolist(), strict=True)
+    each = [torch.arange(start, start + n) if start >= 0 else torch.zeros(n) for start, n in rows]
+    return torch.cat(each).to(torch.int64).to(at.start.device)

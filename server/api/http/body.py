@@ -1,0 +1,120 @@
+"""Reads JSON bodies strictly: no NaN, no bad UTF-8, no unlimited nesting or numbers.
+
+Knows no endpoint: a router gets it as its route_class, and then declares bodies as pydantic models as usual. A body's
+length and time are bounded before (server/api/http/limits.py); json_values.py decodes it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine, Mapping
+from typing import Any, ClassVar, get_args
+
+import msgspec
+from fastapi import Request, Response
+from fastapi.routing import APIRoute
+from pydantic import ValidationError
+
+from server.api.http import json_values
+from server.api.http.errors import ApiError, refused_body
+from server.api.http.field_notes import Reading
+from server.api.http.json_values import ReadAs, TooManyValues
+from server.api.http.limits import release_body
+from server.api.openai.request_models import Body, fields_of
+
+LARGE = 2**20  # bytes of a body that takes milliseconds to decode
+
+
+class JsonRoute(APIRoute):
+    """A route whose JSON body is read by JsonRequest.
+
+    Unknown fields are refused, or ignored where the application's state says so (`unknown_fields`).
+    """
+
+    may_ignore: ClassVar[bool] = True
+
+    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+        handler = super().get_route_handler()
+        model = self._model()
+        fields = fields_of(model)
+
+        async def strict(request: Request) -> Response:
+            ignores = self.may_ignore and request.app.state.unknown_fields == "ignore"
+            try:
+                return await handler(JsonRequest(request, model, fields, ignore_unknown=ignores))
+            finally:
+                release_body(request.scope)
+
+        return strict
+
+    def _model(self) -> type[Body] | None:
+        """Return the model that the body is declared as; None for a route without a body."""
+        if self.body_field is None:
+            return None
+        declared = self.body_field.field_info.annotation
+        return next(
+            kind for kind in (declared, *get_args(declared)) if isinstance(kind, type) and issubclass(kind, Body)
+        )
+
+
+class StrictJsonRoute(JsonRoute):
+    """One that refuses unknown fields in any case."""
+
+    may_ignore = False
+
+
+class JsonRequest(Request):
+    """A request whose body is freed as soon as it is decoded."""
+
+    def __init__(
+        self, request: Request, model: type[Body] | None, fields: Mapping[str, ReadAs], *, ignore_unknown: bool
+    ) -> None:
+        super().__init__(request.scope, request.receive)
+        self._model = model
+        self._fields = fields
+        self._ignore_unknown = ignore_unknown
+        self._received: bytes | None = None
+
+    async def body(self) -> bytes:
+        """Return the first byte only: FastAPI keeps it as long as the request, just to know whether there is a body."""
+        if self._received is None:
+            self._received = await super().body()
+            del self._body
+        return self._received[:1]
+
+    async def json(self) -> Any:
+        """Decode and check the body, once, and leave in the state which fields have no effect: `ignored_fields`.
+
+        Return the model that the route declares, which FastAPI takes as it is. Raises ApiError 400.
+        """
+        if self.headers.get("content-encoding", "identity").lower() != "identity":
+            raise ApiError(400, "bodies are not unpacked here; send it without Content-Encoding")
+        await self.body()
+        assert self._received is not None, "it was read"
+        received, self._received = self._received, b""
+        values = self._decode(received)
+        if len(received) > LARGE:
+            await asyncio.sleep(0)  # others are served before the rest of the work
+        return values if self._model is None else self._checked(self._model, values)
+
+    def _checked(self, model: type[Body], values: Any) -> Body:
+        reading = Reading(self._ignore_unknown)
+        try:
+            body = model.model_validate(values, context=reading)
+        except ValidationError as error:
+            raise refused_body(error, reading.suggestions) from None
+        self.scope["state"]["ignored_fields"] = reading.header
+        return body
+
+    def _decode(self, body: bytes) -> Any:
+        try:
+            return json_values.decode(body, self._fields)
+        except TooManyValues as error:
+            what = "the body" if error.field is None else f"{error.field}:"
+            raise ApiError(400, f"{what} {error.message}", param=error.field) from None
+        except RecursionError:
+            raise ApiError(400, "the body is nested too deeply") from None
+        except UnicodeDecodeError:
+            raise ApiError(400, "the body is not UTF-8") from None
+        except msgspec.DecodeError as error:
+            raise ApiError(400, f"the body is not JSON: {error}") from None

@@ -1,0 +1,219 @@
+"""uvicorn's connections, with bounds that they lack: its parser keeps the beginning of a request however long it gets,
+and for however long, and takes the square of the time.
+
+Bounded are the bytes and the seconds until the headers of a request are complete, the seconds in which a client may go
+on sending a body that was answered already, those in which it reads nothing of its answer, and those between requests.
+What is no HTTP is answered with OpenAI's error object. Knows neither the application nor the settings.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import fcntl
+import sys
+import termios
+from collections import deque
+from collections.abc import Callable
+
+from httptools import HttpParserError, HttpParserUpgrade, HttpRequestParser
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
+
+from server.api.http.errors import ApiError
+from server.api.http.http_rules import check_head, head_without_upgrade, no_http, refusal, send_without_chunks
+from server.api.http.limits import too_long_headers
+
+LINGER = 5.0  # seconds; closing at once can take the answer away from a client that is still sending
+MOST_AHEAD = 16  # requests that have no answer yet; beyond, nothing is read, and so nobody sees that the client hung up
+
+
+def connections(
+    max_header_bytes: int, header_timeout: float, body_timeout: float, on_refusal: Callable[[int], None]
+) -> type[HttpToolsProtocol]:
+    """The class that uvicorn makes one of for every connection; `on_refusal` hears the status of every refusal."""
+
+    class Bounded(BoundedConnection):
+        most_header_bytes = max_header_bytes
+        header_seconds = header_timeout
+        unread_seconds = body_timeout
+
+    # Within the class its name would hide the parameter.
+    Bounded.on_refusal = staticmethod(on_refusal)
+    return Bounded
+
+
+class BoundedConnection(HttpToolsProtocol):
+    """The parser calls on_message_begin, on_headers_complete, on_body, on_message_complete, in this order."""
+
+    most_header_bytes: int
+    header_seconds: float
+    unread_seconds: float
+    on_refusal: Callable[[int], None]
+
+    _unanswered: deque[RequestResponseCycle]  # the first is at work, the others wait; `cycle` is the one that came last
+    _timer: asyncio.TimerHandle | None = None  # of what the client has to send next
+    _unread: asyncio.TimerHandle | None = None  # of what it has to read
+    _kept = 0  # bytes that the parser may have kept, as nothing came of them yet
+    _came_to_something = False  # the bytes that are being parsed
+    _in_headers = False  # the client has sent some of them, but not all
+    _in_body = False  # the client has sent the headers, but not the whole body
+    _refused = False  # whatever still comes is not read any more
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._unanswered = deque()
+        self._expect_within(self.header_seconds, self._no_headers)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._expect_nothing()
+        if self._unread is not None:
+            self._unread.cancel()
+        self._give_up()
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        """As uvicorn's, but bytes that begin no request do not keep the connection open."""
+        if self._refused:
+            return
+        self._came_to_something = False
+        try:
+            self._parse(memoryview(data))
+        except HttpParserError as error:
+            cause = error.__context__  # what one of the methods below raised
+            self._refuse(cause if isinstance(cause, ApiError) else no_http("this is no valid HTTP/1.1 request"))
+        self._kept = 0 if self._came_to_something else self._kept + len(data)
+        if self._kept > self.most_header_bytes and not self._refused:
+            self._refuse(too_long_headers(self.most_header_bytes))
+
+    def _parse(self, data: memoryview) -> None:
+        """A head that offers another protocol is parsed again without the offer: the parser takes no body after it."""
+        while True:
+            try:
+                return self.parser.feed_data(data)
+            except HttpParserUpgrade as upgrade:
+                data = data[upgrade.args[0] :]
+                method, version = self.parser.get_method(), self.parser.get_http_version()
+                self.parser = HttpRequestParser(self)  # the other one may have ended with that request
+                self.parser.set_dangerous_leniencies(lenient_data_after_close=True)  # as uvicorn does
+                self.parser.feed_data(head_without_upgrade(method, self.url, version, self.headers))
+
+    # ------------------------------------------------------------ what the parser found
+    def on_message_begin(self) -> None:
+        super().on_message_begin()
+        self._in_headers = True
+        self._expect_within(self.header_seconds, self._no_headers)
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        if self._in_headers:  # else it comes after a body, where no header counts
+            super().on_header(name, value)
+
+    def on_headers_complete(self) -> None:
+        check_head(self.parser.get_method(), self.parser.get_http_version(), self.headers)
+        if self.parser.should_upgrade():  # it comes again
+            return
+        super().on_headers_complete()
+        self._unanswered.append(self.cycle)
+        if self.cycle.scope["http_version"] == "1.0":
+            send_without_chunks(self.cycle)
+        if len(self._unanswered) <= MOST_AHEAD:  # uvicorn would not read on
+            self.flow.resume_reading()
+        self._came_to_something = self._in_body = True
+        self._in_headers = False
+        self._expect_nothing()
+
+    def on_body(self, body: bytes) -> None:
+        super().on_body(body)
+        self._came_to_something = True
+
+    def on_message_complete(self) -> None:
+        if self.parser.should_upgrade():
+            return
+        super().on_message_complete()
+        self._came_to_something, self._in_body = True, False
+        self._expect_next()
+
+    def on_response_complete(self) -> None:
+        self._unanswered.popleft()
+        super().on_response_complete()
+        self._unset_keepalive_if_required()  # the timer of uvicorn, which ends with whatever comes
+        if not self._in_headers:
+            self._expect_next()
+
+    def _give_up(self) -> None:
+        """As uvicorn does for the request that came last alone."""
+        for cycle in self._unanswered:
+            cycle.disconnected = True
+            cycle.message_event.set()
+
+    # ------------------------------------------------------------ time
+    def pause_writing(self) -> None:
+        """No more than this fits between here and a client that does not read."""
+        super().pause_writing()
+        self._expect_reading()
+
+    def _expect_reading(self) -> None:
+        self._unread = self.loop.call_later(
+            self.unread_seconds, self._cut_off_unless_less, unread_bytes(self.transport)
+        )
+
+    def _cut_off_unless_less(self, unread: int) -> None:
+        if unread_bytes(self.transport) < unread:
+            self._expect_reading()
+        else:
+            self.transport.abort()
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        if self._unread is not None:
+            self._unread.cancel()
+
+    def _expect_within(self, seconds: float, otherwise: Callable[[], None]) -> None:
+        self._expect_nothing()
+        self._timer = self.loop.call_later(seconds, otherwise)
+
+    def _expect_nothing(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def _expect_next(self) -> None:
+        """Between two requests, or when the answer was there before the whole request."""
+        if self._unanswered:
+            self._expect_nothing()
+        elif self._in_body:
+            self._expect_within(LINGER, self.transport.close)
+        else:
+            self._expect_within(self.timeout_keep_alive, self.transport.close)
+
+    def _no_headers(self) -> None:
+        if self._unanswered:  # the request before
+            self._expect_within(self.header_seconds, self._no_headers)
+        elif self._in_headers:
+            message = f"no complete headers came within {self.header_seconds:g} seconds"
+            self._refuse(ApiError(408, message, code="header_timeout"))
+        else:  # nobody asked, nobody is answered
+            self.transport.close()
+
+    # ------------------------------------------------------------ refusals, before the application is asked
+    def _refuse(self, error: ApiError) -> None:
+        """Says why, and closes the connection once the client has had time to read it."""
+        self._refused = True
+        self.logger.info("a connection is refused: %d, %s", error.status_code, error.logged)
+        if self.transport.is_closing():
+            return
+        self._give_up()
+        if self._unanswered and self._unanswered[0].response_started:
+            self.transport.close()
+            return
+        self.on_refusal(error.status_code)
+        self.transport.write(refusal(error, self.server_state.default_headers))
+        self.transport.write_eof()
+        self._expect_within(LINGER, self.transport.close)
+
+
+def unread_bytes(transport: asyncio.Transport) -> int:
+    """Those that are still here, and those that the system keeps: it takes more only after a third of what it has."""
+    kept = bytes(4)
+    with contextlib.suppress(OSError):  # not every system tells
+        kept = fcntl.ioctl(transport.get_extra_info("socket").fileno(), termios.TIOCOUTQ, kept)
+    return transport.get_write_buffer_size() + int.from_bytes(kept, sys.byteorder)

@@ -1,0 +1,88 @@
+"""A request from its headers to its end: the middleware around all others.
+
+Gives every response the header x-request-id, the client's own or a new one, and x-ignored-fields where fields of the
+body have no effect; tells its status as it begins, and 499 where none did; answers exceptions that nobody expected;
+and tells of every request how it ended. Knows neither endpoints nor who listens.
+
+Plain ASGI, as Starlette's BaseHTTPMiddleware would hide disconnects.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+import uuid
+from collections.abc import Callable
+
+from fastapi import Request
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from server.api.http.errors import answer, as_api_error
+from server.api.ops.request_outcome import CLIENT_LEFT, Ended
+
+_SANE = re.compile(r"[\x21-\x7e]{1,128}")
+
+
+class Lifetime:
+    """Middleware. What is within leaves in the state its error, what it generates and what it ignores of the body:
+    `error`, `generation`, `ignored_fields`.
+    """
+
+    def __init__(self, app: ASGIApp, responded: Callable[[int], None], ended: Callable[[Ended], None]) -> None:
+        """`responded` hears the status of every response as it begins, `ended` of every request."""
+        self._app = app
+        self._responded = responded
+        self._ended = ended
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            return await self._app(scope, receive, send)
+        began = time.monotonic()
+        sent = Headers(scope=scope)
+        request_id = _id_of(sent)
+        state = scope.setdefault("state", {})
+        status: int | None = None
+
+        async def send_with_id(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                headers = MutableHeaders(scope=message)
+                headers["x-request-id"] = request_id
+                if ignored := state.get("ignored_fields"):
+                    headers["x-ignored-fields"] = ignored
+                status = message["status"]
+                self._responded(message["status"])
+            await send(message)
+
+        try:
+            await self._app(scope, receive, send_with_id)
+        except Exception as error:
+            if status is not None:  # too late: uvicorn cuts the connection
+                state["error"] = as_api_error(error)
+                raise
+            await answer(Request(scope), error)(scope, receive, send_with_id)
+        finally:
+            if status is None:
+                status = CLIENT_LEFT
+                self._responded(status)
+            self._ended(
+                Ended(
+                    request_id=request_id,
+                    method=scope["method"],
+                    path=scope["raw_path"].decode("latin-1"),
+                    route=scope["path"],
+                    headers=sent,
+                    status=status,
+                    error=state.get("error"),
+                    generation=state.get("generation"),
+                    began=began,
+                    ended=time.monotonic(),
+                )
+            )
+            state.clear()  # uvicorn keeps the scope until the connection's next request, and with it the prompts
+
+
+def _id_of(headers: Headers) -> str:
+    theirs = headers.get("x-request-id", "")
+    return theirs if _SANE.fullmatch(theirs) else uuid.uuid4().hex

@@ -1,0 +1,208 @@
+"""From a checked body to the engine's messages: a request for each prompt and choice. Knows no endpoint's answer."""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import msgspec
+
+from server.api.http.errors import ApiError
+from server.api.http.json_values import shown
+from server.api.openai.request_models import INT64, CacheRequest, GenerationRequest, SamplingRequest
+from server.api.openai.tenants import salt_of
+from server.engine.ipc.messages import Caching, Hello, Sampling, Speculation, Submit
+
+
+@dataclass(frozen=True)
+class PromptTokens:
+    """A prompt's token ids, and its text where the answer or the log shows it."""
+
+    ids: list[int]
+    text: str
+
+
+class Most(NamedTuple):
+    """The limits of one request."""
+
+    choices: int  # of all prompts together
+    prompt_characters: int  # of a prompt, before it becomes tokens
+    token_characters: int | None  # of text in one token, at most; None: any number
+    stop_strings: int
+
+    def check_choices(self, prompts: int, choices: int) -> None:
+        """Raises ApiError."""
+        if prompts * choices > self.choices:
+            message = f"{prompts} prompts with {choices} choices each are too many: at most {self.choices} in all"
+            raise ApiError(400, message, param="prompt" if prompts > 1 else "n")
+
+    def check_stop(self, stop: Sequence[str]) -> None:
+        """Raise ApiError for more stop strings than are looked for."""
+        if len(stop) > self.stop_strings:
+            message = f"stop: {len(stop)} strings are too many: at most {self.stop_strings} (max_stop_strings)"
+            raise ApiError(400, message, param="stop")
+
+    def check_text(self, text: object, param: str, context: int | None = None) -> None:
+        """Raise ApiError for a text that is too long to be tokenised, or to fit a context of `context` tokens."""
+        if isinstance(text, str) and len(text) > (longest := self.characters(context)):  # ids are checked elsewhere
+            message = f"{param}: longer than {longest} characters, which is all that can be read; make it shorter"
+            if longest < self.prompt_characters:
+                message = (
+                    f"{param}: {len(text)} characters cannot fit: the model's context is {context} tokens long, and no "
+                    f"token stands for more than {self.token_characters} characters; make it shorter"
+                )
+            raise ApiError(400, message, param=param, code="context_length_exceeded")
+
+    def characters(self, context: int | None) -> int:
+        """Return the number of characters a text may have, to be tokenised and to fit `context` tokens."""
+        if context is None or self.token_characters is None:
+            return self.prompt_characters
+        return min(self.prompt_characters, context * self.token_characters)
+
+    def check_together(self, texts: Iterable[object], param: str, times: int = 1) -> None:
+        """Raise ApiError for texts that together have more characters than `times` the longest prompt."""
+        most = times * self.prompt_characters
+        if sum(len(text) for text in texts if isinstance(text, str)) > most:
+            message = f"{param}: together longer than {most} characters; send less in one request"
+            raise ApiError(400, message, param=param, code="context_length_exceeded")
+
+
+MANY_PROMPTS = 4  # all prompts of a request together may be this many times as long as the longest prompt
+MOST_SCORES = 1 << 21  # log-probabilities in an answer with several choices: more than 100 MB
+
+
+def check_scores(sampling: Sampling, prompts: Sequence[PromptTokens], choices: int) -> None:
+    """Raise ApiError for more log-probabilities than fit one answer; a single choice may have any number."""
+
+    def numbers(tokens: int, top: int | None) -> int:
+        return 0 if top is None else tokens * (top + 1)
+
+    told = sum(numbers(len(prompt.ids), sampling.prompt_logprobs) for prompt in prompts)
+    told += len(prompts) * numbers(sampling.max_tokens, sampling.logprobs)
+    if len(prompts) * choices > 1 and told * choices > MOST_SCORES:
+        message = f"up to {told * choices} log-probabilities are too many for one answer: at most {MOST_SCORES}; "
+        raise ApiError(400, message + "ask for fewer choices, prompts, tokens or alternatives", param="logprobs")
+
+
+@dataclass(frozen=True)
+class Choosing:
+    """The model as the answer tells it, where a strategy may be named beside the body, and whose the request is."""
+
+    model: str
+    system_fingerprint: str
+    header: str | None
+    alias: str | None
+    tenant: str
+
+
+@dataclass(frozen=True)
+class Job:
+    """What the engine is asked for, and what all parts of the answer repeat."""
+
+    id: str
+    model: str
+    system_fingerprint: str
+    prompts: Sequence[PromptTokens]
+    choices: int  # that are written for each prompt
+    submits: Sequence[Submit]  # of the first prompt, then of the second ...
+    created: int = field(default_factory=lambda: int(time.time()))
+
+    def prompt_of(self, choice: int) -> PromptTokens:
+        return self.prompts[choice // self.choices]
+
+    def first_of(self, choice: int) -> int:
+        """The choice that computes the same prompt, and has its log-probabilities."""
+        return choice // self.choices * self.choices
+
+
+def job_of(
+    kind: str, body: GenerationRequest, prompts: Sequence[PromptTokens], sampling: Sampling, choices: int, how: Choosing
+) -> Job:
+    """`kind` begins the id; `sampling` is that of the first choice. Raises ApiError."""
+    check_scores(sampling, prompts, choices)
+    key, caching, speculation = uuid.uuid4().hex, caching_of(body, how.tenant), speculation_of(body)
+    submits = [
+        Submit(
+            request_id=f"{key}-{p}-{choice}",
+            prompt=prompt.ids,
+            sampling=_of_choice(sampling, choice),
+            kv_cache=body.kv_cache,
+            header=how.header,
+            alias=how.alias,
+            priority=body.priority,
+            caching=caching,
+            explain=body.explain,
+            speculation=speculation,
+            sibling_of=f"{key}-{p}-0" if choice else None,
+        )
+        for p, prompt in enumerate(prompts)
+        for choice in range(choices)
+    ]
+    return Job(
+        f"{kind}-{body.request_id or key}",
+        how.model,
+        how.system_fingerprint,
+        prompts,
+        choices,
+        submits,
+    )
+
+
+def sampling_of(
+    body: SamplingRequest, hello: Hello, *, max_tokens: int, logprobs: int | None, prompt_logprobs: int | None
+) -> Sampling:
+    """Of the first choice. Raises ApiError for tokens that the model does not have."""
+    check_ids(list(body.logit_bias), hello, "logit_bias")
+    check_ids(body.stop_token_ids, hello, "stop_token_ids")
+    check_ids(body.allowed_token_ids, hello, "allowed_token_ids")
+    if body.min_tokens > max_tokens:
+        message = f"min_tokens: should be at most {max_tokens}, the tokens there may be, not {body.min_tokens}"
+        raise ApiError(400, message, param="min_tokens")
+    return body.sampling(max_tokens, logprobs=logprobs, prompt_logprobs=prompt_logprobs)
+
+
+def _of_choice(sampling: Sampling, choice: int) -> Sampling:
+    """Drawn with a seed of its own; the prompt is scored once."""
+    changes = {"seed": (sampling.seed + choice) % INT64} | ({"prompt_logprobs": None} if choice else {})
+    return msgspec.structs.replace(sampling, **changes)
+
+
+def caching_of(body: CacheRequest, tenant: str) -> Caching:
+    return Caching(
+        salt=salt_of(tenant, body.cache_salt),
+        max_cached=0 if body.skip_reading_prefix_cache else None,
+        priority=body.kv_cache_priority,
+        ttl=body.kv_cache_ttl,
+    )
+
+
+def speculation_of(body: GenerationRequest) -> Speculation | None:
+    """None: as the settings say."""
+    asked = body.speculative_config
+    return None if asked is None else msgspec.convert(asked, Speculation, from_attributes=True)
+
+
+def check_ids(ids: Sequence[int], hello: Hello, param: str) -> None:
+    """Raise ApiError for ids that the model does not have."""
+    if ids and not 0 <= min(ids) <= max(ids) < hello.vocab_size:
+        wrong = min(ids) if min(ids) < 0 else max(ids)
+        message = f"{param}: token ids should be from 0 to {hello.vocab_size - 1}, not {shown(wrong)}"
+        raise ApiError(400, message, param=param)
+
+
+def check_prompt(prompt: Sequence[int], max_tokens: int, hello: Hello) -> None:
+    """Raise ApiError for an empty prompt, one that does not fit the context, and ids that the model does not have."""
+    if not prompt:
+        raise ApiError(400, "prompt: should have at least one token", param="prompt")
+    if len(prompt) + max_tokens > hello.max_seq_len:
+        raise ApiError(
+            400,
+            f"the model's context is {hello.max_seq_len} tokens long, but {len(prompt) + max_tokens} were asked for: "
+            f"{len(prompt)} in the prompt and {max_tokens} in the completion; make either shorter",
+            param="prompt" if len(prompt) >= hello.max_seq_len else "max_tokens",
+            code="context_length_exceeded",
+        )
+    check_ids(prompt, hello, "prompt")  # takes long for more than fit

@@ -1,0 +1,128 @@
+"""Log-probabilities as OpenAI's two endpoints and vLLM write them. Knows scores and texts of tokens; no request."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from msgspec import Struct
+
+from server.engine.ipc.messages import TokenScore
+from server.text.output import Placed
+from server.text.vocabulary import Vocabulary
+
+
+def id_of(token: int) -> str:
+    """Return a token's name where a request wants no texts, as vLLM writes it."""
+    return f"token_id:{token}"
+
+
+# ---------------------------------------------------------------- completions
+class CompletionLogprobs(Struct):
+    """Four lists of the same length. What has no text of its own alone is written "bytes:\\xe2"."""
+
+    tokens: list[str]
+    token_logprobs: list[float | None]
+    top_logprobs: list[dict[str, float] | None]
+    text_offset: list[int]
+
+
+def joined(one: CompletionLogprobs, other: CompletionLogprobs) -> CompletionLogprobs:
+    """Of one text, and of the one behind it."""
+    return CompletionLogprobs(
+        one.tokens + other.tokens,
+        one.token_logprobs + other.token_logprobs,
+        one.top_logprobs + other.top_logprobs,
+        one.text_offset + other.text_offset,
+    )
+
+
+def completion_logprobs(
+    name: Callable[[int], str], tokens: Sequence[Placed], scores: Sequence[TokenScore | None], top: int, base: int = 0
+) -> CompletionLogprobs:
+    """Return the log-probabilities of tokens that are shown, each by its `name`.
+
+    The text begins at character `base` of the choice's.
+
+    Only the first token may lack a score. The token itself is always among the alternatives, so that there may be one
+    more than `top`.
+    """
+    shown = [(placed, score) for placed, score in zip(tokens, scores, strict=True) if placed.shown]
+    return CompletionLogprobs(
+        [name(placed.token) for placed, _ in shown],
+        [score.logprob if score else None for _, score in shown],
+        [_by_name(name, score, top) if score else None for _, score in shown],
+        [base + placed.offset for placed, _ in shown],
+    )
+
+
+def _by_name(name: Callable[[int], str], score: TokenScore, top: int) -> dict[str, float]:
+    """Return log-probabilities by the tokens' names; of tokens with the same name that of the likeliest."""
+    alternatives = [*score.top[:top], (score.token, score.logprob)]
+    found: dict[str, float] = {}
+    for token, logprob in sorted(alternatives, key=lambda pair: -pair[1]):
+        found.setdefault(name(token), logprob)
+    return found
+
+
+# ---------------------------------------------------------------- chats
+class Alternative(Struct):
+    token: str
+    logprob: float
+    bytes: list[int]
+
+
+class ChatToken(Struct):
+    token: str
+    logprob: float
+    bytes: list[int]
+    top_logprobs: list[Alternative]
+
+
+class ChatLogprobs(Struct):
+    content: list[ChatToken]
+    refusal: None = None
+
+
+def chat_logprobs(
+    tokenizer: Vocabulary, tokens: Sequence[Placed], scores: Sequence[TokenScore], top: int, *, by_id: bool = False
+) -> ChatLogprobs:
+    def alternative(token: int, logprob: float) -> Alternative:
+        name = id_of(token) if by_id else _text(tokenizer, token)
+        return Alternative(name, logprob, list(tokenizer.token_bytes(token)))
+
+    content = []
+    for score in (score for placed, score in zip(tokens, scores, strict=True) if placed.shown):
+        own = alternative(score.token, score.logprob)
+        tops = [alternative(token, logprob) for token, logprob in score.top[:top]]
+        content.append(ChatToken(own.token, own.logprob, own.bytes, tops))
+    return ChatLogprobs(content)
+
+
+def _text(tokenizer: Vocabulary, token: int) -> str:
+    return tokenizer.token_bytes(token).decode(errors="replace")
+
+
+# ---------------------------------------------------------------- prompts
+class PromptLogprob(Struct):
+    """vLLM's: of one token that could stand at a place."""
+
+    logprob: float
+    rank: int
+    decoded_token: str
+
+
+PromptLogprobs = list[dict[str, PromptLogprob] | None]
+
+
+def prompt_logprobs(tokenizer: Vocabulary, scores: Sequence[TokenScore], top: int) -> PromptLogprobs:
+    """Return log-probabilities by place, then by token id; the first token has none."""
+    told: PromptLogprobs = [None]
+    for score in scores:
+        ranked = [(token, logprob, rank) for rank, (token, logprob) in enumerate(score.top[:top], 1)]
+        told.append(
+            {
+                str(token): PromptLogprob(logprob, rank, _text(tokenizer, token))
+                for token, logprob, rank in (*ranked, (score.token, score.logprob, score.rank))
+            }
+        )
+    return told

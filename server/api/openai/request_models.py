@@ -1,0 +1,280 @@
+"""What clients may send, checked strictly: `true` is no number, NaN is refused, an unknown field is named.
+
+What both endpoints of generation take; what else a body has stands beside its route. Null is the same as absent.
+Knows neither the engine nor the tokenizer.
+"""
+
+from __future__ import annotations
+
+import secrets
+from array import array
+from collections.abc import Callable
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
+
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationInfo,
+    ValidatorFunctionWrapHandler,
+    WrapValidator,
+    field_validator,
+    model_validator,
+)
+from pydantic.fields import FieldInfo
+
+from config.settings import LONGEST_DRAFT
+from server.api.http.field_notes import reading_of
+from server.api.http.json_values import MOST_MEMBERS, DecodedIds, ReadAs, shown
+from server.engine.ipc.messages import Sampling
+
+INT64 = 2**63
+LONGEST_NAME = 128  # characters of an instance's name; longer ones are not even looked up
+
+
+def _few(most: int) -> Callable[[Any], Any]:
+    """Refuses a larger object before each of its members is looked at, and found wrong."""
+
+    def check(value: Any) -> Any:
+        if isinstance(value, dict) and len(value) > most:
+            raise ValueError(f"should have at most {most} members")
+        return value
+
+    return check
+
+
+class Body(BaseModel):
+    """What all bodies have in common."""
+
+    model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
+    place: ClassVar[str] = ""  # the path before the names of its fields in a request's body
+    without_effect: ClassVar[frozenset[str]] = frozenset()  # of its fields
+
+    @classmethod
+    def __pydantic_init_subclass__(cls, **_: Any) -> None:
+        fields = fields_of(cls)
+        cls.without_effect = frozenset(name for name, how in fields.items() if how is ReadAs.IGNORED)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _read(cls, values: Any, info: ValidationInfo) -> Any:
+        """Return the members that are to be checked: null is the same as absent."""
+        _few(MOST_MEMBERS)(values)
+        if not isinstance(values, dict):
+            return values
+        present = {key: value for key, value in values.items() if value is not None}
+        return reading_of(info.context).effective(present, cls.place, cls.model_fields, cls.without_effect)
+
+
+def _as_list(value: Any) -> Any:
+    return [value] if isinstance(value, str) else value
+
+
+def _text_or_ids(value: Any) -> Any:
+    if isinstance(value, str) or (isinstance(value, list) and all(type(item) is int for item in value)):
+        return value
+    raise ValueError("should be a string, or a list of token ids")
+
+
+def _decoded_ids(value: Any, validate: ValidatorFunctionWrapHandler) -> Any:
+    """Return ids that the decoder has checked unchanged: checking them again takes longer than decoding them."""
+    return value.flat() if isinstance(value, DecodedIds) else validate(value)
+
+
+def _token_ids(value: Any) -> Any:
+    """JSON has strings for keys; OpenAI's are token ids."""
+    if not isinstance(value, dict):
+        return value
+    if wrong := [key for key in value if not (key.isascii() and key.isdigit() and len(key) < 10)]:
+        raise ValueError(f"should have token ids for keys, not {shown(wrong[0])}")
+    return {int(key): bias for key, bias in value.items()}
+
+
+def _not_empty(ids: list[int]) -> list[int]:
+    if not ids:
+        raise ValueError("should have at least one token id; leave it out to allow all")
+    return ids
+
+
+def only(*neutral: Any, instead: str = "leave it out") -> AfterValidator:
+    """Refuses every value but those that change nothing; without one, every value."""
+
+    def check(value: Any) -> Any:
+        if value not in neutral:
+            raise ValueError(f"{shown(value)} is not supported; {instead}")
+        return value
+
+    return AfterValidator(check)
+
+
+def fields_of(body: type[Body] | None) -> dict[str, ReadAs]:
+    """Return how the decoder reads each field of a model."""
+    return {} if body is None else {name: _read_as(field) for name, field in body.model_fields.items()}
+
+
+def _read_as(field: FieldInfo) -> ReadAs:
+    return next((mark for mark in field.metadata if isinstance(mark, ReadAs)), ReadAs.VALUE)
+
+
+T = TypeVar("T")
+LongList = Annotated[list[T], Field(fail_fast=True)]  # an error for each item would take longer than the longest answer
+TokenIds = Annotated[LongList[int], WrapValidator(_decoded_ids), ReadAs.TOKEN_IDS]
+Prompt = Annotated[
+    str | LongList[int],
+    BeforeValidator(_text_or_ids),
+    WrapValidator(_decoded_ids),
+    ReadAs.TOKEN_IDS,
+]
+Ignored = Annotated[T | None, ReadAs.IGNORED, Field(exclude=True)]
+Unsupported = Annotated[Any, only()]  # leaving it out would change the answer
+AllowedTokens = Annotated[LongList[int], AfterValidator(_not_empty)]
+StopString = Annotated[str, Field(min_length=1, max_length=1024)]
+Stop = Annotated[LongList[StopString], BeforeValidator(_as_list, json_schema_input_type=StopString | list[StopString])]
+LogitBias = Annotated[
+    dict[int, Annotated[float, Field(ge=-100, le=100)]],
+    BeforeValidator(_token_ids, json_schema_input_type=dict[str, float]),
+    BeforeValidator(_few(1024)),
+]
+
+
+class StreamOptions(Body):
+    place = "stream_options."
+
+    include_usage: bool = Field(False, description="a last chunk with the usage of the whole request")
+    continuous_usage_stats: bool = Field(
+        False, description="with include_usage: each chunk has the usage of its choice up to there"
+    )
+    include_obfuscation: Ignored[bool] = None
+
+
+class WithoutEffect(Body):
+    """Parameters of OpenAI that change no answer of this server: only their outermost type is checked."""
+
+    user: Ignored[str] = None
+    metadata: Ignored[dict[str, Any]] = None
+    store: Ignored[bool] = None
+    service_tier: Ignored[str] = None
+    safety_identifier: Ignored[str] = None
+    prompt_cache_key: Ignored[str] = None
+    prompt_cache_retention: Ignored[str] = None
+    prompt_cache_options: Ignored[dict[str, Any]] = None
+    prediction: Ignored[dict[str, Any]] = None
+    verbosity: Ignored[str] = None
+
+
+class SamplingRequest(Body):
+    """How tokens are drawn, and where a text ends."""
+
+    temperature: float = Field(1.0, ge=0, le=2, description="0 takes the likeliest token")
+    top_p: float = Field(1.0, gt=0, le=1)
+    top_k: int = Field(0, ge=-1, lt=INT64, description="0 and -1: off")
+    min_p: float = Field(0.0, ge=0, le=1)
+    frequency_penalty: float = Field(0.0, ge=-2, le=2, description="off a logit for each time its token was drawn")
+    presence_penalty: float = Field(0.0, ge=-2, le=2, description="off a logit once its token was drawn")
+    repetition_penalty: float = Field(
+        1.0, gt=0, le=10, description="over 1: what is there already, prompt too, is less likely"
+    )
+    logit_bias: LogitBias = Field(default_factory=dict, description="by token id, added to its logit")
+    allowed_token_ids: AllowedTokens = Field(
+        default_factory=list, description="no other token is drawn; default: any is"
+    )
+    seed: int | None = Field(None, ge=-INT64, lt=INT64, description="choice i is drawn with seed + i; default: random")
+    n: int = Field(1, ge=1, le=128, description="choices")
+    stop: Stop = Field(default_factory=list, description="strings, each of which ends the text")
+    stop_token_ids: list[int] = Field(default_factory=list, max_length=128, description="tokens that end the text")
+    include_stop_str_in_output: bool = Field(False, description="the text has what ended it")
+    min_tokens: int = Field(0, ge=0, lt=INT64, description="before so many, no token that ends the text is drawn")
+    ignore_eos: bool = Field(False, description="go on after the end-of-sequence token")
+    skip_special_tokens: bool = Field(True, description="special tokens have no text")
+    spaces_between_special_tokens: Annotated[bool, only(True)] = True
+    response_format: Annotated[dict[str, Any], only({"type": "text"})] = Field(default={"type": "text"})
+
+    def sampling(self, max_tokens: int, *, logprobs: int | None = None, prompt_logprobs: int | None = None) -> Sampling:
+        """Return them as the engine takes them, for the first choice, with a random seed if there is none."""
+        return Sampling(
+            max_tokens=max_tokens,
+            temperature=self.temperature,
+            top_k=max(0, self.top_k),
+            top_p=self.top_p,
+            min_p=self.min_p,
+            seed=(secrets.randbits(63) if self.seed is None else self.seed) % INT64,
+            ignore_eos=self.ignore_eos,
+            min_tokens=self.min_tokens,
+            stop_token_ids=tuple(self.stop_token_ids),
+            frequency_penalty=self.frequency_penalty,
+            presence_penalty=self.presence_penalty,
+            repetition_penalty=self.repetition_penalty,
+            logit_bias=tuple(self.logit_bias.items()),
+            allowed_token_ids=array("q", self.allowed_token_ids).tobytes(),
+            logprobs=logprobs,
+            prompt_logprobs=prompt_logprobs,
+        )
+
+
+class CacheRequest(Body):
+    """What becomes of the keys and values."""
+
+    kv_cache: str | None = Field(
+        None, max_length=LONGEST_NAME, description="KV-cache strategy instance; GET /v1/kv_cache lists them"
+    )
+    cache_salt: str | None = Field(
+        None, min_length=1, max_length=256, description="only requests with the same salt share what is cached"
+    )
+    skip_reading_prefix_cache: bool = Field(False, description="compute the whole prompt, whatever is cached")
+    kv_cache_priority: int = Field(0, ge=0, le=100, description="of what it leaves cached: higher stays longer")
+    kv_cache_ttl: float | None = Field(None, gt=0, description="seconds after which that makes room first")
+    explain: bool = Field(False, description="tell with each choice how it came about")
+
+
+class SpeculativeConfig(Body):
+    """Guesses at the next tokens, from the request's own text; fields as in vLLM's setting of this name."""
+
+    place = "speculative_config."
+
+    method: Literal["ngram"] = "ngram"
+    num_speculative_tokens: int = Field(ge=0, le=LONGEST_DRAFT, description="guesses a step, at most; 0: none")
+    prompt_lookup_max: int = Field(3, ge=1, le=64, description="so many of the last tokens are looked for in the text,")
+    prompt_lookup_min: int = Field(1, ge=1, le=64, description="and no fewer than so many")
+
+    @field_validator("prompt_lookup_min")
+    @classmethod
+    def _prompt_lookup_min(cls, value: int, info: ValidationInfo) -> int:
+        if value > info.data.get("prompt_lookup_max", value):
+            raise ValueError(f"should be at most prompt_lookup_max, not {value}")
+        return value
+
+
+class GenerationRequest(SamplingRequest, CacheRequest, WithoutEffect):
+    """What completions and chats have in common."""
+
+    model: str = Field(
+        "",
+        description="the model's name, or name:instance to choose a KV-cache strategy too; missing or empty: the "
+        "model that is served",
+    )
+    stream: bool = False
+    stream_options: StreamOptions | None = Field(None, description="only with stream")
+    priority: int = Field(0, ge=-(2**31), lt=2**31, description="lower runs first")
+    prompt_logprobs: int | None = Field(None, ge=0, le=20, description="log-probabilities of the prompt's tokens")
+    return_token_ids: bool = Field(False, description="tell the ids of prompt and output")
+    return_tokens_as_token_ids: bool = Field(False, description="log-probabilities name tokens token_id:5, not as text")
+    truncate_prompt_tokens: int | None = Field(None, ge=1, lt=INT64, description="keep so many, the last ones")
+    speculative_config: SpeculativeConfig | None = Field(None, description="default: as the server's settings say")
+    request_id: str | None = Field(None, pattern=r"^[!-~]{1,128}$", description="part of the answer's id")
+
+    @field_validator("stream_options")
+    @classmethod
+    def _stream_options(cls, value: StreamOptions | None, info: ValidationInfo) -> StreamOptions | None:
+        if info.data.get("stream") is False:
+            raise ValueError("allowed only with stream: true")
+        return value
+
+    @property
+    def include_usage(self) -> bool:
+        return self.stream_options is not None and self.stream_options.include_usage
+
+    @property
+    def continuous_usage(self) -> bool:
+        return self.include_usage and self.stream_options is not None and self.stream_options.continuous_usage_stats

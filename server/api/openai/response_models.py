@@ -1,0 +1,116 @@
+"""What the endpoints of generation answer, as OpenAI writes it. Data only; a field that is UNSET is left out."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from msgspec import UNSET, Struct, UnsetType
+
+from server.api.openai.logprobs import ChatLogprobs, CompletionLogprobs, PromptLogprobs
+
+
+class PromptTokensDetails(Struct):
+    cached_tokens: int
+
+
+class Usage(Struct):
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: PromptTokensDetails
+
+
+class KVCacheChoice(Struct):
+    """Extension: the strategy instance that serves the request, why, and the prompt tokens it had in store."""
+
+    instance: str
+    reason: str
+    cached_tokens: int
+
+
+class Explanation(Struct, rename={"miss": "miss_reason", "kv_bytes": "peak_kv_bytes"}):
+    """Extension, with `explain: true`: how one choice came about, as its RequestRecord says."""
+
+    instance: str
+    reason: str
+    cached_tokens: int | None
+    miss: str | None
+    kv_bytes: int
+    drafted_tokens: int
+    accepted_tokens: int
+    preemptions: int
+    queue_seconds: float | None
+    prefill_seconds: float | None
+    decode_seconds: float | None
+
+
+class Choice(Struct, kw_only=True):
+    """What choices of all kinds have."""
+
+    index: int
+    finish_reason: str | None = None
+    stop_reason: str | int | UnsetType = UNSET  # as in vLLM
+    token_ids: list[int] | UnsetType = UNSET
+    kv_cache: Explanation | UnsetType = UNSET
+
+
+class CompletionChoice(Choice, kw_only=True):
+    text: str = ""
+    logprobs: CompletionLogprobs | None = None
+    prompt_token_ids: list[int] | UnsetType = UNSET
+    prompt_logprobs: PromptLogprobs | UnsetType = UNSET
+
+
+class Answer(Struct, kw_only=True):
+    """A whole answer, or a chunk of a streamed one."""
+
+    id: str
+    created: int
+    model: str
+    system_fingerprint: str
+    usage: Usage | UnsetType | None = UNSET
+    kv_cache: KVCacheChoice | UnsetType = UNSET
+
+
+class Completion(Answer, kw_only=True):
+    choices: list[CompletionChoice]
+    object: Literal["text_completion"] = "text_completion"
+
+
+# ---------------------------------------------------------------- chats
+class ChatMessage(Struct):
+    content: str
+    role: Literal["assistant"] = "assistant"
+    refusal: None = None
+
+
+class Delta(Struct):
+    content: str | UnsetType = UNSET
+    role: Literal["assistant"] | UnsetType = UNSET
+
+
+class ChatChoice(Choice, kw_only=True):
+    message: ChatMessage
+    logprobs: ChatLogprobs | None = None
+
+
+class ChatChunkChoice(Choice, kw_only=True):
+    delta: Delta
+    logprobs: ChatLogprobs | None = None
+
+
+class ChatAnswer(Answer, kw_only=True):
+    """What is told of the prompt stands beside the choices, as in vLLM; completions have it in each choice."""
+
+    prompt_token_ids: list[int] | UnsetType = UNSET
+    prompt_logprobs: PromptLogprobs | UnsetType = UNSET
+
+
+class ChatCompletion(ChatAnswer, kw_only=True):
+    choices: list[ChatChoice]
+    object: Literal["chat.completion"] = "chat.completion"
+
+
+class ChatChunk(ChatAnswer, kw_only=True):
+    choices: list[ChatChunkChoice]
+    object: Literal["chat.completion.chunk"] = "chat.completion.chunk"

@@ -1,0 +1,133 @@
+"""What is asked of the tokenizer and the chat template alone: no step of the engine runs.
+
+POST /tokenize and /detokenize and GET /tokenizer_info, as vLLM has them; POST /apply-template, as llama.cpp.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+from fastapi import APIRouter, Response
+from pydantic import Field, ValidationInfo, field_validator
+
+from server.api.http.body import JsonRoute
+from server.api.http.errors import ApiError, documented
+from server.api.openai.chat import ChatRequest
+from server.api.openai.conversation import Message, Messages, Rendering, encoded_chat, texts_of
+from server.api.openai.generation_job import Most, check_ids
+from server.api.openai.models import instance_of, name_of
+from server.api.openai.request_models import Body, TokenIds
+from server.api.openai.responses import Serving
+from server.engine.ipc.messages import Hello
+from server.text.tokenizer import TokenizerBase
+from server.text.vocabulary import Vocabulary
+
+MOST_DECODED = 2**16  # tokens of /detokenize, where the context is shorter: decoding holds the interpreter's lock
+
+
+class TokenizeRequest(Rendering):
+    """Body of POST /tokenize."""
+
+    model: str | None = Field(None, description="default: the model that is served")
+    prompt: str | None = Field(None, description="a text; or else messages")
+    messages: Messages | None = Field(None, min_length=1, validate_default=True)
+    add_special_tokens: bool | None = Field(
+        None, description="default: true for a prompt; false for messages, as the chat template writes them"
+    )
+    return_token_strs: bool = Field(False, description="also tell how the vocabulary writes each token")
+
+    @field_validator("messages")
+    @classmethod
+    def _one_of_both(cls, value: list[Message] | None, info: ValidationInfo) -> list[Message] | None:
+        if (value is None) == (info.data.get("prompt") is None) and "prompt" in info.data:
+            raise ValueError("either prompt or messages is required, and not both")
+        return value
+
+
+class DetokenizeRequest(Body):
+    """Body of POST /detokenize."""
+
+    model: str | None = Field(None, description="default: the model that is served")
+    tokens: TokenIds
+
+
+class ApplyTemplateRequest(ChatRequest):
+    """Body of POST /apply-template: what a chat's is. What is not about the prompt has no effect."""
+
+
+class Tokens(msgspec.Struct):
+    count: int
+    max_model_len: int
+    tokens: list[int]
+    token_strs: list[str] | None
+
+
+class Text(msgspec.Struct):
+    prompt: str
+
+
+def router(serving: Serving, info: Mapping[str, Any] | None = None) -> APIRouter:
+    """Return the routes; /tokenizer_info is among them if there is `info` to tell."""
+    tokenizer = serving.tokenizer
+    routes = APIRouter(route_class=JsonRoute, tags=["tokens"], responses=documented(400, 404, 413, 503))
+
+    @routes.post("/tokenize")
+    async def tokenize(body: TokenizeRequest) -> Response:
+        hello = _served(serving, body.model)
+        ids = await _ids(tokenizer, body, serving.most)
+        strings = await asyncio.to_thread(_pieces, tokenizer, ids) if body.return_token_strs else None
+        return _json(Tokens(len(ids), hello.max_seq_len, ids, strings))
+
+    @routes.post("/detokenize")
+    async def detokenize(body: DetokenizeRequest) -> Response:
+        hello = _served(serving, body.model)
+        if len(body.tokens) > (most := max(hello.max_seq_len, MOST_DECODED)):
+            raise ApiError(400, f"tokens: should be at most {most}", param="tokens", code="context_length_exceeded")
+        check_ids(body.tokens, hello, "tokens")
+        return _json(Text(await tokenizer.decode_many(body.tokens, skip_special_tokens=False)))
+
+    @routes.post("/apply-template")
+    async def apply_template(body: ApplyTemplateRequest) -> Response:
+        _served(serving, body.model)
+        serving.most.check_together(texts_of(body.messages), "messages")
+        longest = serving.most.prompt_characters
+        return _json(Text((await encoded_chat(tokenizer, body.messages, body, longest, add_special_tokens=False)).text))
+
+    if info is not None:
+        content = msgspec.json.encode(info)
+
+        @routes.get("/tokenizer_info")
+        async def get_tokenizer_info() -> Response:
+            return Response(content, media_type="application/json")
+
+    return routes
+
+
+async def _ids(tokenizer: TokenizerBase, body: TokenizeRequest, most: Most) -> list[int]:
+    """Return the ids of a request's prompt or messages. Raises ApiError, TextError."""
+    special = body.messages is None if body.add_special_tokens is None else body.add_special_tokens
+    if body.messages is not None:
+        most.check_together(texts_of(body.messages), "messages")
+        longest = most.prompt_characters
+        return (await encoded_chat(tokenizer, body.messages, body, longest, add_special_tokens=special)).ids
+    assert body.prompt is not None, "one of both is there"
+    most.check_text(body.prompt, "prompt")
+    return await tokenizer.encode(body.prompt, add_special_tokens=special)
+
+
+def _served(serving: Serving, model: str | None) -> Hello:
+    """Raises EngineLost, and ApiError 404 for another model."""
+    hello = serving.client.served()
+    instance_of(hello, name_of(hello, model, any_name=serving.any_model_name))
+    return hello
+
+
+def _pieces(tokenizer: Vocabulary, ids: list[int]) -> list[str]:
+    return [tokenizer.piece(token) for token in ids]
+
+
+def _json(answer: msgspec.Struct) -> Response:
+    return Response(msgspec.json.encode(answer), media_type="application/json")

@@ -1,0 +1,93 @@
+"""Administration of the caches: look inside, clear, pin, share memory otherwise.
+
+Knows the engine's commands; what they come to is the engine's business, and who may give them that of access.py.
+"""
+
+from __future__ import annotations
+
+from fastapi import APIRouter, Response
+from pydantic import Field
+
+from config.sizes import Share
+from server.api.http.auth import ADMINISTRATION
+from server.api.http.body import StrictJsonRoute
+from server.api.http.errors import documented
+from server.api.openai.generation_job import Most, check_prompt
+from server.api.openai.request_models import Body, Prompt
+from server.api.openai.tenants import salt_of, tenant_of_key
+from server.engine.ipc import messages
+from server.engine.ipc.client import EngineClient
+from server.text.tokenizer import TokenizerBase
+
+LONGEST_PIN = 7 * 24 * 3600  # seconds
+
+
+class Whose(Body):
+    """A tenant, and the salt it sends."""
+
+    api_key: str | None = Field(None, pattern=r"^(\S.*)?$", description="the tenant's; empty: of those who send none")
+    cache_salt: str | None = Field(None, min_length=1, max_length=256)
+
+    @property
+    def salt(self) -> str:
+        return salt_of(tenant_of_key((self.api_key or "").encode()), self.cache_salt)
+
+
+class ClearRequest(Whose):
+    """Body of POST .../clear; without a field, everybody's."""
+
+    @property
+    def whose(self) -> str | None:
+        return None if self.api_key is None and self.cache_salt is None else self.salt
+
+
+class PinRequest(Whose):
+    """Body of POST .../pins."""
+
+    prompt: Prompt
+    ttl: float = Field(gt=0, le=LONGEST_PIN, description="seconds")
+
+
+class ShareRequest(Body):
+    """Body of PATCH; what is not given stays."""
+
+    floor: Share | None = Field(None, description="KV memory nobody else may take: '10%' or '512MiB'")
+    limit: Share | None = Field(None, description="KV memory it may hold at most")
+
+
+def router(client: EngineClient, tokenizer: TokenizerBase, most: Most) -> APIRouter:
+    routes = APIRouter(
+        prefix=f"{ADMINISTRATION}{{instance}}",
+        route_class=StrictJsonRoute,
+        tags=["administration"],
+        responses=documented(400, 401, 403, 404, 409, 413, 503),
+    )
+
+    async def told(command: messages.Command) -> Response:
+        return Response(await client.query(command), media_type="application/json")
+
+    @routes.get("")
+    async def inspect(instance: str) -> Response:
+        return await told(messages.Inspect(instance))
+
+    @routes.patch("")
+    async def share(instance: str, body: ShareRequest) -> Response:
+        return await told(messages.Share(instance, body.floor, body.limit))
+
+    @routes.post("/clear")
+    async def clear(instance: str, body: ClearRequest | None = None) -> Response:
+        return await told(messages.Clear(instance, body.whose if body else None))
+
+    @routes.post("/pins")
+    async def pin(instance: str, body: PinRequest) -> Response:
+        hello = client.served()
+        most.check_text(body.prompt, "prompt", hello.max_seq_len)
+        prompt = body.prompt if isinstance(body.prompt, list) else await tokenizer.encode(body.prompt)
+        check_prompt(prompt, 0, hello)
+        return await told(messages.PinPrefix(instance, prompt, body.salt, body.ttl))
+
+    @routes.delete("/pins/{pin_id}")
+    async def unpin(instance: str, pin_id: str) -> Response:
+        return await told(messages.Unpin(instance, pin_id))
+
+    return routes

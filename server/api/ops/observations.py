@@ -1,0 +1,48 @@
+"""Tells the engine what only an API process sees: its responses by status, and its memory. The engine counts."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections import Counter
+
+import psutil
+
+from server.engine.ipc.client import EngineClient, EngineLost
+from server.engine.ipc.messages import Observed
+
+PAUSE = 1.0  # seconds between two words to the engine
+
+
+class Observations:
+    """What was not told yet. While used as a context manager, it is told every second."""
+
+    def __init__(self, client: EngineClient) -> None:
+        self._client = client
+        self._responses: Counter[int] = Counter()
+        self._process = psutil.Process()
+        self._task: asyncio.Task[None] | None = None
+
+    def responded(self, status: int) -> None:
+        self._responses[status] += 1
+
+    def tell(self) -> None:
+        """Now; while there is no engine, it is kept."""
+        with contextlib.suppress(EngineLost):
+            self._client.tell(Observed(dict(self._responses), self._process.memory_info().rss))
+            self._responses.clear()
+
+    async def __aenter__(self) -> Observations:
+        self._task = asyncio.create_task(self._keep_telling(), name="observations")
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        assert self._task is not None
+        self._task.cancel()
+        await asyncio.gather(self._task, return_exceptions=True)
+        self.tell()
+
+    async def _keep_telling(self) -> None:
+        while True:
+            self.tell()
+            await asyncio.sleep(PAUSE)

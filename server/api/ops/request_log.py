@@ -1,0 +1,112 @@
+"""One line of the log for every request for generation when it has ended, and for every other one that fails.
+
+No line has anything of a body, but for the model's name: an ApiError says how its message is logged. Where prompts
+are wanted, lines have all of it. Knows what is known of a request at its end, and no endpoint.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+from server.api.http.errors import ApiError
+from server.api.openai.generation import Generation
+from server.api.ops.request_outcome import Ended
+from server.logs import fields
+
+log = logging.getLogger(__name__)
+
+POLLED = ("/ready",)  # a 503 of these is an answer
+LONGEST_PATH = 200
+
+
+def write(ended: Ended, trace_id: str | None, *, with_prompts: bool) -> None:
+    """The line, unless there is nothing to say."""
+    error, generation = ended.error, ended.generation
+    level = level_of(ended)
+    if (error is None and generation is None) or not log.isEnabledFor(level):
+        return
+    told = of_http(ended) | (of_error(error, whole=with_prompts) if error else {})
+    if generation is not None:
+        told |= of_generation(ended, generation) | {"outcome": outcome(ended)}
+        told |= texts_of(generation) if with_prompts else {}
+    told["trace_id"] = trace_id
+    log.log(level, "%s", in_words(told), extra=fields(**told), exc_info=error.__cause__ if error else None)
+
+
+def level_of(ended: Ended) -> int:
+    if ended.error is None or ended.error.status_code < 500:
+        return logging.INFO
+    if ended.route in POLLED:
+        return logging.DEBUG
+    return logging.ERROR if ended.error.status_code == 500 else logging.WARNING
+
+
+# ---------------------------------------------------------------- what there is to tell
+def of_http(ended: Ended) -> dict[str, Any]:
+    return {
+        "request_id": ended.request_id,
+        "method": ended.method,
+        "path": ended.path[:LONGEST_PATH],
+        "status": ended.status,
+        "total_ms": milliseconds(ended.seconds),
+    }
+
+
+def of_error(error: ApiError, *, whole: bool) -> dict[str, Any]:
+    return {"code": error.code, "error": error.message if whole else error.logged}
+
+
+def of_generation(ended: Ended, generation: Generation) -> dict[str, Any]:
+    """Of several choices: strategy, reason, miss and times of the one that was admitted first, tokens of all."""
+    admitted, job = generation.first_admitted, generation.job
+    told = {
+        "completion_id": job.id,
+        "model": job.model,
+        "choices": len(job.submits),
+        "prompt_tokens": generation.prompt_tokens,
+        "generated_tokens": generation.completion_tokens,
+        "preemptions": generation.preemptions,
+    }
+    if generation.drafted_tokens:
+        told |= {"drafted_tokens": generation.drafted_tokens, "accepted_tokens": generation.accepted_tokens}
+    if admitted is not None:
+        told |= {"strategy": admitted.instance, "reason": admitted.reason, "miss": admitted.miss}
+        told |= {"cached_tokens": generation.cached_tokens, "queue_ms": milliseconds(admitted.queue_seconds)}
+    if ended.first_token_seconds is not None:
+        seated, first = ended.phases["prefill"]
+        told |= {"prefill_ms": milliseconds(first - seated), "first_token_ms": milliseconds(ended.first_token_seconds)}
+    return told
+
+
+def outcome(ended: Ended) -> str:
+    """stop, length; cancelled if the client left. Of several choices each that there is."""
+    if ended.error is not None:
+        return "error"
+    reasons = set(ended.finish_reasons)
+    return "cancelled" if "cancelled" in reasons else ",".join(sorted(reasons))
+
+
+def texts_of(generation: Generation) -> dict[str, Any]:
+    """Of prompts that came as token ids, those."""
+    return {"prompts": [prompt.text or prompt.ids for prompt in generation.job.prompts], "texts": generation.texts}
+
+
+def milliseconds(seconds: float) -> float:
+    return round(seconds * 1000, 2)
+
+
+def in_words(told: dict[str, Any]) -> str:
+    """For people; JSON has it as its message, too."""
+    parts = [f"{told['method']} {told['path']} {told['status']}"]
+    if "outcome" in told:
+        cached = f" ({told['cached_tokens']} cached)" if told.get("cached_tokens") else ""
+        parts.append(f"{told['outcome']}, {told.get('strategy', 'not admitted')}")
+        parts.append(f"{told['prompt_tokens']}{cached} + {told['generated_tokens']} tokens")
+    if "first_token_ms" in told:
+        parts.append(f"first after {told['first_token_ms']:.0f} ms")
+    parts.append(f"{told['total_ms']:.0f} ms")
+    if "error" in told:
+        parts.append(f"{told['error']}")
+    parts += [f"{name} {told[name]!r}" for name in ("prompts", "texts") if name in told]
+    return ", ".join(parts) + f" [{told['request_id']}]"

@@ -1,0 +1,142 @@
+"""OpenTelemetry's spans of requests for generation, made at their end: the request, and in it queue, prefill, decode.
+
+Names follow the conventions for generative AI, and vLLM where these have none. No prompt and no text is in them. The
+only place that imports OpenTelemetry's SDK, and only when it is switched on: the extra `otel` need not be installed.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
+
+from config.errors import SettingsError
+from server.api.openai.generation import Generation
+from server.api.ops.request_outcome import Ended
+from server.version import version
+
+if TYPE_CHECKING:
+    from opentelemetry.sdk.trace import TracerProvider
+
+OPERATIONS = {"/v1/completions": "text_completion", "/v1/chat/completions": "chat"}
+LAST_SPANS = 2.0  # seconds they have when the process ends
+PROVIDER = "kvmux"
+
+
+def tracing_to(endpoint: str | None) -> Tracing | None:
+    """Sends spans there as OTLP over HTTP, in a thread. What else there is to choose say OpenTelemetry's variables.
+
+    Raises SettingsError when the packages are missing.
+    """
+    if endpoint is None:
+        return None
+    try:
+        from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+        from opentelemetry.sdk.resources import OTELResourceDetector, Resource
+        from opentelemetry.sdk.trace import TracerProvider
+        from opentelemetry.sdk.trace.export import BatchSpanProcessor
+    except ImportError:
+        raise SettingsError("otlp_traces_endpoint needs OpenTelemetry: pip install 'kvmux[otel]'") from None
+    named = Resource({"service.name": PROVIDER, "service.version": version(), "service.instance.id": str(os.getpid())})
+    resource = Resource.create().merge(named).merge(OTELResourceDetector().detect())
+    provider = TracerProvider(resource=resource, shutdown_on_exit=False)
+    provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter(endpoint=traces_url(endpoint))))
+    return Tracing(provider)
+
+
+def traces_url(endpoint: str) -> str:
+    """An address alone is that of a collector, which takes spans under a path."""
+    return endpoint.rstrip("/") + "/v1/traces" if urlsplit(endpoint).path in ("", "/") else endpoint
+
+
+class Tracing:
+    """Makes spans of what is known of a request at its end."""
+
+    def __init__(self, provider: TracerProvider) -> None:
+        from opentelemetry import trace
+        from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+
+        self._provider = provider
+        self._tracer = provider.get_tracer("kvmux", version())
+        self._propagator = TraceContextTextMapPropagator()
+        self._in_span = trace.set_span_in_context
+        self._server, self._failed = trace.SpanKind.SERVER, trace.Status(trace.StatusCode.ERROR)
+
+    def record(self, ended: Ended) -> str | None:
+        """Returns the trace's id; None for requests that generate nothing."""
+        if ended.route not in OPERATIONS or ended.method != "POST":
+            return None
+        operation, generation, error = OPERATIONS[ended.route], ended.generation, ended.error
+        epoch = time.time() - time.monotonic()  # once: spans end when the next begins
+
+        def nanoseconds(moment: float) -> int:
+            return int((epoch + moment) * 1e9)
+
+        span = self._tracer.start_span(
+            operation if generation is None else f"{operation} {generation.job.model}",
+            context=self._propagator.extract(ended.headers),
+            kind=self._server,
+            start_time=nanoseconds(ended.began),
+            attributes=_known({"gen_ai.operation.name": operation} | http_attributes(ended)),
+        )
+        if error is not None and error.status_code >= 500:
+            span.set_status(self._failed)
+        if generation is not None and span.is_recording():
+            span.set_attributes(_known(generation_attributes(ended, generation)))
+            for name, (start, end) in ended.phases.items():
+                part = self._tracer.start_span(name, context=self._in_span(span), start_time=nanoseconds(start))
+                part.end(nanoseconds(end))
+        span.end(nanoseconds(ended.ended))
+        trace_id = span.get_span_context().trace_id
+        return f"{trace_id:032x}" if trace_id else None
+
+    def close(self) -> None:
+        """Sends what is left, if the collector takes it soon."""
+        closing = threading.Thread(target=self._provider.shutdown, name="tracing", daemon=True)
+        closing.start()
+        closing.join(LAST_SPANS)
+
+
+def http_attributes(ended: Ended) -> dict[str, Any]:
+    error = ended.error
+    return {
+        "gen_ai.provider.name": PROVIDER,
+        "http.request.method": ended.method,
+        "http.route": ended.route,
+        "http.response.status_code": ended.status,
+        "error.type": None if error is None else error.code or str(error.status_code),
+        "kvmux.request_id": ended.request_id,
+    }
+
+
+def generation_attributes(ended: Ended, generation: Generation) -> dict[str, Any]:
+    """Of several choices: strategy and times of the one that was admitted first, tokens of all."""
+    job, admitted = generation.job, generation.first_admitted
+    sampling = job.submits[0].sampling
+    return {
+        "gen_ai.request.model": job.model,
+        "gen_ai.request.max_tokens": sampling.max_tokens,
+        "gen_ai.request.temperature": sampling.temperature,
+        "gen_ai.request.top_p": sampling.top_p,
+        "gen_ai.request.choice.count": job.choices,
+        "gen_ai.response.id": job.id,
+        "gen_ai.response.model": job.model,
+        "gen_ai.response.finish_reasons": ended.finish_reasons,
+        "gen_ai.usage.input_tokens": generation.prompt_tokens,
+        "gen_ai.usage.output_tokens": generation.completion_tokens,
+        "gen_ai.usage.cache_read.input_tokens": generation.cached_tokens,
+        "gen_ai.latency.time_in_queue": None if admitted is None else admitted.queue_seconds,
+        "gen_ai.latency.time_to_first_token": ended.first_token_seconds,
+        "gen_ai.latency.e2e": ended.seconds,
+        "kvmux.strategy": None if admitted is None else admitted.instance,
+        "kvmux.strategy.reason": None if admitted is None else admitted.reason,
+        "kvmux.miss": None if admitted is None else admitted.miss,
+        "kvmux.preemptions": generation.preemptions,
+    }
+
+
+def _known(attributes: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in attributes.items() if value is not None}

@@ -1,1 +1,0 @@
-"""What this project claims of its speed, measured: `make bench`; single parts by `python -m server.benchmarks.NAME`."""

@@ -1,0 +1,62 @@
+"""`kvmux health`: asks servers whether they are ready, as a container's health check does.
+
+Without an address it asks the servers that this user runs on this machine, wherever flags, variables and settings
+files told them to listen: each has written down its URL (engine/runtime_directory.py). Imports little, since it runs
+every few seconds beside a server that computes.
+"""
+
+from __future__ import annotations
+
+import http.client
+import json
+import sys
+import urllib.error
+import urllib.request
+
+from server.cli.standard_streams import say
+from server.processes.runtime_directory import running_urls
+
+READY, NOT_READY = 0, 1  # exit codes
+TIMEOUT = 4.0  # seconds; a health check of the image may take 5
+
+
+def health(url: str | None = None, timeout: float = TIMEOUT) -> int:
+    """Print a line for each server; return 0 if there is one, and all are ready, else 1."""
+    urls = running_urls() if url is None else [url]
+    if not urls:
+        say("kvmux: no server of this user runs here; is it still starting? --url asks any other", sys.stderr)
+        return NOT_READY
+    return max([_ask(each, timeout) for each in urls])
+
+
+def _ask(url: str, timeout: float) -> int:
+    """Print whether a server is ready; return the exit code that says so."""
+    try:
+        say(f"{url} is ready and serves {_model(url, timeout)}", sys.stdout)
+        return READY
+    except urllib.error.HTTPError as error:
+        why = _message(error)
+    except urllib.error.URLError as error:
+        why = str(error.reason)
+    except (OSError, http.client.HTTPException, ValueError) as error:
+        why = str(error) or type(error).__name__
+    say(f"kvmux: {url} is not ready: {why}", sys.stderr)
+    return NOT_READY
+
+
+def _model(url: str, timeout: float) -> str:
+    """Return the model that a server is ready to serve. Raises OSError, HTTPException or ValueError if it is not."""
+    direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+    with direct.open(f"{url.rstrip('/')}/ready", timeout=timeout) as answer:
+        told = json.load(answer)
+    if not isinstance(told, dict) or told.get("status") != "ready":
+        raise ValueError("what answers there is no kvmux")
+    return str(told.get("model"))
+
+
+def _message(error: urllib.error.HTTPError) -> str:
+    """Return what the body of an error says, or its status."""
+    try:
+        return str(json.load(error)["error"]["message"])
+    except (OSError, http.client.HTTPException, ValueError, LookupError, TypeError):
+        return f"HTTP {error.code}"

@@ -1,0 +1,386 @@
+"""The command line: `kvmux serve`, `health`, `bench`, `evaluate`, `profile`, `doctor`, and their help.
+
+Which flags settings have is told in `flags.py`. Imports neither torch nor transformers, so that help and errors come
+at once.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import importlib.util
+import logging
+import multiprocessing
+import os
+import pkgutil
+import resource
+import socket
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from importlib import metadata
+from pathlib import Path
+from typing import Any, NoReturn, TypeAlias
+
+import server
+from config.errors import SettingsError, explained
+from config.settings import LONGEST, SHORT_KEY, Settings, load
+from config.sources import did_you_mean
+from loadtest.bench import flags as bench_flags
+from server.cli.banner import welcome
+from server.cli.flags import add_settings, grouped
+from server.cli.health import TIMEOUT
+from server.cli.health import health as ask_health
+from server.cli.standard_streams import discard, open_missing, say
+from server.evaluation import flags as evaluation_flags
+from server.listening import ListenError, listen, url_of
+from server.logs import configure_logging, fields, printable
+from server.models.files.directory import located
+from server.processes.child_process import USER_ERROR
+from server.processes.supervisor import Supervisor
+from server.profiling import flags as profiling_flags
+from server.version import version
+
+log = logging.getLogger(__name__)
+
+LEAST_OPEN_FILES = 64
+
+
+EVALUATION_SETTINGS = (
+    "model",
+    "revision",
+    "allow_symlinks",
+    "model_impl",
+    "device",
+    "dtype",
+    "weights",
+    "kernels",
+    "threads",
+    "kv_memory",
+    "max_step_tokens",
+)
+PROFILE_SETTINGS = (*EVALUATION_SETTINGS, "max_num_seqs", "max_seq_len", "admin_token")
+
+DESCRIPTION = """\
+An inference server where the KV cache is a plug-in: a strategy per request, all strategies in one batch."""
+
+SERVE_DESCRIPTION = """\
+Loads a model and serves it behind the OpenAI API (/v1/completions, /v1/models, ...).
+Without any setting it serves the small embedded model on http://127.0.0.1:8000.
+
+A setting on the command line beats its environment variable, which beats the settings file,
+which beats the default."""
+
+SERVE_EPILOG = """\
+strategies and rules are tables of the settings file:
+
+  # kvmux.toml: kvmux serve --config kvmux.toml
+  model = "models/my-model"
+  kv_memory = "2GiB"
+  default_strategy = "paged"
+
+  [strategies.paged]          # an instance per built-in kind is there: paged, contiguous, sliding_window
+  floor = "25%"               # KV memory that nobody else may take
+  limit = "75%"               # KV memory it may hold at most
+
+  [strategies.short]          # an instance of your own: a kind, and options of that kind
+  kind = "sliding_window"
+  window = 256
+
+  [[rules]]                   # the first rule that fits serves a request that names no strategy
+  use = "short"
+  min_prompt_tokens = 1024
+
+A client names an instance in the request ("kv_cache": "short") or in the model's name ("my-model:short").
+One option can be set by a variable too: KVMUX_STRATEGIES__SHORT__WINDOW=512
+
+examples:
+  kvmux serve
+  kvmux serve --model models/my-model --port 9000 --kv-memory 2GiB
+  KVMUX_MODEL=models/my-model kvmux serve --device cpu --threads 8
+"""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run a command line; return the exit code."""
+    open_missing()
+    parser = _parser()
+    try:
+        options = vars(parser.parse_args(arguments))
+        run = options.pop("run", None)
+        if run is None:
+            parser.print_help(sys.stderr)
+            return USER_ERROR
+        return int(run(options))
+    except KeyboardInterrupt:
+        return 130
+    except BrokenPipeError:  # whoever read our output has had enough
+        discard(sys.stdout)
+        return 1
+    except (SettingsError, ListenError, OSError) as error:
+        say(f"kvmux: {printable(explained(error))}", sys.stderr)
+        return USER_ERROR
+
+
+# ---------------------------------------------------------------- kvmux serve
+def serve(options: dict[str, Any]) -> int:
+    """Serve until a signal stops it; `options` are the flags given, by setting. Returns the exit code."""
+    settings = load(settings_file(options), options)
+    multiprocessing.current_process().name = "kvmux"  # in the log
+    configure_logging(settings)
+    try:
+        check_folder_names()
+        check_open_files()
+        check_api_keys(settings)
+        with contextlib.ExitStack() as sockets:
+            listener = sockets.enter_context(listen(settings.host, settings.port))
+            if settings.metrics_port is None:
+                return _serve(settings, listener)
+            host = settings.metrics_host or settings.host
+            metrics = sockets.enter_context(listen(host, settings.metrics_port, "metrics-"))
+            return _serve(settings, listener, metrics)
+    except (SettingsError, ListenError, OSError) as error:
+        if settings.log_format == "text":
+            raise
+        log.error("%s", explained(error))
+        return USER_ERROR
+
+
+def _serve(settings: Settings, listener: socket.socket, metrics_listener: socket.socket | None = None) -> int:
+    """Run the supervisor; announce the server on stdout, or in the log where that is JSON."""
+    url, in_log = url_of(listener), settings.log_format == "json"
+    loads = f"kvmux {version()} loads {settings.model}"
+    if in_log:
+        log.info(loads)
+    else:
+        say(f"{loads} ...", sys.stdout)
+    if metrics_listener is not None:
+        log.info("metrics are on %s/metrics", url_of(metrics_listener))
+    settings = located(settings)
+
+    def announce(ready: Mapping[str, Any]) -> None:
+        serves = f"kvmux {version()} serves {ready['model']} on {url}"
+        if in_log:
+            log.info(serves, extra=fields(url=url, **ready))
+        else:
+            say(welcome(url, settings, ready), sys.stdout)
+
+    return Supervisor(settings, listener, announce, metrics_listener=metrics_listener).run()
+
+
+def check_open_files() -> None:
+    """Raise SettingsError if the system allows a process so few open files that it would fail sooner or later."""
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if most != resource.RLIM_INFINITY and most < LEAST_OPEN_FILES:
+        raise SettingsError(
+            f"a process may open {most} files here, and the server needs {LEAST_OPEN_FILES} and one for each "
+            "connection: raise the limit (ulimit -n)"
+        )
+
+
+def check_folder_names() -> None:
+    """This project's folder `kernels` bears the name of Hugging Face's package; which one is imported?"""
+    ours = Path(server.__file__).parent.parent
+    spec = importlib.util.find_spec("kernels")
+    if spec is None or spec.origin is None or not Path(spec.origin).is_relative_to(ours / "kernels"):
+        raise SettingsError("`import kernels` finds another package of that name; remove it: pip uninstall kernels")
+    try:
+        metadata.distribution("kernels")
+    except metadata.PackageNotFoundError:
+        return
+    log.warning("the package `kernels` is installed beside this project's folder of that name: pip uninstall kernels")
+
+
+def check_api_keys(settings: Settings) -> None:
+    """Warn of API keys that may be guessed; the log never has a key."""
+    if settings.short_api_keys:
+        which = ", ".join(map(str, settings.short_api_keys))
+        log.warning("api_keys: key %s has fewer than %d characters and may be guessed", which, SHORT_KEY)
+
+
+# ---------------------------------------------------------------- kvmux health
+def health(options: dict[str, Any]) -> int:
+    """Asks servers whether they are ready."""
+    return ask_health(**options)
+
+
+# ---------------------------------------------------------------- kvmux bench
+def bench(options: dict[str, Any]) -> int:
+    """Loads a running server. Of the load test only flags are imported: what does it is found by name."""
+    return int(pkgutil.resolve_name("loadtest.bench.command:run")(options))
+
+
+# ---------------------------------------------------------------- kvmux evaluate
+def evaluate(options: dict[str, Any]) -> int:
+    """Measures strategies. `options` are the flags given: settings, and what server/evaluation/flags.py adds.
+
+    What does it is found by name, not imported: serving must not load torch into this process.
+    """
+    check_folder_names()
+    return int(pkgutil.resolve_name("server.evaluation.command:run")(settings_file(options), options))
+
+
+# ---------------------------------------------------------------- kvmux profile
+def profile(options: dict[str, Any]) -> int:
+    """Measures steps, here or of a running server. As for `evaluate`, what does it is found by name."""
+    if "url" in options:
+        return int(pkgutil.resolve_name("server.profiling.remote:run")(settings_file(options), options))
+    check_folder_names()
+    return int(pkgutil.resolve_name("server.profiling.command:run")(settings_file(options), options))
+
+
+# ---------------------------------------------------------------- kvmux doctor
+def doctor(options: dict[str, Any]) -> int:
+    """Tells what this machine is and whether the kernels are right."""
+    check_folder_names()
+    return int(pkgutil.resolve_name("server.cli.doctor:doctor")(**options))
+
+
+# ---------------------------------------------------------------- what the commands share
+def settings_file(options: dict[str, Any]) -> Path | None:
+    """Takes the file from the options, or the environment."""
+    file = options.pop("config", None) or os.environ.get("KVMUX_CONFIG")
+    return Path(file) if file else None
+
+
+# ---------------------------------------------------------------- the parser
+class Parser(argparse.ArgumentParser):
+    """Errors in one line, with a suggestion, instead of the whole usage."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(USER_ERROR, f"{self.prog}: {message}; see {self.prog} --help\n")
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        known, unknown = super().parse_known_args(args, namespace)
+        if unknown:
+            name = unknown[0].split("=")[0]
+            self.error(f"{name} is no option{did_you_mean(name, self._option_string_actions)}")
+        return known, unknown
+
+
+Commands: TypeAlias = "argparse._SubParsersAction[Parser]"
+
+
+def _parser() -> Parser:
+    parser = Parser(prog="kvmux", description=DESCRIPTION, allow_abbrev=False)
+    parser.add_argument("--version", action="version", version=f"kvmux {version()}")
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND")
+    for add in (_add_serve, _add_health, _add_bench, _add_evaluate, _add_profile, _add_doctor):
+        add(commands)
+    return parser
+
+
+def _add_serve(commands: Commands) -> None:
+    parser = _command(
+        commands,
+        "serve",
+        serve,
+        "[--model MODEL] [--port N] [--config FILE] [more settings]",
+        help="load a model and serve it; `kvmux serve --help` tells every setting",
+        description=SERVE_DESCRIPTION,
+        epilog=SERVE_EPILOG,
+    )
+    add_settings(parser, grouped())
+
+
+def _add_health(commands: Commands) -> None:
+    parser = _command(
+        commands,
+        "health",
+        health,
+        "[--url URL] [--timeout SECONDS]",
+        help="tell whether the server on this machine is ready, for health checks",
+        description="Asks /ready of the servers that you run on this machine, wherever they listen.\n"
+        "The exit code is 0 if there is one, and all are ready; otherwise 1.",
+    )
+    parser.add_argument("--url", help="ask the server there instead")
+    parser.add_argument(
+        "--timeout", type=_seconds, metavar="SECONDS", help=f"how long it has to answer (default: {TIMEOUT:g})"
+    )
+
+
+def _add_bench(commands: Commands) -> None:
+    parser = _command(
+        commands,
+        "bench",
+        bench,
+        "[--url URL] [--workload NAME ...] [--strategies NAME ...] [more flags]",
+        help="load a running server, and tell how fast it is under each cache strategy",
+        description=bench_flags.DESCRIPTION,
+        epilog=bench_flags.EPILOG,
+    )
+    bench_flags.add_flags(parser)
+
+
+def _add_evaluate(commands: Commands) -> None:
+    parser = _command(
+        commands,
+        "evaluate",
+        evaluate,
+        "[--model MODEL] [--strategy NAME ...] [--text FILE] [more flags]",
+        help="measure what each cache strategy costs in quality",
+        description=evaluation_flags.DESCRIPTION,
+        epilog=evaluation_flags.EPILOG,
+    )
+    evaluation_flags.add_flags(parser)
+    add_settings(parser, {"settings": EVALUATION_SETTINGS})
+
+
+def _add_profile(commands: Commands) -> None:
+    parser = _command(
+        commands,
+        "profile",
+        profile,
+        "[--model MODEL | --url URL] [--sequences N ...] [--context N] [more flags]",
+        help="tell where the time of a step goes, beside what this machine allows",
+        description=profiling_flags.DESCRIPTION,
+        epilog=profiling_flags.EPILOG,
+    )
+    profiling_flags.add_flags(parser)
+    add_settings(parser, {"settings": PROFILE_SETTINGS})
+
+
+def _add_doctor(commands: Commands) -> None:
+    parser = _command(
+        commands,
+        "doctor",
+        doctor,
+        "[--out FILE]",
+        help="tell what this machine is, and whether its kernels compute what they should",
+        description="Prints a report on this machine and its kernels, and writes it to a file to attach\nto a problem.",
+    )
+    parser.add_argument("--out", type=Path, metavar="FILE", help="where (default: kvmux-doctor.json)")
+
+
+def _seconds(text: str) -> float:
+    """Return a timeout. Raises ArgumentTypeError."""
+    try:
+        if 0 < (seconds := float(text)) <= LONGEST:
+            return seconds
+    except ValueError:
+        pass
+    raise argparse.ArgumentTypeError(f"{text!r} is no number of seconds")
+
+
+def _command(
+    commands: Commands,
+    name: str,
+    run: Callable[[dict[str, Any]], int],
+    usage: str,
+    *,
+    help: str,
+    description: str,
+    epilog: str = "",
+) -> Parser:
+    """A command's parser; flags that are not given are left out of the options that `run` gets."""
+    parser = commands.add_parser(
+        name,
+        usage=f"kvmux {name} {usage}",
+        help=help,
+        description=description,
+        epilog=epilog,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        argument_default=argparse.SUPPRESS,
+        allow_abbrev=False,
+    )
+    parser.set_defaults(run=run)
+    return parser

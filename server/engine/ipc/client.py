@@ -1,0 +1,327 @@
+"""An API worker's end of the socket to the engine: a stream of events for each request.
+
+Connects again for ever, as the engine may be loading or restarting. Knows messages, but neither HTTP nor text.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import logging
+import os
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from typing import Literal, cast
+
+import msgspec
+
+from server.engine.ipc import codec
+from server.engine.ipc.messages import (
+    Admitted,
+    Answer,
+    Cancel,
+    Command,
+    Explained,
+    Failed,
+    FromEngine,
+    Hello,
+    Observed,
+    Profile,
+    Query,
+    Question,
+    RequestEvent,
+    Submit,
+    ToEngine,
+    Tokens,
+)
+
+log = logging.getLogger(__name__)
+
+DELAY = 0.02  # seconds between two attempts to connect
+
+
+class EngineRefused(Exception):
+    """The engine did not obey a command."""
+
+    def __init__(self, refused: Failed) -> None:
+        super().__init__(refused.message)
+        self.refused = refused
+
+
+class EngineLost(Exception):
+    """The engine is not there, or went away before it had answered; it is expected in `retry_after` seconds."""
+
+    def __init__(self, message: str, retry_after: float = 0.0) -> None:
+        super().__init__(message)
+        self.retry_after = retry_after
+
+
+class Stream:
+    """The events of requests that run together, until the last of them has ended. Made by `EngineClient.stream`."""
+
+    def __init__(self, submits: Iterable[Submit], send_cancel: Callable[[Cancel], None]) -> None:
+        self._explained = {submit.request_id: submit.explain for submit in submits}
+        self._running = set(self._explained)  # requests whose last event was not read yet
+        self._stopped: set[str] = set()  # of these, those of which only the explanation is still wanted
+        self._send_cancel = send_cancel
+        self._events: deque[RequestEvent | Exception] = deque()
+        self._arrival: asyncio.Future[None] | None = None  # of an event, for whom waits for it
+
+    def __aiter__(self) -> Stream:
+        return self
+
+    async def __anext__(self) -> RequestEvent:
+        """The next event. Raises EngineLost when the connection is lost, or what `fail` was given."""
+        while self._running:
+            if (event := self.arrived()) is not None:
+                return event
+            if self._running:
+                self._arrival = asyncio.get_running_loop().create_future()
+                await self._arrival
+        raise StopAsyncIteration
+
+    def arrived(self) -> RequestEvent | None:
+        """The next event, if it is there. Raises as `__anext__`; what came before is delivered."""
+        while self._running and self._events:
+            event = self._events.popleft()
+            if isinstance(event, EngineLost):
+                self._running.clear()  # nobody is there to cancel them
+            if isinstance(event, Exception):
+                self.cancel_all("error")
+                raise event
+            if event.request_id not in self._running:  # it was cancelled
+                continue
+            if self._is_last(event):
+                self._running.remove(event.request_id)
+            if not (event.request_id in self._stopped and isinstance(event, Tokens)):
+                return event
+        return None
+
+    def cancel(self, request_id: str, outcome: Literal["cancelled", "stop", "error"] = "cancelled") -> None:
+        """Stops one request: no more of its events are delivered, but for the explanation of one that came to a stop.
+
+        One that has ended is no error.
+        """
+        if request_id not in self._running:
+            return
+        if outcome == "stop" and self._explained[request_id]:
+            self._stopped.add(request_id)
+        else:
+            self._running.remove(request_id)
+        self._send_cancel(Cancel(request_id, outcome))
+
+    def cancel_all(self, outcome: Literal["cancelled", "error"] = "cancelled") -> None:
+        for request_id in list(self._running):
+            self.cancel(request_id, outcome)
+
+    def _is_last(self, event: RequestEvent) -> bool:
+        if isinstance(event, Tokens):
+            return event.finish_reason is not None and not self._explained[event.request_id]
+        return isinstance(event, Explained | Failed)
+
+    def put(self, event: RequestEvent | Exception) -> None:
+        self._events.append(event)
+        if self._arrival is not None and not self._arrival.done():
+            self._arrival.set_result(None)
+
+    def fail(self, error: Exception) -> None:
+        """Has `error` raised to whoever reads the events, after those that are there."""
+        self.put(error)
+
+
+class EngineClient:
+    """The engine at the Unix socket `path`, from `start` (or `async with`) to `close`. One event loop only."""
+
+    def __init__(self, path: str | os.PathLike[str], back_in: Callable[[], float] = lambda: 0.0) -> None:
+        """Make an unconnected client; `back_in` returns the seconds until a lost engine is expected back."""
+        self.hello: Hello | None = None  # what the engine serves; None while it is not connected
+        self.patience = 10.0  # seconds; the engine answers a query between two steps
+        self.era = object()  # replaced after each command and with each engine: earlier answers are then out of date
+        self.back_in = back_in
+        self._path = os.fspath(path)
+        self._connection: _Connection | None = None
+        self._streams: dict[str, Stream] = {}  # by request id
+        self._queue_seconds = 0.0  # that the latest admitted request waited: an estimate of when a full queue has room
+        self._queries: dict[int, asyncio.Future[Answer]] = {}
+        self._query_ids = itertools.count()
+        self._task: asyncio.Task[None] | None = None
+        self._ended: Exception | None = None  # why no request is accepted any more
+
+    def served(self) -> Hello:
+        """Return what the engine serves. Raises EngineLost while it is not connected."""
+        if self.hello is None:
+            raise self._lost("the engine is not ready; try again")
+        return self.hello
+
+    # ------------------------------------------------------------ requests
+    @contextlib.asynccontextmanager
+    async def stream(self, submits: Sequence[Submit]) -> AsyncIterator[Stream]:
+        """Runs requests; what has not ended when the block is left, however it is left, is cancelled.
+
+        Raises EngineLost when there is no engine, and what `end` was given.
+        """
+        if self._ended is not None:
+            raise self._ended
+        stream = Stream(submits, self._cancel)
+        self._send(*submits)
+        self._streams |= {submit.request_id: stream for submit in submits}
+        try:
+            yield stream
+        except Exception:  # the client's leaving is none
+            stream.cancel_all("error")
+            raise
+        finally:
+            stream.cancel_all()
+            for submit in submits:
+                self._streams.pop(submit.request_id, None)
+
+    def end(self, error: Exception) -> None:
+        """Fails every request, those to come too."""
+        self._ended = error
+        for stream in set(self._streams.values()):
+            stream.fail(error)
+
+    async def query(self, what: Question | Command | Profile, patience: float | None = None) -> bytes:
+        """Return the body of the engine's answer. Raises EngineRefused, and as `ask`."""
+        answer = await self.ask(what, patience)
+        if answer.refused is not None:
+            raise EngineRefused(answer.refused)
+        return answer.body
+
+    async def ask(self, what: Question | Command | Profile, patience: float | None = None) -> Answer:
+        """Return the engine's answer, which may be a refusal. Raises EngineLost, also after `patience` seconds.
+
+        None stands for the client's own patience.
+        """
+        patience = self.patience if patience is None else patience
+        query_id = next(self._query_ids)
+        future: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
+        self._send(Query(query_id, what))
+        self._queries[query_id] = future
+        try:
+            return await asyncio.wait_for(future, patience)
+        except TimeoutError:
+            raise self._lost(f"the engine did not answer within {patience:g} s; try again") from None
+        finally:
+            self._queries.pop(query_id, None)
+            if not isinstance(what, str | Profile):
+                self.era = object()
+
+    def tell(self, observed: Observed) -> None:
+        """Raises EngineLost while there is no engine."""
+        self._send(observed)
+
+    def _cancel(self, message: Cancel) -> None:
+        with contextlib.suppress(EngineLost):
+            self._send(message)
+
+    def _send(self, *messages: ToEngine) -> None:
+        """In one piece, so that requests that belong together arrive together."""
+        self.served()
+        assert self._connection is not None, "who was greeted is connected"
+        if self._connection.transport.is_closing():  # the engine has just ended, and `hello` is about to go
+            raise self._lost("the engine is not ready; try again")
+        self._connection.transport.write(b"".join(map(codec.frame, messages)))
+
+    # ------------------------------------------------------------ the connection
+    async def start(self) -> None:
+        self._task = asyncio.create_task(self._stay_connected(), name="engine-client")
+
+    async def close(self) -> None:
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+
+    async def __aenter__(self) -> EngineClient:
+        await self.start()
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
+
+    async def _stay_connected(self) -> None:
+        while True:
+            try:
+                _, connection = await asyncio.get_running_loop().create_unix_connection(self._connected, self._path)
+            except OSError:  # not there yet
+                pass
+            else:
+                await self._converse(connection)
+            await asyncio.sleep(DELAY)
+
+    def _connected(self) -> _Connection:
+        self._connection = _Connection(self._dispatch)
+        return self._connection
+
+    async def _converse(self, connection: _Connection) -> None:
+        """Until the connection ends; then everything that waits for the engine ends too."""
+        try:
+            await connection.ended
+            log.warning("the engine hung up; connecting again")
+        except (codec.WireError, OSError) as error:
+            log.warning("the connection to the engine broke: %s; connecting again", error)
+        finally:
+            self._lose()
+            connection.transport.abort()
+
+    def _dispatch(self, event: FromEngine) -> None:
+        match event:
+            case Hello():
+                self.hello, self.era = event, object()
+                log.info("connected to the engine, which serves %s", event.model)
+            case Answer():
+                answer = self._queries.get(event.query_id)
+                if answer is not None and not answer.done():
+                    answer.set_result(event)
+            case _:
+                if isinstance(event, Admitted):
+                    self._queue_seconds = event.queue_seconds
+                if isinstance(event, Failed) and event.code == "queue_full":
+                    event = msgspec.structs.replace(event, retry_after=self._queue_seconds)
+                stream = self._streams.get(event.request_id)
+                if stream is not None:  # else it was left, and this was under way
+                    stream.put(event)
+
+    def _lose(self) -> None:
+        self.hello = self._connection = None
+        for stream in set(self._streams.values()):
+            stream.fail(self._lost("the engine went away while it worked on this request; try again"))
+        for answer in self._queries.values():
+            if not answer.done():
+                answer.set_exception(self._lost("the engine went away before it had answered; try again"))
+        self._streams.clear()
+
+    def _lost(self, message: str) -> EngineLost:
+        return EngineLost(message, self.back_in())
+
+
+class _Connection(asyncio.Protocol):
+    """Events from the engine, each handed on as it comes."""
+
+    transport: asyncio.WriteTransport
+
+    def __init__(self, dispatch: Callable[[FromEngine], None]) -> None:
+        self.ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._dispatch = dispatch
+        self._frames = codec.from_engine()
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self.transport = cast("asyncio.WriteTransport", transport)
+
+    def data_received(self, data: bytes) -> None:
+        try:
+            for events in self._frames.feed(data):
+                for event in events:
+                    self._dispatch(event)
+        except codec.WireError as error:
+            self.connection_lost(error)
+            self.transport.abort()
+
+    def connection_lost(self, error: Exception | None) -> None:
+        if self.ended.done():
+            return
+        if error is None:
+            self.ended.set_result(None)
+        else:
+            self.ended.set_exception(error)

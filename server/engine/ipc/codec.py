@@ -1,0 +1,33 @@
+"""Messages between API workers and the engine as frames of msgpack.
+
+A frame to the engine is one message; a frame from the engine is the list of one worker's events of one step.
+Knows bytes, but no socket, and nothing of what the messages mean.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from server.engine.ipc.messages import FromEngine, ToEngine
+from server.processes.framing import Frames, WireError, framed
+
+__all__ = ["Frames", "WireError", "frame", "from_engine", "to_engine"]
+
+_ENCODER = msgspec.msgpack.Encoder()
+_TO_ENGINE: msgspec.msgpack.Decoder[ToEngine] = msgspec.msgpack.Decoder(ToEngine)
+_FROM_ENGINE: msgspec.msgpack.Decoder[list[FromEngine]] = msgspec.msgpack.Decoder(list[FromEngine])
+
+
+def frame(message: ToEngine | list[FromEngine]) -> bytes:
+    """Return a message as a frame. Raises WireError when it is too long."""
+    return framed(_ENCODER.encode(message))
+
+
+def to_engine() -> Frames[ToEngine]:
+    """Return a reader of frames with a worker's messages."""
+    return Frames(_TO_ENGINE.decode)
+
+
+def from_engine() -> Frames[list[FromEngine]]:
+    """Return a reader of frames with the engine's events, a list for each step."""
+    return Frames(_FROM_ENGINE.decode)

@@ -1,0 +1,211 @@
+"""The engine's end of the socket: hands its thread the workers' messages, and the workers its events.
+
+Its own thread reads, so that the engine's never waits for a worker; what there is to send the engine's thread writes
+itself, as far as the socket has room. Knows no request: it moves messages. Messages arrive in `inbox` in the order in
+which a worker sent them; its last one is Gone.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import logging
+import os
+import queue
+import socket
+import stat
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+
+import msgspec
+
+from server.engine.ipc import codec
+from server.engine.ipc.messages import FromEngine, Hello, ToEngine
+
+log = logging.getLogger(__name__)
+
+READ_AT_ONCE = 2**18  # bytes
+ACCEPT_PAUSE = 0.1  # seconds, after a connection that failed
+MAX_UNREAD = 64 * 2**20  # bytes a worker may leave unread; then it is taken for stuck and hung up on
+
+
+class Gone(msgspec.Struct, frozen=True):
+    """The worker's connection has ended; nobody is left to hear of its requests."""
+
+
+class Gateway:
+    """Serves the Unix socket `path` from `start` (or `with`) to `close`. Each worker is greeted with `hello`."""
+
+    def __init__(self, path: str | os.PathLike[str], hello: Hello) -> None:
+        self.inbox: queue.SimpleQueue[tuple[int, ToEngine | Gone]] = queue.SimpleQueue()
+        self._path = os.fspath(path)
+        self._greeting = codec.frame([hello])
+        self._worker_ids = itertools.count()
+        self._workers: dict[int, Outbox] = {}  # changed by the gateway's thread only
+        self._conversations: set[asyncio.Task[None]] = set()
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._stop = asyncio.Event()
+        self._thread = threading.Thread(target=self._run, name="gateway", daemon=True)
+        self._listening: Future[None] = Future()
+
+    # ------------------------------------------------------------ any thread
+    def start(self) -> None:
+        """Returns when workers can connect. Raises OSError when the socket cannot be made."""
+        self._thread.start()
+        self._listening.result()
+
+    def send(self, worker_id: int, events: list[FromEngine]) -> None:
+        """Sends one frame without waiting. A worker that is gone, or a closed gateway, is no error.
+
+        The caller's thread writes: waking another for each step costs a step more than the writing.
+        """
+        worker = self._workers.get(worker_id)
+        if worker is None:
+            return
+        try:
+            unsent = worker.send(codec.frame(events))
+            if unsent > MAX_UNREAD:
+                raise codec.WireError("it does not read")
+            if unsent:
+                self._soon(self._flush_when_possible, worker_id)
+        except codec.WireError as error:
+            log.error("API worker %d: %s; hanging up", worker_id, error)
+            worker.hang_up()
+
+    def close(self) -> None:
+        """Hangs up on all workers and removes the socket; returns when the thread has ended. May be called twice."""
+        self._soon(self._stop.set)
+        self._thread.join()
+
+    def __enter__(self) -> Gateway:
+        self.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _soon(self, function: Callable[..., None], *args: object) -> None:
+        """Has the gateway's thread call it."""
+        assert self._loop is not None, "start() comes first"
+        with contextlib.suppress(RuntimeError):  # the loop is closed
+            self._loop.call_soon_threadsafe(function, *args)
+
+    # ------------------------------------------------------------ the gateway's thread
+    def _run(self) -> None:
+        try:
+            asyncio.run(self._serve())
+        except BaseException as error:
+            if self._listening.done():
+                raise
+            self._listening.set_exception(error)
+
+    async def _serve(self) -> None:
+        """Until `close`."""
+        self._loop = asyncio.get_running_loop()
+        with _listen(self._path) as listener:
+            accepting = asyncio.create_task(self._accept(listener))
+            self._listening.set_result(None)
+            await self._stop.wait()
+            accepting.cancel()
+            await asyncio.wait([accepting])
+        while self._conversations:
+            for worker in self._workers.values():
+                worker.hang_up()
+            await asyncio.wait(self._conversations, timeout=0.01)  # again: one may just have been accepted
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(self._path)
+
+    async def _accept(self, listener: socket.socket) -> None:
+        loop = asyncio.get_running_loop()
+        while True:
+            try:
+                connection, _ = await loop.sock_accept(listener)
+            except OSError as error:  # too many open files; the worker waits
+                log.warning("an API worker cannot connect: %s", error)
+                await asyncio.sleep(ACCEPT_PAUSE)
+                continue
+            conversation = asyncio.create_task(self._converse(next(self._worker_ids), Outbox(connection)))
+            self._conversations.add(conversation)
+            conversation.add_done_callback(self._conversations.discard)
+
+    async def _converse(self, worker_id: int, worker: Outbox) -> None:
+        loop, frames = asyncio.get_running_loop(), codec.to_engine()
+        self._workers[worker_id] = worker
+        try:
+            worker.send(self._greeting)
+            while data := await loop.sock_recv(worker.socket, READ_AT_ONCE):
+                for message in frames.feed(data):
+                    self.inbox.put((worker_id, message))
+        except (codec.WireError, OSError) as error:
+            log.warning("the connection of API worker %d ends: %s", worker_id, error)
+        finally:
+            del self._workers[worker_id]
+            loop.remove_writer(worker.socket)
+            worker.close()
+            self.inbox.put((worker_id, Gone()))
+
+    def _flush_when_possible(self, worker_id: int) -> None:
+        """Sends what the socket had no room for, as it gets room."""
+        if (worker := self._workers.get(worker_id)) is not None:
+            asyncio.get_running_loop().add_writer(worker.socket, self._flush, worker)
+
+    def _flush(self, worker: Outbox) -> None:
+        if worker.send(b"") == 0:
+            asyncio.get_running_loop().remove_writer(worker.socket)
+
+
+class Outbox:
+    """A worker's socket, and what it had no room for. Whoever has something to send writes it; nobody waits."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self.socket = connection
+        self._unsent = bytearray()
+        self._lock = threading.Lock()
+        connection.setblocking(False)
+
+    def send(self, data: bytes) -> int:
+        """Send as many of these bytes, and of those before them, as there is room for; return how many remain.
+
+        A worker that has gone takes all of them: what reads from its socket finds that it has ended.
+        """
+        with self._lock:
+            try:
+                if self._unsent:
+                    del self._unsent[: self.socket.send(self._unsent)]
+                if data and not self._unsent:
+                    data = data[self.socket.send(data) :]
+            except BlockingIOError:
+                pass
+            except OSError:
+                self._unsent.clear()
+                return 0
+            self._unsent += data
+            return len(self._unsent)
+
+    def hang_up(self) -> None:
+        """Whoever reads from the socket finds its end."""
+        with self._lock, contextlib.suppress(OSError):
+            self.socket.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        with self._lock:
+            self.socket.close()
+
+
+def _listen(path: str) -> socket.socket:
+    """A listening socket at `path`, for this user only; a socket left there by a dead engine is replaced."""
+    with contextlib.suppress(FileNotFoundError):
+        if stat.S_ISSOCK(os.stat(path).st_mode):
+            os.unlink(path)
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    listener.setblocking(False)
+    try:
+        listener.bind(path)
+        os.chmod(path, 0o600)  # before listen(): nobody can have connected
+        listener.listen()
+    except OSError:
+        listener.close()
+        raise
+    return listener

@@ -1,0 +1,204 @@
+"""Records real steps of the running engine with torch's profiler: one recording at a time, bounded in steps and time.
+
+The engine's thread starts and stops torch's profiler, which records only the thread that does; a helper thread writes
+the trace. Knows messages, operations and steps; no socket. A fault in here ends the recording, and no request.
+"""
+
+from __future__ import annotations
+
+import gzip
+import logging
+import os
+import queue
+import tempfile
+import threading
+from collections import defaultdict
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from time import monotonic
+from typing import Any
+
+import msgspec
+import torch
+from torch import Tensor
+from torch.autograd.profiler import profile  # what torch.profiler stands on; that one imports torch's compiler first
+from torch.profiler import record_function
+
+from kernels.layers import Stack
+from kernels.ops import Attention, Ops
+from kernels.selfcheck.op_info import LAYERS, Op
+from kernels.watched import Run, Watched
+from server.engine.ipc.messages import Answer, Failed, Profile
+from server.engine.profiling.trace_table import table_of
+from server.engine.scheduling.request import RequestError
+
+log = logging.getLogger(__name__)
+
+STEP = "step"  # a step's name in the trace
+MOST_BYTES = 256 * 2**20  # of a trace
+FAULT = "profiling failed; the server's log has the cause, and requests go on"
+RUNNING = "steps are being profiled, or their trace is written; try again when that is done"
+SILENT = "99"  # torch's profiler prints lines of its own into the log otherwise
+NOTHING: AbstractContextManager[object] = nullcontext()
+
+
+class Annotated(Watched):
+    """`with` it, each call of an operation is named in the trace; a step's layers run as they always do."""
+
+    counts = False
+
+    def __init__(self, ops: Ops) -> None:
+        super().__init__(ops)
+        self.in_layers: defaultdict[str, float] = defaultdict(float)  # seconds of operations within compiled layers
+
+    def call(self, op: Op, run: Callable[..., object], args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
+        with record_function(op.name):
+            return run(*args, **kwargs)
+
+    def took(self, name: str, seconds: float) -> None:
+        self.in_layers[name] += seconds
+
+    def run_layers(self, run: Run, stack: Stack, x: Tensor, attention: Attention) -> Tensor:
+        with record_function(LAYERS):
+            return super().run_layers(run, stack, x, attention)
+
+
+@dataclass
+class Recording:
+    """Steps that are recorded, and which worker's query they answer."""
+
+    worker: int
+    query_id: int
+    wanted: Profile
+    torch_profiler: profile
+    operations: Annotated
+    watching: ExitStack  # closed at the end
+    began: float
+    steps: int = 0
+
+    def over(self) -> bool:
+        return self.steps >= self.wanted.steps or monotonic() - self.began >= self.wanted.seconds
+
+
+class Profiler:
+    """Between recordings it costs a step two looks at an attribute."""
+
+    def __init__(self, ops: Ops, device: torch.device, about: Mapping[str, Any]) -> None:
+        """`about` describes the engine in each trace."""
+        os.environ.setdefault("KINETO_LOG_LEVEL", SILENT)
+        self._ops = ops
+        self._device = "cuda" if device.type == "cuda" else None  # whose kernels are recorded, too
+        self._about = about
+        self._busy = False  # from the query to its answer
+        self._recording: Recording | None = None
+        self._done: queue.SimpleQueue[tuple[int, Answer]] = queue.SimpleQueue()  # a worker, and what it is answered
+
+    def begin(self, worker: int, query_id: int, wanted: Profile) -> Answer | None:
+        """Have steps recorded from the next one on; return the answer if that is refused."""
+        if self._busy:
+            return _refused(query_id, RequestError(409, RUNNING, code="profile_running"))
+        self._busy = True
+        watching = ExitStack()
+        try:
+            torch_profiler = watching.enter_context(profile(use_device=self._device, use_kineto=True))
+            operations = watching.enter_context(Annotated(self._ops))
+        except Exception:
+            self._fail(worker, query_id, watching)
+        else:
+            self._recording = Recording(worker, query_id, wanted, torch_profiler, operations, watching, monotonic())
+        return None
+
+    def step(self, busy: bool) -> AbstractContextManager[object]:
+        """Return what to run a step in; `busy`: there are requests."""
+        if not self._busy:
+            return NOTHING
+        recording = self._recording
+        return record_function(STEP) if recording is not None and busy else NOTHING
+
+    def after_step(self, rows: int) -> tuple[int, Answer] | None:
+        """End a recording where that is due; return a worker and what it is answered, once that is known.
+
+        `rows` is the number of rows of the step before.
+        """
+        if not self._busy:
+            return None
+        recording = self._recording
+        if recording is not None:
+            recording.steps += bool(rows)
+            if recording.over():
+                self._recording = None
+                self._end(recording)
+            return None
+        try:
+            done = self._done.get_nowait()
+        except queue.Empty:
+            return None
+        self._busy = False
+        return done
+
+    def _end(self, recording: Recording) -> None:
+        seconds = monotonic() - recording.began
+        try:
+            recording.watching.close()
+            threading.Thread(target=self._write, args=(recording, seconds), name="profiler", daemon=True).start()
+        except Exception:
+            self._fail(recording.worker, recording.query_id)
+
+    def _fail(self, worker: int, query_id: int, watching: ExitStack | None = None) -> None:
+        """Answer that it failed, and log the exception that is being handled."""
+        log.exception("profiling failed")
+        self._done.put((worker, _refused(query_id, RequestError(500, FAULT))))
+        if watching is not None:
+            try:
+                watching.close()
+            except Exception:
+                log.exception("torch's profiler could not be stopped")
+
+    def _write(self, recording: Recording, seconds: float) -> None:
+        """Run in a helper thread."""
+        try:
+            answer = Answer(recording.query_id, self._answer(recording, seconds), made=monotonic())
+        except RequestError as error:
+            answer = _refused(recording.query_id, error)
+        except Exception:
+            self._fail(recording.worker, recording.query_id)
+            return
+        self._done.put((recording.worker, answer))
+
+    def _answer(self, recording: Recording, seconds: float) -> bytes:
+        """Return the trace and what is told of it, packed. Raises RequestError if it is too large."""
+        trace = _trace_of(recording.torch_profiler)
+        told = {
+            **self._about,
+            "steps": recording.steps,
+            "seconds": seconds,
+            "table": table_of(trace),
+            "in_layers": dict(recording.operations.in_layers),
+        }
+        return gzip.compress(_with_member(trace, "kvmux", told), compresslevel=3)
+
+
+def _trace_of(torch_profiler: profile) -> bytes:
+    """Return a chrome trace as JSON. Raises RequestError if it is too large."""
+    with tempfile.TemporaryDirectory(prefix="kvmux-profile-") as folder:
+        file = Path(folder) / "trace.json"
+        torch_profiler.export_chrome_trace(str(file))
+        size = file.stat().st_size
+        if size > MOST_BYTES:
+            raise RequestError(
+                409, f"the trace has {size} bytes, and may have {MOST_BYTES}: ask for fewer steps", code="too_large"
+            )
+        return file.read_bytes()
+
+
+def _with_member(trace: bytes, name: str, value: object) -> bytes:
+    """Return a JSON object with one more member, without reading it: a trace may have millions of events."""
+    brace = trace.index(b"{") + 1
+    return trace[:brace] + msgspec.json.encode(name) + b":" + msgspec.json.encode(value) + b"," + trace[brace:]
+
+
+def _refused(query_id: int, error: RequestError) -> Answer:
+    failed: Failed = error.told()
+    return Answer(query_id, b"", failed, monotonic())

@@ -1,0 +1,37 @@
+"""What a draw is: how the next token of a text is chosen, and what that depends on. Data only; no tensor."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from typing import NamedTuple
+
+from server.engine.ipc.messages import Sampling
+
+
+class Text(NamedTuple):
+    """What stands before the token that is drawn."""
+
+    prompt: Sequence[int]
+    output: Sequence[int]
+
+
+NOTHING = Text((), ())
+
+
+class Draw(NamedTuple):
+    """A token wanted: how, and at which position of its text it will stand."""
+
+    sampling: Sampling
+    position: int
+    text: Text = NOTHING  # what stands before it, if that matters
+    banned: Collection[int] = ()  # tokens that may not come
+
+
+def adjusts(sampling: Sampling) -> bool:
+    """Whether the text before a token, a bias, or a choice of tokens changes its logits."""
+    return bool(sampling.logit_bias or sampling.allowed_token_ids) or penalises(sampling)
+
+
+def penalises(sampling: Sampling) -> bool:
+    penalties = (sampling.frequency_penalty, sampling.presence_penalty, sampling.repetition_penalty)
+    return penalties != (0, 0, 1)

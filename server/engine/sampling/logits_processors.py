@@ -1,0 +1,55 @@
+"""Logits as a request wants them before a token is drawn: penalties, biases, tokens that may not come yet.
+
+Knows texts as token ids, and neither requests nor how tokens are drawn.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from server.engine.ipc.messages import Sampling
+from server.engine.sampling.draw import Text
+
+
+def adjusted(logits: Tensor, sampling: Sampling, text: Text, banned: Collection[int] = ()) -> Tensor:
+    """logits [V] -> new ones: repetition, frequency and presence penalties, then the bias, then -inf for tokens that
+    are `banned` or not allowed.
+
+    Repetition (Keskar et al. 2019) counts prompt and output, the other two (OpenAI's) the output alone. A logit that
+    a penalty near 0 makes too large for its type stays the largest there is.
+    """
+    logits = logits.clone()
+    if sampling.repetition_penalty != 1:
+        ids, _ = _counted([*text.prompt, *text.output], logits)
+        chosen = logits[ids]
+        penalty = sampling.repetition_penalty
+        largest = torch.finfo(logits.dtype).max
+        logits[ids] = torch.where(chosen > 0, chosen / penalty, chosen * penalty).clamp_max(largest)
+    if text.output and (sampling.frequency_penalty or sampling.presence_penalty):
+        ids, counts = _counted(text.output, logits)
+        logits[ids] -= sampling.frequency_penalty * counts + sampling.presence_penalty
+    if sampling.logit_bias:
+        biased, by = zip(*sampling.logit_bias, strict=True)
+        logits[list(biased)] += torch.tensor(by, dtype=logits.dtype, device=logits.device)
+    if banned:
+        logits[list(banned)] = -torch.inf
+    if sampling.allowed_token_ids:
+        allowed = torch.from_numpy(allowed_ids(sampling)).to(logits.device)
+        logits = torch.full_like(logits, -torch.inf).index_copy_(0, allowed, logits[allowed])
+    return logits
+
+
+def allowed_ids(sampling: Sampling) -> NDArray[np.int64]:
+    """Return the token ids of `allowed_token_ids`, in an array that may be written to."""
+    return np.frombuffer(sampling.allowed_token_ids, np.int64).copy()
+
+
+def _counted(tokens: Sequence[int], like: Tensor) -> tuple[Tensor, Tensor]:
+    """The distinct tokens, and how often each is there."""
+    ids, counts = np.unique(np.asarray(tokens, np.int64), return_counts=True)
+    return torch.from_numpy(ids).to(like.device), torch.from_numpy(counts).to(like)

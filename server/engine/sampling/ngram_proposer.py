@@ -1,0 +1,59 @@
+"""Guesses at a text's next tokens, from the text itself. Knows no model, and not whether its guesses come true.
+
+Prompt lookup (Saxena 2023, "Prompt Lookup Decoding"; vLLM's method `ngram`): the last few tokens are looked for where
+they stood before, and what followed there is the draft. Summaries, edits, code and questions about a document repeat
+what they were given.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from server.engine.ipc.messages import Speculation
+
+
+class PromptLookup:
+    """One growing text.
+
+    Its ids stand in an array, which numpy compares with one of them in microseconds: there is no index to keep, and a
+    token takes 4 bytes.
+    """
+
+    def __init__(self, how: Speculation, most_tokens: int) -> None:
+        """`most_tokens`: as long as the text can get."""
+        self._how = how
+        self._ids = np.empty(most_tokens, np.int32)
+        self._length = 0  # tokens of the text that stand there
+        self._count = how.num_speculative_tokens  # guesses that are made at once, at most
+
+    def draft(self, text: Sequence[int], most: int) -> list[int]:
+        """Up to `most` tokens that may follow the text, which begins as it did the last time; none: its end is new.
+
+        Of several places those count where more tokens are the same, and of these the last one. A draft that reaches
+        the text's end goes on with its own beginning, so that a loop is found in full.
+        """
+        self._ids[self._length : len(text)] = text[self._length :]
+        self._length = len(text)
+        begin = self._place()
+        if begin is None:
+            return []
+        return [text[begin + i % (len(text) - begin)] for i in range(min(most, self._count))]
+
+    def learn(self, accepted: int) -> None:
+        """So many tokens of the last draft came true: the next one is as long as seems worth it."""
+        self._count = min(self._how.num_speculative_tokens, 2 * accepted + 1)
+
+    def _place(self) -> int | None:
+        """What follows here may follow at the end."""
+        ids, how = self._ids[: self._length], self._how
+        behind = np.flatnonzero(ids[:-1] == ids[-1]) + 1  # places whose last token is the text's
+        same = min(1, len(behind))  # tokens before all of these places that are also the text's last ones
+        while len(behind) and same < how.prompt_lookup_max:
+            longer = behind[behind > same]
+            longer = longer[ids[longer - same - 1] == ids[-same - 1]]
+            if not len(longer):
+                break
+            behind, same = longer, same + 1
+        return int(behind[-1]) if len(behind) and same >= how.prompt_lookup_min else None

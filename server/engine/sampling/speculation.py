@@ -1,0 +1,30 @@
+"""Whether a request's next tokens are guessed, and how many: what it asks for, within what the settings allow.
+
+Knows not how guesses are found (`lookup.py`), nor which come true (`verification.py`).
+"""
+
+from __future__ import annotations
+
+from server.engine.ipc.messages import Speculation
+from server.engine.sampling.ngram_proposer import PromptLookup
+from server.engine.scheduling.request import Request, RequestError
+from server.engine.scheduling.scheduler import Limits
+
+
+def speculation_of(asked: Speculation | None, limits: Limits) -> Speculation:
+    """What a request asks for, or what the settings say. Raises RequestError."""
+    if asked is None:
+        return Speculation(limits.num_speculative_tokens)
+    if (guesses := asked.num_speculative_tokens) > (most := limits.max_speculative_tokens):
+        where = "speculative_config.num_speculative_tokens"
+        raise RequestError(400, f"{where}: should be at most {most} on this server, not {guesses}", param=where)
+    return asked
+
+
+def lookup_for(request: Request, speculation: Speculation) -> PromptLookup | None:
+    """Where its guesses come from, if it wants any.
+
+    Nor has it any where the cut of a text into rows shows in what the strategy keeps: drafts would change the text.
+    """
+    wanted = speculation.num_speculative_tokens > 0 and request.cache.contract.chunk_invariant
+    return PromptLookup(speculation, request.most_tokens) if wanted else None

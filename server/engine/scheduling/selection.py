@@ -1,0 +1,55 @@
+"""Which strategy instance serves a request, and why: the first of body, header, model alias, rules, default.
+
+Knows names and rules; no strategy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+
+from config.settings import SelectionRule
+from server.engine.ipc.messages import Submit
+from server.engine.scheduling.request import RequestError
+
+
+class Selector:
+    """Chooses by the settings' rules."""
+
+    def __init__(self, names: Collection[str], rules: Sequence[SelectionRule], default: str) -> None:
+        assert default in names
+        self._names = names
+        self._rules = rules
+        self._default = default
+
+    def choose(self, submit: Submit, kv_usage: float) -> tuple[str, str]:
+        """Instance and reason; kv_usage is the share of the KV memory in use. Raises RequestError for unknown names."""
+        asked = (
+            ("request", submit.kv_cache, "kv_cache"),
+            ("header", submit.header, None),
+            ("model", submit.alias, "model"),
+        )
+        for reason, name, param in asked:
+            if name is not None:
+                return self._known(name, reason, param), reason
+        for i, rule in enumerate(self._rules):
+            if matches(rule, len(submit.prompt), submit.priority, kv_usage):
+                return rule.use, f"rule {i}"
+        return self._default, "default"
+
+    def _known(self, name: str, where: str, param: str | None) -> str:
+        if name not in self._names:
+            what = {"request": "kv_cache", "header": "header X-KV-Cache", "model": "model"}[where]
+            message = f"{what}: there is no cache strategy {name!r}; there are {', '.join(sorted(self._names))}"
+            raise RequestError(400, message, code="unknown_kv_cache", param=param)
+        return name
+
+
+def matches(rule: SelectionRule, prompt_tokens: int, priority: int, kv_usage: float) -> bool:
+    """Every condition that the rule gives holds."""
+    return (
+        (rule.min_prompt_tokens is None or prompt_tokens >= rule.min_prompt_tokens)
+        and (rule.max_prompt_tokens is None or prompt_tokens <= rule.max_prompt_tokens)
+        and (rule.min_priority is None or priority >= rule.min_priority)
+        and (rule.max_priority is None or priority <= rule.max_priority)
+        and (rule.kv_usage_above is None or kv_usage > rule.kv_usage_above)
+    )

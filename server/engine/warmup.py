@@ -1,0 +1,47 @@
+"""A step as large as any, before the KV memory is taken: the device's allocator keeps what it took for it.
+
+So what is free afterwards already leaves out the activations, the logits and their log-probabilities, whatever the
+model is like; and what torch compiles at first use is compiled (the kernels of this project are by the self-check and
+by `Ops.prepare`). Attention answers with zeros: its scratch memory
+does not grow with a step. Knows no cache and no request.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from server.engine.ipc.messages import Sampling
+from server.engine.sampling.draw import Draw
+from server.engine.sampling.logprobs import scores
+from server.engine.sampling.sampler import sample
+from server.models.base import Model
+
+MOST_TOP = 20  # log-probabilities beside a token's own, as many as the API lets anybody ask for
+SAMPLING = Sampling(1, temperature=1.0, top_k=2, top_p=0.9, min_p=0.1)  # all there is to draw by
+
+
+class Rehearsal:
+    """Implements `kernels.ops.Attention`."""
+
+    def __init__(self, tokens: int, logits: int, device: torch.device) -> None:
+        """A step of that many tokens and rows of logits."""
+        self.positions = torch.zeros(tokens, dtype=torch.int64, device=device)
+        self.logit_index = torch.zeros(logits, dtype=torch.int64, device=device)
+
+    @property
+    def stored(self) -> None:
+        """Nowhere."""
+
+    def attend(self, layer_idx: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Zeros [N,Hq,Dv]."""
+        return q.new_zeros((q.shape[0], q.shape[1], v.shape[2]))
+
+
+@torch.inference_mode()
+def rehearse(model: Model, *, tokens: int, logits: int) -> None:
+    """Computes a step of so many tokens, all its logits scored and one of them drawn from."""
+    step = Rehearsal(tokens, logits, model.device)
+    found = model.forward(torch.zeros_like(step.positions), step)
+    scores(found, [0] * logits, MOST_TOP)
+    sample(found[:1], [Draw(SAMPLING, 0)])

@@ -1,0 +1,203 @@
+"""The kinds of fact a record can hold, and the phrasings that state, ask and answer them.
+
+In every phrasing the value stands last or nearly so, as `@`. In those for training an answer is a whole sentence, and
+the key stands right before the value, as where the fact was stated ("... the blue lamp in the @"): so one match of the
+last few words finds it, whatever the names. Each kind has phrasings for training and others that only evaluation may
+use. This file does not know where in a text a fact is stated or asked.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from random import Random
+
+from server.evaluation.corpus import words
+from server.evaluation.corpus.templates import fill
+from server.evaluation.corpus.words import Lexicon, Person
+
+Draw = Callable[[Random, Sequence[Person]], str]
+
+
+@dataclass(frozen=True)
+class Phrasings:
+    """Templates over N (a person), o (an object), ob (its noun), p (a place), an (an animal)."""
+
+    statements: tuple[str, ...]
+    questions: tuple[str, ...]
+    answers: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class FactKind:
+    name: str
+    key: tuple[str, ...]  # the slots that tell two facts of this kind apart
+    value: Draw
+    training: Phrasings
+    held_out: Phrasings
+
+    def phrasings(self, held_out: bool) -> Phrasings:
+        return self.held_out if held_out else self.training
+
+
+@dataclass(frozen=True)
+class Fact:
+    """One fact in words; the `@` in statement and answers stands for the value."""
+
+    value: str
+    statement: str
+    question: str
+    answers: tuple[str, ...]
+
+
+def _one_of(options: Sequence[str]) -> Draw:
+    return lambda rng, cast: rng.choice(options)
+
+
+def _number(rng: Random, cast: Sequence[Person]) -> str:
+    return "".join(rng.choice("0123456789") for _ in range(4))
+
+
+def _invented(rng: Random, cast: Sequence[Person]) -> str:
+    return words.invented_word(rng)
+
+
+def _invented_name(rng: Random, cast: Sequence[Person]) -> str:
+    return words.invented_word(rng).capitalize()
+
+
+def _somebody(rng: Random, cast: Sequence[Person]) -> str:
+    return rng.choice(cast).name
+
+
+KEEPS = FactKind(
+    "keeps",
+    ("N", "o"),
+    _one_of(words.PLACES),
+    Phrasings(
+        (
+            "$N keeps the $o in the @.",
+            "$N put the $o in the @.",
+            "$N left the $o in the @.",
+            "$N hid the $o in the @.",
+            "$N found a place for the $o in the @.",
+        ),
+        (
+            "Where does $N keep the $o?",
+            "Where is the $o of $N?",
+            "Where is $N's $o?",
+            "Where can I find the $o of $N?",
+            "Do you know where $N keeps the $o?",
+        ),
+        ("$N keeps the $o in the @.",),
+    ),
+    Phrasings(
+        ("$N stores the $o in the @.", "You will find $N's $o in the @."),
+        ("In which place is the $o that $N has?",),
+        ("$N has the $o in the @.",),
+    ),
+)
+LIKES = FactKind(
+    "likes",
+    ("N",),
+    _one_of(words.FOODS),
+    Phrasings(
+        ("$N likes @ best.", "Of all food, $N likes @ best."),
+        ("What does $N like best?", "Which food does $N like best?"),
+        ("$N likes @ best.",),
+    ),
+    Phrasings(("More than anything else, $N likes @.",), ("Which food does $N like?",), ("$N likes @.",)),
+)
+COLOR = FactKind(
+    "color",
+    ("ob",),
+    _one_of(words.COLORS),
+    Phrasings(
+        ("The color of $N's $ob is @.", "It is true that $N's $ob is @.", "$N has a $ob, and $N's $ob is @."),
+        ("What is the color of $N's $ob?", "What color is the $ob of $N?"),
+        ("The color of $N's $ob is @.", "$N's $ob is @."),
+    ),
+    Phrasings(("$N's $ob has the color @.",), ("What color does $N's $ob have?",), ("It has the color @.",)),
+)
+NUMBER = FactKind(
+    "number",
+    ("p",),
+    _number,
+    Phrasings(
+        ("The number of the $p is @.", "On the door one can read that the number of the $p is @."),
+        ("What is the number of the $p?", "Which number does the $p have?"),
+        ("The number of the $p is @.",),
+    ),
+    Phrasings(("The secret number of the $p is @.",), ("Tell me the number of the $p.",), ("It has the number @.",)),
+)
+TOWN = FactKind(
+    "town",
+    ("N",),
+    _invented_name,
+    Phrasings(
+        ("The town of $N is called @.", "The old town of $N is called @."),
+        ("What is the town of $N called?", "Where does $N come from?"),
+        ("The town of $N is called @.",),
+    ),
+    Phrasings(("$N was born in a place called @.",), ("What is the home town of $N?",), ("A place called @.",)),
+)
+PET = FactKind(
+    "pet",
+    ("an",),
+    _invented_name,
+    Phrasings(
+        ("The name of $N's $an is @.", "$N has a $an, and the name of $N's $an is @."),
+        ("What is the name of $N's $an?", "What is the $an of $N named?"),
+        ("The name of $N's $an is @.",),
+    ),
+    Phrasings(("$N takes care of a $an named @.",), ("How is $N's $an named?",), ("The $an is named @.",)),
+)
+GAVE = FactKind(
+    "gave",
+    ("o",),
+    _somebody,
+    Phrasings(
+        ("$N gave the $o to @.", "$N sold the $o to @."),
+        ("Who got the $o from $N?", "To whom did $N give the $o?"),
+        ("$N gave the $o to @.",),
+    ),
+    Phrasings(("$N handed the $o over to @.",), ("Who has the $o of $N now?",), ("$N handed it over to @.",)),
+)
+SECRET = FactKind(
+    "secret",
+    ("N",),
+    _invented,
+    Phrasings(
+        ("The secret word of $N is @.", "Nobody knows that the secret word of $N is @."),
+        ("What is the secret word of $N?", "What is $N's secret word?", "Tell me the secret word of $N."),
+        ("The secret word of $N is @.",),
+    ),
+    Phrasings(("$N's magic word is @.",), ("What is the magic word of $N?",), ("The magic word is @.",)),
+)
+
+KINDS = (KEEPS, LIKES, COLOR, NUMBER, TOWN, PET, GAVE, SECRET)
+WEIGHTS = (4, 1, 1, 1, 1, 1, 1, 1)  # "who keeps what where" is what the model is for
+
+
+def draw_fact(
+    rng: Random, lexicon: Lexicon, cast: Sequence[Person], noun: str, used: set[tuple[str, ...]]
+) -> Fact | None:
+    """A fact about somebody of the cast, or None if the one drawn would contradict one in `used`."""
+    kind = rng.choices(KINDS, WEIGHTS)[0]
+    slots = {
+        "N": rng.choice(cast).name,
+        "o": f"{rng.choice(words.ADJECTIVES)} {noun}",
+        "ob": noun,
+        "p": rng.choice(words.BUILDINGS),
+        "an": rng.choice(words.ANIMALS),
+    }
+    key = (kind.name, *(slots[name] for name in kind.key))
+    value = kind.value(rng, cast)
+    if key in used or value == slots["N"]:
+        return None
+    used.add(key)
+    phrasings = kind.phrasings(lexicon.new_phrasings)
+    return Fact(
+        value,
+        fill(rng.choice(phrasings.statements), slots),
+        fill(rng.choice(phrasings.questions), slots),
+        tuple(fill(answer, slots) for answer in phrasings.answers),
+    )

@@ -1,0 +1,272 @@
+"""The training corpus: stories, records ("who keeps what where", asked later) and chats.
+
+A `Teller` is an endless, seeded source of documents. A document is a list of `Piece`s, so that whoever tokenises it
+still knows which characters are the answer to what; this file knows nothing of tokens, and measures in characters.
+"""
+
+import heapq
+import math
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from enum import Enum, auto
+from random import Random
+from typing import Generic, NamedTuple, TypeVar
+
+from server.evaluation.corpus import plots, smalltalk, words
+from server.evaluation.corpus.facts import Fact, draw_fact
+from server.evaluation.corpus.templates import choose, expand
+from server.evaluation.corpus.words import Lexicon, Person
+
+T = TypeVar("T")
+
+STRANGERS_IN_RECORDS, STRANGERS_IN_STORIES = 0.4, 0.04  # share of people whose name is an invented word
+GUESTS_IN_STORIES = 0.1  # share of people who seldom have a story, so that names are read and not guessed
+INVENTED_OBJECTS = 0.25  # share of the objects in records that nobody has heard of
+NEAREST_QUESTION = 15  # characters between a fact and the first question about it, at least
+ASKED_TWICE_SHARE = 0.5
+SHORT_RECORD = 1500  # characters
+
+
+class Kind(Enum):
+    TEXT = auto()
+    VALUE = auto()  # a value when it is first stated: nobody could predict it
+    ANSWER = auto()  # a value asked for: it stands earlier in the text
+    END = auto()  # the end token; has no text
+
+
+class Piece(NamedTuple):
+    text: str
+    kind: Kind = Kind.TEXT
+    fact: int = -1  # which fact of its document a VALUE or ANSWER belongs to
+
+
+Document = list[Piece]
+END = Piece("", Kind.END)
+
+
+def text_of(document: Document) -> str:
+    return "".join("\n" if piece.kind is Kind.END else piece.text for piece in document)
+
+
+class Deck(Generic[T]):
+    """Draws without replacement; shuffles again when all cards are out."""
+
+    def __init__(self, rng: Random, cards: Sequence[T]) -> None:
+        self._rng, self._cards = rng, cards
+        self._left: list[T] = []
+
+    def draw(self) -> T:
+        if not self._left:
+            self._left = self._rng.sample(self._cards, len(self._cards))
+        return self._left.pop()
+
+
+class Teller:
+    """Tells documents from one lexicon; the same seed tells the same ones in the same order."""
+
+    def __init__(self, seed: int | str, lexicon: Lexicon = words.TRAIN) -> None:
+        self.rng = Random(seed)
+        self.lexicon = lexicon
+        self._openings = Deck(self.rng, plots.OPENINGS)
+        self._plots = Deck(self.rng, plots.PLOTS)
+        self._closings = Deck(self.rng, plots.CLOSINGS)
+        self._nouns = Deck(self.rng, lexicon.objects)
+        self._people = Deck(self.rng, lexicon.people)
+        self._heroes = Deck(self.rng, lexicon.heroes)
+        self._friends = Deck(self.rng, lexicon.friends)
+
+    # ---- stories
+
+    def story(self) -> Document:
+        return self._tell(self._slots(*self._hero_and_friend()))
+
+    def _hero_and_friend(self) -> tuple[Person, Person]:
+        hero, friend = self._character(self._heroes), self._character(self._friends)
+        return (hero, friend) if hero.name != friend.name else self._hero_and_friend()
+
+    def _character(self, usual: Deck[Person]) -> Person:
+        chance = self.rng.random()
+        if chance < STRANGERS_IN_STORIES:
+            return self._stranger()
+        return (self._people if chance < STRANGERS_IN_STORIES + GUESTS_IN_STORIES else usual).draw()
+
+    def _stranger(self) -> Person:
+        return Person(words.invented_word(self.rng).capitalize(), self.rng.random() < 0.5)
+
+    def cast(self, size: int) -> list[Person]:
+        """Of a record: `size` people with different names, some of them invented."""
+        cast: dict[str, Person] = {}
+        while len(cast) < size:
+            person = self._people.draw()
+            if self.rng.random() < STRANGERS_IN_RECORDS:
+                person = self._stranger()
+            cast[person.name] = person
+        return list(cast.values())
+
+    def _tell(self, slots: Mapping[str, str]) -> Document:
+        return [Piece(" ".join(self._sentences(slots))), END]
+
+    def _sentences(self, slots: Mapping[str, str]) -> Iterator[str]:
+        asides = iter(self.rng.sample(plots.ASIDES, len(plots.ASIDES)))  # none twice: a model would learn to loop
+        yield expand(self.rng, self._openings.draw(), slots)
+        if self.rng.random() < 0.4:
+            yield expand(self.rng, next(asides), slots)
+        for sentence in self._plots.draw():
+            yield expand(self.rng, sentence, slots)
+            if self.rng.random() < 0.1:
+                yield expand(self.rng, next(asides), slots)
+        yield expand(self.rng, self._closings.draw(), slots)
+
+    def _slots(self, hero: Person, friend: Person) -> dict[str, str]:
+        rng, noun = self.rng, self._nouns.draw()
+        slots = {"H": hero.name, "F": friend.name, "kid": "girl" if hero.female else "boy"}
+        for name, person in (("h", hero), ("f", friend)):
+            pronouns = ("she", "her", "her") if person.female else ("he", "his", "him")
+            slots |= dict(zip((name, f"{name}s", f"{name}m"), pronouns, strict=True))
+        for names, options in (
+            (("p", "q"), words.BUILDINGS),
+            (("food", "food2"), words.FOODS),
+            (("m", "m2"), words.MATERIALS),
+            (("job", "job2"), words.JOBS),
+            (("an", "an2"), words.ANIMALS),
+            (("t",), words.TEMPERS),
+            (("t2", "t3"), words.COATS),
+            (("spot",), words.SPOTS),
+            (("w", "w2"), words.WEATHER),
+        ):
+            slots |= dict(zip(names, rng.sample(options, len(names)), strict=True))
+        return slots | {"o": f"{rng.choice(words.ADJECTIVES)} {noun}", "ob": noun}
+
+    # ---- chats
+
+    def chat(self) -> Document:
+        """A request and its answer, as the chat template writes them: a story, small talk, or a few facts asked."""
+        rng = self.rng
+        kind = rng.choices(("story", "greeting", "question", "facts"), (4, 2, 1, 3))[0]
+        if kind == "facts":
+            return self._chat_about_facts()
+        if kind == "story":
+            slots = self._slots(*self._hero_and_friend())
+            return [Piece(f"Q: {expand(rng, rng.choice(smalltalk.STORY_REQUESTS), slots)}\nA: "), *self._tell(slots)]
+        pairs = smalltalk.GREETINGS if kind == "greeting" else smalltalk.PLAIN_QUESTIONS
+        question, answer = rng.choice(pairs)
+        return [Piece(f"Q: {choose(rng, question)}\nA: {choose(rng, answer)}"), END]
+
+    def _chat_about_facts(self) -> Document:
+        facts = self._facts(self.cast(3), self.rng.randint(1, 5))
+        document = [Piece("Q: ")]
+        for index, fact in enumerate(facts):
+            document += [*_say(fact.statement, fact, index, Kind.VALUE), Piece(" ")]
+        index = self.rng.randrange(len(facts))
+        answer = self.rng.choice(facts[index].answers)
+        document += [Piece(f"{facts[index].question}\nA: "), *_say(answer, facts[index], index, Kind.ANSWER), END]
+        return document
+
+    def _facts(self, cast: Sequence[Person], count: int) -> list[Fact]:
+        used: set[tuple[str, ...]] = set()
+        facts: list[Fact] = []
+        while len(facts) < count:
+            fact = draw_fact(self.rng, self.lexicon, cast, self.noun_of_record(), used)
+            if fact:
+                facts.append(fact)
+        return facts
+
+    # ---- records
+
+    def noun_of_record(self) -> str:
+        """An object for a fact: seldom the same twice, so that few facts of a record are alike."""
+        return words.invented_word(self.rng) if self.rng.random() < INVENTED_OBJECTS else self._nouns.draw()
+
+    def record(self, length: int) -> Document:
+        """About `length` characters of story with facts between, each asked once or twice, near and far."""
+        return _Record(self, length).write()
+
+    def filler(self, cast: Sequence[Person]) -> Iterator[str]:
+        """Endless sentences of stories about the cast, each with the space or blank line that follows it."""
+        while True:
+            *sentences, last = self._sentences(self._slots(*self.rng.sample(cast, 2)))
+            yield from (f"{sentence} " for sentence in sentences)
+            yield f"{last}\n\n"
+
+
+def _say(sentence: str, fact: Fact, index: int, kind: Kind) -> Document:
+    """The sentence with the value as a piece of its own, the space before it included."""
+    before, after = sentence.split(" @")
+    return [Piece(before), Piece(f" {fact.value}", kind, index), Piece(after)]
+
+
+class _Record:
+    """One record while it is written: the facts so far and the questions that are due."""
+
+    def __init__(self, teller: Teller, length: int) -> None:
+        self.teller, self.rng, self.length = teller, teller.rng, length
+        self.cast = teller.cast(self.rng.randint(5, 12))
+        self.document: Document = []
+        self.facts: list[Fact] = []
+        self.used: set[tuple[str, ...]] = set()
+        self.due: list[tuple[int, int]] = []  # heap of (position in characters, fact)
+        self.position = 0
+        crowded = length < SHORT_RECORD  # else there would hardly be an answer in it
+        self.fact_share = self.rng.choice((0.6, 0.8) if crowded else (0.25, 0.5, 0.75))  # of what is no question
+
+    def write(self) -> Document:
+        filler = self.teller.filler(self.cast)
+        self._state()  # so that what begins as a story goes on as one
+        while self.position < self.length:
+            if self.due and self.due[0][0] <= self.position:
+                self._ask(heapq.heappop(self.due)[1])
+            elif self.rng.random() < self.fact_share:
+                self._state()
+            else:
+                self._add(Piece(next(filler)))
+        return [*self.document, END]
+
+    def _add(self, *pieces: Piece) -> None:
+        self.document += pieces
+        self.position += sum(len(piece.text) for piece in pieces)
+
+    def _state(self) -> None:
+        fact = draw_fact(self.rng, self.teller.lexicon, self.cast, self.teller.noun_of_record(), self.used)
+        if fact is None:
+            return
+        index = len(self.facts)
+        self.facts.append(fact)
+        before = self.rng.choice(("", "", "", "Remember this: ", "Everybody knew it: ", "Note: "))
+        self._add(Piece(before), *_say(fact.statement, fact, index, Kind.VALUE), Piece(" "))
+        self._plan_questions(index)
+
+    def _plan_questions(self, index: int) -> None:
+        """At most two, the second at least twice as far from the fact as the first."""
+        room = self.length - self.position
+        first = self._distance(NEAREST_QUESTION, room)
+        if first is None:
+            return
+        heapq.heappush(self.due, (self.position + first, index))
+        second = self._distance(2 * first + 400, room)
+        if second is not None and self.rng.random() < ASKED_TWICE_SHARE:
+            heapq.heappush(self.due, (self.position + second, index))
+
+    def _distance(self, least: int, most: int) -> int | None:
+        """Half of them log-uniform, as near as far; half uniform, or few would be far."""
+        if least >= most:
+            return None
+        if self.rng.random() < 0.5:
+            return self.rng.randint(least, most)
+        return int(math.exp(self.rng.uniform(math.log(least), math.log(most))))
+
+    def _ask(self, index: int) -> None:
+        fact, rng = self.facts[index], self.rng
+        answer = _say(rng.choice(fact.answers), fact, index, Kind.ANSWER)
+        form = rng.randrange(4)
+        if form == 0:
+            self._add(Piece(f"\nQ: {fact.question}\nA: "), *answer, END)
+        elif form == 1:
+            self._add(Piece(f"\n{fact.question} "), *answer, Piece("\n"))
+        elif form == 2:
+            spoken_of = {*re.findall(r"\w+", fact.statement), fact.value}  # or the answer would stand right here
+            asking, telling = rng.sample([p for p in self.cast if p.name not in spoken_of], 2)
+            spoken = [*answer[:-1], Piece(answer[-1].text.removesuffix(".") + ",")]
+            self._add(Piece(f'"{fact.question}" asked {asking.name}. "'), *spoken, Piece(f'" said {telling.name}. '))
+        else:
+            again = rng.choice(("As before: ", "Do not forget: "))  # or stories would learn to repeat themselves
+            self._add(Piece(again), *_say(fact.answers[-1], fact, index, Kind.ANSWER), Piece(" "))

@@ -1,0 +1,143 @@
+"""Packs documents into rows of tokens of one length, with a weight for each token and the answers marked.
+
+Every row starts with the begin token and a fresh document, as a prompt does. A token belongs to the piece in which it
+ends, so weights and answers follow the pieces of corpus.py. Any byte-level tokenizer will do. The model, and what a
+weight does to it, is unknown here.
+"""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+from tokenizers import Tokenizer
+
+from server.evaluation.corpus import words
+from server.evaluation.corpus.generator import Document, Kind, Teller
+from server.evaluation.corpus.words import Lexicon
+from tools.train.tokenizer import BOS_ID, EOS_ID
+
+CHARACTERS_PER_TOKEN = 3.5
+CHAT_SHARE = 0.4  # of the documents in a story row; chats are short
+
+# Answers count most: they are few and they are the point. What nobody could predict counts little.
+WEIGHTS = {Kind.TEXT: 1.0, Kind.VALUE: 0.3, Kind.ANSWER: 3.0, Kind.END: 1.0}
+
+
+class Answer(NamedTuple):
+    """Tokens [start, stop) answer what stood `distance` tokens before start, at its nearest mention."""
+
+    start: int
+    stop: int
+    distance: int
+
+
+class Marks(NamedTuple):
+    """The tokens that begin a row, and the one that ends a document."""
+
+    begin: tuple[int, ...] = (BOS_ID,)
+    end: int = EOS_ID
+
+
+OWN_MARKS = Marks()
+
+
+class Mix(NamedTuple):
+    """Relative shares of the kinds of row."""
+
+    stories: float
+    records: float
+
+
+STORIES, RECORDS = Mix(stories=1, records=0), Mix(stories=0, records=1)
+EVALUATION_SEED = "evaluation"  # training seeds batches with other strings
+
+
+@dataclass
+class Encoded:
+    ids: list[int]
+    weights: list[float]
+    answers: list[Answer]
+
+    def extend(self, other: "Encoded") -> None:
+        shift = len(self.ids)
+        self.ids += other.ids
+        self.weights += other.weights
+        self.answers += [Answer(a.start + shift, a.stop + shift, a.distance) for a in other.answers]
+
+
+@dataclass(frozen=True)
+class Rows:
+    ids: npt.NDArray[np.uint32]  # (rows, context + 1)
+    weights: npt.NDArray[np.float32]  # (rows, context + 1)
+    answers: tuple[tuple[Answer, ...], ...]  # per row
+
+
+def encode(tokenizer: Tokenizer, document: Document, marks: Marks) -> Encoded:
+    encoded = Encoded([], [], [])
+    seen: dict[int, int] = {}  # fact -> where its value was last mentioned
+    segment: Document = []
+    for piece in document:
+        if piece.kind is not Kind.END:
+            segment.append(piece)
+            continue
+        _encode_segment(tokenizer, segment, encoded, seen)
+        encoded.ids.append(marks.end)
+        encoded.weights.append(WEIGHTS[Kind.END])
+        segment = []
+    _encode_segment(tokenizer, segment, encoded, seen)
+    return encoded
+
+
+def _encode_segment(tokenizer: Tokenizer, segment: Document, into: Encoded, seen: dict[int, int]) -> None:
+    encoding = tokenizer.encode("".join(piece.text for piece in segment), add_special_tokens=False)
+    if not encoding.ids:
+        return
+    piece_ends = np.cumsum([len(piece.text) for piece in segment])
+    token_ends = [end for _, end in encoding.offsets]
+    owners = np.searchsorted(piece_ends, token_ends)  # (tokens,) which piece each token ends in
+    shift = len(into.ids)
+    into.ids += encoding.ids
+    into.weights += [WEIGHTS[segment[owner].kind] for owner in owners]
+    for index, piece in enumerate(segment):
+        if piece.fact < 0:
+            continue
+        start, stop = (int(np.searchsorted(owners, index, side)) + shift for side in ("left", "right"))
+        if piece.kind is Kind.ANSWER and start < stop:  # a token of another tokenizer may swallow the whole piece
+            into.answers.append(Answer(start, stop, start - seen[piece.fact]))
+        seen[piece.fact] = start
+
+
+def pack(
+    tokenizer: Tokenizer,
+    seed: int | str,
+    context: int,
+    rows: int,
+    mix: Mix,
+    lexicon: Lexicon = words.TRAIN,
+    marks: Marks = OWN_MARKS,
+) -> Rows:
+    """`rows` rows of context + 1 tokens: one more than the model reads, for the targets."""
+    teller = Teller(seed, lexicon)
+    ids = np.zeros((rows, context + 1), np.uint32)
+    weights = np.zeros((rows, context + 1), np.float32)
+    answers = []
+    for row in range(rows):
+        encoded = _row(tokenizer, teller, context, mix, marks)
+        ids[row], weights[row] = encoded.ids[: context + 1], encoded.weights[: context + 1]
+        answers.append(tuple(answer for answer in encoded.answers if answer.stop <= context + 1))
+    return Rows(ids, weights, tuple(answers))
+
+
+def _row(tokenizer: Tokenizer, teller: Teller, context: int, mix: Mix, marks: Marks) -> Encoded:
+    row = Encoded(list(marks.begin), [0.0] * len(marks.begin), [])
+    kind = teller.rng.choices(Mix._fields, mix)[0]
+    while len(row.ids) < context + 1:
+        row.extend(encode(tokenizer, _document(teller, kind, context), marks))
+    return row
+
+
+def _document(teller: Teller, kind: str, context: int) -> Document:
+    if kind == "records":
+        return teller.record(int(context * CHARACTERS_PER_TOKEN))
+    return teller.chat() if teller.rng.random() < CHAT_SHARE else teller.story()

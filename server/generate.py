@@ -1,0 +1,112 @@
+"""Generates the text after one prompt without a scheduler: a model, a cache of any strategy, and nothing else.
+
+The prompt enters in the pieces that an idle server would take, each further token by `forward_step`, and tokens are
+drawn as the server draws them. So the text is the server's. Knows token ids; `server/llm.py` knows text.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Sequence
+from typing import Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from cache_strategies.base import KVCache
+from server.engine.core import NO_NUMBER
+from server.engine.ipc.messages import Sampling
+from server.engine.sampling.sampler import sample
+from server.engine.scheduling.request import Request
+from server.models.base import Model
+from server.sequence import CachedSequence
+
+FinishReason = Literal["stop", "length"]
+
+
+class NotANumber(ArithmeticError):
+    """The model's logits are NaN or infinite."""
+
+
+class Generated(NamedTuple):
+    """A token of the text. With the reason 'stop' it is one that ends texts."""
+
+    token: int
+    finish_reason: FinishReason | None  # of the last one
+
+
+def generate(
+    model: Model, cache: KVCache, prompt: Sequence[int], sampling: Sampling
+) -> Generator[Generated, None, None]:
+    """Return an iterator over the tokens that follow a prompt, each of which is computed when it is asked for.
+
+    The sequence has its place in the cache from the first token until the iterator ends, is closed, or raises:
+    MemoryError if there is no room, StrategyError, NotANumber. Log-probabilities are not computed. Raises ValueError
+    at once for a prompt or a sampling that the model cannot have: it is empty, too long, or names unknown tokens.
+    """
+    _check(model, cache, prompt, sampling)
+    return _tokens(model, Request((0, ""), list(prompt), sampling, cache, reason="generate"))
+
+
+def _check(model: Model, cache: KVCache, prompt: Sequence[int], sampling: Sampling) -> None:
+    """Raise ValueError for what the model or the cache can never compute."""
+    total, context = len(prompt) + sampling.max_tokens, cache.setup.geometry.max_seq_len
+    if sampling.max_tokens < 1:
+        raise ValueError(f"max_tokens is {sampling.max_tokens}: ask for at least one token")
+    if sampling.min_tokens > sampling.max_tokens:
+        raise ValueError(f"min_tokens is {sampling.min_tokens}, more than max_tokens ({sampling.max_tokens}): lower it")
+    if not prompt:
+        raise ValueError("the prompt is empty: give at least one token")
+    if total > context:
+        raise ValueError(
+            f"prompt ({len(prompt)} tokens) and max_tokens ({sampling.max_tokens}) come to {total} tokens, "
+            f"and the context is {context}: shorten the prompt or lower max_tokens"
+        )
+    biased = [token for token, _ in sampling.logit_bias]
+    for what, ids in (("prompt", prompt), ("stop_token_ids", sampling.stop_token_ids), ("logit_bias", biased)):
+        if ids and not 0 <= min(ids) <= max(ids) < model.facts.vocab_size:
+            raise ValueError(f"{what}: token ids should be from 0 to {model.facts.vocab_size - 1}")
+
+
+def _tokens(model: Model, request: Request) -> Generator[Generated, None, None]:
+    sequence = CachedSequence(request.cache, model.device, request.tokens)
+    try:
+        logits = _prefill(model, request, sequence)
+        while True:
+            token = _drawn(model, request, logits)
+            if token is None:
+                sequence.discard()
+                raise NotANumber(NO_NUMBER)
+            request.extend(token, model.facts.eos_ids)
+            yield Generated(token, request.finish_reason)
+            if request.finish_reason is not None:
+                return
+            logits = _decode(model, token, sequence)
+    finally:
+        sequence.close()
+
+
+@torch.inference_mode()
+def _prefill(model: Model, request: Request, sequence: CachedSequence) -> Tensor:
+    """Compute what the cache does not hold of the prompt -> logits [1, V] of the token after it."""
+    longest = request.cache.setup.geometry.max_step_tokens
+    longest = min(longest, request.cache.contract.max_row or longest)
+    while True:
+        batch = sequence.begin(min(longest, request.prompt_tokens - sequence.length))
+        logits = model.forward(batch.ids, batch)
+        sequence.commit()
+        if sequence.length == request.prompt_tokens:
+            return logits
+
+
+@torch.inference_mode()
+def _decode(model: Model, token: int, sequence: CachedSequence) -> Tensor:
+    """The token enters -> logits [1, V] of the one after it."""
+    embedding = model.embed(torch.tensor([token], device=model.device)).view(1, 1, -1)
+    return model.forward_step(embedding, sequence.length, sequence)[0]
+
+
+@torch.inference_mode()
+def _drawn(model: Model, request: Request, logits: Tensor) -> int | None:
+    """logits [1, V] -> the next token; None: they are no numbers."""
+    [token] = sample(logits, request.draws(model.facts.eos_ids), request.cache.setup.ops.sample)
+    return token

@@ -1,0 +1,71 @@
+"""Where a model is: embedded, in a directory or a GGUF file, or on the hub. In the end it is always a directory.
+
+The first process settles it before any other starts, so that no two fetch or unpack the same. Imports no torch.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from config.settings import Settings
+from server.models.errors import ModelError
+from server.models.files import hub
+from server.models.files.links import check_links
+from server.models.formats.gguf_directory import own_link, unpacked
+from server.models.formats.gguf_file import SUFFIX
+
+EMBEDDED = {"tiny": Path(__file__).parent / "tiny"}
+
+
+def located(settings: Settings) -> Settings:
+    """Return the settings with the model's directory, and the name clients know it by. Raises ModelError."""
+    directory = locate(settings.model, settings.revision, allow_symlinks=settings.allow_symlinks)
+    name = settings.model if _on_hub(settings.model) else directory.resolve().name
+    known = {"model": str(directory), "revision": None, "model_name": settings.model_name or name}
+    return settings.model_copy(update=known)
+
+
+def locate(model: str, revision: str | None = None, *, allow_symlinks: bool = False) -> Path:
+    """Return the directory with config.json and the rest, fetched or unpacked if need be. Raises ModelError.
+
+    Unless `allow_symlinks`, its links are checked; those of the embedded model come with the program.
+    """
+    on_hub = _on_hub(model)
+    directory = hub.fetched(model, revision) if on_hub else _on_disk(model)
+    if not _is_model(directory):
+        raise ModelError(
+            f"no model at {model!r}: give a directory with config.json, tokenizer.json and *.safetensors, "
+            f"a {SUFFIX} file, a name on the Hugging Face hub (owner/name), "
+            f"or an embedded model ({', '.join(EMBEDDED)})"
+        )
+    if revision is not None and not on_hub:
+        raise ModelError(f"revision {revision!r} is for a model on the hub, and {model} is on this machine")
+    if not allow_symlinks and directory not in EMBEDDED.values():
+        check_links(directory, made_here=own_link(directory))
+    return directory
+
+
+def _is_model(directory: Path) -> bool:
+    try:
+        return (directory / "config.json").is_file()
+    except OSError as error:
+        raise ModelError(f"cannot read the directory {directory}: {error.strerror}") from None
+
+
+def _on_hub(model: str) -> bool:
+    path = _path(model)
+    return not path.exists() and path.suffix != SUFFIX and hub.NAME.fullmatch(model) is not None
+
+
+def _on_disk(model: str) -> Path:
+    path = _path(model)
+    return unpacked(path) if path.suffix == SUFFIX and not path.is_dir() else path
+
+
+def _path(model: str) -> Path:
+    try:
+        path = EMBEDDED.get(model) or Path(model).expanduser()
+        path.exists()
+    except (OSError, RuntimeError) as error:  # a name too long; the home of nobody
+        raise ModelError(f"no model at {model!r}: {error}") from None
+    return path

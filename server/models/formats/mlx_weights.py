@@ -1,0 +1,113 @@
+"""The tensors of a checkpoint that mlx-lm has quantised: as they are, or dequantised. Knows no layer.
+
+Where a directory of Hugging Face's has `name.weight`, mlx-lm's has it in numbers packed into uint32 (the lowest bits
+first), beside it `name.scales` and `name.biases`, one of each for a group of columns; config.json's "quantization" says
+how many bits and columns, for all and, by a module's name, for some. What has no scales is not quantised.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from pydantic import BaseModel, ConfigDict, ValidationError
+from torch import Tensor
+
+from kernels.quantization import Quantised, check_format, dequantise
+from server.models.config_file import Count, read_json
+from server.models.errors import ModelError
+from server.models.weights import READABLE, Matrix, Safetensors, Shape, check_shape
+
+
+class _Quantisation(BaseModel):
+    """Of all matrices, or of one."""
+
+    model_config = ConfigDict(strict=True, extra="allow")
+
+    group_size: Count
+    bits: Count
+    mode: Literal["affine"] = "affine"
+
+
+def is_mlx(directory: Path) -> bool:
+    """Whether a directory holds such a checkpoint. Raises ModelError."""
+    return read_json(directory / "config.json").get("quantization") is not None
+
+
+class MLXWeights:
+    """Implements `server.models.weights.Weights`."""
+
+    def __init__(self, directory: Path, dtype: torch.dtype, device: torch.device, *, as_stored: bool) -> None:
+        """`as_stored`: what is quantised stays so, on the device; otherwise all is dequantised to `dtype`.
+
+        Raises ModelError.
+        """
+        self._config = directory / "config.json"
+        self._tensors = Safetensors(directory, dtype, device)
+        self._quantisation: Any = read_json(self._config)["quantization"]
+        self._dtype, self._device = dtype, device
+        self._as_stored = as_stored
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._tensors
+
+    def what(self, name: str) -> str:
+        return self._tensors.what(name)
+
+    def get(self, name: str, shape: Shape) -> Tensor:
+        found = self._found(name, shape)
+        return dequantise(found).to(self._dtype) if isinstance(found, Quantised) else found
+
+    def matrix(self, name: str, shape: Shape) -> Matrix:
+        return self._found(name, shape) if self._as_stored else self.get(name, shape)
+
+    embedding = matrix
+
+    def _found(self, name: str, shape: Shape) -> Matrix:
+        module = name.removesuffix(".weight")
+        parts = [f"{module}.{part}" for part in ("weight", "scales", "biases")]
+        if name != parts[0] or (parts[1] not in self._tensors and self._tensors.stored(name).dtype in READABLE):
+            return self._tensors.get(name, shape)
+        packed, scale, offset = (self._tensors.stored(part) for part in parts)
+        how = self._how(self._tensors.stored_name(name).removesuffix(".weight"))
+        weight = _checked(packed, scale, offset, how, f"{self._config}: {module}")
+        check_shape(self._tensors.what(name), weight.shape, shape)
+        return weight.to(self._device)
+
+    def _how(self, module: str) -> _Quantisation:
+        """A module's bits and columns, by the name that the files have for it."""
+        given = self._quantisation
+        if isinstance(given, dict) and isinstance(given.get(module), dict):
+            given = given[module]
+        try:
+            return _Quantisation.model_validate(given)
+        except ValidationError as error:
+            fault = error.errors(include_url=False)[0]
+            where = ".".join(map(str, ("quantization", *fault["loc"])))
+            raise ModelError(
+                f"{self._config}: {where} of {module}: {fault['msg'].lower()}; of MLX's modes of quantisation only "
+                "affine can be read: convert the model with `mlx_lm.convert -q --q-mode affine`"
+            ) from None
+
+
+def _checked(packed: Tensor, scale: Tensor, offset: Tensor, how: _Quantisation, what: str) -> Quantised:
+    """Return a quantised matrix. Raises ModelError if its tensors and config.json do not fit each other."""
+    if not all(part.dim() == 2 for part in (packed, scale, offset)):
+        raise ModelError(f"{what}: weight, scales and biases must be matrices; is the checkpoint complete?")
+    groups = scale.shape[-1]
+    width = groups * how.group_size
+    try:
+        check_format(width, how.bits, how.group_size)
+    except ValueError as error:
+        raise ModelError(f"{what}: {error}; convert the model with `mlx_lm.convert -q --q-bits 4`, or 8") from None
+    shapes = tuple(packed.shape), tuple(scale.shape), tuple(offset.shape)
+    outputs = len(packed)
+    if shapes != ((outputs, width * how.bits / 32), (outputs, groups), (outputs, groups)) or (
+        (packed.dtype, offset.dtype) != (torch.uint32, scale.dtype) or scale.dtype not in READABLE
+    ):
+        raise ModelError(
+            f"{what} is not in {how.bits} bits and groups of {how.group_size}, as quantization says: weight, scales "
+            f"and biases are {packed.dtype} {shapes[0]}, {scale.dtype} {shapes[1]} and {offset.dtype} {shapes[2]}"
+        )
+    return Quantised(packed.view(torch.uint8), scale, offset, how.bits, how.group_size)

@@ -1,0 +1,119 @@
+"""What every child process of the server does first: set up logging and signals, and end when its parent is gone.
+
+Does not know what the process is for: that is named by an import string, so that the supervisor need not import it.
+
+Signals, for every process below the supervisor, at any depth:
+
+- Only the supervisor answers SIGINT, SIGTERM and SIGHUP. systemd and a terminal send them to all processes at once, and
+  a child that ended then would take requests with it that the supervisor lets finish. They are blocked in each child
+  from before it starts (`signals_blocked`), and so in whatever a child starts: end such a process by `end` or SIGKILL.
+- STOP (SIGUSR2) asks a child to finish its requests and end; `end` sends it. A child that has not yet installed a
+  handler (`signal.signal(STOP, ...)`) ends at once.
+- DUMP (SIGUSR1) makes it write the Python stacks of its threads to a file beside the engine's socket.
+- A child ends at once when its parent is gone, also by SIGKILL (`end_with_parent`); on Linux even one that is stopped.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import gc
+import logging
+import multiprocessing
+import os
+import pkgutil
+import signal
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from multiprocessing import resource_tracker
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any
+
+from config.errors import SettingsError, explained
+from config.settings import Settings
+from server.logs import configure_logging
+from server.processes.heartbeat import Heartbeat
+from server.processes.parent_death import die_with_parent
+
+log = logging.getLogger(__name__)
+
+FAILED, USER_ERROR = 1, 2  # exit codes; the second: something the user can change
+SUPERVISOR_SIGNALS = frozenset({signal.SIGINT, signal.SIGTERM, signal.SIGHUP})  # only the supervisor answers these
+STOP, DUMP = signal.SIGUSR2, signal.SIGUSR1
+
+
+def run_child(target: str, settings: Settings, socket_path: str, heartbeat: Heartbeat, *rest: Any) -> None:
+    """Call `target` ("package.module:function") with the settings, the socket's path and `rest`.
+
+    Until the target calls `heartbeat.beat` itself, a thread does.
+
+    A SettingsError or an OSError ends the process with one line in the log.
+    """
+    signal.pthread_sigmask(signal.SIG_BLOCK, SUPERVISOR_SIGNALS)
+    end_with_parent()
+    heartbeat.beat_while_loading()
+    configure_logging(settings)
+    try:
+        faulthandler.register(DUMP, stacks_file(socket_path, multiprocessing.current_process().name).open("w"))
+        function = imported(target)
+        function(settings, socket_path, *rest)
+    except SettingsError as error:
+        log.error("%s", error)
+        sys.exit(USER_ERROR)
+    except OSError as error:  # no memory, no disk, no descriptors, no permission
+        log.error("%s", explained(error))
+        log.debug("%s failed", target, exc_info=True)
+        sys.exit(USER_ERROR)
+    except Exception:
+        log.critical("%s failed", target, exc_info=True)
+        sys.exit(FAILED)
+
+
+def imported(target: str) -> Callable[..., None]:
+    """Import "module:function" with GC paused, then freeze: modules are permanent, and need no scanning."""
+    gc.disable()
+    try:
+        function: Callable[..., None] = pkgutil.resolve_name(target)
+        gc.freeze()
+    finally:
+        gc.enable()
+    return function
+
+
+def end_with_parent() -> None:
+    """End this process at once when its parent dies, also by SIGKILL; do nothing in a process without a parent."""
+    parent = multiprocessing.parent_process()
+    if parent is None:
+        return
+    die_with_parent()
+
+    def watch() -> None:
+        parent.join()  # the end of a pipe that only the parent holds open
+        os._exit(1)
+
+    threading.Thread(target=watch, name="lifeline", daemon=True).start()
+
+
+@contextlib.contextmanager
+def signals_blocked() -> Iterator[None]:
+    """Block SUPERVISOR_SIGNALS in the processes that are started within the block."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGHUP})
+    try:
+        resource_tracker.ensure_running()  # started by the first process otherwise, and that unblocks SIGINT (3.11)
+        signal.pthread_sigmask(signal.SIG_BLOCK, SUPERVISOR_SIGNALS)
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def end(process: BaseProcess) -> None:
+    """Ask a child to end in order."""
+    if process.pid is not None and process.is_alive():
+        os.kill(process.pid, STOP)
+
+
+def stacks_file(socket_path: str, name: str) -> Path:
+    """Return the file to which the process of that name writes its stacks."""
+    return Path(socket_path).with_name(f"{name}.stacks")

@@ -1,0 +1,146 @@
+"""The process that reads texts with a model's own tokenizer and chat templates.
+
+`python -m server.text.processes.sandbox_process`: its socket is its standard input. It loads what the first message names, and
+then answers calls, one after another. What it runs came with the model, so the kernel bounds it: its address space by
+RLIMIT_AS, and the time of a call by an alarm, which ends the process even if its worker is gone. Knows neither requests
+nor the engine.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import os
+import pickle
+import resource
+import signal
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+
+from config.errors import SettingsError
+from server.processes.framing import Frames, framed
+from server.processes.parent_death import die_with_parent
+from server.text.encoder import Encoder
+from server.text.errors import TextRefused, readable, shortened
+from server.text.processes.messages import REFUSALS, Answer, Broken, Call, FromProcess, Loaded, Refused, Start
+
+CHUNK = 2**18  # bytes read at a time
+MOST_OPEN_FILES = 16  # once all is loaded
+KINDS = {error: kind for kind, error in REFUSALS.items()}
+
+
+def main() -> None:
+    die_with_parent()
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # sent to whole process groups, not to this one
+        signal.signal(number, signal.SIG_IGN)
+    with socket.socket(fileno=os.dup(0)) as connection, contextlib.suppress(OSError):  # OSError: the worker is gone
+        serve(connection)
+    os._exit(0)  # at once: there is much to free, and nothing to keep
+
+
+def serve(connection: socket.socket) -> None:
+    """Load, and answer until the worker's end of the socket closes."""
+    messages = received(connection)
+    start = next(messages, None)
+    if not isinstance(start, Start):
+        return
+    silence()
+    limit_memory(start.load_memory)
+    loaded = load(start)
+    if isinstance(loaded, Broken):
+        return send(connection, loaded)
+    gc.collect()
+    gc.freeze()
+    limit_everything(start.memory)
+    send(connection, Loaded(loaded.data if start.with_vocabulary else None))
+    for call in messages:
+        assert not isinstance(call, Start), "it comes first"
+        answer = within(start.seconds, loaded, call)
+        send(connection, answer)
+        if isinstance(answer, Refused) and answer.kind == "memory":
+            return None  # the interpreter cannot be trusted after that
+
+
+def received(connection: socket.socket) -> Iterator[Start | Call]:
+    """Yield the worker's messages until there are no more. Unpickling is safe: only the worker can write."""
+    frames: Frames[Start | Call] = Frames(pickle.loads)
+    while data := connection.recv(CHUNK):
+        yield from frames.feed(data)
+
+
+def send(connection: socket.socket, message: FromProcess) -> None:
+    connection.sendall(framed(msgspec.msgpack.encode(message)))
+
+
+def load(start: Start) -> Encoder | Broken:
+    """Return the directory's tokenizer, or why it cannot be used."""
+    try:
+        return Encoder.from_directory(Path(start.directory))
+    except SettingsError as error:
+        return Broken(str(error))
+    except MemoryError:
+        return Broken(f"model: the tokenizer in {start.directory} takes more than {start.load_memory} bytes to load")
+    except Exception as error:  # files of a form that was not expected
+        return Broken(f"model: the tokenizer in {start.directory} cannot be read: {type(error).__name__}: {error}")
+
+
+def within(seconds: float, encoder: Encoder, call: Call) -> Answer:
+    """Return the answer to a call; SIGALRM ends the process where it takes longer."""
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        return answered(encoder, call)
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+
+
+def answered(encoder: Encoder, call: Call) -> Answer:
+    try:
+        return encoder.answer(call)
+    except TextRefused as error:
+        return Refused(KINDS.get(type(error), "tokenizer"), str(error))
+    except MemoryError:
+        return Refused("memory", "")
+    except BaseException as error:
+        return Refused("tokenizer", shortened(readable(error)))
+
+
+# ---------------------------------------------------------------- limits
+def silence() -> None:
+    """Redirect stderr to /dev/null: the message of a panic may quote a text."""
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, 2)
+    os.close(nowhere)
+
+
+def limit_everything(memory: int) -> None:
+    """Allow only what calls need: `memory` beyond what is in use, few open files, no writes, no core dump."""
+    limit_memory(memory, for_good=True)
+    for kind, most in (
+        (resource.RLIMIT_NOFILE, MOST_OPEN_FILES),
+        (resource.RLIMIT_FSIZE, 0),
+        (resource.RLIMIT_CORE, 0),
+    ):
+        resource.setrlimit(kind, (most, most))
+
+
+def limit_memory(beyond: int, *, for_good: bool = False) -> None:
+    """Bound the address space. macOS enforces no such limit; there the worker watches the memory of a call."""
+    if (taken := address_space()) is not None:
+        _, hard = resource.getrlimit(resource.RLIMIT_AS)
+        wanted = taken + beyond if hard == resource.RLIM_INFINITY else min(taken + beyond, hard)
+        resource.setrlimit(resource.RLIMIT_AS, (wanted, wanted if for_good else hard))
+
+
+def address_space() -> int | None:
+    """Return the bytes of address space in use; None where the system has no /proc."""
+    try:
+        return int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    except OSError:
+        return None
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,92 @@
+"""`python -m tools.bench.caching`: tokens per second of one sequence, by strategy, against no cache.
+
+Drives the model and the caches without HTTP and without other sequences, so that the figures are those of the caches.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import NamedTuple, get_args
+
+from config.errors import SettingsError
+from config.settings import ModelImpl, load
+from server.engine.build import Engine, build_engine
+from server.engine.ipc.messages import Sampling
+from server.generate import generate
+from server.models.no_cache import debug_generate_full_context
+
+LENGTHS = (64, 256, 1024)
+FULL_CONTEXT = "full context"
+
+
+class Result(NamedTuple):
+    """Tokens per second when `tokens` are generated from one token on."""
+
+    strategy: str
+    tokens: int
+    tokens_per_second: float
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(prog="python -m tools.bench.caching", description=__doc__)
+    parser.add_argument("--model", default="tiny", help="as for `kvmux serve` (default: the embedded one)")
+    parser.add_argument("--model-impl", default="auto", choices=get_args(ModelImpl), help="who computes the model")
+    parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16", "float16"))
+    parser.add_argument("--threads", type=int, help="CPU threads (default: torch's choice)")
+    parser.add_argument("--tokens", type=int, nargs="+", default=LENGTHS, help="how many to generate")
+    parser.add_argument("--json", action="store_true", help="one JSON line a figure instead of a table")
+    options = parser.parse_args(arguments)
+    try:
+        names = ("model", "model_impl", "dtype", "threads")
+        flags = {name: getattr(options, name) for name in names} | {"max_num_seqs": 4}
+        engine = build_engine(load(None, flags))
+    except SettingsError as error:
+        parser.error(str(error))
+    if max(options.tokens) > engine.max_seq_len:
+        parser.error(f"--tokens: the model's context is {engine.max_seq_len} tokens")
+    results = measure(engine, options.tokens)
+    print("\n".join(json.dumps(r._asdict()) for r in results) if options.json else table(results))
+
+
+def measure(engine: Engine, lengths: Sequence[int]) -> list[Result]:
+    """Every strategy and no cache at all, at every length; shows on stderr what it is at."""
+    ways: dict[str, Callable[[int], object]] = {
+        name: partial(generate_cached, engine, name) for name in engine.core.caches
+    }
+    ways[FULL_CONTEXT] = partial(debug_generate_full_context, engine.core.model, [0])
+    results = []
+    for length in lengths:
+        for name, generated in ways.items():
+            print(f"\r{name}, {length} tokens ...\033[K", end="", file=sys.stderr, flush=True)
+            generated(8)  # warm
+            began = time.perf_counter()
+            generated(length)
+            results.append(Result(name, length, length / (time.perf_counter() - began)))
+    print("\r\033[K", end="", file=sys.stderr)
+    return results
+
+
+def generate_cached(engine: Engine, strategy: str, num_tokens: int) -> list[int]:
+    """Greedy tokens after token 0, one step each."""
+    sampling = Sampling(num_tokens, temperature=0.0, ignore_eos=True)
+    return [token for token, _ in generate(engine.core.model, engine.core.caches[strategy], [0], sampling)]
+
+
+def table(results: Sequence[Result]) -> str:
+    """Markdown: strategies down, lengths across, and how many times faster than no cache."""
+    lengths = sorted({r.tokens for r in results})
+    speed = {(r.strategy, r.tokens): r.tokens_per_second for r in results}
+    lines = ["| tokens/s | " + " | ".join(f"{n:,} tokens" for n in lengths) + " |", "|---|" + "---:|" * len(lengths)]
+    for name in dict.fromkeys(r.strategy for r in results):
+        cells = (f"{speed[name, n]:,.0f} ({speed[name, n] / speed[FULL_CONTEXT, n]:.1f} ×)" for n in lengths)
+        lines.append(f"| {name} | " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,193 @@
+"""What `make bench` measures, row by row: the work, the goal, and what others reached. Data only.
+
+Peers were measured on PEERS_MACHINE on PEERS_DATE, over HTTP unless it is said, one server at a time, by the same
+workloads with the same models. Elsewhere their figures say little: compare shares of the limit, or with transformers,
+which is measured in the same run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+from tools.bench.models import LLAMA, QWEN, Shape
+
+PEERS_MACHINE = "two x86-64 cores with AVX-512, AVX512-BF16, VNNI and AMX, which read 30 GB/s"
+PEERS_DATE = "2026-11-20"
+
+DEFAULT, MIXED = "paged", "mixed"  # strategies; the second is what `kvmux bench` calls all at once
+TRANSFORMERS = "transformers"  # in a strategy's place: in a process of its own, and no server
+Group = Literal["decode", "prefill", "batch", "prefix", "start", "memory", "strategies", "transformers"]
+Measure = Literal["decode", "prefill", "ttft", "output", "ready", "peak", "slowdown", "mixing"]
+UNITS: Mapping[Measure, str] = {
+    "decode": "tokens/s",
+    "prefill": "tokens/s",
+    "ttft": "ms",
+    "output": "tokens/s",
+    "ready": "s",
+    "peak": "GiB",
+    "slowdown": "of a's speed",
+    "mixing": "of their mean",
+}
+LESS_IS_BETTER = frozenset({"ttft", "ready", "peak"})
+
+
+@dataclass(frozen=True)
+class Row:
+    """A line of the table."""
+
+    what: str
+    shape: Shape
+    group: Group
+    measure: Measure
+    goal: float | None = None
+    weights: str = "auto"  # as `--weights` has it; auto: bfloat16
+    workload: str = "a"  # of `kvmux bench`
+    phase: str | None = None
+    strategy: str = DEFAULT
+    peers: Mapping[str, float] = field(default_factory=dict)
+
+    @property
+    def unit(self) -> str:
+        return UNITS[self.measure]
+
+    def met(self, value: float) -> bool | None:
+        """None: there is no goal."""
+        if self.goal is None:
+            return None
+        return value <= self.goal if self.measure in LESS_IS_BETTER else value >= self.goal
+
+
+IN_PROCESS = "OpenVINO (in process)"
+
+
+def by_transformers(what: str, shape: Shape, measure: Measure, workload: str = "a") -> Row:
+    named = f"{what}, transformers (in process)"
+    return Row(named, shape, "transformers", measure, workload=workload, strategy=TRANSFORMERS)
+
+
+ROWS = (
+    Row(
+        "1 stream, bfloat16",
+        QWEN,
+        "decode",
+        "decode",
+        goal=27,
+        peers={IN_PROCESS: 22.6, "vLLM": 18.8, "llama.cpp": 17.2, "transformers": 11.5},
+    ),
+    by_transformers("1 stream, bfloat16", QWEN, "decode"),
+    Row(
+        "1 stream, int8",
+        QWEN,
+        "decode",
+        "decode",
+        goal=49,
+        weights="int8",
+        peers={"llama.cpp q8_0": 38.5, "OpenVINO": 23.8},
+    ),
+    Row("1 stream, int4", QWEN, "decode", "decode", goal=82, weights="int4", peers={"llama.cpp q4_0": 64}),
+    Row(
+        "first token after 128",
+        QWEN,
+        "prefill",
+        "ttft",
+        goal=80,
+        peers={"OpenVINO int8": 120, "vLLM": 127, "llama.cpp": 184},
+    ),
+    by_transformers("first token after 128", QWEN, "ttft"),
+    Row(
+        "prefill of 2,048",
+        QWEN,
+        "prefill",
+        "prefill",
+        goal=2300,
+        workload="b",
+        peers={"vLLM": 1640, "OpenVINO": 1340, "transformers": 925, "llama.cpp": 499},
+    ),
+    by_transformers("prefill of 2,048", QWEN, "prefill", workload="b"),
+    Row(
+        "1 stream after 2,048",
+        QWEN,
+        "decode",
+        "slowdown",
+        goal=0.95,
+        workload="b",
+        peers={"vLLM": 0.96, "llama.cpp": 0.8},
+    ),
+    Row(
+        "8 at once",
+        QWEN,
+        "batch",
+        "output",
+        goal=180,
+        workload="c8",
+        peers={"vLLM": 127, "OpenVINO": 125, "llama.cpp q4_0": 95, "transformers": 57},
+    ),
+    Row(
+        "16 at once",
+        QWEN,
+        "batch",
+        "output",
+        goal=300,
+        workload="c16",
+        peers={IN_PROCESS: 194, "vLLM": 190, "llama.cpp q8_0": 91},
+    ),
+    Row(
+        "first token, 1,024 shared, cold",
+        QWEN,
+        "prefix",
+        "ttft",
+        goal=700,
+        workload="d",
+        phase="cold",
+        peers={"vLLM": 925, "transformers": 2391, "OpenVINO": 4180},
+    ),
+    Row(
+        "first token, 1,024 shared, warm",
+        QWEN,
+        "prefix",
+        "ttft",
+        goal=150,
+        workload="d",
+        phase="warm",
+        peers={"vLLM": 345, "OpenVINO": 456},
+    ),
+    Row("start to ready", QWEN, "start", "ready", goal=3, peers={"llama.cpp": 1.0, "vLLM": 98}),
+    Row(
+        "peak memory, 0.5 GiB of it for KV",
+        QWEN,
+        "memory",
+        "peak",
+        goal=2.0,
+        peers={"llama.cpp": 1.7, "OpenVINO": 2.4, "vLLM": 6.0, "transformers": 13.3},
+    ),
+    Row(
+        "1 stream",
+        LLAMA,
+        "decode",
+        "decode",
+        goal=1000,
+        peers={"llama.cpp q8_0": 904, IN_PROCESS: 797, "llama.cpp": 524, "vLLM": 285},
+    ),
+    by_transformers("1 stream", LLAMA, "decode"),
+    Row("1 stream, int8", LLAMA, "decode", "decode", weights="int8", peers={"llama.cpp q8_0": 904}),
+    Row(
+        "16 at once",
+        LLAMA,
+        "batch",
+        "output",
+        goal=4000,
+        workload="c16",
+        peers={IN_PROCESS: 5076, "vLLM": 2126, "llama.cpp q8_0": 893, "llama.cpp": 843},
+    ),
+    *(
+        Row(f"8 at once, {name}", shape, "strategies", "output", workload="c8", strategy=name)
+        for shape in (QWEN, LLAMA)
+        for name in (DEFAULT, "contiguous", "sliding_window", MIXED)
+    ),
+    *(
+        Row("8 at once, mixed against each alone", shape, "strategies", "mixing", 0.9, workload="c8", strategy=MIXED)
+        for shape in (QWEN, LLAMA)
+    ),
+)

@@ -1,0 +1,176 @@
+"""`python -m tools.bench.kernels`: how near each operation comes to the speed of the memory, one line a row.
+
+The data of a measurement is a gibibyte, so nothing is found in a cache; the memory's own speed, by a plain read of as
+much, is measured beside it. Shares of that speed mean something; absolute figures are those of one machine at one time.
+Only backends for the CPU are measured.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+
+from kernels.backends import REFERENCE, backends
+from kernels.ops import Ops
+from kernels.reference import ReferenceOps
+from kernels.selfcheck.op_info import OPS, Op
+from server.profiling.machine import read_bandwidth, seconds
+from tools.bench.kernel_inputs import GIBIBYTE, LAYERS, Calls, Texts, attend, numbers, packed
+
+CONTEXTS = {  # tokens, and rows of x or of logits
+    "attend": (128, 1024, 4096, 16384),
+    "linear": (1, 8),
+    "quantised_linear": (1, 8),
+    "enter_attention": (1, 8),
+    "leave_attention": (1, 8),
+    "feed_forward": (1, 8),
+    "sample": (1, 16),
+    "repeat_kv_heads": (128, 4096),
+    "repeat_kv_heads_step": (128, 4096),
+}
+TOKENS = (512,)
+NAMES = [op.name for op in OPS]
+
+
+class Row(NamedTuple):
+    op: str
+    backend: str
+    dtype: str
+    context: int
+    us_per_call: float
+    gb_per_s: float
+    read_gb_per_s: float  # of this machine, at the same time
+    ratio: float
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(prog="python -m tools.bench.kernels", description=__doc__)
+    parser.add_argument("--op", nargs="+", choices=NAMES, default=NAMES, help="which operations")
+    names = (REFERENCE, *(backend.name for backend in backends("cpu")), "sdpa", "sdpa+gather")
+    parser.add_argument("--backend", nargs="+", choices=names, help="which backends (default: all)")
+    parser.add_argument(
+        "--dtype", nargs="+", choices=("float32", "bfloat16", "float16"), default=["float32", "bfloat16"]
+    )
+    parser.add_argument("--context", type=_positive, nargs="+", help="tokens, or rows")
+    parser.add_argument("--queries", type=_positive, default=1, help="of attend: a chunk of a prompt (default: 1)")
+    parser.add_argument("--threads", type=_positive, help="default: torch's choice")
+    parser.add_argument("--json", action="store_true", help="one JSON object a line")
+    options = parser.parse_args(arguments)
+    if options.threads:
+        torch.set_num_threads(options.threads)
+    if not options.json:
+        print(
+            f"{'op':20} {'backend':12} {'dtype':9} {'context':>7} {'µs/call':>9} {'GB/s':>7} {'memory':>7} {'share':>6}"
+        )
+    for row in measured(options.op, options.backend, options.dtype, options.context, options.queries):
+        if options.json:
+            print(json.dumps(row._asdict()), flush=True)
+        else:
+            print(
+                f"{row.op:20} {row.backend:12} {row.dtype:9} {row.context:7,} "
+                f"{row.us_per_call:9,.1f} {row.gb_per_s:7.2f} {row.read_gb_per_s:7.2f} {row.ratio:6.0%}",
+                flush=True,
+            )
+
+
+def _positive(text: str) -> int:
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"{number} is not at least 1")
+    return number
+
+
+def measured(
+    ops: Sequence[str],
+    wanted: Sequence[str] | None,
+    dtypes: Sequence[str],
+    contexts: Sequence[int] | None,
+    queries: int = 1,
+) -> Iterator[Row]:
+    """All rows of these, one after the other; `queries` of attend alone."""
+    memory, here = numbers(GIBIBYTE // 4, torch.float32), _here(wanted)
+    for op in (op for op in OPS if op.name in ops):
+        for dtype in dtypes:
+            for context in contexts or CONTEXTS.get(op.name, TOKENS):
+                print(f"\r{op.name}, {dtype}, {context} ...\033[K\r", end="", file=sys.stderr, flush=True)
+                sdpa = queries == 1 and (wanted is None or "sdpa" in wanted)
+                for run in _runs(op, getattr(torch, dtype), context, queries, here, sdpa=sdpa):
+                    read = read_bandwidth(memory)
+                    took = seconds(run.once)
+                    speed = run.bytes / took
+                    each = 1e6 * took / run.calls
+                    yield Row(op.name, run.name, dtype, context, each, speed / 1e9, read / 1e9, speed / read)
+
+
+class Run(NamedTuple):
+    """What is measured."""
+
+    name: str
+    once: Callable[[], object]  # one pass over the data
+    calls: int  # of a pass
+    bytes: int
+
+
+def _here(wanted: Sequence[str] | None) -> Mapping[str, Ops]:
+    """The operations to measure, by backend; which of them this machine lacks is told."""
+    found: dict[str, Ops] = {REFERENCE: ReferenceOps()} if wanted is None or REFERENCE in wanted else {}
+    for backend in backends("cpu"):
+        if wanted is not None and backend.name not in wanted:
+            continue
+        if backend.missing is None:
+            found[backend.name] = backend.load()
+        else:
+            print(f"{backend.name} is left out: {backend.missing}", file=sys.stderr)
+    return found
+
+
+def _runs(
+    op: Op, dtype: torch.dtype, context: int, queries: int, here: Mapping[str, Ops], *, sdpa: bool
+) -> Iterator[Run]:
+    calls = attend(dtype, context, queries) if op.name == "attend" else op.load(dtype, context)
+    size = sum(op.bytes(*call) for call in calls)
+    for name, ops in here.items():
+        ready = [packed(ops, op.name, call) for call in calls]
+        yield Run(name, partial(_pass, getattr(ops, op.name), ready), len(calls), size)
+    if op.name == "attend" and sdpa:
+        yield from _sdpa(dtype, context, size)
+
+
+def _pass(run: Callable[..., object], calls: Calls) -> None:
+    for call in calls:
+        run(*call)
+
+
+def _sdpa(dtype: torch.dtype, context: int, size: int) -> Iterator[Run]:
+    """torch's attention over the same keys: found dense already, and gathered from their blocks before."""
+    texts, spec = Texts(dtype, context), LAYERS[0]
+    q = numbers(spec.num_q_heads * spec.head_dim, dtype).view(1, spec.num_q_heads, 1, spec.head_dim)
+    shape = (spec.num_kv_heads, context, spec.head_dim)
+    planes = numbers(2 * texts.count * len(LAYERS) * torch.Size(shape).numel(), dtype).view(-1, 2, 1, *shape)
+
+    def dense() -> None:
+        for k, v in planes:
+            F.scaled_dot_product_attention(q, k, v, scale=spec.scale, enable_gqa=True)
+
+    def gathered() -> None:
+        for at, layer in texts.rows():
+            blocks = at.table[at.row_seat[0]].long()
+            k, v = (
+                plane[blocks].transpose(0, 1).reshape(1, spec.num_kv_heads, -1, spec.head_dim)[:, :, :context]
+                for plane in (texts.store.k(layer), texts.store.v(layer))
+            )
+            F.scaled_dot_product_attention(q, k, v, scale=spec.scale, enable_gqa=True)
+
+    yield Run("sdpa", dense, len(planes), size)
+    yield Run("sdpa+gather", gathered, len(planes), size)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,132 @@
+"""`python -m tools.bench.metrics`: what the registry and the timing of operations cost of a step.
+
+Drives the engine without HTTP: streams beside each other, a new one for each that ends. Rounds without both and rounds
+as `kvmux serve` makes them take turns, so that a busy machine is so for both.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from collections.abc import Sequence
+from statistics import median
+from typing import NamedTuple
+
+import torch
+
+from config.errors import SettingsError
+from config.settings import load
+from server.engine.build import Engine, build_engine
+from server.engine.core import TIMED, StepResult
+from server.engine.info import about
+from server.engine.ipc.messages import Sampling, Submit
+from server.engine.state import state_of
+from server.metrics.exposition import Renderer
+from server.metrics.registry import Metrics
+
+WORKER = 0
+
+
+class Cost(NamedTuple):
+    """Microseconds of a step, medians of the rounds."""
+
+    sequences: int
+    step: float  # without metrics
+    counted: float  # with them
+    observing: float  # of this, in the registry
+    overhead: float  # median of the rounds' own ratios, less 1
+    scrape: float  # of the engine's part of one /metrics, at most once a second
+    render: float  # of the API process's part
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(prog="python -m tools.bench.metrics", description=__doc__)
+    parser.add_argument("--model", default="tiny", help="as for `kvmux serve` (default: the embedded one)")
+    parser.add_argument("--threads", type=int, help="CPU threads (default: as `kvmux serve` chooses)")
+    parser.add_argument("--sequences", type=int, default=16, help="decoded together")
+    parser.add_argument("--tokens", type=int, default=64, help="of each, after a prompt of as many")
+    parser.add_argument("--rounds", type=int, default=40, help="of so many --steps with and without metrics")
+    parser.add_argument("--steps", type=int, default=100)
+    parser.add_argument("--json", action="store_true", help="a JSON line instead of a sentence")
+    options = parser.parse_args(arguments)
+    try:
+        flags = {"model": options.model, "threads": options.threads, "max_num_seqs": options.sequences}
+        engine = build_engine(load(None, {name: value for name, value in flags.items() if value is not None}))
+    except SettingsError as error:
+        parser.error(str(error))
+    cost = measure(engine, options.sequences, options.tokens, options.rounds, options.steps)
+    print(json.dumps(cost._asdict()) if options.json else in_words(cost))
+
+
+class Streams:
+    """As many requests as the engine has seats, under all strategies, for ever."""
+
+    def __init__(self, engine: Engine, sequences: int, tokens: int) -> None:
+        self._core = engine.core
+        self._sampling = Sampling(max_tokens=tokens, temperature=0.0, ignore_eos=True)
+        self._names = [instance.name for instance in engine.instances]
+        self._vocab, self._tokens, self._count = engine.core.model.facts.vocab_size, tokens, 0
+        self._begin(sequences)
+
+    def _begin(self, count: int) -> None:
+        for _ in range(count):
+            self._count += 1
+            prompt = torch.randint(self._vocab, (self._tokens,)).tolist()
+            name = self._names[self._count % len(self._names)]
+            refused = self._core.submit(WORKER, Submit(str(self._count), prompt, self._sampling, name))
+            assert refused is None, refused
+
+    def step(self) -> StepResult:
+        result = self._core.step()
+        self._begin(len(result.finished))
+        return result
+
+
+def measure(engine: Engine, sequences: int, tokens: int, rounds: int, steps: int) -> Cost:
+    """The first round warms."""
+    streams, metrics = Streams(engine, sequences, tokens), Metrics(about(engine))
+    plain: list[float] = []
+    counted: list[float] = []
+    observing: list[float] = []
+    for i in range(rounds + 1):
+        for counts in (False, True) if i % 2 else (True, False):
+            engine.core.timed_every = TIMED if counts else 0
+            began, observed = time.perf_counter(), 0.0
+            for _ in range(steps):
+                result = streams.step()
+                if counts:
+                    observed += observe(metrics, result)
+            took = time.perf_counter() - began
+            if i:
+                (counted if counts else plain).append(1e6 * took / steps)
+                observing += [1e6 * observed / steps] if counts else []
+    began = time.perf_counter()
+    snapshot = metrics.snapshot(state_of(engine.core, {}))
+    scrape = 1e6 * (time.perf_counter() - began)
+    renderer = Renderer()
+    renderer.text(snapshot, openmetrics=False)  # the first writes what does not change
+    began = time.perf_counter()
+    renderer.text(snapshot, openmetrics=False)
+    render = 1e6 * (time.perf_counter() - began)
+    overhead = median(on / off for on, off in zip(counted, plain, strict=True)) - 1
+    return Cost(sequences, median(plain), median(counted), median(observing), overhead, scrape, render)
+
+
+def observe(metrics: Metrics, result: StepResult) -> float:
+    """As the engine's loop does; the seconds it took."""
+    began = time.perf_counter()
+    metrics.observe(result.report, result.finished)
+    return time.perf_counter() - began
+
+
+def in_words(cost: Cost) -> str:
+    return (
+        f"a step of {cost.sequences} sequences takes {cost.step:,.0f} us, with metrics {cost.counted:,.0f} us "
+        f"({cost.overhead:+.1%}); of these {cost.observing:.0f} us ({cost.observing / cost.step:.1%}) are in the "
+        f"registry. /metrics takes {cost.scrape:.0f} us of the engine, {cost.render / 1000:.1f} ms of an API process"
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,137 @@
+"""`python -m tools.bench.starting`: how long `kvmux serve` takes until it is ready, and its processes' memory.
+
+Ready is the first 200 of /ready, counted from the start of the process. Memory is looked at then, and again and again
+under a short load. PSS counts what processes share once, in parts, so that it may be summed up, as RSS may not. Linux
+only.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import psutil
+
+from server.profiling.running import RunError, Served, serving, sigterm_as_ctrl_c
+from server.text.processes.text_process import MODULE
+from tools.bench.streaming import Server, is_engine, model_of, play
+
+SAMPLE = 0.1  # seconds between two looks at the memory
+FIRST_ID, IDS = 10, 256  # prompts are of these tokens, which every model has
+
+
+class Memory(NamedTuple):
+    """Bytes."""
+
+    pss: int
+    rss: int
+
+
+class Result(NamedTuple):
+    """Memory by process."""
+
+    seconds: Sequence[float]  # until ready, of each start
+    ready: Mapping[str, Memory]
+    peak: Mapping[str, Memory]  # of each process by itself; of "all", of the sum
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(prog="python -m tools.bench.starting", description=__doc__)
+    parser.add_argument("--model", default="tiny", help="as for `kvmux serve` (default: the embedded one)")
+    parser.add_argument("--rounds", type=int, default=5, help="starts; the last one is loaded")
+    parser.add_argument("--streams", type=int, default=8, help="of the load, beside each other")
+    parser.add_argument("--prompt", type=int, default=256, help="tokens of each prompt")
+    parser.add_argument("--tokens", type=int, default=128, help="of each stream")
+    parser.add_argument("--json", action="store_true", help="one JSON object instead of a table")
+    parser.add_argument("serve", nargs="*", metavar="FLAG", help="more flags of `kvmux serve`, after --")
+    options = parser.parse_args(arguments)
+    if not Path("/proc/self/smaps_rollup").exists():
+        parser.error("only where the system tells of shared memory in /proc/PID/smaps_rollup")
+    if min(options.rounds, options.streams, options.prompt, options.tokens) < 1:
+        parser.error("--rounds, --streams, --prompt and --tokens: from 1 on")
+    if any(flag.startswith(("--port", "--host")) for flag in options.serve):
+        parser.error("leave --host and --port out: they are chosen here")
+    flags = ["--model", options.model, *options.serve]
+    try:
+        with sigterm_as_ctrl_c():
+            result = measure(flags, options.rounds, options.streams, options.prompt, options.tokens)
+    except RunError as error:
+        sys.exit(str(error))
+    print(json.dumps(result._asdict()) if options.json else table(result))
+
+
+def measure(flags: Sequence[str], rounds: int, streams: int, prompt: int, tokens: int) -> Result:
+    """Raises RunError."""
+    seconds = []
+    for last in [False] * (rounds - 1) + [True]:
+        with serving(flags) as served:
+            seconds.append(served.ready_seconds)
+            if last:
+                ready = memory(served.process)
+                peak = asyncio.run(loaded(served, streams, prompt, tokens))
+    return Result(seconds, ready, peak)
+
+
+# ---------------------------------------------------------------- memory
+def memory(supervisor: psutil.Process) -> dict[str, Memory]:
+    """By what a process is for; "all" is the sum."""
+    found: dict[str, Memory] = {}
+    for process in (supervisor, *supervisor.children(recursive=True)):
+        role = "supervisor" if process == supervisor else role_of(process)
+        full = process.memory_full_info()
+        before = found.get(role, Memory(0, 0))
+        found[role] = Memory(before.pss + full.pss, before.rss + full.rss)
+    return found | {"all": Memory(*(sum(column) for column in zip(*found.values(), strict=True)))}
+
+
+def role_of(child: psutil.Process) -> str:
+    if any("resource_tracker" in word for word in child.cmdline()):
+        return "resource tracker"
+    if MODULE in child.cmdline():
+        return "text"
+    return "engine" if is_engine(child) else "API"
+
+
+async def loaded(served: Served, streams: int, prompt: int, tokens: int) -> dict[str, Memory]:
+    """The most that was seen while the streams ran."""
+    ids = [FIRST_ID + i % IDS for i in range(prompt)]
+    body: dict[str, Any] = {
+        "model": model_of(served),
+        "prompt": ids,
+        "max_tokens": tokens,
+        "stream": True,
+        "ignore_eos": True,
+    }
+    load = asyncio.ensure_future(play(Server.at(served.url, []), "/v1/completions", streams, body))
+    peak: dict[str, Memory] = {}
+    while not load.done():
+        for role, now in (await asyncio.to_thread(memory, served.process)).items():
+            before = peak.get(role, now)
+            peak[role] = Memory(max(before.pss, now.pss), max(before.rss, now.rss))
+        await asyncio.sleep(SAMPLE)
+    load.result()
+    return peak
+
+
+def table(result: Result) -> str:
+    """Markdown; memory in MiB."""
+    seconds = ", ".join(f"{took:.2f}" for took in result.seconds)
+    lines = [
+        f"ready after {seconds} s",
+        "",
+        "| MiB | PSS, ready | PSS, at most | RSS, at most |",
+        "|---|---:|---:|---:|",
+    ]
+    for role, ready in result.ready.items():
+        peak = result.peak[role]
+        lines.append(f"| {role} | {ready.pss / 2**20:,.0f} | {peak.pss / 2**20:,.0f} | {peak.rss / 2**20:,.0f} |")
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    main()

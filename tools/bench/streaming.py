@@ -1,0 +1,169 @@
+"""`python -m tools.bench.streaming`: CPU time per streamed token outside the engine.
+
+Starts `kvmux serve`, opens streams beside each other, and looks at the CPU time of the server's processes but for the
+engine's: they read the engine's socket, make text of tokens and JSON of text, and write to the clients' sockets. Beside
+it stands the least there can be: uvicorn with an application that sends events of the same size, made before, at the
+same pace. Both take turns, so that a busy machine is so for both.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import httpx
+import psutil
+from starlette.types import Receive, Scope, Send
+
+from server.profiling.running import RunError, Served, serving, sigterm_as_ctrl_c, started
+
+ENGINE = "libtorch_cpu"  # the library that only the engine's process has in its memory
+LISTENS = re.compile(r"running on (http://\S+)")
+PROMPT = "Once upon a time"
+BODIES: dict[str, dict[str, Any]] = {
+    "/v1/completions": {"prompt": PROMPT},
+    "/v1/chat/completions": {"messages": [{"role": "user", "content": PROMPT}]},
+}
+EVENT = b"data: " + b"x" * 230 + b"\n\n"  # as long as a chunk with a word in it
+
+
+class Server(NamedTuple):
+    """A server that is ready."""
+
+    host: str
+    port: int
+    workers: Sequence[psutil.Process]  # all processes but the engine's
+
+    @classmethod
+    def at(cls, url: str, workers: Sequence[psutil.Process]) -> Server:
+        address = httpx.URL(url)
+        assert address.port is not None
+        return cls(address.host, address.port, workers)
+
+    def seconds(self) -> float:
+        """CPU time of the workers so far."""
+        return sum(times.user + times.system for times in (worker.cpu_times() for worker in self.workers))
+
+
+class Result(NamedTuple):
+    """What `streams` at once cost. Microseconds are CPU time outside the engine for each token."""
+
+    path: str
+    streams: int
+    microseconds: float
+    bare: float  # microseconds of uvicorn alone
+    tokens_per_second: float  # of all streams together
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(prog="python -m tools.bench.streaming", description=__doc__)
+    parser.add_argument("--streams", type=int, nargs="+", default=(1, 16, 64), help="opened beside each other")
+    parser.add_argument("--tokens", type=int, default=512, help="of each stream")
+    parser.add_argument("--rounds", type=int, default=5, help="summed up, after one that warms")
+    parser.add_argument("--body", type=json.loads, default={}, help="JSON for every request: '{\"logprobs\": 1}'")
+    parser.add_argument("--json", action="store_true", help="one JSON line a figure instead of a table")
+    parser.add_argument("serve", nargs="*", metavar="FLAG", help="flags of `kvmux serve`, after --")
+    options = parser.parse_args(arguments)
+    body = {"max_tokens": options.tokens, "stream": True, "ignore_eos": True} | options.body
+    try:
+        with sigterm_as_ctrl_c(), serving(options.serve) as served, serving_bare() as bare:
+            ours = Server.at(served.url, [each for each in served.family if not is_engine(each)])
+            body = {"model": model_of(served)} | body
+            results = [
+                asyncio.run(measure(ours, bare, path, streams, options.rounds, BODIES[path] | body))
+                for path in BODIES
+                for streams in options.streams
+            ]
+    except RunError as error:
+        sys.exit(str(error))
+    print("\n".join(json.dumps(r._asdict()) for r in results) if options.json else table(results))
+
+
+# ---------------------------------------------------------------- servers
+def model_of(served: Served) -> str:
+    """What requests call it."""
+    listed = httpx.get(f"{served.url}/v1/models", trust_env=False).json()
+    return str(listed["data"][0]["id"])
+
+
+def is_engine(process: psutil.Process) -> bool:
+    return any(ENGINE in region.path for region in process.memory_maps())
+
+
+@contextmanager
+def serving_bare() -> Iterator[Server]:
+    """uvicorn as we use it, with `bare_app`. Raises RunError."""
+    flags = ["--port", "0", "--loop", "uvloop", "--http", "httptools", "--lifespan", "off", "--no-access-log"]
+    command = [sys.executable, "-m", "uvicorn", "tools.bench.streaming:bare_app", *flags]
+    with started(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
+        assert process.stdout is not None
+        found = next((found for line in process.stdout if (found := LISTENS.search(line))), None)
+        if found is None:
+            raise RunError("uvicorn did not start")
+        yield Server.at(found[1], [psutil.Process(process.pid)])
+
+
+async def bare_app(scope: Scope, receive: Receive, send: Send) -> None:
+    """Sends as many events as were asked for, all streams at the same moments, as an engine's steps make them do."""
+    request = json.loads((await receive())["body"])
+    await send({"type": "http.response.start", "status": 200, "headers": []})
+    loop, pace = asyncio.get_running_loop(), request["pace"]
+    first = loop.time() // pace + 1
+    for step in range(request["max_tokens"]):
+        await asyncio.sleep((first + step) * pace - loop.time())
+        await send({"type": "http.response.body", "body": EVENT, "more_body": True})
+    await send({"type": "http.response.body", "body": b"data: [DONE]\n\n"})
+
+
+# ---------------------------------------------------------------- measuring
+async def measure(ours: Server, bare: Server, path: str, streams: int, rounds: int, request: dict[str, Any]) -> Result:
+    """All rounds together, after one that is not counted: CPU time is told in hundredths of a second."""
+    tokens = request["max_tokens"]
+    seconds, cpu, bare_cpu = 0.0, 0.0, 0.0
+    for counted in [False] + [True] * rounds:
+        took, used = await play(ours, path, streams, request)
+        _, bare_used = await play(bare, "/", streams, {"max_tokens": tokens, "pace": took / tokens})
+        if counted:
+            seconds, cpu, bare_cpu = seconds + took, cpu + used, bare_cpu + bare_used
+    total = rounds * streams * tokens
+    return Result(path, streams, cpu / total * 1e6, bare_cpu / total * 1e6, total / seconds)
+
+
+async def play(server: Server, path: str, streams: int, request: dict[str, Any]) -> tuple[float, float]:
+    """Seconds that the streams took, and seconds of CPU time."""
+    began, before = time.perf_counter(), server.seconds()
+    await asyncio.gather(*(read_stream(server, path, request) for _ in range(streams)))
+    return time.perf_counter() - began, server.seconds() - before
+
+
+async def read_stream(server: Server, path: str, request: dict[str, Any]) -> None:
+    reader, writer = await asyncio.open_connection(server.host, server.port)
+    content = json.dumps(request).encode()
+    head = f"POST {path} HTTP/1.1\r\nHost: bench\r\nConnection: close\r\nContent-Type: application/json\r\n"
+    writer.write(head.encode() + b"Content-Length: %d\r\n\r\n" % len(content) + content)
+    answer = await reader.read()
+    if b"data: [DONE]" not in answer or b'"error"' in answer:
+        sys.exit(f"the server said: {answer[:500].decode()}")
+    writer.close()
+
+
+def table(results: Sequence[Result]) -> str:
+    """Markdown."""
+    lines = ["| endpoint | streams | µs of CPU a token | uvicorn alone | tokens/s |", "|---|---:|---:|---:|---:|"]
+    lines += [
+        f"| {r.path} | {r.streams} | {r.microseconds:.0f} | {r.bare:.0f} | {r.tokens_per_second:,.0f} |"
+        for r in results
+    ]
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    main()

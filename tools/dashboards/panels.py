@@ -1,0 +1,205 @@
+"""What a dashboard is made of: its frame, and three kinds of panels. Knows Grafana's builders, metrics only by queries.
+
+A panel is told its queries by their legends. What its description says comes from the families that they name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from string import ascii_uppercase
+from typing import Any
+
+from grafana_foundation_sdk.builders import dashboard as build
+from grafana_foundation_sdk.builders.common import (
+    ReduceDataOptions,
+    StackingConfig,
+    VizLegendOptions,
+    VizTooltipOptions,
+)
+from grafana_foundation_sdk.builders.prometheus import Dataquery
+from grafana_foundation_sdk.builders.stat import Panel as Stat
+from grafana_foundation_sdk.builders.table import Panel as Table
+from grafana_foundation_sdk.builders.timeseries import Panel as Timeseries
+from grafana_foundation_sdk.models.common import (
+    BigValueColorMode,
+    BigValueGraphMode,
+    BigValueTextMode,
+    LegendDisplayMode,
+    LegendPlacement,
+    SortOrder,
+    StackingMode,
+    TooltipDisplayMode,
+    VisibilityMode,
+)
+from grafana_foundation_sdk.models.dashboard import (
+    Dashboard,
+    DashboardCursorSync,
+    DashboardLinkType,
+    DataSourceRef,
+    DataTransformerConfig,
+    Threshold,
+    ThresholdsMode,
+    VariableOption,
+    VariableRefresh,
+    VariableSort,
+)
+from grafana_foundation_sdk.models.prometheus import PromQueryFormat
+from prometheus_client import Info
+
+from server.metrics.families import KV_LIMIT, STEPS, STRATEGY, Family, Label
+from tools.dashboards.promql import SERVER, SERVER_VARIABLE, STRATEGY_VARIABLE, named, select
+
+TAG = "kvmux"
+PROMETHEUS = DataSourceRef(type_val="prometheus", uid="${datasource}")
+Panel = Timeseries | Stat | Table
+
+# ---------------------------------------------------------------- Grafana's units
+SECONDS, BYTES, SHARE, NUMBER = "s", "bytes", "percentunit", "short"
+BYTES_A_SECOND, REQUESTS_A_SECOND, TOKENS_A_SECOND, TIMES_A_SECOND = "Bps", "reqps", "si:tok/s", "ops"
+
+
+def lines(
+    title: str, unit: str, queries: Mapping[str, str], *, note: str = "", stacked: bool = False, width: int = 8
+) -> Timeseries:
+    """Values over time. Stacked: they are parts of a whole."""
+    panel = (
+        Timeseries()
+        .title(title)
+        .description(_describe(queries, note))
+        .datasource(PROMETHEUS)
+        .unit(unit)
+        .min(0)
+        .span(width)
+        .height(8)
+        .line_width(1)
+        .fill_opacity(40 if stacked else 8)
+        .show_points(VisibilityMode.NEVER)
+        .legend(
+            VizLegendOptions()
+            .show_legend(True)
+            .display_mode(LegendDisplayMode.TABLE)
+            .placement(LegendPlacement.BOTTOM)
+            .calcs(["lastNotNull", "max"])
+        )
+        .tooltip(VizTooltipOptions().mode(TooltipDisplayMode.MULTI).sort(SortOrder.DESCENDING))
+        .targets([*_targets(queries)])
+    )
+    return panel.stacking(StackingConfig().mode(StackingMode.NORMAL)) if stacked else panel
+
+
+def number(
+    title: str,
+    unit: str,
+    query: str,
+    *,
+    legend: str = "",
+    bad_from: float | None = None,
+    nothing: str = "-",
+    width: int = 3,
+) -> Stat:
+    """The latest value, large, or with a legend who has one. bad_from: where it turns red; nothing: without one."""
+    steps = [Threshold(color="green"), *([] if bad_from is None else [Threshold(value=bad_from, color="red")])]
+    return (
+        Stat()
+        .title(title)
+        .description(_describe({legend: query}))
+        .datasource(PROMETHEUS)
+        .unit(unit)
+        .no_value(nothing)
+        .span(width)
+        .height(4)
+        .color_mode(BigValueColorMode.VALUE)
+        .graph_mode(BigValueGraphMode.NONE if legend else BigValueGraphMode.AREA)
+        .text_mode(BigValueTextMode.NAME if legend else BigValueTextMode.AUTO)
+        .reduce_options(ReduceDataOptions().calcs(["lastNotNull"]))
+        .thresholds(build.ThresholdsConfig().mode(ThresholdsMode.ABSOLUTE).steps(steps))
+        .targets([*_targets({legend: query})])
+    )
+
+
+def facts(title: str, family: Family[Info], *, width: int = 12, height: int) -> Table:
+    """What an info metric says: a row for each strategy, or one for each label."""
+    target = Dataquery().datasource(PROMETHEUS).ref_id("A").expr(select(family)).legend_format("").instant()
+    if STRATEGY in family.labels:
+        hidden = dict.fromkeys(("Time", "Value", "__name__", "job"), True)
+        arranged = DataTransformerConfig(
+            id_val="organize", options={"excludeByName": hidden, "indexByName": {STRATEGY.name: 0}}
+        )
+        target.format(PromQueryFormat.TABLE)
+    else:
+        arranged = DataTransformerConfig(id_val="labelsToFields", options={"mode": "rows"})
+        target.format(PromQueryFormat.TIME_SERIES)
+    return (
+        Table()
+        .title(title)
+        .description(_describe({"": select(family)}))
+        .datasource(PROMETHEUS)
+        .unit(NUMBER)
+        .span(width)
+        .height(height)
+        .show_header(True)
+        .targets([target])
+        .with_transformation(arranged)
+    )
+
+
+def dashboard(key: str, title: str, about: str, rows: Mapping[str, Sequence[Panel]]) -> Dashboard:
+    """Panels in rows with titles, below the choice of servers and strategies; its uid is `kvmux-` and the key."""
+    made = (
+        build.Dashboard(f"kvmux: {title}")
+        .uid(f"{TAG}-{key}")
+        .description(about)
+        .tags([TAG])
+        .readonly()
+        .tooltip(DashboardCursorSync.CROSSHAIR)
+        .time("now-1h", "now")
+        .timezone("browser")
+        .refresh("10s")
+        .link(
+            build.DashboardLink("kvmux")
+            .type(DashboardLinkType.DASHBOARDS)
+            .tags([TAG])
+            .include_vars(True)
+            .keep_time(True)
+        )
+        .with_variable(build.DatasourceVariable("datasource").label("Data source").type("prometheus"))
+        .with_variable(_choice(SERVER_VARIABLE, "Server", STEPS, SERVER))
+        .with_variable(_choice(STRATEGY_VARIABLE, "Strategy", KV_LIMIT, STRATEGY))
+    )
+    number = 0
+    for row, panels in rows.items():
+        made.with_row(build.Row(row).id(number := number + 1))
+        for panel in panels:
+            made.with_panel(panel.id(number := number + 1))
+    return made.build()
+
+
+def _choice(name: str, label: str, family: Family[Any], of: Label) -> build.QueryVariable:
+    """Any of the values that Prometheus knows, at first all of them."""
+    return (
+        build.QueryVariable(name)
+        .label(label)
+        .datasource(PROMETHEUS)
+        .query({"query": f"label_values({family.exposed}, {of.name})", "refId": name})
+        .refresh(VariableRefresh.ON_TIME_RANGE_CHANGED)
+        .sort(VariableSort.ALPHABETICAL_ASC)
+        .multi(True)
+        .include_all(True)
+        .all_value(".+")
+        .current(VariableOption(selected=True, text=["All"], value=["$__all"]))
+    )
+
+
+def _targets(queries: Mapping[str, str]) -> list[Dataquery]:
+    """Each has a letter, as in Grafana's editor."""
+    assert len(queries) <= len(ascii_uppercase), "a panel with so many lines shows nothing"
+    return [
+        Dataquery().datasource(PROMETHEUS).ref_id(letter).expr(query).legend_format(legend).range()
+        for letter, (legend, query) in zip(ascii_uppercase, queries.items(), strict=False)
+    ]
+
+
+def _describe(queries: Mapping[str, str], note: str = "") -> str:
+    """What the families are that the queries name, and what there is to say beside."""
+    families = named(" ".join(queries.values()))
+    return "\n\n".join([*([note] if note else []), *(f"`{family.exposed}`: {family.help}" for family in families)])

@@ -1,0 +1,17 @@
+"""Shares that several dashboards show. Knows no panel."""
+
+from __future__ import annotations
+
+from server.metrics import families as f
+from server.metrics.families import Label
+from tools.dashboards.promql import rate, ratio
+
+
+def hit_rate(*by: Label) -> str:
+    """Of the prompt tokens that were looked up."""
+    return ratio(rate(f.PREFIX_HITS, *by), rate(f.PREFIX_QUERIES, *by))
+
+
+def error_share(*by: Label) -> str:
+    """Of the requests that left the engine."""
+    return ratio(rate(f.REQUESTS, *by, where={f.OUTCOME: "error"}), rate(f.REQUESTS, *by))

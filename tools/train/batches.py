@@ -1,0 +1,55 @@
+"""Supplies batches in order, each from a seed of its own, written here or ahead of time by worker processes.
+
+The same seed and index give the same batch whoever writes it, so a resumed run sees text it has not seen before.
+"""
+
+from collections import deque
+from concurrent.futures import Future, ProcessPoolExecutor
+from functools import cache
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from tokenizers import Tokenizer
+
+from server.evaluation.corpus.packing import Mix, Rows, pack
+
+AHEAD_PER_WORKER = 4
+
+
+@cache
+def _tokenizer(path: Path) -> Tokenizer:
+    return Tokenizer.from_file(str(path))
+
+
+def _write(tokenizer: Path, seed: str, context: int, rows: int, mix: Mix) -> Rows:
+    return pack(_tokenizer(tokenizer), seed, context, rows, mix)
+
+
+class Source:
+    def __init__(self, tokenizer: Path, seed: int, first: int, workers: int) -> None:
+        self._tokenizer, self._seed, self._index = tokenizer, seed, first
+        self._pool = ProcessPoolExecutor(workers) if workers else None
+        self._ahead: deque[Future[Rows]] = deque()
+        self._depth = workers * AHEAD_PER_WORKER
+
+    def next(self, context: int, rows: int, mix: Mix) -> Rows:
+        """The next batch; with workers, of the kind asked for a few calls ago."""
+        if self._pool is None:
+            return _write(self._tokenizer, self._next_seed(), context, rows, mix)
+        while len(self._ahead) <= self._depth:
+            self._ahead.append(self._pool.submit(_write, self._tokenizer, self._next_seed(), context, rows, mix))
+        return self._ahead.popleft().result()
+
+    def _next_seed(self) -> str:
+        self._index += 1
+        return f"{self._seed}/{self._index}"
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._pool:
+            self._pool.shutdown(cancel_futures=True)

@@ -1,0 +1,51 @@
+"""Watches training: perplexity on stories the model has not seen, and recall by distance of held-out names.
+
+It reads the lean model with whole rows at once. What a served model makes of such documents under each cache strategy
+is measured by `kvmux evaluate` (server/evaluation).
+"""
+
+import math
+from collections.abc import Iterator
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from server.evaluation.corpus.packing import Rows
+from tools.train.model import Llama
+
+DISTANCES = (64, 128, 256, 512, 1024, 2048)
+
+
+def _read(model: Llama, rows: Rows) -> Iterator[tuple[int, Tensor, Tensor]]:
+    """Row by row: its index, logits (T, V) and targets (T,)."""
+    device = next(model.parameters()).device
+    for index, row in enumerate(rows.ids.astype("int64")):
+        ids = torch.from_numpy(row).to(device)
+        yield index, model(ids[None, :-1])[0].float(), ids[1:]
+
+
+@torch.no_grad()
+def perplexity(model: Llama, rows: Rows) -> float:
+    """Per token, every token counting the same."""
+    losses = [F.cross_entropy(logits, targets).item() for _, logits, targets in _read(model, rows)]
+    return math.exp(sum(losses) / len(losses))
+
+
+@torch.no_grad()
+def recall(model: Llama, rows: Rows) -> list[tuple[int, bool]]:
+    """For each answer: how far back it stood, and whether each of its tokens was the likeliest, given the true text."""
+    results = []
+    for index, logits, targets in _read(model, rows):
+        right = logits.argmax(-1) == targets
+        results += [(a.distance, bool(right[a.start - 1 : a.stop - 1].all())) for a in rows.answers[index]]
+    return results
+
+
+def by_distance(results: list[tuple[int, bool]]) -> dict[int, tuple[int, int]]:
+    """Upper bound of the distance -> (right, asked)."""
+    table: dict[int, tuple[int, int]] = {}
+    for low, high in zip((0, *DISTANCES), DISTANCES, strict=False):
+        within = [right for distance, right in results if low < distance <= high]
+        table[high] = (sum(within), len(within))
+    return table

@@ -1,0 +1,207 @@
+"""Trains the embedded model, for so many minutes, from the corpus generator; can be stopped and resumed.
+
+    python -m tools.train.train --out runs/tiny --minutes 30 --threads 1
+    python -m tools.train.train --out runs/tiny --minutes 120 --resume
+
+`--out` holds the tokenizer, the last checkpoint and a log. Minutes are those of training in all, earlier runs included;
+the learning rate follows the share of them that has passed. How a model is measured or exported is known to measure.py
+and export.py.
+"""
+
+import argparse
+import json
+import math
+import os
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from server.evaluation.corpus.packing import EVALUATION_SEED, RECORDS, STORIES, Mix, Rows, pack
+from server.evaluation.corpus.words import HELD_OUT_NAMES
+from tools.train.batches import Source
+from tools.train.measure import by_distance, perplexity, recall
+from tools.train.model import Llama, Shape, weighted_loss
+from tools.train.optim import Muon
+from tools.train.plant import plant
+from tools.train.progress import display
+from tools.train.tokenizer import load_or_train
+
+MUON_RATE, ADAM_RATE = 0.003, 0.001
+WARMUP_STEPS, DECAY_SHARE, LEAST_RATE = 60, 0.6, 0.02
+SAVE_SECONDS, MEASURE_SECONDS = 60.0, 120.0
+
+
+# One context from first to last: what is learnt on short rows has to be unlearnt on long ones (docs/log.md).
+MIX = Mix(stories=0.5, records=0.5)
+
+
+@dataclass
+class Done:
+    """How far training has come."""
+
+    seconds: float = 0.0
+    steps: int = 0
+    tokens: int = 0
+
+
+def rate_at(share: float, steps: int) -> float:
+    """Of the full learning rate: a short warm-up, then level, then down in a line."""
+    return min(1.0, (steps + 1) / WARMUP_STEPS) * min(1.0, max(LEAST_RATE, (1 - share) / DECAY_SHARE))
+
+
+@dataclass(frozen=True)
+class Settings:
+    out: Path
+    minutes: float
+    device: str
+    threads: int
+    seed: int
+    step_tokens: int
+    workers: int
+    compile: bool
+
+
+class Trainer:
+    def __init__(self, settings: Settings, shape: Shape) -> None:
+        torch.manual_seed(settings.seed)
+        self.settings, self.done = settings, Done()
+        self.tokenizer_path = settings.out / "tokenizer.json"
+        self.tokenizer = load_or_train(self.tokenizer_path, settings.seed)
+        self.model = Llama(shape)
+        plant(self.model)
+        self.model.to(settings.device)
+        matrices = [p for p in self.model.layers.parameters() if p.ndim == 2]
+        others = [self.model.embed_tokens.weight, *(p for p in self.model.parameters() if p.ndim == 1)]
+        self.optimizers = (
+            Muon(matrices, MUON_RATE),
+            torch.optim.AdamW(others, ADAM_RATE, betas=(0.9, 0.98), weight_decay=0.0),
+        )
+        self._loss = torch.compile(self._forward) if settings.compile else self._forward
+
+    # ---- one step
+
+    def _forward(self, ids: Tensor, targets: Tensor, weights: Tensor) -> Tensor:
+        # bfloat16 pays on a GPU; on a CPU it does not unless the CPU has instructions for it.
+        with torch.autocast(self.settings.device, torch.bfloat16, enabled=self.settings.device == "cuda"):
+            return weighted_loss(self.model(ids), targets, weights)
+
+    def step(self, batch: Rows, share: float) -> float:
+        rate = rate_at(share, self.done.steps)
+        for optimizer, full in zip(self.optimizers, (MUON_RATE, ADAM_RATE), strict=True):
+            for group in optimizer.param_groups:
+                group["lr"] = full * rate
+        ids = torch.from_numpy(batch.ids.astype("int64")).to(self.settings.device)
+        weights = torch.from_numpy(batch.weights).to(self.settings.device)
+        loss = self._loss(ids[:, :-1], ids[:, 1:], weights[:, 1:])
+        loss.backward()
+        for optimizer in self.optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        self.done.steps += 1
+        self.done.tokens += ids[:, 1:].numel()
+        return float(loss.item())
+
+    # ---- the whole run
+
+    def run(self) -> None:
+        settings, done = self.settings, self.done
+        total, context = settings.minutes * 60, self.model.shape.positions
+        source = Source(self.tokenizer_path, settings.seed, done.steps, settings.workers)
+        saved = measured = done.seconds
+        loss = math.nan
+        with source, display(total) as show:
+            while done.seconds < total:
+                began, share = time.monotonic(), done.seconds / total
+                batch = source.next(context, settings.step_tokens // context, MIX)
+                loss = self.step(batch, share)
+                done.seconds += time.monotonic() - began
+                show.step(done.seconds, f"{done.tokens / 1e6:.2f}M tokens", loss)
+                if done.seconds - saved > SAVE_SECONDS:
+                    saved = done.seconds
+                    self.save()
+                if done.seconds - measured > MEASURE_SECONDS:
+                    measured = done.seconds
+                    show.note(self.measure(loss))
+            show.note(self.measure(loss))
+        self.save()
+
+    def measure(self, loss: float) -> str:
+        """A few documents, the same each time and never trained on, for watching; also kept in the log."""
+        context = self.model.shape.positions
+        results = recall(self.model, pack(self.tokenizer, EVALUATION_SEED, context, 4, RECORDS, HELD_OUT_NAMES))
+        surprise = perplexity(self.model, pack(self.tokenizer, EVALUATION_SEED, 512, 8, STORIES))
+        found = {upto: f"{right}/{asked}" for upto, (right, asked) in by_distance(results).items()}
+        entry = {**asdict(self.done), "loss": loss, "story_perplexity": surprise, "recall_of_held_out_names": found}
+        with (self.settings.out / "log.jsonl").open("a") as log:
+            log.write(json.dumps(entry) + "\n")
+        return f"perplexity of stories {surprise:.3f}, recall of held-out names by distance {found}"
+
+    # ---- checkpoints
+
+    @property
+    def _checkpoint(self) -> Path:
+        return self.settings.out / "checkpoint.pt"
+
+    def save(self) -> None:
+        """Write beside the old checkpoint, then replace it, so that a kill leaves one or the other."""
+        state = {
+            "shape": asdict(self.model.shape),
+            "done": asdict(self.done),
+            "model": self.model.state_dict(),
+            "optimizers": [optimizer.state_dict() for optimizer in self.optimizers],
+        }
+        partial = self._checkpoint.with_suffix(".partial")
+        torch.save(state, partial)
+        os.replace(partial, self._checkpoint)
+
+    def resume(self) -> None:
+        state: dict[str, Any] = torch.load(self._checkpoint, map_location=self.settings.device, weights_only=True)
+        self.model.load_state_dict(state["model"])
+        for optimizer, saved in zip(self.optimizers, state["optimizers"], strict=True):
+            optimizer.load_state_dict(saved)
+        self.done = Done(**state["done"])
+
+
+def parse_settings() -> tuple[Settings, bool]:
+    parser = argparse.ArgumentParser(description="Train the embedded model.")
+    parser.add_argument("--out", type=Path, required=True, help="folder for tokenizer, checkpoint and log")
+    parser.add_argument("--minutes", type=float, required=True, help="training time in all, earlier runs included")
+    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
+    parser.add_argument("--threads", type=int, default=1, help="CPU threads (default 1)")
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--step-tokens", type=int, help="tokens a step (default 8192, on a GPU 32768)")
+    parser.add_argument("--workers", type=int, help="processes that write text (default 0, on a GPU all cores but one)")
+    parser.add_argument("--compile", action="store_true", help="faster steps; the first ones take a minute")
+    parser.add_argument("--resume", action="store_true", help="go on from the checkpoint in --out")
+    a = parser.parse_args()
+    device = a.device if a.device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
+    on_gpu = device == "cuda"
+    step_tokens = a.step_tokens or (32768 if on_gpu else 8192)
+    if step_tokens < Shape().positions:
+        parser.error(f"--step-tokens: at least {Shape().positions}, one row")
+    workers = a.workers if a.workers is not None else max(1, (os.cpu_count() or 2) - 1) if on_gpu else 0
+    return Settings(a.out, a.minutes, device, a.threads, a.seed, step_tokens, workers, a.compile), a.resume
+
+
+def main() -> None:
+    settings, resume = parse_settings()
+    checkpoint = settings.out / "checkpoint.pt"
+    if resume and not checkpoint.exists():
+        raise SystemExit(f"There is no checkpoint in {settings.out}: start without --resume, or name another --out.")
+    if checkpoint.exists() and not resume:
+        raise SystemExit(f"{settings.out} holds a checkpoint: add --resume to go on from it, or name another --out.")
+    settings.out.mkdir(parents=True, exist_ok=True)
+    torch.set_num_threads(settings.threads)
+    torch.set_flush_denormal(True)  # sharp attention makes them, and a CPU is slow at them
+    trainer = Trainer(settings, Shape())
+    if resume:
+        trainer.resume()
+    trainer.run()
+
+
+if __name__ == "__main__":
+    main()
