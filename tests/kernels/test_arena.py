@@ -470,11 +470,11 @@ class GradualHistory(ArenaHistory):
         reserved = reserved_of(self.arena)
         if above:
             self.high -= 1
-            reserved_memory.touch(above=(PAGES - self.high) * SYSTEM_PAGE)
+            reserved.touch(above=(PAGES - self.high) * SYSTEM_PAGE)
             self.there.add(self.high)
         else:
             self.low += 1
-            reserved_memory.touch(below=self.low * SYSTEM_PAGE)
+            reserved.touch(below=self.low * SYSTEM_PAGE)
             self.there.add(self.low - 1)
         assert self.arena.advance()
         assert self.arena.usable == len(self.there)

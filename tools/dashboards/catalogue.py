@@ -16,7 +16,7 @@ from tools.dashboards.memory import memory
 from tools.dashboards.overview import overview
 from tools.dashboards.strategies import strategies
 
-FOLDER = Path(__file__).parents[3] / "config" / "grafana" / "dashboards"
+FOLDER = Path(__file__).parents[2] / "config" / "grafana" / "dashboards"
 
 
 class Query(NamedTuple):

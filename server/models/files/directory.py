@@ -14,7 +14,7 @@ from server.models.files.links import check_links
 from server.models.formats.gguf_directory import own_link, unpacked
 from server.models.formats.gguf_file import SUFFIX
 
-EMBEDDED = {"tiny": Path(__file__).parent / "tiny"}
+EMBEDDED = {"tiny": Path(__file__).parents[1] / "tiny"}
 
 
 def located(settings: Settings) -> Settings:
