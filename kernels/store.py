@@ -1,4 +1,4 @@
-"""Keys and values of all layers as typed, strided views of an arena.
+"""Keys and values of all layers as typed, strided views of pages of memory.
 
 Knows how a block is laid out; neither who owns it nor which tokens lie in it. A block of `block_size` tokens is `run`
 consecutive pages, and its id is the number of its first page:
@@ -13,12 +13,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import pairwise
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
-from cache_strategies.arena import Arena
+from kernels.memory import allocate
 from kernels.ops import LayerSpec
 
 SCALE = torch.float32  # of a vector of int8
@@ -58,32 +58,61 @@ class Plane(NamedTuple):
     scale: Tensor | None  # [blocks, H, block_size] float32, of int8
 
 
+class PagedMemory(Protocol):
+    """Pages of bytes, as a store sees them; which of them are in use, their owner knows."""
+
+    @property
+    def memory(self) -> Tensor:
+        """Return all pages, [pages * page_bytes] uint8."""
+        ...
+
+    @property
+    def pages(self) -> int: ...
+
+    @property
+    def page_bytes(self) -> int: ...
+
+
+class Pages:
+    """Pages of memory of their own, without owners: for tests of kernels and measurements."""
+
+    def __init__(
+        self, pages: int, page_bytes: int, device: torch.device | str = "cpu", *, memory: Tensor | None = None
+    ) -> None:
+        """Allocate all of it, or take `memory` [pages * page_bytes] uint8 as it is."""
+        self.pages = pages
+        self.page_bytes = page_bytes
+        self.memory = allocate(pages * page_bytes, device) if memory is None else memory
+        assert self.memory.nbytes == pages * page_bytes
+
+
 class KVStore:
     """The blocks of one strategy instance: one view per layer and plane, made once."""
 
-    def __init__(self, arena: Arena, layers: Sequence[LayerSpec], block_size: int, dtype: torch.dtype) -> None:
-        assert arena.page_bytes % ALIGN == 0
-        self.arena = arena
+    def __init__(self, memory: PagedMemory, layers: Sequence[LayerSpec], block_size: int, dtype: torch.dtype) -> None:
+        assert memory.page_bytes % ALIGN == 0
+        self.memory = memory.memory
+        self.page_bytes = memory.page_bytes
         self.block_size = block_size
         self.dtype = dtype
-        self.device = arena.memory.device
+        self.device = memory.memory.device
         self._heads = [(spec.num_kv_heads, spec.head_dim, spec.v_head_dim) for spec in layers]
         self._offsets = plane_offsets(layers, block_size, dtype)
         self.block_bytes = self._offsets[-1]
-        self.run = -(-self.block_bytes // arena.page_bytes)
-        self.num_blocks = max(0, arena.pages - self.run + 1)
+        self.run = -(-self.block_bytes // self.page_bytes)
+        self.num_blocks = max(0, memory.pages - self.run + 1)
         dims = ((spec, dim) for spec in layers for dim in (spec.head_dim, spec.v_head_dim))
         self._planes = [
             self._plane(offset, spec.num_kv_heads, dim)
             for (offset, _), (spec, dim) in zip(pairwise(self._offsets), dims, strict=True)
         ]
-        self.blocks = arena.memory.as_strided((self.num_blocks, self.run * arena.page_bytes), (arena.page_bytes, 1))
+        self.blocks = self.memory.as_strided((self.num_blocks, self.run * self.page_bytes), (self.page_bytes, 1))
 
     def _view(self, dtype: torch.dtype, offset: int, heads: int, width: int, dim: int) -> Tensor:
         """[blocks, H, block_size, width] of `dtype`, `offset` bytes into each block; vectors have `dim` numbers."""
-        typed, size = self.arena.memory.view(dtype), dtype.itemsize
+        typed, size = self.memory.view(dtype), dtype.itemsize
         vector = vector_bytes(dim, self.dtype) // size
-        strides = (self.arena.page_bytes // size, self.block_size * vector, vector, 1)
+        strides = (self.page_bytes // size, self.block_size * vector, vector, 1)
         return typed.as_strided((self.num_blocks, heads, self.block_size, width), strides, offset // size)
 
     def _plane(self, offset: int, heads: int, dim: int) -> Plane:

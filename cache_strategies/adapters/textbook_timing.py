@@ -1,4 +1,4 @@
-"""`python -m cache_strategies.adapters.textbook_timing`: what the textbook's cache saves, in tokens per second of its GPT.
+"""`python -m cache_strategies.adapters.textbook_timing`: what the textbook's cache saves, in tokens/s.
 
 Random weights, which take as long as trained ones, and one thread. Seconds are the processor's own, so that other
 programs on the machine count little. Knows the textbook and nothing else of this project.

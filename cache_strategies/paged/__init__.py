@@ -1,1 +1,1 @@
-"""TODO cache_strategies/paged."""
+"""paged: a KV cache of small blocks, which later sequences with the same beginning find again."""

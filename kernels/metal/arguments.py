@@ -42,7 +42,7 @@ def in_rows(x: Tensor) -> Grid:
 
 def memory(store: KVStore) -> Tensor:
     """All of the arena, in numbers of the store's type."""
-    return store.arena.memory.view(store.dtype)
+    return store.memory.view(store.dtype)
 
 
 def addresses(at: Slots) -> tuple[Tensor, Tensor, Tensor, Tensor]:

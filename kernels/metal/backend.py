@@ -234,13 +234,13 @@ class MetalOps(ReferenceOps):
 
     def copy_blocks(self, store: KVStore, src: list[int], dst: list[int]) -> None:
         arguments.copy_blocks(store, src, dst)
-        page, block = store.arena.page_bytes // UNIT, store.block_bytes // UNIT
+        page, block = store.page_bytes // UNIT, store.block_bytes // UNIT
         kernel = self._kernels.get("store", "copy_blocks", T=torch.float32, KV=torch.float32)
         pairs = list(zip(src, dst, strict=True))
         for first, begin in product(range(0, len(pairs), PAIRS), range(0, block, PART)):
             some = [each for pair in pairs[first : first + PAIRS] for each in pair]
             grid = Grid((min(PART, block - begin), len(some) // 2, 1), (GROUP, 1, 1))
-            kernel(grid, store.arena.memory[begin * UNIT :].view(torch.int32), some, Longs((page,)))
+            kernel(grid, store.memory[begin * UNIT :].view(torch.int32), some, Longs((page,)))
 
     # ---------------------------------------------------------------- attention
     def attend(

@@ -1,1 +1,1 @@
-"""TODO kernels/selfcheck."""
+"""Checks the operations of a backend against the reference before anything is served."""

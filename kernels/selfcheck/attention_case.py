@@ -13,9 +13,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from cache_strategies.arena import Arena
 from kernels.ops import LayerSpec, Ops, Slots, Stored
-from kernels.store import KVStore, block_bytes
+from kernels.store import KVStore, Pages, block_bytes
 
 CPU = torch.device("cpu")
 
@@ -70,10 +69,10 @@ class Scene:
         page = block_bytes([*before, spec], layout.block_size, kv_dtype)
         pages = width * len(rows) + unused_blocks
         if memory is None:
-            self.arena = Arena(pages, page, device)
+            self.arena = Pages(pages, page, device)
             self.arena.memory.fill_(0xFF)
         else:
-            self.arena = Arena(pages, page, device, memory=memory(pages * page))
+            self.arena = Pages(pages, page, device, memory=memory(pages * page))
         self.store = KVStore(self.arena, [*before, spec], layout.block_size, kv_dtype)
         order = torch.randperm(width * len(rows), generator=self.generator).int() + unused_blocks
         self.table = order.view(len(rows), width).to(device)

@@ -11,11 +11,10 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from cache_strategies.arena import Arena
 from kernels.ops import LayerSpec, Ops, Slots
 from kernels.selfcheck.check import error_of
 from kernels.selfcheck.op_info import ATTENTION
-from kernels.store import KVStore, block_bytes
+from kernels.store import KVStore, Pages, block_bytes
 
 MOST = 3  # tokens at each end
 LARGEST = 127  # of the whole numbers that are written: every type keeps them, int8 with a scale of 1
@@ -56,7 +55,7 @@ def _faults(ops: Ops, store: KVStore, block: int, layers: Sequence[LayerSpec], d
 def _attention_error(ops: Ops, store: KVStore, block: int, layer: int, spec: LayerSpec, kept: Kept) -> float:
     """Return how far attention over the first tokens of a block is from that in a memory of their own."""
     n, device = len(kept[0]), store.device
-    near = KVStore(Arena(1, block_bytes([spec], n, store.dtype), device), [spec], n, store.dtype)
+    near = KVStore(Pages(1, block_bytes([spec], n, store.dtype), device), [spec], n, store.dtype)
     ops.write_kv(near, 0, *kept, _slots(near, 0, [0], n))
     q = torch.randn(n, spec.num_q_heads, spec.head_dim, generator=torch.Generator().manual_seed(1)) / LARGEST
     q, errors = q.to(device, kept[0].dtype), []

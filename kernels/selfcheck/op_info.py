@@ -1,9 +1,8 @@
 """The operations as rows of one table, from which all follows that has to know every operation.
 
-A row says what is tried of an operation, how near to the reference a backend must come, what the benchmark calls it
-with and the bytes such a call must move. The self-check at start, the tests, the benchmark, the metrics and
-docs/kernels.md go through OPS, so that an operation joins them by its row. What it means, its shapes and its errors
-stand in ops.py.
+A row says what is tried of an operation, how near to the reference a backend must come, and the bytes that a call must
+move. The self-check at start, the tests, the metrics and docs/kernels.md go through OPS, so that an operation joins
+them by its row. What it means, its shapes and its errors stand in ops.py.
 
 `python -m kernels.selfcheck.op_info` prints the table of docs/kernels.md.
 """
@@ -23,7 +22,6 @@ from kernels.quantization import Quantised
 from kernels.selfcheck import sample_inputs
 from kernels.selfcheck.sample_inputs import Results
 from kernels.store import KVStore, vector_bytes
-from tools.bench import kernel_inputs
 
 # By dtype, of the largest number of a result; halves are rounded once or twice on the way.
 ROUNDING = {torch.float32: 3e-6, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
@@ -40,7 +38,6 @@ class Op(NamedTuple):
     name: str  # a method of Ops
     tolerance: Mapping[torch.dtype, float]
     tried: Callable[[Ops, torch.dtype, torch.device], Results]  # small, for the self-check
-    load: Callable[[torch.dtype, int], kernel_inputs.Calls]  # large, for the benchmark: by dtype and tokens
     moves: str  # what must be read and written, however it is computed
     bytes: Callable[..., int]  # the same as a number, of the arguments of a call
     by_row: tuple[str, ...]  # arguments whose rows, in the first dimension, do not affect each other
@@ -135,12 +132,11 @@ LAYERS = "run_layers"  # is made of other operations
 WEIGHTS = "the weights; the activations, in and out"
 
 OPS: tuple[Op, ...] = (
-    Op("linear", SUMS, sample_inputs.linear, kernel_inputs.linear, WEIGHT, _linear_bytes, ("x",)),
+    Op("linear", SUMS, sample_inputs.linear, WEIGHT, _linear_bytes, ("x",)),
     Op(
         "quantised_linear",
         WHOLE,
         sample_inputs.quantised_linear,
-        kernel_inputs.quantised_linear,
         WEIGHT,
         _linear_bytes,
         ("x",),
@@ -149,7 +145,6 @@ OPS: tuple[Op, ...] = (
         "enter_attention",
         SUMS,
         sample_inputs.enter_attention,
-        kernel_inputs.enter_attention,
         WEIGHTS,
         _enter_attention_bytes,
         ("x", "added"),
@@ -158,7 +153,6 @@ OPS: tuple[Op, ...] = (
         "leave_attention",
         SUMS,
         sample_inputs.leave_attention,
-        kernel_inputs.leave_attention,
         WEIGHTS,
         _leave_attention_bytes,
         ("x", "mixed"),
@@ -167,27 +161,24 @@ OPS: tuple[Op, ...] = (
         "feed_forward",
         SUMS,
         sample_inputs.feed_forward,
-        kernel_inputs.feed_forward,
         WEIGHTS,
         _feed_forward_bytes,
         ("h",),
     ),
-    Op("rms_norm", ROUNDING, sample_inputs.rms_norm, kernel_inputs.rms_norm, ACTIVATIONS, _in_and_out, ("x",)),
+    Op("rms_norm", ROUNDING, sample_inputs.rms_norm, ACTIVATIONS, _in_and_out, ("x",)),
     Op(
         "add_rms_norm",
         ROUNDING,
         sample_inputs.add_rms_norm,
-        kernel_inputs.add_rms_norm,
         "both, in and out",
         _both_in_and_out,
         ("x", "delta"),
     ),
-    Op("rope", ROUNDING, sample_inputs.rope, kernel_inputs.rope, ACTIVATIONS, _in_and_out, ("x",)),
+    Op("rope", ROUNDING, sample_inputs.rope, ACTIVATIONS, _in_and_out, ("x",)),
     Op(
         "silu_mul",
         ROUNDING,
         sample_inputs.silu_mul,
-        kernel_inputs.silu_mul,
         ACTIVATIONS,
         lambda gate_up: gate_up.nbytes * 3 // 2,
         ("gate_up",),
@@ -196,7 +187,6 @@ OPS: tuple[Op, ...] = (
         "sample",
         EXACT,
         sample_inputs.sample,
-        kernel_inputs.sample,
         "the logits, once",
         lambda logits, how: logits.nbytes,
         ("logits",),
@@ -205,7 +195,6 @@ OPS: tuple[Op, ...] = (
         "quantise",
         EXACT,
         sample_inputs.quantise,
-        kernel_inputs.quantise,
         "the vectors, in and out",
         _quantise_bytes,
         ("x",),
@@ -214,7 +203,6 @@ OPS: tuple[Op, ...] = (
         "dequantise",
         ROUNDING,
         sample_inputs.dequantise,
-        kernel_inputs.dequantise,
         "the vectors, in and out",
         _dequantise_bytes,
         ("scale",),
@@ -223,7 +211,6 @@ OPS: tuple[Op, ...] = (
         "write_kv",
         EXACT,
         sample_inputs.write_kv,
-        kernel_inputs.write_kv,
         "what enters, in and out",
         _write_kv_bytes,
         ("k", "v"),
@@ -232,17 +219,15 @@ OPS: tuple[Op, ...] = (
         "attend",
         ATTENTION,
         sample_inputs.attend,
-        kernel_inputs.attend,
         "all keys and values that a row sees, once",
         _attend_bytes,
         ("q",),
     ),
-    Op("gather", EXACT, sample_inputs.gather, kernel_inputs.gather, "what is asked for, in and out", _gather_bytes, ()),
+    Op("gather", EXACT, sample_inputs.gather, "what is asked for, in and out", _gather_bytes, ()),
     Op(
         "copy_blocks",
         EXACT,
         sample_inputs.copy_blocks,
-        kernel_inputs.copy_blocks,
         "the blocks, in and out",
         _copy_blocks_bytes,
         (),
@@ -251,7 +236,6 @@ OPS: tuple[Op, ...] = (
         "repeat_kv_heads",
         EXACT,
         sample_inputs.repeat_kv_heads,
-        kernel_inputs.repeat_kv_heads,
         "the whole text, read once and written `groups` times",
         _repeat_kv_heads_bytes,
         ("x",),
@@ -260,7 +244,6 @@ OPS: tuple[Op, ...] = (
         "repeat_kv_heads_step",
         EXACT,
         sample_inputs.repeat_kv_heads_step,
-        kernel_inputs.repeat_kv_heads_step,
         "the new columns alone, read once and written `groups` times",
         _repeat_kv_heads_step_bytes,
         ("x",),
@@ -269,7 +252,6 @@ OPS: tuple[Op, ...] = (
         LAYERS,
         SUMS,
         sample_inputs.run_layers,
-        kernel_inputs.run_layers,
         "the weights; keys and values; x, in and out",
         _run_layers_bytes,
         ("x",),

@@ -1,1 +1,1 @@
-"""TODO server/cli."""
+"""The command line `kvmux`. Imports nothing heavy before a command needs it."""

@@ -23,7 +23,7 @@ from kernels.backends import Backend, backends
 from kernels.cpu.library import usable
 from kernels.selfcheck.check import Verdict, checked
 from kernels.selfcheck.op_info import DTYPES, OPS
-from kernels.stopwatch import Stopwatch
+from kernels.tracing import OpTimer
 from server.engine.device import choose_device
 from server.profiling.machine import read_bandwidth
 
@@ -119,7 +119,7 @@ def _checked(backend: Backend) -> Iterator[tuple[str, str]]:
     ops, device = backend.load(), backend.device.tensors
     by_dtype = []
     for dtype in DTYPES:
-        with Stopwatch(ops, device) as watch:
+        with OpTimer(ops, device) as watch:
             verdicts = checked(ops, dtype, device)
         by_dtype.append([_words(dtype, verdict, watch.seconds.get(verdict.op)) for verdict in verdicts])
     for op, words in zip(OPS, zip(*by_dtype, strict=True), strict=True):

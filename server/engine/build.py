@@ -29,7 +29,7 @@ from kernels.device import Device
 from kernels.missing import KernelsMissing
 from kernels.ops import Ops
 from kernels.selfcheck.check_memory import memory_fault
-from kernels.stopwatch import Stopwatch
+from kernels.tracing import OpTimer
 from server.engine.core import Core
 from server.engine.device import (
     choose_device,
@@ -119,7 +119,7 @@ def build_engine(settings: Settings, *, gradual: bool = False) -> Engine:
         max_priority_wait=settings.max_priority_wait,
     )
     selector = Selector(caches.keys(), settings.rules, settings.default_strategy)
-    core = Core(model, caches, arena, Scheduler(limits), selector, Stopwatch(ops, device.tensors), ops)
+    core = Core(model, caches, arena, Scheduler(limits), selector, OpTimer(ops, device.tensors), ops)
     name, *aliases = settings.model_names
     return Engine(settings, name, aliases, directory, core, instances, device, kernels, max_seq_len)
 

@@ -16,7 +16,7 @@ from typing import NamedTuple
 from cache_strategies.arena import Arena
 from cache_strategies.base import KVCache, Seat
 from kernels.ops import Ops
-from kernels.stopwatch import Stopwatch
+from kernels.tracing import OpTimer
 from server.engine.accounts import merged_parts, parts_of, record_of
 from server.engine.batch import StrategyError
 from server.engine.ipc.messages import Admitted, Explained, Failed, FromEngine, Preempted, Submit, Tokens
@@ -77,7 +77,7 @@ class Core:
         arena: Arena,
         scheduler: Scheduler,
         selector: Selector,
-        stopwatch: Stopwatch,
+        stopwatch: OpTimer,
         ops: Ops,
     ) -> None:
         self.model = model

@@ -1,1 +1,1 @@
-"""TODO server/processes."""
+"""The processes of a running server: their supervisor, how each starts and ends, and signs of life."""

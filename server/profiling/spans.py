@@ -9,7 +9,7 @@ from time import perf_counter
 from typing import Any
 
 from kernels.ops import Ops
-from kernels.watched import Timed
+from kernels.tracing import TimingHook
 
 
 class Spans:
@@ -69,7 +69,7 @@ class Spans:
             setattr(owner, attribute, run) if own else delattr(owner, attribute)
 
 
-class SpansOfOps(Timed):
+class SpansOfOps(TimingHook):
     """`with` it, every operation claims its time under its own name."""
 
     def __init__(self, ops: Ops, device: str, spans: Spans) -> None:

@@ -9,7 +9,7 @@ from statistics import fmean
 
 import torch
 
-from kernels.recorder import Recorder
+from kernels.tracing import OpCounter
 from server.engine import model_runner
 from server.engine.build import Engine
 from server.engine.core import Core
@@ -53,7 +53,7 @@ def decode(engine: Engine, kv_cache: str, sequences: int, context: int, steps: i
         decoding |= {event.message.request_id for event in core.step().events if isinstance(event.message, Tokens)}
     for _ in range(WARM):
         core.step()
-    with Recorder(engine.kernels.ops) as recorder:
+    with OpCounter(engine.kernels.ops) as recorder:
         core.step()
     with watched(engine) as step:
         taken = [step() for _ in range(steps)]
@@ -71,7 +71,7 @@ def prefill(engine: Engine, kv_cache: str, tokens: int, steps: int) -> Steps:
     submit("warm")
     core.step()
     submit("recorded")
-    with Recorder(engine.kernels.ops) as recorder:
+    with OpCounter(engine.kernels.ops) as recorder:
         core.step()
     taken = []
     with watched(engine) as step:
@@ -117,7 +117,7 @@ def _steps(
     sequences: int,
     context: int,
     taken: Sequence[Mapping[str, float]],
-    recorder: Recorder,
+    recorder: OpCounter,
     rows: int,
 ) -> Steps:
     model = engine.core.model

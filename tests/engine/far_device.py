@@ -177,4 +177,4 @@ def offered(patch: Any, home: FarDevice, *, free: int = 4 << 30) -> None:
     patch.setattr(torch.mps, "recommended_max_memory", told(free))
     patch.setattr(torch.mps, "driver_allocated_memory", told(0))
     patch.setattr(torch.mps, "set_per_process_memory_fraction", told(None))
-    patch.setattr("kernels.watched.WAITS", {FAR.type: told(None)})
+    patch.setattr("kernels.tracing.WAITS", {FAR.type: told(None)})

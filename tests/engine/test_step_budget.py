@@ -19,7 +19,7 @@ from transformers import LlamaConfig
 from kernels.composite import multiplied
 from kernels.layers import GatedWeights
 from kernels.ops import Ops
-from kernels.recorder import Recorder
+from kernels.tracing import OpCounter
 from server.engine.batch import Batch
 from server.models.decoder import Decoder
 from tests.engine.driving import Driver
@@ -113,7 +113,7 @@ def decoding(directory: Path, *strategies: str, kernels: str = "auto", sequences
 
 def cost(driver: Driver) -> tuple[Cost, int]:
     """Of the next steps, and the bytes that came into being in one."""
-    with Recorder(driver.engine.kernels.ops) as recorder:
+    with OpCounter(driver.engine.kernels.ops) as recorder:
         driver.step()
     with Seen() as seen:
         driver.core.step()
@@ -173,7 +173,7 @@ def test_tensors_of_a_step_are_activations(models: dict[int, Path], strategy: st
 def test_weights_and_keys_are_read_once(models: dict[int, Path], strategy: str) -> None:
     with decoding(models[LAYERS[0]], strategy, sequences=1) as driver:
         least, most = bounds(driver)
-        with Recorder(driver.engine.kernels.ops) as recorder:
+        with OpCounter(driver.engine.kernels.ops) as recorder:
             driver.core.step()
     assert least <= recorder.bytes.total() <= most
 
@@ -206,7 +206,7 @@ def test_a_matrix_that_is_read_twice_is_told(models: dict[int, Path], monkeypatc
             return fed(self, ops, h)
 
         monkeypatch.setattr(GatedWeights, "__call__", twice)
-        with Recorder(driver.engine.kernels.ops) as recorder:
+        with OpCounter(driver.engine.kernels.ops) as recorder:
             driver.core.step()
     assert recorder.bytes.total() > most
 

@@ -35,7 +35,7 @@ class Call:
         for name in WRITTEN:
             if isinstance(arguments.get(name), Tensor) and not arguments[name].is_meta:
                 arguments[name] = _copied(arguments[name])
-        memories = [store.arena.memory for store in _stores(arguments)]
+        memories = [store.memory for store in _stores(arguments)]
         before = [memory.clone() for memory in memories]
         try:
             found = getattr(ops, self.op.name)(**_packed(ops, self.op.name, arguments))

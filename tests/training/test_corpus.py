@@ -8,10 +8,10 @@ import pytest
 
 from server.evaluation.corpus import facts, plots, smalltalk, words
 from server.evaluation.corpus.generator import Document, Kind, Teller, text_of
-from server.evaluation.corpus.packing import WEIGHTS, Mix, Rows, pack
+from server.evaluation.corpus.packing import BOS_ID, EOS_ID, WEIGHTS, Mix, Rows, pack
 from server.evaluation.corpus.templates import expand
 from server.evaluation.corpus.words import HELD_OUT, TRAIN
-from tools.train.tokenizer import BOS_ID, EOS_ID, sample_texts, train_tokenizer
+from tools.train.tokenizer import sample_texts, train_tokenizer
 
 _SLOT = re.compile(r"\\\$\w+")
 

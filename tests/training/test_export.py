@@ -6,8 +6,8 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM, PreTrainedTokenizerBase
 
+from server.evaluation.corpus.packing import BOS_ID, EOS_ID
 from tools.train.export import export, load_exported
-from tools.train.tokenizer import BOS_ID, EOS_ID
 
 DIRECTORY = Path(__file__).parents[2] / "server" / "models" / "tiny"
 

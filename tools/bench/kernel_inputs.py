@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cache_strategies.arena import Arena
 from kernels.layers import AttentionWeights, DecoderLayer, GatedWeights, Stack
 from kernels.memory import allocate
 from kernels.ops import LayerSpec, Ops, Slots, Stored
@@ -20,7 +19,7 @@ from kernels.quantization import Quantised
 from kernels.reference import ReferenceOps
 from kernels.sampling import Drawing
 from kernels.selfcheck.attention_case import Step
-from kernels.store import KVStore, block_bytes
+from kernels.store import KVStore, Pages, block_bytes
 
 GIBIBYTE = 1 << 30
 WIDTH, INNER, VOCABULARY = 896, 4864, 151_936
@@ -96,7 +95,7 @@ def run_layers(dtype: torch.dtype, rows: int) -> Calls:
     fed = (weights for weights, _ in feed_forward(dtype, rows))
     layers = [DecoderLayer(*parts, None) for parts in zip(LAYERS, _layers(dtype, rows), fed, strict=False)]
     specs = LAYERS[: len(layers)]
-    arena = Arena(rows, block_bytes(specs, BLOCK, dtype))
+    arena = Pages(rows, block_bytes(specs, BLOCK, dtype))
     table, ones = torch.arange(rows, dtype=torch.int32), torch.arange(rows + 1, dtype=torch.int32)
     nothing = torch.zeros(rows, dtype=torch.int32)
     at = Slots(table.view(-1, 1), BLOCK, table, ones, nothing, nothing, num_decode=rows, max_q=1, max_kv=1)
@@ -168,7 +167,7 @@ class Texts:
         self.context, self.dtype = context, dtype
         width = -(-context // BLOCK)
         page = block_bytes(LAYERS, BLOCK, dtype)
-        arena = Arena(self.count * width, page)
+        arena = Pages(self.count * width, page)
         arena.memory.view(dtype).copy_(numbers(arena.memory.nbytes // dtype.itemsize, dtype))
         self.store = KVStore(arena, LAYERS, BLOCK, dtype)
         self.table = torch.randperm(self.count * width).int().view(self.count, width)

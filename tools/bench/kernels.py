@@ -22,6 +22,7 @@ from kernels.ops import Ops
 from kernels.reference import ReferenceOps
 from kernels.selfcheck.op_info import OPS, Op
 from server.profiling.machine import read_bandwidth, seconds
+from tools.bench import kernel_inputs
 from tools.bench.kernel_inputs import GIBIBYTE, LAYERS, Calls, Texts, attend, numbers, packed
 
 CONTEXTS = {  # tokens, and rows of x or of logits
@@ -134,7 +135,7 @@ def _here(wanted: Sequence[str] | None) -> Mapping[str, Ops]:
 def _runs(
     op: Op, dtype: torch.dtype, context: int, queries: int, here: Mapping[str, Ops], *, sdpa: bool
 ) -> Iterator[Run]:
-    calls = attend(dtype, context, queries) if op.name == "attend" else op.load(dtype, context)
+    calls = attend(dtype, context, queries) if op.name == "attend" else getattr(kernel_inputs, op.name)(dtype, context)
     size = sum(op.bytes(*call) for call in calls)
     for name, ops in here.items():
         ready = [packed(ops, op.name, call) for call in calls]

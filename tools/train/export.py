@@ -15,8 +15,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
 
+from server.evaluation.corpus.packing import BOS_ID, EOS_ID
 from tools.train.model import Llama, Shape
-from tools.train.tokenizer import BOS, BOS_ID, EOS, EOS_ID
+from tools.train.tokenizer import BOS, EOS
 
 # The form of the chats in the corpus: "Q: ...", "A: ..." and the end token. A system message is plain text before.
 CHAT_TEMPLATE = (

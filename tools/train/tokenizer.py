@@ -9,10 +9,10 @@ from pathlib import Path
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
 from server.evaluation.corpus.generator import Teller, text_of
+from server.evaluation.corpus.packing import BOS_ID
 
 VOCABULARY = 2048
 BOS, EOS = "<s>", "</s>"
-BOS_ID, EOS_ID = 0, 1
 
 
 def train_tokenizer(texts: Iterable[str], size: int = VOCABULARY) -> Tokenizer:

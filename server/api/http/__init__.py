@@ -1,1 +1,1 @@
-"""TODO server/api/http."""
+"""HTTP on its own: connections, limits, authentication, JSON bodies, errors. Knows no endpoint."""

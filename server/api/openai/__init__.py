@@ -1,1 +1,1 @@
-"""TODO server/api/openai."""
+"""The endpoints of OpenAI's API, and what vLLM adds to them."""

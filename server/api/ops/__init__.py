@@ -1,1 +1,1 @@
-"""TODO server/api/ops."""
+"""The endpoints and records for operators: health, metrics, administration, logs and traces of requests."""

@@ -1,1 +1,1 @@
-"""TODO server/engine/ipc."""
+"""The socket between API workers and the engine: both ends of it, and the messages."""

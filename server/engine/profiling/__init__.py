@@ -1,1 +1,1 @@
-"""TODO server/engine/profiling."""
+"""Recordings of the engine's own steps. Knows neither requests nor HTTP."""

@@ -29,7 +29,7 @@ from torch.profiler import record_function
 from kernels.layers import Stack
 from kernels.ops import Attention, Ops
 from kernels.selfcheck.op_info import LAYERS, Op
-from kernels.watched import Run, Watched
+from kernels.tracing import OpHook, Run
 from server.engine.ipc.messages import Answer, Failed, Profile
 from server.engine.profiling.trace_table import table_of
 from server.engine.scheduling.request import RequestError
@@ -44,7 +44,7 @@ SILENT = "99"  # torch's profiler prints lines of its own into the log otherwise
 NOTHING: AbstractContextManager[object] = nullcontext()
 
 
-class Annotated(Watched):
+class Annotated(OpHook):
     """`with` it, each call of an operation is named in the trace; a step's layers run as they always do."""
 
     counts = False

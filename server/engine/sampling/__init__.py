@@ -1,1 +1,1 @@
-"""TODO server/engine/sampling."""
+"""From logits to tokens: processors, sampling, log-probabilities, speculative decoding."""

@@ -1,1 +1,1 @@
-"""TODO server/engine/scheduling."""
+"""Requests in the engine, and which of them compute in the next step. Imports no torch."""

@@ -1,1 +1,1 @@
-"""TODO server/evaluation/corpus."""
+"""Generates documents with known answers: stories, records asked for later, and chats."""

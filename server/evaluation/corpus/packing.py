@@ -15,8 +15,8 @@ from tokenizers import Tokenizer
 from server.evaluation.corpus import words
 from server.evaluation.corpus.generator import Document, Kind, Teller
 from server.evaluation.corpus.words import Lexicon
-from tools.train.tokenizer import BOS_ID, EOS_ID
 
+BOS_ID, EOS_ID = 0, 1  # of the embedded model's tokenizer
 CHARACTERS_PER_TOKEN = 3.5
 CHAT_SHARE = 0.4  # of the documents in a story row; chats are short
 

@@ -1,1 +1,1 @@
-"""TODO server/text/processes."""
+"""The processes that run a model's own tokenizer and chat template within limits."""

@@ -1,9 +1,9 @@
 """The process that reads texts with a model's own tokenizer and chat templates.
 
-`python -m server.text.processes.sandbox_process`: its socket is its standard input. It loads what the first message names, and
-then answers calls, one after another. What it runs came with the model, so the kernel bounds it: its address space by
-RLIMIT_AS, and the time of a call by an alarm, which ends the process even if its worker is gone. Knows neither requests
-nor the engine.
+`python -m server.text.processes.sandbox_process`: its socket is its standard input. It loads what the first message
+names, and then answers calls, one after another. What it runs came with the model, so the kernel bounds it: its
+address space by RLIMIT_AS, and the time of a call by an alarm, which ends the process even if its worker is gone.
+Knows neither requests nor the engine.
 """
 
 from __future__ import annotations

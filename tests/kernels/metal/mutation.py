@@ -1,6 +1,6 @@
 """Tries a mutant: a Metal kernel with one small fault, and what catches it.
 
-That is the emulator's checker, its compiler, or a result of what kernels/selfcheck/sample_inputs.py tries of an operation that is not the
+That is the emulator's checker, its compiler, or a result of kernels/selfcheck/sample_inputs.py that is not the
 reference's. A few samples more stand here, of what is too long or too exact for a self-check. Which mutants there are
 is not known here.
 """

@@ -1,7 +1,8 @@
-"""Stands between the operations and who calls them, for as long as it is asked to. At other times nothing does."""
+"""Traces operations: hooks around every call of a backend, which time or count them while they are entered."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from functools import partial
 from time import perf_counter
@@ -19,8 +20,8 @@ Run = Callable[[Stack, Tensor, Attention], Tensor]
 WAITS: dict[str, Callable[[], None]] = {"cuda": torch.cuda.synchronize, "mps": torch.mps.synchronize}
 
 
-class Watched:
-    """`with` it, every call of `ops` goes through `call`; those that an operation makes itself do not."""
+class OpHook:
+    """Passes every call of `ops` to `call` while it is entered, but for those that an operation makes itself."""
 
     counts = True  # calls, and what goes into them; not time alone
 
@@ -30,14 +31,14 @@ class Watched:
         self._busy = False
 
     def call(self, op: Op, run: Callable[..., object], args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
-        """Runs one; whoever inherits this does more."""
+        """Run an operation. Subclasses measure it."""
         return run(*args, **kwargs)
 
     def took(self, name: str, seconds: float) -> None:
-        """What an operation took, by itself or as part of another; for who times them."""
+        """Take the seconds of an operation, which was called by itself or as a part of another."""
 
     def run_layers(self, run: Run, stack: Stack, x: Tensor, attention: Attention) -> Tensor:
-        """Is made of others, which are what is watched: either they are called, or it can say what each took."""
+        """Call the operations that it is made of, or let it say what each of them took."""
         if self.counts or attention.stored is None or stack.took() is None:
             return composite.run_layers(self._ops, stack, x, attention)
         after = run(stack, x, attention)
@@ -72,8 +73,8 @@ class Watched:
         return called
 
 
-class Timed(Watched):
-    """`with` it, `took` hears of every call: what computes elsewhere is waited for, before and after."""
+class TimingHook(OpHook):
+    """Times every call for `took`, and waits for the device before and after it."""
 
     counts = False
 
@@ -90,3 +91,38 @@ class Timed(Watched):
             return result
         finally:
             self.took(op.name, perf_counter() - began)
+
+
+class OpTimer(TimingHook):
+    """Sums up the seconds of each operation while it is entered; a call within another belongs to the other."""
+
+    def __init__(self, ops: Ops, device: torch.device | str = "cpu") -> None:
+        super().__init__(ops, device)
+        self.seconds = {op.name: 0.0 for op in OPS if op.name != LAYERS}
+
+    def __enter__(self) -> Self:
+        """Begin at zero."""
+        self.seconds = dict.fromkeys(self.seconds, 0.0)
+        return super().__enter__()
+
+    def took(self, name: str, seconds: float) -> None:
+        self.seconds[name] += seconds
+
+
+class OpCounter(OpHook):
+    """Counts calls and the bytes that they must move; a call within another belongs to the other."""
+
+    def __init__(self, ops: Ops) -> None:
+        super().__init__(ops)
+        self.calls: Counter[str] = Counter()
+        self.bytes: Counter[str] = Counter()  # as the table has them, of these calls
+
+    def __enter__(self) -> Self:
+        """Begin at zero."""
+        self.calls, self.bytes = Counter(), Counter()
+        return super().__enter__()
+
+    def call(self, op: Op, run: Callable[..., object], args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
+        self.calls[op.name] += 1
+        self.bytes[op.name] += op.bytes(*args, **kwargs)
+        return run(*args, **kwargs)
