@@ -19,7 +19,8 @@ from pydantic import BaseModel, ConfigDict
 from torch import Tensor
 
 from cache_strategies.arena import Arena
-from kernels.ops import LayerSpec, Ops, Stored
+from kernels.ops import Ops, Stored
+from kernels.types import LayerSpec
 
 Miss = Literal["cold", "short", "evicted", "window", "busy", "salt", "bypass"]
 """Why open() found no more of a prompt than it did.

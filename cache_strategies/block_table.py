@@ -20,8 +20,9 @@ from torch import Tensor
 
 from cache_strategies.base import CacheSetup, Geometry, KVCache, Options, Plan, Row, Seat, SeatShape
 from config.errors import SettingsError
-from kernels.ops import LayerSpec, Slots, Stored
+from kernels.ops import Stored
 from kernels.store import KVStore, block_bytes
+from kernels.types import LayerSpec, Slots
 
 Int32 = NDArray[np.int32]
 MOST = 2**31 - 1  # slots

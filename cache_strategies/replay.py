@@ -21,8 +21,8 @@ from cache_strategies.eviction import load_policy, policies
 from cache_strategies.optimum import distinct, most_hits, visits
 from cache_strategies.paged.cache import PagedCache, PagedOptions
 from config.errors import SettingsError
-from kernels.ops import LayerSpec
 from kernels.reference import ReferenceOps
+from kernels.types import LayerSpec
 
 SHARES = (0.1, 0.25, 0.5)
 LAYER = LayerSpec(num_kv_heads=1, num_q_heads=1, head_dim=1, v_head_dim=1)

@@ -13,10 +13,10 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
-from kernels.layers import AttentionWeights
-from kernels.ops import LayerSpec, Packed, Slots
+from kernels.ops import AttentionWeights, Packed
 from kernels.quantization import Quantised
 from kernels.store import KVStore
+from kernels.types import LayerSpec, Slots
 
 ANY, SOME = -1, -2  # a size of 0 or more; a size of 1 or more
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)

@@ -10,8 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kernels import arguments
-from kernels.layers import AttentionWeights, Factor, GatedWeights, Stack, Tables
-from kernels.ops import Attention, Ops, Packed
+from kernels.ops import Attention, AttentionWeights, Factor, GatedWeights, Ops, Packed, Stack, Tables
 from kernels.quantization import Quantised
 
 

@@ -1,41 +1,25 @@
-"""The words that models, strategies and kernels share: a layer, attention, where keys lie, the operations.
+"""The operations of a model (`Ops`), and what they are called with: weights, layers, and attention over cached keys.
 
-Declares, implements nothing; `reference.py` is what every operation means. Shapes use these letters: N tokens of a step
-(or of one strategy's slice of it), B rows, R seats, M blocks of the longest seat, Hq / H query / KV heads, D head dim.
+Declares, implements nothing; `reference.py` is what every operation means. Letters of shapes stand in types.py.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Literal, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
-if TYPE_CHECKING:
-    from kernels.layers import AttentionWeights, DecoderLayer, Factor, GatedWeights, Stack
-    from kernels.memory import Joined
-    from kernels.quantization import Quantised
-    from kernels.store import KVStore
+from kernels.memory import Joined
+from kernels.quantization import Quantised
+from kernels.store import KVStore
+from kernels.types import LayerSpec, Slots
 
 
-class LayerSpec(NamedTuple):
-    """Facts of the MODEL about the attention of one layer; a strategy may keep less, never see more."""
-
-    num_kv_heads: int
-    num_q_heads: int
-    head_dim: int
-    v_head_dim: int
-    window: int | None = None  # a query sees itself and the window - 1 tokens before it; None: all
-    scale: float = 1.0  # of the scores
-    softcap: float | None = None  # scores become softcap * tanh(score / softcap)
-    sink_logits: Tensor | None = None  # [Hq], learned: one more logit in the softmax, with no value
-    rotate: Callable[[Tensor, Tensor], Tensor] | None = None  # (x [N,H,D], delta [N]) -> RoPE moved on by delta
-    kv_from: int | None = None  # layer whose K and V this one reads; None: its own
-
-
+# ---------------------------------------------------------------- weights and layers
 class Packed(ABC):
     """A weight [out, in] in the order in which a backend reads it: made by its `Ops.packed`, multiplied by it alone."""
 
@@ -48,6 +32,129 @@ class Packed(ABC):
     @abstractmethod
     def rows(self, which: Tensor) -> Tensor:
         """which [n] int64 -> the values [n, in] of these rows, new."""
+
+
+Factor = Tensor | Quantised | Packed  # [out, in]
+Tables = tuple[Tensor, Tensor]  # cos and sin [P, turning / 2] float32
+Activation = Literal["silu", "gelu_tanh"]
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class AttentionWeights:
+    """What stands around attention: a norm and the projections before it, the projection and a norm behind it.
+
+    None: the model has no such thing. q, k and v are one matrix.
+    """
+
+    norm: Tensor  # [d]
+    qkv: Factor
+    qkv_bias: Tensor | None
+    qk_norm: Tables | None  # [D] of queries, [D] of keys
+    tables: Tables | None  # of RoPE; narrower than D / 2: the dimensions beyond stay
+    q_heads: int
+    kv_heads: int
+    o: Factor
+    o_bias: Tensor | None
+    post_norm: Tensor | None  # [d], of what is added
+    next_norm: Tensor  # [d], before the feed-forward
+    eps: float  # of all these norms
+
+    def packed(self, ops: Ops) -> AttentionWeights:
+        """The same, as a backend multiplies it fastest."""
+        return replace(self, qkv=ops.packed(self.qkv), o=ops.packed(self.o))
+
+    def tensors(self) -> Iterator[Factor]:
+        """The weights; tables are none."""
+        for weight in (self.norm, self.qkv, self.qkv_bias, self.o, self.o_bias, self.post_norm, self.next_norm):
+            if weight is not None:
+                yield weight
+        yield from self.qk_norm or ()
+
+
+class FeedForward(Protocol):
+    """What follows attention in a layer."""
+
+    def __call__(self, ops: Ops, h: Tensor) -> Tensor:
+        """h [N, d] -> what it adds [N, d]."""
+        ...
+
+    def packed(self, ops: Ops) -> FeedForward:
+        """The same, as a backend multiplies it fastest."""
+        ...
+
+    def tensors(self) -> Iterator[Factor]:
+        """The weights."""
+        ...
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class GatedWeights:
+    """A gated feed-forward (Shazeer 2020): gate and up are one matrix [2 f, d], down is [d, f]."""
+
+    gate_up: Factor
+    gate_up_bias: Tensor | None
+    down: Factor
+    down_bias: Tensor | None
+    activation: Activation
+
+    def __call__(self, ops: Ops, h: Tensor) -> Tensor:
+        return ops.feed_forward(self, h)
+
+    def packed(self, ops: Ops) -> GatedWeights:
+        """The same, as a backend multiplies it fastest."""
+        return replace(self, gate_up=ops.packed(self.gate_up), down=ops.packed(self.down))
+
+    def tensors(self) -> Iterator[Factor]:
+        for weight in (self.gate_up, self.gate_up_bias, self.down, self.down_bias):
+            if weight is not None:
+                yield weight
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class DecoderLayer:
+    """Attention, and behind it a feed-forward, each of which adds to what passes through the layer."""
+
+    spec: LayerSpec
+    attention: AttentionWeights
+    feed_forward: FeedForward
+    post_norm: Tensor | None  # [d], of what the feed-forward adds; None: the model has no such norm
+
+    def __post_init__(self) -> None:
+        """Raise ValueError unless the weights have the heads that attention has."""
+        heads = self.attention.q_heads, self.attention.kv_heads
+        if heads != (self.spec.num_q_heads, self.spec.num_kv_heads):
+            raise ValueError(f"weights for {heads[0]} query heads and {heads[1]} of keys do not fit {self.spec}")
+
+    def packed(self, ops: Ops) -> DecoderLayer:
+        """The same, as a backend multiplies it fastest."""
+        return replace(self, attention=self.attention.packed(ops), feed_forward=self.feed_forward.packed(ops))
+
+    def tensors(self) -> Iterator[Factor]:
+        """The weights."""
+        yield from self.attention.tensors()
+        yield from self.feed_forward.tensors()
+        if self.post_norm is not None:
+            yield self.post_norm
+
+
+class Stack:
+    """All layers of a model, in order: made by `Ops.stacked`, for its `run_layers` alone."""
+
+    def __init__(self, layers: Sequence[DecoderLayer]) -> None:
+        self.layers = layers
+
+    def took(self) -> Mapping[str, float] | None:
+        """Seconds of the operations that the last call did by itself, by name; None: it called them."""
+        return None
+
+
+# ---------------------------------------------------------------- attention
+class Stored(NamedTuple):
+    """Where keys lie, of all layers."""
+
+    store: KVStore
+    at: Slots
+    window: int | None  # as `attend` takes it
 
 
 class Attention(Protocol):
@@ -69,47 +176,7 @@ class Attention(Protocol):
         ...
 
 
-@dataclass(frozen=True, eq=False, slots=True, weakref_slot=True)
-class Slots:
-    """Where one strategy's keys of one step lie: the contract between strategies and kernels.
-
-    Token position p of a seat lies in slot(p) = p if p < sinks else sinks + (p - sinks) % ring (ring 0: slot(p) = p),
-    that is in block table[seat, slot // block_size] at slot % block_size. Tensors are int32 on the device, and their
-    addresses stay the same from step to step.
-    """
-
-    table: Tensor  # [R, M] block ids; rows are never copied, kernels go through row_seat
-    block_size: int  # slots of a block
-    row_seat: Tensor  # [B] row of the table
-    q_start: Tensor  # [B + 1] offsets into the N tokens; decode rows (one token) stand first
-    start: Tensor  # [B] position of the row's first token; < 0: padding, nothing is written or read
-    kept: Tensor  # [B] slots in use before this step, for backends that read slots in order
-    num_decode: int  # rows of one token; this and the next two are for a backend to choose a kernel and its split
-    max_q: int  # longest row
-    max_kv: int  # longest text, this step included
-    sinks: int = 0
-    ring: int = 0
-
-    @property
-    def num_rows(self) -> int:
-        return self.start.shape[0]
-
-    def slot(self, position: Tensor) -> Tensor:
-        """Slots of positions (>= 0), any shape."""
-        if not self.ring:
-            return position
-        behind = self.sinks + (position - self.sinks) % self.ring
-        return behind.where(position >= self.sinks, position)
-
-
-class Stored(NamedTuple):
-    """Where keys lie, of all layers."""
-
-    store: KVStore
-    at: Slots
-    window: int | None  # as `attend` takes it
-
-
+# ---------------------------------------------------------------- operations
 class Ops(Protocol):
     """What a model and a strategy are made of. Every backend answers to `reference.py`, and may inherit from it.
 

@@ -17,11 +17,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kernels import arguments, composite, sampling
-from kernels.layers import AttentionWeights, DecoderLayer, Factor, GatedWeights, Stack
 from kernels.memory import Joined
-from kernels.ops import Attention, LayerSpec, Packed, Slots
+from kernels.ops import Attention, AttentionWeights, DecoderLayer, Factor, GatedWeights, Packed, Stack
 from kernels.quantization import Quantised, dequantise, tile_rows
 from kernels.store import KVStore, Plane
+from kernels.types import LayerSpec, Slots
 
 TILE = 128  # positions
 TINY = 1e-30  # no scale is smaller, but for that of zeros

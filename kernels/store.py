@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from kernels.memory import allocate
-from kernels.ops import LayerSpec
+from kernels.types import LayerSpec
 
 SCALE = torch.float32  # of a vector of int8
 ALIGN = 64  # bytes: a cache line, and the widest vector

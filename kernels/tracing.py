@@ -12,8 +12,7 @@ import torch
 from torch import Tensor
 
 from kernels import composite
-from kernels.layers import Stack
-from kernels.ops import Attention, Ops
+from kernels.ops import Attention, Ops, Stack
 from kernels.selfcheck.op_info import LAYERS, OPS, Op
 
 Run = Callable[[Stack, Tensor, Attention], Tensor]

@@ -23,7 +23,7 @@ from transformers.configuration_utils import PreTrainedConfig
 from cache_strategies.base import Geometry, Plan, Row, Seat, Usage
 from cache_strategies.block_table import TableCache
 from cache_strategies.standalone import build_alone
-from kernels.ops import LayerSpec
+from kernels.types import LayerSpec
 
 _UNNAMED = -1  # a cache of transformers is not told the tokens: they are kept, and shared with nobody
 

@@ -14,12 +14,12 @@ from torch import Tensor
 from kernels import arguments
 from kernels.cpu.decoder import EVERYTHING, MAX_DIM, CpuStack
 from kernels.cpu.packed import PackedFloats, PackedMatrix, PackedWhole
-from kernels.layers import AttentionWeights, DecoderLayer, Factor, GatedWeights, Stack
 from kernels.memory import Joined, Pool
-from kernels.ops import Attention, LayerSpec, Packed, Slots
+from kernels.ops import Attention, AttentionWeights, DecoderLayer, Factor, GatedWeights, Packed, Stack
 from kernels.quantization import Quantised
 from kernels.reference import ReferenceOps
 from kernels.store import KVStore
+from kernels.types import LayerSpec, Slots
 
 GROUPS = 32  # columns of a quantised weight's groups are a multiple of this, or all
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)  # that weights are packed in

@@ -13,8 +13,7 @@ import torch
 from torch import Tensor
 
 from kernels.cpu.packed import PackedMatrix
-from kernels.layers import DecoderLayer, GatedWeights, Stack
-from kernels.ops import Stored
+from kernels.ops import DecoderLayer, GatedWeights, Stack, Stored
 from kernels.store import KVStore
 
 MAX_DIM = 256  # of a head; sums.h

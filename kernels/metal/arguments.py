@@ -10,8 +10,8 @@ from torch import Tensor
 
 from kernels.arguments import expect
 from kernels.metal.library import Grid, Longs
-from kernels.ops import Slots
 from kernels.store import KVStore
+from kernels.types import Slots
 
 LANES, GROUP = 32, 256  # threads of a simdgroup, and of a threadgroup; common.h
 DEVICES = ("mps", "cpu")  # the latter where an emulator runs the kernels

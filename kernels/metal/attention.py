@@ -18,8 +18,8 @@ from kernels.metal.arguments import (
     planes,
 )
 from kernels.metal.library import Grid, Kernel, Kernels, Longs
-from kernels.ops import LayerSpec, Slots
 from kernels.store import KVStore
+from kernels.types import LayerSpec, Slots
 
 # Numbers of a head that a lane holds, and with them the query heads of a threadgroup that decodes, at most: as many as
 # its registers hold. What is instantiated at the ends of decode.metal and prefill.metal.

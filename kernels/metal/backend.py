@@ -29,10 +29,11 @@ from kernels.metal.arguments import (
 )
 from kernels.metal.attention import Attention, shape_of
 from kernels.metal.library import Grid, Kernels, Longs
-from kernels.ops import LayerSpec, Packed, Slots
+from kernels.ops import Packed
 from kernels.quantization import Quantised
 from kernels.reference import ReferenceOps
 from kernels.store import KVStore
+from kernels.types import LayerSpec, Slots
 
 OUTPUTS = 4 * GROUP // LANES  # of a threadgroup; linear.metal
 AT_ONCE = 4  # rows of a threadgroup; linear.metal

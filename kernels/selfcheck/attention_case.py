@@ -13,8 +13,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from kernels.ops import LayerSpec, Ops, Slots, Stored
+from kernels.ops import Ops, Stored
 from kernels.store import KVStore, Pages, block_bytes
+from kernels.types import LayerSpec, Slots
 
 CPU = torch.device("cpu")
 

@@ -11,10 +11,11 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from kernels.ops import LayerSpec, Ops, Slots
+from kernels.ops import Ops
 from kernels.selfcheck.check import error_of
 from kernels.selfcheck.op_info import ATTENTION
 from kernels.store import KVStore, Pages, block_bytes
+from kernels.types import LayerSpec, Slots
 
 MOST = 3  # tokens at each end
 LARGEST = 127  # of the whole numbers that are written: every type keeps them, int8 with a scale of 1

@@ -16,12 +16,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from kernels.layers import AttentionWeights, GatedWeights, Stack
-from kernels.ops import Attention, LayerSpec, Ops, Slots
+from kernels.ops import Attention, AttentionWeights, GatedWeights, Ops, Stack
 from kernels.quantization import Quantised
 from kernels.selfcheck import sample_inputs
 from kernels.selfcheck.sample_inputs import Results
 from kernels.store import KVStore, vector_bytes
+from kernels.types import LayerSpec, Slots
 
 # By dtype, of the largest number of a result; halves are rounded once or twice on the way.
 ROUNDING = {torch.float32: 3e-6, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}

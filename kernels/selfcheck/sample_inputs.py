@@ -13,12 +13,12 @@ from itertools import product
 import torch
 from torch import Tensor
 
-from kernels.layers import AttentionWeights, DecoderLayer, GatedWeights
-from kernels.ops import LayerSpec, Ops, Stored
+from kernels.ops import AttentionWeights, DecoderLayer, GatedWeights, Ops, Stored
 from kernels.quantization import quantise_weight
 from kernels.reference import ReferenceOps
 from kernels.sampling import Drawing
 from kernels.selfcheck.attention_case import Layout, RowOf, Scene, Step
+from kernels.types import LayerSpec
 
 Results = Iterator[tuple[str, Tensor]]  # what was tried, and what came of it
 

@@ -9,7 +9,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from kernels.ops import Attention, LayerSpec
+from kernels.ops import Attention
+from kernels.types import LayerSpec
 from server.models.config import Facts
 
 

@@ -17,7 +17,7 @@ from server.models.errors import ModelError, UnknownModelError
 from server.models.families import FAMILIES, Experts, Family, Raw
 
 if TYPE_CHECKING:
-    from kernels.layers import Activation
+    from kernels.ops import Activation
 
 log = logging.getLogger(__name__)
 

@@ -14,9 +14,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kernels.composite import multiplied, turned
-from kernels.layers import Factor
-from kernels.ops import Attention, LayerSpec, Ops, Packed
+from kernels.ops import Attention, Factor, Ops, Packed
 from kernels.quantization import Quantised, dequantise
+from kernels.types import LayerSpec
 from server.models.base import Stepwise
 from server.models.config import ModelConfig
 from server.models.layers import load_ends, load_layer, load_norm

@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 
 from kernels.composite import multiplied
-from kernels.layers import AttentionWeights, DecoderLayer, Factor, GatedWeights, Tables
 from kernels.memory import Joined
-from kernels.ops import LayerSpec, Ops
+from kernels.ops import AttentionWeights, DecoderLayer, Factor, GatedWeights, Ops, Tables
 from kernels.quantization import Quantised, dequantise, joined
+from kernels.types import LayerSpec
 from server.models.config import Dim, MixtureOfExperts, ModelConfig, Rope
 from server.models.weights import Matrix, Weights
 

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from kernels.ops import LayerSpec
+from kernels.types import LayerSpec
 from server.models.base import Model
 
 

@@ -17,7 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from kernels.ops import Attention, LayerSpec
+from kernels.ops import Attention
+from kernels.types import LayerSpec
 from server.models.base import Stepwise
 from server.models.config import SEES_ALL, SLIDING, Facts, eos_ids_of
 from server.models.config_file import check_counts, read_json, shortened

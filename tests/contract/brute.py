@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kernels.ops import LayerSpec
+from kernels.types import LayerSpec
 
 Keeps = Callable[[Tensor, Tensor], Tensor]  # (query positions, key positions) -> does the strategy keep the key?
 

@@ -16,11 +16,11 @@ import torch
 from torch import Tensor
 
 from cache_strategies.arena import Arena
-from kernels.layers import AttentionWeights, DecoderLayer, GatedWeights
-from kernels.ops import LayerSpec, Ops, Stored
+from kernels.ops import AttentionWeights, DecoderLayer, GatedWeights, Ops, Stored
 from kernels.quantization import Quantised
 from kernels.selfcheck.attention_case import Layout, RowOf, Scene, Step
 from kernels.store import KVStore, block_bytes
+from kernels.types import LayerSpec
 from tests.contract.brute import attention, everything, seen
 
 KV_HEADS = 2

@@ -13,8 +13,9 @@ from cache_strategies import registry
 from cache_strategies.arena import Arena
 from cache_strategies.base import Geometry, KVCache, Plan, Row, Seat
 from config.settings import StrategySettings
-from kernels.ops import LayerSpec, Ops
+from kernels.ops import Ops
 from kernels.reference import ReferenceOps
+from kernels.types import LayerSpec
 from server.engine.batch import Batch, Work
 
 POISON = 0xFF  # every byte 0xFF: NaN in float32, float16 and bfloat16

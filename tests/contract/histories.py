@@ -21,8 +21,8 @@ from torch import Tensor
 
 from cache_strategies.base import Clearing, Geometry, KVCache, Pin, PinError, Pinning, Plan, Row, Seat
 from config.settings import StrategySettings
-from kernels.ops import LayerSpec
 from kernels.store import KVStore
+from kernels.types import LayerSpec
 from server.engine.batch import Batch, StrategyError, Work
 from tests.contract.brute import KEEPS, attention, seen
 from tests.contract.failing import FailingOps

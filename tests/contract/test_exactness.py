@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from kernels.ops import LayerSpec
+from kernels.types import LayerSpec
 from tests.contract.harness import MODEL, World, exact_instances, random_text, read_through, step
 from tests.contract.toy_model import ToyModel, generate, open_requests
 

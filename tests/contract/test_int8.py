@@ -10,7 +10,7 @@ from torch import Tensor
 from cache_strategies.registry import declared, load_kind
 from config.errors import SettingsError
 from config.settings import StrategySettings
-from kernels.ops import LayerSpec
+from kernels.types import LayerSpec
 from tests.contract.brute import KEEPS, attention, seen
 from tests.contract.harness import World, random_text, step
 

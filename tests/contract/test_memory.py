@@ -8,9 +8,9 @@ from torch import Tensor
 
 from cache_strategies.contiguous import ContiguousCache
 from config.settings import StrategySettings
-from kernels.ops import LayerSpec, Slots
 from kernels.reference import ReferenceOps
 from kernels.store import KVStore
+from kernels.types import LayerSpec, Slots
 from tests.contract.harness import (
     MODEL,
     POISON,

@@ -15,9 +15,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from kernels.ops import LayerSpec, Ops
+from kernels.ops import Ops
 from kernels.selfcheck.attention_case import Layout, RowOf, Scene
 from kernels.selfcheck.op_info import DTYPES, LAYERS, OPS, Op
+from kernels.types import LayerSpec
 from tests.contract.brute import KEEPS, everything, seen
 from tests.contract.harness import MODEL, Text, World, every_instance, random_text, step
 from tests.kernels.intercepted import Call, calls, real_tokens

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from cache_strategies.sliding_window import WindowOptions
 from config.settings import StrategySettings
-from kernels.ops import LayerSpec
+from kernels.types import LayerSpec
 from tests.contract.brute import KEEPS, attention, seen
 from tests.contract.harness import World, random_text, step
 

@@ -13,7 +13,7 @@ from pydantic import Field
 from torch import Tensor
 
 from cache_strategies.base import CacheSetup, Contract, Geometry, KVCache, Options, Plan, Row, Seat, SeatShape, Usage
-from kernels.ops import LayerSpec
+from kernels.types import LayerSpec
 
 Keys = tuple[Tensor, Tensor, Tensor]  # K [S,H,D], V [S,H,Dv], positions [S]
 

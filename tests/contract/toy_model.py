@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from cache_strategies.base import KVCache, Row, Seat
-from kernels.ops import Attention, LayerSpec
+from kernels.ops import Attention
+from kernels.types import LayerSpec
 from server.engine.batch import Batch, Work
 
 VOCABULARY, WIDTH, POSITIONS = 50, 24, 256

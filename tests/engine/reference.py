@@ -12,8 +12,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from kernels.ops import LayerSpec
 from kernels.sampling import probabilities
+from kernels.types import LayerSpec
 from server.engine.ipc.messages import Sampling
 from server.engine.sampling.draw import Draw
 from server.engine.sampling.sampler import Noise, sample

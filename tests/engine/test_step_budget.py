@@ -17,8 +17,7 @@ from torch.utils._pytree import tree_leaves
 from transformers import LlamaConfig
 
 from kernels.composite import multiplied
-from kernels.layers import GatedWeights
-from kernels.ops import Ops
+from kernels.ops import GatedWeights, Ops
 from kernels.tracing import OpCounter
 from server.engine.batch import Batch
 from server.models.decoder import Decoder

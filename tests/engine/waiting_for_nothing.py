@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kernels.ops import LayerSpec, Slots
 from kernels.reference import ReferenceOps
 from kernels.store import KVStore
+from kernels.types import LayerSpec, Slots
 
 
 class WaitingForNothing(ReferenceOps):

@@ -13,8 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kernels.layers import AttentionWeights, DecoderLayer, Factor, GatedWeights, Stack
-from kernels.ops import Attention, Ops
+from kernels.ops import Attention, AttentionWeights, DecoderLayer, Factor, GatedWeights, Ops, Stack
 from kernels.selfcheck.op_info import Op
 from kernels.store import KVStore
 

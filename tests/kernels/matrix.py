@@ -8,9 +8,10 @@ import pytest
 import torch
 
 from kernels.backends import REFERENCE, backends
-from kernels.ops import LayerSpec, Ops
+from kernels.ops import Ops
 from kernels.reference import ReferenceOps
 from kernels.selfcheck.attention_case import Layout, RowOf
+from kernels.types import LayerSpec
 
 # By name: the reference, and every backend that computes in the memory of this machine's CPU.
 BACKENDS: Mapping[str, Callable[[], Ops]] = {

@@ -10,9 +10,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from config.settings import StrategySettings
-from kernels.ops import LayerSpec
 from kernels.quantization import quantise_weight
 from kernels.selfcheck.attention_case import Layout, RowOf, Scene
+from kernels.types import LayerSpec
 from tests.contract import harness
 from tests.contract.harness import World, random_text, step
 from tests.kernels.matrix import BACKENDS, TOLERANCE

@@ -10,12 +10,13 @@ import torch
 from torch import Tensor
 
 from cache_strategies.arena import Arena
-from kernels.ops import LayerSpec, Slots, Stored
+from kernels.ops import Stored
 from kernels.reference import ReferenceOps
 from kernels.selfcheck.attention_case import Layout, RowOf, Scene, Step
 from kernels.selfcheck.check import error_of
 from kernels.selfcheck.op_info import ATTENTION
 from kernels.store import KVStore, block_bytes
+from kernels.types import LayerSpec, Slots
 from tests.kernels.holes import holes
 from tests.kernels.matrix import BACKENDS, NAMES, TOLERANCE
 from tests.kernels.test_attention import expected

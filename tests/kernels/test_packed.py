@@ -11,8 +11,7 @@ from torch import Tensor
 
 from kernels.composite import enter_attention, feed_forward, leave_attention
 from kernels.cpu.packed import PackedMatrix
-from kernels.layers import AttentionWeights, GatedWeights
-from kernels.ops import Ops
+from kernels.ops import AttentionWeights, GatedWeights, Ops
 from kernels.quantization import Quantised, dequantise, quantise_symmetric, quantise_weight
 from tests.kernels.matrix import BACKENDS
 

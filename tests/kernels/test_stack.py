@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 from kernels.composite import run_layers
-from kernels.layers import AttentionWeights, DecoderLayer, Factor, GatedWeights, Stack
-from kernels.ops import LayerSpec, Ops, Stored
+from kernels.ops import AttentionWeights, DecoderLayer, Factor, GatedWeights, Ops, Stack, Stored
 from kernels.quantization import quantise_weight
 from kernels.selfcheck.attention_case import Layout, RowOf, Scene, Step
 from kernels.selfcheck.op_info import DTYPES
+from kernels.types import LayerSpec
 from tests.kernels.matrix import BACKENDS, NAMES
 
 WIDTH, DIM, HEADS, KV_HEADS = 96, 32, 6, 2

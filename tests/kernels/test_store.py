@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from cache_strategies.arena import Arena
-from kernels.ops import LayerSpec
 from kernels.store import ALIGN, KVStore, block_bytes, plane_offsets
+from kernels.types import LayerSpec
 
 PHI4_STORED = [LayerSpec(10, 40, 128, 128)] * 40
 PHI4_REPEATED = [LayerSpec(40, 40, 128, 128)] * 40

@@ -16,13 +16,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kernels.layers import Stack
-from kernels.ops import Slots
+from kernels.ops import Stack
 from kernels.reference import ReferenceOps
 from kernels.selfcheck.attention_case import Step
 from kernels.selfcheck.check import error_of
 from kernels.selfcheck.op_info import DTYPES, LAYERS, OPS, Op
 from kernels.store import KVStore
+from kernels.types import Slots
 from tests.kernels.intercepted import Call, calls, real_tokens
 from tests.kernels.matrix import BACKENDS
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from kernels.backends import REFERENCE
-from kernels.layers import GatedWeights
+from kernels.ops import GatedWeights
 from server.models.layers import Mixture
 from tests.kernels.matrix import BACKENDS, NAMES
 

@@ -14,8 +14,8 @@ from cache_strategies.block_table import TableCache, TableSeat
 from cache_strategies.paged.cache import PagedCache
 from cache_strategies.paged.seat import PagedSeat
 from config.settings import StrategySettings
-from kernels.ops import LayerSpec
 from kernels.reference import ReferenceOps
+from kernels.types import LayerSpec
 
 LAYER = LayerSpec(1, 1, 4, 4)
 BLOCK = 4  # tokens of a block, unless a test says otherwise

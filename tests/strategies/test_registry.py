@@ -15,9 +15,9 @@ from cache_strategies.contiguous import ContiguousCache
 from cache_strategies.registry import build, declared, load_kind, page_bytes, pages_needed, share_pages
 from config.errors import SettingsError
 from config.settings import StrategySettings, default_strategies
-from kernels.ops import LayerSpec
 from kernels.reference import ReferenceOps
 from kernels.store import block_bytes
+from kernels.types import LayerSpec
 
 LAYERS = [LayerSpec(1, 2, 8, 8)]
 TOKENS = 24  # of the longest text

@@ -22,7 +22,8 @@ from cache_strategies.arena import Arena
 from cache_strategies.base import Geometry, KVCache, Row
 from config.errors import SettingsError
 from config.settings import Weights, load
-from kernels.ops import LayerSpec, Ops
+from kernels.ops import Ops
+from kernels.types import LayerSpec
 from server.engine.build import Engine, build_engine
 from server.engine.ipc.messages import Sampling, Submit
 from server.profiling.machine import bandwidth_over

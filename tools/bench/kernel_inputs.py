@@ -12,14 +12,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kernels.layers import AttentionWeights, DecoderLayer, GatedWeights, Stack
 from kernels.memory import allocate
-from kernels.ops import LayerSpec, Ops, Slots, Stored
+from kernels.ops import AttentionWeights, DecoderLayer, GatedWeights, Ops, Stack, Stored
 from kernels.quantization import Quantised
 from kernels.reference import ReferenceOps
 from kernels.sampling import Drawing
 from kernels.selfcheck.attention_case import Step
 from kernels.store import KVStore, Pages, block_bytes
+from kernels.types import LayerSpec, Slots
 
 GIBIBYTE = 1 << 30
 WIDTH, INNER, VOCABULARY = 896, 4864, 151_936

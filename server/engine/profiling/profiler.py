@@ -26,8 +26,7 @@ from torch import Tensor
 from torch.autograd.profiler import profile  # what torch.profiler stands on; that one imports torch's compiler first
 from torch.profiler import record_function
 
-from kernels.layers import Stack
-from kernels.ops import Attention, Ops
+from kernels.ops import Attention, Ops, Stack
 from kernels.selfcheck.op_info import LAYERS, Op
 from kernels.tracing import OpHook, Run
 from server.engine.ipc.messages import Answer, Failed, Profile

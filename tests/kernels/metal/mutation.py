@@ -23,12 +23,13 @@ from kernels.metal.attention import SPLIT
 from kernels.metal.backend import MetalOps
 from kernels.metal.emulator import KernelFault, compile_shader
 from kernels.metal.library import Kernels
-from kernels.ops import LayerSpec, Ops
+from kernels.ops import Ops
 from kernels.reference import ReferenceOps
 from kernels.selfcheck.attention_case import Layout, RowOf, Scene
 from kernels.selfcheck.check import error_of
 from kernels.selfcheck.op_info import OPS
 from kernels.selfcheck.sample_inputs import Results
+from kernels.types import LayerSpec
 
 CPU = torch.device("cpu")
 

@@ -17,11 +17,11 @@ from kernels.metal.backend import PAIRS, MetalOps
 from kernels.metal.emulator import compile_shader
 from kernels.metal.library import Kernels
 from kernels.metal.runtime import load_emulated
-from kernels.ops import LayerSpec, Slots
 from kernels.quantization import quantise_weight
 from kernels.reference import ReferenceOps
 from kernels.selfcheck.attention_case import Layout, RowOf, Scene
 from kernels.store import KVStore, block_bytes
+from kernels.types import LayerSpec, Slots
 from tests.kernels.holes import holes
 from tests.kernels.test_attention import expected
 

@@ -7,11 +7,11 @@ import torch
 
 from kernels.metal.attention import SPLIT
 from kernels.metal.runtime import load
-from kernels.ops import LayerSpec
 from kernels.reference import ReferenceOps
 from kernels.selfcheck.attention_case import Layout, RowOf, Scene
 from kernels.selfcheck.check import checked
 from kernels.selfcheck.op_info import DTYPES, OPS
+from kernels.types import LayerSpec
 from tests.kernels.test_attention import expected
 
 

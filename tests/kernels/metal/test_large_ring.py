@@ -13,7 +13,7 @@ from cache_strategies.block_table import TableCache
 from config.settings import StrategySettings
 from kernels.metal.backend import MetalOps
 from kernels.metal.runtime import load_emulated
-from kernels.ops import LayerSpec
+from kernels.types import LayerSpec
 from tests.contract.brute import attention, seen
 
 PHI4 = LayerSpec(10, 40, 128, 128, scale=128**-0.5)  # each of its 40 layers

@@ -1,0 +1,61 @@
+"""What models, strategies and kernels say to each other: the attention of a layer, and where keys lie. Data only.
+
+Shapes use these letters: N tokens of a step (or of one strategy's slice of it), B rows, R seats, M blocks of the
+longest seat, Hq / H query / KV heads, D head dim.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from torch import Tensor
+
+
+class LayerSpec(NamedTuple):
+    """Facts of the MODEL about the attention of one layer; a strategy may keep less, never see more."""
+
+    num_kv_heads: int
+    num_q_heads: int
+    head_dim: int
+    v_head_dim: int
+    window: int | None = None  # a query sees itself and the window - 1 tokens before it; None: all
+    scale: float = 1.0  # of the scores
+    softcap: float | None = None  # scores become softcap * tanh(score / softcap)
+    sink_logits: Tensor | None = None  # [Hq], learned: one more logit in the softmax, with no value
+    rotate: Callable[[Tensor, Tensor], Tensor] | None = None  # (x [N,H,D], delta [N]) -> RoPE moved on by delta
+    kv_from: int | None = None  # layer whose K and V this one reads; None: its own
+
+
+@dataclass(frozen=True, eq=False, slots=True, weakref_slot=True)
+class Slots:
+    """Where one strategy's keys of one step lie: the contract between strategies and kernels.
+
+    Token position p of a seat lies in slot(p) = p if p < sinks else sinks + (p - sinks) % ring (ring 0: slot(p) = p),
+    that is in block table[seat, slot // block_size] at slot % block_size. Tensors are int32 on the device, and their
+    addresses stay the same from step to step.
+    """
+
+    table: Tensor  # [R, M] block ids; rows are never copied, kernels go through row_seat
+    block_size: int  # slots of a block
+    row_seat: Tensor  # [B] row of the table
+    q_start: Tensor  # [B + 1] offsets into the N tokens; decode rows (one token) stand first
+    start: Tensor  # [B] position of the row's first token; < 0: padding, nothing is written or read
+    kept: Tensor  # [B] slots in use before this step, for backends that read slots in order
+    num_decode: int  # rows of one token; this and the next two are for a backend to choose a kernel and its split
+    max_q: int  # longest row
+    max_kv: int  # longest text, this step included
+    sinks: int = 0
+    ring: int = 0
+
+    @property
+    def num_rows(self) -> int:
+        return self.start.shape[0]
+
+    def slot(self, position: Tensor) -> Tensor:
+        """Slots of positions (>= 0), any shape."""
+        if not self.ring:
+            return position
+        behind = self.sinks + (position - self.sinks) % self.ring
+        return behind.where(position >= self.sinks, position)
