@@ -11,9 +11,8 @@ from typing import NamedTuple
 import torch
 
 from kernels.cpu import library as cpu
-from kernels.device import Device, named
+from kernels.device import Device, KernelsMissing, named
 from kernels.metal import runtime as metal
-from kernels.missing import KernelsMissing
 from kernels.ops import Ops
 from kernels.reference import ReferenceOps
 from kernels.selfcheck.check import Verdict, checked, mended

@@ -10,6 +10,11 @@ from typing import NamedTuple
 
 import torch
 
+
+class KernelsMissing(Exception):
+    """There are no such operations on this machine; the message says why, and what would help."""
+
+
 EMULATED: Mapping[str, str] = {"metal-emulated": "cpu", "metal-checked": "cpu"}  # by name: where their tensors live
 
 

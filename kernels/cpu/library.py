@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from kernels.cpu.backend import CpuOps
-from kernels.missing import KernelsMissing
+from kernels.device import KernelsMissing
 
 FOLDER = Path(__file__).parent
 INSTRUCTION_SETS = ("amx", "avx512", "avx2", "neon")  # the best first

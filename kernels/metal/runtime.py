@@ -6,9 +6,9 @@ from functools import cache, partial
 
 import torch
 
+from kernels.device import KernelsMissing
 from kernels.metal.backend import MetalOps
 from kernels.metal.library import Kernels
-from kernels.missing import KernelsMissing
 
 
 @cache  # with all that they have compiled

@@ -12,20 +12,19 @@ from starlette.middleware.cors import CORSMiddleware
 
 from config.settings import Settings
 from server.api.http import auth, errors, unversioned
-from server.api.http.deadlines import Deadlines
+from server.api.http.cancellation import Deadlines
 from server.api.http.limits import BodyLimits, Bounds
 from server.api.http.request_lifetime import Lifetime
 from server.api.openai import chat, completions, models, tokenize
 from server.api.openai.generation_job import Most
-from server.api.openai.priorities import Priorities
 from server.api.openai.responses import Serving
+from server.api.openai.tenants import Priorities
 from server.api.ops import admin, health, kv_cache, metrics, profile, request_log
 from server.api.ops.observations import Observations
 from server.api.ops.request_outcome import Ended
 from server.api.ops.tracing import Tracing, tracing_to
 from server.engine.ipc.client import EngineClient
-from server.text.tokenizer import TokenizerBase
-from server.text.tokenizer_info import tokenizer_info
+from server.text.tokenizer import TokenizerBase, tokenizer_info
 from server.version import version
 
 # FastAPI's own: another span around ours, and exceptions with their messages, which may quote prompts. Versions that

@@ -25,8 +25,7 @@ from config.sizes import parse_bytes
 from kernels.backends import Loaded, load_ops
 from kernels.cpu.backend import CpuOps
 from kernels.cpu.decoder import MAX_DIM
-from kernels.device import Device
-from kernels.missing import KernelsMissing
+from kernels.device import Device, KernelsMissing
 from kernels.ops import Ops
 from kernels.selfcheck.check_memory import memory_fault
 from kernels.tracing import OpTimer

@@ -17,16 +17,16 @@ from cache_strategies.arena import Arena
 from cache_strategies.base import KVCache, Seat
 from kernels.ops import Ops
 from kernels.tracing import OpTimer
-from server.engine.accounts import merged_parts, parts_of, record_of
 from server.engine.batch import StrategyError
 from server.engine.ipc.messages import Admitted, Explained, Failed, FromEngine, Preempted, Submit, Tokens
 from server.engine.model_runner import ModelRunner, StepOutput
-from server.engine.report import Admission, Draft, Outcome, RequestRecord, StepPart, StepReport
+from server.engine.records import Admission, Draft, Outcome, RequestRecord, StepPart, StepReport
 from server.engine.sampling.rejection_sampler import Turn
 from server.engine.sampling.speculation import lookup_for, speculation_of
 from server.engine.scheduling.request import Request, RequestError
 from server.engine.scheduling.scheduler import Scheduled, Scheduler
 from server.engine.scheduling.selection import Selector
+from server.engine.stats import merged_parts, parts_of, record_of
 from server.engine.warmup import rehearse
 from server.models.base import Model
 

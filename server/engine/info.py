@@ -1,22 +1,25 @@
-"""Describes an engine: in words for whoever starts it, as JSON and labels for whoever looks at it while it runs.
-
-Settings are shown as they came out, `auto` and defaults filled in; keys, tokens and paths are left out.
-"""
+"""What an engine is and how it stands: in words, as JSON, as labels and gauges of metrics. Knows no Prometheus."""
 
 from __future__ import annotations
 
+import multiprocessing
 import platform
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib import metadata
 from typing import Any
 
+import psutil
 import torch
 
 from cache_strategies.arena import Arena
-from cache_strategies.base import KVCache
+from cache_strategies.base import Blocks, KVCache, Usage
 from cache_strategies.registry import Instance
 from server.engine.build import Engine
+from server.engine.core import Core
+from server.engine.device import DeviceMemory, device_memory
+from server.engine.records import Role, Wait
 from server.models.decoder import Decoder
 from server.version import version
 
@@ -130,3 +133,59 @@ def describe_caches(engine: Engine) -> list[dict[str, Any]]:
         }
         for d in engine.instances
     ]
+
+
+@dataclass(frozen=True)
+class State:
+    """Bytes and counts, by instance where nothing else is said."""
+
+    running: Mapping[str, int]  # requests
+    waiting: Mapping[tuple[str, Wait], int]  # requests, by instance and what for
+    usage: Mapping[str, Usage]
+    blocks: Mapping[str, Blocks]
+    floors: Mapping[str, int]
+    pool_free: int  # KV memory that no instance holds,
+    pool_held: int  # that one does,
+    pool_untouched: int  # and that the system has not given yet
+    device: DeviceMemory
+    processes: Mapping[Role, int]  # resident memory
+
+
+class Processes:
+    """The server's processes, and their resident memory in bytes."""
+
+    def __init__(self) -> None:
+        self._workers: dict[int, int] = {}  # as each told last
+        self._engine = psutil.Process()
+        self._supervisor = self._engine.parent() if multiprocessing.parent_process() else None
+
+    def told(self, worker: int, memory: int) -> None:
+        self._workers[worker] = memory
+
+    def gone(self, worker: int) -> None:
+        self._workers.pop(worker, None)
+
+    def resident(self) -> dict[Role, int]:
+        supervisor = self._supervisor.memory_info().rss if self._supervisor else 0
+        return {
+            "engine": self._engine.memory_info().rss,
+            "api": sum(self._workers.values()),
+            "supervisor": supervisor,
+        }
+
+
+def state_of(core: Core, processes: Mapping[Role, int]) -> State:
+    """Takes as long as there are open sequences and blocks."""
+    arena, scheduler = core.arena, core.scheduler
+    return State(
+        running=Counter(request.cache.name for request in scheduler.running),
+        waiting=scheduler.waits(),
+        usage={name: cache.usage() for name, cache in core.caches.items()},
+        blocks={name: cache.blocks() for name, cache in core.caches.items()},
+        floors={name: arena.share(name)[0] * arena.page_bytes for name in core.caches},
+        pool_free=arena.free * arena.page_bytes,
+        pool_held=(arena.usable - arena.free) * arena.page_bytes,
+        pool_untouched=arena.untouched * arena.page_bytes,
+        device=device_memory(core.model.device),
+        processes=processes,
+    )

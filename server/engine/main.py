@@ -20,7 +20,7 @@ from server.engine.admin import obey
 from server.engine.build import Engine, build_engine
 from server.engine.core import Event
 from server.engine.fingerprint import fingerprint
-from server.engine.info import about, describe_caches, memory_of, summary
+from server.engine.info import Processes, about, describe_caches, memory_of, state_of, summary
 from server.engine.ipc.messages import (
     ANSWER_SECONDS,
     Answer,
@@ -41,7 +41,6 @@ from server.engine.ipc.server import Gateway, Gone
 from server.engine.profiling.capture import Capture
 from server.engine.profiling.profiler import Profiler
 from server.engine.scheduling.request import RequestError
-from server.engine.state import Processes, state_of
 from server.metrics.registry import Metrics
 from server.processes.child_process import STOP
 from server.processes.heartbeat import EngineStatus

@@ -15,12 +15,12 @@ from torch import Tensor
 
 from cache_strategies.base import Row
 from kernels.sampling import Sample
-from server.engine.accounts import prompt_scores
 from server.engine.batch import Batch, Work
 from server.engine.ipc.messages import PromptScores, TokenScore
 from server.engine.sampling.rejection_sampler import Taken, Turn, drawn, scored
 from server.engine.scheduling.request import Request
 from server.engine.scheduling.scheduler import Scheduled
+from server.engine.stats import prompt_scores
 from server.models.base import Model
 
 

@@ -17,7 +17,7 @@ from prometheus_client import Counter, Gauge, Histogram, Info, Summary
 from cache_strategies.base import Blocks, Miss
 from config.settings import LONGEST_DRAFT
 from server.engine.device import DeviceMemory
-from server.engine.report import Outcome, Phase, Role, Wait
+from server.engine.records import Outcome, Phase, Role, Wait
 
 PREFIX = "kvmux_"
 ENDINGS: Mapping[type, str] = {Counter: "_total", Info: "_info"}

@@ -17,9 +17,8 @@ import msgspec
 from prometheus_client import Histogram, Summary
 
 from cache_strategies.base import Happened
-from server.engine.info import About
-from server.engine.report import Admission, Draft, Phase, RequestRecord, StepReport, Wait
-from server.engine.state import State
+from server.engine.info import About, State
+from server.engine.records import Admission, Draft, Phase, RequestRecord, StepReport, Wait
 from server.metrics import families as f
 from server.metrics.exposition import FamilyShape, Kind, Series, Snapshot
 from server.metrics.families import FAMILIES, Family, Label

@@ -10,12 +10,13 @@ import asyncio
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import tokenizers
 
 from server.text.chat import ChatTemplate
 from server.text.encoder import Encoder
+from server.text.model_files import content_of, named_tokens, read_object
 from server.text.processes.messages import Call, Decode, Encode, EncodeChat, Encoded, Infill
 from server.text.vocabulary import Vocabulary
 
@@ -87,3 +88,24 @@ def keep_last(ids: list[int], limit: int | None) -> list[int]:
     """Return the last `limit` tokens of a prompt, as `truncate_prompt_tokens` asks for; without a limit all of them."""
     assert limit is None or limit > 0, "nothing would be left"
     return ids if limit is None else ids[-limit:]
+
+
+PATHS = ("vocab_file", "merges_file", "tokenizer_file", "name_or_path")  # on the machine where the tokenizer was saved
+CLASS = "PreTrainedTokenizerFast"  # of a tokenizer.json that has no other
+
+
+def tokenizer_info(directory: Path) -> dict[str, Any]:
+    """Return what tokenizer_config.json has, tokens as texts, and the chat template. Raises SettingsError."""
+    config = read_object(directory / "tokenizer_config.json")
+    told = {"tokenizer_class": CLASS} | {name: _plain(value) for name, value in config.items() if name not in PATHS}
+    told |= named_tokens(directory)
+    template = ChatTemplate.from_directory(directory).source
+    return told if template is None else told | {"chat_template": template}
+
+
+def _plain(value: Any) -> Any:
+    """Return a value with the text of each token that is written as an object."""
+    if isinstance(value, dict):
+        content = content_of(value)
+        return {name: _plain(member) for name, member in value.items()} if content is None else content
+    return [_plain(item) for item in value] if isinstance(value, list) else value

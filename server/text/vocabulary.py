@@ -7,7 +7,8 @@ accepted whose work is proportional to the text. Knows neither how texts become 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+import re
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import tokenizers
@@ -16,7 +17,62 @@ from config.errors import SettingsError
 from server.text.errors import readable
 from server.text.longest_token import longest_token
 from server.text.processes.messages import VocabularyData
-from server.text.token_text import as_text, reader_of, steps_of
+
+_BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")  # a piece of vocabularies with byte fallback
+
+
+def reader_of(decoder: dict[str, Any] | None) -> Callable[[str], bytes]:
+    """Return what turns a piece into its bytes, for the decoder that tokenizer.json describes."""
+    steps = steps_of(decoder)
+    kinds = {step["type"] for step in steps}
+    replaced = [pair for step in steps if (pair := _replacement(step))]
+    alphabet = _byte_alphabet() if "ByteLevel" in kinds else {}
+
+    def read(piece: str) -> bytes:
+        if "ByteFallback" in kinds and (byte := _BYTE.fullmatch(piece)):
+            return bytes([int(byte[1], 16)])
+        if alphabet and all(char in alphabet for char in piece):  # added tokens may have other characters
+            return bytes(alphabet[char] for char in piece)
+        for old, new in replaced:
+            piece = piece.replace(old, new)
+        return piece.encode()
+
+    return read
+
+
+def as_text(data: bytes) -> str:
+    """A text, or what OpenAI writes for bytes that are none: "bytes:" and those that are not ASCII as \\xe2."""
+    try:
+        return data.decode()
+    except UnicodeDecodeError:
+        return "bytes:" + data.decode("ascii", "backslashreplace")
+
+
+def steps_of(decoder: dict[str, Any] | None) -> list[dict[str, Any]]:
+    """Return a decoder's description as a list of those that do something."""
+    if decoder is None:
+        return []
+    return [step for part in decoder["decoders"] for step in steps_of(part)] if "decoders" in decoder else [decoder]
+
+
+def _replacement(step: dict[str, Any]) -> tuple[str, str] | None:
+    """What a step writes in place of what."""
+    match step:
+        case {"type": "Replace", "pattern": {"String": str(old)}, "content": str(new)}:
+            return old, new
+        case {"type": "Metaspace", "replacement": str(old)}:
+            return old, " "
+        case {"type": "BPEDecoder", "suffix": str(old)}:
+            return old, " "
+    return None
+
+
+def _byte_alphabet() -> dict[str, int]:
+    """GPT-2's: a byte that Latin-1 prints is written as itself, the others as the characters from U+0100 on."""
+    printed = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in printed]
+    return {chr(byte): byte for byte in printed} | {chr(0x100 + i): byte for i, byte in enumerate(others)}
+
 
 MOST_TOKENS = 2**23  # ids; the largest vocabularies have a few hundred thousand
 LONGEST_TOKEN = 2**13  # characters

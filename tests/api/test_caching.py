@@ -11,7 +11,7 @@ import pytest
 
 from server.api.openai.tenants import salt_of, tenant, tenant_of_key
 from server.engine.ipc.messages import Caching, Explained, Failed, FromEngine, Submit, Tokens
-from server.engine.report import RequestRecord
+from server.engine.records import RequestRecord
 from tests.api.asking import GOOD, Words, chunks
 from tests.api.fake_engine import FakeEngine, admitted
 

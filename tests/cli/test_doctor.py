@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from kernels import backends as loading
-from kernels.missing import KernelsMissing
+from kernels.device import KernelsMissing
 from kernels.ops import Ops
 from kernels.reference import ReferenceOps
 from kernels.selfcheck.op_info import DTYPES

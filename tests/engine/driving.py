@@ -32,7 +32,7 @@ from server.engine.ipc.messages import (
     Tokens,
     TokenScore,
 )
-from server.engine.report import RequestRecord
+from server.engine.records import RequestRecord
 from server.engine.scheduling.request import Request
 
 WORKER = 0

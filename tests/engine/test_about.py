@@ -13,8 +13,7 @@ import torch
 from config.settings import Settings
 from server.engine import device
 from server.engine.device import device_memory, free_memory
-from server.engine.info import PRIVATE, about
-from server.engine.state import Processes, state_of
+from server.engine.info import PRIVATE, Processes, about, state_of
 from tests.engine.driving import Driver
 from tests.engine.reference import random_prompt
 

@@ -11,8 +11,8 @@ import pytest
 from torch import Tensor
 
 from kernels.ops import Attention
+from server.engine.info import state_of
 from server.engine.ipc.messages import Admitted, Tokens
-from server.engine.state import state_of
 from tests.engine.driving import Driver, strategies
 from tests.engine.reference import Reference, random_prompt
 from tests.models.random_models import load

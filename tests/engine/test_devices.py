@@ -16,8 +16,7 @@ from config.errors import SettingsError
 from config.settings import Settings
 from kernels import backends as loading
 from kernels.backends import load_ops
-from kernels.device import named, native
-from kernels.missing import KernelsMissing
+from kernels.device import KernelsMissing, named, native
 from kernels.ops import Attention, Ops
 from kernels.reference import ReferenceOps
 from server.cli.banner import welcome

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
+from server.engine.info import state_of
 from server.engine.ipc.messages import Sampling
-from server.engine.state import state_of
 from tests.engine.driving import Driver, least_memory, strategies
 from tests.engine.reference import Reference, random_prompt
 

@@ -11,8 +11,7 @@ import pytest
 from cache_strategies import reserved_memory
 from cache_strategies.arena import Arena
 from server.engine import build
-from server.engine.info import describe_caches, memory_of
-from server.engine.state import state_of
+from server.engine.info import describe_caches, memory_of, state_of
 from tests.engine.driving import Driver, strategies
 from tests.engine.reference import Reference, random_prompt
 

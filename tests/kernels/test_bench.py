@@ -11,7 +11,7 @@ import torch
 from kernels import backends as loading
 from kernels.backends import REFERENCE, backends
 from kernels.cpu.library import best_read
-from kernels.missing import KernelsMissing
+from kernels.device import KernelsMissing
 from kernels.ops import Ops
 from tools.bench import kernel_inputs
 from tools.bench import kernels as bench

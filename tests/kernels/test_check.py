@@ -15,8 +15,7 @@ from torch import Tensor
 from kernels import backends as loading
 from kernels.backends import backends, load_ops
 from kernels.cpu import library as cpu
-from kernels.device import native
-from kernels.missing import KernelsMissing
+from kernels.device import KernelsMissing, native
 from kernels.ops import Ops
 from kernels.reference import ReferenceOps
 from kernels.selfcheck.check import checked, mended

@@ -13,9 +13,8 @@ from cache_strategies.registry import declared
 from config.settings import Settings
 from kernels.selfcheck.op_info import OPS
 from server.engine.device import DeviceMemory
-from server.engine.info import About
-from server.engine.report import RequestRecord, StepReport
-from server.engine.state import State
+from server.engine.info import About, State
+from server.engine.records import RequestRecord, StepReport
 from server.metrics.exposition import Renderer
 from server.metrics.registry import Metrics
 

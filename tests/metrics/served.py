@@ -11,7 +11,7 @@ from cache_strategies.base import Blocks, Happened, Usage
 from kernels.selfcheck.op_info import OPS
 from server.api.ops.metrics import OPENMETRICS
 from server.engine.device import DeviceMemory
-from server.engine.report import Admission, Draft, StepPart
+from server.engine.records import Admission, Draft, StepPart
 from server.metrics.families import MISS, OUTCOME, WAIT
 from server.metrics.registry import Metrics
 from tests.metrics.made_up import INSTANCES, exposition, new_metrics, record, state, step

@@ -11,9 +11,8 @@ from prometheus_client.parser import text_string_to_metric_families
 from cache_strategies.base import Blocks, Happened, Usage
 from config.settings import LONGEST_DRAFT
 from server.engine.device import DeviceMemory
-from server.engine.info import about
-from server.engine.report import Admission, Draft, StepPart
-from server.engine.state import state_of
+from server.engine.info import about, state_of
+from server.engine.records import Admission, Draft, StepPart
 from server.metrics.families import FAMILIES, KV_STATE, OUTCOME, STRATEGY, WAIT, table
 from server.metrics.registry import Metrics
 from tests.engine.driving import Driver

@@ -19,7 +19,7 @@ import httpx
 import msgspec
 import pytest
 
-from server.engine.report import RequestRecord
+from server.engine.records import RequestRecord
 from server.metrics.families import FAMILIES, Family
 from server.processes.supervisor import Targets
 from tests.metrics.evaluating import Evaluator, Vector

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from config.settings import Settings
 from kernels import backends as loading
-from kernels.missing import KernelsMissing
+from kernels.device import KernelsMissing
 from kernels.ops import Ops
 from server.engine.core import Core, StepResult
 from server.processes.heartbeat import EngineStatus

@@ -8,8 +8,8 @@ import pytest
 import tokenizers
 from tokenizers import processors
 
+from server.text.encoder import FORMS, PREFIX, SUFFIX
 from server.text.errors import InfillError
-from server.text.infill import FORMS, PREFIX, SUFFIX
 from server.text.tokenizer import Tokenizer
 from tests.text.tiny import BOS, EOS, KINDS, byte_fallback, byte_level
 

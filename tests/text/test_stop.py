@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from server.text.stop import StopStrings, _Search
+from server.text.output import StopStrings, _Search
 
 AB = st.text("ab", max_size=12)
 STOPS = st.lists(st.text("ab", min_size=1, max_size=5), max_size=4)

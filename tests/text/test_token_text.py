@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, decoders, models, pre_tokenizers
 
-from server.text.token_text import as_text
 from server.text.tokenizer import Tokenizer
+from server.text.vocabulary import as_text
 from tests.text.tiny import BOS, EOS, KINDS, byte_fallback, byte_level, metaspace
 
 TINY = Path(__file__).parents[2] / "server" / "models" / "tiny"

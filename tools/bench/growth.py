@@ -12,7 +12,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple, get_args
+from typing import Any, get_args
 
 import torch
 from rich.console import Console
@@ -29,6 +29,7 @@ from server.engine.ipc.messages import Sampling, Submit
 from server.profiling.machine import bandwidth_over
 from server.profiling.steps import decode
 from tools.bench.counting import calls_of
+from tools.bench.plot import Point, draw
 
 PARTS = ("context", "sequences", "waiting", "blocks")
 CONTEXTS = (128, 512, 1024, 2048, 4096, 8192, 16_384)
@@ -39,16 +40,6 @@ STEPS = 12
 SEATS = 4  # of the engine whose requests wait
 TEXT, ROOM = 2048, 64  # tokens of the texts that fill the prefix cache, which are all different, and of the one counted
 BLOCK = 4
-
-
-class Point(NamedTuple):
-    """A measurement."""
-
-    part: str
-    at: int  # tokens, sequences, requests or blocks
-    what: str
-    value: float
-    least: float | None = None  # that it could be
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -82,8 +73,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.json:
         options.json.write_text(json.dumps([point._asdict() for point in points], indent=2) + "\n")
     if options.plot:
-        from tools.bench.plot import draw
-
         draw(points, options.plot)
     return 0
 

@@ -19,9 +19,8 @@ from config.errors import SettingsError
 from config.settings import load
 from server.engine.build import Engine, build_engine
 from server.engine.core import TIMED, StepResult
-from server.engine.info import about
+from server.engine.info import about, state_of
 from server.engine.ipc.messages import Sampling, Submit
-from server.engine.state import state_of
 from server.metrics.exposition import Renderer
 from server.metrics.registry import Metrics
 

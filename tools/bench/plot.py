@@ -4,14 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
-
-from matplotlib.figure import Figure
+from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
-
-    from tools.bench.growth import Point
 
 TITLES = {
     "context": "tokens in the cache",
@@ -21,8 +17,20 @@ TITLES = {
 }
 
 
+class Point(NamedTuple):
+    """A measurement."""
+
+    part: str
+    at: int  # tokens, sequences, requests or blocks
+    what: str
+    value: float
+    least: float | None = None  # that it could be
+
+
 def draw(points: Sequence[Point], file: Path) -> None:
     """Writes a PNG or SVG, by the file's ending. Raises OSError, and ValueError for an ending that means no picture."""
+    from matplotlib.figure import Figure  # which not every installation has
+
     parts = list(dict.fromkeys(point.part for point in points))
     figure = Figure(figsize=(4.2 * len(parts), 3.4), layout="constrained")
     for axes, part in zip(figure.subplots(1, len(parts), squeeze=False)[0], parts, strict=True):

@@ -24,7 +24,7 @@ from server.engine.ipc.messages import (
     Tokens,
     TokenScore,
 )
-from server.engine.report import RequestRecord
+from server.engine.records import RequestRecord
 from server.text.output import OutputText, Placed
 
 

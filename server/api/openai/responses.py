@@ -13,14 +13,12 @@ from fastapi import Response
 from msgspec import UNSET, UnsetType
 from starlette.types import Receive, Scope, Send
 
-from server.api.http.deadlines import Deadlines
-from server.api.http.disconnect import WhileConnected
+from server.api.http.cancellation import Deadlines, WhileConnected
 from server.api.http.sse import send_events
 from server.api.openai.generation import Generation, Piece, generate, merged
 from server.api.openai.generation_job import Choosing, Job, Most
 from server.api.openai.logprobs import PromptLogprobs, prompt_logprobs
 from server.api.openai.models import instance_of, name_of
-from server.api.openai.priorities import Priorities
 from server.api.openai.request_models import GenerationRequest
 from server.api.openai.response_models import (
     Answer,
@@ -32,7 +30,7 @@ from server.api.openai.response_models import (
     PromptTokensDetails,
     Usage,
 )
-from server.api.openai.tenants import tenant
+from server.api.openai.tenants import Priorities, tenant
 from server.engine.ipc.client import EngineClient
 from server.engine.ipc.messages import Admitted, Hello
 from server.text.detokenizer import Detokenizer

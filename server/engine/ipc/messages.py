@@ -9,7 +9,7 @@ from typing import Literal
 
 import msgspec
 
-from server.engine.report import RequestRecord
+from server.engine.records import RequestRecord
 
 
 class Sampling(msgspec.Struct, frozen=True):

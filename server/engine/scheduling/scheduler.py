@@ -23,7 +23,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
-from server.engine.report import Wait
+from server.engine.records import Wait
 from server.engine.scheduling.request import Request, RequestError
 
 if TYPE_CHECKING:

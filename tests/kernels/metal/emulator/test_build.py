@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from kernels.device import KernelsMissing
 from kernels.metal.emulator import Compiler, CompilerMissing, compile_shader
 from kernels.metal.runtime import load_emulated
-from kernels.missing import KernelsMissing
 
 KERNEL = "#include <metal_stdlib>\nkernel void one(device float* out) { out[0] = 1; }"
 

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from torch import Tensor
 
 from server.engine.ipc.messages import PromptScores
-from server.engine.report import Outcome, RequestRecord, StepPart
+from server.engine.records import Outcome, RequestRecord, StepPart
 from server.engine.sampling.logprobs import scores
 from server.engine.scheduling.request import Request
 from server.engine.scheduling.scheduler import Scheduled

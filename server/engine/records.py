@@ -1,4 +1,4 @@
-"""What a step and a request leave behind, for metrics and explanations, and the words for it."""
+"""Records of a step and of a request, for metrics and explanations, and the words for it. Data only."""
 
 from __future__ import annotations
 
