@@ -184,6 +184,11 @@ class Ops(Protocol):
     other raise ValueError before any memory is read (`arguments.py`). What is NaN or infinite stays in its row.
     """
 
+    @property
+    def row_invariant_head_dim(self) -> int:
+        """Return the largest head for which a row has the same bits in every batch; 0: it may differ in any case."""
+        ...
+
     def prepare(self, layers: Sequence[LayerSpec], dtype: torch.dtype, stored: torch.dtype) -> None:
         """Makes ready what these layers' attention will ask for, in `dtype` over keys that are `stored` in another.
 

@@ -55,6 +55,10 @@ class ReferenceOps:
         self._writes: WeakKeyDictionary[Slots, tuple[Tensor | slice, Tensor, Tensor]] = WeakKeyDictionary()
         self._groups: WeakKeyDictionary[Slots, dict[tuple[int | None, ...], list[_Group]]] = WeakKeyDictionary()
 
+    @property
+    def row_invariant_head_dim(self) -> int:
+        return 0  # torch chooses other sums for other numbers of rows
+
     def prepare(self, layers: Sequence[LayerSpec], dtype: torch.dtype, stored: torch.dtype) -> None:
         pass  # nothing is compiled here
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 import ast
 import re
 import sys
+from collections import Counter
 from functools import cache
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -19,7 +21,7 @@ MAY_IMPORT = {  # beside itself
     "cache_strategies": {"config", "kernels"},
     "server": {"config", "kernels", "cache_strategies"},
     "loadtest": set[str](),
-    "tools": {"config", "loadtest"},  # not installed; they see the server as its users do, from outside
+    "tools": {"config", "kernels", "cache_strategies", "server", "loadtest"},  # not installed, and imported by none
 }
 AND_FLAGS = {"server.cli.main": {"loadtest.bench", "loadtest.bench.flags"}}  # of `kvmux bench`; nothing else of it
 
@@ -121,12 +123,60 @@ def test_models_know_no_strategy_and_no_engine() -> None:
             }
 
 
-def test_profiles_and_benchmarks_stand_on_the_same_and_not_on_each_other() -> None:
-    apart = ("server.profiling", "tools.bench")
+def test_tools_that_torture_a_server_see_it_from_outside() -> None:
+    outside = ("tools.torture", "tools.chaos", "tools.soak", "tools.compare_")
     for name, file in modules().items():
-        if name.startswith(("server.measuring", *apart)):
-            others = tuple(package for package in apart if not name.startswith(package))
+        if name.startswith(outside):
+            assert not {m for m in imports(file) if top(m) in ("kernels", "cache_strategies", "server")}, name
+
+
+def test_the_engine_names_no_backend_and_no_metrics() -> None:
+    """It gets operations from `kernels.backends`, and what counts its steps from the process that it runs in."""
+    others = ("kernels.cpu", "kernels.metal", "kernels.reference", "server.metrics")
+    for name, file in modules().items():
+        if name.startswith("server.engine"):
             assert not {m for m in imports(file, typing_only=True) if m.startswith(others)}, name
+
+
+def test_an_evaluation_needs_no_code_that_trains() -> None:
+    assert not {m for m in reached("server.evaluation.command") if m.startswith("tools")}
+
+
+def test_kernels_know_no_owners_of_memory() -> None:
+    """Pages of memory have no owners in kernels; what may be evicted, and when, strategies decide."""
+    for name, file in modules().items():
+        if top(name) == "kernels":
+            words = set(re.findall(r"\w+", file.read_text().lower()))
+            assert not words & {"arena", "evict", "eviction", "evicted"}, name
+
+
+def test_no_modules_import_each_other() -> None:
+    """Directly or in a circle, under TYPE_CHECKING too."""
+    known = modules()
+    graph = {name: {m for m in imports(file, typing_only=True) if m in known} for name, file in known.items()}
+    order = TopologicalSorter(graph)
+    try:
+        order.prepare()
+    except CycleError as error:
+        pytest.fail(f"a circle: {' -> '.join(error.args[1])}")
+
+
+MODULES = 12  # of a folder
+LARGE_FOLDERS = {
+    "tools/torture": "one program, whose parts are used by no other",
+}
+LINES = 400  # of a file
+LONG_FILES = {
+    "config/settings.py": "every setting is a row of one class",
+}
+
+
+def test_folders_and_files_are_small_enough_to_find_things_in() -> None:
+    files = [file.relative_to(ROOT) for file in modules().values()]
+    folders = Counter(str(file.parent) for file in files if file.name != "__init__.py")
+    assert {folder for folder, count in folders.items() if count > MODULES} == LARGE_FOLDERS.keys()
+    lines = {str(file): len((ROOT / file).read_text().splitlines()) for file in files}
+    assert {file for file, count in lines.items() if count > LINES} == LONG_FILES.keys()
 
 
 def test_the_server_reaches_neither_the_textbook_nor_the_adapter_for_transformers() -> None:
@@ -152,10 +202,10 @@ def test_the_textbook_stands_alone() -> None:
 
 
 def test_strategies_know_each_other_only_through_their_parts() -> None:
-    strategies = {"contiguous", "sliding_window", "paged"}
+    strategies = {"contiguous", "sliding_window", "paged.cache"}
     for name in strategies:
-        imported = {m.split(".")[1] for m in imports(modules()[f"cache_strategies.{name}"]) if m.count(".")}
-        assert not imported & (strategies - {name})
+        others = tuple(f"cache_strategies.{other}" for other in strategies - {name})
+        assert not {m for m in imports(modules()[f"cache_strategies.{name}"]) if m.startswith(others)}
 
 
 @pytest.mark.parametrize(

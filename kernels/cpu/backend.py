@@ -35,6 +35,10 @@ class CpuOps(ReferenceOps):
         self._classes = classes
         self._pool = Pool()  # of packed weights
 
+    @property
+    def row_invariant_head_dim(self) -> int:
+        return MAX_DIM
+
     def packed(self, weight: Factor | Joined) -> Factor:
         match weight:
             case Quantised() if weight.group % GROUPS == 0 or weight.group == weight.shape[1]:

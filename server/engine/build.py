@@ -23,8 +23,6 @@ from config.errors import SettingsError
 from config.settings import Settings
 from config.sizes import parse_bytes
 from kernels.backends import Loaded, load_ops
-from kernels.cpu.backend import CpuOps
-from kernels.cpu.decoder import MAX_DIM
 from kernels.device import Device, KernelsMissing
 from kernels.ops import Ops
 from kernels.selfcheck.check_memory import memory_fault
@@ -45,7 +43,6 @@ from server.engine.scheduling.selection import Selector
 from server.engine.warmup import rehearse
 from server.models.base import Model
 from server.models.config import Facts
-from server.models.decoder import Decoder
 from server.models.files.directory import locate
 from server.models.load import describe, load_model
 
@@ -162,7 +159,7 @@ def _model(
             positions=max_seq_len,
         )
     if settings.deterministic:
-        _check_deterministic(model)
+        _check_deterministic(model, ops)
     torch.set_num_threads(choose_threads(settings.threads, model.weight_bytes))
     return model
 
@@ -199,18 +196,19 @@ def _check_memory(caches: Mapping[str, KVCache], arena: Arena, geometry: Geometr
 
 def _check_row_invariant(ops: Ops) -> None:
     """Raises SettingsError if a row's bits may depend on the rows beside it."""
-    if not isinstance(ops, CpuOps):
+    if not ops.row_invariant_head_dim:
         raise SettingsError(
             "deterministic: only the C++ kernels on a CPU compute a row alike in every batch; see `kvmux doctor`"
         )
 
 
-def _check_deterministic(model: Model) -> None:
+def _check_deterministic(model: Model, ops: Ops) -> None:
     """Raises SettingsError if something computes this model that does not give a row the same bits in every batch."""
-    if not isinstance(model, Decoder):
+    if model.impl != "lean":
         raise SettingsError("deterministic: not for a model that transformers computes")
-    if any(max(spec.head_dim, spec.v_head_dim) > MAX_DIM for spec in model.specs):
-        raise SettingsError(f"deterministic: only for heads of up to {MAX_DIM} numbers")
+    most = ops.row_invariant_head_dim
+    if any(max(spec.head_dim, spec.v_head_dim) > most for spec in model.specs):
+        raise SettingsError(f"deterministic: only for heads of up to {most} numbers")
 
 
 def _max_seq_len(settings: Settings, facts: Facts) -> int:

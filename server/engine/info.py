@@ -20,7 +20,6 @@ from server.engine.build import Engine
 from server.engine.core import Core
 from server.engine.device import DeviceMemory, device_memory
 from server.engine.records import Role, Wait
-from server.models.decoder import Decoder
 from server.version import version
 
 PRIVATE = frozenset(
@@ -63,7 +62,7 @@ def in_effect(engine: Engine) -> dict[str, Any]:
     return settings.model_dump(mode="json", exclude=set(PRIVATE)) | {
         "model": engine.name,
         "model_name": ",".join((engine.name, *engine.aliases)),
-        "model_impl": "lean" if isinstance(core.model, Decoder) else "transformers",
+        "model_impl": core.model.impl,
         "device": engine.device.name,
         "dtype": _name(core.model.dtype),
         "weights": core.model.weight_format,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Literal, Protocol
 
 import torch
 from torch import Tensor
@@ -19,6 +19,11 @@ class Model(Protocol):
 
     @property
     def facts(self) -> Facts: ...
+
+    @property
+    def impl(self) -> Literal["lean", "transformers"]:
+        """What computes it: the decoder of this project, or transformers."""
+        ...
 
     @property
     def dtype(self) -> torch.dtype:

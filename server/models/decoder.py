@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable
 from functools import cache, partial
+from typing import Literal
 
 import torch
 import torch.nn.functional as F
@@ -26,6 +27,8 @@ from server.models.weights import Weights
 
 class Decoder(Stepwise):
     """Implements `server.models.base.Model` for the families in families.py."""
+
+    impl: Literal["lean"] = "lean"
 
     def __init__(
         self, config: ModelConfig, weights: Weights, ops: Ops, dtype: torch.dtype, *, positions: int | None = None

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from contextvars import ContextVar
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -35,6 +35,8 @@ _current: ContextVar[Attention] = ContextVar("attention of the step that runs")
 
 class TransformersModel(Stepwise):
     """Implements `server.models.base.Model`."""
+
+    impl: Literal["transformers"] = "transformers"
 
     def __init__(
         self, directory: Path, dtype: torch.dtype, device: torch.device, *, positions: int | None = None

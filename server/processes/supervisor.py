@@ -45,7 +45,7 @@ LONGEST_PAUSE = 1.0  # seconds between two looks
 class Targets:
     """What the children run, as "package.module:function"."""
 
-    engine: str = "server.engine.main:run"  # (settings, socket_path, status, restarts)
+    engine: str = "server.processes.engine:run"  # (settings, socket_path, status, restarts)
     worker: str = "server.api.worker:serve_worker"  # (settings, socket_path, listening_socket, ties)
 
 

@@ -26,7 +26,7 @@ from server.processes.child_process import end, run_child
 from server.processes.heartbeat import EngineStatus, Heartbeat
 from server.profiling.running import loaded, serving
 
-ENGINE = "server.engine.main:run"
+ENGINE = "server.processes.engine:run"
 PAUSE = 0.01  # seconds between two looks at whether the engine greets
 
 

@@ -14,8 +14,9 @@ import torch
 from config.errors import SettingsError
 from config.settings import Settings
 from kernels.device import named
-from server.engine.main import Loop
+from server.engine.loop import Loop
 from server.engine.profiling.capture import Capture
+from server.metrics.registry import Metrics
 from tests.engine.driving import Driver
 from tests.engine.reference import random_prompt
 
@@ -88,7 +89,7 @@ def test_the_engine_counts_steps_that_compute(tiny: Path) -> None:
     driver = Driver(tiny, max_seq_len=60)
     counted: list[int] = []
     gateway: Any = _Gateway()
-    loop = Loop(driver.engine, gateway, beat=lambda: None, computed=lambda: counted.append(turns[0]))
+    loop = Loop(driver.engine, gateway, Metrics, beat=lambda: None, computed=lambda: counted.append(turns[0]))
     turns = [0]
 
     def turn() -> None:

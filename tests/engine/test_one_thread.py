@@ -13,10 +13,11 @@ from typing import Any
 import pytest
 
 from config.settings import Settings
-from server.engine import core, main
+from server.engine import core
 from server.engine.device import device_memory
 from server.engine.ipc.client import EngineClient
 from server.engine.ipc.messages import Clear, Inspect, Sampling, Submit, Tokens
+from server.processes import engine as engine_process
 from server.processes.child_process import STOP
 from tests.engine.driving import Driver
 from tests.engine.far_device import FAR, FarDevice
@@ -86,7 +87,7 @@ def test_whatever_is_asked_of_an_engine_one_thread_does_it(
     monkeypatch.setattr(core, "TIMED", 2)
     worker, status = Worker(str(tmp_path / "socket")), Status()
     worker.start()
-    main.run(Settings(model=str(tiny), device="mps", dtype="float32"), str(tmp_path / "socket"), status)  # type: ignore[arg-type]
+    engine_process.run(Settings(model=str(tiny), device="mps", dtype="float32"), str(tmp_path / "socket"), status)  # type: ignore[arg-type]
     worker.join()
     assert status.told[0]["ready"]["device"] == "mps"
     assert worker.tokens["greedy"] == worker.tokens["scored"] == reference.greedy(random_prompt(20), 6)

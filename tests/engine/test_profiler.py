@@ -12,12 +12,13 @@ import pytest
 from kernels.selfcheck.op_info import OPS
 from server.engine.ipc.messages import Answer, FromEngine, Profile, Query, Sampling, Submit, Tokens
 from server.engine.ipc.server import Gone
-from server.engine.main import Loop
+from server.engine.loop import Loop
 from server.engine.profiling import profiler
 from server.engine.profiling.profiler import NOTHING
+from server.metrics.registry import Metrics
 from tests.engine.driving import Driver
 from tests.engine.reference import Reference, random_prompt
-from tests.engine.test_main import FakeGateway, tokens_of
+from tests.engine.test_loop import FakeGateway, tokens_of
 
 LONG = 60.0  # seconds
 PROMPT = random_prompt(9)
@@ -29,7 +30,7 @@ class Running:
 
     def __init__(self, driver: Driver, reference: Reference) -> None:
         self.gateway = FakeGateway()
-        self.loop = Loop(driver.engine, self.gateway)  # type: ignore[arg-type]
+        self.loop = Loop(driver.engine, self.gateway, Metrics)  # type: ignore[arg-type]
         self._expected = reference.greedy(PROMPT, MOST)
         self._requests = 0
 
@@ -107,7 +108,7 @@ def test_one_at_a_time(running: Running) -> None:
 
 def test_time_is_a_bound_too_and_an_idle_engine_records_nothing(tiny: Path) -> None:
     gateway = FakeGateway((0, Query(1, Profile(5, 0.05))))
-    loop = Loop(Driver(tiny).engine, gateway)  # type: ignore[arg-type]
+    loop = Loop(Driver(tiny).engine, gateway, Metrics)  # type: ignore[arg-type]
     gateway.on_message = lambda *_: loop.stop()
     loop.run()
     (answer,) = gateway.heard[0]

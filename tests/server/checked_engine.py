@@ -9,12 +9,12 @@ import time
 from collections.abc import Sequence
 
 from config.settings import Settings
-from server.engine import main as engine
 from server.engine.batch import StrategyError
 from server.engine.build import Engine
 from server.engine.core import Core, StepResult
 from server.engine.model_runner import ModelRunner, StepOutput
 from server.engine.scheduling.scheduler import Scheduled
+from server.processes import engine
 from server.processes.heartbeat import EngineStatus
 
 FAILS_EVERY = 7  # steps

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from config.settings import Settings
-from server.engine import main
+from server.engine import loop as loop_module
 from server.engine.ipc.messages import (
     Admitted,
     Answer,
@@ -28,8 +28,10 @@ from server.engine.ipc.messages import (
     Tokens,
 )
 from server.engine.ipc.server import Gone
-from server.engine.main import Loop
+from server.engine.loop import Loop
 from server.metrics.exposition import Renderer
+from server.metrics.registry import Metrics
+from server.processes import engine as engine_process
 from tests.engine.driving import Driver
 from tests.engine.reference import Reference, random_prompt
 
@@ -58,7 +60,7 @@ def greedy(name: str, prompt: list[int], count: int = 4, **options: Any) -> Subm
 
 def run_until(driver: Driver, gateway: FakeGateway, ends: int) -> None:
     """Runs the loop until so many requests have ended."""
-    loop, left = Loop(driver.engine, gateway), [ends]  # type: ignore[arg-type]
+    loop, left = Loop(driver.engine, gateway, Metrics), [ends]  # type: ignore[arg-type]
 
     def count(_: int, message: FromEngine) -> None:
         left[0] -= isinstance(message, Failed) or (isinstance(message, Tokens) and message.finish_reason is not None)
@@ -116,7 +118,7 @@ def test_queries_are_answered_between_steps(tiny: Path) -> None:
 
 def test_the_metrics_count_what_the_loop_did(tiny: Path) -> None:
     gateway = FakeGateway((0, greedy("r", random_prompt(9))))
-    loop = Loop(Driver(tiny).engine, gateway)  # type: ignore[arg-type]
+    loop = Loop(Driver(tiny).engine, gateway, Metrics)  # type: ignore[arg-type]
 
     def ask_then_stop(_: int, message: FromEngine) -> None:
         if isinstance(message, Tokens) and message.finish_reason:
@@ -137,13 +139,15 @@ def test_many_who_ask_often_cost_one_look_in_each_second(tiny: Path, monkeypatch
     """Whoever asks, and however the answer comes out; a command in between has the next one asked anew."""
     looks, now = Counter[str](), [100.0]
     for name in ("state_of", "describe_caches"):
-        look = getattr(main, name)
-        monkeypatch.setattr(main, name, lambda *given, name=name, look=look: looks.update([name]) or look(*given))
-    monkeypatch.setattr(main, "monotonic", lambda: now[0])
+        look = getattr(loop_module, name)
+        monkeypatch.setattr(
+            loop_module, name, lambda *given, name=name, look=look: looks.update([name]) or look(*given)
+        )
+    monkeypatch.setattr(loop_module, "monotonic", lambda: now[0])
     questions: tuple[Question, ...] = ("metrics", "kv_cache")
     asked = [(worker, Query(n, what)) for worker in range(3) for n in range(20) for what in questions]
     gateway = FakeGateway(*asked)
-    loop = Loop(Driver(tiny).engine, gateway)  # type: ignore[arg-type]
+    loop = Loop(Driver(tiny).engine, gateway, Metrics)  # type: ignore[arg-type]
 
     def ask(*queries: Query) -> list[Answer]:
         """What the loop answers to these, and to what was asked before."""
@@ -199,7 +203,7 @@ def test_what_the_user_must_change_is_told_instead_of_a_traceback(
 ) -> None:
     status = Status()
     given = Settings(**({"model": str(tiny), "dtype": "float32"} | settings))
-    main.run(given, str(tmp_path / "socket"), status)  # type: ignore[arg-type]
+    engine_process.run(given, str(tmp_path / "socket"), status)  # type: ignore[arg-type]
     (told,) = status.told
     assert why in told["error"]
 

@@ -1,26 +1,23 @@
-"""The engine's process: builds the engine, then answers the workers' messages between steps, in one thread.
+"""The engine's loop: answers the workers' messages, computes a step, sends events; in one thread.
 
-Knows the socket's gateway and the core; nothing of HTTP.
+Knows the socket's server and the core; nothing of HTTP or Prometheus.
 """
 
 from __future__ import annotations
 
 import logging
 import queue
-import signal
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from time import monotonic
+from typing import Protocol
 
 import msgspec
 
-from config.errors import SettingsError
-from config.settings import Settings
 from server.engine.admin import obey
-from server.engine.build import Engine, build_engine
+from server.engine.build import Engine
 from server.engine.core import Event
-from server.engine.fingerprint import fingerprint
-from server.engine.info import Processes, about, describe_caches, memory_of, state_of, summary
+from server.engine.info import About, Processes, State, about, describe_caches, memory_of, state_of, summary
 from server.engine.ipc.messages import (
     ANSWER_SECONDS,
     Answer,
@@ -28,22 +25,17 @@ from server.engine.ipc.messages import (
     Command,
     Failed,
     FromEngine,
-    Hello,
     Observed,
     Profile,
     Query,
     Question,
-    Strategy,
     Submit,
     ToEngine,
 )
 from server.engine.ipc.server import Gateway, Gone
-from server.engine.profiling.capture import Capture
 from server.engine.profiling.profiler import Profiler
+from server.engine.records import RequestRecord, StepReport
 from server.engine.scheduling.request import RequestError
-from server.metrics.registry import Metrics
-from server.processes.child_process import STOP
-from server.processes.heartbeat import EngineStatus
 
 log = logging.getLogger(__name__)
 
@@ -51,30 +43,20 @@ IDLE_SECONDS = 0.5  # how long an idle engine sleeps before it looks whether to 
 STALLED_SECONDS = 0.001  # pause when no running request could be scheduled
 
 
-def run(settings: Settings, socket_path: str, status: EngineStatus, restarts: int = 0) -> None:
-    """Serve until STOP. Send `status` {"ready": summary} or {"error": what the user must change}, then heartbeats.
+class StepObserver(Protocol):
+    """Counts what the engine does, for /metrics."""
 
-    `restarts` is the number of engines that ran before this one.
-    """
-    try:
-        engine = build_engine(settings, gradual=True)
-        capture = Capture.begin(settings.metal_capture_steps, engine.device)
-    except SettingsError as error:
-        status.send({"error": str(error)})
-        return
-    hello = Hello(
-        engine.name,
-        list(engine.aliases),
-        engine.max_seq_len,
-        engine.core.model.facts.vocab_size,
-        [Strategy(d.name, d.kind) for d in engine.instances],
-        fingerprint(engine),
-    )
-    with capture, Gateway(socket_path, hello) as gateway:
-        loop = Loop(engine, gateway, restarts, status.beat, capture.computed)
-        signal.signal(STOP, lambda *_: loop.stop())
-        status.send({"ready": summary(engine)})
-        loop.run()
+    def observe(self, report: StepReport, finished: Sequence[RequestRecord]) -> None:
+        """Count a step, and the requests that ended with it."""
+        ...
+
+    def observe_responses(self, responses: Mapping[int, int]) -> None:
+        """Count HTTP responses, by status."""
+        ...
+
+    def snapshot(self, state: State) -> bytes:
+        """Return all metrics, with these gauges, as API workers read them."""
+        ...
 
 
 class Loop:
@@ -84,13 +66,15 @@ class Loop:
         self,
         engine: Engine,
         gateway: Gateway,
+        observer: Callable[[About], StepObserver],
         restarts: int = 0,
         beat: Callable[[], None] = lambda: None,
         computed: Callable[[], None] = lambda: None,
     ) -> None:
-        """Take over a built engine; `beat` is called in every turn: a step, or a wait of up to IDLE_SECONDS.
+        """Take over a built engine; `observer` makes what counts its steps.
 
-        `computed` is called after every step that had something to compute.
+        `beat` is called in every turn: a step, or a wait of up to IDLE_SECONDS. `computed` is called after every step
+        that had something to compute.
         """
         self._engine = engine
         self._core = engine.core
@@ -98,7 +82,7 @@ class Loop:
         self._beat = beat
         self._computed = computed
         self._about = about(engine, restarts)
-        self._metrics = Metrics(self._about)
+        self._observer = observer(self._about)
         self._processes = Processes()
         self._answers: dict[Question, Answer] = {}  # the latest answer to each question
         self._profiler = Profiler(engine.kernels.ops, engine.device.tensors, summary(engine))
@@ -114,7 +98,7 @@ class Loop:
             if result.report.rows:
                 self._computed()
             self._send(result.events)
-            self._metrics.observe(result.report, result.finished)
+            self._observer.observe(result.report, result.finished)
             if (profiled := self._profiler.after_step(result.report.rows)) is not None:
                 self._send([Event(*profiled)])
             pause = 0.0 if result.report.rows else STALLED_SECONDS if self._core.busy else IDLE_SECONDS
@@ -145,7 +129,7 @@ class Loop:
                 busy = self._profiler.begin(worker, query_id, wanted)
                 return [Event(worker, busy)] if busy else []
             case Observed(responses, memory):
-                self._metrics.observe_responses(responses)
+                self._observer.observe_responses(responses)
                 self._processes.told(worker, memory)
             case Gone():
                 self._core.cancel_worker(worker)
@@ -182,7 +166,7 @@ class Loop:
             case "settings":
                 return msgspec.json.encode(self._about.settings)
             case "metrics":
-                return self._metrics.snapshot(state_of(self._core, self._processes.resident()))
+                return self._observer.snapshot(state_of(self._core, self._processes.resident()))
         return msgspec.json.encode(obey(self._core, what))
 
     def _send(self, events: Sequence[Event]) -> None:

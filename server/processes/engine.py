@@ -1,0 +1,44 @@
+"""The engine's process: builds the engine, its socket and its metrics, and runs its loop until it has to stop."""
+
+from __future__ import annotations
+
+import signal
+
+from config.errors import SettingsError
+from config.settings import Settings
+from server.engine.build import build_engine
+from server.engine.fingerprint import fingerprint
+from server.engine.info import summary
+from server.engine.ipc.messages import Hello, Strategy
+from server.engine.ipc.server import Gateway
+from server.engine.loop import Loop
+from server.engine.profiling.capture import Capture
+from server.metrics.registry import Metrics
+from server.processes.child_process import STOP
+from server.processes.heartbeat import EngineStatus
+
+
+def run(settings: Settings, socket_path: str, status: EngineStatus, restarts: int = 0) -> None:
+    """Serve until STOP. Send `status` {"ready": summary} or {"error": what the user must change}, then heartbeats.
+
+    `restarts` is the number of engines that ran before this one.
+    """
+    try:
+        engine = build_engine(settings, gradual=True)
+        capture = Capture.begin(settings.metal_capture_steps, engine.device)
+    except SettingsError as error:
+        status.send({"error": str(error)})
+        return
+    hello = Hello(
+        engine.name,
+        list(engine.aliases),
+        engine.max_seq_len,
+        engine.core.model.facts.vocab_size,
+        [Strategy(d.name, d.kind) for d in engine.instances],
+        fingerprint(engine),
+    )
+    with capture, Gateway(socket_path, hello) as gateway:
+        loop = Loop(engine, gateway, Metrics, restarts, status.beat, capture.computed)
+        signal.signal(STOP, lambda *_: loop.stop())
+        status.send({"ready": summary(engine)})
+        loop.run()
