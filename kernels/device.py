@@ -39,3 +39,13 @@ def native(tensors: torch.device | str) -> Device:
     """The one that computes where these tensors live."""
     tensors = torch.device(tensors)
     return Device(tensors.type, tensors)
+
+
+def fast_halves() -> frozenset[torch.dtype]:
+    """Return the dtypes of 16 bits that this CPU has instructions for; products of others are slow."""
+    halves = {
+        torch.bfloat16: ("avx512_bf16", "amx_bf16", "bf16"),
+        torch.float16: ("avx512_fp16", "amx_fp16", "fp16_arith"),
+    }
+    has = torch.cpu.get_capabilities()
+    return frozenset(dtype for dtype, names in halves.items() if any(has.get(name) for name in names))

@@ -53,13 +53,3 @@ def usable() -> tuple[str, ...]:
         return ("avx2",) if best == "AVX2" else ()
     has = torch.cpu.get_capabilities()
     return ("amx", "avx512", "avx2") if all(has.get(name) for name in AMX) else ("avx512", "avx2")
-
-
-def fast_halves() -> frozenset[torch.dtype]:
-    """Those this machine has instructions for; torch multiplies large matrices of others at a crawl."""
-    halves = {
-        torch.bfloat16: ("avx512_bf16", "amx_bf16", "bf16"),
-        torch.float16: ("avx512_fp16", "amx_fp16", "fp16_arith"),
-    }
-    has = torch.cpu.get_capabilities()
-    return frozenset(dtype for dtype, names in halves.items() if any(has.get(name) for name in names))

@@ -41,7 +41,7 @@ def in_rows(x: Tensor) -> Grid:
 
 
 def memory(store: KVStore) -> Tensor:
-    """All of the arena, in numbers of the store's type."""
+    """Return all of the memory, in numbers of the store's type."""
     return store.memory.view(store.dtype)
 
 

@@ -70,11 +70,11 @@ class Scene:
         page = block_bytes([*before, spec], layout.block_size, kv_dtype)
         pages = width * len(rows) + unused_blocks
         if memory is None:
-            self.arena = Pages(pages, page, device)
-            self.arena.memory.fill_(0xFF)
+            self.pages = Pages(pages, page, device)
+            self.pages.memory.fill_(0xFF)
         else:
-            self.arena = Pages(pages, page, device, memory=memory(pages * page))
-        self.store = KVStore(self.arena, [*before, spec], layout.block_size, kv_dtype)
+            self.pages = Pages(pages, page, device, memory=memory(pages * page))
+        self.store = KVStore(self.pages, [*before, spec], layout.block_size, kv_dtype)
         order = torch.randperm(width * len(rows), generator=self.generator).int() + unused_blocks
         self.table = order.view(len(rows), width).to(device)
         lengths = [max(0, row.past) + row.tokens for row in rows]

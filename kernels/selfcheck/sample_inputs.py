@@ -204,7 +204,7 @@ def dequantise(ops: Ops, dtype: torch.dtype, device: torch.device) -> Results:
 def write_kv(ops: Ops, dtype: torch.dtype, device: torch.device) -> Results:
     for name, scene in _scenes(ops, dtype, device):
         ops.write_kv(scene.store, scene.layer, scene.entering(scene.k), scene.entering(scene.v), scene.at)
-        yield name, scene.arena.memory.float()
+        yield name, scene.pages.memory.float()
 
 
 def attend(ops: Ops, dtype: torch.dtype, device: torch.device) -> Results:
@@ -230,7 +230,7 @@ def gather(ops: Ops, dtype: torch.dtype, device: torch.device) -> Results:
 def copy_blocks(ops: Ops, dtype: torch.dtype, device: torch.device) -> Results:
     for name, scene in _scenes(ReferenceOps(), dtype, device):
         ops.copy_blocks(scene.store, [3, 4], [0, 1])
-        yield name, scene.arena.memory.float()
+        yield name, scene.pages.memory.float()
 
 
 def repeat_kv_heads(ops: Ops, dtype: torch.dtype, device: torch.device) -> Results:

@@ -12,8 +12,7 @@ import torch
 
 from config.errors import SettingsError
 from config.settings import Settings
-from kernels.cpu.library import fast_halves
-from kernels.device import EMULATED, Device, named
+from kernels.device import EMULATED, Device, fast_halves, named
 from server.models.errors import ModelError
 from server.models.files.user_cache import expanded, user_cache
 from server.models.weights import Format, Kept

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from tests.benchmarks.shapes import SMALL
-from tools.bench import models
-from tools.bench.models import made
+from tools.bench.table import models
+from tools.bench.table.models import made
 
 
 @pytest.fixture(scope="session")

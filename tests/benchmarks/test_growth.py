@@ -10,8 +10,7 @@ import pytest
 from server.models.config import load_config
 from server.models.files.directory import locate
 from tools.bench import growth
-from tools.bench.counting import calls_of
-from tools.bench.growth import Point, as_text, main
+from tools.bench.growth import Point, as_text, calls_of, main
 
 
 def test_calls_are_counted_exactly() -> None:

@@ -15,9 +15,9 @@ import pytest
 
 from tests.benchmarks.shapes import SMALL
 from tests.server.running import PATIENCE, eventually
-from tools.bench import models
 from tools.bench.__main__ import INTERRUPTED
-from tools.bench.models import LLAMA, made
+from tools.bench.table import models
+from tools.bench.table.models import LLAMA, made
 
 
 @pytest.fixture

@@ -10,8 +10,8 @@ from tokenizers import Tokenizer
 from server.models.config import load_config
 from tests.benchmarks.shapes import SMALL
 from tests.engine.driving import Driver
-from tools.bench import models
-from tools.bench.models import LLAMA, QWEN, made
+from tools.bench.table import models
+from tools.bench.table.models import LLAMA, QWEN, made
 
 
 @pytest.mark.parametrize("weights", ["bf16", "int8", "int4"])

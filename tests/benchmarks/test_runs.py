@@ -16,13 +16,13 @@ import pytest
 from loadtest.bench.workloads import NAMED
 from tests.benchmarks.shapes import SMALL
 from tools.bench import __main__ as command
-from tools.bench import runs
-from tools.bench.documents import GROWTH, PROFILES, TABLES, replaced
-from tools.bench.goals import LESS_IS_BETTER, ROWS, TRANSFORMERS, Row, by_transformers
-from tools.bench.limits import GIB, WORKS, Speeds, limit
-from tools.bench.models import QWEN
-from tools.bench.report import MARK, Report, as_json, as_text
-from tools.bench.runs import Effort, Measured, measured
+from tools.bench.table import runs
+from tools.bench.table.documents import GROWTH, PROFILES, TABLES, replaced
+from tools.bench.table.goals import LESS_IS_BETTER, ROWS, TRANSFORMERS, Row, by_transformers
+from tools.bench.table.limits import GIB, WORKS, Speeds, limit
+from tools.bench.table.models import QWEN
+from tools.bench.table.report import MARK, Report, as_json, as_text
+from tools.bench.table.runs import Effort, Measured, measured
 
 SPEEDS = Speeds(30e9, 3e12)
 KV = 1 << 29

@@ -11,7 +11,7 @@ import torch
 from loadtest.bench.workloads import NAMED
 from tests.benchmarks.shapes import SMALL
 from tools.bench import transformers_peer as peer
-from tools.bench.limits import WORKS, Work
+from tools.bench.table.limits import WORKS, Work
 
 
 def test_a_result_is_told(folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

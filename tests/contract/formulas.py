@@ -301,7 +301,7 @@ def write_kv(ops: Ops, shape: Shape) -> Pairs:
             yield plane[block, :, slot], part[i]
             as_bits = {2: torch.int16, 4: torch.int32}[shape.dtype.itemsize]
             plane.view(as_bits)[block, :, slot] = -1
-    assert _untouched(scene.arena.memory), "something else was written"
+    assert _untouched(scene.pages.memory), "something else was written"
 
 
 def _untouched(memory: Tensor) -> bool:

@@ -9,7 +9,7 @@ import pytest
 
 from tests.engine.driving import Driver, strategies
 from tests.engine.reference import random_prompt
-from tools.bench.counting import calls_of
+from tools.bench.growth import calls_of
 
 FEW, MANY = 10, 1500
 INSTANCES = strategies(paged={"kind": "paged"}, other={"kind": "paged"}, contiguous={"kind": "contiguous"})

@@ -75,7 +75,7 @@ def test_padding_is_written_nowhere(backend: str) -> None:
     scene.entering = lambda part: torch.ones_like(torch.cat(list(part)))  # type: ignore[method-assign]
     scene.write()
     scene.attend()
-    assert (scene.arena.memory == 0xFF).all()
+    assert (scene.pages.memory == 0xFF).all()
 
 
 @backends
@@ -83,7 +83,7 @@ def test_blocks_are_copied_whole_and_leave_their_neighbours_alone(backend: str) 
     scene = Scene(
         BACKENDS[backend](), Layout(5), SPECS["values wider than keys"], [RowOf(20, 1)], torch.float32, unused_blocks=6
     )
-    scene.arena.memory.copy_(torch.randint(0, 255, scene.arena.memory.shape).byte())
+    scene.pages.memory.copy_(torch.randint(0, 255, scene.pages.memory.shape).byte())
     blocks = scene.store.blocks.clone()
     scene.ops.copy_blocks(scene.store, [4, 4, 6], [1, 9, 2])
     for block in range(len(blocks)):

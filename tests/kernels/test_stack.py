@@ -86,7 +86,7 @@ def after(
         x, attention = torch.randn(len(scenes) * n, WIDTH).to(dtype), Step(ops, SPECS, stored)
         x = run_layers(ops, stack, x, attention) if apart else ops.run_layers(stack, x, attention)
     idle = [i for i, (_, start, _) in enumerate(rows) if start < 0]
-    return x[[i for i in range(len(x)) if i % n not in idle]], [scene.arena.memory for scene in scenes]
+    return x[[i for i in range(len(x)) if i % n not in idle]], [scene.pages.memory for scene in scenes]
 
 
 @pytest.mark.parametrize("backend", NAMES)

@@ -7,7 +7,7 @@ import pytest
 from cache_strategies.eviction import policies
 from cache_strategies.paged.cache import PagedCache
 from tests.strategies.driving import cache_of, enter, read
-from tools.bench.counting import calls_of
+from tools.bench.growth import calls_of
 
 FEW = 2_000
 MANY = [20_000, pytest.param(1_000_000, marks=pytest.mark.slow)]

@@ -16,11 +16,11 @@ from typing import get_args
 from rich.console import Console
 
 from server.profiling.running import RunError, sigterm_as_ctrl_c
-from tools.bench.documents import BENCHMARKS, TABLES, put, renewed
-from tools.bench.goals import ROWS, Group
-from tools.bench.models import SHAPES, cache_folder
-from tools.bench.report import Report, as_json, as_text
-from tools.bench.runs import Effort, measured
+from tools.bench.table.documents import BENCHMARKS, TABLES, put, renewed
+from tools.bench.table.goals import ROWS, Group
+from tools.bench.table.models import SHAPES, cache_folder
+from tools.bench.table.report import Report, as_json, as_text
+from tools.bench.table.runs import Effort, measured
 
 DESCRIPTION = """\
 Starts `kvmux serve` once for each model and format of weights, loads it over HTTP, and holds what comes out against

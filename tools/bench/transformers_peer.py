@@ -20,8 +20,8 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 from transformers.generation.streamers import BaseStreamer
 
-from tools.bench.goals import TRANSFORMERS
-from tools.bench.limits import WORKS, Work
+from tools.bench.table.goals import TRANSFORMERS
+from tools.bench.table.limits import WORKS, Work
 
 
 class Times(NamedTuple):

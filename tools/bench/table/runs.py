@@ -21,9 +21,9 @@ from server.engine.device import choose_threads
 from server.profiling.background_load import BUSY, Neighbours
 from server.profiling.machine import bandwidth_over, product_speed
 from server.profiling.running import Served, loaded, printed, serving
-from tools.bench.goals import DEFAULT, LESS_IS_BETTER, MIXED, TRANSFORMERS, Row
-from tools.bench.limits import GIB, Speeds, limit
-from tools.bench.models import made
+from tools.bench.table.goals import DEFAULT, LESS_IS_BETTER, MIXED, TRANSFORMERS, Row
+from tools.bench.table.limits import GIB, Speeds, limit
+from tools.bench.table.models import made
 
 Results = Sequence[Mapping[str, Any]]  # of `kvmux bench`
 KV = 512 << 20  # bytes of KV memory

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from tools.bench.goals import Row
-from tools.bench.models import Shape
+from tools.bench.table.goals import Row
+from tools.bench.table.models import Shape
 
 GIB = 1 << 30
 

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
-from tools.bench.models import LLAMA, QWEN, Shape
+from tools.bench.table.models import LLAMA, QWEN, Shape
 
 PEERS_MACHINE = "two x86-64 cores with AVX-512, AVX512-BF16, VNNI and AMX, which read 30 GB/s"
 PEERS_DATE = "2026-11-20"

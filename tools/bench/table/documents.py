@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from server.profiling.running import printed
-from tools.bench.models import LLAMA, QWEN, made
+from tools.bench.table.models import LLAMA, QWEN, made
 
 BENCHMARKS, PERFORMANCE, PICTURE = "benchmarks.md", "performance.md", "img/growth.png"
 TABLES = "make bench"

@@ -13,8 +13,8 @@ import psutil
 
 from server.profiling.background_load import BUSY
 from server.version import version
-from tools.bench.goals import PEERS_DATE, PEERS_MACHINE
-from tools.bench.runs import Measured
+from tools.bench.table.goals import PEERS_DATE, PEERS_MACHINE
+from tools.bench.table.runs import Measured
 
 COLUMNS = ("work", "measured", "goal", "met", "best peer", "others", "limit", "of the limit")
 ALIGNED = "|---|---:|---:|:---:|---:|---|---:|---:|"
