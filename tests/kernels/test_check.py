@@ -28,7 +28,7 @@ from tests.kernels.matrix import BACKENDS
 CPU = torch.device("cpu")
 NAMES = [op.name for op in OPS]
 
-PREPARING = ("prepare", "packed", "stacked")
+PREPARING = ("row_invariant_head_dim", "prepare", "packed", "stacked")
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

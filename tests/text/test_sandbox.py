@@ -278,7 +278,7 @@ def test_it_ends_with_a_worker_that_is_killed(tmp_path: Path) -> None:
     program = """
 import asyncio, os, sys
 from pathlib import Path
-from server.text import sandbox
+from server.text.processes import sandbox
 from server.text.processes.messages import EncodeChat
 sandbox.MARGIN = 0.1
 
