@@ -95,7 +95,7 @@ KEEPS_EVERYTHING = Contract(
 )
 
 
-class Usage(NamedTuple):
+class CacheUsage(NamedTuple):
     """Where an instance's memory is, in bytes; reserved = used + idle + wasted."""
 
     seats: int  # open
@@ -117,7 +117,7 @@ class Blocks(NamedTuple):
     idle: int = 0
 
 
-class Happened(NamedTuple):
+class BlockEvents(NamedTuple):
     """What has happened to an instance's blocks since it was asked last. Seconds, as vLLM counts them."""
 
     copies: int = 0  # blocks copied before somebody wrote into a shared one
@@ -304,14 +304,14 @@ class KVCache(ABC):
         """
 
     @abstractmethod
-    def usage(self) -> Usage:
+    def usage(self) -> CacheUsage:
         """Read from the host's books, between steps."""
 
     def blocks(self) -> Blocks:
         """Likewise; all zero: it has none."""
         return Blocks()
 
-    def happened(self) -> Happened | None:
+    def happened(self) -> BlockEvents | None:
         """Asked after each step; None: nothing has."""
         return None
 

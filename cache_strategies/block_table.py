@@ -56,7 +56,7 @@ class TableSeat(Seat):
         self.blocks = blocks
 
 
-class SeatTable:
+class BlockTable:
     """The block table [R, M] and the arrays of a step."""
 
     def __init__(self, seats: int, width: int, block_size: int, device: torch.device) -> None:
@@ -141,7 +141,7 @@ class SeatTable:
 class TablePlan(Plan):
     """A plan whose keys lie where `Slots` say."""
 
-    def __init__(self, cache: TableCache, rows: Sequence[Row], slots: Slots) -> None:
+    def __init__(self, cache: BlockTableCache, rows: Sequence[Row], slots: Slots) -> None:
         self.rows = rows
         self._cache = cache
         self._slots = slots
@@ -164,7 +164,7 @@ class TablePlan(Plan):
         return k, v, positions
 
 
-class TableCache(KVCache):
+class BlockTableCache(KVCache):
     """A cache over one store. A subclass says how large blocks are and where they come from."""
 
     sinks = 0
@@ -178,7 +178,7 @@ class TableCache(KVCache):
         tokens, blocks = self.block_plan(options, geometry)
         self.store = KVStore(setup.arena, geometry.layers, tokens, kept_dtype(options, geometry))
         setup.ops.prepare(geometry.layers, geometry.kv_dtype, self.store.dtype)
-        self.table = SeatTable(geometry.max_seats, blocks, tokens, setup.arena.memory.device)
+        self.table = BlockTable(geometry.max_seats, blocks, tokens, setup.arena.memory.device)
         self.seats: set[TableSeat] = set()
 
     @classmethod

@@ -19,21 +19,21 @@ from torch import Tensor
 
 from cache_strategies.base import (
     KEEPS_EVERYTHING,
+    BlockEvents,
     Blocks,
     CacheSetup,
+    CacheUsage,
     Geometry,
-    Happened,
     Miss,
     Plan,
     Seat,
-    Usage,
     covers,
     tenant_of,
     usable,
 )
 from cache_strategies.block_table import TableOptions, TableSeat
 from cache_strategies.eviction.lru import LRU
-from cache_strategies.eviction.queue import Retained
+from cache_strategies.eviction.queue import EvictionQueue
 from cache_strategies.paged.block_metrics import Happenings
 from cache_strategies.single_block import SlabCache
 
@@ -80,7 +80,7 @@ class ContiguousCache(SlabCache):
         self._ttl = math.inf if options.ttl is None else options.ttl
         self.contract = KEEPS_EVERYTHING._replace(exact=not self.rounds, reusable=self.prefix_cache)
         self._idle: dict[int, Idle] = {}  # by block, the oldest first
-        self._retained = Retained(LRU, setup.clock)  # the same blocks, in the order in which they go
+        self._retained = EvictionQueue(LRU, setup.clock)  # the same blocks, in the order in which they go
         self._happenings = Happenings(setup.clock)  # of all blocks
 
     @classmethod
@@ -229,7 +229,7 @@ class ContiguousCache(SlabCache):
                 seat.salt = None
         return len(gone) * self.bytes_per_block
 
-    def usage(self) -> Usage:
+    def usage(self) -> CacheUsage:
         """Idle memory counts in full, whatever the length of the text in it."""
         usage, idle = super().usage(), len(self._idle) * self.bytes_per_block
         return usage._replace(reserved=usage.reserved + idle, idle=idle)
@@ -241,7 +241,7 @@ class ContiguousCache(SlabCache):
     def blocks(self) -> Blocks:
         return super().blocks()._replace(idle=len(self._idle))
 
-    def happened(self) -> Happened | None:
+    def happened(self) -> BlockEvents | None:
         return self._happenings.taken()
 
     def check_integrity(self) -> None:

@@ -23,7 +23,7 @@ from collections.abc import Iterable, Sequence
 from itertools import chain
 from typing import NamedTuple
 
-from cache_strategies.paged.prefix_index import Name, PrefixNames
+from cache_strategies.paged.prefix_index import BlockHash, PrefixNames
 
 NEVER = 1 << 62
 
@@ -31,7 +31,7 @@ NEVER = 1 << 62
 class Visit(NamedTuple):
     """The full blocks that a request leaves behind: those of its prompt and, after them, of its answer."""
 
-    blocks: Sequence[Name]
+    blocks: Sequence[BlockHash]
     wanted: int  # so many of them, from the first on, it could have found: one token of a prompt is always computed
 
 
@@ -51,8 +51,10 @@ def distinct(visited: Iterable[Visit]) -> int:
 
 def most_hits(visited: Sequence[Visit], capacity: int) -> int:
     """Blocks that `capacity` kept ones could have spared computing. Takes n log n for n blocks."""
-    kept: dict[Name, int] = {}  # until which visit
-    last_wanted: list[tuple[int, int, Name]] = []  # a heap of (-visit, -place, block); what `kept` denies is outdated
+    kept: dict[BlockHash, int] = {}  # until which visit
+    last_wanted: list[
+        tuple[int, int, BlockHash]
+    ] = []  # a heap of (-visit, -place, block); what `kept` denies is outdated
     hits = 0
     for visit, next_visits in zip(visited, _next_visits(visited), strict=True):
         hits += sum(block in kept for block in visit.blocks[: visit.wanted])
@@ -74,7 +76,7 @@ def _next_visits(visited: Sequence[Visit]) -> list[list[int]]:
 
     Never, if that one has to compute it anyway: then there is no point in keeping it until there.
     """
-    coming: dict[Name, int] = {}
+    coming: dict[BlockHash, int] = {}
     found = []
     for number in reversed(range(len(visited))):
         blocks, wanted = visited[number]

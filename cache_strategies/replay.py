@@ -29,7 +29,7 @@ LAYER = LayerSpec(num_kv_heads=1, num_q_heads=1, head_dim=1, v_head_dim=1)
 NAME = "replay"
 
 
-class Request(NamedTuple):
+class RecordedRequest(NamedTuple):
     """A prompt and what was answered, as token ids."""
 
     time: float
@@ -37,7 +37,7 @@ class Request(NamedTuple):
     answer: Sequence[int]
 
 
-class Found(NamedTuple):
+class ReplayCounts(NamedTuple):
     """What came of a replay."""
 
     prompt_tokens: int
@@ -45,7 +45,7 @@ class Found(NamedTuple):
     evictions: int  # blocks
 
 
-class Result(NamedTuple):
+class ReplayRow(NamedTuple):
     """A row of the table; rates are cached tokens by prompt tokens."""
 
     policy: str
@@ -77,7 +77,7 @@ class Replay:
         setup = CacheSetup(NAME, geometry, self._arena, ReferenceOps(), clock=lambda: self._now)
         self._cache = PagedCache(setup, options)
 
-    def take(self, request: Request) -> int:
+    def take(self, request: RecordedRequest) -> int:
         """Tokens of the prompt that were found."""
         self._now = request.time
         seat = self._cache.open(request.prompt)
@@ -100,12 +100,12 @@ class Replay:
         return self._arena.reclaimed(NAME)
 
 
-def replay(requests: Sequence[Request], blocks: int, policy: str, block_size: int = 32) -> Found:
+def replay(requests: Sequence[RecordedRequest], blocks: int, policy: str, block_size: int = 32) -> ReplayCounts:
     """Raises SettingsError if the longest request has no room."""
     longest = max(len(request.prompt) + len(request.answer) for request in requests)
     cache = Replay(blocks, longest, policy, block_size)
     cached = sum(cache.take(request) for request in requests)
-    return Found(sum(len(request.prompt) for request in requests), cached, cache.evictions)
+    return ReplayCounts(sum(len(request.prompt) for request in requests), cached, cache.evictions)
 
 
 # -------------------------------------------------------------------- the command
@@ -130,19 +130,19 @@ def main(arguments: Sequence[str] | None = None) -> None:
     print("\n".join(json.dumps(r._asdict()) for r in results) if options.json else table(results))
 
 
-def read(lines: Iterable[str]) -> Iterator[Request]:
+def read(lines: Iterable[str]) -> Iterator[RecordedRequest]:
     """Raises ValueError for what is no request."""
     for number, line in enumerate(lines, 1):
         try:
             entry = json.loads(line)
-            yield Request(entry["time"], entry["prompt"], entry["answer"])
+            yield RecordedRequest(entry["time"], entry["prompt"], entry["answer"])
         except (ValueError, KeyError, TypeError) as error:
             raise ValueError(f"line {number} of the trace is no request: {error!r}") from None
 
 
 def compare(
-    requests: Sequence[Request], chosen: Sequence[str], shares: Sequence[float], block_size: int = 32
-) -> Iterator[Result]:
+    requests: Sequence[RecordedRequest], chosen: Sequence[str], shares: Sequence[float], block_size: int = 32
+) -> Iterator[ReplayRow]:
     """Every policy at every size; shows on stderr what it is at."""
     if not requests:
         raise ValueError("the trace is empty")
@@ -155,10 +155,10 @@ def compare(
         for policy in chosen:
             print(f"{policy}, {blocks} blocks", file=sys.stderr)
             tokens, cached, evictions = replay(requests, blocks, policy, block_size)
-            yield Result(policy, share, blocks, evictions, cached / tokens, most / tokens)
+            yield ReplayRow(policy, share, blocks, evictions, cached / tokens, most / tokens)
 
 
-def table(results: Sequence[Result]) -> str:
+def table(results: Sequence[ReplayRow]) -> str:
     """Markdown."""
     lines = ["| policy | share of the blocks | hit rate | Belady | difference |", "|---|" + "---:|" * 4]
     for r in results:

@@ -7,11 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from cache_strategies.base import Blocks, Seat, Usage
-from cache_strategies.block_table import TableCache, TableSeat
+from cache_strategies.base import Blocks, CacheUsage, Seat
+from cache_strategies.block_table import BlockTableCache, TableSeat
 
 
-class SlabCache(TableCache):
+class SlabCache(BlockTableCache):
     """One block a seat. A subclass gives the block's size and says how far a seat may grow and rewind."""
 
     seat_type = TableSeat
@@ -59,11 +59,11 @@ class SlabCache(TableCache):
         self.table.give(seat.index)
         self.setup.arena.give(self.name, seat.blocks.pop(), self.store.run)
 
-    def usage(self) -> Usage:
+    def usage(self) -> CacheUsage:
         tokens = sum(seat.length for seat in self.seats)
         kept = sum(min(seat.length, self.store.block_size) for seat in self.seats)
         reserved, used = len(self.seats) * self.bytes_per_block, int(kept * self.bytes_per_token)
-        return Usage(len(self.seats), tokens, reserved, used, 0, reserved - used, self.limit_bytes)
+        return CacheUsage(len(self.seats), tokens, reserved, used, 0, reserved - used, self.limit_bytes)
 
     def blocks(self) -> Blocks:
         return Blocks(in_use=len(self.seats))

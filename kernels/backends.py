@@ -52,7 +52,7 @@ def backends(device: str | None = None) -> Iterator[Backend]:
         yield Backend(name, named(where), load, missing)
 
 
-class Loaded(NamedTuple):
+class CheckedOps(NamedTuple):
     """Operations that were checked."""
 
     backend: str
@@ -77,13 +77,13 @@ class Loaded(NamedTuple):
         return self.backend + (f", plain torch for {', '.join(self.faulty)}" if self.faulty else "")
 
 
-def load_ops(device: Device, dtype: torch.dtype, *, reference: bool = False) -> Loaded:
+def load_ops(device: Device, dtype: torch.dtype, *, reference: bool = False) -> CheckedOps:
     """The best operations there are for `device`; what fails its check in `dtype` is replaced, and told in the log.
 
     Raises KernelsMissing for an emulated device that has none: there plain torch is for those who ask for it.
     """
     if reference:
-        return Loaded(REFERENCE, ReferenceOps(), [])
+        return CheckedOps(REFERENCE, ReferenceOps(), [])
     if device.name != "cpu" and any(where == device.name for where, _ in BACKENDS.values()):
         log.info("kernels for %s are compiled, unless they were before, and checked ...", device.name)
     why = f"they do not compute in {dtype}"
@@ -95,7 +95,7 @@ def load_ops(device: Device, dtype: torch.dtype, *, reference: bool = False) -> 
     if device.emulated:
         raise KernelsMissing(why)
     log.warning("there are no kernels for %s on %s: plain torch is used, which is slower", dtype, device.name)
-    return Loaded(REFERENCE, ReferenceOps(), [])
+    return CheckedOps(REFERENCE, ReferenceOps(), [])
 
 
 @contextmanager
@@ -110,7 +110,7 @@ def _one_thread() -> Iterator[None]:
 
 
 @cache  # what was found once in a process holds for all of it
-def _checked(backend: Backend, dtype: torch.dtype) -> Loaded:
+def _checked(backend: Backend, dtype: torch.dtype) -> CheckedOps:
     ops = backend.load()
     with _one_thread():
         verdicts = checked(ops, dtype, backend.device.tensors)
@@ -119,4 +119,4 @@ def _checked(backend: Backend, dtype: torch.dtype) -> Loaded:
             log.error(
                 "KERNEL FAILS ITS CHECK, plain torch is used: %s of %s: %s", verdict.op, backend.name, verdict.fault
             )
-    return Loaded(backend.name, mended(ops, verdicts), verdicts)
+    return CheckedOps(backend.name, mended(ops, verdicts), verdicts)

@@ -10,11 +10,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kernels import arguments
-from kernels.ops import Attention, AttentionWeights, Factor, GatedWeights, Ops, Packed, Stack, Tables
+from kernels.ops import Attention, AttentionWeights, DecoderLayers, GatedWeights, Ops, Packed, Tables, Weight
 from kernels.quantization import Quantised
 
 
-def multiplied(ops: Ops, x: Tensor, weight: Factor, bias: Tensor | None = None) -> Tensor:
+def multiplied(ops: Ops, x: Tensor, weight: Weight, bias: Tensor | None = None) -> Tensor:
     """x [N, in] times weight [out, in], plus bias [out] -> [N, out], by the operation that knows such a weight."""
     if isinstance(weight, Quantised) or (isinstance(weight, Packed) and weight.quantised):
         return ops.quantised_linear(x, weight, bias)
@@ -73,7 +73,7 @@ def feed_forward(ops: Ops, weights: GatedWeights, h: Tensor) -> Tensor:
     return multiplied(ops, gated, weights.down, weights.down_bias)
 
 
-def run_layers(ops: Ops, stack: Stack, x: Tensor, attention: Attention) -> Tensor:
+def run_layers(ops: Ops, stack: DecoderLayers, x: Tensor, attention: Attention) -> Tensor:
     """`Ops.run_layers`."""
     added: Tensor | None = None
     for i, layer in enumerate(stack.layers):

@@ -31,7 +31,7 @@ def mapped(size: int) -> Tensor:
     return torch.frombuffer(memory, dtype=torch.uint8)
 
 
-class Pool:
+class WeightArena:
     """Memory for many tensors that stay: one behind the other, as each by itself is too small for a huge page.
 
     A tensor keeps the stretch it lies in; nothing of it is touched before whoever takes it does.
@@ -65,7 +65,7 @@ def concatenated(parts: Sequence[Tensor]) -> Tensor:
     return torch.cat([*parts], out=memory)
 
 
-class Joined:
+class ConcatenatedWeight:
     """The rows of several matrices [n, in] of one dtype, one after the other, while nobody needs them as one."""
 
     def __init__(self, parts: Sequence[Tensor]) -> None:

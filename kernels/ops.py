@@ -13,7 +13,7 @@ from typing import Literal, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from kernels.memory import Joined
+from kernels.memory import ConcatenatedWeight
 from kernels.quantization import Quantised
 from kernels.store import KVStore
 from kernels.types import LayerSpec, Slots
@@ -34,7 +34,7 @@ class Packed(ABC):
         """which [n] int64 -> the values [n, in] of these rows, new."""
 
 
-Factor = Tensor | Quantised | Packed  # [out, in]
+Weight = Tensor | Quantised | Packed  # [out, in]
 Tables = tuple[Tensor, Tensor]  # cos and sin [P, turning / 2] float32
 Activation = Literal["silu", "gelu_tanh"]
 
@@ -47,13 +47,13 @@ class AttentionWeights:
     """
 
     norm: Tensor  # [d]
-    qkv: Factor
+    qkv: Weight
     qkv_bias: Tensor | None
     qk_norm: Tables | None  # [D] of queries, [D] of keys
     tables: Tables | None  # of RoPE; narrower than D / 2: the dimensions beyond stay
     q_heads: int
     kv_heads: int
-    o: Factor
+    o: Weight
     o_bias: Tensor | None
     post_norm: Tensor | None  # [d], of what is added
     next_norm: Tensor  # [d], before the feed-forward
@@ -63,7 +63,7 @@ class AttentionWeights:
         """The same, as a backend multiplies it fastest."""
         return replace(self, qkv=ops.packed(self.qkv), o=ops.packed(self.o))
 
-    def tensors(self) -> Iterator[Factor]:
+    def tensors(self) -> Iterator[Weight]:
         """The weights; tables are none."""
         for weight in (self.norm, self.qkv, self.qkv_bias, self.o, self.o_bias, self.post_norm, self.next_norm):
             if weight is not None:
@@ -82,7 +82,7 @@ class FeedForward(Protocol):
         """The same, as a backend multiplies it fastest."""
         ...
 
-    def tensors(self) -> Iterator[Factor]:
+    def tensors(self) -> Iterator[Weight]:
         """The weights."""
         ...
 
@@ -91,9 +91,9 @@ class FeedForward(Protocol):
 class GatedWeights:
     """A gated feed-forward (Shazeer 2020): gate and up are one matrix [2 f, d], down is [d, f]."""
 
-    gate_up: Factor
+    gate_up: Weight
     gate_up_bias: Tensor | None
-    down: Factor
+    down: Weight
     down_bias: Tensor | None
     activation: Activation
 
@@ -104,7 +104,7 @@ class GatedWeights:
         """The same, as a backend multiplies it fastest."""
         return replace(self, gate_up=ops.packed(self.gate_up), down=ops.packed(self.down))
 
-    def tensors(self) -> Iterator[Factor]:
+    def tensors(self) -> Iterator[Weight]:
         for weight in (self.gate_up, self.gate_up_bias, self.down, self.down_bias):
             if weight is not None:
                 yield weight
@@ -129,7 +129,7 @@ class DecoderLayer:
         """The same, as a backend multiplies it fastest."""
         return replace(self, attention=self.attention.packed(ops), feed_forward=self.feed_forward.packed(ops))
 
-    def tensors(self) -> Iterator[Factor]:
+    def tensors(self) -> Iterator[Weight]:
         """The weights."""
         yield from self.attention.tensors()
         yield from self.feed_forward.tensors()
@@ -137,7 +137,7 @@ class DecoderLayer:
             yield self.post_norm
 
 
-class Stack:
+class DecoderLayers:
     """All layers of a model, in order: made by `Ops.stacked`, for its `run_layers` alone."""
 
     def __init__(self, layers: Sequence[DecoderLayer]) -> None:
@@ -196,14 +196,14 @@ class Ops(Protocol):
         """
         ...
 
-    def packed(self, weight: Factor | Joined) -> Factor:
+    def packed(self, weight: Weight | ConcatenatedWeight) -> Weight:
         """The weight [out, in] as this backend multiplies it fastest, for `linear` or `quantised_linear`.
 
         Made once, when a model is loaded; the weight itself where that is as good. Nothing of its values is lost.
         """
         ...
 
-    def stacked(self, layers: Sequence[DecoderLayer], dtype: torch.dtype) -> Stack:
+    def stacked(self, layers: Sequence[DecoderLayer], dtype: torch.dtype) -> DecoderLayers:
         """The layers of a model, whose activations are of a dtype, for `run_layers`. Made once, as `packed` weights."""
         ...
 
@@ -330,7 +330,7 @@ class Ops(Protocol):
         """
         ...
 
-    def run_layers(self, stack: Stack, x: Tensor, attention: Attention) -> Tensor:
+    def run_layers(self, stack: DecoderLayers, x: Tensor, attention: Attention) -> Tensor:
         """x [N, d], embedded tokens -> what comes out of the last layer [N, d].
 
         Each layer is `enter_attention`, the attention's attend(), `leave_attention` and its feed-forward; the bits are

@@ -17,8 +17,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kernels import arguments, composite, sampling
-from kernels.memory import Joined
-from kernels.ops import Attention, AttentionWeights, DecoderLayer, Factor, GatedWeights, Packed, Stack
+from kernels.memory import ConcatenatedWeight
+from kernels.ops import Attention, AttentionWeights, DecoderLayer, DecoderLayers, GatedWeights, Packed, Weight
 from kernels.quantization import Quantised, dequantise, tile_rows
 from kernels.store import KVStore, Plane
 from kernels.types import LayerSpec, Slots
@@ -63,8 +63,8 @@ class ReferenceOps:
         pass  # nothing is compiled here
 
     # ---------------------------------------------------------------- layers
-    def packed(self, weight: Factor | Joined) -> Factor:
-        return weight.whole() if isinstance(weight, Joined) else weight
+    def packed(self, weight: Weight | ConcatenatedWeight) -> Weight:
+        return weight.whole() if isinstance(weight, ConcatenatedWeight) else weight
 
     def linear(self, x: Tensor, weight: Tensor | Packed, bias: Tensor | None = None) -> Tensor:
         assert isinstance(weight, Tensor), "packed by another backend"
@@ -92,10 +92,10 @@ class ReferenceOps:
             out[:, some] = self.linear(wide, tile, None if bias is None else bias[some].float())
         return out
 
-    def stacked(self, layers: Sequence[DecoderLayer], dtype: torch.dtype) -> Stack:
-        return Stack(layers)
+    def stacked(self, layers: Sequence[DecoderLayer], dtype: torch.dtype) -> DecoderLayers:
+        return DecoderLayers(layers)
 
-    def run_layers(self, stack: Stack, x: Tensor, attention: Attention) -> Tensor:
+    def run_layers(self, stack: DecoderLayers, x: Tensor, attention: Attention) -> Tensor:
         return composite.run_layers(self, stack, x, attention)
 
     def enter_attention(

@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 
 from kernels import composite
-from kernels.ops import Attention, Ops, Stack
+from kernels.ops import Attention, DecoderLayers, Ops
 from kernels.selfcheck.op_info import LAYERS, OPS, Op
 
-Run = Callable[[Stack, Tensor, Attention], Tensor]
+Run = Callable[[DecoderLayers, Tensor, Attention], Tensor]
 WAITS: dict[str, Callable[[], None]] = {"cuda": torch.cuda.synchronize, "mps": torch.mps.synchronize}
 
 
@@ -36,7 +36,7 @@ class OpHook:
     def took(self, name: str, seconds: float) -> None:
         """Take the seconds of an operation, which was called by itself or as a part of another."""
 
-    def run_layers(self, run: Run, stack: Stack, x: Tensor, attention: Attention) -> Tensor:
+    def run_layers(self, run: Run, stack: DecoderLayers, x: Tensor, attention: Attention) -> Tensor:
         """Call the operations that it is made of, or let it say what each of them took."""
         if self.counts or attention.stored is None or stack.took() is None:
             return composite.run_layers(self._ops, stack, x, attention)

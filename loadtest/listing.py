@@ -52,7 +52,7 @@ class Entry(Struct):
     kv_cache: Cache | None = None
 
 
-class Answer(Struct):
+class ModelList(Struct):
     data: list[Entry]
 
 
@@ -61,7 +61,7 @@ def read_listing(answer: bytes, model: str = "") -> Listing:
 
     Raises ListingError, and ValueError for what is no list of models at all.
     """
-    entries = decode(answer, type=Answer).data
+    entries = decode(answer, type=ModelList).data
     models = [entry.id for entry in entries if entry.kv_cache is None]
     if not models:
         raise ListingError("the server lists no model")

@@ -18,7 +18,7 @@ from typing import NamedTuple
 VOCABULARY = 32_000
 
 
-class Request(NamedTuple):
+class TracedRequest(NamedTuple):
     """One turn."""
 
     time: float  # seconds since the trace began
@@ -62,7 +62,7 @@ class Workload(NamedTuple):
 CHAT = Workload()
 
 
-def trace(seed: int, conversations: int, workload: Workload = CHAT) -> Iterator[Request]:
+def trace(seed: int, conversations: int, workload: Workload = CHAT) -> Iterator[TracedRequest]:
     """All turns of so many conversations, in the order of time."""
     random = Random(f"{seed}")
     prompts = [_text(random, random.randint(*workload.system_tokens)) for _ in range(workload.system_prompts)]
@@ -74,7 +74,7 @@ def trace(seed: int, conversations: int, workload: Workload = CHAT) -> Iterator[
         text = list(own.choices(prompts, cum_weights=weights)[0])
         turns += [(time, number, text, asked, told) for time, asked, told in _turns(own, start, text, workload)]
     for time, number, text, asked, told in sorted(turns, key=lambda turn: turn[:2]):
-        yield Request(time, number, text[:asked], text[asked:told])
+        yield TracedRequest(time, number, text[:asked], text[asked:told])
 
 
 def _turns(random: Random, time: float, text: list[int], workload: Workload) -> Iterator[tuple[float, int, int]]:
@@ -103,7 +103,7 @@ def _text(random: Random, tokens: int) -> list[int]:
     return random.choices(range(VOCABULARY), k=tokens)
 
 
-def line(request: Request) -> str:
+def line(request: TracedRequest) -> str:
     """As `python -m cache_strategies.replay` reads it."""
     return json.dumps(request._asdict(), separators=(",", ":"))
 

@@ -237,3 +237,22 @@ def test_only_reference_and_loader_are_imported_as_kernels_by_others() -> None:
     for name, file in modules().items():
         if top(name) in ("cache_strategies", "server") and name not in giving:
             assert not {m for m in imports(file) if m.startswith(("kernels.reference", "kernels.backends"))}, name
+
+
+SAME_NAME = {
+    "Choice": "a choice of OpenAI's API, as the server writes it and as load tests read it",
+    "Delta": "likewise",
+    "Usage": "likewise",
+    "KVCache": "the seam, and the textbook's own, which stands alone",
+}
+
+
+def test_no_two_classes_of_the_product_have_one_name() -> None:
+    classes = Counter(
+        node.name
+        for name, file in modules().items()
+        if top(name) != "tools"
+        for node in ast.parse(file.read_text()).body
+        if isinstance(node, ast.ClassDef)
+    )
+    assert {name for name, count in classes.items() if count > 1} == SAME_NAME.keys()

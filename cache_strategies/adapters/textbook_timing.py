@@ -18,7 +18,7 @@ from cache_strategies.adapters.textbook import GPTWithCache
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
-class Timing(NamedTuple):
+class GenerationTiming(NamedTuple):
     """Seconds of a processor to append `tokens` tokens to a prompt of one."""
 
     tokens: int
@@ -52,7 +52,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         print(timed(model, num_tokens).row(), flush=True)
 
 
-def timed(model: GPTWithCache, num_tokens: int) -> Timing:
+def timed(model: GPTWithCache, num_tokens: int) -> GenerationTiming:
     """Generate the same text with a cache and without one."""
     prompt = torch.zeros(1, 1, dtype=torch.int64)
     for cache in (model.new_cache(1), None):
@@ -61,7 +61,7 @@ def timed(model: GPTWithCache, num_tokens: int) -> Timing:
     model.generate(prompt, num_tokens, model.new_cache(1))
     between = time.process_time()
     model.generate(prompt, num_tokens)
-    return Timing(num_tokens, between - began, time.process_time() - between)
+    return GenerationTiming(num_tokens, between - began, time.process_time() - between)
 
 
 if __name__ == "__main__":

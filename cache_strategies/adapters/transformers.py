@@ -1,7 +1,8 @@
 """Any strategy as `past_key_values` of transformers: what `model.generate` computes is kept by a KVCache of ours.
 
 For use without the server, which never imports this: it needs transformers, and it gathers keys for transformers to
-attend over. Knows strategies by their seam, those that forget also by `TableCache.visible`; models by their config.
+attend over. Knows strategies by their seam, those that forget also by `BlockTableCache.visible`; models by their
+config.
 
 transformers masks by position. It takes the j-th of the keys returned for position kv_offset + j, and lets a query see
 those up to its own, within the model's window. For what an exact strategy keeps that is right. Where a strategy forgets
@@ -20,8 +21,8 @@ from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 from transformers.configuration_utils import PreTrainedConfig
 
-from cache_strategies.base import Geometry, Plan, Row, Seat, Usage
-from cache_strategies.block_table import TableCache
+from cache_strategies.base import CacheUsage, Geometry, Plan, Row, Seat
+from cache_strategies.block_table import BlockTableCache
 from cache_strategies.standalone import build_alone
 from kernels.types import LayerSpec
 
@@ -70,7 +71,7 @@ class StrategyCache(Cache):
         self._exact = self._cache.contract.exact
         self._gaps = not self._exact and any(map(self._leaves_gaps, set(self._specs)))
         self._seats: list[Seat] = []  # one per row of the batch, all of the same length
-        self._step: _Step | None = None  # begun by the first layer's update, committed with the last layer's
+        self._step: _ForwardPass | None = None  # begun by the first layer's update, committed with the last layer's
         croppable = self._cache.contract.rewind is None
         layers: list[Any] = [StrategyLayer(self, i, spec.window, croppable) for i, spec in enumerate(self._specs)]
         super().__init__(layers=layers)
@@ -85,7 +86,7 @@ class StrategyCache(Cache):
     def batch_size(self) -> int:
         return len(self._seats) or -1  # transformers' word for a cache that is not in use yet
 
-    def usage(self) -> Usage:
+    def usage(self) -> CacheUsage:
         """Where the memory is, in bytes."""
         return self._cache.usage()
 
@@ -184,7 +185,7 @@ class StrategyCache(Cache):
         return found[0].to(key.dtype), found[1].to(value.dtype)
 
     # ---------------------------------------------------------------- steps
-    def _begin(self, B: int, n: int) -> _Step:
+    def _begin(self, B: int, n: int) -> _ForwardPass:
         """Room and a plan for n more tokens of each row. Raises ValueError if they do not fit, or cannot be masked."""
         self._check_row(B, n)
         if not self._seats:
@@ -193,7 +194,7 @@ class StrategyCache(Cache):
         for seat in self._seats:
             self._grow(seat, n)
         past = self._past(n)
-        return _Step(n, past, self._cache.plan([Row(seat, n) for seat in self._seats]))
+        return _ForwardPass(n, past, self._cache.plan([Row(seat, n) for seat in self._seats]))
 
     def _open(self, B: int) -> None:
         for _ in range(B):
@@ -243,7 +244,7 @@ class StrategyCache(Cache):
         return length if spec.window is None else min(length, spec.window)
 
     def _visible(self, spec: LayerSpec, length: int) -> Tensor:
-        if not isinstance(self._cache, TableCache):
+        if not isinstance(self._cache, BlockTableCache):
             self._refuse(
                 "forgets, and does not say beforehand how many keys are left, which transformers has to know",
                 "use a strategy whose contract is exact, or let it subclass TableCache",
@@ -337,7 +338,7 @@ class StrategyLayer(CacheLayerMixin):
 
 
 @dataclass
-class _Step:
+class _ForwardPass:
     """Tokens on their way through the layers."""
 
     more: int  # per row

@@ -2,7 +2,7 @@
 
 An entry is something worth keeping that somebody may want again: a block of keys and values under its name. While it is
 in use it cannot go; when nobody uses it, it is idle, and stands in the policy's order. Priorities, times to live and
-pins are not a policy's business: `retention.py` sees to them for all policies alike.
+pins are not a policy's business: `queue.py` sees to them for all policies alike.
 """
 
 from __future__ import annotations

@@ -21,7 +21,7 @@ class Retention(NamedTuple):
     expires: float  # seconds on the clock; from then on it goes before everything else
 
 
-class Retained:
+class EvictionQueue:
     """Idle entries in the order in which they go; a policy of its own for each priority."""
 
     def __init__(self, policy: Callable[[], EvictionPolicy], clock: Callable[[], float] = time.monotonic) -> None:
@@ -30,7 +30,7 @@ class Retained:
         self._policies: dict[int, EvictionPolicy] = {}
         self._retention: dict[Key, Retention] = {}  # of all entries, in use or idle
         self._idle: set[Key] = set()
-        self._expiry = _Expiry(self._retention)
+        self._expiry = _ExpiryHeap(self._retention)
 
     def keep(self, key: Key, priority: int = 0, ttl: float = math.inf) -> None:
         """Somebody who leaves an entry in use says what it is worth; the most that was said of it holds."""
@@ -89,7 +89,7 @@ class Retained:
         return self._policies[priority]
 
 
-class _Expiry:
+class _ExpiryHeap:
     """When entries expire: the note of each that holds is the soonest, and is looked at no sooner than it is due."""
 
     def __init__(self, retention: Mapping[Key, Retention]) -> None:

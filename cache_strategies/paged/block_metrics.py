@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Hashable, Set
 
-from cache_strategies.base import Happened
+from cache_strategies.base import BlockEvents
 
 Key = Hashable
 LATEST = 1024  # figures of a kind that are kept
@@ -49,11 +49,11 @@ class Happenings:
         """A block, before somebody wrote into one that others see."""
         self._copies += 1
 
-    def taken(self) -> Happened | None:
+    def taken(self) -> BlockEvents | None:
         """What there is, which is forgotten."""
         if not (self._lifetimes or self._reuse_gaps or self._copies):
             return None
-        happened = Happened(self._copies, tuple(self._lifetimes), tuple(self._idle_times), tuple(self._reuse_gaps))
+        happened = BlockEvents(self._copies, tuple(self._lifetimes), tuple(self._idle_times), tuple(self._reuse_gaps))
         self._copies = 0
         for kept in (self._lifetimes, self._idle_times, self._reuse_gaps):
             kept.clear()

@@ -1,7 +1,8 @@
 """The blocks of an instance that are in memory: in use, or idle under their names until they have to go.
 
-Wires `BlockPool` (how many refer to a block), `PrefixIndex` (its name) and `Retained` (which idle one goes first), and
-tells `Happenings`. A block without a name and without references goes at once. Knows neither seats nor tokens.
+Wires `RefCounts` (how many refer to a block), `PrefixIndex` (its name) and `EvictionQueue` (which idle one goes
+first), and tells `Happenings`. A block without a name and without references goes at once. Knows neither seats nor
+tokens.
 """
 
 from __future__ import annotations
@@ -9,16 +10,16 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from cache_strategies.base import Miss, covers
-from cache_strategies.eviction.queue import Retained
+from cache_strategies.eviction.queue import EvictionQueue
 from cache_strategies.paged.block_metrics import Happenings
-from cache_strategies.paged.prefix_index import Name, PrefixIndex
-from cache_strategies.paged.ref_counts import BlockPool
+from cache_strategies.paged.prefix_index import BlockHash, PrefixIndex
+from cache_strategies.paged.ref_counts import RefCounts
 
 
-class ResidentBlocks:
+class BlockPool:
     """Every reference that is taken is dropped once."""
 
-    def __init__(self, pool: BlockPool, retained: Retained, happenings: Happenings, block_bytes: int) -> None:
+    def __init__(self, pool: RefCounts, retained: EvictionQueue, happenings: Happenings, block_bytes: int) -> None:
         self._pool = pool
         self._retained = retained
         self._happenings = happenings
@@ -56,13 +57,13 @@ class ResidentBlocks:
         return self._pool.shared(block)
 
     # ---------------------------------------------------------------- names
-    def find(self, name: Name) -> int | None:
+    def find(self, name: BlockHash) -> int | None:
         return self._index.find(name)
 
     def named(self, block: int) -> bool:
         return block in self._index
 
-    def publish(self, name: Name, block: int) -> None:
+    def publish(self, name: BlockHash, block: int) -> None:
         """Found under this name from now on. The name must be new."""
         self._index.publish(name, block)
         self._happenings.born(name)
@@ -86,7 +87,7 @@ class ResidentBlocks:
                 assert block is not None
                 self.forget(block)
 
-    def why_missing(self, name: Name) -> Miss:
+    def why_missing(self, name: BlockHash) -> Miss:
         return self._index.why_missing(name)
 
     # ---------------------------------------------------------------- idle ones
@@ -97,7 +98,7 @@ class ResidentBlocks:
     def evict(self) -> None:
         """The idle block that goes first is gone."""
         name = self._retained.evict()
-        assert isinstance(name, Name)
+        assert isinstance(name, BlockHash)
         self._happenings.evicted(name)
         self._pool.give(self._index.evict(name))
 

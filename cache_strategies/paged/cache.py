@@ -1,7 +1,7 @@
 """paged: blocks of a few tokens, taken as a sequence grows and found again by later sequences with the same beginning.
 
 After vLLM's PagedAttention (Kwon et al., 2023). This file only wires its parts: `PagedSeat` (a sequence's tokens and
-the names of its blocks), `ResidentBlocks` (references, names, and which idle block goes first), `PrefixNames`,
+the names of its blocks), `RefCounts` (references, names, and which idle block goes first), `PrefixNames`,
 `PendingBlocks` (who computes a block that others wait for), `Pins`.
 
 Only full blocks are shared. A block that several seats refer to, or that has a name, is never written: the writer gets
@@ -19,28 +19,28 @@ from pydantic import Field, field_validator
 
 from cache_strategies.base import (
     KEEPS_EVERYTHING,
+    BlockEvents,
     Blocks,
     CacheSetup,
+    CacheUsage,
     Geometry,
-    Happened,
     Miss,
     Pin,
     PinError,
     Plan,
     Row,
     Seat,
-    Usage,
     covers,
     usable,
 )
-from cache_strategies.block_table import TableCache, TableOptions
+from cache_strategies.block_table import BlockTableCache, TableOptions
 from cache_strategies.eviction import load_policy
-from cache_strategies.eviction.queue import Retained
+from cache_strategies.eviction.queue import EvictionQueue
 from cache_strategies.paged.block_metrics import Happenings
-from cache_strategies.paged.block_pool import ResidentBlocks
+from cache_strategies.paged.block_pool import BlockPool
 from cache_strategies.paged.pins import Pins
-from cache_strategies.paged.prefix_index import Name, PendingBlocks, PrefixNames
-from cache_strategies.paged.ref_counts import BlockPool
+from cache_strategies.paged.prefix_index import BlockHash, PendingBlocks, PrefixNames
+from cache_strategies.paged.ref_counts import RefCounts
 from cache_strategies.paged.seat import PagedSeat
 from config.errors import SettingsError
 
@@ -65,7 +65,7 @@ class PagedOptions(TableOptions):
         return value
 
 
-class PagedCache(TableCache):
+class PagedCache(BlockTableCache):
     """Block tables over a pool."""
 
     options_type = PagedOptions
@@ -74,10 +74,10 @@ class PagedCache(TableCache):
         super().__init__(setup, options)
         self.block_size = self.store.block_size
         self.prefix_cache = options.prefix_cache
-        pool = BlockPool(setup.arena, setup.name, self.store.run)
+        pool = RefCounts(setup.arena, setup.name, self.store.run)
         self._happenings = Happenings(setup.clock)
-        retained = Retained(load_policy(options.eviction), setup.clock)
-        self.resident = ResidentBlocks(pool, retained, self._happenings, self.bytes_per_block)
+        retained = EvictionQueue(load_policy(options.eviction), setup.clock)
+        self.resident = BlockPool(pool, retained, self._happenings, self.bytes_per_block)
         self.pending = PendingBlocks()
         self.pinned = Pins(setup.clock)
         self._ttl = math.inf if options.ttl is None else options.ttl
@@ -142,10 +142,10 @@ class PagedCache(TableCache):
                 for block in each.blocks[first:]:
                     self.resident.forget(block)
 
-    def _names_of(self, tokens: Sequence[int], salt: str) -> list[Name]:
+    def _names_of(self, tokens: Sequence[int], salt: str) -> list[BlockHash]:
         return list(self._prefix.of(tokens, salt)) if self.prefix_cache else []
 
-    def _found(self, names: Sequence[Name], limit: int) -> list[int]:
+    def _found(self, names: Sequence[BlockHash], limit: int) -> list[int]:
         """Blocks of the longest known prefix, of at most `limit` tokens."""
         blocks: list[int] = []
         for name in names[: limit // self.block_size]:
@@ -357,7 +357,7 @@ class PagedCache(TableCache):
     def _blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_size)
 
-    def usage(self) -> Usage:
+    def usage(self) -> CacheUsage:
         filled: dict[int, int] = {}
         for seat in self.seats:
             for i, block in enumerate(seat.blocks):
@@ -367,7 +367,7 @@ class PagedCache(TableCache):
         filled |= dict.fromkeys(self.pinned.blocks, self.block_size)
         reserved, used = len(self.resident) * self.bytes_per_block, int(sum(filled.values()) * self.bytes_per_token)
         idle = int(self.resident.num_idle * self.block_size * self.bytes_per_token)
-        return Usage(len(self.seats), tokens, reserved, used, idle, reserved - used - idle, self.limit_bytes)
+        return CacheUsage(len(self.seats), tokens, reserved, used, idle, reserved - used - idle, self.limit_bytes)
 
     def blocks(self) -> Blocks:
         references = Counter(block for seat in self.seats for block in seat.blocks)
@@ -379,7 +379,7 @@ class PagedCache(TableCache):
             idle=self.resident.num_idle,
         )
 
-    def happened(self) -> Happened | None:
+    def happened(self) -> BlockEvents | None:
         return self._happenings.taken()
 
     def check_integrity(self) -> None:

@@ -16,7 +16,7 @@ from cache_strategies.base import Miss, Seat, tenant_of
 GHOSTS = 1 << 16  # names of evicted blocks that are remembered, to tell those who miss them
 
 
-class Name(NamedTuple):
+class BlockHash(NamedTuple):
     """All that decides what is in a block, and who may see it."""
 
     content: bytes  # sha256 over parent, tokens, instance, dtype, model: Python's hash() collides (GHSA-rm76-4mrf-v9r8)
@@ -31,19 +31,19 @@ class PrefixNames:
         self.block_size = block_size
         self._root = hashlib.sha256(scope.encode()).digest()
 
-    def root(self, salt: str) -> Name:
+    def root(self, salt: str) -> BlockHash:
         """The name before the first block; another salt shares nothing."""
-        return Name(self._root, salt)
+        return BlockHash(self._root, salt)
 
-    def child(self, parent: Name, tokens: Sequence[int]) -> Name | None:
+    def child(self, parent: BlockHash, tokens: Sequence[int]) -> BlockHash | None:
         """The name of the block after `parent`; None if it cannot be shared (it holds a nameless embedding)."""
         if min(tokens) < 0:
             return None
-        return Name(hashlib.sha256(parent.content + array("q", tokens).tobytes()).digest(), parent.salt)
+        return BlockHash(hashlib.sha256(parent.content + array("q", tokens).tobytes()).digest(), parent.salt)
 
-    def of(self, tokens: Sequence[int], salt: str) -> Iterator[Name]:
+    def of(self, tokens: Sequence[int], salt: str) -> Iterator[BlockHash]:
         """Names of the full blocks of a text, computed one by one."""
-        name: Name | None = self.root(salt)
+        name: BlockHash | None = self.root(salt)
         for end in range(self.block_size, len(tokens) + 1, self.block_size):
             assert name is not None
             name = self.child(name, tokens[end - self.block_size : end])
@@ -56,25 +56,25 @@ class PrefixIndex:
     """Names to blocks and back."""
 
     def __init__(self) -> None:
-        self._block: dict[Name, int] = {}
-        self._name: dict[int, Name] = {}
+        self._block: dict[BlockHash, int] = {}
+        self._name: dict[int, BlockHash] = {}
         self._salts: dict[bytes, set[str]] = {}  # under which the same content is known
-        self._evicted: OrderedDict[Name, None] = OrderedDict()
+        self._evicted: OrderedDict[BlockHash, None] = OrderedDict()
 
-    def find(self, name: Name) -> int | None:
+    def find(self, name: BlockHash) -> int | None:
         return self._block.get(name)
 
-    def name(self, block: int) -> Name | None:
+    def name(self, block: int) -> BlockHash | None:
         return self._name.get(block)
 
-    def publish(self, name: Name, block: int) -> None:
+    def publish(self, name: BlockHash, block: int) -> None:
         assert name not in self._block
         assert block not in self._name
         self._block[name], self._name[block] = block, name
         self._salts.setdefault(name.content, set()).add(name.salt)
         self._evicted.pop(name, None)
 
-    def forget(self, block: int) -> Name | None:
+    def forget(self, block: int) -> BlockHash | None:
         """The block's contents are about to change, or go; the name it had."""
         name = self._name.pop(block, None)
         if name is not None:
@@ -85,7 +85,7 @@ class PrefixIndex:
                 del self._salts[name.content]
         return name
 
-    def evict(self, name: Name) -> int:
+    def evict(self, name: BlockHash) -> int:
         """Forgets a block for want of room; which it was."""
         block = self._block[name]
         self.forget(block)
@@ -94,14 +94,14 @@ class PrefixIndex:
             self._evicted.popitem(last=False)
         return block
 
-    def why_missing(self, name: Name) -> Miss:
+    def why_missing(self, name: BlockHash) -> Miss:
         """What to tell whoever looked for a name that is not here."""
         if name in self._evicted:
             return "evicted"
         tenants = map(tenant_of, self._salts.get(name.content, ()))
         return "salt" if tenant_of(name.salt) in tenants else "cold"
 
-    def names(self) -> Sequence[Name]:
+    def names(self) -> Sequence[BlockHash]:
         return list(self._block)
 
     def __contains__(self, block: int) -> bool:

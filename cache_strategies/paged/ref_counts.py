@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from cache_strategies.arena import Arena
 
 
-class BlockPool:
+class RefCounts:
     """Block ids (the number of the first page) and how many refer to each: seats, copies under way, pins."""
 
     def __init__(self, arena: Arena, owner: str, run: int) -> None:

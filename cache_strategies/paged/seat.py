@@ -9,7 +9,7 @@ import math
 from collections.abc import Sequence
 
 from cache_strategies.block_table import TableSeat
-from cache_strategies.paged.prefix_index import Name, PrefixNames
+from cache_strategies.paged.prefix_index import BlockHash, PrefixNames
 
 
 class PagedSeat(TableSeat):
@@ -21,11 +21,11 @@ class PagedSeat(TableSeat):
         super().__init__(index, blocks, length)
         self.tokens = tokens
         self.salt = salt  # None: nobody shall find what it fills from now on
-        self.names: list[Name | None] = []  # of the full blocks of `tokens`; None: not to be shared
+        self.names: list[BlockHash | None] = []  # of the full blocks of `tokens`; None: not to be shared
         self.priority = 0  # of what it leaves behind
         self.ttl = math.inf  # seconds; of the same
 
-    def name(self, i: int, prefix: PrefixNames) -> Name | None:
+    def name(self, i: int, prefix: PrefixNames) -> BlockHash | None:
         """Of its i-th block, which is full; computed once, from its parent's."""
         if self.salt is None:
             return None

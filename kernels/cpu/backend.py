@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 
 from kernels import arguments
-from kernels.cpu.decoder import EVERYTHING, MAX_DIM, CpuStack
+from kernels.cpu.decoder import EVERYTHING, MAX_DIM, CpuDecoderLayers
 from kernels.cpu.packed import PackedFloats, PackedMatrix, PackedWhole
-from kernels.memory import Joined, Pool
-from kernels.ops import Attention, AttentionWeights, DecoderLayer, Factor, GatedWeights, Packed, Stack
+from kernels.memory import ConcatenatedWeight, WeightArena
+from kernels.ops import Attention, AttentionWeights, DecoderLayer, DecoderLayers, GatedWeights, Packed, Weight
 from kernels.quantization import Quantised
 from kernels.reference import ReferenceOps
 from kernels.store import KVStore
@@ -33,28 +33,28 @@ class CpuOps(ReferenceOps):
         super().__init__()
         self._library = library
         self._classes = classes
-        self._pool = Pool()  # of packed weights
+        self._pool = WeightArena()  # of packed weights
 
     @property
     def row_invariant_head_dim(self) -> int:
         return MAX_DIM
 
-    def packed(self, weight: Factor | Joined) -> Factor:
+    def packed(self, weight: Weight | ConcatenatedWeight) -> Weight:
         match weight:
             case Quantised() if weight.group % GROUPS == 0 or weight.group == weight.shape[1]:
                 return PackedWhole(weight, self._library, self._pool)
-            case Tensor() | Joined() if weight.dtype in FLOATS:
+            case Tensor() | ConcatenatedWeight() if weight.dtype in FLOATS:
                 return PackedFloats(weight, self._library, self._pool)
         return super().packed(weight)
 
-    def stacked(self, layers: Sequence[DecoderLayer], dtype: torch.dtype) -> Stack:
-        if layers and all(map(CpuStack.takes, layers)):
-            return CpuStack(layers, dtype, self._classes)
+    def stacked(self, layers: Sequence[DecoderLayer], dtype: torch.dtype) -> DecoderLayers:
+        if layers and all(map(CpuDecoderLayers.takes, layers)):
+            return CpuDecoderLayers(layers, dtype, self._classes)
         return super().stacked(layers, dtype)
 
-    def run_layers(self, stack: Stack, x: Tensor, attention: Attention) -> Tensor:
+    def run_layers(self, stack: DecoderLayers, x: Tensor, attention: Attention) -> Tensor:
         stored = attention.stored
-        if not isinstance(stack, CpuStack) or stored is None:
+        if not isinstance(stack, CpuDecoderLayers) or stored is None:
             return super().run_layers(stack, x, attention)
         return stack.run(x, attention.positions, stored)
 

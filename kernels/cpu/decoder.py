@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from kernels.cpu.packed import PackedMatrix
-from kernels.ops import DecoderLayer, GatedWeights, Stack, Stored
+from kernels.ops import DecoderLayer, DecoderLayers, GatedWeights, Stored
 from kernels.store import KVStore
 
 MAX_DIM = 256  # of a head; sums.h
@@ -21,7 +21,7 @@ EVERYTHING = 1 << 40  # positions: no window
 PARTS = ("enter_attention", "write_kv", "attend", "leave_attention", "feed_forward")  # pass.h; rope is in the second
 
 
-class CpuStack(Stack):
+class CpuDecoderLayers(DecoderLayers):
     """Layers with packed weights, dense or gated by SiLU; all others are refused by `takes`."""
 
     def __init__(self, layers: Sequence[DecoderLayer], dtype: torch.dtype, library: Any) -> None:

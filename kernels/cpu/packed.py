@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kernels.memory import Joined, Pool, concatenated
+from kernels.memory import ConcatenatedWeight, WeightArena, concatenated
 from kernels.ops import Packed
 from kernels.quantization import Quantised
 
@@ -42,13 +42,13 @@ class PackedFloats(PackedMatrix):
 
     quantised = False
 
-    def __init__(self, weight: Tensor | Joined, library: Any, pool: Pool) -> None:
+    def __init__(self, weight: Tensor | ConcatenatedWeight, library: Any, pool: WeightArena) -> None:
         """Pack a weight; parts that fill their blocks are packed one by one, without joining them first."""
         if len(weight.shape) != 2 or not all(weight.shape):
             raise ValueError(f"linear: a weight must be [out, in], and is {[*weight.shape]}")
         size = library.packed_numbers(*weight.shape, weight.dtype)
         numbers = pool.take(size * weight.dtype.itemsize).view(weight.dtype)
-        parts = weight.parts if isinstance(weight, Joined) else [weight]
+        parts = weight.parts if isinstance(weight, ConcatenatedWeight) else [weight]
         if any(len(part) % (PANEL * PANELS) for part in parts[:-1]):
             parts = [concatenated(parts)]
         sizes = [library.packed_numbers(*part.shape, weight.dtype) for part in parts]
@@ -63,7 +63,7 @@ class PackedWhole(PackedMatrix):
 
     quantised = True
 
-    def __init__(self, weight: Quantised, library: Any, pool: Pool) -> None:
+    def __init__(self, weight: Quantised, library: Any, pool: WeightArena) -> None:
         numbers = pool.take(library.packed_numbers(*weight.shape, torch.uint8) * weight.bits // 8)
         offsets = [] if _symmetric(weight) else [_by_panel(weight.offset)]
         library.pack_whole(numbers, weight.numbers, weight.bits, bool(offsets))

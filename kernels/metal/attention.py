@@ -66,7 +66,7 @@ class Layer(NamedTuple):
     sizes: tuple[Sequence[int], Longs, Sequence[int], Sequence[float]]  # Memory, Planes, AttentionCall, Scoring
 
 
-class Attention:
+class MetalAttention:
     """Holds what does not change from step to step."""
 
     def __init__(self, kernels: Kernels) -> None:

@@ -27,7 +27,7 @@ from kernels.metal.arguments import (
     plane_sizes,
     planes,
 )
-from kernels.metal.attention import Attention, shape_of
+from kernels.metal.attention import MetalAttention, shape_of
 from kernels.metal.library import Grid, Kernels, Longs
 from kernels.ops import Packed
 from kernels.quantization import Quantised
@@ -51,7 +51,7 @@ class MetalOps(ReferenceOps):
     def __init__(self, kernels: Kernels) -> None:
         super().__init__()
         self._kernels = kernels
-        self._attention = Attention(kernels)
+        self._attention = MetalAttention(kernels)
 
     def prepare(self, layers: Sequence[LayerSpec], dtype: torch.dtype, stored: torch.dtype) -> None:
         if dtype in TYPES:

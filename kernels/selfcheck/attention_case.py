@@ -39,7 +39,7 @@ class RowOf(NamedTuple):
     tokens: int
 
 
-class Scene:
+class AttentionCase:
     """Rows of one layer: their texts, the store that holds what was before, and the step's slots."""
 
     def __init__(

@@ -16,7 +16,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from kernels.ops import Attention, AttentionWeights, GatedWeights, Ops, Stack
+from kernels.ops import Attention, AttentionWeights, DecoderLayers, GatedWeights, Ops
 from kernels.quantization import Quantised
 from kernels.selfcheck import sample_inputs
 from kernels.selfcheck.sample_inputs import Results
@@ -69,7 +69,7 @@ def _feed_forward_bytes(weights: GatedWeights, h: Tensor) -> int:
     return weights.gate_up.nbytes + weights.down.nbytes + 2 * h.nbytes
 
 
-def _run_layers_bytes(stack: Stack, x: Tensor, attention: Attention) -> int:
+def _run_layers_bytes(stack: DecoderLayers, x: Tensor, attention: Attention) -> int:
     """Without keys and values, of which the attention alone knows."""
     weights = sum(weight.nbytes for layer in stack.layers for weight in layer.tensors())
     return weights + 2 * x.nbytes

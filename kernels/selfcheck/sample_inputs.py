@@ -17,7 +17,7 @@ from kernels.ops import AttentionWeights, DecoderLayer, GatedWeights, Ops, Store
 from kernels.quantization import quantise_weight
 from kernels.reference import ReferenceOps
 from kernels.sampling import Drawing
-from kernels.selfcheck.attention_case import Layout, RowOf, Scene, Step
+from kernels.selfcheck.attention_case import AttentionCase, Layout, RowOf, Step
 from kernels.types import LayerSpec
 
 Results = Iterator[tuple[str, Tensor]]  # what was tried, and what came of it
@@ -119,7 +119,8 @@ def run_layers(ops: Ops, dtype: torch.dtype, device: torch.device) -> Results:
     stack = ops.stacked(layers, dtype)
     rows = RowOf(0, 9), RowOf(0, 9)
     scenes = [
-        Scene(ops, layout, specs[1], rows, dtype, device, before=specs[:1]) for layout in (Layout(4), Layout(4, 1, 4))
+        AttentionCase(ops, layout, specs[1], rows, dtype, device, before=specs[:1])
+        for layout in (Layout(4), Layout(4, 1, 4))
     ]
     for step in ([(0, 0, 4), (1, 0, 3)], [(0, 4, 1), (1, 3, 2)], [(1, 5, 1), (0, -1, 1)]):
         n = sum(tokens for _, _, tokens in step)
@@ -173,11 +174,11 @@ def sample(ops: Ops, dtype: torch.dtype, device: torch.device) -> Results:
     yield "equal ones, and what is no number", ops.sample(logits[:, 3:], how)
 
 
-def _scenes(writer: Ops, dtype: torch.dtype, device: torch.device) -> Iterator[tuple[str, Scene]]:
+def _scenes(writer: Ops, dtype: torch.dtype, device: torch.device) -> Iterator[tuple[str, AttentionCase]]:
     for spec, layout in SCENES:
-        yield layout.kind, Scene(writer, layout, _on(device, spec), ROWS, dtype, device)
+        yield layout.kind, AttentionCase(writer, layout, _on(device, spec), ROWS, dtype, device)
     spec, layout = SCENES[0]
-    yield "int8", Scene(writer, layout, spec, ROWS, dtype, device, kv_dtype=torch.int8)
+    yield "int8", AttentionCase(writer, layout, spec, ROWS, dtype, device, kv_dtype=torch.int8)
 
 
 def _on(device: torch.device, spec: LayerSpec) -> LayerSpec:
@@ -213,7 +214,7 @@ def attend(ops: Ops, dtype: torch.dtype, device: torch.device) -> Results:
         for row, out in zip(ROWS, scene.attend(ops, window=45 if scene.layout.ring else None), strict=True):
             yield f"{name}, {row.tokens} after {row.past}", out
     spec = SCENES[0][0]._replace(sink_logits=_numbers(device)(SCENES[0][0].num_q_heads))
-    scene = Scene(ReferenceOps(), Layout(16), spec, LONG, dtype, device)
+    scene = AttentionCase(ReferenceOps(), Layout(16), spec, LONG, dtype, device)
     scene.write()
     for row, out in zip(LONG, scene.attend(ops), strict=True):
         yield f"long texts, {row.tokens} after {row.past}", out

@@ -5,19 +5,19 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from loadtest.bench.vocabulary import Prompt, Vocabulary
+from loadtest.bench.vocabulary import Prompt, PromptVocabulary
 from loadtest.listing import Listing
 from loadtest.stream import Reply
 
 
 @dataclass(frozen=True)
-class Server:
+class ServerInfo:
     """What is loaded."""
 
     url: str
     listing: Listing
     version: str  # empty where it does not tell
-    vocabulary: Vocabulary
+    vocabulary: PromptVocabulary
 
 
 class Ask(NamedTuple):

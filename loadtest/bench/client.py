@@ -12,7 +12,7 @@ from msgspec import Meta, Struct
 from msgspec.json import decode
 
 from loadtest import listing
-from loadtest.bench.ask import Ask, Outcome, Server
+from loadtest.bench.ask import Ask, Outcome, ServerInfo
 from loadtest.bench.vocabulary import vocabulary
 from loadtest.listing import ListingError, read_listing
 from loadtest.prompts import TEXT
@@ -26,7 +26,7 @@ class Version(Struct):
     version: str
 
 
-class Tokens(Struct):
+class TokenIds(Struct):
     tokens: list[Annotated[int, Meta(ge=0, lt=1 << 22)]]  # no vocabulary has so many
 
 
@@ -57,7 +57,7 @@ async def connected(url: str, api_key: str = "") -> AsyncIterator[httpx.AsyncCli
         yield client
 
 
-async def look(client: httpx.AsyncClient, model: str = "") -> Server:
+async def look(client: httpx.AsyncClient, model: str = "") -> ServerInfo:
     """What the server says of itself, and of that model or its first. Raises ServerError."""
     url = str(client.base_url).rstrip("/")
     try:
@@ -66,7 +66,7 @@ async def look(client: httpx.AsyncClient, model: str = "") -> Server:
             hint = "; see --api-key" if answer.status_code in (401, 403) else ""
             raise ServerError(f"{url} does not tell its models: {refusal(answer.status_code, answer.text)}{hint}")
         listed = read_listing(answer.content, model)
-        return Server(url, listed, await _version(client), vocabulary(await _ordinary(client, listed.model)))
+        return ServerInfo(url, listed, await _version(client), vocabulary(await _ordinary(client, listed.model)))
     except httpx.UnsupportedProtocol:
         raise ServerError(f"--url {url}: an address begins with http:// or https://") from None
     except httpx.HTTPError as error:
@@ -97,7 +97,7 @@ async def _ordinary(client: httpx.AsyncClient, model: str) -> list[int]:
     for body in bodies:
         answer = await client.post("/tokenize", json=body)
         try:
-            if answer.status_code == 200 and (ids := decode(answer.content, type=Tokens).tokens):
+            if answer.status_code == 200 and (ids := decode(answer.content, type=TokenIds).tokens):
                 return ids
         except ValueError:
             continue

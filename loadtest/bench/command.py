@@ -21,9 +21,9 @@ from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, T
 from loadtest.bench.ask import Ask, Outcome
 from loadtest.bench.client import ServerError, complete, connected, look
 from loadtest.bench.figures import Figures, Key
-from loadtest.bench.flags import Wanted
+from loadtest.bench.flags import BenchOptions
 from loadtest.bench.plan import fit_all, planned, rounds_of, strategies_of
-from loadtest.bench.report import Report, as_json, as_text
+from loadtest.bench.report import BenchReport, as_json, as_text
 from loadtest.bench.rounds import Rounds
 from loadtest.bench.workloads import Workload, WorkloadError
 from loadtest.listing import ListingError
@@ -35,7 +35,7 @@ MOST_MESSAGES = 3
 
 def run(options: dict[str, Any]) -> int:
     """`options` are the flags given, fields of Wanted; the exit code."""
-    wanted = Wanted(**{"api_key": os.environ.get("OPENAI_API_KEY", ""), **options})
+    wanted = BenchOptions(**{"api_key": os.environ.get("OPENAI_API_KEY", ""), **options})
     wanted = replace(wanted, seed=SystemRandom().randrange(1 << 32) if wanted.seed is None else wanted.seed)
     try:
         workloads = planned(wanted)
@@ -67,7 +67,7 @@ def writing(file: Path) -> Iterator[None]:
 
 
 # ---------------------------------------------------------------- doing it
-async def bench(wanted: Wanted, workloads: Sequence[Workload]) -> Report:
+async def bench(wanted: BenchOptions, workloads: Sequence[Workload]) -> BenchReport:
     """Raises ServerError, WorkloadError and ListingError."""
     date, seed = datetime.now().astimezone(), wanted.seed or 0
     async with connected(wanted.url, wanted.api_key) as client:
@@ -91,7 +91,7 @@ async def bench(wanted: Wanted, workloads: Sequence[Workload]) -> Report:
             measuring = Rounds(strategies, server.vocabulary, seed, rounds, send, tell)
             for workload in fitted:
                 figures |= await measuring.measure(workload)
-    return Report(server, date, told_options(wanted, rounds), fitted, [*notes, *notes_on(figures)], figures)
+    return BenchReport(server, date, told_options(wanted, rounds), fitted, [*notes, *notes_on(figures)], figures)
 
 
 def notes_on(figures: Mapping[Key, Figures]) -> list[str]:
@@ -99,7 +99,7 @@ def notes_on(figures: Mapping[Key, Figures]) -> list[str]:
     return [f"{short} answers have not the length asked for, so compare with care"] if short else []
 
 
-def told_options(wanted: Wanted, rounds: int) -> dict[str, Any]:
+def told_options(wanted: BenchOptions, rounds: int) -> dict[str, Any]:
     """For the report, without the key."""
     options = {name: value for name, value in vars(wanted).items() if name not in ("api_key", "json")}
     return options | {"rounds": rounds, "trace": wanted.trace and str(wanted.trace)}
@@ -113,7 +113,7 @@ def progress() -> Progress:
 
 
 # ---------------------------------------------------------------- telling it
-def tell(report: Report, file: Path | None) -> int:
+def tell(report: BenchReport, file: Path | None) -> int:
     """Prints and writes the report; the exit code. Raises FileError."""
     text = json.dumps(as_json(report), indent=2, allow_nan=False)
     if file == STANDARD_OUTPUT:
@@ -128,7 +128,7 @@ def tell(report: Report, file: Path | None) -> int:
     return 1 if report.failed else 0
 
 
-def failures(report: Report) -> list[str]:
+def failures(report: BenchReport) -> list[str]:
     """How many requests failed, and the most frequent reasons."""
     errors = sum((each.errors for each in report.figures.values()), Counter[str]())
     reasons = [f"  {count}x {message}" for message, count in errors.most_common(MOST_MESSAGES)]

@@ -44,7 +44,7 @@ NAMES = ("a", "b", "c8", "c16", "d")
 
 
 @dataclass(frozen=True)
-class Wanted:
+class BenchOptions:
     """What to measure. None: as the workload has it."""
 
     url: str = URL
@@ -97,7 +97,7 @@ def _add_load(group: argparse._ArgumentGroup) -> None:
     arrivals("--rate", type=_above_zero, metavar="X", help="requests that arrive in a second, by chance (Poisson)")
     arrivals("--burst", type=_positive, metavar="N", help="requests that arrive in the same moment, again and again")
     arrivals("--trace", type=Path, metavar="FILE", help="requests and times as `python -m loadtest.traces` writes them")
-    add("--every", type=_above_zero, metavar="SECONDS", help=f"from burst to burst (default: {Wanted.every:g})")
+    add("--every", type=_above_zero, metavar="SECONDS", help=f"from burst to burst (default: {BenchOptions.every:g})")
     add("--speed-up", type=_above_zero, metavar="X", help="how much faster a trace's time passes (default: 1)")
     add("--requests", type=_positive, metavar="N", help="for each strategy in a round; of a trace, the first N")
     add("--rounds", type=_positive, metavar="N", help="how often all is measured (default: 3; a trace once)")

@@ -7,8 +7,8 @@ from dataclasses import replace
 from typing import Any
 
 from loadtest.bench.arrivals import Arrivals, Bursts, Closed, Poisson
-from loadtest.bench.ask import Server
-from loadtest.bench.flags import Wanted
+from loadtest.bench.ask import ServerInfo
+from loadtest.bench.flags import BenchOptions
 from loadtest.bench.workloads import NAMED, QUICK, Drawn, Workload, WorkloadError, fit, read_trace
 from loadtest.listing import chosen
 
@@ -18,7 +18,7 @@ MIXED = "mixed"  # a row of the report: all strategies at once
 WORDS_FIT = 75  # per cent of the context that as many words are sure to leave room in
 
 
-def planned(wanted: Wanted) -> list[Workload]:
+def planned(wanted: BenchOptions) -> list[Workload]:
     """The workloads asked for, each with what the flags change. Raises WorkloadError."""
     if wanted.trace:
         if wanted.workload:
@@ -34,7 +34,7 @@ def planned(wanted: Wanted) -> list[Workload]:
     return [changed(each, changes, wanted.requests) for each in [NAMED[name] for name in named] or [CUSTOM]]
 
 
-def arrivals_of(wanted: Wanted) -> Arrivals | None:
+def arrivals_of(wanted: BenchOptions) -> Arrivals | None:
     if wanted.rate is not None:
         return Poisson(wanted.rate)
     if wanted.burst is not None:
@@ -56,12 +56,12 @@ def changed(workload: Drawn, changes: Mapping[str, Any], requests: int | None) -
     return replace(workload, **changes, requests=requests or enough)
 
 
-def rounds_of(wanted: Wanted) -> int:
+def rounds_of(wanted: BenchOptions) -> int:
     """How often all is measured; a trace is long by itself."""
     return wanted.rounds or (1 if wanted.trace else ROUNDS)
 
 
-def fit_all(workloads: Sequence[Workload], server: Server) -> tuple[list[Workload], list[str]]:
+def fit_all(workloads: Sequence[Workload], server: ServerInfo) -> tuple[list[Workload], list[str]]:
     """The workloads, no longer than the model's context; what had to be changed. Raises WorkloadError."""
     context, notes = server.listing.context, []
     if not server.vocabulary.exact:
@@ -71,7 +71,7 @@ def fit_all(workloads: Sequence[Workload], server: Server) -> tuple[list[Workloa
     return [workload for workload, _ in fitted], [*notes, *(note for _, note in fitted if note)]
 
 
-def strategies_of(server: Server, wanted: Sequence[str], *, mixed: bool = False) -> dict[str, Sequence[str]]:
+def strategies_of(server: ServerInfo, wanted: Sequence[str], *, mixed: bool = False) -> dict[str, Sequence[str]]:
     """The model's name by strategy, or by itself; with `mixed`, several in one, too. Raises ListingError."""
     listing = server.listing
     models = chosen(listing, dict.fromkeys(wanted, 1.0))

@@ -13,7 +13,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from loadtest.bench.ask import Server
+from loadtest.bench.ask import ServerInfo
 from loadtest.bench.figures import Figures, Key
 from loadtest.bench.workloads import Workload
 
@@ -31,10 +31,10 @@ COLUMNS = (
 
 
 @dataclass(frozen=True)
-class Report:
+class BenchReport:
     """One benchmark."""
 
-    server: Server
+    server: ServerInfo
     date: datetime
     options: Mapping[str, Any]
     workloads: Sequence[Workload]
@@ -50,7 +50,7 @@ class Report:
         return next(str(each) for each in self.workloads if each.name == workload)
 
 
-def as_text(report: Report) -> str:
+def as_text(report: BenchReport) -> str:
     """What was loaded and how, and a table in GitHub's Markdown."""
     server = report.server
     version = f"{server.listing.owner} {server.version}".strip()
@@ -61,7 +61,7 @@ def as_text(report: Report) -> str:
     )
 
 
-def _table(report: Report) -> str:
+def _table(report: BenchReport) -> str:
     table = Table(box=box.MARKDOWN)
     table.add_column("workload")
     table.add_column("what it is")
@@ -95,7 +95,7 @@ def _number(value: float | None) -> str:
     return f"{value:,.0f}" if value >= 100 else f"{value:.1f}" if value >= 10 else f"{value:.2f}"
 
 
-def as_json(report: Report) -> dict[str, Any]:
+def as_json(report: BenchReport) -> dict[str, Any]:
     server = report.server
     return {
         "date": report.date.isoformat(timespec="seconds"),

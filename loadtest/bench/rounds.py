@@ -15,7 +15,7 @@ from random import Random
 from loadtest.bench.arrivals import Arrivals, Closed, drive
 from loadtest.bench.ask import Ask, Outcome
 from loadtest.bench.figures import Figures, Key
-from loadtest.bench.vocabulary import Vocabulary
+from loadtest.bench.vocabulary import PromptVocabulary
 from loadtest.bench.workloads import Workload
 
 WARM_UP = 8  # requests at most, all at once, before a strategy is measured
@@ -27,7 +27,7 @@ class Rounds:
     """Measures workloads."""
 
     strategies: Mapping[str, Sequence[str]]  # the model's name under each; several where they are mixed
-    vocabulary: Vocabulary
+    vocabulary: PromptVocabulary
     seed: int
     rounds: int
     send: Callable[[str, Ask, bool], Awaitable[Outcome]]  # to the model of that name; does it count?

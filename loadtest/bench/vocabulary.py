@@ -17,7 +17,7 @@ Prompt = Sequence[Piece] | str
 
 
 @dataclass(frozen=True)
-class Vocabulary:
+class PromptVocabulary:
     """Pieces to draw from, all ids or all words."""
 
     pieces: Sequence[Piece]
@@ -38,6 +38,6 @@ class Vocabulary:
         return list(pieces) if self.exact else " ".join(map(str, pieces))
 
 
-def vocabulary(seen: Sequence[int]) -> Vocabulary:
+def vocabulary(seen: Sequence[int]) -> PromptVocabulary:
     """`seen` are the ids of some ordinary text, none where they are not known."""
-    return Vocabulary(range(min(seen), max(seen) + 1) if seen else WORDS)
+    return PromptVocabulary(range(min(seen), max(seen) + 1) if seen else WORDS)

@@ -18,7 +18,7 @@ from msgspec.json import decode
 
 from loadtest.bench.arrivals import Arrivals, Closed, Recorded
 from loadtest.bench.ask import Ask
-from loadtest.bench.vocabulary import Vocabulary
+from loadtest.bench.vocabulary import PromptVocabulary
 
 LEAST_CONTEXT = 16  # tokens; with less there is nothing to measure
 
@@ -39,7 +39,7 @@ class Drawn:
     shared: int = 0
     phases: Sequence[str] = ("",)  # of a round: all have the same beginning, and the first of them has to compute it
 
-    def asks(self, vocabulary: Vocabulary, salt: str, phase: str) -> list[Ask]:
+    def asks(self, vocabulary: PromptVocabulary, salt: str, phase: str) -> list[Ask]:
         shared = vocabulary.draw(Random(salt), self.shared)
         own = Random(f"{salt}/{phase}")
         prompts = [shared + vocabulary.draw(own, self.own) for _ in range(self.requests)]
@@ -59,7 +59,7 @@ class Drawn:
         return f"{self.arrivals}, {shared}{self.own:,} tokens in, {self.answer:,} out"
 
 
-class Turn(NamedTuple):
+class TraceTurn(NamedTuple):
     """A request of a trace: ids of no vocabulary, equal where the texts are."""
 
     prompt: Sequence[int]
@@ -71,7 +71,7 @@ class Replayed:
     """A trace, as `python -m loadtest.traces` writes it. What the model answers is not what the trace goes on with."""
 
     arrivals: Arrivals
-    turns: Sequence[Turn]
+    turns: Sequence[TraceTurn]
     cut: int = 0  # of the prompts, to fit
     name: str = "trace"
     phases: Sequence[str] = ("",)
@@ -80,7 +80,7 @@ class Replayed:
     def requests(self) -> int:
         return len(self.turns)
 
-    def asks(self, vocabulary: Vocabulary, salt: str, phase: str) -> list[Ask]:
+    def asks(self, vocabulary: PromptVocabulary, salt: str, phase: str) -> list[Ask]:
         """Equal ids become equal pieces; another salt's have no text in common with these."""
         pieces = vocabulary.shuffled(Random(salt))
         prompts = ([pieces[each % len(pieces)] for each in turn.prompt] for turn in self.turns)
@@ -90,8 +90,8 @@ class Replayed:
         """The same; a prompt that is too long loses its end, so that it still begins as others do."""
         if context is None:
             return self
-        turns = [Turn(t.prompt, min(t.answer, context // 2)) for t in self.turns]
-        turns = [Turn(t.prompt[: context - t.answer], t.answer) for t in turns]
+        turns = [TraceTurn(t.prompt, min(t.answer, context // 2)) for t in self.turns]
+        turns = [TraceTurn(t.prompt[: context - t.answer], t.answer) for t in turns]
         cut = sum(len(old.prompt) > len(new.prompt) for old, new in zip(self.turns, turns, strict=True))
         return replace(self, turns=turns, cut=cut)
 
@@ -146,7 +146,7 @@ def read_trace(file: Path, most: int | None, speed_up: float) -> Replayed:
         raise WorkloadError(f"--trace: {file} is no trace; `python -m loadtest.traces` writes one") from None
     if not read or not all(line.prompt and line.answer for line in read):
         raise WorkloadError(f"--trace: {file} holds no request, or an empty one")
-    turns = [Turn(line.prompt, len(line.answer)) for line in read]
+    turns = [TraceTurn(line.prompt, len(line.answer)) for line in read]
     return Replayed(Recorded([line.time for line in read], speed_up), turns)
 
 

@@ -13,10 +13,10 @@ from starlette.middleware.cors import CORSMiddleware
 from config.settings import Settings
 from server.api.http import auth, errors, unversioned
 from server.api.http.cancellation import Deadlines
-from server.api.http.limits import BodyLimits, Bounds
+from server.api.http.limits import BodyLimits, RequestBounds
 from server.api.http.request_lifetime import Lifetime
 from server.api.openai import chat, completions, models, tokenize
-from server.api.openai.generation_job import Most
+from server.api.openai.generation_job import RequestLimits
 from server.api.openai.responses import Serving
 from server.api.openai.tenants import Priorities
 from server.api.ops import admin, health, kv_cache, metrics, profile, request_log
@@ -100,7 +100,7 @@ def add_middleware(
     )
     app.add_middleware(unversioned.Unversioned)
     app.add_middleware(
-        Bounds,
+        RequestBounds,
         max_header_bytes=settings.max_header_bytes,
         body_limits=body_limits,
         body_timeout=settings.body_timeout,
@@ -123,7 +123,7 @@ def add_middleware(
 
 def add_routers(app: FastAPI, settings: Settings, client: EngineClient, tokenizer: TokenizerBase) -> None:
     deadlines = Deadlines(settings.queue_timeout, settings.request_timeout)
-    most = Most(
+    most = RequestLimits(
         min(settings.max_choices, settings.max_num_seqs + settings.max_waiting),
         settings.max_prompt_characters,
         tokenizer.longest_token,

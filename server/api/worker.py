@@ -53,14 +53,14 @@ def serve_worker(
     limits = CallLimits(settings.text_timeout, parse_bytes(settings.text_memory))
     tokenizer = SandboxedTokenizer(Path(settings.model), limits)
     if ties is None:
-        Server(settings, EngineClient(socket_path), tokenizer).run(sockets=[listening_socket])
+        ApiServer(settings, EngineClient(socket_path), tokenizer).run(sockets=[listening_socket])
         return
     client, metrics = EngineClient(socket_path, ties.recovery.seconds), ties.metrics_socket
     sockets = [listening_socket] if metrics is None else [listening_socket, metrics]
-    Server(settings, client, tokenizer, metrics, beat=ties.heartbeat.beat).run(sockets=sockets)
+    ApiServer(settings, client, tokenizer, metrics, beat=ties.heartbeat.beat).run(sockets=sockets)
 
 
-class Server(uvicorn.Server):
+class ApiServer(uvicorn.Server):
     """The application in uvicorn. Requests that do not end while it drains get an error, not a cut connection."""
 
     def __init__(

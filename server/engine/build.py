@@ -17,12 +17,12 @@ import torch
 from cache_strategies import registry
 from cache_strategies.arena import Arena
 from cache_strategies.base import Geometry, KVCache
-from cache_strategies.block_table import TableCache
+from cache_strategies.block_table import BlockTableCache
 from cache_strategies.registry import Instance
 from config.errors import SettingsError
 from config.settings import Settings
 from config.sizes import parse_bytes
-from kernels.backends import Loaded, load_ops
+from kernels.backends import CheckedOps, load_ops
 from kernels.device import Device, KernelsMissing
 from kernels.ops import Ops
 from kernels.selfcheck.check_memory import memory_fault
@@ -42,7 +42,7 @@ from server.engine.scheduling.scheduler import Limits, Scheduler
 from server.engine.scheduling.selection import Selector
 from server.engine.warmup import rehearse
 from server.models.base import Model
-from server.models.config import Facts
+from server.models.config import ModelInfo
 from server.models.files.directory import locate
 from server.models.load import describe, load_model
 
@@ -61,7 +61,7 @@ class Engine:
     core: Core
     instances: Sequence[Instance]
     device: Device
-    kernels: Loaded
+    kernels: CheckedOps
     max_seq_len: int
 
 
@@ -120,7 +120,7 @@ def build_engine(settings: Settings, *, gradual: bool = False) -> Engine:
     return Engine(settings, name, aliases, directory, core, instances, device, kernels, max_seq_len)
 
 
-def _kernels(settings: Settings, device: Device, dtype: torch.dtype) -> Loaded:
+def _kernels(settings: Settings, device: Device, dtype: torch.dtype) -> CheckedOps:
     try:
         return load_ops(device, dtype, reference=settings.kernels == "reference")
     except KernelsMissing as error:
@@ -171,14 +171,14 @@ def _rehearse(settings: Settings, model: Model, max_step_tokens: int, max_step_s
         rehearse(model, tokens=max_step_tokens + rows, logits=min(max_step_scores, max_step_tokens) + rows)
 
 
-def _check_memory(caches: Mapping[str, KVCache], arena: Arena, geometry: Geometry, kernels: Loaded) -> None:
+def _check_memory(caches: Mapping[str, KVCache], arena: Arena, geometry: Geometry, kernels: CheckedOps) -> None:
     """Raises SettingsError if the operations fail in the memory of a strategy, though they passed in a small one.
 
     Each is tried in the block that it would get first. On a device, where offsets are what is unproven, in the last one
     of all, too.
     """
     for name, cache in caches.items():
-        if not isinstance(cache, TableCache):
+        if not isinstance(cache, BlockTableCache):
             continue
         store = cache.store
         first = arena.take(name, store.run)
@@ -211,7 +211,7 @@ def _check_deterministic(model: Model, ops: Ops) -> None:
         raise SettingsError(f"deterministic: only for heads of up to {most} numbers")
 
 
-def _max_seq_len(settings: Settings, facts: Facts) -> int:
+def _max_seq_len(settings: Settings, facts: ModelInfo) -> int:
     wanted = settings.max_seq_len or min(facts.max_positions, DEFAULT_MAX_SEQ_LEN)
     if wanted > facts.max_positions:
         raise SettingsError(f"max_seq_len is {wanted}, but the model has {facts.max_positions} positions: lower it")

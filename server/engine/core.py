@@ -20,8 +20,8 @@ from kernels.tracing import OpTimer
 from server.engine.batch import StrategyError
 from server.engine.ipc.messages import Admitted, Explained, Failed, FromEngine, Preempted, Submit, Tokens
 from server.engine.model_runner import ModelRunner, StepOutput
-from server.engine.records import Admission, Draft, Outcome, RequestRecord, StepPart, StepReport
-from server.engine.sampling.rejection_sampler import Turn
+from server.engine.records import Admission, DraftRecord, Outcome, RequestRecord, StepPart, StepReport
+from server.engine.sampling.rejection_sampler import VerifiedRequest
 from server.engine.sampling.speculation import lookup_for, speculation_of
 from server.engine.scheduling.request import Request, RequestError
 from server.engine.scheduling.scheduler import Scheduled, Scheduler
@@ -58,7 +58,7 @@ class _Since:
 
     failures: Counter[str] = field(default_factory=Counter)
     generated: Counter[str] = field(default_factory=Counter)  # tokens
-    drafts: defaultdict[str, list[Draft]] = field(default_factory=lambda: defaultdict(list))
+    drafts: defaultdict[str, list[DraftRecord]] = field(default_factory=lambda: defaultdict(list))
     forked: Counter[str] = field(default_factory=Counter)  # requests
     admitted: list[Admission] = field(default_factory=list)
     gaps: defaultdict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
@@ -328,7 +328,7 @@ class Core:
         queued = request.times.admitted - request.times.arrived
         return [Event(worker, Admitted(request_id, name, request.reason, found, request.miss, queued))]
 
-    def _extend(self, turns: Sequence[Turn], output: StepOutput) -> list[Event]:
+    def _extend(self, turns: Sequence[VerifiedRequest], output: StepOutput) -> list[Event]:
         """Extend the texts by the tokens that were drawn; return the messages for clients."""
         events = []
         for turn in turns:
@@ -336,7 +336,7 @@ class Core:
             if turn.draft:
                 accepted = output.taken[request].accepted
                 request.verified(len(turn.draft), accepted)
-                self._since.drafts[request.cache.name].append(Draft(len(turn.draft), accepted))
+                self._since.drafts[request.cache.name].append(DraftRecord(len(turn.draft), accepted))
             for token in tokens:
                 self._append(request, token)
             if tokens:
@@ -365,7 +365,7 @@ class Core:
         worker, request_id = request.key
         return Event(worker, Tokens(request_id, [], "length"))
 
-    def _fork(self, request: Request, siblings: Sequence[Turn]) -> list[Turn]:
+    def _fork(self, request: Request, siblings: Sequence[VerifiedRequest]) -> list[VerifiedRequest]:
         """Give siblings a copy of the seat with the computed prompt; return those for which there was room."""
         forked = [turn for turn in siblings if self.scheduler.fork(turn.request, request)]
         self._since.forked[request.cache.name] += len(forked)

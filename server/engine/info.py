@@ -14,7 +14,7 @@ import psutil
 import torch
 
 from cache_strategies.arena import Arena
-from cache_strategies.base import Blocks, KVCache, Usage
+from cache_strategies.base import Blocks, CacheUsage, KVCache
 from cache_strategies.registry import Instance
 from server.engine.build import Engine
 from server.engine.core import Core
@@ -140,7 +140,7 @@ class State:
 
     running: Mapping[str, int]  # requests
     waiting: Mapping[tuple[str, Wait], int]  # requests, by instance and what for
-    usage: Mapping[str, Usage]
+    usage: Mapping[str, CacheUsage]
     blocks: Mapping[str, Blocks]
     floors: Mapping[str, int]
     pool_free: int  # KV memory that no instance holds,

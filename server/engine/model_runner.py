@@ -17,7 +17,7 @@ from cache_strategies.base import Row
 from kernels.sampling import Sample
 from server.engine.batch import Batch, Work
 from server.engine.ipc.messages import PromptScores, TokenScore
-from server.engine.sampling.rejection_sampler import Taken, Turn, drawn, scored
+from server.engine.sampling.rejection_sampler import SampleResult, VerifiedRequest, drawn, scored
 from server.engine.scheduling.request import Request
 from server.engine.scheduling.scheduler import Scheduled
 from server.engine.stats import prompt_scores
@@ -29,9 +29,9 @@ class StepOutput(NamedTuple):
 
     batch: Batch
     scheduled: Sequence[Scheduled]  # in the order of the batch
-    turns: Sequence[Turn]  # of the rows that end their text
-    siblings: Mapping[Request, Sequence[Turn]]  # other choices of a prompt that ends in this step
-    taken: Mapping[Request, Taken]  # tokens of turns and siblings; none for requests that want no token
+    turns: Sequence[VerifiedRequest]  # of the rows that end their text
+    siblings: Mapping[Request, Sequence[VerifiedRequest]]  # other choices of a prompt that ends in this step
+    taken: Mapping[Request, SampleResult]  # tokens of turns and siblings; none for requests that want no token
     logprobs: Mapping[Request, list[TokenScore] | None]  # of these tokens
     prompt_scores: Mapping[Request, PromptScores]
 
@@ -55,7 +55,7 @@ class ModelRunner:
         ordered = [scheduled[i] for i in batch.order]
         ends = list(accumulate(batch.logit_counts))
         turns = [
-            Turn(request, draft, end - 1 - len(draft))
+            VerifiedRequest(request, draft, end - 1 - len(draft))
             for (request, num_tokens, draft), end in zip(ordered, ends, strict=True)
             if num_tokens == request.remaining
         ]
@@ -67,7 +67,9 @@ class ModelRunner:
         return StepOutput(batch, ordered, turns, siblings, taken, logprobs, of_prompts)
 
 
-def _generating(turns: Sequence[Turn], siblings: Mapping[Request, Sequence[Turn]]) -> list[Turn]:
+def _generating(
+    turns: Sequence[VerifiedRequest], siblings: Mapping[Request, Sequence[VerifiedRequest]]
+) -> list[VerifiedRequest]:
     """Return the turns whose request wants a token; requests with max_tokens 0 want their prompt computed only."""
     every = [*turns, *(turn for others in siblings.values() for turn in others)]
     return [turn for turn in every if turn.request.sampling.max_tokens]
@@ -82,11 +84,11 @@ def _work(scheduled: Scheduled) -> Work:
     return Work(request.cache, Row(request.seat, len(tokens)), tokens, logits)
 
 
-def _siblings(turn: Turn) -> list[Turn]:
+def _siblings(turn: VerifiedRequest) -> list[VerifiedRequest]:
     """Return turns of the other choices that wait for this prompt; they draw from the same logits."""
     if turn.request.generated:
         return []
-    return [Turn(r, (), turn.first) for r in turn.request.siblings if r.held_back and r.seat is None]
+    return [VerifiedRequest(r, (), turn.first) for r in turn.request.siblings if r.held_back and r.seat is None]
 
 
 def _prompt_scores(

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Literal, NamedTuple
 import msgspec
 
 if TYPE_CHECKING:  # API processes read records, and import no strategies
-    from cache_strategies.base import Happened
+    from cache_strategies.base import BlockEvents
 
 Wait = Literal["seats", "memory", "sibling", "turn"]  # what a request waits for, see Scheduler.waits
 Outcome = Literal["stop", "length", "cancelled", "error"]  # of a request
@@ -37,7 +37,7 @@ class Admission:
     forked: bool
 
 
-class Draft(NamedTuple):
+class DraftRecord(NamedTuple):
     """Guesses at a request's next tokens that were verified in a step."""
 
     tokens: int
@@ -53,12 +53,12 @@ class StepReport:
     preempted: Mapping[str, int]  # requests, by instance
     failures: Mapping[str, int]  # exceptions in a strategy's code, by instance
     generated: Mapping[str, int]  # tokens drawn, by instance
-    drafts: Mapping[str, Sequence[Draft]]  # by instance
+    drafts: Mapping[str, Sequence[DraftRecord]]  # by instance
     forked: Mapping[str, int]  # requests that took over a sibling's prompt, by instance
     admitted: Sequence[Admission]
     evicted: Mapping[str, int]  # bytes that had to make room since the step before, by instance
     gaps: Mapping[str, Sequence[float]]  # seconds between a token drawn in this step and the one before, by instance
-    happened: Mapping[str, Happened]  # to blocks, by instance
+    happened: Mapping[str, BlockEvents]  # to blocks, by instance
     kernels: Mapping[str, float] | None  # seconds of each operation; None: they were not timed in this step
 
     @property

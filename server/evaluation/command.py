@@ -23,9 +23,9 @@ from server.evaluation import documents
 from server.evaluation.compare import Fidelity, compare
 from server.evaluation.corpus.packing import EVALUATION_SEED
 from server.evaluation.documents import Document
-from server.evaluation.flags import Wanted
+from server.evaluation.flags import EvaluateOptions
 from server.evaluation.plot import check_plot, draw
-from server.evaluation.report import Report, Result, as_json, as_table
+from server.evaluation.report import EvaluationReport, StrategyResult, as_json, as_table
 from server.models.files.directory import located
 from server.models.load import describe
 from server.text.tokenizer import Tokenizer
@@ -38,7 +38,7 @@ MOST_LOGITS = 1 << 26  # in a step; their softmax takes a few times their memory
 
 def run(file: Path | None, options: dict[str, Any]) -> int:
     """`file` holds settings; `options` are the flags given, fields of Wanted and settings. Raises SettingsError."""
-    wanted = Wanted(**{f.name: options.pop(f.name) for f in fields(Wanted) if f.name in options})
+    wanted = EvaluateOptions(**{f.name: options.pop(f.name) for f in fields(EvaluateOptions) if f.name in options})
     check_files(wanted)
     engine, names = start(file, options, wanted)
     try:
@@ -52,7 +52,7 @@ def run(file: Path | None, options: dict[str, Any]) -> int:
     return 0
 
 
-def check_files(wanted: Wanted) -> None:
+def check_files(wanted: EvaluateOptions) -> None:
     """Before anything slow. Raises SettingsError."""
     outputs = {"--json": wanted.json, "--plot": wanted.plot}
     for flag, file in outputs.items():
@@ -72,7 +72,7 @@ def check_files(wanted: Wanted) -> None:
         documents.check_text(wanted.text)
 
 
-def save(report: Report, wanted: Wanted) -> list[str]:
+def save(report: EvaluationReport, wanted: EvaluateOptions) -> list[str]:
     """Writes what was asked for; what could not be written, in words."""
     unsaved = []
     for flag, file, write in (("--json", wanted.json, write_json), ("--plot", wanted.plot, draw)):
@@ -84,7 +84,7 @@ def save(report: Report, wanted: Wanted) -> list[str]:
     return unsaved
 
 
-def write_json(report: Report, file: Path) -> None:
+def write_json(report: EvaluationReport, file: Path) -> None:
     file.write_text(json.dumps(as_json(report), indent=2) + "\n")
 
 
@@ -117,7 +117,7 @@ def chosen(settings: Settings, wanted: Sequence[str]) -> dict[str, StrategySetti
     return strategies
 
 
-def start(file: Path | None, flags: Mapping[str, Any], wanted: Wanted) -> tuple[Engine, list[str]]:
+def start(file: Path | None, flags: Mapping[str, Any], wanted: EvaluateOptions) -> tuple[Engine, list[str]]:
     """An engine with the wanted strategies and room for a document under each; their names, an exact one first."""
     settings = located(load(file, flags))
     strategies = chosen(settings, wanted.strategy)
@@ -140,7 +140,7 @@ def start(file: Path | None, flags: Mapping[str, Any], wanted: Wanted) -> tuple[
     return engine, order(engine.core.caches, list(strategies))
 
 
-def evaluate(engine: Engine, names: Sequence[str], wanted: Wanted) -> Report:
+def evaluate(engine: Engine, names: Sequence[str], wanted: EvaluateOptions) -> EvaluationReport:
     """Reads the text and the records under the named strategies, the first of them an exact one."""
     core, length = engine.core, engine.max_seq_len
     caches = [core.caches[name] for name in names]
@@ -155,7 +155,7 @@ def evaluate(engine: Engine, names: Sequence[str], wanted: Wanted) -> Report:
         ]
     instances = {instance.name: instance for instance in engine.instances}
     results = [
-        Result(
+        StrategyResult(
             cache.name,
             instances[cache.name].kind,
             instances[cache.name].options.model_dump(),
@@ -168,7 +168,7 @@ def evaluate(engine: Engine, names: Sequence[str], wanted: Wanted) -> Report:
     dtype = str(core.model.dtype).removeprefix("torch.")
     source = str(wanted.text or "stories")
     counts = (len(text), len(records))
-    return Report(engine.name, engine.device.name, dtype, source, counts, length, row_tokens, results)
+    return EvaluationReport(engine.name, engine.device.name, dtype, source, counts, length, row_tokens, results)
 
 
 def most_row_tokens(core: Core, caches: Sequence[KVCache]) -> int:
@@ -184,7 +184,7 @@ def order(caches: Mapping[str, KVCache], names: Sequence[str]) -> list[str]:
     return list(dict.fromkeys([exact, *names]))
 
 
-def read_documents(engine: Engine, wanted: Wanted) -> tuple[list[Document], list[Document]]:
+def read_documents(engine: Engine, wanted: EvaluateOptions) -> tuple[list[Document], list[Document]]:
     """Running text and records, in the model's tokens."""
     tokenizer = Tokenizer.from_directory(engine.directory).backend
     facts = engine.core.model.facts

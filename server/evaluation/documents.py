@@ -9,7 +9,7 @@ from typing import NamedTuple
 from tokenizers import Tokenizer
 
 from config.errors import SettingsError
-from server.evaluation.corpus.packing import RECORDS, STORIES, Answer, Marks, Mix, pack
+from server.evaluation.corpus.packing import RECORDS, STORIES, MarkedAnswer, Marks, Mix, pack
 from server.evaluation.corpus.words import HELD_OUT, HELD_OUT_NAMES, TRAIN, Lexicon
 
 LONGEST_TOKEN = 16  # characters, generously: of a long file no more is read than is needed
@@ -19,7 +19,7 @@ class Document(NamedTuple):
     """Tokens to read, the last one only as a target; `answers` are spans of them that stood earlier in the text."""
 
     ids: Sequence[int]
-    answers: Sequence[Answer] = ()
+    answers: Sequence[MarkedAnswer] = ()
 
 
 def stories(tokenizer: Tokenizer, marks: Marks, length: int, count: int, seed: str) -> list[Document]:

@@ -25,7 +25,7 @@ examples:
 
 
 @dataclass(frozen=True)
-class Wanted:
+class EvaluateOptions:
     """What to evaluate."""
 
     strategy: Sequence[str] = ()
@@ -51,8 +51,13 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     )
     add("--text", type=Path, metavar="FILE", help="running text, read from its beginning (default: stories)")
     add("--length", type=_positive, metavar="N", help="tokens of a document (default: the model's, at most 2048)")
-    add("--texts", type=_positive, metavar="N", help=f"documents of running text (default: {Wanted.texts})")
-    add("--records", type=_positive, metavar="N", help=f"documents with answers to recall (default: {Wanted.records})")
+    add("--texts", type=_positive, metavar="N", help=f"documents of running text (default: {EvaluateOptions.texts})")
+    add(
+        "--records",
+        type=_positive,
+        metavar="N",
+        help=f"documents with answers to recall (default: {EvaluateOptions.records})",
+    )
     add(
         "--new-phrasings",
         action="store_true",

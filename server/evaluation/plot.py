@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from config.errors import SettingsError
-from server.evaluation.report import Report
+from server.evaluation.report import EvaluationReport
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -24,7 +24,7 @@ def check_plot(file: Path) -> None:
         raise SettingsError("--plot needs matplotlib: pip install 'kvmux[evaluate]'")
 
 
-def draw(report: Report, file: Path) -> None:
+def draw(report: EvaluationReport, file: Path) -> None:
     """Writes a PNG, SVG or PDF, by the file's ending. Raises OSError."""
     from matplotlib.figure import Figure
 
@@ -36,7 +36,7 @@ def draw(report: Report, file: Path) -> None:
     figure.savefig(file, dpi=150)
 
 
-def _recall(axes: Axes, report: Report) -> None:
+def _recall(axes: Axes, report: EvaluationReport) -> None:
     for marker, result in zip(MARKERS * len(report.results), report.results, strict=False):
         asked = [(span.most, *result.records.recall(*span)) for span in report.spans]
         places = [most for most, _, total in asked if total]
@@ -51,7 +51,7 @@ def _recall(axes: Axes, report: Report) -> None:
     axes.legend(fontsize=8)
 
 
-def _memory(axes: Axes, report: Report) -> None:
+def _memory(axes: Axes, report: EvaluationReport) -> None:
     for marker, result in zip(MARKERS * len(report.results), report.results, strict=False):
         axes.plot(result.kv_bytes / 1024, 100 * result.records.agreement, marker=marker, linestyle="")
     axes.set_xlim(left=0)

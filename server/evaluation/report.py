@@ -17,7 +17,7 @@ from server.evaluation.compare import Fidelity
 NEAREST_BOUND = 64
 
 
-class Span(NamedTuple):
+class DistanceRange(NamedTuple):
     """Distances, tokens back, both ends included."""
 
     least: int
@@ -28,7 +28,7 @@ class Span(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Result:
+class StrategyResult:
     """One strategy."""
 
     name: str
@@ -41,7 +41,7 @@ class Result:
 
 
 @dataclass(frozen=True)
-class Report:
+class EvaluationReport:
     """One evaluation; results[0] is the exact strategy that the others are held against."""
 
     model: str
@@ -51,18 +51,18 @@ class Report:
     documents: tuple[int, int]  # of running text, of records
     length: int  # tokens of a document
     row_tokens: int
-    results: Sequence[Result]
+    results: Sequence[StrategyResult]
 
     @property
-    def spans(self) -> list[Span]:
+    def spans(self) -> list[DistanceRange]:
         """Up to 64 tokens back, 65 to 128, and so on to the length of a document."""
-        spans = [Span(1, min(NEAREST_BOUND, self.length))]
+        spans = [DistanceRange(1, min(NEAREST_BOUND, self.length))]
         while spans[-1].most < self.length:
-            spans.append(Span(spans[-1].most + 1, min(2 * spans[-1].most, self.length)))
+            spans.append(DistanceRange(spans[-1].most + 1, min(2 * spans[-1].most, self.length)))
         return spans
 
 
-def as_table(report: Report) -> str:
+def as_table(report: EvaluationReport) -> str:
     """GitHub's Markdown. Recall is the share of right answers, by how far back the answer stood."""
     table = Table(box=box.MARKDOWN)
     table.add_column("strategy")
@@ -94,7 +94,7 @@ def _share(right: int, asked: int) -> str:
     return f"{right / asked:.0%}" if asked else "-"
 
 
-def as_json(report: Report) -> dict[str, Any]:
+def as_json(report: EvaluationReport) -> dict[str, Any]:
     return {
         "model": report.model,
         "device": report.device,
@@ -124,6 +124,6 @@ def _figures(f: Fidelity) -> dict[str, Any]:
     return {"tokens": f.tokens, "perplexity": perplexity, "top1_agreement": f.agreement, "kl_nats": f.kl}
 
 
-def _recall(result: Result, span: Span) -> dict[str, int]:
+def _recall(result: StrategyResult, span: DistanceRange) -> dict[str, int]:
     right, asked = result.records.recall(*span)
     return {"from": span.least, "to": span.most, "right": right, "asked": asked}

@@ -35,7 +35,7 @@ class Label:
 
 
 @dataclass(frozen=True, eq=False)
-class Family(Generic[M]):
+class MetricFamily(Generic[M]):
     """One metric with all its label values."""
 
     kind: type[M]
@@ -56,9 +56,9 @@ class Family(Generic[M]):
         return tuple(self.exposed + part for part in PARTS.get(self.kind, ("",)))
 
 
-def _as_vllm(kind: type[M], name: str, help: str, labels: tuple[Label, ...], edges: Edges = ()) -> Family[M]:
+def _as_vllm(kind: type[M], name: str, help: str, labels: tuple[Label, ...], edges: Edges = ()) -> MetricFamily[M]:
     """One that vLLM has by the same name."""
-    return Family(kind, name, help, labels, edges, vllm=f"{name}{ENDINGS.get(kind, '')}")
+    return MetricFamily(kind, name, help, labels, edges, vllm=f"{name}{ENDINGS.get(kind, '')}")
 
 
 # ---------------------------------------------------------------- labels
@@ -100,7 +100,7 @@ TOKENS: Edges = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10_000, 2
 POWERS = tuple(2**n for n in range(15))
 
 # ---------------------------------------------------------------- requests
-REQUESTS = Family(
+REQUESTS = MetricFamily(
     Counter,
     "requests",
     "Requests that left the engine, by how they ended; error: their strategy or the model failed, or time was up.",
@@ -117,7 +117,7 @@ CACHED_TOKENS = _as_vllm(
 GENERATION_TOKENS = _as_vllm(Counter, "generation_tokens", "Tokens generated.", BY)
 PREFIX_QUERIES = _as_vllm(Counter, "prefix_cache_queries", "Prompt tokens looked up in the cache, once a request.", BY)
 PREFIX_HITS = _as_vllm(Counter, "prefix_cache_hits", "Prompt tokens found in the cache.", BY)
-PREFIX_MISSES = Family(
+PREFIX_MISSES = MetricFamily(
     Counter, "prefix_cache_misses", "Prompt tokens not found in the cache, by reason.", (STRATEGY, MISS)
 )
 E2E_LATENCY = _as_vllm(
@@ -161,8 +161,10 @@ WAITING = _as_vllm(
     (STRATEGY, WAIT),
 )
 PREEMPTIONS = _as_vllm(Counter, "num_preemptions", "Seats taken to make room.", BY)
-FAILURES = Family(Counter, "strategy_failures", "Exceptions in a strategy's code.", BY)
-FORKS = Family(Counter, "forks", "Choices that took over the prompt of the first of `n`; they look nothing up.", BY)
+FAILURES = MetricFamily(Counter, "strategy_failures", "Exceptions in a strategy's code.", BY)
+FORKS = MetricFamily(
+    Counter, "forks", "Choices that took over the prompt of the first of `n`; they look nothing up.", BY
+)
 DRAFTS = _as_vllm(
     Counter, "spec_decode_num_drafts", "Drafts, guesses at a request's next tokens, that were verified.", BY
 )
@@ -176,66 +178,70 @@ ACCEPTED_PER_POSITION = _as_vllm(
     "Tokens of drafts that came true, by their position in the draft, from 0.",
     (STRATEGY, POSITION),
 )
-STEPS = Family(Counter, "steps", "Forward passes; a step serves all strategies.")
-STEP_SECONDS = Family(Histogram, "step_seconds", "Time of a step: scheduling, a forward pass, sampling.", (), PER_TOKEN)
-STEP_ROWS = Family(Histogram, "step_rows", "Sequences in a step.", (), POWERS)
-STEP_TOKENS = Family(Histogram, "step_tokens", "Tokens in a step.", (), POWERS, vllm="iteration_tokens_total")
-KERNEL_SECONDS = Family(
+STEPS = MetricFamily(Counter, "steps", "Forward passes; a step serves all strategies.")
+STEP_SECONDS = MetricFamily(
+    Histogram, "step_seconds", "Time of a step: scheduling, a forward pass, sampling.", (), PER_TOKEN
+)
+STEP_ROWS = MetricFamily(Histogram, "step_rows", "Sequences in a step.", (), POWERS)
+STEP_TOKENS = MetricFamily(Histogram, "step_tokens", "Tokens in a step.", (), POWERS, vllm="iteration_tokens_total")
+KERNEL_SECONDS = MetricFamily(
     Summary,
     "kernel_seconds",
     "Time of an operation in a step, all calls together; measured in one step of 61, by what the step's rows do.",
     (OP, BACKEND, PHASE),
 )
-TIMED_STEP_SECONDS = Family(
+TIMED_STEP_SECONDS = MetricFamily(
     Summary,
     "timed_step_seconds",
     "Time of the steps in which kernel_seconds is measured; what no operation took is Python and small tensors.",
     (PHASE,),
 )
-KERNEL_FALLBACK = Family(
+KERNEL_FALLBACK = MetricFamily(
     Gauge, "kernel_fallback", "1: the operation failed its check at start, and plain torch computes it.", (OP,)
 )
 
-ENGINE_RESTARTS = Family(Counter, "engine_restarts", "Engines that were started because the one before had died.")
-RESPONSES = Family(
+ENGINE_RESTARTS = MetricFamily(Counter, "engine_restarts", "Engines that were started because the one before had died.")
+RESPONSES = MetricFamily(
     Counter,
     "http_responses",
     "HTTP responses by status, as API processes tell within a second; 499: the client left before there was one.",
     (CODE,),
 )
-BUILD = Family(Info, "build", "Versions of what runs.")
-SETTINGS = Family(Info, "settings", "Settings that hold, `auto` and defaults filled in; GET /v1/settings has them all.")
-STRATEGIES = Family(Info, "strategy", "Kind and options of a strategy.", BY)
+BUILD = MetricFamily(Info, "build", "Versions of what runs.")
+SETTINGS = MetricFamily(
+    Info, "settings", "Settings that hold, `auto` and defaults filled in; GET /v1/settings has them all."
+)
+STRATEGIES = MetricFamily(Info, "strategy", "Kind and options of a strategy.", BY)
 
 # ---------------------------------------------------------------- memory
-KV_BYTES = Family(
+KV_BYTES = MetricFamily(
     Gauge,
     "kv_cache_bytes",
     "KV memory reserved: used, idle (kept for whoever comes again), wasted (held and empty).",
     (STRATEGY, KV_STATE),
 )
-KV_LIMIT = Family(Gauge, "kv_cache_limit_bytes", "KV memory that a strategy may hold.", BY)
-KV_FLOOR = Family(Gauge, "kv_cache_floor_bytes", "KV memory that nobody but the strategy may take.", BY)
-KV_POOL = Family(
+KV_LIMIT = MetricFamily(Gauge, "kv_cache_limit_bytes", "KV memory that a strategy may hold.", BY)
+KV_FLOOR = MetricFamily(Gauge, "kv_cache_floor_bytes", "KV memory that nobody but the strategy may take.", BY)
+KV_POOL = MetricFamily(
     Gauge,
     "kv_cache_pool_bytes",
     "KV memory of the server: held by some strategy, free, or untouched: for a while after the start, not there yet.",
     (POOL_STATE,),
 )
-KV_BLOCKS = Family(
+KV_BLOCKS = MetricFamily(
     Gauge,
     "kv_cache_blocks",
     "Blocks: in_use by sequences that run (of these shared by several, pending: promised by one that computes them), "
     "pinned, idle.",
     (STRATEGY, BLOCK_STATE),
 )
-KV_COPIES = Family(
+KV_COPIES = MetricFamily(
     Counter, "kv_cache_copied_blocks", "Blocks copied because somebody wrote into a shared one (copy on write).", BY
 )
-KV_USAGE = Family(
+KV_USAGE = MetricFamily(
     Gauge, "kv_cache_usage_ratio", "KV memory used, as a share of the limit, 0 to 1.", BY, vllm="kv_cache_usage_perc"
 )
-KV_EVICTED = Family(Counter, "kv_cache_evicted_bytes", "Idle KV memory that had to make room.", BY)
+KV_EVICTED = MetricFamily(Counter, "kv_cache_evicted_bytes", "Idle KV memory that had to make room.", BY)
 BLOCK_LIFETIME = _as_vllm(
     Histogram, "kv_block_lifetime_seconds", "Of an evicted block: time since it was given its text.", BY, BLOCK_AGE
 )
@@ -249,20 +255,22 @@ BLOCK_REUSE_GAP = _as_vllm(
     BY,
     BLOCK_AGE,
 )
-PROCESS_MEMORY = Family(
+PROCESS_MEMORY = MetricFamily(
     Gauge,
     "process_resident_memory_bytes",
     "Resident memory of the server's processes; what they share counts in each.",
     (ROLE,),
 )
-DEVICE_MEMORY = Family(
+DEVICE_MEMORY = MetricFamily(
     Gauge,
     "device_memory_bytes",
     "Memory of the device, whoever uses it; of a CPU, the machine's or its container's.",
     (DEVICE_STATE,),
 )
 
-FAMILIES: tuple[Family[Any], ...] = tuple(family for family in list(globals().values()) if isinstance(family, Family))
+FAMILIES: tuple[MetricFamily[Any], ...] = tuple(
+    family for family in list(globals().values()) if isinstance(family, MetricFamily)
+)
 
 
 def table() -> str:

@@ -16,12 +16,12 @@ from typing import Any, cast, get_args
 import msgspec
 from prometheus_client import Histogram, Summary
 
-from cache_strategies.base import Happened
+from cache_strategies.base import BlockEvents
 from server.engine.info import About, State
-from server.engine.records import Admission, Draft, Phase, RequestRecord, StepReport, Wait
+from server.engine.records import Admission, DraftRecord, Phase, RequestRecord, StepReport, Wait
 from server.metrics import families as f
 from server.metrics.exposition import FamilyShape, Kind, Series, Snapshot
-from server.metrics.families import FAMILIES, Family, Label
+from server.metrics.families import FAMILIES, Label, MetricFamily
 from server.metrics.vllm_names import alias_of
 
 WAITS: tuple[Wait, ...] = get_args(Wait)
@@ -34,7 +34,9 @@ class Metrics:
         self._instances = [instance.name for instance in about.instances]
         self._backends = about.backends
         shapes = [_shape(family, about) for family in FAMILIES]
-        self._places: dict[tuple[Family[Any], tuple[str, ...]], int] = {}  # in the list, of a series' first number
+        self._places: dict[
+            tuple[MetricFamily[Any], tuple[str, ...]], int
+        ] = {}  # in the list, of a series' first number
         count = 0
         for family, shape in zip(FAMILIES, shapes, strict=True):
             for series in shape.series:
@@ -59,20 +61,20 @@ class Metrics:
                     self._sums.append(([self._places[family, each.labels] for each in sources], shape.width))
         return found
 
-    def _add(self, amount: float, family: Family[Any], *labels: str) -> None:
+    def _add(self, amount: float, family: MetricFamily[Any], *labels: str) -> None:
         self._numbers[self._places[family, labels]] += amount
 
-    def _set(self, value: float, family: Family[Any], *labels: str) -> None:
+    def _set(self, value: float, family: MetricFamily[Any], *labels: str) -> None:
         self._numbers[self._places[family, labels]] = value
 
-    def _observe(self, values: Iterable[float], family: Family[Histogram], *labels: str) -> None:
+    def _observe(self, values: Iterable[float], family: MetricFamily[Histogram], *labels: str) -> None:
         """Add to a histogram: one to the bucket of each value, and the value to their sum."""
         numbers, edges, place = self._numbers, family.edges, self._places[family, labels]
         for value in values:
             numbers[place + bisect_left(edges, value)] += 1
             numbers[place + len(edges) + 1] += value
 
-    def _sum(self, value: float, family: Family[Summary], *labels: str) -> None:
+    def _sum(self, value: float, family: MetricFamily[Summary], *labels: str) -> None:
         """Add to a summary."""
         place = self._places[family, labels]
         self._numbers[place] += 1
@@ -122,7 +124,7 @@ class Metrics:
             missed = admitted.prompt_tokens - admitted.cached_tokens
             self._add(missed, f.PREFIX_MISSES, name, admitted.miss or "short")  # the last token always is
 
-    def _observe_drafts(self, name: str, drafts: Sequence[Draft]) -> None:
+    def _observe_drafts(self, name: str, drafts: Sequence[DraftRecord]) -> None:
         self._add(len(drafts), f.DRAFTS, name)
         for tokens, accepted in drafts:
             self._add(tokens, f.DRAFT_TOKENS, name)
@@ -130,7 +132,7 @@ class Metrics:
             for position in range(accepted):
                 self._add(1, f.ACCEPTED_PER_POSITION, name, str(position))
 
-    def _observe_blocks(self, name: str, happened: Happened) -> None:
+    def _observe_blocks(self, name: str, happened: BlockEvents) -> None:
         self._add(happened.copies, f.KV_COPIES, name)
         self._observe(happened.lifetimes, f.BLOCK_LIFETIME, name)
         self._observe(happened.idle_times, f.BLOCK_IDLE, name)
@@ -197,7 +199,7 @@ class Metrics:
         self._set(usage.used / usage.limit if usage.limit else 0, f.KV_USAGE, name)
 
 
-def _shape(family: Family[Any], about: About) -> FamilyShape:
+def _shape(family: MetricFamily[Any], about: About) -> FamilyShape:
     info = _info(family, about)
     series = tuple(Series(labels, info.get(labels, {})) for labels in _label_values(family, about))
     kind = cast(Kind, family.kind.__name__.lower())
@@ -205,7 +207,7 @@ def _shape(family: Family[Any], about: About) -> FamilyShape:
     return FamilyShape(kind, f.PREFIX + family.name, family.help, names, family.edges, series)
 
 
-def _info(family: Family[Any], about: About) -> Mapping[tuple[str, ...], dict[str, str]]:
+def _info(family: MetricFamily[Any], about: About) -> Mapping[tuple[str, ...], dict[str, str]]:
     """Return the constant values of an info metric, by the values of its labels."""
     if family is f.BUILD:
         return {(): dict(about.versions)}
@@ -223,7 +225,7 @@ def _info(family: Family[Any], about: About) -> Mapping[tuple[str, ...], dict[st
     return {}
 
 
-def _label_values(family: Family[Any], about: About) -> Iterator[tuple[str, ...]]:
+def _label_values(family: MetricFamily[Any], about: About) -> Iterator[tuple[str, ...]]:
     """Yield the label values of every series of a family."""
     known: Mapping[Label, Iterable[str]] = {
         f.STRATEGY: [instance.name for instance in about.instances],

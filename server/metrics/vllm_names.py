@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from server.metrics.exposition import FamilyShape, Series
-from server.metrics.families import FAMILIES, OUTCOME, REQUESTS, STRATEGY, WAIT, WAITING, Family
+from server.metrics.families import FAMILIES, OUTCOME, REQUESTS, STRATEGY, WAIT, WAITING, MetricFamily
 
 FILE = Path(__file__).parents[2] / "config" / "prometheus" / "vllm_names.yml"
 
@@ -41,7 +41,7 @@ class Alias(NamedTuple):
     sources: tuple[tuple[Series, ...], ...]  # of each of its series
 
 
-def alias_of(family: Family[Any], shape: FamilyShape) -> Alias | None:
+def alias_of(family: MetricFamily[Any], shape: FamilyShape) -> Alias | None:
     """Return a family as vLLM has it; None if vLLM has none like it."""
     if family.vllm is None:
         return None
@@ -60,7 +60,7 @@ def alias_of(family: Family[Any], shape: FamilyShape) -> Alias | None:
     return Alias(theirs, tuple(map(tuple, summed.values())))
 
 
-def _labels(family: Family[Any], values: tuple[str, ...]) -> dict[str, str]:
+def _labels(family: MetricFamily[Any], values: tuple[str, ...]) -> dict[str, str]:
     """Return the labels of a series as vLLM has them."""
     labels = {label.name: value for label, value in zip(family.labels, values, strict=True)}
     if family is WAITING:
@@ -78,7 +78,7 @@ def text() -> str:
     return HEAD + "".join(f"      - record: {name}\n        expr: '{expression}'\n" for name, expression in rules())
 
 
-def _expression(family: Family[Any], series: str) -> str:
+def _expression(family: MetricFamily[Any], series: str) -> str:
     if family is WAITING:
         series = f"sum without ({WAIT.name}) ({series})"
     if family is REQUESTS:

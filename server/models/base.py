@@ -11,14 +11,14 @@ from torch import Tensor
 
 from kernels.ops import Attention
 from kernels.types import LayerSpec
-from server.models.config import Facts
+from server.models.config import ModelInfo
 
 
 class Model(Protocol):
     """N tokens of any sequences go in, logits of the K wanted ones come out."""
 
     @property
-    def facts(self) -> Facts: ...
+    def facts(self) -> ModelInfo: ...
 
     @property
     def impl(self) -> Literal["lean", "transformers"]:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from server.models.config_file import checked, read_json, shortened
 from server.models.errors import ModelError, UnknownModelError
-from server.models.families import FAMILIES, Experts, Family, Raw
+from server.models.families import FAMILIES, Experts, ModelFamily, Raw
 
 if TYPE_CHECKING:
     from kernels.ops import Activation
@@ -43,7 +43,7 @@ class Dim(int):
         return dim
 
 
-class Facts(NamedTuple):
+class ModelInfo(NamedTuple):
     """What the engine must know of a model before its weights are read."""
 
     vocab_size: int
@@ -140,8 +140,8 @@ class ModelConfig:
         return Dim(self.num_kv_heads * self.head_dim, "num_key_value_heads * head_dim")
 
     @property
-    def facts(self) -> Facts:
-        return Facts(self.vocab_size, self.max_positions, self.eos_ids, self.dtype)
+    def facts(self) -> ModelInfo:
+        return ModelInfo(self.vocab_size, self.max_positions, self.eos_ids, self.dtype)
 
 
 def load_config(directory: Path) -> ModelConfig:
@@ -231,7 +231,7 @@ def _refuse_unsupported(raw: Raw, file: Path) -> None:
         raise ModelError(f"{file}: use_bidirectional_attention makes it an encoder, which cannot be served")
 
 
-def _layers(raw: Raw, family: Family, head_dim: int, file: Path) -> tuple[LayerConfig, ...]:
+def _layers(raw: Raw, family: ModelFamily, head_dim: int, file: Path) -> tuple[LayerConfig, ...]:
     """Return the layers; the family's rule for windows holds only where layer_types is not given (vllm#49795)."""
     count = raw["num_hidden_layers"]
     kinds = raw.get("layer_types") or [SLIDING if slides else SEES_ALL for slides in family.slides(raw, count)]
@@ -256,7 +256,7 @@ def _layers(raw: Raw, family: Family, head_dim: int, file: Path) -> tuple[LayerC
     )
 
 
-def _rope(raw: Raw, family: Family, head_dim: int, kind: str, file: Path) -> Rope:
+def _rope(raw: Raw, family: ModelFamily, head_dim: int, kind: str, file: Path) -> Rope:
     """Return RoPE for a kind of layer: rope_parameters in transformers 5, before that rope_theta and rope_scaling."""
     given = raw.get("rope_scaling") or raw.get("rope_parameters") or {}
     theta: float = raw.get("rope_theta") or 10_000.0

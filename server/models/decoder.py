@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kernels.composite import multiplied, turned
-from kernels.ops import Attention, Factor, Ops, Packed
+from kernels.ops import Attention, Ops, Packed, Weight
 from kernels.quantization import Quantised, dequantise
 from kernels.types import LayerSpec
 from server.models.base import Stepwise
@@ -67,7 +67,7 @@ class Decoder(Stepwise):
             counts[_format(weight)] += weight.shape.numel()
         return counts.most_common(1)[0][0]
 
-    def _weights(self) -> Iterable[Factor]:
+    def _weights(self) -> Iterable[Weight]:
         """Each once."""
         layers = (weight for layer in self._stack.layers for weight in layer.tensors())
         return {id(w): w for w in (self._embedding, self._norm, self._lm_head, *layers)}.values()
@@ -117,7 +117,7 @@ class Decoder(Stepwise):
         return torch.where((delta < 0).view(-1, 1, 1), back, forth)
 
 
-def _format(weight: Factor) -> str:
+def _format(weight: Weight) -> str:
     match weight:
         case Tensor():
             return str(weight.dtype).removeprefix("torch.")

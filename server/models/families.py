@@ -1,6 +1,6 @@
 """What differs between families of models, as data: one row an architecture. Knows config.json's words; no tensor.
 
-An architecture that is not here is served through transformers (hf.py).
+An architecture that is not here is served through transformers (transformers_backend.py).
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class Experts(NamedTuple):
 NOTHING: Mapping[str, Any] = {}
 
 
-class Family(NamedTuple):
+class ModelFamily(NamedTuple):
     """How an architecture differs from Llama."""
 
     qkv_bias: bool | None = None  # None: attention_bias decides
@@ -71,7 +71,7 @@ class Family(NamedTuple):
 _MIXTRAL = Experts("block_sparse_moe", ("num_local_experts",), "intermediate_size", split=("w1", "w3", "w2"))
 _QWEN3_MOE = Experts("mlp", ("num_experts", "num_local_experts"), "moe_intermediate_size", normalise=None)
 
-_GEMMA = Family(
+_GEMMA = ModelFamily(
     sandwich=True,
     norm_offset=1.0,
     scaled_embedding=True,
@@ -94,24 +94,24 @@ _GEMMA3 = _GEMMA._replace(
 )
 _QWEN_DEFAULTS = {"sliding_window": 4096, "max_window_layers": 28}
 
-FAMILIES: Mapping[str, Family] = {
-    "LlamaForCausalLM": Family(),
-    "MistralForCausalLM": Family(qkv_bias=False, slides=_all, defaults={"sliding_window": 4096}),
-    "MixtralForCausalLM": Family(
+FAMILIES: Mapping[str, ModelFamily] = {
+    "LlamaForCausalLM": ModelFamily(),
+    "MistralForCausalLM": ModelFamily(qkv_bias=False, slides=_all, defaults={"sliding_window": 4096}),
+    "MixtralForCausalLM": ModelFamily(
         qkv_bias=False, slides=_all, experts=_MIXTRAL, defaults={"rope_theta": 1e6, "rms_norm_eps": 1e-5}
     ),
-    "Phi3ForCausalLM": Family(
+    "Phi3ForCausalLM": ModelFamily(
         qkv_bias=False,
         slides=_all,
         defaults={"rms_norm_eps": 1e-5},
         scalings={"su": "longrope", "yarn": "longrope"},  # its first files' names
     ),
-    "Qwen2ForCausalLM": Family(qkv_bias=True, slides=_if_used, defaults=_QWEN_DEFAULTS),
-    "Qwen3ForCausalLM": Family(qk_norm=True, slides=_if_used, defaults={**_QWEN_DEFAULTS, "head_dim": 128}),
-    "Qwen3MoeForCausalLM": Family(
+    "Qwen2ForCausalLM": ModelFamily(qkv_bias=True, slides=_if_used, defaults=_QWEN_DEFAULTS),
+    "Qwen3ForCausalLM": ModelFamily(qk_norm=True, slides=_if_used, defaults={**_QWEN_DEFAULTS, "head_dim": 128}),
+    "Qwen3MoeForCausalLM": ModelFamily(
         qk_norm=True, slides=_all_if_used, experts=_QWEN3_MOE, defaults={"sliding_window": 4096}
     ),
-    "SmolLM3ForCausalLM": Family(
+    "SmolLM3ForCausalLM": ModelFamily(
         slides=_if_used, tied=True, defaults={"rope_theta": 2e6, "no_rope_layer_interval": 4, "max_window_layers": 28}
     ),
     "Gemma2ForCausalLM": _GEMMA._replace(slides=_every_other, defaults={**_GEMMA.defaults, **_GEMMA2_DEFAULTS}),

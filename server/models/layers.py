@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from kernels.composite import multiplied
-from kernels.memory import Joined
-from kernels.ops import AttentionWeights, DecoderLayer, Factor, GatedWeights, Ops, Tables
+from kernels.memory import ConcatenatedWeight
+from kernels.ops import AttentionWeights, DecoderLayer, GatedWeights, Ops, Tables, Weight
 from kernels.quantization import Quantised, dequantise, joined
 from kernels.types import LayerSpec
 from server.models.config import Dim, MixtureOfExperts, ModelConfig, Rope
@@ -24,7 +24,7 @@ from server.models.weights import Matrix, Weights
 class Mixture:
     """A router [E, d] chooses a few of E dense feed-forwards for each token, and weighs them (Shazeer et al. 2017)."""
 
-    router: Factor
+    router: Weight
     experts: Sequence[GatedWeights]
     chosen: int
     normalise: bool
@@ -44,7 +44,7 @@ class Mixture:
     def packed(self, ops: Ops) -> Mixture:
         return replace(self, router=ops.packed(self.router), experts=[expert.packed(ops) for expert in self.experts])
 
-    def tensors(self) -> Iterator[Factor]:
+    def tensors(self) -> Iterator[Weight]:
         yield self.router
         for expert in self.experts:
             yield from expert.tensors()
@@ -56,7 +56,7 @@ def load_norm(config: ModelConfig, weights: Weights, name: str, width: Dim) -> T
     return weight.float() + config.norm_offset if config.norm_offset else weight
 
 
-def load_ends(config: ModelConfig, weights: Weights, ops: Ops) -> tuple[Factor, Factor]:
+def load_ends(config: ModelConfig, weights: Weights, ops: Ops) -> tuple[Weight, Weight]:
     """Return the embedding and lm_head; where they are tied, one weight. Raises ModelError for what is missing."""
     embedding, shape = "model.embed_tokens.weight", (config.vocabulary, config.hidden)
     if config.tie_embeddings:
@@ -102,7 +102,7 @@ def load_layer(
 
 def _fused(
     weights: Weights, at: str, fused: str, parts: Mapping[str, Dim], width: Dim, biased: bool
-) -> tuple[Matrix | Joined, Tensor | None]:
+) -> tuple[Matrix | ConcatenatedWeight, Tensor | None]:
     """Return a matrix and its bias, joined from `parts` (rows by name) unless the checkpoint has them fused."""
     if f"{at}{fused}.weight" in weights:
         parts = {fused: Dim(sum(parts.values()), " + ".join(rows.words for rows in parts.values()))}
@@ -112,7 +112,7 @@ def _fused(
     return matrix, torch.cat([weights.get(f"{at}{name}.bias", (rows,)) for name, rows in parts.items()])
 
 
-def _joined(parts: Sequence[Matrix]) -> Matrix | Joined:
+def _joined(parts: Sequence[Matrix]) -> Matrix | ConcatenatedWeight:
     """Several matrices as one, along the first dimension; quantised if all of them are."""
     if len(parts) == 1:
         return parts[0]
@@ -121,7 +121,7 @@ def _joined(parts: Sequence[Matrix]) -> Matrix | Joined:
         return joined(quantised)
     plain = [part for part in parts if isinstance(part, Tensor)]
     wide = [dequantise(part).to(plain[0].dtype) if isinstance(part, Quantised) else part for part in parts]
-    return Joined(wide)
+    return ConcatenatedWeight(wide)
 
 
 def _dense(config: ModelConfig, weights: Weights, ops: Ops, at: str) -> GatedWeights:

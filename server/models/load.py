@@ -11,7 +11,7 @@ import torch
 from config.settings import ModelImpl
 from kernels.ops import Ops
 from server.models.base import Model
-from server.models.config import Facts, ModelConfig, load_config, warn_of_ends
+from server.models.config import ModelConfig, ModelInfo, load_config, warn_of_ends
 from server.models.decoder import Decoder
 from server.models.errors import ModelError, UnknownModelError
 from server.models.formats.gguf_directory import gguf_of
@@ -21,7 +21,7 @@ from server.models.transformers_backend import TransformersModel, facts_of
 from server.models.weights import Kept, Safetensors, Weights
 
 
-def describe(directory: Path, impl: ModelImpl) -> Facts:
+def describe(directory: Path, impl: ModelImpl) -> ModelInfo:
     """Return what is known of a model before its weights are read. Raises ModelError."""
     config = _lean_config(directory, impl)
     facts = facts_of(directory) if config is None else config.facts

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from kernels.ops import Attention
 from kernels.types import LayerSpec
 from server.models.base import Stepwise
-from server.models.config import SEES_ALL, SLIDING, Facts, eos_ids_of
+from server.models.config import SEES_ALL, SLIDING, ModelInfo, eos_ids_of
 from server.models.config_file import check_counts, read_json, shortened
 from server.models.errors import ModelError
 from server.models.no_cache import FullContext
@@ -82,7 +82,7 @@ class TransformersModel(Stepwise):
         return _logits(self._model, attention, inputs_embeds=x[None])
 
 
-def facts_of(directory: Path) -> Facts:
+def facts_of(directory: Path) -> ModelInfo:
     """Return a model's facts from its config, as transformers reads it. Raises ModelError."""
     check_counts(read_json(directory / "config.json"), directory / "config.json")
     config = _config(directory)
@@ -98,7 +98,7 @@ def facts_of(directory: Path) -> Facts:
     for key, value in (("vocab_size", vocab_size), ("positions", positions)):
         if type(value) is not int or value < 1:
             raise ModelError(f"{directory}: its config's {key} is {shortened(value)}, and should be a number above 0")
-    return Facts(vocab_size, positions, eos_ids_of(directory, vocab_size), str(dtype).removeprefix("torch."))
+    return ModelInfo(vocab_size, positions, eos_ids_of(directory, vocab_size), str(dtype).removeprefix("torch."))
 
 
 def _config(directory: Path) -> Any:
@@ -254,7 +254,7 @@ class _Probe(FullContext):
 
 
 @torch.inference_mode()
-def _probed(model: Any, facts: Facts, positions: int, device: torch.device) -> list[LayerSpec]:
+def _probed(model: Any, facts: ModelInfo, positions: int, device: torch.device) -> list[LayerSpec]:
     """Return every layer's attention. Raises ModelError if a layer does something else, or something more."""
     name, config = type(model).__name__, model.config.get_text_config()
     probe = _Probe(PROBE_TOKENS, config, positions, device)

@@ -1,6 +1,6 @@
 """Weights by name: what the decoder asks for (`Weights`), and a Hugging Face directory's safetensors. Knows no layer.
 
-`Kept` says in which form weights are kept; quantised.py keeps them in fewer bits than the checkpoint has.
+`Kept` says in which form weights are kept; quantized.py keeps them in fewer bits than the checkpoint has.
 
 Each tensor is mapped by itself: one that is used as it lies on disk is not copied on the host, and the mapping of one
 that was copied elsewhere is freed.

@@ -19,9 +19,9 @@ from server.engine.build import Engine, build_engine
 from server.engine.info import in_effect
 from server.models.files.directory import located
 from server.profiling.background_load import Neighbours, told
-from server.profiling.flags import Wanted
+from server.profiling.flags import ProfileOptions
 from server.profiling.machine import bandwidth_over, product_speed
-from server.profiling.report import Limits, Profile, Served, as_json, as_text
+from server.profiling.report import MachineLimits, ServedSteps, StepProfile, as_json, as_text
 from server.profiling.running import RunError, sigterm_as_ctrl_c
 from server.profiling.served import at_the_socket, over_http
 from server.profiling.steps import WARM, Steps, decode, prefill
@@ -34,7 +34,7 @@ def run(file: Path | None, options: dict[str, Any]) -> int:
     """`file` holds settings; `options` are the flags given, fields of Wanted and settings. Raises SettingsError."""
     if apart := [name for name in ("seconds", "trace") if name in options]:
         raise SettingsError(f"--{apart[0]}: of a running server only; give its --url")
-    wanted = Wanted(**{f.name: options.pop(f.name) for f in fields(Wanted) if f.name in options})
+    wanted = ProfileOptions(**{f.name: options.pop(f.name) for f in fields(ProfileOptions) if f.name in options})
     settings, neighbours = located(load(file, options)), Neighbours()
     if wanted.json:
         with writing(wanted.json):  # before anything slow; what an older one holds stays until there is a report
@@ -56,7 +56,7 @@ def run(file: Path | None, options: dict[str, Any]) -> int:
     return 0
 
 
-def in_process(settings: Settings, wanted: Wanted) -> tuple[dict[str, Any], list[Profile]]:
+def in_process(settings: Settings, wanted: ProfileOptions) -> tuple[dict[str, Any], list[StepProfile]]:
     """What is profiled, and steps of each kind; prefill is the last. Raises SettingsError."""
     engine = build_engine(settings)
     check(engine, wanted)
@@ -67,17 +67,17 @@ def in_process(settings: Settings, wanted: Wanted) -> tuple[dict[str, Any], list
     limits = limits_of(engine, steps)
     about = in_effect(engine)
     told = {name: about[name] for name in ("model", "dtype", "weights", "kernels", "threads", "device")}
-    return told | {"kv_cache": wanted.kv_cache}, [Profile(each, limits) for each in steps]
+    return told | {"kv_cache": wanted.kv_cache}, [StepProfile(each, limits) for each in steps]
 
 
-def limits_of(engine: Engine, steps: Sequence[Steps]) -> Limits:
+def limits_of(engine: Engine, steps: Sequence[Steps]) -> MachineLimits:
     """The memory's speed over as much as a step reads, and that of large products."""
     threads = torch.get_num_threads()
     size = max(sum(each.bytes.values()) for each in steps if each.sequences)
-    return Limits(bandwidth_over(size, threads), product_speed(engine.core.model.dtype, threads), threads)
+    return MachineLimits(bandwidth_over(size, threads), product_speed(engine.core.model.dtype, threads), threads)
 
 
-def check(engine: Engine, wanted: Wanted) -> None:
+def check(engine: Engine, wanted: ProfileOptions) -> None:
     """Raises SettingsError."""
     if wanted.kv_cache not in engine.core.caches:
         raise SettingsError(f"--kv-cache: there are {', '.join(engine.core.caches)}")
@@ -88,9 +88,9 @@ def check(engine: Engine, wanted: Wanted) -> None:
         raise SettingsError(f"--context: from 1 to {room}, to leave room for so many steps")
 
 
-def heard(profiles: Sequence[Profile], socket: Sequence[float], http: Sequence[float]) -> list[Profile]:
+def heard(profiles: Sequence[StepProfile], socket: Sequence[float], http: Sequence[float]) -> list[StepProfile]:
     """The same, those of decoding with what was heard of them further away."""
-    served = [Served(*each) for each in zip(socket, http, strict=True)]
+    served = [ServedSteps(*each) for each in zip(socket, http, strict=True)]
     near = profiles[: len(served)]
     return [*(replace(p, served=s) for p, s in zip(near, served, strict=True)), *profiles[len(served) :]]
 

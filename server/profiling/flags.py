@@ -27,7 +27,7 @@ examples:
 
 
 @dataclass(frozen=True)
-class Wanted:
+class ProfileOptions:
     """What to look at."""
 
     sequences: Sequence[int] = (1, 8, 16)
@@ -46,10 +46,15 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     """A flag for every field of Wanted; those not given are left out, as those of settings are."""
     add = parser.add_argument_group("profile").add_argument
     add("--sequences", type=_positive, nargs="+", metavar="N", help="decoded together (default: 1 8 16)")
-    add("--context", type=_positive, metavar="N", help=f"tokens in the cache of each (default: {Wanted.context})")
+    add(
+        "--context",
+        type=_positive,
+        metavar="N",
+        help=f"tokens in the cache of each (default: {ProfileOptions.context})",
+    )
     add("--prefill", type=_positive, metavar="N", help="tokens of a prompt in one step (default: as many as may be)")
-    add("--steps", type=_positive, metavar="N", help=f"of each kind (default: {Wanted.steps})")
-    add("--kv-cache", metavar="NAME", help=f"strategy of all sequences (default: {Wanted.kv_cache})")
+    add("--steps", type=_positive, metavar="N", help=f"of each kind (default: {ProfileOptions.steps})")
+    add("--kv-cache", metavar="NAME", help=f"strategy of all sequences (default: {ProfileOptions.kv_cache})")
     add("--engine-only", action="store_true", help="leave out the socket and HTTP, for which the model is loaded again")
     add("--json", type=Path, metavar="FILE", help="write the figures there")
     add = parser.add_argument_group("profile of a running server").add_argument
@@ -57,7 +62,12 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         "--url", metavar="URL", help="of the server: its next steps are recorded, with its --admin-token, and none here"
     )
     add("--seconds", type=_seconds, metavar="S", help="after which recording ends, however few steps (default: 10)")
-    add("--trace", type=Path, metavar="FILE", help=f"where the chrome trace is written (default: {Wanted.trace})")
+    add(
+        "--trace",
+        type=Path,
+        metavar="FILE",
+        help=f"where the chrome trace is written (default: {ProfileOptions.trace})",
+    )
 
 
 def _seconds(text: str) -> float:

@@ -18,7 +18,7 @@ from rich.table import Table
 
 from config.errors import SettingsError
 from config.settings import load
-from server.profiling.flags import Wanted
+from server.profiling.flags import ProfileOptions
 
 OWN = ("url", "steps", "seconds", "trace")
 TOKEN = "admin_token"
@@ -33,7 +33,7 @@ def run(file: Path | None, options: dict[str, Any]) -> int:
     if others := sorted(options.keys() - {TOKEN}):
         flags = ", ".join("--" + name.replace("_", "-") for name in others)
         raise SettingsError(f"{flags}: a running server has its own; with --url only --steps, --seconds and --trace do")
-    trace: Path = wanted.pop("trace", Wanted.trace)
+    trace: Path = wanted.pop("trace", ProfileOptions.trace)
     token = load(file, options).admin_token
     if token is None:
         raise SettingsError("--url: give the server's admin token: KVMUX_ADMIN_TOKEN, --admin-token or a settings file")

@@ -18,7 +18,7 @@ HTTP = "API process and HTTP"
 
 
 @dataclass(frozen=True)
-class Limits:
+class MachineLimits:
     """Of this machine, measured in the same run."""
 
     bandwidth: float  # bytes a second that the engine's threads read
@@ -27,7 +27,7 @@ class Limits:
 
 
 @dataclass(frozen=True)
-class Served:
+class ServedSteps:
     """Seconds of a step as heard further away."""
 
     socket: float
@@ -46,12 +46,12 @@ class Part:
 
 
 @dataclass(frozen=True)
-class Profile:
+class StepProfile:
     """Steps of one kind, and what they are held against."""
 
     steps: Steps
-    limits: Limits
-    served: Served | None = None
+    limits: MachineLimits
+    served: ServedSteps | None = None
 
     @property
     def parts(self) -> list[Part]:
@@ -99,7 +99,7 @@ class Profile:
         return f"{steps.sequences} {many} of {steps.tokens:,} tokens"
 
 
-def as_text(model: Mapping[str, Any], profiles: Sequence[Profile], note: str) -> str:
+def as_text(model: Mapping[str, Any], profiles: Sequence[StepProfile], note: str) -> str:
     """What was profiled, and tables in GitHub's Markdown."""
     limits = profiles[0].limits
     what = f"{model['model']}, {model['dtype']}, weights in {model['weights']}, {model['kv_cache']}, {model['kernels']}"
@@ -111,7 +111,7 @@ def as_text(model: Mapping[str, Any], profiles: Sequence[Profile], note: str) ->
     return "\n\n".join([head, *(_table(each) for each in profiles)])
 
 
-def _table(profile: Profile) -> str:
+def _table(profile: StepProfile) -> str:
     table = Table(box=box.MARKDOWN)
     table.add_column(str(profile))
     for column in ("ms a step", "share", "calls", "MB", "GB/s"):
@@ -133,7 +133,7 @@ def _moved(part: Part) -> tuple[str, str, str]:
     return str(part.calls), f"{part.bytes / 1e6:,.1f}", f"{part.bytes / part.seconds / 1e9:.1f}"
 
 
-def as_json(model: Mapping[str, Any], profiles: Sequence[Profile], busy: float) -> dict[str, Any]:
+def as_json(model: Mapping[str, Any], profiles: Sequence[StepProfile], busy: float) -> dict[str, Any]:
     """`busy`: the share of the machine that others used."""
     return {
         "model": dict(model),
@@ -143,7 +143,7 @@ def as_json(model: Mapping[str, Any], profiles: Sequence[Profile], busy: float) 
     }
 
 
-def _json(profile: Profile) -> dict[str, Any]:
+def _json(profile: StepProfile) -> dict[str, Any]:
     steps = profile.steps
     return {
         "sequences": steps.sequences,

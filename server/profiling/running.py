@@ -32,7 +32,7 @@ class RunError(Exception):
 
 
 @dataclass(frozen=True)
-class Served:
+class RunningServer:
     """A server that is ready."""
 
     url: str
@@ -92,14 +92,14 @@ def started(command: Sequence[str], **how: Any) -> Iterator[subprocess.Popen[Any
 
 
 @contextmanager
-def serving(flags: Sequence[str]) -> Iterator[Served]:
+def serving(flags: Sequence[str]) -> Iterator[RunningServer]:
     """`kvmux serve` with these flags on a free port, until the block ends. Raises RunError."""
     command = [sys.executable, "-m", "server", "serve", "--port", "0", *flags]
     with tempfile.TemporaryDirectory() as folder, (said := Path(folder) / "log").open("w") as log:
         began = time.monotonic()
         with started(command, stdout=log, stderr=subprocess.STDOUT) as process:
             url = _ready(process, said, began + PATIENCE)
-            yield Served(url, psutil.Process(process.pid), time.monotonic() - began)
+            yield RunningServer(url, psutil.Process(process.pid), time.monotonic() - began)
 
 
 def _ready(process: subprocess.Popen[bytes], log: Path, deadline: float) -> str:

@@ -17,7 +17,7 @@ import openai
 import pytest
 
 from config.settings import Settings
-from server.api.worker import Server
+from server.api.worker import ApiServer
 from server.engine.ipc.client import EngineClient
 from server.text.chat import ChatTemplate
 from server.text.tokenizer import Tokenizer, TokenizerBase
@@ -60,7 +60,7 @@ def running_api(tokenizer: TokenizerBase | None = None, **settings: Any) -> Iter
         client = EngineClient(socket_path)
         defaults = {"admin_token": ADMIN_TOKEN, "min_priority": -(2**31), "max_kv_cache_priority": 100}
         tokenizer = tokenizer or Tokenizer(byte_level(), CHAT)
-        server = Server(Settings(**defaults | settings), client, tokenizer)
+        server = ApiServer(Settings(**defaults | settings), client, tokenizer)
         with socket.create_server(("127.0.0.1", 0)) as listener:
             thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
             thread.start()

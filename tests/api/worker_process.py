@@ -17,7 +17,7 @@ import httpx
 import psutil
 
 from config.settings import Settings
-from server.api.worker import Server
+from server.api.worker import ApiServer
 from server.engine.ipc.client import EngineClient
 from server.engine.ipc.messages import Hello
 from server.text.tokenizer import Tokenizer
@@ -28,7 +28,7 @@ from tests.text.tiny import byte_level
 TICK = 0.002  # seconds
 
 
-class WatchedServer(Server):
+class WatchedServer(ApiServer):
     """Notes the most processor time that the loop's thread took between two turns of a task."""
 
     def __init__(self, longest: Synchronized[float], *args: Any) -> None:

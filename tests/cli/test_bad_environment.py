@@ -27,7 +27,7 @@ from server.cli import main as cli
 from server.engine.build import build_engine
 from server.engine.device import choose_weights
 from server.models.files.directory import EMBEDDED, located
-from server.models.formats.weights_cache import Draft
+from server.models.formats.weights_cache import CachedWeightsWriter
 from server.processes.child_process import explained, run_child
 from server.processes.heartbeat import Heartbeat
 from server.text.tokenizer import Tokenizer
@@ -112,7 +112,7 @@ def test_quantised_weights_where_nothing_can_be_kept(
             assert place in ("unknown_user", "no_utf8")
             return
         if home is not None:
-            draft = Draft(home / "checkpoint" / "int8-0")
+            draft = CachedWeightsWriter(home / "checkpoint" / "int8-0")
             draft.put("a", quantise_symmetric(torch.randn(4, 8), 8, None))
             draft.publish()
             draft.close()

@@ -18,7 +18,7 @@ from torch import Tensor
 from cache_strategies.arena import Arena
 from kernels.ops import AttentionWeights, DecoderLayer, GatedWeights, Ops, Stored
 from kernels.quantization import Quantised
-from kernels.selfcheck.attention_case import Layout, RowOf, Scene, Step
+from kernels.selfcheck.attention_case import AttentionCase, Layout, RowOf, Step
 from kernels.store import KVStore, block_bytes
 from kernels.types import LayerSpec
 from tests.contract.brute import attention, everything, seen
@@ -189,7 +189,7 @@ def run_layers(ops: Ops, shape: Shape) -> Pairs:
     layer = DecoderLayer(spec, weights, GatedWeights(gate_up, None, down, None, "silu"), None)
     stack = ops.stacked([layer.packed(ops)], shape.dtype)
     length = min(shape.length, 1000)
-    scene = Scene(ops, Layout(shape.block_size), spec, [RowOf(0, length + 1)], shape.dtype)
+    scene = AttentionCase(ops, Layout(shape.block_size), spec, [RowOf(0, length + 1)], shape.dtype)
     xs = draw(length, MODEL), draw(1, MODEL)
     got = []
     for start, x in zip((0, length), xs, strict=True):
@@ -271,11 +271,11 @@ def _spec(shape: Shape) -> LayerSpec:
     return LayerSpec(KV_HEADS, KV_HEADS * shape.group, dim, dim, scale=dim**-0.5)
 
 
-def _scene(ops: Ops, shape: Shape) -> Scene:
+def _scene(ops: Ops, shape: Shape) -> AttentionCase:
     """A token after all others, and a chunk."""
     chunk = min(9, shape.length)
     rows = [RowOf(shape.length - 1, 1), RowOf(shape.length - chunk, chunk)]
-    return Scene(
+    return AttentionCase(
         ops,
         Layout(shape.block_size),
         _spec(shape),
@@ -286,7 +286,7 @@ def _scene(ops: Ops, shape: Shape) -> Scene:
     )
 
 
-def _enter(scene: Scene, shape: Shape) -> None:
+def _enter(scene: AttentionCase, shape: Shape) -> None:
     k, v = (laid(scene.entering(part), shape.lies) for part in (scene.k, scene.v))
     scene.ops.write_kv(scene.store, scene.layer, k, v, scene.at)
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from kernels.ops import Ops
-from kernels.selfcheck.attention_case import Layout, RowOf, Scene
+from kernels.selfcheck.attention_case import AttentionCase, Layout, RowOf
 from kernels.selfcheck.op_info import DTYPES, LAYERS, OPS, Op
 from kernels.types import LayerSpec
 from tests.contract.brute import KEEPS, everything, seen
@@ -142,7 +142,7 @@ def check_scene(
         assert not after[~unaware].isfinite().all() or unaware.all(), "what is seen is not hidden"
 
 
-class Poisoned(Scene):
+class Poisoned(AttentionCase):
     """A scene in which some tokens' queries, keys and values are all one number."""
 
     def __init__(

@@ -12,7 +12,18 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from cache_strategies.base import CacheSetup, Contract, Geometry, KVCache, Options, Plan, Row, Seat, SeatShape, Usage
+from cache_strategies.base import (
+    CacheSetup,
+    CacheUsage,
+    Contract,
+    Geometry,
+    KVCache,
+    Options,
+    Plan,
+    Row,
+    Seat,
+    SeatShape,
+)
 from kernels.types import LayerSpec
 
 Keys = tuple[Tensor, Tensor, Tensor]  # K [S,H,D], V [S,H,Dv], positions [S]
@@ -132,8 +143,8 @@ class SieveCache(KVCache):
         for row, ids in zip(plan.rows, tokens, strict=True):
             row.seat.length += len(ids)
 
-    def usage(self) -> Usage:
-        return Usage(len(self.seats), sum(seat.length for seat in self.seats), 0, 0, 0, 0, 0)
+    def usage(self) -> CacheUsage:
+        return CacheUsage(len(self.seats), sum(seat.length for seat in self.seats), 0, 0, 0, 0, 0)
 
     def check_integrity(self) -> None:
         assert all(seat.length <= self.setup.geometry.max_seq_len for seat in self.seats)

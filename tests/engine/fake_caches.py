@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
-from cache_strategies.base import Contract, Geometry, KVCache, Plan, Row, Seat, Usage
+from cache_strategies.base import CacheUsage, Contract, Geometry, KVCache, Plan, Row, Seat
 
 
 class Memory:
@@ -91,9 +91,9 @@ class FakeCache(KVCache):
         self.open_seats.remove(seat)
         self.memory.free += seat.held
 
-    def usage(self) -> Usage:
+    def usage(self) -> CacheUsage:
         held = self._held
-        return Usage(len(self.open_seats), held, held, held, 0, 0, self._limit)
+        return CacheUsage(len(self.open_seats), held, held, held, 0, 0, self._limit)
 
     @property
     def _held(self) -> int:

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from server.engine.ipc.messages import Speculation
-from server.engine.sampling.ngram_proposer import PromptLookup
+from server.engine.sampling.ngram_proposer import NgramProposer
 from server.engine.sampling.speculation import speculation_of
 from server.engine.scheduling.request import RequestError
 from tests.engine.scheduling import LIMITS
@@ -35,7 +35,7 @@ HOW = st.integers(1, 4).flatmap(
 @settings(max_examples=400)
 @given(st.lists(st.integers(0, 3), min_size=1, max_size=30), HOW, st.integers(1, 7), st.integers(1, 5))
 def test_as_by_looking_at_every_place(text: list[int], how: Speculation, most: int, at_once: int) -> None:
-    lookup = PromptLookup(how, len(text))
+    lookup = NgramProposer(how, len(text))
     for end in range(1, len(text) + 1, at_once):
         assert lookup.draft(text[:end], most) == found(text[:end], how, most)
 
@@ -53,17 +53,17 @@ def test_as_by_looking_at_every_place(text: list[int], how: Speculation, most: i
     ],
 )
 def test_what_follows_where_the_end_stood_before(text: list[int], draft: list[int]) -> None:
-    assert PromptLookup(Speculation(4), 20).draft(text, 9) == draft
+    assert NgramProposer(Speculation(4), 20).draft(text, 9) == draft
 
 
 def test_too_little_in_common_is_nothing() -> None:
     text = [1, 2, 8, 9, 5, 8, 9, 2]
-    assert PromptLookup(Speculation(2, prompt_lookup_min=1), 20).draft(text, 9) == [8, 9]
-    assert PromptLookup(Speculation(2, prompt_lookup_min=2), 20).draft(text, 9) == []
+    assert NgramProposer(Speculation(2, prompt_lookup_min=1), 20).draft(text, 9) == [8, 9]
+    assert NgramProposer(Speculation(2, prompt_lookup_min=2), 20).draft(text, 9) == []
 
 
 def test_who_was_wrong_guesses_less_and_who_was_right_more() -> None:
-    lookup, text, lengths = PromptLookup(Speculation(7), 20), [4] * 10, []
+    lookup, text, lengths = NgramProposer(Speculation(7), 20), [4] * 10, []
     for accepted in (0, 1, 3, 7, 2, 0):
         lookup.learn(accepted)
         lengths.append(len(lookup.draft(text, 9)))

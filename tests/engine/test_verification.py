@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from server.engine.ipc.messages import Sampling
-from server.engine.sampling.rejection_sampler import Taken, Turn, drawn, scored, verified
+from server.engine.sampling.rejection_sampler import SampleResult, VerifiedRequest, drawn, scored, verified
 from server.engine.scheduling.request import Request
 from tests.engine.fake_caches import FakeCache, Memory
 
@@ -34,20 +34,20 @@ def test_draws_count_up_to_the_first_that_was_not_guessed_or_ends_the_text(
     draft: list[int], tokens: list[int], expected: list[int], accepted: int
 ) -> None:
     found = verified(draft, tokens, {EOS})
-    assert found == Taken(expected)
+    assert found == SampleResult(expected)
     assert found.accepted == accepted
 
 
 @pytest.mark.parametrize(
     ("tokens", "expected"),
     [
-        ([None, 5, 6], Taken([], sound=False)),
-        ([4, None, 6], Taken([4], sound=False)),
-        ([4, 5, None], Taken([4, 5], sound=False)),
-        ([3, None, None], Taken([3])),
+        ([None, 5, 6], SampleResult([], sound=False)),
+        ([4, None, 6], SampleResult([4], sound=False)),
+        ([4, 5, None], SampleResult([4, 5], sound=False)),
+        ([3, None, None], SampleResult([3])),
     ],
 )
-def test_what_is_no_number_counts_only_where_the_text_gets_to(tokens: list[int | None], expected: Taken) -> None:
+def test_what_is_no_number_counts_only_where_the_text_gets_to(tokens: list[int | None], expected: SampleResult) -> None:
     found = verified([4, 5], tokens, {EOS})
     assert found == expected
     assert found.accepted <= 2
@@ -69,7 +69,7 @@ def one_by_one(prompt: list[int], count: int, **sampling: object) -> list[int]:
     """The text without guesses."""
     text = request(prompt, [], **sampling)
     while text.generated < count and text.finish_reason is None:
-        (step,) = drawn([Turn(text, (), 0)], logits_of(text.tokens)[None], {EOS}).values()
+        (step,) = drawn([VerifiedRequest(text, (), 0)], logits_of(text.tokens)[None], {EOS}).values()
         text.extend(step.tokens[0], {EOS})
     return text.tokens[len(prompt) :]
 
@@ -98,9 +98,9 @@ def test_a_text_goes_on_as_it_would_have_without_guesses(way: str, wrong: int | 
             guesses[wrong] = (guesses[wrong] + 1) % 12
         rows = torch.stack([logits_of([*PROMPT, *text[:known], *guesses[:i]]) for i in range(len(guesses) + 1)])
         asked = request(PROMPT, text[:known], **sampling)
-        (step,) = drawn([Turn(asked, guesses, 0)], rows, {EOS}).values()
+        (step,) = drawn([VerifiedRequest(asked, guesses, 0)], rows, {EOS}).values()
         right = 3 if wrong is None else wrong
-        assert step == Taken(text[known : known + right + 1])
+        assert step == SampleResult(text[known : known + right + 1])
 
 
 def test_requests_of_a_step_keep_to_their_own_rows() -> None:
@@ -109,9 +109,9 @@ def test_requests_of_a_step_keep_to_their_own_rows() -> None:
     for row, winner in enumerate([9, 4, 5, 6, 9, 8]):
         logits[row, winner] = 1.0
     first, second = (request(PROMPT, [2], temperature=0.0, logprobs=n) for n in (2, None))
-    turns = [Turn(first, [4, 5], 1), Turn(second, [], 5)]
+    turns = [VerifiedRequest(first, [4, 5], 1), VerifiedRequest(second, [], 5)]
     found = drawn(turns, logits, ())
-    assert found == {first: Taken([4, 5, 6]), second: Taken([8])}
+    assert found == {first: SampleResult([4, 5, 6]), second: SampleResult([8])}
     told, nothing = scored(turns, found, logits)
     assert nothing is None
     assert told is not None
@@ -127,7 +127,7 @@ def test_drawn_tokens_are_distributed_as_the_model_says_whatever_was_guessed() -
     second: Counter[int] = Counter()
     for seed in range(DRAWS):
         asked = request(PROMPT, [2], temperature=1.0, seed=seed)
-        (step,) = drawn([Turn(asked, [1], 0)], logits, ()).values()
+        (step,) = drawn([VerifiedRequest(asked, [1], 0)], logits, ()).values()
         first[step.tokens[0]] += 1
         assert (len(step.tokens) == 2) == (step.tokens[0] == 1)
         second.update(step.tokens[1:])

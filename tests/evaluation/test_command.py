@@ -16,7 +16,7 @@ from config.settings import default_strategies
 from server.cli.main import main
 from server.evaluation.command import parse_strategy
 from server.evaluation.compare import Fidelity
-from server.evaluation.report import Report, Result, as_table
+from server.evaluation.report import EvaluationReport, StrategyResult, as_table
 
 STRATEGIES = ("paged", "sliding_window:window=16,sinks=0", "sliding_window:window=600")
 SMALL = ("--length", "150", "--texts", "2", "--records", "2", "--threads", "1", "--dtype", "float32")
@@ -137,7 +137,7 @@ def test_matplotlib_is_asked_for_before_the_work(
 def test_what_cannot_be_written_after_all_loses_nothing_else(
     model_directory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def full(report: Report, file: Path) -> None:
+    def full(report: EvaluationReport, file: Path) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr("server.evaluation.command.write_json", full)
@@ -199,8 +199,10 @@ def test_a_strategy_that_fails_is_told(
 def test_table_has_no_colours_when_they_are_forced(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FORCE_COLOR", "1")
     fidelity = Fidelity(tokens=10, surprise=5.0, agreed=9, divergence=0.001)
-    result = Result("paged", "paged", {}, True, 2048, fidelity, fidelity)
-    header, rule, line = as_table(Report("m", "cpu", "float32", "stories", (1, 1), 64, 8, [result])).splitlines()
+    result = StrategyResult("paged", "paged", {}, True, 2048, fidelity, fidelity)
+    header, rule, line = as_table(
+        EvaluationReport("m", "cpu", "float32", "stories", (1, 1), 64, 8, [result])
+    ).splitlines()
     assert line.split() == [
         "|",
         "paged",

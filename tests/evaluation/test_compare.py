@@ -12,7 +12,7 @@ from transformers import LlamaForCausalLM
 from config.errors import SettingsError
 from server.engine.build import Engine
 from server.evaluation.compare import Fidelity, compare
-from server.evaluation.corpus.packing import Answer
+from server.evaluation.corpus.packing import MarkedAnswer
 from server.evaluation.documents import Document
 
 NAMES = ["contiguous", "paged", "narrow", "sinks"]
@@ -25,7 +25,10 @@ ROW = 5  # all that "sinks" takes in a step
 def _documents(*lengths: int) -> list[Document]:
     numbers = torch.Generator().manual_seed(3)
     return [
-        Document(torch.randint(2, 300, (n + 1,), generator=numbers).tolist(), [Answer(10, 12, 7), Answer(n, n + 1, 90)])
+        Document(
+            torch.randint(2, 300, (n + 1,), generator=numbers).tolist(),
+            [MarkedAnswer(10, 12, 7), MarkedAnswer(n, n + 1, 90)],
+        )
         for n in lengths
     ]
 
@@ -104,7 +107,7 @@ def test_a_known_answer_counts(engine: Engine, reference: LlamaForCausalLM) -> N
     for _ in range(30):
         document = Document([*ids, 0])
         ids = [*ids, int(_logits(reference, document, _visible(len(ids), len(ids), 0))[-1].argmax())]
-    answers = [Answer(21, 25, 3), Answer(40, 41, 30), Answer(15, 22, 30)]
+    answers = [MarkedAnswer(21, 25, 3), MarkedAnswer(40, 41, 30), MarkedAnswer(15, 22, 30)]
     found = _read(engine, [Document(ids, answers)], row_tokens=4)["paged"]
     assert found.recalled == [(3, True), (30, True), (30, False)]
     assert found.recall(1, 3) == (1, 1)

@@ -11,7 +11,7 @@ from transformers import LlamaForCausalLM
 
 from config.settings import load
 from server.engine.build import build_engine
-from server.evaluation.corpus.packing import Answer
+from server.evaluation.corpus.packing import MarkedAnswer
 from server.evaluation.documents import Document
 from tests.models.random_models import save_random
 from tests.models.rounding import symmetric_rounded
@@ -37,7 +37,7 @@ def test_figures_are_those_of_transformers(tmp_path: Path) -> None:
         "weights_cache": "off",
     }
     models = [build_engine(load(None, flags | {"weights": kept})).core.model for kept in ("f32", "int4")]
-    exact, less = quantized_weights.compared(models, [Document(ids.tolist(), [Answer(40, 41, 7)])])
+    exact, less = quantized_weights.compared(models, [Document(ids.tolist(), [MarkedAnswer(40, 41, 7)])])
     with torch.no_grad():
         p, q = (model(ids[None, :-1]).logits[0].log_softmax(-1) for model in (whole, less_exact))
     assert (exact.agreement, exact.kl, exact.recalled) == (1.0, 0.0, [(7, True)])

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kernels.ops import Attention, AttentionWeights, DecoderLayer, Factor, GatedWeights, Ops, Stack
+from kernels.ops import Attention, AttentionWeights, DecoderLayer, DecoderLayers, GatedWeights, Ops, Weight
 from kernels.selfcheck.op_info import Op
 from kernels.store import KVStore
 
@@ -61,11 +61,11 @@ class _Watching:
     def __init__(self, ops: Ops, op: Op, found: Callable[[Call], None]) -> None:
         self._ops, self._op, self._found = ops, op, found
 
-    def packed(self, weight: Factor) -> Factor:
+    def packed(self, weight: Weight) -> Weight:
         return weight
 
-    def stacked(self, layers: Sequence[DecoderLayer], dtype: torch.dtype) -> Stack:
-        return Stack(layers)
+    def stacked(self, layers: Sequence[DecoderLayer], dtype: torch.dtype) -> DecoderLayers:
+        return DecoderLayers(layers)
 
     def __getattr__(self, name: str) -> Any:
         run = getattr(self._ops, name)
@@ -83,7 +83,7 @@ def _packed(ops: Ops, name: str, arguments: Mapping[str, Any]) -> dict[str, Any]
     for key, value in arguments.items():
         if isinstance(value, AttentionWeights | GatedWeights):
             packed[key] = value.packed(ops)
-        elif isinstance(value, Stack):
+        elif isinstance(value, DecoderLayers):
             packed[key] = ops.stacked([layer.packed(ops) for layer in value.layers], arguments["x"].dtype)
         elif name in ("linear", "quantised_linear") and key == "weight":
             packed[key] = ops.packed(value)

@@ -9,7 +9,7 @@ import sys
 import pytest
 import torch
 
-from kernels.memory import Joined
+from kernels.memory import ConcatenatedWeight
 from kernels.quantization import Quantised
 from kernels.reference import ReferenceOps
 from tests.kernels.matrix import BACKENDS, NAMES
@@ -77,4 +77,4 @@ def test_parts_of_a_quantised_weight_that_do_not_fit_are_refused() -> None:
 
 def test_matrices_of_several_widths_are_not_joined() -> None:
     with pytest.raises(ValueError, match="of one width"):
-        Joined([torch.ones(2, 3), torch.ones(2, 4)])
+        ConcatenatedWeight([torch.ones(2, 3), torch.ones(2, 4)])

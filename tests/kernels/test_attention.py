@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from kernels.selfcheck.attention_case import Layout, RowOf, Scene
+from kernels.selfcheck.attention_case import AttentionCase, Layout, RowOf
 from tests.contract.brute import attention, everything, seen
 from tests.kernels.matrix import BACKENDS, LAYOUTS, NAMES, ROWS, SPECS, TOLERANCE
 
@@ -21,7 +21,7 @@ dtypes = pytest.mark.parametrize("dtype", TOLERANCE, ids=lambda dtype: str(dtype
 @backends
 def test_rows_attend_as_the_definition_says(backend: str, spec: str, layout: Layout, dtype: torch.dtype) -> None:
     window = 40 if layout.ring else None
-    scene = Scene(BACKENDS[backend](), layout, SPECS[spec], ROWS, dtype)
+    scene = AttentionCase(BACKENDS[backend](), layout, SPECS[spec], ROWS, dtype)
     scene.write()
     for i, (out, row) in enumerate(zip(scene.attend(window=window), ROWS, strict=True)):
         if row.past < 0:
@@ -36,7 +36,7 @@ def test_rows_attend_as_the_definition_says(backend: str, spec: str, layout: Lay
 @pytest.mark.parametrize("window", [1, 2, 13])
 @backends
 def test_a_strategys_window_leaves_the_sinks_in_sight(backend: str, window: int, layout: Layout) -> None:
-    scene = Scene(BACKENDS[backend](), layout, SPECS["groups of 4"], ROWS, torch.float32)
+    scene = AttentionCase(BACKENDS[backend](), layout, SPECS["groups of 4"], ROWS, torch.float32)
     scene.write()
     for i, (out, row) in enumerate(zip(scene.attend(window=window), ROWS, strict=True)):
         if row.past >= 0:
@@ -46,7 +46,7 @@ def test_a_strategys_window_leaves_the_sinks_in_sight(backend: str, window: int,
 @backends
 def test_scores_of_any_size_overflow_nothing(backend: str) -> None:
     spec = SPECS["groups of 4"]._replace(scale=1e4)
-    scene = Scene(BACKENDS[backend](), Layout(16), spec, [RowOf(100, 1), RowOf(130, 8)], torch.float32)
+    scene = AttentionCase(BACKENDS[backend](), Layout(16), spec, [RowOf(100, 1), RowOf(130, 8)], torch.float32)
     scene.write()
     for i, out in enumerate(scene.attend()):
         assert out.isfinite().all()
@@ -56,7 +56,7 @@ def test_scores_of_any_size_overflow_nothing(backend: str) -> None:
 @layouts
 @backends
 def test_what_enters_can_be_gathered_at_its_positions(backend: str, layout: Layout) -> None:
-    scene = Scene(BACKENDS[backend](), layout, SPECS["values wider than keys"], ROWS, torch.bfloat16)
+    scene = AttentionCase(BACKENDS[backend](), layout, SPECS["values wider than keys"], ROWS, torch.bfloat16)
     scene.write()
     for i, row in enumerate(ROWS):
         if row.past < 0:
@@ -71,7 +71,9 @@ def test_what_enters_can_be_gathered_at_its_positions(backend: str, layout: Layo
 
 @backends
 def test_padding_is_written_nowhere(backend: str) -> None:
-    scene = Scene(BACKENDS[backend](), Layout(16), SPECS["groups of 4"], [RowOf(-1, 1), RowOf(-1, 1)], torch.float32)
+    scene = AttentionCase(
+        BACKENDS[backend](), Layout(16), SPECS["groups of 4"], [RowOf(-1, 1), RowOf(-1, 1)], torch.float32
+    )
     scene.entering = lambda part: torch.ones_like(torch.cat(list(part)))  # type: ignore[method-assign]
     scene.write()
     scene.attend()
@@ -80,7 +82,7 @@ def test_padding_is_written_nowhere(backend: str) -> None:
 
 @backends
 def test_blocks_are_copied_whole_and_leave_their_neighbours_alone(backend: str) -> None:
-    scene = Scene(
+    scene = AttentionCase(
         BACKENDS[backend](), Layout(5), SPECS["values wider than keys"], [RowOf(20, 1)], torch.float32, unused_blocks=6
     )
     scene.pages.memory.copy_(torch.randint(0, 255, scene.pages.memory.shape).byte())
@@ -91,7 +93,7 @@ def test_blocks_are_copied_whole_and_leave_their_neighbours_alone(backend: str) 
         assert torch.equal(scene.store.blocks[block], blocks[source])
 
 
-def expected(scene: Scene, i: int, window: int | None) -> Tensor:
+def expected(scene: AttentionCase, i: int, window: int | None) -> Tensor:
     row, sinks, length = scene.rows[i], scene.layout.sinks, len(scene.k[i])
     mask = seen(scene.spec, length, everything if window is None else lambda i, j: (i - j < window) | (j < sinks))
     q = scene.q[i][row.past :]

@@ -12,7 +12,7 @@ from torch import Tensor
 from cache_strategies.arena import Arena
 from kernels.ops import Stored
 from kernels.reference import ReferenceOps
-from kernels.selfcheck.attention_case import Layout, RowOf, Scene, Step
+from kernels.selfcheck.attention_case import AttentionCase, Layout, RowOf, Step
 from kernels.selfcheck.check import error_of
 from kernels.selfcheck.op_info import ATTENTION
 from kernels.store import KVStore, block_bytes
@@ -31,10 +31,10 @@ CONTIGUOUS, RING = Layout(131_072), Layout(131_072, sinks=4, ring=131_068)
 ROWS = (RowOf(2, 1), RowOf(0, 3))
 
 
-def _scene(backend: str, layout: Layout, kept: torch.dtype) -> Scene:
+def _scene(backend: str, layout: Layout, kept: torch.dtype) -> AttentionCase:
     dtype = torch.float32 if kept is torch.int8 else kept
     before = [LLAMA] * (LAYERS - 1)
-    scene = Scene(BACKENDS[backend](), layout, LLAMA, ROWS, dtype, kv_dtype=kept, before=before, memory=holes)
+    scene = AttentionCase(BACKENDS[backend](), layout, LLAMA, ROWS, dtype, kv_dtype=kept, before=before, memory=holes)
     assert scene.store.k_offset(scene.layer) // kept.itemsize > FAR
     assert scene.store.k(0).stride(0) > FAR, "and so do blocks"
     scene.write()
@@ -56,7 +56,7 @@ def test_layers_of_a_long_block_attend_as_the_definition_says(backend: str, kept
 @backends
 def test_so_do_those_in_int8(backend: str) -> None:
     far = _scene(backend, CONTIGUOUS, torch.int8)
-    near = Scene(ReferenceOps(), Layout(16), LLAMA, ROWS, torch.float32, kv_dtype=torch.int8)
+    near = AttentionCase(ReferenceOps(), Layout(16), LLAMA, ROWS, torch.float32, kv_dtype=torch.int8)
     near.write()
     for ours, theirs in zip(far.attend(), near.attend(), strict=True):
         assert error_of(ours, theirs) < 1e-5
@@ -147,7 +147,7 @@ def test_all_layers_in_one_call_have_the_bits_that_they_have_nearby(backend: str
     ops, rows = BACKENDS[backend](), (RowOf(0, 6), RowOf(0, 6))
     stack, found = stack_of(ops, torch.float32, None), []
     for layout, memory in ((Layout(16), None), (Layout(FAR // 128 + 64), holes)):
-        scene = Scene(ops, layout, SPECS[1], rows, torch.float32, before=SPECS[:1], memory=memory)
+        scene = AttentionCase(ops, layout, SPECS[1], rows, torch.float32, before=SPECS[:1], memory=memory)
         x = torch.randn(12, WIDTH, generator=torch.Generator().manual_seed(0))
         for start, n in ((0, 5), (5, 1)):
             where = Stored(scene.store, scene.slots([(row, start, n) for row in range(2)]), None)

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from kernels.composite import run_layers
-from kernels.ops import AttentionWeights, DecoderLayer, Factor, GatedWeights, Ops, Stack, Stored
+from kernels.ops import AttentionWeights, DecoderLayer, DecoderLayers, GatedWeights, Ops, Stored, Weight
 from kernels.quantization import quantise_weight
-from kernels.selfcheck.attention_case import Layout, RowOf, Scene, Step
+from kernels.selfcheck.attention_case import AttentionCase, Layout, RowOf, Step
 from kernels.selfcheck.op_info import DTYPES
 from kernels.types import LayerSpec
 from tests.kernels.matrix import BACKENDS, NAMES
@@ -31,7 +31,7 @@ STEPS: dict[str, Sequence[tuple[int, int, int]]] = {  # after 40 tokens of each
 }
 
 
-def weight(dtype: torch.dtype, *shape: int, bits: int | None = None) -> Factor:
+def weight(dtype: torch.dtype, *shape: int, bits: int | None = None) -> Weight:
     drawn = torch.randn(*shape) / shape[1] ** 0.5
     return drawn.to(dtype) if bits is None else quantise_weight(drawn.to(dtype), bits, 32)
 
@@ -64,17 +64,17 @@ def layer(dtype: torch.dtype, i: int, bits: int | None) -> DecoderLayer:
     return DecoderLayer(SPECS[1], replace(around, norm=norm.float(), tables=None), fed, post)
 
 
-def stack_of(ops: Ops, dtype: torch.dtype, bits: int | None) -> Stack:
+def stack_of(ops: Ops, dtype: torch.dtype, bits: int | None) -> DecoderLayers:
     torch.manual_seed(0)
     return ops.stacked([layer(dtype, i, bits).packed(ops) for i in range(len(SPECS))], dtype)
 
 
 def after(
-    ops: Ops, stack: Stack, dtype: torch.dtype, kv_dtype: torch.dtype | None, step: str, *, apart: bool
+    ops: Ops, stack: DecoderLayers, dtype: torch.dtype, kv_dtype: torch.dtype | None, step: str, *, apart: bool
 ) -> tuple[Tensor, list[Tensor]]:
     """What comes of a step, without what nobody reads, and the memory of keys and values."""
     torch.manual_seed(1)
-    scenes = [Scene(ops, each, SPECS[1], ROWS, dtype, before=SPECS[:1], kv_dtype=kv_dtype) for each in LAYOUTS]
+    scenes = [AttentionCase(ops, each, SPECS[1], ROWS, dtype, before=SPECS[:1], kv_dtype=kv_dtype) for each in LAYOUTS]
     x = torch.empty(0)
     for rows in ([(row, 0, 40) for row in range(len(ROWS))], STEPS[step]):
         n = sum(tokens for _, _, tokens in rows)

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from kernels.selfcheck.attention_case import Layout, RowOf, Scene
+from kernels.selfcheck.attention_case import AttentionCase, Layout, RowOf
 from kernels.selfcheck.op_info import DTYPES, OPS, markdown
 from tests.contract.brute import everything, seen
 from tests.kernels.matrix import LAYOUTS, ROWS, SPECS
@@ -58,7 +58,7 @@ def test_a_step_of_a_mirror_moves_what_is_new_and_not_the_text() -> None:
 @pytest.mark.parametrize("spec", SPECS)
 def test_attention_moves_the_keys_that_some_query_sees(spec: str, layout: Layout) -> None:
     window = 40 if layout.ring else None
-    scene = Scene(Nothing(), layout, SPECS[spec], ROWS, torch.float32)  # type: ignore[arg-type]
+    scene = AttentionCase(Nothing(), layout, SPECS[spec], ROWS, torch.float32)  # type: ignore[arg-type]
     keeps = everything if window is None else lambda i, j: (i - j < window) | (j < layout.sinks)
     keys = 0
     for row in ROWS:
@@ -76,7 +76,7 @@ class Nothing:
 def test_bytes_of_stored_vectors() -> None:
     spec = SPECS["values wider than keys"]  # 2 heads of 8 and 24
     for kv_dtype, stored, out in ((torch.bfloat16, 128, 128), (torch.int8, 80, 256)):
-        scene = Scene(
+        scene = AttentionCase(
             Nothing(),  # type: ignore[arg-type]
             Layout(16),
             spec,

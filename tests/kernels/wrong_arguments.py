@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kernels.ops import Stack
+from kernels.ops import DecoderLayers
 from kernels.reference import ReferenceOps
 from kernels.selfcheck.attention_case import Step
 from kernels.selfcheck.check import error_of
@@ -107,8 +107,8 @@ def made(value: Any) -> Any:
 
 def parts_of(value: Any) -> Iterator[tuple[str, Any, Change]]:
     """Yield the parts of a value, and what puts another in the place of each."""
-    if isinstance(value, Stack):
-        yield "layers", value.layers, Stack
+    if isinstance(value, DecoderLayers):
+        yield "layers", value.layers, DecoderLayers
     elif isinstance(value, Step):
         for name in ("positions", "stored"):
             yield name, getattr(value, name), lambda new, name=name: with_attribute(value, name, new)

@@ -7,36 +7,36 @@ from itertools import pairwise
 
 import pytest
 
-from loadtest.traces import CHAT, Request, line, main, trace
+from loadtest.traces import CHAT, TracedRequest, line, main, trace
 
 
 @pytest.fixture(scope="module")
-def requests() -> list[Request]:
+def requests() -> list[TracedRequest]:
     return list(trace(0, 200))
 
 
-def by_conversation(requests: list[Request]) -> dict[int, list[Request]]:
-    turns: dict[int, list[Request]] = {}
+def by_conversation(requests: list[TracedRequest]) -> dict[int, list[TracedRequest]]:
+    turns: dict[int, list[TracedRequest]] = {}
     for request in requests:
         turns.setdefault(request.conversation, []).append(request)
     return turns
 
 
-def test_a_seed_gives_one_trace(requests: list[Request]) -> None:
+def test_a_seed_gives_one_trace(requests: list[TracedRequest]) -> None:
     assert list(trace(0, 200)) == requests
     assert list(trace(1, 200)) != requests
 
 
-def test_more_conversations_change_nothing_in_the_first(requests: list[Request]) -> None:
+def test_more_conversations_change_nothing_in_the_first(requests: list[TracedRequest]) -> None:
     assert [r for r in trace(0, 300) if r.conversation < 200] == requests
 
 
-def test_it_is_in_the_order_of_time(requests: list[Request]) -> None:
+def test_it_is_in_the_order_of_time(requests: list[TracedRequest]) -> None:
     assert requests[0].time > 0
     assert all(one.time <= other.time for one, other in pairwise(requests))
 
 
-def test_a_prompt_is_all_that_was_said(requests: list[Request]) -> None:
+def test_a_prompt_is_all_that_was_said(requests: list[TracedRequest]) -> None:
     turns = by_conversation(requests)
     assert len(turns) == 200
     assert any(len(conversation) > 4 for conversation in turns.values())
@@ -50,7 +50,7 @@ def test_a_prompt_is_all_that_was_said(requests: list[Request]) -> None:
         assert all(turn.answer for turn in conversation)
 
 
-def test_conversations_share_system_prompts_and_nothing_else(requests: list[Request]) -> None:
+def test_conversations_share_system_prompts_and_nothing_else(requests: list[TracedRequest]) -> None:
     begin = {tuple(r.prompt[: CHAT.system_tokens[0]]) for r in requests}
     assert 10 < len(begin) <= CHAT.system_prompts
     last = {
@@ -60,13 +60,13 @@ def test_conversations_share_system_prompts_and_nothing_else(requests: list[Requ
     assert len(last) == 200
 
 
-def test_half_of_the_conversations_are_one_shot(requests: list[Request]) -> None:
+def test_half_of_the_conversations_are_one_shot(requests: list[TracedRequest]) -> None:
     lengths = [len(conversation) for conversation in by_conversation(requests).values()]
     assert 80 < lengths.count(1) < 120
     assert 2 < sum(lengths) / len(lengths) < 3
 
 
-def test_the_command_prints_a_request_a_line(requests: list[Request], capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_prints_a_request_a_line(requests: list[TracedRequest], capsys: pytest.CaptureFixture[str]) -> None:
     main(["--seed", "0", "--conversations", "20"])
     told = capsys.readouterr().out.splitlines()
     assert told == [line(request) for request in trace(0, 20)]

@@ -8,7 +8,7 @@ from typing import Any
 
 from prometheus_client.parser import text_string_to_metric_families
 
-from cache_strategies.base import Blocks, Usage
+from cache_strategies.base import Blocks, CacheUsage
 from cache_strategies.registry import declared
 from config.settings import Settings
 from kernels.selfcheck.op_info import OPS
@@ -19,7 +19,7 @@ from server.metrics.exposition import Renderer
 from server.metrics.registry import Metrics
 
 INSTANCES = ("paged", "contiguous")
-EMPTY = Usage(0, 0, 0, 0, 0, 0, 0)
+EMPTY = CacheUsage(0, 0, 0, 0, 0, 0, 0)
 ABOUT = About(
     instances=[each for each in declared(Settings().strategies) if each.name in INSTANCES],
     backends={op.name: "cpu-avx2" for op in OPS},

@@ -7,11 +7,11 @@ from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from threading import Thread
 
-from cache_strategies.base import Blocks, Happened, Usage
+from cache_strategies.base import BlockEvents, Blocks, CacheUsage
 from kernels.selfcheck.op_info import OPS
 from server.api.ops.metrics import OPENMETRICS
 from server.engine.device import DeviceMemory
-from server.engine.records import Admission, Draft, StepPart
+from server.engine.records import Admission, DraftRecord, StepPart
 from server.metrics.families import MISS, OUTCOME, WAIT
 from server.metrics.registry import Metrics
 from tests.metrics.made_up import INSTANCES, exposition, new_metrics, record, state, step
@@ -19,7 +19,7 @@ from tests.metrics.made_up import INSTANCES, exposition, new_metrics, record, st
 BUSY = state(
     running=dict.fromkeys(INSTANCES, 2),
     waiting={(name, wait): 3 for name in INSTANCES for wait in WAIT.values or ()},
-    usage=dict.fromkeys(INSTANCES, Usage(2, 50, reserved=600, used=300, idle=200, wasted=100, limit=1000)),
+    usage=dict.fromkeys(INSTANCES, CacheUsage(2, 50, reserved=600, used=300, idle=200, wasted=100, limit=1000)),
     blocks=dict.fromkeys(INSTANCES, Blocks(in_use=5, shared=2, pending=1, pinned=1, idle=3)),
     floors=dict.fromkeys(INSTANCES, 400),
     pool_held=1200,
@@ -47,13 +47,13 @@ def happen(metrics: Metrics) -> None:
             preempted=every,
             failures=every,
             forked=every,
-            drafts={name: [Draft(3, 3), Draft(3, 1)] for name in INSTANCES},
+            drafts={name: [DraftRecord(3, 3), DraftRecord(3, 1)] for name in INSTANCES},
             evicted=every,
             gaps={name: [0.02, 0.03] for name in INSTANCES},
             admitted=[
                 Admission(name, 10, 6, reason, forked=False) for name in INSTANCES for reason in MISS.values or ()
             ],
-            happened=dict.fromkeys(INSTANCES, Happened(1, (40.0,), (20.0,), (3.0,))),
+            happened=dict.fromkeys(INSTANCES, BlockEvents(1, (40.0,), (20.0,), (3.0,))),
             kernels={op.name: 0.01 / len(OPS) for op in OPS},
         )
     )

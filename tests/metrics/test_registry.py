@@ -8,11 +8,11 @@ import pytest
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as openmetrics_families
 from prometheus_client.parser import text_string_to_metric_families
 
-from cache_strategies.base import Blocks, Happened, Usage
+from cache_strategies.base import BlockEvents, Blocks, CacheUsage
 from config.settings import LONGEST_DRAFT
 from server.engine.device import DeviceMemory
 from server.engine.info import about, state_of
-from server.engine.records import Admission, Draft, StepPart
+from server.engine.records import Admission, DraftRecord, StepPart
 from server.metrics.families import FAMILIES, KV_STATE, OUTCOME, STRATEGY, WAIT, table
 from server.metrics.registry import Metrics
 from tests.engine.driving import Driver
@@ -181,7 +181,7 @@ def test_gauges_are_as_it_is_now() -> None:
         state(
             running={"paged": 2},
             waiting={("paged", "memory"): 1, ("contiguous", "seats"): 5},
-            usage={"paged": Usage(2, 50, 600, 300, 200, 100, 1000), "contiguous": EMPTY},
+            usage={"paged": CacheUsage(2, 50, 600, 300, 200, 100, 1000), "contiguous": EMPTY},
             blocks={"paged": Blocks(6, 3, 2, 1, 4), "contiguous": Blocks()},
             floors={"paged": 77, "contiguous": 0},
             pool_free=400,
@@ -222,7 +222,7 @@ def test_gauges_are_as_it_is_now() -> None:
 
 def test_what_happened_to_blocks_is_counted() -> None:
     metrics = new_metrics()
-    metrics.observe_step(step(happened={"paged": Happened(3, [2.0, 4.0], [1.0, 1.5], [0.25])}))
+    metrics.observe_step(step(happened={"paged": BlockEvents(3, [2.0, 4.0], [1.0, 1.5], [0.25])}))
     samples = scrape(metrics)
     assert at(samples, "kvmux_kv_cache_copied_blocks_total", strategy="paged") == 3
     for name, count, total in (("lifetime", 2, 6.0), ("idle_before_evict", 2, 2.5), ("reuse_gap", 1, 0.25)):
@@ -252,8 +252,10 @@ def test_operations_are_told_by_who_computed_them_and_for_what(part: StepPart, p
 
 def test_drafts_count_with_what_came_true_of_them() -> None:
     metrics = new_metrics()
-    metrics.observe_step(step(drafts={"paged": [Draft(4, 2), Draft(1, 0)], "contiguous": [Draft(3, 3)]}))
-    metrics.observe_step(step(drafts={"paged": [Draft(2, 1)]}))
+    metrics.observe_step(
+        step(drafts={"paged": [DraftRecord(4, 2), DraftRecord(1, 0)], "contiguous": [DraftRecord(3, 3)]})
+    )
+    metrics.observe_step(step(drafts={"paged": [DraftRecord(2, 1)]}))
     samples = scrape(metrics)
     for instance, drafts, tokens, came_true in (("paged", 3, 7, [2, 1]), ("contiguous", 1, 3, [1, 1, 1])):
         assert at(samples, "kvmux_spec_decode_num_drafts_total", strategy=instance) == drafts

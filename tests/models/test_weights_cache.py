@@ -23,7 +23,7 @@ from server.models.files.atomic_directory import PREFIX
 from server.models.formats import checksum as checksums
 from server.models.formats import quantized, weights_cache
 from server.models.formats.checksum import checksum
-from server.models.formats.weights_cache import Draft, folder_of, found
+from server.models.formats.weights_cache import CachedWeightsWriter, folder_of, found
 from server.models.load import load_model
 from server.models.no_cache import FullContext
 from server.models.weights import Format, Kept
@@ -256,7 +256,7 @@ def test_a_full_disk_is_told_once_and_leaves_nothing(
 def test_two_servers_may_start_at_once(checkpoint: Path, home: Path) -> None:
     folder = folder_of(home, checkpoint, FORMATS["int4"])
     weight = quantise_symmetric(torch.randn(6, 64), 4, 32)
-    drafts = [Draft(folder), Draft(folder)]
+    drafts = [CachedWeightsWriter(folder), CachedWeightsWriter(folder)]
     for draft in drafts:
         draft.put("a", weight)
     assert found(folder) is None
@@ -383,14 +383,14 @@ def test_a_folder_that_is_deleted_while_it_is_read(
     """By another server, for which it is out of date."""
     expected = logits(loaded(checkpoint, home))
     calls: list[str] = []
-    get = weights_cache.Found.get
+    get = weights_cache.CachedWeights.get
 
-    def deleting(self: weights_cache.Found, name: str) -> Any:
+    def deleting(self: weights_cache.CachedWeights, name: str) -> Any:
         calls.append(name)
         if len(calls) == 3:
             shutil.rmtree(home)
         return get(self, name)
 
-    monkeypatch.setattr(weights_cache.Found, "get", deleting)
+    monkeypatch.setattr(weights_cache.CachedWeights, "get", deleting)
     assert torch.equal(logits(loaded(checkpoint, home)), expected)
     assert [record.levelname for record in caplog.records] == ["WARNING"]

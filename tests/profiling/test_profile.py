@@ -12,7 +12,7 @@ from kernels.selfcheck.op_info import OPS
 from server.cli.main import main
 from server.models.config import load_config
 from server.profiling.command import flags
-from server.profiling.report import HTTP, SOCKET, Limits, Profile, Served, as_text
+from server.profiling.report import HTTP, SOCKET, MachineLimits, ServedSteps, StepProfile, as_text
 from server.profiling.steps import BOOKS, LAYOUT, MODEL, SAMPLING, SCHEDULING, Steps, decode, prefill, quickest
 from server.profiling.steps import products_of as products
 from tests.engine.driving import Driver
@@ -88,7 +88,7 @@ def test_the_quickest_steps_count() -> None:
 
 def test_a_table_adds_up() -> None:
     steps = Steps(2, 128, {"attend": 3e-3, BOOKS: 1e-3}, {"attend": 4}, {"attend": 6_000_000}, 10**9)
-    profile = Profile(steps, Limits(3e9, 1e12, 2), Served(5e-3, 8e-3))
+    profile = StepProfile(steps, MachineLimits(3e9, 1e12, 2), ServedSteps(5e-3, 8e-3))
     assert [(part.what, pytest.approx(part.seconds)) for part in profile.parts] == [
         ("attend", 3e-3),
         (BOOKS, 1e-3),

@@ -20,7 +20,7 @@ import msgspec
 import pytest
 
 from server.engine.records import RequestRecord
-from server.metrics.families import FAMILIES, Family
+from server.metrics.families import FAMILIES, MetricFamily
 from server.processes.supervisor import Targets
 from tests.metrics.evaluating import Evaluator, Vector
 from tests.metrics.made_up import Samples, at, samples_of
@@ -255,7 +255,7 @@ def test_responses_are_counted(seen: Seen) -> None:
 
 # ---------------------------------------------------------------- through Prometheus
 @pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
-def test_every_metric_has_moved(seen: Seen, family: Family[Any]) -> None:
+def test_every_metric_has_moved(seen: Seen, family: MetricFamily[Any]) -> None:
     assert any(seen.prometheus.query(f"max(max_over_time({name}[{WINDOW}s])) > 0") for name in family.series)
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from cache_strategies import registry
 from cache_strategies.arena import Arena
 from cache_strategies.base import Geometry, KVCache, Row, Seat
-from cache_strategies.block_table import TableCache, TableSeat
+from cache_strategies.block_table import BlockTableCache, TableSeat
 from cache_strategies.paged.cache import PagedCache
 from cache_strategies.paged.seat import PagedSeat
 from config.settings import StrategySettings
@@ -79,7 +79,7 @@ def read(cache: KVCache, tokens: Sequence[int], *, salt: str = "", max_cached: i
 
 def stored(cache: KVCache, seat: Seat) -> list[int]:
     """The tokens whose keys and values memory holds for a seat that forgets nothing."""
-    assert isinstance(cache, TableCache)
+    assert isinstance(cache, BlockTableCache)
     assert isinstance(seat, TableSeat)
     size, tokens = cache.store.block_size, []
     for position in range(seat.length):

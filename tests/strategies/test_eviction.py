@@ -13,7 +13,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from cache_strategies.eviction import load_policy, policies
 from cache_strategies.eviction.base import EvictionPolicy
 from cache_strategies.eviction.lru import LRU
-from cache_strategies.eviction.queue import Retained
+from cache_strategies.eviction.queue import EvictionQueue
 from cache_strategies.eviction.s3fifo import S3FIFO
 from config.errors import SettingsError
 
@@ -39,7 +39,7 @@ class Histories(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.clock = Clock()
-        self.retained = Retained(self.policy, self.clock)
+        self.retained = EvictionQueue(self.policy, self.clock)
         self.idle: set[int] = set()
         self.worth: dict[int, tuple[int, float]] = {}
 
@@ -105,7 +105,7 @@ def test_any_history(name: str) -> None:
 
 @pytest.mark.parametrize("name", POLICIES)
 def test_what_is_wanted_again_and_again_outlives_what_is_not(name: str) -> None:
-    retained = Retained(load_policy(name), Clock())
+    retained = EvictionQueue(load_policy(name), Clock())
     for key in ("hot", *range(50)):
         retained.keep(key)
         retained.insert(key, 1)
@@ -120,7 +120,7 @@ def test_what_is_wanted_again_and_again_outlives_what_is_not(name: str) -> None:
 @pytest.mark.parametrize("name", POLICIES)
 def test_notes_of_when_entries_expire_do_not_pile_up(name: str) -> None:
     clock = Clock()
-    retained = Retained(load_policy(name), clock)
+    retained = EvictionQueue(load_policy(name), clock)
     for n in range(10_000):
         clock.now += 1
         retained.keep(n, ttl=1e6)
@@ -134,7 +134,7 @@ def test_notes_of_when_entries_expire_do_not_pile_up(name: str) -> None:
 
 # ---------------------------------------------------------------- each in its own way
 def test_lru_lets_go_in_the_order_of_use() -> None:
-    retained = Retained(LRU, Clock())
+    retained = EvictionQueue(LRU, Clock())
     for key in "abcd":
         retained.keep(key)
         retained.insert(key, 1)
@@ -192,7 +192,7 @@ def test_an_unknown_policy_is_told() -> None:
 
 def test_what_comes_back_with_less_time_goes_when_that_is_over() -> None:
     clock = Clock()
-    retained = Retained(load_policy("lru"), clock)
+    retained = EvictionQueue(load_policy("lru"), clock)
     for ttl in (1000.0, 1.0):
         retained.discard("brief")
         retained.keep("brief", 50, ttl)

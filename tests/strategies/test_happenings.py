@@ -7,7 +7,7 @@ from functools import partial
 import pytest
 
 from cache_strategies import registry
-from cache_strategies.base import Blocks, CacheSetup, Happened
+from cache_strategies.base import BlockEvents, Blocks, CacheSetup
 from cache_strategies.paged.block_metrics import LATEST, Happenings
 from tests.strategies.driving import BLOCK, cache_of, enter, opened, paged, read
 from tests.strategies.test_eviction import Clock
@@ -93,7 +93,7 @@ def test_copies_on_write() -> None:
     child = cache.fork(parent)
     assert child is not None
     enter(cache, (child, [1]))
-    assert cache.happened() == Happened(copies=1)
+    assert cache.happened() == BlockEvents(copies=1)
     enter(cache, (parent, [2]))
     assert cache.happened() is None, "the original is nobody else's any more"
 

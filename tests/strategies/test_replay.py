@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from cache_strategies.eviction import policies
 from cache_strategies.optimum import distinct, most_hits, visits
-from cache_strategies.replay import Request, compare, main, read, replay
+from cache_strategies.replay import RecordedRequest, compare, main, read, replay
 from config.errors import SettingsError
 from loadtest.traces import line, trace
 
@@ -65,8 +65,8 @@ def best_of_all_choices(asked: Texts, capacity: int) -> int:
     return best(0, frozenset())
 
 
-def requests_of(asked: Sequence[tuple[Text, Text]]) -> list[Request]:
-    return [Request(float(i), prompt, answer) for i, (prompt, answer) in enumerate(asked)]
+def requests_of(asked: Sequence[tuple[Text, Text]]) -> list[RecordedRequest]:
+    return [RecordedRequest(float(i), prompt, answer) for i, (prompt, answer) in enumerate(asked)]
 
 
 # ---------------------------------------------------------------- the best there is
@@ -165,4 +165,4 @@ def test_what_cannot_be_replayed(
 
 def test_a_request_that_can_never_fit_is_told() -> None:
     with pytest.raises(SettingsError, match="1 blocks have no room for a request of 5 tokens"):
-        replay([Request(0.0, (1, 2, 3), (4, 5))], 1, "lru", 4)
+        replay([RecordedRequest(0.0, (1, 2, 3), (4, 5))], 1, "lru", 4)

@@ -7,7 +7,7 @@ from functools import cache
 import pytest
 
 from server.evaluation.corpus import facts, plots, smalltalk, words
-from server.evaluation.corpus.generator import Document, Kind, Teller, text_of
+from server.evaluation.corpus.generator import Document, DocumentGenerator, PieceKind, text_of
 from server.evaluation.corpus.packing import BOS_ID, EOS_ID, WEIGHTS, Mix, Rows, pack
 from server.evaluation.corpus.templates import expand
 from server.evaluation.corpus.words import HELD_OUT, TRAIN
@@ -17,7 +17,7 @@ _SLOT = re.compile(r"\\\$\w+")
 
 
 def _documents(seed: int, lexicon: words.Lexicon = TRAIN, rounds: int = 12) -> list[Document]:
-    teller = Teller(seed, lexicon)
+    teller = DocumentGenerator(seed, lexicon)
     documents = []
     for _ in range(rounds):
         documents += [teller.record(8000), *(tell() for tell in (teller.story, teller.chat) * 6)]
@@ -101,24 +101,24 @@ def test_sentences_begin_with_capitals() -> None:
 
 
 def test_every_template_expands() -> None:
-    teller = Teller(1)
+    teller = DocumentGenerator(1)
     slots = teller._slots(*teller.cast(2))
     for template in (*plots.OPENINGS, *plots.ASIDES, *plots.CLOSINGS, *sum(plots.PLOTS, ())):
         assert expand(teller.rng, template, slots)[-1] in '.!?"', template
 
 
 def test_stories_end_with_the_end_token() -> None:
-    assert Teller(1).story()[-1].kind is Kind.END
+    assert DocumentGenerator(1).story()[-1].kind is PieceKind.END
 
 
 def test_facts_are_asked_at_most_twice_and_near_and_far() -> None:
-    teller, distances = Teller(9), []
+    teller, distances = DocumentGenerator(9), []
     for _ in range(30):
         stated, asked, position = {}, Counter[int](), 0
         for piece in teller.record(8000):
-            if piece.kind is Kind.VALUE:
+            if piece.kind is PieceKind.VALUE:
                 stated[piece.fact] = position
-            elif piece.kind is Kind.ANSWER:
+            elif piece.kind is PieceKind.ANSWER:
                 asked[piece.fact] += 1
                 distances.append(position - stated[piece.fact])
             position += len(piece.text)
@@ -130,7 +130,7 @@ def test_facts_are_asked_at_most_twice_and_near_and_far() -> None:
 def test_nobody_who_is_the_answer_speaks_in_its_sentence() -> None:
     """Or the answer would stand right before it."""
     spoken = r'"[^"]*\?" asked (\w+)\. "([^"]*)," said (\w+)\.'
-    found = re.findall(spoken, " ".join(text_of(Teller(seed).record(20_000)) for seed in range(12)))
+    found = re.findall(spoken, " ".join(text_of(DocumentGenerator(seed).record(20_000)) for seed in range(12)))
     assert len(found) > 50
     for asking, answer, telling in found:
         assert not {asking, telling} & set(re.findall(r"\w+", answer))
@@ -147,16 +147,16 @@ def test_weights_align_with_answers(context: int) -> None:
         for answer in answers:
             span = range(answer.start, answer.stop)
             source = answer.start - answer.distance
-            assert all(weights[index] == WEIGHTS[Kind.ANSWER] for index in span)
+            assert all(weights[index] == WEIGHTS[PieceKind.ANSWER] for index in span)
             assert list(ids[source : source + len(span)]) == list(ids[answer.start : answer.stop])
             assert tokens[ids[answer.start]].startswith(" ")
-            assert weights[answer.start - 1] == WEIGHTS[Kind.TEXT]
-        weighty = sum(weight == WEIGHTS[Kind.ANSWER] for weight in weights)
+            assert weights[answer.start - 1] == WEIGHTS[PieceKind.TEXT]
+        weighty = sum(weight == WEIGHTS[PieceKind.ANSWER] for weight in weights)
         assert 0 <= weighty - sum(a.stop - a.start for a in answers) < 8  # the last answer may be cut off
 
 
 def test_rows_begin_with_a_fresh_document_and_end_tokens_are_learnt() -> None:
     rows, _ = _rows(512, Mix(stories=1, records=0))
     assert (rows.ids[:, 0] == BOS_ID).all()
-    assert (rows.weights[rows.ids == EOS_ID] == WEIGHTS[Kind.END]).all()
+    assert (rows.weights[rows.ids == EOS_ID] == WEIGHTS[PieceKind.END]).all()
     assert (rows.ids == EOS_ID).any(axis=1).all()

@@ -1,7 +1,7 @@
 """Work that does not fit a cache: for each operation, calls over data of a gibibyte.
 
 Shapes are those of Qwen2.5-0.5B, the smallest model that people serve. Knows neither what a call must move, which the
-table says, nor a clock; bench.py has one.
+table says, nor a clock; kernels.py has one.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from kernels.memory import allocate
-from kernels.ops import AttentionWeights, DecoderLayer, GatedWeights, Ops, Stack, Stored
+from kernels.ops import AttentionWeights, DecoderLayer, DecoderLayers, GatedWeights, Ops, Stored
 from kernels.quantization import Quantised
 from kernels.reference import ReferenceOps
 from kernels.sampling import Drawing
@@ -101,13 +101,13 @@ def run_layers(dtype: torch.dtype, rows: int) -> Calls:
     at = Slots(table.view(-1, 1), BLOCK, table, ones, nothing, nothing, num_decode=rows, max_q=1, max_kv=1)
     stored = [(slice(0, rows), Stored(KVStore(arena, specs, BLOCK, dtype), at, None))]
     x = numbers(rows * WIDTH, dtype).view(rows, WIDTH)
-    return [(Stack(layers), x, Step(ReferenceOps(), specs, stored))]
+    return [(DecoderLayers(layers), x, Step(ReferenceOps(), specs, stored))]
 
 
 def packed(ops: Ops, op: str, call: tuple[Any, ...]) -> tuple[Any, ...]:
     """The call with its weights as these operations multiply them fastest."""
     first, second, *rest = *call, None
-    if isinstance(first, Stack):
+    if isinstance(first, DecoderLayers):
         return ops.stacked([layer.packed(ops) for layer in first.layers], second.dtype), *call[1:]
     if isinstance(first, AttentionWeights | GatedWeights):
         return first.packed(ops), *call[1:]

@@ -18,7 +18,7 @@ from server.engine.build import Engine, build_engine
 from server.evaluation.command import read_documents
 from server.evaluation.compare import Fidelity, count
 from server.evaluation.documents import Document
-from server.evaluation.flags import Wanted
+from server.evaluation.flags import EvaluateOptions
 from server.models.base import Model
 from server.models.no_cache import FullContext
 
@@ -38,7 +38,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     flags |= {"max_seq_len": options.length, "max_num_seqs": 1}
     try:
         engines = [build_engine(load(None, flags | {"weights": weights})) for weights in options.weights]
-        wanted = Wanted(texts=options.texts, records=options.records, seed=options.seed)
+        wanted = EvaluateOptions(texts=options.texts, records=options.records, seed=options.seed)
         documents = read_documents(engines[0], wanted)
     except SettingsError as error:
         parser.error(str(error))

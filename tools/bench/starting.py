@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 import psutil
 
-from server.profiling.running import RunError, Served, serving, sigterm_as_ctrl_c
+from server.profiling.running import RunError, RunningServer, serving, sigterm_as_ctrl_c
 from server.text.processes.text_process import MODULE
 from tools.bench.streaming import Server, is_engine, model_of, play
 
@@ -97,7 +97,7 @@ def role_of(child: psutil.Process) -> str:
     return "engine" if is_engine(child) else "API"
 
 
-async def loaded(served: Served, streams: int, prompt: int, tokens: int) -> dict[str, Memory]:
+async def loaded(served: RunningServer, streams: int, prompt: int, tokens: int) -> dict[str, Memory]:
     """The most that was seen while the streams ran."""
     ids = [FIRST_ID + i % IDS for i in range(prompt)]
     body: dict[str, Any] = {

@@ -23,7 +23,7 @@ import httpx
 import psutil
 from starlette.types import Receive, Scope, Send
 
-from server.profiling.running import RunError, Served, serving, sigterm_as_ctrl_c, started
+from server.profiling.running import RunError, RunningServer, serving, sigterm_as_ctrl_c, started
 
 ENGINE = "libtorch_cpu"  # the library that only the engine's process has in its memory
 LISTENS = re.compile(r"running on (http://\S+)")
@@ -88,7 +88,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 # ---------------------------------------------------------------- servers
-def model_of(served: Served) -> str:
+def model_of(served: RunningServer) -> str:
     """What requests call it."""
     listed = httpx.get(f"{served.url}/v1/models", trust_env=False).json()
     return str(listed["data"][0]["id"])

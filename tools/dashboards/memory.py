@@ -7,7 +7,7 @@ from grafana_foundation_sdk.models.dashboard import Dashboard
 from prometheus_client import Histogram
 
 from server.metrics import families as f
-from server.metrics.families import Family
+from server.metrics.families import MetricFamily
 from tools.dashboards.panels import (
     BYTES,
     BYTES_A_SECOND,
@@ -76,5 +76,5 @@ def _in_state(state: str) -> str:
     return now(f.KV_BYTES, f.STRATEGY, where={f.KV_STATE: state})
 
 
-def _ages(title: str, family: Family[Histogram]) -> Timeseries:
+def _ages(title: str, family: MetricFamily[Histogram]) -> Timeseries:
     return lines(f"{title}, median", SECONDS, {BY: quantile(0.5, family, f.STRATEGY)}, width=6)

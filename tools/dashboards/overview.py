@@ -8,7 +8,7 @@ from grafana_foundation_sdk.models.dashboard import Dashboard
 from prometheus_client import Histogram
 
 from server.metrics import families as f
-from server.metrics.families import Family
+from server.metrics.families import MetricFamily
 from tools.dashboards.panels import (
     NUMBER,
     REQUESTS_A_SECOND,
@@ -107,6 +107,6 @@ def _cache_and_trouble() -> list[Timeseries]:
     ]
 
 
-def quantiles(family: Family[Histogram]) -> dict[str, str]:
+def quantiles(family: MetricFamily[Histogram]) -> dict[str, str]:
     """The middle, and the slow ones."""
     return {f"p{100 * share:.0f}": quantile(share, family) for share in (0.5, 0.95, 0.99)}

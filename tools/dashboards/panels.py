@@ -46,7 +46,7 @@ from grafana_foundation_sdk.models.dashboard import (
 from grafana_foundation_sdk.models.prometheus import PromQueryFormat
 from prometheus_client import Info
 
-from server.metrics.families import KV_LIMIT, STEPS, STRATEGY, Family, Label
+from server.metrics.families import KV_LIMIT, STEPS, STRATEGY, Label, MetricFamily
 from tools.dashboards.promql import SERVER, SERVER_VARIABLE, STRATEGY_VARIABLE, named, select
 
 TAG = "kvmux"
@@ -117,7 +117,7 @@ def number(
     )
 
 
-def facts(title: str, family: Family[Info], *, width: int = 12, height: int) -> Table:
+def facts(title: str, family: MetricFamily[Info], *, width: int = 12, height: int) -> Table:
     """What an info metric says: a row for each strategy, or one for each label."""
     target = Dataquery().datasource(PROMETHEUS).ref_id("A").expr(select(family)).legend_format("").instant()
     if STRATEGY in family.labels:
@@ -174,7 +174,7 @@ def dashboard(key: str, title: str, about: str, rows: Mapping[str, Sequence[Pane
     return made.build()
 
 
-def _choice(name: str, label: str, family: Family[Any], of: Label) -> build.QueryVariable:
+def _choice(name: str, label: str, family: MetricFamily[Any], of: Label) -> build.QueryVariable:
     """Any of the values that Prometheus knows, at first all of them."""
     return (
         build.QueryVariable(name)

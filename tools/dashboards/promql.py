@@ -10,16 +10,16 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from server.metrics.families import FAMILIES, PREFIX, STRATEGY, Family, Label
+from server.metrics.families import FAMILIES, PREFIX, STRATEGY, Label, MetricFamily
 
 INTERVAL = "$__rate_interval"  # Grafana's: long enough for several scrapes
 SERVER = Label("instance")  # Prometheus' own, for where it scrapes
 SERVER_VARIABLE, STRATEGY_VARIABLE = "server", "strategy"
 
-_BY_SERIES: Mapping[str, Family[Any]] = {series: family for family in FAMILIES for series in family.series}
+_BY_SERIES: Mapping[str, MetricFamily[Any]] = {series: family for family in FAMILIES for series in family.series}
 
 
-def select(family: Family[Any], part: str = "", where: Mapping[Label, str] | None = None) -> str:
+def select(family: MetricFamily[Any], part: str = "", where: Mapping[Label, str] | None = None) -> str:
     """Its series at the servers and strategies that were chosen. Histograms and summaries have parts, as `_sum`."""
     assert family.exposed + part in family.series
     chosen = [f'{SERVER.name}=~"${SERVER_VARIABLE}"']
@@ -32,28 +32,28 @@ def select(family: Family[Any], part: str = "", where: Mapping[Label, str] | Non
     return f"{family.exposed}{part}{{{', '.join(chosen)}}}"
 
 
-def now(family: Family[Any], *by: Label, where: Mapping[Label, str] | None = None) -> str:
+def now(family: MetricFamily[Any], *by: Label, where: Mapping[Label, str] | None = None) -> str:
     """A gauge, or how far a counter has come, summed over all labels but `by`."""
     return _aggregate("sum", family, by, select(family, where=where))
 
 
-def highest(family: Family[Any], *by: Label) -> str:
+def highest(family: MetricFamily[Any], *by: Label) -> str:
     """A gauge that cannot be summed."""
     return _aggregate("max", family, by, select(family))
 
 
-def rate(family: Family[Any], *by: Label, part: str = "", where: Mapping[Label, str] | None = None) -> str:
+def rate(family: MetricFamily[Any], *by: Label, part: str = "", where: Mapping[Label, str] | None = None) -> str:
     """A counter's growth a second, summed over all labels but `by`."""
     return _aggregate("sum", family, by, f"rate({select(family, part, where)}[{INTERVAL}])")
 
 
-def quantile(share: float, family: Family[Any], *by: Label) -> str:
+def quantile(share: float, family: MetricFamily[Any], *by: Label) -> str:
     """Of a histogram: so many observations lay below."""
     buckets = _aggregate("sum", family, by, f"rate({select(family, '_bucket')}[{INTERVAL}])", "le")
     return f"histogram_quantile({share}, {buckets})"
 
 
-def mean(family: Family[Any], *by: Label) -> str:
+def mean(family: MetricFamily[Any], *by: Label) -> str:
     """Of what a histogram or a summary observed."""
     return ratio(rate(family, *by, part="_sum"), rate(family, *by, part="_count"))
 
@@ -73,7 +73,7 @@ def each(*labels: Label) -> str:
     return " ".join(f"{{{{{label.name}}}}}" for label in labels)
 
 
-def named(text: str) -> list[Family[Any]]:
+def named(text: str) -> list[MetricFamily[Any]]:
     """The families whose series a text names, each once. Raises KeyError for a series of ours that nobody exposes."""
     return list({_BY_SERIES[name]: None for name in re.findall(rf"\b{PREFIX}\w+", text)})
 
@@ -85,7 +85,7 @@ def filled(expression: str, interval: str = "1m", values: str = ".+") -> str:
     return expression.replace(INTERVAL, interval)
 
 
-def _aggregate(how: str, family: Family[Any], by: tuple[Label, ...], series: str, *further: str) -> str:
+def _aggregate(how: str, family: MetricFamily[Any], by: tuple[Label, ...], series: str, *further: str) -> str:
     assert set(by) <= {*family.labels, SERVER}
     names = ", ".join([label.name for label in by] + list(further))
     return f"{how} by ({names}) ({series})" if names else f"{how}({series})"

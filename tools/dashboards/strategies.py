@@ -9,7 +9,7 @@ from grafana_foundation_sdk.models.dashboard import Dashboard
 from prometheus_client import Histogram
 
 from server.metrics import families as f
-from server.metrics.families import Family
+from server.metrics.families import MetricFamily
 from tools.dashboards.panels import (
     BYTES,
     NUMBER,
@@ -88,10 +88,10 @@ def strategies() -> Dashboard:
     )
 
 
-def rates(title: str, unit: str, family: Family[Any], width: int = 8) -> Timeseries:
+def rates(title: str, unit: str, family: MetricFamily[Any], width: int = 8) -> Timeseries:
     return lines(title, unit, {BY: rate(family, f.STRATEGY)}, width=width)
 
 
-def slow(title: str, family: Family[Histogram], width: int = 6) -> Timeseries:
+def slow(title: str, family: MetricFamily[Histogram], width: int = 6) -> Timeseries:
     """How long it takes with one in twenty, or longer."""
     return lines(f"{title}, p95", SECONDS, {BY: quantile(0.95, family, f.STRATEGY)}, width=width)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
-from server.evaluation.corpus.generator import Teller, text_of
+from server.evaluation.corpus.generator import DocumentGenerator, text_of
 from server.evaluation.corpus.packing import BOS_ID
 
 VOCABULARY = 2048
@@ -32,7 +32,7 @@ def train_tokenizer(texts: Iterable[str], size: int = VOCABULARY) -> Tokenizer:
 
 def sample_texts(seed: int, rounds: int = 600) -> Iterator[str]:
     """Some of everything that training will show."""
-    teller = Teller(seed)
+    teller = DocumentGenerator(seed)
     for _ in range(rounds):
         for document in (*(teller.story() for _ in range(4)), teller.chat(), teller.record(3000)):
             yield text_of(document)

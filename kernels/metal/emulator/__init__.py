@@ -11,11 +11,20 @@ from os import PathLike, fspath
 from kernels.metal.emulator import rules
 from kernels.metal.emulator.build import Compiler, CompilerMissing
 from kernels.metal.emulator.failure import KernelFault
-from kernels.metal.emulator.library import Kernel, Library, Mode, Order, Stats
+from kernels.metal.emulator.library import EmulatedKernel, Library, Mode, Order, Stats
 from kernels.metal.emulator.tokens import Source
 from kernels.metal.emulator.translation import Translator
 
-__all__ = ["Compiler", "CompilerMissing", "Kernel", "KernelFault", "Library", "Order", "Stats", "compile_shader"]
+__all__ = [
+    "Compiler",
+    "CompilerMissing",
+    "EmulatedKernel",
+    "KernelFault",
+    "Library",
+    "Order",
+    "Stats",
+    "compile_shader",
+]
 
 
 def compile_shader(

@@ -57,7 +57,7 @@ class KernelFault(RuntimeError):
     """A kernel did what no GPU would put up with; the message says where."""
 
 
-class Teller:
+class FailureReporter:
     """Tells failures of one kernel's launch."""
 
     def __init__(

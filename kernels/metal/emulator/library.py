@@ -17,7 +17,7 @@ from torch import Tensor
 
 from kernels.metal.emulator.arguments import Buffer, Inline, Parameter, cast_of
 from kernels.metal.emulator.build import Built, line
-from kernels.metal.emulator.failure import Failure, Fault, KernelFault, Teller
+from kernels.metal.emulator.failure import Failure, FailureReporter, Fault, KernelFault
 from kernels.metal.emulator.translation import MAX_BUFFERS, KernelSource, Translation
 
 _MAX_GRID = 2**32 - 1  # threads, in each direction
@@ -89,13 +89,13 @@ class Library:
         self._launch.restype = None
         self._numbers = {kernel.name: (i, kernel) for i, kernel in enumerate(translation.kernels)}
 
-    def __getattr__(self, name: str) -> Kernel:
+    def __getattr__(self, name: str) -> EmulatedKernel:
         if name.startswith("__"):
             raise AttributeError(name)
         if name not in self._numbers:
             raise RuntimeError(f"Failed to create function state object for: {name}")
         number, source = self._numbers[name]
-        kernel = Kernel(self._launch, self._loaded, number, source, self._mode, self._built.kernels)
+        kernel = EmulatedKernel(self._launch, self._loaded, number, source, self._mode, self._built.kernels)
         setattr(self, name, kernel)  # found without this method from now on
         return kernel
 
@@ -103,7 +103,7 @@ class Library:
         return list(self._numbers)
 
 
-class Kernel:
+class EmulatedKernel:
     """A kernel. `stats` tells of its latest launch."""
 
     thread_execution_width = 32
@@ -199,9 +199,9 @@ class Kernel:
             raise ValueError(f"{self.name}: Threadgroup size exceeds {most} limit")
         return grid3, group3
 
-    def _teller(self, grid: tuple[int, int, int], group: tuple[int, int, int]) -> Teller:
+    def _teller(self, grid: tuple[int, int, int], group: tuple[int, int, int]) -> FailureReporter:
         arguments = [(buffer.name, buffer.size) for buffer in self._buffers]
-        return Teller(arguments, self._variables, grid, group, partial(line, self._path))
+        return FailureReporter(arguments, self._variables, grid, group, partial(line, self._path))
 
 
 def _buffers(describe: Any, source: KernelSource) -> list[Buffer]:

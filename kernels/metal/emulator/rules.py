@@ -9,7 +9,7 @@ import re
 from collections.abc import Iterator
 
 from kernels.metal.emulator.scalars import SCALARS
-from kernels.metal.emulator.syntax import Declaration, Kind, declarations
+from kernels.metal.emulator.syntax import Declaration, DeclarationKind, declarations
 from kernels.metal.emulator.tokens import Source
 from kernels.metal.emulator.translation import threadgroup_variables
 
@@ -110,7 +110,7 @@ def _pointers(source: Source) -> Found:
 
 def _parameters(source: Source, function: Declaration) -> Found:
     """Those of types that are not built in."""
-    if function.kind is not Kind.FUNCTION:
+    if function.kind is not DeclarationKind.FUNCTION:
         return
     for begin, end in source.split(*function.parameters):
         texts = [token.text for token in source.tokens[begin:end]]
@@ -121,7 +121,7 @@ def _parameters(source: Source, function: Declaration) -> Found:
 
 def _scope(source: Source, variable: Declaration) -> Found:
     """Variables outside functions."""
-    if variable.kind is not Kind.VARIABLE or variable.member:
+    if variable.kind is not DeclarationKind.VARIABLE or variable.member:
         return
     texts = {token.text for token in source.tokens[variable.begin : variable.end]}
     if "constant" not in texts:
@@ -129,7 +129,7 @@ def _scope(source: Source, variable: Declaration) -> Found:
 
 
 def _threadgroup(source: Source, function: Declaration) -> Found:
-    if function.kind is not Kind.FUNCTION:
+    if function.kind is not DeclarationKind.FUNCTION:
         return
     for variable in threadgroup_variables(source, *function.body):
         name = source.tokens[variable.declarators[0][0]].text
@@ -153,7 +153,7 @@ def _is_call(source: Source, i: int) -> bool:
 
 def _recursion(source: Source, found: list[Declaration]) -> Found:
     """Functions that reach themselves. Overloads are left out: a name does not tell which of them is called."""
-    functions = [each for each in found if each.kind is Kind.FUNCTION and not each.member]
+    functions = [each for each in found if each.kind is DeclarationKind.FUNCTION and not each.member]
     names = [each.name for each in functions]
     calls = {
         each.name: {

@@ -16,7 +16,7 @@ _TYPES = ("struct", "class", "union", "enum")
 _NOT_NAMES = ("decltype", "alignas", "__attribute__", "noexcept", "sizeof")  # what may stand before another (
 
 
-class Kind(Enum):
+class DeclarationKind(Enum):
     FUNCTION = "function"  # with a body
     INSTANTIATION = "instantiation"  # template ... f<float>(...);
     VARIABLE = "variable"
@@ -27,7 +27,7 @@ class Kind(Enum):
 class Declaration:
     """Everything in indices of tokens; ranges end before their second one."""
 
-    kind: Kind
+    kind: DeclarationKind
     name: str
     begin: int
     end: int
@@ -38,7 +38,7 @@ class Declaration:
 
     def is_kernel(self, source: Source) -> bool:
         head = source.tokens[self.begin : self.parameters[0]]
-        return self.kind is Kind.FUNCTION and any(token.text == "kernel" for token in head)
+        return self.kind is DeclarationKind.FUNCTION and any(token.text == "kernel" for token in head)
 
 
 def declarations(source: Source) -> list[Declaration]:
@@ -101,12 +101,12 @@ class _Reader:
             return self._semicolon(head.stop) + 1
         if head.name and stop == "{":
             last = self._source.close(head.stop)
-            self._add(Kind.FUNCTION, head, begin, last + 1, (head.stop + 1, last), member)
+            self._add(DeclarationKind.FUNCTION, head, begin, last + 1, (head.stop + 1, last), member)
             return last + 1
         end = self._semicolon(head.stop) + 1
-        kind = Kind.OTHER if head.name else Kind.VARIABLE
+        kind = DeclarationKind.OTHER if head.name else DeclarationKind.VARIABLE
         if self._text(begin) == "template" and after == begin:
-            kind = Kind.INSTANTIATION
+            kind = DeclarationKind.INSTANTIATION
         self._add(kind, head, begin, end, (end, end), member)
         return end
 
@@ -151,7 +151,9 @@ class _Reader:
             i -= 1
         return self._text(i)
 
-    def _add(self, kind: Kind, head: _Head, begin: int, end: int, body: tuple[int, int], member: bool) -> None:
+    def _add(
+        self, kind: DeclarationKind, head: _Head, begin: int, end: int, body: tuple[int, int], member: bool
+    ) -> None:
         template = self._source.is_at(begin, "template", "<")
         name = head.name or self._text(head.stop - 1)
         self.found.append(Declaration(kind, name, begin, end, head.parameters, body, member, template))

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from kernels.metal.emulator.swizzles import swizzles
-from kernels.metal.emulator.syntax import Declaration, Kind, declarations
+from kernels.metal.emulator.syntax import Declaration, DeclarationKind, declarations
 from kernels.metal.emulator.tokens import Source
 
 MAX_BUFFERS, MAX_THREADS, MAX_VARIABLES = 31, 1024, 64
@@ -124,7 +124,7 @@ class Translator:
         for each in declarations(self._source):
             if each.is_kernel(self._source):
                 self._kernel(each)
-            elif each.kind is Kind.INSTANTIATION:
+            elif each.kind is DeclarationKind.INSTANTIATION:
                 self._instantiation(each)
         for i, text in swizzles(self._source):
             self._replace(i, i + 1, text)
@@ -286,7 +286,7 @@ class Translator:
 
     def _places(self) -> None:
         """Where barriers and simd operations are called: two of a line are two."""
-        own = {each.name for each in declarations(self._source) if each.kind is Kind.FUNCTION}
+        own = {each.name for each in declarations(self._source) if each.kind is DeclarationKind.FUNCTION}
         for i in range(1, len(self._source.tokens) - 1):
             before, name = self._source.tokens[i - 1].text, self._source.tokens[i].text
             if not _WAITS.fullmatch(name) or not self._source.is_at(i + 1, "(") or name in own or before in (".", "->"):

@@ -123,7 +123,7 @@ def as_api_error(error: Exception) -> ApiError:
 
 
 def install(app: FastAPI) -> None:
-    """Answer exceptions that are expected; lifetime.py answers the others."""
+    """Answer exceptions that are expected; request_lifetime.py answers the others."""
     for kind in (HTTPException, RequestValidationError, EngineRefused, EngineLost, TextError):
         app.add_exception_handler(kind, _answer)
 

@@ -52,7 +52,7 @@ class BodyLimits:
         )
 
 
-class Bounds:
+class RequestBounds:
     """Middleware that refuses headers, and raises an ApiError where a body is read."""
 
     def __init__(

@@ -10,7 +10,7 @@ from pydantic import Field, ValidationInfo, field_validator
 from server.api.http.body import JsonRoute
 from server.api.http.errors import documented
 from server.api.openai.conversation import Messages, Rendering, encoded_chat, texts_of
-from server.api.openai.generation import Generation, Piece
+from server.api.openai.generation import Generation, OutputDelta
 from server.api.openai.generation_job import PromptTokens, check_prompt, job_of, sampling_of
 from server.api.openai.logprobs import ChatLogprobs, chat_logprobs
 from server.api.openai.request_models import (
@@ -103,8 +103,8 @@ def router(serving: Serving) -> APIRouter:
 class ChatWriter(Writer[ChatRequest]):
     """A stream tells of each choice its role, then its text, then how it ended; of the prompt in its first chunk."""
 
-    def parts(self, piece: Piece) -> list[Piece]:
-        parts = [] if piece.choice in self._begun else [Piece(piece.choice, "", [], [])]
+    def parts(self, piece: OutputDelta) -> list[OutputDelta]:
+        parts = [] if piece.choice in self._begun else [OutputDelta(piece.choice, "", [], [])]
         if piece.finish_reason is None:
             return [*parts, piece]
         if piece.text:
@@ -112,7 +112,7 @@ class ChatWriter(Writer[ChatRequest]):
             piece = piece._replace(text="", tokens=[], scores=[])
         return [*parts, piece]
 
-    def chunk(self, piece: Piece | None, generation: Generation) -> ChatChunk:
+    def chunk(self, piece: OutputDelta | None, generation: Generation) -> ChatChunk:
         chunk = ChatChunk(**self.about, choices=[])
         if piece is not None:
             first = not self._begun
@@ -127,7 +127,7 @@ class ChatWriter(Writer[ChatRequest]):
             chunk.choices.append(choice)
         return chunk
 
-    def whole(self, pieces: list[Piece], generation: Generation) -> ChatCompletion:
+    def whole(self, pieces: list[OutputDelta], generation: Generation) -> ChatCompletion:
         choices = []
         for piece in pieces:
             message = ChatMessage(piece.text)
@@ -138,7 +138,7 @@ class ChatWriter(Writer[ChatRequest]):
         self._tell_prompt(told, 0, generation)
         return told
 
-    def _logprobs(self, piece: Piece) -> ChatLogprobs | None:
+    def _logprobs(self, piece: OutputDelta) -> ChatLogprobs | None:
         if not self.body.logprobs:
             return None
         top, by_id = self.body.top_logprobs or 0, self.body.return_tokens_as_token_ids

@@ -17,11 +17,11 @@ from pydantic import (
 from server.api.http.body import JsonRoute
 from server.api.http.errors import ApiError, documented
 from server.api.http.json_values import DecodedIds, ReadAs
-from server.api.openai.generation import Generation, Piece
+from server.api.openai.generation import Generation, OutputDelta
 from server.api.openai.generation_job import MANY_PROMPTS, Job, PromptTokens, check_prompt, job_of, sampling_of
 from server.api.openai.logprobs import CompletionLogprobs, completion_logprobs, id_of, joined
 from server.api.openai.request_models import INT64, LONGEST_NAME, GenerationRequest, Ignored, LongList, Prompt
-from server.api.openai.response_models import Completion, CompletionChoice
+from server.api.openai.response_models import CompletionChoice, CompletionResponse
 from server.api.openai.responses import Serving, Writer, answering
 from server.engine.ipc.messages import Hello, Sampling
 from server.text.errors import InfillError
@@ -163,19 +163,19 @@ class CompletionWriter(Writer[CompletionRequest]):
         self._echoed: dict[int, CompletionLogprobs] = {}  # by the prompt's first choice
         self._name = id_of if body.return_tokens_as_token_ids else tokenizer.token_string
 
-    def chunk(self, piece: Piece | None, generation: Generation) -> Completion:
+    def chunk(self, piece: OutputDelta | None, generation: Generation) -> CompletionResponse:
         return self._completion([] if piece is None else [self._part(piece, generation)])
 
-    def whole(self, pieces: list[Piece], generation: Generation) -> Completion:
+    def whole(self, pieces: list[OutputDelta], generation: Generation) -> CompletionResponse:
         choices = [self._part(piece, generation) for piece in self._best(pieces)]
         for index, choice in enumerate(choices):
             choice.index = index
         return self._completion(choices)
 
-    def _completion(self, choices: list[CompletionChoice]) -> Completion:
-        return Completion(**self.about, choices=choices)
+    def _completion(self, choices: list[CompletionChoice]) -> CompletionResponse:
+        return CompletionResponse(**self.about, choices=choices)
 
-    def _part(self, piece: Piece, generation: Generation) -> CompletionChoice:
+    def _part(self, piece: OutputDelta, generation: Generation) -> CompletionChoice:
         """What a piece adds to its choice."""
         part = CompletionChoice(index=piece.choice, text=piece.text)
         if (top := self.body.logprobs) is not None:
@@ -203,15 +203,15 @@ class CompletionWriter(Writer[CompletionRequest]):
             self._echoed[head] = completion_logprobs(self._name, tokens, scores, self.body.logprobs)
         return self._echoed[head]
 
-    def _best(self, pieces: list[Piece]) -> list[Piece]:
+    def _best(self, pieces: list[OutputDelta]) -> list[OutputDelta]:
         """Of each prompt's choices the n whose tokens are likeliest on average, the best first."""
         if self.job.choices == self.body.n:
             return pieces
-        best: list[Piece] = []
+        best: list[OutputDelta] = []
         for first in range(0, len(pieces), self.job.choices):
             best += sorted(pieces[first : first + self.job.choices], key=_mean_logprob, reverse=True)[: self.body.n]
         return best
 
 
-def _mean_logprob(piece: Piece) -> float:
+def _mean_logprob(piece: OutputDelta) -> float:
     return sum(score.logprob for score in piece.scores) / max(1, len(piece.scores))

@@ -28,7 +28,7 @@ from server.engine.records import RequestRecord
 from server.text.output import OutputText, Placed
 
 
-class Piece(NamedTuple):
+class OutputDelta(NamedTuple):
     """More text of one choice; with a finish_reason the last."""
 
     choice: int
@@ -41,9 +41,9 @@ class Piece(NamedTuple):
     num_tokens: int = 0  # of its choice, up to the end of this piece
 
 
-def merged(pieces: Sequence[Piece]) -> list[Piece]:
+def merged(pieces: Sequence[OutputDelta]) -> list[OutputDelta]:
     """One piece for each choice, in their order."""
-    parts: dict[int, list[Piece]] = {}
+    parts: dict[int, list[OutputDelta]] = {}
     for piece in pieces:
         parts.setdefault(piece.choice, []).append(piece)
     return [
@@ -87,8 +87,8 @@ class Generation:
         self._prompt_scores: dict[int, list[TokenScore]] = {i: [] for i in range(len(outputs))}
         self._prompts_scored = job.submits[0].sampling.prompt_logprobs is not None  # of every prompt, or of none
         self._early: list[RequestEvent] = []  # read while waiting for the admission of other choices
-        self._last: dict[int, Piece] = {}  # by choice: pieces that wait for their explanation
-        self._waiting: list[Piece] = []  # for log-probabilities of their prompt
+        self._last: dict[int, OutputDelta] = {}  # by choice: pieces that wait for their explanation
+        self._waiting: list[OutputDelta] = []  # for log-probabilities of their prompt
 
     @property
     def first_admitted(self) -> Admitted | None:
@@ -138,7 +138,7 @@ class Generation:
         assert self._admitted, "the engine sends Admitted before Tokens"
         return next(iter(self._admitted.values()))
 
-    async def pieces(self) -> AsyncIterator[list[Piece]]:
+    async def pieces(self) -> AsyncIterator[list[OutputDelta]]:
         """What can be told at a time: of all that has come, where the reader is slower. Raises ApiError, EngineLost."""
         if early := [piece for event in self._early for piece in self._pieces(event)]:
             yield early
@@ -168,7 +168,7 @@ class Generation:
             self.accepted_tokens += len(event.tokens) - 1 if event.drafted else 0
         return event
 
-    def _pieces(self, event: RequestEvent) -> list[Piece]:
+    def _pieces(self, event: RequestEvent) -> list[OutputDelta]:
         """What can be told after this event."""
         index = self._index[event.request_id]
         if isinstance(event, Tokens):
@@ -182,18 +182,18 @@ class Generation:
             return self._in_turn([self._last.pop(index)._replace(record=event.record)])
         return []
 
-    def _in_turn(self, pieces: list[Piece]) -> list[Piece]:
+    def _in_turn(self, pieces: list[OutputDelta]) -> list[OutputDelta]:
         """These, but for those before which something is to stand that is not all there yet."""
         if not self._prompts_scored:
             return pieces
-        told: list[Piece] = []
+        told: list[OutputDelta] = []
         for piece in pieces:
             head = self.job.first_of(piece.choice)
             complete = len(self._prompt_scores[head]) >= len(self.job.prompt_of(head).ids) - 1
             (told if complete else self._waiting).append(piece)
         return told
 
-    def _piece(self, index: int, event: Tokens) -> Piece | None:
+    def _piece(self, index: int, event: Tokens) -> OutputDelta | None:
         """None while there is no text to show, or it is the last, and its explanation is to come."""
         output, submit, scores = self._outputs[index], self.job.submits[index], self._scores[index]
         scores.extend(event.scores or ())
@@ -209,7 +209,7 @@ class Generation:
         stop_reason: str | int | None = output.stopped_by
         if event.finish_reason == "stop" and stop_reason is None and event.tokens[-1] in submit.sampling.stop_token_ids:
             stop_reason = event.tokens[-1]
-        piece = Piece(
+        piece = OutputDelta(
             index,
             released.text,
             released.tokens,

@@ -25,7 +25,7 @@ class PromptTokens:
     text: str
 
 
-class Most(NamedTuple):
+class RequestLimits(NamedTuple):
     """The limits of one request."""
 
     choices: int  # of all prompts together
@@ -88,7 +88,7 @@ def check_scores(sampling: Sampling, prompts: Sequence[PromptTokens], choices: i
 
 
 @dataclass(frozen=True)
-class Choosing:
+class StrategyHints:
     """The model as the answer tells it, where a strategy may be named beside the body, and whose the request is."""
 
     model: str
@@ -119,7 +119,12 @@ class Job:
 
 
 def job_of(
-    kind: str, body: GenerationRequest, prompts: Sequence[PromptTokens], sampling: Sampling, choices: int, how: Choosing
+    kind: str,
+    body: GenerationRequest,
+    prompts: Sequence[PromptTokens],
+    sampling: Sampling,
+    choices: int,
+    how: StrategyHints,
 ) -> Job:
     """`kind` begins the id; `sampling` is that of the first choice. Raises ApiError."""
     check_scores(sampling, prompts, choices)

@@ -61,7 +61,7 @@ class CompletionChoice(Choice, kw_only=True):
     prompt_logprobs: PromptLogprobs | UnsetType = UNSET
 
 
-class Answer(Struct, kw_only=True):
+class GenerationResponse(Struct, kw_only=True):
     """A whole answer, or a chunk of a streamed one."""
 
     id: str
@@ -72,7 +72,7 @@ class Answer(Struct, kw_only=True):
     kv_cache: KVCacheChoice | UnsetType = UNSET
 
 
-class Completion(Answer, kw_only=True):
+class CompletionResponse(GenerationResponse, kw_only=True):
     choices: list[CompletionChoice]
     object: Literal["text_completion"] = "text_completion"
 
@@ -99,7 +99,7 @@ class ChatChunkChoice(Choice, kw_only=True):
     logprobs: ChatLogprobs | None = None
 
 
-class ChatAnswer(Answer, kw_only=True):
+class ChatAnswer(GenerationResponse, kw_only=True):
     """What is told of the prompt stands beside the choices, as in vLLM; completions have it in each choice."""
 
     prompt_token_ids: list[int] | UnsetType = UNSET

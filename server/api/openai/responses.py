@@ -15,17 +15,17 @@ from starlette.types import Receive, Scope, Send
 
 from server.api.http.cancellation import Deadlines, WhileConnected
 from server.api.http.sse import send_events
-from server.api.openai.generation import Generation, Piece, generate, merged
-from server.api.openai.generation_job import Choosing, Job, Most
+from server.api.openai.generation import Generation, OutputDelta, generate, merged
+from server.api.openai.generation_job import Job, RequestLimits, StrategyHints
 from server.api.openai.logprobs import PromptLogprobs, prompt_logprobs
 from server.api.openai.models import instance_of, name_of
 from server.api.openai.request_models import GenerationRequest
 from server.api.openai.response_models import (
-    Answer,
     ChatAnswer,
     Choice,
     CompletionChoice,
     Explanation,
+    GenerationResponse,
     KVCacheChoice,
     PromptTokensDetails,
     Usage,
@@ -52,18 +52,20 @@ class Serving:
 
     client: EngineClient
     tokenizer: TokenizerBase
-    most: Most
+    most: RequestLimits
     deadlines: Deadlines
     priorities: Priorities
     log_prompts: bool = False
     any_model_name: bool = False  # a name that the model does not have stands for it, too
 
-    def asked(self, body: GenerationRequest, header: str | None, authorization: str | None) -> tuple[Hello, Choosing]:
+    def asked(
+        self, body: GenerationRequest, header: str | None, authorization: str | None
+    ) -> tuple[Hello, StrategyHints]:
         """Return what the engine serves, and a request's header, alias and tenant. Raises EngineLost, ApiError."""
         hello = self.client.served()
         self.priorities.check(body, authorization)
         model = name_of(hello, body.model, any_name=self.any_model_name)
-        return hello, Choosing(
+        return hello, StrategyHints(
             model, hello.system_fingerprint, header, instance_of(hello, model), tenant(authorization)
         )
 
@@ -82,27 +84,27 @@ class Writer(ABC, Generic[B]):
         self._prompts: dict[int, PromptLogprobs] = {}  # by the prompt's first choice
 
     @abstractmethod
-    def chunk(self, piece: Piece | None, generation: Generation) -> Answer:
+    def chunk(self, piece: OutputDelta | None, generation: Generation) -> GenerationResponse:
         """Of a stream; without a piece, one without choices."""
 
-    def parts(self, piece: Piece) -> list[Piece]:
+    def parts(self, piece: OutputDelta) -> list[OutputDelta]:
         """Return the pieces that a streamed piece is told in, a chunk for each."""
         return [piece]
 
     @abstractmethod
-    def whole(self, pieces: list[Piece], generation: Generation) -> Answer:
+    def whole(self, pieces: list[OutputDelta], generation: Generation) -> GenerationResponse:
         """One piece for each choice."""
 
-    def scores_in(self, piece: Piece, generation: Generation) -> int:
+    def scores_in(self, piece: OutputDelta, generation: Generation) -> int:
         """How many log-probabilities a piece comes with, those of its prompt too."""
         of_prompt = [] if piece.choice in self._begun else generation.prompt_scores(piece.choice)
         return len(piece.scores) + len(of_prompt)
 
-    def adds_text_only(self, piece: Piece) -> bool:
+    def adds_text_only(self, piece: OutputDelta) -> bool:
         """Is nothing but its text to be told, as of most pieces behind the first one of a choice?"""
         return self._texts_only and piece.finish_reason is None and piece.choice in self._begun
 
-    def _tell(self, choice: Choice, piece: Piece, generation: Generation) -> bool:
+    def _tell(self, choice: Choice, piece: OutputDelta, generation: Generation) -> bool:
         """What choices of all endpoints have beside their text; whether this is the first piece of its choice."""
         begins = piece.choice not in self._begun
         if begins:
@@ -175,7 +177,7 @@ class Chunks:
         self._kv_cache: KVCacheChoice | UnsetType = kv_cache_choice(admitted)  # in the first chunk only
         self._around: dict[int, tuple[bytes, bytes]] = {}  # the text, by choice
 
-    def write(self, pieces: Sequence[Piece]) -> list[bytes]:
+    def write(self, pieces: Sequence[OutputDelta]) -> list[bytes]:
         chunks: list[bytes] = []
         for piece in pieces:
             if self._writer.adds_text_only(piece):
@@ -184,14 +186,14 @@ class Chunks:
                 chunks += map(self._whole, self._writer.parts(piece))
         return chunks
 
-    def _plain(self, piece: Piece) -> bytes:
+    def _plain(self, piece: OutputDelta) -> bytes:
         if piece.choice not in self._around:
             before, _, behind = self._whole(piece._replace(text=MARK)).partition(ENCODER.encode(MARK))
             self._around[piece.choice] = before, behind
         before, behind = self._around[piece.choice]
         return before + ENCODER.encode(piece.text) + behind
 
-    def _whole(self, piece: Piece) -> bytes:
+    def _whole(self, piece: OutputDelta) -> bytes:
         chunk = self._writer.chunk(piece, self._generation)
         if self._writer.body.include_usage:
             chunk.usage = usage_so_far(self._generation, piece) if self._writer.body.continuous_usage else None
@@ -219,7 +221,7 @@ def usage(generation: Generation) -> Usage:
     return _usage(generation.prompt_tokens, generation.completion_tokens, generation.cached_tokens)
 
 
-def usage_so_far(generation: Generation, piece: Piece) -> Usage:
+def usage_so_far(generation: Generation, piece: OutputDelta) -> Usage:
     """Return the usage of one choice and its prompt, up to the end of the piece; as in vLLM."""
     prompt = len(generation.job.prompt_of(piece.choice).ids)
     return _usage(prompt, piece.num_tokens, generation.cached_tokens_of(piece.choice))

@@ -17,7 +17,7 @@ from server.api.http.body import JsonRoute
 from server.api.http.errors import ApiError, documented
 from server.api.openai.chat import ChatRequest
 from server.api.openai.conversation import Message, Messages, Rendering, encoded_chat, texts_of
-from server.api.openai.generation_job import Most, check_ids
+from server.api.openai.generation_job import RequestLimits, check_ids
 from server.api.openai.models import instance_of, name_of
 from server.api.openai.request_models import Body, TokenIds
 from server.api.openai.responses import Serving
@@ -58,14 +58,14 @@ class ApplyTemplateRequest(ChatRequest):
     """Body of POST /apply-template: what a chat's is. What is not about the prompt has no effect."""
 
 
-class Tokens(msgspec.Struct):
+class TokenizeResponse(msgspec.Struct):
     count: int
     max_model_len: int
     tokens: list[int]
     token_strs: list[str] | None
 
 
-class Text(msgspec.Struct):
+class DetokenizeResponse(msgspec.Struct):
     prompt: str
 
 
@@ -79,7 +79,7 @@ def router(serving: Serving, info: Mapping[str, Any] | None = None) -> APIRouter
         hello = _served(serving, body.model)
         ids = await _ids(tokenizer, body, serving.most)
         strings = await asyncio.to_thread(_pieces, tokenizer, ids) if body.return_token_strs else None
-        return _json(Tokens(len(ids), hello.max_seq_len, ids, strings))
+        return _json(TokenizeResponse(len(ids), hello.max_seq_len, ids, strings))
 
     @routes.post("/detokenize")
     async def detokenize(body: DetokenizeRequest) -> Response:
@@ -87,14 +87,18 @@ def router(serving: Serving, info: Mapping[str, Any] | None = None) -> APIRouter
         if len(body.tokens) > (most := max(hello.max_seq_len, MOST_DECODED)):
             raise ApiError(400, f"tokens: should be at most {most}", param="tokens", code="context_length_exceeded")
         check_ids(body.tokens, hello, "tokens")
-        return _json(Text(await tokenizer.decode_many(body.tokens, skip_special_tokens=False)))
+        return _json(DetokenizeResponse(await tokenizer.decode_many(body.tokens, skip_special_tokens=False)))
 
     @routes.post("/apply-template")
     async def apply_template(body: ApplyTemplateRequest) -> Response:
         _served(serving, body.model)
         serving.most.check_together(texts_of(body.messages), "messages")
         longest = serving.most.prompt_characters
-        return _json(Text((await encoded_chat(tokenizer, body.messages, body, longest, add_special_tokens=False)).text))
+        return _json(
+            DetokenizeResponse(
+                (await encoded_chat(tokenizer, body.messages, body, longest, add_special_tokens=False)).text
+            )
+        )
 
     if info is not None:
         content = msgspec.json.encode(info)
@@ -106,7 +110,7 @@ def router(serving: Serving, info: Mapping[str, Any] | None = None) -> APIRouter
     return routes
 
 
-async def _ids(tokenizer: TokenizerBase, body: TokenizeRequest, most: Most) -> list[int]:
+async def _ids(tokenizer: TokenizerBase, body: TokenizeRequest, most: RequestLimits) -> list[int]:
     """Return the ids of a request's prompt or messages. Raises ApiError, TextError."""
     special = body.messages is None if body.add_special_tokens is None else body.add_special_tokens
     if body.messages is not None:

@@ -1,6 +1,6 @@
 """Administration of the caches: look inside, clear, pin, share memory otherwise.
 
-Knows the engine's commands; what they come to is the engine's business, and who may give them that of access.py.
+Knows the engine's commands; what they come to is the engine's business, and who may give them that of auth.py.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from config.sizes import Share
 from server.api.http.auth import ADMINISTRATION
 from server.api.http.body import StrictJsonRoute
 from server.api.http.errors import documented
-from server.api.openai.generation_job import Most, check_prompt
+from server.api.openai.generation_job import RequestLimits, check_prompt
 from server.api.openai.request_models import Body, Prompt
 from server.api.openai.tenants import salt_of, tenant_of_key
 from server.engine.ipc import messages
@@ -55,7 +55,7 @@ class ShareRequest(Body):
     limit: Share | None = Field(None, description="KV memory it may hold at most")
 
 
-def router(client: EngineClient, tokenizer: TokenizerBase, most: Most) -> APIRouter:
+def router(client: EngineClient, tokenizer: TokenizerBase, most: RequestLimits) -> APIRouter:
     routes = APIRouter(
         prefix=f"{ADMINISTRATION}{{instance}}",
         route_class=StrictJsonRoute,

@@ -26,7 +26,7 @@ from torch import Tensor
 from torch.autograd.profiler import profile  # what torch.profiler stands on; that one imports torch's compiler first
 from torch.profiler import record_function
 
-from kernels.ops import Attention, Ops, Stack
+from kernels.ops import Attention, DecoderLayers, Ops
 from kernels.selfcheck.op_info import LAYERS, Op
 from kernels.tracing import OpHook, Run
 from server.engine.ipc.messages import Answer, Failed, Profile
@@ -59,7 +59,7 @@ class Annotated(OpHook):
     def took(self, name: str, seconds: float) -> None:
         self.in_layers[name] += seconds
 
-    def run_layers(self, run: Run, stack: Stack, x: Tensor, attention: Attention) -> Tensor:
+    def run_layers(self, run: Run, stack: DecoderLayers, x: Tensor, attention: Attention) -> Tensor:
         with record_function(LAYERS):
             return super().run_layers(run, stack, x, attention)
 

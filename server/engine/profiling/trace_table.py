@@ -16,7 +16,7 @@ LONGEST = 60  # rows
 TICK = 1e-3  # microseconds; ends of nested spans may differ by so much
 
 
-class Span(msgspec.Struct):
+class TraceSpan(msgspec.Struct):
     """An event of the trace; only those of phase X have a duration."""
 
     ph: str = ""
@@ -31,10 +31,10 @@ class Span(msgspec.Struct):
 class Trace(msgspec.Struct):
     """The part of a trace that is read."""
 
-    traceEvents: list[Span]
+    traceEvents: list[TraceSpan]
 
 
-class Row:
+class TraceRow:
     """Events of one name."""
 
     def __init__(self) -> None:
@@ -47,7 +47,7 @@ def table_of(trace: bytes) -> list[dict[str, Any]]:
     """Return the names that took longest by themselves: calls, seconds in all and of their own. Raises DecodeError."""
     spans = [s for s in msgspec.json.decode(trace, type=Trace).traceEvents if s.ph == "X"]
     spans.sort(key=lambda s: (str(s.pid), str(s.tid), s.ts, -s.dur))
-    rows: defaultdict[tuple[str, str], Row] = defaultdict(Row)
+    rows: defaultdict[tuple[str, str], TraceRow] = defaultdict(TraceRow)
     for _, of_thread in groupby(spans, key=lambda s: (s.pid, s.tid)):
         _add(of_thread, rows)
     longest = sorted(rows.items(), key=lambda each: -each[1].own)[:LONGEST]
@@ -57,9 +57,9 @@ def table_of(trace: bytes) -> list[dict[str, Any]]:
     ]
 
 
-def _add(spans: Iterable[Span], rows: defaultdict[tuple[str, str], Row]) -> None:
+def _add(spans: Iterable[TraceSpan], rows: defaultdict[tuple[str, str], TraceRow]) -> None:
     """Add a thread's spans, which are ordered by their beginning, to the rows."""
-    around: list[tuple[float, Row]] = []  # ends and rows of the spans in which the next one may lie
+    around: list[tuple[float, TraceRow]] = []  # ends and rows of the spans in which the next one may lie
     for span in spans:
         while around and around[-1][0] <= span.ts + TICK:
             around.pop()

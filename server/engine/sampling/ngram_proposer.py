@@ -14,7 +14,7 @@ import numpy as np
 from server.engine.ipc.messages import Speculation
 
 
-class PromptLookup:
+class NgramProposer:
     """One growing text.
 
     Its ids stand in an array, which numpy compares with one of them in microseconds: there is no index to keep, and a

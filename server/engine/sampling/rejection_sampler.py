@@ -28,7 +28,7 @@ from server.engine.sampling.sampler import sample
 from server.engine.scheduling.request import Request
 
 
-class Turn(NamedTuple):
+class VerifiedRequest(NamedTuple):
     """A request whose text goes on, and the first of its rows of the logits [1 + guesses, V]."""
 
     request: Request
@@ -40,7 +40,7 @@ class Turn(NamedTuple):
         return range(self.first, self.first + 1 + len(self.draft))
 
 
-class Taken(NamedTuple):
+class SampleResult(NamedTuple):
     """The draws of a turn that count."""
 
     tokens: list[int]
@@ -53,8 +53,8 @@ class Taken(NamedTuple):
 
 
 def drawn(
-    turns: Sequence[Turn], logits: Tensor, eos_ids: Collection[int], operation: Sample = plain.sample
-) -> dict[Request, Taken]:
+    turns: Sequence[VerifiedRequest], logits: Tensor, eos_ids: Collection[int], operation: Sample = plain.sample
+) -> dict[Request, SampleResult]:
     """What each text goes on with, from the logits [K, V] of the step; drawn by `operation`."""
     if not turns:
         return {}
@@ -69,19 +69,21 @@ def drawn(
     }
 
 
-def verified(draft: Sequence[int], tokens: Sequence[int | None], ends: Collection[int]) -> Taken:
+def verified(draft: Sequence[int], tokens: Sequence[int | None], ends: Collection[int]) -> SampleResult:
     """Of the draws [1 + guesses] those up to the first that was not guessed, or that ends the text."""
     counted: list[int] = []
     for token, guess in zip_longest(tokens, draft):
         if token is None:
-            return Taken(counted, sound=False)
+            return SampleResult(counted, sound=False)
         counted.append(token)
         if token != guess or token in ends:
             break
-    return Taken(counted)
+    return SampleResult(counted)
 
 
-def scored(turns: Sequence[Turn], taken: Mapping[Request, Taken], logits: Tensor) -> Iterator[list[TokenScore] | None]:
+def scored(
+    turns: Sequence[VerifiedRequest], taken: Mapping[Request, SampleResult], logits: Tensor
+) -> Iterator[list[TokenScore] | None]:
     """How likely the tokens were that each turn took; None for requests that do not ask."""
     tokens = [
         (turn, row, token) for turn in turns for row, token in zip(turn.rows, taken[turn.request].tokens, strict=False)

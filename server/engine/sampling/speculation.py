@@ -1,12 +1,12 @@
 """Whether a request's next tokens are guessed, and how many: what it asks for, within what the settings allow.
 
-Knows not how guesses are found (`lookup.py`), nor which come true (`verification.py`).
+Knows not how guesses are found (`ngram_proposer.py`), nor which come true (`rejection_sampler.py`).
 """
 
 from __future__ import annotations
 
 from server.engine.ipc.messages import Speculation
-from server.engine.sampling.ngram_proposer import PromptLookup
+from server.engine.sampling.ngram_proposer import NgramProposer
 from server.engine.scheduling.request import Request, RequestError
 from server.engine.scheduling.scheduler import Limits
 
@@ -21,10 +21,10 @@ def speculation_of(asked: Speculation | None, limits: Limits) -> Speculation:
     return asked
 
 
-def lookup_for(request: Request, speculation: Speculation) -> PromptLookup | None:
+def lookup_for(request: Request, speculation: Speculation) -> NgramProposer | None:
     """Where its guesses come from, if it wants any.
 
     Nor has it any where the cut of a text into rows shows in what the strategy keeps: drafts would change the text.
     """
     wanted = speculation.num_speculative_tokens > 0 and request.cache.contract.chunk_invariant
-    return PromptLookup(speculation, request.most_tokens) if wanted else None
+    return NgramProposer(speculation, request.most_tokens) if wanted else None

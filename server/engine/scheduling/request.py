@@ -13,7 +13,7 @@ from server.engine.sampling.draw import NOTHING, Draw, Text, penalises
 
 if TYPE_CHECKING:
     from cache_strategies.base import KVCache, Seat
-    from server.engine.sampling.ngram_proposer import PromptLookup
+    from server.engine.sampling.ngram_proposer import NgramProposer
 
 
 class RequestError(Exception):
@@ -51,7 +51,7 @@ class Request:
     caching: Caching = field(default_factory=Caching)
     explain: bool = False
     siblings: list[Request] = field(default_factory=list)  # same prompt; itself too, once it is in line
-    lookup: PromptLookup | None = None  # where guesses at its next tokens come from; None: it wants none
+    lookup: NgramProposer | None = None  # where guesses at its next tokens come from; None: it wants none
     due: float = 0.0  # monotonic seconds: its arrival, moved by its priority; set by the scheduler
     arrival: int = 0  # number of the request, which orders those that are due at the same time
     seat: Seat | None = None

@@ -1,7 +1,7 @@
 """The training corpus: stories, records ("who keeps what where", asked later) and chats.
 
-A `Teller` is an endless, seeded source of documents. A document is a list of `Piece`s, so that whoever tokenises it
-still knows which characters are the answer to what; this file knows nothing of tokens, and measures in characters.
+A `DocumentGenerator` is an endless, seeded source of documents. A document is a list of `DocumentPiece`s, so that it
+is known after tokenising which characters are the answer to what. Knows nothing of tokens: measures in characters.
 """
 
 import heapq
@@ -27,25 +27,25 @@ ASKED_TWICE_SHARE = 0.5
 SHORT_RECORD = 1500  # characters
 
 
-class Kind(Enum):
+class PieceKind(Enum):
     TEXT = auto()
     VALUE = auto()  # a value when it is first stated: nobody could predict it
     ANSWER = auto()  # a value asked for: it stands earlier in the text
     END = auto()  # the end token; has no text
 
 
-class Piece(NamedTuple):
+class DocumentPiece(NamedTuple):
     text: str
-    kind: Kind = Kind.TEXT
+    kind: PieceKind = PieceKind.TEXT
     fact: int = -1  # which fact of its document a VALUE or ANSWER belongs to
 
 
-Document = list[Piece]
-END = Piece("", Kind.END)
+Document = list[DocumentPiece]
+END = DocumentPiece("", PieceKind.END)
 
 
 def text_of(document: Document) -> str:
-    return "".join("\n" if piece.kind is Kind.END else piece.text for piece in document)
+    return "".join("\n" if piece.kind is PieceKind.END else piece.text for piece in document)
 
 
 class Deck(Generic[T]):
@@ -61,7 +61,7 @@ class Deck(Generic[T]):
         return self._left.pop()
 
 
-class Teller:
+class DocumentGenerator:
     """Tells documents from one lexicon; the same seed tells the same ones in the same order."""
 
     def __init__(self, seed: int | str, lexicon: Lexicon = words.TRAIN) -> None:
@@ -104,7 +104,7 @@ class Teller:
         return list(cast.values())
 
     def _tell(self, slots: Mapping[str, str]) -> Document:
-        return [Piece(" ".join(self._sentences(slots))), END]
+        return [DocumentPiece(" ".join(self._sentences(slots))), END]
 
     def _sentences(self, slots: Mapping[str, str]) -> Iterator[str]:
         asides = iter(self.rng.sample(plots.ASIDES, len(plots.ASIDES)))  # none twice: a model would learn to loop
@@ -147,19 +147,26 @@ class Teller:
             return self._chat_about_facts()
         if kind == "story":
             slots = self._slots(*self._hero_and_friend())
-            return [Piece(f"Q: {expand(rng, rng.choice(smalltalk.STORY_REQUESTS), slots)}\nA: "), *self._tell(slots)]
+            return [
+                DocumentPiece(f"Q: {expand(rng, rng.choice(smalltalk.STORY_REQUESTS), slots)}\nA: "),
+                *self._tell(slots),
+            ]
         pairs = smalltalk.GREETINGS if kind == "greeting" else smalltalk.PLAIN_QUESTIONS
         question, answer = rng.choice(pairs)
-        return [Piece(f"Q: {choose(rng, question)}\nA: {choose(rng, answer)}"), END]
+        return [DocumentPiece(f"Q: {choose(rng, question)}\nA: {choose(rng, answer)}"), END]
 
     def _chat_about_facts(self) -> Document:
         facts = self._facts(self.cast(3), self.rng.randint(1, 5))
-        document = [Piece("Q: ")]
+        document = [DocumentPiece("Q: ")]
         for index, fact in enumerate(facts):
-            document += [*_say(fact.statement, fact, index, Kind.VALUE), Piece(" ")]
+            document += [*_say(fact.statement, fact, index, PieceKind.VALUE), DocumentPiece(" ")]
         index = self.rng.randrange(len(facts))
         answer = self.rng.choice(facts[index].answers)
-        document += [Piece(f"{facts[index].question}\nA: "), *_say(answer, facts[index], index, Kind.ANSWER), END]
+        document += [
+            DocumentPiece(f"{facts[index].question}\nA: "),
+            *_say(answer, facts[index], index, PieceKind.ANSWER),
+            END,
+        ]
         return document
 
     def _facts(self, cast: Sequence[Person], count: int) -> list[Fact]:
@@ -189,16 +196,16 @@ class Teller:
             yield f"{last}\n\n"
 
 
-def _say(sentence: str, fact: Fact, index: int, kind: Kind) -> Document:
+def _say(sentence: str, fact: Fact, index: int, kind: PieceKind) -> Document:
     """The sentence with the value as a piece of its own, the space before it included."""
     before, after = sentence.split(" @")
-    return [Piece(before), Piece(f" {fact.value}", kind, index), Piece(after)]
+    return [DocumentPiece(before), DocumentPiece(f" {fact.value}", kind, index), DocumentPiece(after)]
 
 
 class _Record:
     """One record while it is written: the facts so far and the questions that are due."""
 
-    def __init__(self, teller: Teller, length: int) -> None:
+    def __init__(self, teller: DocumentGenerator, length: int) -> None:
         self.teller, self.rng, self.length = teller, teller.rng, length
         self.cast = teller.cast(self.rng.randint(5, 12))
         self.document: Document = []
@@ -218,10 +225,10 @@ class _Record:
             elif self.rng.random() < self.fact_share:
                 self._state()
             else:
-                self._add(Piece(next(filler)))
+                self._add(DocumentPiece(next(filler)))
         return [*self.document, END]
 
-    def _add(self, *pieces: Piece) -> None:
+    def _add(self, *pieces: DocumentPiece) -> None:
         self.document += pieces
         self.position += sum(len(piece.text) for piece in pieces)
 
@@ -232,7 +239,7 @@ class _Record:
         index = len(self.facts)
         self.facts.append(fact)
         before = self.rng.choice(("", "", "", "Remember this: ", "Everybody knew it: ", "Note: "))
-        self._add(Piece(before), *_say(fact.statement, fact, index, Kind.VALUE), Piece(" "))
+        self._add(DocumentPiece(before), *_say(fact.statement, fact, index, PieceKind.VALUE), DocumentPiece(" "))
         self._plan_questions(index)
 
     def _plan_questions(self, index: int) -> None:
@@ -256,17 +263,21 @@ class _Record:
 
     def _ask(self, index: int) -> None:
         fact, rng = self.facts[index], self.rng
-        answer = _say(rng.choice(fact.answers), fact, index, Kind.ANSWER)
+        answer = _say(rng.choice(fact.answers), fact, index, PieceKind.ANSWER)
         form = rng.randrange(4)
         if form == 0:
-            self._add(Piece(f"\nQ: {fact.question}\nA: "), *answer, END)
+            self._add(DocumentPiece(f"\nQ: {fact.question}\nA: "), *answer, END)
         elif form == 1:
-            self._add(Piece(f"\n{fact.question} "), *answer, Piece("\n"))
+            self._add(DocumentPiece(f"\n{fact.question} "), *answer, DocumentPiece("\n"))
         elif form == 2:
             spoken_of = {*re.findall(r"\w+", fact.statement), fact.value}  # or the answer would stand right here
             asking, telling = rng.sample([p for p in self.cast if p.name not in spoken_of], 2)
-            spoken = [*answer[:-1], Piece(answer[-1].text.removesuffix(".") + ",")]
-            self._add(Piece(f'"{fact.question}" asked {asking.name}. "'), *spoken, Piece(f'" said {telling.name}. '))
+            spoken = [*answer[:-1], DocumentPiece(answer[-1].text.removesuffix(".") + ",")]
+            self._add(
+                DocumentPiece(f'"{fact.question}" asked {asking.name}. "'),
+                *spoken,
+                DocumentPiece(f'" said {telling.name}. '),
+            )
         else:
             again = rng.choice(("As before: ", "Do not forget: "))  # or stories would learn to repeat themselves
-            self._add(Piece(again), *_say(fact.answers[-1], fact, index, Kind.ANSWER), Piece(" "))
+            self._add(DocumentPiece(again), *_say(fact.answers[-1], fact, index, PieceKind.ANSWER), DocumentPiece(" "))

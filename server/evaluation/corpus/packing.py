@@ -13,7 +13,7 @@ import numpy.typing as npt
 from tokenizers import Tokenizer
 
 from server.evaluation.corpus import words
-from server.evaluation.corpus.generator import Document, Kind, Teller
+from server.evaluation.corpus.generator import Document, DocumentGenerator, PieceKind
 from server.evaluation.corpus.words import Lexicon
 
 BOS_ID, EOS_ID = 0, 1  # of the embedded model's tokenizer
@@ -21,10 +21,10 @@ CHARACTERS_PER_TOKEN = 3.5
 CHAT_SHARE = 0.4  # of the documents in a story row; chats are short
 
 # Answers count most: they are few and they are the point. What nobody could predict counts little.
-WEIGHTS = {Kind.TEXT: 1.0, Kind.VALUE: 0.3, Kind.ANSWER: 3.0, Kind.END: 1.0}
+WEIGHTS = {PieceKind.TEXT: 1.0, PieceKind.VALUE: 0.3, PieceKind.ANSWER: 3.0, PieceKind.END: 1.0}
 
 
-class Answer(NamedTuple):
+class MarkedAnswer(NamedTuple):
     """Tokens [start, stop) answer what stood `distance` tokens before start, at its nearest mention."""
 
     start: int
@@ -54,42 +54,42 @@ EVALUATION_SEED = "evaluation"  # training seeds batches with other strings
 
 
 @dataclass
-class Encoded:
+class EncodedDocument:
     ids: list[int]
     weights: list[float]
-    answers: list[Answer]
+    answers: list[MarkedAnswer]
 
-    def extend(self, other: "Encoded") -> None:
+    def extend(self, other: "EncodedDocument") -> None:
         shift = len(self.ids)
         self.ids += other.ids
         self.weights += other.weights
-        self.answers += [Answer(a.start + shift, a.stop + shift, a.distance) for a in other.answers]
+        self.answers += [MarkedAnswer(a.start + shift, a.stop + shift, a.distance) for a in other.answers]
 
 
 @dataclass(frozen=True)
 class Rows:
     ids: npt.NDArray[np.uint32]  # (rows, context + 1)
     weights: npt.NDArray[np.float32]  # (rows, context + 1)
-    answers: tuple[tuple[Answer, ...], ...]  # per row
+    answers: tuple[tuple[MarkedAnswer, ...], ...]  # per row
 
 
-def encode(tokenizer: Tokenizer, document: Document, marks: Marks) -> Encoded:
-    encoded = Encoded([], [], [])
+def encode(tokenizer: Tokenizer, document: Document, marks: Marks) -> EncodedDocument:
+    encoded = EncodedDocument([], [], [])
     seen: dict[int, int] = {}  # fact -> where its value was last mentioned
     segment: Document = []
     for piece in document:
-        if piece.kind is not Kind.END:
+        if piece.kind is not PieceKind.END:
             segment.append(piece)
             continue
         _encode_segment(tokenizer, segment, encoded, seen)
         encoded.ids.append(marks.end)
-        encoded.weights.append(WEIGHTS[Kind.END])
+        encoded.weights.append(WEIGHTS[PieceKind.END])
         segment = []
     _encode_segment(tokenizer, segment, encoded, seen)
     return encoded
 
 
-def _encode_segment(tokenizer: Tokenizer, segment: Document, into: Encoded, seen: dict[int, int]) -> None:
+def _encode_segment(tokenizer: Tokenizer, segment: Document, into: EncodedDocument, seen: dict[int, int]) -> None:
     encoding = tokenizer.encode("".join(piece.text for piece in segment), add_special_tokens=False)
     if not encoding.ids:
         return
@@ -103,8 +103,8 @@ def _encode_segment(tokenizer: Tokenizer, segment: Document, into: Encoded, seen
         if piece.fact < 0:
             continue
         start, stop = (int(np.searchsorted(owners, index, side)) + shift for side in ("left", "right"))
-        if piece.kind is Kind.ANSWER and start < stop:  # a token of another tokenizer may swallow the whole piece
-            into.answers.append(Answer(start, stop, start - seen[piece.fact]))
+        if piece.kind is PieceKind.ANSWER and start < stop:  # a token of another tokenizer may swallow the whole piece
+            into.answers.append(MarkedAnswer(start, stop, start - seen[piece.fact]))
         seen[piece.fact] = start
 
 
@@ -118,7 +118,7 @@ def pack(
     marks: Marks = OWN_MARKS,
 ) -> Rows:
     """`rows` rows of context + 1 tokens: one more than the model reads, for the targets."""
-    teller = Teller(seed, lexicon)
+    teller = DocumentGenerator(seed, lexicon)
     ids = np.zeros((rows, context + 1), np.uint32)
     weights = np.zeros((rows, context + 1), np.float32)
     answers = []
@@ -129,15 +129,15 @@ def pack(
     return Rows(ids, weights, tuple(answers))
 
 
-def _row(tokenizer: Tokenizer, teller: Teller, context: int, mix: Mix, marks: Marks) -> Encoded:
-    row = Encoded(list(marks.begin), [0.0] * len(marks.begin), [])
+def _row(tokenizer: Tokenizer, teller: DocumentGenerator, context: int, mix: Mix, marks: Marks) -> EncodedDocument:
+    row = EncodedDocument(list(marks.begin), [0.0] * len(marks.begin), [])
     kind = teller.rng.choices(Mix._fields, mix)[0]
     while len(row.ids) < context + 1:
         row.extend(encode(tokenizer, _document(teller, kind, context), marks))
     return row
 
 
-def _document(teller: Teller, kind: str, context: int) -> Document:
+def _document(teller: DocumentGenerator, kind: str, context: int) -> Document:
     if kind == "records":
         return teller.record(int(context * CHARACTERS_PER_TOKEN))
     return teller.chat() if teller.rng.random() < CHAT_SHARE else teller.story()

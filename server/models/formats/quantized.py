@@ -16,7 +16,7 @@ from torch import Tensor
 
 from kernels.quantization import Quantised, dequantise, quantise_symmetric
 from server.models.errors import ModelError
-from server.models.formats.weights_cache import Draft, Found, folder_of, found
+from server.models.formats.weights_cache import CachedWeights, CachedWeightsWriter, folder_of, found
 from server.models.weights import Format, Kept, Matrix, Shape, Weights, check_shape
 
 if TYPE_CHECKING:
@@ -36,7 +36,7 @@ def quantised(
     assert kept.format is not None
     folder = kept.cache and folder_of(kept.cache, directory, kept.format)
     stored = found(folder) if folder else None
-    draft = Draft(folder) if folder and stored is None else None
+    draft = CachedWeightsWriter(folder) if folder and stored is None else None
     telling = Telling(layers, kept.format.bits)
     try:
         yield QuantisedWeights(weights, kept.format, kept.dtype, device, telling, stored, draft)
@@ -63,8 +63,8 @@ class QuantisedWeights:
         dtype: torch.dtype,
         device: torch.device,
         telling: Telling,
-        stored: Found | None = None,
-        draft: Draft | None = None,
+        stored: CachedWeights | None = None,
+        draft: CachedWeightsWriter | None = None,
     ) -> None:
         """`weights` come as the checkpoint has them; what is not quantised becomes `dtype`."""
         self._weights = weights

@@ -58,7 +58,7 @@ def _digest(*words: str) -> str:
     return hashlib.sha256("\0".join(words).encode()).hexdigest()[:16]
 
 
-class Found:
+class CachedWeights:
     """The matrices that an earlier start has kept in a folder."""
 
     def __init__(self, folder: Path) -> None:
@@ -96,10 +96,10 @@ class Found:
         self._damaged = True
 
 
-def found(folder: Path) -> Found | None:
+def found(folder: Path) -> CachedWeights | None:
     """Return what the folder has kept; None if there is nothing. Log and delete what cannot be read."""
     try:
-        return Found(folder) if folder.is_dir() else None
+        return CachedWeights(folder) if folder.is_dir() else None
     except OSError:  # nothing can be kept there either, which the draft logs
         return None
     except ModelError as error:
@@ -108,7 +108,7 @@ def found(folder: Path) -> Found | None:
         return None
 
 
-class Draft:
+class CachedWeightsWriter:
     """Matrices to keep: published all or not at all, as other processes may do the same, or the disk may be full."""
 
     def __init__(self, folder: Path) -> None:

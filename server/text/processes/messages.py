@@ -69,7 +69,7 @@ class VocabularyData(msgspec.Struct, frozen=True):
     longest_token: int | None = None  # characters of text in one token, at most; None: any number
 
 
-class Loaded(msgspec.Struct, tag=True, frozen=True):
+class TokenizerLoaded(msgspec.Struct, tag=True, frozen=True):
     """The first answer: calls may come."""
 
     vocabulary: VocabularyData | None
@@ -105,4 +105,4 @@ class Refused(msgspec.Struct, tag=True, frozen=True):
 
 
 Answer: TypeAlias = Encoded | Refused
-FromProcess: TypeAlias = Loaded | Broken | Encoded | Refused
+FromProcess: TypeAlias = TokenizerLoaded | Broken | Encoded | Refused

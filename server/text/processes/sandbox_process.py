@@ -25,7 +25,7 @@ from server.processes.framing import Frames, framed
 from server.processes.parent_death import die_with_parent
 from server.text.encoder import Encoder
 from server.text.errors import TextRefused, readable, shortened
-from server.text.processes.messages import REFUSALS, Answer, Broken, Call, FromProcess, Loaded, Refused, Start
+from server.text.processes.messages import REFUSALS, Answer, Broken, Call, FromProcess, Refused, Start, TokenizerLoaded
 
 CHUNK = 2**18  # bytes read at a time
 MOST_OPEN_FILES = 16  # once all is loaded
@@ -55,7 +55,7 @@ def serve(connection: socket.socket) -> None:
     gc.collect()
     gc.freeze()
     limit_everything(start.memory)
-    send(connection, Loaded(loaded.data if start.with_vocabulary else None))
+    send(connection, TokenizerLoaded(loaded.data if start.with_vocabulary else None))
     for call in messages:
         assert not isinstance(call, Start), "it comes first"
         answer = within(start.seconds, loaded, call)

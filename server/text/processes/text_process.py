@@ -22,7 +22,16 @@ import psutil
 
 from config.errors import SettingsError
 from server.processes.framing import Frames, WireError, framed
-from server.text.processes.messages import Answer, Broken, Encoded, FromProcess, Loaded, Refused, Start, VocabularyData
+from server.text.processes.messages import (
+    Answer,
+    Broken,
+    Encoded,
+    FromProcess,
+    Refused,
+    Start,
+    TokenizerLoaded,
+    VocabularyData,
+)
 
 MODULE = "server.text.processes.sandbox_process"
 ENFORCED = sys.platform != "darwin"  # whether the system enforces RLIMIT_AS
@@ -86,7 +95,7 @@ class TextProcess(asyncio.Protocol):
             first = None
         if isinstance(first, Broken):
             raise SettingsError(first.message)
-        if not isinstance(first, Loaded) or first.vocabulary is None:
+        if not isinstance(first, TokenizerLoaded) or first.vocabulary is None:
             raise SettingsError(f"{where} ends the process that loads it; is it damaged?")
         self._on_loaded()
         return first.vocabulary
@@ -112,7 +121,7 @@ class TextProcess(asyncio.Protocol):
         first = await self._answered(time.monotonic() + LOADING)
         if isinstance(first, Broken):
             raise SettingsError(first.message)
-        if not isinstance(first, Loaded):
+        if not isinstance(first, TokenizerLoaded):
             raise ProcessFailed("crash")
         self._on_loaded()
 

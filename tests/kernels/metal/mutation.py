@@ -25,7 +25,7 @@ from kernels.metal.emulator import KernelFault, compile_shader
 from kernels.metal.library import Kernels
 from kernels.ops import Ops
 from kernels.reference import ReferenceOps
-from kernels.selfcheck.attention_case import Layout, RowOf, Scene
+from kernels.selfcheck.attention_case import AttentionCase, Layout, RowOf
 from kernels.selfcheck.check import error_of
 from kernels.selfcheck.op_info import OPS
 from kernels.selfcheck.sample_inputs import Results
@@ -111,7 +111,7 @@ def _long_texts(ops: Ops, dtype: torch.dtype, device: torch.device) -> Results:
         ("a group of 20", LayerSpec(1, 20, 80, 80, scale=0.11), Layout(16)),
         ("wide heads", LayerSpec(1, 3, 256, 200, scale=0.06), Layout(700)),
     ):
-        scene = Scene(ReferenceOps(), layout, spec, rows, dtype)
+        scene = AttentionCase(ReferenceOps(), layout, spec, rows, dtype)
         scene.write()
         for row, out in zip(rows, scene.attend(ops, window=290 if layout.ring else None), strict=True):
             yield f"{what}, {row.tokens} after {row.past}", out

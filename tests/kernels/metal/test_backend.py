@@ -19,7 +19,7 @@ from kernels.metal.library import Kernels
 from kernels.metal.runtime import load_emulated
 from kernels.quantization import quantise_weight
 from kernels.reference import ReferenceOps
-from kernels.selfcheck.attention_case import Layout, RowOf, Scene
+from kernels.selfcheck.attention_case import AttentionCase, Layout, RowOf
 from kernels.store import KVStore, block_bytes
 from kernels.types import LayerSpec, Slots
 from tests.kernels.holes import holes
@@ -49,7 +49,7 @@ def ops() -> MetalOps:
 def test_long_texts_attend_as_the_definition_says(ops: MetalOps, spec: LayerSpec, layout: Layout) -> None:
     window = 290 if layout.ring else None
     rows = (*LONG, RowOf(SPLIT + 30, 9), RowOf(0, 70))
-    scene = Scene(ReferenceOps(), layout, spec, rows, torch.float32)
+    scene = AttentionCase(ReferenceOps(), layout, spec, rows, torch.float32)
     scene.write()
     for i, (out, row) in enumerate(zip(scene.attend(ops, window=window), rows, strict=True)):
         if row.past >= 0:
@@ -60,7 +60,7 @@ def test_long_texts_attend_as_the_definition_says(ops: MetalOps, spec: LayerSpec
 def test_one_pass_and_two_have_the_same_bits(ops: MetalOps, dtype: torch.dtype) -> None:
     """A text of one split alone, and beside a text of several."""
     short, long = RowOf(SPLIT - 1, 1), RowOf(3 * SPLIT, 1)
-    alone, beside = (Scene(ReferenceOps(), Layout(16), SPEC, rows, dtype) for rows in ([short], [short, long]))
+    alone, beside = (AttentionCase(ReferenceOps(), Layout(16), SPEC, rows, dtype) for rows in ([short], [short, long]))
     for scene in (alone, beside):
         for part in (scene.q, scene.k, scene.v):
             part[0].copy_(torch.randn(part[0].shape, generator=torch.Generator().manual_seed(1)))
@@ -70,7 +70,7 @@ def test_one_pass_and_two_have_the_same_bits(ops: MetalOps, dtype: torch.dtype) 
 
 
 def test_many_long_texts_are_summed_some_at_a_time(ops: MetalOps, monkeypatch: pytest.MonkeyPatch) -> None:
-    scene = Scene(ReferenceOps(), Layout(16), SPEC, (*LONG, RowOf(0, 9)), torch.float32)
+    scene = AttentionCase(ReferenceOps(), Layout(16), SPEC, (*LONG, RowOf(0, 9)), torch.float32)
     scene.write()
     together = scene.attend(ops)
     monkeypatch.setattr(attention, "MOST_SUMS", 200)  # two rows
@@ -118,14 +118,16 @@ def test_products_of_odd_widths(ops: MetalOps, inputs: int) -> None:
 
 
 def test_heads_that_are_too_wide_are_the_references(ops: MetalOps) -> None:
-    scene = Scene(ReferenceOps(), Layout(16), LayerSpec(1, 2, 264, 16), [RowOf(5, 1), RowOf(0, 3)], torch.float32)
+    scene = AttentionCase(
+        ReferenceOps(), Layout(16), LayerSpec(1, 2, 264, 16), [RowOf(5, 1), RowOf(0, 3)], torch.float32
+    )
     scene.write()
     for i, out in enumerate(scene.attend(ops)):
         assert (out.double() - expected(scene, i, None)).abs().max() < 1e-5
 
 
-def _store(dtype: torch.dtype = torch.float32) -> Scene:
-    scene = Scene(ReferenceOps(), Layout(16), SPEC, [RowOf(5, 1), RowOf(0, 3)], dtype)
+def _store(dtype: torch.dtype = torch.float32) -> AttentionCase:
+    scene = AttentionCase(ReferenceOps(), Layout(16), SPEC, [RowOf(5, 1), RowOf(0, 3)], dtype)
     scene.write()
     return scene
 
@@ -136,7 +138,7 @@ def test_a_store_of_a_type_that_no_kernel_knows_is_the_references(ops: MetalOps)
         assert torch.equal(found, whole[0][positions])
 
 
-Call = Callable[[MetalOps, Scene], object]
+Call = Callable[[MetalOps, AttentionCase], object]
 
 
 def _wrong_layers() -> dict[str, tuple[str, Call]]:

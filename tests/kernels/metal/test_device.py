@@ -8,7 +8,7 @@ import torch
 from kernels.metal.attention import SPLIT
 from kernels.metal.runtime import load
 from kernels.reference import ReferenceOps
-from kernels.selfcheck.attention_case import Layout, RowOf, Scene
+from kernels.selfcheck.attention_case import AttentionCase, Layout, RowOf
 from kernels.selfcheck.check import checked
 from kernels.selfcheck.op_info import DTYPES, OPS
 from kernels.types import LayerSpec
@@ -31,8 +31,8 @@ def test_long_texts_attend_as_the_definition_says(dim: int) -> None:
         RowOf(0, 300),
     )
     spec = LayerSpec(2, 14, dim, dim, scale=dim**-0.5)
-    there = Scene(load(), Layout(32), spec, rows, torch.float32, torch.device("mps"))
-    here = Scene(ReferenceOps(), Layout(32), spec, rows, torch.float32)  # draws the same numbers
+    there = AttentionCase(load(), Layout(32), spec, rows, torch.float32, torch.device("mps"))
+    here = AttentionCase(ReferenceOps(), Layout(32), spec, rows, torch.float32)  # draws the same numbers
     for scene in (there, here):
         scene.write()
     for i, (out, row) in enumerate(zip(there.attend(), rows, strict=True)):

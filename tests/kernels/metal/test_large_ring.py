@@ -9,7 +9,7 @@ from torch import Tensor
 from cache_strategies import registry
 from cache_strategies.arena import Arena
 from cache_strategies.base import Geometry, KVCache, Row, Seat
-from cache_strategies.block_table import TableCache
+from cache_strategies.block_table import BlockTableCache
 from config.settings import StrategySettings
 from kernels.metal.backend import MetalOps
 from kernels.metal.runtime import load_emulated
@@ -50,7 +50,7 @@ def _cache(ops: MetalOps) -> KVCache:
     pages = registry.sequence_pages(instances, geometry)
     caches = registry.build(instances, geometry, Arena(pages, registry.page_bytes(instances, geometry)), ops)
     cache = caches["ring"]
-    assert isinstance(cache, TableCache)
+    assert isinstance(cache, BlockTableCache)
     assert cache.ring == WINDOW + CHUNK - 1
     return cache
 

@@ -10,7 +10,7 @@ from typing import TypeVar
 import httpx
 import pytest
 
-from loadtest.bench.ask import Ask, Outcome, Server
+from loadtest.bench.ask import Ask, Outcome, ServerInfo
 from loadtest.bench.client import ServerError, complete, connected, look
 from tests.loadtest.stub import CACHED_TOKENS, CONTEXT, VOCABULARY, Stub, stubbed
 
@@ -30,7 +30,7 @@ def outcome(stub: Stub, model: str, key: str = "", **more: object) -> Outcome:
     return asked(stub.url, lambda client: complete(client, model, ASK, more), key)
 
 
-def looked(url: str, model: str = "") -> Server:
+def looked(url: str, model: str = "") -> ServerInfo:
     return asked(url, lambda client: look(client, model))
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from loadtest.bench.arrivals import Arrivals, Bursts, Closed, Poisson
-from loadtest.bench.flags import Wanted
+from loadtest.bench.flags import BenchOptions
 from loadtest.bench.plan import planned
 from loadtest.bench.workloads import Drawn
 
@@ -13,17 +13,19 @@ from loadtest.bench.workloads import Drawn
 @pytest.mark.parametrize(
     ("wanted", "names", "arrivals", "requests"),
     [
-        (Wanted(), ["a", "b", "c8", "d"], None, None),
-        (Wanted(workload=["c16", "a"]), ["c16", "a"], None, None),
-        (Wanted(requests=5), ["own"], Closed(8), 5),
-        (Wanted(concurrency=32), ["own"], Closed(32), 32),
-        (Wanted(workload=["a"], concurrency=3, requests=4), ["a"], Closed(3), 4),
-        (Wanted(rate=2.0), ["own"], Poisson(2.0), 32),
-        (Wanted(burst=4), ["own"], Bursts(4, 5.0), 12),
-        (Wanted(burst=4, every=1.0, requests=5), ["own"], Bursts(4, 1.0), 5),
+        (BenchOptions(), ["a", "b", "c8", "d"], None, None),
+        (BenchOptions(workload=["c16", "a"]), ["c16", "a"], None, None),
+        (BenchOptions(requests=5), ["own"], Closed(8), 5),
+        (BenchOptions(concurrency=32), ["own"], Closed(32), 32),
+        (BenchOptions(workload=["a"], concurrency=3, requests=4), ["a"], Closed(3), 4),
+        (BenchOptions(rate=2.0), ["own"], Poisson(2.0), 32),
+        (BenchOptions(burst=4), ["own"], Bursts(4, 5.0), 12),
+        (BenchOptions(burst=4, every=1.0, requests=5), ["own"], Bursts(4, 1.0), 5),
     ],
 )
-def test_what_is_planned(wanted: Wanted, names: list[str], arrivals: Arrivals | None, requests: int | None) -> None:
+def test_what_is_planned(
+    wanted: BenchOptions, names: list[str], arrivals: Arrivals | None, requests: int | None
+) -> None:
     workloads = planned(wanted)
     assert [each.name for each in workloads] == names
     if arrivals is not None:
@@ -32,6 +34,6 @@ def test_what_is_planned(wanted: Wanted, names: list[str], arrivals: Arrivals | 
 
 
 def test_lengths_that_are_planned() -> None:
-    (workload,) = planned(Wanted(prompt_tokens=3, shared_tokens=2, max_tokens=1))
+    (workload,) = planned(BenchOptions(prompt_tokens=3, shared_tokens=2, max_tokens=1))
     assert isinstance(workload, Drawn)
     assert (workload.own, workload.shared, workload.answer, workload.phases) == (3, 2, 1, ("cold", "warm"))

@@ -12,7 +12,7 @@ from loadtest import traces
 from loadtest.bench.arrivals import Closed
 from loadtest.bench.ask import Ask
 from loadtest.bench.flags import EPILOG, NAMES
-from loadtest.bench.vocabulary import Vocabulary, vocabulary
+from loadtest.bench.vocabulary import PromptVocabulary, vocabulary
 from loadtest.bench.workloads import NAMED, QUICK, Drawn, Replayed, WorkloadError, fit, read_trace
 from loadtest.prompts import WORDS
 
@@ -89,18 +89,18 @@ def test_a_model_can_be_too_small() -> None:
 
 
 @pytest.fixture(scope="module")
-def recorded() -> list[traces.Request]:
+def recorded() -> list[traces.TracedRequest]:
     return list(traces.trace(0, 20))
 
 
 @pytest.fixture
-def file(tmp_path: Path, recorded: list[traces.Request]) -> Path:
+def file(tmp_path: Path, recorded: list[traces.TracedRequest]) -> Path:
     file = tmp_path / "trace.jsonl"
     file.write_text("".join(traces.line(request) + "\n" for request in recorded) + "\n")
     return file
 
 
-def test_a_trace_keeps_times_lengths_and_what_is_equal(file: Path, recorded: list[traces.Request]) -> None:
+def test_a_trace_keeps_times_lengths_and_what_is_equal(file: Path, recorded: list[traces.TracedRequest]) -> None:
     replayed = read_trace(file, None, 2.0)
     assert replayed.requests == len(recorded)
     times = list(replayed.arrivals.times(Random()))
@@ -162,4 +162,4 @@ def test_no_trace(tmp_path: Path) -> None:
 
 
 def test_ordinary_ids_are_between_those_of_a_text() -> None:
-    assert vocabulary([7, 300, 12]) == Vocabulary(range(7, 301))
+    assert vocabulary([7, 300, 12]) == PromptVocabulary(range(7, 301))

@@ -20,7 +20,7 @@ import torch
 from server.engine.device import choose_threads
 from server.profiling.background_load import BUSY, Neighbours
 from server.profiling.machine import bandwidth_over, product_speed
-from server.profiling.running import Served, loaded, printed, serving
+from server.profiling.running import RunningServer, loaded, printed, serving
 from tools.bench.table.goals import DEFAULT, LESS_IS_BETTER, MIXED, TRANSFORMERS, Row
 from tools.bench.table.limits import GIB, Speeds, limit
 from tools.bench.table.models import made
@@ -155,7 +155,7 @@ def speeds_now(row: Row) -> Speeds:
 
 
 # -------------------------------------------------------------------- from results to values
-def _of_server(row: Row, server: Served, runs: Mapping[str, Run], busy_start: float) -> Measured | None:
+def _of_server(row: Row, server: RunningServer, runs: Mapping[str, Run], busy_start: float) -> Measured | None:
     """None: this system does not tell."""
     if row.measure == "ready":
         return Measured(row, server.ready_seconds, None, busy_start)

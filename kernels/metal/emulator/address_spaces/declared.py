@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from kernels.metal.emulator.address_spaces.diagnostics import Fault
-from kernels.metal.emulator.syntax import Declaration, Kind, declarations
+from kernels.metal.emulator.syntax import Declaration, DeclarationKind, declarations
 from kernels.metal.emulator.tokens import Source
 
 POSITIONS = frozenset(  # and sizes; those that are vectors have the same number of dimensions in a kernel
@@ -55,8 +55,8 @@ def _buffers(source: Source, kernel: Declaration) -> Iterator[Fault]:
 
 def _statics(source: Source, each: Declaration) -> Iterator[Fault]:
     """Members of structs, and variables within functions."""
-    begin, end = each.body if each.kind is Kind.FUNCTION else (each.begin, each.end)
-    if each.kind is Kind.FUNCTION or (each.kind is Kind.VARIABLE and each.member):
+    begin, end = each.body if each.kind is DeclarationKind.FUNCTION else (each.begin, each.end)
+    if each.kind is DeclarationKind.FUNCTION or (each.kind is DeclarationKind.VARIABLE and each.member):
         for i in range(begin, end):
             if source.tokens[i].text == "static" and "constant" not in (
                 token.text for token in source.tokens[max(begin, i - 2) : i + 4]

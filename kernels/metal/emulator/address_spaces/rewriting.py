@@ -11,7 +11,7 @@ import re
 from collections.abc import Iterator
 
 from kernels.metal.emulator.rules import SPACES
-from kernels.metal.emulator.syntax import Declaration, Kind, declarations
+from kernels.metal.emulator.syntax import Declaration, DeclarationKind, declarations
 from kernels.metal.emulator.tokens import Source
 from kernels.metal.emulator.translation import threadgroup_variables
 
@@ -29,11 +29,11 @@ def rewritten(source: Source) -> str:
     """C++ for clang that needs include/metal_stdlib."""
     edits = [*_vectors(source), *_casts(source), *_literals(source), *_structs(source)]
     for each in declarations(source):
-        if each.kind is Kind.INSTANTIATION:
+        if each.kind is DeclarationKind.INSTANTIATION:
             edits += _without_attributes(source, each)
         elif each.is_kernel(source):
             edits += _variables(source, each)
-        if each.kind is Kind.FUNCTION and each.template:
+        if each.kind is DeclarationKind.FUNCTION and each.template:
             edits += _types(source, each)
     return _edited(source.text, edits)
 
