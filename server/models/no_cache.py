@@ -1,6 +1,7 @@
 """Generation without any cache: the whole text through the model for every token. Slow, obvious, and independent.
 
-The tests' reference for everything that caches, the benchmarks' baseline, and what transformers_backend.py probes a model with.
+The reference of tests for everything that caches, the baseline of benchmarks, and what transformers_backend.py probes
+a model with.
 """
 
 from __future__ import annotations
