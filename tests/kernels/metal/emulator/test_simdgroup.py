@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from kernels.metal.emulator import Kernel, Library, Order, compile_shader
+from kernels.metal.emulator import EmulatedKernel, Library, Order, compile_shader
 
 OPERATIONS: dict[str, tuple[str, Callable[[Tensor], Tensor]]] = {
     "simd_sum": ("simd_sum(v)", lambda x: x.sum(1, keepdim=True).expand_as(x)),
@@ -141,7 +141,7 @@ def test_a_simdgroup_with_fewer_lanes(library: Library) -> None:
     assert out[32:].eq(sum(range(32, 41)) + 32.0).all()
 
 
-def _run(kernel: Kernel) -> Tensor:
+def _run(kernel: EmulatedKernel) -> Tensor:
     out = torch.zeros(5, 3)
     kernel(torch.arange(5 * 256.0), out, threads=5 * 256, group_size=256)
     return out
