@@ -37,10 +37,16 @@ def run(file: Path | None, options: dict[str, Any]) -> int:
     token = load(file, options).admin_token
     if token is None:
         raise SettingsError("--url: give the server's admin token: KVMUX_ADMIN_TOKEN, --admin-token or a settings file")
+    is_new = not trace.exists()
     with _writing(trace).open("ab"):  # before anything slow; what an older one holds stays until there is another
         pass
-    answer = _ask(wanted.pop("url"), token, wanted)
-    told = json.loads(answer)["kvmux"]
+    try:
+        answer = _ask(wanted.pop("url"), token, wanted)
+        told = _about(answer)
+    except BaseException:
+        if is_new:
+            trace.unlink(missing_ok=True)
+        raise
     _writing(trace).write_bytes(answer)
     Console(soft_wrap=True).print(_text(told, trace))
     Console().print(_table(told["table"]))
@@ -68,11 +74,27 @@ def _ask(url: str, token: str, wanted: Mapping[str, Any]) -> bytes:
     return answer.content
 
 
+def _about(answer: bytes) -> Mapping[str, Any]:
+    """Return what a trace says of the recording. Raises SettingsError for what is no trace of kvmux's."""
+    match _decoded(answer):
+        case {"kvmux": dict(told)}:
+            return told
+    raise SettingsError("--url: the server answered with something that is no trace: is it kvmux?")
+
+
 def _message(answer: httpx.Response) -> str:
+    match _decoded(answer.content):
+        case {"error": {"message": message}}:
+            return str(message)
+    return f"the server answered {answer.status_code}: is it kvmux?"
+
+
+def _decoded(answer: bytes) -> Any:
+    """Return JSON; None for what is none."""
     try:
-        return str(answer.json()["error"]["message"])
-    except (ValueError, KeyError, TypeError):
-        return f"the server answered {answer.status_code}: is it kvmux?"
+        return json.loads(answer)
+    except ValueError:
+        return None
 
 
 def _text(told: Mapping[str, Any], trace: Path) -> str:
