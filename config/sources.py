@@ -107,6 +107,10 @@ def _is_json(text: str) -> bool:
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """The closest name there is, to stand behind the word that a name is none."""
-    close = difflib.get_close_matches(name, list(known), n=1)
-    return f"; did you mean {close[0]}?" if close else ""
+    """The closest name there is, to stand behind the word that a name is none; of equals one that begins alike."""
+
+    def likeness(other: str) -> tuple[float, bool]:
+        return difflib.SequenceMatcher(None, other, name).ratio(), other[:2] == name[:2]
+
+    close = difflib.get_close_matches(name, list(known), n=3)
+    return f"; did you mean {max(close, key=likeness)}?" if close else ""

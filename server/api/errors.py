@@ -29,6 +29,7 @@ MOST_PROBLEMS = 5  # of a body, that its error tells
 LONGEST_FIELD = 100  # characters of a field's name in an error
 LONGEST_MESSAGE = 1000  # characters of an error: it may quote what a client sent, or what a chat template says
 KINDS: Mapping[type, str] = {bool: "a boolean", int: "a number", float: "a number", str: "a text"}
+EMPTY = '""'  # how a field without a name is told
 LONGEST_PATH = 200  # characters of a path in an error
 NO_ROUTE = "there is no such route"  # in the log, which has the path as it came: unquoted it may have line breaks
 QUOTING = ("unknown_kv_cache", "not_found")  # codes of the engine's, whose messages have a client's words
@@ -215,8 +216,8 @@ def _instead(problem: Mapping[str, Any]) -> str:
 def _field(problem: Mapping[str, Any]) -> str | None:
     """('body', 'stop', 1) is stop[1]; None for the body as a whole."""
     path = problem["loc"][1:]
-    name = "".join(f"[{part}]" if isinstance(part, int) else f".{str(part)[:LONGEST_FIELD]}" for part in path)
-    return name.lstrip(".")[:LONGEST_FIELD] or None
+    name = "".join(f"[{part}]" if isinstance(part, int) else f".{part[:LONGEST_FIELD] or EMPTY}" for part in path)
+    return name.removeprefix(".")[:LONGEST_FIELD] or None
 
 
 def _field_of_ours(problem: Mapping[str, Any]) -> str | None:
