@@ -262,8 +262,11 @@ class GPTWithCache(nn.Module):
         """Append the likeliest tokens, one after another: prompt [B, n] -> [B, n + num_tokens].
 
         With a cache the whole prompt goes in first, and then one token a step. Without one the whole text goes in at
-        every step: the same tokens, and ever more work. Raises ValueError if there is no room for so many.
+        every step: the same tokens, and ever more work. Raises ValueError for an empty prompt, and if there is no room
+        for so many.
         """
+        if not prompt.shape[1]:
+            raise ValueError("the prompt is empty: give at least one token, after which others can follow")
         text = new = prompt
         for _ in range(num_tokens):
             logits = self(text) if cache is None else self(new, cache, start_pos=len(cache))
