@@ -22,6 +22,7 @@ from server.engine.request import RequestError
 from server.engine.selection import Selector
 from server.text.detokenizer import Detokenizer
 from server.text.encoder import Encoder
+from server.text.errors import TokenizerError
 from server.text.output import OutputText
 
 MAX_NUM_SEQS = 4  # streams at a time; the server's default would take memory for many more
@@ -38,6 +39,7 @@ class SamplingOptions(TypedDict, total=False):
     presence_penalty: float
     repetition_penalty: float
     logit_bias: dict[int, float]
+    allowed_token_ids: list[int]
     seed: int
     stop: str | list[str]
     stop_token_ids: list[int]
@@ -130,9 +132,12 @@ class LLM:
         self, prompt: str | Sequence[int], max_tokens: int, kv_cache: str | None, sampling: SamplingOptions
     ) -> _Job:
         """Check the arguments of `generate`. Raises ValueError, and TypeError for names and types that cannot be."""
-        ids = self.encode(prompt) if isinstance(prompt, str) else [operator.index(token) for token in prompt]
+        try:
+            ids = self.encode(prompt) if isinstance(prompt, str) else [operator.index(token) for token in prompt]
+        except TokenizerError as error:
+            raise ValueError(f"prompt: {error}") from None
         options = _checked(sampling)
-        drawing = options.sampling(max_tokens)
+        drawing = options.sampling(operator.index(max_tokens))
         try:
             submit = Submit("", ids, drawing, kv_cache=kv_cache)
             name, _ = self._selector.choose(submit, self.engine.core.arena.in_use)
