@@ -46,6 +46,11 @@ class Detokenizer:
             shorter = range(self._settled - 1, max(0, self._settled - LONGEST_PART) - 1, -1)
             self._readings += [(size, self._spelling.decode(self._window[:size])) for size in shorter]
 
+    @property
+    def waits(self) -> bool:
+        """Are there tokens whose text comes out with a later one's?"""
+        return len(self._window) > self._settled
+
     def push(self, token: int) -> str:
         """The text that is certain now: empty while a character is not complete, and for special tokens."""
         if not self._spelling.has_text(token):

@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from server.text.detokenizer import Detokenizer
+from server.text.detokenizer import PATIENCE, UNKNOWN, Detokenizer
 from server.text.stop import StopStrings
 from server.text.vocabulary import Vocabulary
+
+MOST_BROKEN = 4 * PATIENCE  # characters that bytes become which are none: of as many tokens as may wait
 
 
 class Placed(NamedTuple):
@@ -29,10 +31,29 @@ def placed(tokenizer: Vocabulary, ids: Sequence[int], text: str) -> list[Placed]
     """Return where each token begins in its text; a special token that the text does not spell has no length."""
     detokenizer, length, found = Detokenizer(tokenizer, [], skip_special=False), 0, []
     for token in ids:
-        found.append(Placed(token, length))
-        if tokenizer.has_text(token) or text.startswith(tokenizer.piece(token), length):
-            length += len(detokenizer.push(token))
+        piece, begin = "", 0
+        if tokenizer.has_text(token) or _follows(tokenizer.piece(token), text, length, waits=detokenizer.waits):
+            piece, begin = _pushed(detokenizer, token)
+        found.append(Placed(token, length + begin))
+        length += len(piece)
     return found
+
+
+def _follows(piece: str, text: str, length: int, *, waits: bool) -> bool:
+    """Does the text go on with this piece, maybe behind bytes of tokens that still wait for a character?"""
+    ahead = text[length : length + MOST_BROKEN + len(piece)]
+    return ahead.startswith(piece) or (waits and ahead.lstrip(UNKNOWN).startswith(piece))
+
+
+def _pushed(detokenizer: Detokenizer, token: int) -> tuple[str, int]:
+    """Return the text that comes out with a token, and where in it the token's own begins.
+
+    What comes out with it of tokens before it begins where it does, or is bytes that became no character.
+    """
+    waited = detokenizer.waits
+    piece = detokenizer.push(token)
+    own = piece.lstrip(UNKNOWN) if waited else piece
+    return piece, len(piece) - len(own or piece)
 
 
 class OutputText:
@@ -62,10 +83,10 @@ class OutputText:
         pieces = []
         for i, token in enumerate(tokens):
             self.num_tokens += 1
-            self._held.append(Placed(token, self._length))
             ends = finish_reason == "stop" and i == len(tokens) - 1
-            if not ends or self._include_stop:
-                pieces.append(self._through_stops(self._detokenizer.push(token)))
+            piece, begin = _pushed(self._detokenizer, token) if not ends or self._include_stop else ("", 0)
+            self._held.append(Placed(token, self._length + begin))
+            pieces.append(self._through_stops(piece))
             if self._stop.found:
                 break
         else:
