@@ -193,10 +193,14 @@ class Settings(BaseSettings):
     )
 
     admin_token: str | None = Field(
-        None, min_length=8, description="whoever sends it may clear, pin and share the caches; default: nobody may"
+        None,
+        min_length=8,
+        description="whoever sends it may clear, pin and share the caches, and record profiles; default: nobody may",
     )
     api_keys: Words = Field(
-        None, description="/v1/* asks for one of these, with commas between; default: whoever reaches the port may"
+        None,
+        description="/v1/*, the same without /v1, and routes for tokens ask for one of these, with commas between; "
+        "default: whoever reaches the port may",
     )
     metrics_key: str | None = Field(
         None, min_length=8, description="/metrics asks for it; default: whoever reaches the port may read them"
