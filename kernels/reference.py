@@ -73,7 +73,7 @@ class ReferenceOps:
         return F.linear(multiplied, weight, bias).to(x.dtype)
 
     def quantised_linear(self, x: Tensor, weight: Quantised | Packed, bias: Tensor | None = None) -> Tensor:
-        """Some rows of the weight at a time are float32, which then stay in the cache until they are multiplied.
+        """Dequantise a few rows at a time to float32, which stay in the processor's cache until they are multiplied.
 
         By `linear`, so that a backend whose rows do not depend on each other keeps that.
         """

@@ -57,7 +57,7 @@ class Answer(Struct):
 
 
 def read_listing(answer: bytes, model: str = "") -> Listing:
-    """The model of that name, which may name a strategy ("tiny:paged"), or the first.
+    """Return the model of that name, which may name a strategy ("tiny:paged"), or the first.
 
     Raises ListingError, and ValueError for what is no list of models at all.
     """
@@ -83,7 +83,7 @@ def _context(entry: Entry) -> int | None:
 
 
 def chosen(listing: Listing, weights: Mapping[str, float]) -> dict[str, float]:
-    """The model's name under each strategy, and how often to ask for it; all alike unless told. Raises ListingError."""
+    """Return the model's name under each strategy and its weight, equal unless given. Raises ListingError."""
     if not listing.strategies:
         if weights:
             raise ListingError(f"the server lists no strategies of {listing.model}: leave them out")
@@ -97,7 +97,7 @@ def chosen(listing: Listing, weights: Mapping[str, float]) -> dict[str, float]:
 
 
 def parse_weights(text: str) -> dict[str, float]:
-    """ "paged=3,contiguous=1,window" as numbers; a name alone weighs 1. Raises ValueError."""
+    """Parse weights such as "paged=3,contiguous=1,window"; a name alone weighs 1. Raises ValueError."""
     weights = {}
     for part in filter(None, (part.strip() for part in text.split(","))):
         name, _, weight = part.partition("=")

@@ -164,17 +164,17 @@ def _checked(sampling: Mapping[str, Any]) -> SamplingRequest:
     """Check sampling parameters. Raises ValueError for values, and TypeError for unknown names, as Python does."""
     known = SamplingOptions.__annotations__
     for name in sampling.keys() - known.keys():
-        raise TypeError(f"{name!r} is no sampling parameter{did_you_mean(name, known)}")
+        raise TypeError(f"{name!r} is not a sampling parameter{did_you_mean(name, known)}")
     values = dict(sampling)
     if isinstance(bias := values.get("logit_bias"), Mapping):
         values["logit_bias"] = {str(token): by for token, by in bias.items()}  # as JSON has it
     try:
         return SamplingRequest.model_validate(values)
     except ValidationError as error:
-        raise ValueError("; ".join(_told(problem) for problem in error.errors())) from None
+        raise ValueError("; ".join(_described(problem) for problem in error.errors())) from None
 
 
-def _told(problem: Any) -> str:
+def _described(problem: Any) -> str:
     """Return a validation error in words: "temperature: Input should be less than or equal to 2"."""
     where = ".".join(str(part) for part in problem["loc"])
     return f"{where}: {problem['msg'].removeprefix('Value error, ')}"

@@ -44,7 +44,7 @@ class Shape(NamedTuple):
 
 
 def shape_of(spec: LayerSpec) -> Shape | None:
-    """None: its heads are wider than any kernel has them."""
+    """Return the kernels' shape for a layer; None if its heads are wider than those of any kernel."""
     dim, group = max(spec.head_dim, spec.v_head_dim), spec.num_q_heads // spec.num_kv_heads
     width = next((width for width in MOST_TOGETHER if LANES * width >= dim), None)
     if width is None:
@@ -75,7 +75,7 @@ class Attention:
         self._sums: dict[torch.device, Tensor] = {}  # of splits: it grows to the largest size asked for, and then stays
 
     def prepare(self, spec: LayerSpec, dtype: torch.dtype, stored: torch.dtype) -> None:
-        """Compiles what such a layer needs, if there is anything."""
+        """Compile the kernels that such a layer needs, if there are any."""
         if (shape := shape_of(spec)) is not None:
             self._decoding(shape, dtype, stored)
             self._kernel("prefill", f"prefill_{shape.width}", dtype, stored)
@@ -134,7 +134,7 @@ class Attention:
             )
 
     def _prefill(self, this: Layer) -> None:
-        """Rows of several tokens."""
+        """Attend for rows of several tokens."""
         at, shape = this.at, this.shape
         tiles = -(-at.max_q * shape.group // shape.queries)
         self._kernel("prefill", f"prefill_{shape.width}", this.q.dtype, this.kept[0].dtype)(
@@ -162,7 +162,7 @@ class Attention:
         return self._sinks[key]
 
     def _scratch(self, numbers: int, device: torch.device) -> Tensor:
-        """[>= numbers] float32"""
+        """Return at least `numbers` float32 of scratch memory."""
         sums = self._sums.get(device)
         if sums is None or len(sums) < numbers:
             sums = self._sums[device] = torch.empty(numbers, device=device)

@@ -36,7 +36,7 @@ class Kernel:
         self._function = function
 
     def __call__(self, grid: Grid, *arguments: Argument) -> None:
-        """Enqueues it; nothing waits. An empty grid is no launch."""
+        """Enqueue the kernel without waiting. An empty grid is not launched."""
         if 0 in grid.threads:
             return
         casts = {i: "int32" for i, argument in enumerate(arguments) if _integers(argument)}
@@ -59,7 +59,7 @@ class Kernels:
         self._kernels: dict[tuple[object, ...], Kernel] = {}
 
     def get(self, file: str, name: str, **types: torch.dtype) -> Kernel:
-        """The kernel `name` of a source, for the types that it is to be compiled with."""
+        """Return the kernel `name` of a source file, compiled for these types."""
         key = (file, name, *types.items())
         if key not in self._kernels:
             self._kernels[key] = Kernel(getattr(self._library(file, types), name))

@@ -133,7 +133,7 @@ def _kernels(settings: Settings, device: Device, dtype: torch.dtype) -> Loaded:
 
 @contextmanager
 def _room_for(what: str, advice: str) -> Iterator[None]:
-    """What a device's allocator raises becomes a SettingsError. It has no type of its own on mps."""
+    """Turn what a device's allocator raises into a SettingsError. It has no type of its own on mps."""
     try:
         yield
     except RuntimeError as error:
@@ -149,7 +149,7 @@ def _room_for(what: str, advice: str) -> Iterator[None]:
 def _model(
     settings: Settings, directory: Path, ops: Ops, dtype: torch.dtype, device: torch.device, max_seq_len: int
 ) -> Model:
-    """Loaded, and torch's threads as it wants them."""
+    """Load the model, and set the number of torch's threads for it."""
     if settings.threads is not None:  # for loading, too
         torch.set_num_threads(settings.threads)
     with _room_for("the model", "take a smaller one, or keep its weights in a shorter format"):
@@ -169,14 +169,14 @@ def _model(
 
 
 def _rehearse(settings: Settings, model: Model, max_step_tokens: int, max_step_scores: int) -> None:
-    """The largest step there can be: one of prompts, and every other sequence draws a token."""
+    """Run the largest step there can be: one of prompts, in which every other sequence draws a token."""
     rows = settings.max_num_seqs
     with _room_for(f"a step of {max_step_tokens} tokens", "lower max_step_tokens or max_num_seqs"):
         rehearse(model, tokens=max_step_tokens + rows, logits=min(max_step_scores, max_step_tokens) + rows)
 
 
 def _check_memory(caches: Mapping[str, KVCache], arena: Arena, geometry: Geometry, kernels: Loaded) -> None:
-    """Raises SettingsError if the operations fail in the memory of a strategy, though they passed in a small one.
+    """Raise SettingsError if the operations fail in the memory of a strategy, though they passed in a small one.
 
     Each is tried in the block that it would get first. On a device, where offsets are what is unproven, in the last one
     of all, too.
@@ -199,7 +199,7 @@ def _check_memory(caches: Mapping[str, KVCache], arena: Arena, geometry: Geometr
 
 
 def _check_row_invariant(ops: Ops) -> None:
-    """Raises SettingsError if a row's bits may depend on the rows beside it."""
+    """Raise SettingsError if a row's bits may depend on the rows beside it."""
     if not isinstance(ops, CpuOps):
         raise SettingsError(
             "deterministic: only the C++ kernels on a CPU compute a row alike in every batch; see `kvmux doctor`"
@@ -207,7 +207,7 @@ def _check_row_invariant(ops: Ops) -> None:
 
 
 def _check_deterministic(model: Model) -> None:
-    """Raises SettingsError if something computes this model that does not give a row the same bits in every batch."""
+    """Raise SettingsError if a part of this model does not give a row the same bits in every batch."""
     if not isinstance(model, Decoder):
         raise SettingsError("deterministic: not for a model that transformers computes")
     if any(max(spec.head_dim, spec.v_head_dim) > MAX_DIM for spec in model.specs):
@@ -224,7 +224,7 @@ def _max_seq_len(settings: Settings, facts: Facts) -> int:
 def _pages(
     settings: Settings, instances: Sequence[Instance], geometry: Geometry, page: int, device: torch.device
 ) -> int:
-    """How many pages to take: as told, or a share of what is free, but no more than max_num_seqs could ever fill."""
+    """Return the number of pages to take: as set, or a share of free memory, at most what max_num_seqs could fill."""
     least = registry.pages_needed(instances, geometry)
     if settings.kv_memory == "auto":
         most = settings.max_num_seqs * registry.sequence_pages(instances, geometry)

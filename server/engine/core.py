@@ -31,7 +31,7 @@ from server.models.base import Model
 
 log = logging.getLogger(__name__)
 
-NO_NUMBER = "the model's logits are no numbers: are its weights sound? If they are, --dtype float32 may help"
+NO_NUMBER = "the model's logits are not numbers: are its weights sound? If they are, --dtype float32 may help"
 TIMED = 61  # the operations of every 61st step are timed; a prime, so that no periodic work falls into each of them
 
 

@@ -117,7 +117,7 @@ class Share(msgspec.Struct, tag=True, frozen=True):
 
 
 class Profile(msgspec.Struct, tag=True, frozen=True):
-    """Records the next steps with torch's profiler: so many, and for so long at most; answered when that is over."""
+    """Records at most `steps` next steps with torch's profiler, for at most `seconds`; answered when that is over."""
 
     steps: int
     seconds: float

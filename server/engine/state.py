@@ -55,7 +55,7 @@ class Processes:
 
 
 def state_of(core: Core, processes: Mapping[Role, int]) -> State:
-    """Takes as long as there are open sequences and blocks."""
+    """Return the engine's state for metrics. Takes time proportional to the open sequences and blocks."""
     arena, scheduler = core.arena, core.scheduler
     return State(
         running=Counter(request.cache.name for request in scheduler.running),

@@ -266,7 +266,7 @@ FAMILIES: tuple[Family[Any], ...] = tuple(family for family in list(globals().va
 
 
 def table() -> str:
-    """Markdown: what there is, and what vLLM calls it."""
+    """Return the table of all metrics in Markdown, with the names that vLLM has for them."""
     lines = ["| name | type | | vLLM's |", "|---|---|---|---|"]
     for family in FAMILIES:
         labels = "{" + ", ".join(label.name for label in family.labels) + "}" if family.labels else ""

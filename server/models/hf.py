@@ -38,7 +38,7 @@ class TransformersModel(Stepwise):
     def __init__(
         self, directory: Path, dtype: torch.dtype, device: torch.device, *, positions: int | None = None
     ) -> None:
-        """`positions`: the longest text it will see; default: what the model was made for.
+        """Load the model. `positions`: the longest text it will see; default: what the model was made for.
 
         Raises ModelError if transformers cannot load it, or if layers keep something else than keys and values.
         """
@@ -66,16 +66,16 @@ class TransformersModel(Stepwise):
         return str(self.dtype).removeprefix("torch.")
 
     def forward(self, ids: Tensor, attention: Attention) -> Tensor:
-        """ids [N] int64 -> logits [K, V] float32 of the rows `attention.logit_index`."""
+        """Compute logits [K, V] float32 of ids [N] int64, for the rows `attention.logit_index`."""
         return _logits(self._model, attention, input_ids=ids[None])
 
     def embed(self, ids: Tensor) -> Tensor:
-        """ids [N] int64 -> [N, d]."""
+        """Embed ids [N] int64 -> [N, d]."""
         found: Tensor = self._model.get_input_embeddings()(ids)
         return found
 
     def forward_embedded(self, x: Tensor, attention: Attention) -> Tensor:
-        """x [N, d] -> logits [K, V] float32; `forward` for tokens that are embedded already."""
+        """Compute logits [K, V] float32 of x [N, d]: `forward` for tokens that are embedded already."""
         return _logits(self._model, attention, inputs_embeds=x[None])
 
 
@@ -140,7 +140,7 @@ def _loaded(directory: Path, dtype: torch.dtype, device: torch.device) -> Any:
 
 
 def _check_size(directory: Path, numbers: int) -> None:
-    """Raise ModelError if the files cannot hold so many numbers: transformers would make up what they lack."""
+    """Raise ModelError if the files cannot hold that many numbers: transformers would make up what they lack."""
     stored = sum(file.stat().st_size for file in directory.iterdir() if file.is_file())
     if numbers > 8 * stored:  # a number takes a bit at least
         raise ModelError(

@@ -31,7 +31,7 @@ class _Quantisation(BaseModel):
 
 
 def is_mlx(directory: Path) -> bool:
-    """Whether a directory holds such a checkpoint. Raises ModelError."""
+    """Return whether a directory holds an MLX checkpoint. Raises ModelError."""
     return read_json(directory / "config.json").get("quantization") is not None
 
 
@@ -39,7 +39,9 @@ class MLXWeights:
     """Implements `server.models.weights.Weights`."""
 
     def __init__(self, directory: Path, dtype: torch.dtype, device: torch.device, *, as_stored: bool) -> None:
-        """`as_stored`: what is quantised stays so, on the device; otherwise all is dequantised to `dtype`.
+        """Open a checkpoint.
+
+        `as_stored` keeps quantised weights so, on the device; otherwise all are dequantised to `dtype`.
 
         Raises ModelError.
         """

@@ -17,7 +17,7 @@ from server.models.errors import ModelError
 
 
 def rope_tables(rope: Rope, positions: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """cos and sin [positions, dim / 2] float32 of the frequencies that fit texts of up to `positions` tokens."""
+    """Return cos and sin [positions, dim / 2] float32, of the frequencies for texts of up to `positions` tokens."""
     frequencies, amplitude = frequencies_of(rope, positions)
     angle = torch.outer(torch.arange(positions, dtype=torch.float64), frequencies)
     return (angle.cos() * amplitude).float().to(device), (angle.sin() * amplitude).float().to(device)

@@ -238,7 +238,7 @@ def _index(directory: Path) -> Mapping[str, str]:
     if not isinstance(weight_map, dict) or not all(
         isinstance(name, str) and len(name) <= LONGEST_NAME for name in weight_map.values()
     ):
-        raise ModelError(f"{index} is no index of weights: it has no weight_map of names and files")
+        raise ModelError(f"{index} is not an index of weights: it has no weight_map of names and files")
     if not weight_map:
-        raise ModelError(f"{index} is no index of weights: its weight_map is empty")
+        raise ModelError(f"{index} is not an index of weights: its weight_map is empty")
     return weight_map

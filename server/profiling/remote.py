@@ -28,7 +28,10 @@ ROWS = 25
 
 
 def run(file: Path | None, options: dict[str, Any]) -> int:
-    """`file` may hold the admin token; `options` are the flags given. Raises SettingsError."""
+    """Record the next steps of a running server; write the trace and print its table.
+
+    `file` may hold the admin token; `options` are the flags given. Raises SettingsError.
+    """
     wanted = {name: options.pop(name) for name in OWN if name in options}
     if others := sorted(options.keys() - {TOKEN}):
         flags = ", ".join("--" + name.replace("_", "-") for name in others)
@@ -40,10 +43,10 @@ def run(file: Path | None, options: dict[str, Any]) -> int:
     with _writing(trace).open("ab"):  # before anything slow; what an older one holds stays until there is another
         pass
     answer = _ask(wanted.pop("url"), token, wanted)
-    told = json.loads(answer)["kvmux"]
+    summary = json.loads(answer)["kvmux"]
     _writing(trace).write_bytes(answer)
-    Console(soft_wrap=True).print(_text(told, trace))
-    Console().print(_table(told["table"]))
+    Console(soft_wrap=True).print(_text(summary, trace))
+    Console().print(_table(summary["table"]))
     return 0
 
 
@@ -75,9 +78,9 @@ def _message(answer: httpx.Response) -> str:
         return f"the server answered {answer.status_code}: is it kvmux?"
 
 
-def _text(told: Mapping[str, Any], trace: Path) -> str:
-    found = f"{told['steps']} steps in {told['seconds']:.2f} s, {told['model']}"
-    if not told["steps"]:
+def _text(summary: Mapping[str, Any], trace: Path) -> str:
+    found = f"{summary['steps']} steps in {summary['seconds']:.2f} s, {summary['model']}"
+    if not summary["steps"]:
         found += ": no request ran meanwhile, so there is nothing to see"
     return escape(f"{found}\nthe trace for https://ui.perfetto.dev or chrome://tracing is in {trace}")
 

@@ -18,7 +18,7 @@ from jinja2.utils import Namespace
 
 
 def environment() -> jinja2.Environment:
-    """What templates are compiled with."""
+    """Return the environment that templates are compiled with."""
     language = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, LoopControlExtension]
     )
@@ -32,7 +32,7 @@ def environment() -> jinja2.Environment:
 
 
 def reads_parts(template: nodes.Template) -> bool:
-    """Whether a template goes through a message's content as a list of parts; all others know only text."""
+    """Return whether a template iterates over a message's content as a list of parts; all others know only text."""
     names = {"content"}  # of variables and of macros' parameters
     names |= {
         assigned.target.name

@@ -37,7 +37,7 @@ class Detokenizer:
     """One completion's text. Decodes only a few tokens at a time, however long the text has become."""
 
     def __init__(self, tokenizer: Vocabulary, prompt: Sequence[int], *, skip_special: bool = True) -> None:
-        """Special tokens have no text with `skip_special`, and are spelled otherwise."""
+        """Start after a prompt. Special tokens have no text with `skip_special`, and are spelled otherwise."""
         self._spelling = Spelling(tokenizer, skip_special)
         self._window = _context(self._spelling, prompt)  # tokens decoded together with the next one
         self._settled = len(self._window)  # tokens of the window whose text is out
@@ -47,7 +47,7 @@ class Detokenizer:
             self._readings += [(size, self._spelling.decode(self._window[:size])) for size in shorter]
 
     def push(self, token: int) -> str:
-        """The text that is certain now: empty while a character is not complete, and for special tokens."""
+        """Return the text that is certain after a token: none of incomplete characters and of special tokens."""
         if not self._spelling.has_text(token):
             return ""
         self._window.append(token)
@@ -70,7 +70,7 @@ class Detokenizer:
         return piece[: len(piece) - held]
 
     def flush(self) -> str:
-        """What was held back, when no more tokens come."""
+        """Return the text that was held back, when no more tokens follow."""
         text = self._spelling.decode(self._window)
         _, piece = self._unshown(text)
         self._keep(self._window, text)
@@ -92,7 +92,7 @@ class Detokenizer:
 
 
 def _context(spelling: Spelling, prompt: Sequence[int]) -> list[int]:
-    """The prompt's last tokens with a text: enough of them that the next token is decoded as after the whole prompt."""
+    """Return the last tokens of the prompt with text: enough to decode the next one as after the whole prompt."""
     size = CONTEXT
     while True:
         window = [token for token in prompt[-size:] if spelling.has_text(token)]

@@ -33,7 +33,9 @@ def reader_of(decoder: dict[str, Any] | None) -> Callable[[str], bytes]:
 
 
 def as_text(data: bytes) -> str:
-    """A text, or what OpenAI writes for bytes that are none: "bytes:" and those that are not ASCII as \\xe2."""
+    """Return bytes as text or, if they are not UTF-8, as OpenAI writes them: "bytes:", with \\xe2 for those beyond
+    ASCII.
+    """
     try:
         return data.decode()
     except UnicodeDecodeError:

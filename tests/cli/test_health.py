@@ -147,7 +147,7 @@ def test_timeouts_that_are_none(capsys: pytest.CaptureFixture[str], seconds: str
     with pytest.raises(SystemExit) as ended:
         cli.main(["health", f"--timeout={seconds}"])
     assert ended.value.code == 2
-    assert f"argument --timeout: {seconds!r} is no number of seconds" in capsys.readouterr().err
+    assert f"argument --timeout: {seconds!r} is not a number of seconds" in capsys.readouterr().err
 
 
 def test_the_short_way_imports_no_settings(monkeypatch: pytest.MonkeyPatch) -> None:

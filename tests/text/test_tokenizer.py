@@ -116,7 +116,9 @@ def test_a_panic_of_the_library_is_told_in_one_line(tmp_path: Path, monkeypatch:
 
     (tmp_path / "tokenizer.json").write_text("{}")
     monkeypatch.setattr("server.text.tokenizer.tokenizers.Tokenizer", Panicking)
-    with pytest.raises(SettingsError, match=r"tokenizer\.json is no tokenizer .*: index out of bounds: the len is 1$"):
+    with pytest.raises(
+        SettingsError, match=r"tokenizer\.json is not a tokenizer .*: index out of bounds: the len is 1"
+    ):
         Tokenizer.from_directory(tmp_path)
 
 
