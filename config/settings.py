@@ -404,7 +404,7 @@ class Settings(BaseSettings):
                 raise ValueError(f"{where} is {name!r}; instances are {', '.join(sorted(self.strategies))}")
         for name in self.strategies:
             if not (name.isascii() and name.replace("_", "").replace("-", "").isalnum()):
-                raise ValueError(f"strategies: {name!r} is no name: use letters, digits, '-' and '_'")
+                raise ValueError(f"strategies: {name!r} is not a name: use letters, digits, '-' and '_'")
         return self
 
     @field_validator("model_name")

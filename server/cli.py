@@ -253,7 +253,7 @@ class Parser(argparse.ArgumentParser):
         known, unknown = super().parse_known_args(args, namespace)
         if unknown:
             name = unknown[0].split("=")[0]
-            self.error(f"{name} is no option{did_you_mean(name, self._option_string_actions)}")
+            self.error(f"{name} is not an option{did_you_mean(name, self._option_string_actions)}")
         return known, unknown
 
 

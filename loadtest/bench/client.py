@@ -76,7 +76,7 @@ async def look(client: httpx.AsyncClient, model: str = "") -> Server:
     except ListingError as error:
         raise ServerError(str(error)) from None
     except ValueError:
-        raise ServerError(f"what answers at {url} is no OpenAI-compatible server; see --url") from None
+        raise ServerError(f"what answers at {url} is not an OpenAI-compatible server; see --url") from None
 
 
 async def _version(client: httpx.AsyncClient) -> str:

@@ -97,19 +97,42 @@ def build_engine(settings: Settings, *, gradual: bool = False) -> Engine:
     max_step_scores = max(1, MOST_LOGITS // model.facts.vocab_size)
     if device.tensors.type != "cpu":
         _rehearse(settings, model, max_step_tokens, max_step_scores)
+    arena, caches = _kv_memory(settings, instances, geometry, ops, device.tensors, directory, gradual=gradual)
+    _check_memory(caches, arena, geometry, kernels)
+    limits = _limits(settings, geometry, arena, max_step_scores)
+    selector = Selector(caches.keys(), settings.rules, settings.default_strategy)
+    core = Core(model, caches, arena, Scheduler(limits), selector, Stopwatch(ops, device.tensors), ops)
+    name, *aliases = settings.model_names
+    return Engine(settings, name, aliases, directory, core, instances, device, kernels, max_seq_len)
+
+
+def _kv_memory(
+    settings: Settings,
+    instances: Sequence[Instance],
+    geometry: Geometry,
+    ops: Ops,
+    device: torch.device,
+    directory: Path,
+    *,
+    gradual: bool,
+) -> tuple[Arena, Mapping[str, KVCache]]:
+    """Allocate the KV memory and make the caches that share it. Raises SettingsError."""
     page = registry.page_bytes(instances, geometry)
-    pages = _pages(settings, instances, geometry, page, device.tensors)
+    pages = _pages(settings, instances, geometry, page, device)
     with _room_for(f"KV memory of {pages * page} bytes", "give a smaller kv_memory"):
-        arena = Arena(pages, page, device.tensors, gradual=gradual and device.tensors.type == "cpu")
+        arena = Arena(pages, page, device, gradual=gradual and device.type == "cpu")
         caches = registry.build(instances, geometry, arena, ops, str(directory))
         arena.touch(max(registry.pages_needed(instances, geometry), FIRST_BYTES // page))
-        arena.touch_rest(partial(free_memory, device.tensors))
-    _check_memory(caches, arena, geometry, kernels)
-    limits = Limits(
+        arena.touch_rest(partial(free_memory, device))
+    return arena, caches
+
+
+def _limits(settings: Settings, geometry: Geometry, arena: Arena, max_step_scores: int) -> Limits:
+    return Limits(
         max_num_seqs=settings.max_num_seqs,
-        max_step_tokens=max_step_tokens,
+        max_step_tokens=geometry.max_step_tokens,
         max_waiting=settings.max_waiting,
-        max_seq_len=max_seq_len,
+        max_seq_len=geometry.max_seq_len,
         kv_bytes=arena.usable * arena.page_bytes,
         kv_overcommit=settings.kv_overcommit,
         max_step_scores=max_step_scores,
@@ -118,10 +141,6 @@ def build_engine(settings: Settings, *, gradual: bool = False) -> Engine:
         priority_aging=settings.priority_aging,
         max_priority_wait=settings.max_priority_wait,
     )
-    selector = Selector(caches.keys(), settings.rules, settings.default_strategy)
-    core = Core(model, caches, arena, Scheduler(limits), selector, Stopwatch(ops, device.tensors), ops)
-    name, *aliases = settings.model_names
-    return Engine(settings, name, aliases, directory, core, instances, device, kernels, max_seq_len)
 
 
 def _kernels(settings: Settings, device: Device, dtype: torch.dtype) -> Loaded:

@@ -77,5 +77,5 @@ def _positive(text: str) -> int:
 
 def _text(text: str) -> str:
     if not text.isprintable():  # undecodable bytes of a command line are not, either
-        raise argparse.ArgumentTypeError(f"{text!r} is no plain text")
+        raise argparse.ArgumentTypeError(f"{text!r} is not plain text")
     return text

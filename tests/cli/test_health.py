@@ -69,8 +69,8 @@ def test_a_server_that_is_ready(capsys: pytest.CaptureFixture[str]) -> None:
         (503, "[]", "HTTP 503"),
         (404, "<html>", "HTTP 404"),
         (200, "<html>", ""),
-        (200, "[]", "no kvmux"),
-        (200, json.dumps({"status": "ok"}), "no kvmux"),
+        (200, "[]", "not kvmux"),
+        (200, json.dumps({"status": "ok"}), "not kvmux"),
     ],
 )
 def test_a_server_that_is_not(capsys: pytest.CaptureFixture[str], status: int, body: str, why: str) -> None:

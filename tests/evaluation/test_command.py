@@ -98,7 +98,7 @@ def test_the_exact_strategy_is_there_unasked(
     [
         (["--strategy", "nonesuch"], "--strategy: there is no instance 'nonesuch'; there are contiguous, paged"),
         (["--strategy", "nonesuch:a=1"], "there is no cache strategy kind 'nonesuch'"),
-        (["--strategy", "paged:colour=red"], "strategies.paged-colourred.colour is no option of this kind"),
+        (["--strategy", "paged:colour=red"], "strategies.paged-colourred.colour is not an option of this kind"),
         (["--strategy", "paged:block_size"], "write KIND:option=value,option=value"),
         (["--strategy", "sliding_window:window=8,window=9"], "each option once"),
         (["--strategy", "paged:block_size=0"], "strategies.paged-block_size0.block_size"),
@@ -110,11 +110,11 @@ def test_the_exact_strategy_is_there_unasked(
         (["--json", "."], "--json: cannot write .: Is a directory"),
         (["--plot", "no/such/folder/a.png"], "--plot: cannot write no/such/folder/a.png: No such file or directory"),
         (["--json", "/tmp/kvmux.png", "--plot", "/tmp/kvmux.png"], "--json and --plot are both"),
-        (["--seed", "\udcff"], "'\\udcff' is no plain text"),
+        (["--seed", "\udcff"], "'\\udcff' is not plain text"),
         (["--strategy", "sliding_window:window=99999999999999999999"], "window: Input should be less than"),
         (["--plot", "report.gif"], "--plot report.gif: the name should end in .png, .svg, .pdf"),
         (["--model", "no/such/model"], "no model at 'no/such/model'"),
-        (["--strateggy", "paged"], "--strateggy is no option; did you mean --strategy?"),
+        (["--strateggy", "paged"], "--strateggy is not an option; did you mean --strategy?"),
     ],
 )
 def test_what_cannot_be_done_is_told_in_a_line(

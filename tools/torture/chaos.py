@@ -132,7 +132,7 @@ class Conductor:
         return self._bag.pop()
 
     async def _inject(self, fault: Fault) -> None:
-        """Injection, and wait until the server is whole again."""
+        """Inject a fault, and wait until the server is whole again."""
         if (code := self._server.exit_code) is not None:
             self._tally.problem("servers that ended by themselves", f"exit code {code}, before {fault.name}")
             self._server.kill()
