@@ -47,7 +47,7 @@ Words = Annotated[list[str] | None, NoDecode, BeforeValidator(_words)]
 
 
 def _is_url(text: str) -> bool:
-    """Of a server that speaks HTTP."""
+    """Return whether a text is the URL of a server that speaks HTTP."""
     try:
         url = urlsplit(text)
         return url.scheme in ("http", "https") and bool(url.hostname) and url.port != 0 and text.split() == [text]
@@ -330,7 +330,7 @@ class Settings(BaseSettings):
     @field_validator("*", mode="before")
     @classmethod
     def _text(cls, value: Any) -> Any:
-        """Values go into paths, headers and JSON, and none of these takes every character."""
+        """Refuse text that paths, headers or JSON cannot take."""
         _check_text(value)
         return value
 

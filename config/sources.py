@@ -32,7 +32,7 @@ def flag_name(setting: str) -> str:
 
 
 class Sources(NamedTuple):
-    """What each source gives, by setting."""
+    """The values that each source gives, by setting."""
 
     file: Path | None
     from_file: Mapping[str, Any]

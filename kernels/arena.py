@@ -25,7 +25,7 @@ STRETCH = 1024  # pages
 
 
 class Owner(Protocol):
-    """Who holds pages, and keeps some in case they are wanted again."""
+    """An object that holds pages, and keeps some in case they are wanted again."""
 
     def idle_pages(self) -> int:
         """Return the number of pages it could give back."""
@@ -248,7 +248,7 @@ class Arena:
         return None
 
     def _runs_beside(self, pinned: Collection[int], shares: Collection[_Share]) -> dict[int, int]:
-        """Return by the length of a run the usable pages in whole runs, if only `pinned` ones were taken."""
+        """Return the usable pages in whole runs, by the length of a run, if only `pinned` pages were taken."""
         gaps: list[int] = []
         for first, end in ((0, self._low), (self._high, self.pages)):
             edges = [first - 1, *sorted(page for page in pinned if first <= page < end), end]

@@ -18,7 +18,7 @@ Activation = Literal["silu", "gelu_tanh"]
 
 @dataclass(frozen=True, eq=False, slots=True)
 class AttentionWeights:
-    """What stands around attention: a norm and the projections before it, the projection and a norm behind it.
+    """The weights around attention: a norm and the projections before it, the projection and a norm after it.
 
     None: the model has no such thing. q, k and v are one matrix.
     """
@@ -49,7 +49,7 @@ class AttentionWeights:
 
 
 class FeedForward(Protocol):
-    """What follows attention in a layer."""
+    """The part of a layer after attention."""
 
     def __call__(self, ops: Ops, h: Tensor) -> Tensor:
         """Return what the layer adds to h [N, d] -> [N, d]."""
@@ -89,7 +89,7 @@ class GatedWeights:
 
 @dataclass(frozen=True, eq=False, slots=True)
 class DecoderLayer:
-    """Attention, and behind it a feed-forward, each of which adds to what passes through the layer."""
+    """Attention and a feed-forward after it, each of which adds to its input."""
 
     spec: LayerSpec
     attention: AttentionWeights

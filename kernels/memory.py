@@ -32,7 +32,7 @@ def mapped(size: int) -> Tensor:
 
 
 class Pool:
-    """Memory for many tensors that stay: one behind the other, as each by itself is too small for a huge page.
+    """Memory for many tensors that stay, one after the other: each by itself is too small for a huge page.
 
     A tensor keeps the stretch it lies in; nothing of it is touched before whoever takes it does.
     """
@@ -66,7 +66,7 @@ def concatenated(parts: Sequence[Tensor]) -> Tensor:
 
 
 class Joined:
-    """The rows of several matrices [n, in] of one dtype, one after the other, while nobody needs them as one."""
+    """The rows of several matrices [n, in] of one dtype, one after the other; `whole` makes them one matrix."""
 
     def __init__(self, parts: Sequence[Tensor]) -> None:
         """Raise ValueError for parts of several widths or dtypes."""

@@ -103,7 +103,7 @@ class Slots:
 
 
 class Stored(NamedTuple):
-    """Where keys lie, of all layers."""
+    """The place of the keys of all layers."""
 
     store: KVStore
     at: Slots
@@ -111,7 +111,7 @@ class Stored(NamedTuple):
 
 
 class Ops(Protocol):
-    """What a model and a strategy are made of. Every backend answers to `reference.py`, and may inherit from it.
+    """The operations of models and strategies. Every backend must agree with `reference.py`, and may inherit from it.
 
     Tensors may be views with strides of their own; only their last dimension is dense. Arguments that do not fit each
     other raise ValueError before any memory is read (`arguments.py`). What is NaN or infinite stays in its row.

@@ -34,7 +34,7 @@ DTYPES = tuple(ROUNDING)  # of activations, keys and values
 
 
 class Op(NamedTuple):
-    """One operation."""
+    """An operation, and how it is checked and measured."""
 
     name: str  # a method of Ops
     tolerance: Mapping[torch.dtype, float]
@@ -72,7 +72,7 @@ def _feed_forward_bytes(weights: GatedWeights, h: Tensor) -> int:
 
 
 def _run_layers_bytes(stack: Stack, x: Tensor, attention: Attention) -> int:
-    """Without keys and values, of which the attention alone knows."""
+    """Return the bytes of a call without keys and values, which the attention alone knows."""
     weights = sum(weight.nbytes for layer in stack.layers for weight in layer.tensors())
     return weights + 2 * x.nbytes
 

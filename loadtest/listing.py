@@ -21,7 +21,7 @@ class ListingError(Exception):
 
 
 class Listing(NamedTuple):
-    """One model."""
+    """A model that the server lists."""
 
     model: str
     owner: str  # the server's make, where it says so
@@ -36,14 +36,14 @@ class Cache(Struct):
 
 
 class Meta(Struct):
-    """What llama.cpp tells."""
+    """A model's properties as llama.cpp lists them."""
 
     n_ctx: int | None = None
     n_ctx_train: int | None = None
 
 
 class Entry(Struct):
-    """What we read of one."""
+    """The fields that are read of a listed model."""
 
     id: str
     owned_by: str | None = None
@@ -77,7 +77,7 @@ def read_listing(answer: bytes, model: str = "") -> Listing:
 
 
 def _context(entry: Entry) -> int | None:
-    """As kvmux and vLLM tell it, or llama.cpp."""
+    """Return the length of the context as kvmux and vLLM list it, or llama.cpp."""
     meta = entry.meta or Meta()
     return entry.max_model_len or meta.n_ctx or meta.n_ctx_train or None
 

@@ -152,7 +152,7 @@ class Client(FastHttpUser):
 
 
 def _lines(response: ResponseContextManager) -> Iterator[bytes]:
-    """Each line as soon as it has arrived."""
+    """Yield each line as soon as it has arrived."""
     while line := response.stream.readline(b"\n"):
         yield line
 

@@ -113,7 +113,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return int(run(options))
     except KeyboardInterrupt:
         return 130
-    except BrokenPipeError:  # whoever read our output has had enough
+    except BrokenPipeError:  # the reader of our output has closed it
         discard(sys.stdout)
         return 1
     except (SettingsError, ListenError, OSError) as error:

@@ -48,7 +48,7 @@ class SamplingOptions(TypedDict, total=False):
 
 
 class Piece(NamedTuple):
-    """What a token added. Text that is not certain yet comes with a later token."""
+    """The text that a token added. Text that is not certain yet comes with a later token."""
 
     text: str
     token_id: int
@@ -56,7 +56,7 @@ class Piece(NamedTuple):
 
 
 class Completion(NamedTuple):
-    """What follows a prompt."""
+    """The text after a prompt."""
 
     text: str
     token_ids: list[int]  # with the token that ended the text, if one did
@@ -66,7 +66,7 @@ class Completion(NamedTuple):
 
 
 class _Job(NamedTuple):
-    """A checked prompt, and what will come of it."""
+    """A checked prompt, and the tokens to be generated."""
 
     prompt: list[int]
     kv_cache: str

@@ -30,7 +30,7 @@ TOKENS = 100
 
 
 class Start(NamedTuple):
-    """What was found of one start."""
+    """The figures of one start."""
 
     ready: float  # seconds until the first 200 of /ready
     first: float  # seconds from there to the first token

@@ -30,7 +30,10 @@ class Longs(tuple[int, ...]):
 
 
 class Kernel:
-    """One that is compiled. Integers reach it as int32, also those in sequences, which are structs there, but Longs."""
+    """A compiled kernel.
+
+    Integers reach it as int32, also in sequences, which are structs there; those of Longs as int64.
+    """
 
     def __init__(self, function: Any) -> None:
         self._function = function
@@ -51,7 +54,7 @@ def _integers(argument: Argument) -> bool:
 
 
 class Kernels:
-    """All that were asked for so far."""
+    """The kernels that were compiled so far."""
 
     def __init__(self, compile_shader: Callable[[str], Any]) -> None:
         self._compile = compile_shader

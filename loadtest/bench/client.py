@@ -80,7 +80,7 @@ async def look(client: httpx.AsyncClient, model: str = "") -> Server:
 
 
 async def _version(client: httpx.AsyncClient) -> str:
-    """kvmux and vLLM have a route for it."""
+    """Return the server's version from the route that kvmux and vLLM have for it."""
     answer = await client.get("/version")
     try:
         return decode(answer.content, type=Version).version if answer.status_code == 200 else ""

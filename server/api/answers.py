@@ -50,7 +50,7 @@ MANY_SCORES = 500  # log-probabilities with their alternatives; writing more wou
 
 @dataclass(frozen=True)
 class Serving:
-    """What an endpoint of generation is given."""
+    """The objects and settings that endpoints of generation share."""
 
     client: EngineClient
     tokenizer: TokenizerBase
@@ -105,7 +105,7 @@ class Writer(ABC, Generic[B]):
         return self._texts_only and piece.finish_reason is None and piece.choice in self._begun
 
     def _tell(self, choice: Choice, piece: Piece, generation: Generation) -> bool:
-        """What choices of all endpoints have beside their text; whether this is the first piece of its choice."""
+        """Set the fields that choices have beside their text; return whether this is a choice's first piece."""
         begins = piece.choice not in self._begun
         if begins:
             self._begun.add(piece.choice)
@@ -169,7 +169,7 @@ async def _chunks(writer: Writer[Any], admitted: Admitted, generation: Generatio
 
 
 class Chunks:
-    """A stream's. Most differ from those before them in their text alone: what stands around it is written once."""
+    """The chunks of a stream. Most differ from the one before in their text alone: the rest is encoded once."""
 
     def __init__(self, writer: Writer[Any], admitted: Admitted, generation: Generation) -> None:
         self._writer = writer

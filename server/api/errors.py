@@ -223,5 +223,5 @@ def _field(problem: Mapping[str, Any]) -> str | None:
 
 
 def _field_of_ours(problem: Mapping[str, Any]) -> str | None:
-    """Without a name that is none of ours: whatever was sent may be in it."""
+    """Return the field of a problem without names that are not ours: they may hold anything that was sent."""
     return _field({"loc": problem["loc"][:-1]} if problem["type"] == "extra_forbidden" else problem)

@@ -119,9 +119,7 @@ class Generation:
         return 0 if admitted is None else admitted.cached_tokens
 
     def prompt_scores(self, choice: int) -> list[TokenScore]:
-        """Return the log-probabilities of a choice's prompt, without its first token; all are there with its first
-        piece.
-        """
+        """Return the log-probabilities of a choice's prompt from its second token on, once its first piece has come."""
         return self._prompt_scores[self.job.first_of(choice)]
 
     def fail(self, error: Exception) -> None:
@@ -185,7 +183,7 @@ class Generation:
         return []
 
     def _in_turn(self, pieces: list[Piece]) -> list[Piece]:
-        """These, but for those before which something is to stand that is not all there yet."""
+        """Return the pieces whose prompts are scored, if that is wanted; keep the others until they are."""
         if not self._prompts_scored:
             return pieces
         complete_pieces: list[Piece] = []
@@ -196,7 +194,7 @@ class Generation:
         return complete_pieces
 
     def _piece(self, index: int, event: Tokens) -> Piece | None:
-        """None while there is no text to show, or it is the last, and its explanation is to come."""
+        """Return the piece of new tokens; None while there is no text to show, or an explanation is still to come."""
         output, submit, scores = self._outputs[index], self.job.submits[index], self._scores[index]
         scores.extend(event.scores or ())
         released = output.push(event.tokens, event.finish_reason)

@@ -100,7 +100,7 @@ class Choosing:
 
 @dataclass(frozen=True)
 class Job:
-    """What the engine is asked for, and what all parts of the answer repeat."""
+    """The engine's requests for one body, and the fields that all parts of the answer repeat."""
 
     id: str
     model: str

@@ -26,7 +26,7 @@ FIRST_ID, IDS = 10, 256  # prompts are of these tokens, which every model has
 
 
 class Memory(NamedTuple):
-    """Bytes."""
+    """The memory of processes, in bytes."""
 
     pss: int
     rss: int

@@ -27,7 +27,7 @@ PRIVATE = frozenset(
 
 @dataclass(frozen=True)
 class About:
-    """What does not change while an engine runs."""
+    """The properties of an engine that do not change while it runs."""
 
     instances: Sequence[Instance]
     backends: Mapping[str, str]  # by operation

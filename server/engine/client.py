@@ -89,7 +89,7 @@ class Stream:
         while self._running and self._events:
             event = self._events.popleft()
             if isinstance(event, EngineLost):
-                self._running.clear()  # nobody is there to cancel them
+                self._running.clear()  # there is no engine to cancel them
             if isinstance(event, Exception):
                 self.cancel_all("error")
                 raise event

@@ -93,7 +93,7 @@ def choose_step_tokens(wanted: int | None, device: Device) -> int:
 
 # -------------------------------------------------------------------- memory
 class DeviceMemory(NamedTuple):
-    """Of a CPU: the machine's, or what its container may have."""
+    """The memory of a device; of a CPU, the machine's, or that of its container."""
 
     used: int
     free: int

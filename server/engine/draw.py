@@ -9,7 +9,7 @@ from server.engine.messages import Sampling
 
 
 class Text(NamedTuple):
-    """What stands before the token that is drawn."""
+    """The tokens before the one that is drawn."""
 
     prompt: Sequence[int]
     output: Sequence[int]

@@ -32,7 +32,7 @@ MAX_UNREAD = 64 * 2**20  # bytes a worker may leave unread; then it is taken for
 
 
 class Gone(msgspec.Struct, frozen=True):
-    """The worker's connection has ended; nobody is left to hear of its requests."""
+    """The worker's connection has ended: its requests need no more events."""
 
 
 class Gateway:
@@ -157,7 +157,7 @@ class Gateway:
 
 
 class Outbox:
-    """A worker's socket, and what it had no room for. Whoever has something to send writes it; nobody waits."""
+    """A worker's socket, and the bytes it had no room for. Any thread may write; none waits."""
 
     def __init__(self, connection: socket.socket) -> None:
         self.socket = connection
@@ -203,7 +203,7 @@ def _listen(path: str) -> socket.socket:
     listener.setblocking(False)
     try:
         listener.bind(path)
-        os.chmod(path, 0o600)  # before listen(): nobody can have connected
+        os.chmod(path, 0o600)  # before listen(): no worker can have connected
         listener.listen()
     except OSError:
         listener.close()

@@ -28,7 +28,7 @@ class NotANumber(ArithmeticError):
 
 
 class Generated(NamedTuple):
-    """A token of the text. With the reason 'stop' it is one that ends texts."""
+    """A token of the text. With the reason 'stop' it is a token that ends texts."""
 
     token: int
     finish_reason: FinishReason | None  # of the last one

@@ -61,7 +61,7 @@ class Request:
     preemptions: int = 0
     refused_at: int = -1  # the scheduler's count of changes when it was last asked and found no room; -1: it was not
     passed_over: int = 0  # requests that were admitted while this one, before them in line, had no room
-    scored: int = 0  # tokens of the prompt whose log-probabilities have been told
+    scored: int = 0  # tokens of the prompt whose log-probabilities have been sent
     drafted_tokens: int = 0  # guesses that were verified,
     accepted_tokens: int = 0  # and those that came true
     finish_reason: Literal["stop", "length"] | None = None

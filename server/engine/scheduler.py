@@ -39,10 +39,10 @@ class Limits(NamedTuple):
     max_seq_len: int
     kv_bytes: int
     kv_overcommit: float
-    max_step_scores: int = 2**62  # tokens of prompts whose log-probabilities are told in one step
-    max_passed_over: int = 64  # admissions past a request that has no room, before nobody may pass any more
-    num_speculative_tokens: int = 0  # in a draft of those who do not say how many
-    max_speculative_tokens: int = 16  # that somebody may ask for
+    max_step_scores: int = 2**62  # tokens of prompts whose log-probabilities are computed in one step
+    max_passed_over: int = 64  # admissions past a request that has no room, before no request may pass any more
+    num_speculative_tokens: int = 0  # in a draft, for requests that do not say how many
+    max_speculative_tokens: int = 16  # that a request may ask for
     priority_aging: float = 10.0  # seconds of waiting that are worth one level of priority
     max_priority_wait: float = 600.0  # seconds that a priority moves a request in line, at most
 
@@ -64,7 +64,7 @@ class _Step:
     rows: list[Scheduled] = field(default_factory=list)
     members: set[Request] = field(default_factory=set)
     preempted: list[Request] = field(default_factory=list)
-    short: bool = False  # somebody had no room
+    short: bool = False  # a request had no room
     reserve: int = 0  # of the budget: not for prompts behind one that ends in this step
     prompt_ends: bool = False
 
@@ -222,8 +222,9 @@ class Scheduler:
                 step.scores -= len(draft)
 
     def _victim(self, request: Request, step: _Step) -> Request | None:
-        """Return the request to preempt: the last in line behind `request`, of its own instance and cheap to recompute
-        if possible.
+        """Return the request to preempt, from those behind `request`; None if there is none.
+
+        Those that are cheap to recompute come first, then those of its own instance, then the last in line.
         """
         behind = [r for r in self.running if r.place > request.place and r not in step.members]
         if request.cache.at_limit:
@@ -307,7 +308,7 @@ class Scheduler:
         request.times.admitted = request.times.admitted or time.monotonic()
 
     def _allowed(self, request: Request, others: Sequence[Request]) -> bool:
-        """Return whether a request may run beside `others`, by their number and by the bytes that all may need."""
+        """Return whether a request may run beside `others`, by their number and by the bytes that all may come to."""
         if request.cache.draining:
             return False
         limits = self.limits

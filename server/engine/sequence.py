@@ -10,7 +10,7 @@ import torch
 from cache_strategies.base import KVCache, Row
 from server.engine.batch import Batch, Work
 
-_UNNAMED = -1  # an embedding need not be a token: kept by the cache, shared with nobody
+_UNNAMED = -1  # an embedding need not be a token: kept by the cache, not shared
 WAIT = 0.001  # seconds between two looks at a seat that is not ready
 
 

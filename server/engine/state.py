@@ -35,7 +35,7 @@ class Processes:
     """The server's processes, and their resident memory in bytes."""
 
     def __init__(self) -> None:
-        self._workers: dict[int, int] = {}  # as each told last
+        self._workers: dict[int, int] = {}  # as each reported last
         self._engine = psutil.Process()
         self._supervisor = self._engine.parent() if multiprocessing.parent_process() else None
 

@@ -36,7 +36,7 @@ class Steps:
     seconds: Mapping[str, float]  # by operation and by the names above
     calls: Mapping[str, int]  # of each operation in a step
     bytes: Mapping[str, int]  # that these must move
-    products: int | None  # floating-point operations in products; None: nobody knows this model's
+    products: int | None  # floating-point operations in products; None: not known for this model
 
     @property
     def total(self) -> float:

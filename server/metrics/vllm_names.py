@@ -87,7 +87,7 @@ def _expression(family: Family[Any], series: str) -> str:
 
 
 def _finished_reason(series: str) -> str:
-    """`outcome` is theirs by another name, and `cancelled` is `abort`."""
+    """Return the series with the label finished_reason, which is our `outcome`, and `abort` for `cancelled`."""
     return _relabel(
         _relabel(series, "finished_reason", OUTCOME.name), "finished_reason", OUTCOME.name, "cancelled", "abort"
     )

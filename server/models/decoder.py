@@ -65,7 +65,7 @@ class Decoder(Stepwise):
         return counts.most_common(1)[0][0]
 
     def _weights(self) -> Iterable[Factor]:
-        """Each once."""
+        """Yield each weight once."""
         layers = (weight for layer in self._stack.layers for weight in layer.tensors())
         return {id(w): w for w in (self._embedding, self._norm, self._lm_head, *layers)}.values()
 

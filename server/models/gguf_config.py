@@ -43,7 +43,7 @@ _GEMMA_NAMES = {
 
 
 class Architecture(NamedTuple):
-    """How llama.cpp writes a family."""
+    """The names by which llama.cpp writes a family."""
 
     family: str  # a row of families.py
     names: Mapping[str, str] = NAMES

@@ -154,7 +154,7 @@ def _told(error: Exception) -> str:
 
 
 def _settle_frequencies(model: nn.Module, positions: int) -> None:
-    """Of LongRoPE's two sets, the one for texts of that length, for good.
+    """Choose for good that of the two sets of LongRoPE that is for texts of this length.
 
     transformers chooses anew by the longest text of a step, which cached keys and other sequences do not survive.
     Raises ModelError if a model's own code does so, too.
@@ -174,7 +174,7 @@ def _settle_frequencies(model: nn.Module, positions: int) -> None:
 
 
 def _logits(model: Any, attention: Attention, **tokens: Tensor) -> Tensor:
-    """`tokens`: input_ids [1, N] or inputs_embeds [1, N, d]."""
+    """Compute logits; `tokens` are input_ids [1, N] or inputs_embeds [1, N, d]."""
     token = _current.set(attention)
     try:
         found: Tensor = model(
@@ -191,7 +191,7 @@ def _logits(model: Any, attention: Attention, **tokens: Tensor) -> Tensor:
 def _attend(
     module: nn.Module, q: Tensor, k: Tensor, v: Tensor, attention_mask: Tensor | None = None, **how: Any
 ) -> tuple[Tensor, None]:
-    """What transformers calls: q [1,Hq,N,D], k and v [1,H,N,D] -> [1,N,Hq,D]."""
+    """Attend as transformers calls it: q [1,Hq,N,D], k and v [1,H,N,D] -> [1,N,Hq,D]."""
     attention = _current.get()
     if isinstance(attention, _Probe):
         attention.learn(module, q, k, v, how)

@@ -21,7 +21,7 @@ from server.models.weights import READABLE, Matrix, Safetensors, Shape, check_sh
 
 
 class _Quantisation(BaseModel):
-    """Of all matrices, or of one."""
+    """The quantisation of all matrices, or of one."""
 
     model_config = ConfigDict(strict=True, extra="allow")
 
@@ -78,7 +78,7 @@ class MLXWeights:
         return weight.to(self._device)
 
     def _how(self, module: str) -> _Quantisation:
-        """A module's bits and columns, by the name that the files have for it."""
+        """Return a module's bits and columns, by the name that the files have for it."""
         given = self._quantisation
         if isinstance(given, dict) and isinstance(given.get(module), dict):
             given = given[module]

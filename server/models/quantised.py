@@ -143,7 +143,7 @@ class Telling:
             self._bar.stop()
 
     def _started(self) -> Progress:
-        from rich.console import Console  # not for those who quantise nothing
+        from rich.console import Console  # here, as other models start sooner without it
         from rich.progress import Progress
 
         bar = Progress(console=Console(file=sys.stderr), transient=True)

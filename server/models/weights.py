@@ -38,7 +38,7 @@ Shape = Sequence[int]  # of the whole weight, as config.json gives it: `Dim`s, f
 
 
 class Format(NamedTuple):
-    """Of matrices that are quantised while they are read."""
+    """The format of matrices that are quantised while they are read."""
 
     bits: int
     group: int | None = None  # columns; None: a row

@@ -28,7 +28,7 @@ examples:
 
 @dataclass(frozen=True)
 class Wanted:
-    """What to look at."""
+    """The options of a profile."""
 
     sequences: Sequence[int] = (1, 8, 16)
     context: int = 128

@@ -38,7 +38,7 @@ def at_the_socket(settings: Settings, kv_cache: str, sequences: Sequence[int], c
 
 @contextmanager
 def _engine(settings: Settings) -> Iterator[str]:
-    """Its process, which ends with the block; the path of its socket. Raises SettingsError."""
+    """Run the engine's process until the block ends; yield the path of its socket. Raises SettingsError."""
     context = multiprocessing.get_context("spawn")
     status, theirs = context.Pipe()
     with tempfile.TemporaryDirectory() as folder:

@@ -134,7 +134,7 @@ class ChatTemplate:
         return [role for role, mark in marks.items() if mark not in text]
 
     def _template(self, *, with_tools: bool) -> _Template:
-        """Compiled when it is first needed: who only wants completions is not told that it is broken."""
+        """Return a template, compiled when it is first needed: a broken one is no obstacle to completions."""
         if not self._sources:
             raise ChatTemplateError(
                 "the model has no chat template: use /v1/completions, or put a chat_template.jinja into its directory"
@@ -193,7 +193,7 @@ class _Template:
 
 # ---------------------------------------------------------------- where templates are
 def _sources(directory: Path) -> dict[str, str]:
-    """Templates by name. Files of their own come before what a configuration has, all of it."""
+    """Return templates by name. Files of their own come before those of a configuration, which is then ignored."""
     named = {file.stem: file for file in sorted((directory / "additional_chat_templates").glob("*.jinja"))}
     if (default := directory / "chat_template.jinja").is_file():
         named["default"] = default

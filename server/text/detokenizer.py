@@ -21,7 +21,7 @@ LONGEST_PART = 3  # bytes of a character that is not complete
 
 
 class Spelling(NamedTuple):
-    """How tokens are read."""
+    """Decodes tokens, with special tokens or without."""
 
     tokenizer: Vocabulary
     skip_special: bool
@@ -77,7 +77,7 @@ class Detokenizer:
         return piece
 
     def _unshown(self, text: str) -> tuple[int, str]:
-        """How many tokens of the window are out, and what of its text is not."""
+        """Return the number of tokens of the window whose text is out, and the rest of its text."""
         for settled, shown in self._readings:
             if text.startswith(shown):
                 return settled, text[len(shown) :]
@@ -85,7 +85,7 @@ class Detokenizer:
         return self._settled, self._spelling.decode(self._window[self._settled :])
 
     def _keep(self, window: list[int], shown: str) -> None:
-        """Goes on after these tokens, of whose text `shown` is out."""
+        """Go on after these tokens, of whose text `shown` is out."""
         self._window = window
         self._settled = len(window)
         self._readings = [(len(window), shown)]

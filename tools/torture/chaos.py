@@ -91,7 +91,7 @@ async def end_server(server: ServerProcess, tally: Tally) -> None:
 
 
 class Conductor:
-    """Strikes fault after fault while the clients of a load go on."""
+    """Injects one fault after the other while the clients of a load go on."""
 
     def __init__(self, plan: Plan, load: Load) -> None:
         self.recoveries = {fault.name: Recoveries() for fault in plan.faults}
