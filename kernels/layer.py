@@ -18,7 +18,7 @@ Activation = Literal["silu", "gelu_tanh"]
 
 @dataclass(frozen=True, eq=False, slots=True)
 class AttentionWeights:
-    """What stands around attention: a norm and the projections before it, the projection and a norm behind it.
+    """The weights around attention: a norm and the projections before it, the projection and a norm after it.
 
     None: the model has no such thing. q, k and v are one matrix.
     """
@@ -37,11 +37,11 @@ class AttentionWeights:
     eps: float  # of all these norms
 
     def packed(self, ops: Ops) -> AttentionWeights:
-        """The same, as a backend multiplies it fastest."""
+        """Return the same weights as a backend multiplies them fastest."""
         return replace(self, qkv=ops.packed(self.qkv), o=ops.packed(self.o))
 
     def tensors(self) -> Iterator[Factor]:
-        """The weights; tables are none."""
+        """Yield the weights; tables are not among them."""
         for weight in (self.norm, self.qkv, self.qkv_bias, self.o, self.o_bias, self.post_norm, self.next_norm):
             if weight is not None:
                 yield weight
@@ -49,18 +49,18 @@ class AttentionWeights:
 
 
 class FeedForward(Protocol):
-    """What follows attention in a layer."""
+    """The part of a layer after attention."""
 
     def __call__(self, ops: Ops, h: Tensor) -> Tensor:
-        """h [N, d] -> what it adds [N, d]."""
+        """Return what the layer adds to h [N, d] -> [N, d]."""
         ...
 
     def packed(self, ops: Ops) -> FeedForward:
-        """The same, as a backend multiplies it fastest."""
+        """Return the same weights as a backend multiplies them fastest."""
         ...
 
     def tensors(self) -> Iterator[Factor]:
-        """The weights."""
+        """Yield the weights."""
         ...
 
 
@@ -78,7 +78,7 @@ class GatedWeights:
         return ops.feed_forward(self, h)
 
     def packed(self, ops: Ops) -> GatedWeights:
-        """The same, as a backend multiplies it fastest."""
+        """Return the same weights as a backend multiplies them fastest."""
         return replace(self, gate_up=ops.packed(self.gate_up), down=ops.packed(self.down))
 
     def tensors(self) -> Iterator[Factor]:
@@ -89,7 +89,7 @@ class GatedWeights:
 
 @dataclass(frozen=True, eq=False, slots=True)
 class DecoderLayer:
-    """Attention, and behind it a feed-forward, each of which adds to what passes through the layer."""
+    """Attention and a feed-forward after it, each of which adds to its input."""
 
     spec: LayerSpec
     attention: AttentionWeights
@@ -103,11 +103,11 @@ class DecoderLayer:
             raise ValueError(f"weights for {heads[0]} query heads and {heads[1]} of keys do not fit {self.spec}")
 
     def packed(self, ops: Ops) -> DecoderLayer:
-        """The same, as a backend multiplies it fastest."""
+        """Return the same layer, with weights as a backend multiplies them fastest."""
         return replace(self, attention=self.attention.packed(ops), feed_forward=self.feed_forward.packed(ops))
 
     def tensors(self) -> Iterator[Factor]:
-        """The weights."""
+        """Yield the weights."""
         yield from self.attention.tensors()
         yield from self.feed_forward.tensors()
         if self.post_norm is not None:
@@ -121,5 +121,5 @@ class Stack:
         self.layers = layers
 
     def took(self) -> Mapping[str, float] | None:
-        """Seconds of the operations that the last call did by itself, by name; None: it called them."""
+        """Return the seconds, by name, of the operations that the last call did by itself; None if it called `Ops`."""
         return None

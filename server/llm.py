@@ -50,7 +50,7 @@ class SamplingOptions(TypedDict, total=False):
 
 
 class Piece(NamedTuple):
-    """What a token added. Text that is not certain yet comes with a later token."""
+    """The text that a token added. Text that is not certain yet comes with a later token."""
 
     text: str
     token_id: int
@@ -58,7 +58,7 @@ class Piece(NamedTuple):
 
 
 class Completion(NamedTuple):
-    """What follows a prompt."""
+    """The text after a prompt."""
 
     text: str
     token_ids: list[int]  # with the token that ended the text, if one did
@@ -68,7 +68,7 @@ class Completion(NamedTuple):
 
 
 class _Job(NamedTuple):
-    """A checked prompt, and what will come of it."""
+    """A checked prompt, and the tokens to be generated."""
 
     prompt: list[int]
     kv_cache: str
@@ -169,17 +169,17 @@ def _checked(sampling: Mapping[str, Any]) -> SamplingRequest:
     """Check sampling parameters. Raises ValueError for values, and TypeError for unknown names, as Python does."""
     known = SamplingOptions.__annotations__
     for name in sampling.keys() - known.keys():
-        raise TypeError(f"{name!r} is no sampling parameter{did_you_mean(name, known)}")
+        raise TypeError(f"{name!r} is not a sampling parameter{did_you_mean(name, known)}")
     values = dict(sampling)
     if isinstance(bias := values.get("logit_bias"), Mapping):
         values["logit_bias"] = {str(token): by for token, by in bias.items()}  # as JSON has it
     try:
         return SamplingRequest.model_validate(values)
     except ValidationError as error:
-        raise ValueError("; ".join(_told(problem) for problem in error.errors())) from None
+        raise ValueError("; ".join(_described(problem) for problem in error.errors())) from None
 
 
-def _told(problem: Any) -> str:
+def _described(problem: Any) -> str:
     """Return a validation error in words: "temperature: Input should be less than or equal to 2"."""
     where = ".".join(str(part) for part in problem["loc"])
     return f"{where}: {problem['msg'].removeprefix('Value error, ')}"

@@ -29,7 +29,7 @@ class NotANumber(ArithmeticError):
 
 
 class Generated(NamedTuple):
-    """A token of the text. With the reason 'stop' it is one that ends texts."""
+    """A token of the text. With the reason 'stop' it is a token that ends texts."""
 
     token: int
     finish_reason: FinishReason | None  # of the last one
@@ -111,13 +111,13 @@ def _prefill(model: Model, request: Request, sequence: CachedSequence) -> Tensor
 
 @torch.inference_mode()
 def _decode(model: Model, token: int, sequence: CachedSequence) -> Tensor:
-    """The token enters -> logits [1, V] of the one after it."""
+    """Enter a token and return the logits [1, V] of the one after it."""
     embedding = model.embed(torch.tensor([token], device=model.device)).view(1, 1, -1)
     return model.forward_step(embedding, sequence.length, sequence)[0]
 
 
 @torch.inference_mode()
 def _drawn(model: Model, request: Request, logits: Tensor) -> int | None:
-    """logits [1, V] -> the next token; None: they are no numbers."""
+    """Return the next token, drawn from logits [1, V]; None if they are NaN or infinite."""
     [token] = sample(logits, request.draws(model.facts.eos_ids), request.cache.setup.ops.sample)
     return token

@@ -35,7 +35,7 @@ class Processes:
     """The server's processes, and their resident memory in bytes."""
 
     def __init__(self) -> None:
-        self._workers: dict[int, int] = {}  # as each told last
+        self._workers: dict[int, int] = {}  # as each reported last
         self._engine = psutil.Process()
         self._supervisor = self._engine.parent() if multiprocessing.parent_process() else None
 
@@ -55,7 +55,7 @@ class Processes:
 
 
 def state_of(core: Core, processes: Mapping[Role, int]) -> State:
-    """Takes as long as there are open sequences and blocks."""
+    """Return the engine's state for metrics. Takes time proportional to the open sequences and blocks."""
     arena, scheduler = core.arena, core.scheduler
     return State(
         running=Counter(request.cache.name for request in scheduler.running),

@@ -117,7 +117,7 @@ def _values(families: Sequence[FamilyShape], numbers: Sequence[float]) -> Iterat
 
 
 def _template(families: Sequence[FamilyShape], *, openmetrics: bool) -> list[str]:
-    """Return what stands before each sample's value, and behind the last one; prometheus_client writes it."""
+    """Return the text before each sample's value, and after the last one; prometheus_client writes it."""
     registry = CollectorRegistry()
     registry.register(_Empty(families))
     # Without escaping: it would make `vllm_` of `vllm:`, though colons are allowed.

@@ -62,7 +62,7 @@ class OutputText:
     def __init__(
         self, detokenizer: Detokenizer, stop: Sequence[str] = (), *, include_stop: bool = False, min_tokens: int = 0
     ) -> None:
-        """No stop string is looked for in the text of the first `min_tokens`."""
+        """Start a text. Stop strings are not looked for in the text of the first `min_tokens`."""
         self.num_tokens = 0  # up to the one that completed a stop string
         self.finish_reason: str | None = None
         self.stopped_by: str | None = None  # a stop string
@@ -75,7 +75,7 @@ class OutputText:
         self._held: list[Placed] = []  # tokens whose text is not out
 
     def push(self, tokens: Sequence[int], finish_reason: str | None = None) -> Released:
-        """What is certain now; all of it, once `finish_reason` is set. Nothing may follow after that.
+        """Return the text that is certain now; all of it, once `finish_reason` is set. Nothing may follow after that.
 
         With the reason 'stop' the last token is one that ends texts, and no part of this one.
         """
@@ -101,7 +101,7 @@ class OutputText:
         return self._stop.push(piece) if self.num_tokens > self._min_tokens else piece
 
     def _release(self, text: str) -> Released:
-        """The text, and the tokens that begin in what is out; at the end all of them."""
+        """Return the text, and the tokens that begin in the released part; at the end all of them."""
         self._released += len(text)
         out, self._held = self._held, []
         if self._stop.found:

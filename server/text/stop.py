@@ -13,7 +13,7 @@ class StopStrings:
     """Lets text through up to the first stop string, and never the beginning of one that may still be completed."""
 
     def __init__(self, stops: Sequence[str], *, include: bool = False) -> None:
-        """With `include` the stop string itself is let through, too."""
+        """Look for these strings. With `include` the stop string itself is returned, too."""
         assert all(stops), "an empty stop string would stop everything"
         self.found: str | None = None
         self._include = include
@@ -21,7 +21,7 @@ class StopStrings:
         self._held = ""
 
     def push(self, piece: str) -> str:
-        """The text that is certain now. Once a stop string was found there is no more."""
+        """Return the text that is certain after a piece. After a stop string was found, there is none."""
         if self.found or not piece:
             return ""
         if not self._searches:
@@ -41,7 +41,7 @@ class StopStrings:
         return text[:certain]
 
     def flush(self) -> str:
-        """What was held back, when no more text comes."""
+        """Return the text that was held back, when no more follows."""
         held, self._held = self._held, ""
         return held
 

@@ -1,4 +1,4 @@
-"""What GET /tokenizer_info tells: the configuration of a model's tokenizer, as vLLM tells it.
+"""The answer of GET /tokenizer_info: the configuration of a model's tokenizer, as vLLM returns it.
 
 Reads the model's directory, and knows no request.
 """
@@ -18,10 +18,10 @@ CLASS = "PreTrainedTokenizerFast"  # of a tokenizer.json that has no other
 def tokenizer_info(directory: Path) -> dict[str, Any]:
     """Return what tokenizer_config.json has, tokens as texts, and the chat template. Raises SettingsError."""
     config = read_object(directory / "tokenizer_config.json")
-    told = {"tokenizer_class": CLASS} | {name: _plain(value) for name, value in config.items() if name not in PATHS}
-    told |= named_tokens(directory)
+    info = {"tokenizer_class": CLASS} | {name: _plain(value) for name, value in config.items() if name not in PATHS}
+    info |= named_tokens(directory)
     template = ChatTemplate.from_directory(directory).source
-    return told if template is None else told | {"chat_template": template}
+    return info if template is None else info | {"chat_template": template}
 
 
 def _plain(value: Any) -> Any:

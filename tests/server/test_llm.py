@@ -152,9 +152,9 @@ def test_no_other_token_than_the_allowed_ones_is_drawn(llm: LLM) -> None:
 
 def test_unknown_names_are_refused(llm: LLM) -> None:
     wrong: Any = {"temprature": 1.0}
-    with pytest.raises(TypeError, match="'temprature' is no sampling parameter; did you mean temperature"):
+    with pytest.raises(TypeError, match="'temprature' is not a sampling parameter; did you mean temperature"):
         llm.generate("a", **wrong)
-    with pytest.raises(SettingsError, match=r"max_seq_length.* is no setting; did you mean max_seq_len"):
+    with pytest.raises(SettingsError, match=r"max_seq_length.* is not a setting; did you mean max_seq_len"):
         LLM(max_seq_length=3)
     with pytest.raises(TypeError):
         llm.generate([1.5])  # type: ignore[list-item]
