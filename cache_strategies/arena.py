@@ -25,18 +25,18 @@ STRETCH = 1024  # pages
 
 
 class Owner(Protocol):
-    """Who holds pages, and keeps some in case they are wanted again."""
+    """An object that holds pages, and keeps some in case they are wanted again."""
 
     def idle_pages(self) -> int:
-        """Pages it could give back."""
+        """Return the number of pages it could give back."""
         ...
 
     def reclaim(self, pages: int) -> int:
-        """Gives back idle pages until it gave that many; how many it gave."""
+        """Give back idle pages until at least `pages` are given, or none is left; return the number given."""
         ...
 
     def pinned_pages(self) -> Collection[int]:
-        """Pages that it will not give back for a long time."""
+        """Return the pages that it will not give back for a long time."""
         ...
 
 
@@ -76,7 +76,7 @@ class Arena:
         gradual: bool = False,
         memory: Tensor | None = None,
     ) -> None:
-        """Allocates and touches all of it: nothing grows, or fails, later. Given `memory` is taken as it is.
+        """Allocate and touch all pages: nothing grows, or fails, later. A `memory` that is given is not touched.
 
         `gradual`, for a CPU's memory: addresses alone, until touch() and touch_rest() are called. Raises OSError or
         RuntimeError if there is no room.
@@ -102,9 +102,9 @@ class Arena:
 
     # ---------------------------------------------------------------- memory that comes
     def touch(self, pages: int) -> None:
-        """Make at least so many pages usable at each end that owners take from. Raises MemoryError.
+        """Make at least `pages` pages usable at each end that owners take from. Raises MemoryError.
 
-        Runs are taken from above and single pages from below, so these suffice for sequences that take so many.
+        Runs are taken from above and single pages from below, so these suffice for sequences that take as many.
         """
         if self._reserved is None:
             return
@@ -143,7 +143,7 @@ class Arena:
         return changed
 
     def _shrink(self) -> None:
-        """What has come is all there will be: floors and limits become as much less, but no sequence loses its room."""
+        """Give up the pages that have not come: floors and limits become lower, but no sequence loses its room."""
         whole, self.total = self.total, self.usable
         for share in self._shares.values():
             share.floor = share.floor * self.total // whole
@@ -165,12 +165,12 @@ class Arena:
     # ---------------------------------------------------------------- owners and their pages
 
     def join(self, name: str, owner: Owner, *, floor: int = 0, limit: int | None = None) -> None:
-        """Makes `owner` known; without a limit it may take what the floors of others leave."""
+        """Register an owner; without a limit it may take what the floors of others leave."""
         assert name not in self._shares
         self._shares[name] = _Share(owner, floor, self.total if limit is None else limit)
 
     def take(self, owner: str, run: int = 1) -> int | None:
-        """First of `run` consecutive pages; None when there is no room even after idle pages were given back."""
+        """Take `run` consecutive pages and return the first; None if even reclaiming idle pages makes no room."""
         share = self._shares[owner]
         while True:
             page = self._find(run) if self._allowed(share, run) else -1
@@ -181,42 +181,42 @@ class Arena:
                 return None
 
     def expect(self, owner: str, longest: int, run: int) -> None:
-        """Its longest sequence takes so many pages, in pieces of `run`."""
+        """Note that the owner's longest sequence takes `longest` pages, in pieces of `run`."""
         self._shares[owner].longest, self._shares[owner].run = longest, run
 
     def give(self, owner: str, page: int, run: int = 1) -> None:
-        """Pages back from `owner`."""
+        """Take back pages from an owner."""
         assert self._taken[page : page + run] == b"\1" * run, "page given back twice"
         self._mark(self._shares[owner], page, run, taken=False)
 
     def set_share(self, owner: str, *, floor: int, limit: int) -> None:
-        """New numbers for `owner`; idle pages beyond a lower limit go at once."""
+        """Set an owner's floor and limit; idle pages beyond a lower limit are freed at once."""
         share = self._shares[owner]
         share.floor, share.limit = floor, limit
         self.drain(owner, 0)
 
     def drain(self, owner: str, needed: int) -> None:
-        """Sequences that run get the pages they need, also beyond the limit; idle pages beyond it go."""
+        """Let an owner hold what its running sequences need, also beyond its limit; reclaim idle pages beyond it."""
         share = self._shares[owner]
         share.grace = needed if needed > share.limit else 0
         if share.held > share.limit:
             self._reclaim_from(share, share.held - share.limit)
 
     def draining(self, owner: str) -> bool:
-        """Whether it may still hold more than its limit."""
+        """Return whether an owner may still hold more than its limit."""
         return self._shares[owner].grace > 0
 
     def at_limit(self, owner: str) -> bool:
-        """Whether only its own sequences can make room for it."""
+        """Return whether only an owner's own sequences can make room for it."""
         share = self._shares[owner]
         return share.held - share.owner.idle_pages() + share.run > share.most
 
     def has_room(self, owner: str, run: int) -> bool:
-        """Whether so many consecutive pages are free, without anybody giving idle ones."""
+        """Return whether `run` consecutive pages are free, without reclaiming idle ones."""
         return self._allowed(self._shares[owner], run) and self._find(run) >= 0
 
     def could_take(self, owner: str, pages: int) -> bool:
-        """Whether that many single pages could be taken, idle ones given back. Changes nothing."""
+        """Return whether `pages` single pages could be taken, idle ones reclaimed. Changes nothing."""
         share = self._shares[owner]
         others = [s for s in self._shares.values() if s is not share]
         own_idle = share.owner.idle_pages()
@@ -228,7 +228,7 @@ class Arena:
     def objection(
         self, owner: str, *, floor: int | None = None, limit: int | None = None, pinned: Collection[int] | None = None
     ) -> str | None:
-        """Why `owner` should not get this share, or pin these pages: somebody's longest sequence would have no room.
+        """Return why an owner should not get this share, or pin these pages: a longest sequence would have no room.
 
         None: there is nothing against it.
         """
@@ -248,7 +248,7 @@ class Arena:
         return None
 
     def _runs_beside(self, pinned: Collection[int], shares: Collection[_Share]) -> dict[int, int]:
-        """Pages in whole pieces of so many, were only `pinned` ones taken, of those that have come."""
+        """Return the usable pages in whole runs, by the length of a run, if only `pinned` pages were taken."""
         gaps: list[int] = []
         for first, end in ((0, self._low), (self._high, self.pages)):
             edges = [first - 1, *sorted(page for page in pinned if first <= page < end), end]
@@ -256,18 +256,18 @@ class Arena:
         return {run: sum(gap // run * run for gap in gaps) for run in {share.run for share in shares}}
 
     def share(self, owner: str) -> tuple[int, int]:
-        """Its floor and its limit."""
+        """Return an owner's floor and limit."""
         return self._shares[owner].floor, self._shares[owner].limit
 
     def reclaimed(self, owner: str) -> int:
-        """Idle pages it has had to give so far."""
+        """Return the number of idle pages that an owner has had to give up so far."""
         return self._shares[owner].reclaimed
 
     def held(self, owner: str) -> int:
         return self._shares[owner].held
 
     def capacity(self, owner: str) -> int:
-        """Pages `owner` could hold if everybody else went down to their floors."""
+        """Return the number of pages that an owner could hold if all others went down to their floors."""
         others = sum(s.floor for name, s in self._shares.items() if name != owner)
         return max(0, min(self._shares[owner].limit, self.total - others))
 
@@ -277,7 +277,7 @@ class Arena:
 
     @property
     def in_use(self) -> float:
-        """Share of the usable pages that hold something nobody may take, 0 to 1: idle ones count as free."""
+        """Share of the usable pages that cannot be taken, 0 to 1: idle ones count as free."""
         idle = sum(s.owner.idle_pages() for s in self._shares.values())
         return 1 - (self._free + idle) / self.usable
 
@@ -296,7 +296,7 @@ class Arena:
         share.held += run if taken else -run
 
     def _set_free(self, first: int, end: int, *, free: bool) -> None:
-        """The pages [first, end), which are not so already; none if `end` is not behind `first`."""
+        """Mark the pages [first, end), which are not so yet, as free or taken; none if `end` is not above `first`."""
         if end <= first:
             return
         self._taken[first:end] = (b"\0" if free else b"\1") * (end - first)
@@ -305,7 +305,7 @@ class Arena:
         self._free += end - first if free else first - end
 
     def _reclaim(self, share: _Share, run: int) -> int:
-        """Idle pages from whoever may have to give: at its own limit only the owner itself.
+        """Reclaim idle pages from the owners that may have to give: at its own limit only the owner itself.
 
         Where enough pages are free and merely scattered, idle ones are given back within floors too: a floor promises
         pages, not what lies in them, and these stay promised.
@@ -325,7 +325,7 @@ class Arena:
         return given
 
     def check_integrity(self) -> None:
-        """The books add up."""
+        """Check that the counts agree with each other."""
         assert self._free == self._taken.count(0)
         stretches = [self._taken[at : at + STRETCH] for at in range(0, self.pages, STRETCH)]
         assert list(self._full) == [0 not in stretch for stretch in stretches]

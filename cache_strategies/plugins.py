@@ -26,5 +26,5 @@ def load_class(name: str, known: Mapping[str, str], base: type[T], *, what: str,
     except (ImportError, AttributeError) as error:
         raise SettingsError(f"{what} {name!r}: cannot load {known[name]}: {error}") from None
     if not (isinstance(cls, type) and issubclass(cls, base)):
-        raise SettingsError(f"{what} {name!r}: {known[name]} is no subclass of {base.__name__}")
+        raise SettingsError(f"{what} {name!r}: {known[name]} is not a subclass of {base.__name__}")
     return cls

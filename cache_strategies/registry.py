@@ -72,7 +72,7 @@ def _explained(name: str, options: type[Options], problem: Any) -> str:
     where = ".".join(("strategies", name, *(str(part) for part in problem["loc"])))
     if problem["type"] == "extra_forbidden":
         known = ", ".join(sorted(options.model_fields)) or "none"
-        return f"{where} is no option of this kind; its options are: {known}"
+        return f"{where} is not an option of this kind; its options are: {known}"
     return f"{where}: {problem['msg'].removeprefix('Value error, ')}"
 
 

@@ -131,13 +131,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def read(lines: Iterable[str]) -> Iterator[RecordedRequest]:
-    """Raises ValueError for what is no request."""
+    """Raises ValueError for what is not a request."""
     for number, line in enumerate(lines, 1):
         try:
             entry = json.loads(line)
             yield RecordedRequest(entry["time"], entry["prompt"], entry["answer"])
         except (ValueError, KeyError, TypeError) as error:
-            raise ValueError(f"line {number} of the trace is no request: {error!r}") from None
+            raise ValueError(f"line {number} of the trace is not a request: {error!r}") from None
 
 
 def compare(

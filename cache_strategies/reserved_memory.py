@@ -5,7 +5,7 @@ meet. What is between can be read, as zeros, and on Linux not written: a write t
 pages of an arena and no owners.
 
 The thread has no lower priority than others: where other programs want the processors, it could be kept from them while
-it holds the interpreter's lock, or one of the system's, and everybody would wait for it.
+it holds the interpreter's lock, or one of the system's, and all threads would wait for it.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 
 class Reserved:
-    """[size] uint8, zero; the bytes [0, below) and [above, size) are there, and nothing of them can fail later."""
+    """[size] uint8, zero; the bytes [0, below) and [above, size) are usable, and none of them can fail later."""
 
     def __init__(self, size: int) -> None:
-        """Take addresses alone. Raises OSError."""
+        """Reserve addresses without memory. Raises OSError."""
         self.memory = _addresses(size)
         self._size = size
         self._piece = PIECE
@@ -55,7 +55,7 @@ class Reserved:
 
     @property
     def above(self) -> int:
-        """Bytes from here to the end are usable, too."""
+        """The byte from which on all are usable, up to the end."""
         return min(self._high * self._piece, self._size)
 
     @property
@@ -64,7 +64,7 @@ class Reserved:
         return self._low == self._high or (self._thread is not None and not self._thread.is_alive())
 
     def touch(self, *, below: int = 0, above: int = 0) -> None:
-        """Make at least so many bytes at the beginning and at the end usable. Raises MemoryError."""
+        """Make at least `below` bytes at the beginning and `above` at the end usable. Raises MemoryError."""
         while self.below < min(below, self._size) and self._low < self._high:
             self._touch_piece(from_below=True)
         while self._size - self.above < min(above, self._size) and self._low < self._high:
@@ -111,7 +111,7 @@ class Reserved:
 
 
 def _addresses(size: int) -> Tensor:
-    """[size] uint8 that takes no memory yet. Raises OSError."""
+    """Return [size] uint8 that takes no memory yet. Raises OSError."""
     if not LINUX:
         return torch.empty(size, dtype=torch.uint8)
     memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, prot=mmap.PROT_READ)

@@ -4,7 +4,7 @@ LONGEST = 2000  # characters of a message; values that it quotes may be longer
 
 
 class SettingsError(Exception):
-    """The message tells the user what to change."""
+    """An error that the user can mend; the message says what to change."""
 
     def __str__(self) -> str:
         """Return the message, without its middle if it is too long to be read."""

@@ -34,7 +34,7 @@ ModelImpl = Literal["auto", "lean", "transformers"]
 
 
 def _words(value: Any) -> Any:
-    """What a flag or a variable says as "a,b" is the file's ["a", "b"]."""
+    """Split what a flag or a variable gives as "a,b" into the file's ["a", "b"]."""
     words = [word.strip() for word in value.split(",")] if isinstance(value, str) else value
     if words is not None and not (isinstance(words, list) and words and all(words)):
         raise ValueError("should be a word, or several with commas between; leave it out to have none")
@@ -47,7 +47,7 @@ Words = Annotated[list[str] | None, NoDecode, BeforeValidator(_words)]
 
 
 def _is_url(text: str) -> bool:
-    """Of a server that speaks HTTP."""
+    """Return whether a text is the URL of a server that speaks HTTP."""
     try:
         url = urlsplit(text)
         return url.scheme in ("http", "https") and bool(url.hostname) and url.port != 0 and text.split() == [text]
@@ -122,7 +122,7 @@ class SelectionRule(BaseModel):
 
 
 def default_strategies() -> dict[str, StrategySettings]:
-    """One instance per built-in kind, under the kind's own name."""
+    """Return one instance of each built-in kind, under the kind's own name."""
     return {
         "paged": StrategySettings(kind="paged"),
         "contiguous": StrategySettings(kind="contiguous"),
@@ -155,7 +155,7 @@ class Settings(BaseSettings):
     metal_capture_steps: int | None = Field(
         None,
         ge=1,
-        description="record what so many steps launch on mps, the first ones, in 0000-kvmux.gputrace, for Xcode; wants "
+        description="record the launches of this many first steps on mps in 0000-kvmux.gputrace, for Xcode; wants "
         "MTL_CAPTURE_ENABLED=1 in the environment; default: none",
     )
     model_impl: ModelImpl = Field(
@@ -193,14 +193,16 @@ class Settings(BaseSettings):
     )
 
     admin_token: str | None = Field(
-        None, min_length=8, description="whoever sends it may clear, pin and share the caches; default: nobody may"
+        None,
+        min_length=8,
+        description="whoever sends it may clear, pin and share the caches, and record profiles; default: nobody may",
     )
     api_keys: Words = Field(
-        None, description="/v1/* asks for one of these, with commas between; default: whoever reaches the port may"
+        None,
+        description="/v1/*, the same without /v1, and routes for tokens ask for one of these, with commas between; "
+        "default: no key is needed",
     )
-    metrics_key: str | None = Field(
-        None, min_length=8, description="/metrics asks for it; default: whoever reaches the port may read them"
-    )
+    metrics_key: str | None = Field(None, min_length=8, description="/metrics asks for it; default: no key is needed")
     unknown_fields: Literal["reject", "ignore"] = Field(
         "reject",
         description="fields of a request that the server does not know: reject: 400; ignore: a header names them",
@@ -316,7 +318,7 @@ class Settings(BaseSettings):
     )
     rules: list[SelectionRule] = Field(default_factory=list, description="first match wins, before default_strategy")
     enable_tokenizer_info_endpoint: bool = Field(
-        False, description="GET /tokenizer_info tells the tokenizer's configuration and the chat template"
+        False, description="GET /tokenizer_info returns the tokenizer's configuration and the chat template"
     )
     vllm_metric_names: bool = Field(False, description="/metrics has our metrics a second time, by vLLM's names")
     list_strategies: bool = Field(
@@ -332,7 +334,7 @@ class Settings(BaseSettings):
     @field_validator("*", mode="before")
     @classmethod
     def _text(cls, value: Any) -> Any:
-        """Values go into paths, headers and JSON, and none of these takes every character."""
+        """Refuse text that paths, headers or JSON cannot take."""
         _check_text(value)
         return value
 
@@ -406,7 +408,7 @@ class Settings(BaseSettings):
                 raise ValueError(f"{where} is {name!r}; instances are {', '.join(sorted(self.strategies))}")
         for name in self.strategies:
             if not (name.isascii() and name.replace("_", "").replace("-", "").isalnum()):
-                raise ValueError(f"strategies: {name!r} is no name: use letters, digits, '-' and '_'")
+                raise ValueError(f"strategies: {name!r} is not a name: use letters, digits, '-' and '_'")
         return self
 
     @field_validator("model_name")
@@ -441,7 +443,7 @@ class Settings(BaseSettings):
 
 
 def load(file: Path | None, flags: Mapping[str, Any]) -> Settings:
-    """Settings from `file` < environment < `flags`. Raises SettingsError naming what is wrong."""
+    """Merge settings from `file` < environment < `flags`. Raises SettingsError naming what is wrong."""
     check_environment(os.environ, Settings.model_fields)
     try:
         sources = Sources(file, read_file(file) if file else {}, EnvSettingsSource(Settings)(), flags)
@@ -468,12 +470,12 @@ def _shown(path: tuple[str | int, ...], sources: Sources) -> tuple[str | int, ..
 
 
 def _explain(error: Any, sources: Sources) -> str:
-    """One validation error in words: which setting, where its value came from, what is wrong with it."""
+    """Describe a validation error: which setting, where its value came from, what is wrong with it."""
     path: tuple[str | int, ...] = error["loc"]
     where = ".".join(str(part) for part in _shown(path, sources))
     if error["type"] == "extra_forbidden":
         table = SelectionRule if path[0] == "rules" else Settings
-        return f"{where}{sources.origin(path)} is no setting{did_you_mean(str(path[-1]), table.model_fields)}"
+        return f"{where}{sources.origin(path)} is not a setting{did_you_mean(str(path[-1]), table.model_fields)}"
     if error["type"] in _PLAINLY:
         given = path[:-1] if error["type"] == "missing" else path
         return f"{where}{sources.origin(given)} {_PLAINLY[error['type']]}"

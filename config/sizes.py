@@ -19,7 +19,7 @@ def parse_bytes(text: str | int) -> int:
             return int(_BYTES.validate_python(text))
     except ValidationError:
         pass
-    raise ValueError(f"{text!r} is no amount of memory: write a number of bytes, or '512MiB', '2GB'")
+    raise ValueError(f"{text!r} is not an amount of memory: write a number of bytes, or '512MiB', '2GB'")
 
 
 def share_of(share: str, total: int) -> int:
@@ -47,7 +47,7 @@ def _is_percentage(share: str) -> bool:
 
 def _percent(share: str) -> Fraction:
     if not _PERCENTAGE.fullmatch(share):  # Fraction would read "1e-999999999" too, for hours
-        raise ValueError(f"{share!r} is no percentage")
+        raise ValueError(f"{share!r} is not a percentage")
     return Fraction(share[:-1].strip())
 
 
@@ -55,7 +55,7 @@ def _checked(share: str) -> str:
     try:
         share_of(share, 0)
     except (ValueError, ZeroDivisionError):
-        raise ValueError(f"{share!r} is no share: write a percentage, '10%', or an amount, '512MiB'") from None
+        raise ValueError(f"{share!r} is not a share: write a percentage, '10%', or an amount, '512MiB'") from None
     if _is_percentage(share) and not 0 <= _percent(share) <= 100:
         raise ValueError(f"{share!r}: a percentage lies between 0% and 100%")
     return share

@@ -22,17 +22,17 @@ ENV_PARTS = "KVMUX_STRATEGIES__"  # the only variables that reach into a setting
 
 
 def env_name(setting: str) -> str:
-    """The environment variable of a setting."""
+    """Return the environment variable of a setting."""
     return ENV_PREFIX + setting.upper()
 
 
 def flag_name(setting: str) -> str:
-    """The command-line flag of a setting."""
+    """Return the command-line flag of a setting."""
     return "--" + setting.replace("_", "-")
 
 
 class Sources(NamedTuple):
-    """What each source gives, by setting."""
+    """The values that each source gives, by setting."""
 
     file: Path | None
     from_file: Mapping[str, Any]
@@ -43,7 +43,7 @@ class Sources(NamedTuple):
         return _merged(_merged(self.from_file, self.from_environment), self.from_flags)
 
     def origin(self, path: tuple[str | int, ...]) -> str:
-        """ " (from KVMUX_PORT)": the strongest source that gives a value at `path`."""
+        """Return the strongest source that gives a value at `path`, as in " (from KVMUX_PORT)"."""
         if path and _gives(self.from_flags, path):
             return f" (from {flag_name(str(path[0]))})"
         if path and _gives(self.from_environment, path):
@@ -52,7 +52,7 @@ class Sources(NamedTuple):
 
 
 def _merged(weaker: Mapping[str, Any], stronger: Mapping[str, Any]) -> dict[str, Any]:
-    """Both, tables merged key by key; where both give a value the stronger one counts."""
+    """Merge two tables, key by key; where both give a value the stronger one counts."""
     both = dict(weaker)
     for key, value in stronger.items():
         old = both.get(key)
@@ -70,17 +70,17 @@ def _gives(values: Any, path: tuple[str | int, ...]) -> bool:
 
 
 def read_file(file: Path) -> dict[str, Any]:
-    """A settings file. Raises SettingsError."""
+    """Read a settings file. Raises SettingsError."""
     try:
         return tomllib.loads(file.read_text(encoding="utf-8"))
     except OSError as error:
         raise SettingsError(f"cannot read the settings file {file}: {error.strerror}") from None
     except (ValueError, RecursionError) as error:  # ValueError: no TOML, no UTF-8, more digits than Python reads
-        raise SettingsError(f"{file} is no TOML: {error}") from None
+        raise SettingsError(f"{file} is not TOML: {error}") from None
 
 
 def check_environment(environ: Mapping[str, str], settings: Collection[str]) -> None:
-    """Names a KVMUX_ variable that cannot take effect: pydantic-settings passes over those in silence.
+    """Refuse a KVMUX_ variable that cannot take effect: pydantic-settings ignores those silently.
 
     Raises SettingsError.
     """
@@ -91,11 +91,11 @@ def check_environment(environ: Mapping[str, str], settings: Collection[str]) -> 
             continue
         setting = name.split("__")[0]
         if setting not in known:
-            raise SettingsError(f"the environment sets {given}, which is no setting{did_you_mean(name, known)}")
+            raise SettingsError(f"the environment sets {given}, which is not a setting{did_you_mean(name, known)}")
         if name != setting and not name.startswith(ENV_PARTS):
             raise SettingsError(f"the environment sets {given}, but {setting} has no parts; set {setting} itself")
         if name in ENV_JSON and not _is_json(value):
-            raise SettingsError(f"{given} is no JSON; a settings file (--config) is easier to write")
+            raise SettingsError(f"{given} is not JSON; a settings file (--config) is easier to write")
 
 
 def _is_json(text: str) -> bool:
@@ -107,6 +107,13 @@ def _is_json(text: str) -> bool:
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """The closest name there is, to stand behind the word that a name is none."""
-    close = difflib.get_close_matches(name, list(known), n=1)
-    return f"; did you mean {close[0]}?" if close else ""
+    """Return the end of an error message, which suggests the closest known name; empty if none is close.
+
+    Of names that are about as close it is one that begins alike.
+    """
+
+    def likeness(other: str) -> tuple[float, bool]:
+        return difflib.SequenceMatcher(None, other, name).ratio(), other[:2] == name[:2]
+
+    close = difflib.get_close_matches(name, list(known), n=3)
+    return f"; did you mean {max(close, key=likeness)}?" if close else ""

@@ -15,19 +15,19 @@ from kernels.quantization import Quantised
 
 
 def multiplied(ops: Ops, x: Tensor, weight: Weight, bias: Tensor | None = None) -> Tensor:
-    """x [N, in] times weight [out, in], plus bias [out] -> [N, out], by the operation that knows such a weight."""
+    """Multiply x [N, in] by weight [out, in], plus bias [out] -> [N, out], with the operation for such a weight."""
     if isinstance(weight, Quantised) or (isinstance(weight, Packed) and weight.quantised):
         return ops.quantised_linear(x, weight, bias)
     return ops.linear(x, weight, bias)
 
 
 def normed(ops: Ops, x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
-    """x [N, d], or as it is where the model has no norm."""
+    """Normalise x [N, d]; return it as it is where the model has no norm."""
     return x if weight is None else ops.rms_norm(x, weight, eps)
 
 
 def turned(ops: Ops, x: Tensor, tables: Tables | None, positions: Tensor) -> Tensor:
-    """x [N,H,D] turned by RoPE; dimensions beyond those of the tables stay."""
+    """Rotate x [N,H,D] by RoPE; dimensions beyond those of the tables stay."""
     if tables is None:
         return x
     turning = 2 * tables[0].shape[1]
@@ -39,7 +39,7 @@ def turned(ops: Ops, x: Tensor, tables: Tables | None, positions: Tensor) -> Ten
 def enter_attention(
     ops: Ops, layer: AttentionWeights, x: Tensor, added: Tensor | None, positions: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """`Ops.enter_attention`."""
+    """Compute `Ops.enter_attention` of other operations."""
     arguments.enter_attention(layer, x, positions)
     if added is None:
         h = ops.rms_norm(x, layer.norm, layer.eps)
@@ -56,13 +56,13 @@ def enter_attention(
 
 
 def leave_attention(ops: Ops, layer: AttentionWeights, x: Tensor, mixed: Tensor) -> tuple[Tensor, Tensor]:
-    """`Ops.leave_attention`."""
+    """Compute `Ops.leave_attention` of other operations."""
     projected = multiplied(ops, mixed, layer.o, layer.o_bias)
     return ops.add_rms_norm(x, normed(ops, projected, layer.post_norm, layer.eps), layer.next_norm, layer.eps)
 
 
 def feed_forward(ops: Ops, weights: GatedWeights, h: Tensor) -> Tensor:
-    """`Ops.feed_forward`."""
+    """Compute `Ops.feed_forward` of other operations."""
     gate_up = multiplied(ops, h, weights.gate_up, weights.gate_up_bias)
     if weights.activation == "silu":
         gated = ops.silu_mul(gate_up)
@@ -74,7 +74,7 @@ def feed_forward(ops: Ops, weights: GatedWeights, h: Tensor) -> Tensor:
 
 
 def run_layers(ops: Ops, stack: DecoderLayers, x: Tensor, attention: Attention) -> Tensor:
-    """`Ops.run_layers`."""
+    """Compute `Ops.run_layers` of other operations."""
     added: Tensor | None = None
     for i, layer in enumerate(stack.layers):
         around = layer.attention

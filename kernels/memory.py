@@ -11,7 +11,7 @@ from torch import Tensor
 
 
 def allocate(size: int, device: torch.device | str = "cpu") -> Tensor:
-    """[size] uint8, zero, and touched: nothing of it can fail to be there later.
+    """Allocate [size] uint8, zero, and touched: none of it can turn out to be missing later.
 
     On Linux in huge pages, if the system grants them: keys that lie apart are then found without a walk through the
     page table for each block (`madvise`, MADV_HUGEPAGE).
@@ -22,7 +22,7 @@ def allocate(size: int, device: torch.device | str = "cpu") -> Tensor:
 
 
 def mapped(size: int) -> Tensor:
-    """The same of a CPU's memory, before it is touched: for whoever writes all of it anyway."""
+    """Allocate [size] uint8 of a CPU's memory without touching it, for a caller that writes all of it anyway."""
     if not hasattr(mmap, "MADV_HUGEPAGE"):
         return torch.empty(size, dtype=torch.uint8)
     memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
@@ -32,7 +32,7 @@ def mapped(size: int) -> Tensor:
 
 
 class WeightArena:
-    """Memory for many tensors that stay: one behind the other, as each by itself is too small for a huge page.
+    """Memory for many tensors that stay, one after the other: each by itself is too small for a huge page.
 
     A tensor keeps the stretch it lies in; nothing of it is touched before whoever takes it does.
     """
@@ -44,7 +44,7 @@ class WeightArena:
         self._left = torch.empty(0, dtype=torch.uint8)
 
     def take(self, size: int) -> Tensor:
-        """[size] uint8."""
+        """Take [size] uint8."""
         padded = -(-size // self.ALIGN) * self.ALIGN
         if padded > len(self._left):
             self._left = mapped(max(padded, self.STRETCH))
@@ -53,7 +53,7 @@ class WeightArena:
 
 
 def concatenated(parts: Sequence[Tensor]) -> Tensor:
-    """The rows of one after those of the other, all of one dtype; a CPU's memory goes back to the system with them.
+    """Concatenate rows of one dtype; a CPU's memory goes back to the system with the result.
 
     malloc would keep it: between large tensors that go lie small ones that stay.
     """
@@ -66,7 +66,7 @@ def concatenated(parts: Sequence[Tensor]) -> Tensor:
 
 
 class ConcatenatedWeight:
-    """The rows of several matrices [n, in] of one dtype, one after the other, while nobody needs them as one."""
+    """The rows of several matrices [n, in] of one dtype, one after the other; `whole` makes them one matrix."""
 
     def __init__(self, parts: Sequence[Tensor]) -> None:
         """Raise ValueError for parts of several widths or dtypes."""
@@ -79,5 +79,5 @@ class ConcatenatedWeight:
         self.dtype = parts[0].dtype
 
     def whole(self) -> Tensor:
-        """As one matrix, new."""
+        """Return the parts as one new matrix."""
         return concatenated(self.parts)

@@ -31,7 +31,7 @@ class Packed(ABC):
 
     @abstractmethod
     def rows(self, which: Tensor) -> Tensor:
-        """which [n] int64 -> the values [n, in] of these rows, new."""
+        """Return the values [n, in] of the rows `which` [n] int64, new."""
 
 
 Weight = Tensor | Quantised | Packed  # [out, in]
@@ -41,7 +41,7 @@ Activation = Literal["silu", "gelu_tanh"]
 
 @dataclass(frozen=True, eq=False, slots=True)
 class AttentionWeights:
-    """What stands around attention: a norm and the projections before it, the projection and a norm behind it.
+    """The weights around attention: a norm and the projections before it, the projection and a norm after it.
 
     None: the model has no such thing. q, k and v are one matrix.
     """
@@ -60,11 +60,11 @@ class AttentionWeights:
     eps: float  # of all these norms
 
     def packed(self, ops: Ops) -> AttentionWeights:
-        """The same, as a backend multiplies it fastest."""
+        """Return the same weights as a backend multiplies them fastest."""
         return replace(self, qkv=ops.packed(self.qkv), o=ops.packed(self.o))
 
     def tensors(self) -> Iterator[Weight]:
-        """The weights; tables are none."""
+        """Yield the weights; tables are not among them."""
         for weight in (self.norm, self.qkv, self.qkv_bias, self.o, self.o_bias, self.post_norm, self.next_norm):
             if weight is not None:
                 yield weight
@@ -72,18 +72,18 @@ class AttentionWeights:
 
 
 class FeedForward(Protocol):
-    """What follows attention in a layer."""
+    """The part of a layer after attention."""
 
     def __call__(self, ops: Ops, h: Tensor) -> Tensor:
-        """h [N, d] -> what it adds [N, d]."""
+        """Return what the layer adds to h [N, d] -> [N, d]."""
         ...
 
     def packed(self, ops: Ops) -> FeedForward:
-        """The same, as a backend multiplies it fastest."""
+        """Return the same weights as a backend multiplies them fastest."""
         ...
 
     def tensors(self) -> Iterator[Weight]:
-        """The weights."""
+        """Yield the weights."""
         ...
 
 
@@ -101,7 +101,7 @@ class GatedWeights:
         return ops.feed_forward(self, h)
 
     def packed(self, ops: Ops) -> GatedWeights:
-        """The same, as a backend multiplies it fastest."""
+        """Return the same weights as a backend multiplies them fastest."""
         return replace(self, gate_up=ops.packed(self.gate_up), down=ops.packed(self.down))
 
     def tensors(self) -> Iterator[Weight]:
@@ -112,7 +112,7 @@ class GatedWeights:
 
 @dataclass(frozen=True, eq=False, slots=True)
 class DecoderLayer:
-    """Attention, and behind it a feed-forward, each of which adds to what passes through the layer."""
+    """Attention and a feed-forward after it, each of which adds to its input."""
 
     spec: LayerSpec
     attention: AttentionWeights
@@ -126,11 +126,11 @@ class DecoderLayer:
             raise ValueError(f"weights for {heads[0]} query heads and {heads[1]} of keys do not fit {self.spec}")
 
     def packed(self, ops: Ops) -> DecoderLayer:
-        """The same, as a backend multiplies it fastest."""
+        """Return the same layer, with weights as a backend multiplies them fastest."""
         return replace(self, attention=self.attention.packed(ops), feed_forward=self.feed_forward.packed(ops))
 
     def tensors(self) -> Iterator[Weight]:
-        """The weights."""
+        """Yield the weights."""
         yield from self.attention.tensors()
         yield from self.feed_forward.tensors()
         if self.post_norm is not None:
@@ -144,7 +144,7 @@ class DecoderLayers:
         self.layers = layers
 
     def took(self) -> Mapping[str, float] | None:
-        """Seconds of the operations that the last call did by itself, by name; None: it called them."""
+        """Return the seconds, by name, of the operations that the last call did by itself; None if it called `Ops`."""
         return None
 
 
@@ -172,13 +172,13 @@ class Attention(Protocol):
         ...
 
     def attend(self, layer_idx: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """q [N,Hq,D], k [N,H,D], v [N,H,Dv] -> [N,Hq,Dv]; enters k and v into the caches on the way."""
+        """Enter k [N,H,D] and v [N,H,Dv] into the caches, and attend from q [N,Hq,D] -> [N,Hq,Dv]."""
         ...
 
 
 # ---------------------------------------------------------------- operations
 class Ops(Protocol):
-    """What a model and a strategy are made of. Every backend answers to `reference.py`, and may inherit from it.
+    """The operations of models and strategies. Every backend must agree with `reference.py`, and may inherit from it.
 
     Tensors may be views with strides of their own; only their last dimension is dense. Arguments that do not fit each
     other raise ValueError before any memory is read (`arguments.py`). What is NaN or infinite stays in its row.
@@ -190,32 +190,35 @@ class Ops(Protocol):
         ...
 
     def prepare(self, layers: Sequence[LayerSpec], dtype: torch.dtype, stored: torch.dtype) -> None:
-        """Makes ready what these layers' attention will ask for, in `dtype` over keys that are `stored` in another.
+        """Make ready what these layers' attention will need, in `dtype` over keys that are `stored` in another.
 
         Some kernels are compiled, and nobody's request is to wait for that.
         """
         ...
 
     def packed(self, weight: Weight | ConcatenatedWeight) -> Weight:
-        """The weight [out, in] as this backend multiplies it fastest, for `linear` or `quantised_linear`.
+        """Return the weight [out, in] as this backend multiplies it fastest, for `linear` or `quantised_linear`.
 
         Made once, when a model is loaded; the weight itself where that is as good. Nothing of its values is lost.
         """
         ...
 
     def stacked(self, layers: Sequence[DecoderLayer], dtype: torch.dtype) -> DecoderLayers:
-        """The layers of a model, whose activations are of a dtype, for `run_layers`. Made once, as `packed` weights."""
+        """Return the layers of a model with activations of a dtype, for `run_layers`.
+
+        Made once, as `packed` weights.
+        """
         ...
 
     def linear(self, x: Tensor, weight: Tensor | Packed, bias: Tensor | None = None) -> Tensor:
-        """x [N, in] times weight [out, in], plus bias [out] -> [N, out] in x's dtype.
+        """Multiply x [N, in] by weight [out, in] and add bias [out] -> [N, out] in x's dtype.
 
         Multiplied in the dtype of weight and bias.
         """
         ...
 
     def quantised_linear(self, x: Tensor, weight: Quantised | Packed, bias: Tensor | None = None) -> Tensor:
-        """x [N, in] times a weight [out, in] of 8 or 4 bits a number, plus bias [out] -> [N, out] in x's dtype.
+        """Multiply x [N, in] by a weight [out, in] of 8 or 4 bits a number and add bias [out] -> [N, out] in x's dtype.
 
         Values of the weight are those of `kernels.quantization.dequantise`. Products are summed in float32; or x is
         rounded to whole numbers of 8 bits first, where the largest of a group of columns becomes 127 or -127, and a
@@ -226,22 +229,22 @@ class Ops(Protocol):
     def enter_attention(
         self, layer: AttentionWeights, x: Tensor, added: Tensor | None, positions: Tensor
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """x [N, d] and what is still to be added to it -> their sum, and of its norm q [N,Hq,D], k [N,H,D], v [N,H,D].
+        """Add x [N, d] and what is still to be added -> the sum, and of its norm q [N,Hq,D], k [N,H,D], v [N,H,D].
 
         q and k at their positions [N] int64. The bits are those of the operations one by one.
         """
         ...
 
     def leave_attention(self, layer: AttentionWeights, x: Tensor, mixed: Tensor) -> tuple[Tensor, Tensor]:
-        """x [N, d] plus the projection of what attention found, mixed [N, Hq * D]; and the norm of this sum."""
+        """Add to x [N, d] the projection of attention's output, mixed [N, Hq * D]; return the sum and its norm."""
         ...
 
     def feed_forward(self, weights: GatedWeights, h: Tensor) -> Tensor:
-        """h [N, d] -> what it adds [N, d]: down(activation(gate) * up)."""
+        """Compute what the layer adds to h [N, d] -> [N, d]: down(activation(gate) * up)."""
         ...
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        """x [N, d], weight [d] -> [N, d], root mean square layer norm (Zhang & Sennrich 2019).
+        """Divide x [N, d] by its root mean square, times weight [d] -> [N, d] (Zhang & Sennrich 2019).
 
         Normalised in float32, and rounded to x's dtype before the weight is applied (Llama), or after if the weight
         is float32 (Gemma).
@@ -249,19 +252,19 @@ class Ops(Protocol):
         ...
 
     def add_rms_norm(self, x: Tensor, delta: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-        """x + delta, rounded to their dtype, and its `rms_norm`; all [N, d]."""
+        """Add x + delta, rounded to their dtype; return the sum and its `rms_norm`; all [N, d]."""
         ...
 
     def rope(self, x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor) -> Tensor:
-        """x [N,H,D] rotated; cos, sin [P, D/2] float32, halves paired (Su et al. 2021, GPT-NeoX layout)."""
+        """Rotate x [N,H,D]; cos, sin [P, D/2] float32, halves paired (Su et al. 2021, GPT-NeoX layout)."""
         ...
 
     def silu_mul(self, gate_up: Tensor) -> Tensor:
-        """gate_up [N, 2 f] -> silu(first half) * second half [N, f] (SwiGLU, Shazeer 2020)."""
+        """Compute silu(first half) * second half of gate_up [N, 2 f] -> [N, f] (SwiGLU, Shazeer 2020)."""
         ...
 
     def sample(self, logits: Tensor, how: Tensor) -> Tensor:
-        """logits [K, V] -> a token of each row [K] int64, drawn as `how` [K, 5] says; -1 where they are no numbers.
+        """Draw a token of each row of logits [K, V] -> [K] int64, as `how` [K, 5] says; -1 where they are not numbers.
 
         `how` is float64 in the host's memory, a `kernels.sampling.Drawing` a row: temperature (0: the first of the
         largest), top-k, top-p, min-p (0, 1 and 0: all stay), and noise in [0, 1), which falls into the token's stretch
@@ -270,18 +273,18 @@ class Ops(Protocol):
         ...
 
     def quantise(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """x [..., D] -> int8 [..., D] and scale [...] float32: the largest number becomes 127 or -127.
+        """Quantise x [..., D] -> int8 [..., D] and scale [...] float32: the largest number becomes 127 or -127.
 
         Halves are rounded to even. A vector of zeros has the scale 0.
         """
         ...
 
     def dequantise(self, x: Tensor, scale: Tensor) -> Tensor:
-        """x int8 [..., D], scale [...] -> float32 [..., D]."""
+        """Return the values of x int8 [..., D], scale [...] -> float32 [..., D]."""
         ...
 
     def write_kv(self, store: KVStore, layer: int, k: Tensor, v: Tensor, at: Slots) -> None:
-        """k [N,H,D], v [N,H,Dv] into their slots; into a store of int8 as `quantise` says."""
+        """Write k [N,H,D], v [N,H,Dv] to their slots; to a store of int8 as `quantise` says."""
         ...
 
     def attend(
@@ -295,7 +298,7 @@ class Ops(Protocol):
         *,
         window: int | None = None,
     ) -> None:
-        """Attention of q [N,Hq,D] over the stored keys and values, into out [N,Hq,Dv].
+        """Attend from q [N,Hq,D] to the stored keys and values, into out [N,Hq,Dv].
 
         A query at position i sees the keys at j <= i that lie within the model's spec.window and, if the strategy
         gives a `window`, within that or in a sink slot. Tiles of keys are summed in float32, in an order fixed by
@@ -305,25 +308,25 @@ class Ops(Protocol):
         ...
 
     def gather(self, store: KVStore, layer: int, at: Slots, row: int, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """K [S,H,D] and V [S,H,Dv] of a row at positions [S]: for tests, measurements and adapters, not for steps.
+        """Return K [S,H,D] and V [S,H,Dv] of a row at positions [S], for tests, measurements and adapters.
 
         In the store's dtype; float32 if that is int8.
         """
         ...
 
     def copy_blocks(self, store: KVStore, src: list[int], dst: list[int]) -> None:
-        """Block src[i] to block dst[i], all layers at once; no dst may be a src."""
+        """Copy block src[i] to block dst[i], all layers at once; no dst may be a src."""
         ...
 
     def repeat_kv_heads(self, x: Tensor, groups: int) -> Tensor:
-        """x [S,H,D] -> [H * groups, S, D], dense and new: each KV head `groups` times, so that query heads find theirs.
+        """Repeat each KV head `groups` times for the query heads: x [S,H,D] -> [H * groups, S, D], dense and new.
 
         Head-major, as kernels want it that know no grouped heads: query head h reads what was KV head h // groups.
         """
         ...
 
     def repeat_kv_heads_step(self, mirror: Tensor, x: Tensor, start: int) -> None:
-        """x [n,H,D] into columns start .. start + n of mirror [H * groups, P, D], repeated as by `repeat_kv_heads`.
+        """Repeat x [n,H,D] as `repeat_kv_heads`, into columns start .. start + n of mirror [H * groups, P, D].
 
         Nothing else of the mirror is touched: whoever keeps one moves what is new, and not the whole text once more.
         Raises if there are no such columns, or the mirror's heads are no multiple of x's.
@@ -331,7 +334,7 @@ class Ops(Protocol):
         ...
 
     def run_layers(self, stack: DecoderLayers, x: Tensor, attention: Attention) -> Tensor:
-        """x [N, d], embedded tokens -> what comes out of the last layer [N, d].
+        """Run all layers: x [N, d], embedded tokens -> the output of the last layer [N, d].
 
         Each layer is `enter_attention`, the attention's attend(), `leave_attention` and its feed-forward; the bits are
         those of the operations one by one.

@@ -72,7 +72,7 @@ class Quantised:
         return self.numbers.device
 
     def to(self, device: torch.device) -> Quantised:
-        """The same weight there."""
+        """Return the same weight on a device."""
         return self._each(lambda part: part.to(device))
 
     def rows(self, which: slice | Tensor) -> Quantised:
@@ -86,7 +86,7 @@ class Quantised:
 
 
 def check_format(width: int, bits: int, group: int) -> None:
-    """Raises ValueError if rows of so many columns cannot be kept in such numbers."""
+    """Raise ValueError if rows of `width` columns cannot be kept in such numbers."""
     if bits not in BITS:
         raise ValueError(f"{bits} bits a number cannot be computed with; {' and '.join(map(str, BITS))} can")
     if group < 1 or width % group or width * bits % 8:
@@ -94,12 +94,12 @@ def check_format(width: int, bits: int, group: int) -> None:
 
 
 def tile_rows(width: int, tile: int = TILE) -> int:
-    """How many rows of so many columns are float32 at a time."""
+    """Return the number of rows of `width` columns that are float32 at a time."""
     return max(1, tile // width)
 
 
 def dequantise(weight: Quantised) -> Tensor:
-    """-> float32 [out, in]."""
+    """Return the values of a weight, float32 [out, in]."""
     numbers = _unpacked(weight.numbers) if weight.bits == 4 else weight.numbers
     grouped = numbers.unflatten(-1, (-1, weight.group)).float()  # [out, in / group, group]
     values: Tensor = grouped.mul_(weight.scale.float()[..., None]).add_(weight.offset.float()[..., None])
@@ -107,7 +107,7 @@ def dequantise(weight: Quantised) -> Tensor:
 
 
 def quantise_weight(weight: Tensor, bits: int, group: int) -> Quantised:
-    """weight [out, in] of floats -> its nearest numbers, scale and offset in its dtype. Equal numbers stay exact.
+    """Round weight [out, in] of floats to its nearest numbers, scale and offset in its dtype. Equal numbers stay exact.
 
     As MLX does (`mlx.core.quantize`): the offset is the smallest or the largest number of a group, whichever is farther
     from 0, and 0 is a whole number of steps from it. Raises ValueError for other bits than 4 and 8, a group that does
@@ -140,7 +140,7 @@ def _nearest(weight: Tensor, bits: int, group: int) -> Quantised:
 
 
 def quantise_symmetric(weight: Tensor, bits: int, group: int | None = None) -> Quantised:
-    """As `quantise_weight`, without an offset of a group's own: value = scale * (number - half of all numbers).
+    """Quantise as `quantise_weight`, without offsets of groups: value = scale * (number - half of all numbers).
 
     The number farthest from 0 becomes the lowest one, as in GGUF's Q4_0. `group` None: a row, and its scale float32.
     """
@@ -161,7 +161,7 @@ def _symmetric(weight: Tensor, bits: int, group: int) -> Quantised:
 
 
 def symmetric(numbers: Tensor, scale: Tensor, bits: int) -> Quantised:
-    """The weight whose value = scale * (number - half of all numbers), exactly; its parts are as in `Quantised`."""
+    """Return the weight with value = scale * (number - half of all numbers), exactly; parts are as in `Quantised`."""
     zero, width = 2 ** (bits - 1), numbers.shape[1] * 8 // bits
     offset = scale * -zero
     if not offset.isfinite().all():  # float16 ends at 65504
@@ -170,7 +170,7 @@ def symmetric(numbers: Tensor, scale: Tensor, bits: int) -> Quantised:
 
 
 def joined(parts: Sequence[Quantised]) -> Quantised:
-    """The rows of one after those of the other, all as exact as they were.
+    """Concatenate the rows of weights, all as exact as they were.
 
     Where they differ in format, in the most bits and the smallest groups of any.
     """
@@ -182,14 +182,14 @@ def joined(parts: Sequence[Quantised]) -> Quantised:
 
 
 def _finer(weight: Quantised, bits: int, group: int) -> Quantised:
-    """The same values in more bits and smaller groups."""
+    """Return the same values in more bits and smaller groups."""
     numbers = _unpacked(weight.numbers) if weight.bits < bits else weight.numbers
     scale, offset = (part.repeat_interleave(weight.group // group, -1) for part in (weight.scale, weight.offset))
     return Quantised(numbers, scale, offset, bits, group)
 
 
 def packed(numbers: Tensor, bits: int) -> Tensor:
-    """uint8 [out, in], of 4 bits below 16 -> as `Quantised` has them.
+    """Pack uint8 [out, in], of 4 bits below 16, as `Quantised` has them.
 
     As words of 16 bits, here and back: a third of the time, or less, that two strided copies take.
     """

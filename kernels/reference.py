@@ -29,7 +29,7 @@ TINY = 1e-30  # no scale is smaller, but for that of zeros
 
 @dataclass(frozen=True)
 class _Tile:
-    """TILE key positions for some rows: where they lie, and who sees them."""
+    """TILE key positions for some rows: where they lie, and which queries see them."""
 
     block: Tensor  # [B, 1, TILE] int64
     slot: Tensor  # [B, 1, TILE] int64, within the block
@@ -77,7 +77,7 @@ class ReferenceOps:
         return F.linear(multiplied, weight, bias).to(x.dtype)
 
     def quantised_linear(self, x: Tensor, weight: Quantised | Packed, bias: Tensor | None = None) -> Tensor:
-        """Some rows of the weight at a time are float32, which then stay in the cache until they are multiplied.
+        """Dequantise a few rows at a time to float32, which stay in the processor's cache until they are multiplied.
 
         By `linear`, so that a backend whose rows do not depend on each other keeps that.
         """
@@ -279,7 +279,7 @@ def _move_to_scores(values: Tensor, scores: Tensor) -> None:
 
 
 def _raise(top: Tensor, new: Tensor) -> tuple[Tensor, Tensor]:
-    """The maximum of both, and the factor that moves sums taken under `top` to it (1 while all is -inf)."""
+    """Return the maximum of both, and the factor that moves sums taken under `top` to it (1 while all is -inf)."""
     higher = torch.maximum(top, new)
     return higher, (top - higher).nan_to_num_(nan=0.0).exp_()
 
@@ -292,7 +292,7 @@ def _locate(at: Slots, seat: Tensor, position: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _write_index(at: Slots) -> tuple[Tensor | slice, Tensor, Tensor]:
-    """Which tokens enter (padding does not), and the block and slot of each."""
+    """Return which tokens enter (padding does not), and the block and slot of each."""
     lengths = at.q_start.diff().long()
     row = torch.repeat_interleave(torch.arange(at.num_rows, device=lengths.device), lengths)  # [N]
     token = torch.arange(row.numel(), device=row.device)
@@ -324,7 +324,7 @@ def _groups(at: Slots, model_window: int | None, window: int | None) -> Iterator
 
 
 def _tile_spans(rows: list[tuple[int, int]], sinks: int, model_window: int | None, window: int | None) -> list[int]:
-    """First positions of the tiles that any query of the rows (start, n) may see, in ascending order."""
+    """Return the first positions of the tiles that any query of the rows (start, n) may see, in ascending order."""
     reach = min((w for w in (model_window, window) if w is not None), default=None)
     first = min(start for start, _ in rows)
     oldest = 0 if reach is None else max(0, first - reach + 1)
@@ -336,7 +336,7 @@ def _tile_spans(rows: list[tuple[int, int]], sinks: int, model_window: int | Non
 
 
 def _seen_whole(rows: list[tuple[int, int]], first: int, model_window: int | None, window: int | None) -> bool:
-    """Whether every query of the rows (start, n) sees every key of the tile."""
+    """Return whether every query of the rows (start, n) sees every key of the tile."""
     reach = min((w for w in (model_window, window) if w is not None), default=None)
     last_query = max(start + n - 1 for start, n in rows)
     in_the_past = first + TILE - 1 <= min(start for start, _ in rows)
@@ -346,7 +346,7 @@ def _seen_whole(rows: list[tuple[int, int]], first: int, model_window: int | Non
 def _tile(
     at: Slots, rows: Tensor, n: int, first: int, model_window: int | None, window: int | None, *, whole: bool
 ) -> _Tile:
-    """The tile of positions [first, first + TILE) for `rows` of n tokens each."""
+    """Return the tile of positions [first, first + TILE) for `rows` of n tokens each."""
     start = at.start[rows].long().view(-1, 1, 1)
     key = torch.arange(first, first + TILE, device=rows.device).view(1, 1, -1)
     # Past the row's end nothing was ever written; such keys are hidden, and read from the last slot that was.

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-NO_TOKEN = -1  # where the logits are no numbers
+NO_TOKEN = -1  # where the logits are not numbers
 BELOW_ONE = 1 - 2**-24  # the float32 before 1: times any other it is less than that
 COLDEST = 1e-30  # temperature; float32 could not divide by much less
 Sample = Callable[[Tensor, Tensor], Tensor]  # a backend's `Ops.sample`

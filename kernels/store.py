@@ -30,7 +30,7 @@ def _aligned(size: int) -> int:
 
 
 def vector_bytes(dim: int, dtype: torch.dtype) -> int:
-    """Of one token's keys or values in one head, its scale included."""
+    """Return the bytes of one token's keys or values in one head, its scale included."""
     if dtype is not torch.int8:
         return dim * dtype.itemsize
     assert dim % SCALE.itemsize == 0, "scales would not be aligned"
@@ -38,7 +38,10 @@ def vector_bytes(dim: int, dtype: torch.dtype) -> int:
 
 
 def plane_offsets(layers: Sequence[LayerSpec], block_size: int, dtype: torch.dtype) -> list[int]:
-    """Byte offsets K0, V0, K1, V1, ... within a block, and last its size. Python integers: no 32-bit overflow."""
+    """Return the byte offsets K0, V0, K1, V1 and so on within a block, and last its size.
+
+    Python integers: no 32-bit overflow.
+    """
     offsets = [0]
     for spec in layers:
         for dim in (spec.head_dim, spec.v_head_dim):
@@ -47,7 +50,7 @@ def plane_offsets(layers: Sequence[LayerSpec], block_size: int, dtype: torch.dty
 
 
 def block_bytes(layers: Sequence[LayerSpec], block_size: int, dtype: torch.dtype) -> int:
-    """Bytes of a block of `block_size` tokens over all layers."""
+    """Return the bytes of a block of `block_size` tokens over all layers."""
     return plane_offsets(layers, block_size, dtype)[-1]
 
 
@@ -132,7 +135,10 @@ class KVStore:
         return self._planes[2 * layer], self._planes[2 * layer + 1]
 
     def finite(self, blocks: Sequence[int]) -> list[bool]:
-        """Of each of these, which have been filled: whether all numbers are, in all layers. Waits for the device."""
+        """Return for each of these blocks, which are full, whether all its numbers in all layers are finite.
+
+        Waits for the device.
+        """
         kept = (plane.numbers if plane.scale is None else plane.scale for plane in self._planes)
         found = torch.stack([plane[blocks].isfinite().flatten(1).all(dim=1) for plane in kept])  # [planes, blocks]
         sound: list[bool] = found.all(dim=0).tolist()
@@ -147,11 +153,11 @@ class KVStore:
         return self.planes(layer)[1].numbers
 
     def k_offset(self, layer: int) -> int:
-        """Bytes from the start of a block to the layer's keys."""
+        """Return the bytes from the start of a block to the layer's keys."""
         return self._offsets[2 * layer]
 
     def v_offset(self, layer: int) -> int:
-        """Bytes from the start of a block to the layer's values."""
+        """Return the bytes from the start of a block to the layer's values."""
         return self._offsets[2 * layer + 1]
 
     layer_offset = k_offset

@@ -21,7 +21,7 @@ class ListingError(Exception):
 
 
 class Listing(NamedTuple):
-    """One model."""
+    """A model that the server lists."""
 
     model: str
     owner: str  # the server's make, where it says so
@@ -36,14 +36,14 @@ class Cache(Struct):
 
 
 class Meta(Struct):
-    """What llama.cpp tells."""
+    """A model's properties as llama.cpp lists them."""
 
     n_ctx: int | None = None
     n_ctx_train: int | None = None
 
 
 class Entry(Struct):
-    """What we read of one."""
+    """The fields that are read of a listed model."""
 
     id: str
     owned_by: str | None = None
@@ -57,7 +57,7 @@ class ModelList(Struct):
 
 
 def read_listing(answer: bytes, model: str = "") -> Listing:
-    """The model of that name, which may name a strategy ("tiny:paged"), or the first.
+    """Return the model of that name, which may name a strategy ("tiny:paged"), or the first.
 
     Raises ListingError, and ValueError for what is no list of models at all.
     """
@@ -77,13 +77,13 @@ def read_listing(answer: bytes, model: str = "") -> Listing:
 
 
 def _context(entry: Entry) -> int | None:
-    """As kvmux and vLLM tell it, or llama.cpp."""
+    """Return the length of the context as kvmux and vLLM list it, or llama.cpp."""
     meta = entry.meta or Meta()
     return entry.max_model_len or meta.n_ctx or meta.n_ctx_train or None
 
 
 def chosen(listing: Listing, weights: Mapping[str, float]) -> dict[str, float]:
-    """The model's name under each strategy, and how often to ask for it; all alike unless told. Raises ListingError."""
+    """Return the model's name under each strategy and its weight, equal unless given. Raises ListingError."""
     if not listing.strategies:
         if weights:
             raise ListingError(f"the server lists no strategies of {listing.model}: leave them out")
@@ -97,7 +97,7 @@ def chosen(listing: Listing, weights: Mapping[str, float]) -> dict[str, float]:
 
 
 def parse_weights(text: str) -> dict[str, float]:
-    """ "paged=3,contiguous=1,window" as numbers; a name alone weighs 1. Raises ValueError."""
+    """Parse weights such as "paged=3,contiguous=1,window"; a name alone weighs 1. Raises ValueError."""
     weights = {}
     for part in filter(None, (part.strip() for part in text.split(","))):
         name, _, weight = part.partition("=")

@@ -26,7 +26,7 @@ CONTEXT = 4096  # tokens, where a server does not tell
 
 
 def checked(parse: Callable[[str], object]) -> Callable[[str], str]:
-    """A type of options: text that `parse` understands. Text it stays, so that locust's page can show it."""
+    """Return a type of options: text that `parse` accepts. It stays text, so that locust's page can show it."""
 
     def check(text: str) -> str:
         try:
@@ -56,7 +56,7 @@ def _options(parser: LocustArgumentParser) -> None:
 
 
 def dict_of(text: str) -> dict[str, Any]:
-    """Raises ValueError."""
+    """Parse a JSON object. Raises ValueError."""
     return decode(text, type=dict[str, Any])
 
 
@@ -109,11 +109,11 @@ class Client(FastHttpUser):
         raise gevent.GreenletExit  # as if this client had been stopped already
 
     def choose(self) -> str:
-        """The model's name under some strategy."""
+        """Choose the model's name under some strategy, by weight."""
         return self.random.choices(list(self.models), list(self.models.values()))[0]
 
     def ask(self, path: str, model: str, body: dict[str, Any], patience: int | None = None) -> Reply | None:
-        """The answer, or as many pieces of it as the client has patience for; None if the request failed."""
+        """Return the answer, or at most `patience` pieces of it; None if the request failed."""
         row = NAMES[self.options.rows].format(model=model, kind=type(self).__name__)
         body = {"model": model, **body, **self.body}
         sent = perf_counter()
@@ -152,7 +152,7 @@ class Client(FastHttpUser):
 
 
 def _lines(response: ResponseContextManager) -> Iterator[bytes]:
-    """Each line as soon as it has arrived."""
+    """Yield each line as soon as it has arrived."""
     while line := response.stream.readline(b"\n"):
         yield line
 

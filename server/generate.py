@@ -6,6 +6,7 @@ drawn as the server draws them. So the text is the server's. Knows token ids; `s
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Generator, Sequence
 from typing import Literal, NamedTuple
 
@@ -16,7 +17,7 @@ from cache_strategies.base import KVCache
 from server.engine.core import NO_NUMBER
 from server.engine.ipc.messages import Sampling
 from server.engine.sampling.sampler import sample
-from server.engine.scheduling.request import Request
+from server.engine.scheduling.request import Request, RequestError
 from server.models.base import Model
 from server.sequence import CachedSequence
 
@@ -28,7 +29,7 @@ class NotANumber(ArithmeticError):
 
 
 class Generated(NamedTuple):
-    """A token of the text. With the reason 'stop' it is one that ends texts."""
+    """A token of the text. With the reason 'stop' it is a token that ends texts."""
 
     token: int
     finish_reason: FinishReason | None  # of the last one
@@ -44,7 +45,12 @@ def generate(
     at once for a prompt or a sampling that the model cannot have: it is empty, too long, or names unknown tokens.
     """
     _check(model, cache, prompt, sampling)
-    return _tokens(model, Request((0, ""), list(prompt), sampling, cache, reason="generate"))
+    request = Request((0, ""), list(prompt), sampling, cache, reason="generate")
+    try:
+        request.check_draws(model.facts.eos_ids)
+    except RequestError as error:
+        raise ValueError(error.message) from None
+    return _tokens(model, request)
 
 
 def _check(model: Model, cache: KVCache, prompt: Sequence[int], sampling: Sampling) -> None:
@@ -61,8 +67,13 @@ def _check(model: Model, cache: KVCache, prompt: Sequence[int], sampling: Sampli
             f"prompt ({len(prompt)} tokens) and max_tokens ({sampling.max_tokens}) come to {total} tokens, "
             f"and the context is {context}: shorten the prompt or lower max_tokens"
         )
-    biased = [token for token, _ in sampling.logit_bias]
-    for what, ids in (("prompt", prompt), ("stop_token_ids", sampling.stop_token_ids), ("logit_bias", biased)):
+    named: dict[str, Sequence[int]] = {
+        "prompt": prompt,
+        "stop_token_ids": sampling.stop_token_ids,
+        "logit_bias": [token for token, _ in sampling.logit_bias],
+        "allowed_token_ids": array("q", sampling.allowed_token_ids),
+    }
+    for what, ids in named.items():
         if ids and not 0 <= min(ids) <= max(ids) < model.facts.vocab_size:
             raise ValueError(f"{what}: token ids should be from 0 to {model.facts.vocab_size - 1}")
 
@@ -100,13 +111,13 @@ def _prefill(model: Model, request: Request, sequence: CachedSequence) -> Tensor
 
 @torch.inference_mode()
 def _decode(model: Model, token: int, sequence: CachedSequence) -> Tensor:
-    """The token enters -> logits [1, V] of the one after it."""
+    """Enter a token and return the logits [1, V] of the one after it."""
     embedding = model.embed(torch.tensor([token], device=model.device)).view(1, 1, -1)
     return model.forward_step(embedding, sequence.length, sequence)[0]
 
 
 @torch.inference_mode()
 def _drawn(model: Model, request: Request, logits: Tensor) -> int | None:
-    """logits [1, V] -> the next token; None: they are no numbers."""
+    """Return the next token, drawn from logits [1, V]; None if they are NaN or infinite."""
     [token] = sample(logits, request.draws(model.facts.eos_ids), request.cache.setup.ops.sample)
     return token

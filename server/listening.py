@@ -40,7 +40,7 @@ def _listen_advice(error: OSError | UnicodeError, port: int, settings: str) -> s
 
 
 def url_of(listener: socket.socket) -> str:
-    """Where this machine's own clients find the server."""
+    """Return the URL at which clients on this machine reach the server."""
     host, port = listener.getsockname()[:2]
     host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"

@@ -22,6 +22,7 @@ from server.engine.scheduling.selection import Selector
 from server.generate import FinishReason, Generated, generate
 from server.text.detokenizer import Detokenizer
 from server.text.encoder import Encoder
+from server.text.errors import TokenizerError
 from server.text.output import OutputText
 
 MAX_NUM_SEQS = 4  # streams at a time; the server's default would take memory for many more
@@ -38,6 +39,7 @@ class SamplingOptions(TypedDict, total=False):
     presence_penalty: float
     repetition_penalty: float
     logit_bias: dict[int, float]
+    allowed_token_ids: list[int]
     seed: int
     stop: str | list[str]
     stop_token_ids: list[int]
@@ -48,7 +50,7 @@ class SamplingOptions(TypedDict, total=False):
 
 
 class Piece(NamedTuple):
-    """What a token added. Text that is not certain yet comes with a later token."""
+    """The text that a token added. Text that is not certain yet comes with a later token."""
 
     text: str
     token_id: int
@@ -56,7 +58,7 @@ class Piece(NamedTuple):
 
 
 class Completion(NamedTuple):
-    """What follows a prompt."""
+    """The text after a prompt."""
 
     text: str
     token_ids: list[int]  # with the token that ended the text, if one did
@@ -66,7 +68,7 @@ class Completion(NamedTuple):
 
 
 class _Job(NamedTuple):
-    """A checked prompt, and what will come of it."""
+    """A checked prompt, and the tokens to be generated."""
 
     prompt: list[int]
     kv_cache: str
@@ -130,9 +132,12 @@ class LLM:
         self, prompt: str | Sequence[int], max_tokens: int, kv_cache: str | None, sampling: SamplingOptions
     ) -> _Job:
         """Check the arguments of `generate`. Raises ValueError, and TypeError for names and types that cannot be."""
-        ids = self.encode(prompt) if isinstance(prompt, str) else [operator.index(token) for token in prompt]
+        try:
+            ids = self.encode(prompt) if isinstance(prompt, str) else [operator.index(token) for token in prompt]
+        except TokenizerError as error:
+            raise ValueError(f"prompt: {error}") from None
         options = _checked(sampling)
-        drawing = options.sampling(max_tokens)
+        drawing = options.sampling(operator.index(max_tokens))
         try:
             submit = Submit("", ids, drawing, kv_cache=kv_cache)
             name, _ = self._selector.choose(submit, self.engine.core.arena.in_use)
@@ -164,17 +169,17 @@ def _checked(sampling: Mapping[str, Any]) -> SamplingRequest:
     """Check sampling parameters. Raises ValueError for values, and TypeError for unknown names, as Python does."""
     known = SamplingOptions.__annotations__
     for name in sampling.keys() - known.keys():
-        raise TypeError(f"{name!r} is no sampling parameter{did_you_mean(name, known)}")
+        raise TypeError(f"{name!r} is not a sampling parameter{did_you_mean(name, known)}")
     values = dict(sampling)
     if isinstance(bias := values.get("logit_bias"), Mapping):
         values["logit_bias"] = {str(token): by for token, by in bias.items()}  # as JSON has it
     try:
         return SamplingRequest.model_validate(values)
     except ValidationError as error:
-        raise ValueError("; ".join(_told(problem) for problem in error.errors())) from None
+        raise ValueError("; ".join(_described(problem) for problem in error.errors())) from None
 
 
-def _told(problem: Any) -> str:
+def _described(problem: Any) -> str:
     """Return a validation error in words: "temperature: Input should be less than or equal to 2"."""
     where = ".".join(str(part) for part in problem["loc"])
     return f"{where}: {problem['msg'].removeprefix('Value error, ')}"

@@ -10,7 +10,7 @@ import torch
 from cache_strategies.base import KVCache, Row
 from server.engine.batch import Batch, Work
 
-_UNNAMED = -1  # an embedding need not be a token: kept by the cache, shared with nobody
+_UNNAMED = -1  # an embedding need not be a token: kept by the cache, not shared
 WAIT = 0.001  # seconds between two looks at a seat that is not ready
 
 
@@ -21,7 +21,7 @@ class CachedSequence:
         """Open a seat. Raises MemoryError if there is no room.
 
         `text`: ids of the tokens that will enter, which its owner may append to. A strategy that shares finds its
-        beginning and keeps it for others; `length` tells how much need not enter. Without it nothing is shared.
+        beginning and keeps it for others; `length` tokens need not enter then. Without it nothing is shared.
         """
         cache.poll()
         seat = cache.open(text or [_UNNAMED])
@@ -35,7 +35,10 @@ class CachedSequence:
         return self._seat.length
 
     def begin(self, num_tokens: int) -> Batch:
-        """Raises MemoryError if there is no room for that many more, StrategyError if the strategy fails."""
+        """Make room for the next tokens and return their attention.
+
+        Raises MemoryError if there is no room for them, StrategyError if the strategy fails.
+        """
         self._cache.poll()
         while not self._cache.ready(self._seat):
             time.sleep(WAIT)

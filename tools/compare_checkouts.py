@@ -12,11 +12,8 @@ import argparse
 import itertools
 import json
 import math
-import re
 import statistics
-import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -29,13 +26,13 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
-HERE = Path(__file__).parent.parent
+from tools.serving import HERE, PATIENCE, serving
+
 WORDS = "the red cup of Ann stands on the table near the door and the dog sleeps "
 TOKEN_IDS = list(range(20, 36))
 CHAT = [{"role": ("user", "assistant")[i % 2], "content": WORDS} for i in range(31)]
 TOKENS = 200  # of a stream
 STREAM: dict[str, Any] = {"prompt": "Once upon a time", "max_tokens": TOKENS, "ignore_eos": True, "stream": True}
-PATIENCE = 120.0  # seconds for a server to start, or to answer
 
 
 class Server(NamedTuple):
@@ -46,6 +43,7 @@ class Server(NamedTuple):
     model: str
 
     def cpu_seconds(self) -> float:
+        """Return the CPU seconds of all processes since they started."""
         return sum(times.user + times.system for times in (each.cpu_times() for each in self.processes))
 
 
@@ -77,35 +75,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     works = [work for work in WORKS if not options.only or any(name in work.name for name in options.only)]
     with ExitStack() as stack:
-        ours, theirs = [stack.enter_context(serving(path, options.flags)) for path in (HERE, options.base)]
+        ours, theirs = [stack.enter_context(connected(path, options.flags)) for path in (HERE, options.base)]
         results = {work.name: measured(work, ours, theirs, options.turns) for work in works}
     Console(width=120).print(table_of(works, results))
     return 0
 
 
 @contextmanager
-def serving(checkout: Path, flags: Sequence[str]) -> Iterator[Server]:
-    """Run `kvmux serve` from a checkout until the block ends."""
-    with tempfile.TemporaryFile("w+") as output:
-        command = [sys.executable, "-m", "server", "serve", "--port", "0", *flags]
-        process = subprocess.Popen(command, cwd=checkout, stdout=output, stderr=subprocess.STDOUT)
-        try:
-            url = _address(process, Path(f"/proc/self/fd/{output.fileno()}"))
-            family = [psutil.Process(process.pid), *psutil.Process(process.pid).children(recursive=True)]
-            with httpx.Client(base_url=url, timeout=PATIENCE) as http:
-                yield Server(http, family, http.get("/v1/models").json()["data"][0]["id"])
-        finally:
-            process.terminate()
-            process.wait(PATIENCE)
-
-
-def _address(process: subprocess.Popen[bytes], printed: Path) -> str:
-    deadline = time.monotonic() + PATIENCE
-    while time.monotonic() < deadline and process.poll() is None:
-        if found := re.search(r"serves .* on (http://\S+)", printed.read_text()):
-            return found[1]
-        time.sleep(0.1)
-    raise SystemExit(f"the server did not come up:\n{printed.read_text()}")
+def connected(checkout: Path, flags: Sequence[str]) -> Iterator[Server]:
+    """Serve from a checkout until the block ends, with an HTTP client open."""
+    with serving(checkout, flags) as served, httpx.Client(base_url=served.url, timeout=PATIENCE) as http:
+        yield Server(http, served.processes(), http.get("/v1/models").json()["data"][0]["id"])
 
 
 # ---------------------------------------------------------------- what is measured
@@ -153,7 +133,7 @@ WORKS = (
 
 
 def measured(work: Work, ours: Server, theirs: Server, turns: int) -> list[Pair]:
-    """Measure by turns; the first turn warms up and does not count."""
+    """Measure the same work on both servers by turns; the first turn warms up and does not count."""
     pairs = []
     for turn in track(range(turns + 1), description=work.name):
         order = (ours, theirs) if turn % 2 else (theirs, ours)
@@ -175,6 +155,7 @@ def interval(values: Sequence[float]) -> tuple[float, float]:
 
 
 def table_of(works: Sequence[Work], results: dict[str, list[Pair]]) -> Table:
+    """Return the table of medians, ratios and differences with their intervals."""
     table = Table("work", "unit", "before", "now", "ratio", "95 %", "difference", "95 %")
     for work in works:
         pairs = results[work.name]

@@ -12,30 +12,25 @@ import itertools
 import json
 import re
 import statistics
-import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import httpx
-import psutil
 from rich.console import Console
 from rich.table import Table
 
-from tools.compare_checkouts import HERE, PATIENCE
+from tools.serving import HERE, PATIENCE, PAUSE, serving
 
 MIB = 1 << 20
-ADDRESS = re.compile(r"serves .* on (http://\S+)")
 PROMPT = [*range(10, 42)]  # token ids
 TOKENS = 100
-PAUSE = 0.01  # seconds between two looks
 
 
 class Start(NamedTuple):
-    """What was found of one start."""
+    """The figures of one start."""
 
     ready: float  # seconds until the first 200 of /ready
     first: float  # seconds from there to the first token
@@ -58,46 +53,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for size, (name, checkout) in itertools.product(
             options.memory, (("now", HERE), ("before", options.base))[:: 1 if turn % 2 else -1]
         ):
-            found[size][name].append(start := started(checkout, [*options.flags, "--kv-memory", size]))
+            found[size][name].append(start := measure_start(checkout, [*options.flags, "--kv-memory", size]))
             console.print(size, name, start)
     console.print(table_of(found))
     if options.json:
-        told = {size: {name: [s._asdict() for s in all] for name, all in by.items()} for size, by in found.items()}
-        options.json.write_text(json.dumps(told, indent=2) + "\n")
+        figures = {size: {name: [s._asdict() for s in all] for name, all in by.items()} for size, by in found.items()}
+        options.json.write_text(json.dumps(figures, indent=2) + "\n")
     return 0
 
 
-def started(checkout: Path, flags: Sequence[str]) -> Start:
+def measure_start(checkout: Path, flags: Sequence[str]) -> Start:
     """Start a server of a checkout, measure, and stop it."""
-    with tempfile.TemporaryFile("w+") as output:
-        command = [sys.executable, "-m", "server", "serve", "--port", "0", *flags]
-        began = time.monotonic()
-        process = subprocess.Popen(command, cwd=checkout, stdout=output, stderr=subprocess.STDOUT)
-        try:
-            url = ready(process, Path(f"/proc/self/fd/{output.fileno()}"))
-            seconds = time.monotonic() - began
-            with httpx.Client(base_url=url, timeout=PATIENCE) as http:
-                first, *gaps = stream(http)
-                wait_for_memory(http)
-            family = [process.pid, *(each.pid for each in psutil.Process(process.pid).children(recursive=True))]
-            return Start(seconds, first, statistics.median(gaps), max(gaps), sum(map(peak, family)))
-        finally:
-            process.terminate()
-            process.wait(PATIENCE)
-
-
-def ready(process: subprocess.Popen[bytes], printed: Path) -> str:
-    """Return the server's address as soon as it takes requests."""
-    deadline = time.monotonic() + PATIENCE
-    while time.monotonic() < deadline and process.poll() is None:
-        if found := ADDRESS.search(printed.read_text()):
-            try:
-                if httpx.get(f"{found[1]}/ready").status_code == 200:
-                    return found[1]
-            except httpx.TransportError:
-                pass
-        time.sleep(PAUSE)
-    raise SystemExit(f"the server did not come up:\n{printed.read_text()}")
+    with serving(checkout, flags) as served:
+        with httpx.Client(base_url=served.url, timeout=PATIENCE) as http:
+            first, *gaps = stream(http)
+            wait_for_memory(http)
+        memory = sum(peak(each.pid) for each in served.processes())
+        return Start(served.start_seconds, first, statistics.median(gaps), max(gaps), memory)
 
 
 def stream(http: httpx.Client) -> list[float]:
@@ -111,7 +83,7 @@ def stream(http: httpx.Client) -> list[float]:
 
 
 def wait_for_memory(http: httpx.Client) -> None:
-    """Wait until all KV memory is there; earlier versions begin with all of it, and do not tell."""
+    """Wait until all KV memory is there; earlier versions start with all of it, and do not report it."""
     deadline = time.monotonic() + PATIENCE
     while time.monotonic() < deadline:
         memory = http.get("/v1/kv_cache").json().get("memory")
@@ -122,13 +94,14 @@ def wait_for_memory(http: httpx.Client) -> None:
 
 
 def peak(pid: int) -> int:
+    """Return the most bytes that a process has had in memory."""
     found = re.search(r"VmHWM:\s*(\d+) kB", Path(f"/proc/{pid}/status").read_text())
     assert found is not None, pid
     return 1024 * int(found[1])
 
 
 def table_of(found: dict[str, dict[str, list[Start]]]) -> Table:
-    """Medians; of the ratios, those of each turn."""
+    """Return the table of medians; of the ratios, those of each turn, too."""
     columns = (("ready, s", "ready", 1), ("first token, ms", "first", 1e3), ("token, ms", "median", 1e3))
     table = Table("KV memory", "figure", "before", "now", "ratio", "turns")
     for size, by in found.items():

@@ -35,7 +35,7 @@ class KVCache:
         head_dim: int,
         dtype: torch.dtype = torch.float32,
     ) -> None:
-        """Sizes of each layer's memory, and the type of its numbers: float32, float16, bfloat16. Takes none yet.
+        """Set the sizes of each layer's memory and its dtype: float32, float16 or bfloat16. Takes no memory yet.
 
         Raises ValueError if a size is not at least 1, or if the type is not one of floating-point numbers.
         """
@@ -55,7 +55,7 @@ class KVCache:
         self._filled: dict[int, tuple[int, int]] = {}  # B and S per layer
 
     def update(self, key: Tensor, value: Tensor, layer_idx: int) -> tuple[Tensor, Tensor]:
-        """Appends n tokens to a layer: key and value [B, H, n, D] -> K and V [B, H, S + n, D], views without a copy.
+        """Append n tokens to a layer: key and value [B, H, n, D] -> K and V [B, H, S + n, D], views without a copy.
 
         B may be less than max_batch_size, but stays what it was in the layer's first update until clear().
         Raises ValueError, and keeps nothing, if the tokens do not fit or are not tensors of these shapes in `dtype`.
@@ -71,7 +71,7 @@ class KVCache:
         return self.get(layer_idx)
 
     def get(self, layer_idx: int) -> tuple[Tensor, Tensor]:
-        """K and V [B, H, S, D] of a layer so far, views without a copy. Raises ValueError for a layer never updated."""
+        """Return K and V [B, H, S, D] of a layer, views without a copy. Raises ValueError for a layer never updated."""
         if layer_idx not in self._memory:
             raise ValueError(f"layer {layer_idx} holds nothing yet: update() it first")
         batch, length = self._filled[layer_idx]
@@ -79,7 +79,7 @@ class KVCache:
         return k[:batch, :, :length], v[:batch, :, :length]
 
     def crop(self, length: int) -> None:
-        """Forgets the tokens from place `length` on, in every layer: the next ones are written over them.
+        """Forget the tokens from position `length` on, in every layer: the next ones are written over them.
 
         That takes back tokens, such as guesses that turned out wrong. Nothing happens to layers that hold no more than
         `length`. Raises ValueError if it is negative.
@@ -89,16 +89,16 @@ class KVCache:
         self._filled = {layer: (batch, min(held, length)) for layer, (batch, held) in self._filled.items()}
 
     def clear(self) -> None:
-        """Forgets all tokens and keeps the memory: the next text is written over the last one."""
+        """Forget all tokens and keep the memory: the next text is written over the last one."""
         self._filled = dict.fromkeys(self._memory, (0, 0))
 
     # ---------------------------------------------------------------- sizes
     def length(self, layer_idx: int) -> int:
-        """S, the tokens a layer holds; 0 for a layer never used."""
+        """Return S, the number of tokens that a layer holds; 0 for a layer never used."""
         return self._filled.get(layer_idx, (0, 0))[1]
 
     def __len__(self) -> int:
-        """Tokens that every used layer holds. An empty cache is false, as an empty list is."""
+        """Return the number of tokens that every used layer holds. An empty cache is false, as an empty list is."""
         return min((length for _, length in self._filled.values()), default=0)
 
     @property
@@ -110,7 +110,7 @@ class KVCache:
     def bytes_for(
         num_layers: int, batch_size: int, seq_len: int, num_heads: int, head_dim: int, itemsize: int = 4
     ) -> int:
-        """Bytes of K and V together; `itemsize` is the bytes of a number, 4 in float32."""
+        """Return the bytes of K and V together; `itemsize` is the bytes of a number, 4 in float32."""
         return 2 * num_layers * batch_size * num_heads * seq_len * head_dim * itemsize
 
     # ---------------------------------------------------------------- details
@@ -120,7 +120,7 @@ class KVCache:
             return torch.zeros(sizes, dtype=self.dtype, device=device)
 
     def _check(self, key: Tensor, value: Tensor, layer_idx: int) -> None:
-        """Raises ValueError that says what to change."""
+        """Raise a ValueError that says what to change, if the tokens do not fit."""
         for name, x in (("key", key), ("value", value)):
             if x.dim() != 4 or (x.shape[1], x.shape[3]) != (self.num_heads, self.head_dim):
                 expected = f"[batch, {self.num_heads}, tokens, {self.head_dim}]"
@@ -165,7 +165,7 @@ class CausalAttentionWithCache(nn.Module):
     """
 
     def __init__(self, d_model: int, num_heads: int, layer_idx: int, *, bias: bool = True) -> None:
-        """`layer_idx` names this layer in the cache. Raises ValueError if the heads do not divide d_model."""
+        """Make the layer; `layer_idx` names it in the cache. Raises ValueError if the heads do not divide d_model."""
         super().__init__()
         if d_model % num_heads:
             raise ValueError(f"d_model={d_model} does not split into num_heads={num_heads} equal heads: change one")
@@ -176,7 +176,7 @@ class CausalAttentionWithCache(nn.Module):
         self.out = nn.Linear(d_model, d_model, bias=bias)
 
     def forward(self, x: Tensor, cache: KVCache | None = None, start_pos: int = 0) -> Tensor:
-        """x [B, n, d_model], the tokens at positions start_pos to start_pos + n - 1 -> [B, n, d_model].
+        """Attend from x [B, n, d_model], tokens at positions start_pos to start_pos + n - 1 -> [B, n, d_model].
 
         Raises ValueError if start_pos is not the number of tokens that the cache holds of this layer; 0 without one.
         """
@@ -199,7 +199,7 @@ class CausalAttentionWithCache(nn.Module):
 
 
 def _wrong_start(start_pos: int, held: int, layer_idx: int, cache: KVCache | None) -> str:
-    """What to change about a start_pos that is not `held`."""
+    """Return a message that says what to change about a start_pos that is not `held`."""
     if cache is None:
         return f"start_pos is {start_pos}, but there is no cache: give the whole text and start_pos=0, or a cache"
     return (
@@ -218,7 +218,7 @@ class Block(nn.Module):
         self.mlp = nn.Sequential(nn.Linear(d_model, 4 * d_model), nn.GELU(), nn.Linear(4 * d_model, d_model))
 
     def forward(self, x: Tensor, cache: KVCache | None = None, start_pos: int = 0) -> Tensor:
-        """x [B, n, d_model] -> [B, n, d_model]."""
+        """Add attention and the MLP to x [B, n, d_model] -> [B, n, d_model]."""
         x = x + self.attention(self.norm_1(x), cache, start_pos)
         mixed: Tensor = x + self.mlp(self.norm_2(x))
         return mixed
@@ -228,7 +228,7 @@ class GPTWithCache(nn.Module):
     """A small GPT with learned positions: token ids in, logits of the token after each of them out."""
 
     def __init__(self, vocab_size: int, d_model: int, num_heads: int, num_layers: int, max_seq_len: int) -> None:
-        """Raises ValueError if the heads do not divide d_model."""
+        """Make the model. Raises ValueError if the heads do not divide d_model."""
         super().__init__()
         self.num_heads, self.head_dim, self.max_seq_len = num_heads, d_model // num_heads, max_seq_len
         self.tokens = nn.Embedding(vocab_size, d_model)
@@ -242,7 +242,7 @@ class GPTWithCache(nn.Module):
         return KVCache(batch_size, self.max_seq_len, self.num_heads, self.head_dim, self.head.weight.dtype)
 
     def forward(self, ids: Tensor, cache: KVCache | None = None, start_pos: int = 0) -> Tensor:
-        """ids [B, n], which stand at start_pos and after -> logits [B, n, vocab_size].
+        """Compute the logits [B, n, vocab_size] of ids [B, n], which stand at start_pos and after.
 
         Raises ValueError if the text becomes longer than max_seq_len, or if start_pos is not what the cache holds.
         """
@@ -262,8 +262,11 @@ class GPTWithCache(nn.Module):
         """Append the likeliest tokens, one after another: prompt [B, n] -> [B, n + num_tokens].
 
         With a cache the whole prompt goes in first, and then one token a step. Without one the whole text goes in at
-        every step: the same tokens, and ever more work. Raises ValueError if there is no room for so many.
+        every step: the same tokens, and ever more work. Raises ValueError for an empty prompt, and if there is no room
+        for so many.
         """
+        if not prompt.shape[1]:
+            raise ValueError("the prompt is empty: give at least one token, after which others can follow")
         text = new = prompt
         for _ in range(num_tokens):
             logits = self(text) if cache is None else self(new, cache, start_pos=len(cache))

@@ -29,7 +29,7 @@ class CpuOps(ReferenceOps):
     """Implements `kernels.ops.Ops`. What it lacks, and shapes it does not know, it leaves to the reference."""
 
     def __init__(self, library: Any, classes: Any) -> None:
-        """Namespaces of torch.ops and torch.classes."""
+        """Wrap the library's namespaces of torch.ops and torch.classes."""
         super().__init__()
         self._library = library
         self._classes = classes
@@ -178,5 +178,5 @@ def _turns_all(cos: Tensor, outputs: int, heads: int) -> bool:
 
 
 def _addresses(at: Slots) -> tuple[Tensor | int, ...]:
-    """In the order in which attention.cpp takes them."""
+    """Return a step's addresses in the order in which attention.cpp takes them."""
     return at.table, at.row_seat, at.q_start, at.start, at.block_size, at.sinks, at.ring

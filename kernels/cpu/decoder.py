@@ -25,7 +25,7 @@ class CpuDecoderLayers(DecoderLayers):
     """Layers with packed weights, dense or gated by SiLU; all others are refused by `takes`."""
 
     def __init__(self, layers: Sequence[DecoderLayer], dtype: torch.dtype, library: Any) -> None:
-        """`library`: a namespace of torch.classes."""
+        """Pack the layers for C++; `library` is a namespace of torch.classes."""
         super().__init__(layers)
         self._library = library
         self._layers = library.Layers(torch.empty(0, dtype=dtype))
@@ -67,7 +67,7 @@ class CpuDecoderLayers(DecoderLayers):
         )
 
     def run(self, x: Tensor, positions: Tensor, stored: Sequence[tuple[slice, Stored]]) -> Tensor:
-        """x [N, d] -> [N, d]."""
+        """Run all layers on x [N, d] -> [N, d]."""
         addresses, numbers = [], []
         for tokens, (_, at, window) in stored:
             addresses += [at.table, at.row_seat, at.q_start, at.start]

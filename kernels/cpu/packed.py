@@ -20,7 +20,7 @@ ZERO = {8: 128, 4: 8}  # the number that stands for 0 where there are no offsets
 
 
 class PackedMatrix(Packed):
-    """What the C++ operations take."""
+    """A weight as the C++ operations take it."""
 
     parts: Sequence[Tensor]  # numbers, and of whole numbers scale and perhaps offset
     layout: Sequence[int]  # out, in, bits of a number (0: floats), columns of a group
@@ -73,7 +73,7 @@ class PackedWhole(PackedMatrix):
 
 
 def _symmetric(weight: Quantised) -> bool:
-    """Whether value = scale * (number - ZERO), so that there is nothing to know about offsets."""
+    """Return whether value = scale * (number - ZERO), so that offsets need not be known."""
     return torch.equal(weight.offset.float(), weight.scale.float() * -ZERO[weight.bits])
 
 

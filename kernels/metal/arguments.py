@@ -19,7 +19,7 @@ TYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
 def known(*tensors: Tensor | None) -> bool:
-    """Whether all have one type, and kernels are written for it."""
+    """Return whether all tensors have one dtype, and kernels are written for it."""
     dtypes = {tensor.dtype for tensor in tensors if tensor is not None}
     return len(dtypes) == 1 and dtypes.issubset(TYPES)
 
@@ -35,7 +35,7 @@ def expect_together(*tensors: Tensor | None) -> None:
 
 
 def in_rows(x: Tensor) -> Grid:
-    """A threadgroup for each row of x [N, width], of no more threads than there are numbers, in whole simdgroups."""
+    """Return a threadgroup for each row of x [N, width], of no more threads than numbers, in whole simdgroups."""
     group = min(GROUP, -(-x.shape[1] // LANES) * LANES)
     return Grid((group * len(x), 1, 1), (group, 1, 1))
 
@@ -51,18 +51,18 @@ def addresses(at: Slots) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 
 
 def memory_sizes(at: Slots) -> tuple[int, ...]:
-    """The struct Memory of slots.h."""
+    """Return the struct Memory of slots.h."""
     return at.block_size, at.sinks, at.ring, at.table.stride(0), at.num_rows
 
 
 def planes(store: KVStore, layer: int) -> Longs:
-    """The struct Planes of slots.h."""
+    """Return the struct Planes of slots.h."""
     k, v = plane_sizes(store, layer)
     return Longs((*k, *v))
 
 
 def plane_sizes(store: KVStore, layer: int) -> tuple[Longs, Longs]:
-    """The structs PlaneSizes of slots.h, of keys and of values."""
+    """Return the structs PlaneSizes of slots.h, of keys and of values."""
     k, v = (_plane_sizes(plane.numbers) for plane in store.planes(layer))
     return k, v
 

@@ -31,7 +31,7 @@ NO_SINK = torch.finfo(torch.float32).min  # NOTHING of attend.h
 
 
 class Shape(NamedTuple):
-    """What of a layer its kernels are compiled for."""
+    """The properties of a layer for which its kernels are compiled."""
 
     width: int  # numbers of a head that a lane holds
     group: int  # query heads that share a KV head
@@ -44,7 +44,7 @@ class Shape(NamedTuple):
 
 
 def shape_of(spec: LayerSpec) -> Shape | None:
-    """None: its heads are wider than any kernel has them."""
+    """Return the kernels' shape for a layer; None if its heads are wider than those of any kernel."""
     dim, group = max(spec.head_dim, spec.v_head_dim), spec.num_q_heads // spec.num_kv_heads
     width = next((width for width in MOST_TOGETHER if LANES * width >= dim), None)
     if width is None:
@@ -53,7 +53,7 @@ def shape_of(spec: LayerSpec) -> Shape | None:
 
 
 class Layer(NamedTuple):
-    """One layer's keys and values, and who attends over them."""
+    """The arguments of attention over one layer's keys and values."""
 
     out: Tensor
     q: Tensor
@@ -67,7 +67,7 @@ class Layer(NamedTuple):
 
 
 class MetalAttention:
-    """Holds what does not change from step to step."""
+    """Computes attention; holds what does not change from step to step."""
 
     def __init__(self, kernels: Kernels) -> None:
         self._kernels = kernels
@@ -75,7 +75,7 @@ class MetalAttention:
         self._sums: dict[torch.device, Tensor] = {}  # of splits: it grows to the largest size asked for, and then stays
 
     def prepare(self, spec: LayerSpec, dtype: torch.dtype, stored: torch.dtype) -> None:
-        """Compiles what such a layer needs, if there is anything."""
+        """Compile the kernels that such a layer needs, if there are any."""
         if (shape := shape_of(spec)) is not None:
             self._decoding(shape, dtype, stored)
             self._kernel("prefill", f"prefill_{shape.width}", dtype, stored)
@@ -101,7 +101,7 @@ class MetalAttention:
             self._prefill(this)
 
     def _decode(self, this: Layer) -> None:
-        """Rows of one token: in one pass over the keys, or, where a text is long, of its splits and then their sum.
+        """Attend for rows of one token: in one pass over the keys, or over the splits of a long text.
 
         So many rows at a time that memory for sums does not grow with the longest text and the number of rows.
         """
@@ -112,7 +112,7 @@ class MetalAttention:
             self._decode_some(this, splits, first, min(at_once, this.at.num_decode - first))
 
     def _decode_some(self, this: Layer, splits: int, first: int, count: int) -> None:
-        """`count` rows from `first` on, of texts that are cut into as many splits as the longest has."""
+        """Attend for `count` rows from `first` on, of texts that are cut into as many splits as the longest has."""
         at, spec, shape = this.at, this.spec, this.shape
         sets = count * spec.num_q_heads * splits if splits > 1 else 1
         sums = self._scratch(sets * (2 + spec.v_head_dim), this.q.device)
@@ -134,7 +134,7 @@ class MetalAttention:
             )
 
     def _prefill(self, this: Layer) -> None:
-        """Rows of several tokens."""
+        """Attend for rows of several tokens."""
         at, shape = this.at, this.shape
         tiles = -(-at.max_q * shape.group // shape.queries)
         self._kernel("prefill", f"prefill_{shape.width}", this.q.dtype, this.kept[0].dtype)(
@@ -162,7 +162,7 @@ class MetalAttention:
         return self._sinks[key]
 
     def _scratch(self, numbers: int, device: torch.device) -> Tensor:
-        """[>= numbers] float32"""
+        """Return at least `numbers` float32 of scratch memory."""
         sums = self._sums.get(device)
         if sums is None or len(sums) < numbers:
             sums = self._sums[device] = torch.empty(numbers, device=device)

@@ -263,7 +263,7 @@ class MetalOps(ReferenceOps):
 
 
 class Few(NamedTuple):
-    """A product of a few rows, as kernels want it: the weight alone is missing."""
+    """The arguments of a product of a few rows, except the weight."""
 
     grid: Grid
     at_once: int  # rows of a threadgroup
@@ -283,11 +283,11 @@ def _few(x: Tensor, outputs: int, weight_stride: int, bias: Tensor | None) -> Fe
 
 
 def _groups(weight: Quantised) -> tuple[int, int]:
-    """The struct Groups of quantised.metal."""
+    """Return the struct Groups of quantised.metal."""
     return weight.group, weight.scale.shape[1]
 
 
 def _parts(weight: Quantised) -> tuple[Tensor, Tensor, Tensor]:
-    """Numbers as words of 32 bits, scale and offset, dense."""
+    """Return the numbers of a weight as words of 32 bits, its scale and its offset, dense."""
     numbers = weight.numbers.contiguous()
     return numbers.view(torch.int32), weight.scale.contiguous(), weight.offset.contiguous()

@@ -30,13 +30,16 @@ class Longs(tuple[int, ...]):
 
 
 class Kernel:
-    """One that is compiled. Integers reach it as int32, also those in sequences, which are structs there, but Longs."""
+    """A compiled kernel.
+
+    Integers reach it as int32, also in sequences, which are structs there; those of Longs as int64.
+    """
 
     def __init__(self, function: Any) -> None:
         self._function = function
 
     def __call__(self, grid: Grid, *arguments: Argument) -> None:
-        """Enqueues it; nothing waits. An empty grid is no launch."""
+        """Enqueue the kernel without waiting. An empty grid is not launched."""
         if 0 in grid.threads:
             return
         casts = {i: "int32" for i, argument in enumerate(arguments) if _integers(argument)}
@@ -51,7 +54,7 @@ def _integers(argument: Argument) -> bool:
 
 
 class Kernels:
-    """All that were asked for so far."""
+    """The kernels that were compiled so far."""
 
     def __init__(self, compile_shader: Callable[[str], Any]) -> None:
         self._compile = compile_shader
@@ -59,7 +62,7 @@ class Kernels:
         self._kernels: dict[tuple[object, ...], Kernel] = {}
 
     def get(self, file: str, name: str, **types: torch.dtype) -> Kernel:
-        """The kernel `name` of a source, for the types that it is to be compiled with."""
+        """Return the kernel `name` of a source file, compiled for these types."""
         key = (file, name, *types.items())
         if key not in self._kernels:
             self._kernels[key] = Kernel(getattr(self._library(file, types), name))

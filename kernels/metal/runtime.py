@@ -13,7 +13,7 @@ from kernels.metal.library import Kernels
 
 @cache  # with all that they have compiled
 def load() -> MetalOps:
-    """The operations on an Apple device. Raises KernelsMissing."""
+    """Return the operations on an Apple device. Raises KernelsMissing."""
     if not torch.backends.mps.is_available():
         raise KernelsMissing("this machine has no Apple device that torch can use")
     return MetalOps(Kernels(torch.mps.compile_shader))
@@ -21,7 +21,7 @@ def load() -> MetalOps:
 
 @cache
 def load_emulated(*, checked: bool = False) -> MetalOps:
-    """The same kernels on the CPU; `checked`: with races and bounds looked for, slower. Raises KernelsMissing."""
+    """Return the same kernels on the CPU; `checked` looks for races and bounds, slower. Raises KernelsMissing."""
     from kernels.metal.emulator import Compiler, CompilerMissing, compile_shader  # here, as a server starts without it
 
     try:

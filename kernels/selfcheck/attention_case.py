@@ -56,10 +56,10 @@ class AttentionCase:
         unused_blocks: int = 3,
         memory: Callable[[int], Tensor] | None = None,
     ) -> None:
-        """The past is written through the operations themselves; everything else in memory is NaN.
+        """Write the past through the operations themselves; everything else in memory is NaN.
 
-        In a block, layers `before` come first; in memory, blocks that nobody has. `memory` makes so many bytes where
-        they are too many to be filled, and stays as it is.
+        In a block, layers `before` come first; in memory, unused blocks. `memory` allocates bytes that are too many to
+        be filled, and stay as they are.
         """
         self.ops, self.layout, self.spec, self.rows, self.device = ops, layout, spec, rows, device
         self.layer = len(before)
@@ -89,7 +89,7 @@ class AttentionCase:
         return torch.randn(n, heads, dim, generator=self.generator).to(self.device, dtype)
 
     def write_past(self, row: int, past: int) -> None:
-        """The first `past` tokens of a row, in pieces that do not overtake themselves in a ring."""
+        """Write the first `past` tokens of a row, in pieces that do not overwrite themselves in a ring."""
         piece = self.layout.ring or self.longest
         for start in range(0, past, piece):
             end = min(past, start + piece)
@@ -97,7 +97,10 @@ class AttentionCase:
             self.ops.write_kv(self.store, self.layer, self.k[row][start:end], self.v[row][start:end], at)
 
     def slots(self, rows: Sequence[tuple[int, int, int]]) -> Slots:
-        """rows of (row of the scene, start, tokens), decode rows first. Seats are in another order than rows."""
+        """Return the addresses of rows (row of the scene, start, tokens), decode rows first.
+
+        Seats are in another order than rows.
+        """
         of, starts, sizes = (list(column) for column in zip(*rows, strict=True))
         decode = next((i for i, n in enumerate(sizes) if n != 1), len(sizes))
         limit = self.layout.sinks + self.layout.ring if self.layout.ring else self.longest
@@ -119,7 +122,7 @@ class AttentionCase:
         return torch.tensor(list(values), dtype=torch.int32, device=self.device)
 
     def entering(self, part: Sequence[Tensor]) -> Tensor:
-        """The step's q, k or v [N, heads, dim]; what padding brings is NaN."""
+        """Return the step's q, k or v [N, heads, dim]; padding is NaN."""
         pieces = [
             x[max(0, row.past) :] if row.past >= 0 else torch.full_like(x, torch.nan)
             for x, row in zip(part, self.rows, strict=True)
@@ -127,11 +130,11 @@ class AttentionCase:
         return torch.cat(pieces)
 
     def write(self) -> None:
-        """What enters in this step."""
+        """Write the keys and values that enter in this step."""
         self.ops.write_kv(self.store, self.layer, self.entering(self.k), self.entering(self.v), self.at)
 
     def attend(self, ops: Ops | None = None, *, window: int | None = None) -> list[Tensor]:
-        """The output of each row, by other operations if need be; it was 7 before."""
+        """Return the output of each row, by other operations if given; the memory for it was filled with 7."""
         q = self.entering(self.q)
         out = torch.full((len(q), self.spec.num_q_heads, self.spec.v_head_dim), 7.0, dtype=q.dtype, device=q.device)
         (ops or self.ops).attend(out, q, self.store, self.layer, self.at, self.spec, window=window)
@@ -148,7 +151,7 @@ class Step:
         self.logit_index = torch.arange(len(self.positions), device=self.positions.device)
 
     def attend(self, layer_idx: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """By the operations, one slice after the other."""
+        """Write and attend, one slice after the other."""
         out, spec = q.new_zeros(q.shape), self._specs[layer_idx]
         for tokens, (store, at, window) in self.stored:
             self._ops.write_kv(store, layer_idx, k[tokens], v[tokens], at)

@@ -71,7 +71,7 @@ def _attention_error(ops: Ops, store: KVStore, block: int, layer: int, spec: Lay
 
 
 def _slots(store: KVStore, block: int, starts: Sequence[int], n: int, decode: int = 0) -> Slots:
-    """The addresses of rows of n tokens, all of them in one block."""
+    """Return the addresses of rows of n tokens, all of them in one block."""
 
     def integers(numbers: Sequence[int]) -> Tensor:
         return torch.tensor(numbers, dtype=torch.int32, device=store.device)
@@ -90,7 +90,7 @@ def _slots(store: KVStore, block: int, starts: Sequence[int], n: int, decode: in
 
 
 def _draw(generator: torch.Generator, spec: LayerSpec, n: int, device: torch.device, dtype: torch.dtype) -> Kept:
-    """Whole numbers, the first of each vector the largest."""
+    """Return random whole numbers, the first of each vector the largest."""
     drawn = []
     for dim in (spec.head_dim, spec.v_head_dim):
         numbers = torch.randint(-LARGEST, LARGEST + 1, (n, spec.num_kv_heads, dim), generator=generator)

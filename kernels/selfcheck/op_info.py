@@ -33,7 +33,7 @@ DTYPES = tuple(ROUNDING)  # of activations, keys and values
 
 
 class Op(NamedTuple):
-    """One operation."""
+    """An operation, and how it is checked and measured."""
 
     name: str  # a method of Ops
     tolerance: Mapping[torch.dtype, float]
@@ -70,7 +70,7 @@ def _feed_forward_bytes(weights: GatedWeights, h: Tensor) -> int:
 
 
 def _run_layers_bytes(stack: DecoderLayers, x: Tensor, attention: Attention) -> int:
-    """Without keys and values, of which the attention alone knows."""
+    """Return the bytes of a call without keys and values, which the attention alone knows."""
     weights = sum(weight.nbytes for layer in stack.layers for weight in layer.tensors())
     return weights + 2 * x.nbytes
 
@@ -84,7 +84,7 @@ def _dequantise_bytes(x: Tensor, scale: Tensor) -> int:
 
 
 def _token_bytes(store: KVStore, layer: int, dtype: torch.dtype) -> int:
-    """A token's keys and values in one layer."""
+    """Return the bytes of a token's keys and values in one layer."""
     shapes = (plane.numbers.shape for plane in store.planes(layer))  # [blocks, H, block_size, dim]
     return sum(heads * vector_bytes(dim, dtype) for _, heads, _, dim in shapes)
 
@@ -261,7 +261,7 @@ OPS: tuple[Op, ...] = (
 
 # -------------------------------------------------------------------- docs/kernels.md
 def markdown() -> str:
-    """The table for people: what the docstrings of Ops and the rows say."""
+    """Return the table of docs/kernels.md: what the docstrings of Ops and the rows say."""
     dtypes = ", ".join(str(dtype).removeprefix("torch.") for dtype in DTYPES)
     head = f"| operation | what it does | must move | off by at most ({dtypes}) |"
     return "\n".join([head, "|---|---|---|---|", *map(_markdown_row, OPS)])

@@ -36,7 +36,7 @@ class ServerError(Exception):
 
 @asynccontextmanager
 async def connected(url: str, api_key: str = "") -> AsyncIterator[httpx.AsyncClient]:
-    """A client for that address, with or without /v1. Takes no proxy from the environment: that would be measured.
+    """Open a client of an address, with or without /v1. Ignores proxies of the environment, which would be measured.
 
     Raises ServerError.
     """
@@ -58,7 +58,7 @@ async def connected(url: str, api_key: str = "") -> AsyncIterator[httpx.AsyncCli
 
 
 async def look(client: httpx.AsyncClient, model: str = "") -> ServerInfo:
-    """What the server says of itself, and of that model or its first. Raises ServerError."""
+    """Read what the server reports about itself, and about that model or its first. Raises ServerError."""
     url = str(client.base_url).rstrip("/")
     try:
         answer = await client.get(listing.PATH, params=listing.PARAMS)
@@ -76,11 +76,11 @@ async def look(client: httpx.AsyncClient, model: str = "") -> ServerInfo:
     except ListingError as error:
         raise ServerError(str(error)) from None
     except ValueError:
-        raise ServerError(f"what answers at {url} is no OpenAI-compatible server; see --url") from None
+        raise ServerError(f"what answers at {url} is not an OpenAI-compatible server; see --url") from None
 
 
 async def _version(client: httpx.AsyncClient) -> str:
-    """kvmux and vLLM have a route for it."""
+    """Return the server's version from the route that kvmux and vLLM have for it."""
     answer = await client.get("/version")
     try:
         return decode(answer.content, type=Version).version if answer.status_code == 200 else ""
@@ -105,7 +105,7 @@ async def _ordinary(client: httpx.AsyncClient, model: str) -> list[int]:
 
 
 async def complete(client: httpx.AsyncClient, model: str, ask: Ask, more: Mapping[str, Any] | None = None) -> Outcome:
-    """One completion, greedy and of exactly the length asked for. `more` goes into the body; a null takes out."""
+    """Send one completion, greedy and of exactly the length asked for. `more` goes into the body; a null takes out."""
     body: dict[str, Any] = {
         "model": model,
         "prompt": ask.prompt,
@@ -132,7 +132,7 @@ async def complete(client: httpx.AsyncClient, model: str, ask: Ask, more: Mappin
 
 
 async def _lines(chunks: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
-    """Ended by line feeds alone: httpx's own lines end at every character that Unicode has for it, in mid-JSON."""
+    """Yield lines, which end with line feeds alone: httpx's own end at every line separator of Unicode, in mid-JSON."""
     rest = b""
     async for chunk in chunks:
         *whole, rest = (rest + chunk).split(b"\n")

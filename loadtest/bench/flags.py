@@ -109,13 +109,13 @@ def _add_load(group: argparse._ArgumentGroup) -> None:
 
 def _positive(text: str) -> int:
     if not text.isascii() or not text.isdecimal() or not int(text):
-        raise argparse.ArgumentTypeError(f"{text!r} is no number above 0")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number above 0")
     return int(text)
 
 
 def _natural(text: str) -> int:
     if not text.isascii() or not text.isdecimal():
-        raise argparse.ArgumentTypeError(f"{text!r} is no number")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number")
     return int(text)
 
 
@@ -125,7 +125,7 @@ def _above_zero(text: str) -> float:
     except ValueError:
         number = math.nan
     if not 0 < number < math.inf:
-        raise argparse.ArgumentTypeError(f"{text!r} is no number above 0")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number above 0")
     return number
 
 
@@ -136,5 +136,5 @@ def _object(text: str) -> dict[str, Any]:
     except ValueError:
         value = None
     if not isinstance(value, dict):
-        raise argparse.ArgumentTypeError(f"{text!r} is no JSON object, such as '{{\"priority\": 1}}'")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a JSON object, such as '{{\"priority\": 1}}'")
     return value

@@ -143,7 +143,7 @@ def read_trace(file: Path, most: int | None, speed_up: float) -> Replayed:
     except OSError as error:
         raise WorkloadError(f"--trace: cannot read {file}: {error.strerror}") from None
     except ValueError:
-        raise WorkloadError(f"--trace: {file} is no trace; `python -m loadtest.traces` writes one") from None
+        raise WorkloadError(f"--trace: {file} is not a trace; `python -m loadtest.traces` writes one") from None
     if not read or not all(line.prompt and line.answer for line in read):
         raise WorkloadError(f"--trace: {file} holds no request, or an empty one")
     turns = [TraceTurn(line.prompt, len(line.answer)) for line in read]

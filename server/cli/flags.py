@@ -97,7 +97,7 @@ def add_settings(parser: argparse.ArgumentParser, groups: Mapping[str, Sequence[
 
 
 def grouped() -> dict[str, list[str]]:
-    """Names of the scalar settings by group; one that GROUPS does not know is found under "other"."""
+    """Return the names of the scalar settings by group; one that is not in GROUPS is under "other"."""
     groups: dict[str, list[str]] = {title: [] for title in GROUPS}
     title_of = {name: title for title, names in GROUPS.items() for name in names}
     for name, field in Settings.model_fields.items():
@@ -107,7 +107,7 @@ def grouped() -> dict[str, list[str]]:
 
 
 def _add_flag(group: argparse._ArgumentGroup, name: str, field: FieldInfo) -> None:
-    """The flag of one setting. Its value stays text: load() checks values of every source alike."""
+    """Add the flag of one setting. Its value stays text: load() checks values of every source alike."""
     help_text = (field.description or "").replace("%", "%%")
     if field.default is not None:
         help_text += f" (default: {field.default})"
@@ -119,7 +119,7 @@ def _add_flag(group: argparse._ArgumentGroup, name: str, field: FieldInfo) -> No
 
 
 def is_scalar(annotation: Any) -> bool:
-    """Can the value be written as one word?"""
+    """Return whether a value of this type can be written as one word."""
     if get_origin(annotation) in (Union, types.UnionType):
         return all(is_scalar(part) for part in get_args(annotation))
     return get_origin(annotation) is Literal or annotation in (str, int, float, bool, list[str], type(None))

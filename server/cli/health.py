@@ -1,7 +1,7 @@
 """`kvmux health`: asks servers whether they are ready, as a container's health check does.
 
 Without an address it asks the servers that this user runs on this machine, wherever flags, variables and settings
-files told them to listen: each has written down its URL (engine/runtime_directory.py). Imports little, since it runs
+files let them listen: each has written down its URL (engine/runtime_directory.py). Imports little, since it runs
 every few seconds beside a server that computes.
 """
 
@@ -48,10 +48,10 @@ def _model(url: str, timeout: float) -> str:
     """Return the model that a server is ready to serve. Raises OSError, HTTPException or ValueError if it is not."""
     direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     with direct.open(f"{url.rstrip('/')}/ready", timeout=timeout) as answer:
-        told = json.load(answer)
-    if not isinstance(told, dict) or told.get("status") != "ready":
-        raise ValueError("what answers there is no kvmux")
-    return str(told.get("model"))
+        body = json.load(answer)
+    if not isinstance(body, dict) or body.get("status") != "ready":
+        raise ValueError("what answers there is not kvmux")
+    return str(body.get("model"))
 
 
 def _message(error: urllib.error.HTTPError) -> str:

@@ -113,7 +113,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return int(run(options))
     except KeyboardInterrupt:
         return 130
-    except BrokenPipeError:  # whoever read our output has had enough
+    except BrokenPipeError:  # the reader of our output has closed it
         discard(sys.stdout)
         return 1
     except (SettingsError, ListenError, OSError) as error:
@@ -168,7 +168,7 @@ def _serve(settings: Settings, listener: socket.socket, metrics_listener: socket
 
 
 def check_open_files() -> None:
-    """Raise SettingsError if the system allows a process so few open files that it would fail sooner or later."""
+    """Raise SettingsError if the system allows a process too few open files."""
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     if most != resource.RLIM_INFINITY and most < LEAST_OPEN_FILES:
         raise SettingsError(
@@ -178,7 +178,7 @@ def check_open_files() -> None:
 
 
 def check_folder_names() -> None:
-    """This project's folder `kernels` bears the name of Hugging Face's package; which one is imported?"""
+    """Check that `import kernels` finds this project's folder and not Hugging Face's package. Raises SettingsError."""
     ours = Path(server.__file__).parent.parent
     spec = importlib.util.find_spec("kernels")
     if spec is None or spec.origin is None or not Path(spec.origin).is_relative_to(ours / "kernels"):
@@ -199,19 +199,19 @@ def check_api_keys(settings: Settings) -> None:
 
 # ---------------------------------------------------------------- kvmux health
 def health(options: dict[str, Any]) -> int:
-    """Asks servers whether they are ready."""
+    """Ask servers whether they are ready."""
     return ask_health(**options)
 
 
 # ---------------------------------------------------------------- kvmux bench
 def bench(options: dict[str, Any]) -> int:
-    """Loads a running server. Of the load test only flags are imported: what does it is found by name."""
+    """Load a running server. The load test's code is found by name: only its flags are imported here."""
     return int(pkgutil.resolve_name("loadtest.bench.command:run")(options))
 
 
 # ---------------------------------------------------------------- kvmux evaluate
 def evaluate(options: dict[str, Any]) -> int:
-    """Measures strategies. `options` are the flags given: settings, and what server/evaluation/flags.py adds.
+    """Measure strategies. `options` are the flags given: settings, and those of server/evaluation/flags.py.
 
     What does it is found by name, not imported: serving must not load torch into this process.
     """
@@ -221,7 +221,7 @@ def evaluate(options: dict[str, Any]) -> int:
 
 # ---------------------------------------------------------------- kvmux profile
 def profile(options: dict[str, Any]) -> int:
-    """Measures steps, here or of a running server. As for `evaluate`, what does it is found by name."""
+    """Measure steps, here or of a running server. As for `evaluate`, the code is found by name."""
     if "url" in options:
         return int(pkgutil.resolve_name("server.profiling.remote:run")(settings_file(options), options))
     check_folder_names()
@@ -230,14 +230,14 @@ def profile(options: dict[str, Any]) -> int:
 
 # ---------------------------------------------------------------- kvmux doctor
 def doctor(options: dict[str, Any]) -> int:
-    """Tells what this machine is and whether the kernels are right."""
+    """Report what this machine is and whether the kernels compute correctly."""
     check_folder_names()
     return int(pkgutil.resolve_name("server.cli.doctor:doctor")(**options))
 
 
 # ---------------------------------------------------------------- what the commands share
 def settings_file(options: dict[str, Any]) -> Path | None:
-    """Takes the file from the options, or the environment."""
+    """Take the settings file from the options, or from the environment; None if neither names one."""
     file = options.pop("config", None) or os.environ.get("KVMUX_CONFIG")
     return Path(file) if file else None
 
@@ -253,7 +253,7 @@ class Parser(argparse.ArgumentParser):
         known, unknown = super().parse_known_args(args, namespace)
         if unknown:
             name = unknown[0].split("=")[0]
-            self.error(f"{name} is no option{did_you_mean(name, self._option_string_actions)}")
+            self.error(f"{name} is not an option{did_you_mean(name, self._option_string_actions)}")
         return known, unknown
 
 
@@ -288,7 +288,7 @@ def _add_health(commands: Commands) -> None:
         "health",
         health,
         "[--url URL] [--timeout SECONDS]",
-        help="tell whether the server on this machine is ready, for health checks",
+        help="ask whether the server on this machine is ready, for health checks",
         description="Asks /ready of the servers that you run on this machine, wherever they listen.\n"
         "The exit code is 0 if there is one, and all are ready; otherwise 1.",
     )
@@ -358,7 +358,7 @@ def _seconds(text: str) -> float:
             return seconds
     except ValueError:
         pass
-    raise argparse.ArgumentTypeError(f"{text!r} is no number of seconds")
+    raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds")
 
 
 def _command(
@@ -371,7 +371,7 @@ def _command(
     description: str,
     epilog: str = "",
 ) -> Parser:
-    """A command's parser; flags that are not given are left out of the options that `run` gets."""
+    """Add a command's parser; flags that are not given are left out of the options that `run` gets."""
     parser = commands.add_parser(
         name,
         usage=f"kvmux {name} {usage}",

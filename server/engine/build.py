@@ -93,19 +93,42 @@ def build_engine(settings: Settings, *, gradual: bool = False) -> Engine:
     max_step_scores = max(1, MOST_LOGITS // model.facts.vocab_size)
     if device.tensors.type != "cpu":
         _rehearse(settings, model, max_step_tokens, max_step_scores)
+    arena, caches = _kv_memory(settings, instances, geometry, ops, device.tensors, directory, gradual=gradual)
+    _check_memory(caches, arena, geometry, kernels)
+    limits = _limits(settings, geometry, arena, max_step_scores)
+    selector = Selector(caches.keys(), settings.rules, settings.default_strategy)
+    core = Core(model, caches, arena, Scheduler(limits), selector, OpTimer(ops, device.tensors), ops)
+    name, *aliases = settings.model_names
+    return Engine(settings, name, aliases, directory, core, instances, device, kernels, max_seq_len)
+
+
+def _kv_memory(
+    settings: Settings,
+    instances: Sequence[Instance],
+    geometry: Geometry,
+    ops: Ops,
+    device: torch.device,
+    directory: Path,
+    *,
+    gradual: bool,
+) -> tuple[Arena, Mapping[str, KVCache]]:
+    """Allocate the KV memory and make the caches that share it. Raises SettingsError."""
     page = registry.page_bytes(instances, geometry)
-    pages = _pages(settings, instances, geometry, page, device.tensors)
+    pages = _pages(settings, instances, geometry, page, device)
     with _room_for(f"KV memory of {pages * page} bytes", "give a smaller kv_memory"):
-        arena = Arena(pages, page, device.tensors, gradual=gradual and device.tensors.type == "cpu")
+        arena = Arena(pages, page, device, gradual=gradual and device.type == "cpu")
         caches = registry.build(instances, geometry, arena, ops, str(directory))
         arena.touch(max(registry.pages_needed(instances, geometry), FIRST_BYTES // page))
-        arena.touch_rest(partial(free_memory, device.tensors))
-    _check_memory(caches, arena, geometry, kernels)
-    limits = Limits(
+        arena.touch_rest(partial(free_memory, device))
+    return arena, caches
+
+
+def _limits(settings: Settings, geometry: Geometry, arena: Arena, max_step_scores: int) -> Limits:
+    return Limits(
         max_num_seqs=settings.max_num_seqs,
-        max_step_tokens=max_step_tokens,
+        max_step_tokens=geometry.max_step_tokens,
         max_waiting=settings.max_waiting,
-        max_seq_len=max_seq_len,
+        max_seq_len=geometry.max_seq_len,
         kv_bytes=arena.usable * arena.page_bytes,
         kv_overcommit=settings.kv_overcommit,
         max_step_scores=max_step_scores,
@@ -114,10 +137,6 @@ def build_engine(settings: Settings, *, gradual: bool = False) -> Engine:
         priority_aging=settings.priority_aging,
         max_priority_wait=settings.max_priority_wait,
     )
-    selector = Selector(caches.keys(), settings.rules, settings.default_strategy)
-    core = Core(model, caches, arena, Scheduler(limits), selector, OpTimer(ops, device.tensors), ops)
-    name, *aliases = settings.model_names
-    return Engine(settings, name, aliases, directory, core, instances, device, kernels, max_seq_len)
 
 
 def _kernels(settings: Settings, device: Device, dtype: torch.dtype) -> CheckedOps:
@@ -129,7 +148,7 @@ def _kernels(settings: Settings, device: Device, dtype: torch.dtype) -> CheckedO
 
 @contextmanager
 def _room_for(what: str, advice: str) -> Iterator[None]:
-    """What a device's allocator raises becomes a SettingsError. It has no type of its own on mps."""
+    """Turn what a device's allocator raises into a SettingsError. It has no type of its own on mps."""
     try:
         yield
     except RuntimeError as error:
@@ -145,7 +164,7 @@ def _room_for(what: str, advice: str) -> Iterator[None]:
 def _model(
     settings: Settings, directory: Path, ops: Ops, dtype: torch.dtype, device: torch.device, max_seq_len: int
 ) -> Model:
-    """Loaded, and torch's threads as it wants them."""
+    """Load the model, and set the number of torch's threads for it."""
     if settings.threads is not None:  # for loading, too
         torch.set_num_threads(settings.threads)
     with _room_for("the model", "take a smaller one, or keep its weights in a shorter format"):
@@ -165,14 +184,14 @@ def _model(
 
 
 def _rehearse(settings: Settings, model: Model, max_step_tokens: int, max_step_scores: int) -> None:
-    """The largest step there can be: one of prompts, and every other sequence draws a token."""
+    """Run the largest step there can be: one of prompts, in which every other sequence draws a token."""
     rows = settings.max_num_seqs
     with _room_for(f"a step of {max_step_tokens} tokens", "lower max_step_tokens or max_num_seqs"):
         rehearse(model, tokens=max_step_tokens + rows, logits=min(max_step_scores, max_step_tokens) + rows)
 
 
 def _check_memory(caches: Mapping[str, KVCache], arena: Arena, geometry: Geometry, kernels: CheckedOps) -> None:
-    """Raises SettingsError if the operations fail in the memory of a strategy, though they passed in a small one.
+    """Raise SettingsError if the operations fail in the memory of a strategy, though they passed in a small one.
 
     Each is tried in the block that it would get first. On a device, where offsets are what is unproven, in the last one
     of all, too.
@@ -195,7 +214,7 @@ def _check_memory(caches: Mapping[str, KVCache], arena: Arena, geometry: Geometr
 
 
 def _check_row_invariant(ops: Ops) -> None:
-    """Raises SettingsError if a row's bits may depend on the rows beside it."""
+    """Raise SettingsError if a row's bits may depend on the rows beside it."""
     if not ops.row_invariant_head_dim:
         raise SettingsError(
             "deterministic: only the C++ kernels on a CPU compute a row alike in every batch; see `kvmux doctor`"
@@ -203,7 +222,7 @@ def _check_row_invariant(ops: Ops) -> None:
 
 
 def _check_deterministic(model: Model, ops: Ops) -> None:
-    """Raises SettingsError if something computes this model that does not give a row the same bits in every batch."""
+    """Raise SettingsError if a part of this model does not give a row the same bits in every batch."""
     if model.impl != "lean":
         raise SettingsError("deterministic: not for a model that transformers computes")
     most = ops.row_invariant_head_dim
@@ -221,7 +240,7 @@ def _max_seq_len(settings: Settings, facts: ModelInfo) -> int:
 def _pages(
     settings: Settings, instances: Sequence[Instance], geometry: Geometry, page: int, device: torch.device
 ) -> int:
-    """How many pages to take: as told, or a share of what is free, but no more than max_num_seqs could ever fill."""
+    """Return the number of pages to take: as set, or a share of free memory, at most what max_num_seqs could fill."""
     least = registry.pages_needed(instances, geometry)
     if settings.kv_memory == "auto":
         most = settings.max_num_seqs * registry.sequence_pages(instances, geometry)

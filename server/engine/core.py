@@ -1,6 +1,6 @@
 """The engine without its socket: requests in, steps, events out. One thread calls it, and it makes every device call.
 
-Wires scheduler, caches and model; knows what none of them knows: that a step can fail and be repeated.
+Wires scheduler, caches and model. `engine/step_recovery.py` runs a step, and runs it again if it fails.
 """
 
 from __future__ import annotations
@@ -14,10 +14,9 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from cache_strategies.arena import Arena
-from cache_strategies.base import KVCache, Seat
+from cache_strategies.base import KVCache
 from kernels.ops import Ops
 from kernels.tracing import OpTimer
-from server.engine.batch import StrategyError
 from server.engine.ipc.messages import Admitted, Explained, Failed, FromEngine, Preempted, Submit, Tokens
 from server.engine.model_runner import ModelRunner, StepOutput
 from server.engine.records import Admission, DraftRecord, Outcome, RequestRecord, StepPart, StepReport
@@ -26,14 +25,13 @@ from server.engine.sampling.speculation import lookup_for, speculation_of
 from server.engine.scheduling.request import Request, RequestError
 from server.engine.scheduling.scheduler import Scheduled, Scheduler
 from server.engine.scheduling.selection import Selector
-from server.engine.stats import merged_parts, parts_of, record_of
-from server.engine.warmup import rehearse
+from server.engine.stats import merged_parts, record_of
+from server.engine.step_recovery import STEP_FAILED, RequestsFailed, RowsComputed, StrategyFailed, run_step
 from server.models.base import Model
 
 log = logging.getLogger(__name__)
 
-NO_NUMBER = "the model's logits are no numbers: are its weights sound? If they are, --dtype float32 may help"
-STEP_FAILED = "computing this request failed ({}); the server's log has the cause; other requests go on"
+NO_NUMBER = "the model's logits are not numbers: are its weights sound? If they are, --dtype float32 may help"
 TIMED = 61  # the operations of every 61st step are timed; a prime, so that no periodic work falls into each of them
 
 
@@ -231,77 +229,22 @@ class Core:
         return evicted
 
     def _compute(self, scheduled: Sequence[Scheduled]) -> tuple[Mapping[str, StepPart], list[Event]]:
-        """Run the rows of a step together or, if that fails outside of a strategy, one by one.
-
-        Returns the rows that were computed, by instance, and the events of their requests.
-        """
-        try:
-            parts, output = self._execute(scheduled)
-        except Exception:
-            log.exception("a step of %d rows failed; its rows run again one by one", len(scheduled))
-        else:
-            return parts, self._advance(output)
-        return self._compute_one_by_one([s for s in scheduled if s.request.seat is not None])
-
-    def _compute_one_by_one(self, scheduled: Sequence[Scheduled]) -> tuple[Mapping[str, StepPart], list[Event]]:
-        """Run each row as a step of its own; requests whose rows fail again end with an error.
-
-        A row is left to the next step if its seat has changed because a request before it failed: they shared work.
-        """
-        lengths = [_seat(s).length for s in scheduled]
+        """Run and commit the rows of a step; return those computed, by instance, and the events of their requests."""
         parts: list[Mapping[str, StepPart]] = []
         events: list[Event] = []
-        errors: list[Exception] = []
-        for row, length in zip(scheduled, lengths, strict=True):
-            if _seat(row).length != length or not row.request.cache.ready(_seat(row)):
-                continue
-            try:
-                part, output = self._execute([row])
-            except Exception as error:
-                log.exception("a request's row failed by itself, too; the request ends, and others go on")
-                errors.append(error)
-                self._fail([row.request], STEP_FAILED.format(type(error).__name__), "step_failed")
-            else:
-                parts.append(part)
-                events += self._advance(output)
-        if errors and not parts:
-            self._check_model(errors[-1])
+        for result in run_step(self._runner, self.model, scheduled):
+            match result:
+                case RowsComputed(part, output):
+                    parts.append(part)
+                    events += self._advance(output)
+                case StrategyFailed(instance):
+                    self._since.failures[instance] += 1
+                case RequestsFailed(requests, message, code):
+                    self._fail(requests, message, code)
         return merged_parts(parts), events
 
-    def _check_model(self, error: Exception) -> None:
-        """Raise `error` if the model fails without any request, too: then only a new engine can help."""
-        try:
-            rehearse(self.model, tokens=1, logits=1)
-        except Exception:
-            log.critical("the model cannot compute any more")
-            raise error from None
-
-    def _execute(self, scheduled: Sequence[Scheduled]) -> tuple[Mapping[str, StepPart], StepOutput | None]:
-        """Compute the rows; leave out those of a strategy that fails twice, and end their requests with an error.
-
-        Returns the rows by instance, and the output; None if no row is left. Commits nothing: it can be repeated.
-        """
-        failed_before: set[str] = set()
-        while scheduled:
-            parts = parts_of(scheduled)  # first: the forward pass evicts them from the processor's caches
-            try:
-                return parts, self._runner.execute(scheduled)
-            except StrategyError as error:
-                log.exception(
-                    "step failed; %s", "giving up its rows" if error.instance in failed_before else "repeating it"
-                )
-                self._since.failures[error.instance] += 1
-                if error.instance in failed_before:
-                    gone = [s.request for s in scheduled if s.request.cache.name == error.instance]
-                    self._fail(gone, f"{error}; other strategies go on", "strategy_failed")
-                    scheduled = [s for s in scheduled if s.request.cache.name != error.instance]
-                failed_before.add(error.instance)
-        return {}, None
-
-    def _advance(self, output: StepOutput | None) -> list[Event]:
+    def _advance(self, output: StepOutput) -> list[Event]:
         """Commit the tokens that have entered and extend the texts; return the messages for clients."""
-        if output is None:
-            return []
         _commit(output)
         events: list[Event] = []
         for request, _, _ in output.scheduled:
@@ -387,12 +330,6 @@ class Core:
         if request.explain and outcome in ("stop", "length"):
             worker, request_id = request.key
             self._since.explanations.append(Event(worker, Explained(request_id, record)))
-
-
-def _seat(scheduled: Scheduled) -> Seat:
-    seat = scheduled.request.seat
-    assert seat is not None
-    return seat
 
 
 def _commit(output: StepOutput) -> None:

@@ -27,7 +27,7 @@ WEIGHT_FORMATS = {"int8": Format(8), "int4": Format(4, 32)}  # docs/models.md ha
 
 
 def choose_device(wanted: str) -> Device:
-    """auto takes none that is emulated. Raises SettingsError if torch cannot use the device."""
+    """Return the device to use; "auto" takes none that is emulated. Raises SettingsError if torch cannot use it."""
     usable = {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available(), "cpu": True}
     if wanted == "auto":
         wanted = next(name for name, there in usable.items() if there)
@@ -38,7 +38,10 @@ def choose_device(wanted: str) -> Device:
 
 
 def choose_dtype(wanted: str, checkpoint: str, device: Device) -> torch.dtype:
-    """Of activations, keys and values. auto: the checkpoint's, but float32 on a CPU that would emulate it."""
+    """Return the dtype of activations, keys and values.
+
+    "auto" is the checkpoint's, but float32 on a CPU that would emulate it.
+    """
     if wanted == "auto":
         wanted = checkpoint
         if device.name == "cpu" and not (wanted == "bfloat16" and torch.bfloat16 in fast_halves()):
@@ -51,7 +54,7 @@ def choose_dtype(wanted: str, checkpoint: str, device: Device) -> torch.dtype:
 
 
 def choose_weights(settings: Settings, dtype: torch.dtype) -> Kept:
-    """How weights are kept under activations of `dtype`."""
+    """Return how weights are kept under activations of `dtype`."""
     if settings.weights in WEIGHT_DTYPES:
         return Kept(WEIGHT_DTYPES[settings.weights])
     format = WEIGHT_FORMATS.get(settings.weights)
@@ -70,7 +73,7 @@ def _weights_cache(wanted: str | None) -> Path | None:
 
 
 def choose_threads(wanted: int | None, weight_bytes: int) -> int:
-    """CPU threads of the engine.
+    """Return the number of CPU threads of the engine.
 
     A model that the memory has to bring anew for each step is worth every core. A small one leaves a core to HTTP:
     threads that wait for each other by spinning then lose more than one core gives.
@@ -79,7 +82,7 @@ def choose_threads(wanted: int | None, weight_bytes: int) -> int:
 
 
 def choose_step_tokens(wanted: int | None, device: Device) -> int:
-    """Prompt tokens of a step, at most.
+    """Return the largest number of prompt tokens of a step.
 
     While a step runs nobody hears anything. A CPU is as busy with 512 tokens as with more, and a tenth less with half
     of them, as all weights pass through its caches once a step; what is emulated runs on one; an accelerator is not.
@@ -89,14 +92,14 @@ def choose_step_tokens(wanted: int | None, device: Device) -> int:
 
 # -------------------------------------------------------------------- memory
 class DeviceMemory(NamedTuple):
-    """Of a CPU: the machine's, or what its container may have."""
+    """The memory of a device; of a CPU, the machine's, or that of its container."""
 
     used: int
     free: int
 
 
 def device_memory(device: torch.device) -> DeviceMemory:
-    """Bytes now, whoever uses them."""
+    """Return the bytes used and free now, by all processes together."""
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
         return DeviceMemory(total - free, free)
@@ -111,19 +114,22 @@ def device_memory(device: torch.device) -> DeviceMemory:
 
 
 def free_memory(device: torch.device) -> int:
-    """Bytes that may be allocated now. On mps a margin stays: a Mac whose Metal runs out of memory may panic."""
+    """Return the bytes that may be allocated now.
+
+    On mps a margin stays: a Mac whose Metal runs out of memory may panic.
+    """
     free = device_memory(device).free
     return max(0, free - METAL_MARGIN) if device.type == "mps" else free
 
 
 def limit_memory(device: torch.device) -> None:
-    """Has torch raise for what would exceed the memory that Metal recommends; by default it takes 1.7 times as much."""
+    """Make torch raise above the memory that Metal recommends; by default it takes 1.7 times as much."""
     if device.type == "mps":
         torch.mps.set_per_process_memory_fraction(1.0)
 
 
 def _container_memory() -> tuple[int, int]:
-    """A container's limit (cgroup v2), which the host's figures do not show, and what of it is used."""
+    """Return the limit of the container (cgroup v2), which the host's figures do not show, and the bytes used of it."""
     cgroup = Path("/sys/fs/cgroup")
     try:
         return int((cgroup / "memory.max").read_text()), int((cgroup / "memory.current").read_text())

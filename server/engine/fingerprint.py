@@ -1,4 +1,4 @@
-"""`system_fingerprint` of answers: another one wherever a request with the same seed may be answered with other tokens.
+"""`system_fingerprint` of answers: it differs wherever a request with the same seed may get other tokens.
 
 Of the model's files, the settings that change what is computed, and the versions that compute it; the same in every
 start while these are the same. Knows neither requests nor the socket.
@@ -34,7 +34,7 @@ NUMERIC = (
 
 
 def fingerprint(engine: Engine) -> str:
-    """Return 16 hexadecimal digits behind "fp_"."""
+    """Return "fp_" and 16 hexadecimal digits."""
     settings = in_effect(engine)
     about = [versions(), {name: settings[name] for name in NUMERIC}, dict(engine.kernels.by_operation)]
     return f"fp_{digest(about, engine.directory)}"
@@ -44,7 +44,9 @@ def digest(about: Any, directory: Path) -> str:
     """Return a digest of what msgspec can encode, and of the files in a model's directory."""
     found = hashlib.sha256(msgspec.json.encode(about, order="deterministic"))
     for file in _files(directory):
-        with contextlib.suppress(OSError):  # what cannot be read is no part of the model, which has been loaded
+        with contextlib.suppress(
+            OSError
+        ):  # a file that cannot be read is not a part of the model, which has been loaded
             now = file.stat()
             large = now.st_size > SMALL
             content = f"{now.st_size} {now.st_mtime_ns}".encode() if large else file.read_bytes()

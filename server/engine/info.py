@@ -29,7 +29,7 @@ PRIVATE = frozenset(
 
 @dataclass(frozen=True)
 class About:
-    """What does not change while an engine runs."""
+    """The properties of an engine that do not change while it runs."""
 
     instances: Sequence[Instance]
     backends: Mapping[str, str]  # by operation
@@ -82,7 +82,7 @@ def _name(dtype: torch.dtype) -> str:
 
 
 def summary(engine: Engine) -> dict[str, Any]:
-    """What a newcomer wants to see at start: where it runs, and how many tokens fit under each strategy."""
+    """Return what is shown at start: where the engine runs, and how many tokens fit under each strategy."""
     core = engine.core
     return {
         **{name: in_effect(engine)[name] for name in ("model", "device", "dtype", "kv_memory_bytes", "max_seq_len")},
@@ -100,7 +100,7 @@ def summary(engine: Engine) -> dict[str, Any]:
 
 
 def capacity_tokens(cache: KVCache, max_seq_len: int) -> int | None:
-    """Text, in sequences of max_seq_len, that an instance can serve at once when it has its limit to itself.
+    """Return the tokens that an instance can serve at once, in sequences of max_seq_len, within its limit.
 
     None: as much as one likes, it takes nothing from the arena.
     """
@@ -109,18 +109,18 @@ def capacity_tokens(cache: KVCache, max_seq_len: int) -> int | None:
 
 
 def shares(arena: Arena, name: str) -> dict[str, int]:
-    """An instance's floor and limit, as they are now."""
+    """Return an instance's current floor and limit in bytes."""
     floor, limit = arena.share(name)
     return {"floor_bytes": floor * arena.page_bytes, "limit_bytes": limit * arena.page_bytes}
 
 
 def memory_of(arena: Arena) -> dict[str, int]:
-    """The KV memory that there is or will be, and what of it the system has given; less, if memory has run out."""
+    """Return the bytes of KV memory in all, and those that are usable now; less in all, if memory has run out."""
     return {"bytes": arena.total * arena.page_bytes, "usable_bytes": arena.usable * arena.page_bytes}
 
 
 def describe_caches(engine: Engine) -> list[dict[str, Any]]:
-    """The instances as /v1/kv_cache shows them: options in effect, contract and usage."""
+    """Return the instances as /v1/kv_cache shows them: options in effect, contract and usage."""
     return [
         {
             "name": d.name,
@@ -154,7 +154,7 @@ class Processes:
     """The server's processes, and their resident memory in bytes."""
 
     def __init__(self) -> None:
-        self._workers: dict[int, int] = {}  # as each told last
+        self._workers: dict[int, int] = {}  # as each reported last
         self._engine = psutil.Process()
         self._supervisor = self._engine.parent() if multiprocessing.parent_process() else None
 
@@ -174,7 +174,7 @@ class Processes:
 
 
 def state_of(core: Core, processes: Mapping[Role, int]) -> State:
-    """Takes as long as there are open sequences and blocks."""
+    """Return the engine's state for metrics. Takes time proportional to the open sequences and blocks."""
     arena, scheduler = core.arena, core.scheduler
     return State(
         running=Counter(request.cache.name for request in scheduler.running),

@@ -84,9 +84,9 @@ class RequestRecord(msgspec.Struct, frozen=True):
     reason: str  # why this instance
     outcome: Outcome
     prompt_tokens: int
-    cached_tokens: int | None  # None: it was never admitted, so nobody looked
-    miss: str | None  # why no more was found (`cache_strategies.base.Miss`); None: all there could be, or nobody looked
-    forked: bool  # it took over a sibling's prompt, so nobody looked for it in the cache
+    cached_tokens: int | None  # None: it was never admitted, so none were looked up
+    miss: str | None  # why no more was found (`cache_strategies.base.Miss`); None: all there could be, or not looked up
+    forked: bool  # it took over a sibling's prompt, so it was not looked up in the cache
     generated_tokens: int
     drafted_tokens: int  # guesses at them that were verified,
     accepted_tokens: int  # and those that came true

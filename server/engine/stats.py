@@ -18,7 +18,7 @@ from server.engine.scheduling.scheduler import Scheduled
 
 
 def parts_of(scheduled: Sequence[Scheduled]) -> dict[str, StepPart]:
-    """The rows of a step, by instance."""
+    """Return the numbers of rows and tokens of a step, by instance."""
     counts: dict[str, list[int]] = {}  # decode rows, all rows, tokens
     for request, num_tokens, draft in scheduled:
         count = counts.setdefault(request.cache.name, [0, 0, 0])
@@ -29,7 +29,7 @@ def parts_of(scheduled: Sequence[Scheduled]) -> dict[str, StepPart]:
 
 
 def record_of(request: Request, outcome: Outcome) -> RequestRecord:
-    """What is remembered of a request that leaves now."""
+    """Return the record of a request that ends now."""
     times, now = request.times, time.monotonic()
 
     def between(start: float, end: float) -> float | None:

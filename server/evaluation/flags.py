@@ -76,11 +76,11 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 def _positive(text: str) -> int:
     if not text.isascii() or not text.isdecimal() or not int(text):
-        raise argparse.ArgumentTypeError(f"{text!r} is no number above 0")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number above 0")
     return int(text)
 
 
 def _text(text: str) -> str:
     if not text.isprintable():  # undecodable bytes of a command line are not, either
-        raise argparse.ArgumentTypeError(f"{text!r} is no plain text")
+        raise argparse.ArgumentTypeError(f"{text!r} is not plain text")
     return text

@@ -20,6 +20,7 @@ from prometheus_client.core import (
     InfoMetricFamily,
     SummaryMetricFamily,
 )
+from prometheus_client.openmetrics.exposition import ALLOWUTF8
 from prometheus_client.openmetrics.exposition import generate_latest as generate_openmetrics
 from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
@@ -116,10 +117,11 @@ def _values(families: Sequence[FamilyShape], numbers: Sequence[float]) -> Iterat
 
 
 def _template(families: Sequence[FamilyShape], *, openmetrics: bool) -> list[str]:
-    """Return what stands before each sample's value, and behind the last one; prometheus_client writes it."""
+    """Return the text before each sample's value, and after the last one; prometheus_client writes it."""
     registry = CollectorRegistry()
     registry.register(_Empty(families))
-    text = (generate_openmetrics if openmetrics else generate_latest)(registry).decode()
+    # Without escaping: it would make `vllm_` of `vllm:`, though colons are allowed.
+    text = (generate_openmetrics(registry, ALLOWUTF8) if openmetrics else generate_latest(registry)).decode()
     before = [""]
     for line in text.split("\n")[:-1]:  # not splitlines(): a label may have other line separators
         if line.startswith("#"):

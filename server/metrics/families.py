@@ -57,7 +57,7 @@ class MetricFamily(Generic[M]):
 
 
 def _as_vllm(kind: type[M], name: str, help: str, labels: tuple[Label, ...], edges: Edges = ()) -> MetricFamily[M]:
-    """One that vLLM has by the same name."""
+    """Return a family that vLLM has by the same name."""
     return MetricFamily(kind, name, help, labels, edges, vllm=f"{name}{ENDINGS.get(kind, '')}")
 
 
@@ -71,7 +71,7 @@ POOL_STATE = Label("state", ("held", "free", "untouched"))
 DEVICE_STATE = Label("state", DeviceMemory._fields)
 BLOCK_STATE = Label("state", Blocks._fields)
 OP = Label("op")  # operations of the kernels
-BACKEND = Label("backend")  # who computes that operation
+BACKEND = Label("backend")  # that computes the operation
 PHASE = Label("phase", get_args(Phase))
 ROLE = Label("role", get_args(Role))
 STATUSES = (200, 400, 401, 403, 404, 405, 408, 409, 413, 415, 422, 429, 431, 499, 500, 503, 504)
@@ -274,7 +274,7 @@ FAMILIES: tuple[MetricFamily[Any], ...] = tuple(
 
 
 def table() -> str:
-    """Markdown: what there is, and what vLLM calls it."""
+    """Return the table of all metrics in Markdown, with the names that vLLM has for them."""
     lines = ["| name | type | | vLLM's |", "|---|---|---|---|"]
     for family in FAMILIES:
         labels = "{" + ", ".join(label.name for label in family.labels) + "}" if family.labels else ""

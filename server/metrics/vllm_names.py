@@ -27,7 +27,7 @@ groups:
 
 
 def rules() -> Iterator[tuple[str, str]]:
-    """New names, and the expressions they stand for."""
+    """Yield vLLM's names, and the expressions they stand for."""
     for family in FAMILIES:
         if family.vllm is not None:
             for series in family.series:
@@ -74,7 +74,7 @@ def _labels(family: MetricFamily[Any], values: tuple[str, ...]) -> dict[str, str
 
 
 def text() -> str:
-    """The file."""
+    """Return the contents of the rules file."""
     return HEAD + "".join(f"      - record: {name}\n        expr: '{expression}'\n" for name, expression in rules())
 
 
@@ -87,7 +87,7 @@ def _expression(family: MetricFamily[Any], series: str) -> str:
 
 
 def _finished_reason(series: str) -> str:
-    """`outcome` is theirs by another name, and `cancelled` is `abort`."""
+    """Return the series with the label finished_reason, which is our `outcome`, and `abort` for `cancelled`."""
     return _relabel(
         _relabel(series, "finished_reason", OUTCOME.name), "finished_reason", OUTCOME.name, "cancelled", "abort"
     )

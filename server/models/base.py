@@ -1,4 +1,4 @@
-"""What the engine asks of a model, whoever computes it; and one token's step, alike for all. Knows no weights."""
+"""What the engine needs of a model of any implementation; and one token's step, alike for all. Knows no weights."""
 
 from __future__ import annotations
 
@@ -49,15 +49,15 @@ class Model(Protocol):
         ...
 
     def forward(self, ids: Tensor, attention: Attention) -> Tensor:
-        """ids [N] int64 -> logits [K, V] of the rows `attention.logit_index`, in the model's dtype or float32."""
+        """Compute logits [K, V] of ids [N] int64, for rows `attention.logit_index`, in the model's dtype or float32."""
         ...
 
     def embed(self, ids: Tensor) -> Tensor:
-        """ids [N] int64 -> [N, d]."""
+        """Embed ids [N] int64 -> [N, d]."""
         ...
 
     def forward_step(self, token_embedding: Tensor, current_pos: int, cache: SequenceCache) -> Tensor:
-        """As `Stepwise` has it."""
+        """Compute one token of one sequence, as `Stepwise.forward_step` does."""
         ...
 
 
@@ -70,7 +70,7 @@ class SequenceCache(Protocol):
         ...
 
     def begin(self, num_tokens: int) -> Attention:
-        """Attention for the next tokens; they have entered once commit() was called."""
+        """Return attention for the next tokens; they have entered after commit() was called."""
         ...
 
     def commit(self) -> None: ...
@@ -81,10 +81,10 @@ class Stepwise(ABC):
 
     @abstractmethod
     def forward_embedded(self, x: Tensor, attention: Attention) -> Tensor:
-        """x [N, d] -> logits [K, V]; `forward` for tokens that are embedded already."""
+        """Compute logits [K, V] of x [N, d]: `forward` for tokens that are embedded already."""
 
     def forward_step(self, token_embedding: Tensor, current_pos: int, cache: SequenceCache) -> Tensor:
-        """One token of one sequence: its embedding [1, 1, d_model] -> the logits [1, 1, V] of the token after it.
+        """Compute a token of a sequence: its embedding [1, 1, d_model] -> the logits [1, 1, V] of the next token.
 
         Mechanism: the token's query attends over the keys of all tokens before it, which `cache` kept from their own
         steps, and over its own; only its own key and value are computed, at RoPE position `current_pos`, and they enter

@@ -147,5 +147,5 @@ def read_json(path: Path) -> dict[str, Any]:
     except (ValueError, RecursionError) as error:
         raise ModelError(f"cannot read {path}: {first_line(error)}") from None
     if not isinstance(value, dict):
-        raise ModelError(f"{path} is no JSON object")
+        raise ModelError(f"{path} is not a JSON object")
     return value

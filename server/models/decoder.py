@@ -33,7 +33,7 @@ class Decoder(Stepwise):
     def __init__(
         self, config: ModelConfig, weights: Weights, ops: Ops, dtype: torch.dtype, *, positions: int | None = None
     ) -> None:
-        """`dtype` is that of activations, keys and values; the weights keep the one they were read with.
+        """Load the model. `dtype` is that of activations, keys and values; weights keep the one they were read with.
 
         `positions`: the longest text it will see; default: what the model was made for. Raises ModelError.
         """
@@ -68,12 +68,12 @@ class Decoder(Stepwise):
         return counts.most_common(1)[0][0]
 
     def _weights(self) -> Iterable[Weight]:
-        """Each once."""
+        """Yield each weight once."""
         layers = (weight for layer in self._stack.layers for weight in layer.tensors())
         return {id(w): w for w in (self._embedding, self._norm, self._lm_head, *layers)}.values()
 
     def embed(self, ids: Tensor) -> Tensor:
-        """ids [N] int64 -> [N, d]; of a packed or quantised embedding, these rows alone are taken out."""
+        """Embed ids [N] int64 -> [N, d]; of a packed or quantised embedding, these rows alone are taken out."""
         match self._embedding:
             case Tensor():
                 x = F.embedding(ids, self._embedding)
@@ -85,11 +85,11 @@ class Decoder(Stepwise):
         return x if self._embedding_scale == 1 else x * self._embedding_scale
 
     def forward(self, ids: Tensor, attention: Attention) -> Tensor:
-        """ids [N] int64 -> logits [K, V] of the rows `attention.logit_index`; float32 where they are capped."""
+        """Compute logits [K, V] of ids [N] int64, for rows `attention.logit_index`; float32 where they are capped."""
         return self.forward_embedded(self.embed(ids), attention)
 
     def forward_embedded(self, x: Tensor, attention: Attention) -> Tensor:
-        """x [N, d] -> logits [K, V]; `forward` for tokens that are embedded already."""
+        """Compute logits [K, V] of x [N, d]: `forward` for tokens that are embedded already."""
         x = self._ops.run_layers(self._stack, x, attention)
         wanted = self._ops.rms_norm(x[attention.logit_index], self._norm, self.config.rms_norm_eps)
         return softcapped(multiplied(self._ops, wanted, self._lm_head), self.config.logit_softcap)
@@ -108,7 +108,7 @@ class Decoder(Stepwise):
         )
 
     def _moved(self, i: int, x: Tensor, delta: Tensor) -> Tensor:
-        """x [N,H,D] as if computed `delta` [N] positions later, or, where that is negative, earlier."""
+        """Return x [N,H,D] as if computed `delta` [N] positions later, or, where that is negative, earlier."""
         tables = self._stack.layers[i].attention.tables
         if tables is None:
             return x
@@ -128,5 +128,5 @@ def _format(weight: Weight) -> str:
 
 
 def softcapped(logits: Tensor, cap: float | None) -> Tensor:
-    """cap * tanh(logits / cap) (Gemma 2)."""
+    """Return cap * tanh(logits / cap) (Gemma 2); the logits themselves without a cap."""
     return logits if cap is None else cap * torch.tanh(logits.float() / cap)

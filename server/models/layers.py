@@ -113,7 +113,7 @@ def _fused(
 
 
 def _joined(parts: Sequence[Matrix]) -> Matrix | ConcatenatedWeight:
-    """Several matrices as one, along the first dimension; quantised if all of them are."""
+    """Join several matrices along the first dimension; the result is quantised if all of them are."""
     if len(parts) == 1:
         return parts[0]
     quantised = [part for part in parts if isinstance(part, Quantised)]

@@ -28,7 +28,7 @@ class FullContext:
         """Nowhere."""
 
     def attend(self, layer_idx: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Every query over every key it may see, scores [Hq, N, N] in full."""
+        """Attend from every query to every key it may see, with all scores [Hq, N, N] in memory."""
         spec = self._specs[layer_idx]
         group = spec.num_q_heads // spec.num_kv_heads
         k, v = (x.float().repeat_interleave(group, dim=1) for x in (k, v))
@@ -51,13 +51,13 @@ class FullContext:
 
 @torch.inference_mode()
 def full_context_logits(model: Model, ids: Sequence[int]) -> Tensor:
-    """Logits [V] after the last of `ids`."""
+    """Return the logits [V] after the last of `ids`."""
     attention = FullContext(model.specs, len(ids), model.device)
     return model.forward(torch.tensor(ids, device=model.device), attention)[0]
 
 
 def debug_generate_full_context(model: Model, prompt: Sequence[int], max_tokens: int) -> list[int]:
-    """Greedy tokens after `prompt`, by computing all of the text anew for each: O(n^2) tokens of work."""
+    """Generate tokens greedily after `prompt`, computing all of the text anew for each: O(n^2) tokens of work."""
     ids = list(prompt)
     for _ in range(max_tokens):
         ids.append(int(full_context_logits(model, ids).argmax()))

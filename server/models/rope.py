@@ -17,7 +17,7 @@ from server.models.errors import ModelError
 
 
 def rope_tables(rope: Rope, positions: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """cos and sin [positions, dim / 2] float32 of the frequencies that fit texts of up to `positions` tokens."""
+    """Return cos and sin [positions, dim / 2] float32, of the frequencies for texts of up to `positions` tokens."""
     frequencies, amplitude = frequencies_of(rope, positions)
     angle = torch.outer(torch.arange(positions, dtype=torch.float64), frequencies)
     return (angle.cos() * amplitude).float().to(device), (angle.sin() * amplitude).float().to(device)
@@ -35,7 +35,7 @@ def frequencies_of(rope: Rope, positions: int) -> tuple[Tensor, float]:
 
 
 def _plain(theta: float, dim: int) -> Tensor:
-    """theta ** -(0, 2, ... / dim) (Su et al. 2021)."""
+    """Return theta ** -(0, 2, ... / dim) (Su et al. 2021)."""
     return theta ** (-torch.arange(0, dim, 2, dtype=torch.float64) / dim)
 
 
@@ -44,7 +44,7 @@ def _default(rope: Rope, positions: int) -> tuple[Tensor, float]:
 
 
 def _linear(rope: Rope, positions: int) -> tuple[Tensor, float]:
-    """Positions squeezed into those of training (Chen et al. 2023)."""
+    """Squeeze positions into those of training (Chen et al. 2023)."""
     return _plain(rope.theta, rope.dim) / rope.parameters["factor"], 1.0
 
 
@@ -57,7 +57,7 @@ def _dynamic(rope: Rope, positions: int) -> tuple[Tensor, float]:
 
 
 def _llama3(rope: Rope, positions: int) -> tuple[Tensor, float]:
-    """Llama 3.1: slow frequencies are divided, fast ones stay, those between are blended."""
+    """Scale as Llama 3.1: slow frequencies are divided, fast ones stay, those between are blended."""
     p = rope.parameters
     plain = _plain(rope.theta, rope.dim)
     turns = p["original_max_position_embeddings"] * plain / (2 * math.pi)  # in the context of training
@@ -67,7 +67,7 @@ def _llama3(rope: Rope, positions: int) -> tuple[Tensor, float]:
 
 
 def _yarn(rope: Rope, positions: int) -> tuple[Tensor, float]:
-    """YaRN (Peng et al. 2023): blended by the number of turns in the context of training, and louder."""
+    """Scale as YaRN (Peng et al. 2023): blended by the number of turns in the context of training, and louder."""
     p, dim = rope.parameters, rope.dim
     trained = p["original_max_position_embeddings"]
     factor = p.get("factor") or rope.max_positions / trained
@@ -96,7 +96,7 @@ def _yarn_amplitude(p: Mapping[str, float], factor: float) -> float:
 
 
 def _longrope(rope: Rope, positions: int) -> tuple[Tensor, float]:
-    """LongRoPE (Ding et al. 2024): a factor for every pair, short ones or long ones.
+    """Scale as LongRoPE (Ding et al. 2024): a factor for every pair, short ones or long ones.
 
     Chosen once, by the longest text served: keys that were turned by one set cannot be compared with queries turned by
     the other.

@@ -41,7 +41,7 @@ class TransformersModel(Stepwise):
     def __init__(
         self, directory: Path, dtype: torch.dtype, device: torch.device, *, positions: int | None = None
     ) -> None:
-        """`positions`: the longest text it will see; default: what the model was made for.
+        """Load the model. `positions`: the longest text it will see; default: what the model was made for.
 
         Raises ModelError if transformers cannot load it, or if layers keep something else than keys and values.
         """
@@ -69,16 +69,16 @@ class TransformersModel(Stepwise):
         return str(self.dtype).removeprefix("torch.")
 
     def forward(self, ids: Tensor, attention: Attention) -> Tensor:
-        """ids [N] int64 -> logits [K, V] float32 of the rows `attention.logit_index`."""
+        """Compute logits [K, V] float32 of ids [N] int64, for the rows `attention.logit_index`."""
         return _logits(self._model, attention, input_ids=ids[None])
 
     def embed(self, ids: Tensor) -> Tensor:
-        """ids [N] int64 -> [N, d]."""
+        """Embed ids [N] int64 -> [N, d]."""
         found: Tensor = self._model.get_input_embeddings()(ids)
         return found
 
     def forward_embedded(self, x: Tensor, attention: Attention) -> Tensor:
-        """x [N, d] -> logits [K, V] float32; `forward` for tokens that are embedded already."""
+        """Compute logits [K, V] float32 of x [N, d]: `forward` for tokens that are embedded already."""
         return _logits(self._model, attention, inputs_embeds=x[None])
 
 
@@ -143,7 +143,7 @@ def _loaded(directory: Path, dtype: torch.dtype, device: torch.device) -> Any:
 
 
 def _check_size(directory: Path, numbers: int) -> None:
-    """Raise ModelError if the files cannot hold so many numbers: transformers would make up what they lack."""
+    """Raise ModelError if the files cannot hold that many numbers: transformers would make up what they lack."""
     stored = sum(file.stat().st_size for file in directory.iterdir() if file.is_file())
     if numbers > 8 * stored:  # a number takes a bit at least
         raise ModelError(
@@ -157,7 +157,7 @@ def _told(error: Exception) -> str:
 
 
 def _settle_frequencies(model: nn.Module, positions: int) -> None:
-    """Of LongRoPE's two sets, the one for texts of that length, for good.
+    """Choose for good that of the two sets of LongRoPE that is for texts of this length.
 
     transformers chooses anew by the longest text of a step, which cached keys and other sequences do not survive.
     Raises ModelError if a model's own code does so, too.
@@ -177,7 +177,7 @@ def _settle_frequencies(model: nn.Module, positions: int) -> None:
 
 
 def _logits(model: Any, attention: Attention, **tokens: Tensor) -> Tensor:
-    """`tokens`: input_ids [1, N] or inputs_embeds [1, N, d]."""
+    """Compute logits; `tokens` are input_ids [1, N] or inputs_embeds [1, N, d]."""
     token = _current.set(attention)
     try:
         found: Tensor = model(
@@ -194,7 +194,7 @@ def _logits(model: Any, attention: Attention, **tokens: Tensor) -> Tensor:
 def _attend(
     module: nn.Module, q: Tensor, k: Tensor, v: Tensor, attention_mask: Tensor | None = None, **how: Any
 ) -> tuple[Tensor, None]:
-    """What transformers calls: q [1,Hq,N,D], k and v [1,H,N,D] -> [1,N,Hq,D]."""
+    """Attend as transformers calls it: q [1,Hq,N,D], k and v [1,H,N,D] -> [1,N,Hq,D]."""
     attention = _current.get()
     if isinstance(attention, _Probe):
         attention.learn(module, q, k, v, how)

@@ -38,7 +38,7 @@ Shape = Sequence[int]  # of the whole weight, as config.json gives it: `Dim`s, f
 
 
 class Format(NamedTuple):
-    """Of matrices that are quantised while they are read."""
+    """The format of matrices that are quantised while they are read."""
 
     bits: int
     group: int | None = None  # columns; None: a row
@@ -238,7 +238,7 @@ def _index(directory: Path) -> Mapping[str, str]:
     if not isinstance(weight_map, dict) or not all(
         isinstance(name, str) and len(name) <= LONGEST_NAME for name in weight_map.values()
     ):
-        raise ModelError(f"{index} is no index of weights: it has no weight_map of names and files")
+        raise ModelError(f"{index} is not an index of weights: it has no weight_map of names and files")
     if not weight_map:
-        raise ModelError(f"{index} is no index of weights: its weight_map is empty")
+        raise ModelError(f"{index} is not an index of weights: its weight_map is empty")
     return weight_map

@@ -80,7 +80,7 @@ class Child:
         return self._delay
 
     def end(self) -> None:
-        """Ask the process to end in order."""
+        """Ask the process to finish its work and end."""
         if self.process is not None:
             child_process.end(self.process)
 
@@ -119,7 +119,7 @@ def _why_silent(pid: int, stacks: Path) -> list[str]:
         written = _written(stacks)
     except psutil.Error:
         return ["it has just ended"]
-    except OSError:  # no descriptors, or somebody has removed the file
+    except OSError:  # no descriptors, or the file was removed
         written = []
     return ["its threads were here:", *written] if written else ["it did not write where its threads are"]
 

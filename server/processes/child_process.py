@@ -109,7 +109,7 @@ def signals_blocked() -> Iterator[None]:
 
 
 def end(process: BaseProcess) -> None:
-    """Ask a child to end in order."""
+    """Ask a process to finish its work and end."""
     if process.pid is not None and process.is_alive():
         os.kill(process.pid, STOP)
 

@@ -30,7 +30,7 @@ def framed(body: bytes) -> bytes:
 
 
 class Frames(Generic[T]):
-    """Cuts what a socket gives, in whatever pieces, into messages."""
+    """Splits the bytes of a socket, which come in pieces of any size, into messages."""
 
     def __init__(self, decode: Callable[[memoryview], T]) -> None:
         self._decode = decode

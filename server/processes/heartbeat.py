@@ -111,7 +111,7 @@ class Recovery:
 
 
 class EngineStatus:
-    """An engine's way to its supervisor: {"ready": summary} or {"error": what to change}, and heartbeats."""
+    """An engine's messages to its supervisor, {"ready": summary} or {"error": what to change}, and heartbeats."""
 
     def __init__(self, pipe: Connection, heartbeat: Heartbeat) -> None:
         self._pipe = pipe
@@ -126,7 +126,7 @@ class EngineStatus:
 
 @dataclass(frozen=True)
 class WorkerTies:
-    """What an API process gets from its supervisor besides its settings."""
+    """The objects that an API process shares with its supervisor, besides its settings."""
 
     heartbeat: Heartbeat
     recovery: Recovery

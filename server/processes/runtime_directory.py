@@ -59,12 +59,12 @@ def _directories(parent: Path) -> list[Path]:
 
 
 def _is_own(directory: Path) -> bool:
-    """Whether a directory belongs to this user. Raises OSError if it is gone."""
+    """Return whether a directory belongs to this user. Raises OSError if it is gone."""
     return directory.lstat().st_uid == os.getuid()
 
 
 def _is_locked(directory: Path) -> bool:
-    """Whether a server holds the directory's lock. Raises OSError if there is none."""
+    """Return whether a server holds the directory's lock. Raises OSError if there is none."""
     descriptor = os.open(directory / LOCK, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)

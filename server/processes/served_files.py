@@ -29,7 +29,7 @@ class ServedFiles:
         self._files = {file: now for file in _mapped(directory) if (now := _stat(file))}
 
     def read_ahead(self) -> None:
-        """Have the system read the files, so that whoever maps them need not wait; it goes on after the return.
+        """Have the system read the files, so that reading their mappings need not wait; it goes on after the return.
 
         Do nothing if they would fill more than half of the free memory: then they might drive each other out of it.
         """
@@ -49,7 +49,7 @@ class ServedFiles:
             return None
         changes = [change for file, then in self._files.items() if (change := _change(file, then))]
         if not changes:
-            return "SIGBUS means that a mapped file could not be read: does the system's log tell of a failing disk?"
+            return "SIGBUS means that a mapped file could not be read: does the system's log report a failing disk?"
         return f"SIGBUS came from a model file that changed: {'; '.join(changes)}; put the whole file back; {ADVICE}"
 
 

@@ -31,7 +31,10 @@ SLACK = 2 * WARM  # steps of a sequence besides those that count
 
 
 def run(file: Path | None, options: dict[str, Any]) -> int:
-    """`file` holds settings; `options` are the flags given, fields of Wanted and settings. Raises SettingsError."""
+    """Profile steps and print where their time goes.
+
+    `file` holds settings; `options` are the flags given. Raises SettingsError.
+    """
     if apart := [name for name in ("seconds", "trace") if name in options]:
         raise SettingsError(f"--{apart[0]}: of a running server only; give its --url")
     wanted = ProfileOptions(**{f.name: options.pop(f.name) for f in fields(ProfileOptions) if f.name in options})
@@ -57,7 +60,7 @@ def run(file: Path | None, options: dict[str, Any]) -> int:
 
 
 def in_process(settings: Settings, wanted: ProfileOptions) -> tuple[dict[str, Any], list[StepProfile]]:
-    """What is profiled, and steps of each kind; prefill is the last. Raises SettingsError."""
+    """Return a description of what is profiled, and steps of each kind, prefill last. Raises SettingsError."""
     engine = build_engine(settings)
     check(engine, wanted)
     core = engine.core
@@ -71,14 +74,14 @@ def in_process(settings: Settings, wanted: ProfileOptions) -> tuple[dict[str, An
 
 
 def limits_of(engine: Engine, steps: Sequence[Steps]) -> MachineLimits:
-    """The memory's speed over as much as a step reads, and that of large products."""
+    """Measure the memory's speed over as many bytes as a step reads, and the speed of large products."""
     threads = torch.get_num_threads()
     size = max(sum(each.bytes.values()) for each in steps if each.sequences)
     return MachineLimits(bandwidth_over(size, threads), product_speed(engine.core.model.dtype, threads), threads)
 
 
 def check(engine: Engine, wanted: ProfileOptions) -> None:
-    """Raises SettingsError."""
+    """Raise SettingsError if the engine cannot run the steps that are wanted."""
     if wanted.kv_cache not in engine.core.caches:
         raise SettingsError(f"--kv-cache: there are {', '.join(engine.core.caches)}")
     if max(wanted.sequences) > engine.settings.max_num_seqs:
@@ -89,14 +92,14 @@ def check(engine: Engine, wanted: ProfileOptions) -> None:
 
 
 def heard(profiles: Sequence[StepProfile], socket: Sequence[float], http: Sequence[float]) -> list[StepProfile]:
-    """The same, those of decoding with what was heard of them further away."""
+    """Return the profiles, those of decoding with what was measured at the socket and over HTTP."""
     served = [ServedSteps(*each) for each in zip(socket, http, strict=True)]
     near = profiles[: len(served)]
     return [*(replace(p, served=s) for p, s in zip(near, served, strict=True)), *profiles[len(served) :]]
 
 
 def flags(file: Path | None, options: Mapping[str, Any]) -> list[str]:
-    """The same settings for a server."""
+    """Return the same settings as flags of a server."""
     given = [word for name, value in options.items() for word in (flag_name(name), str(value))]
     return [*(["--config", str(file)] if file else []), *given]
 
@@ -110,7 +113,7 @@ def _over_http(serve: Sequence[str], kv_cache: str, sequences: Sequence[int], co
 
 @contextmanager
 def writing(file: Path) -> Iterator[None]:
-    """Raises SettingsError if it fails."""
+    """Raise SettingsError if writing the file fails within the block."""
     try:
         yield
     except OSError as error:

@@ -28,7 +28,7 @@ examples:
 
 @dataclass(frozen=True)
 class ProfileOptions:
-    """What to look at."""
+    """The options of a profile."""
 
     sequences: Sequence[int] = (1, 8, 16)
     context: int = 128
@@ -43,7 +43,7 @@ class ProfileOptions:
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    """A flag for every field of Wanted; those not given are left out, as those of settings are."""
+    """Add a flag for every field of Wanted; those not given are left out, as those of settings are."""
     add = parser.add_argument_group("profile").add_argument
     add("--sequences", type=_positive, nargs="+", metavar="N", help="decoded together (default: 1 8 16)")
     add(
@@ -76,11 +76,11 @@ def _seconds(text: str) -> float:
     except ValueError:
         seconds = 0.0
     if not 0 < seconds < float("inf"):
-        raise argparse.ArgumentTypeError(f"{text!r} is no number above 0")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number above 0")
     return seconds
 
 
 def _positive(text: str) -> int:
     if not text.isascii() or not text.isdecimal() or not int(text):
-        raise argparse.ArgumentTypeError(f"{text!r} is no number above 0")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number above 0")
     return int(text)

@@ -28,7 +28,10 @@ ROWS = 25
 
 
 def run(file: Path | None, options: dict[str, Any]) -> int:
-    """`file` may hold the admin token; `options` are the flags given. Raises SettingsError."""
+    """Record the next steps of a running server; write the trace and print its table.
+
+    `file` may hold the admin token; `options` are the flags given. Raises SettingsError.
+    """
     wanted = {name: options.pop(name) for name in OWN if name in options}
     if others := sorted(options.keys() - {TOKEN}):
         flags = ", ".join("--" + name.replace("_", "-") for name in others)
@@ -37,13 +40,19 @@ def run(file: Path | None, options: dict[str, Any]) -> int:
     token = load(file, options).admin_token
     if token is None:
         raise SettingsError("--url: give the server's admin token: KVMUX_ADMIN_TOKEN, --admin-token or a settings file")
+    is_new = not trace.exists()
     with _writing(trace).open("ab"):  # before anything slow; what an older one holds stays until there is another
         pass
-    answer = _ask(wanted.pop("url"), token, wanted)
-    told = json.loads(answer)["kvmux"]
+    try:
+        answer = _ask(wanted.pop("url"), token, wanted)
+        summary = _about(answer)
+    except BaseException:
+        if is_new:
+            trace.unlink(missing_ok=True)
+        raise
     _writing(trace).write_bytes(answer)
-    Console(soft_wrap=True).print(_text(told, trace))
-    Console().print(_table(told["table"]))
+    Console(soft_wrap=True).print(_text(summary, trace))
+    Console().print(_table(summary["table"]))
     return 0
 
 
@@ -68,16 +77,32 @@ def _ask(url: str, token: str, wanted: Mapping[str, Any]) -> bytes:
     return answer.content
 
 
+def _about(answer: bytes) -> Mapping[str, Any]:
+    """Return what a trace says of the recording. Raises SettingsError for what is no trace of kvmux's."""
+    match _decoded(answer):
+        case {"kvmux": dict(summary)}:
+            return summary
+    raise SettingsError("--url: the server answered with something that is no trace: is it kvmux?")
+
+
 def _message(answer: httpx.Response) -> str:
+    match _decoded(answer.content):
+        case {"error": {"message": message}}:
+            return str(message)
+    return f"the server answered {answer.status_code}: is it kvmux?"
+
+
+def _decoded(answer: bytes) -> Any:
+    """Return JSON; None for what is none."""
     try:
-        return str(answer.json()["error"]["message"])
-    except (ValueError, KeyError, TypeError):
-        return f"the server answered {answer.status_code}: is it kvmux?"
+        return json.loads(answer)
+    except ValueError:
+        return None
 
 
-def _text(told: Mapping[str, Any], trace: Path) -> str:
-    found = f"{told['steps']} steps in {told['seconds']:.2f} s, {told['model']}"
-    if not told["steps"]:
+def _text(summary: Mapping[str, Any], trace: Path) -> str:
+    found = f"{summary['steps']} steps in {summary['seconds']:.2f} s, {summary['model']}"
+    if not summary["steps"]:
         found += ": no request ran meanwhile, so there is nothing to see"
     return escape(f"{found}\nthe trace for https://ui.perfetto.dev or chrome://tracing is in {trace}")
 

@@ -31,14 +31,14 @@ PAUSE = 0.01  # seconds between two looks at whether the engine greets
 
 
 def at_the_socket(settings: Settings, kv_cache: str, sequences: Sequence[int], context: int, steps: int) -> list[float]:
-    """Seconds from token to token of a sequence, by how many are decoded together. Raises SettingsError."""
+    """Return the seconds between a sequence's tokens, by how many sequences decode together. Raises SettingsError."""
     with _engine(settings) as path:
         return asyncio.run(_heard(path, kv_cache, sequences, context, steps))
 
 
 @contextmanager
 def _engine(settings: Settings) -> Iterator[str]:
-    """Its process, which ends with the block; the path of its socket. Raises SettingsError."""
+    """Run the engine's process until the block ends; yield the path of its socket. Raises SettingsError."""
     context = multiprocessing.get_context("spawn")
     status, theirs = context.Pipe()
     with tempfile.TemporaryDirectory() as folder:
@@ -90,7 +90,7 @@ def _gaps(times: Sequence[float]) -> list[float]:
 
 
 def over_http(flags: Sequence[str], kv_cache: str, sequences: Sequence[int], context: int, steps: int) -> list[float]:
-    """The same, from piece to piece at a client of `kvmux serve` with these flags. Raises RunError."""
+    """Return the same seconds at a client of `kvmux serve` with these flags. Raises RunError."""
     with serving(flags) as server:
         return [
             loaded(

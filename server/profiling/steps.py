@@ -36,7 +36,7 @@ class Steps:
     seconds: Mapping[str, float]  # by operation and by the names above
     calls: Mapping[str, int]  # of each operation in a step
     bytes: Mapping[str, int]  # that these must move
-    products: int | None  # floating-point operations in products; None: nobody knows this model's
+    products: int | None  # floating-point operations in products; None: not known for this model
 
     @property
     def total(self) -> float:
@@ -44,7 +44,7 @@ class Steps:
 
 
 def decode(engine: Engine, kv_cache: str, sequences: int, context: int, steps: int) -> Steps:
-    """Steps of so many greedy sequences, all past their prompts of `context` tokens."""
+    """Measure steps of `sequences` greedy sequences, all past their prompts of `context` tokens."""
     core = engine.core
     for i in range(sequences):
         _submit(core, str(i), context, steps + 2 * WARM + sequences, kv_cache)
@@ -62,7 +62,7 @@ def decode(engine: Engine, kv_cache: str, sequences: int, context: int, steps: i
 
 
 def prefill(engine: Engine, kv_cache: str, tokens: int, steps: int) -> Steps:
-    """Steps that compute a prompt of `tokens` tokens each, and draw the token after it."""
+    """Measure steps that compute a prompt of `tokens` tokens each, and draw the token after it."""
     core = engine.core
 
     def submit(name: str) -> None:
@@ -91,7 +91,10 @@ def _submit(core: Core, name: str, prompt: int, answer: int, kv_cache: str) -> N
 
 @contextmanager
 def watched(engine: Engine) -> Iterator[Callable[[], dict[str, float]]]:
-    """Runs a step, and tells the seconds of its parts. Operations are not timed by anybody else meanwhile."""
+    """Yield a function that runs a step and returns the seconds of its parts.
+
+    The engine times no operations meanwhile.
+    """
     core, spans, timed_every = engine.core, Spans(BOOKS), engine.core.timed_every
 
     def step() -> dict[str, float]:
@@ -126,14 +129,14 @@ def _steps(
 
 
 def quickest(taken: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Means over the quickest fifth of the steps: those beside which nobody else used the machine."""
+    """Return means over the quickest fifth of the steps: those that other processes disturbed least."""
     kept = sorted(taken, key=lambda parts: sum(parts.values()))[: -(-len(taken) // 5)]
     names = dict.fromkeys(name for parts in kept for name in parts)
     return {name: fmean(parts.get(name, 0.0) for parts in kept) for name in names}
 
 
 def products_of(c: ModelConfig, rows: int, drawn: int) -> int:
-    """Floating-point operations of a step's products of weights: `rows` tokens enter, `drawn` have logits."""
+    """Count the floating-point operations of a step's products of weights: `rows` tokens enter, `drawn` have logits."""
     d, heads, kv = c.hidden_size, c.num_q_heads * c.head_dim, c.num_kv_heads * c.head_dim
     attention = (heads + 2 * kv) * d + heads * d
     widths = [c.intermediate_size if e is None else e.chosen * e.width for e in (layer.experts for layer in c.layers)]

@@ -39,7 +39,7 @@ class ChatTemplate:
 
     @classmethod
     def from_directory(cls, directory: Path) -> ChatTemplate:
-        """Also of a directory without a template, where every rendering fails. Raises SettingsError."""
+        """Read the template of a model; without one, every rendering fails. Raises SettingsError."""
         return cls(_sources(directory), named_tokens(directory))
 
     @property
@@ -91,7 +91,7 @@ class ChatTemplate:
     ) -> str:
         """Return what `render` does. Raises ChatTemplateError also for roles that the template leaves out.
 
-        A role is not told from its name alone: many templates write any role that they do not know.
+        A role cannot be judged by its name alone: many templates write any role that they do not know.
         """
         template = self._template(with_tools=False)
         known = EVERYWHERE | template.compared
@@ -134,7 +134,7 @@ class ChatTemplate:
         return [role for role, mark in marks.items() if mark not in text]
 
     def _template(self, *, with_tools: bool) -> _Template:
-        """Compiled when it is first needed: who only wants completions is not told that it is broken."""
+        """Return a template, compiled when it is first needed: a broken one is no obstacle to completions."""
         if not self._sources:
             raise ChatTemplateError(
                 "the model has no chat template: use /v1/completions, or put a chat_template.jinja into its directory"
@@ -193,7 +193,7 @@ class _Template:
 
 # ---------------------------------------------------------------- where templates are
 def _sources(directory: Path) -> dict[str, str]:
-    """Templates by name. Files of their own come before what a configuration has, all of it."""
+    """Return templates by name. Files of their own come before those of a configuration, which is then ignored."""
     named = {file.stem: file for file in sorted((directory / "additional_chat_templates").glob("*.jinja"))}
     if (default := directory / "chat_template.jinja").is_file():
         named["default"] = default
@@ -213,7 +213,7 @@ def _read(file: Path) -> str:
 
 
 def _by_name(found: Any, file: Path) -> dict[str, str]:
-    """It is written as one template, as a list of {"name", "template"}, or by name."""
+    """Return templates by name; they are written as one template, a list of {"name", "template"}, or an object."""
     if isinstance(found, list) and all(isinstance(item, dict) for item in found):
         found = {item.get("name"): item.get("template") for item in found}
     sources = found if isinstance(found, dict) else {"default": found}
@@ -224,7 +224,7 @@ def _by_name(found: Any, file: Path) -> dict[str, str]:
 
 # ---------------------------------------------------------------- what is said
 def _joined(parts: list[Any]) -> str:
-    """The text of parts, for templates that know only text."""
+    """Return the text of all parts, for templates that know only text."""
     texts = [text for part in parts if (text := _text_of(part)) is not None]
     if len(texts) < len(parts):
         raise ChatTemplateError('the parts of a message should be of the form {"type": "text", "text": "..."}')
@@ -239,7 +239,7 @@ def _text_of(part: Any) -> str | None:
 
 
 def _marked(message: dict[str, Any]) -> tuple[str, dict[str, Any]]:
-    """The text that is to be continued, and the message with a mark behind it."""
+    """Return the text that is to be continued, and the message with a mark after it."""
     content: Any = message.get("content")
     if (marked := _with(content, END)) is not None:
         return content if isinstance(content, str) else content[-1]["text"], message | {"content": marked}
@@ -247,7 +247,7 @@ def _marked(message: dict[str, Any]) -> tuple[str, dict[str, Any]]:
 
 
 def _with(content: Any, mark: str) -> Any:
-    """Return a message's content with a mark behind its text; None if it has no text."""
+    """Return a message's content with a mark after its text; None if it has no text."""
     match content:
         case str(text):
             return text + mark
@@ -261,7 +261,7 @@ def _quoted(roles: Iterable[str]) -> str:
 
 
 def _cut(text: str, said: str) -> str:
-    """The prompt up to the mark, without the spaces before it where the template trims what is said."""
+    """Return the prompt up to the mark, without the spaces before it where the template strips the content."""
     mark = END.rstrip()
     begins = text.rfind(mark)
     if begins < 0 or said.strip() not in text:

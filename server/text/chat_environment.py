@@ -18,7 +18,7 @@ from jinja2.utils import Namespace
 
 
 def environment() -> jinja2.Environment:
-    """What templates are compiled with."""
+    """Return the environment that templates are compiled with."""
     language = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, LoopControlExtension]
     )
@@ -32,7 +32,7 @@ def environment() -> jinja2.Environment:
 
 
 def reads_parts(template: nodes.Template) -> bool:
-    """Whether a template goes through a message's content as a list of parts; all others know only text."""
+    """Return whether a template iterates over a message's content as a list of parts; all others know only text."""
     names = {"content"}  # of variables and of macros' parameters
     names |= {
         assigned.target.name
@@ -55,7 +55,7 @@ def compared_texts(template: nodes.Template) -> frozenset[str]:
 
 
 def _is_content(node: nodes.Node | None) -> bool:
-    """message.content or message['content']."""
+    """Return whether a node is message.content or message['content']."""
     match node:
         case nodes.Getattr(attr="content"):
             return True
@@ -99,7 +99,7 @@ def _namespace(*given: Any, **attributes: Any) -> Namespace:
 def _to_json(
     value: Any, ensure_ascii: bool = False, indent: Any = None, separators: Any = None, sort_keys: bool = False
 ) -> str:
-    """Jinja's own escapes HTML."""
+    """Return JSON without the escapes for HTML of jinja's own filter."""
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 

@@ -21,7 +21,7 @@ LONGEST_PART = 3  # bytes of a character that is not complete
 
 
 class Spelling(NamedTuple):
-    """How tokens are read."""
+    """Decodes tokens, with special tokens or without."""
 
     tokenizer: Vocabulary
     skip_special: bool
@@ -37,7 +37,7 @@ class Detokenizer:
     """One completion's text. Decodes only a few tokens at a time, however long the text has become."""
 
     def __init__(self, tokenizer: Vocabulary, prompt: Sequence[int], *, skip_special: bool = True) -> None:
-        """Special tokens have no text with `skip_special`, and are spelled otherwise."""
+        """Start after a prompt. Special tokens have no text with `skip_special`, and are spelled otherwise."""
         self._spelling = Spelling(tokenizer, skip_special)
         self._window = _context(self._spelling, prompt)  # tokens decoded together with the next one
         self._settled = len(self._window)  # tokens of the window whose text is out
@@ -46,8 +46,13 @@ class Detokenizer:
             shorter = range(self._settled - 1, max(0, self._settled - LONGEST_PART) - 1, -1)
             self._readings += [(size, self._spelling.decode(self._window[:size])) for size in shorter]
 
+    @property
+    def waits(self) -> bool:
+        """Are there tokens whose text comes out with a later one's?"""
+        return len(self._window) > self._settled
+
     def push(self, token: int) -> str:
-        """The text that is certain now: empty while a character is not complete, and for special tokens."""
+        """Return the text that is certain after a token: none of incomplete characters and of special tokens."""
         if not self._spelling.has_text(token):
             return ""
         self._window.append(token)
@@ -70,14 +75,14 @@ class Detokenizer:
         return piece[: len(piece) - held]
 
     def flush(self) -> str:
-        """What was held back, when no more tokens come."""
+        """Return the text that was held back, when no more tokens follow."""
         text = self._spelling.decode(self._window)
         _, piece = self._unshown(text)
         self._keep(self._window, text)
         return piece
 
     def _unshown(self, text: str) -> tuple[int, str]:
-        """How many tokens of the window are out, and what of its text is not."""
+        """Return the number of tokens of the window whose text is out, and the rest of its text."""
         for settled, shown in self._readings:
             if text.startswith(shown):
                 return settled, text[len(shown) :]
@@ -85,14 +90,14 @@ class Detokenizer:
         return self._settled, self._spelling.decode(self._window[self._settled :])
 
     def _keep(self, window: list[int], shown: str) -> None:
-        """Goes on after these tokens, of whose text `shown` is out."""
+        """Go on after these tokens, of whose text `shown` is out."""
         self._window = window
         self._settled = len(window)
         self._readings = [(len(window), shown)]
 
 
 def _context(spelling: Spelling, prompt: Sequence[int]) -> list[int]:
-    """The prompt's last tokens with a text: enough of them that the next token is decoded as after the whole prompt."""
+    """Return the last tokens of the prompt with text: enough to decode the next one as after the whole prompt."""
     size = CONTEXT
     while True:
         window = [token for token in prompt[-size:] if spelling.has_text(token)]

@@ -75,7 +75,7 @@ class Encoder:
     """A model's tokenizer and chat templates. Owns `backend`: its truncation and padding are switched off."""
 
     def __init__(self, backend: tokenizers.Tokenizer, chat: ChatTemplate | None = None) -> None:
-        """Wrap a tokenizer. Raises SettingsError for one that cannot be decoded with in bounded time."""
+        """Wrap a tokenizer. Raises SettingsError for one that cannot decode in bounded time."""
         backend.no_truncation()
         backend.no_padding()
         self.backend = backend
@@ -90,7 +90,7 @@ class Encoder:
         if not file.is_file():
             raise SettingsError(f"model: {directory} has no tokenizer.json; is it the directory of a model?")
         chat = ChatTemplate.from_directory(directory)
-        with library_errors(f"model: {file} is no tokenizer this server can read"):
+        with library_errors(f"model: {file} is not a tokenizer this server can read"):
             backend = tokenizers.Tokenizer.from_file(str(file))
             for name in ("tokenizer_config.json", "special_tokens_map.json"):
                 _mark_special_tokens(backend, directory / name)

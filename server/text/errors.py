@@ -4,7 +4,7 @@ from __future__ import annotations
 
 
 class TextError(Exception):
-    """The tokens of a text, or the text of tokens, could not be found; the message is for the client."""
+    """A text could not be converted to tokens, or tokens to a text; the message is for the client."""
 
 
 class TextRefused(TextError):
@@ -18,7 +18,7 @@ class TextUnavailable(TextError):
 
 
 class ChatTemplateError(TextRefused):
-    """The chat template makes no prompt of these messages."""
+    """The chat template cannot make a prompt of these messages."""
 
 
 class TextTooLong(TextRefused):

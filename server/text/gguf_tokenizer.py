@@ -196,7 +196,7 @@ def _spelled(token: str) -> str:
 
 
 def _merges(vocabulary: _Vocabulary) -> list[tuple[str, str]]:
-    """Every way to put a token together from two others, those of the best token first."""
+    """Return every way to put a token together from two others, those of the best token first."""
     ids, whole = vocabulary.ids, {CONTROL, UNKNOWN}
     ranked = [i for i, token in enumerate(vocabulary.tokens) if len(token) > 1 and vocabulary.types[i] not in whole]
     if not vocabulary.gemma:  # whose scores do not order tokens that were added by hand; the file's order does
@@ -210,7 +210,7 @@ def _merges(vocabulary: _Vocabulary) -> list[tuple[str, str]]:
 
 # ---------------------------------------------------------------- tokens that are never cut
 def _add_tokens(tokenizer: Tokenizer, vocabulary: _Vocabulary) -> None:
-    """Control tokens have no text; tokens that users defined have, and are found whole."""
+    """Add tokens: control tokens have no text; tokens that users defined have, and are found whole."""
     named = {vocabulary.special(key) for key in ("bos", "eos", "eot", "eom", "unknown", "padding")}
     control, defined = [], []
     for token, kind in zip(vocabulary.tokens, vocabulary.types, strict=True):
@@ -223,7 +223,7 @@ def _add_tokens(tokenizer: Tokenizer, vocabulary: _Vocabulary) -> None:
 
 
 def _surround(tokenizer: Tokenizer, config: Mapping[str, Any]) -> None:
-    """A text begins and ends with these tokens."""
+    """Let a text begin and end with these tokens."""
     before = [config["bos_token"]] if config["add_bos_token"] and "bos_token" in config else []
     after = [config["eos_token"]] if config["add_eos_token"] and "eos_token" in config else []
     if before or after:

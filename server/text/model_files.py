@@ -26,7 +26,7 @@ def read_object(file: Path) -> dict[str, Any]:
     except OSError as error:
         raise SettingsError(f"model: cannot read {file}: {error.strerror}") from None
     except (ValueError, RecursionError) as error:
-        raise SettingsError(f"model: {file} is no JSON: {error}") from None
+        raise SettingsError(f"model: {file} is not JSON: {error}") from None
     if not isinstance(values, dict):
         raise SettingsError(f"model: {file} should be a JSON object")
     return values
@@ -42,18 +42,18 @@ def library_errors(message: str) -> Iterator[None]:
     except BaseException as error:
         if not from_library(error):
             raise
-        told = " ".join(str(error).split())[:LONGEST_REASON] or type(error).__name__
-        raise SettingsError(f"{message}: {told}") from None
+        reason = " ".join(str(error).split())[:LONGEST_REASON] or type(error).__name__
+        raise SettingsError(f"{message}: {reason}") from None
 
 
 def content_of(token: Any) -> str | None:
-    """A token is written as a string or as {"content": ...}."""
+    """Return the text of a token, which is written as a string or as {"content": ...}."""
     content = token.get("content") if isinstance(token, dict) else token
     return content if isinstance(content, str) else None
 
 
 def named_tokens(directory: Path) -> dict[str, str]:
-    """The tokens that have a part to play, such as {"bos_token": "<s>"}. Raises SettingsError."""
+    """Return the texts of tokens that have a role, such as {"bos_token": "<s>"}. Raises SettingsError."""
     config = read_object(directory / "tokenizer_config.json")
     if "added_tokens_decoder" not in config:  # of an older time, when the other file had the last word
         config |= read_object(directory / "special_tokens_map.json")

@@ -5,15 +5,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from server.text.detokenizer import Detokenizer
+from server.text.detokenizer import PATIENCE, UNKNOWN, Detokenizer
 from server.text.vocabulary import Vocabulary
+
+MOST_BROKEN = 4 * PATIENCE  # characters that bytes become which are none: of as many tokens as may wait
 
 
 class StopStrings:
     """Lets text through up to the first stop string, and never the beginning of one that may still be completed."""
 
     def __init__(self, stops: Sequence[str], *, include: bool = False) -> None:
-        """With `include` the stop string itself is let through, too."""
+        """Look for these strings. With `include` the stop string itself is returned, too."""
         assert all(stops), "an empty stop string would stop everything"
         self.found: str | None = None
         self._include = include
@@ -21,7 +23,7 @@ class StopStrings:
         self._held = ""
 
     def push(self, piece: str) -> str:
-        """The text that is certain now. Once a stop string was found there is no more."""
+        """Return the text that is certain after a piece. After a stop string was found, there is none."""
         if self.found or not piece:
             return ""
         if not self._searches:
@@ -41,7 +43,7 @@ class StopStrings:
         return text[:certain]
 
     def flush(self) -> str:
-        """What was held back, when no more text comes."""
+        """Return the text that was held back, when no more follows."""
         held, self._held = self._held, ""
         return held
 
@@ -100,10 +102,29 @@ def placed(tokenizer: Vocabulary, ids: Sequence[int], text: str) -> list[Placed]
     """Return where each token begins in its text; a special token that the text does not spell has no length."""
     detokenizer, length, found = Detokenizer(tokenizer, [], skip_special=False), 0, []
     for token in ids:
-        found.append(Placed(token, length))
-        if tokenizer.has_text(token) or text.startswith(tokenizer.piece(token), length):
-            length += len(detokenizer.push(token))
+        piece, begin = "", 0
+        if tokenizer.has_text(token) or _follows(tokenizer.piece(token), text, length, waits=detokenizer.waits):
+            piece, begin = _pushed(detokenizer, token)
+        found.append(Placed(token, length + begin))
+        length += len(piece)
     return found
+
+
+def _follows(piece: str, text: str, length: int, *, waits: bool) -> bool:
+    """Does the text go on with this piece, maybe behind bytes of tokens that still wait for a character?"""
+    ahead = text[length : length + MOST_BROKEN + len(piece)]
+    return ahead.startswith(piece) or (waits and ahead.lstrip(UNKNOWN).startswith(piece))
+
+
+def _pushed(detokenizer: Detokenizer, token: int) -> tuple[str, int]:
+    """Return the text that comes out with a token, and where in it the token's own begins.
+
+    What comes out with it of tokens before it begins where it does, or is bytes that became no character.
+    """
+    waited = detokenizer.waits
+    piece = detokenizer.push(token)
+    own = piece.lstrip(UNKNOWN) if waited else piece
+    return piece, len(piece) - len(own or piece)
 
 
 class OutputText:
@@ -112,7 +133,7 @@ class OutputText:
     def __init__(
         self, detokenizer: Detokenizer, stop: Sequence[str] = (), *, include_stop: bool = False, min_tokens: int = 0
     ) -> None:
-        """No stop string is looked for in the text of the first `min_tokens`."""
+        """Start a text. Stop strings are not looked for in the text of the first `min_tokens`."""
         self.num_tokens = 0  # up to the one that completed a stop string
         self.finish_reason: str | None = None
         self.stopped_by: str | None = None  # a stop string
@@ -125,7 +146,7 @@ class OutputText:
         self._held: list[Placed] = []  # tokens whose text is not out
 
     def push(self, tokens: Sequence[int], finish_reason: str | None = None) -> Released:
-        """What is certain now; all of it, once `finish_reason` is set. Nothing may follow after that.
+        """Return the text that is certain now; all of it, once `finish_reason` is set. Nothing may follow after that.
 
         With the reason 'stop' the last token is one that ends texts, and no part of this one.
         """
@@ -133,10 +154,10 @@ class OutputText:
         pieces = []
         for i, token in enumerate(tokens):
             self.num_tokens += 1
-            self._held.append(Placed(token, self._length))
             ends = finish_reason == "stop" and i == len(tokens) - 1
-            if not ends or self._include_stop:
-                pieces.append(self._through_stops(self._detokenizer.push(token)))
+            piece, begin = _pushed(self._detokenizer, token) if not ends or self._include_stop else ("", 0)
+            self._held.append(Placed(token, self._length + begin))
+            pieces.append(self._through_stops(piece))
             if self._stop.found:
                 break
         else:
@@ -151,7 +172,7 @@ class OutputText:
         return self._stop.push(piece) if self.num_tokens > self._min_tokens else piece
 
     def _release(self, text: str) -> Released:
-        """The text, and the tokens that begin in what is out; at the end all of them."""
+        """Return the text, and the tokens that begin in the released part; at the end all of them."""
         self._released += len(text)
         out, self._held = self._held, []
         if self._stop.found:

@@ -41,7 +41,7 @@ def reader_of(decoder: dict[str, Any] | None) -> Callable[[str], bytes]:
 
 
 def as_text(data: bytes) -> str:
-    """A text, or what OpenAI writes for bytes that are none: "bytes:" and those that are not ASCII as \\xe2."""
+    """Return bytes as text or, if they are not UTF-8, as "bytes:" with \\xe2 for those beyond ASCII, as OpenAI does."""
     try:
         return data.decode()
     except UnicodeDecodeError:
@@ -56,7 +56,7 @@ def steps_of(decoder: dict[str, Any] | None) -> list[dict[str, Any]]:
 
 
 def _replacement(step: dict[str, Any]) -> tuple[str, str] | None:
-    """What a step writes in place of what."""
+    """Return the text that a step replaces, and the text it writes instead."""
     match step:
         case {"type": "Replace", "pattern": {"String": str(old)}, "content": str(new)}:
             return old, new
@@ -68,7 +68,7 @@ def _replacement(step: dict[str, Any]) -> tuple[str, str] | None:
 
 
 def _byte_alphabet() -> dict[str, int]:
-    """GPT-2's: a byte that Latin-1 prints is written as itself, the others as the characters from U+0100 on."""
+    """Return GPT-2's alphabet: a byte that Latin-1 prints is itself, the others are characters from U+0100 on."""
     printed = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in printed]
     return {chr(byte): byte for byte in printed} | {chr(0x100 + i): byte for i, byte in enumerate(others)}

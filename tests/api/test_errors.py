@@ -18,6 +18,7 @@ from tests.api.raw import answer_to, get, post
 
 # Beside those of tests/api/hostile.py.
 DRAFTS = {"num_speculative_tokens": 3}
+SCHEMA = {"type": "json_schema", "json_schema": {"name": "answer", "schema": {"type": "object"}}}
 REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"model": 1}, "model"),
     ({"prompt": None}, "prompt"),
@@ -143,6 +144,12 @@ def test_refused(engine: FakeEngine, http: httpx.Client, change: dict[str, Any],
         ({"stop_token_ids": [5, 999]}, "not 999"),
         ({"min_tokens": 17}, "not 17"),
         ({"n": 2, "best_of": 1}, "not 1"),
+        ({"stop": [None]}, "stop[0]: should be a valid string, not null"),
+        ({"logit_bias": {"5": None}}, "not null"),
+        ({"response_format": SCHEMA}, '{"type": "json_schema", ...} is not supported; leave it out'),
+        ({"": 1}, '"" is not a parameter of this endpoint; remove it'),
+        ({".n": 1}, ".n is not a parameter of this endpoint; did you mean n?"),
+        ({"max_completion_tokens": 5}, "did you mean max_tokens?"),
     ],
     ids=str,
 )

@@ -184,6 +184,19 @@ def test_parts_of_a_message(engine: FakeEngine, http: httpx.Client) -> None:
     )
 
 
+@pytest.mark.parametrize(
+    ("content", "told"),
+    [
+        ([{"type": "image_url", "image_url": {"url": "x"}}], '{"type": "image_url", ...}'),
+        ([{"type": "text"}], '{"type": "text"}'),
+        (["hello"], '"hello"'),
+        ({"type": "text", "text": "hello"}, '{"type": "text", "text": "hello"}'),
+    ],
+)
+def test_content_that_is_none_is_named(engine: FakeEngine, http: httpx.Client, content: Any, told: str) -> None:
+    assert error_of(said(http, USER | {"content": content}))["message"].endswith(f", not {told}")
+
+
 def test_a_refusal_is_what_the_assistant_said(engine: FakeEngine, http: httpx.Client) -> None:
     refusal = {"role": "assistant", "content": [{"type": "refusal", "refusal": "I would rather not"}]}
     assert ignored(said(http, USER, refusal, USER)) == []

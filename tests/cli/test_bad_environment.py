@@ -23,7 +23,7 @@ import torch
 from config.errors import SettingsError
 from config.settings import Settings, load
 from kernels.quantization import quantise_symmetric
-from server.cli import main as cli
+from server.cli.main import main as cli
 from server.engine.build import build_engine
 from server.engine.device import choose_weights
 from server.models.files.directory import EMBEDDED, located
@@ -257,7 +257,7 @@ REFUSED: dict[str, tuple[dict[str, str], Callable[[], None] | None, str]] = {
     "host": ({"KVMUX_HOST": "a" * 70 + ".b"}, None, "no such address; see --host"),
     "model": ({"KVMUX_MODEL": "\udc80"}, None, "model (from the environment, KVMUX_MODEL): has control characters"),
     "json": ({"KVMUX_LOG_FORMAT": "json", "KVMUX_MODEL": "none/at/all"}, None, '"level": "ERROR"'),
-    "worker": ({"KVMUX_MODEL": "{closed}"}, None, "tokenizer.json is no tokenizer this server can read"),
+    "worker": ({"KVMUX_MODEL": "{closed}"}, None, "tokenizer.json is not a tokenizer this server can read"),
 }
 
 

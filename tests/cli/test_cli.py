@@ -14,9 +14,9 @@ import pytest
 from config.settings import Settings
 from config.sources import env_name, flag_name
 from server import listening
-from server.cli import main as cli
 from server.cli.banner import welcome
 from server.cli.flags import GROUPS, is_scalar
+from server.cli.main import main as cli
 from tests.cli.fakes import READY
 
 SCALARS = [name for name, field in Settings.model_fields.items() if is_scalar(field.annotation)]
@@ -151,13 +151,13 @@ def test_the_file_is_named_by_the_environment_unless_a_flag_names_one(
     ("arguments", "message"),
     [
         (["serv"], "invalid choice: 'serv'"),
-        (["serve", "--prot", "1"], "--prot is no option; did you mean --port?"),
+        (["serve", "--prot", "1"], "--prot is not an option; did you mean --port?"),
         (["serve", "--max_seq_len=9"], "did you mean --max-seq-len?"),
-        (["serve", "extra"], "extra is no option"),
+        (["serve", "extra"], "extra is not an option"),
         (["serve", "--port"], "argument --port: expected one argument"),
         (["serve", "--port", "80x"], "port (from --port): Input should be a valid integer"),
         (["serve", "--device", "gpu"], "device (from --device): Input should be 'auto', 'cpu', 'mps', 'cuda', 'metal-"),
-        (["serve", "--kv-memory", "2 fish"], "kv_memory (from --kv-memory): '2 fish' is no amount of memory"),
+        (["serve", "--kv-memory", "2 fish"], "kv_memory (from --kv-memory): '2 fish' is not an amount of memory"),
         (["serve", "--default-strategy", "paged2"], "default_strategy is 'paged2'; instances are contiguous, paged"),
         (["serve", "--config", "missing.toml"], "cannot read the settings file missing.toml: No such file"),
         (["serve", "--host", "no.such.host.invalid"], "no such address; see --host"),

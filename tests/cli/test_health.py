@@ -17,8 +17,8 @@ from pathlib import Path
 import pytest
 
 from server import __main__
-from server.cli import main as cli
 from server.cli.health import health
+from server.cli.main import main as cli
 from server.processes.runtime_directory import LOCK, URL, running_urls, runtime_directory
 from tests.server.running import PATIENCE, eventually
 
@@ -70,8 +70,8 @@ def test_a_server_that_is_ready(capsys: pytest.CaptureFixture[str]) -> None:
         (503, "[]", "HTTP 503"),
         (404, "<html>", "HTTP 404"),
         (200, "<html>", ""),
-        (200, "[]", "no kvmux"),
-        (200, json.dumps({"status": "ok"}), "no kvmux"),
+        (200, "[]", "not kvmux"),
+        (200, json.dumps({"status": "ok"}), "not kvmux"),
     ],
 )
 def test_a_server_that_is_not(capsys: pytest.CaptureFixture[str], status: int, body: str, why: str) -> None:
@@ -148,7 +148,7 @@ def test_timeouts_that_are_none(capsys: pytest.CaptureFixture[str], seconds: str
     with pytest.raises(SystemExit) as ended:
         cli.main(["health", f"--timeout={seconds}"])
     assert ended.value.code == 2
-    assert f"argument --timeout: {seconds!r} is no number of seconds" in capsys.readouterr().err
+    assert f"argument --timeout: {seconds!r} is not a number of seconds" in capsys.readouterr().err
 
 
 def test_the_short_way_imports_no_settings(monkeypatch: pytest.MonkeyPatch) -> None:

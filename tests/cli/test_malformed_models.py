@@ -61,7 +61,7 @@ def _written(name: str, text: str) -> Callable[[Path], None]:
         (_with_config(head_dim=10**9), "(num_attention_heads * head_dim, hidden_size)"),
         (_cut_off, "model.safetensors"),
         (_written("config.json", "[" * 100_000), "cannot read"),
-        (_written("tokenizer.json", "{}"), "tokenizer.json is no tokenizer this server can read"),
+        (_written("tokenizer.json", "{}"), "tokenizer.json is not a tokenizer this server can read"),
         (_written("tokenizer_config.json", '{"added_tokens_decoder": [1]}'), "added_tokens_decoder should have an obj"),
         (_written("tokenizer_config.json", '{"additional_special_tokens": 7}'), "additional_special_tokens should be"),
     ],

@@ -106,9 +106,9 @@ def test_a_file_is_utf8_whatever_the_locale(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("toml", "message"),
     [
-        ("prot = 1", "prot (from {file}) is no setting; did you mean port?"),
-        ("max-seq-len = 9", "max-seq-len (from {file}) is no setting; did you mean max_seq_len?"),
-        ('[[rules]]\nuse = "paged"\nmin_prompt_token = 3', "rules.0.min_prompt_token (from {file}) is no setting; "
+        ("prot = 1", "prot (from {file}) is not a setting; did you mean port?"),
+        ("max-seq-len = 9", "max-seq-len (from {file}) is not a setting; did you mean max_seq_len?"),
+        ('[[rules]]\nuse = "paged"\nmin_prompt_token = 3', "rules.0.min_prompt_token (from {file}) is not a setting; "
          "did you mean min_prompt_tokens?"),
         ("port = 1.5", "port (from {file}): Input should be a valid integer"),
         ("workers = 0", "workers (from {file}): Input should be greater than or equal to 1"),
@@ -116,8 +116,8 @@ def test_a_file_is_utf8_whatever_the_locale(tmp_path: Path) -> None:
         ("model = 3", "model (from {file}): Input should be a valid string"),
         ('dtype = "fp8"', "dtype (from {file}): Input should be 'auto', 'float32', 'bfloat16' or 'float16'"),
         ("kv_memory_share = nan", "kv_memory_share (from {file}): "),
-        ('kv_memory = "2 fish"', "kv_memory (from {file}): '2 fish' is no amount of memory"),
-        ("kv_memory = true", "kv_memory (from {file}): 'True' is no amount of memory"),
+        ('kv_memory = "2 fish"', "kv_memory (from {file}): '2 fish' is not an amount of memory"),
+        ("kv_memory = true", "kv_memory (from {file}): 'True' is not an amount of memory"),
         ("strategies = 3", "strategies (from {file}) must be a table"),
         ("[strategies]\npaged = 3", "strategies.paged (from {file}) must be a table"),
         ("rules = 3", "rules (from {file}) must be a list of tables"),
@@ -125,11 +125,11 @@ def test_a_file_is_utf8_whatever_the_locale(tmp_path: Path) -> None:
         ("rules = [3]", "rules.0 (from {file}) must be a table"),
         ("[[rules]]\nmin_priority = 1", "rules.0.use (from {file}) is required"),
         ("[strategies.mine]\nwindow = 3", "strategies.mine.kind (from {file}) is required"),
-        ('[strategies."a b"]\nkind = "paged"', "'a b' is no name"),
+        ('[strategies."a b"]\nkind = "paged"', "'a b' is not a name"),
         ('default_strategy = "page"', "default_strategy is 'page'; instances are contiguous, paged, sliding_window"),
         ('[[rules]]\nuse = "ring"', "rules[0].use is 'ring'; instances are contiguous, paged, sliding_window"),
         ('[strategies.paged]\nlimit = "110%"', "strategies.paged.limit (from {file}): '110%': a percentage lies"),
-        ('[strategies.paged]\nfloor = "much"', "strategies.paged.floor (from {file}): 'much' is no share"),
+        ('[strategies.paged]\nfloor = "much"', "strategies.paged.floor (from {file}): 'much' is not a share"),
         ('[strategies.paged]\nfloor = "60%"\nlimit = "50%"', "strategies.paged (from {file}): floor 60% is more than"),
         ('[strategies.paged]\nfloor = "1GiB"\nlimit = "1MiB"', "strategies.paged (from {file}): floor 1GiB is more"),
         ("api_keys = []", "api_keys (from {file}): should be a word, or several with commas between; leave it out"),
@@ -150,7 +150,7 @@ def test_a_file_is_utf8_whatever_the_locale(tmp_path: Path) -> None:
         ("drain_seconds = nan", "drain_seconds (from {file}): "),
         ("num_speculative_tokens = 17", "num_speculative_tokens (from {file}): Input should be less than or equal to"),
         ("num_speculative_tokens = 3\nmax_speculative_tokens = 2", "num_speculative_tokens 3 is more than max_specul"),
-        ("port = ", "{file} is no TOML: "),
+        ("port = ", "{file} is not TOML: "),
     ],
 )  # fmt: skip
 def test_mistakes_in_the_file(tmp_path: Path, toml: str, message: str) -> None:
@@ -162,17 +162,17 @@ def test_mistakes_in_the_file(tmp_path: Path, toml: str, message: str) -> None:
 @pytest.mark.parametrize(
     ("env", "message"),
     [
-        ({"KVMUX_PROT": "1"}, "the environment sets KVMUX_PROT, which is no setting; did you mean KVMUX_PORT?"),
-        ({"kvmux_prot": "1"}, "the environment sets kvmux_prot, which is no setting"),
-        ({"KVMUX_STRATEGIE__A__KIND": "paged"}, "KVMUX_STRATEGIE__A__KIND, which is no setting; did you mean"),
+        ({"KVMUX_PROT": "1"}, "the environment sets KVMUX_PROT, which is not a setting; did you mean KVMUX_PORT?"),
+        ({"kvmux_prot": "1"}, "the environment sets kvmux_prot, which is not a setting"),
+        ({"KVMUX_STRATEGIE__A__KIND": "paged"}, "KVMUX_STRATEGIE__A__KIND, which is not a setting; did you mean"),
         ({"KVMUX_PORT": "x"}, "port (from the environment, KVMUX_PORT): Input should be a valid integer"),
         ({"KVMUX_PORT": ""}, "port (from the environment, KVMUX_PORT): Input should be a valid integer"),
         ({"KVMUX_PORT__X": "1"}, "KVMUX_PORT has no parts; set KVMUX_PORT itself"),
         ({"KVMUX_RULES__0__USE": "paged"}, "KVMUX_RULES has no parts; set KVMUX_RULES itself"),
         ({"KVMUX_API_KEYS": ""}, "api_keys (from the environment, KVMUX_API_KEYS): should be a word, or several"),
         ({"KVMUX_API_KEYS": "long-enough,"}, "api_keys (from the environment, KVMUX_API_KEYS): should be a word"),
-        ({"KVMUX_RULES": "paged"}, "KVMUX_RULES is no JSON"),
-        ({"KVMUX_STRATEGIES": "{"}, "KVMUX_STRATEGIES is no JSON"),
+        ({"KVMUX_RULES": "paged"}, "KVMUX_RULES is not JSON"),
+        ({"KVMUX_STRATEGIES": "{"}, "KVMUX_STRATEGIES is not JSON"),
         ({"KVMUX_STRATEGIES": "[]"}, "strategies (from the environment, KVMUX_STRATEGIES) must be a table"),
         (
             {"KVMUX_STRATEGIES__PAGED__LIMIT": "x"},
@@ -207,7 +207,7 @@ def test_a_file_that_cannot_be_read(tmp_path: Path) -> None:
         load(tmp_path, {})
     binary = tmp_path / "binary.toml"
     binary.write_bytes(b"\xff\xfe")
-    with pytest.raises(SettingsError, match="is no TOML"):
+    with pytest.raises(SettingsError, match="is not TOML"):
         load(binary, {})
 
 

@@ -19,7 +19,7 @@ def test_bytes(text: str | int, count: int) -> None:
 
 @pytest.mark.parametrize("text", ["", "much", "-1", "5 fish", "10%", "1,5GiB", "1GiB/2", "nan"])
 def test_no_bytes(text: str) -> None:
-    with pytest.raises(ValueError, match="is no amount of memory: write"):
+    with pytest.raises(ValueError, match="is not an amount of memory: write"):
         parse_bytes(text)
 
 

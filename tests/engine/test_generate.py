@@ -198,7 +198,7 @@ def test_logits_that_are_no_numbers_are_told_and_shared_with_nobody(
         next(stream)
     with monkeypatch.context() as patch:
         patch.setattr(model, "forward_embedded", lambda x, attention: forward_embedded(x * torch.nan, attention))
-        with pytest.raises(NotANumber, match="logits are no numbers"):
+        with pytest.raises(NotANumber, match="logits are not numbers"):
             next(stream)
     nothing_is_left(cache)
     assert written(driver, "paged", prompt) == written(driver, "unshared", prompt)

@@ -1,4 +1,4 @@
-"""What `sample` promises beyond the formula: large vocabularies, ties, rows that are no numbers, each by itself."""
+"""What `sample` promises beyond the formula: large vocabularies, ties, rows that are not numbers, each by itself."""
 
 from __future__ import annotations
 

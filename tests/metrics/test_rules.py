@@ -6,6 +6,7 @@ import re
 from typing import Any
 
 import yaml
+from prometheus_client.openmetrics.parser import text_string_to_metric_families as openmetrics_families
 
 from server.metrics import vllm_names
 from server.metrics.families import FAMILIES, PREFIX
@@ -35,7 +36,8 @@ def test_the_server_has_the_same_names_where_a_setting_says_so() -> None:
     happen(metrics)
     told = samples_of(exposition(metrics, BUSY).decode())
     assert {name for name, _ in told if name.startswith("vllm:")} == {name for name, _ in vllm_names.rules()}
-    samples_of(exposition(metrics, BUSY, openmetrics=True).decode())
+    in_openmetrics = openmetrics_families(exposition(metrics, BUSY, openmetrics=True).decode())
+    assert {sample.name for family in in_openmetrics for sample in family.samples} == {name for name, _ in told}
     outcomes = {"cancelled": "abort", "stop": "stop", "length": "length", "error": "error"}
     for name in INSTANCES:
         by = {"strategy": name, "model_name": name}

@@ -124,7 +124,7 @@ def _fault(case: Case, place: Path, ops: Ops, kept: Kept, expected: Served) -> s
     if not all(0 <= end < served.vocab_size for end in served.ends):
         return f"ends with {served.ends}"
     if case.finite and not served.logits.isfinite().all():
-        return "gives logits that are no numbers"
+        return "gives logits that are not numbers"
     if case.expected == "same" and not torch.allclose(served.logits, expected.logits, atol=1e-5, rtol=0):
         return "gives other logits"
     return None

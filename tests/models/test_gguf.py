@@ -333,7 +333,7 @@ def _field(change: Callable[[RawGGUF], Any], file: Path) -> None:
         (lambda raw: setattr(raw.tensors[2], "offset", raw.tensors[2].offset + 4), "begin at a multiple of 32 bytes"),
         (lambda raw: setattr(raw.tensors[2], "offset", raw.tensors[3].offset), "overlap: fetch the file again"),
         (lambda raw: setattr(raw.tensors[2], "dims", [1] * 5), "a tensor has 5 dimensions"),
-        (lambda raw: raw.metadata.append(("general.alignment", 4, 48)), "alignment is no power of two"),
+        (lambda raw: raw.metadata.append(("general.alignment", 4, 48)), "alignment is not a power of two"),
         (lambda raw: raw.metadata.append(("a", 9, struct.pack("<IQ", 9, 1) * 5000)), "an array of arrays"),
         (lambda raw: raw.metadata.append(("a", 9, (4, [0] * 5_000_000))), "its arrays have more than 4194304 elements"),
     ],

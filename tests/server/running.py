@@ -1,4 +1,4 @@
-"""Starts `kvmux serve` as a user would, as processes of its own, and looks at them from outside."""
+"""Starts `kvmux serve` as users do, in processes of its own, and looks at them from outside."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Server:
         return str(self.get("/v1/models").json()["data"][0]["id"])
 
     def metrics(self) -> str:
-        """The text of /metrics, of a snapshot that is younger than this call.
+        """Return the text of /metrics, of a snapshot that is younger than this call.
 
         What is up to a second old comes first; the response that brought it is counted in the next snapshot.
         """
@@ -52,11 +52,11 @@ class Server:
         return text
 
     def metric(self, name: str, **labels: str) -> float:
-        """Sum of the samples of that name that have these labels, now."""
+        """Return the sum of the samples of that name that have these labels, now."""
         return metric(self.metrics(), name, **labels)
 
     def usage(self, instance: str) -> dict[str, int]:
-        """As it is now: what was known when this was called is forgotten by then."""
+        """Return an instance's usage as it is now: an answer from before this call has expired."""
         time.sleep(ANSWER_SECONDS)
         caches = {entry["name"]: entry["usage"] for entry in self.get("/v1/kv_cache").json()["data"]}
         return dict(caches[instance])
@@ -78,7 +78,7 @@ class Server:
 
 
 def metric(metrics: str, name: str, **labels: str) -> float:
-    """Sum of the samples of that name that have these labels."""
+    """Return the sum of the samples of that name that have these labels."""
     return sum(
         sample.value
         for family in text_string_to_metric_families(metrics)
@@ -88,14 +88,14 @@ def metric(metrics: str, name: str, **labels: str) -> float:
 
 
 def _responses(metrics: str) -> str:
-    """How many 200s the server has counted."""
+    """Return the number of 200s that the server has counted."""
     found = re.search(r'^kvmux_http_responses_total{code="200"} (.*)$', metrics, re.MULTILINE)
     assert found, metrics
     return found[1]
 
 
 def maps(process: psutil.Process, library: str) -> bool:
-    """Whether the process has that library in its memory."""
+    """Return whether the process has that library in its memory."""
     try:
         return any(library in region.path for region in process.memory_maps())
     except psutil.NoSuchProcess:
@@ -104,7 +104,7 @@ def maps(process: psutil.Process, library: str) -> bool:
 
 @contextmanager
 def serving(*flags: str, targets: Targets | None = None) -> Iterator[Server]:
-    """`kvmux serve` on a free port, until the block ends; its log is shown if it does not come up."""
+    """Run `kvmux serve` on a free port until the block ends; its log is shown if it does not come up."""
     program = ["server"] if targets is None else ["tests.server.targets", targets.engine, targets.worker]
     with tempfile.TemporaryFile("w+") as output:
         command = [sys.executable, "-m", *program, "serve", "--port", "0", *flags]
@@ -118,7 +118,7 @@ def serving(*flags: str, targets: Targets | None = None) -> Iterator[Server]:
 
 
 def _address(process: subprocess.Popen[bytes], printed: Path) -> str:
-    """The address the server prints when it is ready."""
+    """Return the address that the server prints when it is ready."""
     deadline = time.monotonic() + PATIENCE
     while time.monotonic() < deadline and process.poll() is None:
         if found := re.search(r'serves .* on (http://[^\s"]+)', printed.read_text()):
@@ -129,7 +129,7 @@ def _address(process: subprocess.Popen[bytes], printed: Path) -> str:
 
 
 def eventually(true: object) -> None:
-    """Waits until `true()` is, with patience for a busy machine."""
+    """Wait until `true()` is true, with patience for a busy machine."""
     assert callable(true)
     deadline = time.monotonic() + PATIENCE
     while time.monotonic() < deadline:

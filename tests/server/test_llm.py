@@ -132,22 +132,34 @@ def test_without_a_seed_texts_differ_and_with_one_they_do_not(llm: LLM) -> None:
         ({"max_tokens": 300}, "the context is 256"),
         ({"max_tokens": 0}, "max_tokens is 0"),
         ({"min_tokens": 17}, r"min_tokens is 17, more than max_tokens \(16\)"),
+        ({"allowed_token_ids": [5, 10**6]}, "allowed_token_ids: token ids should be from 0 to"),
+        ({"allowed_token_ids": []}, "allowed_token_ids: should have at least one token id"),
+        ({"allowed_token_ids": [7], "stop_token_ids": [7], "min_tokens": 2}, "all of them end the text"),
+        ({"prompt": "\ud83d"}, "prompt: the model's tokenizer fails on this text"),
     ],
 )
 def test_what_cannot_be_used_is_refused_before_a_stream_begins(llm: LLM, arguments: Any, says: str) -> None:
     for call in (llm.generate, llm.stream):
         with pytest.raises(ValueError, match=says):
-            call("a", **arguments)
+            call(**{"prompt": "a"} | arguments)
+
+
+def test_no_other_token_than_the_allowed_ones_is_drawn(llm: LLM) -> None:
+    drawn = llm.generate(PROMPT, max_tokens=20, temperature=2, allowed_token_ids=[5, 6, 7], logit_bias={8: 100})
+    assert {5, 6, 7} >= {*drawn.token_ids}
+    assert len(drawn.token_ids) == 20
 
 
 def test_unknown_names_are_refused(llm: LLM) -> None:
     wrong: Any = {"temprature": 1.0}
-    with pytest.raises(TypeError, match="'temprature' is no sampling parameter; did you mean temperature"):
+    with pytest.raises(TypeError, match="'temprature' is not a sampling parameter; did you mean temperature"):
         llm.generate("a", **wrong)
-    with pytest.raises(SettingsError, match=r"max_seq_length.* is no setting; did you mean max_seq_len"):
+    with pytest.raises(SettingsError, match=r"max_seq_length.* is not a setting; did you mean max_seq_len"):
         LLM(max_seq_length=3)
     with pytest.raises(TypeError):
         llm.generate([1.5])  # type: ignore[list-item]
+    with pytest.raises(TypeError):
+        llm.generate("a", max_tokens=1.5)  # type: ignore[arg-type]
 
 
 def test_sampling_parameters_are_those_of_the_http_api() -> None:

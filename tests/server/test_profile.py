@@ -111,6 +111,7 @@ def test_the_command_tells_what_is_wrong(
     trace = [] if "--trace" in arguments else ["--trace", str(tmp_path / "it.json")]
     assert main(["profile", "--url", server.url, *arguments, *trace]) == 2
     assert told in capsys.readouterr().err
+    assert not list(tmp_path.iterdir()), "a file without a trace"
 
 
 def test_without_a_server_or_a_token_the_command_says_so(
@@ -119,6 +120,19 @@ def test_without_a_server_or_a_token_the_command_says_so(
     command = ["profile", "--url", "http://127.0.0.1:9", "--trace", str(tmp_path / "it.json")]
     assert main(command) == 2
     assert "http://127.0.0.1:9 does not answer" in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
     monkeypatch.delenv("KVMUX_ADMIN_TOKEN")
     assert main(command) == 2
     assert "give the server's admin token" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("answer", [b'{"ok": 1}', b"[]", b"<html>"])
+def test_an_answer_that_is_no_trace_leaves_the_older_one(
+    answer: bytes, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(httpx, "post", lambda *_, **__: httpx.Response(200, content=answer))
+    trace = tmp_path / "it.json"
+    trace.write_text("an older trace")
+    assert main(["profile", "--url", "http://127.0.0.1:9", "--trace", str(trace)]) == 2
+    assert "is it kvmux?" in capsys.readouterr().err
+    assert trace.read_text() == "an older trace"

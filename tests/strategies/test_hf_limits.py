@@ -156,7 +156,7 @@ def _chunks(model: Any) -> None:
         (_another_model, StrategyCacheError, "gave keys or values of shape.*this model's own config"),
         (_another_device, ValueError, "keys are on cpu, the cache on meta: pass device='cpu'"),
         (_unknown_kind, SettingsError, "no cache strategy kind 'pagde'; kinds are"),
-        (_unknown_option, SettingsError, "blocksize is no option of this kind.*block_size"),
+        (_unknown_option, SettingsError, "blocksize is not an option of this kind.*block_size"),
         (_no_room_at_all, ValueError, "must be at least 1"),
         (_state_spaces, StrategyCacheError, "use DynamicCache"),
         (_chunks, StrategyCacheError, "use DynamicCache"),

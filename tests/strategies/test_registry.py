@@ -42,7 +42,7 @@ def test_an_unknown_kind_is_refused_with_the_kinds_there_are() -> None:
 @pytest.mark.parametrize(
     ("where", "message"),
     [
-        ("cache_strategies.arena:Arena", "cache_strategies.arena:Arena is no subclass of KVCache"),
+        ("cache_strategies.arena:Arena", "cache_strategies.arena:Arena is not a subclass of KVCache"),
         ("cache_strategies.arena:Nothing", "cannot load cache_strategies.arena:Nothing"),
         ("no.such.module:Cache", "cannot load no.such.module:Cache"),
     ],
@@ -65,14 +65,14 @@ def test_a_kind_of_somebody_elses_is_loaded_by_its_entry_point(monkeypatch: pyte
         (
             "paged",
             {"block_sise": 8},
-            r"strategies\.it\.block_sise is no option.*options are: block_size, eviction, kv_dtype, prefix_cache, ttl",
+            r"strategies\.it\.block_sise is not an option.*are: block_size, eviction, kv_dtype, prefix_cache, ttl",
         ),
         ("paged", {"block_size": 0}, r"strategies\.it\.block_size: .*greater than or equal to 1"),
         ("paged", {"block_size": 5000}, r"strategies\.it\.block_size: .*less than or equal to 1024"),
         ("paged", {"block_size": "many"}, r"strategies\.it\.block_size: .*valid integer"),
         ("sliding_window", {"window": 0}, r"strategies\.it\.window: "),
         ("sliding_window", {"sinks": -1}, r"strategies\.it\.sinks: .*greater than or equal to 0"),
-        ("contiguous", {"window": 4}, r"strategies\.it\.window is no option.*its options are: kv_dtype"),
+        ("contiguous", {"window": 4}, r"strategies\.it\.window is not an option.*its options are: kv_dtype"),
     ],
 )
 def test_a_bad_option_is_named(kind: str, options: Mapping[str, object], message: str) -> None:

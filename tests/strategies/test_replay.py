@@ -148,8 +148,8 @@ def test_json(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str
     ("lines", "flags", "message"),
     [
         ("", [], "the trace is empty"),
-        ('{"time": 1}\n', [], "line 1 of the trace is no request"),
-        (TRACE + "{\n", [], "of the trace is no request"),
+        ('{"time": 1}\n', [], "line 1 of the trace is not a request"),
+        (TRACE + "{\n", [], "of the trace is not a request"),
         (TRACE, ["--blocks-share", "0.001"], "have no room for a request of"),
         (TRACE, ["--policy", "fifo"], "policies are lru, s3fifo"),
     ],

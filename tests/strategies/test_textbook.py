@@ -435,6 +435,13 @@ def test_a_text_that_is_too_long_is_refused(example: dict[str, Any]) -> None:
             model.generate(prompt, 45, cache)
 
 
+def test_nothing_follows_an_empty_prompt() -> None:
+    model = GPTWithCache(64, 32, 4, 2, 48)
+    for cache in (None, model.new_cache(1)):
+        with pytest.raises(ValueError, match="the prompt is empty"):
+            model.generate(torch.zeros(1, 0, dtype=torch.long), 3, cache)
+
+
 # ---------------------------------------------------------------- what it saves
 def test_the_timing_times_both_ways(capsys: pytest.CaptureFixture[str]) -> None:
     times = timed(GPTWithCache(64, 32, 4, 2, 48).eval(), 48)

@@ -34,25 +34,26 @@ def saved(directory: Path, backend: tokenizers.Tokenizer, template: str = "{{ me
 
 
 def panics() -> tokenizers.Tokenizer:
-    """Oniguruma gives up on many letters a, which its wrapper takes for impossible."""
-    backend = byte_level()
-    backend.pre_tokenizer = pre_tokenizers.Sequence(
-        [pre_tokenizers.Split(Regex("(a+)+$"), "isolated"), pre_tokenizers.ByteLevel(add_prefix_space=False)]
-    )
-    return backend
+    """Return a tokenizer that panics at many letters a: Oniguruma gives up, which its wrapper takes for impossible."""
+    return _split_by("(a+)+$")
 
 
 def grows() -> tokenizers.Tokenizer:
-    """Ten letters q are ten billion."""
+    """Return a tokenizer that makes ten letters q ten billion."""
     backend = byte_level()
     backend.normalizer = normalizers.Sequence([normalizers.Replace("q", "q" * 1000) for _ in range(3)])
     return backend
 
 
 def is_slow() -> tokenizers.Tokenizer:
-    """Time grows with the square of the text, each step of which is within the library's own limits."""
+    """Return a tokenizer whose time grows with the square of the text, each step within the library's own limits."""
+    return _split_by("(?:a|e)*[^ae]{2}")
+
+
+def _split_by(pattern: str) -> tokenizers.Tokenizer:
+    """Return the byte-level tokenizer, which first splits a text by a regular expression."""
     backend = byte_level()
     backend.pre_tokenizer = pre_tokenizers.Sequence(
-        [pre_tokenizers.Split(Regex("(?:a|e)*[^ae]{2}"), "isolated"), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+        [pre_tokenizers.Split(Regex(pattern), "isolated"), pre_tokenizers.ByteLevel(add_prefix_space=False)]
     )
     return backend

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from server.text.detokenizer import Detokenizer
-from server.text.output import OutputText
+from server.text.output import OutputText, Placed, placed
 from server.text.tokenizer import Tokenizer
 from tests.text.tiny import EOS, byte_level
 
@@ -61,13 +61,37 @@ def test_tokens_come_out_with_their_text() -> None:
     out = choice.push(tokens)
     assert out.text == "hello "
     rest = choice.push([EOS], "stop")
-    placed = out.tokens + rest.tokens
-    assert [p.token for p in placed] == [*tokens, EOS]
-    assert all(p.shown for p in placed)
+    all_tokens = out.tokens + rest.tokens
+    assert [p.token for p in all_tokens] == [*tokens, EOS]
+    assert all(p.shown for p in all_tokens)
     text = out.text + rest.text
-    for p, following in zip(placed, [*placed[1:], None], strict=True):
+    for p, following in zip(all_tokens, [*all_tokens[1:], None], strict=True):
         end = following.offset if following else len(text)
         assert TOKENIZER.decode([p.token]) == text[p.offset : end]
+
+
+def test_a_token_begins_behind_bytes_that_became_no_character() -> None:
+    broken, hello, snow = ids("\u2603")[:1], ids("hello"), ids("\u2603")
+    text = "\ufffdhello\u2603"
+    first = Placed(broken[0], 0), Placed(hello[0], 1)
+    for tokens in ([*broken, *hello, *snow], [*broken, EOS, *hello, *snow]):
+        choice = output()
+        out = choice.push(tokens, "length")
+        assert out.text == text
+        assert [place for place in out.tokens if place.token != EOS][:2] == [*first]
+        assert {place.offset for place in out.tokens[-len(snow) :]} == {len(text) - 1}, "a character is whole"
+    assert placed(TOKENIZER, [*broken, *hello], text)[:2] == [*first]
+    spelled = placed(TOKENIZER, [*broken, EOS, *hello], "\ufffd</s>hello")
+    assert spelled[:3] == [first[0], Placed(EOS, 1), Placed(hello[0], 5)]
+    behind_a_prompt = OutputText(Detokenizer(TOKENIZER, broken)).push(hello, "length")
+    assert (behind_a_prompt.text, behind_a_prompt.tokens[0]) == ("hello", Placed(hello[0], 0))
+
+
+def test_a_stop_string_takes_no_broken_bytes_before_it() -> None:
+    choice = output("hello")
+    out = choice.push([*ids("\u2603")[:1], *ids("hello")])
+    assert out.text == "\ufffd"
+    assert [place.shown for place in out.tokens] == [True, *[False] * (len(out.tokens) - 1)]
 
 
 def test_what_a_stop_string_took_away_is_not_shown() -> None:

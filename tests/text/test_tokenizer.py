@@ -99,7 +99,7 @@ def test_a_directory_without_a_tokenizer(tmp_path: Path) -> None:
     with pytest.raises(SettingsError, match=r"no tokenizer\.json"):
         Tokenizer.from_directory(tmp_path)
     (tmp_path / "tokenizer.json").write_text("{}")
-    with pytest.raises(SettingsError, match="no tokenizer this server can read"):
+    with pytest.raises(SettingsError, match="is not a tokenizer this server can read"):
         Tokenizer.from_directory(tmp_path)
 
 
@@ -116,7 +116,8 @@ def test_a_panic_of_the_library_is_told_in_one_line(tmp_path: Path, monkeypatch:
 
     (tmp_path / "tokenizer.json").write_text("{}")
     monkeypatch.setattr("server.text.tokenizer.tokenizers.Tokenizer", Panicking)
-    with pytest.raises(SettingsError, match=r"tokenizer\.json is no tokenizer .*: index out of bounds: the len is 1$"):
+    message = r"tokenizer\.json is not a tokenizer .*: index out of bounds: the len is 1$"
+    with pytest.raises(SettingsError, match=message):
         Tokenizer.from_directory(tmp_path)
 
 

@@ -54,7 +54,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def measure(engine: Engine, lengths: Sequence[int]) -> list[Result]:
-    """Every strategy and no cache at all, at every length; shows on stderr what it is at."""
+    """Measure every strategy, and no cache at all, at every length; show progress on stderr."""
     ways: dict[str, Callable[[int], object]] = {
         name: partial(generate_cached, engine, name) for name in engine.core.caches
     }
@@ -72,13 +72,13 @@ def measure(engine: Engine, lengths: Sequence[int]) -> list[Result]:
 
 
 def generate_cached(engine: Engine, strategy: str, num_tokens: int) -> list[int]:
-    """Greedy tokens after token 0, one step each."""
+    """Generate tokens greedily after token 0, one step each."""
     sampling = Sampling(num_tokens, temperature=0.0, ignore_eos=True)
     return [token for token, _ in generate(engine.core.model, engine.core.caches[strategy], [0], sampling)]
 
 
 def table(results: Sequence[Result]) -> str:
-    """Markdown: strategies down, lengths across, and how many times faster than no cache."""
+    """Return a table in Markdown: strategies down, lengths across, and how many times faster than no cache."""
     lengths = sorted({r.tokens for r in results})
     speed = {(r.strategy, r.tokens): r.tokens_per_second for r in results}
     lines = ["| tokens/s | " + " | ".join(f"{n:,} tokens" for n in lengths) + " |", "|---|" + "---:|" * len(lengths)]

@@ -83,7 +83,7 @@ class Streams:
 
 
 def measure(engine: Engine, sequences: int, tokens: int, rounds: int, steps: int) -> Cost:
-    """The first round warms."""
+    """Measure steps with metrics and without, in turns. The first round warms up."""
     streams, metrics = Streams(engine, sequences, tokens), Metrics(about(engine))
     plain: list[float] = []
     counted: list[float] = []
@@ -113,7 +113,7 @@ def measure(engine: Engine, sequences: int, tokens: int, rounds: int, steps: int
 
 
 def observe(metrics: Metrics, result: StepResult) -> float:
-    """As the engine's loop does; the seconds it took."""
+    """Count a step in the metrics, as the engine's loop does; return the seconds that took."""
     began = time.perf_counter()
     metrics.observe(result.report, result.finished)
     return time.perf_counter() - began

@@ -26,7 +26,7 @@ FIRST_ID, IDS = 10, 256  # prompts are of these tokens, which every model has
 
 
 class Memory(NamedTuple):
-    """Bytes."""
+    """The memory of processes, in bytes."""
 
     pss: int
     rss: int
@@ -66,7 +66,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def measure(flags: Sequence[str], rounds: int, streams: int, prompt: int, tokens: int) -> Result:
-    """Raises RunError."""
+    """Start a server several times; measure its memory under load the last time. Raises RunError."""
     seconds = []
     for last in [False] * (rounds - 1) + [True]:
         with serving(flags) as served:
@@ -79,7 +79,7 @@ def measure(flags: Sequence[str], rounds: int, streams: int, prompt: int, tokens
 
 # ---------------------------------------------------------------- memory
 def memory(supervisor: psutil.Process) -> dict[str, Memory]:
-    """By what a process is for; "all" is the sum."""
+    """Return the memory of the server's processes by role; "all" is the sum."""
     found: dict[str, Memory] = {}
     for process in (supervisor, *supervisor.children(recursive=True)):
         role = "supervisor" if process == supervisor else role_of(process)
@@ -98,7 +98,7 @@ def role_of(child: psutil.Process) -> str:
 
 
 async def loaded(served: RunningServer, streams: int, prompt: int, tokens: int) -> dict[str, Memory]:
-    """The most that was seen while the streams ran."""
+    """Return the largest memory seen while the streams ran."""
     ids = [FIRST_ID + i % IDS for i in range(prompt)]
     body: dict[str, Any] = {
         "model": model_of(served),
@@ -119,7 +119,7 @@ async def loaded(served: RunningServer, streams: int, prompt: int, tokens: int) 
 
 
 def table(result: Result) -> str:
-    """Markdown; memory in MiB."""
+    """Return the result in Markdown; memory in MiB."""
     seconds = ", ".join(f"{took:.2f}" for took in result.seconds)
     lines = [
         f"ready after {seconds} s",

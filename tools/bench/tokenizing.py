@@ -45,7 +45,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m tools.bench.tokenizing", description=__doc__)
     parser.add_argument("--model", default="tiny", help="as for `kvmux serve` (default: the embedded one)")
     parser.add_argument("--messages", type=int, default=32, help="of the chat")
-    parser.add_argument("--rounds", type=int, default=20, help="of so many --calls, here and in a process of their own")
+    parser.add_argument("--rounds", type=int, default=20, help="each of --calls, here and in a process of their own")
     parser.add_argument("--calls", type=int, default=100)
     parser.add_argument("--json", action="store_true", help="JSON lines instead of sentences")
     options = parser.parse_args(arguments)
@@ -63,7 +63,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 async def measure(here: Tokenizer, apart: SandboxedTokenizer, messages: int, rounds: int, calls: int) -> Sequence[Cost]:
-    """The first round of each warms."""
+    """Measure a chat and a prompt. The first round of each warms up."""
     async with apart:
         return [
             await compare(what, work, here, apart, rounds, calls)

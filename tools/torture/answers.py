@@ -15,7 +15,7 @@ class Answer:
     """The received part of an answer: for each choice, by its index, the text and all other fields."""
 
     choices: dict[int, dict[str, Any]] = field(default_factory=dict)
-    prompt: dict[str, Any] = field(default_factory=dict)  # what is told of it beside the choices
+    prompt: dict[str, Any] = field(default_factory=dict)  # its fields beside the choices
     usage: tuple[int, int] | None = None  # tokens of the prompt, and of all choices
     cached_tokens: int | None = None
 
@@ -60,7 +60,7 @@ def difference(expected: Answer, got: Answer) -> str | None:
     if None not in (expected.usage, got.usage) and expected.usage != got.usage:
         return f"usage {got.usage} instead of {expected.usage}"
     if expected.prompt != got.prompt:
-        return f"what is told of the prompt is {got.prompt} instead of {expected.prompt}"
+        return f"the fields of the prompt are {got.prompt} instead of {expected.prompt}"
     for index, known in expected.choices.items():
         found = got.choices[index]
         for name in sorted(known.keys() | found.keys()):
@@ -87,8 +87,8 @@ def shape_difference(expected: Answer, got: Answer) -> str | None:
     """Return what differs besides what was generated: choices, prompts, and whether each choice has ended."""
     if expected.choices.keys() != got.choices.keys() or not got.finished:
         return f"choices {sorted(got.choices)} instead of {sorted(expected.choices)}, or one without its end"
-    if (told := got.prompt.get("prompt_token_ids")) != expected.prompt.get("prompt_token_ids"):
-        return f"prompt_token_ids are {told} instead of {expected.prompt.get('prompt_token_ids')}"
+    if (found := got.prompt.get("prompt_token_ids")) != expected.prompt.get("prompt_token_ids"):
+        return f"prompt_token_ids are {found} instead of {expected.prompt.get('prompt_token_ids')}"
     for index, known in expected.choices.items():
         found = got.choices[index].get("prompt_token_ids")
         if found != known.get("prompt_token_ids"):

@@ -91,7 +91,7 @@ async def end_server(server: ServerProcess, tally: Tally) -> None:
 
 
 class Conductor:
-    """Strikes fault after fault while the clients of a load go on."""
+    """Injects one fault after the other while the clients of a load go on."""
 
     def __init__(self, plan: Plan, load: Load) -> None:
         self.recoveries = {fault.name: Recoveries() for fault in plan.faults}
@@ -132,7 +132,7 @@ class Conductor:
         return self._bag.pop()
 
     async def _inject(self, fault: Fault) -> None:
-        """Injection, and wait until the server is whole again."""
+        """Inject a fault, and wait until the server is whole again."""
         if (code := self._server.exit_code) is not None:
             self._tally.problem("servers that ended by themselves", f"exit code {code}, before {fault.name}")
             self._server.kill()

@@ -26,7 +26,7 @@ NOT_HTTP = (b"\x16\x03\x01\x02\x00\x01", b"GET / HTTP/9.9\r\n\r\n", b"POST\r\n\r
 
 @dataclass
 class Load:
-    """What all clients share. They send requests while `going` is set, and finish the current one."""
+    """The state that all clients share. They send requests while `going` is set, and finish the current one."""
 
     server: ServerProcess
     exchange: Exchange

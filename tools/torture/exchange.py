@@ -31,7 +31,7 @@ COMES_AGAIN = (429, 503)  # statuses that must have Retry-After
 
 @dataclass(frozen=True)
 class Failure:
-    """Why there is no whole answer."""
+    """The reason why there is no whole answer."""
 
     kind: str  # an error's code, or one of the names above
     message: str

@@ -30,7 +30,7 @@ WORDS = ("once", "upon", "a", "time", "there", "was", "little", "girl", "big", "
 
 @dataclass(frozen=True)
 class RequestSpec:
-    """What decides an answer, which must be the same whenever and however the request is sent."""
+    """The part of a request that decides its answer, whenever and however it is sent."""
 
     name: str
     path: str

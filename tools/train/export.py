@@ -102,7 +102,7 @@ def export(model: Llama, tokenizer: Path, directory: Path) -> None:
 
 
 def load_exported(directory: Path) -> tuple[Llama, Tokenizer]:
-    """The lean model in float32, and its tokenizer."""
+    """Load the lean model in float32, and its tokenizer."""
     model = Llama(shape_of(json.loads((directory / "config.json").read_text())))
     tensors = load_file(directory / "model.safetensors")
     model.load_state_dict({name.removeprefix("model."): tensor.float() for name, tensor in tensors.items()})

@@ -58,7 +58,7 @@ class JsonRoute(APIRoute):
 
 
 class StrictJsonRoute(JsonRoute):
-    """One that refuses unknown fields in any case."""
+    """A JsonRoute that refuses unknown fields in any case."""
 
     may_ignore = False
 

@@ -80,7 +80,7 @@ class BoundedConnection(HttpToolsProtocol):
             self._parse(memoryview(data))
         except HttpParserError as error:
             cause = error.__context__  # what one of the methods below raised
-            self._refuse(cause if isinstance(cause, ApiError) else no_http("this is no valid HTTP/1.1 request"))
+            self._refuse(cause if isinstance(cause, ApiError) else no_http("this is not a valid HTTP/1.1 request"))
         self._kept = 0 if self._came_to_something else self._kept + len(data)
         if self._kept > self.most_header_bytes and not self._refused:
             self._refuse(too_long_headers(self.most_header_bytes))

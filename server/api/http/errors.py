@@ -29,6 +29,7 @@ MOST_PROBLEMS = 5  # of a body, that its error tells
 LONGEST_FIELD = 100  # characters of a field's name in an error
 LONGEST_MESSAGE = 1000  # characters of an error: it may quote what a client sent, or what a chat template says
 KINDS: Mapping[type, str] = {bool: "a boolean", int: "a number", float: "a number", str: "a text"}
+EMPTY = '""'  # how a field without a name is told
 LONGEST_PATH = 200  # characters of a path in an error
 NO_ROUTE = "there is no such route"  # in the log, which has the path as it came: unquoted it may have line breaks
 QUOTING = ("unknown_kv_cache", "not_found")  # codes of the engine's, whose messages have a client's words
@@ -86,7 +87,7 @@ class ApiError(HTTPException):
 
 
 def documented(*statuses: int) -> dict[int | str, dict[str, Any]]:
-    """These errors and whichever else, for the `responses` of a route or a router."""
+    """Return the documentation of these errors, and of any other, for the `responses` of a route or a router."""
     return {status: {"model": Error} for status in statuses} | {"default": {"model": Error}}
 
 
@@ -117,9 +118,9 @@ def as_api_error(error: Exception) -> ApiError:
             return ApiError(503, str(error), code="text_unavailable")
         case RequestValidationError():
             return _invalid(error.errors())
-    told = ApiError(500, "internal error; the server's log tells more", logged="an unexpected exception")
-    told.__cause__ = error  # for the log
-    return told
+    api_error = ApiError(500, "internal error; the server's log tells more", logged="an unexpected exception")
+    api_error.__cause__ = error  # for the log
+    return api_error
 
 
 def install(app: FastAPI) -> None:
@@ -133,31 +134,34 @@ async def _answer(request: Request, error: Exception) -> Response:
 
 
 def answer(request: Request, error: Exception) -> Response:
-    """The response to an exception; middleware sends it itself: what it raises would lose the headers of CORS."""
+    """Return the response to an exception.
+
+    Middleware sends it itself: an exception it raises would lose the headers of CORS.
+    """
     if isinstance(error, HTTPException) and not isinstance(error, ApiError):
-        told = _from_framework(error, request)
+        api_error = _from_framework(error, request)
     else:
-        told = as_api_error(error)
-    request.state.error = told  # for the log
-    return Response(told.body(), told.status_code, told.headers, "application/json")
+        api_error = as_api_error(error)
+    request.state.error = api_error  # for the log
+    return Response(api_error.body(), api_error.status_code, api_error.headers, "application/json")
 
 
 def _from_framework(error: HTTPException, request: Request) -> ApiError:
-    """Of the errors that the framework raises itself."""
+    """Return our error for one that the framework raised itself."""
     called = f"{request.method} {request.scope['path'][:LONGEST_PATH]}"
     if error.status_code == 404:
         return ApiError(404, f"there is no {called}; check the URL", code="unknown_url", logged=NO_ROUTE)
     if error.status_code == 405:
         allowed = _allowed(request)
         message = f"there is no {called}; use {' or '.join(allowed)}"
-        told = ApiError(405, message, code="method_not_allowed", logged=NO_ROUTE)
-        told.headers = {"Allow": ", ".join(allowed)}
-        return told
+        refused = ApiError(405, message, code="method_not_allowed", logged=NO_ROUTE)
+        refused.headers = {"Allow": ", ".join(allowed)}
+        return refused
     return ApiError(error.status_code, error.detail)
 
 
 def _allowed(request: Request) -> list[str]:
-    """The methods of every route of a path; the framework names those of the first route only."""
+    """Return the methods of every route of a path; the framework names those of the first route only."""
     routes = request.app.routes
     return [
         method
@@ -174,14 +178,14 @@ def refused_body(error: ValidationError, suggestions: Mapping[str, str]) -> ApiE
 
 
 def _invalid(problems: Sequence[Mapping[str, Any]], suggestions: Mapping[str, str] = MappingProxyType({})) -> ApiError:
-    """Tells the first few problems, what is missing before all; `param` is the field of the first."""
+    """Return an error with the first few problems, missing fields before all; `param` is the field of the first."""
     problems = sorted(problems, key=lambda problem: problem["type"] != "missing")
-    told = "; ".join(_explained(problem, suggestions) for problem in problems[:MOST_PROBLEMS])
-    told += f"; and {len(problems) - MOST_PROBLEMS} more" if len(problems) > MOST_PROBLEMS else ""
+    message = "; ".join(_explained(problem, suggestions) for problem in problems[:MOST_PROBLEMS])
+    message += f"; and {len(problems) - MOST_PROBLEMS} more" if len(problems) > MOST_PROBLEMS else ""
     logged = "; ".join(
         f"{_field_of_ours(problem) or 'the body'}: {problem['type']}" for problem in problems[:MOST_PROBLEMS]
     )
-    return ApiError(400, told, param=_field(problems[0]), logged=logged)
+    return ApiError(400, message, param=_field(problems[0]), logged=logged)
 
 
 def _explained(problem: Mapping[str, Any], suggestions: Mapping[str, str]) -> str:
@@ -213,12 +217,12 @@ def _instead(problem: Mapping[str, Any]) -> str:
 
 
 def _field(problem: Mapping[str, Any]) -> str | None:
-    """('body', 'stop', 1) is stop[1]; None for the body as a whole."""
+    """Return the field of a location: ('body', 'stop', 1) is stop[1]; None for the body as a whole."""
     path = problem["loc"][1:]
-    name = "".join(f"[{part}]" if isinstance(part, int) else f".{str(part)[:LONGEST_FIELD]}" for part in path)
-    return name.lstrip(".")[:LONGEST_FIELD] or None
+    name = "".join(f"[{part}]" if isinstance(part, int) else f".{part[:LONGEST_FIELD] or EMPTY}" for part in path)
+    return name.removeprefix(".")[:LONGEST_FIELD] or None
 
 
 def _field_of_ours(problem: Mapping[str, Any]) -> str | None:
-    """Without a name that is none of ours: whatever was sent may be in it."""
+    """Return the field of a problem without names that are not ours: they may hold anything that was sent."""
     return _field({"loc": problem["loc"][:-1]} if problem["type"] == "extra_forbidden" else problem)

@@ -12,9 +12,9 @@ from urllib.parse import quote
 
 from config.sources import did_you_mean
 
-MOST_NAMES = 32  # of fields without effect that are told
-MOST_SUGGESTIONS = 8  # more than an error tells
-LONGEST_NAME = 64  # characters of a field's name that are told
+MOST_NAMES = 32  # of fields without effect that are reported
+MOST_SUGGESTIONS = 8  # more than an error shows
+LONGEST_NAME = 64  # characters of a field's name that are reported
 
 
 @dataclass

@@ -25,7 +25,7 @@ def check_head(method: bytes, version: str, headers: Headers) -> None:
     if version not in ("1.0", "1.1"):
         raise no_http(f"this server speaks HTTP/1.1, not HTTP/{version}")
     if method == b"CONNECT":
-        raise no_http("this server is no proxy: there is no CONNECT")
+        raise no_http("this server is not a proxy: there is no CONNECT")
     hosts = _values(headers, b"host")
     if len(hosts) > 1 or (not hosts and version == "1.1"):
         raise no_http(f"the header Host came {len(hosts)} times; send it once")

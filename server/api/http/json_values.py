@@ -169,8 +169,10 @@ def _token_ids(data: bytes) -> DecodedIds | None:
 
 # ---------------------------------------------------------------- in an error
 def shown(value: Any) -> str:
-    """Return a value that was sent, as JSON, for an error; of what is empty, nested or large its kind alone."""
+    """Return a value that was sent, as JSON, for an error; of what is empty, nested or large its type or kind alone."""
     match value:
+        case None:
+            return "null"
         case "":
             return "an empty text"
         case str():
@@ -179,10 +181,14 @@ def shown(value: Any) -> str:
             return "a number that long"
         case bool() | int() | float():
             return json.dumps(value)
-        case dict() if not _few_and_short(value.values()):
-            return "an object"
-        case dict():
+        case dict() if _few_and_short(value.values()):
             return json.dumps(value)[:LONGEST_VALUE]
+        case {"type": str(kind)} if kind:
+            return f'{{"type": {shown(kind)}, ...}}'
+        case dict():
+            return "an object"
+        case list() if _few_and_short(value):
+            return json.dumps(value)
     return "a list"
 
 

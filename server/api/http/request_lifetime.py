@@ -1,8 +1,8 @@
 """A request from its headers to its end: the middleware around all others.
 
 Gives every response the header x-request-id, the client's own or a new one, and x-ignored-fields where fields of the
-body have no effect; tells its status as it begins, and 499 where none did; answers exceptions that nobody expected;
-and tells of every request how it ended. Knows neither endpoints nor who listens.
+body have no effect; reports its status as it begins, and 499 where none did; answers unexpected exceptions; and reports
+how every request ended. Knows neither endpoints nor what becomes of the reports.
 
 Plain ASGI, as Starlette's BaseHTTPMiddleware would hide disconnects.
 """
@@ -30,7 +30,10 @@ class Lifetime:
     """
 
     def __init__(self, app: ASGIApp, responded: Callable[[int], None], ended: Callable[[Ended], None]) -> None:
-        """`responded` hears the status of every response as it begins, `ended` of every request."""
+        """Wrap `app`.
+
+        `responded` is called with the status of every response as it begins, `ended` after every request.
+        """
         self._app = app
         self._responded = responded
         self._ended = ended

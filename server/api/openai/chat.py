@@ -101,7 +101,7 @@ def router(serving: Serving) -> APIRouter:
 
 
 class ChatWriter(Writer[ChatRequest]):
-    """A stream tells of each choice its role, then its text, then how it ended; of the prompt in its first chunk."""
+    """Streams a choice's role, then its text, then its finish reason; fields of the prompt are in its first chunk."""
 
     def parts(self, piece: OutputDelta) -> list[OutputDelta]:
         parts = [] if piece.choice in self._begun else [OutputDelta(piece.choice, "", [], [])]
@@ -134,9 +134,9 @@ class ChatWriter(Writer[ChatRequest]):
             choice = ChatChoice(index=piece.choice, message=message, logprobs=self._logprobs(piece))
             self._tell(choice, piece, generation)
             choices.append(choice)
-        told = ChatCompletion(**self.about, choices=choices)
-        self._tell_prompt(told, 0, generation)
-        return told
+        response = ChatCompletion(**self.about, choices=choices)
+        self._tell_prompt(response, 0, generation)
+        return response
 
     def _logprobs(self, piece: OutputDelta) -> ChatLogprobs | None:
         if not self.body.logprobs:

@@ -39,7 +39,7 @@ def _decoded_prompts(value: Any, validate: ValidatorFunctionWrapHandler) -> Any:
 
 
 def _as_prompts(value: Any) -> Any:
-    """A prompt is a text or ids; a request has one, or a list of them."""
+    """Return a list of prompts, each of which is a text or ids; a request has one, or a list of them."""
     if isinstance(value, str) or (isinstance(value, list) and value and all(type(item) is int for item in value)):
         return [value]
     if isinstance(value, list) and value and (_are_texts(value) or _are_lists(value)):
@@ -123,7 +123,10 @@ def router(serving: Serving) -> APIRouter:
 
 
 def _sampling(body: CompletionRequest, hello: Hello, choices: int) -> Sampling:
-    """Choices that are compared need log-probabilities, and so does an echo of the prompt with them."""
+    """Return the sampling.
+
+    Choices that are compared need log-probabilities, and so does an echo of the prompt with them.
+    """
     compared = 0 if choices > body.n else None
     of_prompt = [top for top in (body.logprobs if body.echo else None, body.prompt_logprobs) if top is not None]
     return sampling_of(
@@ -156,7 +159,7 @@ async def read(tokenizer: TokenizerBase, prompt: str | list[int], body: Completi
 
 
 class CompletionWriter(Writer[CompletionRequest]):
-    """With `echo` a choice's text begins with its prompt."""
+    """Writes completions. With `echo` a choice's text begins with its prompt."""
 
     def __init__(self, tokenizer: Vocabulary, body: CompletionRequest, job: Job) -> None:
         super().__init__(tokenizer, body, job)
@@ -176,7 +179,7 @@ class CompletionWriter(Writer[CompletionRequest]):
         return CompletionResponse(**self.about, choices=choices)
 
     def _part(self, piece: OutputDelta, generation: Generation) -> CompletionChoice:
-        """What a piece adds to its choice."""
+        """Return what a piece adds to its choice."""
         part = CompletionChoice(index=piece.choice, text=piece.text)
         if (top := self.body.logprobs) is not None:
             base = len(self.job.prompt_of(piece.choice).text) if self.body.echo else 0
@@ -194,7 +197,7 @@ class CompletionWriter(Writer[CompletionRequest]):
             part.logprobs = joined(self._of_echo(part.index, generation), part.logprobs)
 
     def _of_echo(self, choice: int, generation: Generation) -> CompletionLogprobs:
-        """The log-probabilities of a choice's prompt."""
+        """Return the log-probabilities of a choice's prompt."""
         head = self.job.first_of(choice)
         if head not in self._echoed:
             assert self.body.logprobs is not None
@@ -204,7 +207,7 @@ class CompletionWriter(Writer[CompletionRequest]):
         return self._echoed[head]
 
     def _best(self, pieces: list[OutputDelta]) -> list[OutputDelta]:
-        """Of each prompt's choices the n whose tokens are likeliest on average, the best first."""
+        """Return the n choices of each prompt whose tokens are likeliest on average, the best first."""
         if self.job.choices == self.body.n:
             return pieces
         best: list[OutputDelta] = []

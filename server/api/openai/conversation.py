@@ -22,7 +22,7 @@ from typing_extensions import TypedDict  # pydantic cannot read that of Python 3
 
 from server.api.http.errors import ApiError
 from server.api.http.field_notes import Reading, reading_of
-from server.api.http.json_values import MOST_VALUES, count_values
+from server.api.http.json_values import MOST_VALUES, count_values, shown
 from server.api.openai.request_models import LONGEST_NAME, Body, Ignored, LongList, Unsupported, only
 from server.text.chat import RESERVED
 from server.text.errors import TextRefused
@@ -53,7 +53,7 @@ class TextPart(TypedDict):
 
 PART_WITHOUT_EFFECT = {"cache_control": dict, "prompt_cache_breakpoint": dict}  # with the types they have
 PART_FIELDS = {"type", "text", *PART_WITHOUT_EFFECT}
-NO_CONTENT = 'should be a text, or a list of {"type": "text", "text": "..."}; nothing else is supported'
+NO_CONTENT = 'should be a text, or a list of {"type": "text", "text": "..."}'
 
 
 def _text_or_parts(value: Any, info: ValidationInfo) -> Any:
@@ -61,7 +61,7 @@ def _text_or_parts(value: Any, info: ValidationInfo) -> Any:
     if isinstance(value, str):
         return value
     if not isinstance(value, list):
-        raise ValueError(NO_CONTENT)
+        raise ValueError(f"{NO_CONTENT}, not {shown(value)}")
     reading = reading_of(info.context)
     return [TextPart(type="text", text=_text_of_part(part, reading)) for part in value]
 
@@ -74,7 +74,7 @@ def _text_of_part(part: Any, reading: Reading) -> str:
         case {"type": "refusal", "refusal": str(text)}:
             fields = PART_FIELDS - {"text"} | {"refusal"}
         case _:
-            raise ValueError(NO_CONTENT)
+            raise ValueError(f"{NO_CONTENT}, not {shown(part)}")
     if len(part) > 2:
         present = {name: value for name, value in part.items() if value is not None}
         for name, value in reading.effective(present, "messages.content.", fields, PART_WITHOUT_EFFECT).items():

@@ -42,7 +42,7 @@ class OutputDelta(NamedTuple):
 
 
 def merged(pieces: Sequence[OutputDelta]) -> list[OutputDelta]:
-    """One piece for each choice, in their order."""
+    """Merge pieces into one for each choice, in the order of choices."""
     parts: dict[int, list[OutputDelta]] = {}
     for piece in pieces:
         parts.setdefault(piece.choice, []).append(piece)
@@ -60,7 +60,7 @@ def merged(pieces: Sequence[OutputDelta]) -> list[OutputDelta]:
 async def generate(
     client: EngineClient, job: Job, outputs: list[OutputText], *, keep_texts: bool = False
 ) -> AsyncIterator[Generation]:
-    """Runs one request for each choice; those that have not ended when the block is left are cancelled.
+    """Run one request for each choice; those that have not ended when the block is left are cancelled.
 
     Raises EngineLost when there is no engine.
     """
@@ -119,15 +119,15 @@ class Generation:
         return 0 if admitted is None else admitted.cached_tokens
 
     def prompt_scores(self, choice: int) -> list[TokenScore]:
-        """Of its prompt's tokens from the second on; all are there when its first piece is."""
+        """Return the log-probabilities of a choice's prompt from its second token on, once its first piece has come."""
         return self._prompt_scores[self.job.first_of(choice)]
 
     def fail(self, error: Exception) -> None:
-        """Raises `error` from `admission` or `pieces`, after everything that the engine has sent."""
+        """Raise `error` from `admission` or `pieces`, after everything that the engine has sent."""
         self._stream.fail(error)
 
     async def admission(self) -> Admitted:
-        """Waits until every choice is admitted, or one has a token: the others may have to wait for a place.
+        """Wait until every choice is admitted, or one has a token: the others may have to wait for a place.
 
         Returns what was said of the choice admitted first. Raises ApiError, EngineLost.
         """
@@ -139,7 +139,7 @@ class Generation:
         return next(iter(self._admitted.values()))
 
     async def pieces(self) -> AsyncIterator[list[OutputDelta]]:
-        """What can be told at a time: of all that has come, where the reader is slower. Raises ApiError, EngineLost."""
+        """Yield lists of pieces: all that have arrived, if the reader is slower. Raises ApiError, EngineLost."""
         if early := [piece for event in self._early for piece in self._pieces(event)]:
             yield early
         async for event in self._stream:
@@ -155,7 +155,7 @@ class Generation:
                 yield pieces
 
     def _seen(self, event: RequestEvent) -> RequestEvent:
-        """Remembers what is to be told of it in the end. Raises ApiError for what failed."""
+        """Record an event, which is returned. Raises ApiError for a request that failed."""
         if isinstance(event, Failed):
             raise from_engine(event)
         if isinstance(event, Admitted):
@@ -169,7 +169,7 @@ class Generation:
         return event
 
     def _pieces(self, event: RequestEvent) -> list[OutputDelta]:
-        """What can be told after this event."""
+        """Return the pieces that can be sent after this event."""
         index = self._index[event.request_id]
         if isinstance(event, Tokens):
             piece = self._piece(index, event)
@@ -183,18 +183,18 @@ class Generation:
         return []
 
     def _in_turn(self, pieces: list[OutputDelta]) -> list[OutputDelta]:
-        """These, but for those before which something is to stand that is not all there yet."""
+        """Return the pieces whose prompts are scored, if that is wanted; keep the others until they are."""
         if not self._prompts_scored:
             return pieces
-        told: list[OutputDelta] = []
+        complete_pieces: list[OutputDelta] = []
         for piece in pieces:
             head = self.job.first_of(piece.choice)
             complete = len(self._prompt_scores[head]) >= len(self.job.prompt_of(head).ids) - 1
-            (told if complete else self._waiting).append(piece)
-        return told
+            (complete_pieces if complete else self._waiting).append(piece)
+        return complete_pieces
 
     def _piece(self, index: int, event: Tokens) -> OutputDelta | None:
-        """None while there is no text to show, or it is the last, and its explanation is to come."""
+        """Return the piece of new tokens; None while there is no text to show, or an explanation is still to come."""
         output, submit, scores = self._outputs[index], self.job.submits[index], self._scores[index]
         scores.extend(event.scores or ())
         released = output.push(event.tokens, event.finish_reason)
@@ -205,7 +205,7 @@ class Generation:
         elif not released.text:
             assert not released.tokens, "tokens come out with text"
             return None
-        told = [scores.popleft() for _ in released.tokens] if scores else []
+        released_scores = [scores.popleft() for _ in released.tokens] if scores else []
         stop_reason: str | int | None = output.stopped_by
         if event.finish_reason == "stop" and stop_reason is None and event.tokens[-1] in submit.sampling.stop_token_ids:
             stop_reason = event.tokens[-1]
@@ -213,7 +213,7 @@ class Generation:
             index,
             released.text,
             released.tokens,
-            told,
+            released_scores,
             output.finish_reason,
             stop_reason,
             num_tokens=output.num_tokens,

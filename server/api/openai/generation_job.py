@@ -34,7 +34,7 @@ class RequestLimits(NamedTuple):
     stop_strings: int
 
     def check_choices(self, prompts: int, choices: int) -> None:
-        """Raises ApiError."""
+        """Raise ApiError if there are too many choices in all."""
         if prompts * choices > self.choices:
             message = f"{prompts} prompts with {choices} choices each are too many: at most {self.choices} in all"
             raise ApiError(400, message, param="prompt" if prompts > 1 else "n")
@@ -89,7 +89,7 @@ def check_scores(sampling: Sampling, prompts: Sequence[PromptTokens], choices: i
 
 @dataclass(frozen=True)
 class StrategyHints:
-    """The model as the answer tells it, where a strategy may be named beside the body, and whose the request is."""
+    """The model's name in the answer, the strategy named outside of the body, and the tenant."""
 
     model: str
     system_fingerprint: str
@@ -100,7 +100,7 @@ class StrategyHints:
 
 @dataclass(frozen=True)
 class Job:
-    """What the engine is asked for, and what all parts of the answer repeat."""
+    """The engine's requests for one body, and the fields that all parts of the answer repeat."""
 
     id: str
     model: str
@@ -114,7 +114,7 @@ class Job:
         return self.prompts[choice // self.choices]
 
     def first_of(self, choice: int) -> int:
-        """The choice that computes the same prompt, and has its log-probabilities."""
+        """Return the choice that computes the same prompt, and has its log-probabilities."""
         return choice // self.choices * self.choices
 
 
@@ -126,7 +126,7 @@ def job_of(
     choices: int,
     how: StrategyHints,
 ) -> Job:
-    """`kind` begins the id; `sampling` is that of the first choice. Raises ApiError."""
+    """Make the job of a request. `kind` begins the id; `sampling` is that of the first choice. Raises ApiError."""
     check_scores(sampling, prompts, choices)
     key, caching, speculation = uuid.uuid4().hex, caching_of(body, how.tenant), speculation_of(body)
     submits = [
@@ -159,7 +159,7 @@ def job_of(
 def sampling_of(
     body: SamplingRequest, hello: Hello, *, max_tokens: int, logprobs: int | None, prompt_logprobs: int | None
 ) -> Sampling:
-    """Of the first choice. Raises ApiError for tokens that the model does not have."""
+    """Return how the first choice is sampled. Raises ApiError for tokens that the model does not have."""
     check_ids(list(body.logit_bias), hello, "logit_bias")
     check_ids(body.stop_token_ids, hello, "stop_token_ids")
     check_ids(body.allowed_token_ids, hello, "allowed_token_ids")
@@ -170,7 +170,7 @@ def sampling_of(
 
 
 def _of_choice(sampling: Sampling, choice: int) -> Sampling:
-    """Drawn with a seed of its own; the prompt is scored once."""
+    """Return the sampling of a choice: with a seed of its own, and the prompt scored for the first choice only."""
     changes = {"seed": (sampling.seed + choice) % INT64} | ({"prompt_logprobs": None} if choice else {})
     return msgspec.structs.replace(sampling, **changes)
 
@@ -185,7 +185,7 @@ def caching_of(body: CacheRequest, tenant: str) -> Caching:
 
 
 def speculation_of(body: GenerationRequest) -> Speculation | None:
-    """None: as the settings say."""
+    """Return the speculative decoding that a request asks for; None: as the settings say."""
     asked = body.speculative_config
     return None if asked is None else msgspec.convert(asked, Speculation, from_attributes=True)
 

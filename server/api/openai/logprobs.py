@@ -27,7 +27,7 @@ class CompletionLogprobs(Struct):
 
 
 def joined(one: CompletionLogprobs, other: CompletionLogprobs) -> CompletionLogprobs:
-    """Of one text, and of the one behind it."""
+    """Concatenate the log-probabilities of one text and of the text after it."""
     return CompletionLogprobs(
         one.tokens + other.tokens,
         one.token_logprobs + other.token_logprobs,

@@ -18,7 +18,7 @@ def name_of(hello: Hello, model: str | None, *, any_name: bool = False) -> str:
 
 
 def instance_of(hello: Hello, model: str) -> str | None:
-    """The strategy instance that a model's name asks for, if it does. Raises ApiError 404 for an unknown model."""
+    """Return the strategy instance that a model's name asks for, if any. Raises ApiError 404 for an unknown model."""
     strategy = _find(hello, model)
     return strategy.name if strategy else None
 
@@ -46,7 +46,7 @@ def router(client: EngineClient, *, list_strategies: bool) -> APIRouter:
 
 
 def _names(hello: Hello) -> dict[str, Strategy | None]:
-    """Every name and alias, plain and with each strategy."""
+    """Return every name and alias, plain and with each strategy, and the strategy each names."""
     return {
         name if strategy is None else f"{name}:{strategy.name}": strategy
         for name in (hello.model, *hello.aliases)

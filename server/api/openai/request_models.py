@@ -1,4 +1,4 @@
-"""What clients may send, checked strictly: `true` is no number, NaN is refused, an unknown field is named.
+"""What clients may send, checked strictly: `true` is not a number, NaN is refused, an unknown field is named.
 
 What both endpoints of generation take; what else a body has stands beside its route. Null is the same as absent.
 Knows neither the engine nor the tokenizer.
@@ -99,7 +99,7 @@ def _not_empty(ids: list[int]) -> list[int]:
 
 
 def only(*neutral: Any, instead: str = "leave it out") -> AfterValidator:
-    """Refuses every value but those that change nothing; without one, every value."""
+    """Refuse every value but the `neutral` ones, which change nothing; without one, refuse every value."""
 
     def check(value: Any) -> Any:
         if value not in neutral:

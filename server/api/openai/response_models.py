@@ -100,7 +100,7 @@ class ChatChunkChoice(Choice, kw_only=True):
 
 
 class ChatAnswer(GenerationResponse, kw_only=True):
-    """What is told of the prompt stands beside the choices, as in vLLM; completions have it in each choice."""
+    """An answer with the fields of the prompt beside the choices, as in vLLM; completions have them in each choice."""
 
     prompt_token_ids: list[int] | UnsetType = UNSET
     prompt_logprobs: PromptLogprobs | UnsetType = UNSET

@@ -48,7 +48,7 @@ MANY_SCORES = 500  # log-probabilities with their alternatives; writing more wou
 
 @dataclass(frozen=True)
 class Serving:
-    """What an endpoint of generation is given."""
+    """The objects and settings that endpoints of generation share."""
 
     client: EngineClient
     tokenizer: TokenizerBase
@@ -85,27 +85,27 @@ class Writer(ABC, Generic[B]):
 
     @abstractmethod
     def chunk(self, piece: OutputDelta | None, generation: Generation) -> GenerationResponse:
-        """Of a stream; without a piece, one without choices."""
+        """Return a chunk of a stream; without a piece, one without choices."""
 
     def parts(self, piece: OutputDelta) -> list[OutputDelta]:
-        """Return the pieces that a streamed piece is told in, a chunk for each."""
+        """Return the pieces that a streamed piece is sent in, a chunk for each."""
         return [piece]
 
     @abstractmethod
     def whole(self, pieces: list[OutputDelta], generation: Generation) -> GenerationResponse:
-        """One piece for each choice."""
+        """Return the whole response, from one piece for each choice."""
 
     def scores_in(self, piece: OutputDelta, generation: Generation) -> int:
-        """How many log-probabilities a piece comes with, those of its prompt too."""
+        """Return the number of log-probabilities of a piece, those of its prompt included."""
         of_prompt = [] if piece.choice in self._begun else generation.prompt_scores(piece.choice)
         return len(piece.scores) + len(of_prompt)
 
     def adds_text_only(self, piece: OutputDelta) -> bool:
-        """Is nothing but its text to be told, as of most pieces behind the first one of a choice?"""
+        """Return whether a piece has nothing but text, as most pieces have after the first one of a choice."""
         return self._texts_only and piece.finish_reason is None and piece.choice in self._begun
 
     def _tell(self, choice: Choice, piece: OutputDelta, generation: Generation) -> bool:
-        """What choices of all endpoints have beside their text; whether this is the first piece of its choice."""
+        """Set the fields that choices have beside their text; return whether this is a choice's first piece."""
         begins = piece.choice not in self._begun
         if begins:
             self._begun.add(piece.choice)
@@ -119,7 +119,7 @@ class Writer(ABC, Generic[B]):
         return begins
 
     def _tell_prompt(self, where: CompletionChoice | ChatAnswer, index: int, generation: Generation) -> None:
-        """Tell what was asked of a choice's prompt."""
+        """Set the fields that were asked for of a choice's prompt."""
         if self.body.return_token_ids:
             where.prompt_token_ids = self.job.prompt_of(index).ids
         if (top := self.body.prompt_logprobs) is not None:
@@ -130,7 +130,7 @@ class Writer(ABC, Generic[B]):
 
 
 def answering(serving: Serving, writer: Writer[Any]) -> Response:
-    """Runs the writer's job while its client is there."""
+    """Return a response that runs the writer's job as long as its client is connected."""
 
     async def answer(scope: Scope, receive: Receive, send: Send) -> None:
         asked = generate(serving.client, writer.job, outputs_of(writer), keep_texts=serving.log_prompts)
@@ -157,7 +157,7 @@ def answering(serving: Serving, writer: Writer[Any]) -> Response:
 
 
 async def _chunks(writer: Writer[Any], admitted: Admitted, generation: Generation) -> AsyncIterator[list[bytes]]:
-    """Those that come together."""
+    """Yield chunks of the stream, those that arrive together in one list."""
     chunks = Chunks(writer, admitted, generation)
     async for pieces in generation.pieces():
         few = sum(writer.scores_in(piece, generation) for piece in pieces) < MANY_SCORES
@@ -169,7 +169,7 @@ async def _chunks(writer: Writer[Any], admitted: Admitted, generation: Generatio
 
 
 class Chunks:
-    """A stream's. Most differ from those before them in their text alone: what stands around it is written once."""
+    """The chunks of a stream. Most differ from the one before in their text alone: the rest is encoded once."""
 
     def __init__(self, writer: Writer[Any], admitted: Admitted, generation: Generation) -> None:
         self._writer = writer
@@ -202,7 +202,7 @@ class Chunks:
 
 
 def outputs_of(writer: Writer[Any]) -> list[OutputText]:
-    """The text of each choice, which begins after its prompt's."""
+    """Return the output text of each choice, which begins after its prompt."""
     body = writer.body
     return [
         OutputText(
@@ -217,7 +217,7 @@ def outputs_of(writer: Writer[Any]) -> list[OutputText]:
 
 # ---------------------------------------------------------------- what all answers have
 def usage(generation: Generation) -> Usage:
-    """A prompt counts once, however many choices it has; every choice that was written counts."""
+    """Return the token counts of a request: each prompt once, and every choice that was generated."""
     return _usage(generation.prompt_tokens, generation.completion_tokens, generation.cached_tokens)
 
 

@@ -70,7 +70,7 @@ class DetokenizeResponse(msgspec.Struct):
 
 
 def router(serving: Serving, info: Mapping[str, Any] | None = None) -> APIRouter:
-    """Return the routes; /tokenizer_info is among them if there is `info` to tell."""
+    """Return the routes; /tokenizer_info is among them if `info` is given."""
     tokenizer = serving.tokenizer
     routes = APIRouter(route_class=JsonRoute, tags=["tokens"], responses=documented(400, 404, 413, 503))
 
@@ -123,7 +123,7 @@ async def _ids(tokenizer: TokenizerBase, body: TokenizeRequest, most: RequestLim
 
 
 def _served(serving: Serving, model: str | None) -> Hello:
-    """Raises EngineLost, and ApiError 404 for another model."""
+    """Return the greeting of the engine that serves a model. Raises EngineLost, and ApiError 404 for another model."""
     hello = serving.client.served()
     instance_of(hello, name_of(hello, model, any_name=serving.any_model_name))
     return hello

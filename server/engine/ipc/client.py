@@ -72,7 +72,7 @@ class Stream:
         return self
 
     async def __anext__(self) -> RequestEvent:
-        """The next event. Raises EngineLost when the connection is lost, or what `fail` was given."""
+        """Return the next event. Raises EngineLost when the connection is lost, or the error that `fail` was given."""
         while self._running:
             if (event := self.arrived()) is not None:
                 return event
@@ -82,11 +82,14 @@ class Stream:
         raise StopAsyncIteration
 
     def arrived(self) -> RequestEvent | None:
-        """The next event, if it is there. Raises as `__anext__`; what came before is delivered."""
+        """Return the next event if it has arrived, else None.
+
+        Raises as `__anext__`; earlier events are delivered first.
+        """
         while self._running and self._events:
             event = self._events.popleft()
             if isinstance(event, EngineLost):
-                self._running.clear()  # nobody is there to cancel them
+                self._running.clear()  # there is no engine to cancel them
             if isinstance(event, Exception):
                 self.cancel_all("error")
                 raise event
@@ -99,7 +102,7 @@ class Stream:
         return None
 
     def cancel(self, request_id: str, outcome: Literal["cancelled", "stop", "error"] = "cancelled") -> None:
-        """Stops one request: no more of its events are delivered, but for the explanation of one that came to a stop.
+        """Stop one request: no more of its events are delivered, except the explanation of one that ended with "stop".
 
         One that has ended is no error.
         """
@@ -126,7 +129,7 @@ class Stream:
             self._arrival.set_result(None)
 
     def fail(self, error: Exception) -> None:
-        """Has `error` raised to whoever reads the events, after those that are there."""
+        """Raise `error` in the reader of the events, after those that have arrived."""
         self.put(error)
 
 
@@ -157,7 +160,7 @@ class EngineClient:
     # ------------------------------------------------------------ requests
     @contextlib.asynccontextmanager
     async def stream(self, submits: Sequence[Submit]) -> AsyncIterator[Stream]:
-        """Runs requests; what has not ended when the block is left, however it is left, is cancelled.
+        """Run requests; those that have not ended when the block is left, however it is left, are cancelled.
 
         Raises EngineLost when there is no engine, and what `end` was given.
         """
@@ -177,7 +180,7 @@ class EngineClient:
                 self._streams.pop(submit.request_id, None)
 
     def end(self, error: Exception) -> None:
-        """Fails every request, those to come too."""
+        """Fail every request, later ones too."""
         self._ended = error
         for stream in set(self._streams.values()):
             stream.fail(error)
@@ -209,7 +212,7 @@ class EngineClient:
                 self.era = object()
 
     def tell(self, observed: Observed) -> None:
-        """Raises EngineLost while there is no engine."""
+        """Send what this worker has observed. Raises EngineLost while there is no engine."""
         self._send(observed)
 
     def _cancel(self, message: Cancel) -> None:
@@ -217,7 +220,7 @@ class EngineClient:
             self._send(message)
 
     def _send(self, *messages: ToEngine) -> None:
-        """In one piece, so that requests that belong together arrive together."""
+        """Send messages in one piece, so that requests that belong together arrive together."""
         self.served()
         assert self._connection is not None, "who was greeted is connected"
         if self._connection.transport.is_closing():  # the engine has just ended, and `hello` is about to go
@@ -255,7 +258,7 @@ class EngineClient:
         return self._connection
 
     async def _converse(self, connection: _Connection) -> None:
-        """Until the connection ends; then everything that waits for the engine ends too."""
+        """Receive events until the connection ends; then everything that waits for the engine ends, too."""
         try:
             await connection.ended
             log.warning("the engine hung up; connecting again")

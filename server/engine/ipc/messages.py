@@ -13,7 +13,7 @@ from server.engine.records import RequestRecord
 
 
 class Sampling(msgspec.Struct, frozen=True):
-    """How tokens are drawn, and what is told of them.
+    """How tokens are drawn, and which log-probabilities are returned.
 
     temperature 0 is greedy; top_k 0, top_p 1 and min_p 0 switch the filter off, penalties of 0 (repetition: 1) too.
     """
@@ -93,7 +93,7 @@ class Clear(msgspec.Struct, tag=True, frozen=True):
 
 
 class PinPrefix(msgspec.Struct, tag=True, frozen=True):
-    """Keeps what is cached of a prompt for so many seconds."""
+    """Keeps what is cached of a prompt for a number of seconds."""
 
     instance: str
     tokens: list[int]
@@ -117,14 +117,14 @@ class Share(msgspec.Struct, tag=True, frozen=True):
 
 
 class Profile(msgspec.Struct, tag=True, frozen=True):
-    """Records the next steps with torch's profiler: so many, and for so long at most; answered when that is over."""
+    """Records at most `steps` next steps with torch's profiler, for at most `seconds`; answered when that is over."""
 
     steps: int
     seconds: float
 
 
 class Observed(msgspec.Struct, tag=True, frozen=True):
-    """What an API worker has seen since it told last: its responses by status, and its resident memory, in bytes."""
+    """The responses of an API worker by status since its last such message, and its resident memory in bytes."""
 
     responses: dict[int, int]
     memory_bytes: int
@@ -193,7 +193,7 @@ class TokenScore(msgspec.Struct, frozen=True, array_like=True):
 
 
 class PromptScores(msgspec.Struct, tag=True, frozen=True):
-    """Of the prompt's tokens from its second on, in order; a long prompt's come in several of these."""
+    """The scores of the prompt's tokens from the second on, in order; a long prompt's come in several of these."""
 
     request_id: str
     scores: list[TokenScore]

@@ -32,7 +32,7 @@ MAX_UNREAD = 64 * 2**20  # bytes a worker may leave unread; then it is taken for
 
 
 class Gone(msgspec.Struct, frozen=True):
-    """The worker's connection has ended; nobody is left to hear of its requests."""
+    """The worker's connection has ended: its requests need no more events."""
 
 
 class Gateway:
@@ -52,12 +52,12 @@ class Gateway:
 
     # ------------------------------------------------------------ any thread
     def start(self) -> None:
-        """Returns when workers can connect. Raises OSError when the socket cannot be made."""
+        """Start the thread; return when workers can connect. Raises OSError when the socket cannot be made."""
         self._thread.start()
         self._listening.result()
 
     def send(self, worker_id: int, events: list[FromEngine]) -> None:
-        """Sends one frame without waiting. A worker that is gone, or a closed gateway, is no error.
+        """Send one frame without waiting. Does nothing if the worker is gone or the gateway is closed.
 
         The caller's thread writes: waking another for each step costs a step more than the writing.
         """
@@ -75,7 +75,7 @@ class Gateway:
             worker.hang_up()
 
     def close(self) -> None:
-        """Hangs up on all workers and removes the socket; returns when the thread has ended. May be called twice."""
+        """Hang up on all workers and remove the socket; return when the thread has ended. May be called twice."""
         self._soon(self._stop.set)
         self._thread.join()
 
@@ -87,7 +87,7 @@ class Gateway:
         self.close()
 
     def _soon(self, function: Callable[..., None], *args: object) -> None:
-        """Has the gateway's thread call it."""
+        """Have the gateway's thread call a function."""
         assert self._loop is not None, "start() comes first"
         with contextlib.suppress(RuntimeError):  # the loop is closed
             self._loop.call_soon_threadsafe(function, *args)
@@ -102,7 +102,7 @@ class Gateway:
             self._listening.set_exception(error)
 
     async def _serve(self) -> None:
-        """Until `close`."""
+        """Serve workers until `close` is called."""
         self._loop = asyncio.get_running_loop()
         with _listen(self._path) as listener:
             accepting = asyncio.create_task(self._accept(listener))
@@ -147,7 +147,7 @@ class Gateway:
             self.inbox.put((worker_id, Gone()))
 
     def _flush_when_possible(self, worker_id: int) -> None:
-        """Sends what the socket had no room for, as it gets room."""
+        """Send what the socket had no room for, as it gets room."""
         if (worker := self._workers.get(worker_id)) is not None:
             asyncio.get_running_loop().add_writer(worker.socket, self._flush, worker)
 
@@ -157,7 +157,7 @@ class Gateway:
 
 
 class Outbox:
-    """A worker's socket, and what it had no room for. Whoever has something to send writes it; nobody waits."""
+    """A worker's socket, and the bytes it had no room for. Any thread may write; none waits."""
 
     def __init__(self, connection: socket.socket) -> None:
         self.socket = connection
@@ -185,7 +185,7 @@ class Outbox:
             return len(self._unsent)
 
     def hang_up(self) -> None:
-        """Whoever reads from the socket finds its end."""
+        """Shut the socket down: its reader finds the end."""
         with self._lock, contextlib.suppress(OSError):
             self.socket.shutdown(socket.SHUT_RDWR)
 
@@ -195,7 +195,7 @@ class Outbox:
 
 
 def _listen(path: str) -> socket.socket:
-    """A listening socket at `path`, for this user only; a socket left there by a dead engine is replaced."""
+    """Return a listening socket at `path`, for this user only; a socket left there by a dead engine is replaced."""
     with contextlib.suppress(FileNotFoundError):
         if stat.S_ISSOCK(os.stat(path).st_mode):
             os.unlink(path)
@@ -203,7 +203,7 @@ def _listen(path: str) -> socket.socket:
     listener.setblocking(False)
     try:
         listener.bind(path)
-        os.chmod(path, 0o600)  # before listen(): nobody can have connected
+        os.chmod(path, 0o600)  # before listen(): no worker can have connected
         listener.listen()
     except OSError:
         listener.close()

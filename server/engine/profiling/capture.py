@@ -17,11 +17,11 @@ from kernels.device import Device
 log = logging.getLogger(__name__)
 
 NAME = "kvmux"
-FILE = f"0000-{NAME}.gputrace"  # as torch makes it of the name
+FILE = f"0000-{NAME}.gputrace"  # the file that torch makes of the name
 
 
 class Capture:
-    """`with` it; it ends after so many steps, or with the block."""
+    """A capture that ends after a number of steps, or with its `with` block."""
 
     def __init__(self, steps: int, capturing: AbstractContextManager[None] | None) -> None:
         """Begin to capture, if there is anything to capture with. `steps` are those that compute something."""

@@ -44,7 +44,7 @@ NOTHING: AbstractContextManager[object] = nullcontext()
 
 
 class Annotated(OpHook):
-    """`with` it, each call of an operation is named in the trace; a step's layers run as they always do."""
+    """Names each call of an operation in the trace within its `with` block; a step's layers run as they always do."""
 
     counts = False
 
@@ -66,7 +66,7 @@ class Annotated(OpHook):
 
 @dataclass
 class Recording:
-    """Steps that are recorded, and which worker's query they answer."""
+    """Steps that are recorded for the query of a worker."""
 
     worker: int
     query_id: int
@@ -82,17 +82,17 @@ class Recording:
 
 
 class Profiler:
-    """Between recordings it costs a step two looks at an attribute."""
+    """Records steps on request. Between recordings a step reads an attribute twice."""
 
     def __init__(self, ops: Ops, device: torch.device, about: Mapping[str, Any]) -> None:
-        """`about` describes the engine in each trace."""
+        """Make a profiler of an engine, which `about` describes in each trace."""
         os.environ.setdefault("KINETO_LOG_LEVEL", SILENT)
         self._ops = ops
         self._device = "cuda" if device.type == "cuda" else None  # whose kernels are recorded, too
         self._about = about
         self._busy = False  # from the query to its answer
         self._recording: Recording | None = None
-        self._done: queue.SimpleQueue[tuple[int, Answer]] = queue.SimpleQueue()  # a worker, and what it is answered
+        self._done: queue.SimpleQueue[tuple[int, Answer]] = queue.SimpleQueue()  # a worker, and the answer to it
 
     def begin(self, worker: int, query_id: int, wanted: Profile) -> Answer | None:
         """Have steps recorded from the next one on; return the answer if that is refused."""
@@ -117,7 +117,7 @@ class Profiler:
         return record_function(STEP) if recording is not None and busy else NOTHING
 
     def after_step(self, rows: int) -> tuple[int, Answer] | None:
-        """End a recording where that is due; return a worker and what it is answered, once that is known.
+        """End a recording that is over; return a worker and the answer to it, once there is one.
 
         `rows` is the number of rows of the step before.
         """
@@ -146,7 +146,7 @@ class Profiler:
             self._fail(recording.worker, recording.query_id)
 
     def _fail(self, worker: int, query_id: int, watching: ExitStack | None = None) -> None:
-        """Answer that it failed, and log the exception that is being handled."""
+        """Answer that profiling failed, and log the exception that is being handled."""
         log.exception("profiling failed")
         self._done.put((worker, _refused(query_id, RequestError(500, FAULT))))
         if watching is not None:
@@ -156,7 +156,7 @@ class Profiler:
                 log.exception("torch's profiler could not be stopped")
 
     def _write(self, recording: Recording, seconds: float) -> None:
-        """Run in a helper thread."""
+        """Write the trace and answer; runs in a helper thread."""
         try:
             answer = Answer(recording.query_id, self._answer(recording, seconds), made=monotonic())
         except RequestError as error:
@@ -167,16 +167,16 @@ class Profiler:
         self._done.put((recording.worker, answer))
 
     def _answer(self, recording: Recording, seconds: float) -> bytes:
-        """Return the trace and what is told of it, packed. Raises RequestError if it is too large."""
+        """Return the trace with a summary, packed. Raises RequestError if it is too large."""
         trace = _trace_of(recording.torch_profiler)
-        told = {
+        summary = {
             **self._about,
             "steps": recording.steps,
             "seconds": seconds,
             "table": table_of(trace),
             "in_layers": dict(recording.operations.in_layers),
         }
-        return gzip.compress(_with_member(trace, "kvmux", told), compresslevel=3)
+        return gzip.compress(_with_member(trace, "kvmux", summary), compresslevel=3)
 
 
 def _trace_of(torch_profiler: profile) -> bytes:

@@ -1,4 +1,4 @@
-"""A table of a chrome trace: calls and time by name. Knows the format's complete events, and not who wrote them.
+"""A table of a chrome trace: calls and time by name. Knows the format's complete events, and not what wrote them.
 
 torch's own table takes minutes of Python for a large trace, and would slow down the steps meanwhile.
 """
@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 
 LONGEST = 60  # rows
-TICK = 1e-3  # microseconds; ends of nested spans may differ by so much
+TICK = 1e-3  # microseconds; ends of nested spans may differ by this
 
 
 class TraceSpan(msgspec.Struct):
@@ -40,11 +40,11 @@ class TraceRow:
     def __init__(self) -> None:
         self.calls = 0
         self.total = 0.0  # microseconds
-        self.own = 0.0  # without what was called within
+        self.own = 0.0  # without the calls within
 
 
 def table_of(trace: bytes) -> list[dict[str, Any]]:
-    """Return the names that took longest by themselves: calls, seconds in all and of their own. Raises DecodeError."""
+    """Return the names with the most time of their own: calls, seconds in all and of their own. Raises DecodeError."""
     spans = [s for s in msgspec.json.decode(trace, type=Trace).traceEvents if s.ph == "X"]
     spans.sort(key=lambda s: (str(s.pid), str(s.tid), s.ts, -s.dur))
     rows: defaultdict[tuple[str, str], TraceRow] = defaultdict(TraceRow)

@@ -9,7 +9,7 @@ from server.engine.ipc.messages import Sampling
 
 
 class Text(NamedTuple):
-    """What stands before the token that is drawn."""
+    """The tokens before the one that is drawn."""
 
     prompt: Sequence[int]
     output: Sequence[int]
@@ -28,7 +28,7 @@ class Draw(NamedTuple):
 
 
 def adjusts(sampling: Sampling) -> bool:
-    """Whether the text before a token, a bias, or a choice of tokens changes its logits."""
+    """Return whether the text before a token, a bias, or a choice of tokens changes its logits."""
     return bool(sampling.logit_bias or sampling.allowed_token_ids) or penalises(sampling)
 
 

@@ -17,8 +17,8 @@ from server.engine.sampling.draw import Text
 
 
 def adjusted(logits: Tensor, sampling: Sampling, text: Text, banned: Collection[int] = ()) -> Tensor:
-    """logits [V] -> new ones: repetition, frequency and presence penalties, then the bias, then -inf for tokens that
-    are `banned` or not allowed.
+    """Return logits [V] with repetition, frequency and presence penalties, then the bias, then -inf for `banned` tokens
+    and those not allowed.
 
     Repetition (Keskar et al. 2019) counts prompt and output, the other two (OpenAI's) the output alone. A logit that
     a penalty near 0 makes too large for its type stays the largest there is.
@@ -50,6 +50,6 @@ def allowed_ids(sampling: Sampling) -> NDArray[np.int64]:
 
 
 def _counted(tokens: Sequence[int], like: Tensor) -> tuple[Tensor, Tensor]:
-    """The distinct tokens, and how often each is there."""
+    """Return the distinct tokens, and the number of times that each occurs."""
     ids, counts = np.unique(np.asarray(tokens, np.int64), return_counts=True)
     return torch.from_numpy(ids).to(like.device), torch.from_numpy(counts).to(like)

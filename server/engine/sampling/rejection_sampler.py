@@ -44,7 +44,7 @@ class SampleResult(NamedTuple):
     """The draws of a turn that count."""
 
     tokens: list[int]
-    sound: bool = True  # False: the logits behind these tokens are no numbers
+    sound: bool = True  # False: the logits behind these tokens are not numbers
 
     @property
     def accepted(self) -> int:

@@ -21,7 +21,7 @@ MAX_SEED = 2**64 - 1
 
 
 def sample(logits: Tensor, draws: Sequence[Draw], operation: Sample = plain.sample) -> list[int | None]:
-    """logits [K, V], which stay as they are -> K token ids; None where the logits are no numbers."""
+    """logits [K, V], which stay as they are -> K token ids; None where the logits are not numbers."""
     how = torch.from_numpy(_drawings(draws))
     tokens = operation(logits, how)
     if changed := [i for i, draw in enumerate(draws) if draw.banned or adjusts(draw.sampling)]:

@@ -24,7 +24,7 @@ class RequestError(Exception):
         self.status, self.message, self.code, self.param = status, message, code, param
 
     def told(self, request_id: str = "") -> Failed:
-        """As it goes to the API worker."""
+        """Return the message for the API worker."""
         return Failed(request_id, self.status, self.message, self.code, self.param)
 
 
@@ -61,7 +61,7 @@ class Request:
     preemptions: int = 0
     refused_at: int = -1  # the scheduler's count of changes when it was last asked and found no room; -1: it was not
     passed_over: int = 0  # requests that were admitted while this one, before them in line, had no room
-    scored: int = 0  # tokens of the prompt whose log-probabilities have been told
+    scored: int = 0  # tokens of the prompt whose log-probabilities have been sent
     drafted_tokens: int = 0  # guesses that were verified,
     accepted_tokens: int = 0  # and those that came true
     finish_reason: Literal["stop", "length"] | None = None
@@ -109,21 +109,21 @@ class Request:
         return 0 if self.unscored else self.caching.max_cached
 
     def draft(self, most: int) -> list[int]:
-        """Guesses at its next tokens, `most` of them or fewer, if it decodes and wants any; else none."""
+        """Return at most `most` draft tokens, if the request decodes and wants any; else an empty list."""
         if self.lookup is None or not self.generated or self.remaining > 1:
             return []
         most = min(most, self.sampling.max_tokens - self.generated - 1)  # behind the last of them one more is drawn
         return self.lookup.draft(self.tokens, most) if most > 0 else []
 
     def verified(self, drafted: int, accepted: int) -> None:
-        """So many guesses entered a step, and so many of them came true."""
+        """Count the draft tokens that entered a step, and those of them that were accepted."""
         self.drafted_tokens += drafted
         self.accepted_tokens += accepted
         if self.lookup is not None:
             self.lookup.learn(accepted)
 
     def draws(self, eos_ids: Collection[int], draft: Sequence[int] = ()) -> list[Draw]:
-        """How its next token is drawn, and the one behind each guess of a draft, if all up to there come true."""
+        """Return how the next token is drawn, and the one after each draft token, if all before it are accepted."""
         return [self._draw(eos_ids, draft[:guesses]) for guesses in range(len(draft) + 1)]
 
     def _draw(self, eos_ids: Collection[int], draft: Sequence[int]) -> Draw:
@@ -133,7 +133,7 @@ class Request:
         return Draw(sampling, len(self.tokens) + len(draft), text, banned)
 
     def extend(self, token: int, eos_ids: Collection[int]) -> None:
-        """A sampled token; sets finish_reason if it is the last."""
+        """Append a sampled token; set finish_reason if it is the last."""
         self.tokens.append(token)
         now = time.monotonic()
         self.times.first_token = self.times.first_token or now
@@ -152,7 +152,7 @@ class Request:
             raise RequestError(400, message, param="allowed_token_ids")
 
     def ends(self, eos_ids: Collection[int]) -> Collection[int]:
-        """Tokens that end its text."""
+        """Return the tokens that end the text."""
         if self.sampling.ignore_eos:
             return self.sampling.stop_token_ids
         return {*eos_ids, *self.sampling.stop_token_ids} if self.sampling.stop_token_ids else eos_ids

@@ -39,10 +39,10 @@ class Limits(NamedTuple):
     max_seq_len: int
     kv_bytes: int
     kv_overcommit: float
-    max_step_scores: int = 2**62  # tokens of prompts whose log-probabilities are told in one step
-    max_passed_over: int = 64  # admissions past a request that has no room, before nobody may pass any more
-    num_speculative_tokens: int = 0  # in a draft of those who do not say how many
-    max_speculative_tokens: int = 16  # that somebody may ask for
+    max_step_scores: int = 2**62  # tokens of prompts whose log-probabilities are computed in one step
+    max_passed_over: int = 64  # admissions past a request that has no room, before no request may pass any more
+    num_speculative_tokens: int = 0  # in a draft, for requests that do not say how many
+    max_speculative_tokens: int = 16  # that a request may ask for
     priority_aging: float = 10.0  # seconds of waiting that are worth one level of priority
     max_priority_wait: float = 600.0  # seconds that a priority moves a request in line, at most
 
@@ -64,7 +64,7 @@ class _Step:
     rows: list[Scheduled] = field(default_factory=list)
     members: set[Request] = field(default_factory=set)
     preempted: list[Request] = field(default_factory=list)
-    short: bool = False  # somebody had no room
+    short: bool = False  # a request had no room
     reserve: int = 0  # of the budget: not for prompts behind one that ends in this step
     prompt_ends: bool = False
 
@@ -130,14 +130,14 @@ class Scheduler:
         return max(-longest, min(priority * self.limits.priority_aging, longest))
 
     def remove(self, request: Request) -> None:
-        """Finished, cancelled or failed: its memory is free at once."""
+        """Remove a request that has finished, was cancelled or failed, and free its memory."""
         if request.seat is not None:
             self._unseat(request)
         else:
             self._wait_no_more(request)
 
     def fork(self, request: Request, sibling: Request) -> bool:
-        """Seats a waiting request where its sibling is, if it may run and there is room."""
+        """Give a waiting request a copy of its sibling's seat, if it may run and there is room."""
         assert sibling.seat is not None
         if self._allowed(request, self.running):
             request.seat = request.cache.fork(sibling.seat)
@@ -148,7 +148,7 @@ class Scheduler:
         return True
 
     def waits(self) -> Counter[tuple[str, Wait]]:
-        """Requests that wait, by instance, and by what for: a sibling's prompt, a seat, memory, or their turn.
+        """Count the waiting requests by instance and by what they wait for, such as memory or their turn.
 
         Behind one that found no room when it was last asked, all of its instance wait for memory.
         """
@@ -165,17 +165,17 @@ class Scheduler:
         return Counter((request.cache.name, wait_of(request)) for request in self.waiting)
 
     def room_changed(self) -> None:
-        """There may be room where there was none: who waits asks again."""
+        """Note that there may be room where there was none: waiting requests try again."""
         self._room_changes += 1
 
     def memory_changed(self, kv_bytes: int) -> None:
-        """There is so much KV memory from now on."""
+        """Set the bytes of KV memory that there are from now on."""
         self.limits = self.limits._replace(kv_bytes=kv_bytes)
         self.room_changed()
 
     # ---------------------------------------------------------------- a step
     def schedule(self) -> tuple[Sequence[Scheduled], Sequence[Request]]:
-        """The step's rows, and the requests that were preempted for them."""
+        """Return the step's rows, and the requests that were preempted for them."""
         tokens = self.limits.max_step_tokens
         step = _Step(tokens, self.limits.max_step_scores, reserve=tokens // 2)
         self._make_way(step)
@@ -193,7 +193,7 @@ class Scheduler:
         return step.rows, step.preempted
 
     def _advance(self, request: Request, step: _Step) -> None:
-        """Adds the request's next row, if its cache is ready and there is, or can be made, room."""
+        """Add the request's next row, if its cache is ready and there is, or can be made, room."""
         cache, seat = request.cache, request.seat
         assert seat is not None
         if not cache.ready(seat):
@@ -211,7 +211,7 @@ class Scheduler:
         step.add(request, num_tokens)
 
     def _speculate(self, step: _Step) -> None:
-        """What the others have left of the step goes to drafts; nobody waits or gives way for one."""
+        """Give drafts what the rows have left of the step; no request waits or is preempted for one."""
         for i, (request, num_tokens, _) in enumerate(step.rows):
             room = min(step.budget, step.scores, (request.cache.contract.max_row or step.budget + 1) - num_tokens)
             draft = request.draft(room)
@@ -222,7 +222,10 @@ class Scheduler:
                 step.scores -= len(draft)
 
     def _victim(self, request: Request, step: _Step) -> Request | None:
-        """Who gives way: the last in line behind `request`, of its own instance and cheap to recompute if possible."""
+        """Return the request to preempt, from those behind `request`; None if there is none.
+
+        Those that are cheap to recompute come first, then those of its own instance, then the last in line.
+        """
         behind = [r for r in self.running if r.place > request.place and r not in step.members]
         if request.cache.at_limit:
             behind = [r for r in behind if r.cache is request.cache]
@@ -248,7 +251,10 @@ class Scheduler:
                 self._preempt(lower.pop(), step)
 
     def _could_seat(self, request: Request, lower: Sequence[Request]) -> bool:
-        """Is there room for it without `lower`? Shared memory counts for everybody, so this errs towards no."""
+        """Return whether a request would have room without `lower`.
+
+        Shared memory counts for each, so this errs towards no.
+        """
         stay = [r for r in self.running if r not in lower]
         own = [r for r in stay if r.cache is request.cache]
         return (
@@ -258,7 +264,7 @@ class Scheduler:
         )
 
     def _admit(self, step: _Step) -> None:
-        """Seats for those who wait, in line; an instance without room holds up only its own, up to a point."""
+        """Seat waiting requests in order; an instance without room holds up only its own, up to a point."""
         without_room: list[Request] = []
         for request in self._candidates():
             if not step.open or any(r.passed_over >= self.limits.max_passed_over for r in without_room):
@@ -277,7 +283,10 @@ class Scheduler:
             self._advance(request, step)
 
     def _seat(self, request: Request) -> bool:
-        """A seat, if there is room. Asked again only when that may have changed: asking reads the whole prompt."""
+        """Seat a request and return whether there was room.
+
+        Looks again only when that may have changed: it reads the whole prompt.
+        """
         if self.running and request.refused_at == self._room_changes:
             return False
         if self._allowed(request, self.running):
@@ -289,7 +298,7 @@ class Scheduler:
         return True
 
     def _candidates(self) -> Iterator[Request]:
-        """Who waits for a seat and nothing else, in line. Thousands may, so nobody is looked at before it is asked."""
+        """Return the requests that wait for nothing but a seat, in order."""
         return (request for request in self.waiting.copy() if not request.held_back)
 
     def _run(self, request: Request) -> None:
@@ -299,7 +308,7 @@ class Scheduler:
         request.times.admitted = request.times.admitted or time.monotonic()
 
     def _allowed(self, request: Request, others: Sequence[Request]) -> bool:
-        """May it run beside `others`, by their number and by the bytes that all can come to?"""
+        """Return whether a request may run beside `others`, by their number and by the bytes that all may come to."""
         if request.cache.draining:
             return False
         limits = self.limits
@@ -333,5 +342,5 @@ def _open(request: Request) -> Seat | None:
 
 
 def _bytes(requests: Sequence[Request]) -> int:
-    """What they hold with the tokens they have."""
+    """Return the bytes that requests hold with the tokens they have."""
     return sum(r.cache.bytes_for(len(r.tokens)) for r in requests)

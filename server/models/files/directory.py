@@ -66,6 +66,6 @@ def _path(model: str) -> Path:
     try:
         path = EMBEDDED.get(model) or Path(model).expanduser()
         path.exists()
-    except (OSError, RuntimeError) as error:  # a name too long; the home of nobody
+    except (OSError, RuntimeError) as error:  # a name too long; the home of an unknown user
         raise ModelError(f"no model at {model!r}: {error}") from None
     return path

@@ -1,6 +1,6 @@
 """Where links in a model's directory may lead, checked once before any file of it is read. Imports no torch.
 
-A directory comes with a model from somebody else, and a link in it could have the server read, and serve, a file of
+A model's directory comes from its author, and a link in it could have the server read, and serve, a file of
 this machine that has nothing to do with the model. What is checked: the directory itself and the folder of further chat
 templates, which is all that is read, and the names of files in indices of weights. The directory may itself be a link,
 as the user has named it. Knows no file's contents but the indices'.

@@ -43,7 +43,7 @@ _GEMMA_NAMES = {
 
 
 class Architecture(NamedTuple):
-    """How llama.cpp writes a family."""
+    """The names by which llama.cpp writes a family."""
 
     family: str  # a row of families.py
     names: Mapping[str, str] = NAMES
@@ -114,7 +114,7 @@ class Keys:
         return found
 
     def text(self, key: str, default: str) -> str:
-        """Raises ModelError."""
+        """Return a word, or the default if the file has none. Raises ModelError."""
         found = self.get(key, default)
         if not isinstance(found, str):
             raise self._strange(key, found, "a word")
@@ -140,7 +140,7 @@ def config_of(header: Header) -> dict[str, Any]:
     if "token_embd.weight" not in tensors:
         raise ModelError(f"{header.file} has no tensor 'token_embd.weight'; is it a vocabulary only?")
     if len(tensors["token_embd.weight"].shape) != 2:
-        raise ModelError(f"{header.file}: tensor 'token_embd.weight' is no matrix")
+        raise ModelError(f"{header.file}: tensor 'token_embd.weight' is not a matrix")
     vocab_size, width = tensors["token_embd.weight"].shape
     tokens = header.metadata.get("tokenizer.ggml.tokens")
     if isinstance(tokens, list) and len(tokens) > vocab_size:

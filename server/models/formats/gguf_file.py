@@ -81,7 +81,7 @@ def _header(file: Path, data: mmap.mmap) -> Header:
     found = _by_name(cursor, tensor_count, cursor.tensor)
     alignment = metadata.get("general.alignment", ALIGNMENT)
     if type(alignment) is not int or not 8 <= alignment <= MOST_ALIGNMENT or alignment & (alignment - 1):
-        raise ValueError(f"general.alignment is no power of two from 8 to {MOST_ALIGNMENT}")
+        raise ValueError(f"general.alignment is not a power of two from 8 to {MOST_ALIGNMENT}")
     if name := next((name for name, tensor in found.items() if tensor.offset % alignment), None):
         raise ValueError(f"tensor {name!r} does not begin at a multiple of {alignment} bytes")
     start = -(-cursor.place // alignment) * alignment

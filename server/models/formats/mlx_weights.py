@@ -21,7 +21,7 @@ from server.models.weights import READABLE, Matrix, Safetensors, Shape, check_sh
 
 
 class _Quantisation(BaseModel):
-    """Of all matrices, or of one."""
+    """The quantisation of all matrices, or of one."""
 
     model_config = ConfigDict(strict=True, extra="allow")
 
@@ -31,7 +31,7 @@ class _Quantisation(BaseModel):
 
 
 def is_mlx(directory: Path) -> bool:
-    """Whether a directory holds such a checkpoint. Raises ModelError."""
+    """Return whether a directory holds an MLX checkpoint. Raises ModelError."""
     return read_json(directory / "config.json").get("quantization") is not None
 
 
@@ -39,7 +39,9 @@ class MLXWeights:
     """Implements `server.models.weights.Weights`."""
 
     def __init__(self, directory: Path, dtype: torch.dtype, device: torch.device, *, as_stored: bool) -> None:
-        """`as_stored`: what is quantised stays so, on the device; otherwise all is dequantised to `dtype`.
+        """Open a checkpoint.
+
+        `as_stored` keeps quantised weights so, on the device; otherwise all are dequantised to `dtype`.
 
         Raises ModelError.
         """
@@ -76,7 +78,7 @@ class MLXWeights:
         return weight.to(self._device)
 
     def _how(self, module: str) -> _Quantisation:
-        """A module's bits and columns, by the name that the files have for it."""
+        """Return a module's bits and columns, by the name that the files have for it."""
         given = self._quantisation
         if isinstance(given, dict) and isinstance(given.get(module), dict):
             given = given[module]

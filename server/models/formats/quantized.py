@@ -66,7 +66,7 @@ class QuantisedWeights:
         stored: CachedWeights | None = None,
         draft: CachedWeightsWriter | None = None,
     ) -> None:
-        """`weights` come as the checkpoint has them; what is not quantised becomes `dtype`."""
+        """Quantise `weights` as they are read from a checkpoint; those that are not quantised become `dtype`."""
         self._weights = weights
         self._format = format
         self._dtype, self._device = dtype, device
@@ -123,7 +123,7 @@ class Telling:
         self._told: set[str] = set()
 
     def at(self, name: str) -> None:
-        """A matrix is about to be quantised."""
+        """Show that a matrix is about to be quantised."""
         match = re.search(r"layers\.(\d+)\.", name)
         layer = int(match[1]) if match else 0
         if sys.stderr.isatty():
@@ -143,7 +143,7 @@ class Telling:
             self._bar.stop()
 
     def _started(self) -> Progress:
-        from rich.console import Console  # not for those who quantise nothing
+        from rich.console import Console  # here, as other models start sooner without it
         from rich.progress import Progress
 
         bar = Progress(console=Console(file=sys.stderr), transient=True)

@@ -61,7 +61,7 @@ Call: TypeAlias = Encode | EncodeChat | Infill | Decode
 
 # ---------------------------------------------------------------- and back
 class VocabularyData(msgspec.Struct, frozen=True):
-    """What decoding needs of a tokenizer."""
+    """The parts of a tokenizer that decoding needs."""
 
     tokens: list[str | None]  # by id; None: this id is not a token
     special: list[int]
@@ -70,7 +70,7 @@ class VocabularyData(msgspec.Struct, frozen=True):
 
 
 class TokenizerLoaded(msgspec.Struct, tag=True, frozen=True):
-    """The first answer: calls may come."""
+    """The first answer: the tokenizer is loaded."""
 
     vocabulary: VocabularyData | None
 

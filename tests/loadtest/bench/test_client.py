@@ -160,5 +160,5 @@ def test_another_kind_of_server() -> None:
             looked(stub.url + "/elsewhere")
     with stubbed("tiny") as stub:
         stub.context = float("inf")
-        with pytest.raises(ServerError, match="is no OpenAI-compatible server"):
+        with pytest.raises(ServerError, match="is not an OpenAI-compatible server"):
             looked(stub.url)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from loadtest import traces
-from server.cli import main as cli
+from server.cli.main import main as cli
 from tests.loadtest.stub import CACHED_TOKENS, Stub, stubbed
 
 STRATEGIES = ("tiny", "tiny:paged", "tiny:window")
@@ -138,12 +138,12 @@ def test_failed_requests_are_told_and_counted(capsys: pytest.CaptureFixture[str]
         (("--trace", "none.jsonl", "--workload", "a"), "--trace is a workload by itself"),
         (("--json", "no/such/folder"), "--json: cannot write no/such/folder"),
         (("--rate", "1", "--burst", "2"), "--burst: not allowed with argument --rate"),
-        (("--rate", "0"), "--rate: '0' is no number above 0"),
-        (("--requests", "-3"), "--requests: '-3' is no number above 0"),
-        (("--body", "[]"), "--body: '[]' is no JSON object"),
-        (("--body", '{"temperature": NaN}'), "--body: '{\"temperature\": NaN}' is no JSON object"),
-        (("--body", '{"priority": 1e999}'), "is no JSON object"),
-        (("--body", r'{"user": "\ud800"}'), "is no JSON object"),
+        (("--rate", "0"), "--rate: '0' is not a number above 0"),
+        (("--requests", "-3"), "--requests: '-3' is not a number above 0"),
+        (("--body", "[]"), "--body: '[]' is not a JSON object"),
+        (("--body", '{"temperature": NaN}'), "--body: '{\"temperature\": NaN}' is not a JSON object"),
+        (("--body", '{"priority": 1e999}'), "is not a JSON object"),
+        (("--body", r'{"user": "\ud800"}'), "is not a JSON object"),
         (("--api-key", "ü€"), "--api-key or OPENAI_API_KEY: a key is of ASCII"),
         (("--api-key", "one\ntwo"), "--api-key or OPENAI_API_KEY: a key is of ASCII"),
         (("--url", "http://127.0.0.1:99999"), "--url 'http://127.0.0.1:99999': there is no port 99999"),

@@ -1,0 +1,68 @@
+"""Shared by the comparisons: `kvmux serve` from a checkout, and the time it takes to start.
+
+Imports nothing of the server, which may be an earlier version.
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import NamedTuple
+
+import httpx
+import psutil
+
+HERE = Path(__file__).parent.parent  # this checkout
+PATIENCE = 120.0  # seconds for a server to start, or to answer
+PAUSE = 0.01  # seconds between two looks
+ADDRESS = re.compile(r"serves .* on (http://\S+)")
+
+
+class Served(NamedTuple):
+    """A running server."""
+
+    url: str
+    process: psutil.Process
+    start_seconds: float  # until the first 200 of /ready
+
+    def processes(self) -> list[psutil.Process]:
+        """Return the server's process and all below it."""
+        return [self.process, *self.process.children(recursive=True)]
+
+
+@contextmanager
+def serving(checkout: Path, flags: Sequence[str]) -> Iterator[Served]:
+    """Run `kvmux serve` from a checkout until the block ends."""
+    with tempfile.TemporaryFile("w+") as output:
+        command = [sys.executable, "-m", "server", "serve", "--port", "0", *flags]
+        began = time.monotonic()
+        process = subprocess.Popen(command, cwd=checkout, stdout=output, stderr=subprocess.STDOUT)
+        try:
+            url = _wait_until_ready(process, Path(f"/proc/self/fd/{output.fileno()}"))
+            yield Served(url, psutil.Process(process.pid), time.monotonic() - began)
+        finally:
+            process.terminate()
+            process.wait(PATIENCE)
+
+
+def _wait_until_ready(process: subprocess.Popen[bytes], printed: Path) -> str:
+    """Return the server's address as soon as it takes requests."""
+    deadline = time.monotonic() + PATIENCE
+    while time.monotonic() < deadline and process.poll() is None:
+        if (found := ADDRESS.search(printed.read_text())) and _is_ready(found[1]):
+            return found[1]
+        time.sleep(PAUSE)
+    raise SystemExit(f"the server did not come up:\n{printed.read_text()}")
+
+
+def _is_ready(url: str) -> bool:
+    try:
+        return httpx.get(f"{url}/ready").status_code == 200
+    except httpx.TransportError:
+        return False
