@@ -7,8 +7,7 @@ import signal
 from config.errors import SettingsError
 from config.settings import Settings
 from server.engine.build import build_engine
-from server.engine.fingerprint import fingerprint
-from server.engine.info import summary
+from server.engine.info import fingerprint, summary
 from server.engine.ipc.messages import Hello, Strategy
 from server.engine.ipc.server import Gateway
 from server.engine.loop import Loop

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from server.engine import fingerprint as fingerprint_module
-from server.engine.fingerprint import fingerprint
+from server.engine import info as fingerprint_module
+from server.engine.info import fingerprint
 from tests.engine.driving import Driver
 
 
