@@ -8,13 +8,11 @@ from dataclasses import replace
 
 import pytest
 
-from kernels.selfcheck.op_info import OPS
 from server.metrics import vllm_names
 from tests.metrics.made_up import INSTANCES, exposition, new_metrics, samples_of
 from tests.metrics.prometheus import Prometheus, running_prometheus
 from tests.metrics.served import BUSY, busy_metrics, happen, served
-from tools.dashboards.catalogue import Query, dashboards, panels, queries
-from tools.dashboards.picture import Source, draw, writer
+from tools.dashboards.catalogue import Query, queries
 from tools.dashboards.promql import filled
 
 QUERIES = list(queries())
@@ -119,30 +117,3 @@ def test_vllms_labels_are_theirs(prometheus: Prometheus) -> None:
     assert not [labels for labels, _ in finished if "outcome" in labels]
     assert prometheus.value('vllm:num_requests_waiting{model_name="paged"}') == 3 * 4, "for whatever reason"
     assert prometheus.query("histogram_quantile(0.5, rate(vllm:iteration_tokens_total_bucket[1m]))")
-
-
-def test_a_dashboard_can_be_drawn(prometheus: Prometheus) -> None:
-    (engine,) = (each for each in dashboards() if each.uid == "kvmux-engine")
-    figure = draw(engine, Source(prometheus.url, prometheus.moment or 0, seconds=10, scrape_seconds=1))
-    written = {text.get_text() for axes in figure.axes for text in axes.texts}
-    assert {panel.title for panel in panels(engine)} <= written
-    assert {"1", OPS[0].name, "deterministic", "false"} <= written, "a number, who has one, and facts"
-    drawn = [len(axes.get_lines()) + len(axes.collections) for axes in figure.axes if axes.get_legend()]
-    assert len(drawn) == len([panel for panel in panels(engine) if panel.type_val == "timeseries"])
-    assert all(drawn)
-
-
-@pytest.mark.parametrize(
-    ("unit", "value", "text"),
-    [
-        ("s", 0.0125, "12.5 ms"),
-        ("s", 90, "90 s"),
-        ("bytes", 3 * 2**20, "3 MiB"),
-        ("Bps", 512, "512 B/s"),
-        ("percentunit", 0.5, "50%"),
-        ("si:tok/s", 1200, "1.2k tok/s"),
-        ("short", 0, "0"),
-    ],
-)
-def test_values_are_written_in_their_unit(unit: str, value: float, text: str) -> None:
-    assert writer(unit)(value) == text
