@@ -134,7 +134,7 @@ class Geometry:
     kv_dtype: torch.dtype
     max_seats: int
     max_seq_len: int
-    max_step_tokens: int
+    max_num_batched_tokens: int
 
 
 @dataclass(frozen=True)

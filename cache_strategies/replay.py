@@ -71,7 +71,7 @@ class Replay:
             raise SettingsError(f"{blocks} blocks have no room for a request of {longest} tokens")
         self._now = 0.0
         options = PagedOptions(block_size=block_size, eviction=policy)
-        geometry = Geometry([LAYER], torch.float32, max_seats=1, max_seq_len=longest, max_step_tokens=longest)
+        geometry = Geometry([LAYER], torch.float32, max_seats=1, max_seq_len=longest, max_num_batched_tokens=longest)
         self._arena = Arena(blocks, PagedCache.seat_shape(options, geometry).block_bytes)
         # Which operations does not matter: nothing is computed, and who is alone writes nothing that others hold.
         setup = CacheSetup(NAME, geometry, self._arena, ReferenceOps(), clock=lambda: self._now)

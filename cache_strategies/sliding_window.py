@@ -65,7 +65,7 @@ class SlidingWindowCache(SlabCache):
 
 
 def _max_row(options: WindowOptions, geometry: Geometry) -> int:
-    return min(options.max_row or options.window, geometry.max_step_tokens)
+    return min(options.max_row or options.window, geometry.max_num_batched_tokens)
 
 
 def _ring(options: WindowOptions, geometry: Geometry) -> int:

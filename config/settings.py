@@ -25,7 +25,15 @@ from pydantic_settings import (
 
 from config.errors import SettingsError
 from config.sizes import Share, exceeds, parse_bytes
-from config.sources import ENV_PREFIX, Sources, check_environment, did_you_mean, read_file
+from config.sources import (
+    ENV_PREFIX,
+    Sources,
+    by_new_names,
+    check_environment,
+    did_you_mean,
+    read_file,
+    renamed_in_environment,
+)
 
 Device = Literal["auto", "cpu", "mps", "cuda", "metal-emulated", "metal-checked"]
 DType = Literal["auto", "float32", "bfloat16", "float16"]
@@ -267,7 +275,7 @@ class Settings(BaseSettings):
         None, ge=2, description="longest prompt plus completion, tokens; default: the model's, at most 8192"
     )
     max_num_seqs: int = Field(64, ge=1, le=4096, description="sequences in one batch, at most")
-    max_step_tokens: int | None = Field(
+    max_num_batched_tokens: int | None = Field(
         None, ge=1, le=65536, description="prompt tokens of a step, at most; default: 512 on the CPU, else 1024"
     )
     max_choices: int = Field(256, ge=1, description="prompts times choices of one request, at most")
@@ -282,7 +290,7 @@ class Settings(BaseSettings):
     text_memory: str = Field(
         "1GiB", description="memory they may take for a prompt, beyond what the tokenizer itself takes; then likewise"
     )
-    max_waiting: int = Field(1024, ge=0, description="requests that may wait; more are answered 429")
+    max_queued_requests: int = Field(1024, ge=0, description="requests that may wait; more are answered 429")
 
     priority_aging: float = Field(
         10.0, ge=0, le=LONGEST, description="seconds of waiting that are worth as much as one level of `priority`"
@@ -446,7 +454,9 @@ def load(file: Path | None, flags: Mapping[str, Any]) -> Settings:
     """Merge settings from `file` < environment < `flags`. Raises SettingsError naming what is wrong."""
     check_environment(os.environ, Settings.model_fields)
     try:
-        sources = Sources(file, read_file(file) if file else {}, EnvSettingsSource(Settings)(), flags)
+        environment = EnvSettingsSource(Settings)() | renamed_in_environment(os.environ)
+        given = (read_file(file) if file else {}, environment, flags)
+        sources = Sources(file, *map(by_new_names, given))
         return Settings(**sources.merged())
     except RecursionError:
         raise SettingsError("the settings have far too many tables within each other") from None

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import difflib
 import json
+import logging
 import tomllib
 from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
@@ -15,9 +16,12 @@ from typing import Any, NamedTuple
 
 from config.errors import SettingsError
 
+log = logging.getLogger(__name__)
+
 ENV_PREFIX = "KVMUX_"
 ENV_FOREIGN = frozenset({"KVMUX_CONFIG"})  # read by the command line, not a setting
 ENV_JSON = frozenset({"KVMUX_STRATEGIES", "KVMUX_RULES", "KVMUX_KEY_LIMITS"})
+RENAMED = {"max_step_tokens": "max_num_batched_tokens", "max_waiting": "max_queued_requests"}  # old names still work
 ENV_PARTS = "KVMUX_STRATEGIES__"  # the only variables that reach into a setting: __<instance>__<option>
 
 
@@ -79,12 +83,30 @@ def read_file(file: Path) -> dict[str, Any]:
         raise SettingsError(f"{file} is not TOML: {error}") from None
 
 
+def by_new_names(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the values of one source with settings under their present names. Raises SettingsError for both names."""
+    found = dict(values)
+    for old, new in RENAMED.items():
+        if old in found:
+            if new in found:
+                raise SettingsError(f"{old} is the old name of {new}, and both are given: leave {old} out")
+            found[new] = found.pop(old)
+            log.warning("%s is called %s now; the old name will not work in version 2", old, new)
+    return found
+
+
+def renamed_in_environment(environ: Mapping[str, str]) -> dict[str, str]:
+    """Return the values that the environment gives settings under their old names."""
+    names = {env_name(old): old for old in RENAMED}
+    return {names[given.upper()]: value for given, value in environ.items() if given.upper() in names}
+
+
 def check_environment(environ: Mapping[str, str], settings: Collection[str]) -> None:
     """Refuse a KVMUX_ variable that cannot take effect: pydantic-settings ignores those silently.
 
     Raises SettingsError.
     """
-    known = {env_name(name) for name in settings} | ENV_FOREIGN
+    known = {env_name(name) for name in (*settings, *RENAMED)} | ENV_FOREIGN
     for given, value in environ.items():
         name = given.upper()
         if not name.startswith(ENV_PREFIX):

@@ -99,7 +99,7 @@ def _tokens(model: Model, request: Request) -> Generator[Generated, None, None]:
 @torch.inference_mode()
 def _prefill(model: Model, request: Request, sequence: CachedSequence) -> Tensor:
     """Compute what the cache does not hold of the prompt -> logits [1, V] of the token after it."""
-    longest = request.cache.setup.geometry.max_step_tokens
+    longest = request.cache.setup.geometry.max_num_batched_tokens
     longest = min(longest, request.cache.contract.max_row or longest)
     while True:
         batch = sequence.begin(min(longest, request.prompt_tokens - sequence.length))

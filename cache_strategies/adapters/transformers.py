@@ -66,7 +66,7 @@ class StrategyCache(Cache):
         kv_dtype = dtype or _dtype_of(text)
         if min(max_batch_size, max_seq_len) < 1:
             raise ValueError("max_batch_size and max_seq_len must be at least 1")
-        geometry = Geometry(self._specs, kv_dtype, max_batch_size, max_seq_len, max_step_tokens=max_seq_len)
+        geometry = Geometry(self._specs, kv_dtype, max_batch_size, max_seq_len, max_num_batched_tokens=max_seq_len)
         self._cache = build_alone(strategy, options, geometry, torch.device(device))
         self._exact = self._cache.contract.exact
         self._gaps = not self._exact and any(map(self._leaves_gaps, set(self._specs)))

@@ -124,7 +124,7 @@ def add_middleware(
 def add_routers(app: FastAPI, settings: Settings, client: EngineClient, tokenizer: TokenizerBase) -> None:
     deadlines = Deadlines(settings.queue_timeout, settings.request_timeout)
     most = RequestLimits(
-        min(settings.max_choices, settings.max_num_seqs + settings.max_waiting),
+        min(settings.max_choices, settings.max_num_seqs + settings.max_queued_requests),
         settings.max_prompt_characters,
         tokenizer.longest_token,
         settings.max_stop_strings,

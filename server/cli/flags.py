@@ -13,7 +13,7 @@ from typing import Any, Literal, Union, get_args, get_origin
 from pydantic.fields import FieldInfo
 
 from config.settings import Settings
-from config.sources import env_name, flag_name
+from config.sources import RENAMED, env_name, flag_name
 
 GROUPS = {
     "model": (
@@ -64,8 +64,8 @@ GROUPS = {
     "batching": (
         "max_seq_len",
         "max_num_seqs",
-        "max_step_tokens",
-        "max_waiting",
+        "max_num_batched_tokens",
+        "max_queued_requests",
         "priority_aging",
         "max_priority_wait",
         "deterministic",
@@ -94,6 +94,8 @@ def add_settings(parser: argparse.ArgumentParser, groups: Mapping[str, Sequence[
         group = parser.add_argument_group(title)
         for name in names:
             _add_flag(group, name, Settings.model_fields[name])
+            for old in (old for old, new in RENAMED.items() if new == name):
+                group.add_argument(flag_name(old), dest=old, help=argparse.SUPPRESS)
 
 
 def grouped() -> dict[str, list[str]]:

@@ -56,7 +56,7 @@ EVALUATION_SETTINGS = (
     "kernels",
     "threads",
     "kv_memory",
-    "max_step_tokens",
+    "max_num_batched_tokens",
 )
 PROFILE_SETTINGS = (*EVALUATION_SETTINGS, "max_num_seqs", "max_seq_len", "admin_token")
 

@@ -82,17 +82,17 @@ def build_engine(settings: Settings, *, gradual: bool = False) -> Engine:
         _check_row_invariant(ops)
     limit_memory(device.tensors)
     model = _model(settings, directory, ops, dtype, device.tensors, max_seq_len)
-    max_step_tokens = choose_step_tokens(settings.max_step_tokens, device)
+    max_num_batched_tokens = choose_step_tokens(settings.max_num_batched_tokens, device)
     geometry = Geometry(
         layers=model.specs,
         kv_dtype=dtype,
         max_seats=settings.max_num_seqs,
         max_seq_len=max_seq_len,
-        max_step_tokens=max_step_tokens,
+        max_num_batched_tokens=max_num_batched_tokens,
     )
     max_step_scores = max(1, MOST_LOGITS // model.facts.vocab_size)
     if device.tensors.type != "cpu":
-        _rehearse(settings, model, max_step_tokens, max_step_scores)
+        _rehearse(settings, model, max_num_batched_tokens, max_step_scores)
     arena, caches = _kv_memory(settings, instances, geometry, ops, device.tensors, directory, gradual=gradual)
     _check_memory(caches, arena, geometry, kernels)
     limits = _limits(settings, geometry, arena, max_step_scores)
@@ -126,8 +126,8 @@ def _kv_memory(
 def _limits(settings: Settings, geometry: Geometry, arena: Arena, max_step_scores: int) -> Limits:
     return Limits(
         max_num_seqs=settings.max_num_seqs,
-        max_step_tokens=geometry.max_step_tokens,
-        max_waiting=settings.max_waiting,
+        max_num_batched_tokens=geometry.max_num_batched_tokens,
+        max_queued_requests=settings.max_queued_requests,
         max_seq_len=geometry.max_seq_len,
         kv_bytes=arena.usable * arena.page_bytes,
         kv_overcommit=settings.kv_overcommit,
@@ -183,11 +183,13 @@ def _model(
     return model
 
 
-def _rehearse(settings: Settings, model: Model, max_step_tokens: int, max_step_scores: int) -> None:
+def _rehearse(settings: Settings, model: Model, max_num_batched_tokens: int, max_step_scores: int) -> None:
     """Run the largest step there can be: one of prompts, in which every other sequence draws a token."""
     rows = settings.max_num_seqs
-    with _room_for(f"a step of {max_step_tokens} tokens", "lower max_step_tokens or max_num_seqs"):
-        rehearse(model, tokens=max_step_tokens + rows, logits=min(max_step_scores, max_step_tokens) + rows)
+    with _room_for(f"a step of {max_num_batched_tokens} tokens", "lower max_num_batched_tokens or max_num_seqs"):
+        rehearse(
+            model, tokens=max_num_batched_tokens + rows, logits=min(max_step_scores, max_num_batched_tokens) + rows
+        )
 
 
 def _check_memory(caches: Mapping[str, KVCache], arena: Arena, geometry: Geometry, kernels: CheckedOps) -> None:

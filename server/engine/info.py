@@ -77,7 +77,7 @@ def in_effect(engine: Engine) -> dict[str, Any]:
         "max_seq_len": limits.max_seq_len,
         "max_body_bytes": max_body_bytes,
         "max_inflight_body_bytes": max_inflight_body_bytes,
-        "max_step_tokens": limits.max_step_tokens,
+        "max_num_batched_tokens": limits.max_num_batched_tokens,
     }
 
 
@@ -203,7 +203,7 @@ NUMERIC = (
     "kernels",
     "threads",
     "deterministic",
-    "max_step_tokens",
+    "max_num_batched_tokens",
     "strategies",
     "rules",
     "default_strategy",

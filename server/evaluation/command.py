@@ -174,7 +174,7 @@ def evaluate(engine: Engine, names: Sequence[str], wanted: EvaluateOptions) -> E
 def most_row_tokens(core: Core, caches: Sequence[KVCache]) -> int:
     """Of a document, that can enter every cache in one step, and whose logits are not too many."""
     rows = [cache.contract.max_row for cache in caches if cache.contract.max_row is not None]
-    step_tokens = min(core.scheduler.limits.max_step_tokens, MOST_LOGITS // core.model.facts.vocab_size)
+    step_tokens = min(core.scheduler.limits.max_num_batched_tokens, MOST_LOGITS // core.model.facts.vocab_size)
     return max(1, min([step_tokens // len(caches), *rows]))
 
 

@@ -64,7 +64,9 @@ def in_process(settings: Settings, wanted: ProfileOptions) -> tuple[dict[str, An
     engine = build_engine(settings)
     check(engine, wanted)
     core = engine.core
-    chunk = min(wanted.prefill or engine.max_seq_len, core.scheduler.limits.max_step_tokens, engine.max_seq_len - 1)
+    chunk = min(
+        wanted.prefill or engine.max_seq_len, core.scheduler.limits.max_num_batched_tokens, engine.max_seq_len - 1
+    )
     steps = [decode(engine, wanted.kv_cache, n, wanted.context, wanted.steps) for n in wanted.sequences]
     steps.append(prefill(engine, wanted.kv_cache, chunk, min(wanted.steps, PROMPTS)))
     limits = limits_of(engine, steps)

@@ -103,7 +103,7 @@ def test_more_scores_than_an_answer_may_hold() -> None:
 @pytest.fixture(scope="module")
 def narrow_api() -> Iterator[Api]:
     """Takes little text, and few requests."""
-    with running_api(max_prompt_characters=20, max_num_seqs=2, max_waiting=3) as api:
+    with running_api(max_prompt_characters=20, max_num_seqs=2, max_queued_requests=3) as api:
         yield api
 
 

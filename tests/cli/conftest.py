@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from server.cli.main import main as cli
+from server.cli import main as cli
 
 
 @pytest.fixture

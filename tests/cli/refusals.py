@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from server.cli.main import main as cli
+from server.cli import main as cli
 
 # of an engine that is built quickly
 SMALL = {"kernels": "reference", "kv_memory": "8MiB", "max_num_seqs": 2, "dtype": "float32", "threads": 1}

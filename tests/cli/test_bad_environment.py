@@ -23,7 +23,7 @@ import torch
 from config.errors import SettingsError
 from config.settings import Settings, load
 from kernels.quantization import quantise_symmetric
-from server.cli.main import main as cli
+from server.cli import main as cli
 from server.engine.build import build_engine
 from server.engine.device import choose_weights
 from server.models.files.directory import EMBEDDED, located

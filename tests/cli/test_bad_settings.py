@@ -16,7 +16,7 @@ from config.errors import SettingsError
 from config.settings import Settings, load
 from config.sources import env_name, flag_name
 from server.cli.flags import is_scalar
-from server.cli.main import main as cli
+from server.cli import main as cli
 from server.engine.build import build_engine
 from server.engine.info import summary
 from tests.cli.permissions import permissions_hold
@@ -158,7 +158,14 @@ NUMBERS: list[Any] = [
 ]
 SIZES = ["0", "1", "3", "1023", "65536", str(10**6), str(2**31), str(2**63), str(10**30), "1e-300", "10EiB"]
 SIZED = (
-    *("max_seq_len", "max_num_seqs", "max_step_tokens", "kv_overcommit", "kv_memory_share", "max_waiting"),
+    *(
+        "max_seq_len",
+        "max_num_seqs",
+        "max_num_batched_tokens",
+        "kv_overcommit",
+        "kv_memory_share",
+        "max_queued_requests",
+    ),
     *("max_choices", "max_body_bytes", "num_speculative_tokens"),
 )
 

@@ -16,7 +16,7 @@ from config.sources import env_name, flag_name
 from server import listening
 from server.cli.banner import welcome
 from server.cli.flags import GROUPS, is_scalar
-from server.cli.main import main as cli
+from server.cli import main as cli
 from tests.cli.fakes import READY
 
 SCALARS = [name for name, field in Settings.model_fields.items() if is_scalar(field.annotation)]

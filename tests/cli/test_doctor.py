@@ -17,7 +17,7 @@ from kernels.device import KernelsMissing
 from kernels.ops import Ops
 from kernels.reference import ReferenceOps
 from kernels.selfcheck.op_info import DTYPES
-from server.cli.main import doctor as doctoring
+from server.cli import doctor as doctoring
 
 
 class Raising(ReferenceOps):

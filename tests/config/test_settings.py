@@ -223,3 +223,19 @@ def test_api_keys_are_never_shown(limits: Any) -> None:
 def test_short_api_keys_are_taken_and_known(keys: list[str] | None, short: list[int]) -> None:
     settings = load(None, {} if keys is None else {"api_keys": ",".join(keys)})
     assert (settings.api_keys, settings.short_api_keys) == (keys, short)
+
+
+def test_old_names_of_settings_still_work_and_say_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    file = tmp_path / "kvmux.toml"
+    file.write_text("max_waiting = 5\nmax_num_batched_tokens = 8\n")
+    assert (load(file, {}).max_queued_requests, load(file, {}).max_num_batched_tokens) == (5, 8)
+    assert "max_waiting is called max_queued_requests now" in caplog.text
+    monkeypatch.setenv("KVMUX_MAX_WAITING", "6")
+    assert load(file, {}).max_queued_requests == 6, "the environment beats the file, whatever the names"
+    assert load(file, {"max_queued_requests": "7"}).max_queued_requests == 7
+    with pytest.raises(SettingsError, match="max_waiting is the old name of max_queued_requests, and both are given"):
+        load(None, {"max_waiting": "1", "max_queued_requests": "2"})
+    with pytest.raises(SettingsError, match=r"max_queued_requests \(from --max-queued-requests\)"):
+        load(None, {"max_waiting": "many"})

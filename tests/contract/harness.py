@@ -77,7 +77,7 @@ class World:
         dtype: torch.dtype = torch.float32,
         max_seats: int = 8,
         max_seq_len: int = 160,
-        max_step_tokens: int = 160,
+        max_num_batched_tokens: int = 160,
         pages: int | None = None,
         ops: Ops | None = None,
         fill: int = POISON,
@@ -85,7 +85,7 @@ class World:
         """Without a number of pages, room for `max_seats` of the longest sequences per instance."""
         self.layers, self.dtype = layers, dtype
         instances = registry.declared(strategies)
-        geometry = Geometry(layers, dtype, max_seats, max_seq_len, max_step_tokens)
+        geometry = Geometry(layers, dtype, max_seats, max_seq_len, max_num_batched_tokens)
         page = registry.page_bytes(instances, geometry)
         if pages is None:
             pages = max_seats * sum(1 + 2 * _sequence_bytes(i, geometry) // page for i in instances)

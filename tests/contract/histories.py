@@ -30,7 +30,7 @@ from tests.contract.harness import World
 
 LAYERS = (LayerSpec(1, 2, 4, 4, scale=1.0), LayerSpec(2, 2, 4, 4, window=6, scale=2.0))
 LONGEST = 20
-GEOMETRY = Geometry(LAYERS, torch.float32, max_seats=5, max_seq_len=LONGEST, max_step_tokens=LONGEST)
+GEOMETRY = Geometry(LAYERS, torch.float32, max_seats=5, max_seq_len=LONGEST, max_num_batched_tokens=LONGEST)
 
 Token = tuple[int, int]  # id, and what tells embeddings with the same negative id apart
 
@@ -143,7 +143,7 @@ class Histories(RuleBasedStateMachine):
             layers=LAYERS,
             max_seats=GEOMETRY.max_seats,
             max_seq_len=LONGEST,
-            max_step_tokens=LONGEST,
+            max_num_batched_tokens=LONGEST,
             pages=self.pages,
             ops=self.ops,
         )

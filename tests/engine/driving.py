@@ -140,7 +140,7 @@ class Driver:
             self._hear(event.message)
         self.check()
         assert result.report.rows or result.report.failures or result.finished or not busy, "nothing progresses"
-        assert result.report.tokens <= self.limits.max_step_tokens + self.limits.max_num_seqs
+        assert result.report.tokens <= self.limits.max_num_batched_tokens + self.limits.max_num_seqs
         assert len(self.core.scheduler.running) <= self.limits.max_num_seqs
         return result
 

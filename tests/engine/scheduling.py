@@ -12,8 +12,8 @@ from server.engine.scheduling.scheduler import Limits, Scheduler
 
 LIMITS = Limits(
     max_num_seqs=4,
-    max_step_tokens=10,
-    max_waiting=100,
+    max_num_batched_tokens=10,
+    max_queued_requests=100,
     max_seq_len=100,
     kv_bytes=1000,
     kv_overcommit=10,

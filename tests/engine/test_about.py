@@ -25,7 +25,7 @@ def test_settings_are_those_that_hold(tiny: Path) -> None:
     settings = about(driver.engine).settings
     assert settings["kv_memory_bytes"] == driver.core.arena.memory.nbytes
     assert settings["threads"] == torch.get_num_threads()
-    assert (settings["max_num_seqs"], settings["max_step_tokens"]) == (3, 512)
+    assert (settings["max_num_seqs"], settings["max_num_batched_tokens"]) == (3, 512)
     assert (settings["device"], settings["dtype"], settings["weights"]) == ("cpu", "float32", "bfloat16")
     assert settings["kernels"] == driver.engine.kernels.backend
     assert settings["model_impl"] == "lean"

@@ -142,7 +142,7 @@ def test_allowed_tokens_of_which_none_may_come_first_are_refused(tiny: Path) -> 
 
 
 def test_who_is_penalised_says_nothing_twice_and_others_what_they_would_have(tiny: Path, reference: Reference) -> None:
-    driver = driver_of(tiny, max_step_tokens=9)
+    driver = driver_of(tiny, max_num_batched_tokens=9)
     penalised = driver.submit("penalised", PROMPT, COUNT, presence_penalty=2.0, frequency_penalty=2.0)
     other = driver.submit("other", PROMPT, COUNT)
     driver.run()
@@ -182,7 +182,7 @@ def test_stop_tokens_end_a_text_but_not_too_soon(
 
 
 def test_who_wants_no_token_gets_none(tiny: Path) -> None:
-    driver = driver_of(tiny, max_step_tokens=9)
+    driver = driver_of(tiny, max_num_batched_tokens=9)
     for i in range(3):
         driver.submit(str(i), PROMPT, 0, sibling_of="0" if i else None)
     driver.run()

@@ -155,7 +155,7 @@ def test_a_lowered_limit_and_an_urgent_request_stop_nobody(tiny: Path) -> None:
 
 
 def test_choices_do_not_begin_while_a_limit_is_being_reached(tiny: Path) -> None:
-    driver = Driver(tiny, **SETTINGS | {"max_step_tokens": 6})
+    driver = Driver(tiny, **SETTINGS | {"max_num_batched_tokens": 6})
     driver.submit("long", random_prompt(4, seed=2), 60, kv_cache="paged")
     for i in range(6):
         driver.submit(f"choice {i}", random_prompt(34), 28, kv_cache="paged", sibling_of="choice 0" if i else None)

@@ -59,17 +59,17 @@ def test_more_than_the_instance_may_ever_hold_is_refused(tiny: Path) -> None:
     driver.run()
 
 
-@pytest.mark.parametrize(("seats", "max_waiting"), [(2, 3), (1, 0), (4, 1)])
+@pytest.mark.parametrize(("seats", "max_queued_requests"), [(2, 3), (1, 0), (4, 1)])
 def test_the_queue_holds_what_the_settings_say_beside_who_can_have_a_seat(
-    tiny: Path, seats: int, max_waiting: int
+    tiny: Path, seats: int, max_queued_requests: int
 ) -> None:
-    driver = Driver(tiny, **(SETTINGS | {"max_num_seqs": seats}), max_waiting=max_waiting)
-    for i in range(seats + max_waiting):
+    driver = Driver(tiny, **(SETTINGS | {"max_num_seqs": seats}), max_queued_requests=max_queued_requests)
+    for i in range(seats + max_queued_requests):
         assert driver.submit(str(i), random_prompt(4), 3).failed is None, i
     failed = refusal(driver, 4, 3)
     assert (failed.status, failed.code) == (429, "queue_full")
     driver.step()
-    assert len(driver.waiting()) == max_waiting
+    assert len(driver.waiting()) == max_queued_requests
     assert refusal(driver, 4, 3).status == 429
     driver.run()
     assert driver.submit("later", random_prompt(4), 3).failed is None
@@ -218,7 +218,7 @@ def test_nobody_gives_way_in_vain(tiny: Path) -> None:
 
 
 def test_urgent_requests_overtake_long_prompts(tiny: Path) -> None:
-    driver = Driver(tiny, **SETTINGS, max_step_tokens=8)
+    driver = Driver(tiny, **SETTINGS, max_num_batched_tokens=8)
     for i in range(4):
         driver.submit(f"long {i}", random_prompt(60, seed=i), 2, priority=1)
     driver.step()

@@ -15,7 +15,7 @@ INSTANCES = ["paged", "contiguous", "sliding_window"]
 SETTINGS: dict[str, Any] = {
     "strategies": strategies(paged={"kind": "paged", "block_size": 8}),
     "max_seq_len": 128,
-    "max_step_tokens": 16,
+    "max_num_batched_tokens": 16,
 }
 PROMPT = random_prompt(60)
 

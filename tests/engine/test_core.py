@@ -46,12 +46,14 @@ def run_staggered(driver: Driver, jobs: Sequence[tuple[str, list[int]]], every: 
 
 # -------------------------------------------------------------------- tokens
 @pytest.mark.parametrize(
-    ("max_step_tokens", "every"), [(512, 0), (512, 1), (64, 3), (13, 0)], ids=["at_once", "staggered", "chunks", "bits"]
+    ("max_num_batched_tokens", "every"),
+    [(512, 0), (512, 1), (64, 3), (13, 0)],
+    ids=["at_once", "staggered", "chunks", "bits"],
 )
 def test_all_exact_strategies_in_one_batch_say_what_full_context_says(
-    tiny: Path, reference: Reference, max_step_tokens: int, every: int
+    tiny: Path, reference: Reference, max_num_batched_tokens: int, every: int
 ) -> None:
-    driver = Driver(tiny, strategies=EXACT, max_step_tokens=max_step_tokens)
+    driver = Driver(tiny, strategies=EXACT, max_num_batched_tokens=max_num_batched_tokens)
     instances = ["paged", "contiguous", *EXACT]
     jobs = [(name, random_prompt(n, seed)) for seed, name in enumerate(instances) for n in LENGTHS[seed % 2 :: 2]]
     run_staggered(driver, jobs, every)
@@ -60,9 +62,11 @@ def test_all_exact_strategies_in_one_batch_say_what_full_context_says(
     driver.assert_nothing_leaked()
 
 
-@pytest.mark.parametrize("max_step_tokens", [512, 13])
-def test_a_narrow_window_says_what_a_masked_model_says(tiny: Path, reference: Reference, max_step_tokens: int) -> None:
-    driver = Driver(tiny, strategies=NARROW_SETTINGS, max_step_tokens=max_step_tokens)
+@pytest.mark.parametrize("max_num_batched_tokens", [512, 13])
+def test_a_narrow_window_says_what_a_masked_model_says(
+    tiny: Path, reference: Reference, max_num_batched_tokens: int
+) -> None:
+    driver = Driver(tiny, strategies=NARROW_SETTINGS, max_num_batched_tokens=max_num_batched_tokens)
     jobs = [(name, random_prompt(n)) for name in [*NARROW, "paged"] for n in (1, 9, 61)]
     run_staggered(driver, jobs, every=1, count=12)
     for i, (name, prompt) in enumerate(jobs):
@@ -77,7 +81,7 @@ def test_a_narrow_window_says_what_a_masked_model_says(tiny: Path, reference: Re
 
 def test_a_model_with_windows_of_its_own_is_served_exactly(tiny_windows: Path) -> None:
     reference = Reference(load(tiny_windows))
-    driver = Driver(tiny_windows, strategies=EXACT | NARROW_SETTINGS, max_step_tokens=40)
+    driver = Driver(tiny_windows, strategies=EXACT | NARROW_SETTINGS, max_num_batched_tokens=40)
     jobs = [(name, random_prompt(n)) for name in ["paged", "contiguous", *EXACT, "w8s3", "w40"] for n in (5, 70)]
     run_staggered(driver, jobs, every=1, count=12)
     for i, (name, prompt) in enumerate(jobs):
@@ -88,7 +92,7 @@ def test_a_model_with_windows_of_its_own_is_served_exactly(tiny_windows: Path) -
 
 # -------------------------------------------------------------------- the batch
 def test_the_weights_are_read_once_a_step_for_all_strategies(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    driver = Driver(tiny, strategies=EXACT, max_step_tokens=50)
+    driver = Driver(tiny, strategies=EXACT, max_num_batched_tokens=50)
     passes: list[int] = []
     forward = driver.core.model.forward
 
@@ -137,7 +141,7 @@ def test_the_report_counts_rows_tokens_and_requests_by_instance(tiny: Path) -> N
 
 
 def test_the_report_tells_prompts_from_decoding_and_parts_from_ends(tiny: Path) -> None:
-    driver = Driver(tiny, max_step_tokens=10)
+    driver = Driver(tiny, max_num_batched_tokens=10)
     driver.submit("one", random_prompt(1), 3)
     driver.submit("long", random_prompt(21), 3)
     reports = [driver.step().report for _ in range(4)]
@@ -200,7 +204,7 @@ def test_max_tokens_is_kept(tiny: Path, reference: Reference, max_tokens: int) -
 
 
 def test_admission_comes_with_the_first_row_and_every_token_on_its_own(tiny: Path) -> None:
-    driver = Driver(tiny, max_step_tokens=10)
+    driver = Driver(tiny, max_num_batched_tokens=10)
     driver.submit("r", random_prompt(25), 3)
     told = [[type(event.message) for event in driver.step().events] for _ in range(5)]
     assert told == [[Admitted], [], [Tokens], [Tokens], [Tokens]]

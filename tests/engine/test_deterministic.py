@@ -63,7 +63,7 @@ def in_a_crowd(driver: Driver, instance: str) -> None:
 
 
 def cut_small(driver: Driver, instance: str) -> None:
-    driver.core.scheduler.limits = driver.limits._replace(max_step_tokens=11)
+    driver.core.scheduler.limits = driver.limits._replace(max_num_batched_tokens=11)
     asked(driver, instance)
 
 

@@ -169,7 +169,7 @@ def test_no_step_is_larger_than_the_one_that_was_rehearsed(
         return forward(self, ids, attention)
 
     monkeypatch.setattr(Decoder, "forward", noted)
-    driver = Driver(tiny, device="mps", max_num_seqs=4, max_step_tokens=40)
+    driver = Driver(tiny, device="mps", max_num_seqs=4, max_num_batched_tokens=40)
     assert len(steps) == 1
     for i in range(8):
         driver.submit(str(i), random_prompt(50 + i), 4, prompt_logprobs=i % 2 or None)
@@ -199,4 +199,4 @@ def test_what_does_not_fit_is_told_with_what_to_change(
 
     monkeypatch.setattr(build, what, fails)
     with pytest.raises(SettingsError, match=message):
-        build_engine(Settings(model=str(tiny), device="mps", max_step_tokens=64))
+        build_engine(Settings(model=str(tiny), device="mps", max_num_batched_tokens=64))

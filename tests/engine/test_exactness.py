@@ -64,9 +64,9 @@ class Run:
 
 @cache
 def run(
-    tiny: Path, instance: str, dtype: str, max_step_tokens: int = 30, every: int = 1, *, device: str = "cpu"
+    tiny: Path, instance: str, dtype: str, max_num_batched_tokens: int = 30, every: int = 1, *, device: str = "cpu"
 ) -> Run:
-    driver = Driver(tiny, **SETTINGS, dtype=dtype, max_step_tokens=max_step_tokens, device=device)
+    driver = Driver(tiny, **SETTINGS, dtype=dtype, max_num_batched_tokens=max_num_batched_tokens, device=device)
     assert driver.engine.kernels.faulty == []
     return Run(driver, instance, every=every)
 
@@ -91,7 +91,7 @@ INSTANCES = ["contiguous", "paged", "ring", "blocks_of_7"]
 
 
 @pytest.mark.parametrize(
-    ("instance", "max_step_tokens", "every"),
+    ("instance", "max_num_batched_tokens", "every"),
     [
         ("contiguous", 30, 3),
         *((instance, *by) for instance, by in zip(INSTANCES, SCHEDULES, strict=True)),
@@ -99,18 +99,20 @@ INSTANCES = ["contiguous", "paged", "ring", "blocks_of_7"]
     ],
 )
 def test_any_schedule_gives_equal_tokens_and_logits_within_rounding(
-    tiny: Path, instance: str, max_step_tokens: int, every: int
+    tiny: Path, instance: str, max_num_batched_tokens: int, every: int
 ) -> None:
-    expected, got = run(tiny, "contiguous", "float32"), run(tiny, instance, "float32", max_step_tokens, every)
+    expected, got = run(tiny, "contiguous", "float32"), run(tiny, instance, "float32", max_num_batched_tokens, every)
     assert got.tokens == expected.tokens
     for name, logits in expected.by_request.items():
         torch.testing.assert_close(got.by_request[name], logits, rtol=0, atol=2e-5)
 
 
-@pytest.mark.parametrize(("max_step_tokens", "every"), SCHEDULES[:3])
-def test_in_bfloat16_the_first_logits_are_within_its_rounding(tiny: Path, max_step_tokens: int, every: int) -> None:
+@pytest.mark.parametrize(("max_num_batched_tokens", "every"), SCHEDULES[:3])
+def test_in_bfloat16_the_first_logits_are_within_its_rounding(
+    tiny: Path, max_num_batched_tokens: int, every: int
+) -> None:
     """The first only: a token that falls the other way makes another text of the rest."""
-    expected, got = run(tiny, "contiguous", "bfloat16"), run(tiny, "paged", "bfloat16", max_step_tokens, every)
+    expected, got = run(tiny, "contiguous", "bfloat16"), run(tiny, "paged", "bfloat16", max_num_batched_tokens, every)
     for name, logits in expected.by_request.items():
         scale = float(logits[0].abs().max())
         torch.testing.assert_close(got.by_request[name][0], logits[0], rtol=0, atol=0.05 * scale)

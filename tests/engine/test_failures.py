@@ -20,7 +20,7 @@ INSTANCES = ["paged", "contiguous", "sliding_window"]
 SETTINGS: dict[str, Any] = {
     "strategies": strategies(paged={"kind": "paged", "block_size": 8}),
     "max_seq_len": 96,
-    "max_step_tokens": 80,
+    "max_num_batched_tokens": 80,
 }
 COUNT = 8
 LAST_LAYER = 1

@@ -43,12 +43,12 @@ def expected(model: Saved) -> dict[str, list[int]]:
     }
 
 
-@pytest.mark.parametrize("max_step_tokens", [13, 512], ids=["chunked", "whole"])
+@pytest.mark.parametrize("max_num_batched_tokens", [13, 512], ids=["chunked", "whole"])
 def test_greedy_text_equals_that_of_transformers(
-    model: Saved, expected: dict[str, list[int]], max_step_tokens: int
+    model: Saved, expected: dict[str, list[int]], max_num_batched_tokens: int
 ) -> None:
     name, directory, _ = model
-    driver = Driver(directory, strategies=STRATEGIES, max_seq_len=100, max_step_tokens=max_step_tokens)
+    driver = Driver(directory, strategies=STRATEGIES, max_seq_len=100, max_num_batched_tokens=max_num_batched_tokens)
     assert isinstance(driver.core.model, TransformersModel if name in FALLBACK else Decoder)
     for instance in INSTANCES:
         for text, prompt in PROMPTS.items():

@@ -28,7 +28,7 @@ def test_the_same_in_every_start_whatever_changes_no_answer(tiny: Path, mine: Pa
     first = of(tiny)
     assert first.startswith("fp_")
     assert len(first) == 19
-    assert of(tiny) == of(tiny, api_keys=["secret"], port=9, max_waiting=5, kv_memory="8MiB") == first
+    assert of(tiny) == of(tiny, api_keys=["secret"], port=9, max_queued_requests=5, kv_memory="8MiB") == first
     assert of(mine) == first, "a copy is the same model"
 
 
@@ -38,7 +38,7 @@ def test_the_same_in_every_start_whatever_changes_no_answer(tiny: Path, mine: Pa
         {"dtype": "bfloat16"},
         {"weights": "bf16"},
         {"kernels": "reference"},
-        {"max_step_tokens": 64},
+        {"max_num_batched_tokens": 64},
         {"default_strategy": "contiguous"},
         {"strategies": {"sliding_window": {"kind": "sliding_window", "window": 64}}},
     ],

@@ -19,7 +19,7 @@ SETTINGS: dict[str, Any] = {
         paged={"kind": "paged", "block_size": 4}, window={"kind": "sliding_window", "window": 16, "sinks": 2}
     ),
     "max_seq_len": 64,
-    "max_step_tokens": 12,
+    "max_num_batched_tokens": 12,
 }
 INSTANCES = ["paged", "contiguous", "window"]
 
@@ -137,7 +137,7 @@ def test_different_ends_and_explanations(tiny: Path) -> None:
 
 
 def test_a_choice_that_is_refused_is_not_waited_for(tiny: Path, reference: Reference) -> None:
-    driver = Driver(tiny, **SETTINGS, max_num_seqs=2, max_waiting=1)
+    driver = Driver(tiny, **SETTINGS, max_num_seqs=2, max_queued_requests=1)
     choices(driver)
     refused = driver.heard["3"].failed
     assert refused is not None

@@ -32,7 +32,12 @@ STRATEGIES = strategies(
     plug_in={"kind": "sieve"},
 )
 EXACT = ("contiguous", "paged", "unshared", "wide")
-SETTINGS: dict[str, Any] = {"strategies": STRATEGIES, "max_seq_len": 128, "max_step_tokens": 16, "max_num_seqs": 4}
+SETTINGS: dict[str, Any] = {
+    "strategies": STRATEGIES,
+    "max_seq_len": 128,
+    "max_num_batched_tokens": 16,
+    "max_num_seqs": 4,
+}
 GREEDY = {"temperature": 0.0, "ignore_eos": True}
 
 

@@ -43,7 +43,7 @@ SETTINGS: dict[str, Any] = {
     ),
     "max_seq_len": 44,
     "max_num_seqs": 5,
-    "max_waiting": 9,
+    "max_queued_requests": 9,
     "kv_overcommit": 9,
 }
 INSTANCES = ("paged", "pairs", "private", "contiguous", "sliding_window")
@@ -235,10 +235,10 @@ _idle: dict[tuple[int, float], Driver] = {}
 
 
 @contextmanager
-def a_driver(tiny: Path, max_step_tokens: int, memory: float) -> Iterator[Driver]:
+def a_driver(tiny: Path, max_num_batched_tokens: int, memory: float) -> Iterator[Driver]:
     """With memory for so many sequences of the longest kind; used again if it has been left as it was found."""
-    sized = SETTINGS | {"max_step_tokens": max_step_tokens}
-    driver = _idle.pop((max_step_tokens, memory), None)
+    sized = SETTINGS | {"max_num_batched_tokens": max_num_batched_tokens}
+    driver = _idle.pop((max_num_batched_tokens, memory), None)
     if driver is None:
         driver = Driver(tiny, **sized, kv_memory=str(int(least_memory(tiny, **sized) * memory)))
     shares = {name: driver.core.arena.share(name) for name in driver.core.caches}
@@ -247,14 +247,14 @@ def a_driver(tiny: Path, max_step_tokens: int, memory: float) -> Iterator[Driver
     driver.assert_nothing_leaked()
     driver.heard.clear()
     driver.steps.clear()
-    _idle[max_step_tokens, memory] = driver
+    _idle[max_num_batched_tokens, memory] = driver
 
 
-def play(tiny: Path, reference: Reference, max_step_tokens: int, memory: float, examples: int) -> None:
+def play(tiny: Path, reference: Reference, max_num_batched_tokens: int, memory: float, examples: int) -> None:
     @settings(max_examples=examples, suppress_health_check=list(HealthCheck))
     @given(HISTORIES)
     def check(actions: list[Action]) -> None:
-        with a_driver(tiny, max_step_tokens, memory) as driver:
+        with a_driver(tiny, max_num_batched_tokens, memory) as driver:
             history = History(driver, reference)
             for action in actions:
                 history.play(action)
@@ -267,16 +267,16 @@ STEP_TOKENS_AND_MEMORY = [(3, 1.25), (16, 1.25), (16, 3)]
 
 
 @pytest.mark.fuzz
-@pytest.mark.parametrize(("max_step_tokens", "memory"), STEP_TOKENS_AND_MEMORY)
+@pytest.mark.parametrize(("max_num_batched_tokens", "memory"), STEP_TOKENS_AND_MEMORY)
 def test_whatever_happens_everybody_is_answered_rightly(
-    tiny: Path, reference: Reference, max_step_tokens: int, memory: float
+    tiny: Path, reference: Reference, max_num_batched_tokens: int, memory: float
 ) -> None:
-    play(tiny, reference, max_step_tokens, memory, EXAMPLES)
+    play(tiny, reference, max_num_batched_tokens, memory, EXAMPLES)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("max_step_tokens", "memory"), STEP_TOKENS_AND_MEMORY)
+@pytest.mark.parametrize(("max_num_batched_tokens", "memory"), STEP_TOKENS_AND_MEMORY)
 def test_whatever_happens_and_however_often(
-    tiny: Path, reference: Reference, max_step_tokens: int, memory: float
+    tiny: Path, reference: Reference, max_num_batched_tokens: int, memory: float
 ) -> None:
-    play(tiny, reference, max_step_tokens, memory, MANY)
+    play(tiny, reference, max_num_batched_tokens, memory, MANY)

@@ -22,7 +22,7 @@ from tests.engine.test_failures import ALWAYS, INSTANCES, break_plan
 SETTINGS: dict[str, Any] = {
     "strategies": strategies(paged={"kind": "paged", "block_size": 8}),
     "max_seq_len": 96,
-    "max_step_tokens": 80,
+    "max_num_batched_tokens": 80,
 }
 COUNT = 8
 NO_SUCH_TOKEN = 2**31 - 1  # the API refuses it; in the engine it stands for any fault of one request's own
@@ -105,7 +105,7 @@ def unused_token(driver: Driver) -> int:
 
 def test_requests_that_wait_for_a_failing_ones_prefill_compute_it_themselves(tiny: Path, reference: Reference) -> None:
     """The first request owns the shared blocks that the others wait for."""
-    driver = Driver(tiny, **SETTINGS | {"max_step_tokens": 16})
+    driver = Driver(tiny, **SETTINGS | {"max_num_batched_tokens": 16})
     poison = unused_token(driver)
     make_fail(driver, lambda ids: poison in ids)
     shared = random_prompt(25, seed=0)

@@ -23,7 +23,7 @@ LENGTHS = (1, 270, 3, 40, 17)  # 270 is more than a threadgroup sums
 
 
 def _driver(directory: Path, device: str = "metal-emulated", **settings: Any) -> Driver:
-    settings = {"strategies": STRATEGIES, "max_seq_len": 300, "max_step_tokens": 60} | settings
+    settings = {"strategies": STRATEGIES, "max_seq_len": 300, "max_num_batched_tokens": 60} | settings
     driver = Driver(directory, device=device, **settings)
     assert driver.engine.kernels.faulty == [], "plain torch computes it, and nothing is proven"
     return driver
@@ -74,7 +74,7 @@ def test_layers_that_see_a_window_are_as_on_a_cpu(tiny_windows: Path) -> None:
 
 @pytest.mark.parametrize("requests", [1, 5])
 def test_a_step_launches_as_much_whoever_is_in_it(tiny: Path, requests: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    driver = _driver(tiny, max_step_tokens=120)
+    driver = _driver(tiny, max_num_batched_tokens=120)
     for i in range(requests):
         driver.submit(str(i), random_prompt(9, seed=i), 6, kv_cache="paged")
     driver.step()

@@ -19,7 +19,7 @@ SETTINGS: dict[str, Any] = {
         sliding_window={"kind": "sliding_window", "window": 64, "sinks": 0},
     ),
     "max_seq_len": 48,
-    "max_step_tokens": 16,
+    "max_num_batched_tokens": 16,
 }
 PROMPTS = [random_prompt(length, seed=9) for length in (20, 5, 30, 11, 24, 1, 17, 28)]
 COUNT = 11
@@ -127,7 +127,10 @@ def test_state_of_sampling_and_of_the_text_survives(tiny: Path, reference: Refer
 
 def test_one_token_a_step_suffices(tiny: Path, reference: Reference) -> None:
     driver = Driver(
-        tiny, **(SETTINGS | {"max_step_tokens": 1}), kv_overcommit=20, kv_memory=str(least_memory(tiny, **SETTINGS))
+        tiny,
+        **(SETTINGS | {"max_num_batched_tokens": 1}),
+        kv_overcommit=20,
+        kv_memory=str(least_memory(tiny, **SETTINGS)),
     )
     submit_all(driver, ["paged", "contiguous"], among=4)
     driver.run()

@@ -16,7 +16,7 @@ from tests.engine.scheduling import Engine
 
 def busy_engine(**limits: Any) -> tuple[Engine, FakeCache]:
     """Return an engine with one place, for which a request of one step comes every second."""
-    return Engine(max_num_seqs=1, max_waiting=1000, **limits), FakeCache("a", Memory(1000))
+    return Engine(max_num_seqs=1, max_queued_requests=1000, **limits), FakeCache("a", Memory(1000))
 
 
 def seconds_until_served(engine: Engine, cache: FakeCache, low: Request, at_most: int) -> int | None:

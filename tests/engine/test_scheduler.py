@@ -45,7 +45,7 @@ def test_decode_comes_first_though_it_is_last_in_line() -> None:
 
 
 def test_everybody_decodes_however_small_the_budget() -> None:
-    engine, cache = Engine(max_step_tokens=2), FakeCache("a", Memory(1000))
+    engine, cache = Engine(max_num_batched_tokens=2), FakeCache("a", Memory(1000))
     for i in range(3):
         engine.submit(str(i), cache, 1, 3)
     engine.submit("long", cache, 5, 1)
@@ -54,7 +54,7 @@ def test_everybody_decodes_however_small_the_budget() -> None:
 
 
 def test_rows_are_cut_to_what_the_instance_takes() -> None:
-    engine, memory = Engine(max_step_tokens=50), Memory(1000)
+    engine, memory = Engine(max_num_batched_tokens=50), Memory(1000)
     engine.submit("ring", FakeCache("ring", memory, max_row=3), 8)
     engine.submit("free", FakeCache("free", memory), 20)
     assert [engine.step() for _ in range(3)] == [
@@ -74,7 +74,7 @@ def test_seats_are_limited() -> None:
 
 
 def test_what_a_waiting_request_waits_for() -> None:
-    engine, memory = Engine(max_num_seqs=3, max_step_tokens=3), Memory(22)
+    engine, memory = Engine(max_num_seqs=3, max_num_batched_tokens=3), Memory(22)
     wide, narrow = FakeCache("wide", memory, reserve=12), FakeCache("narrow", memory)
     engine.submit("first", wide, 3, 9)
     engine.submit("big", wide, 4)
@@ -106,7 +106,7 @@ def test_who_is_not_ready_is_left_out_and_keeps_its_seat() -> None:
 
 
 def test_if_nobody_is_ready_everybody_waits() -> None:
-    engine, cache = Engine(max_step_tokens=20), FakeCache("a", Memory(1000))
+    engine, cache = Engine(max_num_batched_tokens=20), FakeCache("a", Memory(1000))
     requests = [engine.submit(str(i), cache, 5) for i in range(2)]
     engine.step()
     cache.not_ready = {request.seat for request in requests if request.seat is not None}
@@ -117,7 +117,7 @@ def test_if_nobody_is_ready_everybody_waits() -> None:
 
 
 def test_if_nobody_who_is_ready_has_room_the_last_in_line_gives_way() -> None:
-    engine, cache = Engine(max_step_tokens=20), FakeCache("a", Memory(10))
+    engine, cache = Engine(max_num_batched_tokens=20), FakeCache("a", Memory(10))
     waits = engine.submit("waits", cache, 5)
     needs = engine.submit("needs", cache, 5, priority=1)
     engine.step()
@@ -131,7 +131,7 @@ def test_if_nobody_who_is_ready_has_room_the_last_in_line_gives_way() -> None:
 
 # -------------------------------------------------------------------- victims
 def test_the_last_in_line_gives_way() -> None:
-    engine, cache = Engine(max_step_tokens=20), FakeCache("a", Memory(9))
+    engine, cache = Engine(max_num_batched_tokens=20), FakeCache("a", Memory(9))
     requests = [engine.submit(str(i), cache, 3, 5) for i in range(3)]
     engine.step()
     small = engine.submit("small", FakeCache("b", cache.memory), 1)
@@ -141,7 +141,7 @@ def test_the_last_in_line_gives_way() -> None:
 
 
 def test_what_cannot_be_recomputed_gives_way_last() -> None:
-    engine, memory = Engine(max_step_tokens=20), Memory(9)
+    engine, memory = Engine(max_num_batched_tokens=20), Memory(9)
     first = engine.submit("first", FakeCache("a", memory), 3, 5)
     second = engine.submit("second", FakeCache("b", memory), 3, 5)
     precious = engine.submit("precious", FakeCache("c", memory, replayable=False), 3, 5)
@@ -151,7 +151,7 @@ def test_what_cannot_be_recomputed_gives_way_last() -> None:
 
 
 def test_the_own_instance_gives_way_before_another() -> None:
-    engine, memory = Engine(max_step_tokens=20), Memory(9)
+    engine, memory = Engine(max_num_batched_tokens=20), Memory(9)
     cache = FakeCache("a", memory)
     engine.submit("first", cache, 3, 5)
     own = engine.submit("own", cache, 3, 5)
@@ -162,7 +162,7 @@ def test_the_own_instance_gives_way_before_another() -> None:
 
 
 def test_nobody_in_the_step_already_gives_way() -> None:
-    engine, cache = Engine(max_step_tokens=3), FakeCache("a", Memory(9), lazy=True)
+    engine, cache = Engine(max_num_batched_tokens=3), FakeCache("a", Memory(9), lazy=True)
     second = engine.submit("second", cache, 2, 7, priority=1)
     assert engine.step() == {"second": 2}
     engine.submit("first", cache, 8, 1)
@@ -199,7 +199,7 @@ def test_who_gave_way_in_vain_does_so_only_once() -> None:
 
 # -------------------------------------------------------------------- refusals
 def test_what_can_never_run_is_refused_before_it_takes_a_place() -> None:
-    engine, cache = Engine(max_waiting=0, max_num_seqs=1), FakeCache("a", Memory(60), limit=50)
+    engine, cache = Engine(max_queued_requests=0, max_num_seqs=1), FakeCache("a", Memory(60), limit=50)
     with pytest.raises(RequestError, match="prompt \\(90 tokens\\) and max_tokens \\(11\\) come to 101 tokens"):
         engine.submit("long", cache, 90, 11)
     with pytest.raises(RequestError, match="needs 51 bytes of KV memory, and a may hold 50"):
@@ -235,7 +235,7 @@ def test_a_draft_comes_behind_the_last_token_of_a_text() -> None:
 
 
 def test_drafts_take_what_is_left_of_a_step() -> None:
-    engine, cache = Engine(max_step_tokens=9, max_num_seqs=9), FakeCache("a", Memory(1000))
+    engine, cache = Engine(max_num_batched_tokens=9, max_num_seqs=9), FakeCache("a", Memory(1000))
     decoding(engine, "first", cache, 3, 20, guesses=3)
     decoding(engine, "second", cache, 3, 20, guesses=3)
     engine.submit("prompt", cache, 5)

@@ -53,7 +53,7 @@ class Watched:
         ]
         self.memory = memory
         self.engine = Engine(
-            max_step_tokens=budget, max_num_seqs=seats, kv_bytes=memory.total, kv_overcommit=overcommit
+            max_num_batched_tokens=budget, max_num_seqs=seats, kv_bytes=memory.total, kv_overcommit=overcommit
         )
 
     def step(self) -> None:
@@ -73,10 +73,10 @@ class Watched:
     def _check_rows(self, rows: Sequence[Scheduled]) -> None:
         limits = self.engine.scheduler.limits
         prompts = sum(num_tokens for request, num_tokens, _ in rows if request.remaining > 1)
-        assert prompts <= limits.max_step_tokens
+        assert prompts <= limits.max_num_batched_tokens
         assert len(self.engine.scheduler.running) <= limits.max_num_seqs
         assert len({row.request for row in rows}) == len(rows)
-        assert prompts + sum(len(row.draft) for row in rows) <= limits.max_step_tokens
+        assert prompts + sum(len(row.draft) for row in rows) <= limits.max_num_batched_tokens
         for request, num_tokens, draft in rows:
             assert isinstance(request.seat, FakeSeat)
             entering = num_tokens + len(draft)

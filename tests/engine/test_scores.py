@@ -19,7 +19,7 @@ INSTANCES = ["paged", "contiguous"]
 SETTINGS: dict[str, Any] = {
     "strategies": strategies(paged={"kind": "paged", "block_size": 4}),
     "max_seq_len": 64,
-    "max_step_tokens": 10,
+    "max_num_batched_tokens": 10,
 }
 
 

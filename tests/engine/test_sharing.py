@@ -18,7 +18,7 @@ COUNT = 6
 SETTINGS: dict[str, Any] = {
     "strategies": strategies(paged={"kind": "paged", "block_size": BLOCK}),
     "max_seq_len": 64,
-    "max_step_tokens": 12,
+    "max_num_batched_tokens": 12,
 }
 
 
@@ -82,7 +82,7 @@ def test_when_the_owner_is_cancelled_the_next_goes_on_where_it_stood(
 
 
 def test_every_owner_in_turn_is_cancelled(tiny: Path, reference: Reference) -> None:
-    driver = together(tiny, max_step_tokens=5)
+    driver = together(tiny, max_num_batched_tokens=5)
     for name in ("0", "1", "2", "3"):
         driver.step()
         driver.cancel(name)

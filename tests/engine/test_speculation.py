@@ -28,7 +28,7 @@ SETTINGS: dict[str, Any] = {
         singles={"kind": "sliding_window", "window": WINDOW, "sinks": SINKS, "max_row": 1},
     ),
     "max_seq_len": 96,
-    "max_step_tokens": 32,
+    "max_num_batched_tokens": 32,
 }
 EXACT = ["paged", "small", "private", "contiguous"]
 ASKED = Speculation(4)
@@ -192,7 +192,7 @@ def test_in_tiny_memory_nobody_is_preempted_for_a_guess(tiny: Path, reference: R
 
 
 def test_guesses_take_what_prompts_leave_of_a_step(tiny: Path, reference: Reference) -> None:
-    driver = Driver(tiny, **(SETTINGS | {"max_step_tokens": 10}))
+    driver = Driver(tiny, **(SETTINGS | {"max_num_batched_tokens": 10}))
     text = reference.greedy(PROMPT, COUNT)
     guessing(driver, "it", text, kv_cache="paged", right=1.0)
     for _ in range(3):

@@ -23,7 +23,7 @@ STRATEGIES = ["paged", "contiguous", "sliding_window"]
 
 
 def on_mps(directory: Path, **settings: Any) -> Driver:
-    return Driver(directory, **({"device": "mps", "max_step_tokens": 64} | settings))
+    return Driver(directory, **({"device": "mps", "max_num_batched_tokens": 64} | settings))
 
 
 def decode_step(driver: Driver, mps: FarDevice) -> None:
@@ -84,7 +84,7 @@ def test_log_probabilities_come_in_one_transfer_more(tiny: Path, mps: FarDevice)
 
 
 def test_a_step_that_draws_nothing_waits_for_nothing(tiny: Path, mps: FarDevice) -> None:
-    driver = on_mps(tiny, max_step_tokens=16)
+    driver = on_mps(tiny, max_num_batched_tokens=16)
     driver.submit("long", random_prompt(40), 4)
     mps.forget()
     assert driver.step().report.tokens == 16

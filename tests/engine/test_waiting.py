@@ -18,7 +18,7 @@ PROMPT = random_prompt(60)
 
 def scheduling(directory: Path, waiting: int, **settings: Any) -> tuple[int, int]:
     """Calls of a step's scheduling while so many more wait than there is room for; and of taking one more in line."""
-    driver = Driver(directory, max_waiting=2 * MANY, max_seq_len=256, strategies=INSTANCES, **settings)
+    driver = Driver(directory, max_queued_requests=2 * MANY, max_seq_len=256, strategies=INSTANCES, **settings)
     core, names = driver.core, list(INSTANCES)
 
     def submit() -> None:

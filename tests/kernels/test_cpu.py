@@ -58,7 +58,7 @@ def one_thread() -> Iterator[None]:
 
 def read(name: str, chunks: list[int], dtype: torch.dtype) -> list[Tensor]:
     """What the last 60 tokens of a text attended to, in each layer; another text goes along."""
-    world = World(STRATEGIES, layers=LAYERS, dtype=dtype, max_seats=2, max_seq_len=2200, max_step_tokens=4400)
+    world = World(STRATEGIES, layers=LAYERS, dtype=dtype, max_seats=2, max_seq_len=2200, max_num_batched_tokens=4400)
     reading, other = (world.open(name, text) for text in TEXTS[dtype])
     outs: list[list[Tensor]] = []
     for i, chunk in enumerate(chunks):

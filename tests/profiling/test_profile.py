@@ -104,9 +104,9 @@ def test_a_table_adds_up() -> None:
 
 
 def test_a_server_gets_the_same_settings() -> None:
-    assert flags(Path("it.toml"), {"max_step_tokens": "64", "model": "x"}) == [
+    assert flags(Path("it.toml"), {"max_num_batched_tokens": "64", "model": "x"}) == [
         *("--config", "it.toml"),
-        *("--max-step-tokens", "64"),
+        *("--max-num-batched-tokens", "64"),
         *("--model", "x"),
     ]
 

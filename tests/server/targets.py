@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import sys
 
-from server.cli.main import main as cli
+from server.cli import main as cli
 from server.processes.supervisor import Supervisor, Targets
 
 if __name__ == "__main__":

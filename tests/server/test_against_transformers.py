@@ -37,7 +37,7 @@ class Theirs:
 def both(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Server, Theirs]]:
     directory = tmp_path_factory.mktemp("model")
     theirs = Theirs(directory)
-    flags = ("--dtype", "float32", "--threads", "1", "--kv-memory", "32MiB", "--max-step-tokens", "16")
+    flags = ("--dtype", "float32", "--threads", "1", "--kv-memory", "32MiB", "--max-num-batched-tokens", "16")
     with serving("--model", str(directory), *flags) as server:
         yield server, theirs
 

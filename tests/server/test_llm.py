@@ -31,7 +31,7 @@ SETTINGS: dict[str, Any] = {
     "threads": 1,
     "kv_memory": "64MiB",
     "max_seq_len": 256,
-    "max_step_tokens": 32,
+    "max_num_batched_tokens": 32,
     "weights_cache": "off",
     "strategies": STRATEGIES,
 }

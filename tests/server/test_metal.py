@@ -39,7 +39,7 @@ def texts(directory: Path) -> list[str]:
 
 @pytest.fixture(scope="module")
 def server(directory: Path, texts: list[str]) -> Iterator[Server]:
-    flags = ("--dtype", "float32", "--threads", "1", "--kv-memory", "32MiB", "--max-step-tokens", "16")
+    flags = ("--dtype", "float32", "--threads", "1", "--kv-memory", "32MiB", "--max-num-batched-tokens", "16")
     with serving("--model", str(directory), "--device", "metal-emulated", *flags) as server:
         yield server
 

@@ -137,7 +137,7 @@ def _engine(model: dict[str, Any], length: int, sequences: int) -> Engine:
 # -------------------------------------------------------------------- counts
 def by_waiting(most: int) -> Iterator[Point]:
     """Calls of a step's scheduling, and of one more request that is taken in line, while all seats are taken."""
-    settings = {"model": "tiny", "max_num_seqs": SEATS, "max_seq_len": 512, "max_waiting": 2 * max(WAITING)}
+    settings = {"model": "tiny", "max_num_seqs": SEATS, "max_seq_len": 512, "max_queued_requests": 2 * max(WAITING)}
     core = build_engine(load(None, settings)).core
     count = 0
 

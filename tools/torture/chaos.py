@@ -31,7 +31,7 @@ from tools.torture.server_process import DRAIN_SECONDS, PAUSE, ServerProcess, St
 from tools.torture.tally import Tally
 
 RECOVERY_SECONDS = 120.0  # after a fault until the server must be whole again
-MAX_WAITING = 12  # requests; few, so that the queue is full at times
+MAX_QUEUED_REQUESTS = 12  # requests; few, so that the queue is full at times
 PROBE_PAUSE = 1.0  # seconds between two probes of isolation, at most
 BETWEEN = (0.3, 2.0)  # seconds from one fault's recovery to the next fault
 
@@ -70,7 +70,7 @@ class ChaosReport:
 
 async def run_chaos(plan: Plan) -> ChaosReport:
     """Run a server and its clients for a time, and inject faults. Raises StartError, ExpectedAnswerError."""
-    async with running_server(MAX_WAITING) as (server, exact), connected() as exchange:
+    async with running_server(MAX_QUEUED_REQUESTS) as (server, exact), connected() as exchange:
         load = await prepare(server, exchange, exact, plan.seed, plan.requests)
         tally = load.checker.tally
         conductor = Conductor(plan, load)

@@ -34,9 +34,9 @@ def print_line(text: str) -> None:
 
 
 @asynccontextmanager
-async def running_server(max_waiting: int) -> AsyncIterator[tuple[ServerProcess, bool]]:
+async def running_server(max_queued_requests: int) -> AsyncIterator[tuple[ServerProcess, bool]]:
     """Start a server; yield it, and whether it promises equal bits (only the C++ kernels do). Raises StartError."""
-    server, exact = ServerProcess(deterministic=True, max_waiting=max_waiting), True
+    server, exact = ServerProcess(deterministic=True, max_queued_requests=max_queued_requests), True
     try:
         try:
             await server.start()
@@ -44,7 +44,7 @@ async def running_server(max_waiting: int) -> AsyncIterator[tuple[ServerProcess,
             if NO_PROMISE not in str(error):
                 raise
             server.remove()
-            server, exact = ServerProcess(deterministic=False, max_waiting=max_waiting), False
+            server, exact = ServerProcess(deterministic=False, max_queued_requests=max_queued_requests), False
             await server.start()
         yield server, exact
     finally:

@@ -42,7 +42,7 @@ threads = 1
 workers = {WORKERS}
 max_seq_len = 512
 max_num_seqs = 8
-max_step_tokens = 64
+max_num_batched_tokens = 64
 kv_memory = "4MiB"
 kv_overcommit = 4
 drain_seconds = {DRAIN_SECONDS}
@@ -88,13 +88,15 @@ class Roles:
 class ServerProcess:
     """One server at a time, which may be started many times. Call `remove` at the end."""
 
-    def __init__(self, *, deterministic: bool, max_waiting: int) -> None:
+    def __init__(self, *, deterministic: bool, max_queued_requests: int) -> None:
         self.up = asyncio.Event()  # set while a server runs that has been ready
         self.url = ""
         self.starts = 0
         self._folder = Path(tempfile.mkdtemp(prefix="torture-"))
         self._config = self._folder / "kvmux.toml"
-        self._config.write_text(f"deterministic = {str(deterministic).lower()}\nmax_waiting = {max_waiting}\n{CONFIG}")
+        self._config.write_text(
+            f"deterministic = {str(deterministic).lower()}\nmax_queued_requests = {max_queued_requests}\n{CONFIG}"
+        )
         self._temporary = self._folder / "tmp"  # of the server
         self._temporary.mkdir()
         self._process: subprocess.Popen[bytes] | None = None

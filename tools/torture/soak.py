@@ -36,7 +36,7 @@ from tools.torture.server_process import ServerProcess
 from tools.torture.tally import Tally
 from tools.torture.trends import Slope, second_half, slope_of
 
-MAX_WAITING = 256  # requests; many, so that the queue is never full
+MAX_QUEUED_REQUESTS = 256  # requests; many, so that the queue is never full
 QUIET_SECONDS = 20.0  # until the gauges must be back; /metrics may be a second old
 SETTLED_SECONDS = 3.0  # after which /metrics is up to date: it and what workers report may each be a second old
 PROBE_PAUSE = 20.0  # seconds between two probes of isolation, at most: each of them leaves names behind
@@ -125,7 +125,7 @@ class SoakReport:
 
 async def run_soak(plan: SoakPlan) -> SoakReport:
     """Run a server and its clients for a time, and check it between rounds. Raises StartError, ExpectedAnswerError."""
-    async with running_server(MAX_WAITING) as (server, exact), connected() as exchange:
+    async with running_server(MAX_QUEUED_REQUESTS) as (server, exact), connected() as exchange:
         load = await prepare(server, exchange, exact, plan.seed, plan.requests)
         soak = Soak(plan, load)
         began = monotonic()

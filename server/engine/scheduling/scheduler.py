@@ -34,8 +34,8 @@ class Limits(NamedTuple):
     """What the settings allow."""
 
     max_num_seqs: int
-    max_step_tokens: int
-    max_waiting: int
+    max_num_batched_tokens: int
+    max_queued_requests: int
     max_seq_len: int
     kv_bytes: int
     kv_overcommit: float
@@ -113,7 +113,7 @@ class Scheduler:
             message = f"needs {need} bytes of KV memory, and {request.cache.name} may hold {most}: ask for fewer tokens"
             raise RequestError(400, message, code="context_length_exceeded", param="prompt")
         free_seats = max(0, limits.max_num_seqs - len(self.running))
-        if len(self.waiting) >= limits.max_waiting + free_seats:  # for a free seat one waits until the next step only
+        if len(self.waiting) >= limits.max_queued_requests + free_seats:  # a free seat is taken in the next step
             raise RequestError(429, f"{len(self.waiting)} requests wait already: try again later", code="queue_full")
         self._arrivals += 1
         request.arrival = self._arrivals
@@ -176,7 +176,7 @@ class Scheduler:
     # ---------------------------------------------------------------- a step
     def schedule(self) -> tuple[Sequence[Scheduled], Sequence[Request]]:
         """Return the step's rows, and the requests that were preempted for them."""
-        tokens = self.limits.max_step_tokens
+        tokens = self.limits.max_num_batched_tokens
         step = _Step(tokens, self.limits.max_step_scores, reserve=tokens // 2)
         self._make_way(step)
         while True:

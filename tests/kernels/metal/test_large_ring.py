@@ -44,7 +44,7 @@ def test_a_ring_of_phi_4_attends_as_the_definition_says() -> None:
 
 
 def _cache(ops: MetalOps) -> KVCache:
-    geometry = Geometry([PHI4] * LAYERS, torch.float32, max_seats=1, max_seq_len=16_384, max_step_tokens=CHUNK)
+    geometry = Geometry([PHI4] * LAYERS, torch.float32, max_seats=1, max_seq_len=16_384, max_num_batched_tokens=CHUNK)
     options = {"kind": "sliding_window", "window": WINDOW, "sinks": SINKS}
     instances = registry.declared({"ring": StrategySettings.model_validate(options)})
     pages = registry.sequence_pages(instances, geometry)

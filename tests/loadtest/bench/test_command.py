@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from loadtest import traces
-from server.cli.main import main as cli
+from server.cli import main as cli
 from tests.loadtest.stub import CACHED_TOKENS, Stub, stubbed
 
 STRATEGIES = ("tiny", "tiny:paged", "tiny:window")
