@@ -18,8 +18,8 @@ from packaging.requirements import Requirement
 
 from config.settings import Settings
 from config.sources import env_name
-from server.cli.health import TIMEOUT
 from server.cli import main as cli
+from server.cli.health import TIMEOUT
 from server.models.files.user_cache import user_cache
 from server.processes.child import Timing
 

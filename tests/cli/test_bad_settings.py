@@ -15,8 +15,8 @@ from cache_strategies import registry
 from config.errors import SettingsError
 from config.settings import Settings, load
 from config.sources import env_name, flag_name
-from server.cli.flags import is_scalar
 from server.cli import main as cli
+from server.cli.flags import is_scalar
 from server.engine.build import build_engine
 from server.engine.info import summary
 from tests.cli.permissions import permissions_hold

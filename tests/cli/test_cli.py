@@ -14,9 +14,9 @@ import pytest
 from config.settings import Settings
 from config.sources import env_name, flag_name
 from server import listening
+from server.cli import main as cli
 from server.cli.banner import welcome
 from server.cli.flags import GROUPS, is_scalar
-from server.cli import main as cli
 from tests.cli.fakes import READY
 
 SCALARS = [name for name, field in Settings.model_fields.items() if is_scalar(field.annotation)]

@@ -17,8 +17,8 @@ from pathlib import Path
 import pytest
 
 from server import __main__
-from server.cli.health import health
 from server.cli import main as cli
+from server.cli.health import health
 from server.processes.runtime_directory import LOCK, URL, running_urls, runtime_directory
 from tests.server.running import PATIENCE, eventually
 
