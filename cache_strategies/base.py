@@ -75,7 +75,6 @@ class Contract(NamedTuple):
     exact: bool  # every key that the model may see is kept as it was computed
     shareable: bool  # sequences with a common prefix can share its memory
     forkable: bool  # fork() may return a seat
-    swappable: bool  # a seat's blocks can be moved away and back
     rewind: int | None  # committed tokens that crop may drop; None: any number
     replayable: bool  # recomputing all tokens from the first gives the same state
     chunk_invariant: bool  # the state does not depend on how the tokens were cut into rows
@@ -87,7 +86,6 @@ KEEPS_EVERYTHING = Contract(
     exact=True,
     shareable=False,
     forkable=True,
-    swappable=True,
     rewind=None,
     replayable=True,
     chunk_invariant=True,
@@ -176,9 +174,8 @@ class Plan(ABC):
     def attend(self, layer_idx: int, q: Tensor, k: Tensor, v: Tensor, out: Tensor) -> None:
         """q [N,Hq,D], k [N,H,D], v [N,H,Dv] -> out [N,Hq,Dv]. All rows write, then all read; repeatable.
 
-        The tokens of rows[0] come first, then those of rows[1], and so on; behind them, if plan() padded, the padding,
-        which is neither read nor written. q, k and v are views with strides of their own (only the last dimension is
-        dense); `out` is not initialised.
+        The tokens of rows[0] come first, then those of rows[1], and so on. q, k and v are views with strides of their
+        own (only the last dimension is dense); `out` is not initialised.
         """
 
     @abstractmethod
@@ -289,8 +286,8 @@ class KVCache(ABC):
         """A step begins: land finished restores. Never waits."""
 
     @abstractmethod
-    def plan(self, rows: Sequence[Row], *, pad_to: int = 0) -> Plan:
-        """The step's plan; decode rows (one token) stand first. With pad_to, decode rows only, padded to that many.
+    def plan(self, rows: Sequence[Row]) -> Plan:
+        """Return the step's plan; decode rows (one token) stand first.
 
         May be called again without a commit in between: the step before it then never was.
         """
@@ -317,7 +314,7 @@ class KVCache(ABC):
 
     @abstractmethod
     def check_integrity(self) -> None:
-        """Asserts that the books add up, for the open seats it knows."""
+        """Assert that the books add up, for the open seats it knows; `check_integrity` of the settings calls it, too."""
 
 
 # ---------------------------------------------------------------- what a strategy may have besides

@@ -88,22 +88,19 @@ class BlockTable:
             there[:] = blocks
             self._changed = True
 
-    def slots(self, rows: Sequence[Row], *, pad_to: int = 0, sinks: int = 0, ring: int = 0) -> Slots:
+    def slots(self, rows: Sequence[Row], *, sinks: int = 0, ring: int = 0) -> Slots:
         """The addresses of a step."""
         lengths = [row.num_tokens for row in rows]
         starts = [row.seat.length for row in rows]
         decode = lengths.count(1)
-        padding = max(0, pad_to - len(rows))
         assert 1 not in lengths[decode:], "decode rows stand first"
-        assert not padding or decode == len(rows), "only decode rows are padded"
-        B = len(rows) + padding
+        B = len(rows)
         most = sinks + ring if ring else MOST
-        nothing = [0] * (padding + 1)
         self._host_steps[:, : B + 1] = (
-            [row.seat.index for row in rows] + nothing,  # type: ignore[attr-defined]
-            list(accumulate(lengths + [1] * padding, initial=0)),
-            starts + [-1] * (padding + 1),
-            [min(start, most) for start in starts] + nothing,
+            [*(row.seat.index for row in rows), 0],  # type: ignore[attr-defined]
+            list(accumulate(lengths, initial=0)),
+            [*starts, -1],
+            [*(min(start, most) for start in starts), 0],
         )
         self._copy_to_device()
         row_seat, q_start, start, kept = self._views(B)
@@ -114,7 +111,7 @@ class BlockTable:
             q_start,
             start,
             kept,
-            num_decode=decode + padding,
+            num_decode=decode,
             max_q=max(lengths, default=1),
             max_kv=max(map(add, starts, lengths), default=1),
             sinks=sinks,
@@ -174,7 +171,6 @@ class BlockTableCache(KVCache):
     def __init__(self, setup: CacheSetup, options: Options) -> None:
         super().__init__(setup, options)
         geometry = setup.geometry
-        assert all(spec.kv_from is None for spec in geometry.layers), "layers that share K and V are not supported yet"
         tokens, blocks = self.block_plan(options, geometry)
         self.store = KVStore(setup.arena, geometry.layers, tokens, kept_dtype(options, geometry))
         setup.ops.prepare(geometry.layers, geometry.kv_dtype, self.store.dtype)
@@ -196,8 +192,8 @@ class BlockTableCache(KVCache):
         """Whether keys and values are kept otherwise than they were computed."""
         return self.store.dtype is not self.setup.geometry.kv_dtype
 
-    def plan(self, rows: Sequence[Row], *, pad_to: int = 0) -> Plan:
-        return TablePlan(self, rows, self.table.slots(rows, pad_to=pad_to, sinks=self.sinks, ring=self.ring))
+    def plan(self, rows: Sequence[Row]) -> Plan:
+        return TablePlan(self, rows, self.table.slots(rows, sinks=self.sinks, ring=self.ring))
 
     def commit(self, plan: Plan, tokens: Sequence[Sequence[int]]) -> None:
         for row, ids in zip(plan.rows, tokens, strict=True):

@@ -15,7 +15,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 from pydantic import Field
-from torch import Tensor
 
 from cache_strategies.base import (
     KEEPS_EVERYTHING,
@@ -86,13 +85,6 @@ class ContiguousCache(SlabCache):
     @classmethod
     def block_plan(cls, options: Any, geometry: Geometry) -> tuple[int, int]:
         return geometry.max_seq_len, 1
-
-    def view(self, seat: Seat, layer: int) -> tuple[Tensor, Tensor]:
-        """K [H, length, D] and V [H, length, Dv] of a seat, in place: they see later tokens enter."""
-        assert isinstance(seat, TableSeat)
-        assert not self.rounds, "int8 means nothing without its scales"
-        block = seat.blocks[0]
-        return self.store.k(layer)[block, :, : seat.length], self.store.v(layer)[block, :, : seat.length]
 
     # ---------------------------------------------------------------- open, close
     def match(self, tokens: Sequence[int], *, salt: str = "", max_cached: int | None = None) -> int:

@@ -52,7 +52,6 @@ class SlidingWindowCache(SlabCache):
             exact=not self.rounds and (sees_all or options.sinks + options.window >= geometry.max_seq_len),
             shareable=False,
             forkable=True,
-            swappable=True,
             rewind=0 if wraps else None,  # what a wrapped ring has overwritten does not come back
             replayable=True,
             chunk_invariant=True,

@@ -325,6 +325,11 @@ class Settings(BaseSettings):
         default_factory=dict, description="named instances, in addition to one per built-in kind"
     )
     rules: list[SelectionRule] = Field(default_factory=list, description="first match wins, before default_strategy")
+    check_integrity: bool = Field(
+        False,
+        description="check the books of caches and memory while the engine is idle, and end it where they do not add "
+        "up: for developers of strategies",
+    )
     enable_tokenizer_info_endpoint: bool = Field(
         False, description="GET /tokenizer_info returns the tokenizer's configuration and the chat template"
     )

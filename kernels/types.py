@@ -25,7 +25,6 @@ class LayerSpec(NamedTuple):
     softcap: float | None = None  # scores become softcap * tanh(score / softcap)
     sink_logits: Tensor | None = None  # [Hq], learned: one more logit in the softmax, with no value
     rotate: Callable[[Tensor, Tensor], Tensor] | None = None  # (x [N,H,D], delta [N]) -> RoPE moved on by delta
-    kv_from: int | None = None  # layer whose K and V this one reads; None: its own
 
 
 @dataclass(frozen=True, eq=False, slots=True, weakref_slot=True)

@@ -325,10 +325,10 @@ class PagedCache(BlockTableCache):
         for pin_id in self.pinned.over():
             self.unpin(pin_id)
 
-    def plan(self, rows: Sequence[Row], *, pad_to: int = 0) -> Plan:
+    def plan(self, rows: Sequence[Row]) -> Plan:
         if self._copies:
             self.setup.ops.copy_blocks(self.store, list(self._copies.values()), list(self._copies))
-        return super().plan(rows, pad_to=pad_to)
+        return super().plan(rows)
 
     def commit(self, plan: Plan, tokens: Sequence[Sequence[int]]) -> None:
         for source in self._copies.values():

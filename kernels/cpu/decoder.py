@@ -39,7 +39,7 @@ class CpuDecoderLayers(DecoderLayers):
         if not isinstance(fed, GatedWeights) or fed.activation != "silu":
             return False
         packed = all(isinstance(weight, PackedMatrix) for weight in (around.qkv, around.o, fed.gate_up, fed.down))
-        return packed and spec.head_dim == spec.v_head_dim <= MAX_DIM and spec.kv_from is None
+        return packed and spec.head_dim == spec.v_head_dim <= MAX_DIM
 
     def _add(self, layer: DecoderLayer) -> None:
         around, fed, spec = layer.attention, layer.feed_forward, layer.spec

@@ -71,7 +71,7 @@ GROUPS = {
         "deterministic",
     ),
     "speculation": ("num_speculative_tokens", "max_speculative_tokens"),
-    "cache strategies": ("default_strategy",),
+    "cache strategies": ("default_strategy", "check_integrity"),
 }
 METAVARS = {
     "model": "MODEL",

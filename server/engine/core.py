@@ -95,6 +95,12 @@ class Core:
     def busy(self) -> bool:
         return bool(self._requests)
 
+    def check_integrity(self) -> None:
+        """Assert that the books of all caches and of the memory add up. Call it between two steps."""
+        for cache in self.caches.values():
+            cache.check_integrity()
+        self.arena.check_integrity()
+
     # ---------------------------------------------------------------- requests
     def submit(self, worker: int, message: Submit) -> Event | None:
         """Queue a request; return None, or the event that tells its client why it is refused."""

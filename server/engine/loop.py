@@ -93,6 +93,8 @@ class Loop:
         while not self._stopping:
             self._beat()
             self._send([event for message in self._messages(pause) for event in self._handle(*message)])
+            if pause == IDLE_SECONDS and self._engine.settings.check_integrity:
+                self._core.check_integrity()
             with self._profiler.step(self._core.busy):
                 result = self._core.step()
             if result.report.rows:

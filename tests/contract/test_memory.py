@@ -53,43 +53,6 @@ def test_what_an_earlier_sequence_left_behind_changes_nothing(name: str) -> None
         assert torch.equal(a, b)
 
 
-# ---------------------------------------------------------------- padding
-@pytest.mark.parametrize("name", STRATEGIES)
-def test_padding_rows_neither_read_nor_write(name: str) -> None:
-    plain, padded = (two_seats(World({name: STRATEGIES[name]}, max_seats=5), name) for _ in range(2))
-    want = step([(reading, 1) for reading in plain]).outs
-    rows = [reading.work(1).row for reading in padded]
-    cache, arena = padded[0].cache, padded[0].cache.setup.arena
-    before = arena.memory.clone()
-    plan = cache.plan(rows, pad_to=5)
-    for layer in range(len(MODEL)):
-        q, k, v = (with_padding(padded, part, layer) for part in ("q", "k", "v"))
-        out = torch.full((5, *want[0][layer].shape[1:]), 7.0)
-        plan.attend(layer, q, k, v, out)
-        for i in range(2):
-            assert torch.equal(out[i : i + 1], want[i][layer])
-        assert (out[2:] == 7.0).all(), "a padding row has an output"
-    changed = int((arena.memory != before).sum())
-    assert changed <= 2 * token_bytes(), "a padding row wrote"
-    cache.commit(plan, [[reading.text.ids[reading.seat.length]] for reading in padded])
-    cache.check_integrity()
-
-
-@pytest.mark.parametrize("name", STRATEGIES)
-def test_a_plan_of_nothing_but_padding_does_nothing(name: str) -> None:
-    world = World({name: STRATEGIES[name]}, max_seats=3)
-    before = world.arena.memory.clone()
-    cache = world.caches[name]
-    plan = cache.plan([], pad_to=3)
-    spec = MODEL[0]
-    out = torch.full((3, spec.num_q_heads, spec.v_head_dim), 7.0)
-    k, v = torch.ones(3, spec.num_kv_heads, spec.head_dim), torch.ones(3, spec.num_kv_heads, spec.v_head_dim)
-    plan.attend(0, torch.ones(3, spec.num_q_heads, spec.head_dim), k, v, out)
-    cache.commit(plan, [])
-    assert torch.equal(world.arena.memory, before)
-    assert (out == 7.0).all()
-
-
 @pytest.mark.parametrize("name", STRATEGIES)
 def test_a_step_writes_its_own_tokens_only(name: str) -> None:
     world = World({name: STRATEGIES[name]}, max_seats=2)
@@ -105,12 +68,6 @@ def two_seats(world: World, name: str) -> list[Reading]:
         while reading.seat.length < length:
             step([(reading, min(reading.chunk(20), length - reading.seat.length))])
     return readings
-
-
-def with_padding(readings: list[Reading], part: str, layer: int) -> Tensor:
-    """The next token of each, and three rows of NaN."""
-    rows = [getattr(r.text, part)[layer][r.seat.length : r.seat.length + 1] for r in readings]
-    return torch.cat((*rows, torch.full_like(torch.cat((rows * 2)[:3]), torch.nan)))
 
 
 def token_bytes() -> int:

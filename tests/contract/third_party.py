@@ -103,7 +103,6 @@ class SieveCache(KVCache):
             exact=options == SieveOptions(keep=1),
             shareable=False,
             forkable=False,
-            swappable=False,
             rewind=None,
             replayable=True,
             chunk_invariant=True,
@@ -136,7 +135,7 @@ class SieveCache(KVCache):
         assert isinstance(seat, SieveSeat)
         self.seats.remove(seat)
 
-    def plan(self, rows: Sequence[Row], *, pad_to: int = 0) -> Plan:
+    def plan(self, rows: Sequence[Row]) -> Plan:
         return self.plan_type(self, rows)
 
     def commit(self, plan: Plan, tokens: Sequence[Sequence[int]]) -> None:

@@ -114,7 +114,7 @@ class FakeCache(KVCache):
     def crop(self, seat: Seat, length: int) -> NoReturn:
         raise NotImplementedError
 
-    def plan(self, rows: Sequence[Row], *, pad_to: int = 0) -> NoReturn:
+    def plan(self, rows: Sequence[Row]) -> NoReturn:
         raise NotImplementedError
 
     def commit(self, plan: Plan, tokens: Sequence[Sequence[int]]) -> NoReturn:

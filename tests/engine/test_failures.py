@@ -33,9 +33,9 @@ def break_plan(driver: Driver, instance: str, times: int) -> None:
     cache = driver.core.caches[instance]
     plan, left = cache.plan, [times]
 
-    def broken(rows: Sequence[Row], *, pad_to: int = 0) -> Plan:
+    def broken(rows: Sequence[Row]) -> Plan:
         _raise_while(left)
-        return plan(rows, pad_to=pad_to)
+        return plan(rows)
 
     cache.plan = broken  # type: ignore[method-assign]
 
@@ -47,8 +47,8 @@ def break_attend(layer: int) -> Break:
         cache = driver.core.caches[instance]
         plan, left = cache.plan, [times]
 
-        def broken(rows: Sequence[Row], *, pad_to: int = 0) -> Plan:
-            return _failing(plan(rows, pad_to=pad_to), layer, left)
+        def broken(rows: Sequence[Row]) -> Plan:
+            return _failing(plan(rows), layer, left)
 
         cache.plan = broken  # type: ignore[method-assign]
 

@@ -224,3 +224,13 @@ def test_a_strategy_that_cannot_tell_fails_the_question_alone(
     assert answer.refused is not None
     assert answer.refused.status == 500
     assert "no idea" in caplog.text
+
+
+def test_books_that_do_not_add_up_end_an_idle_engine_if_they_are_checked(tiny: Path) -> None:
+    gateway = FakeGateway((1, greedy("a", random_prompt(9), kv_cache="paged")))
+    driver = Driver(tiny, check_integrity=True)
+    run_until(driver, gateway, 1)
+    driver.core.check_integrity()
+    driver.core.arena._free += 1
+    with pytest.raises(AssertionError):
+        Loop(driver.engine, FakeGateway(), Metrics).run()  # type: ignore[arg-type]

@@ -28,7 +28,7 @@ from tests.kernels.matrix import BACKENDS
 
 EACH = 3  # calls of an operation
 # What is for a backend to choose a kernel by, and what tells where rows lie, of which sizes alone are checked.
-LEFT_OUT = {"max_q", "max_kv", "kept", "kv_from", "start:values", "rotate", "eps", "scale", "softcap"}
+LEFT_OUT = {"max_q", "max_kv", "kept", "start:values", "rotate", "eps", "scale", "softcap"}
 HUGE = (1 << 31, 1 << 62)
 OTHER = {
     torch.float32: (torch.float64, torch.bfloat16, torch.int32),

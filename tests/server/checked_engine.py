@@ -43,9 +43,7 @@ class CheckedCore(Core):
 
     def step(self) -> StepResult:
         result = super().step()
-        for cache in self.caches.values():
-            cache.check_integrity()
-        self.arena.check_integrity()
+        self.check_integrity()
         return result
 
 

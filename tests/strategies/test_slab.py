@@ -165,5 +165,3 @@ def test_chunks_before_decode_rows_are_caught(kind: str) -> None:
         assert cache.grow(seat, 2)
     with pytest.raises(AssertionError, match="decode rows stand first"):
         cache.plan([Row(seats[0], 2), Row(seats[1], 1)])
-    with pytest.raises(AssertionError, match="only decode rows are padded"):
-        cache.plan([Row(seats[0], 2)], pad_to=4)
