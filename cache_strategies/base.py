@@ -314,7 +314,7 @@ class KVCache(ABC):
 
     @abstractmethod
     def check_integrity(self) -> None:
-        """Assert that the books add up, for the open seats it knows; `check_integrity` of the settings calls it, too."""
+        """Assert that the books add up, for the open seats it knows; see the setting `check_integrity`."""
 
 
 # ---------------------------------------------------------------- what a strategy may have besides

@@ -6,7 +6,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from cache_strategies.contiguous import ContiguousCache
 from config.settings import StrategySettings
 from kernels.reference import ReferenceOps
 from kernels.store import KVStore
@@ -19,7 +18,6 @@ from tests.contract.harness import (
     every_instance,
     random_text,
     read_through,
-    spliced,
     step,
 )
 
@@ -102,30 +100,6 @@ def test_slots_keep_their_addresses_for_the_life_of_a_cache(kind: str) -> None:
             reading.cache.close(reading.seat)
     assert len(ops.seen) == 1
     assert world.arena.memory.data_ptr() == memory
-
-
-# ---------------------------------------------------------------- views
-def test_a_contiguous_view_is_no_copy_and_sees_what_enters_later() -> None:
-    world = World({"contiguous": StrategySettings(kind="contiguous")}, max_seats=2)
-    text, other = random_text(1, 40, MODEL), random_text(2, 40, MODEL)
-    reading = world.open("contiguous", text)
-    step([(reading, 20)])
-    cache = reading.cache
-    assert isinstance(cache, ContiguousCache)
-    first = world.arena.memory.data_ptr()
-    views = [cache.view(reading.seat, layer) for layer in range(len(MODEL))]
-    for layer, planes in enumerate(views):
-        for view, part in zip(planes, (text.k, text.v), strict=True):
-            assert torch.equal(view, part[layer][:20].transpose(0, 1))
-            assert first <= view.data_ptr() < first + world.arena.memory.numel()
-            assert view.stride()[-2:] == (view.shape[2], 1), "a head's tokens lie one after the other"
-    cache.crop(reading.seat, 12)
-    reading.text = spliced(text, other, 12)
-    step([(reading, 28)])
-    for layer, (k, v) in enumerate(views):
-        assert torch.equal(k, reading.text.k[layer][:20].transpose(0, 1)), "the view taken before shows the new tokens"
-        assert torch.equal(v, reading.text.v[layer][:20].transpose(0, 1))
-        assert cache.view(reading.seat, layer)[0].shape[1] == 40
 
 
 # ---------------------------------------------------------------- layout
