@@ -31,7 +31,7 @@ TELL_KERNELS = ls kernels/cpu/*.so >/dev/null 2>&1 || echo "The C++ kernels were
  The server runs without them, slower." >&2
 
 .DEFAULT_GOAL := help
-.PHONY: help install serve test test-metal prometheus test-slow test-clients check check-metal format bench load fuzz chaos soak clean
+.PHONY: help install serve test test-fast test-metal prometheus test-slow test-clients check check-metal format bench load fuzz chaos soak clean
 
 help:  ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1	\2/p' Makefile | expand -t 20
@@ -44,6 +44,9 @@ serve: $(VENV)/.base  ## serve the embedded model, or what ARGS says
 test: $(VENV)/.with-test  ## run the tests
 	$(call PYTEST,not slow and not alone,-n $(PROCESSES) --dist loadfile)
 	$(call PYTEST,not slow and alone)
+
+test-fast: $(VENV)/.with-test  ## run the tests that take two minutes together, for daily work
+	$(call PYTEST,not slow and not alone and not thorough,-n $(PROCESSES) --dist loadfile)
 
 test-metal: $(VENV)/.with-test  ## run what tests the Metal kernels: emulated, and on a Mac on its GPU, too
 	$(PY) -m pytest -m "not slow" tests/kernels tests/engine/test_metal.py tests/server/test_metal.py $(ARGS)

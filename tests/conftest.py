@@ -17,6 +17,8 @@ from tests.fuzzing.drawing import Drawing, add_options
 
 ALONE = {"api", "cli", "loadtest", "server", "tools"}  # folders of tests that watch processes, or the clock
 ALONE_TOO = {"test_in_prometheus.py", "test_logs.py"}
+THOROUGH = {"contract", "fuzzing", "kernels"}  # folders of tests with thousands of cases
+THOROUGH_TOO = {"test_malformed.py", "test_sandbox.py", "test_deterministic.py", "test_histories.py", "test_metal.py"}
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -33,6 +35,8 @@ def pytest_collection_modifyitems(items: Sequence[pytest.Item]) -> None:
     for item in items:
         if item.path.relative_to(tests).parts[0] in ALONE or item.path.name in ALONE_TOO:
             item.add_marker(pytest.mark.alone)
+        if item.path.relative_to(tests).parts[0] in THOROUGH or item.path.name in THOROUGH_TOO:
+            item.add_marker(pytest.mark.thorough)
 
 
 def pytest_collection_finish() -> None:
