@@ -1,6 +1,6 @@
 """A model and its caches in this process, for programs that need no server: `LLM(...).generate(...)`.
 
-Names, bounds and defaults are those of the HTTP API and of the settings. Knows text; `engine/generate.py` generates.
+Names, bounds and defaults are those of the HTTP API and of the settings. Knows text; `generate.py` generates.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """`kvmux health`: asks servers whether they are ready, as a container's health check does.
 
 Without an address it asks the servers that this user runs on this machine, wherever flags, variables and settings
-files let them listen: each has written down its URL (engine/runtime_directory.py). Imports little, since it runs
+files let them listen: each has written down its URL (processes/runtime_directory.py). Imports little, since it runs
 every few seconds beside a server that computes.
 """
 
