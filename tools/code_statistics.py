@@ -131,7 +131,9 @@ def lengths(sources: Iterable[str]) -> Lengths:
         for node in ast.walk(ast.parse(text))
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
     ]
-    return Lengths(round(statistics.median(lines)), round(statistics.quantiles(lines, n=10)[-1]), max(lines))
+    return Lengths(
+        round(statistics.median(lines)), round(statistics.quantiles(lines, n=10, method="inclusive")[-1]), max(lines)
+    )
 
 
 def show(found: Statistics, console: Console) -> None:

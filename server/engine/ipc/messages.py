@@ -48,7 +48,7 @@ class Caching(msgspec.Struct, frozen=True):
 
 
 class Speculation(msgspec.Struct, frozen=True):
-    """Drafts of the next tokens, looked up in the request's own text (`sampling/ngram_proposer.py`). Named as in vLLM."""
+    """Drafts of the next tokens, looked up in the request's own text (`ngram_proposer.py`). Named as in vLLM."""
 
     num_speculative_tokens: int = 0  # of a draft, at most; 0: there are none
     prompt_lookup_max: int = 3  # so many of the last tokens are looked for,
