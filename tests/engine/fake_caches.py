@@ -45,7 +45,15 @@ class FakeCache(KVCache):
         lazy: bool = False,
         limit: int | None = None,
     ) -> None:
-        self.contract = Contract(True, False, False, False, None, replayable, True, max_row)
+        self.contract = Contract(
+            exact=True,
+            shareable=False,
+            forkable=False,
+            rewind=None,
+            replayable=replayable,
+            chunk_invariant=True,
+            max_row=max_row,
+        )
         self.open_seats: set[FakeSeat] = set()
         self.not_ready: set[Seat] = set()
         self._name, self.memory, self._reserve, self._lazy = name, memory, reserve, lazy
