@@ -33,7 +33,7 @@ from cache_strategies.base import (
 from cache_strategies.block_table import TableOptions, TableSeat
 from cache_strategies.eviction.lru import LRU
 from cache_strategies.eviction.queue import EvictionQueue
-from cache_strategies.paged.block_metrics import Happenings
+from cache_strategies.paged.block_metrics import BlockMetrics
 from cache_strategies.single_block import SlabCache
 
 Ids = NDArray[np.int64]
@@ -79,8 +79,8 @@ class ContiguousCache(SlabCache):
         self._ttl = math.inf if options.ttl is None else options.ttl
         self.contract = KEEPS_EVERYTHING._replace(exact=not self.rounds, reusable=self.prefix_cache)
         self._idle: dict[int, Idle] = {}  # by block, the oldest first
-        self._retained = EvictionQueue(LRU, setup.clock)  # the same blocks, in the order in which they go
-        self._happenings = Happenings(setup.clock)  # of all blocks
+        self._eviction_queue = EvictionQueue(LRU, setup.clock)  # the same blocks, in the order in which they go
+        self._block_metrics = BlockMetrics(setup.clock)  # of all blocks
 
     @classmethod
     def block_plan(cls, options: Any, geometry: Geometry) -> tuple[int, int]:
@@ -98,7 +98,7 @@ class ContiguousCache(SlabCache):
             seat = self._open(0)
         else:
             self._forget(block)
-            self._happenings.reused(block)
+            self._block_metrics.reused(block)
             seat = self._seat(block, common)
         if seat is None:
             return None
@@ -113,16 +113,16 @@ class ContiguousCache(SlabCache):
         tokens = np.array(seat.tokens[: seat.length], np.int64)
         known = _common(tokens >= 0, np.ones(len(tokens), bool))  # up to the first embedding, which has no name
         if seat.salt is None or not known:
-            self._happenings.gone(seat.blocks[0])
+            self._block_metrics.gone(seat.blocks[0])
             super().close(seat)
             return
         self.seats.remove(seat)
         self.table.give(seat.index)
         block = seat.blocks.pop()
         self._idle[block] = Idle(tokens[:known], seat.salt)
-        self._retained.keep(block, seat.priority, seat.ttl)
-        self._retained.insert(block, self.bytes_per_block)
-        self._happenings.idle(block)
+        self._eviction_queue.keep(block, seat.priority, seat.ttl)
+        self._eviction_queue.insert(block, self.bytes_per_block)
+        self._block_metrics.idle(block)
 
     def discard(self, seat: Seat) -> None:
         assert isinstance(seat, ContiguousSeat)
@@ -131,7 +131,7 @@ class ContiguousCache(SlabCache):
     def _open(self, length: int) -> TableSeat | None:
         seat = super()._open(length)
         if seat is not None:
-            self._happenings.born(seat.blocks[0])
+            self._block_metrics.born(seat.blocks[0])
         return seat
 
     def retain(self, seat: Seat, *, priority: int, ttl: float | None) -> None:
@@ -157,7 +157,7 @@ class ContiguousCache(SlabCache):
     def _forget(self, block: int) -> None:
         """Its text: the block is somebody's, or nobody's, from now on."""
         del self._idle[block]
-        self._retained.discard(block)
+        self._eviction_queue.discard(block)
 
     def _why_no_more(self, tokens: Sequence[int], salt: str, common: int, max_cached: int | None) -> Miss | None:
         if not self.prefix_cache:
@@ -201,10 +201,10 @@ class ContiguousCache(SlabCache):
     def reclaim(self, pages: int) -> int:
         given = 0
         while given < pages and self._idle:
-            block = self._retained.evict()
+            block = self._eviction_queue.evict()
             assert isinstance(block, int)
             del self._idle[block]
-            self._happenings.evicted(block)
+            self._block_metrics.evicted(block)
             self.setup.arena.give(self.name, block, self.store.run)
             given += self.store.run
         return given
@@ -213,7 +213,7 @@ class ContiguousCache(SlabCache):
         gone = [block for block, left in self._idle.items() if covers(salt, left.salt)]
         for block in gone:
             self._forget(block)
-            self._happenings.gone(block)
+            self._block_metrics.gone(block)
             self.setup.arena.give(self.name, block, self.store.run)
         for seat in self.seats:
             assert isinstance(seat, ContiguousSeat)
@@ -234,14 +234,14 @@ class ContiguousCache(SlabCache):
         return super().blocks()._replace(idle=len(self._idle))
 
     def happened(self) -> BlockEvents | None:
-        return self._happenings.taken()
+        return self._block_metrics.collect()
 
     def check_integrity(self) -> None:
-        self._retained.check_integrity()
-        assert len(self._retained) == len(self._idle)
+        self._eviction_queue.check_integrity()
+        assert len(self._eviction_queue) == len(self._idle)
         blocks = [seat.blocks[0] for seat in self.seats] + list(self._idle)
         assert len(set(blocks)) == len(blocks)
-        self._happenings.check_integrity(set(blocks), self._idle.keys())
+        self._block_metrics.check_integrity(set(blocks), self._idle.keys())
         assert self.setup.arena.held(self.name) == len(blocks) * self.store.run
         for seat in self.seats:
             assert isinstance(seat, ContiguousSeat)

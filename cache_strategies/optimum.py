@@ -23,7 +23,7 @@ from collections.abc import Iterable, Sequence
 from itertools import chain
 from typing import NamedTuple
 
-from cache_strategies.paged.prefix_index import BlockHash, PrefixNames
+from cache_strategies.paged.prefix_index import BlockHash, BlockHasher
 
 NEVER = 1 << 62
 
@@ -37,7 +37,7 @@ class Visit(NamedTuple):
 
 def visits(requests: Iterable[tuple[Sequence[int], Sequence[int]]], block_size: int) -> list[Visit]:
     """Of prompts and answers."""
-    names = PrefixNames(block_size, "")
+    names = BlockHasher(block_size, "")
     return [
         Visit(list(names.of([*prompt, *answer], "")), max(0, len(prompt) - 1) // block_size)
         for prompt, answer in requests

@@ -1,4 +1,4 @@
-"""What happens to an instance's blocks, kept until somebody asks: how long they live and wait to be used, and copies.
+"""Measures the blocks of an instance: how long they live and wait to be used again, and how many are copied.
 
 Knows entries by key, like the eviction policies: blocks, or their names. Decides nothing.
 """
@@ -14,8 +14,8 @@ Key = Hashable
 LATEST = 1024  # figures of a kind that are kept
 
 
-class Happenings:
-    """Is told of each entry, in this order: born, then idle and reused as often as may be, then evicted or gone."""
+class BlockMetrics:
+    """Takes the events of each entry, in this order: born, then idle and reused any number of times, evicted or gone."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
@@ -49,7 +49,7 @@ class Happenings:
         """A block, before somebody wrote into one that others see."""
         self._copies += 1
 
-    def taken(self) -> BlockEvents | None:
+    def collect(self) -> BlockEvents | None:
         """What there is, which is forgotten."""
         if not (self._lifetimes or self._reuse_gaps or self._copies):
             return None

@@ -1,7 +1,7 @@
 """paged: blocks of a few tokens, taken as a sequence grows and found again by later sequences with the same beginning.
 
 After vLLM's PagedAttention (Kwon et al., 2023). This file only wires its parts: `PagedSeat` (a sequence's tokens and
-the names of its blocks), `RefCounts` (references, names, and which idle block goes first), `PrefixNames`,
+the names of its blocks), `RefCounts` (references, names, and which idle block goes first), `BlockHasher`,
 `PendingBlocks` (who computes a block that others wait for), `Pins`.
 
 Only full blocks are shared. A block that several seats refer to, or that has a name, is never written: the writer gets
@@ -36,10 +36,10 @@ from cache_strategies.base import (
 from cache_strategies.block_table import BlockTableCache, TableOptions
 from cache_strategies.eviction import load_policy
 from cache_strategies.eviction.queue import EvictionQueue
-from cache_strategies.paged.block_metrics import Happenings
+from cache_strategies.paged.block_metrics import BlockMetrics
 from cache_strategies.paged.block_pool import BlockPool
 from cache_strategies.paged.pins import Pins
-from cache_strategies.paged.prefix_index import BlockHash, PendingBlocks, PrefixNames
+from cache_strategies.paged.prefix_index import BlockHash, BlockHasher, PendingBlocks
 from cache_strategies.paged.ref_counts import RefCounts
 from cache_strategies.paged.seat import PagedSeat
 from config.errors import SettingsError
@@ -74,14 +74,14 @@ class PagedCache(BlockTableCache):
         super().__init__(setup, options)
         self.block_size = self.store.block_size
         self.prefix_cache = options.prefix_cache
-        pool = RefCounts(setup.arena, setup.name, self.store.run)
-        self._happenings = Happenings(setup.clock)
-        retained = EvictionQueue(load_policy(options.eviction), setup.clock)
-        self.resident = BlockPool(pool, retained, self._happenings, self.bytes_per_block)
+        ref_counts = RefCounts(setup.arena, setup.name, self.store.run)
+        self._block_metrics = BlockMetrics(setup.clock)
+        eviction_queue = EvictionQueue(load_policy(options.eviction), setup.clock)
+        self.pool = BlockPool(ref_counts, eviction_queue, self._block_metrics, self.bytes_per_block)
         self.pending = PendingBlocks()
         self.pinned = Pins(setup.clock)
         self._ttl = math.inf if options.ttl is None else options.ttl
-        self._prefix = PrefixNames(self.block_size, f"{setup.name}\0{self.store.dtype}\0{setup.model}")
+        self._prefix = BlockHasher(self.block_size, f"{setup.name}\0{self.store.dtype}\0{setup.model}")
         self._granted: set[int] = set()  # pending blocks that rows of this step complete
         self._copies: dict[int, int] = {}  # destination: source, to run before the next step writes
         shared = self.prefix_cache
@@ -105,7 +105,7 @@ class PagedCache(BlockTableCache):
         names = self._names_of(tokens, salt)
         blocks = self._found(names, usable(tokens, max_cached))
         for block in blocks:  # hold them before anything is taken: taking may evict
-            self.resident.hold(block)
+            self.pool.hold(block)
         seat = PagedSeat(self.table.take(), blocks, len(blocks) * self.block_size, list(tokens), salt)
         seat.names, seat.ttl = list(names), self._ttl
         seat.miss = self._why_no_more(seat, tokens, max_cached)
@@ -117,8 +117,8 @@ class PagedCache(BlockTableCache):
             self.close(seat)
             return None
         for i in range(seat.length // self.block_size, len(names)):
-            if self.resident.find(names[i]) is None:
-                self.resident.publish(names[i], blocks[i])
+            if self.pool.find(names[i]) is None:
+                self.pool.publish(names[i], blocks[i])
                 self.pending.promise(blocks[i], seat)
         self.table.write(seat)
         return seat
@@ -140,7 +140,7 @@ class PagedCache(BlockTableCache):
             if first is not None:  # what it computes from there on is no better
                 each.salt = None
                 for block in each.blocks[first:]:
-                    self.resident.forget(block)
+                    self.pool.forget(block)
 
     def _names_of(self, tokens: Sequence[int], salt: str) -> list[BlockHash]:
         return list(self._prefix.of(tokens, salt)) if self.prefix_cache else []
@@ -149,7 +149,7 @@ class PagedCache(BlockTableCache):
         """Blocks of the longest known prefix, of at most `limit` tokens."""
         blocks: list[int] = []
         for name in names[: limit // self.block_size]:
-            block = self.resident.find(name)
+            block = self.pool.find(name)
             if block is None:
                 break
             blocks.append(block)
@@ -165,10 +165,10 @@ class PagedCache(BlockTableCache):
             heir.length = heir.cached = min(heir.length, heir.blocks.index(block) * self.block_size)
             heir.miss = "cold"
         elif mine:
-            self.resident.forget(block)  # nobody will compute it
-        if not self.resident.shared(block) and block in self._copies:
-            self.resident.drop(self._copies.pop(block))
-        self.resident.drop(block, priority=seat.priority, ttl=seat.ttl)
+            self.pool.forget(block)  # nobody will compute it
+        if not self.pool.shared(block) and block in self._copies:
+            self.pool.drop(self._copies.pop(block))
+        self.pool.drop(block, priority=seat.priority, ttl=seat.ttl)
 
     def _why_no_more(self, seat: PagedSeat, tokens: Sequence[int], max_cached: int | None) -> Miss | None:
         """Looks at the first block that could have been found, and was not."""
@@ -180,7 +180,7 @@ class PagedCache(BlockTableCache):
         if found == usable(tokens, max_cached) // self.block_size:
             return "bypass"
         name = seat.name(found, self._prefix)
-        return "short" if name is None else self.resident.why_missing(name)
+        return "short" if name is None else self.pool.why_missing(name)
 
     # ---------------------------------------------------------------- grow, crop, fork
     def ready(self, seat: Seat) -> bool:
@@ -216,7 +216,7 @@ class PagedCache(BlockTableCache):
         if not self.setup.arena.could_take(self.name, missing * self.store.run):
             return False
         for _ in range(missing):
-            block = self.resident.take()
+            block = self.pool.take()
             if block is None:
                 return False
             seat.blocks.append(block)
@@ -227,13 +227,13 @@ class PagedCache(BlockTableCache):
         if i >= len(seat.blocks) or seat.blocks[i] in self.pending:
             return True
         block = seat.blocks[i]
-        if not self.resident.shared(block):
-            self.resident.forget(block)
+        if not self.pool.shared(block):
+            self.pool.forget(block)
             return True
-        copy = self.resident.take()
+        copy = self.pool.take()
         if copy is None:
             return False
-        self._happenings.copied()
+        self._block_metrics.copied()
         self._copies[copy] = block  # the seat's reference to the source becomes the copy's
         seat.blocks[i] = copy
         return True
@@ -254,19 +254,19 @@ class PagedCache(BlockTableCache):
         if self.table.full or any(block in self.pending or block in self._copies for block in blocks):
             return None  # half-way through its prompt or a copy: opening the child with the same tokens shares more
         for block in blocks:
-            self.resident.hold(block)
+            self.pool.hold(block)
         child = seat.child(self.table.take(), blocks, seat.length // self.block_size)
         self.seats.add(child)
         self.table.write(child)
         return child
 
     def idle_pages(self) -> int:
-        return self.resident.num_idle * self.store.run
+        return self.pool.num_idle * self.store.run
 
     def reclaim(self, pages: int) -> int:
         given = 0
-        while given < pages and self.resident.num_idle:
-            self.resident.evict()
+        while given < pages and self.pool.num_idle:
+            self.pool.evict()
             given += self.store.run
         return given
 
@@ -279,7 +279,7 @@ class PagedCache(BlockTableCache):
         before = self.setup.arena.held(self.name)
         for pin_id in self.pinned.under(salt):
             self.unpin(pin_id)
-        self.resident.clear(salt)
+        self.pool.clear(salt)
         for seat in self.seats:
             assert isinstance(seat, PagedSeat)
             if seat.salt is not None and covers(salt, seat.salt):
@@ -295,13 +295,13 @@ class PagedCache(BlockTableCache):
         if (why_not := self.setup.arena.objection(self.name, pinned=pages)) is not None:
             raise PinError(f"{why_not}: pin less, or wait until other pins are over")
         for block in blocks:
-            self.resident.hold(block)
+            self.pool.hold(block)
         return self.pinned.add(blocks, len(blocks) * self.block_size, len(blocks) * self.bytes_per_block, salt, ttl)
 
     def unpin(self, pin_id: str) -> bool:
         blocks = self.pinned.remove(pin_id)
         for block in reversed(blocks):
-            self.resident.drop(block)
+            self.pool.drop(block)
         return bool(blocks)
 
     def pins(self) -> Sequence[Pin]:
@@ -332,7 +332,7 @@ class PagedCache(BlockTableCache):
 
     def commit(self, plan: Plan, tokens: Sequence[Sequence[int]]) -> None:
         for source in self._copies.values():
-            self.resident.drop(source)
+            self.pool.drop(source)
         self._copies.clear()
         self._granted.clear()
         for row, ids in zip(plan.rows, tokens, strict=True):
@@ -348,10 +348,10 @@ class PagedCache(BlockTableCache):
             block = seat.blocks[i]
             if block in self.pending:
                 self.pending.computed(block)
-            elif self.prefix_cache and not self.resident.named(block):
+            elif self.prefix_cache and not self.pool.named(block):
                 name = seat.name(i, self._prefix)
-                if name is not None and self.resident.find(name) is None:
-                    self.resident.publish(name, block)
+                if name is not None and self.pool.find(name) is None:
+                    self.pool.publish(name, block)
 
     # ---------------------------------------------------------------- books
     def _blocks_for(self, num_tokens: int) -> int:
@@ -365,8 +365,8 @@ class PagedCache(BlockTableCache):
                 filled[block] = max(filled.get(block, 0), tokens)
         tokens = sum(filled.values())
         filled |= dict.fromkeys(self.pinned.blocks, self.block_size)
-        reserved, used = len(self.resident) * self.bytes_per_block, int(sum(filled.values()) * self.bytes_per_token)
-        idle = int(self.resident.num_idle * self.block_size * self.bytes_per_token)
+        reserved, used = len(self.pool) * self.bytes_per_block, int(sum(filled.values()) * self.bytes_per_token)
+        idle = int(self.pool.num_idle * self.block_size * self.bytes_per_token)
         return CacheUsage(len(self.seats), tokens, reserved, used, idle, reserved - used - idle, self.limit_bytes)
 
     def blocks(self) -> Blocks:
@@ -376,17 +376,17 @@ class PagedCache(BlockTableCache):
             shared=sum(1 for n in references.values() if n > 1),
             pending=sum(1 for _ in self.pending.items()),
             pinned=len(self.pinned.blocks),
-            idle=self.resident.num_idle,
+            idle=self.pool.num_idle,
         )
 
     def happened(self) -> BlockEvents | None:
-        return self._happenings.taken()
+        return self._block_metrics.collect()
 
     def check_integrity(self) -> None:
         references = Counter(block for seat in self.seats for block in seat.blocks)
         references.update(self._copies.values())
         references.update(self.pinned.blocks)
-        self.resident.check_integrity(references)
+        self.pool.check_integrity(references)
         for seat in self.seats:
             assert isinstance(seat, PagedSeat)
             assert len(seat.blocks) >= self._blocks_for(seat.length)

@@ -23,7 +23,7 @@ class BlockHash(NamedTuple):
     salt: str
 
 
-class PrefixNames:
+class BlockHasher:
     """Names blocks by all tokens up to their end, so that equal names mean equal contents."""
 
     def __init__(self, block_size: int, scope: str) -> None:

@@ -9,7 +9,7 @@ import math
 from collections.abc import Sequence
 
 from cache_strategies.block_table import TableSeat
-from cache_strategies.paged.prefix_index import BlockHash, PrefixNames
+from cache_strategies.paged.prefix_index import BlockHash, BlockHasher
 
 
 class PagedSeat(TableSeat):
@@ -25,7 +25,7 @@ class PagedSeat(TableSeat):
         self.priority = 0  # of what it leaves behind
         self.ttl = math.inf  # seconds; of the same
 
-    def name(self, i: int, prefix: PrefixNames) -> BlockHash | None:
+    def name(self, i: int, prefix: BlockHasher) -> BlockHash | None:
         """Of its i-th block, which is full; computed once, from its parent's."""
         if self.salt is None:
             return None

@@ -16,7 +16,7 @@ from torch import Tensor
 from cache_strategies.base import Row
 from kernels.sampling import Sample
 from server.engine.batch import Batch, Work
-from server.engine.ipc.messages import PromptScores, TokenScore
+from server.engine.ipc.messages import PromptScores, TokenLogprob
 from server.engine.sampling.rejection_sampler import SampleResult, VerifiedRequest, drawn, scored
 from server.engine.scheduling.request import Request
 from server.engine.scheduling.scheduler import Scheduled
@@ -32,7 +32,7 @@ class StepOutput(NamedTuple):
     turns: Sequence[VerifiedRequest]  # of the rows that end their text
     siblings: Mapping[Request, Sequence[VerifiedRequest]]  # other choices of a prompt that ends in this step
     taken: Mapping[Request, SampleResult]  # tokens of turns and siblings; none for requests that want no token
-    logprobs: Mapping[Request, list[TokenScore] | None]  # of these tokens
+    logprobs: Mapping[Request, list[TokenLogprob] | None]  # of these tokens
     prompt_scores: Mapping[Request, PromptScores]
 
     def entered(self) -> list[int]:

@@ -28,8 +28,8 @@ from server.engine.ipc.messages import (
     Strategy,
     Submit,
     ToEngine,
+    TokenLogprob,
     Tokens,
-    TokenScore,
 )
 from server.engine.ipc.server import Gateway, Gone
 from server.metrics.exposition import FamilyShape, Series, Snapshot
@@ -168,8 +168,8 @@ def says(tokens: list[int], finish_reason: str | None = "length", *, cached_toke
     return script
 
 
-def score(token: int, *others: tuple[int, float], logprob: float = -0.5) -> TokenScore:
-    return TokenScore(token, logprob, 1, [(token, logprob), *others])
+def score(token: int, *others: tuple[int, float], logprob: float = -0.5) -> TokenLogprob:
+    return TokenLogprob(token, logprob, 1, [(token, logprob), *others])
 
 
 def scores(tokens: list[int], finish_reason: str = "length") -> Script:

@@ -29,8 +29,8 @@ from server.engine.ipc.messages import (
     PromptScores,
     Sampling,
     Submit,
+    TokenLogprob,
     Tokens,
-    TokenScore,
 )
 from server.engine.records import RequestRecord
 from server.engine.scheduling.request import Request
@@ -43,8 +43,8 @@ class Heard:
     """All that was said about one request."""
 
     tokens: list[int] = field(default_factory=list)
-    scores: list[TokenScore] = field(default_factory=list)
-    prompt_scores: list[TokenScore] = field(default_factory=list)
+    scores: list[TokenLogprob] = field(default_factory=list)
+    prompt_scores: list[TokenLogprob] = field(default_factory=list)
     finish_reason: str | None = None
     admitted: Admitted | None = None
     failed: Failed | None = None

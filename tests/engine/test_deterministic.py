@@ -15,7 +15,7 @@ from kernels.backends import load_ops
 from kernels.cpu.backend import CpuOps
 from kernels.device import native
 from server.engine.build import build_engine
-from server.engine.ipc.messages import TokenScore
+from server.engine.ipc.messages import TokenLogprob
 from server.models.files.directory import locate
 from tests.engine.driving import Driver, strategies
 from tests.engine.guessing import Guessing
@@ -97,7 +97,7 @@ WAYS: list[Callable[[Driver, str], None]] = [in_a_crowd, cut_small, after_itself
 
 def served(
     directory: Path, dtype: str, instance: str, way: Callable[[Driver, str], None], weights: str = "auto"
-) -> list[TokenScore]:
+) -> list[TokenLogprob]:
     driver = Driver(directory, **SETTINGS, dtype=dtype, weights=weights)
     way(driver, instance)
     driver.run()

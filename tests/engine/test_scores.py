@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from server.engine.ipc.messages import TokenScore
+from server.engine.ipc.messages import TokenLogprob
 from server.engine.sampling.logprobs import LOWEST, scores, scores_of_some
 from server.models.no_cache import FullContext
 from tests.engine.driving import Driver, strategies
@@ -31,7 +31,7 @@ def by_the_whole_text(reference: Reference, ids: list[int]) -> torch.Tensor:
     return reference.model.forward(torch.tensor(ids), attention).double().log_softmax(-1)
 
 
-def assert_scores(told: list[TokenScore], tokens: list[int], expected: torch.Tensor, top: int) -> None:
+def assert_scores(told: list[TokenLogprob], tokens: list[int], expected: torch.Tensor, top: int) -> None:
     assert [score.token for score in told] == tokens
     for score, row in zip(told, expected, strict=True):
         assert score.logprob == pytest.approx(float(row[score.token]), abs=1e-4)

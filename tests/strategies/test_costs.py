@@ -19,12 +19,12 @@ def full(pages: int, policy: str) -> PagedCache:
     cache = cache_of("paged", pages=pages, block_size=4, eviction=policy)
     assert isinstance(cache, PagedCache)
     for n in range(pages):
-        block = cache.resident.take()
+        block = cache.pool.take()
         assert block is not None
         name = cache._prefix.child(cache._prefix.root(""), [n, n, n, n])
         assert name is not None
-        cache.resident.publish(name, block)
-        cache.resident.drop(block, ttl=float("inf"))
+        cache.pool.publish(name, block)
+        cache.pool.drop(block, ttl=float("inf"))
     assert cache.setup.arena.free == 0
     return cache
 

@@ -217,7 +217,7 @@ def test_usage_counts_shared_tokens_once() -> None:
 
 def test_books_that_do_not_add_up_are_noticed() -> None:
     for spoil in (
-        lambda cache, seat: cache.resident.hold(seat.blocks[0]),
+        lambda cache, seat: cache.pool.hold(seat.blocks[0]),
         lambda cache, seat: cache.setup.arena.take("it"),
         lambda cache, seat: seat.blocks.append(seat.blocks[0]),
         lambda cache, seat: cache.pending.promise(seat.blocks[3], seat),

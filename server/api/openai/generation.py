@@ -21,8 +21,8 @@ from server.engine.ipc.messages import (
     Preempted,
     PromptScores,
     RequestEvent,
+    TokenLogprob,
     Tokens,
-    TokenScore,
 )
 from server.engine.records import RequestRecord
 from server.text.output import OutputText, Placed
@@ -34,7 +34,7 @@ class OutputDelta(NamedTuple):
     choice: int
     text: str
     tokens: list[Placed]
-    scores: list[TokenScore]  # of each of these tokens, if log-probabilities were asked for; otherwise none
+    scores: list[TokenLogprob]  # of each of these tokens, if log-probabilities were asked for; otherwise none
     finish_reason: str | None = None
     stop_reason: str | int | None = None  # the stop string, or the stop token
     record: RequestRecord | None = None  # with the last piece, of requests that asked to be explained
@@ -82,9 +82,9 @@ class Generation:
         self._stream = stream
         self._index = {submit.request_id: index for index, submit in enumerate(job.submits)}
         self._outputs = outputs
-        self._scores: list[deque[TokenScore]] = [deque() for _ in outputs]  # of tokens whose text is not out
+        self._scores: list[deque[TokenLogprob]] = [deque() for _ in outputs]  # of tokens whose text is not out
         self._admitted: dict[int, Admitted] = {}
-        self._prompt_scores: dict[int, list[TokenScore]] = {i: [] for i in range(len(outputs))}
+        self._prompt_scores: dict[int, list[TokenLogprob]] = {i: [] for i in range(len(outputs))}
         self._prompts_scored = job.submits[0].sampling.prompt_logprobs is not None  # of every prompt, or of none
         self._early: list[RequestEvent] = []  # read while waiting for the admission of other choices
         self._last: dict[int, OutputDelta] = {}  # by choice: pieces that wait for their explanation
@@ -118,7 +118,7 @@ class Generation:
         admitted = self._admitted.get(self.job.first_of(choice))
         return 0 if admitted is None else admitted.cached_tokens
 
-    def prompt_scores(self, choice: int) -> list[TokenScore]:
+    def prompt_scores(self, choice: int) -> list[TokenLogprob]:
         """Return the log-probabilities of a choice's prompt from its second token on, once its first piece has come."""
         return self._prompt_scores[self.job.first_of(choice)]
 

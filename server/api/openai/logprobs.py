@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 from msgspec import Struct
 
-from server.engine.ipc.messages import TokenScore
+from server.engine.ipc.messages import TokenLogprob
 from server.text.output import Placed
 from server.text.vocabulary import Vocabulary
 
@@ -37,7 +37,7 @@ def joined(one: CompletionLogprobs, other: CompletionLogprobs) -> CompletionLogp
 
 
 def completion_logprobs(
-    name: Callable[[int], str], tokens: Sequence[Placed], scores: Sequence[TokenScore | None], top: int, base: int = 0
+    name: Callable[[int], str], tokens: Sequence[Placed], scores: Sequence[TokenLogprob | None], top: int, base: int = 0
 ) -> CompletionLogprobs:
     """Return the log-probabilities of tokens that are shown, each by its `name`.
 
@@ -55,7 +55,7 @@ def completion_logprobs(
     )
 
 
-def _by_name(name: Callable[[int], str], score: TokenScore, top: int) -> dict[str, float]:
+def _by_name(name: Callable[[int], str], score: TokenLogprob, top: int) -> dict[str, float]:
     """Return log-probabilities by the tokens' names; of tokens with the same name that of the likeliest."""
     alternatives = [*score.top[:top], (score.token, score.logprob)]
     found: dict[str, float] = {}
@@ -84,7 +84,7 @@ class ChatLogprobs(Struct):
 
 
 def chat_logprobs(
-    tokenizer: Vocabulary, tokens: Sequence[Placed], scores: Sequence[TokenScore], top: int, *, by_id: bool = False
+    tokenizer: Vocabulary, tokens: Sequence[Placed], scores: Sequence[TokenLogprob], top: int, *, by_id: bool = False
 ) -> ChatLogprobs:
     def alternative(token: int, logprob: float) -> Alternative:
         name = id_of(token) if by_id else _text(tokenizer, token)
@@ -114,7 +114,7 @@ class PromptLogprob(Struct):
 PromptLogprobs = list[dict[str, PromptLogprob] | None]
 
 
-def prompt_logprobs(tokenizer: Vocabulary, scores: Sequence[TokenScore], top: int) -> PromptLogprobs:
+def prompt_logprobs(tokenizer: Vocabulary, scores: Sequence[TokenLogprob], top: int) -> PromptLogprobs:
     """Return log-probabilities by place, then by token id; the first token has none."""
     told: PromptLogprobs = [None]
     for score in scores:

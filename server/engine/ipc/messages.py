@@ -183,7 +183,7 @@ class Preempted(msgspec.Struct, tag=True, frozen=True):
     request_id: str
 
 
-class TokenScore(msgspec.Struct, frozen=True, array_like=True):
+class TokenLogprob(msgspec.Struct, frozen=True, array_like=True):
     """How likely the model itself finds a token: from its logits as they are, before temperature and penalties."""
 
     token: int
@@ -196,7 +196,7 @@ class PromptScores(msgspec.Struct, tag=True, frozen=True):
     """The scores of the prompt's tokens from the second on, in order; a long prompt's come in several of these."""
 
     request_id: str
-    scores: list[TokenScore]
+    scores: list[TokenLogprob]
 
 
 class Tokens(msgspec.Struct, tag=True, frozen=True):
@@ -208,7 +208,7 @@ class Tokens(msgspec.Struct, tag=True, frozen=True):
     request_id: str
     tokens: list[int]
     finish_reason: str | None = None
-    scores: list[TokenScore] | None = None  # one for each token, if they were asked for
+    scores: list[TokenLogprob] | None = None  # one for each token, if they were asked for
     drafted: int = 0  # guesses that were verified; all of `tokens` but the last one had been among them
 
 

@@ -8,13 +8,13 @@ import msgspec
 import torch
 from torch import Tensor
 
-from server.engine.ipc.messages import TokenScore
+from server.engine.ipc.messages import TokenLogprob
 
 MOST_LOGITS = 1 << 24  # scored in a step; they need this memory a few times over
 LOWEST = -9999.0  # instead of minus infinity, which JSON does not have (as in vLLM)
 
 
-def scores(logits: Tensor, tokens: Sequence[int], top: int) -> list[TokenScore]:
+def scores(logits: Tensor, tokens: Sequence[int], top: int) -> list[TokenLogprob]:
     """logits [K, V], tokens [K] -> how likely each token was, beside the `top` likeliest.
 
     A token that is among these has the very same number there.
@@ -25,7 +25,7 @@ def scores(logits: Tensor, tokens: Sequence[int], top: int) -> list[TokenScore]:
     best = logprobs.topk(min(top, logits.shape[1]), sorted=True)
     numbers, counts = _on_host(torch.cat((chosen, best.values), 1), torch.cat((ranks, best.indices), 1))
     return [
-        TokenScore(token, logprob, rank, list(zip(ids, values, strict=True)))
+        TokenLogprob(token, logprob, rank, list(zip(ids, values, strict=True)))
         for token, (logprob, *values), (rank, *ids) in zip(tokens, numbers, counts, strict=True)
     ]
 
@@ -41,9 +41,9 @@ def _on_host(numbers: Tensor, counts: Tensor) -> tuple[list[list[float]], list[l
 
 def scores_of_some(
     logits: Tensor, rows: Sequence[int], tokens: Sequence[int], tops: Sequence[int | None]
-) -> list[TokenScore | None]:
+) -> list[TokenLogprob | None]:
     """As `scores`, by the row of the logits and with the `top` of each token; None for those that want nothing."""
-    told: list[TokenScore | None] = [None] * len(tokens)
+    told: list[TokenLogprob | None] = [None] * len(tokens)
     wanted = {i: top for i, top in enumerate(tops) if top is not None}
     if wanted:
         found = scores(logits[[rows[i] for i in wanted]], [tokens[i] for i in wanted], max(wanted.values()))

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from kernels import sampling as plain
 from kernels.sampling import Sample
-from server.engine.ipc.messages import TokenScore
+from server.engine.ipc.messages import TokenLogprob
 from server.engine.sampling.logprobs import scores_of_some
 from server.engine.sampling.sampler import sample
 from server.engine.scheduling.request import Request
@@ -83,7 +83,7 @@ def verified(draft: Sequence[int], tokens: Sequence[int | None], ends: Collectio
 
 def scored(
     turns: Sequence[VerifiedRequest], taken: Mapping[Request, SampleResult], logits: Tensor
-) -> Iterator[list[TokenScore] | None]:
+) -> Iterator[list[TokenLogprob] | None]:
     """How likely the tokens were that each turn took; None for requests that do not ask."""
     tokens = [
         (turn, row, token) for turn in turns for row, token in zip(turn.rows, taken[turn.request].tokens, strict=False)

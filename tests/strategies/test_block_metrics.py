@@ -8,7 +8,7 @@ import pytest
 
 from cache_strategies import registry
 from cache_strategies.base import BlockEvents, Blocks, CacheSetup
-from cache_strategies.paged.block_metrics import LATEST, Happenings
+from cache_strategies.paged.block_metrics import LATEST, BlockMetrics
 from tests.strategies.driving import BLOCK, cache_of, enter, opened, paged, read
 from tests.strategies.test_eviction import Clock
 
@@ -123,12 +123,12 @@ def test_a_run_is_a_block(kind: str, left: int) -> None:
 
 
 def test_nobody_who_never_asks_pays_for_it() -> None:
-    happenings = Happenings(Clock())
+    block_metrics = BlockMetrics(Clock())
     for key in range(2 * LATEST):
-        happenings.born(key)
-        happenings.idle(key)
-        happenings.evicted(key)
-    happened = happenings.taken()
+        block_metrics.born(key)
+        block_metrics.idle(key)
+        block_metrics.evicted(key)
+    happened = block_metrics.collect()
     assert happened is not None
     assert len(happened.lifetimes) == LATEST
-    happenings.check_integrity(set(), set())
+    block_metrics.check_integrity(set(), set())
