@@ -15,7 +15,7 @@ LATEST = 1024  # figures of a kind that are kept
 
 
 class BlockMetrics:
-    """Takes the events of each entry, in this order: born, then idle and reused any number of times, evicted or gone."""
+    """Takes the events of each entry in this order: born, then idle and reused by turns, then evicted or gone."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
@@ -41,16 +41,16 @@ class BlockMetrics:
         self._idle_times.append(now - self._idle_since.pop(key))
 
     def gone(self, key: Key) -> None:
-        """For another reason, in use or idle."""
+        """Note the end of an entry for another reason, in use or idle."""
         del self._born[key]
         self._idle_since.pop(key, None)
 
     def copied(self) -> None:
-        """A block, before somebody wrote into one that others see."""
+        """Note that a block was copied before a write, as others refer to it."""
         self._copies += 1
 
     def collect(self) -> BlockEvents | None:
-        """What there is, which is forgotten."""
+        """Return the events since the last call, and clear them; None if there were none."""
         if not (self._lifetimes or self._reuse_gaps or self._copies):
             return None
         happened = BlockEvents(self._copies, tuple(self._lifetimes), tuple(self._idle_times), tuple(self._reuse_gaps))
@@ -60,6 +60,6 @@ class BlockMetrics:
         return happened
 
     def check_integrity(self, known: Set[Key], idle: Set[Key]) -> None:
-        """It was told of all entries, and of no others."""
+        """Assert that these entries are known and idle, and no others."""
         assert self._born.keys() == known
         assert self._idle_since.keys() == idle
