@@ -64,7 +64,7 @@ class User(Client):
         self.ask(COMPLETIONS, self.choose(), {"prompt": text, "max_tokens": answer}, patience)
 
 
-class CompletionUser(User):
+class Completion(User):
     """Sends a text, reads the whole answer, sends the next."""
 
     weight = 3
@@ -150,7 +150,7 @@ class Burst(User):
             asking.kill()  # those that are still under way when locust ends this user
 
 
-class CancellingUser(User):
+class Cancel(User):
     """Hangs up after a few pieces of the answer."""
 
     @task

@@ -241,8 +241,10 @@ def test_only_reference_and_loader_are_imported_as_kernels_by_others() -> None:
 
 SAME_NAME = {
     "Choice": "a choice of OpenAI's API, as the server writes it and as load tests read it",
-    "Delta": "likewise",
-    "Usage": "likewise",
+    "Cancel": "a message to the engine, and a kind of user that locust's command line names",
+    "Completion": "a result of `LLM`, and likewise",
+    "Delta": "as Choice",
+    "Usage": "as Choice",
     "KVCache": "the seam, and the textbook's own, which stands alone",
 }
 

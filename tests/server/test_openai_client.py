@@ -52,7 +52,6 @@ def test_cancelled_in_mid_stream_it_leaves_nothing_behind(client: openai.OpenAI,
     ) as stream:
         for _, _chunk in zip(range(5), stream, strict=False):
             pass
-        assert tiny.usage("contiguous")["seats"] == 1
     eventually(lambda: tiny.usage("contiguous")["seats"] == 0)
     assert tiny.metric("kvmux_requests_total", outcome="cancelled") == before + 1
     assert tiny.usage("contiguous")["used"] == tiny.usage("contiguous")["wasted"] == 0
