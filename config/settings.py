@@ -189,11 +189,11 @@ class Settings(BaseSettings):
         "auto", description="of activations and K/V; auto: the model's own if the device is fast at it"
     )
     weights: Weights = Field(
-        "auto", description="format the weights are kept in; auto: as dtype, quantised ones as the checkpoint has them"
+        "auto", description="format the weights are kept in; auto: as dtype, quantized ones as the checkpoint has them"
     )
     weights_cache: str | None = Field(
         None,
-        description="folder where weights that int8 or int4 has quantised wait for the next start; off: nowhere; "
+        description="folder where weights that int8 or int4 has quantized wait for the next start; off: nowhere; "
         "default: the user's cache",
     )
     threads: int | None = Field(

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from kernels.ops import AttentionWeights, Packed
-from kernels.quantization import Quantised
+from kernels.quantization import Quantized
 from kernels.store import KVStore
 from kernels.types import LayerSpec, Slots
 
@@ -80,12 +80,12 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
         expect_tensor("linear", "bias", bias, weight.shape[:1], (weight.dtype,), weight.device)
 
 
-def quantised_linear(x: Tensor, weight: Quantised | Packed, bias: Tensor | None) -> None:
-    """Check the arguments of `Ops.quantised_linear`; the parts of the weight were checked when it was made."""
+def quantized_linear(x: Tensor, weight: Quantized | Packed, bias: Tensor | None) -> None:
+    """Check the arguments of `Ops.quantized_linear`; the parts of the weight were checked when it was made."""
     outputs, inputs = weight.shape
-    expect_tensor("quantised_linear", "x", x, (ANY, inputs), device=weight.device)
+    expect_tensor("quantized_linear", "x", x, (ANY, inputs), device=weight.device)
     if bias is not None:
-        expect_tensor("quantised_linear", "bias", bias, (outputs,), device=weight.device)
+        expect_tensor("quantized_linear", "bias", bias, (outputs,), device=weight.device)
 
 
 def enter_attention(layer: AttentionWeights, x: Tensor, positions: Tensor) -> None:
@@ -154,17 +154,17 @@ def repeat_kv_heads_step(mirror: Tensor, x: Tensor, start: int) -> None:
 
 
 # -------------------------------------------------------------------- KV memory
-def quantise(x: Tensor) -> None:
-    """Check the argument of `Ops.quantise`."""
-    expect(x.dim() > 0 and x.shape[-1] > 0, "quantise: x must be vectors, and is {}", x.shape)
-    expect_tensor("quantise", "x", x, x.shape)
+def quantize(x: Tensor) -> None:
+    """Check the argument of `Ops.quantize`."""
+    expect(x.dim() > 0 and x.shape[-1] > 0, "quantize: x must be vectors, and is {}", x.shape)
+    expect_tensor("quantize", "x", x, x.shape)
 
 
-def dequantise(x: Tensor, scale: Tensor) -> None:
-    """Check the arguments of `Ops.dequantise`."""
-    expect(x.dim() > 0 and x.shape[-1] > 0, "dequantise: x must be vectors, and is {}", x.shape)
-    expect_tensor("dequantise", "x", x, x.shape, (torch.int8,))
-    expect_tensor("dequantise", "scale", scale, x.shape[:-1], device=x.device)
+def dequantize(x: Tensor, scale: Tensor) -> None:
+    """Check the arguments of `Ops.dequantize`."""
+    expect(x.dim() > 0 and x.shape[-1] > 0, "dequantize: x must be vectors, and is {}", x.shape)
+    expect_tensor("dequantize", "x", x, x.shape, (torch.int8,))
+    expect_tensor("dequantize", "scale", scale, x.shape[:-1], device=x.device)
 
 
 def write_kv(store: KVStore, layer: int, k: Tensor, v: Tensor) -> None:

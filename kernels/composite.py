@@ -11,13 +11,13 @@ from torch import Tensor
 
 from kernels import arguments
 from kernels.ops import Attention, AttentionWeights, DecoderLayers, GatedWeights, Ops, Packed, Tables, Weight
-from kernels.quantization import Quantised
+from kernels.quantization import Quantized
 
 
 def multiplied(ops: Ops, x: Tensor, weight: Weight, bias: Tensor | None = None) -> Tensor:
     """Multiply x [N, in] by weight [out, in], plus bias [out] -> [N, out], with the operation for such a weight."""
-    if isinstance(weight, Quantised) or (isinstance(weight, Packed) and weight.quantised):
-        return ops.quantised_linear(x, weight, bias)
+    if isinstance(weight, Quantized) or (isinstance(weight, Packed) and weight.quantized):
+        return ops.quantized_linear(x, weight, bias)
     return ops.linear(x, weight, bias)
 
 

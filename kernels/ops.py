@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from kernels.memory import ConcatenatedWeight
-from kernels.quantization import Quantised
+from kernels.quantization import Quantized
 from kernels.store import KVStore
 from kernels.types import LayerSpec, Slots
 
@@ -27,14 +27,14 @@ class Packed(ABC):
     nbytes: int
     device: torch.device
     format: str  # what its numbers are kept in: "bfloat16", "int4"
-    quantised: bool  # for `quantised_linear`, not for `linear`
+    quantized: bool  # for `quantized_linear`, not for `linear`
 
     @abstractmethod
     def rows(self, which: Tensor) -> Tensor:
         """Return the values [n, in] of the rows `which` [n] int64, new."""
 
 
-Weight = Tensor | Quantised | Packed  # [out, in]
+Weight = Tensor | Quantized | Packed  # [out, in]
 Tables = tuple[Tensor, Tensor]  # cos and sin [P, turning / 2] float32
 Activation = Literal["silu", "gelu_tanh"]
 
@@ -197,7 +197,7 @@ class Ops(Protocol):
         ...
 
     def packed(self, weight: Weight | ConcatenatedWeight) -> Weight:
-        """Return the weight [out, in] as this backend multiplies it fastest, for `linear` or `quantised_linear`.
+        """Return the weight [out, in] as this backend multiplies it fastest, for `linear` or `quantized_linear`.
 
         Made once, when a model is loaded; the weight itself where that is as good. Nothing of its values is lost.
         """
@@ -217,10 +217,10 @@ class Ops(Protocol):
         """
         ...
 
-    def quantised_linear(self, x: Tensor, weight: Quantised | Packed, bias: Tensor | None = None) -> Tensor:
+    def quantized_linear(self, x: Tensor, weight: Quantized | Packed, bias: Tensor | None = None) -> Tensor:
         """Multiply x [N, in] by a weight [out, in] of 8 or 4 bits a number and add bias [out] -> [N, out] in x's dtype.
 
-        Values of the weight are those of `kernels.quantization.dequantise`. Products are summed in float32; or x is
+        Values of the weight are those of `kernels.quantization.dequantize`. Products are summed in float32; or x is
         rounded to whole numbers of 8 bits first, where the largest of a group of columns becomes 127 or -127, and a
         group's products are summed exactly (as llama.cpp does).
         """
@@ -272,19 +272,19 @@ class Ops(Protocol):
         """
         ...
 
-    def quantise(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Quantise x [..., D] -> int8 [..., D] and scale [...] float32: the largest number becomes 127 or -127.
+    def quantize(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Quantize x [..., D] -> int8 [..., D] and scale [...] float32: the largest number becomes 127 or -127.
 
         Halves are rounded to even. A vector of zeros has the scale 0.
         """
         ...
 
-    def dequantise(self, x: Tensor, scale: Tensor) -> Tensor:
+    def dequantize(self, x: Tensor, scale: Tensor) -> Tensor:
         """Return the values of x int8 [..., D], scale [...] -> float32 [..., D]."""
         ...
 
     def write_kv(self, store: KVStore, layer: int, k: Tensor, v: Tensor, at: Slots) -> None:
-        """Write k [N,H,D], v [N,H,Dv] to their slots; to a store of int8 as `quantise` says."""
+        """Write k [N,H,D], v [N,H,Dv] to their slots; to a store of int8 as `quantize` says."""
         ...
 
     def attend(

@@ -19,11 +19,11 @@ BITS = (4, 8)
 TILE = 1 << 18  # numbers that are float32 at a time: a mebibyte, which stays in the cache
 WIDE_TILE = (
     1 << 21
-)  # when quantising, in many steps: on a busy machine threads wait longer for each other than for memory
+)  # when quantizing, in many steps: on a busy machine threads wait longer for each other than for memory
 
 
 @dataclass(frozen=True, eq=False, slots=True)
-class Quantised:
+class Quantized:
     """A weight [out, in]: value = scale * number + offset in float32, the latter two for `group` columns of a row each.
 
     Groups are of 32, 64 or 128 columns in checkpoints known, or of a row; a kernel may leave others to the reference.
@@ -71,18 +71,18 @@ class Quantised:
     def device(self) -> torch.device:
         return self.numbers.device
 
-    def to(self, device: torch.device) -> Quantised:
+    def to(self, device: torch.device) -> Quantized:
         """Return the same weight on a device."""
         return self._each(lambda part: part.to(device))
 
-    def rows(self, which: slice | Tensor) -> Quantised:
+    def rows(self, which: slice | Tensor) -> Quantized:
         """Return some rows as a weight of its own: of a slice, views; of indices [n] int64, copies."""
         if isinstance(which, slice):
             return self._each(lambda part: part[which])
         return self._each(lambda part: part.index_select(0, which))  # it refuses negative indices
 
-    def _each(self, change: Callable[[Tensor], Tensor]) -> Quantised:
-        return Quantised(change(self.numbers), change(self.scale), change(self.offset), self.bits, self.group)
+    def _each(self, change: Callable[[Tensor], Tensor]) -> Quantized:
+        return Quantized(change(self.numbers), change(self.scale), change(self.offset), self.bits, self.group)
 
 
 def check_format(width: int, bits: int, group: int) -> None:
@@ -98,7 +98,7 @@ def tile_rows(width: int, tile: int = TILE) -> int:
     return max(1, tile // width)
 
 
-def dequantise(weight: Quantised) -> Tensor:
+def dequantize(weight: Quantized) -> Tensor:
     """Return the values of a weight, float32 [out, in]."""
     numbers = _unpacked(weight.numbers) if weight.bits == 4 else weight.numbers
     grouped = numbers.unflatten(-1, (-1, weight.group)).float()  # [out, in / group, group]
@@ -106,7 +106,7 @@ def dequantise(weight: Quantised) -> Tensor:
     return values.flatten(-2)
 
 
-def quantise_weight(weight: Tensor, bits: int, group: int) -> Quantised:
+def quantize_weight(weight: Tensor, bits: int, group: int) -> Quantized:
     """Round weight [out, in] of floats to its nearest numbers, scale and offset in its dtype. Equal numbers stay exact.
 
     As MLX does (`mlx.core.quantize`): the offset is the smallest or the largest number of a group, whichever is farther
@@ -126,7 +126,7 @@ def _grouped(weight: Tensor, group: int) -> tuple[Tensor, Tensor, Tensor]:
     return wide, low, high
 
 
-def _nearest(weight: Tensor, bits: int, group: int) -> Quantised:
+def _nearest(weight: Tensor, bits: int, group: int) -> Quantized:
     levels = 2**bits - 1
     wide, low, high = _grouped(weight, group)
     edge = low.where(-low > high, high)
@@ -136,11 +136,11 @@ def _nearest(weight: Tensor, bits: int, group: int) -> Quantised:
     offset = edge.to(weight.dtype)
     numbers = (wide - offset.float()[..., None]) / scale.float()[..., None]
     bytes_ = numbers.round_().clamp_(0, levels).to(torch.uint8).flatten(-2)
-    return Quantised(packed(bytes_, bits), scale, offset, bits, group)
+    return Quantized(packed(bytes_, bits), scale, offset, bits, group)
 
 
-def quantise_symmetric(weight: Tensor, bits: int, group: int | None = None) -> Quantised:
-    """Quantise as `quantise_weight`, without offsets of groups: value = scale * (number - half of all numbers).
+def quantize_symmetric(weight: Tensor, bits: int, group: int | None = None) -> Quantized:
+    """Quantize as `quantize_weight`, without offsets of groups: value = scale * (number - half of all numbers).
 
     The number farthest from 0 becomes the lowest one, as in GGUF's Q4_0. `group` None: a row, and its scale float32.
     """
@@ -150,7 +150,7 @@ def quantise_symmetric(weight: Tensor, bits: int, group: int | None = None) -> Q
     return joined(parts)
 
 
-def _symmetric(weight: Tensor, bits: int, group: int) -> Quantised:
+def _symmetric(weight: Tensor, bits: int, group: int) -> Quantized:
     zero = 2 ** (bits - 1)
     wide, low, high = _grouped(weight, group)
     scale = low.where(-low > high, high) / -zero
@@ -160,16 +160,16 @@ def _symmetric(weight: Tensor, bits: int, group: int) -> Quantised:
     return symmetric(packed(numbers.to(torch.uint8).flatten(-2), bits), scale, bits)
 
 
-def symmetric(numbers: Tensor, scale: Tensor, bits: int) -> Quantised:
-    """Return the weight with value = scale * (number - half of all numbers), exactly; parts are as in `Quantised`."""
+def symmetric(numbers: Tensor, scale: Tensor, bits: int) -> Quantized:
+    """Return the weight with value = scale * (number - half of all numbers), exactly; parts are as in `Quantized`."""
     zero, width = 2 ** (bits - 1), numbers.shape[1] * 8 // bits
     offset = scale * -zero
     if not offset.isfinite().all():  # float16 ends at 65504
         scale, offset = scale.float(), scale.float() * -zero
-    return Quantised(numbers, scale, offset, bits, width // scale.shape[1])
+    return Quantized(numbers, scale, offset, bits, width // scale.shape[1])
 
 
-def joined(parts: Sequence[Quantised]) -> Quantised:
+def joined(parts: Sequence[Quantized]) -> Quantized:
     """Concatenate the rows of weights, all as exact as they were.
 
     Where they differ in format, in the most bits and the smallest groups of any.
@@ -178,18 +178,18 @@ def joined(parts: Sequence[Quantised]) -> Quantised:
     alike = [_finer(part, bits, group) for part in parts]
     numbers = concatenated([part.numbers for part in alike])
     scale, offset = (torch.cat([getattr(part, name) for part in alike]) for name in ("scale", "offset"))
-    return Quantised(numbers, scale, offset, bits, group)
+    return Quantized(numbers, scale, offset, bits, group)
 
 
-def _finer(weight: Quantised, bits: int, group: int) -> Quantised:
+def _finer(weight: Quantized, bits: int, group: int) -> Quantized:
     """Return the same values in more bits and smaller groups."""
     numbers = _unpacked(weight.numbers) if weight.bits < bits else weight.numbers
     scale, offset = (part.repeat_interleave(weight.group // group, -1) for part in (weight.scale, weight.offset))
-    return Quantised(numbers, scale, offset, bits, group)
+    return Quantized(numbers, scale, offset, bits, group)
 
 
 def packed(numbers: Tensor, bits: int) -> Tensor:
-    """Pack uint8 [out, in], of 4 bits below 16, as `Quantised` has them.
+    """Pack uint8 [out, in], of 4 bits below 16, as `Quantized` has them.
 
     As words of 16 bits, here and back: a third of the time, or less, that two strided copies take.
     """

@@ -19,7 +19,7 @@ from torch import Tensor
 from kernels import arguments, composite, sampling
 from kernels.memory import ConcatenatedWeight
 from kernels.ops import Attention, AttentionWeights, DecoderLayer, DecoderLayers, GatedWeights, Packed, Weight
-from kernels.quantization import Quantised, dequantise, tile_rows
+from kernels.quantization import Quantized, dequantize, tile_rows
 from kernels.store import KVStore, Plane
 from kernels.types import LayerSpec, Slots
 
@@ -76,19 +76,19 @@ class ReferenceOps:
             return wide.to(weight.dtype).to(x.dtype)
         return F.linear(multiplied, weight, bias).to(x.dtype)
 
-    def quantised_linear(self, x: Tensor, weight: Quantised | Packed, bias: Tensor | None = None) -> Tensor:
-        """Dequantise a few rows at a time to float32, which stay in the processor's cache until they are multiplied.
+    def quantized_linear(self, x: Tensor, weight: Quantized | Packed, bias: Tensor | None = None) -> Tensor:
+        """Dequantize a few rows at a time to float32, which stay in the processor's cache until they are multiplied.
 
         By `linear`, so that a backend whose rows do not depend on each other keeps that.
         """
-        assert isinstance(weight, Quantised), "packed by another backend"
-        arguments.quantised_linear(x, weight, bias)
+        assert isinstance(weight, Quantized), "packed by another backend"
+        arguments.quantized_linear(x, weight, bias)
         wide, outputs = x.float(), weight.shape[0]
         out = x.new_empty(len(x), outputs)
         rows = tile_rows(weight.shape[1])
         for first in range(0, outputs, rows):
             some = slice(first, first + rows)
-            tile = dequantise(weight.rows(some))
+            tile = dequantize(weight.rows(some))
             out[:, some] = self.linear(wide, tile, None if bias is None else bias[some].float())
         return out
 
@@ -141,14 +141,14 @@ class ReferenceOps:
         return sampling.sample(logits, how)
 
     # ---------------------------------------------------------------- KV memory
-    def quantise(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        arguments.quantise(x)
+    def quantize(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        arguments.quantize(x)
         wide = x.float()
         scale = wide.abs().amax(-1) / 127
         return (wide / scale.clamp_min(TINY)[..., None]).round().to(torch.int8), scale
 
-    def dequantise(self, x: Tensor, scale: Tensor) -> Tensor:
-        arguments.dequantise(x, scale)
+    def dequantize(self, x: Tensor, scale: Tensor) -> Tensor:
+        arguments.dequantize(x, scale)
         return x.float() * scale[..., None]
 
     def write_kv(self, store: KVStore, layer: int, k: Tensor, v: Tensor, at: Slots) -> None:
@@ -161,7 +161,7 @@ class ReferenceOps:
             if plane.scale is None:
                 plane.numbers[block, :, slot] = new[tokens].to(store.dtype)
             else:
-                plane.numbers[block, :, slot], plane.scale[block, :, slot] = self.quantise(new[tokens])
+                plane.numbers[block, :, slot], plane.scale[block, :, slot] = self.quantize(new[tokens])
 
     def attend(
         self,
@@ -192,7 +192,7 @@ class ReferenceOps:
 
     def _read(self, plane: Plane, block: Tensor, slot: Tensor) -> Tensor:
         found = plane.numbers[block, :, slot]
-        return found if plane.scale is None else self.dequantise(found, plane.scale[block, :, slot])
+        return found if plane.scale is None else self.dequantize(found, plane.scale[block, :, slot])
 
     def copy_blocks(self, store: KVStore, src: list[int], dst: list[int]) -> None:
         arguments.copy_blocks(store, src, dst)

@@ -16,12 +16,12 @@ from kernels.cpu.decoder import EVERYTHING, MAX_DIM, CpuDecoderLayers
 from kernels.cpu.packed import PackedFloats, PackedMatrix, PackedWhole
 from kernels.memory import ConcatenatedWeight, WeightArena
 from kernels.ops import Attention, AttentionWeights, DecoderLayer, DecoderLayers, GatedWeights, Packed, Weight
-from kernels.quantization import Quantised
+from kernels.quantization import Quantized
 from kernels.reference import ReferenceOps
 from kernels.store import KVStore
 from kernels.types import LayerSpec, Slots
 
-GROUPS = 32  # columns of a quantised weight's groups are a multiple of this, or all
+GROUPS = 32  # columns of a quantized weight's groups are a multiple of this, or all
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)  # that weights are packed in
 
 
@@ -41,7 +41,7 @@ class CpuOps(ReferenceOps):
 
     def packed(self, weight: Weight | ConcatenatedWeight) -> Weight:
         match weight:
-            case Quantised() if weight.group % GROUPS == 0 or weight.group == weight.shape[1]:
+            case Quantized() if weight.group % GROUPS == 0 or weight.group == weight.shape[1]:
                 return PackedWhole(weight, self._library, self._pool)
             case Tensor() | ConcatenatedWeight() if weight.dtype in FLOATS:
                 return PackedFloats(weight, self._library, self._pool)
@@ -65,10 +65,10 @@ class CpuOps(ReferenceOps):
         multiplied: Tensor = self._library.linear(x, packed.parts, packed.layout, bias)
         return multiplied
 
-    def quantised_linear(self, x: Tensor, weight: Quantised | Packed, bias: Tensor | None = None) -> Tensor:
-        packed = self.packed(weight) if isinstance(weight, Quantised) else weight
+    def quantized_linear(self, x: Tensor, weight: Quantized | Packed, bias: Tensor | None = None) -> Tensor:
+        packed = self.packed(weight) if isinstance(weight, Quantized) else weight
         if not isinstance(packed, PackedWhole):
-            return super().quantised_linear(x, weight, bias)
+            return super().quantized_linear(x, weight, bias)
         multiplied: Tensor = self._library.linear(x, packed.parts, packed.layout, bias)
         return multiplied
 

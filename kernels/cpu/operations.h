@@ -15,7 +15,7 @@ namespace kvmux {
 struct PackedWeight {
   PackedWeight(at::TensorList parts, at::IntArrayRef format);
 
-  const char* operation() const { return bits == 0 ? "linear" : "quantised_linear"; }  // that multiplies with it
+  const char* operation() const { return bits == 0 ? "linear" : "quantized_linear"; }  // that multiplies with it
 
   at::Tensor numbers, scale, offset;  // the latter two undefined where there are none
   int64_t outputs, width, bits, group;

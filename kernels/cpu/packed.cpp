@@ -65,10 +65,10 @@ void pack(const Tensor& packed, const Tensor& weight) {
   });
 }
 
-// Numbers as in `kernels.quantization.Quantised`, of so many bits each, with offsets or without.
+// Numbers as in `kernels.quantization.Quantized`, of so many bits each, with offsets or without.
 void pack_whole(const Tensor& packed, const Tensor& numbers, int64_t bits, bool offsets) {
-  expect("quantised_linear", "numbers", numbers, only(at::kByte), {SOME, SOME});
-  TORCH_CHECK_VALUE(bits == 4 || bits == 8, "quantised_linear: a weight of ", bits, " bits a number");
+  expect("quantized_linear", "numbers", numbers, only(at::kByte), {SOME, SOME});
+  TORCH_CHECK_VALUE(bits == 4 || bits == 8, "quantized_linear: a weight of ", bits, " bits a number");
   const int64_t outputs = numbers.size(0), k = numbers.size(1) * 8 / bits;
   TORCH_CHECK(packed.numel() == packed_size<uint8_t>(outputs, k) * bits / 8, "no room for the packed weight");
   const uint8_t* from = numbers.const_data_ptr<uint8_t>();
@@ -154,14 +154,14 @@ PackedWeight::PackedWeight(at::TensorList parts, at::IntArrayRef format)
   expect(operation(), "weight, packed,", numbers, only(type), {bits == 4 ? size / 2 : size});
   if (bits == 0) return;
   const int64_t groups = group > 0 ? width / group : 0;
-  TORCH_CHECK_VALUE(groups * group == width && (groups == 1 || group % 32 == 0), "quantised_linear: no kernel for ",
+  TORCH_CHECK_VALUE(groups * group == width && (groups == 1 || group % 32 == 0), "quantized_linear: no kernel for ",
                     "groups of ", group, " of ", width, " columns");
   constexpr int64_t WIDEST = (int64_t{1} << 31) / (127 * 256);  // whose sum of products fits 32 bits
-  TORCH_CHECK_VALUE(group <= WIDEST, "quantised_linear: groups of ", group, " columns are more than ", WIDEST);
+  TORCH_CHECK_VALUE(group <= WIDEST, "quantized_linear: groups of ", group, " columns are more than ", WIDEST);
   const int64_t panels = blocks_of(outputs) * PANELS;
-  expect("quantised_linear", "scale, packed,", scale, FLOATS, {panels, groups, PANEL});
+  expect("quantized_linear", "scale, packed,", scale, FLOATS, {panels, groups, PANEL});
   if (offset.defined())
-    expect("quantised_linear", "offset, packed,", offset, only(scale.scalar_type()), {panels, groups, PANEL});
+    expect("quantized_linear", "offset, packed,", offset, only(scale.scalar_type()), {panels, groups, PANEL});
 }
 
 }  // namespace kvmux

@@ -67,7 +67,7 @@ constexpr int64_t halves_column(int64_t i) {
   return i / P::DEPTH * PANELS * P::TILE / 2 + i % P::DEPTH / P::S / 2 * PANEL * P::S;
 }
 
-// The same of numbers of 4 bits: `from` [k / 2], the even column in the lower half of a byte, as in `Quantised`. Here a
+// The same of numbers of 4 bits: `from` [k / 2], the even column in the lower half of a byte, as in `Quantized`. Here a
 // tile has 64 columns in half a kibibyte, and of 8 columns the first 4 are the lower halves.
 inline void pack_halves(const uint8_t* from, int64_t k, int64_t output, uint8_t* block) {
   using P = Packing<uint8_t>;

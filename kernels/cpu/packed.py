@@ -13,7 +13,7 @@ from torch import Tensor
 
 from kernels.memory import ConcatenatedWeight, WeightArena, concatenated
 from kernels.ops import Packed
-from kernels.quantization import Quantised
+from kernels.quantization import Quantized
 
 PANEL, PANELS = 16, 4  # outputs of a panel, panels of a block; packed.h
 ZERO = {8: 128, 4: 8}  # the number that stands for 0 where there are no offsets
@@ -40,7 +40,7 @@ class PackedMatrix(Packed):
 class PackedFloats(PackedMatrix):
     """A weight [out, in] of floats."""
 
-    quantised = False
+    quantized = False
 
     def __init__(self, weight: Tensor | ConcatenatedWeight, library: Any, pool: WeightArena) -> None:
         """Pack a weight; parts that fill their blocks are packed one by one, without joining them first."""
@@ -61,9 +61,9 @@ class PackedFloats(PackedMatrix):
 class PackedWhole(PackedMatrix):
     """A weight [out, in] of whole numbers of 8 or 4 bits, value = scale * number + offset."""
 
-    quantised = True
+    quantized = True
 
-    def __init__(self, weight: Quantised, library: Any, pool: WeightArena) -> None:
+    def __init__(self, weight: Quantized, library: Any, pool: WeightArena) -> None:
         numbers = pool.take(library.packed_numbers(*weight.shape, torch.uint8) * weight.bits // 8)
         offsets = [] if _symmetric(weight) else [_by_panel(weight.offset)]
         library.pack_whole(numbers, weight.numbers, weight.bits, bool(offsets))
@@ -72,7 +72,7 @@ class PackedWhole(PackedMatrix):
         self.format = f"int{weight.bits}"
 
 
-def _symmetric(weight: Quantised) -> bool:
+def _symmetric(weight: Quantized) -> bool:
     """Return whether value = scale * (number - ZERO), so that offsets need not be known."""
     return torch.equal(weight.offset.float(), weight.scale.float() * -ZERO[weight.bits])
 

@@ -30,7 +30,7 @@ from kernels.metal.arguments import (
 from kernels.metal.attention import MetalAttention, shape_of
 from kernels.metal.library import Grid, Kernels, Longs
 from kernels.ops import Packed
-from kernels.quantization import Quantised
+from kernels.quantization import Quantized
 from kernels.reference import ReferenceOps
 from kernels.store import KVStore
 from kernels.types import LayerSpec, Slots
@@ -38,8 +38,8 @@ from kernels.types import LayerSpec, Slots
 OUTPUTS = 4 * GROUP // LANES  # of a threadgroup; linear.metal
 AT_ONCE = 4  # rows of a threadgroup; linear.metal
 FEW = 8  # rows that are multiplied faster here than by torch
-STEP = 8  # quantised numbers that a lane takes at once; quantised.metal
-EXPANDED = 64 << 20  # bytes of a quantised weight that torch multiplies at a time
+STEP = 8  # quantized numbers that a lane takes at once; quantized.metal
+EXPANDED = 64 << 20  # bytes of a quantized weight that torch multiplies at a time
 UNIT = 16  # bytes that a thread copies; store.metal
 PAIRS = 256  # of blocks that one launch copies: an argument has at most 4 KiB
 PART = 1 << 30  # units of a block that one launch copies: a grid is counted in 32 bits
@@ -71,28 +71,28 @@ class MetalOps(ReferenceOps):
         kernel(few.grid, few.out, x, weight, few.bias, few.sizes)
         return few.out
 
-    def quantised_linear(self, x: Tensor, weight: Quantised | Packed, bias: Tensor | None = None) -> Tensor:
+    def quantized_linear(self, x: Tensor, weight: Quantized | Packed, bias: Tensor | None = None) -> Tensor:
         if isinstance(weight, Packed):
-            return super().quantised_linear(x, weight, bias)
+            return super().quantized_linear(x, weight, bias)
         in_words = weight.group % STEP == 0 and weight.shape[1] * weight.bits % 32 == 0
         if not in_words or not known(x, bias) or not known(weight.scale, weight.offset):
-            return super().quantised_linear(x, weight, bias)
-        arguments.quantised_linear(x, weight, bias)
+            return super().quantized_linear(x, weight, bias)
+        arguments.quantized_linear(x, weight, bias)
         expect_together(x, weight.numbers, weight.scale, weight.offset, bias)
         if len(x) > FEW:
-            return self._quantised_linear_of_many(x, weight, bias)
+            return self._quantized_linear_of_many(x, weight, bias)
         numbers, scale, offset = _parts(weight)
         few = _few(x, len(numbers), numbers.stride(0), bias)
-        name = f"quantised_linear_{weight.bits}_{few.at_once}"
-        kernel = self._kernels.get("quantised", name, T=x.dtype, S=scale.dtype)
+        name = f"quantized_linear_{weight.bits}_{few.at_once}"
+        kernel = self._kernels.get("quantized", name, T=x.dtype, S=scale.dtype)
         kernel(few.grid, few.out, x, numbers, scale, offset, few.bias, few.sizes, _groups(weight))
         return few.out
 
-    def _quantised_linear_of_many(self, x: Tensor, weight: Quantised, bias: Tensor | None) -> Tensor:
+    def _quantized_linear_of_many(self, x: Tensor, weight: Quantized, bias: Tensor | None) -> Tensor:
         """By torch, after so much of the weight as fits EXPANDED was given the type of x."""
         outputs, inputs = weight.shape
         out = x.new_empty(len(x), outputs)
-        expand = self._kernels.get("quantised", f"dequantise_weight_{weight.bits}", T=x.dtype, S=weight.scale.dtype)
+        expand = self._kernels.get("quantized", f"dequantize_weight_{weight.bits}", T=x.dtype, S=weight.scale.dtype)
         fitting = max(1, EXPANDED // (inputs * x.itemsize))
         for first in range(0, outputs, fitting):
             some = slice(first, first + fitting)
@@ -175,27 +175,27 @@ class MetalOps(ReferenceOps):
         return None
 
     # ---------------------------------------------------------------- KV memory
-    def quantise(self, x: Tensor) -> tuple[Tensor, Tensor]:
+    def quantize(self, x: Tensor) -> tuple[Tensor, Tensor]:
         if not known(x):
-            return super().quantise(x)
-        arguments.quantise(x)
+            return super().quantize(x)
+        arguments.quantize(x)
         expect_together(x)
         vectors = x.reshape(-1, x.shape[-1])
         out, scale = vectors.new_empty(vectors.shape, dtype=torch.int8), x.new_empty(len(vectors), dtype=torch.float32)
         sizes = (vectors.shape[1], vectors.stride(0))  # VectorSizes
-        kernel = self._kernels.get("store", "quantise", T=x.dtype, KV=x.dtype)
+        kernel = self._kernels.get("store", "quantize", T=x.dtype, KV=x.dtype)
         kernel(Grid((LANES, len(vectors), 1), (LANES, 1, 1)), out, scale, vectors, sizes)
         return out.view(x.shape), scale.view(x.shape[:-1])
 
-    def dequantise(self, x: Tensor, scale: Tensor) -> Tensor:
+    def dequantize(self, x: Tensor, scale: Tensor) -> Tensor:
         if x.dtype is not torch.int8 or scale.dtype is not torch.float32:
-            return super().dequantise(x, scale)
-        arguments.dequantise(x, scale)
+            return super().dequantize(x, scale)
+        arguments.dequantize(x, scale)
         vectors, scales, dim = x.reshape(-1, x.shape[-1]), scale.reshape(-1), x.shape[-1]
         expect_together(vectors, scales)
         out = vectors.new_empty(vectors.shape, dtype=torch.float32)
         sizes = (dim, vectors.stride(0))  # VectorSizes
-        kernel = self._kernels.get("store", "dequantise", T=torch.float32, KV=torch.int8)
+        kernel = self._kernels.get("store", "dequantize", T=torch.float32, KV=torch.int8)
         kernel(Grid((dim, len(vectors), 1), (min(dim, GROUP), 1, 1)), out, vectors, scales, sizes)
         return out.view(x.shape)
 
@@ -282,12 +282,12 @@ def _few(x: Tensor, outputs: int, weight_stride: int, bias: Tensor | None) -> Fe
     return Few(grid, at_once, out, out if bias is None else bias, sizes)
 
 
-def _groups(weight: Quantised) -> tuple[int, int]:
-    """Return the struct Groups of quantised.metal."""
+def _groups(weight: Quantized) -> tuple[int, int]:
+    """Return the struct Groups of quantized.metal."""
     return weight.group, weight.scale.shape[1]
 
 
-def _parts(weight: Quantised) -> tuple[Tensor, Tensor, Tensor]:
+def _parts(weight: Quantized) -> tuple[Tensor, Tensor, Tensor]:
     """Return the numbers of a weight as words of 32 bits, its scale and its offset, dense."""
     numbers = weight.numbers.contiguous()
     return numbers.view(torch.int32), weight.scale.contiguous(), weight.offset.contiguous()

@@ -8,7 +8,7 @@ constant constexpr int OUTPUTS = 4;
 struct LinearSizes {
   int rows, inputs, outputs;
   int x_stride;       // in numbers
-  int weight_stride;  // in numbers of T, or in words of 32 bits where a weight is quantised
+  int weight_stride;  // in numbers of T, or in words of 32 bits where a weight is quantized
   int biased;         // 0: there is no bias
 };
 

@@ -7,7 +7,7 @@ constant constexpr float TINY = 1e-30f;  // no scale is smaller, but for that of
 
 // A simdgroup a vector of n numbers: the largest becomes 127 or -127, halves are rounded to even. Each lane returns the
 // scale, which is NaN if one of the numbers is not finite.
-inline float quantise_vector(const device T* from, device char* to, int n, uint lane) {
+inline float quantize_vector(const device T* from, device char* to, int n, uint lane) {
   float largest = 0.0f;
   for (int i = lane; i < n; i += LANES) largest = max(largest, fabs(float(from[i])));
   const float scale = simd_max(largest) / LARGEST, divisor = max(scale, TINY);
@@ -22,19 +22,19 @@ struct VectorSizes {
 };
 
 // x [N, dim] -> out [N, dim] and scale [N].
-kernel void quantise(
+kernel void quantize(
     device char* out [[buffer(0)]],
     device float* scale [[buffer(1)]],
     const device T* x [[buffer(2)]],
     constant VectorSizes& sizes [[buffer(3)]],
     uint2 at [[thread_position_in_grid]]) {  // lane, vector
   const float found =
-      quantise_vector(x + size_t(at.y) * sizes.stride, out + size_t(at.y) * sizes.dim, sizes.dim, at.x);
+      quantize_vector(x + size_t(at.y) * sizes.stride, out + size_t(at.y) * sizes.dim, sizes.dim, at.x);
   if (at.x == 0) scale[at.y] = found;
 }
 
 // A thread a number: x [N, dim], scale [N] -> out [N, dim].
-kernel void dequantise(
+kernel void dequantize(
     device float* out [[buffer(0)]],
     const device char* x [[buffer(1)]],
     const device float* scale [[buffer(2)]],
@@ -49,7 +49,7 @@ inline void write_vector(const device T* from, device T* to, int n, uint lane) {
 }
 
 inline void write_vector(const device T* from, device char* to, int n, uint lane) {
-  const float scale = quantise_vector(from, to, n, lane);
+  const float scale = quantize_vector(from, to, n, lane);
   if (lane == 0) *(device float*)(to + n) = scale;
 }
 

@@ -44,7 +44,7 @@ def mended(ops: Ops, verdicts: list[Verdict]) -> Ops:
 class _Mended:
     def __init__(self, ops: Ops, reference: Ops, broken: set[str]) -> None:
         self.prepare = ops.prepare
-        self.packed = (reference if broken & {"linear", "quantised_linear"} else ops).packed
+        self.packed = (reference if broken & {"linear", "quantized_linear"} else ops).packed
         for op in OPS:
             setattr(self, op.name, getattr(reference if op.name in broken else ops, op.name))
         self.stacked = reference.stacked

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from kernels.ops import Attention, AttentionWeights, DecoderLayers, GatedWeights, Ops
-from kernels.quantization import Quantised
+from kernels.quantization import Quantized
 from kernels.selfcheck import sample_inputs
 from kernels.selfcheck.sample_inputs import Results
 from kernels.store import KVStore, vector_bytes
@@ -52,7 +52,7 @@ def _both_in_and_out(x: Tensor, *rest: object) -> int:
     return 4 * x.nbytes
 
 
-def _linear_bytes(x: Tensor, weight: Tensor | Quantised, bias: Tensor | None = None) -> int:
+def _linear_bytes(x: Tensor, weight: Tensor | Quantized, bias: Tensor | None = None) -> int:
     return weight.nbytes + x.nbytes + len(x) * weight.shape[0] * x.itemsize
 
 
@@ -75,11 +75,11 @@ def _run_layers_bytes(stack: DecoderLayers, x: Tensor, attention: Attention) -> 
     return weights + 2 * x.nbytes
 
 
-def _quantise_bytes(x: Tensor) -> int:
+def _quantize_bytes(x: Tensor) -> int:
     return x.nbytes + x.shape[:-1].numel() * vector_bytes(x.shape[-1], torch.int8)
 
 
-def _dequantise_bytes(x: Tensor, scale: Tensor) -> int:
+def _dequantize_bytes(x: Tensor, scale: Tensor) -> int:
     return x.nbytes + scale.nbytes + x.numel() * torch.float32.itemsize
 
 
@@ -134,9 +134,9 @@ WEIGHTS = "the weights; the activations, in and out"
 OPS: tuple[Op, ...] = (
     Op("linear", SUMS, sample_inputs.linear, WEIGHT, _linear_bytes, ("x",)),
     Op(
-        "quantised_linear",
+        "quantized_linear",
         WHOLE,
-        sample_inputs.quantised_linear,
+        sample_inputs.quantized_linear,
         WEIGHT,
         _linear_bytes,
         ("x",),
@@ -192,19 +192,19 @@ OPS: tuple[Op, ...] = (
         ("logits",),
     ),
     Op(
-        "quantise",
+        "quantize",
         EXACT,
-        sample_inputs.quantise,
+        sample_inputs.quantize,
         "the vectors, in and out",
-        _quantise_bytes,
+        _quantize_bytes,
         ("x",),
     ),
     Op(
-        "dequantise",
+        "dequantize",
         ROUNDING,
-        sample_inputs.dequantise,
+        sample_inputs.dequantize,
         "the vectors, in and out",
-        _dequantise_bytes,
+        _dequantize_bytes,
         ("scale",),
     ),
     Op(

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from kernels.ops import AttentionWeights, DecoderLayer, GatedWeights, Ops, Stored
-from kernels.quantization import quantise_weight
+from kernels.quantization import quantize_weight
 from kernels.reference import ReferenceOps
 from kernels.sampling import Drawing
 from kernels.selfcheck.attention_case import AttentionCase, Layout, RowOf, Step
@@ -56,17 +56,17 @@ def linear(ops: Ops, dtype: torch.dtype, device: torch.device) -> Results:
     yield "slices of odd widths", ops.linear(x, weight)
 
 
-def quantised_linear(ops: Ops, dtype: torch.dtype, device: torch.device) -> Results:
+def quantized_linear(ops: Ops, dtype: torch.dtype, device: torch.device) -> Results:
     draw = _numbers(device)
     for bits, group in product((8, 4), (32, 64)):
-        weight = quantise_weight(draw(37, 192).to(dtype), bits, group)
+        weight = quantize_weight(draw(37, 192).to(dtype), bits, group)
         for rows in (1, 5, 33):
             x, bias = draw(rows, 192).to(dtype), draw(37).to(dtype)
             what = f"{bits} bits, groups of {group}, {rows} rows"
-            yield what, ops.quantised_linear(x, weight)
-            yield f"{what} and a bias", ops.quantised_linear(x, weight, bias)
-    weight = quantise_weight(draw(37, 320).to(dtype), 4, 32)
-    yield "wide slices", ops.quantised_linear(draw(3, 330).to(dtype)[:, 5:325], weight)
+            yield what, ops.quantized_linear(x, weight)
+            yield f"{what} and a bias", ops.quantized_linear(x, weight, bias)
+    weight = quantize_weight(draw(37, 320).to(dtype), 4, 32)
+    yield "wide slices", ops.quantized_linear(draw(3, 330).to(dtype)[:, 5:325], weight)
 
 
 def _attention_weights(dtype: torch.dtype, device: torch.device) -> Iterator[tuple[str, AttentionWeights]]:
@@ -185,21 +185,21 @@ def _on(device: torch.device, spec: LayerSpec) -> LayerSpec:
     return spec if spec.sink_logits is None else spec._replace(sink_logits=spec.sink_logits.to(device))
 
 
-def quantise(ops: Ops, dtype: torch.dtype, device: torch.device) -> Results:
+def quantize(ops: Ops, dtype: torch.dtype, device: torch.device) -> Results:
     x = _numbers(device)(5, 3, 90).to(dtype)
     x[2] = 0
     x[0, 0, 23] = x[0, 0, 82] = 9  # the last number is the largest
     for what, each in (("narrow", x[..., :24].contiguous()), ("wide slice", x[..., 3:83])):
-        numbers, scale = ops.quantise(each)
+        numbers, scale = ops.quantize(each)
         yield f"{what}: numbers", numbers.float()
         yield f"{what}: scale", scale
 
 
-def dequantise(ops: Ops, dtype: torch.dtype, device: torch.device) -> Results:
+def dequantize(ops: Ops, dtype: torch.dtype, device: torch.device) -> Results:
     draw = _numbers(device)
     numbers, scale = (100 * draw(5, 24)).clamp(-127, 127).to(torch.int8), draw(5).abs()
-    yield "5 heads", ops.dequantise(numbers, scale)
-    yield "of a slice", ops.dequantise(numbers[:, 2:20], scale)
+    yield "5 heads", ops.dequantize(numbers, scale)
+    yield "of a slice", ops.dequantize(numbers[:, 2:20], scale)
 
 
 def write_kv(ops: Ops, dtype: torch.dtype, device: torch.device) -> Results:

@@ -62,13 +62,13 @@ def choose_weights(settings: Settings, dtype: torch.dtype) -> Kept:
 
 
 def _weights_cache(wanted: str | None) -> Path | None:
-    """Return the folder where quantised weights are kept; None if they are not."""
+    """Return the folder where quantized weights are kept; None if they are not."""
     if wanted is not None:
         return None if wanted in ("", "off") else expanded(wanted)
     try:
         return user_cache() / "weights"
     except ModelError as error:
-        log.warning("the next start has to quantise the weights again, as nothing can be kept: %s", error)
+        log.warning("the next start has to quantize the weights again, as nothing can be kept: %s", error)
         return None
 
 

@@ -218,13 +218,13 @@ def _check_heads(heads: int, kv_heads: int, head_dim: int, file: Path) -> None:
 
 
 def _refuse_unsupported(raw: Raw, file: Path) -> None:
-    """Raise ModelError for quantised checkpoints that cannot be read, and for encoders."""
-    quantisation = raw.get("quantization_config")
-    if quantisation and raw.get("quantization") is None:  # MLX's is written under both names
-        method = quantisation.get("quant_method") if isinstance(quantisation, dict) else quantisation
+    """Raise ModelError for quantized checkpoints that cannot be read, and for encoders."""
+    quantization = raw.get("quantization_config")
+    if quantization and raw.get("quantization") is None:  # MLX's is written under both names
+        method = quantization.get("quant_method") if isinstance(quantization, dict) else quantization
         named = shortened(method).strip("'")
         raise ModelError(
-            f"{file}: the checkpoint is quantised ({named}), which cannot be read: take the one "
+            f"{file}: the checkpoint is quantized ({named}), which cannot be read: take the one "
             "it was made from, one of MLX, or a GGUF file"
         )
     if raw.get("use_bidirectional_attention"):

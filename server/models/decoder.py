@@ -16,7 +16,7 @@ from torch import Tensor
 
 from kernels.composite import multiplied, turned
 from kernels.ops import Attention, Ops, Packed, Weight
-from kernels.quantization import Quantised, dequantise
+from kernels.quantization import Quantized, dequantize
 from kernels.types import LayerSpec
 from server.models.base import Stepwise
 from server.models.config import ModelConfig
@@ -73,12 +73,12 @@ class Decoder(Stepwise):
         return {id(w): w for w in (self._embedding, self._norm, self._lm_head, *layers)}.values()
 
     def embed(self, ids: Tensor) -> Tensor:
-        """Embed ids [N] int64 -> [N, d]; of a packed or quantised embedding, these rows alone are taken out."""
+        """Embed ids [N] int64 -> [N, d]; of a packed or quantized embedding, these rows alone are taken out."""
         match self._embedding:
             case Tensor():
                 x = F.embedding(ids, self._embedding)
-            case Quantised():
-                x = dequantise(self._embedding.rows(ids))
+            case Quantized():
+                x = dequantize(self._embedding.rows(ids))
             case Packed():
                 x = self._embedding.rows(ids)
         x = x.to(self.dtype)
@@ -121,7 +121,7 @@ def _format(weight: Weight) -> str:
     match weight:
         case Tensor():
             return str(weight.dtype).removeprefix("torch.")
-        case Quantised():
+        case Quantized():
             return f"int{weight.bits}"
         case Packed():
             return weight.format

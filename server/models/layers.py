@@ -14,7 +14,7 @@ from torch import Tensor
 from kernels.composite import multiplied
 from kernels.memory import ConcatenatedWeight
 from kernels.ops import AttentionWeights, DecoderLayer, GatedWeights, Ops, Tables, Weight
-from kernels.quantization import Quantised, dequantise, joined
+from kernels.quantization import Quantized, dequantize, joined
 from kernels.types import LayerSpec
 from server.models.config import Dim, MixtureOfExperts, ModelConfig, Rope
 from server.models.weights import Matrix, Weights
@@ -113,14 +113,14 @@ def _fused(
 
 
 def _joined(parts: Sequence[Matrix]) -> Matrix | ConcatenatedWeight:
-    """Join several matrices along the first dimension; the result is quantised if all of them are."""
+    """Join several matrices along the first dimension; the result is quantized if all of them are."""
     if len(parts) == 1:
         return parts[0]
-    quantised = [part for part in parts if isinstance(part, Quantised)]
-    if len(quantised) == len(parts):
-        return joined(quantised)
+    quantized = [part for part in parts if isinstance(part, Quantized)]
+    if len(quantized) == len(parts):
+        return joined(quantized)
     plain = [part for part in parts if isinstance(part, Tensor)]
-    wide = [dequantise(part).to(plain[0].dtype) if isinstance(part, Quantised) else part for part in parts]
+    wide = [dequantize(part).to(plain[0].dtype) if isinstance(part, Quantized) else part for part in parts]
     return ConcatenatedWeight(wide)
 
 

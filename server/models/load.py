@@ -16,7 +16,7 @@ from server.models.decoder import Decoder
 from server.models.errors import ModelError, UnknownModelError
 from server.models.formats.gguf_directory import gguf_of
 from server.models.formats.mlx_weights import MLXWeights, is_mlx
-from server.models.formats.quantized import quantised
+from server.models.formats.quantized import quantized
 from server.models.transformers_backend import TransformersModel, facts_of
 from server.models.weights import Kept, Safetensors, Weights
 
@@ -49,7 +49,7 @@ def load_model(
             return Decoder(config, found, ops, dtype, positions=positions)
     if weights.format is not None:
         raise ModelError(
-            f"{directory}: transformers computes this model, and with quantised weights only the lean decoder does: "
+            f"{directory}: transformers computes this model, and with quantized weights only the lean decoder does: "
             "give --weights auto, or leave --model-impl out"
         )
     if weights.dtype != dtype:
@@ -85,7 +85,7 @@ def _weights(directory: Path, config: ModelConfig, kept: Kept, device: torch.dev
         return
     # Read in the checkpoint's own dtype, so that what is rounded to whole numbers was not rounded before.
     checkpoint = _stored(directory, config, getattr(torch, config.dtype), device, as_stored=kept.as_stored)
-    with quantised(checkpoint, directory, kept, device, config.num_layers) as weights:
+    with quantized(checkpoint, directory, kept, device, config.num_layers) as weights:
         yield weights
 
 

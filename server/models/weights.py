@@ -17,7 +17,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from kernels.quantization import Quantised
+from kernels.quantization import Quantized
 from server.models.config import Dim
 from server.models.config_file import read_json, shortened
 from server.models.errors import ModelError, first_line
@@ -25,7 +25,7 @@ from server.models.formats.mmap import mapped_bytes, read_bytes
 
 LONGEST_NAME = 255  # characters; file systems have no longer ones
 READABLE = (torch.float32, torch.bfloat16, torch.float16)
-TYPES = {  # by safetensors' names: those, and the ones that numbers of quantised weights come in
+TYPES = {  # by safetensors' names: those, and the ones that numbers of quantized weights come in
     "F32": torch.float32,
     "BF16": torch.bfloat16,
     "F16": torch.float16,
@@ -33,12 +33,12 @@ TYPES = {  # by safetensors' names: those, and the ones that numbers of quantise
     "U32": torch.uint32,
 }
 
-Matrix = Tensor | Quantised  # [out, in]
+Matrix = Tensor | Quantized  # [out, in]
 Shape = Sequence[int]  # of the whole weight, as config.json gives it: `Dim`s, for the message if it is another
 
 
 class Format(NamedTuple):
-    """The format of matrices that are quantised while they are read."""
+    """The format of matrices that are quantized while they are read."""
 
     bits: int
     group: int | None = None  # columns; None: a row
@@ -47,10 +47,10 @@ class Format(NamedTuple):
 class Kept(NamedTuple):
     """How a model keeps its weights."""
 
-    dtype: torch.dtype  # of what is not quantised
-    format: Format | None = None  # to quantise matrices to; None: they are not
-    as_stored: bool = False  # those that the checkpoint has quantised stay so; otherwise they are dequantised
-    cache: Path | None = None  # the folder where quantised matrices wait for the next start; None: nowhere
+    dtype: torch.dtype  # of what is not quantized
+    format: Format | None = None  # to quantize matrices to; None: they are not
+    as_stored: bool = False  # those that the checkpoint has quantized stay so; otherwise they are dequantized
+    cache: Path | None = None  # the folder where quantized matrices wait for the next start; None: nowhere
 
 
 class Weights(Protocol):
@@ -67,11 +67,11 @@ class Weights(Protocol):
         ...
 
     def get(self, name: str, shape: Shape) -> Tensor:
-        """Return a tensor that is not quantised, whatever the checkpoint has; a vector's numbers are all finite."""
+        """Return a tensor that is not quantized, whatever the checkpoint has; a vector's numbers are all finite."""
         ...
 
     def embedding(self, name: str, shape: Shape) -> Matrix:
-        """Return a matrix whose rows are looked up; it is quantised only if the checkpoint has it so."""
+        """Return a matrix whose rows are looked up; it is quantized only if the checkpoint has it so."""
         ...
 
     def matrix(self, name: str, shape: Shape) -> Matrix:
@@ -163,7 +163,7 @@ class Safetensors:
     def _unreadable(self, name: str) -> ModelError:
         place = self._places[name]
         return ModelError(
-            f"{place.file}: {shortened(place.name)} is of type {place.type}: of quantised checkpoints, only MLX's and "
+            f"{place.file}: {shortened(place.name)} is of type {place.type}: of quantized checkpoints, only MLX's and "
             "GGUF files can be read"
         )
 

@@ -105,7 +105,7 @@ class Supervisor:
         self._recovery.begin(monotonic())
         heartbeat = Heartbeat(self._spawn_context)
         self._files = ServedFiles(Path(self._settings.model))
-        if self._settings.weights not in ("int8", "int4"):  # which may lie in the folder of quantised weights
+        if self._settings.weights not in ("int8", "int4"):  # which may lie in the folder of quantized weights
             threading.Thread(target=self._files.read_ahead, name="read-ahead", daemon=True).start()
         with theirs:
             status = EngineStatus(theirs, heartbeat)

@@ -22,7 +22,7 @@ import torch
 
 from config.errors import SettingsError
 from config.settings import Settings, load
-from kernels.quantization import quantise_symmetric
+from kernels.quantization import quantize_symmetric
 from server.cli import main as cli
 from server.engine.build import build_engine
 from server.engine.device import choose_weights
@@ -89,7 +89,7 @@ def test_a_gguf_file_where_nothing_can_be_unpacked(
 
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("source", ["XDG_CACHE_HOME", "HOME", "weights_cache"])
-def test_quantised_weights_where_nothing_can_be_kept(
+def test_quantized_weights_where_nothing_can_be_kept(
     source: str,
     place: str,
     places: dict[str, str],
@@ -113,7 +113,7 @@ def test_quantised_weights_where_nothing_can_be_kept(
             return
         if home is not None:
             draft = CachedWeightsWriter(home / "checkpoint" / "int8-0")
-            draft.put("a", quantise_symmetric(torch.randn(4, 8), 8, None))
+            draft.put("a", quantize_symmetric(torch.randn(4, 8), 8, None))
             draft.publish()
             draft.close()
     warned = [record for record in caplog.records if record.levelname == "WARNING"]

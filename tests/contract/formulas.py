@@ -17,7 +17,7 @@ from torch import Tensor
 
 from cache_strategies.arena import Arena
 from kernels.ops import AttentionWeights, DecoderLayer, GatedWeights, Ops, Stored
-from kernels.quantization import Quantised
+from kernels.quantization import Quantized
 from kernels.selfcheck.attention_case import AttentionCase, Layout, RowOf, Step
 from kernels.store import KVStore, block_bytes
 from kernels.types import LayerSpec
@@ -89,7 +89,7 @@ def linear(ops: Ops, shape: Shape) -> Pairs:
     yield ops.linear(x, weight, bias), product + bias.double()
 
 
-def quantised_linear(ops: Ops, shape: Shape) -> Pairs:
+def quantized_linear(ops: Ops, shape: Shape) -> Pairs:
     """Both of 8 and of 4 bits, in groups of 32 or, where these do not divide a row, 16; scales of either sign."""
     draw, outputs, width = Draw(shape), 32 * shape.group - 1, shape.head_dim
     x, bias = draw(shape.length, width), draw.dense(outputs)
@@ -99,9 +99,9 @@ def quantised_linear(ops: Ops, shape: Shape) -> Pairs:
         whole = draw.dense(outputs, width, times=2.0**bits).double().clamp(0, 2**bits - 1).floor()
         value = whole * scale.double().repeat_interleave(group, 1) + offset.double().repeat_interleave(group, 1)
         numbers = whole if bits == 8 else whole[:, ::2] + 16 * whole[:, 1::2]
-        weight = Quantised(numbers.to(torch.uint8), scale, offset, bits, group)
-        yield ops.quantised_linear(x, weight), x.double() @ value.T
-        yield ops.quantised_linear(x, weight, bias), x.double() @ value.T + bias.double()
+        weight = Quantized(numbers.to(torch.uint8), scale, offset, bits, group)
+        yield ops.quantized_linear(x, weight), x.double() @ value.T
+        yield ops.quantized_linear(x, weight, bias), x.double() @ value.T + bias.double()
 
 
 def _normed(x: Tensor, weight: Tensor) -> Tensor:
@@ -249,20 +249,20 @@ def _drawn(logits: Tensor, how: Sequence[float]) -> int:
 
 
 # -------------------------------------------------------------------- int8
-def quantise(ops: Ops, shape: Shape) -> Pairs:
+def quantize(ops: Ops, shape: Shape) -> Pairs:
     """A quotient in float64 that is rounded to float32 is the quotient in float32, so this is exact."""
     x = Draw(shape)(shape.length, shape.group, shape.head_dim)
-    numbers, scale = ops.quantise(x)
+    numbers, scale = ops.quantize(x)
     largest = (x.double().abs().amax(-1) / 127).float()
     yield scale, largest
     yield numbers, (x.double() / largest.double()[..., None]).float().round()
 
 
-def dequantise(ops: Ops, shape: Shape) -> Pairs:
+def dequantize(ops: Ops, shape: Shape) -> Pairs:
     draw = Draw(shape)
     x = draw.dense(shape.length, shape.group, shape.head_dim, times=50).clamp(-127, 127).to(torch.int8)
     x, scale = laid(x, shape.lies), draw.dense(shape.length, shape.group).float().abs()
-    yield ops.dequantise(x, scale), x.double() * scale.double()[..., None]
+    yield ops.dequantize(x, scale), x.double() * scale.double()[..., None]
 
 
 # -------------------------------------------------------------------- stored keys and values
@@ -373,8 +373,8 @@ def repeat_kv_heads_step(ops: Ops, shape: Shape) -> Pairs:
 FORMULAS: Mapping[str, Callable[[Ops, Shape], Pairs]] = {
     each.__name__: each
     for each in (
-        *(run_layers, linear, quantised_linear, enter_attention, leave_attention, feed_forward),
-        *(rms_norm, add_rms_norm, rope, silu_mul, sample, quantise, dequantise),
+        *(run_layers, linear, quantized_linear, enter_attention, leave_attention, feed_forward),
+        *(rms_norm, add_rms_norm, rope, silu_mul, sample, quantize, dequantize),
         *(write_kv, attend, gather, copy_blocks, repeat_kv_heads, repeat_kv_heads_step),
     )
 }

@@ -170,11 +170,11 @@ def test_auto_takes_the_checkpoints_type_where_the_device_is_fast_at_it(
     assert choose_dtype("float16", checkpoint, named(where)) is torch.float16
     assert choose_weights(Settings(), expected) == Kept(expected, as_stored=True)
     assert choose_weights(Settings(weights="bf16"), expected) == Kept(torch.bfloat16)
-    quantised = choose_weights(Settings(weights="int4", weights_cache="off"), expected)
-    assert quantised == Kept(expected, Format(4, 32), as_stored=True)
+    quantized = choose_weights(Settings(weights="int4", weights_cache="off"), expected)
+    assert quantized == Kept(expected, Format(4, 32), as_stored=True)
 
 
-def test_quantised_weights_wait_in_the_users_cache_or_where_told(
+def test_quantized_weights_wait_in_the_users_cache_or_where_told(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))

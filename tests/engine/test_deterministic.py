@@ -128,7 +128,7 @@ def test_other_families_too(tmp_path: Path, name: str) -> None:
 
 
 @pytest.mark.parametrize("weights", ["int8", "int4"])
-def test_quantised_weights_too(weights: str) -> None:
+def test_quantized_weights_too(weights: str) -> None:
     if COMPILED:
         expected = served(EMBEDDED, "float32", "paged", alone, weights)
         for way in WAYS:

@@ -85,7 +85,7 @@ def _packed(ops: Ops, name: str, arguments: Mapping[str, Any]) -> dict[str, Any]
             packed[key] = value.packed(ops)
         elif isinstance(value, DecoderLayers):
             packed[key] = ops.stacked([layer.packed(ops) for layer in value.layers], arguments["x"].dtype)
-        elif name in ("linear", "quantised_linear") and key == "weight":
+        elif name in ("linear", "quantized_linear") and key == "weight":
             packed[key] = ops.packed(value)
     return packed
 

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from config.settings import StrategySettings
-from kernels.quantization import quantise_weight
+from kernels.quantization import quantize_weight
 from kernels.selfcheck.attention_case import AttentionCase, Layout, RowOf
 from kernels.types import LayerSpec
 from tests.contract import harness
@@ -140,23 +140,23 @@ def test_a_row_of_a_product_does_not_depend_on_the_others(backend: str, dtype: t
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("bits", [4, 8])
-def test_a_row_of_a_quantised_product_does_not_depend_on_the_others(
+def test_a_row_of_a_quantized_product_does_not_depend_on_the_others(
     backend: str, bits: int, dtype: torch.dtype
 ) -> None:
     ops = BACKENDS[backend]()
-    linear = ops.quantised_linear
+    linear = ops.quantized_linear
     x, weight, bias = (torch.randn(shape).to(dtype) for shape in ((40, 96), (37, 96), (37,)))
     for group in (32, 48):  # the kernel's, and one that is the reference's
-        quantised = quantise_weight(weight, bits, group)
-        alone = torch.cat([linear(row[None], quantised, bias) for row in x])
+        quantized = quantize_weight(weight, bits, group)
+        alone = torch.cat([linear(row[None], quantized, bias) for row in x])
         for rows in (2, 3, 5, 8, 40):
-            assert torch.equal(linear(x[:rows], quantised, bias), alone[:rows])
+            assert torch.equal(linear(x[:rows], quantized, bias), alone[:rows])
 
 
-def test_a_quantised_product_that_cannot_be_is_refused(backend: str) -> None:
-    weight = quantise_weight(torch.randn(5, 64), 4, 32)
-    with pytest.raises(ValueError, match="quantised_linear: x must be"):
-        BACKENDS[backend]().quantised_linear(torch.ones(2, 32), weight)
+def test_a_quantized_product_that_cannot_be_is_refused(backend: str) -> None:
+    weight = quantize_weight(torch.randn(5, 64), 4, 32)
+    with pytest.raises(ValueError, match="quantized_linear: x must be"):
+        BACKENDS[backend]().quantized_linear(torch.ones(2, 32), weight)
 
 
 @pytest.mark.parametrize(

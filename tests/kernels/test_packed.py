@@ -12,7 +12,7 @@ from torch import Tensor
 from kernels.composite import enter_attention, feed_forward, leave_attention
 from kernels.cpu.packed import PackedMatrix
 from kernels.ops import AttentionWeights, GatedWeights, Ops
-from kernels.quantization import Quantised, dequantise, quantise_symmetric, quantise_weight
+from kernels.quantization import Quantized, dequantize, quantize_symmetric, quantize_weight
 from tests.kernels.matrix import BACKENDS
 
 CPUS = [name for name in BACKENDS if name.startswith("cpu-")]
@@ -24,11 +24,11 @@ ROWS = (1, 2, 3, 4, 5, 6, 7, 15, 16, 17, 31, 32, 33, 64, 70)  # around what goes
 pytestmark = pytest.mark.parametrize("backend", CPUS)
 
 
-def weights(out: int, bits: int, group: int | None) -> list[Quantised]:
+def weights(out: int, bits: int, group: int | None) -> list[Quantized]:
     """Without offsets, and with them, in scales of several types."""
     weight = torch.randn(out, 192, generator=torch.Generator().manual_seed(out))
-    affine = quantise_weight(weight.bfloat16(), bits, group or 192)
-    return [quantise_symmetric(weight, bits, group), quantise_symmetric(weight.half(), bits, group), affine]
+    affine = quantize_weight(weight.bfloat16(), bits, group or 192)
+    return [quantize_symmetric(weight, bits, group), quantize_symmetric(weight.half(), bits, group), affine]
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -39,7 +39,7 @@ def test_rows_of_floats_come_back_as_they_were(backend: str, shape: tuple[int, i
     assert isinstance(packed, PackedMatrix)
     which = torch.randint(shape[0], (50,))
     assert torch.equal(packed.rows(which), weight[which])
-    assert (packed.shape, packed.format, packed.quantised) == (shape, str(dtype).removeprefix("torch."), False)
+    assert (packed.shape, packed.format, packed.quantized) == (shape, str(dtype).removeprefix("torch."), False)
 
 
 @pytest.mark.parametrize(("bits", "group"), FORMATS, ids=str)
@@ -48,8 +48,8 @@ def test_rows_of_whole_numbers_have_the_values_that_they_stand_for(backend: str,
         packed = BACKENDS[backend]().packed(weight)
         assert isinstance(packed, PackedMatrix)
         which = torch.tensor([69, 0, 15, 16, 69, 64])
-        torch.testing.assert_close(packed.rows(which), dequantise(weight.rows(which)), rtol=3e-7, atol=1e-6)
-        assert (packed.shape, packed.format, packed.quantised) == ((70, 192), f"int{bits}", True)
+        torch.testing.assert_close(packed.rows(which), dequantize(weight.rows(which)), rtol=3e-7, atol=1e-6)
+        assert (packed.shape, packed.format, packed.quantized) == ((70, 192), f"int{bits}", True)
 
 
 def test_a_row_that_is_not_there_is_refused(backend: str) -> None:
@@ -105,11 +105,11 @@ def test_products_of_whole_numbers_round_x_and_nothing_else(
     x[3] = 0
     for weight in weights(out, bits, group):
         packed = ops.packed(weight)
-        expected = rounded(x, weight.group) @ dequantise(weight).double().numpy().T + bias.double().numpy()
-        together = ops.quantised_linear(x, packed, bias)
+        expected = rounded(x, weight.group) @ dequantize(weight).double().numpy().T + bias.double().numpy()
+        together = ops.quantized_linear(x, packed, bias)
         assert np.abs(together.double().numpy() - expected).max() < 1e-5 * np.abs(expected).max()
         for rows in ROWS:
-            assert torch.equal(ops.quantised_linear(x[:rows], packed, bias), together[:rows]), rows
+            assert torch.equal(ops.quantized_linear(x[:rows], packed, bias), together[:rows]), rows
 
 
 def test_products_of_whole_numbers_have_the_same_bits_everywhere(backend: str) -> None:
@@ -117,8 +117,8 @@ def test_products_of_whole_numbers_have_the_same_bits_everywhere(backend: str) -
     x = torch.randn(20, 192)
     for bits, group in FORMATS:
         for weight in weights(50, bits, group):
-            theirs = first.quantised_linear(x, first.packed(weight))
-            assert torch.equal(ours.quantised_linear(x, ours.packed(weight)), theirs)
+            theirs = first.quantized_linear(x, first.packed(weight))
+            assert torch.equal(ours.quantized_linear(x, ours.packed(weight)), theirs)
 
 
 @pytest.mark.parametrize("unsound", [torch.nan, torch.inf, -torch.inf])
@@ -127,7 +127,7 @@ def test_what_is_no_number_stays_in_its_row(backend: str, bits: int, unsound: fl
     ops, x = BACKENDS[backend](), torch.randn(20, 192)
     x[7, 100] = unsound
     for weight in weights(40, bits, 32) if bits else [torch.randn(40, 192), torch.randn(40, 192).bfloat16()]:
-        multiplied = ops.linear if isinstance(weight, Tensor) else ops.quantised_linear
+        multiplied = ops.linear if isinstance(weight, Tensor) else ops.quantized_linear
         found = multiplied(x, ops.packed(weight)).isfinite()
         assert not found[7].any()
         assert found[:7].all()

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from kernels.composite import run_layers
 from kernels.ops import AttentionWeights, DecoderLayer, DecoderLayers, GatedWeights, Ops, Stored, Weight
-from kernels.quantization import quantise_weight
+from kernels.quantization import quantize_weight
 from kernels.selfcheck.attention_case import AttentionCase, Layout, RowOf, Step
 from kernels.selfcheck.op_info import DTYPES
 from kernels.types import LayerSpec
@@ -33,7 +33,7 @@ STEPS: dict[str, Sequence[tuple[int, int, int]]] = {  # after 40 tokens of each
 
 def weight(dtype: torch.dtype, *shape: int, bits: int | None = None) -> Weight:
     drawn = torch.randn(*shape) / shape[1] ** 0.5
-    return drawn.to(dtype) if bits is None else quantise_weight(drawn.to(dtype), bits, 32)
+    return drawn.to(dtype) if bits is None else quantize_weight(drawn.to(dtype), bits, 32)
 
 
 def layer(dtype: torch.dtype, i: int, bits: int | None) -> DecoderLayer:

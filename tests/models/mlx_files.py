@@ -1,4 +1,4 @@
-"""Writes transformers models as mlx-lm's quantised checkpoints, whose format is written out here in numpy."""
+"""Writes transformers models as mlx-lm's quantized checkpoints, whose format is written out here in numpy."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from transformers import PreTrainedModel
 from tests.models.random_models import byte_tokenizer
 
 Array = np.ndarray[Any, Any]
-Formats = Mapping[str, tuple[int, int] | None]  # by a module's name: bits and columns of a group; None: not quantised
+Formats = Mapping[str, tuple[int, int] | None]  # by a module's name: bits and columns of a group; None: not quantized
 
 
-def mlx_quantised(w: Array, bits: int, group: int) -> tuple[Array, Array, Array]:
+def mlx_quantized(w: Array, bits: int, group: int) -> tuple[Array, Array, Array]:
     """`mlx.core.quantize`: uint32 [out, in bits / 32], scales and biases [out, in / group], these in float64."""
     out, width = w.shape
     grouped = w.astype(np.float64).reshape(out, width // group, group)
@@ -36,7 +36,7 @@ def mlx_quantised(w: Array, bits: int, group: int) -> tuple[Array, Array, Array]
     return packed, scales, biases
 
 
-def mlx_dequantised(packed: Array, scales: Array, biases: Array, bits: int, group: int) -> Array:
+def mlx_dequantized(packed: Array, scales: Array, biases: Array, bits: int, group: int) -> Array:
     """[out, in], in the type of scales and biases."""
     numbers = np.stack([packed >> np.uint32(shift) & np.uint32(2**bits - 1) for shift in range(0, 32, bits)], -1)
     numbers = numbers.reshape(len(packed), -1).astype(scales.dtype)
@@ -46,7 +46,7 @@ def mlx_dequantised(packed: Array, scales: Array, biases: Array, bits: int, grou
 def write_mlx(
     model: PreTrainedModel, directory: Path, bits: int, group: int, overrides: Formats | None = None, **config: Any
 ) -> PreTrainedModel:
-    """All matrices quantised, as mlx-lm does; gives back the model, its weights what is left of them.
+    """All matrices quantized, as mlx-lm does; gives back the model, its weights what is left of them.
 
     Scales and biases are float32. `config`: further keys of config.json's "quantization".
     """
@@ -58,14 +58,14 @@ def write_mlx(
         if how is None:
             tensors[name] = w
             continue
-        packed, scales, biases = mlx_quantised(w, *how)
+        packed, scales, biases = mlx_quantized(w, *how)
         tensors |= {
             name: packed,
             f"{module}.scales": scales.astype(np.float32),
             f"{module}.biases": biases.astype(np.float32),
         }
         with torch.no_grad():
-            parameter.copy_(torch.from_numpy(mlx_dequantised(packed, scales, biases, *how)))
+            parameter.copy_(torch.from_numpy(mlx_dequantized(packed, scales, biases, *how)))
     directory.mkdir(exist_ok=True)
     save_file(tensors, directory / "model.safetensors")
     raw = json.loads(model.config.to_json_string()) | {"architectures": [type(model).__name__]}

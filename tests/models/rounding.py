@@ -10,7 +10,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from kernels.ops import Packed
-from kernels.quantization import Quantised, dequantise
+from kernels.quantization import Quantized, dequantize
 from kernels.reference import ReferenceOps
 from server.models.weights import Format
 
@@ -46,11 +46,11 @@ def rounded(model: PreTrainedModel, format: Format) -> PreTrainedModel:
 class RoundedInputs(ReferenceOps):
     """Rounds x to 127 whole numbers of either sign by groups, where the C++ kernels do; multiplies in float64."""
 
-    def quantised_linear(self, x: Tensor, weight: Quantised | Packed, bias: Tensor | None = None) -> Tensor:
-        assert isinstance(weight, Quantised)
+    def quantized_linear(self, x: Tensor, weight: Quantized | Packed, bias: Tensor | None = None) -> Tensor:
+        assert isinstance(weight, Quantized)
         groups = x.double().unflatten(-1, (-1, weight.group))
         step = groups.abs().amax(-1, keepdim=True).clamp_min(1e-300) / 127
-        y = ((groups / step).round() * step).flatten(1) @ dequantise(weight).double().T
+        y = ((groups / step).round() * step).flatten(1) @ dequantize(weight).double().T
         return (y if bias is None else y + bias.double()).to(x.dtype)
 
 

@@ -210,7 +210,7 @@ def test_a_large_gemma_3_needs_no_more_than_its_published_config(tmp_path: Path)
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"quantization_config": {"quant_method": "fp8"}}, r"the checkpoint is quantised \(fp8\)"),
+        ({"quantization_config": {"quant_method": "fp8"}}, r"the checkpoint is quantized \(fp8\)"),
         ({"use_bidirectional_attention": True}, "makes it an encoder"),
         ({"num_attention_heads": 0}, "num_attention_heads is 0: input should be greater than 0"),
         ({"head_dim": "16"}, "head_dim is '16': input should be a valid integer"),
@@ -234,12 +234,12 @@ def test_values_that_no_model_can_have_are_told(change: dict[str, Any], message:
         load_config(tmp_path)
 
 
-def test_tensors_of_a_quantised_checkpoint_are_refused(tmp_path: Path) -> None:
+def test_tensors_of_a_quantized_checkpoint_are_refused(tmp_path: Path) -> None:
     save_random("llama", tmp_path)
     tensors = load_file(tmp_path / "model.safetensors")
     name = "model.layers.1.mlp.up_proj.weight"
     save_file(tensors | {name: tensors[name].to(torch.float8_e4m3fn)}, tmp_path / "model.safetensors")
-    with pytest.raises(ModelError, match="of quantised checkpoints, only MLX's and GGUF files can be read"):
+    with pytest.raises(ModelError, match="of quantized checkpoints, only MLX's and GGUF files can be read"):
         load(tmp_path)
 
 

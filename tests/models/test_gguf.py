@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 from config.errors import SettingsError
 from kernels.backends import REFERENCE
 from kernels.ops import Ops
-from kernels.quantization import Quantised, dequantise
+from kernels.quantization import Quantized, dequantize
 from kernels.reference import ReferenceOps
 from server.models.base import Model
 from server.models.config import eos_ids_of, load_config
@@ -97,7 +97,7 @@ def test_logits_equal_those_of_transformers(name: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kind", TYPES[1:])
 @pytest.mark.parametrize("name", ["llama", "phi3", "qwen3", "gemma3"])
-def test_logits_equal_those_of_the_dequantised_model(name: str, kind: Type, tmp_path: Path) -> None:
+def test_logits_equal_those_of_the_dequantized_model(name: str, kind: Type, tmp_path: Path) -> None:
     theirs = gguf_model(name)
     file = write_gguf(theirs, tmp_path / "a.gguf", kind)
     round_weights(theirs, kind)
@@ -138,9 +138,9 @@ def test_numbers_and_scales_stay_those_of_the_file(name: str, kind: Type, bits: 
     for stored, expected in theirs.named_parameters():
         if expected.dim() == 2:
             for got in (read(stored, expected.shape) for read in (weights.matrix, weights.embedding)):
-                assert isinstance(got, Quantised)
+                assert isinstance(got, Quantized)
                 assert (got.bits, got.group, got.scale.dtype) == (bits, 32, torch.float16)
-                assert torch.equal(dequantise(got), expected), stored
+                assert torch.equal(dequantize(got), expected), stored
     model = served(file, as_stored=True)
     assert model.weight_format == f"int{bits}"
     matrices = sum(p.numel() for p in theirs.parameters() if p.dim() == 2)
@@ -168,13 +168,13 @@ def test_scales_that_float16_cannot_multiply(tmp_path: Path) -> None:
     writer.add_tensor("output.weight", data, raw_dtype=Type.Q8_0)
     file = finish(writer, tmp_path / "a.gguf")
     got = GGUFWeights(file, torch.float32, torch.device("cpu"), as_stored=True).matrix("lm_head.weight", (2, 64))
-    assert isinstance(got, Quantised)
+    assert isinstance(got, Quantized)
     expected = numbers.astype(np.float64) * np.repeat(scale, 32, 1)
-    torch.testing.assert_close(dequantise(got).double(), torch.from_numpy(expected), rtol=1e-5, atol=0)
+    torch.testing.assert_close(dequantize(got).double(), torch.from_numpy(expected), rtol=1e-5, atol=0)
 
 
 @pytest.mark.parametrize("kind", [Type.Q4_K, Type.Q5_K, Type.Q6_K, Type.IQ4_XS, Type.MXFP4])
-def test_whatever_the_gguf_package_dequantises_is_read(kind: Type, tmp_path: Path) -> None:
+def test_whatever_the_gguf_package_dequantizes_is_read(kind: Type, tmp_path: Path) -> None:
     block, size = gguf.GGML_QUANT_SIZES[kind]
     data = np.random.default_rng(0).integers(0, 60, (6, 256 // block * size), dtype=np.uint8)
     writer = gguf.GGUFWriter(tmp_path / "a.gguf", "qwen2")

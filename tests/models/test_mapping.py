@@ -104,10 +104,10 @@ def test_tensors_of_every_kind_of_place_and_type(tmp_path: Path) -> None:
         assert stored.stored(name).dtype is tensors[name].dtype
         assert torch.equal(stored.stored(name).view(torch.uint8), tensors[name].view(torch.uint8))
     with pytest.raises(
-        ModelError, match="'g' is of type BOOL: of quantised checkpoints, only MLX's and GGUF files can be"
+        ModelError, match="'g' is of type BOOL: of quantized checkpoints, only MLX's and GGUF files can be"
     ):
         stored.get("g", (1,))
-    with pytest.raises(ModelError, match="'a' is of type U8: of quantised"):
+    with pytest.raises(ModelError, match="'a' is of type U8: of quantized"):
         stored.get("a", (3,))
 
 

@@ -1,4 +1,4 @@
-"""What was quantised is there at the next start, and only while it is still the same checkpoint."""
+"""What was quantized is there at the next start, and only while it is still the same checkpoint."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from kernels.quantization import quantise_symmetric
+from kernels.quantization import quantize_symmetric
 from kernels.reference import ReferenceOps
 from server.models.base import Model
 from server.models.errors import ModelError
@@ -63,14 +63,14 @@ def logits(model: Model) -> torch.Tensor:
 
 @pytest.fixture
 def rounds(monkeypatch: pytest.MonkeyPatch) -> list[torch.Size]:
-    """Shapes of what was quantised."""
+    """Shapes of what was quantized."""
     seen: list[torch.Size] = []
 
     def watched(weight: torch.Tensor, bits: int, group: int | None) -> Any:
         seen.append(weight.shape)
-        return quantise_symmetric(weight, bits, group)
+        return quantize_symmetric(weight, bits, group)
 
-    monkeypatch.setattr(quantized, "quantise_symmetric", watched)
+    monkeypatch.setattr(quantized, "quantize_symmetric", watched)
     return seen
 
 
@@ -80,7 +80,7 @@ def files(home: Path) -> list[Path]:
 
 # -------------------------------------------------------------------- what is found again
 @pytest.mark.parametrize("format", FORMATS)
-def test_the_second_start_quantises_nothing(
+def test_the_second_start_quantizes_nothing(
     format: str, checkpoint: Path, home: Path, rounds: list[torch.Size], caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.INFO):
@@ -92,13 +92,13 @@ def test_the_second_start_quantises_nothing(
     assert torch.equal(logits(first), logits(loaded(checkpoint, None, format)))
     folder = home / files(home)[0].parent
     assert caplog.messages == [
-        f"the next start finds the quantised weights in {folder}",
-        f"quantised weights are those in {folder}",
+        f"the next start finds the quantized weights in {folder}",
+        f"quantized weights are those in {folder}",
     ]
 
 
 def test_every_kind_of_checkpoint(tmp_path: Path, home: Path, rounds: list[torch.Size]) -> None:
-    """Rows that groups do not divide, which are kept in 8 bits; experts; what MLX had quantised otherwise."""
+    """Rows that groups do not divide, which are kept in 8 bits; experts; what MLX had quantized otherwise."""
     config = CONFIGS["llama"].__class__(**(CONFIGS["llama"].to_dict() | {"intermediate_size": 87}))
     random_model(config).save_pretrained(tmp_path / "odd")
     save_random("mixtral", tmp_path / "mixtral")
@@ -161,7 +161,7 @@ def _replaced(directory: Path) -> None:
 
 
 @pytest.mark.parametrize("change", [_another, _one_number, _replaced])
-def test_a_changed_checkpoint_is_quantised_anew(
+def test_a_changed_checkpoint_is_quantized_anew(
     change: Callable[[Path], None], checkpoint: Path, home: Path, rounds: list[torch.Size]
 ) -> None:
     """Though its size, and the time that it says it was written, are the same."""
@@ -184,9 +184,9 @@ def test_a_checkpoint_that_changes_meanwhile_is_not_kept(
 ) -> None:
     def changing(weight: torch.Tensor, bits: int, group: int | None) -> Any:
         (checkpoint / "model.safetensors").touch()
-        return quantise_symmetric(weight, bits, group)
+        return quantize_symmetric(weight, bits, group)
 
-    monkeypatch.setattr(quantized, "quantise_symmetric", changing)
+    monkeypatch.setattr(quantized, "quantize_symmetric", changing)
     loaded(checkpoint, home)
     assert not home.exists()
 
@@ -211,7 +211,7 @@ def test_what_is_damaged_is_told_and_made_anew(
     file = home / files(home)[0]
     file.write_bytes(file.read_bytes()[:-1000])
     assert torch.equal(logits(loaded(checkpoint, home)), expected)
-    assert "quantising the weights anew, as what an earlier start kept of them is damaged: cannot read" in caplog.text
+    assert "quantizing the weights anew, as what an earlier start kept of them is damaged: cannot read" in caplog.text
     assert torch.equal(logits(loaded(checkpoint, home)), expected)
     assert len(rounds) == 2 * count
 
@@ -230,7 +230,7 @@ def test_a_folder_that_cannot_be_is_told(checkpoint: Path, tmp_path: Path, caplo
     assert torch.equal(logits(loaded(checkpoint, tmp_path / "taken" / "cache")), expected)
     (record,) = caplog.records
     assert record.levelname == "WARNING"
-    assert record.message.startswith("the next start has to quantise the weights again, as nothing can be kept: [Errno")
+    assert record.message.startswith("the next start has to quantize the weights again, as nothing can be kept: [Errno")
     assert record.message.endswith("give --weights-cache another folder, or off")
 
 
@@ -255,7 +255,7 @@ def test_a_full_disk_is_told_once_and_leaves_nothing(
 
 def test_two_servers_may_start_at_once(checkpoint: Path, home: Path) -> None:
     folder = folder_of(home, checkpoint, FORMATS["int4"])
-    weight = quantise_symmetric(torch.randn(6, 64), 4, 32)
+    weight = quantize_symmetric(torch.randn(6, 64), 4, 32)
     drafts = [CachedWeightsWriter(folder), CachedWeightsWriter(folder)]
     for draft in drafts:
         draft.put("a", weight)
@@ -332,7 +332,7 @@ def test_after_flipped_bytes_the_next_start_keeps_everything_anew(
     file.write_bytes(data)
     assert torch.equal(logits(loaded(checkpoint, home)), expected)
     assert len(rounds) == count + 1, "what is not damaged is used"
-    assert "quantising anew what is damaged of the weights that an earlier start kept: " in caplog.text
+    assert "quantizing anew what is damaged of the weights that an earlier start kept: " in caplog.text
     assert files(home) == []
     for _ in range(2):
         assert torch.equal(logits(loaded(checkpoint, home)), expected)

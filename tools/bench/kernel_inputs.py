@@ -14,7 +14,7 @@ from torch import Tensor
 
 from kernels.memory import allocate
 from kernels.ops import AttentionWeights, DecoderLayer, DecoderLayers, GatedWeights, Ops, Stored
-from kernels.quantization import Quantised
+from kernels.quantization import Quantized
 from kernels.reference import ReferenceOps
 from kernels.sampling import Drawing
 from kernels.selfcheck.attention_case import Step
@@ -25,7 +25,7 @@ GIBIBYTE = 1 << 30
 WIDTH, INNER, VOCABULARY = 896, 4864, 151_936
 KV_HEADS, HEADS, DIM = 2, 14, 64
 QKV = (HEADS + 2 * KV_HEADS) * DIM
-QUANTISED_BITS, QUANTISED_GROUP = 4, 64  # what most checkpoints of MLX have
+QUANTIZED_BITS, QUANTIZED_GROUP = 4, 64  # what most checkpoints of MLX have
 LAYERS = [LayerSpec(KV_HEADS, HEADS, DIM, DIM, scale=DIM**-0.5)] * 24
 BLOCK = 32  # tokens
 
@@ -50,14 +50,14 @@ def linear(dtype: torch.dtype, rows: int) -> Calls:
     return [(x, weight) for weight in weights]
 
 
-def quantised_linear(dtype: torch.dtype, rows: int) -> Calls:
+def quantized_linear(dtype: torch.dtype, rows: int) -> Calls:
     """The same of weights of 4 bits a number; scale and offset in the dtype."""
-    width, groups = WIDTH * QUANTISED_BITS // 8, WIDTH // QUANTISED_GROUP
+    width, groups = WIDTH * QUANTIZED_BITS // 8, WIDTH // QUANTIZED_GROUP
     count = -(-GIBIBYTE // (2 * INNER * (width + 2 * groups * dtype.itemsize)))
     packed = numbers(count * 2 * INNER * width // dtype.itemsize, dtype).view(torch.uint8).view(count, 2 * INNER, width)
     scale, offset = numbers(2 * count * 2 * INNER * groups, dtype).view(2, count, 2 * INNER, groups)
     x = numbers(rows * WIDTH, dtype).view(rows, WIDTH)
-    return [(x, Quantised(*of, QUANTISED_BITS, QUANTISED_GROUP)) for of in zip(packed, scale, offset, strict=True)]
+    return [(x, Quantized(*of, QUANTIZED_BITS, QUANTIZED_GROUP)) for of in zip(packed, scale, offset, strict=True)]
 
 
 def enter_attention(dtype: torch.dtype, rows: int) -> Calls:
@@ -111,7 +111,7 @@ def packed(ops: Ops, op: str, call: tuple[Any, ...]) -> tuple[Any, ...]:
         return ops.stacked([layer.packed(ops) for layer in first.layers], second.dtype), *call[1:]
     if isinstance(first, AttentionWeights | GatedWeights):
         return first.packed(ops), *call[1:]
-    return (first, ops.packed(second), *rest[:-1]) if op in ("linear", "quantised_linear") else call
+    return (first, ops.packed(second), *rest[:-1]) if op in ("linear", "quantized_linear") else call
 
 
 def sample(dtype: torch.dtype, rows: int) -> Calls:
@@ -148,11 +148,11 @@ def silu_mul(dtype: torch.dtype, tokens: int) -> Calls:
     return [(gate_up,) for gate_up in _rows(dtype, tokens, 2 * INNER)]
 
 
-def quantise(dtype: torch.dtype, tokens: int) -> Calls:
+def quantize(dtype: torch.dtype, tokens: int) -> Calls:
     return [(x,) for x in _rows(dtype, tokens, WIDTH)]
 
 
-def dequantise(dtype: torch.dtype, tokens: int) -> Calls:
+def dequantize(dtype: torch.dtype, tokens: int) -> Calls:
     """Into float32, whatever the dtype of the model."""
     scale = torch.rand(tokens)
     return [(x, scale) for x in _rows(torch.int8, tokens, WIDTH)]

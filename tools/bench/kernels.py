@@ -28,7 +28,7 @@ from tools.bench.kernel_inputs import GIBIBYTE, LAYERS, Calls, Texts, attend, nu
 CONTEXTS = {  # tokens, and rows of x or of logits
     "attend": (128, 1024, 4096, 16384),
     "linear": (1, 8),
-    "quantised_linear": (1, 8),
+    "quantized_linear": (1, 8),
     "enter_attention": (1, 8),
     "leave_attention": (1, 8),
     "feed_forward": (1, 8),

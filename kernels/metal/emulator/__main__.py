@@ -29,13 +29,13 @@ BESIDE: Mapping[str, str] = {
     "linear": "",
     "norms": "W",
     "prefill": "KV",
-    "quantised": "S",
+    "quantized": "S",
     "store": "KV",
 }
 CHOICES: Mapping[str, Callable[[torch.dtype], Iterable[torch.dtype]]] = {
     "KV": lambda activations: (activations, torch.int8),  # keys and values
     "W": lambda activations: dict.fromkeys((activations, torch.float32)),  # the weight of a norm
-    "S": lambda _: TYPES,  # scales and offsets of a quantised weight
+    "S": lambda _: TYPES,  # scales and offsets of a quantized weight
 }
 
 

@@ -1,1 +1,1 @@
-"""The formats in which weights are stored: safetensors of MLX, GGUF, and quantised copies of our own."""
+"""The formats in which weights are stored: safetensors of MLX, GGUF, and quantized copies of our own."""

@@ -1,6 +1,6 @@
 """Reads what precedes the weights of a GGUF file: metadata, and where each tensor lies. Knows no model and no numpy.
 
-The gguf package reads this too, and dequantises the weights (gguf_weights.py); but it keeps several numpy arrays for
+The gguf package reads this too, and dequantizes the weights (gguf_weights.py); but it keeps several numpy arrays for
 every string, which for Llama 3's vocabulary takes 20 s and 770 MB (here: 0.4 s); and the API process has no numpy.
 """
 

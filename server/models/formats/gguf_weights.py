@@ -1,7 +1,7 @@
 """The tensors of a GGUF file, by the decoder's names and as the decoder has them, one by one, on demand.
 
 Matrices in Q8_0 and Q4_0 keep their numbers, value = scale * (number - half of all numbers) in groups of 32; those in
-other types are dequantised. Owns the way back from what llama.cpp's converter does to weights. Knows no layer.
+other types are dequantized. Owns the way back from what llama.cpp's converter does to weights. Knows no layer.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kernels.quantization import Quantised, dequantise, packed, symmetric
+from kernels.quantization import Quantized, dequantize, packed, symmetric
 from server.models.errors import ModelError
 from server.models.formats.gguf_config import Keys
 from server.models.formats.gguf_file import TensorInfo, read_header
@@ -36,7 +36,7 @@ class GGUFWeights:
     """Implements `server.models.weights.Weights`."""
 
     def __init__(self, file: Path, dtype: torch.dtype, device: torch.device, *, as_stored: bool = False) -> None:
-        """Check all tensors; with `as_stored`, Q8_0 and Q4_0 stay quantised, otherwise all is dequantised.
+        """Check all tensors; with `as_stored`, Q8_0 and Q4_0 stay quantized, otherwise all is dequantized.
 
         Raises ModelError if the file is cut off, or holds tensors of a type that cannot be read.
         """
@@ -56,7 +56,7 @@ class GGUFWeights:
 
     def get(self, name: str, shape: Shape) -> Tensor:
         tensor = self._found(name, shape)
-        tensor = dequantise(tensor) if isinstance(tensor, Quantised) else tensor
+        tensor = dequantize(tensor) if isinstance(tensor, Quantized) else tensor
         if self._keys.row.norm_offset and name.endswith("norm.weight"):
             tensor = tensor.float() - self._keys.row.norm_offset
         return finite(self.what(name), tensor.to(device=self._device, dtype=self._dtype))
@@ -65,7 +65,7 @@ class GGUFWeights:
         if not self._as_stored:
             return self.get(name, shape)
         found = self._found(name, shape)
-        return found.to(self._device) if isinstance(found, Quantised) else self.get(name, shape)
+        return found.to(self._device) if isinstance(found, Quantized) else self.get(name, shape)
 
     embedding = matrix
 
@@ -79,7 +79,7 @@ class GGUFWeights:
         found = self._read(info)
         if self._keys.row.permuted and (heads := self._heads(name)):
             rows = _in_halves(found.shape[0], heads)
-            found = found.rows(rows) if isinstance(found, Quantised) else found[rows]
+            found = found.rows(rows) if isinstance(found, Quantized) else found[rows]
         return found
 
     def what(self, name: str) -> str:
@@ -148,7 +148,7 @@ def _type_name(kind: int) -> str:
         return str(kind)
 
 
-def _whole(rows: Tensor, bits: int) -> Quantised:
+def _whole(rows: Tensor, bits: int) -> Quantized:
     """Unpack blocks of Q8_0 or Q4_0: a scale in float16 and 32 numbers; of 4 bits, the first 16 in the lower halves."""
     blocks = rows.view(len(rows), -1, 2 + 4 * bits)
     scale = blocks[..., :2].contiguous().view(torch.float16)[..., 0]

@@ -1,8 +1,8 @@
-"""The tensors of a checkpoint that mlx-lm has quantised: as they are, or dequantised. Knows no layer.
+"""The tensors of a checkpoint that mlx-lm has quantized: as they are, or dequantized. Knows no layer.
 
 Where a directory of Hugging Face's has `name.weight`, mlx-lm's has it in numbers packed into uint32 (the lowest bits
 first), beside it `name.scales` and `name.biases`, one of each for a group of columns; config.json's "quantization" says
-how many bits and columns, for all and, by a module's name, for some. What has no scales is not quantised.
+how many bits and columns, for all and, by a module's name, for some. What has no scales is not quantized.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ import torch
 from pydantic import BaseModel, ConfigDict, ValidationError
 from torch import Tensor
 
-from kernels.quantization import Quantised, check_format, dequantise
+from kernels.quantization import Quantized, check_format, dequantize
 from server.models.config_file import Count, read_json
 from server.models.errors import ModelError
 from server.models.weights import READABLE, Matrix, Safetensors, Shape, check_shape
 
 
-class _Quantisation(BaseModel):
-    """The quantisation of all matrices, or of one."""
+class _Quantization(BaseModel):
+    """The quantization of all matrices, or of one."""
 
     model_config = ConfigDict(strict=True, extra="allow")
 
@@ -41,13 +41,13 @@ class MLXWeights:
     def __init__(self, directory: Path, dtype: torch.dtype, device: torch.device, *, as_stored: bool) -> None:
         """Open a checkpoint.
 
-        `as_stored` keeps quantised weights so, on the device; otherwise all are dequantised to `dtype`.
+        `as_stored` keeps quantized weights so, on the device; otherwise all are dequantized to `dtype`.
 
         Raises ModelError.
         """
         self._config = directory / "config.json"
         self._tensors = Safetensors(directory, dtype, device)
-        self._quantisation: Any = read_json(self._config)["quantization"]
+        self._quantization: Any = read_json(self._config)["quantization"]
         self._dtype, self._device = dtype, device
         self._as_stored = as_stored
 
@@ -59,7 +59,7 @@ class MLXWeights:
 
     def get(self, name: str, shape: Shape) -> Tensor:
         found = self._found(name, shape)
-        return dequantise(found).to(self._dtype) if isinstance(found, Quantised) else found
+        return dequantize(found).to(self._dtype) if isinstance(found, Quantized) else found
 
     def matrix(self, name: str, shape: Shape) -> Matrix:
         return self._found(name, shape) if self._as_stored else self.get(name, shape)
@@ -77,24 +77,24 @@ class MLXWeights:
         check_shape(self._tensors.what(name), weight.shape, shape)
         return weight.to(self._device)
 
-    def _how(self, module: str) -> _Quantisation:
+    def _how(self, module: str) -> _Quantization:
         """Return a module's bits and columns, by the name that the files have for it."""
-        given = self._quantisation
+        given = self._quantization
         if isinstance(given, dict) and isinstance(given.get(module), dict):
             given = given[module]
         try:
-            return _Quantisation.model_validate(given)
+            return _Quantization.model_validate(given)
         except ValidationError as error:
             fault = error.errors(include_url=False)[0]
             where = ".".join(map(str, ("quantization", *fault["loc"])))
             raise ModelError(
-                f"{self._config}: {where} of {module}: {fault['msg'].lower()}; of MLX's modes of quantisation only "
+                f"{self._config}: {where} of {module}: {fault['msg'].lower()}; of MLX's modes of quantization only "
                 "affine can be read: convert the model with `mlx_lm.convert -q --q-mode affine`"
             ) from None
 
 
-def _checked(packed: Tensor, scale: Tensor, offset: Tensor, how: _Quantisation, what: str) -> Quantised:
-    """Return a quantised matrix. Raises ModelError if its tensors and config.json do not fit each other."""
+def _checked(packed: Tensor, scale: Tensor, offset: Tensor, how: _Quantization, what: str) -> Quantized:
+    """Return a quantized matrix. Raises ModelError if its tensors and config.json do not fit each other."""
     if not all(part.dim() == 2 for part in (packed, scale, offset)):
         raise ModelError(f"{what}: weight, scales and biases must be matrices; is the checkpoint complete?")
     groups = scale.shape[-1]
@@ -112,4 +112,4 @@ def _checked(packed: Tensor, scale: Tensor, offset: Tensor, how: _Quantisation, 
             f"{what} is not in {how.bits} bits and groups of {how.group_size}, as quantization says: weight, scales "
             f"and biases are {packed.dtype} {shapes[0]}, {scale.dtype} {shapes[1]} and {offset.dtype} {shapes[2]}"
         )
-    return Quantised(packed.view(torch.uint8), scale, offset, how.bits, how.group_size)
+    return Quantized(packed.view(torch.uint8), scale, offset, how.bits, how.group_size)

@@ -1,4 +1,4 @@
-"""Quantises the matrices of a model while it is read, one after the other. Knows neither files nor layers."""
+"""Quantizes the matrices of a model while it is read, one after the other. Knows neither files nor layers."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from kernels.quantization import Quantised, dequantise, quantise_symmetric
+from kernels.quantization import Quantized, dequantize, quantize_symmetric
 from server.models.errors import ModelError
 from server.models.formats.weights_cache import CachedWeights, CachedWeightsWriter, folder_of, found
 from server.models.weights import Format, Kept, Matrix, Shape, Weights, check_shape
@@ -29,17 +29,17 @@ WHOLE_ROWS = Format(8)  # of rows that the groups do not divide
 
 
 @contextmanager
-def quantised(
+def quantized(
     weights: Weights, directory: Path, kept: Kept, device: torch.device, layers: int
-) -> Iterator[QuantisedWeights]:
-    """Yield the quantised weights of a checkpoint while a model is loaded, and keep them if that succeeds."""
+) -> Iterator[QuantizedWeights]:
+    """Yield the quantized weights of a checkpoint while a model is loaded, and keep them if that succeeds."""
     assert kept.format is not None
     folder = kept.cache and folder_of(kept.cache, directory, kept.format)
     stored = found(folder) if folder else None
     draft = CachedWeightsWriter(folder) if folder and stored is None else None
     telling = Telling(layers, kept.format.bits)
     try:
-        yield QuantisedWeights(weights, kept.format, kept.dtype, device, telling, stored, draft)
+        yield QuantizedWeights(weights, kept.format, kept.dtype, device, telling, stored, draft)
         if draft and kept.cache and folder_of(kept.cache, directory, kept.format) == folder:
             draft.publish()
     finally:
@@ -49,7 +49,7 @@ def quantised(
                 each.close()
 
 
-class QuantisedWeights:
+class QuantizedWeights:
     """Implements `Weights`: those of another, matrices in fewer bits.
 
     A matrix that has as many bits in the checkpoint stays as it is, and so does an embedding that nothing is multiplied
@@ -66,7 +66,7 @@ class QuantisedWeights:
         stored: CachedWeights | None = None,
         draft: CachedWeightsWriter | None = None,
     ) -> None:
-        """Quantise `weights` as they are read from a checkpoint; those that are not quantised become `dtype`."""
+        """Quantize `weights` as they are read from a checkpoint; those that are not quantized become `dtype`."""
         self._weights = weights
         self._format = format
         self._dtype, self._device = dtype, device
@@ -84,46 +84,46 @@ class QuantisedWeights:
 
     def embedding(self, name: str, shape: Shape) -> Matrix:
         found = self._weights.embedding(name, shape)
-        return found if isinstance(found, Quantised) else found.to(self._dtype)
+        return found if isinstance(found, Quantized) else found.to(self._dtype)
 
     def matrix(self, name: str, shape: Shape) -> Matrix:
         if self._stored is not None and (earlier := self._stored.get(name)) is not None:
             check_shape(f"what an earlier start kept of {name!r}", earlier.shape, shape)
             return earlier.to(self._device)
         found = self._weights.matrix(name, shape)
-        if isinstance(found, Quantised):
+        if isinstance(found, Quantized):
             if found.bits == self._format.bits:
                 return found
-            found = dequantise(found).to(found.scale.dtype)
+            found = dequantize(found).to(found.scale.dtype)
         self._telling.at(name)
         rounded = self._rounded(name, found)
         if self._draft is not None:
             self._draft.put(name, rounded)
         return rounded
 
-    def _rounded(self, name: str, weight: Tensor) -> Quantised:
+    def _rounded(self, name: str, weight: Tensor) -> Quantized:
         width, group = weight.shape[1], self._format.group
         divided = group is None or width % group == 0
         if not divided:
             self._telling.once(f"rows of {width} columns are kept in 8 bits, as groups of {group} do not divide them")
         try:
-            return quantise_symmetric(weight, *(self._format if divided else WHOLE_ROWS))
+            return quantize_symmetric(weight, *(self._format if divided else WHOLE_ROWS))
         except ValueError as error:
             raise ModelError(f"{self._weights.what(name)}: {error}; give --weights auto") from None
 
 
 class Telling:
-    """How far the quantisation is: a bar on a terminal, otherwise a line of the log now and then."""
+    """How far the quantization is: a bar on a terminal, otherwise a line of the log now and then."""
 
     def __init__(self, layers: int, bits: int) -> None:
         self._layers = layers
-        self._what = f"quantising the weights to {bits} bits"
+        self._what = f"quantizing the weights to {bits} bits"
         self._bar: Progress | None = None
         self._last = time.monotonic()
         self._told: set[str] = set()
 
     def at(self, name: str) -> None:
-        """Show that a matrix is about to be quantised."""
+        """Show that a matrix is about to be quantized."""
         match = re.search(r"layers\.(\d+)\.", name)
         layer = int(match[1]) if match else 0
         if sys.stderr.isatty():

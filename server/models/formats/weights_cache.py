@@ -1,4 +1,4 @@
-"""Quantised matrices on disk, so that a model is rounded once and read from then on. Knows no layer and no setting.
+"""Quantized matrices on disk, so that a model is rounded once and read from then on. Knows no layer and no setting.
 
 A folder has those of one checkpoint in one format, in safetensors files: NAME.int4 (or int8) and NAME.scale of each
 matrix, all of them symmetric; and a checksum of every tensor, so that bytes that have changed on the disk are never
@@ -25,7 +25,7 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
-from kernels.quantization import BITS, Quantised, symmetric
+from kernels.quantization import BITS, Quantized, symmetric
 from server.models.config_file import read_json
 from server.models.errors import ModelError, first_line
 from server.models.files.atomic_directory import Scratch
@@ -67,9 +67,9 @@ class CachedWeights:
         self._tensors = Safetensors(folder, torch.float32, torch.device("cpu"), mapped=False)
         self._checksums = read_json(folder / CHECKSUMS)
         self._damaged = False
-        log.info("quantised weights are those in %s", folder)
+        log.info("quantized weights are those in %s", folder)
 
-    def get(self, name: str) -> Quantised | None:
+    def get(self, name: str) -> Quantized | None:
         """Return a matrix in memory; None if it was not kept, or is damaged, which is logged once."""
         for bits in BITS:
             if (numbers := f"{name}.int{bits}") in self._tensors or numbers in self._checksums:
@@ -92,7 +92,7 @@ class CachedWeights:
 
     def _tell(self, error: ModelError) -> None:
         if not self._damaged:
-            log.warning("quantising anew what is damaged of the weights that an earlier start kept: %s", error)
+            log.warning("quantizing anew what is damaged of the weights that an earlier start kept: %s", error)
         self._damaged = True
 
 
@@ -103,7 +103,7 @@ def found(folder: Path) -> CachedWeights | None:
     except OSError:  # nothing can be kept there either, which the draft logs
         return None
     except ModelError as error:
-        log.warning("quantising the weights anew, as what an earlier start kept of them is damaged: %s", error)
+        log.warning("quantizing the weights anew, as what an earlier start kept of them is damaged: %s", error)
         shutil.rmtree(folder, ignore_errors=True)
         return None
 
@@ -119,7 +119,7 @@ class CachedWeightsWriter:
         self._checksums: dict[str, int] = {}
         self._given_up = False
 
-    def put(self, name: str, weight: Quantised) -> None:
+    def put(self, name: str, weight: Quantized) -> None:
         """Add a symmetric matrix."""
         if self._given_up:
             return
@@ -141,7 +141,7 @@ class CachedWeightsWriter:
             for other in self._folder.parent.glob(self._folder.name.split("-")[0] + "-*"):
                 if other != self._folder:
                     shutil.rmtree(other, ignore_errors=True)
-            log.info("the next start finds the quantised weights in %s", self._folder)
+            log.info("the next start finds the quantized weights in %s", self._folder)
 
     def close(self) -> None:
         """Delete what was not published."""
@@ -177,5 +177,5 @@ class CachedWeightsWriter:
             self._given_up = True
             self._waiting.clear()
             why = first_line(error)
-            log.warning("the next start has to quantise the weights again, as nothing can be kept: %s; %s", why, ADVICE)
+            log.warning("the next start has to quantize the weights again, as nothing can be kept: %s; %s", why, ADVICE)
             self.close()

@@ -105,7 +105,7 @@ MUTANTS: tuple[Mutant, ...] = (
         (WRITERS, "tokens", "size_t(at.y) * sizes.out_token + at.x", "at.x"),
     ),
     *_of(
-        "quantise",
+        "quantize",
         (INDEX, "vectors as if dense", "x + size_t(at.y) * sizes.stride", "x + size_t(at.y) * sizes.dim"),
         (BOUND, "the last number's size", "i < n; i += LANES) largest", "i + 1 < n; i += LANES) largest"),
         (BOUND, "a number too many", "i < n; i += LANES) to[i] = char", "i <= n; i += LANES) to[i] = char"),
@@ -115,7 +115,7 @@ MUTANTS: tuple[Mutant, ...] = (
         (LOGIC, "other lanes' numbers", "simd_max(largest)", "largest"),
     ),
     *_of(
-        "dequantise",
+        "dequantize",
         (INDEX, "vectors as if dense", "size_t(at.y) * sizes.stride + at.x])", "size_t(at.y) * sizes.dim + at.x])"),
         (INDEX, "a scale a number", "scale[at.y];", "scale[at.x];"),
         (BOUND, "the width", "size_t(at.y) * sizes.dim + at.x] =", "size_t(at.y) * (sizes.dim - 1) + at.x] ="),
@@ -264,7 +264,7 @@ MUTANTS: tuple[Mutant, ...] = (
         (LOGIC, "sums at 0", "sums[ROWS][OUTPUTS] = {{0.0f}}", "sums[ROWS][OUTPUTS] = {{1.0f}}"),
     ),
     *_of(
-        "quantised_linear",
+        "quantized_linear",
         (INDEX, "numbers of a word", "s % WORD * BITS", "(WORD - 1 - s % WORD) * BITS"),
         (INDEX, "groups of a row", "weight_row * groups.row", "weight_row * groups.size"),
         (BOUND, "bits", "(1u << BITS) - 1u", "(1u << (BITS - 1)) - 1u"),
@@ -275,7 +275,7 @@ MUTANTS: tuple[Mutant, ...] = (
         (LOGIC, "offsets", " + float(offset[group]) * totals[r]", ""),
     ),
     *_of(
-        "dequantise_weight",
+        "dequantize_weight",
         (INDEX, "groups of a row", "size_t(at.y) * groups.row", "size_t(at.x) * groups.row"),
         (BOUND, "a number too many", "s < STEP; s++)\n    out", "s <= STEP; s++)\n    out"),
         (WRITERS, "outputs", "out[size_t(at.y) * sizes.inputs + i + s]", "out[i + s]"),

@@ -70,8 +70,8 @@ KERNELS: dict[str, tuple[str, ...]] = {
     "rope": ("layers", "rope"),
     "silu_mul": ("layers", "silu_mul"),
     "repeat_kv_heads": ("layers", "repeat_kv_heads", "repeat_kv_heads_step"),
-    "quantise": ("store", "quantise"),
-    "dequantise": ("store", "dequantise"),
+    "quantize": ("store", "quantize"),
+    "dequantize": ("store", "dequantize"),
     "write_kv": ("store", "write_kv"),
     "gather": ("store", "gather"),
     "copy_blocks": ("store", "copy_blocks"),
@@ -79,8 +79,8 @@ KERNELS: dict[str, tuple[str, ...]] = {
     "merge": ("decode", "attend"),
     "prefill": ("prefill", "attend"),
     "linear": ("linear", "linear"),
-    "quantised_linear": ("quantised", "quantised_linear"),
-    "dequantise_weight": ("quantised", "quantised_linear"),
+    "quantized_linear": ("quantized", "quantized_linear"),
+    "dequantize_weight": ("quantized", "quantized_linear"),
 }
 
 

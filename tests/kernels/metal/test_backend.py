@@ -17,7 +17,7 @@ from kernels.metal.backend import PAIRS, MetalOps
 from kernels.metal.emulator import compile_shader
 from kernels.metal.library import Kernels
 from kernels.metal.runtime import load_emulated
-from kernels.quantization import quantise_weight
+from kernels.quantization import quantize_weight
 from kernels.reference import ReferenceOps
 from kernels.selfcheck.attention_case import AttentionCase, Layout, RowOf
 from kernels.store import KVStore, block_bytes
@@ -145,7 +145,7 @@ def _wrong_layers() -> dict[str, tuple[str, Call]]:
     """What is wrong, the words that tell it, and the call."""
     x, square, norm = torch.ones(2, 64), torch.ones(64, 64), torch.ones(64)
     q, cos, here = torch.ones(4, 4, 16), torch.ones(9, 8), torch.zeros(4, dtype=torch.int64)
-    quantised, numbers = quantise_weight(square, 4, 32), torch.ones(3, 4, dtype=torch.int8)
+    quantized, numbers = quantize_weight(square, 4, 32), torch.ones(3, 4, dtype=torch.int8)
     away, apart = torch.device("meta"), torch.ones(3, 8, dtype=torch.int8)[:, ::2]
     return {
         "a weight of another width": ("x must be", lambda ops, at: ops.linear(x, torch.ones(5, 63))),
@@ -153,21 +153,21 @@ def _wrong_layers() -> dict[str, tuple[str, Call]]:
         "a transposed weight": ("must be dense", lambda ops, at: ops.linear(x, torch.ones(64, 5).T)),
         "a weight elsewhere": ("on meta", lambda ops, at: ops.linear(x, square.to(away))),
         "a bias elsewhere": ("on meta", lambda ops, at: ops.linear(x, square, norm.to(away))),
-        "a quantised weight of another width": (
+        "a quantized weight of another width": (
             "x must be",
-            lambda ops, at: ops.quantised_linear(x[:, 1:], quantised),
+            lambda ops, at: ops.quantized_linear(x[:, 1:], quantized),
         ),
         "a long bias of many rows": (
             "bias must be .*64",
-            lambda ops, at: ops.quantised_linear(torch.ones(99, 64), quantised, torch.ones(65)),
+            lambda ops, at: ops.quantized_linear(torch.ones(99, 64), quantized, torch.ones(65)),
         ),
-        "a quantised weight elsewhere": (
+        "a quantized weight elsewhere": (
             "on meta",
-            lambda ops, at: ops.quantised_linear(x, quantised.to(away)),
+            lambda ops, at: ops.quantized_linear(x, quantized.to(away)),
         ),
-        "a quantised weight's scale elsewhere": (
+        "a quantized weight's scale elsewhere": (
             "on meta",
-            lambda ops, at: ops.quantised_linear(x, replace(quantised, scale=quantised.scale.to(away))),
+            lambda ops, at: ops.quantized_linear(x, replace(quantized, scale=quantized.scale.to(away))),
         ),
         "a norm of another width": ("must be", lambda ops, at: ops.rms_norm(x, norm[1:], 1e-6)),
         "a norm elsewhere": ("on meta", lambda ops, at: ops.rms_norm(x, norm.to(away), 1e-6)),
@@ -182,10 +182,10 @@ def _wrong_layers() -> dict[str, tuple[str, Call]]:
         "a gate of odd width": ("two halves", lambda ops, at: ops.silu_mul(x[:, 1:])),
         "a gate of every second number": ("must be dense", lambda ops, at: ops.silu_mul(x[:, ::2])),
         "heads of every second number": ("must be dense", lambda ops, at: ops.repeat_kv_heads(q[..., ::2], 2)),
-        "every second number of a vector": ("must be dense", lambda ops, at: ops.quantise(q[..., ::2])),
-        "scales for other vectors": ("scale must be", lambda ops, at: ops.dequantise(numbers, torch.ones(4))),
-        "scales elsewhere": ("on meta", lambda ops, at: ops.dequantise(numbers, torch.ones(3, device=away))),
-        "vectors of every second number": ("must be dense", lambda ops, at: ops.dequantise(apart, torch.ones(3))),
+        "every second number of a vector": ("must be dense", lambda ops, at: ops.quantize(q[..., ::2])),
+        "scales for other vectors": ("scale must be", lambda ops, at: ops.dequantize(numbers, torch.ones(4))),
+        "scales elsewhere": ("on meta", lambda ops, at: ops.dequantize(numbers, torch.ones(3, device=away))),
+        "vectors of every second number": ("must be dense", lambda ops, at: ops.dequantize(apart, torch.ones(3))),
     }
 
 

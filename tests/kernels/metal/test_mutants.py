@@ -23,7 +23,7 @@ QUICK = {
     ("rope", Kind.INDEX): "off by",
     ("linear", Kind.BOUND): "checker: out of bounds on 'out'",
     ("write_kv", Kind.WRITERS): "checker: data race on 'memory'",
-    ("quantise", Kind.LOGIC): "off by",
+    ("quantize", Kind.LOGIC): "off by",
 }
 
 

@@ -1,4 +1,4 @@
-"""Models with quantised weights: checkpoints of MLX, and matrices that are quantised while they are read.
+"""Models with quantized weights: checkpoints of MLX, and matrices that are quantized while they are read.
 
 Compared with transformers on the same weights rounded by numpy: plain torch within 1e-4. The C++ kernels round
 activations, too; they are compared with a model that does so by formula.
@@ -22,7 +22,7 @@ from transformers import LlamaForCausalLM, PreTrainedModel
 
 from kernels.backends import REFERENCE
 from kernels.ops import Ops
-from kernels.quantization import Quantised, dequantise, quantise_symmetric, quantise_weight
+from kernels.quantization import Quantized, dequantize, quantize_symmetric, quantize_weight
 from kernels.reference import ReferenceOps
 from server.engine.info import about
 from server.models.base import Model
@@ -127,20 +127,20 @@ def test_memory_is_that_of_the_file(tmp_path: Path) -> None:
 
 def test_greedy_text_of_a_checkpoint_of_mlx(tmp_path: Path) -> None:
     theirs = write_mlx(wide_llama(), tmp_path / "mlx", 4, 64)
-    theirs.save_pretrained(tmp_path / "dequantised")
+    theirs.save_pretrained(tmp_path / "dequantized")
     prompt = [5, 250, 17, 96, 33]
     heard = {}
-    for name in ("mlx", "dequantised"):
+    for name in ("mlx", "dequantized"):
         driver = Driver(tmp_path / name, dtype="float32", kernels="reference")
         heard[name] = driver.submit("a", prompt, max_tokens=30)
         driver.run()
     expected = theirs.generate(torch.tensor([prompt]), max_new_tokens=30, do_sample=False, pad_token_id=0)
-    assert heard["mlx"].tokens == heard["dequantised"].tokens == expected[0, len(prompt) :].tolist()
+    assert heard["mlx"].tokens == heard["dequantized"].tokens == expected[0, len(prompt) :].tolist()
 
 
 def test_a_part_of_a_larger_model_is_found_by_its_own_names(tmp_path: Path) -> None:
     theirs = write_mlx(wide_llama(), tmp_path, 4, 64, {"language_model.lm_head": (8, 32)})
-    head = quantise_weight(theirs.lm_head.weight.detach(), 8, 32)
+    head = quantize_weight(theirs.lm_head.weight.detach(), 8, 32)
 
     def moved(tensors: dict[str, torch.Tensor]) -> None:
         for name in [*tensors]:
@@ -150,7 +150,7 @@ def test_a_part_of_a_larger_model_is_found_by_its_own_names(tmp_path: Path) -> N
 
     changed(tmp_path, moved)
     with torch.no_grad():
-        theirs.lm_head.weight.copy_(dequantise(head))
+        theirs.lm_head.weight.copy_(dequantize(head))
     assert_same_logits(loaded(tmp_path, AS_STORED), theirs)
 
 
@@ -207,10 +207,10 @@ def test_who_cannot_compute_a_checkpoint_of_mlx(tmp_path: Path) -> None:
         loaded(tmp_path, AS_STORED)
 
 
-# -------------------------------------------------------------------- quantised while they are read
+# -------------------------------------------------------------------- quantized while they are read
 @pytest.mark.parametrize("name", ["llama", "qwen2_tied", "phi3", "gemma3", "mixtral"])
 @pytest.mark.parametrize("kept", [INT4, INT8], ids=["int4", "int8"])
-def test_logits_of_a_model_quantised_while_it_is_read(name: str, kept: Kept, tmp_path: Path) -> None:
+def test_logits_of_a_model_quantized_while_it_is_read(name: str, kept: Kept, tmp_path: Path) -> None:
     theirs = save_random(name, tmp_path)
     assert kept.format is not None
     ours = loaded(tmp_path, kept)
@@ -230,7 +230,7 @@ def test_rows_that_groups_do_not_divide_are_kept_in_8_bits(tmp_path: Path, caplo
     assert_same_logits(loaded(tmp_path, INT8), rounded(LlamaForCausalLM.from_pretrained(tmp_path), Format(8)))
 
 
-def test_memory_of_a_quantised_model(tmp_path: Path) -> None:
+def test_memory_of_a_quantized_model(tmp_path: Path) -> None:
     theirs = save_random("qwen2_tied", tmp_path).bfloat16()
     theirs.save_pretrained(tmp_path)
     matrices = [p for p in theirs.parameters() if p.dim() == 2]
@@ -244,7 +244,7 @@ def test_memory_of_a_quantised_model(tmp_path: Path) -> None:
         assert loaded(tmp_path, kept).weight_bytes == numbers * bits // 8 + scales[bits] + 4 * others
 
 
-def test_a_gguf_file_is_quantised_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_gguf_file_is_quantized_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     theirs = wide_llama()
     driver = Driver(write_gguf(theirs, tmp_path / "a.gguf"), weights="int4", dtype="float32", kernels="reference")
@@ -260,31 +260,31 @@ def test_numbers_of_as_many_bits_stay_what_they_are(tmp_path: Path) -> None:
 def test_numbers_of_other_bits_are_rounded_once_more(tmp_path: Path) -> None:
     theirs = write_mlx(wide_llama(), tmp_path, 4, 64)
     stored = MLXWeights(tmp_path, torch.float32, CPU, as_stored=True)
-    with quantized.quantised(stored, tmp_path, INT8, CPU, layers=3) as weights:
+    with quantized.quantized(stored, tmp_path, INT8, CPU, layers=3) as weights:
         found = weights.matrix("model.layers.0.mlp.down_proj.weight", (64, 128))
-    assert isinstance(found, Quantised)
+    assert isinstance(found, Quantized)
     assert (found.bits, found.group) == (8, 128)
     expected = symmetric_rounded(theirs.model.layers[0].mlp.down_proj.weight.detach().numpy(), 8)
-    torch.testing.assert_close(dequantise(found), torch.from_numpy(expected), rtol=0, atol=1e-6)
+    torch.testing.assert_close(dequantize(found), torch.from_numpy(expected), rtol=0, atol=1e-6)
 
 
-def test_what_cannot_be_quantised_is_told(tmp_path: Path) -> None:
+def test_what_cannot_be_quantized_is_told(tmp_path: Path) -> None:
     save_random("llama", tmp_path)
-    with pytest.raises(ModelError, match=r"with quantised weights only the lean decoder does: give --weights auto"):
+    with pytest.raises(ModelError, match=r"with quantized weights only the lean decoder does: give --weights auto"):
         loaded(tmp_path, INT8, impl="transformers")
     changed(tmp_path, lambda tensors: tensors["model.layers.0.self_attn.k_proj.weight"].fill_(torch.nan))
     with pytest.raises(ModelError, match=r"k_proj\.weight': some of its numbers are NaN or infinite, .*; give --w"):
         loaded(tmp_path, INT4)
 
 
-def test_a_long_quantisation_is_told_of(
+def test_a_long_quantization_is_told_of(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     save_random("llama", tmp_path)
     monkeypatch.setattr(quantized, "QUIET", -1.0)
     with caplog.at_level(logging.INFO):
         loaded(tmp_path, INT4)
-    assert caplog.messages[-1] == "quantising the weights to 4 bits: layer 3 of 3"
+    assert caplog.messages[-1] == "quantizing the weights to 4 bits: layer 3 of 3"
 
 
 def test_a_terminal_shows_a_bar(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -295,7 +295,7 @@ def test_a_terminal_shows_a_bar(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     save_random("llama", tmp_path)
     monkeypatch.setattr("sys.stderr", terminal := Terminal())
     loaded(tmp_path, INT4)
-    assert "quantising the weights to 4 bits" in terminal.getvalue()
+    assert "quantizing the weights to 4 bits" in terminal.getvalue()
 
 
 def test_one_tensor_at_a_time_is_wider_than_it_will_be(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -306,9 +306,9 @@ def test_one_tensor_at_a_time_is_wider_than_it_will_be(tmp_path: Path, monkeypat
     def watched(weight: torch.Tensor, bits: int, group: int) -> Any:
         assert all(reference() is None for reference in alive)
         alive.append(weakref.ref(weight))
-        return quantise_symmetric(weight, bits, group)
+        return quantize_symmetric(weight, bits, group)
 
-    monkeypatch.setattr(quantized, "quantise_symmetric", watched)
+    monkeypatch.setattr(quantized, "quantize_symmetric", watched)
     loaded(tmp_path, INT4)
     assert len(alive) == 3 * 7 + 1, "seven matrices a layer, and lm_head"
 

@@ -1,4 +1,4 @@
-// The same of a weight in whole numbers of 8 or 4 bits, affine by groups of a row: `kernels.quantization.Quantised`. S is
+// The same of a weight in whole numbers of 8 or 4 bits, affine by groups of a row: `kernels.quantization.Quantized`. S is
 // the type of scales and offsets.
 #include "linear.h"
 
@@ -18,7 +18,7 @@ inline void unpack(thread float* to, const device uint* from) {
 // A simdgroup OUTPUTS outputs of ROWS rows: x [rows, inputs], numbers [outputs, inputs], scale and offset
 // [outputs, groups]. A group's offset is multiplied with the sum of its inputs, once.
 template <int BITS, int ROWS>
-[[max_total_threads_per_threadgroup(GROUP)]] kernel void quantised_linear(
+[[max_total_threads_per_threadgroup(GROUP)]] kernel void quantized_linear(
     device T* out [[buffer(0)]],
     const device T* x [[buffer(1)]],
     const device uint* numbers [[buffer(2)]],
@@ -63,7 +63,7 @@ struct WeightSizes {
 
 // A thread STEP numbers of a weight, as torch multiplies them: out [outputs, inputs].
 template <int BITS>
-kernel void dequantise_weight(
+kernel void dequantize_weight(
     device T* out [[buffer(0)]],
     const device uint* numbers [[buffer(1)]],
     const device S* scale [[buffer(2)]],
@@ -79,10 +79,10 @@ kernel void dequantise_weight(
     out[size_t(at.y) * sizes.inputs + i + s] = T(float(scale[group]) * weights[s] + float(offset[group]));
 }
 
-#define QUANTISED(BITS, ROWS)                                      \
-  template [[host_name("quantised_linear_" #BITS "_" #ROWS)]] kernel \
-      decltype(quantised_linear<BITS, ROWS>) quantised_linear<BITS, ROWS>;
+#define QUANTIZED(BITS, ROWS)                                      \
+  template [[host_name("quantized_linear_" #BITS "_" #ROWS)]] kernel \
+      decltype(quantized_linear<BITS, ROWS>) quantized_linear<BITS, ROWS>;
 #define OF_BITS(BITS)                                                                                              \
-  QUANTISED(BITS, 1) QUANTISED(BITS, 2) QUANTISED(BITS, 4)                                                         \
-  template [[host_name("dequantise_weight_" #BITS)]] kernel decltype(dequantise_weight<BITS>) dequantise_weight<BITS>;
+  QUANTIZED(BITS, 1) QUANTIZED(BITS, 2) QUANTIZED(BITS, 4)                                                         \
+  template [[host_name("dequantize_weight_" #BITS)]] kernel decltype(dequantize_weight<BITS>) dequantize_weight<BITS>;
 OF_BITS(8) OF_BITS(4)
