@@ -21,7 +21,7 @@ from cache_strategies.eviction import load_policy, policies
 from cache_strategies.optimum import distinct, most_hits, visits
 from cache_strategies.paged.cache import PagedCache, PagedOptions
 from config.errors import SettingsError
-from kernels.reference import ReferenceOps
+from kernels.reference.backend import ReferenceOps
 from kernels.types import LayerSpec
 
 SHARES = (0.1, 0.25, 0.5)

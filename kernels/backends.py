@@ -14,9 +14,10 @@ from kernels.cpu import library as cpu
 from kernels.device import Device, KernelsMissing, named
 from kernels.metal import runtime as metal
 from kernels.ops import Ops
-from kernels.reference import ReferenceOps
+from kernels.reference.backend import ReferenceOps
 from kernels.selfcheck.check import Verdict, checked, mended
-from kernels.selfcheck.op_info import DTYPES, OPS
+from kernels.selfcheck.op_db import OP_NAMES, OPS
+from kernels.selfcheck.op_info import DTYPES
 
 log = logging.getLogger(__name__)
 REFERENCE = "reference"
@@ -67,7 +68,8 @@ class CheckedOps(NamedTuple):
     @property
     def by_operation(self) -> dict[str, str]:
         """Who computes each."""
-        return {op.name: REFERENCE if op.name in self.faulty else self.backend for op in OPS}
+        faulty = {op.name for op in OPS if op.full_name in self.faulty}
+        return {name: REFERENCE if name in faulty else self.backend for name in OP_NAMES}
 
     @property
     def words(self) -> str:

@@ -1,6 +1,6 @@
 """The operations of a model (`Ops`), and what they are called with: weights, layers, and attention over cached keys.
 
-Declares, implements nothing; `reference.py` is what every operation means. Letters of shapes stand in types.py.
+Declares, implements nothing; `reference/backend.py` is what every operation means. Letters of shapes stand in types.py.
 """
 
 from __future__ import annotations
@@ -14,28 +14,27 @@ import torch
 from torch import Tensor
 
 from kernels.memory import ConcatenatedWeight
-from kernels.quantization import Quantized
+from kernels.quantization import QuantizedTensor
 from kernels.store import KVStore
 from kernels.types import LayerSpec, Slots
 
 
 # ---------------------------------------------------------------- weights and layers
-class Packed(ABC):
-    """A weight [out, in] in the order in which a backend reads it: made by its `Ops.packed`, multiplied by it alone."""
+class PackedWeight(ABC):
+    """A weight [out, in] in the order in which a backend reads it: made by its `Ops.pack`, multiplied by it alone."""
 
     shape: torch.Size  # of the weight
     nbytes: int
     device: torch.device
     format: str  # what its numbers are kept in: "bfloat16", "int4"
-    quantized: bool  # for `quantized_linear`, not for `linear`
 
     @abstractmethod
     def rows(self, which: Tensor) -> Tensor:
         """Return the values [n, in] of the rows `which` [n] int64, new."""
 
 
-Weight = Tensor | Quantized | Packed  # [out, in]
-Tables = tuple[Tensor, Tensor]  # cos and sin [P, turning / 2] float32
+Weight = Tensor | QuantizedTensor | PackedWeight  # [out, in]
+RopeTables = tuple[Tensor, Tensor]  # cos and sin [P, rotated / 2] float32
 Activation = Literal["silu", "gelu_tanh"]
 
 
@@ -49,8 +48,8 @@ class AttentionWeights:
     norm: Tensor  # [d]
     qkv: Weight
     qkv_bias: Tensor | None
-    qk_norm: Tables | None  # [D] of queries, [D] of keys
-    tables: Tables | None  # of RoPE; narrower than D / 2: the dimensions beyond stay
+    qk_norm: tuple[Tensor, Tensor] | None  # [D] of queries, [D] of keys
+    tables: RopeTables | None  # narrower than D / 2: the dimensions beyond stay
     q_heads: int
     kv_heads: int
     o: Weight
@@ -59,9 +58,9 @@ class AttentionWeights:
     next_norm: Tensor  # [d], before the feed-forward
     eps: float  # of all these norms
 
-    def packed(self, ops: Ops) -> AttentionWeights:
+    def pack(self, ops: Ops) -> AttentionWeights:
         """Return the same weights as a backend multiplies them fastest."""
-        return replace(self, qkv=ops.packed(self.qkv), o=ops.packed(self.o))
+        return replace(self, qkv=ops.pack(self.qkv), o=ops.pack(self.o))
 
     def tensors(self) -> Iterator[Weight]:
         """Yield the weights; tables are not among them."""
@@ -71,14 +70,14 @@ class AttentionWeights:
         yield from self.qk_norm or ()
 
 
-class FeedForward(Protocol):
+class MLP(Protocol):
     """The part of a layer after attention."""
 
     def __call__(self, ops: Ops, h: Tensor) -> Tensor:
         """Return what the layer adds to h [N, d] -> [N, d]."""
         ...
 
-    def packed(self, ops: Ops) -> FeedForward:
+    def pack(self, ops: Ops) -> MLP:
         """Return the same weights as a backend multiplies them fastest."""
         ...
 
@@ -88,7 +87,7 @@ class FeedForward(Protocol):
 
 
 @dataclass(frozen=True, eq=False, slots=True)
-class GatedWeights:
+class GatedMLP:
     """A gated feed-forward (Shazeer 2020): gate and up are one matrix [2 f, d], down is [d, f]."""
 
     gate_up: Weight
@@ -98,11 +97,11 @@ class GatedWeights:
     activation: Activation
 
     def __call__(self, ops: Ops, h: Tensor) -> Tensor:
-        return ops.feed_forward(self, h)
+        return ops.mlp(self, h)
 
-    def packed(self, ops: Ops) -> GatedWeights:
+    def pack(self, ops: Ops) -> GatedMLP:
         """Return the same weights as a backend multiplies them fastest."""
-        return replace(self, gate_up=ops.packed(self.gate_up), down=ops.packed(self.down))
+        return replace(self, gate_up=ops.pack(self.gate_up), down=ops.pack(self.down))
 
     def tensors(self) -> Iterator[Weight]:
         for weight in (self.gate_up, self.gate_up_bias, self.down, self.down_bias):
@@ -116,7 +115,7 @@ class DecoderLayer:
 
     spec: LayerSpec
     attention: AttentionWeights
-    feed_forward: FeedForward
+    mlp: MLP
     post_norm: Tensor | None  # [d], of what the feed-forward adds; None: the model has no such norm
 
     def __post_init__(self) -> None:
@@ -125,25 +124,25 @@ class DecoderLayer:
         if heads != (self.spec.num_q_heads, self.spec.num_kv_heads):
             raise ValueError(f"weights for {heads[0]} query heads and {heads[1]} of keys do not fit {self.spec}")
 
-    def packed(self, ops: Ops) -> DecoderLayer:
+    def pack(self, ops: Ops) -> DecoderLayer:
         """Return the same layer, with weights as a backend multiplies them fastest."""
-        return replace(self, attention=self.attention.packed(ops), feed_forward=self.feed_forward.packed(ops))
+        return replace(self, attention=self.attention.pack(ops), mlp=self.mlp.pack(ops))
 
     def tensors(self) -> Iterator[Weight]:
         """Yield the weights."""
         yield from self.attention.tensors()
-        yield from self.feed_forward.tensors()
+        yield from self.mlp.tensors()
         if self.post_norm is not None:
             yield self.post_norm
 
 
 class DecoderLayers:
-    """All layers of a model, in order: made by `Ops.stacked`, for its `run_layers` alone."""
+    """All layers of a model, in order: made by `Ops.pack_layers`, for its `forward_layers` alone."""
 
     def __init__(self, layers: Sequence[DecoderLayer]) -> None:
         self.layers = layers
 
-    def took(self) -> Mapping[str, float] | None:
+    def op_seconds(self) -> Mapping[str, float] | None:
         """Return the seconds, by name, of the operations that the last call did by itself; None if it called `Ops`."""
         return None
 
@@ -178,10 +177,10 @@ class Attention(Protocol):
 
 # ---------------------------------------------------------------- operations
 class Ops(Protocol):
-    """The operations of models and strategies. Every backend must agree with `reference.py`, and may inherit from it.
+    """The operations of models and strategies. All backends agree with kernels/reference, and may inherit from it.
 
     Tensors may be views with strides of their own; only their last dimension is dense. Arguments that do not fit each
-    other raise ValueError before any memory is read (`arguments.py`). What is NaN or infinite stays in its row.
+    other raise ValueError before any memory is read. What is NaN or infinite stays in its row.
     """
 
     @property
@@ -196,37 +195,31 @@ class Ops(Protocol):
         """
         ...
 
-    def packed(self, weight: Weight | ConcatenatedWeight) -> Weight:
-        """Return the weight [out, in] as this backend multiplies it fastest, for `linear` or `quantized_linear`.
+    def pack(self, weight: Weight | ConcatenatedWeight) -> Weight:
+        """Return the weight [out, in] as this backend's `linear` reads it fastest.
 
-        Made once, when a model is loaded; the weight itself where that is as good. Nothing of its values is lost.
+        Made once, when a model is loaded; the weight itself where that is as good. Its values stay the same.
         """
         ...
 
-    def stacked(self, layers: Sequence[DecoderLayer], dtype: torch.dtype) -> DecoderLayers:
-        """Return the layers of a model with activations of a dtype, for `run_layers`.
+    def pack_layers(self, layers: Sequence[DecoderLayer], dtype: torch.dtype) -> DecoderLayers:
+        """Return the layers of a model with activations of a dtype, for `forward_layers`.
 
-        Made once, as `packed` weights.
+        Made once, as `pack`.
         """
         ...
 
-    def linear(self, x: Tensor, weight: Tensor | Packed, bias: Tensor | None = None) -> Tensor:
+    def linear(self, x: Tensor, weight: Weight, bias: Tensor | None = None) -> Tensor:
         """Multiply x [N, in] by weight [out, in] and add bias [out] -> [N, out] in x's dtype.
 
-        Multiplied in the dtype of weight and bias.
+        Floats are multiplied in the dtype of weight and bias. The values of a quantized weight are those of
+        `kernels.quantization.dequantize`; their products are summed in float32, or x is rounded to whole numbers of 8
+        bits first, where the largest of a group of columns becomes 127 or -127, and a group's products are summed
+        exactly (as llama.cpp does).
         """
         ...
 
-    def quantized_linear(self, x: Tensor, weight: Quantized | Packed, bias: Tensor | None = None) -> Tensor:
-        """Multiply x [N, in] by a weight [out, in] of 8 or 4 bits a number and add bias [out] -> [N, out] in x's dtype.
-
-        Values of the weight are those of `kernels.quantization.dequantize`. Products are summed in float32; or x is
-        rounded to whole numbers of 8 bits first, where the largest of a group of columns becomes 127 or -127, and a
-        group's products are summed exactly (as llama.cpp does).
-        """
-        ...
-
-    def enter_attention(
+    def qkv_proj_rope(
         self, layer: AttentionWeights, x: Tensor, added: Tensor | None, positions: Tensor
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Add x [N, d] and what is still to be added -> the sum, and of its norm q [N,Hq,D], k [N,H,D], v [N,H,D].
@@ -235,11 +228,11 @@ class Ops(Protocol):
         """
         ...
 
-    def leave_attention(self, layer: AttentionWeights, x: Tensor, mixed: Tensor) -> tuple[Tensor, Tensor]:
+    def o_proj_add_norm(self, layer: AttentionWeights, x: Tensor, mixed: Tensor) -> tuple[Tensor, Tensor]:
         """Add to x [N, d] the projection of attention's output, mixed [N, Hq * D]; return the sum and its norm."""
         ...
 
-    def feed_forward(self, weights: GatedWeights, h: Tensor) -> Tensor:
+    def mlp(self, weights: GatedMLP, h: Tensor) -> Tensor:
         """Compute what the layer adds to h [N, d] -> [N, d]: down(activation(gate) * up)."""
         ...
 
@@ -333,10 +326,10 @@ class Ops(Protocol):
         """
         ...
 
-    def run_layers(self, stack: DecoderLayers, x: Tensor, attention: Attention) -> Tensor:
+    def forward_layers(self, layers: DecoderLayers, x: Tensor, attention: Attention) -> Tensor:
         """Run all layers: x [N, d], embedded tokens -> the output of the last layer [N, d].
 
-        Each layer is `enter_attention`, the attention's attend(), `leave_attention` and its feed-forward; the bits are
+        Each layer is `qkv_proj_rope`, the attention's attend(), `o_proj_add_norm` and its feed-forward; the bits are
         those of the operations one by one.
         """
         ...

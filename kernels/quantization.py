@@ -23,7 +23,7 @@ WIDE_TILE = (
 
 
 @dataclass(frozen=True, eq=False, slots=True)
-class Quantized:
+class QuantizedTensor:
     """A weight [out, in]: value = scale * number + offset in float32, the latter two for `group` columns of a row each.
 
     Groups are of 32, 64 or 128 columns in checkpoints known, or of a row; a kernel may leave others to the reference.
@@ -71,18 +71,18 @@ class Quantized:
     def device(self) -> torch.device:
         return self.numbers.device
 
-    def to(self, device: torch.device) -> Quantized:
+    def to(self, device: torch.device) -> QuantizedTensor:
         """Return the same weight on a device."""
         return self._each(lambda part: part.to(device))
 
-    def rows(self, which: slice | Tensor) -> Quantized:
+    def rows(self, which: slice | Tensor) -> QuantizedTensor:
         """Return some rows as a weight of its own: of a slice, views; of indices [n] int64, copies."""
         if isinstance(which, slice):
             return self._each(lambda part: part[which])
         return self._each(lambda part: part.index_select(0, which))  # it refuses negative indices
 
-    def _each(self, change: Callable[[Tensor], Tensor]) -> Quantized:
-        return Quantized(change(self.numbers), change(self.scale), change(self.offset), self.bits, self.group)
+    def _each(self, change: Callable[[Tensor], Tensor]) -> QuantizedTensor:
+        return QuantizedTensor(change(self.numbers), change(self.scale), change(self.offset), self.bits, self.group)
 
 
 def check_format(width: int, bits: int, group: int) -> None:
@@ -98,7 +98,7 @@ def tile_rows(width: int, tile: int = TILE) -> int:
     return max(1, tile // width)
 
 
-def dequantize(weight: Quantized) -> Tensor:
+def dequantize(weight: QuantizedTensor) -> Tensor:
     """Return the values of a weight, float32 [out, in]."""
     numbers = _unpacked(weight.numbers) if weight.bits == 4 else weight.numbers
     grouped = numbers.unflatten(-1, (-1, weight.group)).float()  # [out, in / group, group]
@@ -106,7 +106,7 @@ def dequantize(weight: Quantized) -> Tensor:
     return values.flatten(-2)
 
 
-def quantize_weight(weight: Tensor, bits: int, group: int) -> Quantized:
+def quantize_weight(weight: Tensor, bits: int, group: int) -> QuantizedTensor:
     """Round weight [out, in] of floats to its nearest numbers, scale and offset in its dtype. Equal numbers stay exact.
 
     As MLX does (`mlx.core.quantize`): the offset is the smallest or the largest number of a group, whichever is farther
@@ -126,7 +126,7 @@ def _grouped(weight: Tensor, group: int) -> tuple[Tensor, Tensor, Tensor]:
     return wide, low, high
 
 
-def _nearest(weight: Tensor, bits: int, group: int) -> Quantized:
+def _nearest(weight: Tensor, bits: int, group: int) -> QuantizedTensor:
     levels = 2**bits - 1
     wide, low, high = _grouped(weight, group)
     edge = low.where(-low > high, high)
@@ -136,10 +136,10 @@ def _nearest(weight: Tensor, bits: int, group: int) -> Quantized:
     offset = edge.to(weight.dtype)
     numbers = (wide - offset.float()[..., None]) / scale.float()[..., None]
     bytes_ = numbers.round_().clamp_(0, levels).to(torch.uint8).flatten(-2)
-    return Quantized(packed(bytes_, bits), scale, offset, bits, group)
+    return QuantizedTensor(packed(bytes_, bits), scale, offset, bits, group)
 
 
-def quantize_symmetric(weight: Tensor, bits: int, group: int | None = None) -> Quantized:
+def quantize_symmetric(weight: Tensor, bits: int, group: int | None = None) -> QuantizedTensor:
     """Quantize as `quantize_weight`, without offsets of groups: value = scale * (number - half of all numbers).
 
     The number farthest from 0 becomes the lowest one, as in GGUF's Q4_0. `group` None: a row, and its scale float32.
@@ -150,7 +150,7 @@ def quantize_symmetric(weight: Tensor, bits: int, group: int | None = None) -> Q
     return joined(parts)
 
 
-def _symmetric(weight: Tensor, bits: int, group: int) -> Quantized:
+def _symmetric(weight: Tensor, bits: int, group: int) -> QuantizedTensor:
     zero = 2 ** (bits - 1)
     wide, low, high = _grouped(weight, group)
     scale = low.where(-low > high, high) / -zero
@@ -160,16 +160,16 @@ def _symmetric(weight: Tensor, bits: int, group: int) -> Quantized:
     return symmetric(packed(numbers.to(torch.uint8).flatten(-2), bits), scale, bits)
 
 
-def symmetric(numbers: Tensor, scale: Tensor, bits: int) -> Quantized:
-    """Return the weight with value = scale * (number - half of all numbers), exactly; parts are as in `Quantized`."""
+def symmetric(numbers: Tensor, scale: Tensor, bits: int) -> QuantizedTensor:
+    """Return the weight with value = scale * (number - half of all numbers), exactly; parts as in `QuantizedTensor`."""
     zero, width = 2 ** (bits - 1), numbers.shape[1] * 8 // bits
     offset = scale * -zero
     if not offset.isfinite().all():  # float16 ends at 65504
         scale, offset = scale.float(), scale.float() * -zero
-    return Quantized(numbers, scale, offset, bits, width // scale.shape[1])
+    return QuantizedTensor(numbers, scale, offset, bits, width // scale.shape[1])
 
 
-def joined(parts: Sequence[Quantized]) -> Quantized:
+def joined(parts: Sequence[QuantizedTensor]) -> QuantizedTensor:
     """Concatenate the rows of weights, all as exact as they were.
 
     Where they differ in format, in the most bits and the smallest groups of any.
@@ -178,18 +178,18 @@ def joined(parts: Sequence[Quantized]) -> Quantized:
     alike = [_finer(part, bits, group) for part in parts]
     numbers = concatenated([part.numbers for part in alike])
     scale, offset = (torch.cat([getattr(part, name) for part in alike]) for name in ("scale", "offset"))
-    return Quantized(numbers, scale, offset, bits, group)
+    return QuantizedTensor(numbers, scale, offset, bits, group)
 
 
-def _finer(weight: Quantized, bits: int, group: int) -> Quantized:
+def _finer(weight: QuantizedTensor, bits: int, group: int) -> QuantizedTensor:
     """Return the same values in more bits and smaller groups."""
     numbers = _unpacked(weight.numbers) if weight.bits < bits else weight.numbers
     scale, offset = (part.repeat_interleave(weight.group // group, -1) for part in (weight.scale, weight.offset))
-    return Quantized(numbers, scale, offset, bits, group)
+    return QuantizedTensor(numbers, scale, offset, bits, group)
 
 
 def packed(numbers: Tensor, bits: int) -> Tensor:
-    """Pack uint8 [out, in], of 4 bits below 16, as `Quantized` has them.
+    """Pack uint8 [out, in], of 4 bits below 16, as `QuantizedTensor` has them.
 
     As words of 16 bits, here and back: a third of the time, or less, that two strided copies take.
     """

@@ -11,9 +11,11 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from kernels import composite
+from kernels.composite import CompositeOps
 from kernels.ops import Attention, DecoderLayers, Ops
-from kernels.selfcheck.op_info import LAYERS, OPS, Op
+from kernels.selfcheck.layer_ops import FORWARD_LAYERS
+from kernels.selfcheck.op_db import OP_NAMES, OPS
+from kernels.selfcheck.op_info import Op
 
 Run = Callable[[DecoderLayers, Tensor, Attention], Tensor]
 WAITS: dict[str, Callable[[], None]] = {"cuda": torch.cuda.synchronize, "mps": torch.mps.synchronize}
@@ -33,30 +35,30 @@ class OpHook:
         """Run an operation. Subclasses measure it."""
         return run(*args, **kwargs)
 
-    def took(self, name: str, seconds: float) -> None:
+    def on_seconds(self, name: str, seconds: float) -> None:
         """Take the seconds of an operation, which was called by itself or as a part of another."""
 
-    def run_layers(self, run: Run, stack: DecoderLayers, x: Tensor, attention: Attention) -> Tensor:
+    def forward_layers(self, run: Run, layers: DecoderLayers, x: Tensor, attention: Attention) -> Tensor:
         """Call the operations that it is made of, or let it say what each of them took."""
-        if self.counts or attention.stored is None or stack.took() is None:
-            return composite.run_layers(self._ops, stack, x, attention)
-        after = run(stack, x, attention)
-        for name, seconds in (stack.took() or {}).items():
-            self.took(name, seconds)
+        if self.counts or attention.stored is None or layers.op_seconds() is None:
+            return CompositeOps.forward_layers(self._ops, layers, x, attention)
+        after = run(layers, x, attention)
+        for name, seconds in (layers.op_seconds() or {}).items():
+            self.on_seconds(name, seconds)
         return after
 
     def __enter__(self) -> Self:
         own = vars(self._ops)
-        watched: dict[str, Any] = {op.name: self._through(op, getattr(self._ops, op.name)) for op in OPS}
-        watched[LAYERS] = partial(self.run_layers, self._ops.run_layers)
-        self._before = {name: own[name] for name in watched if name in own}
-        own.update(watched)
+        hooked: dict[str, Any] = {op.name: self._through(op, getattr(self._ops, op.name)) for op in OPS}
+        hooked[FORWARD_LAYERS.name] = partial(self.forward_layers, self._ops.forward_layers)
+        self._before = {name: own[name] for name in hooked if name in own}
+        own.update(hooked)
         return self
 
     def __exit__(self, *_: object) -> None:
         own = vars(self._ops)
-        for op in OPS:
-            del own[op.name]
+        for name in OP_NAMES:
+            del own[name]
         own.update(self._before)
 
     def _through(self, op: Op, run: Callable[..., object]) -> Callable[..., object]:
@@ -73,7 +75,7 @@ class OpHook:
 
 
 class TimingHook(OpHook):
-    """Times every call for `took`, and waits for the device before and after it."""
+    """Times every call for `on_seconds`, and waits for the device before and after it."""
 
     counts = False
 
@@ -89,7 +91,7 @@ class TimingHook(OpHook):
             self._wait()
             return result
         finally:
-            self.took(op.name, perf_counter() - began)
+            self.on_seconds(op.name, perf_counter() - began)
 
 
 class OpTimer(TimingHook):
@@ -97,14 +99,14 @@ class OpTimer(TimingHook):
 
     def __init__(self, ops: Ops, device: torch.device | str = "cpu") -> None:
         super().__init__(ops, device)
-        self.seconds = {op.name: 0.0 for op in OPS if op.name != LAYERS}
+        self.seconds = {name: 0.0 for name in OP_NAMES if name != FORWARD_LAYERS.name}
 
     def __enter__(self) -> Self:
         """Begin at zero."""
         self.seconds = dict.fromkeys(self.seconds, 0.0)
         return super().__enter__()
 
-    def took(self, name: str, seconds: float) -> None:
+    def on_seconds(self, name: str, seconds: float) -> None:
         self.seconds[name] += seconds
 
 

@@ -58,3 +58,8 @@ class Slots:
             return position
         behind = self.sinks + (position - self.sinks) % self.ring
         return behind.where(position >= self.sinks, position)
+
+    def locate(self, seat: Tensor, position: Tensor) -> tuple[Tensor, Tensor]:
+        """Return block and slot within it, int64, of positions in the rows `seat` of the table (both broadcast)."""
+        slot = self.slot(position)
+        return self.table[seat, slot // self.block_size].long(), slot % self.block_size

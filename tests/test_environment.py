@@ -9,7 +9,7 @@ from importlib import metadata
 
 def test_transformers_imports_beside_our_kernels() -> None:
     """It takes any `kernels` for Hugging Face's and looks at its version; see docs/why.md."""
-    code = "import kernels.reference; from transformers import LlamaForCausalLM; print(LlamaForCausalLM.__name__)"
+    code = "import kernels.types; from transformers import LlamaForCausalLM; print(LlamaForCausalLM.__name__)"
     result = subprocess.run([sys.executable, "-W", "error::ImportWarning", "-c", code], capture_output=True, text=True)
     assert result.stdout.strip() == "LlamaForCausalLM", result.stderr
 

@@ -8,22 +8,22 @@
 // threads.
 #pragma once
 
-#include "keys.h"
+#include "kv_tiles.h"
 #include "matmul.h"
-#include "sums.h"
+#include "online_softmax.h"
 
 namespace kvmux {
 
 // Scratch memory of one thread, and what is done in it.
 template <typename T>
-class Head {
+class AttentionHead {
  public:
   using Kept = T;
   static constexpr int64_t ROWS = 48;  // query rows that go together
 
   static constexpr int64_t padded(int64_t dim) { return kvmux::padded(dim); }  // width of a row of sums
 
-  Head(Plane<T> k, Plane<T> v, Mask mask, Scores scores, QueryRows rows)
+  AttentionHead(Plane<T> k, Plane<T> v, Mask mask, Scores scores, QueryRows rows)
       : k_(k), v_(v), mask_(mask), scores_(scores), rows_(rows), width_(padded(v.dim)),
         newest_(rows.position(rows.count - 1)), keys_(k, v, mask, rows.position(0), newest_) {
     if (v.dim != width_) std::fill_n(v_tile_, TILE * width_, 0.f);  // columns behind v.dim are multiplied, too
@@ -38,7 +38,7 @@ class Head {
   }
 
   // Splits [begin, end) into `sums`.
-  void attend(int64_t begin, int64_t end, Sums<ROWS>& sums) {
+  void attend(int64_t begin, int64_t end, OnlineSoftmax<ROWS>& sums) {
     sums.clear(rows_.count, width_);
     keys_.begin(begin * SPLIT);
     for (int64_t split = begin; split < end; ++split) {
@@ -175,7 +175,7 @@ class Head {
   alignas(64) float k_rows_[W * MAX_DIM];
   alignas(64) float p_[ROWS * TILE];     // scores, then weights
   alignas(64) float weights_[ROWS * W];  // their sums so far, lane by lane
-  Sums<ROWS> split_;
+  OnlineSoftmax<ROWS> split_;
 };
 
 }  // namespace kvmux

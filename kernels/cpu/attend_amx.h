@@ -11,9 +11,9 @@
 #include <optional>
 #include <vector>
 
-#include "keys.h"
-#include "sums.h"
-#include "tiles.h"
+#include "amx.h"
+#include "kv_tiles.h"
+#include "online_softmax.h"
 
 namespace kvmux {
 
@@ -27,13 +27,13 @@ inline __m512 exp2(__m512 x) {
   return _mm512_scalef_ps(power, x);
 }
 
-class TiledHead {
+class AmxAttentionHead {
  public:
   using Kept = at::BFloat16;
   static constexpr int64_t ROWS = 128;  // query rows that go together
   static constexpr int64_t padded(int64_t dim) { return (dim + PAIRS - 1) / PAIRS * PAIRS; }
 
-  TiledHead(Plane<Kept> k, Plane<Kept> v, Mask mask, Scores scores, QueryRows rows)
+  AmxAttentionHead(Plane<Kept> k, Plane<Kept> v, Mask mask, Scores scores, QueryRows rows)
       : mask_(mask), scores_(scores), rows_(rows), k_dim_(k.dim), v_dim_(v.dim), width_(padded(v.dim)),
         chunks_(padded(k.dim) / PAIRS), newest_(rows.position(rows.count - 1)),
         keys_(k, v, mask, rows.position(0), newest_) {
@@ -54,7 +54,7 @@ class TiledHead {
   }
 
   // Splits [begin, end) into `sums`.
-  void attend(int64_t begin, int64_t end, Sums<ROWS>& sums) {
+  void attend(int64_t begin, int64_t end, OnlineSoftmax<ROWS>& sums) {
     const Tiles tiles;
     sums.clear(rows_.count, width_);
     keys_.begin(begin * SPLIT);
@@ -275,7 +275,7 @@ class TiledHead {
   }
 
   // A split's sums of row r, its values in order again.
-  void merge(int64_t r, Sums<ROWS>& sums) {
+  void merge(int64_t r, OnlineSoftmax<ROWS>& sums) {
     constexpr float LN2 = 0.693147181f;
     const float total = _mm512_reduce_add_ps(_mm512_load_ps(weights_ + r * L));
     if (top_[r] == NOTHING && total == 0.f) return;  // not if the total is NaN

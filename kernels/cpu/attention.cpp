@@ -4,11 +4,11 @@
 #include <ATen/ops/empty.h>
 #include <torch/library.h>
 
-#include "arguments.h"
 #include "attend.h"
 #include "attend_amx.h"
-#include "sharing.h"
-#include "team.h"
+#include "check.h"
+#include "dispatch.h"
+#include "thread_team.h"
 
 namespace kvmux {
 namespace {
@@ -31,14 +31,14 @@ void write(const Memory& k_plane, const Memory& v_plane, const Rows& rows, int64
   into(v_plane, v);
 }
 
-template <typename Head>
+template <typename AttentionHead>
 int64_t partial_width(int64_t v_dim) {
-  return Head::padded(v_dim) + 2;  // top, total, values
+  return AttentionHead::padded(v_dim) + 2;  // top, total, values
 }
 
 // The sums of a head's query rows become the output of its tokens; `sink_logits` have no value.
 template <int64_t ROWS, typename T>
-void finish(const AttentionCall& call, const Part& part, Sums<ROWS>& sums, int64_t width) {
+void finish(const AttentionCall& call, const Part& part, OnlineSoftmax<ROWS>& sums, int64_t width) {
   for (int64_t r = 0; r < part.rows.count; ++r) {
     const int64_t token = call.rows.first(part.row) + part.rows.query(r),
                   h = part.head * call.group + part.rows.head(r);
@@ -50,26 +50,26 @@ void finish(const AttentionCall& call, const Part& part, Sums<ROWS>& sums, int64
   }
 }
 
-template <typename Head, typename T>
+template <typename AttentionHead, typename T>
 void item(const AttentionCall& call, const Item& item, const Item* next) {
-  using KV = typename Head::Kept;
+  using KV = typename AttentionHead::Kept;
   const auto& [part, begin, end, partial] = item;
-  const int64_t width = Head::padded(call.v.dim), stride = partial_width<Head>(call.v.dim);
+  const int64_t width = AttentionHead::padded(call.v.dim), stride = partial_width<AttentionHead>(call.v.dim);
   const auto plane = [&](const Memory& memory, const Part& of) {
     const auto blocks = call.rows.blocks(of.row);
     return Plane<KV>{memory.head<KV>(of.head), memory.block_stride, memory.vector_stride, memory.dim, blocks,
                      call.rows.layout};
   };
-  Head head(plane(call.k, part), plane(call.v, part), call.plan.mask, call.scores, part.rows);
-  if constexpr (requires { &Head::follow; })
+  AttentionHead head(plane(call.k, part), plane(call.v, part), call.plan.mask, call.scores, part.rows);
+  if constexpr (requires { &AttentionHead::follow; })
     if (next != nullptr)
       head.follow(plane(call.k, next->part), plane(call.v, next->part), next->part.rows, next->begin);
   for (int64_t r = 0; r < part.rows.count; ++r)
     head.take(r,
               call.q.at<T>(call.rows.first(part.row) + part.rows.query(r), part.head * call.group + part.rows.head(r)));
-  Sums<Head::ROWS> sums;
+  OnlineSoftmax<AttentionHead::ROWS> sums;
   head.attend(begin, end, sums);
-  if (partial < 0) return finish<Head::ROWS, T>(call, part, sums, width);
+  if (partial < 0) return finish<AttentionHead::ROWS, T>(call, part, sums, width);
   for (int64_t r = 0; r < part.rows.count; ++r) {
     float* to = call.partials + (partial + r) * stride;
     to[0] = sums.top[r];
@@ -78,30 +78,31 @@ void item(const AttentionCall& call, const Item& item, const Item* next) {
   }
 }
 
-template <typename Head, typename T>
+template <typename AttentionHead, typename T>
 void merge(const AttentionCall& call, const Merge& merge) {
   const auto& [part, splits, partial] = merge;
-  const int64_t width = Head::padded(call.v.dim), stride = partial_width<Head>(call.v.dim);
-  Sums<Head::ROWS> sums;
+  const int64_t width = AttentionHead::padded(call.v.dim), stride = partial_width<AttentionHead>(call.v.dim);
+  OnlineSoftmax<AttentionHead::ROWS> sums;
   sums.clear(part.rows.count, width);
   for (int64_t i = 0; i < splits * part.rows.count; ++i) {
     const float* from = call.partials + (partial + i) * stride;
     sums.merge(i % part.rows.count, from[0], from[1], from + 2, width);
   }
-  finish<Head::ROWS, T>(call, part, sums, width);
+  finish<AttentionHead::ROWS, T>(call, part, sums, width);
 }
 
-template <typename Head, typename T>
+template <typename AttentionHead, typename T>
 AttentionKernels kernels_by() {
-  return {Head::ROWS, partial_width<Head>, item<Head, T>, merge<Head, T>, write<T, typename Head::Kept>};
+  return {AttentionHead::ROWS, partial_width<AttentionHead>, item<AttentionHead, T>, merge<AttentionHead, T>,
+          write<T, typename AttentionHead::Kept>};
 }
 
 template <typename T, typename KV>
 AttentionKernels kernels_of() {
 #ifdef __AMX_BF16__
-  if constexpr (std::is_same_v<T, at::BFloat16> && std::is_same_v<KV, T>) return kernels_by<TiledHead, T>();
+  if constexpr (std::is_same_v<T, at::BFloat16> && std::is_same_v<KV, T>) return kernels_by<AmxAttentionHead, T>();
 #endif
-  return kernels_by<Head<KV>, T>();
+  return kernels_by<AttentionHead<KV>, T>();
 }
 
 }  // namespace

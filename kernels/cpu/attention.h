@@ -5,8 +5,8 @@
 
 #include <vector>
 
-#include "keys.h"
-#include "sums.h"
+#include "kv_tiles.h"
+#include "online_softmax.h"
 
 namespace kvmux {
 

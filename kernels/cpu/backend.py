@@ -11,13 +11,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kernels import arguments
 from kernels.cpu.decoder import EVERYTHING, MAX_DIM, CpuDecoderLayers
-from kernels.cpu.packed import PackedFloats, PackedMatrix, PackedWhole
+from kernels.cpu.packed import PackedFloatMatrix, PackedIntMatrix, PackedMatrix
 from kernels.memory import ConcatenatedWeight, WeightArena
-from kernels.ops import Attention, AttentionWeights, DecoderLayer, DecoderLayers, GatedWeights, Packed, Weight
-from kernels.quantization import Quantized
-from kernels.reference import ReferenceOps
+from kernels.ops import Attention, AttentionWeights, DecoderLayer, DecoderLayers, GatedMLP, Weight
+from kernels.quantization import QuantizedTensor
+from kernels.reference.backend import ReferenceOps, check_attend
 from kernels.store import KVStore
 from kernels.types import LayerSpec, Slots
 
@@ -39,47 +38,40 @@ class CpuOps(ReferenceOps):
     def row_invariant_head_dim(self) -> int:
         return MAX_DIM
 
-    def packed(self, weight: Weight | ConcatenatedWeight) -> Weight:
+    def pack(self, weight: Weight | ConcatenatedWeight) -> Weight:
         match weight:
-            case Quantized() if weight.group % GROUPS == 0 or weight.group == weight.shape[1]:
-                return PackedWhole(weight, self._library, self._pool)
+            case QuantizedTensor() if weight.group % GROUPS == 0 or weight.group == weight.shape[1]:
+                return PackedIntMatrix(weight, self._library, self._pool)
             case Tensor() | ConcatenatedWeight() if weight.dtype in FLOATS:
-                return PackedFloats(weight, self._library, self._pool)
-        return super().packed(weight)
+                return PackedFloatMatrix(weight, self._library, self._pool)
+        return super().pack(weight)
 
-    def stacked(self, layers: Sequence[DecoderLayer], dtype: torch.dtype) -> DecoderLayers:
+    def pack_layers(self, layers: Sequence[DecoderLayer], dtype: torch.dtype) -> DecoderLayers:
         if layers and all(map(CpuDecoderLayers.takes, layers)):
             return CpuDecoderLayers(layers, dtype, self._classes)
-        return super().stacked(layers, dtype)
+        return super().pack_layers(layers, dtype)
 
-    def run_layers(self, stack: DecoderLayers, x: Tensor, attention: Attention) -> Tensor:
+    def forward_layers(self, layers: DecoderLayers, x: Tensor, attention: Attention) -> Tensor:
         stored = attention.stored
-        if not isinstance(stack, CpuDecoderLayers) or stored is None:
-            return super().run_layers(stack, x, attention)
-        return stack.run(x, attention.positions, stored)
+        if not isinstance(layers, CpuDecoderLayers) or stored is None:
+            return super().forward_layers(layers, x, attention)
+        return layers.run(x, attention.positions, stored)
 
-    def linear(self, x: Tensor, weight: Tensor | Packed, bias: Tensor | None = None) -> Tensor:
-        packed = self.packed(weight) if isinstance(weight, Tensor) else weight
-        if not isinstance(packed, PackedFloats):
+    def linear(self, x: Tensor, weight: Weight, bias: Tensor | None = None) -> Tensor:
+        packed = weight if isinstance(weight, PackedMatrix) else self.pack(weight)
+        if not isinstance(packed, PackedMatrix):
             return super().linear(x, weight, bias)
-        multiplied: Tensor = self._library.linear(x, packed.parts, packed.layout, bias)
-        return multiplied
+        product: Tensor = self._library.linear(x, packed.parts, packed.layout, bias)
+        return product
 
-    def quantized_linear(self, x: Tensor, weight: Quantized | Packed, bias: Tensor | None = None) -> Tensor:
-        packed = self.packed(weight) if isinstance(weight, Quantized) else weight
-        if not isinstance(packed, PackedWhole):
-            return super().quantized_linear(x, weight, bias)
-        multiplied: Tensor = self._library.linear(x, packed.parts, packed.layout, bias)
-        return multiplied
-
-    def enter_attention(
+    def qkv_proj_rope(
         self, layer: AttentionWeights, x: Tensor, added: Tensor | None, positions: Tensor
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         qkv, heads = layer.qkv, layer.q_heads + 2 * layer.kv_heads
         cos, sin = layer.tables or (None, None)
         if not isinstance(qkv, PackedMatrix) or (cos is not None and not _turns_all(cos, qkv.shape[0], heads)):
-            return super().enter_attention(layer, x, added, positions)
-        found: tuple[Tensor, Tensor, Tensor, Tensor] = self._library.enter_attention(
+            return super().qkv_proj_rope(layer, x, added, positions)
+        found: tuple[Tensor, Tensor, Tensor, Tensor] = self._library.qkv_proj_rope(
             x,
             added,
             layer.norm,
@@ -96,20 +88,20 @@ class CpuOps(ReferenceOps):
         )
         return found
 
-    def leave_attention(self, layer: AttentionWeights, x: Tensor, mixed: Tensor) -> tuple[Tensor, Tensor]:
+    def o_proj_add_norm(self, layer: AttentionWeights, x: Tensor, mixed: Tensor) -> tuple[Tensor, Tensor]:
         o = layer.o
         if not isinstance(o, PackedMatrix):
-            return super().leave_attention(layer, x, mixed)
+            return super().o_proj_add_norm(layer, x, mixed)
         norms = layer.post_norm, layer.next_norm, layer.eps
-        found: tuple[Tensor, Tensor] = self._library.leave_attention(x, mixed, o.parts, o.layout, layer.o_bias, *norms)
+        found: tuple[Tensor, Tensor] = self._library.o_proj_add_norm(x, mixed, o.parts, o.layout, layer.o_bias, *norms)
         return found
 
-    def feed_forward(self, weights: GatedWeights, h: Tensor) -> Tensor:
+    def mlp(self, weights: GatedMLP, h: Tensor) -> Tensor:
         up, down = weights.gate_up, weights.down
         if not isinstance(up, PackedMatrix) or not isinstance(down, PackedMatrix) or weights.activation != "silu":
-            return super().feed_forward(weights, h)
+            return super().mlp(weights, h)
         going_up, going_down = (up.parts, up.layout, weights.gate_up_bias), (down.parts, down.layout, weights.down_bias)
-        fed: Tensor = self._library.feed_forward(h, *going_up, *going_down)
+        fed: Tensor = self._library.mlp(h, *going_up, *going_down)
         return fed
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -156,7 +148,7 @@ class CpuOps(ReferenceOps):
             return super().attend(out, q, store, layer, at, spec, window=window)
         heads = spec.num_kv_heads, spec.head_dim, spec.v_head_dim
         if heads != store.heads(layer) or q.shape[1:2] != (spec.num_q_heads,):
-            arguments.attend(out, q, store, layer, spec, window)  # says what does not fit
+            check_attend(out, q, store, layer, spec, window)  # says what does not fit
         self._library.attend(
             out,
             q,

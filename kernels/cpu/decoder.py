@@ -1,4 +1,4 @@
-"""All layers of a model as the C++ takes them, for a step in one call. What it does there stands in pass.h.
+"""All layers of a model as the C++ takes them, for a step in one call. What it does there stands in decoder_forward.h.
 
 Knows which layers and which steps it can take; the others go the way of kernels/composite.py.
 """
@@ -13,12 +13,12 @@ import torch
 from torch import Tensor
 
 from kernels.cpu.packed import PackedMatrix
-from kernels.ops import DecoderLayer, DecoderLayers, GatedWeights, Stored
+from kernels.ops import DecoderLayer, DecoderLayers, GatedMLP, Stored
 from kernels.store import KVStore
 
-MAX_DIM = 256  # of a head; sums.h
+MAX_DIM = 256  # of a head; online_softmax.h
 EVERYTHING = 1 << 40  # positions: no window
-PARTS = ("enter_attention", "write_kv", "attend", "leave_attention", "feed_forward")  # pass.h; rope is in the second
+PARTS = ("qkv_proj_rope", "write_kv", "attend", "o_proj_add_norm", "mlp")  # decoder_forward.h; rope is in the second
 
 
 class CpuDecoderLayers(DecoderLayers):
@@ -35,15 +35,15 @@ class CpuDecoderLayers(DecoderLayers):
 
     @staticmethod
     def takes(layer: DecoderLayer) -> bool:
-        around, fed, spec = layer.attention, layer.feed_forward, layer.spec
-        if not isinstance(fed, GatedWeights) or fed.activation != "silu":
+        around, fed, spec = layer.attention, layer.mlp, layer.spec
+        if not isinstance(fed, GatedMLP) or fed.activation != "silu":
             return False
         packed = all(isinstance(weight, PackedMatrix) for weight in (around.qkv, around.o, fed.gate_up, fed.down))
         return packed and spec.head_dim == spec.v_head_dim <= MAX_DIM
 
     def _add(self, layer: DecoderLayer) -> None:
-        around, fed, spec = layer.attention, layer.feed_forward, layer.spec
-        assert isinstance(fed, GatedWeights)
+        around, fed, spec = layer.attention, layer.mlp, layer.spec
+        assert isinstance(fed, GatedMLP)
         tensors = {
             "norm": around.norm,
             "qkv_bias": around.qkv_bias,
@@ -76,7 +76,7 @@ class CpuDecoderLayers(DecoderLayers):
         after: Tensor = self._layers.run(x, positions, planes, addresses, numbers)
         return after
 
-    def took(self) -> Mapping[str, float] | None:
+    def op_seconds(self) -> Mapping[str, float] | None:
         return dict(zip(PARTS, self._layers.seconds(), strict=True))
 
     def _planes_of(self, store: KVStore) -> Any:

@@ -3,7 +3,7 @@
 #include <ATen/core/Tensor.h>
 #include <torch/library.h>
 
-#include "operations.h"
+#include "ops.h"
 
 namespace kvmux {
 namespace {
@@ -14,21 +14,21 @@ using at::TensorList;
 using Maybe = std::optional<Tensor>;
 
 // x [N, d] and what is still to be added to it -> their sum; q [N, heads, dim], k and v, turned where there are tables.
-std::tuple<Tensor, Tensor, Tensor, Tensor> enter_attention(const Tensor& x, const Maybe& added, const Tensor& norm,
-                                                           double eps, TensorList qkv, IntArrayRef format,
-                                                           const Maybe& bias, const Maybe& q_norm, const Maybe& k_norm,
-                                                           const Maybe& cos, const Maybe& sin, const Tensor& positions,
-                                                           int64_t q_heads, int64_t kv_heads) {
+std::tuple<Tensor, Tensor, Tensor, Tensor> qkv_proj_rope(const Tensor& x, const Maybe& added, const Tensor& norm,
+                                                         double eps, TensorList qkv, IntArrayRef format,
+                                                         const Maybe& bias, const Maybe& q_norm, const Maybe& k_norm,
+                                                         const Maybe& cos, const Maybe& sin, const Tensor& positions,
+                                                         int64_t q_heads, int64_t kv_heads) {
   TORCH_CHECK_VALUE(q_heads > 0 && kv_heads > 0 && q_heads < (1 << 20) && kv_heads < (1 << 20),
-                    "enter_attention: there are ", q_heads, " query heads and ", kv_heads, " of keys");
-  expect("enter_attention", "x", x, FLOATS, {ANY, SOME});
-  expect("enter_attention", "positions", positions, only(at::kLong), {x.size(0)});
+                    "qkv_proj_rope: there are ", q_heads, " query heads and ", kv_heads, " of keys");
+  expect("qkv_proj_rope", "x", x, FLOATS, {ANY, SOME});
+  expect("qkv_proj_rope", "positions", positions, only(at::kLong), {x.size(0)});
   TORCH_CHECK_VALUE(q_norm.has_value() == k_norm.has_value() && cos.has_value() == sin.has_value(),
-                    "enter_attention: a norm or a table of RoPE lacks its other half");
+                    "qkv_proj_rope: a norm or a table of RoPE lacks its other half");
   const auto [sum, normed] = added ? add_rms_norm(x, *added, norm, eps) : std::tuple(x.clone(), rms_norm(x, norm, eps));
   const Tensor all = linear(normed, PackedWeight(qkv, format), bias);
   const int64_t rows = all.size(0), dim = all.size(1) / (q_heads + 2 * kv_heads);
-  TORCH_CHECK_VALUE(all.size(1) == dim * (q_heads + 2 * kv_heads), "enter_attention: qkv has ", all.size(1),
+  TORCH_CHECK_VALUE(all.size(1) == dim * (q_heads + 2 * kv_heads), "qkv_proj_rope: qkv has ", all.size(1),
                     " outputs, which are not ", q_heads, " query heads and twice ", kv_heads,
                     " heads of one dimension");
   const auto heads = [&](int64_t first, int64_t count) {
@@ -46,14 +46,14 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> enter_attention(const Tensor& x, cons
 }
 
 // x [N, d] and what attention found [N, heads * dim] -> their sum after the projection, and its norm.
-std::tuple<Tensor, Tensor> leave_attention(const Tensor& x, const Tensor& mixed, TensorList o, IntArrayRef format,
+std::tuple<Tensor, Tensor> o_proj_add_norm(const Tensor& x, const Tensor& mixed, TensorList o, IntArrayRef format,
                                            const Maybe& bias, const Maybe& post_norm, const Tensor& norm, double eps) {
   const Tensor projected = linear(mixed, PackedWeight(o, format), bias);
   return add_rms_norm(x, post_norm ? rms_norm(projected, *post_norm, eps) : projected, norm, eps);
 }
 
-Tensor feed_forward(const Tensor& h, TensorList gate_up, IntArrayRef gate_up_format, const Maybe& gate_up_bias,
-                    TensorList down, IntArrayRef down_format, const Maybe& down_bias) {
+Tensor mlp(const Tensor& h, TensorList gate_up, IntArrayRef gate_up_format, const Maybe& gate_up_bias, TensorList down,
+           IntArrayRef down_format, const Maybe& down_bias) {
   const Tensor gated = silu_mul(linear(h, PackedWeight(gate_up, gate_up_format), gate_up_bias));
   return linear(gated, PackedWeight(down, down_format), down_bias);
 }
@@ -63,16 +63,16 @@ Tensor feed_forward(const Tensor& h, TensorList gate_up, IntArrayRef gate_up_for
 
 TORCH_LIBRARY_FRAGMENT(KVMUX_LIBRARY, library) {
   library.def(
-      "enter_attention(Tensor x, Tensor? added, Tensor norm, float eps, Tensor[] qkv, int[] format, Tensor? bias, "
+      "qkv_proj_rope(Tensor x, Tensor? added, Tensor norm, float eps, Tensor[] qkv, int[] format, Tensor? bias, "
       "Tensor? q_norm, Tensor? k_norm, Tensor? cos, Tensor? sin, Tensor positions, int q_heads, int kv_heads) "
       "-> (Tensor, Tensor, Tensor, Tensor)",
-      &kvmux::enter_attention);
+      &kvmux::qkv_proj_rope);
   library.def(
-      "leave_attention(Tensor x, Tensor mixed, Tensor[] o, int[] format, Tensor? bias, Tensor? post_norm, Tensor norm, "
+      "o_proj_add_norm(Tensor x, Tensor mixed, Tensor[] o, int[] format, Tensor? bias, Tensor? post_norm, Tensor norm, "
       "float eps) -> (Tensor, Tensor)",
-      &kvmux::leave_attention);
+      &kvmux::o_proj_add_norm);
   library.def(
-      "feed_forward(Tensor h, Tensor[] gate_up, int[] gate_up_format, Tensor? gate_up_bias, Tensor[] down, "
+      "mlp(Tensor h, Tensor[] gate_up, int[] gate_up_format, Tensor? gate_up_bias, Tensor[] down, "
       "int[] down_format, Tensor? down_bias) -> Tensor",
-      &kvmux::feed_forward);
+      &kvmux::mlp);
 }

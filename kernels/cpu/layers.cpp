@@ -6,8 +6,8 @@
 #include <ATen/ops/empty.h>
 #include <torch/library.h>
 
-#include "operations.h"
-#include "sharing.h"
+#include "dispatch.h"
+#include "ops.h"
 
 namespace kvmux {
 

@@ -4,12 +4,12 @@
 #include <ATen/ops/zeros.h>
 #include <torch/library.h>
 
-#include "multiplier.h"
-#include "put.h"
-#include "sharing.h"
-#include "tile_product.h"
-#include "vector_product.h"
-#include "whole_tiles.h"
+#include "dispatch.h"
+#include "epilogue.h"
+#include "gemm.h"
+#include "gemm_bf16_amx.h"
+#include "gemm_int8_amx.h"
+#include "gemm_vec.h"
 
 namespace kvmux {
 namespace {
@@ -18,10 +18,10 @@ using at::Tensor;
 
 #ifdef __AMX_TILE__
 template <typename T>
-using ProductOf = std::conditional_t<std::is_same_v<T, at::BFloat16>, TileProduct, VectorProduct<T>>;
+using ProductOf = std::conditional_t<std::is_same_v<T, at::BFloat16>, Bf16AmxGemm, VectorGemm<T>>;
 #else
 template <typename T>
-using ProductOf = VectorProduct<T>;
+using ProductOf = VectorGemm<T>;
 #endif
 
 // Blocks for each thread: so many that one more or less of them costs less than reading half blocks.
@@ -73,9 +73,9 @@ void multiply_panels(Team& team, Member member, const Product& product, int64_t 
 
 // ---------------------------------------------------------------- weights of floats
 template <typename T, typename X>
-class FloatMultiplier : public Multiplier {
+class FloatGemm : public Gemm {
  public:
-  explicit FloatMultiplier(const PackedWeight& weight) : Multiplier(weight), w_(weight.numbers.const_data_ptr<T>()) {}
+  explicit FloatGemm(const PackedWeight& weight) : Gemm(weight), w_(weight.numbers.const_data_ptr<T>()) {}
 
   int64_t room(int64_t rows) const override { return Product::numbers(rows, width) * sizeof(Number); }
   int64_t sums(int64_t rows) const override { return sums_of(product(nullptr, rows).height()); }
@@ -104,12 +104,11 @@ class FloatMultiplier : public Multiplier {
 
 // ---------------------------------------------------------------- weights of whole numbers
 template <int BITS, bool OFFSETS, typename S, typename X>
-class WholeMultiplier : public Multiplier {
+class IntGemm : public Gemm {
  public:
-  explicit WholeMultiplier(const PackedWeight& weight)
-      : Multiplier(weight),
-        w_{weight.numbers.const_data_ptr<uint8_t>(), weight.scale.const_data_ptr<S>(),
-           OFFSETS ? weight.offset.const_data_ptr<S>() : nullptr, weight.scale.size(1), weight.group} {}
+  explicit IntGemm(const PackedWeight& weight)
+      : Gemm(weight), w_{weight.numbers.const_data_ptr<uint8_t>(), weight.scale.const_data_ptr<S>(),
+                         OFFSETS ? weight.offset.const_data_ptr<S>() : nullptr, weight.scale.size(1), weight.group} {}
 
   int64_t room(int64_t rows) const override { return numbers(rows) + 2 * factors(rows); }
   int64_t sums(int64_t rows) const override { return sums_of(Product::height_of(rows)); }
@@ -122,7 +121,7 @@ class WholeMultiplier : public Multiplier {
   }
 
  private:
-  using Product = WholeProduct<BITS, OFFSETS, S>;
+  using Product = Int8Gemm<BITS, OFFSETS, S>;
 
   // Bytes of rows of x, and of their scales or sums.
   int64_t numbers(int64_t rows) const { return Product::height_of(rows) * Product::pitch(width); }
@@ -134,40 +133,40 @@ class WholeMultiplier : public Multiplier {
     return {w_, {reinterpret_cast<int8_t*>(room), reinterpret_cast<float*>(scales), sums}, rows, width};
   }
 
-  const WholeWeight<S> w_;
+  const IntWeight<S> w_;
 };
 
 template <typename X>
-std::unique_ptr<Multiplier> multiplier_of(const PackedWeight& weight) {
-  std::unique_ptr<Multiplier> made;
+std::unique_ptr<Gemm> make_gemm_for(const PackedWeight& weight) {
+  std::unique_ptr<Gemm> made;
   if (weight.bits == 0) {
     with_type(weight.numbers.scalar_type(),
-              [&](auto number) { made = std::make_unique<FloatMultiplier<decltype(number), X>>(weight); });
+              [&](auto number) { made = std::make_unique<FloatGemm<decltype(number), X>>(weight); });
     return made;
   }
   with_type(weight.scale.scalar_type(), [&](auto of_scale) {
     using S = decltype(of_scale);
     const bool offsets = weight.offset.defined();
-    if (weight.bits == 4 && offsets) made = std::make_unique<WholeMultiplier<4, true, S, X>>(weight);
-    if (weight.bits == 4 && !offsets) made = std::make_unique<WholeMultiplier<4, false, S, X>>(weight);
-    if (weight.bits == 8 && offsets) made = std::make_unique<WholeMultiplier<8, true, S, X>>(weight);
-    if (weight.bits == 8 && !offsets) made = std::make_unique<WholeMultiplier<8, false, S, X>>(weight);
+    if (weight.bits == 4 && offsets) made = std::make_unique<IntGemm<4, true, S, X>>(weight);
+    if (weight.bits == 4 && !offsets) made = std::make_unique<IntGemm<4, false, S, X>>(weight);
+    if (weight.bits == 8 && offsets) made = std::make_unique<IntGemm<8, true, S, X>>(weight);
+    if (weight.bits == 8 && !offsets) made = std::make_unique<IntGemm<8, false, S, X>>(weight);
   });
   return made;
 }
 
 }  // namespace
 
-std::unique_ptr<Multiplier> multiplier(const PackedWeight& weight, at::ScalarType of_x) {
-  std::unique_ptr<Multiplier> made;
-  with_type(of_x, [&](auto number) { made = multiplier_of<decltype(number)>(weight); });
+std::unique_ptr<Gemm> make_gemm(const PackedWeight& weight, at::ScalarType of_x) {
+  std::unique_ptr<Gemm> made;
+  with_type(of_x, [&](auto number) { made = make_gemm_for<decltype(number)>(weight); });
   return made;
 }
 
 Tensor linear(const Tensor& x, const PackedWeight& weight, const std::optional<Tensor>& bias) {
-  expect(weight.operation(), "x", x, FLOATS, {ANY, weight.width});
+  expect("linear", "x", x, FLOATS, {ANY, weight.width});
   const Tensor biases = padded_bias(bias, weight);
-  const auto made = multiplier(weight, x.scalar_type());
+  const auto made = make_gemm(weight, x.scalar_type());
   const int64_t rows = x.size(0), outputs = weight.outputs;
   const Tensor y = at::empty({rows, outputs}, x.options());
   if (rows == 0) return y;
@@ -193,7 +192,7 @@ Tensor linear(const Tensor& x, const PackedWeight& weight, const std::optional<T
 
 Tensor padded_bias(const std::optional<Tensor>& bias, const PackedWeight& weight, const char* name) {
   const Types types = weight.bits == 0 ? only(weight.numbers.scalar_type()) : FLOATS;
-  expect(weight.operation(), name, bias, types, {weight.outputs});
+  expect("linear", name, bias, types, {weight.outputs});
   if (!bias) return {};
   const Tensor padded = at::zeros({blocks_of(weight.outputs) * BLOCK}, at::kFloat);
   padded.narrow(0, 0, weight.outputs).copy_(*bias);

@@ -6,8 +6,8 @@
 #include <ATen/ops/empty.h>
 #include <torch/library.h>
 
-#include "operations.h"
-#include "sharing.h"
+#include "dispatch.h"
+#include "ops.h"
 #include "vector.h"
 
 namespace kvmux {
@@ -47,7 +47,7 @@ void over_blocks(const Tensor& packed, int64_t outputs, bool filled, const Work&
 }
 
 template <typename T>
-bool whole_tiles(int64_t k) {
+bool fills_tiles(int64_t k) {
   return k % Packing<T>::DEPTH == 0;
 }
 
@@ -59,21 +59,21 @@ void pack(const Tensor& packed, const Tensor& weight) {
   with_type(weight.scalar_type(), [&](auto of_weight) {
     using T = decltype(of_weight);
     const T* from = weight.const_data_ptr<T>();
-    over_blocks(packed, outputs, whole_tiles<T>(k), [&](char* block, int64_t first, int64_t count) {
+    over_blocks(packed, outputs, fills_tiles<T>(k), [&](char* block, int64_t first, int64_t count) {
       pack_block(from + first * apart, apart, count, k, reinterpret_cast<T*>(block));
     });
   });
 }
 
-// Numbers as in `kernels.quantization.Quantized`, of so many bits each, with offsets or without.
-void pack_whole(const Tensor& packed, const Tensor& numbers, int64_t bits, bool offsets) {
-  expect("quantized_linear", "numbers", numbers, only(at::kByte), {SOME, SOME});
-  TORCH_CHECK_VALUE(bits == 4 || bits == 8, "quantized_linear: a weight of ", bits, " bits a number");
+// Numbers as in `kernels.quantization.QuantizedTensor`, of so many bits each, with offsets or without.
+void pack_integers(const Tensor& packed, const Tensor& numbers, int64_t bits, bool offsets) {
+  expect("linear", "numbers", numbers, only(at::kByte), {SOME, SOME});
+  TORCH_CHECK_VALUE(bits == 4 || bits == 8, "linear: a weight of ", bits, " bits a number");
   const int64_t outputs = numbers.size(0), k = numbers.size(1) * 8 / bits;
   TORCH_CHECK(packed.numel() == packed_size<uint8_t>(outputs, k) * bits / 8, "no room for the packed weight");
   const uint8_t* from = numbers.const_data_ptr<uint8_t>();
   const int64_t apart = numbers.stride(0);
-  over_blocks(packed, outputs, bits == 8 && whole_tiles<uint8_t>(k), [&](char* block, int64_t first, int64_t count) {
+  over_blocks(packed, outputs, bits == 8 && fills_tiles<uint8_t>(k), [&](char* block, int64_t first, int64_t count) {
     auto* const to = reinterpret_cast<uint8_t*>(block);
     if (bits == 8) return pack_block(from + first * apart, apart, count, k, to);
     for (int64_t i = 0; i < count; ++i) pack_halves(from + (first + i) * apart, k, i, to);
@@ -84,7 +84,7 @@ void pack_whole(const Tensor& packed, const Tensor& numbers, int64_t bits, bool 
 // ---------------------------------------------------------------- rows
 // Values of the rows `which` of a packed weight of floats, as they were.
 template <typename T>
-void take_floats(const PackedWeight& weight, const int64_t* which, int64_t count, T* to) {
+void unpack_float_rows(const PackedWeight& weight, const int64_t* which, int64_t count, T* to) {
   using P = Packing<T>;
   const T* numbers = weight.numbers.const_data_ptr<T>();
   over_rows(count, weight.width, [&](int64_t begin, int64_t end) {
@@ -99,7 +99,7 @@ void take_floats(const PackedWeight& weight, const int64_t* which, int64_t count
 
 // The same of whole numbers, as float32.
 template <typename S>
-void take_whole(const PackedWeight& weight, const int64_t* which, int64_t count, float* to) {
+void unpack_integer_rows(const PackedWeight& weight, const int64_t* which, int64_t count, float* to) {
   using P = Packing<uint8_t>;
   const auto* numbers = weight.numbers.const_data_ptr<uint8_t>();
   const S* scales = weight.scale.const_data_ptr<S>();
@@ -135,12 +135,13 @@ Tensor packed_rows(at::TensorList parts, at::IntArrayRef format, const Tensor& w
   if (weight.bits == 0) {
     const Tensor found = at::empty({count, weight.width}, weight.numbers.options());
     with_type(weight.numbers.scalar_type(),
-              [&](auto of_weight) { take_floats(weight, rows, count, found.data_ptr<decltype(of_weight)>()); });
+              [&](auto of_weight) { unpack_float_rows(weight, rows, count, found.data_ptr<decltype(of_weight)>()); });
     return found;
   }
   const Tensor found = at::empty({count, weight.width}, at::kFloat);
-  with_type(weight.scale.scalar_type(),
-            [&](auto of_scale) { take_whole<decltype(of_scale)>(weight, rows, count, found.data_ptr<float>()); });
+  with_type(weight.scale.scalar_type(), [&](auto of_scale) {
+    unpack_integer_rows<decltype(of_scale)>(weight, rows, count, found.data_ptr<float>());
+  });
   return found;
 }
 
@@ -151,17 +152,16 @@ PackedWeight::PackedWeight(at::TensorList parts, at::IntArrayRef format)
       outputs(format[0]), width(format[1]), bits(format[2]), group(format[3]) {
   const auto type = bits == 0 ? numbers.scalar_type() : at::kByte;
   const int64_t size = packed_numbers(outputs, width, type);
-  expect(operation(), "weight, packed,", numbers, only(type), {bits == 4 ? size / 2 : size});
+  expect("linear", "weight, packed,", numbers, only(type), {bits == 4 ? size / 2 : size});
   if (bits == 0) return;
   const int64_t groups = group > 0 ? width / group : 0;
-  TORCH_CHECK_VALUE(groups * group == width && (groups == 1 || group % 32 == 0), "quantized_linear: no kernel for ",
-                    "groups of ", group, " of ", width, " columns");
+  TORCH_CHECK_VALUE(groups * group == width && (groups == 1 || group % 32 == 0), "linear: no kernel for ", "groups of ",
+                    group, " of ", width, " columns");
   constexpr int64_t WIDEST = (int64_t{1} << 31) / (127 * 256);  // whose sum of products fits 32 bits
-  TORCH_CHECK_VALUE(group <= WIDEST, "quantized_linear: groups of ", group, " columns are more than ", WIDEST);
+  TORCH_CHECK_VALUE(group <= WIDEST, "linear: groups of ", group, " columns are more than ", WIDEST);
   const int64_t panels = blocks_of(outputs) * PANELS;
-  expect("quantized_linear", "scale, packed,", scale, FLOATS, {panels, groups, PANEL});
-  if (offset.defined())
-    expect("quantized_linear", "offset, packed,", offset, only(scale.scalar_type()), {panels, groups, PANEL});
+  expect("linear", "scale, packed,", scale, FLOATS, {panels, groups, PANEL});
+  if (offset.defined()) expect("linear", "offset, packed,", offset, only(scale.scalar_type()), {panels, groups, PANEL});
 }
 
 }  // namespace kvmux
@@ -169,6 +169,6 @@ PackedWeight::PackedWeight(at::TensorList parts, at::IntArrayRef format)
 TORCH_LIBRARY_FRAGMENT(KVMUX_LIBRARY, library) {
   library.def("packed_numbers(int outputs, int width, ScalarType type) -> int", &kvmux::packed_numbers);
   library.def("pack(Tensor(a!) packed, Tensor weight) -> ()", &kvmux::pack);
-  library.def("pack_whole(Tensor(a!) packed, Tensor numbers, int bits, bool offsets) -> ()", &kvmux::pack_whole);
+  library.def("pack_integers(Tensor(a!) packed, Tensor numbers, int bits, bool offsets) -> ()", &kvmux::pack_integers);
   library.def("packed_rows(Tensor[] parts, int[] format, Tensor which) -> Tensor", &kvmux::packed_rows);
 }

@@ -12,14 +12,14 @@ import torch
 from torch import Tensor
 
 from kernels.memory import ConcatenatedWeight, WeightArena, concatenated
-from kernels.ops import Packed
-from kernels.quantization import Quantized
+from kernels.ops import PackedWeight
+from kernels.quantization import QuantizedTensor
 
 PANEL, PANELS = 16, 4  # outputs of a panel, panels of a block; packed.h
 ZERO = {8: 128, 4: 8}  # the number that stands for 0 where there are no offsets
 
 
-class PackedMatrix(Packed):
+class PackedMatrix(PackedWeight):
     """A weight as the C++ operations take it."""
 
     parts: Sequence[Tensor]  # numbers, and of whole numbers scale and perhaps offset
@@ -37,10 +37,8 @@ class PackedMatrix(Packed):
         return found
 
 
-class PackedFloats(PackedMatrix):
+class PackedFloatMatrix(PackedMatrix):
     """A weight [out, in] of floats."""
-
-    quantized = False
 
     def __init__(self, weight: Tensor | ConcatenatedWeight, library: Any, pool: WeightArena) -> None:
         """Pack a weight; parts that fill their blocks are packed one by one, without joining them first."""
@@ -58,21 +56,19 @@ class PackedFloats(PackedMatrix):
         self.format = str(weight.dtype).removeprefix("torch.")
 
 
-class PackedWhole(PackedMatrix):
+class PackedIntMatrix(PackedMatrix):
     """A weight [out, in] of whole numbers of 8 or 4 bits, value = scale * number + offset."""
 
-    quantized = True
-
-    def __init__(self, weight: Quantized, library: Any, pool: WeightArena) -> None:
+    def __init__(self, weight: QuantizedTensor, library: Any, pool: WeightArena) -> None:
         numbers = pool.take(library.packed_numbers(*weight.shape, torch.uint8) * weight.bits // 8)
         offsets = [] if _symmetric(weight) else [_by_panel(weight.offset)]
-        library.pack_whole(numbers, weight.numbers, weight.bits, bool(offsets))
+        library.pack_integers(numbers, weight.numbers, weight.bits, bool(offsets))
         layout = [*weight.shape, weight.bits, weight.group]
         super().__init__([numbers, _by_panel(weight.scale), *offsets], layout, library)
         self.format = f"int{weight.bits}"
 
 
-def _symmetric(weight: Quantized) -> bool:
+def _symmetric(weight: QuantizedTensor) -> bool:
     """Return whether value = scale * (number - ZERO), so that offsets need not be known."""
     return torch.equal(weight.offset.float(), weight.scale.float() * -ZERO[weight.bits])
 

@@ -5,9 +5,9 @@
 #include <ATen/ops/empty.h>
 #include <torch/library.h>
 
-#include "arguments.h"
-#include "sharing.h"
-#include "team.h"
+#include "check.h"
+#include "dispatch.h"
+#include "thread_team.h"
 
 namespace kvmux {
 namespace {

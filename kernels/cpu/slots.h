@@ -52,7 +52,7 @@ inline void read_vector(const int8_t* from, float* to, int64_t n) {
   for (int64_t i = 0; i < n; ++i) to[i] = static_cast<float>(from[i]) * scale;
 }
 
-// The reverse: the largest number of an int8 vector becomes 127 or -127, as reference.py has it.
+// The reverse: the largest number of an int8 vector becomes 127 or -127, as reference/backend.py has it.
 template <typename T, typename KV>
 inline void write_vector(const T* from, KV* to, int64_t n) {
   convert(from, to, n);

@@ -1,6 +1,6 @@
 """The arguments of Metal kernels in the order in which they take them, and what all kernels require of a tensor.
 
-A tuple is the struct that stands there. Knows no operation; sizes are checked by `kernels.arguments`.
+A tuple is the struct that stands there. Knows no operation; sizes are checked by `kernels.reference.backend`.
 """
 
 from __future__ import annotations

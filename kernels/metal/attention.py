@@ -1,4 +1,4 @@
-"""Attention in Metal: which kernels a layer needs, and with how many threads. What it means, reference.py says."""
+"""Attention in Metal: which kernels a layer needs, with how many threads. reference/attention.py says what it means."""
 
 from __future__ import annotations
 

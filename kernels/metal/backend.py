@@ -13,7 +13,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from kernels import arguments
 from kernels.metal.arguments import (
     GROUP,
     LANES,
@@ -29,9 +28,10 @@ from kernels.metal.arguments import (
 )
 from kernels.metal.attention import MetalAttention, shape_of
 from kernels.metal.library import Grid, Kernels, Longs
-from kernels.ops import Packed
-from kernels.quantization import Quantized
-from kernels.reference import ReferenceOps
+from kernels.ops import Weight
+from kernels.quantization import QuantizedTensor
+from kernels.reference import backend as reference
+from kernels.reference.backend import ReferenceOps
 from kernels.store import KVStore
 from kernels.types import LayerSpec, Slots
 
@@ -59,25 +59,28 @@ class MetalOps(ReferenceOps):
                 self._attention.prepare(spec, dtype, stored)
 
     # ---------------------------------------------------------------- layers
-    def linear(self, x: Tensor, weight: Tensor | Packed, bias: Tensor | None = None) -> Tensor:
-        if isinstance(weight, Packed) or not known(x, weight, bias):
-            return super().linear(x, weight, bias)
-        arguments.linear(x, weight, bias)
-        if len(x) > FEW:
-            return super().linear(x, weight, bias)
+    def linear(self, x: Tensor, weight: Weight, bias: Tensor | None = None) -> Tensor:
+        match weight:
+            case QuantizedTensor():
+                reference.check_linear(x, weight, bias)
+                return self._quantized_linear(x, weight, bias)
+            case Tensor() if known(x, weight, bias):
+                reference.check_linear(x, weight, bias)
+                if len(x) <= FEW:
+                    return self._linear_of_few(x, weight, bias)
+        return super().linear(x, weight, bias)
+
+    def _linear_of_few(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         expect_together(x, weight, bias)
         few = _few(x, len(weight), weight.stride(0), bias)
         kernel = self._kernels.get("linear", f"linear_{few.at_once}", T=x.dtype)
         kernel(few.grid, few.out, x, weight, few.bias, few.sizes)
         return few.out
 
-    def quantized_linear(self, x: Tensor, weight: Quantized | Packed, bias: Tensor | None = None) -> Tensor:
-        if isinstance(weight, Packed):
-            return super().quantized_linear(x, weight, bias)
+    def _quantized_linear(self, x: Tensor, weight: QuantizedTensor, bias: Tensor | None) -> Tensor:
         in_words = weight.group % STEP == 0 and weight.shape[1] * weight.bits % 32 == 0
         if not in_words or not known(x, bias) or not known(weight.scale, weight.offset):
-            return super().quantized_linear(x, weight, bias)
-        arguments.quantized_linear(x, weight, bias)
+            return super()._quantized_linear(x, weight, bias)
         expect_together(x, weight.numbers, weight.scale, weight.offset, bias)
         if len(x) > FEW:
             return self._quantized_linear_of_many(x, weight, bias)
@@ -88,7 +91,7 @@ class MetalOps(ReferenceOps):
         kernel(few.grid, few.out, x, numbers, scale, offset, few.bias, few.sizes, _groups(weight))
         return few.out
 
-    def _quantized_linear_of_many(self, x: Tensor, weight: Quantized, bias: Tensor | None) -> Tensor:
+    def _quantized_linear_of_many(self, x: Tensor, weight: QuantizedTensor, bias: Tensor | None) -> Tensor:
         """By torch, after so much of the weight as fits EXPANDED was given the type of x."""
         outputs, inputs = weight.shape
         out = x.new_empty(len(x), outputs)
@@ -110,7 +113,7 @@ class MetalOps(ReferenceOps):
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         if not known(x) or weight.dtype not in (x.dtype, torch.float32):
             return super().rms_norm(x, weight, eps)
-        arguments.rms_norm(x, weight)
+        reference.check_rms_norm(x, weight)
         expect_together(x, weight)
         out = x.new_empty(x.shape)
         sizes = (x.shape[1], x.stride(0), 0)  # NormSizes
@@ -120,7 +123,7 @@ class MetalOps(ReferenceOps):
     def add_rms_norm(self, x: Tensor, delta: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
         if not known(x, delta) or weight.dtype not in (x.dtype, torch.float32):
             return super().add_rms_norm(x, delta, weight, eps)
-        arguments.add_rms_norm(x, delta, weight)
+        reference.check_add_rms_norm(x, delta, weight)
         expect_together(x, delta, weight)
         total, out = x.new_empty(x.shape), x.new_empty(x.shape)
         sizes = (x.shape[1], x.stride(0), delta.stride(0))  # NormSizes
@@ -131,7 +134,7 @@ class MetalOps(ReferenceOps):
     def rope(self, x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor) -> Tensor:
         if not known(x) or not cos.dtype is sin.dtype is torch.float32:
             return super().rope(x, cos, sin, positions)
-        arguments.rope(x, cos, sin, positions)
+        reference.check_rope(x, cos, sin, positions)
         expect_together(x, cos, sin, positions)
         N, H, D = x.shape
         out = x.new_empty(x.shape)
@@ -145,7 +148,7 @@ class MetalOps(ReferenceOps):
     def silu_mul(self, gate_up: Tensor) -> Tensor:
         if not known(gate_up):
             return super().silu_mul(gate_up)
-        arguments.silu_mul(gate_up)
+        reference.check_silu_mul(gate_up)
         expect_together(gate_up)
         rows, width = gate_up.shape[0], gate_up.shape[1] // 2
         out = gate_up.new_empty(rows, width)
@@ -156,7 +159,7 @@ class MetalOps(ReferenceOps):
 
     # ---------------------------------------------------------------- repeated heads
     def repeat_kv_heads(self, x: Tensor, groups: int) -> Tensor:
-        arguments.repeat_kv_heads(x, groups)
+        reference.check_repeat_kv_heads(x, groups)
         repeated = x.new_empty(x.shape[1] * groups, x.shape[0], x.shape[2])
         self.repeat_kv_heads_step(repeated, x, 0)
         return repeated
@@ -164,7 +167,7 @@ class MetalOps(ReferenceOps):
     def repeat_kv_heads_step(self, mirror: Tensor, x: Tensor, start: int) -> None:
         if not known(x, mirror):
             return super().repeat_kv_heads_step(mirror, x, start)
-        arguments.repeat_kv_heads_step(mirror, x, start)
+        reference.check_repeat_kv_heads_step(mirror, x, start)
         expect_together(x, mirror)
         columns, (n, H, D) = mirror.narrow(1, start, len(x)), x.shape
         self._kernels.get("layers", "repeat_kv_heads", T=x.dtype)(
@@ -178,7 +181,7 @@ class MetalOps(ReferenceOps):
     def quantize(self, x: Tensor) -> tuple[Tensor, Tensor]:
         if not known(x):
             return super().quantize(x)
-        arguments.quantize(x)
+        reference.check_quantize(x)
         expect_together(x)
         vectors = x.reshape(-1, x.shape[-1])
         out, scale = vectors.new_empty(vectors.shape, dtype=torch.int8), x.new_empty(len(vectors), dtype=torch.float32)
@@ -190,7 +193,7 @@ class MetalOps(ReferenceOps):
     def dequantize(self, x: Tensor, scale: Tensor) -> Tensor:
         if x.dtype is not torch.int8 or scale.dtype is not torch.float32:
             return super().dequantize(x, scale)
-        arguments.dequantize(x, scale)
+        reference.check_dequantize(x, scale)
         vectors, scales, dim = x.reshape(-1, x.shape[-1]), scale.reshape(-1), x.shape[-1]
         expect_together(vectors, scales)
         out = vectors.new_empty(vectors.shape, dtype=torch.float32)
@@ -202,7 +205,7 @@ class MetalOps(ReferenceOps):
     def write_kv(self, store: KVStore, layer: int, k: Tensor, v: Tensor, at: Slots) -> None:
         if not known(k, v) or store.dtype not in (k.dtype, torch.int8):
             return super().write_kv(store, layer, k, v, at)
-        arguments.write_kv(store, layer, k, v)
+        reference.check_write_kv(store, layer, k, v)
         self._addresses.expect("write_kv", at, store, len(k))
         tensors = (memory(store), k, v, *addresses(at))
         expect_together(*tensors)
@@ -219,7 +222,7 @@ class MetalOps(ReferenceOps):
         if store.dtype not in (*TYPES, torch.int8):
             return super().gather(store, layer, at, row, positions)
         self._addresses.expect("gather", at, store)
-        arguments.gather(store, layer, at, row, positions)
+        reference.check_gather(store, layer, at, row, positions)
         table, row_seat, *_ = addresses(at)
         tensors = (memory(store), table, row_seat, positions.long())
         expect_together(*tensors)
@@ -234,7 +237,7 @@ class MetalOps(ReferenceOps):
         return found[0], found[1]
 
     def copy_blocks(self, store: KVStore, src: list[int], dst: list[int]) -> None:
-        arguments.copy_blocks(store, src, dst)
+        reference.check_copy_blocks(store, src, dst)
         page, block = store.page_bytes // UNIT, store.block_bytes // UNIT
         kernel = self._kernels.get("store", "copy_blocks", T=torch.float32, KV=torch.float32)
         pairs = list(zip(src, dst, strict=True))
@@ -255,7 +258,7 @@ class MetalOps(ReferenceOps):
         *,
         window: int | None = None,
     ) -> None:
-        arguments.attend(out, q, store, layer, spec, window)
+        reference.check_attend(out, q, store, layer, spec, window)
         self._addresses.expect("attend", at, store, len(q))
         if not known(q, out) or store.dtype not in (q.dtype, torch.int8) or shape_of(spec) is None:
             return super().attend(out, q, store, layer, at, spec, window=window)
@@ -282,12 +285,12 @@ def _few(x: Tensor, outputs: int, weight_stride: int, bias: Tensor | None) -> Fe
     return Few(grid, at_once, out, out if bias is None else bias, sizes)
 
 
-def _groups(weight: Quantized) -> tuple[int, int]:
+def _groups(weight: QuantizedTensor) -> tuple[int, int]:
     """Return the struct Groups of quantized.metal."""
     return weight.group, weight.scale.shape[1]
 
 
-def _parts(weight: Quantized) -> tuple[Tensor, Tensor, Tensor]:
+def _parts(weight: QuantizedTensor) -> tuple[Tensor, Tensor, Tensor]:
     """Return the numbers of a weight as words of 32 bits, its scale and its offset, dense."""
     numbers = weight.numbers.contiguous()
     return numbers.view(torch.int32), weight.scale.contiguous(), weight.offset.contiguous()

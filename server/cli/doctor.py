@@ -22,7 +22,8 @@ from rich.table import Table
 from kernels.backends import Backend, backends
 from kernels.cpu.library import usable
 from kernels.selfcheck.check import Verdict, checked
-from kernels.selfcheck.op_info import DTYPES, OPS
+from kernels.selfcheck.op_db import OPS
+from kernels.selfcheck.op_info import DTYPES
 from kernels.tracing import OpTimer
 from server.engine.device import choose_device
 from server.profiling.machine import read_bandwidth

@@ -14,9 +14,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kernels.composite import multiplied, turned
-from kernels.ops import Attention, Ops, Packed, Weight
-from kernels.quantization import Quantized, dequantize
+from kernels.composite import rotate
+from kernels.ops import Attention, Ops, PackedWeight, Weight
+from kernels.quantization import QuantizedTensor, dequantize
 from kernels.types import LayerSpec
 from server.models.base import Stepwise
 from server.models.config import ModelConfig
@@ -48,7 +48,7 @@ class Decoder(Stepwise):
         self.specs = [self._spec(i, layer.window) for i, layer in enumerate(config.layers)]
         layers = [load_layer(config, weights, ops, i, self.specs[i], tables) for i in range(config.num_layers)]
         self._norm = load_norm(config, weights, "model.norm", config.hidden)
-        self._stack = ops.stacked(layers, dtype)
+        self._layers = ops.pack_layers(layers, dtype)
 
     @property
     def device(self) -> torch.device:
@@ -69,7 +69,7 @@ class Decoder(Stepwise):
 
     def _weights(self) -> Iterable[Weight]:
         """Yield each weight once."""
-        layers = (weight for layer in self._stack.layers for weight in layer.tensors())
+        layers = (weight for layer in self._layers.layers for weight in layer.tensors())
         return {id(w): w for w in (self._embedding, self._norm, self._lm_head, *layers)}.values()
 
     def embed(self, ids: Tensor) -> Tensor:
@@ -77,9 +77,9 @@ class Decoder(Stepwise):
         match self._embedding:
             case Tensor():
                 x = F.embedding(ids, self._embedding)
-            case Quantized():
+            case QuantizedTensor():
                 x = dequantize(self._embedding.rows(ids))
-            case Packed():
+            case PackedWeight():
                 x = self._embedding.rows(ids)
         x = x.to(self.dtype)
         return x if self._embedding_scale == 1 else x * self._embedding_scale
@@ -90,9 +90,9 @@ class Decoder(Stepwise):
 
     def forward_embedded(self, x: Tensor, attention: Attention) -> Tensor:
         """Compute logits [K, V] of x [N, d]: `forward` for tokens that are embedded already."""
-        x = self._ops.run_layers(self._stack, x, attention)
+        x = self._ops.forward_layers(self._layers, x, attention)
         wanted = self._ops.rms_norm(x[attention.logit_index], self._norm, self.config.rms_norm_eps)
-        return softcapped(multiplied(self._ops, wanted, self._lm_head), self.config.logit_softcap)
+        return softcapped(self._ops.linear(wanted, self._lm_head), self.config.logit_softcap)
 
     def _spec(self, i: int, window: int | None) -> LayerSpec:
         c = self.config
@@ -109,11 +109,11 @@ class Decoder(Stepwise):
 
     def _moved(self, i: int, x: Tensor, delta: Tensor) -> Tensor:
         """Return x [N,H,D] as if computed `delta` [N] positions later, or, where that is negative, earlier."""
-        tables = self._stack.layers[i].attention.tables
+        tables = self._layers.layers[i].attention.tables
         if tables is None:
             return x
         cos, sin = tables
-        forth, back = (turned(self._ops, x, (cos, signed), delta.abs()) for signed in (sin, -sin))
+        forth, back = (rotate(self._ops, x, (cos, signed), delta.abs()) for signed in (sin, -sin))
         return torch.where((delta < 0).view(-1, 1, 1), back, forth)
 
 
@@ -121,9 +121,9 @@ def _format(weight: Weight) -> str:
     match weight:
         case Tensor():
             return str(weight.dtype).removeprefix("torch.")
-        case Quantized():
+        case QuantizedTensor():
             return f"int{weight.bits}"
-        case Packed():
+        case PackedWeight():
             return weight.format
 
 

@@ -11,10 +11,9 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from kernels.composite import multiplied
 from kernels.memory import ConcatenatedWeight
-from kernels.ops import AttentionWeights, DecoderLayer, GatedWeights, Ops, Tables, Weight
-from kernels.quantization import Quantized, dequantize, joined
+from kernels.ops import AttentionWeights, DecoderLayer, GatedMLP, Ops, RopeTables, Weight
+from kernels.quantization import QuantizedTensor, dequantize, joined
 from kernels.types import LayerSpec
 from server.models.config import Dim, MixtureOfExperts, ModelConfig, Rope
 from server.models.weights import Matrix, Weights
@@ -25,24 +24,24 @@ class Mixture:
     """A router [E, d] chooses a few of E dense feed-forwards for each token, and weighs them (Shazeer et al. 2017)."""
 
     router: Weight
-    experts: Sequence[GatedWeights]
+    experts: Sequence[GatedMLP]
     chosen: int
     normalise: bool
 
     def __call__(self, ops: Ops, h: Tensor) -> Tensor:
-        shares = multiplied(ops, h, self.router).float().softmax(-1)  # [N, E]
+        shares = ops.linear(h, self.router).float().softmax(-1)  # [N, E]
         weights, experts = shares.topk(self.chosen, dim=-1)  # [N, chosen]
         if self.normalise:
             weights = weights / weights.sum(-1, keepdim=True)
         out = torch.zeros_like(h)
         for e in experts.unique().tolist():
             token, place = (experts == e).nonzero(as_tuple=True)
-            fed = ops.feed_forward(self.experts[e], h[token])
+            fed = ops.mlp(self.experts[e], h[token])
             out.index_add_(0, token, (fed * weights[token, place, None]).to(h.dtype))
         return out
 
-    def packed(self, ops: Ops) -> Mixture:
-        return replace(self, router=ops.packed(self.router), experts=[expert.packed(ops) for expert in self.experts])
+    def pack(self, ops: Ops) -> Mixture:
+        return replace(self, router=ops.pack(self.router), experts=[expert.pack(ops) for expert in self.experts])
 
     def tensors(self) -> Iterator[Weight]:
         yield self.router
@@ -60,13 +59,13 @@ def load_ends(config: ModelConfig, weights: Weights, ops: Ops) -> tuple[Weight, 
     """Return the embedding and lm_head; where they are tied, one weight. Raises ModelError for what is missing."""
     embedding, shape = "model.embed_tokens.weight", (config.vocabulary, config.hidden)
     if config.tie_embeddings:
-        tied = ops.packed(weights.matrix(embedding, shape))
+        tied = ops.pack(weights.matrix(embedding, shape))
         return tied, tied
-    return weights.embedding(embedding, shape), ops.packed(weights.matrix("lm_head.weight", shape))
+    return weights.embedding(embedding, shape), ops.pack(weights.matrix("lm_head.weight", shape))
 
 
 def load_layer(
-    config: ModelConfig, weights: Weights, ops: Ops, i: int, spec: LayerSpec, tables: Callable[[Rope], Tables]
+    config: ModelConfig, weights: Weights, ops: Ops, i: int, spec: LayerSpec, tables: Callable[[Rope], RopeTables]
 ) -> DecoderLayer:
     """Return layer `i`, its matrices packed; `tables` makes its RoPE tables. Raises ModelError for what is missing."""
     at = f"model.layers.{i}."
@@ -81,7 +80,7 @@ def load_layer(
     qkv, qkv_bias = _fused(weights, projections, "qkv_proj", parts, c.hidden, c.qkv_bias)
     attention = AttentionWeights(
         norm=norm("input_layernorm"),
-        qkv=ops.packed(qkv),
+        qkv=ops.pack(qkv),
         qkv_bias=qkv_bias,
         qk_norm=(norm("self_attn.q_norm", c.head), norm("self_attn.k_norm", c.head)) if c.qk_norm else None,
         # Made only now: the projections have shown that heads are as large as config.json says.
@@ -94,10 +93,8 @@ def load_layer(
         next_norm=norm(after_attention),
         eps=c.rms_norm_eps,
     )
-    feed_forward = _mixture(c, weights, ops, at, kind.experts) if kind.experts else _dense(c, weights, ops, f"{at}mlp.")
-    return DecoderLayer(
-        spec, attention.packed(ops), feed_forward, norm("post_feedforward_layernorm") if c.sandwich else None
-    )
+    mlp = _mixture(c, weights, ops, at, kind.experts) if kind.experts else _dense(c, weights, ops, f"{at}mlp.")
+    return DecoderLayer(spec, attention.pack(ops), mlp, norm("post_feedforward_layernorm") if c.sandwich else None)
 
 
 def _fused(
@@ -116,21 +113,21 @@ def _joined(parts: Sequence[Matrix]) -> Matrix | ConcatenatedWeight:
     """Join several matrices along the first dimension; the result is quantized if all of them are."""
     if len(parts) == 1:
         return parts[0]
-    quantized = [part for part in parts if isinstance(part, Quantized)]
+    quantized = [part for part in parts if isinstance(part, QuantizedTensor)]
     if len(quantized) == len(parts):
         return joined(quantized)
     plain = [part for part in parts if isinstance(part, Tensor)]
-    wide = [dequantize(part).to(plain[0].dtype) if isinstance(part, Quantized) else part for part in parts]
+    wide = [dequantize(part).to(plain[0].dtype) if isinstance(part, QuantizedTensor) else part for part in parts]
     return ConcatenatedWeight(wide)
 
 
-def _dense(config: ModelConfig, weights: Weights, ops: Ops, at: str) -> GatedWeights:
+def _dense(config: ModelConfig, weights: Weights, ops: Ops, at: str) -> GatedMLP:
     d, width = config.hidden, Dim(config.intermediate_size, "intermediate_size")
     parts = {"gate_proj": width, "up_proj": width}
     gate_up, gate_up_bias = _fused(weights, at, "gate_up_proj", parts, d, config.mlp_bias)
     down_bias = weights.get(f"{at}down_proj.bias", (d,)) if config.mlp_bias else None
     down = weights.matrix(f"{at}down_proj.weight", (d, width))
-    return GatedWeights(ops.packed(gate_up), gate_up_bias, down, down_bias, config.activation).packed(ops)
+    return GatedMLP(ops.pack(gate_up), gate_up_bias, down, down_bias, config.activation).pack(ops)
 
 
 def _mixture(config: ModelConfig, weights: Weights, ops: Ops, at: str, experts: MixtureOfExperts) -> Mixture:
@@ -138,11 +135,11 @@ def _mixture(config: ModelConfig, weights: Weights, ops: Ops, at: str, experts: 
     gate, up, down = experts.split
     d, width = config.hidden, Dim(experts.width, "the width of an expert")
 
-    def expert(e: int) -> GatedWeights:
+    def expert(e: int) -> GatedMLP:
         each = f"{at}experts.{e}."
         gate_up = _joined([weights.matrix(f"{each}{part}.weight", (width, d)) for part in (gate, up)])
         back = weights.matrix(f"{each}{down}.weight", (d, width))
-        return GatedWeights(ops.packed(gate_up), None, back, None, config.activation).packed(ops)
+        return GatedMLP(ops.pack(gate_up), None, back, None, config.activation).pack(ops)
 
-    router = ops.packed(weights.get(f"{at}gate.weight", (Dim(experts.count, "the number of experts"), d)))
+    router = ops.pack(weights.get(f"{at}gate.weight", (Dim(experts.count, "the number of experts"), d)))
     return Mixture(router, [expert(e) for e in range(experts.count)], experts.chosen, experts.normalise)

@@ -17,7 +17,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from kernels.quantization import Quantized
+from kernels.quantization import QuantizedTensor
 from server.models.config import Dim
 from server.models.config_file import read_json, shortened
 from server.models.errors import ModelError, first_line
@@ -33,7 +33,7 @@ TYPES = {  # by safetensors' names: those, and the ones that numbers of quantize
     "U32": torch.uint32,
 }
 
-Matrix = Tensor | Quantized  # [out, in]
+Matrix = Tensor | QuantizedTensor  # [out, in]
 Shape = Sequence[int]  # of the whole weight, as config.json gives it: `Dim`s, for the message if it is another
 
 

@@ -76,5 +76,5 @@ class SpansOfOps(TimingHook):
         super().__init__(ops, device)
         self._spans = spans
 
-    def took(self, name: str, seconds: float) -> None:
+    def on_seconds(self, name: str, seconds: float) -> None:
         self._spans.claim(name, seconds)

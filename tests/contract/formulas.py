@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from cache_strategies.arena import Arena
-from kernels.ops import AttentionWeights, DecoderLayer, GatedWeights, Ops, Stored
-from kernels.quantization import Quantized
+from kernels.ops import AttentionWeights, DecoderLayer, GatedMLP, Ops, Stored
+from kernels.quantization import QuantizedTensor
 from kernels.selfcheck.attention_case import AttentionCase, Layout, RowOf, Step
 from kernels.store import KVStore, block_bytes
 from kernels.types import LayerSpec
@@ -89,7 +89,7 @@ def linear(ops: Ops, shape: Shape) -> Pairs:
     yield ops.linear(x, weight, bias), product + bias.double()
 
 
-def quantized_linear(ops: Ops, shape: Shape) -> Pairs:
+def linear_quantized(ops: Ops, shape: Shape) -> Pairs:
     """Both of 8 and of 4 bits, in groups of 32 or, where these do not divide a row, 16; scales of either sign."""
     draw, outputs, width = Draw(shape), 32 * shape.group - 1, shape.head_dim
     x, bias = draw(shape.length, width), draw.dense(outputs)
@@ -99,9 +99,9 @@ def quantized_linear(ops: Ops, shape: Shape) -> Pairs:
         whole = draw.dense(outputs, width, times=2.0**bits).double().clamp(0, 2**bits - 1).floor()
         value = whole * scale.double().repeat_interleave(group, 1) + offset.double().repeat_interleave(group, 1)
         numbers = whole if bits == 8 else whole[:, ::2] + 16 * whole[:, 1::2]
-        weight = Quantized(numbers.to(torch.uint8), scale, offset, bits, group)
-        yield ops.quantized_linear(x, weight), x.double() @ value.T
-        yield ops.quantized_linear(x, weight, bias), x.double() @ value.T + bias.double()
+        weight = QuantizedTensor(numbers.to(torch.uint8), scale, offset, bits, group)
+        yield ops.linear(x, weight), x.double() @ value.T
+        yield ops.linear(x, weight, bias), x.double() @ value.T + bias.double()
 
 
 def _normed(x: Tensor, weight: Tensor) -> Tensor:
@@ -167,12 +167,12 @@ def _around(draw: Draw, shape: Shape) -> AttentionWeights:
     return AttentionWeights(norm, qkv, bias, None, tables, shape.group, 1, o, None, None, next_norm, 1e-6)
 
 
-def enter_attention(ops: Ops, shape: Shape) -> Pairs:
+def qkv_proj_rope(ops: Ops, shape: Shape) -> Pairs:
     draw = Draw(shape)
     layer, x, added = _around(draw, shape), draw(shape.length, MODEL), draw(shape.length, MODEL)
     turns = _turns(shape.head_dim // 2)
     positions = (torch.arange(shape.length) * 7919) % len(turns)
-    total, q, k, v = ops.enter_attention(layer.packed(ops), x, added, positions)
+    total, q, k, v = ops.qkv_proj_rope(layer.pack(ops), x, added, positions)
     qkv = _normed(total, layer.norm) @ layer.qkv.double().T + layer.qkv_bias.double()
     heads = qkv.unflatten(1, (shape.group + 2, shape.head_dim)).split_with_sizes((shape.group, 1, 1), 1)
     yield total, x.double() + added.double()
@@ -180,14 +180,14 @@ def enter_attention(ops: Ops, shape: Shape) -> Pairs:
     yield v, heads[2]
 
 
-def run_layers(ops: Ops, shape: Shape) -> Pairs:
+def forward_layers(ops: Ops, shape: Shape) -> Pairs:
     """One layer: a text, and a token after it."""
     draw, inner, spec = Draw(shape), _width(shape), _spec(shape)._replace(num_kv_heads=1, num_q_heads=shape.group)
     weights = _around(draw, shape)
     weights = replace(weights, qkv=weights.qkv / 8, o=weights.o / 16)  # as in models: what passes stays of one size
     gate_up, down = draw.dense(2 * inner, MODEL) / 8, draw.dense(MODEL, inner) / 16
-    layer = DecoderLayer(spec, weights, GatedWeights(gate_up, None, down, None, "silu"), None)
-    stack = ops.stacked([layer.packed(ops)], shape.dtype)
+    layer = DecoderLayer(spec, weights, GatedMLP(gate_up, None, down, None, "silu"), None)
+    stack = ops.pack_layers([layer.pack(ops)], shape.dtype)
     length = min(shape.length, 1000)
     scene = AttentionCase(ops, Layout(shape.block_size), spec, [RowOf(0, length + 1)], shape.dtype)
     xs = draw(length, MODEL), draw(1, MODEL)
@@ -195,7 +195,7 @@ def run_layers(ops: Ops, shape: Shape) -> Pairs:
     for start, x in zip((0, length), xs, strict=True):
         at = scene.slots([(0, start, len(x))])
         stored = slice(0, len(x)), Stored(scene.store, at, shape.window)
-        got.append(ops.run_layers(stack, x, Step(ops, [spec], [stored])))
+        got.append(ops.forward_layers(stack, x, Step(ops, [spec], [stored])))
     x, turns = torch.cat(xs).double(), _turns(shape.head_dim // 2)
     qkv = _normed(x, weights.norm) @ weights.qkv.double().T + weights.qkv_bias.double()
     q, k, v = qkv.unflatten(1, (shape.group + 2, shape.head_dim)).split_with_sizes((shape.group, 1, 1), 1)
@@ -207,19 +207,19 @@ def run_layers(ops: Ops, shape: Shape) -> Pairs:
     yield from zip(got, x.split_with_sizes((length, 1)), strict=True)
 
 
-def leave_attention(ops: Ops, shape: Shape) -> Pairs:
+def o_proj_add_norm(ops: Ops, shape: Shape) -> Pairs:
     draw = Draw(shape)
     layer, x, mixed = _around(draw, shape), draw(shape.length, MODEL), draw(shape.length, shape.group * shape.head_dim)
-    total, normed = ops.leave_attention(layer.packed(ops), x, mixed)
+    total, normed = ops.o_proj_add_norm(layer.pack(ops), x, mixed)
     yield total, x.double() + mixed.double() @ layer.o.double().T
     yield normed, _normed(total, layer.next_norm)
 
 
-def feed_forward(ops: Ops, shape: Shape) -> Pairs:
+def mlp(ops: Ops, shape: Shape) -> Pairs:
     draw, inner = Draw(shape), _width(shape)
     h, gate_up, down = draw(shape.length, MODEL), draw.dense(2 * inner, MODEL), draw.dense(MODEL, inner)
-    weights = GatedWeights(gate_up, None, down, None, "silu").packed(ops)
-    yield ops.feed_forward(weights, h), _gated(h.double() @ gate_up.double().T) @ down.double().T
+    weights = GatedMLP(gate_up, None, down, None, "silu").pack(ops)
+    yield ops.mlp(weights, h), _gated(h.double() @ gate_up.double().T) @ down.double().T
 
 
 def sample(ops: Ops, shape: Shape) -> Pairs:
@@ -370,10 +370,11 @@ def repeat_kv_heads_step(ops: Ops, shape: Shape) -> Pairs:
     yield mirror, want
 
 
+# By the full name of a row of the table.
 FORMULAS: Mapping[str, Callable[[Ops, Shape], Pairs]] = {
-    each.__name__: each
+    ("linear.quantized" if each is linear_quantized else each.__name__): each
     for each in (
-        *(run_layers, linear, quantized_linear, enter_attention, leave_attention, feed_forward),
+        *(forward_layers, linear, linear_quantized, qkv_proj_rope, o_proj_add_norm, mlp),
         *(rms_norm, add_rms_norm, rope, silu_mul, sample, quantize, dequantize),
         *(write_kv, attend, gather, copy_blocks, repeat_kv_heads, repeat_kv_heads_step),
     )
@@ -382,7 +383,7 @@ FORMULAS: Mapping[str, Callable[[Ops, Shape], Pairs]] = {
 ACTIVATIONS = ("dtype", "head_dim", "group", "length", "lies")
 VARIED: Mapping[str, Sequence[str]] = {
     "write_kv": ("dtype", "head_dim", "length", "lies", "block_size", "layers_before"),
-    "run_layers": ("dtype", "head_dim", "group", "length", "block_size", "window"),
+    "forward_layers": ("dtype", "head_dim", "group", "length", "block_size", "window"),
     "attend": (*ACTIVATIONS, "block_size", "window", "layers_before"),
     "gather": ("dtype", "head_dim", "length", "block_size", "layers_before"),
     "copy_blocks": ("dtype", "head_dim", "block_size", "layers_before"),

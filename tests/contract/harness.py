@@ -14,7 +14,7 @@ from cache_strategies.arena import Arena
 from cache_strategies.base import Geometry, KVCache, Plan, Row, Seat
 from config.settings import StrategySettings
 from kernels.ops import Ops
-from kernels.reference import ReferenceOps
+from kernels.reference.backend import ReferenceOps
 from kernels.types import LayerSpec
 from server.engine.batch import Batch, Work
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from config.settings import StrategySettings
-from kernels.reference import ReferenceOps
+from kernels.reference.backend import ReferenceOps
 from kernels.store import KVStore
 from kernels.types import LayerSpec, Slots
 from tests.contract.harness import (

@@ -15,7 +15,8 @@ import torch
 from allpairspy import AllPairs
 from torch import Tensor
 
-from kernels.selfcheck.op_info import DTYPES, OPS, Op
+from kernels.selfcheck.op_db import OPS
+from kernels.selfcheck.op_info import DTYPES, Op
 from tests.contract.formulas import ACTIVATIONS, FORMULAS, VARIED, Shape
 from tests.kernels.matrix import BACKENDS
 
@@ -33,7 +34,7 @@ VALUES: Mapping[str, Sequence[Any]] = {
 # Each vector by itself: the 4,097th tells no more than the thousandth.
 BY_ITSELF = {"rms_norm", "add_rms_norm", "rope", "silu_mul", "quantize", "dequantize"}
 
-every_op = pytest.mark.parametrize("op", OPS, ids=lambda op: op.name)
+every_op = pytest.mark.parametrize("op", OPS, ids=lambda op: op.full_name)
 
 Combine = Callable[[list[Sequence[Any]]], Iterable[Sequence[Any]]]
 
@@ -48,7 +49,7 @@ def _shapes(op: Op, combine: Combine, **only: Any) -> Iterator[Shape]:
 def _is_its_formula(op: Op, backend: str, shapes: Iterable[Shape]) -> None:
     ops = BACKENDS[backend]()
     for shape in shapes:
-        for got, want in FORMULAS[op.name](ops, shape):
+        for got, want in FORMULAS[op.full_name](ops, shape):
             assert got.shape == want.shape, shape
             assert torch.equal(got, want) or _error(got, want.double()) <= op.tolerance[shape.dtype], shape
 
@@ -59,7 +60,7 @@ def _error(got: Tensor, want: Tensor) -> float:
 
 
 def test_every_operation_has_a_formula() -> None:
-    assert {op.name for op in OPS} == {*FORMULAS}, "give the new operation one in tests/contract/formulas.py"
+    assert {op.full_name for op in OPS} == {*FORMULAS}, "give the new operation one in tests/contract/formulas.py"
 
 
 @every_op

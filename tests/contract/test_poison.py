@@ -17,7 +17,9 @@ from torch import Tensor
 
 from kernels.ops import Ops
 from kernels.selfcheck.attention_case import AttentionCase, Layout, RowOf
-from kernels.selfcheck.op_info import DTYPES, LAYERS, OPS, Op
+from kernels.selfcheck.layer_ops import FORWARD_LAYERS
+from kernels.selfcheck.op_db import OPS
+from kernels.selfcheck.op_info import DTYPES, Op
 from kernels.types import LayerSpec
 from tests.contract.brute import KEEPS, everything, seen
 from tests.contract.harness import MODEL, Text, World, every_instance, random_text, step
@@ -43,7 +45,7 @@ def same(ours: Tensor, theirs: Tensor) -> bool:
 
 # ---------------------------------------------------------------- one row of an operation
 @dtypes
-@pytest.mark.parametrize("op", [op for op in OPS if op.by_row], ids=lambda op: op.name)
+@pytest.mark.parametrize("op", [op for op in OPS if op.by_row], ids=lambda op: op.full_name)
 def test_a_row_that_is_no_number_leaves_the_others_as_they_are(
     backend: str, op: Op, dtype: torch.dtype, rng: random.Random
 ) -> None:
@@ -80,7 +82,7 @@ def check_rows(ops: Ops, call: Call, row: int, name: str, x: Tensor) -> None:
         written = int((clean[0] != found[0]).sum())
         assert written <= call.op.bytes(**call.arguments) // rows, "another token's slot was written"
         return
-    if call.op.name == LAYERS:
+    if call.op.name == FORWARD_LAYERS.name:
         clean, found = clean[:1], found[:1]  # keys are the same if what is computed of them is
         others = real_tokens(call.arguments["attention"], unless_seeing=row)
     else:

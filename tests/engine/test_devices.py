@@ -18,7 +18,7 @@ from kernels import backends as loading
 from kernels.backends import load_ops
 from kernels.device import KernelsMissing, named, native
 from kernels.ops import Attention, Ops
-from kernels.reference import ReferenceOps
+from kernels.reference.backend import ReferenceOps
 from server.cli.banner import welcome
 from server.engine import build
 from server.engine.build import build_engine

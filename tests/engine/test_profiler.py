@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from kernels.selfcheck.op_info import OPS
+from kernels.selfcheck.op_db import OPS
 from server.engine.ipc.messages import Answer, FromEngine, Profile, Query, Sampling, Submit, Tokens
 from server.engine.ipc.server import Gone
 from server.engine.loop import Loop
@@ -83,7 +83,7 @@ def test_so_many_steps_are_recorded(running: Running) -> None:
     assert rows["step"]["calls"] == 12
     assert rows["step"]["seconds"] == pytest.approx(sum(event["dur"] for event in steps) / 1e6)
     assert rows["step"]["own_seconds"] < rows["step"]["seconds"]
-    assert rows.keys() & {"attend", "run_layers"}
+    assert rows.keys() & {"attend", "forward_layers"}
 
 
 def test_the_operations_are_as_before(tiny: Path, reference: Reference) -> None:

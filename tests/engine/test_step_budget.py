@@ -16,8 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import LlamaConfig
 
-from kernels.composite import multiplied
-from kernels.ops import GatedWeights, Ops
+from kernels.ops import GatedMLP, Ops
 from kernels.tracing import OpCounter
 from server.engine.batch import Batch
 from server.models.decoder import Decoder
@@ -198,13 +197,13 @@ def test_a_matrix_that_is_read_twice_is_told(models: dict[int, Path], monkeypatc
         _, most = bounds(driver)
         model = driver.core.model
         assert isinstance(model, Decoder)
-        o, fed = model._stack.layers[0].attention.o, GatedWeights.__call__  # the smallest matrix, as wide as it is high
+        o, fed = model._layers.layers[0].attention.o, GatedMLP.__call__  # the smallest matrix, as wide as it is high
 
-        def twice(self: GatedWeights, ops: Ops, h: Tensor) -> Tensor:
-            multiplied(ops, h, o)
+        def twice(self: GatedMLP, ops: Ops, h: Tensor) -> Tensor:
+            ops.linear(h, o)
             return fed(self, ops, h)
 
-        monkeypatch.setattr(GatedWeights, "__call__", twice)
+        monkeypatch.setattr(GatedMLP, "__call__", twice)
         with OpCounter(driver.engine.kernels.ops) as recorder:
             driver.core.step()
     assert recorder.bytes.total() > most

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kernels.reference import ReferenceOps
+from kernels.reference.backend import ReferenceOps
 from kernels.store import KVStore
 from kernels.types import LayerSpec, Slots
 

@@ -1,4 +1,4 @@
-"""The calls that `tried` makes of an operation, each handed on with what it takes to make it again.
+"""The calls that `samples` makes of an operation, each handed on with what it takes to make it again.
 
 So whatever is tried of an operation can be tried with other arguments: an operation joins by its row of the table.
 """
@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kernels.ops import Attention, AttentionWeights, DecoderLayer, DecoderLayers, GatedWeights, Ops, Weight
+from kernels.ops import Attention, AttentionWeights, DecoderLayer, DecoderLayers, GatedMLP, Ops, Weight
 from kernels.selfcheck.op_info import Op
 from kernels.store import KVStore
 
@@ -50,7 +50,7 @@ def calls(op: Op, ops: Ops, dtype: torch.dtype) -> Iterator[Call]:
     """Yield every call of the operation that is tried in a dtype, before it is made."""
     pending: list[Call] = []
     watching: Any = _Watching(ops, op, pending.append)
-    for _ in op.tried(watching, dtype, CPU):
+    for _ in op.samples(watching, dtype, CPU):
         yield from pending
         pending.clear()
 
@@ -61,10 +61,10 @@ class _Watching:
     def __init__(self, ops: Ops, op: Op, found: Callable[[Call], None]) -> None:
         self._ops, self._op, self._found = ops, op, found
 
-    def packed(self, weight: Weight) -> Weight:
+    def pack(self, weight: Weight) -> Weight:
         return weight
 
-    def stacked(self, layers: Sequence[DecoderLayer], dtype: torch.dtype) -> DecoderLayers:
+    def pack_layers(self, layers: Sequence[DecoderLayer], dtype: torch.dtype) -> DecoderLayers:
         return DecoderLayers(layers)
 
     def __getattr__(self, name: str) -> Any:
@@ -81,12 +81,12 @@ def _packed(ops: Ops, name: str, arguments: Mapping[str, Any]) -> dict[str, Any]
     """Return the arguments with weights as the backend multiplies them."""
     packed = dict(arguments)
     for key, value in arguments.items():
-        if isinstance(value, AttentionWeights | GatedWeights):
-            packed[key] = value.packed(ops)
+        if isinstance(value, AttentionWeights | GatedMLP):
+            packed[key] = value.pack(ops)
         elif isinstance(value, DecoderLayers):
-            packed[key] = ops.stacked([layer.packed(ops) for layer in value.layers], arguments["x"].dtype)
-        elif name in ("linear", "quantized_linear") and key == "weight":
-            packed[key] = ops.packed(value)
+            packed[key] = ops.pack_layers([layer.pack(ops) for layer in value.layers], arguments["x"].dtype)
+        elif name == "linear" and key == "weight":
+            packed[key] = ops.pack(value)
     return packed
 
 

@@ -9,7 +9,7 @@ import torch
 
 from kernels.backends import REFERENCE, backends
 from kernels.ops import Ops
-from kernels.reference import ReferenceOps
+from kernels.reference.backend import ReferenceOps
 from kernels.selfcheck.attention_case import Layout, RowOf
 from kernels.types import LayerSpec
 

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from kernels.memory import ConcatenatedWeight
-from kernels.quantization import Quantized
-from kernels.reference import ReferenceOps
+from kernels.quantization import QuantizedTensor
+from kernels.reference.backend import ReferenceOps
 from tests.kernels.matrix import BACKENDS, NAMES
 
 backends = pytest.mark.parametrize("backend", NAMES)
@@ -62,7 +62,7 @@ def test_what_a_message_of_the_compiled_kernels_says(backend: str) -> None:
 
 def test_parts_of_a_quantized_weight_that_do_not_fit_are_refused() -> None:
     numbers, scale = torch.zeros(4, 64, dtype=torch.uint8), torch.ones(4, 2)
-    Quantized(numbers, scale, scale, 8, 32)
+    QuantizedTensor(numbers, scale, scale, 8, 32)
     for wrong in (
         (numbers, scale[:, :1], scale, 8, 32),
         (numbers, scale, scale, 8, 0),
@@ -72,7 +72,7 @@ def test_parts_of_a_quantized_weight_that_do_not_fit_are_refused() -> None:
         (numbers.float(), scale, scale, 8, 32),
     ):
         with pytest.raises(ValueError, match="do not fit"):
-            Quantized(*wrong)
+            QuantizedTensor(*wrong)
 
 
 def test_matrices_of_several_widths_are_not_joined() -> None:

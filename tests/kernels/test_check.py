@@ -17,18 +17,20 @@ from kernels.backends import backends, load_ops
 from kernels.cpu import library as cpu
 from kernels.device import KernelsMissing, native
 from kernels.ops import Ops
-from kernels.reference import ReferenceOps
+from kernels.reference.backend import ReferenceOps
 from kernels.selfcheck.check import checked, mended
-from kernels.selfcheck.op_info import DTYPES, LAYERS, OPS
+from kernels.selfcheck.layer_ops import FORWARD_LAYERS
+from kernels.selfcheck.op_db import OP_NAMES, OPS
+from kernels.selfcheck.op_info import DTYPES
 from server.engine.info import about, summary
 from tests.engine.driving import Driver
 from tests.engine.reference import random_prompt
 from tests.kernels.matrix import BACKENDS
 
 CPU = torch.device("cpu")
-NAMES = [op.name for op in OPS]
+NAMES = [op.full_name for op in OPS]
 
-PREPARING = ("row_invariant_head_dim", "prepare", "packed", "stacked")
+PREPARING = ("row_invariant_head_dim", "prepare", "pack", "pack_layers")
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -39,7 +41,7 @@ def test_what_is_right_passes(backend: str, dtype: torch.dtype) -> None:
 
 def test_the_table_has_every_operation() -> None:
     methods = [name for name in vars(Ops) if not name.startswith("_") and name not in PREPARING]
-    assert methods == NAMES, "give it a row in kernels/selfcheck/op_info.py"
+    assert tuple(methods) == OP_NAMES, "give it a row in kernels/selfcheck"
 
 
 class Off(ReferenceOps):
@@ -47,7 +49,7 @@ class Off(ReferenceOps):
 
     def __init__(self, *right: str) -> None:
         super().__init__()
-        for name in {*NAMES} - {*right}:
+        for name in {*OP_NAMES} - {*right}:
             setattr(self, name, self._off(getattr(self, name)))
 
     def _off(self, op: Callable[..., Any]) -> Callable[..., Any]:
@@ -67,14 +69,16 @@ class Off(ReferenceOps):
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_what_is_a_little_off_is_found(dtype: torch.dtype) -> None:
     assert [verdict.op for verdict in checked(Off(), dtype, CPU) if verdict.fault] == NAMES[:-1]
-    assert NAMES[-1] == LAYERS, "is made of the others, and has their mended form"
+    assert NAMES[-1] == FORWARD_LAYERS.name, "is made of the others, and has their mended form"
 
 
 def test_a_fault_of_one_operation_is_not_laid_upon_another() -> None:
-    for name in NAMES:
-        right: Any = SimpleNamespace(**{each: getattr(ReferenceOps(), each) for each in [*NAMES, *PREPARING]})
+    for name in OP_NAMES:
+        right: Any = SimpleNamespace(**{each: getattr(ReferenceOps(), each) for each in [*OP_NAMES, *PREPARING]})
         setattr(right, name, getattr(Off(), name))
-        assert [verdict.op for verdict in checked(right, torch.float32, CPU) if verdict.fault] == [name]
+        assert [verdict.op for verdict in checked(right, torch.float32, CPU) if verdict.fault] == [
+            op.full_name for op in OPS if op.name == name
+        ]
 
 
 @pytest.mark.parametrize("found", [torch.full((5, 37), torch.nan), torch.zeros(5, 37).double(), torch.zeros(5, 36)])
@@ -82,7 +86,7 @@ def test_nan_and_other_shapes_and_dtypes_are_faults(found: Tensor) -> None:
     ops = ReferenceOps()
     ops.silu_mul = lambda gate_up: found  # type: ignore[method-assign]
     faulty = [verdict.op for verdict in checked(ops, torch.float32, CPU) if verdict.fault]
-    assert faulty == ["feed_forward", "silu_mul"], "and what is made of it"
+    assert faulty == ["mlp", "silu_mul"], "and what is made of it"
 
 
 def test_the_reference_takes_the_place_of_what_is_faulty() -> None:

@@ -12,10 +12,10 @@ from torch import Tensor
 import kernels.backends as loading
 from cache_strategies.arena import Arena
 from config.errors import SettingsError
-from kernels.reference import ReferenceOps
+from kernels.reference.backend import ReferenceOps
 from kernels.selfcheck.check import checked
 from kernels.selfcheck.check_memory import memory_fault
-from kernels.selfcheck.op_info import OPS
+from kernels.selfcheck.op_db import OPS
 from kernels.store import KVStore, block_bytes
 from kernels.types import LayerSpec, Slots
 from tests.engine.driving import Driver

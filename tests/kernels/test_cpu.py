@@ -144,7 +144,7 @@ def test_a_row_of_a_quantized_product_does_not_depend_on_the_others(
     backend: str, bits: int, dtype: torch.dtype
 ) -> None:
     ops = BACKENDS[backend]()
-    linear = ops.quantized_linear
+    linear = ops.linear
     x, weight, bias = (torch.randn(shape).to(dtype) for shape in ((40, 96), (37, 96), (37,)))
     for group in (32, 48):  # the kernel's, and one that is the reference's
         quantized = quantize_weight(weight, bits, group)
@@ -155,8 +155,8 @@ def test_a_row_of_a_quantized_product_does_not_depend_on_the_others(
 
 def test_a_quantized_product_that_cannot_be_is_refused(backend: str) -> None:
     weight = quantize_weight(torch.randn(5, 64), 4, 32)
-    with pytest.raises(ValueError, match="quantized_linear: x must be"):
-        BACKENDS[backend]().quantized_linear(torch.ones(2, 32), weight)
+    with pytest.raises(ValueError, match="linear: x must be"):
+        BACKENDS[backend]().linear(torch.ones(2, 32), weight)
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from cache_strategies.arena import Arena
 from kernels.ops import Stored
-from kernels.reference import ReferenceOps
+from kernels.reference.backend import ReferenceOps
 from kernels.selfcheck.attention_case import AttentionCase, Layout, RowOf, Step
 from kernels.selfcheck.check import error_of
 from kernels.selfcheck.op_info import ATTENTION
@@ -152,6 +152,6 @@ def test_all_layers_in_one_call_have_the_bits_that_they_have_nearby(backend: str
         for start, n in ((0, 5), (5, 1)):
             where = Stored(scene.store, scene.slots([(row, start, n) for row in range(2)]), None)
             step = Step(ops, SPECS, [(slice(0, 2 * n), where)])
-            found.append(ops.run_layers(stack, x[2 * start :][: 2 * n], step))
+            found.append(ops.forward_layers(stack, x[2 * start :][: 2 * n], step))
         assert memory is None or scene.store.k(1).storage_offset() > FAR
     assert torch.equal(torch.cat(found[:2]), torch.cat(found[2:]))

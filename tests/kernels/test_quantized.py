@@ -9,7 +9,7 @@ import torch
 from gguf import GGMLQuantizationType as Type
 from torch import Tensor
 
-from kernels.quantization import Quantized, dequantize, joined, quantize_symmetric, quantize_weight, symmetric
+from kernels.quantization import QuantizedTensor, dequantize, joined, quantize_symmetric, quantize_weight, symmetric
 from tests.models.mlx_files import mlx_dequantized, mlx_quantized
 from tests.models.rounding import symmetric_rounded
 
@@ -165,4 +165,4 @@ def test_what_cannot_be_quantized_is_told(weight: Tensor, bits: int, group: int,
 
 def test_numbers_and_scales_that_do_not_fit_are_refused() -> None:
     with pytest.raises(ValueError, match="do not fit"):
-        Quantized(torch.zeros(2, 64, dtype=torch.uint8), torch.ones(2, 1), torch.ones(2, 1), 4, 64)
+        QuantizedTensor(torch.zeros(2, 64, dtype=torch.uint8), torch.ones(2, 1), torch.ones(2, 1), 4, 64)

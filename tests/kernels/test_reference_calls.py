@@ -12,7 +12,8 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from kernels.reference import TILE, ReferenceOps
+from kernels.reference.attention import TILE
+from kernels.reference.backend import ReferenceOps
 from tools.bench import kernel_inputs
 
 PAGE = Path(__file__).parents[2] / "docs" / "techniques.md"

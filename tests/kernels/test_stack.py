@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from kernels.composite import run_layers
-from kernels.ops import AttentionWeights, DecoderLayer, DecoderLayers, GatedWeights, Ops, Stored, Weight
+from kernels.composite import CompositeOps
+from kernels.ops import AttentionWeights, DecoderLayer, DecoderLayers, GatedMLP, Ops, Stored, Weight
 from kernels.quantization import quantize_weight
 from kernels.selfcheck.attention_case import AttentionCase, Layout, RowOf, Step
 from kernels.selfcheck.op_info import DTYPES
@@ -55,7 +55,7 @@ def layer(dtype: torch.dtype, i: int, bits: int | None) -> DecoderLayer:
         eps=1e-6,
     )
     up, down = weight(dtype, 2 * inner, WIDTH, bits=bits), weight(dtype, WIDTH, inner, bits=bits)
-    fed = GatedWeights(up, None, down, None, "silu")
+    fed = GatedMLP(up, None, down, None, "silu")
     if i == 0:
         return DecoderLayer(SPECS[0], around, fed, None)
     biases, q_norm, k_norm = torch.randn(2 * inner).to(dtype), *torch.rand(2, DIM).to(dtype).unbind()
@@ -66,7 +66,7 @@ def layer(dtype: torch.dtype, i: int, bits: int | None) -> DecoderLayer:
 
 def stack_of(ops: Ops, dtype: torch.dtype, bits: int | None) -> DecoderLayers:
     torch.manual_seed(0)
-    return ops.stacked([layer(dtype, i, bits).packed(ops) for i in range(len(SPECS))], dtype)
+    return ops.pack_layers([layer(dtype, i, bits).pack(ops) for i in range(len(SPECS))], dtype)
 
 
 def after(
@@ -84,7 +84,7 @@ def after(
             for i, (scene, window) in enumerate(zip(scenes, windows, strict=True))
         ]
         x, attention = torch.randn(len(scenes) * n, WIDTH).to(dtype), Step(ops, SPECS, stored)
-        x = run_layers(ops, stack, x, attention) if apart else ops.run_layers(stack, x, attention)
+        x = CompositeOps.forward_layers(ops, stack, x, attention) if apart else ops.forward_layers(stack, x, attention)
     idle = [i for i, (_, start, _) in enumerate(rows) if start < 0]
     return x[[i for i in range(len(x)) if i % n not in idle]], [scene.pages.memory for scene in scenes]
 

@@ -8,21 +8,22 @@ import pytest
 import torch
 
 from kernels.selfcheck.attention_case import AttentionCase, Layout, RowOf
-from kernels.selfcheck.op_info import DTYPES, OPS, markdown
+from kernels.selfcheck.op_db import OPS, markdown
+from kernels.selfcheck.op_info import DTYPES
 from tests.contract.brute import everything, seen
 from tests.kernels.matrix import LAYOUTS, ROWS, SPECS
 from tools.bench import kernel_inputs
 
 DOC = Path(__file__).parents[2] / "docs" / "kernels.md"
-ROW = {op.name: op for op in OPS}
+ROW = {op.full_name: op for op in OPS}
 
 
 def test_the_documentation_has_the_table() -> None:
     text = DOC.read_text(encoding="utf-8")
-    between = text.partition("<!-- operations: printed by python -m kernels.selfcheck.op_info -->\n")[2]
+    between = text.partition("<!-- operations: printed by python -m kernels.selfcheck.op_db -->\n")[2]
     told = between.partition("\n<!-- end of operations -->")[0]
     assert told == markdown(), (
-        "put what `python -m kernels.selfcheck.op_info` prints between the two comments of docs/kernels.md"
+        "put what `python -m kernels.selfcheck.op_db` prints between the two comments of docs/kernels.md"
     )
 
 
@@ -32,7 +33,7 @@ def test_every_operation_has_calls_that_move_something(
     op: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(kernel_inputs, "GIBIBYTE", 1 << 16)
-    calls = getattr(kernel_inputs, op)(dtype, 40)
+    calls = kernel_inputs.calls_of(ROW[op], dtype, 40)
     assert calls
     assert all(ROW[op].bytes(*call) > 0 for call in calls)
 

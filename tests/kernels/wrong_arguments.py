@@ -17,10 +17,12 @@ import torch
 from torch import Tensor
 
 from kernels.ops import DecoderLayers
-from kernels.reference import ReferenceOps
+from kernels.reference.backend import ReferenceOps
 from kernels.selfcheck.attention_case import Step
 from kernels.selfcheck.check import error_of
-from kernels.selfcheck.op_info import DTYPES, LAYERS, OPS, Op
+from kernels.selfcheck.layer_ops import FORWARD_LAYERS
+from kernels.selfcheck.op_db import OPS
+from kernels.selfcheck.op_info import DTYPES, Op
 from kernels.store import KVStore
 from kernels.types import Slots
 from tests.kernels.intercepted import Call, calls, real_tokens
@@ -145,7 +147,7 @@ def fault_of(call: Call, ops: Any, name: str, wrong: Any) -> str | None:
         wanted = call.run(ReferenceOps(), **{name: argument})
     except Exception as error:
         return f"raised nothing, and the reference {type(error).__name__}: {str(error).splitlines()[0]}"
-    if call.op.name == LAYERS:  # without the memory, as keys are rounded
+    if call.op.name == FORWARD_LAYERS.name:  # without the memory, as keys are rounded
         real = real_tokens(call.arguments["attention"])
         found, wanted = ([outs[0][real]] for outs in (found, wanted))
     return next(filter(None, map(off, [call.op] * len(found), found, wanted)), None)

@@ -11,7 +11,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from cache_strategies.base import Blocks, CacheUsage
 from cache_strategies.registry import declared
 from config.settings import Settings
-from kernels.selfcheck.op_info import OPS
+from kernels.selfcheck.op_db import OPS
 from server.engine.device import DeviceMemory
 from server.engine.info import About, State
 from server.engine.records import RequestRecord, StepReport

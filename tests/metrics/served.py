@@ -8,7 +8,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from threading import Thread
 
 from cache_strategies.base import BlockEvents, Blocks, CacheUsage
-from kernels.selfcheck.op_info import OPS
+from kernels.selfcheck.op_db import OPS
 from server.api.ops.metrics import OPENMETRICS
 from server.engine.device import DeviceMemory
 from server.engine.records import Admission, DraftRecord, StepPart

@@ -30,7 +30,7 @@ from transformers import (
     StableLmConfig,
 )
 
-from kernels.reference import ReferenceOps
+from kernels.reference.backend import ReferenceOps
 from server.models.config import load_config
 from server.models.decoder import Decoder
 from server.models.weights import Safetensors

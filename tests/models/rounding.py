@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from kernels.ops import Packed
-from kernels.quantization import Quantized, dequantize
-from kernels.reference import ReferenceOps
+from kernels.ops import Weight
+from kernels.quantization import QuantizedTensor, dequantize
+from kernels.reference.backend import ReferenceOps
 from server.models.weights import Format
 
 SHORT_TEXTS = torch.arange(2, 50).view(
@@ -46,8 +46,9 @@ def rounded(model: PreTrainedModel, format: Format) -> PreTrainedModel:
 class RoundedInputs(ReferenceOps):
     """Rounds x to 127 whole numbers of either sign by groups, where the C++ kernels do; multiplies in float64."""
 
-    def quantized_linear(self, x: Tensor, weight: Quantized | Packed, bias: Tensor | None = None) -> Tensor:
-        assert isinstance(weight, Quantized)
+    def linear(self, x: Tensor, weight: Weight, bias: Tensor | None = None) -> Tensor:
+        if not isinstance(weight, QuantizedTensor):
+            return super().linear(x, weight, bias)
         groups = x.double().unflatten(-1, (-1, weight.group))
         step = groups.abs().amax(-1, keepdim=True).clamp_min(1e-300) / 127
         y = ((groups / step).round() * step).flatten(1) @ dequantize(weight).double().T

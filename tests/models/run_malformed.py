@@ -23,7 +23,7 @@ from torch import Tensor
 from config.errors import SettingsError
 from kernels.backends import backends
 from kernels.ops import Ops
-from kernels.reference import ReferenceOps
+from kernels.reference.backend import ReferenceOps
 from server.models.files.directory import locate
 from server.models.load import describe, load_model
 from server.models.no_cache import FullContext

@@ -18,7 +18,7 @@ from transformers import (
     SiglipVisionConfig,
 )
 
-from kernels.reference import ReferenceOps
+from kernels.reference.backend import ReferenceOps
 from server.models.config import load_config
 from server.models.decoder import Decoder
 from server.models.errors import ModelError

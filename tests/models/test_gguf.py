@@ -18,8 +18,8 @@ from transformers import PreTrainedModel
 from config.errors import SettingsError
 from kernels.backends import REFERENCE
 from kernels.ops import Ops
-from kernels.quantization import Quantized, dequantize
-from kernels.reference import ReferenceOps
+from kernels.quantization import QuantizedTensor, dequantize
+from kernels.reference.backend import ReferenceOps
 from server.models.base import Model
 from server.models.config import eos_ids_of, load_config
 from server.models.errors import ModelError
@@ -138,7 +138,7 @@ def test_numbers_and_scales_stay_those_of_the_file(name: str, kind: Type, bits: 
     for stored, expected in theirs.named_parameters():
         if expected.dim() == 2:
             for got in (read(stored, expected.shape) for read in (weights.matrix, weights.embedding)):
-                assert isinstance(got, Quantized)
+                assert isinstance(got, QuantizedTensor)
                 assert (got.bits, got.group, got.scale.dtype) == (bits, 32, torch.float16)
                 assert torch.equal(dequantize(got), expected), stored
     model = served(file, as_stored=True)
@@ -168,7 +168,7 @@ def test_scales_that_float16_cannot_multiply(tmp_path: Path) -> None:
     writer.add_tensor("output.weight", data, raw_dtype=Type.Q8_0)
     file = finish(writer, tmp_path / "a.gguf")
     got = GGUFWeights(file, torch.float32, torch.device("cpu"), as_stored=True).matrix("lm_head.weight", (2, 64))
-    assert isinstance(got, Quantized)
+    assert isinstance(got, QuantizedTensor)
     expected = numbers.astype(np.float64) * np.repeat(scale, 32, 1)
     torch.testing.assert_close(dequantize(got).double(), torch.from_numpy(expected), rtol=1e-5, atol=0)
 

@@ -23,7 +23,7 @@ from transformers import (
     Qwen3NextConfig,
 )
 
-from kernels.reference import ReferenceOps
+from kernels.reference.backend import ReferenceOps
 from server.models.errors import ModelError
 from server.models.load import describe, load_model
 from server.models.no_cache import FullContext

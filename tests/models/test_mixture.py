@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from kernels.backends import REFERENCE
-from kernels.ops import GatedWeights
+from kernels.ops import GatedMLP
 from server.models.layers import Mixture
 from tests.kernels.matrix import BACKENDS, NAMES
 
@@ -25,8 +25,8 @@ def test_a_token_that_is_no_number_takes_no_others_experts(backend: str, dtype: 
         return (torch.randn(*shape) / shape[-1] ** 0.5).to(dtype)
 
     ops = BACKENDS[backend]()
-    experts = [GatedWeights(drawn(2 * INNER, WIDTH), None, drawn(WIDTH, INNER), None, "silu") for _ in range(EXPERTS)]
-    mixture = Mixture(drawn(EXPERTS, WIDTH), experts, chosen=2, normalise=True).packed(ops)
+    experts = [GatedMLP(drawn(2 * INNER, WIDTH), None, drawn(WIDTH, INNER), None, "silu") for _ in range(EXPERTS)]
+    mixture = Mixture(drawn(EXPERTS, WIDTH), experts, chosen=2, normalise=True).pack(ops)
     h, token = drawn(TOKENS, WIDTH), random.randrange(TOKENS)
     poisoned = h.index_fill(0, torch.tensor([token]), poison)
     others = [i for i in range(TOKENS) if i != token]

@@ -22,8 +22,8 @@ from transformers import LlamaForCausalLM, PreTrainedModel
 
 from kernels.backends import REFERENCE
 from kernels.ops import Ops
-from kernels.quantization import Quantized, dequantize, quantize_symmetric, quantize_weight
-from kernels.reference import ReferenceOps
+from kernels.quantization import QuantizedTensor, dequantize, quantize_symmetric, quantize_weight
+from kernels.reference.backend import ReferenceOps
 from server.engine.info import about
 from server.models.base import Model
 from server.models.errors import ModelError
@@ -262,7 +262,7 @@ def test_numbers_of_other_bits_are_rounded_once_more(tmp_path: Path) -> None:
     stored = MLXWeights(tmp_path, torch.float32, CPU, as_stored=True)
     with quantized.quantized(stored, tmp_path, INT8, CPU, layers=3) as weights:
         found = weights.matrix("model.layers.0.mlp.down_proj.weight", (64, 128))
-    assert isinstance(found, Quantized)
+    assert isinstance(found, QuantizedTensor)
     assert (found.bits, found.group) == (8, 128)
     expected = symmetric_rounded(theirs.model.layers[0].mlp.down_proj.weight.detach().numpy(), 8)
     torch.testing.assert_close(dequantize(found), torch.from_numpy(expected), rtol=0, atol=1e-6)

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from kernels.selfcheck.op_info import OPS
+from kernels.selfcheck.op_db import OPS
 from server.cli.main import main
 from server.models.config import load_config
 from server.profiling.command import flags
@@ -75,7 +75,7 @@ def test_the_engine_is_as_before(tiny: Path) -> None:
 
 def test_products_are_those_of_the_matrices(tiny: Path) -> None:
     model = Driver(tiny).core.model
-    matrices = [t for layer in model._stack.layers for t in layer.tensors() if len(t.shape) == 2]  # type: ignore[attr-defined]
+    matrices = [t for layer in model._layers.layers for t in layer.tensors() if len(t.shape) == 2]  # type: ignore[attr-defined]
     head = model.facts.vocab_size * load_config(tiny).hidden_size
     assert products(load_config(tiny), 7, 2) == 2 * (7 * sum(m.shape.numel() for m in matrices) + 2 * head)
 

@@ -14,7 +14,7 @@ from cache_strategies.block_table import BlockTableCache, TableSeat
 from cache_strategies.paged.cache import PagedCache
 from cache_strategies.paged.seat import PagedSeat
 from config.settings import StrategySettings
-from kernels.reference import ReferenceOps
+from kernels.reference.backend import ReferenceOps
 from kernels.types import LayerSpec
 
 LAYER = LayerSpec(1, 1, 4, 4)

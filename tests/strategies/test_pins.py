@@ -10,7 +10,7 @@ from cache_strategies.arena import Arena
 from cache_strategies.base import CacheSetup, Geometry, PinError
 from cache_strategies.paged.cache import PagedCache, PagedOptions
 from config.settings import StrategySettings
-from kernels.reference import ReferenceOps
+from kernels.reference.backend import ReferenceOps
 from tests.strategies.driving import BLOCK, LAYER, empty, opened, paged, read
 
 TEXT = list(range(10, 24))  # three blocks of 4, and two tokens

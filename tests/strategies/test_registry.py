@@ -15,7 +15,7 @@ from cache_strategies.contiguous import ContiguousCache
 from cache_strategies.registry import build, declared, load_kind, page_bytes, pages_needed, share_pages
 from config.errors import SettingsError
 from config.settings import StrategySettings, default_strategies
-from kernels.reference import ReferenceOps
+from kernels.reference.backend import ReferenceOps
 from kernels.store import block_bytes
 from kernels.types import LayerSpec
 

@@ -13,11 +13,12 @@ import torch
 from torch import Tensor
 
 from kernels.memory import allocate
-from kernels.ops import AttentionWeights, DecoderLayer, DecoderLayers, GatedWeights, Ops, Stored
-from kernels.quantization import Quantized
-from kernels.reference import ReferenceOps
+from kernels.ops import AttentionWeights, DecoderLayer, DecoderLayers, GatedMLP, Ops, Stored
+from kernels.quantization import QuantizedTensor
+from kernels.reference.backend import ReferenceOps
 from kernels.sampling import Drawing
 from kernels.selfcheck.attention_case import Step
+from kernels.selfcheck.op_info import Op
 from kernels.store import KVStore, Pages, block_bytes
 from kernels.types import LayerSpec, Slots
 
@@ -42,6 +43,12 @@ def numbers(count: int, dtype: torch.dtype) -> Tensor:
     return many
 
 
+def calls_of(op: Op, dtype: torch.dtype, rows: int) -> Calls:
+    """Return the calls to measure of an operation; `rows` of x, or tokens of the text where it reads one."""
+    calls: Calls = globals()[op.full_name.replace(".", "_")](dtype, rows)
+    return calls
+
+
 def linear(dtype: torch.dtype, rows: int) -> Calls:
     """x [rows, 896] times gate and up of one layer after the other."""
     count = -(-GIBIBYTE // (2 * INNER * WIDTH * dtype.itemsize))
@@ -50,23 +57,25 @@ def linear(dtype: torch.dtype, rows: int) -> Calls:
     return [(x, weight) for weight in weights]
 
 
-def quantized_linear(dtype: torch.dtype, rows: int) -> Calls:
+def linear_quantized(dtype: torch.dtype, rows: int) -> Calls:
     """The same of weights of 4 bits a number; scale and offset in the dtype."""
     width, groups = WIDTH * QUANTIZED_BITS // 8, WIDTH // QUANTIZED_GROUP
     count = -(-GIBIBYTE // (2 * INNER * (width + 2 * groups * dtype.itemsize)))
     packed = numbers(count * 2 * INNER * width // dtype.itemsize, dtype).view(torch.uint8).view(count, 2 * INNER, width)
     scale, offset = numbers(2 * count * 2 * INNER * groups, dtype).view(2, count, 2 * INNER, groups)
     x = numbers(rows * WIDTH, dtype).view(rows, WIDTH)
-    return [(x, Quantized(*of, QUANTIZED_BITS, QUANTIZED_GROUP)) for of in zip(packed, scale, offset, strict=True)]
+    return [
+        (x, QuantizedTensor(*of, QUANTIZED_BITS, QUANTIZED_GROUP)) for of in zip(packed, scale, offset, strict=True)
+    ]
 
 
-def enter_attention(dtype: torch.dtype, rows: int) -> Calls:
+def qkv_proj_rope(dtype: torch.dtype, rows: int) -> Calls:
     """One layer after the other, each after what the one before adds."""
     x, positions = numbers(rows * WIDTH, dtype).view(rows, WIDTH), torch.arange(rows)
     return [(layer, x, x, positions) for layer in _layers(dtype, rows)]
 
 
-def leave_attention(dtype: torch.dtype, rows: int) -> Calls:
+def o_proj_add_norm(dtype: torch.dtype, rows: int) -> Calls:
     x = numbers(rows * WIDTH, dtype).view(rows, WIDTH)
     return [(layer, x, x) for layer in _layers(dtype, rows)]
 
@@ -81,18 +90,16 @@ def _layers(dtype: torch.dtype, positions: int) -> Iterator[AttentionWeights]:
         yield AttentionWeights(norm, qkv, None, None, tables, HEADS, KV_HEADS, o, None, None, norm, 1e-6)
 
 
-def feed_forward(dtype: torch.dtype, rows: int) -> Calls:
+def mlp(dtype: torch.dtype, rows: int) -> Calls:
     h, each = numbers(rows * WIDTH, dtype).view(rows, WIDTH), 3 * INNER * WIDTH
     weights = numbers(-(-GIBIBYTE // (each * dtype.itemsize)) * each, dtype).split(each)
     parts = (some.split_with_sizes((2 * INNER * WIDTH, INNER * WIDTH)) for some in weights)
-    return [
-        (GatedWeights(up.view(2 * INNER, WIDTH), None, down.view(WIDTH, INNER), None, "silu"), h) for up, down in parts
-    ]
+    return [(GatedMLP(up.view(2 * INNER, WIDTH), None, down.view(WIDTH, INNER), None, "silu"), h) for up, down in parts]
 
 
-def run_layers(dtype: torch.dtype, rows: int) -> Calls:
+def forward_layers(dtype: torch.dtype, rows: int) -> Calls:
     """A step of so many sequences, each of which begins."""
-    fed = (weights for weights, _ in feed_forward(dtype, rows))
+    fed = (weights for weights, _ in mlp(dtype, rows))
     layers = [DecoderLayer(*parts, None) for parts in zip(LAYERS, _layers(dtype, rows), fed, strict=False)]
     specs = LAYERS[: len(layers)]
     arena = Pages(rows, block_bytes(specs, BLOCK, dtype))
@@ -108,10 +115,10 @@ def packed(ops: Ops, op: str, call: tuple[Any, ...]) -> tuple[Any, ...]:
     """The call with its weights as these operations multiply them fastest."""
     first, second, *rest = *call, None
     if isinstance(first, DecoderLayers):
-        return ops.stacked([layer.packed(ops) for layer in first.layers], second.dtype), *call[1:]
-    if isinstance(first, AttentionWeights | GatedWeights):
-        return first.packed(ops), *call[1:]
-    return (first, ops.packed(second), *rest[:-1]) if op in ("linear", "quantized_linear") else call
+        return ops.pack_layers([layer.pack(ops) for layer in first.layers], second.dtype), *call[1:]
+    if isinstance(first, AttentionWeights | GatedMLP):
+        return first.pack(ops), *call[1:]
+    return (first, ops.pack(second), *rest[:-1]) if op == "linear" else call
 
 
 def sample(dtype: torch.dtype, rows: int) -> Calls:

@@ -19,8 +19,9 @@ import torch.nn.functional as F
 
 from kernels.backends import REFERENCE, backends
 from kernels.ops import Ops
-from kernels.reference import ReferenceOps
-from kernels.selfcheck.op_info import OPS, Op
+from kernels.reference.backend import ReferenceOps
+from kernels.selfcheck.op_db import OPS
+from kernels.selfcheck.op_info import Op
 from server.profiling.machine import read_bandwidth, seconds
 from tools.bench import kernel_inputs
 from tools.bench.kernel_inputs import GIBIBYTE, LAYERS, Calls, Texts, attend, numbers, packed
@@ -28,16 +29,16 @@ from tools.bench.kernel_inputs import GIBIBYTE, LAYERS, Calls, Texts, attend, nu
 CONTEXTS = {  # tokens, and rows of x or of logits
     "attend": (128, 1024, 4096, 16384),
     "linear": (1, 8),
-    "quantized_linear": (1, 8),
-    "enter_attention": (1, 8),
-    "leave_attention": (1, 8),
-    "feed_forward": (1, 8),
+    "linear.quantized": (1, 8),
+    "qkv_proj_rope": (1, 8),
+    "o_proj_add_norm": (1, 8),
+    "mlp": (1, 8),
     "sample": (1, 16),
     "repeat_kv_heads": (128, 4096),
     "repeat_kv_heads_step": (128, 4096),
 }
 TOKENS = (512,)
-NAMES = [op.name for op in OPS]
+NAMES = [op.full_name for op in OPS]
 
 
 class Row(NamedTuple):
@@ -97,17 +98,17 @@ def measured(
 ) -> Iterator[Row]:
     """All rows of these, one after the other; `queries` of attend alone."""
     memory, here = numbers(GIBIBYTE // 4, torch.float32), _here(wanted)
-    for op in (op for op in OPS if op.name in ops):
+    for op in (op for op in OPS if op.full_name in ops):
         for dtype in dtypes:
-            for context in contexts or CONTEXTS.get(op.name, TOKENS):
-                print(f"\r{op.name}, {dtype}, {context} ...\033[K\r", end="", file=sys.stderr, flush=True)
+            for context in contexts or CONTEXTS.get(op.full_name, TOKENS):
+                print(f"\r{op.full_name}, {dtype}, {context} ...\033[K\r", end="", file=sys.stderr, flush=True)
                 sdpa = queries == 1 and (wanted is None or "sdpa" in wanted)
                 for run in _runs(op, getattr(torch, dtype), context, queries, here, sdpa=sdpa):
                     read = read_bandwidth(memory)
                     took = seconds(run.once)
                     speed = run.bytes / took
                     each = 1e6 * took / run.calls
-                    yield Row(op.name, run.name, dtype, context, each, speed / 1e9, read / 1e9, speed / read)
+                    yield Row(op.full_name, run.name, dtype, context, each, speed / 1e9, read / 1e9, speed / read)
 
 
 class Run(NamedTuple):
@@ -135,7 +136,7 @@ def _here(wanted: Sequence[str] | None) -> Mapping[str, Ops]:
 def _runs(
     op: Op, dtype: torch.dtype, context: int, queries: int, here: Mapping[str, Ops], *, sdpa: bool
 ) -> Iterator[Run]:
-    calls = attend(dtype, context, queries) if op.name == "attend" else getattr(kernel_inputs, op.name)(dtype, context)
+    calls = attend(dtype, context, queries) if op.name == "attend" else kernel_inputs.calls_of(op, dtype, context)
     size = sum(op.bytes(*call) for call in calls)
     for name, ops in here.items():
         ready = [packed(ops, op.name, call) for call in calls]

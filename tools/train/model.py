@@ -58,7 +58,7 @@ class Attention(nn.Module):
         return heads.transpose(1, 2)  # (B, heads, T, head_dim)
 
 
-class FeedForward(nn.Module):
+class MLP(nn.Module):
     def __init__(self, shape: Shape) -> None:
         super().__init__()
         self.gate_proj = nn.Linear(shape.width, shape.ff, bias=False)
@@ -76,7 +76,7 @@ class Block(nn.Module):
         self.input_layernorm = nn.RMSNorm(shape.width, shape.norm_eps)
         self.self_attn = Attention(shape)
         self.post_attention_layernorm = nn.RMSNorm(shape.width, shape.norm_eps)
-        self.mlp = FeedForward(shape)
+        self.mlp = MLP(shape)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         x = x + self.self_attn(self.input_layernorm(x), cos, sin)

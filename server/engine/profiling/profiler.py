@@ -27,7 +27,8 @@ from torch.autograd.profiler import profile  # what torch.profiler stands on; th
 from torch.profiler import record_function
 
 from kernels.ops import Attention, DecoderLayers, Ops
-from kernels.selfcheck.op_info import LAYERS, Op
+from kernels.selfcheck.layer_ops import FORWARD_LAYERS
+from kernels.selfcheck.op_info import Op
 from kernels.tracing import OpHook, Run
 from server.engine.ipc.messages import Answer, Failed, Profile
 from server.engine.profiling.trace_table import table_of
@@ -56,12 +57,12 @@ class Annotated(OpHook):
         with record_function(op.name):
             return run(*args, **kwargs)
 
-    def took(self, name: str, seconds: float) -> None:
+    def on_seconds(self, name: str, seconds: float) -> None:
         self.in_layers[name] += seconds
 
-    def run_layers(self, run: Run, stack: DecoderLayers, x: Tensor, attention: Attention) -> Tensor:
-        with record_function(LAYERS):
-            return super().run_layers(run, stack, x, attention)
+    def forward_layers(self, run: Run, layers: DecoderLayers, x: Tensor, attention: Attention) -> Tensor:
+        with record_function(FORWARD_LAYERS.name):
+            return super().forward_layers(run, layers, x, attention)
 
 
 @dataclass

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kernels.quantization import Quantized, dequantize, packed, symmetric
+from kernels.quantization import QuantizedTensor, dequantize, packed, symmetric
 from server.models.errors import ModelError
 from server.models.formats.gguf_config import Keys
 from server.models.formats.gguf_file import TensorInfo, read_header
@@ -56,7 +56,7 @@ class GGUFWeights:
 
     def get(self, name: str, shape: Shape) -> Tensor:
         tensor = self._found(name, shape)
-        tensor = dequantize(tensor) if isinstance(tensor, Quantized) else tensor
+        tensor = dequantize(tensor) if isinstance(tensor, QuantizedTensor) else tensor
         if self._keys.row.norm_offset and name.endswith("norm.weight"):
             tensor = tensor.float() - self._keys.row.norm_offset
         return finite(self.what(name), tensor.to(device=self._device, dtype=self._dtype))
@@ -65,7 +65,7 @@ class GGUFWeights:
         if not self._as_stored:
             return self.get(name, shape)
         found = self._found(name, shape)
-        return found.to(self._device) if isinstance(found, Quantized) else self.get(name, shape)
+        return found.to(self._device) if isinstance(found, QuantizedTensor) else self.get(name, shape)
 
     embedding = matrix
 
@@ -79,7 +79,7 @@ class GGUFWeights:
         found = self._read(info)
         if self._keys.row.permuted and (heads := self._heads(name)):
             rows = _in_halves(found.shape[0], heads)
-            found = found.rows(rows) if isinstance(found, Quantized) else found[rows]
+            found = found.rows(rows) if isinstance(found, QuantizedTensor) else found[rows]
         return found
 
     def what(self, name: str) -> str:
@@ -148,7 +148,7 @@ def _type_name(kind: int) -> str:
         return str(kind)
 
 
-def _whole(rows: Tensor, bits: int) -> Quantized:
+def _whole(rows: Tensor, bits: int) -> QuantizedTensor:
     """Unpack blocks of Q8_0 or Q4_0: a scale in float16 and 32 numbers; of 4 bits, the first 16 in the lower halves."""
     blocks = rows.view(len(rows), -1, 2 + 4 * bits)
     scale = blocks[..., :2].contiguous().view(torch.float16)[..., 0]

@@ -14,7 +14,7 @@ import torch
 from pydantic import BaseModel, ConfigDict, ValidationError
 from torch import Tensor
 
-from kernels.quantization import Quantized, check_format, dequantize
+from kernels.quantization import QuantizedTensor, check_format, dequantize
 from server.models.config_file import Count, read_json
 from server.models.errors import ModelError
 from server.models.weights import READABLE, Matrix, Safetensors, Shape, check_shape
@@ -59,7 +59,7 @@ class MLXWeights:
 
     def get(self, name: str, shape: Shape) -> Tensor:
         found = self._found(name, shape)
-        return dequantize(found).to(self._dtype) if isinstance(found, Quantized) else found
+        return dequantize(found).to(self._dtype) if isinstance(found, QuantizedTensor) else found
 
     def matrix(self, name: str, shape: Shape) -> Matrix:
         return self._found(name, shape) if self._as_stored else self.get(name, shape)
@@ -93,7 +93,7 @@ class MLXWeights:
             ) from None
 
 
-def _checked(packed: Tensor, scale: Tensor, offset: Tensor, how: _Quantization, what: str) -> Quantized:
+def _checked(packed: Tensor, scale: Tensor, offset: Tensor, how: _Quantization, what: str) -> QuantizedTensor:
     """Return a quantized matrix. Raises ModelError if its tensors and config.json do not fit each other."""
     if not all(part.dim() == 2 for part in (packed, scale, offset)):
         raise ModelError(f"{what}: weight, scales and biases must be matrices; is the checkpoint complete?")
@@ -112,4 +112,4 @@ def _checked(packed: Tensor, scale: Tensor, offset: Tensor, how: _Quantization, 
             f"{what} is not in {how.bits} bits and groups of {how.group_size}, as quantization says: weight, scales "
             f"and biases are {packed.dtype} {shapes[0]}, {scale.dtype} {shapes[1]} and {offset.dtype} {shapes[2]}"
         )
-    return Quantized(packed.view(torch.uint8), scale, offset, how.bits, how.group_size)
+    return QuantizedTensor(packed.view(torch.uint8), scale, offset, how.bits, how.group_size)

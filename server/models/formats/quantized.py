@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from kernels.quantization import Quantized, dequantize, quantize_symmetric
+from kernels.quantization import QuantizedTensor, dequantize, quantize_symmetric
 from server.models.errors import ModelError
 from server.models.formats.weights_cache import CachedWeights, CachedWeightsWriter, folder_of, found
 from server.models.weights import Format, Kept, Matrix, Shape, Weights, check_shape
@@ -84,14 +84,14 @@ class QuantizedWeights:
 
     def embedding(self, name: str, shape: Shape) -> Matrix:
         found = self._weights.embedding(name, shape)
-        return found if isinstance(found, Quantized) else found.to(self._dtype)
+        return found if isinstance(found, QuantizedTensor) else found.to(self._dtype)
 
     def matrix(self, name: str, shape: Shape) -> Matrix:
         if self._stored is not None and (earlier := self._stored.get(name)) is not None:
             check_shape(f"what an earlier start kept of {name!r}", earlier.shape, shape)
             return earlier.to(self._device)
         found = self._weights.matrix(name, shape)
-        if isinstance(found, Quantized):
+        if isinstance(found, QuantizedTensor):
             if found.bits == self._format.bits:
                 return found
             found = dequantize(found).to(found.scale.dtype)
@@ -101,7 +101,7 @@ class QuantizedWeights:
             self._draft.put(name, rounded)
         return rounded
 
-    def _rounded(self, name: str, weight: Tensor) -> Quantized:
+    def _rounded(self, name: str, weight: Tensor) -> QuantizedTensor:
         width, group = weight.shape[1], self._format.group
         divided = group is None or width % group == 0
         if not divided:

@@ -25,7 +25,7 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
-from kernels.quantization import BITS, Quantized, symmetric
+from kernels.quantization import BITS, QuantizedTensor, symmetric
 from server.models.config_file import read_json
 from server.models.errors import ModelError, first_line
 from server.models.files.atomic_directory import Scratch
@@ -69,7 +69,7 @@ class CachedWeights:
         self._damaged = False
         log.info("quantized weights are those in %s", folder)
 
-    def get(self, name: str) -> Quantized | None:
+    def get(self, name: str) -> QuantizedTensor | None:
         """Return a matrix in memory; None if it was not kept, or is damaged, which is logged once."""
         for bits in BITS:
             if (numbers := f"{name}.int{bits}") in self._tensors or numbers in self._checksums:
@@ -119,7 +119,7 @@ class CachedWeightsWriter:
         self._checksums: dict[str, int] = {}
         self._given_up = False
 
-    def put(self, name: str, weight: Quantized) -> None:
+    def put(self, name: str, weight: QuantizedTensor) -> None:
         """Add a symmetric matrix."""
         if self._given_up:
             return

@@ -1,6 +1,6 @@
 """Tries a mutant: a Metal kernel with one small fault, and what catches it.
 
-That is the emulator's checker, its compiler, or a result of kernels/selfcheck/sample_inputs.py that is not the
+That is the emulator's checker, its compiler, or a result of a row of kernels/selfcheck/op_db.py that is not the
 reference's. A few samples more stand here, of what is too long or too exact for a self-check. Which mutants there are
 is not known here.
 """
@@ -24,11 +24,11 @@ from kernels.metal.backend import MetalOps
 from kernels.metal.emulator import KernelFault, compile_shader
 from kernels.metal.library import Kernels
 from kernels.ops import Ops
-from kernels.reference import ReferenceOps
+from kernels.reference.backend import ReferenceOps
 from kernels.selfcheck.attention_case import AttentionCase, Layout, RowOf
 from kernels.selfcheck.check import error_of
-from kernels.selfcheck.op_info import OPS
-from kernels.selfcheck.sample_inputs import Results
+from kernels.selfcheck.op_db import OPS
+from kernels.selfcheck.op_info import Samples
 from kernels.types import LayerSpec
 
 CPU = torch.device("cpu")
@@ -79,8 +79,8 @@ KERNELS: dict[str, tuple[str, ...]] = {
     "merge": ("decode", "attend"),
     "prefill": ("prefill", "attend"),
     "linear": ("linear", "linear"),
-    "quantized_linear": ("quantized", "quantized_linear"),
-    "dequantize_weight": ("quantized", "quantized_linear"),
+    "quantized_linear": ("quantized", "linear.quantized"),
+    "dequantize_weight": ("quantized", "linear.quantized"),
 }
 
 
@@ -90,7 +90,7 @@ def _equal(ours: Tensor, theirs: Tensor) -> Tensor:
     return torch.ones(()) if ours.dtype is torch.float32 else (ours == theirs).float().mean()
 
 
-def _norm_bits(ops: Ops, dtype: torch.dtype, device: torch.device) -> Results:
+def _norm_bits(ops: Ops, dtype: torch.dtype, device: torch.device) -> Samples:
     """A rounding more or less is below every tolerance, but not below the bits of many numbers."""
     x, weight = torch.randn(2, 40, 256, generator=torch.Generator().manual_seed(0))
     for what, each in (("as in Llama", weight[0].to(dtype)), ("as in Gemma", weight[0])):
@@ -98,12 +98,12 @@ def _norm_bits(ops: Ops, dtype: torch.dtype, device: torch.device) -> Results:
         yield f"equal bits, {what}", _equal(ops.rms_norm(*arguments), ReferenceOps().rms_norm(*arguments))
 
 
-def _gate_bits(ops: Ops, dtype: torch.dtype, device: torch.device) -> Results:
+def _gate_bits(ops: Ops, dtype: torch.dtype, device: torch.device) -> Samples:
     x = torch.randn(40, 512, generator=torch.Generator().manual_seed(0)).to(dtype)
     yield "equal bits", _equal(ops.silu_mul(x), ReferenceOps().silu_mul(x))
 
 
-def _long_texts(ops: Ops, dtype: torch.dtype, device: torch.device) -> Results:
+def _long_texts(ops: Ops, dtype: torch.dtype, device: torch.device) -> Samples:
     """Several splits, all of whose simdgroups have keys; heads and groups that are wide."""
     rows = (RowOf(2 * SPLIT + 88, 1), RowOf(SPLIT - 1, 1), RowOf(SPLIT, 1), RowOf(SPLIT + 30, 9), RowOf(0, 70))
     for what, spec, layout in (
@@ -140,8 +140,8 @@ def caught(kernel: str, dtype: torch.dtype, change: Callable[[str], str]) -> str
 
 def _astray(ops: Ops, name: str, dtype: torch.dtype) -> str | None:
     """The first result of an operation that is not the reference's."""
-    op = next(op for op in OPS if op.name == name)
-    for tried in filter(None, (op.tried, FURTHER.get(name))):
+    op = next(op for op in OPS if op.full_name == name)
+    for tried in filter(None, (op.samples, FURTHER.get(name))):
         for (what, ours), (_, theirs) in zip(tried(ops, dtype, CPU), tried(ReferenceOps(), dtype, CPU), strict=True):
             error = error_of(ours, theirs)
             if not error <= op.tolerance[dtype]:

@@ -18,7 +18,7 @@ from kernels.metal.emulator import compile_shader
 from kernels.metal.library import Kernels
 from kernels.metal.runtime import load_emulated
 from kernels.quantization import quantize_weight
-from kernels.reference import ReferenceOps
+from kernels.reference.backend import ReferenceOps
 from kernels.selfcheck.attention_case import AttentionCase, Layout, RowOf
 from kernels.store import KVStore, block_bytes
 from kernels.types import LayerSpec, Slots
@@ -155,19 +155,19 @@ def _wrong_layers() -> dict[str, tuple[str, Call]]:
         "a bias elsewhere": ("on meta", lambda ops, at: ops.linear(x, square, norm.to(away))),
         "a quantized weight of another width": (
             "x must be",
-            lambda ops, at: ops.quantized_linear(x[:, 1:], quantized),
+            lambda ops, at: ops.linear(x[:, 1:], quantized),
         ),
         "a long bias of many rows": (
             "bias must be .*64",
-            lambda ops, at: ops.quantized_linear(torch.ones(99, 64), quantized, torch.ones(65)),
+            lambda ops, at: ops.linear(torch.ones(99, 64), quantized, torch.ones(65)),
         ),
         "a quantized weight elsewhere": (
             "on meta",
-            lambda ops, at: ops.quantized_linear(x, quantized.to(away)),
+            lambda ops, at: ops.linear(x, quantized.to(away)),
         ),
         "a quantized weight's scale elsewhere": (
             "on meta",
-            lambda ops, at: ops.quantized_linear(x, replace(quantized, scale=quantized.scale.to(away))),
+            lambda ops, at: ops.linear(x, replace(quantized, scale=quantized.scale.to(away))),
         ),
         "a norm of another width": ("must be", lambda ops, at: ops.rms_norm(x, norm[1:], 1e-6)),
         "a norm elsewhere": ("on meta", lambda ops, at: ops.rms_norm(x, norm.to(away), 1e-6)),

@@ -1,10 +1,10 @@
-// `Ops.run_layers` as torch sees it: a model's layers, kept in the form of pass.h, and a step through them in one call.
+// `Ops.forward_layers` as torch sees it: a model's layers, kept in the form of decoder_forward.h; a step is one call.
 #include <ATen/ops/clone.h>
 #include <torch/library.h>
 
 #include <limits>
 
-#include "pass.h"
+#include "decoder_forward.h"
 
 namespace kvmux {
 namespace {
@@ -15,7 +15,7 @@ using at::Tensor;
 // library: several instruction sets may be loaded together.
 struct Planes : torch::CustomClassHolder {
   Planes(const std::vector<Tensor>& keys, const std::vector<Tensor>& values) : tensors{keys, values} {
-    TORCH_CHECK_VALUE(keys.size() == values.size() && !keys.empty(), "run_layers: keys and values of other layers");
+    TORCH_CHECK_VALUE(keys.size() == values.size() && !keys.empty(), "forward_layers: keys and values of other layers");
     for (const Tensor& plane : keys) add("the keys' memory", plane, k);
     for (const Tensor& plane : values) add("the values' memory", plane, v);
   }
@@ -23,7 +23,7 @@ struct Planes : torch::CustomClassHolder {
   // All planes are of the first one's type.
   void add(const char* name, const Tensor& plane, std::vector<Memory>& planes) {
     const Types types = k.empty() ? FLOATS | only(at::kChar) : only(k[0].type);
-    expect("run_layers", name, plane, types, {ANY, SOME, SOME, SOME});
+    expect("forward_layers", name, plane, types, {ANY, SOME, SOME, SOME});
     planes.emplace_back(plane);
   }
 
@@ -74,7 +74,7 @@ void Layers::add(const c10::Dict<std::string, Tensor>& tensors, const std::vecto
   const auto projection = [&](size_t i, const char* bias) {
     const PackedWeight weight(weights[i], formats[i]);
     const Tensor added = found(bias);
-    return Projection{multiplier(weight, type_),
+    return Projection{make_gemm(weight, type_),
                       padded_bias(added.defined() ? std::optional(added) : std::nullopt, weight, bias)};
   };
   Layer l{
@@ -109,12 +109,12 @@ void Layers::expect_layer(const Layer& l) const {
   const auto between = [](int64_t n, int64_t last) { return 0 < n && n <= last; };
   TORCH_CHECK_VALUE(between(l.q_heads, MOST) && between(l.kv_heads, l.q_heads) && l.q_heads % l.kv_heads == 0 &&
                         between(l.head_dim, MAX_DIM) && l.model_window > 0,
-                    "run_layers: a layer of ", l.q_heads, " query heads and ", l.kv_heads, " of keys, ", l.head_dim,
+                    "forward_layers: a layer of ", l.q_heads, " query heads and ", l.kv_heads, " of keys, ", l.head_dim,
                     " wide, in a window of ", l.model_window);
-  TORCH_CHECK_VALUE(!layers_.empty() || between(l.qkv.weight->width, MOST * MAX_DIM), "run_layers: no width");
+  TORCH_CHECK_VALUE(!layers_.empty() || between(l.qkv.weight->width, MOST * MAX_DIM), "forward_layers: no width");
   const int64_t d = layers_.empty() ? l.qkv.weight->width : layers_[0].width(), f = l.down.weight->width;
   const auto weight = [](const char* name, const Projection& p, int64_t outputs, int64_t width) {
-    TORCH_CHECK_VALUE(p.weight->outputs == outputs && p.weight->width == width, "run_layers: ", name, " must be [",
+    TORCH_CHECK_VALUE(p.weight->outputs == outputs && p.weight->width == width, "forward_layers: ", name, " must be [",
                       outputs, ", ", width, "], and is [", p.weight->outputs, ", ", p.weight->width, "]");
   };
   weight("qkv", l.qkv, l.heads() * l.head_dim, d);
@@ -122,31 +122,31 @@ void Layers::expect_layer(const Layer& l) const {
   weight("gate_up", l.gate_up, 2 * f, d);
   weight("down", l.down, d, f);
   const auto norm = [&](const char* name, const Tensor& t, int64_t size) {
-    if (t.defined()) expect("run_layers", name, t, FLOATS, {size});
+    if (t.defined()) expect("forward_layers", name, t, FLOATS, {size});
   };
-  TORCH_CHECK_VALUE(l.norm.defined() && l.next_norm.defined(), "run_layers: a layer without norms");
+  TORCH_CHECK_VALUE(l.norm.defined() && l.next_norm.defined(), "forward_layers: a layer without norms");
   TORCH_CHECK_VALUE(l.q_norm.defined() == l.k_norm.defined() && l.cos.defined() == l.sin.defined(),
-                    "run_layers: a norm or a table of RoPE lacks its other half");
+                    "forward_layers: a norm or a table of RoPE lacks its other half");
   norm("norm", l.norm, d);
   norm("next_norm", l.next_norm, d);
   norm("post_norm of attention", l.post_norm, d);
   norm("post_norm", l.feed_norm, d);
   norm("q_norm", l.q_norm, l.head_dim);
   norm("k_norm", l.k_norm, l.head_dim);
-  if (l.sink_logits.defined()) expect("run_layers", "sink_logits", l.sink_logits, FLOATS, {l.q_heads});
+  if (l.sink_logits.defined()) expect("forward_layers", "sink_logits", l.sink_logits, FLOATS, {l.q_heads});
   if (!l.cos.defined()) return;
-  expect("run_layers", "cos", l.cos, only(at::kFloat), {SOME, SOME});
-  expect("run_layers", "sin", l.sin, only(at::kFloat), {l.cos.size(0), l.cos.size(1)});
-  TORCH_CHECK_VALUE(2 * l.cos.size(1) <= l.head_dim && l.cos.stride(0) == l.sin.stride(0), "run_layers: tables of ",
+  expect("forward_layers", "cos", l.cos, only(at::kFloat), {SOME, SOME});
+  expect("forward_layers", "sin", l.sin, only(at::kFloat), {l.cos.size(0), l.cos.size(1)});
+  TORCH_CHECK_VALUE(2 * l.cos.size(1) <= l.head_dim && l.cos.stride(0) == l.sin.stride(0), "forward_layers: tables of ",
                     "RoPE for ", 2 * l.cos.size(1), " numbers of heads of ", l.head_dim);
 }
 
 void Layers::expect_planes(const Planes& planes, int64_t block_size) const {
-  TORCH_CHECK_VALUE(planes.k.size() == layers_.size(), "run_layers: keys of ", planes.k.size(), " layers, not ",
+  TORCH_CHECK_VALUE(planes.k.size() == layers_.size(), "forward_layers: keys of ", planes.k.size(), " layers, not ",
                     layers_.size());
   for (size_t i = 0; i < layers_.size(); ++i)
     for (const Memory* plane : {&planes.k[i], &planes.v[i]})
-      expect_plane("run_layers", *plane, layers_[i].kv_heads, layers_[i].head_dim, block_size);
+      expect_plane("forward_layers", *plane, layers_[i].kv_heads, layers_[i].head_dim, block_size);
 }
 
 Slice Layers::slice(const Planes& planes, const Tensor* at, const int64_t* numbers) const {
@@ -173,25 +173,26 @@ Slice Layers::slice(const Planes& planes, const Tensor* at, const int64_t* numbe
 
 Tensor Layers::run(const Tensor& x, const Tensor& positions, const std::vector<c10::intrusive_ptr<Planes>>& planes,
                    const std::vector<Tensor>& addresses, const std::vector<int64_t>& numbers) {
-  expect("run_layers", "x", x, only(type_), {ANY, layers_.at(0).width()});
-  expect("run_layers", "positions", positions, only(at::kLong), {x.size(0)});
-  expect_indices("run_layers", "positions", positions, positions_);
+  expect("forward_layers", "x", x, only(type_), {ANY, layers_.at(0).width()});
+  expect("forward_layers", "positions", positions, only(at::kLong), {x.size(0)});
+  expect_indices("forward_layers", "positions", positions, positions_);
   TORCH_CHECK(addresses.size() == TENSORS * planes.size() && numbers.size() == NUMBERS * planes.size(), "slices?");
   const Tensor out = x.clone(at::MemoryFormat::Contiguous);
   if (out.size(0) == 0) return out;
-  TORCH_CHECK_VALUE(!planes.empty(), "run_layers: nothing says where keys lie");
+  TORCH_CHECK_VALUE(!planes.empty(), "forward_layers: nothing says where keys lie");
   std::vector<Slice> slices;
   for (size_t i = 0; i < planes.size(); ++i) {
     const int64_t* at = &numbers[NUMBERS * i];
     const int64_t next = i + 1 < planes.size() ? at[NUMBERS + FIRST_TOKEN] : x.size(0), tokens = next - at[FIRST_TOKEN];
     const Tensor* where = &addresses[TENSORS * i];
-    expect_rows("run_layers", where[0], where[1], where[2], where[3], {at[BLOCK_SIZE], at[SINKS], at[RING]}, tokens);
+    expect_rows("forward_layers", where[0], where[1], where[2], where[3], {at[BLOCK_SIZE], at[SINKS], at[RING]},
+                tokens);
     const Tensor& q_start = where[2];
     const auto* first = q_start.const_data_ptr<int32_t>();
     TORCH_CHECK_VALUE((i > 0 || at[FIRST_TOKEN] == 0) && first[0] == 0 && first[q_start.size(0) - 1] == tokens,
-                      "run_layers: the strategies' tokens must be all ", x.size(0),
+                      "forward_layers: the strategies' tokens must be all ", x.size(0),
                       ", one strategy's behind another's");
-    TORCH_CHECK_VALUE(at[REACH] > 0, "run_layers: a window of ", at[REACH]);
+    TORCH_CHECK_VALUE(at[REACH] > 0, "forward_layers: a window of ", at[REACH]);
     expect_planes(*planes[i], at[BLOCK_SIZE]);
     slices.push_back(slice(*planes[i], &addresses[TENSORS * i], &numbers[NUMBERS * i]));
   }
@@ -200,7 +201,7 @@ Tensor Layers::run(const Tensor& x, const Tensor& positions, const std::vector<c
   with_type(type_, [&](auto number) {
     using X = decltype(number);
     const auto* at = positions.const_data_ptr<int64_t>();
-    const Pass<X> pass(layers_, slices, out.data_ptr<X>(), out.size(0), at, space_, seconds_);
+    const DecoderForward<X> pass(layers_, slices, out.data_ptr<X>(), out.size(0), at, space_, seconds_);
     Team::run(Team::most(), pass);
   });
   return out;

@@ -7,9 +7,9 @@
 
 #include <memory>
 
-#include "operations.h"
+#include "ops.h"
 #include "packed.h"
-#include "team.h"
+#include "thread_team.h"
 
 namespace kvmux {
 
@@ -17,12 +17,12 @@ namespace kvmux {
 // Behind them are those of their twins, if they have any.
 using Put = c10::function_ref<void(int64_t first, int64_t last, const float* sums, int64_t size)>;
 
-class Multiplier {
+class Gemm {
  public:
   static constexpr int64_t PART = PAIR * PANEL;
 
-  explicit Multiplier(const PackedWeight& weight) : outputs(weight.outputs), width(weight.width), weight_(weight) {}
-  virtual ~Multiplier() = default;
+  explicit Gemm(const PackedWeight& weight) : outputs(weight.outputs), width(weight.width), weight_(weight) {}
+  virtual ~Gemm() = default;
 
   const int64_t outputs, width;
 
@@ -47,6 +47,6 @@ class Multiplier {
   const PackedWeight weight_;  // whose memory stays for as long
 };
 
-std::unique_ptr<Multiplier> multiplier(const PackedWeight& weight, at::ScalarType of_x);
+std::unique_ptr<Gemm> make_gemm(const PackedWeight& weight, at::ScalarType of_x);
 
 }  // namespace kvmux

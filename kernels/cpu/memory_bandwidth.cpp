@@ -4,7 +4,7 @@
 
 #include <atomic>
 
-#include "sharing.h"
+#include "dispatch.h"
 
 namespace kvmux {
 namespace {

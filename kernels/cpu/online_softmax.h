@@ -22,7 +22,7 @@ struct Scores {
 
 // Weighted values so far of up to ROWS query rows: sum of exp(score - top) * value, and of exp(score - top).
 template <int64_t ROWS>
-struct Sums {
+struct OnlineSoftmax {
   float top[ROWS];
   float total[ROWS];
   alignas(64) float values[ROWS * MAX_DIM];

@@ -1,4 +1,4 @@
-#include "arguments.h"
+#include "check.h"
 
 #include <sstream>
 

@@ -1,24 +1,24 @@
 // Products with packed weights in whole numbers, in AMX's tiles: many rows, of which vectors would take too long. What
 // a thread keeps for them: tiles, and room for panels' numbers of 4 bits as bytes. The bits are those of
-// whole_product.h.
+// gemm_int8.h.
 #pragma once
 
 #include <vector>
 
-#include "tiles.h"
-#include "whole_product.h"
+#include "amx.h"
+#include "gemm_int8.h"
 
 namespace kvmux {
 
 #ifdef __AMX_TILE__
 
 template <int BITS, bool OFFSETS, typename S>
-class WholeTiles {
+class Int8AmxTiles {
  public:
-  using Product = WholeProduct<BITS, OFFSETS, S>;
+  using Product = Int8Gemm<BITS, OFFSETS, S>;
   static constexpr bool USABLE = true;
 
-  explicit WholeTiles(const Product& product)
+  explicit Int8AmxTiles(const Product& product)
       : product_(product),
         tiles_(product.w_.group % P::DEPTH == 0 || product.w_.groups == 1 ? TILE_BYTES : TILE_BYTES / 2),
         bytes_(BITS == 8 ? 0 : PANELS * product.tiles() * P::TILE) {}
@@ -60,7 +60,7 @@ class WholeTiles {
 
     inline __attribute__((always_inline)) void add(const Group& group, const Dots& dots) {
       unroll<TILE_ROWS>([&](auto r) {
-        Quads dot;
+        Dot4 dot;
         std::memcpy(&dot, dots[r], sizeof(dot));
         group.add(r, dot, rows[r]);
       });
@@ -185,9 +185,9 @@ class WholeTiles {
 #else
 
 template <int BITS, bool OFFSETS, typename S>
-struct WholeTiles {
+struct Int8AmxTiles {
   static constexpr bool USABLE = false;
-  explicit WholeTiles(const WholeProduct<BITS, OFFSETS, S>&) {}
+  explicit Int8AmxTiles(const Int8Gemm<BITS, OFFSETS, S>&) {}
   void add(int64_t, int64_t, float*) {}
 };
 

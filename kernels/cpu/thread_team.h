@@ -22,8 +22,8 @@ class Team {
  public:
   // Calls pass(team, member) in `threads` of torch's threads at once, or in fewer if there are no more. Nothing that a
   // pass does may throw: the others would wait for it.
-  template <typename Pass>
-  static void run(int64_t threads, const Pass& pass) {
+  template <typename DecoderForward>
+  static void run(int64_t threads, const DecoderForward& pass) {
     threads = std::clamp<int64_t>(threads, 1, most());
     Team team(threads);
     at::parallel_for(0, threads, 1, [&](int64_t begin, int64_t end) { pass(team, team.join(end - begin)); });

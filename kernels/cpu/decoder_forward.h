@@ -14,17 +14,17 @@
 #include <vector>
 
 #include "attention.h"
+#include "dispatch.h"
+#include "epilogue.h"
+#include "gemm.h"
 #include "layers.h"
-#include "multiplier.h"
-#include "put.h"
-#include "sharing.h"
 #include "workspace.h"
 
 namespace kvmux {
 
 // A product and its bias.
 struct Projection {
-  std::unique_ptr<Multiplier> weight;
+  std::unique_ptr<Gemm> weight;
   at::Tensor bias;  // padded float32; or undefined
 
   const float* biases() const { return bias.defined() ? bias.const_data_ptr<float>() : nullptr; }
@@ -82,10 +82,10 @@ enum Span { ENTER, WRITE, ATTEND, LEAVE, FEED, SPANS };
 using Seconds = std::array<double, SPANS>;
 
 template <typename X>
-class Pass {
+class DecoderForward {
  public:
-  Pass(const std::vector<Layer>& layers, const std::vector<Slice>& slices, X* x, int64_t rows, const int64_t* positions,
-       Workspace& space, Seconds& seconds)
+  DecoderForward(const std::vector<Layer>& layers, const std::vector<Slice>& slices, X* x, int64_t rows,
+                 const int64_t* positions, Workspace& space, Seconds& seconds)
       : layers_(layers), slices_(slices), x_(x), n_(rows), positions_(positions), seconds_(seconds) {
     prepare(space);
   }
@@ -264,7 +264,7 @@ class Pass {
 
   // Sums of a pair of panels and of their twins: gated, and as the next product wants them.
   void gate(const Layer& l, const float* gates, const float* ups, int64_t size, int64_t panel) const {
-    constexpr int64_t PART = Multiplier::PART, ROWS = 16;
+    constexpr int64_t PART = Gemm::PART, ROWS = 16;
     static constexpr float NONE[PART] = {};
     const float* const biases = l.gate_up.biases();
     const float *gate_bias = NONE, *up_bias = NONE;

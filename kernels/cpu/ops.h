@@ -6,7 +6,7 @@
 #include <optional>
 #include <tuple>
 
-#include "arguments.h"
+#include "check.h"
 
 namespace kvmux {
 
@@ -14,8 +14,6 @@ namespace kvmux {
 // shape, bits of a number (0: floats) and columns of a group.
 struct PackedWeight {
   PackedWeight(at::TensorList parts, at::IntArrayRef format);
-
-  const char* operation() const { return bits == 0 ? "linear" : "quantized_linear"; }  // that multiplies with it
 
   at::Tensor numbers, scale, offset;  // the latter two undefined where there are none
   int64_t outputs, width, bits, group;

@@ -11,17 +11,17 @@
 namespace kvmux {
 
 template <typename T>
-class VectorProduct {
+class VectorGemm {
  public:
   using Weight = T;
   using Number = float;  // what rows of x are kept in: [rows][k, whole tiles]
   struct Session {       // a thread sets nothing up
-    explicit Session(const VectorProduct&) {}
+    explicit Session(const VectorGemm&) {}
   };
 
   static int64_t numbers(int64_t rows, int64_t k) { return rows * P::tiles(k) * P::DEPTH; }
 
-  VectorProduct(const T* w, Number* x, int64_t rows, int64_t k)
+  VectorGemm(const T* w, Number* x, int64_t rows, int64_t k)
       : w_(w), x_(x), rows_(rows), k_(k), pitch_(P::tiles(k) * P::DEPTH) {}
 
   int64_t tiles() const { return P::tiles(k_); }

@@ -4,26 +4,26 @@
 // rows are computed with it. Knows neither tensors nor threads.
 #pragma once
 
+#include "amx.h"
 #include "packed.h"
-#include "tiles.h"
 #include "vector.h"
 
 #ifdef __AMX_TILE__
 
 namespace kvmux {
 
-class TileProduct {
+class Bf16AmxGemm {
  public:
   using Weight = at::BFloat16;
   using Number = at::BFloat16;  // what rows of x are kept in: tiles [rows / 16][k / 32][16][32]
   struct Session {
-    explicit Session(const TileProduct&) {}
+    explicit Session(const Bf16AmxGemm&) {}
     Tiles tiles;
   };
 
   static int64_t numbers(int64_t rows, int64_t k) { return padded_rows(rows) * P::tiles(k) * P::DEPTH; }
 
-  TileProduct(const Weight* w, Number* x, int64_t rows, int64_t k)
+  Bf16AmxGemm(const Weight* w, Number* x, int64_t rows, int64_t k)
       : w_(w), x_(x), rows_(padded_rows(rows)), k_(k), tiles_(P::tiles(k)) {}
 
   int64_t tiles() const { return tiles_; }

@@ -10,10 +10,10 @@
 
 namespace kvmux {
 
-using Quads = int32_t __attribute__((vector_size(64)));
+using Dot4 = int32_t __attribute__((vector_size(64)));
 using Bytes = uint8_t __attribute__((vector_size(64)));
 
-inline Quads quads(int32_t number) { return Quads{} + number; }
+inline Dot4 quads(int32_t number) { return Dot4{} + number; }
 
 inline Bytes load_bytes(const uint8_t* from) {
   Bytes bytes;
@@ -32,17 +32,17 @@ inline __m256i add_products(__m256i sums, __m256i bytes, __m256i x) {
 #endif
 
 // `x`: 4 numbers.
-inline void add_products(Quads& sums, const Bytes& bytes, const int8_t* x) {
+inline void add_products(Dot4& sums, const Bytes& bytes, const int8_t* x) {
   int32_t four;
   std::memcpy(&four, x, sizeof(four));
 #if defined(__AVX512VNNI__)
   const auto added = _mm512_dpbusd_epi32((__m512i)sums, (__m512i)bytes, _mm512_set1_epi32(four));
-  sums = (Quads)added;
+  sums = (Dot4)added;
 #elif defined(CPU_CAPABILITY_AVX512)
   const __m512i w = (__m512i)bytes, all = _mm512_set1_epi32(four);
   const __m512i even = _mm512_srai_epi16(_mm512_slli_epi16(all, 8), 8), odd = _mm512_srai_epi16(all, 8);
   const __m512i evens = _mm512_and_si512(w, _mm512_set1_epi16(255)), odds = _mm512_srli_epi16(w, 8);
-  sums += (Quads)_mm512_add_epi32(_mm512_madd_epi16(evens, even), _mm512_madd_epi16(odds, odd));
+  sums += (Dot4)_mm512_add_epi32(_mm512_madd_epi16(evens, even), _mm512_madd_epi16(odds, odd));
 #elif defined(CPU_CAPABILITY_AVX2)
   __m256i halves[2], weights[2];
   std::memcpy(halves, &sums, sizeof(sums));
@@ -50,7 +50,7 @@ inline void add_products(Quads& sums, const Bytes& bytes, const int8_t* x) {
   for (int i = 0; i < 2; ++i) halves[i] = add_products(halves[i], weights[i], _mm256_set1_epi32(four));
   std::memcpy(&sums, halves, sizeof(sums));
 #else
-  const Quads words = reinterpret_cast<const Quads&>(bytes);
+  const Dot4 words = reinterpret_cast<const Dot4&>(bytes);
   for (int i = 0; i < 4; ++i) sums += ((words >> 8 * i) & 255) * static_cast<int32_t>(x[i]);
 #endif
 }

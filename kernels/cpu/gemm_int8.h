@@ -8,8 +8,8 @@
 #include <cmath>
 #include <limits>
 
+#include "dot_int8.h"
 #include "packed.h"
-#include "quads.h"
 #include "vector.h"
 
 namespace kvmux {
@@ -18,7 +18,7 @@ namespace kvmux {
 // are no offsets, value = scale * (number - half of all numbers), and those of 8 bits are kept as what they stand for,
 // signed.
 template <typename S>
-struct WholeWeight {
+struct IntWeight {
   const uint8_t* numbers;
   const S* scale;   // [panels][groups][PANEL]
   const S* offset;  // the same, or null
@@ -26,25 +26,24 @@ struct WholeWeight {
 };
 
 // Room for rows of x in whole numbers. What lies behind the last row is multiplied, and nobody reads the result.
-struct WholeRows {
+struct Int8Rows {
   int8_t* numbers;  // [height][pitch]
   float* scale;     // [groups][height]
   int32_t* sum;     // the same: of the numbers; or, without offsets, what the weight's zero takes from products
 };
 
 template <int BITS, bool OFFSETS, typename S>
-class WholeTiles;
+class Int8AmxTiles;
 
 template <int BITS, bool OFFSETS, typename S>
-class WholeProduct {
+class Int8Gemm {
  public:
-  using Session = WholeTiles<BITS, OFFSETS, S>;
+  using Session = Int8AmxTiles<BITS, OFFSETS, S>;
 
   static int64_t pitch(int64_t k) { return (P::tiles(k) + 1) * P::DEPTH; }  // of rows: never a multiple of a page
   static int64_t height_of(int64_t rows) { return (rows + TOGETHER - 1) / TOGETHER * TOGETHER; }
 
-  WholeProduct(const WholeWeight<S>& w, const WholeRows& x, int64_t rows, int64_t k)
-      : w_(w), x_(x), rows_(rows), k_(k) {}
+  Int8Gemm(const IntWeight<S>& w, const Int8Rows& x, int64_t rows, int64_t k) : w_(w), x_(x), rows_(rows), k_(k) {}
 
   int64_t tiles() const { return P::tiles(k_); }
   int64_t chunk() const { return tiles(); }  // all are added at once
@@ -150,7 +149,7 @@ class WholeProduct {
     Raw total[R][N][V];
     unroll<R>([&](auto r) { unroll<N>([&](auto n) { unroll<V>([&](auto v) { total[r][n][v] = Vec(0.f); }); }); });
     for (int64_t g = 0; g < w_.groups; ++g) {
-      Quads dots[R][N];
+      Dot4 dots[R][N];
       unroll<R>([&](auto r) {
         const int32_t begin = OFFSETS ? 0 : x_.sum[g * height() + first + r];
         unroll<N>([&](auto n) { dots[r][n] = quads(begin); });
@@ -182,7 +181,7 @@ class WholeProduct {
   // What a group of a panel's columns adds to sums: scale of x * (scale of w * dot + offset of w * sum of x). Its rows
   // of x are counted from one on.
   struct Group {
-    Group(const WholeProduct& product, int64_t panel, int64_t g, int64_t first)
+    Group(const Int8Gemm& product, int64_t panel, int64_t g, int64_t first)
         : scale_of_x(product.x_.scale + g * product.height() + first),
           sum_of_x(product.x_.sum + g * product.height() + first) {
       const int64_t at = (panel * product.w_.groups + g) * PANEL;
@@ -190,7 +189,7 @@ class WholeProduct {
       if constexpr (OFFSETS) unroll<V>([&](auto v) { offset[v] = load(product.w_.offset + at + v * W); });
     }
 
-    inline __attribute__((always_inline)) void add(int64_t row, const Quads& dots, Raw (&total)[V]) const {
+    inline __attribute__((always_inline)) void add(int64_t row, const Dot4& dots, Raw (&total)[V]) const {
       const auto numbers = __builtin_convertvector(dots, float __attribute__((vector_size(64))));
       const Vec of_x(scale_of_x[row]);
       unroll<V>([&](auto v) {
@@ -207,8 +206,8 @@ class WholeProduct {
     Raw scale[V], offset[V];
   };
 
-  const WholeWeight<S> w_;
-  const WholeRows x_;
+  const IntWeight<S> w_;
+  const Int8Rows x_;
   int64_t rows_, k_;
 };
 

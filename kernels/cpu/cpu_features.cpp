@@ -1,7 +1,7 @@
 // Whether the system lets this process use what this library is compiled for; asked before anything else.
 #include <torch/library.h>
 
-#include "tiles.h"
+#include "amx.h"
 
 namespace kvmux {
 namespace {

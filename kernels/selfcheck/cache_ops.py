@@ -1,0 +1,180 @@
+"""The rows of the operations on the memory of keys and values: writing, attention, copies, repeated heads.
+
+Samples are small, with odd widths, slices and ends of texts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from kernels.ops import Ops
+from kernels.reference.backend import ReferenceOps
+from kernels.selfcheck.attention_case import AttentionCase, Layout, RowOf
+from kernels.selfcheck.op_info import ATTENTION, EXACT, ROUNDING, Op, Samples, random_tensors
+from kernels.store import KVStore, vector_bytes
+from kernels.types import LayerSpec, Slots
+
+CASES = (
+    (LayerSpec(2, 8, 16, 16, scale=0.25), Layout(300)),
+    (LayerSpec(2, 14, 8, 24, scale=0.35), Layout(16, sinks=4, ring=61)),
+    (LayerSpec(2, 2, 80, 80, scale=0.11, window=40, softcap=5.0, sink_logits=torch.tensor([0.0, 3.0])), Layout(16)),
+)
+ROWS = (RowOf(0, 1), RowOf(200, 1), RowOf(-1, 1), RowOf(0, 9), RowOf(187, 6), RowOf(-1, 4))
+LONG = (RowOf(300, 1), RowOf(-1, 1), RowOf(256, 1), RowOf(90, 1))  # a backend may cut such texts, and join its sums
+
+
+def _cases(writer: Ops, dtype: torch.dtype, device: torch.device) -> Iterator[tuple[str, AttentionCase]]:
+    for spec, layout in CASES:
+        yield layout.kind, AttentionCase(writer, layout, _to_device(device, spec), ROWS, dtype, device)
+    spec, layout = CASES[0]
+    yield "int8", AttentionCase(writer, layout, spec, ROWS, dtype, device, kv_dtype=torch.int8)
+
+
+def _to_device(device: torch.device, spec: LayerSpec) -> LayerSpec:
+    return spec if spec.sink_logits is None else spec._replace(sink_logits=spec.sink_logits.to(device))
+
+
+def _quantize_samples(ops: Ops, dtype: torch.dtype, device: torch.device) -> Samples:
+    x = random_tensors(device)(5, 3, 90).to(dtype)
+    x[2] = 0
+    x[0, 0, 23] = x[0, 0, 82] = 9  # the last number is the largest
+    for what, each in (("narrow", x[..., :24].contiguous()), ("wide slice", x[..., 3:83])):
+        numbers, scale = ops.quantize(each)
+        yield f"{what}: numbers", numbers.float()
+        yield f"{what}: scale", scale
+
+
+def _quantize_bytes(x: Tensor) -> int:
+    return x.nbytes + x.shape[:-1].numel() * vector_bytes(x.shape[-1], torch.int8)
+
+
+def _dequantize_samples(ops: Ops, dtype: torch.dtype, device: torch.device) -> Samples:
+    draw = random_tensors(device)
+    numbers, scale = (100 * draw(5, 24)).clamp(-127, 127).to(torch.int8), draw(5).abs()
+    yield "5 heads", ops.dequantize(numbers, scale)
+    yield "of a slice", ops.dequantize(numbers[:, 2:20], scale)
+
+
+def _dequantize_bytes(x: Tensor, scale: Tensor) -> int:
+    return x.nbytes + scale.nbytes + x.numel() * torch.float32.itemsize
+
+
+def _write_kv_samples(ops: Ops, dtype: torch.dtype, device: torch.device) -> Samples:
+    for name, case in _cases(ops, dtype, device):
+        ops.write_kv(case.store, case.layer, case.entering(case.k), case.entering(case.v), case.at)
+        yield name, case.pages.memory.float()
+
+
+def _write_kv_bytes(store: KVStore, layer: int, k: Tensor, v: Tensor, at: Slots) -> int:
+    return k.nbytes + v.nbytes + len(k) * _token_bytes(store, layer, store.dtype)
+
+
+def _token_bytes(store: KVStore, layer: int, dtype: torch.dtype) -> int:
+    """Return the bytes of a token's keys and values in one layer."""
+    shapes = (plane.numbers.shape for plane in store.planes(layer))  # [blocks, H, block_size, dim]
+    return sum(heads * vector_bytes(dim, dtype) for _, heads, _, dim in shapes)
+
+
+def _attend_samples(ops: Ops, dtype: torch.dtype, device: torch.device) -> Samples:
+    for name, case in _cases(ReferenceOps(), dtype, device):
+        case.write()
+        for row, out in zip(ROWS, case.attend(ops, window=45 if case.layout.ring else None), strict=True):
+            yield f"{name}, {row.tokens} after {row.past}", out
+    spec = CASES[0][0]._replace(sink_logits=random_tensors(device)(CASES[0][0].num_q_heads))
+    case = AttentionCase(ReferenceOps(), Layout(16), spec, LONG, dtype, device)
+    case.write()
+    for row, out in zip(LONG, case.attend(ops), strict=True):
+        yield f"long texts, {row.tokens} after {row.past}", out
+
+
+def _attend_bytes(
+    out: Tensor, q: Tensor, store: KVStore, layer: int, at: Slots, spec: LayerSpec, *, window: int | None = None
+) -> int:
+    """Of a row: the keys that lie within both windows of a query, and sinks that the model's own leaves in sight."""
+    reaches = [at.max_kv if each is None else each for each in (spec.window, window)]
+    keys = 0
+    for start, queries in zip(at.start.tolist(), at.q_start.diff().tolist(), strict=True):
+        if start >= 0:
+            oldest = max(0, start + 1 - min(reaches))
+            oldest_sink = max(0, start + 1 - reaches[0])
+            keys += start + queries - oldest + max(0, min(at.sinks, oldest) - oldest_sink)
+    return keys * _token_bytes(store, layer, store.dtype)
+
+
+def _gather_samples(ops: Ops, dtype: torch.dtype, device: torch.device) -> Samples:
+    for name, case in _cases(ReferenceOps(), dtype, device):
+        case.write()
+        positions = torch.arange(187, 193, device=device)
+        for plane in ops.gather(case.store, case.layer, case.at, 4, positions):
+            yield name, plane
+
+
+def _gather_bytes(store: KVStore, layer: int, at: Slots, row: int, positions: Tensor) -> int:
+    out = torch.float32 if store.dtype is torch.int8 else store.dtype
+    return len(positions) * (_token_bytes(store, layer, store.dtype) + _token_bytes(store, layer, out))
+
+
+def _copy_blocks_samples(ops: Ops, dtype: torch.dtype, device: torch.device) -> Samples:
+    for name, case in _cases(ReferenceOps(), dtype, device):
+        ops.copy_blocks(case.store, [3, 4], [0, 1])
+        yield name, case.pages.memory.float()
+
+
+def _copy_blocks_bytes(store: KVStore, src: list[int], dst: list[int]) -> int:
+    return 2 * len(src) * store.block_bytes
+
+
+def _repeat_kv_heads_samples(ops: Ops, dtype: torch.dtype, device: torch.device) -> Samples:
+    draw = random_tensors(device)
+    for groups in (1, 7):
+        yield f"groups of {groups}", ops.repeat_kv_heads(draw(9, 2, 24).to(dtype), groups)
+    yield "of a slice", ops.repeat_kv_heads(draw(9, 6, 24).to(dtype)[2:, 1:4], 4)
+
+
+def _repeat_kv_heads_bytes(x: Tensor, groups: int) -> int:
+    return (1 + groups) * x.nbytes
+
+
+def _repeat_kv_heads_step_samples(ops: Ops, dtype: torch.dtype, device: torch.device) -> Samples:
+    draw = random_tensors(device)
+    for start, n in ((0, 1), (4, 5)):
+        whole = draw(14, 11, 30).to(dtype)
+        ops.repeat_kv_heads_step(whole[1:13, :9, 3:27], draw(n, 6, 24).to(dtype)[:, 1:4], start)
+        yield f"{n} columns of a slice", whole
+
+
+def _repeat_kv_heads_step_bytes(mirror: Tensor, x: Tensor, start: int) -> int:
+    return (1 + len(mirror) // x.shape[1]) * x.nbytes
+
+
+VECTORS = "the vectors, in and out"
+WHOLE_TEXT = "the whole text, read once and written `groups` times"
+NEW_COLUMNS = "the new columns alone, read once and written `groups` times"
+
+CACHE_OPS = (
+    Op("quantize", EXACT, _quantize_samples, VECTORS, _quantize_bytes, ("x",)),
+    Op("dequantize", ROUNDING, _dequantize_samples, VECTORS, _dequantize_bytes, ("scale",)),
+    Op("write_kv", EXACT, _write_kv_samples, "what enters, in and out", _write_kv_bytes, ("k", "v")),
+    Op("attend", ATTENTION, _attend_samples, "all keys and values that a row sees, once", _attend_bytes, ("q",)),
+    Op("gather", EXACT, _gather_samples, "what is asked for, in and out", _gather_bytes, ()),
+    Op("copy_blocks", EXACT, _copy_blocks_samples, "the blocks, in and out", _copy_blocks_bytes, ()),
+    Op(
+        "repeat_kv_heads",
+        EXACT,
+        _repeat_kv_heads_samples,
+        WHOLE_TEXT,
+        _repeat_kv_heads_bytes,
+        ("x",),
+    ),
+    Op(
+        "repeat_kv_heads_step",
+        EXACT,
+        _repeat_kv_heads_step_samples,
+        NEW_COLUMNS,
+        _repeat_kv_heads_step_bytes,
+        ("x",),
+    ),
+)

@@ -1,0 +1,227 @@
+"""The rows of the operations that layers and the model around them consist of: products, norms, RoPE, sampling.
+
+Samples are small, with odd widths and slices.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import product
+
+import torch
+from torch import Tensor
+
+from kernels.ops import Attention, AttentionWeights, DecoderLayer, DecoderLayers, GatedMLP, Ops, Stored, Weight
+from kernels.quantization import quantize_weight
+from kernels.sampling import Drawing
+from kernels.selfcheck.attention_case import AttentionCase, Layout, RowOf, Step
+from kernels.selfcheck.op_info import EXACT, INT8_INPUTS, ROUNDING, SUMS, Op, Samples, random_tensors
+from kernels.types import LayerSpec
+
+DRAWINGS = (
+    Drawing(),
+    Drawing(1.0, noise=0.35),
+    Drawing(0.6, top_k=5, noise=0.9),
+    Drawing(1.5, top_p=0.8, noise=0.55),
+    Drawing(0.8, 20, 0.9, 0.05, noise=0.7),
+    Drawing(2.0, min_p=0.3, noise=0.1),
+    Drawing(1e-30, noise=0.5),
+)
+
+
+# -------------------------------------------------------------------- products
+def _linear_samples(ops: Ops, dtype: torch.dtype, device: torch.device) -> Samples:
+    draw = random_tensors(device)
+    for rows in (1, 5, 33):
+        x, weight, bias = (draw(*shape).to(dtype) for shape in ((rows, 48), (40, 48), (40,)))
+        yield f"{rows} rows", ops.linear(x, weight)
+        yield f"{rows} rows and a bias", ops.linear(x, weight, bias)
+    x, weight = (draw(rows, 140).to(dtype)[:, 5:136] for rows in (3, 37))
+    yield "slices of odd widths", ops.linear(x, weight)
+
+
+def _quantized_linear_samples(ops: Ops, dtype: torch.dtype, device: torch.device) -> Samples:
+    draw = random_tensors(device)
+    for bits, group in product((8, 4), (32, 64)):
+        weight = quantize_weight(draw(37, 192).to(dtype), bits, group)
+        for rows in (1, 5, 33):
+            x, bias = draw(rows, 192).to(dtype), draw(37).to(dtype)
+            what = f"{bits} bits, groups of {group}, {rows} rows"
+            yield what, ops.linear(x, weight)
+            yield f"{what} and a bias", ops.linear(x, weight, bias)
+    weight = quantize_weight(draw(37, 320).to(dtype), 4, 32)
+    yield "wide slices", ops.linear(draw(3, 330).to(dtype)[:, 5:325], weight)
+
+
+def _linear_bytes(x: Tensor, weight: Weight, bias: Tensor | None = None) -> int:
+    return weight.nbytes + x.nbytes + len(x) * weight.shape[0] * x.itemsize
+
+
+# -------------------------------------------------------------------- parts of a layer
+def _attention_weights(dtype: torch.dtype, device: torch.device) -> Iterator[tuple[str, AttentionWeights]]:
+    """Of 4 query heads and 2 of keys, 16 wide, in a model of width 48."""
+    draw = random_tensors(device)
+    norm, next_norm, qkv, bias, o = (draw(*shape).to(dtype) for shape in ((48,), (48,), (128, 48), (128,), (48, 64)))
+    angle = draw(9, 8)
+    plain = AttentionWeights(norm, qkv, bias, None, (angle.cos(), angle.sin()), 4, 2, o, None, None, next_norm, 1e-6)
+    yield "plain", plain
+    norms = draw(16).to(dtype), draw(16).to(dtype)
+    yield "norms of heads", replace(plain, qk_norm=norms, qkv_bias=None, o_bias=draw(48).to(dtype), post_norm=norm)
+    yield "half turned", replace(plain, tables=(angle.cos()[:, :4], angle.sin()[:, :4]))
+    yield "not turned", replace(plain, tables=None)
+
+
+def _qkv_proj_rope_samples(ops: Ops, dtype: torch.dtype, device: torch.device) -> Samples:
+    draw, positions = random_tensors(device), torch.tensor([3, 0, 8, 8, 1], device=device)
+    x, added = draw(5, 48).to(dtype), draw(5, 48).to(dtype)
+    for what, weights in _attention_weights(dtype, device):
+        for also in (None, added):
+            for i, found in enumerate(ops.qkv_proj_rope(weights.pack(ops), x, also, positions)):
+                yield f"{what}, {('sum', 'q', 'k', 'v')[i]}{'' if also is None else ', added'}", found
+
+
+def _qkv_proj_rope_bytes(layer: AttentionWeights, x: Tensor, added: Tensor | None, positions: Tensor) -> int:
+    entering = x.nbytes if added is None else x.nbytes + added.nbytes
+    return layer.qkv.nbytes + entering + x.nbytes + len(x) * layer.qkv.shape[0] * x.itemsize
+
+
+def _o_proj_add_norm_samples(ops: Ops, dtype: torch.dtype, device: torch.device) -> Samples:
+    draw = random_tensors(device)
+    x, mixed = draw(5, 48).to(dtype), draw(5, 64).to(dtype)
+    for what, weights in _attention_weights(dtype, device):
+        total, normed = ops.o_proj_add_norm(weights.pack(ops), x, mixed)
+        yield what, total
+        yield f"{what}, normed", normed
+
+
+def _o_proj_add_norm_bytes(layer: AttentionWeights, x: Tensor, mixed: Tensor) -> int:
+    return layer.o.nbytes + mixed.nbytes + 3 * x.nbytes
+
+
+def _mlp_samples(ops: Ops, dtype: torch.dtype, device: torch.device) -> Samples:
+    draw = random_tensors(device)
+    h, gate_up, down, biases = draw(5, 48).to(dtype), draw(160, 48), draw(48, 80), draw(160).to(dtype)
+    weights = GatedMLP(gate_up.to(dtype), biases, down.to(dtype), biases[:48], "silu")
+    yield "silu", ops.mlp(weights.pack(ops), h)
+    yield "gelu", ops.mlp(replace(weights, activation="gelu_tanh", down_bias=None).pack(ops), h)
+
+
+def _mlp_bytes(weights: GatedMLP, h: Tensor) -> int:
+    return weights.gate_up.nbytes + weights.down.nbytes + 2 * h.nbytes
+
+
+def _forward_layers_samples(ops: Ops, dtype: torch.dtype, device: torch.device) -> Samples:
+    """Two steps of two sequences under each of two strategies, of layers that differ."""
+    draw = random_tensors(device)
+    specs = [LayerSpec(2, 4, 16, 16, scale=0.25), LayerSpec(2, 4, 16, 16, window=5, scale=0.3)]
+    around = [weights for what, weights in _attention_weights(dtype, device) if what != "half turned"]
+    layers = []
+    for i, inner in enumerate((64, 80)):
+        fed = GatedMLP(draw(2 * inner, 48).to(dtype), None, draw(48, inner).to(dtype) / 8, None, "silu").pack(ops)
+        layers.append(DecoderLayer(specs[i], around[i].pack(ops), fed, draw(48).to(dtype) if i else None))
+    decoder = ops.pack_layers(layers, dtype)
+    rows = RowOf(0, 9), RowOf(0, 9)
+    scenes = [
+        AttentionCase(ops, layout, specs[1], rows, dtype, device, before=specs[:1])
+        for layout in (Layout(4), Layout(4, 1, 4))
+    ]
+    for step in ([(0, 0, 4), (1, 0, 3)], [(0, 4, 1), (1, 3, 2)], [(1, 5, 1), (0, -1, 1)]):
+        n = sum(tokens for _, _, tokens in step)
+        stored = [
+            (slice(i * n, i * n + n), Stored(scene.store, scene.slots(step), 4 if scene.layout.ring else None))
+            for i, scene in enumerate(scenes)
+        ]
+        x = draw(2 * n, 48).to(dtype)
+        after = ops.forward_layers(decoder, x, Step(ops, specs, stored))
+        yield f"{step}", after[[i for i in range(2 * n) if n > 2 or i % n == 0]]
+
+
+def _forward_layers_bytes(layers: DecoderLayers, x: Tensor, attention: Attention) -> int:
+    """Return the bytes of a call without keys and values, which the attention alone knows."""
+    weights = sum(weight.nbytes for layer in layers.layers for weight in layer.tensors())
+    return weights + 2 * x.nbytes
+
+
+# -------------------------------------------------------------------- single operations
+def _rms_norm_samples(ops: Ops, dtype: torch.dtype, device: torch.device) -> Samples:
+    draw = random_tensors(device)
+    x, weight = (draw(5, 84) * 30).to(dtype), draw(84)
+    yield "as in Llama", ops.rms_norm(x, weight.to(dtype), 1e-6)
+    yield "as in Gemma", ops.rms_norm(x, weight, 1e-6)
+    yield "of a slice", ops.rms_norm(x[:, 3:80], weight[:77].to(dtype), 1e-6)
+    yield "with a large epsilon", ops.rms_norm(x, weight, 500.0)
+
+
+def _add_rms_norm_samples(ops: Ops, dtype: torch.dtype, device: torch.device) -> Samples:
+    draw = random_tensors(device)
+    x, delta, weight = draw(5, 84).to(dtype), draw(5, 90).to(dtype)[:, :84], draw(84)
+    for what, each, n in (("as in Llama", weight.to(dtype), 84), ("as in Gemma", weight, 84), ("slices", weight, 77)):
+        total, normed = ops.add_rms_norm(x[:, -n:], delta[:, :n], each[:n], 1e-6)
+        yield f"{what}: sum", total
+        yield f"{what}: norm", normed
+    yield "with a large epsilon", ops.add_rms_norm(x, delta, weight, 0.5)[1]
+
+
+def _rope_samples(ops: Ops, dtype: torch.dtype, device: torch.device) -> Samples:
+    draw = random_tensors(device)
+    angles = 10 * draw(50, 12)
+    positions = torch.tensor([0, 49, 7, 7], device=device)
+    yield "heads of a slice", ops.rope(draw(4, 6, 24).to(dtype)[:, 1:4], angles.cos(), angles.sin(), positions)
+
+
+def _silu_mul_samples(ops: Ops, dtype: torch.dtype, device: torch.device) -> Samples:
+    draw = random_tensors(device)
+    yield "5 rows", ops.silu_mul(draw(5, 2 * 37).to(dtype))
+    yield "of a slice", ops.silu_mul(draw(5, 80).to(dtype)[:, 3:77])
+
+
+def _sample_samples(ops: Ops, dtype: torch.dtype, device: torch.device) -> Samples:
+    logits = (3 * random_tensors(device)(len(DRAWINGS), 75)).to(dtype)
+    how = torch.tensor(DRAWINGS, dtype=torch.float64)
+    yield "numbers", ops.sample(logits, how)
+    logits[:, 70] = logits[:, 11]
+    logits[::3, 5], logits[1::3, 74] = torch.nan, torch.inf
+    yield "equal ones, and what is no number", ops.sample(logits[:, 3:], how)
+
+
+def _in_and_out(x: Tensor, *rest: object) -> int:
+    return 2 * x.nbytes
+
+
+def _both_in_and_out(x: Tensor, *rest: object) -> int:
+    return 4 * x.nbytes
+
+
+def _silu_mul_bytes(gate_up: Tensor) -> int:
+    return gate_up.nbytes * 3 // 2
+
+
+def _sample_bytes(logits: Tensor, how: Tensor) -> int:
+    return logits.nbytes
+
+
+ACTIVATIONS = "the activations, in and out"
+WEIGHT = "the weight; the activations, in and out"
+WEIGHTS = "the weights; the activations, in and out"
+
+LAYER_OPS = (
+    Op("linear", SUMS, _linear_samples, WEIGHT, _linear_bytes, ("x",)),
+    Op("linear", INT8_INPUTS, _quantized_linear_samples, WEIGHT, _linear_bytes, ("x",), variant="quantized"),
+    Op("qkv_proj_rope", SUMS, _qkv_proj_rope_samples, WEIGHTS, _qkv_proj_rope_bytes, ("x", "added")),
+    Op("o_proj_add_norm", SUMS, _o_proj_add_norm_samples, WEIGHTS, _o_proj_add_norm_bytes, ("x", "mixed")),
+    Op("mlp", SUMS, _mlp_samples, WEIGHTS, _mlp_bytes, ("h",)),
+    Op("rms_norm", ROUNDING, _rms_norm_samples, ACTIVATIONS, _in_and_out, ("x",)),
+    Op("add_rms_norm", ROUNDING, _add_rms_norm_samples, "both, in and out", _both_in_and_out, ("x", "delta")),
+    Op("rope", ROUNDING, _rope_samples, ACTIVATIONS, _in_and_out, ("x",)),
+    Op("silu_mul", ROUNDING, _silu_mul_samples, ACTIVATIONS, _silu_mul_bytes, ("gate_up",)),
+    Op("sample", EXACT, _sample_samples, "the logits, once", _sample_bytes, ("logits",)),
+)
+FORWARD_LAYERS = Op(
+    "forward_layers",
+    SUMS,
+    _forward_layers_samples,
+    "the weights; keys and values; x, in and out",
+    _forward_layers_bytes,
+    ("x",),
+)
