@@ -49,7 +49,7 @@ test-fast: $(VENV)/.with-test  ## run the tests that take two minutes together, 
 	$(call PYTEST,not slow and not alone and not thorough,-n $(PROCESSES) --dist loadfile)
 
 test-metal: $(VENV)/.with-test  ## run what tests the Metal kernels: emulated, and on a Mac on its GPU, too
-	$(PY) -m pytest -m "not slow" tests/kernels tests/engine/test_metal.py tests/server/test_metal.py $(ARGS)
+	$(PY) -m pytest -m "not slow" tests/kernels tests/engine/test_metal.py tests/end_to_end/test_metal.py $(ARGS)
 
 prometheus: .tools/usr/bin/promtool  ## unpack Prometheus for the tests, on Debian and Ubuntu; without it some are skipped
 

@@ -13,12 +13,33 @@ import pytest
 os.environ["OMP_WAIT_POLICY"] = "passive"  # before torch: threads that wait by spinning stand still on a busy machine
 import torch
 
-from tests.fuzzing.drawing import Drawing, add_options
+from tests.fuzzing.seeds import Drawing, add_options
 
-ALONE = {"api", "cli", "loadtest", "server", "tools"}  # folders of tests that watch processes, or the clock
-ALONE_TOO = {"test_in_prometheus.py", "test_logs.py"}
-THOROUGH = {"contract", "fuzzing", "kernels"}  # folders of tests with thousands of cases
-THOROUGH_TOO = {"test_malformed.py", "test_sandbox.py", "test_deterministic.py", "test_histories.py", "test_metal.py"}
+# Folders and files of tests that watch processes, or the clock.
+ALONE = (
+    "api",
+    "cli",
+    "end_to_end",
+    "engine/ipc",
+    "loadtest",
+    "metrics/test_prometheus.py",
+    "processes",
+    "test_logs.py",
+    "tools/torture",
+)
+# Folders and files of tests with thousands of cases.
+THOROUGH = (
+    "cache_strategies/test_arena.py",
+    "contract",
+    "end_to_end/test_metal.py",
+    "engine/test_deterministic.py",
+    "engine/test_metal.py",
+    "engine/test_random_histories.py",
+    "fuzzing",
+    "kernels",
+    "models/test_malformed_models.py",
+    "text/processes/test_sandbox.py",
+)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -33,9 +54,10 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_collection_modifyitems(items: Sequence[pytest.Item]) -> None:
     tests = Path(__file__).parent
     for item in items:
-        if item.path.relative_to(tests).parts[0] in ALONE or item.path.name in ALONE_TOO:
+        path = item.path.relative_to(tests)
+        if any(path.is_relative_to(each) for each in ALONE):
             item.add_marker(pytest.mark.alone)
-        if item.path.relative_to(tests).parts[0] in THOROUGH or item.path.name in THOROUGH_TOO:
+        if any(path.is_relative_to(each) for each in THOROUGH):
             item.add_marker(pytest.mark.thorough)
 
 

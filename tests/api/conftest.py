@@ -21,9 +21,9 @@ from server.api.worker import ApiServer
 from server.engine.ipc.client import EngineClient
 from server.text.chat import ChatTemplate
 from server.text.tokenizer import Tokenizer, TokenizerBase
-from tests.api.asking import Words
 from tests.api.fake_engine import FakeEngine, says
-from tests.text.tiny import byte_level
+from tests.api.payloads import Words
+from tests.text.tiny_tokenizers import byte_level
 
 ADMIN_TOKEN = "open-sesame"
 CHAT = ChatTemplate(

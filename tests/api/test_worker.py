@@ -23,9 +23,9 @@ from config.settings import Settings
 from server.api.worker import serve_worker
 from server.engine.ipc.messages import Cancel, Submit, Tokens
 from server.processes.child_process import end
-from tests.api.asking import GOOD, Words, chunks
 from tests.api.fake_engine import FakeEngine, Script, says
-from tests.text.tiny import byte_level
+from tests.api.payloads import GOOD, Words, chunks
+from tests.text.tiny_tokenizers import byte_level
 
 
 def test_an_api_process_imports_neither_torch_nor_transformers_nor_what_is_switched_off() -> None:

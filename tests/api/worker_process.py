@@ -23,7 +23,7 @@ from server.engine.ipc.messages import Hello
 from server.text.tokenizer import Tokenizer
 from tests.api.conftest import CHAT
 from tests.api.fake_engine import FakeEngine, says
-from tests.text.tiny import byte_level
+from tests.text.tiny_tokenizers import byte_level
 
 TICK = 0.002  # seconds
 

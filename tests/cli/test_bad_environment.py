@@ -31,8 +31,8 @@ from server.models.formats.weights_cache import CachedWeightsWriter
 from server.processes.child_process import explained, run_child
 from server.processes.heartbeat import Heartbeat
 from server.text.tokenizer import Tokenizer
-from tests.cli.permissions import permissions_hold
-from tests.cli.refusals import SMALL, outcome
+from tests.cli.file_permissions import permissions_hold
+from tests.cli.startup_errors import SMALL, outcome
 from tests.models.gguf_files import gguf_model, write_gguf
 
 pytestmark = pytest.mark.timeout(300)

@@ -19,8 +19,8 @@ from server.cli import main as cli
 from server.cli.flags import is_scalar
 from server.engine.build import build_engine
 from server.engine.info import summary
-from tests.cli.permissions import permissions_hold
-from tests.cli.refusals import SMALL, outcome
+from tests.cli.file_permissions import permissions_hold
+from tests.cli.startup_errors import SMALL, outcome
 
 pytestmark = pytest.mark.timeout(300)
 

@@ -20,7 +20,7 @@ from server import __main__
 from server.cli import main as cli
 from server.cli.health import health
 from server.processes.runtime_directory import LOCK, URL, running_urls, runtime_directory
-from tests.server.running import PATIENCE, eventually
+from tests.end_to_end.server_process import PATIENCE, eventually
 
 READY = json.dumps({"status": "ready", "model": "tiny"})
 

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from itertools import groupby
 from pathlib import Path
 
-from tests.server.running import Server, serving
+from tests.end_to_end.server_process import Server, serving
 
 HERE = Path(__file__).parent
 ENVIRONMENTS = HERE.parents[1] / ".clients"

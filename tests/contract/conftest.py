@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 
 from tests.contract import harness
-from tests.kernels.matrix import BACKENDS, NAMES
+from tests.kernels.backend_matrix import BACKENDS, NAMES
 
 
 @pytest.fixture(scope="module", autouse=True, params=NAMES)

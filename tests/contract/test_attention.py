@@ -14,7 +14,6 @@ from torch import Tensor
 
 from cache_strategies.base import KVCache
 from config.settings import StrategySettings
-from tests.contract.brute import KEEPS, attention, seen
 from tests.contract.harness import (
     MODEL,
     Reading,
@@ -25,6 +24,7 @@ from tests.contract.harness import (
     random_text,
     step,
 )
+from tests.kernels.brute_force import KEEPS, attention, seen
 
 TOLERANCE = {torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 2e-2}
 LENGTH = {  # crosses a tile of the reference, the model's window many times, and the rings; the types wrap most rings

@@ -11,8 +11,8 @@ from cache_strategies.registry import declared, load_kind
 from config.errors import SettingsError
 from config.settings import StrategySettings
 from kernels.types import LayerSpec
-from tests.contract.brute import KEEPS, attention, seen
 from tests.contract.harness import World, random_text, step
+from tests.kernels.brute_force import KEEPS, attention, seen
 
 LAYERS = (LayerSpec(2, 6, 16, 16, scale=0.25), LayerSpec(1, 2, 8, 24, scale=0.35, window=20))
 OPTIONS = {"contiguous": {}, "paged": {"block_size": 8}, "sliding_window": {"window": 24, "sinks": 2}}

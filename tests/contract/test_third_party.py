@@ -9,21 +9,21 @@ import torch
 
 from cache_strategies import plugins, registry
 from config.settings import StrategySettings
-from tests.contract import third_party
+from tests.contract import third_party_strategy
 from tests.contract.harness import World, every_instance
 from tests.contract.test_attention import read_alone, read_mixed
 
 
-class LyingPlan(third_party.SievePlan):
+class LyingPlan(third_party_strategy.SievePlan):
     """Says that it has seen all tokens."""
 
-    def keys(self, layer_idx: int, row: int) -> third_party.Keys:
+    def keys(self, layer_idx: int, row: int) -> third_party_strategy.Keys:
         seat, num_tokens = self.rows[row]
         k, v = seat.layers[layer_idx]  # type: ignore[attr-defined]
         return k, v, torch.arange(seat.length + num_tokens)
 
 
-class LyingCache(third_party.SieveCache):
+class LyingCache(third_party_strategy.SieveCache):
     """Attends to fewer keys than it says."""
 
     plan_type = LyingPlan
@@ -32,7 +32,7 @@ class LyingCache(third_party.SieveCache):
 @pytest.fixture(autouse=True)
 def _installed(monkeypatch: pytest.MonkeyPatch) -> None:
     points = [
-        EntryPoint("sieve", "tests.contract.third_party:SieveCache", registry.ENTRY_POINTS),
+        EntryPoint("sieve", "tests.contract.third_party_strategy:SieveCache", registry.ENTRY_POINTS),
         EntryPoint("liar", "tests.contract.test_third_party:LyingCache", registry.ENTRY_POINTS),
     ]
     monkeypatch.setattr(plugins, "entry_points", lambda group: [p for p in points if p.group == group])
@@ -62,6 +62,6 @@ def test_a_kind_that_attends_to_other_keys_than_it_says_is_caught() -> None:
 
 
 def test_a_third_party_cannot_take_the_name_of_a_built_in_kind(monkeypatch: pytest.MonkeyPatch) -> None:
-    point = EntryPoint("paged", "tests.contract.third_party:SieveCache", registry.ENTRY_POINTS)
+    point = EntryPoint("paged", "tests.contract.third_party_strategy:SieveCache", registry.ENTRY_POINTS)
     monkeypatch.setattr(plugins, "entry_points", lambda group: [point])
     assert registry.kinds()["paged"] == registry.BUILTIN["paged"]

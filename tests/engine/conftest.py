@@ -9,9 +9,9 @@ import pytest
 from transformers import Qwen2Config
 
 from kernels import backends as loading
-from tests.engine.far_device import FarDevice, offered
-from tests.engine.reference import Reference
-from tests.engine.waiting_for_nothing import WaitingForNothing
+from tests.engine.expected_tokens import Reference
+from tests.engine.fake_mps import FarDevice, offered
+from tests.engine.sync_free_ops import WaitingForNothing
 from tests.models.random_models import CONFIGS, load, save_random
 
 

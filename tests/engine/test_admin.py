@@ -11,8 +11,8 @@ import pytest
 from server.engine.admin import obey
 from server.engine.ipc.messages import Clear, Inspect, PinPrefix, Share, Unpin
 from server.engine.scheduling.request import RequestError
-from tests.engine.driving import Driver, strategies
-from tests.engine.reference import Reference, random_prompt
+from tests.engine.engine_driver import Driver, strategies
+from tests.engine.expected_tokens import Reference, random_prompt
 
 PROMPT = random_prompt(40)
 SETTINGS: dict[str, Any] = {"strategies": strategies(paged={"kind": "paged", "block_size": 4}), "max_seq_len": 64}

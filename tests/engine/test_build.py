@@ -22,8 +22,8 @@ from server.engine.device import CORES, choose_device, choose_dtype, choose_thre
 from server.engine.info import describe_caches, summary
 from server.models.errors import ModelError
 from server.models.weights import Format, Kept
-from tests.engine.driving import Driver, least_memory, strategies
-from tests.engine.reference import Reference, random_prompt
+from tests.engine.engine_driver import Driver, least_memory, strategies
+from tests.engine.expected_tokens import Reference, random_prompt
 
 SMALL: dict[str, Any] = {"max_seq_len": 60, "max_num_seqs": 3}
 MANY_KINDS: dict[str, Any] = {

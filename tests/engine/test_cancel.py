@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from server.engine.ipc.messages import Sampling, Submit
-from tests.engine.driving import WORKER, Driver, strategies
-from tests.engine.reference import Reference, random_prompt
+from tests.engine.engine_driver import WORKER, Driver, strategies
+from tests.engine.expected_tokens import Reference, random_prompt
 
 INSTANCES = ["paged", "contiguous", "sliding_window"]
 SETTINGS: dict[str, Any] = {

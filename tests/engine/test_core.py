@@ -13,8 +13,8 @@ from torch import Tensor
 from kernels.ops import Attention
 from server.engine.info import state_of
 from server.engine.ipc.messages import Admitted, Tokens
-from tests.engine.driving import Driver, strategies
-from tests.engine.reference import Reference, random_prompt
+from tests.engine.engine_driver import Driver, strategies
+from tests.engine.expected_tokens import Reference, random_prompt
 from tests.models.random_models import load
 
 LENGTHS = (1, 2, 31, 32, 33, 129, 300)  # around a block, a tile and a step

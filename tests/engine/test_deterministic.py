@@ -17,9 +17,9 @@ from kernels.device import native
 from server.engine.build import build_engine
 from server.engine.ipc.messages import TokenLogprob
 from server.models.files.directory import locate
-from tests.engine.driving import Driver, strategies
-from tests.engine.guessing import Guessing
-from tests.engine.reference import random_prompt
+from tests.engine.engine_driver import Driver, strategies
+from tests.engine.expected_tokens import random_prompt
+from tests.engine.fake_proposer import Guessing
 from tests.models.random_models import save_random
 
 COMPILED = isinstance(load_ops(native("cpu"), torch.float32).ops, CpuOps)

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from kernels.ops import Attention
 from server.engine.ipc.messages import Tokens
-from tests.engine.driving import Driver, strategies
-from tests.engine.reference import random_prompt
+from tests.engine.engine_driver import Driver, strategies
+from tests.engine.expected_tokens import random_prompt
 
 STRATEGIES = strategies(
     blocks_of_1={"kind": "paged", "block_size": 1, "prefix_cache": False},

@@ -11,7 +11,7 @@ import pytest
 
 from server.engine import info as fingerprint_module
 from server.engine.info import fingerprint
-from tests.engine.driving import Driver
+from tests.engine.engine_driver import Driver
 
 
 def of(directory: Path, **settings: Any) -> str:

@@ -9,8 +9,8 @@ import pytest
 
 from server.engine.info import state_of
 from server.engine.ipc.messages import Sampling
-from tests.engine.driving import Driver, least_memory, strategies
-from tests.engine.reference import Reference, random_prompt
+from tests.engine.engine_driver import Driver, least_memory, strategies
+from tests.engine.expected_tokens import Reference, random_prompt
 
 PROMPT = random_prompt(22)
 COUNT, CHOICES = 9, 4

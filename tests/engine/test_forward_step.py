@@ -7,7 +7,7 @@ import torch
 
 from server.models.no_cache import full_context_logits
 from server.sequence import CachedSequence
-from tests.engine.driving import Driver
+from tests.engine.engine_driver import Driver
 from tests.models.random_models import save_random
 
 TOKENS = 50

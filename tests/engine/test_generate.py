@@ -17,8 +17,8 @@ from cache_strategies.base import KVCache
 from server.engine.batch import StrategyError
 from server.engine.ipc.messages import Sampling
 from server.generate import NotANumber, generate
-from tests.engine.driving import Driver, strategies
-from tests.engine.reference import Reference, random_prompt
+from tests.engine.engine_driver import Driver, strategies
+from tests.engine.expected_tokens import Reference, random_prompt
 from tests.models.random_models import save_random
 from tools.bench.caching import generate_cached
 
@@ -44,7 +44,7 @@ GREEDY = {"temperature": 0.0, "ignore_eos": True}
 @pytest.fixture(scope="module")
 def driver(tiny: Path) -> Driver:
     with pytest.MonkeyPatch.context() as patch:
-        point = EntryPoint("sieve", "tests.contract.third_party:SieveCache", registry.ENTRY_POINTS)
+        point = EntryPoint("sieve", "tests.contract.third_party_strategy:SieveCache", registry.ENTRY_POINTS)
         patch.setattr(plugins, "entry_points", lambda group: [point] if group == point.group else [])
         return Driver(tiny, **SETTINGS)
 

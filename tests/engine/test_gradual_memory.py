@@ -12,8 +12,8 @@ from cache_strategies import reserved_memory
 from cache_strategies.arena import Arena
 from server.engine import build
 from server.engine.info import describe_caches, memory_of, state_of
-from tests.engine.driving import Driver, strategies
-from tests.engine.reference import Reference, random_prompt
+from tests.engine.engine_driver import Driver, strategies
+from tests.engine.expected_tokens import Reference, random_prompt
 
 MIB = 1 << 20
 SYSTEM_PAGE = 4096

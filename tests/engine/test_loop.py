@@ -32,8 +32,8 @@ from server.engine.loop import Loop
 from server.metrics.exposition import Renderer
 from server.metrics.registry import Metrics
 from server.processes import engine as engine_process
-from tests.engine.driving import Driver
-from tests.engine.reference import Reference, random_prompt
+from tests.engine.engine_driver import Driver
+from tests.engine.expected_tokens import Reference, random_prompt
 
 
 class FakeGateway:

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from kernels.metal.library import Kernel
-from tests.engine.driving import Driver, strategies
-from tests.engine.reference import Reference, random_prompt
+from tests.engine.engine_driver import Driver, strategies
+from tests.engine.expected_tokens import Reference, random_prompt
 
 STRATEGIES = strategies(
     blocks_of_7={"kind": "paged", "block_size": 7},

@@ -20,7 +20,7 @@ from kernels.ops import GatedMLP, Ops
 from kernels.tracing import OpCounter
 from server.engine.batch import Batch
 from server.models.decoder import Decoder
-from tests.engine.driving import Driver
+from tests.engine.engine_driver import Driver
 from tests.models.random_models import CONFIGS, save_random
 
 STRATEGIES = ("contiguous", "paged", "sliding_window")

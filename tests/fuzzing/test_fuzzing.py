@@ -10,12 +10,12 @@ from pathlib import Path
 
 import pytest
 
-from tests.fuzzing.broken import MENDED, REPLAYED_ONLY
+from tests.fuzzing.broken_strategy import MENDED, REPLAYED_ONLY
 from tests.fuzzing.corpus import Corpus, folder_name
 
 ROOT = Path(__file__).parents[2]
-BROKEN = "tests/fuzzing/broken.py"
-PRINTING = "tests/fuzzing/printing.py"
+BROKEN = "tests/fuzzing/broken_strategy.py"
+PRINTING = "tests/fuzzing/printed_draws.py"
 
 
 def run(module: str, *arguments: str, **environment: str) -> tuple[int, str]:

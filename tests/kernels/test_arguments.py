@@ -12,7 +12,7 @@ import torch
 from kernels.memory import ConcatenatedWeight
 from kernels.quantization import QuantizedTensor
 from kernels.reference.backend import ReferenceOps
-from tests.kernels.matrix import BACKENDS, NAMES
+from tests.kernels.backend_matrix import BACKENDS, NAMES
 
 backends = pytest.mark.parametrize("backend", NAMES)
 MINUTES = 10

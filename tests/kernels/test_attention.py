@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from kernels.selfcheck.attention_case import AttentionCase, Layout, RowOf
-from tests.contract.brute import attention, everything, seen
-from tests.kernels.matrix import BACKENDS, LAYOUTS, NAMES, ROWS, SPECS, TOLERANCE
+from tests.kernels.backend_matrix import BACKENDS, LAYOUTS, NAMES, ROWS, SPECS, TOLERANCE
+from tests.kernels.brute_force import attention, everything, seen
 
 backends = pytest.mark.parametrize("backend", NAMES)
 layouts = pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: layout.kind)

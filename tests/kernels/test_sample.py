@@ -10,7 +10,7 @@ from torch import Tensor
 
 from kernels.sampling import NO_TOKEN, Drawing
 from kernels.selfcheck.op_info import DTYPES
-from tests.kernels.matrix import BACKENDS
+from tests.kernels.backend_matrix import BACKENDS
 
 VOCABULARY = 150_001
 DRAWINGS = (

@@ -25,8 +25,8 @@ from kernels.selfcheck.op_db import OPS
 from kernels.selfcheck.op_info import DTYPES, Op
 from kernels.store import KVStore
 from kernels.types import Slots
-from tests.kernels.intercepted import Call, calls, real_tokens
-from tests.kernels.matrix import BACKENDS
+from tests.kernels.backend_matrix import BACKENDS
+from tests.kernels.recorded_calls import Call, calls, real_tokens
 
 EACH = 3  # calls of an operation
 # What is for a backend to choose a kernel by, and what tells where rows lie, of which sizes alone are checked.

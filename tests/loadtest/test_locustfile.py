@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from loadtest.prompts import prompt
-from tests.loadtest.stub import PROMPT_TOKENS, TOKENS, Stub, stubbed
+from tests.loadtest.stub_server import PROMPT_TOKENS, TOKENS, Stub, stubbed
 
 pytestmark = pytest.mark.skipif(not find_spec("locust"), reason="the extra `load` is not installed")
 

@@ -15,9 +15,9 @@ from server.engine.info import about, state_of
 from server.engine.records import Admission, DraftRecord, StepPart
 from server.metrics.families import FAMILIES, KV_STATE, OUTCOME, STRATEGY, WAIT, table
 from server.metrics.registry import Metrics
-from tests.engine.driving import Driver
-from tests.engine.reference import random_prompt
-from tests.metrics.made_up import (
+from tests.engine.engine_driver import Driver
+from tests.engine.expected_tokens import random_prompt
+from tests.metrics.fake_metrics import (
     EMPTY,
     INSTANCES,
     at,

@@ -15,8 +15,8 @@ from server.profiling.command import flags
 from server.profiling.report import HTTP, SOCKET, MachineLimits, ServedSteps, StepProfile, as_text
 from server.profiling.steps import BOOKS, LAYOUT, MODEL, SAMPLING, SCHEDULING, Steps, decode, prefill, quickest
 from server.profiling.steps import products_of as products
-from tests.engine.driving import Driver
-from tests.engine.reference import random_prompt
+from tests.engine.engine_driver import Driver
+from tests.engine.expected_tokens import random_prompt
 
 HOST = {BOOKS, LAYOUT, MODEL, SAMPLING, SCHEDULING}
 QUICK = ["--threads", "1", "--steps", "3", "--context", "20", "--kv-memory", "16MiB"]

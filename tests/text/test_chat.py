@@ -18,7 +18,7 @@ from server.text.errors import TextTooLong
 from server.text.gguf_tokenizer import tokenizer_of
 from server.text.tokenizer import Tokenizer
 from tests.models.gguf_files import add_byte_level, finish
-from tests.text.tiny import byte_level
+from tests.text.tiny_tokenizers import byte_level
 
 TEMPLATES = {file.stem: file.read_text() for file in (Path(__file__).parent / "templates").glob("*.jinja")}
 TINY = Path(__file__).parents[2] / "server" / "models" / "tiny"

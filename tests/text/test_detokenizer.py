@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from server.text.detokenizer import LONGEST_PART, Detokenizer
 from server.text.tokenizer import Tokenizer
-from tests.text.tiny import BOS, EOS, KINDS, byte_fallback
+from tests.text.tiny_tokenizers import BOS, EOS, KINDS, byte_fallback
 
 TOKENIZERS = {name: Tokenizer(make()) for name, make in KINDS.items()}
 BACKENDS = {name: make() for name, make in KINDS.items()}

@@ -13,7 +13,7 @@ import tokenizers
 from tokenizers import AddedToken, models, normalizers, pre_tokenizers
 
 from server.text.longest_token import longest_token
-from tests.text.tiny import KINDS, byte_fallback, byte_level
+from tests.text.tiny_tokenizers import KINDS, byte_fallback, byte_level
 
 Change = Callable[[tokenizers.Tokenizer], None]
 DECOMPOSED = [unicodedata.normalize("NFD", letter) for letter in "\u1f82\u1ed7\uac01\u00e9\u01d5"]

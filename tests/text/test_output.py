@@ -7,7 +7,7 @@ import pytest
 from server.text.detokenizer import Detokenizer
 from server.text.output import OutputText, Placed, placed
 from server.text.tokenizer import Tokenizer
-from tests.text.tiny import EOS, byte_level
+from tests.text.tiny_tokenizers import EOS, byte_level
 
 BACKEND = byte_level()
 TOKENIZER = Tokenizer(byte_level())

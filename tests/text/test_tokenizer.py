@@ -12,7 +12,7 @@ from transformers import AutoTokenizer
 
 from config.errors import SettingsError
 from server.text.tokenizer import Tokenizer, keep_last
-from tests.text.tiny import BOS, EOS, KINDS, byte_level
+from tests.text.tiny_tokenizers import BOS, EOS, KINDS, byte_level
 
 
 def directory(path: Path, kind: str, **config: Any) -> Path:

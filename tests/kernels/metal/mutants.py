@@ -13,7 +13,7 @@ import sys
 
 import torch
 
-from tests.kernels.metal.mutation import Kind, Mutant, try_mutant, workers
+from tests.kernels.metal.mutation_testing import Kind, Mutant, try_mutant, workers
 
 DROPPED, MEMORY, BRANCH, INDEX, BOUND, WRITERS, LOGIC = Kind
 

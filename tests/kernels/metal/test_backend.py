@@ -22,7 +22,7 @@ from kernels.reference.backend import ReferenceOps
 from kernels.selfcheck.attention_case import AttentionCase, Layout, RowOf
 from kernels.store import KVStore, block_bytes
 from kernels.types import LayerSpec, Slots
-from tests.kernels.holes import holes
+from tests.kernels.sparse_memory import holes
 from tests.kernels.test_attention import expected
 
 LONG = (RowOf(2 * SPLIT + 88, 1), RowOf(SPLIT - 1, 1), RowOf(-1, 1), RowOf(SPLIT, 1), RowOf(3, 1))

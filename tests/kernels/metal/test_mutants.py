@@ -11,7 +11,7 @@ import torch
 
 from kernels.metal.source import FOLDER, source
 from tests.kernels.metal.mutants import MUTANTS, SURVIVES, markdown
-from tests.kernels.metal.mutation import KERNELS, Kind, caught, try_mutant, workers
+from tests.kernels.metal.mutation_testing import KERNELS, Kind, caught, try_mutant, workers
 
 DOC = Path(__file__).parents[3] / "docs" / "metal.md"
 

@@ -12,7 +12,7 @@ import pytest
 
 from loadtest.bench.ask import Ask, Outcome, ServerInfo
 from loadtest.bench.client import ServerError, complete, connected, look
-from tests.loadtest.stub import CACHED_TOKENS, CONTEXT, VOCABULARY, Stub, stubbed
+from tests.loadtest.stub_server import CACHED_TOKENS, CONTEXT, VOCABULARY, Stub, stubbed
 
 Found = TypeVar("Found")
 ASK = Ask([300, 301, 302, 303], 6)

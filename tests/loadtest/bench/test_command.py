@@ -10,7 +10,7 @@ import pytest
 
 from loadtest import traces
 from server.cli import main as cli
-from tests.loadtest.stub import CACHED_TOKENS, Stub, stubbed
+from tests.loadtest.stub_server import CACHED_TOKENS, Stub, stubbed
 
 STRATEGIES = ("tiny", "tiny:paged", "tiny:window")
 FEW = ("--rounds", "2", "--requests", "3", "--prompt-tokens", "10", "--max-tokens", "4")

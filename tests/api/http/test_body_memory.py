@@ -1,0 +1,203 @@
+"""What all bodies may take together, and what one may by default."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import gc
+import json
+import select
+import socket
+import threading
+import time
+from collections.abc import Iterator
+
+import httpx
+import pytest
+
+from config.errors import SettingsError
+from config.settings import MEBIBYTE, Settings, load
+from server.api.http import limits as bounds
+from server.api.http.limits import UNCOUNTED
+from server.api.openai.generation_job import Job
+from server.engine.ipc.messages import Submit
+from server.text.tokenizer import Tokenizer
+from tests.api.conftest import Api, running_api
+from tests.api.fake_engine import FakeEngine, says
+from tests.api.payloads import GOOD, error_of
+from tests.api.raw_http import answer_to, connect, post, read
+
+MOST = 2**20  # bytes
+LARGE = json.dumps(GOOD).encode().ljust(MOST)  # a body
+
+
+@pytest.fixture(scope="module")
+def narrow_api() -> Iterator[Api]:
+    """Has room for one large body."""
+    with running_api(max_body_bytes=MOST, max_inflight_body_bytes=MOST) as api:
+        yield api
+
+
+@pytest.fixture
+def narrow(narrow_api: Api) -> Iterator[Api]:
+    with FakeEngine(narrow_api.socket_path, says([100])):
+        narrow_api.await_ready()
+        yield narrow_api
+
+
+def await_refusal(api: Api) -> httpx.Response:
+    """The answer to a large body, as soon as it is a refusal."""
+    deadline = time.monotonic() + 10
+    while (answer := answer_to(api.url, post(LARGE))).status_code == 200:
+        assert time.monotonic() < deadline
+    return answer
+
+
+def await_room(api: Api) -> None:
+    deadline = time.monotonic() + 10
+    while answer_to(api.url, post(LARGE)).status_code != 200:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+@contextlib.contextmanager
+def half_sent(api: Api) -> Iterator[socket.socket]:
+    with connect(api.url, post(LARGE[: MOST // 2], length=MOST)) as connection:
+        yield connection
+
+
+def test_a_body_that_finds_no_room(narrow: Api) -> None:
+    """It is told to come again; ordinary ones have room all the while, and the one that came first is answered."""
+    with half_sent(narrow) as first:
+        refused = await_refusal(narrow)
+        assert (refused.status_code, refused.headers["retry-after"]) == (429, "1")
+        assert error_of(refused)["code"] == "inflight_bodies_full"
+        assert answer_to(narrow.url, post(json.dumps(GOOD).encode().ljust(UNCOUNTED))).status_code == 200
+        first.sendall(LARGE[MOST // 2 :])
+        assert read(first).status_code == 200
+    assert answer_to(narrow.url, post(LARGE)).status_code == 200
+
+
+def test_room_is_there_again_when_a_client_leaves(narrow: Api) -> None:
+    with half_sent(narrow):
+        await_refusal(narrow)
+    await_room(narrow)
+
+
+def test_a_body_that_trickles_keeps_no_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Though a byte of it comes long before `body_timeout` every time."""
+    monkeypatch.setattr(bounds, "SLOWEST", MOST)  # bytes a second, so that this one has a second and a half
+    limits = {"max_body_bytes": MOST, "max_inflight_body_bytes": MOST}
+    with (
+        running_api(**limits, body_timeout=1) as api,
+        FakeEngine(api.socket_path, says([100])),
+    ):
+        api.await_ready()
+        with half_sent(api) as slow:
+            await_refusal(api)
+            answer = trickle_until_answered(slow)
+            assert (answer.status_code, error_of(answer)["code"]) == (408, "body_timeout")
+            await_room(api)
+
+
+def trickle_until_answered(connection: socket.socket) -> httpx.Response:
+    deadline = time.monotonic() + 10
+    while not select.select([connection], [], [], 0.05)[0]:
+        assert time.monotonic() < deadline, "it keeps its room for as long as it likes"
+        connection.sendall(b" ")
+    return read(connection)
+
+
+@pytest.mark.parametrize("body", [b"{", b"[" * 100_000, b'{"model": "x", "prompt": "x"}', b'{"n": 0}'])
+def test_room_is_there_again_after_an_error(narrow: Api, body: bytes) -> None:
+    for _ in range(3):
+        assert answer_to(narrow.url, post(body.ljust(MOST))).status_code in (400, 404)
+    assert answer_to(narrow.url, post(LARGE)).status_code == 200
+
+
+def test_a_body_takes_room_until_its_request_is_with_the_engine(narrow: Api, monkeypatch: pytest.MonkeyPatch) -> None:
+    """While it is tokenised, but not while it is answered."""
+    waiting, go_on, encode = threading.Event(), threading.Event(), Tokenizer.encode
+
+    async def held(self: Tokenizer, text: str, **how: bool) -> list[int]:
+        if text == "held":
+            waiting.set()
+            while not go_on.is_set():
+                await asyncio.sleep(0.001)
+        return await encode(self, text, **how)
+
+    monkeypatch.setattr(Tokenizer, "encode", held)
+    with connect(narrow.url, post(json.dumps(GOOD | {"prompt": "held"}).encode().ljust(MOST))) as first:
+        assert waiting.wait(10)
+        assert answer_to(narrow.url, post(LARGE)).status_code == 429
+        go_on.set()
+        assert read(first).status_code == 200
+
+
+def test_an_answer_that_goes_on_takes_no_room(narrow_api: Api) -> None:
+    with FakeEngine(narrow_api.socket_path, says([100], None)) as engine:
+        narrow_api.await_ready()
+        with connect(narrow_api.url, post(LARGE)):
+            engine.wait_for(Submit)
+            engine.script = says([100])
+            assert answer_to(narrow_api.url, post(LARGE)).status_code == 200
+
+
+def test_a_connection_keeps_nothing_of_its_last_request(narrow: Api) -> None:
+    """It may be idle for a minute, and there may be many."""
+
+    def jobs() -> int:
+        return sum(isinstance(each, Job) for each in gc.get_objects())
+
+    gc.collect()
+    before = jobs()
+    with httpx.Client(base_url=narrow.url) as client:
+        assert client.post("/v1/completions", json=GOOD).status_code == 200
+        deadline = time.monotonic() + 10
+        while jobs() > before:
+            assert time.monotonic() < deadline
+            gc.collect()
+
+
+# ---------------------------------------------------------------- defaults
+@pytest.mark.parametrize(
+    ("settings", "context", "one", "together"),
+    [
+        ({}, 256, 3 * MEBIBYTE, 64 * MEBIBYTE),
+        ({}, 8192, 17 * MEBIBYTE, 68 * MEBIBYTE),
+        ({}, 131_072, 32 * MEBIBYTE, 128 * MEBIBYTE),
+        ({"max_choices": 64}, 8192, 5 * MEBIBYTE, 64 * MEBIBYTE),
+        ({"max_prompt_characters": 2**24}, 256, 17 * MEBIBYTE, 68 * MEBIBYTE),
+        ({"max_body_bytes": 5000}, 8192, 5000, 64 * MEBIBYTE),
+        ({"max_body_bytes": 2**26}, 8192, 2**26, 2**28),
+        ({"max_inflight_body_bytes": MEBIBYTE}, 8192, MEBIBYTE, MEBIBYTE),
+    ],
+)
+def test_the_default_follows_the_context(settings: dict[str, int], context: int, one: int, together: int) -> None:
+    assert Settings(**settings).body_bytes(context) == (one, together)
+
+
+@pytest.mark.parametrize("context", [512, 8192, 32_768])
+def test_the_default_has_room_for_what_clients_send(context: int) -> None:
+    """A chat as long as the context, half of it escaped, and a batch of 64 prompts of ids."""
+    chat = json.dumps("\u4e2d" * context)
+    batch = json.dumps([[123_456] * context] * 64)
+    assert Settings().body_bytes(context)[0] > max(len(chat), len(batch))
+
+
+def test_one_may_not_be_more_than_all() -> None:
+    with pytest.raises(SettingsError, match="max_body_bytes 2000 is more than max_inflight_body_bytes 1024"):
+        load(None, {"max_body_bytes": 2000, "max_inflight_body_bytes": 1024})
+
+
+def test_before_the_context_is_known() -> None:
+    """A body that may turn out to be none too long is not refused for good."""
+    body = json.dumps(GOOD).encode().ljust(4 * MEBIBYTE)
+    with running_api(max_choices=1024) as api:
+        answer = answer_to(api.url, post(body))
+        assert (answer.status_code, error_of(answer)["code"]) == (503, "engine_unavailable")
+        with FakeEngine(api.socket_path, says([100])):
+            api.await_ready()
+            assert answer_to(api.url, post(body)).status_code == 413
+    with running_api(max_body_bytes=MEBIBYTE) as api:
+        assert answer_to(api.url, post(body)).status_code == 413

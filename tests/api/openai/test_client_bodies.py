@@ -1,0 +1,177 @@
+"""What clients that people use send, body by body: lm-eval, GuideLLM and others."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import pytest
+
+from server.engine.ipc.messages import FromEngine, Submit, Tokens
+from tests.api.conftest import running_api
+from tests.api.fake_engine import FakeEngine, admitted, says
+from tests.api.payloads import GOOD, Words, chunks, error_of
+
+MESSAGES = [{"role": "user", "content": "hello"}]
+HUMAN_EVAL = ["\nclass", "\ndef", "\n#", "\nif", "\nprint", "\n@", "\nassert", "\n\n\n", "```"]  # lm-eval has as many
+PATHS = {"/v1/completions": {"prompt": "x"}, "/v1/chat/completions": {"messages": MESSAGES}}
+
+
+@pytest.fixture(params=PATHS)
+def path(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+def ask(http: httpx.Client, path: str, **body: Any) -> httpx.Response:
+    return http.post(path, json={"model": "tiny"} | PATHS[path] | body)
+
+
+def text_of(choice: dict[str, Any]) -> str:
+    return str(choice["text"] if "text" in choice else choice["message"]["content"])
+
+
+# ---------------------------------------------------------------- stop strings
+@pytest.mark.parametrize("stop", HUMAN_EVAL)
+def test_nine_stop_strings(engine: FakeEngine, http: httpx.Client, words: Words, path: str, stop: str) -> None:
+    engine.script = says(words(f"    return 1{stop} more"), None)
+    answer = ask(http, path, stop=HUMAN_EVAL)
+    assert answer.status_code == 200, answer.text
+    (choice,) = answer.json()["choices"]
+    assert text_of(choice) == "    return 1"
+    assert choice["stop_reason"] == stop
+
+
+def test_as_many_stop_strings_as_the_setting_says(engine: FakeEngine, http: httpx.Client, path: str) -> None:
+    assert ask(http, path, stop=[str(i) for i in range(64)]).is_success
+    refused = ask(http, path, stop=[str(i) for i in range(65)])
+    assert (refused.status_code, error_of(refused)["param"]) == (400, "stop")
+    assert "65 strings are too many: at most 64" in error_of(refused)["message"]
+    with running_api(max_stop_strings=100) as api, FakeEngine(api.socket_path, says([100])):
+        api.await_ready()
+        with httpx.Client(base_url=api.url, timeout=10) as raised:
+            assert ask(raised, path, stop=[str(i) for i in range(100)]).is_success
+            assert ask(raised, path, stop=[str(i) for i in range(101)]).status_code == 400
+
+
+# ---------------------------------------------------------------- usage in a stream
+OPTIONS = {"include_usage": True, "continuous_usage_stats": True}
+
+
+def test_usage_in_every_chunk(engine: FakeEngine, http: httpx.Client, words: Words, path: str) -> None:
+    """As GuideLLM asks for it, always."""
+    engine.script = says(words("hello world"), cached_tokens=1)
+    *parts, last = chunks(ask(http, path, stream=True, stream_options=OPTIONS))
+    count = len(words("hello world"))
+    around = path == "/v1/chat/completions"  # a chunk for the role, and one for the end
+    expected = [0] * around + [*range(1, count + 1)] + [count] * around
+    assert [part["usage"]["completion_tokens"] for part in parts] == expected
+    assert last["choices"] == []
+    assert parts[-1]["usage"] == last["usage"]
+    for part in parts:
+        usage = part["usage"]
+        assert usage["prompt_tokens"] == last["usage"]["prompt_tokens"]
+        assert usage["total_tokens"] == usage["prompt_tokens"] + usage["completion_tokens"]
+        assert usage["prompt_tokens_details"] == {"cached_tokens": 1}
+
+
+def test_usage_of_each_choice(engine: FakeEngine, http: httpx.Client, words: Words) -> None:
+    """Counted up to the end of a chunk, though several come at once; with the tokens that have no text."""
+
+    def script(submit: Submit) -> list[list[FromEngine]]:
+        tokens = words("hello") * (1 + int(submit.request_id[-1]))
+        told: list[FromEngine] = [Tokens(submit.request_id, [token]) for token in tokens[:-1]]
+        return [[admitted(submit, 2), *told, Tokens(submit.request_id, [tokens[-1], 1], "stop")]]
+
+    engine.script = script
+    body: dict[str, Any] = {"prompt": [[5, 6], [7, 8, 9]], "n": 2, "stream": True, "stream_options": OPTIONS}
+    *parts, last = chunks(http.post("/v1/completions", json=GOOD | body))
+    one = len(words("hello"))
+    for index, (prompt, tokens) in enumerate([(2, one), (2, 2 * one), (3, one), (3, 2 * one)]):
+        usages = [part["usage"] for part in parts if part["choices"][0]["index"] == index]
+        assert [usage["completion_tokens"] for usage in usages] == [*range(1, tokens), tokens + 1]
+        assert {usage["prompt_tokens"] for usage in usages} == {prompt}
+    assert last["usage"]["prompt_tokens"] == 5
+    assert last["usage"]["completion_tokens"] == 2 * (3 * one + 2)
+
+
+def test_only_with_include_usage(engine: FakeEngine, http: httpx.Client, path: str) -> None:
+    """As in vLLM."""
+    for options in ({"continuous_usage_stats": True}, {"include_usage": False, "continuous_usage_stats": True}):
+        assert all("usage" not in part for part in chunks(ask(http, path, stream=True, stream_options=options)))
+
+
+@pytest.mark.parametrize("padded", [True, False])
+def test_obfuscation_is_accepted(engine: FakeEngine, http: httpx.Client, path: str, padded: bool) -> None:
+    for part in chunks(ask(http, path, stream=True, stream_options={"include_obfuscation": padded})):
+        assert not part.keys() & {"obfuscation", "usage"}
+
+
+# ---------------------------------------------------------------- names of the model
+@pytest.mark.parametrize("model", [{}, {"model": ""}, {"model": None}], ids=str)
+def test_no_name_is_the_served_model(
+    engine: FakeEngine, http: httpx.Client, path: str, model: dict[str, str | None]
+) -> None:
+    for stream in (False, True):
+        answer = http.post(path, json=PATHS[path] | model | {"stream": stream})
+        assert answer.status_code == 200, answer.text
+        told = chunks(answer)[0] if stream else answer.json()
+        assert told["model"] == "tiny"
+    assert [submit.alias for submit in engine.all(Submit)] == [None, None]
+    assert http.post("/tokenize", json={"prompt": "x"} | model).status_code == 200
+
+
+@pytest.fixture(scope="module")
+def open_minded() -> Iterator[tuple[httpx.Client, FakeEngine]]:
+    """A server that takes any name."""
+    with (
+        running_api(skip_model_name_validation=True) as api,
+        FakeEngine(api.socket_path, says([100])) as engine,
+        httpx.Client(base_url=api.url, timeout=10) as client,
+    ):
+        api.await_ready()
+        yield client, engine
+
+
+@pytest.mark.parametrize("name", ["dummy", "tgi", "gpt-4", "owner/name:provider", "tiny:other"])
+def test_any_name_if_the_setting_says_so(
+    open_minded: tuple[httpx.Client, FakeEngine], engine: FakeEngine, http: httpx.Client, path: str, name: str
+) -> None:
+    """huggingface_hub sends the first one, TGI's client the second."""
+    client, their_engine = open_minded
+    their_engine.begin_again(says([100]))
+    answer = ask(client, path, model=name)
+    assert (answer.status_code, answer.json()["model"]) == (200, "tiny")
+    assert ask(client, path, model="tiny:short").json()["model"] == "tiny:short"
+    assert [submit.alias for submit in their_engine.all(Submit)] == [None, "short"]
+    assert client.post("/tokenize", json={"prompt": "x", "model": name}).status_code == 200
+    assert client.get(f"/v1/models/{name}").status_code == 404
+    assert ask(http, path, model=name).status_code == 404
+
+
+# ---------------------------------------------------------------- what answers tell
+def test_every_answer_has_the_system_fingerprint(engine: FakeEngine, http: httpx.Client, path: str) -> None:
+    streamed = chunks(ask(http, path, stream=True, stream_options=OPTIONS))
+    assert {told["system_fingerprint"] for told in (ask(http, path).json(), *streamed)} == {"fp_of_the_fake"}
+
+
+# ---------------------------------------------------------------- whole bodies
+def test_guidellms_bodies(engine: FakeEngine, http: httpx.Client, words: Words, path: str) -> None:
+    """As its release 0.8 sends them, without a model's name where none was given.
+
+    It is none of tests/clients, as it does not install without torch and CUDA.
+    """
+    common: dict[str, Any] = {"stream": True, "stream_options": OPTIONS, "stop": None, "ignore_eos": True}
+    content = [{"type": "text", "text": "hello"}]
+    body = (
+        {"max_tokens": 11, "prompt": "hello"}
+        if path == "/v1/completions"
+        else {"max_completion_tokens": 11, "messages": [{"role": "user", "content": content}]}
+    )
+    for model in ({}, {"model": "tiny"}):
+        answer = http.post(path, json=model | common | body)
+        *parts, last = chunks(answer)
+        assert last["usage"] == parts[-1]["usage"]
+        assert last["usage"]["completion_tokens"] == len(words("hello world"))
+        assert "x-ignored-fields" not in answer.headers
+    assert [submit.sampling.max_tokens for submit in engine.all(Submit)] == [11, 11]

@@ -1,0 +1,316 @@
+"""Exact strategies as past_key_values of transformers: its own DynamicCache must write the same.
+
+`make test` takes every model and every strategy, each with some of the others; `make test-slow` takes them all.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from itertools import product
+from typing import Any
+
+import pytest
+import torch
+from allpairspy import AllPairs
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from transformers import DynamicCache
+
+from cache_strategies.adapters.transformers import StrategyCacheError
+from config.settings import StrategySettings
+from tests.cache_strategies.adapters.generated_texts import (
+    LONGEST,
+    PAGED,
+    left_padded,
+    made,
+    model_of,
+    own,
+    prompts,
+    window,
+    written,
+)
+from tests.contract.harness import exact_instances
+
+EXACT = exact_instances()  # by name
+exact_ones = pytest.mark.parametrize("strategy", EXACT)
+MODELS = ["llama", "qwen2", "qwen2_windows", "mistral", "gemma2", "gemma3"]
+
+
+def unless(quick: bool) -> list[pytest.MarkDecorator]:
+    return [] if quick else [pytest.mark.slow]
+
+
+models_and_strategies = pytest.mark.parametrize(
+    ("name", "strategy"),
+    [
+        pytest.param(name, strategy, marks=unless((i + j) % 3 == 0))
+        for i, name in enumerate(MODELS)
+        for j, strategy in enumerate(EXACT)
+    ],
+)
+
+
+# ---------------------------------------------------------------- exact strategies
+@models_and_strategies
+def test_exact_strategies_write_what_transformers_own_cache_does(name: str, strategy: str) -> None:
+    model, ids = model_of(name), prompts()
+    cache = made(model, EXACT[strategy])
+    assert cache._cache.contract.exact
+    assert written(model, ids, cache).equal(own(model, ids))
+    cache._cache.check_integrity()
+
+
+PADDED = (MODELS, ["contiguous", "paged_7", "ring_with_sinks"], [0, 1, 8])  # 0: in one piece
+PAIRS = {tuple(values) for values in AllPairs([list(values) for values in PADDED])}
+
+
+@pytest.mark.parametrize(
+    ("name", "strategy", "piece"),
+    [pytest.param(*values, marks=unless(values in PAIRS)) for values in product(*PADDED)],
+)
+def test_padding_and_pieces_change_nothing(name: str, strategy: str, piece: int) -> None:
+    model, ids = model_of(name), prompts()
+    mask = left_padded(ids)
+    how = {"prefill_chunk_size": piece} if piece else {}
+    assert written(model, ids, made(model, EXACT[strategy]), mask=mask, **how).equal(own(model, ids, mask=mask))
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3"])
+@pytest.mark.parametrize("attention", ["eager", "sdpa"])
+def test_a_padded_batch_writes_what_each_prompt_alone_does(name: str, attention: str) -> None:
+    model, ids = model_of(name), prompts()
+    mask = left_padded(ids)
+    model.set_attn_implementation(attention)
+    try:
+        together = written(model, ids, made(model, PAGED), mask=mask)
+        for row, seen in enumerate(mask.bool()):
+            alone = written(model, ids[row, seen][None], made(model, PAGED))
+            assert alone[0].equal(torch.cat((ids[row, seen], together[row, ids.shape[1] :])))
+    finally:
+        model.set_attn_implementation("sdpa")
+
+
+@settings(deadline=None, max_examples=25, suppress_health_check=[HealthCheck.too_slow])
+@given(
+    sizes=st.lists(st.integers(1, 20), min_size=1, max_size=10),
+    name=st.sampled_from(MODELS),
+    strategy=st.sampled_from(sorted(EXACT)),
+)
+@torch.inference_mode()
+def test_masks_and_keys_are_those_of_transformers_own_cache(sizes: list[int], name: str, strategy: str) -> None:
+    """Any pieces: the same sizes are announced, the same keys returned, bit for bit, and so the logits are equal."""
+    model, ids = model_of(name), prompts(2, LONGEST)
+    ours, theirs = made(model, EXACT[strategy], rows=2), DynamicCache(config=model.config)
+    assert ours.is_sliding == theirs.is_sliding
+    start = 0
+    for n in sizes:
+        piece = ids[:, start : start + n]
+        if piece.shape[1] == 0:
+            break
+        sizes_of = [[c.get_mask_sizes(piece.shape[1], i) for i in range(len(c))] for c in (ours, theirs)]
+        assert sizes_of[0] == sizes_of[1]
+        logits = [model(piece, past_key_values=c).logits for c in (ours, theirs)]
+        assert torch.equal(*logits)
+        start += piece.shape[1]
+        assert ours.get_seq_length() == theirs.get_seq_length() == start
+
+
+def conversation(model: Any, cache: Any) -> Iterator[Tensor]:
+    """The whole text after each turn."""
+    text = prompts()
+    for turn in range(3):
+        asked = prompts(length=5, seed=turn + 2)
+        text = written(model, torch.cat((text, asked), 1), cache, 12)
+        yield text
+
+
+@pytest.fixture(scope="module")
+def their_conversation() -> list[Tensor]:
+    model = model_of("gemma3")
+    return list(conversation(model, DynamicCache(config=model.config)))
+
+
+@exact_ones
+def test_a_conversation_goes_on_with_the_same_object(their_conversation: list[Tensor], strategy: str) -> None:
+    model = model_of("gemma3")
+    cache = made(model, EXACT[strategy])
+    for text, expected in zip(conversation(model, cache), their_conversation, strict=True):
+        assert text.equal(expected)
+        assert cache.length == text.shape[1] - 1  # the last token was chosen and did not go in
+
+
+def test_a_window_as_wide_as_the_models_own_is_exact_and_smaller() -> None:
+    model, ids = model_of("mistral"), prompts(length=60)
+    narrow, wide = made(model, window(16, max_row=7)), made(model, EXACT["contiguous"])
+    assert narrow._cache.contract.exact
+    assert narrow._cache.setup.arena.memory.nbytes < wide._cache.setup.arena.memory.nbytes / 3
+    for mask in (None, left_padded(ids)):
+        narrow.reset()
+        assert written(model, ids, narrow, 30, mask, prefill_chunk_size=7).equal(own(model, ids, 30, mask))
+
+
+# ---------------------------------------------------------------- beams and rows
+@models_and_strategies
+def test_beams_part_and_meet_as_under_transformers_own_cache(name: str, strategy: str) -> None:
+    model, ids = model_of(name), prompts(2)
+    mask = left_padded(ids)[:2]
+    cache = made(model, EXACT[strategy], rows=6)
+    how = {"num_beams": 3, "num_return_sequences": 2}
+    assert written(model, ids, cache, 16, mask, **how).equal(own(model, ids, 16, mask, **how))
+    cache._cache.check_integrity()
+
+
+def test_forked_rows_share_their_blocks() -> None:
+    model = model_of("llama")
+    cache = made(model, PAGED, rows=8)
+    model(prompts(1, 40), past_key_values=cache)
+    before = cache.usage()
+    cache.batch_repeat_interleave(8)
+    assert cache.usage().reserved == before.reserved
+    assert cache.batch_size == 8
+
+
+@pytest.mark.parametrize("length", [LONGEST - 2, LONGEST - 3])
+@pytest.mark.parametrize("strategy", [*EXACT, "one_block"])
+def test_rows_that_part_at_the_brim_find_room(strategy: str, length: int) -> None:
+    """Every row copies the block it shared, while the original is held, too: with one block a row that is one more."""
+    model, ids = model_of("llama"), prompts(1, length)
+    one_block = StrategySettings(kind="paged", block_size=LONGEST)
+    ours, theirs = made(model, EXACT.get(strategy, one_block), rows=5), DynamicCache(config=model.config)
+    for token in range(2):
+        logits = []
+        for cache in (ours, theirs):
+            if token == 0:
+                model(ids, past_key_values=cache)
+                cache.batch_repeat_interleave(5)
+            logits.append(model(torch.arange(5)[:, None] + 10 * token, past_key_values=cache).logits)
+        assert torch.equal(*logits)
+
+
+@exact_ones
+def test_rows_are_chosen_doubled_and_dropped(strategy: str) -> None:
+    model = model_of("gemma2")
+    ours, theirs = made(model, EXACT[strategy], rows=4), DynamicCache(config=model.config)
+    changes: list[Any] = [
+        lambda c: c.batch_select_indices(torch.tensor([2, 0])),
+        lambda c: c.batch_repeat_interleave(2),
+        lambda c: c.reorder_cache(torch.tensor([3, 3, 0, 1])),
+        lambda c: c.batch_select_indices(torch.tensor([False, True, True, True])),
+    ]
+    for cache in (ours, theirs):
+        model(prompts(3), past_key_values=cache)
+    for i, change in enumerate(changes):
+        change(ours), change(theirs)
+        ids = prompts(ours.batch_size, 3, seed=i)
+        assert torch.equal(*(model(ids, past_key_values=c).logits for c in (ours, theirs)))
+        ours._cache.check_integrity()
+
+
+@pytest.mark.parametrize("how", [{}, {"num_beams": 3}], ids=str)
+def test_a_window_of_ours_is_that_of_a_model_with_such_a_window(how: dict[str, int]) -> None:
+    """Beams included: rings that wrap are doubled and dropped."""
+    model, ids = model_of("mistral_sees_all"), prompts(1, 9)
+    narrow = copy.deepcopy(model)
+    narrow.config.sliding_window = 10
+    cache = made(model, window(10), equal_lengths=True)
+    assert not cache._cache.contract.exact
+    assert written(model, ids, cache, 30, **how).equal(own(narrow, ids, 30, **how))
+    assert not own(narrow, ids, 30, **how).equal(own(model, ids, 30, **how))
+    cache._cache.check_integrity()
+
+
+# ---------------------------------------------------------------- crop, reset, failures
+@exact_ones
+def test_after_a_crop_the_text_goes_another_way(strategy: str) -> None:
+    model = model_of("llama")
+    cache, ids = made(model, EXACT[strategy]), prompts()
+    text = written(model, ids, cache)
+    if cache._cache.contract.rewind is None:
+        cache.crop(ids.shape[1] + 4 - cache.length)
+        assert cache.length == ids.shape[1] + 4
+        other = torch.cat((text[:, : ids.shape[1] + 4], prompts(length=3, seed=9)), 1)
+        assert written(model, other, cache).equal(own(model, other))
+    assert cache.is_croppable == (cache._cache.contract.rewind is None)
+
+
+@pytest.mark.parametrize("tokens", [1, -22])
+def test_crop_takes_a_negative_number_of_tokens_that_are_there(tokens: int) -> None:
+    model = model_of("llama")
+    cache = made(model, PAGED)
+    model(prompts(), past_key_values=cache)
+    with pytest.raises(ValueError, match=r"as a negative one, -21 at most"):
+        cache.crop(tokens)
+    cache.crop(-21)
+    assert cache.length == 0
+
+
+@exact_ones
+def test_a_reset_cache_is_as_new_and_takes_no_memory(strategy: str) -> None:
+    model, cache = model_of("qwen2"), made(model_of("qwen2"), EXACT[strategy])
+    at = cache._cache.setup.arena.memory.data_ptr()
+    for rows in (3, 1, 2):
+        assert written(model, prompts(rows), cache).equal(own(model, prompts(rows)))
+        cache.reset()
+        assert (cache.length, cache.batch_size, cache.usage().used) == (0, -1, 0)
+        assert cache._cache.setup.arena.memory.data_ptr() == at
+
+
+@exact_ones
+@torch.inference_mode()
+def test_a_failed_forward_is_dropped_by_crop_zero_and_repeated(strategy: str) -> None:
+    model = model_of("gemma3")
+    cache, ids = made(model, EXACT[strategy]), prompts(length=30)
+    model(ids[:, :20], past_key_values=cache)
+
+    def fail(*_: Any) -> None:
+        raise RuntimeError("out of memory, say")
+
+    hook = model.model.layers[2].self_attn.register_forward_pre_hook(fail)
+    with pytest.raises(RuntimeError, match="say"):
+        model(ids[:, 20:], past_key_values=cache)
+    hook.remove()
+    assert cache.length == 20
+    for do in (lambda: model(ids[:, 20:], past_key_values=cache), lambda: cache.reorder_cache(torch.tensor([0, 0, 1]))):
+        with pytest.raises(StrategyCacheError, match=r"to 2 of 3 layers.*crop\(0\)"):
+            do()
+    cache.crop(0)
+    theirs = DynamicCache(config=model.config)
+    model(ids[:, :20], past_key_values=theirs)
+    assert torch.equal(*(model(ids[:, 20:], past_key_values=c).logits for c in (cache, theirs)))
+
+
+# ---------------------------------------------------------------- memory and types
+def test_all_memory_is_taken_at_once() -> None:
+    model = model_of("llama")
+    cache = made(model, EXACT["contiguous"])
+    config = model.config
+    kv = 2 * config.num_hidden_layers * config.num_key_value_heads * 16 * LONGEST * 3 * 4
+    assert cache._cache.setup.arena.memory.nbytes == kv
+
+
+def test_a_narrow_dtype_is_asked_for_and_rounds() -> None:
+    model, ids = model_of("llama"), prompts()
+    cache = made(model, PAGED, dtype=torch.bfloat16)
+    rounded = model(ids, past_key_values=cache).logits
+    exact = model(ids).logits
+    assert rounded.dtype == torch.float32
+    assert 0 < (rounded - exact).abs().max() < 0.05 * exact.abs().max()
+
+
+def test_a_dtype_that_was_not_asked_for_is_refused() -> None:
+    model = copy.deepcopy(model_of("llama"))
+    cache = made(model, PAGED)
+    with pytest.raises(ValueError, match=r"keys are torch.bfloat16, the config says torch.float32: pass the dtype"):
+        model.bfloat16()(prompts(), past_key_values=cache)
+
+
+def test_gradients_are_not_kept_and_inference_mode_makes_no_difference() -> None:
+    model, ids = model_of("llama"), prompts()
+    with torch.inference_mode():
+        cache = made(model, PAGED)
+        model(ids[:, :9], past_key_values=cache)
+    logits = model(ids[:, 9:], past_key_values=cache).logits  # with gradients
+    assert not cache._cache.setup.arena.memory.requires_grad
+    torch.testing.assert_close(logits, model(ids).logits[:, 9:], rtol=0, atol=1e-4)

@@ -1,0 +1,240 @@
+"""What transformers' masks allow under strategies that forget, and how everything else is refused."""
+
+from __future__ import annotations
+
+import copy
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import Llama4TextConfig, MambaConfig
+
+from cache_strategies import registry
+from cache_strategies.adapters.transformers import StrategyCache, StrategyCacheError
+from config.errors import SettingsError
+from config.settings import StrategySettings
+from tests.cache_strategies.adapters.generated_texts import (
+    LONGEST,
+    MORE,
+    PAGED,
+    left_padded,
+    made,
+    model_of,
+    own,
+    prompts,
+    window,
+    written,
+)
+from tests.models.random_models import CONFIGS, random_model
+
+DOC = Path(__file__).parents[3] / "docs" / "outside.md"
+
+
+# ---------------------------------------------------------------- strategies that forget
+@torch.inference_mode()
+def masked_greedy(model: Any, ids: Tensor, more: int, window: int, sinks: int) -> Tensor:
+    """Without any cache: the whole text for every token, and a mask written out from what the strategy promises."""
+    own_window = getattr(model.config, "sliding_window", None) or LONGEST
+    for _ in range(more):
+        at = torch.arange(ids.shape[1])
+        distance = at[:, None] - at
+        seen = (distance >= 0) & ((distance < window) | (at < sinks)) & (distance < own_window)
+        ids = torch.cat((ids, model(ids, attention_mask=seen[None, None]).logits[:, -1:].argmax(-1)), 1)
+    return ids
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen2", "mistral"])
+@pytest.mark.parametrize(("wide", "sinks"), [(8, 0), (6, 4), (1, 1), (20, 2)])
+def test_a_window_sees_its_sinks_and_its_latest_tokens(name: str, wide: int, sinks: int) -> None:
+    model, ids = model_of(name), prompts()
+    cache = made(model, window(wide, sinks), equal_lengths=True)
+    text = written(model, ids, cache, prefill_chunk_size=1)
+    assert text.equal(masked_greedy(model, ids, MORE, wide, sinks))
+    assert not text.equal(own(model, ids)) or wide == 20  # forgetting shows
+
+
+def test_a_prompt_that_fits_enters_at_once() -> None:
+    model, ids = model_of("llama"), prompts()
+    for wide, sinks in ((21, 0), (18, 3)):
+        cache = made(model, window(wide, sinks, max_row=LONGEST), equal_lengths=True)
+        assert written(model, ids, cache).equal(masked_greedy(model, ids, MORE, wide, sinks))
+
+
+def test_without_sinks_a_window_may_be_padded() -> None:
+    model, ids = model_of("llama"), prompts()
+    mask = left_padded(ids)
+    text = written(model, ids, made(model, window(8)), mask=mask, prefill_chunk_size=1)
+    for row, seen in enumerate(mask.bool()):
+        alone = masked_greedy(model, ids[row, seen][None], MORE, 8, 0)
+        assert alone[0].equal(torch.cat((ids[row, seen], text[row, ids.shape[1] :])))
+
+
+# ---------------------------------------------------------------- refusals
+def _at_once(model: Any) -> None:
+    written(model, prompts(), made(model, window(8, max_row=LONGEST)))
+
+
+def _second_piece(model: Any) -> None:
+    written(model, prompts(), made(model, window(15, max_row=LONGEST)), prefill_chunk_size=12)
+
+
+def _sinks_in_a_batch(model: Any) -> None:
+    written(model, prompts(), made(model, window(8, 2)), prefill_chunk_size=1)
+
+
+def _long_row(model: Any) -> None:
+    written(model, prompts(), made(model, window(20)))
+
+
+def _crop_a_ring(model: Any) -> None:
+    cache = made(model, window(8))
+    written(model, prompts(), cache, prefill_chunk_size=1)
+    cache.crop(-1)
+
+
+def _copy(model: Any) -> None:
+    copy.deepcopy(made(model, PAGED))
+
+
+def _too_many_rows(model: Any) -> None:
+    written(model, prompts(2), made(model, PAGED), num_beams=2)
+
+
+def _too_many_forks(model: Any) -> None:
+    cache = made(model, PAGED)
+    model(prompts(2), past_key_values=cache)
+    cache.batch_repeat_interleave(2)
+
+
+def _another_batch(model: Any) -> None:
+    cache = made(model, PAGED)
+    model(prompts(2), past_key_values=cache)
+    model(prompts(3), past_key_values=cache)
+
+
+def _too_long(model: Any) -> None:
+    written(model, prompts(1, 90), made(model, PAGED))
+
+
+def _another_model(model: Any) -> None:
+    model(prompts(), past_key_values=made(model_of("llama_wide_heads"), PAGED))
+
+
+def _another_device(model: Any) -> None:
+    made(model, PAGED, device="meta").update(torch.zeros(1, 2, 1, 16), torch.zeros(1, 2, 1, 16), 0)
+
+
+def _unknown_kind(model: Any) -> None:
+    made(model, StrategySettings(kind="pagde"))
+
+
+def _unknown_option(model: Any) -> None:
+    made(model, StrategySettings(kind="paged", blocksize=4))
+
+
+def _no_room_at_all(model: Any) -> None:
+    made(model, PAGED, rows=0)
+
+
+def _state_spaces(model: Any) -> None:
+    StrategyCache(MambaConfig(num_hidden_layers=2), max_seq_len=8)
+
+
+def _chunks(model: Any) -> None:
+    StrategyCache(Llama4TextConfig(num_hidden_layers=4), max_seq_len=8)
+
+
+@pytest.mark.parametrize(
+    ("do", "error", "says"),
+    [
+        (_at_once, StrategyCacheError, "forgets while tokens 0 to 20 enter.*prefill_chunk_size=1"),
+        (_second_piece, StrategyCacheError, "forgets while tokens 12 to 20 enter"),
+        (_sinks_in_a_batch, StrategyCacheError, "padding.*sinks=0.*equal_lengths=True"),
+        (
+            _long_row,
+            StrategyCacheError,
+            "takes 20 tokens of a sequence at once, not 21.*prefill_chunk_size=20.*max_row",
+        ),
+        (_crop_a_ring, StrategyCacheError, "can drop 0 of its latest tokens, not 1.*paged or contiguous"),
+        (_copy, StrategyCacheError, r"cannot be copied.*crop\(\)"),
+        (_too_many_rows, ValueError, "4 rows are more than max_batch_size=3: raise it"),
+        (_too_many_forks, ValueError, "4 rows are more than max_batch_size=3: raise it"),
+        (_another_batch, ValueError, r"holds 2 rows, 3 came.*reset\(\)"),
+        (_too_long, ValueError, "no room for 1 tokens after 96: raise max_seq_len=96"),
+        (_another_model, StrategyCacheError, "gave keys or values of shape.*this model's own config"),
+        (_another_device, ValueError, "keys are on cpu, the cache on meta: pass device='cpu'"),
+        (_unknown_kind, SettingsError, "no cache strategy kind 'pagde'; kinds are"),
+        (_unknown_option, SettingsError, "blocksize is not an option of this kind.*block_size"),
+        (_no_room_at_all, ValueError, "must be at least 1"),
+        (_state_spaces, StrategyCacheError, "use DynamicCache"),
+        (_chunks, StrategyCacheError, "use DynamicCache"),
+    ],
+)
+def test_what_cannot_be_done_is_refused_with_what_to_do_instead(do: Any, error: type[Exception], says: str) -> None:
+    with pytest.raises(error, match=f"(?s){says}"):
+        do(model_of("llama"))
+
+
+def test_a_refused_step_leaves_the_cache_as_it_was() -> None:
+    model, ids = model_of("llama"), prompts()
+    cache = made(model, window(8))
+    model(ids[:, :4], past_key_values=cache)
+    with pytest.raises(StrategyCacheError):
+        model(ids[:, 4:], past_key_values=cache)
+    for i in range(4, 21):
+        logits = model(ids[:, i : i + 1], past_key_values=cache).logits
+    assert logits[:, -1].argmax(-1).equal(masked_greedy(model, ids, 1, 8, 0)[:, -1])
+
+
+# ---------------------------------------------------------------- strategies of other people
+@pytest.fixture
+def sieve(monkeypatch: pytest.MonkeyPatch) -> str:
+    """Keeps every n-th token, in memory of its own, and cannot fork."""
+    where = "tests.contract.third_party_strategy:SieveCache"
+    monkeypatch.setattr(registry, "BUILTIN", registry.BUILTIN | {"sieve": where})
+    return "sieve"
+
+
+def test_a_model_that_was_saved(tmp_path: Path) -> None:
+    """Which writes into its config."""
+    model, ids = random_model(CONFIGS["llama"]), prompts()
+    model.save_pretrained(tmp_path)
+    assert written(model, ids, made(model, PAGED)).equal(own(model, ids))
+
+
+def test_a_strategy_known_by_its_seam_alone(sieve: str) -> None:
+    model, ids = model_of("gemma3"), prompts()
+    cache = StrategyCache(model.config, sieve, max_seq_len=LONGEST, max_batch_size=3, keep=1)
+    for how in ({}, {"prefill_chunk_size": 8}):
+        assert written(model, ids, cache, **how).equal(own(model, ids))
+        cache.reset()
+    with pytest.raises(StrategyCacheError, match=r"cannot double a sequence.*use paged"):
+        written(model, prompts(1), cache, num_beams=2)
+
+
+def test_one_that_forgets_and_does_not_say_what_is_refused(sieve: str) -> None:
+    with pytest.raises(StrategyCacheError, match=r"does not say beforehand how many keys.*subclass TableCache"):
+        StrategyCache(model_of("llama").config, sieve, max_seq_len=LONGEST)
+
+
+@pytest.mark.parametrize("kind", sorted(registry.kinds()))
+def test_every_registered_kind_can_be_used_or_says_why_not(kind: str) -> None:
+    model, ids = model_of("llama"), prompts()
+    try:
+        cache = StrategyCache(model.config, kind, max_seq_len=LONGEST, max_batch_size=3)
+    except StrategyCacheError:
+        return
+    text = written(model, ids, cache)
+    assert text.equal(own(model, ids)) or not cache._cache.contract.exact
+
+
+def test_the_documents_example_runs(capsys: pytest.CaptureFixture[str]) -> None:
+    (code,) = re.findall(r"```python\n(.*?)```", DOC.read_text(), re.DOTALL)
+    found: dict[str, Any] = {}
+    exec(compile(code, str(DOC), "exec"), found)
+    assert "seats=2" in capsys.readouterr().out
+    assert found["cache"].length == 3 + 10 + 2 + 10 - 1
+    assert found["window"].length == 60 + 10 - 1

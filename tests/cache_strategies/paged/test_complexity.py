@@ -1,0 +1,55 @@
+"""What open, commit, close and eviction cost depends on the blocks concerned, not on how many there are."""
+
+from __future__ import annotations
+
+import pytest
+
+from cache_strategies.eviction import policies
+from cache_strategies.paged.cache import PagedCache
+from tests.cache_strategies.cache_driver import cache_of, enter, read
+from tools.bench.growth import calls_of
+
+FEW = 2_000
+MANY = [20_000, pytest.param(1_000_000, marks=pytest.mark.slow)]
+TEXT = list(range(10, 42))  # eight blocks of 4
+
+
+def full(pages: int, policy: str) -> PagedCache:
+    """All memory is idle blocks of texts that nobody reads."""
+    cache = cache_of("paged", pages=pages, block_size=4, eviction=policy)
+    assert isinstance(cache, PagedCache)
+    for n in range(pages):
+        block = cache.pool.take()
+        assert block is not None
+        name = cache._prefix.child(cache._prefix.root(""), [n, n, n, n])
+        assert name is not None
+        cache.pool.publish(name, block)
+        cache.pool.drop(block, ttl=float("inf"))
+    assert cache.setup.arena.free == 0
+    return cache
+
+
+def costs(cache: PagedCache) -> dict[str, int]:
+    """Calls of each, on a cache where everything is idle."""
+    seat = read(cache, TEXT)  # evicts, and leaves its blocks as the latest
+    cache.close(seat)
+    found: dict[str, int] = {}
+
+    def opened() -> None:
+        nonlocal seat
+        seat = cache.open([*TEXT, *range(50, 60)], salt="")  # type: ignore[assignment]
+
+    found["open"] = calls_of(opened)
+    found["step"] = calls_of(lambda: enter(cache, (seat, list(range(50, 60)))))
+    found["close"] = calls_of(lambda: cache.close(seat))
+    found["evict"] = calls_of(lambda: cache.reclaim(5))
+    found["match"] = calls_of(lambda: cache.match(TEXT))
+    return found
+
+
+@pytest.mark.parametrize("pages", MANY)
+@pytest.mark.parametrize("policy", sorted(policies()))
+def test_many_blocks_cost_no_more_than_a_few(policy: str, pages: int) -> None:
+    few, many = costs(full(FEW, policy)), costs(full(pages, policy))
+    assert few == many
+    assert max(few.values()) < 2_000

@@ -1,0 +1,134 @@
+"""What strategies tell of their blocks: states now, and how long they lived, lay idle and waited to be used again."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import pytest
+
+from cache_strategies import registry
+from cache_strategies.base import BlockEvents, Blocks, CacheSetup
+from cache_strategies.paged.block_metrics import LATEST, BlockMetrics
+from tests.cache_strategies.cache_driver import BLOCK, cache_of, enter, opened, paged, read
+from tests.cache_strategies.test_eviction import Clock
+
+TEXT = list(range(10, 20))  # two blocks of 4, and two tokens
+OTHER = list(range(30, 40))
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    """That of all caches made in the test."""
+    clock = Clock()
+    monkeypatch.setattr(registry, "CacheSetup", partial(CacheSetup, clock=clock))
+    return clock
+
+
+def test_ages_of_paged_blocks(clock: Clock) -> None:
+    cache = paged(pages=3)
+    clock.now = 1.0
+    first = opened(cache, TEXT)  # its two full blocks get their names
+    enter(cache, (first, TEXT))
+    clock.now = 4.0
+    cache.close(first)
+    assert cache.happened() is None, "a block without a name leaves nothing to tell"
+    clock.now = 6.0
+    second = read(cache, TEXT)
+    assert cache.happened() == (
+        0,
+        (),
+        (),
+        (
+            2.0,
+            2.0,
+        ),
+    )
+    clock.now = 7.0
+    cache.close(second)
+    clock.now = 10.0
+    read(cache, OTHER)  # takes all the memory there is
+    assert cache.happened() == (
+        0,
+        (
+            9.0,
+            9.0,
+        ),
+        (
+            3.0,
+            3.0,
+        ),
+        (),
+    )
+    assert cache.happened() is None, "it is told once"
+    cache.check_integrity()
+
+
+def test_ages_of_contiguous_runs(clock: Clock) -> None:
+    cache = cache_of("contiguous", pages=1)
+    clock.now = 1.0
+    first = read(cache, TEXT)
+    clock.now = 4.0
+    cache.close(first)
+    clock.now = 6.0
+    second = read(cache, [*TEXT, 1])
+    assert cache.happened() == (0, (), (), (2.0,))
+    cache.close(second)
+    clock.now = 9.0
+    read(cache, OTHER)
+    assert cache.happened() == (0, (8.0,), (3.0,), ())
+    cache.check_integrity()
+
+
+def test_what_is_cleared_was_not_evicted(clock: Clock) -> None:
+    for cache in (paged(), cache_of("contiguous")):
+        cache.close(read(cache, TEXT))
+        cache.clear()  # type: ignore[attr-defined]
+        cache.check_integrity()
+        assert cache.happened() is None
+
+
+def test_copies_on_write() -> None:
+    cache = paged()
+    parent = read(cache, TEXT)
+    child = cache.fork(parent)
+    assert child is not None
+    enter(cache, (child, [1]))
+    assert cache.happened() == BlockEvents(copies=1)
+    enter(cache, (parent, [2]))
+    assert cache.happened() is None, "the original is nobody else's any more"
+
+
+def test_blocks_by_state() -> None:
+    cache = paged()
+    assert cache.blocks() == Blocks()
+    parent = read(cache, TEXT)
+    assert cache.fork(parent)
+    waiting = opened(cache, OTHER)
+    assert cache.blocks() == Blocks(in_use=6, shared=3, pending=2)
+    enter(cache, (waiting, OTHER))
+    cache.close(waiting)
+    pin = cache.pin(OTHER[:BLOCK], salt="", ttl=60)
+    assert cache.blocks() == Blocks(in_use=3, shared=3, pinned=1, idle=1)
+    assert cache.unpin(pin.id)
+    assert cache.blocks() == Blocks(in_use=3, shared=3, idle=2)
+
+
+@pytest.mark.parametrize(("kind", "left"), [("contiguous", 1), ("sliding_window", 0)])
+def test_a_run_is_a_block(kind: str, left: int) -> None:
+    cache = cache_of(kind)
+    seats = [read(cache, text) for text in (TEXT, OTHER)]
+    assert cache.blocks() == Blocks(in_use=2)
+    cache.close(seats[0])
+    assert cache.blocks() == Blocks(in_use=1, idle=left)
+
+
+def test_nobody_who_never_asks_pays_for_it() -> None:
+    block_metrics = BlockMetrics(Clock())
+    for key in range(2 * LATEST):
+        block_metrics.born(key)
+        block_metrics.idle(key)
+        block_metrics.evicted(key)
+    happened = block_metrics.collect()
+    assert happened is not None
+    assert len(happened.lifetimes) == LATEST
+    block_metrics.check_integrity(set(), set())

@@ -1,0 +1,159 @@
+"""contiguous goes on from where a closed sequence with the same beginning was, and never from anywhere else."""
+
+from __future__ import annotations
+
+import pytest
+
+from cache_strategies.contiguous import ContiguousCache
+from tests.cache_strategies.cache_driver import cache_of, empty, enter, opened, read, stored
+
+TEXT = list(range(10, 24))
+
+
+def contiguous(*, pages: int = 4, **options: bool) -> ContiguousCache:
+    """A page is a sequence."""
+    cache = cache_of("contiguous", pages=pages, **options)
+    assert isinstance(cache, ContiguousCache)
+    return cache
+
+
+def left(cache: ContiguousCache, *texts: list[int], salt: str = "") -> None:
+    """Texts that were read and closed, one after the other; each in memory of its own."""
+    seats = [read(cache, text, salt=salt) for text in texts]
+    for seat in seats:
+        cache.close(seat)
+    cache.check_integrity()
+
+
+@pytest.mark.parametrize(("common", "rest"), [(14, [99]), (13, [99]), (7, [99, 98]), (14, [])])
+def test_a_later_sequence_goes_on_behind_what_they_share(common: int, rest: list[int]) -> None:
+    cache = contiguous()
+    left(cache, TEXT)
+    text = TEXT[:common] + rest
+    found = min(common, len(text) - 1)
+    assert cache.match(text) == found
+    seat = opened(cache, text)
+    assert (seat.cached, seat.length) == (found, found)
+    enter(cache, (seat, text[found:]))
+    assert stored(cache, seat) == text
+    cache.close(seat)
+    empty(cache)
+
+
+def test_the_longest_is_taken_and_of_equal_ones_the_latest() -> None:
+    cache = contiguous()
+    left(cache, TEXT, [*TEXT[:12], 1, 1], [*TEXT[:12], 2, 2])
+    first = opened(cache, [*TEXT, 99])
+    assert first.cached == 14
+    second = opened(cache, [*TEXT[:12], 99])
+    assert second.cached == 12
+    enter(cache, (second, [99]))
+    assert cache.match([*TEXT[:12], 1, 1, 1]) == 14, "the latest was taken, not this one"
+
+
+def test_a_long_text_is_not_given_up_for_a_short_beginning_while_there_is_other_memory() -> None:
+    cache = contiguous(pages=2)
+    left(cache, TEXT)
+    other = [*TEXT[:5], *range(70, 80)]
+    assert opened(cache, other).cached == 0
+    assert cache.match([*TEXT, 99]) == 14
+    assert opened(cache, other).cached == 5, "there is no other any more"
+
+
+def test_two_that_run_at_once_share_nothing_and_are_told() -> None:
+    cache = contiguous()
+    read(cache, TEXT)
+    seat = opened(cache, [*TEXT, 99])
+    assert (seat.cached, seat.miss) == (0, "busy")
+    assert opened(cache, [5, 5, 5]).miss == "cold"
+
+
+def test_another_salt_finds_nothing() -> None:
+    cache = contiguous()
+    left(cache, TEXT, salt="a/")
+    other = opened(cache, TEXT, salt="b/")
+    assert (other.cached, other.miss) == (0, "cold"), "nobody hears of other tenants"
+    other = opened(cache, TEXT, salt="a/x")
+    assert (other.cached, other.miss) == (0, "salt")
+    assert opened(cache, TEXT, salt="a/").cached == 13
+
+
+def test_max_cached_limits_and_bypasses() -> None:
+    cache = contiguous()
+    left(cache, TEXT)
+    assert cache.match(TEXT, max_cached=0) == 0
+    seat = opened(cache, TEXT, max_cached=9)
+    assert (seat.cached, seat.miss) == (9, "bypass")
+
+
+def test_idle_memory_goes_to_whoever_needs_it_the_oldest_first() -> None:
+    cache = contiguous(pages=2)
+    left(cache, TEXT, [1, 2, 3, 4])
+    assert cache.idle_pages() == 2
+    opened(cache, [7, 7, 7])
+    assert cache.match([*TEXT, 1]) == 0
+    assert cache.match([1, 2, 3, 4, 5]) == 4
+    usage = cache.usage()
+    assert (usage.idle, usage.reserved) == (cache.bytes_per_block, 2 * cache.bytes_per_block)
+
+
+def test_what_was_cropped_or_has_no_name_is_not_found() -> None:
+    cache = contiguous()
+    seat = read(cache, [*TEXT[:6], -1, *TEXT[7:]])
+    cache.crop(seat, 10)
+    cache.close(seat)
+    assert cache.match([*TEXT[:6], -1, *TEXT[7:]]) == 6
+    nameless = read(cache, [-1, 2, 3])
+    cache.close(nameless)
+    assert cache.idle_pages() == 1
+
+
+def test_a_fork_is_found_as_well() -> None:
+    cache = contiguous()
+    parent = read(cache, TEXT)
+    child = cache.fork(parent)
+    assert child is not None
+    enter(cache, (child, [50, 51]))
+    cache.close(child)
+    assert cache.match([*TEXT, 50, 51, 52]) == 16
+
+
+def test_clear_forgets_what_is_idle_and_what_will_be() -> None:
+    cache = contiguous()
+    left(cache, TEXT, salt="a/")
+    left(cache, [1, 2, 3, 4], salt="b/")
+    running = read(cache, [7, 7, 7, 7], salt="a/")
+    assert cache.clear("a/") == cache.bytes_per_block
+    cache.close(running)
+    assert cache.match([7, 7, 7, 7, 7], salt="a/") == cache.match(TEXT, salt="a/") == 0
+    assert cache.match([1, 2, 3, 4, 5], salt="b/") == 4
+    assert cache.clear() == cache.bytes_per_block
+    empty(cache)
+
+
+def test_it_can_be_switched_off() -> None:
+    cache = contiguous(prefix_cache=False)
+    left(cache, TEXT)
+    seat = opened(cache, TEXT)
+    assert (seat.cached, seat.miss, cache.contract.reusable) == (0, "bypass", False)
+
+
+def test_what_goes_first_is_what_has_outlived_its_time_then_what_is_worth_least() -> None:
+    cache = contiguous(pages=3)
+    texts = [[start, start + 1, start + 2] for start in (10, 20, 30)]
+    seats = [read(cache, text) for text in texts]
+    for seat, (priority, ttl) in zip(seats, ((1, None), (0, None), (2, 0.0)), strict=True):
+        cache.retain(seat, priority=priority, ttl=ttl)
+        cache.close(seat)
+    kept = []
+    for _ in texts:
+        assert cache.reclaim(1) == 1
+        kept.append([cache.match([*text, 99]) > 0 for text in texts])
+    assert kept == [[True, True, False], [True, False, False], [False, False, False]]
+
+
+def test_at_its_limit_there_is_no_other_memory() -> None:
+    cache = contiguous(pages=4)
+    left(cache, TEXT)
+    cache.setup.arena.set_share(cache.name, floor=0, limit=1)
+    assert cache.match([*TEXT[:5], 99]) == 5

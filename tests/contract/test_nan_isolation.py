@@ -1,0 +1,208 @@
+"""What is NaN or infinite reaches nobody whom it does not concern: other rows, and queries that may not see it.
+
+Every operation, backend and strategy joins by being registered. Bits are compared: of a call as it is tried, and of the
+same with a number that is none. Cases are drawn anew each time; the seed is printed.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterable
+from dataclasses import replace
+from itertools import product
+
+import pytest
+import torch
+from torch import Tensor
+
+from kernels.ops import Ops
+from kernels.selfcheck.attention_case import AttentionCase, Layout, RowOf
+from kernels.selfcheck.layer_ops import FORWARD_LAYERS
+from kernels.selfcheck.op_db import OPS
+from kernels.selfcheck.op_info import DTYPES, Op
+from kernels.types import LayerSpec
+from tests.contract.harness import MODEL, Text, World, every_instance, random_text, step
+from tests.kernels.backend_matrix import BACKENDS, LAYOUTS, SPECS
+from tests.kernels.brute_force import KEEPS, everything, seen
+from tests.kernels.recorded_calls import Call, calls, real_tokens
+
+POISONS = (torch.nan, torch.inf, -torch.inf)
+LENGTH = 70
+dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=str)
+
+
+@pytest.fixture
+def rng() -> random.Random:
+    seed = random.randrange(1 << 32)
+    print(f"seed {seed}")
+    return random.Random(seed)
+
+
+def same(ours: Tensor, theirs: Tensor) -> bool:
+    """Whether all bits are equal, of NaN, too."""
+    return torch.equal(ours.contiguous().view(torch.uint8), theirs.contiguous().view(torch.uint8))
+
+
+# ---------------------------------------------------------------- one row of an operation
+@dtypes
+@pytest.mark.parametrize("op", [op for op in OPS if op.by_row], ids=lambda op: op.full_name)
+def test_a_row_that_is_no_number_leaves_the_others_as_they_are(
+    backend: str, op: Op, dtype: torch.dtype, rng: random.Random
+) -> None:
+    ops = BACKENDS[backend]()
+    tried = list(calls(op, ops, dtype))
+    for call in rng.sample(tried, min(8, len(tried))):
+        for name, poison in product(op.by_row, POISONS):
+            x = call.arguments.get(name)
+            if x is not None and len(x) > 1:
+                row = rng.randrange(len(x))
+                check_rows(ops, call, row, name, poisoned(x, row, poison, rng))
+
+
+def poisoned(x: Tensor, row: int, poison: float, rng: random.Random) -> Tensor:
+    """Return x with one number of the row, or all of them, poisoned.
+
+    Its strides and its place in its storage are those of x: torch's products depend on the alignment of their rows.
+    """
+    storage = x.new_empty(x.untyped_storage().nbytes() // x.element_size())
+    changed = storage.as_strided(x.shape, x.stride(), x.storage_offset()).copy_(x)
+    numbers = changed[row : row + 1].flatten()
+    if rng.random() < 0.5:
+        numbers.fill_(poison)
+    else:
+        numbers[rng.randrange(len(numbers))] = poison
+    changed[row] = numbers.view(x[row].shape)
+    return changed
+
+
+def check_rows(ops: Ops, call: Call, row: int, name: str, x: Tensor) -> None:
+    clean, found = call.run(ops), call.run(ops, **{name: x})
+    rows = len(x)
+    if call.op.name == "write_kv":
+        written = int((clean[0] != found[0]).sum())
+        assert written <= call.op.bytes(**call.arguments) // rows, "another token's slot was written"
+        return
+    if call.op.name == FORWARD_LAYERS.name:
+        clean, found = clean[:1], found[:1]  # keys are the same if what is computed of them is
+        others = real_tokens(call.arguments["attention"], unless_seeing=row)
+    else:
+        others = [i for i in range(rows) if i != row]
+    by_column = call.op.name.startswith("repeat_kv_heads")
+    start = call.arguments.get("start", 0)
+    for before, after in zip(clean, found, strict=True):
+        if before.dtype is torch.uint8:
+            assert torch.equal(before, after), "the store was written"
+        elif by_column:
+            columns = [i for i in range(before.shape[1]) if i != start + row]
+            assert same(before[:, columns], after[:, columns])
+        else:
+            assert same(before[others], after[others]), f"{call.op.name}: row {row} of {name} reached another"
+
+
+# ---------------------------------------------------------------- keys and values that a query may not see
+@dtypes
+@pytest.mark.parametrize("kv", ["same", "int8"])
+@pytest.mark.parametrize("spec", ["groups of 7", "all at once", "the model's window"])
+def test_a_query_knows_nothing_of_keys_that_it_may_not_see(
+    backend: str, spec: str, kv: str, dtype: torch.dtype, rng: random.Random
+) -> None:
+    """A decode row and chunks, in every layout of memory: any keys, values and queries are poisoned."""
+    for layout in LAYOUTS if spec == "all at once" else LAYOUTS[1::3]:
+        if kv == "int8" and any(dim % 4 for dim in SPECS[spec][2:4]):
+            continue
+        window = rng.choice([3, 40]) if layout.ring else rng.choice([None, 20])
+        for poison in POISONS:
+            check_scene(BACKENDS[backend](), layout, spec, kv, dtype, window, poison, rng)
+
+
+def check_scene(
+    ops: Ops,
+    layout: Layout,
+    spec: str,
+    kv: str,
+    dtype: torch.dtype,
+    window: int | None,
+    poison: float,
+    rng: random.Random,
+) -> None:
+    rows = [RowOf(rng.randrange(100), 1), RowOf(-1, 1), RowOf(rng.randrange(60), rng.randint(2, 11)), RowOf(0, 140)]
+    rows = rows[:3] if layout.ring else rows
+    bad = [[j for j in range(row.past + row.tokens) if rng.random() < 0.04] for row in rows]
+    bad[rng.choice([0, 2])] = []
+    kv_dtype, sinks = torch.int8 if kv == "int8" else None, layout.sinks
+    scenes = [Poisoned(ops, layout, SPECS[spec], rows, dtype, bad, each, kv_dtype) for each in (None, poison)]
+    for scene in scenes:
+        scene.write()
+    clean, found = (scene.attend(window=window) for scene in scenes)
+    keeps = everything if window is None else lambda i, j: (i - j < window) | (j < sinks)
+    for row, positions, before, after in zip(rows, bad, clean, found, strict=True):
+        if row.past < 0:
+            continue
+        mask = seen(SPECS[spec], row.past + row.tokens, keeps)[row.past :]
+        unaware = ~mask[:, positions].any(1)
+        assert same(before[unaware], after[unaware]), f"{row}: {positions} reached others, in {layout}, {window}"
+        assert not after[~unaware].isfinite().all() or unaware.all(), "what is seen is not hidden"
+
+
+class Poisoned(AttentionCase):
+    """A scene in which some tokens' queries, keys and values are all one number."""
+
+    def __init__(
+        self,
+        ops: Ops,
+        layout: Layout,
+        spec: LayerSpec,
+        rows: list[RowOf],
+        dtype: torch.dtype,
+        bad: list[list[int]],
+        poison: float | None,
+        kv_dtype: torch.dtype | None,
+    ) -> None:
+        self._bad, self._poison = bad, poison
+        super().__init__(ops, layout, spec, rows, dtype, kv_dtype=kv_dtype)
+
+    def write_past(self, row: int, past: int) -> None:
+        if self._poison is not None:
+            for part in (self.q, self.k, self.v):
+                part[row][self._bad[row]] = self._poison
+        super().write_past(row, past)
+
+
+# ---------------------------------------------------------------- through strategies
+@dtypes
+@pytest.mark.parametrize("name", every_instance())
+def test_a_strategy_shows_no_query_what_it_may_not_see(name: str, dtype: torch.dtype, rng: random.Random) -> None:
+    """Tokens are poisoned in one text, and all of another beside it, in rows of several sizes."""
+    settings = every_instance()[name]
+    text, other = random_text(1, LENGTH, MODEL, dtype), random_text(2, LENGTH, MODEL, dtype)
+    chunk, bad = rng.choice([1, 7, 33, LENGTH]), sorted(rng.sample(range(LENGTH), 3))
+    clean = read(name, [text, other], chunk, dtype)[0]
+    poison = rng.choice(POISONS)
+    found = read(name, [with_poison(text, bad, poison), with_poison(other, range(LENGTH), poison)], chunk, dtype)[0]
+    beside = read(name, [text, with_poison(other, range(LENGTH), poison)], chunk, dtype)[0]
+    for layer, spec in enumerate(MODEL):
+        assert same(clean[layer], beside[layer]), "another text reached this one"
+        keeps = KEEPS[settings.kind](World({name: settings}).caches[name].options) if settings.kind in KEEPS else None
+        mask = seen(spec, LENGTH, keeps or everything)
+        unaware = ~mask[:, bad].any(1)
+        assert same(clean[layer][unaware], found[layer][unaware]), f"{bad} reached others, in rows of {chunk}"
+
+
+def with_poison(text: Text, tokens: Iterable[int], poison: float) -> Text:
+    at = torch.tensor([*tokens])
+
+    def changed(part: list[Tensor]) -> list[Tensor]:
+        return [x.index_fill(0, at, poison) for x in part]
+
+    return replace(text, q=changed(text.q), k=changed(text.k), v=changed(text.v))
+
+
+def read(name: str, texts: list[Text], chunk: int, dtype: torch.dtype) -> list[list[Tensor]]:
+    """Return what each text attended to in each layer, all read together in rows of `chunk`."""
+    world = World({name: every_instance()[name]}, dtype=dtype, max_seats=len(texts))
+    readings = [world.open(name, text, max_cached=0) for text in texts]
+    outs: list[list[list[Tensor]]] = [[] for _ in texts]
+    while any(reading.left for reading in readings):
+        for out, found in zip(outs, step([(r, r.chunk(chunk)) for r in readings]).outs, strict=True):
+            out.append(found)
+    return [[torch.cat(layer) for layer in zip(*each, strict=True)] for each in outs]

@@ -1,0 +1,77 @@
+"""Whatever is opened, grown, forked, cropped, committed and closed: keys and outputs stay right, and nothing leaks."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import pytest
+from hypothesis import settings
+from hypothesis.stateful import run_state_machine_as_test
+
+from cache_strategies import registry
+from cache_strategies.eviction import policies
+from config.settings import StrategySettings
+from kernels.backends import REFERENCE
+from tests.contract.random_histories import GEOMETRY, Histories
+
+OPTIONS: Mapping[str, Mapping[str, object]] = {  # small enough for texts of 20 tokens; unknown kinds run with defaults
+    "paged": {"block_size": 4},
+    "sliding_window": {"window": 5, "sinks": 2, "max_row": 4},
+}
+
+
+def instance(kind: str, **options: object) -> StrategySettings:
+    return StrategySettings.model_validate({"kind": kind, **OPTIONS.get(kind, {}), **options})
+
+
+ALONE = (
+    {kind: instance(kind) for kind in sorted(registry.kinds())}
+    | {
+        "paged, blocks of one": instance("paged", block_size=1),
+        "paged, nothing shared": instance("paged", prefix_cache=False),
+        "contiguous, nothing found again": instance("contiguous", prefix_cache=False),
+    }
+    | {f"paged, {policy}": instance("paged", eviction=policy) for policy in sorted(policies()) if policy != "lru"}
+)
+TOGETHER = {kind: instance(kind) for kind in sorted(registry.kinds())} | {
+    "other": instance("paged", block_size=3, eviction="s3fifo", ttl=1e-6)
+}
+
+
+def machine_of(strategies: Mapping[str, StrategySettings]) -> type[Histories]:
+    """Over an arena for two and a half of the longest texts, where five seats soon want more."""
+    pages = int(2.5 * registry.pages_needed(registry.declared(strategies), GEOMETRY))
+    return type("History", (Histories,), {"strategies": strategies, "pages": pages})
+
+
+def play(strategies: Mapping[str, StrategySettings], examples: int) -> None:
+    budget = settings(max_examples=examples, stateful_step_count=40)
+    run_state_machine_as_test(machine_of(strategies), settings=budget)
+
+
+def share(backend: str, examples: int) -> int:
+    """Of the examples, those to try with a backend: the books are the same whichever computes."""
+    return examples if backend == REFERENCE else examples // 3
+
+
+@pytest.mark.fuzz
+@pytest.mark.parametrize("name", ALONE)
+def test_any_history_of_one_strategy(backend: str, name: str) -> None:
+    play({"it": ALONE[name]}, examples=share(backend, 15))
+
+
+@pytest.mark.fuzz
+def test_any_history_of_all_strategies_in_one_arena(backend: str) -> None:
+    play(TOGETHER, examples=share(backend, 30))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ALONE)
+def test_more_histories_of_one_strategy(name: str) -> None:
+    play({"it": ALONE[name]}, examples=100)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)  # where every access is checked
+def test_a_hundred_thousand_operations() -> None:
+    play(TOGETHER, examples=2500)

@@ -1,0 +1,118 @@
+"""A ring shorter than the text attends as the masked definition says, however the text is cut and the ring wraps."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+from cache_strategies.sliding_window import WindowOptions
+from config.settings import StrategySettings
+from kernels.types import LayerSpec
+from tests.contract.harness import World, random_text, step
+from tests.kernels.brute_force import KEEPS, attention, seen
+
+LENGTH = 110
+LAYERS = (LayerSpec(1, 2, 8, 8, scale=0.4), LayerSpec(1, 2, 8, 8, scale=0.4, window=9))
+TEXT = random_text(3, LENGTH, LAYERS)
+
+Cut = Callable[[random.Random, int], int]  # (generator, max_row) -> tokens of the next row
+
+CUTS: dict[str, Cut] = {
+    "one by one": lambda rng, most: 1,
+    "full rows": lambda rng, most: most,
+    "rows of 7": lambda rng, most: min(7, most),
+    "any rows": lambda rng, most: rng.randint(1, most),
+}
+
+
+@pytest.mark.parametrize("cut", CUTS)
+@pytest.mark.parametrize("max_row", [6, 64])
+@pytest.mark.parametrize("sinks", [0, 4])
+@pytest.mark.parametrize("window", [1, 5, 40])
+def test_a_short_ring_equals_the_masked_definition(window: int, sinks: int, max_row: int, cut: str) -> None:
+    world, name = ring(window=window, sinks=sinks, max_row=max_row)
+    reading, outs, rng = world.open(name, TEXT), [], random.Random(5)
+    assert slots(world) < LENGTH, "this ring must wrap"
+    while reading.left:
+        outs.append(step([(reading, min(reading.left, CUTS[cut](rng, max_row)))]).outs[0])
+    for layer, parts in enumerate(zip(*outs, strict=True)):
+        want = expected(window, sinks, layer)
+        assert (torch.cat(parts).double() - want).abs().max() < 2e-6
+
+
+def test_a_ring_takes_no_more_memory_than_its_window_its_sinks_and_a_row() -> None:
+    world, _ = ring(window=40, sinks=4, max_row=6)
+    assert slots(world) == 4 + 40 + 6 - 1
+
+
+def test_a_ring_never_takes_more_than_the_longest_text_needs() -> None:
+    world, _ = ring(window=500, sinks=4, max_row=64)
+    assert slots(world) == world.caches["ring"].setup.geometry.max_seq_len
+
+
+def test_a_row_may_be_as_long_as_the_window_unless_an_option_says_otherwise() -> None:
+    assert ring(window=40, sinks=0)[0].caches["ring"].contract.max_row == 40
+    assert ring(window=40, sinks=0, max_row=6)[0].caches["ring"].contract.max_row == 6
+    assert ring(window=400, sinks=0)[0].caches["ring"].contract.max_row == 160, "a step has no more tokens"
+
+
+@pytest.mark.parametrize(
+    ("window", "model_windows", "exact"),
+    [
+        (40, (None, None), False),
+        (40, (30, 40), True),
+        (40, (30, 41), False),
+        (40, (None, 8), False),
+        (160, (None,), True),
+        (159, (None,), False),
+    ],
+)
+def test_a_ring_is_exact_where_the_model_sees_no_further(
+    window: int, model_windows: tuple[int | None, ...], exact: bool
+) -> None:
+    layers = [LayerSpec(1, 1, 8, 8, window=w) for w in model_windows]
+    settings = StrategySettings(kind="sliding_window", window=window, sinks=0)
+    assert World({"ring": settings}, layers=layers, max_seats=1).caches["ring"].contract.exact is exact
+
+
+def test_a_ring_that_wraps_refuses_to_rewind() -> None:
+    world, name = ring(window=5, sinks=0, max_row=6)
+    reading = world.open(name, TEXT)
+    step([(reading, 6)])
+    assert reading.cache.contract.rewind == 0
+    with pytest.raises(AssertionError, match="rewind"):
+        reading.cache.crop(reading.seat, 5)
+
+
+def test_a_fork_of_a_ring_goes_its_own_way() -> None:
+    world, name = ring(window=5, sinks=2, max_row=6)
+    parent = world.open(name, TEXT)
+    for _ in range(7):
+        step([(parent, 6)])
+    child_seat = parent.cache.fork(parent.seat)
+    assert child_seat is not None
+    child = type(parent)(parent.cache, TEXT, child_seat)
+    step([(parent, 6)])  # the parent moves on and overwrites its own ring only
+    outs = step([(child, 6)]).outs[0]
+    for layer, out in enumerate(outs):
+        assert (out.double() - expected(5, 2, layer)[42:48]).abs().max() < 2e-6
+
+
+def ring(**options: int) -> tuple[World, str]:
+    settings = StrategySettings(kind="sliding_window", **options)
+    return World({"ring": settings}, layers=LAYERS, max_seats=2), "ring"
+
+
+def slots(world: World) -> int:
+    cache = world.caches["ring"]
+    return cache.store.block_size
+
+
+def expected(window: int, sinks: int, layer: int) -> Tensor:
+    options = WindowOptions(window=window, sinks=sinks)
+    mask = seen(LAYERS[layer], LENGTH, KEEPS["sliding_window"](options))
+    return attention(TEXT.q[layer], TEXT.k[layer], TEXT.v[layer], LAYERS[layer], mask)

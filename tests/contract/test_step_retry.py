@@ -1,0 +1,138 @@
+"""State moves in commit alone: a failed step can be repeated, and tokens planned but not accepted leave no trace.
+
+"Repeated" means bit for bit, rings and pending copies included.
+"""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+from torch import Tensor
+
+from cache_strategies import registry
+from config.settings import StrategySettings
+from server.engine.batch import Batch, StrategyError
+from tests.contract.failing_ops import FailingOps
+from tests.contract.harness import MODEL, Reading, Text, World, attend, every_instance, random_text, spliced, step
+
+LAYERS = (*MODEL, *MODEL)
+STRATEGIES = every_instance()
+BUILT_IN = {name: each for name, each in STRATEGIES.items() if each.kind in registry.BUILTIN}  # they use the operations
+
+
+def step_after_failure(ops: FailingOps, rows: list[tuple[Reading, int]], calls: int) -> list[list[Tensor]]:
+    """A step whose first attempt fails after so many calls, and whose second does not."""
+    work = [reading.work(n) for reading, n in rows]
+    ops.calls = calls
+    with pytest.raises(StrategyError, match="injected"):
+        attend(Batch(work), rows)
+    batch = Batch(work)
+    outs = attend(batch, rows).outs
+    batch.commit()
+    return outs
+
+
+# ---------------------------------------------------------------- a failed step
+@pytest.mark.parametrize("name", BUILT_IN)
+def test_a_step_that_failed_half_way_is_repeated_bit_for_bit(name: str) -> None:
+    text = random_text(1, 90, LAYERS)
+    ops = FailingOps()
+    clean = World({name: STRATEGIES[name]}, layers=LAYERS, max_seats=1).open(name, text)
+    failing = World({name: STRATEGIES[name]}, layers=LAYERS, max_seats=1, ops=ops).open(name, text)
+    for i, wanted in enumerate([20, 1, 1, 30, 7, 1, 20, 1, 9]):
+        n = clean.chunk(wanted)
+        want = step([(clean, n)]).outs
+        got = step_after_failure(ops, [(failing, n)], calls=i % len(LAYERS))
+        assert_same(got[0], want[0])
+
+
+def test_a_mixed_step_is_repeated_bit_for_bit_whichever_strategy_failed() -> None:
+    ops = FailingOps()
+    texts = {name: random_text(i, 90, LAYERS) for i, name in enumerate(BUILT_IN)}
+    worlds = [World(BUILT_IN, layers=LAYERS, max_seats=1, ops=each) for each in (None, ops)]
+    clean, failing = ([world.open(name, texts[name]) for name in BUILT_IN] for world in worlds)
+    rng = random.Random(2)
+    while any(reading.left for reading in clean):
+        sizes = [reading.chunk(rng.choice([1, 9, 30])) for reading in clean]
+        live = [i for i, n in enumerate(sizes) if n]
+        want = step([(clean[i], sizes[i]) for i in live]).outs
+        calls = rng.randrange(len(live) * len(LAYERS))
+        got = step_after_failure(ops, [(failing[i], sizes[i]) for i in live], calls)
+        for a, b in zip(got, want, strict=True):
+            assert_same(a, b)
+    worlds[1].check_integrity()
+
+
+def test_an_error_names_the_instance_that_failed() -> None:
+    ops = FailingOps()
+    settings = StrategySettings(kind="contiguous")
+    world = World({"first": settings, "second": settings}, max_seats=1, ops=ops)
+    rows = [(world.open(name, random_text(i, 9, MODEL)), 9) for i, name in enumerate(world.caches)]
+    ops.calls = 1
+    with pytest.raises(StrategyError) as raised:
+        step(rows)
+    assert raised.value.instance == "second"
+
+
+@pytest.mark.parametrize("layer", range(len(LAYERS)))
+def test_a_step_with_a_copy_on_write_pending_is_repeated_bit_for_bit(layer: int) -> None:
+    ops = FailingOps()
+    settings = {"paged": StrategySettings(kind="paged", block_size=16)}
+    worlds = [World(settings, layers=LAYERS, max_seats=3, ops=each) for each in (None, ops)]
+    (clean, failing) = (forked(world) for world in worlds)
+    want = step([(reading, 3) for reading in clean]).outs
+    got = step_after_failure(ops, [(reading, 3) for reading in failing], calls=layer)
+    for a, b in zip(got, want, strict=True):
+        assert_same(a, b)
+    for a, b in zip(step([(r, 5) for r in failing]).outs, step([(r, 5) for r in clean]).outs, strict=True):
+        assert_same(a, b)
+    worlds[1].check_integrity()
+
+
+def forked(world: World) -> list[Reading]:
+    """A text of 24 tokens read by three seats that go on differently: two of them must copy the block they share."""
+    common = random_text(0, 44, LAYERS)
+    texts = [spliced(common, random_text(seed, 44, LAYERS), 24) for seed in (1, 2, 3)]
+    parent = world.open("paged", common.head(24))
+    step([(parent, 24)])
+    cache = parent.cache
+    seats = [parent.seat, cache.fork(parent.seat), cache.fork(parent.seat)]
+    assert all(seats)
+    return [Reading(cache, text, seat) for text, seat in zip(texts, seats, strict=True) if seat]
+
+
+# ---------------------------------------------------------------- fewer tokens than planned
+@pytest.mark.parametrize("accepted", [0, 1, 4])
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_drafts_that_are_not_accepted_leave_no_trace(name: str, accepted: int) -> None:
+    text, other = random_text(1, 120, MODEL), random_text(2, 120, MODEL)
+    plain, drafted = (World({name: STRATEGIES[name]}, max_seats=1).open(name, text) for _ in range(2))
+    while plain.left > 30:
+        n = plain.chunk(13)
+        assert_same(step([(drafted, n)]).outs[0], step([(plain, n)]).outs[0])
+        if accepted:
+            step([(plain, accepted)])
+        speculate(drafted, other, drafts=drafted.chunk(6), accepted=accepted)
+        assert drafted.seat.length == plain.seat.length
+        drafted.cache.check_integrity()
+    assert_same(step([(drafted, 1)]).outs[0], step([(plain, 1)]).outs[0])
+
+
+def speculate(reading: Reading, other: Text, drafts: int, accepted: int) -> None:
+    """Plans `drafts` tokens, of which the first `accepted` are the text's and the rest are not; these are dropped."""
+    start = reading.seat.length
+    text = reading.text
+    reading.text = spliced(text, other, start + accepted)
+    work = reading.work(drafts)
+    batch = Batch([work])
+    attend(batch, [(reading, drafts)])
+    (plan,) = (piece.plan for piece in batch._slices)
+    reading.cache.commit(plan, [work.tokens[:accepted]])
+    reading.text = text
+
+
+def assert_same(got: list[Tensor], want: list[Tensor]) -> None:
+    for a, b in zip(got, want, strict=True):
+        assert torch.equal(a, b), f"differs by {(a - b).abs().max()}"

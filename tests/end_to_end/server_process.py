@@ -1,0 +1,142 @@
+"""Starts `kvmux serve` as users do, in processes of its own, and looks at them from outside."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import httpx
+import psutil
+from prometheus_client.parser import text_string_to_metric_families
+
+from server.engine.ipc.messages import ANSWER_SECONDS
+from server.processes.supervisor import Targets
+
+PATIENCE = 120.0  # seconds that anything may take on a busy machine
+
+
+@dataclass(frozen=True)
+class Server:
+    """A running server."""
+
+    url: str
+    process: psutil.Process
+    output: Path  # what it has printed and logged
+
+    def get(self, path: str) -> httpx.Response:
+        return httpx.get(self.url + path, timeout=PATIENCE)
+
+    def complete(self, **body: object) -> httpx.Response:
+        return httpx.post(f"{self.url}/v1/completions", json={"model": self.model} | body, timeout=PATIENCE)
+
+    @property
+    def model(self) -> str:
+        return str(self.get("/v1/models").json()["data"][0]["id"])
+
+    def metrics(self) -> str:
+        """Return the text of /metrics, of a snapshot that is younger than this call.
+
+        What is up to a second old comes first; the response that brought it is counted in the next snapshot.
+        """
+        old = responses = _responses(self.get("/metrics").text)
+        while responses == old:
+            text = self.get("/metrics").text
+            responses = _responses(text)
+        return text
+
+    def metric(self, name: str, **labels: str) -> float:
+        """Return the sum of the samples of that name that have these labels, now."""
+        return metric(self.metrics(), name, **labels)
+
+    def usage(self, instance: str) -> dict[str, int]:
+        """Return an instance's usage as it is now: an answer from before this call has expired."""
+        time.sleep(ANSWER_SECONDS)
+        caches = {entry["name"]: entry["usage"] for entry in self.get("/v1/kv_cache").json()["data"]}
+        return dict(caches[instance])
+
+    def wait_for_memory(self) -> int:
+        """Wait until all of the KV memory is there, and return its bytes."""
+        deadline = time.monotonic() + PATIENCE
+        while (memory := self.get("/v1/kv_cache").json()["memory"])["usable_bytes"] < memory["bytes"]:
+            assert time.monotonic() < deadline, memory
+            time.sleep(ANSWER_SECONDS / 10)
+        return int(memory["bytes"])
+
+    @property
+    def engine(self) -> psutil.Process:
+        """The process that has torch's library mapped: there must be exactly one."""
+        found = [p for p in (self.process, *self.process.children(recursive=True)) if maps(p, "libtorch_cpu")]
+        assert len(found) == 1, found
+        return found[0]
+
+
+def metric(metrics: str, name: str, **labels: str) -> float:
+    """Return the sum of the samples of that name that have these labels."""
+    return sum(
+        sample.value
+        for family in text_string_to_metric_families(metrics)
+        for sample in family.samples
+        if sample.name == name and labels.items() <= sample.labels.items()
+    )
+
+
+def _responses(metrics: str) -> str:
+    """Return the number of 200s that the server has counted."""
+    found = re.search(r'^kvmux_http_responses_total{code="200"} (.*)$', metrics, re.MULTILINE)
+    assert found, metrics
+    return found[1]
+
+
+def maps(process: psutil.Process, library: str) -> bool:
+    """Return whether the process has that library in its memory."""
+    try:
+        return any(library in region.path for region in process.memory_maps())
+    except psutil.NoSuchProcess:
+        return False
+
+
+@contextmanager
+def serving(*flags: str, targets: Targets | None = None) -> Iterator[Server]:
+    """Run `kvmux serve` on a free port until the block ends; its log is shown if it does not come up."""
+    program = ["server"] if targets is None else ["tests.end_to_end.custom_children", targets.engine, targets.worker]
+    with tempfile.TemporaryFile("w+") as output:
+        command = [sys.executable, "-m", *program, "serve", "--port", "0", *flags]
+        process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, cwd=Path(__file__).parents[2])
+        try:
+            printed = Path(f"/proc/self/fd/{output.fileno()}")
+            yield Server(_address(process, printed), psutil.Process(process.pid), printed)
+        finally:
+            process.terminate()
+            process.wait(PATIENCE)
+
+
+def _address(process: subprocess.Popen[bytes], printed: Path) -> str:
+    """Return the address that the server prints when it is ready."""
+    deadline = time.monotonic() + PATIENCE
+    while time.monotonic() < deadline and process.poll() is None:
+        if found := re.search(r'serves .* on (http://[^\s"]+)', printed.read_text()):
+            eventually(lambda: httpx.get(f"{found[1]}/ready").status_code == 200)
+            return found[1]
+        time.sleep(0.1)
+    raise AssertionError(f"the server did not come up:\n{printed.read_text()}")
+
+
+def eventually(true: object) -> None:
+    """Wait until `true()` is true, with patience for a busy machine."""
+    assert callable(true)
+    deadline = time.monotonic() + PATIENCE
+    while time.monotonic() < deadline:
+        try:
+            if true():
+                return
+        except httpx.TransportError:
+            pass
+        time.sleep(0.05)
+    raise AssertionError("it did not come about")

@@ -1,0 +1,154 @@
+"""Files of a model that change while it is served: replaced ones do no harm, truncated ones are named in the log."""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+import shutil
+import signal
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from server.models.files.directory import EMBEDDED
+from server.processes import served_files
+from server.processes.served_files import AHEAD, ServedFiles
+from tests.end_to_end.server_process import Server, eventually, serving
+
+QUESTION = {"prompt": "Once upon", "max_tokens": 12, "temperature": 0}
+
+
+@pytest.fixture
+def weights(tmp_path: Path) -> Path:
+    """The weights in a copy of the embedded model."""
+    shutil.copytree(EMBEDDED["tiny"], tmp_path / "mine")
+    return tmp_path / "mine" / "model.safetensors"
+
+
+def replace(file: Path, data: bytes) -> None:
+    """Write a new file and rename it over the old one."""
+    new = file.with_name("new")
+    new.write_bytes(data)
+    new.replace(file)
+
+
+def text(server: Server) -> str:
+    answer = server.complete(**QUESTION, skip_reading_prefix_cache=True)
+    assert answer.status_code == 200, answer.text
+    return str(answer.json()["choices"][0]["text"])
+
+
+def test_a_file_may_be_replaced_while_it_is_served_and_not_truncated(weights: Path) -> None:
+    whole = weights.read_bytes()
+    size = len(whole)
+    with serving("--model", str(weights.parent), "--threads", "1") as server:
+
+        def logged(words: str) -> None:
+            eventually(lambda: words in server.output.read_text())
+
+        expected = text(server)
+        replace(weights, bytes(size))
+        weights.unlink()
+        assert text(server) == expected, "the old file is still mapped"
+
+        replace(weights, whole)
+        os.kill(server.engine.pid, signal.SIGKILL)
+        logged("ready again")
+        os.truncate(weights, 100_000)
+        eventually(lambda: server.complete(**QUESTION).status_code == 503)
+        logged(f"a model file that changed: {weights} had {size} bytes when it was loaded and has 100000 now")
+        logged(f"the engine cannot start again: cannot read {weights}: it is cut off; fetch it again")
+
+        replace(weights, whole)
+        eventually(lambda: server.get("/ready").status_code == 200)
+        assert text(server) == expected
+        assert "Traceback" not in server.output.read_text()
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        (lambda file: os.truncate(file, 10), "had {size} bytes when it was loaded and has 10 now; put the whole"),
+        (lambda file: os.truncate(file, 10**9), "had {size} bytes when it was loaded and has 1000000000 now"),
+        (lambda file: os.utime(file, (1, 1)), "was written to"),
+        (lambda file: replace(file, b"another"), "a failing disk"),
+        (lambda file: file.unlink(), "a failing disk"),
+        (lambda file: None, "a failing disk"),
+    ],
+)
+def test_what_is_said_of_a_change(change: object, told: str, weights: Path) -> None:
+    assert callable(change)
+    size = weights.stat().st_size
+    files = ServedFiles(weights.parent)
+    change(weights)
+    for code in (0, 1, None, -signal.SIGKILL, -signal.SIGSEGV):
+        assert files.explain(code) is None
+    explained = files.explain(-signal.SIGBUS)
+    assert explained is not None
+    assert told.format(size=size) in explained
+    assert (str(weights) in explained) is ("failing disk" not in told)
+
+
+def test_a_link_leads_to_the_file_that_is_named(weights: Path, tmp_path: Path) -> None:
+    (tmp_path / "unpacked").mkdir()
+    (tmp_path / "unpacked" / "model.gguf").symlink_to(weights)
+    files = ServedFiles(tmp_path / "unpacked")
+    os.truncate(weights, 1)
+    assert str(weights) in str(files.explain(-signal.SIGBUS))
+
+
+def test_a_directory_that_is_not_there_is_no_matter(tmp_path: Path) -> None:
+    assert ServedFiles(tmp_path / "none").explain(-signal.SIGBUS) is not None
+
+
+# ---------------------------------------------------------------- reading ahead
+SIZE = 8 * AHEAD + 5
+linux = pytest.mark.skipif(sys.platform != "linux", reason="asks the system which pages of a file it has in memory")
+
+
+def in_memory(file: Path) -> int:
+    """Pages of a file that the system has in memory."""
+    with file.open("r+b") as opened, mmap.mmap(opened.fileno(), 0) as mapped:
+        pages = (ctypes.c_ubyte * -(-len(mapped) // mmap.PAGESIZE))()
+        start = ctypes.c_char.from_buffer(mapped)
+        libc = ctypes.CDLL(None, use_errno=True)
+        failed = libc.mincore(ctypes.c_void_p(ctypes.addressof(start)), ctypes.c_size_t(len(mapped)), pages)
+        del start
+        assert not failed, os.strerror(ctypes.get_errno())
+        return sum(page & 1 for page in pages)
+
+
+@pytest.fixture
+def forgotten(tmp_path: Path) -> Path:
+    """A file of weights on the disk alone."""
+    file = tmp_path / "model.safetensors"
+    file.write_bytes(bytes(SIZE))
+    with file.open("rb") as opened:
+        os.fsync(opened)
+        os.posix_fadvise(opened.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+    if in_memory(file) > 1:
+        pytest.skip("this file system keeps its files in memory")
+    return file
+
+
+@linux
+def test_files_are_read_ahead_of_the_engine(forgotten: Path) -> None:
+    ServedFiles(forgotten.parent).read_ahead()
+    eventually(lambda: in_memory(forgotten) == -(-SIZE // mmap.PAGESIZE))
+
+
+@linux
+def test_files_that_are_large_for_the_memory_are_not(forgotten: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(served_files.psutil, "virtual_memory", lambda: SimpleNamespace(available=2 * SIZE - 1))
+    ServedFiles(forgotten.parent).read_ahead()
+    assert in_memory(forgotten) <= 1
+
+
+def test_files_that_are_gone_do_no_harm(tmp_path: Path) -> None:
+    (tmp_path / "model.safetensors").write_bytes(b"x")
+    files = ServedFiles(tmp_path)
+    (tmp_path / "model.safetensors").unlink()
+    files.read_ahead()

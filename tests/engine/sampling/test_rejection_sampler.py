@@ -1,0 +1,138 @@
+"""Which draws count behind guesses, and that nothing is drawn otherwise than without guesses."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+import torch
+from torch import Tensor
+
+from server.engine.ipc.messages import Sampling
+from server.engine.sampling.rejection_sampler import SampleResult, VerifiedRequest, drawn, scored, verified
+from server.engine.scheduling.request import Request
+from tests.engine.scheduling.fake_caches import FakeCache, Memory
+
+EOS = 7
+DRAWS = 6000
+
+
+# -------------------------------------------------------------------- which draws count
+@pytest.mark.parametrize(
+    ("draft", "tokens", "expected", "accepted"),
+    [
+        ([], [4], [4], 0),
+        ([4, 5], [4, 5, 6], [4, 5, 6], 2),
+        ([4, 5], [4, 6, 5], [4, 6], 1),
+        ([4, 5], [6, 5, 5], [6], 0),
+        ([4, EOS, 4], [4, EOS, 4, 4], [4, EOS], 1),
+        ([EOS], [EOS, 4], [EOS], 0),
+        ([4, 5], [4, EOS, 6], [4, EOS], 1),
+    ],
+)
+def test_draws_count_up_to_the_first_that_was_not_guessed_or_ends_the_text(
+    draft: list[int], tokens: list[int], expected: list[int], accepted: int
+) -> None:
+    found = verified(draft, tokens, {EOS})
+    assert found == SampleResult(expected)
+    assert found.accepted == accepted
+
+
+@pytest.mark.parametrize(
+    ("tokens", "expected"),
+    [
+        ([None, 5, 6], SampleResult([], sound=False)),
+        ([4, None, 6], SampleResult([4], sound=False)),
+        ([4, 5, None], SampleResult([4, 5], sound=False)),
+        ([3, None, None], SampleResult([3])),
+    ],
+)
+def test_what_is_no_number_counts_only_where_the_text_gets_to(tokens: list[int | None], expected: SampleResult) -> None:
+    found = verified([4, 5], tokens, {EOS})
+    assert found == expected
+    assert found.accepted <= 2
+
+
+# -------------------------------------------------------------------- draws
+def request(prompt: list[int], output: list[int], **sampling: object) -> Request:
+    made = Request((0, "r"), [*prompt], Sampling(30, **sampling), FakeCache("a", Memory(1)), "")  # type: ignore[arg-type]
+    made.tokens += output
+    return made
+
+
+def logits_of(text: list[int], vocabulary: int = 12) -> Tensor:
+    """[V] of the token after this text: any numbers that depend on all of it."""
+    return torch.randn(vocabulary, generator=torch.Generator().manual_seed(hash(tuple(text)) % 2**31))
+
+
+def one_by_one(prompt: list[int], count: int, **sampling: object) -> list[int]:
+    """The text without guesses."""
+    text = request(prompt, [], **sampling)
+    while text.generated < count and text.finish_reason is None:
+        (step,) = drawn([VerifiedRequest(text, (), 0)], logits_of(text.tokens)[None], {EOS}).values()
+        text.extend(step.tokens[0], {EOS})
+    return text.tokens[len(prompt) :]
+
+
+PROMPT = [3, 1, 4, 1, 5]
+WAYS: dict[str, dict[str, object]] = {
+    "greedy": {"temperature": 0.0, "ignore_eos": True},
+    "drawn": {"temperature": 0.9, "top_k": 6, "seed": 5},
+    "penalties": {"temperature": 0.0, "frequency_penalty": 0.8, "presence_penalty": 0.6, "ignore_eos": True},
+    "repetition": {"temperature": 0.7, "repetition_penalty": 1.9, "seed": 2, "ignore_eos": True},
+    "late end": {"temperature": 1.5, "min_tokens": 9, "seed": 3},
+    "wanted end": {"temperature": 0.0, "min_tokens": 4, "logit_bias": ((EOS, 9.0),)},
+    "bias": {"temperature": 0.5, "logit_bias": ((2, 3.0), (EOS, -100.0)), "seed": 4},
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("wrong", [None, 0, 1, 2])
+def test_a_text_goes_on_as_it_would_have_without_guesses(way: str, wrong: int | None) -> None:
+    """All guesses are right but the one at `wrong`."""
+    sampling, text = WAYS[way], one_by_one(PROMPT, 18, **WAYS[way])
+    assert len(text) > 4
+    for known in range(1, len(text) - 3):
+        guesses = text[known : known + 3]
+        if wrong is not None:
+            guesses[wrong] = (guesses[wrong] + 1) % 12
+        rows = torch.stack([logits_of([*PROMPT, *text[:known], *guesses[:i]]) for i in range(len(guesses) + 1)])
+        asked = request(PROMPT, text[:known], **sampling)
+        (step,) = drawn([VerifiedRequest(asked, guesses, 0)], rows, {EOS}).values()
+        right = 3 if wrong is None else wrong
+        assert step == SampleResult(text[known : known + right + 1])
+
+
+def test_requests_of_a_step_keep_to_their_own_rows() -> None:
+    """One with guesses, one without, and rows of the logits that are nobody's."""
+    logits = torch.full((6, 12), -1.0)
+    for row, winner in enumerate([9, 4, 5, 6, 9, 8]):
+        logits[row, winner] = 1.0
+    first, second = (request(PROMPT, [2], temperature=0.0, logprobs=n) for n in (2, None))
+    turns = [VerifiedRequest(first, [4, 5], 1), VerifiedRequest(second, [], 5)]
+    found = drawn(turns, logits, ())
+    assert found == {first: SampleResult([4, 5, 6]), second: SampleResult([8])}
+    told, nothing = scored(turns, found, logits)
+    assert nothing is None
+    assert told is not None
+    assert [(score.token, score.rank, len(score.top)) for score in told] == [(4, 1, 2), (5, 1, 2), (6, 1, 2)]
+
+
+# -------------------------------------------------------------------- distributions
+def test_drawn_tokens_are_distributed_as_the_model_says_whatever_was_guessed() -> None:
+    """Behind a guess that came true the second token is drawn from its own logits; chi-squared, 99.9 %."""
+    logits = torch.tensor([[1.0, 0.5, 0.0, -0.5, -1.0], [-1.0, 0.0, 0.3, 0.9, -0.2]])
+    p, q = logits.double().softmax(-1).tolist()
+    first: Counter[int] = Counter()
+    second: Counter[int] = Counter()
+    for seed in range(DRAWS):
+        asked = request(PROMPT, [2], temperature=1.0, seed=seed)
+        (step,) = drawn([VerifiedRequest(asked, [1], 0)], logits, ()).values()
+        first[step.tokens[0]] += 1
+        assert (len(step.tokens) == 2) == (step.tokens[0] == 1)
+        second.update(step.tokens[1:])
+    accepted = second.total()
+    assert abs(accepted - DRAWS * p[1]) < 4 * (DRAWS * p[1] * (1 - p[1])) ** 0.5, "accepted as rejection sampling would"
+    for counts, shares, total in ((first, p, DRAWS), (second, q, accepted)):
+        chi_squared = sum((counts[i] - total * share) ** 2 / (total * share) for i, share in enumerate(shares))
+        assert chi_squared < 18.47, "4 degrees of freedom"

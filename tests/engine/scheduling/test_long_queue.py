@@ -1,0 +1,46 @@
+"""A step costs the same however many requests wait, be it for a seat or for memory. Counted, not timed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.engine.engine_driver import Driver, strategies
+from tests.engine.expected_tokens import random_prompt
+from tools.bench.growth import calls_of
+
+FEW, MANY = 10, 1500
+INSTANCES = strategies(paged={"kind": "paged"}, other={"kind": "paged"}, contiguous={"kind": "contiguous"})
+PROMPT = random_prompt(60)
+
+
+def scheduling(directory: Path, waiting: int, **settings: Any) -> tuple[int, int]:
+    """Calls of a step's scheduling while so many more wait than there is room for; and of taking one more in line."""
+    driver = Driver(directory, max_queued_requests=2 * MANY, max_seq_len=256, strategies=INSTANCES, **settings)
+    core, names = driver.core, list(INSTANCES)
+
+    def submit() -> None:
+        n = len(driver.heard)
+        driver.submit(str(n), PROMPT, max_tokens=150, kv_cache=names[n % len(names)])
+
+    while not core.scheduler.waiting or len(core.scheduler.running) < 2:
+        submit()
+        core.step()
+    for _ in range(waiting):
+        submit()
+    taking = calls_of(submit)
+    for _ in range(3):
+        core.step()
+    assert len(core.scheduler.waiting) > waiting
+    return calls_of(core.scheduler.schedule), taking
+
+
+@pytest.mark.parametrize(
+    "settings", [{"max_num_seqs": 4}, {"kv_memory": "700KiB", "kv_overcommit": 1}], ids=["seats", "memory"]
+)
+def test_many_who_wait_cost_no_more_than_a_few(tiny: Path, settings: dict[str, Any]) -> None:
+    few, many = (scheduling(tiny, waiting, **settings) for waiting in (FEW, MANY))
+    assert few[0] == many[0]
+    assert many[1] <= few[1] + 16, "only the search for its place in line grows, by one for each doubling"

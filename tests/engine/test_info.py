@@ -1,0 +1,104 @@
+"""What an operator sees of an engine besides requests: settings as they came out, memory, time of the operations."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+from types import SimpleNamespace
+
+import psutil
+import pytest
+import torch
+
+from config.settings import Settings
+from server.engine import device
+from server.engine.device import device_memory, free_memory
+from server.engine.info import PRIVATE, Processes, about, state_of
+from tests.engine.engine_driver import Driver
+from tests.engine.expected_tokens import random_prompt
+
+CPU = torch.device("cpu")
+
+
+def test_settings_are_those_that_hold(tiny: Path) -> None:
+    driver = Driver(tiny, max_num_seqs=3, weights="bf16")
+    settings = about(driver.engine).settings
+    assert settings["kv_memory_bytes"] == driver.core.arena.memory.nbytes
+    assert settings["threads"] == torch.get_num_threads()
+    assert (settings["max_num_seqs"], settings["max_num_batched_tokens"]) == (3, 512)
+    assert (settings["device"], settings["dtype"], settings["weights"]) == ("cpu", "float32", "bfloat16")
+    assert settings["kernels"] == driver.engine.kernels.backend
+    assert settings["model_impl"] == "lean"
+    assert "auto" not in settings.values()
+    assert settings.keys() | PRIVATE >= Settings.model_fields.keys()
+
+
+def test_settings_tell_nothing_private(tiny: Path) -> None:
+    private = {
+        "api_keys": ["sk-very-private"],
+        "admin_token": "so-private",
+        "otlp_traces_endpoint": "http://me:private@x",
+    }
+    settings = about(Driver(tiny, **private).engine).settings
+    assert "private" not in str(settings), "/metrics may be read by strangers"
+    assert str(tiny.parent) not in str(settings)
+
+
+def test_the_pool_is_held_or_free(tiny: Path) -> None:
+    driver = Driver(tiny)
+    driver.submit("it", random_prompt(50), 20)
+    driver.step()
+    state = state_of(driver.core, {})
+    assert state.running == {"paged": 1}
+    assert state.pool_held == sum(usage.reserved for usage in state.usage.values()) > 0
+    assert state.pool_held + state.pool_free == driver.core.arena.memory.nbytes
+    assert state.blocks["paged"].in_use == 2
+
+
+def test_memory_of_the_machine() -> None:
+    used, free = device_memory(CPU)
+    assert used > 0
+    assert used + free == pytest.approx(psutil.virtual_memory().total, rel=0.2)
+
+
+def test_memory_of_a_container(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(device, "_container_memory", lambda: (1000, 300))
+    assert device_memory(CPU) == (300, 700)
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(total=5000, available=10))
+    assert device_memory(CPU) == (300, 10), "the machine has less than the container may have"
+    assert free_memory(CPU) == 10
+
+
+def test_memory_of_a_card(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (30, 100))
+    assert device_memory(torch.device("cuda")) == (70, 30)
+    monkeypatch.setattr(torch.mps, "driver_allocated_memory", lambda: 40)
+    monkeypatch.setattr(torch.mps, "recommended_max_memory", lambda: 100)
+    assert device_memory(torch.device("mps")) == (40, 60)
+
+
+def test_memory_of_processes() -> None:
+    processes = Processes()
+    for worker, memory in ((1, 60), (2, 20), (1, 100), (3, 7)):
+        processes.told(worker, memory)
+    processes.gone(3)
+    resident = processes.resident()
+    assert resident["engine"] == pytest.approx(psutil.Process().memory_info().rss, rel=0.1)
+    assert (resident["api"], resident["supervisor"]) == (120, 0)
+
+
+def test_operations_are_timed_in_some_steps(tiny: Path) -> None:
+    driver = Driver(tiny)
+    driver.core.timed_every = 3
+    ops = driver.engine.kernels.ops
+    before = dict(vars(ops))
+    driver.submit("it", random_prompt(20), 8)
+    driver.run()
+    reports = [step.report for step in driver.steps]
+    assert [report.kernels is not None for report in reports] == [(i + 1) % 3 == 0 for i in range(8)]
+    for report in reports:
+        if report.kernels is not None:
+            assert report.phase == "decode"
+            assert 0 < report.kernels["attend"] < sum(report.kernels.values()) < report.seconds
+    assert vars(ops) == before
+    assert Counter(report.phase for report in reports) == {"prefill": 1, "decode": 7}

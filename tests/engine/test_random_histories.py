@@ -1,0 +1,282 @@
+"""Random histories in tiny memory: the books always add up, and whoever is answered is answered rightly.
+
+Prompts arrive, for several tenants, with several choices, with guesses at what they will say; they are cancelled;
+strategies fail; an operator clears, pins and shares memory otherwise. Texts have beginnings in common, instances have
+blocks of several sizes, priorities cross. A history ends by letting everybody finish.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from server.engine.admin import obey
+from server.engine.ipc.messages import Clear, Inspect, PinPrefix, Sampling, Share, Unpin
+from server.engine.scheduling.request import RequestError
+from tests.engine.engine_driver import Driver, Heard, least_memory, strategies
+from tests.engine.expected_tokens import Reference, random_prompt
+from tests.engine.fake_proposer import Guessing
+from tests.engine.test_step_recovery import LAST_LAYER, break_attend
+
+WINDOW, SINKS = 10, 2
+COMMON = random_prompt(26, seed=5)
+PROMPTS = [
+    *(COMMON[:n] for n in (1, 4, 8, 9, 24, 26)),
+    *(COMMON[:n] + random_prompt(tail, seed=6) for n, tail in ((8, 3), (16, 1), (16, 9), (24, 5), (25, 8))),
+    *(random_prompt(n, seed=6) for n in (2, 13, 30)),
+]
+EXAMPLES, MANY = 28, 300  # histories
+MOST = 9  # tokens a request may ask for
+SETTINGS: dict[str, Any] = {
+    "strategies": strategies(
+        paged={"kind": "paged", "block_size": 4},
+        pairs={"kind": "paged", "block_size": 8, "floor": "10%"},
+        private={"kind": "paged", "block_size": 5, "prefix_cache": False, "limit": "95%"},
+        sliding_window={"kind": "sliding_window", "window": WINDOW, "sinks": SINKS, "max_row": 4},
+    ),
+    "max_seq_len": 44,
+    "max_num_seqs": 5,
+    "max_queued_requests": 9,
+    "kv_overcommit": 9,
+}
+INSTANCES = ("paged", "pairs", "private", "contiguous", "sliding_window")
+
+
+class Arrival(NamedTuple):
+    prompt: int
+    instance: str
+    max_tokens: int
+    priority: int
+    drawn: bool
+    choices: int
+    caching: dict[str, Any]
+    guesses: int  # of a draft; some are wrong
+
+
+class Cancellation(NamedTuple):
+    newest: int  # the how-manieth arrival, counted from the last
+    choice: int
+
+
+class Steps(NamedTuple):
+    many: int
+
+
+class Break(NamedTuple):
+    instance: str
+    times: int  # one failure is repeated and not noticed, two in a step end its rows
+
+
+class Order(NamedTuple):
+    """An operator's: may be refused, and then has changed nothing."""
+
+    command: Clear | PinPrefix | Share
+
+
+class Unpinning(NamedTuple):
+    """Of all pins of an instance."""
+
+    instance: str
+
+
+Action = Arrival | Cancellation | Steps | Break | Order | Unpinning
+
+SALTS = ("", "", "you/", "you/mine")
+CACHING = st.fixed_dictionaries(
+    {"salt": st.sampled_from(SALTS)},
+    optional={
+        "max_cached": st.integers(0, 30),
+        "kept": st.integers(-1, 1),
+        "ttl": st.floats(0.001, 1),
+    },
+)
+ARRIVALS = st.builds(
+    Arrival,
+    st.integers(0, len(PROMPTS) - 1),
+    st.sampled_from(INSTANCES),
+    st.integers(1, MOST),
+    st.integers(0, 2),
+    st.booleans(),
+    st.sampled_from([1, 1, 1, 2, 4]),
+    CACHING,
+    st.sampled_from([0, 0, 1, 4]),
+)
+SHARES = st.sampled_from([None, "0%", "5%", "30%", "60%", "100%"])
+ORDERS = (
+    st.builds(Clear, st.sampled_from(INSTANCES), st.sampled_from([None, *SALTS]))
+    | st.builds(PinPrefix, st.sampled_from(INSTANCES[:2]), st.just(COMMON), st.sampled_from(SALTS), st.floats(0.001, 9))
+    | st.builds(Share, st.sampled_from(INSTANCES), SHARES, SHARES)
+)
+OTHERS = (
+    st.builds(Cancellation, st.integers(0, 5), st.integers(0, 3))
+    | st.builds(Break, st.sampled_from(INSTANCES), st.integers(1, 2))
+    | st.builds(Order, ORDERS)
+    | st.builds(Unpinning, st.sampled_from(INSTANCES))
+)
+HISTORIES: st.SearchStrategy[list[Action]] = st.lists(
+    st.one_of(*[ARRIVALS] * 8, *[st.builds(Steps, st.integers(1, 6))] * 5, OTHERS), min_size=30, max_size=60
+)
+
+
+class History:
+    """Plays actions and knows what must come of them."""
+
+    def __init__(self, driver: Driver, reference: Reference) -> None:
+        self._driver, self._reference = driver, reference
+        self._arrivals: list[Arrival] = []
+        self._cancelled: set[str] = set()
+        self._broken: Counter[str] = Counter()
+
+    def play(self, action: Action) -> None:
+        match action:
+            case Arrival():
+                self._arrive(action)
+            case Cancellation(newest, choice):
+                if newest < len(self._arrivals) and choice < self._arrivals[-1 - newest].choices:
+                    name = f"{len(self._arrivals) - 1 - newest}.{choice}"
+                    self._cancelled.add(name)
+                    self._driver.cancel(name)
+            case Steps(many):
+                for _ in range(many):
+                    self._driver.step()
+            case Break(instance, times):
+                self._broken[instance] += times
+                break_attend(LAST_LAYER)(self._driver, instance, times)
+            case Order(command):
+                with suppress(RequestError):
+                    obey(self._driver.core, command)
+            case Unpinning(instance):
+                unpin(self._driver, instance)
+        self._driver.check()
+
+    def end(self) -> None:
+        """Everybody is answered in full, or refused for a full queue, or failed, or has been told a part."""
+        self._driver.run(at_most=60 * (len(self._driver.heard) + 1))
+        for i, arrival in enumerate(self._arrivals):
+            for choice in range(arrival.choices):
+                name = f"{i}.{choice}"
+                self._assert_right(self._driver.heard[name], arrival, choice, cancelled=name in self._cancelled)
+
+    def _assert_right(self, heard: Heard, arrival: Arrival, choice: int, *, cancelled: bool) -> None:
+        expected = self._expected(arrival, choice)
+        if heard.failed is not None and heard.failed.status == 500:
+            assert self._broken[arrival.instance] > 1
+        elif heard.failed is not None:
+            assert heard.failed.status == 429
+        if heard.failed is not None or cancelled:
+            assert heard.tokens == expected[: len(heard.tokens)], arrival
+        else:
+            assert (heard.tokens, heard.finish_reason) == (expected, "length"), arrival
+
+    def _arrive(self, arrival: Arrival) -> None:
+        prompt, instance, max_tokens, priority, _, choices, caching, guesses = arrival
+        head = f"{len(self._arrivals)}.0"
+        self._arrivals.append(arrival)
+        for choice in range(choices):
+            sampling = _sampling(arrival, choice)
+            name = f"{len(self._arrivals) - 1}.{choice}"
+            heard = self._driver.submit(
+                name,
+                PROMPTS[prompt],
+                max_tokens,
+                kv_cache=instance,
+                priority=priority,
+                sibling_of=head if choice else None,
+                temperature=sampling.temperature,
+                top_k=sampling.top_k,
+                seed=sampling.seed,
+                **caching,
+            )
+            if guesses and heard.failed is None:
+                whole = PROMPTS[prompt] + self._expected(arrival, choice)
+                guessing = Guessing(whole, count=guesses, seed=len(self._arrivals))
+                self._driver.request(name).lookup = guessing  # type: ignore[assignment]
+
+    def _expected(self, arrival: Arrival, choice: int) -> list[int]:
+        prompt, instance, max_tokens = arrival[:3]
+        if instance == "sliding_window":
+            return self._reference.windowed(PROMPTS[prompt], MOST, window=WINDOW, sinks=SINKS)[:max_tokens]
+        if arrival.drawn:
+            return self._reference.sampled(PROMPTS[prompt], _sampling(arrival, choice))
+        return self._reference.greedy(PROMPTS[prompt], MOST)[:max_tokens]
+
+
+def _sampling(arrival: Arrival, choice: int) -> Sampling:
+    drawn = arrival.drawn and arrival.instance != "sliding_window"
+    seed = arrival.prompt + 100 * choice
+    return Sampling(arrival.max_tokens, 0.9 if drawn else 0.0, top_k=10 if drawn else 0, seed=seed, ignore_eos=True)
+
+
+def unpin(driver: Driver, instance: str) -> None:
+    for pin in obey(driver.core, Inspect(instance)).get("pins", []):
+        with suppress(RequestError):  # its time may be over
+            obey(driver.core, Unpin(instance, pin["id"]))
+
+
+def restore(driver: Driver, shares: dict[str, tuple[int, int]]) -> None:
+    """Everything as before a history, but for what is cached."""
+    for name, cache in driver.core.caches.items():
+        vars(cache).pop("plan", None)  # whole again
+        unpin(driver, name)
+        driver.core.set_share(name, floor=0, limit=driver.core.arena.pages)
+    for name, (floor, limit) in shares.items():
+        driver.core.set_share(name, floor=floor, limit=limit)
+    assert not any(cache.draining for cache in driver.core.caches.values())
+
+
+_idle: dict[tuple[int, float], Driver] = {}
+
+
+@contextmanager
+def a_driver(tiny: Path, max_num_batched_tokens: int, memory: float) -> Iterator[Driver]:
+    """With memory for so many sequences of the longest kind; used again if it has been left as it was found."""
+    sized = SETTINGS | {"max_num_batched_tokens": max_num_batched_tokens}
+    driver = _idle.pop((max_num_batched_tokens, memory), None)
+    if driver is None:
+        driver = Driver(tiny, **sized, kv_memory=str(int(least_memory(tiny, **sized) * memory)))
+    shares = {name: driver.core.arena.share(name) for name in driver.core.caches}
+    yield driver
+    restore(driver, shares)
+    driver.assert_nothing_leaked()
+    driver.heard.clear()
+    driver.steps.clear()
+    _idle[max_num_batched_tokens, memory] = driver
+
+
+def play(tiny: Path, reference: Reference, max_num_batched_tokens: int, memory: float, examples: int) -> None:
+    @settings(max_examples=examples, suppress_health_check=list(HealthCheck))
+    @given(HISTORIES)
+    def check(actions: list[Action]) -> None:
+        with a_driver(tiny, max_num_batched_tokens, memory) as driver:
+            history = History(driver, reference)
+            for action in actions:
+                history.play(action)
+            history.end()
+
+    check()
+
+
+STEP_TOKENS_AND_MEMORY = [(3, 1.25), (16, 1.25), (16, 3)]
+
+
+@pytest.mark.fuzz
+@pytest.mark.parametrize(("max_num_batched_tokens", "memory"), STEP_TOKENS_AND_MEMORY)
+def test_whatever_happens_everybody_is_answered_rightly(
+    tiny: Path, reference: Reference, max_num_batched_tokens: int, memory: float
+) -> None:
+    play(tiny, reference, max_num_batched_tokens, memory, EXAMPLES)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("max_num_batched_tokens", "memory"), STEP_TOKENS_AND_MEMORY)
+def test_whatever_happens_and_however_often(
+    tiny: Path, reference: Reference, max_num_batched_tokens: int, memory: float
+) -> None:
+    play(tiny, reference, max_num_batched_tokens, memory, MANY)

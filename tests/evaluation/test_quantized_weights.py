@@ -1,0 +1,67 @@
+"""What fewer bits cost, against transformers on weights that numpy has rounded."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from transformers import LlamaForCausalLM
+
+from config.settings import load
+from server.engine.build import build_engine
+from server.evaluation.corpus.packing import MarkedAnswer
+from server.evaluation.documents import Document
+from tests.models.random_models import save_random
+from tests.models.rounded_weights import symmetric_rounded
+from tools.bench import quantized_weights
+
+
+def test_figures_are_those_of_transformers(tmp_path: Path) -> None:
+    save_random("llama", tmp_path)
+    whole, less_exact = (LlamaForCausalLM.from_pretrained(tmp_path, dtype=torch.float32).double() for _ in range(2))
+    with torch.no_grad():
+        for name, p in less_exact.named_parameters():
+            if p.dim() == 2 and "embed" not in name:
+                p.copy_(torch.from_numpy(symmetric_rounded(p.numpy().astype(np.float32), 4, 32)))
+    ids = torch.randint(2, 300, (61,))
+    known = int(whole(ids[None]).logits[0, 39].argmax())
+    ids[40] = known
+    flags = {
+        "model": str(tmp_path),
+        "dtype": "float32",
+        "max_seq_len": 61,
+        "max_num_seqs": 1,
+        "kernels": "reference",
+        "weights_cache": "off",
+    }
+    models = [build_engine(load(None, flags | {"weights": kept})).core.model for kept in ("f32", "int4")]
+    exact, less = quantized_weights.compared(models, [Document(ids.tolist(), [MarkedAnswer(40, 41, 7)])])
+    with torch.no_grad():
+        p, q = (model(ids[None, :-1]).logits[0].log_softmax(-1) for model in (whole, less_exact))
+    assert (exact.agreement, exact.kl, exact.recalled) == (1.0, 0.0, [(7, True)])
+    assert less.kl == pytest.approx(float((p.exp() * (p - q)).sum(-1).mean()), rel=1e-3)
+    assert less.kl > 1e-3
+    assert less.agreement == (p.argmax(-1) == q.argmax(-1)).double().mean()
+    assert less.perplexity == pytest.approx(float((-q.gather(-1, ids[1:, None])).mean().exp()), rel=1e-4)
+    assert less.recalled == [(7, int(q[39].argmax()) == known)]
+
+
+def test_a_table_for_the_documentation(capsys: pytest.CaptureFixture[str]) -> None:
+    quantized_weights.main(
+        ["--weights", "f32", "int8", "--length", "200", "--texts", "1", "--records", "1", "--kernels", "reference"]
+    )
+    head, _, full, int8 = capsys.readouterr().out.splitlines()
+    assert head.startswith("| --weights | bytes |")
+    numbers, others = (4 * (512 + 256 + 1280 + 640) + 2048) * 256, 9 * 256
+    rows = 4 * (512 + 256 + 1280 + 256) + 2048
+    assert full.startswith(f"| f32 | {4 * (numbers + others):,} |")
+    assert int8.startswith(f"| int8 | {numbers + 2 * 4 * rows + 4 * others:,} |"), "a scale and an offset for a row"
+    assert "| 100.00% | 0.0e+00 |" in full
+
+
+def test_what_cannot_be_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        quantized_weights.main(["--length", "5000"])
+    assert "max_seq_len is 5000, but the model has 2048 positions" in capsys.readouterr().err

@@ -1,0 +1,390 @@
+"""Each operation by its formula, in float64 or bit for bit, and what of a shape it depends on.
+
+A new operation of the table gets a formula here. It shares no code with kernels; the memory that keys and values lie in
+is a scene of kernels/selfcheck/attention_case.py. Which shapes are tried is test_ops.py's business.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import cache
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from cache_strategies.arena import Arena
+from kernels.ops import AttentionWeights, DecoderLayer, GatedMLP, Ops, Stored
+from kernels.quantization import QuantizedTensor
+from kernels.selfcheck.attention_case import AttentionCase, Layout, RowOf, Step
+from kernels.store import KVStore, block_bytes
+from kernels.types import LayerSpec
+from tests.kernels.brute_force import attention, everything, seen
+
+KV_HEADS = 2
+OTHER = LayerSpec(3, 3, 40, 72)  # a layer before the one that is tried
+APART = 1 << 32  # bytes
+
+
+class Shape(NamedTuple):
+    """Of what goes into an operation."""
+
+    dtype: torch.dtype
+    head_dim: int = 64
+    group: int = 1  # query heads of a KV head
+    length: int = 1  # tokens
+    lies: str = "dense"  # or sliced (between NaN), or apart: rows are more than 4 GiB from each other
+    block_size: int = 16
+    window: int | None = None
+    layers_before: int = 0
+    unused_blocks: int = 3
+
+
+Pairs = Iterator[tuple[Tensor, Tensor]]  # what came of it, and what it should be
+
+
+def laid(x: Tensor, lies: str) -> Tensor:
+    """The same numbers, in another place."""
+    if lies == "dense":
+        return x
+    if lies == "sliced":
+        *outer, rows, width = x.shape
+        nothing = torch.nan if x.is_floating_point() else 0
+        around = x.new_full((*outer, rows + 3, width + 5), nothing)
+        place = around[..., 1:-2, 2:-3]
+    else:  # memory that nobody touches costs nothing
+        stride = APART // x.itemsize + 32
+        around = torch.empty((len(x) - 1) * stride + x[0].numel(), dtype=x.dtype)
+        place = around.as_strided(x.shape, (stride, *x.stride()[1:]))
+    return place.copy_(x)
+
+
+class Draw:
+    """Random numbers of a shape's dtype that lie as it says; the same at every call with a new one."""
+
+    def __init__(self, shape: Shape) -> None:
+        self._shape, self._generator = shape, torch.Generator().manual_seed(0)
+
+    def dense(self, *size: int, times: float = 1.0) -> Tensor:
+        return (times * torch.randn(*size, generator=self._generator)).to(self._shape.dtype)
+
+    def __call__(self, *size: int, times: float = 1.0) -> Tensor:
+        return laid(self.dense(*size, times=times), self._shape.lies)
+
+
+# -------------------------------------------------------------------- layers
+def _width(shape: Shape) -> int:
+    """Of a vector without heads: something in which both numbers matter."""
+    return shape.head_dim + 32 * shape.group
+
+
+def linear(ops: Ops, shape: Shape) -> Pairs:
+    draw = Draw(shape)
+    x, weight = draw(shape.length, shape.head_dim), draw.dense(shape.group * 32, shape.head_dim)
+    bias = draw.dense(shape.group * 32)
+    product = x.double() @ weight.double().T
+    yield ops.linear(x, weight), product
+    yield ops.linear(x, weight, bias), product + bias.double()
+
+
+def linear_quantized(ops: Ops, shape: Shape) -> Pairs:
+    """Both of 8 and of 4 bits, in groups of 32 or, where these do not divide a row, 16; scales of either sign."""
+    draw, outputs, width = Draw(shape), 32 * shape.group - 1, shape.head_dim
+    x, bias = draw(shape.length, width), draw.dense(outputs)
+    group = 16 if width % 32 else 32
+    scale, offset = draw.dense(2, outputs, width // group)
+    for bits in (8, 4):
+        whole = draw.dense(outputs, width, times=2.0**bits).double().clamp(0, 2**bits - 1).floor()
+        value = whole * scale.double().repeat_interleave(group, 1) + offset.double().repeat_interleave(group, 1)
+        numbers = whole if bits == 8 else whole[:, ::2] + 16 * whole[:, 1::2]
+        weight = QuantizedTensor(numbers.to(torch.uint8), scale, offset, bits, group)
+        yield ops.linear(x, weight), x.double() @ value.T
+        yield ops.linear(x, weight, bias), x.double() @ value.T + bias.double()
+
+
+def _normed(x: Tensor, weight: Tensor) -> Tensor:
+    wide = x.double()
+    return wide / (wide.square().mean(-1, keepdim=True) + 1e-6).sqrt() * weight.double()
+
+
+def rms_norm(ops: Ops, shape: Shape) -> Pairs:
+    draw, width = Draw(shape), _width(shape)
+    x, weight = draw(shape.length, width, times=30), draw.dense(width)
+    for each in (weight, weight.float()):  # as in Llama, as in Gemma
+        yield ops.rms_norm(x, each, 1e-6), _normed(x, each)
+
+
+def add_rms_norm(ops: Ops, shape: Shape) -> Pairs:
+    draw, width = Draw(shape), _width(shape)
+    x, delta, weight = draw(shape.length, width), draw(shape.length, width), draw.dense(width)
+    for each in (weight, weight.float()):
+        total, normed = ops.add_rms_norm(x, delta, each, 1e-6)
+        yield total, x.double() + delta.double()
+        yield normed, _normed(total, each)
+
+
+@cache
+def _turns(half: int) -> Tensor:
+    """By which complex number each pair of a vector is multiplied, at 9,000 positions."""
+    angles = torch.arange(9000).double()[:, None] * 10_000.0 ** -(torch.arange(half).double() / half)
+    return torch.polar(torch.ones(1).double(), angles)
+
+
+def _turned(x: Tensor, turns: Tensor, positions: Tensor) -> Tensor:
+    first, second = x.double().chunk(2, -1)
+    turned = torch.complex(first, second) * turns[positions][:, None]
+    return torch.cat((turned.real, turned.imag), -1)
+
+
+def rope(ops: Ops, shape: Shape) -> Pairs:
+    x, turns = Draw(shape)(shape.length, shape.group, shape.head_dim), _turns(shape.head_dim // 2)
+    positions = (torch.arange(shape.length) * 7919) % len(turns)
+    yield ops.rope(x, turns.real.float(), turns.imag.float(), positions), _turned(x, turns, positions)
+
+
+def _gated(gate_up: Tensor) -> Tensor:
+    gate, up = gate_up.double().chunk(2, -1)
+    return gate / (1 + (-gate).exp()) * up
+
+
+def silu_mul(ops: Ops, shape: Shape) -> Pairs:
+    gate_up = Draw(shape)(shape.length, 2 * _width(shape))
+    yield ops.silu_mul(gate_up), _gated(gate_up)
+
+
+# -------------------------------------------------------------------- around attention
+MODEL = 64  # width
+
+
+def _around(draw: Draw, shape: Shape) -> AttentionWeights:
+    """One KV head, and a group of query heads."""
+    turns, dim = _turns(shape.head_dim // 2), shape.head_dim
+    norm, next_norm, qkv = draw.dense(MODEL), draw.dense(MODEL), draw.dense((shape.group + 2) * dim, MODEL)
+    o, bias = draw.dense(MODEL, shape.group * dim), draw.dense((shape.group + 2) * dim)
+    tables = turns.real.float(), turns.imag.float()
+    return AttentionWeights(norm, qkv, bias, None, tables, shape.group, 1, o, None, None, next_norm, 1e-6)
+
+
+def qkv_proj_rope(ops: Ops, shape: Shape) -> Pairs:
+    draw = Draw(shape)
+    layer, x, added = _around(draw, shape), draw(shape.length, MODEL), draw(shape.length, MODEL)
+    turns = _turns(shape.head_dim // 2)
+    positions = (torch.arange(shape.length) * 7919) % len(turns)
+    total, q, k, v = ops.qkv_proj_rope(layer.pack(ops), x, added, positions)
+    qkv = _normed(total, layer.norm) @ layer.qkv.double().T + layer.qkv_bias.double()
+    heads = qkv.unflatten(1, (shape.group + 2, shape.head_dim)).split_with_sizes((shape.group, 1, 1), 1)
+    yield total, x.double() + added.double()
+    yield from zip((q, k), (_turned(each, turns, positions) for each in heads[:2]), strict=True)
+    yield v, heads[2]
+
+
+def forward_layers(ops: Ops, shape: Shape) -> Pairs:
+    """One layer: a text, and a token after it."""
+    draw, inner, spec = Draw(shape), _width(shape), _spec(shape)._replace(num_kv_heads=1, num_q_heads=shape.group)
+    weights = _around(draw, shape)
+    weights = replace(weights, qkv=weights.qkv / 8, o=weights.o / 16)  # as in models: what passes stays of one size
+    gate_up, down = draw.dense(2 * inner, MODEL) / 8, draw.dense(MODEL, inner) / 16
+    layer = DecoderLayer(spec, weights, GatedMLP(gate_up, None, down, None, "silu"), None)
+    stack = ops.pack_layers([layer.pack(ops)], shape.dtype)
+    length = min(shape.length, 1000)
+    scene = AttentionCase(ops, Layout(shape.block_size), spec, [RowOf(0, length + 1)], shape.dtype)
+    xs = draw(length, MODEL), draw(1, MODEL)
+    got = []
+    for start, x in zip((0, length), xs, strict=True):
+        at = scene.slots([(0, start, len(x))])
+        stored = slice(0, len(x)), Stored(scene.store, at, shape.window)
+        got.append(ops.forward_layers(stack, x, Step(ops, [spec], [stored])))
+    x, turns = torch.cat(xs).double(), _turns(shape.head_dim // 2)
+    qkv = _normed(x, weights.norm) @ weights.qkv.double().T + weights.qkv_bias.double()
+    q, k, v = qkv.unflatten(1, (shape.group + 2, shape.head_dim)).split_with_sizes((shape.group, 1, 1), 1)
+    q, k = (_turned(each, turns, torch.arange(length + 1)) for each in (q, k))
+    keeps = everything if shape.window is None else lambda i, j: i - j < shape.window
+    found = attention(q, k, v, spec, seen(spec, length + 1, keeps)).flatten(1)
+    x = x + found @ weights.o.double().T
+    x = x + _gated(_normed(x, weights.next_norm) @ gate_up.double().T) @ down.double().T
+    yield from zip(got, x.split_with_sizes((length, 1)), strict=True)
+
+
+def o_proj_add_norm(ops: Ops, shape: Shape) -> Pairs:
+    draw = Draw(shape)
+    layer, x, mixed = _around(draw, shape), draw(shape.length, MODEL), draw(shape.length, shape.group * shape.head_dim)
+    total, normed = ops.o_proj_add_norm(layer.pack(ops), x, mixed)
+    yield total, x.double() + mixed.double() @ layer.o.double().T
+    yield normed, _normed(total, layer.next_norm)
+
+
+def mlp(ops: Ops, shape: Shape) -> Pairs:
+    draw, inner = Draw(shape), _width(shape)
+    h, gate_up, down = draw(shape.length, MODEL), draw.dense(2 * inner, MODEL), draw.dense(MODEL, inner)
+    weights = GatedMLP(gate_up, None, down, None, "silu").pack(ops)
+    yield ops.mlp(weights, h), _gated(h.double() @ gate_up.double().T) @ down.double().T
+
+
+def sample(ops: Ops, shape: Shape) -> Pairs:
+    """Of halves many are equal, and the first of them count."""
+    draw, rows = Draw(shape), min(shape.length, 9)
+    logits = draw(rows, 8 * _width(shape) + 3, times=2)
+    how = torch.rand(rows, 5, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    how[:, 1] = (how[:, 1] * 60).floor()  # top-k
+    how[:, 3] /= 10  # min-p
+    for off in (0, 1, 2, 3):  # so that each filter is the last, too, and the first row greedy
+        how[off::4, off] = float(off == 2)
+    yield ops.sample(logits, how), torch.tensor([_drawn(*row) for row in zip(logits, how.tolist(), strict=True)])
+
+
+def _drawn(logits: Tensor, how: Sequence[float]) -> int:
+    temperature, top_k, top_p, min_p, noise = how
+    numbers = logits.double().numpy()
+    if not temperature:
+        return int(numbers.argmax())
+    weights = np.exp((numbers - numbers.max()) / temperature)
+    in_line = np.argsort(-weights, kind="stable")
+    in_line = in_line[weights[in_line] >= min_p][: int(top_k) or None]
+    before = weights[in_line].cumsum() - weights[in_line]
+    kept = np.sort(in_line[before < top_p * weights[in_line].sum()])
+    stretches = weights[kept].cumsum()
+    return int(kept[(stretches <= noise * stretches[-1]).sum()])
+
+
+# -------------------------------------------------------------------- int8
+def quantize(ops: Ops, shape: Shape) -> Pairs:
+    """A quotient in float64 that is rounded to float32 is the quotient in float32, so this is exact."""
+    x = Draw(shape)(shape.length, shape.group, shape.head_dim)
+    numbers, scale = ops.quantize(x)
+    largest = (x.double().abs().amax(-1) / 127).float()
+    yield scale, largest
+    yield numbers, (x.double() / largest.double()[..., None]).float().round()
+
+
+def dequantize(ops: Ops, shape: Shape) -> Pairs:
+    draw = Draw(shape)
+    x = draw.dense(shape.length, shape.group, shape.head_dim, times=50).clamp(-127, 127).to(torch.int8)
+    x, scale = laid(x, shape.lies), draw.dense(shape.length, shape.group).float().abs()
+    yield ops.dequantize(x, scale), x.double() * scale.double()[..., None]
+
+
+# -------------------------------------------------------------------- stored keys and values
+def _spec(shape: Shape) -> LayerSpec:
+    dim = shape.head_dim
+    return LayerSpec(KV_HEADS, KV_HEADS * shape.group, dim, dim, scale=dim**-0.5)
+
+
+def _scene(ops: Ops, shape: Shape) -> AttentionCase:
+    """A token after all others, and a chunk."""
+    chunk = min(9, shape.length)
+    rows = [RowOf(shape.length - 1, 1), RowOf(shape.length - chunk, chunk)]
+    return AttentionCase(
+        ops,
+        Layout(shape.block_size),
+        _spec(shape),
+        rows if chunk > 1 else rows[:1],
+        shape.dtype,
+        before=[OTHER] * shape.layers_before,
+        unused_blocks=shape.unused_blocks,
+    )
+
+
+def _enter(scene: AttentionCase, shape: Shape) -> None:
+    k, v = (laid(scene.entering(part), shape.lies) for part in (scene.k, scene.v))
+    scene.ops.write_kv(scene.store, scene.layer, k, v, scene.at)
+
+
+def write_kv(ops: Ops, shape: Shape) -> Pairs:
+    scene = _scene(ops, shape)
+    _enter(scene, shape)
+    for i in range(len(scene.rows)):
+        position = torch.arange(shape.length)
+        block, slot = scene.table[i].long()[position // shape.block_size], position % shape.block_size
+        for plane, part in ((scene.store.k(scene.layer), scene.k), (scene.store.v(scene.layer), scene.v)):
+            yield plane[block, :, slot], part[i]
+            as_bits = {2: torch.int16, 4: torch.int32}[shape.dtype.itemsize]
+            plane.view(as_bits)[block, :, slot] = -1
+    assert _untouched(scene.pages.memory), "something else was written"
+
+
+def _untouched(memory: Tensor) -> bool:
+    """All is 0xFF, which is NaN, as a scene fills it at first."""
+    return int(memory.min()) == 0xFF
+
+
+def attend(ops: Ops, shape: Shape) -> Pairs:
+    scene = _scene(ops, shape)
+    _enter(scene, shape)
+    q = laid(scene.entering(scene.q), shape.lies)
+    out = laid(torch.zeros_like(q), shape.lies)
+    ops.attend(out, q, scene.store, scene.layer, scene.at, scene.spec, window=shape.window)
+    window = shape.window
+    keeps = everything if window is None else lambda i, j: i - j < window
+    for i, got in enumerate(out.split([row.tokens for row in scene.rows])):
+        past = scene.rows[i].past
+        mask = seen(scene.spec, shape.length, keeps, first=past)
+        yield got, attention(scene.q[i][past:], scene.k[i], scene.v[i], scene.spec, mask)
+
+
+def gather(ops: Ops, shape: Shape) -> Pairs:
+    scene = _scene(ops, shape)
+    _enter(scene, shape)
+    positions = (torch.arange(min(50, shape.length)) * 7919) % shape.length
+    for row in range(len(scene.rows)):
+        k, v = ops.gather(scene.store, scene.layer, scene.at, row, positions)
+        yield k, scene.k[row][positions]
+        yield v, scene.v[row][positions]
+
+
+def copy_blocks(ops: Ops, shape: Shape) -> Pairs:
+    """The first block to the last, and the last but one to the second."""
+    layers = [OTHER] * shape.layers_before + [_spec(shape)]
+    arena = Arena(4 + shape.unused_blocks, block_bytes(layers, shape.block_size, shape.dtype))
+    arena.memory.fill_(0xFF)
+    store = KVStore(arena, layers, shape.block_size, shape.dtype)
+    src, dst = [0, store.num_blocks - 2], [store.num_blocks - 1, 1]
+    width = store.blocks.shape[1]
+    numbers = torch.randint(0, 255, (2, 1021), dtype=torch.uint8).repeat(1, -(-width // 1021))[:, :width]
+    store.blocks[src] = numbers
+    ops.copy_blocks(store, src, dst)
+    yield store.blocks[dst], numbers
+    store.blocks[src + dst] = 0xFF
+    assert _untouched(arena.memory), "another block was written"
+
+
+# -------------------------------------------------------------------- repeated heads
+def _repeated(x: Tensor, groups: int) -> Tensor:
+    return torch.stack([x[:, head // groups] for head in range(groups * x.shape[1])])
+
+
+def repeat_kv_heads(ops: Ops, shape: Shape) -> Pairs:
+    x = Draw(shape)(shape.length, KV_HEADS, shape.head_dim)
+    yield ops.repeat_kv_heads(x, shape.group), _repeated(x, shape.group)
+
+
+def repeat_kv_heads_step(ops: Ops, shape: Shape) -> Pairs:
+    """Into the middle of a mirror that lies as the shape says, too."""
+    draw = Draw(shape)
+    x = draw(shape.length, 1, shape.head_dim)
+    mirror = draw(shape.group, shape.length + 5, shape.head_dim)
+    want = mirror.clone()
+    want[:, 3 : 3 + shape.length] = _repeated(x, shape.group)
+    ops.repeat_kv_heads_step(mirror, x, 3)
+    yield mirror, want
+
+
+# By the full name of a row of the table.
+FORMULAS: Mapping[str, Callable[[Ops, Shape], Pairs]] = {
+    ("linear.quantized" if each is linear_quantized else each.__name__): each
+    for each in (
+        *(forward_layers, linear, linear_quantized, qkv_proj_rope, o_proj_add_norm, mlp),
+        *(rms_norm, add_rms_norm, rope, silu_mul, sample, quantize, dequantize),
+        *(write_kv, attend, gather, copy_blocks, repeat_kv_heads, repeat_kv_heads_step),
+    )
+}
+# What is varied of a shape: this, unless VARIED says otherwise.
+ACTIVATIONS = ("dtype", "head_dim", "group", "length", "lies")
+VARIED: Mapping[str, Sequence[str]] = {
+    "write_kv": ("dtype", "head_dim", "length", "lies", "block_size", "layers_before"),
+    "forward_layers": ("dtype", "head_dim", "group", "length", "block_size", "window"),
+    "attend": (*ACTIVATIONS, "block_size", "window", "layers_before"),
+    "gather": ("dtype", "head_dim", "length", "block_size", "layers_before"),
+    "copy_blocks": ("dtype", "head_dim", "block_size", "layers_before"),
+}

@@ -1,0 +1,155 @@
+"""What a backend computes wrongly is found before anything is served, and computed by the reference instead."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from kernels import backends as loading
+from kernels.backends import backends, load_ops
+from kernels.cpu import library as cpu
+from kernels.device import KernelsMissing, native
+from kernels.ops import Ops
+from kernels.reference.backend import ReferenceOps
+from kernels.selfcheck.check import checked, mended
+from kernels.selfcheck.layer_ops import FORWARD_LAYERS
+from kernels.selfcheck.op_db import OP_NAMES, OPS
+from kernels.selfcheck.op_info import DTYPES
+from server.engine.info import about, summary
+from tests.engine.engine_driver import Driver
+from tests.engine.expected_tokens import random_prompt
+from tests.kernels.backend_matrix import BACKENDS
+
+CPU = torch.device("cpu")
+NAMES = [op.full_name for op in OPS]
+
+PREPARING = ("row_invariant_head_dim", "prepare", "pack", "pack_layers")
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_what_is_right_passes(backend: str, dtype: torch.dtype) -> None:
+    assert [verdict.fault for verdict in checked(BACKENDS[backend](), dtype, CPU)] == [None] * len(OPS)
+
+
+def test_the_table_has_every_operation() -> None:
+    methods = [name for name in vars(Ops) if not name.startswith("_") and name not in PREPARING]
+    assert tuple(methods) == OP_NAMES, "give it a row in kernels/selfcheck"
+
+
+class Off(ReferenceOps):
+    """Every operation with a result gives a little too much, those that only write do nothing; all but `right`."""
+
+    def __init__(self, *right: str) -> None:
+        super().__init__()
+        for name in {*OP_NAMES} - {*right}:
+            setattr(self, name, self._off(getattr(self, name)))
+
+    def _off(self, op: Callable[..., Any]) -> Callable[..., Any]:
+        def wrong(*args: Any, **kwargs: Any) -> Any:
+            if op.__name__ in ("write_kv", "copy_blocks", "repeat_kv_heads_step"):
+                return None
+            if op.__name__ == "attend":
+                op(*args, **kwargs)
+                args[0].mul_(1.1)
+                return None
+            found = op(*args, **kwargs)
+            return found * 1.1 if isinstance(found, Tensor) else tuple(x * 1.1 for x in found)
+
+        return wrong
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_what_is_a_little_off_is_found(dtype: torch.dtype) -> None:
+    assert [verdict.op for verdict in checked(Off(), dtype, CPU) if verdict.fault] == NAMES[:-1]
+    assert NAMES[-1] == FORWARD_LAYERS.name, "is made of the others, and has their mended form"
+
+
+def test_a_fault_of_one_operation_is_not_laid_upon_another() -> None:
+    for name in OP_NAMES:
+        right: Any = SimpleNamespace(**{each: getattr(ReferenceOps(), each) for each in [*OP_NAMES, *PREPARING]})
+        setattr(right, name, getattr(Off(), name))
+        assert [verdict.op for verdict in checked(right, torch.float32, CPU) if verdict.fault] == [
+            op.full_name for op in OPS if op.name == name
+        ]
+
+
+@pytest.mark.parametrize("found", [torch.full((5, 37), torch.nan), torch.zeros(5, 37).double(), torch.zeros(5, 36)])
+def test_nan_and_other_shapes_and_dtypes_are_faults(found: Tensor) -> None:
+    ops = ReferenceOps()
+    ops.silu_mul = lambda gate_up: found  # type: ignore[method-assign]
+    faulty = [verdict.op for verdict in checked(ops, torch.float32, CPU) if verdict.fault]
+    assert faulty == ["mlp", "silu_mul"], "and what is made of it"
+
+
+def test_the_reference_takes_the_place_of_what_is_faulty() -> None:
+    ops = Off("linear", "rope")
+    good = mended(ops, checked(ops, torch.float32, CPU))
+    assert [verdict.fault for verdict in checked(good, torch.float32, CPU)] == [None] * len(OPS)
+    assert good.rope.__self__ is ops  # type: ignore[attr-defined]
+
+
+class Raising(ReferenceOps):
+    def attend(self, *args: Any, **kwargs: Any) -> None:
+        raise RuntimeError("no such instruction")
+
+
+def test_a_server_with_a_broken_kernel_says_so_and_answers_rightly(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(loading, "BACKENDS", {"cpu-broken": ("cpu", Raising)})
+    driver = Driver(Path("tiny"))
+    heard = driver.submit("it", random_prompt(40), 8)
+    driver.run()
+    reference = Driver(Path("tiny"), kernels="reference")
+    expected = reference.submit("it", random_prompt(40), 8)
+    reference.run()
+    assert heard.tokens == expected.tokens
+    assert summary(driver.engine)["kernels"] == "cpu-broken, plain torch for attend"
+    assert summary(reference.engine)["kernels"] == "plain torch"
+    assert "KERNEL FAILS ITS CHECK, plain torch is used: attend of cpu-broken: RuntimeError: no such" in caplog.text
+    found = about(driver.engine)
+    assert found.fallen_back == ["attend"]
+    assert (found.backends["attend"], found.backends["rope"]) == ("reference", "cpu-broken")
+
+
+def test_without_a_library_plain_torch_is_used_and_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(cpu, "FOLDER", tmp_path)
+    with caplog.at_level(logging.DEBUG):
+        assert load_ops(native("cpu"), torch.float32).words == "plain torch"
+    assert "there are no kernels for torch.float32 on cpu: plain torch is used, which is slower" in caplog.text
+
+
+def test_a_library_that_is_none_is_passed_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in cpu.INSTRUCTION_SETS:
+        (tmp_path / f"_{name}.so").write_bytes(b"not a library")
+    monkeypatch.setattr(cpu, "FOLDER", tmp_path)
+    assert load_ops(native("cpu"), torch.float32).words == "plain torch"
+
+
+def test_dtypes_that_no_kernel_knows_are_left_to_plain_torch() -> None:
+    assert load_ops(native("cpu"), torch.float64).words == "plain torch"
+
+
+def _missing() -> Ops:
+    raise KernelsMissing("there is no abacus")
+
+
+def test_backends_are_those_of_a_device_and_say_why_they_are_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = {"abacus": ("cpu", _missing), "plain": ("cpu", ReferenceOps), "elsewhere": ("cuda", ReferenceOps)}
+    monkeypatch.setattr(loading, "BACKENDS", rows)
+    assert [each.name for each in backends()] == ["abacus", "plain", "elsewhere"]
+    assert [(each.name, each.missing) for each in backends("cpu")] == [
+        ("abacus", "there is no abacus"),
+        ("plain", None),
+    ]
+    assert load_ops(native("cpu"), torch.float32).backend == "plain"

@@ -1,0 +1,119 @@
+"""All layers in one call have the bits of their operations one by one, whatever the step and the weights."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from kernels.composite import CompositeOps
+from kernels.ops import AttentionWeights, DecoderLayer, DecoderLayers, GatedMLP, Ops, Stored, Weight
+from kernels.quantization import quantize_weight
+from kernels.selfcheck.attention_case import AttentionCase, Layout, RowOf, Step
+from kernels.selfcheck.op_info import DTYPES
+from kernels.types import LayerSpec
+from tests.kernels.backend_matrix import BACKENDS, NAMES
+
+WIDTH, DIM, HEADS, KV_HEADS = 96, 32, 6, 2
+SPECS = [
+    LayerSpec(KV_HEADS, HEADS, DIM, DIM, scale=0.2),
+    LayerSpec(KV_HEADS, HEADS, DIM, DIM, scale=0.1, window=7, softcap=20.0, sink_logits=torch.randn(HEADS)),
+]
+ROWS = (RowOf(0, 60),) * 4
+LAYOUTS = (Layout(16), Layout(4, sinks=2, ring=50))
+STEPS: dict[str, Sequence[tuple[int, int, int]]] = {  # after 40 tokens of each
+    "one token": [(0, 40, 1)],
+    "a few, and one of nobody": [(2, 40, 1), (0, -1, 1), (3, 40, 1)],
+    "chunks": [(1, 40, 1), (0, 40, 17), (3, 40, 20)],
+}
+
+
+def weight(dtype: torch.dtype, *shape: int, bits: int | None = None) -> Weight:
+    drawn = torch.randn(*shape) / shape[1] ** 0.5
+    return drawn.to(dtype) if bits is None else quantize_weight(drawn.to(dtype), bits, 32)
+
+
+def layer(dtype: torch.dtype, i: int, bits: int | None) -> DecoderLayer:
+    """The first as simple as can be, the second with all that a layer may have."""
+    angle, heads, inner = torch.rand(64, DIM // 2) * 6, HEADS + 2 * KV_HEADS, (128, 160)[i]
+    norm, next_norm, post = torch.rand(3, WIDTH).to(dtype).unbind()
+    around = AttentionWeights(
+        norm=norm,
+        qkv=weight(dtype, heads * DIM, WIDTH, bits=bits),
+        qkv_bias=None,
+        qk_norm=None,
+        tables=(angle.cos(), angle.sin()),
+        q_heads=HEADS,
+        kv_heads=KV_HEADS,
+        o=weight(dtype, WIDTH, HEADS * DIM, bits=bits),
+        o_bias=None,
+        post_norm=None,
+        next_norm=next_norm,
+        eps=1e-6,
+    )
+    up, down = weight(dtype, 2 * inner, WIDTH, bits=bits), weight(dtype, WIDTH, inner, bits=bits)
+    fed = GatedMLP(up, None, down, None, "silu")
+    if i == 0:
+        return DecoderLayer(SPECS[0], around, fed, None)
+    biases, q_norm, k_norm = torch.randn(2 * inner).to(dtype), *torch.rand(2, DIM).to(dtype).unbind()
+    around = replace(around, qkv_bias=biases[: heads * DIM], qk_norm=(q_norm, k_norm), post_norm=post, o_bias=post)
+    fed = replace(fed, gate_up_bias=biases, down_bias=biases[:WIDTH])
+    return DecoderLayer(SPECS[1], replace(around, norm=norm.float(), tables=None), fed, post)
+
+
+def stack_of(ops: Ops, dtype: torch.dtype, bits: int | None) -> DecoderLayers:
+    torch.manual_seed(0)
+    return ops.pack_layers([layer(dtype, i, bits).pack(ops) for i in range(len(SPECS))], dtype)
+
+
+def after(
+    ops: Ops, stack: DecoderLayers, dtype: torch.dtype, kv_dtype: torch.dtype | None, step: str, *, apart: bool
+) -> tuple[Tensor, list[Tensor]]:
+    """What comes of a step, without what nobody reads, and the memory of keys and values."""
+    torch.manual_seed(1)
+    scenes = [AttentionCase(ops, each, SPECS[1], ROWS, dtype, before=SPECS[:1], kv_dtype=kv_dtype) for each in LAYOUTS]
+    x = torch.empty(0)
+    for rows in ([(row, 0, 40) for row in range(len(ROWS))], STEPS[step]):
+        n = sum(tokens for _, _, tokens in rows)
+        windows = [45 if scene.layout.ring else None for scene in scenes]
+        stored = [
+            (slice(i * n, i * n + n), Stored(scene.store, scene.slots(rows), window))
+            for i, (scene, window) in enumerate(zip(scenes, windows, strict=True))
+        ]
+        x, attention = torch.randn(len(scenes) * n, WIDTH).to(dtype), Step(ops, SPECS, stored)
+        x = CompositeOps.forward_layers(ops, stack, x, attention) if apart else ops.forward_layers(stack, x, attention)
+    idle = [i for i, (_, start, _) in enumerate(rows) if start < 0]
+    return x[[i for i in range(len(x)) if i % n not in idle]], [scene.pages.memory for scene in scenes]
+
+
+@pytest.mark.parametrize("backend", NAMES)
+@pytest.mark.parametrize("step", STEPS)
+@pytest.mark.parametrize("bits", [None, 8, 4])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_bits_are_those_of_single_operations(backend: str, dtype: torch.dtype, bits: int | None, step: str) -> None:
+    ops = BACKENDS[backend]()
+    stack = stack_of(ops, dtype, bits)
+    kv_dtype = torch.int8 if bits == 8 else None
+    (ours, our_memory), (theirs, their_memory) = (
+        after(ops, stack, dtype, kv_dtype, step, apart=apart) for apart in (False, True)
+    )
+    assert not ours.isnan().any()
+    assert torch.equal(ours, theirs)
+    assert all(map(torch.equal, our_memory, their_memory))
+
+
+@pytest.mark.parametrize("backend", NAMES)
+def test_threads_do_not_change_it(backend: str) -> None:
+    ops = BACKENDS[backend]()
+    stack, threads = stack_of(ops, torch.bfloat16, None), torch.get_num_threads()
+    found = []
+    for count in (1, 2, 5):
+        torch.set_num_threads(count)
+        try:
+            found.append(after(ops, stack, torch.bfloat16, None, "chunks", apart=False)[0])
+        finally:
+            torch.set_num_threads(threads)
+    assert all(torch.equal(found[0], each) for each in found[1:])

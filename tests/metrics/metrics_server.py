@@ -1,0 +1,89 @@
+"""Metrics behind HTTP, of a server that is not there: they were told of every kind of event."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from threading import Thread
+
+from cache_strategies.base import BlockEvents, Blocks, CacheUsage
+from kernels.selfcheck.op_db import OPS
+from server.api.ops.metrics import OPENMETRICS
+from server.engine.device import DeviceMemory
+from server.engine.records import Admission, DraftRecord, StepPart
+from server.metrics.families import MISS, OUTCOME, WAIT
+from server.metrics.registry import Metrics
+from tests.metrics.fake_metrics import INSTANCES, exposition, new_metrics, record, state, step
+
+BUSY = state(
+    running=dict.fromkeys(INSTANCES, 2),
+    waiting={(name, wait): 3 for name in INSTANCES for wait in WAIT.values or ()},
+    usage=dict.fromkeys(INSTANCES, CacheUsage(2, 50, reserved=600, used=300, idle=200, wasted=100, limit=1000)),
+    blocks=dict.fromkeys(INSTANCES, Blocks(in_use=5, shared=2, pending=1, pinned=1, idle=3)),
+    floors=dict.fromkeys(INSTANCES, 400),
+    pool_held=1200,
+    pool_untouched=0,
+    pool_free=800,
+    device=DeviceMemory(used=5000, free=3000),
+    processes={"engine": 2000, "api": 1000, "supervisor": 500},
+)
+
+
+def busy_metrics() -> Metrics:
+    """One operation fell back, and nothing else has happened."""
+    return new_metrics(fallen_back=[OPS[0].name], restarts=1)
+
+
+def happen(metrics: Metrics) -> None:
+    """A step and some requests, the same for every strategy: of 10 tokens 6 are found, each outcome comes once.
+
+    Of two drafts of 3 tokens one comes true, and a third of the other. Half of the step's time is its operations'.
+    """
+    every = dict.fromkeys(INSTANCES, 1)
+    metrics.observe_step(
+        step(
+            parts=dict.fromkeys(INSTANCES, StepPart(3, 1, 40)),
+            preempted=every,
+            failures=every,
+            forked=every,
+            drafts={name: [DraftRecord(3, 3), DraftRecord(3, 1)] for name in INSTANCES},
+            evicted=every,
+            gaps={name: [0.02, 0.03] for name in INSTANCES},
+            admitted=[
+                Admission(name, 10, 6, reason, forked=False) for name in INSTANCES for reason in MISS.values or ()
+            ],
+            happened=dict.fromkeys(INSTANCES, BlockEvents(1, (40.0,), (20.0,), (3.0,))),
+            kernels={op.name: 0.01 / len(OPS) for op in OPS},
+        )
+    )
+    for name in INSTANCES:
+        for outcome in OUTCOME.values or ():
+            metrics.observe_request(record(name, outcome))
+    metrics.observe_responses({200: 6, 429: 1})
+
+
+@contextmanager
+def served(metrics: Metrics) -> Iterator[str]:
+    """Its `host:port`."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            openmetrics = OPENMETRICS in self.headers.get("Accept", "")
+            body = exposition(metrics, BUSY, openmetrics=openmetrics)
+            self.send_response(200)
+            self.send_header("Content-Type", f"{OPENMETRICS}; version=1.0.0" if openmetrics else "text/plain")
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        thread = Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05})
+        thread.start()
+        try:
+            yield "{}:{}".format(*server.server_address)
+        finally:
+            server.shutdown()
+            thread.join()

@@ -1,0 +1,119 @@
+"""A real Prometheus reads the metrics and answers every query of every dashboard, with what had happened."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+
+from server.metrics import vllm_names
+from tests.metrics.fake_metrics import INSTANCES, exposition, new_metrics, samples_of
+from tests.metrics.metrics_server import BUSY, busy_metrics, happen, served
+from tests.metrics.prometheus_server import Prometheus, running_prometheus
+from tools.dashboards.catalogue import Query, queries
+from tools.dashboards.promql import filled
+
+QUERIES = list(queries())
+
+
+@pytest.fixture(scope="module")
+def prometheus(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Prometheus]:
+    """One that has seen things happen, asked for a moment after that.
+
+    So a scrape that comes late or not at all, on a busy machine, changes nothing.
+    """
+    metrics = busy_metrics()
+    with served(metrics) as target, running_prometheus(tmp_path_factory.mktemp("prometheus"), target) as started:
+        started.wait_for_scrapes(1)
+        for _ in range(3):
+            happen(metrics)
+        started.wait_for_scrapes(2)
+        started.wait(lambda: bool(started.query("vllm:num_requests_running > 0 and on() up == 1")), "the rules")
+        yield replace(started, moment=time.time())
+
+
+def ask(prometheus: Prometheus, panel: str, dashboard: str) -> dict[str, float]:
+    """What a panel shows, by the values of labels, or by legends that name none."""
+    return {
+        " ".join(labels.values()) or query.legend: value
+        for query in QUERIES
+        if (query.dashboard, query.panel) == (dashboard, panel)
+        for labels, value in prometheus.query(filled(query.expression))
+    }
+
+
+@pytest.mark.parametrize("query", [pytest.param(q, id=f"{q.dashboard}: {q.panel}: {q.legend}") for q in QUERIES])
+def test_every_query_has_an_answer(prometheus: Prometheus, query: Query) -> None:
+    answer = prometheus.query(filled(query.expression))
+    assert answer
+    assert all(value == value for _, value in answer), "not a number"
+
+
+def test_panels_show_what_happened(prometheus: Prometheus) -> None:
+    assert ask(prometheus, "Hit rate", "kvmux-strategies") == dict.fromkeys(INSTANCES, pytest.approx(0.6))
+    assert ask(prometheus, "Errors", "kvmux-overview")[""] == pytest.approx(0.25), "one outcome of four"
+    assert ask(prometheus, "Running", "kvmux-overview") == {"": 2 * len(INSTANCES)}
+    assert ask(prometheus, "Running", "kvmux-strategies") == dict.fromkeys(INSTANCES, 2)
+    assert ask(prometheus, "KV memory used", "kvmux-strategies") == dict.fromkeys(INSTANCES, 300)
+    assert ask(prometheus, "Held, by state", "kvmux-memory") == {"used": 600, "idle": 400, "wasted": 200}
+    assert ask(prometheus, "Fullest strategy", "kvmux-overview") == {"": pytest.approx(0.3)}
+    of_a_draft = "Guesses of a draft that came true, mean"
+    assert ask(prometheus, of_a_draft, "kvmux-strategies") == dict.fromkeys(INSTANCES, pytest.approx(2))
+    came_true = ask(prometheus, "Drafts that came true up to a position", "kvmux-strategies")
+    assert [came_true[position] for position in "0123"] == [1, 0.5, 0.5, 0]
+    steps = ask(prometheus, "In a step, mean", "kvmux-engine")
+    assert steps == {"sequences": pytest.approx(8), "tokens": pytest.approx(80)}
+    ops = ask(prometheus, "Time of a step, by operation", "kvmux-engine")
+    assert ops.pop("the rest") == pytest.approx(0.01)
+    assert sum(ops.values()) == pytest.approx(0.01)
+    assert ask(prometheus, "Blocks, by state", "kvmux-memory") == {
+        "in_use": 10,
+        "shared": 4,
+        "pending": 2,
+        "pinned": 2,
+        "idle": 6,
+    }
+    (slow,) = set(ask(prometheus, "Time between tokens, p95", "kvmux-strategies").values())
+    assert 0.025 <= slow <= 0.05, "the bucket of the slower one"
+
+
+def test_rates_are_a_second(prometheus: Prometheus) -> None:
+    outcomes = ask(prometheus, "Requests, by outcome", "kvmux-overview")
+    assert len(set(outcomes.values())) == 1
+    growth = prometheus.value("sum(increase(kvmux_requests_total[1m]))")
+    assert sum(outcomes.values()) == pytest.approx(growth / 60, rel=0.2)
+
+
+def test_rules_are_evaluated_without_errors(prometheus: Prometheus) -> None:
+    prometheus.wait(lambda: all(rule["health"] != "unknown" for rule in prometheus.rules()), "the rules")
+    assert {(rule["name"], rule.get("lastError")) for rule in prometheus.rules() if rule["health"] != "ok"} == set()
+
+
+def test_every_metric_of_vllms_is_there(prometheus: Prometheus) -> None:
+    for name, _ in vllm_names.rules():
+        assert prometheus.query(name), name
+
+
+def test_the_server_tells_of_itself_what_the_rules_record(prometheus: Prometheus) -> None:
+    metrics = new_metrics(settings={"vllm_metric_names": True})
+    for _ in range(3):
+        happen(metrics)
+    told = samples_of(exposition(metrics, BUSY).decode())
+    for name, _ in vllm_names.rules():
+        recorded = {
+            frozenset(
+                (label, value) for label, value in labels.items() if label not in ("__name__", "job", "instance")
+            ): number
+            for labels, number in prometheus.query(name)
+        }
+        assert recorded == {labels: number for (each, labels), number in told.items() if each == name}, name
+
+
+def test_vllms_labels_are_theirs(prometheus: Prometheus) -> None:
+    finished = prometheus.query('vllm:request_success_total{model_name="paged"}')
+    assert {labels["finished_reason"] for labels, _ in finished} == {"stop", "length", "abort", "error"}
+    assert not [labels for labels, _ in finished if "outcome" in labels]
+    assert prometheus.value('vllm:num_requests_waiting{model_name="paged"}') == 3 * 4, "for whatever reason"
+    assert prometheus.query("histogram_quantile(0.5, rate(vllm:iteration_tokens_total_bucket[1m]))")

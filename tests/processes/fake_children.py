@@ -1,0 +1,144 @@
+"""Stand-ins for the engine and the API worker. Each tells on stdout what happens to it.
+
+Which of them run is an argument of `python -m tests.processes.fake_children`, which is a supervisor around them.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+from collections.abc import Callable
+from typing import Any
+
+from config.errors import SettingsError
+from config.settings import Settings
+from server.cli.banner import welcome
+from server.listening import listen, url_of
+from server.logs import configure_logging
+from server.processes.child import Timing
+from server.processes.child_process import STOP
+from server.processes.supervisor import Supervisor, Targets
+
+READY = {
+    "model": "tiny",
+    "device": "cpu",
+    "dtype": "float32",
+    "kernels": "cpu-avx512",
+    "kv_memory_bytes": 512 * 1024 * 1024,
+    "max_seq_len": 2048,
+    "strategies": [
+        {"name": "paged", "kind": "paged", "options": {"block_size": 16}, "capacity_tokens": 131072},
+        {
+            "name": "short",
+            "kind": "sliding_window",
+            "options": {"window": 256, "max_row": None},
+            "capacity_tokens": 99000,
+        },
+    ],
+}
+
+
+def say(text: str) -> None:
+    os.write(1, f"{text}\n".encode())  # one write: lines of several processes stay whole
+
+
+def run_until_told(name: str, beat: Callable[[], None] = lambda: None) -> None:
+    """Says that it runs, and beats; ends on STOP and says that too."""
+    told = threading.Event()
+    signal.signal(STOP, lambda *_: told.set())
+    beat()
+    say(f"{name} {os.getpid()} runs")
+    while not told.wait(0.05):
+        beat()
+    say(f"{name} ends")
+
+
+def engine(settings: Settings, socket_path: str, status: Any, restarts: int) -> None:
+    """A healthy engine."""
+    status.send({"ready": READY})
+    run_until_told("engine", status.beat)
+
+
+def engine_refusing(settings: Settings, socket_path: str, status: Any, restarts: int) -> None:
+    status.send({"error": f"there is no model in {settings.model}"})
+    run_until_told("engine")
+
+
+def engine_loading(settings: Settings, socket_path: str, status: Any, restarts: int) -> None:
+    """Never gets ready."""
+    run_until_told("engine")
+
+
+def engine_crashing(settings: Settings, socket_path: str, status: Any, restarts: int) -> None:
+    sys.exit(3)
+
+
+def engine_telling_its_socket(settings: Settings, socket_path: str, status: Any, restarts: int) -> None:
+    """Leaves a file where its socket would be, and tells whether there was one."""
+    say(f"socket {socket_path} {os.path.exists(socket_path)}")
+    with open(socket_path, "w"):
+        pass
+    engine(settings, socket_path, status, restarts)
+
+
+def engine_hanging(settings: Settings, socket_path: str, status: Any, restarts: int) -> None:
+    """The first one hangs once it has given a sign of life; those after it are healthy."""
+    if restarts:
+        return engine(settings, socket_path, status, restarts)
+    status.send({"ready": READY})
+    status.beat()
+    say(f"engine {os.getpid()} runs")
+    hang_in_a_loop()
+
+
+def hang_in_a_loop() -> None:
+    while True:
+        pass
+
+
+def worker(settings: Settings, socket_path: str, listener: Any, ties: Any) -> None:
+    """A healthy worker, which does have the listening socket."""
+    assert listener.getsockname()[1] > 0
+    run_until_told("worker", ties.heartbeat.beat)
+
+
+def worker_loading(settings: Settings, socket_path: str, listener: Any, ties: Any) -> None:
+    """Never gives a sign of life."""
+    run_until_told("worker")
+
+
+def worker_crashing(settings: Settings, socket_path: str, listener: Any, ties: Any) -> None:
+    sys.exit(4)
+
+
+def worker_refusing(settings: Settings, socket_path: str, listener: Any, ties: Any) -> None:
+    raise SettingsError(f"there is no tokenizer in {settings.model}")
+
+
+def worker_deaf(settings: Settings, socket_path: str, listener: Any, ties: Any) -> None:
+    """Ends by SIGKILL alone."""
+    signal.signal(STOP, signal.SIG_IGN)
+    say(f"worker {os.getpid()} runs")
+    while True:
+        signal.pause()
+
+
+def supervise(engine_name: str, worker_name: str, workers: int, worker_grace: float, watchdog: float) -> int:
+    settings = Settings(workers=workers, port=0, drain_seconds=worker_grace, watchdog_timeout=watchdog)
+    configure_logging(settings)
+    targets = Targets(f"tests.processes.fake_children:{engine_name}", f"tests.processes.fake_children:{worker_name}")
+    timing = Timing(first_delay=0.01, longest_delay=0.05, worker_margin=0.0)
+    with listen("127.0.0.1", 0) as listener:
+        url = url_of(listener)
+
+        def announce(ready: dict[str, Any]) -> None:
+            print(welcome(url, settings, ready), flush=True)
+            say("announced")
+
+        return Supervisor(settings, listener, announce, targets=targets, timing=timing).run()
+
+
+if __name__ == "__main__":
+    sys.exit(supervise(sys.argv[1], sys.argv[2], int(sys.argv[3]), float(sys.argv[4]), float(sys.argv[5])))

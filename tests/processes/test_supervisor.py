@@ -1,0 +1,432 @@
+"""The supervisor with fake children: real processes, real signals. Waits for output, never for time."""
+
+from __future__ import annotations
+
+import fcntl
+import multiprocessing
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from time import sleep
+from typing import IO, Protocol
+
+import psutil
+import pytest
+
+from server.processes import child as child_process
+from server.processes import heartbeat as supervision
+from server.processes.child import Child, Timing, in_words
+from server.processes.child_process import STOP
+from server.processes.heartbeat import Heartbeat, Recovery, Watchdog
+from server.processes.runtime_directory import remove_leftovers, runtime_directory
+
+pytestmark = pytest.mark.timeout(60)
+
+
+class Server:
+    """A supervisor running in a process of its own, and what it and its children print."""
+
+    def __init__(self, directory: Path, engine: str, worker: str, workers: int, grace: float, watchdog: float) -> None:
+        self.process = subprocess.Popen(
+            [
+                sys.executable,
+                "-m",
+                "tests.processes.fake_children",
+                engine,
+                worker,
+                str(workers),
+                str(grace),
+                str(watchdog),
+            ],
+            start_new_session=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            env=os.environ | {"TMPDIR": str(directory)},
+        )
+        assert self.process.stdout is not None
+        self.output: IO[str] = self.process.stdout
+        self.seen: list[str] = []
+
+    def read_until(self, *patterns: str) -> list[re.Match[str]]:
+        """Reads until every pattern was met once, each by a line of its own, in whatever order."""
+        found: list[re.Match[str] | None] = [None] * len(patterns)
+        while None in found:
+            line = self.output.readline()
+            assert line, f"ended without one of {patterns}:\n{''.join(self.seen)}"
+            self.seen.append(line)
+            matches = [None if old else re.search(pattern, line) for old, pattern in zip(found, patterns, strict=True)]
+            first = next((i for i, match in enumerate(matches) if match), None)
+            if first is not None:
+                found[first] = matches[first]
+        return [match for match in found if match]
+
+    def pids(self, workers: int = 1) -> list[int]:
+        """Of the engine and the workers, once all run and the server is announced."""
+        _, *running = self.read_until("announced", r"engine (\d+) runs", *[r"worker (\d+) runs"] * workers)
+        return [int(match[1]) for match in running]
+
+    def rest(self) -> str:
+        """What is printed until the last process that could print is gone."""
+        return self.output.read()
+
+    def signal(self, number: signal.Signals) -> None:
+        self.process.send_signal(number)
+
+
+class Start(Protocol):
+    """Starts a server; it is gone at the end of the test."""
+
+    def __call__(
+        self,
+        engine: str = "engine",
+        worker: str = "worker",
+        *,
+        workers: int = 1,
+        grace: float = 30.0,
+        watchdog: float = 60.0,
+    ) -> Server: ...
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Start]:
+    servers: list[Server] = []
+
+    def start(
+        engine: str = "engine",
+        worker: str = "worker",
+        *,
+        workers: int = 1,
+        grace: float = 30.0,
+        watchdog: float = 60.0,
+    ) -> Server:
+        servers.append(Server(tmp_path, engine, worker, workers, grace, watchdog))
+        return servers[-1]
+
+    yield start
+    for server in servers:
+        server.process.kill()
+        server.process.wait()
+        server.output.close()
+
+
+def test_announces_and_stops_workers_before_the_engine(start: Start) -> None:
+    server = start(workers=2)
+    server.pids(workers=2)
+    printed = "".join(server.seen)
+    assert re.search(r"serves tiny on http://127\.0\.0\.1:\d+\n", printed)
+    assert "float32 on cpu" in printed
+    assert "512 MiB" in printed
+    assert re.search(r"paged +131,072 tokens  default, block_size=16\n", printed)
+    assert re.search(r"short +99,000 tokens  sliding_window, window=256\n", printed)
+    assert '"prompt": "Once upon a time"' in printed
+
+    server.signal(signal.SIGTERM)
+    ends = [line for line in server.rest().splitlines() if line.endswith(" ends")]
+    assert ends == ["worker ends", "worker ends", "engine ends"]
+    assert server.process.wait() == 0
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_to_the_whole_group_is_an_orderly_stop(start: Start, number: signal.Signals) -> None:
+    """As a terminal sends them, and systemd."""
+    server = start()
+    server.pids()
+    os.killpg(server.process.pid, number)
+    rest = server.rest()
+    assert "Traceback" not in rest
+    assert [line for line in rest.splitlines() if line.endswith(" ends")] == ["worker ends", "engine ends"]
+    assert server.process.wait() == 0
+
+
+def test_starts_dead_children_again(start: Start) -> None:
+    server = start("engine_telling_its_socket")
+    engine, worker = server.pids()
+    os.kill(engine, signal.SIGKILL)
+    server.read_until(
+        "engine ended: killed by SIGKILL.* again in", "socket .* False", r"engine \d+ runs", "ready again"
+    )
+    os.kill(worker, STOP)  # ends in peace, but unasked
+    server.read_until("worker-0 ended: exit code 0; .* again in", r"worker \d+ runs")
+    server.signal(signal.SIGTERM)
+    assert "announced" not in server.rest()
+    assert server.process.wait() == 0
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only there limits of another process can be set")
+def test_a_child_that_the_system_refuses_to_start_is_tried_again(start: Start) -> None:
+    server = start()
+    engine, worker = server.pids()
+    supervisor = psutil.Process(server.process.pid)
+    allowed = supervisor.rlimit(psutil.RLIMIT_NOFILE)
+    supervisor.rlimit(psutil.RLIMIT_NOFILE, (supervisor.num_fds() - 4, allowed[1]))
+    os.kill(engine, signal.SIGKILL)
+    server.read_until("engine cannot be started again .*Too many open files.* tried again in")
+    os.kill(worker, signal.SIGKILL)
+    server.read_until("worker-0 cannot be started again .*Too many open files.* tried again in")
+    supervisor.rlimit(psutil.RLIMIT_NOFILE, allowed)
+    server.read_until(r"engine \d+ runs", r"worker \d+ runs", "ready again")
+    server.signal(signal.SIGTERM)
+    assert "Traceback" not in server.rest()
+    assert server.process.wait() == 0
+
+
+@pytest.mark.parametrize(
+    ("engine", "worker", "message", "status"),
+    [
+        ("engine_refusing", "worker", "cannot start: there is no model in tiny", 2),
+        ("engine_loading", "worker_refusing", "worker-0: there is no tokenizer in tiny", 2),
+        ("engine_crashing", "worker", "engine ended before the server was ready: exit code 3", 1),
+        ("engine_loading", "worker_crashing", "worker-0 ended before the server was ready: exit code 4", 1),
+    ],
+)
+def test_a_child_that_cannot_start_ends_the_program(
+    start: Start, engine: str, worker: str, message: str, status: int
+) -> None:
+    """Status 2 is for what the user must change."""
+    server = start(engine, worker)
+    rest = server.rest()
+    assert message in rest
+    assert "Traceback" not in rest
+    assert server.process.wait() == status
+
+
+def test_children_do_not_outlive_a_killed_supervisor(start: Start) -> None:
+    server = start(worker="worker_deaf")
+    server.pids()
+    server.signal(signal.SIGKILL)
+    assert "ends" not in server.rest()  # returns when no process holds the pipe: all are gone
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere nobody kills a stopped process when its parent dies")
+def test_stopped_children_do_not_outlive_a_killed_supervisor(start: Start) -> None:
+    server = start(workers=2)
+    for pid in server.pids(workers=2):
+        os.kill(pid, signal.SIGSTOP)
+    server.signal(signal.SIGKILL)
+    server.rest()  # returns when no process holds the pipe: all are gone
+
+
+def test_a_deaf_worker_is_killed_after_its_grace(start: Start) -> None:
+    server = start(worker="worker_deaf", grace=0.2)
+    server.pids()
+    server.signal(signal.SIGTERM)
+    rest = server.rest()
+    assert "worker-0 did not end" in rest
+    assert rest.rstrip().endswith("engine ends")
+    assert server.process.wait() == 0
+
+
+def test_a_second_ctrl_c_kills(start: Start) -> None:
+    server = start(worker="worker_deaf")
+    server.pids()
+    server.signal(signal.SIGINT)
+    server.read_until("stopping")
+    server.signal(signal.SIGINT)
+    assert "ends" not in server.rest()
+    assert server.process.wait() == 130
+
+
+def test_delay_doubles_to_its_limit_and_starts_over_after_health(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(child_process, "monotonic", lambda: 100.0)
+    child = Child("engine", lambda name: pytest.fail("not started here"), Timing())
+    child.watchdog = Watchdog(Heartbeat(multiprocessing.get_context("spawn")), 1.0)
+    assert [child.postpone() for _ in range(8)] == [0.5, 1, 2, 4, 8, 16, 30, 30]
+    assert child.due == 130
+    child.watchdog.lived = 61
+    assert child.postpone() == 0.5
+    child.watchdog = Watchdog(Heartbeat(multiprocessing.get_context("spawn")), 1.0)
+    assert child.postpone() == 1, "it has died again at once"
+
+
+def test_how_a_process_ended() -> None:
+    assert in_words(3) == "exit code 3"
+    assert in_words(-signal.SIGSEGV) == "killed by SIGSEGV"
+    assert "memory" in in_words(-signal.SIGKILL)
+    assert in_words(-200) == "killed by signal 200"
+
+
+# ---------------------------------------------------------------- children that give no sign of life
+def test_an_engine_that_hangs_is_killed_and_its_stack_told(start: Start) -> None:
+    server = start("engine_hanging", watchdog=3.0)
+    server.pids()
+    server.read_until("engine gave no sign of life for . s and is killed; its threads were here", "in hang_in_a_loop")
+    server.read_until(
+        "engine ended: killed, as it gave no sign of life; .* again in", r"engine \d+ runs", "ready again"
+    )
+    server.signal(signal.SIGTERM)
+    assert "no sign of life" not in server.rest(), "the next one, and the worker, are healthy"
+    assert server.process.wait() == 0
+
+
+def test_an_engine_that_hangs_is_killed_where_its_files_were_cleaned_up(start: Start, tmp_path: Path) -> None:
+    server = start("engine_hanging", watchdog=3.0)
+    server.pids()
+    (stacks,) = tmp_path.glob("kvmux-*/engine.stacks")
+    stacks.unlink()
+    server.read_until("engine gave no sign of life for . s and is killed; it did not write where", "ready again")
+
+
+@pytest.mark.parametrize(("which", "name"), [(0, "engine"), (1, "worker-0")])
+def test_a_child_that_is_stopped_is_killed_and_started_again(start: Start, which: int, name: str) -> None:
+    server = start(watchdog=3.0)
+    os.kill(server.pids()[which], signal.SIGSTOP)
+    server.read_until(f"{name} gave no sign of life for . s and is killed; it was stopped, by SIGSTOP")
+    server.read_until(rf"{name.removesuffix('-0')} \d+ runs")
+    server.signal(signal.SIGTERM)
+    assert "no sign of life" not in server.rest()
+    assert server.process.wait() == 0
+
+
+def test_a_worker_that_is_stopped_while_it_loads_is_killed(start: Start) -> None:
+    server = start(worker="worker_loading", watchdog=3.0)
+    _, worker = server.pids()
+    os.kill(worker, signal.SIGSTOP)
+    server.read_until("worker-0 gave no sign of life for . s and is killed; it was stopped, by SIGSTOP")
+    server.read_until(r"worker \d+ runs")
+
+
+def test_a_worker_that_loads_for_long_is_not_killed(start: Start) -> None:
+    """The engine that is stopped meanwhile shows that the watchdog's time has passed."""
+    server = start(worker="worker_loading", watchdog=3.0)
+    engine, _ = server.pids()
+    os.kill(engine, signal.SIGSTOP)
+    server.read_until("engine gave no sign of life")
+    server.signal(signal.SIGTERM)
+    server.rest()
+    assert "worker-0 gave" not in "".join(server.seen)
+
+
+def test_time_that_nobody_looked_at_is_not_held_against_a_child(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 100.0
+    monkeypatch.setattr(supervision, "monotonic", lambda: now)
+    heartbeat = Heartbeat(multiprocessing.get_context("spawn"))
+    watch = Watchdog(heartbeat, interval=1.0)
+    for _ in range(25):
+        now += 1
+        watch.look()
+    assert watch.silent == 25 - supervision.BOOT_SECONDS, "the process starts"
+    heartbeat.beat()
+    watch.look()
+    for _ in range(5):
+        now += 1
+        watch.look()
+    assert watch.silent == 5
+    now += 3600  # the machine slept
+    watch.look()
+    assert watch.silent == 7
+    heartbeat.beat()
+    watch.look()
+    assert (watch.silent, watch.lived) == (0, 7)
+
+
+def test_loading_is_no_part_of_a_childs_life(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 100.0
+    monkeypatch.setattr(supervision, "monotonic", lambda: now)
+    monkeypatch.setattr(supervision, "LOADING_PAUSE", 0.001)
+    heartbeat = Heartbeat(multiprocessing.get_context("spawn"))
+    watch = Watchdog(heartbeat, interval=1.0)
+    heartbeat.beat_while_loading()
+    for _ in range(50):
+        before = heartbeat.count
+        while heartbeat.count == before:
+            sleep(0.001)
+        now += 1
+        watch.look()
+        assert (watch.silent, watch.lived) == (0, 0), "it loads"
+    heartbeat.beat()
+    watch.look()
+    now += 1
+    heartbeat.beat()
+    watch.look()
+    assert (watch.silent, watch.lived) == (0, 1)
+    while any(thread.name == "heartbeat" for thread in threading.enumerate()):
+        sleep(0.001)
+
+
+def test_when_the_engine_is_expected(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 100.0
+    monkeypatch.setattr(supervision, "monotonic", lambda: now)
+    recovery = Recovery(multiprocessing.get_context("spawn"))
+    recovery.begin(now)
+    now += 8
+    recovery.look()
+    assert recovery.seconds() == 8, "the first start: as long again"
+    now += 2
+    recovery.end()
+    assert recovery.seconds() == 10, "what a start takes, while it serves"
+    recovery.begin(now + 4)  # it died, and is due in 4 s
+    assert recovery.seconds() == 14
+    now += 5
+    recovery.begin(now)
+    recovery.look()
+    assert recovery.seconds() == 10
+    now += 16
+    assert recovery.seconds() == 0
+    recovery.look()
+    assert recovery.seconds() == 16, "it is late"
+
+
+# ---------------------------------------------------------------- the directory of the socket
+def test_the_socket_lies_in_a_private_directory_with_a_short_name(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    long = tmp_path / ("x" * 100)
+    long.mkdir()
+    monkeypatch.setattr("tempfile.tempdir", str(long))
+    with runtime_directory("http://127.0.0.1:8000") as directory, socket.socket(socket.AF_UNIX) as unix:
+        assert os.stat(directory).st_mode & 0o077 == 0
+        path = os.path.join(directory, "engine.sock")
+        assert len(path) < 104
+        unix.bind(path)
+    assert not os.path.exists(directory)
+
+
+def test_the_directory_is_locked_against_those_who_clean_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """systemd-tmpfiles removes what is old in /tmp, but for directories that somebody has locked."""
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    with runtime_directory("http://127.0.0.1:8000") as directory:
+        descriptor = os.open(directory, os.O_RDONLY)
+        try:
+            with pytest.raises(BlockingIOError):
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        finally:
+            os.close(descriptor)
+
+
+def test_what_a_killed_supervisor_left_is_removed_by_the_next(start: Start, tmp_path: Path) -> None:
+    killed, other = start("engine_telling_its_socket"), start("engine_telling_its_socket")
+    folders = []
+    for server in (killed, other):
+        said, _ = server.read_until(r"socket (.*) False", "announced")
+        folders.append(Path(said[1]).parent)
+    foreign = tmp_path / "kvmux-somebodys"  # without a lock
+    foreign.mkdir()
+    (tmp_path / "kvmux-link").symlink_to(foreign)
+    killed.signal(signal.SIGKILL)
+    killed.rest()
+    assert [folder.exists() for folder in folders] == [True, True]
+    start().pids()
+    assert [folder.exists() for folder in folders] == [False, True], "the other one runs"
+    assert foreign.exists()
+    other.signal(signal.SIGTERM)
+    other.rest()
+    assert not folders[1].exists()
+
+
+def test_a_directory_is_nobodys_leftover_before_it_is_locked(tmp_path: Path) -> None:
+    """The lock's file has its name only while it is locked."""
+    made = tmp_path / "kvmux-just-made"
+    made.mkdir()
+    (made / "lock.new").touch()
+    remove_leftovers(tmp_path)
+    assert made.exists()
+    (made / "lock.new").rename(made / "lock")
+    remove_leftovers(tmp_path)
+    assert not made.exists()

@@ -1,0 +1,22 @@
+"""A model of a small shape, made as those of benchmarks are."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.tools.bench.small_shape import SMALL
+from tools.bench.table import models
+from tools.bench.table.models import made
+
+
+@pytest.fixture(scope="session")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Of models; the small one is in it."""
+    place = tmp_path_factory.mktemp("models")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(models, "LEARNT", 600)
+        patch.setattr(models, "BOOKS", 5)
+        made(SMALL, place, lambda _: None)
+    return place

@@ -1,0 +1,66 @@
+"""Models for measuring are of the shape they claim, are served, and are made once."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from tokenizers import Tokenizer
+
+from server.models.config import load_config
+from tests.engine.engine_driver import Driver
+from tests.tools.bench.small_shape import SMALL
+from tools.bench.table import models
+from tools.bench.table.models import LLAMA, QWEN, made
+
+
+@pytest.mark.parametrize("weights", ["bf16", "int8", "int4"])
+def test_bytes_of_a_step_are_the_least_that_the_engine_can_read(folder: Path, weights: str) -> None:
+    """Norms and biases are left out, and what packed matrices are padded with."""
+    driver = Driver(folder / SMALL.name, dtype="bfloat16", weights=weights)
+    small = SMALL.layers * (2 * SMALL.width + SMALL.width + 2 * SMALL.kv_heads * SMALL.head) + SMALL.width
+    more = driver.core.model.weight_bytes - SMALL.weight_bytes(weights) - 2 * small
+    padded = sum(2 * (-(-out // 64) * -(-width // 64) * 64**2 - out * width) for _, (out, width) in SMALL.matrices())
+    assert 0 <= more <= padded
+    assert driver.core.caches["contiguous"].bytes_for(1) == driver.engine.max_seq_len * SMALL.kv_bytes
+
+
+def test_it_answers_and_every_id_has_a_text(folder: Path) -> None:
+    driver = Driver(folder / SMALL.name)
+    heard = driver.submit("it", range(40), 5)
+    driver.run()
+    assert len(heard.tokens) == 5
+    tokenizer = Tokenizer.from_file(str(folder / SMALL.name / "tokenizer.json"))
+    assert tokenizer.get_vocab_size() == SMALL.vocab
+    assert all(tokenizer.decode([i], skip_special_tokens=False) for i in range(SMALL.vocab))
+    assert len(tokenizer.encode("def main(arguments: Sequence[str]) -> None:").ids) < 43, "nothing was learnt"
+
+
+def test_what_is_there_is_not_made_again(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(models, "learnt", None)
+    assert made(SMALL, folder, lambda _: None) == folder / SMALL.name
+
+
+def test_a_model_is_there_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail() -> Tokenizer:
+        raise OSError("no room")
+
+    monkeypatch.setattr(models, "learnt", fail)
+    with pytest.raises(OSError, match="no room"):
+        made(SMALL, tmp_path, lambda _: None)
+    assert not list(tmp_path.iterdir())
+
+
+def test_shapes_are_those_of_the_models_they_stand_for(folder: Path) -> None:
+    count = sum(out * width for _, (out, width) in QWEN.matrices())
+    assert count + 24 * (2 * 896 + 896 + 2 * 128) + 896 == 494_032_768  # as Qwen2.5-0.5B's card has it
+    assert 1.0e7 < sum(out * width for _, (out, width) in LLAMA.matrices()) < 1.01e7
+    config = load_config(folder / SMALL.name)
+    assert (config.num_layers, config.hidden_size, config.num_kv_heads) == (2, 128, 2)
+    assert config.qkv_bias
+    assert config.tie_embeddings
+
+
+def test_the_cache_folder_is_the_users(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert models.cache_folder().is_relative_to(tmp_path)

@@ -1,0 +1,264 @@
+"""Rows become the figures they are about, limits are plain arithmetic, and a disturbed run is repeated and marked."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from datetime import datetime
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from loadtest.bench.workloads import NAMED
+from tests.tools.bench.small_shape import SMALL
+from tools.bench import __main__ as command
+from tools.bench.table import runs
+from tools.bench.table.documents import GROWTH, PROFILES, TABLES, replaced
+from tools.bench.table.goals import LESS_IS_BETTER, ROWS, TRANSFORMERS, Row, by_transformers
+from tools.bench.table.limits import GIB, WORKS, Speeds, limit
+from tools.bench.table.models import QWEN
+from tools.bench.table.report import MARK, Report, as_json, as_text
+from tools.bench.table.runs import Effort, Measured, measured
+
+SPEEDS = Speeds(30e9, 3e12)
+KV = 1 << 29
+
+
+def result(strategy: str = "paged", phase: str | None = None, **figures: Any) -> dict[str, Any]:
+    """As `kvmux bench` writes it."""
+    told = {"requests": 4, "prompt_tokens": 8192, "tokens_per_second": 100.0}
+    times = {"itl_ms": {"mean": 40.0, "p50": 39.0}, "ttft_ms": {"p50": 800.0}}
+    return {"strategy": strategy, "phase": phase} | told | times | figures
+
+
+class Bench:
+    """Stands for servers, their load and their neighbours."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.results: dict[str, list[dict[str, Any]]] = {}
+        self.busy: list[float] = []  # of each run, the next first; then nobody is
+        self.started: list[Sequence[str]] = []
+        self.loads: list[str] = []
+        self.peak: int | None = GIB
+        monkeypatch.setattr(runs, "serving", self.serving)
+        monkeypatch.setattr(runs, "loaded", self.loaded)
+        monkeypatch.setattr(runs, "peer", self.peer)
+        monkeypatch.setattr(runs, "speeds_now", lambda row: SPEEDS)
+        monkeypatch.setattr(runs, "made", lambda shape, folder, tell: folder / shape.name)
+        monkeypatch.setattr(runs, "Neighbours", lambda: SimpleNamespace(share=self.share))
+
+    @contextmanager
+    def serving(self, flags: Sequence[str]) -> Iterator[Any]:
+        self.started.append(flags)
+        yield SimpleNamespace(url="", ready_seconds=2.5, cpu_seconds=lambda: 0.0, peak_bytes=lambda: self.peak)
+
+    def loaded(self, url: str, flags: Sequence[str]) -> list[dict[str, Any]]:
+        self.loads.append(flags[1])
+        return self.results.get(flags[1], [result()])
+
+    def peer(self, model: Path, workload: str, rounds: int) -> list[dict[str, Any]]:
+        self.loads.append(f"{TRANSFORMERS} {workload}")
+        return [result(TRANSFORMERS, itl_ms={"mean": 80.0}, ttft_ms={"p50": 1600.0})]
+
+    def share(self, own: float = 0.0) -> float:
+        return self.busy.pop(0) if self.busy else 0.0
+
+
+@pytest.fixture
+def bench(monkeypatch: pytest.MonkeyPatch) -> Bench:
+    return Bench(monkeypatch)
+
+
+def values(rows: Sequence[Row], attempts: int = 1) -> dict[str, Measured]:
+    return {each.row.what: each for each in measured(rows, Effort(1, attempts, Path("models")), lambda _: None)}
+
+
+def row(measure: Any, **more: Any) -> Row:
+    return Row(**{"what": measure, "shape": QWEN, "group": "decode", "measure": measure, **more})
+
+
+def test_figures_are_those_of_the_load(bench: Bench) -> None:
+    bench.results["b"] = [result(itl_ms={"mean": 50.0})]
+    bench.results["d"] = [result(phase="cold", ttft_ms={"p50": 900.0}), result(phase="warm", ttft_ms={"p50": 90.0})]
+    rows = [
+        row("decode"),
+        row("slowdown", workload="b"),
+        row("prefill", workload="b"),
+        row("output"),
+        row("ready"),
+        row("peak"),
+        *(row("ttft", what=phase, workload="d", phase=phase) for phase in ("cold", "warm")),
+    ]
+    found = {name: each.value for name, each in values(rows).items()}
+    assert found == {
+        "decode": 25.0,
+        "slowdown": 0.8,
+        "prefill": 2048 / 0.8,
+        "output": 100.0,
+        "ready": 2.5,
+        "peak": 1.0,
+        "cold": 900.0,
+        "warm": 90.0,
+    }
+    assert len(bench.started) == 1
+    assert sorted(bench.loads) == ["a", "b", "d"], "each workload once"
+
+
+def test_what_mixing_costs(bench: Bench) -> None:
+    alone = [result(name, tokens_per_second=speed) for name, speed in (("paged", 90.0), ("contiguous", 110.0))]
+    bench.results["c8"] = [*alone, result("mixed", tokens_per_second=95.0)]
+    found = values([row("mixing", group="strategies", workload="c8", strategy="mixed", goal=0.9)])["mixing"]
+    assert found.value == pytest.approx(0.95)
+    assert found.met
+
+
+def test_each_format_of_weights_has_a_server(bench: Bench) -> None:
+    values([row("decode", what=weights, weights=weights) for weights in ("auto", "int4", "int8", "auto")])
+    assert [flags[3] for flags in bench.started] == ["auto", "int4", "int8"]
+
+
+def test_transformers_has_its_turn_after_the_server_of_the_model(bench: Bench) -> None:
+    theirs = [each for each in ROWS if each.group == "transformers"]
+    found = values([*theirs, row("decode"), row("decode", what="int8", weights="int8")])
+    assert {name: each.value for name, each in found.items() if TRANSFORMERS in name} == {
+        "1 stream, bfloat16, transformers (in process)": 12.5,
+        "first token after 128, transformers (in process)": 1600.0,
+        "prefill of 2,048, transformers (in process)": 2048 / 1.6,
+        "1 stream, transformers (in process)": 12.5,
+    }
+    small, large = [f"{TRANSFORMERS} a"], ["a", f"{TRANSFORMERS} a", f"{TRANSFORMERS} b", "a"]
+    assert bench.loads == small + large
+    assert len(bench.started) == 2, "a row of transformers needs no server"
+    limits = {each.limit for name, each in found.items() if name.startswith(("decode", "1 stream, bfloat16"))}
+    assert len(limits) == 1, "the machine allows both the same"
+
+
+def test_a_disturbed_run_is_repeated_and_the_best_is_taken(bench: Bench) -> None:
+    bench.busy = [0.0, 0.5, 0.3, 0.4]  # the start, then three attempts
+    found = values([row("decode")], attempts=3)["decode"]
+    assert found.busy == 0.3
+    assert len(bench.loads) == 3
+    bench.busy = [0.0, 0.5, 0.01, 0.0]
+    assert values([row("decode")], attempts=3)["decode"].busy == 0.01
+    assert len(bench.loads) == 3 + 2
+
+
+def test_a_system_that_does_not_tell_has_no_row(bench: Bench) -> None:
+    bench.peak = None
+    assert values([row("peak"), row("decode")]).keys() == {"decode"}
+
+
+# -------------------------------------------------------------------- limits, goals
+def test_limits_are_arithmetic() -> None:
+    weights, kv = 987_922_432, 12_288
+    assert limit(row("decode"), SPEEDS, KV) == pytest.approx(30e9 / (weights + 192 * kv))
+    assert limit(row("output", workload="c8"), SPEEDS, KV) == pytest.approx(8 * 30e9 / (weights + 8 * 320 * kv))
+    products = 2 * (987_922_432 // 2 - 151_936 * 896)
+    assert limit(row("prefill", workload="b"), SPEEDS, KV) == pytest.approx(3e12 / products)
+    assert limit(row("ttft"), SPEEDS, KV) == pytest.approx(1e3 * weights / 30e9), "few tokens still read all weights"
+    assert limit(row("slowdown", workload="b"), SPEEDS, KV) == pytest.approx(
+        (weights + 192 * kv) / (weights + 2080 * kv)
+    )
+    assert limit(row("peak"), SPEEDS, KV) == pytest.approx(weights / GIB + 0.5)
+    assert limit(row("ttft", workload="d", phase="cold"), SPEEDS, KV) is None
+
+
+def test_workloads_are_those_of_the_load_test() -> None:
+    for name, work in WORKS.items():
+        named = NAMED[name]
+        assert (work.streams, work.prompt, work.answer) == (named.arrivals.at_once, named.own, named.answer)
+
+
+def test_every_row_can_be_measured() -> None:
+    assert len({(each.shape.name, each.what) for each in ROWS}) == len(ROWS)
+    for each in ROWS:
+        named = NAMED[each.workload]
+        assert named.own + named.shared + named.answer <= runs.LONGEST
+        assert (each.phase or "") in named.phases
+        better = sorted(each.peers.values(), reverse=each.measure not in LESS_IS_BETTER)
+        assert list(each.peers.values()) == better or each.measure == "ready", "the best peer stands first"
+
+
+@pytest.mark.parametrize(("measure", "value", "met"), [("decode", 5, True), ("decode", 4, False), ("ttft", 4, True)])
+def test_goals(measure: str, value: float, met: bool) -> None:
+    assert row(measure, goal=5).met(value) is met
+    assert row(measure).met(value) is None
+
+
+# -------------------------------------------------------------------- telling it
+def report(*found: Measured) -> Report:
+    return Report(datetime(2026, 1, 2).astimezone(), found)
+
+
+def test_a_table_says_what_was_met_and_what_was_disturbed() -> None:
+    slow = Measured(row("decode", what="slow", goal=27, peers={"x": 30, "y": 20}), 15.0, 30.0, 0.2)
+    quick = Measured(row("ttft", what="quick", goal=80), 40.0, 30.0, 0.0)
+    text = as_text(report(slow, quick))
+    assert f"| slow, tokens/s | 15.0{MARK} | 27.0 | no | x 30.0 | y 20.0 | 30.0 | 50% |" in text
+    assert "| quick, ms | 40.0 | 80.0 | yes | - | - | 30.0 | 75% |" in text
+    assert "used up to 20% of the machine" in text
+    assert "disturbed" not in as_text(report(quick))
+    told = json.loads(json.dumps(as_json(report(slow))))["rows"][0]
+    assert told["model"] == QWEN.name
+    assert (told["value"], told["met"], told["of_the_limit"], told["used_by_others"]) == (15.0, False, 0.5, 0.2)
+
+
+def test_a_document_gets_what_was_printed() -> None:
+    document = f"before\n<!-- printed by {TABLES} -->\nold\n<!-- end of {TABLES} -->\nafter\n"
+    new = replaced(document, TABLES, r"a \1 table")
+    assert new == document.replace("old", r"a \1 table")
+    assert replaced(new, TABLES, "old") == document
+    with pytest.raises(ValueError, match="has no place"):
+        replaced("nothing", TABLES, "x")
+
+
+@pytest.mark.parametrize(
+    ("name", "mark"),
+    [("benchmarks", TABLES), ("performance", GROWTH), *(("performance", p) for p in PROFILES.values())],
+)
+def test_committed_documents_have_their_places(name: str, mark: str) -> None:
+    document = (Path(__file__).parents[4] / "docs" / f"{name}.md").read_text()
+    assert "here it is" in replaced(document, mark, "here it is")
+
+
+# -------------------------------------------------------------------- the command
+@pytest.mark.alone
+def test_a_real_server_is_measured(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = [row("decode"), row("ready"), row("peak"), by_transformers("decode", SMALL, "decode")]
+    rows = [replace(each, shape=SMALL) for each in rows]
+    monkeypatch.setattr(command, "ROWS", rows)
+    monkeypatch.setattr(command, "SHAPES", {SMALL.name: SMALL})
+    monkeypatch.setattr(runs, "LONGEST", 256)
+    file, document = tmp_path / "it.json", tmp_path / "benchmarks.md"
+    document.write_text(f"<!-- printed by {TABLES} -->\n<!-- end of {TABLES} -->")
+    renewed: list[Path] = []
+    monkeypatch.setattr(command, "renewed", lambda docs, models, tell: renewed.append(docs))
+    options = ["--rounds", "1", "--attempts", "1", "--models", str(folder), "--model", SMALL.name]
+    assert command.main([*options, "--json", str(file), "--docs", str(tmp_path)]) == 0
+    assert renewed == [tmp_path]
+    told: list[Mapping[str, Any]] = json.loads(file.read_text())["rows"]
+    found = {each["what"]: each for each in told}
+    assert found["decode"]["value"] > 0 < found["decode"]["limit"]
+    assert found["ready"]["value"] > 0.1
+    assert 0.05 < found["peak"]["value"] < 20
+    theirs = found["decode, transformers (in process)"]
+    assert theirs["value"] > 0 < theirs["limit"]
+    assert capsys.readouterr().out.strip() in document.read_text()
+
+
+def test_bad_arguments_are_told(capsys: pytest.CaptureFixture[str]) -> None:
+    for arguments in (
+        ["--rows", "nothing"],
+        ["--rounds", "0"],
+        ["--rows", "start", "--model", "llama-10m"],
+        ["--rows", "start", "--docs", "."],
+    ):
+        with pytest.raises(SystemExit, match="2"):
+            command.main(arguments)
+        assert "make bench: error" in capsys.readouterr().err

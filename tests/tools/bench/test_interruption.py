@@ -1,0 +1,56 @@
+"""Stopping `make bench` leaves neither server nor client behind."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+from contextlib import suppress
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.end_to_end.server_process import PATIENCE, eventually
+from tests.tools.bench.small_shape import SMALL
+from tools.bench.__main__ import INTERRUPTED
+from tools.bench.table import models
+from tools.bench.table.models import LLAMA, made
+
+
+@pytest.fixture
+def models_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Of a model that is small, under the name of one that `make bench` knows."""
+    monkeypatch.setattr(models, "LEARNT", 600)
+    monkeypatch.setattr(models, "BOOKS", 5)
+    made(replace(SMALL, name=LLAMA.name, positions=LLAMA.positions), tmp_path, lambda _: None)
+    return tmp_path
+
+
+def runs(process: psutil.Process, command: str) -> bool:
+    try:
+        return f"-m server {command}" in " ".join(process.cmdline())
+    except psutil.Error:  # it has ended meanwhile
+        return False
+
+
+@pytest.mark.alone
+@pytest.mark.parametrize(("signum", "running"), [(signal.SIGTERM, "bench"), (signal.SIGINT, "serve")])
+def test_a_signal_ends_all_that_was_started(models_folder: Path, signum: signal.Signals, running: str) -> None:
+    """While a client loads the server, and while the server starts."""
+    command = [sys.executable, "-m", "tools.bench", "--rows", "decode", "--model", LLAMA.name]
+    with subprocess.Popen([*command, "--models", str(models_folder)], stderr=subprocess.DEVNULL) as bench:
+        family = []
+        try:
+            children = partial(psutil.Process(bench.pid).children, recursive=True)
+            eventually(lambda: any(runs(child, running) for child in children()))
+            family = children()
+            bench.send_signal(signum)
+            assert bench.wait(PATIENCE) == INTERRUPTED
+            assert not psutil.wait_procs(family, timeout=PATIENCE)[1]
+        finally:
+            for process in (*family, bench):
+                with suppress(psutil.Error):
+                    process.kill()
