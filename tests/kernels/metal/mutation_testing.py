@@ -30,6 +30,7 @@ from kernels.selfcheck.check import error_of
 from kernels.selfcheck.op_db import OPS
 from kernels.selfcheck.op_info import Samples
 from kernels.types import LayerSpec
+from tests.kernels.metal.source_pattern import change_once
 
 CPU = torch.device("cpu")
 
@@ -45,22 +46,17 @@ class Kind(StrEnum):
 
 
 class Mutant(NamedTuple):
-    """`text` of the assembled source becomes `by`, in one place."""
+    """One change to the assembled source of a kernel's file."""
 
     kernel: str
     kind: Kind
     words: str
-    text: str
-    by: str
-    nth: int = 0  # of several places, counted from 1; 0: there is but one
+    within: str  # functions and structs
+    change: str  # as source_pattern reads it
     dtype: torch.dtype = torch.float32  # in which it shows
 
-    def applied(self, whole: str) -> str:
-        parts = whole.split(self.text)
-        places = len(parts) - 1
-        assert self.nth <= places if self.nth else places == 1, f"{self}: its text is there {places} times"
-        at = self.nth or 1
-        return self.by.join(self.text.join(some) for some in (parts[:at], parts[at:]))
+    def applied(self, text: str) -> str:
+        return change_once(text, self.within, self.change)
 
 
 # Kernels, the file of each and the operations that launch it.

@@ -9,9 +9,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from kernels.metal.emulator.tokens import Source, Token
 from kernels.metal.source import FOLDER, source
 from tests.kernels.metal.mutants import MUTANTS, SURVIVES, markdown
 from tests.kernels.metal.mutation_testing import KERNELS, Kind, caught, try_mutant, workers
+from tests.kernels.metal.source_pattern import change_once
 
 DOC = Path(__file__).parents[3] / "docs" / "metal.md"
 
@@ -27,8 +29,44 @@ QUICK = {
 }
 
 
+# Words of the language that look like a variable's name.
+METAL = set(
+    re.findall(
+        r"\w+",
+        """
+        bool char const constant constexpr continue device else false float half if inline int int2 kernel long metal
+        mem_flags namespace return size_t static struct template thread threadgroup true typedef typename
+        uint uint2 uint3 uint4 using void
+        """,
+    )
+)
+
+
 def unchanged(text: str) -> str:
     return text
+
+
+def renamed(text: str) -> str:
+    """Return the source with another name for every variable and every field."""
+    tokens = [Token("", 0, 0), Token("", 0, 0), *Source(text).tokens, Token("", len(text), len(text))]
+    words = [
+        (before, token, after)
+        for earlier, before, token, after in zip(tokens, tokens[1:], tokens[2:], tokens[3:], strict=False)
+        if token.text[:1].islower()
+        and after.text not in ("(", "::")
+        and before.text != "::"
+        and not earlier.text == before.text == "["  # an attribute
+        and not (before.text == "." and token.text in "xyzw")
+    ]
+    variables = {token.text for _, token, after in words if after.text != "<"} - METAL
+    for _, token, _ in reversed(words):
+        if token.text in variables:
+            text = f"{text[: token.start]}other_{text[token.start :]}"
+    return text
+
+
+def code(text: str) -> list[str]:
+    return [token.text for token in Source(text).tokens]
 
 
 def test_every_kernel_has_mutants_that_change_it() -> None:
@@ -39,6 +77,38 @@ def test_every_kernel_has_mutants_that_change_it() -> None:
         text = texts[KERNELS[mutant.kernel][0]]
         assert mutant.applied(text) != text, mutant
     assert len({mutant[:3] for mutant in MUTANTS}) == len(MUTANTS), "two mutants have the same name"
+
+
+def test_mutants_do_not_depend_on_the_names_of_variables() -> None:
+    texts = {file: source(file, {}) for file, *_ in KERNELS.values()}
+    for mutant in MUTANTS:
+        text = texts[KERNELS[mutant.kernel][0]]
+        assert code(mutant.applied(renamed(text))) == code(renamed(mutant.applied(text))), mutant
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_a_kernel_with_other_names_is_still_right(kernel: str) -> None:
+    assert renamed(source(KERNELS[kernel][0], {})) != source(KERNELS[kernel][0], {})
+    assert caught(kernel, torch.float32, renamed) is None
+
+
+@pytest.mark.parametrize(
+    ("change", "result"),
+    [
+        ("$a «+→-» $b", "float f(float x, float y) { return x  -  y; }"),
+        ("float $b) ... «$a→$b» +", "float f(float x, float y) { return y + y; }"),
+        ("return «→2 * »$a", "float f(float x, float y) { return 2 * x + y; }"),
+    ],
+)
+def test_a_change_is_made_where_its_pattern_matches(change: str, result: str) -> None:
+    text = "float f(float x, float y) { return x /* and */ + y; }"
+    assert code(change_once(text, "f", change)) == code(result)
+
+
+@pytest.mark.parametrize("change", ["«$a→1» + $a", "float «$a→b»", "«z→1»"])
+def test_a_change_without_a_single_place_is_refused(change: str) -> None:
+    with pytest.raises(AssertionError, match="places for the change"):
+        change_once("float f(float x, float y) { return x + y; }", "f", change)
 
 
 def test_a_mutant_of_each_kind_is_caught_by_what_should_catch_it() -> None:
