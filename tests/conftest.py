@@ -13,7 +13,7 @@ import pytest
 os.environ["OMP_WAIT_POLICY"] = "passive"  # before torch: threads that wait by spinning stand still on a busy machine
 import torch
 
-from tests.fuzzing.seeds import Drawing, add_options
+from tests.fuzzing.seeds import SeedPlugin, add_options
 
 # Folders and files of tests that watch processes, or the clock.
 ALONE = (
@@ -47,7 +47,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    config.pluginmanager.register(Drawing(config))
+    config.pluginmanager.register(SeedPlugin(config))
 
 
 @pytest.hookimpl(tryfirst=True)  # before `-m` selects

@@ -22,7 +22,7 @@ from server.engine.ipc.client import EngineClient
 from server.text.chat import ChatTemplate
 from server.text.tokenizer import Tokenizer, TokenizerBase
 from tests.api.fake_engine import FakeEngine, says
-from tests.api.payloads import Words
+from tests.api.payloads import Encode
 from tests.text.tiny_tokenizers import byte_level
 
 ADMIN_TOKEN = "open-sesame"
@@ -93,8 +93,8 @@ def running_engine(api: Api) -> Iterator[FakeEngine]:
 
 
 @pytest.fixture
-def engine(running_engine: FakeEngine, words: Words) -> FakeEngine:
-    running_engine.begin_again(says(words("hello world")))
+def engine(running_engine: FakeEngine, encode: Encode) -> FakeEngine:
+    running_engine.begin_again(says(encode("hello world")))
     return running_engine
 
 
@@ -105,7 +105,7 @@ def socket_path() -> Iterator[Path]:
 
 
 @pytest.fixture(scope="session")
-def words() -> Words:
+def encode() -> Encode:
     backend = byte_level()
     return lambda text: list(backend.encode(text, add_special_tokens=False).ids)
 

@@ -1,4 +1,4 @@
-"""What the tests ask for, and how they read what comes back."""
+"""A request that is valid, and readers of responses: chunks of a stream, error objects."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from typing import Any
 
 import httpx
 
-Words = Callable[[str], list[int]]  # token ids of a text, without special tokens
+Encode = Callable[[str], list[int]]  # token ids of a text, without special tokens
 
-GOOD: dict[str, Any] = {"model": "tiny", "prompt": "x"}
+VALID_REQUEST: dict[str, Any] = {"model": "tiny", "prompt": "x"}
 
 
-def chunks(response: httpx.Response) -> list[dict[str, Any]]:
-    """The chunks of a finished stream."""
+def chunks_of(response: httpx.Response) -> list[dict[str, Any]]:
+    """Return the chunks of a finished stream."""
     assert response.headers["content-type"] == "text/event-stream; charset=utf-8"
     *events, done, empty = response.text.split("\n\n")
     assert (done, empty) == ("data: [DONE]", "")
@@ -22,7 +22,7 @@ def chunks(response: httpx.Response) -> list[dict[str, Any]]:
 
 
 def error_of(response: httpx.Response, *, heard: bool = True) -> dict[str, Any]:
-    """OpenAI's error object. A request that the application never heard of has no id."""
+    """Return OpenAI's error object. `heard`: the application saw the request, so that the response has an id."""
     assert response.headers["content-type"] == "application/json"
     assert not heard or response.headers["x-request-id"]
     body = response.json()

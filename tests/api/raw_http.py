@@ -1,4 +1,4 @@
-"""Requests byte by byte, over sockets of one's own: what no well-behaved client sends."""
+"""HTTP requests as bytes over plain sockets: what no well-behaved client sends."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ PATIENCE = 20.0  # seconds
 
 
 def connect(url: str, *pieces: bytes) -> socket.socket:
-    """A connection on which these were sent, as far as the server took them."""
+    """Open a connection and send these bytes, as far as the server takes them."""
     address = httpx.URL(url)
     connection = socket.create_connection((address.host, address.port), timeout=PATIENCE)
     with contextlib.suppress(ConnectionError):  # it has answered, and listens no more
@@ -20,13 +20,13 @@ def connect(url: str, *pieces: bytes) -> socket.socket:
     return connection
 
 
-def answer_to(url: str, *pieces: bytes) -> httpx.Response:
+def send_raw(url: str, *pieces: bytes) -> httpx.Response:
     with connect(url, *pieces) as connection:
-        return read(connection)
+        return read_response(connection)
 
 
-def read(connection: socket.socket) -> httpx.Response:
-    """The next answer, which has a content-length. Raises EOFError if the connection ends instead."""
+def read_response(connection: socket.socket) -> httpx.Response:
+    """Return the next response, which has a content-length. Raises EOFError if the connection ends instead."""
     with connection.makefile("rb") as stream:
         if not (status := stream.readline()):
             raise EOFError
@@ -37,13 +37,13 @@ def read(connection: socket.socket) -> httpx.Response:
         )
 
 
-def post(body: bytes, *headers: str, length: object = None) -> bytes:
-    """A request for a completion."""
+def raw_post(body: bytes, *headers: str, length: object = None) -> bytes:
+    """Return the bytes of a request for a completion. `length` False: without Content-Length."""
     lines = ["POST /v1/completions HTTP/1.1", "Host: x", "Content-Type: application/json", *headers]
     if length is not False:
         lines.append(f"Content-Length: {len(body) if length is None else length}")
     return "\r\n".join(lines).encode() + b"\r\n\r\n" + body
 
 
-def get(path: str, *headers: str) -> bytes:
+def raw_get(path: str, *headers: str) -> bytes:
     return "\r\n".join([f"GET {path} HTTP/1.1", "Host: x", *headers]).encode() + b"\r\n\r\n"

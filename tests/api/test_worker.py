@@ -24,7 +24,7 @@ from server.api.worker import serve_worker
 from server.engine.ipc.messages import Cancel, Submit, Tokens
 from server.processes.child_process import end
 from tests.api.fake_engine import FakeEngine, Script, says
-from tests.api.payloads import GOOD, Words, chunks
+from tests.api.payloads import VALID_REQUEST, Encode, chunks_of
 from tests.text.tiny_tokenizers import byte_level
 
 
@@ -88,35 +88,39 @@ def worker(tmp_path: Path, socket_path: Path, script: Script, **settings: float)
             process.kill()
 
 
-def test_it_lets_running_requests_end(tmp_path: Path, socket_path: Path, words: Words) -> None:
+def test_it_lets_running_requests_end(tmp_path: Path, socket_path: Path, encode: Encode) -> None:
     with (
-        worker(tmp_path, socket_path, says(words("hello"), None)) as running,
-        httpx.stream("POST", f"{running.url}/v1/completions", json=GOOD | {"stream": True}, timeout=20) as response,
+        worker(tmp_path, socket_path, says(encode("hello"), None)) as running,
+        httpx.stream(
+            "POST", f"{running.url}/v1/completions", json=VALID_REQUEST | {"stream": True}, timeout=20
+        ) as response,
     ):
         lines = response.iter_lines()
         assert next(lines).startswith("data: {")
         running.terminate()
         (submit,) = running.engine.all(Submit)
-        running.engine.send(Tokens(submit.request_id, words(" world"), "length"))
+        running.engine.send(Tokens(submit.request_id, encode(" world"), "length"))
         *_, last, _, done, _ = lines
         assert json.loads(last.removeprefix("data: "))["choices"][0]["finish_reason"] == "length"
         assert done == "data: [DONE]"
 
 
-def test_what_does_not_end_in_time_is_told(tmp_path: Path, socket_path: Path, words: Words) -> None:
+def test_what_does_not_end_in_time_is_told(tmp_path: Path, socket_path: Path, encode: Encode) -> None:
     """Everything that the engine sent until then arrives, and then the reason."""
     with (
-        worker(tmp_path, socket_path, says(words("hello"), None), drain_seconds=3) as running,
+        worker(tmp_path, socket_path, says(encode("hello"), None), drain_seconds=3) as running,
         ThreadPoolExecutor() as pool,
-        httpx.stream("POST", f"{running.url}/v1/completions", json=GOOD | {"stream": True}, timeout=20) as stream,
+        httpx.stream(
+            "POST", f"{running.url}/v1/completions", json=VALID_REQUEST | {"stream": True}, timeout=20
+        ) as stream,
     ):
-        plain = pool.submit(httpx.post, f"{running.url}/v1/completions", json=GOOD, timeout=20)
+        plain = pool.submit(httpx.post, f"{running.url}/v1/completions", json=VALID_REQUEST, timeout=20)
         submits = running.engine.wait_for(Submit, 2)
         running.terminate()
         for submit in submits:
-            running.engine.send(Tokens(submit.request_id, words(" world"), None))
+            running.engine.send(Tokens(submit.request_id, encode(" world"), None))
         stream.read()
-        *told, error = chunks(stream)
+        *told, error = chunks_of(stream)
         assert "".join(chunk["choices"][0]["text"] for chunk in told) == "hello world"
         refused = plain.result()
         assert refused.status_code == 503

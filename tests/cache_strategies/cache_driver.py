@@ -1,4 +1,4 @@
-"""A cache of one tiny layer whose keys tell which token was entered where, and the steps of an engine in one call."""
+"""Drive a cache of one tiny layer: the keys hold token and position, and one call makes the steps of an engine."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ LAYER = LayerSpec(1, 1, 4, 4)
 BLOCK = 4  # tokens of a block, unless a test says otherwise
 
 
-def cache_of(kind: str, *, pages: int = 200, seats: int = 8, max_seq_len: int = 64, **options: int | bool) -> KVCache:
-    """An instance called "it", alone in its arena; whatever was never written is NaN."""
+def make_cache(kind: str, *, pages: int = 200, seats: int = 8, max_seq_len: int = 64, **options: int | bool) -> KVCache:
+    """Return an instance called "it", alone in its arena; memory that was never written is NaN."""
     instances = registry.declared({"it": StrategySettings(kind=kind, **options)})
     geometry = Geometry([LAYER], torch.float32, seats, max_seq_len, 64)
     arena = Arena(pages, registry.page_bytes(instances, geometry))
@@ -30,22 +30,22 @@ def cache_of(kind: str, *, pages: int = 200, seats: int = 8, max_seq_len: int = 
     return registry.build(instances, geometry, arena, ReferenceOps())["it"]
 
 
-def paged(*, pages: int = 200, seats: int = 8, block_size: int = BLOCK, **options: bool) -> PagedCache:
-    """A paged instance; one page is one block."""
-    cache = cache_of("paged", pages=pages, seats=seats, block_size=block_size, **options)
+def make_paged(*, pages: int = 200, seats: int = 8, block_size: int = BLOCK, **options: bool) -> PagedCache:
+    """Return a paged instance; one page is one block."""
+    cache = make_cache("paged", pages=pages, seats=seats, block_size=block_size, **options)
     assert isinstance(cache, PagedCache)
     return cache
 
 
-def opened(cache: KVCache, tokens: Sequence[int], *, salt: str = "", max_cached: int | None = None) -> PagedSeat:
-    """A seat that there is room for."""
+def open_seat(cache: KVCache, tokens: Sequence[int], *, salt: str = "", max_cached: int | None = None) -> PagedSeat:
+    """Open a seat; there must be room for it."""
     seat = cache.open(tokens, salt=salt, max_cached=max_cached)
     assert seat is not None, "no room"
     return seat  # type: ignore[return-value]
 
 
 def enter(cache: KVCache, *rows: tuple[Seat, Sequence[int]]) -> None:
-    """One step in which these tokens enter."""
+    """Run one step that appends these tokens to the seats."""
     cache.poll()
     for seat, tokens in rows:
         assert cache.grow(seat, len(tokens)), "no room"
@@ -53,7 +53,7 @@ def enter(cache: KVCache, *rows: tuple[Seat, Sequence[int]]) -> None:
 
 
 def write(cache: KVCache, *rows: tuple[Seat, Sequence[int]], commit: bool = True) -> None:
-    """The device's part of a step."""
+    """Plan, write keys and values and, unless told otherwise, commit: a step without growing the seats."""
     rows = tuple(sorted(rows, key=lambda row: len(row[1]) > 1))
     plan = cache.plan([Row(seat, len(tokens)) for seat, tokens in rows])
     k = torch.cat([_entry(seat.length, tokens) for seat, tokens in rows])
@@ -63,22 +63,22 @@ def write(cache: KVCache, *rows: tuple[Seat, Sequence[int]], commit: bool = True
 
 
 def _entry(start: int, tokens: Sequence[int]) -> Tensor:
-    """K [n, 1, 4] of tokens: the id, the position, nothing."""
+    """Return keys [n, 1, 4] of tokens: the id, the position, zeros."""
     k = torch.zeros(len(tokens), 1, 4)
     k[:, 0, 0] = torch.tensor(tokens)
     k[:, 0, 1] = torch.arange(start, start + len(tokens))
     return k
 
 
-def read(cache: KVCache, tokens: Sequence[int], *, salt: str = "", max_cached: int | None = None) -> PagedSeat:
-    """A seat for a prompt, all of which is entered in one step."""
-    seat = opened(cache, tokens, salt=salt, max_cached=max_cached)
+def read_prompt(cache: KVCache, tokens: Sequence[int], *, salt: str = "", max_cached: int | None = None) -> PagedSeat:
+    """Open a seat for a prompt and prefill it in one step."""
+    seat = open_seat(cache, tokens, salt=salt, max_cached=max_cached)
     enter(cache, (seat, tokens[seat.length :]))
     return seat
 
 
-def stored(cache: KVCache, seat: Seat) -> list[int]:
-    """The tokens whose keys and values memory holds for a seat that forgets nothing."""
+def stored_tokens(cache: KVCache, seat: Seat) -> list[int]:
+    """Return the tokens whose keys and values the memory of a seat holds; the strategy must keep all of them."""
     assert isinstance(cache, BlockTableCache)
     assert isinstance(seat, TableSeat)
     size, tokens = cache.store.block_size, []
@@ -91,8 +91,8 @@ def stored(cache: KVCache, seat: Seat) -> list[int]:
     return tokens
 
 
-def empty(cache: KVCache) -> None:
-    """Nothing has leaked: without seats and idle blocks the arena is free."""
+def assert_nothing_leaked(cache: KVCache) -> None:
+    """Assert that the arena is free once idle blocks are reclaimed, when no seat is open."""
     cache.check_integrity()
     arena = cache.setup.arena
     cache.reclaim(arena.pages)

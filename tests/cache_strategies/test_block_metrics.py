@@ -9,7 +9,7 @@ import pytest
 from cache_strategies import registry
 from cache_strategies.base import BlockEvents, Blocks, CacheSetup
 from cache_strategies.paged.block_metrics import LATEST, BlockMetrics
-from tests.cache_strategies.cache_driver import BLOCK, cache_of, enter, opened, paged, read
+from tests.cache_strategies.cache_driver import BLOCK, enter, make_cache, make_paged, open_seat, read_prompt
 from tests.cache_strategies.test_eviction import Clock
 
 TEXT = list(range(10, 20))  # two blocks of 4, and two tokens
@@ -25,15 +25,15 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 
 
 def test_ages_of_paged_blocks(clock: Clock) -> None:
-    cache = paged(pages=3)
+    cache = make_paged(pages=3)
     clock.now = 1.0
-    first = opened(cache, TEXT)  # its two full blocks get their names
+    first = open_seat(cache, TEXT)  # its two full blocks get their names
     enter(cache, (first, TEXT))
     clock.now = 4.0
     cache.close(first)
     assert cache.happened() is None, "a block without a name leaves nothing to tell"
     clock.now = 6.0
-    second = read(cache, TEXT)
+    second = read_prompt(cache, TEXT)
     assert cache.happened() == (
         0,
         (),
@@ -46,7 +46,7 @@ def test_ages_of_paged_blocks(clock: Clock) -> None:
     clock.now = 7.0
     cache.close(second)
     clock.now = 10.0
-    read(cache, OTHER)  # takes all the memory there is
+    read_prompt(cache, OTHER)  # takes all the memory there is
     assert cache.happened() == (
         0,
         (
@@ -64,32 +64,32 @@ def test_ages_of_paged_blocks(clock: Clock) -> None:
 
 
 def test_ages_of_contiguous_runs(clock: Clock) -> None:
-    cache = cache_of("contiguous", pages=1)
+    cache = make_cache("contiguous", pages=1)
     clock.now = 1.0
-    first = read(cache, TEXT)
+    first = read_prompt(cache, TEXT)
     clock.now = 4.0
     cache.close(first)
     clock.now = 6.0
-    second = read(cache, [*TEXT, 1])
+    second = read_prompt(cache, [*TEXT, 1])
     assert cache.happened() == (0, (), (), (2.0,))
     cache.close(second)
     clock.now = 9.0
-    read(cache, OTHER)
+    read_prompt(cache, OTHER)
     assert cache.happened() == (0, (8.0,), (3.0,), ())
     cache.check_integrity()
 
 
 def test_what_is_cleared_was_not_evicted(clock: Clock) -> None:
-    for cache in (paged(), cache_of("contiguous")):
-        cache.close(read(cache, TEXT))
+    for cache in (make_paged(), make_cache("contiguous")):
+        cache.close(read_prompt(cache, TEXT))
         cache.clear()  # type: ignore[attr-defined]
         cache.check_integrity()
         assert cache.happened() is None
 
 
 def test_copies_on_write() -> None:
-    cache = paged()
-    parent = read(cache, TEXT)
+    cache = make_paged()
+    parent = read_prompt(cache, TEXT)
     child = cache.fork(parent)
     assert child is not None
     enter(cache, (child, [1]))
@@ -99,11 +99,11 @@ def test_copies_on_write() -> None:
 
 
 def test_blocks_by_state() -> None:
-    cache = paged()
+    cache = make_paged()
     assert cache.blocks() == Blocks()
-    parent = read(cache, TEXT)
+    parent = read_prompt(cache, TEXT)
     assert cache.fork(parent)
-    waiting = opened(cache, OTHER)
+    waiting = open_seat(cache, OTHER)
     assert cache.blocks() == Blocks(in_use=6, shared=3, pending=2)
     enter(cache, (waiting, OTHER))
     cache.close(waiting)
@@ -115,8 +115,8 @@ def test_blocks_by_state() -> None:
 
 @pytest.mark.parametrize(("kind", "left"), [("contiguous", 1), ("sliding_window", 0)])
 def test_a_run_is_a_block(kind: str, left: int) -> None:
-    cache = cache_of(kind)
-    seats = [read(cache, text) for text in (TEXT, OTHER)]
+    cache = make_cache(kind)
+    seats = [read_prompt(cache, text) for text in (TEXT, OTHER)]
     assert cache.blocks() == Blocks(in_use=2)
     cache.close(seats[0])
     assert cache.blocks() == Blocks(in_use=1, idle=left)

@@ -5,21 +5,28 @@ from __future__ import annotations
 import pytest
 
 from cache_strategies.contiguous import ContiguousCache
-from tests.cache_strategies.cache_driver import cache_of, empty, enter, opened, read, stored
+from tests.cache_strategies.cache_driver import (
+    assert_nothing_leaked,
+    enter,
+    make_cache,
+    open_seat,
+    read_prompt,
+    stored_tokens,
+)
 
 TEXT = list(range(10, 24))
 
 
 def contiguous(*, pages: int = 4, **options: bool) -> ContiguousCache:
     """A page is a sequence."""
-    cache = cache_of("contiguous", pages=pages, **options)
+    cache = make_cache("contiguous", pages=pages, **options)
     assert isinstance(cache, ContiguousCache)
     return cache
 
 
 def left(cache: ContiguousCache, *texts: list[int], salt: str = "") -> None:
     """Texts that were read and closed, one after the other; each in memory of its own."""
-    seats = [read(cache, text, salt=salt) for text in texts]
+    seats = [read_prompt(cache, text, salt=salt) for text in texts]
     for seat in seats:
         cache.close(seat)
     cache.check_integrity()
@@ -32,20 +39,20 @@ def test_a_later_sequence_goes_on_behind_what_they_share(common: int, rest: list
     text = TEXT[:common] + rest
     found = min(common, len(text) - 1)
     assert cache.match(text) == found
-    seat = opened(cache, text)
+    seat = open_seat(cache, text)
     assert (seat.cached, seat.length) == (found, found)
     enter(cache, (seat, text[found:]))
-    assert stored(cache, seat) == text
+    assert stored_tokens(cache, seat) == text
     cache.close(seat)
-    empty(cache)
+    assert_nothing_leaked(cache)
 
 
 def test_the_longest_is_taken_and_of_equal_ones_the_latest() -> None:
     cache = contiguous()
     left(cache, TEXT, [*TEXT[:12], 1, 1], [*TEXT[:12], 2, 2])
-    first = opened(cache, [*TEXT, 99])
+    first = open_seat(cache, [*TEXT, 99])
     assert first.cached == 14
-    second = opened(cache, [*TEXT[:12], 99])
+    second = open_seat(cache, [*TEXT[:12], 99])
     assert second.cached == 12
     enter(cache, (second, [99]))
     assert cache.match([*TEXT[:12], 1, 1, 1]) == 14, "the latest was taken, not this one"
@@ -55,34 +62,34 @@ def test_a_long_text_is_not_given_up_for_a_short_beginning_while_there_is_other_
     cache = contiguous(pages=2)
     left(cache, TEXT)
     other = [*TEXT[:5], *range(70, 80)]
-    assert opened(cache, other).cached == 0
+    assert open_seat(cache, other).cached == 0
     assert cache.match([*TEXT, 99]) == 14
-    assert opened(cache, other).cached == 5, "there is no other any more"
+    assert open_seat(cache, other).cached == 5, "there is no other any more"
 
 
 def test_two_that_run_at_once_share_nothing_and_are_told() -> None:
     cache = contiguous()
-    read(cache, TEXT)
-    seat = opened(cache, [*TEXT, 99])
+    read_prompt(cache, TEXT)
+    seat = open_seat(cache, [*TEXT, 99])
     assert (seat.cached, seat.miss) == (0, "busy")
-    assert opened(cache, [5, 5, 5]).miss == "cold"
+    assert open_seat(cache, [5, 5, 5]).miss == "cold"
 
 
 def test_another_salt_finds_nothing() -> None:
     cache = contiguous()
     left(cache, TEXT, salt="a/")
-    other = opened(cache, TEXT, salt="b/")
+    other = open_seat(cache, TEXT, salt="b/")
     assert (other.cached, other.miss) == (0, "cold"), "nobody hears of other tenants"
-    other = opened(cache, TEXT, salt="a/x")
+    other = open_seat(cache, TEXT, salt="a/x")
     assert (other.cached, other.miss) == (0, "salt")
-    assert opened(cache, TEXT, salt="a/").cached == 13
+    assert open_seat(cache, TEXT, salt="a/").cached == 13
 
 
 def test_max_cached_limits_and_bypasses() -> None:
     cache = contiguous()
     left(cache, TEXT)
     assert cache.match(TEXT, max_cached=0) == 0
-    seat = opened(cache, TEXT, max_cached=9)
+    seat = open_seat(cache, TEXT, max_cached=9)
     assert (seat.cached, seat.miss) == (9, "bypass")
 
 
@@ -90,7 +97,7 @@ def test_idle_memory_goes_to_whoever_needs_it_the_oldest_first() -> None:
     cache = contiguous(pages=2)
     left(cache, TEXT, [1, 2, 3, 4])
     assert cache.idle_pages() == 2
-    opened(cache, [7, 7, 7])
+    open_seat(cache, [7, 7, 7])
     assert cache.match([*TEXT, 1]) == 0
     assert cache.match([1, 2, 3, 4, 5]) == 4
     usage = cache.usage()
@@ -99,18 +106,18 @@ def test_idle_memory_goes_to_whoever_needs_it_the_oldest_first() -> None:
 
 def test_what_was_cropped_or_has_no_name_is_not_found() -> None:
     cache = contiguous()
-    seat = read(cache, [*TEXT[:6], -1, *TEXT[7:]])
+    seat = read_prompt(cache, [*TEXT[:6], -1, *TEXT[7:]])
     cache.crop(seat, 10)
     cache.close(seat)
     assert cache.match([*TEXT[:6], -1, *TEXT[7:]]) == 6
-    nameless = read(cache, [-1, 2, 3])
+    nameless = read_prompt(cache, [-1, 2, 3])
     cache.close(nameless)
     assert cache.idle_pages() == 1
 
 
 def test_a_fork_is_found_as_well() -> None:
     cache = contiguous()
-    parent = read(cache, TEXT)
+    parent = read_prompt(cache, TEXT)
     child = cache.fork(parent)
     assert child is not None
     enter(cache, (child, [50, 51]))
@@ -122,26 +129,26 @@ def test_clear_forgets_what_is_idle_and_what_will_be() -> None:
     cache = contiguous()
     left(cache, TEXT, salt="a/")
     left(cache, [1, 2, 3, 4], salt="b/")
-    running = read(cache, [7, 7, 7, 7], salt="a/")
+    running = read_prompt(cache, [7, 7, 7, 7], salt="a/")
     assert cache.clear("a/") == cache.bytes_per_block
     cache.close(running)
     assert cache.match([7, 7, 7, 7, 7], salt="a/") == cache.match(TEXT, salt="a/") == 0
     assert cache.match([1, 2, 3, 4, 5], salt="b/") == 4
     assert cache.clear() == cache.bytes_per_block
-    empty(cache)
+    assert_nothing_leaked(cache)
 
 
 def test_it_can_be_switched_off() -> None:
     cache = contiguous(prefix_cache=False)
     left(cache, TEXT)
-    seat = opened(cache, TEXT)
+    seat = open_seat(cache, TEXT)
     assert (seat.cached, seat.miss, cache.contract.reusable) == (0, "bypass", False)
 
 
 def test_what_goes_first_is_what_has_outlived_its_time_then_what_is_worth_least() -> None:
     cache = contiguous(pages=3)
     texts = [[start, start + 1, start + 2] for start in (10, 20, 30)]
-    seats = [read(cache, text) for text in texts]
+    seats = [read_prompt(cache, text) for text in texts]
     for seat, (priority, ttl) in zip(seats, ((1, None), (0, None), (2, 0.0)), strict=True):
         cache.retain(seat, priority=priority, ttl=ttl)
         cache.close(seat)

@@ -5,7 +5,14 @@ from __future__ import annotations
 import pytest
 
 from cache_strategies.base import Row
-from tests.cache_strategies.cache_driver import cache_of, empty, enter, opened, read, stored
+from tests.cache_strategies.cache_driver import (
+    assert_nothing_leaked,
+    enter,
+    make_cache,
+    open_seat,
+    read_prompt,
+    stored_tokens,
+)
 
 KINDS = {"contiguous": {"prefix_cache": False}, "sliding_window": {"window": 10, "sinks": 2, "max_row": 7}}
 kinds = pytest.mark.parametrize("kind", KINDS)
@@ -13,10 +20,10 @@ kinds = pytest.mark.parametrize("kind", KINDS)
 
 @kinds
 def test_a_seat_is_one_run_of_pages_from_open_to_close(kind: str) -> None:
-    cache = cache_of(kind, **KINDS[kind])
+    cache = make_cache(kind, **KINDS[kind])
     arena, size = cache.setup.arena, cache.bytes_for(1)
     for seats in (1, 2, 3):
-        seat = opened(cache, [1, 2, 3])
+        seat = open_seat(cache, [1, 2, 3])
         assert arena.held("it") * arena.page_bytes == seats * size
     enter(cache, (seat, [1, 2, 3]))
     cache.close(seat)
@@ -25,14 +32,14 @@ def test_a_seat_is_one_run_of_pages_from_open_to_close(kind: str) -> None:
 
 @kinds
 def test_a_sequence_needs_the_same_memory_however_long_it_is(kind: str) -> None:
-    cache = cache_of(kind, **KINDS[kind])
+    cache = make_cache(kind, **KINDS[kind])
     assert cache.bytes_for(1) == cache.bytes_for(64)
 
 
 @kinds
 def test_without_room_there_is_no_seat_until_one_closes(kind: str) -> None:
-    cache = cache_of(kind, pages=2, **KINDS[kind])
-    first, _ = opened(cache, [1]), opened(cache, [1])
+    cache = make_cache(kind, pages=2, **KINDS[kind])
+    first, _ = open_seat(cache, [1]), open_seat(cache, [1])
     assert cache.open([1]) is None
     assert cache.fork(first) is None
     cache.close(first)
@@ -42,8 +49,8 @@ def test_without_room_there_is_no_seat_until_one_closes(kind: str) -> None:
 
 @kinds
 def test_there_is_a_seat_for_as_many_as_were_announced(kind: str) -> None:
-    cache = cache_of(kind, seats=2, **KINDS[kind])
-    first, _ = opened(cache, [1]), opened(cache, [2])
+    cache = make_cache(kind, seats=2, **KINDS[kind])
+    first, _ = open_seat(cache, [1]), open_seat(cache, [2])
     assert cache.open([3]) is None
     cache.close(first)
     assert cache.open([3]) is not None
@@ -51,18 +58,18 @@ def test_there_is_a_seat_for_as_many_as_were_announced(kind: str) -> None:
 
 @kinds
 def test_nothing_is_shared_or_waited_for(kind: str) -> None:
-    cache = cache_of(kind, **KINDS[kind])
-    read(cache, [1, 2, 3, 4])
+    cache = make_cache(kind, **KINDS[kind])
+    read_prompt(cache, [1, 2, 3, 4])
     assert not cache.contract.shareable
     assert cache.match([1, 2, 3, 4, 5]) == 0
-    seat = opened(cache, [1, 2, 3, 4, 5])
+    seat = open_seat(cache, [1, 2, 3, 4, 5])
     assert (seat.cached, cache.ready(seat), cache.reclaim(5)) == (0, True, 0)
 
 
 @kinds
 def test_usage_tells_what_is_held_and_empty(kind: str) -> None:
-    cache = cache_of(kind, **KINDS[kind])
-    seat = opened(cache, [1] * 7)
+    cache = make_cache(kind, **KINDS[kind])
+    seat = open_seat(cache, [1] * 7)
     enter(cache, (seat, [1] * 7))
     usage = cache.usage()
     assert (usage.seats, usage.tokens, usage.idle) == (1, 7, 0)
@@ -76,14 +83,14 @@ def test_usage_tells_what_is_held_and_empty(kind: str) -> None:
 
 @kinds
 def test_closing_everything_frees_everything(kind: str) -> None:
-    cache = cache_of(kind, seats=4, **KINDS[kind])
-    seats = [read(cache, [n] * n) for n in (1, 5, 7)]
+    cache = make_cache(kind, seats=4, **KINDS[kind])
+    seats = [read_prompt(cache, [n] * n) for n in (1, 5, 7)]
     child = cache.fork(seats[1])
     assert child is not None
     for seat in (seats[2], seats[0], child, seats[1]):
         cache.close(seat)
         cache.check_integrity()
-    empty(cache)
+    assert_nothing_leaked(cache)
 
 
 @kinds
@@ -93,8 +100,8 @@ def test_books_that_do_not_add_up_are_noticed(kind: str) -> None:
         lambda cache, seats: seats[0].blocks.__setitem__(0, seats[1].blocks[0]),
         lambda cache, seats: setattr(seats[0], "length", 65),
     ):
-        cache = cache_of(kind, **KINDS[kind])
-        seats = [read(cache, [n]) for n in range(2)]
+        cache = make_cache(kind, **KINDS[kind])
+        seats = [read_prompt(cache, [n]) for n in range(2)]
         cache.check_integrity()
         spoil(cache, seats)
         with pytest.raises(AssertionError):
@@ -103,46 +110,46 @@ def test_books_that_do_not_add_up_are_noticed(kind: str) -> None:
 
 @kinds
 def test_a_fork_of_a_slab_is_a_copy(kind: str) -> None:
-    cache = cache_of(kind, seats=3)
-    parent = read(cache, [1, 2, 3, 4, 5])
+    cache = make_cache(kind, seats=3)
+    parent = read_prompt(cache, [1, 2, 3, 4, 5])
     child = cache.fork(parent)
     assert child is not None
     enter(cache, (parent, [6]), (child, [7, 8]))
-    assert stored(cache, parent) == [1, 2, 3, 4, 5, 6]
-    assert stored(cache, child) == [1, 2, 3, 4, 5, 7, 8]
+    assert stored_tokens(cache, parent) == [1, 2, 3, 4, 5, 6]
+    assert stored_tokens(cache, child) == [1, 2, 3, 4, 5, 7, 8]
     for seat in (parent, child):
         cache.close(seat)
-    empty(cache)
+    assert_nothing_leaked(cache)
 
 
 def test_contiguous_rewinds_to_any_length_and_goes_on() -> None:
-    cache = cache_of("contiguous")
-    seat = read(cache, [1, 2, 3, 4, 5])
+    cache = make_cache("contiguous")
+    seat = read_prompt(cache, [1, 2, 3, 4, 5])
     cache.crop(seat, 2)
     enter(cache, (seat, [7, 8]))
-    assert stored(cache, seat) == [1, 2, 7, 8]
+    assert stored_tokens(cache, seat) == [1, 2, 7, 8]
     assert cache.contract.rewind is None
 
 
 def test_a_ring_that_never_wraps_rewinds_too() -> None:
-    cache = cache_of("sliding_window", window=100)
-    seat = read(cache, [1, 2, 3, 4, 5])
+    cache = make_cache("sliding_window", window=100)
+    seat = read_prompt(cache, [1, 2, 3, 4, 5])
     cache.crop(seat, 2)
     enter(cache, (seat, [7, 8]))
-    assert stored(cache, seat) == [1, 2, 7, 8]
+    assert stored_tokens(cache, seat) == [1, 2, 7, 8]
 
 
 @pytest.mark.parametrize("more", [8, 60])
 def test_rows_longer_than_announced_are_caught(more: int) -> None:
-    cache = cache_of("sliding_window", **KINDS["sliding_window"])
+    cache = make_cache("sliding_window", **KINDS["sliding_window"])
     with pytest.raises(AssertionError, match="max_row"):
-        cache.grow(opened(cache, [1]), more)
+        cache.grow(open_seat(cache, [1]), more)
 
 
 @pytest.mark.parametrize("kind", ["contiguous", "paged", "sliding_window"])
 def test_texts_longer_than_announced_are_caught(kind: str) -> None:
-    cache = cache_of(kind)
-    seat = read(cache, list(range(60)))
+    cache = make_cache(kind)
+    seat = read_prompt(cache, list(range(60)))
     assert cache.grow(seat, 4)
     with pytest.raises(AssertionError):
         cache.grow(seat, 5)
@@ -150,8 +157,8 @@ def test_texts_longer_than_announced_are_caught(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", ["contiguous", "paged", "sliding_window"])
 def test_a_seat_that_is_closed_twice_is_caught(kind: str) -> None:
-    cache = cache_of(kind)
-    seat = read(cache, [1, 2, 3])
+    cache = make_cache(kind)
+    seat = read_prompt(cache, [1, 2, 3])
     cache.close(seat)
     with pytest.raises((AssertionError, KeyError)):
         cache.close(seat)
@@ -159,8 +166,8 @@ def test_a_seat_that_is_closed_twice_is_caught(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", ["contiguous", "paged", "sliding_window"])
 def test_chunks_before_decode_rows_are_caught(kind: str) -> None:
-    cache = cache_of(kind)
-    seats = [opened(cache, [n, n]) for n in range(2)]
+    cache = make_cache(kind)
+    seats = [open_seat(cache, [n, n]) for n in range(2)]
     for seat in seats:
         assert cache.grow(seat, 2)
     with pytest.raises(AssertionError, match="decode rows stand first"):

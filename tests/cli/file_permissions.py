@@ -12,7 +12,7 @@ DAC_OVERRIDE, DAC_READ_SEARCH = 1, 2
 
 
 @contextmanager
-def permissions_hold() -> Iterator[None]:
+def enforced_permissions() -> Iterator[None]:
     """Take from this thread, until the block ends, the superuser's right to pass over permissions."""
     if os.geteuid() != 0:
         yield

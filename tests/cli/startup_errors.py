@@ -1,4 +1,4 @@
-"""What `kvmux serve` says about what it cannot do."""
+"""Run `kvmux serve` in this process and read the error that it prints at start."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ import pytest
 from server.cli import main as cli
 
 # of an engine that is built quickly
-SMALL = {"kernels": "reference", "kv_memory": "8MiB", "max_num_seqs": 2, "dtype": "float32", "threads": 1}
+SMALL_ENGINE = {"kernels": "reference", "kv_memory": "8MiB", "max_num_seqs": 2, "dtype": "float32", "threads": 1}
 
 
-def outcome(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
-    """What `kvmux serve` prints about what it cannot do: one line, or nothing if it can."""
+def startup_error(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    """Return the error that `kvmux serve` prints at start: one line, or nothing if it starts."""
     try:
         code = cli.main(["serve", *arguments])
     except SystemExit as exit_:

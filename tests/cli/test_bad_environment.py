@@ -31,8 +31,8 @@ from server.models.formats.weights_cache import CachedWeightsWriter
 from server.processes.child_process import explained, run_child
 from server.processes.heartbeat import Heartbeat
 from server.text.tokenizer import Tokenizer
-from tests.cli.file_permissions import permissions_hold
-from tests.cli.startup_errors import SMALL, outcome
+from tests.cli.file_permissions import enforced_permissions
+from tests.cli.startup_errors import SMALL_ENGINE, startup_error
 from tests.models.gguf_files import gguf_model, write_gguf
 
 pytestmark = pytest.mark.timeout(300)
@@ -78,8 +78,8 @@ def test_a_gguf_file_where_nothing_can_be_unpacked(
     file = write_gguf(gguf_model("llama"), tmp_path / "a.gguf")
     monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
     monkeypatch.setenv(variable, places[place])
-    with permissions_hold():
-        told = outcome(capsys, "--model", str(file))
+    with enforced_permissions():
+        told = startup_error(capsys, "--model", str(file))
     if place == "unknown_user":
         assert "no home directory: set HOME, or XDG_CACHE_HOME" in told
     elif place not in FINE:
@@ -104,7 +104,7 @@ def test_quantized_weights_where_nothing_can_be_kept(
         flags[source] = places[place]
     else:
         monkeypatch.setenv(source, places[place])
-    with permissions_hold():
+    with enforced_permissions():
         try:
             home = choose_weights(load(None, flags), torch.float32).cache
         except SettingsError:
@@ -136,8 +136,8 @@ def test_a_user_without_a_home(
     for variable in ("HOME", "XDG_CACHE_HOME"):
         monkeypatch.delenv(variable, raising=False)
     monkeypatch.setattr("pwd.getpwuid", unknown)
-    assert "no home directory: set HOME, or XDG_CACHE_HOME" in outcome(capsys, "--model", str(file))
-    assert outcome(capsys) == ""
+    assert "no home directory: set HOME, or XDG_CACHE_HOME" in startup_error(capsys, "--model", str(file))
+    assert startup_error(capsys) == ""
     assert choose_weights(load(None, {"weights": "int8"}), torch.float32).cache is None
     assert "nothing can be kept" in caplog.text
 
@@ -145,9 +145,9 @@ def test_a_user_without_a_home(
 @pytest.mark.usefixtures("started")
 @pytest.mark.parametrize("place", PLACES)
 def test_a_model_where_there_is_none(place: str, places: dict[str, str], capsys: pytest.CaptureFixture[str]) -> None:
-    with permissions_hold():
-        assert outcome(capsys, "--model", places[place])
-        assert outcome(capsys, "--model", f"{places[place]}/a.gguf")
+    with enforced_permissions():
+        assert startup_error(capsys, "--model", places[place])
+        assert startup_error(capsys, "--model", f"{places[place]}/a.gguf")
 
 
 FILES_OF_A_MODEL = (
@@ -171,7 +171,7 @@ def first_refusal(model: Path) -> str:
     try:
         located(load(None, {"model": str(model)}))
         Tokenizer.from_directory(model)
-        build_engine(load(None, SMALL | {"model": str(model)}))
+        build_engine(load(None, SMALL_ENGINE | {"model": str(model)}))
     except (SettingsError, OSError) as error:
         return explained(error)
     return ""
@@ -190,7 +190,7 @@ def test_a_models_files_that_cannot_be_read(name: str, change: str, tmp_path: Pa
         CHANGES[change](model / name)
     else:
         model.chmod({"closed": 0, "directory": 0o444}.get(change, 0o111))
-    with permissions_hold():
+    with enforced_permissions():
         told = first_refusal(model)
     assert "\n" not in told
     assert told == "" or str(tmp_path) in told
@@ -213,16 +213,16 @@ def test_no_room_to_unpack_a_gguf_file(
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     with monkeypatch.context() as patched:
         patched.setattr(step, full)
-        assert "No space left on device; set XDG_CACHE_HOME" in outcome(capsys, "--model", str(file))
+        assert "No space left on device; set XDG_CACHE_HOME" in startup_error(capsys, "--model", str(file))
     assert list((tmp_path / "cache").rglob("*.json")) == []
-    assert outcome(capsys, "--model", str(file)) == "", "once there is room"
+    assert startup_error(capsys, "--model", str(file)) == "", "once there is room"
 
 
 def test_no_room_for_the_engines_socket(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(cli, "configure_logging", lambda settings: None)
     monkeypatch.setattr("multiprocessing.current_process", lambda: type("Process", (), {})())
     monkeypatch.setattr(tempfile, "mkdtemp", full)
-    assert "No space left on device (/some/file)" in outcome(capsys, "--port", "0")
+    assert "No space left on device (/some/file)" in startup_error(capsys, "--port", "0")
 
 
 def failing(settings: Settings, socket_path: str) -> None:

@@ -19,8 +19,8 @@ from server.cli import main as cli
 from server.cli.flags import is_scalar
 from server.engine.build import build_engine
 from server.engine.info import summary
-from tests.cli.file_permissions import permissions_hold
-from tests.cli.startup_errors import SMALL, outcome
+from tests.cli.file_permissions import enforced_permissions
+from tests.cli.startup_errors import SMALL_ENGINE, startup_error
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -80,14 +80,14 @@ def test_any_value_of_any_setting(
         monkeypatch.setenv(variable, value)
     if is_scalar(field.annotation) and field.annotation is not bool:
         for word in draw.sample(WORDS, 6):
-            outcome(capsys, f"{flag_name(name)}={word}")
+            startup_error(capsys, f"{flag_name(name)}={word}")
     file = tmp_path / "kvmux.toml"
     for value in draw.sample(TOML, 5):
         file.write_text(f"{name} = {value}\n", encoding="utf-8")
-        outcome(capsys, "--config", str(file))
+        startup_error(capsys, "--config", str(file))
     for word in draw.sample(WORDS, 6):
         monkeypatch.setenv(env_name(name), word)
-        outcome(capsys)
+        startup_error(capsys)
 
 
 def nested(count: int) -> str:
@@ -136,10 +136,10 @@ VARIABLES: list[tuple[str, str]] = [
 def test_any_settings_file(name: str, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     file = tmp_path / "kvmux.toml"
     file.write_bytes(FILES[name])
-    assert (outcome(capsys, "--config", str(file)) == "") is (name == "empty")
+    assert (startup_error(capsys, "--config", str(file)) == "") is (name == "empty")
     file.chmod(0)
-    with permissions_hold():
-        assert "Permission denied" in outcome(capsys, "--config", str(file))
+    with enforced_permissions():
+        assert "Permission denied" in startup_error(capsys, "--config", str(file))
 
 
 @pytest.mark.usefixtures("started", "any_model")
@@ -148,7 +148,7 @@ def test_any_variable(
     name: str, value: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(name, value)
-    assert outcome(capsys)
+    assert startup_error(capsys)
 
 
 # -------------------------------------------------------------------- what only the engine can check
@@ -174,7 +174,7 @@ def built(**settings: Any) -> None:
     """An engine, or a sentence."""
     told = ""
     try:
-        summary(build_engine(load(None, SMALL | settings)))
+        summary(build_engine(load(None, SMALL_ENGINE | settings)))
     except SettingsError as error:
         told = str(error)
     assert "\n" not in told
@@ -200,4 +200,4 @@ def test_any_size(name: str, draw: random.Random) -> None:
 @pytest.mark.parametrize("size", ["0", "1", "-1", "1e999GiB", "10EiB", str(2**64), HUGE, "1e-9GiB", "nan", "inf"])
 def test_any_amount_of_memory(size: str) -> None:
     with pytest.raises(SettingsError):
-        build_engine(load(None, SMALL | {"kv_memory": size}))
+        build_engine(load(None, SMALL_ENGINE | {"kv_memory": size}))

@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tests.models.gguf_files import gguf_model, write_gguf
-from tests.models.random_models import save_random
+from tests.models.random_models import save_random_model
 
 USER_ERROR = 2
 
@@ -70,7 +70,7 @@ def test_a_malformed_directory(
     spoil: Callable[[Path], None], message: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     directory = tmp_path / "model"
-    save_random("llama", directory)
+    save_random_model("llama", directory)
     spoil(directory)
     printed = refused(directory, monkeypatch, tmp_path)
     assert printed.count(message) == 1, printed

@@ -26,7 +26,7 @@ from kernels.types import LayerSpec
 from server.engine.batch import Batch, StrategyError, Work
 from tests.contract.failing_ops import FailingOps
 from tests.contract.harness import World
-from tests.kernels.brute_force import KEEPS, attention, seen
+from tests.kernels.brute_force import KEEPS, attention, visible_keys
 
 LAYERS = (LayerSpec(1, 2, 4, 4, scale=1.0), LayerSpec(2, 2, 4, 4, window=6, scale=2.0))
 LONGEST = 20
@@ -53,7 +53,7 @@ def computed(tokens: tuple[Token, ...], salt: str, layer: int) -> tuple[Tensor, 
 @cache
 def visible(kind: str, options: object, layer: int) -> Tensor:
     """Mask [LONGEST, LONGEST]."""
-    return seen(LAYERS[layer], LONGEST, KEEPS[kind](options))
+    return visible_keys(LAYERS[layer], LONGEST, KEEPS[kind](options))
 
 
 @dataclass(eq=False)

@@ -24,7 +24,7 @@ from tests.contract.harness import (
     random_text,
     step,
 )
-from tests.kernels.brute_force import KEEPS, attention, seen
+from tests.kernels.brute_force import KEEPS, attention, visible_keys
 
 TOLERANCE = {torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 2e-2}
 LENGTH = {  # crosses a tile of the reference, the model's window many times, and the rings; the types wrap most rings
@@ -63,7 +63,7 @@ def text_of(seed: int, length: int, dtype: torch.dtype) -> Text:
 @cache
 def expected(kind: str, options: object, layer: int, text_key: tuple[int, int, torch.dtype]) -> Tensor:
     text = text_of(*text_key)
-    mask = seen(MODEL[layer], len(text), KEEPS[kind](options))
+    mask = visible_keys(MODEL[layer], len(text), KEEPS[kind](options))
     return attention(text.q[layer], text.k[layer], text.v[layer], MODEL[layer], mask)
 
 

@@ -12,7 +12,7 @@ from config.errors import SettingsError
 from config.settings import StrategySettings
 from kernels.types import LayerSpec
 from tests.contract.harness import World, random_text, step
-from tests.kernels.brute_force import KEEPS, attention, seen
+from tests.kernels.brute_force import KEEPS, attention, visible_keys
 
 LAYERS = (LayerSpec(2, 6, 16, 16, scale=0.25), LayerSpec(1, 2, 8, 24, scale=0.35, window=20))
 OPTIONS = {"contiguous": {}, "paged": {"block_size": 8}, "sliding_window": {"window": 24, "sinks": 2}}
@@ -43,7 +43,7 @@ def test_attention_is_over_what_is_left_of_keys_and_values(kind: str, dtype: tor
         outs += step([(reading, reading.chunk(13 if len(outs) % 2 else 1))]).outs
     for layer, spec in enumerate(LAYERS):
         k, v = what_is_left(text.k[layer]), what_is_left(text.v[layer])
-        mask = seen(spec, len(text), KEEPS[kind](world.caches["it"].options))
+        mask = visible_keys(spec, len(text), KEEPS[kind](world.caches["it"].options))
         want = attention(text.q[layer], k, v, spec, mask)
         got = torch.cat([out[layer] for out in outs])
         assert (got.double() - want).abs().max() < tolerance

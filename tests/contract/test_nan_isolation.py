@@ -23,7 +23,7 @@ from kernels.selfcheck.op_info import DTYPES, Op
 from kernels.types import LayerSpec
 from tests.contract.harness import MODEL, Text, World, every_instance, random_text, step
 from tests.kernels.backend_matrix import BACKENDS, LAYOUTS, SPECS
-from tests.kernels.brute_force import KEEPS, everything, seen
+from tests.kernels.brute_force import KEEPS, keep_all, visible_keys
 from tests.kernels.recorded_calls import Call, calls, real_tokens
 
 POISONS = (torch.nan, torch.inf, -torch.inf)
@@ -134,11 +134,11 @@ def check_scene(
     for scene in scenes:
         scene.write()
     clean, found = (scene.attend(window=window) for scene in scenes)
-    keeps = everything if window is None else lambda i, j: (i - j < window) | (j < sinks)
+    keeps = keep_all if window is None else lambda i, j: (i - j < window) | (j < sinks)
     for row, positions, before, after in zip(rows, bad, clean, found, strict=True):
         if row.past < 0:
             continue
-        mask = seen(SPECS[spec], row.past + row.tokens, keeps)[row.past :]
+        mask = visible_keys(SPECS[spec], row.past + row.tokens, keeps)[row.past :]
         unaware = ~mask[:, positions].any(1)
         assert same(before[unaware], after[unaware]), f"{row}: {positions} reached others, in {layout}, {window}"
         assert not after[~unaware].isfinite().all() or unaware.all(), "what is seen is not hidden"
@@ -183,7 +183,7 @@ def test_a_strategy_shows_no_query_what_it_may_not_see(name: str, dtype: torch.d
     for layer, spec in enumerate(MODEL):
         assert same(clean[layer], beside[layer]), "another text reached this one"
         keeps = KEEPS[settings.kind](World({name: settings}).caches[name].options) if settings.kind in KEEPS else None
-        mask = seen(spec, LENGTH, keeps or everything)
+        mask = visible_keys(spec, LENGTH, keeps or keep_all)
         unaware = ~mask[:, bad].any(1)
         assert same(clean[layer][unaware], found[layer][unaware]), f"{bad} reached others, in rows of {chunk}"
 

@@ -13,7 +13,7 @@ from cache_strategies.sliding_window import WindowOptions
 from config.settings import StrategySettings
 from kernels.types import LayerSpec
 from tests.contract.harness import World, random_text, step
-from tests.kernels.brute_force import KEEPS, attention, seen
+from tests.kernels.brute_force import KEEPS, attention, visible_keys
 
 LENGTH = 110
 LAYERS = (LayerSpec(1, 2, 8, 8, scale=0.4), LayerSpec(1, 2, 8, 8, scale=0.4, window=9))
@@ -114,5 +114,5 @@ def slots(world: World) -> int:
 
 def expected(window: int, sinks: int, layer: int) -> Tensor:
     options = WindowOptions(window=window, sinks=sinks)
-    mask = seen(LAYERS[layer], LENGTH, KEEPS["sliding_window"](options))
+    mask = visible_keys(LAYERS[layer], LENGTH, KEEPS["sliding_window"](options))
     return attention(TEXT.q[layer], TEXT.k[layer], TEXT.v[layer], LAYERS[layer], mask)

@@ -14,7 +14,7 @@ import torch
 from transformers import PreTrainedTokenizerFast
 
 from tests.end_to_end.server_process import Server, serving
-from tests.models.random_models import save_random
+from tests.models.random_models import save_random_model
 
 TEXTS = ("A text of a few words, ", "and another one: it is somewhat longer than the first.", "short")
 TOLERANCE = 1e-3
@@ -24,7 +24,7 @@ class Theirs:
     """What transformers computes."""
 
     def __init__(self, directory: Path) -> None:
-        self.model: Any = save_random("qwen2", directory)
+        self.model: Any = save_random_model("qwen2", directory)
         self.tokenizer = PreTrainedTokenizerFast(tokenizer_file=str(directory / "tokenizer.json"))
 
     @torch.inference_mode()

@@ -17,7 +17,7 @@ from server.api.openai.request_models import SamplingRequest
 from server.llm import LLM, SamplingOptions
 from tests.end_to_end.server_process import Server, serving
 from tests.engine.expected_tokens import random_prompt
-from tests.models.random_models import save_random
+from tests.models.random_models import save_random_model
 
 DOC = Path(__file__).parents[2] / "docs" / "generate.md"
 STRATEGIES = {
@@ -95,7 +95,7 @@ def test_pieces_are_the_whole_and_come_when_they_are_asked_for(llm: LLM) -> None
 
 
 def test_the_text_is_that_of_transformers(tmp_path: Path) -> None:
-    theirs: Any = save_random("gpt2", tmp_path)  # which transformers computes here, too
+    theirs: Any = save_random_model("gpt2", tmp_path)  # which transformers computes here, too
     prompt = random_prompt(30)
     expected = theirs.generate(torch.tensor([prompt]), max_new_tokens=20, do_sample=False, pad_token_id=0)[0, 30:]
     llm = LLM(str(tmp_path), **SETTINGS)
@@ -170,7 +170,7 @@ def test_sampling_parameters_are_those_of_the_http_api() -> None:
 
 # ---------------------------------------------------------------- memory
 def test_the_memory_is_free_when_the_object_is_gone(tmp_path: Path) -> None:
-    save_random("llama", tmp_path)
+    save_random_model("llama", tmp_path)
     llm = LLM(str(tmp_path), **SETTINGS)
     llm.generate([5, 6], max_tokens=3)
     arena, model = weakref.ref(llm.engine.core.arena), weakref.ref(llm.engine.core.model)

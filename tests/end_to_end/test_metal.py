@@ -12,7 +12,7 @@ import torch
 from transformers import PreTrainedTokenizerFast
 
 from tests.end_to_end.server_process import Server, serving
-from tests.models.random_models import save_random
+from tests.models.random_models import save_random_model
 
 STRATEGIES = ("contiguous", "paged", "sliding_window")
 PROMPTS = ("A text of a few words, ", "and another one: it is somewhat longer than the first.", "short")
@@ -27,7 +27,7 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def texts(directory: Path) -> list[str]:
     """What transformers writes behind each prompt."""
-    model: Any = save_random("qwen2", directory)
+    model: Any = save_random_model("qwen2", directory)
     tokenizer = PreTrainedTokenizerFast(tokenizer_file=str(directory / "tokenizer.json"))
     written = []
     for prompt in PROMPTS:

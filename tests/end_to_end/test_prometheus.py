@@ -23,7 +23,7 @@ from server.engine.records import RequestRecord
 from server.metrics.families import FAMILIES, MetricFamily
 from server.processes.supervisor import Targets
 from tests.end_to_end.server_process import PATIENCE, Server, eventually, serving
-from tests.metrics.fake_metrics import Samples, at, samples_of
+from tests.metrics.fake_metrics import Samples, parse_samples, sample_value
 from tests.metrics.prometheus_server import Prometheus, running_prometheus
 from tests.metrics.promql_evaluator import Evaluator, Vector
 from tools.dashboards.catalogue import Query, queries
@@ -153,7 +153,7 @@ def seen(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Seen]:
     config.write_text(CONFIG)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("RECORDS", str(records))
-        targets = Targets("tests.end_to_end.troubled_engine:run")
+        targets = Targets("tests.end_to_end.failing_engine:run")
         with serving("--config", str(config), targets=targets) as server:
             server.engine.kill()
             eventually(lambda: server.get("/ready").status_code == 503)
@@ -180,7 +180,7 @@ def ask_prometheus(prometheus: Prometheus, query: Query) -> Vector:
 
 
 def scrape(server: Server) -> Samples:
-    return samples_of(server.metrics())
+    return parse_samples(server.metrics())
 
 
 def read(file: Path) -> list[RequestRecord]:
@@ -274,7 +274,7 @@ def test_panels_agree_with_the_counters(seen: Seen, query: Query) -> None:
 
 def test_the_books_hold(seen: Seen) -> None:
     """What is held is used, idle or wasted; nobody is there any more."""
-    held = {state: sum(at(seen.after, "kvmux_kv_cache_bytes", strategy=i, state=state) for i in INSTANCES)
+    held = {state: sum(sample_value(seen.after, "kvmux_kv_cache_bytes", strategy=i, state=state) for i in INSTANCES)
             for state in ("used", "idle", "wasted")}  # fmt: skip
     assert held["used"] == 0
-    assert sum(held.values()) == at(seen.after, "kvmux_kv_cache_pool_bytes", state="held")
+    assert sum(held.values()) == sample_value(seen.after, "kvmux_kv_cache_pool_bytes", state="held")

@@ -14,7 +14,7 @@ import httpx
 import pytest
 
 from server.processes.supervisor import Targets
-from tests.api.raw_http import post
+from tests.api.raw_http import raw_post
 from tests.end_to_end.server_process import PATIENCE, Server, eventually, serving
 
 PROMPT = "Once upon a time there was a"
@@ -85,7 +85,7 @@ def test_whoever_hangs_up_is_gone_within_two_steps(slow: Server, stream: bool) -
     with ExitStack() as clients:
         for _ in range(5):
             client = clients.enter_context(socket.create_connection((address.host, address.port)))
-            client.sendall(post(body))
+            client.sendall(raw_post(body))
         eventually(lambda: slow.metric("kvmux_num_requests_running") == 3)
         eventually(lambda: slow.metric("kvmux_num_requests_waiting") == 2)
         steps = slow.metric("kvmux_steps_total")

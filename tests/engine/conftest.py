@@ -10,9 +10,9 @@ from transformers import Qwen2Config
 
 from kernels import backends as loading
 from tests.engine.expected_tokens import Reference
-from tests.engine.fake_mps import FarDevice, offered
-from tests.engine.sync_free_ops import WaitingForNothing
-from tests.models.random_models import CONFIGS, load, save_random
+from tests.engine.fake_mps import FakeMps, install
+from tests.engine.sync_free_ops import SyncFreeOps
+from tests.models.random_models import CONFIGS, load_decoder, save_random_model
 
 
 @pytest.fixture(scope="session")
@@ -22,7 +22,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
     fewer = {"num_hidden_layers": 2, "layer_types": None}
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(CONFIGS, "two_layers", Qwen2Config(**(CONFIGS["qwen2"].to_dict() | fewer)))
-        save_random("two_layers", directory)
+        save_random_model("two_layers", directory)
     return directory
 
 
@@ -30,16 +30,16 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def tiny_windows(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Directory of a random model two of whose three layers see 16 tokens."""
     directory = tmp_path_factory.mktemp("tiny_windows")
-    save_random("qwen2_windows", directory)
+    save_random_model("qwen2_windows", directory)
     return directory
 
 
 @pytest.fixture
-def mps(monkeypatch: pytest.MonkeyPatch) -> Iterator[FarDevice]:
+def mps(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeMps]:
     """A device of that name, with operations that wait for nothing."""
-    fake = FarDevice()
-    offered(monkeypatch, fake)
-    monkeypatch.setattr(loading, "BACKENDS", {"metal": ("mps", WaitingForNothing)})
+    fake = FakeMps()
+    install(monkeypatch, fake)
+    monkeypatch.setattr(loading, "BACKENDS", {"metal": ("mps", SyncFreeOps)})
     monkeypatch.setattr(loading, "checked", lambda *_: [])  # they know no padding
     loading._checked.cache_clear()
     with fake:
@@ -50,4 +50,4 @@ def mps(monkeypatch: pytest.MonkeyPatch) -> Iterator[FarDevice]:
 @pytest.fixture(scope="session")
 def reference(tiny: Path) -> Reference:
     """What `tiny` writes, computed without any cache."""
-    return Reference(load(tiny))
+    return Reference(load_decoder(tiny))

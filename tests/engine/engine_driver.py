@@ -39,7 +39,7 @@ WORKER = 0
 
 
 @dataclass
-class Heard:
+class RequestEvents:
     """All that was said about one request."""
 
     tokens: list[int] = field(default_factory=list)
@@ -101,10 +101,10 @@ class Driver:
         defaults: dict[str, Any] = {"weights_cache": "off", "dtype": "float32", "threads": 1, "kv_memory": "12MiB"}
         self.engine: Engine = build_engine(Settings(model=str(directory), **(defaults | settings)), gradual=gradual)
         self.core = self.engine.core
-        self.heard: dict[str, Heard] = {}
+        self.heard: dict[str, RequestEvents] = {}
         self.steps: list[StepResult] = []
 
-    def submit(self, name: str, prompt: Sequence[int], max_tokens: int = 8, **options: Any) -> Heard:
+    def submit(self, name: str, prompt: Sequence[int], max_tokens: int = 8, **options: Any) -> RequestEvents:
         """`options`: fields of Submit, of Caching (its priority as `kept`) or of Sampling.
 
         Greedy and without end token unless they say otherwise.
@@ -114,7 +114,7 @@ class Driver:
         caching = {key: options.pop(key) for key in ("salt", "max_cached", "ttl") if key in options}
         ours["caching"] = Caching(**caching, priority=options.pop("kept", 0))
         sampling = Sampling(max_tokens, **({"temperature": 0.0, "ignore_eos": True} | options))
-        self.heard[name] = Heard()
+        self.heard[name] = RequestEvents()
         refused = self.core.submit(WORKER, Submit(name, list(prompt), sampling, **ours))
         if refused is not None:
             self._hear(refused.message)

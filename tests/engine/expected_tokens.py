@@ -20,7 +20,7 @@ from server.engine.sampling.sampler import Noise, sample
 from server.models.decoder import Decoder
 from server.models.no_cache import FullContext, debug_generate_full_context
 
-HAIR = 1e-5  # far above the rounding of float32, far below what tells tokens apart
+MIN_MARGIN = 1e-5  # far above the rounding of float32, far below what tells tokens apart
 
 
 class Windowed(FullContext):
@@ -101,13 +101,13 @@ class Reference:
 
 def _assert_clear_winner(logits: Tensor) -> None:
     best, second = logits.topk(2).values.tolist()
-    assert best - second > HAIR * abs(best), "a token wins by a hair: choose another prompt"
+    assert best - second > MIN_MARGIN * abs(best), "a token wins by a hair: choose another prompt"
 
 
 def _assert_clear_draw(logits: Tensor, sampling: Sampling, position: int) -> None:
     edges = probabilities(logits, sampling).double().cumsum(-1)
     distance = (edges / edges[-1] - Noise().at(sampling.seed, position)).abs().min()
-    assert distance > HAIR, "a draw falls by a hair: choose another seed"
+    assert distance > MIN_MARGIN, "a draw falls by a hair: choose another seed"
 
 
 def random_prompt(length: int, seed: int = 0) -> list[int]:

@@ -1,4 +1,4 @@
-"""A stand-in for the lookup of drafts: it knows what the text will be, and is wrong as often as a test wants."""
+"""A stand-in for the n-gram proposer: it knows the text to come, and is wrong as often as a test wants."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import random
 from collections.abc import Sequence
 
 
-class Guessing:
-    """Guesses from the whole text that is to come; each guess is right with a certain chance."""
+class FakeProposer:
+    """Proposes draft tokens from the text to come; each is right with probability `right`."""
 
     def __init__(self, whole: Sequence[int], *, count: int, right: float = 0.8, seed: int = 0) -> None:
         self._whole, self._count, self._right = list(whole), count, right

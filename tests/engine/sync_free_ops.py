@@ -1,4 +1,4 @@
-"""Operations that ask nothing of the device, as kernels do: keys are found by address, on the device alone.
+"""Operations that never synchronize with the device, as kernels: keys are found by address, on the device alone.
 
 Formulas, not kernels: every query meets every position of the longest text, and what it does not see counts nothing.
 """
@@ -15,7 +15,7 @@ from kernels.store import KVStore
 from kernels.types import LayerSpec, Slots
 
 
-class WaitingForNothing(ReferenceOps):
+class SyncFreeOps(ReferenceOps):
     """Keys and values as the model computes them; no padding."""
 
     def write_kv(self, store: KVStore, layer: int, k: Tensor, v: Tensor, at: Slots) -> None:

@@ -15,7 +15,7 @@ from server.engine.info import state_of
 from server.engine.ipc.messages import Admitted, Tokens
 from tests.engine.engine_driver import Driver, strategies
 from tests.engine.expected_tokens import Reference, random_prompt
-from tests.models.random_models import load
+from tests.models.random_models import load_decoder
 
 LENGTHS = (1, 2, 31, 32, 33, 129, 300)  # around a block, a tile and a step
 COUNT = 8
@@ -80,7 +80,7 @@ def test_a_narrow_window_says_what_a_masked_model_says(
 
 
 def test_a_model_with_windows_of_its_own_is_served_exactly(tiny_windows: Path) -> None:
-    reference = Reference(load(tiny_windows))
+    reference = Reference(load_decoder(tiny_windows))
     driver = Driver(tiny_windows, strategies=EXACT | NARROW_SETTINGS, max_num_batched_tokens=40)
     jobs = [(name, random_prompt(n)) for name in ["paged", "contiguous", *EXACT, "w8s3", "w40"] for n in (5, 70)]
     run_staggered(driver, jobs, every=1, count=12)

@@ -10,7 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from tests.engine.engine_driver import Driver
-from tests.models.random_models import CONFIGS, save_random
+from tests.models.random_models import CONFIGS, save_random_model
 
 STRATEGIES = ["contiguous", "paged", "sliding_window"]
 
@@ -36,7 +36,7 @@ class Largest(TorchDispatchMode):
 @pytest.fixture(scope="module")
 def driver(tmp_path_factory: pytest.TempPathFactory) -> Driver:
     directory = tmp_path_factory.mktemp("llama")
-    save_random("llama", directory)
+    save_random_model("llama", directory)
     return Driver(directory, strategies={"sliding_window": {"kind": "sliding_window", "window": 64}})
 
 

@@ -19,8 +19,8 @@ from server.engine.ipc.messages import TokenLogprob
 from server.models.files.directory import locate
 from tests.engine.engine_driver import Driver, strategies
 from tests.engine.expected_tokens import random_prompt
-from tests.engine.fake_proposer import Guessing
-from tests.models.random_models import save_random
+from tests.engine.fake_proposer import FakeProposer
+from tests.models.random_models import save_random_model
 
 COMPILED = isinstance(load_ops(native("cpu"), torch.float32).ops, CpuOps)
 EMBEDDED = locate("tiny", None)
@@ -88,7 +88,7 @@ def with_guesses(driver: Driver, instance: str) -> None:
     driver.run()
     asked(driver, instance)
     whole = [*PROMPT, *driver.heard["before"].tokens]
-    driver.request("it").lookup = Guessing(whole, count=4, right=0.7)  # type: ignore[assignment]
+    driver.request("it").lookup = FakeProposer(whole, count=4, right=0.7)  # type: ignore[assignment]
     others(driver, instance)
 
 
@@ -120,7 +120,7 @@ def test_the_same_bits_in_any_company(instance: str, dtype: str) -> None:
 
 @pytest.mark.parametrize("name", ["mixtral", "gemma3", "qwen3"])
 def test_other_families_too(tmp_path: Path, name: str) -> None:
-    save_random(name, tmp_path)
+    save_random_model(name, tmp_path)
     if COMPILED:
         expected = served(tmp_path, "float32", "paged", alone)
         for way in WAYS:

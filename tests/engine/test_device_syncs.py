@@ -17,7 +17,7 @@ from server.evaluation.compare import compare
 from server.evaluation.documents import Document
 from tests.engine.engine_driver import Driver
 from tests.engine.expected_tokens import Reference, random_prompt
-from tests.engine.fake_mps import FAR, FarDevice
+from tests.engine.fake_mps import MPS, FakeMps
 
 STRATEGIES = ["paged", "contiguous", "sliding_window"]
 
@@ -26,14 +26,14 @@ def on_mps(directory: Path, **settings: Any) -> Driver:
     return Driver(directory, **({"device": "mps", "max_num_batched_tokens": 64} | settings))
 
 
-def decode_step(driver: Driver, mps: FarDevice) -> None:
+def decode_step(driver: Driver, mps: FakeMps) -> None:
     """One more, and counts what it moves."""
-    mps.forget()
+    mps.reset()
     assert driver.step().report.phase == "decode"
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_a_greedy_step_waits_for_the_tokens_alone(tiny: Path, mps: FarDevice, strategy: str) -> None:
+def test_a_greedy_step_waits_for_the_tokens_alone(tiny: Path, mps: FakeMps, strategy: str) -> None:
     driver = on_mps(tiny)
     for name in ("one", "other"):
         driver.submit(name, random_prompt(9, seed=len(name)), 20, kv_cache=strategy)
@@ -44,7 +44,7 @@ def test_a_greedy_step_waits_for_the_tokens_alone(tiny: Path, mps: FarDevice, st
         assert len(mps.to_device) == 2, "tokens, positions and rows; seats and offsets"
 
 
-def test_the_table_is_copied_when_it_has_changed(tiny: Path, mps: FarDevice) -> None:
+def test_the_table_is_copied_when_it_has_changed(tiny: Path, mps: FakeMps) -> None:
     driver = on_mps(tiny, strategies={"paged": {"kind": "paged", "block_size": 4}})
     driver.submit("it", random_prompt(9), 20)
     driver.step()
@@ -64,7 +64,7 @@ def test_the_table_is_copied_when_it_has_changed(tiny: Path, mps: FarDevice) -> 
         {"temperature": 1.0, "presence_penalty": 0.5, "ignore_eos": False, "min_tokens": 9},
     ],
 )
-def test_so_does_a_step_that_draws(tiny: Path, mps: FarDevice, sampling: dict[str, Any]) -> None:
+def test_so_does_a_step_that_draws(tiny: Path, mps: FakeMps, sampling: dict[str, Any]) -> None:
     driver = on_mps(tiny)
     for name in ("one", "other"):
         driver.submit(name, random_prompt(9), 20, **sampling)
@@ -74,7 +74,7 @@ def test_so_does_a_step_that_draws(tiny: Path, mps: FarDevice, sampling: dict[st
         assert mps.to_host == ["tolist"]
 
 
-def test_log_probabilities_come_in_one_transfer_more(tiny: Path, mps: FarDevice) -> None:
+def test_log_probabilities_come_in_one_transfer_more(tiny: Path, mps: FakeMps) -> None:
     driver = on_mps(tiny)
     for name in ("one", "other"):
         driver.submit(name, random_prompt(9), 20, logprobs=4)
@@ -83,18 +83,16 @@ def test_log_probabilities_come_in_one_transfer_more(tiny: Path, mps: FarDevice)
     assert len(mps.to_host) == 2
 
 
-def test_a_step_that_draws_nothing_waits_for_nothing(tiny: Path, mps: FarDevice) -> None:
+def test_a_step_that_draws_nothing_waits_for_nothing(tiny: Path, mps: FakeMps) -> None:
     driver = on_mps(tiny, max_num_batched_tokens=16)
     driver.submit("long", random_prompt(40), 4)
-    mps.forget()
+    mps.reset()
     assert driver.step().report.tokens == 16
     assert mps.to_host == []
 
 
 @pytest.mark.parametrize("kernels", ["auto", "reference"])
-def test_what_the_device_writes_is_what_it_should(
-    tiny: Path, reference: Reference, mps: FarDevice, kernels: str
-) -> None:
+def test_what_the_device_writes_is_what_it_should(tiny: Path, reference: Reference, mps: FakeMps, kernels: str) -> None:
     """With kernels, and with plain torch, which no tensor of the host may meet either."""
     driver = on_mps(tiny, kernels=kernels)
     heard = {name: driver.submit(name, random_prompt(40, seed=1), 6, kv_cache=name) for name in STRATEGIES}
@@ -104,7 +102,7 @@ def test_what_the_device_writes_is_what_it_should(
     driver.assert_nothing_leaked()
 
 
-def test_scores_are_those_of_a_cpu(tiny: Path, mps: FarDevice) -> None:
+def test_scores_are_those_of_a_cpu(tiny: Path, mps: FakeMps) -> None:
     wanted = {"logprobs": 4, "prompt_logprobs": 2, "temperature": 0.9, "seed": 5, "top_p": 0.9}
     heard = []
     for device in ("mps", "cpu"):
@@ -116,7 +114,7 @@ def test_scores_are_those_of_a_cpu(tiny: Path, mps: FarDevice) -> None:
 
 @pytest.mark.parametrize("number", [float("nan"), float("inf")])
 def test_logits_that_are_no_numbers_end_their_request_alone(
-    tiny: Path, mps: FarDevice, monkeypatch: pytest.MonkeyPatch, number: float
+    tiny: Path, mps: FakeMps, monkeypatch: pytest.MonkeyPatch, number: float
 ) -> None:
     driver = on_mps(tiny)
     heard = [driver.submit(name, random_prompt(9), 4, temperature=t) for name, t in (("a", 0.0), ("b", 1.0), ("c", 0))]
@@ -134,7 +132,7 @@ def test_logits_that_are_no_numbers_end_their_request_alone(
 
 
 # -------------------------------------------------------------------- what else computes on a device
-def test_strategies_are_compared_as_on_a_cpu(tiny: Path, mps: FarDevice) -> None:
+def test_strategies_are_compared_as_on_a_cpu(tiny: Path, mps: FakeMps) -> None:
     found = []
     for device in ("mps", "cpu"):
         core = Driver(tiny, device=device, kernels="reference").core
@@ -144,20 +142,20 @@ def test_strategies_are_compared_as_on_a_cpu(tiny: Path, mps: FarDevice) -> None
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_caches_for_other_peoples_models_are_as_on_a_cpu(mps: FarDevice, strategy: str) -> None:
+def test_caches_for_other_peoples_models_are_as_on_a_cpu(mps: FakeMps, strategy: str) -> None:
     config = Qwen2Config(
         hidden_size=32, num_attention_heads=4, num_key_value_heads=2, num_hidden_layers=1, dtype=torch.float32
     )
     generator = torch.Generator().manual_seed(0)
     ours: list[Any] = [
         [StrategyCache(config, strategy, max_seq_len=40, device=device), KVCache(1, 40, 2, 8)]
-        for device in (FAR, torch.device("cpu"))
+        for device in (MPS, torch.device("cpu"))
     ]
     for n in (7, 1, 1, 5):
         k, v = (torch.randn(1, 2, n, 8, generator=generator) for _ in "kv")
         for far, near in zip(*ours, strict=True):
-            for there, here in zip(far.update(k.to(FAR), v.to(FAR), 0), near.update(k, v, 0), strict=True):
-                assert there.device == FAR
+            for there, here in zip(far.update(k.to(MPS), v.to(MPS), 0), near.update(k, v, 0), strict=True):
+                assert there.device == MPS
                 assert there.tolist() == here.tolist()
 
 
@@ -174,27 +172,27 @@ WAITING: list[Callable[[Tensor], object]] = [
 ]
 
 
-def test_whatever_waits_is_counted(mps: FarDevice) -> None:
-    x = torch.arange(6, device=FAR).float()
+def test_whatever_waits_is_counted(mps: FakeMps) -> None:
+    x = torch.arange(6, device=MPS).float()
     for wait in WAITING:
-        mps.forget()
+        mps.reset()
         wait(x)
         assert len(mps.to_host) == 1
         assert not mps.to_device
 
 
-def test_whatever_is_copied_to_the_device_is_counted(mps: FarDevice) -> None:
-    x = torch.zeros(6, device=FAR)
+def test_whatever_is_copied_to_the_device_is_counted(mps: FakeMps) -> None:
+    x = torch.zeros(6, device=MPS)
     x.copy_(torch.ones(6))
     x[[1, 2]] = 3
-    torch.tensor([1, 2], device=FAR)
+    torch.tensor([1, 2], device=MPS)
     assert len(mps.to_device) == 3
     assert not mps.to_host
     assert x.tolist() == [1, 3, 3, 1, 1, 1]
 
 
-def test_what_a_mac_refuses_is_refused(mps: FarDevice) -> None:
-    x = torch.zeros(6, device=FAR)
+def test_what_a_mac_refuses_is_refused(mps: FakeMps) -> None:
+    x = torch.zeros(6, device=MPS)
     with pytest.raises(RuntimeError, match="found mps:0 and cpu"):
         x + torch.zeros(6)
     with pytest.raises(TypeError, match="float64"):

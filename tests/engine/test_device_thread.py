@@ -21,7 +21,7 @@ from server.processes import engine as engine_process
 from server.processes.child_process import STOP
 from tests.engine.engine_driver import Driver
 from tests.engine.expected_tokens import Reference, random_prompt
-from tests.engine.fake_mps import FAR, FarDevice
+from tests.engine.fake_mps import MPS, FakeMps
 
 SAMPLINGS = {
     "greedy": Sampling(6, temperature=0.0, ignore_eos=True),
@@ -82,7 +82,7 @@ def _signals() -> Iterator[None]:
 
 @pytest.mark.usefixtures("_signals")
 def test_whatever_is_asked_of_an_engine_one_thread_does_it(
-    tiny: Path, reference: Reference, mps: FarDevice, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    tiny: Path, reference: Reference, mps: FakeMps, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr(core, "TIMED", 2)
     worker, status = Worker(str(tmp_path / "socket")), Status()
@@ -97,13 +97,13 @@ def test_whatever_is_asked_of_an_engine_one_thread_does_it(
     assert mps.threads == {threading.get_ident()}
 
 
-def test_another_thread_would_be_seen(tiny: Path, mps: FarDevice) -> None:
+def test_another_thread_would_be_seen(tiny: Path, mps: FakeMps) -> None:
     driver = Driver(tiny, device="mps")
     memory = driver.core.arena.memory
     for reach in (
         lambda: memory[:8].sum(),
         lambda: memory.tolist(),
-        lambda: device_memory(FAR),
+        lambda: device_memory(MPS),
     ):
         mps.threads.clear()
         thread = threading.Thread(target=reach)

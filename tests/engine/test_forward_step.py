@@ -8,7 +8,7 @@ import torch
 from server.models.no_cache import full_context_logits
 from server.sequence import CachedSequence
 from tests.engine.engine_driver import Driver
-from tests.models.random_models import save_random
+from tests.models.random_models import save_random_model
 
 TOKENS = 50
 EXACT = {"sliding_window": {"kind": "sliding_window", "window": 512}}
@@ -17,7 +17,7 @@ EXACT = {"sliding_window": {"kind": "sliding_window", "window": 512}}
 @pytest.fixture(scope="module", params=["llama", "qwen2"])
 def driver(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Driver:
     directory = tmp_path_factory.mktemp(request.param)
-    save_random(request.param, directory)
+    save_random_model(request.param, directory)
     return Driver(directory, strategies=EXACT)
 
 

@@ -19,7 +19,7 @@ from server.engine.ipc.messages import Sampling
 from server.generate import NotANumber, generate
 from tests.engine.engine_driver import Driver, strategies
 from tests.engine.expected_tokens import Reference, random_prompt
-from tests.models.random_models import save_random
+from tests.models.random_models import save_random_model
 from tools.bench.caching import generate_cached
 
 STRATEGIES = strategies(
@@ -94,7 +94,7 @@ def test_it_writes_what_the_engine_writes(driver: Driver, instance: str, samplin
 
 @pytest.mark.parametrize("name", ["llama", "qwen2_windows", "gemma2", "gpt2"])  # the last by transformers' code
 def test_it_writes_what_transformers_generates(name: str, tmp_path: Path) -> None:
-    theirs: Any = save_random(name, tmp_path)
+    theirs: Any = save_random_model(name, tmp_path)
     driver = Driver(tmp_path, **SETTINGS | {"strategies": {n: STRATEGIES[n] for n in EXACT}})
     for length in (1, 37):
         prompt = random_prompt(length, seed=length)

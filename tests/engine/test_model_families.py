@@ -12,7 +12,7 @@ from server.models.decoder import Decoder
 from server.models.transformers_backend import TransformersModel
 from tests.engine.engine_driver import Driver, strategies
 from tests.engine.expected_tokens import random_prompt
-from tests.models.random_models import CONFIGS, FALLBACK, save_random
+from tests.models.random_models import CONFIGS, FALLBACK, save_random_model
 
 COUNT = 32  # beyond every window, past a block of 32, and past the 64 positions that llama3 was trained on
 PROMPTS = {"short": random_prompt(5, seed=1), "long": random_prompt(47, seed=2)}
@@ -29,7 +29,7 @@ Saved = tuple[str, Path, PreTrainedModel]  # name of the config, directory, tran
 @pytest.fixture(scope="module", params=[*CONFIGS, *FALLBACK])
 def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Saved:
     directory = tmp_path_factory.mktemp(request.param)
-    return request.param, directory, save_random(request.param, directory)
+    return request.param, directory, save_random_model(request.param, directory)
 
 
 @pytest.fixture(scope="module")
@@ -61,7 +61,7 @@ def test_greedy_text_equals_that_of_transformers(
 
 @pytest.mark.parametrize("name", ["llama", "gemma2", "qwen3"])
 def test_transformers_can_compute_the_lean_families_too(name: str, tmp_path: Path) -> None:
-    save_random(name, tmp_path)
+    save_random_model(name, tmp_path)
     texts = []
     for impl in ("lean", "transformers"):
         driver = Driver(tmp_path, max_seq_len=100, model_impl=impl)

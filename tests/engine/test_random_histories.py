@@ -20,9 +20,9 @@ from hypothesis import strategies as st
 from server.engine.admin import obey
 from server.engine.ipc.messages import Clear, Inspect, PinPrefix, Sampling, Share, Unpin
 from server.engine.scheduling.request import RequestError
-from tests.engine.engine_driver import Driver, Heard, least_memory, strategies
+from tests.engine.engine_driver import Driver, RequestEvents, least_memory, strategies
 from tests.engine.expected_tokens import Reference, random_prompt
-from tests.engine.fake_proposer import Guessing
+from tests.engine.fake_proposer import FakeProposer
 from tests.engine.test_step_recovery import LAST_LAYER, break_attend
 
 WINDOW, SINKS = 10, 2
@@ -164,7 +164,7 @@ class History:
                 name = f"{i}.{choice}"
                 self._assert_right(self._driver.heard[name], arrival, choice, cancelled=name in self._cancelled)
 
-    def _assert_right(self, heard: Heard, arrival: Arrival, choice: int, *, cancelled: bool) -> None:
+    def _assert_right(self, heard: RequestEvents, arrival: Arrival, choice: int, *, cancelled: bool) -> None:
         expected = self._expected(arrival, choice)
         if heard.failed is not None and heard.failed.status == 500:
             assert self._broken[arrival.instance] > 1
@@ -196,7 +196,7 @@ class History:
             )
             if guesses and heard.failed is None:
                 whole = PROMPTS[prompt] + self._expected(arrival, choice)
-                guessing = Guessing(whole, count=guesses, seed=len(self._arrivals))
+                guessing = FakeProposer(whole, count=guesses, seed=len(self._arrivals))
                 self._driver.request(name).lookup = guessing  # type: ignore[assignment]
 
     def _expected(self, arrival: Arrival, choice: int) -> list[int]:

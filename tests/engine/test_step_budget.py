@@ -21,7 +21,7 @@ from kernels.tracing import OpCounter
 from server.engine.batch import Batch
 from server.models.decoder import Decoder
 from tests.engine.engine_driver import Driver
-from tests.models.random_models import CONFIGS, save_random
+from tests.models.random_models import CONFIGS, save_random_model
 
 STRATEGIES = ("contiguous", "paged", "sliding_window")
 LAYERS = (2, 5)
@@ -92,7 +92,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[int, Path]:
         for layers in LAYERS:
             patch.setitem(CONFIGS, "llama_budget", config(layers))
             made[layers] = tmp_path_factory.mktemp("llama")
-            save_random("llama_budget", made[layers])
+            save_random_model("llama_budget", made[layers])
     return made
 
 

@@ -21,7 +21,7 @@ STRATEGIES = {
 @pytest.fixture(scope="session")
 def model_directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("llama")
-    random_models.save_random("llama", directory)
+    random_models.save_random_model("llama", directory)
     return directory
 
 

@@ -13,13 +13,13 @@ from config.settings import load
 from server.engine.build import build_engine
 from server.evaluation.corpus.packing import MarkedAnswer
 from server.evaluation.documents import Document
-from tests.models.random_models import save_random
+from tests.models.random_models import save_random_model
 from tests.models.rounded_weights import symmetric_rounded
 from tools.bench import quantized_weights
 
 
 def test_figures_are_those_of_transformers(tmp_path: Path) -> None:
-    save_random("llama", tmp_path)
+    save_random_model("llama", tmp_path)
     whole, less_exact = (LlamaForCausalLM.from_pretrained(tmp_path, dtype=torch.float32).double() for _ in range(2))
     with torch.no_grad():
         for name, p in less_exact.named_parameters():

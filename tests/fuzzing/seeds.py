@@ -26,7 +26,7 @@ def add_options(parser: pytest.Parser) -> None:
     group.addoption("--until", type=float, default=float("inf"), help="time.time() after which no test starts")
 
 
-class Drawing:
+class SeedPlugin:
     """Seeds each test by the run's seed and its own name, so that it draws the same when it runs by itself."""
 
     def __init__(self, config: pytest.Config) -> None:

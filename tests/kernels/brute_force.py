@@ -13,18 +13,18 @@ from kernels.types import LayerSpec
 Keeps = Callable[[Tensor, Tensor], Tensor]  # (query positions, key positions) -> does the strategy keep the key?
 
 KEEPS: Mapping[str, Callable[[Any], Keeps]] = {  # built-in kinds, by their options; the model's own window comes on top
-    "contiguous": lambda options: everything,
-    "paged": lambda options: everything,
+    "contiguous": lambda options: keep_all,
+    "paged": lambda options: keep_all,
     "sliding_window": lambda options: lambda i, j: (j < options.sinks) | (i - j < options.window),
 }
 
 
-def everything(i: Tensor, j: Tensor) -> Tensor:
+def keep_all(i: Tensor, j: Tensor) -> Tensor:
     return j == j
 
 
-def seen(spec: LayerSpec, length: int, keeps: Keeps = everything, *, first: int = 0) -> Tensor:
-    """Mask [T - first, T]: which keys j the query i sees, from the query `first` on."""
+def visible_keys(spec: LayerSpec, length: int, keeps: Keeps = keep_all, *, first: int = 0) -> Tensor:
+    """Return the mask [T - first, T] of the keys j that query i sees, from the query `first` on."""
     i, j = torch.arange(first, length)[:, None], torch.arange(length)[None]
     return (j <= i) & (i - j < (spec.window or length)) & keeps(i, j)
 

@@ -21,7 +21,7 @@ from kernels.quantization import QuantizedTensor
 from kernels.selfcheck.attention_case import AttentionCase, Layout, RowOf, Step
 from kernels.store import KVStore, block_bytes
 from kernels.types import LayerSpec
-from tests.kernels.brute_force import attention, everything, seen
+from tests.kernels.brute_force import attention, keep_all, visible_keys
 
 KV_HEADS = 2
 OTHER = LayerSpec(3, 3, 40, 72)  # a layer before the one that is tried
@@ -200,8 +200,8 @@ def forward_layers(ops: Ops, shape: Shape) -> Pairs:
     qkv = _normed(x, weights.norm) @ weights.qkv.double().T + weights.qkv_bias.double()
     q, k, v = qkv.unflatten(1, (shape.group + 2, shape.head_dim)).split_with_sizes((shape.group, 1, 1), 1)
     q, k = (_turned(each, turns, torch.arange(length + 1)) for each in (q, k))
-    keeps = everything if shape.window is None else lambda i, j: i - j < shape.window
-    found = attention(q, k, v, spec, seen(spec, length + 1, keeps)).flatten(1)
+    keeps = keep_all if shape.window is None else lambda i, j: i - j < shape.window
+    found = attention(q, k, v, spec, visible_keys(spec, length + 1, keeps)).flatten(1)
     x = x + found @ weights.o.double().T
     x = x + _gated(_normed(x, weights.next_norm) @ gate_up.double().T) @ down.double().T
     yield from zip(got, x.split_with_sizes((length, 1)), strict=True)
@@ -316,10 +316,10 @@ def attend(ops: Ops, shape: Shape) -> Pairs:
     out = laid(torch.zeros_like(q), shape.lies)
     ops.attend(out, q, scene.store, scene.layer, scene.at, scene.spec, window=shape.window)
     window = shape.window
-    keeps = everything if window is None else lambda i, j: i - j < window
+    keeps = keep_all if window is None else lambda i, j: i - j < window
     for i, got in enumerate(out.split([row.tokens for row in scene.rows])):
         past = scene.rows[i].past
-        mask = seen(scene.spec, shape.length, keeps, first=past)
+        mask = visible_keys(scene.spec, shape.length, keeps, first=past)
         yield got, attention(scene.q[i][past:], scene.k[i], scene.v[i], scene.spec, mask)
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 NORESERVE = 0x4000 if sys.platform == "linux" else 0  # Python 3.11 has no name for it; elsewhere all memory is such
 
 
-def holes(size: int) -> Tensor:
+def sparse_memory(size: int) -> Tensor:
     """[size] uint8, all 0. Skips the test where a process may not have so many addresses."""
     try:
         return torch.frombuffer(

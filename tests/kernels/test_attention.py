@@ -8,7 +8,7 @@ from torch import Tensor
 
 from kernels.selfcheck.attention_case import AttentionCase, Layout, RowOf
 from tests.kernels.backend_matrix import BACKENDS, LAYOUTS, NAMES, ROWS, SPECS, TOLERANCE
-from tests.kernels.brute_force import attention, everything, seen
+from tests.kernels.brute_force import attention, keep_all, visible_keys
 
 backends = pytest.mark.parametrize("backend", NAMES)
 layouts = pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: layout.kind)
@@ -95,6 +95,6 @@ def test_blocks_are_copied_whole_and_leave_their_neighbours_alone(backend: str) 
 
 def expected(scene: AttentionCase, i: int, window: int | None) -> Tensor:
     row, sinks, length = scene.rows[i], scene.layout.sinks, len(scene.k[i])
-    mask = seen(scene.spec, length, everything if window is None else lambda i, j: (i - j < window) | (j < sinks))
+    mask = visible_keys(scene.spec, length, keep_all if window is None else lambda i, j: (i - j < window) | (j < sinks))
     q = scene.q[i][row.past :]
     return attention(q, scene.k[i], scene.v[i], scene.spec, mask[row.past :])

@@ -18,7 +18,7 @@ from kernels.selfcheck.op_info import ATTENTION
 from kernels.store import KVStore, block_bytes
 from kernels.types import LayerSpec, Slots
 from tests.kernels.backend_matrix import BACKENDS, NAMES, TOLERANCE
-from tests.kernels.sparse_memory import holes
+from tests.kernels.sparse_memory import sparse_memory
 from tests.kernels.test_attention import expected
 from tests.kernels.test_decoder_layers import SPECS, WIDTH, stack_of
 
@@ -34,7 +34,9 @@ ROWS = (RowOf(2, 1), RowOf(0, 3))
 def _scene(backend: str, layout: Layout, kept: torch.dtype) -> AttentionCase:
     dtype = torch.float32 if kept is torch.int8 else kept
     before = [LLAMA] * (LAYERS - 1)
-    scene = AttentionCase(BACKENDS[backend](), layout, LLAMA, ROWS, dtype, kv_dtype=kept, before=before, memory=holes)
+    scene = AttentionCase(
+        BACKENDS[backend](), layout, LLAMA, ROWS, dtype, kv_dtype=kept, before=before, memory=sparse_memory
+    )
     assert scene.store.k_offset(scene.layer) // kept.itemsize > FAR
     assert scene.store.k(0).stride(0) > FAR, "and so do blocks"
     scene.write()
@@ -105,7 +107,7 @@ def test_slots_and_heads_that_lie_apart_keep_what_enters(backend: str, kept: tor
 def _arena(spec: LayerSpec, tokens: int, kept: torch.dtype) -> Arena:
     """Two blocks."""
     page = block_bytes([spec], tokens, kept)
-    return Arena(2, page, memory=holes(2 * page))
+    return Arena(2, page, memory=sparse_memory(2 * page))
 
 
 def _row(store: KVStore, start: int, n: int) -> Slots:
@@ -131,7 +133,7 @@ def _row(store: KVStore, start: int, n: int) -> Slots:
 def test_blocks_far_apart_are_copied(backend: str) -> None:
     """Of 64 KiB each: the last one begins 2^36 bytes away, which is more than 2^31 units of 16."""
     page, pages, ops = 1 << 16, (1 << 20) + 2, BACKENDS[backend]()
-    arena = Arena(pages, page, memory=holes(pages * page))
+    arena = Arena(pages, page, memory=sparse_memory(pages * page))
     store = KVStore(arena, [LayerSpec(2, 2, 16, 8)], 16, torch.float32)
     store.blocks[5] = torch.randint(1, 255, (page,)).byte()
     ops.copy_blocks(store, [5], [pages - 1])
@@ -146,7 +148,7 @@ def test_blocks_far_apart_are_copied(backend: str) -> None:
 def test_all_layers_in_one_call_have_the_bits_that_they_have_nearby(backend: str) -> None:
     ops, rows = BACKENDS[backend](), (RowOf(0, 6), RowOf(0, 6))
     stack, found = stack_of(ops, torch.float32, None), []
-    for layout, memory in ((Layout(16), None), (Layout(FAR // 128 + 64), holes)):
+    for layout, memory in ((Layout(16), None), (Layout(FAR // 128 + 64), sparse_memory)):
         scene = AttentionCase(ops, layout, SPECS[1], rows, torch.float32, before=SPECS[:1], memory=memory)
         x = torch.randn(12, WIDTH, generator=torch.Generator().manual_seed(0))
         for start, n in ((0, 5), (5, 1)):

@@ -26,7 +26,7 @@ VOCABULARY = range(300, 900)  # between the ids that /tokenize finds
 class Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
     disable_nagle_algorithm = True
-    server: Stub
+    server: StubServer
 
     def _may(self) -> bool:
         if self.server.key and self.headers["Authorization"] != f"Bearer {self.server.key}":
@@ -119,7 +119,7 @@ class Handler(BaseHTTPRequestHandler):
         pass
 
 
-class Stub(ThreadingHTTPServer):
+class StubServer(ThreadingHTTPServer):
     """Listens on a free port of this machine. `seen` are the paths and bodies of the requests it has answered."""
 
     daemon_threads = True
@@ -160,9 +160,9 @@ class Stub(ThreadingHTTPServer):
 
 
 @contextmanager
-def stubbed(*models: str, **what: Any) -> Iterator[Stub]:
+def running_stub(*models: str, **what: Any) -> Iterator[StubServer]:
     """A stub that answers."""
-    with Stub(list(models), **what) as stub:
+    with StubServer(list(models), **what) as stub:
         thread = threading.Thread(target=stub.serve_forever, kwargs={"poll_interval": 0.05})
         thread.start()
         try:

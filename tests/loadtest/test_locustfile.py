@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from loadtest.prompts import prompt
-from tests.loadtest.stub_server import PROMPT_TOKENS, TOKENS, Stub, stubbed
+from tests.loadtest.stub_server import PROMPT_TOKENS, TOKENS, StubServer, running_stub
 
 pytestmark = pytest.mark.skipif(not find_spec("locust"), reason="the extra `load` is not installed")
 
@@ -38,7 +38,7 @@ class Load:
 
 
 def load(
-    stub: Stub, *options: str, users: int = 2, enough: Callable[[Seen], bool] = lambda seen: len(seen) >= 20
+    stub: StubServer, *options: str, users: int = 2, enough: Callable[[Seen], bool] = lambda seen: len(seen) >= 20
 ) -> tuple[int, Rows, str]:
     """Until the stub has had enough."""
     running = Load(stub.url, *options, users=users)
@@ -49,7 +49,7 @@ def load(
 
 def test_times_are_reported_by_strategy() -> None:
     options = ("--prompt-words", "3,5", "--shared-words", "4", "--body", '{"seed": 1}')
-    with stubbed(*STRATEGIES) as stub:
+    with running_stub(*STRATEGIES) as stub:
         code, rows, log = load(stub, "Completion", *options)
     assert code == 0, log
     for model in ("tiny:paged", "tiny:window"):
@@ -69,7 +69,7 @@ def test_times_are_reported_by_strategy() -> None:
 
 def test_failures_are_failures() -> None:
     broken = ("busy", "failing", "breaking", "odd")
-    with stubbed(*broken) as stub:
+    with running_stub(*broken) as stub:
         code, rows, log = load(stub, "Completion", "--models", ",".join(broken), enough=all_of(broken))
     assert code == 1
     for model in broken:
@@ -87,7 +87,7 @@ def all_of(models: Sequence[str]) -> Callable[[Seen], bool]:
 
 def test_a_document_fits_whichever_model_gets_it() -> None:
     models = ("small", "large")
-    with stubbed(*models) as stub:
+    with running_stub(*models) as stub:
         stub.contexts = {"small": 110}
         code, _, log = load(stub, "LongDocument", "--models", ",".join(models), enough=all_of(models))
     assert code == 0, log
@@ -95,7 +95,7 @@ def test_a_document_fits_whichever_model_gets_it() -> None:
 
 
 def test_no_such_strategy() -> None:
-    with stubbed(*STRATEGIES) as stub:
+    with running_stub(*STRATEGIES) as stub:
         code, rows, log = Load(stub.url, "--strategies", "pagd", "--stop-timeout", "60").end()
     assert code == 1
     assert "there is no strategy 'pagd'; there are paged, window" in log
@@ -104,7 +104,7 @@ def test_no_such_strategy() -> None:
 
 
 def test_no_server() -> None:
-    with Stub([]) as stub:
+    with StubServer([]) as stub:
         url = stub.url
     code, rows, _ = Load(url).end()
     assert code == 1
@@ -114,7 +114,7 @@ def test_no_server() -> None:
 def test_every_kind_of_user_does_what_it_is_for() -> None:
     options = ("--rows", "class", "--strategies", "slow=1,other=0", "--prompt-words", "6", "--max-tokens", "40")
     options += ("--system-words", "30", "--document-words", "100", "--burst", "3", "--pause", "0.02", "--patience", "2")
-    with stubbed("tiny", "tiny:slow", "tiny:other") as stub:
+    with running_stub("tiny", "tiny:slow", "tiny:other") as stub:
         stub.context = 110  # so that a chat has three turns
         code, rows, log = load(stub, *options, users=11, enough=every_kind)
     assert code == 0, log

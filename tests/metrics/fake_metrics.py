@@ -1,4 +1,4 @@
-"""Engines, steps and requests that never were, and what the metrics say of them."""
+"""Metrics of made-up engines, steps and requests, and readers of what they expose."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ ABOUT = About(
     settings={"device": "cpu", "deterministic": False, "max_seq_len": 512, "queue_timeout": None, "rules": []},
     restarts=0,
 )
-NOTHING = State(
+IDLE = State(
     running={},
     waiting={},
     usage=dict.fromkeys(INSTANCES, EMPTY),
@@ -48,16 +48,16 @@ def new_metrics(**about: Any) -> Metrics:
     return Metrics(replace(ABOUT, **about))
 
 
-def scrape(metrics: Metrics, state: State = NOTHING) -> Samples:
-    return samples_of(exposition(metrics, state).decode())
+def scrape(metrics: Metrics, state: State = IDLE) -> Samples:
+    return parse_samples(exposition(metrics, state).decode())
 
 
-def exposition(metrics: Metrics, state: State = NOTHING, *, openmetrics: bool = False) -> bytes:
-    """As an API process writes it."""
+def exposition(metrics: Metrics, state: State = IDLE, *, openmetrics: bool = False) -> bytes:
+    """Return the text of /metrics, as an API process writes it."""
     return Renderer().text(metrics.snapshot(state), openmetrics=openmetrics)
 
 
-def samples_of(text: str) -> Samples:
+def parse_samples(text: str) -> Samples:
     return {
         (sample.name, frozenset(sample.labels.items())): sample.value
         for family in text_string_to_metric_families(text)
@@ -65,20 +65,20 @@ def samples_of(text: str) -> Samples:
     }
 
 
-def at(samples: Samples, name: str, **labels: str) -> float:
+def sample_value(samples: Samples, name: str, **labels: str) -> float:
     return samples[name, frozenset(labels.items())]
 
 
-def labelled(samples: Samples, name: str) -> Sequence[dict[str, str]]:
-    """Labels of all samples of that name."""
+def labels_of(samples: Samples, name: str) -> Sequence[dict[str, str]]:
+    """Return the labels of all samples of that name."""
     return [dict(labels) for sample, labels in samples if sample == name]
 
 
-def state(**changes: Any) -> State:
-    return replace(NOTHING, **changes)
+def fake_state(**changes: Any) -> State:
+    return replace(IDLE, **changes)
 
 
-def record(instance: str = "paged", outcome: str = "stop", **changes: object) -> RequestRecord:
+def fake_record(instance: str = "paged", outcome: str = "stop", **changes: object) -> RequestRecord:
     values: dict[str, object] = {
         "instance": instance,
         "reason": "default",
@@ -101,7 +101,7 @@ def record(instance: str = "paged", outcome: str = "stop", **changes: object) ->
     return RequestRecord(**(values | changes))  # type: ignore[arg-type]
 
 
-def step(**changes: object) -> StepReport:
+def fake_step(**changes: object) -> StepReport:
     values: dict[str, object] = {
         "seconds": 0.02,
         "parts": {},

@@ -1,4 +1,4 @@
-"""Metrics behind HTTP, of a server that is not there: they were told of every kind of event."""
+"""An HTTP server of /metrics alone, whose metrics have counted every kind of event."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from server.engine.device import DeviceMemory
 from server.engine.records import Admission, DraftRecord, StepPart
 from server.metrics.families import MISS, OUTCOME, WAIT
 from server.metrics.registry import Metrics
-from tests.metrics.fake_metrics import INSTANCES, exposition, new_metrics, record, state, step
+from tests.metrics.fake_metrics import INSTANCES, exposition, fake_record, fake_state, fake_step, new_metrics
 
-BUSY = state(
+BUSY = fake_state(
     running=dict.fromkeys(INSTANCES, 2),
     waiting={(name, wait): 3 for name in INSTANCES for wait in WAIT.values or ()},
     usage=dict.fromkeys(INSTANCES, CacheUsage(2, 50, reserved=600, used=300, idle=200, wasted=100, limit=1000)),
@@ -30,19 +30,19 @@ BUSY = state(
 )
 
 
-def busy_metrics() -> Metrics:
-    """One operation fell back, and nothing else has happened."""
+def new_busy_metrics() -> Metrics:
+    """Return metrics of which one operation fell back to the reference; nothing is counted yet."""
     return new_metrics(fallen_back=[OPS[0].name], restarts=1)
 
 
-def happen(metrics: Metrics) -> None:
-    """A step and some requests, the same for every strategy: of 10 tokens 6 are found, each outcome comes once.
+def observe_everything(metrics: Metrics) -> None:
+    """Observe a step and requests, the same for every strategy: of 10 tokens 6 are found, each outcome comes once.
 
     Of two drafts of 3 tokens one comes true, and a third of the other. Half of the step's time is its operations'.
     """
     every = dict.fromkeys(INSTANCES, 1)
     metrics.observe_step(
-        step(
+        fake_step(
             parts=dict.fromkeys(INSTANCES, StepPart(3, 1, 40)),
             preempted=every,
             failures=every,
@@ -59,13 +59,13 @@ def happen(metrics: Metrics) -> None:
     )
     for name in INSTANCES:
         for outcome in OUTCOME.values or ():
-            metrics.observe_request(record(name, outcome))
+            metrics.observe_request(fake_record(name, outcome))
     metrics.observe_responses({200: 6, 429: 1})
 
 
 @contextmanager
-def served(metrics: Metrics) -> Iterator[str]:
-    """Its `host:port`."""
+def serve_metrics(metrics: Metrics) -> Iterator[str]:
+    """Serve these metrics until the block ends; yield `host:port`."""
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:

@@ -1,4 +1,4 @@
-"""Evaluates the dashboards' queries by itself, from what /metrics said before and after: to compare with Prometheus.
+"""Evaluate PromQL of the dashboards from two texts of /metrics, to compare with what Prometheus answers.
 
 As much of PromQL as they use. Rates are over the time between the two; gauges are as they were after.
 """

@@ -9,8 +9,8 @@ from dataclasses import replace
 import pytest
 
 from server.metrics import vllm_names
-from tests.metrics.fake_metrics import INSTANCES, exposition, new_metrics, samples_of
-from tests.metrics.metrics_server import BUSY, busy_metrics, happen, served
+from tests.metrics.fake_metrics import INSTANCES, exposition, new_metrics, parse_samples
+from tests.metrics.metrics_server import BUSY, new_busy_metrics, observe_everything, serve_metrics
 from tests.metrics.prometheus_server import Prometheus, running_prometheus
 from tools.dashboards.catalogue import Query, queries
 from tools.dashboards.promql import filled
@@ -24,11 +24,11 @@ def prometheus(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Prometheus]
 
     So a scrape that comes late or not at all, on a busy machine, changes nothing.
     """
-    metrics = busy_metrics()
-    with served(metrics) as target, running_prometheus(tmp_path_factory.mktemp("prometheus"), target) as started:
+    metrics = new_busy_metrics()
+    with serve_metrics(metrics) as target, running_prometheus(tmp_path_factory.mktemp("prometheus"), target) as started:
         started.wait_for_scrapes(1)
         for _ in range(3):
-            happen(metrics)
+            observe_everything(metrics)
         started.wait_for_scrapes(2)
         started.wait(lambda: bool(started.query("vllm:num_requests_running > 0 and on() up == 1")), "the rules")
         yield replace(started, moment=time.time())
@@ -99,8 +99,8 @@ def test_every_metric_of_vllms_is_there(prometheus: Prometheus) -> None:
 def test_the_server_tells_of_itself_what_the_rules_record(prometheus: Prometheus) -> None:
     metrics = new_metrics(settings={"vllm_metric_names": True})
     for _ in range(3):
-        happen(metrics)
-    told = samples_of(exposition(metrics, BUSY).decode())
+        observe_everything(metrics)
+    told = parse_samples(exposition(metrics, BUSY).decode())
     for name, _ in vllm_names.rules():
         recorded = {
             frozenset(

@@ -10,8 +10,8 @@ from prometheus_client.openmetrics.parser import text_string_to_metric_families 
 
 from server.metrics import vllm_names
 from server.metrics.families import FAMILIES, PREFIX
-from tests.metrics.fake_metrics import INSTANCES, at, exposition, new_metrics, samples_of
-from tests.metrics.metrics_server import BUSY, busy_metrics, happen
+from tests.metrics.fake_metrics import INSTANCES, exposition, new_metrics, parse_samples, sample_value
+from tests.metrics.metrics_server import BUSY, new_busy_metrics, observe_everything
 from tests.metrics.prometheus_server import CONFIG, ROOT, promtool
 from tools.dashboards.promql import named
 
@@ -33,23 +33,27 @@ def test_every_name_of_vllms_stands_for_one_metric() -> None:
 
 def test_the_server_has_the_same_names_where_a_setting_says_so() -> None:
     metrics = new_metrics(settings={"vllm_metric_names": True})
-    happen(metrics)
-    told = samples_of(exposition(metrics, BUSY).decode())
+    observe_everything(metrics)
+    told = parse_samples(exposition(metrics, BUSY).decode())
     assert {name for name, _ in told if name.startswith("vllm:")} == {name for name, _ in vllm_names.rules()}
     in_openmetrics = openmetrics_families(exposition(metrics, BUSY, openmetrics=True).decode())
     assert {sample.name for family in in_openmetrics for sample in family.samples} == {name for name, _ in told}
     outcomes = {"cancelled": "abort", "stop": "stop", "length": "length", "error": "error"}
     for name in INSTANCES:
         by = {"strategy": name, "model_name": name}
-        assert at(told, "vllm:num_requests_waiting", **by) == 3 * 4, "for whatever reason"
+        assert sample_value(told, "vllm:num_requests_waiting", **by) == 3 * 4, "for whatever reason"
         for ours, theirs in outcomes.items():
-            finished = at(told, "vllm:request_success_total", **by, finished_reason=theirs)
-            assert finished == at(told, f"{PREFIX}requests_total", strategy=name, outcome=ours) == 1
+            finished = sample_value(told, "vllm:request_success_total", **by, finished_reason=theirs)
+            assert finished == sample_value(told, f"{PREFIX}requests_total", strategy=name, outcome=ours) == 1
         for rest in ({"le": "0.025"}, {"le": "+Inf"}):
-            latency = at(told, "vllm:inter_token_latency_seconds_bucket", **by, **rest)
-            assert latency == at(told, f"{PREFIX}inter_token_latency_seconds_bucket", strategy=name, **rest) > 0
-    assert at(told, "vllm:iteration_tokens_total_count") == at(told, f"{PREFIX}step_tokens_count") == 1
-    assert not [name for name, _ in samples_of(exposition(new_metrics()).decode()) if name.startswith("vllm:")]
+            latency = sample_value(told, "vllm:inter_token_latency_seconds_bucket", **by, **rest)
+            assert (
+                latency == sample_value(told, f"{PREFIX}inter_token_latency_seconds_bucket", strategy=name, **rest) > 0
+            )
+    assert (
+        sample_value(told, "vllm:iteration_tokens_total_count") == sample_value(told, f"{PREFIX}step_tokens_count") == 1
+    )
+    assert not [name for name, _ in parse_samples(exposition(new_metrics()).decode()) if name.startswith("vllm:")]
 
 
 def test_alerts_ask_for_metrics_that_exist() -> None:
@@ -101,7 +105,7 @@ def test_alerts_fire_when_they_should() -> None:
 
 
 def test_prometheus_has_nothing_to_say_about_the_exposition() -> None:
-    metrics = busy_metrics()
-    happen(metrics)
+    metrics = new_busy_metrics()
+    observe_everything(metrics)
     result = promtool("check", "metrics", text=exposition(metrics, BUSY).decode())
     assert (result.returncode, result.stdout, result.stderr) == (0, "", "")

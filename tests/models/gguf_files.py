@@ -48,10 +48,10 @@ def write_gguf(model: PreTrainedModel, file: Path, kind: Type = Type.F32, **meta
     for key, value in metadata.items():
         add(writer, key.replace("__", "."), value)
     _add_tensors(writer, model, architecture, kind)
-    return finish(writer, file)
+    return write_to(writer, file)
 
 
-def finish(writer: gguf.GGUFWriter, file: Path) -> Path:
+def write_to(writer: gguf.GGUFWriter, file: Path) -> Path:
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

@@ -154,7 +154,7 @@ def random_model(config: PretrainedConfig, *, seed: int = 0) -> PreTrainedModel:
     return model
 
 
-def save_random(name: str, directory: Path, *, seed: int = 0, shard_size: str = "5GB") -> PreTrainedModel:
+def save_random_model(name: str, directory: Path, *, seed: int = 0, shard_size: str = "5GB") -> PreTrainedModel:
     """Saves a random model as a directory, with a tokenizer."""
     config = (CONFIGS | FALLBACK)[name]
     model = random_model(config, seed=seed)
@@ -174,7 +174,7 @@ def byte_tokenizer(vocab_size: int) -> Tokenizer:
     return tokenizer
 
 
-def load(directory: Path, dtype: torch.dtype = torch.float32, *, positions: int | None = None) -> Decoder:
+def load_decoder(directory: Path, dtype: torch.dtype = torch.float32, *, positions: int | None = None) -> Decoder:
     """Our decoder on that directory."""
     weights = Safetensors(directory, dtype, torch.device("cpu"))
     return Decoder(load_config(directory), weights, ReferenceOps(), dtype, positions=positions)

@@ -1,4 +1,4 @@
-"""What is left of weights, and of activations, when they are rounded to whole numbers; by numpy, and by formula."""
+"""Weights and activations after rounding to integers, by numpy and by formula: a reference for quantization."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def symmetric_rounded(w: Array, bits: int, group: int | None = None) -> Array:
     return (np.clip(np.rint(grouped / scale), -zero, zero - 1) * scale).reshape(w.shape)
 
 
-def rounded(model: PreTrainedModel, format: Format) -> PreTrainedModel:
+def round_weights(model: PreTrainedModel, format: Format) -> PreTrainedModel:
     """The model, what is multiplied with rounded; routers are not, nor is an embedding that is looked up only."""
     tied = model.config.tie_word_embeddings
     with torch.no_grad():
@@ -55,7 +55,7 @@ class RoundedInputs(ReferenceOps):
         return (y if bias is None else y + bias.double()).to(x.dtype)
 
 
-def apart(a: Tensor, b: Tensor) -> float:
+def relative_difference(a: Tensor, b: Tensor) -> float:
     """How far logits [n, V] of most tokens are, as a share of their spread.
 
     Not of all: an activation between two whole numbers becomes either, as its last bit is.

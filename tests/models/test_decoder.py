@@ -25,13 +25,13 @@ from server.models.errors import ModelError
 from server.models.load import describe
 from server.models.no_cache import FullContext, debug_generate_full_context
 from server.models.weights import Safetensors
-from tests.models.random_models import CONFIGS, load, save_random
+from tests.models.random_models import CONFIGS, load_decoder, save_random_model
 
 
 @pytest.mark.parametrize("name", CONFIGS)
 def test_logits_equal_those_of_transformers(name: str, tmp_path: Path) -> None:
-    theirs = save_random(name, tmp_path)
-    ours = load(tmp_path)
+    theirs = save_random_model(name, tmp_path)
+    ours = load_decoder(tmp_path)
     ids = torch.randint(2, 300, (70,))
     attention = FullContext(ours.specs, len(ids), ours.device)
     attention.logit_index = attention.positions  # all rows
@@ -48,7 +48,7 @@ def test_the_decoder_of_a_model_that_sees_is_served_alone(tmp_path: Path) -> Non
     torch.manual_seed(0)
     theirs = Gemma3ForConditionalGeneration(config).eval()
     theirs.save_pretrained(tmp_path)
-    ours = load(tmp_path)
+    ours = load_decoder(tmp_path)
     ids = torch.randint(2, 200, (40,))
     with torch.inference_mode():
         logits = ours.forward(ids, FullContext(ours.specs, len(ids), ours.device))
@@ -58,8 +58,8 @@ def test_the_decoder_of_a_model_that_sees_is_served_alone(tmp_path: Path) -> Non
 @pytest.mark.parametrize("positions", [4, 5])
 def test_longrope_factors_are_those_of_the_longest_text_served(positions: int, tmp_path: Path) -> None:
     """transformers changes them as a text grows, which cached keys do not survive."""
-    theirs = save_random("phi3_longrope", tmp_path)
-    ours = load(tmp_path, positions=positions)
+    theirs = save_random_model("phi3_longrope", tmp_path)
+    ours = load_decoder(tmp_path, positions=positions)
     ids = torch.randint(2, 300, (positions,))
     with torch.inference_mode():
         logits = ours.forward(ids, FullContext(ours.specs, len(ids), ours.device))
@@ -68,24 +68,24 @@ def test_longrope_factors_are_those_of_the_longest_text_served(positions: int, t
 
 @pytest.mark.parametrize("name", ["llama", "qwen2"])
 def test_greedy_text_equals_that_of_transformers(name: str, tmp_path: Path) -> None:
-    theirs = save_random(name, tmp_path)
+    theirs = save_random_model(name, tmp_path)
     prompt = torch.randint(2, 300, (9,))
     expected = theirs.generate(prompt[None], max_new_tokens=30, do_sample=False, pad_token_id=0, eos_token_id=None)
-    assert debug_generate_full_context(load(tmp_path), prompt.tolist(), 30) == expected[0, 9:].tolist()
+    assert debug_generate_full_context(load_decoder(tmp_path), prompt.tolist(), 30) == expected[0, 9:].tolist()
 
 
 def test_sharded_weights_are_found(tmp_path: Path) -> None:
-    theirs = save_random("llama", tmp_path, shard_size="100KB")
+    theirs = save_random_model("llama", tmp_path, shard_size="100KB")
     assert len(list(tmp_path.glob("*.safetensors"))) > 1
     ids = torch.randint(2, 300, (20,))
-    ours = load(tmp_path)
+    ours = load_decoder(tmp_path)
     with torch.inference_mode():
         logits = ours.forward(ids, FullContext(ours.specs, len(ids), ours.device))
         torch.testing.assert_close(logits[0], theirs(ids[None]).logits[0, -1], rtol=0, atol=1e-4)
 
 
 def test_weights_can_be_kept_narrower_than_activations(tmp_path: Path) -> None:
-    theirs = save_random("qwen2", tmp_path)
+    theirs = save_random_model("qwen2", tmp_path)
     ids = torch.randint(2, 300, (20,))
     weights = Safetensors(tmp_path, torch.bfloat16, torch.device("cpu"))
     ours = Decoder(load_config(tmp_path), weights, ReferenceOps(), torch.float32)
@@ -113,20 +113,20 @@ def test_what_the_decoder_does_not_know_is_refused(change: dict[str, Any], messa
 
 
 def test_an_incomplete_checkpoint_is_refused(tmp_path: Path) -> None:
-    save_random("llama", tmp_path)
+    save_random_model("llama", tmp_path)
     tensors = load_file(tmp_path / "model.safetensors")
     del tensors["model.layers.1.mlp.up_proj.weight"]
     save_file(tensors, tmp_path / "model.safetensors")
     with pytest.raises(ModelError, match=r"no tensor 'model\.layers\.1\.mlp\.up_proj\.weight'"):
-        load(tmp_path)
+        load_decoder(tmp_path)
     (tmp_path / "model.safetensors").unlink()
     with pytest.raises(ModelError, match=r"no \*\.safetensors file"):
-        load(tmp_path)
+        load_decoder(tmp_path)
 
 
 def test_rotating_back_undoes_rotating(tmp_path: Path) -> None:
-    save_random("llama", tmp_path)
-    rotate = load(tmp_path).specs[0].rotate
+    save_random_model("llama", tmp_path)
+    rotate = load_decoder(tmp_path).specs[0].rotate
     assert rotate is not None
     x, delta = torch.randn(5, 2, 16), torch.tensor([0, 1, 7, 100, 300])
     torch.testing.assert_close(rotate(rotate(x, delta), -delta), x)
@@ -169,14 +169,14 @@ KEYS = (
     ["llama", "mistral", "mixtral", "phi3", "qwen2_windows", "qwen3", "qwen3_moe", "smollm3", "gemma2", "gemma3"],
 )
 def test_what_config_json_leaves_out_is_what_transformers_takes_for_granted(name: str, tmp_path: Path) -> None:
-    save_random(name, tmp_path)
+    save_random_model(name, tmp_path)
     path = tmp_path / "config.json"
     raw = json.loads(path.read_text())
     ids = torch.randint(2, 300, (40,))
     for key in raw.keys() & KEYS:
         path.write_text(json.dumps({k: v for k, v in raw.items() if k != key}))
         theirs = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32).eval()
-        ours = load(tmp_path, positions=40)
+        ours = load_decoder(tmp_path, positions=40)
         with torch.inference_mode():
             logits = ours.forward(ids, FullContext(ours.specs, len(ids), ours.device))
             expected = theirs(ids[None]).logits[0, -1]
@@ -226,7 +226,7 @@ def test_a_large_gemma_3_needs_no_more_than_its_published_config(tmp_path: Path)
     ],
 )
 def test_values_that_no_model_can_have_are_told(change: dict[str, Any], message: str, tmp_path: Path) -> None:
-    save_random("llama", tmp_path)
+    save_random_model("llama", tmp_path)
     (tmp_path / "generation_config.json").unlink()
     path = tmp_path / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | change))
@@ -235,36 +235,36 @@ def test_values_that_no_model_can_have_are_told(change: dict[str, Any], message:
 
 
 def test_tensors_of_a_quantized_checkpoint_are_refused(tmp_path: Path) -> None:
-    save_random("llama", tmp_path)
+    save_random_model("llama", tmp_path)
     tensors = load_file(tmp_path / "model.safetensors")
     name = "model.layers.1.mlp.up_proj.weight"
     save_file(tensors | {name: tensors[name].to(torch.float8_e4m3fn)}, tmp_path / "model.safetensors")
     with pytest.raises(ModelError, match="of quantized checkpoints, only MLX's and GGUF files can be read"):
-        load(tmp_path)
+        load_decoder(tmp_path)
 
 
 @pytest.mark.parametrize("index", [[], {}, {"weight_map": ["a"]}, {"weight_map": {"a": 1}}])
 def test_an_index_that_is_none_is_told(index: Any, tmp_path: Path) -> None:
-    save_random("llama", tmp_path)
+    save_random_model("llama", tmp_path)
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
     with pytest.raises(ModelError, match=r"model\.safetensors\.index\.json is no"):
-        load(tmp_path)
+        load_decoder(tmp_path)
 
 
 @pytest.mark.parametrize(
     "change", [{"num_attention_heads": 2}, {"head_dim": 32}, {"vocab_size": 400}, {"intermediate_size": 48}]
 )
 def test_a_config_that_speaks_of_another_model_is_refused(change: dict[str, Any], tmp_path: Path) -> None:
-    save_random("llama", tmp_path)
+    save_random_model("llama", tmp_path)
     path = tmp_path / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | change))
     with pytest.raises(ModelError, match=r"by config\.json it should be"):
-        load(tmp_path)
+        load_decoder(tmp_path)
 
 
 def test_tensors_that_begin_anywhere_in_their_file_are_aligned(tmp_path: Path) -> None:
     """A byte before all others moves them."""
-    there = save_random("qwen2", tmp_path).state_dict()
+    there = save_random_model("qwen2", tmp_path).state_dict()
     file = tmp_path / "model.safetensors"
     size = int.from_bytes((whole := file.read_bytes())[:8], "little")
     header, numbers = json.loads(whole[8 : 8 + size]), whole[8 + size :]
@@ -288,7 +288,7 @@ def test_tensors_that_begin_anywhere_in_their_file_are_aligned(tmp_path: Path) -
 def test_ends_that_are_no_tokens_are_ignored(
     eos: Any, kept: set[int], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    save_random("llama", tmp_path)
+    save_random_model("llama", tmp_path)
     (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": eos}))
     assert describe(tmp_path, "auto").eos_ids == kept
     warned = [message for message in caplog.messages if "which are not in the vocabulary of 300 tokens" in message]
@@ -297,22 +297,22 @@ def test_ends_that_are_no_tokens_are_ignored(
 
 @pytest.mark.parametrize("number", [float("nan"), float("inf")])
 def test_a_norm_or_a_bias_that_is_not_finite_is_refused(number: float, tmp_path: Path) -> None:
-    save_random("qwen2", tmp_path)
+    save_random_model("qwen2", tmp_path)
     whole = load_file(tmp_path / "model.safetensors")
     for name in ("model.norm.weight", "model.layers.1.self_attn.k_proj.bias"):
         save_file(whole | {name: torch.full_like(whole[name], number)}, tmp_path / "model.safetensors")
         with pytest.raises(ModelError, match=rf"tensor '{name}' has numbers that are NaN or infinite in torch.float32"):
-            load(tmp_path)
+            load_decoder(tmp_path)
 
 
 def test_of_a_tensor_in_two_files_the_one_that_the_index_names_counts(tmp_path: Path) -> None:
-    there = save_random("llama", tmp_path).state_dict()
+    there = save_random_model("llama", tmp_path).state_dict()
     name = "model.norm.weight"
     save_file({name: there[name] + 1}, tmp_path / "a.safetensors")
     with pytest.raises(
         ModelError, match=r"'model\.norm\.weight' is in a\.safetensors and in model\.safetensors: delete"
     ):
-        load(tmp_path)
+        load_decoder(tmp_path)
     for file, expected in (("a.safetensors", there[name] + 1), ("model.safetensors", there[name])):
         weight_map = dict.fromkeys(there, "model.safetensors") | {name: file, "other": "a.safetensors"}
         (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
@@ -321,7 +321,7 @@ def test_of_a_tensor_in_two_files_the_one_that_the_index_names_counts(tmp_path: 
 
 
 def test_more_experts_than_there_are_cannot_be_chosen(tmp_path: Path) -> None:
-    save_random("mixtral", tmp_path)
+    save_random_model("mixtral", tmp_path)
     path = tmp_path / "config.json"
     raw = json.loads(path.read_text())
     for change, message in (
@@ -331,4 +331,4 @@ def test_more_experts_than_there_are_cannot_be_chosen(tmp_path: Path) -> None:
     ):
         path.write_text(json.dumps(raw | change))
         with pytest.raises(ModelError, match=message):
-            load(tmp_path)
+            load_decoder(tmp_path)

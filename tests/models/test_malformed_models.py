@@ -17,7 +17,7 @@ from gguf import GGMLQuantizationType as Type
 
 from tests.models.gguf_files import gguf_model, write_gguf
 from tests.models.mlx_files import write_mlx
-from tests.models.random_models import CONFIGS, random_model, save_random
+from tests.models.random_models import CONFIGS, random_model, save_random_model
 
 MOST_MEMORY = 1 << 30  # bytes; what transformers itself takes is a third of it
 SECONDS = 280
@@ -58,7 +58,7 @@ def make_directory(folder: Path, name: str) -> Path:
     if name == "mlx":
         write_mlx(random_model(CONFIGS["llama_tied_biased"]), directory, 4, 32)
     else:
-        save_random(name, directory)
+        save_random_model(name, directory)
     added = {"0": {"content": "<s>", "special": True}}
     words = {"bos_token": "<s>", "eos_token": {"content": "</s>"}, "additional_special_tokens": ["<s>"]}
     tokens = words | {"added_tokens_decoder": added, "chat_template": "{{ messages }}"}

@@ -29,14 +29,14 @@ from server.models.load import describe, load_model
 from server.models.no_cache import FullContext
 from server.models.transformers_backend import TransformersModel
 from server.models.weights import Kept
-from tests.models.random_models import CONFIGS, FALLBACK, SHAPE, save_random
+from tests.models.random_models import CONFIGS, FALLBACK, SHAPE, save_random_model
 
 CPU = torch.device("cpu")
 
 
 @pytest.mark.parametrize("name", [*FALLBACK, *CONFIGS])
 def test_logits_equal_those_of_transformers(name: str, tmp_path: Path) -> None:
-    theirs = save_random(name, tmp_path)
+    theirs = save_random_model(name, tmp_path)
     ours = TransformersModel(tmp_path, torch.float32, CPU)
     ids = torch.randint(2, 300, (60,))
     attention = FullContext(ours.specs, len(ids), CPU)
@@ -53,7 +53,7 @@ def test_logits_equal_those_of_transformers(name: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("positions", [3, 5, 60])
 def test_longrope_factors_are_those_of_the_longest_text_served(positions: int, tmp_path: Path) -> None:
     """And stay what they are, whatever a step holds: as in the lean decoder."""
-    save_random("phi3_longrope", tmp_path)
+    save_random_model("phi3_longrope", tmp_path)
     kind = {"ops": ReferenceOps(), "dtype": torch.float32, "weights": Kept(torch.float32), "device": CPU}
     models = [load_model(tmp_path, impl, positions=positions, **kind) for impl in ("transformers", "lean")]
     for length in (3, positions, 2):
@@ -64,7 +64,7 @@ def test_longrope_factors_are_those_of_the_longest_text_served(positions: int, t
 
 
 def test_layers_tell_what_they_are_like(tmp_path: Path) -> None:
-    save_random("gpt_oss", tmp_path)
+    save_random_model("gpt_oss", tmp_path)
     first, second, _ = TransformersModel(tmp_path, torch.float32, CPU).specs
     assert (first.window, second.window) == (16, None)
     assert (first.num_q_heads, first.num_kv_heads, first.head_dim, first.v_head_dim) == (4, 2, 16, 16)
@@ -74,7 +74,7 @@ def test_layers_tell_what_they_are_like(tmp_path: Path) -> None:
 
 
 def test_facts_are_known_without_the_weights(tmp_path: Path) -> None:
-    save_random("olmo2", tmp_path)
+    save_random_model("olmo2", tmp_path)
     (tmp_path / "model.safetensors").unlink()
     assert describe(tmp_path, "auto") == (300, 512, frozenset({1}), "float32")
 
@@ -175,7 +175,7 @@ def test_what_cannot_be_served_is_refused(kind: str, tmp_path: Path) -> None:
 def test_a_model_that_attends_otherwise_than_it_says_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    save_random("olmo2", tmp_path)
+    save_random_model("olmo2", tmp_path)
     attend = FullContext.attend
     monkeypatch.setattr(FullContext, "attend", lambda self, layer, q, k, v: attend(self, layer, q, k, v) * 1.5)
     with pytest.raises(ModelError, match="with our attention it computes something else than without"):
@@ -197,7 +197,7 @@ def test_what_cannot_be_read_is_told(tmp_path: Path) -> None:
 
 def test_an_incomplete_checkpoint_is_refused(tmp_path: Path) -> None:
     """transformers would fill in random numbers."""
-    save_random("olmo2", tmp_path)
+    save_random_model("olmo2", tmp_path)
     tensors = load_file(tmp_path / "model.safetensors")
     del tensors["model.layers.1.mlp.up_proj.weight"]
     save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})

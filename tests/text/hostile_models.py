@@ -1,4 +1,4 @@
-"""Models whose own files are hostile, and what is sent to models whose files are not."""
+"""Tokenizers and chat templates made to crash, hang or exhaust memory."""
 
 from __future__ import annotations
 
@@ -22,30 +22,30 @@ TEMPLATES = {  # each is harmless without its variable
 COMPILED = "{{ 10 ** (10 ** 8) }}"  # by jinja itself, before anything is rendered
 
 
-def with_template(directory: Path, template: str) -> Path:
-    return saved(directory, byte_level(), "{% if n %}" + template + "{% endif %}{{ messages[0].content }}")
+def save_with_template(directory: Path, template: str) -> Path:
+    return save_tokenizer(directory, byte_level(), "{% if n %}" + template + "{% endif %}{{ messages[0].content }}")
 
 
-def saved(directory: Path, backend: tokenizers.Tokenizer, template: str = "{{ messages[0].content }}") -> Path:
+def save_tokenizer(directory: Path, backend: tokenizers.Tokenizer, template: str = "{{ messages[0].content }}") -> Path:
     directory.mkdir(exist_ok=True)
     backend.save(str(directory / "tokenizer.json"))
     (directory / "chat_template.jinja").write_text(template)
     return directory
 
 
-def panics() -> tokenizers.Tokenizer:
+def panicking_tokenizer() -> tokenizers.Tokenizer:
     """Return a tokenizer that panics at many letters a: Oniguruma gives up, which its wrapper takes for impossible."""
     return _split_by("(a+)+$")
 
 
-def grows() -> tokenizers.Tokenizer:
+def growing_tokenizer() -> tokenizers.Tokenizer:
     """Return a tokenizer that makes ten letters q ten billion."""
     backend = byte_level()
     backend.normalizer = normalizers.Sequence([normalizers.Replace("q", "q" * 1000) for _ in range(3)])
     return backend
 
 
-def is_slow() -> tokenizers.Tokenizer:
+def slow_tokenizer() -> tokenizers.Tokenizer:
     """Return a tokenizer whose time grows with the square of the text, each step within the library's own limits."""
     return _split_by("(?:a|e)*[^ae]{2}")
 

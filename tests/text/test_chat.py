@@ -17,7 +17,7 @@ from server.text.chat import ChatTemplate, ChatTemplateError
 from server.text.errors import TextTooLong
 from server.text.gguf_tokenizer import tokenizer_of
 from server.text.tokenizer import Tokenizer
-from tests.models.gguf_files import add_byte_level, finish
+from tests.models.gguf_files import add_byte_level, write_to
 from tests.text.tiny_tokenizers import byte_level
 
 TEMPLATES = {file.stem: file.read_text() for file in (Path(__file__).parent / "templates").glob("*.jinja")}
@@ -243,7 +243,7 @@ def test_a_gguf_files_template(tmp_path: Path) -> None:
     writer = gguf.GGUFWriter(tmp_path / "a.gguf", "llama")
     add_byte_level(writer, byte_level())
     writer.add_chat_template(TEMPLATES["mistral"])
-    tokenizer, config = tokenizer_of(read_header(finish(writer, tmp_path / "a.gguf")).metadata)
+    tokenizer, config = tokenizer_of(read_header(write_to(writer, tmp_path / "a.gguf")).metadata)
     tokenizer.save(str(tmp_path / "tokenizer.json"))
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
     theirs, ours = Both(tmp_path).render(CONVERSATIONS["dialogue"], add_generation_prompt=True)

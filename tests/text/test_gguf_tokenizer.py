@@ -13,7 +13,7 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalize
 from config.errors import SettingsError
 from server.models.formats.gguf_file import read_header
 from server.text.gguf_tokenizer import SPACE, SPLITS, tokenizer_of
-from tests.models.gguf_files import add_byte_level, finish
+from tests.models.gguf_files import add_byte_level, write_to
 
 CORPUS = [
     "The quick brown fox jumps over the lazy dog, and the dog's dream isn't over in 1999 or 2024.",
@@ -35,7 +35,7 @@ TEXTS = [
 def through_gguf(file: Path, write: Any, architecture: str = "llama") -> tuple[Tokenizer, dict[str, Any]]:
     writer = gguf.GGUFWriter(file, architecture)
     write(writer)
-    return tokenizer_of(read_header(finish(writer, file)).metadata)
+    return tokenizer_of(read_header(write_to(writer, file)).metadata)
 
 
 def gpt2_style(pre: pre_tokenizers.PreTokenizer, *, nfc: bool = False) -> Tokenizer:

@@ -14,8 +14,8 @@ from server.api.openai.tenants import tenant
 from server.engine.ipc.messages import Query, Submit
 from tests.api.conftest import ADMIN_TOKEN, Api, running_api
 from tests.api.fake_engine import FakeEngine, says
-from tests.api.payloads import GOOD, error_of
-from tests.api.raw_http import answer_to, post
+from tests.api.payloads import VALID_REQUEST, error_of
+from tests.api.raw_http import raw_post, send_raw
 
 KEYS = ["sk-first-secret", "sk-second-secret"]
 PAGE = "https://chat.example"
@@ -98,7 +98,7 @@ def test_nothing_else_opens(
     locked: httpx.Client, guarded_engine: FakeEngine, method: str, path: str, sent: str | None
 ) -> None:
     headers = {} if sent is None else {"Authorization": sent.encode()}
-    answer = locked.request(method, path, json=GOOD, headers=headers)
+    answer = locked.request(method, path, json=VALID_REQUEST, headers=headers)
     assert answer.status_code == 401
     assert answer.headers["www-authenticate"] == "Bearer"
     error = error_of(answer)
@@ -117,7 +117,7 @@ def test_openai_says_so(guarded: Api) -> None:
 
 def test_no_body_is_read_without_a_key(guarded: Api) -> None:
     """It would be asked for with 100 Continue. An empty key is none."""
-    answer = answer_to(guarded.url, post(b"", "Expect: 100-continue", "Authorization: Bearer ", length=1000))
+    answer = send_raw(guarded.url, raw_post(b"", "Expect: 100-continue", "Authorization: Bearer ", length=1000))
     assert answer.status_code == 401
 
 
@@ -141,7 +141,7 @@ def test_metrics_behind_a_key_of_their_own() -> None:
 @pytest.mark.parametrize("sent", ["Bearer ", "Bearer", "Bearer anything", "Basic eA==", "", "Bearer schlüssel"])
 def test_without_keys_any_header_will_do(api: Api, engine: FakeEngine, sent: str) -> None:
     """The first is what lm-eval sends when it has no key."""
-    assert answer_to(api.url, post(json.dumps(GOOD).encode(), f"Authorization: {sent}")).status_code == 200
+    assert send_raw(api.url, raw_post(json.dumps(VALID_REQUEST).encode(), f"Authorization: {sent}")).status_code == 200
 
 
 # ---------------------------------------------------------------- the admin token
@@ -173,7 +173,7 @@ def test_a_page_that_may_ask(locked: httpx.Client) -> None:
     assert "POST" in answer.headers["access-control-allow-methods"]
     assert "authorization" in answer.headers["access-control-allow-headers"].lower()
     for headers in ({}, bearer(KEYS[0])):  # its errors can be read, too
-        answer = locked.post("/v1/completions", json=GOOD, headers=headers | {"Origin": PAGE})
+        answer = locked.post("/v1/completions", json=VALID_REQUEST, headers=headers | {"Origin": PAGE})
         assert answer.headers["access-control-allow-origin"] == PAGE
         assert answer.headers["access-control-expose-headers"] == "*"
 

@@ -24,11 +24,11 @@ from server.engine.ipc.messages import Submit
 from server.text.tokenizer import Tokenizer
 from tests.api.conftest import Api, running_api
 from tests.api.fake_engine import FakeEngine, says
-from tests.api.payloads import GOOD, error_of
-from tests.api.raw_http import answer_to, connect, post, read
+from tests.api.payloads import VALID_REQUEST, error_of
+from tests.api.raw_http import connect, raw_post, read_response, send_raw
 
 MOST = 2**20  # bytes
-LARGE = json.dumps(GOOD).encode().ljust(MOST)  # a body
+LARGE = json.dumps(VALID_REQUEST).encode().ljust(MOST)  # a body
 
 
 @pytest.fixture(scope="module")
@@ -48,21 +48,21 @@ def narrow(narrow_api: Api) -> Iterator[Api]:
 def await_refusal(api: Api) -> httpx.Response:
     """The answer to a large body, as soon as it is a refusal."""
     deadline = time.monotonic() + 10
-    while (answer := answer_to(api.url, post(LARGE))).status_code == 200:
+    while (answer := send_raw(api.url, raw_post(LARGE))).status_code == 200:
         assert time.monotonic() < deadline
     return answer
 
 
 def await_room(api: Api) -> None:
     deadline = time.monotonic() + 10
-    while answer_to(api.url, post(LARGE)).status_code != 200:
+    while send_raw(api.url, raw_post(LARGE)).status_code != 200:
         assert time.monotonic() < deadline
         time.sleep(0.01)
 
 
 @contextlib.contextmanager
 def half_sent(api: Api) -> Iterator[socket.socket]:
-    with connect(api.url, post(LARGE[: MOST // 2], length=MOST)) as connection:
+    with connect(api.url, raw_post(LARGE[: MOST // 2], length=MOST)) as connection:
         yield connection
 
 
@@ -72,10 +72,10 @@ def test_a_body_that_finds_no_room(narrow: Api) -> None:
         refused = await_refusal(narrow)
         assert (refused.status_code, refused.headers["retry-after"]) == (429, "1")
         assert error_of(refused)["code"] == "inflight_bodies_full"
-        assert answer_to(narrow.url, post(json.dumps(GOOD).encode().ljust(UNCOUNTED))).status_code == 200
+        assert send_raw(narrow.url, raw_post(json.dumps(VALID_REQUEST).encode().ljust(UNCOUNTED))).status_code == 200
         first.sendall(LARGE[MOST // 2 :])
-        assert read(first).status_code == 200
-    assert answer_to(narrow.url, post(LARGE)).status_code == 200
+        assert read_response(first).status_code == 200
+    assert send_raw(narrow.url, raw_post(LARGE)).status_code == 200
 
 
 def test_room_is_there_again_when_a_client_leaves(narrow: Api) -> None:
@@ -105,14 +105,14 @@ def trickle_until_answered(connection: socket.socket) -> httpx.Response:
     while not select.select([connection], [], [], 0.05)[0]:
         assert time.monotonic() < deadline, "it keeps its room for as long as it likes"
         connection.sendall(b" ")
-    return read(connection)
+    return read_response(connection)
 
 
 @pytest.mark.parametrize("body", [b"{", b"[" * 100_000, b'{"model": "x", "prompt": "x"}', b'{"n": 0}'])
 def test_room_is_there_again_after_an_error(narrow: Api, body: bytes) -> None:
     for _ in range(3):
-        assert answer_to(narrow.url, post(body.ljust(MOST))).status_code in (400, 404)
-    assert answer_to(narrow.url, post(LARGE)).status_code == 200
+        assert send_raw(narrow.url, raw_post(body.ljust(MOST))).status_code in (400, 404)
+    assert send_raw(narrow.url, raw_post(LARGE)).status_code == 200
 
 
 def test_a_body_takes_room_until_its_request_is_with_the_engine(narrow: Api, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -127,20 +127,20 @@ def test_a_body_takes_room_until_its_request_is_with_the_engine(narrow: Api, mon
         return await encode(self, text, **how)
 
     monkeypatch.setattr(Tokenizer, "encode", held)
-    with connect(narrow.url, post(json.dumps(GOOD | {"prompt": "held"}).encode().ljust(MOST))) as first:
+    with connect(narrow.url, raw_post(json.dumps(VALID_REQUEST | {"prompt": "held"}).encode().ljust(MOST))) as first:
         assert waiting.wait(10)
-        assert answer_to(narrow.url, post(LARGE)).status_code == 429
+        assert send_raw(narrow.url, raw_post(LARGE)).status_code == 429
         go_on.set()
-        assert read(first).status_code == 200
+        assert read_response(first).status_code == 200
 
 
 def test_an_answer_that_goes_on_takes_no_room(narrow_api: Api) -> None:
     with FakeEngine(narrow_api.socket_path, says([100], None)) as engine:
         narrow_api.await_ready()
-        with connect(narrow_api.url, post(LARGE)):
+        with connect(narrow_api.url, raw_post(LARGE)):
             engine.wait_for(Submit)
             engine.script = says([100])
-            assert answer_to(narrow_api.url, post(LARGE)).status_code == 200
+            assert send_raw(narrow_api.url, raw_post(LARGE)).status_code == 200
 
 
 def test_a_connection_keeps_nothing_of_its_last_request(narrow: Api) -> None:
@@ -152,7 +152,7 @@ def test_a_connection_keeps_nothing_of_its_last_request(narrow: Api) -> None:
     gc.collect()
     before = jobs()
     with httpx.Client(base_url=narrow.url) as client:
-        assert client.post("/v1/completions", json=GOOD).status_code == 200
+        assert client.post("/v1/completions", json=VALID_REQUEST).status_code == 200
         deadline = time.monotonic() + 10
         while jobs() > before:
             assert time.monotonic() < deadline
@@ -192,12 +192,12 @@ def test_one_may_not_be_more_than_all() -> None:
 
 def test_before_the_context_is_known() -> None:
     """A body that may turn out to be none too long is not refused for good."""
-    body = json.dumps(GOOD).encode().ljust(4 * MEBIBYTE)
+    body = json.dumps(VALID_REQUEST).encode().ljust(4 * MEBIBYTE)
     with running_api(max_choices=1024) as api:
-        answer = answer_to(api.url, post(body))
+        answer = send_raw(api.url, raw_post(body))
         assert (answer.status_code, error_of(answer)["code"]) == (503, "engine_unavailable")
         with FakeEngine(api.socket_path, says([100])):
             api.await_ready()
-            assert answer_to(api.url, post(body)).status_code == 413
+            assert send_raw(api.url, raw_post(body)).status_code == 413
     with running_api(max_body_bytes=MEBIBYTE) as api:
-        assert answer_to(api.url, post(body)).status_code == 413
+        assert send_raw(api.url, raw_post(body)).status_code == 413

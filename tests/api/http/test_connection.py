@@ -18,7 +18,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from server.api.http.connection import connections
-from tests.api.raw_http import PATIENCE, answer_to, connect, get, read
+from tests.api.raw_http import PATIENCE, connect, raw_get, read_response, send_raw
 
 BIG = 12 * 2**20  # more than fits between the two ends
 OFFER = ["Connection: Upgrade, HTTP2-Settings", "Upgrade: h2c", "HTTP2-Settings: AAMAAABk"]  # as curl --http2
@@ -135,7 +135,7 @@ def test_offers_of_another_protocol_are_ignored(
 ) -> None:
     """However the bytes are split."""
     sent = post("/1", SMUGGLED, *OFFER, f"Content-Length: {len(SMUGGLED)}") + chunked("/2", SMUGGLED, *OFFER)
-    sent += get("/3", *OFFER) + post("/4", b"{}", last, "Upgrade: websocket", "Content-Length: 2")
+    sent += raw_get("/3", *OFFER) + post("/4", b"{}", last, "Upgrade: websocket", "Content-Length: 2")
     for cut in range(1, len(sent), 3):
         app.heard.clear()
         with connect(url, sent[:cut]) as connection:
@@ -148,9 +148,9 @@ def test_offers_of_another_protocol_are_ignored(
 
 def test_trailers_are_no_headers(app: Application, url: str) -> None:
     with connect(url, chunked("/1", b"{}", trailers=b"Authorization: Bearer key\r\n")) as connection:
-        assert read(connection).status_code == 200
-        connection.sendall(get("/2"))
-        assert read(connection).status_code == 200
+        assert read_response(connection).status_code == 200
+        connection.sendall(raw_get("/2"))
+        assert read_response(connection).status_code == 200
     assert app.headers == [{"host", "transfer-encoding"}, {"host"}]
 
 
@@ -159,18 +159,18 @@ def test_trailers_are_no_headers(app: Application, url: str) -> None:
     ("sent", "told"),
     [
         (b"GET / HTTP/1.1\r\n\r\n", "Host came 0 times"),
-        (get("/", "Host: x"), "Host came 2 times"),
+        (raw_get("/", "Host: x"), "Host came 2 times"),
         (b"GET / HTTP/1.0\r\nHost: x\r\nHost: y\r\n\r\n", "Host came 2 times"),
         (chunked("/", b"{}").replace(b"chunked", b"gzip\r\nTransfer-Encoding: chunked"), "Transfer-Encoding"),
         (chunked("/", b"{}").replace(b"chunked", b"gzip, chunked"), "Transfer-Encoding"),
         (chunked("/", b"{}").replace(b"HTTP/1.1", b"HTTP/1.0"), "Transfer-Encoding"),
         (b"GET / HTTP/2.0\r\nHost: x\r\n\r\n", "HTTP/2.0"),
         (b"CONNECT a:1 HTTP/1.1\r\nHost: x\r\n\r\n", "CONNECT"),
-        (get("/", "Host: y", *OFFER), "Host came 2 times"),
+        (raw_get("/", "Host: y", *OFFER), "Host came 2 times"),
     ],
 )
 def test_heads_that_are_refused(app: Application, url: str, sent: bytes, told: str) -> None:
-    answer = answer_to(url, sent)
+    answer = send_raw(url, sent)
     assert answer.status_code == 400
     assert answer.json()["error"]["code"] == "invalid_http"
     assert told in answer.json()["error"]["message"]
@@ -178,7 +178,7 @@ def test_heads_that_are_refused(app: Application, url: str, sent: bytes, told: s
 
 
 def test_names_of_codings_have_no_case(app: Application, url: str) -> None:
-    assert answer_to(url, chunked("/", b"{}").replace(b"chunked", b"Chunked")).status_code == 200
+    assert send_raw(url, chunked("/", b"{}").replace(b"chunked", b"Chunked")).status_code == 200
     assert app.heard == [("/", b"{}")]
 
 
@@ -197,9 +197,9 @@ def test_http_1_0_knows_no_chunks(url: str, path: str, body: bytes) -> None:
 @pytest.mark.parametrize("path", ["/silent", "/endless"])
 @pytest.mark.parametrize("together", [True, False])
 def test_a_client_that_leaves(app: Application, url: str, path: str, together: bool) -> None:
-    with connect(url, get(path) + get("/next") * together) as connection:
+    with connect(url, raw_get(path) + raw_get("/next") * together) as connection:
         app.waiting.get(timeout=PATIENCE)
-        connection.sendall(b"" if together else get("/next"))
+        connection.sendall(b"" if together else raw_get("/next"))
     assert app.left.get(timeout=PATIENCE) == path
     assert app.heard == [(path, b"")]
 
@@ -207,7 +207,7 @@ def test_a_client_that_leaves(app: Application, url: str, path: str, together: b
 @pytest.mark.parametrize("path", ["/silent", "/endless"])
 def test_one_that_is_refused(app: Application, url: str, path: str) -> None:
     """What runs ends. An answer that has begun is cut off, and nothing is written into it."""
-    with connect(url, get(path) + get("/next")) as connection:
+    with connect(url, raw_get(path) + raw_get("/next")) as connection:
         app.waiting.get(timeout=PATIENCE)
         connection.sendall(b"BAD\r\n\r\n")
         assert app.left.get(timeout=PATIENCE) == path
@@ -219,34 +219,34 @@ def test_one_that_is_refused(app: Application, url: str, path: str) -> None:
 
 
 def test_more_of_them_than_are_read_ahead(app: Application, url: str) -> None:
-    with connect(url, *[get("/")] * 99, get("/", "Connection: close")) as connection:
+    with connect(url, *[raw_get("/")] * 99, raw_get("/", "Connection: close")) as connection:
         assert rest(connection).count(b"HTTP/1.1 200 OK") == 100
 
 
 # ---------------------------------------------------------------- time
 @pytest.mark.parametrize("sent", [b"", b"\r\n"])
 def test_nothing_more_is_asked(app: Application, sent: bytes) -> None:
-    with served(app, keep_alive=0.5) as url, connect(url, get("/")) as connection:
-        assert read(connection).status_code == 200
+    with served(app, keep_alive=0.5) as url, connect(url, raw_get("/")) as connection:
+        assert read_response(connection).status_code == 200
         connection.sendall(sent)
         assert connection.recv(1) == b""
 
 
 def test_nothing_more_is_asked_after_an_answer_that_came_early(app: Application) -> None:
     with served(app, keep_alive=0.5) as url, connect(url, post("/early", b"", "Content-Length: 2")) as connection:
-        assert read(connection).status_code == 200
+        assert read_response(connection).status_code == 200
         connection.sendall(b"{}")
         assert connection.recv(1) == b""
 
 
 def test_a_connection_in_use_is_kept(app: Application) -> None:
     """Both the rest of a head and an answer may take longer than a connection is kept that is not used."""
-    slow = get("/slow")
-    with served(app, keep_alive=0.3) as url, connect(url, get("/") + slow[:9]) as connection:
-        assert read(connection).status_code == 200
+    slow = raw_get("/slow")
+    with served(app, keep_alive=0.3) as url, connect(url, raw_get("/") + slow[:9]) as connection:
+        assert read_response(connection).status_code == 200
         time.sleep(0.7)
         connection.sendall(slow[9:])
-        assert read(connection).status_code == 200
+        assert read_response(connection).status_code == 200
 
 
 @contextlib.contextmanager
@@ -256,7 +256,7 @@ def reading(url: str) -> Iterator[socket.socket]:
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2**18)
         connection.settimeout(PATIENCE)
         connection.connect((httpx.URL(url).host, httpx.URL(url).port))
-        connection.sendall(get("/big", "Connection: close"))
+        connection.sendall(raw_get("/big", "Connection: close"))
         yield connection
 
 

@@ -13,8 +13,8 @@ import pytest
 from server.engine.ipc.messages import Admitted, FromEngine, Submit, Tokens
 from tests.api.conftest import ADMIN_TOKEN, Api
 from tests.api.fake_engine import FakeEngine, fails
-from tests.api.payloads import GOOD, error_of
-from tests.api.raw_http import answer_to, get, post
+from tests.api.payloads import VALID_REQUEST, error_of
+from tests.api.raw_http import raw_get, raw_post, send_raw
 
 # Beside those of tests/api/hostile_requests.py.
 DRAFTS = {"num_speculative_tokens": 3}
@@ -111,7 +111,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
 
 @pytest.mark.parametrize(("change", "param"), REFUSED, ids=lambda value: str(value)[:40])
 def test_refused(engine: FakeEngine, http: httpx.Client, change: dict[str, Any], param: str) -> None:
-    response = http.post("/v1/completions", json=GOOD | change)
+    response = http.post("/v1/completions", json=VALID_REQUEST | change)
     assert response.status_code == 400
     error = error_of(response)
     assert error["param"] == param
@@ -154,7 +154,7 @@ def test_refused(engine: FakeEngine, http: httpx.Client, change: dict[str, Any],
     ids=str,
 )
 def test_a_refusal_names_the_value(engine: FakeEngine, http: httpx.Client, change: dict[str, Any], ending: str) -> None:
-    message = error_of(http.post("/v1/completions", json=GOOD | change))["message"]
+    message = error_of(http.post("/v1/completions", json=VALID_REQUEST | change))["message"]
     assert message.removesuffix('"').endswith(ending.removesuffix('"')), message
 
 
@@ -171,7 +171,7 @@ def test_bodies_that_are_no_json_object(engine: FakeEngine, http: httpx.Client, 
 @pytest.mark.parametrize("content_type", [None, "text/plain", "application/x-www-form-urlencoded"])
 def test_a_body_that_is_not_said_to_be_json(engine: FakeEngine, http: httpx.Client, content_type: str | None) -> None:
     headers = {"content-type": content_type} if content_type else {}
-    response = http.post("/v1/completions", content=json.dumps(GOOD), headers=headers)
+    response = http.post("/v1/completions", content=json.dumps(VALID_REQUEST), headers=headers)
     assert response.status_code == 400
     assert "Content-Type: application/json" in error_of(response)["message"]
 
@@ -238,7 +238,7 @@ def test_every_method_that_is_allowed_is_told(http: httpx.Client, path: str, all
 )
 def test_the_engine_refuses(engine: FakeEngine, http: httpx.Client, status: int, kind: str, stream: bool) -> None:
     engine.script = fails(status, "there is no instance 'x'", "unknown_kv_cache", "kv_cache")
-    response = http.post("/v1/completions", json=GOOD | {"stream": stream, "n": 2})
+    response = http.post("/v1/completions", json=VALID_REQUEST | {"stream": stream, "n": 2})
     assert response.status_code == status
     assert error_of(response) == {
         "message": "there is no instance 'x'",
@@ -257,12 +257,12 @@ def test_a_full_queue_is_tried_again_after_the_time_that_places_take(engine: Fak
         return [[admitted, Tokens(submit.request_id, [65], "length")]]
 
     engine.script = admits
-    assert http.post("/v1/completions", json=GOOD).status_code == 200
+    assert http.post("/v1/completions", json=VALID_REQUEST).status_code == 200
     engine.script = fails(429, "2 requests wait already", "queue_full", None)
-    response = http.post("/v1/completions", json=GOOD)
+    response = http.post("/v1/completions", json=VALID_REQUEST)
     assert (response.status_code, response.headers["retry-after"]) == (429, "8")
     engine.script = fails(429, "not now", "another", None)
-    assert http.post("/v1/completions", json=GOOD).headers["retry-after"] == "1"
+    assert http.post("/v1/completions", json=VALID_REQUEST).headers["retry-after"] == "1"
 
 
 @pytest.mark.parametrize(("seconds", "told"), [(0.0, "1"), (41.2, "42")])
@@ -282,7 +282,7 @@ def test_an_unexpected_exception(
         raise ZeroDivisionError("secret")
 
     monkeypatch.setattr("server.api.openai.completions.check_prompt", broken)
-    response = http.post("/v1/completions", json=GOOD, headers={"x-request-id": "mine"})
+    response = http.post("/v1/completions", json=VALID_REQUEST, headers={"x-request-id": "mine"})
     assert response.status_code == 500
     assert "secret" not in error_of(response)["message"]
     assert response.headers["x-request-id"] == "mine"
@@ -295,7 +295,7 @@ def test_an_unexpected_exception(
 @pytest.mark.parametrize("theirs", ["abc-123", None, "", "with space", "x" * 200])
 def test_request_id(engine: FakeEngine, http: httpx.Client, theirs: str | None) -> None:
     headers = {} if theirs is None else {"x-request-id": theirs}
-    got = http.post("/v1/completions", json=GOOD, headers=headers).headers["x-request-id"]
+    got = http.post("/v1/completions", json=VALID_REQUEST, headers=headers).headers["x-request-id"]
     assert (got == theirs) == (theirs == "abc-123")
     assert got
 
@@ -303,14 +303,14 @@ def test_request_id(engine: FakeEngine, http: httpx.Client, theirs: str | None) 
 @pytest.mark.parametrize(
     ("sent", "status"),
     [
-        (post(b"{"), 400),
-        (get("/v1/kv_cache/paged"), 401),
-        (get("/nowhere"), 404),
-        (get("/v1/completions"), 405),
-        (post(b"", length=10**12), 413),
+        (raw_post(b"{"), 400),
+        (raw_get("/v1/kv_cache/paged"), 401),
+        (raw_get("/nowhere"), 404),
+        (raw_get("/v1/completions"), 405),
+        (raw_post(b"", length=10**12), 413),
     ],
 )
 def test_errors_have_the_id_whoever_answers(engine: FakeEngine, api: Api, sent: bytes, status: int) -> None:
-    answer = answer_to(api.url, sent.replace(b"Host: x", b"Host: x\r\nX-Request-Id: mine"))
+    answer = send_raw(api.url, sent.replace(b"Host: x", b"Host: x\r\nX-Request-Id: mine"))
     assert answer.status_code == status
     assert answer.headers["x-request-id"] == "mine"

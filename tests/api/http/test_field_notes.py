@@ -19,7 +19,7 @@ from server.text.chat import ChatTemplate
 from server.text.tokenizer import Tokenizer
 from tests.api.conftest import ADMIN_TOKEN, running_api
 from tests.api.fake_engine import FakeEngine, says
-from tests.api.payloads import chunks, error_of
+from tests.api.payloads import chunks_of, error_of
 from tests.text.tiny_tokenizers import byte_level
 
 USER = {"role": "user", "content": "hello"}
@@ -113,7 +113,7 @@ def test_a_field_without_effect_is_taken_and_named(
 
 def test_a_stream_names_them_too(engine: FakeEngine, http: httpx.Client, path: str) -> None:
     answer = ask(http, path, stream=True, stream_options={"include_obfuscation": True}, **SENT)
-    assert chunks(answer)
+    assert chunks_of(answer)
     assert set(ignored(answer)) == {"stream_options.include_obfuscation", *SENT}
 
 

@@ -10,41 +10,41 @@ import pytest
 from server.engine.ipc.messages import Submit
 from tests.api.conftest import Api
 from tests.api.fake_engine import FakeEngine
-from tests.api.hostile_requests import ALL, UNHEARD, Hostile
-from tests.api.payloads import GOOD, error_of
-from tests.api.raw_http import answer_to, connect, get, post, read
+from tests.api.hostile_requests import ALL, UNHEARD, HostileRequest
+from tests.api.payloads import VALID_REQUEST, error_of
+from tests.api.raw_http import connect, raw_get, raw_post, read_response, send_raw
 
 
 @pytest.mark.parametrize("hostile", ALL, ids=lambda hostile: hostile.name)
-def test_is_refused(api: Api, engine: FakeEngine, http: httpx.Client, hostile: Hostile) -> None:
-    answer = answer_to(api.url, *hostile.sent)
+def test_is_refused(api: Api, engine: FakeEngine, http: httpx.Client, hostile: HostileRequest) -> None:
+    answer = send_raw(api.url, *hostile.sent)
     assert answer.status_code == hostile.status, answer.text
     error = error_of(answer, heard=hostile not in UNHEARD)
     assert (error["type"], error["code"], error["param"]) == ("invalid_request_error", hostile.code, hostile.param)
     assert hostile.param is None or hostile.param in error["message"]
     assert len(error["message"]) < 1500
     assert engine.all(Submit) == []
-    assert http.post("/v1/completions", json=GOOD).status_code == 200
+    assert http.post("/v1/completions", json=VALID_REQUEST).status_code == 200
 
 
 def test_clients_that_leave_in_the_middle(api: Api, engine: FakeEngine, http: httpx.Client) -> None:
-    for part in (b"POST", b"GET / HTTP/1.1\r\nx:", post(b'{"mod', length=100), post(b"", length=100)):
+    for part in (b"POST", b"GET / HTTP/1.1\r\nx:", raw_post(b'{"mod', length=100), raw_post(b"", length=100)):
         for _ in range(20):
             connect(api.url, part).close()
-    assert http.post("/v1/completions", json=GOOD).status_code == 200
+    assert http.post("/v1/completions", json=VALID_REQUEST).status_code == 200
     assert len(engine.all(Submit)) == 1
 
 
 def test_200_connections_that_send_nothing(api: Api, engine: FakeEngine) -> None:
     with contextlib.ExitStack() as stack:
         idle = [stack.enter_context(connect(api.url)) for _ in range(200)]
-        assert httpx.post(f"{api.url}/v1/completions", json=GOOD).status_code == 200
-        idle[-1].sendall(get("/health"))
-        assert read(idle[-1]).status_code == 200
+        assert httpx.post(f"{api.url}/v1/completions", json=VALID_REQUEST).status_code == 200
+        idle[-1].sendall(raw_get("/health"))
+        assert read_response(idle[-1]).status_code == 200
 
 
 def test_requests_before_the_answer_to_the_first(api: Api, engine: FakeEngine) -> None:
-    with connect(api.url, get("/health") * 50) as connection:
+    with connect(api.url, raw_get("/health") * 50) as connection:
         received = b""
         while received.count(b"HTTP/1.1 200") < 50:
             received += connection.recv(2**16)

@@ -15,8 +15,8 @@ import pytest
 from server.engine.ipc.messages import Cancel, Submit, Tokens
 from tests.api.conftest import Api, running_api
 from tests.api.fake_engine import FakeEngine, Script, says, silent
-from tests.api.payloads import GOOD, Words, chunks
-from tests.api.raw_http import answer_to, connect, get, post, read
+from tests.api.payloads import VALID_REQUEST, Encode, chunks_of
+from tests.api.raw_http import connect, raw_get, raw_post, read_response, send_raw
 
 BYTES = 4096
 TIMEOUT = 1  # seconds
@@ -51,7 +51,7 @@ def hasty() -> Iterator[Api]:
 @pytest.mark.parametrize("chunked", [False, True])
 @pytest.mark.parametrize(("length", "status"), [(BYTES, 200), (BYTES + 1, 413)])
 def test_a_body_may_have_as_many_bytes_as_the_settings_say(small: Api, length: int, status: int, chunked: bool) -> None:
-    body = json.dumps(GOOD).encode().ljust(length)
+    body = json.dumps(VALID_REQUEST).encode().ljust(length)
     headers = {"content-type": "application/json"}
     answer = httpx.post(
         f"{small.url}/v1/completions", content=iter([body[:99], body[99:]]) if chunked else body, headers=headers
@@ -64,9 +64,9 @@ def test_a_body_may_have_as_many_bytes_as_the_settings_say(small: Api, length: i
 @pytest.mark.parametrize("where", ["headers", "path"])
 def test_headers_may_have_as_many_bytes_as_the_settings_say(small: Api, length: int, status: int, where: str) -> None:
     if where == "path":
-        answer = answer_to(small.url, get("/health?" + "a" * length))
+        answer = send_raw(small.url, raw_get("/health?" + "a" * length))
     else:
-        answer = answer_to(small.url, get("/health", f"x: {'a' * length}"))
+        answer = send_raw(small.url, raw_get("/health", f"x: {'a' * length}"))
     assert answer.status_code == status
 
 
@@ -83,8 +83,8 @@ def test_a_client_of_http_is_told_while_it_still_sends(small: Api) -> None:
 def test_the_connection_is_good_for_the_next_request(small: Api) -> None:
     with httpx.Client(base_url=small.url) as client:
         for _ in range(2):
-            assert client.post("/v1/completions", json=GOOD | {"prompt": "x" * BYTES}).status_code == 413
-            assert client.post("/v1/completions", json=GOOD).status_code == 200
+            assert client.post("/v1/completions", json=VALID_REQUEST | {"prompt": "x" * BYTES}).status_code == 413
+            assert client.post("/v1/completions", json=VALID_REQUEST).status_code == 200
 
 
 # ---------------------------------------------------------------- seconds that a client takes
@@ -103,7 +103,7 @@ def test_headers_that_stand_still(hasty: Api) -> None:
     """In the first request of a connection, and in the next."""
     parts = (b"G", b"GET /health HTTP/1.1\r\n", b"GET /health HTTP/1.1\r\nx: y")
     with contextlib.ExitStack() as stack:
-        for sent, connection in connections(stack, hasty, [*parts, *(get("/health") + part for part in parts)]):
+        for sent, connection in connections(stack, hasty, [*parts, *(raw_get("/health") + part for part in parts)]):
             with connection.makefile("rb") as stream:
                 *_, status, rest = stream.read().rpartition(b"HTTP/1.1 408 ")
             assert status, sent
@@ -123,8 +123,8 @@ def test_headers_that_drip(hasty: Api) -> None:
 def test_a_body_that_stands_still(hasty: Api) -> None:
     """Its connection is closed, too."""
     with contextlib.ExitStack() as stack:
-        for sent, connection in connections(stack, hasty, [post(part, length=100) for part in (b"", b'{"model"')]):
-            answer = read(connection)
+        for sent, connection in connections(stack, hasty, [raw_post(part, length=100) for part in (b"", b'{"model"')]):
+            answer = read_response(connection)
             assert answer.status_code == 408, sent
             assert answer.headers["x-should-retry"] == "false", sent
             assert answer.json()["error"]["code"] == "body_timeout", sent
@@ -132,19 +132,19 @@ def test_a_body_that_stands_still(hasty: Api) -> None:
 
 
 def test_a_body_may_take_longer_as_long_as_it_moves(hasty: Api) -> None:
-    body = json.dumps(GOOD).encode()
-    with connect(hasty.url, post(b"", length=len(body))) as connection:
+    body = json.dumps(VALID_REQUEST).encode()
+    with connect(hasty.url, raw_post(b"", length=len(body))) as connection:
         for start in range(0, len(body), 4):
             time.sleep(TIMEOUT / 5)  # eight times
             connection.sendall(body[start : start + 4])
-        assert read(connection).status_code == 200
+        assert read_response(connection).status_code == 200
 
 
-def test_a_client_that_does_not_read(words: Words) -> None:
+def test_a_client_that_does_not_read(encode: Encode) -> None:
     """More than fits between it and the server."""
-    with served(says(words("hello") * 50_000, None), body_timeout=1) as (api, engine):
-        body = json.dumps(GOOD | {"stream": True}).encode()
-        with connect(api.url, post(body)):
+    with served(says(encode("hello") * 50_000, None), body_timeout=1) as (api, engine):
+        body = json.dumps(VALID_REQUEST | {"stream": True}).encode()
+        with connect(api.url, raw_post(body)):
             engine.wait_for(Submit, timeout=60)
             engine.wait_for(Cancel, timeout=60)
 
@@ -153,7 +153,7 @@ def test_a_client_that_does_not_read(words: Words) -> None:
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_request_that_does_not_get_its_place(stream: bool) -> None:
     with served(silent, queue_timeout=0.2) as (api, engine):
-        answer = httpx.post(f"{api.url}/v1/completions", json=GOOD | {"stream": stream, "n": 2}, timeout=20)
+        answer = httpx.post(f"{api.url}/v1/completions", json=VALID_REQUEST | {"stream": stream, "n": 2}, timeout=20)
         assert answer.status_code == 503
         assert answer.headers["retry-after"] == "1"
         assert answer.json()["error"]["code"] == "queue_timeout"
@@ -163,7 +163,7 @@ def test_a_request_that_does_not_get_its_place(stream: bool) -> None:
 def test_one_that_has_its_place_may_take_longer() -> None:
     with (
         served(says([100], None), queue_timeout=1) as (api, engine),
-        httpx.stream("POST", f"{api.url}/v1/completions", json=GOOD | {"stream": True}, timeout=20) as answer,
+        httpx.stream("POST", f"{api.url}/v1/completions", json=VALID_REQUEST | {"stream": True}, timeout=20) as answer,
     ):
         (submit,) = engine.wait_for(Submit)
         time.sleep(1.2)
@@ -174,7 +174,7 @@ def test_one_that_has_its_place_may_take_longer() -> None:
 @pytest.mark.parametrize("script", [silent, says([100, 101], None)])
 def test_an_answer_that_takes_too_long(script: Script) -> None:
     with served(script, request_timeout=0.3) as (api, engine):
-        answer = httpx.post(f"{api.url}/v1/completions", json=GOOD, timeout=20)
+        answer = httpx.post(f"{api.url}/v1/completions", json=VALID_REQUEST, timeout=20)
         assert answer.status_code == 504
         assert answer.headers["x-should-retry"] == "false"  # it would take as long again
         assert answer.json()["error"]["code"] == "request_timeout"
@@ -182,11 +182,11 @@ def test_an_answer_that_takes_too_long(script: Script) -> None:
         assert [cancel.outcome for cancel in engine.wait_for(Cancel)] == ["error"]
 
 
-def test_a_stream_that_takes_too_long(words: Words) -> None:
-    with served(says(words("hello"), None), request_timeout=1) as (api, engine):
-        answer = httpx.post(f"{api.url}/v1/completions", json=GOOD | {"stream": True}, timeout=20)
+def test_a_stream_that_takes_too_long(encode: Encode) -> None:
+    with served(says(encode("hello"), None), request_timeout=1) as (api, engine):
+        answer = httpx.post(f"{api.url}/v1/completions", json=VALID_REQUEST | {"stream": True}, timeout=20)
         assert answer.status_code == 200
-        first, *_, last = chunks(answer)
+        first, *_, last = chunks_of(answer)
         assert first["choices"][0]["text"]
         assert last["error"]["code"] == "request_timeout"
         assert [cancel.outcome for cancel in engine.wait_for(Cancel)] == ["error"]

@@ -14,20 +14,20 @@ from server.api.http.errors import ApiError
 from server.engine.ipc.messages import Cancel, Failed, Submit, Tokens
 from tests.api.conftest import Api, running_api
 from tests.api.fake_engine import FakeEngine, fails, says, silent
-from tests.api.payloads import GOOD, Words, chunks
-from tests.api.raw_http import connect, post
+from tests.api.payloads import VALID_REQUEST, Encode, chunks_of
+from tests.api.raw_http import connect, raw_post
 
 
 def begin(api: Api, **body: object) -> socket.socket:
     """A request over a connection that can be closed at any moment."""
-    return connect(api.url, post(json.dumps(GOOD | body).encode()))
+    return connect(api.url, raw_post(json.dumps(VALID_REQUEST | body).encode()))
 
 
 @pytest.mark.parametrize("n", [1, 3])
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("moment", ["before admission", "before the first token", "between tokens"])
-def test_a_disconnect_cancels(api: Api, engine: FakeEngine, words: Words, stream: bool, moment: str, n: int) -> None:
-    engine.script = silent if moment == "before admission" else says(words("a") * (moment == "between tokens"), None)
+def test_a_disconnect_cancels(api: Api, engine: FakeEngine, encode: Encode, stream: bool, moment: str, n: int) -> None:
+    engine.script = silent if moment == "before admission" else says(encode("a") * (moment == "between tokens"), None)
     with begin(api, stream=stream, n=n) as connection:
         submits = engine.wait_for(Submit, n)
         if stream and moment == "between tokens":
@@ -38,9 +38,9 @@ def test_a_disconnect_cancels(api: Api, engine: FakeEngine, words: Words, stream
 
 
 def test_an_openai_stream_that_is_closed_cancels(
-    engine: FakeEngine, openai_client: openai.OpenAI, words: Words
+    engine: FakeEngine, openai_client: openai.OpenAI, encode: Encode
 ) -> None:
-    engine.script = says(words("hello"), None)
+    engine.script = says(encode("hello"), None)
     with openai_client.completions.create(model="tiny", prompt="x", stream=True) as stream:
         next(iter(stream))
     engine.wait_for(Cancel)
@@ -60,20 +60,20 @@ def test_a_choice_that_ended_is_not_cancelled(api: Api, engine: FakeEngine) -> N
 def test_one_choice_that_fails_ends_the_request(engine: FakeEngine, http: httpx.Client) -> None:
     paged = says([100], None)
     engine.script = lambda submit: fails(400)(submit) if submit.request_id.endswith("-2") else paged(submit)
-    assert http.post("/v1/completions", json=GOOD | {"n": 3}).status_code == 400
+    assert http.post("/v1/completions", json=VALID_REQUEST | {"n": 3}).status_code == 400
     assert len(engine.wait_for(Cancel, 2)) == 2
 
 
 def test_a_failure_in_mid_stream_is_an_event(engine: FakeEngine, http: httpx.Client) -> None:
     engine.script = lambda submit: [*says([100], None)(submit), [Failed(submit.request_id, 500, "out of luck")]]
-    response = http.post("/v1/completions", json=GOOD | {"stream": True})
-    *_, last = chunks(response)
+    response = http.post("/v1/completions", json=VALID_REQUEST | {"stream": True})
+    *_, last = chunks_of(response)
     assert last == {"error": {"message": "out of luck", "type": "server_error", "param": None, "code": None}}
 
 
 # ---------------------------------------------------------------- the engine's end
 def test_before_there_is_an_engine(lone_api: Api) -> None:
-    response = httpx.post(f"{lone_api.url}/v1/completions", json=GOOD)
+    response = httpx.post(f"{lone_api.url}/v1/completions", json=VALID_REQUEST)
     assert response.status_code == 503
     assert response.headers["retry-after"] == "1"
 
@@ -87,8 +87,8 @@ def test_the_engine_is_lost_before_the_first_byte(lone_api: Api) -> None:
         assert connection.recv(100).startswith(b"HTTP/1.1 503 ")
 
 
-def test_the_engine_is_lost_in_mid_stream(lone_api: Api, words: Words) -> None:
-    with FakeEngine(lone_api.socket_path, says(words("hello"), None)):
+def test_the_engine_is_lost_in_mid_stream(lone_api: Api, encode: Encode) -> None:
+    with FakeEngine(lone_api.socket_path, says(encode("hello"), None)):
         lone_api.await_ready()
         client = openai.OpenAI(base_url=f"{lone_api.url}/v1", api_key="-", max_retries=0)
         stream = client.completions.create(model="tiny", prompt="x", stream=True)
@@ -97,11 +97,11 @@ def test_the_engine_is_lost_in_mid_stream(lone_api: Api, words: Words) -> None:
         list(stream)
 
 
-def test_the_next_engine_is_found(lone_api: Api, words: Words) -> None:
+def test_the_next_engine_is_found(lone_api: Api, encode: Encode) -> None:
     for text in ("hello", "world"):
-        with FakeEngine(lone_api.socket_path, says(words(text))):
+        with FakeEngine(lone_api.socket_path, says(encode(text))):
             lone_api.await_ready()
-            completion = httpx.post(f"{lone_api.url}/v1/completions", json=GOOD).json()
+            completion = httpx.post(f"{lone_api.url}/v1/completions", json=VALID_REQUEST).json()
             assert completion["choices"][0]["text"] == text
         lone_api.await_ready(False)
 
@@ -111,5 +111,5 @@ def test_once_it_ends_no_request_is_taken() -> None:
     with running_api() as api, FakeEngine(api.socket_path, says([100])):
         api.await_ready()
         api.client.end(ApiError(503, "over", code="server_stopping"))
-        response = httpx.post(f"{api.url}/v1/completions", json=GOOD)
+        response = httpx.post(f"{api.url}/v1/completions", json=VALID_REQUEST)
     assert (response.status_code, response.json()["error"]["code"]) == (503, "server_stopping")

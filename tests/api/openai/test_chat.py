@@ -10,7 +10,7 @@ import pytest
 
 from server.engine.ipc.messages import Submit
 from tests.api.fake_engine import FakeEngine, says, scores
-from tests.api.payloads import Words, chunks, error_of
+from tests.api.payloads import Encode, chunks_of, error_of
 from tests.text.tiny_tokenizers import EOS, byte_level
 
 BACKEND = byte_level()
@@ -22,8 +22,8 @@ def ask(http: httpx.Client, **body: Any) -> httpx.Response:
     return http.post("/v1/chat/completions", json={"model": "tiny", "messages": MESSAGES} | body)
 
 
-def test_a_chat(engine: FakeEngine, openai_client: openai.OpenAI, words: Words) -> None:
-    engine.script = says([*words("hello world"), EOS], "stop", cached_tokens=2)
+def test_a_chat(engine: FakeEngine, openai_client: openai.OpenAI, encode: Encode) -> None:
+    engine.script = says([*encode("hello world"), EOS], "stop", cached_tokens=2)
     told = openai_client.chat.completions.create(model="tiny", messages=MESSAGES)
     assert told.id.startswith("chatcmpl-")
     assert told.object == "chat.completion"
@@ -35,7 +35,7 @@ def test_a_chat(engine: FakeEngine, openai_client: openai.OpenAI, words: Words) 
     assert submit.sampling.max_tokens == 256 - len(submit.prompt), "up to the context's end"
     assert told.usage is not None
     assert told.usage.prompt_tokens == len(submit.prompt)
-    assert told.usage.completion_tokens == len(words("hello world")) + 1
+    assert told.usage.completion_tokens == len(encode("hello world")) + 1
     assert told.usage.prompt_tokens_details is not None
     assert told.usage.prompt_tokens_details.cached_tokens == 2
 
@@ -58,8 +58,8 @@ def test_in_deltas(engine: FakeEngine, openai_client: openai.OpenAI) -> None:
     assert engine.all(Submit)[0].alias == "short"
 
 
-def test_logprobs(engine: FakeEngine, openai_client: openai.OpenAI, words: Words) -> None:
-    engine.script = scores(words("hi \u2603"))
+def test_logprobs(engine: FakeEngine, openai_client: openai.OpenAI, encode: Encode) -> None:
+    engine.script = scores(encode("hi \u2603"))
     told = openai_client.chat.completions.create(model="tiny", messages=MESSAGES, logprobs=True, top_logprobs=1)
     logprobs = told.choices[0].logprobs
     assert logprobs is not None
@@ -70,17 +70,17 @@ def test_logprobs(engine: FakeEngine, openai_client: openai.OpenAI, words: Words
     assert engine.all(Submit)[0].sampling.logprobs == 1
 
 
-def test_tokens_may_be_named_by_their_ids(engine: FakeEngine, http: httpx.Client, words: Words) -> None:
-    engine.script = scores(words("hi"))
+def test_tokens_may_be_named_by_their_ids(engine: FakeEngine, http: httpx.Client, encode: Encode) -> None:
+    engine.script = scores(encode("hi"))
     told = ask(http, logprobs=True, top_logprobs=1, return_tokens_as_token_ids=True).json()["choices"][0]["logprobs"]
-    assert [token["token"] for token in told["content"]] == [f"token_id:{token}" for token in words("hi")]
+    assert [token["token"] for token in told["content"]] == [f"token_id:{token}" for token in encode("hi")]
     assert all(token["top_logprobs"][0]["token"] == token["token"] for token in told["content"])
     assert b"".join(bytes(token["bytes"]) for token in told["content"]) == b"hi"
 
 
-def test_a_stream_has_the_logprobs_of_its_deltas(engine: FakeEngine, http: httpx.Client, words: Words) -> None:
-    engine.script = scores(words("hello"))
-    opening, *received, closing = chunks(ask(http, stream=True, logprobs=True))
+def test_a_stream_has_the_logprobs_of_its_deltas(engine: FakeEngine, http: httpx.Client, encode: Encode) -> None:
+    engine.script = scores(encode("hello"))
+    opening, *received, closing = chunks_of(ask(http, stream=True, logprobs=True))
     assert [chunk["choices"][0]["logprobs"] for chunk in (opening, closing)] == [None, None]
     for chunk in received:
         (choice,) = chunk["choices"]
@@ -88,26 +88,26 @@ def test_a_stream_has_the_logprobs_of_its_deltas(engine: FakeEngine, http: httpx
         assert told == choice["delta"]["content"]
 
 
-def test_what_was_asked_of_the_prompt_is_told_once(engine: FakeEngine, http: httpx.Client, words: Words) -> None:
+def test_what_was_asked_of_the_prompt_is_told_once(engine: FakeEngine, http: httpx.Client, encode: Encode) -> None:
     """At the top level, as in vLLM; of a stream in its first chunk."""
-    engine.script = scores(words("hi"))
+    engine.script = scores(encode("hi"))
     wanted = {"prompt_logprobs": 1, "return_token_ids": True, "n": 2}
     ids = BACKEND.encode(PROMPT, add_special_tokens=False).ids
     whole = ask(http, **wanted).json()
-    first, *others = chunks(ask(http, **wanted, stream=True))
+    first, *others = chunks_of(ask(http, **wanted, stream=True))
     assert whole["prompt_token_ids"] == first["prompt_token_ids"] == ids
     assert whole["prompt_logprobs"] == first["prompt_logprobs"]
     assert [None, *([str(token)] for token in ids[1:])] == [told and list(told) for told in whole["prompt_logprobs"]]
     for part in (*whole["choices"], *(choice for chunk in (first, *others) for choice in chunk["choices"])):
         assert not {"prompt_token_ids", "prompt_logprobs"} & part.keys()
     assert not any({"prompt_token_ids", "prompt_logprobs"} & chunk.keys() for chunk in others)
-    assert [choice["token_ids"] for choice in whole["choices"]] == [words("hi")] * 2
+    assert [choice["token_ids"] for choice in whole["choices"]] == [encode("hi")] * 2
 
 
-def test_a_stream_tells_role_text_and_end_apart(engine: FakeEngine, http: httpx.Client, words: Words) -> None:
-    engine.script = says([*words("hello"), EOS], "stop")
+def test_a_stream_tells_role_text_and_end_apart(engine: FakeEngine, http: httpx.Client, encode: Encode) -> None:
+    engine.script = says([*encode("hello"), EOS], "stop")
     wanted = {"stream": True, "return_token_ids": True}
-    (opening, *between, closing) = [chunk["choices"][0] for chunk in chunks(ask(http, **wanted))]
+    (opening, *between, closing) = [chunk["choices"][0] for chunk in chunks_of(ask(http, **wanted))]
     assert opening["delta"] == {"role": "assistant", "content": ""}
     assert closing["delta"] == {}
     assert [choice["finish_reason"] for choice in (opening, *between, closing)] == [None] * (len(between) + 1) + [
@@ -115,7 +115,10 @@ def test_a_stream_tells_role_text_and_end_apart(engine: FakeEngine, http: httpx.
     ]
     assert "".join(choice["delta"]["content"] for choice in between) == "hello"
     assert all(choice["delta"].keys() == {"content"} for choice in between)
-    assert [token for choice in (opening, *between, closing) for token in choice["token_ids"]] == [*words("hello"), EOS]
+    assert [token for choice in (opening, *between, closing) for token in choice["token_ids"]] == [
+        *encode("hello"),
+        EOS,
+    ]
 
 
 @pytest.mark.parametrize(
@@ -131,8 +134,10 @@ def test_either_name_of_the_limit(engine: FakeEngine, http: httpx.Client, limits
     assert engine.all(Submit)[0].sampling.max_tokens == most
 
 
-def test_an_answer_can_be_sent_back_as_it_came(engine: FakeEngine, openai_client: openai.OpenAI, words: Words) -> None:
-    engine.script = says(words("hi"), "stop")
+def test_an_answer_can_be_sent_back_as_it_came(
+    engine: FakeEngine, openai_client: openai.OpenAI, encode: Encode
+) -> None:
+    engine.script = says(encode("hi"), "stop")
     first = openai_client.chat.completions.create(model="tiny", messages=MESSAGES).choices[0].message
     talk = [*MESSAGES, first.model_dump(), {"role": "user", "content": "more"}]
     openai_client.chat.completions.create(model="tiny", messages=talk)

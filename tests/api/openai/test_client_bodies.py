@@ -11,7 +11,7 @@ import pytest
 from server.engine.ipc.messages import FromEngine, Submit, Tokens
 from tests.api.conftest import running_api
 from tests.api.fake_engine import FakeEngine, admitted, says
-from tests.api.payloads import GOOD, Words, chunks, error_of
+from tests.api.payloads import VALID_REQUEST, Encode, chunks_of, error_of
 
 MESSAGES = [{"role": "user", "content": "hello"}]
 HUMAN_EVAL = ["\nclass", "\ndef", "\n#", "\nif", "\nprint", "\n@", "\nassert", "\n\n\n", "```"]  # lm-eval has as many
@@ -33,8 +33,8 @@ def text_of(choice: dict[str, Any]) -> str:
 
 # ---------------------------------------------------------------- stop strings
 @pytest.mark.parametrize("stop", HUMAN_EVAL)
-def test_nine_stop_strings(engine: FakeEngine, http: httpx.Client, words: Words, path: str, stop: str) -> None:
-    engine.script = says(words(f"    return 1{stop} more"), None)
+def test_nine_stop_strings(engine: FakeEngine, http: httpx.Client, encode: Encode, path: str, stop: str) -> None:
+    engine.script = says(encode(f"    return 1{stop} more"), None)
     answer = ask(http, path, stop=HUMAN_EVAL)
     assert answer.status_code == 200, answer.text
     (choice,) = answer.json()["choices"]
@@ -58,11 +58,11 @@ def test_as_many_stop_strings_as_the_setting_says(engine: FakeEngine, http: http
 OPTIONS = {"include_usage": True, "continuous_usage_stats": True}
 
 
-def test_usage_in_every_chunk(engine: FakeEngine, http: httpx.Client, words: Words, path: str) -> None:
+def test_usage_in_every_chunk(engine: FakeEngine, http: httpx.Client, encode: Encode, path: str) -> None:
     """As GuideLLM asks for it, always."""
-    engine.script = says(words("hello world"), cached_tokens=1)
-    *parts, last = chunks(ask(http, path, stream=True, stream_options=OPTIONS))
-    count = len(words("hello world"))
+    engine.script = says(encode("hello world"), cached_tokens=1)
+    *parts, last = chunks_of(ask(http, path, stream=True, stream_options=OPTIONS))
+    count = len(encode("hello world"))
     around = path == "/v1/chat/completions"  # a chunk for the role, and one for the end
     expected = [0] * around + [*range(1, count + 1)] + [count] * around
     assert [part["usage"]["completion_tokens"] for part in parts] == expected
@@ -75,18 +75,18 @@ def test_usage_in_every_chunk(engine: FakeEngine, http: httpx.Client, words: Wor
         assert usage["prompt_tokens_details"] == {"cached_tokens": 1}
 
 
-def test_usage_of_each_choice(engine: FakeEngine, http: httpx.Client, words: Words) -> None:
+def test_usage_of_each_choice(engine: FakeEngine, http: httpx.Client, encode: Encode) -> None:
     """Counted up to the end of a chunk, though several come at once; with the tokens that have no text."""
 
     def script(submit: Submit) -> list[list[FromEngine]]:
-        tokens = words("hello") * (1 + int(submit.request_id[-1]))
+        tokens = encode("hello") * (1 + int(submit.request_id[-1]))
         told: list[FromEngine] = [Tokens(submit.request_id, [token]) for token in tokens[:-1]]
         return [[admitted(submit, 2), *told, Tokens(submit.request_id, [tokens[-1], 1], "stop")]]
 
     engine.script = script
     body: dict[str, Any] = {"prompt": [[5, 6], [7, 8, 9]], "n": 2, "stream": True, "stream_options": OPTIONS}
-    *parts, last = chunks(http.post("/v1/completions", json=GOOD | body))
-    one = len(words("hello"))
+    *parts, last = chunks_of(http.post("/v1/completions", json=VALID_REQUEST | body))
+    one = len(encode("hello"))
     for index, (prompt, tokens) in enumerate([(2, one), (2, 2 * one), (3, one), (3, 2 * one)]):
         usages = [part["usage"] for part in parts if part["choices"][0]["index"] == index]
         assert [usage["completion_tokens"] for usage in usages] == [*range(1, tokens), tokens + 1]
@@ -98,12 +98,12 @@ def test_usage_of_each_choice(engine: FakeEngine, http: httpx.Client, words: Wor
 def test_only_with_include_usage(engine: FakeEngine, http: httpx.Client, path: str) -> None:
     """As in vLLM."""
     for options in ({"continuous_usage_stats": True}, {"include_usage": False, "continuous_usage_stats": True}):
-        assert all("usage" not in part for part in chunks(ask(http, path, stream=True, stream_options=options)))
+        assert all("usage" not in part for part in chunks_of(ask(http, path, stream=True, stream_options=options)))
 
 
 @pytest.mark.parametrize("padded", [True, False])
 def test_obfuscation_is_accepted(engine: FakeEngine, http: httpx.Client, path: str, padded: bool) -> None:
-    for part in chunks(ask(http, path, stream=True, stream_options={"include_obfuscation": padded})):
+    for part in chunks_of(ask(http, path, stream=True, stream_options={"include_obfuscation": padded})):
         assert not part.keys() & {"obfuscation", "usage"}
 
 
@@ -115,7 +115,7 @@ def test_no_name_is_the_served_model(
     for stream in (False, True):
         answer = http.post(path, json=PATHS[path] | model | {"stream": stream})
         assert answer.status_code == 200, answer.text
-        told = chunks(answer)[0] if stream else answer.json()
+        told = chunks_of(answer)[0] if stream else answer.json()
         assert told["model"] == "tiny"
     assert [submit.alias for submit in engine.all(Submit)] == [None, None]
     assert http.post("/tokenize", json={"prompt": "x"} | model).status_code == 200
@@ -151,12 +151,12 @@ def test_any_name_if_the_setting_says_so(
 
 # ---------------------------------------------------------------- what answers tell
 def test_every_answer_has_the_system_fingerprint(engine: FakeEngine, http: httpx.Client, path: str) -> None:
-    streamed = chunks(ask(http, path, stream=True, stream_options=OPTIONS))
+    streamed = chunks_of(ask(http, path, stream=True, stream_options=OPTIONS))
     assert {told["system_fingerprint"] for told in (ask(http, path).json(), *streamed)} == {"fp_of_the_fake"}
 
 
 # ---------------------------------------------------------------- whole bodies
-def test_guidellms_bodies(engine: FakeEngine, http: httpx.Client, words: Words, path: str) -> None:
+def test_guidellms_bodies(engine: FakeEngine, http: httpx.Client, encode: Encode, path: str) -> None:
     """As its release 0.8 sends them, without a model's name where none was given.
 
     It is none of tests/clients, as it does not install without torch and CUDA.
@@ -170,8 +170,8 @@ def test_guidellms_bodies(engine: FakeEngine, http: httpx.Client, words: Words, 
     )
     for model in ({}, {"model": "tiny"}):
         answer = http.post(path, json=model | common | body)
-        *parts, last = chunks(answer)
+        *parts, last = chunks_of(answer)
         assert last["usage"] == parts[-1]["usage"]
-        assert last["usage"]["completion_tokens"] == len(words("hello world"))
+        assert last["usage"]["completion_tokens"] == len(encode("hello world"))
         assert "x-ignored-fields" not in answer.headers
     assert [submit.sampling.max_tokens for submit in engine.all(Submit)] == [11, 11]

@@ -13,7 +13,7 @@ from server.api.openai.tenants import salt_of, tenant, tenant_of_key
 from server.engine.ipc.messages import Caching, Explained, Failed, FromEngine, Submit, Tokens
 from server.engine.records import RequestRecord
 from tests.api.fake_engine import FakeEngine, admitted
-from tests.api.payloads import GOOD, Words, chunks
+from tests.api.payloads import VALID_REQUEST, Encode, chunks_of
 
 RECORD = RequestRecord(
     instance="paged",
@@ -50,7 +50,7 @@ TOLD = {
 
 
 def ask(http: httpx.Client, headers: dict[str, str] | None = None, **body: Any) -> httpx.Response:
-    return http.post("/v1/completions", json=GOOD | body, headers=headers or {})
+    return http.post("/v1/completions", json=VALID_REQUEST | body, headers=headers or {})
 
 
 def explains(tokens: list[int]) -> Callable[[Submit], list[list[FromEngine]]]:
@@ -119,15 +119,15 @@ def test_bad_wishes_are_named(engine: FakeEngine, http: httpx.Client, field: dic
 
 
 # ---------------------------------------------------------------- explanations
-def test_each_choice_is_explained(engine: FakeEngine, http: httpx.Client, words: Words) -> None:
-    engine.script = explains(words("hello"))
+def test_each_choice_is_explained(engine: FakeEngine, http: httpx.Client, encode: Encode) -> None:
+    engine.script = explains(encode("hello"))
     choices = ask(http, explain=True, n=2).json()["choices"]
     assert [(c["text"], c["finish_reason"], c["kv_cache"]) for c in choices] == [("hello", "length", TOLD)] * 2
 
 
-def test_the_last_chunk_of_a_stream_explains(engine: FakeEngine, http: httpx.Client, words: Words) -> None:
-    engine.script = explains(words("hello world"))
-    choices = [chunk["choices"][0] for chunk in chunks(ask(http, explain=True, stream=True))]
+def test_the_last_chunk_of_a_stream_explains(engine: FakeEngine, http: httpx.Client, encode: Encode) -> None:
+    engine.script = explains(encode("hello world"))
+    choices = [chunk["choices"][0] for chunk in chunks_of(ask(http, explain=True, stream=True))]
     assert "".join(choice["text"] for choice in choices) == "hello world"
     assert [choice.get("kv_cache") for choice in choices] == [None] * (len(choices) - 1) + [TOLD]
     assert choices[-1]["finish_reason"] == "length"
@@ -135,19 +135,19 @@ def test_the_last_chunk_of_a_stream_explains(engine: FakeEngine, http: httpx.Cli
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_what_ends_with_a_stop_string_is_explained(
-    engine: FakeEngine, http: httpx.Client, words: Words, stream: bool
+    engine: FakeEngine, http: httpx.Client, encode: Encode, stream: bool
 ) -> None:
     """The engine goes on, as it knows of no stop strings; what it says after the stop is not delivered."""
-    engine.script = explains(words("hello world hello"))
+    engine.script = explains(encode("hello world hello"))
     response = ask(http, explain=True, stop="o w", stream=stream)
-    choices = [c["choices"][0] for c in chunks(response)] if stream else response.json()["choices"]
+    choices = [c["choices"][0] for c in chunks_of(response)] if stream else response.json()["choices"]
     assert "".join(choice["text"] for choice in choices) == "hell"
     assert (choices[-1]["finish_reason"], choices[-1]["kv_cache"]) == ("stop", TOLD)
 
 
-def test_a_failure_ends_it_without_an_explanation(engine: FakeEngine, http: httpx.Client, words: Words) -> None:
+def test_a_failure_ends_it_without_an_explanation(engine: FakeEngine, http: httpx.Client, encode: Encode) -> None:
     engine.script = lambda submit: [
-        [admitted(submit), Tokens(submit.request_id, words("h")), Failed(submit.request_id, 500, "broken")]
+        [admitted(submit), Tokens(submit.request_id, encode("h")), Failed(submit.request_id, 500, "broken")]
     ]
     assert ask(http, explain=True).status_code == 500
 

@@ -18,7 +18,7 @@ from server.text.encoder import Encoder
 from server.text.tokenizer import Tokenizer
 from tests.api.conftest import ADMIN_TOKEN, Api, running_api
 from tests.api.fake_engine import FakeEngine, says, scores
-from tests.api.payloads import Words, error_of
+from tests.api.payloads import Encode, error_of
 from tests.text.tiny_tokenizers import byte_level
 
 COMPLETIONS, CHATS, TOKENIZE = "/v1/completions", "/v1/chat/completions", "/tokenize"
@@ -49,9 +49,9 @@ def test_a_list_is_left_at_the_first_mistake(
 
 
 def test_the_scores_of_a_prompt_are_written_once(
-    engine: FakeEngine, http: httpx.Client, words: Words, monkeypatch: pytest.MonkeyPatch
+    engine: FakeEngine, http: httpx.Client, encode: Encode, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    engine.script = scores(words("ab"))
+    engine.script = scores(encode("ab"))
     written, write = [], responses.prompt_logprobs
 
     def counted(tokenizer: Tokenizer, *args: Any) -> Any:
@@ -59,7 +59,7 @@ def test_the_scores_of_a_prompt_are_written_once(
         return write(tokenizer, *args)
 
     monkeypatch.setattr(responses, "prompt_logprobs", counted)
-    body = {"model": "tiny", "prompt": [words("hello world"), words("you, too")], "n": 3, "prompt_logprobs": 1}
+    body = {"model": "tiny", "prompt": [encode("hello world"), encode("you, too")], "n": 3, "prompt_logprobs": 1}
     choices = http.post(COMPLETIONS, json=body).json()["choices"]
     assert len(written) == 2
     assert choices[0]["prompt_logprobs"] == choices[2]["prompt_logprobs"] != choices[3]["prompt_logprobs"]
@@ -67,10 +67,10 @@ def test_the_scores_of_a_prompt_are_written_once(
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_what_takes_long_is_written_beside_the_loop(
-    engine: FakeEngine, http: httpx.Client, words: Words, monkeypatch: pytest.MonkeyPatch, stream: bool
+    engine: FakeEngine, http: httpx.Client, encode: Encode, monkeypatch: pytest.MonkeyPatch, stream: bool
 ) -> None:
     """The same answer, in a thread or not."""
-    engine.script = scores(words("hello world"))
+    engine.script = scores(encode("hello world"))
     body = {
         "model": "tiny",
         "prompt": "hello",

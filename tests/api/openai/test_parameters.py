@@ -12,20 +12,20 @@ import pytest
 
 from server.engine.ipc.messages import FromEngine, PromptScores, Sampling, Speculation, Submit, Tokens
 from tests.api.fake_engine import FakeEngine, admitted, says, score, scores
-from tests.api.payloads import GOOD, Words, chunks
+from tests.api.payloads import VALID_REQUEST, Encode, chunks_of
 from tests.text.tiny_tokenizers import BOS, EOS, byte_level
 
 BACKEND = byte_level()
 
 
 def ask(http: httpx.Client, **body: Any) -> dict[str, Any]:
-    response = http.post("/v1/completions", json=GOOD | body)
+    response = http.post("/v1/completions", json=VALID_REQUEST | body)
     assert response.status_code == 200, response.text
     return dict(response.json())
 
 
 def streamed(http: httpx.Client, **body: Any) -> list[dict[str, Any]]:
-    return chunks(http.post("/v1/completions", json=GOOD | {"stream": True} | body))
+    return chunks_of(http.post("/v1/completions", json=VALID_REQUEST | {"stream": True} | body))
 
 
 # ---------------------------------------------------------------- to the engine
@@ -70,12 +70,12 @@ def test_guesses_are_asked_for(
 
 @pytest.mark.parametrize(("stop", "text", "count"), [("never", "hello", 5), ("l", "he", 3), ("el", "h", 3)])
 def test_several_tokens_may_come_at_once(
-    engine: FakeEngine, http: httpx.Client, words: Words, stop: str, text: str, count: int
+    engine: FakeEngine, http: httpx.Client, encode: Encode, stop: str, text: str, count: int
 ) -> None:
     """A stop string ends the text among them."""
 
     def script(submit: Submit) -> list[list[FromEngine]]:
-        name, tokens = submit.request_id, [token for letter in "hello" for token in words(letter)]
+        name, tokens = submit.request_id, [token for letter in "hello" for token in encode(letter)]
         return [[admitted(submit), Tokens(name, tokens[:1])], [Tokens(name, tokens[1:], "length", None, 4)]]
 
     engine.script = script
@@ -85,16 +85,16 @@ def test_several_tokens_may_come_at_once(
     assert "".join(chunk["choices"][0]["text"] for chunk in streamed(http, stop=stop)) == text
 
 
-def test_several_prompts_have_choices_in_their_order(engine: FakeEngine, http: httpx.Client, words: Words) -> None:
+def test_several_prompts_have_choices_in_their_order(engine: FakeEngine, http: httpx.Client, encode: Encode) -> None:
     def script(submit: Submit) -> list[list[FromEngine]]:
-        tokens = [*submit.prompt[1:], *words(submit.request_id[-1])]
+        tokens = [*submit.prompt[1:], *encode(submit.request_id[-1])]
         return [[admitted(submit, cached_tokens=1), Tokens(submit.request_id, tokens, "length")]]
 
     engine.script = script
     told = ask(http, prompt=["a", "bb"], n=2)
     assert [(c["index"], c["text"]) for c in told["choices"]] == [(0, "a0"), (1, "a1"), (2, "bb0"), (3, "bb1")]
     prompts = [submit.prompt for submit in engine.all(Submit)]
-    assert prompts == [[BOS, *words("a")]] * 2 + [[BOS, *words("bb")]] * 2
+    assert prompts == [[BOS, *encode("a")]] * 2 + [[BOS, *encode("bb")]] * 2
     assert told["usage"]["prompt_tokens"] == len(prompts[0]) + len(prompts[2])
     assert told["usage"]["prompt_tokens_details"] == {"cached_tokens": 2}
     siblings = [submit.sibling_of for submit in engine.all(Submit)]
@@ -114,9 +114,9 @@ def test_a_prompt_can_be_cut_in_front(engine: FakeEngine, http: httpx.Client, li
     assert told["usage"]["prompt_tokens"] == len(kept)
 
 
-def test_special_tokens_around_a_text_are_optional(engine: FakeEngine, http: httpx.Client, words: Words) -> None:
+def test_special_tokens_around_a_text_are_optional(engine: FakeEngine, http: httpx.Client, encode: Encode) -> None:
     ask(http, prompt="hello", add_special_tokens=False)
-    assert engine.all(Submit)[0].prompt == words("hello")
+    assert engine.all(Submit)[0].prompt == encode("hello")
 
 
 def test_the_answer_bears_the_clients_id(engine: FakeEngine, http: httpx.Client) -> None:
@@ -127,10 +127,10 @@ def test_the_answer_bears_the_clients_id(engine: FakeEngine, http: httpx.Client)
 
 
 # ---------------------------------------------------------------- log-probabilities
-def test_logprobs(engine: FakeEngine, openai_client: openai.OpenAI, words: Words) -> None:
-    engine.script = scores(words("hello"))
+def test_logprobs(engine: FakeEngine, openai_client: openai.OpenAI, encode: Encode) -> None:
+    engine.script = scores(encode("hello"))
     told = openai_client.completions.create(model="tiny", prompt="x", logprobs=2).choices[0]
-    pieces = [BACKEND.decode([token]) for token in words("hello")]
+    pieces = [BACKEND.decode([token]) for token in encode("hello")]
     assert told.logprobs is not None
     assert told.logprobs.tokens == pieces
     assert told.logprobs.token_logprobs == [-0.5] * len(pieces)
@@ -138,16 +138,16 @@ def test_logprobs(engine: FakeEngine, openai_client: openai.OpenAI, words: Words
     assert told.logprobs.text_offset == [len("".join(pieces[:i])) for i in range(len(pieces))]
 
 
-def test_without_alternatives_the_token_itself_is_told(engine: FakeEngine, http: httpx.Client, words: Words) -> None:
-    engine.script = scores(words("ab"))
+def test_without_alternatives_the_token_itself_is_told(engine: FakeEngine, http: httpx.Client, encode: Encode) -> None:
+    engine.script = scores(encode("ab"))
     told = ask(http, logprobs=0)["choices"][0]["logprobs"]
-    assert told["token_logprobs"] == [-0.5] * len(words("ab"))
+    assert told["token_logprobs"] == [-0.5] * len(encode("ab"))
     assert told["top_logprobs"] == [{token: -0.5} for token in told["tokens"]]
 
 
-def test_tokens_may_be_named_by_their_ids(engine: FakeEngine, http: httpx.Client, words: Words) -> None:
-    engine.script = scores(words("ab"))
-    names = [f"token_id:{token}" for token in words("ab")]
+def test_tokens_may_be_named_by_their_ids(engine: FakeEngine, http: httpx.Client, encode: Encode) -> None:
+    engine.script = scores(encode("ab"))
+    names = [f"token_id:{token}" for token in encode("ab")]
     asked: dict[str, Any] = {"logprobs": 2, "return_tokens_as_token_ids": True}
     told = ask(http, **asked)["choices"][0]["logprobs"]
     assert told["tokens"] == names
@@ -159,9 +159,9 @@ def test_tokens_may_be_named_by_their_ids(engine: FakeEngine, http: httpx.Client
 @pytest.mark.parametrize("text", ["hello world", "\u2603 and \U0001f600!"])
 @pytest.mark.parametrize("stop", [None, "o w", "world"])
 def test_a_stream_tells_the_same(
-    engine: FakeEngine, http: httpx.Client, words: Words, text: str, stop: str | None
+    engine: FakeEngine, http: httpx.Client, encode: Encode, text: str, stop: str | None
 ) -> None:
-    engine.script = scores(words(text))
+    engine.script = scores(encode(text))
     body: dict[str, Any] = {"logprobs": 1, "stop": stop, "echo": True, "prompt": "so: ", "return_token_ids": True}
     whole = ask(http, **body)["choices"][0]
     parts = [chunk["choices"][0] for chunk in streamed(http, **body)]
@@ -175,16 +175,18 @@ def test_a_stream_tells_the_same(
     )
 
 
-def test_tokens_that_a_stop_string_took_away_are_not_told(engine: FakeEngine, http: httpx.Client, words: Words) -> None:
-    engine.script = scores(words("hello world"))
+def test_tokens_that_a_stop_string_took_away_are_not_told(
+    engine: FakeEngine, http: httpx.Client, encode: Encode
+) -> None:
+    engine.script = scores(encode("hello world"))
     choice = ask(http, logprobs=0, stop=" w")["choices"][0]
     assert choice["text"] == "hello"
     assert "".join(choice["logprobs"]["tokens"]) == "hello"
     assert choice["stop_reason"] == " w"
 
 
-def test_half_a_character_is_told_as_bytes(engine: FakeEngine, http: httpx.Client, words: Words) -> None:
-    engine.script = scores(words("\U0001f600"))
+def test_half_a_character_is_told_as_bytes(engine: FakeEngine, http: httpx.Client, encode: Encode) -> None:
+    engine.script = scores(encode("\U0001f600"))
     told = ask(http, logprobs=0)["choices"][0]
     assert told["text"] == "\U0001f600"
     spelled = "".join(token.removeprefix("bytes:") for token in told["logprobs"]["tokens"])
@@ -192,9 +194,9 @@ def test_half_a_character_is_told_as_bytes(engine: FakeEngine, http: httpx.Clien
 
 
 # ---------------------------------------------------------------- echo, and scores of prompts
-def test_echo_with_logprobs_as_evaluations_ask_for_it(engine: FakeEngine, http: httpx.Client, words: Words) -> None:
-    prompt = words("hello world")
-    engine.script = scores(words("!"))
+def test_echo_with_logprobs_as_evaluations_ask_for_it(engine: FakeEngine, http: httpx.Client, encode: Encode) -> None:
+    prompt = encode("hello world")
+    engine.script = scores(encode("!"))
     asked: dict[str, Any] = {"prompt": [prompt, prompt[:3]], "temperature": 0, "max_tokens": 1, "logprobs": 1}
     told = ask(http, **asked, seed=1234, echo=True)
     for choice, ids in zip(told["choices"], (prompt, prompt[:3]), strict=True):
@@ -212,20 +214,20 @@ def test_echo_with_logprobs_as_evaluations_ask_for_it(engine: FakeEngine, http: 
     [("a</s>b", {"a": 0, "</s>": 1, "b": 5}), ("</s>a", {"</s>": 0, "a": 4}), ([EOS, 5], {"</s>": 0})],
 )
 def test_offsets_are_those_of_the_text(
-    engine: FakeEngine, http: httpx.Client, words: Words, prompt: str | list[int], offsets: dict[str, int]
+    engine: FakeEngine, http: httpx.Client, encode: Encode, prompt: str | list[int], offsets: dict[str, int]
 ) -> None:
     """A special token has its length where the text spells it, and none elsewhere."""
-    engine.script = scores(words("!"))
+    engine.script = scores(encode("!"))
     choice = ask(http, prompt=prompt, echo=True, logprobs=0)["choices"][0]
     told = dict(zip(choice["logprobs"]["tokens"], choice["logprobs"]["text_offset"], strict=True))
     assert offsets.items() <= told.items()
     assert told["!"] == len(choice["text"]) - 1
 
 
-def test_no_stop_string_before_the_least_tokens(engine: FakeEngine, http: httpx.Client, words: Words) -> None:
-    tokens = words("a b c d")
+def test_no_stop_string_before_the_least_tokens(engine: FakeEngine, http: httpx.Client, encode: Encode) -> None:
+    tokens = encode("a b c d")
     engine.script = scores(tokens)
-    assert ask(http, stop=" ", min_tokens=len(words("a b")))["choices"][0]["text"] == "a b"
+    assert ask(http, stop=" ", min_tokens=len(encode("a b")))["choices"][0]["text"] == "a b"
     assert ask(http, stop=" ", min_tokens=len(tokens))["choices"][0]["text"] == "a b c d"
 
 
@@ -235,18 +237,18 @@ def test_echo_alone_computes_nothing_more(engine: FakeEngine, http: httpx.Client
 
 
 def test_an_empty_text_among_prompts_is_the_token_that_begins_texts(
-    engine: FakeEngine, http: httpx.Client, words: Words
+    engine: FakeEngine, http: httpx.Client, encode: Encode
 ) -> None:
     told = ask(http, prompt=["", "a"], echo=True)
-    assert [submit.prompt for submit in engine.all(Submit)] == [[BOS], [BOS, *words("a")]]
+    assert [submit.prompt for submit in engine.all(Submit)] == [[BOS], [BOS, *encode("a")]]
     assert [choice["text"] for choice in told["choices"]] == ["hello world", "ahello world"]
     refused = http.post("/v1/completions", json={"model": "tiny", "prompt": ["a", ""], "add_special_tokens": False})
     assert (refused.status_code, refused.json()["error"]["param"]) == (400, "prompt")
 
 
-def test_an_echo_of_ids_has_special_tokens_when_asked(engine: FakeEngine, http: httpx.Client, words: Words) -> None:
-    engine.script = scores(words("hello"))
-    ids = [BOS, *words("so: "), EOS, *words("then")]
+def test_an_echo_of_ids_has_special_tokens_when_asked(engine: FakeEngine, http: httpx.Client, encode: Encode) -> None:
+    engine.script = scores(encode("hello"))
+    ids = [BOS, *encode("so: "), EOS, *encode("then")]
     for skip, text in ((False, "<s>so: </s>thenhello"), (True, "so: thenhello")):
         asked: dict[str, Any] = {"prompt": ids, "echo": True, "skip_special_tokens": skip}
         told = ask(http, **asked, logprobs=0)["choices"][0]
@@ -267,12 +269,12 @@ def test_a_prompt_alone(engine: FakeEngine, http: httpx.Client) -> None:
     assert told["usage"]["completion_tokens"] == 0
 
 
-def test_choices_share_the_scores_of_their_prompt(engine: FakeEngine, http: httpx.Client, words: Words) -> None:
+def test_choices_share_the_scores_of_their_prompt(engine: FakeEngine, http: httpx.Client, encode: Encode) -> None:
     """Also where the others are faster than the first, whose prompt it is."""
     held: list[list[FromEngine]] = []
 
     def script(submit: Submit) -> list[list[FromEngine]]:
-        frames = scores(words("a"))(submit)
+        frames = scores(encode("a"))(submit)
         if submit.sibling_of is None:
             held.extend(frames)
             return []
@@ -290,12 +292,12 @@ def test_choices_share_the_scores_of_their_prompt(engine: FakeEngine, http: http
 
 
 # ---------------------------------------------------------------- best_of, ids, ends
-def test_the_likeliest_of_several(engine: FakeEngine, http: httpx.Client, words: Words) -> None:
+def test_the_likeliest_of_several(engine: FakeEngine, http: httpx.Client, encode: Encode) -> None:
     likely = {"0": -2.0, "1": -0.1, "2": -1.0}
 
     def script(submit: Submit) -> list[list[FromEngine]]:
         index = submit.request_id[-1]
-        tokens = words(index * (int(index) + 1))
+        tokens = encode(index * (int(index) + 1))
         told = [score(token, logprob=likely[index]) for token in tokens]
         return [[admitted(submit), Tokens(submit.request_id, tokens, "length", told)]]
 
@@ -303,25 +305,27 @@ def test_the_likeliest_of_several(engine: FakeEngine, http: httpx.Client, words:
     told = ask(http, n=2, best_of=3)
     assert [(choice["index"], choice["text"]) for choice in told["choices"]] == [(0, "11"), (1, "222")]
     assert all(choice["logprobs"] is None for choice in told["choices"]), "nobody asked to see them"
-    assert told["usage"]["completion_tokens"] == sum(len(words(str(i) * (i + 1))) for i in range(3))
+    assert told["usage"]["completion_tokens"] == sum(len(encode(str(i) * (i + 1))) for i in range(3))
 
 
-def test_ids_of_prompt_and_output(engine: FakeEngine, http: httpx.Client, words: Words) -> None:
-    engine.script = says([*words("hello"), EOS], "stop")
+def test_ids_of_prompt_and_output(engine: FakeEngine, http: httpx.Client, encode: Encode) -> None:
+    engine.script = says([*encode("hello"), EOS], "stop")
     choice = ask(http, prompt="x", return_token_ids=True)["choices"][0]
-    assert choice["prompt_token_ids"] == [BOS, *words("x")]
-    assert choice["token_ids"] == [*words("hello"), EOS]
+    assert choice["prompt_token_ids"] == [BOS, *encode("x")]
+    assert choice["token_ids"] == [*encode("hello"), EOS]
 
 
-def test_a_stop_token_has_no_text_unless_wanted(engine: FakeEngine, http: httpx.Client, words: Words) -> None:
-    (stop,) = words("!")
-    engine.script = says([*words("hello"), stop], "stop")
+def test_a_stop_token_has_no_text_unless_wanted(engine: FakeEngine, http: httpx.Client, encode: Encode) -> None:
+    (stop,) = encode("!")
+    engine.script = says([*encode("hello"), stop], "stop")
     for include, text in ((False, "hello"), (True, "hello!")):
         choice = ask(http, stop_token_ids=[stop], include_stop_str_in_output=include)["choices"][0]
         assert (choice["text"], choice["finish_reason"], choice["stop_reason"]) == (text, "stop", stop)
 
 
-def test_the_stop_string_and_special_tokens_can_be_shown(engine: FakeEngine, http: httpx.Client, words: Words) -> None:
-    engine.script = says([*words("hello"), EOS, *words(" world")])
+def test_the_stop_string_and_special_tokens_can_be_shown(
+    engine: FakeEngine, http: httpx.Client, encode: Encode
+) -> None:
+    engine.script = says([*encode("hello"), EOS, *encode(" world")])
     choice = ask(http, stop="wo", include_stop_str_in_output=True, skip_special_tokens=False)["choices"][0]
     assert (choice["text"], choice["stop_reason"]) == ("hello</s> wo", "wo")

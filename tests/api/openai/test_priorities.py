@@ -13,7 +13,7 @@ from config.settings import Settings
 from server.engine.ipc.messages import Submit
 from tests.api.conftest import running_api
 from tests.api.fake_engine import FakeEngine, says
-from tests.api.payloads import GOOD, error_of
+from tests.api.payloads import VALID_REQUEST, error_of
 
 KEYS = ["sk-ordinary", "sk-urgent-team"]
 LIMITS = {"sk-urgent-team": {"min_priority": -10, "max_kv_cache_priority": 50}}
@@ -37,7 +37,7 @@ def ask(
 ) -> httpx.Response:
     client, engine = bounded
     engine.begin_again(says([100]))
-    body = GOOD | fields
+    body = VALID_REQUEST | fields
     if route == "/v1/chat/completions":
         body = {"model": "tiny", "messages": [{"role": "user", "content": "x"}]} | fields
     return client.post(route, json=body, headers={"Authorization": f"Bearer {key}"})

@@ -15,8 +15,8 @@ from server.text.processes.sandbox import CallLimits, SandboxedTokenizer
 from server.text.tokenizer import Tokenizer
 from tests.api.conftest import running_api
 from tests.api.fake_engine import FakeEngine, says
-from tests.api.payloads import GOOD, Words, chunks, error_of
-from tests.text.hostile_models import TEMPLATES, with_template
+from tests.api.payloads import VALID_REQUEST, Encode, chunks_of, error_of
+from tests.text.hostile_models import TEMPLATES, save_with_template
 from tests.text.tiny_tokenizers import byte_level
 
 MESSAGES = [{"role": "user", "content": "hello"}]
@@ -26,7 +26,7 @@ BOTH = "{% if which == 'power' %}" + TEMPLATES["a power"] + "{% else %}" + TEMPL
 @pytest.fixture(scope="module")
 def limited(tmp_path_factory: pytest.TempPathFactory) -> Iterator[httpx.Client]:
     """A server whose template is as bad as a client wants."""
-    directory = with_template(tmp_path_factory.mktemp("model"), BOTH)
+    directory = save_with_template(tmp_path_factory.mktemp("model"), BOTH)
     with (
         running_api(SandboxedTokenizer(directory, CallLimits(0.5, 2**26))) as api,
         FakeEngine(api.socket_path, says(byte_level().encode("hello").ids)),
@@ -44,7 +44,7 @@ def test_a_bomb_is_refused_and_others_are_answered(limited: httpx.Client, path: 
         bomb, answered = pool.submit(limited.post, path, json=body), 0
         while not bomb.done() or not answered:
             assert limited.get("/health").status_code == 200
-            assert limited.post("/v1/completions", json=GOOD).status_code == 200
+            assert limited.post("/v1/completions", json=VALID_REQUEST).status_code == 200
             ordinary = {"model": "tiny", "messages": MESSAGES}
             assert limited.post("/v1/chat/completions", json=ordinary).status_code == 200
             answered += 1
@@ -73,30 +73,30 @@ def test_hostile_variables(limited: httpx.Client, kwargs: dict[str, Any]) -> Non
     """A prompt or a sentence, and the server goes on."""
     body = {"model": "tiny", "messages": MESSAGES, "chat_template_kwargs": kwargs}
     assert limited.post("/v1/chat/completions", json=body).status_code in (200, 400)
-    assert limited.post("/v1/completions", json=GOOD).status_code == 200
+    assert limited.post("/v1/completions", json=VALID_REQUEST).status_code == 200
 
 
-def test_a_decoder_that_panics_ends_its_stream_with_a_sentence(words: Words) -> None:
+def test_a_decoder_that_panics_ends_its_stream_with_a_sentence(encode: Encode) -> None:
     backend = byte_level()
     backend.decoder = decoders.Strip("h", 0, 9)
     broken = backend.token_to_id("h")
     with (
         running_api(Tokenizer(backend)) as api,
-        FakeEngine(api.socket_path, says([*words(" world"), broken])),
+        FakeEngine(api.socket_path, says([*encode(" world"), broken])),
         httpx.Client(base_url=api.url, timeout=30) as client,
     ):
         api.await_ready()
         for prompt, status in (([5], 200), ([broken], 400)):
-            response = client.post("/v1/completions", json=GOOD | {"prompt": prompt, "stream": True})
+            response = client.post("/v1/completions", json=VALID_REQUEST | {"prompt": prompt, "stream": True})
             assert response.status_code == status
-            told = chunks(response)[-1] if status == 200 else response.json()
+            told = chunks_of(response)[-1] if status == 200 else response.json()
             assert told["error"]["code"] == "tokenizer_failed"
         assert client.get("/health").status_code == 200
 
 
 def test_the_model_of_a_directory_serves(tmp_path: Path) -> None:
     """Its process ends with the server."""
-    tokenizer = SandboxedTokenizer(with_template(tmp_path, ""), CallLimits(30, 2**30))
+    tokenizer = SandboxedTokenizer(save_with_template(tmp_path, ""), CallLimits(30, 2**30))
     with (
         running_api(tokenizer) as api,
         FakeEngine(api.socket_path, says(byte_level().encode("hello world").ids)),

@@ -13,7 +13,7 @@ from transformers import AutoTokenizer
 from server.version import version
 from tests.api.conftest import Api, running_api
 from tests.api.fake_engine import FakeEngine
-from tests.api.payloads import Words, error_of
+from tests.api.payloads import Encode, error_of
 from tests.text.tiny_tokenizers import BOS, byte_level
 
 USER = {"role": "user", "content": "hello"}
@@ -28,12 +28,12 @@ def tokens_of(http: httpx.Client, body: dict[str, Any]) -> list[int]:
     return list(told["tokens"])
 
 
-def test_a_prompt(engine: FakeEngine, http: httpx.Client, words: Words) -> None:
-    plain = words("hello world")
+def test_a_prompt(engine: FakeEngine, http: httpx.Client, encode: Encode) -> None:
+    plain = encode("hello world")
     assert tokens_of(http, {"prompt": "hello world"}) == [BOS, *plain]
     assert tokens_of(http, {"model": "tiny:short", "prompt": "hello world", "add_special_tokens": False}) == plain
     assert tokens_of(http, {"prompt": "", "messages": None}) == [BOS]
-    assert tokens_of(http, {"prompt": "hello " * 2000}) == [BOS, *words("hello " * 2000)]  # longer than the context
+    assert tokens_of(http, {"prompt": "hello " * 2000}) == [BOS, *encode("hello " * 2000)]  # longer than the context
 
 
 def test_token_strings(engine: FakeEngine, http: httpx.Client) -> None:
@@ -75,15 +75,15 @@ def test_token_strings(engine: FakeEngine, http: httpx.Client) -> None:
     ],
     ids=str,
 )
-def test_messages(engine: FakeEngine, http: httpx.Client, words: Words, body: dict[str, Any], text: str) -> None:
+def test_messages(engine: FakeEngine, http: httpx.Client, encode: Encode, body: dict[str, Any], text: str) -> None:
     tokens = tokens_of(http, {"messages": [USER]} | body)
-    assert tokens == words(text)
+    assert tokens == encode(text)
     assert http.post("/detokenize", json={"tokens": tokens}).json() == {"prompt": text}
 
 
-def test_detokenize(engine: FakeEngine, http: httpx.Client, words: Words) -> None:
+def test_detokenize(engine: FakeEngine, http: httpx.Client, encode: Encode) -> None:
     for text in ("hello world", "", "caf\u00e9 \u2603"):
-        answer = http.post("/detokenize", json={"model": "tiny", "tokens": words(text)})
+        answer = http.post("/detokenize", json={"model": "tiny", "tokens": encode(text)})
         assert answer.json() == {"prompt": text}
     assert http.post("/detokenize", json={"tokens": [319]}).json() == {"prompt": ""}  # no token, but the model has it
 

@@ -10,7 +10,7 @@ import pytest
 
 from tests.api.conftest import Api
 from tests.api.fake_engine import FakeEngine, says, silent
-from tests.api.raw_http import answer_to, connect, post
+from tests.api.raw_http import connect, raw_post, send_raw
 
 ASKING = {"model": "tiny", "prompt": "hello"}
 
@@ -39,7 +39,7 @@ def test_responses_count_once_by_status(
     assert http.get("/nowhere").status_code == 404
     assert http.put("/health").status_code == 405
     assert http.get("/v1/kv_cache/paged").status_code == 401
-    assert answer_to(api.url, b"nonsense\r\n\r\n").status_code == 400
+    assert send_raw(api.url, b"nonsense\r\n\r\n").status_code == 400
     monkeypatch.setattr("server.api.openai.completions.check_prompt", None)
     assert http.post("/v1/completions", json=ASKING).status_code == 500
     assert told(http, seen) == {200: 2, 400: 2, 401: 1, 404: 1, 405: 1, 500: 1}
@@ -51,7 +51,7 @@ def test_a_client_that_leaves_before_there_is_a_response(
     api: Api, engine: FakeEngine, http: httpx.Client, seen: Counter[int]
 ) -> None:
     engine.script = silent
-    connection = connect(api.url, post(b'{"model": "tiny", "prompt": "hello"}'))
+    connection = connect(api.url, raw_post(b'{"model": "tiny", "prompt": "hello"}'))
     time.sleep(0.1)
     connection.close()
     time.sleep(0.1)

@@ -11,7 +11,7 @@ from server.api.openai.models import instance_of
 from server.engine.ipc.messages import Hello, Strategy
 from tests.api.conftest import Api, running_api
 from tests.api.fake_engine import FakeEngine, silent
-from tests.api.payloads import GOOD, error_of
+from tests.api.payloads import VALID_REQUEST, error_of
 
 
 def test_models(engine: FakeEngine, openai_client: openai.OpenAI) -> None:
@@ -44,7 +44,7 @@ def test_a_query_that_is_no_answer_to_the_question(engine: FakeEngine, http: htt
 @pytest.mark.parametrize(
     ("method", "path", "body"),
     [
-        ("POST", "/completions", GOOD),
+        ("POST", "/completions", VALID_REQUEST),
         ("POST", "/chat/completions", {"model": "tiny", "messages": [{"role": "user", "content": "hi"}]}),
         ("GET", "/models", None),
         ("GET", "/models/tiny:short", None),

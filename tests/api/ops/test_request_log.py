@@ -16,8 +16,8 @@ from server.api.openai.completions import CompletionRequest
 from server.engine.ipc.messages import Admitted, Preempted, Submit, Tokens
 from tests.api.conftest import ADMIN_TOKEN, Api, running_api
 from tests.api.fake_engine import FakeEngine, fails, says, silent
-from tests.api.payloads import GOOD, Words
-from tests.api.raw_http import connect, post
+from tests.api.payloads import VALID_REQUEST, Encode
+from tests.api.raw_http import connect, raw_post
 
 MARK = "xylophone"
 
@@ -47,14 +47,14 @@ def fields_of(record: logging.LogRecord) -> dict[str, Any]:
 
 
 def ask(http: httpx.Client, request_id: str, **body: object) -> httpx.Response:
-    return http.post("/v1/completions", json=GOOD | body, headers={"x-request-id": request_id})
+    return http.post("/v1/completions", json=VALID_REQUEST | body, headers={"x-request-id": request_id})
 
 
-def test_what_the_engine_says_is_told(engine: FakeEngine, http: httpx.Client, words: Words, line: Line) -> None:
+def test_what_the_engine_says_is_told(engine: FakeEngine, http: httpx.Client, encode: Encode, line: Line) -> None:
     def script(submit: Submit) -> list[list[Any]]:
         name = submit.request_id
         admitted = Admitted(name, "paged", "rule 3", 1, "evicted", queue_seconds=0.25)
-        return [[admitted], [Preempted(name)], [Preempted(name), Tokens(name, words("hi"), "stop")]]
+        return [[admitted], [Preempted(name)], [Preempted(name), Tokens(name, encode("hi"), "stop")]]
 
     engine.script = script
     assert ask(http, "told").status_code == 200
@@ -66,9 +66,9 @@ def test_what_the_engine_says_is_told(engine: FakeEngine, http: httpx.Client, wo
     assert "2 (1 cached) + 1 tokens" in line("told").getMessage()
 
 
-def test_guesses_are_told_if_there_were_any(engine: FakeEngine, http: httpx.Client, words: Words, line: Line) -> None:
+def test_guesses_are_told_if_there_were_any(engine: FakeEngine, http: httpx.Client, encode: Encode, line: Line) -> None:
     def script(submit: Submit) -> list[list[Any]]:
-        name, tokens = submit.request_id, [token for letter in "hello" for token in words(letter)]
+        name, tokens = submit.request_id, [token for letter in "hello" for token in encode(letter)]
         drafted = [Tokens(name, tokens[1:4], None, None, 4), Tokens(name, tokens[4:], "length", None, 1)]
         return [[Admitted(name, "paged", "default", 0), Tokens(name, tokens[:1])], drafted]
 
@@ -76,7 +76,7 @@ def test_guesses_are_told_if_there_were_any(engine: FakeEngine, http: httpx.Clie
     assert ask(http, "guessed").status_code == 200
     told = fields_of(line("guessed"))
     assert (told["drafted_tokens"], told["accepted_tokens"], told["generated_tokens"]) == (5, 2, 5)
-    engine.script = says(words("hello"))
+    engine.script = says(encode("hello"))
     assert ask(http, "unguessed").status_code == 200
     assert "drafted_tokens" not in fields_of(line("unguessed"))
 
@@ -93,9 +93,9 @@ def test_who_has_to_hear_of_it(engine: FakeEngine, http: httpx.Client, line: Lin
 
 
 def test_a_stream_that_fails_had_a_good_status(
-    engine: FakeEngine, http: httpx.Client, words: Words, line: Line
+    engine: FakeEngine, http: httpx.Client, encode: Encode, line: Line
 ) -> None:
-    engine.script = lambda submit: [*says(words("hi"), None)(submit), *fails(500, "out of luck")(submit)]
+    engine.script = lambda submit: [*says(encode("hi"), None)(submit), *fails(500, "out of luck")(submit)]
     assert ask(http, "streamed", stream=True).status_code == 200
     record = line("streamed")
     assert record.levelno == logging.ERROR
@@ -117,7 +117,7 @@ def test_a_fault_within_a_stream_is_told_once_with_its_traceback(
 
 def test_a_client_that_leaves_before_there_is_an_answer(api: Api, engine: FakeEngine, line: Line) -> None:
     engine.script = silent
-    with connect(api.url, post(json.dumps(GOOD).encode(), "x-request-id: impatient")):
+    with connect(api.url, raw_post(json.dumps(VALID_REQUEST).encode(), "x-request-id: impatient")):
         engine.wait_for(Submit)
     told = fields_of(line("impatient"))
     assert (told["status"], told["outcome"]) == (499, "cancelled")
@@ -169,10 +169,10 @@ def test_a_path_cannot_begin_a_line(http: httpx.Client, line: Line, known: str, 
 
 # ---------------------------------------------------------------- where prompts are wanted
 @pytest.fixture(scope="module")
-def telling(words: Words) -> Iterator[httpx.Client]:
+def telling(encode: Encode) -> Iterator[httpx.Client]:
     with (
         running_api(log_prompts=True) as api,
-        FakeEngine(api.socket_path, says(words("hello world"))),
+        FakeEngine(api.socket_path, says(encode("hello world"))),
         httpx.Client(base_url=api.url, timeout=10) as client,
     ):
         api.await_ready()

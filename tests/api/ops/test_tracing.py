@@ -22,7 +22,7 @@ from server.api.ops.tracing import Tracing, traces_url, tracing_to
 from server.engine.ipc.messages import Admitted, Submit, Tokens
 from tests.api.conftest import running_api
 from tests.api.fake_engine import FakeEngine, fails, says
-from tests.api.payloads import GOOD, Words
+from tests.api.payloads import VALID_REQUEST, Encode
 
 TRACE, PARENT = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
 
@@ -48,7 +48,7 @@ class Spans:
 
 
 @pytest.fixture(scope="module")
-def traced(words: Words) -> Iterator[Spans]:
+def traced(encode: Encode) -> Iterator[Spans]:
     exporter, provider = InMemorySpanExporter(), TracerProvider(shutdown_on_exit=False)
     provider.add_span_processor(SimpleSpanProcessor(exporter))
     with pytest.MonkeyPatch.context() as patch:
@@ -66,13 +66,13 @@ def known(span: ReadableSpan) -> dict[str, Any]:
     return dict(span.attributes or {})
 
 
-def test_a_request_and_its_parts(traced: Spans, words: Words) -> None:
+def test_a_request_and_its_parts(traced: Spans, encode: Encode) -> None:
     def script(submit: Submit) -> list[list[Any]]:
         name = submit.request_id
-        return [[Admitted(name, "paged", "default", 3, "short", 0.0)], [Tokens(name, words("hi"), "length")]]
+        return [[Admitted(name, "paged", "default", 3, "short", 0.0)], [Tokens(name, encode("hi"), "length")]]
 
     traced.engine.begin_again(script)
-    spans = traced.of(**GOOD, max_tokens=7, temperature=0.5, top_p=0.25)
+    spans = traced.of(**VALID_REQUEST, max_tokens=7, temperature=0.5, top_p=0.25)
     assert list(spans) == ["queue", "prefill", "decode", "whole"]
     whole = spans.pop("whole")
     assert whole.name == "text_completion tiny"
@@ -118,19 +118,19 @@ def test_a_request_and_its_parts(traced: Spans, words: Words) -> None:
     )
 
 
-def test_parts_lie_within_the_request_whatever_the_engine_says(traced: Spans, words: Words) -> None:
+def test_parts_lie_within_the_request_whatever_the_engine_says(traced: Spans, encode: Encode) -> None:
     def script(submit: Submit) -> list[list[Any]]:
         name = submit.request_id
-        return [[Admitted(name, "paged", "default", 0, None, 99.0)], [Tokens(name, words("hi"), "length")]]
+        return [[Admitted(name, "paged", "default", 0, None, 99.0)], [Tokens(name, encode("hi"), "length")]]
 
     traced.engine.begin_again(script)
-    spans = traced.of(**GOOD)
+    spans = traced.of(**VALID_REQUEST)
     assert spans["prefill"].start_time == spans["prefill"].end_time == spans["decode"].start_time
     assert spans["decode"].end_time == spans["whole"].end_time
 
 
-def test_a_chat(traced: Spans, words: Words) -> None:
-    traced.engine.begin_again(says(words("hi")))
+def test_a_chat(traced: Spans, encode: Encode) -> None:
+    traced.engine.begin_again(says(encode("hi")))
     messages = [{"role": "user", "content": "hello"}]
     whole = traced.of("/v1/chat/completions", model="tiny", messages=messages, stream=True)["whole"]
     assert whole.name == "chat tiny"
@@ -139,7 +139,7 @@ def test_a_chat(traced: Spans, words: Words) -> None:
 
 def test_a_request_that_the_engine_fails(traced: Spans) -> None:
     traced.engine.begin_again(fails(500, "no", "strategy_failed"))
-    spans = traced.of(**GOOD)
+    spans = traced.of(**VALID_REQUEST)
     assert list(spans) == ["queue", "whole"]
     assert spans["whole"].status.status_code is StatusCode.ERROR
     assert known(spans["whole"])["error.type"] == "strategy_failed"
@@ -153,15 +153,15 @@ def test_a_mistake_of_the_client_is_no_error_of_the_server(traced: Spans) -> Non
     assert known(spans["whole"])["error.type"] == "400"
 
 
-def test_what_the_client_does_not_sample_is_left_out(traced: Spans, words: Words) -> None:
-    traced.engine.begin_again(says(words("hi")))
-    assert traced.of(sampled=False, **GOOD) == {}
+def test_what_the_client_does_not_sample_is_left_out(traced: Spans, encode: Encode) -> None:
+    traced.engine.begin_again(says(encode("hi")))
+    assert traced.of(sampled=False, **VALID_REQUEST) == {}
 
 
 def test_other_requests_have_none(traced: Spans) -> None:
     assert tracing_to(None) is None
     traced._http.get("/health")
-    traced._http.post("/tokenize", json=GOOD)
+    traced._http.post("/tokenize", json=VALID_REQUEST)
     assert "whole" in traced.of(prompt=5)
     assert len(traced._exporter.get_finished_spans()) == 1
 

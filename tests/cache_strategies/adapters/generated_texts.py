@@ -14,35 +14,37 @@ from config.settings import StrategySettings
 from tests.contract.harness import POISON
 from tests.models.random_models import CONFIGS, random_model
 
-LONGEST = 96
-MORE = 16  # tokens written, unless told otherwise: beyond a window of the models, and a block of 32
+MAX_SEQ_LEN = 96
+NEW_TOKENS = 16  # tokens written, unless told otherwise: beyond a window of the models, and a block of 32
 PAGED = StrategySettings(kind="paged", block_size=4)
 
 
 @remembered
 @torch.inference_mode(False)  # whoever asks first
-def model_of(name: str) -> Any:
+def random_model_of(name: str) -> Any:
     return random_model(CONFIGS[name])
 
 
-def made(model: Any, settings: StrategySettings, *, rows: int = 3, **how: Any) -> StrategyCache:
+def make_cache(model: Any, settings: StrategySettings, *, rows: int = 3, **how: Any) -> StrategyCache:
     """A cache of which every byte that nobody wrote is NaN."""
     cache = StrategyCache(
-        model.config, settings.kind, max_seq_len=LONGEST, max_batch_size=rows, **settings.options, **how
+        model.config, settings.kind, max_seq_len=MAX_SEQ_LEN, max_batch_size=rows, **settings.options, **how
     )
     cache._cache.setup.arena.memory.fill_(POISON)
     return cache
 
 
-def window(window: int, sinks: int = 0, **options: int) -> StrategySettings:
+def sliding_window(window: int, sinks: int = 0, **options: int) -> StrategySettings:
     return StrategySettings(kind="sliding_window", window=window, sinks=sinks, **options)
 
 
-def prompts(rows: int = 3, length: int = 21, seed: int = 1) -> Tensor:
+def random_prompts(rows: int = 3, length: int = 21, seed: int = 1) -> Tensor:
     return torch.randint(2, 300, (rows, length), generator=torch.Generator().manual_seed(seed))
 
 
-def written(model: Any, ids: Tensor, cache: Any, more: int = MORE, mask: Tensor | None = None, **how: Any) -> Tensor:
+def generate(
+    model: Any, ids: Tensor, cache: Any, more: int = NEW_TOKENS, mask: Tensor | None = None, **how: Any
+) -> Tensor:
     """Greedy, unless told otherwise: the whole text."""
     mask = torch.ones_like(ids) if mask is None else mask
     greedy = {"do_sample": False, "pad_token_id": 0, "eos_token_id": None} | how
@@ -53,15 +55,17 @@ def written(model: Any, ids: Tensor, cache: Any, more: int = MORE, mask: Tensor 
 _own: dict[tuple[object, ...], Tensor] = {}
 
 
-def own(model: Any, ids: Tensor, more: int = MORE, mask: Tensor | None = None, **how: Any) -> Tensor:
+def generate_with_dynamic_cache(
+    model: Any, ids: Tensor, more: int = NEW_TOKENS, mask: Tensor | None = None, **how: Any
+) -> Tensor:
     """The same, with the cache of transformers; remembered, as many strategies are compared with it."""
     key = (model, str(ids.tolist()), more, None if mask is None else str(mask.tolist()), str(how))
     if key not in _own:
-        _own[key] = written(model, ids, DynamicCache(config=model.config), more, mask, **how)
+        _own[key] = generate(model, ids, DynamicCache(config=model.config), more, mask, **how)
     return _own[key]
 
 
-def left_padded(ids: Tensor) -> Tensor:
+def left_padding_mask(ids: Tensor) -> Tensor:
     """A mask under which the rows are of different lengths."""
     mask = torch.ones_like(ids)
     for row, padding in zip(mask, (5, 0, 9), strict=False):

@@ -21,15 +21,15 @@ from transformers import DynamicCache
 from cache_strategies.adapters.transformers import StrategyCacheError
 from config.settings import StrategySettings
 from tests.cache_strategies.adapters.generated_texts import (
-    LONGEST,
+    MAX_SEQ_LEN,
     PAGED,
-    left_padded,
-    made,
-    model_of,
-    own,
-    prompts,
-    window,
-    written,
+    generate,
+    generate_with_dynamic_cache,
+    left_padding_mask,
+    make_cache,
+    random_model_of,
+    random_prompts,
+    sliding_window,
 )
 from tests.contract.harness import exact_instances
 
@@ -55,10 +55,10 @@ models_and_strategies = pytest.mark.parametrize(
 # ---------------------------------------------------------------- exact strategies
 @models_and_strategies
 def test_exact_strategies_write_what_transformers_own_cache_does(name: str, strategy: str) -> None:
-    model, ids = model_of(name), prompts()
-    cache = made(model, EXACT[strategy])
+    model, ids = random_model_of(name), random_prompts()
+    cache = make_cache(model, EXACT[strategy])
     assert cache._cache.contract.exact
-    assert written(model, ids, cache).equal(own(model, ids))
+    assert generate(model, ids, cache).equal(generate_with_dynamic_cache(model, ids))
     cache._cache.check_integrity()
 
 
@@ -71,22 +71,24 @@ PAIRS = {tuple(values) for values in AllPairs([list(values) for values in PADDED
     [pytest.param(*values, marks=unless(values in PAIRS)) for values in product(*PADDED)],
 )
 def test_padding_and_pieces_change_nothing(name: str, strategy: str, piece: int) -> None:
-    model, ids = model_of(name), prompts()
-    mask = left_padded(ids)
+    model, ids = random_model_of(name), random_prompts()
+    mask = left_padding_mask(ids)
     how = {"prefill_chunk_size": piece} if piece else {}
-    assert written(model, ids, made(model, EXACT[strategy]), mask=mask, **how).equal(own(model, ids, mask=mask))
+    assert generate(model, ids, make_cache(model, EXACT[strategy]), mask=mask, **how).equal(
+        generate_with_dynamic_cache(model, ids, mask=mask)
+    )
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma3"])
 @pytest.mark.parametrize("attention", ["eager", "sdpa"])
 def test_a_padded_batch_writes_what_each_prompt_alone_does(name: str, attention: str) -> None:
-    model, ids = model_of(name), prompts()
-    mask = left_padded(ids)
+    model, ids = random_model_of(name), random_prompts()
+    mask = left_padding_mask(ids)
     model.set_attn_implementation(attention)
     try:
-        together = written(model, ids, made(model, PAGED), mask=mask)
+        together = generate(model, ids, make_cache(model, PAGED), mask=mask)
         for row, seen in enumerate(mask.bool()):
-            alone = written(model, ids[row, seen][None], made(model, PAGED))
+            alone = generate(model, ids[row, seen][None], make_cache(model, PAGED))
             assert alone[0].equal(torch.cat((ids[row, seen], together[row, ids.shape[1] :])))
     finally:
         model.set_attn_implementation("sdpa")
@@ -101,8 +103,8 @@ def test_a_padded_batch_writes_what_each_prompt_alone_does(name: str, attention:
 @torch.inference_mode()
 def test_masks_and_keys_are_those_of_transformers_own_cache(sizes: list[int], name: str, strategy: str) -> None:
     """Any pieces: the same sizes are announced, the same keys returned, bit for bit, and so the logits are equal."""
-    model, ids = model_of(name), prompts(2, LONGEST)
-    ours, theirs = made(model, EXACT[strategy], rows=2), DynamicCache(config=model.config)
+    model, ids = random_model_of(name), random_prompts(2, MAX_SEQ_LEN)
+    ours, theirs = make_cache(model, EXACT[strategy], rows=2), DynamicCache(config=model.config)
     assert ours.is_sliding == theirs.is_sliding
     start = 0
     for n in sizes:
@@ -119,66 +121,68 @@ def test_masks_and_keys_are_those_of_transformers_own_cache(sizes: list[int], na
 
 def conversation(model: Any, cache: Any) -> Iterator[Tensor]:
     """The whole text after each turn."""
-    text = prompts()
+    text = random_prompts()
     for turn in range(3):
-        asked = prompts(length=5, seed=turn + 2)
-        text = written(model, torch.cat((text, asked), 1), cache, 12)
+        asked = random_prompts(length=5, seed=turn + 2)
+        text = generate(model, torch.cat((text, asked), 1), cache, 12)
         yield text
 
 
 @pytest.fixture(scope="module")
 def their_conversation() -> list[Tensor]:
-    model = model_of("gemma3")
+    model = random_model_of("gemma3")
     return list(conversation(model, DynamicCache(config=model.config)))
 
 
 @exact_ones
 def test_a_conversation_goes_on_with_the_same_object(their_conversation: list[Tensor], strategy: str) -> None:
-    model = model_of("gemma3")
-    cache = made(model, EXACT[strategy])
+    model = random_model_of("gemma3")
+    cache = make_cache(model, EXACT[strategy])
     for text, expected in zip(conversation(model, cache), their_conversation, strict=True):
         assert text.equal(expected)
         assert cache.length == text.shape[1] - 1  # the last token was chosen and did not go in
 
 
 def test_a_window_as_wide_as_the_models_own_is_exact_and_smaller() -> None:
-    model, ids = model_of("mistral"), prompts(length=60)
-    narrow, wide = made(model, window(16, max_row=7)), made(model, EXACT["contiguous"])
+    model, ids = random_model_of("mistral"), random_prompts(length=60)
+    narrow, wide = make_cache(model, sliding_window(16, max_row=7)), make_cache(model, EXACT["contiguous"])
     assert narrow._cache.contract.exact
     assert narrow._cache.setup.arena.memory.nbytes < wide._cache.setup.arena.memory.nbytes / 3
-    for mask in (None, left_padded(ids)):
+    for mask in (None, left_padding_mask(ids)):
         narrow.reset()
-        assert written(model, ids, narrow, 30, mask, prefill_chunk_size=7).equal(own(model, ids, 30, mask))
+        assert generate(model, ids, narrow, 30, mask, prefill_chunk_size=7).equal(
+            generate_with_dynamic_cache(model, ids, 30, mask)
+        )
 
 
 # ---------------------------------------------------------------- beams and rows
 @models_and_strategies
 def test_beams_part_and_meet_as_under_transformers_own_cache(name: str, strategy: str) -> None:
-    model, ids = model_of(name), prompts(2)
-    mask = left_padded(ids)[:2]
-    cache = made(model, EXACT[strategy], rows=6)
+    model, ids = random_model_of(name), random_prompts(2)
+    mask = left_padding_mask(ids)[:2]
+    cache = make_cache(model, EXACT[strategy], rows=6)
     how = {"num_beams": 3, "num_return_sequences": 2}
-    assert written(model, ids, cache, 16, mask, **how).equal(own(model, ids, 16, mask, **how))
+    assert generate(model, ids, cache, 16, mask, **how).equal(generate_with_dynamic_cache(model, ids, 16, mask, **how))
     cache._cache.check_integrity()
 
 
 def test_forked_rows_share_their_blocks() -> None:
-    model = model_of("llama")
-    cache = made(model, PAGED, rows=8)
-    model(prompts(1, 40), past_key_values=cache)
+    model = random_model_of("llama")
+    cache = make_cache(model, PAGED, rows=8)
+    model(random_prompts(1, 40), past_key_values=cache)
     before = cache.usage()
     cache.batch_repeat_interleave(8)
     assert cache.usage().reserved == before.reserved
     assert cache.batch_size == 8
 
 
-@pytest.mark.parametrize("length", [LONGEST - 2, LONGEST - 3])
+@pytest.mark.parametrize("length", [MAX_SEQ_LEN - 2, MAX_SEQ_LEN - 3])
 @pytest.mark.parametrize("strategy", [*EXACT, "one_block"])
 def test_rows_that_part_at_the_brim_find_room(strategy: str, length: int) -> None:
     """Every row copies the block it shared, while the original is held, too: with one block a row that is one more."""
-    model, ids = model_of("llama"), prompts(1, length)
-    one_block = StrategySettings(kind="paged", block_size=LONGEST)
-    ours, theirs = made(model, EXACT.get(strategy, one_block), rows=5), DynamicCache(config=model.config)
+    model, ids = random_model_of("llama"), random_prompts(1, length)
+    one_block = StrategySettings(kind="paged", block_size=MAX_SEQ_LEN)
+    ours, theirs = make_cache(model, EXACT.get(strategy, one_block), rows=5), DynamicCache(config=model.config)
     for token in range(2):
         logits = []
         for cache in (ours, theirs):
@@ -191,8 +195,8 @@ def test_rows_that_part_at_the_brim_find_room(strategy: str, length: int) -> Non
 
 @exact_ones
 def test_rows_are_chosen_doubled_and_dropped(strategy: str) -> None:
-    model = model_of("gemma2")
-    ours, theirs = made(model, EXACT[strategy], rows=4), DynamicCache(config=model.config)
+    model = random_model_of("gemma2")
+    ours, theirs = make_cache(model, EXACT[strategy], rows=4), DynamicCache(config=model.config)
     changes: list[Any] = [
         lambda c: c.batch_select_indices(torch.tensor([2, 0])),
         lambda c: c.batch_repeat_interleave(2),
@@ -200,10 +204,10 @@ def test_rows_are_chosen_doubled_and_dropped(strategy: str) -> None:
         lambda c: c.batch_select_indices(torch.tensor([False, True, True, True])),
     ]
     for cache in (ours, theirs):
-        model(prompts(3), past_key_values=cache)
+        model(random_prompts(3), past_key_values=cache)
     for i, change in enumerate(changes):
         change(ours), change(theirs)
-        ids = prompts(ours.batch_size, 3, seed=i)
+        ids = random_prompts(ours.batch_size, 3, seed=i)
         assert torch.equal(*(model(ids, past_key_values=c).logits for c in (ours, theirs)))
         ours._cache.check_integrity()
 
@@ -211,35 +215,37 @@ def test_rows_are_chosen_doubled_and_dropped(strategy: str) -> None:
 @pytest.mark.parametrize("how", [{}, {"num_beams": 3}], ids=str)
 def test_a_window_of_ours_is_that_of_a_model_with_such_a_window(how: dict[str, int]) -> None:
     """Beams included: rings that wrap are doubled and dropped."""
-    model, ids = model_of("mistral_sees_all"), prompts(1, 9)
+    model, ids = random_model_of("mistral_sees_all"), random_prompts(1, 9)
     narrow = copy.deepcopy(model)
     narrow.config.sliding_window = 10
-    cache = made(model, window(10), equal_lengths=True)
+    cache = make_cache(model, sliding_window(10), equal_lengths=True)
     assert not cache._cache.contract.exact
-    assert written(model, ids, cache, 30, **how).equal(own(narrow, ids, 30, **how))
-    assert not own(narrow, ids, 30, **how).equal(own(model, ids, 30, **how))
+    assert generate(model, ids, cache, 30, **how).equal(generate_with_dynamic_cache(narrow, ids, 30, **how))
+    assert not generate_with_dynamic_cache(narrow, ids, 30, **how).equal(
+        generate_with_dynamic_cache(model, ids, 30, **how)
+    )
     cache._cache.check_integrity()
 
 
 # ---------------------------------------------------------------- crop, reset, failures
 @exact_ones
 def test_after_a_crop_the_text_goes_another_way(strategy: str) -> None:
-    model = model_of("llama")
-    cache, ids = made(model, EXACT[strategy]), prompts()
-    text = written(model, ids, cache)
+    model = random_model_of("llama")
+    cache, ids = make_cache(model, EXACT[strategy]), random_prompts()
+    text = generate(model, ids, cache)
     if cache._cache.contract.rewind is None:
         cache.crop(ids.shape[1] + 4 - cache.length)
         assert cache.length == ids.shape[1] + 4
-        other = torch.cat((text[:, : ids.shape[1] + 4], prompts(length=3, seed=9)), 1)
-        assert written(model, other, cache).equal(own(model, other))
+        other = torch.cat((text[:, : ids.shape[1] + 4], random_prompts(length=3, seed=9)), 1)
+        assert generate(model, other, cache).equal(generate_with_dynamic_cache(model, other))
     assert cache.is_croppable == (cache._cache.contract.rewind is None)
 
 
 @pytest.mark.parametrize("tokens", [1, -22])
 def test_crop_takes_a_negative_number_of_tokens_that_are_there(tokens: int) -> None:
-    model = model_of("llama")
-    cache = made(model, PAGED)
-    model(prompts(), past_key_values=cache)
+    model = random_model_of("llama")
+    cache = make_cache(model, PAGED)
+    model(random_prompts(), past_key_values=cache)
     with pytest.raises(ValueError, match=r"as a negative one, -21 at most"):
         cache.crop(tokens)
     cache.crop(-21)
@@ -248,10 +254,12 @@ def test_crop_takes_a_negative_number_of_tokens_that_are_there(tokens: int) -> N
 
 @exact_ones
 def test_a_reset_cache_is_as_new_and_takes_no_memory(strategy: str) -> None:
-    model, cache = model_of("qwen2"), made(model_of("qwen2"), EXACT[strategy])
+    model, cache = random_model_of("qwen2"), make_cache(random_model_of("qwen2"), EXACT[strategy])
     at = cache._cache.setup.arena.memory.data_ptr()
     for rows in (3, 1, 2):
-        assert written(model, prompts(rows), cache).equal(own(model, prompts(rows)))
+        assert generate(model, random_prompts(rows), cache).equal(
+            generate_with_dynamic_cache(model, random_prompts(rows))
+        )
         cache.reset()
         assert (cache.length, cache.batch_size, cache.usage().used) == (0, -1, 0)
         assert cache._cache.setup.arena.memory.data_ptr() == at
@@ -260,8 +268,8 @@ def test_a_reset_cache_is_as_new_and_takes_no_memory(strategy: str) -> None:
 @exact_ones
 @torch.inference_mode()
 def test_a_failed_forward_is_dropped_by_crop_zero_and_repeated(strategy: str) -> None:
-    model = model_of("gemma3")
-    cache, ids = made(model, EXACT[strategy]), prompts(length=30)
+    model = random_model_of("gemma3")
+    cache, ids = make_cache(model, EXACT[strategy]), random_prompts(length=30)
     model(ids[:, :20], past_key_values=cache)
 
     def fail(*_: Any) -> None:
@@ -283,16 +291,16 @@ def test_a_failed_forward_is_dropped_by_crop_zero_and_repeated(strategy: str) ->
 
 # ---------------------------------------------------------------- memory and types
 def test_all_memory_is_taken_at_once() -> None:
-    model = model_of("llama")
-    cache = made(model, EXACT["contiguous"])
+    model = random_model_of("llama")
+    cache = make_cache(model, EXACT["contiguous"])
     config = model.config
-    kv = 2 * config.num_hidden_layers * config.num_key_value_heads * 16 * LONGEST * 3 * 4
+    kv = 2 * config.num_hidden_layers * config.num_key_value_heads * 16 * MAX_SEQ_LEN * 3 * 4
     assert cache._cache.setup.arena.memory.nbytes == kv
 
 
 def test_a_narrow_dtype_is_asked_for_and_rounds() -> None:
-    model, ids = model_of("llama"), prompts()
-    cache = made(model, PAGED, dtype=torch.bfloat16)
+    model, ids = random_model_of("llama"), random_prompts()
+    cache = make_cache(model, PAGED, dtype=torch.bfloat16)
     rounded = model(ids, past_key_values=cache).logits
     exact = model(ids).logits
     assert rounded.dtype == torch.float32
@@ -300,16 +308,16 @@ def test_a_narrow_dtype_is_asked_for_and_rounds() -> None:
 
 
 def test_a_dtype_that_was_not_asked_for_is_refused() -> None:
-    model = copy.deepcopy(model_of("llama"))
-    cache = made(model, PAGED)
+    model = copy.deepcopy(random_model_of("llama"))
+    cache = make_cache(model, PAGED)
     with pytest.raises(ValueError, match=r"keys are torch.bfloat16, the config says torch.float32: pass the dtype"):
-        model.bfloat16()(prompts(), past_key_values=cache)
+        model.bfloat16()(random_prompts(), past_key_values=cache)
 
 
 def test_gradients_are_not_kept_and_inference_mode_makes_no_difference() -> None:
-    model, ids = model_of("llama"), prompts()
+    model, ids = random_model_of("llama"), random_prompts()
     with torch.inference_mode():
-        cache = made(model, PAGED)
+        cache = make_cache(model, PAGED)
         model(ids[:, :9], past_key_values=cache)
     logits = model(ids[:, 9:], past_key_values=cache).logits  # with gradients
     assert not cache._cache.setup.arena.memory.requires_grad

@@ -17,16 +17,16 @@ from cache_strategies.adapters.transformers import StrategyCache, StrategyCacheE
 from config.errors import SettingsError
 from config.settings import StrategySettings
 from tests.cache_strategies.adapters.generated_texts import (
-    LONGEST,
-    MORE,
+    MAX_SEQ_LEN,
+    NEW_TOKENS,
     PAGED,
-    left_padded,
-    made,
-    model_of,
-    own,
-    prompts,
-    window,
-    written,
+    generate,
+    generate_with_dynamic_cache,
+    left_padding_mask,
+    make_cache,
+    random_model_of,
+    random_prompts,
+    sliding_window,
 )
 from tests.models.random_models import CONFIGS, random_model
 
@@ -37,7 +37,7 @@ DOC = Path(__file__).parents[3] / "docs" / "outside.md"
 @torch.inference_mode()
 def masked_greedy(model: Any, ids: Tensor, more: int, window: int, sinks: int) -> Tensor:
     """Without any cache: the whole text for every token, and a mask written out from what the strategy promises."""
-    own_window = getattr(model.config, "sliding_window", None) or LONGEST
+    own_window = getattr(model.config, "sliding_window", None) or MAX_SEQ_LEN
     for _ in range(more):
         at = torch.arange(ids.shape[1])
         distance = at[:, None] - at
@@ -49,94 +49,94 @@ def masked_greedy(model: Any, ids: Tensor, more: int, window: int, sinks: int) -
 @pytest.mark.parametrize("name", ["llama", "qwen2", "mistral"])
 @pytest.mark.parametrize(("wide", "sinks"), [(8, 0), (6, 4), (1, 1), (20, 2)])
 def test_a_window_sees_its_sinks_and_its_latest_tokens(name: str, wide: int, sinks: int) -> None:
-    model, ids = model_of(name), prompts()
-    cache = made(model, window(wide, sinks), equal_lengths=True)
-    text = written(model, ids, cache, prefill_chunk_size=1)
-    assert text.equal(masked_greedy(model, ids, MORE, wide, sinks))
-    assert not text.equal(own(model, ids)) or wide == 20  # forgetting shows
+    model, ids = random_model_of(name), random_prompts()
+    cache = make_cache(model, sliding_window(wide, sinks), equal_lengths=True)
+    text = generate(model, ids, cache, prefill_chunk_size=1)
+    assert text.equal(masked_greedy(model, ids, NEW_TOKENS, wide, sinks))
+    assert not text.equal(generate_with_dynamic_cache(model, ids)) or wide == 20  # forgetting shows
 
 
 def test_a_prompt_that_fits_enters_at_once() -> None:
-    model, ids = model_of("llama"), prompts()
+    model, ids = random_model_of("llama"), random_prompts()
     for wide, sinks in ((21, 0), (18, 3)):
-        cache = made(model, window(wide, sinks, max_row=LONGEST), equal_lengths=True)
-        assert written(model, ids, cache).equal(masked_greedy(model, ids, MORE, wide, sinks))
+        cache = make_cache(model, sliding_window(wide, sinks, max_row=MAX_SEQ_LEN), equal_lengths=True)
+        assert generate(model, ids, cache).equal(masked_greedy(model, ids, NEW_TOKENS, wide, sinks))
 
 
 def test_without_sinks_a_window_may_be_padded() -> None:
-    model, ids = model_of("llama"), prompts()
-    mask = left_padded(ids)
-    text = written(model, ids, made(model, window(8)), mask=mask, prefill_chunk_size=1)
+    model, ids = random_model_of("llama"), random_prompts()
+    mask = left_padding_mask(ids)
+    text = generate(model, ids, make_cache(model, sliding_window(8)), mask=mask, prefill_chunk_size=1)
     for row, seen in enumerate(mask.bool()):
-        alone = masked_greedy(model, ids[row, seen][None], MORE, 8, 0)
+        alone = masked_greedy(model, ids[row, seen][None], NEW_TOKENS, 8, 0)
         assert alone[0].equal(torch.cat((ids[row, seen], text[row, ids.shape[1] :])))
 
 
 # ---------------------------------------------------------------- refusals
 def _at_once(model: Any) -> None:
-    written(model, prompts(), made(model, window(8, max_row=LONGEST)))
+    generate(model, random_prompts(), make_cache(model, sliding_window(8, max_row=MAX_SEQ_LEN)))
 
 
 def _second_piece(model: Any) -> None:
-    written(model, prompts(), made(model, window(15, max_row=LONGEST)), prefill_chunk_size=12)
+    generate(model, random_prompts(), make_cache(model, sliding_window(15, max_row=MAX_SEQ_LEN)), prefill_chunk_size=12)
 
 
 def _sinks_in_a_batch(model: Any) -> None:
-    written(model, prompts(), made(model, window(8, 2)), prefill_chunk_size=1)
+    generate(model, random_prompts(), make_cache(model, sliding_window(8, 2)), prefill_chunk_size=1)
 
 
 def _long_row(model: Any) -> None:
-    written(model, prompts(), made(model, window(20)))
+    generate(model, random_prompts(), make_cache(model, sliding_window(20)))
 
 
 def _crop_a_ring(model: Any) -> None:
-    cache = made(model, window(8))
-    written(model, prompts(), cache, prefill_chunk_size=1)
+    cache = make_cache(model, sliding_window(8))
+    generate(model, random_prompts(), cache, prefill_chunk_size=1)
     cache.crop(-1)
 
 
 def _copy(model: Any) -> None:
-    copy.deepcopy(made(model, PAGED))
+    copy.deepcopy(make_cache(model, PAGED))
 
 
 def _too_many_rows(model: Any) -> None:
-    written(model, prompts(2), made(model, PAGED), num_beams=2)
+    generate(model, random_prompts(2), make_cache(model, PAGED), num_beams=2)
 
 
 def _too_many_forks(model: Any) -> None:
-    cache = made(model, PAGED)
-    model(prompts(2), past_key_values=cache)
+    cache = make_cache(model, PAGED)
+    model(random_prompts(2), past_key_values=cache)
     cache.batch_repeat_interleave(2)
 
 
 def _another_batch(model: Any) -> None:
-    cache = made(model, PAGED)
-    model(prompts(2), past_key_values=cache)
-    model(prompts(3), past_key_values=cache)
+    cache = make_cache(model, PAGED)
+    model(random_prompts(2), past_key_values=cache)
+    model(random_prompts(3), past_key_values=cache)
 
 
 def _too_long(model: Any) -> None:
-    written(model, prompts(1, 90), made(model, PAGED))
+    generate(model, random_prompts(1, 90), make_cache(model, PAGED))
 
 
 def _another_model(model: Any) -> None:
-    model(prompts(), past_key_values=made(model_of("llama_wide_heads"), PAGED))
+    model(random_prompts(), past_key_values=make_cache(random_model_of("llama_wide_heads"), PAGED))
 
 
 def _another_device(model: Any) -> None:
-    made(model, PAGED, device="meta").update(torch.zeros(1, 2, 1, 16), torch.zeros(1, 2, 1, 16), 0)
+    make_cache(model, PAGED, device="meta").update(torch.zeros(1, 2, 1, 16), torch.zeros(1, 2, 1, 16), 0)
 
 
 def _unknown_kind(model: Any) -> None:
-    made(model, StrategySettings(kind="pagde"))
+    make_cache(model, StrategySettings(kind="pagde"))
 
 
 def _unknown_option(model: Any) -> None:
-    made(model, StrategySettings(kind="paged", blocksize=4))
+    make_cache(model, StrategySettings(kind="paged", blocksize=4))
 
 
 def _no_room_at_all(model: Any) -> None:
-    made(model, PAGED, rows=0)
+    make_cache(model, PAGED, rows=0)
 
 
 def _state_spaces(model: Any) -> None:
@@ -175,12 +175,12 @@ def _chunks(model: Any) -> None:
 )
 def test_what_cannot_be_done_is_refused_with_what_to_do_instead(do: Any, error: type[Exception], says: str) -> None:
     with pytest.raises(error, match=f"(?s){says}"):
-        do(model_of("llama"))
+        do(random_model_of("llama"))
 
 
 def test_a_refused_step_leaves_the_cache_as_it_was() -> None:
-    model, ids = model_of("llama"), prompts()
-    cache = made(model, window(8))
+    model, ids = random_model_of("llama"), random_prompts()
+    cache = make_cache(model, sliding_window(8))
     model(ids[:, :4], past_key_values=cache)
     with pytest.raises(StrategyCacheError):
         model(ids[:, 4:], past_key_values=cache)
@@ -200,35 +200,35 @@ def sieve(monkeypatch: pytest.MonkeyPatch) -> str:
 
 def test_a_model_that_was_saved(tmp_path: Path) -> None:
     """Which writes into its config."""
-    model, ids = random_model(CONFIGS["llama"]), prompts()
+    model, ids = random_model(CONFIGS["llama"]), random_prompts()
     model.save_pretrained(tmp_path)
-    assert written(model, ids, made(model, PAGED)).equal(own(model, ids))
+    assert generate(model, ids, make_cache(model, PAGED)).equal(generate_with_dynamic_cache(model, ids))
 
 
 def test_a_strategy_known_by_its_seam_alone(sieve: str) -> None:
-    model, ids = model_of("gemma3"), prompts()
-    cache = StrategyCache(model.config, sieve, max_seq_len=LONGEST, max_batch_size=3, keep=1)
+    model, ids = random_model_of("gemma3"), random_prompts()
+    cache = StrategyCache(model.config, sieve, max_seq_len=MAX_SEQ_LEN, max_batch_size=3, keep=1)
     for how in ({}, {"prefill_chunk_size": 8}):
-        assert written(model, ids, cache, **how).equal(own(model, ids))
+        assert generate(model, ids, cache, **how).equal(generate_with_dynamic_cache(model, ids))
         cache.reset()
     with pytest.raises(StrategyCacheError, match=r"cannot double a sequence.*use paged"):
-        written(model, prompts(1), cache, num_beams=2)
+        generate(model, random_prompts(1), cache, num_beams=2)
 
 
 def test_one_that_forgets_and_does_not_say_what_is_refused(sieve: str) -> None:
     with pytest.raises(StrategyCacheError, match=r"does not say beforehand how many keys.*subclass TableCache"):
-        StrategyCache(model_of("llama").config, sieve, max_seq_len=LONGEST)
+        StrategyCache(random_model_of("llama").config, sieve, max_seq_len=MAX_SEQ_LEN)
 
 
 @pytest.mark.parametrize("kind", sorted(registry.kinds()))
 def test_every_registered_kind_can_be_used_or_says_why_not(kind: str) -> None:
-    model, ids = model_of("llama"), prompts()
+    model, ids = random_model_of("llama"), random_prompts()
     try:
-        cache = StrategyCache(model.config, kind, max_seq_len=LONGEST, max_batch_size=3)
+        cache = StrategyCache(model.config, kind, max_seq_len=MAX_SEQ_LEN, max_batch_size=3)
     except StrategyCacheError:
         return
-    text = written(model, ids, cache)
-    assert text.equal(own(model, ids)) or not cache._cache.contract.exact
+    text = generate(model, ids, cache)
+    assert text.equal(generate_with_dynamic_cache(model, ids)) or not cache._cache.contract.exact
 
 
 def test_the_documents_example_runs(capsys: pytest.CaptureFixture[str]) -> None:

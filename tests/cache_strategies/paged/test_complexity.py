@@ -6,7 +6,7 @@ import pytest
 
 from cache_strategies.eviction import policies
 from cache_strategies.paged.cache import PagedCache
-from tests.cache_strategies.cache_driver import cache_of, enter, read
+from tests.cache_strategies.cache_driver import enter, make_cache, read_prompt
 from tools.bench.growth import calls_of
 
 FEW = 2_000
@@ -16,7 +16,7 @@ TEXT = list(range(10, 42))  # eight blocks of 4
 
 def full(pages: int, policy: str) -> PagedCache:
     """All memory is idle blocks of texts that nobody reads."""
-    cache = cache_of("paged", pages=pages, block_size=4, eviction=policy)
+    cache = make_cache("paged", pages=pages, block_size=4, eviction=policy)
     assert isinstance(cache, PagedCache)
     for n in range(pages):
         block = cache.pool.take()
@@ -31,7 +31,7 @@ def full(pages: int, policy: str) -> PagedCache:
 
 def costs(cache: PagedCache) -> dict[str, int]:
     """Calls of each, on a cache where everything is idle."""
-    seat = read(cache, TEXT)  # evicts, and leaves its blocks as the latest
+    seat = read_prompt(cache, TEXT)  # evicts, and leaves its blocks as the latest
     cache.close(seat)
     found: dict[str, int] = {}
 

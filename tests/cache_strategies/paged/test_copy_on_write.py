@@ -4,27 +4,35 @@ from __future__ import annotations
 
 import pytest
 
-from tests.cache_strategies.cache_driver import empty, enter, opened, paged, read, stored, write
+from tests.cache_strategies.cache_driver import (
+    assert_nothing_leaked,
+    enter,
+    make_paged,
+    open_seat,
+    read_prompt,
+    stored_tokens,
+    write,
+)
 
 TEXT = list(range(10, 20))  # 10 tokens: two blocks of 4, and two tokens
 
 
 # ---------------------------------------------------------------- fork
 def test_a_fork_shares_everything_until_somebody_writes() -> None:
-    cache = paged()
-    parent = read(cache, TEXT)
+    cache = make_paged()
+    parent = read_prompt(cache, TEXT)
     held = cache.setup.arena.held("it")
     child = cache.fork(parent)
     assert child is not None
     assert (child.length, child.cached) == (parent.length, parent.cached)
     assert cache.setup.arena.held("it") == held
-    assert stored(cache, child) == TEXT
+    assert stored_tokens(cache, child) == TEXT
     cache.check_integrity()
 
 
 def test_the_first_to_write_gets_a_copy_and_the_other_the_original() -> None:
-    cache = paged()
-    parent = read(cache, TEXT)
+    cache = make_paged()
+    parent = read_prompt(cache, TEXT)
     child = cache.fork(parent)
     assert child is not None
     shared = list(parent.blocks)
@@ -33,39 +41,39 @@ def test_the_first_to_write_gets_a_copy_and_the_other_the_original() -> None:
     assert child.blocks[2] != shared[2]  # type: ignore[attr-defined]
     enter(cache, (parent, [2]))
     assert parent.blocks == shared
-    assert stored(cache, parent) == [*TEXT, 2]
-    assert stored(cache, child) == [*TEXT, 1]
+    assert stored_tokens(cache, parent) == [*TEXT, 2]
+    assert stored_tokens(cache, child) == [*TEXT, 1]
     cache.check_integrity()
 
 
 @pytest.mark.parametrize("forks", [1, 2, 5])
 def test_all_forks_may_write_in_the_same_step(forks: int) -> None:
-    cache = paged()
-    seats = [read(cache, TEXT)]
+    cache = make_paged()
+    seats = [read_prompt(cache, TEXT)]
     for _ in range(forks):
         seats.append(cache.fork(seats[0]))  # type: ignore[arg-type]
     enter(cache, *((seat, [100 + i] * (1 + i % 2)) for i, seat in enumerate(seats)))
     for i, seat in enumerate(seats):
-        assert stored(cache, seat) == [*TEXT, *[100 + i] * (1 + i % 2)]
+        assert stored_tokens(cache, seat) == [*TEXT, *[100 + i] * (1 + i % 2)]
     for seat in seats:
         cache.close(seat)
-    empty(cache)
+    assert_nothing_leaked(cache)
 
 
 def test_a_fork_at_the_end_of_a_block_copies_nothing() -> None:
-    cache = paged()
-    parent = read(cache, TEXT[:8])
+    cache = make_paged()
+    parent = read_prompt(cache, TEXT[:8])
     child = cache.fork(parent)
     assert child is not None
     enter(cache, (parent, [1]), (child, [2]))
     assert cache.setup.arena.held("it") == 4
-    assert stored(cache, parent) == [*TEXT[:8], 1]
-    assert stored(cache, child) == [*TEXT[:8], 2]
+    assert stored_tokens(cache, parent) == [*TEXT[:8], 1]
+    assert stored_tokens(cache, child) == [*TEXT[:8], 2]
 
 
 def test_forks_of_one_text_name_the_blocks_they_fill_by_what_is_in_them() -> None:
-    cache = paged()
-    parent = read(cache, TEXT)
+    cache = make_paged()
+    parent = read_prompt(cache, TEXT)
     child = cache.fork(parent)
     assert child is not None
     enter(cache, (parent, [1, 2, 3]), (child, [4, 5, 6]))
@@ -74,11 +82,11 @@ def test_forks_of_one_text_name_the_blocks_they_fill_by_what_is_in_them() -> Non
 
 
 def test_there_is_no_fork_half_way_through_a_prompt() -> None:
-    cache = paged()
-    seat = opened(cache, TEXT)
+    cache = make_paged()
+    seat = open_seat(cache, TEXT)
     enter(cache, (seat, TEXT[:6]))
     assert cache.fork(seat) is None
-    waiting = opened(cache, TEXT)
+    waiting = open_seat(cache, TEXT)
     assert cache.fork(waiting) is None
     enter(cache, (seat, TEXT[6:]))
     assert cache.fork(seat) is not None
@@ -86,8 +94,8 @@ def test_there_is_no_fork_half_way_through_a_prompt() -> None:
 
 
 def test_there_is_no_fork_of_a_copy_that_has_not_run() -> None:
-    cache = paged()
-    parent = read(cache, TEXT)
+    cache = make_paged()
+    parent = read_prompt(cache, TEXT)
     child = cache.fork(parent)
     assert child is not None
     assert cache.grow(child, 1)
@@ -97,15 +105,15 @@ def test_there_is_no_fork_of_a_copy_that_has_not_run() -> None:
 
 
 def test_there_is_no_fork_without_a_seat() -> None:
-    cache = paged(seats=1)
-    assert cache.fork(read(cache, TEXT)) is None
+    cache = make_paged(seats=1)
+    assert cache.fork(read_prompt(cache, TEXT)) is None
     cache.check_integrity()
 
 
 # ---------------------------------------------------------------- sources of copies
 def test_the_source_stays_until_the_copy_has_run() -> None:
-    cache = paged(pages=4)
-    parent = read(cache, TEXT)
+    cache = make_paged(pages=4)
+    parent = read_prompt(cache, TEXT)
     child = cache.fork(parent)
     assert child is not None
     assert cache.grow(child, 1)
@@ -115,54 +123,54 @@ def test_the_source_stays_until_the_copy_has_run() -> None:
     assert cache.open([1]) is None, "the source's page is not free yet"
     cache.check_integrity()
     write(cache, (child, [1]))
-    assert stored(cache, child) == [*TEXT, 1]
-    taken = opened(cache, [1])
+    assert stored_tokens(cache, child) == [*TEXT, 1]
+    taken = open_seat(cache, [1])
     assert taken.blocks == [source]
 
 
 def test_a_writer_that_leaves_before_its_copy_ran_lets_go_of_both() -> None:
-    cache = paged()
-    parent = read(cache, TEXT)
+    cache = make_paged()
+    parent = read_prompt(cache, TEXT)
     child = cache.fork(parent)
     assert child is not None
     assert cache.grow(child, 1)
     cache.close(child)
     cache.check_integrity()
     enter(cache, (parent, [1]))
-    assert stored(cache, parent) == [*TEXT, 1]
+    assert stored_tokens(cache, parent) == [*TEXT, 1]
     assert cache.setup.arena.held("it") == 3
     cache.close(parent)
-    empty(cache)
+    assert_nothing_leaked(cache)
 
 
 def test_a_writer_may_be_cropped_before_its_copy_ran() -> None:
-    cache = paged()
-    parent = read(cache, TEXT)
+    cache = make_paged()
+    parent = read_prompt(cache, TEXT)
     child = cache.fork(parent)
     assert child is not None
     assert cache.grow(child, 1)
     cache.crop(child, 7)
     enter(cache, (child, [1, 2]), (parent, [3]))
-    assert stored(cache, child) == [*TEXT[:7], 1, 2]
-    assert stored(cache, parent) == [*TEXT, 3]
+    assert stored_tokens(cache, child) == [*TEXT[:7], 1, 2]
+    assert stored_tokens(cache, parent) == [*TEXT, 3]
     cache.check_integrity()
 
 
 def test_room_for_a_copy_may_be_missing_and_nothing_is_lost() -> None:
-    cache = paged(pages=3)
-    parent = read(cache, TEXT)
+    cache = make_paged(pages=3)
+    parent = read_prompt(cache, TEXT)
     child = cache.fork(parent)
     assert child is not None
     assert not cache.grow(child, 1)
     cache.check_integrity()
     cache.close(parent)
     enter(cache, (child, [1]))
-    assert stored(cache, child) == [*TEXT, 1]
+    assert stored_tokens(cache, child) == [*TEXT, 1]
 
 
 def test_growing_twice_copies_once() -> None:
-    cache = paged()
-    parent = read(cache, TEXT)
+    cache = make_paged()
+    parent = read_prompt(cache, TEXT)
     child = cache.fork(parent)
     assert child is not None
     cache.poll()
@@ -171,51 +179,51 @@ def test_growing_twice_copies_once() -> None:
     assert cache.grow(child, 1)
     assert cache.setup.arena.held("it") == held
     write(cache, (child, [1]))
-    assert stored(cache, child) == [*TEXT, 1]
+    assert stored_tokens(cache, child) == [*TEXT, 1]
     cache.check_integrity()
 
 
 # ---------------------------------------------------------------- crop
 def test_crop_into_a_shared_block_copies_before_it_writes() -> None:
-    cache = paged()
-    first, second = read(cache, TEXT), read(cache, TEXT)
+    cache = make_paged()
+    first, second = read_prompt(cache, TEXT), read_prompt(cache, TEXT)
     cache.crop(second, 6)
-    assert stored(cache, second) == TEXT[:6]
+    assert stored_tokens(cache, second) == TEXT[:6]
     enter(cache, (second, [1, 2, 3]))
-    assert stored(cache, first) == TEXT
-    assert stored(cache, second) == [*TEXT[:6], 1, 2, 3]
+    assert stored_tokens(cache, first) == TEXT
+    assert stored_tokens(cache, second) == [*TEXT[:6], 1, 2, 3]
     assert cache.match(TEXT) == 8
     cache.check_integrity()
 
 
 def test_crop_into_a_block_of_its_own_takes_the_name_away_when_it_is_written() -> None:
-    cache = paged()
-    seat = read(cache, TEXT)
+    cache = make_paged()
+    seat = read_prompt(cache, TEXT)
     cache.crop(seat, 6)
     assert cache.match(TEXT) == 8, "it still holds what it held"
     enter(cache, (seat, [1, 2, 3]))
     assert cache.match(TEXT) == 4
     assert cache.match([*TEXT[:6], 1, 2, 3]) == 8
-    assert stored(cache, seat) == [*TEXT[:6], 1, 2, 3]
+    assert stored_tokens(cache, seat) == [*TEXT[:6], 1, 2, 3]
     cache.close(seat)
-    empty(cache)
+    assert_nothing_leaked(cache)
 
 
 @pytest.mark.parametrize("length", [0, 3, 4, 8, 10])
 def test_crop_gives_back_what_lies_behind(length: int) -> None:
-    cache = paged(prefix_cache=False)
-    seat = read(cache, TEXT)
+    cache = make_paged(prefix_cache=False)
+    seat = read_prompt(cache, TEXT)
     cache.crop(seat, length)
     assert seat.length == length
     assert cache.setup.arena.held("it") == -(-length // 4)
     enter(cache, (seat, [1, 2]))
-    assert stored(cache, seat) == [*TEXT[:length], 1, 2]
+    assert stored_tokens(cache, seat) == [*TEXT[:length], 1, 2]
 
 
 def test_crop_below_what_was_found_lowers_cached() -> None:
-    cache = paged()
-    read(cache, TEXT)
-    seat = read(cache, TEXT)
+    cache = make_paged()
+    read_prompt(cache, TEXT)
+    seat = read_prompt(cache, TEXT)
     assert seat.cached == 8
     cache.crop(seat, 5)
     assert seat.cached == 5

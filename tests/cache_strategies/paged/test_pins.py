@@ -11,7 +11,7 @@ from cache_strategies.base import CacheSetup, Geometry, PinError
 from cache_strategies.paged.cache import PagedCache, PagedOptions
 from config.settings import StrategySettings
 from kernels.reference.backend import ReferenceOps
-from tests.cache_strategies.cache_driver import BLOCK, LAYER, empty, opened, paged, read
+from tests.cache_strategies.cache_driver import BLOCK, LAYER, assert_nothing_leaked, make_paged, open_seat, read_prompt
 
 TEXT = list(range(10, 24))  # three blocks of 4, and two tokens
 
@@ -32,8 +32,8 @@ def with_clock(pages: int = 60, **options: object) -> tuple[PagedCache, Clock]:
 
 
 def test_a_pinned_prefix_survives_every_want_of_memory() -> None:
-    cache = paged()
-    cache.close(read(cache, TEXT))
+    cache = make_paged()
+    cache.close(read_prompt(cache, TEXT))
     pin = cache.pin([*TEXT, 99], salt="", ttl=60)
     assert (pin.num_tokens, pin.num_bytes) == (12, 3 * cache.bytes_per_block)
     assert cache.pins() == [pin]
@@ -45,23 +45,23 @@ def test_a_pinned_prefix_survives_every_want_of_memory() -> None:
     assert not cache.unpin(pin.id)
     cache.reclaim(99)
     assert cache.match(TEXT) == 0
-    empty(cache)
+    assert_nothing_leaked(cache)
 
 
 def test_its_time_is_over_by_itself() -> None:
     cache, clock = with_clock()
-    cache.close(read(cache, TEXT))
+    cache.close(read_prompt(cache, TEXT))
     cache.pin(TEXT, salt="", ttl=10)
     for now, pins in ((109.9, 1), (110.0, 0)):
         clock.now = now
         cache.poll()
         assert len(cache.pins()) == pins
-    empty(cache)
+    assert_nothing_leaked(cache)
 
 
 def test_two_pins_on_the_same_blocks_are_two() -> None:
-    cache = paged()
-    cache.close(read(cache, TEXT))
+    cache = make_paged()
+    cache.close(read_prompt(cache, TEXT))
     first, second = (cache.pin(TEXT, salt="", ttl=60) for _ in range(2))
     assert first.id != second.id
     cache.unpin(first.id)
@@ -71,30 +71,30 @@ def test_two_pins_on_the_same_blocks_are_two() -> None:
 
 
 def test_what_is_not_there_or_not_computed_yet_cannot_be_pinned() -> None:
-    cache = paged()
-    opened(cache, TEXT)
+    cache = make_paged()
+    open_seat(cache, TEXT)
     with pytest.raises(PinError, match="nothing of this prefix is in the cache: send it as a prompt first"):
         cache.pin(TEXT, salt="", ttl=60)
-    read(cache, [1, 2, 3, 4, 5], salt="a/")
+    read_prompt(cache, [1, 2, 3, 4, 5], salt="a/")
     with pytest.raises(PinError, match="nothing of this prefix"):
         cache.pin([1, 2, 3, 4, 5], salt="b/", ttl=60)
 
 
 def test_pins_leave_room_for_the_longest_sequence() -> None:
-    cache = paged(pages=18)  # the longest has 16 blocks
-    cache.close(read(cache, TEXT))
+    cache = make_paged(pages=18)  # the longest has 16 blocks
+    cache.close(read_prompt(cache, TEXT))
     with pytest.raises(PinError, match=r"it would have no room for its longest sequence, .* bytes: pin less, or wait"):
         cache.pin(TEXT, salt="", ttl=60)
     pin = cache.pin(TEXT[:9], salt="", ttl=60)
     assert pin.num_tokens == 8
-    longest = read(cache, list(range(1000, 1064)))
+    longest = read_prompt(cache, list(range(1000, 1064)))
     assert longest.length == 64
     cache.check_integrity()
 
 
 def test_who_writes_behind_a_pinned_beginning_does_not_change_it() -> None:
-    cache = paged()
-    seat = read(cache, TEXT[:12])
+    cache = make_paged()
+    seat = read_prompt(cache, TEXT[:12])
     cache.pin(TEXT[:12], salt="", ttl=60)
     cache.crop(seat, 10)
     assert cache.grow(seat, 2)
@@ -103,39 +103,39 @@ def test_who_writes_behind_a_pinned_beginning_does_not_change_it() -> None:
 
 
 def test_clear_takes_pins_along_under_its_salt() -> None:
-    cache = paged()
+    cache = make_paged()
     for salt in ("a/", "b/"):
-        cache.close(read(cache, TEXT, salt=salt))
+        cache.close(read_prompt(cache, TEXT, salt=salt))
         cache.pin(TEXT, salt=salt, ttl=60)
     assert cache.clear("a/") == 3 * cache.bytes_per_block
     assert [pin.salt for pin in cache.pins()] == ["b/"]
     assert (cache.match(TEXT, salt="a/"), cache.match(TEXT, salt="b/")) == (0, 12)
     cache.clear()
-    empty(cache)
+    assert_nothing_leaked(cache)
 
 
 def test_clear_hides_what_is_in_use_from_everybody_new() -> None:
-    cache = paged()
-    seat, waiting = opened(cache, TEXT), opened(cache, TEXT)
+    cache = make_paged()
+    seat, waiting = open_seat(cache, TEXT), open_seat(cache, TEXT)
     assert waiting.cached == 12
     cache.clear()
     cache.check_integrity()
     assert cache.match(TEXT) == 0
-    other = opened(cache, TEXT)
+    other = open_seat(cache, TEXT)
     assert other.cached == 0
     cache.close(seat)  # whoever waits inherits, cleared or not
     assert cache.ready(waiting)
     cache.check_integrity()
     cache.close(waiting)
     cache.close(other)
-    empty(cache)
+    assert_nothing_leaked(cache)
 
 
 def test_what_is_left_goes_by_priority_then_by_time() -> None:
     cache, clock = with_clock()
     texts = {name: [ord(name)] * 5 for name in "abc"}
     for name, priority, ttl in (("a", 1, None), ("b", 0, None), ("c", 2, 5.0)):
-        seat = read(cache, texts[name])
+        seat = read_prompt(cache, texts[name])
         cache.retain(seat, priority=priority, ttl=ttl)
         cache.close(seat)
     clock.now += 6
@@ -149,9 +149,9 @@ def test_what_is_left_goes_by_priority_then_by_time() -> None:
 
 def test_an_instance_has_a_time_to_live() -> None:
     cache, clock = with_clock(ttl=30)
-    cache.close(read(cache, [1] * 5))
+    cache.close(read_prompt(cache, [1] * 5))
     clock.now += 31
-    cache.close(read(cache, [2] * 5))
-    cache.close(read(cache, [1] * 5, max_cached=0))
+    cache.close(read_prompt(cache, [2] * 5))
+    cache.close(read_prompt(cache, [1] * 5, max_cached=0))
     cache.reclaim(1)
     assert cache.match([2] * 5) == 4

@@ -10,116 +10,125 @@ import torch
 from cache_strategies.base import Row
 from cache_strategies.paged.cache import PagedCache
 from cache_strategies.paged.seat import PagedSeat
-from tests.cache_strategies.cache_driver import BLOCK, cache_of, empty, enter, opened, paged, read, stored
+from tests.cache_strategies.cache_driver import (
+    BLOCK,
+    assert_nothing_leaked,
+    enter,
+    make_cache,
+    make_paged,
+    open_seat,
+    read_prompt,
+    stored_tokens,
+)
 
 TEXT = list(range(10, 24))  # 14 tokens: three blocks of 4, and two tokens
 
 
 def test_a_prompt_that_begins_alike_finds_the_full_blocks() -> None:
-    cache = paged()
-    first = read(cache, TEXT)
-    second = opened(cache, [*TEXT[:13], 99])
+    cache = make_paged()
+    first = read_prompt(cache, TEXT)
+    second = open_seat(cache, [*TEXT[:13], 99])
     assert (second.cached, second.length) == (12, 12)
     assert second.blocks[:3] == first.blocks[:3]
     assert second.blocks[3] != first.blocks[3]
     enter(cache, (second, [21, 99]))
-    assert stored(cache, second) == [*TEXT[:12], 21, 99]
-    assert stored(cache, first) == TEXT
+    assert stored_tokens(cache, second) == [*TEXT[:12], 21, 99]
+    assert stored_tokens(cache, first) == TEXT
 
 
 @pytest.mark.parametrize(("common", "found"), [(0, 0), (3, 0), (4, 4), (7, 4), (8, 8), (12, 12), (14, 12)])
 def test_only_full_blocks_are_found(common: int, found: int) -> None:
-    cache = paged()
-    read(cache, TEXT)
-    assert opened(cache, [*TEXT[:common], *range(70, 80)]).cached == found
+    cache = make_paged()
+    read_prompt(cache, TEXT)
+    assert open_seat(cache, [*TEXT[:common], *range(70, 80)]).cached == found
 
 
 @pytest.mark.parametrize(("length", "found"), [(8, 4), (9, 8), (4, 0), (5, 4), (1, 0)])
 def test_the_last_token_is_always_computed(length: int, found: int) -> None:
-    cache = paged()
-    read(cache, TEXT)
+    cache = make_paged()
+    read_prompt(cache, TEXT)
     assert cache.match(TEXT[:length]) == found
-    assert opened(cache, TEXT[:length]).cached == found
+    assert open_seat(cache, TEXT[:length]).cached == found
 
 
 def test_a_block_is_found_only_behind_the_same_beginning() -> None:
-    cache = paged()
-    read(cache, TEXT)
+    cache = make_paged()
+    read_prompt(cache, TEXT)
     assert cache.match([1, *TEXT[1:]]) == 0
     assert cache.match(TEXT[4:]) == 0
 
 
 def test_tokens_that_were_generated_are_found_too() -> None:
-    cache = paged()
-    seat = read(cache, TEXT[:3])
+    cache = make_paged()
+    seat = read_prompt(cache, TEXT[:3])
     for token in TEXT[3:]:
         enter(cache, (seat, [token]))
     assert cache.match(TEXT) == 12
 
 
 def test_salts_share_nothing() -> None:
-    cache = paged()
-    read(cache, TEXT, salt="a")
+    cache = make_paged()
+    read_prompt(cache, TEXT, salt="a")
     assert cache.match(TEXT) == cache.match(TEXT, salt="b") == 0
     assert cache.match(TEXT, salt="a") == 12
-    assert opened(cache, TEXT, salt="b").cached == 0
-    assert opened(cache, TEXT, salt="a").cached == 12
+    assert open_seat(cache, TEXT, salt="b").cached == 0
+    assert open_seat(cache, TEXT, salt="a").cached == 12
 
 
 def test_without_prefix_cache_nothing_is_found_or_kept() -> None:
-    cache = paged(prefix_cache=False)
-    seat = read(cache, TEXT)
+    cache = make_paged(prefix_cache=False)
+    seat = read_prompt(cache, TEXT)
     assert not cache.contract.shareable
-    assert cache.match(TEXT) == opened(cache, TEXT).cached == 0
+    assert cache.match(TEXT) == open_seat(cache, TEXT).cached == 0
     held = cache.setup.arena.held("it")
     cache.close(seat)
     assert cache.setup.arena.held("it") == held - 4
 
 
 def test_a_caller_may_limit_how_much_is_taken() -> None:
-    cache = paged()
-    read(cache, TEXT)
+    cache = make_paged()
+    read_prompt(cache, TEXT)
     assert cache.match(TEXT, max_cached=11) == 8
     assert cache.match(TEXT, max_cached=0) == 0
-    seat = read(cache, TEXT, max_cached=5)
+    seat = read_prompt(cache, TEXT, max_cached=5)
     assert seat.cached == 4
-    assert stored(cache, seat) == TEXT
+    assert stored_tokens(cache, seat) == TEXT
     cache.check_integrity()
 
 
 @pytest.mark.parametrize("at", [0, 5, 13])
 def test_blocks_with_negative_ids_and_all_behind_them_are_never_shared(at: int) -> None:
-    cache = paged()
+    cache = make_paged()
     text = [*TEXT[:at], -1, *TEXT[at:]]
-    seat = read(cache, text)
+    seat = read_prompt(cache, text)
     for token in (-7, *range(6)):
         enter(cache, (seat, [token]))
     before = at // BLOCK * BLOCK
     assert cache.match([*text, -7, *range(6)]) == before
-    assert opened(cache, text).cached == before
-    assert stored(cache, seat) == [*text, -7, *range(6)]
+    assert open_seat(cache, text).cached == before
+    assert stored_tokens(cache, seat) == [*text, -7, *range(6)]
     cache.check_integrity()
 
 
 # ---------------------------------------------------------------- idle blocks
 def test_blocks_nobody_uses_any_more_are_still_found() -> None:
-    cache = paged()
-    cache.close(read(cache, TEXT))
+    cache = make_paged()
+    cache.close(read_prompt(cache, TEXT))
     assert cache.usage().idle == 3 * BLOCK * cache.bytes_per_token
-    seat = opened(cache, TEXT)
+    seat = open_seat(cache, TEXT)
     assert seat.cached == 12
     assert cache.usage().idle == 0
     enter(cache, (seat, TEXT[12:]))
-    assert stored(cache, seat) == TEXT
+    assert stored_tokens(cache, seat) == TEXT
     cache.close(seat)
-    empty(cache)
+    assert_nothing_leaked(cache)
 
 
 def test_ends_of_texts_leave_before_their_beginnings() -> None:
-    cache = paged()
-    cache.close(read(cache, TEXT))
+    cache = make_paged()
+    cache.close(read_prompt(cache, TEXT))
     assert [cache.match(TEXT), *(after_reclaim(cache) for _ in range(3))] == [12, 8, 4, 0]
-    empty(cache)
+    assert_nothing_leaked(cache)
 
 
 def after_reclaim(cache: object) -> int:
@@ -128,11 +137,11 @@ def after_reclaim(cache: object) -> int:
 
 
 def test_what_was_used_last_leaves_last() -> None:
-    cache = paged()
+    cache = make_paged()
     texts = [[n] * 9 for n in range(3)]
     for text in texts:
-        cache.close(read(cache, text))
-    cache.close(read(cache, texts[0]))
+        cache.close(read_prompt(cache, text))
+    cache.close(read_prompt(cache, texts[0]))
     cache.reclaim(2)
     assert [cache.match(text) for text in texts] == [8, 0, 8]
     cache.reclaim(2)
@@ -140,10 +149,10 @@ def test_what_was_used_last_leaves_last() -> None:
 
 
 def test_match_changes_nothing() -> None:
-    cache = paged()
+    cache = make_paged()
     texts = [[n] * 9 for n in range(2)]
     for text in texts:
-        cache.close(read(cache, text))
+        cache.close(read_prompt(cache, text))
     before = cache.usage()
     assert cache.match(texts[0]) == 8
     assert cache.usage() == before
@@ -152,42 +161,42 @@ def test_match_changes_nothing() -> None:
 
 
 def test_idle_blocks_make_room_for_new_texts_and_used_ones_do_not() -> None:
-    cache = paged(pages=4)
-    seat = read(cache, TEXT[:8])
-    cache.close(read(cache, [5] * 8))
-    other = read(cache, [6] * 8)
+    cache = make_paged(pages=4)
+    seat = read_prompt(cache, TEXT[:8])
+    cache.close(read_prompt(cache, [5] * 8))
+    other = read_prompt(cache, [6] * 8)
     assert cache.open([7] * 5) is None
-    assert stored(cache, seat) == TEXT[:8]
-    assert stored(cache, other) == [6] * 8
+    assert stored_tokens(cache, seat) == TEXT[:8]
+    assert stored_tokens(cache, other) == [6] * 8
     cache.check_integrity()
 
 
 def test_what_open_is_about_to_use_is_not_evicted_for_it() -> None:
-    cache = paged(pages=4)
-    cache.close(read(cache, [*TEXT[:8], 1]))
-    cache.close(read(cache, [7] * 5))
-    seat = opened(cache, TEXT)
+    cache = make_paged(pages=4)
+    cache.close(read_prompt(cache, [*TEXT[:8], 1]))
+    cache.close(read_prompt(cache, [7] * 5))
+    seat = open_seat(cache, TEXT)
     assert seat.cached == 8
     enter(cache, (seat, TEXT[8:]))
-    assert stored(cache, seat) == TEXT
+    assert stored_tokens(cache, seat) == TEXT
 
 
 def test_an_open_that_fails_leaves_no_trace() -> None:
-    cache = paged(pages=5)
-    cache.close(read(cache, TEXT[:9]))
-    seat = read(cache, [7] * 9)
+    cache = make_paged(pages=5)
+    cache.close(read_prompt(cache, TEXT[:9]))
+    seat = read_prompt(cache, [7] * 9)
     before = (cache.usage(), cache.setup.arena.free, len(cache.seats))
     assert cache.open([*TEXT, *range(6)]) is None
     assert (cache.usage(), cache.setup.arena.free, len(cache.seats)) == before
     assert cache.match([*TEXT[:9], 5]) == 8
     cache.close(seat)
-    empty(cache)
+    assert_nothing_leaked(cache)
 
 
 def test_nothing_is_evicted_for_a_text_there_is_no_room_for_anyway() -> None:
-    cache = paged(pages=6)
-    cache.close(read(cache, TEXT[:9]))
-    seat = read(cache, [7] * 9)
+    cache = make_paged(pages=6)
+    cache.close(read_prompt(cache, TEXT[:9]))
+    seat = read_prompt(cache, [7] * 9)
     assert cache.open([8] * 16) is None
     assert not cache.grow(seat, 16)
     assert cache.match(TEXT) == 8
@@ -195,8 +204,8 @@ def test_nothing_is_evicted_for_a_text_there_is_no_room_for_anyway() -> None:
 
 
 def test_there_is_a_seat_for_as_many_as_were_announced() -> None:
-    cache = paged(seats=2)
-    first, _ = opened(cache, [1]), opened(cache, [2])
+    cache = make_paged(seats=2)
+    first, _ = open_seat(cache, [1]), open_seat(cache, [2])
     assert cache.open([3]) is None
     cache.close(first)
     assert cache.open([3]) is not None
@@ -204,9 +213,9 @@ def test_there_is_a_seat_for_as_many_as_were_announced() -> None:
 
 # ---------------------------------------------------------------- books
 def test_usage_counts_shared_tokens_once() -> None:
-    cache = paged()
-    read(cache, TEXT)
-    read(cache, TEXT)
+    cache = make_paged()
+    read_prompt(cache, TEXT)
+    read_prompt(cache, TEXT)
     usage, page = cache.usage(), cache.setup.arena.page_bytes
     assert (usage.seats, usage.tokens) == (2, 12 + 2 + 2)
     assert usage.reserved == (3 + 1 + 1) * page
@@ -223,8 +232,8 @@ def test_books_that_do_not_add_up_are_noticed() -> None:
         lambda cache, seat: cache.pending.promise(seat.blocks[3], seat),
         lambda cache, seat: seat.tokens.pop(),
     ):
-        cache = paged()
-        seat = read(cache, TEXT)
+        cache = make_paged()
+        seat = read_prompt(cache, TEXT)
         cache.check_integrity()
         spoil(cache, seat)
         with pytest.raises(AssertionError):
@@ -233,16 +242,16 @@ def test_books_that_do_not_add_up_are_noticed() -> None:
 
 @pytest.mark.parametrize("block_size", [1, 3, 4, 64])
 def test_bytes_for_is_what_a_sequence_comes_to(block_size: int) -> None:
-    cache = paged(block_size=block_size)
+    cache = make_paged(block_size=block_size)
     for length in (1, 3, 4, 5, 64):
-        seat = read(cache, [length] * length)
+        seat = read_prompt(cache, [length] * length)
         assert cache.usage().reserved == cache.bytes_for(length)
         cache.close(seat)
         cache.reclaim(1000)
 
 
 def test_a_block_is_never_longer_than_the_longest_text() -> None:
-    cache = cache_of("paged", block_size=1024, max_seq_len=64)
+    cache = make_cache("paged", block_size=1024, max_seq_len=64)
     assert cache.block_plan(cache.options, cache.setup.geometry) == (64, 1)
 
 
@@ -252,11 +261,11 @@ def spoil(cache: PagedCache, seat: PagedSeat, blocks: slice) -> None:
 
 
 def test_what_is_not_finite_is_found_by_nobody_new() -> None:
-    cache = paged()
+    cache = make_paged()
     text = list(range(20))
-    cache.close(read(cache, text[:8]))
-    sound, unsound = read(cache, text[:8] + [77] * 8), read(cache, text)
-    waits, alike = opened(cache, [*text, 1]), opened(cache, text[:12])
+    cache.close(read_prompt(cache, text[:8]))
+    sound, unsound = read_prompt(cache, text[:8] + [77] * 8), read_prompt(cache, text)
+    waits, alike = open_seat(cache, [*text, 1]), open_seat(cache, text[:12])
     spoil(cache, unsound, slice(2, None))
     cache.discard(unsound)
     cache.close(unsound)
@@ -266,29 +275,29 @@ def test_what_is_not_finite_is_found_by_nobody_new() -> None:
     for seat in (sound, waits, alike):
         cache.check_integrity()
         cache.close(seat)
-    cache.close(read(cache, text))
+    cache.close(read_prompt(cache, text))
     assert cache.match([*text, 1, 1, 1, 1, 1]) == 20, "computed anew; what `waits` had behind it is not found"
-    empty(cache)
+    assert_nothing_leaked(cache)
 
 
 def test_pins_of_sound_blocks_stay_found() -> None:
-    cache = paged()
+    cache = make_paged()
     text = list(range(20))
-    cache.close(read(cache, text[:8]))
+    cache.close(read_prompt(cache, text[:8]))
     pin = cache.pin(text[:8], salt="", ttl=60)
-    seat = read(cache, text)
+    seat = read_prompt(cache, text)
     spoil(cache, seat, slice(4, None))
     cache.discard(seat)
     cache.close(seat)
     assert cache.match(text) == 16
     cache.unpin(pin.id)
-    empty(cache)
+    assert_nothing_leaked(cache)
 
 
 def test_what_is_unsound_before_it_is_whole_is_computed_by_who_waits_for_it() -> None:
-    cache = paged()
+    cache = make_paged()
     text = list(range(20))
-    unsound, heir = opened(cache, text), opened(cache, text)
+    unsound, heir = open_seat(cache, text), open_seat(cache, text)
     enter(cache, (unsound, text[:8]))
     spoil(cache, unsound, slice(1, 2))
     cache.discard(unsound)
@@ -297,12 +306,12 @@ def test_what_is_unsound_before_it_is_whole_is_computed_by_who_waits_for_it() ->
     enter(cache, (heir, text[8:]))
     cache.close(heir)
     assert cache.match([*text, 1]) == 4
-    empty(cache)
+    assert_nothing_leaked(cache)
 
 
 def test_scales_tell_of_numbers_in_int8() -> None:
-    cache = paged(kv_dtype="int8")
-    seat = read(cache, list(range(8)))
+    cache = make_paged(kv_dtype="int8")
+    seat = read_prompt(cache, list(range(8)))
     assert cache.store.finite(seat.blocks) == [True, True]
     plan = cache.plan([Row(seat, 4)]) if cache.grow(seat, 4) else None
     assert plan is not None

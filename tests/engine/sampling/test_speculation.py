@@ -13,9 +13,9 @@ import torch
 from config.settings import LONGEST_DRAFT
 from kernels.ops import Attention
 from server.engine.ipc.messages import Sampling, Speculation
-from tests.engine.engine_driver import Driver, Heard, least_memory, strategies
+from tests.engine.engine_driver import Driver, RequestEvents, least_memory, strategies
 from tests.engine.expected_tokens import Reference, random_prompt
-from tests.engine.fake_proposer import Guessing
+from tests.engine.fake_proposer import FakeProposer
 
 PROMPT, COUNT = random_prompt(21), 24
 WINDOW, SINKS = 8, 3
@@ -36,12 +36,14 @@ ASKED = Speculation(4)
 
 def guessing(
     driver: Driver, name: str, text: Sequence[int], prompt: Sequence[int] = PROMPT, **options: Any
-) -> tuple[Heard, Guessing]:
+) -> tuple[RequestEvents, FakeProposer]:
     """Asks for a text that is known, with guesses that are wrong now and then."""
     right = {key: options.pop(key) for key in ("right", "seed_of_guesses") if key in options}
     heard = driver.submit(name, prompt, len(text), speculation=ASKED, **options)
     request = driver.request(name)
-    guesses = Guessing([*prompt, *text], count=4, right=right.get("right", 0.7), seed=right.get("seed_of_guesses", 0))
+    guesses = FakeProposer(
+        [*prompt, *text], count=4, right=right.get("right", 0.7), seed=right.get("seed_of_guesses", 0)
+    )
     request.lookup = guesses  # type: ignore[assignment]
     return heard, guesses
 

@@ -21,7 +21,7 @@ LIMITS = Limits(
 TOKEN = 7
 
 
-class Engine:
+class SchedulerDriver:
     """A scheduler, and steps that enter what was scheduled and generate a token where a text ends."""
 
     def __init__(self, **limits: Any) -> None:
@@ -46,7 +46,7 @@ class Engine:
         return request
 
     def step(self) -> dict[str, int]:
-        """Tokens scheduled, by request, in the order of rows."""
+        """Run a step; return the number of tokens scheduled by request, in the order of rows."""
         rows, _ = self.scheduler.schedule()
         for request, num_tokens, _ in rows:
             enter(self.scheduler, request, num_tokens)
@@ -54,7 +54,7 @@ class Engine:
 
 
 def enter(scheduler: Scheduler, request: Request, num_tokens: int, accepted: int = 0) -> None:
-    """The row has run, and so many guesses came true."""
+    """Enter the row's tokens, and the first `accepted` of its draft tokens."""
     assert request.seat is not None
     at_end = num_tokens == request.remaining
     request.seat.length += num_tokens + accepted
@@ -64,8 +64,8 @@ def enter(scheduler: Scheduler, request: Request, num_tokens: int, accepted: int
         scheduler.remove(request)
 
 
-class RightGuesses:
-    """Guesses that every token will be the one that comes."""
+class PerfectProposer:
+    """Proposes draft tokens that are all right."""
 
     def __init__(self, count: int) -> None:
         self.count = count

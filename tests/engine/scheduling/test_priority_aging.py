@@ -11,15 +11,15 @@ from hypothesis import strategies as st
 
 from server.engine.scheduling.request import Request
 from tests.engine.scheduling.fake_caches import FakeCache, Memory
-from tests.engine.scheduling.scheduler_driver import Engine
+from tests.engine.scheduling.scheduler_driver import SchedulerDriver
 
 
-def busy_engine(**limits: Any) -> tuple[Engine, FakeCache]:
+def busy_engine(**limits: Any) -> tuple[SchedulerDriver, FakeCache]:
     """Return an engine with one place, for which a request of one step comes every second."""
-    return Engine(max_num_seqs=1, max_queued_requests=1000, **limits), FakeCache("a", Memory(1000))
+    return SchedulerDriver(max_num_seqs=1, max_queued_requests=1000, **limits), FakeCache("a", Memory(1000))
 
 
-def seconds_until_served(engine: Engine, cache: FakeCache, low: Request, at_most: int) -> int | None:
+def seconds_until_served(engine: SchedulerDriver, cache: FakeCache, low: Request, at_most: int) -> int | None:
     """Submit an urgent request each second, and a step is a second; return when `low` has ended, or None."""
     for second in range(at_most):
         engine.submit(f"urgent {second}", cache, 1, 1, priority=0, arrived=float(second))

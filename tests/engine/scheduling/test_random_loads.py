@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from server.engine.scheduling.scheduler import Scheduled
 from tests.engine.scheduling.fake_caches import FakeCache, FakeSeat, Memory
-from tests.engine.scheduling.scheduler_driver import Engine, RightGuesses, enter
+from tests.engine.scheduling.scheduler_driver import PerfectProposer, SchedulerDriver, enter
 
 
 class Load(NamedTuple):
@@ -52,7 +52,7 @@ class Watched:
             FakeCache("lazy", memory, lazy=True),
         ]
         self.memory = memory
-        self.engine = Engine(
+        self.engine = SchedulerDriver(
             max_num_batched_tokens=budget, max_num_seqs=seats, kv_bytes=memory.total, kv_overcommit=overcommit
         )
 
@@ -99,7 +99,7 @@ def test_any_load_keeps_the_limits_and_comes_to_an_end(
         cache = watched.caches[load.cache]
         requests.append(watched.engine.submit(str(i), cache, load.prompt, load.max_tokens, load.priority))
         if load.guesses:
-            requests[-1].lookup = RightGuesses(load.guesses)  # type: ignore[assignment]
+            requests[-1].lookup = PerfectProposer(load.guesses)  # type: ignore[assignment]
     for _ in range(60 * len(loads)):
         watched.step()
     assert [request.finish_reason for request in requests] == ["length"] * len(loads)

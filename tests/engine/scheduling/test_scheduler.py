@@ -7,12 +7,12 @@ import pytest
 from cache_strategies.base import KVCache
 from server.engine.scheduling.request import Request, RequestError
 from tests.engine.scheduling.fake_caches import FakeCache, Memory
-from tests.engine.scheduling.scheduler_driver import Engine, RightGuesses
+from tests.engine.scheduling.scheduler_driver import PerfectProposer, SchedulerDriver
 
 
 # -------------------------------------------------------------------- rows of a step
 def test_prompts_are_cut_to_the_budget_and_decoding_goes_on_beside_them() -> None:
-    engine, cache = Engine(), FakeCache("a", Memory(1000))
+    engine, cache = SchedulerDriver(), FakeCache("a", Memory(1000))
     engine.submit("short", cache, 4)
     engine.submit("long", cache, 25)
     assert [engine.step() for _ in range(4)] == [
@@ -24,7 +24,7 @@ def test_prompts_are_cut_to_the_budget_and_decoding_goes_on_beside_them() -> Non
 
 
 def test_prompts_that_end_do_not_wait_for_those_behind_them() -> None:
-    engine, cache = Engine(), FakeCache("a", Memory(1000))
+    engine, cache = SchedulerDriver(), FakeCache("a", Memory(1000))
     for name in ("first", "second", "third"):
         engine.submit(name, cache, 3)
     assert [engine.step() for _ in range(2)] == [
@@ -34,7 +34,7 @@ def test_prompts_that_end_do_not_wait_for_those_behind_them() -> None:
 
 
 def test_decode_comes_first_though_it_is_last_in_line() -> None:
-    engine, cache = Engine(), FakeCache("a", Memory(1000))
+    engine, cache = SchedulerDriver(), FakeCache("a", Memory(1000))
     engine.submit("low", cache, 3, 9, priority=5)
     engine.step()
     engine.submit("high", cache, 60, 9, priority=0)
@@ -45,7 +45,7 @@ def test_decode_comes_first_though_it_is_last_in_line() -> None:
 
 
 def test_everybody_decodes_however_small_the_budget() -> None:
-    engine, cache = Engine(max_num_batched_tokens=2), FakeCache("a", Memory(1000))
+    engine, cache = SchedulerDriver(max_num_batched_tokens=2), FakeCache("a", Memory(1000))
     for i in range(3):
         engine.submit(str(i), cache, 1, 3)
     engine.submit("long", cache, 5, 1)
@@ -54,7 +54,7 @@ def test_everybody_decodes_however_small_the_budget() -> None:
 
 
 def test_rows_are_cut_to_what_the_instance_takes() -> None:
-    engine, memory = Engine(max_num_batched_tokens=50), Memory(1000)
+    engine, memory = SchedulerDriver(max_num_batched_tokens=50), Memory(1000)
     engine.submit("ring", FakeCache("ring", memory, max_row=3), 8)
     engine.submit("free", FakeCache("free", memory), 20)
     assert [engine.step() for _ in range(3)] == [
@@ -65,7 +65,7 @@ def test_rows_are_cut_to_what_the_instance_takes() -> None:
 
 
 def test_seats_are_limited() -> None:
-    engine, cache = Engine(max_num_seqs=2), FakeCache("a", Memory(1000))
+    engine, cache = SchedulerDriver(max_num_seqs=2), FakeCache("a", Memory(1000))
     for i in range(3):
         engine.submit(str(i), cache, 2, 2)
     assert engine.step() == {"0": 2, "1": 2}
@@ -74,7 +74,7 @@ def test_seats_are_limited() -> None:
 
 
 def test_what_a_waiting_request_waits_for() -> None:
-    engine, memory = Engine(max_num_seqs=3, max_num_batched_tokens=3), Memory(22)
+    engine, memory = SchedulerDriver(max_num_seqs=3, max_num_batched_tokens=3), Memory(22)
     wide, narrow = FakeCache("wide", memory, reserve=12), FakeCache("narrow", memory)
     engine.submit("first", wide, 3, 9)
     engine.submit("big", wide, 4)
@@ -93,7 +93,7 @@ def test_what_a_waiting_request_waits_for() -> None:
 
 
 def test_who_is_not_ready_is_left_out_and_keeps_its_seat() -> None:
-    engine, cache = Engine(), FakeCache("a", Memory(1000))
+    engine, cache = SchedulerDriver(), FakeCache("a", Memory(1000))
     waits = engine.submit("waits", cache, 5)
     engine.step()
     assert waits.seat is not None
@@ -106,7 +106,7 @@ def test_who_is_not_ready_is_left_out_and_keeps_its_seat() -> None:
 
 
 def test_if_nobody_is_ready_everybody_waits() -> None:
-    engine, cache = Engine(max_num_batched_tokens=20), FakeCache("a", Memory(1000))
+    engine, cache = SchedulerDriver(max_num_batched_tokens=20), FakeCache("a", Memory(1000))
     requests = [engine.submit(str(i), cache, 5) for i in range(2)]
     engine.step()
     cache.not_ready = {request.seat for request in requests if request.seat is not None}
@@ -117,7 +117,7 @@ def test_if_nobody_is_ready_everybody_waits() -> None:
 
 
 def test_if_nobody_who_is_ready_has_room_the_last_in_line_gives_way() -> None:
-    engine, cache = Engine(max_num_batched_tokens=20), FakeCache("a", Memory(10))
+    engine, cache = SchedulerDriver(max_num_batched_tokens=20), FakeCache("a", Memory(10))
     waits = engine.submit("waits", cache, 5)
     needs = engine.submit("needs", cache, 5, priority=1)
     engine.step()
@@ -131,7 +131,7 @@ def test_if_nobody_who_is_ready_has_room_the_last_in_line_gives_way() -> None:
 
 # -------------------------------------------------------------------- victims
 def test_the_last_in_line_gives_way() -> None:
-    engine, cache = Engine(max_num_batched_tokens=20), FakeCache("a", Memory(9))
+    engine, cache = SchedulerDriver(max_num_batched_tokens=20), FakeCache("a", Memory(9))
     requests = [engine.submit(str(i), cache, 3, 5) for i in range(3)]
     engine.step()
     small = engine.submit("small", FakeCache("b", cache.memory), 1)
@@ -141,7 +141,7 @@ def test_the_last_in_line_gives_way() -> None:
 
 
 def test_what_cannot_be_recomputed_gives_way_last() -> None:
-    engine, memory = Engine(max_num_batched_tokens=20), Memory(9)
+    engine, memory = SchedulerDriver(max_num_batched_tokens=20), Memory(9)
     first = engine.submit("first", FakeCache("a", memory), 3, 5)
     second = engine.submit("second", FakeCache("b", memory), 3, 5)
     precious = engine.submit("precious", FakeCache("c", memory, replayable=False), 3, 5)
@@ -151,7 +151,7 @@ def test_what_cannot_be_recomputed_gives_way_last() -> None:
 
 
 def test_the_own_instance_gives_way_before_another() -> None:
-    engine, memory = Engine(max_num_batched_tokens=20), Memory(9)
+    engine, memory = SchedulerDriver(max_num_batched_tokens=20), Memory(9)
     cache = FakeCache("a", memory)
     engine.submit("first", cache, 3, 5)
     own = engine.submit("own", cache, 3, 5)
@@ -162,7 +162,7 @@ def test_the_own_instance_gives_way_before_another() -> None:
 
 
 def test_nobody_in_the_step_already_gives_way() -> None:
-    engine, cache = Engine(max_num_batched_tokens=3), FakeCache("a", Memory(9), lazy=True)
+    engine, cache = SchedulerDriver(max_num_batched_tokens=3), FakeCache("a", Memory(9), lazy=True)
     second = engine.submit("second", cache, 2, 7, priority=1)
     assert engine.step() == {"second": 2}
     engine.submit("first", cache, 8, 1)
@@ -174,7 +174,7 @@ def test_nobody_in_the_step_already_gives_way() -> None:
 
 
 def test_nobody_gives_way_where_it_would_not_be_enough() -> None:
-    engine, memory = Engine(kv_bytes=20), Memory(20)
+    engine, memory = SchedulerDriver(kv_bytes=20), Memory(20)
     engine.submit("equal", FakeCache("a", memory), 12, 4)
     low = engine.submit("low", FakeCache("b", memory), 3, 3, priority=5)
     engine.step()
@@ -186,7 +186,7 @@ def test_nobody_gives_way_where_it_would_not_be_enough() -> None:
 
 def test_who_gave_way_in_vain_does_so_only_once() -> None:
     """Where the caches have less room than they say: else the lower one would come back, and give way, for ever."""
-    engine, memory = Engine(kv_bytes=1000), Memory(20)
+    engine, memory = SchedulerDriver(kv_bytes=1000), Memory(20)
     engine.submit("equal", FakeCache("a", memory, reserve=12), 3, 9)
     low = engine.submit("low", FakeCache("b", memory), 3, 3, priority=5)
     engine.step()
@@ -199,7 +199,7 @@ def test_who_gave_way_in_vain_does_so_only_once() -> None:
 
 # -------------------------------------------------------------------- refusals
 def test_what_can_never_run_is_refused_before_it_takes_a_place() -> None:
-    engine, cache = Engine(max_queued_requests=0, max_num_seqs=1), FakeCache("a", Memory(60), limit=50)
+    engine, cache = SchedulerDriver(max_queued_requests=0, max_num_seqs=1), FakeCache("a", Memory(60), limit=50)
     with pytest.raises(RequestError, match="prompt \\(90 tokens\\) and max_tokens \\(11\\) come to 101 tokens"):
         engine.submit("long", cache, 90, 11)
     with pytest.raises(RequestError, match="needs 51 bytes of KV memory, and a may hold 50"):
@@ -211,31 +211,31 @@ def test_what_can_never_run_is_refused_before_it_takes_a_place() -> None:
 
 
 # -------------------------------------------------------------------- drafts
-def decoding(engine: Engine, name: str, cache: KVCache, prompt: int, max_tokens: int, guesses: int) -> Request:
+def decoding(engine: SchedulerDriver, name: str, cache: KVCache, prompt: int, max_tokens: int, guesses: int) -> Request:
     """A request that has its first token, and from now on guesses."""
     request = engine.submit(name, cache, prompt, max_tokens)
     engine.step()
-    request.lookup = RightGuesses(guesses)  # type: ignore[assignment]
+    request.lookup = PerfectProposer(guesses)  # type: ignore[assignment]
     return request
 
 
-def drafts(engine: Engine) -> dict[str, int]:
+def drafts(engine: SchedulerDriver) -> dict[str, int]:
     rows, preempted = engine.scheduler.schedule()
     assert not preempted
     return {engine.names[row.request]: len(row.draft) for row in rows}
 
 
 def test_a_draft_comes_behind_the_last_token_of_a_text() -> None:
-    engine, memory = Engine(), Memory(1000)
+    engine, memory = SchedulerDriver(), Memory(1000)
     decoding(engine, "all", FakeCache("a", memory), 3, 20, guesses=4)
     decoding(engine, "ring", FakeCache("ring", memory, max_row=3), 3, 20, guesses=4)
     decoding(engine, "end", FakeCache("b", memory), 3, 4, guesses=4)
-    engine.submit("prompt", FakeCache("c", memory), 1).lookup = RightGuesses(4)  # type: ignore[assignment]
+    engine.submit("prompt", FakeCache("c", memory), 1).lookup = PerfectProposer(4)  # type: ignore[assignment]
     assert drafts(engine) == {"all": 4, "ring": 2, "end": 2, "prompt": 0}
 
 
 def test_drafts_take_what_is_left_of_a_step() -> None:
-    engine, cache = Engine(max_num_batched_tokens=9, max_num_seqs=9), FakeCache("a", Memory(1000))
+    engine, cache = SchedulerDriver(max_num_batched_tokens=9, max_num_seqs=9), FakeCache("a", Memory(1000))
     decoding(engine, "first", cache, 3, 20, guesses=3)
     decoding(engine, "second", cache, 3, 20, guesses=3)
     engine.submit("prompt", cache, 5)
@@ -243,17 +243,17 @@ def test_drafts_take_what_is_left_of_a_step() -> None:
 
 
 def test_drafts_take_no_more_logits_than_a_step_has_room_for() -> None:
-    engine, cache = Engine(max_step_scores=2), FakeCache("a", Memory(1000))
+    engine, cache = SchedulerDriver(max_step_scores=2), FakeCache("a", Memory(1000))
     decoding(engine, "first", cache, 3, 20, guesses=4)
     decoding(engine, "second", cache, 3, 20, guesses=4)
     assert drafts(engine) == {"first": 2, "second": 0}
 
 
 def test_nobody_gives_way_for_a_draft() -> None:
-    engine, cache = Engine(), FakeCache("a", Memory(12), lazy=True)
+    engine, cache = SchedulerDriver(), FakeCache("a", Memory(12), lazy=True)
     requests = [engine.submit(name, cache, 4, 6) for name in ("first", "second")]
     engine.step()
     for request in requests:
-        request.lookup = RightGuesses(3)  # type: ignore[assignment]
+        request.lookup = PerfectProposer(3)  # type: ignore[assignment]
     assert drafts(engine) == {"first": 0, "second": 0}, "there is room for 4 more tokens, of which the two take 2"
     assert len(engine.scheduler.running) == 2

@@ -22,7 +22,7 @@ from kernels.reference.backend import ReferenceOps
 from kernels.selfcheck.attention_case import AttentionCase, Layout, RowOf
 from kernels.store import KVStore, block_bytes
 from kernels.types import LayerSpec, Slots
-from tests.kernels.sparse_memory import holes
+from tests.kernels.sparse_memory import sparse_memory
 from tests.kernels.test_attention import expected
 
 LONG = (RowOf(2 * SPLIT + 88, 1), RowOf(SPLIT - 1, 1), RowOf(-1, 1), RowOf(SPLIT, 1), RowOf(3, 1))
@@ -104,7 +104,7 @@ def test_a_large_block_is_copied_in_several_launches(ops: MetalOps, monkeypatch:
 def test_a_page_may_have_more_than_32_gib(ops: MetalOps) -> None:
     """Which are 2^31 units and more."""
     page = 33 << 30
-    store = KVStore(Arena(3, page, memory=holes(3 * page)), [LayerSpec(1, 1, 16, 16)], 4, torch.float32)
+    store = KVStore(Arena(3, page, memory=sparse_memory(3 * page)), [LayerSpec(1, 1, 16, 16)], 4, torch.float32)
     store.blocks[1, : store.block_bytes] = torch.randint(1, 255, (store.block_bytes,)).byte()
     ops.copy_blocks(store, [1], [2])
     assert torch.equal(store.blocks[2, : store.block_bytes], store.blocks[1, : store.block_bytes])

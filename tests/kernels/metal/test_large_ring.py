@@ -14,7 +14,7 @@ from config.settings import StrategySettings
 from kernels.metal.backend import MetalOps
 from kernels.metal.runtime import load_emulated
 from kernels.types import LayerSpec
-from tests.kernels.brute_force import attention, seen
+from tests.kernels.brute_force import attention, visible_keys
 
 PHI4 = LayerSpec(10, 40, 128, 128, scale=128**-0.5)  # each of its 40 layers
 LAYERS, WINDOW, SINKS, CHUNK = 40, 4096, 4, 512
@@ -34,7 +34,7 @@ def test_a_ring_of_phi_4_attends_as_the_definition_says() -> None:
     assert seat is not None
     for start in range(0, past, CHUNK):
         _step(cache, seat, min(CHUNK, past - start), k, v)
-    mask = seen(PHI4, length, lambda i, j: (i - j < WINDOW) | (j < SINKS), first=past)
+    mask = visible_keys(PHI4, length, lambda i, j: (i - j < WINDOW) | (j < SINKS), first=past)
     for n, queries in ((chunk, slice(0, chunk)), (1, slice(chunk, None))):
         outs = _step(cache, seat, n, k, v, q)
         for layer, out in enumerate(outs):

@@ -11,7 +11,7 @@ from kernels.selfcheck.attention_case import AttentionCase, Layout, RowOf
 from kernels.selfcheck.op_db import OPS, markdown
 from kernels.selfcheck.op_info import DTYPES
 from tests.kernels.backend_matrix import LAYOUTS, ROWS, SPECS
-from tests.kernels.brute_force import everything, seen
+from tests.kernels.brute_force import keep_all, visible_keys
 from tools.bench import kernel_inputs
 
 DOC = Path(__file__).parents[3] / "docs" / "kernels.md"
@@ -60,11 +60,11 @@ def test_a_step_of_a_mirror_moves_what_is_new_and_not_the_text() -> None:
 def test_attention_moves_the_keys_that_some_query_sees(spec: str, layout: Layout) -> None:
     window = 40 if layout.ring else None
     scene = AttentionCase(Nothing(), layout, SPECS[spec], ROWS, torch.float32)  # type: ignore[arg-type]
-    keeps = everything if window is None else lambda i, j: (i - j < window) | (j < layout.sinks)
+    keeps = keep_all if window is None else lambda i, j: (i - j < window) | (j < layout.sinks)
     keys = 0
     for row in ROWS:
         if row.past >= 0:
-            keys += int(seen(scene.spec, row.past + row.tokens, keeps)[row.past :].any(0).sum())
+            keys += int(visible_keys(scene.spec, row.past + row.tokens, keeps)[row.past :].any(0).sum())
     per_key = 4 * scene.spec.num_kv_heads * (scene.spec.head_dim + scene.spec.v_head_dim)
     q = scene.entering(scene.q)
     assert ROW["attend"].bytes(q, q, scene.store, 0, scene.at, scene.spec, window=window) == keys * per_key

@@ -12,7 +12,7 @@ import pytest
 
 from loadtest.bench.ask import Ask, Outcome, ServerInfo
 from loadtest.bench.client import ServerError, complete, connected, look
-from tests.loadtest.stub_server import CACHED_TOKENS, CONTEXT, VOCABULARY, Stub, stubbed
+from tests.loadtest.stub_server import CACHED_TOKENS, CONTEXT, VOCABULARY, StubServer, running_stub
 
 Found = TypeVar("Found")
 ASK = Ask([300, 301, 302, 303], 6)
@@ -26,7 +26,7 @@ def asked(url: str, what: Callable[[httpx.AsyncClient], Awaitable[Found]], key: 
     return asyncio.run(ask())
 
 
-def outcome(stub: Stub, model: str, key: str = "", **more: object) -> Outcome:
+def outcome(stub: StubServer, model: str, key: str = "", **more: object) -> Outcome:
     return asked(stub.url, lambda client: complete(client, model, ASK, more), key)
 
 
@@ -35,7 +35,7 @@ def looked(url: str, model: str = "") -> ServerInfo:
 
 
 def test_a_completion() -> None:
-    with stubbed("tiny") as stub:
+    with running_stub("tiny") as stub:
         found = outcome(stub, "tiny", priority=3, stream_options=None)
     reply = found.reply
     assert found.error is None
@@ -70,7 +70,7 @@ def test_a_completion() -> None:
     ],
 )
 def test_failures(model: str, message: str) -> None:
-    with stubbed("tiny") as stub:
+    with running_stub("tiny") as stub:
         found = outcome(stub, model)
     assert found.error is not None
     assert message in found.error
@@ -78,7 +78,7 @@ def test_failures(model: str, message: str) -> None:
 
 
 def test_keys() -> None:
-    with stubbed("tiny", key="secret") as stub:
+    with running_stub("tiny", key="secret") as stub:
         assert outcome(stub, "tiny").error == "HTTP 401: no such key"
         assert outcome(stub, "tiny", key="secret").error is None
         with pytest.raises(ServerError, match="HTTP 401: no such key; see --api-key"):
@@ -93,7 +93,7 @@ def test_whoever_leaves_hangs_up() -> None:
             async with asyncio.timeout(0.2):
                 await complete(client, "slow", Ask([1], 1000))
 
-    with stubbed("tiny") as stub:
+    with running_stub("tiny") as stub:
         asked(stub.url, leave)
         assert stub.wait_until(lambda seen: len(seen) == 1)
         assert stub.hung_up == 1
@@ -101,7 +101,7 @@ def test_whoever_leaves_hangs_up() -> None:
 
 @pytest.mark.parametrize("path", ["", "/", "/v1", "/v1/"])
 def test_what_a_server_is(path: str) -> None:
-    with stubbed("tiny", "tiny:paged", "tiny:window") as stub:
+    with running_stub("tiny", "tiny:paged", "tiny:window") as stub:
         server = looked(stub.url + path)
     assert server.url == stub.url
     assert server.listing.model == "tiny"
@@ -112,13 +112,13 @@ def test_what_a_server_is(path: str) -> None:
 
 
 def test_a_server_without_tokens_gets_words() -> None:
-    with stubbed("tiny", tokenizes=False) as stub:
+    with running_stub("tiny", tokenizes=False) as stub:
         assert not looked(stub.url).vocabulary.exact
 
 
 @pytest.mark.parametrize("ids", [[1, 1e300], [1, 1 << 63], [1, 1 << 30], [-1], [True], "12", {"0": 1}, None])
 def test_odd_ids_are_none(ids: object) -> None:
-    with stubbed("tiny") as stub:
+    with running_stub("tiny") as stub:
         stub.ids = ids
         assert not looked(stub.url).vocabulary.exact
 
@@ -148,17 +148,20 @@ def test_an_address_that_cannot_be(url: str) -> None:
 
 @pytest.mark.parametrize("key", ["ü€", "a\nb", "a b", "a\r", "\x00"])
 def test_what_is_no_key(key: str) -> None:
-    with stubbed("tiny") as stub, pytest.raises(ServerError, match="--api-key or OPENAI_API_KEY: a key is of ASCII"):
+    with (
+        running_stub("tiny") as stub,
+        pytest.raises(ServerError, match="--api-key or OPENAI_API_KEY: a key is of ASCII"),
+    ):
         outcome(stub, "tiny", key=key)
 
 
 def test_another_kind_of_server() -> None:
-    with stubbed() as stub:
+    with running_stub() as stub:
         with pytest.raises(ServerError, match="the server lists no model"):
             looked(stub.url)
         with pytest.raises(ServerError, match="does not tell its models: HTTP 404"):
             looked(stub.url + "/elsewhere")
-    with stubbed("tiny") as stub:
+    with running_stub("tiny") as stub:
         stub.context = float("inf")
         with pytest.raises(ServerError, match="is not an OpenAI-compatible server"):
             looked(stub.url)

@@ -10,13 +10,13 @@ import pytest
 
 from loadtest import traces
 from server.cli import main as cli
-from tests.loadtest.stub_server import CACHED_TOKENS, Stub, stubbed
+from tests.loadtest.stub_server import CACHED_TOKENS, StubServer, running_stub
 
 STRATEGIES = ("tiny", "tiny:paged", "tiny:window")
 FEW = ("--rounds", "2", "--requests", "3", "--prompt-tokens", "10", "--max-tokens", "4")
 
 
-def bench(capsys: pytest.CaptureFixture[str], stub: Stub | None, *flags: str) -> tuple[int, str, str]:
+def bench(capsys: pytest.CaptureFixture[str], stub: StubServer | None, *flags: str) -> tuple[int, str, str]:
     """Exit code, output, errors."""
     try:
         code = cli.main(["bench", *(["--url", stub.url] if stub else []), *flags])
@@ -32,7 +32,7 @@ def rows(output: str) -> list[list[str]]:
 
 
 def test_a_row_for_each_strategy(capsys: pytest.CaptureFixture[str]) -> None:
-    with stubbed(*STRATEGIES) as stub:
+    with running_stub(*STRATEGIES) as stub:
         code, output, errors = bench(capsys, stub, *FEW)
     assert (code, errors) == (0, "")
     head, *found = rows(output)
@@ -49,7 +49,7 @@ def test_a_row_for_each_strategy(capsys: pytest.CaptureFixture[str]) -> None:
 def test_json(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     file = tmp_path / "report.json"
     flags = ("--shared-tokens", "20", "--strategies", "window", "--seed", "5", "--api-key", "secret")
-    with stubbed(*STRATEGIES, key="secret") as stub:
+    with running_stub(*STRATEGIES, key="secret") as stub:
         code, output, _ = bench(capsys, stub, *FEW, *flags, "--json", str(file))
         assert code == 0
         assert len(rows(output)) == 3
@@ -90,7 +90,7 @@ def shape(result: dict[str, Any]) -> dict[str, Any]:
 
 
 def test_a_server_without_strategies_ids_and_figures(capsys: pytest.CaptureFixture[str]) -> None:
-    with stubbed("llama3:8b", tokenizes=False, tells_cached=False) as stub:
+    with running_stub("llama3:8b", tokenizes=False, tells_cached=False) as stub:
         stub.context = None
         code, output, _ = bench(capsys, stub, *FEW, "--body", '{"ignore_eos": null}')
     assert code == 0
@@ -107,7 +107,7 @@ def test_a_trace(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     file = tmp_path / "trace.jsonl"
     recorded = list(traces.trace(0, 8))
     file.write_text("".join(traces.line(request) + "\n" for request in recorded))
-    with stubbed(*STRATEGIES) as stub:
+    with running_stub(*STRATEGIES) as stub:
         stub.context = 300
         code, output, _ = bench(capsys, stub, "--trace", str(file), "--speed-up", "1e6", "--requests", "6")
     assert code == 0
@@ -119,7 +119,7 @@ def test_a_trace(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
 
 def test_failed_requests_are_told_and_counted(capsys: pytest.CaptureFixture[str]) -> None:
     broken = ("busy", "failing", "odd")
-    with stubbed("tiny", "tiny:paged", *(f"tiny:{name}" for name in broken)) as stub:
+    with running_stub("tiny", "tiny:paged", *(f"tiny:{name}" for name in broken)) as stub:
         code, output, errors = bench(capsys, stub, *FEW)
     assert code == 1
     assert [row[2:5] for row in rows(output)[1:]] == [["paged", "6", "0"], *([name, "6", "6"] for name in broken)]
@@ -152,7 +152,7 @@ def test_failed_requests_are_told_and_counted(capsys: pytest.CaptureFixture[str]
     ],
 )
 def test_errors_are_one_line(capsys: pytest.CaptureFixture[str], flags: tuple[str, ...], message: str) -> None:
-    with stubbed(*STRATEGIES) as stub:
+    with running_stub(*STRATEGIES) as stub:
         code, output, errors = bench(capsys, stub, *flags)
     assert (code, output) == (2, "")
     assert message in errors
@@ -168,7 +168,7 @@ def test_an_old_report_stays_until_there_is_another(capsys: pytest.CaptureFixtur
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="this system has no disk that is always full")
 def test_what_cannot_be_written_is_printed_all_the_same(capsys: pytest.CaptureFixture[str]) -> None:
-    with stubbed(*STRATEGIES) as stub:
+    with running_stub(*STRATEGIES) as stub:
         code, output, errors = bench(capsys, stub, *FEW, "--json", "/dev/full")
     assert code == 2
     assert len(rows(output)) == 3

@@ -20,7 +20,7 @@ from config.settings import load
 from server.models.errors import ModelError
 from server.models.files.directory import locate, located
 from tests.models.gguf_files import gguf_model, write_gguf
-from tests.models.random_models import save_random
+from tests.models.random_models import save_random_model
 
 COMMIT = "c0ffee" + "0" * 34
 SECRET = "hf_a_secret"
@@ -104,7 +104,7 @@ class _Handler(BaseHTTPRequestHandler):
 @pytest.fixture
 def hub(tmp_path: Path) -> Iterator[Hub]:
     files = tmp_path / "files"
-    save_random("llama", files, shard_size="100KB")
+    save_random_model("llama", files, shard_size="100KB")
     for name in UNWANTED:
         (files / name).parent.mkdir(exist_ok=True)
         (files / name).write_text("not needed")
@@ -179,7 +179,7 @@ def test_what_is_nowhere_is_told(hub: Hub, tmp_path: Path) -> None:
 
 
 def test_what_is_on_this_machine_is_not_asked_for(tmp_path: Path) -> None:
-    save_random("llama", tmp_path / "mine")
+    save_random_model("llama", tmp_path / "mine")
     assert locate(str(tmp_path / "mine")) == tmp_path / "mine"
     with pytest.raises(ModelError, match="revision 'v1' is for a model on the hub"):
         locate(str(tmp_path / "mine"), "v1")
@@ -192,7 +192,7 @@ def test_what_is_on_this_machine_is_not_asked_for(tmp_path: Path) -> None:
 
 def test_names_clients_know(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    save_random("llama", tmp_path / "mine")
+    save_random_model("llama", tmp_path / "mine")
     settings = located(load(None, {"model": str(tmp_path / "mine")}))
     assert settings.model_names == ["mine"]
     file = write_gguf(gguf_model("llama"), tmp_path / "yours.gguf")

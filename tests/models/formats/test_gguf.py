@@ -34,8 +34,8 @@ from server.text.tokenizer import Tokenizer
 from tests.engine.engine_driver import Driver
 from tests.kernels.backend_matrix import BACKENDS, SLOW
 from tests.models.gguf_fields import RawGGUF, parse
-from tests.models.gguf_files import finish, gguf_model, round_weights, write_gguf
-from tests.models.rounded_weights import SHORT_TEXTS, RoundedInputs, apart
+from tests.models.gguf_files import gguf_model, round_weights, write_gguf, write_to
+from tests.models.rounded_weights import SHORT_TEXTS, RoundedInputs, relative_difference
 
 FAMILIES = (
     "llama",
@@ -155,7 +155,7 @@ def test_every_backend_multiplies_with_what_the_file_has(backend: str, kind: Typ
     file = write_gguf(gguf_model("llama"), tmp_path / "a.gguf", kind)
     computed = (served(file, as_stored=True, ops=ops) for ops in (BACKENDS[backend](), ReferenceOps(), RoundedInputs()))
     got, *ways = (torch.cat([logits(model, ids) for ids in SHORT_TEXTS]) for model in computed)
-    assert min(apart(got, expected) for expected in ways) < 1e-5
+    assert min(relative_difference(got, expected) for expected in ways) < 1e-5
 
 
 def test_scales_that_float16_cannot_multiply(tmp_path: Path) -> None:
@@ -166,7 +166,7 @@ def test_scales_that_float16_cannot_multiply(tmp_path: Path) -> None:
     data = np.frombuffer(b"".join(part for block in blocks for part in block), np.uint8).reshape(2, -1)
     writer = gguf.GGUFWriter(tmp_path / "a.gguf", "qwen2")
     writer.add_tensor("output.weight", data, raw_dtype=Type.Q8_0)
-    file = finish(writer, tmp_path / "a.gguf")
+    file = write_to(writer, tmp_path / "a.gguf")
     got = GGUFWeights(file, torch.float32, torch.device("cpu"), as_stored=True).matrix("lm_head.weight", (2, 64))
     assert isinstance(got, QuantizedTensor)
     expected = numbers.astype(np.float64) * np.repeat(scale, 32, 1)
@@ -179,7 +179,7 @@ def test_whatever_the_gguf_package_dequantizes_is_read(kind: Type, tmp_path: Pat
     data = np.random.default_rng(0).integers(0, 60, (6, 256 // block * size), dtype=np.uint8)
     writer = gguf.GGUFWriter(tmp_path / "a.gguf", "qwen2")
     writer.add_tensor("output.weight", data, raw_dtype=kind)
-    weights = GGUFWeights(finish(writer, tmp_path / "a.gguf"), torch.float32, torch.device("cpu"))
+    weights = GGUFWeights(write_to(writer, tmp_path / "a.gguf"), torch.float32, torch.device("cpu"))
     expected = torch.from_numpy(gguf.quants.dequantize(data, kind))
     torch.testing.assert_close(weights.get("lm_head.weight", expected.shape), expected, rtol=0, atol=0, equal_nan=True)
 

@@ -16,7 +16,7 @@ from server.models.formats.mmap import mapped_bytes, read_bytes
 from server.models.load import load_model
 from server.models.weights import Kept, Safetensors
 from tests.kernels.backend_matrix import BACKENDS
-from tests.models.random_models import save_random
+from tests.models.random_models import save_random_model
 
 CPU = torch.device("cpu")
 
@@ -60,7 +60,7 @@ def test_a_mapping_goes_with_what_is_seen_of_it(file: Path) -> None:
 
 
 def test_after_loading_norms_alone_are_mapped(tmp_path: Path) -> None:
-    theirs = save_random("llama", tmp_path)
+    theirs = save_random_model("llama", tmp_path)
     norms = sum(p.dim() == 1 for p in theirs.parameters())
     fast = next((name for name in BACKENDS if name.startswith("cpu-")), REFERENCE)
     model = load_model(

@@ -36,8 +36,14 @@ from tests.engine.engine_driver import Driver
 from tests.kernels.backend_matrix import BACKENDS, SLOW
 from tests.models.gguf_files import write_gguf
 from tests.models.mlx_files import Formats, write_mlx
-from tests.models.random_models import CONFIGS, random_model, save_random
-from tests.models.rounded_weights import SHORT_TEXTS, RoundedInputs, apart, rounded, symmetric_rounded
+from tests.models.random_models import CONFIGS, random_model, save_random_model
+from tests.models.rounded_weights import (
+    SHORT_TEXTS,
+    RoundedInputs,
+    relative_difference,
+    round_weights,
+    symmetric_rounded,
+)
 
 AS_STORED = Kept(torch.float32, as_stored=True)
 INT4 = Kept(torch.float32, Format(4, 32), as_stored=True)
@@ -112,8 +118,8 @@ def test_every_backend_computes_the_same_model(backend: str, kept: Kept, tmp_pat
     write_mlx(wide_llama(), tmp_path, 4, 64, MIXED)
     computed = (loaded(tmp_path, kept, ops=ops) for ops in (BACKENDS[backend](), ReferenceOps(), RoundedInputs()))
     got, *ways = (torch.cat([logits(model, ids) for ids in SHORT_TEXTS]) for model in computed)
-    assert min(apart(got, expected) for expected in ways) < 1e-5
-    assert apart(*ways) > 5e-3
+    assert min(relative_difference(got, expected) for expected in ways) < 1e-5
+    assert relative_difference(*ways) > 5e-3
 
 
 def test_memory_is_that_of_the_file(tmp_path: Path) -> None:
@@ -200,7 +206,7 @@ def test_who_cannot_compute_a_checkpoint_of_mlx(tmp_path: Path) -> None:
     write_mlx(wide_llama(), tmp_path, 4, 64)
     with pytest.raises(ModelError, match="a checkpoint of MLX is computed by the lean decoder only: leave"):
         describe(tmp_path, "transformers")
-    save_random("mixtral", tmp_path)
+    save_random_model("mixtral", tmp_path)
     file = tmp_path / "config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | {"quantization": {"bits": 4, "group_size": 64}}))
     with pytest.raises(ModelError, match="MLX keeps the experts of a layer as one, which cannot be read: take the"):
@@ -211,11 +217,11 @@ def test_who_cannot_compute_a_checkpoint_of_mlx(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["llama", "qwen2_tied", "phi3", "gemma3", "mixtral"])
 @pytest.mark.parametrize("kept", [INT4, INT8], ids=["int4", "int8"])
 def test_logits_of_a_model_quantized_while_it_is_read(name: str, kept: Kept, tmp_path: Path) -> None:
-    theirs = save_random(name, tmp_path)
+    theirs = save_random_model(name, tmp_path)
     assert kept.format is not None
     ours = loaded(tmp_path, kept)
     assert ours.weight_format == f"int{kept.format.bits}"
-    assert_same_logits(ours, rounded(theirs, kept.format))
+    assert_same_logits(ours, round_weights(theirs, kept.format))
 
 
 def test_rows_that_groups_do_not_divide_are_kept_in_8_bits(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -225,13 +231,13 @@ def test_rows_that_groups_do_not_divide_are_kept_in_8_bits(tmp_path: Path, caplo
     theirs.save_pretrained(tmp_path)
     with caplog.at_level(logging.INFO):
         ours = loaded(tmp_path, INT4)
-    assert_same_logits(ours, rounded(theirs, Format(4, 32)))
+    assert_same_logits(ours, round_weights(theirs, Format(4, 32)))
     assert caplog.messages == ["rows of 87 columns are kept in 8 bits, as groups of 32 do not divide them"]
-    assert_same_logits(loaded(tmp_path, INT8), rounded(LlamaForCausalLM.from_pretrained(tmp_path), Format(8)))
+    assert_same_logits(loaded(tmp_path, INT8), round_weights(LlamaForCausalLM.from_pretrained(tmp_path), Format(8)))
 
 
 def test_memory_of_a_quantized_model(tmp_path: Path) -> None:
-    theirs = save_random("qwen2_tied", tmp_path).bfloat16()
+    theirs = save_random_model("qwen2_tied", tmp_path).bfloat16()
     theirs.save_pretrained(tmp_path)
     matrices = [p for p in theirs.parameters() if p.dim() == 2]
     numbers = sum(p.numel() for p in matrices)
@@ -249,7 +255,7 @@ def test_a_gguf_file_is_quantized_too(tmp_path: Path, monkeypatch: pytest.Monkey
     theirs = wide_llama()
     driver = Driver(write_gguf(theirs, tmp_path / "a.gguf"), weights="int4", dtype="float32", kernels="reference")
     assert driver.core.model.weight_format == "int4"
-    assert_same_logits(driver.core.model, rounded(theirs, Format(4, 32)))
+    assert_same_logits(driver.core.model, round_weights(theirs, Format(4, 32)))
 
 
 def test_numbers_of_as_many_bits_stay_what_they_are(tmp_path: Path) -> None:
@@ -269,7 +275,7 @@ def test_numbers_of_other_bits_are_rounded_once_more(tmp_path: Path) -> None:
 
 
 def test_what_cannot_be_quantized_is_told(tmp_path: Path) -> None:
-    save_random("llama", tmp_path)
+    save_random_model("llama", tmp_path)
     with pytest.raises(ModelError, match=r"with quantized weights only the lean decoder does: give --weights auto"):
         loaded(tmp_path, INT8, impl="transformers")
     changed(tmp_path, lambda tensors: tensors["model.layers.0.self_attn.k_proj.weight"].fill_(torch.nan))
@@ -280,7 +286,7 @@ def test_what_cannot_be_quantized_is_told(tmp_path: Path) -> None:
 def test_a_long_quantization_is_told_of(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    save_random("llama", tmp_path)
+    save_random_model("llama", tmp_path)
     monkeypatch.setattr(quantized, "QUIET", -1.0)
     with caplog.at_level(logging.INFO):
         loaded(tmp_path, INT4)
@@ -292,7 +298,7 @@ def test_a_terminal_shows_a_bar(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         def isatty(self) -> bool:
             return True
 
-    save_random("llama", tmp_path)
+    save_random_model("llama", tmp_path)
     monkeypatch.setattr("sys.stderr", terminal := Terminal())
     loaded(tmp_path, INT4)
     assert "quantizing the weights to 4 bits" in terminal.getvalue()
@@ -300,7 +306,7 @@ def test_a_terminal_shows_a_bar(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 
 def test_one_tensor_at_a_time_is_wider_than_it_will_be(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What was read is gone when the next tensor is asked for."""
-    save_random("llama", tmp_path)
+    save_random_model("llama", tmp_path)
     alive: list[Any] = []
 
     def watched(weight: torch.Tensor, bits: int, group: int) -> Any:

@@ -29,7 +29,7 @@ from server.models.no_cache import FullContext
 from server.models.weights import Format, Kept
 from tests.models.gguf_files import gguf_model, write_gguf
 from tests.models.mlx_files import write_mlx
-from tests.models.random_models import CONFIGS, random_model, save_random
+from tests.models.random_models import CONFIGS, random_model, save_random_model
 
 CPU = torch.device("cpu")
 FORMATS = {"int4": Format(4, 32), "int8": Format(8)}
@@ -42,7 +42,7 @@ def home(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def checkpoint(tmp_path: Path) -> Path:
-    save_random("qwen2_tied", tmp_path / "model")
+    save_random_model("qwen2_tied", tmp_path / "model")
     return tmp_path / "model"
 
 
@@ -101,7 +101,7 @@ def test_every_kind_of_checkpoint(tmp_path: Path, home: Path, rounds: list[torch
     """Rows that groups do not divide, which are kept in 8 bits; experts; what MLX had quantized otherwise."""
     config = CONFIGS["llama"].__class__(**(CONFIGS["llama"].to_dict() | {"intermediate_size": 87}))
     random_model(config).save_pretrained(tmp_path / "odd")
-    save_random("mixtral", tmp_path / "mixtral")
+    save_random_model("mixtral", tmp_path / "mixtral")
     write_mlx(random_model(CONFIGS["llama"]), tmp_path / "mlx", 8, 32)
     for name in ("odd", "mixtral", "mlx"):
         first = loaded(tmp_path / name, home)
@@ -156,7 +156,7 @@ def _one_number(directory: Path) -> None:
 
 def _replaced(directory: Path) -> None:
     """By a file of another checkpoint, moved there."""
-    save_random("qwen2_tied", directory / "other", seed=1)
+    save_random_model("qwen2_tied", directory / "other", seed=1)
     (directory / "other" / "model.safetensors").replace(directory / "model.safetensors")
 
 

@@ -27,7 +27,15 @@ from server.text.processes.messages import Encode, EncodeChat, Start
 from server.text.processes.sandbox import CallLimits, SandboxedTokenizer
 from server.text.processes.text_process import ProcessFailed, TextProcess, environment
 from server.text.tokenizer import Tokenizer, TokenizerBase
-from tests.text.hostile_models import COMPILED, TEMPLATES, grows, is_slow, panics, saved, with_template
+from tests.text.hostile_models import (
+    COMPILED,
+    TEMPLATES,
+    growing_tokenizer,
+    panicking_tokenizer,
+    save_tokenizer,
+    save_with_template,
+    slow_tokenizer,
+)
 from tests.text.tiny_tokenizers import KINDS, byte_level
 
 MIB = 2**20
@@ -78,7 +86,7 @@ async def until(condition: Callable[[], bool]) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_same_as_in_this_process(tmp_path: Path, kind: str) -> None:
     template = (Path(__file__).parents[1] / "templates" / "mistral.jinja").read_text()
-    directory = saved(tmp_path, KINDS[kind](), template)
+    directory = save_tokenizer(tmp_path, KINDS[kind](), template)
     (directory / "tokenizer_config.json").write_text(json.dumps({"bos_token": "<s>", "eos_token": "</s>"}))
     here = Tokenizer.from_directory(directory)
     print(f"seed {(seed := random.randrange(2**32))}")
@@ -113,7 +121,7 @@ async def refusal(call: Coroutine[Any, Any, Any]) -> tuple[str, str, str | None]
 
 def test_whatever_json_can_say_reaches_the_template(tmp_path: Path) -> None:
     given = {"wide": 10**40, "nested": [{"a": [None, True, 1.5, "\u2603"]}], "none": None, "less": -(10**30)}
-    directory = saved(tmp_path, byte_level(), "{{ wide }} {{ nested }} {{ none }} {{ less }}")
+    directory = save_tokenizer(tmp_path, byte_level(), "{{ wide }} {{ nested }} {{ none }} {{ less }}")
 
     async def use(tokenizer: SandboxedTokenizer) -> None:
         here = Tokenizer.from_directory(directory)
@@ -139,7 +147,7 @@ def test_a_long_text_goes_to_a_process_that_goes_again(tmp_path: Path) -> None:
         await until(lambda: len(children()) == 1)
         assert await tokenizer.encode(text) == await Tokenizer(byte_level()).encode(text)
 
-    run(saved(tmp_path, byte_level()), WIDE, use, linger=0.01)
+    run(save_tokenizer(tmp_path, byte_level()), WIDE, use, linger=0.01)
 
 
 def test_the_process_imports_no_more_than_it_needs() -> None:
@@ -177,27 +185,27 @@ def refused_while_others_are_answered(directory: Path, call: Asking) -> str:
 @pytest.mark.parametrize("name", TEMPLATES)
 def test_a_template_that_takes_all(tmp_path: Path, name: str) -> None:
     """Here because a client says so: others use the same template."""
-    directory = with_template(tmp_path, TEMPLATES[name])
+    directory = save_with_template(tmp_path, TEMPLATES[name])
     code = refused_while_others_are_answered(directory, lambda tokenizer: tokenizer.encode_chat(chat(n=1)))
     assert code in ("text_timeout", "text_memory")
 
 
 def test_a_template_that_cannot_be_compiled_in_time(tmp_path: Path) -> None:
-    directory = saved(tmp_path, byte_level(), COMPILED)
+    directory = save_tokenizer(tmp_path, byte_level(), COMPILED)
     assert refused_while_others_are_answered(directory, lambda it: it.encode_chat(chat())) == "text_timeout"
 
 
 @pytest.mark.parametrize(
     ("make", "text", "codes"),
     [
-        (panics, "a" * 40 + "b", {"tokenizer_failed"}),
-        (grows, "q" * 10, {"text_memory"}),
-        (is_slow, "ae" * 30_000, {"text_timeout"}),
-        (is_slow, "ae" * 50_000, {"text_timeout"}),
+        (panicking_tokenizer, "a" * 40 + "b", {"tokenizer_failed"}),
+        (growing_tokenizer, "q" * 10, {"text_memory"}),
+        (slow_tokenizer, "ae" * 30_000, {"text_timeout"}),
+        (slow_tokenizer, "ae" * 50_000, {"text_timeout"}),
     ],
 )
 def test_a_tokenizer_that_takes_all(tmp_path: Path, make: Callable[[], Any], text: str, codes: set[str]) -> None:
-    directory = saved(tmp_path, make())
+    directory = save_tokenizer(tmp_path, make())
     assert refused_while_others_are_answered(directory, lambda tokenizer: tokenizer.encode(text)) in codes
 
 
@@ -208,7 +216,7 @@ def test_the_message_says_what_was_exceeded(tmp_path: Path) -> None:
                 await tokenizer.encode_chat(chat(n=1, which=n))
 
     either = "{% if which == 'a power' %}" + TEMPLATES["a power"] + "{% else %}" + TEMPLATES["a filter"] + "{% endif %}"
-    run(with_template(tmp_path, either), TIGHT, use)
+    run(save_with_template(tmp_path, either), TIGHT, use)
 
 
 def test_a_panic_costs_one_text(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
@@ -219,7 +227,7 @@ def test_a_panic_costs_one_text(tmp_path: Path, capfd: pytest.CaptureFixture[str
         assert await tokenizer.encode("hello") == HELLO
         assert the_child().pid == child, "a panic leaves nothing broken"
 
-    run(saved(tmp_path, panics()), WIDE, use)
+    run(save_tokenizer(tmp_path, panicking_tokenizer()), WIDE, use)
     assert capfd.readouterr().err == "", "a panic's own message may quote the text"
 
 
@@ -234,7 +242,7 @@ def test_a_decoder_that_panics_costs_one_text() -> None:
 
 def test_memory_is_watched_where_the_system_does_not_bound_it(tmp_path: Path) -> None:
     """The process itself may have more here than whoever watches it allows."""
-    directory = str(with_template(tmp_path, "{% set s = 'a' * n * 10 ** 9 %}{{ (n + 8) ** 10 ** 8 }}"))
+    directory = str(save_with_template(tmp_path, "{% set s = 'a' * n * 10 ** 9 %}{{ (n + 8) ** 10 ** 8 }}"))
 
     async def use() -> None:
         process = TextProcess(Start(directory, 60, 2**32, 2**32, False), watched=64 * MIB)
@@ -259,7 +267,7 @@ def test_who_waits_is_answered_when_the_process_is_killed(tmp_path: Path) -> Non
         the_child().kill()  # while it has nothing to do
         assert await tokenizer.encode("hello") == HELLO
 
-    run(saved(tmp_path, byte_level()), WIDE, use)
+    run(save_tokenizer(tmp_path, byte_level()), WIDE, use)
 
 
 def test_it_is_deaf_to_signals_to_the_whole_group(tmp_path: Path) -> None:
@@ -270,7 +278,7 @@ def test_it_is_deaf_to_signals_to_the_whole_group(tmp_path: Path) -> None:
         assert await tokenizer.encode("hello") == HELLO
         assert the_child().pid == child.pid
 
-    run(saved(tmp_path, byte_level()), WIDE, use)
+    run(save_tokenizer(tmp_path, byte_level()), WIDE, use)
 
 
 def test_it_ends_with_a_worker_that_is_killed(tmp_path: Path) -> None:
@@ -293,7 +301,7 @@ async def main():
 
 asyncio.run(main())
 """
-    directory = with_template(tmp_path, TEMPLATES["a power"])
+    directory = save_with_template(tmp_path, TEMPLATES["a power"])
     for state in ("idle", "busy", *(["stopped"] if sys.platform == "linux" else [])):
         command = [sys.executable, "-c", program, str(directory), state]
         with subprocess.Popen(command, stdout=subprocess.PIPE, cwd=ROOT) as worker:
@@ -318,7 +326,7 @@ def test_nothing_is_left_of_many_processes(tmp_path: Path) -> None:
         assert len(files) == 1
         assert len(children()) == 1
 
-    run(saved(tmp_path, byte_level()), WIDE, use)
+    run(save_tokenizer(tmp_path, byte_level()), WIDE, use)
     assert not children()
 
 
@@ -331,7 +339,7 @@ def test_it_has_no_file_of_the_workers(tmp_path: Path) -> None:
 
     with (tmp_path / "open").open("w") as opened:
         os.set_inheritable(opened.fileno(), True)
-        run(saved(tmp_path / "model", byte_level()), WIDE, use)
+        run(save_tokenizer(tmp_path / "model", byte_level()), WIDE, use)
 
 
 # ---------------------------------------------------------------- callers that go, and too many of them
@@ -349,7 +357,7 @@ def test_cancelled_calls_leave_no_trace(tmp_path: Path) -> None:
             for i, found in enumerate(await asyncio.gather(*calls, return_exceptions=True)):
                 assert isinstance(found, asyncio.CancelledError) if i in gone else found == await here.encode(words[i])
 
-    run(saved(tmp_path, byte_level()), WIDE, use)
+    run(save_tokenizer(tmp_path, byte_level()), WIDE, use)
 
 
 def test_a_call_that_is_cancelled_in_the_middle_is_still_bounded(tmp_path: Path) -> None:
@@ -362,11 +370,11 @@ def test_a_call_that_is_cancelled_in_the_middle_is_still_bounded(tmp_path: Path)
         assert await tokenizer.encode("hello") == HELLO
         assert the_child().pid != child
 
-    run(with_template(tmp_path, TEMPLATES["a power"]), TIGHT, use)
+    run(save_with_template(tmp_path, TEMPLATES["a power"]), TIGHT, use)
 
 
 def test_more_calls_than_may_wait(tmp_path: Path) -> None:
-    start = partial(TextProcess, Start(str(saved(tmp_path, byte_level())), 60, 2**30, 2**32, False))
+    start = partial(TextProcess, Start(str(save_tokenizer(tmp_path, byte_level())), 60, 2**30, 2**32, False))
     small, large = sandbox.request_of(Encode("x", True)), sandbox.request_of(Encode("x" * 10_000, True))
 
     async def use() -> None:
@@ -388,7 +396,7 @@ def test_more_calls_than_may_wait(tmp_path: Path) -> None:
 
 def test_a_model_that_is_gone_is_told_and_found_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("server.text.processes.call_queue.PAUSE", 0.0)
-    directory = saved(tmp_path / "model", byte_level())
+    directory = save_tokenizer(tmp_path / "model", byte_level())
 
     async def use(tokenizer: SandboxedTokenizer) -> None:
         directory.rename(tmp_path / "elsewhere")
@@ -403,7 +411,7 @@ def test_a_model_that_is_gone_is_told_and_found_again(tmp_path: Path, monkeypatc
 
 # ---------------------------------------------------------------- files that cannot be loaded
 def edited(directory: Path, **changes: Any) -> Path:
-    file = saved(directory, byte_level()) / "tokenizer.json"
+    file = save_tokenizer(directory, byte_level()) / "tokenizer.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | changes))
     return directory
 
@@ -440,7 +448,7 @@ def test_files_that_take_all_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     backend = byte_level()
     backend.add_tokens([f"token-{i}" for i in range(100_000)])
     with pytest.raises(SettingsError, match=r"^model: the tokenizer in .* (takes more than|ends the process)"):
-        SandboxedTokenizer(saved(tmp_path, backend), WIDE)
+        SandboxedTokenizer(save_tokenizer(tmp_path, backend), WIDE)
     assert not children()
 
 

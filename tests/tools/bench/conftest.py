@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.tools.bench.small_shape import SMALL
+from tests.tools.bench.small_shape import SMALL_SHAPE
 from tools.bench.table import models
 from tools.bench.table.models import made
 
@@ -18,5 +18,5 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(models, "LEARNT", 600)
         patch.setattr(models, "BOOKS", 5)
-        made(SMALL, place, lambda _: None)
+        made(SMALL_SHAPE, place, lambda _: None)
     return place

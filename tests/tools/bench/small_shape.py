@@ -2,4 +2,4 @@
 
 from tools.bench.table.models import Shape
 
-SMALL = Shape("small", "Qwen2ForCausalLM", "qwen2", 2, 128, 192, 4, 2, 700, 512, 1e4, qkv_bias=True)
+SMALL_SHAPE = Shape("small", "Qwen2ForCausalLM", "qwen2", 2, 128, 192, 4, 2, 700, 512, 1e4, qkv_bias=True)

@@ -14,7 +14,7 @@ import psutil
 import pytest
 
 from tests.end_to_end.server_process import PATIENCE, eventually
-from tests.tools.bench.small_shape import SMALL
+from tests.tools.bench.small_shape import SMALL_SHAPE
 from tools.bench.__main__ import INTERRUPTED
 from tools.bench.table import models
 from tools.bench.table.models import LLAMA, made
@@ -25,7 +25,7 @@ def models_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Of a model that is small, under the name of one that `make bench` knows."""
     monkeypatch.setattr(models, "LEARNT", 600)
     monkeypatch.setattr(models, "BOOKS", 5)
-    made(replace(SMALL, name=LLAMA.name, positions=LLAMA.positions), tmp_path, lambda _: None)
+    made(replace(SMALL_SHAPE, name=LLAMA.name, positions=LLAMA.positions), tmp_path, lambda _: None)
     return tmp_path
 
 

@@ -9,14 +9,14 @@ import pytest
 import torch
 
 from loadtest.bench.workloads import NAMED
-from tests.tools.bench.small_shape import SMALL
+from tests.tools.bench.small_shape import SMALL_SHAPE
 from tools.bench import transformers_peer as peer
 from tools.bench.table.limits import WORKS, Work
 
 
 def test_a_result_is_told(folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setitem(WORKS, "a", Work(1, 24, 6))
-    peer.main(["--model", str(folder / SMALL.name), "--rounds", "2", "--threads", "1"])
+    peer.main(["--model", str(folder / SMALL_SHAPE.name), "--rounds", "2", "--threads", "1"])
     (told,) = json.loads(capsys.readouterr().out)
     assert (told["strategy"], told["phase"], told["requests"], told["prompt_tokens"]) == ("transformers", None, 2, 48)
     assert told["ttft_ms"]["p50"] > 0 < told["itl_ms"]["mean"]

@@ -9,7 +9,7 @@ from tokenizers import Tokenizer
 
 from server.models.config import load_config
 from tests.engine.engine_driver import Driver
-from tests.tools.bench.small_shape import SMALL
+from tests.tools.bench.small_shape import SMALL_SHAPE
 from tools.bench.table import models
 from tools.bench.table.models import LLAMA, QWEN, made
 
@@ -17,28 +17,33 @@ from tools.bench.table.models import LLAMA, QWEN, made
 @pytest.mark.parametrize("weights", ["bf16", "int8", "int4"])
 def test_bytes_of_a_step_are_the_least_that_the_engine_can_read(folder: Path, weights: str) -> None:
     """Norms and biases are left out, and what packed matrices are padded with."""
-    driver = Driver(folder / SMALL.name, dtype="bfloat16", weights=weights)
-    small = SMALL.layers * (2 * SMALL.width + SMALL.width + 2 * SMALL.kv_heads * SMALL.head) + SMALL.width
-    more = driver.core.model.weight_bytes - SMALL.weight_bytes(weights) - 2 * small
-    padded = sum(2 * (-(-out // 64) * -(-width // 64) * 64**2 - out * width) for _, (out, width) in SMALL.matrices())
+    driver = Driver(folder / SMALL_SHAPE.name, dtype="bfloat16", weights=weights)
+    small = (
+        SMALL_SHAPE.layers * (2 * SMALL_SHAPE.width + SMALL_SHAPE.width + 2 * SMALL_SHAPE.kv_heads * SMALL_SHAPE.head)
+        + SMALL_SHAPE.width
+    )
+    more = driver.core.model.weight_bytes - SMALL_SHAPE.weight_bytes(weights) - 2 * small
+    padded = sum(
+        2 * (-(-out // 64) * -(-width // 64) * 64**2 - out * width) for _, (out, width) in SMALL_SHAPE.matrices()
+    )
     assert 0 <= more <= padded
-    assert driver.core.caches["contiguous"].bytes_for(1) == driver.engine.max_seq_len * SMALL.kv_bytes
+    assert driver.core.caches["contiguous"].bytes_for(1) == driver.engine.max_seq_len * SMALL_SHAPE.kv_bytes
 
 
 def test_it_answers_and_every_id_has_a_text(folder: Path) -> None:
-    driver = Driver(folder / SMALL.name)
+    driver = Driver(folder / SMALL_SHAPE.name)
     heard = driver.submit("it", range(40), 5)
     driver.run()
     assert len(heard.tokens) == 5
-    tokenizer = Tokenizer.from_file(str(folder / SMALL.name / "tokenizer.json"))
-    assert tokenizer.get_vocab_size() == SMALL.vocab
-    assert all(tokenizer.decode([i], skip_special_tokens=False) for i in range(SMALL.vocab))
+    tokenizer = Tokenizer.from_file(str(folder / SMALL_SHAPE.name / "tokenizer.json"))
+    assert tokenizer.get_vocab_size() == SMALL_SHAPE.vocab
+    assert all(tokenizer.decode([i], skip_special_tokens=False) for i in range(SMALL_SHAPE.vocab))
     assert len(tokenizer.encode("def main(arguments: Sequence[str]) -> None:").ids) < 43, "nothing was learnt"
 
 
 def test_what_is_there_is_not_made_again(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(models, "learnt", None)
-    assert made(SMALL, folder, lambda _: None) == folder / SMALL.name
+    assert made(SMALL_SHAPE, folder, lambda _: None) == folder / SMALL_SHAPE.name
 
 
 def test_a_model_is_there_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -47,7 +52,7 @@ def test_a_model_is_there_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytes
 
     monkeypatch.setattr(models, "learnt", fail)
     with pytest.raises(OSError, match="no room"):
-        made(SMALL, tmp_path, lambda _: None)
+        made(SMALL_SHAPE, tmp_path, lambda _: None)
     assert not list(tmp_path.iterdir())
 
 
@@ -55,7 +60,7 @@ def test_shapes_are_those_of_the_models_they_stand_for(folder: Path) -> None:
     count = sum(out * width for _, (out, width) in QWEN.matrices())
     assert count + 24 * (2 * 896 + 896 + 2 * 128) + 896 == 494_032_768  # as Qwen2.5-0.5B's card has it
     assert 1.0e7 < sum(out * width for _, (out, width) in LLAMA.matrices()) < 1.01e7
-    config = load_config(folder / SMALL.name)
+    config = load_config(folder / SMALL_SHAPE.name)
     assert (config.num_layers, config.hidden_size, config.num_kv_heads) == (2, 128, 2)
     assert config.qkv_bias
     assert config.tie_embeddings

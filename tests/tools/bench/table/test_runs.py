@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from loadtest.bench.workloads import NAMED
-from tests.tools.bench.small_shape import SMALL
+from tests.tools.bench.small_shape import SMALL_SHAPE
 from tools.bench import __main__ as command
 from tools.bench.table import runs
 from tools.bench.table.documents import GROWTH, PROFILES, TABLES, replaced
@@ -230,16 +230,16 @@ def test_committed_documents_have_their_places(name: str, mark: str) -> None:
 def test_a_real_server_is_measured(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    rows = [row("decode"), row("ready"), row("peak"), by_transformers("decode", SMALL, "decode")]
-    rows = [replace(each, shape=SMALL) for each in rows]
+    rows = [row("decode"), row("ready"), row("peak"), by_transformers("decode", SMALL_SHAPE, "decode")]
+    rows = [replace(each, shape=SMALL_SHAPE) for each in rows]
     monkeypatch.setattr(command, "ROWS", rows)
-    monkeypatch.setattr(command, "SHAPES", {SMALL.name: SMALL})
+    monkeypatch.setattr(command, "SHAPES", {SMALL_SHAPE.name: SMALL_SHAPE})
     monkeypatch.setattr(runs, "LONGEST", 256)
     file, document = tmp_path / "it.json", tmp_path / "benchmarks.md"
     document.write_text(f"<!-- printed by {TABLES} -->\n<!-- end of {TABLES} -->")
     renewed: list[Path] = []
     monkeypatch.setattr(command, "renewed", lambda docs, models, tell: renewed.append(docs))
-    options = ["--rounds", "1", "--attempts", "1", "--models", str(folder), "--model", SMALL.name]
+    options = ["--rounds", "1", "--attempts", "1", "--models", str(folder), "--model", SMALL_SHAPE.name]
     assert command.main([*options, "--json", str(file), "--docs", str(tmp_path)]) == 0
     assert renewed == [tmp_path]
     told: list[Mapping[str, Any]] = json.loads(file.read_text())["rows"]

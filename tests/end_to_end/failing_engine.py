@@ -1,4 +1,4 @@
-"""An engine with troubles: steps fail, an operation is broken. It keeps its records of requests, for a test to read."""
+"""An engine whose steps fail and one of whose operations is broken; it writes its records of requests to a file."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.end_to_end import checked_engine
 STEP_SECONDS = 0.01  # so that Prometheus, which asks twice a second, sees requests run on any machine
 
 
-class TroubledCore(Core):
+class RecordingCore(Core):
     """Takes its time, and writes a line of JSON for each request that left, into the file that RECORDS names."""
 
     def step(self) -> StepResult:
@@ -33,7 +33,7 @@ class TroubledCore(Core):
         return result
 
 
-class WithoutNorms:
+class OpsWithoutNorms:
     """Operations of which one does not work."""
 
     def __init__(self, ops: Ops) -> None:
@@ -49,8 +49,8 @@ class WithoutNorms:
 def run(settings: Settings, socket_path: str, status: EngineStatus, restarts: int) -> None:
     """The engine's process."""
     name, (device, load) = next((name, how) for name, how in loading.BACKENDS.items() if not _missing(how[1]))
-    loading.BACKENDS = {name: (device, lambda: WithoutNorms(load()))}  # type: ignore[dict-item,return-value]
-    checked_engine.run(settings, socket_path, status, restarts, TroubledCore)
+    loading.BACKENDS = {name: (device, lambda: OpsWithoutNorms(load()))}  # type: ignore[dict-item,return-value]
+    checked_engine.run(settings, socket_path, status, restarts, RecordingCore)
 
 
 def _missing(load: Callable[[], Ops]) -> bool:
