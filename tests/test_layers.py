@@ -179,6 +179,23 @@ def test_folders_and_files_are_small_enough_to_find_things_in() -> None:
     assert {file for file, count in lines.items() if count > LINES} == LONG_FILES.keys()
 
 
+OTHER_TESTS = {
+    "clients": "other people's clients, each by itself",
+    "contract": "every strategy, through the interface alone",
+    "end_to_end": "whole servers",
+    "fuzzing": "what random tests have in common",
+}
+
+
+def test_tests_lie_as_the_product_does() -> None:
+    """A folder of tests has its package's path, without `server/` where that is its beginning."""
+    tests = ROOT / "tests"
+    for file in tests.rglob("test_*.py"):
+        folder = file.parent.relative_to(tests)
+        mirrored = any((package / folder / "__init__.py").exists() for package in (ROOT, ROOT / "server"))
+        assert folder == Path() or folder.parts[0] in OTHER_TESTS or mirrored, file
+
+
 def test_the_server_reaches_neither_the_textbook_nor_the_adapter_for_transformers() -> None:
     for name in modules():
         if top(name) == "server":

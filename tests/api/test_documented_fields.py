@@ -1,10 +1,11 @@
-"""docs/api.md has every field that may be sent."""
+"""docs/api.md and openapi.json have every field that may be sent."""
 
 from __future__ import annotations
 
 import re
 from pathlib import Path
 
+import httpx
 import pytest
 from pydantic import BaseModel
 
@@ -35,3 +36,15 @@ BODIES = (
 def test_every_field_is_in_a_table(body: type[BaseModel]) -> None:
     named = set(re.findall(r"`(\w+)", "".join(line for line in DOCUMENT.splitlines() if line.startswith("|"))))
     assert body.model_fields.keys() <= named
+
+
+def test_the_documentation_tells_every_parameter(http: httpx.Client) -> None:
+    document = http.get("/openapi.json").json()
+    body = document["components"]["schemas"]["CompletionRequest"]
+    assert {"prompt", "kv_cache", "echo", "priority"} <= set(body["properties"])
+    assert body["required"] == ["prompt"]
+    assert {"messages", "chat_template_kwargs"} <= set(
+        document["components"]["schemas"]["TokenizeRequest"]["properties"]
+    )
+    assert set(document["paths"]) >= {"/tokenize", "/detokenize", "/version"}
+    assert set(document["paths"]) >= {"/v1/completions", "/v1/models", "/v1/kv_cache", "/health", "/ready", "/metrics"}

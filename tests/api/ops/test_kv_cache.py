@@ -1,0 +1,15 @@
+"""/v1/kv_cache and /v1/settings, written by the engine."""
+
+from __future__ import annotations
+
+import httpx
+import pytest
+
+from tests.api.fake_engine import FakeEngine
+
+
+@pytest.mark.parametrize("what", ["kv_cache", "settings"])
+def test_what_the_engine_says_of_itself(engine: FakeEngine, http: httpx.Client, what: str) -> None:
+    response = http.get(f"/v1/{what}")
+    assert response.headers["content-type"] == "application/json"
+    assert response.content == engine.answers[what]
