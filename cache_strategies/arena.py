@@ -18,10 +18,10 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from cache_strategies.reserved_memory import Reserved
+from cache_strategies.reserved_memory import ReservedMemory
 from kernels.memory import allocate
 
-STRETCH = 1024  # pages
+PAGES_PER_STRETCH = 1024
 
 
 class Owner(Protocol):
@@ -48,18 +48,18 @@ class _Share:
     floor: int
     limit: int
     held: int = 0
-    longest: int = 0  # pages of its longest sequence, for which there must always be room,
+    max_sequence_pages: int = 0  # pages of its longest sequence, for which there must always be room,
     run: int = 1  # so many of them in one piece
-    grace: int = 0  # pages it may hold until sequences that run have ended; 0: its limit holds
-    reclaimed: int = 0  # idle pages it had to give so far
+    drain_limit: int = 0  # pages it may hold until sequences that run have ended; 0: its limit holds
+    num_reclaimed: int = 0  # idle pages it had to give so far
 
     @property
-    def most(self) -> int:
+    def max_pages(self) -> int:
         """Pages it may hold now."""
-        return self.grace or self.limit
+        return self.drain_limit or self.limit
 
     @property
-    def spare(self) -> int:
+    def num_reclaimable(self) -> int:
         """Idle pages that others may have: those above the floor."""
         return min(self.owner.idle_pages(), max(0, self.held - self.floor))
 
@@ -85,16 +85,17 @@ class Arena:
         assert page_bytes > 0
         self.pages = pages
         self.page_bytes = page_bytes
-        self._reserved = Reserved(pages * page_bytes) if gradual else None
+        self._reserved = ReservedMemory(pages * page_bytes) if gradual else None
         if memory is None:
             memory = self._reserved.memory if self._reserved else allocate(pages * page_bytes, device)
         self.memory = memory
         assert self.memory.nbytes == pages * page_bytes
         self._low, self._high = (0, pages) if gradual else (pages, pages)  # pages between them have not come
-        self.total = pages  # that have come or will come
+        self.total_pages = pages  # that have come or will come
         self._taken = bytearray(pages)  # one byte a page: find() and rfind() then search at memory speed
-        self._full = bytearray(-(-pages // STRETCH))  # stretches without a free page, so that no search is long
-        self._free = pages
+        # Stretches without a free page, so that no search is long.
+        self._full_stretches = bytearray(-(-pages // PAGES_PER_STRETCH))
+        self._num_free = pages
         self._shares: dict[str, _Share] = {}
         if self._reserved:
             self._set_free(0, pages, free=False)
@@ -108,35 +109,35 @@ class Arena:
         """
         if self._reserved is None:
             return
-        runs = {share.run > 1 for share in self._shares.values() if share.longest}
+        runs = {share.run > 1 for share in self._shares.values() if share.max_sequence_pages}
         size = pages * self.page_bytes
         self._reserved.touch(below=size if runs != {True} else 0, above=size if True in runs else 0)
-        self.advance()
+        self.add_touched_pages()
 
-    def touch_rest(self, room: Callable[[], int]) -> None:
-        """Touch the other pages in the background, as long as there is memory; `room` gives the bytes that are free.
+    def touch_rest(self, get_free_memory: Callable[[], int]) -> None:
+        """Touch the other pages in the background, as long as `get_free_memory` returns enough bytes.
 
-        They can be taken after the next advance().
+        They can be taken after the next add_touched_pages().
         """
         if self._reserved is not None:
-            self._reserved.touch_rest(room)
+            self._reserved.touch_rest(get_free_memory)
 
-    def advance(self) -> bool:
-        """Let pages be taken that have come since; if no more come, the arena has no others, and `total` says so.
+    def add_touched_pages(self) -> bool:
+        """Let pages be taken that have come since; if no more come, the arena has no others, and `total_pages` says so.
 
         Return whether anything has changed.
         """
         if self._reserved is None:
             return False
-        ended = self._reserved.ended  # asked first: what comes in between is seen the next time, or below
-        low, high = self._reserved.below // self.page_bytes, -(-self._reserved.above // self.page_bytes)
-        if self._reserved.below == self._reserved.above:
+        is_finished = self._reserved.is_finished  # asked first: what comes in between is seen the next time, or below
+        low, high = self._reserved.low_end // self.page_bytes, -(-self._reserved.high_start // self.page_bytes)
+        if self._reserved.low_end == self._reserved.high_start:
             low = high = self.pages
-        changed = ended or (low, high) != (self._low, self._high)
+        changed = is_finished or (low, high) != (self._low, self._high)
         self._set_free(self._low, min(low, self._high), free=True)
         self._set_free(max(high, low), self._high, free=True)
         self._low, self._high = low, high
-        if ended:
+        if is_finished:
             self._reserved = None
             if low < high:
                 self._shrink()
@@ -144,50 +145,52 @@ class Arena:
 
     def _shrink(self) -> None:
         """Give up the pages that have not come: floors and limits become lower, but no sequence loses its room."""
-        whole, self.total = self.total, self.usable
+        old_total, self.total_pages = self.total_pages, self.num_usable_pages
         for share in self._shares.values():
-            share.floor = share.floor * self.total // whole
-            share.limit = min(self.total, max(share.limit * self.total // whole, share.longest))
-        if any(self.objection(name) for name in self._shares):
+            share.floor = share.floor * self.total_pages // old_total
+            share.limit = min(
+                self.total_pages, max(share.limit * self.total_pages // old_total, share.max_sequence_pages)
+            )
+        if any(self.explain_refusal(name) for name in self._shares):
             for share in self._shares.values():
                 share.floor = 0
 
     @property
-    def usable(self) -> int:
+    def num_usable_pages(self) -> int:
         """Pages that have come."""
         return self.pages - (self._high - self._low)
 
     @property
-    def untouched(self) -> int:
+    def num_untouched_pages(self) -> int:
         """Pages that the system has not given yet, and will."""
-        return self.total - self.usable
+        return self.total_pages - self.num_usable_pages
 
     # ---------------------------------------------------------------- owners and their pages
 
-    def join(self, name: str, owner: Owner, *, floor: int = 0, limit: int | None = None) -> None:
+    def register_owner(self, name: str, owner: Owner, *, floor: int = 0, limit: int | None = None) -> None:
         """Register an owner; without a limit it may take what the floors of others leave."""
         assert name not in self._shares
-        self._shares[name] = _Share(owner, floor, self.total if limit is None else limit)
+        self._shares[name] = _Share(owner, floor, self.total_pages if limit is None else limit)
 
     def take(self, owner: str, run: int = 1) -> int | None:
         """Take `run` consecutive pages and return the first; None if even reclaiming idle pages makes no room."""
         share = self._shares[owner]
         while True:
-            page = self._find(run) if self._allowed(share, run) else -1
+            page = self._find_free_run(run) if self._is_within_share(share, run) else -1
             if page >= 0:
-                self._mark(share, page, run, taken=True)
+                self._mark_pages(share, page, run, taken=True)
                 return page
             if not self._reclaim(share, run):
                 return None
 
-    def expect(self, owner: str, longest: int, run: int) -> None:
+    def set_longest_sequence(self, owner: str, longest: int, run: int) -> None:
         """Note that the owner's longest sequence takes `longest` pages, in pieces of `run`."""
-        self._shares[owner].longest, self._shares[owner].run = longest, run
+        self._shares[owner].max_sequence_pages, self._shares[owner].run = longest, run
 
-    def give(self, owner: str, page: int, run: int = 1) -> None:
+    def release(self, owner: str, page: int, run: int = 1) -> None:
         """Take back pages from an owner."""
         assert self._taken[page : page + run] == b"\1" * run, "page given back twice"
-        self._mark(self._shares[owner], page, run, taken=False)
+        self._mark_pages(self._shares[owner], page, run, taken=False)
 
     def set_share(self, owner: str, *, floor: int, limit: int) -> None:
         """Set an owner's floor and limit; idle pages beyond a lower limit are freed at once."""
@@ -198,34 +201,34 @@ class Arena:
     def drain(self, owner: str, needed: int) -> None:
         """Let an owner hold what its running sequences need, also beyond its limit; reclaim idle pages beyond it."""
         share = self._shares[owner]
-        share.grace = needed if needed > share.limit else 0
+        share.drain_limit = needed if needed > share.limit else 0
         if share.held > share.limit:
             self._reclaim_from(share, share.held - share.limit)
 
     def draining(self, owner: str) -> bool:
         """Return whether an owner may still hold more than its limit."""
-        return self._shares[owner].grace > 0
+        return self._shares[owner].drain_limit > 0
 
     def at_limit(self, owner: str) -> bool:
         """Return whether only an owner's own sequences can make room for it."""
         share = self._shares[owner]
-        return share.held - share.owner.idle_pages() + share.run > share.most
+        return share.held - share.owner.idle_pages() + share.run > share.max_pages
 
     def has_room(self, owner: str, run: int) -> bool:
         """Return whether `run` consecutive pages are free, without reclaiming idle ones."""
-        return self._allowed(self._shares[owner], run) and self._find(run) >= 0
+        return self._is_within_share(self._shares[owner], run) and self._find_free_run(run) >= 0
 
-    def could_take(self, owner: str, pages: int) -> bool:
+    def can_take(self, owner: str, pages: int) -> bool:
         """Return whether `pages` single pages could be taken, idle ones reclaimed. Changes nothing."""
         share = self._shares[owner]
         others = [s for s in self._shares.values() if s is not share]
         own_idle = share.owner.idle_pages()
-        free = self._free + own_idle + sum(s.spare for s in others)
+        free = self._num_free + own_idle + sum(s.num_reclaimable for s in others)
         promised = sum(max(0, s.floor - s.held) for s in others)
-        there = pages <= free and free + self.untouched - pages >= promised
-        return there and share.held - own_idle + pages <= share.most
+        enough = pages <= free and free + self.num_untouched_pages - pages >= promised
+        return enough and share.held - own_idle + pages <= share.max_pages
 
-    def objection(
+    def explain_refusal(
         self, owner: str, *, floor: int | None = None, limit: int | None = None, pinned: Collection[int] | None = None
     ) -> str | None:
         """Return why an owner should not get this share, or pin these pages: a longest sequence would have no room.
@@ -239,15 +242,16 @@ class Arena:
             limit=shares[owner].limit if limit is None else limit,
         )
         pins[owner] = pins[owner] if pinned is None else pinned
-        room = self._runs_beside({page for pages in pins.values() for page in pages}, shares.values())
+        room = self._count_pages_in_runs({page for pages in pins.values() for page in pages}, shares.values())
         for name, share in shares.items():
             others = sum(max(s.floor, len(pins[n])) for n, s in shares.items() if n != name)
-            left = min(share.limit, self.total - others) - len(pins[name])
-            if share.longest > left or share.longest > room[share.run]:
-                return f"{name} would have no room for its longest sequence, {share.longest * self.page_bytes} bytes"
+            left = min(share.limit, self.total_pages - others) - len(pins[name])
+            if share.max_sequence_pages > left or share.max_sequence_pages > room[share.run]:
+                needed = share.max_sequence_pages * self.page_bytes
+                return f"{name} would have no room for its longest sequence, {needed} bytes"
         return None
 
-    def _runs_beside(self, pinned: Collection[int], shares: Collection[_Share]) -> dict[int, int]:
+    def _count_pages_in_runs(self, pinned: Collection[int], shares: Collection[_Share]) -> dict[int, int]:
         """Return the usable pages in whole runs, by the length of a run, if only `pinned` pages were taken."""
         gaps: list[int] = []
         for first, end in ((0, self._low), (self._high, self.pages)):
@@ -255,43 +259,43 @@ class Arena:
             gaps += [after - before - 1 for before, after in pairwise(edges)]
         return {run: sum(gap // run * run for gap in gaps) for run in {share.run for share in shares}}
 
-    def share(self, owner: str) -> tuple[int, int]:
+    def get_share(self, owner: str) -> tuple[int, int]:
         """Return an owner's floor and limit."""
         return self._shares[owner].floor, self._shares[owner].limit
 
-    def reclaimed(self, owner: str) -> int:
+    def num_reclaimed_pages(self, owner: str) -> int:
         """Return the number of idle pages that an owner has had to give up so far."""
-        return self._shares[owner].reclaimed
+        return self._shares[owner].num_reclaimed
 
-    def held(self, owner: str) -> int:
+    def num_held_pages(self, owner: str) -> int:
         return self._shares[owner].held
 
     def capacity(self, owner: str) -> int:
         """Return the number of pages that an owner could hold if all others went down to their floors."""
         others = sum(s.floor for name, s in self._shares.items() if name != owner)
-        return max(0, min(self._shares[owner].limit, self.total - others))
+        return max(0, min(self._shares[owner].limit, self.total_pages - others))
 
     @property
-    def free(self) -> int:
-        return self._free
+    def num_free_pages(self) -> int:
+        return self._num_free
 
     @property
-    def in_use(self) -> float:
+    def usage(self) -> float:
         """Share of the usable pages that cannot be taken, 0 to 1: idle ones count as free."""
         idle = sum(s.owner.idle_pages() for s in self._shares.values())
-        return 1 - (self._free + idle) / self.usable
+        return 1 - (self._num_free + idle) / self.num_usable_pages
 
-    def _allowed(self, share: _Share, run: int) -> bool:
+    def _is_within_share(self, share: _Share, run: int) -> bool:
         promised = sum(max(0, s.floor - s.held) for s in self._shares.values() if s is not share)
-        return share.held + run <= share.most and self._free + self.untouched - run >= promised
+        return share.held + run <= share.max_pages and self._num_free + self.num_untouched_pages - run >= promised
 
-    def _find(self, run: int) -> int:
+    def _find_free_run(self, run: int) -> int:
         if run > 1:
             return self._taken.rfind(bytes(run))
-        stretch = self._full.find(0)
-        return self._taken.find(0, stretch * STRETCH) if stretch >= 0 else -1
+        stretch = self._full_stretches.find(0)
+        return self._taken.find(0, stretch * PAGES_PER_STRETCH) if stretch >= 0 else -1
 
-    def _mark(self, share: _Share, page: int, run: int, *, taken: bool) -> None:
+    def _mark_pages(self, share: _Share, page: int, run: int, *, taken: bool) -> None:
         self._set_free(page, page + run, free=not taken)
         share.held += run if taken else -run
 
@@ -300,9 +304,11 @@ class Arena:
         if end <= first:
             return
         self._taken[first:end] = (b"\0" if free else b"\1") * (end - first)
-        for stretch in range(first // STRETCH, (end - 1) // STRETCH + 1):
-            self._full[stretch] = self._taken.find(0, stretch * STRETCH, (stretch + 1) * STRETCH) < 0
-        self._free += end - first if free else first - end
+        for stretch in range(first // PAGES_PER_STRETCH, (end - 1) // PAGES_PER_STRETCH + 1):
+            self._full_stretches[stretch] = (
+                self._taken.find(0, stretch * PAGES_PER_STRETCH, (stretch + 1) * PAGES_PER_STRETCH) < 0
+            )
+        self._num_free += end - first if free else first - end
 
     def _reclaim(self, share: _Share, run: int) -> int:
         """Reclaim idle pages from the owners that may have to give: at its own limit only the owner itself.
@@ -310,24 +316,24 @@ class Arena:
         Where enough pages are free and merely scattered, idle ones are given back within floors too: a floor promises
         pages, not what lies in them, and these stay promised.
         """
-        if share.held + run > share.most:
+        if share.held + run > share.max_pages:
             return self._reclaim_from(share, run)
-        scattered = self._allowed(share, run)
+        scattered = self._is_within_share(share, run)
         for other in self._shares.values():
-            spare = run if other is share or scattered else min(run, other.spare)
+            spare = run if other is share or scattered else min(run, other.num_reclaimable)
             if spare > 0 and (given := self._reclaim_from(other, spare)):
                 return given
         return 0
 
     def _reclaim_from(self, share: _Share, pages: int) -> int:
         given = share.owner.reclaim(pages)
-        share.reclaimed += given
+        share.num_reclaimed += given
         return given
 
     def check_integrity(self) -> None:
         """Check that the counts agree with each other."""
-        assert self._free == self._taken.count(0)
-        stretches = [self._taken[at : at + STRETCH] for at in range(0, self.pages, STRETCH)]
-        assert list(self._full) == [0 not in stretch for stretch in stretches]
-        assert sum(s.held for s in self._shares.values()) == self.usable - self._free
+        assert self._num_free == self._taken.count(0)
+        stretches = [self._taken[at : at + PAGES_PER_STRETCH] for at in range(0, self.pages, PAGES_PER_STRETCH)]
+        assert list(self._full_stretches) == [0 not in stretch for stretch in stretches]
+        assert sum(s.held for s in self._shares.values()) == self.num_usable_pages - self._num_free
         assert self._taken[self._low : self._high] == b"\1" * (self._high - self._low)

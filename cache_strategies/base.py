@@ -19,7 +19,7 @@ from pydantic import BaseModel, ConfigDict
 from torch import Tensor
 
 from cache_strategies.arena import Arena
-from kernels.ops import Ops, Stored
+from kernels.ops import KVLocation, Ops
 from kernels.types import LayerSpec
 
 Miss = Literal["cold", "short", "evicted", "window", "busy", "salt", "bypass"]
@@ -33,22 +33,22 @@ the same tenant; bypass: the request wanted no more to be looked up.
 
 
 def tenant_of(salt: str) -> str:
-    """A salt is `tenant/what the tenant added`."""
+    """Return the tenant of a salt, which is `tenant/what the tenant added`."""
     return salt.partition("/")[0]
 
 
-def covers(scope: str | None, salt: str) -> bool:
-    """Whether a salt is meant: by itself, by its tenant (`tenant/`), or by None, which means all."""
+def scope_includes(scope: str | None, salt: str) -> bool:
+    """Return whether a scope includes a salt: the scope is that salt, its tenant (`tenant/`), or None for all."""
     if scope is None or scope == salt:
         return True
     tenant, _, added = scope.partition("/")
     return not added and tenant_of(salt) == tenant
 
 
-def usable(tokens: Sequence[int], max_cached: int | None = None) -> int:
-    """Leading tokens that open() may take from a cache: the last one is always computed, for its logits."""
-    most = len(tokens) - 1
-    return max(0, most if max_cached is None else min(most, max_cached))
+def count_reusable_tokens(tokens: Sequence[int], max_cached: int | None = None) -> int:
+    """Return how many leading tokens open() may take from a cache: the last one is always computed, for its logits."""
+    limit = len(tokens) - 1
+    return max(0, limit if max_cached is None else min(limit, max_cached))
 
 
 class Seat:
@@ -116,7 +116,7 @@ class Blocks(NamedTuple):
 
 
 class BlockEvents(NamedTuple):
-    """What has happened to an instance's blocks since it was asked last. Seconds, as vLLM counts them."""
+    """What has happened to an instance's blocks since the last collect_block_events(). Seconds, as vLLM counts them."""
 
     copies: int = 0  # blocks copied before somebody wrote into a shared one
     lifetimes: Sequence[float] = ()  # of what was evicted, from when it was given its text
@@ -166,21 +166,21 @@ class Plan(ABC):
     rows: Sequence[Row]  # as plan() was given them
 
     @property
-    def stored(self) -> Stored | None:
+    def kv_location(self) -> KVLocation | None:
         """Where the keys lie, if attend() does nothing but write and attend there: then others may do it for it."""
         return None
 
     @abstractmethod
     def attend(self, layer_idx: int, q: Tensor, k: Tensor, v: Tensor, out: Tensor) -> None:
-        """q [N,Hq,D], k [N,H,D], v [N,H,Dv] -> out [N,Hq,Dv]. All rows write, then all read; repeatable.
+        """Attend: q [N,Hq,D], k [N,H,D], v [N,H,Dv] -> out [N,Hq,Dv]. All rows write, then all read; repeatable.
 
         The tokens of rows[0] come first, then those of rows[1], and so on. q, k and v are views with strides of their
         own (only the last dimension is dense); `out` is not initialised.
         """
 
     @abstractmethod
-    def keys(self, layer_idx: int, row: int) -> tuple[Tensor, Tensor, Tensor]:
-        """K [S,H,D], V [S,H,Dv] and positions [S] that the row's last token sees, in the order of positions."""
+    def gather_kv(self, layer_idx: int, row: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Return K [S,H,D], V [S,H,Dv] and positions [S] that the row's last token sees, in the order of positions."""
 
 
 class KVCache(ABC):
@@ -194,10 +194,10 @@ class KVCache(ABC):
     contract: Contract  # set by __init__
 
     def __init__(self, setup: CacheSetup, options: Options) -> None:
-        """The arena's share is set later, so nothing may be taken from it yet."""
+        """Register with the arena. The share is set later, so nothing may be taken from it yet."""
         self.setup = setup
         self.options = options
-        setup.arena.join(setup.name, self)
+        setup.arena.register_owner(setup.name, self)
 
     @property
     def name(self) -> str:
@@ -222,68 +222,71 @@ class KVCache(ABC):
     @classmethod
     @abstractmethod
     def seat_shape(cls, options: Any, geometry: Geometry) -> SeatShape:
-        """What a sequence takes, asked before there is any memory: the arena is cut to fit all instances."""
+        """Return what a sequence takes; called before there is any memory, as the arena is cut to fit all instances."""
 
     @abstractmethod
     def bytes_for(self, num_tokens: int) -> int:
-        """Peak memory of a sequence of that many tokens. Above the limit it is refused for good, never queued."""
+        """Return the peak memory of a sequence of that many tokens. One above the limit is refused, never queued."""
 
     def match(self, tokens: Sequence[int], *, salt: str = "", max_cached: int | None = None) -> int:
-        """Leading tokens that open() would find now. Changes nothing."""
+        """Return how many leading tokens open() would find now. Changes nothing."""
         return 0
 
     @abstractmethod
     def open(self, tokens: Sequence[int], *, salt: str = "", max_cached: int | None = None) -> Seat | None:
-        """A seat for a sequence that begins with these tokens; None: no room now.
+        """Return a seat for a sequence that begins with these tokens; None if there is no room now.
 
         Its first `cached` == `length` tokens (at most max_cached) need not be computed again; the last one always is.
         `salt` keeps apart what must not be shared: its tenant, a slash, and whatever the tenant added.
         """
 
     def retain(self, seat: Seat, *, priority: int, ttl: float | None) -> None:  # noqa: B027 - most have no choice
-        """What the seat will leave: higher priorities stay longer; after `ttl` seconds it goes first (None: as set)."""
+        """Set how long what the seat leaves stays: higher priorities longer; after `ttl` seconds it goes first.
+
+        A ttl of None is that of the options.
+        """
 
     def ready(self, seat: Seat) -> bool:
-        """False: it waits for another seat's prefill, or for a restore; do not schedule it in this step."""
+        """Return whether to schedule the seat in this step; False while it waits for another's prefill or a restore."""
         return True
 
     @abstractmethod
     def grow(self, seat: Seat, more: int) -> bool:
-        """Room for `more` tokens after seat.length. Idempotent. False: somebody must be preempted."""
+        """Take room for `more` tokens after seat.length. Idempotent. Return False if a sequence must be preempted."""
 
     @abstractmethod
     def crop(self, seat: Seat, length: int) -> None:
-        """Drops committed tokens from `length` on; at most contract.rewind of them.
+        """Drop committed tokens from `length` on; at most contract.rewind of them.
 
         While its prompt is computed, seat.length may come out somewhat lower.
         """
 
     def fork(self, seat: Seat) -> Seat | None:
-        """A second seat with the same tokens; None: open it from the tokens instead."""
+        """Return a second seat with the same tokens; None: open it from the tokens instead."""
         return None
 
     def discard(self, seat: Seat) -> None:  # noqa: B027 - most share nothing
-        """The model made no numbers of what it holds: nobody new finds what is not finite. close() follows."""
+        """Hide from later sequences what of the seat is not finite: the model computed no numbers. close() follows."""
 
     @abstractmethod
     def close(self, seat: Seat) -> None:
-        """The seat's memory is free, or idle. Whoever waits for tokens it had to compute inherits the work."""
+        """Free the seat's memory, or keep it idle. A seat that waits for tokens it had to compute inherits the work."""
 
     def idle_pages(self) -> int:
-        """Pages it holds that nobody uses: reclaim() would give them."""
+        """Return the number of pages it holds that nobody uses: reclaim() would give them."""
         return 0
 
     def reclaim(self, pages: int) -> int:
-        """Gives idle pages back to the arena, oldest first, until it gave that many; how many it gave."""
+        """Give idle pages back to the arena, oldest first, until that many are given; return the number given."""
         return 0
 
     def pinned_pages(self) -> Collection[int]:
-        """Pages that stay though nobody uses them."""
+        """Return the pages that stay though nobody uses them."""
         return ()
 
     # ---------------------------------------------------------------- engine
     def poll(self) -> None:  # noqa: B027 - most have nothing to do
-        """A step begins: land finished restores. Never waits."""
+        """Begin a step: land finished restores. Never waits."""
 
     @abstractmethod
     def plan(self, rows: Sequence[Row]) -> Plan:
@@ -294,7 +297,7 @@ class KVCache(ABC):
 
     @abstractmethod
     def commit(self, plan: Plan, tokens: Sequence[Sequence[int]]) -> None:
-        """tokens[i]: the ids that ENTERED in plan.rows[i], possibly fewer than planned. Cannot fail.
+        """Commit tokens[i], the ids that ENTERED in plan.rows[i], possibly fewer than planned. Cannot fail.
 
         This is where seat.length moves on.
         A negative id is an embedding without a token: kept, never shared.
@@ -302,14 +305,14 @@ class KVCache(ABC):
 
     @abstractmethod
     def usage(self) -> CacheUsage:
-        """Read from the host's books, between steps."""
+        """Return where the memory is, by the host's books, between steps."""
 
     def blocks(self) -> Blocks:
-        """Likewise; all zero: it has none."""
+        """Return the numbers of blocks, by the host's books; all zero if it has none."""
         return Blocks()
 
-    def happened(self) -> BlockEvents | None:
-        """Asked after each step; None: nothing has."""
+    def collect_block_events(self) -> BlockEvents | None:
+        """Return the events since the last call, and clear them; None if there were none. Called after each step."""
         return None
 
     @abstractmethod
@@ -334,28 +337,28 @@ class Pin(NamedTuple):
 
 @runtime_checkable
 class Clearing(Protocol):
-    """Can be told to forget."""
+    """A cache that can be cleared."""
 
     def clear(self, salt: str | None = None) -> int:
-        """Forgets what nobody uses, of those that `salt` covers; bytes. What is in use nobody new finds from now on."""
+        """Forget what `salt` covers and nobody uses; return its bytes. What is in use is not found again."""
 
 
 @runtime_checkable
 class Pinning(Protocol):
-    """Can be told not to forget."""
+    """A cache in which prefixes can be pinned."""
 
     def pin(self, tokens: Sequence[int], *, salt: str, ttl: float) -> Pin:
-        """Holds the longest known beginning of a text. Raises PinError."""
+        """Hold the longest known beginning of a text. Raises PinError."""
 
     def unpin(self, pin_id: str) -> bool:
-        """Whether there was such a pin."""
+        """Release a pin; return whether there was one of that id."""
 
     def pins(self) -> Sequence[Pin]: ...
 
 
 @runtime_checkable
 class Inspectable(Protocol):
-    """Shows what it holds."""
+    """A cache that shows what it holds."""
 
     def inspect(self) -> dict[str, Any]:
-        """JSON: its seats, and its blocks by state."""
+        """Return its seats, and its blocks by state, as JSON."""

@@ -20,12 +20,12 @@ from torch import Tensor
 
 from cache_strategies.base import CacheSetup, Geometry, KVCache, Options, Plan, Row, Seat, SeatShape
 from config.errors import SettingsError
-from kernels.ops import Stored
-from kernels.store import KVStore, block_bytes
+from kernels.ops import KVLocation
+from kernels.store import KVStore, compute_block_bytes
 from kernels.types import LayerSpec, Slots
 
 Int32 = NDArray[np.int32]
-MOST = 2**31 - 1  # slots
+INT32_MAX = 2**31 - 1  # slots
 
 
 class TableOptions(Options):
@@ -36,8 +36,8 @@ class TableOptions(Options):
     )
 
 
-def kept_dtype(options: Options, geometry: Geometry) -> torch.dtype:
-    """Of keys and values. Raises SettingsError if the model's heads do not suit it."""
+def resolve_kv_dtype(options: Options, geometry: Geometry) -> torch.dtype:
+    """Return the dtype of keys and values. Raises SettingsError if the model's heads do not suit it."""
     if getattr(options, "kv_dtype", "model") == "model":
         return geometry.kv_dtype
     if odd := {dim for spec in geometry.layers for dim in (spec.head_dim, spec.v_head_dim) if dim % 4}:
@@ -61,49 +61,49 @@ class BlockTable:
 
     def __init__(self, seats: int, width: int, block_size: int, device: torch.device) -> None:
         self._block_size = block_size
-        self._host: Int32 = np.zeros((seats, width), np.int32)
+        self._host_table: Int32 = np.zeros((seats, width), np.int32)
         self._host_steps: Int32 = np.zeros((4, seats + 1), np.int32)  # row_seat, q_start, start, kept
-        self._table = torch.from_numpy(self._host).to(device)  # on the CPU the very same memory
+        self._table = torch.from_numpy(self._host_table).to(device)  # on the CPU the very same memory
         self._steps = torch.from_numpy(self._host_steps).to(device)
-        self._cut: dict[int, tuple[Tensor, ...]] = {}  # by number of rows
-        self._changed = False  # the host's table, since it was copied
+        self._views_by_num_rows: dict[int, tuple[Tensor, ...]] = {}  # the arrays of a step
+        self._is_dirty = False  # the host's table, since it was copied
         self._free = list(range(seats))[::-1]
 
     @property
-    def full(self) -> bool:
+    def is_full(self) -> bool:
         return not self._free
 
     def take(self) -> int:
-        """A row for a new seat."""
+        """Return the index of a free row, for a new seat."""
         return self._free.pop()
 
-    def give(self, index: int) -> None:
+    def release(self, index: int) -> None:
         assert index not in self._free
         self._free.append(index)
 
     def write(self, seat: TableSeat, first: int = 0) -> None:
-        """The seat's blocks from the `first` on, into its row."""
-        there, blocks = self._host[seat.index, first : len(seat.blocks)], seat.blocks[first:]
-        if there.tolist() != blocks:  # in most steps they are the same
-            there[:] = blocks
-            self._changed = True
+        """Write the seat's blocks from the `first` on into its row."""
+        row, blocks = self._host_table[seat.index, first : len(seat.blocks)], seat.blocks[first:]
+        if row.tolist() != blocks:  # in most steps they are the same
+            row[:] = blocks
+            self._is_dirty = True
 
-    def slots(self, rows: Sequence[Row], *, sinks: int = 0, ring: int = 0) -> Slots:
-        """The addresses of a step."""
+    def make_slots(self, rows: Sequence[Row], *, sinks: int = 0, ring: int = 0) -> Slots:
+        """Return the addresses of a step."""
         lengths = [row.num_tokens for row in rows]
         starts = [row.seat.length for row in rows]
-        decode = lengths.count(1)
-        assert 1 not in lengths[decode:], "decode rows stand first"
+        num_decode = lengths.count(1)
+        assert 1 not in lengths[num_decode:], "decode rows stand first"
         B = len(rows)
-        most = sinks + ring if ring else MOST
+        max_kept = sinks + ring if ring else INT32_MAX
         self._host_steps[:, : B + 1] = (
             [*(row.seat.index for row in rows), 0],  # type: ignore[attr-defined]
             list(accumulate(lengths, initial=0)),
             [*starts, -1],
-            [*(min(start, most) for start in starts), 0],
+            [*(min(start, max_kept) for start in starts), 0],
         )
         self._copy_to_device()
-        row_seat, q_start, start, kept = self._views(B)
+        row_seat, q_start, start, kept = self._get_row_views(B)
         return Slots(
             self._table,
             self._block_size,
@@ -111,28 +111,28 @@ class BlockTable:
             q_start,
             start,
             kept,
-            num_decode=decode,
+            num_decode=num_decode,
             max_q=max(lengths, default=1),
             max_kv=max(map(add, starts, lengths), default=1),
             sinks=sinks,
             ring=ring,
         )
 
-    def _views(self, rows: int) -> tuple[Tensor, ...]:
-        """The step's arrays for so many rows; cut once for each number."""
-        if rows not in self._cut:
+    def _get_row_views(self, rows: int) -> tuple[Tensor, ...]:
+        """Return the step's arrays cut to `rows` rows; cut once for each number."""
+        if rows not in self._views_by_num_rows:
             steps = self._steps
-            self._cut[rows] = steps[0, :rows], steps[1, : rows + 1], steps[2, :rows], steps[3, :rows]
-        return self._cut[rows]
+            self._views_by_num_rows[rows] = steps[0, :rows], steps[1, : rows + 1], steps[2, :rows], steps[3, :rows]
+        return self._views_by_num_rows[rows]
 
     def _copy_to_device(self) -> None:
-        """Waits until it is done: the next step writes into the same host memory, and may come before the copy."""
+        """Copy the host's arrays and wait for it: the next step writes into the same memory, maybe before the copy."""
         if self._table.device.type == "cpu":
             return
         self._steps.copy_(torch.from_numpy(self._host_steps))
-        if self._changed:
-            self._table.copy_(torch.from_numpy(self._host))
-            self._changed = False
+        if self._is_dirty:
+            self._table.copy_(torch.from_numpy(self._host_table))
+            self._is_dirty = False
 
 
 class TablePlan(Plan):
@@ -144,8 +144,8 @@ class TablePlan(Plan):
         self._slots = slots
 
     @property
-    def stored(self) -> Stored:
-        return Stored(self._cache.store, self._slots, self._cache.window)
+    def kv_location(self) -> KVLocation:
+        return KVLocation(self._cache.store, self._slots, self._cache.window)
 
     def attend(self, layer_idx: int, q: Tensor, k: Tensor, v: Tensor, out: Tensor) -> None:
         setup, store, at = self._cache.setup, self._cache.store, self._slots
@@ -153,10 +153,10 @@ class TablePlan(Plan):
         spec = setup.geometry.layers[layer_idx]
         setup.ops.attend(out, q, store, layer_idx, at, spec, window=self._cache.window)
 
-    def keys(self, layer_idx: int, row: int) -> tuple[Tensor, Tensor, Tensor]:
+    def gather_kv(self, layer_idx: int, row: int) -> tuple[Tensor, Tensor, Tensor]:
         seat, num_tokens = self.rows[row]
         setup = self._cache.setup
-        positions = self._cache.visible(seat.length + num_tokens, setup.geometry.layers[layer_idx])
+        positions = self._cache.visible_positions(seat.length + num_tokens, setup.geometry.layers[layer_idx])
         k, v = setup.ops.gather(self._cache.store, layer_idx, self._slots, row, positions)
         return k, v, positions
 
@@ -171,37 +171,37 @@ class BlockTableCache(KVCache):
     def __init__(self, setup: CacheSetup, options: Options) -> None:
         super().__init__(setup, options)
         geometry = setup.geometry
-        tokens, blocks = self.block_plan(options, geometry)
-        self.store = KVStore(setup.arena, geometry.layers, tokens, kept_dtype(options, geometry))
+        tokens, blocks = self.block_layout(options, geometry)
+        self.store = KVStore(setup.arena, geometry.layers, tokens, resolve_kv_dtype(options, geometry))
         setup.ops.prepare(geometry.layers, geometry.kv_dtype, self.store.dtype)
         self.table = BlockTable(geometry.max_seats, blocks, tokens, setup.arena.memory.device)
         self.seats: set[TableSeat] = set()
 
     @classmethod
     @abstractmethod
-    def block_plan(cls, options: Any, geometry: Geometry) -> tuple[int, int]:
-        """Tokens of a block, and blocks of the longest sequence."""
+    def block_layout(cls, options: Any, geometry: Geometry) -> tuple[int, int]:
+        """Return the tokens of a block, and the blocks of the longest sequence."""
 
     @classmethod
     def seat_shape(cls, options: Any, geometry: Geometry) -> SeatShape:
-        tokens, blocks = cls.block_plan(options, geometry)
-        return SeatShape(block_bytes(geometry.layers, tokens, kept_dtype(options, geometry)), blocks)
+        tokens, blocks = cls.block_layout(options, geometry)
+        return SeatShape(compute_block_bytes(geometry.layers, tokens, resolve_kv_dtype(options, geometry)), blocks)
 
     @property
-    def rounds(self) -> bool:
+    def is_quantized(self) -> bool:
         """Whether keys and values are kept otherwise than they were computed."""
         return self.store.dtype is not self.setup.geometry.kv_dtype
 
     def plan(self, rows: Sequence[Row]) -> Plan:
-        return TablePlan(self, rows, self.table.slots(rows, sinks=self.sinks, ring=self.ring))
+        return TablePlan(self, rows, self.table.make_slots(rows, sinks=self.sinks, ring=self.ring))
 
     def commit(self, plan: Plan, tokens: Sequence[Sequence[int]]) -> None:
         for row, ids in zip(plan.rows, tokens, strict=True):
             assert len(ids) <= row.num_tokens
             row.seat.length += len(ids)
 
-    def visible(self, length: int, spec: LayerSpec) -> Tensor:
-        """Positions [S] that the last of `length` tokens sees, ascending."""
+    def visible_positions(self, length: int, spec: LayerSpec) -> Tensor:
+        """Return the positions [S] that the last of `length` tokens sees, ascending."""
         last = length - 1
         position = torch.arange(length, device=self.setup.arena.memory.device)
         seen = position >= 0

@@ -26,15 +26,15 @@ from cache_strategies.base import (
     Miss,
     Plan,
     Seat,
-    covers,
+    count_reusable_tokens,
+    scope_includes,
     tenant_of,
-    usable,
 )
 from cache_strategies.block_table import TableOptions, TableSeat
 from cache_strategies.eviction.lru import LRU
 from cache_strategies.eviction.queue import EvictionQueue
 from cache_strategies.paged.block_metrics import BlockMetrics
-from cache_strategies.single_block import SlabCache
+from cache_strategies.single_block import SingleBlockCache
 
 Ids = NDArray[np.int64]
 
@@ -60,14 +60,14 @@ class ContiguousSeat(TableSeat):
 
 
 @dataclass(frozen=True, eq=False)
-class Idle:
+class IdleSequence:
     """What a closed sequence left."""
 
     tokens: Ids
     salt: str
 
 
-class ContiguousCache(SlabCache):
+class ContiguousCache(SingleBlockCache):
     """Slots are positions."""
 
     options_type = ContiguousOptions
@@ -77,76 +77,76 @@ class ContiguousCache(SlabCache):
         super().__init__(setup, options)
         self.prefix_cache = options.prefix_cache
         self._ttl = math.inf if options.ttl is None else options.ttl
-        self.contract = KEEPS_EVERYTHING._replace(exact=not self.rounds, reusable=self.prefix_cache)
-        self._idle: dict[int, Idle] = {}  # by block, the oldest first
+        self.contract = KEEPS_EVERYTHING._replace(exact=not self.is_quantized, reusable=self.prefix_cache)
+        self._idle: dict[int, IdleSequence] = {}  # by block, the oldest first
         self._eviction_queue = EvictionQueue(LRU, setup.clock)  # the same blocks, in the order in which they go
         self._block_metrics = BlockMetrics(setup.clock)  # of all blocks
 
     @classmethod
-    def block_plan(cls, options: Any, geometry: Geometry) -> tuple[int, int]:
+    def block_layout(cls, options: Any, geometry: Geometry) -> tuple[int, int]:
         return geometry.max_seq_len, 1
 
     # ---------------------------------------------------------------- open, close
     def match(self, tokens: Sequence[int], *, salt: str = "", max_cached: int | None = None) -> int:
-        return self._find(tokens, salt, max_cached)[1]
+        return self._find_reusable_block(tokens, salt, max_cached)[1]
 
     def open(self, tokens: Sequence[int], *, salt: str = "", max_cached: int | None = None) -> Seat | None:
-        if self.table.full:
+        if self.table.is_full:
             return None
-        block, common = self._find(tokens, salt, max_cached)
+        block, common = self._find_reusable_block(tokens, salt, max_cached)
         if block is None:
-            seat = self._open(0)
+            seat = self._allocate_seat(0)
         else:
-            self._forget(block)
-            self._block_metrics.reused(block)
-            seat = self._seat(block, common)
+            self._remove_idle(block)
+            self._block_metrics.on_block_reused(block)
+            seat = self._make_seat(block, common)
         if seat is None:
             return None
         assert isinstance(seat, ContiguousSeat)
         seat.ttl = self._ttl
         seat.tokens, seat.salt = list(tokens[:common]), salt if self.prefix_cache else None
-        seat.miss = self._why_no_more(tokens, salt, common, max_cached)
+        seat.miss = self._find_miss_reason(tokens, salt, common, max_cached)
         return seat
 
     def close(self, seat: Seat) -> None:
         assert isinstance(seat, ContiguousSeat)
         tokens = np.array(seat.tokens[: seat.length], np.int64)
-        known = _common(tokens >= 0, np.ones(len(tokens), bool))  # up to the first embedding, which has no name
-        if seat.salt is None or not known:
-            self._block_metrics.gone(seat.blocks[0])
+        num_known = _common_prefix_length(tokens >= 0, np.ones(len(tokens), bool))  # up to the first embedding
+        if seat.salt is None or not num_known:
+            self._block_metrics.on_block_removed(seat.blocks[0])
             super().close(seat)
             return
         self.seats.remove(seat)
-        self.table.give(seat.index)
+        self.table.release(seat.index)
         block = seat.blocks.pop()
-        self._idle[block] = Idle(tokens[:known], seat.salt)
-        self._eviction_queue.keep(block, seat.priority, seat.ttl)
+        self._idle[block] = IdleSequence(tokens[:num_known], seat.salt)
+        self._eviction_queue.update_retention(block, seat.priority, seat.ttl)
         self._eviction_queue.insert(block, self.bytes_per_block)
-        self._block_metrics.idle(block)
+        self._block_metrics.on_block_idle(block)
 
     def discard(self, seat: Seat) -> None:
         assert isinstance(seat, ContiguousSeat)
         seat.salt = None
 
-    def _open(self, length: int) -> TableSeat | None:
-        seat = super()._open(length)
+    def _allocate_seat(self, length: int) -> TableSeat | None:
+        seat = super()._allocate_seat(length)
         if seat is not None:
-            self._block_metrics.born(seat.blocks[0])
+            self._block_metrics.on_block_allocated(seat.blocks[0])
         return seat
 
     def retain(self, seat: Seat, *, priority: int, ttl: float | None) -> None:
         assert isinstance(seat, ContiguousSeat)
         seat.priority, seat.ttl = priority, self._ttl if ttl is None else ttl
 
-    def _find(self, tokens: Sequence[int], salt: str, max_cached: int | None) -> tuple[int | None, int]:
-        """The block of the idle text to go on from, and the tokens in common; the latest of several equal ones.
+    def _find_reusable_block(self, tokens: Sequence[int], salt: str, max_cached: int | None) -> tuple[int | None, int]:
+        """Return the block of the idle sequence to go on from, and the tokens in common; of equal ones the latest.
 
         One of which more than half would be lost is left alone while there is other memory.
         """
-        ids, most = np.array(tokens, np.int64), usable(tokens, max_cached)
+        ids, max_common = np.array(tokens, np.int64), count_reusable_tokens(tokens, max_cached)
         best, longest = None, 0
-        for block, left in self._idle.items():
-            common = min(most, _common(left.tokens, ids)) if left.salt == salt else 0
+        for block, idle in self._idle.items():
+            common = min(max_common, _common_prefix_length(idle.tokens, ids)) if idle.salt == salt else 0
             if common and common >= longest:
                 best, longest = block, common
         if best is None:
@@ -154,15 +154,15 @@ class ContiguousCache(SlabCache):
         loses_most = 2 * longest < len(self._idle[best].tokens)
         return (None, 0) if loses_most and self.setup.arena.has_room(self.name, self.store.run) else (best, longest)
 
-    def _forget(self, block: int) -> None:
-        """Its text: the block is somebody's, or nobody's, from now on."""
+    def _remove_idle(self, block: int) -> None:
+        """Remove a block from the idle ones before it is reused or freed."""
         del self._idle[block]
         self._eviction_queue.discard(block)
 
-    def _why_no_more(self, tokens: Sequence[int], salt: str, common: int, max_cached: int | None) -> Miss | None:
+    def _find_miss_reason(self, tokens: Sequence[int], salt: str, common: int, max_cached: int | None) -> Miss | None:
         if not self.prefix_cache:
             return "bypass"
-        if common == usable(tokens):
+        if common == count_reusable_tokens(tokens):
             return None if common else "short"
         if common == max_cached:
             return "bypass"
@@ -170,8 +170,8 @@ class ContiguousCache(SlabCache):
         seats = (seat for seat in self.seats if isinstance(seat, ContiguousSeat) and seat.salt == salt)
         if any(seat.tokens[: common + 1] == begins for seat in seats):
             return "busy"
-        others = (left for left in self._idle.values() if left.salt != salt and tenant_of(left.salt) == tenant_of(salt))
-        return "salt" if any(left.tokens[: common + 1].tolist() == begins for left in others) else "cold"
+        others = (idle for idle in self._idle.values() if idle.salt != salt and tenant_of(idle.salt) == tenant_of(salt))
+        return "salt" if any(idle.tokens[: common + 1].tolist() == begins for idle in others) else "cold"
 
     # ---------------------------------------------------------------- while it is open
     def commit(self, plan: Plan, tokens: Sequence[Sequence[int]]) -> None:
@@ -204,25 +204,25 @@ class ContiguousCache(SlabCache):
             block = self._eviction_queue.evict()
             assert isinstance(block, int)
             del self._idle[block]
-            self._block_metrics.evicted(block)
-            self.setup.arena.give(self.name, block, self.store.run)
+            self._block_metrics.on_block_evicted(block)
+            self.setup.arena.release(self.name, block, self.store.run)
             given += self.store.run
         return given
 
     def clear(self, salt: str | None = None) -> int:
-        gone = [block for block, left in self._idle.items() if covers(salt, left.salt)]
-        for block in gone:
-            self._forget(block)
-            self._block_metrics.gone(block)
-            self.setup.arena.give(self.name, block, self.store.run)
+        cleared = [block for block, idle in self._idle.items() if scope_includes(salt, idle.salt)]
+        for block in cleared:
+            self._remove_idle(block)
+            self._block_metrics.on_block_removed(block)
+            self.setup.arena.release(self.name, block, self.store.run)
         for seat in self.seats:
             assert isinstance(seat, ContiguousSeat)
-            if seat.salt is not None and covers(salt, seat.salt):
+            if seat.salt is not None and scope_includes(salt, seat.salt):
                 seat.salt = None
-        return len(gone) * self.bytes_per_block
+        return len(cleared) * self.bytes_per_block
 
     def usage(self) -> CacheUsage:
-        """Idle memory counts in full, whatever the length of the text in it."""
+        """Return where the memory is; idle memory counts in full, whatever the length of the text in it."""
         usage, idle = super().usage(), len(self._idle) * self.bytes_per_block
         return usage._replace(reserved=usage.reserved + idle, idle=idle)
 
@@ -233,7 +233,7 @@ class ContiguousCache(SlabCache):
     def blocks(self) -> Blocks:
         return super().blocks()._replace(idle=len(self._idle))
 
-    def happened(self) -> BlockEvents | None:
+    def collect_block_events(self) -> BlockEvents | None:
         return self._block_metrics.collect()
 
     def check_integrity(self) -> None:
@@ -242,14 +242,14 @@ class ContiguousCache(SlabCache):
         blocks = [seat.blocks[0] for seat in self.seats] + list(self._idle)
         assert len(set(blocks)) == len(blocks)
         self._block_metrics.check_integrity(set(blocks), self._idle.keys())
-        assert self.setup.arena.held(self.name) == len(blocks) * self.store.run
+        assert self.setup.arena.num_held_pages(self.name) == len(blocks) * self.store.run
         for seat in self.seats:
             assert isinstance(seat, ContiguousSeat)
             assert len(seat.tokens) == seat.length <= self.setup.geometry.max_seq_len
 
 
-def _common(a: NDArray[Any], b: NDArray[Any]) -> int:
-    """Length of the common beginning."""
+def _common_prefix_length(a: NDArray[Any], b: NDArray[Any]) -> int:
+    """Return the length of the common beginning."""
     n = min(len(a), len(b))
     differ = a[:n] != b[:n]
     return int(differ.argmax()) if differ.any() else n

@@ -13,7 +13,7 @@ anywhere, and dropping of too many the one that ends last leaves the most (inter
 The second grant is worth nothing in the end. Whoever wants a block wants all those before it, so these are wanted no
 later, and of blocks that are wanted by the same request the last goes first: what is kept are prefixes.
 
-Knows names of blocks and their order; neither memory nor policies.
+Knows hashes of blocks and their order; neither memory nor policies.
 """
 
 from __future__ import annotations
@@ -32,32 +32,31 @@ class Visit(NamedTuple):
     """The full blocks that a request leaves behind: those of its prompt and, after them, of its answer."""
 
     blocks: Sequence[BlockHash]
-    wanted: int  # so many of them, from the first on, it could have found: one token of a prompt is always computed
+    num_reusable: int  # leading blocks that it could have found: one token of a prompt is always computed
 
 
-def visits(requests: Iterable[tuple[Sequence[int], Sequence[int]]], block_size: int) -> list[Visit]:
-    """Of prompts and answers."""
-    names = BlockHasher(block_size, "")
+def make_visits(requests: Iterable[tuple[Sequence[int], Sequence[int]]], block_size: int) -> list[Visit]:
+    """Return the visits of requests, given as prompts and answers."""
+    hasher = BlockHasher(block_size, "")
     return [
-        Visit(list(names.of([*prompt, *answer], "")), max(0, len(prompt) - 1) // block_size)
+        Visit(list(hasher.hash_blocks([*prompt, *answer], "")), max(0, len(prompt) - 1) // block_size)
         for prompt, answer in requests
     ]
 
 
-def distinct(visited: Iterable[Visit]) -> int:
-    """Blocks of a cache in which everything would have had room."""
-    return len(set(chain.from_iterable(visit.blocks for visit in visited)))
+def count_distinct_blocks(visits: Iterable[Visit]) -> int:
+    """Return the number of blocks of a cache in which everything would have had room."""
+    return len(set(chain.from_iterable(visit.blocks for visit in visits)))
 
 
-def most_hits(visited: Sequence[Visit], capacity: int) -> int:
-    """Blocks that `capacity` kept ones could have spared computing. Takes n log n for n blocks."""
+def compute_max_hits(visits: Sequence[Visit], capacity: int) -> int:
+    """Return how many blocks a cache of `capacity` blocks could have found. Takes n log n for n blocks."""
     kept: dict[BlockHash, int] = {}  # until which visit
-    last_wanted: list[
-        tuple[int, int, BlockHash]
-    ] = []  # a heap of (-visit, -place, block); what `kept` denies is outdated
+    # A heap of (-visit, -place, block); an entry whose visit is not that in `kept` is outdated.
+    last_wanted: list[tuple[int, int, BlockHash]] = []
     hits = 0
-    for visit, next_visits in zip(visited, _next_visits(visited), strict=True):
-        hits += sum(block in kept for block in visit.blocks[: visit.wanted])
+    for visit, next_visits in zip(visits, _find_next_visits(visits), strict=True):
+        hits += sum(block in kept for block in visit.blocks[: visit.num_reusable])
         for place, (block, when) in enumerate(zip(visit.blocks, next_visits, strict=True)):
             if when == NEVER:
                 kept.pop(block, None)
@@ -71,16 +70,16 @@ def most_hits(visited: Sequence[Visit], capacity: int) -> int:
     return hits
 
 
-def _next_visits(visited: Sequence[Visit]) -> list[list[int]]:
-    """For every block of every visit the number of the next one that could find it.
+def _find_next_visits(visits: Sequence[Visit]) -> list[list[int]]:
+    """Return for every block of every visit the number of the next visit that could find it.
 
     Never, if that one has to compute it anyway: then there is no point in keeping it until there.
     """
     coming: dict[BlockHash, int] = {}
-    found = []
-    for number in reversed(range(len(visited))):
-        blocks, wanted = visited[number]
-        found.append([coming.get(block, NEVER) for block in blocks])
-        coming.update(dict.fromkeys(blocks[:wanted], number))
-        coming.update(dict.fromkeys(blocks[wanted:], NEVER))
-    return found[::-1]
+    next_visits = []
+    for number in reversed(range(len(visits))):
+        blocks, num_reusable = visits[number]
+        next_visits.append([coming.get(block, NEVER) for block in blocks])
+        coming.update(dict.fromkeys(blocks[:num_reusable], number))
+        coming.update(dict.fromkeys(blocks[num_reusable:], NEVER))
+    return next_visits[::-1]

@@ -12,13 +12,13 @@ from config.errors import SettingsError
 T = TypeVar("T")
 
 
-def installed(group: str, builtin: Mapping[str, str]) -> dict[str, str]:
-    """As "module:Class"; ours cannot be replaced."""
+def list_plugins(group: str, builtin: Mapping[str, str]) -> dict[str, str]:
+    """Return the classes of a group by name, as "module:Class"; ours cannot be replaced."""
     return {point.name: point.value for point in entry_points(group=group)} | dict(builtin)
 
 
 def load_class(name: str, known: Mapping[str, str], base: type[T], *, what: str, plural: str) -> type[T]:
-    """The class called `name`. Raises SettingsError listing those there are, or saying what is wrong with this one."""
+    """Return the class called `name`. Raises SettingsError: it lists the names, or says what is wrong with this one."""
     if name not in known:
         raise SettingsError(f"there is no {what} {name!r}; {plural} are {', '.join(sorted(known))}")
     try:

@@ -14,14 +14,14 @@ from pydantic import ValidationError
 
 from cache_strategies.arena import Arena
 from cache_strategies.base import CacheSetup, Geometry, KVCache, Options
-from cache_strategies.plugins import installed, load_class
+from cache_strategies.plugins import list_plugins, load_class
 from config.errors import SettingsError
 from config.settings import StrategySettings
-from config.sizes import share_of
+from config.sizes import share_to_bytes
 from kernels.ops import Ops
 from kernels.store import ALIGN
 
-ENTRY_POINTS = "kvmux.cache_strategies"
+ENTRY_POINT_GROUP = "kvmux.cache_strategies"
 
 BUILTIN: Mapping[str, str] = {  # imported on demand
     "contiguous": "cache_strategies.contiguous:ContiguousCache",
@@ -43,42 +43,42 @@ class Instance:
 
 
 # -------------------------------------------------------------------- kinds and options
-def kinds() -> dict[str, str]:
-    """Every kind that is installed, as "module:Class"."""
-    return installed(ENTRY_POINTS, BUILTIN)
+def list_kinds() -> dict[str, str]:
+    """Return every kind that is installed, as "module:Class"."""
+    return list_plugins(ENTRY_POINT_GROUP, BUILTIN)
 
 
 def load_kind(kind: str) -> type[KVCache]:
-    """The class of a kind. Raises SettingsError listing the kinds there are, or saying what is wrong with this one."""
-    return load_class(kind, kinds(), KVCache, what="cache strategy kind", plural="kinds")  # type: ignore[type-abstract]
+    """Return the class of a kind. Raises SettingsError: it lists the kinds, or says what is wrong with this one."""
+    return load_class(kind, list_kinds(), KVCache, what="cache strategy kind", plural="kinds")  # type: ignore[type-abstract]
 
 
-def declared(strategies: Mapping[str, StrategySettings]) -> list[Instance]:
-    """Checks kinds and options. Raises SettingsError naming the instance and the option."""
-    return [_declared(name, settings) for name, settings in strategies.items()]
+def resolve_instances(strategies: Mapping[str, StrategySettings]) -> list[Instance]:
+    """Check kinds and options, and return the instances. Raises SettingsError naming the instance and the option."""
+    return [_resolve_instance(name, settings) for name, settings in strategies.items()]
 
 
-def _declared(name: str, settings: StrategySettings) -> Instance:
+def _resolve_instance(name: str, settings: StrategySettings) -> Instance:
     cls = load_kind(settings.kind)
     try:
         options = cls.options_type.model_validate(settings.options)
     except ValidationError as error:
-        told = "; ".join(_explained(name, cls.options_type, problem) for problem in error.errors())
-        raise SettingsError(told) from None
+        message = "; ".join(_format_option_error(name, cls.options_type, problem) for problem in error.errors())
+        raise SettingsError(message) from None
     return Instance(name, settings.kind, cls, options, settings.floor, settings.limit)
 
 
-def _explained(name: str, options: type[Options], problem: Any) -> str:
-    where = ".".join(("strategies", name, *(str(part) for part in problem["loc"])))
+def _format_option_error(name: str, options: type[Options], problem: Any) -> str:
+    location = ".".join(("strategies", name, *(str(part) for part in problem["loc"])))
     if problem["type"] == "extra_forbidden":
         known = ", ".join(sorted(options.model_fields)) or "none"
-        return f"{where} is not an option of this kind; its options are: {known}"
-    return f"{where}: {problem['msg'].removeprefix('Value error, ')}"
+        return f"{location} is not an option of this kind; its options are: {known}"
+    return f"{location}: {problem['msg'].removeprefix('Value error, ')}"
 
 
 # -------------------------------------------------------------------- how much memory, in which pieces
 def page_bytes(instances: Sequence[Instance], geometry: Geometry) -> int:
-    """The arena's page: the smallest block that sequences take several of, so that it is one page and waste is small.
+    """Return the bytes of a page: the smallest block that sequences take several of, so that little is wasted.
 
     A strategy of one block a sequence loses less than a page at its end, whatever the page.
     """
@@ -88,15 +88,15 @@ def page_bytes(instances: Sequence[Instance], geometry: Geometry) -> int:
 
 
 def sequence_pages(instances: Sequence[Instance], geometry: Geometry) -> int:
-    """Pages of one sequence of max_seq_len under the instance that needs most."""
+    """Return the pages of one sequence of max_seq_len under the instance that needs most."""
     page = page_bytes(instances, geometry)
-    return max(_pages_of_longest(i, geometry, page) for i in instances)
+    return max(_pages_per_sequence(i, geometry, page) for i in instances)
 
 
-def pages_needed(instances: Sequence[Instance], geometry: Geometry) -> int:
-    """The fewest pages with which every instance, within its share, can hold one sequence of max_seq_len."""
+def compute_min_pages(instances: Sequence[Instance], geometry: Geometry) -> int:
+    """Return the fewest pages with which every instance, within its share, can hold one sequence of max_seq_len."""
     page = page_bytes(instances, geometry)
-    needs = [_pages_of_longest(i, geometry, page) for i in instances]
+    needs = [_pages_per_sequence(i, geometry, page) for i in instances]
     ceiling = 1 << 40
     fewest = bisect_left(range(1, ceiling), True, key=lambda pages: _fits(instances, needs, pages, page)) + 1
     if fewest == ceiling:
@@ -107,37 +107,39 @@ def pages_needed(instances: Sequence[Instance], geometry: Geometry) -> int:
     return fewest
 
 
-def _pages_of_longest(instance: Instance, geometry: Geometry, page: int) -> int:
+def _pages_per_sequence(instance: Instance, geometry: Geometry, page: int) -> int:
     shape = instance.cls.seat_shape(instance.options, geometry)
     return shape.blocks * -(-shape.block_bytes // page)
 
 
 def _fits(instances: Sequence[Instance], needs: Sequence[int], pages: int, page: int) -> bool:
-    shares = [share_pages(i, pages, page) for i in instances]
+    shares = [compute_share(i, pages, page) for i in instances]
     floors = sum(floor for floor, _ in shares)
     return floors <= pages and all(
         need <= min(limit, pages - floors + floor) for need, (floor, limit) in zip(needs, shares, strict=True)
     )
 
 
-def share_pages(instance: Instance, pages: int, page: int) -> tuple[int, int]:
-    """Floor and limit of an instance, in pages of an arena of that many."""
+def compute_share(instance: Instance, pages: int, page: int) -> tuple[int, int]:
+    """Return the floor and limit of an instance, in pages of an arena of that many."""
     total = pages * page
-    return min(share_of(instance.floor, total), total) // page, min(share_of(instance.limit, total), total) // page
+    return min(share_to_bytes(instance.floor, total), total) // page, min(
+        share_to_bytes(instance.limit, total), total
+    ) // page
 
 
-def build(
+def build_caches(
     instances: Sequence[Instance], geometry: Geometry, arena: Arena, ops: Ops, model: str = ""
 ) -> dict[str, KVCache]:
-    """The caches by name, each with its share of the arena. `model` tells their keys from those of other models."""
+    """Build the caches, by name, each with its share of the arena. `model` tells their keys from other models'."""
     caches = {}
     for instance in instances:
         cache = instance.cls(CacheSetup(instance.name, geometry, arena, ops, model), instance.options)
         assert hasattr(cache, "contract"), f"{instance.cls.__name__}.__init__ sets no contract"
-        floor, limit = share_pages(instance, arena.pages, arena.page_bytes)
+        floor, limit = compute_share(instance, arena.pages, arena.page_bytes)
         arena.set_share(instance.name, floor=floor, limit=limit)
         shape = instance.cls.seat_shape(instance.options, geometry)
         run = -(-shape.block_bytes // arena.page_bytes)
-        arena.expect(instance.name, shape.blocks * run, max(1, run))
+        arena.set_longest_sequence(instance.name, shape.blocks * run, max(1, run))
         caches[instance.name] = cache
     return caches

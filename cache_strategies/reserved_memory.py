@@ -26,75 +26,77 @@ from torch import Tensor
 
 log = logging.getLogger(__name__)
 
-PIECE = 4 << 20  # bytes that are asked for at once
-PAUSES = 3  # times as long as a piece took: a quarter of a core is used, less where others want it, too
+PIECE_BYTES = 4 << 20  # bytes that are asked for at once
+PAUSE_FACTOR = 3  # times as long as a piece took: a quarter of a core is used, less where others want it, too
 SMALLEST_PAGE = 4096  # bytes that the system gives at once, or more
-LOOK = 64 << 20  # bytes between two looks at how much memory is free,
-KEPT_FREE = 64 << 20  # and what of it is left alone
+CHECK_INTERVAL_BYTES = 64 << 20  # bytes between two looks at how much memory is free,
+MIN_FREE_BYTES = 64 << 20  # and what of it is left alone
 LINUX = sys.platform == "linux"
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
-class Reserved:
-    """[size] uint8, zero; the bytes [0, below) and [above, size) are usable, and none of them can fail later."""
+class ReservedMemory:
+    """[size] uint8, zero; the bytes [0, low_end) and [high_start, size) are usable, and none of them can fail later."""
 
     def __init__(self, size: int) -> None:
         """Reserve addresses without memory. Raises OSError."""
-        self.memory = _addresses(size)
+        self.memory = _reserve_addresses(size)
         self._size = size
-        self._piece = PIECE
-        self._pieces = -(-size // PIECE)
+        self._piece = PIECE_BYTES
+        self._pieces = -(-size // PIECE_BYTES)
         self._low, self._high = 0, self._pieces  # pieces between them have not come
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
 
     @property
-    def below(self) -> int:
+    def low_end(self) -> int:
         """Bytes from the beginning that are usable."""
         return min(self._low * self._piece, self._size)
 
     @property
-    def above(self) -> int:
+    def high_start(self) -> int:
         """The byte from which on all are usable, up to the end."""
         return min(self._high * self._piece, self._size)
 
     @property
-    def ended(self) -> bool:
+    def is_finished(self) -> bool:
         """Whether no more will come: all is there, or memory has run out."""
         return self._low == self._high or (self._thread is not None and not self._thread.is_alive())
 
     def touch(self, *, below: int = 0, above: int = 0) -> None:
         """Make at least `below` bytes at the beginning and `above` at the end usable. Raises MemoryError."""
-        while self.below < min(below, self._size) and self._low < self._high:
+        while self.low_end < min(below, self._size) and self._low < self._high:
             self._touch_piece(from_below=True)
-        while self._size - self.above < min(above, self._size) and self._low < self._high:
+        while self._size - self.high_start < min(above, self._size) and self._low < self._high:
             self._touch_piece(from_below=False)
 
-    def touch_rest(self, room: Callable[[], int]) -> None:
-        """Touch the rest in a thread, at the ends that have been touched, by turns; `room` gives the free memory.
+    def touch_rest(self, get_free_memory: Callable[[], int]) -> None:
+        """Touch the rest in a thread, by turns at both ends; `get_free_memory` returns the free bytes.
 
         It ends when stop() is called, and when no memory is left.
         """
         ends = [end for end, some in ((True, self._low), (False, self._pieces - self._high)) if some] or [True]
-        self._thread = threading.Thread(target=self._run, args=(ends, room), name="kv-memory", daemon=True)
+        self._thread = threading.Thread(
+            target=self._touch_pieces, args=(ends, get_free_memory), name="kv-memory", daemon=True
+        )
         self._thread.start()
 
     def stop(self) -> None:
         """Let the thread end, if there is one."""
         self._stop.set()
 
-    def _run(self, ends: list[bool], room: Callable[[], int]) -> None:
+    def _touch_pieces(self, ends: list[bool], get_free_memory: Callable[[], int]) -> None:
         allowed = 0  # bytes until the next look
         try:
             while self._low < self._high and not self._stop.is_set():
                 if allowed < self._piece:
-                    allowed = min(LOOK, room() - KEPT_FREE)
+                    allowed = min(CHECK_INTERVAL_BYTES, get_free_memory() - MIN_FREE_BYTES)
                     if allowed < self._piece:
                         return
-                began = time.monotonic()
+                start = time.monotonic()
                 self._touch_piece(from_below=ends[(self._low + self._high) % len(ends)])
                 allowed -= self._piece
-                self._stop.wait(PAUSES * (time.monotonic() - began))
+                self._stop.wait(PAUSE_FACTOR * (time.monotonic() - start))
         except MemoryError:
             return
         except Exception:
@@ -110,7 +112,7 @@ class Reserved:
             self._high -= 1
 
 
-def _addresses(size: int) -> Tensor:
+def _reserve_addresses(size: int) -> Tensor:
     """Return [size] uint8 that takes no memory yet. Raises OSError."""
     if not LINUX:
         return torch.empty(size, dtype=torch.uint8)
@@ -125,8 +127,8 @@ def _addresses(size: int) -> Tensor:
 def _touch(piece: Tensor) -> None:
     """Have the system give pages for [n] uint8, zero and writable. Raises MemoryError."""
     if LINUX:
-        where, size = ctypes.c_void_p(piece.data_ptr()), ctypes.c_size_t(len(piece))
-        if _libc.mprotect(where, size, mmap.PROT_READ | mmap.PROT_WRITE):
+        address, size = ctypes.c_void_p(piece.data_ptr()), ctypes.c_size_t(len(piece))
+        if _libc.mprotect(address, size, mmap.PROT_READ | mmap.PROT_WRITE):
             raise MemoryError(os.strerror(ctypes.get_errno()))
         piece = piece[::SMALLEST_PAGE]  # the other bytes are zero; this releases the interpreter's lock
     piece.zero_()

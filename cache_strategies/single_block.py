@@ -11,7 +11,7 @@ from cache_strategies.base import Blocks, CacheUsage, Seat
 from cache_strategies.block_table import BlockTableCache, TableSeat
 
 
-class SlabCache(BlockTableCache):
+class SingleBlockCache(BlockTableCache):
     """One block a seat. A subclass gives the block's size and says how far a seat may grow and rewind."""
 
     seat_type = TableSeat
@@ -20,14 +20,14 @@ class SlabCache(BlockTableCache):
         return self.bytes_per_block
 
     def open(self, tokens: Sequence[int], *, salt: str = "", max_cached: int | None = None) -> Seat | None:
-        return self._open(length=0)
+        return self._allocate_seat(length=0)
 
-    def _open(self, length: int) -> TableSeat | None:
-        """A seat in memory of its own, if there is any."""
-        block = None if self.table.full else self.setup.arena.take(self.name, self.store.run)
-        return None if block is None else self._seat(block, length)
+    def _allocate_seat(self, length: int) -> TableSeat | None:
+        """Return a seat in memory of its own; None if there is no room."""
+        block = None if self.table.is_full else self.setup.arena.take(self.name, self.store.run)
+        return None if block is None else self._make_seat(block, length)
 
-    def _seat(self, block: int, length: int) -> TableSeat:
+    def _make_seat(self, block: int, length: int) -> TableSeat:
         seat = self.seat_type(self.table.take(), [block], length)
         seat.miss = "window"
         self.table.write(seat)
@@ -47,7 +47,7 @@ class SlabCache(BlockTableCache):
 
     def fork(self, seat: Seat) -> Seat | None:
         assert isinstance(seat, TableSeat)
-        child = self._open(seat.length)
+        child = self._allocate_seat(seat.length)
         if child is not None:
             child.cached = seat.cached
             self.setup.ops.copy_blocks(self.store, seat.blocks, child.blocks)
@@ -56,8 +56,8 @@ class SlabCache(BlockTableCache):
     def close(self, seat: Seat) -> None:
         assert isinstance(seat, TableSeat)
         self.seats.remove(seat)
-        self.table.give(seat.index)
-        self.setup.arena.give(self.name, seat.blocks.pop(), self.store.run)
+        self.table.release(seat.index)
+        self.setup.arena.release(self.name, seat.blocks.pop(), self.store.run)
 
     def usage(self) -> CacheUsage:
         tokens = sum(seat.length for seat in self.seats)
@@ -71,6 +71,6 @@ class SlabCache(BlockTableCache):
     def check_integrity(self) -> None:
         blocks = [seat.blocks[0] for seat in self.seats]
         assert len(set(blocks)) == len(blocks)
-        assert self.setup.arena.held(self.name) == len(blocks) * self.store.run
+        assert self.setup.arena.num_held_pages(self.name) == len(blocks) * self.store.run
         assert len({seat.index for seat in self.seats}) == len(self.seats)
         assert all(0 <= seat.length <= self.setup.geometry.max_seq_len for seat in self.seats)

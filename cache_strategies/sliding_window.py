@@ -19,37 +19,37 @@ from pydantic import Field
 
 from cache_strategies.base import CacheSetup, Contract, Geometry
 from cache_strategies.block_table import TableOptions
-from cache_strategies.single_block import SlabCache
+from cache_strategies.single_block import SingleBlockCache
 
-MOST = 2**31 - 1  # positions are int32 on the device
+INT32_MAX = 2**31 - 1  # positions are int32 on the device
 
 
 class WindowOptions(TableOptions):
     """Options of a sliding window."""
 
-    window: int = Field(512, ge=1, le=MOST, description="latest tokens a query sees, itself included")
-    sinks: int = Field(4, ge=0, le=MOST, description="first tokens of the sequence that stay visible")
+    window: int = Field(512, ge=1, le=INT32_MAX, description="latest tokens a query sees, itself included")
+    sinks: int = Field(4, ge=0, le=INT32_MAX, description="first tokens of the sequence that stay visible")
     max_row: int | None = Field(
-        None, ge=1, le=MOST, description="tokens a step may enter per sequence; default: as the window"
+        None, ge=1, le=INT32_MAX, description="tokens a step may enter per sequence; default: as the window"
     )
 
 
-class SlidingWindowCache(SlabCache):
+class SlidingWindowCache(SingleBlockCache):
     """One ring a seat."""
 
     options_type = WindowOptions
 
     def __init__(self, setup: CacheSetup, options: WindowOptions) -> None:
         geometry = setup.geometry
-        max_row = _max_row(options, geometry)
+        max_row = _compute_max_row(options, geometry)
         self.sinks = options.sinks
-        self.ring = _ring(options, geometry)
+        self.ring = _compute_ring_size(options, geometry)
         self.window = options.window
         super().__init__(setup, options)
         wraps = self.sinks + self.ring < geometry.max_seq_len
         sees_all = all(spec.window is not None and spec.window <= options.window for spec in geometry.layers)
         self.contract = Contract(
-            exact=not self.rounds and (sees_all or options.sinks + options.window >= geometry.max_seq_len),
+            exact=not self.is_quantized and (sees_all or options.sinks + options.window >= geometry.max_seq_len),
             shareable=False,
             forkable=True,
             rewind=0 if wraps else None,  # what a wrapped ring has overwritten does not come back
@@ -59,14 +59,14 @@ class SlidingWindowCache(SlabCache):
         )
 
     @classmethod
-    def block_plan(cls, options: Any, geometry: Geometry) -> tuple[int, int]:
-        return options.sinks + _ring(options, geometry), 1
+    def block_layout(cls, options: Any, geometry: Geometry) -> tuple[int, int]:
+        return options.sinks + _compute_ring_size(options, geometry), 1
 
 
-def _max_row(options: WindowOptions, geometry: Geometry) -> int:
+def _compute_max_row(options: WindowOptions, geometry: Geometry) -> int:
     return min(options.max_row or options.window, geometry.max_num_batched_tokens)
 
 
-def _ring(options: WindowOptions, geometry: Geometry) -> int:
-    """Slots of the ring; never more than the longest sequence needs."""
-    return max(1, min(options.window + _max_row(options, geometry) - 1, geometry.max_seq_len - options.sinks))
+def _compute_ring_size(options: WindowOptions, geometry: Geometry) -> int:
+    """Return the number of slots of the ring; never more than the longest sequence needs."""
+    return max(1, min(options.window + _compute_max_row(options, geometry) - 1, geometry.max_seq_len - options.sinks))

@@ -14,18 +14,18 @@ from cache_strategies.arena import Arena
 from cache_strategies.base import Geometry, KVCache
 from config.settings import StrategySettings
 from kernels.backends import load_ops
-from kernels.device import native
+from kernels.device import device_of
 from kernels.ops import Ops
 
 
-def build_alone(kind: str, options: dict[str, Any], geometry: Geometry, device: torch.device) -> KVCache:
-    """One whose `attend` only keeps, with room for all seats at full length. Raises SettingsError."""
-    instances = registry.declared({kind: StrategySettings(kind=kind, **options)})
+def build_standalone_cache(kind: str, options: dict[str, Any], geometry: Geometry, device: torch.device) -> KVCache:
+    """Build a cache whose `attend` only writes, with room for all seats at full length. Raises SettingsError."""
+    instances = registry.resolve_instances({kind: StrategySettings(kind=kind, **options)})
     pages = max(1, geometry.max_seats * registry.sequence_pages(instances, geometry))
-    ops: Any = _KeepingOps(load_ops(native(device), geometry.kv_dtype).ops)
+    ops: Any = _KeepingOps(load_ops(device_of(device), geometry.kv_dtype).ops)
     with torch.inference_mode(False):  # memory made in inference mode could not be written outside of it
         arena = Arena(pages, registry.page_bytes(instances, geometry), device)
-        return registry.build(instances, geometry, arena, ops)[kind]
+        return registry.build_caches(instances, geometry, arena, ops)[kind]
 
 
 class _KeepingOps:
@@ -38,4 +38,4 @@ class _KeepingOps:
         return getattr(self._ops, name)
 
     def attend(self, *args: Any, **kwargs: Any) -> None:
-        """Leaves `out` as it is."""
+        """Leave `out` as it is."""

@@ -1,6 +1,6 @@
 """The error for a setting that cannot be used, and the words for what the operating system refuses."""
 
-LONGEST = 2000  # characters of a message; values that it quotes may be longer
+MAX_MESSAGE_LENGTH = 2000  # characters of a message; values that it quotes may be longer
 
 
 class SettingsError(Exception):
@@ -8,11 +8,11 @@ class SettingsError(Exception):
 
     def __str__(self) -> str:
         """Return the message, without its middle if it is too long to be read."""
-        message, half = super().__str__(), LONGEST // 2
-        return message if len(message) <= LONGEST else f"{message[:half]} ... {message[-half:]}"
+        message, half = super().__str__(), MAX_MESSAGE_LENGTH // 2
+        return message if len(message) <= MAX_MESSAGE_LENGTH else f"{message[:half]} ... {message[-half:]}"
 
 
-def explained(error: Exception) -> str:
+def format_error(error: Exception) -> str:
     """Return an error in words for the user: our own sentence, or what the operating system refuses and where."""
     if not isinstance(error, OSError) or error.strerror is None:
         return str(error)

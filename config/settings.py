@@ -28,11 +28,11 @@ from config.sizes import Share, exceeds, parse_bytes
 from config.sources import (
     ENV_PREFIX,
     Sources,
-    by_new_names,
+    apply_renames,
     check_environment,
     did_you_mean,
     read_file,
-    renamed_in_environment,
+    read_renamed_environment,
 )
 
 Device = Literal["auto", "cpu", "mps", "cuda", "metal-emulated", "metal-checked"]
@@ -41,7 +41,7 @@ Weights = Literal["auto", "f32", "bf16", "f16", "int8", "int4"]
 ModelImpl = Literal["auto", "lean", "transformers"]
 
 
-def _words(value: Any) -> Any:
+def _split_words(value: Any) -> Any:
     """Split what a flag or a variable gives as "a,b" into the file's ["a", "b"]."""
     words = [word.strip() for word in value.split(",")] if isinstance(value, str) else value
     if words is not None and not (isinstance(words, list) and words and all(words)):
@@ -49,9 +49,9 @@ def _words(value: Any) -> Any:
     return words
 
 
-DEEPEST = 16  # tables within tables
+MAX_DEPTH = 16  # tables within tables
 
-Words = Annotated[list[str] | None, NoDecode, BeforeValidator(_words)]
+StringList = Annotated[list[str] | None, NoDecode, BeforeValidator(_split_words)]
 
 
 def _is_url(text: str) -> bool:
@@ -63,28 +63,28 @@ def _is_url(text: str) -> bool:
         return False
 
 
-def _check_text(value: Any, depth: int = DEEPEST) -> None:
+def _check_characters(value: Any, depth: int = MAX_DEPTH) -> None:
     """Raise ValueError if there is text in a value, or in the tables within, that is more than letters and signs."""
     if isinstance(value, str):
         if any(unicodedata.category(character) in ("Cc", "Cs") for character in value):  # never shown: it may be a key
             raise ValueError("has control characters, or bytes that are no UTF-8")
     elif isinstance(value, (Mapping, list)):
         if not depth:
-            raise ValueError(f"has more than {DEEPEST} tables within each other")
+            raise ValueError(f"has more than {MAX_DEPTH} tables within each other")
         for part in value:
-            _check_text(part, depth - 1)
+            _check_characters(part, depth - 1)
             if isinstance(value, Mapping):
-                _check_text(value[part], depth - 1)
+                _check_characters(value[part], depth - 1)
 
 
-LONGEST = 7 * 24 * 3600  # seconds of any timeout
-SHORT_KEY = 8  # characters; an API key of fewer may be guessed
-LONGEST_DRAFT = 16  # tokens
+MAX_TIMEOUT = 7 * 24 * 3600  # seconds of any timeout
+MIN_API_KEY_LENGTH = 8  # characters; an API key of fewer may be guessed
+MAX_DRAFT_TOKENS = 16  # tokens
 
 MEBIBYTE = 2**20
-PARAMETERS = MEBIBYTE  # bytes of a body beside its prompts
-BYTES_OF_AN_ID = 8  # in JSON, "123456, "; a token of text is shorter, even where half of its letters are escaped
-LONGEST_DEFAULT_BODY = 32 * MEBIBYTE
+BODY_OVERHEAD_BYTES = MEBIBYTE  # bytes of a body beside its prompts
+BYTES_PER_TOKEN_ID = 8  # in JSON, "123456, "; a token of text is shorter, even where half of its letters are escaped
+MAX_DEFAULT_BODY_BYTES = 32 * MEBIBYTE
 
 
 class StrategySettings(BaseModel):
@@ -97,7 +97,7 @@ class StrategySettings(BaseModel):
     limit: Share = Field("100%", description="KV memory it may hold at most")
 
     @model_validator(mode="after")
-    def _floor_within_limit(self) -> StrategySettings:
+    def _check_floor(self) -> StrategySettings:
         if exceeds(self.floor, self.limit):
             raise ValueError(f"floor {self.floor} is more than limit {self.limit}; raise the limit or lower the floor")
         return self
@@ -167,7 +167,7 @@ class Settings(BaseSettings):
         "MTL_CAPTURE_ENABLED=1 in the environment; default: none",
     )
     model_impl: ModelImpl = Field(
-        "auto", description="who computes the model; auto: the lean decoder if it knows the model, else transformers"
+        "auto", description="what computes the model; auto: the lean decoder if it knows the model, else transformers"
     )
     host: str = Field("127.0.0.1", description="address to listen on")
     port: int = Field(8000, ge=0, le=65535, description="port to listen on; 0 takes any free one")
@@ -205,7 +205,7 @@ class Settings(BaseSettings):
         min_length=8,
         description="whoever sends it may clear, pin and share the caches, and record profiles; default: nobody may",
     )
-    api_keys: Words = Field(
+    api_keys: StringList = Field(
         None,
         description="/v1/*, the same without /v1, and routes for tokens ask for one of these, with commas between; "
         "default: no key is needed",
@@ -215,7 +215,7 @@ class Settings(BaseSettings):
         "reject",
         description="fields of a request that the server does not know: reject: 400; ignore: a header names them",
     )
-    cors_origins: Words = Field(
+    cors_origins: StringList = Field(
         None,
         description="web pages that browsers let in, 'https://a.example', with commas between; '*': all; default: none",
     )
@@ -235,31 +235,31 @@ class Settings(BaseSettings):
         64 * 2**10, ge=1024, description="of a request's line and headers; longer ones are answered 431"
     )
     header_timeout: float = Field(
-        30.0, gt=0, le=LONGEST, description="seconds a client has to send a request's line and headers"
+        30.0, gt=0, le=MAX_TIMEOUT, description="seconds a client has to send a request's line and headers"
     )
     body_timeout: float = Field(
-        30.0, gt=0, le=LONGEST, description="seconds a body may stand still; then the answer is 408"
+        30.0, gt=0, le=MAX_TIMEOUT, description="seconds a body may stand still; then the answer is 408"
     )
     queue_timeout: float | None = Field(
         None,
         gt=0,
-        le=LONGEST,
+        le=MAX_TIMEOUT,
         description="seconds a request may wait for its place, else 503; default: while its client does",
     )
     request_timeout: float | None = Field(
         None,
         gt=0,
-        le=LONGEST,
+        le=MAX_TIMEOUT,
         description="seconds from a request to the end of its answer, else 504; default: no limit",
     )
     drain_seconds: float = Field(
-        15.0, ge=0, le=LONGEST, description="seconds running requests have to end, after SIGTERM"
+        15.0, ge=0, le=MAX_TIMEOUT, description="seconds running requests have to end, after SIGTERM"
     )
 
     watchdog_timeout: float = Field(
         120.0,
         ge=1,
-        le=LONGEST,
+        le=MAX_TIMEOUT,
         description="seconds without a sign of life after which the engine or an API process is killed and started "
         "again; more than the longest step takes",
     )
@@ -284,7 +284,7 @@ class Settings(BaseSettings):
     text_timeout: float = Field(
         10.0,
         gt=0,
-        le=LONGEST,
+        le=MAX_TIMEOUT,
         description="seconds the model's chat template and tokenizer may take for a prompt; then the answer is 400",
     )
     text_memory: str = Field(
@@ -293,12 +293,12 @@ class Settings(BaseSettings):
     max_queued_requests: int = Field(1024, ge=0, description="requests that may wait; more are answered 429")
 
     priority_aging: float = Field(
-        10.0, ge=0, le=LONGEST, description="seconds of waiting that are worth as much as one level of `priority`"
+        10.0, ge=0, le=MAX_TIMEOUT, description="seconds of waiting that are worth as much as one level of `priority`"
     )
     max_priority_wait: float = Field(
         600.0,
         ge=0,
-        le=LONGEST,
+        le=MAX_TIMEOUT,
         description="seconds that a request's `priority` may move it in line, at most: so long the lowest waits for "
         "others that came later",
     )
@@ -313,11 +313,11 @@ class Settings(BaseSettings):
     num_speculative_tokens: int = Field(
         0,
         ge=0,
-        le=LONGEST_DRAFT,
+        le=MAX_DRAFT_TOKENS,
         description="guesses at a text's next tokens, verified in one step, of requests that ask for no other number",
     )
     max_speculative_tokens: int = Field(
-        LONGEST_DRAFT, ge=0, le=LONGEST_DRAFT, description="that a request may ask for, at most"
+        MAX_DRAFT_TOKENS, ge=0, le=MAX_DRAFT_TOKENS, description="that a request may ask for, at most"
     )
 
     default_strategy: str = Field("paged", description="instance for requests that choose none")
@@ -346,14 +346,14 @@ class Settings(BaseSettings):
 
     @field_validator("*", mode="before")
     @classmethod
-    def _text(cls, value: Any) -> Any:
+    def _check_text(cls, value: Any) -> Any:
         """Refuse text that paths, headers or JSON cannot take."""
-        _check_text(value)
+        _check_characters(value)
         return value
 
     @field_validator("strategies", mode="before")
     @classmethod
-    def _kind_of_built_in(cls, value: Any) -> Any:
+    def _fill_built_in_kinds(cls, value: Any) -> Any:
         """`[strategies.paged] limit = "50%"` changes the built-in instance without repeating its kind."""
         if not isinstance(value, dict):
             return value
@@ -365,7 +365,7 @@ class Settings(BaseSettings):
 
     @field_validator("api_keys")
     @classmethod
-    def _api_keys(cls, value: list[str] | None) -> list[str] | None:
+    def _check_api_keys(cls, value: list[str] | None) -> list[str] | None:
         for number, key in enumerate(value or [], start=1):  # never shown: it would be in the log
             if not all("!" <= letter <= "~" for letter in key):
                 raise ValueError(f"key {number} should be letters, digits and signs of ASCII, no spaces")
@@ -373,28 +373,28 @@ class Settings(BaseSettings):
 
     @field_validator("otlp_traces_endpoint")
     @classmethod
-    def _collector(cls, value: str | None) -> str | None:
+    def _check_traces_endpoint(cls, value: str | None) -> str | None:
         if value is not None and not _is_url(value):  # never shown: it may have a password
             raise ValueError("should be a URL like http://127.0.0.1:4318")
         return value
 
     @field_validator("text_memory", mode="before")
     @classmethod
-    def _text_memory(cls, value: Any) -> str:
+    def _check_text_memory(cls, value: Any) -> str:
         if parse_bytes(value) < 2**24:
             raise ValueError("should be 16MiB or more, which ordinary prompts need")
         return str(value)
 
     @field_validator("kv_memory", mode="before")
     @classmethod
-    def _kv_memory(cls, value: Any) -> str:
+    def _check_kv_memory(cls, value: Any) -> str:
         text = str(value)  # a file may give a bare number
         if text != "auto":
             parse_bytes(text)
         return text
 
     @model_validator(mode="after")
-    def _agree(self) -> Settings:
+    def _check_consistency(self) -> Settings:
         if self.admin_token in (self.api_keys or ()):
             raise ValueError("admin_token is one of api_keys, so whoever may ask may also administer; choose another")
         if any(key not in (self.api_keys or ()) for key in self.key_limits):  # never shown: it may be a key after all
@@ -426,7 +426,7 @@ class Settings(BaseSettings):
 
     @field_validator("model_name")
     @classmethod
-    def _model_names(cls, value: str | None) -> str | None:
+    def _check_model_name(cls, value: str | None) -> str | None:
         if value is not None and not all(name.strip() for name in value.split(",")):
             raise ValueError(f"{value!r} has an empty name: write 'name' or 'name,alias'")
         return value
@@ -439,12 +439,12 @@ class Settings(BaseSettings):
     @property
     def short_api_keys(self) -> list[int]:
         """Return which of api_keys may be guessed, counted from 1."""
-        return [number for number, key in enumerate(self.api_keys or (), start=1) if len(key) < SHORT_KEY]
+        return [number for number, key in enumerate(self.api_keys or (), start=1) if len(key) < MIN_API_KEY_LENGTH]
 
-    def body_bytes(self, max_seq_len: int) -> tuple[int, int]:
+    def compute_body_limits(self, max_seq_len: int) -> tuple[int, int]:
         """Return max_body_bytes and max_inflight_body_bytes as they hold for a context of so many tokens."""
-        ids = BYTES_OF_AN_ID * max_seq_len * self.max_choices
-        one = min(PARAMETERS + max(self.max_prompt_characters, ids), LONGEST_DEFAULT_BODY)
+        ids = BYTES_PER_TOKEN_ID * max_seq_len * self.max_choices
+        one = min(BODY_OVERHEAD_BYTES + max(self.max_prompt_characters, ids), MAX_DEFAULT_BODY_BYTES)
         one = min(one, self.max_inflight_body_bytes or one) if self.max_body_bytes is None else self.max_body_bytes
         return one, self.max_inflight_body_bytes or max(4 * one, 64 * MEBIBYTE)
 
@@ -455,21 +455,21 @@ class Settings(BaseSettings):
         return (init_settings,)  # load() merges the sources itself, so that a file can come last
 
 
-def load(file: Path | None, flags: Mapping[str, Any]) -> Settings:
+def load_settings(file: Path | None, flags: Mapping[str, Any]) -> Settings:
     """Merge settings from `file` < environment < `flags`. Raises SettingsError naming what is wrong."""
     check_environment(os.environ, Settings.model_fields)
     try:
-        environment = EnvSettingsSource(Settings)() | renamed_in_environment(os.environ)
+        environment = EnvSettingsSource(Settings)() | read_renamed_environment(os.environ)
         given = (read_file(file) if file else {}, environment, flags)
-        sources = Sources(file, *map(by_new_names, given))
-        return Settings(**sources.merged())
+        sources = Sources(file, *map(apply_renames, given))
+        return Settings(**sources.merge())
     except RecursionError:
         raise SettingsError("the settings have far too many tables within each other") from None
     except ValidationError as error:
-        raise SettingsError("; ".join(_explain(e, sources) for e in error.errors())) from None
+        raise SettingsError("; ".join(_format_validation_error(e, sources) for e in error.errors())) from None
 
 
-_PLAINLY = {  # pydantic's words for these are about Python
+_PLAIN_MESSAGES = {  # pydantic's words for these are about Python
     "missing": "is required",
     "dict_type": "must be a table",
     "model_type": "must be a table",
@@ -477,22 +477,22 @@ _PLAINLY = {  # pydantic's words for these are about Python
 }
 
 
-def _shown(path: tuple[str | int, ...], sources: Sources) -> tuple[str | int, ...]:
+def _mask_api_key(path: tuple[str | int, ...], sources: Sources) -> tuple[str | int, ...]:
     """Return the path with an API key by its place among key_limits: what is refused is in the log."""
     if path[:1] != ("key_limits",) or len(path) == 1:
         return path
-    return "key_limits", f"(key {list(sources.merged()['key_limits']).index(path[1]) + 1})", *path[2:]
+    return "key_limits", f"(key {list(sources.merge()['key_limits']).index(path[1]) + 1})", *path[2:]
 
 
-def _explain(error: Any, sources: Sources) -> str:
+def _format_validation_error(error: Any, sources: Sources) -> str:
     """Describe a validation error: which setting, where its value came from, what is wrong with it."""
     path: tuple[str | int, ...] = error["loc"]
-    where = ".".join(str(part) for part in _shown(path, sources))
+    where = ".".join(str(part) for part in _mask_api_key(path, sources))
     if error["type"] == "extra_forbidden":
         table = SelectionRule if path[0] == "rules" else Settings
-        return f"{where}{sources.origin(path)} is not a setting{did_you_mean(str(path[-1]), table.model_fields)}"
-    if error["type"] in _PLAINLY:
+        return f"{where}{sources.format_origin(path)} is not a setting{did_you_mean(str(path[-1]), table.model_fields)}"
+    if error["type"] in _PLAIN_MESSAGES:
         given = path[:-1] if error["type"] == "missing" else path
-        return f"{where}{sources.origin(given)} {_PLAINLY[error['type']]}"
+        return f"{where}{sources.format_origin(given)} {_PLAIN_MESSAGES[error['type']]}"
     message = error["msg"].removeprefix("Value error, ")
-    return f"{where}{sources.origin(path)}: {message}" if where else message
+    return f"{where}{sources.format_origin(path)}: {message}" if where else message

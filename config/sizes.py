@@ -22,10 +22,10 @@ def parse_bytes(text: str | int) -> int:
     raise ValueError(f"{text!r} is not an amount of memory: write a number of bytes, or '512MiB', '2GB'")
 
 
-def share_of(share: str, total: int) -> int:
+def share_to_bytes(share: str, total: int) -> int:
     """Bytes that `share` ("10%" or "512MiB") means of `total` bytes, rounded down."""
     if _is_percentage(share):
-        return int(total * _percent(share) / 100)
+        return int(total * _parse_percentage(share) / 100)
     return parse_bytes(share)
 
 
@@ -34,7 +34,7 @@ def exceeds(share: str, other: str) -> bool:
     if _is_percentage(share) != _is_percentage(other):
         return False
     if _is_percentage(share):
-        return _percent(share) > _percent(other)
+        return _parse_percentage(share) > _parse_percentage(other)
     return parse_bytes(share) > parse_bytes(other)
 
 
@@ -45,21 +45,21 @@ def _is_percentage(share: str) -> bool:
     return share.endswith("%")
 
 
-def _percent(share: str) -> Fraction:
+def _parse_percentage(share: str) -> Fraction:
     if not _PERCENTAGE.fullmatch(share):  # Fraction would read "1e-999999999" too, for hours
         raise ValueError(f"{share!r} is not a percentage")
     return Fraction(share[:-1].strip())
 
 
-def _checked(share: str) -> str:
+def _check_share(share: str) -> str:
     try:
-        share_of(share, 0)
+        share_to_bytes(share, 0)
     except (ValueError, ZeroDivisionError):
         raise ValueError(f"{share!r} is not a share: write a percentage, '10%', or an amount, '512MiB'") from None
-    if _is_percentage(share) and not 0 <= _percent(share) <= 100:
+    if _is_percentage(share) and not 0 <= _parse_percentage(share) <= 100:
         raise ValueError(f"{share!r}: a percentage lies between 0% and 100%")
     return share
 
 
-Share = Annotated[str, AfterValidator(_checked)]
+Share = Annotated[str, AfterValidator(_check_share)]
 """A part of the KV memory: "10%" of it, or an absolute "512MiB"."""

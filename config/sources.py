@@ -22,7 +22,7 @@ ENV_PREFIX = "KVMUX_"
 ENV_FOREIGN = frozenset({"KVMUX_CONFIG"})  # read by the command line, not a setting
 ENV_JSON = frozenset({"KVMUX_STRATEGIES", "KVMUX_RULES", "KVMUX_KEY_LIMITS"})
 RENAMED = {"max_step_tokens": "max_num_batched_tokens", "max_waiting": "max_queued_requests"}  # old names still work
-ENV_PARTS = "KVMUX_STRATEGIES__"  # the only variables that reach into a setting: __<instance>__<option>
+ENV_NESTED_PREFIX = "KVMUX_STRATEGIES__"  # the only variables that reach into a setting: __<instance>__<option>
 
 
 def env_name(setting: str) -> str:
@@ -43,28 +43,28 @@ class Sources(NamedTuple):
     from_environment: Mapping[str, Any]
     from_flags: Mapping[str, Any]
 
-    def merged(self) -> dict[str, Any]:
-        return _merged(_merged(self.from_file, self.from_environment), self.from_flags)
+    def merge(self) -> dict[str, Any]:
+        return _merge_tables(_merge_tables(self.from_file, self.from_environment), self.from_flags)
 
-    def origin(self, path: tuple[str | int, ...]) -> str:
+    def format_origin(self, path: tuple[str | int, ...]) -> str:
         """Return the strongest source that gives a value at `path`, as in " (from KVMUX_PORT)"."""
-        if path and _gives(self.from_flags, path):
+        if path and _has_path(self.from_flags, path):
             return f" (from {flag_name(str(path[0]))})"
-        if path and _gives(self.from_environment, path):
+        if path and _has_path(self.from_environment, path):
             return f" (from the environment, {env_name(str(path[0]))})"
-        return f" (from {self.file})" if path and _gives(self.from_file, path) else ""
+        return f" (from {self.file})" if path and _has_path(self.from_file, path) else ""
 
 
-def _merged(weaker: Mapping[str, Any], stronger: Mapping[str, Any]) -> dict[str, Any]:
+def _merge_tables(weaker: Mapping[str, Any], stronger: Mapping[str, Any]) -> dict[str, Any]:
     """Merge two tables, key by key; where both give a value the stronger one counts."""
     both = dict(weaker)
     for key, value in stronger.items():
         old = both.get(key)
-        both[key] = _merged(old, value) if isinstance(old, Mapping) and isinstance(value, Mapping) else value
+        both[key] = _merge_tables(old, value) if isinstance(old, Mapping) and isinstance(value, Mapping) else value
     return both
 
 
-def _gives(values: Any, path: tuple[str | int, ...]) -> bool:
+def _has_path(values: Any, path: tuple[str | int, ...]) -> bool:
     for part in path:
         try:
             values = values[part]
@@ -83,7 +83,7 @@ def read_file(file: Path) -> dict[str, Any]:
         raise SettingsError(f"{file} is not TOML: {error}") from None
 
 
-def by_new_names(values: Mapping[str, Any]) -> dict[str, Any]:
+def apply_renames(values: Mapping[str, Any]) -> dict[str, Any]:
     """Return the values of one source with settings under their present names. Raises SettingsError for both names."""
     found = dict(values)
     for old, new in RENAMED.items():
@@ -95,7 +95,7 @@ def by_new_names(values: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
-def renamed_in_environment(environ: Mapping[str, str]) -> dict[str, str]:
+def read_renamed_environment(environ: Mapping[str, str]) -> dict[str, str]:
     """Return the values that the environment gives settings under their old names."""
     names = {env_name(old): old for old in RENAMED}
     return {names[given.upper()]: value for given, value in environ.items() if given.upper() in names}
@@ -114,7 +114,7 @@ def check_environment(environ: Mapping[str, str], settings: Collection[str]) -> 
         setting = name.split("__")[0]
         if setting not in known:
             raise SettingsError(f"the environment sets {given}, which is not a setting{did_you_mean(name, known)}")
-        if name != setting and not name.startswith(ENV_PARTS):
+        if name != setting and not name.startswith(ENV_NESTED_PREFIX):
             raise SettingsError(f"the environment sets {given}, but {setting} has no parts; set {setting} itself")
         if name in ENV_JSON and not _is_json(value):
             raise SettingsError(f"{given} is not JSON; a settings file (--config) is easier to write")

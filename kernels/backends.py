@@ -11,11 +11,11 @@ from typing import NamedTuple
 import torch
 
 from kernels.cpu import library as cpu
-from kernels.device import Device, KernelsMissing, named
+from kernels.device import Device, KernelsMissing, get_device
 from kernels.metal import runtime as metal
 from kernels.ops import Ops
 from kernels.reference.backend import ReferenceOps
-from kernels.selfcheck.check import Verdict, checked, mended
+from kernels.selfcheck.check import Verdict, check_ops, replace_faulty
 from kernels.selfcheck.op_db import OP_NAMES, OPS
 from kernels.selfcheck.op_info import DTYPES
 
@@ -40,17 +40,17 @@ class Backend(NamedTuple):
     missing: str | None  # why it cannot be loaded; None: it can
 
 
-def backends(device: str | None = None) -> Iterator[Backend]:
-    """All of BACKENDS, or those for the device of that name, the best first; not the reference, which is everywhere."""
-    for name, (where, load) in BACKENDS.items():
-        if device not in (None, where):
+def list_backends(device: str | None = None) -> Iterator[Backend]:
+    """Yield all of BACKENDS, or those for a device, the best first; not the reference, which runs everywhere."""
+    for name, (device_name, load) in BACKENDS.items():
+        if device not in (None, device_name):
             continue
         missing = None
         try:
             load()
         except KernelsMissing as error:
             missing = str(error)
-        yield Backend(name, named(where), load, missing)
+        yield Backend(name, get_device(device_name), load, missing)
 
 
 class CheckedOps(NamedTuple):
@@ -61,48 +61,48 @@ class CheckedOps(NamedTuple):
     verdicts: list[Verdict]  # empty: it is the reference
 
     @property
-    def faulty(self) -> list[str]:
+    def faulty_ops(self) -> list[str]:
         """Operations that the reference computes in the backend's place."""
         return [verdict.op for verdict in self.verdicts if verdict.fault is not None]
 
     @property
-    def by_operation(self) -> dict[str, str]:
-        """Who computes each."""
-        faulty = {op.name for op in OPS if op.full_name in self.faulty}
+    def backend_by_op(self) -> dict[str, str]:
+        """The backend that computes each operation, by its name."""
+        faulty = {op.name for op in OPS if op.full_name in self.faulty_ops}
         return {name: REFERENCE if name in faulty else self.backend for name in OP_NAMES}
 
     @property
-    def words(self) -> str:
-        """For people."""
+    def description(self) -> str:
+        """The backend in words, for a log or a status page."""
         if self.backend == REFERENCE:
             return "plain torch"
-        return self.backend + (f", plain torch for {', '.join(self.faulty)}" if self.faulty else "")
+        return self.backend + (f", plain torch for {', '.join(self.faulty_ops)}" if self.faulty_ops else "")
 
 
 def load_ops(device: Device, dtype: torch.dtype, *, reference: bool = False) -> CheckedOps:
-    """The best operations there are for `device`; what fails its check in `dtype` is replaced, and told in the log.
+    """Return the best operations for `device`; those that fail their check in `dtype` are replaced, and logged.
 
     Raises KernelsMissing for an emulated device that has none: there plain torch is for those who ask for it.
     """
     if reference:
         return CheckedOps(REFERENCE, ReferenceOps(), [])
-    if device.name != "cpu" and any(where == device.name for where, _ in BACKENDS.values()):
+    if device.name != "cpu" and any(device_name == device.name for device_name, _ in BACKENDS.values()):
         log.info("kernels for %s are compiled, unless they were before, and checked ...", device.name)
-    why = f"they do not compute in {dtype}"
-    for backend in backends(device.name) if dtype in DTYPES else ():
+    reason = f"they do not compute in {dtype}"
+    for backend in list_backends(device.name) if dtype in DTYPES else ():
         if backend.missing is None:
-            return _checked(backend, dtype)
-        why = backend.missing
-        log.debug("no kernels %s: %s", backend.name, why)
-    if device.emulated:
-        raise KernelsMissing(why)
+            return _check_backend(backend, dtype)
+        reason = backend.missing
+        log.debug("no kernels %s: %s", backend.name, reason)
+    if device.is_emulated:
+        raise KernelsMissing(reason)
     log.warning("there are no kernels for %s on %s: plain torch is used, which is slower", dtype, device.name)
     return CheckedOps(REFERENCE, ReferenceOps(), [])
 
 
 @contextmanager
 def _one_thread() -> Iterator[None]:
-    """For small inputs: beside other work on a core, two threads wait for each other twenty times as long."""
+    """Use one thread for small inputs: beside other work on a core, two wait for each other twenty times as long."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -112,13 +112,13 @@ def _one_thread() -> Iterator[None]:
 
 
 @cache  # what was found once in a process holds for all of it
-def _checked(backend: Backend, dtype: torch.dtype) -> CheckedOps:
+def _check_backend(backend: Backend, dtype: torch.dtype) -> CheckedOps:
     ops = backend.load()
     with _one_thread():
-        verdicts = checked(ops, dtype, backend.device.tensors)
+        verdicts = check_ops(ops, dtype, backend.device.tensors)
     for verdict in verdicts:
         if verdict.fault is not None:
             log.error(
                 "KERNEL FAILS ITS CHECK, plain torch is used: %s of %s: %s", verdict.op, backend.name, verdict.fault
             )
-    return CheckedOps(backend.name, mended(ops, verdicts), verdicts)
+    return CheckedOps(backend.name, replace_faulty(ops, verdicts), verdicts)

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kernels.arguments import ANY, SOME, expect, expect_tensor
+from kernels.arguments import ANY, AT_LEAST_ONE, check, check_tensor
 from kernels.ops import Attention, AttentionWeights, DecoderLayer, DecoderLayers, GatedMLP, Ops, RopeTables
 
 
@@ -35,7 +35,7 @@ class CompositeOps(Ops):
         if layer.qk_norm is not None:
             parts = zip(qk.split_with_sizes(heads, dim=1), layer.qk_norm, strict=True)
             qk = torch.cat([self.rms_norm(t.flatten(0, 1), w, layer.eps).view(t.shape) for t, w in parts], dim=1)
-        q, k = rotate(self, qk, layer.tables, positions).split_with_sizes(heads, dim=1)
+        q, k = apply_rope(self, qk, layer.tables, positions).split_with_sizes(heads, dim=1)
         return x, q, k, v
 
     def o_proj_add_norm(self: Ops, layer: AttentionWeights, x: Tensor, mixed: Tensor) -> tuple[Tensor, Tensor]:
@@ -47,8 +47,8 @@ class CompositeOps(Ops):
         if weights.activation == "silu":
             gated = self.silu_mul(gate_up)
         else:
-            expect_tensor("mlp", "gate_up", gate_up, (ANY, SOME))
-            expect(gate_up.shape[1] % 2 == 0, "mlp: gate_up must be two halves of one width, and is {}", gate_up.shape)
+            check_tensor("mlp", "gate_up", gate_up, (ANY, AT_LEAST_ONE))
+            check(gate_up.shape[1] % 2 == 0, "mlp: gate_up must be two halves of one width, and is {}", gate_up.shape)
             gate, up = gate_up.chunk(2, dim=-1)
             gated = F.gelu(gate, approximate="tanh") * up
         return self.linear(gated, weights.down, weights.down_bias)
@@ -63,14 +63,14 @@ class CompositeOps(Ops):
         return x if added is None else x + added
 
 
-def rotate(ops: Ops, x: Tensor, tables: RopeTables | None, positions: Tensor) -> Tensor:
+def apply_rope(ops: Ops, x: Tensor, tables: RopeTables | None, positions: Tensor) -> Tensor:
     """Rotate x [N,H,D] by RoPE; dimensions beyond those of the tables stay."""
     if tables is None:
         return x
-    turning = 2 * tables[0].shape[1]
-    if turning == x.shape[-1]:
+    rotated = 2 * tables[0].shape[1]
+    if rotated == x.shape[-1]:
         return ops.rope(x, *tables, positions)
-    return torch.cat((ops.rope(x[..., :turning], *tables, positions), x[..., turning:]), dim=-1)
+    return torch.cat((ops.rope(x[..., :rotated], *tables, positions), x[..., rotated:]), dim=-1)
 
 
 def _norm(ops: Ops, x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
@@ -80,13 +80,13 @@ def _norm(ops: Ops, x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
 
 def _check_qkv_proj_rope(layer: AttentionWeights, x: Tensor, positions: Tensor) -> None:
     """Check those arguments of `Ops.qkv_proj_rope` that the operations it calls do not check."""
-    expect(len(layer.qkv.shape) == 2, "qkv_proj_rope: qkv must be [out, in], and is {}", layer.qkv.shape)
+    check(len(layer.qkv.shape) == 2, "qkv_proj_rope: qkv must be [out, in], and is {}", layer.qkv.shape)
     if layer.tables is not None:
-        expect_tensor("qkv_proj_rope", "cos", layer.tables[0], (ANY, SOME), (torch.float32,), x.device)
+        check_tensor("qkv_proj_rope", "cos", layer.tables[0], (ANY, AT_LEAST_ONE), (torch.float32,), x.device)
     heads, outputs = layer.q_heads + 2 * layer.kv_heads, layer.qkv.shape[0]
-    expect(
+    check(
         layer.q_heads > 0 and layer.kv_heads > 0 and outputs > 0 and outputs % heads == 0,
         "qkv_proj_rope: qkv has {} outputs, which are not {} query heads and twice {} heads of one dimension",
         *(outputs, layer.q_heads, layer.kv_heads),
     )
-    expect_tensor("qkv_proj_rope", "positions", positions, x.shape[:1], (torch.int64,), x.device)
+    check_tensor("qkv_proj_rope", "positions", positions, x.shape[:1], (torch.int64,), x.device)

@@ -15,7 +15,10 @@ class KernelsMissing(Exception):
     """There are no such operations on this machine; the message says why, and what would help."""
 
 
-EMULATED: Mapping[str, str] = {"metal-emulated": "cpu", "metal-checked": "cpu"}  # by name: where their tensors live
+EMULATED_DEVICES: Mapping[str, str] = {
+    "metal-emulated": "cpu",
+    "metal-checked": "cpu",
+}  # by name: where their tensors live
 
 
 class Device(NamedTuple):
@@ -25,23 +28,23 @@ class Device(NamedTuple):
     tensors: torch.device
 
     @property
-    def emulated(self) -> bool:
-        """Whether it is there for its kernels alone: plain torch in their place would be no such device."""
-        return self.name in EMULATED
+    def is_emulated(self) -> bool:
+        """Whether it exists for its kernels alone: plain torch is no replacement for them."""
+        return self.name in EMULATED_DEVICES
 
 
-def named(name: str) -> Device:
-    """The device people call that."""
-    return Device(name, torch.device(EMULATED.get(name, name)))
+def get_device(name: str) -> Device:
+    """Return the device of that name."""
+    return Device(name, torch.device(EMULATED_DEVICES.get(name, name)))
 
 
-def native(tensors: torch.device | str) -> Device:
-    """The one that computes where these tensors live."""
+def device_of(tensors: torch.device | str) -> Device:
+    """Return the device that computes where these tensors live."""
     tensors = torch.device(tensors)
     return Device(tensors.type, tensors)
 
 
-def fast_halves() -> frozenset[torch.dtype]:
+def fast_half_dtypes() -> frozenset[torch.dtype]:
     """Return the dtypes of 16 bits that this CPU has instructions for; products of others are slow."""
     halves = {
         torch.bfloat16: ("avx512_bf16", "amx_bf16", "bf16"),

@@ -18,10 +18,10 @@ def allocate(size: int, device: torch.device | str = "cpu") -> Tensor:
     """
     if torch.device(device).type != "cpu":
         return torch.zeros(size, dtype=torch.uint8, device=device)
-    return mapped(size).zero_()
+    return allocate_untouched(size).zero_()
 
 
-def mapped(size: int) -> Tensor:
+def allocate_untouched(size: int) -> Tensor:
     """Allocate [size] uint8 of a CPU's memory without touching it, for a caller that writes all of it anyway."""
     if not hasattr(mmap, "MADV_HUGEPAGE"):
         return torch.empty(size, dtype=torch.uint8)
@@ -34,10 +34,10 @@ def mapped(size: int) -> Tensor:
 class WeightArena:
     """Memory for many tensors that stay, one after the other: each by itself is too small for a huge page.
 
-    A tensor keeps the stretch it lies in; nothing of it is touched before whoever takes it does.
+    A tensor keeps the stretch it lies in; nothing of it is touched before its taker does.
     """
 
-    STRETCH = 64 << 20  # bytes, and more for what is larger
+    STRETCH_BYTES = 64 << 20  # bytes, and more for what is larger
     ALIGN = 64  # a cache line
 
     def __init__(self) -> None:
@@ -47,12 +47,12 @@ class WeightArena:
         """Take [size] uint8."""
         padded = -(-size // self.ALIGN) * self.ALIGN
         if padded > len(self._left):
-            self._left = mapped(max(padded, self.STRETCH))
+            self._left = allocate_untouched(max(padded, self.STRETCH_BYTES))
         taken, self._left = self._left[:size], self._left[padded:]
         return taken
 
 
-def concatenated(parts: Sequence[Tensor]) -> Tensor:
+def concatenate(parts: Sequence[Tensor]) -> Tensor:
     """Concatenate rows of one dtype; a CPU's memory goes back to the system with the result.
 
     malloc would keep it: between large tensors that go lie small ones that stay.
@@ -61,12 +61,12 @@ def concatenated(parts: Sequence[Tensor]) -> Tensor:
     if first.device.type != "cpu":
         return torch.cat([*parts])
     shape = sum(len(part) for part in parts), *first.shape[1:]
-    memory = mapped(sum(part.nbytes for part in parts)).view(first.dtype).view(shape)
+    memory = allocate_untouched(sum(part.nbytes for part in parts)).view(first.dtype).view(shape)
     return torch.cat([*parts], out=memory)
 
 
 class ConcatenatedWeight:
-    """The rows of several matrices [n, in] of one dtype, one after the other; `whole` makes them one matrix."""
+    """The rows of several matrices [n, in] of one dtype, one after the other; `concatenate` makes them one matrix."""
 
     def __init__(self, parts: Sequence[Tensor]) -> None:
         """Raise ValueError for parts of several widths or dtypes."""
@@ -78,6 +78,6 @@ class ConcatenatedWeight:
         self.shape = torch.Size((sum(map(len, parts)), *parts[0].shape[1:]))
         self.dtype = parts[0].dtype
 
-    def whole(self) -> Tensor:
+    def concatenate(self) -> Tensor:
         """Return the parts as one new matrix."""
-        return concatenated(self.parts)
+        return concatenate(self.parts)

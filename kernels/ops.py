@@ -148,7 +148,7 @@ class DecoderLayers:
 
 
 # ---------------------------------------------------------------- attention
-class Stored(NamedTuple):
+class KVLocation(NamedTuple):
     """Where keys lie, of all layers."""
 
     store: KVStore
@@ -163,7 +163,7 @@ class Attention(Protocol):
     logit_index: Tensor  # [K] int64, rows of the hidden state that go through lm_head
 
     @property
-    def stored(self) -> Sequence[tuple[slice, Stored]] | None:
+    def kv_locations(self) -> Sequence[tuple[slice, KVLocation]] | None:
         """Where all keys lie, by slices of the N tokens; None: only attend() knows.
 
         attend() then does no more than `write_kv` and `attend` there, and a backend may do it in its place.
@@ -188,8 +188,8 @@ class Ops(Protocol):
         """Return the largest head for which a row has the same bits in every batch; 0: it may differ in any case."""
         ...
 
-    def prepare(self, layers: Sequence[LayerSpec], dtype: torch.dtype, stored: torch.dtype) -> None:
-        """Make ready what these layers' attention will need, in `dtype` over keys that are `stored` in another.
+    def prepare(self, layers: Sequence[LayerSpec], dtype: torch.dtype, kv_dtype: torch.dtype) -> None:
+        """Make ready what these layers' attention will need, in `dtype` over keys in `kv_dtype`.
 
         Some kernels are compiled, and nobody's request is to wait for that.
         """
@@ -259,7 +259,7 @@ class Ops(Protocol):
     def sample(self, logits: Tensor, how: Tensor) -> Tensor:
         """Draw a token of each row of logits [K, V] -> [K] int64, as `how` [K, 5] says; -1 where they are not numbers.
 
-        `how` is float64 in the host's memory, a `kernels.sampling.Drawing` a row: temperature (0: the first of the
+        `how` is float64 in the host's memory, a `kernels.sampling.SamplingRow` a row: temperature (0: the first of the
         largest), top-k, top-p, min-p (0, 1 and 0: all stay), and noise in [0, 1), which falls into the token's stretch
         of the cumulated probabilities. No numbers are those of a row with NaN, or whose largest is infinite.
         """

@@ -13,13 +13,12 @@ from math import gcd
 import torch
 from torch import Tensor
 
-from kernels.memory import concatenated
+from kernels.memory import concatenate
 
 BITS = (4, 8)
 TILE = 1 << 18  # numbers that are float32 at a time: a mebibyte, which stays in the cache
-WIDE_TILE = (
-    1 << 21
-)  # when quantizing, in many steps: on a busy machine threads wait longer for each other than for memory
+# When quantizing, in many steps: on a busy machine threads wait longer for each other than for memory
+WIDE_TILE = 1 << 21
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -59,7 +58,7 @@ class QuantizedTensor:
 
     @property
     def shape(self) -> torch.Size:
-        """Of the weight: out, in."""
+        """The shape of the weight: out, in."""
         out, width = self.numbers.shape
         return torch.Size((out, width * 8 // self.bits))
 
@@ -73,15 +72,15 @@ class QuantizedTensor:
 
     def to(self, device: torch.device) -> QuantizedTensor:
         """Return the same weight on a device."""
-        return self._each(lambda part: part.to(device))
+        return self._map_parts(lambda part: part.to(device))
 
     def rows(self, which: slice | Tensor) -> QuantizedTensor:
         """Return some rows as a weight of its own: of a slice, views; of indices [n] int64, copies."""
         if isinstance(which, slice):
-            return self._each(lambda part: part[which])
-        return self._each(lambda part: part.index_select(0, which))  # it refuses negative indices
+            return self._map_parts(lambda part: part[which])
+        return self._map_parts(lambda part: part.index_select(0, which))  # it refuses negative indices
 
-    def _each(self, change: Callable[[Tensor], Tensor]) -> QuantizedTensor:
+    def _map_parts(self, change: Callable[[Tensor], Tensor]) -> QuantizedTensor:
         return QuantizedTensor(change(self.numbers), change(self.scale), change(self.offset), self.bits, self.group)
 
 
@@ -93,14 +92,14 @@ def check_format(width: int, bits: int, group: int) -> None:
         raise ValueError(f"groups of {group} do not divide rows of {width} columns")
 
 
-def tile_rows(width: int, tile: int = TILE) -> int:
+def count_tile_rows(width: int, tile: int = TILE) -> int:
     """Return the number of rows of `width` columns that are float32 at a time."""
     return max(1, tile // width)
 
 
 def dequantize(weight: QuantizedTensor) -> Tensor:
     """Return the values of a weight, float32 [out, in]."""
-    numbers = _unpacked(weight.numbers) if weight.bits == 4 else weight.numbers
+    numbers = _unpack_numbers(weight.numbers) if weight.bits == 4 else weight.numbers
     grouped = numbers.unflatten(-1, (-1, weight.group)).float()  # [out, in / group, group]
     values: Tensor = grouped.mul_(weight.scale.float()[..., None]).add_(weight.offset.float()[..., None])
     return values.flatten(-2)
@@ -114,11 +113,13 @@ def quantize_weight(weight: Tensor, bits: int, group: int) -> QuantizedTensor:
     not divide a row, and numbers that are NaN or infinite.
     """
     check_format(weight.shape[1], bits, group)
-    return joined([_nearest(part, bits, group) for part in weight.split(tile_rows(weight.shape[1], WIDE_TILE))])
+    return concatenate_quantized(
+        [_round_to_nearest(part, bits, group) for part in weight.split(count_tile_rows(weight.shape[1], WIDE_TILE))]
+    )
 
 
-def _grouped(weight: Tensor, group: int) -> tuple[Tensor, Tensor, Tensor]:
-    """-> float32 [out, in / group, group], and the smallest and the largest number of each group."""
+def _split_groups(weight: Tensor, group: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Return float32 [out, in / group, group], and the smallest and the largest number of each group."""
     wide = weight.float().unflatten(-1, (-1, group))
     low, high = wide.amin(-1), wide.amax(-1)  # a fifth of aminmax's time
     if not (low.isfinite() & high.isfinite()).all():
@@ -126,9 +127,9 @@ def _grouped(weight: Tensor, group: int) -> tuple[Tensor, Tensor, Tensor]:
     return wide, low, high
 
 
-def _nearest(weight: Tensor, bits: int, group: int) -> QuantizedTensor:
+def _round_to_nearest(weight: Tensor, bits: int, group: int) -> QuantizedTensor:
     levels = 2**bits - 1
-    wide, low, high = _grouped(weight, group)
+    wide, low, high = _split_groups(weight, group)
     edge = low.where(-low > high, high)
     steps = (edge.abs() / (high / levels - low / levels)).round()  # from the edge to 0
     scale = (-edge / steps).where(high > low, 1).to(weight.dtype)
@@ -136,7 +137,7 @@ def _nearest(weight: Tensor, bits: int, group: int) -> QuantizedTensor:
     offset = edge.to(weight.dtype)
     numbers = (wide - offset.float()[..., None]) / scale.float()[..., None]
     bytes_ = numbers.round_().clamp_(0, levels).to(torch.uint8).flatten(-2)
-    return QuantizedTensor(packed(bytes_, bits), scale, offset, bits, group)
+    return QuantizedTensor(pack_numbers(bytes_, bits), scale, offset, bits, group)
 
 
 def quantize_symmetric(weight: Tensor, bits: int, group: int | None = None) -> QuantizedTensor:
@@ -146,21 +147,21 @@ def quantize_symmetric(weight: Tensor, bits: int, group: int | None = None) -> Q
     """
     width = weight.shape[1]
     check_format(width, bits, group or width)
-    parts = [_symmetric(part, bits, group or width) for part in weight.split(tile_rows(width, WIDE_TILE))]
-    return joined(parts)
+    parts = [_round_symmetric(part, bits, group or width) for part in weight.split(count_tile_rows(width, WIDE_TILE))]
+    return concatenate_quantized(parts)
 
 
-def _symmetric(weight: Tensor, bits: int, group: int) -> QuantizedTensor:
+def _round_symmetric(weight: Tensor, bits: int, group: int) -> QuantizedTensor:
     zero = 2 ** (bits - 1)
-    wide, low, high = _grouped(weight, group)
+    wide, low, high = _split_groups(weight, group)
     scale = low.where(-low > high, high) / -zero
     scale = scale if group == weight.shape[1] else scale.to(weight.dtype)
     scale = scale.where(scale != 0, 1)  # of zeros, or too small for its dtype
     numbers = (wide / scale.float()[..., None]).round_().add_(zero).clamp_(0, 2 * zero - 1)
-    return symmetric(packed(numbers.to(torch.uint8).flatten(-2), bits), scale, bits)
+    return from_symmetric(pack_numbers(numbers.to(torch.uint8).flatten(-2), bits), scale, bits)
 
 
-def symmetric(numbers: Tensor, scale: Tensor, bits: int) -> QuantizedTensor:
+def from_symmetric(numbers: Tensor, scale: Tensor, bits: int) -> QuantizedTensor:
     """Return the weight with value = scale * (number - half of all numbers), exactly; parts as in `QuantizedTensor`."""
     zero, width = 2 ** (bits - 1), numbers.shape[1] * 8 // bits
     offset = scale * -zero
@@ -169,26 +170,26 @@ def symmetric(numbers: Tensor, scale: Tensor, bits: int) -> QuantizedTensor:
     return QuantizedTensor(numbers, scale, offset, bits, width // scale.shape[1])
 
 
-def joined(parts: Sequence[QuantizedTensor]) -> QuantizedTensor:
+def concatenate_quantized(parts: Sequence[QuantizedTensor]) -> QuantizedTensor:
     """Concatenate the rows of weights, all as exact as they were.
 
     Where they differ in format, in the most bits and the smallest groups of any.
     """
     bits, group = max(part.bits for part in parts), gcd(*(part.group for part in parts))
-    alike = [_finer(part, bits, group) for part in parts]
-    numbers = concatenated([part.numbers for part in alike])
+    alike = [_refine(part, bits, group) for part in parts]
+    numbers = concatenate([part.numbers for part in alike])
     scale, offset = (torch.cat([getattr(part, name) for part in alike]) for name in ("scale", "offset"))
     return QuantizedTensor(numbers, scale, offset, bits, group)
 
 
-def _finer(weight: QuantizedTensor, bits: int, group: int) -> QuantizedTensor:
+def _refine(weight: QuantizedTensor, bits: int, group: int) -> QuantizedTensor:
     """Return the same values in more bits and smaller groups."""
-    numbers = _unpacked(weight.numbers) if weight.bits < bits else weight.numbers
+    numbers = _unpack_numbers(weight.numbers) if weight.bits < bits else weight.numbers
     scale, offset = (part.repeat_interleave(weight.group // group, -1) for part in (weight.scale, weight.offset))
     return QuantizedTensor(numbers, scale, offset, bits, group)
 
 
-def packed(numbers: Tensor, bits: int) -> Tensor:
+def pack_numbers(numbers: Tensor, bits: int) -> Tensor:
     """Pack uint8 [out, in], of 4 bits below 16, as `QuantizedTensor` has them.
 
     As words of 16 bits, here and back: a third of the time, or less, that two strided copies take.
@@ -199,7 +200,7 @@ def packed(numbers: Tensor, bits: int) -> Tensor:
     return (words | words >> 4).bitwise_and_(0xFF).to(torch.uint8)
 
 
-def _unpacked(numbers: Tensor) -> Tensor:
-    """uint8 [out, in / 2] -> [out, in]."""
+def _unpack_numbers(numbers: Tensor) -> Tensor:
+    """Unpack uint8 [out, in / 2], two numbers each -> [out, in]."""
     words = numbers.to(torch.int16)
     return (words | words << 4).bitwise_and_(0x0F0F).view(torch.uint8)

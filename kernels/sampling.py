@@ -18,7 +18,7 @@ COLDEST = 1e-30  # temperature; float32 could not divide by much less
 Sample = Callable[[Tensor, Tensor], Tensor]  # a backend's `Ops.sample`
 
 
-class Filter(Protocol):
+class SamplingFilter(Protocol):
     """Which tokens may come, and how likely they are."""
 
     @property
@@ -31,8 +31,8 @@ class Filter(Protocol):
     def min_p(self) -> float: ...
 
 
-class Drawing(NamedTuple):
-    """A row of what `Ops.sample` is told."""
+class SamplingRow(NamedTuple):
+    """How `Ops.sample` draws one row's token."""
 
     temperature: float = 0.0
     top_k: float = 0.0
@@ -42,17 +42,17 @@ class Drawing(NamedTuple):
 
 
 def sample(logits: Tensor, how: Tensor) -> Tensor:
-    """As `Ops.sample`."""
-    tokens = likeliest(logits)
-    sound = tokens != NO_TOKEN
-    for i, each in enumerate(map(Drawing._make, how.tolist())):
+    """Draw tokens as `Ops.sample` says."""
+    tokens = argmax_tokens(logits)
+    finite = tokens != NO_TOKEN
+    for i, each in enumerate(map(SamplingRow._make, how.tolist())):
         if each.temperature > 0:
-            tokens[i] = draw(probabilities(logits[i].float(), each), each.noise)
-    return tokens.where(sound, NO_TOKEN)
+            tokens[i] = draw_token(compute_probabilities(logits[i].float(), each), each.noise)
+    return tokens.where(finite, NO_TOKEN)
 
 
-def likeliest(logits: Tensor) -> Tensor:
-    """The first of the largest in each row [K]; NO_TOKEN if that is infinite, or a number of the row is NaN.
+def argmax_tokens(logits: Tensor) -> Tensor:
+    """Return the first of the largest in each row [K]; NO_TOKEN if that is infinite, or a number of the row is NaN.
 
     On a CPU by numpy, whose argmax is twenty times as fast as torch's and finds NaN before all others; on mps argmax
     passes over NaN.
@@ -62,18 +62,18 @@ def likeliest(logits: Tensor) -> Tensor:
         tokens = numbers.argmax(-1)
         tokens[~np.isfinite(numbers[np.arange(len(tokens)), tokens])] = NO_TOKEN
         return torch.from_numpy(tokens)
-    found = logits.argmax(-1)
-    sound = logits.gather(1, found[:, None])[:, 0].isfinite() & ~logits.isnan().any(-1)
-    return found.masked_fill(~sound, NO_TOKEN)
+    largest = logits.argmax(-1)
+    finite = logits.gather(1, largest[:, None])[:, 0].isfinite() & ~logits.isnan().any(-1)
+    return largest.masked_fill(~finite, NO_TOKEN)
 
 
-def probabilities(logits: Tensor, of: Filter) -> Tensor:
-    """logits [V] -> what the token is drawn from [V]: temperature, then min-p, top-k and top-p, in this order."""
+def compute_probabilities(logits: Tensor, of: SamplingFilter) -> Tensor:
+    """Return what a token is drawn from [V], of logits [V]: temperature, min-p, top-k and top-p, in this order."""
     p = ((logits - logits.max()) / max(of.temperature, COLDEST)).softmax(-1)
     if of.min_p > 0:  # Nguyen et al. 2024: less likely than this share of the likeliest
         p = p.masked_fill(p < of.min_p * p.max(), 0.0)
     if 0 < of.top_k < p.numel():
-        p = p.masked_fill(~_first(int(of.top_k), p), 0.0)
+        p = p.masked_fill(~_mask_top_k(int(of.top_k), p), 0.0)
     if of.top_p < 1:  # Holtzman et al. 2020: the fewest tokens that hold this much of the mass
         ordered, ids = p.sort(descending=True, stable=True)
         mass_before = ordered.cumsum(-1) - ordered
@@ -83,13 +83,13 @@ def probabilities(logits: Tensor, of: Filter) -> Tensor:
     return p
 
 
-def draw(p: Tensor, u: float) -> Tensor:
-    """The token [] whose stretch of the cumulated p [V] (not necessarily normalised) holds u in [0, 1)."""
+def draw_token(p: Tensor, u: float) -> Tensor:
+    """Return the token [] whose stretch of the cumulated p [V] (not necessarily normalised) holds u in [0, 1)."""
     cumulated = p.cumsum(-1)
     return torch.searchsorted(cumulated, min(u, BELOW_ONE) * cumulated[-1], right=True)
 
 
-def _first(k: int, p: Tensor) -> Tensor:
+def _mask_top_k(k: int, p: Tensor) -> Tensor:
     """Mask [V] of the k largest; of equal ones the first, which topk does not promise."""
     least = p.topk(k).values[-1]
     larger, equal = p > least, p == least

@@ -25,11 +25,11 @@ SCALE = torch.float32  # of a vector of int8
 ALIGN = 64  # bytes: a cache line, and the widest vector
 
 
-def _aligned(size: int) -> int:
+def _align(size: int) -> int:
     return -(-size // ALIGN) * ALIGN
 
 
-def vector_bytes(dim: int, dtype: torch.dtype) -> int:
+def compute_vector_bytes(dim: int, dtype: torch.dtype) -> int:
     """Return the bytes of one token's keys or values in one head, its scale included."""
     if dtype is not torch.int8:
         return dim * dtype.itemsize
@@ -37,7 +37,7 @@ def vector_bytes(dim: int, dtype: torch.dtype) -> int:
     return dim + SCALE.itemsize
 
 
-def plane_offsets(layers: Sequence[LayerSpec], block_size: int, dtype: torch.dtype) -> list[int]:
+def compute_plane_offsets(layers: Sequence[LayerSpec], block_size: int, dtype: torch.dtype) -> list[int]:
     """Return the byte offsets K0, V0, K1, V1 and so on within a block, and last its size.
 
     Python integers: no 32-bit overflow.
@@ -45,13 +45,13 @@ def plane_offsets(layers: Sequence[LayerSpec], block_size: int, dtype: torch.dty
     offsets = [0]
     for spec in layers:
         for dim in (spec.head_dim, spec.v_head_dim):
-            offsets.append(offsets[-1] + _aligned(spec.num_kv_heads * block_size * vector_bytes(dim, dtype)))
+            offsets.append(offsets[-1] + _align(spec.num_kv_heads * block_size * compute_vector_bytes(dim, dtype)))
     return offsets
 
 
-def block_bytes(layers: Sequence[LayerSpec], block_size: int, dtype: torch.dtype) -> int:
+def compute_block_bytes(layers: Sequence[LayerSpec], block_size: int, dtype: torch.dtype) -> int:
     """Return the bytes of a block of `block_size` tokens over all layers."""
-    return plane_offsets(layers, block_size, dtype)[-1]
+    return compute_plane_offsets(layers, block_size, dtype)[-1]
 
 
 class Plane(NamedTuple):
@@ -100,7 +100,7 @@ class KVStore:
         self.dtype = dtype
         self.device = memory.memory.device
         self._heads = [(spec.num_kv_heads, spec.head_dim, spec.v_head_dim) for spec in layers]
-        self._offsets = plane_offsets(layers, block_size, dtype)
+        self._offsets = compute_plane_offsets(layers, block_size, dtype)
         self.block_bytes = self._offsets[-1]
         self.run = -(-self.block_bytes // self.page_bytes)
         self.num_blocks = max(0, memory.pages - self.run + 1)
@@ -112,9 +112,9 @@ class KVStore:
         self.blocks = self.memory.as_strided((self.num_blocks, self.run * self.page_bytes), (self.page_bytes, 1))
 
     def _view(self, dtype: torch.dtype, offset: int, heads: int, width: int, dim: int) -> Tensor:
-        """[blocks, H, block_size, width] of `dtype`, `offset` bytes into each block; vectors have `dim` numbers."""
+        """View [blocks, H, block_size, width] in `dtype`, `offset` bytes into a block; vectors have `dim` numbers."""
         typed, size = self.memory.view(dtype), dtype.itemsize
-        vector = vector_bytes(dim, self.dtype) // size
+        vector = compute_vector_bytes(dim, self.dtype) // size
         strides = (self.page_bytes // size, self.block_size * vector, vector, 1)
         return typed.as_strided((self.num_blocks, heads, self.block_size, width), strides, offset // size)
 
@@ -134,15 +134,17 @@ class KVStore:
         self.heads(layer)
         return self._planes[2 * layer], self._planes[2 * layer + 1]
 
-    def finite(self, blocks: Sequence[int]) -> list[bool]:
+    def find_finite_blocks(self, blocks: Sequence[int]) -> list[bool]:
         """Return for each of these blocks, which are full, whether all its numbers in all layers are finite.
 
         Waits for the device.
         """
-        kept = (plane.numbers if plane.scale is None else plane.scale for plane in self._planes)
-        found = torch.stack([plane[blocks].isfinite().flatten(1).all(dim=1) for plane in kept])  # [planes, blocks]
-        sound: list[bool] = found.all(dim=0).tolist()
-        return sound
+        tensors = (plane.numbers if plane.scale is None else plane.scale for plane in self._planes)
+        finite_by_plane = torch.stack(
+            [plane[blocks].isfinite().flatten(1).all(dim=1) for plane in tensors]
+        )  # [planes, blocks]
+        finite: list[bool] = finite_by_plane.all(dim=0).tolist()
+        return finite
 
     def k(self, layer: int) -> Tensor:
         """View [blocks, H, block_size, D]; stride(0) is a page."""

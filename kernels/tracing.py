@@ -15,41 +15,41 @@ from kernels.composite import CompositeOps
 from kernels.ops import Attention, DecoderLayers, Ops
 from kernels.selfcheck.layer_ops import FORWARD_LAYERS
 from kernels.selfcheck.op_db import OP_NAMES, OPS
-from kernels.selfcheck.op_info import Op
+from kernels.selfcheck.op_info import OpInfo
 
-Run = Callable[[DecoderLayers, Tensor, Attention], Tensor]
-WAITS: dict[str, Callable[[], None]] = {"cuda": torch.cuda.synchronize, "mps": torch.mps.synchronize}
+ForwardLayers = Callable[[DecoderLayers, Tensor, Attention], Tensor]
+SYNCHRONIZE: dict[str, Callable[[], None]] = {"cuda": torch.cuda.synchronize, "mps": torch.mps.synchronize}
 
 
 class OpHook:
     """Passes every call of `ops` to `call` while it is entered, but for those that an operation makes itself."""
 
-    counts = True  # calls, and what goes into them; not time alone
+    needs_every_call = True  # calls, and what goes into them; not time alone
 
     def __init__(self, ops: Ops) -> None:
         self._ops = ops
         self._before: dict[str, Any] = {}  # what the object had of its own
         self._busy = False
 
-    def call(self, op: Op, run: Callable[..., object], args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
+    def call(self, op: OpInfo, run: Callable[..., object], args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
         """Run an operation. Subclasses measure it."""
         return run(*args, **kwargs)
 
     def on_seconds(self, name: str, seconds: float) -> None:
         """Take the seconds of an operation, which was called by itself or as a part of another."""
 
-    def forward_layers(self, run: Run, layers: DecoderLayers, x: Tensor, attention: Attention) -> Tensor:
+    def forward_layers(self, run: ForwardLayers, layers: DecoderLayers, x: Tensor, attention: Attention) -> Tensor:
         """Call the operations that it is made of, or let it say what each of them took."""
-        if self.counts or attention.stored is None or layers.op_seconds() is None:
+        if self.needs_every_call or attention.kv_locations is None or layers.op_seconds() is None:
             return CompositeOps.forward_layers(self._ops, layers, x, attention)
-        after = run(layers, x, attention)
+        out = run(layers, x, attention)
         for name, seconds in (layers.op_seconds() or {}).items():
             self.on_seconds(name, seconds)
-        return after
+        return out
 
     def __enter__(self) -> Self:
         own = vars(self._ops)
-        hooked: dict[str, Any] = {op.name: self._through(op, getattr(self._ops, op.name)) for op in OPS}
+        hooked: dict[str, Any] = {op.name: self._wrap(op, getattr(self._ops, op.name)) for op in OPS}
         hooked[FORWARD_LAYERS.name] = partial(self.forward_layers, self._ops.forward_layers)
         self._before = {name: own[name] for name in hooked if name in own}
         own.update(hooked)
@@ -61,7 +61,7 @@ class OpHook:
             del own[name]
         own.update(self._before)
 
-    def _through(self, op: Op, run: Callable[..., object]) -> Callable[..., object]:
+    def _wrap(self, op: OpInfo, run: Callable[..., object]) -> Callable[..., object]:
         def called(*args: Any, **kwargs: Any) -> object:
             if self._busy:
                 return run(*args, **kwargs)
@@ -77,21 +77,21 @@ class OpHook:
 class TimingHook(OpHook):
     """Times every call for `on_seconds`, and waits for the device before and after it."""
 
-    counts = False
+    needs_every_call = False
 
     def __init__(self, ops: Ops, device: torch.device | str = "cpu") -> None:
         super().__init__(ops)
-        self._wait = WAITS.get(torch.device(device).type, lambda: None)
+        self._wait = SYNCHRONIZE.get(torch.device(device).type, lambda: None)
 
-    def call(self, op: Op, run: Callable[..., object], args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
+    def call(self, op: OpInfo, run: Callable[..., object], args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
         self._wait()
-        began = perf_counter()
+        start = perf_counter()
         try:
             result = run(*args, **kwargs)
             self._wait()
             return result
         finally:
-            self.on_seconds(op.name, perf_counter() - began)
+            self.on_seconds(op.name, perf_counter() - start)
 
 
 class OpTimer(TimingHook):
@@ -123,7 +123,7 @@ class OpCounter(OpHook):
         self.calls, self.bytes = Counter(), Counter()
         return super().__enter__()
 
-    def call(self, op: Op, run: Callable[..., object], args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
+    def call(self, op: OpInfo, run: Callable[..., object], args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
         self.calls[op.name] += 1
-        self.bytes[op.name] += op.bytes(*args, **kwargs)
+        self.bytes[op.name] += op.count_bytes(*args, **kwargs)
         return run(*args, **kwargs)

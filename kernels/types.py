@@ -53,11 +53,11 @@ class Slots:
         return self.start.shape[0]
 
     def slot(self, position: Tensor) -> Tensor:
-        """Slots of positions (>= 0), any shape."""
+        """Return the slots of positions (>= 0), any shape."""
         if not self.ring:
             return position
-        behind = self.sinks + (position - self.sinks) % self.ring
-        return behind.where(position >= self.sinks, position)
+        in_ring = self.sinks + (position - self.sinks) % self.ring
+        return in_ring.where(position >= self.sinks, position)
 
     def locate(self, seat: Tensor, position: Tensor) -> tuple[Tensor, Tensor]:
         """Return block and slot within it, int64, of positions in the rows `seat` of the table (both broadcast)."""

@@ -24,8 +24,8 @@ class Listing(NamedTuple):
     """A model that the server lists."""
 
     model: str
-    owner: str  # the server's make, where it says so
-    context: int | None  # tokens of prompt and answer together, where the server tells
+    owned_by: str  # the server's make, where it says so
+    max_model_len: int | None  # tokens of prompt and answer together, where the server says so
     strategies: Mapping[str, str]  # by their names, the model's name under each; empty where there is no choice
 
 
@@ -59,7 +59,7 @@ class ModelList(Struct):
 def read_listing(answer: bytes, model: str = "") -> Listing:
     """Return the model of that name, which may name a strategy ("tiny:paged"), or the first.
 
-    Raises ListingError, and ValueError for what is no list of models at all.
+    Raises ListingError, and ValueError for what is not a list of models at all.
     """
     entries = decode(answer, type=ModelList).data
     models = [entry.id for entry in entries if entry.kv_cache is None]
@@ -73,16 +73,16 @@ def read_listing(answer: bytes, model: str = "") -> Listing:
         for each in entries
         if each.kv_cache and each.id == f"{entry.id}:{each.kv_cache.instance}"
     }
-    return Listing(entry.id, entry.owned_by or "", _context(entry), strategies)
+    return Listing(entry.id, entry.owned_by or "", _get_max_model_len(entry), strategies)
 
 
-def _context(entry: Entry) -> int | None:
+def _get_max_model_len(entry: Entry) -> int | None:
     """Return the length of the context as kvmux and vLLM list it, or llama.cpp."""
     meta = entry.meta or Meta()
     return entry.max_model_len or meta.n_ctx or meta.n_ctx_train or None
 
 
-def chosen(listing: Listing, weights: Mapping[str, float]) -> dict[str, float]:
+def select_models(listing: Listing, weights: Mapping[str, float]) -> dict[str, float]:
     """Return the model's name under each strategy and its weight, equal unless given. Raises ListingError."""
     if not listing.strategies:
         if weights:

@@ -1,4 +1,4 @@
-"""What people do with a server of OpenAI's API, as locust's user classes. users.py knows how to ask and to time.
+"""What people do with a server of OpenAI's API, as locust's user classes. users.py sends requests and times them.
 
 locust -f loadtest/locustfile.py                  # all of them, by weight
 locust -f loadtest/locustfile.py Chat Cancel      # only these
@@ -11,27 +11,27 @@ from locust import events, task
 from locust.argument_parser import LocustArgumentParser
 from locust.env import Environment
 
-from loadtest.prompts import prompt
-from loadtest.users import Client, checked
+from loadtest.prompts import make_prompt
+from loadtest.users import Client, make_option_type
 
 COMPLETIONS = "/v1/completions"
 CHAT = "/v1/chat/completions"
-TOKENS_OF_A_WORD = 2  # at most, on average
-TOKENS_OF_A_TURN = 32  # at most, that a chat template adds
+MAX_TOKENS_PER_WORD = 2  # at most, on average
+MAX_TEMPLATE_TOKENS = 32  # at most, that a chat template adds
 
 
-def lengths(text: str) -> list[int]:
-    """Raises ValueError."""
+def parse_lengths(text: str) -> list[int]:
+    """Parse comma-separated lengths. Raises ValueError."""
     return [int(words) for words in text.split(",")]
 
 
 @events.init_command_line_parser.add_listener  # type: ignore[untyped-decorator]
-def _options(parser: LocustArgumentParser) -> None:
+def _add_options(parser: LocustArgumentParser) -> None:
     add = parser.add_argument
     add(
         "--prompt-words",
         env_var="LOCUST_PROMPT_WORDS",
-        type=checked(lengths),
+        type=make_option_type(parse_lengths),
         default="8,64,256",
         help="lengths, each as often as the other",
     )
@@ -51,17 +51,17 @@ class User(Client):
 
     def __init__(self, environment: Environment) -> None:
         super().__init__(environment)
-        self.lengths = lengths(self.options.prompt_words)
+        self.prompt_lengths = parse_lengths(self.options.prompt_words)
 
-    def words(self, shared: int = 0) -> str:
-        return prompt(self.random, self.random.choice(self.lengths), shared)
+    def draw_prompt(self, shared: int = 0) -> str:
+        return make_prompt(self.random, self.random.choice(self.prompt_lengths), shared)
 
-    def pause(self) -> float:
+    def draw_pause(self) -> float:
         mean: float = self.options.pause
         return self.random.expovariate(1 / mean) if mean else 0.0
 
-    def complete(self, text: str, answer: int, patience: int | None = None) -> None:
-        self.ask(COMPLETIONS, self.choose(), {"prompt": text, "max_tokens": answer}, patience)
+    def send_completion(self, text: str, max_tokens: int, max_pieces: int | None = None) -> None:
+        self.send_request(COMPLETIONS, self.choose_model(), {"prompt": text, "max_tokens": max_tokens}, max_pieces)
 
 
 class Completion(User):
@@ -71,7 +71,7 @@ class Completion(User):
 
     @task
     def complete_text(self) -> None:
-        self.complete(self.words(self.options.shared_words), self.options.max_tokens)
+        self.send_completion(self.draw_prompt(self.options.shared_words), self.options.max_tokens)
 
 
 class Chat(User):
@@ -87,20 +87,23 @@ class Chat(User):
         self._start_over()
 
     def _start_over(self) -> None:
-        self.model = self.choose()
+        self.model = self.choose_model()
         self.history: list[dict[str, str]] = []
         self.tokens = 0  # that were said
 
     def wait_time(self) -> float:
-        return self.pause()
+        return self.draw_pause()
 
     @task
-    def turn(self) -> None:
-        answer = self.options.max_tokens
-        if self.tokens + max(self.lengths) * TOKENS_OF_A_WORD + TOKENS_OF_A_TURN + answer > self.room:
+    def send_turn(self) -> None:
+        max_tokens = self.options.max_tokens
+        if (
+            self.tokens + max(self.prompt_lengths) * MAX_TOKENS_PER_WORD + MAX_TEMPLATE_TOKENS + max_tokens
+            > self.max_model_len
+        ):
             self._start_over()
-        self.history.append({"role": "user", "content": self.words()})
-        reply = self.ask(CHAT, self.model, {"messages": self.history, "max_tokens": answer})
+        self.history.append({"role": "user", "content": self.draw_prompt()})
+        reply = self.send_request(CHAT, self.model, {"messages": self.history, "max_tokens": max_tokens})
         if reply is None:
             return self._start_over()
         self.history.append({"role": "assistant", "content": reply.text})
@@ -114,19 +117,19 @@ class SharedPrompt(User):
 
     @task
     def ask_once(self) -> None:
-        system = prompt(self.random, 0, self.options.system_words)
-        messages = [{"role": "system", "content": system}, {"role": "user", "content": self.words()}]
-        self.ask(CHAT, self.choose(), {"messages": messages, "max_tokens": self.options.max_tokens})
+        system = make_prompt(self.random, 0, self.options.system_words)
+        messages = [{"role": "system", "content": system}, {"role": "user", "content": self.draw_prompt()}]
+        self.send_request(CHAT, self.choose_model(), {"messages": messages, "max_tokens": self.options.max_tokens})
 
 
 class LongDocument(User):
     """Sends a long text that nobody else has, and wants a short answer."""
 
     @task
-    def read(self) -> None:
-        answer = min(16, self.options.max_tokens)
-        most = (self.room - answer) // TOKENS_OF_A_WORD
-        self.complete(prompt(self.random, min(self.options.document_words, most)), answer)
+    def send_document(self) -> None:
+        max_tokens = min(16, self.options.max_tokens)
+        max_words = (self.max_model_len - max_tokens) // MAX_TOKENS_PER_WORD
+        self.send_completion(make_prompt(self.random, min(self.options.document_words, max_words)), max_tokens)
 
 
 class Burst(User):
@@ -137,14 +140,14 @@ class Burst(User):
         super().__init__(environment)
 
     def wait_time(self) -> float:
-        return self.pause() * int(self.options.burst)
+        return self.draw_pause() * int(self.options.burst)
 
     @task
     def ask_at_once(self) -> None:
         asking = Group()
         try:
             for _ in range(self.options.burst):
-                asking.spawn(self.complete, self.words(), self.options.max_tokens)
+                asking.spawn(self.send_completion, self.draw_prompt(), self.options.max_tokens)
             asking.join()
         finally:
             asking.kill()  # those that are still under way when locust ends this user
@@ -155,4 +158,4 @@ class Cancel(User):
 
     @task
     def ask_and_leave(self) -> None:
-        self.complete(self.words(), self.options.max_tokens, self.random.randint(1, self.options.patience))
+        self.send_completion(self.draw_prompt(), self.options.max_tokens, self.random.randint(1, self.options.patience))

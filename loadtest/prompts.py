@@ -13,7 +13,7 @@ WORDS = TEXT.split()
 SHARED_SEED = 0  # the same beginning in every process that makes load
 
 
-def prompt(random: Random, own_words: int, shared_words: int = 0) -> str:
-    """`shared_words` that begin every prompt, then words of its own."""
+def make_prompt(random: Random, own_words: int, shared_words: int = 0) -> str:
+    """Make a prompt of `shared_words` that begin every prompt, then words of its own."""
     shared = Random(SHARED_SEED).choices(WORDS, k=shared_words)
     return " ".join(shared + random.choices(WORDS, k=own_words)).capitalize()

@@ -45,7 +45,7 @@ class Chunk(Struct):
     error: Any = None
 
 
-CHUNKS = Decoder(Chunk)
+CHUNK_DECODER = Decoder(Chunk)
 
 
 # ---------------------------------------------------------------- an answer
@@ -57,11 +57,11 @@ class StreamError(Exception):
 class Reply:
     """When the pieces of an answer arrived, and what the server counted. A piece may hold several tokens."""
 
-    arrivals: list[float] = field(default_factory=list)
-    end: float | None = None  # when the stream said that it was whole
+    arrival_times: list[float] = field(default_factory=list)
+    end_time: float | None = None  # when the stream said that it was whole
     pieces: list[str] = field(default_factory=list)
     prompt_tokens: int = 0
-    cached_tokens: int | None = None  # not every server tells
+    cached_tokens: int | None = None  # not every server reports it
     completion_tokens: int = 0
 
     @property
@@ -69,28 +69,29 @@ class Reply:
         return "".join(self.pieces)
 
     def gaps(self) -> list[float]:
-        """Seconds from piece to piece."""
-        return [later - earlier for earlier, later in pairwise(self.arrivals)]
+        """Return the seconds from piece to piece."""
+        return [later - earlier for earlier, later in pairwise(self.arrival_times)]
 
-    def speed(self) -> float | None:
-        """Tokens a second, once the first was there; None where there was no second one."""
-        seconds = self.arrivals[-1] - self.arrivals[0] if self.arrivals else 0.0
+    def compute_tokens_per_second(self) -> float | None:
+        """Return the tokens a second, once the first was there; None where there was no second one."""
+        seconds = self.arrival_times[-1] - self.arrival_times[0] if self.arrival_times else 0.0
         return (self.completion_tokens - 1) / seconds if seconds and self.completion_tokens > 1 else None
 
     def take(self, line: bytes, clock: Clock = perf_counter) -> None:
-        """The stream's next line. Raises StreamError for what is no part of an answer."""
-        if self.end is not None or not line.startswith(b"data:"):  # blank, or a comment that keeps the connection alive
+        """Take the stream's next line. Raises StreamError for what is not a part of an answer."""
+        # Other lines are blank, or comments that keep the connection alive.
+        if self.end_time is not None or not line.startswith(b"data:"):
             return
         data = line[len(b"data:") :].strip()
         if data == b"[DONE]":
-            self.end = clock()
-            self.completion_tokens = self.completion_tokens or len(self.arrivals)
+            self.end_time = clock()
+            self.completion_tokens = self.completion_tokens or len(self.arrival_times)
         else:
-            self._take(_chunk(data), clock)
+            self._add_chunk(_decode_chunk(data), clock)
 
-    def _take(self, chunk: Chunk, clock: Clock) -> None:
+    def _add_chunk(self, chunk: Chunk, clock: Clock) -> None:
         if chunk.error:
-            raise StreamError(f"error in the stream: {_message(chunk.error)}")
+            raise StreamError(f"error in the stream: {_get_error_message(chunk.error)}")
         if usage := chunk.usage:
             self.prompt_tokens = usage.prompt_tokens or 0
             self.completion_tokens = usage.completion_tokens or 0
@@ -99,44 +100,44 @@ class Reply:
             delta = choice.delta or Delta()
             text = choice.text or delta.content or delta.reasoning_content or ""
             if text or (choice.finish_reason is None and delta.role is None):  # the first and the last may be empty
-                self.arrivals.append(clock())
+                self.arrival_times.append(clock())
                 self.pieces.append(text)
 
     def check_end(self) -> None:
-        """Raises StreamError when nothing said that the answer is whole."""
-        if self.end is None:
+        """Raise StreamError when nothing said that the answer is whole."""
+        if self.end_time is None:
             raise StreamError("the stream ended without [DONE]")
 
 
-def read_reply(lines: Iterable[bytes], clock: Clock = perf_counter, most: int | None = None) -> Reply:
-    """The answer in a stream's lines, to their end, or no more of it than `most` pieces.
+def read_reply(lines: Iterable[bytes], clock: Clock = perf_counter, max_pieces: int | None = None) -> Reply:
+    """Return the answer in a stream's lines, to their end, or no more of it than `max_pieces` pieces.
 
     Raises StreamError for an error in the stream, or one that ends too soon.
     """
     reply = Reply()
     for line in lines:
         reply.take(line, clock)
-        if most is not None and len(reply.arrivals) >= most:
+        if max_pieces is not None and len(reply.arrival_times) >= max_pieces:
             return reply
     reply.check_end()
     return reply
 
 
-def refusal(status: int, answer: str) -> str:
-    """Why a request failed, in a few words that are the same for all alike."""
+def format_http_error(status: int, answer: str) -> str:
+    """Return why a request failed, in a few words that are the same for all alike."""
     try:
-        return f"HTTP {status}: {_message(json.loads(answer)['error'])}"
+        return f"HTTP {status}: {_get_error_message(json.loads(answer)['error'])}"
     except (ValueError, KeyError, TypeError):
         return f"HTTP {status}"
 
 
-def _message(error: Any) -> Any:
-    """Of an error as OpenAI writes it, or in a plain string."""
+def _get_error_message(error: Any) -> Any:
+    """Return the message of an error as OpenAI writes it, or of a plain string."""
     return error["message"] if isinstance(error, dict) and "message" in error else error
 
 
-def _chunk(data: bytes) -> Chunk:
+def _decode_chunk(data: bytes) -> Chunk:
     try:
-        return CHUNKS.decode(data)
+        return CHUNK_DECODER.decode(data)
     except (ValueError, RecursionError) as error:
         raise StreamError(f"no part of an answer in the stream: {data[:100]!r} ({error})") from None

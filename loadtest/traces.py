@@ -1,4 +1,4 @@
-"""`python -m loadtest.traces`: who asks a chat server what, and when, as token ids. One JSON object a line.
+"""`python -m loadtest.traces`: makes traces of chat requests, as times and token ids. One JSON object a line.
 
 Conversations arrive by chance; each has a system prompt, which a few share with many, and each of its turns sends all
 that was said so far. The same seed gives the same trace. Knows no server, no cache and no tokenizer: ids mean nothing.
@@ -15,7 +15,7 @@ from itertools import accumulate
 from random import Random
 from typing import NamedTuple
 
-VOCABULARY = 32_000
+VOCAB_SIZE = 32_000
 
 
 class TracedRequest(NamedTuple):
@@ -55,42 +55,47 @@ class Workload(NamedTuple):
     message: Lognormal = Lognormal(50, 1.3)  # tokens: most are a sentence or two, some are a pasted page
     answer: Lognormal = Lognormal(250, 0.8)
     pause: Lognormal = Lognormal(120, 1.9)  # seconds in which the answer is read and the next message written
-    speed: float = 30.0  # tokens of an answer in a second
+    tokens_per_second: float = 30.0  # tokens of an answer in a second
     context: int = 8192  # tokens; a conversation that would not fit ends
 
 
 CHAT = Workload()
 
 
-def trace(seed: int, conversations: int, workload: Workload = CHAT) -> Iterator[TracedRequest]:
-    """All turns of so many conversations, in the order of time."""
+def generate_trace(seed: int, conversations: int, workload: Workload = CHAT) -> Iterator[TracedRequest]:
+    """Yield all turns of a number of conversations, in the order of time."""
     random = Random(f"{seed}")
-    prompts = [_text(random, random.randint(*workload.system_tokens)) for _ in range(workload.system_prompts)]
+    prompts = [_draw_tokens(random, random.randint(*workload.system_tokens)) for _ in range(workload.system_prompts)]
     weights = list(accumulate((n + 1) ** -workload.popularity for n in range(workload.system_prompts)))
     starts = list(accumulate(random.expovariate(workload.arrivals) for _ in range(conversations)))
     turns = []
     for number, start in enumerate(starts):
-        own = Random(f"{seed}/{number}")  # so that more conversations change nothing in these
-        text = list(own.choices(prompts, cum_weights=weights)[0])
-        turns += [(time, number, text, asked, told) for time, asked, told in _turns(own, start, text, workload)]
-    for time, number, text, asked, told in sorted(turns, key=lambda turn: turn[:2]):
-        yield TracedRequest(time, number, text[:asked], text[asked:told])
+        own_random = Random(f"{seed}/{number}")  # so that more conversations change nothing in these
+        text = list(own_random.choices(prompts, cum_weights=weights)[0])
+        turns += [
+            (time, number, text, prompt_end, answer_end)
+            for time, prompt_end, answer_end in _generate_turns(own_random, start, text, workload)
+        ]
+    for time, number, text, prompt_end, answer_end in sorted(turns, key=lambda turn: turn[:2]):
+        yield TracedRequest(time, number, text[:prompt_end], text[prompt_end:answer_end])
 
 
-def _turns(random: Random, time: float, text: list[int], workload: Workload) -> Iterator[tuple[float, int, int]]:
-    """When each turn begins, and where its prompt and its answer end in `text`, which grows by them."""
-    for _ in range(_how_many(random, workload)):
+def _generate_turns(
+    random: Random, time: float, text: list[int], workload: Workload
+) -> Iterator[tuple[float, int, int]]:
+    """Yield when each turn begins, and where its prompt and its answer end in `text`, which grows by them."""
+    for _ in range(_draw_num_turns(random, workload)):
         message, answer = (1 + round(lengths.draw(random)) for lengths in (workload.message, workload.answer))
-        asked = len(text) + message
-        if asked + answer > workload.context:
+        prompt_end = len(text) + message
+        if prompt_end + answer > workload.context:
             return
-        text += _text(random, message + answer)
-        yield time, asked, asked + answer
-        time += answer / workload.speed + workload.pause.draw(random)
+        text += _draw_tokens(random, message + answer)
+        yield time, prompt_end, prompt_end + answer
+        time += answer / workload.tokens_per_second + workload.pause.draw(random)
 
 
-def _how_many(random: Random, workload: Workload) -> int:
-    """Turns: one, or one and a geometric number of further ones."""
+def _draw_num_turns(random: Random, workload: Workload) -> int:
+    """Draw a number of turns: one, or one and a geometric number of further ones."""
     if random.random() < workload.one_shot:
         return 1
     turns = 2
@@ -99,12 +104,12 @@ def _how_many(random: Random, workload: Workload) -> int:
     return turns
 
 
-def _text(random: Random, tokens: int) -> list[int]:
-    return random.choices(range(VOCABULARY), k=tokens)
+def _draw_tokens(random: Random, tokens: int) -> list[int]:
+    return random.choices(range(VOCAB_SIZE), k=tokens)
 
 
-def line(request: TracedRequest) -> str:
-    """As `python -m cache_strategies.replay` reads it."""
+def format_line(request: TracedRequest) -> str:
+    """Return a request as `python -m cache_strategies.replay` reads it."""
     return json.dumps(request._asdict(), separators=(",", ":"))
 
 
@@ -116,8 +121,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "--one-shot", type=float, default=CHAT.one_shot, help="share of one turn only (default: %(default)s)"
     )
     options = parser.parse_args(arguments)
-    for request in trace(options.seed, options.conversations, CHAT._replace(one_shot=options.one_shot)):
-        print(line(request))
+    for request in generate_trace(options.seed, options.conversations, CHAT._replace(one_shot=options.one_shot)):
+        print(format_line(request))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""One client of a server, for locust: chooses a strategy, asks, reads the stream, reports times. Not what is asked.
+"""One client of a server, for locust: chooses a strategy, sends requests, reads streams, reports times.
 
 Rows of its own in locust's report, beside those of requests: TTFT, ITL and tok/s, explained in README.md.
 """
@@ -19,13 +19,13 @@ from locust.env import Environment
 from msgspec.json import decode
 
 from loadtest import listing
-from loadtest.listing import ListingError, chosen, parse_weights, read_listing
-from loadtest.stream import Reply, StreamError, read_reply, refusal
+from loadtest.listing import ListingError, parse_weights, read_listing, select_models
+from loadtest.stream import Reply, StreamError, format_http_error, read_reply
 
-CONTEXT = 4096  # tokens, where a server does not tell
+CONTEXT = 4096  # tokens, where a server does not say
 
 
-def checked(parse: Callable[[str], object]) -> Callable[[str], str]:
+def make_option_type(parse: Callable[[str], object]) -> Callable[[str], str]:
     """Return a type of options: text that `parse` accepts. It stays text, so that locust's page can show it."""
 
     def check(text: str) -> str:
@@ -39,38 +39,44 @@ def checked(parse: Callable[[str], object]) -> Callable[[str], str]:
 
 
 @events.init_command_line_parser.add_listener  # type: ignore[untyped-decorator]
-def _options(parser: LocustArgumentParser) -> None:
+def _add_options(parser: LocustArgumentParser) -> None:
     add = parser.add_argument
     add("--models", env_var="LOCUST_MODELS", default="", help="comma-separated; default: the first the server lists")
     add(
         "--strategies",
         env_var="LOCUST_STRATEGIES",
-        type=checked(parse_weights),
+        type=make_option_type(parse_weights),
         default="",
         help="by weight: 'paged=3,contiguous=1'; default: all that the server lists, each as often as the others",
     )
-    add("--rows", env_var="LOCUST_ROWS", default="strategy", choices=list(NAMES), help="what has rows of its own")
+    add("--rows", env_var="LOCUST_ROWS", default="strategy", choices=list(ROW_NAMES), help="what has rows of its own")
     add("--temperature", env_var="LOCUST_TEMPERATURE", type=float, default=0.0, help="0 is greedy")
-    add("--body", env_var="LOCUST_BODY", type=checked(dict_of), default="{}", help="JSON added to every request")
+    add(
+        "--body",
+        env_var="LOCUST_BODY",
+        type=make_option_type(parse_json_object),
+        default="{}",
+        help="JSON added to every request",
+    )
     add("--api-key", env_var="OPENAI_API_KEY", default="", help="sent as a bearer token", is_secret=True)
 
 
-def dict_of(text: str) -> dict[str, Any]:
+def parse_json_object(text: str) -> dict[str, Any]:
     """Parse a JSON object. Raises ValueError."""
     return decode(text, type=dict[str, Any])
 
 
-NAMES = {"strategy": "{model}", "class": "{kind}", "both": "{model} {kind}"}  # of rows, by --rows
+ROW_NAMES = {"strategy": "{model}", "class": "{kind}", "both": "{model} {kind}"}  # of rows, by --rows
 
 
 class Client(FastHttpUser):
-    """Asks, and reads the whole answer unless it loses patience."""
+    """Sends requests, and reads the whole answer unless it hangs up after a few pieces."""
 
     abstract = True
     network_timeout = 600.0  # a request may wait long for its first token
     connection_timeout = 10.0
     models: dict[str, float]  # names to ask for, by weight
-    room = CONTEXT  # tokens of prompt and answer that every model takes
+    max_model_len = CONTEXT  # tokens of prompt and answer that every model takes
 
     def __init__(self, environment: Environment) -> None:
         super().__init__(environment)
@@ -84,65 +90,65 @@ class Client(FastHttpUser):
             "temperature": options.temperature,
             "stream": True,
             "stream_options": {"include_usage": True},
-            **dict_of(options.body),
+            **parse_json_object(options.body),
         }
 
     def on_start(self) -> None:
-        self.models = self._models()
+        self.models = self._fetch_models()
 
-    def _models(self) -> dict[str, float]:
-        """What to ask for. Ends the load if there is nothing."""
+    def _fetch_models(self) -> dict[str, float]:
+        """Return the models' names by weight. Ends the load if there are none."""
         with self.client.get(
             listing.PATH, params=listing.PARAMS, headers=self.headers, catch_response=True
         ) as response:
             try:
                 if response.status_code != 200:
-                    raise ListingError(_reason(response))
+                    raise ListingError(_format_failure(response))
                 weights = parse_weights(self.options.strategies)
                 listings = [read_listing(response.content, model) for model in self.options.models.split(",")]
-                self.room = min(each.context or CONTEXT for each in listings)
-                return {name: weight for each in listings for name, weight in chosen(each, weights).items()}
+                self.max_model_len = min(each.max_model_len or CONTEXT for each in listings)
+                return {name: weight for each in listings for name, weight in select_models(each, weights).items()}
             except (ListingError, ValueError) as error:
                 response.failure(f"cannot choose a model: {error}")
         assert self.environment.runner is not None
         gevent.spawn(self.environment.runner.quit)
         raise gevent.GreenletExit  # as if this client had been stopped already
 
-    def choose(self) -> str:
+    def choose_model(self) -> str:
         """Choose the model's name under some strategy, by weight."""
         return self.random.choices(list(self.models), list(self.models.values()))[0]
 
-    def ask(self, path: str, model: str, body: dict[str, Any], patience: int | None = None) -> Reply | None:
-        """Return the answer, or at most `patience` pieces of it; None if the request failed."""
-        row = NAMES[self.options.rows].format(model=model, kind=type(self).__name__)
+    def send_request(self, path: str, model: str, body: dict[str, Any], max_pieces: int | None = None) -> Reply | None:
+        """Return the answer, or at most `max_pieces` pieces of it; None if the request failed."""
+        row = ROW_NAMES[self.options.rows].format(model=model, kind=type(self).__name__)
         body = {"model": model, **body, **self.body}
-        sent = perf_counter()
+        send_time = perf_counter()
         with self.client.post(
             path, json=body, headers=self.headers, name=row, stream=True, catch_response=True
         ) as response:
             if response.status_code != 200:
-                response.failure(_reason(response))
+                response.failure(_format_failure(response))
                 return None
             try:
-                reply = read_reply(_lines(response), most=patience)
+                reply = read_reply(_iter_lines(response), max_pieces=max_pieces)
             except (StreamError, *FAILURE_EXCEPTIONS) as error:
                 response.failure(str(error) or type(error).__name__)
                 return None
             finally:
                 response.stream.release()  # hangs up, if there is more to come
-            if reply.end is None:
+            if reply.end_time is None:
                 response.request_meta["request_type"] = "CANCEL"
-            response.request_meta["response_time"] = (perf_counter() - sent) * 1000  # of the whole answer
-            response.request_meta["response_length"] = reply.completion_tokens or len(reply.arrivals)
-        self._report(row, sent, reply)
+            response.request_meta["response_time"] = (perf_counter() - send_time) * 1000  # of the whole answer
+            response.request_meta["response_length"] = reply.completion_tokens or len(reply.arrival_times)
+        self._report(row, send_time, reply)
         return reply
 
-    def _report(self, row: str, sent: float, reply: Reply) -> None:
-        if reply.arrivals:  # the first token may have been the end of the text
-            self._fire("TTFT", row, (reply.arrivals[0] - sent) * 1000, reply.prompt_tokens)
+    def _report(self, row: str, send_time: float, reply: Reply) -> None:
+        if reply.arrival_times:  # the first token may have been the end of the text
+            self._fire("TTFT", row, (reply.arrival_times[0] - send_time) * 1000, reply.prompt_tokens)
         for gap in reply.gaps():
             self._fire("ITL", row, gap * 1000, 1)
-        if (speed := reply.speed()) is not None:
+        if (speed := reply.compute_tokens_per_second()) is not None:
             self._fire("tok/s", row, speed, reply.completion_tokens)
 
     def _fire(self, what: str, row: str, figure: float, tokens: int) -> None:
@@ -151,13 +157,13 @@ class Client(FastHttpUser):
         )
 
 
-def _lines(response: ResponseContextManager) -> Iterator[bytes]:
+def _iter_lines(response: ResponseContextManager) -> Iterator[bytes]:
     """Yield each line as soon as it has arrived."""
     while line := response.stream.readline(b"\n"):
         yield line
 
 
-def _reason(response: ResponseContextManager) -> str:
+def _format_failure(response: ResponseContextManager) -> str:
     if not response.status_code:
         return str(getattr(response, "error", "no answer"))
-    return refusal(response.status_code, response.text or "")
+    return format_http_error(response.status_code, response.text or "")

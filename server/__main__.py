@@ -5,9 +5,9 @@ import sys
 
 def main() -> int:
     if sys.argv[1:] == ["health"]:  # it runs again and again beside a server that computes: without all the rest
-        from server.cli.health import health
+        from server.cli.health import check_health
 
-        return health()
+        return check_health()
     from server.cli.main import main as run
 
     return run()

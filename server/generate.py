@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from cache_strategies.base import KVCache
-from server.engine.core import NO_NUMBER
-from server.engine.ipc.messages import Sampling
+from server.engine.core import NON_FINITE_LOGITS_MESSAGE
+from server.engine.ipc.messages import SamplingParams
 from server.engine.sampling.sampler import sample
 from server.engine.scheduling.request import Request, RequestError
 from server.models.base import Model
@@ -28,7 +28,7 @@ class NotANumber(ArithmeticError):
     """The model's logits are NaN or infinite."""
 
 
-class Generated(NamedTuple):
+class GeneratedToken(NamedTuple):
     """A token of the text. With the reason 'stop' it is a token that ends texts."""
 
     token: int
@@ -36,24 +36,24 @@ class Generated(NamedTuple):
 
 
 def generate(
-    model: Model, cache: KVCache, prompt: Sequence[int], sampling: Sampling
-) -> Generator[Generated, None, None]:
+    model: Model, cache: KVCache, prompt: Sequence[int], sampling: SamplingParams
+) -> Generator[GeneratedToken, None, None]:
     """Return an iterator over the tokens that follow a prompt, each of which is computed when it is asked for.
 
     The sequence has its place in the cache from the first token until the iterator ends, is closed, or raises:
     MemoryError if there is no room, StrategyError, NotANumber. Log-probabilities are not computed. Raises ValueError
     at once for a prompt or a sampling that the model cannot have: it is empty, too long, or names unknown tokens.
     """
-    _check(model, cache, prompt, sampling)
+    _check_arguments(model, cache, prompt, sampling)
     request = Request((0, ""), list(prompt), sampling, cache, reason="generate")
     try:
-        request.check_draws(model.facts.eos_ids)
+        request.check_allowed_tokens(model.info.eos_ids)
     except RequestError as error:
         raise ValueError(error.message) from None
-    return _tokens(model, request)
+    return _generate_tokens(model, request)
 
 
-def _check(model: Model, cache: KVCache, prompt: Sequence[int], sampling: Sampling) -> None:
+def _check_arguments(model: Model, cache: KVCache, prompt: Sequence[int], sampling: SamplingParams) -> None:
     """Raise ValueError for what the model or the cache can never compute."""
     total, context = len(prompt) + sampling.max_tokens, cache.setup.geometry.max_seq_len
     if sampling.max_tokens < 1:
@@ -74,21 +74,21 @@ def _check(model: Model, cache: KVCache, prompt: Sequence[int], sampling: Sampli
         "allowed_token_ids": array("q", sampling.allowed_token_ids),
     }
     for what, ids in named.items():
-        if ids and not 0 <= min(ids) <= max(ids) < model.facts.vocab_size:
-            raise ValueError(f"{what}: token ids should be from 0 to {model.facts.vocab_size - 1}")
+        if ids and not 0 <= min(ids) <= max(ids) < model.info.vocab_size:
+            raise ValueError(f"{what}: token ids should be from 0 to {model.info.vocab_size - 1}")
 
 
-def _tokens(model: Model, request: Request) -> Generator[Generated, None, None]:
+def _generate_tokens(model: Model, request: Request) -> Generator[GeneratedToken, None, None]:
     sequence = CachedSequence(request.cache, model.device, request.tokens)
     try:
         logits = _prefill(model, request, sequence)
         while True:
-            token = _drawn(model, request, logits)
+            token = _sample_token(model, request, logits)
             if token is None:
                 sequence.discard()
-                raise NotANumber(NO_NUMBER)
-            request.extend(token, model.facts.eos_ids)
-            yield Generated(token, request.finish_reason)
+                raise NotANumber(NON_FINITE_LOGITS_MESSAGE)
+            request.append_token(token, model.info.eos_ids)
+            yield GeneratedToken(token, request.finish_reason)
             if request.finish_reason is not None:
                 return
             logits = _decode(model, token, sequence)
@@ -102,10 +102,10 @@ def _prefill(model: Model, request: Request, sequence: CachedSequence) -> Tensor
     longest = request.cache.setup.geometry.max_num_batched_tokens
     longest = min(longest, request.cache.contract.max_row or longest)
     while True:
-        batch = sequence.begin(min(longest, request.prompt_tokens - sequence.length))
-        logits = model.forward(batch.ids, batch)
+        batch = sequence.begin(min(longest, request.num_prompt_tokens - sequence.length))
+        logits = model.forward(batch.input_ids, batch)
         sequence.commit()
-        if sequence.length == request.prompt_tokens:
+        if sequence.length == request.num_prompt_tokens:
             return logits
 
 
@@ -117,7 +117,7 @@ def _decode(model: Model, token: int, sequence: CachedSequence) -> Tensor:
 
 
 @torch.inference_mode()
-def _drawn(model: Model, request: Request, logits: Tensor) -> int | None:
+def _sample_token(model: Model, request: Request, logits: Tensor) -> int | None:
     """Return the next token, drawn from logits [1, V]; None if they are NaN or infinite."""
-    [token] = sample(logits, request.draws(model.facts.eos_ids), request.cache.setup.ops.sample)
+    [token] = sample(logits, request.make_draws(model.info.eos_ids), request.cache.setup.ops.sample)
     return token

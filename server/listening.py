@@ -39,7 +39,7 @@ def _listen_advice(error: OSError | UnicodeError, port: int, settings: str) -> s
     return f"{os.strerror(error.errno or 0)}; see --{settings}host and {flag}"
 
 
-def url_of(listener: socket.socket) -> str:
+def get_url(listener: socket.socket) -> str:
     """Return the URL at which clients on this machine reach the server."""
     host, port = listener.getsockname()[:2]
     host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)

@@ -12,14 +12,14 @@ from typing import Any, NamedTuple, TypedDict, Unpack
 
 from pydantic import ValidationError
 
-from config.settings import load
+from config.settings import load_settings
 from config.sources import did_you_mean
 from server.api.openai.request_models import SamplingRequest
 from server.engine.build import build_engine
 from server.engine.ipc.messages import Submit
 from server.engine.scheduling.request import RequestError
 from server.engine.scheduling.selection import Selector
-from server.generate import FinishReason, Generated, generate
+from server.generate import FinishReason, GeneratedToken, generate
 from server.text.detokenizer import Detokenizer
 from server.text.encoder import Encoder
 from server.text.errors import TokenizerError
@@ -73,7 +73,7 @@ class _Job(NamedTuple):
     prompt: list[int]
     kv_cache: str
     options: SamplingRequest
-    tokens: Generator[Generated, None, None]
+    tokens: Generator[GeneratedToken, None, None]
 
 
 class LLM:
@@ -85,8 +85,8 @@ class LLM:
         `max_num_seqs` is how many streams may be open at a time. The others are settings of the server by their names
         in a settings file; those of HTTP have no effect. Raises SettingsError.
         """
-        self.engine = build_engine(load(None, {"model": model, "max_num_seqs": max_num_seqs} | settings))
-        self._encoder = Encoder.from_directory(self.engine.directory)
+        self.engine = build_engine(load_settings(None, {"model": model, "max_num_seqs": max_num_seqs} | settings))
+        self._encoder = Encoder.from_directory(self.engine.model_dir)
         chosen = self.engine.settings
         self._selector = Selector(self.engine.core.caches.keys(), chosen.rules, chosen.default_strategy)
 
@@ -103,8 +103,8 @@ class LLM:
         `kv_cache` names the strategy instance; None: as the settings say. Raises ValueError for what cannot be used,
         MemoryError if open streams leave no room, StrategyError or NotANumber if computing fails.
         """
-        job = self._job(prompt, max_tokens, kv_cache, sampling)
-        pieces = list(self._pieces(job))
+        job = self._make_job(prompt, max_tokens, kv_cache, sampling)
+        pieces = list(self._generate_pieces(job))
         finish_reason = pieces[-1].finish_reason
         assert finish_reason is not None
         text = "".join(piece.text for piece in pieces)
@@ -122,13 +122,13 @@ class LLM:
 
         Its memory is taken with the first token, and free when it ends or is closed. Raises as `generate` does.
         """
-        return self._pieces(self._job(prompt, max_tokens, kv_cache, sampling))
+        return self._generate_pieces(self._make_job(prompt, max_tokens, kv_cache, sampling))
 
     def encode(self, text: str) -> list[int]:
         """Return the ids of a text, with the special tokens the model expects around it. Raises TokenizerError."""
         return self._encoder.encode(text, add_special_tokens=True)
 
-    def _job(
+    def _make_job(
         self, prompt: str | Sequence[int], max_tokens: int, kv_cache: str | None, sampling: SamplingOptions
     ) -> _Job:
         """Check the arguments of `generate`. Raises ValueError, and TypeError for names and types that cannot be."""
@@ -136,17 +136,17 @@ class LLM:
             ids = self.encode(prompt) if isinstance(prompt, str) else [operator.index(token) for token in prompt]
         except TokenizerError as error:
             raise ValueError(f"prompt: {error}") from None
-        options = _checked(sampling)
-        drawing = options.sampling(operator.index(max_tokens))
+        options = _check_sampling(sampling)
+        drawing = options.to_sampling(operator.index(max_tokens))
         try:
             submit = Submit("", ids, drawing, kv_cache=kv_cache)
-            name, _ = self._selector.choose(submit, self.engine.core.arena.in_use)
+            name, _ = self._selector.choose(submit, self.engine.core.arena.usage)
         except RequestError as error:
             raise ValueError(error.message) from None
         core = self.engine.core
         return _Job(ids, name, options, generate(core.model, core.caches[name], ids, drawing))
 
-    def _pieces(self, job: _Job) -> Generator[Piece, None, None]:
+    def _generate_pieces(self, job: _Job) -> Generator[Piece, None, None]:
         """Return the job's tokens with their text, up to a stop string."""
         options = job.options
         detokenizer = Detokenizer(self._encoder.vocabulary, job.prompt, skip_special=options.skip_special_tokens)
@@ -159,13 +159,13 @@ class LLM:
         with closing(job.tokens):
             for token, finish_reason in job.tokens:
                 text = output.push([token], finish_reason).text
-                reason: FinishReason | None = "stop" if output.stopped_by is not None else finish_reason
+                reason: FinishReason | None = "stop" if output.stop_reason is not None else finish_reason
                 yield Piece(text, token, reason)
                 if reason is not None:
                     return
 
 
-def _checked(sampling: Mapping[str, Any]) -> SamplingRequest:
+def _check_sampling(sampling: Mapping[str, Any]) -> SamplingRequest:
     """Check sampling parameters. Raises ValueError for values, and TypeError for unknown names, as Python does."""
     known = SamplingOptions.__annotations__
     for name in sampling.keys() - known.keys():
@@ -176,10 +176,10 @@ def _checked(sampling: Mapping[str, Any]) -> SamplingRequest:
     try:
         return SamplingRequest.model_validate(values)
     except ValidationError as error:
-        raise ValueError("; ".join(_described(problem) for problem in error.errors())) from None
+        raise ValueError("; ".join(_format_validation_error(problem) for problem in error.errors())) from None
 
 
-def _described(problem: Any) -> str:
+def _format_validation_error(problem: Any) -> str:
     """Return a validation error in words: "temperature: Input should be less than or equal to 2"."""
     where = ".".join(str(part) for part in problem["loc"])
     return f"{where}: {problem['msg'].removeprefix('Value error, ')}"

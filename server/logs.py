@@ -20,10 +20,10 @@ from typing import Any, TextIO
 
 from config.settings import Settings
 
-TEXT = "%(asctime)s %(levelname)s %(processName)s: %(message)s"
-MOST_LINES = 10_000  # that wait to be written
-LAST_LINES = 1.0  # seconds they have when the process ends
-LONGEST_BEGUN = 8192  # bytes on stderr that wait for the end of their line
+TEXT_FORMAT = "%(asctime)s %(levelname)s %(processName)s: %(message)s"
+MAX_QUEUED_LINES = 10_000  # that wait to be written
+FLUSH_TIMEOUT = 1.0  # seconds they have when the process ends
+MAX_PARTIAL_LINE_BYTES = 8192  # bytes on stderr that wait for the end of their line
 
 log = logging.getLogger(__name__)
 
@@ -33,7 +33,7 @@ ExcInfo = tuple[type[BaseException], BaseException, TracebackType | None] | tupl
 def configure_logging(settings: Settings) -> None:
     """For the whole process, once: what libraries log, warn of and print to stderr is in the log, too."""
     handler = LineWriter(sys.stderr)
-    handler.setFormatter(JsonLines() if settings.log_format == "json" else Lines(TEXT))
+    handler.setFormatter(JsonFormatter() if settings.log_format == "json" else TextFormatter(TEXT_FORMAT))
     logging.basicConfig(handlers=[handler], level=settings.log_level.upper())
     logging.captureWarnings(True)
     logging.raiseExceptions = False  # they would be printed beside the log
@@ -42,14 +42,14 @@ def configure_logging(settings: Settings) -> None:
     threading.excepthook = lambda it: log.error("an exception ends a thread", exc_info=it.exc_value)
     if settings.log_format == "json":
         os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")  # no lines at all
-        sys.stderr = io.TextIOWrapper(Stray(sys.stderr), "utf-8", "backslashreplace", write_through=True)
+        sys.stderr = io.TextIOWrapper(StderrToLog(sys.stderr), "utf-8", "backslashreplace", write_through=True)
 
 
-def quote_no_exceptions() -> None:
+def hide_exception_messages() -> None:
     """From now on tracebacks are logged without the messages of exceptions: these may quote what clients sent."""
     for handler in logging.getLogger().handlers:
-        if isinstance(handler.formatter, Lines):
-            handler.formatter.quotes = False
+        if isinstance(handler.formatter, TextFormatter):
+            handler.formatter.shows_messages = False
 
 
 def fields(**values: Any) -> dict[str, dict[str, Any]]:
@@ -57,25 +57,27 @@ def fields(**values: Any) -> dict[str, dict[str, Any]]:
     return {"fields": {name: value for name, value in values.items() if value is not None}}
 
 
-class Lines(logging.Formatter):
+class TextFormatter(logging.Formatter):
     """logging's own format, and tracebacks with or without the messages of exceptions.
 
     Whoever gets words into a message can neither begin a line with them nor steer a terminal.
     """
 
-    quotes = True
+    shows_messages = True
 
     def format(self, record: logging.LogRecord) -> str:
-        return "\n".join(printable(line) for line in super().format(record).split("\n"))  # tracebacks have several
+        return "\n".join(
+            escape_unprintable(line) for line in super().format(record).split("\n")
+        )  # tracebacks have several
 
     def formatMessage(self, record: logging.LogRecord) -> str:
-        return printable(super().formatMessage(record).rstrip())
+        return escape_unprintable(super().formatMessage(record).rstrip())
 
     def formatException(self, ei: Any) -> str:
-        return super().formatException(ei) if self.quotes else without_messages(ei[1])
+        return super().formatException(ei) if self.shows_messages else format_traceback_types(ei[1])
 
 
-class JsonLines(Lines):
+class JsonFormatter(TextFormatter):
     """An object a line, in ASCII."""
 
     def format(self, record: logging.LogRecord) -> str:
@@ -93,12 +95,12 @@ class JsonLines(Lines):
         return json.dumps(line, default=str)
 
 
-def printable(text: str) -> str:
+def escape_unprintable(text: str) -> str:
     """With escapes for all else, line breaks too."""
     return text if text.isprintable() else "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
 
 
-def without_messages(error: BaseException | None) -> str:
+def format_traceback_types(error: BaseException | None) -> str:
     """A traceback with the types of the exception and of those it came from, the first one first."""
     parts: list[str] = []
     while error is not None:
@@ -113,17 +115,17 @@ class LineWriter(logging.Handler):
     A finalizer may log while its own thread is in emit(): a SimpleQueue allows that, a Queue would wait for itself.
     """
 
-    def __init__(self, stream: TextIO, most: int = MOST_LINES) -> None:
+    def __init__(self, stream: TextIO, max_lines: int = MAX_QUEUED_LINES) -> None:
         super().__init__()
         self._stream = stream
         self._lines: queue.SimpleQueue[str | None] = queue.SimpleQueue()
-        self._most = most
+        self._max_lines = max_lines
         self._dropped = 0
         self._thread = threading.Thread(target=self._write, name="log", daemon=True)
         self._thread.start()
 
     def emit(self, record: logging.LogRecord) -> None:
-        if self._lines.qsize() >= self._most:
+        if self._lines.qsize() >= self._max_lines:
             self._dropped += 1
             return
         try:
@@ -134,18 +136,18 @@ class LineWriter(logging.Handler):
     def close(self) -> None:
         """What is there is written, if somebody reads it soon."""
         self._lines.put(None)
-        self._thread.join(LAST_LINES)
+        self._thread.join(FLUSH_TIMEOUT)
         super().close()
 
     def _write(self) -> None:
         while (line := self._lines.get()) is not None:
-            self._put(line)
+            self._write_line(line)
             if dropped := self._dropped:
                 self._dropped -= dropped
                 told = logging.LogRecord(__name__, logging.WARNING, "", 0, "%d lines were lost here", (dropped,), None)
-                self._put(self.format(told))
+                self._write_line(self.format(told))
 
-    def _put(self, line: str) -> None:
+    def _write_line(self, line: str) -> None:
         try:
             self._stream.write(line + "\n")
             self._stream.flush()
@@ -153,33 +155,33 @@ class LineWriter(logging.Handler):
             pass
 
 
-class Begun(threading.local):
+class PartialLine(threading.local):
     """What a thread has written of a line."""
 
     line = b""
 
 
-class Stray(io.RawIOBase):
+class StderrToLog(io.RawIOBase):
     """What is below a stderr whose lines become lines of the log."""
 
     name = "<stderr>"
 
     def __init__(self, real: TextIO) -> None:
-        self._real = real
-        self._begun = Begun()
+        self._stderr = real
+        self._partial_line = PartialLine()
 
     def writable(self) -> bool:
         return True
 
     def fileno(self) -> int:
-        return self._real.fileno()
+        return self._stderr.fileno()
 
     def write(self, data: Any) -> int:
         given = bytes(data)
-        *whole, begun = (self._begun.line + given.replace(b"\r", b"\n")).split(b"\n")
-        if len(begun) > LONGEST_BEGUN:  # dots of progress, perhaps
+        *whole, begun = (self._partial_line.line + given.replace(b"\r", b"\n")).split(b"\n")
+        if len(begun) > MAX_PARTIAL_LINE_BYTES:  # dots of progress, perhaps
             whole, begun = [*whole, begun], b""
-        self._begun.line = begun
+        self._partial_line.line = begun
         for line in whole:
             if line.strip():
                 log.warning("%s", line.decode(errors="backslashreplace"), extra=fields(stream="stderr"))

@@ -8,26 +8,26 @@ from collections.abc import Sequence
 import torch
 
 from cache_strategies.base import KVCache, Row
-from server.engine.batch import Batch, Work
+from server.engine.batch import Batch, RowInput
 
-_UNNAMED = -1  # an embedding need not be a token: kept by the cache, not shared
-WAIT = 0.001  # seconds between two looks at a seat that is not ready
+_NO_TOKEN_ID = -1  # an embedding need not be a token: kept by the cache, not shared
+POLL_INTERVAL = 0.001  # seconds between two looks at a seat that is not ready
 
 
 class CachedSequence:
     """Implements `server.models.base.SequenceCache` over a seat."""
 
-    def __init__(self, cache: KVCache, device: torch.device | str = "cpu", text: Sequence[int] = ()) -> None:
+    def __init__(self, cache: KVCache, device: torch.device | str = "cpu", token_ids: Sequence[int] = ()) -> None:
         """Open a seat. Raises MemoryError if there is no room.
 
-        `text`: ids of the tokens that will enter, which its owner may append to. A strategy that shares finds its
+        `token_ids`: ids of the tokens that will enter, which its owner may append to. A strategy that shares finds its
         beginning and keeps it for others; `length` tokens need not enter then. Without it nothing is shared.
         """
         cache.poll()
-        seat = cache.open(text or [_UNNAMED])
+        seat = cache.open(token_ids or [_NO_TOKEN_ID])
         if seat is None:
             raise MemoryError(f"no room in {cache.name!r}: give it more memory or close other sequences")
-        self._cache, self._seat, self._device, self._text = cache, seat, device, text
+        self._cache, self._seat, self._device, self._token_ids = cache, seat, device, token_ids
         self._batch: Batch | None = None
 
     @property
@@ -41,13 +41,13 @@ class CachedSequence:
         """
         self._cache.poll()
         while not self._cache.ready(self._seat):
-            time.sleep(WAIT)
+            time.sleep(POLL_INTERVAL)
             self._cache.poll()
         if not self._cache.grow(self._seat, num_tokens):
             raise MemoryError(f"no room in {self._cache.name!r} for {num_tokens} more tokens")
-        named = self._text[self.length : self.length + num_tokens]
-        ids = [*named, *[_UNNAMED] * (num_tokens - len(named))]
-        self._batch = Batch([Work(self._cache, Row(self._seat, num_tokens), ids, logits=1)], self._device)
+        named = self._token_ids[self.length : self.length + num_tokens]
+        ids = [*named, *[_NO_TOKEN_ID] * (num_tokens - len(named))]
+        self._batch = Batch([RowInput(self._cache, Row(self._seat, num_tokens), ids, num_logits=1)], self._device)
         return self._batch
 
     def commit(self) -> None:

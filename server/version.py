@@ -5,7 +5,7 @@ from __future__ import annotations
 from importlib import metadata
 
 
-def version() -> str:
+def get_version() -> str:
     try:
         return metadata.version("kvmux")
     except metadata.PackageNotFoundError:

@@ -20,7 +20,7 @@ from config.settings import Settings
 from config.sources import env_name
 from server.cli import main as cli
 from server.cli.health import TIMEOUT
-from server.models.files.user_cache import user_cache
+from server.models.files.user_cache import user_cache_dir
 from server.processes.child import Timing
 
 ROOT = Path(__file__).parents[1]
@@ -110,7 +110,7 @@ def test_caches_lie_where_the_volume_is(monkeypatch: pytest.MonkeyPatch) -> None
     assert volumes[f"{HOME}/.cache"] in COMPOSE["volumes"]
     monkeypatch.setenv("HOME", HOME)
     monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
-    assert user_cache().parent == Path(HOME) / ".cache"
+    assert user_cache_dir().parent == Path(HOME) / ".cache"
     where = "from huggingface_hub.constants import HF_HUB_CACHE; print(HF_HUB_CACHE)"
     environment = {"HOME": HOME, "PATH": os.environ["PATH"]}
     hub = subprocess.run([sys.executable, "-c", where], check=True, capture_output=True, text=True, env=environment)

@@ -11,7 +11,7 @@ import sys
 import time
 from io import StringIO
 
-from server.logs import JsonLines, Lines, LineWriter, fields
+from server.logs import JsonFormatter, LineWriter, TextFormatter, fields
 
 
 def record(message: str = "hello", error: Exception | None = None, **extra: object) -> logging.LogRecord:
@@ -34,7 +34,7 @@ def raised() -> Exception:
 
 def test_json_is_a_line_whatever_is_said() -> None:
     said = 'two\nlines, "quotes", \udc80 and ü'
-    (line,) = JsonLines().format(record(said, status=200, nothing=None)).splitlines()
+    (line,) = JsonFormatter().format(record(said, status=200, nothing=None)).splitlines()
     told = json.loads(line)
     assert told["time"][10] == "T"
     assert told["time"].endswith("Z")
@@ -49,10 +49,10 @@ def test_json_is_a_line_whatever_is_said() -> None:
 
 
 def test_a_traceback_with_and_without_what_exceptions_say() -> None:
-    formatter = JsonLines()
+    formatter = JsonFormatter()
     whole = json.loads(formatter.format(record(error=raised())))["exception"]
     assert "KeyError: 'secret'" in whole
-    formatter.quotes = False
+    formatter.shows_messages = False
     bare = json.loads(formatter.format(record(error=raised())))["exception"]
     assert "secret" not in bare.replace('KeyError("secret") from ZeroDivisionError("secret")', "")
     assert bare.index("ZeroDivisionError\n") < bare.index("in raised") < bare.index("KeyError", bare.index("in raised"))
@@ -61,9 +61,11 @@ def test_a_traceback_with_and_without_what_exceptions_say() -> None:
 def test_nobody_begins_a_line_of_text_with_what_is_quoted() -> None:
     """Nor steers a terminal; a traceback keeps its lines."""
     said = "a\nb\rc\x1b[31m\x85\u2028\u2029\x7f ü"
-    (line,) = Lines("%(message)s").format(record(said)).splitlines()
+    (line,) = TextFormatter("%(message)s").format(record(said)).splitlines()
     assert line == r"a\nb\rc\x1b[31m\x85\u2028\u2029\x7f ü"
-    first, *trace = Lines("%(message)s").format(record("it\nfailed", ValueError("red\x1b[31m\nand more"))).split("\n")
+    first, *trace = (
+        TextFormatter("%(message)s").format(record("it\nfailed", ValueError("red\x1b[31m\nand more"))).split("\n")
+    )
     assert first == r"it\nfailed"
     assert trace == [r"ValueError: red\x1b[31m", "and more"]
 
@@ -72,8 +74,8 @@ def test_nobody_waits_for_a_reader_that_does_not_read() -> None:
     """What is lost is told as soon as somebody reads."""
     reader, writer = os.pipe()
     with os.fdopen(writer, "w") as stream, os.fdopen(reader) as read:
-        handler = LineWriter(stream, most=10)
-        handler.setFormatter(Lines("%(message)s"))
+        handler = LineWriter(stream, max_lines=10)
+        handler.setFormatter(TextFormatter("%(message)s"))
         began = time.monotonic()
         for i in range(100):
             handler.emit(record(f"{i:03}" + "x" * 9997))
@@ -93,7 +95,7 @@ def test_nobody_waits_for_a_reader_that_does_not_read() -> None:
 def test_what_waits_is_written_in_the_end() -> None:
     stream = StringIO()
     handler = LineWriter(stream)
-    handler.setFormatter(Lines("%(message)s"))
+    handler.setFormatter(TextFormatter("%(message)s"))
     for i in range(1000):
         handler.emit(record(str(i)))
     handler.close()
@@ -110,7 +112,7 @@ class Cycle:
     def __del__(self):
         log.info("freed")
 reader, writer = os.pipe()  # nobody reads, so that there is no room soon
-logging.basicConfig(handlers=[LineWriter(os.fdopen(writer, "w"), most=100)], level="INFO")
+logging.basicConfig(handlers=[LineWriter(os.fdopen(writer, "w"), max_lines=100)], level="INFO")
 for i in range(20_000):
     Cycle()
     gc.set_threshold(i % 50 + 1)  # so that it comes in all places

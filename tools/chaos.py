@@ -14,13 +14,13 @@ from collections.abc import Sequence
 from tools.torture.chaos import Plan, print_start, run_chaos
 from tools.torture.expected_answers import ExpectedAnswerError
 from tools.torture.faults import FAULTS, Fault
-from tools.torture.report import chaos_as_json, chaos_tables, console_for, print_tables, write_json
+from tools.torture.report import chaos_as_json, make_chaos_tables, make_console, print_tables, write_json
 from tools.torture.server_process import StartError
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    flags = _parser().parse_args(argv)
-    faults = chosen(flags.only, flags.without)
+    flags = _make_parser().parse_args(argv)
+    faults = select_faults(flags.only, flags.without)
     plan = Plan(flags.seed or secrets.token_hex(4), 60 * flags.minutes, faults, flags.clients, flags.requests)
     print_start(plan)
     try:
@@ -28,20 +28,20 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (StartError, ExpectedAnswerError) as error:
         print(error, file=sys.stderr)
         return 2
-    console = console_for(flags.json)
-    print_tables(console, f"chaos, seed {plan.seed}", chaos_tables(report), report.tally, exact=report.exact)
+    console = make_console(flags.json)
+    print_tables(console, f"chaos, seed {plan.seed}", make_chaos_tables(report), report.tally, exact=report.exact)
     if flags.json:
         write_json(flags.json, chaos_as_json(report))
     return 1 if report.tally.problems else 0
 
 
-def chosen(only: Sequence[str], without: Sequence[str]) -> list[Fault]:
+def select_faults(only: Sequence[str], without: Sequence[str]) -> list[Fault]:
     """Return the faults to inject: those named, or all that are injected by default, less those left out."""
     return [fault for fault in FAULTS if (not only or fault.name in only) and fault.name not in without]
 
 
-def _parser() -> argparse.ArgumentParser:
-    faults = "\n".join(f"  {fault.name:18} {fault.what}" for fault in FAULTS)
+def _make_parser() -> argparse.ArgumentParser:
+    faults = "\n".join(f"  {fault.name:18} {fault.description}" for fault in FAULTS)
     parser = argparse.ArgumentParser(
         "python -m tools.chaos",
         description="Kill, stop and restart a server under load, and compare every answer.",

@@ -1,7 +1,7 @@
 """`python -m tools.code_statistics`: counts what the layout of the code costs a reader, as a table or as JSON.
 
-`--root` counts another checkout, so that two commits can be compared. What a folder is for is a row of LABORATORY; the
-other folders that an installation has are the product. Imports nothing of what it counts.
+`--root` counts another checkout, so that two commits can be compared. TOOLING_MODULES only measure, train
+or draw; the other modules that an installation has are the product. Imports nothing of what it counts.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ ROOT = Path(__file__).parents[1]
 PACKAGES = ("config", "kernels", "cache_strategies", "server", "loadtest", "tools")
 INSTALLED = PACKAGES[:-1]
 # Modules that only measure, train or draw, under their names before and after they moved to tools/.
-LABORATORY = (
+TOOLING_MODULES = (
     "kernels.bench",
     "kernels.loads",
     "kernels.probe",
@@ -35,12 +35,12 @@ LABORATORY = (
     "server.profiling",
     "server.training",
 )
-PRODUCT_IN_IT = ("server.evaluation", "server.profiling", "loadtest")  # commands of `kvmux`: they stay installed
-NAMES = {  # of a thing that people add, one that is like most
-    "operation": "rms_norm",
-    "sampling parameter": "min_p",
-    "metric": "PREEMPTIONS",
-    "strategy": "sliding_window",
+INSTALLED_TOOLING = ("server.evaluation", "server.profiling", "loadtest")  # commands of `kvmux`: they stay installed
+EXAMPLES = {  # of a thing that people add, one that is like most: what a file has that must know it
+    "operation": r"def rms_norm\(|\"rms_norm\"",  # files that describe it, not those that call it
+    "sampling parameter": r"\bmin_p\b",
+    "metric": r"\bPREEMPTIONS\b",
+    "strategy": r"\bSlidingWindowCache\b|kind=\"sliding_window\"",  # transformers has settings of that name, too
 }
 
 
@@ -56,7 +56,7 @@ class Statistics(NamedTuple):
     """The figures of a checkout."""
 
     folders: Mapping[str, tuple[int, int]]  # modules and lines
-    laboratory: float  # share of the installed lines in modules that only measure, train or draw
+    tooling_share: float  # share of the installed lines in modules that only measure, train or draw
     files_to_touch: Mapping[str, int]  # files of the product that name an example of each kind
     classes_with_one_name: Mapping[str, Sequence[str]]  # modules of the product, by the name of the class
     functions: Lengths
@@ -67,63 +67,62 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--root", type=Path, default=ROOT, help="the checkout (default: this one)")
     parser.add_argument("--json", action="store_true", help="one JSON object instead of tables")
     options = parser.parse_args(arguments)
-    found = statistics_of(options.root)
+    figures = compute_statistics(options.root)
     if options.json:
-        print(json.dumps(found._asdict(), indent=2))
+        print(json.dumps(figures._asdict(), indent=2))
     else:
-        show(found, Console())
+        print_tables(figures, Console())
 
 
-def statistics_of(root: Path) -> Statistics:
+def compute_statistics(root: Path) -> Statistics:
     """Count the Python files of a checkout."""
-    sources = {name: file.read_text() for name, file in modules(root).items()}
+    sources = {name: file.read_text() for name, file in find_modules(root).items()}
     installed = {name: text for name, text in sources.items() if name.split(".")[0] in INSTALLED}
     folders: dict[str, tuple[int, int]] = {}
-    for name, file in modules(root).items():
+    for name, file in find_modules(root).items():
         folder = str(file.parent.relative_to(root))
         count, lines = folders.get(folder, (0, 0))
         folders[folder] = count + (file.name != "__init__.py"), lines + len(sources[name].splitlines())
-    measured = sum(len(text.splitlines()) for name, text in installed.items() if within(name, LABORATORY))
+    tooling_lines = sum(len(text.splitlines()) for name, text in installed.items() if is_within(name, TOOLING_MODULES))
     lines = sum(len(text.splitlines()) for text in installed.values())
     return Statistics(
         dict(sorted(folders.items())),
-        measured / lines,
-        {kind: naming(installed, example) for kind, example in NAMES.items()},
-        classes_with_one_name(installed),
-        lengths(installed.values()),
+        tooling_lines / lines,
+        {kind: count_files_matching(installed, example) for kind, example in EXAMPLES.items()},
+        find_shared_class_names(installed),
+        compute_lengths(installed.values()),
     )
 
 
-def modules(root: Path) -> dict[str, Path]:
+def find_modules(root: Path) -> dict[str, Path]:
     """Return the files of all packages by the names of their modules."""
     files = (file for package in PACKAGES for file in sorted((root / package).rglob("*.py")))
     names = {file: ".".join(file.relative_to(root).with_suffix("").parts) for file in files}
     return {name.removesuffix(".__init__"): file for file, name in names.items()}
 
 
-def within(name: str, packages: Sequence[str]) -> bool:
+def is_within(name: str, packages: Sequence[str]) -> bool:
     """Return whether a module is one of these, or lies within one."""
     return any(name == package or name.startswith(f"{package}.") for package in packages)
 
 
-def naming(sources: Mapping[str, str], word: str) -> int:
-    """Return the number of files with this word, without those that only measure or train."""
-    laboratory = [name for name in LABORATORY if name not in PRODUCT_IN_IT]
-    pattern = re.compile(rf"\b{word}\b")
-    return sum(bool(pattern.search(text)) for name, text in sources.items() if not within(name, laboratory))
+def count_files_matching(sources: Mapping[str, str], pattern: str) -> int:
+    """Return the number of files in which a pattern is found, without those that only measure or train."""
+    tooling = [name for name in TOOLING_MODULES if name not in INSTALLED_TOOLING]
+    return sum(bool(re.search(pattern, text)) for name, text in sources.items() if not is_within(name, tooling))
 
 
-def classes_with_one_name(sources: Mapping[str, str]) -> dict[str, list[str]]:
+def find_shared_class_names(sources: Mapping[str, str]) -> dict[str, list[str]]:
     """Return the modules in which a class has a name that others have, too."""
-    found: dict[str, list[str]] = defaultdict(list)
+    modules_by_class: dict[str, list[str]] = defaultdict(list)
     for module, text in sources.items():
         for node in ast.parse(text).body:
             if isinstance(node, ast.ClassDef):
-                found[node.name].append(module)
-    return {name: where for name, where in sorted(found.items()) if len(where) > 1}
+                modules_by_class[node.name].append(module)
+    return {name: where for name, where in sorted(modules_by_class.items()) if len(where) > 1}
 
 
-def lengths(sources: Iterable[str]) -> Lengths:
+def compute_lengths(sources: Iterable[str]) -> Lengths:
     """Return how long functions are, from `def` to the last line."""
     lines = [
         (node.end_lineno or node.lineno) - node.lineno + 1
@@ -136,22 +135,22 @@ def lengths(sources: Iterable[str]) -> Lengths:
     )
 
 
-def show(found: Statistics, console: Console) -> None:
-    """Print tables."""
+def print_tables(figures: Statistics, console: Console) -> None:
+    """Print the figures as tables."""
     folders = Table("folder", "modules", "lines", title="folders")
-    for folder, (count, lines) in found.folders.items():
+    for folder, (count, lines) in figures.folders.items():
         folders.add_row(folder, str(count), f"{lines:,}")
     total = Counter[str]()
-    for count, lines in found.folders.values():
+    for count, lines in figures.folders.values():
         total.update(modules=count, lines=lines)
     folders.add_row("all", str(total["modules"]), f"{total['lines']:,}", style="bold")
     console.print(folders)
     rest = Table("figure", "value", title="the rest")
-    rest.add_row("installed lines that only measure, train or draw", f"{found.laboratory:.0%}")
-    for kind, count in found.files_to_touch.items():
-        rest.add_row(f"files that name a {kind} ({NAMES[kind]})", str(count))
-    rest.add_row("names that several classes of the product have", str(len(found.classes_with_one_name)))
-    rest.add_row("lines of a function: median, p90, most", " / ".join(map(str, found.functions)))
+    rest.add_row("installed lines that only measure, train or draw", f"{figures.tooling_share:.0%}")
+    for kind, count in figures.files_to_touch.items():
+        rest.add_row(f"files that know of one {kind}", str(count))
+    rest.add_row("names that several classes of the product have", str(len(figures.classes_with_one_name)))
+    rest.add_row("lines of a function: median, p90, most", " / ".join(map(str, figures.functions)))
     console.print(rest)
 
 

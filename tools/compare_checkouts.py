@@ -26,7 +26,7 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
-from tools.serving import HERE, PATIENCE, serving
+from tools.serving import THIS_CHECKOUT, TIMEOUT_SECONDS, serving
 
 WORDS = "the red cup of Ann stands on the table near the door and the dog sleeps "
 TOKEN_IDS = list(range(20, 36))
@@ -75,21 +75,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     works = [work for work in WORKS if not options.only or any(name in work.name for name in options.only)]
     with ExitStack() as stack:
-        ours, theirs = [stack.enter_context(connected(path, options.flags)) for path in (HERE, options.base)]
-        results = {work.name: measured(work, ours, theirs, options.turns) for work in works}
-    Console(width=120).print(table_of(works, results))
+        ours, theirs = [stack.enter_context(open_server(path, options.flags)) for path in (THIS_CHECKOUT, options.base)]
+        results = {work.name: measure_pairs(work, ours, theirs, options.turns) for work in works}
+    Console(width=120).print(make_table(works, results))
     return 0
 
 
 @contextmanager
-def connected(checkout: Path, flags: Sequence[str]) -> Iterator[Server]:
+def open_server(checkout: Path, flags: Sequence[str]) -> Iterator[Server]:
     """Serve from a checkout until the block ends, with an HTTP client open."""
-    with serving(checkout, flags) as served, httpx.Client(base_url=served.url, timeout=PATIENCE) as http:
+    with serving(checkout, flags) as served, httpx.Client(base_url=served.url, timeout=TIMEOUT_SECONDS) as http:
         yield Server(http, served.processes(), http.get("/v1/models").json()["data"][0]["id"])
 
 
 # ---------------------------------------------------------------- what is measured
-def request_seconds(path: str, body: dict[str, Any], repeat: int = 30) -> Callable[[Server], float]:
+def make_request_timer(path: str, body: dict[str, Any], repeat: int = 30) -> Callable[[Server], float]:
     """Return a function that measures the median seconds of one request after another."""
 
     def run(server: Server) -> float:
@@ -103,7 +103,7 @@ def request_seconds(path: str, body: dict[str, Any], repeat: int = 30) -> Callab
     return run
 
 
-def token_seconds(server: Server) -> float:
+def measure_token_seconds(server: Server) -> float:
     """Return the median seconds between two tokens of a stream."""
     times = []
     with server.http.stream("POST", "/v1/completions", json={"model": server.model} | STREAM) as answer:
@@ -114,25 +114,25 @@ def token_seconds(server: Server) -> float:
     return statistics.median(after - before for before, after in itertools.pairwise(times[8:]))
 
 
-def cpu_seconds(server: Server) -> float:
+def measure_cpu_seconds(server: Server) -> float:
     """Return the CPU seconds that all processes of a server take for a token of a stream."""
     before = server.cpu_seconds()
     for _ in range(3):
-        token_seconds(server)
+        measure_token_seconds(server)
     return (server.cpu_seconds() - before) / (3 * TOKENS)
 
 
 WORKS = (
-    Work("completion of 1 token", "ms", request_seconds("/v1/completions", {"prompt": WORDS, "max_tokens": 1})),
-    Work("the same of ids", "ms", request_seconds("/v1/completions", {"prompt": TOKEN_IDS, "max_tokens": 1})),
-    Work("chat of 31 messages", "ms", request_seconds("/v1/chat/completions", {"messages": CHAT, "max_tokens": 1})),
-    Work("tokenize", "ms", request_seconds("/tokenize", {"prompt": WORDS})),
-    Work("token of a stream", "ms", token_seconds),
-    Work("CPU time of a token", "ms", cpu_seconds),
+    Work("completion of 1 token", "ms", make_request_timer("/v1/completions", {"prompt": WORDS, "max_tokens": 1})),
+    Work("the same of ids", "ms", make_request_timer("/v1/completions", {"prompt": TOKEN_IDS, "max_tokens": 1})),
+    Work("chat of 31 messages", "ms", make_request_timer("/v1/chat/completions", {"messages": CHAT, "max_tokens": 1})),
+    Work("tokenize", "ms", make_request_timer("/tokenize", {"prompt": WORDS})),
+    Work("token of a stream", "ms", measure_token_seconds),
+    Work("CPU time of a token", "ms", measure_cpu_seconds),
 )
 
 
-def measured(work: Work, ours: Server, theirs: Server, turns: int) -> list[Pair]:
+def measure_pairs(work: Work, ours: Server, theirs: Server, turns: int) -> list[Pair]:
     """Measure the same work on both servers by turns; the first turn warms up and does not count."""
     pairs = []
     for turn in track(range(turns + 1), description=work.name):
@@ -143,7 +143,7 @@ def measured(work: Work, ours: Server, theirs: Server, turns: int) -> list[Pair]
 
 
 # ---------------------------------------------------------------- what comes of it
-def interval(values: Sequence[float]) -> tuple[float, float]:
+def compute_interval(values: Sequence[float]) -> tuple[float, float]:
     """Return the order statistics between which the median lies with at least 95 % probability."""
     ordered, n = sorted(values), len(values)
     below = 0.0
@@ -154,14 +154,14 @@ def interval(values: Sequence[float]) -> tuple[float, float]:
     raise AssertionError("a sum of half the coefficients is at least a half")
 
 
-def table_of(works: Sequence[Work], results: dict[str, list[Pair]]) -> Table:
+def make_table(works: Sequence[Work], results: dict[str, list[Pair]]) -> Table:
     """Return the table of medians, ratios and differences with their intervals."""
     table = Table("work", "unit", "before", "now", "ratio", "95 %", "difference", "95 %")
     for work in works:
         pairs = results[work.name]
         ratios = [pair.ratio for pair in pairs]
         differences = [1000 * (pair.ours - pair.theirs) for pair in pairs]
-        (low, high), (less, more) = interval(ratios), interval(differences)
+        (low, high), (less, more) = compute_interval(ratios), compute_interval(differences)
         table.add_row(
             work.name,
             work.unit,

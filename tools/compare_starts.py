@@ -22,7 +22,7 @@ import httpx
 from rich.console import Console
 from rich.table import Table
 
-from tools.serving import HERE, PATIENCE, PAUSE, serving
+from tools.serving import POLL_SECONDS, THIS_CHECKOUT, TIMEOUT_SECONDS, serving
 
 MIB = 1 << 20
 PROMPT = [*range(10, 42)]  # token ids
@@ -47,17 +47,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--json", type=Path, help="a file for all figures")
     parser.add_argument("flags", nargs="*", metavar="FLAG", help="of `kvmux serve`, after --")
     options = parser.parse_args(arguments)
-    found: dict[str, dict[str, list[Start]]] = {size: {"before": [], "now": []} for size in options.memory}
+    starts: dict[str, dict[str, list[Start]]] = {size: {"before": [], "now": []} for size in options.memory}
     console = Console(width=120)
     for turn in range(options.turns):
         for size, (name, checkout) in itertools.product(
-            options.memory, (("now", HERE), ("before", options.base))[:: 1 if turn % 2 else -1]
+            options.memory, (("now", THIS_CHECKOUT), ("before", options.base))[:: 1 if turn % 2 else -1]
         ):
-            found[size][name].append(start := measure_start(checkout, [*options.flags, "--kv-memory", size]))
+            starts[size][name].append(start := measure_start(checkout, [*options.flags, "--kv-memory", size]))
             console.print(size, name, start)
-    console.print(table_of(found))
+    console.print(make_table(starts))
     if options.json:
-        figures = {size: {name: [s._asdict() for s in all] for name, all in by.items()} for size, by in found.items()}
+        figures = {size: {name: [s._asdict() for s in all] for name, all in by.items()} for size, by in starts.items()}
         options.json.write_text(json.dumps(figures, indent=2) + "\n")
     return 0
 
@@ -65,14 +65,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def measure_start(checkout: Path, flags: Sequence[str]) -> Start:
     """Start a server of a checkout, measure, and stop it."""
     with serving(checkout, flags) as served:
-        with httpx.Client(base_url=served.url, timeout=PATIENCE) as http:
-            first, *gaps = stream(http)
+        with httpx.Client(base_url=served.url, timeout=TIMEOUT_SECONDS) as http:
+            first, *gaps = measure_stream(http)
             wait_for_memory(http)
-        memory = sum(peak(each.pid) for each in served.processes())
+        memory = sum(read_peak_bytes(each.pid) for each in served.processes())
         return Start(served.start_seconds, first, statistics.median(gaps), max(gaps), memory)
 
 
-def stream(http: httpx.Client) -> list[float]:
+def measure_stream(http: httpx.Client) -> list[float]:
     """Return the seconds to the first token of a stream, and from each to the next."""
     model = http.get("/v1/models").json()["data"][0]["id"]
     body: dict[str, Any] = {"prompt": PROMPT, "max_tokens": TOKENS + 1, "ignore_eos": True, "stream": True}
@@ -84,33 +84,33 @@ def stream(http: httpx.Client) -> list[float]:
 
 def wait_for_memory(http: httpx.Client) -> None:
     """Wait until all KV memory is there; earlier versions start with all of it, and do not report it."""
-    deadline = time.monotonic() + PATIENCE
+    deadline = time.monotonic() + TIMEOUT_SECONDS
     while time.monotonic() < deadline:
         memory = http.get("/v1/kv_cache").json().get("memory")
         if memory is None or memory["usable_bytes"] == memory["bytes"]:
             return
-        time.sleep(10 * PAUSE)
+        time.sleep(10 * POLL_SECONDS)
     raise SystemExit("the KV memory does not come")
 
 
-def peak(pid: int) -> int:
+def read_peak_bytes(pid: int) -> int:
     """Return the most bytes that a process has had in memory."""
     found = re.search(r"VmHWM:\s*(\d+) kB", Path(f"/proc/{pid}/status").read_text())
     assert found is not None, pid
     return 1024 * int(found[1])
 
 
-def table_of(found: dict[str, dict[str, list[Start]]]) -> Table:
+def make_table(starts: dict[str, dict[str, list[Start]]]) -> Table:
     """Return the table of medians; of the ratios, those of each turn, too."""
     columns = (("ready, s", "ready", 1), ("first token, ms", "first", 1e3), ("token, ms", "median", 1e3))
     table = Table("KV memory", "figure", "before", "now", "ratio", "turns")
-    for size, by in found.items():
-        for words, name, factor in (*columns, ("worst of 100, ms", "worst", 1e3), ("peak, MiB", "peak", 1 / MIB)):
+    for size, by in starts.items():
+        for label, name, factor in (*columns, ("worst of 100, ms", "worst", 1e3), ("peak, MiB", "peak", 1 / MIB)):
             before, now = ([factor * getattr(start, name) for start in by[which]] for which in ("before", "now"))
             ratios = [ours / theirs for ours, theirs in zip(now, before, strict=True)]
             table.add_row(
                 size,
-                words,
+                label,
                 f"{statistics.median(before):,.2f}",
                 f"{statistics.median(now):,.2f}",
                 f"{statistics.median(ratios):.2f}",

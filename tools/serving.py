@@ -18,9 +18,9 @@ from typing import NamedTuple
 import httpx
 import psutil
 
-HERE = Path(__file__).parent.parent  # this checkout
-PATIENCE = 120.0  # seconds for a server to start, or to answer
-PAUSE = 0.01  # seconds between two looks
+THIS_CHECKOUT = Path(__file__).parent.parent
+TIMEOUT_SECONDS = 120.0  # for a server to start, or to answer
+POLL_SECONDS = 0.01  # between two looks
 ADDRESS = re.compile(r"serves .* on (http://\S+)")
 
 
@@ -41,23 +41,23 @@ def serving(checkout: Path, flags: Sequence[str]) -> Iterator[Served]:
     """Run `kvmux serve` from a checkout until the block ends."""
     with tempfile.TemporaryFile("w+") as output:
         command = [sys.executable, "-m", "server", "serve", "--port", "0", *flags]
-        began = time.monotonic()
+        start = time.monotonic()
         process = subprocess.Popen(command, cwd=checkout, stdout=output, stderr=subprocess.STDOUT)
         try:
             url = _wait_until_ready(process, Path(f"/proc/self/fd/{output.fileno()}"))
-            yield Served(url, psutil.Process(process.pid), time.monotonic() - began)
+            yield Served(url, psutil.Process(process.pid), time.monotonic() - start)
         finally:
             process.terminate()
-            process.wait(PATIENCE)
+            process.wait(TIMEOUT_SECONDS)
 
 
 def _wait_until_ready(process: subprocess.Popen[bytes], printed: Path) -> str:
     """Return the server's address as soon as it takes requests."""
-    deadline = time.monotonic() + PATIENCE
+    deadline = time.monotonic() + TIMEOUT_SECONDS
     while time.monotonic() < deadline and process.poll() is None:
         if (found := ADDRESS.search(printed.read_text())) and _is_ready(found[1]):
             return found[1]
-        time.sleep(PAUSE)
+        time.sleep(POLL_SECONDS)
     raise SystemExit(f"the server did not come up:\n{printed.read_text()}")
 
 

@@ -12,27 +12,27 @@ import sys
 from collections.abc import Sequence
 
 from tools.torture.expected_answers import ExpectedAnswerError
-from tools.torture.report import console_for, print_tables, soak_as_json, soak_tables, write_json
+from tools.torture.report import make_console, make_soak_tables, print_tables, soak_as_json, write_json
 from tools.torture.server_process import StartError
 from tools.torture.soak import Bounds, SoakPlan, print_start, run_soak
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    plan, json = _plan(_parser().parse_args(argv))
+    plan, json = _make_plan(_make_parser().parse_args(argv))
     print_start(plan)
     try:
         report = asyncio.run(run_soak(plan))
     except (StartError, ExpectedAnswerError) as error:
         print(error, file=sys.stderr)
         return 2
-    console = console_for(json)
-    print_tables(console, f"soak, seed {plan.seed}", soak_tables(report), report.tally, exact=report.exact)
+    console = make_console(json)
+    print_tables(console, f"soak, seed {plan.seed}", make_soak_tables(report), report.tally, exact=report.exact)
     if json:
         write_json(json, soak_as_json(report))
     return 1 if report.tally.problems else 0
 
 
-def _plan(flags: argparse.Namespace) -> tuple[SoakPlan, str]:
+def _make_plan(flags: argparse.Namespace) -> tuple[SoakPlan, str]:
     seconds = 60 * flags.minutes
     plan = SoakPlan(
         seed=flags.seed or secrets.token_hex(4),
@@ -46,7 +46,7 @@ def _plan(flags: argparse.Namespace) -> tuple[SoakPlan, str]:
     return plan, flags.json
 
 
-def _parser() -> argparse.ArgumentParser:
+def _make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         "python -m tools.soak",
         description="Load one server for long, and see that memory, descriptors and gauges stay what they were.",

@@ -182,7 +182,7 @@ class CausalAttentionWithCache(nn.Module):
         """
         held = 0 if cache is None else cache.length(self.layer_idx)
         if start_pos != held:
-            raise ValueError(_wrong_start(start_pos, held, self.layer_idx, cache))
+            raise ValueError(_format_start_pos_error(start_pos, held, self.layer_idx, cache))
         B, n, d_model = x.shape
         # [B, n, 3 d_model] -> three of [B, H, n, D]
         q, keys, values = self.qkv(x).view(B, n, 3, self.num_heads, self.head_dim).permute(2, 0, 3, 1, 4)
@@ -198,7 +198,7 @@ class CausalAttentionWithCache(nn.Module):
         return projected
 
 
-def _wrong_start(start_pos: int, held: int, layer_idx: int, cache: KVCache | None) -> str:
+def _format_start_pos_error(start_pos: int, held: int, layer_idx: int, cache: KVCache | None) -> str:
     """Return a message that says what to change about a start_pos that is not `held`."""
     if cache is None:
         return f"start_pos is {start_pos}, but there is no cache: give the whole text and start_pos=0, or a cache"

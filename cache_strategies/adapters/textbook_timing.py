@@ -25,7 +25,7 @@ class GenerationTiming(NamedTuple):
     cached: float
     uncached: float
 
-    def row(self) -> str:
+    def format_row(self) -> str:
         """Return a line of the table: tokens per second with the cache and without, and how many times faster."""
         speeds = f"{self.tokens / self.cached:,.0f} | {self.tokens / self.uncached:,.0f}"
         return f"| {self.tokens:,} | {speeds} | {self.uncached / self.cached:.1f} × |"
@@ -49,10 +49,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     model = GPTWithCache(512, options.d_model, options.heads, options.layers, longest).to(DTYPES[options.dtype]).eval()
     print("| tokens | with the cache, tokens/s | without, tokens/s | faster |\n|---:|---:|---:|---:|")
     for num_tokens in options.tokens:
-        print(timed(model, num_tokens).row(), flush=True)
+        print(measure_generation(model, num_tokens).format_row(), flush=True)
 
 
-def timed(model: GPTWithCache, num_tokens: int) -> GenerationTiming:
+def measure_generation(model: GPTWithCache, num_tokens: int) -> GenerationTiming:
     """Generate the same text with a cache and without one."""
     prompt = torch.zeros(1, 1, dtype=torch.int64)
     for cache in (model.new_cache(1), None):

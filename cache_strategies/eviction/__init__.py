@@ -8,9 +8,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from cache_strategies.eviction.base import EvictionPolicy
-from cache_strategies.plugins import installed, load_class
+from cache_strategies.plugins import list_plugins, load_class
 
-ENTRY_POINTS = "kvmux.eviction_policies"
+ENTRY_POINT_GROUP = "kvmux.eviction_policies"
 
 BUILTIN: Mapping[str, str] = {
     "lru": "cache_strategies.eviction.lru:LRU",
@@ -18,12 +18,12 @@ BUILTIN: Mapping[str, str] = {
 }
 
 
-def policies() -> dict[str, str]:
-    """Every policy that is installed, as "module:Class"."""
-    return installed(ENTRY_POINTS, BUILTIN)
+def list_policies() -> dict[str, str]:
+    """Return every policy that is installed, as "module:Class"."""
+    return list_plugins(ENTRY_POINT_GROUP, BUILTIN)
 
 
 def load_policy(name: str) -> type[EvictionPolicy]:
-    """The class of a policy. Raises SettingsError listing those there are, or saying what is wrong with this one."""
-    known = BUILTIN if name in BUILTIN else policies()  # looking for plug-ins takes a while
+    """Return the class of a policy. Raises SettingsError: it lists the policies, or says what is wrong with this."""
+    known = BUILTIN if name in BUILTIN else list_policies()  # looking for plug-ins takes a while
     return load_class(name, known, EvictionPolicy, what="eviction policy", plural="policies")  # type: ignore[type-abstract]

@@ -1,4 +1,4 @@
-"""lru: who was not wanted for longest goes first."""
+"""lru: the entry that was not wanted for longest goes first."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who goes first, whatever the policy: what has outlived its time, then the lowest priority, then as the policy says.
+"""Which idle entry goes first: one that has expired, then the lowest priority, then as the policy says.
 
 Knows entries by key, like the policies; neither blocks nor seats.
 """
@@ -32,30 +32,30 @@ class EvictionQueue:
         self._idle: set[Key] = set()
         self._expiry = _ExpiryHeap(self._retention)
 
-    def keep(self, key: Key, priority: int = 0, ttl: float = math.inf) -> None:
-        """Somebody who leaves an entry in use says what it is worth; the most that was said of it holds."""
+    def update_retention(self, key: Key, priority: int = 0, ttl: float = math.inf) -> None:
+        """Set what an entry in use is worth to a user that leaves it; the most that any user set holds."""
         assert key not in self._idle
-        wanted = Retention(priority, self._clock() + ttl)
-        before = self._retention.setdefault(key, wanted)
-        now = Retention(max(before.priority, priority), max(before.expires, wanted.expires))
-        if before.priority != now.priority:
-            self._policy(key).discard(key)
-        self._retention[key] = now
+        new = Retention(priority, self._clock() + ttl)
+        old = self._retention.setdefault(key, new)
+        merged = Retention(max(old.priority, priority), max(old.expires, new.expires))
+        if old.priority != merged.priority:
+            self._get_policy(key).discard(key)
+        self._retention[key] = merged
 
     def insert(self, key: Key, size: int) -> None:
-        """Nobody uses the entry any more, which was said to be worth keeping."""
+        """Add an entry that nobody uses any more; update_retention() was called for it."""
         self._idle.add(key)
-        self._policy(key).insert(key, size, self._clock())
+        self._get_policy(key).insert(key, size, self._clock())
         self._expiry.watch(key)
 
     def touch(self, key: Key) -> None:
-        """It is wanted again."""
+        """Note that an idle entry is wanted again; it is in use until it is inserted once more."""
         self._idle.remove(key)
-        self._policy(key).touch(key, self._clock())
+        self._get_policy(key).touch(key, self._clock())
 
     def evict(self) -> Key:
-        """Takes out who goes first. Asked only while there is an idle entry."""
-        for key in self._expiry.over(self._clock()):
+        """Remove the entry that goes first and return it. Called only while there is an idle one."""
+        for key in self._expiry.pop_expired(self._clock()):
             if key in self._idle:
                 self.discard(key)
                 return key
@@ -66,9 +66,9 @@ class EvictionQueue:
         return key
 
     def discard(self, key: Key) -> None:
-        """It is gone for another reason; one that is not known is no error."""
+        """Remove an entry for another reason; one that is not known is not an error."""
         if key in self._retention:
-            self._policy(key).discard(key)
+            self._get_policy(key).discard(key)
             del self._retention[key]
             self._idle.discard(key)
 
@@ -82,7 +82,7 @@ class EvictionQueue:
         assert sum(map(len, self._policies.values())) == len(self._idle)
         assert self._idle <= self._retention.keys()
 
-    def _policy(self, key: Key) -> EvictionPolicy:
+    def _get_policy(self, key: Key) -> EvictionPolicy:
         priority = self._retention[key].priority
         if priority not in self._policies:
             self._policies[priority] = self._new_policy()
@@ -94,38 +94,38 @@ class _ExpiryHeap:
 
     def __init__(self, retention: Mapping[Key, Retention]) -> None:
         self._retention = retention
-        self._due: list[tuple[float, int, Key]] = []  # a heap; the number keeps it from comparing keys
-        self._noted: dict[Key, float] = {}  # when the note that holds is due
-        self._notes = 0
+        self._heap: list[tuple[float, int, Key]] = []  # a heap; the number keeps it from comparing keys
+        self._due_times: dict[Key, float] = {}  # when the note that holds is due
+        self._num_pushed = 0
 
     def watch(self, key: Key) -> None:
         expires = self._retention[key].expires
-        if expires >= self._noted.get(key, math.inf):
+        if expires >= self._due_times.get(key, math.inf):
             return
-        if len(self._due) > 2 * len(self._retention) + 64:  # mostly of entries that are gone
-            self._due = [note for note in self._due if note[2] in self._retention and self._holds(note)]
-            self._noted = {key: due for due, _, key in self._due}
-            heapq.heapify(self._due)
-        self._note(expires, key)
+        if len(self._heap) > 2 * len(self._retention) + 64:  # mostly of entries that are gone
+            self._heap = [note for note in self._heap if note[2] in self._retention and self._is_current(note)]
+            self._due_times = {key: due for due, _, key in self._heap}
+            heapq.heapify(self._heap)
+        self._push(expires, key)
 
-    def over(self, now: float) -> Iterator[Key]:
-        """Entries whose time is over; each is told once, and forgotten until it is watched again."""
-        while self._due and self._due[0][0] <= now:
-            note = heapq.heappop(self._due)
-            if not self._holds(note):
+    def pop_expired(self, now: float) -> Iterator[Key]:
+        """Yield entries that have expired; each once, until it is watched again."""
+        while self._heap and self._heap[0][0] <= now:
+            note = heapq.heappop(self._heap)
+            if not self._is_current(note):
                 continue
             key = note[2]
-            del self._noted[key]
+            del self._due_times[key]
             expires = self._retention[key].expires if key in self._retention else math.inf
             if expires <= now:
                 yield key
             elif expires < math.inf:  # it has got more time since
-                self._note(expires, key)
+                self._push(expires, key)
 
-    def _note(self, expires: float, key: Key) -> None:
-        self._notes += 1
-        self._noted[key] = expires
-        heapq.heappush(self._due, (expires, self._notes, key))
+    def _push(self, expires: float, key: Key) -> None:
+        self._num_pushed += 1
+        self._due_times[key] = expires
+        heapq.heappush(self._heap, (expires, self._num_pushed, key))
 
-    def _holds(self, note: tuple[float, int, Key]) -> bool:
-        return self._noted.get(note[2]) == note[0]
+    def _is_current(self, note: tuple[float, int, Key]) -> bool:
+        return self._due_times.get(note[2]) == note[0]

@@ -13,7 +13,7 @@ from collections import OrderedDict
 
 from cache_strategies.eviction.base import EvictionPolicy, Key
 
-SMALL = 0.3  # share of idle bytes that new entries may hold; between 0.25 and 0.4 it hardly matters
+SMALL_QUEUE_SHARE = 0.3  # share of idle bytes that new entries may hold; between 0.25 and 0.4 it hardly matters
 
 
 class S3FIFO(EvictionPolicy):
@@ -23,14 +23,14 @@ class S3FIFO(EvictionPolicy):
         self._small: OrderedDict[Key, int] = OrderedDict()  # sizes
         self._main: OrderedDict[Key, int] = OrderedDict()
         self._small_bytes = self._main_bytes = 0
-        self._wanted: set[Key] = set()  # again: entries of the main queue, and those in use that belong there
+        self._main_keys: set[Key] = set()  # entries of the main queue, and those in use that belong there
         self._ghosts: OrderedDict[Key, None] = OrderedDict()
 
     def insert(self, key: Key, size: int, now: float) -> None:
         if key in self._ghosts:
             del self._ghosts[key]
-            self._wanted.add(key)
-        if key in self._wanted:
+            self._main_keys.add(key)
+        if key in self._main_keys:
             self._main[key] = size
             self._main_bytes += size
         else:
@@ -38,33 +38,35 @@ class S3FIFO(EvictionPolicy):
             self._small_bytes += size
 
     def touch(self, key: Key, now: float) -> None:
-        self._take(key)
-        self._wanted.add(key)
+        self._remove_from_queues(key)
+        self._main_keys.add(key)
 
     def evict(self) -> Key:
-        if self._small and (not self._main or self._small_bytes > SMALL * (self._small_bytes + self._main_bytes)):
+        if self._small and (
+            not self._main or self._small_bytes > SMALL_QUEUE_SHARE * (self._small_bytes + self._main_bytes)
+        ):
             key = next(iter(self._small))
-            self._take(key)
-            self._remember(key)
+            self._remove_from_queues(key)
+            self._add_ghost(key)
         else:
             key = next(iter(self._main))
             self.discard(key)
         return key
 
     def discard(self, key: Key) -> None:
-        self._take(key)
-        self._wanted.discard(key)
+        self._remove_from_queues(key)
+        self._main_keys.discard(key)
 
     def __len__(self) -> int:
         return len(self._small) + len(self._main)
 
-    def _take(self, key: Key) -> None:
-        """Out of its queue."""
+    def _remove_from_queues(self, key: Key) -> None:
+        """Remove an entry from the queue that it is in, if any."""
         self._small_bytes -= self._small.pop(key, 0)
         self._main_bytes -= self._main.pop(key, 0)
 
-    def _remember(self, key: Key) -> None:
-        """As many keys as there are idle entries."""
+    def _add_ghost(self, key: Key) -> None:
+        """Remember a key that was evicted: as many keys as there are idle entries."""
         self._ghosts[key] = None
         while len(self._ghosts) > len(self):
             self._ghosts.popitem(last=False)

@@ -1,6 +1,6 @@
 """Measures the blocks of an instance: how long they live and wait to be used again, and how many are copied.
 
-Knows entries by key, like the eviction policies: blocks, or their names. Decides nothing.
+Knows entries by key, like the eviction policies: blocks, or their hashes. Decides nothing.
 """
 
 from __future__ import annotations
@@ -11,41 +11,41 @@ from collections.abc import Callable, Hashable, Set
 from cache_strategies.base import BlockEvents
 
 Key = Hashable
-LATEST = 1024  # figures of a kind that are kept
+MAX_SAMPLES = 1024  # latest samples of each kind
 
 
 class BlockMetrics:
-    """Takes the events of each entry in this order: born, then idle and reused by turns, then evicted or gone."""
+    """Takes an entry's events in this order: allocated, then idle and reused by turns, then evicted or removed."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
-        self._born: dict[Key, float] = {}
+        self._allocated_at: dict[Key, float] = {}
         self._idle_since: dict[Key, float] = {}
-        self._lifetimes: deque[float] = deque(maxlen=LATEST)
-        self._idle_times: deque[float] = deque(maxlen=LATEST)
-        self._reuse_gaps: deque[float] = deque(maxlen=LATEST)
+        self._lifetimes: deque[float] = deque(maxlen=MAX_SAMPLES)
+        self._idle_times: deque[float] = deque(maxlen=MAX_SAMPLES)
+        self._reuse_gaps: deque[float] = deque(maxlen=MAX_SAMPLES)
         self._copies = 0
 
-    def born(self, key: Key) -> None:
-        self._born[key] = self._clock()
+    def on_block_allocated(self, key: Key) -> None:
+        self._allocated_at[key] = self._clock()
 
-    def idle(self, key: Key) -> None:
+    def on_block_idle(self, key: Key) -> None:
         self._idle_since[key] = self._clock()
 
-    def reused(self, key: Key) -> None:
+    def on_block_reused(self, key: Key) -> None:
         self._reuse_gaps.append(self._clock() - self._idle_since.pop(key))
 
-    def evicted(self, key: Key) -> None:
+    def on_block_evicted(self, key: Key) -> None:
         now = self._clock()
-        self._lifetimes.append(now - self._born.pop(key))
+        self._lifetimes.append(now - self._allocated_at.pop(key))
         self._idle_times.append(now - self._idle_since.pop(key))
 
-    def gone(self, key: Key) -> None:
+    def on_block_removed(self, key: Key) -> None:
         """Note the end of an entry for another reason, in use or idle."""
-        del self._born[key]
+        del self._allocated_at[key]
         self._idle_since.pop(key, None)
 
-    def copied(self) -> None:
+    def on_block_copied(self) -> None:
         """Note that a block was copied before a write, as others refer to it."""
         self._copies += 1
 
@@ -53,13 +53,13 @@ class BlockMetrics:
         """Return the events since the last call, and clear them; None if there were none."""
         if not (self._lifetimes or self._reuse_gaps or self._copies):
             return None
-        happened = BlockEvents(self._copies, tuple(self._lifetimes), tuple(self._idle_times), tuple(self._reuse_gaps))
+        events = BlockEvents(self._copies, tuple(self._lifetimes), tuple(self._idle_times), tuple(self._reuse_gaps))
         self._copies = 0
-        for kept in (self._lifetimes, self._idle_times, self._reuse_gaps):
-            kept.clear()
-        return happened
+        for samples in (self._lifetimes, self._idle_times, self._reuse_gaps):
+            samples.clear()
+        return events
 
     def check_integrity(self, known: Set[Key], idle: Set[Key]) -> None:
         """Assert that these entries are known and idle, and no others."""
-        assert self._born.keys() == known
+        assert self._allocated_at.keys() == known
         assert self._idle_since.keys() == idle

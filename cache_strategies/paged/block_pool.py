@@ -1,15 +1,15 @@
-"""The blocks of an instance that are in memory: in use, or idle under their names until they have to go.
+"""The blocks of an instance that are in memory: in use, or idle under their hashes until they are evicted.
 
-Wires `RefCounts` (how many refer to a block), `PrefixIndex` (its name) and `EvictionQueue` (which idle one goes
-first), and tells `BlockMetrics`. A block without a name and without references goes at once. Knows neither seats nor
-tokens.
+Wires `RefCounts` (how many refer to a block), `PrefixIndex` (its hash) and `EvictionQueue` (which idle one goes
+first), and reports to `BlockMetrics`. A block without a hash and without references is freed at once. Knows neither
+seats nor tokens.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 
-from cache_strategies.base import Miss, covers
+from cache_strategies.base import Miss, scope_includes
 from cache_strategies.eviction.queue import EvictionQueue
 from cache_strategies.paged.block_metrics import BlockMetrics
 from cache_strategies.paged.prefix_index import BlockHash, PrefixIndex
@@ -30,67 +30,67 @@ class BlockPool:
 
     # ---------------------------------------------------------------- references
     def take(self) -> int | None:
-        """A block without a name, with one reference; None: no room."""
+        """Return a block without a hash, with one reference; None if there is no room."""
         return self._ref_counts.take()
 
-    def hold(self, block: int) -> None:
-        """One more reference."""
-        if self._ref_counts.hold(block):
-            name = self._index.name(block)
-            assert name is not None, "a block without a name does not stay"
-            self._eviction_queue.touch(name)
-            self._block_metrics.reused(name)
+    def incref(self, block: int) -> None:
+        """Add a reference to a block."""
+        if self._ref_counts.incref(block):
+            block_hash = self._index.find_hash(block)
+            assert block_hash is not None, "a block without a hash does not stay"
+            self._eviction_queue.touch(block_hash)
+            self._block_metrics.on_block_reused(block_hash)
 
-    def drop(self, block: int, *, priority: int = 0, ttl: float = 0.0) -> None:
-        """One reference less, of somebody to whom it is worth keeping for `ttl` seconds."""
-        name = self._index.name(block)
-        if name is not None:
-            self._eviction_queue.keep(name, priority, ttl)
-        if not self._ref_counts.drop(block):
+    def decref(self, block: int, *, priority: int = 0, ttl: float = 0.0) -> None:
+        """Drop a reference to a block that is worth keeping, to whoever drops it, for `ttl` seconds."""
+        block_hash = self._index.find_hash(block)
+        if block_hash is not None:
+            self._eviction_queue.update_retention(block_hash, priority, ttl)
+        if not self._ref_counts.decref(block):
             return
-        if name is None:
-            self._ref_counts.give(block)
+        if block_hash is None:
+            self._ref_counts.release(block)
         else:
-            self._eviction_queue.insert(name, self._block_bytes)
-            self._block_metrics.idle(name)
+            self._eviction_queue.insert(block_hash, self._block_bytes)
+            self._block_metrics.on_block_idle(block_hash)
 
-    def shared(self, block: int) -> bool:
-        """Whether several refer to it."""
-        return self._ref_counts.shared(block)
+    def is_shared(self, block: int) -> bool:
+        """Return whether several refer to a block."""
+        return self._ref_counts.is_shared(block)
 
-    # ---------------------------------------------------------------- names
-    def find(self, name: BlockHash) -> int | None:
-        return self._index.find(name)
+    # ---------------------------------------------------------------- hashes
+    def find(self, block_hash: BlockHash) -> int | None:
+        return self._index.find(block_hash)
 
-    def named(self, block: int) -> bool:
+    def has_hash(self, block: int) -> bool:
         return block in self._index
 
-    def publish(self, name: BlockHash, block: int) -> None:
-        """Found under this name from now on. The name must be new."""
-        self._index.publish(name, block)
-        self._block_metrics.born(name)
+    def publish(self, block_hash: BlockHash, block: int) -> None:
+        """Make a block findable under a hash, which must be new."""
+        self._index.publish(block_hash, block)
+        self._block_metrics.on_block_allocated(block_hash)
 
-    def forget(self, block: int) -> None:
-        """Found by nobody any more; an idle one goes. One without a name is no error."""
-        name = self._index.forget(block)
-        if name is None:
+    def unpublish(self, block: int) -> None:
+        """Make a block unfindable, and free it if it is idle; a block without a hash is not an error."""
+        block_hash = self._index.unpublish(block)
+        if block_hash is None:
             return
-        idle = name in self._eviction_queue
-        self._eviction_queue.discard(name)
-        self._block_metrics.gone(name)
+        idle = block_hash in self._eviction_queue
+        self._eviction_queue.discard(block_hash)
+        self._block_metrics.on_block_removed(block_hash)
         if idle:
-            self._ref_counts.give(block)
+            self._ref_counts.release(block)
 
     def clear(self, salt: str | None) -> None:
-        """Forgets all blocks, or those under a salt."""
-        for name in self._index.names():
-            if covers(salt, name.salt):
-                block = self._index.find(name)
+        """Make all blocks unfindable, or those that a salt covers, and free the idle ones."""
+        for block_hash in self._index.list_hashes():
+            if scope_includes(salt, block_hash.salt):
+                block = self._index.find(block_hash)
                 assert block is not None
-                self.forget(block)
+                self.unpublish(block)
 
-    def why_missing(self, name: BlockHash) -> Miss:
-        return self._index.why_missing(name)
+    def find_miss_reason(self, block_hash: BlockHash) -> Miss:
+        return self._index.find_miss_reason(block_hash)
 
     # ---------------------------------------------------------------- idle ones
     @property
@@ -98,22 +98,24 @@ class BlockPool:
         return len(self._eviction_queue)
 
     def evict(self) -> None:
-        """The idle block that goes first is gone."""
-        name = self._eviction_queue.evict()
-        assert isinstance(name, BlockHash)
-        self._block_metrics.evicted(name)
-        self._ref_counts.give(self._index.evict(name))
+        """Evict the idle block that goes first."""
+        block_hash = self._eviction_queue.evict()
+        assert isinstance(block_hash, BlockHash)
+        self._block_metrics.on_block_evicted(block_hash)
+        self._ref_counts.release(self._index.evict(block_hash))
 
     def __len__(self) -> int:
         return len(self._ref_counts)
 
     def check_integrity(self, references: Mapping[int, int]) -> None:
-        """`references`: all that the caller took and did not drop, by block."""
+        """Assert that the books add up; `references`: all that the caller took and did not drop, by block."""
         self._ref_counts.check_integrity(references, self.num_idle)
         self._index.check_integrity()
         self._eviction_queue.check_integrity()
-        names = set(self._index.names())
-        self._block_metrics.check_integrity(names, {name for name in names if name in self._eviction_queue})
-        for name in names:
-            block = self._index.find(name)
-            assert (name in self._eviction_queue) == (not references.get(block, 0))  # type: ignore[arg-type]
+        hashes = set(self._index.list_hashes())
+        self._block_metrics.check_integrity(
+            hashes, {block_hash for block_hash in hashes if block_hash in self._eviction_queue}
+        )
+        for block_hash in hashes:
+            block = self._index.find(block_hash)
+            assert (block_hash in self._eviction_queue) == (not references.get(block, 0))  # type: ignore[arg-type]

@@ -1,10 +1,10 @@
 """paged: blocks of a few tokens, taken as a sequence grows and found again by later sequences with the same beginning.
 
 After vLLM's PagedAttention (Kwon et al., 2023). This file only wires its parts: `PagedSeat` (a sequence's tokens and
-the names of its blocks), `RefCounts` (references, names, and which idle block goes first), `BlockHasher`,
-`PendingBlocks` (who computes a block that others wait for), `Pins`.
+the hashes of its blocks), `BlockPool` (references, hashes, and which idle block goes first), `BlockHasher`,
+`PendingBlocks` (which seat computes a block that others wait for), `Pins`.
 
-Only full blocks are shared. A block that several seats refer to, or that has a name, is never written: the writer gets
+Only full blocks are shared. A block that several seats refer to, or that has a hash, is never written: the writer gets
 a copy first, and the source stays referenced until the copy has run.
 """
 
@@ -30,8 +30,8 @@ from cache_strategies.base import (
     Plan,
     Row,
     Seat,
-    covers,
-    usable,
+    count_reusable_tokens,
+    scope_includes,
 )
 from cache_strategies.block_table import BlockTableCache, TableOptions
 from cache_strategies.eviction import load_policy
@@ -57,7 +57,7 @@ class PagedOptions(TableOptions):
 
     @field_validator("eviction")
     @classmethod
-    def _known(cls, value: str) -> str:
+    def _check_eviction(cls, value: str) -> str:
         try:
             load_policy(value)
         except SettingsError as error:
@@ -81,14 +81,14 @@ class PagedCache(BlockTableCache):
         self.pending = PendingBlocks()
         self.pinned = Pins(setup.clock)
         self._ttl = math.inf if options.ttl is None else options.ttl
-        self._prefix = BlockHasher(self.block_size, f"{setup.name}\0{self.store.dtype}\0{setup.model}")
-        self._granted: set[int] = set()  # pending blocks that rows of this step complete
+        self._hasher = BlockHasher(self.block_size, f"{setup.name}\0{self.store.dtype}\0{setup.model}")
+        self._blocks_to_complete: set[int] = set()  # pending blocks that rows of this step complete
         self._copies: dict[int, int] = {}  # destination: source, to run before the next step writes
         shared = self.prefix_cache
-        self.contract = KEEPS_EVERYTHING._replace(exact=not self.rounds, shareable=shared, reusable=shared)
+        self.contract = KEEPS_EVERYTHING._replace(exact=not self.is_quantized, shareable=shared, reusable=shared)
 
     @classmethod
-    def block_plan(cls, options: Any, geometry: Geometry) -> tuple[int, int]:
+    def block_layout(cls, options: Any, geometry: Geometry) -> tuple[int, int]:
         block_size = min(options.block_size, geometry.max_seq_len)
         return block_size, -(-geometry.max_seq_len // block_size)
 
@@ -97,96 +97,97 @@ class PagedCache(BlockTableCache):
 
     # ---------------------------------------------------------------- open, close
     def match(self, tokens: Sequence[int], *, salt: str = "", max_cached: int | None = None) -> int:
-        return len(self._found(self._names_of(tokens, salt), usable(tokens, max_cached))) * self.block_size
+        limit = count_reusable_tokens(tokens, max_cached)
+        return len(self._find_cached_blocks(self._hash_blocks(tokens, salt), limit)) * self.block_size
 
     def open(self, tokens: Sequence[int], *, salt: str = "", max_cached: int | None = None) -> Seat | None:
-        if self.table.full:
+        if self.table.is_full:
             return None
-        names = self._names_of(tokens, salt)
-        blocks = self._found(names, usable(tokens, max_cached))
+        hashes = self._hash_blocks(tokens, salt)
+        blocks = self._find_cached_blocks(hashes, count_reusable_tokens(tokens, max_cached))
         for block in blocks:  # hold them before anything is taken: taking may evict
-            self.pool.hold(block)
+            self.pool.incref(block)
         seat = PagedSeat(self.table.take(), blocks, len(blocks) * self.block_size, list(tokens), salt)
-        seat.names, seat.ttl = list(names), self._ttl
-        seat.miss = self._why_no_more(seat, tokens, max_cached)
+        seat.block_hashes, seat.ttl = list(hashes), self._ttl
+        seat.miss = self._find_miss_reason(seat, tokens, max_cached)
         self.seats.add(seat)
         for block in blocks:
-            self.pending.wait(block, seat)
-        if not self._extend(seat, len(tokens)):
+            self.pending.add_waiter(block, seat)
+        if not self._allocate_blocks(seat, len(tokens)):
             seat.ttl = 0.0  # it says nothing of what the blocks are worth
             self.close(seat)
             return None
-        for i in range(seat.length // self.block_size, len(names)):
-            if self.pool.find(names[i]) is None:
-                self.pool.publish(names[i], blocks[i])
-                self.pending.promise(blocks[i], seat)
+        for i in range(seat.length // self.block_size, len(hashes)):
+            if self.pool.find(hashes[i]) is None:
+                self.pool.publish(hashes[i], blocks[i])
+                self.pending.add(blocks[i], seat)
         self.table.write(seat)
         return seat
 
     def close(self, seat: Seat) -> None:
         assert isinstance(seat, PagedSeat)
         while seat.blocks:  # the last block first: among idle blocks, ends of texts go before their beginnings
-            self._leave(seat.blocks.pop(), seat)
+            self._release_block(seat.blocks.pop(), seat)
         self.seats.remove(seat)
-        self.table.give(seat.index)
+        self.table.release(seat.index)
 
     def discard(self, seat: Seat) -> None:
         assert isinstance(seat, PagedSeat)
         full = [block for block in seat.blocks[: seat.length // self.block_size] if block not in self.pending]
-        unsound = {block for block, finite in zip(full, self.store.finite(full), strict=True) if not finite}
-        for each in self.seats:
-            assert isinstance(each, PagedSeat)
-            first = next((i for i, block in enumerate(each.blocks) if block in unsound), None)
+        unsound = {block for block, finite in zip(full, self.store.find_finite_blocks(full), strict=True) if not finite}
+        for other in self.seats:
+            assert isinstance(other, PagedSeat)
+            first = next((i for i, block in enumerate(other.blocks) if block in unsound), None)
             if first is not None:  # what it computes from there on is no better
-                each.salt = None
-                for block in each.blocks[first:]:
-                    self.pool.forget(block)
+                other.salt = None
+                for block in other.blocks[first:]:
+                    self.pool.unpublish(block)
 
-    def _names_of(self, tokens: Sequence[int], salt: str) -> list[BlockHash]:
-        return list(self._prefix.of(tokens, salt)) if self.prefix_cache else []
+    def _hash_blocks(self, tokens: Sequence[int], salt: str) -> list[BlockHash]:
+        return list(self._hasher.hash_blocks(tokens, salt)) if self.prefix_cache else []
 
-    def _found(self, names: Sequence[BlockHash], limit: int) -> list[int]:
-        """Blocks of the longest known prefix, of at most `limit` tokens."""
+    def _find_cached_blocks(self, hashes: Sequence[BlockHash], limit: int) -> list[int]:
+        """Return the blocks of the longest known prefix, of at most `limit` tokens."""
         blocks: list[int] = []
-        for name in names[: limit // self.block_size]:
-            block = self.pool.find(name)
+        for block_hash in hashes[: limit // self.block_size]:
+            block = self.pool.find(block_hash)
             if block is None:
                 break
             blocks.append(block)
         return blocks
 
-    def _leave(self, block: int, seat: PagedSeat) -> None:
-        """`seat` lets go of a block; if it had to compute it, the next in line does."""
-        mine = self.pending.owner(block) is seat
-        heir = self.pending.leave(block, seat)
-        if mine:
-            self._granted.discard(block)
+    def _release_block(self, block: int, seat: PagedSeat) -> None:
+        """Drop the seat's reference to a block; if it had to compute the block, the next in line does."""
+        owned = self.pending.owner(block) is seat
+        heir = self.pending.remove_seat(block, seat)
+        if owned:
+            self._blocks_to_complete.discard(block)
         if isinstance(heir, PagedSeat):
             heir.length = heir.cached = min(heir.length, heir.blocks.index(block) * self.block_size)
             heir.miss = "cold"
-        elif mine:
-            self.pool.forget(block)  # nobody will compute it
-        if not self.pool.shared(block) and block in self._copies:
-            self.pool.drop(self._copies.pop(block))
-        self.pool.drop(block, priority=seat.priority, ttl=seat.ttl)
+        elif owned:
+            self.pool.unpublish(block)  # nobody will compute it
+        if not self.pool.is_shared(block) and block in self._copies:
+            self.pool.decref(self._copies.pop(block))
+        self.pool.decref(block, priority=seat.priority, ttl=seat.ttl)
 
-    def _why_no_more(self, seat: PagedSeat, tokens: Sequence[int], max_cached: int | None) -> Miss | None:
-        """Looks at the first block that could have been found, and was not."""
-        found, there_could_be = seat.length // self.block_size, usable(tokens) // self.block_size
+    def _find_miss_reason(self, seat: PagedSeat, tokens: Sequence[int], max_cached: int | None) -> Miss | None:
+        """Return why the first block that could have been found was not; None if all were."""
+        found, findable = seat.length // self.block_size, count_reusable_tokens(tokens) // self.block_size
         if not self.prefix_cache:
             return "bypass"
-        if found >= there_could_be:
+        if found >= findable:
             return None if found else "short"
-        if found == usable(tokens, max_cached) // self.block_size:
+        if found == count_reusable_tokens(tokens, max_cached) // self.block_size:
             return "bypass"
-        name = seat.name(found, self._prefix)
-        return "short" if name is None else self.pool.why_missing(name)
+        block_hash = seat.get_block_hash(found, self._hasher)
+        return "short" if block_hash is None else self.pool.find_miss_reason(block_hash)
 
     # ---------------------------------------------------------------- grow, crop, fork
     def ready(self, seat: Seat) -> bool:
         assert isinstance(seat, PagedSeat)
         return not self.pending or all(
-            block not in self.pending or self.pending.owner(block) is seat or block in self._granted
+            block not in self.pending or self.pending.owner(block) is seat or block in self._blocks_to_complete
             for block in seat.blocks[: seat.length // self.block_size]
         )
 
@@ -195,25 +196,25 @@ class PagedCache(BlockTableCache):
         end = seat.length + more
         assert end <= self.setup.geometry.max_seq_len
         first = seat.length // self.block_size
-        # Who inherits work may find a block behind it that others hold already, and write through it.
+        # A seat that inherits work may find a block behind it that others hold already, and write through it.
         for i in range(first, self._blocks_for(end)):
-            if not self._own(seat, i):
+            if not self._make_writable(seat, i):
                 return False
-        if not self._extend(seat, end):
+        if not self._allocate_blocks(seat, end):
             return False
         self.table.write(seat, first)
         if self.pending:
-            self._granted.update(
+            self._blocks_to_complete.update(
                 b for b in seat.blocks[first : end // self.block_size] if self.pending.owner(b) is seat
             )
         return True
 
-    def _extend(self, seat: PagedSeat, length: int) -> bool:
-        """Blocks for `length` tokens; without room for all of them, nothing is evicted for some."""
+    def _allocate_blocks(self, seat: PagedSeat, length: int) -> bool:
+        """Allocate blocks for `length` tokens; without room for all of them, nothing is evicted for some."""
         missing = self._blocks_for(length) - len(seat.blocks)
         if missing <= 0:
             return True
-        if not self.setup.arena.could_take(self.name, missing * self.store.run):
+        if not self.setup.arena.can_take(self.name, missing * self.store.run):
             return False
         for _ in range(missing):
             block = self.pool.take()
@@ -222,18 +223,18 @@ class PagedCache(BlockTableCache):
             seat.blocks.append(block)
         return True
 
-    def _own(self, seat: PagedSeat, i: int) -> bool:
-        """The seat's i-th block, about to be written, is its own and has no name."""
+    def _make_writable(self, seat: PagedSeat, i: int) -> bool:
+        """Make the seat's i-th block, about to be written, its own and without a hash; return False without room."""
         if i >= len(seat.blocks) or seat.blocks[i] in self.pending:
             return True
         block = seat.blocks[i]
-        if not self.pool.shared(block):
-            self.pool.forget(block)
+        if not self.pool.is_shared(block):
+            self.pool.unpublish(block)
             return True
         copy = self.pool.take()
         if copy is None:
             return False
-        self._block_metrics.copied()
+        self._block_metrics.on_block_copied()
         self._copies[copy] = block  # the seat's reference to the source becomes the copy's
         seat.blocks[i] = copy
         return True
@@ -243,19 +244,19 @@ class PagedCache(BlockTableCache):
         assert length <= seat.length
         partial = length % self.block_size
         if partial and seat.blocks[length // self.block_size] in self.pending:
-            length -= partial  # that block was promised under the name of tokens that may not come any more
+            length -= partial  # that block was promised under the hash of tokens that may not come any more
         while len(seat.blocks) > self._blocks_for(length):
-            self._leave(seat.blocks.pop(), seat)
-        seat.cut(length, length // self.block_size)
+            self._release_block(seat.blocks.pop(), seat)
+        seat.truncate(length, length // self.block_size)
 
     def fork(self, seat: Seat) -> Seat | None:
         assert isinstance(seat, PagedSeat)
         blocks = seat.blocks[: self._blocks_for(seat.length)]
-        if self.table.full or any(block in self.pending or block in self._copies for block in blocks):
+        if self.table.is_full or any(block in self.pending or block in self._copies for block in blocks):
             return None  # half-way through its prompt or a copy: opening the child with the same tokens shares more
         for block in blocks:
-            self.pool.hold(block)
-        child = seat.child(self.table.take(), blocks, seat.length // self.block_size)
+            self.pool.incref(block)
+        child = seat.fork(self.table.take(), blocks, seat.length // self.block_size)
         self.seats.add(child)
         self.table.write(child)
         return child
@@ -276,36 +277,36 @@ class PagedCache(BlockTableCache):
         seat.priority, seat.ttl = priority, self._ttl if ttl is None else ttl
 
     def clear(self, salt: str | None = None) -> int:
-        before = self.setup.arena.held(self.name)
-        for pin_id in self.pinned.under(salt):
+        before = self.setup.arena.num_held_pages(self.name)
+        for pin_id in self.pinned.find_by_salt(salt):
             self.unpin(pin_id)
         self.pool.clear(salt)
         for seat in self.seats:
             assert isinstance(seat, PagedSeat)
-            if seat.salt is not None and covers(salt, seat.salt):
+            if seat.salt is not None and scope_includes(salt, seat.salt):
                 seat.salt = None
-        return (before - self.setup.arena.held(self.name)) * self.setup.arena.page_bytes
+        return (before - self.setup.arena.num_held_pages(self.name)) * self.setup.arena.page_bytes
 
     def pin(self, tokens: Sequence[int], *, salt: str, ttl: float) -> Pin:
-        blocks = self._found(self._names_of(tokens, salt), len(tokens))
+        blocks = self._find_cached_blocks(self._hash_blocks(tokens, salt), len(tokens))
         blocks = blocks[: next((i for i, block in enumerate(blocks) if block in self.pending), len(blocks))]
         if not blocks:
             raise PinError("nothing of this prefix is in the cache: send it as a prompt first, a full block at least")
         pages = self.pinned_pages() | self._pages(blocks)
-        if (why_not := self.setup.arena.objection(self.name, pinned=pages)) is not None:
+        if (why_not := self.setup.arena.explain_refusal(self.name, pinned=pages)) is not None:
             raise PinError(f"{why_not}: pin less, or wait until other pins are over")
         for block in blocks:
-            self.pool.hold(block)
+            self.pool.incref(block)
         return self.pinned.add(blocks, len(blocks) * self.block_size, len(blocks) * self.bytes_per_block, salt, ttl)
 
     def unpin(self, pin_id: str) -> bool:
         blocks = self.pinned.remove(pin_id)
         for block in reversed(blocks):
-            self.pool.drop(block)
+            self.pool.decref(block)
         return bool(blocks)
 
     def pins(self) -> Sequence[Pin]:
-        return self.pinned.all()
+        return self.pinned.list_pins()
 
     def pinned_pages(self) -> set[int]:
         return self._pages(self.pinned.blocks)
@@ -321,8 +322,8 @@ class PagedCache(BlockTableCache):
 
     # ---------------------------------------------------------------- engine
     def poll(self) -> None:
-        self._granted.clear()
-        for pin_id in self.pinned.over():
+        self._blocks_to_complete.clear()
+        for pin_id in self.pinned.find_expired():
             self.unpin(pin_id)
 
     def plan(self, rows: Sequence[Row]) -> Plan:
@@ -332,26 +333,26 @@ class PagedCache(BlockTableCache):
 
     def commit(self, plan: Plan, tokens: Sequence[Sequence[int]]) -> None:
         for source in self._copies.values():
-            self.pool.drop(source)
+            self.pool.decref(source)
         self._copies.clear()
-        self._granted.clear()
+        self._blocks_to_complete.clear()
         for row, ids in zip(plan.rows, tokens, strict=True):
             assert isinstance(row.seat, PagedSeat)
             assert len(ids) <= row.num_tokens
-            self._enter(row.seat, ids)
+            self._commit_tokens(row.seat, ids)
 
-    def _enter(self, seat: PagedSeat, ids: Sequence[int]) -> None:
-        """Tokens are in: name the blocks they filled."""
+    def _commit_tokens(self, seat: PagedSeat, ids: Sequence[int]) -> None:
+        """Record tokens that were written, and publish the blocks that they filled."""
         before = seat.length
-        seat.enter(ids)
+        seat.commit_tokens(ids)
         for i in range(before // self.block_size, seat.length // self.block_size):
             block = seat.blocks[i]
             if block in self.pending:
-                self.pending.computed(block)
-            elif self.prefix_cache and not self.pool.named(block):
-                name = seat.name(i, self._prefix)
-                if name is not None and self.pool.find(name) is None:
-                    self.pool.publish(name, block)
+                self.pending.mark_computed(block)
+            elif self.prefix_cache and not self.pool.has_hash(block):
+                block_hash = seat.get_block_hash(i, self._hasher)
+                if block_hash is not None and self.pool.find(block_hash) is None:
+                    self.pool.publish(block_hash, block)
 
     # ---------------------------------------------------------------- books
     def _blocks_for(self, num_tokens: int) -> int:
@@ -379,7 +380,7 @@ class PagedCache(BlockTableCache):
             idle=self.pool.num_idle,
         )
 
-    def happened(self) -> BlockEvents | None:
+    def collect_block_events(self) -> BlockEvents | None:
         return self._block_metrics.collect()
 
     def check_integrity(self) -> None:
@@ -391,8 +392,8 @@ class PagedCache(BlockTableCache):
             assert isinstance(seat, PagedSeat)
             assert len(seat.blocks) >= self._blocks_for(seat.length)
             assert len(seat.tokens) >= seat.length
-        for block, line in self.pending.items():
-            owner = line[0]
+        for block, queue in self.pending.items():
+            owner = queue[0]
             assert isinstance(owner, PagedSeat)
             assert owner.length < (owner.blocks.index(block) + 1) * self.block_size <= len(owner.tokens)
-            assert all(block in seat.blocks for seat in line if isinstance(seat, PagedSeat))
+            assert all(block in seat.blocks for seat in queue if isinstance(seat, PagedSeat))

@@ -1,6 +1,6 @@
-"""Which block holds which tokens: names of full blocks, and the blocks that are published but not computed yet.
+"""Which block holds which tokens: hashes of full blocks, and the blocks that are published but not computed yet.
 
-Knows names and seats as opaque things; neither memory nor reference counts.
+Knows hashes and seats as opaque things; neither memory nor reference counts.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from cache_strategies.base import Miss, Seat, tenant_of
 
-GHOSTS = 1 << 16  # names of evicted blocks that are remembered, to tell those who miss them
+MAX_EVICTED_HASHES = 1 << 16  # of evicted blocks, remembered to explain misses
 
 
 class BlockHash(NamedTuple):
@@ -24,136 +24,136 @@ class BlockHash(NamedTuple):
 
 
 class BlockHasher:
-    """Names blocks by all tokens up to their end, so that equal names mean equal contents."""
+    """Hashes blocks by all tokens up to their end, so that equal hashes mean equal contents."""
 
     def __init__(self, block_size: int, scope: str) -> None:
-        """`scope`: whatever else decides the contents: instance, dtype, model."""
+        """Make a hasher; `scope` is whatever else decides the contents: instance, dtype, model."""
         self.block_size = block_size
         self._root = hashlib.sha256(scope.encode()).digest()
 
-    def root(self, salt: str) -> BlockHash:
-        """The name before the first block; another salt shares nothing."""
+    def root_hash(self, salt: str) -> BlockHash:
+        """Return the hash before the first block; another salt shares nothing."""
         return BlockHash(self._root, salt)
 
-    def child(self, parent: BlockHash, tokens: Sequence[int]) -> BlockHash | None:
-        """The name of the block after `parent`; None if it cannot be shared (it holds a nameless embedding)."""
+    def hash_block_tokens(self, parent: BlockHash, tokens: Sequence[int]) -> BlockHash | None:
+        """Return the hash of the block after `parent`; None if it cannot be shared (it holds an embedding)."""
         if min(tokens) < 0:
             return None
         return BlockHash(hashlib.sha256(parent.content + array("q", tokens).tobytes()).digest(), parent.salt)
 
-    def of(self, tokens: Sequence[int], salt: str) -> Iterator[BlockHash]:
-        """Names of the full blocks of a text, computed one by one."""
-        name: BlockHash | None = self.root(salt)
+    def hash_blocks(self, tokens: Sequence[int], salt: str) -> Iterator[BlockHash]:
+        """Yield the hashes of the full blocks of a text, each computed when it is asked for."""
+        block_hash: BlockHash | None = self.root_hash(salt)
         for end in range(self.block_size, len(tokens) + 1, self.block_size):
-            assert name is not None
-            name = self.child(name, tokens[end - self.block_size : end])
-            if name is None:
+            assert block_hash is not None
+            block_hash = self.hash_block_tokens(block_hash, tokens[end - self.block_size : end])
+            if block_hash is None:
                 return
-            yield name
+            yield block_hash
 
 
 class PrefixIndex:
-    """Names to blocks and back."""
+    """Maps hashes to blocks and back."""
 
     def __init__(self) -> None:
-        self._block: dict[BlockHash, int] = {}
-        self._name: dict[int, BlockHash] = {}
-        self._salts: dict[bytes, set[str]] = {}  # under which the same content is known
+        self._block_by_hash: dict[BlockHash, int] = {}
+        self._hash_by_block: dict[int, BlockHash] = {}
+        self._salts_by_content: dict[bytes, set[str]] = {}  # under which the same content is known
         self._evicted: OrderedDict[BlockHash, None] = OrderedDict()
 
-    def find(self, name: BlockHash) -> int | None:
-        return self._block.get(name)
+    def find(self, block_hash: BlockHash) -> int | None:
+        return self._block_by_hash.get(block_hash)
 
-    def name(self, block: int) -> BlockHash | None:
-        return self._name.get(block)
+    def find_hash(self, block: int) -> BlockHash | None:
+        return self._hash_by_block.get(block)
 
-    def publish(self, name: BlockHash, block: int) -> None:
-        assert name not in self._block
-        assert block not in self._name
-        self._block[name], self._name[block] = block, name
-        self._salts.setdefault(name.content, set()).add(name.salt)
-        self._evicted.pop(name, None)
+    def publish(self, block_hash: BlockHash, block: int) -> None:
+        assert block_hash not in self._block_by_hash
+        assert block not in self._hash_by_block
+        self._block_by_hash[block_hash], self._hash_by_block[block] = block, block_hash
+        self._salts_by_content.setdefault(block_hash.content, set()).add(block_hash.salt)
+        self._evicted.pop(block_hash, None)
 
-    def forget(self, block: int) -> BlockHash | None:
-        """The block's contents are about to change, or go; the name it had."""
-        name = self._name.pop(block, None)
-        if name is not None:
-            del self._block[name]
-            salts = self._salts[name.content]
-            salts.remove(name.salt)
+    def unpublish(self, block: int) -> BlockHash | None:
+        """Forget the hash of a block whose contents are about to change; return it."""
+        block_hash = self._hash_by_block.pop(block, None)
+        if block_hash is not None:
+            del self._block_by_hash[block_hash]
+            salts = self._salts_by_content[block_hash.content]
+            salts.remove(block_hash.salt)
             if not salts:
-                del self._salts[name.content]
-        return name
+                del self._salts_by_content[block_hash.content]
+        return block_hash
 
-    def evict(self, name: BlockHash) -> int:
-        """Forgets a block for want of room; which it was."""
-        block = self._block[name]
-        self.forget(block)
-        self._evicted[name] = None
-        if len(self._evicted) > GHOSTS:
+    def evict(self, block_hash: BlockHash) -> int:
+        """Forget the hash of a block that makes room, remember that it was evicted, and return the block."""
+        block = self._block_by_hash[block_hash]
+        self.unpublish(block)
+        self._evicted[block_hash] = None
+        if len(self._evicted) > MAX_EVICTED_HASHES:
             self._evicted.popitem(last=False)
         return block
 
-    def why_missing(self, name: BlockHash) -> Miss:
-        """What to tell whoever looked for a name that is not here."""
-        if name in self._evicted:
+    def find_miss_reason(self, block_hash: BlockHash) -> Miss:
+        """Return why a hash is not found."""
+        if block_hash in self._evicted:
             return "evicted"
-        tenants = map(tenant_of, self._salts.get(name.content, ()))
-        return "salt" if tenant_of(name.salt) in tenants else "cold"
+        tenants = map(tenant_of, self._salts_by_content.get(block_hash.content, ()))
+        return "salt" if tenant_of(block_hash.salt) in tenants else "cold"
 
-    def names(self) -> Sequence[BlockHash]:
-        return list(self._block)
+    def list_hashes(self) -> Sequence[BlockHash]:
+        return list(self._block_by_hash)
 
     def __contains__(self, block: int) -> bool:
-        return block in self._name
+        return block in self._hash_by_block
 
     def __len__(self) -> int:
-        return len(self._name)
+        return len(self._hash_by_block)
 
     def check_integrity(self) -> None:
-        assert {block: name for name, block in self._block.items()} == self._name
-        assert sum(map(len, self._salts.values())) == len(self._block)
-        assert not self._evicted.keys() & self._block.keys()
+        assert {block: block_hash for block_hash, block in self._block_by_hash.items()} == self._hash_by_block
+        assert sum(map(len, self._salts_by_content.values())) == len(self._block_by_hash)
+        assert not self._evicted.keys() & self._block_by_hash.keys()
 
 
 class PendingBlocks:
-    """Blocks somebody promised to compute: the first seat in line computes, the others wait and inherit the work."""
+    """Blocks promised and not computed yet: the first seat in the queue computes, the others wait and inherit that."""
 
     def __init__(self) -> None:
-        self._lines: dict[int, list[Seat]] = {}
+        self._queues: dict[int, list[Seat]] = {}
 
-    def promise(self, block: int, seat: Seat) -> None:
-        self._lines[block] = [seat]
+    def add(self, block: int, seat: Seat) -> None:
+        self._queues[block] = [seat]
 
-    def wait(self, block: int, seat: Seat) -> None:
-        """No effect if the block is computed already."""
-        if block in self._lines:
-            self._lines[block].append(seat)
+    def add_waiter(self, block: int, seat: Seat) -> None:
+        """Add a seat that waits for a block. No effect if the block is computed already."""
+        if block in self._queues:
+            self._queues[block].append(seat)
 
     def __contains__(self, block: int) -> bool:
-        return block in self._lines
+        return block in self._queues
 
     def owner(self, block: int) -> Seat | None:
-        line = self._lines.get(block)
-        return line[0] if line else None
+        queue = self._queues.get(block)
+        return queue[0] if queue else None
 
-    def computed(self, block: int) -> None:
-        self._lines.pop(block, None)
+    def mark_computed(self, block: int) -> None:
+        self._queues.pop(block, None)
 
-    def leave(self, block: int, seat: Seat) -> Seat | None:
-        """`seat` lets go; returns the heir if there is one now. A block nobody is left for is no longer pending."""
-        line = self._lines.get(block)
-        if not line or seat not in line:
+    def remove_seat(self, block: int, seat: Seat) -> Seat | None:
+        """Remove a seat; return the heir if it was the first. A block without seats is no longer pending."""
+        queue = self._queues.get(block)
+        if not queue or seat not in queue:
             return None
-        owned = line[0] is seat
-        line.remove(seat)
-        if not line:
-            del self._lines[block]
+        owned = queue[0] is seat
+        queue.remove(seat)
+        if not queue:
+            del self._queues[block]
             return None
-        return line[0] if owned else None
+        return queue[0] if owned else None
 
     def __len__(self) -> int:
-        return len(self._lines)
+        return len(self._queues)
 
     def items(self) -> Iterator[tuple[int, list[Seat]]]:
-        return iter(self._lines.items())
+        return iter(self._queues.items())

@@ -14,41 +14,41 @@ class RefCounts:
         self._arena = arena
         self._owner = owner
         self._run = run
-        self._references: dict[int, int] = {}
+        self._counts: dict[int, int] = {}
 
     def take(self) -> int | None:
-        """A block with one reference; None: no room."""
+        """Return a block with one reference; None if there is no room."""
         block = self._arena.take(self._owner, self._run)
         if block is not None:
-            self._references[block] = 1
+            self._counts[block] = 1
         return block
 
-    def hold(self, block: int) -> bool:
-        """One more reference; whether it is the first."""
-        self._references[block] += 1
-        return self._references[block] == 1
+    def incref(self, block: int) -> bool:
+        """Add a reference; return whether it is the first."""
+        self._counts[block] += 1
+        return self._counts[block] == 1
 
-    def drop(self, block: int) -> bool:
-        """One reference less; whether it was the last. The block stays until it is given back."""
-        assert self._references[block] > 0
-        self._references[block] -= 1
-        return not self._references[block]
+    def decref(self, block: int) -> bool:
+        """Drop a reference; return whether it was the last. The block stays until it is released."""
+        assert self._counts[block] > 0
+        self._counts[block] -= 1
+        return not self._counts[block]
 
-    def shared(self, block: int) -> bool:
-        return self._references[block] > 1
+    def is_shared(self, block: int) -> bool:
+        return self._counts[block] > 1
 
-    def give(self, block: int) -> None:
-        """A block without references, back to the arena."""
-        assert not self._references[block]
-        del self._references[block]
-        self._arena.give(self._owner, block, self._run)
+    def release(self, block: int) -> None:
+        """Give a block without references back to the arena."""
+        assert not self._counts[block]
+        del self._counts[block]
+        self._arena.release(self._owner, block, self._run)
 
     def __len__(self) -> int:
-        return len(self._references)
+        return len(self._counts)
 
     def check_integrity(self, references: Mapping[int, int], idle: int) -> None:
-        """`references`: those that the caller knows of, by block; `idle`: how many blocks it keeps without any."""
-        counted = {block: n for block, n in self._references.items() if n}
+        """Assert that the counts are the caller's `references`, by block, and that `idle` blocks have none."""
+        counted = {block: n for block, n in self._counts.items() if n}
         assert counted == {block: n for block, n in references.items() if n}
-        assert len(self._references) == len(counted) + idle
-        assert self._arena.held(self._owner) == len(self._references) * self._run
+        assert len(self._counts) == len(counted) + idle
+        assert self._arena.num_held_pages(self._owner) == len(self._counts) * self._run

@@ -1,6 +1,6 @@
 """The operations in C++ as torch sees them, and which of them torch computes faster.
 
-Which instruction set they are compiled for is load.py's business.
+Which instruction set they are compiled for is library.py's business.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kernels.cpu.decoder import EVERYTHING, MAX_DIM, CpuDecoderLayers
+from kernels.cpu.decoder import MAX_DIM, NO_WINDOW, CpuDecoderLayers
 from kernels.cpu.packed import PackedFloatMatrix, PackedIntMatrix, PackedMatrix
 from kernels.memory import ConcatenatedWeight, WeightArena
 from kernels.ops import Attention, AttentionWeights, DecoderLayer, DecoderLayers, GatedMLP, Weight
@@ -20,7 +20,7 @@ from kernels.reference.backend import ReferenceOps, check_attend
 from kernels.store import KVStore
 from kernels.types import LayerSpec, Slots
 
-GROUPS = 32  # columns of a quantized weight's groups are a multiple of this, or all
+GROUP_MULTIPLE = 32  # columns of a quantized weight's groups are a multiple of this, or all
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)  # that weights are packed in
 
 
@@ -32,7 +32,7 @@ class CpuOps(ReferenceOps):
         super().__init__()
         self._library = library
         self._classes = classes
-        self._pool = WeightArena()  # of packed weights
+        self._weight_arena = WeightArena()  # of packed weights
 
     @property
     def row_invariant_head_dim(self) -> int:
@@ -40,22 +40,22 @@ class CpuOps(ReferenceOps):
 
     def pack(self, weight: Weight | ConcatenatedWeight) -> Weight:
         match weight:
-            case QuantizedTensor() if weight.group % GROUPS == 0 or weight.group == weight.shape[1]:
-                return PackedIntMatrix(weight, self._library, self._pool)
+            case QuantizedTensor() if weight.group % GROUP_MULTIPLE == 0 or weight.group == weight.shape[1]:
+                return PackedIntMatrix(weight, self._library, self._weight_arena)
             case Tensor() | ConcatenatedWeight() if weight.dtype in FLOATS:
-                return PackedFloatMatrix(weight, self._library, self._pool)
+                return PackedFloatMatrix(weight, self._library, self._weight_arena)
         return super().pack(weight)
 
     def pack_layers(self, layers: Sequence[DecoderLayer], dtype: torch.dtype) -> DecoderLayers:
-        if layers and all(map(CpuDecoderLayers.takes, layers)):
+        if layers and all(map(CpuDecoderLayers.supports, layers)):
             return CpuDecoderLayers(layers, dtype, self._classes)
         return super().pack_layers(layers, dtype)
 
     def forward_layers(self, layers: DecoderLayers, x: Tensor, attention: Attention) -> Tensor:
-        stored = attention.stored
-        if not isinstance(layers, CpuDecoderLayers) or stored is None:
+        kv_locations = attention.kv_locations
+        if not isinstance(layers, CpuDecoderLayers) or kv_locations is None:
             return super().forward_layers(layers, x, attention)
-        return layers.run(x, attention.positions, stored)
+        return layers.run(x, attention.positions, kv_locations)
 
     def linear(self, x: Tensor, weight: Weight, bias: Tensor | None = None) -> Tensor:
         packed = weight if isinstance(weight, PackedMatrix) else self.pack(weight)
@@ -69,9 +69,9 @@ class CpuOps(ReferenceOps):
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         qkv, heads = layer.qkv, layer.q_heads + 2 * layer.kv_heads
         cos, sin = layer.tables or (None, None)
-        if not isinstance(qkv, PackedMatrix) or (cos is not None and not _turns_all(cos, qkv.shape[0], heads)):
+        if not isinstance(qkv, PackedMatrix) or (cos is not None and not _rotates_all_dims(cos, qkv.shape[0], heads)):
             return super().qkv_proj_rope(layer, x, added, positions)
-        found: tuple[Tensor, Tensor, Tensor, Tensor] = self._library.qkv_proj_rope(
+        outputs: tuple[Tensor, Tensor, Tensor, Tensor] = self._library.qkv_proj_rope(
             x,
             added,
             layer.norm,
@@ -86,7 +86,7 @@ class CpuOps(ReferenceOps):
             layer.q_heads,
             layer.kv_heads,
         )
-        return found
+        return outputs
 
     def o_proj_add_norm(self, layer: AttentionWeights, x: Tensor, mixed: Tensor) -> tuple[Tensor, Tensor]:
         o = layer.o
@@ -101,28 +101,28 @@ class CpuOps(ReferenceOps):
         if not isinstance(up, PackedMatrix) or not isinstance(down, PackedMatrix) or weights.activation != "silu":
             return super().mlp(weights, h)
         going_up, going_down = (up.parts, up.layout, weights.gate_up_bias), (down.parts, down.layout, weights.down_bias)
-        fed: Tensor = self._library.mlp(h, *going_up, *going_down)
-        return fed
+        out: Tensor = self._library.mlp(h, *going_up, *going_down)
+        return out
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         normed: Tensor = self._library.rms_norm(x, weight, eps)
         return normed
 
     def add_rms_norm(self, x: Tensor, delta: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-        found: tuple[Tensor, Tensor] = self._library.add_rms_norm(x, delta, weight, eps)
-        return found
+        outputs: tuple[Tensor, Tensor] = self._library.add_rms_norm(x, delta, weight, eps)
+        return outputs
 
     def rope(self, x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor) -> Tensor:
-        turned: Tensor = self._library.rope(x, cos, sin, positions)
-        return turned
+        rotated: Tensor = self._library.rope(x, cos, sin, positions)
+        return rotated
 
     def silu_mul(self, gate_up: Tensor) -> Tensor:
         gated: Tensor = self._library.silu_mul(gate_up)
         return gated
 
     def sample(self, logits: Tensor, how: Tensor) -> Tensor:
-        drawn: Tensor = self._library.sample(logits, how)
-        return drawn
+        tokens: Tensor = self._library.sample(logits, how)
+        return tokens
 
     def write_kv(self, store: KVStore, layer: int, k: Tensor, v: Tensor, at: Slots) -> None:
         self._library.write_kv(
@@ -130,7 +130,7 @@ class CpuOps(ReferenceOps):
             store.v(layer),
             k,
             v,
-            *_addresses(at),
+            *_address_arguments(at),
         )
 
     def attend(
@@ -154,9 +154,9 @@ class CpuOps(ReferenceOps):
             q,
             store.k(layer),
             store.v(layer),
-            *_addresses(at),
-            EVERYTHING if spec.window is None else spec.window,
-            EVERYTHING if window is None else window,
+            *_address_arguments(at),
+            NO_WINDOW if spec.window is None else spec.window,
+            NO_WINDOW if window is None else window,
             spec.scale,
             spec.softcap or 0.0,
             spec.sink_logits,
@@ -164,11 +164,11 @@ class CpuOps(ReferenceOps):
         return None
 
 
-def _turns_all(cos: Tensor, outputs: int, heads: int) -> bool:
+def _rotates_all_dims(cos: Tensor, outputs: int, heads: int) -> bool:
     """Return whether a RoPE table rotates all dimensions of all heads."""
     return cos.dim() == 2 and 2 * cos.shape[1] * heads == outputs
 
 
-def _addresses(at: Slots) -> tuple[Tensor | int, ...]:
+def _address_arguments(at: Slots) -> tuple[Tensor | int, ...]:
     """Return a step's addresses in the order in which attention.cpp takes them."""
     return at.table, at.row_seat, at.q_start, at.start, at.block_size, at.sinks, at.ring

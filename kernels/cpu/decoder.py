@@ -13,16 +13,17 @@ import torch
 from torch import Tensor
 
 from kernels.cpu.packed import PackedMatrix
-from kernels.ops import DecoderLayer, DecoderLayers, GatedMLP, Stored
+from kernels.ops import DecoderLayer, DecoderLayers, GatedMLP, KVLocation
 from kernels.store import KVStore
 
 MAX_DIM = 256  # of a head; online_softmax.h
-EVERYTHING = 1 << 40  # positions: no window
-PARTS = ("qkv_proj_rope", "write_kv", "attend", "o_proj_add_norm", "mlp")  # decoder_forward.h; rope is in the second
+NO_WINDOW = 1 << 40  # positions: no window
+# In the order of Span in decoder_forward.h, where RoPE is part of the second.
+TIMED_OPS = ("qkv_proj_rope", "write_kv", "attend", "o_proj_add_norm", "mlp")
 
 
 class CpuDecoderLayers(DecoderLayers):
-    """Layers with packed weights, dense or gated by SiLU; all others are refused by `takes`."""
+    """Layers with packed weights, dense or gated by SiLU; all others are refused by `supports`."""
 
     def __init__(self, layers: Sequence[DecoderLayer], dtype: torch.dtype, library: Any) -> None:
         """Pack the layers for C++; `library` is a namespace of torch.classes."""
@@ -34,52 +35,52 @@ class CpuDecoderLayers(DecoderLayers):
         self._planes: WeakKeyDictionary[KVStore, Any] = WeakKeyDictionary()
 
     @staticmethod
-    def takes(layer: DecoderLayer) -> bool:
-        around, fed, spec = layer.attention, layer.mlp, layer.spec
-        if not isinstance(fed, GatedMLP) or fed.activation != "silu":
+    def supports(layer: DecoderLayer) -> bool:
+        attn, mlp, spec = layer.attention, layer.mlp, layer.spec
+        if not isinstance(mlp, GatedMLP) or mlp.activation != "silu":
             return False
-        packed = all(isinstance(weight, PackedMatrix) for weight in (around.qkv, around.o, fed.gate_up, fed.down))
+        packed = all(isinstance(weight, PackedMatrix) for weight in (attn.qkv, attn.o, mlp.gate_up, mlp.down))
         return packed and spec.head_dim == spec.v_head_dim <= MAX_DIM
 
     def _add(self, layer: DecoderLayer) -> None:
-        around, fed, spec = layer.attention, layer.mlp, layer.spec
-        assert isinstance(fed, GatedMLP)
+        attn, mlp, spec = layer.attention, layer.mlp, layer.spec
+        assert isinstance(mlp, GatedMLP)
         tensors = {
-            "norm": around.norm,
-            "qkv_bias": around.qkv_bias,
-            "o_bias": around.o_bias,
-            "post_norm": around.post_norm,
-            "next_norm": around.next_norm,
-            "gate_up_bias": fed.gate_up_bias,
-            "down_bias": fed.down_bias,
+            "norm": attn.norm,
+            "qkv_bias": attn.qkv_bias,
+            "o_bias": attn.o_bias,
+            "post_norm": attn.post_norm,
+            "next_norm": attn.next_norm,
+            "gate_up_bias": mlp.gate_up_bias,
+            "down_bias": mlp.down_bias,
             "feed_norm": layer.post_norm,
             "sink_logits": spec.sink_logits,
         }
-        for names, pair in ((("q_norm", "k_norm"), around.qk_norm), (("cos", "sin"), around.tables)):
+        for names, pair in ((("q_norm", "k_norm"), attn.qk_norm), (("cos", "sin"), attn.tables)):
             tensors |= zip(names, pair or (), strict=False)
-        weights = [w for w in (around.qkv, around.o, fed.gate_up, fed.down) if isinstance(w, PackedMatrix)]
+        weights = [w for w in (attn.qkv, attn.o, mlp.gate_up, mlp.down) if isinstance(w, PackedMatrix)]
         self._layers.add(
             {name: tensor for name, tensor in tensors.items() if tensor is not None},
             [list(weight.parts) for weight in weights],
             [list(weight.layout) for weight in weights],
-            [spec.num_q_heads, spec.num_kv_heads, spec.head_dim, EVERYTHING if spec.window is None else spec.window],
-            [around.eps, spec.scale, spec.softcap or 0.0],
+            [spec.num_q_heads, spec.num_kv_heads, spec.head_dim, NO_WINDOW if spec.window is None else spec.window],
+            [attn.eps, spec.scale, spec.softcap or 0.0],
         )
 
-    def run(self, x: Tensor, positions: Tensor, stored: Sequence[tuple[slice, Stored]]) -> Tensor:
+    def run(self, x: Tensor, positions: Tensor, kv_locations: Sequence[tuple[slice, KVLocation]]) -> Tensor:
         """Run all layers on x [N, d] -> [N, d]."""
-        addresses, numbers = [], []
-        for tokens, (_, at, window) in stored:
+        addresses, integers = [], []
+        for tokens, (_, at, window) in kv_locations:
             addresses += [at.table, at.row_seat, at.q_start, at.start]
-            numbers += [at.block_size, at.sinks, at.ring, EVERYTHING if window is None else window, tokens.start]
-        planes = [self._planes_of(where.store) for _, where in stored]
-        after: Tensor = self._layers.run(x, positions, planes, addresses, numbers)
-        return after
+            integers += [at.block_size, at.sinks, at.ring, NO_WINDOW if window is None else window, tokens.start]
+        planes = [self._get_planes(location.store) for _, location in kv_locations]
+        out: Tensor = self._layers.run(x, positions, planes, addresses, integers)
+        return out
 
     def op_seconds(self) -> Mapping[str, float] | None:
-        return dict(zip(PARTS, self._layers.seconds(), strict=True))
+        return dict(zip(TIMED_OPS, self._layers.seconds(), strict=True))
 
-    def _planes_of(self, store: KVStore) -> Any:
+    def _get_planes(self, store: KVStore) -> Any:
         if store not in self._planes:
             layers = range(len(self.layers))
             self._planes[store] = self._library.Planes([store.k(i) for i in layers], [store.v(i) for i in layers])

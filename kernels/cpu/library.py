@@ -19,8 +19,8 @@ AMX = ("avx512_bf16", "avx512_vnni", "amx_tile", "amx_bf16", "amx_int8")  # what
 
 
 def load(name: str) -> CpuOps:
-    """The operations for an instruction set. Raises KernelsMissing."""
-    if name not in usable():
+    """Return the operations for an instruction set. Raises KernelsMissing."""
+    if name not in usable_instruction_sets():
         raise KernelsMissing(f"this machine has no {name}")
     library = FOLDER / f"_{name}.so"
     if not library.is_file():
@@ -35,9 +35,9 @@ def load(name: str) -> CpuOps:
     return CpuOps(operations, getattr(torch.classes, f"kvmux_{name}"))
 
 
-def best_read() -> Callable[[Tensor], object] | None:
-    """Reads all of a tensor's memory, as fast as the machine can; None if there is no library that could."""
-    for name in usable():
+def find_memory_reader() -> Callable[[Tensor], object] | None:
+    """Return what reads all of a tensor's memory as fast as the machine can; None if no library is there for it."""
+    for name in usable_instruction_sets():
         with suppress(KernelsMissing):
             load(name)
             read: Callable[[Tensor], object] = getattr(torch.ops, f"kvmux_{name}").read
@@ -45,8 +45,8 @@ def best_read() -> Callable[[Tensor], object] | None:
     return None
 
 
-def usable() -> tuple[str, ...]:
-    """Instruction sets of this machine, the best first; ATEN_CPU_CAPABILITY hides those above it, as from torch."""
+def usable_instruction_sets() -> tuple[str, ...]:
+    """Return this machine's instruction sets, the best first; ATEN_CPU_CAPABILITY hides those above it."""
     if platform.machine() in ("aarch64", "arm64"):
         return ("neon",)
     if (best := torch.backends.cpu.get_cpu_capability()) != "AVX512":

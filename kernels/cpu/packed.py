@@ -11,12 +11,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kernels.memory import ConcatenatedWeight, WeightArena, concatenated
+from kernels.memory import ConcatenatedWeight, WeightArena, concatenate
 from kernels.ops import PackedWeight
 from kernels.quantization import QuantizedTensor
 
 PANEL, PANELS = 16, 4  # outputs of a panel, panels of a block; packed.h
-ZERO = {8: 128, 4: 8}  # the number that stands for 0 where there are no offsets
+ZERO_POINT = {8: 128, 4: 8}  # the number that stands for 0 where there are no offsets
 
 
 class PackedMatrix(PackedWeight):
@@ -48,10 +48,10 @@ class PackedFloatMatrix(PackedMatrix):
         numbers = pool.take(size * weight.dtype.itemsize).view(weight.dtype)
         parts = weight.parts if isinstance(weight, ConcatenatedWeight) else [weight]
         if any(len(part) % (PANEL * PANELS) for part in parts[:-1]):
-            parts = [concatenated(parts)]
+            parts = [concatenate(parts)]
         sizes = [library.packed_numbers(*part.shape, weight.dtype) for part in parts]
-        for some, part in zip(numbers.split(sizes), parts, strict=True):
-            library.pack(some, part)
+        for out, part in zip(numbers.split(sizes), parts, strict=True):
+            library.pack(out, part)
         super().__init__([numbers], [*weight.shape, 0, 0], library)
         self.format = str(weight.dtype).removeprefix("torch.")
 
@@ -61,20 +61,20 @@ class PackedIntMatrix(PackedMatrix):
 
     def __init__(self, weight: QuantizedTensor, library: Any, pool: WeightArena) -> None:
         numbers = pool.take(library.packed_numbers(*weight.shape, torch.uint8) * weight.bits // 8)
-        offsets = [] if _symmetric(weight) else [_by_panel(weight.offset)]
+        offsets = [] if _is_symmetric(weight) else [_arrange_by_panel(weight.offset)]
         library.pack_integers(numbers, weight.numbers, weight.bits, bool(offsets))
         layout = [*weight.shape, weight.bits, weight.group]
-        super().__init__([numbers, _by_panel(weight.scale), *offsets], layout, library)
+        super().__init__([numbers, _arrange_by_panel(weight.scale), *offsets], layout, library)
         self.format = f"int{weight.bits}"
 
 
-def _symmetric(weight: QuantizedTensor) -> bool:
-    """Return whether value = scale * (number - ZERO), so that offsets need not be known."""
-    return torch.equal(weight.offset.float(), weight.scale.float() * -ZERO[weight.bits])
+def _is_symmetric(weight: QuantizedTensor) -> bool:
+    """Return whether value = scale * (number - ZERO_POINT), so that offsets need not be known."""
+    return torch.equal(weight.offset.float(), weight.scale.float() * -ZERO_POINT[weight.bits])
 
 
-def _by_panel(of_groups: Tensor) -> Tensor:
-    """[out, groups] -> [panels, groups, PANEL], zeros behind the last."""
+def _arrange_by_panel(of_groups: Tensor) -> Tensor:
+    """Arrange scales or offsets [out, groups] -> [panels, groups, PANEL], zeros behind the last."""
     outputs, groups = of_groups.shape
     panels = -(-outputs // (PANEL * PANELS)) * PANELS
     padded = of_groups.new_zeros(panels * PANEL, groups)

@@ -8,44 +8,44 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kernels.arguments import expect
+from kernels.arguments import check
 from kernels.metal.library import Grid, Longs
 from kernels.store import KVStore
 from kernels.types import Slots
 
 LANES, GROUP = 32, 256  # threads of a simdgroup, and of a threadgroup; common.h
 DEVICES = ("mps", "cpu")  # the latter where an emulator runs the kernels
-TYPES = (torch.float32, torch.float16, torch.bfloat16)
+KERNEL_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
-def known(*tensors: Tensor | None) -> bool:
+def has_kernel_dtype(*tensors: Tensor | None) -> bool:
     """Return whether all tensors have one dtype, and kernels are written for it."""
     dtypes = {tensor.dtype for tensor in tensors if tensor is not None}
-    return len(dtypes) == 1 and dtypes.issubset(TYPES)
+    return len(dtypes) == 1 and dtypes.issubset(KERNEL_DTYPES)
 
 
-def expect_together(*tensors: Tensor | None) -> None:
+def check_same_device(*tensors: Tensor | None) -> None:
     """Raise ValueError unless all lie on one device, each dense in its last dimension: no kernel checks this."""
     there = [tensor for tensor in tensors if tensor is not None]
     device = there[0].device
-    expect(device.type in DEVICES, "there are no kernels for tensors on {}", device)
+    check(device.type in DEVICES, "there are no kernels for tensors on {}", device)
     for tensor in there:
-        expect(tensor.device == device, "tensors lie on {} and {}", tensor.device, device)
-        expect(tensor.stride(-1) == 1 or tensor.shape[-1] == 1, "the last dimension of a tensor must be dense")
+        check(tensor.device == device, "tensors lie on {} and {}", tensor.device, device)
+        check(tensor.stride(-1) == 1 or tensor.shape[-1] == 1, "the last dimension of a tensor must be dense")
 
 
-def in_rows(x: Tensor) -> Grid:
+def make_row_grid(x: Tensor) -> Grid:
     """Return a threadgroup for each row of x [N, width], of no more threads than numbers, in whole simdgroups."""
     group = min(GROUP, -(-x.shape[1] // LANES) * LANES)
     return Grid((group * len(x), 1, 1), (group, 1, 1))
 
 
-def memory(store: KVStore) -> Tensor:
+def typed_memory(store: KVStore) -> Tensor:
     """Return all of the memory, in numbers of the store's type."""
     return store.memory.view(store.dtype)
 
 
-def addresses(at: Slots) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def slot_tensors(at: Slots) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return the addresses of a step's rows in the kernels' order."""
     return at.table, at.row_seat, at.q_start, at.start
 
@@ -68,6 +68,6 @@ def plane_sizes(store: KVStore, layer: int) -> tuple[Longs, Longs]:
 
 
 def _plane_sizes(numbers: Tensor) -> Longs:
-    """Of [blocks, H, block_size, dim]."""
+    """Return the struct PlaneSizes of [blocks, H, block_size, dim]."""
     block, head, vector, _ = numbers.stride()
     return Longs((numbers.shape[-1], int(numbers.storage_offset()), block, head, vector))

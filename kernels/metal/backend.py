@@ -1,6 +1,6 @@
 """The operations in Metal as torch sees them: what is passed to a kernel, and with how many threads.
 
-Tensors lie on Apple's device, or on the CPU if an emulator runs the kernels; which of both is load.py's business.
+Tensors lie on Apple's device, or on the CPU if an emulator runs the kernels; which of both is runtime.py's business.
 Arguments are checked before each launch, as Metal kernels get no shapes.
 """
 
@@ -15,18 +15,18 @@ from torch import Tensor
 
 from kernels.metal.arguments import (
     GROUP,
+    KERNEL_DTYPES,
     LANES,
-    TYPES,
-    addresses,
-    expect_together,
-    in_rows,
-    known,
-    memory,
+    check_same_device,
+    has_kernel_dtype,
+    make_row_grid,
     memory_sizes,
     plane_sizes,
     planes,
+    slot_tensors,
+    typed_memory,
 )
-from kernels.metal.attention import MetalAttention, shape_of
+from kernels.metal.attention import MetalAttention, get_kernel_shape
 from kernels.metal.library import Grid, Kernels, Longs
 from kernels.ops import Weight
 from kernels.quantization import QuantizedTensor
@@ -36,13 +36,13 @@ from kernels.store import KVStore
 from kernels.types import LayerSpec, Slots
 
 OUTPUTS = 4 * GROUP // LANES  # of a threadgroup; linear.metal
-AT_ONCE = 4  # rows of a threadgroup; linear.metal
-FEW = 8  # rows that are multiplied faster here than by torch
+MAX_ROWS_PER_GROUP = 4  # rows of a threadgroup; linear.metal
+MAX_GEMV_ROWS = 8  # rows that are multiplied faster here than by torch
 STEP = 8  # quantized numbers that a lane takes at once; quantized.metal
-EXPANDED = 64 << 20  # bytes of a quantized weight that torch multiplies at a time
-UNIT = 16  # bytes that a thread copies; store.metal
-PAIRS = 256  # of blocks that one launch copies: an argument has at most 4 KiB
-PART = 1 << 30  # units of a block that one launch copies: a grid is counted in 32 bits
+MAX_DEQUANTIZED_BYTES = 64 << 20  # bytes of a quantized weight that torch multiplies at a time
+COPY_UNIT_BYTES = 16  # bytes that a thread copies; store.metal
+MAX_COPY_PAIRS = 256  # of blocks that one launch copies: an argument has at most 4 KiB
+MAX_COPY_UNITS = 1 << 30  # units of a block that one launch copies: a grid is counted in 32 bits
 
 
 class MetalOps(ReferenceOps):
@@ -53,10 +53,10 @@ class MetalOps(ReferenceOps):
         self._kernels = kernels
         self._attention = MetalAttention(kernels)
 
-    def prepare(self, layers: Sequence[LayerSpec], dtype: torch.dtype, stored: torch.dtype) -> None:
-        if dtype in TYPES:
+    def prepare(self, layers: Sequence[LayerSpec], dtype: torch.dtype, kv_dtype: torch.dtype) -> None:
+        if dtype in KERNEL_DTYPES:
             for spec in layers:
-                self._attention.prepare(spec, dtype, stored)
+                self._attention.prepare(spec, dtype, kv_dtype)
 
     # ---------------------------------------------------------------- layers
     def linear(self, x: Tensor, weight: Weight, bias: Tensor | None = None) -> Tensor:
@@ -64,78 +64,78 @@ class MetalOps(ReferenceOps):
             case QuantizedTensor():
                 reference.check_linear(x, weight, bias)
                 return self._quantized_linear(x, weight, bias)
-            case Tensor() if known(x, weight, bias):
+            case Tensor() if has_kernel_dtype(x, weight, bias):
                 reference.check_linear(x, weight, bias)
-                if len(x) <= FEW:
+                if len(x) <= MAX_GEMV_ROWS:
                     return self._linear_of_few(x, weight, bias)
         return super().linear(x, weight, bias)
 
     def _linear_of_few(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        expect_together(x, weight, bias)
-        few = _few(x, len(weight), weight.stride(0), bias)
-        kernel = self._kernels.get("linear", f"linear_{few.at_once}", T=x.dtype)
-        kernel(few.grid, few.out, x, weight, few.bias, few.sizes)
-        return few.out
+        check_same_device(x, weight, bias)
+        call = _make_gemv_call(x, len(weight), weight.stride(0), bias)
+        kernel = self._kernels.get("linear", f"linear_{call.rows_per_group}", T=x.dtype)
+        kernel(call.grid, call.out, x, weight, call.bias, call.sizes)
+        return call.out
 
     def _quantized_linear(self, x: Tensor, weight: QuantizedTensor, bias: Tensor | None) -> Tensor:
-        in_words = weight.group % STEP == 0 and weight.shape[1] * weight.bits % 32 == 0
-        if not in_words or not known(x, bias) or not known(weight.scale, weight.offset):
+        fills_words = weight.group % STEP == 0 and weight.shape[1] * weight.bits % 32 == 0
+        if not fills_words or not has_kernel_dtype(x, bias) or not has_kernel_dtype(weight.scale, weight.offset):
             return super()._quantized_linear(x, weight, bias)
-        expect_together(x, weight.numbers, weight.scale, weight.offset, bias)
-        if len(x) > FEW:
-            return self._quantized_linear_of_many(x, weight, bias)
-        numbers, scale, offset = _parts(weight)
-        few = _few(x, len(numbers), numbers.stride(0), bias)
-        name = f"quantized_linear_{weight.bits}_{few.at_once}"
+        check_same_device(x, weight.numbers, weight.scale, weight.offset, bias)
+        if len(x) > MAX_GEMV_ROWS:
+            return self._dequantize_and_multiply(x, weight, bias)
+        numbers, scale, offset = _weight_tensors(weight)
+        call = _make_gemv_call(x, len(numbers), numbers.stride(0), bias)
+        name = f"quantized_linear_{weight.bits}_{call.rows_per_group}"
         kernel = self._kernels.get("quantized", name, T=x.dtype, S=scale.dtype)
-        kernel(few.grid, few.out, x, numbers, scale, offset, few.bias, few.sizes, _groups(weight))
-        return few.out
+        kernel(call.grid, call.out, x, numbers, scale, offset, call.bias, call.sizes, _group_sizes(weight))
+        return call.out
 
-    def _quantized_linear_of_many(self, x: Tensor, weight: QuantizedTensor, bias: Tensor | None) -> Tensor:
-        """By torch, after so much of the weight as fits EXPANDED was given the type of x."""
+    def _dequantize_and_multiply(self, x: Tensor, weight: QuantizedTensor, bias: Tensor | None) -> Tensor:
+        """Multiply by torch, as much of the weight at a time as fits MAX_DEQUANTIZED_BYTES in the type of x."""
         outputs, inputs = weight.shape
         out = x.new_empty(len(x), outputs)
-        expand = self._kernels.get("quantized", f"dequantize_weight_{weight.bits}", T=x.dtype, S=weight.scale.dtype)
-        fitting = max(1, EXPANDED // (inputs * x.itemsize))
-        for first in range(0, outputs, fitting):
-            some = slice(first, first + fitting)
-            numbers, scale, offset = _parts(weight.rows(some))
+        kernel = self._kernels.get("quantized", f"dequantize_weight_{weight.bits}", T=x.dtype, S=weight.scale.dtype)
+        rows_at_once = max(1, MAX_DEQUANTIZED_BYTES // (inputs * x.itemsize))
+        for first in range(0, outputs, rows_at_once):
+            rows = slice(first, first + rows_at_once)
+            numbers, scale, offset = _weight_tensors(weight.rows(rows))
             wide = x.new_empty(len(numbers), inputs)
-            expand(
+            kernel(
                 Grid((inputs // STEP, len(numbers), 1), (min(inputs // STEP, GROUP), 1, 1)),
                 *(wide, numbers, scale, offset),
                 (inputs, numbers.stride(0)),  # WeightSizes
-                _groups(weight),
+                _group_sizes(weight),
             )
-            out[:, some] = super().linear(x, wide, None if bias is None else bias[some])
+            out[:, rows] = super().linear(x, wide, None if bias is None else bias[rows])
         return out
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        if not known(x) or weight.dtype not in (x.dtype, torch.float32):
+        if not has_kernel_dtype(x) or weight.dtype not in (x.dtype, torch.float32):
             return super().rms_norm(x, weight, eps)
         reference.check_rms_norm(x, weight)
-        expect_together(x, weight)
+        check_same_device(x, weight)
         out = x.new_empty(x.shape)
         sizes = (x.shape[1], x.stride(0), 0)  # NormSizes
-        self._kernels.get("norms", "rms_norm", T=x.dtype, W=weight.dtype)(in_rows(x), out, x, weight, sizes, eps)
+        self._kernels.get("norms", "rms_norm", T=x.dtype, W=weight.dtype)(make_row_grid(x), out, x, weight, sizes, eps)
         return out
 
     def add_rms_norm(self, x: Tensor, delta: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-        if not known(x, delta) or weight.dtype not in (x.dtype, torch.float32):
+        if not has_kernel_dtype(x, delta) or weight.dtype not in (x.dtype, torch.float32):
             return super().add_rms_norm(x, delta, weight, eps)
         reference.check_add_rms_norm(x, delta, weight)
-        expect_together(x, delta, weight)
+        check_same_device(x, delta, weight)
         total, out = x.new_empty(x.shape), x.new_empty(x.shape)
         sizes = (x.shape[1], x.stride(0), delta.stride(0))  # NormSizes
         kernel = self._kernels.get("norms", "add_rms_norm", T=x.dtype, W=weight.dtype)
-        kernel(in_rows(x), total, out, x, delta, weight, sizes, eps)
+        kernel(make_row_grid(x), total, out, x, delta, weight, sizes, eps)
         return total, out
 
     def rope(self, x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor) -> Tensor:
-        if not known(x) or not cos.dtype is sin.dtype is torch.float32:
+        if not has_kernel_dtype(x) or not cos.dtype is sin.dtype is torch.float32:
             return super().rope(x, cos, sin, positions)
         reference.check_rope(x, cos, sin, positions)
-        expect_together(x, cos, sin, positions)
+        check_same_device(x, cos, sin, positions)
         N, H, D = x.shape
         out = x.new_empty(x.shape)
         self._kernels.get("layers", "rope", T=x.dtype)(
@@ -146,10 +146,10 @@ class MetalOps(ReferenceOps):
         return out
 
     def silu_mul(self, gate_up: Tensor) -> Tensor:
-        if not known(gate_up):
+        if not has_kernel_dtype(gate_up):
             return super().silu_mul(gate_up)
         reference.check_silu_mul(gate_up)
-        expect_together(gate_up)
+        check_same_device(gate_up)
         rows, width = gate_up.shape[0], gate_up.shape[1] // 2
         out = gate_up.new_empty(rows, width)
         sizes = (width, gate_up.stride(0))  # GateSizes
@@ -165,10 +165,10 @@ class MetalOps(ReferenceOps):
         return repeated
 
     def repeat_kv_heads_step(self, mirror: Tensor, x: Tensor, start: int) -> None:
-        if not known(x, mirror):
+        if not has_kernel_dtype(x, mirror):
             return super().repeat_kv_heads_step(mirror, x, start)
         reference.check_repeat_kv_heads_step(mirror, x, start)
-        expect_together(x, mirror)
+        check_same_device(x, mirror)
         columns, (n, H, D) = mirror.narrow(1, start, len(x)), x.shape
         self._kernels.get("layers", "repeat_kv_heads", T=x.dtype)(
             Grid((D, n, len(mirror)), (min(D, GROUP), 1, 1)),
@@ -179,10 +179,10 @@ class MetalOps(ReferenceOps):
 
     # ---------------------------------------------------------------- KV memory
     def quantize(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        if not known(x):
+        if not has_kernel_dtype(x):
             return super().quantize(x)
         reference.check_quantize(x)
-        expect_together(x)
+        check_same_device(x)
         vectors = x.reshape(-1, x.shape[-1])
         out, scale = vectors.new_empty(vectors.shape, dtype=torch.int8), x.new_empty(len(vectors), dtype=torch.float32)
         sizes = (vectors.shape[1], vectors.stride(0))  # VectorSizes
@@ -195,7 +195,7 @@ class MetalOps(ReferenceOps):
             return super().dequantize(x, scale)
         reference.check_dequantize(x, scale)
         vectors, scales, dim = x.reshape(-1, x.shape[-1]), scale.reshape(-1), x.shape[-1]
-        expect_together(vectors, scales)
+        check_same_device(vectors, scales)
         out = vectors.new_empty(vectors.shape, dtype=torch.float32)
         sizes = (dim, vectors.stride(0))  # VectorSizes
         kernel = self._kernels.get("store", "dequantize", T=torch.float32, KV=torch.int8)
@@ -203,12 +203,12 @@ class MetalOps(ReferenceOps):
         return out.view(x.shape)
 
     def write_kv(self, store: KVStore, layer: int, k: Tensor, v: Tensor, at: Slots) -> None:
-        if not known(k, v) or store.dtype not in (k.dtype, torch.int8):
+        if not has_kernel_dtype(k, v) or store.dtype not in (k.dtype, torch.int8):
             return super().write_kv(store, layer, k, v, at)
         reference.check_write_kv(store, layer, k, v)
-        self._addresses.expect("write_kv", at, store, len(k))
-        tensors = (memory(store), k, v, *addresses(at))
-        expect_together(*tensors)
+        self._addresses.check("write_kv", at, store, len(k))
+        tensors = (typed_memory(store), k, v, *slot_tensors(at))
+        check_same_device(*tensors)
         self._kernels.get("store", "write_kv", T=k.dtype, KV=store.dtype)(
             Grid((LANES, k.shape[1], len(k)), (LANES, 1, 1)),
             *tensors,
@@ -219,32 +219,32 @@ class MetalOps(ReferenceOps):
         return None
 
     def gather(self, store: KVStore, layer: int, at: Slots, row: int, positions: Tensor) -> tuple[Tensor, Tensor]:
-        if store.dtype not in (*TYPES, torch.int8):
+        if store.dtype not in (*KERNEL_DTYPES, torch.int8):
             return super().gather(store, layer, at, row, positions)
-        self._addresses.expect("gather", at, store)
+        self._addresses.check("gather", at, store)
         reference.check_gather(store, layer, at, row, positions)
-        table, row_seat, *_ = addresses(at)
-        tensors = (memory(store), table, row_seat, positions.long())
-        expect_together(*tensors)
+        table, row_seat, *_ = slot_tensors(at)
+        tensors = (typed_memory(store), table, row_seat, positions.long())
+        check_same_device(*tensors)
         plain = torch.float32 if store.dtype is torch.int8 else store.dtype
         kernel, sizes = self._kernels.get("store", "gather", T=plain, KV=store.dtype), memory_sizes(at)
-        found = []
+        gathered = []
         for part, plane in zip(plane_sizes(store, layer), store.planes(layer), strict=True):
             _, H, _, dim = plane.numbers.shape
             out = torch.empty(len(positions), H, dim, dtype=plain, device=positions.device)
             kernel(Grid((LANES, H, len(positions)), (LANES, 1, 1)), out, *tensors, sizes, part, row)
-            found.append(out)
-        return found[0], found[1]
+            gathered.append(out)
+        return gathered[0], gathered[1]
 
     def copy_blocks(self, store: KVStore, src: list[int], dst: list[int]) -> None:
         reference.check_copy_blocks(store, src, dst)
-        page, block = store.page_bytes // UNIT, store.block_bytes // UNIT
+        page, block = store.page_bytes // COPY_UNIT_BYTES, store.block_bytes // COPY_UNIT_BYTES
         kernel = self._kernels.get("store", "copy_blocks", T=torch.float32, KV=torch.float32)
         pairs = list(zip(src, dst, strict=True))
-        for first, begin in product(range(0, len(pairs), PAIRS), range(0, block, PART)):
-            some = [each for pair in pairs[first : first + PAIRS] for each in pair]
-            grid = Grid((min(PART, block - begin), len(some) // 2, 1), (GROUP, 1, 1))
-            kernel(grid, store.memory[begin * UNIT :].view(torch.int32), some, Longs((page,)))
+        for first, begin in product(range(0, len(pairs), MAX_COPY_PAIRS), range(0, block, MAX_COPY_UNITS)):
+            block_ids = [each for pair in pairs[first : first + MAX_COPY_PAIRS] for each in pair]
+            grid = Grid((min(MAX_COPY_UNITS, block - begin), len(block_ids) // 2, 1), (GROUP, 1, 1))
+            kernel(grid, store.memory[begin * COPY_UNIT_BYTES :].view(torch.int32), block_ids, Longs((page,)))
 
     # ---------------------------------------------------------------- attention
     def attend(
@@ -259,38 +259,38 @@ class MetalOps(ReferenceOps):
         window: int | None = None,
     ) -> None:
         reference.check_attend(out, q, store, layer, spec, window)
-        self._addresses.expect("attend", at, store, len(q))
-        if not known(q, out) or store.dtype not in (q.dtype, torch.int8) or shape_of(spec) is None:
+        self._addresses.check("attend", at, store, len(q))
+        if not has_kernel_dtype(q, out) or store.dtype not in (q.dtype, torch.int8) or get_kernel_shape(spec) is None:
             return super().attend(out, q, store, layer, at, spec, window=window)
         return self._attention(out, q, store, layer, at, spec, window)
 
 
-class Few(NamedTuple):
+class GemvCall(NamedTuple):
     """The arguments of a product of a few rows, except the weight."""
 
     grid: Grid
-    at_once: int  # rows of a threadgroup
+    rows_per_group: int  # rows of a threadgroup
     out: Tensor  # [rows, outputs]
     bias: Tensor  # where there is none, `out`, of which nothing is read
     sizes: tuple[int, ...]  # LinearSizes
 
 
-def _few(x: Tensor, outputs: int, weight_stride: int, bias: Tensor | None) -> Few:
-    """x [rows, inputs]; weight_stride as LinearSizes has it."""
+def _make_gemv_call(x: Tensor, outputs: int, weight_stride: int, bias: Tensor | None) -> GemvCall:
+    """Return the arguments for x [rows, inputs]; weight_stride as LinearSizes has it."""
     rows, inputs = x.shape
-    at_once = min(AT_ONCE, 1 << (rows - 1).bit_length())
-    grid = Grid((-(-outputs // OUTPUTS) * GROUP, -(-rows // at_once), 1), (GROUP, 1, 1))
+    rows_per_group = min(MAX_ROWS_PER_GROUP, 1 << (rows - 1).bit_length())
+    grid = Grid((-(-outputs // OUTPUTS) * GROUP, -(-rows // rows_per_group), 1), (GROUP, 1, 1))
     out = x.new_empty(rows, outputs)
     sizes = (rows, inputs, outputs, x.stride(0), weight_stride, int(bias is not None))
-    return Few(grid, at_once, out, out if bias is None else bias, sizes)
+    return GemvCall(grid, rows_per_group, out, out if bias is None else bias, sizes)
 
 
-def _groups(weight: QuantizedTensor) -> tuple[int, int]:
+def _group_sizes(weight: QuantizedTensor) -> tuple[int, int]:
     """Return the struct Groups of quantized.metal."""
     return weight.group, weight.scale.shape[1]
 
 
-def _parts(weight: QuantizedTensor) -> tuple[Tensor, Tensor, Tensor]:
+def _weight_tensors(weight: QuantizedTensor) -> tuple[Tensor, Tensor, Tensor]:
     """Return the numbers of a weight as words of 32 bits, its scale and its offset, dense."""
     numbers = weight.numbers.contiguous()
     return numbers.view(torch.int32), weight.scale.contiguous(), weight.offset.contiguous()

@@ -203,4 +203,4 @@ kernel void merge(
   DECODE(N, 1) DECODE(N, 2) DECODE(N, 4)
 
 WIDTH(2) WIDTH(4) WIDTH(8)
-DECODE(2, 8) DECODE(4, 8)  // 8 of the widest would need too many registers: MOST_TOGETHER of attention.py
+DECODE(2, 8) DECODE(4, 8)  // 8 of the widest would need too many registers: MAX_HEADS_PER_GROUP of attention.py

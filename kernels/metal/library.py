@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from kernels.metal.source import source
+from kernels.metal.source import assemble_source
 
 Argument = Tensor | float | Sequence[int] | Sequence[float]
 
@@ -42,11 +42,11 @@ class Kernel:
         """Enqueue the kernel without waiting. An empty grid is not launched."""
         if 0 in grid.threads:
             return
-        casts = {i: "int32" for i, argument in enumerate(arguments) if _integers(argument)}
+        casts = {i: "int32" for i, argument in enumerate(arguments) if _is_integer(argument)}
         self._function(*arguments, threads=grid.threads, group_size=grid.group, arg_casts=casts)
 
 
-def _integers(argument: Argument) -> bool:
+def _is_integer(argument: Argument) -> bool:
     """Return whether an argument is to be cast to int32; what is not cast is passed as int64."""
     if isinstance(argument, Longs):
         return False
@@ -57,7 +57,7 @@ class Kernels:
     """The kernels that were compiled so far."""
 
     def __init__(self, compile_shader: Callable[[str], Any]) -> None:
-        self._compile = compile_shader
+        self._compile_shader = compile_shader
         self._libraries: dict[tuple[object, ...], Any] = {}
         self._kernels: dict[tuple[object, ...], Kernel] = {}
 
@@ -65,11 +65,11 @@ class Kernels:
         """Return the kernel `name` of a source file, compiled for these types."""
         key = (file, name, *types.items())
         if key not in self._kernels:
-            self._kernels[key] = Kernel(getattr(self._library(file, types), name))
+            self._kernels[key] = Kernel(getattr(self._get_library(file, types), name))
         return self._kernels[key]
 
-    def _library(self, file: str, types: Mapping[str, torch.dtype]) -> Any:
+    def _get_library(self, file: str, types: Mapping[str, torch.dtype]) -> Any:
         key = (file, *types.items())
         if key not in self._libraries:
-            self._libraries[key] = self._compile(source(file, types))
+            self._libraries[key] = self._compile_shader(assemble_source(file, types))
         return self._libraries[key]

@@ -12,18 +12,18 @@ from pathlib import Path
 import torch
 
 FOLDER = Path(__file__).parent
-NAMES = {torch.float32: "float", torch.float16: "half", torch.bfloat16: "bfloat", torch.int8: "char"}
+TYPE_NAMES = {torch.float32: "float", torch.float16: "half", torch.bfloat16: "bfloat", torch.int8: "char"}
 INCLUDE = re.compile(r'#include "(.+)"\n')
 
 
-def source(name: str, types: Mapping[str, torch.dtype]) -> str:
-    """The text of `name`.metal after a line for each type, as `typedef half T;`, its headers in their places."""
-    typedefs = "".join(f"typedef {NAMES[dtype]} {of};\n" for of, dtype in types.items())
-    return "#include <metal_stdlib>\n" + typedefs + "".join(_lines(f"{name}.metal", set()))
+def assemble_source(name: str, types: Mapping[str, torch.dtype]) -> str:
+    """Return the text of `name`.metal after a line for each type, as `typedef half T;`, with its headers expanded."""
+    typedefs = "".join(f"typedef {TYPE_NAMES[dtype]} {of};\n" for of, dtype in types.items())
+    return "#include <metal_stdlib>\n" + typedefs + "".join(_expand_includes(f"{name}.metal", set()))
 
 
-def _lines(file: str, included: set[str]) -> Iterator[str]:
-    """The file, each header once; the compiler is told where every line comes from."""
+def _expand_includes(file: str, included: set[str]) -> Iterator[str]:
+    """Yield the lines of a file, each header once, with #line where they come from another file."""
     yield f'#line 1 "{file}"\n'
     for number, line in enumerate((FOLDER / file).read_text(encoding="ascii").splitlines(keepends=True), 1):
         header = INCLUDE.fullmatch(line)
@@ -31,5 +31,5 @@ def _lines(file: str, included: set[str]) -> Iterator[str]:
             yield "\n" if line == "#pragma once\n" else line
         elif header[1] not in included:
             included.add(header[1])
-            yield from _lines(header[1], included)
+            yield from _expand_includes(header[1], included)
             yield f'#line {number + 1} "{file}"\n'

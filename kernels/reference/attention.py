@@ -26,7 +26,7 @@ class _Tile:
 
     block: Tensor  # [B, 1, TILE] int64
     slot: Tensor  # [B, 1, TILE] int64, within the block
-    hidden: Tensor | None  # [B, 1, n, TILE] bool; None: all see all
+    hidden_mask: Tensor | None  # [B, 1, n, TILE] bool; None: all see all
 
 
 @dataclass(frozen=True)
@@ -53,12 +53,12 @@ class TiledAttention:
         by_window = self._groups.setdefault(at, {})
         key = (spec.window, window)
         if key not in by_window:
-            by_window[key] = list(_groups(at, spec.window, window))
+            by_window[key] = list(_iter_groups(at, spec.window, window))
         for group in by_window[key]:
             out[group.tokens] = self._attend_group(q[group.tokens], store, layer, group, spec).to(out.dtype)
 
     def _attend_group(self, q: Tensor, store: KVStore, layer: int, group: _Group, spec: LayerSpec) -> Tensor:
-        """q [B*n, Hq, D] -> [B*n, Hq, Dv] float32, by the online softmax of Milakov & Gimelshein (2018)."""
+        """Attend: q [B*n, Hq, D] -> [B*n, Hq, Dv] float32, by the online softmax of Milakov & Gimelshein (2018)."""
         B, n, H, Dv = group.rows, group.queries, spec.num_kv_heads, spec.v_head_dim
         G = spec.num_q_heads // H  # query heads that share a KV head
         # [B*H, n*G, D]: a KV head's queries side by side, so that its keys are read once
@@ -68,40 +68,40 @@ class TiledAttention:
         acc = q.new_zeros((B * H, n * G, Dv))
         k_plane, v_plane = store.planes(layer)
         for tile in group.tiles:
-            k = self._load("k", k_plane, tile, spec.head_dim)
+            k = self._load_tile("k", k_plane, tile, spec.head_dim)
             scores = torch.bmm(q, k.transpose(1, 2))  # [B*H, n*G, TILE]
             if spec.softcap:
                 scores.div_(spec.softcap).tanh_().mul_(spec.softcap)
-            v = self._load("v", v_plane, tile, Dv)
-            if tile.hidden is not None:
-                _move_to_scores(v, scores)
-                scores.view(B, H, n, G, TILE).masked_fill_(tile.hidden.unsqueeze(3), -torch.inf)
-            top, rescale = _raise(top, scores.amax(-1, keepdim=True))
+            v = self._load_tile("v", v_plane, tile, Dv)
+            if tile.hidden_mask is not None:
+                _move_non_finite_to_scores(v, scores)
+                scores.view(B, H, n, G, TILE).masked_fill_(tile.hidden_mask.unsqueeze(3), -torch.inf)
+            top, rescale = _raise_maximum(top, scores.amax(-1, keepdim=True))
             p = scores.sub_(top.clamp_min(torch.finfo(torch.float32).min)).exp_()
             total.mul_(rescale).add_(p.sum(-1, keepdim=True))
             acc.mul_(rescale).baddbmm_(p, v)
         if spec.sink_logits is not None:
             sink = spec.sink_logits.float().view(1, H, 1, G).expand(B, H, n, G).reshape(B * H, n * G, 1)
-            top, rescale = _raise(top, sink)
+            top, rescale = _raise_maximum(top, sink)
             total.mul_(rescale).add_((sink - top).exp())
             acc.mul_(rescale)
         return (acc / total).view(B, H, n, G, Dv).transpose(1, 2).reshape(B * n, H * G, Dv)
 
-    def _load(self, name: str, plane: Plane, tile: _Tile, dim: int) -> Tensor:
-        """Keys or values of a tile as float32 [B*H, TILE, dim], in scratch memory."""
+    def _load_tile(self, name: str, plane: Plane, tile: _Tile, dim: int) -> Tensor:
+        """Return keys or values of a tile as float32 [B*H, TILE, dim], in scratch memory."""
         numbers = plane.numbers
         heads = torch.arange(numbers.shape[1], device=numbers.device).view(1, -1, 1)
         shape = (tile.block.shape[0], numbers.shape[1], TILE, dim)
-        stored = self._buffer(name, shape, numbers.dtype, numbers.device)
-        torch.ops.aten.index.Tensor_out(numbers, [tile.block, heads, tile.slot], out=stored)
+        tile_numbers = self._get_scratch(name, shape, numbers.dtype, numbers.device)
+        torch.ops.aten.index.Tensor_out(numbers, [tile.block, heads, tile.slot], out=tile_numbers)
         if numbers.dtype is not torch.float32:
-            stored = self._buffer(name, shape, torch.float32, numbers.device).copy_(stored)
+            tile_numbers = self._get_scratch(name, shape, torch.float32, numbers.device).copy_(tile_numbers)
         if plane.scale is not None:
-            stored.mul_(plane.scale[tile.block, heads, tile.slot][..., None])
-        return stored.view(-1, TILE, dim)
+            tile_numbers.mul_(plane.scale[tile.block, heads, tile.slot][..., None])
+        return tile_numbers.view(-1, TILE, dim)
 
-    def _buffer(self, name: str, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Scratch of this name: it grows to the largest size asked for and then stays."""
+    def _get_scratch(self, name: str, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Return the scratch memory of this name: it grows to the largest size asked for and then stays."""
         size = torch.Size(shape).numel()
         flat = self._scratch.get((name, dtype))
         if flat is None or flat.numel() < size:
@@ -109,7 +109,7 @@ class TiledAttention:
         return flat[:size].view(shape)
 
 
-def _move_to_scores(values: Tensor, scores: Tensor) -> None:
+def _move_non_finite_to_scores(values: Tensor, scores: Tensor) -> None:
     """Replace numbers that are not finite: in values [B*H, TILE, Dv] by 0, in their keys' scores [B*H, n, TILE] by NaN.
 
     A hidden key has weight 0, which does not keep NaN out of a sum: 0 * NaN is NaN. A score can be hidden, so that only
@@ -119,15 +119,15 @@ def _move_to_scores(values: Tensor, scores: Tensor) -> None:
     values.nan_to_num_(0.0, 0.0, 0.0)
 
 
-def _raise(top: Tensor, new: Tensor) -> tuple[Tensor, Tensor]:
+def _raise_maximum(top: Tensor, new: Tensor) -> tuple[Tensor, Tensor]:
     """Return the maximum of both, and the factor that moves sums taken under `top` to it (1 while all is -inf)."""
     higher = torch.maximum(top, new)
     return higher, (top - higher).nan_to_num_(nan=0.0).exp_()
 
 
 # -------------------------------------------------------------------- indices, once per step
-def _groups(at: Slots, model_window: int | None, window: int | None) -> Iterator[_Group]:
-    """Decode rows as one group, then each chunk as one; padding rows left out."""
+def _iter_groups(at: Slots, model_window: int | None, window: int | None) -> Iterator[_Group]:
+    """Yield decode rows as one group, then each chunk as one; padding rows are left out."""
     start, q_start = at.start.tolist(), at.q_start.tolist()
     decode = [b for b in range(at.num_decode) if start[b] >= 0]
     groups = [decode] if decode else []
@@ -139,25 +139,29 @@ def _groups(at: Slots, model_window: int | None, window: int | None) -> Iterator
         index = torch.tensor(rows, device=at.start.device)
         extents = [(start[b], n) for b in rows]
         tiles = [
-            _tile(at, index, n, first, model_window, window, whole=_seen_whole(extents, first, model_window, window))
-            for first in _tile_spans(extents, at.sinks, model_window, window)
+            _make_tile(
+                at, index, n, first, model_window, window, whole=_is_fully_visible(extents, first, model_window, window)
+            )
+            for first in _list_tile_starts(extents, at.sinks, model_window, window)
         ]
         yield _Group(tokens, len(rows), n, tiles)
 
 
-def _tile_spans(rows: list[tuple[int, int]], sinks: int, model_window: int | None, window: int | None) -> list[int]:
+def _list_tile_starts(
+    rows: list[tuple[int, int]], sinks: int, model_window: int | None, window: int | None
+) -> list[int]:
     """Return the first positions of the tiles that any query of the rows (start, n) may see, in ascending order."""
     reach = min((w for w in (model_window, window) if w is not None), default=None)
     first = min(start for start, _ in rows)
     oldest = 0 if reach is None else max(0, first - reach + 1)
     end = max(start + n for start, n in rows)
-    spans = set(range(oldest // TILE * TILE, end, TILE))
+    starts = set(range(oldest // TILE * TILE, end, TILE))
     if model_window is None or first - model_window < sinks:
-        spans |= set(range(0, min(sinks, end), TILE))
-    return sorted(spans)
+        starts |= set(range(0, min(sinks, end), TILE))
+    return sorted(starts)
 
 
-def _seen_whole(rows: list[tuple[int, int]], first: int, model_window: int | None, window: int | None) -> bool:
+def _is_fully_visible(rows: list[tuple[int, int]], first: int, model_window: int | None, window: int | None) -> bool:
     """Return whether every query of the rows (start, n) sees every key of the tile."""
     reach = min((w for w in (model_window, window) if w is not None), default=None)
     last_query = max(start + n - 1 for start, n in rows)
@@ -165,7 +169,7 @@ def _seen_whole(rows: list[tuple[int, int]], first: int, model_window: int | Non
     return in_the_past and (reach is None or last_query - first < reach)
 
 
-def _tile(
+def _make_tile(
     at: Slots, rows: Tensor, n: int, first: int, model_window: int | None, window: int | None, *, whole: bool
 ) -> _Tile:
     """Return the tile of positions [first, first + TILE) for `rows` of n tokens each."""
@@ -176,9 +180,9 @@ def _tile(
     if whole:
         return _Tile(block, slot, None)
     query = start + torch.arange(n, device=rows.device).view(1, -1, 1)  # [B, n, 1]
-    seen = key <= query
+    visible = key <= query
     if model_window is not None:
-        seen = seen & (query - key < model_window)
+        visible = visible & (query - key < model_window)
     if window is not None:
-        seen = seen & ((query - key < window) | (key < at.sinks))
-    return _Tile(block, slot, ~seen.unsqueeze(1))
+        visible = visible & ((query - key < window) | (key < at.sinks))
+    return _Tile(block, slot, ~visible.unsqueeze(1))

@@ -15,23 +15,23 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kernels import sampling
-from kernels.arguments import ANY, FLOATS, SOME, Addresses, expect, expect_tensor
+from kernels.arguments import ANY, AT_LEAST_ONE, FLOATS, SlotsChecker, check, check_tensor
 from kernels.composite import CompositeOps
 from kernels.memory import ConcatenatedWeight
 from kernels.ops import Weight
-from kernels.quantization import QuantizedTensor, dequantize, tile_rows
+from kernels.quantization import QuantizedTensor, count_tile_rows, dequantize
 from kernels.reference.attention import TiledAttention
 from kernels.store import KVStore, Plane
 from kernels.types import LayerSpec, Slots
 
-TINY = 1e-30  # no scale is smaller, but for that of zeros
+MIN_SCALE = 1e-30  # no scale is smaller, but for that of zeros
 
 
 class ReferenceOps(CompositeOps):
     """Implements `kernels.ops.Ops`. Holds, per step, the index tensors that all layers share."""
 
     def __init__(self) -> None:
-        self._addresses = Addresses()
+        self._addresses = SlotsChecker()
         self._tiled_attention = TiledAttention()
         self._writes: WeakKeyDictionary[Slots, tuple[Tensor | slice, Tensor, Tensor]] = WeakKeyDictionary()
 
@@ -39,12 +39,12 @@ class ReferenceOps(CompositeOps):
     def row_invariant_head_dim(self) -> int:
         return 0  # torch chooses other sums for other numbers of rows
 
-    def prepare(self, layers: Sequence[LayerSpec], dtype: torch.dtype, stored: torch.dtype) -> None:
+    def prepare(self, layers: Sequence[LayerSpec], dtype: torch.dtype, kv_dtype: torch.dtype) -> None:
         pass  # nothing is compiled here
 
     # ---------------------------------------------------------------- layers
     def pack(self, weight: Weight | ConcatenatedWeight) -> Weight:
-        return weight.whole() if isinstance(weight, ConcatenatedWeight) else weight
+        return weight.concatenate() if isinstance(weight, ConcatenatedWeight) else weight
 
     def linear(self, x: Tensor, weight: Weight, bias: Tensor | None = None) -> Tensor:
         assert isinstance(weight, Tensor | QuantizedTensor), "packed by another backend"
@@ -65,7 +65,7 @@ class ReferenceOps(CompositeOps):
         """
         outputs = weight.shape[0]
         out, wide = x.new_empty(len(x), outputs), x.float()
-        rows = tile_rows(weight.shape[1])
+        rows = count_tile_rows(weight.shape[1])
         for first in range(0, outputs, rows):
             some = slice(first, first + rows)
             tile = dequantize(weight.rows(some))
@@ -108,7 +108,7 @@ class ReferenceOps(CompositeOps):
         check_quantize(x)
         wide = x.float()
         scale = wide.abs().amax(-1) / 127
-        return (wide / scale.clamp_min(TINY)[..., None]).round().to(torch.int8), scale
+        return (wide / scale.clamp_min(MIN_SCALE)[..., None]).round().to(torch.int8), scale
 
     def dequantize(self, x: Tensor, scale: Tensor) -> Tensor:
         check_dequantize(x, scale)
@@ -116,9 +116,9 @@ class ReferenceOps(CompositeOps):
 
     def write_kv(self, store: KVStore, layer: int, k: Tensor, v: Tensor, at: Slots) -> None:
         check_write_kv(store, layer, k, v)
-        self._addresses.expect("write_kv", at, store, len(k))
+        self._addresses.check("write_kv", at, store, len(k))
         if at not in self._writes:
-            self._writes[at] = _write_index(at)
+            self._writes[at] = _compute_write_index(at)
         tokens, block, slot = self._writes[at]
         for new, plane in zip((k, v), store.planes(layer), strict=True):
             if plane.scale is None:
@@ -138,19 +138,19 @@ class ReferenceOps(CompositeOps):
         window: int | None = None,
     ) -> None:
         check_attend(out, q, store, layer, spec, window)
-        self._addresses.expect("attend", at, store, len(q))
+        self._addresses.check("attend", at, store, len(q))
         self._tiled_attention.attend(out, q, store, layer, at, spec, window)
 
     def gather(self, store: KVStore, layer: int, at: Slots, row: int, positions: Tensor) -> tuple[Tensor, Tensor]:
-        self._addresses.expect("gather", at, store)
+        self._addresses.check("gather", at, store)
         check_gather(store, layer, at, row, positions)
         block, slot = at.locate(at.row_seat[row].long(), positions.long())
-        k, v = (self._read(plane, block, slot) for plane in store.planes(layer))
+        k, v = (self._read_plane(plane, block, slot) for plane in store.planes(layer))
         return k, v
 
-    def _read(self, plane: Plane, block: Tensor, slot: Tensor) -> Tensor:
-        found = plane.numbers[block, :, slot]
-        return found if plane.scale is None else self.dequantize(found, plane.scale[block, :, slot])
+    def _read_plane(self, plane: Plane, block: Tensor, slot: Tensor) -> Tensor:
+        numbers = plane.numbers[block, :, slot]
+        return numbers if plane.scale is None else self.dequantize(numbers, plane.scale[block, :, slot])
 
     def copy_blocks(self, store: KVStore, src: list[int], dst: list[int]) -> None:
         check_copy_blocks(store, src, dst)
@@ -161,20 +161,20 @@ class ReferenceOps(CompositeOps):
         check_repeat_kv_heads(x, groups)
         S, H, D = x.shape
         repeated = x.new_empty(H * groups, S, D)
-        _repeat_into(repeated, x)
+        _copy_repeated(repeated, x)
         return repeated
 
     def repeat_kv_heads_step(self, mirror: Tensor, x: Tensor, start: int) -> None:
         check_repeat_kv_heads_step(mirror, x, start)
-        _repeat_into(mirror.narrow(1, start, len(x)), x)
+        _copy_repeated(mirror.narrow(1, start, len(x)), x)
 
 
-def _repeat_into(columns: Tensor, x: Tensor) -> None:
-    """x [n,H,D] into columns [H * groups, n, D]; several times faster than torch's repeat_interleave."""
+def _copy_repeated(columns: Tensor, x: Tensor) -> None:
+    """Copy x [n,H,D] into columns [H * groups, n, D]; several times faster than torch's repeat_interleave."""
     columns.unflatten(0, (x.shape[1], -1)).copy_(x.transpose(0, 1)[:, None])
 
 
-def _write_index(at: Slots) -> tuple[Tensor | slice, Tensor, Tensor]:
+def _compute_write_index(at: Slots) -> tuple[Tensor | slice, Tensor, Tensor]:
     """Return which tokens enter (padding does not), and the block and slot of each."""
     lengths = at.q_start.diff().long()
     row = torch.repeat_interleave(torch.arange(at.num_rows, device=lengths.device), lengths)  # [N]
@@ -192,119 +192,119 @@ def check_linear(x: Tensor, weight: Tensor | QuantizedTensor, bias: Tensor | Non
     """Check the arguments of `Ops.linear`; the parts of a quantized weight were checked when it was made."""
     dtypes = FLOATS  # of the bias
     if isinstance(weight, Tensor):
-        expect_tensor("linear", "weight", weight, (SOME, SOME))
+        check_tensor("linear", "weight", weight, (AT_LEAST_ONE, AT_LEAST_ONE))
         dtypes = (weight.dtype,)
-    expect_tensor("linear", "x", x, (ANY, weight.shape[1]), device=weight.device)
+    check_tensor("linear", "x", x, (ANY, weight.shape[1]), device=weight.device)
     if bias is not None:
-        expect_tensor("linear", "bias", bias, weight.shape[:1], dtypes, weight.device)
+        check_tensor("linear", "bias", bias, weight.shape[:1], dtypes, weight.device)
 
 
 def check_rms_norm(x: Tensor, weight: Tensor, operation: str = "rms_norm") -> None:
     """Check the arguments of `Ops.rms_norm`."""
-    expect_tensor(operation, "x", x, (ANY, SOME))
-    expect_tensor(operation, "weight", weight, x.shape[1:], device=x.device)
+    check_tensor(operation, "x", x, (ANY, AT_LEAST_ONE))
+    check_tensor(operation, "weight", weight, x.shape[1:], device=x.device)
 
 
 def check_add_rms_norm(x: Tensor, delta: Tensor, weight: Tensor) -> None:
     """Check the arguments of `Ops.add_rms_norm`."""
     check_rms_norm(x, weight, "add_rms_norm")
-    expect_tensor("add_rms_norm", "delta", delta, x.shape, (x.dtype,), x.device)
+    check_tensor("add_rms_norm", "delta", delta, x.shape, (x.dtype,), x.device)
 
 
 def check_rope(x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor) -> None:
     """Check the arguments of `Ops.rope`, except the values of positions: these lie on the device."""
-    expect_tensor("rope", "x", x, (ANY, SOME, SOME))
+    check_tensor("rope", "x", x, (ANY, AT_LEAST_ONE, AT_LEAST_ONE))
     N, _, D = x.shape
-    expect(D % 2 == 0, "rope: x must have heads of an even dimension, and is {}", x.shape)
-    expect_tensor("rope", "cos", cos, (ANY, D // 2), (torch.float32,), x.device)
-    expect_tensor("rope", "sin", sin, cos.shape, (torch.float32,), x.device)
-    expect_tensor("rope", "positions", positions, (N,), (torch.int64,), x.device)
+    check(D % 2 == 0, "rope: x must have heads of an even dimension, and is {}", x.shape)
+    check_tensor("rope", "cos", cos, (ANY, D // 2), (torch.float32,), x.device)
+    check_tensor("rope", "sin", sin, cos.shape, (torch.float32,), x.device)
+    check_tensor("rope", "positions", positions, (N,), (torch.int64,), x.device)
 
 
 def check_silu_mul(gate_up: Tensor, operation: str = "silu_mul") -> None:
     """Check the argument of `Ops.silu_mul`, or of an operation with another activation."""
-    expect_tensor(operation, "gate_up", gate_up, (ANY, SOME))
+    check_tensor(operation, "gate_up", gate_up, (ANY, AT_LEAST_ONE))
     words = "{}: gate_up must be two halves of one width, and is {}"
-    expect(gate_up.shape[1] % 2 == 0, words, operation, gate_up.shape)
+    check(gate_up.shape[1] % 2 == 0, words, operation, gate_up.shape)
 
 
 def check_sample(logits: Tensor, how: Tensor) -> None:
     """Check the arguments of `Ops.sample`."""
-    expect_tensor("sample", "logits", logits, (ANY, SOME))
-    expect_tensor("sample", "how", how, (len(logits), 5), (torch.float64,), torch.device("cpu"))
+    check_tensor("sample", "logits", logits, (ANY, AT_LEAST_ONE))
+    check_tensor("sample", "how", how, (len(logits), 5), (torch.float64,), torch.device("cpu"))
 
 
 def check_repeat_kv_heads(x: Tensor, groups: int) -> None:
     """Check the arguments of `Ops.repeat_kv_heads`."""
-    expect_tensor("repeat_kv_heads", "x", x, (ANY, SOME, SOME))
-    expect(0 < groups < 1 << 20, "repeat_kv_heads: there must be at least one group, not {}", groups)
+    check_tensor("repeat_kv_heads", "x", x, (ANY, AT_LEAST_ONE, AT_LEAST_ONE))
+    check(0 < groups < 1 << 20, "repeat_kv_heads: there must be at least one group, not {}", groups)
 
 
 def check_repeat_kv_heads_step(mirror: Tensor, x: Tensor, start: int) -> None:
     """Check the arguments of `Ops.repeat_kv_heads_step`."""
-    expect_tensor("repeat_kv_heads_step", "x", x, (ANY, SOME, SOME))
+    check_tensor("repeat_kv_heads_step", "x", x, (ANY, AT_LEAST_ONE, AT_LEAST_ONE))
     n, H, D = x.shape
-    expect_tensor("repeat_kv_heads_step", "mirror", mirror, (SOME, ANY, D), (x.dtype,), x.device)
+    check_tensor("repeat_kv_heads_step", "mirror", mirror, (AT_LEAST_ONE, ANY, D), (x.dtype,), x.device)
     heads, columns, _ = mirror.shape
-    expect(heads % H == 0, "repeat_kv_heads_step: {} heads of the mirror are not a multiple of {}", heads, H)
-    expect(0 <= start <= columns - n, "repeat_kv_heads_step: no columns {} + {} of {}", start, n, columns)
+    check(heads % H == 0, "repeat_kv_heads_step: {} heads of the mirror are not a multiple of {}", heads, H)
+    check(0 <= start <= columns - n, "repeat_kv_heads_step: no columns {} + {} of {}", start, n, columns)
 
 
 # -------------------------------------------------------------------- checks of arguments: KV memory
 def check_quantize(x: Tensor) -> None:
     """Check the argument of `Ops.quantize`."""
-    expect(x.dim() > 0 and x.shape[-1] > 0, "quantize: x must be vectors, and is {}", x.shape)
-    expect_tensor("quantize", "x", x, x.shape)
+    check(x.dim() > 0 and x.shape[-1] > 0, "quantize: x must be vectors, and is {}", x.shape)
+    check_tensor("quantize", "x", x, x.shape)
 
 
 def check_dequantize(x: Tensor, scale: Tensor) -> None:
     """Check the arguments of `Ops.dequantize`."""
-    expect(x.dim() > 0 and x.shape[-1] > 0, "dequantize: x must be vectors, and is {}", x.shape)
-    expect_tensor("dequantize", "x", x, x.shape, (torch.int8,))
-    expect_tensor("dequantize", "scale", scale, x.shape[:-1], device=x.device)
+    check(x.dim() > 0 and x.shape[-1] > 0, "dequantize: x must be vectors, and is {}", x.shape)
+    check_tensor("dequantize", "x", x, x.shape, (torch.int8,))
+    check_tensor("dequantize", "scale", scale, x.shape[:-1], device=x.device)
 
 
 def check_write_kv(store: KVStore, layer: int, k: Tensor, v: Tensor) -> None:
     """Check the arguments of `Ops.write_kv`, without its addresses."""
     H, D, Dv = store.heads(layer)
     device = store.device
-    expect_tensor("write_kv", "k", k, (ANY, H, D), device=device)
-    expect_tensor("write_kv", "v", v, (len(k), H, Dv), (k.dtype,), device)
+    check_tensor("write_kv", "k", k, (ANY, H, D), device=device)
+    check_tensor("write_kv", "v", v, (len(k), H, Dv), (k.dtype,), device)
 
 
 def check_attend(out: Tensor, q: Tensor, store: KVStore, layer: int, spec: LayerSpec, window: int | None) -> None:
     """Check the arguments of `Ops.attend`, without its addresses."""
     H, D, Dv = store.heads(layer)
     heads, device = spec.num_q_heads, store.device
-    expect(
+    check(
         (spec.num_kv_heads, spec.head_dim, spec.v_head_dim) == (H, D, Dv) and heads > 0 and heads % H == 0,
         "attend: {} does not fit a store of {} heads of {} and {}",
         *(spec, H, D, Dv),
     )
-    expect(
+    check(
         (spec.window is None or spec.window > 0) and (window is None or window > 0),
         "attend: a window must have a token at least, not {} or {}",
         *(spec.window, window),
     )
-    expect_tensor("attend", "q", q, (ANY, heads, D), device=device)
-    expect_tensor("attend", "out", out, (len(q), heads, Dv), (q.dtype,), device)
+    check_tensor("attend", "q", q, (ANY, heads, D), device=device)
+    check_tensor("attend", "out", out, (len(q), heads, Dv), (q.dtype,), device)
     if spec.sink_logits is not None:
-        expect_tensor("attend", "sink_logits", spec.sink_logits, (heads,), device=device)
+        check_tensor("attend", "sink_logits", spec.sink_logits, (heads,), device=device)
 
 
 def check_gather(store: KVStore, layer: int, at: Slots, row: int, positions: Tensor) -> None:
     """Check the arguments of `Ops.gather`, except its addresses, which were checked before."""
     store.heads(layer)
-    expect(0 <= row < at.num_rows, "gather: there is no row {} among {}", row, at.num_rows)
-    whole = torch.int64, torch.int32
-    expect_tensor("gather", "positions", positions, (ANY,), whole, store.device)
+    check(0 <= row < at.num_rows, "gather: there is no row {} among {}", row, at.num_rows)
+    integers = torch.int64, torch.int32
+    check_tensor("gather", "positions", positions, (ANY,), integers, store.device)
 
 
 def check_copy_blocks(store: KVStore, src: Sequence[int], dst: Sequence[int]) -> None:
     """Check the arguments of `Ops.copy_blocks`."""
-    expect(len(src) == len(dst), "copy_blocks: {} blocks cannot become {}", len(src), len(dst))
+    check(len(src) == len(dst), "copy_blocks: {} blocks cannot become {}", len(src), len(dst))
     inside = all(0 <= block < store.num_blocks for block in (*src, *dst))
-    expect(inside, "copy_blocks: there are blocks from 0 to {} only", store.num_blocks - 1)
+    check(inside, "copy_blocks: there are blocks from 0 to {} only", store.num_blocks - 1)
     written = set(dst)  # on a device all blocks are copied at the same time
-    once = len(written) == len(dst) and written.isdisjoint(src)
-    expect(once, "copy_blocks: a block is written twice, or read and written; copy it in another call")
+    is_separate = len(written) == len(dst) and written.isdisjoint(src)
+    check(is_separate, "copy_blocks: a block is written twice, or read and written; copy it in another call")

@@ -13,8 +13,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from kernels.ops import Ops, Stored
-from kernels.store import KVStore, Pages, block_bytes
+from kernels.ops import KVLocation, Ops
+from kernels.store import KVStore, Pages, compute_block_bytes
 from kernels.types import LayerSpec, Slots
 
 CPU = torch.device("cpu")
@@ -32,7 +32,7 @@ class Layout(NamedTuple):
         return f"blocks of {self.block_size}" + (f", {self.sinks} sinks and a ring of {self.ring}" if self.ring else "")
 
 
-class RowOf(NamedTuple):
+class CaseRow(NamedTuple):
     """`tokens` tokens enter after `past`; past < 0: padding."""
 
     past: int
@@ -47,7 +47,7 @@ class AttentionCase:
         ops: Ops,
         layout: Layout,
         spec: LayerSpec,
-        rows: Sequence[RowOf],
+        rows: Sequence[CaseRow],
         dtype: torch.dtype,
         device: torch.device = CPU,
         *,
@@ -67,7 +67,7 @@ class AttentionCase:
         self.longest = max(1, *(row.past + row.tokens for row in rows))
         width = -(-(layout.sinks + layout.ring or self.longest) // layout.block_size)
         kv_dtype = kv_dtype or dtype
-        page = block_bytes([*before, spec], layout.block_size, kv_dtype)
+        page = compute_block_bytes([*before, spec], layout.block_size, kv_dtype)
         pages = width * len(rows) + unused_blocks
         if memory is None:
             self.pages = Pages(pages, page, device)
@@ -83,7 +83,7 @@ class AttentionCase:
         self.v = [self._draw(n, spec.num_kv_heads, spec.v_head_dim, dtype) for n in lengths]
         for i, row in enumerate(rows):
             self.write_past(i, row.past)
-        self.at = self.slots([(i, row.past, row.tokens) for i, row in enumerate(rows)])
+        self.at = self.make_slots([(i, row.past, row.tokens) for i, row in enumerate(rows)])
 
     def _draw(self, n: int, heads: int, dim: int, dtype: torch.dtype) -> Tensor:
         return torch.randn(n, heads, dim, generator=self.generator).to(self.device, dtype)
@@ -93,35 +93,35 @@ class AttentionCase:
         piece = self.layout.ring or self.longest
         for start in range(0, past, piece):
             end = min(past, start + piece)
-            at = self.slots([(row, start, end - start)])
+            at = self.make_slots([(row, start, end - start)])
             self.ops.write_kv(self.store, self.layer, self.k[row][start:end], self.v[row][start:end], at)
 
-    def slots(self, rows: Sequence[tuple[int, int, int]]) -> Slots:
-        """Return the addresses of rows (row of the scene, start, tokens), decode rows first.
+    def make_slots(self, rows: Sequence[tuple[int, int, int]]) -> Slots:
+        """Return the addresses of rows (row of the case, start, tokens), decode rows first.
 
         Seats are in another order than rows.
         """
-        of, starts, sizes = (list(column) for column in zip(*rows, strict=True))
-        decode = next((i for i, n in enumerate(sizes) if n != 1), len(sizes))
+        case_rows, starts, sizes = (list(column) for column in zip(*rows, strict=True))
+        num_decode = next((i for i, n in enumerate(sizes) if n != 1), len(sizes))
         limit = self.layout.sinks + self.layout.ring if self.layout.ring else self.longest
         return Slots(
             table=self.table.flip(0),
             block_size=self.store.block_size,
-            row_seat=self._integers(len(self.rows) - 1 - row for row in of),
-            q_start=self._integers(accumulate(sizes, initial=0)),
-            start=self._integers(starts),
-            kept=self._integers(min(max(0, start), limit) for start in starts),
-            num_decode=decode,
+            row_seat=self._make_int_tensor(len(self.rows) - 1 - row for row in case_rows),
+            q_start=self._make_int_tensor(accumulate(sizes, initial=0)),
+            start=self._make_int_tensor(starts),
+            kept=self._make_int_tensor(min(max(0, start), limit) for start in starts),
+            num_decode=num_decode,
             max_q=max(sizes),
             max_kv=max(start + n for _, start, n in rows),
             sinks=self.layout.sinks,
             ring=self.layout.ring,
         )
 
-    def _integers(self, values: Iterable[int]) -> Tensor:
+    def _make_int_tensor(self, values: Iterable[int]) -> Tensor:
         return torch.tensor(list(values), dtype=torch.int32, device=self.device)
 
-    def entering(self, part: Sequence[Tensor]) -> Tensor:
+    def get_step_inputs(self, part: Sequence[Tensor]) -> Tensor:
         """Return the step's q, k or v [N, heads, dim]; padding is NaN."""
         pieces = [
             x[max(0, row.past) :] if row.past >= 0 else torch.full_like(x, torch.nan)
@@ -131,36 +131,36 @@ class AttentionCase:
 
     def write(self) -> None:
         """Write the keys and values that enter in this step."""
-        self.ops.write_kv(self.store, self.layer, self.entering(self.k), self.entering(self.v), self.at)
+        self.ops.write_kv(self.store, self.layer, self.get_step_inputs(self.k), self.get_step_inputs(self.v), self.at)
 
     def attend(self, ops: Ops | None = None, *, window: int | None = None) -> list[Tensor]:
         """Return the output of each row, by other operations if given; the memory for it was filled with 7."""
-        q = self.entering(self.q)
+        q = self.get_step_inputs(self.q)
         out = torch.full((len(q), self.spec.num_q_heads, self.spec.v_head_dim), 7.0, dtype=q.dtype, device=q.device)
         (ops or self.ops).attend(out, q, self.store, self.layer, self.at, self.spec, window=window)
         return list(out.split([row.tokens for row in self.rows]))
 
 
 class Step:
-    """Implements `kernels.ops.Attention` for tokens whose keys lie where `stored` says."""
+    """Implements `kernels.ops.Attention` for tokens whose keys lie where `kv_locations` says."""
 
-    def __init__(self, ops: Ops, specs: Sequence[LayerSpec], stored: Sequence[tuple[slice, Stored]]) -> None:
+    def __init__(self, ops: Ops, specs: Sequence[LayerSpec], kv_locations: Sequence[tuple[slice, KVLocation]]) -> None:
         self._ops, self._specs = ops, specs
-        self.stored = stored
-        self.positions = torch.cat([_positions(where.at) for _, where in stored])
+        self.kv_locations = kv_locations
+        self.positions = torch.cat([_compute_positions(where.at) for _, where in kv_locations])
         self.logit_index = torch.arange(len(self.positions), device=self.positions.device)
 
     def attend(self, layer_idx: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Write and attend, one slice after the other."""
         out, spec = q.new_zeros(q.shape), self._specs[layer_idx]
-        for tokens, (store, at, window) in self.stored:
+        for tokens, (store, at, window) in self.kv_locations:
             self._ops.write_kv(store, layer_idx, k[tokens], v[tokens], at)
             self._ops.attend(out[tokens], q[tokens], store, layer_idx, at, spec, window=window)
         return out
 
 
-def _positions(at: Slots) -> Tensor:
-    """[N] int64 of the tokens that enter; 0 for padding."""
+def _compute_positions(at: Slots) -> Tensor:
+    """Return the positions [N] int64 of the tokens that enter; 0 for padding."""
     rows = zip(at.start.tolist(), at.q_start.diff().tolist(), strict=True)
     each = [torch.arange(start, start + n) if start >= 0 else torch.zeros(n) for start, n in rows]
     return torch.cat(each).to(torch.int64).to(at.start.device)

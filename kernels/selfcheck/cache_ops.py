@@ -12,9 +12,9 @@ from torch import Tensor
 
 from kernels.ops import Ops
 from kernels.reference.backend import ReferenceOps
-from kernels.selfcheck.attention_case import AttentionCase, Layout, RowOf
-from kernels.selfcheck.op_info import ATTENTION, EXACT, ROUNDING, Op, Samples, random_tensors
-from kernels.store import KVStore, vector_bytes
+from kernels.selfcheck.attention_case import AttentionCase, CaseRow, Layout
+from kernels.selfcheck.op_info import ATTENTION, EXACT, ROUNDING, OpInfo, Samples, random_tensors
+from kernels.store import KVStore, compute_vector_bytes
 from kernels.types import LayerSpec, Slots
 
 CASES = (
@@ -22,8 +22,8 @@ CASES = (
     (LayerSpec(2, 14, 8, 24, scale=0.35), Layout(16, sinks=4, ring=61)),
     (LayerSpec(2, 2, 80, 80, scale=0.11, window=40, softcap=5.0, sink_logits=torch.tensor([0.0, 3.0])), Layout(16)),
 )
-ROWS = (RowOf(0, 1), RowOf(200, 1), RowOf(-1, 1), RowOf(0, 9), RowOf(187, 6), RowOf(-1, 4))
-LONG = (RowOf(300, 1), RowOf(-1, 1), RowOf(256, 1), RowOf(90, 1))  # a backend may cut such texts, and join its sums
+ROWS = (CaseRow(0, 1), CaseRow(200, 1), CaseRow(-1, 1), CaseRow(0, 9), CaseRow(187, 6), CaseRow(-1, 4))
+LONG = (CaseRow(300, 1), CaseRow(-1, 1), CaseRow(256, 1), CaseRow(90, 1))  # a backend may cut such texts
 
 
 def _cases(writer: Ops, dtype: torch.dtype, device: torch.device) -> Iterator[tuple[str, AttentionCase]]:
@@ -48,7 +48,7 @@ def _quantize_samples(ops: Ops, dtype: torch.dtype, device: torch.device) -> Sam
 
 
 def _quantize_bytes(x: Tensor) -> int:
-    return x.nbytes + x.shape[:-1].numel() * vector_bytes(x.shape[-1], torch.int8)
+    return x.nbytes + x.shape[:-1].numel() * compute_vector_bytes(x.shape[-1], torch.int8)
 
 
 def _dequantize_samples(ops: Ops, dtype: torch.dtype, device: torch.device) -> Samples:
@@ -64,7 +64,7 @@ def _dequantize_bytes(x: Tensor, scale: Tensor) -> int:
 
 def _write_kv_samples(ops: Ops, dtype: torch.dtype, device: torch.device) -> Samples:
     for name, case in _cases(ops, dtype, device):
-        ops.write_kv(case.store, case.layer, case.entering(case.k), case.entering(case.v), case.at)
+        ops.write_kv(case.store, case.layer, case.get_step_inputs(case.k), case.get_step_inputs(case.v), case.at)
         yield name, case.pages.memory.float()
 
 
@@ -75,7 +75,7 @@ def _write_kv_bytes(store: KVStore, layer: int, k: Tensor, v: Tensor, at: Slots)
 def _token_bytes(store: KVStore, layer: int, dtype: torch.dtype) -> int:
     """Return the bytes of a token's keys and values in one layer."""
     shapes = (plane.numbers.shape for plane in store.planes(layer))  # [blocks, H, block_size, dim]
-    return sum(heads * vector_bytes(dim, dtype) for _, heads, _, dim in shapes)
+    return sum(heads * compute_vector_bytes(dim, dtype) for _, heads, _, dim in shapes)
 
 
 def _attend_samples(ops: Ops, dtype: torch.dtype, device: torch.device) -> Samples:
@@ -93,7 +93,7 @@ def _attend_samples(ops: Ops, dtype: torch.dtype, device: torch.device) -> Sampl
 def _attend_bytes(
     out: Tensor, q: Tensor, store: KVStore, layer: int, at: Slots, spec: LayerSpec, *, window: int | None = None
 ) -> int:
-    """Of a row: the keys that lie within both windows of a query, and sinks that the model's own leaves in sight."""
+    """Return the bytes of keys within both windows of a row's queries, and of sinks that the model's own shows."""
     reaches = [at.max_kv if each is None else each for each in (spec.window, window)]
     keys = 0
     for start, queries in zip(at.start.tolist(), at.q_start.diff().tolist(), strict=True):
@@ -155,13 +155,13 @@ WHOLE_TEXT = "the whole text, read once and written `groups` times"
 NEW_COLUMNS = "the new columns alone, read once and written `groups` times"
 
 CACHE_OPS = (
-    Op("quantize", EXACT, _quantize_samples, VECTORS, _quantize_bytes, ("x",)),
-    Op("dequantize", ROUNDING, _dequantize_samples, VECTORS, _dequantize_bytes, ("scale",)),
-    Op("write_kv", EXACT, _write_kv_samples, "what enters, in and out", _write_kv_bytes, ("k", "v")),
-    Op("attend", ATTENTION, _attend_samples, "all keys and values that a row sees, once", _attend_bytes, ("q",)),
-    Op("gather", EXACT, _gather_samples, "what is asked for, in and out", _gather_bytes, ()),
-    Op("copy_blocks", EXACT, _copy_blocks_samples, "the blocks, in and out", _copy_blocks_bytes, ()),
-    Op(
+    OpInfo("quantize", EXACT, _quantize_samples, VECTORS, _quantize_bytes, ("x",)),
+    OpInfo("dequantize", ROUNDING, _dequantize_samples, VECTORS, _dequantize_bytes, ("scale",)),
+    OpInfo("write_kv", EXACT, _write_kv_samples, "what enters, in and out", _write_kv_bytes, ("k", "v")),
+    OpInfo("attend", ATTENTION, _attend_samples, "all keys and values that a row sees, once", _attend_bytes, ("q",)),
+    OpInfo("gather", EXACT, _gather_samples, "what is asked for, in and out", _gather_bytes, ()),
+    OpInfo("copy_blocks", EXACT, _copy_blocks_samples, "the blocks, in and out", _copy_blocks_bytes, ()),
+    OpInfo(
         "repeat_kv_heads",
         EXACT,
         _repeat_kv_heads_samples,
@@ -169,7 +169,7 @@ CACHE_OPS = (
         _repeat_kv_heads_bytes,
         ("x",),
     ),
-    Op(
+    OpInfo(
         "repeat_kv_heads_step",
         EXACT,
         _repeat_kv_heads_step_samples,

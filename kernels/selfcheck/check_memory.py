@@ -12,65 +12,71 @@ import torch
 from torch import Tensor
 
 from kernels.ops import Ops
-from kernels.selfcheck.check import error_of
+from kernels.selfcheck.check import compute_error
 from kernels.selfcheck.op_info import ATTENTION
-from kernels.store import KVStore, Pages, block_bytes
+from kernels.store import KVStore, Pages, compute_block_bytes
 from kernels.types import LayerSpec, Slots
 
-MOST = 3  # tokens at each end
-LARGEST = 127  # of the whole numbers that are written: every type keeps them, int8 with a scale of 1
+MAX_TOKENS = 3  # tokens at each end
+MAX_NUMBER = 127  # of the whole numbers that are written: every type keeps them, int8 with a scale of 1
 
-Kept = tuple[Tensor, Tensor]  # keys and values [n, H, dim] of a layer
+KV = tuple[Tensor, Tensor]  # keys and values [n, H, dim] of a layer
 
 
-def memory_fault(ops: Ops, store: KVStore, block: int, layers: Sequence[LayerSpec], dtype: torch.dtype) -> str | None:
+def find_memory_fault(
+    ops: Ops, store: KVStore, block: int, layers: Sequence[LayerSpec], dtype: torch.dtype
+) -> str | None:
     """Return what is wrong with the operations in a block that nothing lies in; None: nothing is."""
     try:
-        return next(_faults(ops, store, block, layers, dtype), None)
+        return next(_iter_faults(ops, store, block, layers, dtype), None)
     except Exception as error:  # whatever a backend may raise
         return f"{type(error).__name__}: {error}"
 
 
-def _faults(ops: Ops, store: KVStore, block: int, layers: Sequence[LayerSpec], dtype: torch.dtype) -> Iterator[str]:
-    n = min(MOST, store.block_size)
+def _iter_faults(
+    ops: Ops, store: KVStore, block: int, layers: Sequence[LayerSpec], dtype: torch.dtype
+) -> Iterator[str]:
+    n = min(MAX_TOKENS, store.block_size)
     starts = [0, store.block_size - n] if store.block_size >= 2 * n else [0]
-    at = _slots(store, block, starts, n)
+    at = _make_slots(store, block, starts, n)
     generator = torch.Generator().manual_seed(0)
-    written = [_draw(generator, spec, len(starts) * n, store.device, dtype) for spec in layers]
-    for layer, kept in enumerate(written):  # all of them, before any is read: none may lie upon another
-        ops.write_kv(store, layer, *kept, at)
-    for layer, kept in enumerate(written):
+    written = [_draw_kv(generator, spec, len(starts) * n, store.device, dtype) for spec in layers]
+    for layer, kv in enumerate(written):  # all of them, before any is read: none may lie upon another
+        ops.write_kv(store, layer, *kv, at)
+    for layer, kv in enumerate(written):
         for row, start in enumerate(starts):
             positions = torch.arange(start, start + n, device=store.device)
-            found = ops.gather(store, layer, at, row, positions)
-            there = (torch.equal(ours.to(dtype), whole[row * n :][:n]) for ours, whole in zip(found, kept, strict=True))
+            gathered = ops.gather(store, layer, at, row, positions)
+            there = (
+                torch.equal(ours.to(dtype), whole[row * n :][:n]) for ours, whole in zip(gathered, kv, strict=True)
+            )
             if not all(there):
                 yield f"layer {layer} of block {block} does not keep what enters at positions from {start} on"
     for layer in {0, len(layers) - 1}:
         keys, values = written[layer]
-        off = _attention_error(ops, store, block, layer, layers[layer], (keys[:n], values[:n]))
-        if not off <= ATTENTION[dtype]:  # NaN, too
-            yield f"attend: off by {off:.1e} of the largest number in layer {layer} of block {block}"
+        error = _compute_attention_error(ops, store, block, layer, layers[layer], (keys[:n], values[:n]))
+        if not error <= ATTENTION[dtype]:  # NaN, too
+            yield f"attend: off by {error:.1e} of the largest number in layer {layer} of block {block}"
 
 
-def _attention_error(ops: Ops, store: KVStore, block: int, layer: int, spec: LayerSpec, kept: Kept) -> float:
+def _compute_attention_error(ops: Ops, store: KVStore, block: int, layer: int, spec: LayerSpec, kv: KV) -> float:
     """Return how far attention over the first tokens of a block is from that in a memory of their own."""
-    n, device = len(kept[0]), store.device
-    near = KVStore(Pages(1, block_bytes([spec], n, store.dtype), device), [spec], n, store.dtype)
-    ops.write_kv(near, 0, *kept, _slots(near, 0, [0], n))
-    q = torch.randn(n, spec.num_q_heads, spec.head_dim, generator=torch.Generator().manual_seed(1)) / LARGEST
-    q, errors = q.to(device, kept[0].dtype), []
+    n, device = len(kv[0]), store.device
+    near = KVStore(Pages(1, compute_block_bytes([spec], n, store.dtype), device), [spec], n, store.dtype)
+    ops.write_kv(near, 0, *kv, _make_slots(near, 0, [0], n))
+    q = torch.randn(n, spec.num_q_heads, spec.head_dim, generator=torch.Generator().manual_seed(1)) / MAX_NUMBER
+    q, errors = q.to(device, kv[0].dtype), []
     for first, decode in ((n - 1, 1), (0, 0)):  # the last token alone, and all together
         both = []
         for memory, number, where in ((store, layer, block), (near, 0, 0)):
             out = q.new_zeros(n - first, spec.num_q_heads, spec.v_head_dim)
-            ops.attend(out, q[first:], memory, number, _slots(memory, where, [first], n - first, decode), spec)
+            ops.attend(out, q[first:], memory, number, _make_slots(memory, where, [first], n - first, decode), spec)
             both.append(out)
-        errors.append(error_of(*both))
+        errors.append(compute_error(*both))
     return max(errors)
 
 
-def _slots(store: KVStore, block: int, starts: Sequence[int], n: int, decode: int = 0) -> Slots:
+def _make_slots(store: KVStore, block: int, starts: Sequence[int], n: int, decode: int = 0) -> Slots:
     """Return the addresses of rows of n tokens, all of them in one block."""
 
     def integers(numbers: Sequence[int]) -> Tensor:
@@ -89,11 +95,11 @@ def _slots(store: KVStore, block: int, starts: Sequence[int], n: int, decode: in
     )
 
 
-def _draw(generator: torch.Generator, spec: LayerSpec, n: int, device: torch.device, dtype: torch.dtype) -> Kept:
+def _draw_kv(generator: torch.Generator, spec: LayerSpec, n: int, device: torch.device, dtype: torch.dtype) -> KV:
     """Return random whole numbers, the first of each vector the largest."""
     drawn = []
     for dim in (spec.head_dim, spec.v_head_dim):
-        numbers = torch.randint(-LARGEST, LARGEST + 1, (n, spec.num_kv_heads, dim), generator=generator)
-        numbers[..., 0] = LARGEST
+        numbers = torch.randint(-MAX_NUMBER, MAX_NUMBER + 1, (n, spec.num_kv_heads, dim), generator=generator)
+        numbers[..., 0] = MAX_NUMBER
         drawn.append(numbers.to(device, dtype))
     return drawn[0], drawn[1]

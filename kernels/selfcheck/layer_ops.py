@@ -12,21 +12,21 @@ from itertools import product
 import torch
 from torch import Tensor
 
-from kernels.ops import Attention, AttentionWeights, DecoderLayer, DecoderLayers, GatedMLP, Ops, Stored, Weight
+from kernels.ops import Attention, AttentionWeights, DecoderLayer, DecoderLayers, GatedMLP, KVLocation, Ops, Weight
 from kernels.quantization import quantize_weight
-from kernels.sampling import Drawing
-from kernels.selfcheck.attention_case import AttentionCase, Layout, RowOf, Step
-from kernels.selfcheck.op_info import EXACT, INT8_INPUTS, ROUNDING, SUMS, Op, Samples, random_tensors
+from kernels.sampling import SamplingRow
+from kernels.selfcheck.attention_case import AttentionCase, CaseRow, Layout, Step
+from kernels.selfcheck.op_info import EXACT, INT8_INPUTS, ROUNDING, SUMS, OpInfo, Samples, random_tensors
 from kernels.types import LayerSpec
 
-DRAWINGS = (
-    Drawing(),
-    Drawing(1.0, noise=0.35),
-    Drawing(0.6, top_k=5, noise=0.9),
-    Drawing(1.5, top_p=0.8, noise=0.55),
-    Drawing(0.8, 20, 0.9, 0.05, noise=0.7),
-    Drawing(2.0, min_p=0.3, noise=0.1),
-    Drawing(1e-30, noise=0.5),
+SAMPLING_ROWS = (
+    SamplingRow(),
+    SamplingRow(1.0, noise=0.35),
+    SamplingRow(0.6, top_k=5, noise=0.9),
+    SamplingRow(1.5, top_p=0.8, noise=0.55),
+    SamplingRow(0.8, 20, 0.9, 0.05, noise=0.7),
+    SamplingRow(2.0, min_p=0.3, noise=0.1),
+    SamplingRow(1e-30, noise=0.5),
 )
 
 
@@ -60,7 +60,7 @@ def _linear_bytes(x: Tensor, weight: Weight, bias: Tensor | None = None) -> int:
 
 # -------------------------------------------------------------------- parts of a layer
 def _attention_weights(dtype: torch.dtype, device: torch.device) -> Iterator[tuple[str, AttentionWeights]]:
-    """Of 4 query heads and 2 of keys, 16 wide, in a model of width 48."""
+    """Yield weights for 4 query heads and 2 of keys, 16 wide, in a model of width 48."""
     draw = random_tensors(device)
     norm, next_norm, qkv, bias, o = (draw(*shape).to(dtype) for shape in ((48,), (48,), (128, 48), (128,), (48, 64)))
     angle = draw(9, 8)
@@ -77,8 +77,8 @@ def _qkv_proj_rope_samples(ops: Ops, dtype: torch.dtype, device: torch.device) -
     x, added = draw(5, 48).to(dtype), draw(5, 48).to(dtype)
     for what, weights in _attention_weights(dtype, device):
         for also in (None, added):
-            for i, found in enumerate(ops.qkv_proj_rope(weights.pack(ops), x, also, positions)):
-                yield f"{what}, {('sum', 'q', 'k', 'v')[i]}{'' if also is None else ', added'}", found
+            for i, output in enumerate(ops.qkv_proj_rope(weights.pack(ops), x, also, positions)):
+                yield f"{what}, {('sum', 'q', 'k', 'v')[i]}{'' if also is None else ', added'}", output
 
 
 def _qkv_proj_rope_bytes(layer: AttentionWeights, x: Tensor, added: Tensor | None, positions: Tensor) -> int:
@@ -112,29 +112,31 @@ def _mlp_bytes(weights: GatedMLP, h: Tensor) -> int:
 
 
 def _forward_layers_samples(ops: Ops, dtype: torch.dtype, device: torch.device) -> Samples:
-    """Two steps of two sequences under each of two strategies, of layers that differ."""
+    """Yield the output of three steps of two sequences under each of two strategies, of layers that differ."""
     draw = random_tensors(device)
     specs = [LayerSpec(2, 4, 16, 16, scale=0.25), LayerSpec(2, 4, 16, 16, window=5, scale=0.3)]
-    around = [weights for what, weights in _attention_weights(dtype, device) if what != "half turned"]
+    attentions = [weights for what, weights in _attention_weights(dtype, device) if what != "half turned"]
     layers = []
-    for i, inner in enumerate((64, 80)):
-        fed = GatedMLP(draw(2 * inner, 48).to(dtype), None, draw(48, inner).to(dtype) / 8, None, "silu").pack(ops)
-        layers.append(DecoderLayer(specs[i], around[i].pack(ops), fed, draw(48).to(dtype) if i else None))
+    for i, mlp_width in enumerate((64, 80)):
+        mlp = GatedMLP(draw(2 * mlp_width, 48).to(dtype), None, draw(48, mlp_width).to(dtype) / 8, None, "silu").pack(
+            ops
+        )
+        layers.append(DecoderLayer(specs[i], attentions[i].pack(ops), mlp, draw(48).to(dtype) if i else None))
     decoder = ops.pack_layers(layers, dtype)
-    rows = RowOf(0, 9), RowOf(0, 9)
-    scenes = [
+    rows = CaseRow(0, 9), CaseRow(0, 9)
+    cases = [
         AttentionCase(ops, layout, specs[1], rows, dtype, device, before=specs[:1])
         for layout in (Layout(4), Layout(4, 1, 4))
     ]
     for step in ([(0, 0, 4), (1, 0, 3)], [(0, 4, 1), (1, 3, 2)], [(1, 5, 1), (0, -1, 1)]):
         n = sum(tokens for _, _, tokens in step)
-        stored = [
-            (slice(i * n, i * n + n), Stored(scene.store, scene.slots(step), 4 if scene.layout.ring else None))
-            for i, scene in enumerate(scenes)
+        kv_locations = [
+            (slice(i * n, i * n + n), KVLocation(case.store, case.make_slots(step), 4 if case.layout.ring else None))
+            for i, case in enumerate(cases)
         ]
         x = draw(2 * n, 48).to(dtype)
-        after = ops.forward_layers(decoder, x, Step(ops, specs, stored))
-        yield f"{step}", after[[i for i in range(2 * n) if n > 2 or i % n == 0]]
+        out = ops.forward_layers(decoder, x, Step(ops, specs, kv_locations))
+        yield f"{step}", out[[i for i in range(2 * n) if n > 2 or i % n == 0]]
 
 
 def _forward_layers_bytes(layers: DecoderLayers, x: Tensor, attention: Attention) -> int:
@@ -177,8 +179,8 @@ def _silu_mul_samples(ops: Ops, dtype: torch.dtype, device: torch.device) -> Sam
 
 
 def _sample_samples(ops: Ops, dtype: torch.dtype, device: torch.device) -> Samples:
-    logits = (3 * random_tensors(device)(len(DRAWINGS), 75)).to(dtype)
-    how = torch.tensor(DRAWINGS, dtype=torch.float64)
+    logits = (3 * random_tensors(device)(len(SAMPLING_ROWS), 75)).to(dtype)
+    how = torch.tensor(SAMPLING_ROWS, dtype=torch.float64)
     yield "numbers", ops.sample(logits, how)
     logits[:, 70] = logits[:, 11]
     logits[::3, 5], logits[1::3, 74] = torch.nan, torch.inf
@@ -206,18 +208,18 @@ WEIGHT = "the weight; the activations, in and out"
 WEIGHTS = "the weights; the activations, in and out"
 
 LAYER_OPS = (
-    Op("linear", SUMS, _linear_samples, WEIGHT, _linear_bytes, ("x",)),
-    Op("linear", INT8_INPUTS, _quantized_linear_samples, WEIGHT, _linear_bytes, ("x",), variant="quantized"),
-    Op("qkv_proj_rope", SUMS, _qkv_proj_rope_samples, WEIGHTS, _qkv_proj_rope_bytes, ("x", "added")),
-    Op("o_proj_add_norm", SUMS, _o_proj_add_norm_samples, WEIGHTS, _o_proj_add_norm_bytes, ("x", "mixed")),
-    Op("mlp", SUMS, _mlp_samples, WEIGHTS, _mlp_bytes, ("h",)),
-    Op("rms_norm", ROUNDING, _rms_norm_samples, ACTIVATIONS, _in_and_out, ("x",)),
-    Op("add_rms_norm", ROUNDING, _add_rms_norm_samples, "both, in and out", _both_in_and_out, ("x", "delta")),
-    Op("rope", ROUNDING, _rope_samples, ACTIVATIONS, _in_and_out, ("x",)),
-    Op("silu_mul", ROUNDING, _silu_mul_samples, ACTIVATIONS, _silu_mul_bytes, ("gate_up",)),
-    Op("sample", EXACT, _sample_samples, "the logits, once", _sample_bytes, ("logits",)),
+    OpInfo("linear", SUMS, _linear_samples, WEIGHT, _linear_bytes, ("x",)),
+    OpInfo("linear", INT8_INPUTS, _quantized_linear_samples, WEIGHT, _linear_bytes, ("x",), variant="quantized"),
+    OpInfo("qkv_proj_rope", SUMS, _qkv_proj_rope_samples, WEIGHTS, _qkv_proj_rope_bytes, ("x", "added")),
+    OpInfo("o_proj_add_norm", SUMS, _o_proj_add_norm_samples, WEIGHTS, _o_proj_add_norm_bytes, ("x", "mixed")),
+    OpInfo("mlp", SUMS, _mlp_samples, WEIGHTS, _mlp_bytes, ("h",)),
+    OpInfo("rms_norm", ROUNDING, _rms_norm_samples, ACTIVATIONS, _in_and_out, ("x",)),
+    OpInfo("add_rms_norm", ROUNDING, _add_rms_norm_samples, "both, in and out", _both_in_and_out, ("x", "delta")),
+    OpInfo("rope", ROUNDING, _rope_samples, ACTIVATIONS, _in_and_out, ("x",)),
+    OpInfo("silu_mul", ROUNDING, _silu_mul_samples, ACTIVATIONS, _silu_mul_bytes, ("gate_up",)),
+    OpInfo("sample", EXACT, _sample_samples, "the logits, once", _sample_bytes, ("logits",)),
 )
-FORWARD_LAYERS = Op(
+FORWARD_LAYERS = OpInfo(
     "forward_layers",
     SUMS,
     _forward_layers_samples,

@@ -13,9 +13,9 @@ from inspect import signature
 from kernels.ops import Ops
 from kernels.selfcheck.cache_ops import CACHE_OPS
 from kernels.selfcheck.layer_ops import FORWARD_LAYERS, LAYER_OPS
-from kernels.selfcheck.op_info import DTYPES, Op
+from kernels.selfcheck.op_info import DTYPES, OpInfo
 
-OPS: tuple[Op, ...] = (*LAYER_OPS, *CACHE_OPS, FORWARD_LAYERS)  # what is made of others comes last
+OPS: tuple[OpInfo, ...] = (*LAYER_OPS, *CACHE_OPS, FORWARD_LAYERS)  # what is made of others comes last
 OP_NAMES = tuple(dict.fromkeys(op.name for op in OPS))  # the methods of Ops; several rows may be of one
 
 
@@ -27,13 +27,13 @@ def markdown() -> str:
     return "\n".join([head, "|---|---|---|---|", *map(_markdown_row, OPS)])
 
 
-def _markdown_row(op: Op) -> str:
+def _markdown_row(op: OpInfo) -> str:
     method = getattr(Ops, op.name)
     assert method.__doc__, f"Ops.{op.name} has no docstring: its first line is what docs/kernels.md says of it"
     call = f"`{op.name}({', '.join([*signature(method).parameters][1:])})`" + (op.variant and f", {op.variant}")
     exact = not any(op.tolerance.values())
     tolerance = "exact" if exact else ", ".join(f"{op.tolerance[dtype]:g}" for dtype in DTYPES)
-    return f"| {call} | {method.__doc__.splitlines()[0]} | {op.moves} | {tolerance} |"
+    return f"| {call} | {method.__doc__.splitlines()[0]} | {op.traffic} | {tolerance} |"
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""What a row of the table of operations says (`Op`), and how near to the reference a result must come.
+"""What a row of the table of operations says (`OpInfo`), and how near to the reference a result must come.
 
 Knows no operation: their rows stand in layer_ops.py and cache_ops.py, all of them together in op_db.py.
 """
@@ -25,15 +25,15 @@ EXACT: Tolerance = dict.fromkeys(ROUNDING, 0.0)
 DTYPES = tuple(ROUNDING)  # of activations, keys and values
 
 
-class Op(NamedTuple):
+class OpInfo(NamedTuple):
     """An operation with one kind of arguments: how it is checked and measured (after PyTorch's OpInfo)."""
 
     name: str  # a method of Ops
     tolerance: Tolerance
     samples: Callable[[Ops, torch.dtype, torch.device], Samples]  # of small arguments, for the self-check
-    moves: str  # what must be read and written, however it is computed
-    bytes: Callable[..., int]  # the same as a number, of the arguments of a call
-    by_row: tuple[str, ...]  # arguments whose rows, in the first dimension, do not affect each other
+    traffic: str  # what must be read and written, however it is computed
+    count_bytes: Callable[..., int]  # the same as a number, of the arguments of a call
+    row_arguments: tuple[str, ...]  # arguments whose rows, in the first dimension, do not affect each other
     variant: str = ""  # what distinguishes this row from others of the same operation
 
     @property

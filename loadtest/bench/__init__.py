@@ -1,1 +1,1 @@
-"""`kvmux bench`: loads a running server with workloads of exact lengths, and tells what each of its strategies did."""
+"""`kvmux bench`: loads a running server with workloads of exact lengths, and reports on each of its strategies."""

@@ -1,4 +1,4 @@
-"""When requests are sent: so many at once, by chance, in bursts, or as recorded. Does not know what is sent."""
+"""When requests are sent: several at once, by chance, in bursts, or as recorded. Does not know what is sent."""
 
 from __future__ import annotations
 
@@ -10,40 +10,40 @@ from random import Random
 from time import perf_counter
 from typing import Protocol, TypeVar
 
-Ask = TypeVar("Ask")
-Answer = TypeVar("Answer")
+Request = TypeVar("Request")
+Result = TypeVar("Result")
 
 
 class Arrivals(Protocol):
     """When each request is due."""
 
     @property
-    def at_once(self) -> int | None:
+    def max_concurrency(self) -> int | None:
         """Requests that may be under way together; those that are due wait. None: any number."""
 
     def times(self, random: Random) -> Iterator[float]:
-        """Seconds since the start, as many as are asked for."""
+        """Yield when each request is due, in seconds since the start."""
 
 
 @dataclass(frozen=True)
 class Closed:
-    """So many clients, each of which sends its next request when it has its answer."""
+    """`max_concurrency` clients, each of which sends its next request when it has its answer."""
 
-    at_once: int
+    max_concurrency: int
 
     def times(self, random: Random) -> Iterator[float]:
         return repeat(0.0)
 
     def __str__(self) -> str:
-        return "1 stream" if self.at_once == 1 else f"{self.at_once} at once"
+        return "1 stream" if self.max_concurrency == 1 else f"{self.max_concurrency} at once"
 
 
 @dataclass(frozen=True)
 class Poisson:
-    """Clients who know nothing of each other: so many a second on average, whatever is still under way."""
+    """Clients who know nothing of each other: `rate` a second on average, whatever is still under way."""
 
     rate: float
-    at_once: None = None
+    max_concurrency: None = None
 
     def times(self, random: Random) -> Iterator[float]:
         now = 0.0
@@ -57,50 +57,52 @@ class Poisson:
 
 @dataclass(frozen=True)
 class Bursts:
-    """Nothing, then so many in the same moment, every so many seconds."""
+    """`size` requests in the same moment, every `interval` seconds."""
 
     size: int
-    every: float
-    at_once: None = None
+    interval: float
+    max_concurrency: None = None
 
     def times(self, random: Random) -> Iterator[float]:
-        return (number * self.every for number in count() for _ in range(self.size))
+        return (number * self.interval for number in count() for _ in range(self.size))
 
     def __str__(self) -> str:
-        return f"{self.size} every {self.every:g} s"
+        return f"{self.size} every {self.interval:g} s"
 
 
 @dataclass(frozen=True)
 class Recorded:
     """Times of a trace, which begin with the first and pass `speed_up` times as fast."""
 
-    recorded: Sequence[float]
+    timestamps: Sequence[float]
     speed_up: float = 1.0
-    at_once: None = None
+    max_concurrency: None = None
 
     def times(self, random: Random) -> Iterator[float]:
-        return ((time - self.recorded[0]) / self.speed_up for time in self.recorded)
+        return ((time - self.timestamps[0]) / self.speed_up for time in self.timestamps)
 
     def __str__(self) -> str:
         return "as recorded" + (f", {self.speed_up:g} times as fast" if self.speed_up != 1 else "")
 
 
-async def drive(
-    asks: Sequence[Ask],
+async def send_requests(
+    requests: Sequence[Request],
     arrivals: Arrivals,
-    send: Callable[[Ask], Awaitable[Answer]],
+    send: Callable[[Request], Awaitable[Result]],
     random: Random,
     clock: Callable[[], float] = perf_counter,
     sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
-) -> list[Answer]:
-    """Sends each when it is due; the answers in the order of `asks`."""
-    places = asyncio.Semaphore(arrivals.at_once or max(1, len(asks)))
+) -> list[Result]:
+    """Send each request when it is due; return the results in the order of `requests`."""
+    places = asyncio.Semaphore(arrivals.max_concurrency or max(1, len(requests)))
     start = clock()
 
-    async def one(ask: Ask, due: float) -> Answer:
-        if (wait := start + due - clock()) > 0:
-            await sleep(wait)
+    async def send_one(request: Request, due: float) -> Result:
+        if (delay := start + due - clock()) > 0:
+            await sleep(delay)
         async with places:
-            return await send(ask)
+            return await send(request)
 
-    return list(await asyncio.gather(*(one(*each) for each in zip(asks, arrivals.times(random), strict=False))))
+    return list(
+        await asyncio.gather(*(send_one(*each) for each in zip(requests, arrivals.times(random), strict=False)))
+    )

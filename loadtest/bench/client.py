@@ -1,4 +1,4 @@
-"""Asks a server over HTTP what it is, and for completions, whose tokens it times. Knows routes, and no workload."""
+"""Reads over HTTP what a server is, and sends completions, whose tokens it times. Knows routes, and no workload."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from msgspec import Meta, Struct
 from msgspec.json import decode
 
 from loadtest import listing
-from loadtest.bench.ask import Ask, Outcome, ServerInfo
-from loadtest.bench.vocabulary import vocabulary
+from loadtest.bench.types import BenchRequest, Outcome, ServerInfo
+from loadtest.bench.vocabulary import make_vocabulary
 from loadtest.listing import ListingError, read_listing
 from loadtest.prompts import TEXT
-from loadtest.stream import Reply, StreamError, refusal
+from loadtest.stream import Reply, StreamError, format_http_error
 
 TIMEOUT = httpx.Timeout(600.0, connect=10.0)  # a request may wait long for its first token
 PORTS = range(1 << 16)
@@ -35,7 +35,7 @@ class ServerError(Exception):
 
 
 @asynccontextmanager
-async def connected(url: str, api_key: str = "") -> AsyncIterator[httpx.AsyncClient]:
+async def open_client(url: str, api_key: str = "") -> AsyncIterator[httpx.AsyncClient]:
     """Open a client of an address, with or without /v1. Ignores proxies of the environment, which would be measured.
 
     Raises ServerError.
@@ -57,21 +57,25 @@ async def connected(url: str, api_key: str = "") -> AsyncIterator[httpx.AsyncCli
         yield client
 
 
-async def look(client: httpx.AsyncClient, model: str = "") -> ServerInfo:
+async def read_server_info(client: httpx.AsyncClient, model: str = "") -> ServerInfo:
     """Read what the server reports about itself, and about that model or its first. Raises ServerError."""
     url = str(client.base_url).rstrip("/")
     try:
         answer = await client.get(listing.PATH, params=listing.PARAMS)
         if answer.status_code != 200:
             hint = "; see --api-key" if answer.status_code in (401, 403) else ""
-            raise ServerError(f"{url} does not tell its models: {refusal(answer.status_code, answer.text)}{hint}")
+            raise ServerError(
+                f"{url} does not tell its models: {format_http_error(answer.status_code, answer.text)}{hint}"
+            )
         listed = read_listing(answer.content, model)
-        return ServerInfo(url, listed, await _version(client), vocabulary(await _ordinary(client, listed.model)))
+        return ServerInfo(
+            url, listed, await _read_version(client), make_vocabulary(await _tokenize_sample(client, listed.model))
+        )
     except httpx.UnsupportedProtocol:
         raise ServerError(f"--url {url}: an address begins with http:// or https://") from None
     except httpx.HTTPError as error:
         raise ServerError(
-            f"no server answers at {url} ({_said(error)}); start one (kvmux serve), or name another (--url)"
+            f"no server answers at {url} ({_format_error(error)}); start one (kvmux serve), or name another (--url)"
         ) from None
     except ListingError as error:
         raise ServerError(str(error)) from None
@@ -79,7 +83,7 @@ async def look(client: httpx.AsyncClient, model: str = "") -> ServerInfo:
         raise ServerError(f"what answers at {url} is not an OpenAI-compatible server; see --url") from None
 
 
-async def _version(client: httpx.AsyncClient) -> str:
+async def _read_version(client: httpx.AsyncClient) -> str:
     """Return the server's version from the route that kvmux and vLLM have for it."""
     answer = await client.get("/version")
     try:
@@ -88,8 +92,8 @@ async def _version(client: httpx.AsyncClient) -> str:
         return ""
 
 
-async def _ordinary(client: httpx.AsyncClient, model: str) -> list[int]:
-    """Ids of a text, asked as kvmux and vLLM want it, then as llama.cpp does; none if the server has no such route."""
+async def _tokenize_sample(client: httpx.AsyncClient, model: str) -> list[int]:
+    """Return ids of a text by the route of kvmux and vLLM, or llama.cpp's; none if the server has no such route."""
     bodies: tuple[dict[str, Any], ...] = (
         {"model": model, "prompt": TEXT, "add_special_tokens": False},
         {"content": TEXT, "add_special": False},
@@ -104,34 +108,36 @@ async def _ordinary(client: httpx.AsyncClient, model: str) -> list[int]:
     return []
 
 
-async def complete(client: httpx.AsyncClient, model: str, ask: Ask, more: Mapping[str, Any] | None = None) -> Outcome:
-    """Send one completion, greedy and of exactly the length asked for. `more` goes into the body; a null takes out."""
+async def send_completion(
+    client: httpx.AsyncClient, model: str, request: BenchRequest, extra_body: Mapping[str, Any] | None = None
+) -> Outcome:
+    """Send one greedy completion of exactly the length asked for; `extra_body` adds fields, a null takes one out."""
     body: dict[str, Any] = {
         "model": model,
-        "prompt": ask.prompt,
-        "max_tokens": ask.answer,
+        "prompt": request.prompt,
+        "max_tokens": request.max_tokens,
         "temperature": 0,
         "ignore_eos": True,
         "stream": True,
         "stream_options": {"include_usage": True},
-        **(more or {}),
+        **(extra_body or {}),
     }
-    reply, sent = Reply(), perf_counter()
+    reply, send_time = Reply(), perf_counter()
     try:
         content = {key: value for key, value in body.items() if value is not None}
         async with client.stream("POST", "/v1/completions", json=content) as answer:
             if answer.status_code != 200:
                 text = (await answer.aread()).decode(errors="replace")
-                return Outcome(ask.answer, sent, reply, refusal(answer.status_code, text))
-            async for line in _lines(answer.aiter_bytes()):
+                return Outcome(request.max_tokens, send_time, reply, format_http_error(answer.status_code, text))
+            async for line in _iter_lines(answer.aiter_bytes()):
                 reply.take(line)
             reply.check_end()
     except (httpx.HTTPError, StreamError) as error:
-        return Outcome(ask.answer, sent, reply, _said(error))
-    return Outcome(ask.answer, sent, reply)
+        return Outcome(request.max_tokens, send_time, reply, _format_error(error))
+    return Outcome(request.max_tokens, send_time, reply)
 
 
-async def _lines(chunks: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
+async def _iter_lines(chunks: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
     """Yield lines, which end with line feeds alone: httpx's own end at every line separator of Unicode, in mid-JSON."""
     rest = b""
     async for chunk in chunks:
@@ -141,5 +147,5 @@ async def _lines(chunks: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
     yield rest
 
 
-def _said(error: Exception) -> str:
+def _format_error(error: Exception) -> str:
     return str(error) or type(error).__name__

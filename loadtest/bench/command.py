@@ -18,29 +18,29 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
-from loadtest.bench.ask import Ask, Outcome
-from loadtest.bench.client import ServerError, complete, connected, look
+from loadtest.bench.client import ServerError, open_client, read_server_info, send_completion
 from loadtest.bench.figures import Figures, Key
 from loadtest.bench.flags import BenchOptions
-from loadtest.bench.plan import fit_all, planned, rounds_of, strategies_of
+from loadtest.bench.plan import fit_workloads, get_num_rounds, plan_workloads, select_strategies
 from loadtest.bench.report import BenchReport, as_json, as_text
 from loadtest.bench.rounds import Rounds
+from loadtest.bench.types import BenchRequest, Outcome
 from loadtest.bench.workloads import Workload, WorkloadError
 from loadtest.listing import ListingError
 
 USER_ERROR = 2  # exit code: something the user can change
 STANDARD_OUTPUT = Path("-")
-MOST_MESSAGES = 3
+MAX_ERROR_MESSAGES = 3
 
 
-def run(options: dict[str, Any]) -> int:
-    """`options` are the flags given, fields of Wanted; the exit code."""
-    wanted = BenchOptions(**{"api_key": os.environ.get("OPENAI_API_KEY", ""), **options})
-    wanted = replace(wanted, seed=SystemRandom().randrange(1 << 32) if wanted.seed is None else wanted.seed)
+def run(flags: dict[str, Any]) -> int:
+    """Run a benchmark; `flags` are those given, fields of BenchOptions. Return the exit code."""
+    options = BenchOptions(**{"api_key": os.environ.get("OPENAI_API_KEY", ""), **flags})
+    options = replace(options, seed=SystemRandom().randrange(1 << 32) if options.seed is None else options.seed)
     try:
-        workloads = planned(wanted)
-        make_file(wanted.json)
-        return tell(asyncio.run(bench(wanted, workloads)), wanted.json)
+        workloads = plan_workloads(options)
+        check_writable(options.json)
+        return write_report(asyncio.run(run_benchmark(options, workloads)), options.json)
     except (ServerError, WorkloadError, ListingError, FileError) as error:
         print(f"kvmux: {error}", file=sys.stderr)
         return USER_ERROR
@@ -50,16 +50,16 @@ class FileError(Exception):
     """The report's file cannot be written."""
 
 
-def make_file(file: Path | None) -> None:
-    """Before anything slow; what an older one holds stays until there is a report. Raises FileError."""
+def check_writable(file: Path | None) -> None:
+    """Check before anything slow; what an older file holds stays until there is a report. Raises FileError."""
     if file not in (None, STANDARD_OUTPUT):
-        with writing(file):
+        with wrap_os_errors(file):
             file.open("a").close()
 
 
 @contextmanager
-def writing(file: Path) -> Iterator[None]:
-    """Raises FileError if it fails."""
+def wrap_os_errors(file: Path) -> Iterator[None]:
+    """Turn an OSError into a FileError."""
     try:
         yield
     except OSError as error:
@@ -67,69 +67,71 @@ def writing(file: Path) -> Iterator[None]:
 
 
 # ---------------------------------------------------------------- doing it
-async def bench(wanted: BenchOptions, workloads: Sequence[Workload]) -> BenchReport:
-    """Raises ServerError, WorkloadError and ListingError."""
-    date, seed = datetime.now().astimezone(), wanted.seed or 0
-    async with connected(wanted.url, wanted.api_key) as client:
-        server = await look(client, wanted.model)
-        fitted, notes = fit_all(workloads, server)
-        strategies = strategies_of(server, wanted.strategies, mixed=wanted.mixed)
-        rounds = rounds_of(wanted)
+async def run_benchmark(options: BenchOptions, workloads: Sequence[Workload]) -> BenchReport:
+    """Measure the workloads. Raises ServerError, WorkloadError and ListingError."""
+    date, seed = datetime.now().astimezone(), options.seed or 0
+    async with open_client(options.url, options.api_key) as client:
+        server = await read_server_info(client, options.model)
+        fitted, notes = fit_workloads(workloads, server)
+        strategies = select_strategies(server, options.strategies, mixed=options.mixed)
+        rounds = get_num_rounds(options)
         figures: dict[Key, Figures] = {}
-        with progress() as bars:
+        with make_progress_bar() as bars:
             count = len(strategies) * rounds * sum(each.requests * len(each.phases) for each in fitted)
             task = bars.add_task("warming up", total=count)
 
-            def tell(what: str) -> None:
+            def show_status(what: str) -> None:
                 bars.update(task, description=what)
 
-            async def send(model: str, ask: Ask, counts: bool) -> Outcome:
-                outcome = await complete(client, model, ask, wanted.body)
+            async def send(model: str, request: BenchRequest, counts: bool) -> Outcome:
+                outcome = await send_completion(client, model, request, options.body)
                 bars.advance(task, int(counts))
                 return outcome
 
-            measuring = Rounds(strategies, server.vocabulary, seed, rounds, send, tell)
+            measuring = Rounds(strategies, server.vocabulary, seed, rounds, send, show_status)
             for workload in fitted:
                 figures |= await measuring.measure(workload)
-    return BenchReport(server, date, told_options(wanted, rounds), fitted, [*notes, *notes_on(figures)], figures)
+    return BenchReport(
+        server, date, get_report_options(options, rounds), fitted, [*notes, *make_notes(figures)], figures
+    )
 
 
-def notes_on(figures: Mapping[Key, Figures]) -> list[str]:
-    short = sum(each.short for each in figures.values())
-    return [f"{short} answers have not the length asked for, so compare with care"] if short else []
+def make_notes(figures: Mapping[Key, Figures]) -> list[str]:
+    num_wrong = sum(each.num_wrong_length for each in figures.values())
+    return [f"{num_wrong} answers have not the length asked for, so compare with care"] if num_wrong else []
 
 
-def told_options(wanted: BenchOptions, rounds: int) -> dict[str, Any]:
-    """For the report, without the key."""
-    options = {name: value for name, value in vars(wanted).items() if name not in ("api_key", "json")}
-    return options | {"rounds": rounds, "trace": wanted.trace and str(wanted.trace)}
+def get_report_options(options: BenchOptions, rounds: int) -> dict[str, Any]:
+    """Return the options for the report, without the key."""
+    shown = {name: value for name, value in vars(options).items() if name not in ("api_key", "json")}
+    return shown | {"rounds": rounds, "trace": options.trace and str(options.trace)}
 
 
-def progress() -> Progress:
-    """On standard error, and only if somebody watches."""
+def make_progress_bar() -> Progress:
+    """Return a progress bar on standard error, shown only on a terminal."""
     console = Console(stderr=True)
     columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeRemainingColumn())
     return Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
 
 
-# ---------------------------------------------------------------- telling it
-def tell(report: BenchReport, file: Path | None) -> int:
-    """Prints and writes the report; the exit code. Raises FileError."""
+# ---------------------------------------------------------------- reporting it
+def write_report(report: BenchReport, file: Path | None) -> int:
+    """Print and write the report; return the exit code. Raises FileError."""
     text = json.dumps(as_json(report), indent=2, allow_nan=False)
     if file == STANDARD_OUTPUT:
         print(text)
     else:
         print(as_text(report))
         if file:
-            with writing(file):
+            with wrap_os_errors(file):
                 file.write_text(text + "\n")
-    for line in failures(report):
+    for line in format_failures(report):
         print(line, file=sys.stderr)
-    return 1 if report.failed else 0
+    return 1 if report.num_failed else 0
 
 
-def failures(report: BenchReport) -> list[str]:
-    """How many requests failed, and the most frequent reasons."""
-    errors = sum((each.errors for each in report.figures.values()), Counter[str]())
-    reasons = [f"  {count}x {message}" for message, count in errors.most_common(MOST_MESSAGES)]
-    return [f"kvmux: {report.failed} requests failed:", *reasons] if reasons else []
+def format_failures(report: BenchReport) -> list[str]:
+    """Return how many requests failed, and the most frequent reasons, in lines."""
+    errors = sum((each.error_counts for each in report.figures.values()), Counter[str]())
+    reasons = [f"  {count}x {message}" for message, count in errors.most_common(MAX_ERROR_MESSAGES)]
+    return [f"kvmux: {report.num_failed} requests failed:", *reasons] if reasons else []

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 DESCRIPTION = """\
-Loads a running server over HTTP, under each of its cache strategies in turn, and tells for every workload the
+Loads a running server over HTTP, under each of its cache strategies in turn, and reports for every workload the
 time to the first token (TTFT), between tokens (ITL) and to the end, tokens a second, and how much of the prompts
 was found in a cache. Any server with OpenAI's /v1/completions can be loaded; one without strategies gives a row for
 its model."""
@@ -40,7 +40,7 @@ examples:
 """
 
 URL = "http://127.0.0.1:8000"
-NAMES = ("a", "b", "c8", "c16", "d")
+WORKLOAD_NAMES = ("a", "b", "c8", "c16", "d")
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,7 @@ class BenchOptions:
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    """A flag for every field of Wanted; those not given are left out."""
+    """Add a flag for every field of BenchOptions; those not given are left out."""
     _add_server(parser.add_argument_group("server"))
     _add_load(parser.add_argument_group("load"))
     add = parser.add_argument_group("report").add_argument
@@ -86,40 +86,57 @@ def _add_server(group: argparse._ArgumentGroup) -> None:
     add("--strategies", nargs="+", metavar="NAME", help="only these (default: all that the server lists)")
     add("--mixed", action="store_true", help="a row more, in which requests are dealt among the strategies")
     add("--api-key", metavar="KEY", help="sent as a bearer token [OPENAI_API_KEY]")
-    add("--body", type=_object, metavar="JSON", help="added to every request; a null takes a field out of it")
+    add("--body", type=_json_object, metavar="JSON", help="added to every request; a null takes a field out of it")
 
 
 def _add_load(group: argparse._ArgumentGroup) -> None:
     add = group.add_argument
-    add("--workload", nargs="+", choices=NAMES, metavar="NAME", help="of those below (default: a b c8 d)")
+    add("--workload", nargs="+", choices=WORKLOAD_NAMES, metavar="NAME", help="of those below (default: a b c8 d)")
     arrivals = group.add_mutually_exclusive_group().add_argument
-    arrivals("--concurrency", type=_positive, metavar="N", help="clients, each with one request at a time")
-    arrivals("--rate", type=_above_zero, metavar="X", help="requests that arrive in a second, by chance (Poisson)")
-    arrivals("--burst", type=_positive, metavar="N", help="requests that arrive in the same moment, again and again")
+    arrivals("--concurrency", type=_positive_int, metavar="N", help="clients, each with one request at a time")
+    arrivals("--rate", type=_positive_float, metavar="X", help="requests that arrive in a second, by chance (Poisson)")
+    arrivals(
+        "--burst", type=_positive_int, metavar="N", help="requests that arrive in the same moment, again and again"
+    )
     arrivals("--trace", type=Path, metavar="FILE", help="requests and times as `python -m loadtest.traces` writes them")
-    add("--every", type=_above_zero, metavar="SECONDS", help=f"from burst to burst (default: {BenchOptions.every:g})")
-    add("--speed-up", type=_above_zero, metavar="X", help="how much faster a trace's time passes (default: 1)")
-    add("--requests", type=_positive, metavar="N", help="for each strategy in a round; of a trace, the first N")
-    add("--rounds", type=_positive, metavar="N", help="how often all is measured (default: 3; a trace once)")
-    add("--prompt-tokens", type=_positive, metavar="N", help="tokens of a prompt that no other has")
-    add("--shared-tokens", type=_natural, metavar="N", help="tokens before them that all prompts of a round have")
-    add("--max-tokens", type=_positive, metavar="N", help="tokens of an answer")
-    add("--seed", type=_natural, metavar="N", help="of the prompts (default: by chance, so that no cache knows them)")
+    add(
+        "--every",
+        type=_positive_float,
+        metavar="SECONDS",
+        help=f"from burst to burst (default: {BenchOptions.every:g})",
+    )
+    add("--speed-up", type=_positive_float, metavar="X", help="how much faster a trace's time passes (default: 1)")
+    add("--requests", type=_positive_int, metavar="N", help="for each strategy in a round; of a trace, the first N")
+    add("--rounds", type=_positive_int, metavar="N", help="how often all is measured (default: 3; a trace once)")
+    add("--prompt-tokens", type=_positive_int, metavar="N", help="tokens of a prompt that no other has")
+    add(
+        "--shared-tokens",
+        type=_non_negative_int,
+        metavar="N",
+        help="tokens before them that all prompts of a round have",
+    )
+    add("--max-tokens", type=_positive_int, metavar="N", help="tokens of an answer")
+    add(
+        "--seed",
+        type=_non_negative_int,
+        metavar="N",
+        help="of the prompts (default: by chance, so that no cache knows them)",
+    )
 
 
-def _positive(text: str) -> int:
+def _positive_int(text: str) -> int:
     if not text.isascii() or not text.isdecimal() or not int(text):
         raise argparse.ArgumentTypeError(f"{text!r} is not a number above 0")
     return int(text)
 
 
-def _natural(text: str) -> int:
+def _non_negative_int(text: str) -> int:
     if not text.isascii() or not text.isdecimal():
         raise argparse.ArgumentTypeError(f"{text!r} is not a number")
     return int(text)
 
 
-def _above_zero(text: str) -> float:
+def _positive_float(text: str) -> float:
     try:
         number = float(text)
     except ValueError:
@@ -129,7 +146,7 @@ def _above_zero(text: str) -> float:
     return number
 
 
-def _object(text: str) -> dict[str, Any]:
+def _json_object(text: str) -> dict[str, Any]:
     try:
         value = json.loads(text)
         json.dumps(value, ensure_ascii=False, allow_nan=False).encode()  # as it will be sent

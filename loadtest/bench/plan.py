@@ -1,4 +1,4 @@
-"""What to measure: from what is wanted and what a server offers to workloads and strategies. Sends nothing."""
+"""What to measure: from the options and what a server offers to workloads and strategies. Sends nothing."""
 
 from __future__ import annotations
 
@@ -7,47 +7,58 @@ from dataclasses import replace
 from typing import Any
 
 from loadtest.bench.arrivals import Arrivals, Bursts, Closed, Poisson
-from loadtest.bench.ask import ServerInfo
 from loadtest.bench.flags import BenchOptions
-from loadtest.bench.workloads import NAMED, QUICK, Drawn, Workload, WorkloadError, fit, read_trace
-from loadtest.listing import chosen
+from loadtest.bench.types import ServerInfo
+from loadtest.bench.workloads import (
+    DEFAULT_WORKLOADS,
+    NAMED_WORKLOADS,
+    Drawn,
+    Workload,
+    WorkloadError,
+    fit_workload,
+    read_trace,
+)
+from loadtest.listing import select_models
 
-ROUNDS = 3
-CUSTOM = replace(NAMED["c8"], name="own")  # what flags change, if no workload is named
+DEFAULT_ROUNDS = 3
+CUSTOM = replace(NAMED_WORKLOADS["c8"], name="own")  # what flags change, if no workload is named
 MIXED = "mixed"  # a row of the report: all strategies at once
-WORDS_FIT = 75  # per cent of the context that as many words are sure to leave room in
+MAX_WORDS_PERCENT = 75  # of the context: so many words are sure to fit into it
 
 
-def planned(wanted: BenchOptions) -> list[Workload]:
-    """The workloads asked for, each with what the flags change. Raises WorkloadError."""
-    if wanted.trace:
-        if wanted.workload:
+def plan_workloads(options: BenchOptions) -> list[Workload]:
+    """Return the workloads asked for, each with what the flags change. Raises WorkloadError."""
+    if options.trace:
+        if options.workload:
             raise WorkloadError("--trace is a workload by itself: leave --workload out")
-        return [read_trace(wanted.trace, wanted.requests, wanted.speed_up)]
-    lengths = {"own": wanted.prompt_tokens, "shared": wanted.shared_tokens, "answer": wanted.max_tokens}
+        return [read_trace(options.trace, options.requests, options.speed_up)]
+    lengths = {name: getattr(options, name) for name in ("prompt_tokens", "shared_tokens", "max_tokens")}
     changes: dict[str, Any] = {name: value for name, value in lengths.items() if value is not None}
-    if (arrivals := arrivals_of(wanted)) is not None:
+    if (arrivals := make_arrivals(options)) is not None:
         changes["arrivals"] = arrivals
-    if wanted.shared_tokens:
+    if options.shared_tokens:
         changes["phases"] = ("cold", "warm")
-    named = wanted.workload or (() if changes or wanted.requests else QUICK)
-    return [changed(each, changes, wanted.requests) for each in [NAMED[name] for name in named] or [CUSTOM]]
+    names = options.workload or (() if changes or options.requests else DEFAULT_WORKLOADS)
+    return [
+        apply_overrides(each, changes, options.requests)
+        for each in [NAMED_WORKLOADS[name] for name in names] or [CUSTOM]
+    ]
 
 
-def arrivals_of(wanted: BenchOptions) -> Arrivals | None:
-    if wanted.rate is not None:
-        return Poisson(wanted.rate)
-    if wanted.burst is not None:
-        return Bursts(wanted.burst, wanted.every)
-    return None if wanted.concurrency is None else Closed(wanted.concurrency)
+def make_arrivals(options: BenchOptions) -> Arrivals | None:
+    if options.rate is not None:
+        return Poisson(options.rate)
+    if options.burst is not None:
+        return Bursts(options.burst, options.every)
+    return None if options.concurrency is None else Closed(options.concurrency)
 
 
-def changed(workload: Drawn, changes: Mapping[str, Any], requests: int | None) -> Drawn:
-    """With as many requests as are told, or else enough for new arrivals to be seen."""
+def apply_overrides(workload: Drawn, changes: Mapping[str, Any], requests: int | None) -> Drawn:
+    """Change a workload; without a number of requests it has enough for new arrivals to be seen."""
     match changes.get("arrivals"):
         case Bursts(size=size):
             enough = 3 * size
-        case Closed(at_once=streams):
+        case Closed(max_concurrency=streams):
             enough = streams
         case Poisson():
             enough = 4 * workload.requests
@@ -56,25 +67,25 @@ def changed(workload: Drawn, changes: Mapping[str, Any], requests: int | None) -
     return replace(workload, **changes, requests=requests or enough)
 
 
-def rounds_of(wanted: BenchOptions) -> int:
-    """How often all is measured; a trace is long by itself."""
-    return wanted.rounds or (1 if wanted.trace else ROUNDS)
+def get_num_rounds(options: BenchOptions) -> int:
+    """Return how often all is measured; a trace is long by itself."""
+    return options.rounds or (1 if options.trace else DEFAULT_ROUNDS)
 
 
-def fit_all(workloads: Sequence[Workload], server: ServerInfo) -> tuple[list[Workload], list[str]]:
-    """The workloads, no longer than the model's context; what had to be changed. Raises WorkloadError."""
-    context, notes = server.listing.context, []
-    if not server.vocabulary.exact:
+def fit_workloads(workloads: Sequence[Workload], server: ServerInfo) -> tuple[list[Workload], list[str]]:
+    """Return the workloads, no longer than the model's context, and what had to be changed. Raises WorkloadError."""
+    context, notes = server.listing.max_model_len, []
+    if not server.vocabulary.has_token_ids:
         notes.append("the server has no /tokenize: prompts are words, and their lengths not exact")
-        context = context and context * WORDS_FIT // 100
-    fitted = [fit(each, context) for each in workloads]
+        context = context and context * MAX_WORDS_PERCENT // 100
+    fitted = [fit_workload(each, context) for each in workloads]
     return [workload for workload, _ in fitted], [*notes, *(note for _, note in fitted if note)]
 
 
-def strategies_of(server: ServerInfo, wanted: Sequence[str], *, mixed: bool = False) -> dict[str, Sequence[str]]:
-    """The model's name by strategy, or by itself; with `mixed`, several in one, too. Raises ListingError."""
+def select_strategies(server: ServerInfo, wanted: Sequence[str], *, mixed: bool = False) -> dict[str, Sequence[str]]:
+    """Return the model's names by strategy, or by itself; with `mixed`, all in one, too. Raises ListingError."""
     listing = server.listing
-    models = chosen(listing, dict.fromkeys(wanted, 1.0))
-    named = (listing.strategies or {listing.model: listing.model}).items()
-    alone: dict[str, Sequence[str]] = {name: [model] for name, model in named if model in models}
-    return alone | ({MIXED: [model for _, model in named if model in models]} if mixed and len(alone) > 1 else {})
+    models = select_models(listing, dict.fromkeys(wanted, 1.0))
+    names = (listing.strategies or {listing.model: listing.model}).items()
+    single: dict[str, Sequence[str]] = {name: [model] for name, model in names if model in models}
+    return single | ({MIXED: [model for _, model in names if model in models]} if mixed and len(single) > 1 else {})

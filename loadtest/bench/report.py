@@ -13,8 +13,8 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from loadtest.bench.ask import ServerInfo
 from loadtest.bench.figures import Figures, Key
+from loadtest.bench.types import ServerInfo
 from loadtest.bench.workloads import Workload
 
 COLUMNS = (
@@ -42,26 +42,32 @@ class BenchReport:
     figures: Mapping[Key, Figures]
 
     @property
-    def failed(self) -> int:
-        return sum(len(each.outcomes) - len(each.good) for each in self.figures.values())
+    def num_failed(self) -> int:
+        return sum(len(each.outcomes) - len(each.successes) for each in self.figures.values())
 
-    def what(self, workload: str) -> str:
-        """The workload of that name in words, for those who do not know our names."""
+    def describe_workload(self, workload: str) -> str:
+        """Return the workload of that name in words, for readers who do not know our names."""
         return next(str(each) for each in self.workloads if each.name == workload)
 
 
 def as_text(report: BenchReport) -> str:
-    """What was loaded and how, and a table in GitHub's Markdown."""
+    """Return what was loaded and how, and a table in GitHub's Markdown."""
     server = report.server
-    version = f"{server.listing.owner} {server.version}".strip()
+    version = f"{server.listing.owned_by} {server.version}".strip()
     lines = [f"{server.listing.model} at {server.url}" + (f" ({version})" if version else "")]
     lines += [f"note: {note}" for note in report.notes]
     return "\n".join(
-        [*lines, "", _table(report), "", "Times in milliseconds; tokens/s are those of answers, all streams together."]
+        [
+            *lines,
+            "",
+            _format_table(report),
+            "",
+            "Times in milliseconds; tokens/s are those of answers, all streams together.",
+        ]
     )
 
 
-def _table(report: BenchReport) -> str:
+def _format_table(report: BenchReport) -> str:
     table = Table(box=box.MARKDOWN)
     table.add_column("workload")
     table.add_column("what it is")
@@ -70,26 +76,26 @@ def _table(report: BenchReport) -> str:
         table.add_column(column, justify="right")
     for key, figures in report.figures.items():
         name = f"{key.workload} {key.phase}".strip()
-        table.add_row(name, report.what(key.workload), key.strategy, *_cells(figures))
+        table.add_row(name, report.describe_workload(key.workload), key.strategy, *_format_cells(figures))
     printed = io.StringIO()
     Console(file=printed, width=10_000, force_terminal=False, color_system=None, markup=False).print(table)
     return "\n".join(line.strip() for line in printed.getvalue().strip().splitlines())
 
 
-def _cells(figures: Figures) -> list[str]:
+def _format_cells(figures: Figures) -> list[str]:
     ttft, itl, e2e = figures.ttft() or {}, figures.itl() or {}, figures.e2e() or {}
     times = (ttft.get("p50"), ttft.get("p95"), itl.get("p50"), itl.get("p95"), e2e.get("p50"))
     return [
         str(len(figures.outcomes)),
-        str(len(figures.outcomes) - len(figures.good)),
-        *map(_number, times),
-        _number(figures.speed),
-        "-" if figures.cached is None else f"{figures.cached:.0%}",
+        str(len(figures.outcomes) - len(figures.successes)),
+        *map(_format_number, times),
+        _format_number(figures.output_throughput),
+        "-" if figures.cache_hit_rate is None else f"{figures.cache_hit_rate:.0%}",
     ]
 
 
-def _number(value: float | None) -> str:
-    """Three digits, or all before the point."""
+def _format_number(value: float | None) -> str:
+    """Format a number with three digits, or all before the point."""
     if value is None:
         return "-"
     return f"{value:,.0f}" if value >= 100 else f"{value:.1f}" if value >= 10 else f"{value:.2f}"
@@ -101,10 +107,10 @@ def as_json(report: BenchReport) -> dict[str, Any]:
         "date": report.date.isoformat(timespec="seconds"),
         "server": {
             "url": server.url,
-            "software": server.listing.owner,
+            "software": server.listing.owned_by,
             "version": server.version,
             "model": server.listing.model,
-            "context": server.listing.context,
+            "context": server.listing.max_model_len,
             "strategies": list(server.listing.strategies),
         },
         "client": {"python": platform.python_version(), "system": platform.platform()},
@@ -119,27 +125,30 @@ def as_json(report: BenchReport) -> dict[str, Any]:
             for each in report.workloads
         ],
         "notes": list(report.notes),
-        "results": [_result(key, report.what(key.workload), figures) for key, figures in report.figures.items()],
+        "results": [
+            _result_to_dict(key, report.describe_workload(key.workload), figures)
+            for key, figures in report.figures.items()
+        ],
     }
 
 
-def _result(key: Key, what: str, figures: Figures) -> dict[str, Any]:
+def _result_to_dict(key: Key, description: str, figures: Figures) -> dict[str, Any]:
     return {
         "workload": key.workload,
-        "what": what,
+        "what": description,
         "phase": key.phase or None,
         "strategy": key.strategy,
         "requests": len(figures.outcomes),
-        "errors": len(figures.outcomes) - len(figures.good),
-        "messages": dict(figures.errors.most_common()),
-        "not_of_asked_length": figures.short,
+        "errors": len(figures.outcomes) - len(figures.successes),
+        "messages": dict(figures.error_counts.most_common()),
+        "not_of_asked_length": figures.num_wrong_length,
         "prompt_tokens": figures.prompt_tokens,
         "cached_tokens": figures.cached_tokens,
         "completion_tokens": figures.completion_tokens,
         "pieces": figures.pieces,
-        "seconds": sum(figures.seconds),
-        "tokens_per_second": figures.speed,
-        "tokens_per_second_by_round": figures.speeds(),
+        "seconds": sum(figures.round_seconds),
+        "tokens_per_second": figures.output_throughput,
+        "tokens_per_second_by_round": figures.output_throughput_by_round(),
         "ttft_ms": figures.ttft(),
         "itl_ms": figures.itl(),
         "e2e_ms": figures.e2e(),

@@ -12,14 +12,14 @@ from dataclasses import dataclass
 from itertools import cycle
 from random import Random
 
-from loadtest.bench.arrivals import Arrivals, Closed, drive
-from loadtest.bench.ask import Ask, Outcome
+from loadtest.bench.arrivals import Arrivals, Closed, send_requests
 from loadtest.bench.figures import Figures, Key
+from loadtest.bench.types import BenchRequest, Outcome
 from loadtest.bench.vocabulary import PromptVocabulary
 from loadtest.bench.workloads import Workload
 
-WARM_UP = 8  # requests at most, all at once, before a strategy is measured
-WARM_UP_ANSWER = 8  # tokens at most
+MAX_WARM_UP_REQUESTS = 8  # requests at most, all at once, before a strategy is measured
+MAX_WARM_UP_TOKENS = 8  # tokens at most
 
 
 @dataclass(frozen=True)
@@ -30,43 +30,56 @@ class Rounds:
     vocabulary: PromptVocabulary
     seed: int
     rounds: int
-    send: Callable[[str, Ask, bool], Awaitable[Outcome]]  # to the model of that name; does it count?
-    tell: Callable[[str], None]  # what is measured now
+    send: Callable[
+        [str, BenchRequest, bool], Awaitable[Outcome]
+    ]  # to the model of that name; does it count for progress?
+    show_status: Callable[[str], None]  # what is measured now
 
     async def measure(self, workload: Workload) -> dict[Key, Figures]:
-        """Figures of each phase under each strategy."""
+        """Measure a workload; return the figures of each phase under each strategy."""
         figures = {Key(workload.name, phase, name): Figures() for phase in workload.phases for name in self.strategies}
         for models in self.strategies.values():
             if len(models) == 1:
                 await self._warm_up(workload, models)
         for number in range(self.rounds):
-            for name in turned(list(self.strategies), number):
+            for name in rotate(list(self.strategies), number):
                 for phase in workload.phases:
                     key = Key(workload.name, phase, name)
-                    figures[key].add(await self._run(workload, number, key))
+                    figures[key].add_round(await self._run_phase(workload, number, key))
         return figures
 
-    async def _run(self, workload: Workload, number: int, key: Key) -> list[Outcome]:
+    async def _run_phase(self, workload: Workload, number: int, key: Key) -> list[Outcome]:
         models = self.strategies[key.strategy]
         salt = f"{self.seed}/{workload.name}/{number}" + ("" if len(models) == 1 else "/mixed")
-        asks = workload.asks(self.vocabulary, salt, key.phase)
-        self.tell(" ".join(filter(None, key)))
-        return await self._drive(asks, models, workload.arrivals, Random(f"{salt}/times"), counts=True)
+        requests = workload.make_requests(self.vocabulary, salt, key.phase)
+        self.show_status(" ".join(filter(None, key)))
+        return await self._send_requests(requests, models, workload.arrivals, Random(f"{salt}/times"), counts=True)
 
-    async def _drive(
-        self, asks: Sequence[Ask], models: Sequence[str], arrivals: Arrivals, random: Random, *, counts: bool
+    async def _send_requests(
+        self,
+        requests: Sequence[BenchRequest],
+        models: Sequence[str],
+        arrivals: Arrivals,
+        random: Random,
+        *,
+        counts: bool,
     ) -> list[Outcome]:
-        dealt = list(zip(cycle(models), asks, strict=False))
-        return await drive(dealt, arrivals, lambda each: self.send(*each, counts), random)
+        dealt = list(zip(cycle(models), requests, strict=False))
+        return await send_requests(dealt, arrivals, lambda each: self.send(*each, counts), random)
 
     async def _warm_up(self, workload: Workload, models: Sequence[str]) -> None:
-        """Requests as long as the workload's own, with short answers; none of those begins like these."""
-        asks = workload.asks(self.vocabulary, f"{self.seed}/{workload.name}/warm-up", workload.phases[0])
-        few = [Ask(ask.prompt, min(ask.answer, WARM_UP_ANSWER)) for ask in asks[:WARM_UP]]
-        await self._drive(few, models, Closed(workload.arrivals.at_once or len(few)), Random(), counts=False)
+        """Send requests as long as the workload's own, with short answers; none of those begins like these."""
+        requests = workload.make_requests(self.vocabulary, f"{self.seed}/{workload.name}/warm-up", workload.phases[0])
+        few = [
+            BenchRequest(request.prompt, min(request.max_tokens, MAX_WARM_UP_TOKENS))
+            for request in requests[:MAX_WARM_UP_REQUESTS]
+        ]
+        await self._send_requests(
+            few, models, Closed(workload.arrivals.max_concurrency or len(few)), Random(), counts=False
+        )
 
 
-def turned(names: list[str], by: int) -> list[str]:
-    """The same in the same order, beginning with another."""
+def rotate(names: list[str], by: int) -> list[str]:
+    """Return the names in the same order, beginning with another."""
     by %= len(names)
     return names[by:] + names[:by]

@@ -1,4 +1,4 @@
-"""What prompts are drawn from: ids of a model's ordinary tokens, or words where the server cannot tell ids.
+"""What prompts are drawn from: ids of a model's ordinary tokens, or words where the server has no route for ids.
 
 Between the least and the greatest id in a text of common words there are ordinary tokens only: those that mean
 something (the end of a text, a speaker) stand before or behind. Knows no server.
@@ -23,8 +23,8 @@ class PromptVocabulary:
     pieces: Sequence[Piece]
 
     @property
-    def exact(self) -> bool:
-        """Is a piece a token?"""
+    def has_token_ids(self) -> bool:
+        """Whether a piece is a token."""
         return isinstance(self.pieces[0], int)
 
     def draw(self, random: Random, length: int) -> list[Piece]:
@@ -33,11 +33,11 @@ class PromptVocabulary:
     def shuffled(self, random: Random) -> list[Piece]:
         return random.sample(self.pieces, len(self.pieces))
 
-    def prompt(self, pieces: Sequence[Piece]) -> Prompt:
-        """As it is sent."""
-        return list(pieces) if self.exact else " ".join(map(str, pieces))
+    def make_prompt(self, pieces: Sequence[Piece]) -> Prompt:
+        """Return the prompt as it is sent."""
+        return list(pieces) if self.has_token_ids else " ".join(map(str, pieces))
 
 
-def vocabulary(seen: Sequence[int]) -> PromptVocabulary:
-    """`seen` are the ids of some ordinary text, none where they are not known."""
-    return PromptVocabulary(range(min(seen), max(seen) + 1) if seen else WORDS)
+def make_vocabulary(token_ids: Sequence[int]) -> PromptVocabulary:
+    """Make a vocabulary from the ids of some ordinary text; of words, if no ids are known."""
+    return PromptVocabulary(range(min(token_ids), max(token_ids) + 1) if token_ids else WORDS)

@@ -1,6 +1,6 @@
-"""What is asked: prompts and answers of given lengths, drawn or recorded, and the workloads that have names.
+"""Which requests are sent: prompts and answers of given lengths, drawn or recorded, and the named workloads.
 
-A workload asks for the same in the same words when it gets the same salt, and for something else with another. Knows
+A workload makes the same requests when it gets the same salt, and others with another. Knows
 neither HTTP nor tokenizer.
 """
 
@@ -17,10 +17,10 @@ from msgspec import Struct
 from msgspec.json import decode
 
 from loadtest.bench.arrivals import Arrivals, Closed, Recorded
-from loadtest.bench.ask import Ask
+from loadtest.bench.types import BenchRequest
 from loadtest.bench.vocabulary import PromptVocabulary
 
-LEAST_CONTEXT = 16  # tokens; with less there is nothing to measure
+MIN_CONTEXT = 16  # tokens; with less there is nothing to measure
 
 
 class WorkloadError(Exception):
@@ -29,41 +29,43 @@ class WorkloadError(Exception):
 
 @dataclass(frozen=True)
 class Drawn:
-    """Prompts by chance: `shared` tokens that begin all of them, then `own` ones."""
+    """Prompts by chance: `shared_tokens` tokens that begin all of them, then `prompt_tokens` of each one's own."""
 
     name: str
     arrivals: Arrivals
     requests: int  # in a round, and in each of its phases
-    own: int
-    answer: int
-    shared: int = 0
+    prompt_tokens: int
+    max_tokens: int
+    shared_tokens: int = 0
     phases: Sequence[str] = ("",)  # of a round: all have the same beginning, and the first of them has to compute it
 
-    def asks(self, vocabulary: PromptVocabulary, salt: str, phase: str) -> list[Ask]:
-        shared = vocabulary.draw(Random(salt), self.shared)
-        own = Random(f"{salt}/{phase}")
-        prompts = [shared + vocabulary.draw(own, self.own) for _ in range(self.requests)]
-        return [Ask(vocabulary.prompt(each), self.answer) for each in prompts]
+    def make_requests(self, vocabulary: PromptVocabulary, salt: str, phase: str) -> list[BenchRequest]:
+        shared = vocabulary.draw(Random(salt), self.shared_tokens)
+        own_random = Random(f"{salt}/{phase}")
+        prompts = [shared + vocabulary.draw(own_random, self.prompt_tokens) for _ in range(self.requests)]
+        return [BenchRequest(vocabulary.make_prompt(each), self.max_tokens) for each in prompts]
 
-    def fitted(self, context: int | None) -> Drawn:
-        """The same, with shorter prompts if need be, so that they and their answers fit into the context."""
-        if context is None or self.own + self.shared + self.answer <= context:
+    def fit_to_context(self, context: int | None) -> Drawn:
+        """Return the same, with shorter prompts if need be, so that they and their answers fit into the context."""
+        if context is None or self.prompt_tokens + self.shared_tokens + self.max_tokens <= context:
             return self
-        answer = min(self.answer, context // 2)
-        room, wanted = context - answer, self.own + self.shared
-        shared = self.shared * room // wanted if wanted > room else self.shared
-        return replace(self, answer=answer, shared=shared, own=min(self.own, room - shared))
+        max_tokens = min(self.max_tokens, context // 2)
+        room, wanted = context - max_tokens, self.prompt_tokens + self.shared_tokens
+        shared = self.shared_tokens * room // wanted if wanted > room else self.shared_tokens
+        return replace(
+            self, max_tokens=max_tokens, shared_tokens=shared, prompt_tokens=min(self.prompt_tokens, room - shared)
+        )
 
     def __str__(self) -> str:
-        shared = f"{self.shared:,} shared + " if self.shared else ""
-        return f"{self.arrivals}, {shared}{self.own:,} tokens in, {self.answer:,} out"
+        shared = f"{self.shared_tokens:,} shared + " if self.shared_tokens else ""
+        return f"{self.arrivals}, {shared}{self.prompt_tokens:,} tokens in, {self.max_tokens:,} out"
 
 
 class TraceTurn(NamedTuple):
     """A request of a trace: ids of no vocabulary, equal where the texts are."""
 
     prompt: Sequence[int]
-    answer: int
+    max_tokens: int
 
 
 @dataclass(frozen=True)
@@ -72,7 +74,7 @@ class Replayed:
 
     arrivals: Arrivals
     turns: Sequence[TraceTurn]
-    cut: int = 0  # of the prompts, to fit
+    num_truncated: int = 0  # of the prompts, to fit
     name: str = "trace"
     phases: Sequence[str] = ("",)
 
@@ -80,20 +82,23 @@ class Replayed:
     def requests(self) -> int:
         return len(self.turns)
 
-    def asks(self, vocabulary: PromptVocabulary, salt: str, phase: str) -> list[Ask]:
-        """Equal ids become equal pieces; another salt's have no text in common with these."""
+    def make_requests(self, vocabulary: PromptVocabulary, salt: str, phase: str) -> list[BenchRequest]:
+        """Turn equal ids into equal pieces; those of another salt have no text in common with these."""
         pieces = vocabulary.shuffled(Random(salt))
         prompts = ([pieces[each % len(pieces)] for each in turn.prompt] for turn in self.turns)
-        return [Ask(vocabulary.prompt(each), turn.answer) for each, turn in zip(prompts, self.turns, strict=True)]
+        return [
+            BenchRequest(vocabulary.make_prompt(each), turn.max_tokens)
+            for each, turn in zip(prompts, self.turns, strict=True)
+        ]
 
-    def fitted(self, context: int | None) -> Replayed:
-        """The same; a prompt that is too long loses its end, so that it still begins as others do."""
+    def fit_to_context(self, context: int | None) -> Replayed:
+        """Return the same; a prompt that is too long loses its end, so that it still begins as others do."""
         if context is None:
             return self
-        turns = [TraceTurn(t.prompt, min(t.answer, context // 2)) for t in self.turns]
-        turns = [TraceTurn(t.prompt[: context - t.answer], t.answer) for t in turns]
-        cut = sum(len(old.prompt) > len(new.prompt) for old, new in zip(self.turns, turns, strict=True))
-        return replace(self, turns=turns, cut=cut)
+        turns = [TraceTurn(t.prompt, min(t.max_tokens, context // 2)) for t in self.turns]
+        turns = [TraceTurn(t.prompt[: context - t.max_tokens], t.max_tokens) for t in turns]
+        num_truncated = sum(len(old.prompt) > len(new.prompt) for old, new in zip(self.turns, turns, strict=True))
+        return replace(self, turns=turns, num_truncated=num_truncated)
 
     def __str__(self) -> str:
         return f"{self.requests} requests {self.arrivals}"
@@ -101,29 +106,29 @@ class Replayed:
 
 Workload = Drawn | Replayed
 
-NAMED = {
+NAMED_WORKLOADS = {
     each.name: each
     for each in (
-        Drawn("a", Closed(1), requests=2, own=128, answer=128),
-        Drawn("b", Closed(1), requests=2, own=2048, answer=64),
-        Drawn("c8", Closed(8), requests=8, own=256, answer=128),
-        Drawn("c16", Closed(16), requests=16, own=256, answer=128),
-        Drawn("d", Closed(8), requests=8, shared=1024, own=64, answer=64, phases=("cold", "warm")),
+        Drawn("a", Closed(1), requests=2, prompt_tokens=128, max_tokens=128),
+        Drawn("b", Closed(1), requests=2, prompt_tokens=2048, max_tokens=64),
+        Drawn("c8", Closed(8), requests=8, prompt_tokens=256, max_tokens=128),
+        Drawn("c16", Closed(16), requests=16, prompt_tokens=256, max_tokens=128),
+        Drawn("d", Closed(8), requests=8, shared_tokens=1024, prompt_tokens=64, max_tokens=64, phases=("cold", "warm")),
     )
 }
-QUICK = ("a", "b", "c8", "d")
+DEFAULT_WORKLOADS = ("a", "b", "c8", "d")
 
 
-def fit(workload: Workload, context: int | None) -> tuple[Workload, str]:
-    """A workload that fits, and what had to be changed, in words. Raises WorkloadError."""
-    if context is not None and context < LEAST_CONTEXT:
+def fit_workload(workload: Workload, context: int | None) -> tuple[Workload, str]:
+    """Return a workload that fits, and what had to be changed, in words. Raises WorkloadError."""
+    if context is not None and context < MIN_CONTEXT:
         raise WorkloadError(f"the model takes {context} tokens; there is nothing to measure")
-    fitted = workload.fitted(context)
+    fitted = workload.fit_to_context(context)
     if fitted == workload:
         return workload, ""
     note = f"does not fit into the model's {context:,} tokens; instead: {fitted}"
     if isinstance(fitted, Replayed):
-        note = f"{fitted.cut} prompts end early, so as to fit into the model's {context:,} tokens"
+        note = f"{fitted.num_truncated} prompts end early, so as to fit into the model's {context:,} tokens"
     return fitted, f"{workload.name}: {note}"
 
 
@@ -135,20 +140,20 @@ class Line(Struct):
     answer: list[int]
 
 
-def read_trace(file: Path, most: int | None, speed_up: float) -> Replayed:
-    """The first `most` requests of a file of JSON lines. Raises WorkloadError."""
+def read_trace(file: Path, max_requests: int | None, speed_up: float) -> Replayed:
+    """Read the first `max_requests` requests of a file of JSON lines. Raises WorkloadError."""
     try:
         with file.open() as lines:
-            read = [decode(line, type=Line) for line in islice(_full(lines), most)]
+            entries = [decode(line, type=Line) for line in islice(_skip_blank_lines(lines), max_requests)]
     except OSError as error:
         raise WorkloadError(f"--trace: cannot read {file}: {error.strerror}") from None
     except ValueError:
         raise WorkloadError(f"--trace: {file} is not a trace; `python -m loadtest.traces` writes one") from None
-    if not read or not all(line.prompt and line.answer for line in read):
+    if not entries or not all(line.prompt and line.answer for line in entries):
         raise WorkloadError(f"--trace: {file} holds no request, or an empty one")
-    turns = [TraceTurn(line.prompt, len(line.answer)) for line in read]
-    return Replayed(Recorded([line.time for line in read], speed_up), turns)
+    turns = [TraceTurn(line.prompt, len(line.answer)) for line in entries]
+    return Replayed(Recorded([line.time for line in entries], speed_up), turns)
 
 
-def _full(lines: Iterable[str]) -> Iterable[str]:
+def _skip_blank_lines(lines: Iterable[str]) -> Iterable[str]:
     return (line for line in lines if line.strip())

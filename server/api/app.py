@@ -22,10 +22,10 @@ from server.api.openai.tenants import Priorities
 from server.api.ops import admin, health, kv_cache, metrics, profile, request_log
 from server.api.ops.observations import Observations
 from server.api.ops.request_outcome import Ended
-from server.api.ops.tracing import Tracing, tracing_to
+from server.api.ops.tracing import Tracing, make_tracing
 from server.engine.ipc.client import EngineClient
-from server.text.tokenizer import TokenizerBase, tokenizer_info
-from server.version import version
+from server.text.tokenizer import TokenizerBase, read_tokenizer_info
+from server.version import get_version
 
 # FastAPI's own: another span around ours, and exceptions with their messages, which may quote prompts. Versions that
 # have none take no notice.
@@ -44,7 +44,7 @@ def create_app(
     While it runs, `client` stays connected and sends `observations`, and the processes of `tokenizer` run.
     `metrics_port` is the port of /metrics, if it has one of its own.
     """
-    tracing = tracing_to(settings.otlp_traces_endpoint)
+    tracing = make_tracing(settings.otlp_traces_endpoint)
 
     @contextlib.asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
@@ -56,30 +56,30 @@ def create_app(
     app = FastAPI(
         title="kvmux",
         summary="OpenAI's API, with a KV-cache strategy for each request.",
-        version=version(),
+        version=get_version(),
         lifespan=lifespan,
         redirect_slashes=False,  # a redirected POST surprises clients
         redoc_url=None,
         telemetry=NO_TELEMETRY,
     )
     app.state.unknown_fields = settings.unknown_fields
-    errors.install(app)
-    add_middleware(app, settings, tracing, observations, body_limits_of(settings, client), metrics_port)
+    errors.add_exception_handlers(app)
+    add_middleware(app, settings, tracing, observations, make_body_limits_getter(settings, client), metrics_port)
     add_routers(app, settings, client, tokenizer)
     app.include_router(health.router(client))
     app.include_router(metrics.router(client, observations))
     return app
 
 
-def body_limits_of(settings: Settings, client: EngineClient) -> Callable[[], BodyLimits]:
+def make_body_limits_getter(settings: Settings, client: EngineClient) -> Callable[[], BodyLimits]:
     """Return a function that returns the limits of bodies: they follow the context, known once the engine serves."""
 
-    def limits() -> BodyLimits:
+    def get_body_limits() -> BodyLimits:
         hello = client.hello
-        one, together = settings.body_bytes(0 if hello is None else hello.max_seq_len)
-        return BodyLimits(one, together, final=hello is not None or settings.max_body_bytes is not None)
+        one, together = settings.compute_body_limits(0 if hello is None else hello.max_seq_len)
+        return BodyLimits(one, together, is_final=hello is not None or settings.max_body_bytes is not None)
 
-    return limits
+    return get_body_limits
 
 
 def add_middleware(
@@ -114,11 +114,11 @@ def add_middleware(
             expose_headers=["*"],
         )
 
-    def tell(ended: Ended) -> None:
+    def record_end(ended: Ended) -> None:
         trace_id = None if tracing is None else tracing.record(ended)
-        request_log.write(ended, trace_id, with_prompts=settings.log_prompts)
+        request_log.log_request(ended, trace_id, with_prompts=settings.log_prompts)
 
-    app.add_middleware(Lifetime, responded=observations.responded, ended=tell)
+    app.add_middleware(Lifetime, on_response=observations.count_response, on_end=record_end)
 
 
 def add_routers(app: FastAPI, settings: Settings, client: EngineClient, tokenizer: TokenizerBase) -> None:
@@ -126,7 +126,7 @@ def add_routers(app: FastAPI, settings: Settings, client: EngineClient, tokenize
     most = RequestLimits(
         min(settings.max_choices, settings.max_num_seqs + settings.max_queued_requests),
         settings.max_prompt_characters,
-        tokenizer.longest_token,
+        tokenizer.max_chars_per_token,
         settings.max_stop_strings,
     )
     serving = Serving(
@@ -140,13 +140,17 @@ def add_routers(app: FastAPI, settings: Settings, client: EngineClient, tokenize
     )
     keyed = APIRouter()
     if settings.api_keys is not None:
-        keyed = APIRouter(dependencies=[auth.secured("API key")], responses=errors.documented(401))
+        keyed = APIRouter(
+            dependencies=[auth.make_security_dependency("API key")], responses=errors.make_error_responses(401)
+        )
     keyed.include_router(completions.router(serving))
     keyed.include_router(chat.router(serving))
-    info = tokenizer_info(Path(settings.model)) if settings.enable_tokenizer_info_endpoint else None
+    info = read_tokenizer_info(Path(settings.model)) if settings.enable_tokenizer_info_endpoint else None
     keyed.include_router(tokenize.router(serving, info))
     keyed.include_router(models.router(client, list_strategies=settings.list_strategies))
     keyed.include_router(kv_cache.router(client))
     app.include_router(keyed)
-    app.include_router(admin.router(client, tokenizer, most), dependencies=[auth.secured("admin token")])
-    app.include_router(profile.router(client), dependencies=[auth.secured("admin token")])
+    app.include_router(
+        admin.router(client, tokenizer, most), dependencies=[auth.make_security_dependency("admin token")]
+    )
+    app.include_router(profile.router(client), dependencies=[auth.make_security_dependency("admin token")])

@@ -23,39 +23,39 @@ import uvicorn
 from config.settings import Settings
 from config.sizes import parse_bytes
 from server.api.app import create_app
-from server.api.http.connection import connections
+from server.api.http.connection import make_connection_class
 from server.api.http.errors import ApiError
 from server.api.ops.observations import Observations
 from server.engine.ipc.client import EngineClient
-from server.logs import quote_no_exceptions
-from server.processes.child_process import STOP
-from server.processes.heartbeat import WorkerTies
+from server.logs import hide_exception_messages
+from server.processes.child_process import STOP_SIGNAL
+from server.processes.heartbeat import WorkerHandles
 from server.text.processes.sandbox import CallLimits, SandboxedTokenizer
 from server.text.tokenizer import TokenizerBase
 
 log = logging.getLogger(__name__)
 
 KEEP_ALIVE = 75  # seconds; longer than clients keep idle connections, so that none is closed as it is used again
-MOST_OPEN_FILES = 65_536
-LAST_WORDS = 3  # seconds after the drain, to send the last errors; the supervisor waits a little longer
+MAX_OPEN_FILES = 65_536
+SHUTDOWN_GRACE = 3  # seconds after the drain, to send the last errors; the supervisor waits a little longer
 
 
 def serve_worker(
     settings: Settings,
     socket_path: str | os.PathLike[str],
     listening_socket: socket.socket,
-    ties: WorkerTies | None = None,
+    ties: WorkerHandles | None = None,
 ) -> None:
-    """Serve until STOP, then finish the running requests and return. Raises SettingsError."""
+    """Serve until STOP_SIGNAL, then finish the running requests and return. Raises SettingsError."""
     if not settings.log_prompts:
-        quote_no_exceptions()
+        hide_exception_messages()
     allow_many_connections()
     limits = CallLimits(settings.text_timeout, parse_bytes(settings.text_memory))
     tokenizer = SandboxedTokenizer(Path(settings.model), limits)
     if ties is None:
         ApiServer(settings, EngineClient(socket_path), tokenizer).run(sockets=[listening_socket])
         return
-    client, metrics = EngineClient(socket_path, ties.recovery.seconds), ties.metrics_socket
+    client, metrics = EngineClient(socket_path, ties.recovery.estimate_seconds), ties.metrics_socket
     sockets = [listening_socket] if metrics is None else [listening_socket, metrics]
     ApiServer(settings, client, tokenizer, metrics, beat=ties.heartbeat.beat).run(sockets=sockets)
 
@@ -81,8 +81,8 @@ class ApiServer(uvicorn.Server):
         config = uvicorn.Config(
             create_app(settings, client, tokenizer, observations, metrics_port),
             loop="uvloop",
-            http=connections(
-                settings.max_header_bytes, settings.header_timeout, settings.body_timeout, observations.responded
+            http=make_connection_class(
+                settings.max_header_bytes, settings.header_timeout, settings.body_timeout, observations.count_response
             ),
             ws="none",
             lifespan="on",
@@ -90,21 +90,21 @@ class ApiServer(uvicorn.Server):
             access_log=False,
             server_header=False,
             timeout_keep_alive=KEEP_ALIVE,
-            timeout_graceful_shutdown=math.ceil(settings.drain_seconds) + LAST_WORDS,
+            timeout_graceful_shutdown=math.ceil(settings.drain_seconds) + SHUTDOWN_GRACE,
         )
         super().__init__(config)
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """Handle STOP; uvicorn's own handlers are for signals that only the supervisor answers."""
+        """Handle STOP_SIGNAL; uvicorn's own handlers are for signals that only the supervisor answers."""
         if threading.current_thread() is not threading.main_thread():
             yield
             return
-        before = signal.signal(STOP, self._stop)
+        before = signal.signal(STOP_SIGNAL, self._stop)
         try:
             yield
         finally:
-            signal.signal(STOP, before)
+            signal.signal(STOP_SIGNAL, before)
 
     def _stop(self, *_: object) -> None:
         self.should_exit = True
@@ -122,16 +122,16 @@ class ApiServer(uvicorn.Server):
             503,
             "the server stops, and the request did not end in time; try again",
             code="server_stopping",
-            retry_after=self._client.back_in(),
+            retry_after=self._client.estimate_retry_after(),
         )
-        asyncio.get_running_loop().call_later(self._drain_seconds, self._client.end, error)
+        asyncio.get_running_loop().call_later(self._drain_seconds, self._client.fail_all, error)
         await super().shutdown(sockets)
 
 
 def allow_many_connections() -> None:
     """Raise the limit of open files, as each connection is one: the usual limit is 1024 or fewer."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = MOST_OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, MOST_OPEN_FILES)
+    wanted = MAX_OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, MAX_OPEN_FILES)
     if soft != resource.RLIM_INFINITY and soft < wanted:
         with contextlib.suppress(ValueError, OSError):  # macOS may refuse
             resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))

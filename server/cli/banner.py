@@ -8,20 +8,20 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from config.settings import Settings
-from server.version import version
+from server.version import get_version
 
 
-def welcome(url: str, settings: Settings, ready: Mapping[str, Any]) -> str:
+def format_banner(url: str, settings: Settings, ready: Mapping[str, Any]) -> str:
     """What is printed once the server is ready: address, model, strategies and a first request to try."""
     body = shlex.quote(json.dumps({"model": ready["model"], "prompt": "Once upon a time", "max_tokens": 64}))
     everywhere = " (on every address of this machine)" if settings.host in ("0.0.0.0", "::") else ""
     return f"""
-kvmux {version()} serves {ready["model"]} on {url}{everywhere}
+kvmux {get_version()} serves {ready["model"]} on {url}{everywhere}
 
   model       {ready["dtype"]} on {ready["device"]}; prompt and completion up to {ready["max_seq_len"]:,} tokens
   kernels     {ready["kernels"]}
   KV memory   {_size(ready["kv_memory_bytes"])}, shared by these strategies; each alone has room for
-{_strategies(ready["strategies"], settings.default_strategy)}
+{_format_strategies(ready["strategies"], settings.default_strategy)}
 
 Try it:
 
@@ -30,7 +30,7 @@ Try it:
 """
 
 
-def _strategies(strategies: Sequence[Mapping[str, Any]], default: str) -> str:
+def _format_strategies(strategies: Sequence[Mapping[str, Any]], default: str) -> str:
     """A line for each: name, room, kind and options."""
     width = max(len(each["name"]) for each in strategies)
     lines = []

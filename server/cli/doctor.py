@@ -19,14 +19,14 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from kernels.backends import Backend, backends
-from kernels.cpu.library import usable
-from kernels.selfcheck.check import Verdict, checked
+from kernels.backends import Backend, list_backends
+from kernels.cpu.library import usable_instruction_sets
+from kernels.selfcheck.check import Verdict, check_ops
 from kernels.selfcheck.op_db import OPS
 from kernels.selfcheck.op_info import DTYPES
 from kernels.tracing import OpTimer
 from server.engine.device import choose_device
-from server.profiling.machine import read_bandwidth
+from server.profiling.machine import measure_read_bandwidth
 
 REPORT = Path("kvmux-doctor.json")
 PACKAGES = ("kvmux", "torch", "transformers", "tokenizers", "fastapi", "uvicorn", "numpy")
@@ -38,9 +38,9 @@ def doctor(out: Path = REPORT) -> int:
     """Prints and writes the report; the exit code is 1 if a kernel fails its check."""
     console = Console()
     console.print("Kernels are compiled, unless they were before, and checked ...")
-    told = report()
+    told = make_report()
     for title, facts in told.items():
-        console.print(_table(title, facts))
+        console.print(_make_table(title, facts))
     text = json.dumps(told, indent=2)
     try:
         out.write_text(text + "\n", encoding="utf-8")
@@ -58,30 +58,30 @@ def doctor(out: Path = REPORT) -> int:
     return int(any(FAULT in line for line in told["kernels"].values()))
 
 
-def report() -> dict[str, dict[str, str]]:
+def make_report() -> dict[str, dict[str, str]]:
     """Facts under headings."""
     return {
-        "machine": dict(_machine()),
+        "machine": dict(_describe_machine()),
         "versions": {"python": platform.python_version()} | {name: metadata.version(name) for name in PACKAGES},
-        "devices": dict(_devices()),
-        "kernels": dict(_kernels()),
+        "devices": dict(_describe_devices()),
+        "kernels": dict(_check_kernels()),
     }
 
 
-def _machine() -> Iterator[tuple[str, str]]:
+def _describe_machine() -> Iterator[tuple[str, str]]:
     memory = psutil.virtual_memory()
     yield "system", platform.platform()
-    yield "processor", _processor()
+    yield "processor", _read_processor_name()
     yield (
         "cores",
         f"{psutil.cpu_count(logical=False)}, {psutil.cpu_count()} threads; torch uses {torch.get_num_threads()}",
     )
-    yield "instruction sets", ", ".join(usable()) or "none that kernels are built for"
+    yield "instruction sets", ", ".join(usable_instruction_sets()) or "none that kernels are built for"
     yield "memory", f"{memory.total / 2**30:.1f} GiB, {memory.available / 2**30:.1f} GiB free"
-    yield "memory reads", f"{read_bandwidth(torch.ones(PROBE_BYTES // 4)) / 1e9:.1f} GB/s"
+    yield "memory reads", f"{measure_read_bandwidth(torch.ones(PROBE_BYTES // 4)) / 1e9:.1f} GB/s"
 
 
-def _processor() -> str:
+def _read_processor_name() -> str:
     if platform.system() == "Darwin":
         return subprocess.run(
             ["/usr/sbin/sysctl", "-n", "machdep.cpu.brand_string"], capture_output=True, text=True, check=False
@@ -93,48 +93,48 @@ def _processor() -> str:
     return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), platform.machine())
 
 
-def _devices() -> Iterator[tuple[str, str]]:
+def _describe_devices() -> Iterator[tuple[str, str]]:
     yield "chosen", choose_device("auto").name
     yield "cuda", torch.cuda.get_device_name() if torch.cuda.is_available() else "none"
-    yield "mps", _metal() if torch.backends.mps.is_available() else "none"
+    yield "mps", _describe_metal() if torch.backends.mps.is_available() else "none"
 
 
-def _metal() -> str:
+def _describe_metal() -> str:
     recommended, used = torch.mps.recommended_max_memory(), torch.mps.driver_allocated_memory()
     system = f"macOS {platform.mac_ver()[0]}"
     return f"{system}; {recommended / 2**30:.1f} GiB recommended, {used / 2**30:.1f} GiB of it taken by this process"
 
 
-def _kernels() -> Iterator[tuple[str, str]]:
-    for backend in backends():
+def _check_kernels() -> Iterator[tuple[str, str]]:
+    for backend in list_backends():
         if backend.missing is not None:
             yield backend.name, f"none: {backend.missing}"
-        elif backend.device.emulated:  # an engine checks it when it starts; here it would only tell of the emulator
+        elif backend.device.is_emulated:  # an engine checks it when it starts; here it would only tell of the emulator
             yield backend.name, f"usable: --device {backend.device.name}"
         else:
-            yield from _checked(backend)
+            yield from _check_backend(backend)
 
 
-def _checked(backend: Backend) -> Iterator[tuple[str, str]]:
+def _check_backend(backend: Backend) -> Iterator[tuple[str, str]]:
     """A line for each operation. Its time is that of all the small inputs it is tried with, compiling included."""
     ops, device = backend.load(), backend.device.tensors
     by_dtype = []
     for dtype in DTYPES:
         with OpTimer(ops, device) as watch:
-            verdicts = checked(ops, dtype, device)
-        by_dtype.append([_words(dtype, verdict, watch.seconds.get(verdict.op)) for verdict in verdicts])
+            verdicts = check_ops(ops, dtype, device)
+        by_dtype.append([_format_verdict(dtype, verdict, watch.seconds.get(verdict.op)) for verdict in verdicts])
     for op, words in zip(OPS, zip(*by_dtype, strict=True), strict=True):
         yield f"{backend.name} {op.name}", ", ".join(words)
 
 
-def _words(dtype: torch.dtype, verdict: Verdict, seconds: float | None) -> str:
+def _format_verdict(dtype: torch.dtype, verdict: Verdict, seconds: float | None) -> str:
     """What is made of other operations has no time of its own."""
     found = f"off by {verdict.error:.0e}" if verdict.fault is None else f"{FAULT} {verdict.fault}"
     took = "" if seconds is None else f" in {1e3 * seconds:.1f} ms"
     return f"{str(dtype).removeprefix('torch.')} {found}{took}"
 
 
-def _table(title: str, facts: dict[str, Any]) -> Table:
+def _make_table(title: str, facts: dict[str, Any]) -> Table:
     table = Table(title=title, title_justify="left", show_header=False, box=None, pad_edge=False)
     for row in facts.items():
         table.add_row(*row)

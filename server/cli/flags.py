@@ -98,7 +98,7 @@ def add_settings(parser: argparse.ArgumentParser, groups: Mapping[str, Sequence[
                 group.add_argument(flag_name(old), dest=old, help=argparse.SUPPRESS)
 
 
-def grouped() -> dict[str, list[str]]:
+def group_settings() -> dict[str, list[str]]:
     """Return the names of the scalar settings by group; one that is not in GROUPS is under "other"."""
     groups: dict[str, list[str]] = {title: [] for title in GROUPS}
     title_of = {name: title for title, names in GROUPS.items() for name in names}

@@ -13,38 +13,38 @@ import sys
 import urllib.error
 import urllib.request
 
-from server.cli.standard_streams import say
-from server.processes.runtime_directory import running_urls
+from server.cli.standard_streams import print_safely
+from server.processes.runtime_directory import find_running_urls
 
 READY, NOT_READY = 0, 1  # exit codes
 TIMEOUT = 4.0  # seconds; a health check of the image may take 5
 
 
-def health(url: str | None = None, timeout: float = TIMEOUT) -> int:
+def check_health(url: str | None = None, timeout: float = TIMEOUT) -> int:
     """Print a line for each server; return 0 if there is one, and all are ready, else 1."""
-    urls = running_urls() if url is None else [url]
+    urls = find_running_urls() if url is None else [url]
     if not urls:
-        say("kvmux: no server of this user runs here; is it still starting? --url asks any other", sys.stderr)
+        print_safely("kvmux: no server of this user runs here; is it still starting? --url asks any other", sys.stderr)
         return NOT_READY
-    return max([_ask(each, timeout) for each in urls])
+    return max([_check_server(each, timeout) for each in urls])
 
 
-def _ask(url: str, timeout: float) -> int:
+def _check_server(url: str, timeout: float) -> int:
     """Print whether a server is ready; return the exit code that says so."""
     try:
-        say(f"{url} is ready and serves {_model(url, timeout)}", sys.stdout)
+        print_safely(f"{url} is ready and serves {_read_model_name(url, timeout)}", sys.stdout)
         return READY
     except urllib.error.HTTPError as error:
-        why = _message(error)
+        why = _read_error_message(error)
     except urllib.error.URLError as error:
         why = str(error.reason)
     except (OSError, http.client.HTTPException, ValueError) as error:
         why = str(error) or type(error).__name__
-    say(f"kvmux: {url} is not ready: {why}", sys.stderr)
+    print_safely(f"kvmux: {url} is not ready: {why}", sys.stderr)
     return NOT_READY
 
 
-def _model(url: str, timeout: float) -> str:
+def _read_model_name(url: str, timeout: float) -> str:
     """Return the model that a server is ready to serve. Raises OSError, HTTPException or ValueError if it is not."""
     direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     with direct.open(f"{url.rstrip('/')}/ready", timeout=timeout) as answer:
@@ -54,7 +54,7 @@ def _model(url: str, timeout: float) -> str:
     return str(body.get("model"))
 
 
-def _message(error: urllib.error.HTTPError) -> str:
+def _read_error_message(error: urllib.error.HTTPError) -> str:
     """Return what the body of an error says, or its status."""
     try:
         return str(json.load(error)["error"]["message"])

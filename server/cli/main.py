@@ -22,27 +22,27 @@ from pathlib import Path
 from typing import Any, NoReturn, TypeAlias
 
 import server
-from config.errors import SettingsError, explained
-from config.settings import LONGEST, SHORT_KEY, Settings, load
+from config.errors import SettingsError, format_error
+from config.settings import MAX_TIMEOUT, MIN_API_KEY_LENGTH, Settings, load_settings
 from config.sources import did_you_mean
 from loadtest.bench import flags as bench_flags
-from server.cli.banner import welcome
-from server.cli.flags import add_settings, grouped
+from server.cli.banner import format_banner
+from server.cli.flags import add_settings, group_settings
 from server.cli.health import TIMEOUT
-from server.cli.health import health as ask_health
-from server.cli.standard_streams import discard, open_missing, say
+from server.cli.health import check_health as ask_health
+from server.cli.standard_streams import open_missing_streams, print_safely, redirect_to_devnull
 from server.evaluation import flags as evaluation_flags
-from server.listening import ListenError, listen, url_of
-from server.logs import configure_logging, fields, printable
-from server.models.files.directory import located
+from server.listening import ListenError, get_url, listen
+from server.logs import configure_logging, escape_unprintable, fields
+from server.models.files.directory import resolve_model_settings
 from server.processes.child_process import USER_ERROR
 from server.processes.supervisor import Supervisor
 from server.profiling import flags as profiling_flags
-from server.version import version
+from server.version import get_version
 
 log = logging.getLogger(__name__)
 
-LEAST_OPEN_FILES = 64
+MIN_OPEN_FILES = 64
 
 
 EVALUATION_SETTINGS = (
@@ -102,8 +102,8 @@ examples:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command line; return the exit code."""
-    open_missing()
-    parser = _parser()
+    open_missing_streams()
+    parser = _make_parser()
     try:
         options = vars(parser.parse_args(arguments))
         run = options.pop("run", None)
@@ -114,55 +114,55 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return 130
     except BrokenPipeError:  # the reader of our output has closed it
-        discard(sys.stdout)
+        redirect_to_devnull(sys.stdout)
         return 1
     except (SettingsError, ListenError, OSError) as error:
-        say(f"kvmux: {printable(explained(error))}", sys.stderr)
+        print_safely(f"kvmux: {escape_unprintable(format_error(error))}", sys.stderr)
         return USER_ERROR
 
 
 # ---------------------------------------------------------------- kvmux serve
 def serve(options: dict[str, Any]) -> int:
     """Serve until a signal stops it; `options` are the flags given, by setting. Returns the exit code."""
-    settings = load(settings_file(options), options)
+    settings = load_settings(pop_settings_file(options), options)
     multiprocessing.current_process().name = "kvmux"  # in the log
     configure_logging(settings)
     try:
-        check_folder_names()
+        check_kernels_package()
         check_open_files()
         check_api_keys(settings)
         with contextlib.ExitStack() as sockets:
             listener = sockets.enter_context(listen(settings.host, settings.port))
             if settings.metrics_port is None:
-                return _serve(settings, listener)
+                return _run_supervisor(settings, listener)
             host = settings.metrics_host or settings.host
             metrics = sockets.enter_context(listen(host, settings.metrics_port, "metrics-"))
-            return _serve(settings, listener, metrics)
+            return _run_supervisor(settings, listener, metrics)
     except (SettingsError, ListenError, OSError) as error:
         if settings.log_format == "text":
             raise
-        log.error("%s", explained(error))
+        log.error("%s", format_error(error))
         return USER_ERROR
 
 
-def _serve(settings: Settings, listener: socket.socket, metrics_listener: socket.socket | None = None) -> int:
+def _run_supervisor(settings: Settings, listener: socket.socket, metrics_listener: socket.socket | None = None) -> int:
     """Run the supervisor; announce the server on stdout, or in the log where that is JSON."""
-    url, in_log = url_of(listener), settings.log_format == "json"
-    loads = f"kvmux {version()} loads {settings.model}"
+    url, in_log = get_url(listener), settings.log_format == "json"
+    loads = f"kvmux {get_version()} loads {settings.model}"
     if in_log:
         log.info(loads)
     else:
-        say(f"{loads} ...", sys.stdout)
+        print_safely(f"{loads} ...", sys.stdout)
     if metrics_listener is not None:
-        log.info("metrics are on %s/metrics", url_of(metrics_listener))
-    settings = located(settings)
+        log.info("metrics are on %s/metrics", get_url(metrics_listener))
+    settings = resolve_model_settings(settings)
 
     def announce(ready: Mapping[str, Any]) -> None:
-        serves = f"kvmux {version()} serves {ready['model']} on {url}"
+        serves = f"kvmux {get_version()} serves {ready['model']} on {url}"
         if in_log:
             log.info(serves, extra=fields(url=url, **ready))
         else:
-            say(welcome(url, settings, ready), sys.stdout)
+            print_safely(format_banner(url, settings, ready), sys.stdout)
 
     return Supervisor(settings, listener, announce, metrics_listener=metrics_listener).run()
 
@@ -170,14 +170,14 @@ def _serve(settings: Settings, listener: socket.socket, metrics_listener: socket
 def check_open_files() -> None:
     """Raise SettingsError if the system allows a process too few open files."""
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if most != resource.RLIM_INFINITY and most < LEAST_OPEN_FILES:
+    if most != resource.RLIM_INFINITY and most < MIN_OPEN_FILES:
         raise SettingsError(
-            f"a process may open {most} files here, and the server needs {LEAST_OPEN_FILES} and one for each "
+            f"a process may open {most} files here, and the server needs {MIN_OPEN_FILES} and one for each "
             "connection: raise the limit (ulimit -n)"
         )
 
 
-def check_folder_names() -> None:
+def check_kernels_package() -> None:
     """Check that `import kernels` finds this project's folder and not Hugging Face's package. Raises SettingsError."""
     ours = Path(server.__file__).parent.parent
     spec = importlib.util.find_spec("kernels")
@@ -194,7 +194,7 @@ def check_api_keys(settings: Settings) -> None:
     """Warn of API keys that may be guessed; the log never has a key."""
     if settings.short_api_keys:
         which = ", ".join(map(str, settings.short_api_keys))
-        log.warning("api_keys: key %s has fewer than %d characters and may be guessed", which, SHORT_KEY)
+        log.warning("api_keys: key %s has fewer than %d characters and may be guessed", which, MIN_API_KEY_LENGTH)
 
 
 # ---------------------------------------------------------------- kvmux health
@@ -215,28 +215,28 @@ def evaluate(options: dict[str, Any]) -> int:
 
     What does it is found by name, not imported: serving must not load torch into this process.
     """
-    check_folder_names()
-    return int(pkgutil.resolve_name("server.evaluation.command:run")(settings_file(options), options))
+    check_kernels_package()
+    return int(pkgutil.resolve_name("server.evaluation.command:run")(pop_settings_file(options), options))
 
 
 # ---------------------------------------------------------------- kvmux profile
 def profile(options: dict[str, Any]) -> int:
     """Measure steps, here or of a running server. As for `evaluate`, the code is found by name."""
     if "url" in options:
-        return int(pkgutil.resolve_name("server.profiling.remote:run")(settings_file(options), options))
-    check_folder_names()
-    return int(pkgutil.resolve_name("server.profiling.command:run")(settings_file(options), options))
+        return int(pkgutil.resolve_name("server.profiling.remote:run")(pop_settings_file(options), options))
+    check_kernels_package()
+    return int(pkgutil.resolve_name("server.profiling.command:run")(pop_settings_file(options), options))
 
 
 # ---------------------------------------------------------------- kvmux doctor
 def doctor(options: dict[str, Any]) -> int:
     """Report what this machine is and whether the kernels compute correctly."""
-    check_folder_names()
+    check_kernels_package()
     return int(pkgutil.resolve_name("server.cli.doctor:doctor")(**options))
 
 
 # ---------------------------------------------------------------- what the commands share
-def settings_file(options: dict[str, Any]) -> Path | None:
+def pop_settings_file(options: dict[str, Any]) -> Path | None:
     """Take the settings file from the options, or from the environment; None if neither names one."""
     file = options.pop("config", None) or os.environ.get("KVMUX_CONFIG")
     return Path(file) if file else None
@@ -260,9 +260,9 @@ class Parser(argparse.ArgumentParser):
 Commands: TypeAlias = "argparse._SubParsersAction[Parser]"
 
 
-def _parser() -> Parser:
+def _make_parser() -> Parser:
     parser = Parser(prog="kvmux", description=DESCRIPTION, allow_abbrev=False)
-    parser.add_argument("--version", action="version", version=f"kvmux {version()}")
+    parser.add_argument("--version", action="version", version=f"kvmux {get_version()}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND")
     for add in (_add_serve, _add_health, _add_bench, _add_evaluate, _add_profile, _add_doctor):
         add(commands)
@@ -270,7 +270,7 @@ def _parser() -> Parser:
 
 
 def _add_serve(commands: Commands) -> None:
-    parser = _command(
+    parser = _add_command(
         commands,
         "serve",
         serve,
@@ -279,11 +279,11 @@ def _add_serve(commands: Commands) -> None:
         description=SERVE_DESCRIPTION,
         epilog=SERVE_EPILOG,
     )
-    add_settings(parser, grouped())
+    add_settings(parser, group_settings())
 
 
 def _add_health(commands: Commands) -> None:
-    parser = _command(
+    parser = _add_command(
         commands,
         "health",
         health,
@@ -294,12 +294,12 @@ def _add_health(commands: Commands) -> None:
     )
     parser.add_argument("--url", help="ask the server there instead")
     parser.add_argument(
-        "--timeout", type=_seconds, metavar="SECONDS", help=f"how long it has to answer (default: {TIMEOUT:g})"
+        "--timeout", type=_parse_seconds, metavar="SECONDS", help=f"how long it has to answer (default: {TIMEOUT:g})"
     )
 
 
 def _add_bench(commands: Commands) -> None:
-    parser = _command(
+    parser = _add_command(
         commands,
         "bench",
         bench,
@@ -312,7 +312,7 @@ def _add_bench(commands: Commands) -> None:
 
 
 def _add_evaluate(commands: Commands) -> None:
-    parser = _command(
+    parser = _add_command(
         commands,
         "evaluate",
         evaluate,
@@ -326,7 +326,7 @@ def _add_evaluate(commands: Commands) -> None:
 
 
 def _add_profile(commands: Commands) -> None:
-    parser = _command(
+    parser = _add_command(
         commands,
         "profile",
         profile,
@@ -340,7 +340,7 @@ def _add_profile(commands: Commands) -> None:
 
 
 def _add_doctor(commands: Commands) -> None:
-    parser = _command(
+    parser = _add_command(
         commands,
         "doctor",
         doctor,
@@ -351,17 +351,17 @@ def _add_doctor(commands: Commands) -> None:
     parser.add_argument("--out", type=Path, metavar="FILE", help="where (default: kvmux-doctor.json)")
 
 
-def _seconds(text: str) -> float:
+def _parse_seconds(text: str) -> float:
     """Return a timeout. Raises ArgumentTypeError."""
     try:
-        if 0 < (seconds := float(text)) <= LONGEST:
+        if 0 < (seconds := float(text)) <= MAX_TIMEOUT:
             return seconds
     except ValueError:
         pass
     raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds")
 
 
-def _command(
+def _add_command(
     commands: Commands,
     name: str,
     run: Callable[[dict[str, Any]], int],

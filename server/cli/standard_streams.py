@@ -12,7 +12,7 @@ from typing import TextIO
 STDERR = 2
 
 
-def open_missing() -> None:
+def open_missing_streams() -> None:
     """Open /dev/null in place of the streams that are closed, before a socket or a file gets one of their numbers."""
     while (number := os.open(os.devnull, os.O_RDWR)) <= STDERR:
         os.set_inheritable(number, True)
@@ -23,17 +23,17 @@ def open_missing() -> None:
         sys.stderr = os.fdopen(2, "w", encoding="utf-8", errors="backslashreplace", closefd=False)
 
 
-def say(text: str, stream: TextIO) -> None:
+def print_safely(text: str, stream: TextIO) -> None:
     """Print a text; if it cannot be written, drop it and everything that follows."""
     try:
         encoding = stream.encoding or "utf-8"
         print(text.encode(encoding, "backslashreplace").decode(encoding), file=stream)
         stream.flush()
     except OSError:
-        discard(stream)
+        redirect_to_devnull(stream)
 
 
-def discard(stream: TextIO) -> None:
+def redirect_to_devnull(stream: TextIO) -> None:
     """Redirect a stream to /dev/null: what it could not write is tried again, and would fail, when the program ends."""
     null = os.open(os.devnull, os.O_WRONLY)
     os.dup2(null, stream.fileno())

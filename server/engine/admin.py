@@ -9,14 +9,14 @@ import time
 from typing import Any
 
 from cache_strategies.base import Clearing, Inspectable, KVCache, Pin, PinError, Pinning
-from config.sizes import share_of
+from config.sizes import share_to_bytes
 from server.engine.core import Core
-from server.engine.info import shares
+from server.engine.info import describe_share
 from server.engine.ipc.messages import Clear, Command, Inspect, PinPrefix, Share, Unpin
 from server.engine.scheduling.request import RequestError
 
 
-def obey(core: Core, command: Command) -> dict[str, Any]:
+def run_command(core: Core, command: Command) -> dict[str, Any]:
     """The answer, as JSON. Raises RequestError."""
     cache = core.caches.get(command.instance)
     if cache is None:
@@ -26,23 +26,23 @@ def obey(core: Core, command: Command) -> dict[str, Any]:
         case Inspect():
             return _inspect(core, cache)
         case Share(_, floor, limit):
-            return _share(core, cache, floor, limit)
+            return _set_share(core, cache, floor, limit)
         case Clear(_, salt) if isinstance(cache, Clearing):
             freed = cache.clear(salt)
-            core.scheduler.room_changed()
+            core.scheduler.mark_room_changed()
             return {"freed_bytes": freed}
         case PinPrefix() if isinstance(cache, Pinning):
             return _pin(cache, command)
         case Unpin(_, pin_id) if isinstance(cache, Pinning):
             told = _unpin(cache, pin_id)
-            core.scheduler.room_changed()
+            core.scheduler.mark_room_changed()
             return told
     raise RequestError(409, f"{cache.name} has nothing of the kind", code="not_supported")
 
 
 def _pin(cache: Pinning, command: PinPrefix) -> dict[str, Any]:
     try:
-        return _described(cache.pin(command.tokens, salt=command.salt, ttl=command.ttl))
+        return _format_pin(cache.pin(command.tokens, salt=command.salt, ttl=command.ttl))
     except PinError as error:
         raise RequestError(409, str(error), code="cannot_pin") from None
 
@@ -54,16 +54,16 @@ def _unpin(cache: Pinning, pin_id: str) -> dict[str, Any]:
 
 
 def _inspect(core: Core, cache: KVCache) -> dict[str, Any]:
-    told: dict[str, Any] = {"name": cache.name, **shares(core.arena, cache.name)}
+    told: dict[str, Any] = {"name": cache.name, **describe_share(core.arena, cache.name)}
     told["usage"] = cache.usage()._asdict()
     told["requests"] = [
         {
             "id": request.key[1],
             "state": "waiting" if request.seat is None else "running",
-            "prompt_tokens": request.prompt_tokens,
-            "generated_tokens": request.generated,
-            "cached_tokens": request.cached_tokens,
-            "preemptions": request.preemptions,
+            "prompt_tokens": request.num_prompt_tokens,
+            "generated_tokens": request.num_output_tokens,
+            "cached_tokens": request.num_cached_tokens,
+            "preemptions": request.num_preemptions,
         }
         for request in (*core.scheduler.running, *core.scheduler.waiting)
         if request.cache is cache
@@ -71,20 +71,20 @@ def _inspect(core: Core, cache: KVCache) -> dict[str, Any]:
     if isinstance(cache, Inspectable):
         told |= cache.inspect()
     if isinstance(cache, Pinning):
-        told["pins"] = [_described(pin) for pin in cache.pins()]
+        told["pins"] = [_format_pin(pin) for pin in cache.pins()]
     return told
 
 
-def _described(pin: Pin) -> dict[str, Any]:
+def _format_pin(pin: Pin) -> dict[str, Any]:
     left = max(0.0, pin.expires - time.monotonic())
     return {"id": pin.id, "tokens": pin.num_tokens, "bytes": pin.num_bytes, "ttl": round(left, 3)}
 
 
-def _share(core: Core, cache: KVCache, floor: str | None, limit: str | None) -> dict[str, Any]:
+def _set_share(core: Core, cache: KVCache, floor: str | None, limit: str | None) -> dict[str, Any]:
     total = core.arena.pages * core.arena.page_bytes
     pages = [
-        before if wanted is None else min(share_of(wanted, total), total) // core.arena.page_bytes
-        for before, wanted in zip(core.arena.share(cache.name), (floor, limit), strict=True)
+        before if wanted is None else min(share_to_bytes(wanted, total), total) // core.arena.page_bytes
+        for before, wanted in zip(core.arena.get_share(cache.name), (floor, limit), strict=True)
     ]
     core.set_share(cache.name, floor=pages[0], limit=pages[1])
     return _inspect(core, cache)

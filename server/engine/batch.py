@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from cache_strategies.base import KVCache, Plan, Row
-from kernels.ops import Stored
+from kernels.ops import KVLocation
 
 
 class StrategyError(Exception):
@@ -26,13 +26,13 @@ class StrategyError(Exception):
         self.instance = instance
 
 
-class Work(NamedTuple):
+class RowInput(NamedTuple):
     """A row of the step, the ids that enter, and how many of its last positions want logits."""
 
     cache: KVCache
     row: Row
     tokens: Sequence[int]
-    logits: int
+    num_logits: int
 
 
 class _Slice(NamedTuple):
@@ -40,34 +40,34 @@ class _Slice(NamedTuple):
 
     cache: KVCache
     plan: Plan
-    tokens: slice
+    token_slice: slice
 
 
 class Batch:
     """Implements `kernels.ops.Attention` for one step."""
 
-    def __init__(self, work: Sequence[Work], device: torch.device | str = "cpu") -> None:
+    def __init__(self, work: Sequence[RowInput], device: torch.device | str = "cpu") -> None:
         """Plans every strategy's rows. Raises StrategyError."""
-        self.order = _order(work)
-        self._work = [work[i] for i in self.order]
+        self.row_order = _order_rows(work)
+        self._rows = [work[i] for i in self.row_order]
         ids: list[int] = []
         positions: list[int] = []
         wanted: list[int] = []
-        for _, (seat, num_tokens), tokens, logits in self._work:
+        for _, (seat, num_tokens), tokens, logits in self._rows:
             ids += tokens
             positions += range(seat.length, seat.length + num_tokens)
             wanted += range(len(positions) - logits, len(positions))
         self._slices = list(self._plan())
         # In one copy, waited for: on mps one that is not reads the host's memory later, when it may be gone.
         packed = torch.from_numpy(np.array(ids + positions + wanted, np.int64)).to(device)
-        self.ids, self.positions, self.logit_index = packed.split((len(ids), len(ids), len(wanted)))
+        self.input_ids, self.positions, self.logit_index = packed.split((len(ids), len(ids), len(wanted)))
 
     @property
-    def stored(self) -> Sequence[tuple[slice, Stored]] | None:
+    def kv_locations(self) -> Sequence[tuple[slice, KVLocation]] | None:
         """Where all strategies keep the batch's keys, if all of them can say it."""
         found = []
         for _, plan, tokens in self._slices:
-            if (stored := plan.stored) is None:
+            if (stored := plan.kv_location) is None:
                 return None
             found.append((tokens, stored))
         return found
@@ -87,18 +87,18 @@ class Batch:
     @property
     def logit_counts(self) -> list[int]:
         """Rows of logits that each row of the batch gets."""
-        return [item.logits for item in self._work]
+        return [item.num_logits for item in self._rows]
 
-    def commit(self, entered: Sequence[int] | None = None) -> None:
+    def commit(self, num_entered: Sequence[int] | None = None) -> None:
         """So many tokens of each row entered, its first ones; None: all that were planned."""
-        counts = [item.row.num_tokens for item in self._work] if entered is None else entered
-        tokens = iter([item.tokens[:count] for item, count in zip(self._work, counts, strict=True)])
+        counts = [item.row.num_tokens for item in self._rows] if num_entered is None else num_entered
+        tokens = iter([item.tokens[:count] for item, count in zip(self._rows, counts, strict=True)])
         for cache, plan, _ in self._slices:
             cache.commit(plan, [next(tokens) for _ in plan.rows])
 
     def _plan(self) -> Iterator[_Slice]:
         end = 0
-        for cache, items in groupby(self._work, key=lambda item: item.cache):
+        for cache, items in groupby(self._rows, key=lambda item: item.cache):
             rows = [item.row for item in items]
             begin, end = end, end + sum(row.num_tokens for row in rows)
             try:
@@ -108,7 +108,7 @@ class Batch:
             yield _Slice(cache, plan, slice(begin, end))
 
 
-def _order(work: Sequence[Work]) -> list[int]:
+def _order_rows(work: Sequence[RowInput]) -> list[int]:
     """Rows by strategy, in the order in which these come first; of each, decode rows first."""
     decode: dict[KVCache, list[int]] = {}
     longer: dict[KVCache, list[int]] = {}

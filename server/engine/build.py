@@ -25,29 +25,30 @@ from config.sizes import parse_bytes
 from kernels.backends import CheckedOps, load_ops
 from kernels.device import Device, KernelsMissing
 from kernels.ops import Ops
-from kernels.selfcheck.check_memory import memory_fault
+from kernels.selfcheck.check_memory import find_memory_fault
 from kernels.tracing import OpTimer
 from server.engine.core import Core
 from server.engine.device import (
     choose_device,
     choose_dtype,
-    choose_step_tokens,
+    choose_max_batched_tokens,
     choose_threads,
-    choose_weights,
+    choose_weight_format,
     free_memory,
     limit_memory,
 )
-from server.engine.sampling.logprobs import MOST_LOGITS
+from server.engine.sampling.logprobs import MAX_STEP_LOGITS
 from server.engine.scheduling.scheduler import Limits, Scheduler
 from server.engine.scheduling.selection import Selector
-from server.engine.warmup import rehearse
+from server.engine.warmup import run_dummy_step
 from server.models.base import Model
 from server.models.config import ModelInfo
 from server.models.files.directory import locate
-from server.models.load import describe, load_model
+from server.models.load import load_model, read_model_info
 
 DEFAULT_MAX_SEQ_LEN = 8192
-FIRST_BYTES = 64 << 20  # of KV memory that are there when the engine is ready, and more where a sequence takes more
+# Of KV memory that are there when the engine is ready, and more where a sequence takes more
+INITIAL_KV_BYTES = 64 << 20
 
 
 @dataclass(frozen=True)
@@ -55,9 +56,9 @@ class Engine:
     """A core and the words that describe it."""
 
     settings: Settings
-    name: str  # of the model
+    model_name: str  # of the model
     aliases: Sequence[str]
-    directory: Path  # of the model
+    model_dir: Path  # of the model
     core: Core
     instances: Sequence[Instance]
     device: Device
@@ -71,38 +72,38 @@ def build_engine(settings: Settings, *, gradual: bool = False) -> Engine:
     The rest of a CPU's KV memory then comes in the background, and Core.step takes it.
     """
     directory = locate(settings.model, settings.revision, allow_symlinks=settings.allow_symlinks)
-    facts = describe(directory, settings.model_impl)
-    instances = registry.declared(settings.strategies)
+    facts = read_model_info(directory, settings.model_impl)
+    instances = registry.resolve_instances(settings.strategies)
     device = choose_device(settings.device)
     dtype = choose_dtype(settings.dtype, facts.dtype, device)
-    kernels = _kernels(settings, device, dtype)
-    max_seq_len = _max_seq_len(settings, facts)
+    kernels = _load_kernels(settings, device, dtype)
+    max_seq_len = _choose_max_seq_len(settings, facts)
     ops = kernels.ops
     if settings.deterministic:
         _check_row_invariant(ops)
     limit_memory(device.tensors)
-    model = _model(settings, directory, ops, dtype, device.tensors, max_seq_len)
-    max_num_batched_tokens = choose_step_tokens(settings.max_num_batched_tokens, device)
+    model = _load_model(settings, directory, ops, dtype, device.tensors, max_seq_len)
+    max_num_batched_tokens = choose_max_batched_tokens(settings.max_num_batched_tokens, device)
     geometry = Geometry(
-        layers=model.specs,
+        layers=model.layer_specs,
         kv_dtype=dtype,
         max_seats=settings.max_num_seqs,
         max_seq_len=max_seq_len,
         max_num_batched_tokens=max_num_batched_tokens,
     )
-    max_step_scores = max(1, MOST_LOGITS // model.facts.vocab_size)
+    max_step_scores = max(1, MAX_STEP_LOGITS // model.info.vocab_size)
     if device.tensors.type != "cpu":
-        _rehearse(settings, model, max_num_batched_tokens, max_step_scores)
-    arena, caches = _kv_memory(settings, instances, geometry, ops, device.tensors, directory, gradual=gradual)
-    _check_memory(caches, arena, geometry, kernels)
-    limits = _limits(settings, geometry, arena, max_step_scores)
+        _warm_up(settings, model, max_num_batched_tokens, max_step_scores)
+    arena, caches = _allocate_kv_memory(settings, instances, geometry, ops, device.tensors, directory, gradual=gradual)
+    _check_ops_in_kv_memory(caches, arena, geometry, kernels)
+    limits = _make_limits(settings, geometry, arena, max_step_scores)
     selector = Selector(caches.keys(), settings.rules, settings.default_strategy)
     core = Core(model, caches, arena, Scheduler(limits), selector, OpTimer(ops, device.tensors), ops)
     name, *aliases = settings.model_names
     return Engine(settings, name, aliases, directory, core, instances, device, kernels, max_seq_len)
 
 
-def _kv_memory(
+def _allocate_kv_memory(
     settings: Settings,
     instances: Sequence[Instance],
     geometry: Geometry,
@@ -114,24 +115,24 @@ def _kv_memory(
 ) -> tuple[Arena, Mapping[str, KVCache]]:
     """Allocate the KV memory and make the caches that share it. Raises SettingsError."""
     page = registry.page_bytes(instances, geometry)
-    pages = _pages(settings, instances, geometry, page, device)
-    with _room_for(f"KV memory of {pages * page} bytes", "give a smaller kv_memory"):
+    pages = _choose_num_pages(settings, instances, geometry, page, device)
+    with _translate_oom_errors(f"KV memory of {pages * page} bytes", "give a smaller kv_memory"):
         arena = Arena(pages, page, device, gradual=gradual and device.type == "cpu")
-        caches = registry.build(instances, geometry, arena, ops, str(directory))
-        arena.touch(max(registry.pages_needed(instances, geometry), FIRST_BYTES // page))
+        caches = registry.build_caches(instances, geometry, arena, ops, str(directory))
+        arena.touch(max(registry.compute_min_pages(instances, geometry), INITIAL_KV_BYTES // page))
         arena.touch_rest(partial(free_memory, device))
     return arena, caches
 
 
-def _limits(settings: Settings, geometry: Geometry, arena: Arena, max_step_scores: int) -> Limits:
+def _make_limits(settings: Settings, geometry: Geometry, arena: Arena, max_step_scores: int) -> Limits:
     return Limits(
         max_num_seqs=settings.max_num_seqs,
         max_num_batched_tokens=geometry.max_num_batched_tokens,
         max_queued_requests=settings.max_queued_requests,
         max_seq_len=geometry.max_seq_len,
-        kv_bytes=arena.usable * arena.page_bytes,
+        kv_bytes=arena.num_usable_pages * arena.page_bytes,
         kv_overcommit=settings.kv_overcommit,
-        max_step_scores=max_step_scores,
+        max_logprob_tokens=max_step_scores,
         num_speculative_tokens=settings.num_speculative_tokens,
         max_speculative_tokens=settings.max_speculative_tokens,
         priority_aging=settings.priority_aging,
@@ -139,7 +140,7 @@ def _limits(settings: Settings, geometry: Geometry, arena: Arena, max_step_score
     )
 
 
-def _kernels(settings: Settings, device: Device, dtype: torch.dtype) -> CheckedOps:
+def _load_kernels(settings: Settings, device: Device, dtype: torch.dtype) -> CheckedOps:
     try:
         return load_ops(device, dtype, reference=settings.kernels == "reference")
     except KernelsMissing as error:
@@ -147,7 +148,7 @@ def _kernels(settings: Settings, device: Device, dtype: torch.dtype) -> CheckedO
 
 
 @contextmanager
-def _room_for(what: str, advice: str) -> Iterator[None]:
+def _translate_oom_errors(what: str, advice: str) -> Iterator[None]:
     """Turn what a device's allocator raises into a SettingsError. It has no type of its own on mps."""
     try:
         yield
@@ -161,19 +162,19 @@ def _room_for(what: str, advice: str) -> Iterator[None]:
         raise SettingsError(f"{what} is too large for this process: {advice}; the system says: {error}") from None
 
 
-def _model(
+def _load_model(
     settings: Settings, directory: Path, ops: Ops, dtype: torch.dtype, device: torch.device, max_seq_len: int
 ) -> Model:
     """Load the model, and set the number of torch's threads for it."""
     if settings.threads is not None:  # for loading, too
         torch.set_num_threads(settings.threads)
-    with _room_for("the model", "take a smaller one, or keep its weights in a shorter format"):
+    with _translate_oom_errors("the model", "take a smaller one, or keep its weights in a shorter format"):
         model = load_model(
             directory,
             settings.model_impl,
             ops=ops,
             dtype=dtype,
-            weights=choose_weights(settings, dtype),
+            weights=choose_weight_format(settings, dtype),
             device=device,
             positions=max_seq_len,
         )
@@ -183,16 +184,22 @@ def _model(
     return model
 
 
-def _rehearse(settings: Settings, model: Model, max_num_batched_tokens: int, max_step_scores: int) -> None:
+def _warm_up(settings: Settings, model: Model, max_num_batched_tokens: int, max_step_scores: int) -> None:
     """Run the largest step there can be: one of prompts, in which every other sequence draws a token."""
     rows = settings.max_num_seqs
-    with _room_for(f"a step of {max_num_batched_tokens} tokens", "lower max_num_batched_tokens or max_num_seqs"):
-        rehearse(
-            model, tokens=max_num_batched_tokens + rows, logits=min(max_step_scores, max_num_batched_tokens) + rows
+    with _translate_oom_errors(
+        f"a step of {max_num_batched_tokens} tokens", "lower max_num_batched_tokens or max_num_seqs"
+    ):
+        run_dummy_step(
+            model,
+            num_tokens=max_num_batched_tokens + rows,
+            num_logits=min(max_step_scores, max_num_batched_tokens) + rows,
         )
 
 
-def _check_memory(caches: Mapping[str, KVCache], arena: Arena, geometry: Geometry, kernels: CheckedOps) -> None:
+def _check_ops_in_kv_memory(
+    caches: Mapping[str, KVCache], arena: Arena, geometry: Geometry, kernels: CheckedOps
+) -> None:
     """Raise SettingsError if the operations fail in the memory of a strategy, though they passed in a small one.
 
     Each is tried in the block that it would get first. On a device, where offsets are what is unproven, in the last one
@@ -205,12 +212,12 @@ def _check_memory(caches: Mapping[str, KVCache], arena: Arena, geometry: Geometr
         first = arena.take(name, store.run)
         assert first is not None, "there is room for the longest sequence of each"
         blocks = [first] if store.device.type == "cpu" else [first, store.num_blocks - 1]
-        faults = (memory_fault(kernels.ops, store, block, geometry.layers, geometry.kv_dtype) for block in blocks)
+        faults = (find_memory_fault(kernels.ops, store, block, geometry.layers, geometry.kv_dtype) for block in blocks)
         fault = next(filter(None, faults), None)
-        arena.give(name, first, store.run)
+        arena.release(name, first, store.run)
         if fault is not None:
             raise SettingsError(
-                f"the kernels ({kernels.words}) fail in the KV memory of {name!r}: {fault}; lower max_seq_len or "
+                f"the kernels ({kernels.description}) fail in the KV memory of {name!r}: {fault}; lower max_seq_len or "
                 "kv_memory, or have plain torch compute with kernels='reference'"
             )
 
@@ -228,22 +235,22 @@ def _check_deterministic(model: Model, ops: Ops) -> None:
     if model.impl != "lean":
         raise SettingsError("deterministic: not for a model that transformers computes")
     most = ops.row_invariant_head_dim
-    if any(max(spec.head_dim, spec.v_head_dim) > most for spec in model.specs):
+    if any(max(spec.head_dim, spec.v_head_dim) > most for spec in model.layer_specs):
         raise SettingsError(f"deterministic: only for heads of up to {most} numbers")
 
 
-def _max_seq_len(settings: Settings, facts: ModelInfo) -> int:
+def _choose_max_seq_len(settings: Settings, facts: ModelInfo) -> int:
     wanted = settings.max_seq_len or min(facts.max_positions, DEFAULT_MAX_SEQ_LEN)
     if wanted > facts.max_positions:
         raise SettingsError(f"max_seq_len is {wanted}, but the model has {facts.max_positions} positions: lower it")
     return wanted
 
 
-def _pages(
+def _choose_num_pages(
     settings: Settings, instances: Sequence[Instance], geometry: Geometry, page: int, device: torch.device
 ) -> int:
     """Return the number of pages to take: as set, or a share of free memory, at most what max_num_seqs could fill."""
-    least = registry.pages_needed(instances, geometry)
+    least = registry.compute_min_pages(instances, geometry)
     if settings.kv_memory == "auto":
         most = settings.max_num_seqs * registry.sequence_pages(instances, geometry)
         pages = min(int(free_memory(device) * settings.kv_memory_share) // page, max(most, least))

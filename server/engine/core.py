@@ -21,18 +21,21 @@ from server.engine.ipc.messages import Admitted, Explained, Failed, FromEngine, 
 from server.engine.model_runner import ModelRunner, StepOutput
 from server.engine.records import Admission, DraftRecord, Outcome, RequestRecord, StepPart, StepReport
 from server.engine.sampling.rejection_sampler import VerifiedRequest
-from server.engine.sampling.speculation import lookup_for, speculation_of
+from server.engine.sampling.speculation import make_proposer, resolve_speculation
 from server.engine.scheduling.request import Request, RequestError
 from server.engine.scheduling.scheduler import Scheduled, Scheduler
 from server.engine.scheduling.selection import Selector
-from server.engine.stats import merged_parts, record_of
+from server.engine.stats import make_request_record, merge_step_parts
 from server.engine.step_recovery import STEP_FAILED, RequestsFailed, RowsComputed, StrategyFailed, run_step
 from server.models.base import Model
 
 log = logging.getLogger(__name__)
 
-NO_NUMBER = "the model's logits are not numbers: are its weights sound? If they are, --dtype float32 may help"
-TIMED = 61  # the operations of every 61st step are timed; a prime, so that no periodic work falls into each of them
+NON_FINITE_LOGITS_MESSAGE = (
+    "the model's logits are not numbers: are its weights sound? If they are, --dtype float32 may help"
+)
+# The operations of every 61st step are timed; a prime, so that no periodic work falls into each of them
+TIMING_INTERVAL = 61
 
 
 class Event(NamedTuple):
@@ -51,18 +54,18 @@ class StepResult(NamedTuple):
 
 
 @dataclass
-class _Since:
+class _StepAccumulator:
     """What has happened since the last step: counts by instance, lists in order."""
 
     failures: Counter[str] = field(default_factory=Counter)
-    generated: Counter[str] = field(default_factory=Counter)  # tokens
+    generated_tokens: Counter[str] = field(default_factory=Counter)  # tokens
     drafts: defaultdict[str, list[DraftRecord]] = field(default_factory=lambda: defaultdict(list))
-    forked: Counter[str] = field(default_factory=Counter)  # requests
-    admitted: list[Admission] = field(default_factory=list)
-    gaps: defaultdict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
-    left: list[RequestRecord] = field(default_factory=list)
-    failed: list[Event] = field(default_factory=list)
-    explanations: list[Event] = field(default_factory=list)
+    forks: Counter[str] = field(default_factory=Counter)  # requests
+    admissions: list[Admission] = field(default_factory=list)
+    inter_token_seconds: defaultdict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
+    finished: list[RequestRecord] = field(default_factory=list)
+    failure_events: list[Event] = field(default_factory=list)
+    explanation_events: list[Event] = field(default_factory=list)
 
 
 class Core:
@@ -75,7 +78,7 @@ class Core:
         arena: Arena,
         scheduler: Scheduler,
         selector: Selector,
-        stopwatch: OpTimer,
+        op_timer: OpTimer,
         ops: Ops,
     ) -> None:
         self.model = model
@@ -84,10 +87,10 @@ class Core:
         self.scheduler = scheduler
         self._selector = selector
         self._requests: dict[tuple[int, str], Request] = {}
-        self._since = _Since()
-        self._evicted: Counter[str] = Counter()  # pages, up to the last step
-        self.timed_every = TIMED  # steps; 0: none is
-        self._stopwatch = stopwatch
+        self._accumulator = _StepAccumulator()
+        self._evicted_pages: Counter[str] = Counter()  # pages, up to the last step
+        self.timing_interval = TIMING_INTERVAL  # steps; 0: none is
+        self._op_timer = op_timer
         self._runner = ModelRunner(model, ops.sample)
         self._steps = 0
 
@@ -105,10 +108,10 @@ class Core:
     def submit(self, worker: int, message: Submit) -> Event | None:
         """Queue a request; return None, or the event that tells its client why it is refused."""
         try:
-            request = self._request(worker, message)
+            request = self._make_request(worker, message)
             self.scheduler.submit(request)
         except RequestError as error:
-            return Event(worker, error.told(message.request_id))
+            return Event(worker, error.to_message(message.request_id))
         except Exception as error:
             log.exception("a request could not be queued; others go on")
             failed = Failed(message.request_id, 500, STEP_FAILED.format(type(error).__name__), "request_failed")
@@ -117,11 +120,11 @@ class Core:
         request.siblings.append(request)
         return None
 
-    def _request(self, worker: int, message: Submit) -> Request:
+    def _make_request(self, worker: int, message: Submit) -> Request:
         """Make the request of a message. Raises RequestError."""
-        name, reason = self._selector.choose(message, self.arena.in_use)
+        name, reason = self._selector.choose(message, self.arena.usage)
         cache = self.caches[name]
-        speculation = speculation_of(message.speculation, self.scheduler.limits)
+        speculation = resolve_speculation(message.speculation, self.scheduler.limits)
         request = Request(
             (worker, message.request_id),
             list(message.prompt),
@@ -131,18 +134,18 @@ class Core:
             priority=message.priority,
             caching=message.caching,
             explain=message.explain,
-            siblings=self._siblings(worker, message, cache),
+            siblings=self._find_siblings(worker, message, cache),
         )
-        request.check_draws(self.model.facts.eos_ids)
-        request.lookup = lookup_for(request, speculation)
+        request.check_allowed_tokens(self.model.info.eos_ids)
+        request.proposer = make_proposer(request, speculation)
         return request
 
-    def _siblings(self, worker: int, message: Submit, cache: KVCache) -> list[Request]:
+    def _find_siblings(self, worker: int, message: Submit, cache: KVCache) -> list[Request]:
         """Return the list shared by all choices (n > 1) of one prompt; a new one for the first choice."""
         sibling = self._requests.get((worker, message.sibling_of)) if message.sibling_of is not None else None
         if sibling is None or sibling.cache is not cache or sibling.caching != message.caching:
             return []
-        return sibling.siblings if sibling.tokens[: sibling.prompt_tokens] == message.prompt else []
+        return sibling.siblings if sibling.tokens[: sibling.num_prompt_tokens] == message.prompt else []
 
     def cancel(self, worker: int, request_id: str, outcome: Outcome = "cancelled") -> None:
         """End a request and free its memory now; do nothing if it has ended."""
@@ -163,16 +166,16 @@ class Core:
         """
         if floor > limit:
             raise RequestError(400, f"a floor of {floor} pages is more than the limit, {limit}", param="floor")
-        if (why_not := self.arena.objection(name, floor=floor, limit=limit)) is not None:
+        if (why_not := self.arena.explain_refusal(name, floor=floor, limit=limit)) is not None:
             raise RequestError(409, f"with that, {why_not}", code="no_room")
         self.arena.set_share(name, floor=floor, limit=limit)
         self._drain(name)
-        self.scheduler.room_changed()
+        self.scheduler.mark_room_changed()
 
     def _drain(self, name: str) -> None:
         """Lower what an instance may hold to what its running requests need, where that is above its limit."""
         running = [r for r in self.scheduler.running if r.cache.name == name]
-        needed = sum(r.cache.bytes_for(r.most_tokens) for r in running)
+        needed = sum(r.cache.bytes_for(r.max_total_tokens) for r in running)
         pinned = len(self.caches[name].pinned_pages())
         self.arena.drain(name, -(-needed // self.arena.page_bytes) + pinned)
 
@@ -186,52 +189,54 @@ class Core:
             if cache.draining:
                 self._drain(cache.name)
                 if not cache.draining:
-                    self.scheduler.room_changed()
+                    self.scheduler.mark_room_changed()
         scheduled, preempted = self.scheduler.schedule()
         self._steps += bool(scheduled)
-        timed = bool(scheduled and self.timed_every) and self._steps % self.timed_every == 0
-        with self._stopwatch if timed else nullcontext() as watch:
+        timed = bool(scheduled and self.timing_interval) and self._steps % self.timing_interval == 0
+        with self._op_timer if timed else nullcontext() as watch:
             parts, events = self._compute(scheduled)
-        since, self._since = self._since, _Since()
+        since, self._accumulator = self._accumulator, _StepAccumulator()
         report = StepReport(
             seconds=time.monotonic() - began,
             parts=parts,
-            preempted=Counter(r.cache.name for r in preempted),
+            preemptions=Counter(r.cache.name for r in preempted),
             failures=since.failures,
-            gaps=since.gaps,
-            generated=since.generated,
+            inter_token_seconds=since.inter_token_seconds,
+            generated_tokens=since.generated_tokens,
             drafts=since.drafts,
-            forked=since.forked,
-            admitted=since.admitted,
-            evicted=self._newly_evicted(),
-            happened={name: told for name, cache in self.caches.items() if (told := cache.happened()) is not None},
-            kernels=None if watch is None else watch.seconds,
+            forks=since.forks,
+            admissions=since.admissions,
+            evicted_bytes=self._count_evicted_bytes(),
+            block_events={
+                name: told for name, cache in self.caches.items() if (told := cache.collect_block_events()) is not None
+            },
+            op_seconds=None if watch is None else watch.seconds,
         )
         gave_way = [Event(r.key[0], Preempted(r.key[1])) for r in preempted]
-        return StepResult(gave_way + events + since.failed + since.explanations, report, since.left)
+        return StepResult(gave_way + events + since.failure_events + since.explanation_events, report, since.finished)
 
     def _take_memory(self) -> None:
         """Take the KV memory that has come since the last step; if no more will come, go on with what there is."""
-        arena, total = self.arena, self.arena.total
-        if not arena.advance():
+        arena, total = self.arena, self.arena.total_pages
+        if not arena.add_touched_pages():
             return
-        if arena.total < total:
+        if arena.total_pages < total:
             log.warning(
                 "memory has run out: of %d bytes of KV memory, %d are used; floors and limits are as much lower",
                 total * arena.page_bytes,
-                arena.total * arena.page_bytes,
+                arena.total_pages * arena.page_bytes,
             )
             for name in self.caches:
                 self._drain(name)
-        self.scheduler.memory_changed(arena.usable * arena.page_bytes)
+        self.scheduler.set_kv_bytes(arena.num_usable_pages * arena.page_bytes)
 
-    def _newly_evicted(self) -> dict[str, int]:
+    def _count_evicted_bytes(self) -> dict[str, int]:
         """Return the bytes that were evicted since the last step, by instance."""
         evicted: dict[str, int] = {}
         for name in self.caches:
-            if pages := self.arena.reclaimed(name) - self._evicted[name]:
+            if pages := self.arena.num_reclaimed_pages(name) - self._evicted_pages[name]:
                 evicted[name] = pages * self.arena.page_bytes
-                self._evicted[name] += pages
+                self._evicted_pages[name] += pages
         return evicted
 
     def _compute(self, scheduled: Sequence[Scheduled]) -> tuple[Mapping[str, StepPart], list[Event]]:
@@ -242,52 +247,63 @@ class Core:
             match result:
                 case RowsComputed(part, output):
                     parts.append(part)
-                    events += self._advance(output)
+                    events += self._update_from_output(output)
                 case StrategyFailed(instance):
-                    self._since.failures[instance] += 1
+                    self._accumulator.failures[instance] += 1
                 case RequestsFailed(requests, message, code):
                     self._fail(requests, message, code)
-        return merged_parts(parts), events
+        return merge_step_parts(parts), events
 
-    def _advance(self, output: StepOutput) -> list[Event]:
+    def _update_from_output(self, output: StepOutput) -> list[Event]:
         """Commit the tokens that have entered and extend the texts; return the messages for clients."""
-        _commit(output)
+        _commit_output(output)
         events: list[Event] = []
         for request, _, _ in output.scheduled:
-            if request.cached_tokens is None:
-                events += self._admit(request)
-            if request in output.prompt_scores:
-                of_prompt = output.prompt_scores[request]
-                request.scored += len(of_prompt.scores)
+            if request.num_cached_tokens is None:
+                events += self._record_admission(request)
+            if request in output.prompt_logprobs:
+                of_prompt = output.prompt_logprobs[request]
+                request.num_scored_tokens += len(of_prompt.logprobs)
                 events.append(Event(request.key[0], of_prompt))
-        forks = [fork for turn in output.turns for fork in self._fork(turn.request, output.siblings[turn.request])]
-        events += [event for fork in forks if fork.request.cached_tokens is None for event in self._admit(fork.request)]
-        turns = [*output.turns, *forks]
-        events += [self._finish(turn.request) for turn in turns if turn.request not in output.taken]
-        return events + self._extend([turn for turn in turns if turn.request in output.taken], output)
+        forks = [
+            fork
+            for turn in output.verified_requests
+            for fork in self._fork_siblings(turn.request, output.siblings[turn.request])
+        ]
+        events += [
+            event
+            for fork in forks
+            if fork.request.num_cached_tokens is None
+            for event in self._record_admission(fork.request)
+        ]
+        turns = [*output.verified_requests, *forks]
+        events += [self._finish(turn.request) for turn in turns if turn.request not in output.sample_results]
+        return events + self._append_tokens([turn for turn in turns if turn.request in output.sample_results], output)
 
-    def _admit(self, request: Request) -> list[Event]:
+    def _record_admission(self, request: Request) -> list[Event]:
         """Count what a request found in the cache; called once, when its first row has run and that is final."""
         assert request.seat is not None
         seat, name = request.seat, request.cache.name
-        request.cached_tokens, request.miss = (seat.length, None) if request.forked else (seat.cached, seat.miss)
-        found = request.cached_tokens
-        self._since.admitted.append(Admission(name, request.prompt_tokens, found, request.miss, request.forked))
+        request.num_cached_tokens, request.miss = (seat.length, None) if request.forked else (seat.cached, seat.miss)
+        found = request.num_cached_tokens
+        self._accumulator.admissions.append(
+            Admission(name, request.num_prompt_tokens, found, request.miss, request.forked)
+        )
         worker, request_id = request.key
         queued = request.times.admitted - request.times.arrived
         return [Event(worker, Admitted(request_id, name, request.reason, found, request.miss, queued))]
 
-    def _extend(self, turns: Sequence[VerifiedRequest], output: StepOutput) -> list[Event]:
+    def _append_tokens(self, turns: Sequence[VerifiedRequest], output: StepOutput) -> list[Event]:
         """Extend the texts by the tokens that were drawn; return the messages for clients."""
         events = []
         for turn in turns:
-            request, (tokens, sound) = turn.request, output.taken[turn.request]
+            request, (tokens, sound) = turn.request, output.sample_results[turn.request]
             if turn.draft:
-                accepted = output.taken[request].accepted
-                request.verified(len(turn.draft), accepted)
-                self._since.drafts[request.cache.name].append(DraftRecord(len(turn.draft), accepted))
+                accepted = output.sample_results[request].num_accepted
+                request.record_draft(len(turn.draft), accepted)
+                self._accumulator.drafts[request.cache.name].append(DraftRecord(len(turn.draft), accepted))
             for token in tokens:
-                self._append(request, token)
+                self._append_token(request, token)
             if tokens:
                 worker, request_id = request.key
                 scores = output.logprobs[request]
@@ -296,17 +312,17 @@ class Core:
             if not sound:
                 assert request.seat is not None
                 request.cache.discard(request.seat)
-                self._fail([request], NO_NUMBER, "not_a_number")
+                self._fail([request], NON_FINITE_LOGITS_MESSAGE, "not_a_number")
             elif request.finish_reason is not None:
                 self._remove(request, request.finish_reason)
         return events
 
-    def _append(self, request: Request, token: int) -> None:
+    def _append_token(self, request: Request, token: int) -> None:
         before = request.times.last_token
-        request.extend(token, self.model.facts.eos_ids)
-        self._since.generated[request.cache.name] += 1
+        request.append_token(token, self.model.info.eos_ids)
+        self._accumulator.generated_tokens[request.cache.name] += 1
         if before:
-            self._since.gaps[request.cache.name].append(request.times.last_token - before)
+            self._accumulator.inter_token_seconds[request.cache.name].append(request.times.last_token - before)
 
     def _finish(self, request: Request) -> Event:
         """End a request that wants no token, after its prompt has been computed."""
@@ -314,10 +330,10 @@ class Core:
         worker, request_id = request.key
         return Event(worker, Tokens(request_id, [], "length"))
 
-    def _fork(self, request: Request, siblings: Sequence[VerifiedRequest]) -> list[VerifiedRequest]:
+    def _fork_siblings(self, request: Request, siblings: Sequence[VerifiedRequest]) -> list[VerifiedRequest]:
         """Give siblings a copy of the seat with the computed prompt; return those for which there was room."""
         forked = [turn for turn in siblings if self.scheduler.fork(turn.request, request)]
-        self._since.forked[request.cache.name] += len(forked)
+        self._accumulator.forks[request.cache.name] += len(forked)
         return forked
 
     def _fail(self, requests: Sequence[Request], message: str, code: str) -> None:
@@ -325,22 +341,22 @@ class Core:
         for request in requests:
             self._remove(request, "error")
             worker, request_id = request.key
-            self._since.failed.append(Event(worker, Failed(request_id, 500, message, code)))
+            self._accumulator.failure_events.append(Event(worker, Failed(request_id, 500, message, code)))
 
     def _remove(self, request: Request, outcome: Outcome) -> None:
         del self._requests[request.key]
         request.siblings.remove(request)
         self.scheduler.remove(request)
-        record = record_of(request, outcome)
-        self._since.left.append(record)
+        record = make_request_record(request, outcome)
+        self._accumulator.finished.append(record)
         if request.explain and outcome in ("stop", "length"):
             worker, request_id = request.key
-            self._since.explanations.append(Event(worker, Explained(request_id, record)))
+            self._accumulator.explanation_events.append(Event(worker, Explained(request_id, record)))
 
 
-def _commit(output: StepOutput) -> None:
+def _commit_output(output: StepOutput) -> None:
     """Commit the tokens that have entered, and free the slots of rejected draft tokens."""
-    output.batch.commit(output.entered())
+    output.batch.commit(output.count_entered_tokens())
     for request in (s.request for s in output.scheduled if s.draft):
         assert request.seat is not None
         request.cache.crop(request.seat, request.seat.length)

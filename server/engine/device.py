@@ -12,18 +12,18 @@ import torch
 
 from config.errors import SettingsError
 from config.settings import Settings
-from kernels.device import EMULATED, Device, fast_halves, named
+from kernels.device import EMULATED_DEVICES, Device, fast_half_dtypes, get_device
 from server.models.errors import ModelError
-from server.models.files.user_cache import expanded, user_cache
-from server.models.weights import Format, Kept
+from server.models.files.user_cache import expand_user, user_cache_dir
+from server.models.weights import WeightFormat, WeightsConfig
 
 log = logging.getLogger(__name__)
 
 CORES = torch.get_num_threads()  # as torch finds them, OMP_NUM_THREADS included
-SMALL = 16 << 20  # bytes of a model whose step is too short to be shared
+SMALL_MODEL_BYTES = 16 << 20  # bytes of a model whose step is too short to be shared
 METAL_MARGIN = 256 << 20  # bytes that stay free on mps: attention's scratch, command buffers, the allocator's rounding
 WEIGHT_DTYPES = {"f32": torch.float32, "bf16": torch.bfloat16, "f16": torch.float16}
-WEIGHT_FORMATS = {"int8": Format(8), "int4": Format(4, 32)}  # docs/models.md has what they cost
+WEIGHT_FORMATS = {"int8": WeightFormat(8), "int4": WeightFormat(4, 32)}  # docs/models.md has what they cost
 
 
 def choose_device(wanted: str) -> Device:
@@ -31,10 +31,10 @@ def choose_device(wanted: str) -> Device:
     usable = {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available(), "cpu": True}
     if wanted == "auto":
         wanted = next(name for name, there in usable.items() if there)
-    if wanted not in EMULATED and not usable[wanted]:
+    if wanted not in EMULATED_DEVICES and not usable[wanted]:
         there = ", ".join(name for name, yes in usable.items() if yes)
         raise SettingsError(f"device {wanted!r} is not usable here; torch offers {there}")
-    return named(wanted)
+    return get_device(wanted)
 
 
 def choose_dtype(wanted: str, checkpoint: str, device: Device) -> torch.dtype:
@@ -44,7 +44,7 @@ def choose_dtype(wanted: str, checkpoint: str, device: Device) -> torch.dtype:
     """
     if wanted == "auto":
         wanted = checkpoint
-        if device.name == "cpu" and not (wanted == "bfloat16" and torch.bfloat16 in fast_halves()):
+        if device.name == "cpu" and not (wanted == "bfloat16" and torch.bfloat16 in fast_half_dtypes()):
             wanted = "float32"
     dtype = getattr(torch, wanted, None)
     if dtype not in WEIGHT_DTYPES.values():
@@ -53,20 +53,22 @@ def choose_dtype(wanted: str, checkpoint: str, device: Device) -> torch.dtype:
     return dtype
 
 
-def choose_weights(settings: Settings, dtype: torch.dtype) -> Kept:
+def choose_weight_format(settings: Settings, dtype: torch.dtype) -> WeightsConfig:
     """Return how weights are kept under activations of `dtype`."""
     if settings.weights in WEIGHT_DTYPES:
-        return Kept(WEIGHT_DTYPES[settings.weights])
+        return WeightsConfig(WEIGHT_DTYPES[settings.weights])
     format = WEIGHT_FORMATS.get(settings.weights)
-    return Kept(dtype, format, as_stored=True, cache=_weights_cache(settings.weights_cache) if format else None)
+    return WeightsConfig(
+        dtype, format, as_stored=True, cache_dir=_find_weights_cache_dir(settings.weights_cache) if format else None
+    )
 
 
-def _weights_cache(wanted: str | None) -> Path | None:
+def _find_weights_cache_dir(wanted: str | None) -> Path | None:
     """Return the folder where quantized weights are kept; None if they are not."""
     if wanted is not None:
-        return None if wanted in ("", "off") else expanded(wanted)
+        return None if wanted in ("", "off") else expand_user(wanted)
     try:
-        return user_cache() / "weights"
+        return user_cache_dir() / "weights"
     except ModelError as error:
         log.warning("the next start has to quantize the weights again, as nothing can be kept: %s", error)
         return None
@@ -78,10 +80,10 @@ def choose_threads(wanted: int | None, weight_bytes: int) -> int:
     A model that the memory has to bring anew for each step is worth every core. A small one leaves a core to HTTP:
     threads that wait for each other by spinning then lose more than one core gives.
     """
-    return wanted or (CORES if weight_bytes > SMALL else max(1, CORES - 1))
+    return wanted or (CORES if weight_bytes > SMALL_MODEL_BYTES else max(1, CORES - 1))
 
 
-def choose_step_tokens(wanted: int | None, device: Device) -> int:
+def choose_max_batched_tokens(wanted: int | None, device: Device) -> int:
     """Return the largest number of prompt tokens of a step.
 
     While a step runs nobody hears anything. A CPU is as busy with 512 tokens as with more, and a tenth less with half

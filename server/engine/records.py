@@ -11,7 +11,7 @@ import msgspec
 if TYPE_CHECKING:  # API processes read records, and import no strategies
     from cache_strategies.base import BlockEvents
 
-Wait = Literal["seats", "memory", "sibling", "turn"]  # what a request waits for, see Scheduler.waits
+WaitReason = Literal["seats", "memory", "sibling", "turn"]  # what a request waits for, see Scheduler.waits
 Outcome = Literal["stop", "length", "cancelled", "error"]  # of a request
 Phase = Literal["prefill", "decode", "mixed"]  # what the rows of a step do: all of them, or some this and some that
 Role = Literal["engine", "api", "supervisor"]  # of a process
@@ -40,8 +40,8 @@ class Admission:
 class DraftRecord(NamedTuple):
     """Guesses at a request's next tokens that were verified in a step."""
 
-    tokens: int
-    accepted: int  # of these, the first ones
+    num_tokens: int
+    num_accepted: int  # of these, the first ones
 
 
 @dataclass(frozen=True)
@@ -50,16 +50,18 @@ class StepReport:
 
     seconds: float
     parts: Mapping[str, StepPart]  # by instance
-    preempted: Mapping[str, int]  # requests, by instance
+    preemptions: Mapping[str, int]  # requests, by instance
     failures: Mapping[str, int]  # exceptions in a strategy's code, by instance
-    generated: Mapping[str, int]  # tokens drawn, by instance
+    generated_tokens: Mapping[str, int]  # tokens drawn, by instance
     drafts: Mapping[str, Sequence[DraftRecord]]  # by instance
-    forked: Mapping[str, int]  # requests that took over a sibling's prompt, by instance
-    admitted: Sequence[Admission]
-    evicted: Mapping[str, int]  # bytes that had to make room since the step before, by instance
-    gaps: Mapping[str, Sequence[float]]  # seconds between a token drawn in this step and the one before, by instance
-    happened: Mapping[str, BlockEvents]  # to blocks, by instance
-    kernels: Mapping[str, float] | None  # seconds of each operation; None: they were not timed in this step
+    forks: Mapping[str, int]  # requests that took over a sibling's prompt, by instance
+    admissions: Sequence[Admission]
+    evicted_bytes: Mapping[str, int]  # bytes that had to make room since the step before, by instance
+    inter_token_seconds: Mapping[
+        str, Sequence[float]
+    ]  # seconds between a token drawn in this step and the one before, by instance
+    block_events: Mapping[str, BlockEvents]  # to blocks, by instance
+    op_seconds: Mapping[str, float] | None  # seconds of each operation; None: they were not timed in this step
 
     @property
     def rows(self) -> int:

@@ -12,23 +12,23 @@ from torch import Tensor
 
 from server.engine.ipc.messages import PromptScores
 from server.engine.records import Outcome, RequestRecord, StepPart
-from server.engine.sampling.logprobs import scores
+from server.engine.sampling.logprobs import compute_logprobs
 from server.engine.scheduling.request import Request
 from server.engine.scheduling.scheduler import Scheduled
 
 
-def parts_of(scheduled: Sequence[Scheduled]) -> dict[str, StepPart]:
+def make_step_parts(scheduled: Sequence[Scheduled]) -> dict[str, StepPart]:
     """Return the numbers of rows and tokens of a step, by instance."""
     counts: dict[str, list[int]] = {}  # decode rows, all rows, tokens
     for request, num_tokens, draft in scheduled:
         count = counts.setdefault(request.cache.name, [0, 0, 0])
-        count[0] += num_tokens == 1 and request.generated > 0
+        count[0] += num_tokens == 1 and request.num_output_tokens > 0
         count[1] += 1
         count[2] += num_tokens + len(draft)
     return {name: StepPart(decode, rows - decode, tokens) for name, (decode, rows, tokens) in counts.items()}
 
 
-def record_of(request: Request, outcome: Outcome) -> RequestRecord:
+def make_request_record(request: Request, outcome: Outcome) -> RequestRecord:
     """Return the record of a request that ends now."""
     times, now = request.times, time.monotonic()
 
@@ -39,14 +39,14 @@ def record_of(request: Request, outcome: Outcome) -> RequestRecord:
         instance=request.cache.name,
         reason=request.reason,
         outcome=outcome,
-        prompt_tokens=request.prompt_tokens,
-        cached_tokens=request.cached_tokens,
+        prompt_tokens=request.num_prompt_tokens,
+        cached_tokens=request.num_cached_tokens,
         miss=request.miss,
         forked=request.forked,
-        generated_tokens=request.generated,
-        drafted_tokens=request.drafted_tokens,
-        accepted_tokens=request.accepted_tokens,
-        preemptions=request.preemptions,
+        generated_tokens=request.num_output_tokens,
+        drafted_tokens=request.num_draft_tokens,
+        accepted_tokens=request.num_accepted_tokens,
+        preemptions=request.num_preemptions,
         kv_bytes=request.cache.bytes_for(len(request.tokens)) if times.admitted else 0,
         queue_seconds=between(times.arrived, times.admitted),
         prefill_seconds=between(times.admitted, times.first_token),
@@ -56,7 +56,7 @@ def record_of(request: Request, outcome: Outcome) -> RequestRecord:
     )
 
 
-def prompt_scores(request: Request, num_tokens: int, logits: Tensor) -> PromptScores:
+def compute_prompt_logprobs(request: Request, num_tokens: int, logits: Tensor) -> PromptScores:
     """Return how likely the tokens of the prompt are that follow those of a row; logits [num_tokens, V].
 
     Tokens that are computed once more, after a preemption, and were scored before are left out.
@@ -65,12 +65,12 @@ def prompt_scores(request: Request, num_tokens: int, logits: Tensor) -> PromptSc
     assert seat is not None
     assert wanted is not None
     first = seat.length + 1
-    start = max(first, request.scored + 1)
-    tokens = request.tokens[start : min(seat.length + num_tokens + 1, request.prompt_tokens)]
-    return PromptScores(request.key[1], scores(logits[start - first :][: len(tokens)], tokens, wanted))
+    start = max(first, request.num_scored_tokens + 1)
+    tokens = request.tokens[start : min(seat.length + num_tokens + 1, request.num_prompt_tokens)]
+    return PromptScores(request.key[1], compute_logprobs(logits[start - first :][: len(tokens)], tokens, wanted))
 
 
-def merged_parts(parts: Iterable[Mapping[str, StepPart]]) -> dict[str, StepPart]:
+def merge_step_parts(parts: Iterable[Mapping[str, StepPart]]) -> dict[str, StepPart]:
     """Return the rows of several steps as those of one."""
     merged: dict[str, StepPart] = {}
     for name, part in (item for each in parts for item in each.items()):

@@ -16,8 +16,8 @@ from server.engine.model_runner import ModelRunner, StepOutput
 from server.engine.records import StepPart
 from server.engine.scheduling.request import Request
 from server.engine.scheduling.scheduler import Scheduled
-from server.engine.stats import parts_of
-from server.engine.warmup import rehearse
+from server.engine.stats import make_step_parts
+from server.engine.warmup import run_dummy_step
 from server.models.base import Model
 
 log = logging.getLogger(__name__)
@@ -46,10 +46,10 @@ class RequestsFailed(NamedTuple):
     code: str
 
 
-Result = RowsComputed | StrategyFailed | RequestsFailed
+RowsResult = RowsComputed | StrategyFailed | RequestsFailed
 
 
-def run_step(runner: ModelRunner, model: Model, scheduled: Sequence[Scheduled]) -> Iterator[Result]:
+def run_step(runner: ModelRunner, model: Model, scheduled: Sequence[Scheduled]) -> Iterator[RowsResult]:
     """Run the rows of a step together or, if that fails outside of a strategy, one by one.
 
     Yield each result before anything else is computed. Raises what a row raised if the model cannot compute any more.
@@ -63,11 +63,11 @@ def run_step(runner: ModelRunner, model: Model, scheduled: Sequence[Scheduled]) 
     yield from _run_one_by_one(runner, model, [s for s in scheduled if s.request.seat is not None])
 
 
-def _run_together(runner: ModelRunner, scheduled: Sequence[Scheduled]) -> Iterator[Result]:
+def _run_together(runner: ModelRunner, scheduled: Sequence[Scheduled]) -> Iterator[RowsResult]:
     """Run the rows as one step; repeat it if a strategy fails, without its rows if it has failed twice."""
     failed_before: set[str] = set()
     while scheduled:
-        parts = parts_of(scheduled)  # first: the forward pass evicts them from the processor's caches
+        parts = make_step_parts(scheduled)  # first: the forward pass evicts them from the processor's caches
         try:
             output = runner.execute(scheduled)
         except StrategyError as error:
@@ -85,16 +85,16 @@ def _run_together(runner: ModelRunner, scheduled: Sequence[Scheduled]) -> Iterat
             return
 
 
-def _run_one_by_one(runner: ModelRunner, model: Model, scheduled: Sequence[Scheduled]) -> Iterator[Result]:
+def _run_one_by_one(runner: ModelRunner, model: Model, scheduled: Sequence[Scheduled]) -> Iterator[RowsResult]:
     """Run each row as a step of its own; requests whose rows fail again end with an error.
 
     A row is left to the next step if its seat has changed because a request before it failed: they shared work.
     """
-    lengths = [_seat(s).length for s in scheduled]
+    lengths = [_get_seat(s).length for s in scheduled]
     errors: list[Exception] = []
     all_failed = True
     for row, length in zip(scheduled, lengths, strict=True):
-        if _seat(row).length != length or not row.request.cache.ready(_seat(row)):
+        if _get_seat(row).length != length or not row.request.cache.ready(_get_seat(row)):
             continue
         try:
             yield from _run_together(runner, [row])
@@ -111,13 +111,13 @@ def _run_one_by_one(runner: ModelRunner, model: Model, scheduled: Sequence[Sched
 def _check_model(model: Model, error: Exception) -> None:
     """Raise `error` if the model fails without any request, too: then only a new engine can help."""
     try:
-        rehearse(model, tokens=1, logits=1)
+        run_dummy_step(model, num_tokens=1, num_logits=1)
     except Exception:
         log.critical("the model cannot compute any more")
         raise error from None
 
 
-def _seat(scheduled: Scheduled) -> Seat:
+def _get_seat(scheduled: Scheduled) -> Seat:
     seat = scheduled.request.seat
     assert seat is not None
     return seat

@@ -11,17 +11,17 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from server.engine.ipc.messages import Sampling
+from server.engine.ipc.messages import SamplingParams
 from server.engine.sampling.draw import Draw
-from server.engine.sampling.logprobs import scores
+from server.engine.sampling.logprobs import compute_logprobs
 from server.engine.sampling.sampler import sample
 from server.models.base import Model
 
-MOST_TOP = 20  # log-probabilities beside a token's own, as many as the API lets anybody ask for
-SAMPLING = Sampling(1, temperature=1.0, top_k=2, top_p=0.9, min_p=0.1)  # all there is to draw by
+MAX_LOGPROBS = 20  # log-probabilities beside a token's own, as many as the API lets anybody ask for
+DUMMY_SAMPLING = SamplingParams(1, temperature=1.0, top_k=2, top_p=0.9, min_p=0.1)  # all there is to draw by
 
 
-class Rehearsal:
+class DummyAttention:
     """Implements `kernels.ops.Attention`."""
 
     def __init__(self, tokens: int, logits: int, device: torch.device) -> None:
@@ -30,7 +30,7 @@ class Rehearsal:
         self.logit_index = torch.zeros(logits, dtype=torch.int64, device=device)
 
     @property
-    def stored(self) -> None:
+    def kv_locations(self) -> None:
         """Nowhere."""
 
     def attend(self, layer_idx: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -39,9 +39,9 @@ class Rehearsal:
 
 
 @torch.inference_mode()
-def rehearse(model: Model, *, tokens: int, logits: int) -> None:
+def run_dummy_step(model: Model, *, num_tokens: int, num_logits: int) -> None:
     """Computes a step of so many tokens, all its logits scored and one of them drawn from."""
-    step = Rehearsal(tokens, logits, model.device)
+    step = DummyAttention(num_tokens, num_logits, model.device)
     found = model.forward(torch.zeros_like(step.positions), step)
-    scores(found, [0] * logits, MOST_TOP)
-    sample(found[:1], [Draw(SAMPLING, 0)])
+    compute_logprobs(found, [0] * num_logits, MAX_LOGPROBS)
+    sample(found[:1], [Draw(DUMMY_SAMPLING, 0)])

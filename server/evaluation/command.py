@@ -15,7 +15,7 @@ from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, T
 
 from cache_strategies.base import KVCache
 from config.errors import SettingsError
-from config.settings import Settings, StrategySettings, load
+from config.settings import Settings, StrategySettings, load_settings
 from server.engine.batch import StrategyError
 from server.engine.build import Engine, build_engine
 from server.engine.core import Core
@@ -24,37 +24,37 @@ from server.evaluation.compare import Fidelity, compare
 from server.evaluation.corpus.packing import EVALUATION_SEED
 from server.evaluation.documents import Document
 from server.evaluation.flags import EvaluateOptions
-from server.evaluation.plot import check_plot, draw
+from server.evaluation.plot import check_plot, save_plot
 from server.evaluation.report import EvaluationReport, StrategyResult, as_json, as_table
-from server.models.files.directory import located
-from server.models.load import describe
+from server.models.files.directory import resolve_model_settings
+from server.models.load import read_model_info
 from server.text.tokenizer import Tokenizer
 
-LONGEST = 2048  # tokens of a document, unless told
+DEFAULT_MAX_LENGTH = 2048  # tokens of a document, unless given
 BASELINE = "exact_caching"  # compared with, if nothing that was asked for is exact
 WHOLE = {"floor": "0%", "limit": "100%"}  # the memory is cut to fit the documents; shares would only get in the way
-MOST_LOGITS = 1 << 26  # in a step; their softmax takes a few times their memory
+MAX_LOGITS = 1 << 26  # in a step; their softmax takes a few times their memory
 
 
-def run(file: Path | None, options: dict[str, Any]) -> int:
-    """`file` holds settings; `options` are the flags given, fields of Wanted and settings. Raises SettingsError."""
-    wanted = EvaluateOptions(**{f.name: options.pop(f.name) for f in fields(EvaluateOptions) if f.name in options})
-    check_files(wanted)
-    engine, names = start(file, options, wanted)
+def run(file: Path | None, flags: dict[str, Any]) -> int:
+    """Run an evaluation; `flags` are those given, fields of EvaluateOptions and settings. Raises SettingsError."""
+    options = EvaluateOptions(**{f.name: flags.pop(f.name) for f in fields(EvaluateOptions) if f.name in flags})
+    check_files(options)
+    engine, names = start_engine(file, flags, options)
     try:
-        report = evaluate(engine, names, wanted)
+        report = evaluate(engine, names, options)
     except StrategyError as error:
         raise SettingsError(str(error)) from error
-    unsaved = save(report, wanted)
+    unsaved = write_outputs(report, options)
     print(as_table(report))
     if unsaved:
         raise SettingsError("; ".join(unsaved))
     return 0
 
 
-def check_files(wanted: EvaluateOptions) -> None:
-    """Before anything slow. Raises SettingsError."""
-    outputs = {"--json": wanted.json, "--plot": wanted.plot}
+def check_files(options: EvaluateOptions) -> None:
+    """Check the files before anything slow. Raises SettingsError."""
+    outputs = {"--json": options.json, "--plot": options.plot}
     for flag, file in outputs.items():
         if file:
             try:
@@ -64,18 +64,18 @@ def check_files(wanted: EvaluateOptions) -> None:
                     file.unlink()
             except OSError as error:
                 raise SettingsError(f"{flag}: cannot write {file}: {error.strerror}") from None
-    if wanted.json and wanted.plot and wanted.json.absolute() == wanted.plot.absolute():
-        raise SettingsError(f"--json and --plot are both {wanted.json}: give one another name")
-    if wanted.plot:
-        check_plot(wanted.plot)
-    if wanted.text:
-        documents.check_text(wanted.text)
+    if options.json and options.plot and options.json.absolute() == options.plot.absolute():
+        raise SettingsError(f"--json and --plot are both {options.json}: give one another name")
+    if options.plot:
+        check_plot(options.plot)
+    if options.text:
+        documents.check_text_file(options.text)
 
 
-def save(report: EvaluationReport, wanted: EvaluateOptions) -> list[str]:
-    """Writes what was asked for; what could not be written, in words."""
+def write_outputs(report: EvaluationReport, options: EvaluateOptions) -> list[str]:
+    """Write the files that were asked for; return what could not be written, in words."""
     unsaved = []
-    for flag, file, write in (("--json", wanted.json, write_json), ("--plot", wanted.plot, draw)):
+    for flag, file, write in (("--json", options.json, write_json), ("--plot", options.plot, save_plot)):
         if file:
             try:
                 write(report, file)
@@ -89,7 +89,7 @@ def write_json(report: EvaluationReport, file: Path) -> None:
 
 
 def parse_strategy(text: str) -> tuple[str, dict[str, Any]]:
-    """ "paged" names an instance; "sliding_window:window=64,sinks=0" makes one of that kind, named by its options."""
+    """Parse "paged", an instance, or "sliding_window:window=64,sinks=0", a new one that is named by its options."""
     kind, colon, given = text.partition(":")
     if not colon:
         return text, {}
@@ -101,8 +101,8 @@ def parse_strategy(text: str) -> tuple[str, dict[str, Any]]:
     return re.sub(r"[^A-Za-z0-9_-]", "-", name), {"kind": kind, **options}
 
 
-def chosen(settings: Settings, wanted: Sequence[str]) -> dict[str, StrategySettings]:
-    """What was asked for, by name; all declared instances, if nothing was. Raises SettingsError."""
+def select_strategies(settings: Settings, wanted: Sequence[str]) -> dict[str, StrategySettings]:
+    """Return the strategies asked for, by name; all declared ones, if none was. Raises SettingsError."""
     strategies = {}
     for text in wanted or settings.strategies:
         name, options = parse_strategy(text)
@@ -117,12 +117,12 @@ def chosen(settings: Settings, wanted: Sequence[str]) -> dict[str, StrategySetti
     return strategies
 
 
-def start(file: Path | None, flags: Mapping[str, Any], wanted: EvaluateOptions) -> tuple[Engine, list[str]]:
-    """An engine with the wanted strategies and room for a document under each; their names, an exact one first."""
-    settings = located(load(file, flags))
-    strategies = chosen(settings, wanted.strategy)
-    positions = describe(Path(settings.model), settings.model_impl).max_positions
-    if wanted.length is not None and not 2 <= wanted.length <= positions:
+def start_engine(file: Path | None, flags: Mapping[str, Any], options: EvaluateOptions) -> tuple[Engine, list[str]]:
+    """Build an engine with room for a document under each strategy; return their names, too, an exact one first."""
+    settings = resolve_model_settings(load_settings(file, flags))
+    strategies = select_strategies(settings, options.strategy)
+    positions = read_model_info(Path(settings.model), settings.model_impl).max_positions
+    if options.length is not None and not 2 <= options.length <= positions:
         raise SettingsError(f"--length: between 2 and {positions} tokens, the positions of the model")
     all_of_them = {BASELINE: StrategySettings(kind="contiguous", **WHOLE)}
     all_of_them |= {name: each.model_copy(update=WHOLE) for name, each in strategies.items()}
@@ -132,25 +132,25 @@ def start(file: Path | None, flags: Mapping[str, Any], wanted: EvaluateOptions) 
                 "strategies": all_of_them,
                 "default_strategy": BASELINE,
                 "rules": [],
-                "max_seq_len": wanted.length or min(LONGEST, positions),
+                "max_seq_len": options.length or min(DEFAULT_MAX_LENGTH, positions),
                 "max_num_seqs": len(all_of_them),
             }
         )
     )
-    return engine, order(engine.core.caches, list(strategies))
+    return engine, order_strategies(engine.core.caches, list(strategies))
 
 
-def evaluate(engine: Engine, names: Sequence[str], wanted: EvaluateOptions) -> EvaluationReport:
-    """Reads the text and the records under the named strategies, the first of them an exact one."""
+def evaluate(engine: Engine, names: Sequence[str], options: EvaluateOptions) -> EvaluationReport:
+    """Read the text and the records under the named strategies, the first of them an exact one."""
     core, length = engine.core, engine.max_seq_len
     caches = [core.caches[name] for name in names]
-    row_tokens = most_row_tokens(core, caches)
-    row_tokens = min(wanted.row_tokens or row_tokens, row_tokens)
-    text, records = read_documents(engine, wanted)
-    with progress() as bars:
+    row_tokens = compute_max_row_tokens(core, caches)
+    row_tokens = min(options.row_tokens or row_tokens, row_tokens)
+    text, records = read_documents(engine, options)
+    with make_progress_bar() as bars:
         task = bars.add_task("reading", total=sum(len(d.ids) - 1 for d in (*text, *records)))
-        found: list[Sequence[Fidelity]] = [
-            compare(core.model, caches, each, row_tokens=row_tokens, read=lambda n: bars.advance(task, n))
+        fidelities: list[Sequence[Fidelity]] = [
+            compare(core.model, caches, each, row_tokens=row_tokens, on_tokens_read=lambda n: bars.advance(task, n))
             for each in (text, records)
         ]
     instances = {instance.name: instance for instance in engine.instances}
@@ -163,42 +163,44 @@ def evaluate(engine: Engine, names: Sequence[str], wanted: EvaluateOptions) -> E
             cache.bytes_for(length),
             *fidelity,
         )
-        for cache, *fidelity in zip(caches, *found, strict=True)
+        for cache, *fidelity in zip(caches, *fidelities, strict=True)
     ]
     dtype = str(core.model.dtype).removeprefix("torch.")
-    source = str(wanted.text or "stories")
+    source = str(options.text or "stories")
     counts = (len(text), len(records))
-    return EvaluationReport(engine.name, engine.device.name, dtype, source, counts, length, row_tokens, results)
+    return EvaluationReport(engine.model_name, engine.device.name, dtype, source, counts, length, row_tokens, results)
 
 
-def most_row_tokens(core: Core, caches: Sequence[KVCache]) -> int:
-    """Of a document, that can enter every cache in one step, and whose logits are not too many."""
+def compute_max_row_tokens(core: Core, caches: Sequence[KVCache]) -> int:
+    """Return how many tokens of a document can enter every cache in one step, without too many logits."""
     rows = [cache.contract.max_row for cache in caches if cache.contract.max_row is not None]
-    step_tokens = min(core.scheduler.limits.max_num_batched_tokens, MOST_LOGITS // core.model.facts.vocab_size)
+    step_tokens = min(core.scheduler.limits.max_num_batched_tokens, MAX_LOGITS // core.model.info.vocab_size)
     return max(1, min([step_tokens // len(caches), *rows]))
 
 
-def order(caches: Mapping[str, KVCache], names: Sequence[str]) -> list[str]:
-    """The names, an exact one first, whether asked for or not: it is what the others are held against."""
+def order_strategies(caches: Mapping[str, KVCache], names: Sequence[str]) -> list[str]:
+    """Return the names, an exact one first, asked for or not: the others are compared with it."""
     exact = next((name for name in names if caches[name].contract.exact), BASELINE)
     return list(dict.fromkeys([exact, *names]))
 
 
-def read_documents(engine: Engine, wanted: EvaluateOptions) -> tuple[list[Document], list[Document]]:
-    """Running text and records, in the model's tokens."""
-    tokenizer = Tokenizer.from_directory(engine.directory).backend
-    facts = engine.core.model.facts
-    marks = documents.marks_of(tokenizer, facts.eos_ids, facts.vocab_size)
-    length, seed = engine.max_seq_len, wanted.seed or EVALUATION_SEED
-    if wanted.text:
-        text = documents.text_file(tokenizer, marks, length, wanted.texts, wanted.text)
+def read_documents(engine: Engine, options: EvaluateOptions) -> tuple[list[Document], list[Document]]:
+    """Return running text and records, in the model's tokens."""
+    tokenizer = Tokenizer.from_directory(engine.model_dir).backend
+    info = engine.core.model.info
+    marks = documents.find_marks(tokenizer, info.eos_ids, info.vocab_size)
+    length, seed = engine.max_seq_len, options.seed or EVALUATION_SEED
+    if options.text:
+        text = documents.read_text_file(tokenizer, marks, length, options.texts, options.text)
     else:
-        text = documents.stories(tokenizer, marks, length, wanted.texts, seed)
-    records = documents.records(tokenizer, marks, length, wanted.records, seed, new_phrasings=wanted.new_phrasings)
-    documents.check_vocabulary([*text, *records], facts.vocab_size)
+        text = documents.make_stories(tokenizer, marks, length, options.texts, seed)
+    records = documents.make_records(
+        tokenizer, marks, length, options.records, seed, new_phrasings=options.new_phrasings
+    )
+    documents.check_vocabulary([*text, *records], info.vocab_size)
     return text, records
 
 
-def progress() -> Progress:
+def make_progress_bar() -> Progress:
     columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeRemainingColumn())
     return Progress(*columns, console=Console(file=sys.stderr))

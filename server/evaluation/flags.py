@@ -8,12 +8,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 DESCRIPTION = """\
-Reads the same documents under several cache strategies, through the server's own engine, and tells what each one
+Reads the same documents under several cache strategies, through the server's own engine, and reports what each one
 loses against exact caching: perplexity, how often the likeliest token is the same, KL divergence, and how far back
 an answer may stand and still be known."""
 
 EPILOG = """\
-The records are told by the project's own generator, about people and things the embedded model never met; they are
+The records are made by the project's own generator, about people and things the embedded model never met; they are
 plain English, so any model that has learnt to look back can be asked. Running text is stories of the same generator,
 or a file of yours (--text).
 
@@ -41,7 +41,7 @@ class EvaluateOptions:
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    """A flag for every field of Wanted; those not given are left out, as those of settings are."""
+    """Add a flag for every field of EvaluateOptions; those not given are left out, as those of settings are."""
     add = parser.add_argument_group("evaluation").add_argument
     add(
         "--strategy",
@@ -50,11 +50,16 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         help="instance to evaluate, or KIND:option=value,...; may be given several times (default: all instances)",
     )
     add("--text", type=Path, metavar="FILE", help="running text, read from its beginning (default: stories)")
-    add("--length", type=_positive, metavar="N", help="tokens of a document (default: the model's, at most 2048)")
-    add("--texts", type=_positive, metavar="N", help=f"documents of running text (default: {EvaluateOptions.texts})")
+    add("--length", type=_parse_positive, metavar="N", help="tokens of a document (default: the model's, at most 2048)")
+    add(
+        "--texts",
+        type=_parse_positive,
+        metavar="N",
+        help=f"documents of running text (default: {EvaluateOptions.texts})",
+    )
     add(
         "--records",
-        type=_positive,
+        type=_parse_positive,
         metavar="N",
         help=f"documents with answers to recall (default: {EvaluateOptions.records})",
     )
@@ -65,22 +70,22 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     )
     add(
         "--row-tokens",
-        type=_positive,
+        type=_parse_positive,
         metavar="N",
         help="tokens of a document that enter in a step; 1 is as in decoding (default, and at most: what fits)",
     )
-    add("--seed", type=_text, metavar="TEXT", help="other documents of the generator")
+    add("--seed", type=_parse_text, metavar="TEXT", help="other documents of the generator")
     add("--json", type=Path, metavar="FILE", help="write the figures there")
     add("--plot", type=Path, metavar="FILE", help="draw them there: .png, .svg or .pdf; needs kvmux[evaluate]")
 
 
-def _positive(text: str) -> int:
+def _parse_positive(text: str) -> int:
     if not text.isascii() or not text.isdecimal() or not int(text):
         raise argparse.ArgumentTypeError(f"{text!r} is not a number above 0")
     return int(text)
 
 
-def _text(text: str) -> str:
+def _parse_text(text: str) -> str:
     if not text.isprintable():  # undecodable bytes of a command line are not, either
         raise argparse.ArgumentTypeError(f"{text!r} is not plain text")
     return text

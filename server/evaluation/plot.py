@@ -17,33 +17,35 @@ MARKERS = "osD^vP*X"  # strategies may lie on one another, and a reader may see 
 
 
 def check_plot(file: Path) -> None:
-    """Raises SettingsError for an ending that means no picture, or if there is no matplotlib."""
+    """Raise SettingsError for an ending that means no picture, or if there is no matplotlib."""
     if file.suffix.lower() not in ENDINGS:
         raise SettingsError(f"--plot {file}: the name should end in {', '.join(ENDINGS)}")
     if importlib.util.find_spec("matplotlib") is None:
         raise SettingsError("--plot needs matplotlib: pip install 'kvmux[evaluate]'")
 
 
-def draw(report: EvaluationReport, file: Path) -> None:
-    """Writes a PNG, SVG or PDF, by the file's ending. Raises OSError."""
+def save_plot(report: EvaluationReport, file: Path) -> None:
+    """Write a PNG, SVG or PDF, by the file's ending. Raises OSError."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(11, 4.2), layout="constrained")
     recall, memory = figure.subplots(1, 2)
-    _recall(recall, report)
-    _memory(memory, report)
+    _plot_recall(recall, report)
+    _plot_memory(memory, report)
     figure.suptitle(f"{report.model}, {report.dtype}, documents of {report.length:,} tokens", fontsize=10)
     figure.savefig(file, dpi=150)
 
 
-def _recall(axes: Axes, report: EvaluationReport) -> None:
+def _plot_recall(axes: Axes, report: EvaluationReport) -> None:
     for marker, result in zip(MARKERS * len(report.results), report.results, strict=False):
-        asked = [(span.most, *result.records.recall(*span)) for span in report.spans]
-        places = [most for most, _, total in asked if total]
-        shares = [100 * right / total for _, right, total in asked if total]
-        axes.plot(places, shares, marker=marker, label=result.name, markersize=5, linewidth=1.2)
+        recalls = [(span.farthest, *result.records.recall(*span)) for span in report.distance_ranges]
+        distances = [distance for distance, _, total in recalls if total]
+        shares = [100 * right / total for _, right, total in recalls if total]
+        axes.plot(distances, shares, marker=marker, label=result.name, markersize=5, linewidth=1.2)
     axes.set_xscale("log", base=2)
-    axes.set_xticks([span.most for span in report.spans], [f"{span.most:,}" for span in report.spans])
+    axes.set_xticks(
+        [span.farthest for span in report.distance_ranges], [f"{span.farthest:,}" for span in report.distance_ranges]
+    )
     axes.set_ylim(-3, 103)
     axes.set_xlabel("answer stands up to so many tokens back")
     axes.set_ylabel("answers known, %")
@@ -51,7 +53,7 @@ def _recall(axes: Axes, report: EvaluationReport) -> None:
     axes.legend(fontsize=8)
 
 
-def _memory(axes: Axes, report: EvaluationReport) -> None:
+def _plot_memory(axes: Axes, report: EvaluationReport) -> None:
     for marker, result in zip(MARKERS * len(report.results), report.results, strict=False):
         axes.plot(result.kv_bytes / 1024, 100 * result.records.agreement, marker=marker, linestyle="")
     axes.set_xlim(left=0)

@@ -20,11 +20,11 @@ NEAREST_BOUND = 64
 class DistanceRange(NamedTuple):
     """Distances, tokens back, both ends included."""
 
-    least: int
-    most: int
+    nearest: int
+    farthest: int
 
     def __str__(self) -> str:
-        return f"{self.least:,}-{self.most:,}"  # plain ASCII: not every terminal knows more
+        return f"{self.nearest:,}-{self.farthest:,}"  # plain ASCII: not every terminal knows more
 
 
 @dataclass(frozen=True)
@@ -42,28 +42,28 @@ class StrategyResult:
 
 @dataclass(frozen=True)
 class EvaluationReport:
-    """One evaluation; results[0] is the exact strategy that the others are held against."""
+    """One evaluation; results[0] is the exact strategy that the others are compared with."""
 
     model: str
     device: str
     dtype: str
     source: str  # of the running text
-    documents: tuple[int, int]  # of running text, of records
+    num_documents: tuple[int, int]  # of running text, of records
     length: int  # tokens of a document
     row_tokens: int
     results: Sequence[StrategyResult]
 
     @property
-    def spans(self) -> list[DistanceRange]:
+    def distance_ranges(self) -> list[DistanceRange]:
         """Up to 64 tokens back, 65 to 128, and so on to the length of a document."""
-        spans = [DistanceRange(1, min(NEAREST_BOUND, self.length))]
-        while spans[-1].most < self.length:
-            spans.append(DistanceRange(spans[-1].most + 1, min(2 * spans[-1].most, self.length)))
-        return spans
+        ranges = [DistanceRange(1, min(NEAREST_BOUND, self.length))]
+        while ranges[-1].farthest < self.length:
+            ranges.append(DistanceRange(ranges[-1].farthest + 1, min(2 * ranges[-1].farthest, self.length)))
+        return ranges
 
 
 def as_table(report: EvaluationReport) -> str:
-    """GitHub's Markdown. Recall is the share of right answers, by how far back the answer stood."""
+    """Return a table in GitHub's Markdown. Recall is the share of right answers, by how far back the answer stood."""
     table = Table(box=box.MARKDOWN)
     table.add_column("strategy")
     columns = [
@@ -73,24 +73,29 @@ def as_table(report: EvaluationReport) -> str:
         "KL",
         "records: top-1",
         "records: KL",
-        *(f"recall {s}" for s in report.spans),
+        *(f"recall {s}" for s in report.distance_ranges),
     ]
     for column in columns:
         table.add_column(column, justify="right")
     for r in report.results:
-        fidelity = (f"{r.text.agreement:.2%}", _nats(r.text.kl), f"{r.records.agreement:.2%}", _nats(r.records.kl))
-        recall = (_share(*r.records.recall(*span)) for span in report.spans)
+        fidelity = (
+            f"{r.text.agreement:.2%}",
+            _format_nats(r.text.kl),
+            f"{r.records.agreement:.2%}",
+            _format_nats(r.records.kl),
+        )
+        recall = (_format_share(*r.records.recall(*span)) for span in report.distance_ranges)
         table.add_row(r.name, f"{r.kv_bytes / 1024:,.0f} KiB", f"{r.text.perplexity:.3f}", *fidelity, *recall)
     printed = io.StringIO()
     Console(file=printed, width=10_000, force_terminal=False, color_system=None).print(table)
     return "\n".join(line.strip() for line in printed.getvalue().strip().splitlines())
 
 
-def _nats(value: float) -> str:
+def _format_nats(value: float) -> str:
     return "0" if abs(value) < 1e-9 else f"{value:.4f}" if value >= 1e-4 else f"{value:.0e}"
 
 
-def _share(right: int, asked: int) -> str:
+def _format_share(right: int, asked: int) -> str:
     return f"{right / asked:.0%}" if asked else "-"
 
 
@@ -100,7 +105,7 @@ def as_json(report: EvaluationReport) -> dict[str, Any]:
         "device": report.device,
         "dtype": report.dtype,
         "source": report.source,
-        "documents": dict(zip(("text", "records"), report.documents, strict=True)),
+        "documents": dict(zip(("text", "records"), report.num_documents, strict=True)),
         "length": report.length,
         "row_tokens": report.row_tokens,
         "exact": report.results[0].name,
@@ -111,19 +116,20 @@ def as_json(report: EvaluationReport) -> dict[str, Any]:
                 "options": r.options,
                 "exact": r.exact,
                 "kv_bytes": r.kv_bytes,
-                "text": _figures(r.text),
-                "records": _figures(r.records) | {"recall": [_recall(r, span) for span in report.spans]},
+                "text": _fidelity_to_json(r.text),
+                "records": _fidelity_to_json(r.records)
+                | {"recall": [_recall_to_json(r, span) for span in report.distance_ranges]},
             }
             for r in report.results
         ],
     }
 
 
-def _figures(f: Fidelity) -> dict[str, Any]:
+def _fidelity_to_json(f: Fidelity) -> dict[str, Any]:
     perplexity = f.perplexity if math.isfinite(f.perplexity) else None  # JSON has no infinity
-    return {"tokens": f.tokens, "perplexity": perplexity, "top1_agreement": f.agreement, "kl_nats": f.kl}
+    return {"tokens": f.num_tokens, "perplexity": perplexity, "top1_agreement": f.agreement, "kl_nats": f.kl}
 
 
-def _recall(result: StrategyResult, span: DistanceRange) -> dict[str, int]:
+def _recall_to_json(result: StrategyResult, span: DistanceRange) -> dict[str, int]:
     right, asked = result.records.recall(*span)
-    return {"from": span.least, "to": span.most, "right": right, "asked": asked}
+    return {"from": span.nearest, "to": span.farthest, "right": right, "asked": asked}

@@ -26,7 +26,7 @@ from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
 Kind = Literal["counter", "gauge", "histogram", "summary", "info"]
-METRICS: Mapping[Kind, Any] = {
+METRIC_CLASSES: Mapping[Kind, Any] = {
     "counter": CounterMetricFamily,
     "gauge": GaugeMetricFamily,
     "histogram": HistogramMetricFamily,
@@ -43,21 +43,21 @@ class Series(msgspec.Struct, frozen=True, array_like=True):
 
 
 class FamilyShape(msgspec.Struct, frozen=True, array_like=True):
-    """A family's names and series; `width` is the number of values that each series has in the list."""
+    """A family's names and series; `num_values` is the number of values that each series has in the list."""
 
     kind: Kind
-    name: str  # without `_total` and `_info`
+    name: str  # without `_total` and `_get_info_values`
     help: str
     labels: tuple[str, ...]
-    edges: tuple[float, ...]  # upper bounds of a histogram's buckets; above the last there is one more
+    buckets: tuple[float, ...]  # upper bounds of a histogram's buckets; above the last there is one more
     series: tuple[Series, ...]
 
     @property
-    def width(self) -> int:
+    def num_values(self) -> int:
         """Return the number of values of a series. Histogram: a count for each bucket, the sum; summary: count, sum."""
         match self.kind:
             case "histogram":
-                return len(self.edges) + 2
+                return len(self.buckets) + 2
             case "summary":
                 return 2
             case "info":
@@ -72,40 +72,40 @@ class Snapshot(msgspec.Struct, frozen=True):
     numbers: bytes
 
 
-_FAMILIES: msgspec.msgpack.Decoder[tuple[FamilyShape, ...]] = msgspec.msgpack.Decoder(tuple[FamilyShape, ...])
-_SNAPSHOT: msgspec.msgpack.Decoder[Snapshot] = msgspec.msgpack.Decoder(Snapshot)
+_FAMILIES_DECODER: msgspec.msgpack.Decoder[tuple[FamilyShape, ...]] = msgspec.msgpack.Decoder(tuple[FamilyShape, ...])
+_SNAPSHOT_DECODER: msgspec.msgpack.Decoder[Snapshot] = msgspec.msgpack.Decoder(Snapshot)
 
 
 class Renderer:
     """Writes snapshots as text; keeps the parts that do not change from one to the next."""
 
     def __init__(self) -> None:
-        self._encoded = b""
+        self._encoded_families = b""
         self._families: tuple[FamilyShape, ...] = ()
         self._templates: dict[bool, list[str]] = {}  # by whether it is OpenMetrics
 
-    def text(self, encoded: bytes, *, openmetrics: bool) -> bytes:
+    def render(self, encoded: bytes, *, openmetrics: bool) -> bytes:
         """Return an encoded Snapshot in Prometheus' text format, or in OpenMetrics 1.0."""
-        snapshot = _SNAPSHOT.decode(encoded)
-        if bytes(snapshot.families) != self._encoded:
-            self._encoded = bytes(snapshot.families)
-            self._families, self._templates = _FAMILIES.decode(self._encoded), {}
+        snapshot = _SNAPSHOT_DECODER.decode(encoded)
+        if bytes(snapshot.families) != self._encoded_families:
+            self._encoded_families = bytes(snapshot.families)
+            self._families, self._templates = _FAMILIES_DECODER.decode(self._encoded_families), {}
         if openmetrics not in self._templates:
-            self._templates[openmetrics] = _template(self._families, openmetrics=openmetrics)
+            self._templates[openmetrics] = _make_template(self._families, openmetrics=openmetrics)
         numbers = array("d", snapshot.numbers)
         before = self._templates[openmetrics]
-        values = map(floatToGoString, _values(self._families, numbers))
+        values = map(floatToGoString, _iter_sample_values(self._families, numbers))
         samples = "".join([part for pair in zip(before[:-1], values, strict=True) for part in pair])
         return (samples + before[-1]).encode()
 
 
-def _values(families: Sequence[FamilyShape], numbers: Sequence[float]) -> Iterator[float]:
+def _iter_sample_values(families: Sequence[FamilyShape], numbers: Sequence[float]) -> Iterator[float]:
     """Yield the value of every sample, in the order of the text."""
     at = 0
     for family in families:
         for _ in family.series:
-            own = numbers[at : at + family.width]
-            at += family.width
+            own = numbers[at : at + family.num_values]
+            at += family.num_values
             match family.kind:
                 case "histogram":
                     buckets = list(accumulate(own[:-1]))
@@ -116,7 +116,7 @@ def _values(families: Sequence[FamilyShape], numbers: Sequence[float]) -> Iterat
                     yield from own
 
 
-def _template(families: Sequence[FamilyShape], *, openmetrics: bool) -> list[str]:
+def _make_template(families: Sequence[FamilyShape], *, openmetrics: bool) -> list[str]:
     """Return the text before each sample's value, and after the last one; prometheus_client writes it."""
     registry = CollectorRegistry()
     registry.register(_Empty(families))
@@ -139,15 +139,15 @@ class _Empty(Collector):
         self._families = families
 
     def collect(self) -> Iterator[Metric]:
-        return map(_empty, self._families)
+        return map(_make_zero_metric, self._families)
 
 
-def _empty(family: FamilyShape) -> Metric:
-    metric: Any = METRICS[family.kind](family.name, family.help, labels=family.labels)
+def _make_zero_metric(family: FamilyShape) -> Metric:
+    metric: Any = METRIC_CLASSES[family.kind](family.name, family.help, labels=family.labels)
     for series in family.series:
         match family.kind:
             case "histogram":
-                edges = [*map(floatToGoString, family.edges), "+Inf"]
+                edges = [*map(floatToGoString, family.buckets), "+Inf"]
                 metric.add_metric(series.labels, [(edge, 0) for edge in edges], 0)
             case "summary":
                 metric.add_metric(series.labels, 0, 0)

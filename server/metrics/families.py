@@ -15,15 +15,18 @@ from typing import Any, Generic, TypeVar, get_args
 from prometheus_client import Counter, Gauge, Histogram, Info, Summary
 
 from cache_strategies.base import Blocks, Miss
-from config.settings import LONGEST_DRAFT
+from config.settings import MAX_DRAFT_TOKENS
 from server.engine.device import DeviceMemory
-from server.engine.records import Outcome, Phase, Role, Wait
+from server.engine.records import Outcome, Phase, Role, WaitReason
 
 PREFIX = "kvmux_"
-ENDINGS: Mapping[type, str] = {Counter: "_total", Info: "_info"}
-PARTS: Mapping[type, tuple[str, ...]] = {Histogram: ("_bucket", "_sum", "_count"), Summary: ("_sum", "_count")}
+NAME_SUFFIXES: Mapping[type, str] = {Counter: "_total", Info: "_info"}
+SERIES_SUFFIXES: Mapping[type, tuple[str, ...]] = {
+    Histogram: ("_bucket", "_sum", "_count"),
+    Summary: ("_sum", "_count"),
+}
 M = TypeVar("M", Counter, Gauge, Histogram, Info, Summary)
-Edges = tuple[float, ...]
+Buckets = tuple[float, ...]
 
 
 @dataclass(frozen=True, eq=False)
@@ -42,30 +45,32 @@ class MetricFamily(Generic[M]):
     name: str  # without the prefix and the ending that its kind has
     help: str
     labels: tuple[Label, ...] = ()
-    edges: Edges = ()  # of a histogram's buckets
-    vllm: str | None = None  # its name there, without `vllm:`; None: there is none
+    buckets: Buckets = ()  # of a histogram's buckets
+    vllm_name: str | None = None  # its name there, without `vllm:`; None: there is none
 
     @property
-    def exposed(self) -> str:
+    def exposed_name(self) -> str:
         """The name that Prometheus reads; the series of histograms and summaries have endings of their own."""
-        return f"{PREFIX}{self.name}{ENDINGS.get(self.kind, '')}"
+        return f"{PREFIX}{self.name}{NAME_SUFFIXES.get(self.kind, '')}"
 
     @property
-    def series(self) -> tuple[str, ...]:
+    def series_names(self) -> tuple[str, ...]:
         """The names of its series, as a query asks for them."""
-        return tuple(self.exposed + part for part in PARTS.get(self.kind, ("",)))
+        return tuple(self.exposed_name + part for part in SERIES_SUFFIXES.get(self.kind, ("",)))
 
 
-def _as_vllm(kind: type[M], name: str, help: str, labels: tuple[Label, ...], edges: Edges = ()) -> MetricFamily[M]:
+def _make_vllm_family(
+    kind: type[M], name: str, help: str, labels: tuple[Label, ...], buckets: Buckets = ()
+) -> MetricFamily[M]:
     """Return a family that vLLM has by the same name."""
-    return MetricFamily(kind, name, help, labels, edges, vllm=f"{name}{ENDINGS.get(kind, '')}")
+    return MetricFamily(kind, name, help, labels, buckets, vllm_name=f"{name}{NAME_SUFFIXES.get(kind, '')}")
 
 
 # ---------------------------------------------------------------- labels
 STRATEGY = Label("strategy")  # instances
 OUTCOME = Label("outcome", get_args(Outcome))
-MISS = Label("reason", get_args(Miss))
-WAIT = Label("reason", get_args(Wait))
+MISS_REASON = Label("reason", get_args(Miss))
+WAIT_REASON = Label("reason", get_args(WaitReason))
 KV_STATE = Label("state", ("used", "idle", "wasted"))
 POOL_STATE = Label("state", ("held", "free", "untouched"))
 DEVICE_STATE = Label("state", DeviceMemory._fields)
@@ -77,27 +82,29 @@ ROLE = Label("role", get_args(Role))
 STATUSES = (200, 400, 401, 403, 404, 405, 408, 409, 413, 415, 422, 429, 431, 499, 500, 503, 504)
 OTHER = "other"
 CODE = Label("code", (*map(str, STATUSES), OTHER))
-POSITION = Label("position", tuple(map(str, range(LONGEST_DRAFT))))  # in a draft
-BY = (STRATEGY,)
+POSITION = Label("position", tuple(map(str, range(MAX_DRAFT_TOKENS))))  # in a draft
+BY_STRATEGY = (STRATEGY,)
 
 # ---------------------------------------------------------------- edges: vLLM's, and finer ones below
 # fmt: off
-FIRST_TOKEN: Edges = (
+FIRST_TOKEN_BUCKETS: Buckets = (
     0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160, 640, 2560,
 )
-PER_TOKEN: Edges = (
+PER_TOKEN_BUCKETS: Buckets = (
     0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80,
 )
-LATENCY: Edges = (
+LATENCY_BUCKETS: Buckets = (
     0.01, 0.025, 0.05, 0.1, 0.2, 0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960, 1920,
     7680,
 )
-BLOCK_AGE: Edges = (
+BLOCK_AGE_BUCKETS: Buckets = (
     0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 30, 60, 120, 300, 600, 1200, 1800,
 )
-TOKENS: Edges = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10_000, 20_000, 50_000, 100_000, 200_000)
+TOKEN_COUNT_BUCKETS: Buckets = (
+    1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10_000, 20_000, 50_000, 100_000, 200_000,
+)
 # fmt: on
-POWERS = tuple(2**n for n in range(15))
+POWER_OF_TWO_BUCKETS = tuple(2**n for n in range(15))
 
 # ---------------------------------------------------------------- requests
 REQUESTS = MetricFamily(
@@ -105,74 +112,101 @@ REQUESTS = MetricFamily(
     "requests",
     "Requests that left the engine, by how they ended; error: their strategy or the model failed, or time was up.",
     (STRATEGY, OUTCOME),
-    vllm="request_success_total",
+    vllm_name="request_success_total",
 )
-PROMPT_TOKENS = _as_vllm(Counter, "prompt_tokens", "Prompt tokens of requests that were admitted.", BY)
-CACHED_TOKENS = _as_vllm(
+PROMPT_TOKENS = _make_vllm_family(
+    Counter, "prompt_tokens", "Prompt tokens of requests that were admitted.", BY_STRATEGY
+)
+CACHED_TOKENS = _make_vllm_family(
     Counter,
     "prompt_tokens_cached",
     "Prompt tokens that were not computed: found in the cache, or taken over from another choice.",
-    BY,
+    BY_STRATEGY,
 )
-GENERATION_TOKENS = _as_vllm(Counter, "generation_tokens", "Tokens generated.", BY)
-PREFIX_QUERIES = _as_vllm(Counter, "prefix_cache_queries", "Prompt tokens looked up in the cache, once a request.", BY)
-PREFIX_HITS = _as_vllm(Counter, "prefix_cache_hits", "Prompt tokens found in the cache.", BY)
+GENERATION_TOKENS = _make_vllm_family(Counter, "generation_tokens", "Tokens generated.", BY_STRATEGY)
+PREFIX_QUERIES = _make_vllm_family(
+    Counter, "prefix_cache_queries", "Prompt tokens looked up in the cache, once a request.", BY_STRATEGY
+)
+PREFIX_HITS = _make_vllm_family(Counter, "prefix_cache_hits", "Prompt tokens found in the cache.", BY_STRATEGY)
 PREFIX_MISSES = MetricFamily(
-    Counter, "prefix_cache_misses", "Prompt tokens not found in the cache, by reason.", (STRATEGY, MISS)
+    Counter, "prefix_cache_misses", "Prompt tokens not found in the cache, by reason.", (STRATEGY, MISS_REASON)
 )
-E2E_LATENCY = _as_vllm(
-    Histogram, "e2e_request_latency_seconds", "Time from a request's arrival to its end.", BY, LATENCY
+E2E_LATENCY = _make_vllm_family(
+    Histogram, "e2e_request_latency_seconds", "Time from a request's arrival to its end.", BY_STRATEGY, LATENCY_BUCKETS
 )
-QUEUE_TIME = _as_vllm(
-    Histogram, "request_queue_time_seconds", "Time from a request's arrival to its seat.", BY, LATENCY
+QUEUE_TIME = _make_vllm_family(
+    Histogram, "request_queue_time_seconds", "Time from a request's arrival to its seat.", BY_STRATEGY, LATENCY_BUCKETS
 )
-PREFILL_TIME = _as_vllm(
-    Histogram, "request_prefill_time_seconds", "Time from a request's seat to its first token.", BY, LATENCY
+PREFILL_TIME = _make_vllm_family(
+    Histogram,
+    "request_prefill_time_seconds",
+    "Time from a request's seat to its first token.",
+    BY_STRATEGY,
+    LATENCY_BUCKETS,
 )
-DECODE_TIME = _as_vllm(
-    Histogram, "request_decode_time_seconds", "Time from a request's first token to its last.", BY, LATENCY
+DECODE_TIME = _make_vllm_family(
+    Histogram,
+    "request_decode_time_seconds",
+    "Time from a request's first token to its last.",
+    BY_STRATEGY,
+    LATENCY_BUCKETS,
 )
-FIRST_TOKEN_TIME = _as_vllm(
-    Histogram, "time_to_first_token_seconds", "Time from a request's arrival to its first token.", BY, FIRST_TOKEN
+FIRST_TOKEN_TIME = _make_vllm_family(
+    Histogram,
+    "time_to_first_token_seconds",
+    "Time from a request's arrival to its first token.",
+    BY_STRATEGY,
+    FIRST_TOKEN_BUCKETS,
 )
-INTER_TOKEN_LATENCY = _as_vllm(
-    Histogram, "inter_token_latency_seconds", "Time between two tokens of a request.", BY, PER_TOKEN
+INTER_TOKEN_LATENCY = _make_vllm_family(
+    Histogram, "inter_token_latency_seconds", "Time between two tokens of a request.", BY_STRATEGY, PER_TOKEN_BUCKETS
 )
-REQUEST_PROMPT_TOKENS = _as_vllm(
-    Histogram, "request_prompt_tokens", "Prompt tokens of a request that was admitted, when it leaves.", BY, TOKENS
+REQUEST_PROMPT_TOKENS = _make_vllm_family(
+    Histogram,
+    "request_prompt_tokens",
+    "Prompt tokens of a request that was admitted, when it leaves.",
+    BY_STRATEGY,
+    TOKEN_COUNT_BUCKETS,
 )
-REQUEST_GENERATION_TOKENS = _as_vllm(
+REQUEST_GENERATION_TOKENS = _make_vllm_family(
     Histogram,
     "request_generation_tokens",
     "Tokens generated for a request that was admitted, when it leaves.",
-    BY,
-    TOKENS,
+    BY_STRATEGY,
+    TOKEN_COUNT_BUCKETS,
 )
-TIME_PER_TOKEN = _as_vllm(
-    Histogram, "request_time_per_output_token_seconds", "Time between two tokens, the mean of a request.", BY, PER_TOKEN
+TIME_PER_TOKEN = _make_vllm_family(
+    Histogram,
+    "request_time_per_output_token_seconds",
+    "Time between two tokens, the mean of a request.",
+    BY_STRATEGY,
+    PER_TOKEN_BUCKETS,
 )
 
 # ---------------------------------------------------------------- the engine
-RUNNING = _as_vllm(Gauge, "num_requests_running", "Requests with a seat.", BY)
-WAITING = _as_vllm(
+RUNNING = _make_vllm_family(Gauge, "num_requests_running", "Requests with a seat.", BY_STRATEGY)
+WAITING = _make_vllm_family(
     Gauge,
     "num_requests_waiting",
     "Requests without a seat, by what they wait for: a seat, memory, the prompt that a sibling computes, their turn.",
-    (STRATEGY, WAIT),
+    (STRATEGY, WAIT_REASON),
 )
-PREEMPTIONS = _as_vllm(Counter, "num_preemptions", "Seats taken to make room.", BY)
-FAILURES = MetricFamily(Counter, "strategy_failures", "Exceptions in a strategy's code.", BY)
+PREEMPTIONS = _make_vllm_family(Counter, "num_preemptions", "Seats taken to make room.", BY_STRATEGY)
+FAILURES = MetricFamily(Counter, "strategy_failures", "Exceptions in a strategy's code.", BY_STRATEGY)
 FORKS = MetricFamily(
-    Counter, "forks", "Choices that took over the prompt of the first of `n`; they look nothing up.", BY
+    Counter, "forks", "Choices that took over the prompt of the first of `n`; they look nothing up.", BY_STRATEGY
 )
-DRAFTS = _as_vllm(
-    Counter, "spec_decode_num_drafts", "Drafts, guesses at a request's next tokens, that were verified.", BY
+DRAFTS = _make_vllm_family(
+    Counter, "spec_decode_num_drafts", "Drafts, guesses at a request's next tokens, that were verified.", BY_STRATEGY
 )
-DRAFT_TOKENS = _as_vllm(Counter, "spec_decode_num_draft_tokens", "Tokens of these drafts.", BY)
-ACCEPTED_TOKENS = _as_vllm(
-    Counter, "spec_decode_num_accepted_tokens", "Tokens of drafts that came true: each saves a step of its request.", BY
+DRAFT_TOKENS = _make_vllm_family(Counter, "spec_decode_num_draft_tokens", "Tokens of these drafts.", BY_STRATEGY)
+ACCEPTED_TOKENS = _make_vllm_family(
+    Counter,
+    "spec_decode_num_accepted_tokens",
+    "Tokens of drafts that came true: each saves a step of its request.",
+    BY_STRATEGY,
 )
-ACCEPTED_PER_POSITION = _as_vllm(
+ACCEPTED_PER_POSITION = _make_vllm_family(
     Counter,
     "spec_decode_num_accepted_tokens_per_pos",
     "Tokens of drafts that came true, by their position in the draft, from 0.",
@@ -180,10 +214,12 @@ ACCEPTED_PER_POSITION = _as_vllm(
 )
 STEPS = MetricFamily(Counter, "steps", "Forward passes; a step serves all strategies.")
 STEP_SECONDS = MetricFamily(
-    Histogram, "step_seconds", "Time of a step: scheduling, a forward pass, sampling.", (), PER_TOKEN
+    Histogram, "step_seconds", "Time of a step: scheduling, a forward pass, sampling.", (), PER_TOKEN_BUCKETS
 )
-STEP_ROWS = MetricFamily(Histogram, "step_rows", "Sequences in a step.", (), POWERS)
-STEP_TOKENS = MetricFamily(Histogram, "step_tokens", "Tokens in a step.", (), POWERS, vllm="iteration_tokens_total")
+STEP_ROWS = MetricFamily(Histogram, "step_rows", "Sequences in a step.", (), POWER_OF_TWO_BUCKETS)
+STEP_TOKENS = MetricFamily(
+    Histogram, "step_tokens", "Tokens in a step.", (), POWER_OF_TWO_BUCKETS, vllm_name="iteration_tokens_total"
+)
 KERNEL_SECONDS = MetricFamily(
     Summary,
     "kernel_seconds",
@@ -211,7 +247,7 @@ BUILD = MetricFamily(Info, "build", "Versions of what runs.")
 SETTINGS = MetricFamily(
     Info, "settings", "Settings that hold, `auto` and defaults filled in; GET /v1/settings has them all."
 )
-STRATEGIES = MetricFamily(Info, "strategy", "Kind and options of a strategy.", BY)
+STRATEGIES = MetricFamily(Info, "strategy", "Kind and options of a strategy.", BY_STRATEGY)
 
 # ---------------------------------------------------------------- memory
 KV_BYTES = MetricFamily(
@@ -220,8 +256,8 @@ KV_BYTES = MetricFamily(
     "KV memory reserved: used, idle (kept for whoever comes again), wasted (held and empty).",
     (STRATEGY, KV_STATE),
 )
-KV_LIMIT = MetricFamily(Gauge, "kv_cache_limit_bytes", "KV memory that a strategy may hold.", BY)
-KV_FLOOR = MetricFamily(Gauge, "kv_cache_floor_bytes", "KV memory that nobody but the strategy may take.", BY)
+KV_LIMIT = MetricFamily(Gauge, "kv_cache_limit_bytes", "KV memory that a strategy may hold.", BY_STRATEGY)
+KV_FLOOR = MetricFamily(Gauge, "kv_cache_floor_bytes", "KV memory that nobody but the strategy may take.", BY_STRATEGY)
 KV_POOL = MetricFamily(
     Gauge,
     "kv_cache_pool_bytes",
@@ -236,24 +272,39 @@ KV_BLOCKS = MetricFamily(
     (STRATEGY, BLOCK_STATE),
 )
 KV_COPIES = MetricFamily(
-    Counter, "kv_cache_copied_blocks", "Blocks copied because somebody wrote into a shared one (copy on write).", BY
+    Counter,
+    "kv_cache_copied_blocks",
+    "Blocks copied because somebody wrote into a shared one (copy on write).",
+    BY_STRATEGY,
 )
 KV_USAGE = MetricFamily(
-    Gauge, "kv_cache_usage_ratio", "KV memory used, as a share of the limit, 0 to 1.", BY, vllm="kv_cache_usage_perc"
+    Gauge,
+    "kv_cache_usage_ratio",
+    "KV memory used, as a share of the limit, 0 to 1.",
+    BY_STRATEGY,
+    vllm_name="kv_cache_usage_perc",
 )
-KV_EVICTED = MetricFamily(Counter, "kv_cache_evicted_bytes", "Idle KV memory that had to make room.", BY)
-BLOCK_LIFETIME = _as_vllm(
-    Histogram, "kv_block_lifetime_seconds", "Of an evicted block: time since it was given its text.", BY, BLOCK_AGE
+KV_EVICTED = MetricFamily(Counter, "kv_cache_evicted_bytes", "Idle KV memory that had to make room.", BY_STRATEGY)
+BLOCK_LIFETIME = _make_vllm_family(
+    Histogram,
+    "kv_block_lifetime_seconds",
+    "Of an evicted block: time since it was given its text.",
+    BY_STRATEGY,
+    BLOCK_AGE_BUCKETS,
 )
-BLOCK_IDLE = _as_vllm(
-    Histogram, "kv_block_idle_before_evict_seconds", "Of an evicted block: time since its last use.", BY, BLOCK_AGE
+BLOCK_IDLE = _make_vllm_family(
+    Histogram,
+    "kv_block_idle_before_evict_seconds",
+    "Of an evicted block: time since its last use.",
+    BY_STRATEGY,
+    BLOCK_AGE_BUCKETS,
 )
-BLOCK_REUSE_GAP = _as_vllm(
+BLOCK_REUSE_GAP = _make_vllm_family(
     Histogram,
     "kv_block_reuse_gap_seconds",
     "Of an idle block that was found: time since its last use.",
-    BY,
-    BLOCK_AGE,
+    BY_STRATEGY,
+    BLOCK_AGE_BUCKETS,
 )
 PROCESS_MEMORY = MetricFamily(
     Gauge,
@@ -273,15 +324,15 @@ FAMILIES: tuple[MetricFamily[Any], ...] = tuple(
 )
 
 
-def table() -> str:
+def format_table() -> str:
     """Return the table of all metrics in Markdown, with the names that vLLM has for them."""
     lines = ["| name | type | | vLLM's |", "|---|---|---|---|"]
     for family in FAMILIES:
         labels = "{" + ", ".join(label.name for label in family.labels) + "}" if family.labels else ""
-        kind, theirs = family.kind.__name__.lower(), f"`{family.vllm}`" if family.vllm else ""
-        lines.append(f"| `{family.exposed}{labels}` | {kind} | {family.help} | {theirs} |")
+        kind, theirs = family.kind.__name__.lower(), f"`{family.vllm_name}`" if family.vllm_name else ""
+        lines.append(f"| `{family.exposed_name}{labels}` | {kind} | {family.help} | {theirs} |")
     return "\n".join(lines)
 
 
 if __name__ == "__main__":
-    print(table())
+    print(format_table())

@@ -17,66 +17,70 @@ import msgspec
 from prometheus_client import Histogram, Summary
 
 from cache_strategies.base import BlockEvents
-from server.engine.info import About, State
-from server.engine.records import Admission, DraftRecord, Phase, RequestRecord, StepReport, Wait
+from server.engine.info import EngineInfo, EngineState
+from server.engine.records import Admission, DraftRecord, Phase, RequestRecord, StepReport, WaitReason
 from server.metrics import families as f
 from server.metrics.exposition import FamilyShape, Kind, Series, Snapshot
 from server.metrics.families import FAMILIES, Label, MetricFamily
-from server.metrics.vllm_names import alias_of
+from server.metrics.vllm_names import make_alias
 
-WAITS: tuple[Wait, ...] = get_args(Wait)
+WAIT_REASONS: tuple[WaitReason, ...] = get_args(WaitReason)
 
 
 class Metrics:
     """The counts of one server."""
 
-    def __init__(self, about: About) -> None:
+    def __init__(self, about: EngineInfo) -> None:
         self._instances = [instance.name for instance in about.instances]
         self._backends = about.backends
-        shapes = [_shape(family, about) for family in FAMILIES]
-        self._places: dict[
+        shapes = [_make_family_shape(family, about) for family in FAMILIES]
+        self._offsets: dict[
             tuple[MetricFamily[Any], tuple[str, ...]], int
         ] = {}  # in the list, of a series' first number
         count = 0
         for family, shape in zip(FAMILIES, shapes, strict=True):
             for series in shape.series:
-                self._places[family, series.labels] = count
-                count += shape.width
+                self._offsets[family, series.labels] = count
+                count += shape.num_values
         self._numbers = array("d", bytes(8 * count))
-        self._sums: list[tuple[list[int], int]] = []  # of vLLM's series: places of those it is the sum of, and width
+        self._alias_sums: list[
+            tuple[list[int], int]
+        ] = []  # of vLLM's series: places of those it is the sum of, and width
         if about.settings.get("vllm_metric_names"):
-            shapes += self._aliases(shapes)
-        self._shapes = msgspec.Raw(msgspec.msgpack.encode(shapes))
-        for name in about.fallen_back:
+            shapes += self._add_vllm_aliases(shapes)
+        self._encoded_families = msgspec.Raw(msgspec.msgpack.encode(shapes))
+        for name in about.fallback_ops:
             self._set(1, f.KERNEL_FALLBACK, name)
-        self._add(about.restarts, f.ENGINE_RESTARTS)
+        self._increment(about.restarts, f.ENGINE_RESTARTS)
 
-    def _aliases(self, shapes: Sequence[FamilyShape]) -> list[FamilyShape]:
+    def _add_vllm_aliases(self, shapes: Sequence[FamilyShape]) -> list[FamilyShape]:
         """Return the families by vLLM's names, and remember where their numbers come from."""
         found = []
         for family, shape in zip(FAMILIES, shapes, strict=True):
-            if (alias := alias_of(family, shape)) is not None:
+            if (alias := make_alias(family, shape)) is not None:
                 found.append(alias.shape)
                 for sources in alias.sources:
-                    self._sums.append(([self._places[family, each.labels] for each in sources], shape.width))
+                    self._alias_sums.append(
+                        ([self._offsets[family, each.labels] for each in sources], shape.num_values)
+                    )
         return found
 
-    def _add(self, amount: float, family: MetricFamily[Any], *labels: str) -> None:
-        self._numbers[self._places[family, labels]] += amount
+    def _increment(self, amount: float, family: MetricFamily[Any], *labels: str) -> None:
+        self._numbers[self._offsets[family, labels]] += amount
 
     def _set(self, value: float, family: MetricFamily[Any], *labels: str) -> None:
-        self._numbers[self._places[family, labels]] = value
+        self._numbers[self._offsets[family, labels]] = value
 
     def _observe(self, values: Iterable[float], family: MetricFamily[Histogram], *labels: str) -> None:
         """Add to a histogram: one to the bucket of each value, and the value to their sum."""
-        numbers, edges, place = self._numbers, family.edges, self._places[family, labels]
+        numbers, edges, place = self._numbers, family.buckets, self._offsets[family, labels]
         for value in values:
             numbers[place + bisect_left(edges, value)] += 1
             numbers[place + len(edges) + 1] += value
 
-    def _sum(self, value: float, family: MetricFamily[Summary], *labels: str) -> None:
+    def _observe_summary(self, value: float, family: MetricFamily[Summary], *labels: str) -> None:
         """Add to a summary."""
-        place = self._places[family, labels]
+        place = self._offsets[family, labels]
         self._numbers[place] += 1
         self._numbers[place + 1] += value
 
@@ -90,64 +94,64 @@ class Metrics:
     def observe_step(self, report: StepReport) -> None:
         """Count a step of the engine."""
         if report.rows:
-            self._add(1, f.STEPS)
+            self._increment(1, f.STEPS)
             self._observe((report.seconds,), f.STEP_SECONDS)
             self._observe((report.rows,), f.STEP_ROWS)
             self._observe((report.tokens,), f.STEP_TOKENS)
-            if report.kernels is not None:
-                self._observe_kernels(report.phase, report.seconds, report.kernels)
+            if report.op_seconds is not None:
+                self._observe_kernels(report.phase, report.seconds, report.op_seconds)
         for family, counts in (
-            (f.GENERATION_TOKENS, report.generated),
-            (f.FORKS, report.forked),
-            (f.PREEMPTIONS, report.preempted),
+            (f.GENERATION_TOKENS, report.generated_tokens),
+            (f.FORKS, report.forks),
+            (f.PREEMPTIONS, report.preemptions),
             (f.FAILURES, report.failures),
-            (f.KV_EVICTED, report.evicted),
+            (f.KV_EVICTED, report.evicted_bytes),
         ):
             for name, count in counts.items():
-                self._add(count, family, name)
-        for name, gaps in report.gaps.items():
+                self._increment(count, family, name)
+        for name, gaps in report.inter_token_seconds.items():
             self._observe(gaps, f.INTER_TOKEN_LATENCY, name)
-        for admission in report.admitted:
+        for admission in report.admissions:
             self._observe_admission(admission)
         for name, drafts in report.drafts.items():
             self._observe_drafts(name, drafts)
-        for name, happened in report.happened.items():
+        for name, happened in report.block_events.items():
             self._observe_blocks(name, happened)
 
     def _observe_admission(self, admitted: Admission) -> None:
         name = admitted.instance
-        self._add(admitted.prompt_tokens, f.PROMPT_TOKENS, name)
-        self._add(admitted.cached_tokens, f.CACHED_TOKENS, name)
+        self._increment(admitted.prompt_tokens, f.PROMPT_TOKENS, name)
+        self._increment(admitted.cached_tokens, f.CACHED_TOKENS, name)
         if not admitted.forked:
-            self._add(admitted.prompt_tokens, f.PREFIX_QUERIES, name)
-            self._add(admitted.cached_tokens, f.PREFIX_HITS, name)
+            self._increment(admitted.prompt_tokens, f.PREFIX_QUERIES, name)
+            self._increment(admitted.cached_tokens, f.PREFIX_HITS, name)
             missed = admitted.prompt_tokens - admitted.cached_tokens
-            self._add(missed, f.PREFIX_MISSES, name, admitted.miss or "short")  # the last token always is
+            self._increment(missed, f.PREFIX_MISSES, name, admitted.miss or "short")  # the last token always is
 
     def _observe_drafts(self, name: str, drafts: Sequence[DraftRecord]) -> None:
-        self._add(len(drafts), f.DRAFTS, name)
+        self._increment(len(drafts), f.DRAFTS, name)
         for tokens, accepted in drafts:
-            self._add(tokens, f.DRAFT_TOKENS, name)
-            self._add(accepted, f.ACCEPTED_TOKENS, name)
+            self._increment(tokens, f.DRAFT_TOKENS, name)
+            self._increment(accepted, f.ACCEPTED_TOKENS, name)
             for position in range(accepted):
-                self._add(1, f.ACCEPTED_PER_POSITION, name, str(position))
+                self._increment(1, f.ACCEPTED_PER_POSITION, name, str(position))
 
     def _observe_blocks(self, name: str, happened: BlockEvents) -> None:
-        self._add(happened.copies, f.KV_COPIES, name)
+        self._increment(happened.copies, f.KV_COPIES, name)
         self._observe(happened.lifetimes, f.BLOCK_LIFETIME, name)
         self._observe(happened.idle_times, f.BLOCK_IDLE, name)
         self._observe(happened.reuse_gaps, f.BLOCK_REUSE_GAP, name)
 
     def _observe_kernels(self, phase: Phase, step_seconds: float, kernels: Mapping[str, float]) -> None:
-        self._sum(step_seconds, f.TIMED_STEP_SECONDS, phase)
+        self._observe_summary(step_seconds, f.TIMED_STEP_SECONDS, phase)
         for op, seconds in kernels.items():
             if seconds:
-                self._sum(seconds, f.KERNEL_SECONDS, op, self._backends[op], phase)
+                self._observe_summary(seconds, f.KERNEL_SECONDS, op, self._backends[op], phase)
 
     def observe_request(self, record: RequestRecord) -> None:
         """Count a request that has left the engine."""
         name = record.instance
-        self._add(1, f.REQUESTS, name, record.outcome)
+        self._increment(1, f.REQUESTS, name, record.outcome)
         for family, seconds in (
             (f.E2E_LATENCY, record.total_seconds),
             (f.QUEUE_TIME, record.queue_seconds),
@@ -166,66 +170,66 @@ class Metrics:
     def observe_responses(self, responses: Mapping[int, int]) -> None:
         """Count responses of an API process, given by status."""
         for status, count in responses.items():
-            self._add(count, f.RESPONSES, str(status) if status in f.STATUSES else f.OTHER)
+            self._increment(count, f.RESPONSES, str(status) if status in f.STATUSES else f.OTHER)
 
     # ---------------------------------------------------------------- what Prometheus reads
-    def snapshot(self, state: State) -> bytes:
+    def snapshot(self, state: EngineState) -> bytes:
         """Return all counts as they are now, encoded as a Snapshot."""
         for name in self._instances:
-            self._show_instance(name, state)
+            self._set_instance_gauges(name, state)
         for family, by_state in (
             (f.KV_POOL, {"held": state.pool_held, "free": state.pool_free, "untouched": state.pool_untouched}),
-            (f.DEVICE_MEMORY, state.device._asdict()),
-            (f.PROCESS_MEMORY, state.processes),
+            (f.DEVICE_MEMORY, state.device_memory._asdict()),
+            (f.PROCESS_MEMORY, state.process_memory),
         ):
             for value, size in by_state.items():
                 self._set(size, family, value)
         numbers = self._numbers[:]
-        for places, width in self._sums:
+        for places, width in self._alias_sums:
             numbers.extend(map(sum, zip(*(self._numbers[at : at + width] for at in places), strict=True)))
-        return msgspec.msgpack.encode(Snapshot(self._shapes, numbers.tobytes()))
+        return msgspec.msgpack.encode(Snapshot(self._encoded_families, numbers.tobytes()))
 
-    def _show_instance(self, name: str, state: State) -> None:
+    def _set_instance_gauges(self, name: str, state: EngineState) -> None:
         usage = state.usage[name]
         self._set(state.running.get(name, 0), f.RUNNING, name)
-        for wait in WAITS:
+        for wait in WAIT_REASONS:
             self._set(state.waiting.get((name, wait), 0), f.WAITING, name, wait)
         for held in f.KV_STATE.values or ():
             self._set(getattr(usage, held), f.KV_BYTES, name, held)
         for block, count in state.blocks[name]._asdict().items():
             self._set(count, f.KV_BLOCKS, name, block)
         self._set(usage.limit, f.KV_LIMIT, name)
-        self._set(state.floors[name], f.KV_FLOOR, name)
+        self._set(state.floor_bytes[name], f.KV_FLOOR, name)
         self._set(usage.used / usage.limit if usage.limit else 0, f.KV_USAGE, name)
 
 
-def _shape(family: MetricFamily[Any], about: About) -> FamilyShape:
-    info = _info(family, about)
-    series = tuple(Series(labels, info.get(labels, {})) for labels in _label_values(family, about))
+def _make_family_shape(family: MetricFamily[Any], about: EngineInfo) -> FamilyShape:
+    info = _get_info_values(family, about)
+    series = tuple(Series(labels, info.get(labels, {})) for labels in _iter_label_values(family, about))
     kind = cast(Kind, family.kind.__name__.lower())
     names = tuple(label.name for label in family.labels)
-    return FamilyShape(kind, f.PREFIX + family.name, family.help, names, family.edges, series)
+    return FamilyShape(kind, f.PREFIX + family.name, family.help, names, family.buckets, series)
 
 
-def _info(family: MetricFamily[Any], about: About) -> Mapping[tuple[str, ...], dict[str, str]]:
+def _get_info_values(family: MetricFamily[Any], about: EngineInfo) -> Mapping[tuple[str, ...], dict[str, str]]:
     """Return the constant values of an info metric, by the values of its labels."""
     if family is f.BUILD:
         return {(): dict(about.versions)}
     if family is f.SETTINGS:
         scalars = {name: value for name, value in about.settings.items() if not isinstance(value, dict | list)}
-        return {(): {name: _in_words(value) for name, value in scalars.items()}}
+        return {(): {name: _format_setting(value) for name, value in scalars.items()}}
     if family is f.STRATEGIES:
         return {
             (instance.name,): {
                 "kind": instance.kind,
-                "options": ", ".join(f"{k}={_in_words(v)}" for k, v in instance.options.model_dump().items()),
+                "options": ", ".join(f"{k}={_format_setting(v)}" for k, v in instance.options.model_dump().items()),
             }
             for instance in about.instances
         }
     return {}
 
 
-def _label_values(family: MetricFamily[Any], about: About) -> Iterator[tuple[str, ...]]:
+def _iter_label_values(family: MetricFamily[Any], about: EngineInfo) -> Iterator[tuple[str, ...]]:
     """Yield the label values of every series of a family."""
     known: Mapping[Label, Iterable[str]] = {
         f.STRATEGY: [instance.name for instance in about.instances],
@@ -238,6 +242,6 @@ def _label_values(family: MetricFamily[Any], about: About) -> Iterator[tuple[str
             yield values
 
 
-def _in_words(value: object) -> str:
+def _format_setting(value: object) -> str:
     """Return a value as it is written in a settings file."""
     return str(value).lower() if isinstance(value, bool | None) else str(value)

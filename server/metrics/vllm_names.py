@@ -14,11 +14,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from server.metrics.exposition import FamilyShape, Series
-from server.metrics.families import FAMILIES, OUTCOME, REQUESTS, STRATEGY, WAIT, WAITING, MetricFamily
+from server.metrics.families import FAMILIES, OUTCOME, REQUESTS, STRATEGY, WAIT_REASON, WAITING, MetricFamily
 
-FILE = Path(__file__).parents[2] / "config" / "prometheus" / "vllm_names.yml"
+RULES_FILE = Path(__file__).parents[2] / "config" / "prometheus" / "vllm_names.yml"
 
-HEAD = """\
+RULES_HEADER = """\
 # vLLM's names for our metrics. Written by `python -m server.metrics.vllm_names`; do not edit.
 groups:
   - name: vllm_names
@@ -26,12 +26,15 @@ groups:
 """
 
 
-def rules() -> Iterator[tuple[str, str]]:
+def iter_rules() -> Iterator[tuple[str, str]]:
     """Yield vLLM's names, and the expressions they stand for."""
     for family in FAMILIES:
-        if family.vllm is not None:
-            for series in family.series:
-                yield f"vllm:{family.vllm}{series.removeprefix(family.exposed)}", _expression(family, series)
+        if family.vllm_name is not None:
+            for series in family.series_names:
+                yield (
+                    f"vllm:{family.vllm_name}{series.removeprefix(family.exposed_name)}",
+                    _make_expression(family, series),
+                )
 
 
 class Alias(NamedTuple):
@@ -41,30 +44,30 @@ class Alias(NamedTuple):
     sources: tuple[tuple[Series, ...], ...]  # of each of its series
 
 
-def alias_of(family: MetricFamily[Any], shape: FamilyShape) -> Alias | None:
+def make_alias(family: MetricFamily[Any], shape: FamilyShape) -> Alias | None:
     """Return a family as vLLM has it; None if vLLM has none like it."""
-    if family.vllm is None:
+    if family.vllm_name is None:
         return None
     summed: dict[tuple[str, ...], list[Series]] = {}
     for series in shape.series:
-        summed.setdefault(tuple(_labels(family, series.labels).values()), []).append(series)
-    name = f"vllm:{family.vllm}"
+        summed.setdefault(tuple(_make_vllm_labels(family, series.labels).values()), []).append(series)
+    name = f"vllm:{family.vllm_name}"
     theirs = FamilyShape(
         shape.kind,
         name.removesuffix("_total") if shape.kind == "counter" else name,
         shape.help,
-        tuple(_labels(family, shape.labels)),
-        shape.edges,
+        tuple(_make_vllm_labels(family, shape.labels)),
+        shape.buckets,
         tuple(Series(labels) for labels in summed),
     )
     return Alias(theirs, tuple(map(tuple, summed.values())))
 
 
-def _labels(family: MetricFamily[Any], values: tuple[str, ...]) -> dict[str, str]:
+def _make_vllm_labels(family: MetricFamily[Any], values: tuple[str, ...]) -> dict[str, str]:
     """Return the labels of a series as vLLM has them."""
     labels = {label.name: value for label, value in zip(family.labels, values, strict=True)}
     if family is WAITING:
-        del labels[WAIT.name]
+        del labels[WAIT_REASON.name]
     if family is REQUESTS:
         outcome = labels.pop(OUTCOME.name)
         labels["finished_reason"] = "abort" if outcome == "cancelled" else outcome
@@ -73,20 +76,22 @@ def _labels(family: MetricFamily[Any], values: tuple[str, ...]) -> dict[str, str
     return labels
 
 
-def text() -> str:
+def format_rules_file() -> str:
     """Return the contents of the rules file."""
-    return HEAD + "".join(f"      - record: {name}\n        expr: '{expression}'\n" for name, expression in rules())
+    return RULES_HEADER + "".join(
+        f"      - record: {name}\n        expr: '{expression}'\n" for name, expression in iter_rules()
+    )
 
 
-def _expression(family: MetricFamily[Any], series: str) -> str:
+def _make_expression(family: MetricFamily[Any], series: str) -> str:
     if family is WAITING:
-        series = f"sum without ({WAIT.name}) ({series})"
+        series = f"sum without ({WAIT_REASON.name}) ({series})"
     if family is REQUESTS:
-        series = f"sum without ({OUTCOME.name}) ({_finished_reason(series)})"
+        series = f"sum without ({OUTCOME.name}) ({_relabel_finished_reason(series)})"
     return _relabel(series, "model_name", STRATEGY.name) if STRATEGY in family.labels else series
 
 
-def _finished_reason(series: str) -> str:
+def _relabel_finished_reason(series: str) -> str:
     """Return the series with the label finished_reason, which is our `outcome`, and `abort` for `cancelled`."""
     return _relabel(
         _relabel(series, "finished_reason", OUTCOME.name), "finished_reason", OUTCOME.name, "cancelled", "abort"
@@ -98,5 +103,5 @@ def _relabel(series: str, new: str, old: str, which: str = "(.*)", value: str = 
 
 
 if __name__ == "__main__":
-    FILE.write_text(text())
-    print(FILE.name)
+    RULES_FILE.write_text(format_rules_file())
+    print(RULES_FILE.name)

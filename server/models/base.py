@@ -18,7 +18,7 @@ class Model(Protocol):
     """N tokens of any sequences go in, logits of the K wanted ones come out."""
 
     @property
-    def facts(self) -> ModelInfo: ...
+    def info(self) -> ModelInfo: ...
 
     @property
     def impl(self) -> Literal["lean", "transformers"]:
@@ -31,7 +31,7 @@ class Model(Protocol):
         ...
 
     @property
-    def specs(self) -> Sequence[LayerSpec]:
+    def layer_specs(self) -> Sequence[LayerSpec]:
         """Of every layer."""
         ...
 

@@ -12,9 +12,9 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from server.models.config_file import checked, read_json, shortened
+from server.models.config_file import check_config, read_json, shorten_repr
 from server.models.errors import ModelError, UnknownModelError
-from server.models.families import FAMILIES, Experts, ModelFamily, Raw
+from server.models.families import FAMILIES, Experts, ModelFamily, RawConfig
 
 if TYPE_CHECKING:
     from kernels.ops import Activation
@@ -27,19 +27,19 @@ ACTIVATIONS: Mapping[str, Activation] = {
     "gelu_pytorch_tanh": "gelu_tanh",
     "gelu_tanh": "gelu_tanh",
 }
-SCALINGS = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")  # of RoPE
-SLIDING = "sliding_attention"
-SEES_ALL = "full_attention"
+ROPE_SCALINGS = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")  # of RoPE
+SLIDING_ATTENTION = "sliding_attention"
+FULL_ATTENTION = "full_attention"
 
 
 class Dim(int):
     """A dimension of a tensor, with the keys of config.json that it follows from, for error messages."""
 
-    words: str
+    description: str
 
-    def __new__(cls, size: int, words: str) -> Dim:
+    def __new__(cls, size: int, description: str) -> Dim:
         dim = super().__new__(cls, size)
-        dim.words = words
+        dim.description = description
         return dim
 
 
@@ -59,7 +59,7 @@ class Rope:
     theta: float
     dim: int  # leading dimensions of a head that turn; the others stay
     max_positions: int
-    trained_positions: int  # before the context was stretched
+    original_max_positions: int  # before the context was stretched
     scaling: str = "default"
     parameters: Mapping[str, Any] = field(default_factory=dict, hash=False)
     file: Path = field(default=Path("config.json"), compare=False)  # that these values come from
@@ -70,11 +70,11 @@ class MixtureOfExperts:
     """A layer whose feed-forward is chosen token by token."""
 
     module: str
-    split: tuple[str, str, str]
-    count: int
-    chosen: int  # per token
-    width: int
-    normalise: bool
+    projections: tuple[str, str, str]
+    num_experts: int
+    num_experts_per_tok: int  # per token
+    intermediate_size: int
+    norm_topk_prob: bool
 
 
 @dataclass(frozen=True)
@@ -109,7 +109,7 @@ class ModelConfig:
     scale: float  # of attention scores
     activation: Activation = "silu"
     qk_norm: bool = False
-    sandwich: bool = False
+    sandwich_norm: bool = False
     norm_offset: float = 0.0
     embedding_scale: float = 1.0
     softcap: float | None = None  # of attention scores
@@ -120,27 +120,27 @@ class ModelConfig:
         return len(self.layers)
 
     @property
-    def vocabulary(self) -> Dim:
+    def vocab_dim(self) -> Dim:
         return Dim(self.vocab_size, "vocab_size")
 
     @property
-    def hidden(self) -> Dim:
+    def hidden_dim(self) -> Dim:
         return Dim(self.hidden_size, "hidden_size")
 
     @property
-    def head(self) -> Dim:
+    def head_width(self) -> Dim:
         return Dim(self.head_dim, "head_dim")
 
     @property
-    def queries(self) -> Dim:
+    def q_size(self) -> Dim:
         return Dim(self.num_q_heads * self.head_dim, "num_attention_heads * head_dim")
 
     @property
-    def keys(self) -> Dim:
+    def kv_size(self) -> Dim:
         return Dim(self.num_kv_heads * self.head_dim, "num_key_value_heads * head_dim")
 
     @property
-    def facts(self) -> ModelInfo:
+    def info(self) -> ModelInfo:
         return ModelInfo(self.vocab_size, self.max_positions, self.eos_ids, self.dtype)
 
 
@@ -148,26 +148,26 @@ def load_config(directory: Path) -> ModelConfig:
     """Read config.json and generation_config.json. Raises ModelError for what the decoder does not know."""
     file = directory / "config.json"
     config = parse_config(read_json(file), file)
-    return replace(config, eos_ids=eos_ids_of(directory, config.vocab_size))
+    return replace(config, eos_ids=read_eos_ids(directory, config.vocab_size))
 
 
-def parse_config(raw: Raw, file: Path) -> ModelConfig:
+def parse_config(raw: RawConfig, file: Path) -> ModelConfig:
     """Return the model that the JSON object of config.json describes, without eos_ids; `file` is named in errors.
 
     Raises ModelError for what no model can have, and UnknownModelError for what the decoder does not know.
     """
-    architecture = architecture_of(raw)
+    architecture = get_architecture(raw)
     family = FAMILIES.get(architecture)
     if family is None:
         raise UnknownModelError(f"{file} describes a {architecture}; the decoder knows {', '.join(FAMILIES)}")
     text = raw.get("text_config")  # multimodal models nest their decoder's config
     raw = {**family.defaults, **raw, **(text if isinstance(text, dict) else {})}
-    checked(raw, file)
-    _refuse_unsupported(raw, file)
-    activation = raw.get(family.activation) or raw.get("hidden_act") or "silu"
+    check_config(raw, file)
+    _check_supported(raw, file)
+    activation = raw.get(family.activation_key) or raw.get("hidden_act") or "silu"
     if activation not in ACTIVATIONS:
         raise UnknownModelError(
-            f"{file}: {family.activation} is {shortened(activation)}; the decoder knows {', '.join(ACTIVATIONS)}"
+            f"{file}: {family.activation_key} is {shorten_repr(activation)}; the decoder knows {', '.join(ACTIVATIONS)}"
         )
     heads = raw["num_attention_heads"]
     kv_heads = raw.get("num_key_value_heads") or heads
@@ -184,17 +184,17 @@ def parse_config(raw: Raw, file: Path) -> ModelConfig:
         head_dim=head_dim,
         rms_norm_eps=raw.get("rms_norm_eps", 1e-6),
         max_positions=raw["max_position_embeddings"],
-        tie_embeddings=bool(raw.get("tie_word_embeddings", family.tied)),
+        tie_embeddings=bool(raw.get("tie_word_embeddings", family.tie_embeddings)),
         qkv_bias=attention_bias if family.qkv_bias is None else family.qkv_bias,
         o_bias=attention_bias if family.qkv_bias is None else False,
         mlp_bias=bool(raw.get("mlp_bias", False)),
-        layers=_layers(raw, family, head_dim, file),
+        layers=_parse_layers(raw, family, head_dim, file),
         eos_ids=frozenset(),
         dtype=raw.get("dtype") or raw.get("torch_dtype") or "float32",
         scale=(raw.get("query_pre_attn_scalar") or head_dim) ** -0.5,
         activation=ACTIVATIONS[activation],
         qk_norm=family.qk_norm,
-        sandwich=family.sandwich,
+        sandwich_norm=family.sandwich_norm,
         norm_offset=family.norm_offset,
         embedding_scale=raw["hidden_size"] ** 0.5 if family.scaled_embedding else 1.0,
         softcap=raw.get("attn_logit_softcapping"),
@@ -202,11 +202,11 @@ def parse_config(raw: Raw, file: Path) -> ModelConfig:
     )
 
 
-def architecture_of(raw: Raw) -> str:
+def get_architecture(raw: RawConfig) -> str:
     """Return the first architecture that config.json names."""
     named = raw.get("architectures")
     first = named[0] if isinstance(named, list) and named else "none"
-    return first if isinstance(first, str) and first.isidentifier() else shortened(first)
+    return first if isinstance(first, str) and first.isidentifier() else shorten_repr(first)
 
 
 def _check_heads(heads: int, kv_heads: int, head_dim: int, file: Path) -> None:
@@ -217,12 +217,12 @@ def _check_heads(heads: int, kv_heads: int, head_dim: int, file: Path) -> None:
         )
 
 
-def _refuse_unsupported(raw: Raw, file: Path) -> None:
+def _check_supported(raw: RawConfig, file: Path) -> None:
     """Raise ModelError for quantized checkpoints that cannot be read, and for encoders."""
     quantization = raw.get("quantization_config")
     if quantization and raw.get("quantization") is None:  # MLX's is written under both names
         method = quantization.get("quant_method") if isinstance(quantization, dict) else quantization
-        named = shortened(method).strip("'")
+        named = shorten_repr(method).strip("'")
         raise ModelError(
             f"{file}: the checkpoint is quantized ({named}), which cannot be read: take the one "
             "it was made from, one of MLX, or a GGUF file"
@@ -231,106 +231,116 @@ def _refuse_unsupported(raw: Raw, file: Path) -> None:
         raise ModelError(f"{file}: use_bidirectional_attention makes it an encoder, which cannot be served")
 
 
-def _layers(raw: Raw, family: ModelFamily, head_dim: int, file: Path) -> tuple[LayerConfig, ...]:
+def _parse_layers(raw: RawConfig, family: ModelFamily, head_dim: int, file: Path) -> tuple[LayerConfig, ...]:
     """Return the layers; the family's rule for windows holds only where layer_types is not given (vllm#49795)."""
     count = raw["num_hidden_layers"]
-    kinds = raw.get("layer_types") or [SLIDING if slides else SEES_ALL for slides in family.slides(raw, count)]
-    every = raw.get("no_rope_layer_interval") or count + 1
-    turning = raw.get("no_rope_layers") or [int((i + 1) % every != 0) for i in range(count)]  # 0: does not turn
-    if len(kinds) != count or len(turning) != count:
-        raise ModelError(f"{file} has {count} layers, {len(kinds)} layer_types, {len(turning)} no_rope_layers")
-    if unknown := set(kinds) - {SLIDING, SEES_ALL}:
-        strange = shortened(", ".join(sorted(unknown))).strip("'")
-        raise UnknownModelError(f"{file}: layer_types has {strange}; the decoder knows {SLIDING} and {SEES_ALL}")
-    ropes = {kind: _rope(raw, family, head_dim, kind, file) for kind in set(kinds)}
-    experts = _experts(raw, family.experts, file)
+    kinds = raw.get("layer_types") or [
+        SLIDING_ATTENTION if sliding else FULL_ATTENTION for sliding in family.sliding_rule(raw, count)
+    ]
+    interval = raw.get("no_rope_layer_interval") or count + 1
+    uses_rope = raw.get("no_rope_layers") or [int((i + 1) % interval != 0) for i in range(count)]  # 0: does not turn
+    if len(kinds) != count or len(uses_rope) != count:
+        raise ModelError(f"{file} has {count} layers, {len(kinds)} layer_types, {len(uses_rope)} no_rope_layers")
+    if unknown := set(kinds) - {SLIDING_ATTENTION, FULL_ATTENTION}:
+        strange = shorten_repr(", ".join(sorted(unknown))).strip("'")
+        raise UnknownModelError(
+            f"{file}: layer_types has {strange}; the decoder knows {SLIDING_ATTENTION} and {FULL_ATTENTION}"
+        )
+    ropes = {kind: _parse_rope(raw, family, head_dim, kind, file) for kind in set(kinds)}
+    experts = _parse_experts(raw, family.experts, file)
     dense = set(raw.get("mlp_only_layers") or ())
     sparse_step = raw.get("decoder_sparse_step", 1)
     return tuple(
         LayerConfig(
-            window=raw.get("sliding_window") if kind == SLIDING else None,
-            rope=ropes[kind] if turns else None,
+            window=raw.get("sliding_window") if kind == SLIDING_ATTENTION else None,
+            rope=ropes[kind] if rotated else None,
             experts=experts if i not in dense and sparse_step and (i + 1) % sparse_step == 0 else None,
         )
-        for i, (kind, turns) in enumerate(zip(kinds, turning, strict=True))
+        for i, (kind, rotated) in enumerate(zip(kinds, uses_rope, strict=True))
     )
 
 
-def _rope(raw: Raw, family: ModelFamily, head_dim: int, kind: str, file: Path) -> Rope:
+def _parse_rope(raw: RawConfig, family: ModelFamily, head_dim: int, kind: str, file: Path) -> Rope:
     """Return RoPE for a kind of layer: rope_parameters in transformers 5, before that rope_theta and rope_scaling."""
     given = raw.get("rope_scaling") or raw.get("rope_parameters") or {}
     theta: float = raw.get("rope_theta") or 10_000.0
     if given.get(kind) is not None:
         given = given[kind]
-    elif family.local_theta is not None and kind == SLIDING:
+    elif family.local_theta is not None and kind == SLIDING_ATTENTION:
         given, theta = {}, raw.get("rope_local_base_freq") or family.local_theta
     theta = given.get("rope_theta") or theta
     share: float = given.get("partial_rotary_factor") or raw.get("partial_rotary_factor") or 1.0
     scaling = given.get("rope_type") or given.get("type") or "default"
-    scaling = family.scalings.get(scaling, scaling)
-    if scaling not in SCALINGS:
-        raise UnknownModelError(f"{file}: RoPE scaling {shortened(scaling)}; the decoder knows {', '.join(SCALINGS)}")
-    longest = raw["max_position_embeddings"]
+    scaling = family.rope_scaling_aliases.get(scaling, scaling)
+    if scaling not in ROPE_SCALINGS:
+        raise UnknownModelError(
+            f"{file}: RoPE scaling {shorten_repr(scaling)}; the decoder knows {', '.join(ROPE_SCALINGS)}"
+        )
+    max_positions = raw["max_position_embeddings"]
     # Phi-3 writes the positions of training beside the scaling, not within.
-    trained = given.get("original_max_position_embeddings") or raw.get("original_max_position_embeddings") or longest
+    trained = (
+        given.get("original_max_position_embeddings") or raw.get("original_max_position_embeddings") or max_positions
+    )
     dim = int(head_dim * share)
     if dim < 2 or dim % 2:
         raise ModelError(f"{file}: {dim} of {head_dim} dimensions of a head turn, which must be an even number of them")
     return Rope(
         theta=float(theta),
         dim=dim,
-        max_positions=longest,
-        trained_positions=trained,
+        max_positions=max_positions,
+        original_max_positions=trained,
         scaling=scaling,
         parameters={**given, "original_max_position_embeddings": trained},
         file=file,
     )
 
 
-def _experts(raw: Raw, experts: Experts | None, file: Path) -> MixtureOfExperts | None:
+def _parse_experts(raw: RawConfig, experts: Experts | None, file: Path) -> MixtureOfExperts | None:
     if experts is None:
         return None
-    count = next((raw[key] for key in experts.number if raw.get(key) is not None), None)
-    chosen, width = raw.get("num_experts_per_tok"), raw.get(experts.width)
-    if not count or not chosen or not width:
+    count = next((raw[key] for key in experts.num_experts_keys if raw.get(key) is not None), None)
+    num_chosen, width = raw.get("num_experts_per_tok"), raw.get(experts.intermediate_size_key)
+    if not count or not num_chosen or not width:
         raise ModelError(f"{file} does not say how many experts there are, of what width, or how many a token takes")
-    if chosen > count:
-        raise ModelError(f"{file}: num_experts_per_tok is {chosen}, and there are {count} experts")
+    if num_chosen > count:
+        raise ModelError(f"{file}: num_experts_per_tok is {num_chosen}, and there are {count} experts")
     return MixtureOfExperts(
         module=experts.module,
-        split=experts.split,
-        count=count,
-        chosen=chosen,
-        width=width,
-        normalise=bool(raw.get("norm_topk_prob", False)) if experts.normalise is None else experts.normalise,
+        projections=experts.projections,
+        num_experts=count,
+        num_experts_per_tok=num_chosen,
+        intermediate_size=width,
+        norm_topk_prob=bool(raw.get("norm_topk_prob", False))
+        if experts.norm_topk_prob is None
+        else experts.norm_topk_prob,
     )
 
 
 # ---------------------------------------------------------------- the ends of texts
-def eos_ids_of(directory: Path, vocab_size: int) -> frozenset[int]:
+def read_eos_ids(directory: Path, vocab_size: int) -> frozenset[int]:
     """Return the tokens of the vocabulary that end a text. Raises ModelError."""
-    return frozenset(end for end in _named_ends(directory) if _is_token(end, vocab_size))
+    return frozenset(end for end in _read_raw_eos_ids(directory) if _is_token(end, vocab_size))
 
 
-def warn_of_ends(directory: Path, vocab_size: int) -> None:
+def warn_invalid_eos_ids(directory: Path, vocab_size: int) -> None:
     """Warn of ids that should end a text, but are not tokens (-1, in broken fine-tunes): they are ignored."""
-    if strange := [end for end in _named_ends(directory) if not _is_token(end, vocab_size)]:
+    if strange := [end for end in _read_raw_eos_ids(directory) if not _is_token(end, vocab_size)]:
         log.warning(
             "%s: eos_token_id has %s, which are not in the vocabulary of %d tokens: they are ignored",
             directory,
-            shortened(strange),
+            shorten_repr(strange),
             vocab_size,
         )
 
 
-def _named_ends(directory: Path) -> list[Any]:
+def _read_raw_eos_ids(directory: Path) -> list[Any]:
     """Return the numbers of eos_token_id, from generation_config.json if it has them: it often has more of them."""
     path = directory / "generation_config.json"
     generation = read_json(path) if path.is_file() else {}
     eos = generation.get("eos_token_id", read_json(directory / "config.json").get("eos_token_id"))
     ids = eos if isinstance(eos, list) else [] if eos is None else [eos]
     if not all(isinstance(i, int | float) for i in ids):
-        raise ModelError(f"{directory}: eos_token_id is {shortened(eos)}, and should be a number or several")
+        raise ModelError(f"{directory}: eos_token_id is {shorten_repr(eos)}, and should be a number or several")
     return ids
 
 

@@ -16,12 +16,12 @@ from server.models.errors import ModelError, first_line
 
 Dtype = Literal["float32", "bfloat16", "float16"]
 # Bounds far beyond any model, so that no list or table of gigabytes is made before the weights' shapes are compared.
-LONGEST_VALUE = 80  # characters of a value in a message
-MOST_LAYERS = 10_000
-MOST_EXPERTS = 100_000
+MAX_VALUE_LENGTH = 80  # characters of a value in a message
+MAX_LAYERS = 10_000
+MAX_EXPERTS = 100_000
 Count = Annotated[int, Field(gt=0, lt=2**31)]
-Layers = Annotated[int, Field(gt=0, le=MOST_LAYERS)]
-NumExperts = Annotated[int, Field(ge=0, le=MOST_EXPERTS)]  # dense models may say 0
+NumLayers = Annotated[int, Field(gt=0, le=MAX_LAYERS)]
+NumExperts = Annotated[int, Field(ge=0, le=MAX_EXPERTS)]  # dense models may say 0
 Real = Annotated[float, Field(ge=1e-12, le=1e12, allow_inf_nan=False)]  # float32 computes with its square and inverse
 RealOrZero = Annotated[float, Field(ge=0, le=1e12, allow_inf_nan=False)]
 Theta = Annotated[float, Field(gt=1, le=1e12, allow_inf_nan=False)]
@@ -62,7 +62,7 @@ class ConfigFile(_Strict):
     vocab_size: Count
     hidden_size: Count
     intermediate_size: Count
-    num_hidden_layers: Layers
+    num_hidden_layers: NumLayers
     num_attention_heads: Count
     max_position_embeddings: Count
     num_key_value_heads: Count | None = None
@@ -100,12 +100,12 @@ class ConfigFile(_Strict):
     torch_dtype: Dtype | None = None
 
 
-def checked(raw: Mapping[str, Any], file: Path) -> None:
+def check_config(raw: Mapping[str, Any], file: Path) -> None:
     """Raise ModelError for a key that is missing, or has a value that no model can have."""
     try:
         ConfigFile.model_validate(raw)
     except ValidationError as error:
-        raise ModelError(f"{file}: {_faults(error)}") from None
+        raise ModelError(f"{file}: {_format_validation_error(error)}") from None
 
 
 def check_counts(raw: Mapping[str, Any], file: Path) -> None:
@@ -115,27 +115,27 @@ def check_counts(raw: Mapping[str, Any], file: Path) -> None:
     """
     for part in (raw, *(value for value in raw.values() if isinstance(value, dict))):
         for key, value in part.items():
-            most = MOST_LAYERS if "layer" in key else MOST_EXPERTS if "expert" in key else None
-            if most is not None and isinstance(value, int | float) and value > most:
-                raise ModelError(f"{file}: {key} is {shortened(value)}, and can be {most} at most")
+            limit = MAX_LAYERS if "layer" in key else MAX_EXPERTS if "expert" in key else None
+            if limit is not None and isinstance(value, int | float) and value > limit:
+                raise ModelError(f"{file}: {key} is {shorten_repr(value)}, and can be {limit} at most")
 
 
-def _faults(error: ValidationError) -> str:
-    told = error.errors(include_url=False)
-    missing = [str(fault["loc"][0]) for fault in told if fault["type"] == "missing"]
+def _format_validation_error(error: ValidationError) -> str:
+    faults = error.errors(include_url=False)
+    missing = [str(fault["loc"][0]) for fault in faults if fault["type"] == "missing"]
     if missing:
         return f"lacks {', '.join(missing)}; is it the file of this model?"
-    first = told[0]
-    return f"{'.'.join(map(str, first['loc']))} is {shortened(first['input'])}: {first['msg'].lower()}"
+    first = faults[0]
+    return f"{'.'.join(map(str, first['loc']))} is {shorten_repr(first['input'])}: {first['msg'].lower()}"
 
 
-def shortened(value: Any) -> str:
+def shorten_repr(value: Any) -> str:
     """Return a value as Python writes it, cut so that it fits into a message of one line."""
     try:
         written = repr(value)
     except ValueError:  # a whole number of thousands of digits
         return "a number of thousands of digits"
-    return written if len(written) <= LONGEST_VALUE else f"{written[:LONGEST_VALUE]}..."
+    return written if len(written) <= MAX_VALUE_LENGTH else f"{written[:MAX_VALUE_LENGTH]}..."
 
 
 def read_json(path: Path) -> dict[str, Any]:

@@ -14,14 +14,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kernels.composite import rotate
+from kernels.composite import apply_rope
 from kernels.ops import Attention, Ops, PackedWeight, Weight
 from kernels.quantization import QuantizedTensor, dequantize
 from kernels.types import LayerSpec
 from server.models.base import Stepwise
 from server.models.config import ModelConfig
-from server.models.layers import load_ends, load_layer, load_norm
-from server.models.rope import rope_tables
+from server.models.layers import load_embedding_and_head, load_layer, load_norm
+from server.models.rope import compute_rope_tables
 from server.models.weights import Weights
 
 
@@ -38,16 +38,16 @@ class Decoder(Stepwise):
         `positions`: the longest text it will see; default: what the model was made for. Raises ModelError.
         """
         self.config = config
-        self.facts = config.facts
+        self.info = config.info
         self.dtype = dtype
         self._ops = ops
-        self._embedding, self._lm_head = load_ends(config, weights, ops)
+        self._embedding, self._lm_head = load_embedding_and_head(config, weights, ops)
         # Gemma: the factor is rounded to the activations' type, as it was in training.
         self._embedding_scale = torch.tensor(config.embedding_scale, dtype=dtype).item()
-        tables = cache(partial(rope_tables, positions=positions or config.max_positions, device=self.device))
-        self.specs = [self._spec(i, layer.window) for i, layer in enumerate(config.layers)]
-        layers = [load_layer(config, weights, ops, i, self.specs[i], tables) for i in range(config.num_layers)]
-        self._norm = load_norm(config, weights, "model.norm", config.hidden)
+        tables = cache(partial(compute_rope_tables, positions=positions or config.max_positions, device=self.device))
+        self.layer_specs = [self._make_layer_spec(i, layer.window) for i, layer in enumerate(config.layers)]
+        layers = [load_layer(config, weights, ops, i, self.layer_specs[i], tables) for i in range(config.num_layers)]
+        self._norm = load_norm(config, weights, "model.norm", config.hidden_dim)
         self._layers = ops.pack_layers(layers, dtype)
 
     @property
@@ -64,7 +64,7 @@ class Decoder(Stepwise):
         """What most weights are kept in: "float32", "int4"."""
         counts: Counter[str] = Counter()
         for weight in self._weights():
-            counts[_format(weight)] += weight.shape.numel()
+            counts[_get_format_name(weight)] += weight.shape.numel()
         return counts.most_common(1)[0][0]
 
     def _weights(self) -> Iterable[Weight]:
@@ -92,9 +92,9 @@ class Decoder(Stepwise):
         """Compute logits [K, V] of x [N, d]: `forward` for tokens that are embedded already."""
         x = self._ops.forward_layers(self._layers, x, attention)
         wanted = self._ops.rms_norm(x[attention.logit_index], self._norm, self.config.rms_norm_eps)
-        return softcapped(self._ops.linear(wanted, self._lm_head), self.config.logit_softcap)
+        return apply_softcap(self._ops.linear(wanted, self._lm_head), self.config.logit_softcap)
 
-    def _spec(self, i: int, window: int | None) -> LayerSpec:
+    def _make_layer_spec(self, i: int, window: int | None) -> LayerSpec:
         c = self.config
         return LayerSpec(
             c.num_kv_heads,
@@ -104,20 +104,20 @@ class Decoder(Stepwise):
             window=window,
             scale=c.scale,
             softcap=c.softcap,
-            rotate=partial(self._moved, i),
+            rotate=partial(self._shift_positions, i),
         )
 
-    def _moved(self, i: int, x: Tensor, delta: Tensor) -> Tensor:
+    def _shift_positions(self, i: int, x: Tensor, delta: Tensor) -> Tensor:
         """Return x [N,H,D] as if computed `delta` [N] positions later, or, where that is negative, earlier."""
         tables = self._layers.layers[i].attention.tables
         if tables is None:
             return x
         cos, sin = tables
-        forth, back = (rotate(self._ops, x, (cos, signed), delta.abs()) for signed in (sin, -sin))
+        forth, back = (apply_rope(self._ops, x, (cos, signed), delta.abs()) for signed in (sin, -sin))
         return torch.where((delta < 0).view(-1, 1, 1), back, forth)
 
 
-def _format(weight: Weight) -> str:
+def _get_format_name(weight: Weight) -> str:
     match weight:
         case Tensor():
             return str(weight.dtype).removeprefix("torch.")
@@ -127,6 +127,6 @@ def _format(weight: Weight) -> str:
             return weight.format
 
 
-def softcapped(logits: Tensor, cap: float | None) -> Tensor:
+def apply_softcap(logits: Tensor, cap: float | None) -> Tensor:
     """Return cap * tanh(logits / cap) (Gemma 2); the logits themselves without a cap."""
     return logits if cap is None else cap * torch.tanh(logits.float() / cap)

@@ -14,6 +14,6 @@ class UnknownModelError(ModelError):
 
 
 def first_line(error: Exception) -> str:
-    """Of what a library says, which may be a page; its kind if it says nothing."""
+    """Return the first line of what a library says, which may be a page; the error's class if it says nothing."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return lines[0] if lines else type(error).__name__

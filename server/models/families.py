@@ -8,33 +8,33 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any, Literal, NamedTuple
 
-Raw = Mapping[str, Any]  # config.json
-Kinds = Callable[[Raw, int], list[bool]]  # for each of so many layers: does its attention slide?
+RawConfig = Mapping[str, Any]  # config.json
+SlidingRule = Callable[[RawConfig, int], list[bool]]  # for each of a number of layers: does its attention slide?
 
 
-def _none(raw: Raw, layers: int) -> list[bool]:
+def _slide_none(raw: RawConfig, layers: int) -> list[bool]:
     return [False] * layers
 
 
-def _all(raw: Raw, layers: int) -> list[bool]:
+def _slide_all(raw: RawConfig, layers: int) -> list[bool]:
     return [raw.get("sliding_window") is not None] * layers
 
 
-def _if_used(raw: Raw, layers: int) -> list[bool]:
-    """Qwen: the layers from max_window_layers on, if use_sliding_window says so at all."""
+def _slide_upper_if_enabled(raw: RawConfig, layers: int) -> list[bool]:
+    """Return Qwen's rule: the layers from max_window_layers on slide, if use_sliding_window says so at all."""
     first = raw.get("max_window_layers")
     return [bool(raw.get("use_sliding_window")) and first is not None and i >= first for i in range(layers)]
 
 
-def _all_if_used(raw: Raw, layers: int) -> list[bool]:
+def _slide_all_if_enabled(raw: RawConfig, layers: int) -> list[bool]:
     return [bool(raw.get("use_sliding_window")) and raw.get("sliding_window") is not None] * layers
 
 
-def _every_other(raw: Raw, layers: int) -> list[bool]:
+def _slide_alternate(raw: RawConfig, layers: int) -> list[bool]:
     return [i % 2 == 0 for i in range(layers)]
 
 
-def _all_but_every_nth(raw: Raw, layers: int) -> list[bool]:
+def _slide_all_but_every_nth(raw: RawConfig, layers: int) -> list[bool]:
     return [(i + 1) % (raw.get("sliding_window_pattern") or 6) != 0 for i in range(layers)]
 
 
@@ -42,10 +42,10 @@ class Experts(NamedTuple):
     """Where a mixture of experts is described and kept."""
 
     module: str  # of a layer, in checkpoints: "<module>.gate.weight" is the router, "<module>.experts.0..." the first
-    number: tuple[str, ...]  # keys of config.json, the first that is there counts
-    width: str
-    normalise: bool | None = True  # do the weights of the chosen sum to 1? None: norm_topk_prob says
-    split: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")  # of an expert
+    num_experts_keys: tuple[str, ...]  # keys of config.json, the first that is there counts
+    intermediate_size_key: str
+    norm_topk_prob: bool | None = True  # do the weights of the chosen sum to 1? None: norm_topk_prob says
+    projections: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")  # of an expert
 
 
 NOTHING: Mapping[str, Any] = {}
@@ -56,27 +56,27 @@ class ModelFamily(NamedTuple):
 
     qkv_bias: bool | None = None  # None: attention_bias decides
     qk_norm: bool = False  # queries and keys are normalised, head by head, before they turn
-    slides: Kinds = _none  # if there are no layer_types
-    sandwich: bool = False  # norms after attention and feed-forward, too
+    sliding_rule: SlidingRule = _slide_none  # if there are no layer_types
+    sandwich_norm: bool = False  # norms after attention and feed-forward, too
     norm_offset: float = 0.0  # added to the weights of norms
     scaled_embedding: bool = False  # by the root of the width
-    tied: bool = False  # unless config.json says otherwise
-    activation: Literal["hidden_act", "hidden_activation"] = "hidden_act"
+    tie_embeddings: bool = False  # unless config.json says otherwise
+    activation_key: Literal["hidden_act", "hidden_activation"] = "hidden_act"
     experts: Experts | None = None
     local_theta: float | None = None  # of sliding layers, if rope_local_base_freq is not given
-    defaults: Raw = NOTHING  # what config.json may leave out, where it is not Llama's; as in transformers
-    scalings: Mapping[str, str] = NOTHING  # other names of RoPE scalings
+    defaults: RawConfig = NOTHING  # what config.json may leave out, where it is not Llama's; as in transformers
+    rope_scaling_aliases: Mapping[str, str] = NOTHING  # other names of RoPE scalings
 
 
-_MIXTRAL = Experts("block_sparse_moe", ("num_local_experts",), "intermediate_size", split=("w1", "w3", "w2"))
-_QWEN3_MOE = Experts("mlp", ("num_experts", "num_local_experts"), "moe_intermediate_size", normalise=None)
+_MIXTRAL = Experts("block_sparse_moe", ("num_local_experts",), "intermediate_size", projections=("w1", "w3", "w2"))
+_QWEN3_MOE = Experts("mlp", ("num_experts", "num_local_experts"), "moe_intermediate_size", norm_topk_prob=None)
 
 _GEMMA = ModelFamily(
-    sandwich=True,
+    sandwich_norm=True,
     norm_offset=1.0,
     scaled_embedding=True,
-    tied=True,
-    activation="hidden_activation",
+    tie_embeddings=True,
+    activation_key="hidden_activation",
     defaults={
         "hidden_activation": "gelu_pytorch_tanh",
         "num_attention_heads": 8,
@@ -90,31 +90,40 @@ _GEMMA = ModelFamily(
 _GEMMA2_DEFAULTS = {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0, "max_position_embeddings": 8192}
 _GEMMA3_DEFAULTS = {"vocab_size": 262_208, "max_position_embeddings": 131_072, "rope_theta": 1e6}
 _GEMMA3 = _GEMMA._replace(
-    qk_norm=True, slides=_all_but_every_nth, local_theta=10_000.0, defaults={**_GEMMA.defaults, **_GEMMA3_DEFAULTS}
+    qk_norm=True,
+    sliding_rule=_slide_all_but_every_nth,
+    local_theta=10_000.0,
+    defaults={**_GEMMA.defaults, **_GEMMA3_DEFAULTS},
 )
 _QWEN_DEFAULTS = {"sliding_window": 4096, "max_window_layers": 28}
 
 FAMILIES: Mapping[str, ModelFamily] = {
     "LlamaForCausalLM": ModelFamily(),
-    "MistralForCausalLM": ModelFamily(qkv_bias=False, slides=_all, defaults={"sliding_window": 4096}),
+    "MistralForCausalLM": ModelFamily(qkv_bias=False, sliding_rule=_slide_all, defaults={"sliding_window": 4096}),
     "MixtralForCausalLM": ModelFamily(
-        qkv_bias=False, slides=_all, experts=_MIXTRAL, defaults={"rope_theta": 1e6, "rms_norm_eps": 1e-5}
+        qkv_bias=False, sliding_rule=_slide_all, experts=_MIXTRAL, defaults={"rope_theta": 1e6, "rms_norm_eps": 1e-5}
     ),
     "Phi3ForCausalLM": ModelFamily(
         qkv_bias=False,
-        slides=_all,
+        sliding_rule=_slide_all,
         defaults={"rms_norm_eps": 1e-5},
-        scalings={"su": "longrope", "yarn": "longrope"},  # its first files' names
+        rope_scaling_aliases={"su": "longrope", "yarn": "longrope"},  # its first files' names
     ),
-    "Qwen2ForCausalLM": ModelFamily(qkv_bias=True, slides=_if_used, defaults=_QWEN_DEFAULTS),
-    "Qwen3ForCausalLM": ModelFamily(qk_norm=True, slides=_if_used, defaults={**_QWEN_DEFAULTS, "head_dim": 128}),
+    "Qwen2ForCausalLM": ModelFamily(qkv_bias=True, sliding_rule=_slide_upper_if_enabled, defaults=_QWEN_DEFAULTS),
+    "Qwen3ForCausalLM": ModelFamily(
+        qk_norm=True, sliding_rule=_slide_upper_if_enabled, defaults={**_QWEN_DEFAULTS, "head_dim": 128}
+    ),
     "Qwen3MoeForCausalLM": ModelFamily(
-        qk_norm=True, slides=_all_if_used, experts=_QWEN3_MOE, defaults={"sliding_window": 4096}
+        qk_norm=True, sliding_rule=_slide_all_if_enabled, experts=_QWEN3_MOE, defaults={"sliding_window": 4096}
     ),
     "SmolLM3ForCausalLM": ModelFamily(
-        slides=_if_used, tied=True, defaults={"rope_theta": 2e6, "no_rope_layer_interval": 4, "max_window_layers": 28}
+        sliding_rule=_slide_upper_if_enabled,
+        tie_embeddings=True,
+        defaults={"rope_theta": 2e6, "no_rope_layer_interval": 4, "max_window_layers": 28},
     ),
-    "Gemma2ForCausalLM": _GEMMA._replace(slides=_every_other, defaults={**_GEMMA.defaults, **_GEMMA2_DEFAULTS}),
+    "Gemma2ForCausalLM": _GEMMA._replace(
+        sliding_rule=_slide_alternate, defaults={**_GEMMA.defaults, **_GEMMA2_DEFAULTS}
+    ),
     "Gemma3ForCausalLM": _GEMMA3,
     "Gemma3ForConditionalGeneration": _GEMMA3,  # its decoder: text only
 }

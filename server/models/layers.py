@@ -1,6 +1,6 @@
 """The weights of one layer as the decoder wants them, from the names that checkpoints give them.
 
-Knows names and shapes, and who of several feed-forwards is asked; neither attention nor positions.
+Knows names and shapes, and which of several feed-forwards computes a token; neither attention nor positions.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from torch import Tensor
 
 from kernels.memory import ConcatenatedWeight
 from kernels.ops import AttentionWeights, DecoderLayer, GatedMLP, Ops, RopeTables, Weight
-from kernels.quantization import QuantizedTensor, dequantize, joined
+from kernels.quantization import QuantizedTensor, concatenate_quantized, dequantize
 from kernels.types import LayerSpec
 from server.models.config import Dim, MixtureOfExperts, ModelConfig, Rope
 from server.models.weights import Matrix, Weights
@@ -25,19 +25,19 @@ class Mixture:
 
     router: Weight
     experts: Sequence[GatedMLP]
-    chosen: int
-    normalise: bool
+    top_k: int
+    norm_topk_prob: bool
 
     def __call__(self, ops: Ops, h: Tensor) -> Tensor:
-        shares = ops.linear(h, self.router).float().softmax(-1)  # [N, E]
-        weights, experts = shares.topk(self.chosen, dim=-1)  # [N, chosen]
-        if self.normalise:
+        probs = ops.linear(h, self.router).float().softmax(-1)  # [N, E]
+        weights, experts = probs.topk(self.top_k, dim=-1)  # [N, chosen]
+        if self.norm_topk_prob:
             weights = weights / weights.sum(-1, keepdim=True)
         out = torch.zeros_like(h)
         for e in experts.unique().tolist():
             token, place = (experts == e).nonzero(as_tuple=True)
-            fed = ops.mlp(self.experts[e], h[token])
-            out.index_add_(0, token, (fed * weights[token, place, None]).to(h.dtype))
+            expert_out = ops.mlp(self.experts[e], h[token])
+            out.index_add_(0, token, (expert_out * weights[token, place, None]).to(h.dtype))
         return out
 
     def pack(self, ops: Ops) -> Mixture:
@@ -55,9 +55,9 @@ def load_norm(config: ModelConfig, weights: Weights, name: str, width: Dim) -> T
     return weight.float() + config.norm_offset if config.norm_offset else weight
 
 
-def load_ends(config: ModelConfig, weights: Weights, ops: Ops) -> tuple[Weight, Weight]:
+def load_embedding_and_head(config: ModelConfig, weights: Weights, ops: Ops) -> tuple[Weight, Weight]:
     """Return the embedding and lm_head; where they are tied, one weight. Raises ModelError for what is missing."""
-    embedding, shape = "model.embed_tokens.weight", (config.vocabulary, config.hidden)
+    embedding, shape = "model.embed_tokens.weight", (config.vocab_dim, config.hidden_dim)
     if config.tie_embeddings:
         tied = ops.pack(weights.matrix(embedding, shape))
         return tied, tied
@@ -72,74 +72,79 @@ def load_layer(
     projections = f"{at}self_attn."
     c, kind = config, config.layers[i]
 
-    def norm(name: str, width: Dim = c.hidden) -> Tensor:
+    def norm(name: str, width: Dim = c.hidden_dim) -> Tensor:
         return load_norm(c, weights, f"{at}{name}", width)
 
-    after_attention = "pre_feedforward_layernorm" if c.sandwich else "post_attention_layernorm"
-    parts = {"q_proj": c.queries, "k_proj": c.keys, "v_proj": c.keys}
-    qkv, qkv_bias = _fused(weights, projections, "qkv_proj", parts, c.hidden, c.qkv_bias)
+    after_attention = "pre_feedforward_layernorm" if c.sandwich_norm else "post_attention_layernorm"
+    parts = {"q_proj": c.q_size, "k_proj": c.kv_size, "v_proj": c.kv_size}
+    qkv, qkv_bias = _load_fused(weights, projections, "qkv_proj", parts, c.hidden_dim, c.qkv_bias)
     attention = AttentionWeights(
         norm=norm("input_layernorm"),
         qkv=ops.pack(qkv),
         qkv_bias=qkv_bias,
-        qk_norm=(norm("self_attn.q_norm", c.head), norm("self_attn.k_norm", c.head)) if c.qk_norm else None,
+        qk_norm=(norm("self_attn.q_norm", c.head_width), norm("self_attn.k_norm", c.head_width)) if c.qk_norm else None,
         # Made only now: the projections have shown that heads are as large as config.json says.
         tables=None if kind.rope is None else tables(kind.rope),
         q_heads=c.num_q_heads,
         kv_heads=c.num_kv_heads,
-        o=weights.matrix(f"{projections}o_proj.weight", (c.hidden, c.queries)),
-        o_bias=weights.get(f"{projections}o_proj.bias", (c.hidden,)) if c.o_bias else None,
-        post_norm=norm("post_attention_layernorm") if c.sandwich else None,
+        o=weights.matrix(f"{projections}o_proj.weight", (c.hidden_dim, c.q_size)),
+        o_bias=weights.get(f"{projections}o_proj.bias", (c.hidden_dim,)) if c.o_bias else None,
+        post_norm=norm("post_attention_layernorm") if c.sandwich_norm else None,
         next_norm=norm(after_attention),
         eps=c.rms_norm_eps,
     )
-    mlp = _mixture(c, weights, ops, at, kind.experts) if kind.experts else _dense(c, weights, ops, f"{at}mlp.")
-    return DecoderLayer(spec, attention.pack(ops), mlp, norm("post_feedforward_layernorm") if c.sandwich else None)
+    mlp = _load_mixture(c, weights, ops, at, kind.experts) if kind.experts else _load_mlp(c, weights, ops, f"{at}mlp.")
+    return DecoderLayer(spec, attention.pack(ops), mlp, norm("post_feedforward_layernorm") if c.sandwich_norm else None)
 
 
-def _fused(
+def _load_fused(
     weights: Weights, at: str, fused: str, parts: Mapping[str, Dim], width: Dim, biased: bool
 ) -> tuple[Matrix | ConcatenatedWeight, Tensor | None]:
     """Return a matrix and its bias, joined from `parts` (rows by name) unless the checkpoint has them fused."""
     if f"{at}{fused}.weight" in weights:
-        parts = {fused: Dim(sum(parts.values()), " + ".join(rows.words for rows in parts.values()))}
-    matrix = _joined([weights.matrix(f"{at}{name}.weight", (rows, width)) for name, rows in parts.items()])
+        parts = {fused: Dim(sum(parts.values()), " + ".join(rows.description for rows in parts.values()))}
+    matrix = _concatenate([weights.matrix(f"{at}{name}.weight", (rows, width)) for name, rows in parts.items()])
     if not biased:
         return matrix, None
     return matrix, torch.cat([weights.get(f"{at}{name}.bias", (rows,)) for name, rows in parts.items()])
 
 
-def _joined(parts: Sequence[Matrix]) -> Matrix | ConcatenatedWeight:
+def _concatenate(parts: Sequence[Matrix]) -> Matrix | ConcatenatedWeight:
     """Join several matrices along the first dimension; the result is quantized if all of them are."""
     if len(parts) == 1:
         return parts[0]
     quantized = [part for part in parts if isinstance(part, QuantizedTensor)]
     if len(quantized) == len(parts):
-        return joined(quantized)
+        return concatenate_quantized(quantized)
     plain = [part for part in parts if isinstance(part, Tensor)]
     wide = [dequantize(part).to(plain[0].dtype) if isinstance(part, QuantizedTensor) else part for part in parts]
     return ConcatenatedWeight(wide)
 
 
-def _dense(config: ModelConfig, weights: Weights, ops: Ops, at: str) -> GatedMLP:
-    d, width = config.hidden, Dim(config.intermediate_size, "intermediate_size")
+def _load_mlp(config: ModelConfig, weights: Weights, ops: Ops, at: str) -> GatedMLP:
+    d, width = config.hidden_dim, Dim(config.intermediate_size, "intermediate_size")
     parts = {"gate_proj": width, "up_proj": width}
-    gate_up, gate_up_bias = _fused(weights, at, "gate_up_proj", parts, d, config.mlp_bias)
+    gate_up, gate_up_bias = _load_fused(weights, at, "gate_up_proj", parts, d, config.mlp_bias)
     down_bias = weights.get(f"{at}down_proj.bias", (d,)) if config.mlp_bias else None
     down = weights.matrix(f"{at}down_proj.weight", (d, width))
     return GatedMLP(ops.pack(gate_up), gate_up_bias, down, down_bias, config.activation).pack(ops)
 
 
-def _mixture(config: ModelConfig, weights: Weights, ops: Ops, at: str, experts: MixtureOfExperts) -> Mixture:
+def _load_mixture(config: ModelConfig, weights: Weights, ops: Ops, at: str, experts: MixtureOfExperts) -> Mixture:
     at = f"{at}{experts.module}."
-    gate, up, down = experts.split
-    d, width = config.hidden, Dim(experts.width, "the width of an expert")
+    gate, up, down = experts.projections
+    d, width = config.hidden_dim, Dim(experts.intermediate_size, "the width of an expert")
 
-    def expert(e: int) -> GatedMLP:
+    def load_expert(e: int) -> GatedMLP:
         each = f"{at}experts.{e}."
-        gate_up = _joined([weights.matrix(f"{each}{part}.weight", (width, d)) for part in (gate, up)])
+        gate_up = _concatenate([weights.matrix(f"{each}{part}.weight", (width, d)) for part in (gate, up)])
         back = weights.matrix(f"{each}{down}.weight", (d, width))
         return GatedMLP(ops.pack(gate_up), None, back, None, config.activation).pack(ops)
 
-    router = ops.pack(weights.get(f"{at}gate.weight", (Dim(experts.count, "the number of experts"), d)))
-    return Mixture(router, [expert(e) for e in range(experts.count)], experts.chosen, experts.normalise)
+    router = ops.pack(weights.get(f"{at}gate.weight", (Dim(experts.num_experts, "the number of experts"), d)))
+    return Mixture(
+        router,
+        [load_expert(e) for e in range(experts.num_experts)],
+        experts.num_experts_per_tok,
+        experts.norm_topk_prob,
+    )

@@ -1,4 +1,4 @@
-"""Chooses who computes a model: the lean decoder for the families it knows, transformers for all others."""
+"""Chooses what computes a model: the lean decoder for the families it knows, transformers for all others."""
 
 from __future__ import annotations
 
@@ -11,22 +11,22 @@ import torch
 from config.settings import ModelImpl
 from kernels.ops import Ops
 from server.models.base import Model
-from server.models.config import ModelConfig, ModelInfo, load_config, warn_of_ends
+from server.models.config import ModelConfig, ModelInfo, load_config, warn_invalid_eos_ids
 from server.models.decoder import Decoder
 from server.models.errors import ModelError, UnknownModelError
-from server.models.formats.gguf_directory import gguf_of
+from server.models.formats.gguf_directory import find_gguf_file
 from server.models.formats.mlx_weights import MLXWeights, is_mlx
-from server.models.formats.quantized import quantized
-from server.models.transformers_backend import TransformersModel, facts_of
-from server.models.weights import Kept, Safetensors, Weights
+from server.models.formats.quantized import open_quantized_weights
+from server.models.transformers_backend import TransformersModel, read_transformers_info
+from server.models.weights import Safetensors, Weights, WeightsConfig
 
 
-def describe(directory: Path, impl: ModelImpl) -> ModelInfo:
+def read_model_info(directory: Path, impl: ModelImpl) -> ModelInfo:
     """Return what is known of a model before its weights are read. Raises ModelError."""
-    config = _lean_config(directory, impl)
-    facts = facts_of(directory) if config is None else config.facts
-    warn_of_ends(directory, facts.vocab_size)
-    return facts
+    config = _load_lean_config(directory, impl)
+    info = read_transformers_info(directory) if config is None else config.info
+    warn_invalid_eos_ids(directory, info.vocab_size)
+    return info
 
 
 def load_model(
@@ -35,7 +35,7 @@ def load_model(
     *,
     ops: Ops,
     dtype: torch.dtype,
-    weights: Kept,
+    weights: WeightsConfig,
     device: torch.device,
     positions: int,
 ) -> Model:
@@ -43,10 +43,10 @@ def load_model(
 
     Raises ModelError.
     """
-    config = _lean_config(directory, impl)
+    config = _load_lean_config(directory, impl)
     if config is not None:
-        with _weights(directory, config, weights, device) as found:
-            return Decoder(config, found, ops, dtype, positions=positions)
+        with _open_weights(directory, config, weights, device) as opened:
+            return Decoder(config, opened, ops, dtype, positions=positions)
     if weights.format is not None:
         raise ModelError(
             f"{directory}: transformers computes this model, and with quantized weights only the lean decoder does: "
@@ -60,11 +60,11 @@ def load_model(
     return TransformersModel(directory, dtype, device, positions=positions)
 
 
-def _lean_config(directory: Path, impl: ModelImpl) -> ModelConfig | None:
-    """None: transformers computes it."""
-    if gguf_of(directory) is not None or is_mlx(directory):
+def _load_lean_config(directory: Path, impl: ModelImpl) -> ModelConfig | None:
+    """Return the config for the lean decoder; None if transformers computes the model."""
+    if find_gguf_file(directory) is not None or is_mlx(directory):
         if impl == "transformers":
-            kind = "a checkpoint of MLX" if gguf_of(directory) is None else "a GGUF file"
+            kind = "a checkpoint of MLX" if find_gguf_file(directory) is None else "a GGUF file"
             raise ModelError(f"{kind} is computed by the lean decoder only: leave --model-impl out")
         return load_config(directory)
     if impl == "transformers":
@@ -78,22 +78,22 @@ def _lean_config(directory: Path, impl: ModelImpl) -> ModelConfig | None:
 
 
 @contextmanager
-def _weights(directory: Path, config: ModelConfig, kept: Kept, device: torch.device) -> Iterator[Weights]:
-    """For as long as the model is loaded."""
+def _open_weights(directory: Path, config: ModelConfig, kept: WeightsConfig, device: torch.device) -> Iterator[Weights]:
+    """Yield the weights for as long as the model is loaded."""
     if kept.format is None:
-        yield _stored(directory, config, kept.dtype, device, as_stored=kept.as_stored)
+        yield _open_checkpoint(directory, config, kept.dtype, device, as_stored=kept.as_stored)
         return
     # Read in the checkpoint's own dtype, so that what is rounded to whole numbers was not rounded before.
-    checkpoint = _stored(directory, config, getattr(torch, config.dtype), device, as_stored=kept.as_stored)
-    with quantized(checkpoint, directory, kept, device, config.num_layers) as weights:
+    checkpoint = _open_checkpoint(directory, config, getattr(torch, config.dtype), device, as_stored=kept.as_stored)
+    with open_quantized_weights(checkpoint, directory, kept, device, config.num_layers) as weights:
         yield weights
 
 
-def _stored(
+def _open_checkpoint(
     directory: Path, config: ModelConfig, dtype: torch.dtype, device: torch.device, *, as_stored: bool
 ) -> Weights:
-    """As they are in the file."""
-    if (file := gguf_of(directory)) is not None:
+    """Open a checkpoint's weights as they are in its files."""
+    if (file := find_gguf_file(directory)) is not None:
         from server.models.formats.gguf_weights import GGUFWeights  # here, as other models start sooner without gguf
 
         return GGUFWeights(file, dtype, device, as_stored=as_stored)

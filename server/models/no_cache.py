@@ -24,14 +24,14 @@ class FullContext:
         self.logit_index = self.positions[-1:]
 
     @property
-    def stored(self) -> None:
-        """Nowhere."""
+    def kv_locations(self) -> None:
+        """None: keys lie in no store."""
 
     def attend(self, layer_idx: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Attend from every query to every key it may see, with all scores [Hq, N, N] in memory."""
         spec = self._specs[layer_idx]
-        group = spec.num_q_heads // spec.num_kv_heads
-        k, v = (x.float().repeat_interleave(group, dim=1) for x in (k, v))
+        num_queries_per_kv = spec.num_q_heads // spec.num_kv_heads
+        k, v = (x.float().repeat_interleave(num_queries_per_kv, dim=1) for x in (k, v))
         scores = torch.einsum("qhd,khd->hqk", q.float(), k) * spec.scale
         if spec.softcap:
             scores = spec.softcap * torch.tanh(scores / spec.softcap)
@@ -52,7 +52,7 @@ class FullContext:
 @torch.inference_mode()
 def full_context_logits(model: Model, ids: Sequence[int]) -> Tensor:
     """Return the logits [V] after the last of `ids`."""
-    attention = FullContext(model.specs, len(ids), model.device)
+    attention = FullContext(model.layer_specs, len(ids), model.device)
     return model.forward(torch.tensor(ids, device=model.device), attention)[0]
 
 

@@ -16,17 +16,17 @@ from server.models.config import Rope
 from server.models.errors import ModelError
 
 
-def rope_tables(rope: Rope, positions: int, device: torch.device) -> tuple[Tensor, Tensor]:
+def compute_rope_tables(rope: Rope, positions: int, device: torch.device) -> tuple[Tensor, Tensor]:
     """Return cos and sin [positions, dim / 2] float32, of the frequencies for texts of up to `positions` tokens."""
-    frequencies, amplitude = frequencies_of(rope, positions)
+    frequencies, amplitude = compute_frequencies(rope, positions)
     angle = torch.outer(torch.arange(positions, dtype=torch.float64), frequencies)
     return (angle.cos() * amplitude).float().to(device), (angle.sin() * amplitude).float().to(device)
 
 
-def frequencies_of(rope: Rope, positions: int) -> tuple[Tensor, float]:
+def compute_frequencies(rope: Rope, positions: int) -> tuple[Tensor, float]:
     """Return radians a position [dim / 2] float64, and the factor of cos and sin. Raises ModelError."""
     try:
-        frequencies, amplitude = _SCALINGS[rope.scaling](rope, positions)
+        frequencies, amplitude = _ROPE_INIT_FUNCTIONS[rope.scaling](rope, positions)
     except (KeyError, TypeError, ValueError, ArithmeticError) as error:
         raise ModelError(f"{rope.file}: RoPE scaling {rope.scaling!r} lacks or garbles {error}") from None
     if not (frequencies.isfinite().all() and math.isfinite(amplitude)):
@@ -34,18 +34,18 @@ def frequencies_of(rope: Rope, positions: int) -> tuple[Tensor, float]:
     return frequencies, amplitude
 
 
-def _plain(theta: float, dim: int) -> Tensor:
+def _compute_inv_freq(theta: float, dim: int) -> Tensor:
     """Return theta ** -(0, 2, ... / dim) (Su et al. 2021)."""
     return theta ** (-torch.arange(0, dim, 2, dtype=torch.float64) / dim)
 
 
 def _default(rope: Rope, positions: int) -> tuple[Tensor, float]:
-    return _plain(rope.theta, rope.dim), 1.0
+    return _compute_inv_freq(rope.theta, rope.dim), 1.0
 
 
 def _linear(rope: Rope, positions: int) -> tuple[Tensor, float]:
     """Squeeze positions into those of training (Chen et al. 2023)."""
-    return _plain(rope.theta, rope.dim) / rope.parameters["factor"], 1.0
+    return _compute_inv_freq(rope.theta, rope.dim) / rope.parameters["factor"], 1.0
 
 
 def _dynamic(rope: Rope, positions: int) -> tuple[Tensor, float]:
@@ -53,13 +53,13 @@ def _dynamic(rope: Rope, positions: int) -> tuple[Tensor, float]:
     reach = max(positions, rope.max_positions) / rope.max_positions
     factor = rope.parameters["factor"]
     stretched = rope.theta * (factor * reach - (factor - 1)) ** (rope.dim / (rope.dim - 2))
-    return _plain(stretched, rope.dim), 1.0
+    return _compute_inv_freq(stretched, rope.dim), 1.0
 
 
 def _llama3(rope: Rope, positions: int) -> tuple[Tensor, float]:
     """Scale as Llama 3.1: slow frequencies are divided, fast ones stay, those between are blended."""
     p = rope.parameters
-    plain = _plain(rope.theta, rope.dim)
+    plain = _compute_inv_freq(rope.theta, rope.dim)
     turns = p["original_max_position_embeddings"] * plain / (2 * math.pi)  # in the context of training
     low, high = p["low_freq_factor"], p["high_freq_factor"]
     kept = ((turns - low) / (high - low)).clamp(0, 1)
@@ -72,27 +72,27 @@ def _yarn(rope: Rope, positions: int) -> tuple[Tensor, float]:
     trained = p["original_max_position_embeddings"]
     factor = p.get("factor") or rope.max_positions / trained
 
-    def pair_of(turns: float) -> float:
+    def find_correction_dim(turns: float) -> float:
         return dim * math.log(trained / (turns * 2 * math.pi)) / (2 * math.log(rope.theta))
 
-    low, high = pair_of(p.get("beta_fast") or 32), pair_of(p.get("beta_slow") or 1)
+    low, high = find_correction_dim(p.get("beta_fast") or 32), find_correction_dim(p.get("beta_slow") or 1)
     if p.get("truncate", True):
         low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, dim - 1)
     divided = ((torch.arange(dim // 2, dtype=torch.float64) - low) / max(high - low, 0.001)).clamp(0, 1)
-    plain = _plain(rope.theta, dim)
-    return (1 - divided) * plain + divided * plain / factor, _yarn_amplitude(p, factor)
+    plain = _compute_inv_freq(rope.theta, dim)
+    return (1 - divided) * plain + divided * plain / factor, _yarn_attention_factor(p, factor)
 
 
-def _yarn_amplitude(p: Mapping[str, float], factor: float) -> float:
-    def louder(m: float) -> float:
+def _yarn_attention_factor(p: Mapping[str, float], factor: float) -> float:
+    def get_mscale(m: float) -> float:
         return 0.1 * m * math.log(factor) + 1 if factor > 1 else 1.0
 
     if p.get("attention_factor") is not None:
         return p["attention_factor"]
     if p.get("mscale") and p.get("mscale_all_dim"):
-        return louder(p["mscale"]) / louder(p["mscale_all_dim"])
-    return louder(1)
+        return get_mscale(p["mscale"]) / get_mscale(p["mscale_all_dim"])
+    return get_mscale(1)
 
 
 def _longrope(rope: Rope, positions: int) -> tuple[Tensor, float]:
@@ -110,10 +110,10 @@ def _longrope(rope: Rope, positions: int) -> tuple[Tensor, float]:
     amplitude = p.get("attention_factor")
     if amplitude is None:
         amplitude = math.sqrt(1 + math.log(factor) / math.log(trained)) if factor > 1 else 1.0
-    return _plain(rope.theta, rope.dim) / factors, amplitude
+    return _compute_inv_freq(rope.theta, rope.dim) / factors, amplitude
 
 
-_SCALINGS: Mapping[str, Callable[[Rope, int], tuple[Tensor, float]]] = {  # all of config.SCALINGS
+_ROPE_INIT_FUNCTIONS: Mapping[str, Callable[[Rope, int], tuple[Tensor, float]]] = {  # all of config.ROPE_SCALINGS
     "default": _default,
     "linear": _linear,
     "dynamic": _dynamic,

@@ -2,7 +2,7 @@
 
 The model's code runs as it is; where it would attend, it calls back into the step's `Attention`, which keeps the keys
 under whatever strategy each sequence has. What a layer's attention is like is mostly seen, not read from configs, which
-differ from family to family: a short text goes through once, its tokens in reverse order, and every layer tells its
+differ from family to family: a short text goes through once, its tokens in reverse order, and every layer shows its
 heads, scale, window and cap. The same text through transformers' own attention must give the same logits, or the model
 is refused. What shows in longer texts only is not checked: windows are what the layer, or else its config, says.
 """
@@ -20,17 +20,17 @@ from torch import Tensor, nn
 from kernels.ops import Attention
 from kernels.types import LayerSpec
 from server.models.base import Stepwise
-from server.models.config import SEES_ALL, SLIDING, ModelInfo, eos_ids_of
-from server.models.config_file import check_counts, read_json, shortened
+from server.models.config import FULL_ATTENTION, SLIDING_ATTENTION, ModelInfo, read_eos_ids
+from server.models.config_file import check_counts, read_json, shorten_repr
 from server.models.errors import ModelError
 from server.models.no_cache import FullContext
 
-IMPLEMENTATION = "kvmux"  # our name among transformers' kinds of attention
-LONGEST_WORDS = 300  # characters of what transformers says
+ATTN_IMPLEMENTATION = "kvmux"  # our name among transformers' kinds of attention
+MAX_MESSAGE_LENGTH = 300  # characters of what transformers says
 PROBE_TOKENS = 24
 PROBE_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.15, torch.float16: 0.02}  # of the largest logit
 
-_current: ContextVar[Attention] = ContextVar("attention of the step that runs")
+_current_attention: ContextVar[Attention] = ContextVar("attention of the step that runs")
 
 
 class TransformersModel(Stepwise):
@@ -45,13 +45,13 @@ class TransformersModel(Stepwise):
 
         Raises ModelError if transformers cannot load it, or if layers keep something else than keys and values.
         """
-        self.facts = facts_of(directory)
+        self.info = read_transformers_info(directory)
         self.dtype = dtype
-        self._model = _loaded(directory, dtype, device)
-        positions = positions or self.facts.max_positions
+        self._model = _load_model(directory, dtype, device)
+        positions = positions or self.info.max_positions
         try:
-            _settle_frequencies(self._model, positions)
-            self.specs = _probed(self._model, self.facts, positions, device)
+            _freeze_longrope(self._model, positions)
+            self.layer_specs = _probe_layers(self._model, self.info, positions, device)
         except ModelError as error:
             raise ModelError(f"{directory}: {error}") from None
 
@@ -70,7 +70,7 @@ class TransformersModel(Stepwise):
 
     def forward(self, ids: Tensor, attention: Attention) -> Tensor:
         """Compute logits [K, V] float32 of ids [N] int64, for the rows `attention.logit_index`."""
-        return _logits(self._model, attention, input_ids=ids[None])
+        return _compute_logits(self._model, attention, input_ids=ids[None])
 
     def embed(self, ids: Tensor) -> Tensor:
         """Embed ids [N] int64 -> [N, d]."""
@@ -79,13 +79,13 @@ class TransformersModel(Stepwise):
 
     def forward_embedded(self, x: Tensor, attention: Attention) -> Tensor:
         """Compute logits [K, V] float32 of x [N, d]: `forward` for tokens that are embedded already."""
-        return _logits(self._model, attention, inputs_embeds=x[None])
+        return _compute_logits(self._model, attention, inputs_embeds=x[None])
 
 
-def facts_of(directory: Path) -> ModelInfo:
-    """Return a model's facts from its config, as transformers reads it. Raises ModelError."""
+def read_transformers_info(directory: Path) -> ModelInfo:
+    """Return what is known of a model from its config, as transformers reads it. Raises ModelError."""
     check_counts(read_json(directory / "config.json"), directory / "config.json")
-    config = _config(directory)
+    config = _load_config(directory)
     text = config.get_text_config()
     dtype = getattr(text, "dtype", None) or getattr(config, "dtype", None) or torch.float32
     positions = getattr(text, "max_position_embeddings", None)
@@ -97,32 +97,34 @@ def facts_of(directory: Path) -> ModelInfo:
     vocab_size: Any = getattr(text, "vocab_size", None)
     for key, value in (("vocab_size", vocab_size), ("positions", positions)):
         if type(value) is not int or value < 1:
-            raise ModelError(f"{directory}: its config's {key} is {shortened(value)}, and should be a number above 0")
-    return ModelInfo(vocab_size, positions, eos_ids_of(directory, vocab_size), str(dtype).removeprefix("torch."))
+            raise ModelError(
+                f"{directory}: its config's {key} is {shorten_repr(value)}, and should be a number above 0"
+            )
+    return ModelInfo(vocab_size, positions, read_eos_ids(directory, vocab_size), str(dtype).removeprefix("torch."))
 
 
-def _config(directory: Path) -> Any:
+def _load_config(directory: Path) -> Any:
     from transformers import AutoConfig
 
     try:
         return AutoConfig.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
     except Exception as error:  # of many kinds: transformers checks configs in several ways
-        raise ModelError(f"{directory}: transformers cannot read its config: {_told(error)}") from None
+        raise ModelError(f"{directory}: transformers cannot read its config: {_format_error(error)}") from None
 
 
-def _loaded(directory: Path, dtype: torch.dtype, device: torch.device) -> Any:
+def _load_model(directory: Path, dtype: torch.dtype, device: torch.device) -> Any:
     from transformers import AttentionInterface, AutoModelForCausalLM
 
-    AttentionInterface.register(IMPLEMENTATION, _attend)
+    AttentionInterface.register(ATTN_IMPLEMENTATION, _attend)
     empty: Any = AutoModelForCausalLM
     try:
         with torch.device("meta"):  # which takes no memory
-            numbers = sum(p.numel() for p in empty.from_config(_config(directory)).parameters())
+            numbers = sum(p.numel() for p in empty.from_config(_load_config(directory)).parameters())
         _check_size(directory, numbers)
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             directory,
             dtype=dtype,
-            attn_implementation=IMPLEMENTATION,
+            attn_implementation=ATTN_IMPLEMENTATION,
             local_files_only=True,
             trust_remote_code=False,
             output_loading_info=True,
@@ -132,7 +134,9 @@ def _loaded(directory: Path, dtype: torch.dtype, device: torch.device) -> Any:
     except Exception as error:
         if "Unrecognized configuration class" in str(error):
             raise ModelError(f"{directory}: transformers knows no decoder-only model of that kind") from None
-        raise ModelError(f"{directory}: transformers cannot load it with our attention: {_told(error)}") from None
+        raise ModelError(
+            f"{directory}: transformers cannot load it with our attention: {_format_error(error)}"
+        ) from None
     model, found = loaded
     if lacking := sorted(found["missing_keys"]) + sorted(str(key) for key in found["mismatched_keys"]):
         raise ModelError(
@@ -152,11 +156,11 @@ def _check_size(directory: Path, numbers: int) -> None:
         )
 
 
-def _told(error: Exception) -> str:
-    return f"{type(error).__name__}: {' '.join(str(error).split())[:LONGEST_WORDS]}"
+def _format_error(error: Exception) -> str:
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:MAX_MESSAGE_LENGTH]}"
 
 
-def _settle_frequencies(model: nn.Module, positions: int) -> None:
+def _freeze_longrope(model: nn.Module, positions: int) -> None:
     """Choose for good that of the two sets of LongRoPE that is for texts of this length.
 
     transformers chooses anew by the longest text of a step, which cached keys and other sequences do not survive.
@@ -168,17 +172,17 @@ def _settle_frequencies(model: nn.Module, positions: int) -> None:
     for rope in model.modules():
         if getattr(rope, "rope_type", None) == "longrope":
             parameters = rope.config.rope_parameters
-            short = parameters["original_max_position_embeddings"]
-            if "short_mscale" in parameters and positions > short:
-                raise ModelError(f"texts longer than {short} tokens would change others: give --max-seq-len {short}")
+            limit = parameters["original_max_position_embeddings"]
+            if "short_mscale" in parameters and positions > limit:
+                raise ModelError(f"texts longer than {limit} tokens would change others: give --max-seq-len {limit}")
             frequencies, _ = ROPE_INIT_FUNCTIONS["longrope"](rope.config, rope.inv_freq.device, seq_len=positions)
             rope.inv_freq.copy_(frequencies)
             rope.original_inv_freq.copy_(frequencies)
 
 
-def _logits(model: Any, attention: Attention, **tokens: Tensor) -> Tensor:
+def _compute_logits(model: Any, attention: Attention, **tokens: Tensor) -> Tensor:
     """Compute logits; `tokens` are input_ids [1, N] or inputs_embeds [1, N, d]."""
-    token = _current.set(attention)
+    token = _current_attention.set(attention)
     try:
         found: Tensor = model(
             **tokens,
@@ -187,7 +191,7 @@ def _logits(model: Any, attention: Attention, **tokens: Tensor) -> Tensor:
             logits_to_keep=attention.logit_index,
         ).logits[0]
     finally:
-        _current.reset(token)
+        _current_attention.reset(token)
     return found.float()
 
 
@@ -195,14 +199,14 @@ def _attend(
     module: nn.Module, q: Tensor, k: Tensor, v: Tensor, attention_mask: Tensor | None = None, **how: Any
 ) -> tuple[Tensor, None]:
     """Attend as transformers calls it: q [1,Hq,N,D], k and v [1,H,N,D] -> [1,N,Hq,D]."""
-    attention = _current.get()
+    attention = _current_attention.get()
     if isinstance(attention, _Probe):
-        attention.learn(module, q, k, v, how)
-    out = attention.attend(_index(module), *(x[0].transpose(0, 1) for x in (q, k, v)))
+        attention.record_layer(module, q, k, v, how)
+    out = attention.attend(_get_layer_index(module), *(x[0].transpose(0, 1) for x in (q, k, v)))
     return out[None].contiguous(), None
 
 
-def _index(module: nn.Module) -> int:
+def _get_layer_index(module: nn.Module) -> int:
     index = getattr(module, "layer_idx", None)
     if not isinstance(index, int):
         raise ModelError(f"{type(module).__name__} does not know which layer it is: the model cannot be served")
@@ -214,69 +218,72 @@ class _Probe(FullContext):
     """Attention over one short text that learns on the way what every layer's attention is."""
 
     def __init__(self, length: int, config: Any, positions: int, device: torch.device) -> None:
-        self.found: dict[int, LayerSpec] = {}
-        super().__init__(self.found, length, device)
+        self.layer_specs: dict[int, LayerSpec] = {}
+        super().__init__(self.layer_specs, length, device)
         self.logit_index = self.positions  # all rows
         self.positions = self.positions.flip(0)  # a step mixes texts: positions alone may tell where a token stands
         self._config = config
-        self._served = positions  # of the longest text
+        self._max_positions = positions  # of the longest text
 
-    def learn(self, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, how: Mapping[str, Any]) -> None:
-        index = _index(module)
-        if index in self.found:
+    def record_layer(self, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, how: Mapping[str, Any]) -> None:
+        index = _get_layer_index(module)
+        if index in self.layer_specs:
             raise ModelError(f"layer {index} attends twice: the model cannot be served")
         scale = how.get("scaling")
-        self.found[index] = LayerSpec(
+        self.layer_specs[index] = LayerSpec(
             num_kv_heads=k.shape[1],
             num_q_heads=q.shape[1],
             head_dim=k.shape[3],
             v_head_dim=v.shape[3],
-            window=how.get("sliding_window") or self._window(index),
+            window=how.get("sliding_window") or self._find_window(index),
             scale=q.shape[3] ** -0.5 if scale is None else float(scale),
             softcap=how.get("softcap"),
             sink_logits=how.get("s_aux"),
         )
 
-    def _window(self, index: int) -> int | None:
-        """Some models say it in the mask alone; layer_types then says which layers slide (vllm#49795)."""
+    def _find_window(self, index: int) -> int | None:
+        """Return a layer's window by layer_types, for models that have it in the mask alone (vllm#49795)."""
         kinds = getattr(self._config, "layer_types", None)
         window = getattr(self._config, "sliding_window", None)
         if kinds is None:
-            if window is not None and window < self._served:
+            if window is not None and window < self._max_positions:
                 raise ModelError(
                     f"config.json has a window of {window}, and nothing says which layers it is for: "
                     f"give --max-seq-len {window}"
                 )
             return None
-        if kinds[index] not in (SLIDING, SEES_ALL):
-            raise ModelError(f"layer {index} is of kind {kinds[index]!r}; only {SLIDING} and {SEES_ALL} can be served")
-        return window if kinds[index] == SLIDING else None
+        if kinds[index] not in (SLIDING_ATTENTION, FULL_ATTENTION):
+            raise ModelError(
+                f"layer {index} is of kind {kinds[index]!r}; only {SLIDING_ATTENTION} and {FULL_ATTENTION} can be "
+                "served"
+            )
+        return window if kinds[index] == SLIDING_ATTENTION else None
 
 
 @torch.inference_mode()
-def _probed(model: Any, facts: ModelInfo, positions: int, device: torch.device) -> list[LayerSpec]:
+def _probe_layers(model: Any, info: ModelInfo, positions: int, device: torch.device) -> list[LayerSpec]:
     """Return every layer's attention. Raises ModelError if a layer does something else, or something more."""
     name, config = type(model).__name__, model.config.get_text_config()
     probe = _Probe(PROBE_TOKENS, config, positions, device)
-    ids = (torch.arange(PROBE_TOKENS, device=device) * 7919) % facts.vocab_size
+    ids = (torch.arange(PROBE_TOKENS, device=device) * 7919) % info.vocab_size
     try:
-        ours = _logits(model, probe, input_ids=ids.flip(0)[None]).flip(0)
+        ours = _compute_logits(model, probe, input_ids=ids.flip(0)[None]).flip(0)
     except ModelError:
         raise
     except Exception as error:  # a forward without position_ids or logits_to_keep; its own checks
-        raise ModelError(f"{name} cannot be served: {_told(error)}") from None
+        raise ModelError(f"{name} cannot be served: {_format_error(error)}") from None
     layers = config.num_hidden_layers
-    if sorted(probe.found) != list(range(layers)):
-        without = [str(i) for i in range(layers) if i not in probe.found]
+    if sorted(probe.layer_specs) != list(range(layers)):
+        without = [str(i) for i in range(layers) if i not in probe.layer_specs]
         raise ModelError(
             f"{name} cannot be served: layers {', '.join(without)} of {layers} do not attend over keys and values "
             "through transformers' AttentionInterface (linear attention, state spaces, ALiBi, or older code)"
         )
     model.set_attn_implementation("eager")
     theirs = model(input_ids=ids[None], use_cache=False).logits[0].float()
-    model.set_attn_implementation(IMPLEMENTATION)
+    model.set_attn_implementation(ATTN_IMPLEMENTATION)
     if not ours.isfinite().all():
         raise ModelError(f"{name} cannot be served: its logits are NaN or infinite; is the checkpoint damaged?")
     if (ours - theirs).abs().max() > PROBE_TOLERANCE[model.dtype] * theirs.abs().max():
         raise ModelError(f"{name} cannot be served: with our attention it computes something else than without")
-    return [probe.found[i] for i in range(layers)]
+    return [probe.layer_specs[i] for i in range(layers)]

@@ -18,21 +18,21 @@ import psutil
 from server.processes import child_process
 from server.processes.heartbeat import Watchdog
 
-STACKS_SECONDS = 2.0  # in which a hanging process has to write its stacks
+STACK_DUMP_TIMEOUT = 2.0  # in which a hanging process has to write its stacks
 
 
 @dataclass(frozen=True)
 class Timing:
     """Delays and limits, in seconds."""
 
-    first_delay: float = 0.5  # before a dead child is started again; doubles while it keeps dying
-    longest_delay: float = 30.0
+    min_restart_delay: float = 0.5  # before a dead child is started again; doubles while it keeps dying
+    max_restart_delay: float = 30.0
     healthy_after: float = 60.0  # a child whose heartbeat went on for this long starts with the first delay again
     worker_margin: float = 5.0  # beyond drain_seconds, for its last messages
     engine_grace: float = 10.0
 
 
-USUAL = Timing()
+DEFAULT_TIMING = Timing()
 
 
 class Child:
@@ -41,7 +41,7 @@ class Child:
     def __init__(self, name: str, start: Callable[[str], tuple[SpawnProcess, Watchdog]], timing: Timing) -> None:
         self.name = name
         self.process: SpawnProcess | None = None
-        self.due = 0.0  # monotonic seconds: when to start it, while it is not running
+        self.start_at = 0.0  # monotonic seconds: when to start it, while it is not running
         self.watchdog: Watchdog | None = None  # of the running process, or the last one
         self.killed = False  # because its heartbeat stood still
         self._start = start
@@ -54,12 +54,12 @@ class Child:
         self.process, self.watchdog = self._start(self.name)
         self.killed = False
 
-    def silent(self) -> float:
+    def measure_silence(self) -> float:
         """Return the seconds since the latest heartbeat; 0 for a child that is not running (any more)."""
         if self.process is None or self.watchdog is None or self.killed:
             return 0.0
-        self.watchdog.look()
-        return self.watchdog.silent
+        self.watchdog.check_heartbeat()
+        return self.watchdog.silent_seconds
 
     def reap(self) -> tuple[int | None, str]:
         """Clean up after a process that has ended; return its exit code, and in words how it ended."""
@@ -68,21 +68,21 @@ class Child:
         exitcode = self.process.exitcode
         self.process.close()
         self.process = None
-        return exitcode, "killed, as it gave no sign of life" if self.killed else in_words(exitcode)
+        return exitcode, "killed, as it gave no sign of life" if self.killed else describe_exit(exitcode)
 
-    def postpone(self) -> float:
+    def schedule_restart(self) -> float:
         """Set when it is to be started again; return the seconds until then."""
         timing = self._timing
-        healthy = self.watchdog is not None and self.watchdog.lived >= timing.healthy_after
-        self._delay = timing.first_delay if healthy else max(timing.first_delay, 2 * self._delay)
-        self._delay = min(self._delay, timing.longest_delay)
-        self.due = monotonic() + self._delay
+        healthy = self.watchdog is not None and self.watchdog.uptime >= timing.healthy_after
+        self._delay = timing.min_restart_delay if healthy else max(timing.min_restart_delay, 2 * self._delay)
+        self._delay = min(self._delay, timing.max_restart_delay)
+        self.start_at = monotonic() + self._delay
         return self._delay
 
-    def end(self) -> None:
+    def request_stop(self) -> None:
         """Ask the process to finish its work and end."""
         if self.process is not None:
-            child_process.end(self.process)
+            child_process.request_stop(self.process)
 
     def kill(self) -> None:
         if self.process is not None:
@@ -93,13 +93,13 @@ class Child:
         """Kill a process whose heartbeat stands still; return the reason, then the lines of its stacks if it hung."""
         assert self.process is not None, self.name
         assert self.process.pid is not None, self.name
-        why = _why_silent(self.process.pid, stacks)
+        why = _explain_silence(self.process.pid, stacks)
         self.process.kill()
         self.killed = True
         return why
 
 
-def in_words(exitcode: int | None) -> str:
+def describe_exit(exitcode: int | None) -> str:
     """Return in words how a process ended."""
     if exitcode is None or exitcode >= 0:
         return f"exit code {exitcode}"
@@ -110,13 +110,13 @@ def in_words(exitcode: int | None) -> str:
     return f"killed by {name}" + (" (by the system, if memory ran out)" if name == "SIGKILL" else "")
 
 
-def _why_silent(pid: int, stacks: Path) -> list[str]:
+def _explain_silence(pid: int, stacks: Path) -> list[str]:
     try:
         process = psutil.Process(pid)
         if process.status() in (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP):
             return ["it was stopped, by SIGSTOP or a debugger"]
-        process.send_signal(child_process.DUMP)
-        written = _written(stacks)
+        process.send_signal(child_process.DUMP_SIGNAL)
+        written = _read_stacks(stacks)
     except psutil.Error:
         return ["it has just ended"]
     except OSError:  # no descriptors, or the file was removed
@@ -124,9 +124,9 @@ def _why_silent(pid: int, stacks: Path) -> list[str]:
     return ["its threads were here:", *written] if written else ["it did not write where its threads are"]
 
 
-def _written(stacks: Path) -> list[str]:
+def _read_stacks(stacks: Path) -> list[str]:
     """Return the lines of a file that is being written, once they are complete; none if that takes too long."""
-    text, end = "", monotonic() + STACKS_SECONDS
+    text, end = "", monotonic() + STACK_DUMP_TIMEOUT
     while monotonic() < end:
         time.sleep(0.05)
         before, text = text, stacks.read_text(errors="replace")

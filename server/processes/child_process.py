@@ -6,10 +6,11 @@ Signals, for every process below the supervisor, at any depth:
 
 - Only the supervisor answers SIGINT, SIGTERM and SIGHUP. systemd and a terminal send them to all processes at once, and
   a child that ended then would take requests with it that the supervisor lets finish. They are blocked in each child
-  from before it starts (`signals_blocked`), and so in whatever a child starts: end such a process by `end` or SIGKILL.
-- STOP (SIGUSR2) asks a child to finish its requests and end; `end` sends it. A child that has not yet installed a
-  handler (`signal.signal(STOP, ...)`) ends at once.
-- DUMP (SIGUSR1) makes it write the Python stacks of its threads to a file beside the engine's socket.
+  from before it starts (`block_signals`), and so in whatever a child starts: `request_stop` or SIGKILL end such a
+  process.
+- STOP_SIGNAL (SIGUSR2) asks a child to finish its requests and end; `request_stop` sends it. A child that has not yet
+  installed a handler (`signal.signal(STOP_SIGNAL, ...)`) ends at once.
+- DUMP_SIGNAL (SIGUSR1) makes it write the Python stacks of its threads to a file beside the engine's socket.
 - A child ends at once when its parent is gone, also by SIGKILL (`end_with_parent`); on Linux even one that is stopped.
 """
 
@@ -31,7 +32,7 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
-from config.errors import SettingsError, explained
+from config.errors import SettingsError, format_error
 from config.settings import Settings
 from server.logs import configure_logging
 from server.processes.heartbeat import Heartbeat
@@ -41,7 +42,7 @@ log = logging.getLogger(__name__)
 
 FAILED, USER_ERROR = 1, 2  # exit codes; the second: something the user can change
 SUPERVISOR_SIGNALS = frozenset({signal.SIGINT, signal.SIGTERM, signal.SIGHUP})  # only the supervisor answers these
-STOP, DUMP = signal.SIGUSR2, signal.SIGUSR1
+STOP_SIGNAL, DUMP_SIGNAL = signal.SIGUSR2, signal.SIGUSR1
 
 
 def run_child(target: str, settings: Settings, socket_path: str, heartbeat: Heartbeat, *rest: Any) -> None:
@@ -56,14 +57,14 @@ def run_child(target: str, settings: Settings, socket_path: str, heartbeat: Hear
     heartbeat.beat_while_loading()
     configure_logging(settings)
     try:
-        faulthandler.register(DUMP, stacks_file(socket_path, multiprocessing.current_process().name).open("w"))
-        function = imported(target)
+        faulthandler.register(DUMP_SIGNAL, stacks_file(socket_path, multiprocessing.current_process().name).open("w"))
+        function = import_target(target)
         function(settings, socket_path, *rest)
     except SettingsError as error:
         log.error("%s", error)
         sys.exit(USER_ERROR)
     except OSError as error:  # no memory, no disk, no descriptors, no permission
-        log.error("%s", explained(error))
+        log.error("%s", format_error(error))
         log.debug("%s failed", target, exc_info=True)
         sys.exit(USER_ERROR)
     except Exception:
@@ -71,7 +72,7 @@ def run_child(target: str, settings: Settings, socket_path: str, heartbeat: Hear
         sys.exit(FAILED)
 
 
-def imported(target: str) -> Callable[..., None]:
+def import_target(target: str) -> Callable[..., None]:
     """Import "module:function" with GC paused, then freeze: modules are permanent, and need no scanning."""
     gc.disable()
     try:
@@ -97,7 +98,7 @@ def end_with_parent() -> None:
 
 
 @contextlib.contextmanager
-def signals_blocked() -> Iterator[None]:
+def block_signals() -> Iterator[None]:
     """Block SUPERVISOR_SIGNALS in the processes that are started within the block."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGHUP})
     try:
@@ -108,10 +109,10 @@ def signals_blocked() -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-def end(process: BaseProcess) -> None:
+def request_stop(process: BaseProcess) -> None:
     """Ask a process to finish its work and end."""
     if process.pid is not None and process.is_alive():
-        os.kill(process.pid, STOP)
+        os.kill(process.pid, STOP_SIGNAL)
 
 
 def stacks_file(socket_path: str, name: str) -> Path:

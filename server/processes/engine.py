@@ -7,18 +7,18 @@ import signal
 from config.errors import SettingsError
 from config.settings import Settings
 from server.engine.build import build_engine
-from server.engine.info import fingerprint, summary
+from server.engine.info import compute_fingerprint, summarize_engine
 from server.engine.ipc.messages import Hello, Strategy
 from server.engine.ipc.server import Gateway
 from server.engine.loop import Loop
 from server.engine.profiling.capture import Capture
 from server.metrics.registry import Metrics
-from server.processes.child_process import STOP
+from server.processes.child_process import STOP_SIGNAL
 from server.processes.heartbeat import EngineStatus
 
 
 def run(settings: Settings, socket_path: str, status: EngineStatus, restarts: int = 0) -> None:
-    """Serve until STOP. Send `status` {"ready": summary} or {"error": what the user must change}, then heartbeats.
+    """Serve until STOP_SIGNAL. Send `status` {"ready": summary} or {"error": what to change}, then heartbeats.
 
     `restarts` is the number of engines that ran before this one.
     """
@@ -29,15 +29,15 @@ def run(settings: Settings, socket_path: str, status: EngineStatus, restarts: in
         status.send({"error": str(error)})
         return
     hello = Hello(
-        engine.name,
+        engine.model_name,
         list(engine.aliases),
         engine.max_seq_len,
-        engine.core.model.facts.vocab_size,
+        engine.core.model.info.vocab_size,
         [Strategy(d.name, d.kind) for d in engine.instances],
-        fingerprint(engine),
+        compute_fingerprint(engine),
     )
     with capture, Gateway(socket_path, hello) as gateway:
-        loop = Loop(engine, gateway, Metrics, restarts, status.beat, capture.computed)
-        signal.signal(STOP, lambda *_: loop.stop())
-        status.send({"ready": summary(engine)})
+        loop = Loop(engine, gateway, Metrics, restarts, status.beat, capture.count_step)
+        signal.signal(STOP_SIGNAL, lambda *_: loop.stop())
+        status.send({"ready": summarize_engine(engine)})
         loop.run()

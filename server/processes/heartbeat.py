@@ -15,7 +15,7 @@ from time import monotonic, sleep
 from typing import Any
 
 BOOT_SECONDS = 20.0  # that a process may take to its first beat: Python starts and imports the settings
-LOADING_PAUSE = 0.25  # seconds between two beats of a process that loads
+LOADING_BEAT_INTERVAL = 0.25  # seconds between two beats of a process that loads
 
 
 class Heartbeat:
@@ -34,7 +34,7 @@ class Heartbeat:
         def run() -> None:
             while not self._serving.value:
                 self._loading.value += 1
-                sleep(LOADING_PAUSE)
+                sleep(LOADING_BEAT_INTERVAL)
 
         threading.Thread(target=run, name="heartbeat", daemon=True).start()
 
@@ -42,72 +42,74 @@ class Heartbeat:
         self._serving.value += 1
 
     @property
-    def serving(self) -> int:
+    def serving_beats(self) -> int:
         """Return the number of beats since the child has loaded."""
         return int(self._serving.value)
 
     @property
-    def count(self) -> int:
+    def total_beats(self) -> int:
         """Return the number of all beats."""
-        return int(self._loading.value) + self.serving
+        return int(self._loading.value) + self.serving_beats
 
 
 class Watchdog:
     """Measures how long a child's heartbeat has stood still; to its first beat it has BOOT_SECONDS more.
 
-    `look` is to be called every `interval` seconds. A longer pause between two looks counts as two intervals: while
-    the supervisor did not run, as in a suspended or frozen machine, the child may not have run either.
+    `check_heartbeat` is to be called every `interval` seconds. A longer pause between two counts as two intervals:
+    while the supervisor did not run, as in a suspended or frozen machine, the child may not have run either.
     """
 
     def __init__(self, heartbeat: Heartbeat, interval: float) -> None:
-        self.silent = -BOOT_SECONDS  # seconds since the latest beat
-        self.lived = 0.0  # seconds from the first beat to the latest, without loading
+        self.silent_seconds = -BOOT_SECONDS  # seconds since the latest beat
+        self.uptime = 0.0  # seconds from the first beat to the latest, without loading
         self._heartbeat = heartbeat
         self._interval = interval
         self._count = 0
-        self._served = False  # at the latest beat seen
-        self._looked = monotonic()
+        self._was_serving = False  # at the latest beat seen
+        self._checked_at = monotonic()
 
-    def look(self) -> None:
-        now, count = monotonic(), self._heartbeat.count
-        passed, self._looked = min(now - self._looked, 2 * self._interval), now
-        self.silent += passed
+    def check_heartbeat(self) -> None:
+        now, count = monotonic(), self._heartbeat.total_beats
+        passed, self._checked_at = min(now - self._checked_at, 2 * self._interval), now
+        self.silent_seconds += passed
         if count != self._count:
-            if self._served:
-                self.lived += self.silent
-            self.silent, self._count, self._served = 0.0, count, self._heartbeat.serving > 0
+            if self._was_serving:
+                self.uptime += self.silent_seconds
+            self.silent_seconds, self._count, self._was_serving = 0.0, count, self._heartbeat.serving_beats > 0
 
 
 class Recovery:
     """Estimates when the engine will serve (again). The supervisor writes it, API processes read it."""
 
     def __init__(self, context: SpawnContext) -> None:
-        self._expected: Any = context.RawValue("d", 0.0)  # monotonic seconds; 0: it serves
-        self._takes: Any = context.RawValue("d", 0.0)  # seconds from the latest start of an engine until it served
-        self._began = 0.0
+        self._expected_at: Any = context.RawValue("d", 0.0)  # monotonic seconds; 0: it serves
+        self._start_seconds: Any = context.RawValue(
+            "d", 0.0
+        )  # seconds from the latest start of an engine until it served
+        self._started_at = 0.0
 
     # ------------------------------------------------------------ the supervisor
-    def begin(self, start: float) -> None:
+    def record_start(self, start: float) -> None:
         """Note that an engine starts at `start`, which may lie in the future."""
-        self._began = start
-        self._expected.value = start + self._takes.value
+        self._started_at = start
+        self._expected_at.value = start + self._start_seconds.value
 
-    def look(self) -> None:
+    def extend_if_late(self) -> None:
         """Move the expected time of an engine that is late: it is given as long again as it has taken so far."""
         now = monotonic()
-        if 0 < self._expected.value < now:
-            self._expected.value = now + (now - self._began)
+        if 0 < self._expected_at.value < now:
+            self._expected_at.value = now + (now - self._started_at)
 
-    def end(self) -> None:
+    def record_ready(self) -> None:
         """Note that the engine serves."""
-        self._takes.value = monotonic() - self._began
-        self._expected.value = 0.0
+        self._start_seconds.value = monotonic() - self._started_at
+        self._expected_at.value = 0.0
 
     # ------------------------------------------------------------ an API process
-    def seconds(self) -> float:
+    def estimate_seconds(self) -> float:
         """Return the seconds until the engine is expected; while it serves, those that a start takes."""
-        expected: float = self._expected.value
-        return max(0.0, expected - monotonic()) if expected else float(self._takes.value)
+        expected: float = self._expected_at.value
+        return max(0.0, expected - monotonic()) if expected else float(self._start_seconds.value)
 
 
 class EngineStatus:
@@ -125,7 +127,7 @@ class EngineStatus:
 
 
 @dataclass(frozen=True)
-class WorkerTies:
+class WorkerHandles:
     """The objects that an API process shares with its supervisor, besides its settings."""
 
     heartbeat: Heartbeat

@@ -17,7 +17,7 @@ from pathlib import Path
 
 log = logging.getLogger(__name__)
 
-PREFIX, LOCK, URL = "kvmux-", "lock", "url"
+PREFIX, LOCK_FILE, URL_FILE = "kvmux-", "lock", "url"
 MAX_SOCKET_PATH = 103  # bytes; macOS has room for 104 with the closing zero
 
 
@@ -27,31 +27,31 @@ def runtime_directory(url: str) -> Iterator[str]:
 
     `url` is where the server listens.
     """
-    parent = _parent()
+    parent = _choose_parent()
     remove_leftovers(parent)
     with tempfile.TemporaryDirectory(prefix=PREFIX, dir=parent) as directory:
-        (Path(directory) / URL).write_text(url)
-        with _locked(Path(directory)):
+        (Path(directory) / URL_FILE).write_text(url)
+        with _hold_lock(Path(directory)):
             yield directory
 
 
-def running_urls() -> list[str]:
+def find_running_urls() -> list[str]:
     """Return where the servers of this user listen that run on this machine with this directory for temporary files."""
     found = []
-    for directory in _directories(_parent()):
+    for directory in _list_directories(_choose_parent()):
         with contextlib.suppress(OSError):
             if _is_own(directory) and _is_locked(directory):
-                found.append((directory / URL).read_text())
+                found.append((directory / URL_FILE).read_text())
     return sorted(found)
 
 
-def _parent() -> Path:
+def _choose_parent() -> Path:
     """Return the directory for temporary files, or /tmp where a socket's address would be too long in it."""
     parent = Path(tempfile.gettempdir())
     return parent if len(os.fsencode(parent / f"{PREFIX}12345678" / "engine.sock")) <= MAX_SOCKET_PATH else Path("/tmp")
 
 
-def _directories(parent: Path) -> list[Path]:
+def _list_directories(parent: Path) -> list[Path]:
     """Return what may be directories of servers, running or not."""
     with contextlib.suppress(OSError), os.scandir(parent) as entries:
         return [Path(e.path) for e in entries if e.name.startswith(PREFIX) and e.is_dir(follow_symlinks=False)]
@@ -65,7 +65,7 @@ def _is_own(directory: Path) -> bool:
 
 def _is_locked(directory: Path) -> bool:
     """Return whether a server holds the directory's lock. Raises OSError if there is none."""
-    descriptor = os.open(directory / LOCK, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    descriptor = os.open(directory / LOCK_FILE, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -76,18 +76,18 @@ def _is_locked(directory: Path) -> bool:
 
 
 @contextlib.contextmanager
-def _locked(directory: Path) -> Iterator[None]:
+def _hold_lock(directory: Path) -> Iterator[None]:
     """Hold the directory's lock. The file is renamed after it is locked, so that no other server finds it unlocked.
 
     The directory itself is locked for systemd-tmpfiles, which otherwise removes from it what is some days old.
     """
-    unnamed = directory / f"{LOCK}.new"
+    unnamed = directory / f"{LOCK_FILE}.new"
     descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_SH)
         with unnamed.open("w") as file:
             fcntl.flock(file, fcntl.LOCK_EX)
-            unnamed.rename(directory / LOCK)
+            unnamed.rename(directory / LOCK_FILE)
             yield
     finally:
         os.close(descriptor)
@@ -95,18 +95,20 @@ def _locked(directory: Path) -> Iterator[None]:
 
 def remove_leftovers(parent: Path) -> None:
     """Remove what servers of this user have left behind; directories of running servers and other files stay."""
-    for directory in _directories(parent):
+    for directory in _list_directories(parent):
         with contextlib.suppress(OSError):
             if _is_own(directory):
-                _remove_if_left(directory)
+                _remove_if_unlocked(directory)
 
 
-def _remove_if_left(directory: Path) -> None:
+def _remove_if_unlocked(directory: Path) -> None:
     """Remove a directory if no server holds its lock. Raises OSError if there is no lock, or a server holds it."""
-    descriptor = os.open(directory / LOCK, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
+    descriptor = os.open(directory / LOCK_FILE, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        if os.path.samestat(os.fstat(descriptor), (directory / LOCK).lstat()):  # else another server has removed it
+        if os.path.samestat(
+            os.fstat(descriptor), (directory / LOCK_FILE).lstat()
+        ):  # else another server has removed it
             shutil.rmtree(directory)
             log.info("removed %s, left behind by a server that was killed", directory)
     finally:

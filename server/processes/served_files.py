@@ -17,8 +17,8 @@ from pathlib import Path
 
 import psutil
 
-MAPPED = (".safetensors", ".gguf")
-AHEAD = 1 << 20  # bytes: the system reads no more for one call
+MAPPED_SUFFIXES = (".safetensors", ".gguf")
+READ_AHEAD_BYTES = 1 << 20  # bytes: the system reads no more for one call
 ADVICE = "files must not change while they are served: write a new file and rename it over the old one"
 
 
@@ -26,7 +26,7 @@ class ServedFiles:
     """The weight files of a directory, as they were when this object was made."""
 
     def __init__(self, directory: Path) -> None:
-        self._files = {file: now for file in _mapped(directory) if (now := _stat(file))}
+        self._files = {file: now for file in _list_mapped_files(directory) if (now := _stat(file))}
 
     def read_ahead(self) -> None:
         """Have the system read the files, so that reading their mappings need not wait; it goes on after the return.
@@ -40,22 +40,22 @@ class ServedFiles:
             return
         for file, now in self._files.items():
             with suppress(OSError), file.open("rb") as opened:  # the engine will say so
-                for start in range(0, now.st_size, AHEAD):
-                    os.posix_fadvise(opened.fileno(), start, AHEAD, os.POSIX_FADV_WILLNEED)
+                for start in range(0, now.st_size, READ_AHEAD_BYTES):
+                    os.posix_fadvise(opened.fileno(), start, READ_AHEAD_BYTES, os.POSIX_FADV_WILLNEED)
 
     def explain(self, exitcode: int | None) -> str | None:
         """Return a sentence about the death of a process that had mapped the files; None if there is nothing to say."""
         if exitcode != -signal.SIGBUS:
             return None
-        changes = [change for file, then in self._files.items() if (change := _change(file, then))]
+        changes = [change for file, then in self._files.items() if (change := _describe_change(file, then))]
         if not changes:
             return "SIGBUS means that a mapped file could not be read: does the system's log report a failing disk?"
         return f"SIGBUS came from a model file that changed: {'; '.join(changes)}; put the whole file back; {ADVICE}"
 
 
-def _mapped(directory: Path) -> list[Path]:
+def _list_mapped_files(directory: Path) -> list[Path]:
     try:
-        return sorted(file for file in directory.iterdir() if file.suffix in MAPPED)
+        return sorted(file for file in directory.iterdir() if file.suffix in MAPPED_SUFFIXES)
     except OSError:  # the engine will say so
         return []
 
@@ -67,7 +67,7 @@ def _stat(file: Path) -> os.stat_result | None:
         return None
 
 
-def _change(file: Path, then: os.stat_result) -> str | None:
+def _describe_change(file: Path, then: os.stat_result) -> str | None:
     """Return what happened to the file that was mapped; None if nothing did, or another file has its name now."""
     now = _stat(file)
     if now is None or (now.st_dev, now.st_ino) != (then.st_dev, then.st_ino):

@@ -27,18 +27,18 @@ from time import monotonic
 from typing import Any
 
 from config.settings import Settings
-from server.listening import url_of
-from server.processes.child import USUAL, Child, Timing
-from server.processes.child_process import SUPERVISOR_SIGNALS, USER_ERROR, run_child, signals_blocked, stacks_file
-from server.processes.heartbeat import EngineStatus, Heartbeat, Recovery, Watchdog, WorkerTies
+from server.listening import get_url
+from server.processes.child import DEFAULT_TIMING, Child, Timing
+from server.processes.child_process import SUPERVISOR_SIGNALS, USER_ERROR, block_signals, run_child, stacks_file
+from server.processes.heartbeat import EngineStatus, Heartbeat, Recovery, Watchdog, WorkerHandles
 from server.processes.runtime_directory import runtime_directory
 from server.processes.served_files import ServedFiles
 
 log = logging.getLogger(__name__)
 
 STOPPED, DIED, REFUSED, INTERRUPTED = 0, 1, USER_ERROR, 130  # exit codes
-LOOKS = 8  # at the heartbeats, within watchdog_timeout
-LONGEST_PAUSE = 1.0  # seconds between two looks
+CHECKS_PER_TIMEOUT = 8  # at the heartbeats, within watchdog_timeout
+MAX_CHECK_INTERVAL = 1.0  # seconds between two looks
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ class Supervisor:
         *,
         metrics_listener: socket.socket | None = None,
         targets: Targets = Targets(),
-        timing: Timing = USUAL,
+        timing: Timing = DEFAULT_TIMING,
     ) -> None:
         self._settings = settings
         self._listener = listener
@@ -72,25 +72,25 @@ class Supervisor:
         self._socket_path = ""  # this and _signals are set by run()
         self._signals: socket.socket
         self._files: ServedFiles  # that the engine maps; set whenever it is started
-        self._status: Connection | None = None  # the engine sends {"ready": ...} or {"error": ...}
+        self._status_pipe: Connection | None = None  # the engine sends {"ready": ...} or {"error": ...}
         self._serving = False
-        self._outcome: int | None = None  # exit code, once it is time to stop
-        self._engines = 0  # started so far
-        self._pause = min(LONGEST_PAUSE, settings.watchdog_timeout / LOOKS)
+        self._exit_code: int | None = None  # exit code, once it is time to stop
+        self._num_engine_starts = 0  # started so far
+        self._check_interval = min(MAX_CHECK_INTERVAL, settings.watchdog_timeout / CHECKS_PER_TIMEOUT)
         self._recovery = Recovery(self._spawn_context)
         self._engine = Child("engine", self._start_engine, timing)
         self._workers = [Child(f"worker-{i}", self._start_worker, timing) for i in range(settings.workers)]
 
     def run(self) -> int:
         """Run all processes until it is time to stop; return the exit code. Call it in the main thread (signals)."""
-        with runtime_directory(url_of(self._listener)) as directory, _signals_as_bytes() as self._signals:
+        with runtime_directory(get_url(self._listener)) as directory, _open_signal_socket() as self._signals:
             self._socket_path = os.path.join(directory, "engine.sock")
             try:
                 for child in self._children():
                     child.start()
-                while self._outcome is None:
+                while self._exit_code is None:
                     self._step()
-                return self._stop(self._outcome)
+                return self._stop(self._exit_code)
             finally:
                 for child in self._children():
                     child.kill()
@@ -101,80 +101,80 @@ class Supervisor:
     # ------------------------------------------------------------ starting
     def _start_engine(self, name: str) -> tuple[SpawnProcess, Watchdog]:
         Path(self._socket_path).unlink(missing_ok=True)  # a killed engine leaves it behind
-        self._status, theirs = self._spawn_context.Pipe(duplex=False)
-        self._recovery.begin(monotonic())
+        self._status_pipe, theirs = self._spawn_context.Pipe(duplex=False)
+        self._recovery.record_start(monotonic())
         heartbeat = Heartbeat(self._spawn_context)
         self._files = ServedFiles(Path(self._settings.model))
         if self._settings.weights not in ("int8", "int4"):  # which may lie in the folder of quantized weights
             threading.Thread(target=self._files.read_ahead, name="read-ahead", daemon=True).start()
         with theirs:
             status = EngineStatus(theirs, heartbeat)
-            process = self._spawn(name, self._targets.engine, heartbeat, status, self._engines)
-        self._engines += 1
-        return process, Watchdog(heartbeat, self._pause)
+            process = self._spawn(name, self._targets.engine, heartbeat, status, self._num_engine_starts)
+        self._num_engine_starts += 1
+        return process, Watchdog(heartbeat, self._check_interval)
 
     def _start_worker(self, name: str) -> tuple[SpawnProcess, Watchdog]:
         heartbeat = Heartbeat(self._spawn_context)
-        ties = WorkerTies(heartbeat, self._recovery, self._metrics_listener)
+        ties = WorkerHandles(heartbeat, self._recovery, self._metrics_listener)
         process = self._spawn(name, self._targets.worker, heartbeat, self._listener, ties)
-        return process, Watchdog(heartbeat, self._pause)
+        return process, Watchdog(heartbeat, self._check_interval)
 
     def _spawn(self, name: str, target: str, heartbeat: Heartbeat, *rest: object) -> SpawnProcess:
         args = (target, self._settings, self._socket_path, heartbeat, *rest)
         process = self._spawn_context.Process(target=run_child, args=args, name=name, daemon=True)
-        with signals_blocked():
+        with block_signals():
             process.start()
         return process
 
     # ------------------------------------------------------------ running
     def _step(self) -> None:
         """Wait for something to happen, and deal with it."""
-        happened = wait(self._awaited(), timeout=self._seconds_to_wait())
+        happened = wait(self._list_waitables(), timeout=self._compute_wait_timeout())
         if self._signals in happened:
             self._signals.recv(64)
-            self._outcome = STOPPED
+            self._exit_code = STOPPED
             return
-        if self._status in happened:  # before its death: the last message explains it
-            self._hear_engine()
+        if self._status_pipe in happened:  # before its death: the last message explains it
+            self._read_engine_message()
         for child in self._children():
             if child.process is None:
-                if child.due <= monotonic():
-                    self._start_again(child)
+                if child.start_at <= monotonic():
+                    self._restart(child)
             elif child.process.sentinel in happened:
                 self._on_death(child)
-            elif (silent := child.silent()) >= self._settings.watchdog_timeout:
+            elif (silent := child.measure_silence()) >= self._settings.watchdog_timeout:
                 why, *stacks = child.kill_stuck(stacks_file(self._socket_path, child.name))
                 log.error("%s gave no sign of life for %.0f s and is killed; %s", child.name, silent, why)
                 for line in stacks:
                     log.error("%s: %s", child.name, line)
-        self._recovery.look()
+        self._recovery.extend_if_late()
 
-    def _start_again(self, child: Child) -> None:
+    def _restart(self, child: Child) -> None:
         """Start a child that has died; where the system refuses, the others go on and it is tried again later."""
         try:
             child.start()
         except OSError as error:  # no processes, no descriptors, no memory
-            again = child.postpone()
+            again = child.schedule_restart()
             log.error("%s cannot be started again (%s); it is tried again in %.1f s", child.name, error, again)
             if child is self._engine:
-                self._recovery.begin(child.due)
+                self._recovery.record_start(child.start_at)
 
-    def _awaited(self) -> list[Any]:
+    def _list_waitables(self) -> list[Any]:
         sentinels = [child.process.sentinel for child in self._children() if child.process is not None]
-        return [self._signals, *sentinels, *([self._status] if self._status else [])]
+        return [self._signals, *sentinels, *([self._status_pipe] if self._status_pipe else [])]
 
-    def _seconds_to_wait(self) -> float:
+    def _compute_wait_timeout(self) -> float:
         """Return the seconds until a child is due, or it is time to look at the heartbeats."""
-        due = [child.due for child in self._children() if child.process is None]
-        return min(self._pause, max(0.0, min(due) - monotonic())) if due else self._pause
+        due = [child.start_at for child in self._children() if child.process is None]
+        return min(self._check_interval, max(0.0, min(due) - monotonic())) if due else self._check_interval
 
-    def _hear_engine(self) -> None:
-        assert self._status is not None
+    def _read_engine_message(self) -> None:
+        assert self._status_pipe is not None
         try:
-            message = self._status.recv()
+            message = self._status_pipe.recv()
         except (EOFError, OSError):  # it ended; its sentinel says so too
-            self._status.close()
-            self._status = None
+            self._status_pipe.close()
+            self._status_pipe = None
             return
         if "ready" in message:
             self._on_ready(message["ready"])
@@ -182,10 +182,10 @@ class Supervisor:
             log.error("the engine cannot start again: %s", message["error"])
         else:
             log.error("cannot start: %s", message["error"])
-            self._outcome = REFUSED
+            self._exit_code = REFUSED
 
     def _on_ready(self, summary: dict[str, Any]) -> None:
-        self._recovery.end()
+        self._recovery.record_ready()
         if self._serving:
             log.warning("the engine is ready again")
         else:
@@ -194,19 +194,19 @@ class Supervisor:
 
     def _on_death(self, child: Child) -> None:
         exitcode, how = child.reap()
-        if self._outcome is not None:
+        if self._exit_code is not None:
             return
         if child is self._engine and (why := self._files.explain(exitcode)):
             log.error("%s", why)
         if self._serving:
-            log.error("%s ended: %s; it is started again in %.1f s", child.name, how, child.postpone())
+            log.error("%s ended: %s; it is started again in %.1f s", child.name, how, child.schedule_restart())
             if child is self._engine:
-                self._recovery.begin(child.due)
+                self._recovery.record_start(child.start_at)
         elif exitcode == USER_ERROR:  # it has said why
-            self._outcome = REFUSED
+            self._exit_code = REFUSED
         else:
             log.error("%s ended before the server was ready: %s; its messages are above", child.name, how)
-            self._outcome = DIED
+            self._exit_code = DIED
 
     # ------------------------------------------------------------ stopping
     def _stop(self, outcome: int) -> int:
@@ -219,12 +219,12 @@ class Supervisor:
         worker_grace = self._settings.drain_seconds + self._timing.worker_margin
         for group, grace in ((self._workers, worker_grace), ([self._engine], self._timing.engine_grace)):
             for child in group:
-                child.end()
-            if not self._await_end(group, grace):
+                child.request_stop()
+            if not self._wait_for_exit(group, grace):
                 return INTERRUPTED
         return outcome
 
-    def _await_end(self, group: Iterable[Child], grace: float) -> bool:
+    def _wait_for_exit(self, group: Iterable[Child], grace: float) -> bool:
         """Wait for processes to end, and kill those left after `grace` seconds; return False after SIGINT."""
         deadline = monotonic() + grace
         while running := {child.process.sentinel: child for child in group if child.process is not None}:
@@ -241,7 +241,7 @@ class Supervisor:
 
 
 @contextlib.contextmanager
-def _signals_as_bytes() -> Iterator[socket.socket]:
+def _open_signal_socket() -> Iterator[socket.socket]:
     """Yield a socket that gets a byte, its number, for each of SUPERVISOR_SIGNALS: something `wait` can wait for.
 
     A SIGHUP that is ignored already, as under nohup, stays ignored.

@@ -13,21 +13,21 @@ import torch
 from rich.console import Console
 
 from config.errors import SettingsError
-from config.settings import Settings, load
+from config.settings import Settings, load_settings
 from config.sources import flag_name
 from server.engine.build import Engine, build_engine
-from server.engine.info import in_effect
-from server.models.files.directory import located
-from server.profiling.background_load import Neighbours, told
+from server.engine.info import get_effective_settings
+from server.models.files.directory import resolve_model_settings
+from server.profiling.background_load import Neighbours, format_warning
 from server.profiling.flags import ProfileOptions
-from server.profiling.machine import bandwidth_over, product_speed
+from server.profiling.machine import measure_bandwidth, measure_matmul_flops
 from server.profiling.report import MachineLimits, ServedSteps, StepProfile, as_json, as_text
 from server.profiling.running import RunError, sigterm_as_ctrl_c
-from server.profiling.served import at_the_socket, over_http
-from server.profiling.steps import WARM, Steps, decode, prefill
+from server.profiling.served import measure_at_socket, measure_over_http
+from server.profiling.steps import WARMUP_STEPS, Steps, measure_decode, measure_prefill
 
-PROMPTS = 8  # that are computed, at most
-SLACK = 2 * WARM  # steps of a sequence besides those that count
+MAX_PREFILL_STEPS = 8  # that are computed, at most
+EXTRA_STEPS = 2 * WARMUP_STEPS  # steps of a sequence besides those that count
 
 
 def run(file: Path | None, options: dict[str, Any]) -> int:
@@ -38,83 +38,91 @@ def run(file: Path | None, options: dict[str, Any]) -> int:
     if apart := [name for name in ("seconds", "trace") if name in options]:
         raise SettingsError(f"--{apart[0]}: of a running server only; give its --url")
     wanted = ProfileOptions(**{f.name: options.pop(f.name) for f in fields(ProfileOptions) if f.name in options})
-    settings, neighbours = located(load(file, options)), Neighbours()
+    settings, neighbours = resolve_model_settings(load_settings(file, options)), Neighbours()
     if wanted.json:
-        with writing(wanted.json):  # before anything slow; what an older one holds stays until there is a report
+        with convert_write_errors(
+            wanted.json
+        ):  # before anything slow; what an older one holds stays until there is a report
             wanted.json.open("a").close()
     with sigterm_as_ctrl_c(), Console(stderr=True).status("loading the model") as status:
-        model, profiles = in_process(settings, wanted)
+        model, profiles = profile_in_process(settings, wanted)
         if not wanted.engine_only:
             status.update("the engine, heard at its socket")
-            answer = wanted.steps + SLACK
+            answer = wanted.steps + EXTRA_STEPS
             far = (wanted.kv_cache, wanted.sequences, wanted.context, answer)
-            socket = at_the_socket(settings, *far)
+            socket = measure_at_socket(settings, *far)
             status.update("the server, heard over HTTP")
-            profiles = heard(profiles, socket, _over_http(flags(file, options), *far))
-    busy = neighbours.share()
-    print(as_text(model, profiles, told(busy)))
+            profiles = add_served_steps(profiles, socket, _measure_http(make_server_flags(file, options), *far))
+    busy = neighbours.compute_share()
+    print(as_text(model, profiles, format_warning(busy)))
     if wanted.json:
-        with writing(wanted.json):
+        with convert_write_errors(wanted.json):
             wanted.json.write_text(json.dumps(as_json(model, profiles, busy), indent=2) + "\n")
     return 0
 
 
-def in_process(settings: Settings, wanted: ProfileOptions) -> tuple[dict[str, Any], list[StepProfile]]:
+def profile_in_process(settings: Settings, wanted: ProfileOptions) -> tuple[dict[str, Any], list[StepProfile]]:
     """Return a description of what is profiled, and steps of each kind, prefill last. Raises SettingsError."""
     engine = build_engine(settings)
-    check(engine, wanted)
+    check_options(engine, wanted)
     core = engine.core
     chunk = min(
         wanted.prefill or engine.max_seq_len, core.scheduler.limits.max_num_batched_tokens, engine.max_seq_len - 1
     )
-    steps = [decode(engine, wanted.kv_cache, n, wanted.context, wanted.steps) for n in wanted.sequences]
-    steps.append(prefill(engine, wanted.kv_cache, chunk, min(wanted.steps, PROMPTS)))
-    limits = limits_of(engine, steps)
-    about = in_effect(engine)
+    steps = [measure_decode(engine, wanted.kv_cache, n, wanted.context, wanted.steps) for n in wanted.sequences]
+    steps.append(measure_prefill(engine, wanted.kv_cache, chunk, min(wanted.steps, MAX_PREFILL_STEPS)))
+    limits = measure_limits(engine, steps)
+    about = get_effective_settings(engine)
     told = {name: about[name] for name in ("model", "dtype", "weights", "kernels", "threads", "device")}
     return told | {"kv_cache": wanted.kv_cache}, [StepProfile(each, limits) for each in steps]
 
 
-def limits_of(engine: Engine, steps: Sequence[Steps]) -> MachineLimits:
+def measure_limits(engine: Engine, steps: Sequence[Steps]) -> MachineLimits:
     """Measure the memory's speed over as many bytes as a step reads, and the speed of large products."""
     threads = torch.get_num_threads()
     size = max(sum(each.bytes.values()) for each in steps if each.sequences)
-    return MachineLimits(bandwidth_over(size, threads), product_speed(engine.core.model.dtype, threads), threads)
+    return MachineLimits(
+        measure_bandwidth(size, threads), measure_matmul_flops(engine.core.model.dtype, threads), threads
+    )
 
 
-def check(engine: Engine, wanted: ProfileOptions) -> None:
+def check_options(engine: Engine, wanted: ProfileOptions) -> None:
     """Raise SettingsError if the engine cannot run the steps that are wanted."""
     if wanted.kv_cache not in engine.core.caches:
         raise SettingsError(f"--kv-cache: there are {', '.join(engine.core.caches)}")
     if max(wanted.sequences) > engine.settings.max_num_seqs:
         raise SettingsError(f"--sequences: at most {engine.settings.max_num_seqs}, or raise --max-num-seqs")
-    room = engine.max_seq_len - wanted.steps - SLACK - max(wanted.sequences)
+    room = engine.max_seq_len - wanted.steps - EXTRA_STEPS - max(wanted.sequences)
     if wanted.context > room:
         raise SettingsError(f"--context: from 1 to {room}, to leave room for so many steps")
 
 
-def heard(profiles: Sequence[StepProfile], socket: Sequence[float], http: Sequence[float]) -> list[StepProfile]:
+def add_served_steps(
+    profiles: Sequence[StepProfile], socket: Sequence[float], http: Sequence[float]
+) -> list[StepProfile]:
     """Return the profiles, those of decoding with what was measured at the socket and over HTTP."""
     served = [ServedSteps(*each) for each in zip(socket, http, strict=True)]
     near = profiles[: len(served)]
     return [*(replace(p, served=s) for p, s in zip(near, served, strict=True)), *profiles[len(served) :]]
 
 
-def flags(file: Path | None, options: Mapping[str, Any]) -> list[str]:
+def make_server_flags(file: Path | None, options: Mapping[str, Any]) -> list[str]:
     """Return the same settings as flags of a server."""
     given = [word for name, value in options.items() for word in (flag_name(name), str(value))]
     return [*(["--config", str(file)] if file else []), *given]
 
 
-def _over_http(serve: Sequence[str], kv_cache: str, sequences: Sequence[int], context: int, steps: int) -> list[float]:
+def _measure_http(
+    serve: Sequence[str], kv_cache: str, sequences: Sequence[int], context: int, steps: int
+) -> list[float]:
     try:
-        return over_http(serve, kv_cache, sequences, context, steps)
+        return measure_over_http(serve, kv_cache, sequences, context, steps)
     except RunError as error:
         raise SettingsError(str(error)) from None
 
 
 @contextmanager
-def writing(file: Path) -> Iterator[None]:
+def convert_write_errors(file: Path) -> Iterator[None]:
     """Raise SettingsError if writing the file fails within the block."""
     try:
         yield

@@ -45,15 +45,20 @@ class ProfileOptions:
 def add_flags(parser: argparse.ArgumentParser) -> None:
     """Add a flag for every field of Wanted; those not given are left out, as those of settings are."""
     add = parser.add_argument_group("profile").add_argument
-    add("--sequences", type=_positive, nargs="+", metavar="N", help="decoded together (default: 1 8 16)")
+    add("--sequences", type=_parse_positive, nargs="+", metavar="N", help="decoded together (default: 1 8 16)")
     add(
         "--context",
-        type=_positive,
+        type=_parse_positive,
         metavar="N",
         help=f"tokens in the cache of each (default: {ProfileOptions.context})",
     )
-    add("--prefill", type=_positive, metavar="N", help="tokens of a prompt in one step (default: as many as may be)")
-    add("--steps", type=_positive, metavar="N", help=f"of each kind (default: {ProfileOptions.steps})")
+    add(
+        "--prefill",
+        type=_parse_positive,
+        metavar="N",
+        help="tokens of a prompt in one step (default: as many as may be)",
+    )
+    add("--steps", type=_parse_positive, metavar="N", help=f"of each kind (default: {ProfileOptions.steps})")
     add("--kv-cache", metavar="NAME", help=f"strategy of all sequences (default: {ProfileOptions.kv_cache})")
     add("--engine-only", action="store_true", help="leave out the socket and HTTP, for which the model is loaded again")
     add("--json", type=Path, metavar="FILE", help="write the figures there")
@@ -61,7 +66,12 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     add(
         "--url", metavar="URL", help="of the server: its next steps are recorded, with its --admin-token, and none here"
     )
-    add("--seconds", type=_seconds, metavar="S", help="after which recording ends, however few steps (default: 10)")
+    add(
+        "--seconds",
+        type=_parse_seconds,
+        metavar="S",
+        help="after which recording ends, however few steps (default: 10)",
+    )
     add(
         "--trace",
         type=Path,
@@ -70,7 +80,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def _seconds(text: str) -> float:
+def _parse_seconds(text: str) -> float:
     try:
         seconds = float(text)
     except ValueError:
@@ -80,7 +90,7 @@ def _seconds(text: str) -> float:
     return seconds
 
 
-def _positive(text: str) -> int:
+def _parse_positive(text: str) -> int:
     if not text.isascii() or not text.isdecimal() or not int(text):
         raise argparse.ArgumentTypeError(f"{text!r} is not a number above 0")
     return int(text)

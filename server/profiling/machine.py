@@ -10,14 +10,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kernels.cpu.library import best_read
+from kernels.cpu.library import find_memory_reader
 from kernels.memory import allocate
 
 PASSES = 3  # the best counts
 ROWS, WIDTH, OUT = 512, 896, 9728  # of a large product: gate and up of Qwen2.5-0.5B
 
 
-def seconds(run: Callable[[], object]) -> float:
+def measure_fastest(run: Callable[[], object]) -> float:
     """Of the fastest of some passes, after one that nobody counts."""
     run()
     best = float("inf")
@@ -28,30 +28,30 @@ def seconds(run: Callable[[], object]) -> float:
     return best
 
 
-def read_bandwidth(memory: Tensor) -> float:
+def measure_read_bandwidth(memory: Tensor) -> float:
     """Bytes a second that all threads read together from `memory`, which is of floats.
 
     By plain loads; without C++ by the sum of squares, the reduction with which torch comes nearest to them.
     """
-    read = best_read() or torch.linalg.vector_norm
-    return memory.nbytes / seconds(lambda: read(memory))
+    read = find_memory_reader() or torch.linalg.vector_norm
+    return memory.nbytes / measure_fastest(lambda: read(memory))
 
 
-def bandwidth_over(size: int, threads: int) -> float:
+def measure_bandwidth(size: int, threads: int) -> float:
     """The same over `size` bytes in so many threads: what a step can be that reads as much, caches included."""
-    with in_threads(threads):
-        return read_bandwidth(allocate(size // 4 * 4).view(torch.float32))
+    with use_threads(threads):
+        return measure_read_bandwidth(allocate(size // 4 * 4).view(torch.float32))
 
 
-def product_speed(dtype: torch.dtype, threads: int) -> float:
+def measure_matmul_flops(dtype: torch.dtype, threads: int) -> float:
     """Floating-point operations a second of torch's large products in `dtype`, in so many threads."""
     x, weight = torch.ones(ROWS, WIDTH, dtype=dtype), torch.ones(OUT, WIDTH, dtype=dtype)
-    with in_threads(threads):
-        return 2 * ROWS * WIDTH * OUT / seconds(lambda: F.linear(x, weight))
+    with use_threads(threads):
+        return 2 * ROWS * WIDTH * OUT / measure_fastest(lambda: F.linear(x, weight))
 
 
 @contextmanager
-def in_threads(threads: int) -> Iterator[None]:
+def use_threads(threads: int) -> Iterator[None]:
     """torch's, for the time being."""
     before = torch.get_num_threads()
     torch.set_num_threads(threads)

@@ -17,13 +17,13 @@ from rich.markup import escape
 from rich.table import Table
 
 from config.errors import SettingsError
-from config.settings import load
+from config.settings import load_settings
 from server.profiling.flags import ProfileOptions
 
-OWN = ("url", "steps", "seconds", "trace")
+PROFILE_OPTIONS = ("url", "steps", "seconds", "trace")
 TOKEN = "admin_token"
-SECONDS = 10.0  # of a recording, if nothing else is wanted
-PATIENCE = 150.0  # seconds that the answer may take besides
+DEFAULT_SECONDS = 10.0  # of a recording, if nothing else is wanted
+EXTRA_TIMEOUT = 150.0  # seconds that the answer may take besides
 ROWS = 25
 
 
@@ -32,40 +32,42 @@ def run(file: Path | None, options: dict[str, Any]) -> int:
 
     `file` may hold the admin token; `options` are the flags given. Raises SettingsError.
     """
-    wanted = {name: options.pop(name) for name in OWN if name in options}
+    wanted = {name: options.pop(name) for name in PROFILE_OPTIONS if name in options}
     if others := sorted(options.keys() - {TOKEN}):
         flags = ", ".join("--" + name.replace("_", "-") for name in others)
         raise SettingsError(f"{flags}: a running server has its own; with --url only --steps, --seconds and --trace do")
     trace: Path = wanted.pop("trace", ProfileOptions.trace)
-    token = load(file, options).admin_token
+    token = load_settings(file, options).admin_token
     if token is None:
         raise SettingsError("--url: give the server's admin token: KVMUX_ADMIN_TOKEN, --admin-token or a settings file")
     is_new = not trace.exists()
-    with _writing(trace).open("ab"):  # before anything slow; what an older one holds stays until there is another
+    with _check_trace_folder(trace).open(
+        "ab"
+    ):  # before anything slow; what an older one holds stays until there is another
         pass
     try:
-        answer = _ask(wanted.pop("url"), token, wanted)
-        summary = _about(answer)
+        answer = _request_profile(wanted.pop("url"), token, wanted)
+        summary = _read_summary(answer)
     except BaseException:
         if is_new:
             trace.unlink(missing_ok=True)
         raise
-    _writing(trace).write_bytes(answer)
-    Console(soft_wrap=True).print(_text(summary, trace))
-    Console().print(_table(summary["table"]))
+    _check_trace_folder(trace).write_bytes(answer)
+    Console(soft_wrap=True).print(_format_summary(summary, trace))
+    Console().print(_make_table(summary["table"]))
     return 0
 
 
-def _writing(trace: Path) -> Path:
+def _check_trace_folder(trace: Path) -> Path:
     """Return the file. Raises SettingsError if its folder is missing."""
     if not trace.absolute().parent.is_dir():
         raise SettingsError(f"--trace: there is no folder {trace.parent}")
     return trace
 
 
-def _ask(url: str, token: str, wanted: Mapping[str, Any]) -> bytes:
+def _request_profile(url: str, token: str, wanted: Mapping[str, Any]) -> bytes:
     """Return the server's answer. Raises SettingsError with what it says otherwise."""
-    timeout = wanted.get("seconds", SECONDS) + PATIENCE
+    timeout = wanted.get("seconds", DEFAULT_SECONDS) + EXTRA_TIMEOUT
     headers = {"Authorization": f"Bearer {token}"}
     try:
         with Console(stderr=True).status("the server records its next steps"):
@@ -73,26 +75,26 @@ def _ask(url: str, token: str, wanted: Mapping[str, Any]) -> bytes:
     except (httpx.HTTPError, httpx.InvalidURL) as error:
         raise SettingsError(f"--url: {url} does not answer: {error}") from None
     if answer.status_code != 200:
-        raise SettingsError(f"--url: {_message(answer)}")
+        raise SettingsError(f"--url: {_get_error_message(answer)}")
     return answer.content
 
 
-def _about(answer: bytes) -> Mapping[str, Any]:
+def _read_summary(answer: bytes) -> Mapping[str, Any]:
     """Return what a trace says of the recording. Raises SettingsError for what is no trace of kvmux's."""
-    match _decoded(answer):
+    match _decode_json(answer):
         case {"kvmux": dict(summary)}:
             return summary
     raise SettingsError("--url: the server answered with something that is no trace: is it kvmux?")
 
 
-def _message(answer: httpx.Response) -> str:
-    match _decoded(answer.content):
+def _get_error_message(answer: httpx.Response) -> str:
+    match _decode_json(answer.content):
         case {"error": {"message": message}}:
             return str(message)
     return f"the server answered {answer.status_code}: is it kvmux?"
 
 
-def _decoded(answer: bytes) -> Any:
+def _decode_json(answer: bytes) -> Any:
     """Return JSON; None for what is none."""
     try:
         return json.loads(answer)
@@ -100,14 +102,14 @@ def _decoded(answer: bytes) -> Any:
         return None
 
 
-def _text(summary: Mapping[str, Any], trace: Path) -> str:
+def _format_summary(summary: Mapping[str, Any], trace: Path) -> str:
     found = f"{summary['steps']} steps in {summary['seconds']:.2f} s, {summary['model']}"
     if not summary["steps"]:
         found += ": no request ran meanwhile, so there is nothing to see"
     return escape(f"{found}\nthe trace for https://ui.perfetto.dev or chrome://tracing is in {trace}")
 
 
-def _table(rows: list[dict[str, Any]]) -> Table:
+def _make_table(rows: list[dict[str, Any]]) -> Table:
     table = Table(box=box.MARKDOWN)
     table.add_column("name", overflow="fold")
     for column in ("kind", "calls", "ms", "ms of its own"):

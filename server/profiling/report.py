@@ -60,9 +60,9 @@ class StepProfile:
         taken = sorted(steps.seconds.items(), key=lambda each: -each[1])
         operations = [Part(name, t, steps.calls[name], steps.bytes[name]) for name, t in taken if name in steps.calls]
         rest = [Part(name, t) for name, t in taken if name not in steps.calls]
-        return [*operations, *rest, *self._serving()]
+        return [*operations, *rest, *self._iter_serving_parts()]
 
-    def _serving(self) -> Iterator[Part]:
+    def _iter_serving_parts(self) -> Iterator[Part]:
         if self.served is not None:
             yield Part(SOCKET, self.served.socket - self.steps.total, serving=True)
             yield Part(HTTP, self.served.http - self.served.socket, serving=True)
@@ -73,22 +73,22 @@ class StepProfile:
         return self.served.http if self.served else self.steps.total
 
     @property
-    def bytes(self) -> int:
+    def num_bytes(self) -> int:
         return sum(self.steps.bytes.values())
 
     @property
     def memory_seconds(self) -> float:
         """The least that reading takes."""
-        return self.bytes / self.limits.bandwidth
+        return self.num_bytes / self.limits.bandwidth
 
     @property
     def product_seconds(self) -> float | None:
         """The least that products take; of a prompt only, those of decoding wait for the memory."""
         steps = self.steps
-        return None if steps.products is None or steps.sequences else steps.products / self.limits.products
+        return None if steps.flops is None or steps.sequences else steps.flops / self.limits.products
 
     @property
-    def least(self) -> float:
+    def min_seconds(self) -> float:
         return max(self.memory_seconds, self.product_seconds or 0.0)
 
     def __str__(self) -> str:
@@ -108,17 +108,19 @@ def as_text(model: Mapping[str, Any], profiles: Sequence[StepProfile], note: str
         f"{limits.products / 1e12:.2f} TFLOP/s in large products"
     )
     head = "\n".join(filter(None, [what, machine, note]))
-    return "\n\n".join([head, *(_table(each) for each in profiles)])
+    return "\n\n".join([head, *(_format_table(each) for each in profiles)])
 
 
-def _table(profile: StepProfile) -> str:
+def _format_table(profile: StepProfile) -> str:
     table = Table(box=box.MARKDOWN)
     table.add_column(str(profile))
     for column in ("ms a step", "share", "calls", "MB", "GB/s"):
         table.add_column(column, justify="right")
     for part in profile.parts:
-        table.add_row(part.what, f"{part.seconds * 1e3:.3f}", f"{part.seconds / profile.total:.1%}", *_moved(part))
-    table.add_row("all", f"{profile.total * 1e3:.3f}", "100.0%", "", f"{profile.bytes / 1e6:,.1f}", "")
+        table.add_row(
+            part.what, f"{part.seconds * 1e3:.3f}", f"{part.seconds / profile.total:.1%}", *_format_traffic(part)
+        )
+    table.add_row("all", f"{profile.total * 1e3:.3f}", "100.0%", "", f"{profile.num_bytes / 1e6:,.1f}", "")
     for name, seconds in (("reading", profile.memory_seconds), ("products", profile.product_seconds)):
         if seconds is not None:
             table.add_row(f"the least for {name}", f"{seconds * 1e3:.3f}", f"{seconds / profile.total:.1%}", "", "", "")
@@ -127,7 +129,7 @@ def _table(profile: StepProfile) -> str:
     return "\n".join(line.strip() for line in printed.getvalue().strip().splitlines())
 
 
-def _moved(part: Part) -> tuple[str, str, str]:
+def _format_traffic(part: Part) -> tuple[str, str, str]:
     if part.calls is None or part.bytes is None:
         return "", "", ""
     return str(part.calls), f"{part.bytes / 1e6:,.1f}", f"{part.bytes / part.seconds / 1e9:.1f}"
@@ -139,19 +141,19 @@ def as_json(model: Mapping[str, Any], profiles: Sequence[StepProfile], busy: flo
         "model": dict(model),
         "limits": vars(profiles[0].limits),
         "used_by_others": busy,
-        "steps": [_json(each) for each in profiles],
+        "steps": [_make_profile_json(each) for each in profiles],
     }
 
 
-def _json(profile: StepProfile) -> dict[str, Any]:
+def _make_profile_json(profile: StepProfile) -> dict[str, Any]:
     steps = profile.steps
     return {
         "sequences": steps.sequences,
         "tokens": steps.tokens,
         "seconds": profile.total,
-        "bytes": profile.bytes,
-        "products": steps.products,
+        "bytes": profile.num_bytes,
+        "products": steps.flops,
         "least_seconds": {"reading": profile.memory_seconds, "products": profile.product_seconds},
-        "of_the_limit": profile.least / profile.total,
+        "of_the_limit": profile.min_seconds / profile.total,
         "parts": [vars(part) | {"share": part.seconds / profile.total} for part in profile.parts],
     }

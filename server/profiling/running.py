@@ -21,10 +21,10 @@ from typing import Any
 import httpx
 import psutil
 
-ADDRESS = re.compile(r"serves .* on (http://[^\s\"]+)")
-PATIENCE = 300.0  # seconds until a server is ready
-ENDING = 10.0  # seconds until who was told to end is told again
-PAUSE = 0.01
+URL_PATTERN = re.compile(r"serves .* on (http://[^\s\"]+)")
+START_TIMEOUT = 300.0  # seconds until a server is ready
+TERMINATE_TIMEOUT = 10.0  # seconds until who was told to end is told again
+POLL_INTERVAL = 0.01
 
 
 class RunError(Exception):
@@ -40,22 +40,22 @@ class RunningServer:
     ready_seconds: float  # from its start
 
     @property
-    def family(self) -> list[psutil.Process]:
+    def processes(self) -> list[psutil.Process]:
         return [self.process, *self.process.children(recursive=True)]
 
     def cpu_seconds(self) -> float:
         """Of all its processes so far."""
-        return sum(sum(each.cpu_times()[:2]) for each in self.family)
+        return sum(sum(each.cpu_times()[:2]) for each in self.processes)
 
     def peak_bytes(self) -> int | None:
         """The most memory that each process had, added up; None where the system does not tell."""
         try:
-            return sum(_peak(each.pid) for each in self.family)
+            return sum(_read_peak_memory(each.pid) for each in self.processes)
         except OSError:
             return None
 
 
-def _peak(pid: int) -> int:
+def _read_peak_memory(pid: int) -> int:
     found = re.search(r"VmHWM:\s*(\d+) kB", Path(f"/proc/{pid}/status").read_text())
     assert found is not None
     return 1024 * int(found[1])
@@ -72,7 +72,7 @@ def sigterm_as_ctrl_c() -> Iterator[None]:
 
 
 @contextmanager
-def started(command: Sequence[str], **how: Any) -> Iterator[subprocess.Popen[Any]]:
+def start_process(command: Sequence[str], **how: Any) -> Iterator[subprocess.Popen[Any]]:
     """A process that ends with the block, even if its very start is interrupted; `how` as Popen takes it."""
     this, process = psutil.Process(), None
     before = this.children()
@@ -85,51 +85,51 @@ def started(command: Sequence[str], **how: Any) -> Iterator[subprocess.Popen[Any
             for child in left:
                 with suppress(psutil.NoSuchProcess):
                     child.terminate()  # not killed: it may have processes of its own to end
-            _, left = psutil.wait_procs(left, timeout=ENDING)
+            _, left = psutil.wait_procs(left, timeout=TERMINATE_TIMEOUT)
         if process is not None:
             with process:  # closes its pipes
                 pass
 
 
 @contextmanager
-def serving(flags: Sequence[str]) -> Iterator[RunningServer]:
+def run_server(flags: Sequence[str]) -> Iterator[RunningServer]:
     """`kvmux serve` with these flags on a free port, until the block ends. Raises RunError."""
     command = [sys.executable, "-m", "server", "serve", "--port", "0", *flags]
     with tempfile.TemporaryDirectory() as folder, (said := Path(folder) / "log").open("w") as log:
         began = time.monotonic()
-        with started(command, stdout=log, stderr=subprocess.STDOUT) as process:
-            url = _ready(process, said, began + PATIENCE)
+        with start_process(command, stdout=log, stderr=subprocess.STDOUT) as process:
+            url = _wait_until_ready(process, said, began + START_TIMEOUT)
             yield RunningServer(url, psutil.Process(process.pid), time.monotonic() - began)
 
 
-def _ready(process: subprocess.Popen[bytes], log: Path, deadline: float) -> str:
+def _wait_until_ready(process: subprocess.Popen[bytes], log: Path, deadline: float) -> str:
     """The server's address, as soon as it takes requests."""
     while time.monotonic() < deadline and process.poll() is None:
-        if (found := ADDRESS.search(log.read_text())) and _answers(f"{found[1]}/ready"):
+        if (found := URL_PATTERN.search(log.read_text())) and _is_ready(f"{found[1]}/ready"):
             return found[1]
-        time.sleep(PAUSE)
+        time.sleep(POLL_INTERVAL)
     raise RunError(f"kvmux serve did not come up:\n{log.read_text()}")
 
 
-def _answers(url: str) -> bool:
+def _is_ready(url: str) -> bool:
     try:
         return httpx.get(url, trust_env=False).status_code == 200
     except httpx.TransportError:
         return False
 
 
-def loaded(url: str, flags: Sequence[str]) -> list[dict[str, Any]]:
+def run_bench(url: str, flags: Sequence[str]) -> list[dict[str, Any]]:
     """The results of `kvmux bench` against a server, by workload, phase and strategy. Raises RunError."""
-    told = json.loads(printed("server", "bench", "--url", url, "--json", "-", *flags))
+    told = json.loads(run_module("server", "bench", "--url", url, "--json", "-", *flags))
     results: list[dict[str, Any]] = told["results"]
     return results
 
 
-def printed(module: str, *flags: str) -> str:
+def run_module(module: str, *flags: str) -> str:
     """What `python -m module` prints. Raises RunError."""
     command = [sys.executable, "-m", module, *flags]
     pipe = subprocess.PIPE
-    with started(command, stdout=pipe, stderr=pipe, text=True) as process:
+    with start_process(command, stdout=pipe, stderr=pipe, text=True) as process:
         said, complained = process.communicate()
     if process.returncode:
         raise RunError(f"python -m {module} {' '.join(flags)} failed:\n{complained}")

@@ -21,23 +21,25 @@ from typing import Any
 from config.errors import SettingsError
 from config.settings import Settings
 from server.engine.ipc.client import EngineClient
-from server.engine.ipc.messages import Sampling, Submit, Tokens
-from server.processes.child_process import end, run_child
+from server.engine.ipc.messages import SamplingParams, Submit, Tokens
+from server.processes.child_process import request_stop, run_child
 from server.processes.heartbeat import EngineStatus, Heartbeat
-from server.profiling.running import loaded, serving
+from server.profiling.running import run_bench, run_server
 
 ENGINE = "server.processes.engine:run"
-PAUSE = 0.01  # seconds between two looks at whether the engine greets
+POLL_INTERVAL = 0.01  # seconds between two looks at whether the engine greets
 
 
-def at_the_socket(settings: Settings, kv_cache: str, sequences: Sequence[int], context: int, steps: int) -> list[float]:
+def measure_at_socket(
+    settings: Settings, kv_cache: str, sequences: Sequence[int], context: int, steps: int
+) -> list[float]:
     """Return the seconds between a sequence's tokens, by how many sequences decode together. Raises SettingsError."""
-    with _engine(settings) as path:
-        return asyncio.run(_heard(path, kv_cache, sequences, context, steps))
+    with _run_engine(settings) as path:
+        return asyncio.run(_measure_token_gaps(path, kv_cache, sequences, context, steps))
 
 
 @contextmanager
-def _engine(settings: Settings) -> Iterator[str]:
+def _run_engine(settings: Settings) -> Iterator[str]:
     """Run the engine's process until the block ends; yield the path of its socket. Raises SettingsError."""
     context = multiprocessing.get_context("spawn")
     status, theirs = context.Pipe()
@@ -49,16 +51,16 @@ def _engine(settings: Settings) -> Iterator[str]:
         process.start()
         theirs.close()
         try:
-            told = _told(status)
+            told = _receive_status(status)
             if "error" in told:
                 raise SettingsError(told["error"])
             yield path
         finally:
-            end(process)
+            request_stop(process)
             process.join()
 
 
-def _told(status: Any) -> Mapping[str, Any]:
+def _receive_status(status: Any) -> Mapping[str, Any]:
     try:
         told: Mapping[str, Any] = status.recv()
     except EOFError:
@@ -66,12 +68,14 @@ def _told(status: Any) -> Mapping[str, Any]:
     return told
 
 
-async def _heard(path: str, kv_cache: str, sequences: Sequence[int], context: int, steps: int) -> list[float]:
+async def _measure_token_gaps(
+    path: str, kv_cache: str, sequences: Sequence[int], context: int, steps: int
+) -> list[float]:
     async with EngineClient(path) as client:
         while client.hello is None:
-            await asyncio.sleep(PAUSE)
+            await asyncio.sleep(POLL_INTERVAL)
         vocab, random = client.hello.vocab_size, Random(0)
-        sampling = Sampling(max_tokens=steps, temperature=0.0, ignore_eos=True)
+        sampling = SamplingParams(max_tokens=steps, temperature=0.0, ignore_eos=True)
         found = []
         for count in sequences:
             prompts = [random.choices(range(vocab), k=context) for _ in range(count)]
@@ -81,19 +85,21 @@ async def _heard(path: str, kv_cache: str, sequences: Sequence[int], context: in
                 async for event in events:
                     if isinstance(event, Tokens):
                         arrivals[event.request_id].append(perf_counter())
-            found.append(median(gap for times in arrivals.values() for gap in _gaps(times)))
+            found.append(median(gap for times in arrivals.values() for gap in _compute_gaps(times)))
     return found
 
 
-def _gaps(times: Sequence[float]) -> list[float]:
+def _compute_gaps(times: Sequence[float]) -> list[float]:
     return [later - earlier for earlier, later in pairwise(times)]
 
 
-def over_http(flags: Sequence[str], kv_cache: str, sequences: Sequence[int], context: int, steps: int) -> list[float]:
+def measure_over_http(
+    flags: Sequence[str], kv_cache: str, sequences: Sequence[int], context: int, steps: int
+) -> list[float]:
     """Return the same seconds at a client of `kvmux serve` with these flags. Raises RunError."""
-    with serving(flags) as server:
+    with run_server(flags) as server:
         return [
-            loaded(
+            run_bench(
                 server.url,
                 [
                     *("--strategies", kv_cache, "--rounds", "1", "--max-tokens", str(steps)),

@@ -18,48 +18,48 @@ class Spans:
     def __init__(self, rest: str) -> None:
         self._rest = rest
         self._seconds: defaultdict[str, float] = defaultdict(float)
-        self._running: list[str] = []
+        self._stack: list[str] = []
         self._since = 0.0
 
     def begin(self) -> None:
         self._seconds.clear()
-        self._running, self._since = [self._rest], perf_counter()
+        self._stack, self._since = [self._rest], perf_counter()
 
     def end(self) -> dict[str, float]:
         """What each took since `begin`."""
-        self._account()
+        self._add_elapsed()
         return dict(self._seconds)
 
     @contextmanager
-    def of(self, name: str) -> Iterator[None]:
+    def measure(self, name: str) -> Iterator[None]:
         """What runs within is `name`'s, but for what others claim within that."""
-        self._account()
-        self._running.append(name)
+        self._add_elapsed()
+        self._stack.append(name)
         try:
             yield
         finally:
-            self._account()
-            self._running.pop()
+            self._add_elapsed()
+            self._stack.pop()
 
     def claim(self, name: str, seconds: float) -> None:
         """So many of the seconds since the last claim were this one's."""
-        self._account()
+        self._add_elapsed()
         self._seconds[name] += seconds
-        self._seconds[self._running[-1]] -= seconds
+        self._seconds[self._stack[-1]] -= seconds
 
-    def _account(self) -> None:
+    def _add_elapsed(self) -> None:
         now = perf_counter()
-        if self._running:
-            self._seconds[self._running[-1]] += now - self._since
+        if self._stack:
+            self._seconds[self._stack[-1]] += now - self._since
         self._since = now
 
     @contextmanager
-    def around(self, owner: Any, attribute: str, name: str) -> Iterator[None]:
+    def trace_calls(self, owner: Any, attribute: str, name: str) -> Iterator[None]:
         """Within the block every call of owner.attribute is `name`'s."""
         run, own = getattr(owner, attribute), attribute in vars(owner)
 
         def timed(*args: Any, **kwargs: Any) -> Any:
-            with self.of(name):
+            with self.measure(name):
                 return run(*args, **kwargs)
 
         setattr(owner, attribute, timed)

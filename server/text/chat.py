@@ -14,16 +14,16 @@ from typing import Any
 import jinja2
 
 from config.errors import SettingsError
-from server.text.chat_environment import compared_texts, environment, reads_parts
-from server.text.errors import ChatTemplateError, TextTooLong, shortened
-from server.text.model_files import named_tokens, read_object
+from server.text.chat_environment import find_compared_texts, make_environment, reads_content_parts
+from server.text.errors import ChatTemplateError, TextTooLong, shorten_message
+from server.text.model_files import read_json_object, read_special_tokens
 
-LONGEST_TEXT = 2**25  # characters
+MAX_PROMPT_LENGTH = 2**25  # characters
 RESERVED = frozenset({"messages", "tools", "documents", "add_generation_prompt", "continue_final_message"})
-EVERYWHERE = frozenset({"user", "assistant"})  # roles that every template has
+COMMON_ROLES = frozenset({"user", "assistant"})  # roles that every template has
 ROLES = frozenset({"system", "developer", "user", "assistant", "tool", "function", "ipython", "model"})
 REASONING = ("reasoning_content", "thinking", "reasoning")  # one thing; templates read the first or second
-END = "[the final message ends here] "  # the space at its end shows whether the template trims what is said
+END_MARK = "[the final message ends here] "  # the space at its end shows whether the template trims what is said
 
 Message = Mapping[str, Any]
 
@@ -34,13 +34,13 @@ class ChatTemplate:
     def __init__(self, sources: Mapping[str, str], tokens: Mapping[str, str]) -> None:
         self._sources = dict(sources)
         self._tokens = dict(tokens)
-        self._environment = environment()
+        self._environment = make_environment()
         self._compiled: dict[str, _Template] = {}
 
     @classmethod
     def from_directory(cls, directory: Path) -> ChatTemplate:
         """Read the template of a model; without one, every rendering fails. Raises SettingsError."""
-        return cls(_sources(directory), named_tokens(directory))
+        return cls(_read_sources(directory), read_special_tokens(directory))
 
     @property
     def source(self) -> str | None:
@@ -50,7 +50,7 @@ class ChatTemplate:
     def render(
         self,
         messages: Sequence[Message],
-        longest: int = LONGEST_TEXT,
+        max_length: int = MAX_PROMPT_LENGTH,
         /,
         *,
         add_generation_prompt: bool = True,
@@ -60,7 +60,7 @@ class ChatTemplate:
     ) -> str:
         """Return the prompt with its special tokens: encode it without adding them. Raises ChatTemplateError.
 
-        Also when it has more than `longest` characters.
+        Also when it has more than `max_length` characters.
         With `continue_final_message` it ends with the last message, which the model continues. `variables` are the
         template's own, such as enable_thinking. May take any time and memory: a template is a program.
         """
@@ -68,21 +68,26 @@ class ChatTemplate:
             raise ChatTemplateError("there should be at least one message")
         if continue_final_message and add_generation_prompt:
             raise ChatTemplateError("either add_generation_prompt or continue_final_message; set the other to false")
-        if taken := sorted(RESERVED & variables.keys()):
-            raise ChatTemplateError(f"{', '.join(taken)} cannot be given to the chat template as a variable")
-        template = self._template(with_tools=tools is not None)
-        seen = [template.message(message) for message in messages]
-        said = ""
+        if reserved := sorted(RESERVED & variables.keys()):
+            raise ChatTemplateError(f"{', '.join(reserved)} cannot be given to the chat template as a variable")
+        template = self._get_template(with_tools=tools is not None)
+        prepared = [template.prepare_message(message) for message in messages]
+        continued = ""
         if continue_final_message:
-            said, seen[-1] = _marked(seen[-1])
-        given = {"messages": seen, "tools": tools, "documents": None, "add_generation_prompt": add_generation_prompt}
-        text = template.render(self._tokens | variables | given, longest)
-        return _cut(text, said) if continue_final_message else text
+            continued, prepared[-1] = _mark_end(prepared[-1])
+        context = {
+            "messages": prepared,
+            "tools": tools,
+            "documents": None,
+            "add_generation_prompt": add_generation_prompt,
+        }
+        text = template.render(self._tokens | variables | context, max_length)
+        return _cut_at_mark(text, continued) if continue_final_message else text
 
-    def render_all(
+    def render_strict(
         self,
         messages: Sequence[Message],
-        longest: int = LONGEST_TEXT,
+        max_length: int = MAX_PROMPT_LENGTH,
         /,
         *,
         add_generation_prompt: bool = True,
@@ -93,47 +98,48 @@ class ChatTemplate:
 
         A role cannot be judged by its name alone: many templates write any role that they do not know.
         """
-        template = self._template(with_tools=False)
-        known = EVERYWHERE | template.compared
+        template = self._get_template(with_tools=False)
+        known = COMMON_ROLES | template.compared_texts
         unnamed = {message["role"]: place for place, message in enumerate(messages) if message["role"] not in known}
-        how: dict[str, Any] = {
+        options: dict[str, Any] = {
             "add_generation_prompt": add_generation_prompt,
             "continue_final_message": continue_final_message,
             **variables,
         }
         try:
-            text = self.render(messages, longest, **how)
+            text = self.render(messages, max_length, **options)
         except TextTooLong:
             raise
         except ChatTemplateError as error:
-            if unnamed and (named := sorted(ROLES & template.compared)):
-                says = f"it names the roles {', '.join(named)}, and not {_quoted(unnamed)}"
+            if unnamed and (named := sorted(ROLES & template.compared_texts)):
+                says = f"it names the roles {', '.join(named)}, and not {_quote_roles(unnamed)}"
                 raise ChatTemplateError(f"{error} ({says})") from None
             raise
-        if lost := self._left_out(messages, unnamed, longest, how):
+        if omitted := self._find_omitted_roles(messages, unnamed, max_length, options):
             raise ChatTemplateError(
-                f"the model's chat template has no role {_quoted(lost)}: it leaves such messages out; send other roles"
+                f"the model's chat template has no role {_quote_roles(omitted)}: it leaves such messages "
+                "out; send other roles"
             )
         return text
 
-    def _left_out(
-        self, messages: Sequence[Message], roles: Mapping[str, int], longest: int, how: Mapping[str, Any]
+    def _find_omitted_roles(
+        self, messages: Sequence[Message], roles: Mapping[str, int], max_length: int, options: Mapping[str, Any]
     ) -> list[str]:
         """Return those of the roles, each with the place of a message, whose content is not in the prompt."""
         marked = [*messages]
         marks: dict[str, str] = {}
         for number, (role, place) in enumerate(roles.items()):
-            if (content := _with(messages[place].get("content"), mark := f"messageends{number}x")) is not None:
+            if (content := _append_mark(messages[place].get("content"), mark := f"messageends{number}x")) is not None:
                 marks[role], marked[place] = mark, {**messages[place], "content": content}
         if not marks:
             return []
         try:
-            text = self.render(marked, longest + sum(map(len, marks.values())), **how).lower()
+            text = self.render(marked, max_length + sum(map(len, marks.values())), **options).lower()
         except ChatTemplateError:  # the template does not take the marks; it took the messages
             return []
         return [role for role, mark in marks.items() if mark not in text]
 
-    def _template(self, *, with_tools: bool) -> _Template:
+    def _get_template(self, *, with_tools: bool) -> _Template:
         """Return a template, compiled when it is first needed: a broken one is no obstacle to completions."""
         if not self._sources:
             raise ChatTemplateError(
@@ -153,30 +159,30 @@ class _Template:
     def __init__(self, environment: jinja2.Environment, source: str) -> None:
         try:
             parsed = environment.parse(source)
-            self._reads_parts = reads_parts(parsed)
-            self.compared = compared_texts(parsed)
+            self._reads_parts = reads_content_parts(parsed)
+            self.compared_texts = find_compared_texts(parsed)
             self._template = environment.from_string(source)
         except MemoryError:
             raise
         except Exception as error:  # the compiler's own mistakes too
-            raise ChatTemplateError(f"the model's chat template is broken: {shortened(error)}") from None
+            raise ChatTemplateError(f"the model's chat template is broken: {shorten_message(error)}") from None
 
-    def message(self, message: Message) -> dict[str, Any]:
-        """As the template sees it. What is null is not there, as templates ask only whether it is."""
-        seen = {key: value for key, value in message.items() if value is not None}
-        if isinstance(parts := seen.get("content"), list):
-            text = _joined(parts)
-            seen["content"] = parts if self._reads_parts else text
-        reasoning = next((seen[name] for name in REASONING if name in seen), None)
-        return seen if reasoning is None else {"thinking": reasoning} | seen | {"reasoning_content": reasoning}
+    def prepare_message(self, message: Message) -> dict[str, Any]:
+        """Return a message as the template sees it, without what is null: templates only ask whether a key is there."""
+        prepared = {key: value for key, value in message.items() if value is not None}
+        if isinstance(parts := prepared.get("content"), list):
+            text = _join_parts(parts)
+            prepared["content"] = parts if self._reads_parts else text
+        reasoning = next((prepared[name] for name in REASONING if name in prepared), None)
+        return prepared if reasoning is None else {"thinking": reasoning} | prepared | {"reasoning_content": reasoning}
 
-    def render(self, variables: Mapping[str, Any], longest: int) -> str:
+    def render(self, variables: Mapping[str, Any], max_length: int) -> str:
         pieces, size = [], 0
         try:
             for piece in self._template.generate(variables):
                 pieces.append(piece)
                 size += len(piece)
-                if size > longest:
+                if size > max_length:
                     break
             else:
                 return "".join(pieces)
@@ -184,15 +190,15 @@ class _Template:
             raise
         except Exception as error:  # of any kind: a template is a program
             raise ChatTemplateError(
-                f"the model's chat template does not take these messages: {shortened(error)}"
+                f"the model's chat template does not take these messages: {shorten_message(error)}"
             ) from None
         raise TextTooLong(
-            f"the chat template makes more than {longest} characters of them, which cannot fit; send less"
+            f"the chat template makes more than {max_length} characters of them, which cannot fit; send less"
         )
 
 
 # ---------------------------------------------------------------- where templates are
-def _sources(directory: Path) -> dict[str, str]:
+def _read_sources(directory: Path) -> dict[str, str]:
     """Return templates by name. Files of their own come before those of a configuration, which is then ignored."""
     named = {file.stem: file for file in sorted((directory / "additional_chat_templates").glob("*.jinja"))}
     if (default := directory / "chat_template.jinja").is_file():
@@ -200,8 +206,8 @@ def _sources(directory: Path) -> dict[str, str]:
     if named:
         return {name: _read(file) for name, file in named.items()}
     for name in ("tokenizer_config.json", "chat_template.json"):  # the latter is of an older time
-        if (found := read_object(directory / name).get("chat_template")) is not None:
-            return _by_name(found, directory / name)
+        if (found := read_json_object(directory / name).get("chat_template")) is not None:
+            return _parse_sources(found, directory / name)
     return {}
 
 
@@ -212,7 +218,7 @@ def _read(file: Path) -> str:
         raise SettingsError(f"model: {file} is not UTF-8") from None
 
 
-def _by_name(found: Any, file: Path) -> dict[str, str]:
+def _parse_sources(found: Any, file: Path) -> dict[str, str]:
     """Return templates by name; they are written as one template, a list of {"name", "template"}, or an object."""
     if isinstance(found, list) and all(isinstance(item, dict) for item in found):
         found = {item.get("name"): item.get("template") for item in found}
@@ -222,31 +228,31 @@ def _by_name(found: Any, file: Path) -> dict[str, str]:
     return sources
 
 
-# ---------------------------------------------------------------- what is said
-def _joined(parts: list[Any]) -> str:
+# ---------------------------------------------------------------- messages
+def _join_parts(parts: list[Any]) -> str:
     """Return the text of all parts, for templates that know only text."""
-    texts = [text for part in parts if (text := _text_of(part)) is not None]
+    texts = [text for part in parts if (text := _get_part_text(part)) is not None]
     if len(texts) < len(parts):
         raise ChatTemplateError('the parts of a message should be of the form {"type": "text", "text": "..."}')
     return "\n".join(texts)
 
 
-def _text_of(part: Any) -> str | None:
+def _get_part_text(part: Any) -> str | None:
     match part:
         case {"type": "text", "text": str(text)}:
             return text
     return None
 
 
-def _marked(message: dict[str, Any]) -> tuple[str, dict[str, Any]]:
+def _mark_end(message: dict[str, Any]) -> tuple[str, dict[str, Any]]:
     """Return the text that is to be continued, and the message with a mark after it."""
     content: Any = message.get("content")
-    if (marked := _with(content, END)) is not None:
+    if (marked := _append_mark(content, END_MARK)) is not None:
         return content if isinstance(content, str) else content[-1]["text"], message | {"content": marked}
     raise ChatTemplateError("continue_final_message: the last message has no content to continue")
 
 
-def _with(content: Any, mark: str) -> Any:
+def _append_mark(content: Any, mark: str) -> Any:
     """Return a message's content with a mark after its text; None if it has no text."""
     match content:
         case str(text):
@@ -256,14 +262,14 @@ def _with(content: Any, mark: str) -> Any:
     return None
 
 
-def _quoted(roles: Iterable[str]) -> str:
+def _quote_roles(roles: Iterable[str]) -> str:
     return ", ".join(f'"{role}"' for role in sorted(roles))
 
 
-def _cut(text: str, said: str) -> str:
+def _cut_at_mark(text: str, continued: str) -> str:
     """Return the prompt up to the mark, without the spaces before it where the template strips the content."""
-    mark = END.rstrip()
+    mark = END_MARK.rstrip()
     begins = text.rfind(mark)
-    if begins < 0 or said.strip() not in text:
+    if begins < 0 or continued.strip() not in text:
         raise ChatTemplateError("continue_final_message: the model's chat template does not show the last message")
-    return text[:begins] if text.startswith(END, begins) else text[:begins].rstrip()
+    return text[:begins] if text.startswith(END_MARK, begins) else text[:begins].rstrip()

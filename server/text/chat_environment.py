@@ -17,7 +17,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
 
 
-def environment() -> jinja2.Environment:
+def make_environment() -> jinja2.Environment:
     """Return the environment that templates are compiled with."""
     language = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, LoopControlExtension]
@@ -26,12 +26,12 @@ def environment() -> jinja2.Environment:
     language.globals |= {
         "raise_exception": _raise_exception,
         "strftime_now": lambda form: datetime.datetime.now().strftime(form),
-        "namespace": _namespace,
+        "namespace": _make_namespace,
     }
     return language
 
 
-def reads_parts(template: nodes.Template) -> bool:
+def reads_content_parts(template: nodes.Template) -> bool:
     """Return whether a template iterates over a message's content as a list of parts; all others know only text."""
     names = {"content"}  # of variables and of macros' parameters
     names |= {
@@ -39,11 +39,11 @@ def reads_parts(template: nodes.Template) -> bool:
         for assigned in template.find_all(nodes.Assign)
         if isinstance(assigned.target, nodes.Name) and _is_content(assigned.node)
     }
-    iterated = [_unfiltered(loop.iter) for loop in template.find_all(nodes.For)]
+    iterated = [_strip_filters(loop.iter) for loop in template.find_all(nodes.For)]
     return any(_is_content(node) or (isinstance(node, nodes.Name) and node.name in names) for node in iterated)
 
 
-def compared_texts(template: nodes.Template) -> frozenset[str]:
+def find_compared_texts(template: nodes.Template) -> frozenset[str]:
     """Return the texts that a template compares something with: the roles it knows are among them."""
     sides = [
         side
@@ -64,7 +64,7 @@ def _is_content(node: nodes.Node | None) -> bool:
     return False
 
 
-def _unfiltered(node: nodes.Node | None) -> nodes.Node | None:
+def _strip_filters(node: nodes.Node | None) -> nodes.Node | None:
     while isinstance(node, nodes.Filter):
         node = node.node
     return node
@@ -89,11 +89,11 @@ class _Namespace(Namespace):
         super().__setitem__(name, value)
 
 
-def _namespace(*given: Any, **attributes: Any) -> Namespace:
-    made = _Namespace()
+def _make_namespace(*given: Any, **attributes: Any) -> Namespace:
+    namespace = _Namespace()
     for name, value in dict(*given, **attributes).items():
-        made[name] = value
-    return made
+        namespace[name] = value
+    return namespace
 
 
 def _to_json(

@@ -14,10 +14,10 @@ from typing import NamedTuple
 
 from server.text.vocabulary import Vocabulary
 
-UNKNOWN = "\N{REPLACEMENT CHARACTER}"  # what tokenizers decode bytes to that are no UTF-8, or not yet
+REPLACEMENT = "\N{REPLACEMENT CHARACTER}"  # what tokenizers decode bytes to that are no UTF-8, or not yet
 CONTEXT = 16  # tokens before the new ones that decide how these are decoded: a leading space, bytes of a character
-PATIENCE = 48  # tokens to wait for bytes to become a character
-LONGEST_PART = 3  # bytes of a character that is not complete
+MAX_PENDING_TOKENS = 48  # tokens to wait for bytes to become a character
+MAX_PARTIAL_BYTES = 3  # bytes of a character that is not complete
 
 
 class Spelling(NamedTuple):
@@ -39,17 +39,18 @@ class Detokenizer:
     def __init__(self, tokenizer: Vocabulary, prompt: Sequence[int], *, skip_special: bool = True) -> None:
         """Start after a prompt. Special tokens have no text with `skip_special`, and are spelled otherwise."""
         self._spelling = Spelling(tokenizer, skip_special)
-        self._window = _context(self._spelling, prompt)  # tokens decoded together with the next one
-        self._settled = len(self._window)  # tokens of the window whose text is out
-        self._readings = [(self._settled, self._spelling.decode(self._window))]  # ... and it, as it may turn out
-        if self._readings[0][1].endswith(UNKNOWN):
-            shorter = range(self._settled - 1, max(0, self._settled - LONGEST_PART) - 1, -1)
-            self._readings += [(size, self._spelling.decode(self._window[:size])) for size in shorter]
+        self._window = _find_context(self._spelling, prompt)  # tokens decoded together with the next one
+        self._num_emitted = len(self._window)  # tokens of the window whose text is out
+        # The number of those tokens and their text, as it may turn out.
+        self._emitted_prefixes = [(self._num_emitted, self._spelling.decode(self._window))]
+        if self._emitted_prefixes[0][1].endswith(REPLACEMENT):
+            shorter = range(self._num_emitted - 1, max(0, self._num_emitted - MAX_PARTIAL_BYTES) - 1, -1)
+            self._emitted_prefixes += [(size, self._spelling.decode(self._window[:size])) for size in shorter]
 
     @property
-    def waits(self) -> bool:
-        """Are there tokens whose text comes out with a later one's?"""
-        return len(self._window) > self._settled
+    def has_pending(self) -> bool:
+        """Whether there are tokens whose text comes out with a later one's."""
+        return len(self._window) > self._num_emitted
 
     def push(self, token: int) -> str:
         """Return the text that is certain after a token: none of incomplete characters and of special tokens."""
@@ -57,52 +58,52 @@ class Detokenizer:
             return ""
         self._window.append(token)
         text = self._spelling.decode(self._window)
-        settled, piece = self._unshown(text)
-        if piece and not text.endswith(UNKNOWN):
-            new = self._window[settled:]  # which may begin within a character, and then is none alone
-            alone = self._spelling.decode(new)
-            if piece.endswith(alone):
-                self._keep(new, alone)
+        num_emitted, piece = self._find_new_text(text)
+        if piece and not text.endswith(REPLACEMENT):
+            new = self._window[num_emitted:]  # which may begin within a character, and then is none alone
+            new_text = self._spelling.decode(new)
+            if piece.endswith(new_text):
+                self._set_window(new, new_text)
             else:
-                self._keep(self._window, text)
+                self._set_window(self._window, text)
             return piece
-        if len(self._window) - self._settled <= PATIENCE:
+        if len(self._window) - self._num_emitted <= MAX_PENDING_TOKENS:
             return ""
-        held = min(len(text) - len(text.rstrip(UNKNOWN)), LONGEST_PART, len(piece))
+        held = min(len(text) - len(text.rstrip(REPLACEMENT)), MAX_PARTIAL_BYTES, len(piece))
         window = self._window[-CONTEXT:]
-        shown = self._spelling.decode(window)
-        self._keep(window, shown[: len(shown) - held])
+        emitted = self._spelling.decode(window)
+        self._set_window(window, emitted[: len(emitted) - held])
         return piece[: len(piece) - held]
 
     def flush(self) -> str:
         """Return the text that was held back, when no more tokens follow."""
         text = self._spelling.decode(self._window)
-        _, piece = self._unshown(text)
-        self._keep(self._window, text)
+        _, piece = self._find_new_text(text)
+        self._set_window(self._window, text)
         return piece
 
-    def _unshown(self, text: str) -> tuple[int, str]:
+    def _find_new_text(self, text: str) -> tuple[int, str]:
         """Return the number of tokens of the window whose text is out, and the rest of its text."""
-        for settled, shown in self._readings:
-            if text.startswith(shown):
-                return settled, text[len(shown) :]
+        for num_emitted, emitted in self._emitted_prefixes:
+            if text.startswith(emitted):
+                return num_emitted, text[len(emitted) :]
         # Byte fallback: a byte that belongs to no character undoes the characters just before it.
-        return self._settled, self._spelling.decode(self._window[self._settled :])
+        return self._num_emitted, self._spelling.decode(self._window[self._num_emitted :])
 
-    def _keep(self, window: list[int], shown: str) -> None:
+    def _set_window(self, window: list[int], emitted: str) -> None:
         """Go on after these tokens, of whose text `shown` is out."""
         self._window = window
-        self._settled = len(window)
-        self._readings = [(len(window), shown)]
+        self._num_emitted = len(window)
+        self._emitted_prefixes = [(len(window), emitted)]
 
 
-def _context(spelling: Spelling, prompt: Sequence[int]) -> list[int]:
+def _find_context(spelling: Spelling, prompt: Sequence[int]) -> list[int]:
     """Return the last tokens of the prompt with text: enough to decode the next one as after the whole prompt."""
     size = CONTEXT
     while True:
         window = [token for token in prompt[-size:] if spelling.has_text(token)]
         text = spelling.decode(window)
-        cut_within_bytes = text.startswith(UNKNOWN)
+        cut_within_bytes = text.startswith(REPLACEMENT)
         if size >= len(prompt) or (text and not cut_within_bytes):
             return window
         size *= 4

@@ -12,14 +12,14 @@ import tokenizers
 
 from config.errors import SettingsError
 from server.text.chat import ChatTemplate
-from server.text.errors import InfillError, readable
-from server.text.model_files import NAMES, content_of, library_errors, read_object
+from server.text.errors import InfillError, wrap_tokenizer_error
+from server.text.model_files import SPECIAL_TOKEN_NAMES, convert_library_errors, get_token_text, read_json_object
 from server.text.processes.messages import Call, Decode, Encode, EncodeChat, Encoded, Infill
-from server.text.vocabulary import Vocabulary, vocabulary_of
+from server.text.vocabulary import Vocabulary, extract_vocabulary
 
 PREFIX, SUFFIX = "{prefix}", "{suffix}"
 
-FORMS = (  # what stands before, between and behind
+FIM_FORMATS = (  # what stands before, between and behind
     ("<|fim_prefix|>", PREFIX, "<|fim_suffix|>", SUFFIX, "<|fim_middle|>"),  # Qwen Coder, CodeGemma
     ("<fim_prefix>", PREFIX, "<fim_suffix>", SUFFIX, "<fim_middle>"),  # StarCoder, Granite, StableCode
     ("<fim-prefix>", PREFIX, "<fim-suffix>", SUFFIX, "<fim-middle>"),  # SantaCoder
@@ -37,34 +37,34 @@ FORMS = (  # what stands before, between and behind
 )
 
 
-def infill_prompt(encoder: Encoder, prefix: str, suffix: str) -> list[int]:
+def make_infill_prompt(encoder: Encoder, prefix: str, suffix: str) -> list[int]:
     """Return the prompt after which the model writes what stands between the two. Raises InfillError."""
-    for form in FORMS:
-        if marks := _marks(encoder, form):
+    for form in FIM_FORMATS:
+        if marks := _find_mark_ids(encoder, form):
             break
     else:
         raise InfillError("the model has no tokens to fill in the middle: leave suffix out, or use a model for code")
     before = encoder.encode(prefix, add_special_tokens=False)
-    parts = marks | {PREFIX: before, SUFFIX: _went_on(encoder, suffix)}
-    return _beginning(encoder) + [token for part in form for token in parts[part]]
+    parts = marks | {PREFIX: before, SUFFIX: _encode_continuation(encoder, suffix)}
+    return _find_begin_tokens(encoder) + [token for part in form for token in parts[part]]
 
 
-def _marks(encoder: Encoder, form: tuple[str, ...]) -> dict[str, list[int]]:
+def _find_mark_ids(encoder: Encoder, form: tuple[str, ...]) -> dict[str, list[int]]:
     """Return the ids of a form's tokens; empty if one is missing."""
     marks = [part for part in form if part not in (PREFIX, SUFFIX)]
     ids = {mark: [token] for mark in marks if (token := encoder.backend.token_to_id(mark)) is not None}
     return ids if len(ids) == len(marks) else {}
 
 
-def _beginning(encoder: Encoder) -> list[int]:
+def _find_begin_tokens(encoder: Encoder) -> list[int]:
     """Return the special tokens before every text."""
     plain, whole = [encoder.encode("a", add_special_tokens=special) for special in (False, True)]
     return whole[: next(i for i in range(len(whole) + 1) if whole[i : i + len(plain)] == plain)]
 
 
-def _went_on(encoder: Encoder, text: str) -> list[int]:
-    """Return the ids of a text at which none begins: SentencePiece would put a space before it."""
-    ids, before = [encoder.encode(said, add_special_tokens=False) for said in (text, "\n")]
+def _encode_continuation(encoder: Encoder, text: str) -> list[int]:
+    """Return the ids of a text that continues another: SentencePiece would put a space before one that begins."""
+    ids, before = [encoder.encode(part, add_special_tokens=False) for part in (text, "\n")]
     if not before or not encoder.vocabulary.token_bytes(before[0]).startswith(b" "):
         return ids
     behind = encoder.encode("\n" + text, add_special_tokens=False)
@@ -79,9 +79,9 @@ class Encoder:
         backend.no_truncation()
         backend.no_padding()
         self.backend = backend
-        self.chat = chat or ChatTemplate({}, {})
-        self.data = vocabulary_of(backend)
-        self.vocabulary = Vocabulary(self.data)
+        self.chat_template = chat or ChatTemplate({}, {})
+        self.vocabulary_data = extract_vocabulary(backend)
+        self.vocabulary = Vocabulary(self.vocabulary_data)
 
     @classmethod
     def from_directory(cls, directory: Path) -> Encoder:
@@ -90,7 +90,7 @@ class Encoder:
         if not file.is_file():
             raise SettingsError(f"model: {directory} has no tokenizer.json; is it the directory of a model?")
         chat = ChatTemplate.from_directory(directory)
-        with library_errors(f"model: {file} is not a tokenizer this server can read"):
+        with convert_library_errors(f"model: {file} is not a tokenizer this server can read"):
             backend = tokenizers.Tokenizer.from_file(str(file))
             for name in ("tokenizer_config.json", "special_tokens_map.json"):
                 _mark_special_tokens(backend, directory / name)
@@ -102,9 +102,9 @@ class Encoder:
             case Encode(text, special):
                 return Encoded(self.encode(text, add_special_tokens=special))
             case EncodeChat():
-                return self._chat(call)
+                return self._encode_chat(call)
             case Infill(prefix, suffix):
-                return Encoded(infill_prompt(self, prefix, suffix))
+                return Encoded(make_infill_prompt(self, prefix, suffix))
             case Decode(ids, skip):
                 return Encoded(text=self.vocabulary.decode(ids, skip_special_tokens=skip))
 
@@ -113,12 +113,12 @@ class Encoder:
         try:  # not `encode`: that one holds the interpreter's lock, and with it the event loop, where there is one
             return self.backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
         except BaseException as error:
-            raise readable(error) from None
+            raise wrap_tokenizer_error(error) from None
 
-    def _chat(self, call: EncodeChat) -> Encoded:
-        text = self.chat.render_all(
+    def _encode_chat(self, call: EncodeChat) -> Encoded:
+        text = self.chat_template.render_strict(
             call.messages,
-            call.longest,
+            call.max_length,
             add_generation_prompt=call.add_generation_prompt,
             continue_final_message=call.continue_final_message,
             **call.variables,
@@ -128,14 +128,14 @@ class Encoder:
 
 def _mark_special_tokens(backend: tokenizers.Tokenizer, file: Path) -> None:
     """Mark the tokens that `file` calls special, as some tokenizer.json do not. Raises SettingsError."""
-    config = read_object(file)
+    config = read_json_object(file)
     further, added = config.get("additional_special_tokens") or [], config.get("added_tokens_decoder") or {}
     if not isinstance(further, list):
         raise SettingsError(f"model: {file}: additional_special_tokens should be a list of tokens")
     if not isinstance(added, dict) or not all(isinstance(token, dict) for token in added.values()):
         raise SettingsError(f"model: {file}: added_tokens_decoder should have an object for each id")
-    named = [*(config.get(name) for name in NAMES), *further]
+    named = [*(config.get(name) for name in SPECIAL_TOKEN_NAMES), *further]
     named += [token for token in added.values() if token.get("special")]
-    special = {content for token in named if (content := content_of(token)) is not None}
+    special = {content for token in named if (content := get_token_text(token)) is not None}
     known = sorted(content for content in special if backend.token_to_id(content) is not None)  # never a new token
     backend.add_special_tokens(known)

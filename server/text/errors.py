@@ -45,24 +45,24 @@ class TextLimitError(TextRefused):
         self.code = code
 
 
-LONGEST_REASON = 300  # characters of what a library says
+MAX_REASON_LENGTH = 300  # characters of what a library says
 
 
-def shortened(error: BaseException) -> str:
+def shorten_message(error: BaseException) -> str:
     """Return an exception's message, cut to a few lines."""
-    return str(error)[:LONGEST_REASON]
+    return str(error)[:MAX_REASON_LENGTH]
 
 
-def readable(error: BaseException, what: str = "the model's tokenizer fails on this text") -> BaseException:
+def wrap_tokenizer_error(error: BaseException, what: str = "the model's tokenizer fails on this text") -> BaseException:
     """Return a TokenizerError for an exception of the tokenizers library; return any other exception unchanged."""
     if isinstance(error, TextError | MemoryError):
         return error
-    if from_library(error):
-        return TokenizerError(f"{what}: {shortened(error)}")
+    if is_tokenizers_error(error):
+        return TokenizerError(f"{what}: {shorten_message(error)}")
     return error
 
 
-def from_library(error: BaseException) -> bool:
+def is_tokenizers_error(error: BaseException) -> bool:
     """Return whether the tokenizers library may have raised it: an Exception, or a panic of its Rust code.
 
     The class of a panic derives from BaseException, and cannot be imported.

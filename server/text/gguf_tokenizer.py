@@ -15,10 +15,10 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalize
 from config.errors import SettingsError
 
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED = 1, 2, 3, 4  # types of tokens; others: unused, byte
-LONGEST_TOKEN = 2048  # characters; all ways to cut a token in two are looked at
+MAX_TOKEN_LENGTH = 2048  # characters; all ways to cut a token in two are looked at
 SPACE = "\u2581"  # SentencePiece's
 PREFIX = "tokenizer.ggml."
-END_OF_TURN = ("<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<|endoftext|>", "<|end_of_text|>")
+END_TOKENS = ("<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<|endoftext|>", "<|end_of_text|>")
 
 
 class Split(NamedTuple):
@@ -59,15 +59,15 @@ SPLITS: Mapping[str, Split] = {  # by tokenizer.ggml.pre
 }
 
 
-def tokenizer_of(metadata: Mapping[str, Any]) -> tuple[Tokenizer, dict[str, Any]]:
+def make_tokenizer(metadata: Mapping[str, Any]) -> tuple[Tokenizer, dict[str, Any]]:
     """Return the contents of tokenizer.json and tokenizer_config.json. Raises SettingsError."""
     vocabulary = _Vocabulary(metadata)
     kind = vocabulary.get("model")
     if kind == "gpt2":
-        split = _split_of(vocabulary)
-        tokenizer, bos = _byte_level(vocabulary, split), split.bos
+        split = _find_split(vocabulary)
+        tokenizer, bos = _make_byte_level(vocabulary, split), split.bos
     elif kind == "llama":
-        tokenizer, bos = _sentence_piece(vocabulary), True
+        tokenizer, bos = _make_sentence_piece(vocabulary), True
     else:
         raise SettingsError(
             f"its tokenizer is of kind {kind!r}; gpt2 (byte pairs) and llama (SentencePiece) can be read"
@@ -80,22 +80,22 @@ def tokenizer_of(metadata: Mapping[str, Any]) -> tuple[Tokenizer, dict[str, Any]
         "add_eos_token": bool(vocabulary.get("add_eos_token", False)),
     }
     for name, key in (("bos", "bos"), ("eos", "eos"), ("unk", "unknown"), ("pad", "padding")):
-        if (token := vocabulary.special(key)) is not None:
+        if (token := vocabulary.get_special_token(key)) is not None:
             config[f"{name}_token"] = token
     if (template := metadata.get("tokenizer.chat_template")) is not None:
         if not isinstance(template, str):
             raise SettingsError("tokenizer.chat_template should be a text")
         config["chat_template"] = template
-    _surround(tokenizer, config)
+    _set_post_processor(tokenizer, config)
     return tokenizer, config
 
 
-def end_tokens_of(metadata: Mapping[str, Any]) -> list[Any]:
+def find_end_tokens(metadata: Mapping[str, Any]) -> list[Any]:
     """Return all ids that end a text or a turn: those that the file names, tokens or not (-1), and known ones."""
     vocabulary = _Vocabulary(metadata)
     named = [id for end in ("eos", "eot", "eom") if (id := vocabulary.get(f"{end}_token_id")) is not None]
     control = (i for i, kind in enumerate(vocabulary.types) if kind == CONTROL)
-    return [*named, *(i for i in control if vocabulary.tokens[i] in END_OF_TURN and i not in named)]
+    return [*named, *(i for i in control if vocabulary.tokens[i] in END_TOKENS and i not in named)]
 
 
 class _Vocabulary:
@@ -103,15 +103,15 @@ class _Vocabulary:
 
     def __init__(self, metadata: Mapping[str, Any]) -> None:
         self._metadata = metadata
-        tokens = self._list("tokens", str)
-        self.tokens: list[str] = [_spelled(token) for token in tokens] if self.get("model") == "llama" else tokens
+        tokens = self._get_list("tokens", str)
+        self.tokens: list[str] = [_escape_spaces(token) for token in tokens] if self.get("model") == "llama" else tokens
         self.ids = {token: i for i, token in enumerate(self.tokens)}
         if not self.tokens:
             raise SettingsError(f"it has no vocabulary ({PREFIX}tokens)")
-        if (longest := max(map(len, self.tokens))) > LONGEST_TOKEN:
-            raise SettingsError(f"its longest token has {longest} characters, and {LONGEST_TOKEN} can be read")
-        self.types: list[int] = self._list("token_type", int) or [NORMAL] * len(self.tokens)
-        self.scores: list[float] = self._list("scores", float) or [0.0] * len(self.tokens)
+        if (longest := max(map(len, self.tokens))) > MAX_TOKEN_LENGTH:
+            raise SettingsError(f"its longest token has {longest} characters, and {MAX_TOKEN_LENGTH} can be read")
+        self.types: list[int] = self._get_list("token_type", int) or [NORMAL] * len(self.tokens)
+        self.scores: list[float] = self._get_list("scores", float) or [0.0] * len(self.tokens)
         if not len(self.tokens) == len(self.types) == len(self.scores):
             raise SettingsError(
                 f"it has {len(self.tokens)} tokens, {len(self.types)} types and {len(self.scores)} scores of tokens"
@@ -120,14 +120,14 @@ class _Vocabulary:
     def get(self, key: str, default: Any = None) -> Any:
         return self._metadata.get(PREFIX + key, default)
 
-    def _list(self, key: str, kind: type) -> list[Any]:
+    def _get_list(self, key: str, kind: type) -> list[Any]:
         """Return a list of values of one type. Raises SettingsError for anything else."""
         values = self.get(key) or []
         if not isinstance(values, list) or not all(type(value) is kind for value in values):
             raise SettingsError(f"{PREFIX}{key} should be a list of values of type {kind.__name__}")
         return values
 
-    def special(self, key: str) -> str | None:
+    def get_special_token(self, key: str) -> str | None:
         """Return the token with a role such as "bos"; None if the file names none."""
         index = self.get(f"{key}_token_id")
         if isinstance(index, str | list):
@@ -136,22 +136,22 @@ class _Vocabulary:
 
     @property
     def merges(self) -> list[str]:
-        return self._list("merges", str)
+        return self._get_list("merges", str)
 
     @property
-    def gemma(self) -> bool:
+    def is_gemma(self) -> bool:
         return str(self._metadata.get("general.architecture")).startswith("gemma")
 
 
-def _merging(ids: Mapping[str, int], merges: list[tuple[str, str]], **how: Any) -> Tokenizer:
+def _make_bpe(ids: Mapping[str, int], merges: list[tuple[str, str]], **options: Any) -> Tokenizer:
     try:
-        return Tokenizer(models.BPE(dict(ids), merges, **how))
+        return Tokenizer(models.BPE(dict(ids), merges, **options))
     except Exception as error:  # the library raises nothing narrower
         raise SettingsError(f"its merges do not fit its vocabulary: {error}") from None
 
 
 # ---------------------------------------------------------------- byte pairs
-def _split_of(vocabulary: _Vocabulary) -> Split:
+def _find_split(vocabulary: _Vocabulary) -> Split:
     name = vocabulary.get("pre")
     if name not in SPLITS:
         raise SettingsError(
@@ -161,9 +161,9 @@ def _split_of(vocabulary: _Vocabulary) -> Split:
     return SPLITS[name]
 
 
-def _byte_level(vocabulary: _Vocabulary, split: Split) -> Tokenizer:
+def _make_byte_level(vocabulary: _Vocabulary, split: Split) -> Tokenizer:
     merges = [(left, right) for left, _, right in (merge.partition(" ") for merge in vocabulary.merges)]
-    tokenizer = _merging(vocabulary.ids, merges, ignore_merges=split.ignore_merges)
+    tokenizer = _make_bpe(vocabulary.ids, merges, ignore_merges=split.ignore_merges)
     if split.nfc:
         tokenizer.normalizer = normalizers.NFC()
     steps: list[Any] = [pre_tokenizers.Digits(individual_digits=True)] if split.digits else []
@@ -175,10 +175,10 @@ def _byte_level(vocabulary: _Vocabulary, split: Split) -> Tokenizer:
 
 
 # ---------------------------------------------------------------- SentencePiece
-def _sentence_piece(vocabulary: _Vocabulary) -> Tokenizer:
-    """Byte pairs over characters, with a byte for each that is not known; a space is a character."""
+def _make_sentence_piece(vocabulary: _Vocabulary) -> Tokenizer:
+    """Make a tokenizer of byte pairs over characters, with bytes for those not known; a space is a character."""
     unknown = next((vocabulary.tokens[i] for i, kind in enumerate(vocabulary.types) if kind == UNKNOWN), None)
-    tokenizer = _merging(vocabulary.ids, _merges(vocabulary), unk_token=unknown, fuse_unk=True, byte_fallback=True)
+    tokenizer = _make_bpe(vocabulary.ids, _merges(vocabulary), unk_token=unknown, fuse_unk=True, byte_fallback=True)
     spaces = normalizers.Replace(" ", SPACE)
     joined: list[Any] = [decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
     if vocabulary.get("add_space_prefix", True):
@@ -190,8 +190,8 @@ def _sentence_piece(vocabulary: _Vocabulary) -> Tokenizer:
     return tokenizer
 
 
-def _spelled(token: str) -> str:
-    """Runs of spaces are written as they look, if they were added by hand."""
+def _escape_spaces(token: str) -> str:
+    """Return a token as SentencePiece writes it: runs of spaces that were added by hand are written as spaces."""
     return token if token.strip(" ") else SPACE * len(token)
 
 
@@ -199,7 +199,7 @@ def _merges(vocabulary: _Vocabulary) -> list[tuple[str, str]]:
     """Return every way to put a token together from two others, those of the best token first."""
     ids, whole = vocabulary.ids, {CONTROL, UNKNOWN}
     ranked = [i for i, token in enumerate(vocabulary.tokens) if len(token) > 1 and vocabulary.types[i] not in whole]
-    if not vocabulary.gemma:  # whose scores do not order tokens that were added by hand; the file's order does
+    if not vocabulary.is_gemma:  # whose scores do not order tokens that were added by hand; the file's order does
         ranked.sort(key=lambda i: -vocabulary.scores[i])
     merges = []
     for token in (vocabulary.tokens[i] for i in ranked):
@@ -211,7 +211,7 @@ def _merges(vocabulary: _Vocabulary) -> list[tuple[str, str]]:
 # ---------------------------------------------------------------- tokens that are never cut
 def _add_tokens(tokenizer: Tokenizer, vocabulary: _Vocabulary) -> None:
     """Add tokens: control tokens have no text; tokens that users defined have, and are found whole."""
-    named = {vocabulary.special(key) for key in ("bos", "eos", "eot", "eom", "unknown", "padding")}
+    named = {vocabulary.get_special_token(key) for key in ("bos", "eos", "eot", "eom", "unknown", "padding")}
     control, defined = [], []
     for token, kind in zip(vocabulary.tokens, vocabulary.types, strict=True):
         if kind in (CONTROL, UNKNOWN) or token in named:
@@ -222,7 +222,7 @@ def _add_tokens(tokenizer: Tokenizer, vocabulary: _Vocabulary) -> None:
     tokenizer.add_tokens(defined)
 
 
-def _surround(tokenizer: Tokenizer, config: Mapping[str, Any]) -> None:
+def _set_post_processor(tokenizer: Tokenizer, config: Mapping[str, Any]) -> None:
     """Let a text begin and end with these tokens."""
     before = [config["bos_token"]] if config["add_bos_token"] and "bos_token" in config else []
     after = [config["eos_token"]] if config["add_eos_token"] and "eos_token" in config else []

@@ -28,31 +28,31 @@ CUTTING = {"Split", "Punctuation"}  # keep all of it unless they remove what the
 BYTES = {f"<0x{byte:02X}>" for byte in range(256)}
 
 
-def longest_token(backend: tokenizers.Tokenizer) -> int | None:
+def compute_max_chars_per_token(backend: tokenizers.Tokenizer) -> int | None:
     """Return the largest number of characters that one token stands for; None if there is no such number."""
-    shrinks = math.prod(map(_normalized, _parts(backend.normalizer, "normalizers")))
+    shrinks = math.prod(map(_get_shrinkage, _read_parts(backend.normalizer, "normalizers")))
     vocabulary = backend.get_vocab()
     keeps_all = (
         math.isfinite(shrinks)
-        and all(map(_keeps_text, _parts(backend.pre_tokenizer, "pretokenizers")))
+        and all(map(_keeps_text, _read_parts(backend.pre_tokenizer, "pretokenizers")))
         and not any(token.lstrip or token.rstrip for token in backend.get_added_tokens_decoder().values())
         and _knows_every_character(backend, vocabulary)
     )
     return int(shrinks) * max(map(len, vocabulary), default=1) if keeps_all else None
 
 
-def _parts(component: Any, within: str) -> list[dict[str, Any]]:
+def _read_parts(component: Any, within: str) -> list[dict[str, Any]]:
     """Return the settings of a tokenizer's component; of a sequence, those of all its parts."""
-    return [] if component is None else list(_flat(json.loads(component.__getstate__()), within))
+    return [] if component is None else list(_flatten_parts(json.loads(component.__getstate__()), within))
 
 
-def _flat(component: dict[str, Any], within: str) -> Iterable[dict[str, Any]]:
+def _flatten_parts(component: dict[str, Any], within: str) -> Iterable[dict[str, Any]]:
     if component["type"] != "Sequence":
         return [component]
-    return [part for inner in component[within] for part in _flat(inner, within)]
+    return [part for inner in component[within] for part in _flatten_parts(inner, within)]
 
 
-def _normalized(normalizer: dict[str, Any]) -> float:
+def _get_shrinkage(normalizer: dict[str, Any]) -> float:
     """Return the largest number of characters that a normalizer turns into one."""
     match normalizer:
         case {"type": "Replace", "pattern": {"String": str(pattern)}, "content": str(content)} if content:
@@ -74,6 +74,6 @@ def _knows_every_character(backend: tokenizers.Tokenizer, vocabulary: dict[str, 
         return True
     if model.unk_token is not None and not model.fuse_unk:
         return model.unk_token in vocabulary
-    parts = _parts(backend.normalizer, "normalizers") + _parts(backend.pre_tokenizer, "pretokenizers")
+    parts = _read_parts(backend.normalizer, "normalizers") + _read_parts(backend.pre_tokenizer, "pretokenizers")
     of_bytes = any(part["type"] == "ByteLevel" for part in parts)
     return of_bytes and vocabulary.keys() >= set(pre_tokenizers.ByteLevel.alphabet())

@@ -12,12 +12,12 @@ from pathlib import Path
 from typing import Any
 
 from config.errors import SettingsError
-from server.text.errors import LONGEST_REASON, from_library
+from server.text.errors import MAX_REASON_LENGTH, is_tokenizers_error
 
-NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+SPECIAL_TOKEN_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
 
-def read_object(file: Path) -> dict[str, Any]:
+def read_json_object(file: Path) -> dict[str, Any]:
     """Return a file's JSON object; an empty one where there is no such file. Raises SettingsError."""
     try:
         values = json.loads(file.read_text(encoding="utf-8"))
@@ -33,28 +33,28 @@ def read_object(file: Path) -> dict[str, Any]:
 
 
 @contextmanager
-def library_errors(message: str) -> Iterator[None]:
+def convert_library_errors(message: str) -> Iterator[None]:
     """Turn what the tokenizers library raises into a SettingsError: `message`, and what it says in one line."""
     try:
         yield
     except (SettingsError, OSError, MemoryError):
         raise
     except BaseException as error:
-        if not from_library(error):
+        if not is_tokenizers_error(error):
             raise
-        reason = " ".join(str(error).split())[:LONGEST_REASON] or type(error).__name__
+        reason = " ".join(str(error).split())[:MAX_REASON_LENGTH] or type(error).__name__
         raise SettingsError(f"{message}: {reason}") from None
 
 
-def content_of(token: Any) -> str | None:
+def get_token_text(token: Any) -> str | None:
     """Return the text of a token, which is written as a string or as {"content": ...}."""
     content = token.get("content") if isinstance(token, dict) else token
     return content if isinstance(content, str) else None
 
 
-def named_tokens(directory: Path) -> dict[str, str]:
+def read_special_tokens(directory: Path) -> dict[str, str]:
     """Return the texts of tokens that have a role, such as {"bos_token": "<s>"}. Raises SettingsError."""
-    config = read_object(directory / "tokenizer_config.json")
+    config = read_json_object(directory / "tokenizer_config.json")
     if "added_tokens_decoder" not in config:  # of an older time, when the other file had the last word
-        config |= read_object(directory / "special_tokens_map.json")
-    return {name: content for name in NAMES if (content := content_of(config.get(name))) is not None}
+        config |= read_json_object(directory / "special_tokens_map.json")
+    return {name: content for name in SPECIAL_TOKEN_NAMES if (content := get_token_text(config.get(name))) is not None}

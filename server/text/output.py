@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from server.text.detokenizer import PATIENCE, UNKNOWN, Detokenizer
+from server.text.detokenizer import MAX_PENDING_TOKENS, REPLACEMENT, Detokenizer
 from server.text.vocabulary import Vocabulary
 
-MOST_BROKEN = 4 * PATIENCE  # characters that bytes become which are none: of as many tokens as may wait
+MAX_BROKEN_LENGTH = 4 * MAX_PENDING_TOKENS  # characters that bytes become which are none: of as many tokens as may wait
 
 
 class StopStrings:
@@ -17,14 +17,14 @@ class StopStrings:
     def __init__(self, stops: Sequence[str], *, include: bool = False) -> None:
         """Look for these strings. With `include` the stop string itself is returned, too."""
         assert all(stops), "an empty stop string would stop everything"
-        self.found: str | None = None
+        self.matched_stop: str | None = None
         self._include = include
         self._searches = [_Search(stop) for stop in stops]
         self._held = ""
 
     def push(self, piece: str) -> str:
         """Return the text that is certain after a piece. After a stop string was found, there is none."""
-        if self.found or not piece:
+        if self.matched_stop or not piece:
             return ""
         if not self._searches:
             return piece
@@ -35,7 +35,7 @@ class StopStrings:
             if (end := search.push(piece)) is not None
         ]
         if ends:
-            end, start, self.found = min(ends)
+            end, start, self.matched_stop = min(ends)
             self._held = ""
             return text[: end if self._include else start]
         certain = len(text) - max(search.matched for search in self._searches)
@@ -98,32 +98,34 @@ class Released(NamedTuple):
     tokens: list[Placed]
 
 
-def placed(tokenizer: Vocabulary, ids: Sequence[int], text: str) -> list[Placed]:
+def locate_tokens(tokenizer: Vocabulary, ids: Sequence[int], text: str) -> list[Placed]:
     """Return where each token begins in its text; a special token that the text does not spell has no length."""
     detokenizer, length, found = Detokenizer(tokenizer, [], skip_special=False), 0, []
     for token in ids:
         piece, begin = "", 0
-        if tokenizer.has_text(token) or _follows(tokenizer.piece(token), text, length, waits=detokenizer.waits):
-            piece, begin = _pushed(detokenizer, token)
+        if tokenizer.has_text(token) or _continues_with(
+            tokenizer.piece(token), text, length, has_pending=detokenizer.has_pending
+        ):
+            piece, begin = _push_token(detokenizer, token)
         found.append(Placed(token, length + begin))
         length += len(piece)
     return found
 
 
-def _follows(piece: str, text: str, length: int, *, waits: bool) -> bool:
-    """Does the text go on with this piece, maybe behind bytes of tokens that still wait for a character?"""
-    ahead = text[length : length + MOST_BROKEN + len(piece)]
-    return ahead.startswith(piece) or (waits and ahead.lstrip(UNKNOWN).startswith(piece))
+def _continues_with(piece: str, text: str, length: int, *, has_pending: bool) -> bool:
+    """Return whether the text goes on with this piece, maybe after bytes of tokens that wait for a character."""
+    ahead = text[length : length + MAX_BROKEN_LENGTH + len(piece)]
+    return ahead.startswith(piece) or (has_pending and ahead.lstrip(REPLACEMENT).startswith(piece))
 
 
-def _pushed(detokenizer: Detokenizer, token: int) -> tuple[str, int]:
+def _push_token(detokenizer: Detokenizer, token: int) -> tuple[str, int]:
     """Return the text that comes out with a token, and where in it the token's own begins.
 
     What comes out with it of tokens before it begins where it does, or is bytes that became no character.
     """
-    waited = detokenizer.waits
+    had_pending = detokenizer.has_pending
     piece = detokenizer.push(token)
-    own = piece.lstrip(UNKNOWN) if waited else piece
+    own = piece.lstrip(REPLACEMENT) if had_pending else piece
     return piece, len(piece) - len(own or piece)
 
 
@@ -136,7 +138,7 @@ class OutputText:
         """Start a text. Stop strings are not looked for in the text of the first `min_tokens`."""
         self.num_tokens = 0  # up to the one that completed a stop string
         self.finish_reason: str | None = None
-        self.stopped_by: str | None = None  # a stop string
+        self.stop_reason: str | None = None  # a stop string
         self._detokenizer = detokenizer
         self._include_stop = include_stop
         self._min_tokens = min_tokens
@@ -155,19 +157,19 @@ class OutputText:
         for i, token in enumerate(tokens):
             self.num_tokens += 1
             ends = finish_reason == "stop" and i == len(tokens) - 1
-            piece, begin = _pushed(self._detokenizer, token) if not ends or self._include_stop else ("", 0)
+            piece, begin = _push_token(self._detokenizer, token) if not ends or self._include_stop else ("", 0)
             self._held.append(Placed(token, self._length + begin))
-            pieces.append(self._through_stops(piece))
-            if self._stop.found:
+            pieces.append(self._apply_stop_strings(piece))
+            if self._stop.matched_stop:
                 break
         else:
             if finish_reason is not None:
-                pieces += [self._through_stops(self._detokenizer.flush()), self._stop.flush()]
-        self.finish_reason = "stop" if self._stop.found else finish_reason
-        self.stopped_by = self._stop.found
+                pieces += [self._apply_stop_strings(self._detokenizer.flush()), self._stop.flush()]
+        self.finish_reason = "stop" if self._stop.matched_stop else finish_reason
+        self.stop_reason = self._stop.matched_stop
         return self._release("".join(pieces))
 
-    def _through_stops(self, piece: str) -> str:
+    def _apply_stop_strings(self, piece: str) -> str:
         self._length += len(piece)
         return self._stop.push(piece) if self.num_tokens > self._min_tokens else piece
 
@@ -175,7 +177,7 @@ class OutputText:
         """Return the text, and the tokens that begin in the released part; at the end all of them."""
         self._released += len(text)
         out, self._held = self._held, []
-        if self._stop.found:
+        if self._stop.matched_stop:
             out = [placed._replace(shown=placed.offset < self._released) for placed in out]
         elif self.finish_reason is None:
             while out and out[-1].offset >= self._released:

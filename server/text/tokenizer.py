@@ -16,11 +16,11 @@ import tokenizers
 
 from server.text.chat import ChatTemplate
 from server.text.encoder import Encoder
-from server.text.model_files import content_of, named_tokens, read_object
+from server.text.model_files import get_token_text, read_json_object, read_special_tokens
 from server.text.processes.messages import Call, Decode, Encode, EncodeChat, Encoded, Infill
 from server.text.vocabulary import Vocabulary
 
-LONG_TEXT = 2000  # characters; encoding them takes about a millisecond, more would hold up other requests
+MAX_INLINE_LENGTH = 2000  # characters; encoding them takes about a millisecond, more would hold up other requests
 
 Self = TypeVar("Self", bound="TokenizerBase")
 
@@ -43,7 +43,7 @@ class TokenizerBase(Vocabulary, ABC):
         """Return the prompt that the chat template writes, and its ids."""
         return await self.answer(chat)
 
-    async def infill(self, prefix: str, suffix: str) -> list[int]:
+    async def encode_infill(self, prefix: str, suffix: str) -> list[int]:
         """Return the ids of a prompt after which the model writes what stands between the two."""
         return (await self.answer(Infill(prefix, suffix))).ids
 
@@ -62,50 +62,52 @@ class Tokenizer(TokenizerBase):
     """A model's tokenizer in this process, without limits: for tests and evaluations, where the model is trusted."""
 
     def __init__(self, backend: tokenizers.Tokenizer, chat: ChatTemplate | None = None) -> None:
-        self._own(Encoder(backend, chat))
+        self._set_encoder(Encoder(backend, chat))
 
     @classmethod
     def from_directory(cls, directory: Path) -> Tokenizer:
         """Load the directory's tokenizer. Raises SettingsError if there is none that can be used."""
         tokenizer = cls.__new__(cls)
-        tokenizer._own(Encoder.from_directory(directory))
+        tokenizer._set_encoder(Encoder.from_directory(directory))
         return tokenizer
 
-    def _own(self, encoder: Encoder) -> None:
-        super().__init__(encoder.data)
+    def _set_encoder(self, encoder: Encoder) -> None:
+        super().__init__(encoder.vocabulary_data)
         self.encoder = encoder
         self.backend = encoder.backend
-        self.chat = encoder.chat
+        self.chat_template = encoder.chat_template
 
     async def answer(self, call: Call) -> Encoded:
         """Return the result of a call; what may take long is done in a thread."""
-        if isinstance(call, Encode) and len(call.text) < LONG_TEXT:
+        if isinstance(call, Encode) and len(call.text) < MAX_INLINE_LENGTH:
             return self.encoder.answer(call)
         return await asyncio.to_thread(self.encoder.answer, call)
 
 
-def keep_last(ids: list[int], limit: int | None) -> list[int]:
+def truncate_prompt(ids: list[int], limit: int | None) -> list[int]:
     """Return the last `limit` tokens of a prompt, as `truncate_prompt_tokens` asks for; without a limit all of them."""
     assert limit is None or limit > 0, "nothing would be left"
     return ids if limit is None else ids[-limit:]
 
 
 PATHS = ("vocab_file", "merges_file", "tokenizer_file", "name_or_path")  # on the machine where the tokenizer was saved
-CLASS = "PreTrainedTokenizerFast"  # of a tokenizer.json that has no other
+DEFAULT_TOKENIZER_CLASS = "PreTrainedTokenizerFast"  # of a tokenizer.json that has no other
 
 
-def tokenizer_info(directory: Path) -> dict[str, Any]:
+def read_tokenizer_info(directory: Path) -> dict[str, Any]:
     """Return what tokenizer_config.json has, tokens as texts, and the chat template. Raises SettingsError."""
-    config = read_object(directory / "tokenizer_config.json")
-    told = {"tokenizer_class": CLASS} | {name: _plain(value) for name, value in config.items() if name not in PATHS}
-    told |= named_tokens(directory)
+    config = read_json_object(directory / "tokenizer_config.json")
+    info = {"tokenizer_class": DEFAULT_TOKENIZER_CLASS} | {
+        name: _replace_token_objects(value) for name, value in config.items() if name not in PATHS
+    }
+    info |= read_special_tokens(directory)
     template = ChatTemplate.from_directory(directory).source
-    return told if template is None else told | {"chat_template": template}
+    return info if template is None else info | {"chat_template": template}
 
 
-def _plain(value: Any) -> Any:
+def _replace_token_objects(value: Any) -> Any:
     """Return a value with the text of each token that is written as an object."""
     if isinstance(value, dict):
-        content = content_of(value)
-        return {name: _plain(member) for name, member in value.items()} if content is None else content
-    return [_plain(item) for item in value] if isinstance(value, list) else value
+        content = get_token_text(value)
+        return {name: _replace_token_objects(member) for name, member in value.items()} if content is None else content
+    return [_replace_token_objects(item) for item in value] if isinstance(value, list) else value

@@ -14,19 +14,19 @@ from typing import Any
 import tokenizers
 
 from config.errors import SettingsError
-from server.text.errors import readable
-from server.text.longest_token import longest_token
+from server.text.errors import wrap_tokenizer_error
+from server.text.longest_token import compute_max_chars_per_token
 from server.text.processes.messages import VocabularyData
 
 _BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")  # a piece of vocabularies with byte fallback
 
 
-def reader_of(decoder: dict[str, Any] | None) -> Callable[[str], bytes]:
+def make_piece_reader(decoder: dict[str, Any] | None) -> Callable[[str], bytes]:
     """Return what turns a piece into its bytes, for the decoder that tokenizer.json describes."""
-    steps = steps_of(decoder)
+    steps = flatten_steps(decoder)
     kinds = {step["type"] for step in steps}
     replaced = [pair for step in steps if (pair := _replacement(step))]
-    alphabet = _byte_alphabet() if "ByteLevel" in kinds else {}
+    alphabet = _make_byte_alphabet() if "ByteLevel" in kinds else {}
 
     def read(piece: str) -> bytes:
         if "ByteFallback" in kinds and (byte := _BYTE.fullmatch(piece)):
@@ -40,7 +40,7 @@ def reader_of(decoder: dict[str, Any] | None) -> Callable[[str], bytes]:
     return read
 
 
-def as_text(data: bytes) -> str:
+def format_token_bytes(data: bytes) -> str:
     """Return bytes as text or, if they are not UTF-8, as "bytes:" with \\xe2 for those beyond ASCII, as OpenAI does."""
     try:
         return data.decode()
@@ -48,11 +48,13 @@ def as_text(data: bytes) -> str:
         return "bytes:" + data.decode("ascii", "backslashreplace")
 
 
-def steps_of(decoder: dict[str, Any] | None) -> list[dict[str, Any]]:
+def flatten_steps(decoder: dict[str, Any] | None) -> list[dict[str, Any]]:
     """Return a decoder's description as a list of those that do something."""
     if decoder is None:
         return []
-    return [step for part in decoder["decoders"] for step in steps_of(part)] if "decoders" in decoder else [decoder]
+    return (
+        [step for part in decoder["decoders"] for step in flatten_steps(part)] if "decoders" in decoder else [decoder]
+    )
 
 
 def _replacement(step: dict[str, Any]) -> tuple[str, str] | None:
@@ -67,48 +69,50 @@ def _replacement(step: dict[str, Any]) -> tuple[str, str] | None:
     return None
 
 
-def _byte_alphabet() -> dict[str, int]:
+def _make_byte_alphabet() -> dict[str, int]:
     """Return GPT-2's alphabet: a byte that Latin-1 prints is itself, the others are characters from U+0100 on."""
     printed = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in printed]
     return {chr(byte): byte for byte in printed} | {chr(0x100 + i): byte for i, byte in enumerate(others)}
 
 
-MOST_TOKENS = 2**23  # ids; the largest vocabularies have a few hundred thousand
-LONGEST_TOKEN = 2**13  # characters
-MOST_STEPS = 16  # of a decoder
-MOST_GROWTH = 64  # times longer than its tokens a text may become
+MAX_VOCAB_SIZE = 2**23  # ids; the largest vocabularies have a few hundred thousand
+MAX_TOKEN_LENGTH = 2**13  # characters
+MAX_DECODER_STEPS = 16  # of a decoder
+MAX_GROWTH = 64  # times longer than its tokens a text may become
 LINEAR = frozenset({"ByteFallback", "ByteLevel", "BPEDecoder", "CTC", "Fuse", "Metaspace", "Strip", "WordPiece"})
 
 
-def vocabulary_of(backend: tokenizers.Tokenizer) -> VocabularyData:
+def extract_vocabulary(backend: tokenizers.Tokenizer) -> VocabularyData:
     """Return what decoding needs of a tokenizer. Raises SettingsError for what cannot be decoded in bounded time."""
-    end = max(backend.get_vocab().values(), default=-1) + 1
-    if end > MOST_TOKENS:
-        raise SettingsError(f"model: its tokenizer has the token id {end - 1}; ids should be below {MOST_TOKENS}")
-    tokens = [backend.id_to_token(token) for token in range(end)]
-    if (longest := max((len(token) for token in tokens if token), default=0)) > LONGEST_TOKEN:
-        raise SettingsError(f"model: its tokenizer has a token of {longest} characters; at most {LONGEST_TOKEN}")
+    vocab_size = max(backend.get_vocab().values(), default=-1) + 1
+    if vocab_size > MAX_VOCAB_SIZE:
+        raise SettingsError(
+            f"model: its tokenizer has the token id {vocab_size - 1}; ids should be below {MAX_VOCAB_SIZE}"
+        )
+    tokens = [backend.id_to_token(token) for token in range(vocab_size)]
+    if (longest := max((len(token) for token in tokens if token), default=0)) > MAX_TOKEN_LENGTH:
+        raise SettingsError(f"model: its tokenizer has a token of {longest} characters; at most {MAX_TOKEN_LENGTH}")
     spelled = {token.content for token in backend.get_added_tokens_decoder().values() if token.special}
     special = [index for index, token in enumerate(tokens) if token in spelled]
     decoder = backend.decoder.__getstate__().decode() if backend.decoder else None
-    check_decoder(_parsed(decoder))
-    return VocabularyData(tokens, special, decoder, longest_token(backend))
+    check_decoder(_parse_decoder(decoder))
+    return VocabularyData(tokens, special, decoder, compute_max_chars_per_token(backend))
 
 
 def check_decoder(decoder: dict[str, Any] | None) -> None:
     """Raise SettingsError for a decoder whose work may grow faster than the text it makes."""
-    steps = steps_of(decoder)
-    if len(steps) > MOST_STEPS:
-        raise SettingsError(f"model: its tokenizer's decoder has {len(steps)} steps; at most {MOST_STEPS}")
+    steps = flatten_steps(decoder)
+    if len(steps) > MAX_DECODER_STEPS:
+        raise SettingsError(f"model: its tokenizer's decoder has {len(steps)} steps; at most {MAX_DECODER_STEPS}")
     growth = 1.0
     for step in steps:
-        growth *= _growth(step)
-    if growth > MOST_GROWTH:
-        raise SettingsError(f"model: its tokenizer's decoder makes texts more than {MOST_GROWTH} times longer")
+        growth *= _compute_growth(step)
+    if growth > MAX_GROWTH:
+        raise SettingsError(f"model: its tokenizer's decoder makes texts more than {MAX_GROWTH} times longer")
 
 
-def _growth(step: dict[str, Any]) -> float:
+def _compute_growth(step: dict[str, Any]) -> float:
     """Return how many times longer a step makes a text, at most."""
     match step:
         case {"type": "Replace", "pattern": {"String": str(old)}, "content": str(new)}:
@@ -124,18 +128,18 @@ def _growth(step: dict[str, Any]) -> float:
 
 
 class Vocabulary:
-    """Decodes ids. Built once, from what `vocabulary_of` returned."""
+    """Decodes ids. Built once, from what `extract_vocabulary` returned."""
 
     def __init__(self, data: VocabularyData) -> None:
         """Build the table. Raises SettingsError for a decoder that `check_decoder` refuses."""
-        decoder = _parsed(data.decoder)
+        decoder = _parse_decoder(data.decoder)
         check_decoder(decoder)
-        self._decoder = None if decoder is None else _decoder_of(decoder)
-        self._read = reader_of(decoder)
-        self.longest_token = data.longest_token
+        self._decoder = None if decoder is None else _make_decoder(decoder)
+        self._piece_to_bytes = make_piece_reader(decoder)
+        self.max_chars_per_token = data.max_chars_per_token
         self._tokens = data.tokens
-        self._special = frozenset(data.special)
-        self._shown = [None if token in self._special else text for token, text in enumerate(data.tokens)]
+        self._special = frozenset(data.special_ids)
+        self._visible_tokens = [None if token in self._special else text for token, text in enumerate(data.tokens)]
 
     @property
     def vocab_size(self) -> int:
@@ -147,7 +151,7 @@ class Vocabulary:
 
         Ids that are not tokens have no text. Raises TokenizerError.
         """
-        table = self._shown if skip_special_tokens else self._tokens
+        table = self._visible_tokens if skip_special_tokens else self._tokens
         end = len(table)
         pieces = [piece for token in ids if 0 <= token < end and (piece := table[token]) is not None]
         if self._decoder is None:
@@ -155,11 +159,11 @@ class Vocabulary:
         try:
             return str(self._decoder.decode(pieces))
         except BaseException as error:
-            raise readable(error, "the model's tokenizer cannot decode these tokens") from None
+            raise wrap_tokenizer_error(error, "the model's tokenizer cannot decode these tokens") from None
 
     def has_text(self, token: int, *, skip_special_tokens: bool = True) -> bool:
         """Return False for what has no text: ids outside the vocabulary, and special tokens if they are skipped."""
-        table = self._shown if skip_special_tokens else self._tokens
+        table = self._visible_tokens if skip_special_tokens else self._tokens
         return 0 <= token < len(table) and table[token] is not None
 
     def piece(self, token: int) -> str:
@@ -173,18 +177,18 @@ class Vocabulary:
         space that SentencePiece puts before a text (and decoding takes away again).
         """
         piece = self.piece(token)
-        return piece.encode() if token in self._special else self._read(piece)
+        return piece.encode() if token in self._special else self._piece_to_bytes(piece)
 
     def token_string(self, token: int) -> str:
         """Return a token as OpenAI writes it: text, or "bytes:\\xe2\\x80" if it is only a part of a character."""
-        return as_text(self.token_bytes(token))
+        return format_token_bytes(self.token_bytes(token))
 
 
-def _parsed(decoder: str | None) -> dict[str, Any] | None:
+def _parse_decoder(decoder: str | None) -> dict[str, Any] | None:
     return None if decoder is None else dict(json.loads(decoder))
 
 
-def _decoder_of(described: dict[str, Any]) -> Any:
+def _make_decoder(described: dict[str, Any]) -> Any:
     """Return the library's decoder; it is made only as a part of a tokenizer."""
     empty = {"type": "WordLevel", "vocab": {}, "unk_token": ""}
     return tokenizers.Tokenizer.from_str(json.dumps({"version": "1.0", "model": empty, "decoder": described})).decoder

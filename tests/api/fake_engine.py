@@ -31,10 +31,10 @@ from server.engine.ipc.messages import (
     TokenLogprob,
     Tokens,
 )
-from server.engine.ipc.server import Gateway, Gone
+from server.engine.ipc.server import Gateway, WorkerDisconnected
 from server.metrics.exposition import FamilyShape, Series, Snapshot
 
-T = TypeVar("T", bound="ToEngine | Gone")
+T = TypeVar("T", bound="ToEngine | WorkerDisconnected")
 Script = Callable[[Submit], list[list[FromEngine]]]  # what to send for a request, frame by frame
 
 HELLO = Hello(
@@ -80,7 +80,7 @@ class FakeEngine:
         self.dated = False  # whether answers tell when they were made; the others are asked for again each time
         self.refusal: Failed | None = None  # of commands
         self.refused_questions: Failed | None = None
-        self.heard: list[ToEngine | Gone] = []  # but for what was observed
+        self.heard: list[ToEngine | WorkerDisconnected] = []  # but for what was observed
         self.responses = Counter[int]()  # by status, as observed
         self._workers: dict[str, int] = {}
 
@@ -126,7 +126,7 @@ class FakeEngine:
                     self._gateway.send(worker_id, events)
                 self.heard.append(message)  # last: a test that has seen it finds the replies on their way
 
-    def _replies(self, worker_id: int, message: ToEngine | Gone) -> Iterator[list[FromEngine]]:
+    def _replies(self, worker_id: int, message: ToEngine | WorkerDisconnected) -> Iterator[list[FromEngine]]:
         match message:
             case Query(query_id, str(what)) if what in self.answers:
                 yield [
@@ -134,7 +134,7 @@ class FakeEngine:
                         query_id,
                         self.answers[what],
                         self.refused_questions,
-                        made=time.monotonic() if self.dated else 0.0,
+                        created_at=time.monotonic() if self.dated else 0.0,
                     )
                 ]
             case Query(query_id, str()):

@@ -22,7 +22,7 @@ from config.errors import SettingsError
 from config.settings import Settings
 from server.api.worker import serve_worker
 from server.engine.ipc.messages import Cancel, Submit, Tokens
-from server.processes.child_process import end
+from server.processes.child_process import request_stop
 from tests.api.fake_engine import FakeEngine, Script, says
 from tests.api.payloads import VALID_REQUEST, Encode, chunks_of
 from tests.text.tiny_tokenizers import byte_level
@@ -40,9 +40,9 @@ def test_an_api_process_imports_neither_torch_nor_transformers_nor_what_is_switc
 def test_it_may_have_more_connections_than_systems_allow_by_default() -> None:
     program = """
 import resource
-from server.api.worker import MOST_OPEN_FILES, allow_many_connections
+from server.api.worker import MAX_OPEN_FILES, allow_many_connections
 hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
-hard = MOST_OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, MOST_OPEN_FILES)
+hard = MAX_OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, MAX_OPEN_FILES)
 resource.setrlimit(resource.RLIMIT_NOFILE, (256, hard))
 allow_many_connections()
 assert resource.getrlimit(resource.RLIMIT_NOFILE) == (hard, hard)
@@ -60,7 +60,7 @@ class Worker:
 
     def terminate(self) -> None:
         """Asks it to end, and waits until it listens no more."""
-        end(self.process)
+        request_stop(self.process)
         with contextlib.suppress(httpx.TransportError):
             while httpx.get(f"{self.url}/health", timeout=5):
                 pass

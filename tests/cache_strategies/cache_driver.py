@@ -23,11 +23,11 @@ BLOCK = 4  # tokens of a block, unless a test says otherwise
 
 def make_cache(kind: str, *, pages: int = 200, seats: int = 8, max_seq_len: int = 64, **options: int | bool) -> KVCache:
     """Return an instance called "it", alone in its arena; memory that was never written is NaN."""
-    instances = registry.declared({"it": StrategySettings(kind=kind, **options)})
+    instances = registry.resolve_instances({"it": StrategySettings(kind=kind, **options)})
     geometry = Geometry([LAYER], torch.float32, seats, max_seq_len, 64)
     arena = Arena(pages, registry.page_bytes(instances, geometry))
     arena.memory.fill_(0xFF)
-    return registry.build(instances, geometry, arena, ReferenceOps())["it"]
+    return registry.build_caches(instances, geometry, arena, ReferenceOps())["it"]
 
 
 def make_paged(*, pages: int = 200, seats: int = 8, block_size: int = BLOCK, **options: bool) -> PagedCache:
@@ -97,4 +97,4 @@ def assert_nothing_leaked(cache: KVCache) -> None:
     arena = cache.setup.arena
     cache.reclaim(arena.pages)
     cache.check_integrity()
-    assert arena.free == arena.pages
+    assert arena.num_free_pages == arena.pages

@@ -23,7 +23,7 @@ class Owner:
         self.arena, self.name = arena, name
         self.busy: list[tuple[int, int]] = []  # (page, run)
         self.idle: list[tuple[int, int]] = []
-        arena.join(name, self, floor=floor, limit=limit)
+        arena.register_owner(name, self, floor=floor, limit=limit)
 
     def take(self, run: int = 1) -> int | None:
         page = self.arena.take(self.name, run)
@@ -36,7 +36,7 @@ class Owner:
         self.idle.append(self.busy.pop(index))
 
     def give(self, index: int = 0) -> None:
-        self.arena.give(self.name, *self.busy.pop(index))
+        self.arena.release(self.name, *self.busy.pop(index))
 
     def idle_pages(self) -> int:
         return sum(run for _, run in self.idle)
@@ -45,7 +45,7 @@ class Owner:
         given = 0
         while given < pages and self.idle:
             page, run = self.idle.pop(0)
-            self.arena.give(self.name, page, run)
+            self.arena.release(self.name, page, run)
             given += run
         return given
 
@@ -121,7 +121,7 @@ def test_nobody_takes_what_another_was_promised() -> None:
         pass
     assert owners["b"].held == 6
     assert [owners["a"].take() is not None for _ in range(5)] == [True] * 4 + [False]
-    assert arena.free == 0
+    assert arena.num_free_pages == 0
 
 
 def test_a_promise_that_is_kept_holds_nobody_up() -> None:
@@ -159,7 +159,7 @@ def test_a_lower_limit_gives_idle_pages_back_at_once() -> None:
         owners["a"].rest()
     arena.set_share("a", floor=0, limit=6)
     assert owners["a"].held == 6
-    assert arena.free == 4
+    assert arena.num_free_pages == 4
 
 
 # ---------------------------------------------------------------- idle pages
@@ -201,14 +201,14 @@ def test_what_could_be_taken_counts_idle_pages_but_not_those_within_floors() -> 
     for name in "ab":
         for _ in range(3):
             owners[name].take()
-    assert not arena.could_take("a", 1)
+    assert not arena.can_take("a", 1)
     owners["a"].rest()
     owners["a"].rest()
-    assert [arena.could_take("a", n) for n in (2, 3)] == [True, False]
+    assert [arena.can_take("a", n) for n in (2, 3)] == [True, False]
     for _ in range(3):
         owners["b"].rest()
     arena.set_share("a", floor=0, limit=8)
-    assert [arena.could_take("a", n) for n in (5, 6)] == [True, False]
+    assert [arena.can_take("a", n) for n in (5, 6)] == [True, False]
     assert owners["b"].held == 3
 
 
@@ -229,14 +229,14 @@ def test_giving_a_page_back_twice_is_caught() -> None:
     assert page is not None
     owners["a"].give()
     with pytest.raises(AssertionError, match="twice"):
-        arena.give("a", page, 2)
+        arena.release("a", page, 2)
 
 
 def test_giving_back_more_than_was_taken_is_caught() -> None:
     arena, owners = arena_of(4, a={})
     assert owners["a"].take() == 0
     with pytest.raises(AssertionError, match="twice"):
-        arena.give("a", 0, 2)
+        arena.release("a", 0, 2)
 
 
 def test_idle_pages_within_a_floor_make_room_for_a_run_when_free_ones_are_only_scattered() -> None:
@@ -255,19 +255,19 @@ def test_idle_pages_within_a_floor_make_room_for_a_run_when_free_ones_are_only_s
 def test_an_owner_joins_once() -> None:
     arena, owners = arena_of(4, a={})
     with pytest.raises(AssertionError):
-        arena.join("a", owners["a"])
+        arena.register_owner("a", owners["a"])
 
 
 # ---------------------------------------------------------------- memory that comes
 def gradual_arena_of(pages: int, **owners: dict[str, int]) -> tuple[Arena, dict[str, Owner]]:
     """An arena of pages as the system has them, none of which is there; each is touched by itself."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(reserved_memory, "PIECE", SYSTEM_PAGE)
+        patch.setattr(reserved_memory, "PIECE_BYTES", SYSTEM_PAGE)
         arena = Arena(pages, SYSTEM_PAGE, gradual=True)
     return arena, {name: Owner(arena, name, **share) for name, share in owners.items()}
 
 
-def reserved_of(arena: Arena) -> reserved_memory.Reserved:
+def reserved_of(arena: Arena) -> reserved_memory.ReservedMemory:
     assert arena._reserved is not None
     return arena._reserved
 
@@ -278,16 +278,16 @@ def run_out(arena: Arena) -> None:
     memory.touch_rest(lambda: 0)
     assert memory._thread is not None
     memory._thread.join()
-    assert arena.advance()
+    assert arena.add_touched_pages()
 
 
 def test_only_pages_that_have_come_are_taken() -> None:
     arena, owners = gradual_arena_of(10, a={}, b={})
     assert owners["a"].take() is None
-    arena.expect("a", longest=3, run=1)
-    arena.expect("b", longest=4, run=2)
+    arena.set_longest_sequence("a", longest=3, run=1)
+    arena.set_longest_sequence("b", longest=4, run=2)
     arena.touch(4)
-    assert (arena.usable, arena.untouched) == (8, 2)
+    assert (arena.num_usable_pages, arena.num_untouched_pages) == (8, 2)
     assert [owners["b"].take(2) for _ in range(4)] == [8, 6, 2, 0]
     assert owners["a"].take() is None
     arena.check_integrity()
@@ -295,23 +295,23 @@ def test_only_pages_that_have_come_are_taken() -> None:
 
 def test_memory_comes_only_where_owners_take_from() -> None:
     arena, owners = gradual_arena_of(10, a={}, b={}, nothing={})
-    arena.expect("a", longest=3, run=1)
-    arena.expect("nothing", longest=0, run=2)
+    arena.set_longest_sequence("a", longest=3, run=1)
+    arena.set_longest_sequence("nothing", longest=0, run=2)
     arena.touch(4)
-    assert (arena.usable, owners["a"].take(4)) == (4, 0)
+    assert (arena.num_usable_pages, owners["a"].take(4)) == (4, 0)
     arena, owners = gradual_arena_of(10, b={})
-    arena.expect("b", longest=4, run=2)
+    arena.set_longest_sequence("b", longest=4, run=2)
     arena.touch(4)
-    assert (arena.usable, owners["b"].take(2)) == (4, 8)
+    assert (arena.num_usable_pages, owners["b"].take(2)) == (4, 8)
 
 
 def test_floors_are_of_the_whole_while_memory_comes() -> None:
     arena, owners = gradual_arena_of(10, a={"floor": 6}, b={})
     reserved_of(arena).touch(below=3 * SYSTEM_PAGE)
-    arena.advance()
+    arena.add_touched_pages()
     assert [owners["b"].take() for _ in range(4)] == [0, 1, 2, None], "a's six may still come"
     reserved_of(arena).touch(below=10 * SYSTEM_PAGE)
-    arena.advance()
+    arena.add_touched_pages()
     assert [owners["b"].take() for _ in range(2)] == [3, None]
     assert [arena.capacity(name) for name in "ab"] == [10, 4]
 
@@ -319,34 +319,34 @@ def test_floors_are_of_the_whole_while_memory_comes() -> None:
 def test_where_memory_runs_out_the_arena_is_what_has_come() -> None:
     arena, owners = gradual_arena_of(10, a={"floor": 4}, b={"limit": 8})
     reserved_of(arena).touch(below=5 * SYSTEM_PAGE)
-    arena.advance()
+    arena.add_touched_pages()
     run_out(arena)
-    assert (arena.total, arena.usable, arena.untouched, arena.free) == (5, 5, 0, 5)
-    assert [arena.share(name) for name in "ab"] == [(2, 5), (0, 4)]
+    assert (arena.total_pages, arena.num_usable_pages, arena.num_untouched_pages, arena.num_free_pages) == (5, 5, 0, 5)
+    assert [arena.get_share(name) for name in "ab"] == [(2, 5), (0, 4)]
     assert [owners["b"].take() is not None for _ in range(4)] == [True] * 3 + [False], "two are a's"
-    assert not arena.advance()
+    assert not arena.add_touched_pages()
     arena.check_integrity()
 
 
 def test_where_memory_runs_out_the_longest_sequences_keep_their_room() -> None:
     arena, _ = gradual_arena_of(10, a={"floor": 6}, b={"floor": 1, "limit": 4})
     for name in "ab":
-        arena.expect(name, longest=4, run=1)
+        arena.set_longest_sequence(name, longest=4, run=1)
     reserved_of(arena).touch(below=5 * SYSTEM_PAGE)
-    arena.advance()
+    arena.add_touched_pages()
     run_out(arena)
-    assert [arena.share(name) for name in "ab"] == [(0, 5), (0, 4)]
+    assert [arena.get_share(name) for name in "ab"] == [(0, 5), (0, 4)]
     assert [arena.capacity(name) for name in "ab"] == [5, 4]
 
 
 def test_pins_leave_room_among_the_pages_that_have_come() -> None:
     arena, _ = gradual_arena_of(10, a={})
-    arena.expect("a", longest=4, run=1)
+    arena.set_longest_sequence("a", longest=4, run=1)
     arena.touch(4)
-    assert arena.objection("a", pinned={0}) is not None
+    assert arena.explain_refusal("a", pinned={0}) is not None
     reserved_of(arena).touch(below=5 * SYSTEM_PAGE)
-    arena.advance()
-    assert arena.objection("a", pinned={0}) is None
+    arena.add_touched_pages()
+    assert arena.explain_refusal("a", pinned={0}) is None
 
 
 # ---------------------------------------------------------------- any history
@@ -376,7 +376,7 @@ class ArenaHistory(RuleBasedStateMachine):
             return
         assert not {p for p in range(page, page + run) if before.get(p) == "busy"}, "somebody's page was taken"
         assert self.owners[name].held <= self.shares[name][1]
-        assert self.arena.free + self.coming >= self.promised(name)
+        assert self.arena.num_free_pages + self.coming >= self.promised(name)
         free = [p for p in self.there if p not in self.occupied() or page <= p < page + run]
         fitting = [p for p in free if all(q in free for q in range(p, p + run))]
         assert page == (min(fitting) if run == 1 else max(fitting))
@@ -385,7 +385,7 @@ class ArenaHistory(RuleBasedStateMachine):
     def take_some(self, name: str, pages: int) -> None:
         """What could be taken is taken, and what could not is not."""
         before = self.occupied()
-        could = self.arena.could_take(name, pages)
+        could = self.arena.can_take(name, pages)
         assert self.occupied() == before, "asking changed something"
         taken = [self.owners[name].take() for _ in range(pages)]
         assert None not in taken or not could
@@ -408,11 +408,11 @@ class ArenaHistory(RuleBasedStateMachine):
     def books_add_up(self) -> None:
         self.arena.check_integrity()
         assert self.occupied().keys() <= self.there, "memory that is not there was taken"
-        assert self.arena.free == len(self.there) - len(self.occupied())
+        assert self.arena.num_free_pages == len(self.there) - len(self.occupied())
         busy = list(self.occupied().values()).count("busy")
-        assert not self.there or self.arena.in_use == pytest.approx(busy / len(self.there))
+        assert not self.there or self.arena.usage == pytest.approx(busy / len(self.there))
         for name, owner in self.owners.items():
-            assert self.arena.held(name) == owner.held
+            assert self.arena.num_held_pages(name) == owner.held
 
     @property
     def coming(self) -> int:
@@ -445,7 +445,7 @@ class ArenaHistory(RuleBasedStateMachine):
         taken = self.occupied()
         free = self.there - taken.keys()
         side_by_side = any(free >= {*range(q, q + run)} for q in range(PAGES - run + 1))
-        return side_by_side and self.arena.free + self.coming - run >= self.promised(name)
+        return side_by_side and self.arena.num_free_pages + self.coming - run >= self.promised(name)
 
 
 TestArenaHistory: Callable[[], None] = ArenaHistory.TestCase
@@ -476,13 +476,13 @@ class GradualHistory(ArenaHistory):
             self.low += 1
             reserved.touch(below=self.low * SYSTEM_PAGE)
             self.there.add(self.low - 1)
-        assert self.arena.advance()
-        assert self.arena.usable == len(self.there)
-        assert self.arena.untouched == self.coming
+        assert self.arena.add_touched_pages()
+        assert self.arena.num_usable_pages == len(self.there)
+        assert self.arena.num_untouched_pages == self.coming
 
     @rule()
     def nothing_comes(self) -> None:
-        assert not self.arena.advance()
+        assert not self.arena.add_touched_pages()
 
 
 TestGradualHistory: Callable[[], None] = GradualHistory.TestCase

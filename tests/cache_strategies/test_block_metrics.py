@@ -8,7 +8,7 @@ import pytest
 
 from cache_strategies import registry
 from cache_strategies.base import BlockEvents, Blocks, CacheSetup
-from cache_strategies.paged.block_metrics import LATEST, BlockMetrics
+from cache_strategies.paged.block_metrics import MAX_SAMPLES, BlockMetrics
 from tests.cache_strategies.cache_driver import BLOCK, enter, make_cache, make_paged, open_seat, read_prompt
 from tests.cache_strategies.test_eviction import Clock
 
@@ -31,10 +31,10 @@ def test_ages_of_paged_blocks(clock: Clock) -> None:
     enter(cache, (first, TEXT))
     clock.now = 4.0
     cache.close(first)
-    assert cache.happened() is None, "a block without a name leaves nothing to tell"
+    assert cache.collect_block_events() is None, "a block without a name leaves nothing to tell"
     clock.now = 6.0
     second = read_prompt(cache, TEXT)
-    assert cache.happened() == (
+    assert cache.collect_block_events() == (
         0,
         (),
         (),
@@ -47,7 +47,7 @@ def test_ages_of_paged_blocks(clock: Clock) -> None:
     cache.close(second)
     clock.now = 10.0
     read_prompt(cache, OTHER)  # takes all the memory there is
-    assert cache.happened() == (
+    assert cache.collect_block_events() == (
         0,
         (
             9.0,
@@ -59,7 +59,7 @@ def test_ages_of_paged_blocks(clock: Clock) -> None:
         ),
         (),
     )
-    assert cache.happened() is None, "it is told once"
+    assert cache.collect_block_events() is None, "it is told once"
     cache.check_integrity()
 
 
@@ -71,11 +71,11 @@ def test_ages_of_contiguous_runs(clock: Clock) -> None:
     cache.close(first)
     clock.now = 6.0
     second = read_prompt(cache, [*TEXT, 1])
-    assert cache.happened() == (0, (), (), (2.0,))
+    assert cache.collect_block_events() == (0, (), (), (2.0,))
     cache.close(second)
     clock.now = 9.0
     read_prompt(cache, OTHER)
-    assert cache.happened() == (0, (8.0,), (3.0,), ())
+    assert cache.collect_block_events() == (0, (8.0,), (3.0,), ())
     cache.check_integrity()
 
 
@@ -84,7 +84,7 @@ def test_what_is_cleared_was_not_evicted(clock: Clock) -> None:
         cache.close(read_prompt(cache, TEXT))
         cache.clear()  # type: ignore[attr-defined]
         cache.check_integrity()
-        assert cache.happened() is None
+        assert cache.collect_block_events() is None
 
 
 def test_copies_on_write() -> None:
@@ -93,9 +93,9 @@ def test_copies_on_write() -> None:
     child = cache.fork(parent)
     assert child is not None
     enter(cache, (child, [1]))
-    assert cache.happened() == BlockEvents(copies=1)
+    assert cache.collect_block_events() == BlockEvents(copies=1)
     enter(cache, (parent, [2]))
-    assert cache.happened() is None, "the original is nobody else's any more"
+    assert cache.collect_block_events() is None, "the original is nobody else's any more"
 
 
 def test_blocks_by_state() -> None:
@@ -124,11 +124,11 @@ def test_a_run_is_a_block(kind: str, left: int) -> None:
 
 def test_nobody_who_never_asks_pays_for_it() -> None:
     block_metrics = BlockMetrics(Clock())
-    for key in range(2 * LATEST):
-        block_metrics.born(key)
-        block_metrics.idle(key)
-        block_metrics.evicted(key)
+    for key in range(2 * MAX_SAMPLES):
+        block_metrics.on_block_allocated(key)
+        block_metrics.on_block_idle(key)
+        block_metrics.on_block_evicted(key)
     happened = block_metrics.collect()
     assert happened is not None
-    assert len(happened.lifetimes) == LATEST
+    assert len(happened.lifetimes) == MAX_SAMPLES
     block_metrics.check_integrity(set(), set())

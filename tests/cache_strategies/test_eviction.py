@@ -10,14 +10,14 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
 
-from cache_strategies.eviction import load_policy, policies
+from cache_strategies.eviction import list_policies, load_policy
 from cache_strategies.eviction.base import EvictionPolicy
 from cache_strategies.eviction.lru import LRU
 from cache_strategies.eviction.queue import EvictionQueue
 from cache_strategies.eviction.s3fifo import S3FIFO
 from config.errors import SettingsError
 
-POLICIES = sorted(policies())
+POLICIES = sorted(list_policies())
 KEYS = st.integers(0, 12)
 
 
@@ -50,7 +50,7 @@ class Histories(RuleBasedStateMachine):
             return
         before = self.worth.get(key, (priority, 0.0))
         self.worth[key] = max(before[0], priority), max(before[1], self.clock.now + ttl)
-        self.retained.keep(key, priority, ttl)
+        self.retained.update_retention(key, priority, ttl)
 
     @precondition(lambda self: self.worth.keys() - self.idle)
     @rule(which=st.integers(0, 99))
@@ -107,12 +107,12 @@ def test_any_history(name: str) -> None:
 def test_what_is_wanted_again_and_again_outlives_what_is_not(name: str) -> None:
     retained = EvictionQueue(load_policy(name), Clock())
     for key in ("hot", *range(50)):
-        retained.keep(key)
+        retained.update_retention(key)
         retained.insert(key, 1)
     for n in range(200):
         retained.touch("hot")
         retained.insert("hot", 1)
-        retained.keep(100 + n)
+        retained.update_retention(100 + n)
         retained.insert(100 + n, 1)
         assert retained.evict() != "hot"
 
@@ -123,20 +123,20 @@ def test_notes_of_when_entries_expire_do_not_pile_up(name: str) -> None:
     retained = EvictionQueue(load_policy(name), clock)
     for n in range(10_000):
         clock.now += 1
-        retained.keep(n, ttl=1e6)
+        retained.update_retention(n, ttl=1e6)
         retained.insert(n, 1)
         if len(retained) > 10:
             retained.evict()
         retained.touch(n)
         retained.insert(n, 1)
-    assert len(retained._expiry._due) < 200
+    assert len(retained._expiry._heap) < 200
 
 
 # ---------------------------------------------------------------- each in its own way
 def test_lru_lets_go_in_the_order_of_use() -> None:
     retained = EvictionQueue(LRU, Clock())
     for key in "abcd":
-        retained.keep(key)
+        retained.update_retention(key)
         retained.insert(key, 1)
     retained.touch("a")
     retained.insert("a", 1)
@@ -195,9 +195,9 @@ def test_what_comes_back_with_less_time_goes_when_that_is_over() -> None:
     retained = EvictionQueue(load_policy("lru"), clock)
     for ttl in (1000.0, 1.0):
         retained.discard("brief")
-        retained.keep("brief", 50, ttl)
+        retained.update_retention("brief", 50, ttl)
         retained.insert("brief", 1)
-    retained.keep("low", 0)
+    retained.update_retention("low", 0)
     retained.insert("low", 1)
     clock.now += 10
     assert retained.evict() == "brief"

@@ -12,11 +12,18 @@ from cache_strategies import registry
 from cache_strategies.arena import Arena
 from cache_strategies.base import Geometry, KVCache
 from cache_strategies.contiguous import ContiguousCache
-from cache_strategies.registry import build, declared, load_kind, page_bytes, pages_needed, share_pages
+from cache_strategies.registry import (
+    build_caches,
+    compute_min_pages,
+    compute_share,
+    load_kind,
+    page_bytes,
+    resolve_instances,
+)
 from config.errors import SettingsError
 from config.settings import StrategySettings, default_strategies
 from kernels.reference.backend import ReferenceOps
-from kernels.store import block_bytes
+from kernels.store import compute_block_bytes
 from kernels.types import LayerSpec
 
 LAYERS = [LayerSpec(1, 2, 8, 8)]
@@ -48,13 +55,13 @@ def test_an_unknown_kind_is_refused_with_the_kinds_there_are() -> None:
     ],
 )
 def test_a_plug_in_that_cannot_be_used_is_named(where: str, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(registry, "kinds", lambda: {"odd": where})
+    monkeypatch.setattr(registry, "list_kinds", lambda: {"odd": where})
     with pytest.raises(SettingsError, match=message):
         load_kind("odd")
 
 
 def test_a_kind_of_somebody_elses_is_loaded_by_its_entry_point(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(registry, "kinds", lambda: {"mine": "cache_strategies.contiguous:ContiguousCache"})
+    monkeypatch.setattr(registry, "list_kinds", lambda: {"mine": "cache_strategies.contiguous:ContiguousCache"})
     assert load_kind("mine") is ContiguousCache
 
 
@@ -77,18 +84,18 @@ def test_a_kind_of_somebody_elses_is_loaded_by_its_entry_point(monkeypatch: pyte
 )
 def test_a_bad_option_is_named(kind: str, options: Mapping[str, object], message: str) -> None:
     with pytest.raises(SettingsError, match=message):
-        declared({"it": StrategySettings(kind=kind, **options)})
+        resolve_instances({"it": StrategySettings(kind=kind, **options)})
 
 
 def test_options_reach_the_instance() -> None:
-    (instance,) = declared({"it": StrategySettings(kind="paged", block_size=8, prefix_cache=False)})
+    (instance,) = resolve_instances({"it": StrategySettings(kind="paged", block_size=8, prefix_cache=False)})
     assert (instance.name, instance.kind) == ("it", "paged")
     assert (instance.options.block_size, instance.options.prefix_cache) == (8, False)
 
 
 # ---------------------------------------------------------------- memory
 def test_a_page_is_the_smallest_block() -> None:
-    instances = declared(
+    instances = resolve_instances(
         {
             "small": StrategySettings(kind="paged", block_size=4),
             "large": StrategySettings(kind="paged", block_size=16),
@@ -96,35 +103,35 @@ def test_a_page_is_the_smallest_block() -> None:
         }
     )
     page = page_bytes(instances, geometry())
-    assert page == block_bytes(LAYERS, 4, torch.float32)
-    caches = build(instances, geometry(), Arena(50, page), ReferenceOps())
+    assert page == compute_block_bytes(LAYERS, 4, torch.float32)
+    caches = build_caches(instances, geometry(), Arena(50, page), ReferenceOps())
     assert [cache.store.run for cache in caches.values()] == [1, 4, 6]  # type: ignore[attr-defined]
 
 
 def test_shares_are_pages_rounded_down() -> None:
-    (instance,) = declared({"it": StrategySettings(kind="paged", floor="25%", limit="1000")})
-    assert share_pages(instance, 10, 64) == (2, 10)
-    assert share_pages(instance, 100, 64) == (25, 15)
+    (instance,) = resolve_instances({"it": StrategySettings(kind="paged", floor="25%", limit="1000")})
+    assert compute_share(instance, 10, 64) == (2, 10)
+    assert compute_share(instance, 100, 64) == (25, 15)
 
 
 def test_instances_join_the_arena_with_their_shares() -> None:
-    instances = declared(
+    instances = resolve_instances(
         {
             "a": StrategySettings(kind="paged", block_size=4, floor="20%", limit="50%"),
             "b": StrategySettings(kind="paged", block_size=4),
         }
     )
     arena = Arena(20, page_bytes(instances, geometry()))
-    build(instances, geometry(), arena, ReferenceOps())
+    build_caches(instances, geometry(), arena, ReferenceOps())
     assert (arena.capacity("a"), arena.capacity("b")) == (10, 16)
 
 
 def test_shares_that_leave_no_room_whatever_the_memory_are_refused() -> None:
-    instances = declared(
+    instances = resolve_instances(
         {"small": StrategySettings(kind="paged", limit="100"), "other": StrategySettings(kind="contiguous")}
     )
     with pytest.raises(SettingsError, match="raise the limits or lower the floors of small, other"):
-        pages_needed(instances, geometry())
+        compute_min_pages(instances, geometry())
 
 
 KINDS = (
@@ -138,7 +145,7 @@ FLOORS, LIMITS = ("0%", "10%", "25%", "33%"), ("40%", "75%", "100%")
 @pytest.mark.parametrize("seed", range(30))
 def test_the_least_memory_is_the_least(seed: int) -> None:
     strategies = instances_of(seed, 1 + seed % 2)
-    least = pages_needed(declared(strategies), geometry())
+    least = compute_min_pages(resolve_instances(strategies), geometry())
     assert holds_one_of_each(strategies, least)
     assert not any(holds_one_of_each(strategies, pages) for pages in range(1, least))
 
@@ -146,7 +153,7 @@ def test_the_least_memory_is_the_least(seed: int) -> None:
 @pytest.mark.parametrize("seed", range(10))
 def test_the_least_memory_of_many_instances_is_enough_and_a_page_less_is_not(seed: int) -> None:
     strategies = instances_of(seed, 3)
-    least = pages_needed(declared(strategies), geometry())
+    least = compute_min_pages(resolve_instances(strategies), geometry())
     assert holds_one_of_each(strategies, least)
     assert not holds_one_of_each(strategies, least - 1)
 
@@ -157,7 +164,7 @@ def test_the_least_memory_counts_floors_given_in_bytes(amount: str) -> None:
         "a": StrategySettings(kind="paged", block_size=4, floor=amount),
         "b": StrategySettings(kind="contiguous", floor="10%"),
     }
-    least = pages_needed(declared(strategies), geometry())
+    least = compute_min_pages(resolve_instances(strategies), geometry())
     assert holds_one_of_each(strategies, least)
     assert not any(holds_one_of_each(strategies, pages) for pages in range(1, least))
 
@@ -176,12 +183,12 @@ def holds_one_of_each(strategies: Mapping[str, StrategySettings], pages: int) ->
     """Tried out: the floors leave nobody out, and each instance in turn takes a text of the greatest length."""
     if pages == 0:
         return False
-    instances = declared(strategies)
+    instances = resolve_instances(strategies)
     page = page_bytes(instances, geometry())
     arena = Arena(pages, page)
-    if sum(share_pages(instance, pages, page)[0] for instance in instances) > pages:
+    if sum(compute_share(instance, pages, page)[0] for instance in instances) > pages:
         return False
-    for cache in build(instances, geometry(), arena, ReferenceOps()).values():
+    for cache in build_caches(instances, geometry(), arena, ReferenceOps()).values():
         seat = cache.open(list(range(TOKENS)))
         if seat is None:
             return False
@@ -192,5 +199,5 @@ def holds_one_of_each(strategies: Mapping[str, StrategySettings], pages: int) ->
 
 def test_a_small_ring_does_not_cut_pages_that_waste_half_of_a_paged_cache() -> None:
     small_ring = StrategySettings(kind="sliding_window", window=4, sinks=0, max_row=4)
-    instances = declared({"ring": small_ring, "paged": StrategySettings(kind="paged", block_size=8)})
+    instances = resolve_instances({"ring": small_ring, "paged": StrategySettings(kind="paged", block_size=8)})
     assert page_bytes(instances, geometry()) == page_bytes(instances[1:], geometry())

@@ -12,16 +12,16 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from cache_strategies.eviction import policies
-from cache_strategies.optimum import distinct, most_hits, visits
-from cache_strategies.replay import RecordedRequest, compare, main, read, replay
+from cache_strategies.eviction import list_policies
+from cache_strategies.optimum import compute_max_hits, count_distinct_blocks, make_visits
+from cache_strategies.replay import RecordedRequest, compare_policies, main, read_requests, replay
 from config.errors import SettingsError
-from loadtest.traces import line, trace
+from loadtest.traces import format_line, generate_trace
 
 Text = tuple[int, ...]
 Texts = list[tuple[Text, Text]]  # prompts and answers
 
-POLICIES = sorted(policies())
+POLICIES = sorted(list_policies())
 TWO_TOKENS = st.integers(0, 1)
 BUDGET = settings(max_examples=150)
 
@@ -78,7 +78,7 @@ KEPT_IN_VAIN: Texts = [((0, 0), ()), ((1,), ()), ((0,), ()), ((1, 1), ())]  # a 
 @example(KEPT_IN_VAIN, 1)
 def test_belady_is_what_the_best_of_all_choices_finds(asked: Texts, capacity: int) -> None:
     """Which may not skip a missing block: that this is granted to the bound changes nothing."""
-    assert most_hits(visits(asked, 1), capacity) == best_of_all_choices(asked, capacity)
+    assert compute_max_hits(make_visits(asked, 1), capacity) == best_of_all_choices(asked, capacity)
 
 
 @BUDGET
@@ -88,9 +88,9 @@ def test_with_room_for_all_everything_said_before_is_found(asked: Texts, block_s
     for prompt, answer in asked:
         hits += found(known, prompt, block_size)
         known |= set(blocks_of(prompt + answer, block_size))
-    visited = visits(asked, block_size)
-    assert distinct(visited) == len(known)
-    assert most_hits(visited, len(known)) == hits
+    visited = make_visits(asked, block_size)
+    assert count_distinct_blocks(visited) == len(known)
+    assert compute_max_hits(visited, len(known)) == hits
     for policy in POLICIES:
         result = replay(requests_of(asked), len(known) + 20, policy, block_size)
         assert result.cached_tokens == hits * block_size
@@ -103,26 +103,28 @@ def test_with_room_for_all_everything_said_before_is_found(asked: Texts, block_s
 @given(asked=texts(8, 4, 14), spare=st.integers(0, 8))
 def test_no_policy_finds_more_than_the_best(policy: str, asked: Texts, spare: int) -> None:
     blocks = max(-(-len(prompt + answer) // 2) for prompt, answer in asked) + spare
-    assert replay(requests_of(asked), blocks, policy, 2).cached_tokens <= 2 * most_hits(visits(asked, 2), blocks)
+    assert replay(requests_of(asked), blocks, policy, 2).cached_tokens <= 2 * compute_max_hits(
+        make_visits(asked, 2), blocks
+    )
 
 
 def test_the_best_passes_over_what_is_never_wanted_again() -> None:
     asked = [((1, 1, 1), ()), *(((n, n, n), ()) for n in range(2, 30)), ((1, 1, 1), ())]
-    assert most_hits(visits(asked, 1), 2) == 2
+    assert compute_max_hits(make_visits(asked, 1), 2) == 2
     assert replay(requests_of(asked), 5, "lru", 1).cached_tokens == 0
 
 
 # ---------------------------------------------------------------- how good the policies are
 def test_with_half_the_memory_the_better_policy_comes_close_to_the_best() -> None:
-    requests = list(read(line(request) for request in trace(0, 200)))
-    results = list(compare(requests, ["lru", "s3fifo"], [0.5]))
-    assert min(r.short_of for r in results) <= 5.0
+    requests = list(read_requests(format_line(request) for request in generate_trace(0, 200)))
+    results = list(compare_policies(requests, ["lru", "s3fifo"], [0.5]))
+    assert min(r.hit_rate_gap for r in results) <= 5.0
     assert all(0.5 < r.rate < r.best_rate < 1 for r in results)
     assert all(r.evictions for r in results)
 
 
 # ---------------------------------------------------------------- the command
-TRACE = "".join(f"{line(request)}\n" for request in trace(3, 10))
+TRACE = "".join(f"{format_line(request)}\n" for request in generate_trace(3, 10))
 
 
 def test_a_table(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -24,10 +24,10 @@ def test_a_seat_is_one_run_of_pages_from_open_to_close(kind: str) -> None:
     arena, size = cache.setup.arena, cache.bytes_for(1)
     for seats in (1, 2, 3):
         seat = open_seat(cache, [1, 2, 3])
-        assert arena.held("it") * arena.page_bytes == seats * size
+        assert arena.num_held_pages("it") * arena.page_bytes == seats * size
     enter(cache, (seat, [1, 2, 3]))
     cache.close(seat)
-    assert arena.held("it") * arena.page_bytes == 2 * size
+    assert arena.num_held_pages("it") * arena.page_bytes == 2 * size
 
 
 @kinds

@@ -21,14 +21,14 @@ import pytest
 import torch
 
 from config.errors import SettingsError
-from config.settings import Settings, load
+from config.settings import Settings, load_settings
 from kernels.quantization import quantize_symmetric
 from server.cli import main as cli
 from server.engine.build import build_engine
-from server.engine.device import choose_weights
-from server.models.files.directory import EMBEDDED, located
+from server.engine.device import choose_weight_format
+from server.models.files.directory import EMBEDDED, resolve_model_settings
 from server.models.formats.weights_cache import CachedWeightsWriter
-from server.processes.child_process import explained, run_child
+from server.processes.child_process import format_error, run_child
 from server.processes.heartbeat import Heartbeat
 from server.text.tokenizer import Tokenizer
 from tests.cli.file_permissions import enforced_permissions
@@ -106,7 +106,7 @@ def test_quantized_weights_where_nothing_can_be_kept(
         monkeypatch.setenv(source, places[place])
     with enforced_permissions():
         try:
-            home = choose_weights(load(None, flags), torch.float32).cache
+            home = choose_weight_format(load_settings(None, flags), torch.float32).cache_dir
         except SettingsError:
             assert source == "weights_cache"
             assert place in ("unknown_user", "no_utf8")
@@ -138,7 +138,7 @@ def test_a_user_without_a_home(
     monkeypatch.setattr("pwd.getpwuid", unknown)
     assert "no home directory: set HOME, or XDG_CACHE_HOME" in startup_error(capsys, "--model", str(file))
     assert startup_error(capsys) == ""
-    assert choose_weights(load(None, {"weights": "int8"}), torch.float32).cache is None
+    assert choose_weight_format(load_settings(None, {"weights": "int8"}), torch.float32).cache_dir is None
     assert "nothing can be kept" in caplog.text
 
 
@@ -169,11 +169,11 @@ CHANGES: dict[str, Callable[[Path], object]] = {
 def first_refusal(model: Path) -> str:
     """What the processes do with a model's directory, in their order; what `run_child` would log of the first error."""
     try:
-        located(load(None, {"model": str(model)}))
+        resolve_model_settings(load_settings(None, {"model": str(model)}))
         Tokenizer.from_directory(model)
-        build_engine(load(None, SMALL_ENGINE | {"model": str(model)}))
+        build_engine(load_settings(None, SMALL_ENGINE | {"model": str(model)}))
     except (SettingsError, OSError) as error:
-        return explained(error)
+        return format_error(error)
     return ""
 
 
@@ -285,14 +285,14 @@ def test_a_real_start_is_refused_in_one_line(name: str, tmp_path: Path) -> None:
 
 STREAMS = """
 import os, sys
-from server.cli.standard_streams import open_missing, say
+from server.cli.standard_streams import open_missing_streams, print_safely
 
-open_missing()
+open_missing_streams()
 with open(sys.argv[1], "w") as opened:
     assert opened.fileno() > 2
-    say("\\udc80 \\u00e9", sys.stdout)
-    say("again", sys.stdout)
-    say("told", sys.stderr)
+    print_safely("\\udc80 \\u00e9", sys.stdout)
+    print_safely("again", sys.stdout)
+    print_safely("told", sys.stderr)
 """
 
 

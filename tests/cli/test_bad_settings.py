@@ -13,12 +13,12 @@ import pytest
 
 from cache_strategies import registry
 from config.errors import SettingsError
-from config.settings import Settings, load
+from config.settings import Settings, load_settings
 from config.sources import env_name, flag_name
 from server.cli import main as cli
 from server.cli.flags import is_scalar
 from server.engine.build import build_engine
-from server.engine.info import summary
+from server.engine.info import summarize_engine
 from tests.cli.file_permissions import enforced_permissions
 from tests.cli.startup_errors import SMALL_ENGINE, startup_error
 
@@ -64,7 +64,7 @@ def draw() -> random.Random:
 
 @pytest.fixture
 def any_model(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cli, "located", lambda settings: settings)
+    monkeypatch.setattr(cli, "resolve_model_settings", lambda settings: settings)
 
 
 # -------------------------------------------------------------------- settings
@@ -174,7 +174,7 @@ def built(**settings: Any) -> None:
     """An engine, or a sentence."""
     told = ""
     try:
-        summary(build_engine(load(None, SMALL_ENGINE | settings)))
+        summarize_engine(build_engine(load_settings(None, SMALL_ENGINE | settings)))
     except SettingsError as error:
         told = str(error)
     assert "\n" not in told
@@ -200,4 +200,4 @@ def test_any_size(name: str, draw: random.Random) -> None:
 @pytest.mark.parametrize("size", ["0", "1", "-1", "1e999GiB", "10EiB", str(2**64), HUGE, "1e-9GiB", "nan", "inf"])
 def test_any_amount_of_memory(size: str) -> None:
     with pytest.raises(SettingsError):
-        build_engine(load(None, SMALL_ENGINE | {"kv_memory": size}))
+        build_engine(load_settings(None, SMALL_ENGINE | {"kv_memory": size}))

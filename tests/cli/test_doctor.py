@@ -65,7 +65,7 @@ def test_of_an_emulated_device_it_is_told_whether_it_is_usable_or_what_it_lacks(
 ) -> None:
     rows = {"metal-emulated": ("metal-emulated", ReferenceOps), "metal-checked": ("metal-checked", _metal)}
     monkeypatch.setattr(loading, "BACKENDS", rows)
-    kernels = doctoring.report()["kernels"]
+    kernels = doctoring.make_report()["kernels"]
     assert kernels == {
         "metal-emulated": "usable: --device metal-emulated",
         "metal-checked": "none: there is no C++ compiler: install one",

@@ -18,8 +18,8 @@ import pytest
 
 from server import __main__
 from server.cli import main as cli
-from server.cli.health import health
-from server.processes.runtime_directory import LOCK, URL, running_urls, runtime_directory
+from server.cli.health import check_health
+from server.processes.runtime_directory import LOCK_FILE, URL_FILE, find_running_urls, runtime_directory
 from tests.end_to_end.server_process import PATIENCE, eventually
 
 READY = json.dumps({"status": "ready", "model": "tiny"})
@@ -58,7 +58,7 @@ def _own_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 # ---------------------------------------------------------------- one server
 def test_a_server_that_is_ready(capsys: pytest.CaptureFixture[str]) -> None:
     with answering(200, READY) as url:
-        assert health(url) == health(f"{url}/") == 0
+        assert check_health(url) == check_health(f"{url}/") == 0
     assert f"{url} is ready and serves tiny\n" in capsys.readouterr().out
 
 
@@ -76,7 +76,7 @@ def test_a_server_that_is_ready(capsys: pytest.CaptureFixture[str]) -> None:
 )
 def test_a_server_that_is_not(capsys: pytest.CaptureFixture[str], status: int, body: str, why: str) -> None:
     with answering(status, body) as url:
-        assert health(url) == 1
+        assert check_health(url) == 1
     printed = capsys.readouterr()
     assert printed.out == ""
     assert printed.err.startswith(f"kvmux: {url} is not ready: ")
@@ -86,27 +86,27 @@ def test_a_server_that_is_not(capsys: pytest.CaptureFixture[str], status: int, b
 def test_nobody_answers(capsys: pytest.CaptureFixture[str]) -> None:
     with socket.create_server(("127.0.0.1", 0)) as silent:
         url = f"http://127.0.0.1:{silent.getsockname()[1]}"
-        assert health(url, timeout=0.1) == 1  # takes the connection, and says nothing
+        assert check_health(url, timeout=0.1) == 1  # takes the connection, and says nothing
     assert "timed out" in capsys.readouterr().err
-    assert health(url) == 1
+    assert check_health(url) == 1
     assert "refused" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("url", ["8000", "localhost:8000", "file:///etc/passwd", "http://", "http://[", "http://a b"])
 def test_what_is_no_url(capsys: pytest.CaptureFixture[str], url: str) -> None:
-    assert health(url) == 1
+    assert check_health(url) == 1
     assert capsys.readouterr().err.startswith(f"kvmux: {url} is not ready: ")
 
 
 def test_no_proxy_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
     with answering(200, READY) as url:
-        assert health(url) == 0
+        assert check_health(url) == 0
 
 
 # ---------------------------------------------------------------- those that run here
 def test_without_a_server_it_says_so(capsys: pytest.CaptureFixture[str]) -> None:
-    assert health() == 1
+    assert check_health() == 1
     assert "no server of this user runs here" in capsys.readouterr().err
 
 
@@ -114,25 +114,25 @@ def test_all_that_run_here_have_to_be_ready(capsys: pytest.CaptureFixture[str]) 
     with ExitStack() as servers:
         for _ in range(2):
             servers.enter_context(runtime_directory(servers.enter_context(answering(200, READY))))
-        assert health() == 0
+        assert check_health() == 0
         assert capsys.readouterr().out.count("is ready") == 2
         servers.enter_context(runtime_directory(servers.enter_context(answering(503, ""))))
-        assert health() == 1
+        assert check_health() == 1
         printed = capsys.readouterr()
         assert (printed.out.count("is ready"), printed.err.count("is not ready")) == (2, 1)
-    assert running_urls() == []
+    assert find_running_urls() == []
 
 
 def test_what_killed_servers_left_and_what_is_no_servers_is_not_asked(tmp_path: Path) -> None:
     left = tmp_path / "kvmux-left"
     left.mkdir()
-    (left / URL).write_text("http://127.0.0.1:1")
-    (left / LOCK).touch()
+    (left / URL_FILE).write_text("http://127.0.0.1:1")
+    (left / LOCK_FILE).touch()
     (tmp_path / "kvmux-starting").mkdir()
     (tmp_path / "kvmux-file").touch()
     (tmp_path / "kvmux-link").symlink_to(left)
     with runtime_directory("http://127.0.0.1:2"):
-        assert running_urls() == ["http://127.0.0.1:2"]
+        assert find_running_urls() == ["http://127.0.0.1:2"]
 
 
 # ---------------------------------------------------------------- the command
@@ -195,7 +195,7 @@ def test_real_servers_wherever_they_were_told_to_listen(tmp_path: Path) -> None:
             running.callback(server.wait, PATIENCE)
             running.callback(server.terminate)
             servers.append(server)
-        eventually(lambda: [url.rpartition(":")[2] for url in running_urls()] == [str(port) for port in ports])
+        eventually(lambda: [url.rpartition(":")[2] for url in find_running_urls()] == [str(port) for port in ports])
         first = asked()  # while they load
         assert (first.returncode == 0) == (first.stdout.count("is ready and serves tiny") == 3)
         eventually(lambda: asked().returncode == 0)

@@ -15,7 +15,7 @@ from config.settings import Settings
 from config.sources import env_name, flag_name
 from server import listening
 from server.cli import main as cli
-from server.cli.banner import welcome
+from server.cli.banner import format_banner
 from server.cli.flags import GROUPS, is_scalar
 from tests.processes.fake_children import READY
 
@@ -35,7 +35,7 @@ def served(monkeypatch: pytest.MonkeyPatch) -> list[Settings]:
             return 0
 
     monkeypatch.setattr(cli, "Supervisor", NoSupervisor)
-    monkeypatch.setattr(cli, "located", lambda settings: settings)  # there need be no model
+    monkeypatch.setattr(cli, "resolve_model_settings", lambda settings: settings)  # there need be no model
     monkeypatch.setattr(cli, "configure_logging", lambda settings: None)
     monkeypatch.setattr("multiprocessing.current_process", lambda: type("Process", (), {})())
     monkeypatch.setenv("KVMUX_PORT", "0")
@@ -182,14 +182,14 @@ def test_anothers_package_kernels_is_noticed(
     caplog: pytest.LogCaptureFixture,
     tmp_path: Path,
 ) -> None:
-    cli.check_folder_names()
+    cli.check_kernels_package()
     assert caplog.text == ""
 
     installed = tmp_path / "kernels-0.19.0.dist-info"
     installed.mkdir()
     (installed / "METADATA").write_text("Metadata-Version: 2.1\nName: kernels\nVersion: 0.19.0\n")
     monkeypatch.syspath_prepend(tmp_path)
-    cli.check_folder_names()
+    cli.check_kernels_package()
     assert "pip uninstall kernels" in caplog.text
 
     (tmp_path / "kernels").mkdir()
@@ -214,7 +214,7 @@ def test_urls() -> None:
         ("localhost", "http://127"),
     ):
         with listening.listen(host, 0) as listener:
-            assert listening.url_of(listener).startswith(url)
+            assert listening.get_url(listener).startswith(url)
 
 
 @pytest.mark.skipif(not socket.has_ipv6, reason="no IPv6 here")
@@ -224,16 +224,16 @@ def test_ipv6_urls() -> None:
     except listening.ListenError:
         pytest.skip("no IPv6 here")
     with listener:
-        assert listening.url_of(listener).startswith("http://[::1]:")
+        assert listening.get_url(listener).startswith("http://[::1]:")
 
 
 def test_welcome_says_when_all_addresses_are_served() -> None:
-    assert "on every address" in welcome("http://127.0.0.1:8000", Settings(host="0.0.0.0"), READY)
-    assert "on every address" not in welcome("http://127.0.0.1:8000", Settings(), READY)
+    assert "on every address" in format_banner("http://127.0.0.1:8000", Settings(host="0.0.0.0"), READY)
+    assert "on every address" not in format_banner("http://127.0.0.1:8000", Settings(), READY)
 
 
 def test_the_curl_line_is_one_command_of_the_shell() -> None:
-    text = welcome("http://127.0.0.1:8000", Settings(), READY | {"model": "it's mine"})
+    text = format_banner("http://127.0.0.1:8000", Settings(), READY | {"model": "it's mine"})
     command = text[text.index("curl") :]
     words = subprocess.run(["sh", "-c", command.replace("curl", "printf '%s\n'", 1)], capture_output=True, text=True)
     assert '"model": "it\'s mine"' in words.stdout

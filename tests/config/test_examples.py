@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from cache_strategies.registry import declared
-from config.settings import Settings, load
+from cache_strategies.registry import resolve_instances
+from config.settings import Settings, load_settings
 
 EXAMPLES = sorted((Path(__file__).parents[2] / "config" / "examples").glob("*.toml"))
 FULL = next(file for file in EXAMPLES if file.name == "kvmux.toml")
@@ -21,15 +21,15 @@ def test_there_are_examples() -> None:
 
 @pytest.mark.parametrize("file", EXAMPLES, ids=lambda file: file.name)
 def test_an_example_is_accepted(file: Path) -> None:
-    declared(load(file, {}).strategies)
+    resolve_instances(load_settings(file, {}).strategies)
 
 
 def test_what_the_full_example_shows_is_accepted(tmp_path: Path) -> None:
     """With every setting, table and rule of it uncommented."""
     file = tmp_path / "kvmux.toml"
     file.write_text(re.sub(r"^# (?=\[|\w+ = )", "", FULL.read_text(), flags=re.MULTILINE))
-    settings = load(file, {})
-    declared(settings.strategies)
+    settings = load_settings(file, {})
+    resolve_instances(settings.strategies)
     assert settings.rules[0].use == "short"
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from config.errors import SettingsError
-from config.settings import Settings, load
+from config.settings import Settings, load_settings
 
 Env = dict[str, str]
 
@@ -17,7 +17,7 @@ Env = dict[str, str]
 def load_toml(tmp_path: Path, toml: str, **flags: Any) -> Settings:
     file = tmp_path / "kvmux.toml"
     file.write_text(toml, encoding="utf-8")
-    return load(file, flags)
+    return load_settings(file, flags)
 
 
 def set_env(monkeypatch: pytest.MonkeyPatch, env: Env) -> None:
@@ -27,7 +27,7 @@ def set_env(monkeypatch: pytest.MonkeyPatch, env: Env) -> None:
 
 # ---------------------------------------------------------------- what is read
 def test_defaults_have_an_instance_per_built_in_kind() -> None:
-    settings = load(None, {})
+    settings = load_settings(None, {})
     assert {name: each.kind for name, each in settings.strategies.items()} == {
         "paged": "paged",
         "contiguous": "contiguous",
@@ -59,7 +59,7 @@ def test_tables_may_be_json_in_the_environment(monkeypatch: pytest.MonkeyPatch) 
         monkeypatch,
         {"KVMUX_STRATEGIES": '{"ring": {"kind": "sliding_window"}}', "KVMUX_RULES": '[{"use": "ring"}]'},
     )
-    settings = load(None, {})
+    settings = load_settings(None, {})
     assert settings.strategies["ring"].kind == "sliding_window"
     assert settings.rules[0].use == "ring"
 
@@ -78,17 +78,17 @@ def test_memory_may_be_a_bare_number(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("url", ["http://c", "HTTPS://me:secret@c:4318/of/mine?key=x", "http://[::1]:4318"])
 def test_where_spans_go(url: str) -> None:
-    assert load(None, {"otlp_traces_endpoint": url}).otlp_traces_endpoint == url
+    assert load_settings(None, {"otlp_traces_endpoint": url}).otlp_traces_endpoint == url
 
 
 @pytest.mark.parametrize("setting", ["api_keys", "cors_origins"])
 def test_lists_of_words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, setting: str) -> None:
     both = ["first-one", "second-one"]
-    assert getattr(load(None, {}), setting) is None
+    assert getattr(load_settings(None, {}), setting) is None
     assert getattr(load_toml(tmp_path, f"{setting} = {both}"), setting) == both
-    assert getattr(load(None, {setting: "first-one,second-one"}), setting) == both
+    assert getattr(load_settings(None, {setting: "first-one,second-one"}), setting) == both
     set_env(monkeypatch, {f"KVMUX_{setting.upper()}": " first-one, second-one"})
-    assert getattr(load(None, {}), setting) == both
+    assert getattr(load_settings(None, {}), setting) == both
 
 
 def test_settings_travel_to_other_processes(tmp_path: Path) -> None:
@@ -188,7 +188,7 @@ def test_mistakes_in_the_file(tmp_path: Path, toml: str, message: str) -> None:
 def test_mistakes_in_the_environment(monkeypatch: pytest.MonkeyPatch, env: Env, message: str) -> None:
     set_env(monkeypatch, env)
     with pytest.raises(SettingsError) as error:
-        load(None, {})
+        load_settings(None, {})
     assert message in str(error.value)
 
 
@@ -202,26 +202,28 @@ def test_every_mistake_is_named_with_the_source_that_won(tmp_path: Path, monkeyp
 
 def test_a_file_that_cannot_be_read(tmp_path: Path) -> None:
     with pytest.raises(SettingsError, match=r"cannot read the settings file .*: No such file"):
-        load(tmp_path / "missing.toml", {})
+        load_settings(tmp_path / "missing.toml", {})
     with pytest.raises(SettingsError, match=r"cannot read the settings file .*: Is a directory"):
-        load(tmp_path, {})
+        load_settings(tmp_path, {})
     binary = tmp_path / "binary.toml"
     binary.write_bytes(b"\xff\xfe")
     with pytest.raises(SettingsError, match="is not TOML"):
-        load(binary, {})
+        load_settings(binary, {})
 
 
 @pytest.mark.parametrize("limits", [1, None, {"min_priority": "soon"}, {"min_priorty": 1}])
 def test_api_keys_are_never_shown(limits: Any) -> None:
     """What is refused is in the log."""
     with pytest.raises(SettingsError, match=r"key_limits\.\(key 2\)") as refused:
-        load(None, {"api_keys": ["first-key", "second-key"], "key_limits": {"first-key": {}, "second-key": limits}})
+        load_settings(
+            None, {"api_keys": ["first-key", "second-key"], "key_limits": {"first-key": {}, "second-key": limits}}
+        )
     assert "second-key" not in str(refused.value)
 
 
 @pytest.mark.parametrize(("keys", "short"), [(None, []), (["x"], [1]), (["long-enough", "7777777", "88888888"], [2])])
 def test_short_api_keys_are_taken_and_known(keys: list[str] | None, short: list[int]) -> None:
-    settings = load(None, {} if keys is None else {"api_keys": ",".join(keys)})
+    settings = load_settings(None, {} if keys is None else {"api_keys": ",".join(keys)})
     assert (settings.api_keys, settings.short_api_keys) == (keys, short)
 
 
@@ -230,12 +232,12 @@ def test_old_names_of_settings_still_work_and_say_so(
 ) -> None:
     file = tmp_path / "kvmux.toml"
     file.write_text("max_waiting = 5\nmax_num_batched_tokens = 8\n")
-    assert (load(file, {}).max_queued_requests, load(file, {}).max_num_batched_tokens) == (5, 8)
+    assert (load_settings(file, {}).max_queued_requests, load_settings(file, {}).max_num_batched_tokens) == (5, 8)
     assert "max_waiting is called max_queued_requests now" in caplog.text
     monkeypatch.setenv("KVMUX_MAX_WAITING", "6")
-    assert load(file, {}).max_queued_requests == 6, "the environment beats the file, whatever the names"
-    assert load(file, {"max_queued_requests": "7"}).max_queued_requests == 7
+    assert load_settings(file, {}).max_queued_requests == 6, "the environment beats the file, whatever the names"
+    assert load_settings(file, {"max_queued_requests": "7"}).max_queued_requests == 7
     with pytest.raises(SettingsError, match="max_waiting is the old name of max_queued_requests, and both are given"):
-        load(None, {"max_waiting": "1", "max_queued_requests": "2"})
+        load_settings(None, {"max_waiting": "1", "max_queued_requests": "2"})
     with pytest.raises(SettingsError, match=r"max_queued_requests \(from --max-queued-requests\)"):
-        load(None, {"max_waiting": "many"})
+        load_settings(None, {"max_waiting": "many"})

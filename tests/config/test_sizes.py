@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from pydantic import TypeAdapter, ValidationError
 
-from config.sizes import Share, exceeds, parse_bytes, share_of
+from config.sizes import Share, exceeds, parse_bytes, share_to_bytes
 
 SHARE = TypeAdapter(Share)
 
@@ -28,11 +28,11 @@ def test_no_bytes(text: str) -> None:
 )
 def test_shares(share: str, count: int) -> None:
     assert SHARE.validate_python(share) == share
-    assert share_of(share, 1000) == count
+    assert share_to_bytes(share, 1000) == count
 
 
 def test_a_percentage_of_much_memory_is_exact() -> None:
-    assert share_of("10%", 10 * (2**60 + 1)) == 2**60 + 1
+    assert share_to_bytes("10%", 10 * (2**60 + 1)) == 2**60 + 1
 
 
 @pytest.mark.parametrize("share", ["110%", "100.4%", "-1%", "-0.1%", "%", "1/0%", "x%", "x", "-5", ""])

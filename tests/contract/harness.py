@@ -16,7 +16,7 @@ from config.settings import StrategySettings
 from kernels.ops import Ops
 from kernels.reference.backend import ReferenceOps
 from kernels.types import LayerSpec
-from server.engine.batch import Batch, Work
+from server.engine.batch import Batch, RowInput
 
 POISON = 0xFF  # every byte 0xFF: NaN in float32, float16 and bfloat16
 
@@ -42,7 +42,7 @@ def every_instance() -> dict[str, StrategySettings]:
     """Instances of every registered kind, by a name that tells the options; unknown kinds with their defaults."""
     return {
         _name(kind, options): StrategySettings(kind=kind, **options)
-        for kind in sorted(registry.kinds())
+        for kind in sorted(registry.list_kinds())
         for options in VARIANTS.get(kind, [{}])
     }
 
@@ -84,14 +84,14 @@ class World:
     ) -> None:
         """Without a number of pages, room for `max_seats` of the longest sequences per instance."""
         self.layers, self.dtype = layers, dtype
-        instances = registry.declared(strategies)
+        instances = registry.resolve_instances(strategies)
         geometry = Geometry(layers, dtype, max_seats, max_seq_len, max_num_batched_tokens)
         page = registry.page_bytes(instances, geometry)
         if pages is None:
             pages = max_seats * sum(1 + 2 * _sequence_bytes(i, geometry) // page for i in instances)
         self.arena = Arena(pages, page)
         self.arena.memory.fill_(fill)
-        self.caches = registry.build(instances, geometry, self.arena, ops or make_ops())
+        self.caches = registry.build_caches(instances, geometry, self.arena, ops or make_ops())
 
     def open(self, name: str, text: Text, *, max_cached: int | None = None) -> Reading:
         """A seat for all of the text."""
@@ -107,7 +107,7 @@ class World:
 
 def _sequence_bytes(instance: registry.Instance, geometry: Geometry) -> int:
     """Memory of the longest sequence, in pages of its own; in smaller ones it is at most twice that."""
-    return registry.pages_needed([instance], geometry) * registry.page_bytes([instance], geometry)
+    return registry.compute_min_pages([instance], geometry) * registry.page_bytes([instance], geometry)
 
 
 @dataclass(frozen=True)
@@ -163,12 +163,12 @@ class Reading:
     def left(self) -> int:
         return len(self.text) - self.seat.length
 
-    def work(self, num_tokens: int) -> Work:
+    def work(self, num_tokens: int) -> RowInput:
         """A row of the next tokens, for which there must be room."""
         assert self.cache.grow(self.seat, num_tokens), "no room"
         start = self.seat.length
         ids = self.text.ids[start : start + num_tokens]
-        return Work(self.cache, Row(self.seat, num_tokens), ids, num_tokens)
+        return RowInput(self.cache, Row(self.seat, num_tokens), ids, num_tokens)
 
     def chunk(self, wanted: int) -> int:
         """Tokens of the next row if `wanted` are: no more than are left, or than the instance takes."""
@@ -199,16 +199,16 @@ def step(rows: Sequence[tuple[Reading, int]], *, keys: bool = False) -> Step:
 
 def attend(batch: Batch, rows: Sequence[tuple[Reading, int]], *, keys: bool = False) -> Step:
     """All layers of a planned batch; nothing is committed."""
-    in_order = [rows[i] for i in batch.order]
-    at = {row: i for i, row in enumerate(batch.order)}
+    in_order = [rows[i] for i in batch.row_order]
+    at = {row: i for i, row in enumerate(batch.row_order)}
     sizes = [n for _, n in in_order]
-    assert batch.ids.tolist() == [t for r, n in in_order for t in r.text.ids[r.seat.length : r.seat.length + n]]
+    assert batch.input_ids.tolist() == [t for r, n in in_order for t in r.text.ids[r.seat.length : r.seat.length + n]]
     layers = range(len(rows[0][0].text.q))
     outs = [
         batch.attend(layer, *(torch.cat(list(_inputs(in_order, part, layer))) for part in ("q", "k", "v"))).split(sizes)
         for layer in layers
     ]
-    found = [[plan.keys(layer, row) for layer in layers] for plan, row in _plans(batch)] if keys else []
+    found = [[plan.gather_kv(layer, row) for layer in layers] for plan, row in _plans(batch)] if keys else []
     return Step(
         starts=[reading.seat.length for reading, _ in rows],
         outs=[[outs[layer][at[i]] for layer in layers] for i in range(len(rows))],

@@ -23,7 +23,7 @@ from cache_strategies.base import Clearing, Geometry, KVCache, Pin, PinError, Pi
 from config.settings import StrategySettings
 from kernels.store import KVStore
 from kernels.types import LayerSpec
-from server.engine.batch import Batch, StrategyError, Work
+from server.engine.batch import Batch, RowInput, StrategyError
 from tests.contract.failing_ops import FailingOps
 from tests.contract.harness import World
 from tests.kernels.brute_force import KEEPS, attention, visible_keys
@@ -83,15 +83,15 @@ class Planned:
     accepted: int
     in_prompt: bool
 
-    def work(self) -> Work:
+    def work(self) -> RowInput:
         ids = self.sitter.ids(self.start, self.start + self.num_tokens)
-        return Work(self.sitter.cache, Row(self.sitter.seat, self.num_tokens), ids, 1)
+        return RowInput(self.sitter.cache, Row(self.sitter.seat, self.num_tokens), ids, 1)
 
 
 # ---------------------------------------------------------------- a step
 def run(batch: Batch, rows: Sequence[Planned], *, check: bool) -> None:
     """All layers; then every output and every key that is visible against the definition."""
-    rows = [rows[i] for i in batch.order]
+    rows = [rows[i] for i in batch.row_order]
     plans = [(plan, i) for _, plan, _ in batch._slices for i in range(len(plan.rows))]
     for layer in range(len(LAYERS)):
         inputs = [row.sitter.computed(layer) for row in rows]
@@ -106,7 +106,7 @@ def run(batch: Batch, rows: Sequence[Planned], *, check: bool) -> None:
 def _check_row(row: Planned, layer: int, out: Tensor, plan: Plan, index: int) -> None:
     start, end = row.start, row.start + row.num_tokens
     q, k, v = (x[:end] for x in row.sitter.computed(layer))
-    kept_k, kept_v, positions = plan.keys(layer, index)
+    kept_k, kept_v, positions = plan.gather_kv(layer, index)
     at = positions.long()
     assert torch.equal(kept_k, k[at]), "keys of other tokens"
     assert torch.equal(kept_v, v[at]), "values of other tokens"
@@ -122,7 +122,7 @@ def _check_row(row: Planned, layer: int, out: Tensor, plan: Plan, index: int) ->
 
 def commit(batch: Batch, rows: Sequence[Planned]) -> None:
     """Of each row, the tokens that are accepted."""
-    entered = iter([rows[i] for i in batch.order])
+    entered = iter([rows[i] for i in batch.row_order])
     for cache_, plan, _ in batch._slices:
         accepted = [next(entered) for _ in plan.rows]
         cache_.commit(plan, [r.sitter.ids(r.start, r.start + r.accepted) for r in accepted])
@@ -215,7 +215,7 @@ class Histories(RuleBasedStateMachine):
     def close(self, which: int, unsound: bool) -> None:
         sitter = self.sitters.pop(which % len(self.sitters))
         if unsound:
-            with patch.object(KVStore, "finite", lambda _, blocks: [block % 2 == 0 for block in blocks]):
+            with patch.object(KVStore, "find_finite_blocks", lambda _, blocks: [block % 2 == 0 for block in blocks]):
                 sitter.cache.discard(sitter.seat)
         sitter.cache.close(sitter.seat)
 
@@ -230,9 +230,9 @@ class Histories(RuleBasedStateMachine):
     def clear(self, which: int, salt: str | None) -> None:
         cache_ = self.world.caches[sorted(self.strategies)[which % len(self.strategies)]]
         if isinstance(cache_, Clearing):
-            held = self.arena.held(cache_.name)  # type: ignore[attr-defined]
+            held = self.arena.num_held_pages(cache_.name)  # type: ignore[attr-defined]
             freed = cache_.clear(salt)
-            assert freed == (held - self.arena.held(cache_.name)) * self.arena.page_bytes  # type: ignore[attr-defined]
+            assert freed == (held - self.arena.num_held_pages(cache_.name)) * self.arena.page_bytes  # type: ignore[attr-defined]
             for sitter in self.sitters:
                 if sitter.cache is cache_ and salt in (None, sitter.salt):
                     assert sitter.cache.match(sitter.ids(0, LONGEST), salt=sitter.salt) == 0
@@ -256,8 +256,8 @@ class Histories(RuleBasedStateMachine):
     @rule(which=st.integers(0, 99), pages=st.integers(1, 4))
     def reclaim(self, which: int, pages: int) -> None:
         name = sorted(self.strategies)[which % len(self.strategies)]
-        free = self.arena.free
-        assert self.world.caches[name].reclaim(pages) == self.arena.free - free
+        free = self.arena.num_free_pages
+        assert self.world.caches[name].reclaim(pages) == self.arena.num_free_pages - free
 
     @rule(which=st.integers(0, 99), floor=st.integers(0, 2), limit=st.integers(0, 30))
     def set_share(self, which: int, floor: int, limit: int) -> None:
@@ -333,7 +333,7 @@ class Histories(RuleBasedStateMachine):
         self.world.check_integrity()
         for name, cache_ in self.world.caches.items():
             usage = cache_.usage()
-            assert usage.reserved == self.arena.held(name) * self.arena.page_bytes
+            assert usage.reserved == self.arena.num_held_pages(name) * self.arena.page_bytes
             assert usage.reserved == usage.used + usage.idle + usage.wasted
             assert min(usage) >= 0
             assert usage.seats == sum(sitter.cache is cache_ for sitter in self.sitters)
@@ -360,4 +360,4 @@ class Histories(RuleBasedStateMachine):
         for cache_ in self.world.caches.values():
             cache_.reclaim(self.pages)
         self.world.check_integrity()
-        assert self.arena.free == self.pages
+        assert self.arena.num_free_pages == self.pages

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from cache_strategies.registry import declared, load_kind
+from cache_strategies.registry import load_kind, resolve_instances
 from config.errors import SettingsError
 from config.settings import StrategySettings
 from kernels.types import LayerSpec
@@ -66,5 +66,5 @@ def test_heads_whose_scales_would_not_be_aligned_are_refused(kind: str) -> None:
 
 def test_another_word_is_told() -> None:
     with pytest.raises(SettingsError, match=r"strategies\.it\.kv_dtype: Input should be 'model' or 'int8'"):
-        declared({"it": StrategySettings(kind="paged", kv_dtype="int4")})
+        resolve_instances({"it": StrategySettings(kind="paged", kv_dtype="int4")})
     assert load_kind("paged").options_type().kv_dtype == "model"  # type: ignore[attr-defined]

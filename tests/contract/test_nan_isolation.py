@@ -16,10 +16,10 @@ import torch
 from torch import Tensor
 
 from kernels.ops import Ops
-from kernels.selfcheck.attention_case import AttentionCase, Layout, RowOf
+from kernels.selfcheck.attention_case import AttentionCase, CaseRow, Layout
 from kernels.selfcheck.layer_ops import FORWARD_LAYERS
 from kernels.selfcheck.op_db import OPS
-from kernels.selfcheck.op_info import DTYPES, Op
+from kernels.selfcheck.op_info import DTYPES, OpInfo
 from kernels.types import LayerSpec
 from tests.contract.harness import MODEL, Text, World, every_instance, random_text, step
 from tests.kernels.backend_matrix import BACKENDS, LAYOUTS, SPECS
@@ -45,14 +45,14 @@ def same(ours: Tensor, theirs: Tensor) -> bool:
 
 # ---------------------------------------------------------------- one row of an operation
 @dtypes
-@pytest.mark.parametrize("op", [op for op in OPS if op.by_row], ids=lambda op: op.full_name)
+@pytest.mark.parametrize("op", [op for op in OPS if op.row_arguments], ids=lambda op: op.full_name)
 def test_a_row_that_is_no_number_leaves_the_others_as_they_are(
-    backend: str, op: Op, dtype: torch.dtype, rng: random.Random
+    backend: str, op: OpInfo, dtype: torch.dtype, rng: random.Random
 ) -> None:
     ops = BACKENDS[backend]()
     tried = list(calls(op, ops, dtype))
     for call in rng.sample(tried, min(8, len(tried))):
-        for name, poison in product(op.by_row, POISONS):
+        for name, poison in product(op.row_arguments, POISONS):
             x = call.arguments.get(name)
             if x is not None and len(x) > 1:
                 row = rng.randrange(len(x))
@@ -80,7 +80,7 @@ def check_rows(ops: Ops, call: Call, row: int, name: str, x: Tensor) -> None:
     rows = len(x)
     if call.op.name == "write_kv":
         written = int((clean[0] != found[0]).sum())
-        assert written <= call.op.bytes(**call.arguments) // rows, "another token's slot was written"
+        assert written <= call.op.count_bytes(**call.arguments) // rows, "another token's slot was written"
         return
     if call.op.name == FORWARD_LAYERS.name:
         clean, found = clean[:1], found[:1]  # keys are the same if what is computed of them is
@@ -125,7 +125,12 @@ def check_scene(
     poison: float,
     rng: random.Random,
 ) -> None:
-    rows = [RowOf(rng.randrange(100), 1), RowOf(-1, 1), RowOf(rng.randrange(60), rng.randint(2, 11)), RowOf(0, 140)]
+    rows = [
+        CaseRow(rng.randrange(100), 1),
+        CaseRow(-1, 1),
+        CaseRow(rng.randrange(60), rng.randint(2, 11)),
+        CaseRow(0, 140),
+    ]
     rows = rows[:3] if layout.ring else rows
     bad = [[j for j in range(row.past + row.tokens) if rng.random() < 0.04] for row in rows]
     bad[rng.choice([0, 2])] = []
@@ -152,7 +157,7 @@ class Poisoned(AttentionCase):
         ops: Ops,
         layout: Layout,
         spec: LayerSpec,
-        rows: list[RowOf],
+        rows: list[CaseRow],
         dtype: torch.dtype,
         bad: list[list[int]],
         poison: float | None,

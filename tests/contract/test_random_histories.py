@@ -9,7 +9,7 @@ from hypothesis import settings
 from hypothesis.stateful import run_state_machine_as_test
 
 from cache_strategies import registry
-from cache_strategies.eviction import policies
+from cache_strategies.eviction import list_policies
 from config.settings import StrategySettings
 from kernels.backends import REFERENCE
 from tests.contract.random_histories import GEOMETRY, Histories
@@ -25,22 +25,22 @@ def instance(kind: str, **options: object) -> StrategySettings:
 
 
 ALONE = (
-    {kind: instance(kind) for kind in sorted(registry.kinds())}
+    {kind: instance(kind) for kind in sorted(registry.list_kinds())}
     | {
         "paged, blocks of one": instance("paged", block_size=1),
         "paged, nothing shared": instance("paged", prefix_cache=False),
         "contiguous, nothing found again": instance("contiguous", prefix_cache=False),
     }
-    | {f"paged, {policy}": instance("paged", eviction=policy) for policy in sorted(policies()) if policy != "lru"}
+    | {f"paged, {policy}": instance("paged", eviction=policy) for policy in sorted(list_policies()) if policy != "lru"}
 )
-TOGETHER = {kind: instance(kind) for kind in sorted(registry.kinds())} | {
+TOGETHER = {kind: instance(kind) for kind in sorted(registry.list_kinds())} | {
     "other": instance("paged", block_size=3, eviction="s3fifo", ttl=1e-6)
 }
 
 
 def machine_of(strategies: Mapping[str, StrategySettings]) -> type[Histories]:
     """Over an arena for two and a half of the longest texts, where five seats soon want more."""
-    pages = int(2.5 * registry.pages_needed(registry.declared(strategies), GEOMETRY))
+    pages = int(2.5 * registry.compute_min_pages(registry.resolve_instances(strategies), GEOMETRY))
     return type("History", (Histories,), {"strategies": strategies, "pages": pages})
 
 

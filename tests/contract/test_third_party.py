@@ -17,7 +17,7 @@ from tests.contract.test_attention import read_alone, read_mixed
 class LyingPlan(third_party_strategy.SievePlan):
     """Says that it has seen all tokens."""
 
-    def keys(self, layer_idx: int, row: int) -> third_party_strategy.Keys:
+    def gather_kv(self, layer_idx: int, row: int) -> third_party_strategy.Keys:
         seat, num_tokens = self.rows[row]
         k, v = seat.layers[layer_idx]  # type: ignore[attr-defined]
         return k, v, torch.arange(seat.length + num_tokens)
@@ -32,15 +32,15 @@ class LyingCache(third_party_strategy.SieveCache):
 @pytest.fixture(autouse=True)
 def _installed(monkeypatch: pytest.MonkeyPatch) -> None:
     points = [
-        EntryPoint("sieve", "tests.contract.third_party_strategy:SieveCache", registry.ENTRY_POINTS),
-        EntryPoint("liar", "tests.contract.test_third_party:LyingCache", registry.ENTRY_POINTS),
+        EntryPoint("sieve", "tests.contract.third_party_strategy:SieveCache", registry.ENTRY_POINT_GROUP),
+        EntryPoint("liar", "tests.contract.test_third_party:LyingCache", registry.ENTRY_POINT_GROUP),
     ]
     monkeypatch.setattr(plugins, "entry_points", lambda group: [p for p in points if p.group == group])
 
 
 def test_a_kind_with_an_entry_point_joins_the_matrix_with_its_default_options() -> None:
     assert every_instance()["sieve"] == StrategySettings(kind="sieve")
-    assert registry.declared({"mine": StrategySettings(kind="sieve")})[0].options.keep == 2
+    assert registry.resolve_instances({"mine": StrategySettings(kind="sieve")})[0].options.keep == 2
 
 
 @pytest.mark.parametrize("chunk", [1, 7, 1000])
@@ -62,6 +62,6 @@ def test_a_kind_that_attends_to_other_keys_than_it_says_is_caught() -> None:
 
 
 def test_a_third_party_cannot_take_the_name_of_a_built_in_kind(monkeypatch: pytest.MonkeyPatch) -> None:
-    point = EntryPoint("paged", "tests.contract.third_party_strategy:SieveCache", registry.ENTRY_POINTS)
+    point = EntryPoint("paged", "tests.contract.third_party_strategy:SieveCache", registry.ENTRY_POINT_GROUP)
     monkeypatch.setattr(plugins, "entry_points", lambda group: [point])
-    assert registry.kinds()["paged"] == registry.BUILTIN["paged"]
+    assert registry.list_kinds()["paged"] == registry.BUILTIN["paged"]

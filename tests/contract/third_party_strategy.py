@@ -70,7 +70,7 @@ class SievePlan(Plan):
                 weights = scores.softmax(1)[:, : len(keys)]
                 out[tokens][n] = torch.einsum("hs,shd->hd", weights, values.float().repeat_interleave(group, 1))
 
-    def keys(self, layer_idx: int, row: int) -> Keys:
+    def gather_kv(self, layer_idx: int, row: int) -> Keys:
         seat, num_tokens = self.rows[row]
         return self._seen(layer_idx, row, seat.length + num_tokens - 1)
 

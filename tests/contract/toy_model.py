@@ -11,7 +11,7 @@ from torch import Tensor
 from cache_strategies.base import KVCache, Row, Seat
 from kernels.ops import Attention
 from kernels.types import LayerSpec
-from server.engine.batch import Batch, Work
+from server.engine.batch import Batch, RowInput
 
 VOCABULARY, WIDTH, POSITIONS = 50, 24, 256
 
@@ -88,18 +88,18 @@ def run_step(model: ToyModel, requests: Sequence[Request], budget: int) -> None:
         assert request.cache.grow(request.seat, n), "no room"
         start = request.seat.length
         ends = start + n == len(request.tokens)
-        work.append(Work(request.cache, Row(request.seat, n), request.tokens[start : start + n], int(ends)))
+        work.append(RowInput(request.cache, Row(request.seat, n), request.tokens[start : start + n], int(ends)))
         rows.append(request)
     for cache in {id(item.cache): item.cache for item in work}.values():
         cache.poll()
     batch = Batch(work)
-    logits = iter(model.forward(batch.ids, batch))
-    for i in batch.order:
-        if work[i].logits:
+    logits = iter(model.forward(batch.input_ids, batch))
+    for i in batch.row_order:
+        if work[i].num_logits:
             rows[i].logits.append(next(logits))
     batch.commit()
-    for i in batch.order:
-        if work[i].logits:
+    for i in batch.row_order:
+        if work[i].num_logits:
             rows[i].tokens.append(int(rows[i].logits[-1].argmax()))
 
 

@@ -6,14 +6,14 @@ import socket
 
 from config.settings import Settings
 from server.api.worker import serve_worker
-from server.processes.heartbeat import WorkerTies
+from server.processes.heartbeat import WorkerHandles
 from server.text.processes.messages import Call, Encode, Encoded
 from server.text.processes.sandbox import SandboxedTokenizer
 
 FATAL_WORD = "explode"  # no prompt may have it, and the exception quotes the whole prompt
 
 
-def run(settings: Settings, socket_path: str, listener: socket.socket, ties: WorkerTies) -> None:
+def run(settings: Settings, socket_path: str, listener: socket.socket, ties: WorkerHandles) -> None:
     answer = SandboxedTokenizer.answer
 
     async def faulty(self: SandboxedTokenizer, call: Call) -> Encoded:

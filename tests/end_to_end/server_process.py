@@ -16,7 +16,7 @@ import httpx
 import psutil
 from prometheus_client.parser import text_string_to_metric_families
 
-from server.engine.ipc.messages import ANSWER_SECONDS
+from server.engine.ipc.messages import ANSWER_TTL
 from server.processes.supervisor import Targets
 
 PATIENCE = 120.0  # seconds that anything may take on a busy machine
@@ -57,7 +57,7 @@ class Server:
 
     def usage(self, instance: str) -> dict[str, int]:
         """Return an instance's usage as it is now: an answer from before this call has expired."""
-        time.sleep(ANSWER_SECONDS)
+        time.sleep(ANSWER_TTL)
         caches = {entry["name"]: entry["usage"] for entry in self.get("/v1/kv_cache").json()["data"]}
         return dict(caches[instance])
 
@@ -66,7 +66,7 @@ class Server:
         deadline = time.monotonic() + PATIENCE
         while (memory := self.get("/v1/kv_cache").json()["memory"])["usable_bytes"] < memory["bytes"]:
             assert time.monotonic() < deadline, memory
-            time.sleep(ANSWER_SECONDS / 10)
+            time.sleep(ANSWER_TTL / 10)
         return int(memory["bytes"])
 
     @property

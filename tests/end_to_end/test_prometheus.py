@@ -26,8 +26,8 @@ from tests.end_to_end.server_process import PATIENCE, Server, eventually, servin
 from tests.metrics.fake_metrics import Samples, parse_samples, sample_value
 from tests.metrics.prometheus_server import Prometheus, running_prometheus
 from tests.metrics.promql_evaluator import Evaluator, Vector
-from tools.dashboards.catalogue import Query, queries
-from tools.dashboards.promql import filled
+from tools.dashboards.catalogue import Query, iter_queries
+from tools.dashboards.promql import fill_variables
 
 INSTANCES = ("paged", "contiguous", "sliding_window")
 CLIENTS, REQUESTS = 6, 6
@@ -121,7 +121,7 @@ async def leave(http: httpx.AsyncClient, body: dict[str, Any], told: Told) -> No
 
 
 # ---------------------------------------------------------------- what was seen of it
-QUERIES = list(queries())
+QUERIES = list(iter_queries())
 
 
 @dataclass(frozen=True)
@@ -175,7 +175,7 @@ def ask_prometheus(prometheus: Prometheus, query: Query) -> Vector:
     """Without the labels that Prometheus adds of itself."""
     return {
         frozenset((name, text) for name, text in labels.items() if name not in ("__name__", "job")): value
-        for labels, value in prometheus.query(filled(query.expression, interval=f"{WINDOW}s"))
+        for labels, value in prometheus.query(fill_variables(query.expression, interval=f"{WINDOW}s"))
     }
 
 
@@ -256,13 +256,13 @@ def test_responses_are_counted(seen: Seen) -> None:
 # ---------------------------------------------------------------- through Prometheus
 @pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
 def test_every_metric_has_moved(seen: Seen, family: MetricFamily[Any]) -> None:
-    assert any(seen.prometheus.query(f"max(max_over_time({name}[{WINDOW}s])) > 0") for name in family.series)
+    assert any(seen.prometheus.query(f"max(max_over_time({name}[{WINDOW}s])) > 0") for name in family.series_names)
 
 
 @pytest.mark.parametrize("query", [pytest.param(q, id=f"{q.dashboard}: {q.panel}: {q.legend}") for q in QUERIES])
 def test_panels_agree_with_the_counters(seen: Seen, query: Query) -> None:
     """Prometheus saw the server between two looks of ours, and stretches growth to the edges of its own."""
-    expression = filled(query.expression, interval=f"{WINDOW}s")
+    expression = fill_variables(query.expression, interval=f"{WINDOW}s")
     shown, earlier, later = seen.shown[query], seen.evaluate(expression), seen.evaluate_later(expression)
     assert shown
     assert shown.keys() == earlier.keys()

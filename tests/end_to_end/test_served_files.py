@@ -15,7 +15,7 @@ import pytest
 
 from server.models.files.directory import EMBEDDED
 from server.processes import served_files
-from server.processes.served_files import AHEAD, ServedFiles
+from server.processes.served_files import READ_AHEAD_BYTES, ServedFiles
 from tests.end_to_end.server_process import Server, eventually, serving
 
 QUESTION = {"prompt": "Once upon", "max_tokens": 12, "temperature": 0}
@@ -105,7 +105,7 @@ def test_a_directory_that_is_not_there_is_no_matter(tmp_path: Path) -> None:
 
 
 # ---------------------------------------------------------------- reading ahead
-SIZE = 8 * AHEAD + 5
+SIZE = 8 * READ_AHEAD_BYTES + 5
 linux = pytest.mark.skipif(sys.platform != "linux", reason="asks the system which pages of a file it has in memory")
 
 

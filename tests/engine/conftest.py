@@ -40,11 +40,11 @@ def mps(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeMps]:
     fake = FakeMps()
     install(monkeypatch, fake)
     monkeypatch.setattr(loading, "BACKENDS", {"metal": ("mps", SyncFreeOps)})
-    monkeypatch.setattr(loading, "checked", lambda *_: [])  # they know no padding
-    loading._checked.cache_clear()
+    monkeypatch.setattr(loading, "check_ops", lambda *_: [])  # they know no padding
+    loading._check_backend.cache_clear()
     with fake:
         yield fake
-    loading._checked.cache_clear()
+    loading._check_backend.cache_clear()
 
 
 @pytest.fixture(scope="session")

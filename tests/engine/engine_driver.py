@@ -27,7 +27,7 @@ from server.engine.ipc.messages import (
     FromEngine,
     Preempted,
     PromptScores,
-    Sampling,
+    SamplingParams,
     Submit,
     TokenLogprob,
     Tokens,
@@ -113,7 +113,7 @@ class Driver:
         ours = {key: options.pop(key) for key in names if key in options}
         caching = {key: options.pop(key) for key in ("salt", "max_cached", "ttl") if key in options}
         ours["caching"] = Caching(**caching, priority=options.pop("kept", 0))
-        sampling = Sampling(max_tokens, **({"temperature": 0.0, "ignore_eos": True} | options))
+        sampling = SamplingParams(max_tokens, **({"temperature": 0.0, "ignore_eos": True} | options))
         self.heard[name] = RequestEvents()
         refused = self.core.submit(WORKER, Submit(name, list(prompt), sampling, **ours))
         if refused is not None:
@@ -124,8 +124,8 @@ class Driver:
         """Takes a running request's seat, as the scheduler does where there is no room."""
         request, scheduler = self.request(name), self.core.scheduler
         scheduler._unseat(request)
-        request.preemptions += 1
-        scheduler._wait(request)
+        request.num_preemptions += 1
+        scheduler._add_waiting(request)
 
     def cancel(self, name: str, outcome: str = "cancelled") -> None:
         self.core.cancel(WORKER, name, outcome)
@@ -158,8 +158,8 @@ class Driver:
             cache.check_integrity()
         self.core.arena.check_integrity()
         running, waiting = self.core.scheduler.running, self.core.scheduler.waiting
-        assert running == sorted(running, key=lambda r: r.place)
-        assert waiting == sorted(waiting, key=lambda r: r.place)
+        assert running == sorted(running, key=lambda r: r.queue_key)
+        assert waiting == sorted(waiting, key=lambda r: r.queue_key)
         assert all(request.seat is not None for request in running)
         assert all(request.seat is None for request in waiting)
         assert len(running) == sum(cache.usage().seats for cache in self.core.caches.values())
@@ -171,7 +171,7 @@ class Driver:
             usage = cache.usage()
             assert (usage.seats, usage.tokens, usage.used, usage.wasted) == (0, 0, 0, 0)
             cache.reclaim(self.core.arena.pages)
-        assert self.core.arena.free == self.core.arena.pages
+        assert self.core.arena.num_free_pages == self.core.arena.pages
 
     @property
     def limits(self) -> Any:
@@ -181,7 +181,7 @@ class Driver:
     def free_bytes(self) -> int:
         """Of the arena, idle memory of caches included."""
         idle = sum(cache.usage().idle for cache in self.core.caches.values())
-        return self.core.arena.free * self.core.arena.page_bytes + idle
+        return self.core.arena.num_free_pages * self.core.arena.page_bytes + idle
 
     @property
     def records(self) -> list[RequestRecord]:

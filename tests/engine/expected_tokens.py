@@ -12,9 +12,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from kernels.sampling import probabilities
+from kernels.sampling import compute_probabilities
 from kernels.types import LayerSpec
-from server.engine.ipc.messages import Sampling
+from server.engine.ipc.messages import SamplingParams
 from server.engine.sampling.draw import Draw
 from server.engine.sampling.sampler import Noise, sample
 from server.models.decoder import Decoder
@@ -63,13 +63,13 @@ class Reference:
             self._greedy[tuple(prompt)] = known
         return known[:count]
 
-    def sampled(self, prompt: Sequence[int], sampling: Sampling) -> list[int]:
+    def sampled(self, prompt: Sequence[int], sampling: SamplingParams) -> list[int]:
         """The sampler's draws from logits of the whole text."""
         key = (*prompt, sampling)
         if key not in self._others:
             ids = list(prompt)
             for _ in range(sampling.max_tokens):
-                logits = self._logits(ids, FullContext(self.model.specs, len(ids), self.model.device))
+                logits = self._logits(ids, FullContext(self.model.layer_specs, len(ids), self.model.device))
                 _assert_clear_draw(logits[0], sampling, len(ids))
                 ids += sample(logits, [Draw(sampling, len(ids))])
             self._others[key] = ids[len(prompt) :]
@@ -81,7 +81,7 @@ class Reference:
         if key not in self._others:
             ids = list(prompt)
             for _ in range(count):
-                logits = self._logits(ids, Windowed(self.model.specs, len(ids), window, sinks))[0]
+                logits = self._logits(ids, Windowed(self.model.layer_specs, len(ids), window, sinks))[0]
                 _assert_clear_winner(logits)
                 ids.append(int(logits.argmax()))
             self._others[key] = ids[len(prompt) :]
@@ -93,7 +93,7 @@ class Reference:
 
     def _assert_clear(self, ids: Sequence[int], first: int) -> None:
         """Every token from `first` on has won clearly."""
-        attention = FullContext(self.model.specs, len(ids), self.model.device)
+        attention = FullContext(self.model.layer_specs, len(ids), self.model.device)
         attention.logit_index = attention.positions[first - 1 : -1]
         for logits in self._logits(ids, attention):
             _assert_clear_winner(logits)
@@ -104,9 +104,9 @@ def _assert_clear_winner(logits: Tensor) -> None:
     assert best - second > MIN_MARGIN * abs(best), "a token wins by a hair: choose another prompt"
 
 
-def _assert_clear_draw(logits: Tensor, sampling: Sampling, position: int) -> None:
-    edges = probabilities(logits, sampling).double().cumsum(-1)
-    distance = (edges / edges[-1] - Noise().at(sampling.seed, position)).abs().min()
+def _assert_clear_draw(logits: Tensor, sampling: SamplingParams, position: int) -> None:
+    edges = compute_probabilities(logits, sampling).double().cumsum(-1)
+    distance = (edges / edges[-1] - Noise().draw_uniform(sampling.seed, position)).abs().min()
     assert distance > MIN_MARGIN, "a draw falls by a hair: choose another seed"
 
 

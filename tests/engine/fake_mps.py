@@ -172,9 +172,9 @@ def install(patch: Any, mps: FakeMps, *, free: int = 4 << 30) -> None:
     def told(value: Any) -> Callable[..., Any]:
         return lambda *_: (mps.record_thread(), value)[1]
 
-    patch.setattr(choosing, "named", lambda name: Device(name, MPS if name == "mps" else torch.device("cpu")))
+    patch.setattr(choosing, "get_device", lambda name: Device(name, MPS if name == "mps" else torch.device("cpu")))
     patch.setattr(torch.backends.mps, "is_available", told(True))
     patch.setattr(torch.mps, "recommended_max_memory", told(free))
     patch.setattr(torch.mps, "driver_allocated_memory", told(0))
     patch.setattr(torch.mps, "set_per_process_memory_fraction", told(None))
-    patch.setattr("kernels.tracing.WAITS", {MPS.type: told(None)})
+    patch.setattr("kernels.tracing.SYNCHRONIZE", {MPS.type: told(None)})

@@ -14,11 +14,11 @@ class FakeProposer:
         self._random = random.Random(seed)
         self.learned: list[int] = []
 
-    def draft(self, text: Sequence[int], most: int) -> list[int]:
+    def propose(self, text: Sequence[int], most: int) -> list[int]:
         assert list(text) == self._whole[: len(text)], "the text is not what it should be"
         assert most > 0
         ahead = self._whole[len(text) :][: min(most, self._count)]
         return [token if self._random.random() < self._right else token + 1 for token in ahead]
 
-    def learn(self, accepted: int) -> None:
+    def update_draft_length(self, accepted: int) -> None:
         self.learned.append(accepted)

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from server.engine.admin import obey
+from server.engine.admin import run_command
 from server.engine.ipc.messages import Clear, Inspect, PinPrefix, Share, Unpin
 from server.engine.scheduling.request import RequestError
 from tests.engine.engine_driver import Driver, strategies
@@ -34,7 +34,7 @@ def test_it_shows_requests_blocks_and_shares(tiny: Path) -> None:
     driver = warm(tiny)
     driver.submit("it", PROMPT, 9, kv_cache="paged", salt="/")
     driver.step(), driver.step()
-    told = json.loads(json.dumps(obey(driver.core, Inspect("paged"))))
+    told = json.loads(json.dumps(run_command(driver.core, Inspect("paged"))))
     assert told["requests"] == [
         {
             "id": "it",
@@ -51,15 +51,15 @@ def test_it_shows_requests_blocks_and_shares(tiny: Path) -> None:
     assert (told["floor_bytes"], told["limit_bytes"]) == (0, driver.core.arena.pages * driver.core.arena.page_bytes)
     assert told["pins"] == []
     for name in ("contiguous", "sliding_window"):
-        assert obey(driver.core, Inspect(name))["requests"] == []
+        assert run_command(driver.core, Inspect(name))["requests"] == []
 
 
 def test_clear_forgets_by_salt_or_all(tiny: Path) -> None:
     driver = warm(tiny)
     assert cached(driver) == 36
-    assert obey(driver.core, Clear("paged", "/other")) == {"freed_bytes": 0}
+    assert run_command(driver.core, Clear("paged", "/other")) == {"freed_bytes": 0}
     assert cached(driver) == 36
-    freed = obey(driver.core, Clear("paged", None))["freed_bytes"]
+    freed = run_command(driver.core, Clear("paged", None))["freed_bytes"]
     assert freed == 10 * driver.core.arena.page_bytes
     assert cached(driver) == 0
     driver.assert_nothing_leaked()
@@ -67,12 +67,12 @@ def test_clear_forgets_by_salt_or_all(tiny: Path) -> None:
 
 def test_a_pin_stays_until_it_is_let_go(tiny: Path) -> None:
     driver = warm(tiny)
-    pin = obey(driver.core, PinPrefix("paged", PROMPT, "/", 100.0))
+    pin = run_command(driver.core, PinPrefix("paged", PROMPT, "/", 100.0))
     assert (pin["tokens"], pin["ttl"]) == (40, pytest.approx(100, abs=1))
     driver.core.caches["paged"].reclaim(10_000)
     assert cached(driver) == 36
-    assert obey(driver.core, Inspect("paged"))["pins"][0]["id"] == pin["id"]
-    assert obey(driver.core, Unpin("paged", pin["id"])) == {"id": pin["id"], "deleted": True}
+    assert run_command(driver.core, Inspect("paged"))["pins"][0]["id"] == pin["id"]
+    assert run_command(driver.core, Unpin("paged", pin["id"])) == {"id": pin["id"], "deleted": True}
     driver.assert_nothing_leaked()
 
 
@@ -91,11 +91,11 @@ def test_a_pin_stays_until_it_is_let_go(tiny: Path) -> None:
 )
 def test_what_cannot_be_is_refused_and_changes_nothing(tiny: Path, command: Any, status: int, told: str) -> None:
     driver = warm(tiny)
-    before = obey(driver.core, Inspect("paged"))
+    before = run_command(driver.core, Inspect("paged"))
     with pytest.raises(RequestError, match=told) as caught:
-        obey(driver.core, command)
+        run_command(driver.core, command)
     assert caught.value.status == status
-    assert obey(driver.core, Inspect("paged")) == before
+    assert run_command(driver.core, Inspect("paged")) == before
 
 
 def test_a_lower_limit_lets_running_requests_end_and_idle_memory_go(tiny: Path, reference: Reference) -> None:
@@ -109,7 +109,7 @@ def test_a_lower_limit_lets_running_requests_end_and_idle_memory_go(tiny: Path, 
     assert len(running) == 6
     page = driver.core.arena.page_bytes
     pages = driver.core.caches["paged"].bytes_for(64) // page
-    obey(driver.core, Share("paged", None, str(pages * page)))
+    run_command(driver.core, Share("paged", None, str(pages * page)))
     driver.submit("late", prompts[0], 20, kv_cache="paged")
     driver.step()
     assert driver.running() == running
@@ -119,23 +119,23 @@ def test_a_lower_limit_lets_running_requests_end_and_idle_memory_go(tiny: Path, 
     for i, prompt in enumerate(prompts):
         assert driver.heard[str(i)].tokens == reference.greedy(prompt, 20)
     assert driver.heard["late"].tokens == reference.greedy(prompts[0], 20)
-    assert driver.core.arena.held("paged") <= pages
+    assert driver.core.arena.num_held_pages("paged") <= pages
     driver.assert_nothing_leaked()
 
 
 def test_a_higher_limit_counts_at_once(tiny: Path) -> None:
     driver = warm(tiny)
-    told = obey(driver.core, Share("paged", "10%", "50%"))
+    told = run_command(driver.core, Share("paged", "10%", "50%"))
     total = driver.core.arena.pages
-    assert driver.core.arena.share("paged") == (total // 10, total // 2)
+    assert driver.core.arena.get_share("paged") == (total // 10, total // 2)
     assert told["limit_bytes"] == total // 2 * driver.core.arena.page_bytes
-    obey(driver.core, Share("paged", None, "100%"))
-    assert driver.core.arena.share("paged") == (total // 10, total)
+    run_command(driver.core, Share("paged", None, "100%"))
+    assert driver.core.arena.get_share("paged") == (total // 10, total)
 
 
 def limited(driver: Driver, sequences: float) -> None:
     """The instance may hold so many sequences of the longest kind."""
-    obey(driver.core, Share("paged", None, str(int(driver.core.caches["paged"].bytes_for(64) * sequences))))
+    run_command(driver.core, Share("paged", None, str(int(driver.core.caches["paged"].bytes_for(64) * sequences))))
 
 
 def test_a_lowered_limit_and_an_urgent_request_stop_nobody(tiny: Path) -> None:
@@ -174,7 +174,7 @@ def test_choices_do_not_begin_while_a_limit_is_being_reached(tiny: Path) -> None
 
 def test_pins_are_no_reason_to_preempt_while_a_limit_is_being_reached(tiny: Path) -> None:
     driver = warm(tiny)
-    obey(driver.core, PinPrefix("paged", PROMPT, "/", 100.0))
+    run_command(driver.core, PinPrefix("paged", PROMPT, "/", 100.0))
     for i in range(4):
         driver.submit(str(i), random_prompt(30, seed=i), 20, kv_cache="paged")
     for _ in range(4):
@@ -192,7 +192,7 @@ def test_a_raised_limit_lets_those_who_wait_begin_at_once(tiny: Path) -> None:
     for _ in range(3):
         driver.step()
     assert driver.waiting() == ["second"]
-    obey(driver.core, Share("paged", None, "100%"))
+    run_command(driver.core, Share("paged", None, "100%"))
     driver.step()
     assert driver.waiting() == []
 
@@ -201,7 +201,7 @@ def test_what_a_running_request_computes_after_a_clear_is_not_found(tiny: Path) 
     driver = Driver(tiny, **SETTINGS)
     driver.submit("it", random_prompt(8), 30, kv_cache="paged", salt="/")
     driver.step()
-    obey(driver.core, Clear("paged", None))
+    run_command(driver.core, Clear("paged", None))
     for _ in range(22):
         driver.step()
     assert driver.core.caches["paged"].match(driver.request("it").tokens[:24], salt="/") == 0
@@ -214,6 +214,6 @@ def test_a_tenant_is_forgotten_with_all_its_salts(tiny: Path, scope: str | None)
     for salt in salts:
         driver.submit(salt, PROMPT, 1, kv_cache="paged", salt=salt)
     driver.run()
-    obey(driver.core, Clear("paged", scope))
+    run_command(driver.core, Clear("paged", scope))
     gone = {salt for salt in salts if not cached(driver, salt)}
     assert gone == {"you/": {"you/", "you/mine", "you/other"}, "you/mine": {"you/mine"}, None: set(salts)}[scope]

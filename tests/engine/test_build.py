@@ -15,13 +15,13 @@ from cache_strategies.base import Seat
 from config import settings as configured
 from config.errors import SettingsError
 from config.settings import Settings
-from kernels.device import EMULATED, named, native
+from kernels.device import EMULATED_DEVICES, device_of, get_device
 from server.engine import build, device
 from server.engine.build import build_engine
-from server.engine.device import CORES, choose_device, choose_dtype, choose_threads, choose_weights
-from server.engine.info import describe_caches, summary
+from server.engine.device import CORES, choose_device, choose_dtype, choose_threads, choose_weight_format
+from server.engine.info import describe_caches, summarize_engine
 from server.models.errors import ModelError
-from server.models.weights import Format, Kept
+from server.models.weights import WeightFormat, WeightsConfig
 from tests.engine.engine_driver import Driver, least_memory, strategies
 from tests.engine.expected_tokens import Reference, random_prompt
 
@@ -86,7 +86,7 @@ def test_auto_takes_what_all_seats_could_fill_and_no_more(tiny: Path, monkeypatc
     engine = Driver(tiny, **SMALL, kv_memory="auto").core
     held = [engine.caches["contiguous"].open([5]) for _ in range(4)]
     assert [seat is not None for seat in held] == [True, True, True, False]
-    assert engine.arena.free * engine.arena.page_bytes < engine.caches["contiguous"].bytes_for(60)
+    assert engine.arena.num_free_pages * engine.arena.page_bytes < engine.caches["contiguous"].bytes_for(60)
 
 
 def test_auto_takes_what_the_least_needs_though_the_seats_could_not_fill_it(tiny: Path) -> None:
@@ -118,7 +118,7 @@ def test_auto_says_when_the_share_is_too_small(tiny: Path, monkeypatch: pytest.M
 def test_the_capacity_that_is_told_is_what_fits(tiny: Path, name: str) -> None:
     settings = SMALL | {"strategies": MANY_KINDS[name], "max_num_seqs": 50}
     driver = Driver(tiny, **settings, kv_memory=str(3 * least_memory(tiny, **settings)))
-    for told in summary(driver.engine)["strategies"]:
+    for told in summarize_engine(driver.engine)["strategies"]:
         cache = driver.core.caches[told["name"]]
         seats: list[Seat] = []
         while (seat := cache.open(random_prompt(60, seed=len(seats)))) is not None:
@@ -134,19 +134,19 @@ def test_a_device_that_torch_does_not_offer_is_refused(tiny: Path, monkeypatch: 
     monkeypatch.setattr(torch.backends.mps, "is_available", lambda: False)
     assert refused(tiny, device="cuda") == "device 'cuda' is not usable here; torch offers cpu"
     assert refused(tiny, device="mps") == "device 'mps' is not usable here; torch offers cpu"
-    assert choose_device("auto") == native("cpu")
+    assert choose_device("auto") == device_of("cpu")
 
 
 @pytest.mark.parametrize(("cuda", "mps", "best"), [(True, True, "cuda"), (False, True, "mps"), (False, False, "cpu")])
 def test_auto_takes_the_fastest_device(monkeypatch: pytest.MonkeyPatch, cuda: bool, mps: bool, best: str) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: cuda)
     monkeypatch.setattr(torch.backends.mps, "is_available", lambda: mps)
-    assert choose_device("auto") == native(best)
-    assert choose_device("cpu") == native("cpu")
+    assert choose_device("auto") == device_of(best)
+    assert choose_device("cpu") == device_of("cpu")
 
 
 def test_every_device_that_can_be_set_is_one() -> None:
-    assert {"auto", "cpu", "cuda", "mps", *EMULATED} == {*get_args(configured.Device)}
+    assert {"auto", "cpu", "cuda", "mps", *EMULATED_DEVICES} == {*get_args(configured.Device)}
 
 
 AUTO_DTYPES = [  # device, of the checkpoint, fast bfloat16 on the CPU -> what is computed in
@@ -165,13 +165,13 @@ AUTO_DTYPES = [  # device, of the checkpoint, fast bfloat16 on the CPU -> what i
 def test_auto_takes_the_checkpoints_type_where_the_device_is_fast_at_it(
     monkeypatch: pytest.MonkeyPatch, where: str, checkpoint: str, fast: bool, expected: torch.dtype
 ) -> None:
-    monkeypatch.setattr(device, "fast_halves", lambda: frozenset({torch.bfloat16} if fast else ()))
-    assert choose_dtype("auto", checkpoint, named(where)) is expected
-    assert choose_dtype("float16", checkpoint, named(where)) is torch.float16
-    assert choose_weights(Settings(), expected) == Kept(expected, as_stored=True)
-    assert choose_weights(Settings(weights="bf16"), expected) == Kept(torch.bfloat16)
-    quantized = choose_weights(Settings(weights="int4", weights_cache="off"), expected)
-    assert quantized == Kept(expected, Format(4, 32), as_stored=True)
+    monkeypatch.setattr(device, "fast_half_dtypes", lambda: frozenset({torch.bfloat16} if fast else ()))
+    assert choose_dtype("auto", checkpoint, get_device(where)) is expected
+    assert choose_dtype("float16", checkpoint, get_device(where)) is torch.float16
+    assert choose_weight_format(Settings(), expected) == WeightsConfig(expected, as_stored=True)
+    assert choose_weight_format(Settings(weights="bf16"), expected) == WeightsConfig(torch.bfloat16)
+    quantized = choose_weight_format(Settings(weights="int4", weights_cache="off"), expected)
+    assert quantized == WeightsConfig(expected, WeightFormat(4, 32), as_stored=True)
 
 
 def test_quantized_weights_wait_in_the_users_cache_or_where_told(
@@ -181,13 +181,13 @@ def test_quantized_weights_wait_in_the_users_cache_or_where_told(
     told = {None: tmp_path / "kvmux" / "weights", "off": None, "": None, "~/there": Path.home() / "there"}
     for wanted, expected in told.items():
         settings = Settings(weights="int8", weights_cache=wanted)
-        assert choose_weights(settings, torch.float32).cache == expected
+        assert choose_weight_format(settings, torch.float32).cache_dir == expected
 
 
 @pytest.mark.parametrize("checkpoint", ["float64", "int8", "nonsense", "Tensor"])
 def test_a_checkpoint_of_another_type_is_refused(checkpoint: str) -> None:
     with pytest.raises(SettingsError, match=f"the checkpoint's dtype '{checkpoint}' is none to compute in: give --dty"):
-        choose_dtype("auto", checkpoint, native("cuda"))
+        choose_dtype("auto", checkpoint, device_of("cuda"))
 
 
 # -------------------------------------------------------------------- everything else
@@ -225,7 +225,7 @@ def test_a_directory_without_a_model_is_refused(tmp_path: Path) -> None:
 
 def test_the_summary_tells_where_it_runs(tiny: Path) -> None:
     engine = Driver(tiny, **SMALL, model_name="mine").engine
-    told = summary(engine)
+    told = summarize_engine(engine)
     arena = engine.core.arena
     assert (told["model"], told["device"], told["dtype"], told["max_seq_len"]) == ("mine", "cpu", "float32", 60)
     assert told["kv_memory_bytes"] == arena.pages * arena.page_bytes <= 12 * 2**20

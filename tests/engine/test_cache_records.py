@@ -119,5 +119,5 @@ def test_what_is_worth_more_stays_longer(tiny: Path) -> None:
     driver.run()
     cache = driver.core.caches["paged"]
     assert (cache.match(precious), cache.match(cheap) < 16) == (16, True)
-    evicted = sum(step.report.evicted.get("paged", 0) for step in driver.steps)
-    assert evicted == driver.core.arena.reclaimed("paged") * page > 0
+    evicted = sum(step.report.evicted_bytes.get("paged", 0) for step in driver.steps)
+    assert evicted == driver.core.arena.num_reclaimed_pages("paged") * page > 0

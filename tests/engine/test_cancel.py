@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from server.engine.ipc.messages import Sampling, Submit
+from server.engine.ipc.messages import SamplingParams, Submit
 from tests.engine.engine_driver import WORKER, Driver, strategies
 from tests.engine.expected_tokens import Reference, random_prompt
 
@@ -99,7 +99,7 @@ def test_who_was_preempted_can_be_cancelled(tiny: Path) -> None:
         driver.step()
     driver.submit("high", PROMPT[:5], 3, priority=0)
     driver.step()
-    assert driver.request("low").preemptions == 1
+    assert driver.request("low").num_preemptions == 1
     driver.cancel("low")
     driver.run()
     assert driver.heard["high"].finish_reason == "length"
@@ -109,7 +109,7 @@ def test_who_was_preempted_can_be_cancelled(tiny: Path) -> None:
 def test_a_worker_that_is_gone_takes_its_requests_along_and_no_others(tiny: Path, reference: Reference) -> None:
     driver = Driver(tiny, **SETTINGS, max_num_seqs=3)
     for i in range(4):  # ids of another worker, the same as ours
-        theirs = Submit(str(i), PROMPT, Sampling(20, temperature=0.0, ignore_eos=True), kv_cache=INSTANCES[i % 3])
+        theirs = Submit(str(i), PROMPT, SamplingParams(20, temperature=0.0, ignore_eos=True), kv_cache=INSTANCES[i % 3])
         assert driver.core.submit(WORKER + 1, theirs) is None
     ours = driver.submit("3", random_prompt(10), 5)
     for _ in range(3):

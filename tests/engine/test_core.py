@@ -11,7 +11,7 @@ import pytest
 from torch import Tensor
 
 from kernels.ops import Attention
-from server.engine.info import state_of
+from server.engine.info import read_engine_state
 from server.engine.ipc.messages import Admitted, Tokens
 from tests.engine.engine_driver import Driver, strategies
 from tests.engine.expected_tokens import Reference, random_prompt
@@ -133,10 +133,10 @@ def test_the_report_counts_rows_tokens_and_requests_by_instance(tiny: Path) -> N
     driver.submit("w", random_prompt(5), 3, kv_cache="contiguous")
     first, second = driver.step().report, driver.step().report
     paged, contiguous = first.parts["paged"], first.parts["contiguous"]
-    assert (paged.prefill_rows, paged.decode_rows, paged.tokens, first.generated["paged"]) == (1, 0, 10, 1)
+    assert (paged.prefill_rows, paged.decode_rows, paged.tokens, first.generated_tokens["paged"]) == (1, 0, 10, 1)
     assert (contiguous.prefill_rows, contiguous.decode_rows, contiguous.tokens) == (1, 0, 20)
     assert (second.parts["paged"].prefill_rows, second.parts["paged"].decode_rows) == (0, 1)
-    state = state_of(driver.core, {})
+    state = read_engine_state(driver.core, {})
     assert (state.running, state.waiting) == ({"paged": 1, "contiguous": 1}, {("contiguous", "seats"): 1})
 
 
@@ -145,7 +145,7 @@ def test_the_report_tells_prompts_from_decoding_and_parts_from_ends(tiny: Path) 
     driver.submit("one", random_prompt(1), 3)
     driver.submit("long", random_prompt(21), 3)
     reports = [driver.step().report for _ in range(4)]
-    parts = [(report.parts["paged"], report.generated["paged"]) for report in reports]
+    parts = [(report.parts["paged"], report.generated_tokens["paged"]) for report in reports]
     assert [(part.prefill_rows, part.decode_rows, generated) for part, generated in parts] == [
         (2, 0, 1),
         (1, 1, 1),

@@ -13,7 +13,7 @@ from config.errors import SettingsError
 from config.settings import Settings
 from kernels.backends import load_ops
 from kernels.cpu.backend import CpuOps
-from kernels.device import native
+from kernels.device import device_of
 from server.engine.build import build_engine
 from server.engine.ipc.messages import TokenLogprob
 from server.models.files.directory import locate
@@ -22,7 +22,7 @@ from tests.engine.expected_tokens import random_prompt
 from tests.engine.fake_proposer import FakeProposer
 from tests.models.random_models import save_random_model
 
-COMPILED = isinstance(load_ops(native("cpu"), torch.float32).ops, CpuOps)
+COMPILED = isinstance(load_ops(device_of("cpu"), torch.float32).ops, CpuOps)
 EMBEDDED = locate("tiny", None)
 PROMPT, COUNT, TOP = random_prompt(150), 6, 5
 INSTANCES = ["contiguous", "paged", "odd_blocks", "window", "int8"]
@@ -88,7 +88,7 @@ def with_guesses(driver: Driver, instance: str) -> None:
     driver.run()
     asked(driver, instance)
     whole = [*PROMPT, *driver.heard["before"].tokens]
-    driver.request("it").lookup = FakeProposer(whole, count=4, right=0.7)  # type: ignore[assignment]
+    driver.request("it").proposer = FakeProposer(whole, count=4, right=0.7)  # type: ignore[assignment]
     others(driver, instance)
 
 
@@ -144,7 +144,7 @@ def test_what_cannot_promise_it_is_refused(tiny: Path, change: dict[str, str]) -
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("rows", [1, 7, 16, 17, 33, 101])
 def test_a_row_of_a_product_is_the_same_beside_any_others(rows: int, dtype: torch.dtype) -> None:
-    ops = load_ops(native("cpu"), torch.float32).ops
+    ops = load_ops(device_of("cpu"), torch.float32).ops
     if isinstance(ops, CpuOps):
         x, weight = torch.randn(rows, 200), torch.randn(90, 200).to(dtype)
         together = ops.linear(x, weight)

@@ -16,21 +16,21 @@ from config.errors import SettingsError
 from config.settings import Settings
 from kernels import backends as loading
 from kernels.backends import load_ops
-from kernels.device import KernelsMissing, named, native
+from kernels.device import KernelsMissing, device_of, get_device
 from kernels.ops import Attention, Ops
 from kernels.reference.backend import ReferenceOps
-from server.cli.banner import welcome
+from server.cli.banner import format_banner
 from server.engine import build
 from server.engine.build import build_engine
 from server.engine.device import (
     METAL_MARGIN,
     choose_device,
     choose_dtype,
-    choose_step_tokens,
+    choose_max_batched_tokens,
     free_memory,
     limit_memory,
 )
-from server.engine.info import about, summary
+from server.engine.info import make_engine_info, summarize_engine
 from server.models.decoder import Decoder
 from tests.engine.engine_driver import Driver
 from tests.engine.expected_tokens import Reference, random_prompt
@@ -50,9 +50,9 @@ def no_compiler() -> Ops:
 @pytest.fixture
 def backends(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., None]]:
     """Puts backends in the place of all there are: name=(device, load)."""
-    loading._checked.cache_clear()
+    loading._check_backend.cache_clear()
     yield lambda **rows: monkeypatch.setattr(loading, "BACKENDS", rows)
-    loading._checked.cache_clear()
+    loading._check_backend.cache_clear()
 
 
 # -------------------------------------------------------------------- emulated ones
@@ -66,10 +66,10 @@ def test_an_emulated_device_goes_by_its_name_and_computes_with_its_kernels(
     assert f"kernels for {name} are compiled, unless they were before, and checked ..." in caplog.messages
     assert isinstance(driver.engine.kernels.ops, Emulated)
     assert driver.core.arena.memory.device.type == driver.core.model.device.type == "cpu"
-    told = summary(driver.engine)
+    told = summarize_engine(driver.engine)
     assert (told["device"], told["kernels"]) == (name, name)
-    assert f"float32 on {name};" in welcome("http://x", driver.engine.settings, told)
-    shown = about(driver.engine)
+    assert f"float32 on {name};" in format_banner("http://x", driver.engine.settings, told)
+    shown = make_engine_info(driver.engine)
     assert (shown.settings["device"], shown.settings["kernels"]) == (name, name)
     assert shown.backends["attend"] == name
     heard = driver.submit("it", random_prompt(20), 6)
@@ -86,21 +86,28 @@ def test_without_its_kernels_an_emulated_device_is_refused(tiny: Path, backends:
         == "device 'metal-emulated' is not usable here: there is no C++ compiler: install g++ or clang"
     )
     with pytest.raises(KernelsMissing, match=r"they do not compute in torch\.float64"):
-        load_ops(named("metal-emulated"), torch.float64)
+        load_ops(get_device("metal-emulated"), torch.float64)
     driver = Driver(tiny, device="metal-emulated", kernels="reference")
-    assert (summary(driver.engine)["device"], summary(driver.engine)["kernels"]) == ("metal-emulated", "plain torch")
+    assert (summarize_engine(driver.engine)["device"], summarize_engine(driver.engine)["kernels"]) == (
+        "metal-emulated",
+        "plain torch",
+    )
 
 
 def test_an_emulated_device_is_taken_by_nobody_who_did_not_name_it(backends: Callable[..., None]) -> None:
     backends(**{"metal-emulated": ("metal-emulated", Emulated)})
     assert choose_device("auto").name in ("cuda", "mps", "cpu")
-    assert load_ops(native("cpu"), torch.float32).words == "plain torch"
+    assert load_ops(device_of("cpu"), torch.float32).description == "plain torch"
 
 
 def test_it_computes_in_the_checkpoints_own_type_and_in_steps_for_a_cpu() -> None:
-    assert choose_dtype("auto", "bfloat16", named("metal-emulated")) is torch.bfloat16
-    assert choose_step_tokens(None, named("metal-emulated")) == choose_step_tokens(None, native("cpu")) == 512
-    assert choose_step_tokens(None, native("mps")) == 1024
+    assert choose_dtype("auto", "bfloat16", get_device("metal-emulated")) is torch.bfloat16
+    assert (
+        choose_max_batched_tokens(None, get_device("metal-emulated"))
+        == choose_max_batched_tokens(None, device_of("cpu"))
+        == 512
+    )
+    assert choose_max_batched_tokens(None, device_of("mps")) == 1024
 
 
 def test_mps_without_kernels_uses_plain_torch_and_says_so(
@@ -112,7 +119,7 @@ def test_mps_without_kernels_uses_plain_torch_and_says_so(
 ) -> None:
     backends(metal=("mps", no_compiler))
     driver = Driver(tiny, device="mps")
-    assert summary(driver.engine)["kernels"] == "plain torch"
+    assert summarize_engine(driver.engine)["kernels"] == "plain torch"
     assert "there are no kernels for torch.float32 on mps: plain torch is used, which is slower" in caplog.messages
     heard = driver.submit("it", random_prompt(20), 6)
     driver.run()
@@ -145,11 +152,11 @@ def test_the_kv_memory_is_a_share_of_what_weights_and_the_largest_step_leave(
     tiny: Path, mps: FakeMps, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     taken: list[str] = []
-    for name in ("limit_memory", "load_model", "rehearse", "free_memory", "Arena"):
+    for name in ("limit_memory", "load_model", "run_dummy_step", "free_memory", "Arena"):
         monkeypatch.setattr(build, name, partial(_noted, taken, name, getattr(build, name)))
     monkeypatch.setattr(build, "free_memory", lambda _: taken.append("free_memory") or 10_000_000)
     driver = Driver(tiny, device="mps", kv_memory="auto", kv_memory_share=0.5, max_seq_len=200)
-    assert taken == ["limit_memory", "load_model", "rehearse", "free_memory", "Arena"]
+    assert taken == ["limit_memory", "load_model", "run_dummy_step", "free_memory", "Arena"]
     assert driver.core.arena.pages == 5_000_000 // driver.core.arena.page_bytes
 
 
@@ -184,7 +191,7 @@ def test_no_step_is_larger_than_the_one_that_was_rehearsed(
     [
         ("load_model", "MPS backend out of memory", "the model is too large for the device's memory: take a smaller"),
         (
-            "rehearse",
+            "run_dummy_step",
             "MPS backend out of memory",
             "a step of 64 tokens is too large for the device's memory: lower max",
         ),

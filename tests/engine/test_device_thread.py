@@ -16,17 +16,17 @@ from config.settings import Settings
 from server.engine import core
 from server.engine.device import device_memory
 from server.engine.ipc.client import EngineClient
-from server.engine.ipc.messages import Clear, Inspect, Sampling, Submit, Tokens
+from server.engine.ipc.messages import Clear, Inspect, SamplingParams, Submit, Tokens
 from server.processes import engine as engine_process
-from server.processes.child_process import STOP
+from server.processes.child_process import STOP_SIGNAL
 from tests.engine.engine_driver import Driver
 from tests.engine.expected_tokens import Reference, random_prompt
 from tests.engine.fake_mps import MPS, FakeMps
 
 SAMPLINGS = {
-    "greedy": Sampling(6, temperature=0.0, ignore_eos=True),
-    "drawn": Sampling(6, top_p=0.9, seed=1, ignore_eos=True, frequency_penalty=0.3),
-    "scored": Sampling(6, temperature=0.0, ignore_eos=True, logprobs=3, prompt_logprobs=2),
+    "greedy": SamplingParams(6, temperature=0.0, ignore_eos=True),
+    "drawn": SamplingParams(6, top_p=0.9, seed=1, ignore_eos=True, frequency_penalty=0.3),
+    "scored": SamplingParams(6, temperature=0.0, ignore_eos=True, logprobs=3, prompt_logprobs=2),
 }
 
 
@@ -43,7 +43,7 @@ class Worker(threading.Thread):
         try:
             asyncio.run(asyncio.wait_for(self._ask(), 60))
         finally:
-            os.kill(os.getpid(), STOP)
+            os.kill(os.getpid(), STOP_SIGNAL)
 
     async def _ask(self) -> None:
         async with EngineClient(self._path) as client:
@@ -75,16 +75,16 @@ class Status:
 
 @pytest.fixture
 def _signals() -> Iterator[None]:
-    before = signal.signal(STOP, signal.SIG_IGN)  # until the engine listens to it
+    before = signal.signal(STOP_SIGNAL, signal.SIG_IGN)  # until the engine listens to it
     yield
-    signal.signal(STOP, before)
+    signal.signal(STOP_SIGNAL, before)
 
 
 @pytest.mark.usefixtures("_signals")
 def test_whatever_is_asked_of_an_engine_one_thread_does_it(
     tiny: Path, reference: Reference, mps: FakeMps, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(core, "TIMED", 2)
+    monkeypatch.setattr(core, "TIMING_INTERVAL", 2)
     worker, status = Worker(str(tmp_path / "socket")), Status()
     worker.start()
     engine_process.run(Settings(model=str(tiny), device="mps", dtype="float32"), str(tmp_path / "socket"), status)  # type: ignore[arg-type]

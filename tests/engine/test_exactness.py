@@ -67,7 +67,7 @@ def run(
     tiny: Path, instance: str, dtype: str, max_num_batched_tokens: int = 30, every: int = 1, *, device: str = "cpu"
 ) -> Run:
     driver = Driver(tiny, **SETTINGS, dtype=dtype, max_num_batched_tokens=max_num_batched_tokens, device=device)
-    assert driver.engine.kernels.faulty == []
+    assert driver.engine.kernels.faulty_ops == []
     return Run(driver, instance, every=every)
 
 

@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 
 from server.engine import info as fingerprint_module
-from server.engine.info import fingerprint
+from server.engine.info import compute_fingerprint
 from tests.engine.engine_driver import Driver
 
 
 def of(directory: Path, **settings: Any) -> str:
-    return fingerprint(Driver(directory, **settings).engine)
+    return compute_fingerprint(Driver(directory, **settings).engine)
 
 
 @pytest.fixture
@@ -50,14 +50,14 @@ def test_another_for_settings_that_change_what_is_computed(tiny: Path, settings:
 
 def test_another_for_another_version(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     first = of(tiny)
-    monkeypatch.setattr(fingerprint_module, "versions", lambda: {"version": "another"})
+    monkeypatch.setattr(fingerprint_module, "get_versions", lambda: {"version": "another"})
     assert of(tiny) != first
 
 
 @pytest.mark.parametrize("small", [True, False])
 def test_another_for_other_weights(mine: Path, monkeypatch: pytest.MonkeyPatch, small: bool) -> None:
     """By their bytes; large files by their size and the time of their change."""
-    monkeypatch.setattr(fingerprint_module, "SMALL", 2**24 if small else 0)
+    monkeypatch.setattr(fingerprint_module, "SMALL_FILE_BYTES", 2**24 if small else 0)
     first = of(mine)
     weights = next(mine.glob("*.safetensors"))
     bytes_ = bytearray(weights.read_bytes())

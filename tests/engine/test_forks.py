@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from server.engine.info import state_of
-from server.engine.ipc.messages import Sampling
+from server.engine.info import read_engine_state
+from server.engine.ipc.messages import SamplingParams
 from tests.engine.engine_driver import Driver, least_memory, strategies
 from tests.engine.expected_tokens import Reference, random_prompt
 
@@ -33,7 +33,7 @@ def choices(driver: Driver, instance: str = "paged", count: int = CHOICES, **opt
 
 def assert_right(driver: Driver, reference: Reference, but: tuple[int, ...] = (), count: int = CHOICES) -> None:
     for i in set(range(count)) - set(but):
-        sampling = Sampling(COUNT, 0.9, top_k=10, seed=i, ignore_eos=True)
+        sampling = SamplingParams(COUNT, 0.9, top_k=10, seed=i, ignore_eos=True)
         assert driver.heard[str(i)].tokens == reference.sampled(PROMPT, sampling), i
     driver.assert_nothing_leaked()
 
@@ -46,11 +46,11 @@ def test_siblings_wait_for_the_prompt_of_the_first(tiny: Path) -> None:
     driver = Driver(tiny, **SETTINGS)
     choices(driver)
     driver.step()
-    assert state_of(driver.core, {}).waiting == {("paged", "sibling"): CHOICES - 1}
+    assert read_engine_state(driver.core, {}).waiting == {("paged", "sibling"): CHOICES - 1}
 
 
 def forked(driver: Driver) -> int:
-    return sum(sum(step.report.forked.values()) for step in driver.steps)
+    return sum(sum(step.report.forks.values()) for step in driver.steps)
 
 
 @pytest.mark.parametrize("instance", INSTANCES)
@@ -154,4 +154,4 @@ def test_choices_that_only_compute_the_prompt_generate_nothing(tiny: Path) -> No
     assert first.ended
     assert other.ended
     assert forked(driver) == 1
-    assert not any(step.report.generated for step in driver.steps)
+    assert not any(step.report.generated_tokens for step in driver.steps)

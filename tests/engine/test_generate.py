@@ -15,7 +15,7 @@ from torch import Tensor
 from cache_strategies import plugins, registry
 from cache_strategies.base import KVCache
 from server.engine.batch import StrategyError
-from server.engine.ipc.messages import Sampling
+from server.engine.ipc.messages import SamplingParams
 from server.generate import NotANumber, generate
 from tests.engine.engine_driver import Driver, strategies
 from tests.engine.expected_tokens import Reference, random_prompt
@@ -44,14 +44,14 @@ GREEDY = {"temperature": 0.0, "ignore_eos": True}
 @pytest.fixture(scope="module")
 def driver(tiny: Path) -> Driver:
     with pytest.MonkeyPatch.context() as patch:
-        point = EntryPoint("sieve", "tests.contract.third_party_strategy:SieveCache", registry.ENTRY_POINTS)
+        point = EntryPoint("sieve", "tests.contract.third_party_strategy:SieveCache", registry.ENTRY_POINT_GROUP)
         patch.setattr(plugins, "entry_points", lambda group: [point] if group == point.group else [])
         return Driver(tiny, **SETTINGS)
 
 
 def written(driver: Driver, instance: str, prompt: Sequence[int], count: int = 12, **sampling: Any) -> list[int]:
     """What generate() yields."""
-    cache, how = driver.core.caches[instance], Sampling(count, **(GREEDY | sampling))
+    cache, how = driver.core.caches[instance], SamplingParams(count, **(GREEDY | sampling))
     return [token for token, _ in generate(driver.core.model, cache, prompt, how)]
 
 
@@ -85,7 +85,7 @@ def test_it_writes_what_the_engine_writes(driver: Driver, instance: str, samplin
         prompt = random_prompt(length, seed=length)
         heard = driver.submit("it", prompt, 12, kv_cache=instance, **sampling)
         driver.run()
-        cache, how = driver.core.caches[instance], Sampling(12, **(GREEDY | sampling))
+        cache, how = driver.core.caches[instance], SamplingParams(12, **(GREEDY | sampling))
         found = list(generate(driver.core.model, cache, prompt, how))
         assert [token for token, _ in found] == heard.tokens
         assert [reason for _, reason in found] == [None] * (len(found) - 1) + [heard.finish_reason]
@@ -141,7 +141,7 @@ def test_streams_run_beside_each_other_and_free_their_memory(driver: Driver, ins
     model, cache = driver.core.model, driver.core.caches[instance]
     prompts = [random_prompt(30, seed=4), random_prompt(30, seed=4), random_prompt(9, seed=5)]
     expected = [written(driver, instance, prompt) for prompt in prompts]
-    streams = [generate(model, cache, prompt, Sampling(12, **GREEDY)) for prompt in prompts]
+    streams = [generate(model, cache, prompt, SamplingParams(12, **GREEDY)) for prompt in prompts]
     nothing_is_left(cache)
     taken = [[next(stream).token for stream in streams] for _ in range(12)]
     assert [list(tokens) for tokens in zip(*taken, strict=True)] == expected
@@ -152,7 +152,7 @@ def test_streams_run_beside_each_other_and_free_their_memory(driver: Driver, ins
 def test_a_stream_that_is_closed_or_dropped_frees_its_memory(driver: Driver) -> None:
     model, cache = driver.core.model, driver.core.caches["paged"]
     for prompt in (random_prompt(20, seed=6), random_prompt(20, seed=7)):
-        stream = generate(model, cache, prompt, Sampling(50, **GREEDY))
+        stream = generate(model, cache, prompt, SamplingParams(50, **GREEDY))
         next(stream)
         assert cache.usage().seats == 1
         if prompt[0] % 2:
@@ -164,7 +164,7 @@ def test_a_stream_that_is_closed_or_dropped_frees_its_memory(driver: Driver) -> 
 
 def test_one_stream_too_many_is_told_so_and_the_others_go_on(driver: Driver) -> None:
     model, cache = driver.core.model, driver.core.caches["contiguous"]
-    streams = [generate(model, cache, random_prompt(5, seed=i), Sampling(9, **GREEDY)) for i in range(5)]
+    streams = [generate(model, cache, random_prompt(5, seed=i), SamplingParams(9, **GREEDY)) for i in range(5)]
     for stream in streams[:4]:
         next(stream)
     with pytest.raises(MemoryError, match="no room in 'contiguous'"):
@@ -177,7 +177,7 @@ def test_one_stream_too_many_is_told_so_and_the_others_go_on(driver: Driver) -> 
 @pytest.mark.parametrize("after", [0, 3])
 def test_a_failure_frees_the_memory(driver: Driver, instance: str, after: int, monkeypatch: pytest.MonkeyPatch) -> None:
     cache, prompt = driver.core.caches[instance], random_prompt(8, seed=8)
-    stream = generate(driver.core.model, cache, prompt, Sampling(9, **GREEDY))
+    stream = generate(driver.core.model, cache, prompt, SamplingParams(9, **GREEDY))
     for _ in range(after):
         next(stream)
     with monkeypatch.context() as patch:
@@ -198,7 +198,7 @@ def test_logits_that_are_no_numbers_are_told_and_shared_with_nobody(
 ) -> None:
     model, cache, prompt = driver.core.model, driver.core.caches["paged"], random_prompt(15, seed=9 + after)
     forward_embedded = model.forward_embedded  # type: ignore[attr-defined]
-    stream = generate(model, cache, prompt, Sampling(9, **GREEDY))
+    stream = generate(model, cache, prompt, SamplingParams(9, **GREEDY))
     for _ in range(after):
         next(stream)
     with monkeypatch.context() as patch:
@@ -227,4 +227,4 @@ def test_what_cannot_be_computed_is_refused_at_once(
     driver: Driver, prompt: list[int], sampling: dict[str, Any], says: str
 ) -> None:
     with pytest.raises(ValueError, match=says):
-        generate(driver.core.model, driver.core.caches["paged"], prompt, Sampling(**{"max_tokens": 4} | sampling))
+        generate(driver.core.model, driver.core.caches["paged"], prompt, SamplingParams(**{"max_tokens": 4} | sampling))

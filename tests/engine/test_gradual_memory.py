@@ -11,7 +11,7 @@ import pytest
 from cache_strategies import reserved_memory
 from cache_strategies.arena import Arena
 from server.engine import build
-from server.engine.info import describe_caches, memory_of, state_of
+from server.engine.info import describe_caches, describe_memory, read_engine_state
 from tests.engine.engine_driver import Driver, strategies
 from tests.engine.expected_tokens import Reference, random_prompt
 
@@ -30,8 +30,8 @@ COUNT = 20  # requests
 @pytest.fixture
 def slow(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Driver]:
     """An engine with as little memory as it can begin with; more comes when the test says so."""
-    monkeypatch.setattr(reserved_memory, "PIECE", SYSTEM_PAGE)
-    monkeypatch.setattr(build, "FIRST_BYTES", 0)
+    monkeypatch.setattr(reserved_memory, "PIECE_BYTES", SYSTEM_PAGE)
+    monkeypatch.setattr(build, "INITIAL_KV_BYTES", 0)
     monkeypatch.setattr(Arena, "touch_rest", lambda *_: None)
 
     def engine(kinds: tuple[str, ...] = KINDS, kernels: str = "auto") -> Driver:
@@ -46,8 +46,8 @@ def more(driver: Driver, size: int) -> None:
     """So much more has come at each end that is used."""
     memory = driver.core.arena._reserved
     if memory is not None:
-        above = driver.core.arena.memory.nbytes - memory.above
-        memory.touch(below=memory.below and memory.below + size, above=above and above + size)
+        above = driver.core.arena.memory.nbytes - memory.high_start
+        memory.touch(below=memory.low_end and memory.low_end + size, above=above and above + size)
 
 
 def run_out(driver: Driver) -> None:
@@ -78,20 +78,20 @@ def test_an_engine_is_ready_before_all_memory_is_there(tiny: Path, monkeypatch: 
     monkeypatch.setattr(Arena, "touch_rest", lambda *_: None)
     driver = Driver(tiny, gradual=True, kv_memory="1GiB", max_num_seqs=4096)
     arena = driver.core.arena
-    there = arena.usable * arena.page_bytes
-    assert build.FIRST_BYTES <= there < 4 * build.FIRST_BYTES < arena.total * arena.page_bytes
-    assert memory_of(arena) == {"bytes": arena.memory.nbytes, "usable_bytes": there}
+    there = arena.num_usable_pages * arena.page_bytes
+    assert build.INITIAL_KV_BYTES <= there < 4 * build.INITIAL_KV_BYTES < arena.total_pages * arena.page_bytes
+    assert describe_memory(arena) == {"bytes": arena.memory.nbytes, "usable_bytes": there}
     for cache in driver.core.caches.values():
         driver.submit(cache.name, random_prompt(50), 4, kv_cache=cache.name)
     driver.run()
-    state = state_of(driver.core, {})
+    state = read_engine_state(driver.core, {})
     assert state.pool_held + state.pool_free == there
     assert there + state.pool_untouched == arena.memory.nbytes
 
 
 def test_an_engine_that_is_built_by_itself_has_all_of_it(tiny: Path) -> None:
     arena = Driver(tiny, kv_memory="128MiB", max_num_seqs=4096).core.arena
-    assert arena.usable == arena.total
+    assert arena.num_usable_pages == arena.total_pages
     arena.memory.fill_(1)
 
 
@@ -103,18 +103,18 @@ def test_requests_wait_for_memory_and_get_the_same_answers(
     for size, pause in ((SYSTEM_PAGE, 30), (2 * SYSTEM_PAGE, 3), (MIB, 1)):
         driver = slow(kinds)
         arena = driver.core.arena
-        assert arena.usable < arena.total
+        assert arena.num_usable_pages < arena.total_pages
         prompts = ask(driver, kinds)
         while driver.core.busy:
             driver.step()
-            assert driver.limits.kv_bytes == arena.usable * arena.page_bytes
+            assert driver.limits.kv_bytes == arena.num_usable_pages * arena.page_bytes
             if len(driver.steps) % pause == 0:
                 more(driver, size)
         assert_right(driver, reference, prompts)
         assert max(len(step.report.parts) for step in driver.steps) == len(kinds) or size == SYSTEM_PAGE
         more(driver, MIB)
         driver.step()
-        assert arena.usable == arena.total
+        assert arena.num_usable_pages == arena.total_pages
         driver.assert_nothing_leaked()
 
 
@@ -123,7 +123,7 @@ def test_plain_torch_writes_into_no_other_memory(slow: Callable[..., Driver], re
     driver = slow(kernels="reference")
     prompts = ask(driver)
     driver.run()
-    assert driver.core.arena.untouched
+    assert driver.core.arena.num_untouched_pages
     assert_right(driver, reference, prompts)
 
 
@@ -154,10 +154,10 @@ def test_where_memory_runs_out_the_limit_is_what_there_is(
         driver.step()
     (record,) = caplog.records
     assert record.getMessage().startswith("memory has run out: of ")
-    assert arena.usable == arena.total < arena.pages
-    assert memory_of(arena)["bytes"] == memory_of(arena)["usable_bytes"] < MIB
-    assert all(each["limit_bytes"] <= memory_of(arena)["bytes"] for each in describe_caches(driver.engine))
-    assert state_of(driver.core, {}).pool_untouched == 0
+    assert arena.num_usable_pages == arena.total_pages < arena.pages
+    assert describe_memory(arena)["bytes"] == describe_memory(arena)["usable_bytes"] < MIB
+    assert all(each["limit_bytes"] <= describe_memory(arena)["bytes"] for each in describe_caches(driver.engine))
+    assert read_engine_state(driver.core, {}).pool_untouched == 0
     driver.run()
     assert_right(driver, reference, prompts)
     later = random_prompt(LONGEST - 4, seed=6)

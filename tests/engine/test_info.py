@@ -13,7 +13,7 @@ import torch
 from config.settings import Settings
 from server.engine import device
 from server.engine.device import device_memory, free_memory
-from server.engine.info import PRIVATE, Processes, about, state_of
+from server.engine.info import PRIVATE_SETTINGS, ProcessMemory, make_engine_info, read_engine_state
 from tests.engine.engine_driver import Driver
 from tests.engine.expected_tokens import random_prompt
 
@@ -22,7 +22,7 @@ CPU = torch.device("cpu")
 
 def test_settings_are_those_that_hold(tiny: Path) -> None:
     driver = Driver(tiny, max_num_seqs=3, weights="bf16")
-    settings = about(driver.engine).settings
+    settings = make_engine_info(driver.engine).settings
     assert settings["kv_memory_bytes"] == driver.core.arena.memory.nbytes
     assert settings["threads"] == torch.get_num_threads()
     assert (settings["max_num_seqs"], settings["max_num_batched_tokens"]) == (3, 512)
@@ -30,7 +30,7 @@ def test_settings_are_those_that_hold(tiny: Path) -> None:
     assert settings["kernels"] == driver.engine.kernels.backend
     assert settings["model_impl"] == "lean"
     assert "auto" not in settings.values()
-    assert settings.keys() | PRIVATE >= Settings.model_fields.keys()
+    assert settings.keys() | PRIVATE_SETTINGS >= Settings.model_fields.keys()
 
 
 def test_settings_tell_nothing_private(tiny: Path) -> None:
@@ -39,7 +39,7 @@ def test_settings_tell_nothing_private(tiny: Path) -> None:
         "admin_token": "so-private",
         "otlp_traces_endpoint": "http://me:private@x",
     }
-    settings = about(Driver(tiny, **private).engine).settings
+    settings = make_engine_info(Driver(tiny, **private).engine).settings
     assert "private" not in str(settings), "/metrics may be read by strangers"
     assert str(tiny.parent) not in str(settings)
 
@@ -48,7 +48,7 @@ def test_the_pool_is_held_or_free(tiny: Path) -> None:
     driver = Driver(tiny)
     driver.submit("it", random_prompt(50), 20)
     driver.step()
-    state = state_of(driver.core, {})
+    state = read_engine_state(driver.core, {})
     assert state.running == {"paged": 1}
     assert state.pool_held == sum(usage.reserved for usage in state.usage.values()) > 0
     assert state.pool_held + state.pool_free == driver.core.arena.memory.nbytes
@@ -78,27 +78,27 @@ def test_memory_of_a_card(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_memory_of_processes() -> None:
-    processes = Processes()
+    processes = ProcessMemory()
     for worker, memory in ((1, 60), (2, 20), (1, 100), (3, 7)):
-        processes.told(worker, memory)
-    processes.gone(3)
-    resident = processes.resident()
+        processes.set_worker_memory(worker, memory)
+    processes.remove_worker(3)
+    resident = processes.read_resident_bytes()
     assert resident["engine"] == pytest.approx(psutil.Process().memory_info().rss, rel=0.1)
     assert (resident["api"], resident["supervisor"]) == (120, 0)
 
 
 def test_operations_are_timed_in_some_steps(tiny: Path) -> None:
     driver = Driver(tiny)
-    driver.core.timed_every = 3
+    driver.core.timing_interval = 3
     ops = driver.engine.kernels.ops
     before = dict(vars(ops))
     driver.submit("it", random_prompt(20), 8)
     driver.run()
     reports = [step.report for step in driver.steps]
-    assert [report.kernels is not None for report in reports] == [(i + 1) % 3 == 0 for i in range(8)]
+    assert [report.op_seconds is not None for report in reports] == [(i + 1) % 3 == 0 for i in range(8)]
     for report in reports:
-        if report.kernels is not None:
+        if report.op_seconds is not None:
             assert report.phase == "decode"
-            assert 0 < report.kernels["attend"] < sum(report.kernels.values()) < report.seconds
+            assert 0 < report.op_seconds["attend"] < sum(report.op_seconds.values()) < report.seconds
     assert vars(ops) == before
     assert Counter(report.phase for report in reports) == {"prefill": 1, "decode": 7}

@@ -22,12 +22,12 @@ from server.engine.ipc.messages import (
     FromEngine,
     Query,
     Question,
-    Sampling,
+    SamplingParams,
     Submit,
     ToEngine,
     Tokens,
 )
-from server.engine.ipc.server import Gone
+from server.engine.ipc.server import WorkerDisconnected
 from server.engine.loop import Loop
 from server.metrics.exposition import Renderer
 from server.metrics.registry import Metrics
@@ -39,8 +39,8 @@ from tests.engine.expected_tokens import Reference, random_prompt
 class FakeGateway:
     """Workers that have said everything at once, and listen until `enough`."""
 
-    def __init__(self, *said: tuple[int, ToEngine | Gone]) -> None:
-        self.inbox: queue.Queue[tuple[int, ToEngine | Gone]] = queue.Queue()
+    def __init__(self, *said: tuple[int, ToEngine | WorkerDisconnected]) -> None:
+        self.inbox: queue.Queue[tuple[int, ToEngine | WorkerDisconnected]] = queue.Queue()
         self.heard: dict[int, list[FromEngine]] = {}
         self.batches: list[tuple[int, int]] = []
         self.on_message: Callable[[int, FromEngine], None] = lambda *_: None
@@ -55,7 +55,7 @@ class FakeGateway:
 
 
 def greedy(name: str, prompt: list[int], count: int = 4, **options: Any) -> Submit:
-    return Submit(name, prompt, Sampling(count, temperature=0.0, ignore_eos=True), **options)
+    return Submit(name, prompt, SamplingParams(count, temperature=0.0, ignore_eos=True), **options)
 
 
 def run_until(driver: Driver, gateway: FakeGateway, ends: int) -> None:
@@ -96,8 +96,8 @@ def test_a_refusal_is_an_answer(tiny: Path) -> None:
 def test_cancelled_requests_and_those_of_gone_workers_are_heard_of_no_more(tiny: Path) -> None:
     prompt = random_prompt(9)
     gateway = FakeGateway(
-        (0, greedy("stays", prompt)), (0, greedy("leaves", prompt)), (1, greedy("leaves", prompt)), (1, Gone()),
-        (0, Cancel("leaves")), (0, Cancel("unknown")), (2, Gone()),
+        (0, greedy("stays", prompt)), (0, greedy("leaves", prompt)), (1, greedy("leaves", prompt)),
+        (1, WorkerDisconnected()), (0, Cancel("leaves")), (0, Cancel("unknown")), (2, WorkerDisconnected()),
     )  # fmt: skip
     driver = Driver(tiny)
     run_until(driver, gateway, ends=1)
@@ -112,7 +112,7 @@ def test_queries_are_answered_between_steps(tiny: Path) -> None:
     answers = {m.query_id: m.body for m in gateway.heard[0] if isinstance(m, Answer)}
     described = json.loads(answers[7])
     assert [told["name"] for told in described["data"]] == ["paged", "contiguous", "sliding_window"]
-    text = Renderer().text(answers[8], openmetrics=False)
+    text = Renderer().render(answers[8], openmetrics=False)
     assert b'kvmux_num_requests_running{strategy="paged"} 0.0' in text
 
 
@@ -130,7 +130,7 @@ def test_the_metrics_count_what_the_loop_did(tiny: Path) -> None:
     loop.run()
     answer = gateway.heard[0][-1]
     assert isinstance(answer, Answer)
-    text = Renderer().text(answer.body, openmetrics=False)
+    text = Renderer().render(answer.body, openmetrics=False)
     assert b'kvmux_requests_total{outcome="length",strategy="paged"} 1.0' in text
     assert b'kvmux_generation_tokens_total{strategy="paged"} 4.0' in text
 
@@ -138,7 +138,7 @@ def test_the_metrics_count_what_the_loop_did(tiny: Path) -> None:
 def test_many_who_ask_often_cost_one_look_in_each_second(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whoever asks, and however the answer comes out; a command in between has the next one asked anew."""
     looks, now = Counter[str](), [100.0]
-    for name in ("state_of", "describe_caches"):
+    for name in ("read_engine_state", "describe_caches"):
         look = getattr(loop_module, name)
         monkeypatch.setattr(
             loop_module, name, lambda *given, name=name, look=look: looks.update([name]) or look(*given)
@@ -165,14 +165,14 @@ def test_many_who_ask_often_cost_one_look_in_each_second(tiny: Path, monkeypatch
         return [message for message in gateway.heard[0] if isinstance(message, Answer)]
 
     first = ask(Query(99, "metrics"))
-    assert looks == {"state_of": 1, "describe_caches": 1}
-    assert {answer.made for answer in first} == {100.0}
+    assert looks == {"read_engine_state": 1, "describe_caches": 1}
+    assert {answer.created_at for answer in first} == {100.0}
     now[0] += 0.9
     ask(*(Query(2 * n + i, what) for n in range(10) for i, what in enumerate(questions)))
-    assert looks == {"state_of": 1, "describe_caches": 1}
+    assert looks == {"read_engine_state": 1, "describe_caches": 1}
     now[0] += 0.1
     ask(*(Query(2 * n + i, what) for n in range(10) for i, what in enumerate(questions)))
-    assert looks == {"state_of": 2, "describe_caches": 2}
+    assert looks == {"read_engine_state": 2, "describe_caches": 2}
     *_, last = ask(Query(1, "kv_cache"), Query(2, Clear("paged", None)), Query(3, "kv_cache"))
     assert looks["describe_caches"] == 3
     assert last.query_id == 3
@@ -221,8 +221,8 @@ def test_a_strategy_that_cannot_tell_fails_the_question_alone(
     gateway = FakeGateway((0, Query(7, question)), (0, greedy("r", random_prompt(9))))
     run_until(driver, gateway, ends=1)
     (answer,) = [message for message in gateway.heard[0] if isinstance(message, Answer)]
-    assert answer.refused is not None
-    assert answer.refused.status == 500
+    assert answer.error is not None
+    assert answer.error.status == 500
     assert "no idea" in caplog.text
 
 
@@ -231,6 +231,6 @@ def test_books_that_do_not_add_up_end_an_idle_engine_if_they_are_checked(tiny: P
     driver = Driver(tiny, check_integrity=True)
     run_until(driver, gateway, 1)
     driver.core.check_integrity()
-    driver.core.arena._free += 1
+    driver.core.arena._num_free += 1
     with pytest.raises(AssertionError):
         Loop(driver.engine, FakeGateway(), Metrics).run()  # type: ignore[arg-type]

@@ -25,7 +25,7 @@ LENGTHS = (1, 270, 3, 40, 17)  # 270 is more than a threadgroup sums
 def _driver(directory: Path, device: str = "metal-emulated", **settings: Any) -> Driver:
     settings = {"strategies": STRATEGIES, "max_seq_len": 300, "max_num_batched_tokens": 60} | settings
     driver = Driver(directory, device=device, **settings)
-    assert driver.engine.kernels.faulty == [], "plain torch computes it, and nothing is proven"
+    assert driver.engine.kernels.faulty_ops == [], "plain torch computes it, and nothing is proven"
     return driver
 
 
@@ -83,4 +83,4 @@ def test_a_step_launches_as_much_whoever_is_in_it(tiny: Path, requests: int, mon
     monkeypatch.setattr(Kernel, "__call__", lambda self, *args: launched.append(1) or launch(self, *args))
     driver.step()
     a_layer = 10  # norm, QKV, rope, write, attend, output, norm, gate and up, SiLU, down
-    assert len(launched) == a_layer * len(driver.core.model.specs) + 2  # the last norm, and the head
+    assert len(launched) == a_layer * len(driver.core.model.layer_specs) + 2  # the last norm, and the head

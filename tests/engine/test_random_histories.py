@@ -17,8 +17,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from server.engine.admin import obey
-from server.engine.ipc.messages import Clear, Inspect, PinPrefix, Sampling, Share, Unpin
+from server.engine.admin import run_command
+from server.engine.ipc.messages import Clear, Inspect, PinPrefix, SamplingParams, Share, Unpin
 from server.engine.scheduling.request import RequestError
 from tests.engine.engine_driver import Driver, RequestEvents, least_memory, strategies
 from tests.engine.expected_tokens import Reference, random_prompt
@@ -151,7 +151,7 @@ class History:
                 break_attend(LAST_LAYER)(self._driver, instance, times)
             case Order(command):
                 with suppress(RequestError):
-                    obey(self._driver.core, command)
+                    run_command(self._driver.core, command)
             case Unpinning(instance):
                 unpin(self._driver, instance)
         self._driver.check()
@@ -197,7 +197,7 @@ class History:
             if guesses and heard.failed is None:
                 whole = PROMPTS[prompt] + self._expected(arrival, choice)
                 guessing = FakeProposer(whole, count=guesses, seed=len(self._arrivals))
-                self._driver.request(name).lookup = guessing  # type: ignore[assignment]
+                self._driver.request(name).proposer = guessing  # type: ignore[assignment]
 
     def _expected(self, arrival: Arrival, choice: int) -> list[int]:
         prompt, instance, max_tokens = arrival[:3]
@@ -208,16 +208,18 @@ class History:
         return self._reference.greedy(PROMPTS[prompt], MOST)[:max_tokens]
 
 
-def _sampling(arrival: Arrival, choice: int) -> Sampling:
+def _sampling(arrival: Arrival, choice: int) -> SamplingParams:
     drawn = arrival.drawn and arrival.instance != "sliding_window"
     seed = arrival.prompt + 100 * choice
-    return Sampling(arrival.max_tokens, 0.9 if drawn else 0.0, top_k=10 if drawn else 0, seed=seed, ignore_eos=True)
+    return SamplingParams(
+        arrival.max_tokens, 0.9 if drawn else 0.0, top_k=10 if drawn else 0, seed=seed, ignore_eos=True
+    )
 
 
 def unpin(driver: Driver, instance: str) -> None:
-    for pin in obey(driver.core, Inspect(instance)).get("pins", []):
+    for pin in run_command(driver.core, Inspect(instance)).get("pins", []):
         with suppress(RequestError):  # its time may be over
-            obey(driver.core, Unpin(instance, pin["id"]))
+            run_command(driver.core, Unpin(instance, pin["id"]))
 
 
 def restore(driver: Driver, shares: dict[str, tuple[int, int]]) -> None:
@@ -241,7 +243,7 @@ def a_driver(tiny: Path, max_num_batched_tokens: int, memory: float) -> Iterator
     driver = _idle.pop((max_num_batched_tokens, memory), None)
     if driver is None:
         driver = Driver(tiny, **sized, kv_memory=str(int(least_memory(tiny, **sized) * memory)))
-    shares = {name: driver.core.arena.share(name) for name in driver.core.caches}
+    shares = {name: driver.core.arena.get_share(name) for name in driver.core.caches}
     yield driver
     restore(driver, shares)
     driver.assert_nothing_leaked()

@@ -100,7 +100,7 @@ def test_a_request_whose_tokens_break_the_model_fails_alone(tiny: Path, referenc
 def unused_token(driver: Driver) -> int:
     """Return a token that no good prompt has, and no warm-up step (which computes zeros)."""
     used = {token for i in range(3) for token in random_prompt(25, seed=i)} | {0}
-    return next(i for i in range(driver.core.model.facts.vocab_size) if i not in used)
+    return next(i for i in range(driver.core.model.info.vocab_size) if i not in used)
 
 
 def test_requests_that_wait_for_a_failing_ones_prefill_compute_it_themselves(tiny: Path, reference: Reference) -> None:

@@ -104,9 +104,9 @@ def decoding(directory: Path, *strategies: str, kernels: str = "auto", sequences
         driver.submit(str(i), [5 + i] * PROMPT, max_tokens=60, kv_cache=strategies[i % len(strategies)])
     for _ in range(1 + WARM):
         driver.step()
-    driver.core.timed_every = 0
+    driver.core.timing_interval = 0
     yield driver
-    assert all(request.generated > WARM for request in driver.requests), "it did not decode all the time"
+    assert all(request.num_output_tokens > WARM for request in driver.requests), "it did not decode all the time"
 
 
 def cost(driver: Driver) -> tuple[Cost, int]:
@@ -212,7 +212,7 @@ def test_a_matrix_that_is_read_twice_is_told(models: dict[int, Path], monkeypatc
 def test_an_operation_more_in_a_layer_is_told(models: dict[int, Path], monkeypatch: pytest.MonkeyPatch) -> None:
     attend = Batch.attend
     monkeypatch.setattr(Batch, "attend", lambda self, *qkv: attend(self, *qkv).clone())
-    monkeypatch.setattr(Batch, "stored", None)  # so that attend() is called
+    monkeypatch.setattr(Batch, "kv_locations", None)  # so that attend() is called
     ours, backend = spent(models, "paged")
     most = BUDGETS[backend]
     assert ours.layer.dispatched > most.layer.dispatched, f"a layer costs less than BUDGETS says: lower it, {ours}"

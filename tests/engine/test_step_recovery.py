@@ -64,7 +64,7 @@ def _failing(plan: Plan, layer: int, left: list[int]) -> Plan:
             tensors[-1].fill_(float("nan"))  # nothing of it may be used
             _raise_while(left, or_else=lambda: attend(layer_idx, *tensors))
 
-    plan.__class__ = type("Broken", (type(plan),), {"stored": None})  # so that nobody goes around it
+    plan.__class__ = type("Broken", (type(plan),), {"kv_location": None})  # so that nobody goes around it
     plan.attend = broken  # type: ignore[assignment,method-assign]
     return plan
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import LlamaForCausalLM
 
-from config.settings import load
+from config.settings import load_settings
 from server.engine.build import Engine, build_engine
 from tests.models import random_models
 
@@ -34,4 +34,4 @@ def reference(model_directory: Path) -> LlamaForCausalLM:
 @pytest.fixture(scope="session")
 def engine(model_directory: Path) -> Engine:
     flags = {"model": str(model_directory), "dtype": "float32", "max_num_seqs": 5, "max_seq_len": 160, "threads": 1}
-    return build_engine(load(None, flags | {"strategies": STRATEGIES}))
+    return build_engine(load_settings(None, flags | {"strategies": STRATEGIES}))

@@ -198,7 +198,7 @@ def test_a_strategy_that_fails_is_told(
 
 def test_table_has_no_colours_when_they_are_forced(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FORCE_COLOR", "1")
-    fidelity = Fidelity(tokens=10, surprise=5.0, agreed=9, divergence=0.001)
+    fidelity = Fidelity(num_tokens=10, total_nll=5.0, num_agreed=9, total_kl=0.001)
     result = StrategyResult("paged", "paged", {}, True, 2048, fidelity, fidelity)
     header, rule, line = as_table(
         EvaluationReport("m", "cpu", "float32", "stories", (1, 1), 64, 8, [result])

@@ -73,13 +73,13 @@ def test_figures_are_those_of_transformers(
         agreed.append(exact.argmax(-1) == lossy.argmax(-1))
         right.append(lossy.argmax(-1) == targets)
     found = _read(engine, documents, row_tokens=ROW)[name]
-    assert found.tokens == LENGTH + 61
+    assert found.num_tokens == LENGTH + 61
     assert found.perplexity == pytest.approx(torch.cat(surprise).mean().exp().item(), rel=1e-4)
     assert found.kl == pytest.approx(torch.cat(divergence).mean().item(), rel=1e-3, abs=1e-6)
     assert found.agreement == pytest.approx(torch.cat(agreed).double().mean().item(), abs=1e-9)
     pairs = [(a, r) for d, r in zip(documents, right, strict=True) for a in d.answers]
     known = [(a.distance, bool(r[a.start - 1 : a.stop - 1].all())) for a, r in pairs]
-    assert found.recalled == known
+    assert found.answer_recalls == known
 
 
 def test_exact_strategies_differ_in_nothing_and_windows_do(engine: Engine, documents: list[Document]) -> None:
@@ -98,7 +98,7 @@ def test_how_tokens_are_cut_into_steps_changes_nothing(
     for name in NAMES:
         assert found[name].perplexity == pytest.approx(other[name].perplexity, rel=1e-5)
         assert found[name].kl == pytest.approx(other[name].kl, rel=1e-4, abs=1e-7)
-        assert found[name].agreed == other[name].agreed
+        assert found[name].num_agreed == other[name].num_agreed
 
 
 def test_a_known_answer_counts(engine: Engine, reference: LlamaForCausalLM) -> None:
@@ -109,7 +109,7 @@ def test_a_known_answer_counts(engine: Engine, reference: LlamaForCausalLM) -> N
         ids = [*ids, int(_logits(reference, document, _visible(len(ids), len(ids), 0))[-1].argmax())]
     answers = [MarkedAnswer(21, 25, 3), MarkedAnswer(40, 41, 30), MarkedAnswer(15, 22, 30)]
     found = _read(engine, [Document(ids, answers)], row_tokens=4)["paged"]
-    assert found.recalled == [(3, True), (30, True), (30, False)]
+    assert found.answer_recalls == [(3, True), (30, True), (30, False)]
     assert found.recall(1, 3) == (1, 1)
     assert found.recall(4, 64) == (1, 2)
 
@@ -117,7 +117,7 @@ def test_a_known_answer_counts(engine: Engine, reference: LlamaForCausalLM) -> N
 def test_tells_how_far_it_has_come(engine: Engine, documents: list[Document]) -> None:
     told: list[int] = []
     cache = engine.core.caches["paged"]
-    compare(engine.core.model, [cache], documents, row_tokens=100, read=told.append)
+    compare(engine.core.model, [cache], documents, row_tokens=100, on_tokens_read=told.append)
     assert told == [100, 60, 61]
 
 
@@ -125,7 +125,7 @@ def test_too_little_memory_is_told_at_once(engine: Engine, documents: list[Docum
     caches = [engine.core.caches["contiguous"]] * 40
     told: list[int] = []
     with pytest.raises(SettingsError, match="no room for a document under contiguous: raise --kv-memory"):
-        compare(engine.core.model, caches, documents, row_tokens=8, read=told.append)
+        compare(engine.core.model, caches, documents, row_tokens=8, on_tokens_read=told.append)
     assert not told
 
 
@@ -133,7 +133,7 @@ def test_too_little_memory_is_told_at_once(engine: Engine, documents: list[Docum
 def test_every_document_finds_empty_caches(engine: Engine, length: int) -> None:
     documents = _documents(*[length] * 7)
     _read(engine, documents, row_tokens=ROW)
-    assert engine.core.arena.in_use == 0
+    assert engine.core.arena.usage == 0
 
 
 def test_what_is_no_number_is_told(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -144,4 +144,4 @@ def test_what_is_no_number_is_told(engine: Engine, monkeypatch: pytest.MonkeyPat
 
 
 def test_a_hopeless_perplexity_is_infinite() -> None:
-    assert Fidelity(tokens=1, surprise=1e6).perplexity == math.inf
+    assert Fidelity(num_tokens=1, total_nll=1e6).perplexity == math.inf

@@ -7,7 +7,7 @@ from functools import cache
 import pytest
 
 from server.evaluation.corpus import facts, plots, smalltalk, words
-from server.evaluation.corpus.generator import Document, DocumentGenerator, PieceKind, text_of
+from server.evaluation.corpus.generator import Document, DocumentGenerator, PieceKind, join_text
 from server.evaluation.corpus.packing import BOS_ID, EOS_ID, WEIGHTS, Mix, Rows, pack
 from server.evaluation.corpus.templates import expand
 from server.evaluation.corpus.words import HELD_OUT, TRAIN
@@ -20,13 +20,13 @@ def _documents(seed: int, lexicon: words.Lexicon = TRAIN, rounds: int = 12) -> l
     teller = DocumentGenerator(seed, lexicon)
     documents = []
     for _ in range(rounds):
-        documents += [teller.record(8000), *(tell() for tell in (teller.story, teller.chat) * 6)]
+        documents += [teller.make_record(8000), *(tell() for tell in (teller.make_story, teller.make_chat) * 6)]
     return documents
 
 
 @cache
 def _training_text() -> str:
-    return "\n".join(map(text_of, _documents(seed=11)))
+    return "\n".join(map(join_text, _documents(seed=11)))
 
 
 @cache
@@ -68,11 +68,11 @@ def test_every_phrasing_holds_the_value_once_and_what_it_speaks_of(kind: facts.F
     for sentence in (*phrasings.statements, *phrasings.answers):
         assert sentence.count(" @") == 1, sentence
     for sentence in (*phrasings.statements, *phrasings.questions):
-        assert all(re.search(rf"\${slot}\b", sentence) for slot in kind.key), sentence
+        assert all(re.search(rf"\${slot}\b", sentence) for slot in kind.key_slots), sentence
 
 
 def test_held_out_text_uses_the_held_out_half() -> None:
-    text = "\n".join(map(text_of, _documents(2, HELD_OUT)))
+    text = "\n".join(map(join_text, _documents(2, HELD_OUT)))
     assert all(re.search(rf"\b{name}\b", text) for name in HELD_OUT.objects)
 
 
@@ -102,20 +102,20 @@ def test_sentences_begin_with_capitals() -> None:
 
 def test_every_template_expands() -> None:
     teller = DocumentGenerator(1)
-    slots = teller._slots(*teller.cast(2))
+    slots = teller._slots(*teller.draw_cast(2))
     for template in (*plots.OPENINGS, *plots.ASIDES, *plots.CLOSINGS, *sum(plots.PLOTS, ())):
         assert expand(teller.rng, template, slots)[-1] in '.!?"', template
 
 
 def test_stories_end_with_the_end_token() -> None:
-    assert DocumentGenerator(1).story()[-1].kind is PieceKind.END
+    assert DocumentGenerator(1).make_story()[-1].kind is PieceKind.END
 
 
 def test_facts_are_asked_at_most_twice_and_near_and_far() -> None:
     teller, distances = DocumentGenerator(9), []
     for _ in range(30):
         stated, asked, position = {}, Counter[int](), 0
-        for piece in teller.record(8000):
+        for piece in teller.make_record(8000):
             if piece.kind is PieceKind.VALUE:
                 stated[piece.fact] = position
             elif piece.kind is PieceKind.ANSWER:
@@ -130,7 +130,7 @@ def test_facts_are_asked_at_most_twice_and_near_and_far() -> None:
 def test_nobody_who_is_the_answer_speaks_in_its_sentence() -> None:
     """Or the answer would stand right before it."""
     spoken = r'"[^"]*\?" asked (\w+)\. "([^"]*)," said (\w+)\.'
-    found = re.findall(spoken, " ".join(text_of(DocumentGenerator(seed).record(20_000)) for seed in range(12)))
+    found = re.findall(spoken, " ".join(join_text(DocumentGenerator(seed).make_record(20_000)) for seed in range(12)))
     assert len(found) > 50
     for asking, answer, telling in found:
         assert not {asking, telling} & set(re.findall(r"\w+", answer))

@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import LlamaForCausalLM
 
-from config.settings import load
+from config.settings import load_settings
 from server.engine.build import build_engine
 from server.evaluation.corpus.packing import MarkedAnswer
 from server.evaluation.documents import Document
@@ -36,16 +36,16 @@ def test_figures_are_those_of_transformers(tmp_path: Path) -> None:
         "kernels": "reference",
         "weights_cache": "off",
     }
-    models = [build_engine(load(None, flags | {"weights": kept})).core.model for kept in ("f32", "int4")]
-    exact, less = quantized_weights.compared(models, [Document(ids.tolist(), [MarkedAnswer(40, 41, 7)])])
+    models = [build_engine(load_settings(None, flags | {"weights": kept})).core.model for kept in ("f32", "int4")]
+    exact, less = quantized_weights.compare_models(models, [Document(ids.tolist(), [MarkedAnswer(40, 41, 7)])])
     with torch.no_grad():
         p, q = (model(ids[None, :-1]).logits[0].log_softmax(-1) for model in (whole, less_exact))
-    assert (exact.agreement, exact.kl, exact.recalled) == (1.0, 0.0, [(7, True)])
+    assert (exact.agreement, exact.kl, exact.answer_recalls) == (1.0, 0.0, [(7, True)])
     assert less.kl == pytest.approx(float((p.exp() * (p - q)).sum(-1).mean()), rel=1e-3)
     assert less.kl > 1e-3
     assert less.agreement == (p.argmax(-1) == q.argmax(-1)).double().mean()
     assert less.perplexity == pytest.approx(float((-q.gather(-1, ids[1:, None])).mean().exp()), rel=1e-4)
-    assert less.recalled == [(7, int(q[39].argmax()) == known)]
+    assert less.answer_recalls == [(7, int(q[39].argmax()) == known)]
 
 
 def test_a_table_for_the_documentation(capsys: pytest.CaptureFixture[str]) -> None:

@@ -7,10 +7,10 @@ from collections.abc import Callable, Mapping
 import pytest
 import torch
 
-from kernels.backends import REFERENCE, backends
+from kernels.backends import REFERENCE, list_backends
 from kernels.ops import Ops
 from kernels.reference.backend import ReferenceOps
-from kernels.selfcheck.attention_case import Layout, RowOf
+from kernels.selfcheck.attention_case import CaseRow, Layout
 from kernels.types import LayerSpec
 
 # By name: the reference, and every backend that computes in the memory of this machine's CPU.
@@ -18,7 +18,7 @@ BACKENDS: Mapping[str, Callable[[], Ops]] = {
     REFERENCE: ReferenceOps,
     **{
         backend.name: backend.load
-        for backend in backends()
+        for backend in list_backends()
         if backend.missing is None and backend.device.tensors.type == "cpu"
     },
 }
@@ -50,13 +50,13 @@ SPECS = {
 
 
 ROWS = (
-    RowOf(0, 1),
-    RowOf(200, 1),
-    RowOf(-1, 1),
-    RowOf(127, 1),
-    RowOf(128, 1),
-    RowOf(0, 9),
-    RowOf(120, 11),
-    RowOf(175, 6),
-    RowOf(-1, 4),
+    CaseRow(0, 1),
+    CaseRow(200, 1),
+    CaseRow(-1, 1),
+    CaseRow(127, 1),
+    CaseRow(128, 1),
+    CaseRow(0, 9),
+    CaseRow(120, 11),
+    CaseRow(175, 6),
+    CaseRow(-1, 4),
 )

@@ -16,10 +16,10 @@ import torch
 from torch import Tensor
 
 from cache_strategies.arena import Arena
-from kernels.ops import AttentionWeights, DecoderLayer, GatedMLP, Ops, Stored
+from kernels.ops import AttentionWeights, DecoderLayer, GatedMLP, KVLocation, Ops
 from kernels.quantization import QuantizedTensor
-from kernels.selfcheck.attention_case import AttentionCase, Layout, RowOf, Step
-from kernels.store import KVStore, block_bytes
+from kernels.selfcheck.attention_case import AttentionCase, CaseRow, Layout, Step
+from kernels.store import KVStore, compute_block_bytes
 from kernels.types import LayerSpec
 from tests.kernels.brute_force import attention, keep_all, visible_keys
 
@@ -189,12 +189,12 @@ def forward_layers(ops: Ops, shape: Shape) -> Pairs:
     layer = DecoderLayer(spec, weights, GatedMLP(gate_up, None, down, None, "silu"), None)
     stack = ops.pack_layers([layer.pack(ops)], shape.dtype)
     length = min(shape.length, 1000)
-    scene = AttentionCase(ops, Layout(shape.block_size), spec, [RowOf(0, length + 1)], shape.dtype)
+    scene = AttentionCase(ops, Layout(shape.block_size), spec, [CaseRow(0, length + 1)], shape.dtype)
     xs = draw(length, MODEL), draw(1, MODEL)
     got = []
     for start, x in zip((0, length), xs, strict=True):
-        at = scene.slots([(0, start, len(x))])
-        stored = slice(0, len(x)), Stored(scene.store, at, shape.window)
+        at = scene.make_slots([(0, start, len(x))])
+        stored = slice(0, len(x)), KVLocation(scene.store, at, shape.window)
         got.append(ops.forward_layers(stack, x, Step(ops, [spec], [stored])))
     x, turns = torch.cat(xs).double(), _turns(shape.head_dim // 2)
     qkv = _normed(x, weights.norm) @ weights.qkv.double().T + weights.qkv_bias.double()
@@ -274,7 +274,7 @@ def _spec(shape: Shape) -> LayerSpec:
 def _scene(ops: Ops, shape: Shape) -> AttentionCase:
     """A token after all others, and a chunk."""
     chunk = min(9, shape.length)
-    rows = [RowOf(shape.length - 1, 1), RowOf(shape.length - chunk, chunk)]
+    rows = [CaseRow(shape.length - 1, 1), CaseRow(shape.length - chunk, chunk)]
     return AttentionCase(
         ops,
         Layout(shape.block_size),
@@ -287,7 +287,7 @@ def _scene(ops: Ops, shape: Shape) -> AttentionCase:
 
 
 def _enter(scene: AttentionCase, shape: Shape) -> None:
-    k, v = (laid(scene.entering(part), shape.lies) for part in (scene.k, scene.v))
+    k, v = (laid(scene.get_step_inputs(part), shape.lies) for part in (scene.k, scene.v))
     scene.ops.write_kv(scene.store, scene.layer, k, v, scene.at)
 
 
@@ -312,7 +312,7 @@ def _untouched(memory: Tensor) -> bool:
 def attend(ops: Ops, shape: Shape) -> Pairs:
     scene = _scene(ops, shape)
     _enter(scene, shape)
-    q = laid(scene.entering(scene.q), shape.lies)
+    q = laid(scene.get_step_inputs(scene.q), shape.lies)
     out = laid(torch.zeros_like(q), shape.lies)
     ops.attend(out, q, scene.store, scene.layer, scene.at, scene.spec, window=shape.window)
     window = shape.window
@@ -336,7 +336,7 @@ def gather(ops: Ops, shape: Shape) -> Pairs:
 def copy_blocks(ops: Ops, shape: Shape) -> Pairs:
     """The first block to the last, and the last but one to the second."""
     layers = [OTHER] * shape.layers_before + [_spec(shape)]
-    arena = Arena(4 + shape.unused_blocks, block_bytes(layers, shape.block_size, shape.dtype))
+    arena = Arena(4 + shape.unused_blocks, compute_block_bytes(layers, shape.block_size, shape.dtype))
     arena.memory.fill_(0xFF)
     store = KVStore(arena, layers, shape.block_size, shape.dtype)
     src, dst = [0, store.num_blocks - 2], [store.num_blocks - 1, 1]

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from kernels.ops import Attention, AttentionWeights, DecoderLayer, DecoderLayers, GatedMLP, Ops, Weight
-from kernels.selfcheck.op_info import Op
+from kernels.selfcheck.op_info import OpInfo
 from kernels.store import KVStore
 
 CPU = torch.device("cpu")
@@ -25,7 +25,7 @@ WRITTEN = ("out", "mirror")  # arguments that an operation writes into
 class Call:
     """One call of an operation: its arguments by name, weights as they were before they were packed."""
 
-    op: Op
+    op: OpInfo
     arguments: Mapping[str, Any]
 
     def run(self, ops: Ops, **changed: Any) -> list[Tensor]:
@@ -46,7 +46,7 @@ class Call:
                 memory.copy_(old)
 
 
-def calls(op: Op, ops: Ops, dtype: torch.dtype) -> Iterator[Call]:
+def calls(op: OpInfo, ops: Ops, dtype: torch.dtype) -> Iterator[Call]:
     """Yield every call of the operation that is tried in a dtype, before it is made."""
     pending: list[Call] = []
     watching: Any = _Watching(ops, op, pending.append)
@@ -58,7 +58,7 @@ def calls(op: Op, ops: Ops, dtype: torch.dtype) -> Iterator[Call]:
 class _Watching:
     """The operations, whose weights stay as they are until they are needed."""
 
-    def __init__(self, ops: Ops, op: Op, found: Callable[[Call], None]) -> None:
+    def __init__(self, ops: Ops, op: OpInfo, found: Callable[[Call], None]) -> None:
         self._ops, self._op, self._found = ops, op, found
 
     def pack(self, weight: Weight) -> Weight:
@@ -94,7 +94,7 @@ def _stores(arguments: Mapping[str, Any]) -> list[KVStore]:
     """Return the stores that a call may write into."""
     attention: Attention | None = arguments.get("attention")
     if attention is not None:
-        return [where.store for _, where in attention.stored or ()]
+        return [where.store for _, where in attention.kv_locations or ()]
     return [value for value in arguments.values() if isinstance(value, KVStore)]
 
 
@@ -104,7 +104,7 @@ def real_tokens(attention: Any, *, unless_seeing: int | None = None) -> list[int
     `unless_seeing`: without those that see a token, which are itself and those behind it in its row.
     """
     found: list[int] = []
-    for tokens, (_, at, _) in attention.stored:
+    for tokens, (_, at, _) in attention.kv_locations:
         begins = [tokens.start + first for first in at.q_start.tolist()]
         for start, first, end in zip(at.start.tolist(), begins, begins[1:], strict=False):
             if start >= 0:

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from kernels.selfcheck.attention_case import AttentionCase, Layout, RowOf
+from kernels.selfcheck.attention_case import AttentionCase, CaseRow, Layout
 from tests.kernels.backend_matrix import BACKENDS, LAYOUTS, NAMES, ROWS, SPECS, TOLERANCE
 from tests.kernels.brute_force import attention, keep_all, visible_keys
 
@@ -46,7 +46,7 @@ def test_a_strategys_window_leaves_the_sinks_in_sight(backend: str, window: int,
 @backends
 def test_scores_of_any_size_overflow_nothing(backend: str) -> None:
     spec = SPECS["groups of 4"]._replace(scale=1e4)
-    scene = AttentionCase(BACKENDS[backend](), Layout(16), spec, [RowOf(100, 1), RowOf(130, 8)], torch.float32)
+    scene = AttentionCase(BACKENDS[backend](), Layout(16), spec, [CaseRow(100, 1), CaseRow(130, 8)], torch.float32)
     scene.write()
     for i, out in enumerate(scene.attend()):
         assert out.isfinite().all()
@@ -72,9 +72,9 @@ def test_what_enters_can_be_gathered_at_its_positions(backend: str, layout: Layo
 @backends
 def test_padding_is_written_nowhere(backend: str) -> None:
     scene = AttentionCase(
-        BACKENDS[backend](), Layout(16), SPECS["groups of 4"], [RowOf(-1, 1), RowOf(-1, 1)], torch.float32
+        BACKENDS[backend](), Layout(16), SPECS["groups of 4"], [CaseRow(-1, 1), CaseRow(-1, 1)], torch.float32
     )
-    scene.entering = lambda part: torch.ones_like(torch.cat(list(part)))  # type: ignore[method-assign]
+    scene.get_step_inputs = lambda part: torch.ones_like(torch.cat(list(part)))  # type: ignore[method-assign]
     scene.write()
     scene.attend()
     assert (scene.pages.memory == 0xFF).all()
@@ -83,7 +83,12 @@ def test_padding_is_written_nowhere(backend: str) -> None:
 @backends
 def test_blocks_are_copied_whole_and_leave_their_neighbours_alone(backend: str) -> None:
     scene = AttentionCase(
-        BACKENDS[backend](), Layout(5), SPECS["values wider than keys"], [RowOf(20, 1)], torch.float32, unused_blocks=6
+        BACKENDS[backend](),
+        Layout(5),
+        SPECS["values wider than keys"],
+        [CaseRow(20, 1)],
+        torch.float32,
+        unused_blocks=6,
     )
     scene.pages.memory.copy_(torch.randint(0, 255, scene.pages.memory.shape).byte())
     blocks = scene.store.blocks.clone()

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from kernels.composite import CompositeOps
-from kernels.ops import AttentionWeights, DecoderLayer, DecoderLayers, GatedMLP, Ops, Stored, Weight
+from kernels.ops import AttentionWeights, DecoderLayer, DecoderLayers, GatedMLP, KVLocation, Ops, Weight
 from kernels.quantization import quantize_weight
-from kernels.selfcheck.attention_case import AttentionCase, Layout, RowOf, Step
+from kernels.selfcheck.attention_case import AttentionCase, CaseRow, Layout, Step
 from kernels.selfcheck.op_info import DTYPES
 from kernels.types import LayerSpec
 from tests.kernels.backend_matrix import BACKENDS, NAMES
@@ -22,7 +22,7 @@ SPECS = [
     LayerSpec(KV_HEADS, HEADS, DIM, DIM, scale=0.2),
     LayerSpec(KV_HEADS, HEADS, DIM, DIM, scale=0.1, window=7, softcap=20.0, sink_logits=torch.randn(HEADS)),
 ]
-ROWS = (RowOf(0, 60),) * 4
+ROWS = (CaseRow(0, 60),) * 4
 LAYOUTS = (Layout(16), Layout(4, sinks=2, ring=50))
 STEPS: dict[str, Sequence[tuple[int, int, int]]] = {  # after 40 tokens of each
     "one token": [(0, 40, 1)],
@@ -80,7 +80,7 @@ def after(
         n = sum(tokens for _, _, tokens in rows)
         windows = [45 if scene.layout.ring else None for scene in scenes]
         stored = [
-            (slice(i * n, i * n + n), Stored(scene.store, scene.slots(rows), window))
+            (slice(i * n, i * n + n), KVLocation(scene.store, scene.make_slots(rows), window))
             for i, (scene, window) in enumerate(zip(scenes, windows, strict=True))
         ]
         x, attention = torch.randn(len(scenes) * n, WIDTH).to(dtype), Step(ops, SPECS, stored)

@@ -10,12 +10,12 @@ import torch
 from torch import Tensor
 
 from cache_strategies.arena import Arena
-from kernels.ops import Stored
+from kernels.ops import KVLocation
 from kernels.reference.backend import ReferenceOps
-from kernels.selfcheck.attention_case import AttentionCase, Layout, RowOf, Step
-from kernels.selfcheck.check import error_of
+from kernels.selfcheck.attention_case import AttentionCase, CaseRow, Layout, Step
+from kernels.selfcheck.check import compute_error
 from kernels.selfcheck.op_info import ATTENTION
-from kernels.store import KVStore, block_bytes
+from kernels.store import KVStore, compute_block_bytes
 from kernels.types import LayerSpec, Slots
 from tests.kernels.backend_matrix import BACKENDS, NAMES, TOLERANCE
 from tests.kernels.sparse_memory import sparse_memory
@@ -28,7 +28,7 @@ backends = pytest.mark.parametrize("backend", NAMES)
 LLAMA = LayerSpec(8, 32, 128, 128, scale=128**-0.5)  # Llama-3.1-8B, whose 32 layers take texts of 131,072 tokens
 LAYERS = 32
 CONTIGUOUS, RING = Layout(131_072), Layout(131_072, sinks=4, ring=131_068)
-ROWS = (RowOf(2, 1), RowOf(0, 3))
+ROWS = (CaseRow(2, 1), CaseRow(0, 3))
 
 
 def _scene(backend: str, layout: Layout, kept: torch.dtype) -> AttentionCase:
@@ -61,7 +61,7 @@ def test_so_do_those_in_int8(backend: str) -> None:
     near = AttentionCase(ReferenceOps(), Layout(16), LLAMA, ROWS, torch.float32, kv_dtype=torch.int8)
     near.write()
     for ours, theirs in zip(far.attend(), near.attend(), strict=True):
-        assert error_of(ours, theirs) < 1e-5
+        assert compute_error(ours, theirs) < 1e-5
 
 
 @backends
@@ -101,12 +101,12 @@ def test_slots_and_heads_that_lie_apart_keep_what_enters(backend: str, kept: tor
         ops.attend(outs[-1], q.to(dtype), store, 0, _row(store, length - 1, 1), spec)
     assert torch.equal(far.k(0)[1, :, -3:].transpose(0, 1).float(), k), "where the store says"
     assert not far.k(0)[0, :, -3:].any()
-    assert error_of(*outs) < ATTENTION[dtype]
+    assert compute_error(*outs) < ATTENTION[dtype]
 
 
 def _arena(spec: LayerSpec, tokens: int, kept: torch.dtype) -> Arena:
     """Two blocks."""
-    page = block_bytes([spec], tokens, kept)
+    page = compute_block_bytes([spec], tokens, kept)
     return Arena(2, page, memory=sparse_memory(2 * page))
 
 
@@ -146,13 +146,13 @@ def test_blocks_far_apart_are_copied(backend: str) -> None:
 
 @backends
 def test_all_layers_in_one_call_have_the_bits_that_they_have_nearby(backend: str) -> None:
-    ops, rows = BACKENDS[backend](), (RowOf(0, 6), RowOf(0, 6))
+    ops, rows = BACKENDS[backend](), (CaseRow(0, 6), CaseRow(0, 6))
     stack, found = stack_of(ops, torch.float32, None), []
     for layout, memory in ((Layout(16), None), (Layout(FAR // 128 + 64), sparse_memory)):
         scene = AttentionCase(ops, layout, SPECS[1], rows, torch.float32, before=SPECS[:1], memory=memory)
         x = torch.randn(12, WIDTH, generator=torch.Generator().manual_seed(0))
         for start, n in ((0, 5), (5, 1)):
-            where = Stored(scene.store, scene.slots([(row, start, n) for row in range(2)]), None)
+            where = KVLocation(scene.store, scene.make_slots([(row, start, n) for row in range(2)]), None)
             step = Step(ops, SPECS, [(slice(0, 2 * n), where)])
             found.append(ops.forward_layers(stack, x[2 * start :][: 2 * n], step))
         assert memory is None or scene.store.k(1).storage_offset() > FAR

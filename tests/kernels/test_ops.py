@@ -16,7 +16,7 @@ from allpairspy import AllPairs
 from torch import Tensor
 
 from kernels.selfcheck.op_db import OPS
-from kernels.selfcheck.op_info import DTYPES, Op
+from kernels.selfcheck.op_info import DTYPES, OpInfo
 from tests.kernels.backend_matrix import BACKENDS, NAMES
 from tests.kernels.formulas import ACTIVATIONS, FORMULAS, VARIED, Shape
 
@@ -44,14 +44,14 @@ def backend(request: pytest.FixtureRequest) -> Any:
     return request.param
 
 
-def _shapes(op: Op, combine: Combine, **only: Any) -> Iterator[Shape]:
+def _shapes(op: OpInfo, combine: Combine, **only: Any) -> Iterator[Shape]:
     """Values of what is varied of an operation, combined; `only`: a single value of some."""
     varied = VARIED.get(op.name, ACTIVATIONS)
     for values in combine([[only[name]] if name in only else VALUES[name] for name in varied]):
         yield Shape(**dict(zip(varied, values, strict=True)))
 
 
-def _is_its_formula(op: Op, backend: str, shapes: Iterable[Shape]) -> None:
+def _is_its_formula(op: OpInfo, backend: str, shapes: Iterable[Shape]) -> None:
     ops = BACKENDS[backend]()
     for shape in shapes:
         for got, want in FORMULAS[op.full_name](ops, shape):
@@ -69,7 +69,7 @@ def test_every_operation_has_a_formula() -> None:
 
 
 @every_op
-def test_every_pair_of_values(backend: str, op: Op) -> None:
+def test_every_pair_of_values(backend: str, op: OpInfo) -> None:
     shapes = _shapes(op, _pairs_of_few_tokens if op.name in BY_ITSELF else AllPairs)
     _is_its_formula(op, backend, shapes)
 
@@ -83,13 +83,13 @@ def _pairs_of_few_tokens(values: list[Sequence[Any]]) -> Iterable[Sequence[Any]]
 @pytest.mark.parametrize("head_dim", VALUES["head_dim"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @every_op
-def test_the_full_product(backend: str, op: Op, dtype: torch.dtype, head_dim: int) -> None:
+def test_the_full_product(backend: str, op: OpInfo, dtype: torch.dtype, head_dim: int) -> None:
     _is_its_formula(op, backend, _shapes(op, lambda values: product(*values), dtype=dtype, head_dim=head_dim))
 
 
 @pytest.mark.slow
 @every_op
-def test_offsets_beyond_32_bits(backend: str, op: Op) -> None:
+def test_offsets_beyond_32_bits(backend: str, op: OpInfo) -> None:
     """Rows that lie more than 4 GiB apart, or blocks behind 4 GiB that nobody has."""
     shape = Shape(torch.bfloat16, group=2, length=2, lies="apart")
     if "block_size" in VARIED.get(op.name, ()):

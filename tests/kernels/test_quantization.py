@@ -9,7 +9,14 @@ import torch
 from gguf import GGMLQuantizationType as Type
 from torch import Tensor
 
-from kernels.quantization import QuantizedTensor, dequantize, joined, quantize_symmetric, quantize_weight, symmetric
+from kernels.quantization import (
+    QuantizedTensor,
+    concatenate_quantized,
+    dequantize,
+    from_symmetric,
+    quantize_symmetric,
+    quantize_weight,
+)
 from tests.models.mlx_files import mlx_dequantized, mlx_quantized
 from tests.models.rounded_weights import symmetric_rounded
 
@@ -75,7 +82,7 @@ def test_rows_of_any_width_are_groups_of_8_bits() -> None:
 )
 def test_offsets_beyond_float16_take_float32(largest: float, bits: int, kept: int) -> None:
     scale = torch.tensor([[-largest], [0.01]]).half()
-    weight = symmetric(torch.arange(64 * bits // 8, dtype=torch.uint8).repeat(2, 1), scale, bits)
+    weight = from_symmetric(torch.arange(64 * bits // 8, dtype=torch.uint8).repeat(2, 1), scale, bits)
     assert weight.scale.dtype is weight.offset.dtype is (torch.float16 if kept == 16 else torch.float32)
     assert torch.equal(weight.scale.float(), scale.float())
     assert torch.equal(weight.offset.float(), -(2 ** (bits - 1)) * scale.float())
@@ -140,10 +147,10 @@ def test_rows_are_quantized_alike_however_many_there_are() -> None:
 
 def test_joined_weights_of_several_formats_keep_their_values() -> None:
     parts = [quantize_weight(torch.randn(n, 256), bits, group) for n, bits, group in ((5, 4, 64), (3, 8, 128))]
-    both = joined(parts)
+    both = concatenate_quantized(parts)
     assert (both.bits, both.group, both.shape) == (8, 64, (8, 256))
     assert torch.equal(dequantize(both), torch.cat([dequantize(part) for part in parts]))
-    same = joined(parts[:1] * 2)
+    same = concatenate_quantized(parts[:1] * 2)
     assert (same.bits, same.group, same.nbytes) == (4, 64, 2 * parts[0].nbytes)
 
 

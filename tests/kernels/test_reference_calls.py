@@ -41,8 +41,8 @@ class Calls(TorchDispatchMode):
 def calls(dtype: torch.dtype, context: int) -> int:
     """Of the attention of one layer, once the step's indices are made."""
     texts = kernel_inputs.Texts(dtype, context)
-    at, layer = next(texts.rows())
-    q = torch.zeros(1, kernel_inputs.HEADS, kernel_inputs.DIM, dtype=torch.bfloat16)
+    at, layer = next(texts.iter_slots())
+    q = torch.zeros(1, kernel_inputs.HEADS, kernel_inputs.HEAD_DIM, dtype=torch.bfloat16)
     ops, out = ReferenceOps(), torch.empty_like(q)
     ops.attend(out, q, texts.store, layer, at, kernel_inputs.LAYERS[layer])
     with Calls() as counted:

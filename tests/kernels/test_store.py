@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from cache_strategies.arena import Arena
-from kernels.store import ALIGN, KVStore, block_bytes, plane_offsets
+from kernels.store import ALIGN, KVStore, compute_block_bytes, compute_plane_offsets
 from kernels.types import LayerSpec
 
 PHI4_STORED = [LayerSpec(10, 40, 128, 128)] * 40
@@ -19,7 +19,7 @@ ODD = [LayerSpec(3, 6, 5, 7), LayerSpec(1, 1, 9, 3), LayerSpec(2, 2, 16, 16)]
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("block_size", [1, 7, 16])
 def test_planes_are_aligned_and_do_not_overlap(block_size: int, dtype: torch.dtype) -> None:
-    offsets = plane_offsets(ODD, block_size, dtype)
+    offsets = compute_plane_offsets(ODD, block_size, dtype)
     sizes = [
         spec.num_kv_heads * block_size * d * dtype.itemsize for spec in ODD for d in (spec.head_dim, spec.v_head_dim)
     ]
@@ -31,7 +31,7 @@ def test_planes_are_aligned_and_do_not_overlap(block_size: int, dtype: torch.dty
 @pytest.mark.parametrize("run", [1, 3])
 def test_every_slot_of_every_block_has_bytes_of_its_own(run: int) -> None:
     """Each element of blocks that do not overlap gets a number; all of them are found again."""
-    page = -(-block_bytes(ODD, 7, torch.float32) // run)
+    page = -(-compute_block_bytes(ODD, 7, torch.float32) // run)
     arena = Arena(4 * run, -(-page // ALIGN) * ALIGN)
     store = KVStore(arena, ODD, 7, torch.float32)
     assert store.run == run
@@ -64,7 +64,7 @@ def test_a_block_is_what_its_first_page_says() -> None:
 def test_offsets_of_a_large_model(layers: list[LayerSpec], block_size: int, beyond_32_bits: bool) -> None:
     """Phi-4's geometry in float32; with KV heads repeated, a text of 4096 tokens alone passes 2**32 bytes."""
     heads, plane = layers[0].num_kv_heads, layers[0].num_kv_heads * block_size * 128 * 4
-    arena = Arena(1000, block_bytes(layers, block_size, torch.float32), device="meta")
+    arena = Arena(1000, compute_block_bytes(layers, block_size, torch.float32), device="meta")
     store = KVStore(arena, layers, block_size, torch.float32)
     assert store.run == 1
     assert store.block_bytes == 80 * plane
@@ -82,7 +82,7 @@ def test_offsets_of_a_large_model(layers: list[LayerSpec], block_size: int, beyo
 
 def test_layers_of_one_block_are_addressed_past_4_gib() -> None:
     """The same geometry with the block cut into pages of 13 MB: a run, as contiguous takes it."""
-    page = block_bytes(PHI4_REPEATED, 8, torch.float32)
+    page = compute_block_bytes(PHI4_REPEATED, 8, torch.float32)
     arena = Arena(1024, page, device="meta")
     store = KVStore(arena, PHI4_REPEATED, 4096, torch.float32)
     assert store.run == 512

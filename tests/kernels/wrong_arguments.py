@@ -19,10 +19,10 @@ from torch import Tensor
 from kernels.ops import DecoderLayers
 from kernels.reference.backend import ReferenceOps
 from kernels.selfcheck.attention_case import Step
-from kernels.selfcheck.check import error_of
+from kernels.selfcheck.check import compute_error
 from kernels.selfcheck.layer_ops import FORWARD_LAYERS
 from kernels.selfcheck.op_db import OPS
-from kernels.selfcheck.op_info import DTYPES, Op
+from kernels.selfcheck.op_info import DTYPES, OpInfo
 from kernels.store import KVStore
 from kernels.types import Slots
 from tests.kernels.backend_matrix import BACKENDS
@@ -112,7 +112,7 @@ def parts_of(value: Any) -> Iterator[tuple[str, Any, Change]]:
     if isinstance(value, DecoderLayers):
         yield "layers", value.layers, DecoderLayers
     elif isinstance(value, Step):
-        for name in ("positions", "stored"):
+        for name in ("positions", "kv_locations"):
             yield name, getattr(value, name), lambda new, name=name: with_attribute(value, name, new)
     elif hasattr(value, "_replace"):  # a named tuple
         for name in value._fields:
@@ -153,12 +153,12 @@ def fault_of(call: Call, ops: Any, name: str, wrong: Any) -> str | None:
     return next(filter(None, map(off, [call.op] * len(found), found, wanted)), None)
 
 
-def off(op: Op, ours: Tensor, theirs: Tensor) -> str | None:
+def off(op: OpInfo, ours: Tensor, theirs: Tensor) -> str | None:
     if (ours.shape, ours.dtype) != (theirs.shape, theirs.dtype):
         return f"gave {ours.dtype} {[*ours.shape]} where the reference gives {theirs.dtype} {[*theirs.shape]}"
     if ours.is_meta or ours.numel() == 0:
         return None
-    error = error_of(ours.double().nan_to_num(), theirs.double().nan_to_num())
+    error = compute_error(ours.double().nan_to_num(), theirs.double().nan_to_num())
     worst = 4 * max(op.tolerance.values())  # where types are mixed, more is rounded
     return None if error <= worst else f"was off by {error:.1e} of the largest number"
 

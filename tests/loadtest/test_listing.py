@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from loadtest.listing import Listing, ListingError, chosen, parse_weights
+from loadtest.listing import Listing, ListingError, parse_weights, select_models
 from loadtest.listing import read_listing as read_bytes
 
 
@@ -36,14 +36,14 @@ def test_a_model_and_its_strategies() -> None:
     assert listing == ("tiny", "kvmux", 2048, {"paged": "tiny:paged", "short": "tiny:short"})
     assert read_listing(OURS, "alias").strategies == {"paged": "alias:paged"}
     assert read_listing(OURS, "tiny:short")[3] == {}  # it is one itself
-    assert chosen(listing, {}) == {"tiny:paged": 1, "tiny:short": 1}
-    assert chosen(listing, {"short": 2.5}) == {"tiny:short": 2.5}
+    assert select_models(listing, {}) == {"tiny:paged": 1, "tiny:short": 1}
+    assert select_models(listing, {"short": 2.5}) == {"tiny:short": 2.5}
 
 
 def test_a_colon_in_a_name_is_no_strategy() -> None:
     assert read_listing(OTHERS) == ("llama3:8b", "vllm", None, {})
-    assert read_listing(OTHERS, "qwen:7b").context == 512
-    assert chosen(read_listing(OTHERS), {}) == {"llama3:8b": 1}
+    assert read_listing(OTHERS, "qwen:7b").max_model_len == 512
+    assert select_models(read_listing(OTHERS), {}) == {"llama3:8b": 1}
 
 
 @pytest.mark.parametrize(
@@ -57,7 +57,7 @@ def test_a_colon_in_a_name_is_no_strategy() -> None:
 )
 def test_what_is_not_listed(answer: Any, model: str, weights: dict[str, float], message: str) -> None:
     with pytest.raises(ListingError, match=message):
-        chosen(read_listing(answer, model), weights)
+        select_models(read_listing(answer, model), weights)
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from loadtest.prompts import prompt
+from loadtest.prompts import make_prompt
 from tests.loadtest.stub_server import PROMPT_TOKENS, TOKENS, StubServer, running_stub
 
 pytestmark = pytest.mark.skipif(not find_spec("locust"), reason="the extra `load` is not installed")
@@ -147,7 +147,7 @@ def chats(seen: Seen) -> list[list[dict[str, str]]]:
 
 def shared(seen: Seen) -> int:
     """Chats under the system prompt that everybody has."""
-    system = {"role": "system", "content": prompt(Random(), 0, 30)}
+    system = {"role": "system", "content": make_prompt(Random(), 0, 30)}
     return sum(messages[0] == system for messages in chats(seen))
 
 

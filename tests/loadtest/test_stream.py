@@ -7,8 +7,8 @@ from random import Random
 
 import pytest
 
-from loadtest.prompts import prompt
-from loadtest.stream import Reply, StreamError, read_reply, refusal
+from loadtest.prompts import make_prompt
+from loadtest.stream import Reply, StreamError, format_http_error, read_reply
 
 TOKEN = b'data: {"choices": [{"text": "a", "finish_reason": null}], "usage": null}\n'
 EMPTY = b'data: {"choices": [{"text": "", "finish_reason": null}]}\n'  # part of a character: a token all the same
@@ -46,7 +46,7 @@ DONE = b"data: [DONE]\n"
 def test_pieces_and_tokens(lines: list[bytes], pieces: int, tokens: int) -> None:
     clock = count(10.0, 0.5)
     reply = read_reply(lines, clock=lambda: next(clock))
-    assert reply.arrivals == [10.0 + 0.5 * i for i in range(pieces)]
+    assert reply.arrival_times == [10.0 + 0.5 * i for i in range(pieces)]
     assert reply.gaps() == [0.5] * (pieces - 1)
     assert reply.completion_tokens == tokens
 
@@ -94,7 +94,7 @@ def test_odd_chunks(chunk: str) -> None:
 
 
 def test_a_text_may_end_with_its_first_token() -> None:
-    assert read_reply([LAST, DONE]).arrivals == []
+    assert read_reply([LAST, DONE]).arrival_times == []
 
 
 def test_text_and_what_the_server_counted() -> None:
@@ -106,15 +106,17 @@ def test_text_and_what_the_server_counted() -> None:
 
 def test_tokens_a_second_after_the_first() -> None:
     clock = count(10.0, 0.5)
-    assert read_reply([TOKEN, TOKEN, TOKEN, USAGE, DONE], lambda: next(clock)).speed() == (9 - 1) / 1.0
-    assert read_reply([TOKEN, DONE]).speed() is None
-    assert Reply().speed() is None
+    assert (
+        read_reply([TOKEN, TOKEN, TOKEN, USAGE, DONE], lambda: next(clock)).compute_tokens_per_second() == (9 - 1) / 1.0
+    )
+    assert read_reply([TOKEN, DONE]).compute_tokens_per_second() is None
+    assert Reply().compute_tokens_per_second() is None
 
 
 def test_who_has_enough_reads_no_more() -> None:
     lines = iter([TOKEN, b": ping\n", TOKEN, TOKEN, DONE])
-    reply = read_reply(lines, most=2)
-    assert (len(reply.arrivals), reply.end) == (2, None)
+    reply = read_reply(lines, max_pieces=2)
+    assert (len(reply.arrival_times), reply.end_time) == (2, None)
     assert list(lines) == [TOKEN, DONE]
 
 
@@ -128,11 +130,11 @@ def test_who_has_enough_reads_no_more() -> None:
     ],
 )
 def test_refusals(answer: str, told: str) -> None:
-    assert refusal(429, answer) == told
+    assert format_http_error(429, answer) == told
 
 
 def test_prompts_share_their_beginning_only() -> None:
-    one, other = (prompt(Random(seed), 20, shared_words=10).split() for seed in (1, 2))
+    one, other = (make_prompt(Random(seed), 20, shared_words=10).split() for seed in (1, 2))
     assert len(one) == len(other) == 30
     assert one[:10] == other[:10]
     assert one[10:] != other[10:]

@@ -7,12 +7,12 @@ from itertools import pairwise
 
 import pytest
 
-from loadtest.traces import CHAT, TracedRequest, line, main, trace
+from loadtest.traces import CHAT, TracedRequest, format_line, generate_trace, main
 
 
 @pytest.fixture(scope="module")
 def requests() -> list[TracedRequest]:
-    return list(trace(0, 200))
+    return list(generate_trace(0, 200))
 
 
 def by_conversation(requests: list[TracedRequest]) -> dict[int, list[TracedRequest]]:
@@ -23,12 +23,12 @@ def by_conversation(requests: list[TracedRequest]) -> dict[int, list[TracedReque
 
 
 def test_a_seed_gives_one_trace(requests: list[TracedRequest]) -> None:
-    assert list(trace(0, 200)) == requests
-    assert list(trace(1, 200)) != requests
+    assert list(generate_trace(0, 200)) == requests
+    assert list(generate_trace(1, 200)) != requests
 
 
 def test_more_conversations_change_nothing_in_the_first(requests: list[TracedRequest]) -> None:
-    assert [r for r in trace(0, 300) if r.conversation < 200] == requests
+    assert [r for r in generate_trace(0, 300) if r.conversation < 200] == requests
 
 
 def test_it_is_in_the_order_of_time(requests: list[TracedRequest]) -> None:
@@ -45,7 +45,7 @@ def test_a_prompt_is_all_that_was_said(requests: list[TracedRequest]) -> None:
             said = before.prompt + before.answer
             assert after.prompt[: len(said)] == said
             assert len(after.prompt) > len(said)
-            assert after.time > before.time + len(before.answer) / CHAT.speed
+            assert after.time > before.time + len(before.answer) / CHAT.tokens_per_second
         assert len(conversation[-1].prompt) + len(conversation[-1].answer) <= CHAT.context
         assert all(turn.answer for turn in conversation)
 
@@ -69,7 +69,7 @@ def test_half_of_the_conversations_are_one_shot(requests: list[TracedRequest]) -
 def test_the_command_prints_a_request_a_line(requests: list[TracedRequest], capsys: pytest.CaptureFixture[str]) -> None:
     main(["--seed", "0", "--conversations", "20"])
     told = capsys.readouterr().out.splitlines()
-    assert told == [line(request) for request in trace(0, 20)]
+    assert told == [format_line(request) for request in generate_trace(0, 20)]
     assert json.loads(told[0]).keys() == {"time", "conversation", "prompt", "answer"}
 
 

@@ -9,36 +9,36 @@ from typing import Any
 from prometheus_client.parser import text_string_to_metric_families
 
 from cache_strategies.base import Blocks, CacheUsage
-from cache_strategies.registry import declared
+from cache_strategies.registry import resolve_instances
 from config.settings import Settings
 from kernels.selfcheck.op_db import OPS
 from server.engine.device import DeviceMemory
-from server.engine.info import About, State
+from server.engine.info import EngineInfo, EngineState
 from server.engine.records import RequestRecord, StepReport
 from server.metrics.exposition import Renderer
 from server.metrics.registry import Metrics
 
 INSTANCES = ("paged", "contiguous")
 EMPTY = CacheUsage(0, 0, 0, 0, 0, 0, 0)
-ABOUT = About(
-    instances=[each for each in declared(Settings().strategies) if each.name in INSTANCES],
+ABOUT = EngineInfo(
+    instances=[each for each in resolve_instances(Settings().strategies) if each.name in INSTANCES],
     backends={op.name: "cpu-avx2" for op in OPS},
-    fallen_back=[],
+    fallback_ops=[],
     versions={"version": "1.2.3", "torch": "2.13.0"},
     settings={"device": "cpu", "deterministic": False, "max_seq_len": 512, "queue_timeout": None, "rules": []},
     restarts=0,
 )
-IDLE = State(
+IDLE = EngineState(
     running={},
     waiting={},
     usage=dict.fromkeys(INSTANCES, EMPTY),
     blocks=dict.fromkeys(INSTANCES, Blocks()),
-    floors=dict.fromkeys(INSTANCES, 0),
+    floor_bytes=dict.fromkeys(INSTANCES, 0),
     pool_free=0,
     pool_held=0,
     pool_untouched=0,
-    device=DeviceMemory(0, 0),
-    processes={},
+    device_memory=DeviceMemory(0, 0),
+    process_memory={},
 )
 
 Samples = dict[tuple[str, frozenset[tuple[str, str]]], float]
@@ -48,13 +48,13 @@ def new_metrics(**about: Any) -> Metrics:
     return Metrics(replace(ABOUT, **about))
 
 
-def scrape(metrics: Metrics, state: State = IDLE) -> Samples:
+def scrape(metrics: Metrics, state: EngineState = IDLE) -> Samples:
     return parse_samples(exposition(metrics, state).decode())
 
 
-def exposition(metrics: Metrics, state: State = IDLE, *, openmetrics: bool = False) -> bytes:
+def exposition(metrics: Metrics, state: EngineState = IDLE, *, openmetrics: bool = False) -> bytes:
     """Return the text of /metrics, as an API process writes it."""
-    return Renderer().text(metrics.snapshot(state), openmetrics=openmetrics)
+    return Renderer().render(metrics.snapshot(state), openmetrics=openmetrics)
 
 
 def parse_samples(text: str) -> Samples:
@@ -74,7 +74,7 @@ def labels_of(samples: Samples, name: str) -> Sequence[dict[str, str]]:
     return [dict(labels) for sample, labels in samples if sample == name]
 
 
-def fake_state(**changes: Any) -> State:
+def fake_state(**changes: Any) -> EngineState:
     return replace(IDLE, **changes)
 
 
@@ -105,15 +105,15 @@ def fake_step(**changes: object) -> StepReport:
     values: dict[str, object] = {
         "seconds": 0.02,
         "parts": {},
-        "preempted": {},
+        "preemptions": {},
         "failures": {},
-        "generated": {},
+        "generated_tokens": {},
         "drafts": {},
-        "forked": {},
-        "admitted": [],
-        "evicted": {},
-        "gaps": {},
-        "happened": {},
-        "kernels": None,
+        "forks": {},
+        "admissions": [],
+        "evicted_bytes": {},
+        "inter_token_seconds": {},
+        "block_events": {},
+        "op_seconds": None,
     }
     return StepReport(**(values | changes))  # type: ignore[arg-type]

@@ -8,31 +8,31 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from threading import Thread
 
 from cache_strategies.base import BlockEvents, Blocks, CacheUsage
-from kernels.selfcheck.op_db import OPS
+from kernels.selfcheck.op_db import OP_NAMES
 from server.api.ops.metrics import OPENMETRICS
 from server.engine.device import DeviceMemory
 from server.engine.records import Admission, DraftRecord, StepPart
-from server.metrics.families import MISS, OUTCOME, WAIT
+from server.metrics.families import MISS_REASON, OUTCOME, WAIT_REASON
 from server.metrics.registry import Metrics
 from tests.metrics.fake_metrics import INSTANCES, exposition, fake_record, fake_state, fake_step, new_metrics
 
 BUSY = fake_state(
     running=dict.fromkeys(INSTANCES, 2),
-    waiting={(name, wait): 3 for name in INSTANCES for wait in WAIT.values or ()},
+    waiting={(name, wait): 3 for name in INSTANCES for wait in WAIT_REASON.values or ()},
     usage=dict.fromkeys(INSTANCES, CacheUsage(2, 50, reserved=600, used=300, idle=200, wasted=100, limit=1000)),
     blocks=dict.fromkeys(INSTANCES, Blocks(in_use=5, shared=2, pending=1, pinned=1, idle=3)),
-    floors=dict.fromkeys(INSTANCES, 400),
+    floor_bytes=dict.fromkeys(INSTANCES, 400),
     pool_held=1200,
     pool_untouched=0,
     pool_free=800,
-    device=DeviceMemory(used=5000, free=3000),
-    processes={"engine": 2000, "api": 1000, "supervisor": 500},
+    device_memory=DeviceMemory(used=5000, free=3000),
+    process_memory={"engine": 2000, "api": 1000, "supervisor": 500},
 )
 
 
 def new_busy_metrics() -> Metrics:
     """Return metrics of which one operation fell back to the reference; nothing is counted yet."""
-    return new_metrics(fallen_back=[OPS[0].name], restarts=1)
+    return new_metrics(fallback_ops=[OP_NAMES[0]], restarts=1)
 
 
 def observe_everything(metrics: Metrics) -> None:
@@ -44,17 +44,19 @@ def observe_everything(metrics: Metrics) -> None:
     metrics.observe_step(
         fake_step(
             parts=dict.fromkeys(INSTANCES, StepPart(3, 1, 40)),
-            preempted=every,
+            preemptions=every,
             failures=every,
-            forked=every,
+            forks=every,
             drafts={name: [DraftRecord(3, 3), DraftRecord(3, 1)] for name in INSTANCES},
-            evicted=every,
-            gaps={name: [0.02, 0.03] for name in INSTANCES},
-            admitted=[
-                Admission(name, 10, 6, reason, forked=False) for name in INSTANCES for reason in MISS.values or ()
+            evicted_bytes=every,
+            inter_token_seconds={name: [0.02, 0.03] for name in INSTANCES},
+            admissions=[
+                Admission(name, 10, 6, reason, forked=False)
+                for name in INSTANCES
+                for reason in MISS_REASON.values or ()
             ],
-            happened=dict.fromkeys(INSTANCES, BlockEvents(1, (40.0,), (20.0,), (3.0,))),
-            kernels={op.name: 0.01 / len(OPS) for op in OPS},
+            block_events=dict.fromkeys(INSTANCES, BlockEvents(1, (40.0,), (20.0,), (3.0,))),
+            op_seconds=dict.fromkeys(OP_NAMES, 0.01 / len(OP_NAMES)),
         )
     )
     for name in INSTANCES:

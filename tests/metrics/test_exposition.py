@@ -34,12 +34,12 @@ def drawn_family(draw: random.Random, number: int) -> FamilyShape:
 
 def happen(draw: random.Random, family: FamilyShape, registry: CollectorRegistry) -> list[float]:
     """Feed the same random values to prometheus_client's metric and to the numbers that are returned."""
-    how = {"buckets": family.edges} if family.kind == "histogram" else {}
+    how = {"buckets": family.buckets} if family.kind == "histogram" else {}
     metric = KINDS[family.kind](family.name, family.help, family.labels, registry=registry, **how)
     numbers = []
     for series in family.series:
         theirs = metric.labels(*series.labels) if family.labels else metric
-        ours = [0.0] * family.width
+        ours = [0.0] * family.num_values
         for _ in range(draw.randrange(6)):
             value = draw.choice((0.0, 0.5, 1.0, 7.0, 2.5e-8, 1e22, draw.random()))
             if family.kind == "counter":
@@ -50,7 +50,7 @@ def happen(draw: random.Random, family: FamilyShape, registry: CollectorRegistry
                 ours[0] = value
             elif family.kind != "info":
                 theirs.observe(value)
-                ours[bisect_left(family.edges, value) if family.edges else 0] += 1
+                ours[bisect_left(family.buckets, value) if family.buckets else 0] += 1
                 ours[-1] += value
         if family.kind == "info":
             theirs.info(series.info)
@@ -69,8 +69,8 @@ def test_the_text_is_prometheus_clients() -> None:
         numbers = array("d", [number for family in families for number in happen(draw, family, registry)])
         snapshot = msgspec.msgpack.encode(Snapshot(msgspec.Raw(encoded), numbers.tobytes()))
         for _ in range(2):  # the second time from what was kept
-            assert renderer.text(snapshot, openmetrics=False) == text_of(registry)
-            assert renderer.text(snapshot, openmetrics=True) == openmetrics_of(registry)
+            assert renderer.render(snapshot, openmetrics=False) == text_of(registry)
+            assert renderer.render(snapshot, openmetrics=True) == openmetrics_of(registry)
 
 
 def test_the_same_families_with_other_numbers() -> None:
@@ -78,4 +78,4 @@ def test_the_same_families_with_other_numbers() -> None:
     encoded, renderer = msgspec.Raw(msgspec.msgpack.encode([family])), Renderer()
     for value in (1.0, 2.0):
         snapshot = msgspec.msgpack.encode(Snapshot(encoded, array("d", [value]).tobytes()))
-        assert f"kvmux_things_total {value}\n" in renderer.text(snapshot, openmetrics=False).decode()
+        assert f"kvmux_things_total {value}\n" in renderer.render(snapshot, openmetrics=False).decode()

@@ -12,10 +12,10 @@ from server.metrics import vllm_names
 from tests.metrics.fake_metrics import INSTANCES, exposition, new_metrics, parse_samples
 from tests.metrics.metrics_server import BUSY, new_busy_metrics, observe_everything, serve_metrics
 from tests.metrics.prometheus_server import Prometheus, running_prometheus
-from tools.dashboards.catalogue import Query, queries
-from tools.dashboards.promql import filled
+from tools.dashboards.catalogue import Query, iter_queries
+from tools.dashboards.promql import fill_variables
 
-QUERIES = list(queries())
+QUERIES = list(iter_queries())
 
 
 @pytest.fixture(scope="module")
@@ -40,13 +40,13 @@ def ask(prometheus: Prometheus, panel: str, dashboard: str) -> dict[str, float]:
         " ".join(labels.values()) or query.legend: value
         for query in QUERIES
         if (query.dashboard, query.panel) == (dashboard, panel)
-        for labels, value in prometheus.query(filled(query.expression))
+        for labels, value in prometheus.query(fill_variables(query.expression))
     }
 
 
 @pytest.mark.parametrize("query", [pytest.param(q, id=f"{q.dashboard}: {q.panel}: {q.legend}") for q in QUERIES])
 def test_every_query_has_an_answer(prometheus: Prometheus, query: Query) -> None:
-    answer = prometheus.query(filled(query.expression))
+    answer = prometheus.query(fill_variables(query.expression))
     assert answer
     assert all(value == value for _, value in answer), "not a number"
 
@@ -92,7 +92,7 @@ def test_rules_are_evaluated_without_errors(prometheus: Prometheus) -> None:
 
 
 def test_every_metric_of_vllms_is_there(prometheus: Prometheus) -> None:
-    for name, _ in vllm_names.rules():
+    for name, _ in vllm_names.iter_rules():
         assert prometheus.query(name), name
 
 
@@ -101,7 +101,7 @@ def test_the_server_tells_of_itself_what_the_rules_record(prometheus: Prometheus
     for _ in range(3):
         observe_everything(metrics)
     told = parse_samples(exposition(metrics, BUSY).decode())
-    for name, _ in vllm_names.rules():
+    for name, _ in vllm_names.iter_rules():
         recorded = {
             frozenset(
                 (label, value) for label, value in labels.items() if label not in ("__name__", "job", "instance")

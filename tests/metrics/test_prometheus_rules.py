@@ -13,21 +13,23 @@ from server.metrics.families import FAMILIES, PREFIX
 from tests.metrics.fake_metrics import INSTANCES, exposition, new_metrics, parse_samples, sample_value
 from tests.metrics.metrics_server import BUSY, new_busy_metrics, observe_everything
 from tests.metrics.prometheus_server import CONFIG, ROOT, promtool
-from tools.dashboards.promql import named
+from tools.dashboards.promql import find_families
 
 ALERTS: list[dict[str, Any]] = yaml.safe_load((CONFIG / "alerts.yml").read_text())["groups"][0]["rules"]
 CASES = sorted((CONFIG / "tests").glob("*.yml"))
 
 
 def test_the_file_of_vllms_names_is_what_the_code_writes() -> None:
-    assert vllm_names.FILE.read_text() == vllm_names.text(), "run `python -m server.metrics.vllm_names`"
+    assert vllm_names.RULES_FILE.read_text() == vllm_names.format_rules_file(), (
+        "run `python -m server.metrics.vllm_names`"
+    )
 
 
 def test_every_name_of_vllms_stands_for_one_metric() -> None:
-    names = [name for name, _ in vllm_names.rules()]
+    names = [name for name, _ in vllm_names.iter_rules()]
     assert len(set(names)) == len(names)
-    assert {family for _, expression in vllm_names.rules() for family in named(expression)} == {
-        family for family in FAMILIES if family.vllm
+    assert {family for _, expression in vllm_names.iter_rules() for family in find_families(expression)} == {
+        family for family in FAMILIES if family.vllm_name
     }
 
 
@@ -35,7 +37,7 @@ def test_the_server_has_the_same_names_where_a_setting_says_so() -> None:
     metrics = new_metrics(settings={"vllm_metric_names": True})
     observe_everything(metrics)
     told = parse_samples(exposition(metrics, BUSY).decode())
-    assert {name for name, _ in told if name.startswith("vllm:")} == {name for name, _ in vllm_names.rules()}
+    assert {name for name, _ in told if name.startswith("vllm:")} == {name for name, _ in vllm_names.iter_rules()}
     in_openmetrics = openmetrics_families(exposition(metrics, BUSY, openmetrics=True).decode())
     assert {sample.name for family in in_openmetrics for sample in family.samples} == {name for name, _ in told}
     outcomes = {"cancelled": "abort", "stop": "stop", "length": "length", "error": "error"}
@@ -57,9 +59,9 @@ def test_the_server_has_the_same_names_where_a_setting_says_so() -> None:
 
 
 def test_alerts_ask_for_metrics_that_exist() -> None:
-    known = {family.exposed for family in FAMILIES}
+    known = {family.exposed_name for family in FAMILIES}
     for alert in ALERTS:
-        assert named(alert["expr"]) or "up{" in alert["expr"], alert["alert"]
+        assert find_families(alert["expr"]) or "up{" in alert["expr"], alert["alert"]
         for text in alert["annotations"].values():
             assert set(re.findall(rf"{PREFIX}\w+", text)) <= known
 

@@ -9,11 +9,11 @@ from prometheus_client.openmetrics.parser import text_string_to_metric_families 
 from prometheus_client.parser import text_string_to_metric_families
 
 from cache_strategies.base import BlockEvents, Blocks, CacheUsage
-from config.settings import LONGEST_DRAFT
+from config.settings import MAX_DRAFT_TOKENS
 from server.engine.device import DeviceMemory
-from server.engine.info import about, state_of
+from server.engine.info import make_engine_info, read_engine_state
 from server.engine.records import Admission, DraftRecord, StepPart
-from server.metrics.families import FAMILIES, KV_STATE, OUTCOME, STRATEGY, WAIT, table
+from server.metrics.families import FAMILIES, KV_STATE, OUTCOME, STRATEGY, WAIT_REASON, format_table
 from server.metrics.registry import Metrics
 from tests.engine.engine_driver import Driver
 from tests.engine.expected_tokens import random_prompt
@@ -38,7 +38,7 @@ def test_every_strategy_starts_at_zero_in_every_metric() -> None:
     samples = scrape(new_metrics())
     for family in FAMILIES:
         if STRATEGY in family.labels:
-            name = f"{family.exposed}_count" if family.edges else family.exposed
+            name = f"{family.exposed_name}_count" if family.buckets else family.exposed_name
             assert {labels["strategy"] for labels in labels_of(samples, name)} == set(INSTANCES), name
     for instance in INSTANCES:
         for outcome in OUTCOMES:
@@ -108,7 +108,7 @@ def test_a_prompt_counts_when_it_is_admitted(
     admission: Admission, queries: int, hits: int, misses: dict[str, int]
 ) -> None:
     metrics = new_metrics()
-    metrics.observe_step(fake_step(admitted=[admission]))
+    metrics.observe_step(fake_step(admissions=[admission]))
     samples = scrape(metrics)
     assert sample_value(samples, "kvmux_prompt_tokens_total", strategy="paged") == 30
     assert sample_value(samples, "kvmux_prompt_tokens_cached_total", strategy="paged") == admission.cached_tokens
@@ -131,7 +131,7 @@ def test_openmetrics_says_the_same() -> None:
 
 
 def test_the_document_has_every_metric() -> None:
-    assert table() in DOCUMENT, "run `python -m server.metrics.families`"
+    assert format_table() in DOCUMENT, "run `python -m server.metrics.families`"
 
 
 @pytest.mark.parametrize("outcome", OUTCOMES)
@@ -156,7 +156,7 @@ def test_a_step_counts_what_it_computed() -> None:
     metrics = new_metrics()
     parts = {"paged": StepPart(3, 1, 40), "contiguous": StepPart(0, 2, 100)}
     metrics.observe_step(
-        fake_step(parts=parts, generated={"paged": 4}, preempted={"paged": 2}, failures={"contiguous": 1})
+        fake_step(parts=parts, generated_tokens={"paged": 4}, preemptions={"paged": 2}, failures={"contiguous": 1})
     )
     samples = scrape(metrics)
     assert sample_value(samples, "kvmux_steps_total") == 1
@@ -187,12 +187,12 @@ def test_gauges_are_as_it_is_now() -> None:
             waiting={("paged", "memory"): 1, ("contiguous", "seats"): 5},
             usage={"paged": CacheUsage(2, 50, 600, 300, 200, 100, 1000), "contiguous": EMPTY},
             blocks={"paged": Blocks(6, 3, 2, 1, 4), "contiguous": Blocks()},
-            floors={"paged": 77, "contiguous": 0},
+            floor_bytes={"paged": 77, "contiguous": 0},
             pool_free=400,
             pool_held=600,
             pool_untouched=0,
-            device=DeviceMemory(30, 70),
-            processes={"engine": 5, "api": 6, "supervisor": 7},
+            device_memory=DeviceMemory(30, 70),
+            process_memory={"engine": 5, "api": 6, "supervisor": 7},
         ),
     )
     assert sample_value(samples, "kvmux_num_requests_running", strategy="paged") == 2
@@ -220,13 +220,13 @@ def test_gauges_are_as_it_is_now() -> None:
     assert sample_value(samples, "kvmux_kv_cache_usage_ratio", strategy="paged") == 0, "a limit of 0 divides nothing"
     for instance in INSTANCES:
         assert sample_value(samples, "kvmux_num_requests_running", strategy=instance) == 0
-        for reason in WAIT.values or ():
+        for reason in WAIT_REASON.values or ():
             assert sample_value(samples, "kvmux_num_requests_waiting", strategy=instance, reason=reason) == 0
 
 
 def test_what_happened_to_blocks_is_counted() -> None:
     metrics = new_metrics()
-    metrics.observe_step(fake_step(happened={"paged": BlockEvents(3, [2.0, 4.0], [1.0, 1.5], [0.25])}))
+    metrics.observe_step(fake_step(block_events={"paged": BlockEvents(3, [2.0, 4.0], [1.0, 1.5], [0.25])}))
     samples = scrape(metrics)
     assert sample_value(samples, "kvmux_kv_cache_copied_blocks_total", strategy="paged") == 3
     for name, count, total in (("lifetime", 2, 6.0), ("idle_before_evict", 2, 2.5), ("reuse_gap", 1, 0.25)):
@@ -239,12 +239,12 @@ def test_what_happened_to_blocks_is_counted() -> None:
 )
 def test_operations_are_told_by_who_computed_them_and_for_what(part: StepPart, phase: str) -> None:
     backends = {"attend": "cpu-avx2", "rope": "reference"}
-    metrics = new_metrics(backends=backends, fallen_back=["rope"])
+    metrics = new_metrics(backends=backends, fallback_ops=["rope"])
     before = scrape(metrics)
     assert {(each["op"], each["backend"]) for each in labels_of(before, "kvmux_kernel_seconds_count")} == {
         *backends.items()
     }
-    metrics.observe_step(fake_step(parts={"paged": part}, kernels={"attend": 0.01, "rope": 0.0}))
+    metrics.observe_step(fake_step(parts={"paged": part}, op_seconds={"attend": 0.01, "rope": 0.0}))
     samples = scrape(metrics)
     attend = {"op": "attend", "backend": "cpu-avx2", "phase": phase}
     assert sample_value(samples, "kvmux_kernel_seconds_sum", **attend) == pytest.approx(0.01)
@@ -266,8 +266,8 @@ def test_drafts_count_with_what_came_true_of_them() -> None:
         assert sample_value(samples, "kvmux_spec_decode_num_draft_tokens_total", strategy=instance) == tokens
         assert sample_value(samples, "kvmux_spec_decode_num_accepted_tokens_total", strategy=instance) == sum(came_true)
         name = "kvmux_spec_decode_num_accepted_tokens_per_pos_total"
-        counts = [sample_value(samples, name, strategy=instance, position=str(i)) for i in range(LONGEST_DRAFT)]
-        assert counts == came_true + [0] * (LONGEST_DRAFT - len(came_true))
+        counts = [sample_value(samples, name, strategy=instance, position=str(i)) for i in range(MAX_DRAFT_TOKENS)]
+        assert counts == came_true + [0] * (MAX_DRAFT_TOKENS - len(came_true))
 
 
 def test_what_does_not_change_is_told_in_labels() -> None:
@@ -302,7 +302,7 @@ def test_two_servers_in_one_process_share_nothing() -> None:
 
 def test_an_engine_and_its_metrics_agree_on_what_was_sent() -> None:
     driver = Driver(Path("tiny"), max_num_seqs=3)
-    metrics = Metrics(about(driver.engine))
+    metrics = Metrics(make_engine_info(driver.engine))
     prompts = {"paged": 5, "contiguous": 20, "sliding_window": 33}
     for instance, length in prompts.items():
         for i in range(2):
@@ -313,7 +313,7 @@ def test_an_engine_and_its_metrics_agree_on_what_was_sent() -> None:
     driver.step()
     for result in driver.steps:
         metrics.observe(result.report, result.finished)
-    samples = scrape(metrics, state_of(driver.core, {}))
+    samples = scrape(metrics, read_engine_state(driver.core, {}))
     for instance, length in prompts.items():
         gone = 9 * (instance == "paged")
         assert sample_value(samples, "kvmux_requests_total", strategy=instance, outcome="length") == 2

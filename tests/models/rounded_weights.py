@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 from kernels.ops import Weight
 from kernels.quantization import QuantizedTensor, dequantize
 from kernels.reference.backend import ReferenceOps
-from server.models.weights import Format
+from server.models.weights import WeightFormat
 
 SHORT_TEXTS = torch.arange(2, 50).view(
     6, 8
@@ -29,7 +29,7 @@ def symmetric_rounded(w: Array, bits: int, group: int | None = None) -> Array:
     return (np.clip(np.rint(grouped / scale), -zero, zero - 1) * scale).reshape(w.shape)
 
 
-def round_weights(model: PreTrainedModel, format: Format) -> PreTrainedModel:
+def round_weights(model: PreTrainedModel, format: WeightFormat) -> PreTrainedModel:
     """The model, what is multiplied with rounded; routers are not, nor is an embedding that is looked up only."""
     tied = model.config.tie_word_embeddings
     with torch.no_grad():
@@ -37,7 +37,7 @@ def round_weights(model: PreTrainedModel, format: Format) -> PreTrainedModel:
             if p.dim() < 2 or name.endswith("gate.weight") or ("embed" in name and not tied):
                 continue
             for matrix in p if p.dim() == 3 else (p,):  # experts
-                divided = format.group is None or matrix.shape[1] % format.group == 0
+                divided = format.group_size is None or matrix.shape[1] % format.group_size == 0
                 how = format if divided else (8, None)
                 matrix.copy_(torch.from_numpy(symmetric_rounded(matrix.numpy(), *how)))
     return model

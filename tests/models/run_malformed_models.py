@@ -23,20 +23,24 @@ import torch
 from torch import Tensor
 
 from config.errors import SettingsError
-from kernels.backends import backends
+from kernels.backends import list_backends
 from kernels.ops import Ops
 from kernels.reference.backend import ReferenceOps
 from server.models.files.directory import locate
-from server.models.load import describe, load_model
+from server.models.load import load_model, read_model_info
 from server.models.no_cache import FullContext
-from server.models.weights import Format, Kept
+from server.models.weights import WeightFormat, WeightsConfig
 from server.text.tokenizer import Tokenizer
 from tests.models import malformed_models
 from tests.models.malformed_models import Case
 
 ROOM = 2 << 30  # bytes of address space that a case may take
 SECONDS = 30  # for one case; it takes a hundredth of one
-KEPT = (Kept(torch.float32, as_stored=True), Kept(torch.bfloat16), Kept(torch.float32, Format(8)))
+KEPT = (
+    WeightsConfig(torch.float32, as_stored=True),
+    WeightsConfig(torch.bfloat16),
+    WeightsConfig(torch.float32, WeightFormat(8)),
+)
 CPU = torch.device("cpu")
 
 
@@ -74,7 +78,7 @@ def cases_of(kind: str, source: Path, random: Random) -> Iterator[Case]:
 def main(seed: str, folder: Path, batches: Sequence[str]) -> None:
     torch.set_num_threads(1)
     os.environ["XDG_CACHE_HOME"] = str(folder / "cache")
-    ops = next((backend.load() for backend in backends("cpu") if backend.missing is None), ReferenceOps())
+    ops = next((backend.load() for backend in list_backends("cpu") if backend.missing is None), ReferenceOps())
     _limit_memory()
     signal.signal(signal.SIGALRM, _too_long)
     before = _peak()
@@ -108,7 +112,7 @@ def _peak() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
-def _fault(case: Case, place: Path, ops: Ops, kept: Kept, expected: Served) -> str | None:
+def _fault(case: Case, place: Path, ops: Ops, kept: WeightsConfig, expected: Served) -> str | None:
     """What is wrong with what happened; None: nothing."""
     try:
         served = _served(str(place), ops, kept)
@@ -133,14 +137,14 @@ def _fault(case: Case, place: Path, ops: Ops, kept: Kept, expected: Served) -> s
 
 
 @torch.inference_mode()
-def _served(model: str, ops: Ops, kept: Kept) -> Served:
+def _served(model: str, ops: Ops, kept: WeightsConfig) -> Served:
     directory = locate(model)
     Tokenizer.from_directory(directory)
-    facts = describe(directory, "auto")
+    facts = read_model_info(directory, "auto")
     positions = min(facts.max_positions, 256)
     loaded = load_model(directory, "auto", ops=ops, dtype=torch.float32, weights=kept, device=CPU, positions=positions)
     ids = torch.arange(2, 2 + min(12, positions)) % facts.vocab_size
-    attention = FullContext(loaded.specs, len(ids), CPU)
+    attention = FullContext(loaded.layer_specs, len(ids), CPU)
     attention.logit_index = attention.positions
     return Served(loaded.forward(ids, attention), facts.eos_ids, facts.vocab_size)
 

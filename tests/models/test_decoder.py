@@ -22,7 +22,7 @@ from kernels.reference.backend import ReferenceOps
 from server.models.config import load_config
 from server.models.decoder import Decoder
 from server.models.errors import ModelError
-from server.models.load import describe
+from server.models.load import read_model_info
 from server.models.no_cache import FullContext, debug_generate_full_context
 from server.models.weights import Safetensors
 from tests.models.random_models import CONFIGS, load_decoder, save_random_model
@@ -33,7 +33,7 @@ def test_logits_equal_those_of_transformers(name: str, tmp_path: Path) -> None:
     theirs = save_random_model(name, tmp_path)
     ours = load_decoder(tmp_path)
     ids = torch.randint(2, 300, (70,))
-    attention = FullContext(ours.specs, len(ids), ours.device)
+    attention = FullContext(ours.layer_specs, len(ids), ours.device)
     attention.logit_index = attention.positions  # all rows
     with torch.inference_mode():
         expected = theirs(ids[None]).logits[0]
@@ -51,7 +51,7 @@ def test_the_decoder_of_a_model_that_sees_is_served_alone(tmp_path: Path) -> Non
     ours = load_decoder(tmp_path)
     ids = torch.randint(2, 200, (40,))
     with torch.inference_mode():
-        logits = ours.forward(ids, FullContext(ours.specs, len(ids), ours.device))
+        logits = ours.forward(ids, FullContext(ours.layer_specs, len(ids), ours.device))
         torch.testing.assert_close(logits[0], theirs(input_ids=ids[None]).logits[0, -1], rtol=0, atol=1e-4)
 
 
@@ -62,7 +62,7 @@ def test_longrope_factors_are_those_of_the_longest_text_served(positions: int, t
     ours = load_decoder(tmp_path, positions=positions)
     ids = torch.randint(2, 300, (positions,))
     with torch.inference_mode():
-        logits = ours.forward(ids, FullContext(ours.specs, len(ids), ours.device))
+        logits = ours.forward(ids, FullContext(ours.layer_specs, len(ids), ours.device))
         torch.testing.assert_close(logits[0], theirs(ids[None]).logits[0, -1], rtol=0, atol=1e-4)
 
 
@@ -80,7 +80,7 @@ def test_sharded_weights_are_found(tmp_path: Path) -> None:
     ids = torch.randint(2, 300, (20,))
     ours = load_decoder(tmp_path)
     with torch.inference_mode():
-        logits = ours.forward(ids, FullContext(ours.specs, len(ids), ours.device))
+        logits = ours.forward(ids, FullContext(ours.layer_specs, len(ids), ours.device))
         torch.testing.assert_close(logits[0], theirs(ids[None]).logits[0, -1], rtol=0, atol=1e-4)
 
 
@@ -91,7 +91,7 @@ def test_weights_can_be_kept_narrower_than_activations(tmp_path: Path) -> None:
     ours = Decoder(load_config(tmp_path), weights, ReferenceOps(), torch.float32)
     assert ours.weight_bytes == sum(p.numel() for p in theirs.parameters()) * 2
     with torch.inference_mode():
-        logits = ours.forward(ids, FullContext(ours.specs, len(ids), ours.device))[0]
+        logits = ours.forward(ids, FullContext(ours.layer_specs, len(ids), ours.device))[0]
         expected = theirs(ids[None]).logits[0, -1]
     assert torch.corrcoef(torch.stack((logits, expected)))[0, 1] > 0.99
 
@@ -126,7 +126,7 @@ def test_an_incomplete_checkpoint_is_refused(tmp_path: Path) -> None:
 
 def test_rotating_back_undoes_rotating(tmp_path: Path) -> None:
     save_random_model("llama", tmp_path)
-    rotate = load_decoder(tmp_path).specs[0].rotate
+    rotate = load_decoder(tmp_path).layer_specs[0].rotate
     assert rotate is not None
     x, delta = torch.randn(5, 2, 16), torch.tensor([0, 1, 7, 100, 300])
     torch.testing.assert_close(rotate(rotate(x, delta), -delta), x)
@@ -178,10 +178,10 @@ def test_what_config_json_leaves_out_is_what_transformers_takes_for_granted(name
         theirs = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32).eval()
         ours = load_decoder(tmp_path, positions=40)
         with torch.inference_mode():
-            logits = ours.forward(ids, FullContext(ours.specs, len(ids), ours.device))
+            logits = ours.forward(ids, FullContext(ours.layer_specs, len(ids), ours.device))
             expected = theirs(ids[None]).logits[0, -1]
         torch.testing.assert_close(logits[0], expected, rtol=0, atol=1e-4, msg=f"{key} left out")
-        assert {spec.window for spec in ours.specs} == _windows_of(theirs), key
+        assert {spec.window for spec in ours.layer_specs} == _windows_of(theirs), key
 
 
 def _windows_of(theirs: PreTrainedModel) -> set[int | None]:
@@ -290,7 +290,7 @@ def test_ends_that_are_no_tokens_are_ignored(
 ) -> None:
     save_random_model("llama", tmp_path)
     (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": eos}))
-    assert describe(tmp_path, "auto").eos_ids == kept
+    assert read_model_info(tmp_path, "auto").eos_ids == kept
     warned = [message for message in caplog.messages if "which are not in the vocabulary of 300 tokens" in message]
     assert len(warned) == (eos is not None)
 

@@ -25,10 +25,10 @@ from transformers import (
 
 from kernels.reference.backend import ReferenceOps
 from server.models.errors import ModelError
-from server.models.load import describe, load_model
+from server.models.load import load_model, read_model_info
 from server.models.no_cache import FullContext
 from server.models.transformers_backend import TransformersModel
-from server.models.weights import Kept
+from server.models.weights import WeightsConfig
 from tests.models.random_models import CONFIGS, FALLBACK, SHAPE, save_random_model
 
 CPU = torch.device("cpu")
@@ -39,7 +39,7 @@ def test_logits_equal_those_of_transformers(name: str, tmp_path: Path) -> None:
     theirs = save_random_model(name, tmp_path)
     ours = TransformersModel(tmp_path, torch.float32, CPU)
     ids = torch.randint(2, 300, (60,))
-    attention = FullContext(ours.specs, len(ids), CPU)
+    attention = FullContext(ours.layer_specs, len(ids), CPU)
     attention.logit_index = attention.positions[::7]
     with torch.inference_mode():
         expected = theirs(ids[None]).logits[0, ::7]
@@ -54,18 +54,18 @@ def test_logits_equal_those_of_transformers(name: str, tmp_path: Path) -> None:
 def test_longrope_factors_are_those_of_the_longest_text_served(positions: int, tmp_path: Path) -> None:
     """And stay what they are, whatever a step holds: as in the lean decoder."""
     save_random_model("phi3_longrope", tmp_path)
-    kind = {"ops": ReferenceOps(), "dtype": torch.float32, "weights": Kept(torch.float32), "device": CPU}
+    kind = {"ops": ReferenceOps(), "dtype": torch.float32, "weights": WeightsConfig(torch.float32), "device": CPU}
     models = [load_model(tmp_path, impl, positions=positions, **kind) for impl in ("transformers", "lean")]
     for length in (3, positions, 2):
         ids = torch.randint(2, 300, (length,))
         with torch.inference_mode():
-            theirs, ours = (m.forward(ids, FullContext(m.specs, length, CPU)) for m in models)
+            theirs, ours = (m.forward(ids, FullContext(m.layer_specs, length, CPU)) for m in models)
         torch.testing.assert_close(theirs, ours, rtol=0, atol=1e-4)
 
 
 def test_layers_tell_what_they_are_like(tmp_path: Path) -> None:
     save_random_model("gpt_oss", tmp_path)
-    first, second, _ = TransformersModel(tmp_path, torch.float32, CPU).specs
+    first, second, _ = TransformersModel(tmp_path, torch.float32, CPU).layer_specs
     assert (first.window, second.window) == (16, None)
     assert (first.num_q_heads, first.num_kv_heads, first.head_dim, first.v_head_dim) == (4, 2, 16, 16)
     assert first.scale == 16**-0.5
@@ -76,7 +76,7 @@ def test_layers_tell_what_they_are_like(tmp_path: Path) -> None:
 def test_facts_are_known_without_the_weights(tmp_path: Path) -> None:
     save_random_model("olmo2", tmp_path)
     (tmp_path / "model.safetensors").unlink()
-    assert describe(tmp_path, "auto") == (300, 512, frozenset({1}), "float32")
+    assert read_model_info(tmp_path, "auto") == (300, 512, frozenset({1}), "float32")
 
 
 REFUSED: dict[str, tuple[PretrainedConfig, str]] = {
@@ -185,11 +185,11 @@ def test_a_model_that_attends_otherwise_than_it_says_is_refused(
 def test_what_cannot_be_read_is_told(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"model_type": "nonesuch"}')
     with pytest.raises(ModelError, match="transformers cannot read its config"):
-        describe(tmp_path, "auto")
+        read_model_info(tmp_path, "auto")
     config = {"model_type": "foo", "auto_map": {"AutoConfig": "foo.FooConfig"}}
     (tmp_path / "config.json").write_text(json.dumps(config))
     with pytest.raises(ModelError, match="transformers cannot read its config"):  # and asks nobody to run foreign code
-        describe(tmp_path, "auto")
+        read_model_info(tmp_path, "auto")
     Qwen2VLConfig().save_pretrained(tmp_path)
     with pytest.raises(ModelError, match=r"transformers knows no decoder-only model of that kind$"):
         TransformersModel(tmp_path, torch.float32, CPU)
@@ -208,4 +208,4 @@ def test_an_incomplete_checkpoint_is_refused(tmp_path: Path) -> None:
 def test_the_dtype_of_a_model_that_sees_is_found(tmp_path: Path) -> None:
     config = Llama4Config(text_config={"num_hidden_layers": 1, "hidden_size": 64}, dtype="bfloat16")
     config.save_pretrained(tmp_path)
-    assert describe(tmp_path, "transformers").dtype == "bfloat16"
+    assert read_model_info(tmp_path, "transformers").dtype == "bfloat16"

@@ -14,11 +14,11 @@ from typing import Any
 
 from config.errors import SettingsError
 from config.settings import Settings
-from server.cli.banner import welcome
-from server.listening import listen, url_of
+from server.cli.banner import format_banner
+from server.listening import get_url, listen
 from server.logs import configure_logging
 from server.processes.child import Timing
-from server.processes.child_process import STOP
+from server.processes.child_process import STOP_SIGNAL
 from server.processes.supervisor import Supervisor, Targets
 
 READY = {
@@ -47,7 +47,7 @@ def say(text: str) -> None:
 def run_until_told(name: str, beat: Callable[[], None] = lambda: None) -> None:
     """Says that it runs, and beats; ends on STOP and says that too."""
     told = threading.Event()
-    signal.signal(STOP, lambda *_: told.set())
+    signal.signal(STOP_SIGNAL, lambda *_: told.set())
     beat()
     say(f"{name} {os.getpid()} runs")
     while not told.wait(0.05):
@@ -119,7 +119,7 @@ def worker_refusing(settings: Settings, socket_path: str, listener: Any, ties: A
 
 def worker_deaf(settings: Settings, socket_path: str, listener: Any, ties: Any) -> None:
     """Ends by SIGKILL alone."""
-    signal.signal(STOP, signal.SIG_IGN)
+    signal.signal(STOP_SIGNAL, signal.SIG_IGN)
     say(f"worker {os.getpid()} runs")
     while True:
         signal.pause()
@@ -129,12 +129,12 @@ def supervise(engine_name: str, worker_name: str, workers: int, worker_grace: fl
     settings = Settings(workers=workers, port=0, drain_seconds=worker_grace, watchdog_timeout=watchdog)
     configure_logging(settings)
     targets = Targets(f"tests.processes.fake_children:{engine_name}", f"tests.processes.fake_children:{worker_name}")
-    timing = Timing(first_delay=0.01, longest_delay=0.05, worker_margin=0.0)
+    timing = Timing(min_restart_delay=0.01, max_restart_delay=0.05, worker_margin=0.0)
     with listen("127.0.0.1", 0) as listener:
-        url = url_of(listener)
+        url = get_url(listener)
 
         def announce(ready: dict[str, Any]) -> None:
-            print(welcome(url, settings, ready), flush=True)
+            print(format_banner(url, settings, ready), flush=True)
             say("announced")
 
         return Supervisor(settings, listener, announce, targets=targets, timing=timing).run()

@@ -21,8 +21,8 @@ import pytest
 
 from server.processes import child as child_process
 from server.processes import heartbeat as supervision
-from server.processes.child import Child, Timing, in_words
-from server.processes.child_process import STOP
+from server.processes.child import Child, Timing, describe_exit
+from server.processes.child_process import STOP_SIGNAL
 from server.processes.heartbeat import Heartbeat, Recovery, Watchdog
 from server.processes.runtime_directory import remove_leftovers, runtime_directory
 
@@ -152,7 +152,7 @@ def test_starts_dead_children_again(start: Start) -> None:
     server.read_until(
         "engine ended: killed by SIGKILL.* again in", "socket .* False", r"engine \d+ runs", "ready again"
     )
-    os.kill(worker, STOP)  # ends in peace, but unasked
+    os.kill(worker, STOP_SIGNAL)  # ends in peace, but unasked
     server.read_until("worker-0 ended: exit code 0; .* again in", r"worker \d+ runs")
     server.signal(signal.SIGTERM)
     assert "announced" not in server.rest()
@@ -237,19 +237,19 @@ def test_delay_doubles_to_its_limit_and_starts_over_after_health(monkeypatch: py
     monkeypatch.setattr(child_process, "monotonic", lambda: 100.0)
     child = Child("engine", lambda name: pytest.fail("not started here"), Timing())
     child.watchdog = Watchdog(Heartbeat(multiprocessing.get_context("spawn")), 1.0)
-    assert [child.postpone() for _ in range(8)] == [0.5, 1, 2, 4, 8, 16, 30, 30]
-    assert child.due == 130
-    child.watchdog.lived = 61
-    assert child.postpone() == 0.5
+    assert [child.schedule_restart() for _ in range(8)] == [0.5, 1, 2, 4, 8, 16, 30, 30]
+    assert child.start_at == 130
+    child.watchdog.uptime = 61
+    assert child.schedule_restart() == 0.5
     child.watchdog = Watchdog(Heartbeat(multiprocessing.get_context("spawn")), 1.0)
-    assert child.postpone() == 1, "it has died again at once"
+    assert child.schedule_restart() == 1, "it has died again at once"
 
 
 def test_how_a_process_ended() -> None:
-    assert in_words(3) == "exit code 3"
-    assert in_words(-signal.SIGSEGV) == "killed by SIGSEGV"
-    assert "memory" in in_words(-signal.SIGKILL)
-    assert in_words(-200) == "killed by signal 200"
+    assert describe_exit(3) == "exit code 3"
+    assert describe_exit(-signal.SIGSEGV) == "killed by SIGSEGV"
+    assert "memory" in describe_exit(-signal.SIGKILL)
+    assert describe_exit(-200) == "killed by signal 200"
 
 
 # ---------------------------------------------------------------- children that give no sign of life
@@ -310,42 +310,42 @@ def test_time_that_nobody_looked_at_is_not_held_against_a_child(monkeypatch: pyt
     watch = Watchdog(heartbeat, interval=1.0)
     for _ in range(25):
         now += 1
-        watch.look()
-    assert watch.silent == 25 - supervision.BOOT_SECONDS, "the process starts"
+        watch.check_heartbeat()
+    assert watch.silent_seconds == 25 - supervision.BOOT_SECONDS, "the process starts"
     heartbeat.beat()
-    watch.look()
+    watch.check_heartbeat()
     for _ in range(5):
         now += 1
-        watch.look()
-    assert watch.silent == 5
+        watch.check_heartbeat()
+    assert watch.silent_seconds == 5
     now += 3600  # the machine slept
-    watch.look()
-    assert watch.silent == 7
+    watch.check_heartbeat()
+    assert watch.silent_seconds == 7
     heartbeat.beat()
-    watch.look()
-    assert (watch.silent, watch.lived) == (0, 7)
+    watch.check_heartbeat()
+    assert (watch.silent_seconds, watch.uptime) == (0, 7)
 
 
 def test_loading_is_no_part_of_a_childs_life(monkeypatch: pytest.MonkeyPatch) -> None:
     now = 100.0
     monkeypatch.setattr(supervision, "monotonic", lambda: now)
-    monkeypatch.setattr(supervision, "LOADING_PAUSE", 0.001)
+    monkeypatch.setattr(supervision, "LOADING_BEAT_INTERVAL", 0.001)
     heartbeat = Heartbeat(multiprocessing.get_context("spawn"))
     watch = Watchdog(heartbeat, interval=1.0)
     heartbeat.beat_while_loading()
     for _ in range(50):
-        before = heartbeat.count
-        while heartbeat.count == before:
+        before = heartbeat.total_beats
+        while heartbeat.total_beats == before:
             sleep(0.001)
         now += 1
-        watch.look()
-        assert (watch.silent, watch.lived) == (0, 0), "it loads"
+        watch.check_heartbeat()
+        assert (watch.silent_seconds, watch.uptime) == (0, 0), "it loads"
     heartbeat.beat()
-    watch.look()
+    watch.check_heartbeat()
     now += 1
     heartbeat.beat()
-    watch.look()
-    assert (watch.silent, watch.lived) == (0, 1)
+    watch.check_heartbeat()
+    assert (watch.silent_seconds, watch.uptime) == (0, 1)
     while any(thread.name == "heartbeat" for thread in threading.enumerate()):
         sleep(0.001)
 
@@ -354,23 +354,23 @@ def test_when_the_engine_is_expected(monkeypatch: pytest.MonkeyPatch) -> None:
     now = 100.0
     monkeypatch.setattr(supervision, "monotonic", lambda: now)
     recovery = Recovery(multiprocessing.get_context("spawn"))
-    recovery.begin(now)
+    recovery.record_start(now)
     now += 8
-    recovery.look()
-    assert recovery.seconds() == 8, "the first start: as long again"
+    recovery.extend_if_late()
+    assert recovery.estimate_seconds() == 8, "the first start: as long again"
     now += 2
-    recovery.end()
-    assert recovery.seconds() == 10, "what a start takes, while it serves"
-    recovery.begin(now + 4)  # it died, and is due in 4 s
-    assert recovery.seconds() == 14
+    recovery.record_ready()
+    assert recovery.estimate_seconds() == 10, "what a start takes, while it serves"
+    recovery.record_start(now + 4)  # it died, and is due in 4 s
+    assert recovery.estimate_seconds() == 14
     now += 5
-    recovery.begin(now)
-    recovery.look()
-    assert recovery.seconds() == 10
+    recovery.record_start(now)
+    recovery.extend_if_late()
+    assert recovery.estimate_seconds() == 10
     now += 16
-    assert recovery.seconds() == 0
-    recovery.look()
-    assert recovery.seconds() == 16, "it is late"
+    assert recovery.estimate_seconds() == 0
+    recovery.extend_if_late()
+    assert recovery.estimate_seconds() == 16, "it is late"
 
 
 # ---------------------------------------------------------------- the directory of the socket

@@ -8,7 +8,7 @@ import psutil
 import pytest
 
 from server.profiling import background_load
-from server.profiling.background_load import BUSY, Neighbours, told
+from server.profiling.background_load import BUSY_THRESHOLD, Neighbours, format_warning
 
 
 class Machine:
@@ -34,18 +34,18 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
 def test_what_we_use_is_not_others(machine: Machine) -> None:
     seen = Neighbours()
     machine.clock, machine.user, machine.idle, machine.ours = 10.0, 12.0, 8.0, 5.0
-    assert seen.share(own=7.0) == 0
-    assert seen.share(own=8.0) == 0, "clocks are coarse"
+    assert seen.compute_share(own=7.0) == 0
+    assert seen.compute_share(own=8.0) == 0, "clocks are coarse"
 
 
 def test_others_are_seen_and_so_is_a_host_that_takes_its_time(machine: Machine) -> None:
     seen = Neighbours()
     machine.clock, machine.user, machine.ours = 10.0, 9.0, 5.0
-    assert seen.share() == pytest.approx(4 / 20)
+    assert seen.compute_share() == pytest.approx(4 / 20)
     machine.steal = 2.0
-    assert seen.share() == pytest.approx(6 / 20)
+    assert seen.compute_share() == pytest.approx(6 / 20)
 
 
 def test_only_a_busy_one_is_told() -> None:
-    assert told(BUSY) == ""
-    assert "used 20% of the machine" in told(0.2)
+    assert format_warning(BUSY_THRESHOLD) == ""
+    assert "used 20% of the machine" in format_warning(0.2)

@@ -11,14 +11,24 @@ import pytest
 from kernels.selfcheck.op_db import OPS
 from server.cli.main import main
 from server.models.config import load_config
-from server.profiling.command import flags
+from server.profiling.command import make_server_flags
 from server.profiling.report import HTTP, SOCKET, MachineLimits, ServedSteps, StepProfile, as_text
-from server.profiling.steps import BOOKS, LAYOUT, MODEL, SAMPLING, SCHEDULING, Steps, decode, prefill, quickest
-from server.profiling.steps import products_of as products
+from server.profiling.steps import (
+    BOOKKEEPING,
+    LAYOUT,
+    MODEL,
+    SAMPLING,
+    SCHEDULING,
+    Steps,
+    average_fastest,
+    measure_decode,
+    measure_prefill,
+)
+from server.profiling.steps import count_flops as products
 from tests.engine.engine_driver import Driver
 from tests.engine.expected_tokens import random_prompt
 
-HOST = {BOOKS, LAYOUT, MODEL, SAMPLING, SCHEDULING}
+HOST = {BOOKKEEPING, LAYOUT, MODEL, SAMPLING, SCHEDULING}
 QUICK = ["--threads", "1", "--steps", "3", "--context", "20", "--kv-memory", "16MiB"]
 
 
@@ -62,40 +72,40 @@ def test_what_serving_adds_is_told(capsys: pytest.CaptureFixture[str], tmp_path:
 def test_the_engine_is_as_before(tiny: Path) -> None:
     driver, other = Driver(tiny), Driver(tiny)
     methods = {name: getattr(driver.engine.kernels.ops, name) for name in (op.name for op in OPS)}
-    decode(driver.engine, "paged", 2, 10, 3)
-    prefill(driver.engine, "paged", 10, 3)
+    measure_decode(driver.engine, "paged", 2, 10, 3)
+    measure_prefill(driver.engine, "paged", 10, 3)
     assert methods == {name: getattr(driver.engine.kernels.ops, name) for name in methods}
     assert not driver.core.busy
     heard, expected = (each.submit("it", random_prompt(30), 6) for each in (driver, other))
     driver.run()
     other.run()
     assert heard.tokens == expected.tokens
-    assert driver.core.timed_every == other.core.timed_every
+    assert driver.core.timing_interval == other.core.timing_interval
 
 
 def test_products_are_those_of_the_matrices(tiny: Path) -> None:
     model = Driver(tiny).core.model
     matrices = [t for layer in model._layers.layers for t in layer.tensors() if len(t.shape) == 2]  # type: ignore[attr-defined]
-    head = model.facts.vocab_size * load_config(tiny).hidden_size
+    head = model.info.vocab_size * load_config(tiny).hidden_size
     assert products(load_config(tiny), 7, 2) == 2 * (7 * sum(m.shape.numel() for m in matrices) + 2 * head)
 
 
 def test_the_quickest_steps_count() -> None:
     steps = [{"a": seconds, "b": 1.0} for seconds in (9.0, 2.0, 3.0, 100.0, 8.0, 7.0)]
-    assert quickest(steps) == {"a": 2.5, "b": 1.0}
-    assert quickest([{"a": 1.0}]) == {"a": 1.0}
+    assert average_fastest(steps) == {"a": 2.5, "b": 1.0}
+    assert average_fastest([{"a": 1.0}]) == {"a": 1.0}
 
 
 def test_a_table_adds_up() -> None:
-    steps = Steps(2, 128, {"attend": 3e-3, BOOKS: 1e-3}, {"attend": 4}, {"attend": 6_000_000}, 10**9)
+    steps = Steps(2, 128, {"attend": 3e-3, BOOKKEEPING: 1e-3}, {"attend": 4}, {"attend": 6_000_000}, 10**9)
     profile = StepProfile(steps, MachineLimits(3e9, 1e12, 2), ServedSteps(5e-3, 8e-3))
     assert [(part.what, pytest.approx(part.seconds)) for part in profile.parts] == [
         ("attend", 3e-3),
-        (BOOKS, 1e-3),
+        (BOOKKEEPING, 1e-3),
         (SOCKET, 1e-3),
         (HTTP, 3e-3),
     ]
-    assert profile.least == 2e-3, "products do not bound decoding"
+    assert profile.min_seconds == 2e-3, "products do not bound decoding"
     model = dict.fromkeys(("model", "dtype", "weights", "kv_cache", "kernels"), "x")
     text = as_text(model, [profile], "a note")
     assert "a note" in text
@@ -104,7 +114,7 @@ def test_a_table_adds_up() -> None:
 
 
 def test_a_server_gets_the_same_settings() -> None:
-    assert flags(Path("it.toml"), {"max_num_batched_tokens": "64", "model": "x"}) == [
+    assert make_server_flags(Path("it.toml"), {"max_num_batched_tokens": "64", "model": "x"}) == [
         *("--config", "it.toml"),
         *("--max-num-batched-tokens", "64"),
         *("--model", "x"),

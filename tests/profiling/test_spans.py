@@ -21,7 +21,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_who_is_called_pauses_who_called_it() -> None:
     spans = Spans("rest")
     spans.begin()  # 0
-    with spans.of("outer"), spans.of("inner"):  # rest to 1, outer to 2, inner to 3, outer to 4
+    with spans.measure("outer"), spans.measure("inner"):  # rest to 1, outer to 2, inner to 3, outer to 4
         pass
     assert spans.end() == {"rest": 1 + 1, "outer": 1 + 1, "inner": 1}
 
@@ -31,7 +31,7 @@ def test_each_beginning_counts_anew() -> None:
     spans = Spans("rest")
     for _ in range(2):
         spans.begin()
-        with spans.of("outer"):
+        with spans.measure("outer"):
             pass
         assert spans.end() == {"rest": 2, "outer": 1}
 
@@ -45,7 +45,7 @@ def test_a_call_that_raises_is_counted_as_well() -> None:
 
     owner = SimpleNamespace(run=fail)
     spans.begin()
-    with pytest.raises(ValueError, match="no"), spans.around(owner, "run", "failing"):
+    with pytest.raises(ValueError, match="no"), spans.trace_calls(owner, "run", "failing"):
         owner.run()
     assert owner.run is fail
     assert spans.end() == {"rest": 2, "failing": 1}
@@ -58,7 +58,7 @@ def test_a_method_of_the_class_is_found_again() -> None:
 
     owner, spans = Owner(), Spans("rest")
     spans.begin()
-    with spans.around(owner, "double", "it"):
+    with spans.trace_calls(owner, "double", "it"):
         assert "double" in vars(owner)
         assert owner.double(4) == 8
     assert "double" not in vars(owner)

@@ -15,7 +15,7 @@ from config.errors import SettingsError
 from server.models.formats.gguf_file import read_header
 from server.text.chat import ChatTemplate, ChatTemplateError
 from server.text.errors import TextTooLong
-from server.text.gguf_tokenizer import tokenizer_of
+from server.text.gguf_tokenizer import make_tokenizer
 from server.text.tokenizer import Tokenizer
 from tests.models.gguf_files import add_byte_level, write_to
 from tests.text.tiny_tokenizers import byte_level
@@ -134,22 +134,22 @@ def test_a_role_that_the_template_leaves_out_is_refused(template: str, role: str
     messages: Messages = [{"role": "user", "content": "One?"}, {"role": role, "content": content}]
     messages = messages[::-1] if role == "system" else messages
     if role in KNOWN_ROLES[template]:
-        assert chat.render_all(messages) == chat.render(messages)
+        assert chat.render_strict(messages) == chat.render(messages)
     else:
         with pytest.raises(ChatTemplateError, match=f'"{role}"'):
-            chat.render_all(messages)
+            chat.render_strict(messages)
 
 
 @pytest.mark.parametrize("template", ["llama3", "qwen3", "smollm3"])
 def test_a_template_that_writes_any_role_takes_any(template: str) -> None:
     chat = ChatTemplate({"default": TEMPLATES[template]}, {"bos_token": "<s>"})
     messages: Messages = [{"role": role, "content": "One?"} for role in ("user", "poet", "poet", "critic")]
-    assert chat.render_all(messages) == chat.render(messages)
+    assert chat.render_strict(messages) == chat.render(messages)
 
 
 def test_a_template_may_change_what_it_is_given() -> None:
     chat = ChatTemplate({"default": "{% for m in messages %}{{ m.content | upper | trim }}\n{% endfor %}"}, {})
-    assert chat.render_all([{"role": "poet", "content": "one "}]) == "ONE\n"
+    assert chat.render_strict([{"role": "poet", "content": "one "}]) == "ONE\n"
 
 
 @pytest.mark.parametrize("template", TEMPLATES)
@@ -168,19 +168,19 @@ def test_the_embedded_models_own_template() -> None:
             theirs, ours = both.render(messages, **how)
             assert ours == theirs
     chat = ChatTemplate.from_directory(TINY)
-    text = chat.render_all(CONVERSATIONS["dialogue"])
+    text = chat.render_strict(CONVERSATIONS["dialogue"])
     assert text.startswith("<s>Be brief.\nQ: Hello")
     assert text.endswith("\nA:")
     for role in ("developer", "tool", "function"):
-        assert chat.render_all([{"role": role, "content": "One."}]).startswith("<s>One.")
+        assert chat.render_strict([{"role": role, "content": "One."}]).startswith("<s>One.")
     with pytest.raises(ChatTemplateError, match='no role "cat"'):
-        chat.render_all([{"role": "cat", "content": "miaow"}])
+        chat.render_strict([{"role": "cat", "content": "miaow"}])
 
 
 def test_the_ids_of_a_prompt_are_those_of_transformers() -> None:
     theirs, ours = AutoTokenizer.from_pretrained(TINY), Tokenizer.from_directory(TINY)
     for name in ("question", "dialogue", "answered"):
-        ids = asyncio.run(ours.encode(ours.chat.render(CONVERSATIONS[name]), add_special_tokens=False))
+        ids = asyncio.run(ours.encode(ours.chat_template.render(CONVERSATIONS[name]), add_special_tokens=False))
         assert ids == theirs.apply_chat_template(CONVERSATIONS[name], add_generation_prompt=True, return_dict=False)
 
 
@@ -243,7 +243,7 @@ def test_a_gguf_files_template(tmp_path: Path) -> None:
     writer = gguf.GGUFWriter(tmp_path / "a.gguf", "llama")
     add_byte_level(writer, byte_level())
     writer.add_chat_template(TEMPLATES["mistral"])
-    tokenizer, config = tokenizer_of(read_header(write_to(writer, tmp_path / "a.gguf")).metadata)
+    tokenizer, config = make_tokenizer(read_header(write_to(writer, tmp_path / "a.gguf")).metadata)
     tokenizer.save(str(tmp_path / "tokenizer.json"))
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
     theirs, ours = Both(tmp_path).render(CONVERSATIONS["dialogue"], add_generation_prompt=True)

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from server.text.detokenizer import LONGEST_PART, Detokenizer
+from server.text.detokenizer import MAX_PARTIAL_BYTES, Detokenizer
 from server.text.tokenizer import Tokenizer
 from tests.text.tiny_tokenizers import BOS, EOS, KINDS, byte_fallback
 
@@ -28,7 +28,7 @@ def expected(tokenizer: Tokenizer, prompt: list[int], completion: list[int]) -> 
     """The whole text without the prompt's, where a character that the prompt only began is none of the prompt's."""
     whole = tokenizer.decode(prompt + completion)
     prompt = [token for token in prompt if tokenizer.has_text(token)]
-    for begun in range(LONGEST_PART + 1):
+    for begun in range(MAX_PARTIAL_BYTES + 1):
         before = tokenizer.decode(prompt[: len(prompt) - begun])
         if whole.startswith(before):
             return whole[len(before) :]

@@ -8,7 +8,7 @@ import pytest
 import tokenizers
 from tokenizers import processors
 
-from server.text.encoder import FORMS, PREFIX, SUFFIX
+from server.text.encoder import FIM_FORMATS, PREFIX, SUFFIX
 from server.text.errors import InfillError
 from server.text.tokenizer import Tokenizer
 from tests.text.tiny_tokenizers import BOS, EOS, KINDS, byte_fallback, byte_level
@@ -20,7 +20,7 @@ def with_tokens(backend: tokenizers.Tokenizer, *tokens: str) -> Tokenizer:
 
 
 def spelled(tokenizer: Tokenizer, prefix: str, suffix: str) -> bytes:
-    return b"".join(map(tokenizer.token_bytes, asyncio.run(tokenizer.infill(prefix, suffix))))
+    return b"".join(map(tokenizer.token_bytes, asyncio.run(tokenizer.encode_infill(prefix, suffix))))
 
 
 def test_qwen_coder() -> None:
@@ -36,11 +36,11 @@ def test_codestral_wants_the_suffix_first() -> None:
 def test_code_llama() -> None:
     """<PRE>, encode(prefix), <SUF>, encode(suffix) without SentencePiece's space, <MID>."""
     tokenizer = with_tokens(byte_fallback(), "\u2581<PRE>", "\u2581<SUF>", "\u2581<MID>")
-    pieces = [tokenizer.piece(token) for token in asyncio.run(tokenizer.infill("hello", "hello hello"))]
+    pieces = [tokenizer.piece(token) for token in asyncio.run(tokenizer.encode_infill("hello", "hello hello"))]
     assert pieces == ["\u2581<PRE>", "\u2581hello", "\u2581<SUF>", "hello", "\u2581hello", "\u2581<MID>"]
 
 
-@pytest.mark.parametrize("form", FORMS, ids=str)
+@pytest.mark.parametrize("form", FIM_FORMATS, ids=str)
 @pytest.mark.parametrize("kind", ["byte_level", "byte_fallback"])
 @pytest.mark.parametrize(("prefix", "suffix"), [("hello", " hello"), ("", ""), ("\n", "\n\n"), ("a ", "<s>")])
 def test_every_form(form: tuple[str, ...], kind: str, prefix: str, suffix: str) -> None:
@@ -65,4 +65,4 @@ def test_no_end_of_text_before_the_text() -> None:
 def test_models_that_cannot(tokens: list[str]) -> None:
     tokenizer = with_tokens(byte_level(), *tokens)
     with pytest.raises(InfillError, match="leave suffix out"):
-        asyncio.run(tokenizer.infill("a", "b"))
+        asyncio.run(tokenizer.encode_infill("a", "b"))

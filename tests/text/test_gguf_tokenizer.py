@@ -12,7 +12,7 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalize
 
 from config.errors import SettingsError
 from server.models.formats.gguf_file import read_header
-from server.text.gguf_tokenizer import SPACE, SPLITS, tokenizer_of
+from server.text.gguf_tokenizer import SPACE, SPLITS, make_tokenizer
 from tests.models.gguf_files import add_byte_level, write_to
 
 CORPUS = [
@@ -35,7 +35,7 @@ TEXTS = [
 def through_gguf(file: Path, write: Any, architecture: str = "llama") -> tuple[Tokenizer, dict[str, Any]]:
     writer = gguf.GGUFWriter(file, architecture)
     write(writer)
-    return tokenizer_of(read_header(write_to(writer, file)).metadata)
+    return make_tokenizer(read_header(write_to(writer, file)).metadata)
 
 
 def gpt2_style(pre: pre_tokenizers.PreTokenizer, *, nfc: bool = False) -> Tokenizer:
@@ -203,4 +203,4 @@ def test_bos_and_eos_are_added_where_the_file_says_so(tmp_path: Path) -> None:
 )
 def test_what_cannot_be_read_is_refused(metadata: dict[str, Any], message: str) -> None:
     with pytest.raises(SettingsError, match=message):
-        tokenizer_of({f"tokenizer.ggml.{key}": value for key, value in metadata.items()})
+        make_tokenizer({f"tokenizer.ggml.{key}": value for key, value in metadata.items()})

@@ -12,7 +12,7 @@ import pytest
 import tokenizers
 from tokenizers import AddedToken, models, normalizers, pre_tokenizers
 
-from server.text.longest_token import longest_token
+from server.text.longest_token import compute_max_chars_per_token
 from tests.text.tiny_tokenizers import KINDS, byte_fallback, byte_level
 
 Change = Callable[[tokenizers.Tokenizer], None]
@@ -74,7 +74,7 @@ def test_no_token_stands_for_more(make: Callable[[], tokenizers.Tokenizer], chan
     dice = random.Random(seed)
     tokenizer = make()
     change(tokenizer)
-    longest = longest_token(tokenizer)
+    longest = compute_max_chars_per_token(tokenizer)
     assert longest is not None
     texts = [piece * count for piece in TEXTS for count in (1, 100)]
     texts += ["".join(dice.choices(TEXTS, k=dice.randrange(50))) for _ in range(500)]
@@ -86,7 +86,7 @@ def test_no_token_stands_for_more(make: Callable[[], tokenizers.Tokenizer], chan
 def test_what_may_leave_out_any_number(change: Change) -> None:
     tokenizer = byte_level()
     change(tokenizer)
-    assert longest_token(tokenizer) is None
+    assert compute_max_chars_per_token(tokenizer) is None
 
 
 @pytest.mark.parametrize(
@@ -102,14 +102,16 @@ def test_what_may_leave_out_any_number(change: Change) -> None:
     ids=repr,
 )
 def test_a_vocabulary_that_does_not_know_every_character(model: models.Model) -> None:
-    assert longest_token(tokenizers.Tokenizer(model)) is None
+    assert compute_max_chars_per_token(tokenizers.Tokenizer(model)) is None
 
 
 def test_one_unknown_token_for_each_character() -> None:
-    assert longest_token(tokenizers.Tokenizer(models.BPE({"ab": 0, "<unk>": 1}, [], unk_token="<unk>"))) == len("<unk>")
+    assert compute_max_chars_per_token(
+        tokenizers.Tokenizer(models.BPE({"ab": 0, "<unk>": 1}, [], unk_token="<unk>"))
+    ) == len("<unk>")
 
 
 def test_the_kinds_that_models_use() -> None:
-    assert {kind: longest_token(make()) is not None for kind, make in KINDS.items()} == {
+    assert {kind: compute_max_chars_per_token(make()) is not None for kind, make in KINDS.items()} == {
         kind: kind.startswith("byte") for kind in KINDS
     }

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from server.text.detokenizer import Detokenizer
-from server.text.output import OutputText, Placed, placed
+from server.text.output import OutputText, Placed, locate_tokens
 from server.text.tokenizer import Tokenizer
 from tests.text.tiny_tokenizers import EOS, byte_level
 
@@ -80,8 +80,8 @@ def test_a_token_begins_behind_bytes_that_became_no_character() -> None:
         assert out.text == text
         assert [place for place in out.tokens if place.token != EOS][:2] == [*first]
         assert {place.offset for place in out.tokens[-len(snow) :]} == {len(text) - 1}, "a character is whole"
-    assert placed(TOKENIZER, [*broken, *hello], text)[:2] == [*first]
-    spelled = placed(TOKENIZER, [*broken, EOS, *hello], "\ufffd</s>hello")
+    assert locate_tokens(TOKENIZER, [*broken, *hello], text)[:2] == [*first]
+    spelled = locate_tokens(TOKENIZER, [*broken, EOS, *hello], "\ufffd</s>hello")
     assert spelled[:3] == [first[0], Placed(EOS, 1), Placed(hello[0], 5)]
     behind_a_prompt = OutputText(Detokenizer(TOKENIZER, broken)).push(hello, "length")
     assert (behind_a_prompt.text, behind_a_prompt.tokens[0]) == ("hello", Placed(hello[0], 0))
@@ -101,7 +101,7 @@ def test_what_a_stop_string_took_away_is_not_shown() -> None:
     assert len(out.tokens) == choice.num_tokens
     hidden = [p.token for p in out.tokens if not p.shown]
     assert TOKENIZER.decode(hidden).startswith(" wor"[:1])
-    assert choice.stopped_by == " wor"
+    assert choice.stop_reason == " wor"
 
 
 def test_the_stop_string_and_the_last_token_can_be_had() -> None:

@@ -26,7 +26,7 @@ def definition(text: str, stops: list[str]) -> tuple[str, bool]:
 def test_text_ends_before_the_stop_string(pieces: list[str], stops: list[str]) -> None:
     matcher = StopStrings(stops)
     text = "".join([matcher.push(piece) for piece in pieces])
-    found = matcher.found is not None
+    found = matcher.matched_stop is not None
     assert (text + matcher.flush(), found) == definition("".join(pieces), stops)
 
 
@@ -48,7 +48,7 @@ def test_no_more_is_held_back_than_needed(pieces: list[str], stops: list[str]) -
     for piece in pieces:
         seen, shown = seen + piece, shown + matcher.push(piece)
         held = seen[len(shown) :]
-        assert matcher.found or not held or any(stop.startswith(held) for stop in stops)
+        assert matcher.matched_stop or not held or any(stop.startswith(held) for stop in stops)
 
 
 @pytest.mark.parametrize(
@@ -84,4 +84,4 @@ def test_a_character_costs_the_same_however_much_is_held_back(monkeypatch: pytes
     assert len(text) == 6000 - 1022
     assert steps[0] <= len(stops) * (6000 + 1023)
     assert matcher.push("b") == ""
-    assert matcher.found == stops[-1]
+    assert matcher.matched_stop == stops[-1]

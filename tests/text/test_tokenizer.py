@@ -11,7 +11,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from config.errors import SettingsError
-from server.text.tokenizer import Tokenizer, keep_last
+from server.text.tokenizer import Tokenizer, truncate_prompt
 from tests.text.tiny_tokenizers import BOS, EOS, KINDS, byte_level
 
 
@@ -71,7 +71,7 @@ def test_a_long_text_is_encoded_in_the_same_way() -> None:
 
 
 def test_the_last_tokens_of_a_prompt_are_kept() -> None:
-    assert [keep_last([1, 2, 3], limit) for limit in (None, 1, 2, 3, 9)] == [
+    assert [truncate_prompt([1, 2, 3], limit) for limit in (None, 1, 2, 3, 9)] == [
         [1, 2, 3],
         [3],
         [2, 3],

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, decoders, models, pre_tokenizers
 
 from server.text.tokenizer import Tokenizer
-from server.text.vocabulary import as_text
+from server.text.vocabulary import format_token_bytes
 from tests.text.tiny_tokenizers import BOS, EOS, KINDS, byte_fallback, byte_level, metaspace
 
 TINY = Path(__file__).parents[2] / "server" / "models" / "tiny"
@@ -87,7 +87,7 @@ def test_bytes_that_are_no_text() -> None:
     tokenizer = Tokenizer(byte_level())
     strings = [tokenizer.token_string(token) for token in ids_of(tokenizer, "\N{WAVING HAND SIGN}")]
     assert strings == [r"bytes:\xf0", r"bytes:\x9f", r"bytes:\x91", r"bytes:\x8b"]
-    assert as_text(b" \xe2\x80") == r"bytes: \xe2\x80"  # as OpenAI writes it
+    assert format_token_bytes(b" \xe2\x80") == r"bytes: \xe2\x80"  # as OpenAI writes it
     fallback = Tokenizer(byte_fallback())
     assert fallback.token_string(fallback.backend.token_to_id("<0xE2>")) == r"bytes:\xe2"
     assert fallback.token_string(fallback.backend.token_to_id("<0x0A>")) == "\n"

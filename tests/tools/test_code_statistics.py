@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tools.code_statistics import Lengths, main, statistics_of
+from tools.code_statistics import Lengths, compute_statistics, main
 
 SOURCES = {
     "config/__init__.py": '"""Settings."""\n',
@@ -29,7 +29,7 @@ def root(tmp_path: Path) -> Path:
 
 
 def test_a_small_checkout_is_counted(root: Path) -> None:
-    found = statistics_of(root)
+    found = compute_statistics(root)
     assert found.folders == {
         "config": (0, 1),
         "kernels": (2, 5),
@@ -37,7 +37,7 @@ def test_a_small_checkout_is_counted(root: Path) -> None:
         "server/api": (1, 4),
         "tools": (1, 5),
     }
-    assert found.laboratory == 2 / 10, "kernels.bench, of what is installed"
+    assert found.tooling_share == 2 / 10, "kernels.bench, of what is installed"
     assert found.files_to_touch["operation"] == 1, "neither what measures nor what is not installed counts"
     assert found.classes_with_one_name == {"Ops": ["kernels.ops", "server.api.routes"]}
     assert found.functions == Lengths(2, 3, 3)

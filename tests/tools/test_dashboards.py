@@ -13,15 +13,15 @@ from grafana_foundation_sdk.models.dashboard import Dashboard, Panel, VariableMo
 
 from server.metrics.families import FAMILIES, KV_STATE, OUTCOME, REQUESTS, STEPS, STRATEGY
 from tools.dashboards import promql
-from tools.dashboards.catalogue import FOLDER, dashboards, files, panels, queries, targets
+from tools.dashboards.catalogue import FOLDER, build_dashboards, get_panels, get_targets, iter_queries, render_files
 
-DASHBOARDS = dashboards()
+DASHBOARDS = build_dashboards()
 every_dashboard = pytest.mark.parametrize("dashboard", DASHBOARDS, ids=lambda dashboard: dashboard.uid)
 
 
 def all_panels() -> Iterator[tuple[str, Panel]]:
     for dashboard in DASHBOARDS:
-        for panel in panels(dashboard):
+        for panel in get_panels(dashboard):
             yield f"{dashboard.uid}: {panel.title}", panel
 
 
@@ -30,7 +30,7 @@ def variables(dashboard: Dashboard) -> dict[str, VariableModel]:
 
 
 def test_the_files_are_what_the_code_writes() -> None:
-    assert {file: file.read_text() for file in FOLDER.iterdir()} == files(), "run `python -m tools.dashboards`"
+    assert {file: file.read_text() for file in FOLDER.iterdir()} == render_files(), "run `python -m tools.dashboards`"
 
 
 @every_dashboard
@@ -42,7 +42,7 @@ def test_grafanas_own_types_read_what_is_written(dashboard: Dashboard) -> None:
 
 
 def test_every_metric_is_on_a_dashboard() -> None:
-    shown = {family.name for query in queries() for family in promql.named(query.expression)}
+    shown = {family.name for query in iter_queries() for family in promql.find_families(query.expression)}
     assert {family.name for family in FAMILIES} == shown
 
 
@@ -57,7 +57,7 @@ def test_a_dashboard_lets_choose_and_leads_to_the_others(dashboard: Dashboard) -
     for name in ("server", "strategy"):
         assert chosen[name].multi
         assert chosen[name].include_all
-        assert promql.named(str(chosen[name].query))
+        assert promql.find_families(str(chosen[name].query))
 
 
 def test_dashboards_are_told_apart() -> None:
@@ -81,30 +81,30 @@ def test_a_panel_says_what_it_shows_and_in_what_unit(panel: Panel) -> None:
     assert panel.title
     assert panel.field_config
     assert panel.field_config.defaults.unit
-    assert targets(panel)
-    letters = [target.ref_id for target in targets(panel)]
+    assert get_targets(panel)
+    letters = [target.ref_id for target in get_targets(panel)]
     assert len(set(letters)) == len(letters)
-    for target in targets(panel):
-        for family in promql.named(target.expr or ""):
+    for target in get_targets(panel):
+        for family in promql.find_families(target.expr or ""):
             assert family.help in (panel.description or "")
 
 
 def test_a_query_chooses_servers_and_strategies() -> None:
-    for query in queries():
+    for query in iter_queries():
         assert '{instance=~"$server"' in query.expression
-        for family in promql.named(query.expression):
+        for family in promql.find_families(query.expression):
             assert STRATEGY not in family.labels or 'strategy=~"$strategy"' in query.expression
 
 
 def test_legends_name_labels_that_the_query_leaves() -> None:
-    for query in queries():
+    for query in iter_queries():
         for label in query.legend.split("{{")[1:]:
             assert label.partition("}}")[0] in query.expression.partition(" by (")[2].partition(")")[0], query
 
 
 def test_names_of_others_are_refused() -> None:
     with pytest.raises(KeyError, match="kvmux_nothing"):
-        promql.named("rate(kvmux_nothing_total[5m])")
+        promql.find_families("rate(kvmux_nothing_total[5m])")
     with pytest.raises(AssertionError):
         promql.rate(REQUESTS, KV_STATE)
     with pytest.raises(AssertionError):
@@ -112,5 +112,5 @@ def test_names_of_others_are_refused() -> None:
 
 
 def test_variables_are_filled() -> None:
-    assert promql.filled(promql.rate(STEPS), "5m") == 'sum(rate(kvmux_steps_total{instance=~".+"}[5m]))'
-    assert not [query for query in queries() if "$" in promql.filled(query.expression)]
+    assert promql.fill_variables(promql.rate(STEPS), "5m") == 'sum(rate(kvmux_steps_total{instance=~".+"}[5m]))'
+    assert not [query for query in iter_queries() if "$" in promql.fill_variables(query.expression)]

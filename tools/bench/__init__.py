@@ -1,1 +1,1 @@
-"""What this project claims of its speed, measured: `make bench`; single parts by `python -m tools.bench.NAME`."""
+"""Measures what this project claims of its speed: `make bench`; single parts by `python -m tools.bench.NAME`."""

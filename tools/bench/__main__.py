@@ -16,14 +16,14 @@ from typing import get_args
 from rich.console import Console
 
 from server.profiling.running import RunError, sigterm_as_ctrl_c
-from tools.bench.table.documents import BENCHMARKS, TABLES, put, renewed
+from tools.bench.table.documents import BENCHMARKS, TABLES, update_performance_doc, update_section
 from tools.bench.table.goals import ROWS, Group
 from tools.bench.table.models import SHAPES, cache_folder
 from tools.bench.table.report import Report, as_json, as_text
-from tools.bench.table.runs import Effort, measured
+from tools.bench.table.runs import Effort, measure_rows
 
 DESCRIPTION = """\
-Starts `kvmux serve` once for each model and format of weights, loads it over HTTP, and holds what comes out against
+Starts `kvmux serve` once for each model and format of weights, loads it over HTTP, and compares the figures with
 the goal, what other servers reached, and what this machine allows in the same minute. transformers is measured beside
 it, in a process of its own. Models of real shapes with random weights are made first, and kept. A run that other
 processes disturb is repeated, and marked if that does not help."""
@@ -55,11 +55,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     with sigterm_as_ctrl_c(), Console(stderr=True).status("starting") as status:
         try:
             effort = Effort(options.rounds, options.attempts, options.models)
-            found = measured(rows, effort, status.update)
-            report = Report(date, sorted(found, key=lambda each: rows.index(each.row)))
+            results = measure_rows(rows, effort, status.update)
+            report = Report(date, sorted(results, key=lambda each: rows.index(each.row)))
             if options.docs:
-                put(options.docs / BENCHMARKS, TABLES, as_text(report))
-                renewed(options.docs, options.models, status.update)
+                update_section(options.docs / BENCHMARKS, TABLES, as_text(report))
+                update_performance_doc(options.docs, options.models, status.update)
         except (RunError, OSError) as error:
             print(f"make bench: {error}", file=sys.stderr)
             return FAILED

@@ -14,9 +14,9 @@ from functools import partial
 from typing import NamedTuple, get_args
 
 from config.errors import SettingsError
-from config.settings import ModelImpl, load
+from config.settings import ModelImpl, load_settings
 from server.engine.build import Engine, build_engine
-from server.engine.ipc.messages import Sampling
+from server.engine.ipc.messages import SamplingParams
 from server.generate import generate
 from server.models.no_cache import debug_generate_full_context
 
@@ -35,7 +35,7 @@ class Result(NamedTuple):
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m tools.bench.caching", description=__doc__)
     parser.add_argument("--model", default="tiny", help="as for `kvmux serve` (default: the embedded one)")
-    parser.add_argument("--model-impl", default="auto", choices=get_args(ModelImpl), help="who computes the model")
+    parser.add_argument("--model-impl", default="auto", choices=get_args(ModelImpl), help="what computes the model")
     parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16", "float16"))
     parser.add_argument("--threads", type=int, help="CPU threads (default: torch's choice)")
     parser.add_argument("--tokens", type=int, nargs="+", default=LENGTHS, help="how many to generate")
@@ -44,40 +44,40 @@ def main(arguments: Sequence[str] | None = None) -> None:
     try:
         names = ("model", "model_impl", "dtype", "threads")
         flags = {name: getattr(options, name) for name in names} | {"max_num_seqs": 4}
-        engine = build_engine(load(None, flags))
+        engine = build_engine(load_settings(None, flags))
     except SettingsError as error:
         parser.error(str(error))
     if max(options.tokens) > engine.max_seq_len:
         parser.error(f"--tokens: the model's context is {engine.max_seq_len} tokens")
     results = measure(engine, options.tokens)
-    print("\n".join(json.dumps(r._asdict()) for r in results) if options.json else table(results))
+    print("\n".join(json.dumps(r._asdict()) for r in results) if options.json else format_table(results))
 
 
 def measure(engine: Engine, lengths: Sequence[int]) -> list[Result]:
     """Measure every strategy, and no cache at all, at every length; show progress on stderr."""
-    ways: dict[str, Callable[[int], object]] = {
+    runs: dict[str, Callable[[int], object]] = {
         name: partial(generate_cached, engine, name) for name in engine.core.caches
     }
-    ways[FULL_CONTEXT] = partial(debug_generate_full_context, engine.core.model, [0])
+    runs[FULL_CONTEXT] = partial(debug_generate_full_context, engine.core.model, [0])
     results = []
     for length in lengths:
-        for name, generated in ways.items():
+        for name, generate_tokens in runs.items():
             print(f"\r{name}, {length} tokens ...\033[K", end="", file=sys.stderr, flush=True)
-            generated(8)  # warm
-            began = time.perf_counter()
-            generated(length)
-            results.append(Result(name, length, length / (time.perf_counter() - began)))
+            generate_tokens(8)  # warm
+            start = time.perf_counter()
+            generate_tokens(length)
+            results.append(Result(name, length, length / (time.perf_counter() - start)))
     print("\r\033[K", end="", file=sys.stderr)
     return results
 
 
 def generate_cached(engine: Engine, strategy: str, num_tokens: int) -> list[int]:
     """Generate tokens greedily after token 0, one step each."""
-    sampling = Sampling(num_tokens, temperature=0.0, ignore_eos=True)
+    sampling = SamplingParams(num_tokens, temperature=0.0, ignore_eos=True)
     return [token for token, _ in generate(engine.core.model, engine.core.caches[strategy], [0], sampling)]
 
 
-def table(results: Sequence[Result]) -> str:
+def format_table(results: Sequence[Result]) -> str:
     """Return a table in Markdown: strategies down, lengths across, and how many times faster than no cache."""
     lengths = sorted({r.tokens for r in results})
     speed = {(r.strategy, r.tokens): r.tokens_per_second for r in results}

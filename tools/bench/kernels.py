@@ -17,14 +17,14 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 
-from kernels.backends import REFERENCE, backends
+from kernels.backends import REFERENCE, list_backends
 from kernels.ops import Ops
 from kernels.reference.backend import ReferenceOps
 from kernels.selfcheck.op_db import OPS
-from kernels.selfcheck.op_info import Op
-from server.profiling.machine import read_bandwidth, seconds
+from kernels.selfcheck.op_info import OpInfo
+from server.profiling.machine import measure_fastest, measure_read_bandwidth
 from tools.bench import kernel_inputs
-from tools.bench.kernel_inputs import GIBIBYTE, LAYERS, Calls, Texts, attend, numbers, packed
+from tools.bench.kernel_inputs import GIBIBYTE, LAYERS, Calls, Texts, attend, make_random_values, pack_weights
 
 CONTEXTS = {  # tokens, and rows of x or of logits
     "attend": (128, 1024, 4096, 16384),
@@ -37,8 +37,8 @@ CONTEXTS = {  # tokens, and rows of x or of logits
     "repeat_kv_heads": (128, 4096),
     "repeat_kv_heads_step": (128, 4096),
 }
-TOKENS = (512,)
-NAMES = [op.full_name for op in OPS]
+DEFAULT_CONTEXTS = (512,)
+OP_NAMES = [op.full_name for op in OPS]
 
 
 class Row(NamedTuple):
@@ -54,15 +54,15 @@ class Row(NamedTuple):
 
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m tools.bench.kernels", description=__doc__)
-    parser.add_argument("--op", nargs="+", choices=NAMES, default=NAMES, help="which operations")
-    names = (REFERENCE, *(backend.name for backend in backends("cpu")), "sdpa", "sdpa+gather")
+    parser.add_argument("--op", nargs="+", choices=OP_NAMES, default=OP_NAMES, help="which operations")
+    names = (REFERENCE, *(backend.name for backend in list_backends("cpu")), "sdpa", "sdpa+gather")
     parser.add_argument("--backend", nargs="+", choices=names, help="which backends (default: all)")
     parser.add_argument(
         "--dtype", nargs="+", choices=("float32", "bfloat16", "float16"), default=["float32", "bfloat16"]
     )
-    parser.add_argument("--context", type=_positive, nargs="+", help="tokens, or rows")
-    parser.add_argument("--queries", type=_positive, default=1, help="of attend: a chunk of a prompt (default: 1)")
-    parser.add_argument("--threads", type=_positive, help="default: torch's choice")
+    parser.add_argument("--context", type=_positive_int, nargs="+", help="tokens, or rows")
+    parser.add_argument("--queries", type=_positive_int, default=1, help="of attend: a chunk of a prompt (default: 1)")
+    parser.add_argument("--threads", type=_positive_int, help="default: torch's choice")
     parser.add_argument("--json", action="store_true", help="one JSON object a line")
     options = parser.parse_args(arguments)
     if options.threads:
@@ -71,7 +71,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         print(
             f"{'op':20} {'backend':12} {'dtype':9} {'context':>7} {'µs/call':>9} {'GB/s':>7} {'memory':>7} {'share':>6}"
         )
-    for row in measured(options.op, options.backend, options.dtype, options.context, options.queries):
+    for row in measure_ops(options.op, options.backend, options.dtype, options.context, options.queries):
         if options.json:
             print(json.dumps(row._asdict()), flush=True)
         else:
@@ -82,87 +82,100 @@ def main(arguments: Sequence[str] | None = None) -> None:
             )
 
 
-def _positive(text: str) -> int:
+def _positive_int(text: str) -> int:
     number = int(text)
     if number < 1:
         raise argparse.ArgumentTypeError(f"{number} is not at least 1")
     return number
 
 
-def measured(
+def measure_ops(
     ops: Sequence[str],
-    wanted: Sequence[str] | None,
+    backend_names: Sequence[str] | None,
     dtypes: Sequence[str],
     contexts: Sequence[int] | None,
     queries: int = 1,
 ) -> Iterator[Row]:
-    """All rows of these, one after the other; `queries` of attend alone."""
-    memory, here = numbers(GIBIBYTE // 4, torch.float32), _here(wanted)
+    """Yield the rows of these operations, one after the other; `queries` are of attend alone."""
+    memory, backends = make_random_values(GIBIBYTE // 4, torch.float32), _load_backends(backend_names)
     for op in (op for op in OPS if op.full_name in ops):
         for dtype in dtypes:
-            for context in contexts or CONTEXTS.get(op.full_name, TOKENS):
+            for context in contexts or CONTEXTS.get(op.full_name, DEFAULT_CONTEXTS):
                 print(f"\r{op.full_name}, {dtype}, {context} ...\033[K\r", end="", file=sys.stderr, flush=True)
-                sdpa = queries == 1 and (wanted is None or "sdpa" in wanted)
-                for run in _runs(op, getattr(torch, dtype), context, queries, here, sdpa=sdpa):
-                    read = read_bandwidth(memory)
-                    took = seconds(run.once)
-                    speed = run.bytes / took
-                    each = 1e6 * took / run.calls
-                    yield Row(op.full_name, run.name, dtype, context, each, speed / 1e9, read / 1e9, speed / read)
+                sdpa = queries == 1 and (backend_names is None or "sdpa" in backend_names)
+                for run in _make_runs(op, getattr(torch, dtype), context, queries, backends, sdpa=sdpa):
+                    bandwidth = measure_read_bandwidth(memory)
+                    seconds = measure_fastest(run.run_once)
+                    speed = run.num_bytes / seconds
+                    us_per_call = 1e6 * seconds / run.calls
+                    yield Row(
+                        op.full_name,
+                        run.name,
+                        dtype,
+                        context,
+                        us_per_call,
+                        speed / 1e9,
+                        bandwidth / 1e9,
+                        speed / bandwidth,
+                    )
 
 
 class Run(NamedTuple):
-    """What is measured."""
+    """What is measured: one backend's calls of an operation."""
 
     name: str
-    once: Callable[[], object]  # one pass over the data
+    run_once: Callable[[], object]  # one pass over the data
     calls: int  # of a pass
-    bytes: int
+    num_bytes: int
 
 
-def _here(wanted: Sequence[str] | None) -> Mapping[str, Ops]:
-    """The operations to measure, by backend; which of them this machine lacks is told."""
-    found: dict[str, Ops] = {REFERENCE: ReferenceOps()} if wanted is None or REFERENCE in wanted else {}
-    for backend in backends("cpu"):
-        if wanted is not None and backend.name not in wanted:
+def _load_backends(backend_names: Sequence[str] | None) -> Mapping[str, Ops]:
+    """Return the operations to measure, by backend; those that this machine lacks are named on stderr."""
+    backends: dict[str, Ops] = (
+        {REFERENCE: ReferenceOps()} if backend_names is None or REFERENCE in backend_names else {}
+    )
+    for backend in list_backends("cpu"):
+        if backend_names is not None and backend.name not in backend_names:
             continue
         if backend.missing is None:
-            found[backend.name] = backend.load()
+            backends[backend.name] = backend.load()
         else:
             print(f"{backend.name} is left out: {backend.missing}", file=sys.stderr)
-    return found
+    return backends
 
 
-def _runs(
-    op: Op, dtype: torch.dtype, context: int, queries: int, here: Mapping[str, Ops], *, sdpa: bool
+def _make_runs(
+    op: OpInfo, dtype: torch.dtype, context: int, queries: int, backends: Mapping[str, Ops], *, sdpa: bool
 ) -> Iterator[Run]:
-    calls = attend(dtype, context, queries) if op.name == "attend" else kernel_inputs.calls_of(op, dtype, context)
-    size = sum(op.bytes(*call) for call in calls)
-    for name, ops in here.items():
-        ready = [packed(ops, op.name, call) for call in calls]
-        yield Run(name, partial(_pass, getattr(ops, op.name), ready), len(calls), size)
+    calls = attend(dtype, context, queries) if op.name == "attend" else kernel_inputs.make_calls(op, dtype, context)
+    size = sum(op.count_bytes(*call) for call in calls)
+    for name, ops in backends.items():
+        packed = [pack_weights(ops, op.name, call) for call in calls]
+        yield Run(name, partial(_run_pass, getattr(ops, op.name), packed), len(calls), size)
     if op.name == "attend" and sdpa:
-        yield from _sdpa(dtype, context, size)
+        yield from _make_sdpa_runs(dtype, context, size)
 
 
-def _pass(run: Callable[..., object], calls: Calls) -> None:
+def _run_pass(run: Callable[..., object], calls: Calls) -> None:
     for call in calls:
         run(*call)
 
 
-def _sdpa(dtype: torch.dtype, context: int, size: int) -> Iterator[Run]:
-    """torch's attention over the same keys: found dense already, and gathered from their blocks before."""
+def _make_sdpa_runs(dtype: torch.dtype, context: int, size: int) -> Iterator[Run]:
+    """Yield torch's attention over the same keys: dense already, and gathered from their blocks first."""
     texts, spec = Texts(dtype, context), LAYERS[0]
-    q = numbers(spec.num_q_heads * spec.head_dim, dtype).view(1, spec.num_q_heads, 1, spec.head_dim)
+    q = make_random_values(spec.num_q_heads * spec.head_dim, dtype).view(1, spec.num_q_heads, 1, spec.head_dim)
     shape = (spec.num_kv_heads, context, spec.head_dim)
-    planes = numbers(2 * texts.count * len(LAYERS) * torch.Size(shape).numel(), dtype).view(-1, 2, 1, *shape)
+    planes = make_random_values(2 * texts.num_sequences * len(LAYERS) * torch.Size(shape).numel(), dtype).view(
+        -1, 2, 1, *shape
+    )
 
     def dense() -> None:
         for k, v in planes:
             F.scaled_dot_product_attention(q, k, v, scale=spec.scale, enable_gqa=True)
 
     def gathered() -> None:
-        for at, layer in texts.rows():
+        for at, layer in texts.iter_slots():
             blocks = at.table[at.row_seat[0]].long()
             k, v = (
                 plane[blocks].transpose(0, 1).reshape(1, spec.num_kv_heads, -1, spec.head_dim)[:, :, :context]

@@ -16,11 +16,11 @@ from typing import NamedTuple
 import torch
 
 from config.errors import SettingsError
-from config.settings import load
+from config.settings import load_settings
 from server.engine.build import Engine, build_engine
-from server.engine.core import TIMED, StepResult
-from server.engine.info import about, state_of
-from server.engine.ipc.messages import Sampling, Submit
+from server.engine.core import TIMING_INTERVAL, StepResult
+from server.engine.info import make_engine_info, read_engine_state
+from server.engine.ipc.messages import SamplingParams, Submit
 from server.metrics.exposition import Renderer
 from server.metrics.registry import Metrics
 
@@ -32,8 +32,8 @@ class Cost(NamedTuple):
 
     sequences: int
     step: float  # without metrics
-    counted: float  # with them
-    observing: float  # of this, in the registry
+    step_with_metrics: float  # with them
+    observe_time: float  # of this, in the registry
     overhead: float  # median of the rounds' own ratios, less 1
     scrape: float  # of the engine's part of one /metrics, at most once a second
     render: float  # of the API process's part
@@ -51,79 +51,80 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     try:
         flags = {"model": options.model, "threads": options.threads, "max_num_seqs": options.sequences}
-        engine = build_engine(load(None, {name: value for name, value in flags.items() if value is not None}))
+        engine = build_engine(load_settings(None, {name: value for name, value in flags.items() if value is not None}))
     except SettingsError as error:
         parser.error(str(error))
     cost = measure(engine, options.sequences, options.tokens, options.rounds, options.steps)
-    print(json.dumps(cost._asdict()) if options.json else in_words(cost))
+    print(json.dumps(cost._asdict()) if options.json else format_cost(cost))
 
 
 class Streams:
-    """As many requests as the engine has seats, under all strategies, for ever."""
+    """Keeps as many requests running as the engine has seats, under all strategies."""
 
     def __init__(self, engine: Engine, sequences: int, tokens: int) -> None:
         self._core = engine.core
-        self._sampling = Sampling(max_tokens=tokens, temperature=0.0, ignore_eos=True)
+        self._sampling = SamplingParams(max_tokens=tokens, temperature=0.0, ignore_eos=True)
         self._names = [instance.name for instance in engine.instances]
-        self._vocab, self._tokens, self._count = engine.core.model.facts.vocab_size, tokens, 0
-        self._begin(sequences)
+        self._vocab, self._tokens, self._num_submitted = engine.core.model.info.vocab_size, tokens, 0
+        self._submit(sequences)
 
-    def _begin(self, count: int) -> None:
+    def _submit(self, count: int) -> None:
         for _ in range(count):
-            self._count += 1
+            self._num_submitted += 1
             prompt = torch.randint(self._vocab, (self._tokens,)).tolist()
-            name = self._names[self._count % len(self._names)]
-            refused = self._core.submit(WORKER, Submit(str(self._count), prompt, self._sampling, name))
-            assert refused is None, refused
+            name = self._names[self._num_submitted % len(self._names)]
+            error = self._core.submit(WORKER, Submit(str(self._num_submitted), prompt, self._sampling, name))
+            assert error is None, error
 
     def step(self) -> StepResult:
         result = self._core.step()
-        self._begin(len(result.finished))
+        self._submit(len(result.finished))
         return result
 
 
 def measure(engine: Engine, sequences: int, tokens: int, rounds: int, steps: int) -> Cost:
     """Measure steps with metrics and without, in turns. The first round warms up."""
-    streams, metrics = Streams(engine, sequences, tokens), Metrics(about(engine))
+    streams, metrics = Streams(engine, sequences, tokens), Metrics(make_engine_info(engine))
     plain: list[float] = []
     counted: list[float] = []
-    observing: list[float] = []
+    observe_times: list[float] = []
     for i in range(rounds + 1):
-        for counts in (False, True) if i % 2 else (True, False):
-            engine.core.timed_every = TIMED if counts else 0
-            began, observed = time.perf_counter(), 0.0
+        for with_metrics in (False, True) if i % 2 else (True, False):
+            engine.core.timing_interval = TIMING_INTERVAL if with_metrics else 0
+            start, observe_seconds = time.perf_counter(), 0.0
             for _ in range(steps):
                 result = streams.step()
-                if counts:
-                    observed += observe(metrics, result)
-            took = time.perf_counter() - began
+                if with_metrics:
+                    observe_seconds += observe(metrics, result)
+            seconds = time.perf_counter() - start
             if i:
-                (counted if counts else plain).append(1e6 * took / steps)
-                observing += [1e6 * observed / steps] if counts else []
-    began = time.perf_counter()
-    snapshot = metrics.snapshot(state_of(engine.core, {}))
-    scrape = 1e6 * (time.perf_counter() - began)
+                (counted if with_metrics else plain).append(1e6 * seconds / steps)
+                observe_times += [1e6 * observe_seconds / steps] if with_metrics else []
+    start = time.perf_counter()
+    snapshot = metrics.snapshot(read_engine_state(engine.core, {}))
+    scrape = 1e6 * (time.perf_counter() - start)
     renderer = Renderer()
-    renderer.text(snapshot, openmetrics=False)  # the first writes what does not change
-    began = time.perf_counter()
-    renderer.text(snapshot, openmetrics=False)
-    render = 1e6 * (time.perf_counter() - began)
+    renderer.render(snapshot, openmetrics=False)  # the first writes what does not change
+    start = time.perf_counter()
+    renderer.render(snapshot, openmetrics=False)
+    render = 1e6 * (time.perf_counter() - start)
     overhead = median(on / off for on, off in zip(counted, plain, strict=True)) - 1
-    return Cost(sequences, median(plain), median(counted), median(observing), overhead, scrape, render)
+    return Cost(sequences, median(plain), median(counted), median(observe_times), overhead, scrape, render)
 
 
 def observe(metrics: Metrics, result: StepResult) -> float:
     """Count a step in the metrics, as the engine's loop does; return the seconds that took."""
-    began = time.perf_counter()
+    start = time.perf_counter()
     metrics.observe(result.report, result.finished)
-    return time.perf_counter() - began
+    return time.perf_counter() - start
 
 
-def in_words(cost: Cost) -> str:
+def format_cost(cost: Cost) -> str:
     return (
-        f"a step of {cost.sequences} sequences takes {cost.step:,.0f} us, with metrics {cost.counted:,.0f} us "
-        f"({cost.overhead:+.1%}); of these {cost.observing:.0f} us ({cost.observing / cost.step:.1%}) are in the "
-        f"registry. /metrics takes {cost.scrape:.0f} us of the engine, {cost.render / 1000:.1f} ms of an API process"
+        f"a step of {cost.sequences} sequences takes {cost.step:,.0f} us, with metrics {cost.step_with_metrics:,.0f} "
+        f"us ({cost.overhead:+.1%}); of these {cost.observe_time:.0f} us ({cost.observe_time / cost.step:.1%}) are in "
+        "the registry. "
+        f"/metrics takes {cost.scrape:.0f} us of the engine, {cost.render / 1000:.1f} ms of an API process"
     )
 
 

@@ -21,31 +21,31 @@ class Point(NamedTuple):
     """A measurement."""
 
     part: str
-    at: int  # tokens, sequences, requests or blocks
-    what: str
+    size: int  # tokens, sequences, requests or blocks
+    metric: str
     value: float
-    least: float | None = None  # that it could be
+    bound: float | None = None  # the best that this machine allows
 
 
 def draw(points: Sequence[Point], file: Path) -> None:
-    """Writes a PNG or SVG, by the file's ending. Raises OSError, and ValueError for an ending that means no picture."""
+    """Write a PNG or SVG, by the file's ending. Raises OSError, and ValueError for another ending."""
     from matplotlib.figure import Figure  # which not every installation has
 
     parts = list(dict.fromkeys(point.part for point in points))
     figure = Figure(figsize=(4.2 * len(parts), 3.4), layout="constrained")
     for axes, part in zip(figure.subplots(1, len(parts), squeeze=False)[0], parts, strict=True):
-        _part(axes, part, [point for point in points if point.part == part])
+        _plot_part(axes, part, [point for point in points if point.part == part])
     figure.savefig(file, dpi=90)
 
 
-def _part(axes: Axes, part: str, points: Sequence[Point]) -> None:
-    for what in dict.fromkeys(point.what for point in points):
-        ours = [point for point in points if point.what == what]
-        places = [point.at for point in ours]
-        axes.plot(places, [point.value for point in ours], marker="o", markersize=3, linewidth=1.2, label=what)
-        if all(point.least is not None for point in ours):
-            bounds = [point.least or 0.0 for point in ours]
-            axes.plot(places, bounds, linestyle="--", linewidth=1, color="grey", label="the machine allows")
+def _plot_part(axes: Axes, part: str, points: Sequence[Point]) -> None:
+    for metric in dict.fromkeys(point.metric for point in points):
+        ours = [point for point in points if point.metric == metric]
+        sizes = [point.size for point in ours]
+        axes.plot(sizes, [point.value for point in ours], marker="o", markersize=3, linewidth=1.2, label=metric)
+        if all(point.bound is not None for point in ours):
+            bounds = [point.bound or 0.0 for point in ours]
+            axes.plot(sizes, bounds, linestyle="--", linewidth=1, color="grey", label="the machine allows")
     axes.set_xscale("symlog" if part == "waiting" else "log", base=10 if part in ("waiting", "blocks") else 2)
     axes.set_ylim(bottom=0)
     axes.set_xlabel(TITLES[part])

@@ -1,7 +1,7 @@
 """`python -m tools.bench.quantized_weights`: what a model loses when its weights are kept in fewer bits.
 
-Reads documents of `kvmux evaluate` with the model in each format of --weights, without any cache, and holds the others
-against the first. All models are in memory at once, and a document's logits of each: this is for small ones.
+Reads documents of `kvmux evaluate` with the model in each format of --weights, without any cache, and compares the
+others with the first. All models are in memory at once, and a document's logits of each: this is for small ones.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ from typing import get_args
 import torch
 
 from config.errors import SettingsError
-from config.settings import Weights, load
+from config.settings import Weights, load_settings
 from server.engine.build import Engine, build_engine
 from server.evaluation.command import read_documents
-from server.evaluation.compare import Fidelity, count
+from server.evaluation.compare import Fidelity, update_fidelities
 from server.evaluation.documents import Document
 from server.evaluation.flags import EvaluateOptions
 from server.models.base import Model
@@ -37,36 +37,37 @@ def main(arguments: Sequence[str] | None = None) -> None:
     flags = {"model": options.model, "dtype": options.dtype, "kernels": options.kernels, "weights_cache": "off"}
     flags |= {"max_seq_len": options.length, "max_num_seqs": 1}
     try:
-        engines = [build_engine(load(None, flags | {"weights": weights})) for weights in options.weights]
+        engines = [build_engine(load_settings(None, flags | {"weights": weights})) for weights in options.weights]
         wanted = EvaluateOptions(texts=options.texts, records=options.records, seed=options.seed)
         documents = read_documents(engines[0], wanted)
     except SettingsError as error:
         parser.error(str(error))
     models = [engine.core.model for engine in engines]
-    print(table(options.weights, engines, *(compared(models, part) for part in documents)))
+    print(format_table(options.weights, engines, *(compare_models(models, part) for part in documents)))
 
 
 @torch.inference_mode()
-def compared(models: Sequence[Model], documents: Sequence[Document]) -> list[Fidelity]:
-    """What each model makes of the documents; the others are held against models[0]."""
+def compare_models(models: Sequence[Model], documents: Sequence[Document]) -> list[Fidelity]:
+    """Compare what each model makes of the documents with what models[0] does."""
     results = [Fidelity() for _ in models]
     for document in documents:
         ids = torch.tensor(document.ids, device=models[0].device)
         logits = []
         for model in models:
-            attention = FullContext(model.specs, len(ids) - 1, model.device)
+            attention = FullContext(model.layer_specs, len(ids) - 1, model.device)
             attention.logit_index = attention.positions
             logits.append(model.forward(ids[:-1], attention).float())
-        known = count(results, torch.stack(logits), ids[1:]).tolist()  # [models][n]: of the token after the i-th
+        # [models][n]: whether the token after the i-th was the likeliest.
+        known = update_fidelities(results, torch.stack(logits), ids[1:]).tolist()
         for result, right in zip(results, known, strict=True):
-            result.recalled += [(a.distance, all(right[a.start - 1 : a.stop - 1])) for a in document.answers]
+            result.answer_recalls += [(a.distance, all(right[a.start - 1 : a.stop - 1])) for a in document.answers]
     return results
 
 
-def table(
+def format_table(
     weights: Sequence[str], engines: Sequence[Engine], texts: Sequence[Fidelity], records: Sequence[Fidelity]
 ) -> str:
-    """A row for each format, as docs/models.md has it."""
+    """Return a row for each format, as docs/models.md has it."""
     head = "| --weights | bytes | perplexity of text | likeliest token the same | KL, nats | answers known |"
     rows = [
         f"| {name} | {engine.core.model.weight_bytes:,} | {text.perplexity:.3f} | {text.agreement:.2%} "

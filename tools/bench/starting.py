@@ -17,9 +17,9 @@ from typing import Any, NamedTuple
 
 import psutil
 
-from server.profiling.running import RunError, RunningServer, serving, sigterm_as_ctrl_c
+from server.profiling.running import RunError, RunningServer, run_server, sigterm_as_ctrl_c
 from server.text.processes.text_process import MODULE
-from tools.bench.streaming import Server, is_engine, model_of, play
+from tools.bench.streaming import Server, get_model_name, is_engine, run_streams
 
 SAMPLE = 0.1  # seconds between two looks at the memory
 FIRST_ID, IDS = 10, 256  # prompts are of these tokens, which every model has
@@ -51,7 +51,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("serve", nargs="*", metavar="FLAG", help="more flags of `kvmux serve`, after --")
     options = parser.parse_args(arguments)
     if not Path("/proc/self/smaps_rollup").exists():
-        parser.error("only where the system tells of shared memory in /proc/PID/smaps_rollup")
+        parser.error("only where the system reports shared memory in /proc/PID/smaps_rollup")
     if min(options.rounds, options.streams, options.prompt, options.tokens) < 1:
         parser.error("--rounds, --streams, --prompt and --tokens: from 1 on")
     if any(flag.startswith(("--port", "--host")) for flag in options.serve):
@@ -62,34 +62,34 @@ def main(arguments: Sequence[str] | None = None) -> None:
             result = measure(flags, options.rounds, options.streams, options.prompt, options.tokens)
     except RunError as error:
         sys.exit(str(error))
-    print(json.dumps(result._asdict()) if options.json else table(result))
+    print(json.dumps(result._asdict()) if options.json else format_table(result))
 
 
 def measure(flags: Sequence[str], rounds: int, streams: int, prompt: int, tokens: int) -> Result:
     """Start a server several times; measure its memory under load the last time. Raises RunError."""
     seconds = []
     for last in [False] * (rounds - 1) + [True]:
-        with serving(flags) as served:
+        with run_server(flags) as served:
             seconds.append(served.ready_seconds)
             if last:
-                ready = memory(served.process)
-                peak = asyncio.run(loaded(served, streams, prompt, tokens))
+                ready = measure_memory(served.process)
+                peak = asyncio.run(measure_peak_memory(served, streams, prompt, tokens))
     return Result(seconds, ready, peak)
 
 
 # ---------------------------------------------------------------- memory
-def memory(supervisor: psutil.Process) -> dict[str, Memory]:
+def measure_memory(supervisor: psutil.Process) -> dict[str, Memory]:
     """Return the memory of the server's processes by role; "all" is the sum."""
-    found: dict[str, Memory] = {}
+    by_role: dict[str, Memory] = {}
     for process in (supervisor, *supervisor.children(recursive=True)):
-        role = "supervisor" if process == supervisor else role_of(process)
+        role = "supervisor" if process == supervisor else get_role(process)
         full = process.memory_full_info()
-        before = found.get(role, Memory(0, 0))
-        found[role] = Memory(before.pss + full.pss, before.rss + full.rss)
-    return found | {"all": Memory(*(sum(column) for column in zip(*found.values(), strict=True)))}
+        before = by_role.get(role, Memory(0, 0))
+        by_role[role] = Memory(before.pss + full.pss, before.rss + full.rss)
+    return by_role | {"all": Memory(*(sum(column) for column in zip(*by_role.values(), strict=True)))}
 
 
-def role_of(child: psutil.Process) -> str:
+def get_role(child: psutil.Process) -> str:
     if any("resource_tracker" in word for word in child.cmdline()):
         return "resource tracker"
     if MODULE in child.cmdline():
@@ -97,20 +97,20 @@ def role_of(child: psutil.Process) -> str:
     return "engine" if is_engine(child) else "API"
 
 
-async def loaded(served: RunningServer, streams: int, prompt: int, tokens: int) -> dict[str, Memory]:
+async def measure_peak_memory(served: RunningServer, streams: int, prompt: int, tokens: int) -> dict[str, Memory]:
     """Return the largest memory seen while the streams ran."""
     ids = [FIRST_ID + i % IDS for i in range(prompt)]
     body: dict[str, Any] = {
-        "model": model_of(served),
+        "model": get_model_name(served),
         "prompt": ids,
         "max_tokens": tokens,
         "stream": True,
         "ignore_eos": True,
     }
-    load = asyncio.ensure_future(play(Server.at(served.url, []), "/v1/completions", streams, body))
+    load = asyncio.ensure_future(run_streams(Server.from_url(served.url, []), "/v1/completions", streams, body))
     peak: dict[str, Memory] = {}
     while not load.done():
-        for role, now in (await asyncio.to_thread(memory, served.process)).items():
+        for role, now in (await asyncio.to_thread(measure_memory, served.process)).items():
             before = peak.get(role, now)
             peak[role] = Memory(max(before.pss, now.pss), max(before.rss, now.rss))
         await asyncio.sleep(SAMPLE)
@@ -118,7 +118,7 @@ async def loaded(served: RunningServer, streams: int, prompt: int, tokens: int) 
     return peak
 
 
-def table(result: Result) -> str:
+def format_table(result: Result) -> str:
     """Return the result in Markdown; memory in MiB."""
     seconds = ", ".join(f"{took:.2f}" for took in result.seconds)
     lines = [

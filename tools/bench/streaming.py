@@ -23,10 +23,10 @@ import httpx
 import psutil
 from starlette.types import Receive, Scope, Send
 
-from server.profiling.running import RunError, RunningServer, serving, sigterm_as_ctrl_c, started
+from server.profiling.running import RunError, RunningServer, run_server, sigterm_as_ctrl_c, start_process
 
-ENGINE = "libtorch_cpu"  # the library that only the engine's process has in its memory
-LISTENS = re.compile(r"running on (http://\S+)")
+ENGINE_LIBRARY = "libtorch_cpu"  # the library that only the engine's process has in its memory
+LISTEN_PATTERN = re.compile(r"running on (http://\S+)")
 PROMPT = "Once upon a time"
 BODIES: dict[str, dict[str, Any]] = {
     "/v1/completions": {"prompt": PROMPT},
@@ -43,13 +43,13 @@ class Server(NamedTuple):
     workers: Sequence[psutil.Process]  # all processes but the engine's
 
     @classmethod
-    def at(cls, url: str, workers: Sequence[psutil.Process]) -> Server:
+    def from_url(cls, url: str, workers: Sequence[psutil.Process]) -> Server:
         address = httpx.URL(url)
         assert address.port is not None
         return cls(address.host, address.port, workers)
 
-    def seconds(self) -> float:
-        """CPU time of the workers so far."""
+    def cpu_seconds(self) -> float:
+        """Return the CPU time of the workers so far."""
         return sum(times.user + times.system for times in (worker.cpu_times() for worker in self.workers))
 
 
@@ -74,9 +74,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     body = {"max_tokens": options.tokens, "stream": True, "ignore_eos": True} | options.body
     try:
-        with sigterm_as_ctrl_c(), serving(options.serve) as served, serving_bare() as bare:
-            ours = Server.at(served.url, [each for each in served.family if not is_engine(each)])
-            body = {"model": model_of(served)} | body
+        with sigterm_as_ctrl_c(), run_server(options.serve) as served, serving_bare() as bare:
+            ours = Server.from_url(served.url, [each for each in served.processes if not is_engine(each)])
+            body = {"model": get_model_name(served)} | body
             results = [
                 asyncio.run(measure(ours, bare, path, streams, options.rounds, BODIES[path] | body))
                 for path in BODIES
@@ -84,35 +84,35 @@ def main(arguments: Sequence[str] | None = None) -> None:
             ]
     except RunError as error:
         sys.exit(str(error))
-    print("\n".join(json.dumps(r._asdict()) for r in results) if options.json else table(results))
+    print("\n".join(json.dumps(r._asdict()) for r in results) if options.json else format_table(results))
 
 
 # ---------------------------------------------------------------- servers
-def model_of(served: RunningServer) -> str:
-    """What requests call it."""
+def get_model_name(served: RunningServer) -> str:
+    """Return the model's name for requests."""
     listed = httpx.get(f"{served.url}/v1/models", trust_env=False).json()
     return str(listed["data"][0]["id"])
 
 
 def is_engine(process: psutil.Process) -> bool:
-    return any(ENGINE in region.path for region in process.memory_maps())
+    return any(ENGINE_LIBRARY in region.path for region in process.memory_maps())
 
 
 @contextmanager
 def serving_bare() -> Iterator[Server]:
-    """uvicorn as we use it, with `bare_app`. Raises RunError."""
+    """Run uvicorn as we use it, with `bare_app`. Raises RunError."""
     flags = ["--port", "0", "--loop", "uvloop", "--http", "httptools", "--lifespan", "off", "--no-access-log"]
     command = [sys.executable, "-m", "uvicorn", "tools.bench.streaming:bare_app", *flags]
-    with started(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
+    with start_process(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
         assert process.stdout is not None
-        found = next((found for line in process.stdout if (found := LISTENS.search(line))), None)
+        found = next((found for line in process.stdout if (found := LISTEN_PATTERN.search(line))), None)
         if found is None:
             raise RunError("uvicorn did not start")
-        yield Server.at(found[1], [psutil.Process(process.pid)])
+        yield Server.from_url(found[1], [psutil.Process(process.pid)])
 
 
 async def bare_app(scope: Scope, receive: Receive, send: Send) -> None:
-    """Sends as many events as were asked for, all streams at the same moments, as an engine's steps make them do."""
+    """Send as many events as were asked for, all streams at the same moments, as an engine's steps make them do."""
     request = json.loads((await receive())["body"])
     await send({"type": "http.response.start", "status": 200, "headers": []})
     loop, pace = asyncio.get_running_loop(), request["pace"]
@@ -125,23 +125,23 @@ async def bare_app(scope: Scope, receive: Receive, send: Send) -> None:
 
 # ---------------------------------------------------------------- measuring
 async def measure(ours: Server, bare: Server, path: str, streams: int, rounds: int, request: dict[str, Any]) -> Result:
-    """All rounds together, after one that is not counted: CPU time is told in hundredths of a second."""
+    """Measure all rounds together, after one that is not counted: CPU time comes in hundredths of a second."""
     tokens = request["max_tokens"]
     seconds, cpu, bare_cpu = 0.0, 0.0, 0.0
     for counted in [False] + [True] * rounds:
-        took, used = await play(ours, path, streams, request)
-        _, bare_used = await play(bare, "/", streams, {"max_tokens": tokens, "pace": took / tokens})
+        elapsed, cpu_used = await run_streams(ours, path, streams, request)
+        _, bare_used = await run_streams(bare, "/", streams, {"max_tokens": tokens, "pace": elapsed / tokens})
         if counted:
-            seconds, cpu, bare_cpu = seconds + took, cpu + used, bare_cpu + bare_used
+            seconds, cpu, bare_cpu = seconds + elapsed, cpu + cpu_used, bare_cpu + bare_used
     total = rounds * streams * tokens
     return Result(path, streams, cpu / total * 1e6, bare_cpu / total * 1e6, total / seconds)
 
 
-async def play(server: Server, path: str, streams: int, request: dict[str, Any]) -> tuple[float, float]:
-    """Seconds that the streams took, and seconds of CPU time."""
-    began, before = time.perf_counter(), server.seconds()
+async def run_streams(server: Server, path: str, streams: int, request: dict[str, Any]) -> tuple[float, float]:
+    """Run the streams; return the seconds that they took, and the seconds of CPU time."""
+    start, before = time.perf_counter(), server.cpu_seconds()
     await asyncio.gather(*(read_stream(server, path, request) for _ in range(streams)))
-    return time.perf_counter() - began, server.seconds() - before
+    return time.perf_counter() - start, server.cpu_seconds() - before
 
 
 async def read_stream(server: Server, path: str, request: dict[str, Any]) -> None:
@@ -155,8 +155,8 @@ async def read_stream(server: Server, path: str, request: dict[str, Any]) -> Non
     writer.close()
 
 
-def table(results: Sequence[Result]) -> str:
-    """Markdown."""
+def format_table(results: Sequence[Result]) -> str:
+    """Return the results as a Markdown table."""
     lines = ["| endpoint | streams | µs of CPU a token | uvicorn alone | tokens/s |", "|---|---:|---:|---:|---:|"]
     lines += [
         f"| {r.path} | {r.streams} | {r.microseconds:.0f} | {r.bare:.0f} | {r.tokens_per_second:,.0f} |"

@@ -19,24 +19,24 @@ from typing import NamedTuple
 import uvloop
 
 from config.errors import SettingsError
-from config.settings import load
+from config.settings import load_settings
 from config.sizes import parse_bytes
-from server.models.files.directory import located
+from server.models.files.directory import resolve_model_settings
 from server.text.processes.messages import EncodeChat
 from server.text.processes.sandbox import CallLimits, SandboxedTokenizer
 from server.text.tokenizer import Tokenizer, TokenizerBase
 
-WORDS = 24  # of a message
+WORDS_PER_MESSAGE = 24
 Work = Callable[[TokenizerBase], Awaitable[object]]
 
 
 class Cost(NamedTuple):
-    """Microseconds of one request, medians; `extra` of the paired rounds' differences, with its 95 % interval."""
+    """Microseconds of one request, medians; `difference` of the paired rounds' differences, with its 95 % interval."""
 
     what: str
-    here: float
-    apart: float
-    extra: float
+    in_process: float
+    sandboxed: float
+    difference: float
     low: float
     high: float
 
@@ -52,48 +52,55 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if min(options.messages, options.calls) < 1 or options.rounds < 2:
         parser.error("--messages and --calls: from 1 on; --rounds: from 2 on")
     try:
-        settings = located(load(None, {"model": options.model}))
+        settings = resolve_model_settings(load_settings(None, {"model": options.model}))
         limits = CallLimits(settings.text_timeout, parse_bytes(settings.text_memory))
-        here, apart = Tokenizer.from_directory(Path(settings.model)), SandboxedTokenizer(Path(settings.model), limits)
+        in_process, sandboxed = (
+            Tokenizer.from_directory(Path(settings.model)),
+            SandboxedTokenizer(Path(settings.model), limits),
+        )
     except SettingsError as error:
         sys.exit(str(error))
-    costs = uvloop.run(measure(here, apart, options.messages, options.rounds, options.calls))
+    costs = uvloop.run(measure(in_process, sandboxed, options.messages, options.rounds, options.calls))
     for cost in costs:
-        print(json.dumps(cost._asdict()) if options.json else in_words(cost))
+        print(json.dumps(cost._asdict()) if options.json else format_cost(cost))
 
 
-async def measure(here: Tokenizer, apart: SandboxedTokenizer, messages: int, rounds: int, calls: int) -> Sequence[Cost]:
+async def measure(
+    in_process: Tokenizer, sandboxed: SandboxedTokenizer, messages: int, rounds: int, calls: int
+) -> Sequence[Cost]:
     """Measure a chat and a prompt. The first round of each warms up."""
-    async with apart:
+    async with sandboxed:
         return [
-            await compare(what, work, here, apart, rounds, calls)
+            await compare(what, work, in_process, sandboxed, rounds, calls)
             for what, work in (
-                (f"a chat of {messages} messages", chat_of(messages)),
-                ("a prompt of one sentence", lambda tokenizer: tokenizer.encode(sentence(random.Random(0)))),
+                (f"a chat of {messages} messages", make_chat_work(messages)),
+                ("a prompt of one sentence", lambda tokenizer: tokenizer.encode(make_sentence(random.Random(0)))),
             )
         ]
 
 
-async def compare(what: str, work: Work, here: TokenizerBase, apart: TokenizerBase, rounds: int, calls: int) -> Cost:
-    times: dict[TokenizerBase, list[float]] = {here: [], apart: []}
+async def compare(
+    what: str, work: Work, in_process: TokenizerBase, sandboxed: TokenizerBase, rounds: int, calls: int
+) -> Cost:
+    times: dict[TokenizerBase, list[float]] = {in_process: [], sandboxed: []}
     for turn in range(rounds + 1):
-        for tokenizer in (here, apart) if turn % 2 else (apart, here):
-            took = await timed(work, tokenizer, calls)
+        for tokenizer in (in_process, sandboxed) if turn % 2 else (sandboxed, in_process):
+            microseconds = await time_calls(work, tokenizer, calls)
             if turn:
-                times[tokenizer].append(took)
-    extra = [there - near for near, there in zip(times[here], times[apart], strict=True)]
-    low, high = interval(extra)
-    return Cost(what, median(times[here]), median(times[apart]), median(extra), low, high)
+                times[tokenizer].append(microseconds)
+    differences = [there - near for near, there in zip(times[in_process], times[sandboxed], strict=True)]
+    low, high = compute_interval(differences)
+    return Cost(what, median(times[in_process]), median(times[sandboxed]), median(differences), low, high)
 
 
-async def timed(work: Work, tokenizer: TokenizerBase, calls: int) -> float:
-    began = time.perf_counter()
+async def time_calls(work: Work, tokenizer: TokenizerBase, calls: int) -> float:
+    start = time.perf_counter()
     for _ in range(calls):
         await work(tokenizer)
-    return 1e6 * (time.perf_counter() - began) / calls
+    return 1e6 * (time.perf_counter() - start) / calls
 
 
-def interval(values: Sequence[float]) -> tuple[float, float]:
+def compute_interval(values: Sequence[float]) -> tuple[float, float]:
     """Return the 95 % interval of the median, by resampling."""
     rng = random.Random(0)
     medians = [median(rng.choices(values, k=len(values))) for _ in range(1000)]
@@ -101,21 +108,23 @@ def interval(values: Sequence[float]) -> tuple[float, float]:
     return edges[0], edges[-1]
 
 
-def chat_of(messages: int) -> Work:
+def make_chat_work(messages: int) -> Work:
     rng = random.Random(0)
-    said = [{"role": ("user", "assistant")[i % 2], "content": sentence(rng)} for i in range(messages)]
-    return lambda tokenizer: tokenizer.encode_chat(EncodeChat([*said], longest=2**21))
+    messages_to_encode = [
+        {"role": ("user", "assistant")[i % 2], "content": make_sentence(rng)} for i in range(messages)
+    ]
+    return lambda tokenizer: tokenizer.encode_chat(EncodeChat([*messages_to_encode], max_length=2**21))
 
 
-def sentence(rng: random.Random) -> str:
+def make_sentence(rng: random.Random) -> str:
     letters = "etaoinshrdlu"
-    return " ".join("".join(rng.choices(letters, k=rng.randint(2, 8))) for _ in range(WORDS))
+    return " ".join("".join(rng.choices(letters, k=rng.randint(2, 8))) for _ in range(WORDS_PER_MESSAGE))
 
 
-def in_words(cost: Cost) -> str:
+def format_cost(cost: Cost) -> str:
     return (
-        f"{cost.what} takes {cost.here:,.0f} us in this process and {cost.apart:,.0f} us in one of its own: "
-        f"{cost.extra:+,.0f} us (95 % interval {cost.low:+,.0f} to {cost.high:+,.0f})"
+        f"{cost.what} takes {cost.in_process:,.0f} us in this process and {cost.sandboxed:,.0f} us in one of its own: "
+        f"{cost.difference:+,.0f} us (95 % interval {cost.low:+,.0f} to {cost.high:+,.0f})"
     )
 
 

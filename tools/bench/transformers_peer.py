@@ -21,18 +21,18 @@ from transformers import AutoModelForCausalLM
 from transformers.generation.streamers import BaseStreamer
 
 from tools.bench.table.goals import TRANSFORMERS
-from tools.bench.table.limits import WORKS, Work
+from tools.bench.table.limits import WORKLOADS, Work
 
 
 class Times(NamedTuple):
-    """Of one answer, in milliseconds."""
+    """The times of one answer, in milliseconds."""
 
-    first: float  # from the question to the first token
-    gaps: Sequence[float]  # from token to token
+    ttft_ms: float  # from the prompt to the first token
+    itl_ms: Sequence[float]  # from token to token
 
 
 class Arrivals(BaseStreamer):
-    """When `generate` handed over what: the prompt, then token by token."""
+    """Notes when `generate` hands over the prompt and then each token."""
 
     def __init__(self) -> None:
         self.seconds: list[float] = []
@@ -47,7 +47,9 @@ class Arrivals(BaseStreamer):
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m tools.bench.transformers_peer", description=__doc__)
     parser.add_argument("--model", type=Path, required=True, help="a directory as Hugging Face has them")
-    parser.add_argument("--workload", choices=[name for name, work in WORKS.items() if work.streams == 1], default="a")
+    parser.add_argument(
+        "--workload", choices=[name for name, work in WORKLOADS.items() if work.streams == 1], default="a"
+    )
     parser.add_argument("--rounds", type=int, default=3, help="answers, after one that warms")
     parser.add_argument("--threads", type=int, help="CPU threads (default: torch's choice)")
     options = parser.parse_args(arguments)
@@ -55,27 +57,29 @@ def main(arguments: Sequence[str] | None = None) -> None:
         parser.error("--rounds and --threads: from 1 on")
     if options.threads is not None:
         torch.set_num_threads(options.threads)
-    print(json.dumps([result(options.model, WORKS[options.workload], options.rounds)]))
+    print(json.dumps([measure(options.model, WORKLOADS[options.workload], options.rounds)]))
 
 
-def result(directory: Path, work: Work, rounds: int) -> Mapping[str, Any]:
+def measure(directory: Path, work: Work, rounds: int) -> Mapping[str, Any]:
     model: Any = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.bfloat16, local_files_only=True)
-    draws = torch.Generator().manual_seed(0)
-    prompts = [torch.randint(model.config.vocab_size, (1, work.prompt), generator=draws) for _ in range(rounds + 1)]
-    _, *answers = [answer(model, prompt, work.answer) for prompt in prompts]
+    generator = torch.Generator().manual_seed(0)
+    prompts = [
+        torch.randint(model.config.vocab_size, (1, work.prompt_tokens), generator=generator) for _ in range(rounds + 1)
+    ]
+    _, *answers = [time_generation(model, prompt, work.answer_tokens) for prompt in prompts]
     return {
         "strategy": TRANSFORMERS,
         "phase": None,
         "requests": rounds,
-        "prompt_tokens": rounds * work.prompt,
-        "ttft_ms": {"p50": median(each.first for each in answers)},
-        "itl_ms": {"mean": fmean(gap for each in answers for gap in each.gaps)},
+        "prompt_tokens": rounds * work.prompt_tokens,
+        "ttft_ms": {"p50": median(each.ttft_ms for each in answers)},
+        "itl_ms": {"mean": fmean(gap for each in answers for gap in each.itl_ms)},
     }
 
 
-def answer(model: Any, prompt: Tensor, tokens: int) -> Times:
-    """prompt [1, T]."""
-    arrivals, began = Arrivals(), perf_counter()
+def time_generation(model: Any, prompt: Tensor, tokens: int) -> Times:
+    """Generate `tokens` tokens after prompt [1, T], and return the times."""
+    arrivals, start = Arrivals(), perf_counter()
     model.generate(
         prompt,
         attention_mask=torch.ones_like(prompt),
@@ -85,9 +89,9 @@ def answer(model: Any, prompt: Tensor, tokens: int) -> Times:
         pad_token_id=0,
         streamer=arrivals,
     )
-    _, *came = arrivals.seconds
-    assert len(came) == tokens
-    return Times(1e3 * (came[0] - began), [1e3 * (later - earlier) for earlier, later in pairwise(came)])
+    _, *token_times = arrivals.seconds
+    assert len(token_times) == tokens
+    return Times(1e3 * (token_times[0] - start), [1e3 * (later - earlier) for earlier, later in pairwise(token_times)])
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """Writes config/grafana/dashboards."""
 
-from tools.dashboards.catalogue import files
+from tools.dashboards.catalogue import render_files
 
-for file, text in files().items():
+for file, text in render_files().items():
     file.write_text(text)
     print(file.name)

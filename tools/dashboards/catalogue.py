@@ -11,10 +11,10 @@ from grafana_foundation_sdk.cog.encoder import JSONEncoder
 from grafana_foundation_sdk.models.dashboard import Dashboard, Panel
 from grafana_foundation_sdk.models.prometheus import Dataquery
 
-from tools.dashboards.engine import engine
-from tools.dashboards.memory import memory
-from tools.dashboards.overview import overview
-from tools.dashboards.strategies import strategies
+from tools.dashboards.engine import build_engine_dashboard
+from tools.dashboards.memory import build_memory_dashboard
+from tools.dashboards.overview import build_overview_dashboard
+from tools.dashboards.strategies import build_strategies_dashboard
 
 FOLDER = Path(__file__).parents[2] / "config" / "grafana" / "dashboards"
 
@@ -25,33 +25,38 @@ class Query(NamedTuple):
     dashboard: str
     panel: str
     legend: str
-    expression: str  # with Grafana's variables, see `promql.filled`
+    expression: str  # with Grafana's variables, see `promql.fill_variables`
 
 
-def dashboards() -> list[Dashboard]:
-    return [overview(), strategies(), memory(), engine()]
+def build_dashboards() -> list[Dashboard]:
+    return [
+        build_overview_dashboard(),
+        build_strategies_dashboard(),
+        build_memory_dashboard(),
+        build_engine_dashboard(),
+    ]
 
 
-def queries() -> Iterator[Query]:
-    """Everything that any dashboard asks Prometheus."""
-    for dashboard in dashboards():
-        for panel in panels(dashboard):
-            for target in targets(panel):
+def iter_queries() -> Iterator[Query]:
+    """Yield every query of every dashboard."""
+    for dashboard in build_dashboards():
+        for panel in get_panels(dashboard):
+            for target in get_targets(panel):
                 yield Query(dashboard.uid or "", panel.title or "", target.legend_format or "", target.expr or "")
 
 
-def panels(dashboard: Dashboard) -> list[Panel]:
-    """Without the titles of rows."""
+def get_panels(dashboard: Dashboard) -> list[Panel]:
+    """Return the panels, without the titles of rows."""
     return [panel for panel in dashboard.panels or () if isinstance(panel, Panel)]
 
 
-def targets(panel: Panel) -> list[Dataquery]:
+def get_targets(panel: Panel) -> list[Dataquery]:
     return [target for target in panel.targets or () if isinstance(target, Dataquery)]
 
 
-def files() -> dict[Path, str]:
-    """Each dashboard as Grafana reads it, by where it lies."""
+def render_files() -> dict[Path, str]:
+    """Return each dashboard as Grafana reads it, by its file."""
     return {
         FOLDER / f"{dashboard.uid}.json": json.dumps(dashboard, cls=JSONEncoder, indent=2) + "\n"
-        for dashboard in dashboards()
+        for dashboard in build_dashboards()
     }

@@ -10,27 +10,27 @@ from tools.dashboards.panels import (
     NUMBER,
     SECONDS,
     TIMES_A_SECOND,
-    dashboard,
-    facts,
-    lines,
-    number,
+    make_dashboard,
+    make_info_table,
+    make_stat,
+    make_timeseries,
 )
-from tools.dashboards.promql import each, highest, mean, now, quantile, rate, ratio, ratio_to_all
+from tools.dashboards.promql import make_legend, max_by, mean, quantile, rate, ratio, ratio_to_all, sum_by
 
 TIMED = rate(f.TIMED_STEP_SECONDS, part="_count")
 BY_OPERATION = ratio_to_all(rate(f.KERNEL_SECONDS, f.OP, part="_sum"), TIMED)
 REST = ratio(f"({rate(f.TIMED_STEP_SECONDS, part='_sum')} - {rate(f.KERNEL_SECONDS, part='_sum')})", TIMED)
 
 
-def engine() -> Dashboard:
-    return dashboard(
+def build_engine_dashboard() -> Dashboard:
+    return make_dashboard(
         "engine",
         "kernels and engine",
         "Steps, what enters them, and the operations that compute them.",
         {
             "Steps": [
-                lines("Steps", TIMES_A_SECOND, {"steps": rate(f.STEPS)}),
-                lines(
+                make_timeseries("Steps", TIMES_A_SECOND, {"steps": rate(f.STEPS)}),
+                make_timeseries(
                     "Time of a step",
                     SECONDS,
                     {
@@ -39,43 +39,52 @@ def engine() -> Dashboard:
                         "p95": quantile(0.95, f.STEP_SECONDS),
                     },
                 ),
-                lines(
+                make_timeseries(
                     "In a step, mean",
                     NUMBER,
                     {"sequences": mean(f.STEP_ROWS), "tokens": mean(f.STEP_TOKENS)},
                 ),
             ],
             "Kernels, in steps that were timed": [
-                lines(
+                make_timeseries(
                     "Time of a step, by operation",
                     SECONDS,
-                    {each(f.OP): f"{BY_OPERATION} > 0", "the rest": REST},
+                    {make_legend(f.OP): f"{BY_OPERATION} > 0", "the rest": REST},
                     stacked=True,
                     width=12,
                 ),
-                lines(
+                make_timeseries(
                     "Time of a step, by what its rows do",
                     SECONDS,
-                    {each(f.PHASE): mean(f.TIMED_STEP_SECONDS, f.PHASE)},
+                    {make_legend(f.PHASE): mean(f.TIMED_STEP_SECONDS, f.PHASE)},
                     width=6,
                 ),
-                number(
+                make_stat(
                     "Operations that fell back",
                     NUMBER,
-                    f"{highest(f.KERNEL_FALLBACK, f.OP)} > 0",
-                    legend=each(f.OP),
-                    bad_from=1,
-                    nothing="none",
+                    f"{max_by(f.KERNEL_FALLBACK, f.OP)} > 0",
+                    legend=make_legend(f.OP),
+                    red_from=1,
+                    no_value="none",
                     width=6,
                 ),
             ],
             "Processes and device": [
-                lines("Processes", BYTES, {each(f.ROLE): now(f.PROCESS_MEMORY, f.ROLE)}, stacked=True, width=9),
-                lines(
-                    "Device", BYTES, {each(f.DEVICE_STATE): now(f.DEVICE_MEMORY, f.DEVICE_STATE)}, stacked=True, width=9
+                make_timeseries(
+                    "Processes", BYTES, {make_legend(f.ROLE): sum_by(f.PROCESS_MEMORY, f.ROLE)}, stacked=True, width=9
                 ),
-                number("Restarts of the engine", NUMBER, now(f.ENGINE_RESTARTS), bad_from=1, width=6),
+                make_timeseries(
+                    "Device",
+                    BYTES,
+                    {make_legend(f.DEVICE_STATE): sum_by(f.DEVICE_MEMORY, f.DEVICE_STATE)},
+                    stacked=True,
+                    width=9,
+                ),
+                make_stat("Restarts of the engine", NUMBER, sum_by(f.ENGINE_RESTARTS), red_from=1, width=6),
             ],
-            "What runs": [facts("Build", f.BUILD, height=9), facts("Settings", f.SETTINGS, height=9)],
+            "What runs": [
+                make_info_table("Build", f.BUILD, height=9),
+                make_info_table("Settings", f.SETTINGS, height=9),
+            ],
         },
     )

@@ -15,50 +15,50 @@ from tools.dashboards.panels import (
     SECONDS,
     SHARE,
     TOKENS_A_SECOND,
-    dashboard,
-    lines,
-    number,
+    make_dashboard,
+    make_stat,
+    make_timeseries,
 )
-from tools.dashboards.promql import each, highest, now, quantile, rate
+from tools.dashboards.promql import make_legend, max_by, quantile, rate, sum_by
 from tools.dashboards.shares import error_share, hit_rate
 
 
-def overview() -> Dashboard:
-    return dashboard(
+def build_overview_dashboard() -> Dashboard:
+    return make_dashboard(
         "overview",
         "overview",
         "Requests, tokens, latency and memory of all strategies together.",
         {
-            "Now": _now(),
-            "Traffic": _traffic(),
-            "Latency": _latency(),
-            "Cache and trouble": _cache_and_trouble(),
+            "Now": _make_now_panels(),
+            "Traffic": _make_traffic_panels(),
+            "Latency": _make_latency_panels(),
+            "Cache and trouble": _make_health_panels(),
         },
     )
 
 
-def _now() -> list[Stat]:
+def _make_now_panels() -> list[Stat]:
     return [
-        number("Requests", REQUESTS_A_SECOND, rate(f.REQUESTS)),
-        number("Tokens", TOKENS_A_SECOND, rate(f.GENERATION_TOKENS)),
-        number("First token, p95", SECONDS, quantile(0.95, f.FIRST_TOKEN_TIME)),
-        number("Running", NUMBER, now(f.RUNNING)),
-        number("Waiting", NUMBER, now(f.WAITING)),
-        number("Hit rate", SHARE, hit_rate()),
-        number("Fullest strategy", SHARE, highest(f.KV_USAGE), bad_from=0.95),
-        number("Errors", SHARE, error_share(), bad_from=0.01),
+        make_stat("Requests", REQUESTS_A_SECOND, rate(f.REQUESTS)),
+        make_stat("Tokens", TOKENS_A_SECOND, rate(f.GENERATION_TOKENS)),
+        make_stat("First token, p95", SECONDS, quantile(0.95, f.FIRST_TOKEN_TIME)),
+        make_stat("Running", NUMBER, sum_by(f.RUNNING)),
+        make_stat("Waiting", NUMBER, sum_by(f.WAITING)),
+        make_stat("Hit rate", SHARE, hit_rate()),
+        make_stat("Fullest strategy", SHARE, max_by(f.KV_USAGE), red_from=0.95),
+        make_stat("Errors", SHARE, error_share(), red_from=0.01),
     ]
 
 
-def _traffic() -> list[Timeseries]:
+def _make_traffic_panels() -> list[Timeseries]:
     return [
-        lines(
+        make_timeseries(
             "Requests, by outcome",
             REQUESTS_A_SECOND,
-            {each(f.OUTCOME): rate(f.REQUESTS, f.OUTCOME)},
+            {make_legend(f.OUTCOME): rate(f.REQUESTS, f.OUTCOME)},
             stacked=True,
         ),
-        lines(
+        make_timeseries(
             "Tokens",
             TOKENS_A_SECOND,
             {
@@ -67,35 +67,37 @@ def _traffic() -> list[Timeseries]:
                 "of these, cached": rate(f.CACHED_TOKENS),
             },
         ),
-        lines(
+        make_timeseries(
             "Running and waiting",
             NUMBER,
-            {"running": now(f.RUNNING), f"waiting: {each(f.WAIT)}": now(f.WAITING, f.WAIT)},
+            {"running": sum_by(f.RUNNING), f"waiting: {make_legend(f.WAIT_REASON)}": sum_by(f.WAITING, f.WAIT_REASON)},
             stacked=True,
         ),
     ]
 
 
-def _latency() -> list[Timeseries]:
+def _make_latency_panels() -> list[Timeseries]:
     return [
-        lines("Time to first token", SECONDS, quantiles(f.FIRST_TOKEN_TIME)),
-        lines("Time between tokens", SECONDS, quantiles(f.INTER_TOKEN_LATENCY)),
-        lines("From arrival to the end", SECONDS, quantiles(f.E2E_LATENCY)),
+        make_timeseries("Time to first token", SECONDS, make_quantile_queries(f.FIRST_TOKEN_TIME)),
+        make_timeseries("Time between tokens", SECONDS, make_quantile_queries(f.INTER_TOKEN_LATENCY)),
+        make_timeseries("From arrival to the end", SECONDS, make_quantile_queries(f.E2E_LATENCY)),
     ]
 
 
-def _cache_and_trouble() -> list[Timeseries]:
+def _make_health_panels() -> list[Timeseries]:
     return [
-        lines("Hit rate", SHARE, {"all": hit_rate()}, width=6),
-        lines("KV memory used of the limit", SHARE, {each(f.STRATEGY): highest(f.KV_USAGE, f.STRATEGY)}, width=6),
-        lines(
+        make_timeseries("Hit rate", SHARE, {"all": hit_rate()}, width=6),
+        make_timeseries(
+            "KV memory used of the limit", SHARE, {make_legend(f.STRATEGY): max_by(f.KV_USAGE, f.STRATEGY)}, width=6
+        ),
+        make_timeseries(
             "HTTP responses, by status",
             REQUESTS_A_SECOND,
-            {each(f.CODE): f"{rate(f.RESPONSES, f.CODE)} > 0"},
+            {make_legend(f.CODE): f"{rate(f.RESPONSES, f.CODE)} > 0"},
             stacked=True,
             width=6,
         ),
-        lines(
+        make_timeseries(
             "Errors",
             REQUESTS_A_SECOND,
             {
@@ -107,6 +109,6 @@ def _cache_and_trouble() -> list[Timeseries]:
     ]
 
 
-def quantiles(family: MetricFamily[Histogram]) -> dict[str, str]:
-    """The middle, and the slow ones."""
+def make_quantile_queries(family: MetricFamily[Histogram]) -> dict[str, str]:
+    """Return queries for the median and for the slowest shares."""
     return {f"p{100 * share:.0f}": quantile(share, family) for share in (0.5, 0.95, 0.99)}

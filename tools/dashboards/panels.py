@@ -1,6 +1,6 @@
 """What a dashboard is made of: its frame, and three kinds of panels. Knows Grafana's builders, metrics only by queries.
 
-A panel is told its queries by their legends. What its description says comes from the families that they name.
+A panel gets its queries by their legends. What its description says comes from the families that they name.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ from grafana_foundation_sdk.models.prometheus import PromQueryFormat
 from prometheus_client import Info
 
 from server.metrics.families import KV_LIMIT, STEPS, STRATEGY, Label, MetricFamily
-from tools.dashboards.promql import SERVER, SERVER_VARIABLE, STRATEGY_VARIABLE, named, select
+from tools.dashboards.promql import SERVER, SERVER_VARIABLE, STRATEGY_VARIABLE, find_families, select
 
 TAG = "kvmux"
 PROMETHEUS = DataSourceRef(type_val="prometheus", uid="${datasource}")
@@ -58,10 +58,10 @@ SECONDS, BYTES, SHARE, NUMBER = "s", "bytes", "percentunit", "short"
 BYTES_A_SECOND, REQUESTS_A_SECOND, TOKENS_A_SECOND, TIMES_A_SECOND = "Bps", "reqps", "si:tok/s", "ops"
 
 
-def lines(
+def make_timeseries(
     title: str, unit: str, queries: Mapping[str, str], *, note: str = "", stacked: bool = False, width: int = 8
 ) -> Timeseries:
-    """Values over time. Stacked: they are parts of a whole."""
+    """Make a panel of values over time; stacked if they are parts of a whole."""
     panel = (
         Timeseries()
         .title(title)
@@ -82,30 +82,30 @@ def lines(
             .calcs(["lastNotNull", "max"])
         )
         .tooltip(VizTooltipOptions().mode(TooltipDisplayMode.MULTI).sort(SortOrder.DESCENDING))
-        .targets([*_targets(queries)])
+        .targets([*_make_targets(queries)])
     )
     return panel.stacking(StackingConfig().mode(StackingMode.NORMAL)) if stacked else panel
 
 
-def number(
+def make_stat(
     title: str,
     unit: str,
     query: str,
     *,
     legend: str = "",
-    bad_from: float | None = None,
-    nothing: str = "-",
+    red_from: float | None = None,
+    no_value: str = "-",
     width: int = 3,
 ) -> Stat:
-    """The latest value, large, or with a legend who has one. bad_from: where it turns red; nothing: without one."""
-    steps = [Threshold(color="green"), *([] if bad_from is None else [Threshold(value=bad_from, color="red")])]
+    """Make a panel of the latest value, or with a legend of what has one; it turns red from `red_from` on."""
+    steps = [Threshold(color="green"), *([] if red_from is None else [Threshold(value=red_from, color="red")])]
     return (
         Stat()
         .title(title)
         .description(_describe({legend: query}))
         .datasource(PROMETHEUS)
         .unit(unit)
-        .no_value(nothing)
+        .no_value(no_value)
         .span(width)
         .height(4)
         .color_mode(BigValueColorMode.VALUE)
@@ -113,21 +113,21 @@ def number(
         .text_mode(BigValueTextMode.NAME if legend else BigValueTextMode.AUTO)
         .reduce_options(ReduceDataOptions().calcs(["lastNotNull"]))
         .thresholds(build.ThresholdsConfig().mode(ThresholdsMode.ABSOLUTE).steps(steps))
-        .targets([*_targets({legend: query})])
+        .targets([*_make_targets({legend: query})])
     )
 
 
-def facts(title: str, family: MetricFamily[Info], *, width: int = 12, height: int) -> Table:
-    """What an info metric says: a row for each strategy, or one for each label."""
+def make_info_table(title: str, family: MetricFamily[Info], *, width: int = 12, height: int) -> Table:
+    """Make a table of what an info metric says: a row for each strategy, or one for each label."""
     target = Dataquery().datasource(PROMETHEUS).ref_id("A").expr(select(family)).legend_format("").instant()
     if STRATEGY in family.labels:
         hidden = dict.fromkeys(("Time", "Value", "__name__", "job"), True)
-        arranged = DataTransformerConfig(
+        transformation = DataTransformerConfig(
             id_val="organize", options={"excludeByName": hidden, "indexByName": {STRATEGY.name: 0}}
         )
         target.format(PromQueryFormat.TABLE)
     else:
-        arranged = DataTransformerConfig(id_val="labelsToFields", options={"mode": "rows"})
+        transformation = DataTransformerConfig(id_val="labelsToFields", options={"mode": "rows"})
         target.format(PromQueryFormat.TIME_SERIES)
     return (
         Table()
@@ -139,13 +139,13 @@ def facts(title: str, family: MetricFamily[Info], *, width: int = 12, height: in
         .height(height)
         .show_header(True)
         .targets([target])
-        .with_transformation(arranged)
+        .with_transformation(transformation)
     )
 
 
-def dashboard(key: str, title: str, about: str, rows: Mapping[str, Sequence[Panel]]) -> Dashboard:
-    """Panels in rows with titles, below the choice of servers and strategies; its uid is `kvmux-` and the key."""
-    made = (
+def make_dashboard(key: str, title: str, about: str, rows: Mapping[str, Sequence[Panel]]) -> Dashboard:
+    """Make a dashboard of rows of panels, below the choice of servers and strategies; its uid is `kvmux-{key}`."""
+    dashboard = (
         build.Dashboard(f"kvmux: {title}")
         .uid(f"{TAG}-{key}")
         .description(about)
@@ -163,24 +163,24 @@ def dashboard(key: str, title: str, about: str, rows: Mapping[str, Sequence[Pane
             .keep_time(True)
         )
         .with_variable(build.DatasourceVariable("datasource").label("Data source").type("prometheus"))
-        .with_variable(_choice(SERVER_VARIABLE, "Server", STEPS, SERVER))
-        .with_variable(_choice(STRATEGY_VARIABLE, "Strategy", KV_LIMIT, STRATEGY))
+        .with_variable(_make_variable(SERVER_VARIABLE, "Server", STEPS, SERVER))
+        .with_variable(_make_variable(STRATEGY_VARIABLE, "Strategy", KV_LIMIT, STRATEGY))
     )
     number = 0
     for row, panels in rows.items():
-        made.with_row(build.Row(row).id(number := number + 1))
+        dashboard.with_row(build.Row(row).id(number := number + 1))
         for panel in panels:
-            made.with_panel(panel.id(number := number + 1))
-    return made.build()
+            dashboard.with_panel(panel.id(number := number + 1))
+    return dashboard.build()
 
 
-def _choice(name: str, label: str, family: MetricFamily[Any], of: Label) -> build.QueryVariable:
-    """Any of the values that Prometheus knows, at first all of them."""
+def _make_variable(name: str, label: str, family: MetricFamily[Any], of: Label) -> build.QueryVariable:
+    """Make a variable for any of the values that Prometheus knows, at first all of them."""
     return (
         build.QueryVariable(name)
         .label(label)
         .datasource(PROMETHEUS)
-        .query({"query": f"label_values({family.exposed}, {of.name})", "refId": name})
+        .query({"query": f"label_values({family.exposed_name}, {of.name})", "refId": name})
         .refresh(VariableRefresh.ON_TIME_RANGE_CHANGED)
         .sort(VariableSort.ALPHABETICAL_ASC)
         .multi(True)
@@ -190,8 +190,8 @@ def _choice(name: str, label: str, family: MetricFamily[Any], of: Label) -> buil
     )
 
 
-def _targets(queries: Mapping[str, str]) -> list[Dataquery]:
-    """Each has a letter, as in Grafana's editor."""
+def _make_targets(queries: Mapping[str, str]) -> list[Dataquery]:
+    """Return the queries as targets, each with a letter, as in Grafana's editor."""
     assert len(queries) <= len(ascii_uppercase), "a panel with so many lines shows nothing"
     return [
         Dataquery().datasource(PROMETHEUS).ref_id(letter).expr(query).legend_format(legend).range()
@@ -200,6 +200,6 @@ def _targets(queries: Mapping[str, str]) -> list[Dataquery]:
 
 
 def _describe(queries: Mapping[str, str], note: str = "") -> str:
-    """What the families are that the queries name, and what there is to say beside."""
-    families = named(" ".join(queries.values()))
-    return "\n\n".join([*([note] if note else []), *(f"`{family.exposed}`: {family.help}" for family in families)])
+    """Return the note, and what the families are that the queries name."""
+    families = find_families(" ".join(queries.values()))
+    return "\n\n".join([*([note] if note else []), *(f"`{family.exposed_name}`: {family.help}" for family in families)])

@@ -16,70 +16,70 @@ INTERVAL = "$__rate_interval"  # Grafana's: long enough for several scrapes
 SERVER = Label("instance")  # Prometheus' own, for where it scrapes
 SERVER_VARIABLE, STRATEGY_VARIABLE = "server", "strategy"
 
-_BY_SERIES: Mapping[str, MetricFamily[Any]] = {series: family for family in FAMILIES for series in family.series}
+_BY_SERIES: Mapping[str, MetricFamily[Any]] = {series: family for family in FAMILIES for series in family.series_names}
 
 
 def select(family: MetricFamily[Any], part: str = "", where: Mapping[Label, str] | None = None) -> str:
-    """Its series at the servers and strategies that were chosen. Histograms and summaries have parts, as `_sum`."""
-    assert family.exposed + part in family.series
-    chosen = [f'{SERVER.name}=~"${SERVER_VARIABLE}"']
+    """Select the series at the chosen servers and strategies. Histograms and summaries have parts, as `_sum`."""
+    assert family.exposed_name + part in family.series_names
+    matchers = [f'{SERVER.name}=~"${SERVER_VARIABLE}"']
     if STRATEGY in family.labels:
-        chosen.append(f'{STRATEGY.name}=~"${STRATEGY_VARIABLE}"')
+        matchers.append(f'{STRATEGY.name}=~"${STRATEGY_VARIABLE}"')
     for label, value in (where or {}).items():
         assert label in family.labels
         assert label.values is None or value in label.values
-        chosen.append(f'{label.name}="{value}"')
-    return f"{family.exposed}{part}{{{', '.join(chosen)}}}"
+        matchers.append(f'{label.name}="{value}"')
+    return f"{family.exposed_name}{part}{{{', '.join(matchers)}}}"
 
 
-def now(family: MetricFamily[Any], *by: Label, where: Mapping[Label, str] | None = None) -> str:
-    """A gauge, or how far a counter has come, summed over all labels but `by`."""
+def sum_by(family: MetricFamily[Any], *by: Label, where: Mapping[Label, str] | None = None) -> str:
+    """Sum a gauge, or how far a counter has come, over all labels but `by`."""
     return _aggregate("sum", family, by, select(family, where=where))
 
 
-def highest(family: MetricFamily[Any], *by: Label) -> str:
-    """A gauge that cannot be summed."""
+def max_by(family: MetricFamily[Any], *by: Label) -> str:
+    """Return the maximum of a gauge that cannot be summed."""
     return _aggregate("max", family, by, select(family))
 
 
 def rate(family: MetricFamily[Any], *by: Label, part: str = "", where: Mapping[Label, str] | None = None) -> str:
-    """A counter's growth a second, summed over all labels but `by`."""
+    """Return a counter's growth a second, summed over all labels but `by`."""
     return _aggregate("sum", family, by, f"rate({select(family, part, where)}[{INTERVAL}])")
 
 
 def quantile(share: float, family: MetricFamily[Any], *by: Label) -> str:
-    """Of a histogram: so many observations lay below."""
+    """Return the value of a histogram below which this share of the observations lies."""
     buckets = _aggregate("sum", family, by, f"rate({select(family, '_bucket')}[{INTERVAL}])", "le")
     return f"histogram_quantile({share}, {buckets})"
 
 
 def mean(family: MetricFamily[Any], *by: Label) -> str:
-    """Of what a histogram or a summary observed."""
+    """Return the mean of what a histogram or a summary observed."""
     return ratio(rate(family, *by, part="_sum"), rate(family, *by, part="_count"))
 
 
 def ratio(part: str, whole: str) -> str:
-    """Nothing where there was nothing."""
+    """Divide; without a value where the whole is 0."""
     return f"{part} / ({whole} > 0)"
 
 
 def ratio_to_all(part: str, whole: str) -> str:
-    """Where the whole has none of the labels of its parts."""
+    """Divide by a whole that has none of the labels of its parts."""
     return f"{part} / on() group_left() ({whole} > 0)"
 
 
-def each(*labels: Label) -> str:
-    """A legend that names a line by its labels."""
+def make_legend(*labels: Label) -> str:
+    """Return a legend that names a line by its labels."""
     return " ".join(f"{{{{{label.name}}}}}" for label in labels)
 
 
-def named(text: str) -> list[MetricFamily[Any]]:
-    """The families whose series a text names, each once. Raises KeyError for a series of ours that nobody exposes."""
+def find_families(text: str) -> list[MetricFamily[Any]]:
+    """Return the families whose series a text names, each once. Raises KeyError for a series that nobody exposes."""
     return list({_BY_SERIES[name]: None for name in re.findall(rf"\b{PREFIX}\w+", text)})
 
 
-def filled(expression: str, interval: str = "1m", values: str = ".+") -> str:
-    """With values for the variables, as Prometheus takes it."""
+def fill_variables(expression: str, interval: str = "1m", values: str = ".+") -> str:
+    """Return an expression with values for its variables, as Prometheus takes it."""
     for variable in (SERVER_VARIABLE, STRATEGY_VARIABLE):
         expression = expression.replace(f'"${variable}"', f'"{values}"')
     return expression.replace(INTERVAL, interval)

@@ -8,10 +8,10 @@ from tools.dashboards.promql import rate, ratio
 
 
 def hit_rate(*by: Label) -> str:
-    """Of the prompt tokens that were looked up."""
+    """Return the share of the prompt tokens looked up that were found."""
     return ratio(rate(f.PREFIX_HITS, *by), rate(f.PREFIX_QUERIES, *by))
 
 
 def error_share(*by: Label) -> str:
-    """Of the requests that left the engine."""
+    """Return the share of the requests that left the engine with an error."""
     return ratio(rate(f.REQUESTS, *by, where={f.OUTCOME: "error"}), rate(f.REQUESTS, *by))

@@ -18,80 +18,104 @@ from tools.dashboards.panels import (
     SHARE,
     TIMES_A_SECOND,
     TOKENS_A_SECOND,
-    dashboard,
-    facts,
-    lines,
+    make_dashboard,
+    make_info_table,
+    make_timeseries,
 )
-from tools.dashboards.promql import each, highest, mean, now, quantile, rate, ratio, ratio_to_all
+from tools.dashboards.promql import make_legend, max_by, mean, quantile, rate, ratio, ratio_to_all, sum_by
 from tools.dashboards.shares import hit_rate
 
-BY = each(f.STRATEGY)
+STRATEGY_LEGEND = make_legend(f.STRATEGY)
 ACCEPTED, DRAFTS = rate(f.ACCEPTED_TOKENS, f.STRATEGY), rate(f.DRAFTS, f.STRATEGY)
 
 
-def strategies() -> Dashboard:
-    return dashboard(
+def build_strategies_dashboard() -> Dashboard:
+    return make_dashboard(
         "strategies",
         "strategies side by side",
         "Which is fast, which finds what was computed, which needs how much memory?",
         {
             "Latency": [
-                slow("Time to first token", f.FIRST_TOKEN_TIME),
-                slow("Time between tokens", f.INTER_TOKEN_LATENCY),
-                lines("Mean time between tokens", SECONDS, {BY: mean(f.TIME_PER_TOKEN, f.STRATEGY)}, width=6),
-                slow("From arrival to the end", f.E2E_LATENCY),
-                slow("In the queue", f.QUEUE_TIME, width=8),
-                slow("Prefill", f.PREFILL_TIME, width=8),
-                slow("Decode", f.DECODE_TIME, width=8),
+                make_p95_panel("Time to first token", f.FIRST_TOKEN_TIME),
+                make_p95_panel("Time between tokens", f.INTER_TOKEN_LATENCY),
+                make_timeseries(
+                    "Mean time between tokens", SECONDS, {STRATEGY_LEGEND: mean(f.TIME_PER_TOKEN, f.STRATEGY)}, width=6
+                ),
+                make_p95_panel("From arrival to the end", f.E2E_LATENCY),
+                make_p95_panel("In the queue", f.QUEUE_TIME, width=8),
+                make_p95_panel("Prefill", f.PREFILL_TIME, width=8),
+                make_p95_panel("Decode", f.DECODE_TIME, width=8),
             ],
             "Throughput": [
-                rates("Requests", REQUESTS_A_SECOND, f.REQUESTS, width=6),
-                rates("Choices that took over a prompt", REQUESTS_A_SECOND, f.FORKS, width=6),
-                rates("Tokens generated", TOKENS_A_SECOND, f.GENERATION_TOKENS, width=6),
-                rates("Tokens of prompts", TOKENS_A_SECOND, f.PROMPT_TOKENS, width=6),
-                lines("Running", NUMBER, {BY: now(f.RUNNING, f.STRATEGY)}, width=6),
-                lines("Waiting", NUMBER, {BY: now(f.WAITING, f.STRATEGY)}, width=6),
-                lines("Tokens of a prompt, mean", NUMBER, {BY: mean(f.REQUEST_PROMPT_TOKENS, f.STRATEGY)}, width=6),
-                lines(
-                    "Tokens of an answer, mean", NUMBER, {BY: mean(f.REQUEST_GENERATION_TOKENS, f.STRATEGY)}, width=6
+                make_rate_panel("Requests", REQUESTS_A_SECOND, f.REQUESTS, width=6),
+                make_rate_panel("Choices that took over a prompt", REQUESTS_A_SECOND, f.FORKS, width=6),
+                make_rate_panel("Tokens generated", TOKENS_A_SECOND, f.GENERATION_TOKENS, width=6),
+                make_rate_panel("Tokens of prompts", TOKENS_A_SECOND, f.PROMPT_TOKENS, width=6),
+                make_timeseries("Running", NUMBER, {STRATEGY_LEGEND: sum_by(f.RUNNING, f.STRATEGY)}, width=6),
+                make_timeseries("Waiting", NUMBER, {STRATEGY_LEGEND: sum_by(f.WAITING, f.STRATEGY)}, width=6),
+                make_timeseries(
+                    "Tokens of a prompt, mean",
+                    NUMBER,
+                    {STRATEGY_LEGEND: mean(f.REQUEST_PROMPT_TOKENS, f.STRATEGY)},
+                    width=6,
+                ),
+                make_timeseries(
+                    "Tokens of an answer, mean",
+                    NUMBER,
+                    {STRATEGY_LEGEND: mean(f.REQUEST_GENERATION_TOKENS, f.STRATEGY)},
+                    width=6,
                 ),
             ],
             "Cache and memory": [
-                lines("Hit rate", SHARE, {BY: hit_rate(f.STRATEGY)}),
-                lines("KV memory used", BYTES, {BY: now(f.KV_BYTES, f.STRATEGY, where={f.KV_STATE: "used"})}),
-                lines("KV memory used of the limit", SHARE, {BY: highest(f.KV_USAGE, f.STRATEGY)}),
+                make_timeseries("Hit rate", SHARE, {STRATEGY_LEGEND: hit_rate(f.STRATEGY)}),
+                make_timeseries(
+                    "KV memory used",
+                    BYTES,
+                    {STRATEGY_LEGEND: sum_by(f.KV_BYTES, f.STRATEGY, where={f.KV_STATE: "used"})},
+                ),
+                make_timeseries(
+                    "KV memory used of the limit", SHARE, {STRATEGY_LEGEND: max_by(f.KV_USAGE, f.STRATEGY)}
+                ),
             ],
             "Speculation": [
-                lines("Guesses of a draft that came true, mean", NUMBER, {BY: ratio(ACCEPTED, DRAFTS)}, width=6),
-                lines(
-                    "Guesses that came true", SHARE, {BY: ratio(ACCEPTED, rate(f.DRAFT_TOKENS, f.STRATEGY))}, width=6
+                make_timeseries(
+                    "Guesses of a draft that came true, mean",
+                    NUMBER,
+                    {STRATEGY_LEGEND: ratio(ACCEPTED, DRAFTS)},
+                    width=6,
                 ),
-                rates("Guesses verified", TOKENS_A_SECOND, f.DRAFT_TOKENS, width=6),
-                lines(
+                make_timeseries(
+                    "Guesses that came true",
+                    SHARE,
+                    {STRATEGY_LEGEND: ratio(ACCEPTED, rate(f.DRAFT_TOKENS, f.STRATEGY))},
+                    width=6,
+                ),
+                make_rate_panel("Guesses verified", TOKENS_A_SECOND, f.DRAFT_TOKENS, width=6),
+                make_timeseries(
                     "Drafts that came true up to a position",
                     SHARE,
-                    {each(f.POSITION): ratio_to_all(rate(f.ACCEPTED_PER_POSITION, f.POSITION), rate(f.DRAFTS))},
+                    {make_legend(f.POSITION): ratio_to_all(rate(f.ACCEPTED_PER_POSITION, f.POSITION), rate(f.DRAFTS))},
                     width=6,
                 ),
             ],
             "Trouble": [
-                rates("Preemptions", TIMES_A_SECOND, f.PREEMPTIONS),
-                rates("Exceptions in its code", TIMES_A_SECOND, f.FAILURES),
-                lines(
+                make_rate_panel("Preemptions", TIMES_A_SECOND, f.PREEMPTIONS),
+                make_rate_panel("Exceptions in its code", TIMES_A_SECOND, f.FAILURES),
+                make_timeseries(
                     "Requests that ended with an error",
                     REQUESTS_A_SECOND,
-                    {BY: rate(f.REQUESTS, f.STRATEGY, where={f.OUTCOME: "error"})},
+                    {STRATEGY_LEGEND: rate(f.REQUESTS, f.STRATEGY, where={f.OUTCOME: "error"})},
                 ),
             ],
-            "Who is who": [facts("Strategies", f.STRATEGIES, width=24, height=5)],
+            "Who is who": [make_info_table("Strategies", f.STRATEGIES, width=24, height=5)],
         },
     )
 
 
-def rates(title: str, unit: str, family: MetricFamily[Any], width: int = 8) -> Timeseries:
-    return lines(title, unit, {BY: rate(family, f.STRATEGY)}, width=width)
+def make_rate_panel(title: str, unit: str, family: MetricFamily[Any], width: int = 8) -> Timeseries:
+    return make_timeseries(title, unit, {STRATEGY_LEGEND: rate(family, f.STRATEGY)}, width=width)
 
 
-def slow(title: str, family: MetricFamily[Histogram], width: int = 6) -> Timeseries:
-    """How long it takes with one in twenty, or longer."""
-    return lines(f"{title}, p95", SECONDS, {BY: quantile(0.95, family, f.STRATEGY)}, width=width)
+def make_p95_panel(title: str, family: MetricFamily[Histogram], width: int = 6) -> Timeseries:
+    """Make a panel of the time that one request in twenty exceeds."""
+    return make_timeseries(f"{title}, p95", SECONDS, {STRATEGY_LEGEND: quantile(0.95, family, f.STRATEGY)}, width=width)

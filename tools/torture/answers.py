@@ -6,8 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-OF_PROMPT = ("prompt_token_ids", "prompt_logprobs")  # of a chat's answer as a whole; completions have them by choice
-UNCOMPARED = {"index", "kv_cache", "delta", "message", "text"}  # of a choice; its text is read from wherever it is
+# Of a chat's answer as a whole; completions have them by choice
+PROMPT_FIELDS = ("prompt_token_ids", "prompt_logprobs")
+IGNORED_FIELDS = {"index", "kv_cache", "delta", "message", "text"}  # of a choice; its text is read from wherever it is
 
 
 @dataclass
@@ -15,20 +16,20 @@ class Answer:
     """The received part of an answer: for each choice, by its index, the text and all other fields."""
 
     choices: dict[int, dict[str, Any]] = field(default_factory=dict)
-    prompt: dict[str, Any] = field(default_factory=dict)  # its fields beside the choices
+    prompt_fields: dict[str, Any] = field(default_factory=dict)  # its fields beside the choices
     usage: tuple[int, int] | None = None  # tokens of the prompt, and of all choices
     cached_tokens: int | None = None
 
-    def take(self, said: Mapping[str, Any]) -> None:
+    def take(self, message: Mapping[str, Any]) -> None:
         """Add a whole answer, or the next chunk of a stream."""
-        for choice in said["choices"]:
+        for choice in message["choices"]:
             known = self.choices.setdefault(choice["index"], {"text": ""})
-            known["text"] += _text(choice)
+            known["text"] += _get_text(choice)
             for name, value in choice.items():
-                if name not in UNCOMPARED and value is not None:
-                    known[name] = _joined(known.get(name), value)
-        self.prompt |= {name: said[name] for name in OF_PROMPT if said.get(name) is not None}
-        if usage := said.get("usage"):
+                if name not in IGNORED_FIELDS and value is not None:
+                    known[name] = _merge_values(known.get(name), value)
+        self.prompt_fields |= {name: message[name] for name in PROMPT_FIELDS if message.get(name) is not None}
+        if usage := message.get("usage"):
             self.usage = usage["prompt_tokens"], usage["completion_tokens"]
             self.cached_tokens = usage["prompt_tokens_details"]["cached_tokens"]
 
@@ -38,29 +39,29 @@ class Answer:
         return bool(self.choices) and all("finish_reason" in choice for choice in self.choices.values())
 
 
-def _text(choice: Mapping[str, Any]) -> str:
+def _get_text(choice: Mapping[str, Any]) -> str:
     holder = choice.get("message") or choice.get("delta")
     return (choice.get("text") if holder is None else holder.get("content")) or ""
 
 
-def _joined(known: Any, more: Any) -> Any:
+def _merge_values(known: Any, later: Any) -> Any:
     """Return the concatenation of two lists, also of lists within objects; of anything else the later value."""
-    if isinstance(known, list) and isinstance(more, list):
-        return known + more
-    if isinstance(known, dict) and isinstance(more, dict):
-        return {name: _joined(known.get(name), value) for name, value in more.items()}
-    return more
+    if isinstance(known, list) and isinstance(later, list):
+        return known + later
+    if isinstance(known, dict) and isinstance(later, dict):
+        return {name: _merge_values(known.get(name), value) for name, value in later.items()}
+    return later
 
 
 # ---------------------------------------------------------------- comparing
-def difference(expected: Answer, got: Answer) -> str | None:
+def find_difference(expected: Answer, got: Answer) -> str | None:
     """Return what differs between two whole answers, bit for bit; None if nothing does."""
     if expected.choices.keys() != got.choices.keys():
         return f"choices {sorted(got.choices)} instead of {sorted(expected.choices)}"
     if None not in (expected.usage, got.usage) and expected.usage != got.usage:
         return f"usage {got.usage} instead of {expected.usage}"
-    if expected.prompt != got.prompt:
-        return f"the fields of the prompt are {got.prompt} instead of {expected.prompt}"
+    if expected.prompt_fields != got.prompt_fields:
+        return f"the fields of the prompt are {got.prompt_fields} instead of {expected.prompt_fields}"
     for index, known in expected.choices.items():
         found = got.choices[index]
         for name in sorted(known.keys() | found.keys()):
@@ -69,7 +70,7 @@ def difference(expected: Answer, got: Answer) -> str | None:
     return None
 
 
-def partial_difference(expected: Answer, got: Answer) -> str | None:
+def find_partial_difference(expected: Answer, got: Answer) -> str | None:
     """Return where the beginning of a streamed answer does not begin the expected one; None if it does."""
     for index, found in got.choices.items():
         known = expected.choices.get(index)
@@ -83,12 +84,12 @@ def partial_difference(expected: Answer, got: Answer) -> str | None:
     return None
 
 
-def shape_difference(expected: Answer, got: Answer) -> str | None:
+def find_shape_difference(expected: Answer, got: Answer) -> str | None:
     """Return what differs besides what was generated: choices, prompts, and whether each choice has ended."""
     if expected.choices.keys() != got.choices.keys() or not got.finished:
         return f"choices {sorted(got.choices)} instead of {sorted(expected.choices)}, or one without its end"
-    if (found := got.prompt.get("prompt_token_ids")) != expected.prompt.get("prompt_token_ids"):
-        return f"prompt_token_ids are {found} instead of {expected.prompt.get('prompt_token_ids')}"
+    if (found := got.prompt_fields.get("prompt_token_ids")) != expected.prompt_fields.get("prompt_token_ids"):
+        return f"prompt_token_ids are {found} instead of {expected.prompt_fields.get('prompt_token_ids')}"
     for index, known in expected.choices.items():
         found = got.choices[index].get("prompt_token_ids")
         if found != known.get("prompt_token_ids"):

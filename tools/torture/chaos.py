@@ -17,23 +17,23 @@ import psutil
 from tools.torture.checker import Injection
 from tools.torture.clients import Load, start_clients
 from tools.torture.faults import Fault, Target, count_orphans
-from tools.torture.requests import alone
+from tools.torture.requests import make_reference_sending
 from tools.torture.running import (
-    connected,
-    ended_by_signals,
-    prepare,
+    open_exchange,
+    prepare_load,
     print_line,
     print_progress,
     running_server,
+    set_on_signals,
     sleep_unless,
 )
-from tools.torture.server_process import DRAIN_SECONDS, PAUSE, ServerProcess, StartError, lives, ready
+from tools.torture.server_process import DRAIN_SECONDS, POLL_SECONDS, ServerProcess, StartError, is_alive, is_ready
 from tools.torture.tally import Tally
 
 RECOVERY_SECONDS = 120.0  # after a fault until the server must be whole again
-MAX_QUEUED_REQUESTS = 12  # requests; few, so that the queue is full at times
+MAX_QUEUED_REQUESTS = 12  # few, so that the queue is full at times
 PROBE_PAUSE = 1.0  # seconds between two probes of isolation, at most
-BETWEEN = (0.3, 2.0)  # seconds from one fault's recovery to the next fault
+PAUSE_BETWEEN_FAULTS = (0.3, 2.0)  # seconds from one fault's recovery to the next fault
 
 
 @dataclass(frozen=True)
@@ -51,9 +51,9 @@ class Plan:
 class Recoveries:
     """Seconds from each fault of a kind until a completion succeeds, and until all processes are back."""
 
-    answering: list[float] = field(default_factory=list)
-    whole: list[float] = field(default_factory=list)
-    nothing_to_affect: int = 0
+    answering_seconds: list[float] = field(default_factory=list)
+    whole_seconds: list[float] = field(default_factory=list)
+    num_without_target: int = 0
 
 
 @dataclass
@@ -70,8 +70,8 @@ class ChaosReport:
 
 async def run_chaos(plan: Plan) -> ChaosReport:
     """Run a server and its clients for a time, and inject faults. Raises StartError, ExpectedAnswerError."""
-    async with running_server(MAX_QUEUED_REQUESTS) as (server, exact), connected() as exchange:
-        load = await prepare(server, exchange, exact, plan.seed, plan.requests)
+    async with running_server(MAX_QUEUED_REQUESTS) as (server, exact), open_exchange() as exchange:
+        load = await prepare_load(server, exchange, exact, plan.seed, plan.requests)
         tally = load.checker.tally
         conductor = Conductor(plan, load)
         began = monotonic()
@@ -83,11 +83,11 @@ async def run_chaos(plan: Plan) -> ChaosReport:
 async def end_server(server: ServerProcess, tally: Tally) -> None:
     """Stop the server for good, and count what it leaves behind as problems."""
     if (code := await server.stop()) != 0:
-        tally.problem("unclean ends", f"the last one: exit code {code}")
-    if left := server.socket_folders():
-        tally.problem("socket folders left behind", f"after the last server's end: {', '.join(sorted(left))}")
-    for line in server.troubles():
-        tally.problem("tracebacks in the log", line)
+        tally.add_problem("unclean ends", f"the last one: exit code {code}")
+    if left := server.find_socket_folders():
+        tally.add_problem("socket folders left behind", f"after the last server's end: {', '.join(sorted(left))}")
+    for line in server.find_crashes():
+        tally.add_problem("tracebacks in the log", line)
 
 
 class Conductor:
@@ -100,89 +100,94 @@ class Conductor:
         self._server = load.server
         self._tally = load.checker.tally
         self._draw = Random(f"{plan.seed} faults")
-        self._bag: list[Fault] = []
-        self._doing = "nothing yet"
+        self._remaining_faults: list[Fault] = []
+        self._status = "nothing yet"
 
     async def run(self) -> None:
         """Inject faults until the time is over; the clients then finish their current requests."""
         end = asyncio.Event()
-        self._load.going.set()
-        async with ended_by_signals(end), asyncio.TaskGroup() as group:
-            progress = group.create_task(print_progress(self._progress))
+        self._load.running.set()
+        async with set_on_signals(end), asyncio.TaskGroup() as group:
+            progress = group.create_task(print_progress(self._format_progress))
             start_clients(group, self._load, self._plan.seed, self._plan.clients, PROBE_PAUSE)
             try:
                 await self._inject_until(monotonic() + self._plan.seconds, end)
             except StartError as error:
-                self._tally.problem("servers that did not start again", str(error))
+                self._tally.add_problem("servers that did not start again", str(error))
             finally:
-                self._load.going.clear()
+                self._load.running.clear()
                 progress.cancel()
 
     async def _inject_until(self, deadline: float, end: asyncio.Event) -> None:
         await sleep_unless(end, 1.0)
         while monotonic() < deadline and not end.is_set():
             await self._inject(self._next_fault())
-            await sleep_unless(end, min(self._draw.uniform(*BETWEEN), max(0.0, deadline - monotonic())))
+            await sleep_unless(end, min(self._draw.uniform(*PAUSE_BETWEEN_FAULTS), max(0.0, deadline - monotonic())))
 
     def _next_fault(self) -> Fault:
         """Return a random fault, each of them once before any comes again."""
-        if not self._bag:
-            self._bag = list(self._plan.faults)
-            self._draw.shuffle(self._bag)
-        return self._bag.pop()
+        if not self._remaining_faults:
+            self._remaining_faults = list(self._plan.faults)
+            self._draw.shuffle(self._remaining_faults)
+        return self._remaining_faults.pop()
 
     async def _inject(self, fault: Fault) -> None:
         """Inject a fault, and wait until the server is whole again."""
         if (code := self._server.exit_code) is not None:
-            self._tally.problem("servers that ended by themselves", f"exit code {code}, before {fault.name}")
+            self._tally.add_problem("servers that ended by themselves", f"exit code {code}, before {fault.name}")
             self._server.kill()
             await self._server.start()
-        self._doing = fault.name
+        self._status = fault.name
         injection = Injection(fault.name, fault.excuses, fault.orderly)
         self._load.checker.injections.append(injection)
         target = Target(self._server, self._draw, self._tally, DRAIN_SECONDS)
-        before = self._server.family()
+        before = self._server.find_processes()
         affected = await fault.inject(target)
         if affected is None:
-            self.recoveries[fault.name].nothing_to_affect += 1
+            self.recoveries[fault.name].num_without_target += 1
         else:
-            await self._recover(fault, injection.began, affected)
-        now = self._server.family()
-        await count_orphans(self._tally, [each for each in before if each not in now and lives(each)])
+            await self._wait_for_recovery(fault, injection.began, affected)
+        now = self._server.find_processes()
+        await count_orphans(self._tally, [each for each in before if each not in now and is_alive(each)])
         injection.ended = monotonic()
-        self._doing = f"nothing, after {fault.name}"
+        self._status = f"nothing, after {fault.name}"
 
-    async def _recover(self, fault: Fault, began: float, affected: Sequence[psutil.Process]) -> None:
+    async def _wait_for_recovery(self, fault: Fault, began: float, affected: Sequence[psutil.Process]) -> None:
         """Wait until the server answers, and until the affected processes have been replaced."""
         recoveries = self.recoveries[fault.name]
         deadline = monotonic() + RECOVERY_SECONDS
 
-        async def whole() -> bool:
-            return not any(map(lives, affected)) and self._server.roles().complete
+        async def is_whole() -> bool:
+            return not any(map(is_alive, affected)) and self._server.find_roles().complete
 
-        for wanted, seconds in ((self._answers, recoveries.answering), (whole, recoveries.whole)):
-            while not await wanted():
+        for recovered, seconds in (
+            (self._is_answering, recoveries.answering_seconds),
+            (is_whole, recoveries.whole_seconds),
+        ):
+            while not await recovered():
                 if monotonic() > deadline:
-                    self._tally.problem("recoveries that did not come", f"{fault.name}: {self._server.roles()}")
+                    self._tally.add_problem(
+                        "recoveries that did not come", f"{fault.name}: {self._server.find_roles()}"
+                    )
                     return
-                await asyncio.sleep(PAUSE)
+                await asyncio.sleep(POLL_SECONDS)
             seconds.append(monotonic() - began)
 
-    async def _answers(self) -> bool:
+    async def _is_answering(self) -> bool:
         """Return whether the server is ready and a completion succeeds."""
-        if not await ready(self._server.url):
+        if not await is_ready(self._server.url):
             return False
         spec = self._draw.choice(self._load.specs)
-        outcome = await self._load.exchange.send(self._server.url, spec, alone(spec))
+        outcome = await self._load.exchange.send(self._server.url, spec, make_reference_sending(spec))
         self._load.checker.check(spec, outcome)
         return outcome.failure is None
 
-    def _progress(self) -> str:
+    def _format_progress(self) -> str:
         counts, wrong = self._tally.counts, sum(self._tally.problems.values())
-        injected = sum(len(each.whole) for each in self.recoveries.values())
+        injected = sum(len(each.whole_seconds) for each in self.recoveries.values())
         return (
             f"{counts['requests sent']} requests, {counts['answers checked']} answers checked, {injected} faults, "
-            f"{wrong} problems; now: {self._doing}"
+            f"{wrong} problems; now: {self._status}"
         )
 
 

@@ -9,13 +9,13 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from time import monotonic
 
-from tools.torture.answers import Answer, difference, partial_difference, shape_difference
-from tools.torture.exchange import CUT, ENGINE_AWAY, HUNG, REFUSED, STOPPING, Failure, Outcome
+from tools.torture.answers import Answer, find_difference, find_partial_difference, find_shape_difference
+from tools.torture.exchange import CONNECTION_CUT, ENGINE_UNAVAILABLE, NO_ANSWER, REFUSED, STOPPING, Failure, Outcome
 from tools.torture.requests import RequestSpec
 from tools.torture.tally import Tally
 
 ORDERLY_MARGIN = 0.5  # seconds before an orderly stop in which a request may not have reached the server yet
-ALWAYS = frozenset({"queue_full"})  # the queue is bounded; clients come again
+ALWAYS_EXCUSED = frozenset({"queue_full"})  # the queue is bounded; clients come again
 
 
 @dataclass
@@ -28,7 +28,7 @@ class Injection:
     began: float = field(default_factory=monotonic)
     ended: float | None = None
 
-    def excuse(self, outcome: Outcome, failure: Failure, drain_seconds: float) -> bool:
+    def can_excuse(self, outcome: Outcome, failure: Failure, drain_seconds: float) -> bool:
         """Return whether this fault may be the cause of a failure."""
         if outcome.ended < self.began or (self.ended is not None and outcome.began > self.ended):
             return False
@@ -44,7 +44,7 @@ class Checker:
 
     def __init__(self, tally: Tally, drain_seconds: float, *, exact: bool) -> None:
         self.tally = tally
-        self.expected: dict[str, Answer] = {}  # by the name of a request
+        self.expected_answers: dict[str, Answer] = {}  # by the name of a request
         self.injections: list[Injection] = []
         self.exact = exact  # answers are promised to be equal bit for bit
         self._drain_seconds = drain_seconds
@@ -54,68 +54,77 @@ class Checker:
         """Count an outcome, and a problem if there is one."""
         self.tally.count("requests sent")
         if outcome.failure is not None:
-            self.failed(outcome, outcome.failure, f"{spec.name} ({spec.path})")
-        if outcome.failure is None and not outcome.left:
+            self.record_failure(outcome, outcome.failure, f"{spec.name} ({spec.path})")
+        if outcome.failure is None and not outcome.client_left:
             self.tally.count("answers checked")
-            self._check(spec, outcome.answer, difference if self.exact else shape_difference)
+            self._compare_answer(spec, outcome.answer, find_difference if self.exact else find_shape_difference)
         elif outcome.answer.choices:
             self.tally.count("beginnings checked")
             if self.exact:
-                self._check(spec, outcome.answer, partial_difference)
-        if outcome.left:
+                self._compare_answer(spec, outcome.answer, find_partial_difference)
+        if outcome.client_left:
             self.tally.count("clients that hung up")
 
-    def _check(self, spec: RequestSpec, answer: Answer, differ: Callable[[Answer, Answer], str | None]) -> None:
-        wrong = differ(self.expected[spec.name], answer)
+    def _compare_answer(
+        self, spec: RequestSpec, answer: Answer, differ: Callable[[Answer, Answer], str | None]
+    ) -> None:
+        wrong = differ(self.expected_answers[spec.name], answer)
         if wrong is None:
             return
-        owner = self._owner(answer)
+        owner = self._find_owner(answer)
         name = "wrong answers" if owner is None else "answers of other requests"
-        self.tally.problem(name, f"{spec.name}{f' got the answer of {owner}' if owner else ''}: {wrong}")
+        self.tally.add_problem(name, f"{spec.name}{f' got the answer of {owner}' if owner else ''}: {wrong}")
 
-    def _owner(self, answer: Answer) -> str | None:
+    def _find_owner(self, answer: Answer) -> str | None:
         """Return the name of the request whose answer this is; None for short texts, which several may have."""
         texts = {index: choice["text"] for index, choice in answer.choices.items()}
         if not any(len(text) >= 8 for text in texts.values()):
             return None
-        for name, known in self.expected.items():
+        for name, known in self.expected_answers.items():
             if {index: choice["text"] for index, choice in known.choices.items()} == texts:
                 return name
         return None
 
     # ------------------------------------------------------------ of failures
-    def failed(self, outcome: Outcome, failure: Failure, what: str) -> None:
+    def record_failure(self, outcome: Outcome, failure: Failure, what: str) -> None:
         """Count a failure: by name if something excuses it, otherwise as a problem."""
-        injection = self._excuse(outcome, failure)
-        if failure.kind in ALWAYS:
+        injection = self._find_excuse(outcome, failure)
+        if failure.kind in ALWAYS_EXCUSED:
             self.tally.count(f"refused: {failure.kind}")
         elif injection is not None:
             self.tally.count(f"{injection.name}: {failure.kind}")
         else:
-            self.tally.problem(self._problem(outcome, failure), f"{what}{self._meanwhile(outcome)}: {failure}")
+            self.tally.add_problem(
+                self._name_problem(outcome, failure), f"{what}{self._format_injections(outcome)}: {failure}"
+            )
 
-    def _excuse(self, outcome: Outcome, failure: Failure) -> Injection | None:
+    def _find_excuse(self, outcome: Outcome, failure: Failure) -> Injection | None:
         for injection in reversed(self.injections):
-            if injection.excuse(outcome, failure, self._drain_seconds):
+            if injection.can_excuse(outcome, failure, self._drain_seconds):
                 return injection
         return None
 
-    def _problem(self, outcome: Outcome, failure: Failure) -> str:
-        if failure.kind == HUNG:
+    def _name_problem(self, outcome: Outcome, failure: Failure) -> str:
+        if failure.kind == NO_ANSWER:
             return "requests without answer or error"
-        if failure.kind in (CUT, REFUSED, STOPPING, ENGINE_AWAY) and any(s.orderly for s in self._during(outcome)):
+        if failure.kind in (CONNECTION_CUT, REFUSED, STOPPING, ENGINE_UNAVAILABLE) and any(
+            s.orderly for s in self._find_injections(outcome)
+        ):
             return "requests lost while the server drained"
         return f"unexpected failures: {failure.kind}"
 
-    def _during(self, outcome: Outcome) -> list[Injection]:
+    def _find_injections(self, outcome: Outcome) -> list[Injection]:
         return [
             injection
             for injection in self.injections
             if outcome.ended >= injection.began and (injection.ended is None or outcome.began <= injection.ended)
         ]
 
-    def _meanwhile(self, outcome: Outcome) -> str:
+    def _format_injections(self, outcome: Outcome) -> str:
         """Return the faults during a request in words, for a message."""
-        found = [f"{each.name} {each.began - outcome.began:+.2f} s after it was sent" for each in self._during(outcome)]
+        found = [
+            f"{each.name} {each.began - outcome.began:+.2f} s after it was sent"
+            for each in self._find_injections(outcome)
+        ]
         seconds = f" ended after {outcome.ended - outcome.began:.2f} s"
         return seconds + (f" (during {', '.join(found)})" if found else " (nothing was done to the server)")

@@ -14,10 +14,10 @@ from random import Random
 from typing import Any
 from urllib.parse import urlsplit
 
-from tools.torture.answers import difference
+from tools.torture.answers import find_difference
 from tools.torture.checker import Checker
-from tools.torture.exchange import SHAPELESS, Exchange, Outcome
-from tools.torture.requests import COMPLETIONS, TENANTS, RequestSpec, Sending, draw_sending, fresh_spec
+from tools.torture.exchange import MALFORMED_ERROR, Exchange, Outcome
+from tools.torture.requests import COMPLETIONS, TENANTS, RequestSpec, Sending, draw_sending, make_fresh_spec
 from tools.torture.server_process import ServerProcess
 
 PATHS = ("/metrics", "/health", "/ready", "/version", "/v1/models", "/v1/kv_cache", "/v1/settings", "/openapi.json")
@@ -26,18 +26,18 @@ NOT_HTTP = (b"\x16\x03\x01\x02\x00\x01", b"GET / HTTP/9.9\r\n\r\n", b"POST\r\n\r
 
 @dataclass
 class Load:
-    """The state that all clients share. They send requests while `going` is set, and finish the current one."""
+    """The state that all clients share. They send requests while `running` is set, and finish the current one."""
 
     server: ServerProcess
     exchange: Exchange
     checker: Checker
     specs: Sequence[RequestSpec]
-    going: asyncio.Event = field(default_factory=asyncio.Event)
+    running: asyncio.Event = field(default_factory=asyncio.Event)
     on_outcome: Callable[[RequestSpec, Outcome], None] = lambda *_: None  # of every request for generation
 
-    async def url(self) -> str | None:
+    async def wait_for_url(self) -> str | None:
         """Return the server's address, as soon as there is one; None when the load ends meanwhile."""
-        while self.going.is_set():
+        while self.running.is_set():
             with suppress(TimeoutError):
                 async with asyncio.timeout(0.2):
                     await self.server.up.wait()
@@ -53,9 +53,9 @@ class Load:
 Act = Callable[[Load, Random, str], Awaitable[Outcome | None]]
 
 
-async def client(load: Load, draw: Random, act: Act, pause: float) -> None:
+async def run_client(load: Load, draw: Random, act: Act, pause: float) -> None:
     """Act again and again, with pauses of up to `pause` seconds, and longer ones after a failure."""
-    while (url := await load.url()) is not None:
+    while (url := await load.wait_for_url()) is not None:
         outcome = await act(load, draw, url)
         failed = outcome is not None and outcome.failure is not None
         await asyncio.sleep(draw.uniform(0.1, 0.4) if failed else draw.uniform(0, pause))
@@ -76,30 +76,32 @@ async def poll(load: Load, draw: Random, url: str) -> Outcome:
     outcome, _ = await load.exchange.call("GET", url + path, headers={"Authorization": f"Bearer {TENANTS[0]}"})
     load.checker.tally.count("polls")
     if outcome.failure is not None:
-        load.checker.failed(outcome, outcome.failure, f"GET {path}")
+        load.checker.record_failure(outcome, outcome.failure, f"GET {path}")
     return outcome
 
 
 async def probe_isolation(load: Load, draw: Random, url: str) -> Outcome:
     """Send a new prompt as one tenant, then as another: equal answers, and nothing from the first one's cache."""
-    spec = fresh_spec(draw, "a prompt of one tenant")
-    one, other = draw.sample(TENANTS, 2)
+    spec = make_fresh_spec(draw, "a prompt of one tenant")
+    tenant, other = draw.sample(TENANTS, 2)
     instance = draw.choice(("paged", "contiguous", "small_blocks"))
     answers = []
-    for key in (one, one, other):
+    for key in (tenant, tenant, other):
         outcome = await load.send(url, spec, Sending(instance, key))
         load.checker.tally.count("requests sent")
         if outcome.failure is not None:
-            load.checker.failed(outcome, outcome.failure, "probe of isolation")
+            load.checker.record_failure(outcome, outcome.failure, "probe of isolation")
             return outcome
         answers.append(outcome.answer)
     load.checker.tally.count("probes of isolation")
     if answers[2].cached_tokens:
-        load.checker.tally.problem(
+        load.checker.tally.add_problem(
             "leaks between tenants", f"{instance}: {answers[2].cached_tokens} cached tokens of another tenant"
         )
-    if load.checker.exact and (wrong := difference(answers[0], answers[1]) or difference(answers[0], answers[2])):
-        load.checker.tally.problem("wrong answers", f"{spec.name} under {instance}: {wrong}")
+    if load.checker.exact and (
+        wrong := find_difference(answers[0], answers[1]) or find_difference(answers[0], answers[2])
+    ):
+        load.checker.tally.add_problem("wrong answers", f"{spec.name} under {instance}: {wrong}")
     return outcome
 
 
@@ -111,25 +113,25 @@ class Malformed:
     method: str = "POST"
     path: str = COMPLETIONS
     body: Any = None
-    key: str = TENANTS[0]
+    api_key: str = TENANTS[0]
 
 
-GOOD = {"model": "tiny", "prompt": "Once", "max_tokens": 1}
+VALID_BODY = {"model": "tiny", "prompt": "Once", "max_tokens": 1}
 MALFORMED = (
     Malformed(400, body={}),
     Malformed(400, body=[]),
-    Malformed(400, body=GOOD | {"max_tokens": -1}),
-    Malformed(400, body=GOOD | {"max_tokens": 10_000}),
-    Malformed(400, body=GOOD | {"temperature": True}),
-    Malformed(400, body=GOOD | {"unknown": 1}),
-    Malformed(400, body=GOOD | {"kv_cache": "nothing"}),
-    Malformed(400, body=GOOD | {"prompt": [10**9]}),
-    Malformed(400, body=GOOD | {"prompt": [[]]}),
-    Malformed(400, body=GOOD | {"n": 10**6}),
+    Malformed(400, body=VALID_BODY | {"max_tokens": -1}),
+    Malformed(400, body=VALID_BODY | {"max_tokens": 10_000}),
+    Malformed(400, body=VALID_BODY | {"temperature": True}),
+    Malformed(400, body=VALID_BODY | {"unknown": 1}),
+    Malformed(400, body=VALID_BODY | {"kv_cache": "nothing"}),
+    Malformed(400, body=VALID_BODY | {"prompt": [10**9]}),
+    Malformed(400, body=VALID_BODY | {"prompt": [[]]}),
+    Malformed(400, body=VALID_BODY | {"n": 10**6}),
     Malformed(400, path="/v1/chat/completions", body={"model": "tiny", "messages": []}),
-    Malformed(401, body=GOOD, key="not-a-key-of-ours"),
+    Malformed(401, body=VALID_BODY, api_key="not-a-key-of-ours"),
     Malformed(401, method="GET", path="/v1/kv_cache/paged"),
-    Malformed(404, body=GOOD | {"model": "another"}),
+    Malformed(404, body=VALID_BODY | {"model": "another"}),
     Malformed(404, path="/v1/nothing"),
     Malformed(405, method="DELETE"),
 )
@@ -139,23 +141,25 @@ async def send_malformed(load: Load, draw: Random, url: str) -> Outcome | None:
     """Send a request that must be refused, and check its status and the shape of the error."""
     if draw.random() < 0.2:
         load.checker.tally.count("bytes that are no HTTP")
-        await send_no_http(url, draw.choice(NOT_HTTP))
+        await send_raw_bytes(url, draw.choice(NOT_HTTP))
         return None
-    it = draw.choice(MALFORMED)
-    headers = {"Authorization": f"Bearer {it.key}"}
-    outcome, _ = await load.exchange.call(it.method, url + it.path, content=it.body, headers=headers)
-    what = f"{it.method} {it.path} {json.dumps(it.body)[:200]}"
+    malformed = draw.choice(MALFORMED)
+    headers = {"Authorization": f"Bearer {malformed.api_key}"}
+    outcome, _ = await load.exchange.call(
+        malformed.method, url + malformed.path, content=malformed.body, headers=headers
+    )
+    what = f"{malformed.method} {malformed.path} {json.dumps(malformed.body)[:200]}"
     if outcome.failure is None:
-        load.checker.tally.problem("malformed requests that were answered", what)
-    elif outcome.failure.status == it.status and outcome.failure.kind != SHAPELESS:
+        load.checker.tally.add_problem("malformed requests that were answered", what)
+    elif outcome.failure.status == malformed.status and outcome.failure.kind != MALFORMED_ERROR:
         load.checker.tally.count("malformed requests refused")
         return None
     else:
-        load.checker.failed(outcome, outcome.failure, what)
+        load.checker.record_failure(outcome, outcome.failure, what)
     return outcome
 
 
-async def send_no_http(url: str, data: bytes) -> None:
+async def send_raw_bytes(url: str, data: bytes) -> None:
     """Send bytes that are not HTTP, and read one byte of the answer if there is one."""
     address = urlsplit(url)
     with suppress(OSError, TimeoutError):
@@ -169,13 +173,13 @@ async def send_no_http(url: str, data: bytes) -> None:
 
 
 # ---------------------------------------------------------------- all of them
-def start_clients(group: asyncio.TaskGroup, load: Load, seed: str, asking: int, probe_pause: float) -> None:
+def start_clients(group: asyncio.TaskGroup, load: Load, seed: str, num_comparing: int, probe_pause: float) -> None:
     """Start the clients of a load; each draws from the seed and its own number.
 
-    Every probe of isolation sends a new prompt, and the server remembers the names of the latest 65,536 blocks that it
+    Every probe of isolation sends a new prompt, and the server remembers the hashes of the latest 65,536 blocks that it
     evicted: memory that grows for hours with new prompts, and with no others.
     """
-    acts: list[tuple[Act, float]] = [(ask_and_compare, 0.05)] * asking
+    acts: list[tuple[Act, float]] = [(ask_and_compare, 0.05)] * num_comparing
     acts += [(poll, 0.5), (probe_isolation, probe_pause), (send_malformed, 0.5)]
     for number, (act, pause) in enumerate(acts):
-        group.create_task(client(load, Random(f"{seed} client {number}"), act, pause))
+        group.create_task(run_client(load, Random(f"{seed} client {number}"), act, pause))

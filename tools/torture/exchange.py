@@ -18,15 +18,15 @@ import httpx
 from tools.torture.answers import Answer
 from tools.torture.requests import MODEL, RequestSpec, Sending
 
-# Failures that the server does not name itself; others have the code of their error, as the second three have.
-REFUSED, CUT, HUNG = "connection refused", "connection cut", "no answer"
-ENGINE_AWAY, TEXT_AWAY, STOPPING = "engine_unavailable", "text_unavailable", "server_stopping"
+# Failures that the server does not name itself; others, as the second three, have the code of their error.
+REFUSED, CONNECTION_CUT, NO_ANSWER = "connection refused", "connection cut", "no answer"
+ENGINE_UNAVAILABLE, TEXT_UNAVAILABLE, STOPPING = "engine_unavailable", "text_unavailable", "server_stopping"
 UNFINISHED = "stream without [DONE]"
-SHAPELESS = "error without OpenAI's shape"
-UNREADABLE = "answer without OpenAI's shape"
+MALFORMED_ERROR = "error without OpenAI's shape"
+MALFORMED_ANSWER = "answer without OpenAI's shape"
 INTERNAL = "internal error"
-FIELDS = {"message", "type", "param", "code"}  # of an error
-COMES_AGAIN = (429, 503)  # statuses that must have Retry-After
+ERROR_FIELDS = {"message", "type", "param", "code"}  # of an error
+RETRY_STATUSES = (429, 503)  # statuses that must have Retry-After
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class Outcome:
     answer: Answer = field(default_factory=Answer)
     failure: Failure | None = None
     status: int | None = None
-    left: bool = False  # our client hung up
+    client_left: bool = False  # our client hung up
 
 
 class Failed(Exception):
@@ -61,18 +61,18 @@ class Failed(Exception):
 class Exchange:
     """An HTTP client that counts responses by status."""
 
-    def __init__(self, http: httpx.AsyncClient, patience: float, statuses: Counter[int]) -> None:
+    def __init__(self, http: httpx.AsyncClient, timeout: float, statuses: Counter[int]) -> None:
         self.statuses = statuses
         self._http = http
-        self._patience = patience
+        self._timeout = timeout
 
     async def send(self, url: str, spec: RequestSpec, sending: Sending) -> Outcome:
         """Send a request for generation in a sending; return its outcome."""
         outcome = Outcome(monotonic())
         request = self._http.build_request(
-            "POST", url + spec.path, json=body_of(spec, sending), headers=headers_of(sending), timeout=None
+            "POST", url + spec.path, json=make_body(spec, sending), headers=make_headers(sending), timeout=None
         )
-        await self._run(self._generate(request, sending, outcome), outcome)
+        await self._run_exchange(self._generate(request, sending, outcome), outcome)
         return outcome
 
     async def call(
@@ -88,24 +88,24 @@ class Exchange:
             self._check_status(answer.status_code, answer.headers, answer.content, outcome)
             received.extend(answer.content)
 
-        await self._run(receive(), outcome)
+        await self._run_exchange(receive(), outcome)
         return outcome, bytes(received)
 
-    async def _run(self, exchange: Any, outcome: Outcome) -> None:
+    async def _run_exchange(self, exchange: Any, outcome: Outcome) -> None:
         """Await an exchange, and note in its outcome the failure it ended with."""
         try:
-            async with asyncio.timeout(self._patience):
+            async with asyncio.timeout(self._timeout):
                 await exchange
         except TimeoutError:
-            outcome.failure = Failure(HUNG, f"neither an answer nor an error within {self._patience:g} s")
+            outcome.failure = Failure(NO_ANSWER, f"neither an answer nor an error within {self._timeout:g} s")
         except Failed as failed:
             outcome.failure = failed.failure
         except httpx.ConnectError as error:
             outcome.failure = Failure(REFUSED, repr(error))
         except httpx.TransportError as error:
-            outcome.failure = Failure(CUT, repr(error))
+            outcome.failure = Failure(CONNECTION_CUT, repr(error))
         except (ValueError, KeyError, TypeError) as error:
-            outcome.failure = Failure(UNREADABLE, repr(error), outcome.status)
+            outcome.failure = Failure(MALFORMED_ANSWER, repr(error), outcome.status)
         outcome.ended = monotonic()
 
     async def _generate(self, request: httpx.Request, sending: Sending, outcome: Outcome) -> None:
@@ -115,7 +115,7 @@ class Exchange:
         except TimeoutError:
             if sending.leave_seconds is None:
                 raise
-            outcome.left = True
+            outcome.client_left = True
 
     async def _receive(self, request: httpx.Request, sending: Sending, outcome: Outcome) -> None:
         response = await self._http.send(request, stream=True)
@@ -132,15 +132,15 @@ class Exchange:
 
     async def _read_stream(self, response: httpx.Response, sending: Sending, outcome: Outcome) -> None:
         events = 0
-        async for data in _events(response.aiter_bytes()):
+        async for data in _iter_events(response.aiter_bytes()):
             if sending.leave_after is not None and events >= sending.leave_after:
-                outcome.left = True
+                outcome.client_left = True
                 return
             if data == b"[DONE]":
                 return
             body = json.loads(data)
             if "error" in body:
-                raise Failed(_failure(None, body))
+                raise Failed(_parse_failure(None, body))
             outcome.answer.take(body)
             events += 1
         raise Failed(Failure(UNFINISHED, f"the stream ended after {events} events"))
@@ -152,15 +152,15 @@ class Exchange:
         if status < 400:
             return
         try:
-            failure = _failure(status, json.loads(content))
+            failure = _parse_failure(status, json.loads(content))
         except ValueError:
-            failure = Failure(SHAPELESS, f"{status} {content[:200]!r}", status)
-        if status in COMES_AGAIN and "retry-after" not in headers:
-            failure = Failure(SHAPELESS, f"{status} without Retry-After: {failure.message}", status)
+            failure = Failure(MALFORMED_ERROR, f"{status} {content[:200]!r}", status)
+        if status in RETRY_STATUSES and "retry-after" not in headers:
+            failure = Failure(MALFORMED_ERROR, f"{status} without Retry-After: {failure.message}", status)
         raise Failed(failure)
 
 
-async def _events(chunks: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
+async def _iter_events(chunks: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
     """Yield the data of server-sent events. Only line feeds end a line, not the other separators of Unicode."""
     rest = b""
     async for chunk in chunks:
@@ -170,18 +170,18 @@ async def _events(chunks: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
                 yield line.removeprefix(b"data: ")
 
 
-def _failure(status: int | None, body: Any) -> Failure:
+def _parse_failure(status: int | None, body: Any) -> Failure:
     """Return the failure that an error object describes."""
     error = body.get("error") if isinstance(body, dict) else None
-    if not isinstance(error, dict) or error.keys() != FIELDS or not error["message"]:
-        return Failure(SHAPELESS, f"{status} {body!r}", status)
+    if not isinstance(error, dict) or error.keys() != ERROR_FIELDS or not error["message"]:
+        return Failure(MALFORMED_ERROR, f"{status} {body!r}", status)
     plain = INTERNAL if error["type"] == "server_error" else f"refused with {status}"
     return Failure(error["code"] or plain, error["message"], status)
 
 
 # ---------------------------------------------------------------- what is sent
-def body_of(spec: RequestSpec, sending: Sending) -> dict[str, Any]:
-    body = {"model": MODEL, **spec.body, **sending.more}
+def make_body(spec: RequestSpec, sending: Sending) -> dict[str, Any]:
+    body = {"model": MODEL, **spec.body, **sending.extra_body}
     if sending.stream:
         body["stream"] = True
     if sending.named_by == "body":
@@ -191,6 +191,6 @@ def body_of(spec: RequestSpec, sending: Sending) -> dict[str, Any]:
     return body
 
 
-def headers_of(sending: Sending) -> dict[str, str]:
+def make_headers(sending: Sending) -> dict[str, str]:
     chosen = {"X-KV-Cache": sending.instance} if sending.named_by == "header" else {}
-    return {"Authorization": f"Bearer {sending.key}"} | chosen
+    return {"Authorization": f"Bearer {sending.api_key}"} | chosen

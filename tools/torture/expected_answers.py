@@ -6,7 +6,7 @@ from random import Random
 
 from tools.torture.checker import Checker
 from tools.torture.exchange import Exchange
-from tools.torture.requests import RequestSpec, alone, draw_specs
+from tools.torture.requests import RequestSpec, draw_specs, make_reference_sending
 
 
 class ExpectedAnswerError(Exception):
@@ -19,8 +19,8 @@ async def compute_answers(
     """Return random requests, and give `checker` their expected answers. Raises ExpectedAnswerError."""
     specs = draw_specs(draw, number)
     for spec in specs:
-        outcome = await exchange.send(url, spec, alone(spec))
+        outcome = await exchange.send(url, spec, make_reference_sending(spec))
         if outcome.failure is not None:
             raise ExpectedAnswerError(f"{spec.name} fails on an idle server: {outcome.failure} {dict(spec.body)}")
-        checker.expected[spec.name] = outcome.answer
+        checker.expected_answers[spec.name] = outcome.answer
     return specs

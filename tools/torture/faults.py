@@ -15,21 +15,21 @@ from time import monotonic
 
 import psutil
 
-from tools.torture.exchange import CUT, ENGINE_AWAY, REFUSED, STOPPING, TEXT_AWAY
-from tools.torture.server_process import PAUSE, ServerProcess
+from tools.torture.exchange import CONNECTION_CUT, ENGINE_UNAVAILABLE, REFUSED, STOPPING, TEXT_UNAVAILABLE
+from tools.torture.server_process import POLL_SECONDS, ServerProcess
 from tools.torture.tally import Tally
 
 ORPHAN_SECONDS = 5.0  # that children may outlive their supervisor
-STOP_SECONDS = (0.2, 2.0)  # for which a process is stopped
-HEED_SECONDS = 1.0  # within which a process that does not block SIGTERM has ended
-NOTICED_SECONDS = 60.0  # until a process that hangs must have been replaced
-LAST_SECONDS = 10.0  # beyond the drain, until a server has ended that got a signal to stop
+PAUSE_SECONDS = (0.2, 2.0)  # for which a process is stopped
+SIGTERM_SECONDS = 1.0  # within which a process that does not block SIGTERM has ended
+REPLACEMENT_SECONDS = 60.0  # until a process that hangs must have been replaced
+STOP_MARGIN_SECONDS = 10.0  # beyond the drain, until a server has ended that got a signal to stop
 
-NOTHING: frozenset[str] = frozenset()
-CUT_OFF = frozenset({CUT})
-AWAY = frozenset({ENGINE_AWAY})
-TEXT = frozenset({TEXT_AWAY})
-GOING_DOWN = frozenset({CUT, REFUSED, STOPPING, ENGINE_AWAY})
+NO_FAILURES: frozenset[str] = frozenset()
+WORKER_FAILURES = frozenset({CONNECTION_CUT})
+ENGINE_FAILURES = frozenset({ENGINE_UNAVAILABLE})
+TEXT_FAILURES = frozenset({TEXT_UNAVAILABLE})
+SHUTDOWN_FAILURES = frozenset({CONNECTION_CUT, REFUSED, STOPPING, ENGINE_UNAVAILABLE})
 
 
 @dataclass
@@ -50,14 +50,14 @@ class Fault:
     """One kind of fault, and the failures of requests that it excuses."""
 
     name: str
-    what: str
+    description: str
     inject: Callable[[Target], Awaitable[Affected]]
     excuses: frozenset[str]
     orderly: bool = False  # running requests must still be answered
 
 
 # ---------------------------------------------------------------- single processes
-def _send(processes: Iterable[psutil.Process | None], number: signal.Signals) -> Affected:
+def _send_signal(processes: Iterable[psutil.Process | None], number: signal.Signals) -> Affected:
     """Signal processes and return them; None if there are none."""
     found = [each for each in processes if each is not None]
     for each in found:
@@ -66,117 +66,117 @@ def _send(processes: Iterable[psutil.Process | None], number: signal.Signals) ->
     return found or None
 
 
-def _any(target: Target, processes: Sequence[psutil.Process]) -> list[psutil.Process]:
+def _choose_one(target: Target, processes: Sequence[psutil.Process]) -> list[psutil.Process]:
     """Return a random one of the processes, as a list; empty if there are none."""
     return [target.draw.choice(processes)] if processes else []
 
 
 async def _kill_engine(target: Target) -> Affected:
-    return _send([target.server.roles().engine], signal.SIGKILL)
+    return _send_signal([target.server.find_roles().engine], signal.SIGKILL)
 
 
 async def _kill_worker(target: Target) -> Affected:
-    return _send(_any(target, target.server.roles().workers), signal.SIGKILL)
+    return _send_signal(_choose_one(target, target.server.find_roles().workers), signal.SIGKILL)
 
 
 async def _kill_children(target: Target) -> Affected:
-    roles = target.server.roles()
-    return _send([roles.engine, *roles.workers], signal.SIGKILL)
+    roles = target.server.find_roles()
+    return _send_signal([roles.engine, *roles.workers], signal.SIGKILL)
 
 
 async def _kill_helper(target: Target) -> Affected:
-    return _send(_any(target, target.server.roles().helpers), signal.SIGKILL)
+    return _send_signal(_choose_one(target, target.server.find_roles().helpers), signal.SIGKILL)
 
 
 async def _terminate_child(target: Target, processes: Sequence[psutil.Process | None]) -> Affected:
     """Send SIGTERM to processes below the supervisor; return those that end of it, none if they block it."""
-    affected = _send(processes, signal.SIGTERM)
+    affected = _send_signal(processes, signal.SIGTERM)
     if affected is None:
         return None
-    deadline = monotonic() + HEED_SECONDS
+    deadline = monotonic() + SIGTERM_SECONDS
     while monotonic() < deadline:
-        roles = target.server.roles()
+        roles = target.server.find_roles()
         if not all(each in (roles.engine, *roles.workers) for each in affected):
             return affected
-        await asyncio.sleep(PAUSE)
+        await asyncio.sleep(POLL_SECONDS)
     return []
 
 
 async def _terminate_worker(target: Target) -> Affected:
-    return await _terminate_child(target, _any(target, target.server.roles().workers))
+    return await _terminate_child(target, _choose_one(target, target.server.find_roles().workers))
 
 
 async def _terminate_engine(target: Target) -> Affected:
-    return await _terminate_child(target, [target.server.roles().engine])
+    return await _terminate_child(target, [target.server.find_roles().engine])
 
 
 async def _pause(target: Target, processes: Sequence[psutil.Process | None]) -> Affected:
     """Stop processes for a short time."""
-    stopped = _send(processes, signal.SIGSTOP)
+    stopped = _send_signal(processes, signal.SIGSTOP)
     try:
-        await asyncio.sleep(target.draw.uniform(*STOP_SECONDS))
+        await asyncio.sleep(target.draw.uniform(*PAUSE_SECONDS))
     finally:
-        _send(processes, signal.SIGCONT)
+        _send_signal(processes, signal.SIGCONT)
     return None if stopped is None else []
 
 
 async def _stop_engine(target: Target) -> Affected:
-    return await _pause(target, [target.server.roles().engine])
+    return await _pause(target, [target.server.find_roles().engine])
 
 
 async def _stop_worker(target: Target) -> Affected:
-    return await _pause(target, _any(target, target.server.roles().workers))
+    return await _pause(target, _choose_one(target, target.server.find_roles().workers))
 
 
 async def _hang(target: Target, processes: Sequence[psutil.Process | None]) -> Affected:
     """Stop processes for good: the supervisor must notice and replace them."""
-    if (stopped := _send(processes, signal.SIGSTOP)) is None:
+    if (stopped := _send_signal(processes, signal.SIGSTOP)) is None:
         return None
-    _, left = await asyncio.to_thread(psutil.wait_procs, stopped, NOTICED_SECONDS)
+    _, left = await asyncio.to_thread(psutil.wait_procs, stopped, REPLACEMENT_SECONDS)
     for each in left:
-        target.tally.problem("hangs not noticed", f"{each} hung for {NOTICED_SECONDS:g} s and was not replaced")
-    _send(left, signal.SIGCONT)
+        target.tally.add_problem("hangs not noticed", f"{each} hung for {REPLACEMENT_SECONDS:g} s and was not replaced")
+    _send_signal(left, signal.SIGCONT)
     return []
 
 
 async def _hang_engine(target: Target) -> Affected:
-    return await _hang(target, [target.server.roles().engine])
+    return await _hang(target, [target.server.find_roles().engine])
 
 
 async def _hang_worker(target: Target) -> Affected:
-    return await _hang(target, _any(target, target.server.roles().workers))
+    return await _hang(target, _choose_one(target, target.server.find_roles().workers))
 
 
 # ---------------------------------------------------------------- the whole server
 async def _restart(target: Target, number: signal.Signals, *, group: bool) -> Affected:
     """Stop the server in order, and start it again."""
-    children = target.server.family()[1:]
-    target.server.signal(number, group=group)
-    code = await target.server.wait(target.drain_seconds + LAST_SECONDS)
+    children = target.server.find_processes()[1:]
+    target.server.send_signal(number, group=group)
+    code = await target.server.wait(target.drain_seconds + STOP_MARGIN_SECONDS)
     if code != 0:
-        target.tally.problem("unclean ends", f"{number.name}{' to the group' if group else ''}: exit code {code}")
+        target.tally.add_problem("unclean ends", f"{number.name}{' to the group' if group else ''}: exit code {code}")
     return await _start_again(target, children)
 
 
 async def _kill_server(target: Target) -> Affected:
-    children = target.server.family()[1:]
-    target.server.signal(signal.SIGKILL)
+    children = target.server.find_processes()[1:]
+    target.server.send_signal(signal.SIGKILL)
     await target.server.wait(ORPHAN_SECONDS)
     return await _start_again(target, children)
 
 
 async def _start_again(target: Target, children: list[psutil.Process]) -> Affected:
     """Check that nothing is left of the server, and start it again."""
-    await _expect_gone(target, children)
-    before = target.server.socket_folders()
+    await _end_leftovers(target, children)
+    before = target.server.find_socket_folders()
     await target.server.start()
-    for folder in before & target.server.socket_folders():
-        target.tally.problem("socket folders left behind", f"{folder}, also by the next start")
+    for folder in before & target.server.find_socket_folders():
+        target.tally.add_problem("socket folders left behind", f"{folder}, also by the next start")
         target.server.remove_socket_folder(folder)
     return []
 
 
-async def _expect_gone(target: Target, children: list[psutil.Process]) -> None:
+async def _end_leftovers(target: Target, children: list[psutil.Process]) -> None:
     """Count processes that outlive their server, and end them."""
     await count_orphans(target.tally, children)
     target.server.kill()
@@ -187,7 +187,7 @@ async def count_orphans(tally: Tally, processes: Sequence[psutil.Process]) -> No
     _, left = await asyncio.to_thread(psutil.wait_procs, processes, ORPHAN_SECONDS)
     for each in left:
         with suppress(psutil.NoSuchProcess):
-            tally.problem("processes that outlived their parent", f"{each.pid}: {' '.join(each.cmdline())}")
+            tally.add_problem("processes that outlived their parent", f"{each.pid}: {' '.join(each.cmdline())}")
             each.kill()
 
 
@@ -213,38 +213,42 @@ async def _interrupt_group(target: Target) -> Affected:
 
 # ---------------------------------------------------------------- all of them
 FAULTS: tuple[Fault, ...] = (
-    Fault("kill-engine", "SIGKILL to the engine", _kill_engine, AWAY),
-    Fault("kill-worker", "SIGKILL to an API worker", _kill_worker, CUT_OFF),
-    Fault("kill-children", "SIGKILL to the engine and all API workers", _kill_children, CUT_OFF | AWAY),
-    Fault("kill-helper", "SIGKILL to a child of a worker or of the engine, if there is one", _kill_helper, TEXT),
-    Fault("terminate-engine", "SIGTERM to the engine alone", _terminate_engine, NOTHING),
-    Fault("terminate-worker", "SIGTERM to an API worker alone", _terminate_worker, NOTHING),
-    Fault("stop-engine", "SIGSTOP to the engine, and SIGCONT up to 2 s later", _stop_engine, NOTHING),
-    Fault("stop-worker", "SIGSTOP to an API worker, and SIGCONT up to 2 s later", _stop_worker, NOTHING),
-    Fault("hang-engine", "SIGSTOP to the engine, for good", _hang_engine, AWAY),
-    Fault("hang-worker", "SIGSTOP to an API worker, for good", _hang_worker, CUT_OFF),
-    Fault("terminate", "SIGTERM to the supervisor, and a new start", _terminate, GOING_DOWN, orderly=True),
+    Fault("kill-engine", "SIGKILL to the engine", _kill_engine, ENGINE_FAILURES),
+    Fault("kill-worker", "SIGKILL to an API worker", _kill_worker, WORKER_FAILURES),
+    Fault(
+        "kill-children", "SIGKILL to the engine and all API workers", _kill_children, WORKER_FAILURES | ENGINE_FAILURES
+    ),
+    Fault(
+        "kill-helper", "SIGKILL to a child of a worker or of the engine, if there is one", _kill_helper, TEXT_FAILURES
+    ),
+    Fault("terminate-engine", "SIGTERM to the engine alone", _terminate_engine, NO_FAILURES),
+    Fault("terminate-worker", "SIGTERM to an API worker alone", _terminate_worker, NO_FAILURES),
+    Fault("stop-engine", "SIGSTOP to the engine, and SIGCONT up to 2 s later", _stop_engine, NO_FAILURES),
+    Fault("stop-worker", "SIGSTOP to an API worker, and SIGCONT up to 2 s later", _stop_worker, NO_FAILURES),
+    Fault("hang-engine", "SIGSTOP to the engine, for good", _hang_engine, ENGINE_FAILURES),
+    Fault("hang-worker", "SIGSTOP to an API worker, for good", _hang_worker, WORKER_FAILURES),
+    Fault("terminate", "SIGTERM to the supervisor, and a new start", _terminate, SHUTDOWN_FAILURES, orderly=True),
     Fault(
         "terminate-group",
         "SIGTERM to all processes, as systemd does, and a new start",
         _terminate_group,
-        GOING_DOWN,
+        SHUTDOWN_FAILURES,
         orderly=True,
     ),
-    Fault("hang-up", "SIGHUP to the supervisor, and a new start", _hang_up, GOING_DOWN, orderly=True),
+    Fault("hang-up", "SIGHUP to the supervisor, and a new start", _hang_up, SHUTDOWN_FAILURES, orderly=True),
     Fault(
         "hang-up-group",
         "SIGHUP to all processes, as a closed terminal does, and a new start",
         _hang_up_group,
-        GOING_DOWN,
+        SHUTDOWN_FAILURES,
         orderly=True,
     ),
     Fault(
         "interrupt-group",
         "SIGINT to all processes, as Ctrl-C does, and a new start",
         _interrupt_group,
-        GOING_DOWN,
+        SHUTDOWN_FAILURES,
         orderly=True,
     ),
-    Fault("kill", "SIGKILL to the supervisor, and a new start", _kill_server, GOING_DOWN),
+    Fault("kill", "SIGKILL to the supervisor, and a new start", _kill_server, SHUTDOWN_FAILURES),
 )

@@ -18,8 +18,8 @@ class Metrics:
 
     def total(self, name: str, **labels: str) -> float:
         """Return the sum of the samples of that name that have these labels."""
-        wanted = labels.items()
-        return sum(value for (each, has), value in self.samples.items() if each == name and wanted <= has)
+        selected = labels.items()
+        return sum(value for (each, has), value in self.samples.items() if each == name and selected <= has)
 
 
 def read_metrics(text: str) -> Metrics:
@@ -31,7 +31,7 @@ def read_metrics(text: str) -> Metrics:
     return Metrics(samples)
 
 
-def unquiet(metrics: Metrics) -> Iterator[str]:
+def find_wrong_gauges(metrics: Metrics) -> Iterator[str]:
     """Yield every gauge that is wrong while no request runs or waits, and nothing is pinned."""
     zero = {
         "requests running": metrics.total("kvmux_num_requests_running"),

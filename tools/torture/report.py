@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.table import Table
 
 from tools.torture.chaos import ChaosReport
-from tools.torture.soak import LEAST_SECONDS, SoakReport, Trend
+from tools.torture.soak import MIN_JUDGED_SECONDS, SoakReport, Trend
 from tools.torture.tally import Tally
 
 WIDTH = 120  # of output that is not a terminal
@@ -24,7 +24,7 @@ NOT_COMPARED = (
 )
 
 
-def console_for(json: str) -> Console:
+def make_console(json: str) -> Console:
     """Return where tables go: to stderr if JSON goes to stdout. Files are wide."""
     console = Console(stderr=json == "-")
     return console if console.is_terminal else Console(stderr=json == "-", width=WIDTH)
@@ -35,19 +35,21 @@ def print_tables(console: Console, title: str, tables: Iterable[Table], tally: T
     console.rule(title)
     for table in tables:
         console.print(table)
-    console.print(_table("counts", ("", "number"), [(name, f"{n:,}") for name, n in sorted(tally.counts.items())]))
+    console.print(_make_table("counts", ("", "number"), [(name, f"{n:,}") for name, n in sorted(tally.counts.items())]))
     if not exact:
         console.print(NOT_COMPARED)
     if not tally.problems:
         console.print("No problems.")
         return
-    console.print(_table("problems", ("", "number"), [(name, f"{n:,}") for name, n in tally.problems.most_common()]))
+    console.print(
+        _make_table("problems", ("", "number"), [(name, f"{n:,}") for name, n in tally.problems.most_common()])
+    )
     for name, examples in tally.examples.items():
         for example in examples:
             console.print(f"{name}: {example}", markup=False, highlight=False)
 
 
-def _table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]]) -> Table:
+def _make_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]]) -> Table:
     table = Table(title=title, title_justify="left")
     for index, column in enumerate(columns):
         table.add_column(column, justify="right" if index else "left")
@@ -70,23 +72,27 @@ def tally_as_json(tally: Tally) -> dict[str, Any]:
 
 
 # ---------------------------------------------------------------- chaos
-def chaos_tables(report: ChaosReport) -> list[Table]:
+def make_chaos_tables(report: ChaosReport) -> list[Table]:
     rows = [
         (
             name,
-            str(len(each.answering)) + (", nothing there" if each.nothing_to_affect else ""),
-            _median_and_most(each.answering),
-            _median_and_most(each.whole),
+            str(len(each.answering_seconds)) + (", nothing there" if each.num_without_target else ""),
+            _format_median_and_max(each.answering_seconds),
+            _format_median_and_max(each.whole_seconds),
         )
         for name, each in report.recoveries.items()
     ]
     columns = ("fault", "injected", "answers again: median, most", "all processes back: median, most")
-    return [_table("seconds from a fault", columns, rows)]
+    return [_make_table("seconds from a fault", columns, rows)]
 
 
 def chaos_as_json(report: ChaosReport) -> dict[str, Any]:
     recoveries = {
-        name: {"injected": len(each.answering), "answering_seconds": each.answering, "whole_seconds": each.whole}
+        name: {
+            "injected": len(each.answering_seconds),
+            "answering_seconds": each.answering_seconds,
+            "whole_seconds": each.whole_seconds,
+        }
         for name, each in report.recoveries.items()
     }
     return {
@@ -99,27 +105,33 @@ def chaos_as_json(report: ChaosReport) -> dict[str, Any]:
     }
 
 
-def _median_and_most(seconds: Sequence[float]) -> str:
+def _format_median_and_max(seconds: Sequence[float]) -> str:
     return f"{median(seconds):.2f}, {max(seconds):.2f}" if seconds else "-"
 
 
 # ---------------------------------------------------------------- soak
-def soak_tables(report: SoakReport) -> list[Table]:
+def make_soak_tables(report: SoakReport) -> list[Table]:
     rows = [
-        (f"{each.role}: {each.what}", f"{each.first:.1f}", f"{each.last:.1f}", _slope(each), _verdict(report, each))
+        (
+            f"{each.role}: {each.what}",
+            f"{each.first:.1f}",
+            f"{each.last:.1f}",
+            _format_slope(each),
+            _format_verdict(report, each),
+        )
         for each in report.trends
     ]
     columns = ("", "first", "last", "an hour, of the second half (95 %)", "")
-    unjudged = "" if report.judged else f"; slopes are judged from {LEAST_SECONDS / 60:g} minutes on"
-    return [_table(f"{report.rounds} rounds, {report.seconds / 60:.1f} minutes{unjudged}", columns, rows)]
+    unjudged = "" if report.judged else f"; slopes are judged from {MIN_JUDGED_SECONDS / 60:g} minutes on"
+    return [_make_table(f"{report.rounds} rounds, {report.seconds / 60:.1f} minutes{unjudged}", columns, rows)]
 
 
-def _slope(trend: Trend) -> str:
+def _format_slope(trend: Trend) -> str:
     slope = trend.slope
     return "-" if slope is None else f"{slope.value:+.2f} ({slope.low:+.2f} to {slope.high:+.2f})"
 
 
-def _verdict(report: SoakReport, trend: Trend) -> str:
+def _format_verdict(report: SoakReport, trend: Trend) -> str:
     if not report.judged or not trend.judged:
         return "not judged"
     return f"grows by more than {trend.bound:g}" if trend.grows else "stays"

@@ -54,12 +54,12 @@ class Sending:
     """How a request is sent, by which tenant, and when its client hangs up."""
 
     instance: str
-    key: str = TENANTS[0]
+    api_key: str = TENANTS[0]
     stream: bool = False
     leave_after: int | None = None  # events of a stream; None: never
     leave_seconds: float | None = None  # of a request that is not streamed
     named_by: Literal["body", "header", "model"] = "body"
-    more: Mapping[str, Any] = field(default_factory=dict)  # fields of the body
+    extra_body: Mapping[str, Any] = field(default_factory=dict)  # fields of the body
 
     @property
     def leaves(self) -> bool:
@@ -69,45 +69,51 @@ class Sending:
 # ---------------------------------------------------------------- what is asked for
 def draw_specs(draw: Random, number: int) -> list[RequestSpec]:
     """Return requests of all kinds; many begin with one of a few long texts."""
-    texts = [_ids(draw, length) for length in (64, 160, 256)]
+    texts = [_draw_ids(draw, length) for length in (64, 160, 256)]
     return [_draw_spec(draw, f"request {i}", texts) for i in range(number)]
 
 
-def fresh_spec(draw: Random, name: str) -> RequestSpec:
+def make_fresh_spec(draw: Random, name: str) -> RequestSpec:
     """Return a greedy request whose prompt was never sent before."""
-    body = {"prompt": _ids(draw, 120), "max_tokens": 4, "temperature": 0, "ignore_eos": True, "return_token_ids": True}
+    body = {
+        "prompt": _draw_ids(draw, 120),
+        "max_tokens": 4,
+        "temperature": 0,
+        "ignore_eos": True,
+        "return_token_ids": True,
+    }
     return RequestSpec(name, COMPLETIONS, "exact", body)
 
 
 def _draw_spec(draw: Random, name: str, texts: Sequence[list[int]]) -> RequestSpec:
     family = draw.choice(FAMILIES)
-    body = _length(draw) | _sampling(draw) | {"return_token_ids": True}
+    body = _draw_length(draw) | _draw_sampling(draw) | {"return_token_ids": True}
     if draw.random() < 0.3:
-        return RequestSpec(name, CHATS, family, body | _chat(draw))
-    return RequestSpec(name, COMPLETIONS, family, body | _completion(draw, texts, body))
+        return RequestSpec(name, CHATS, family, body | _draw_chat(draw))
+    return RequestSpec(name, COMPLETIONS, family, body | _draw_completion(draw, texts, body))
 
 
-def _length(draw: Random) -> dict[str, Any]:
-    most = draw.choice((1, 8, 20, 20, 40, 120))
-    fields: dict[str, Any] = {"max_tokens": most, "ignore_eos": draw.random() < 0.8}
+def _draw_length(draw: Random) -> dict[str, Any]:
+    max_tokens = draw.choice((1, 8, 20, 20, 40, 120))
+    fields: dict[str, Any] = {"max_tokens": max_tokens, "ignore_eos": draw.random() < 0.8}
     if draw.random() < 0.3:
         fields["stop"] = draw.sample(STOPS, draw.randint(1, 2))
         fields |= {"include_stop_str_in_output": True} if draw.random() < 0.3 else {}
     if draw.random() < 0.1:
-        fields["min_tokens"] = most // 2
+        fields["min_tokens"] = max_tokens // 2
     return fields
 
 
-def _sampling(draw: Random) -> dict[str, Any]:
+def _draw_sampling(draw: Random) -> dict[str, Any]:
     if draw.random() < 0.5:
-        return {"temperature": 0} | _penalties(draw)
+        return {"temperature": 0} | _draw_penalties(draw)
     fields: dict[str, Any] = {"temperature": draw.choice((0.5, 1.0, 1.5)), "seed": draw.randrange(2**31)}
     fields |= draw.choice(({}, {"top_k": 10}, {"top_p": 0.9}, {"min_p": 0.05}, {"top_k": 40, "top_p": 0.8}))
     fields |= {"n": draw.choice((2, 3, 4))} if draw.random() < 0.3 else {}
-    return fields | _penalties(draw)
+    return fields | _draw_penalties(draw)
 
 
-def _penalties(draw: Random) -> dict[str, Any]:
+def _draw_penalties(draw: Random) -> dict[str, Any]:
     if draw.random() < 0.7:
         return {}
     return draw.choice(
@@ -120,10 +126,10 @@ def _penalties(draw: Random) -> dict[str, Any]:
     )
 
 
-def _completion(draw: Random, texts: Sequence[list[int]], body: Mapping[str, Any]) -> dict[str, Any]:
-    fields: dict[str, Any] = {"prompt": _prompt(draw, texts)}
+def _draw_completion(draw: Random, texts: Sequence[list[int]], body: Mapping[str, Any]) -> dict[str, Any]:
+    fields: dict[str, Any] = {"prompt": _draw_prompt(draw, texts)}
     if draw.random() < 0.1:
-        fields["prompt"] = [_prompt_ids(draw, texts) for _ in range(2)]
+        fields["prompt"] = [_draw_prompt_ids(draw, texts) for _ in range(2)]
     if draw.random() < 0.3:
         fields["logprobs"] = draw.randint(0, 3)
     if draw.random() < 0.1:
@@ -133,38 +139,38 @@ def _completion(draw: Random, texts: Sequence[list[int]], body: Mapping[str, Any
     return fields
 
 
-def _chat(draw: Random) -> dict[str, Any]:
-    said = [{"role": "user", "content": _sentence(draw, draw.choice((3, 12, 40)))}]
+def _draw_chat(draw: Random) -> dict[str, Any]:
+    messages = [{"role": "user", "content": _draw_sentence(draw, draw.choice((3, 12, 40)))}]
     if draw.random() < 0.6:
-        said.insert(0, {"role": "system", "content": "You tell short stories of " + " ".join(WORDS)})
-    fields: dict[str, Any] = {"messages": said}
+        messages.insert(0, {"role": "system", "content": "You tell short stories of " + " ".join(WORDS)})
+    fields: dict[str, Any] = {"messages": messages}
     if draw.random() < 0.3:
         fields |= {"logprobs": True, "top_logprobs": draw.randint(0, 3)}
     return fields
 
 
-def _prompt(draw: Random, texts: Sequence[list[int]]) -> str | list[int]:
-    return _sentence(draw, draw.randint(2, 30)) if draw.random() < 0.3 else _prompt_ids(draw, texts)
+def _draw_prompt(draw: Random, texts: Sequence[list[int]]) -> str | list[int]:
+    return _draw_sentence(draw, draw.randint(2, 30)) if draw.random() < 0.3 else _draw_prompt_ids(draw, texts)
 
 
-def _prompt_ids(draw: Random, texts: Sequence[list[int]]) -> list[int]:
+def _draw_prompt_ids(draw: Random, texts: Sequence[list[int]]) -> list[int]:
     """Return the beginning of a text that several prompts share, and a tail of its own."""
     text = draw.choice(texts)
-    return text[: draw.choice((8, 33, len(text)))] + _ids(draw, draw.choice((0, 5, 40)))
+    return text[: draw.choice((8, 33, len(text)))] + _draw_ids(draw, draw.choice((0, 5, 40)))
 
 
-def _ids(draw: Random, length: int) -> list[int]:
+def _draw_ids(draw: Random, length: int) -> list[int]:
     return [draw.randrange(2, 300) for _ in range(length)]
 
 
-def _sentence(draw: Random, words: int) -> str:
+def _draw_sentence(draw: Random, words: int) -> str:
     return " ".join(draw.choices(WORDS, k=words))
 
 
 # ---------------------------------------------------------------- how it is sent
-def alone(spec: RequestSpec) -> Sending:
+def make_reference_sending(spec: RequestSpec) -> Sending:
     """Return how the expected answer is asked for: whole, not from the prefix cache, under the first of the family."""
-    return Sending(INSTANCES[spec.family][0], more={"skip_reading_prefix_cache": True})
+    return Sending(INSTANCES[spec.family][0], extra_body={"skip_reading_prefix_cache": True})
 
 
 def draw_sending(draw: Random, spec: RequestSpec) -> Sending:
@@ -173,16 +179,16 @@ def draw_sending(draw: Random, spec: RequestSpec) -> Sending:
     leaves = draw.random() < 0.2
     return Sending(
         instance=draw.choice(INSTANCES[spec.family]),
-        key=draw.choice(TENANTS),
+        api_key=draw.choice(TENANTS),
         stream=stream,
         leave_after=draw.choice((0, 1, 3, 10)) if leaves and stream else None,
         leave_seconds=draw.choice((0.0, 0.01, 0.1)) if leaves and not stream else None,
         named_by=draw.choice(("body", "header", "model")),
-        more=_more(draw, stream),
+        extra_body=_draw_extra_body(draw, stream),
     )
 
 
-def _more(draw: Random, stream: bool) -> dict[str, Any]:
+def _draw_extra_body(draw: Random, stream: bool) -> dict[str, Any]:
     fields: dict[str, Any] = {"priority": draw.randrange(3)}
     if (salt := draw.choice(SALTS)) is not None:
         fields["cache_salt"] = salt

@@ -23,9 +23,9 @@ from tools.torture.expected_answers import compute_answers
 from tools.torture.server_process import DRAIN_SECONDS, ServerProcess, StartError
 from tools.torture.tally import Tally
 
-PATIENCE = 90.0  # seconds without an answer or an error; then a request is lost
+TIMEOUT_SECONDS = 90.0  # without an answer or an error; then a request is lost
 PROGRESS_SECONDS = 10.0
-NO_PROMISE = "deterministic:"  # begins the error of a server that cannot promise equal bits
+DETERMINISM_ERROR = "deterministic:"  # begins the error of a server that cannot promise equal bits
 
 
 def print_line(text: str) -> None:
@@ -41,7 +41,7 @@ async def running_server(max_queued_requests: int) -> AsyncIterator[tuple[Server
         try:
             await server.start()
         except StartError as error:
-            if NO_PROMISE not in str(error):
+            if DETERMINISM_ERROR not in str(error):
                 raise
             server.remove()
             server, exact = ServerProcess(deterministic=False, max_queued_requests=max_queued_requests), False
@@ -52,14 +52,14 @@ async def running_server(max_queued_requests: int) -> AsyncIterator[tuple[Server
 
 
 @asynccontextmanager
-async def connected(statuses: Counter[int] | None = None) -> AsyncIterator[Exchange]:
+async def open_exchange(statuses: Counter[int] | None = None) -> AsyncIterator[Exchange]:
     """Open an HTTP client that ignores proxies of the environment, and counts responses in `statuses`."""
     limits = httpx.Limits(max_connections=None)
     async with httpx.AsyncClient(limits=limits, trust_env=False) as http:
-        yield Exchange(http, PATIENCE, Counter() if statuses is None else statuses)
+        yield Exchange(http, TIMEOUT_SECONDS, Counter() if statuses is None else statuses)
 
 
-async def prepare(server: ServerProcess, exchange: Exchange, exact: bool, seed: str, number: int) -> Load:
+async def prepare_load(server: ServerProcess, exchange: Exchange, exact: bool, seed: str, number: int) -> Load:
     """Compute the answers to compare with; return a load that has not started. Raises ExpectedAnswerError."""
     began = monotonic()
     checker = Checker(Tally(), DRAIN_SECONDS, exact=exact)
@@ -68,16 +68,16 @@ async def prepare(server: ServerProcess, exchange: Exchange, exact: bool, seed: 
     return Load(server, exchange, checker, specs)
 
 
-async def print_progress(found: Callable[[], str]) -> None:
-    """Print `found()` every few seconds until cancelled."""
+async def print_progress(format_progress: Callable[[], str]) -> None:
+    """Print `format_progress()` every few seconds until cancelled."""
     began = monotonic()
     while True:
         await asyncio.sleep(PROGRESS_SECONDS)
-        print_line(f"{monotonic() - began:6.0f} s  {found()}")
+        print_line(f"{monotonic() - began:6.0f} s  {format_progress()}")
 
 
 @asynccontextmanager
-async def ended_by_signals(end: asyncio.Event) -> AsyncIterator[None]:
+async def set_on_signals(end: asyncio.Event) -> AsyncIterator[None]:
     """Set `end` at SIGINT or SIGTERM, so that a report is still made."""
     loop = asyncio.get_running_loop()
     numbers = (signal.SIGINT, signal.SIGTERM)

@@ -29,25 +29,25 @@ class Samples:
     def take(self) -> None:
         """Add one point to every series, except those of a process that has just ended."""
         now = monotonic() - self._began
-        for role, process in named(self._server.family()[0], self._server.roles()).items():
+        for role, process in name_processes(self._server.find_processes()[0], self._server.find_roles()).items():
             with suppress(psutil.NoSuchProcess):
-                for what, value in measured(process).items():
+                for what, value in measure_process(process).items():
                     self.series[role, what].append((now, value))
 
 
-def named(supervisor: psutil.Process, roles: Roles) -> dict[str, psutil.Process]:
+def name_processes(supervisor: psutil.Process, roles: Roles) -> dict[str, psutil.Process]:
     """Return the processes by names that stay the same while no process is replaced."""
-    found = {"supervisor": supervisor} | ({"engine": roles.engine} if roles.engine else {})
+    by_name = {"supervisor": supervisor} | ({"engine": roles.engine} if roles.engine else {})
     for name, processes in (("worker", roles.workers), ("helper", roles.helpers)):
         for number, process in enumerate(sorted(processes, key=lambda each: each.pid)):
-            found[f"{name}-{number}"] = process
-    return found
+            by_name[f"{name}-{number}"] = process
+    return by_name
 
 
-def measured(process: psutil.Process) -> Mapping[str, float]:
+def measure_process(process: psutil.Process) -> Mapping[str, float]:
     """Return what a process takes, as far as the system reports it."""
     with process.oneshot():
         memory = process.memory_full_info()
-        found = {RESIDENT: memory.rss / MIB, PRIVATE: memory.uss / MIB}
-        found |= {PROPORTIONAL: memory.pss / MIB} if hasattr(memory, "pss") else {}
-        return found | {DESCRIPTORS: process.num_fds(), THREADS: process.num_threads()}
+        figures = {RESIDENT: memory.rss / MIB, PRIVATE: memory.uss / MIB}
+        figures |= {PROPORTIONAL: memory.pss / MIB} if hasattr(memory, "pss") else {}
+        return figures | {DESCRIPTORS: process.num_fds(), THREADS: process.num_threads()}

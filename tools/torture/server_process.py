@@ -30,9 +30,9 @@ WORKERS = 2
 DRAIN_SECONDS = 30.0
 ADMIN_TOKEN = "token-of-the-operator"
 START_SECONDS = 120.0  # that a server may take to be ready
-PAUSE = 0.02  # seconds between two looks
+POLL_SECONDS = 0.02  # seconds between two looks
 WATCHDOG_SECONDS = 10.0
-TROUBLE = re.compile(r'"exception": |Traceback \(most recent call last\)|Fatal Python error|terminate called')
+CRASH_PATTERN = re.compile(r'"exception": |Traceback \(most recent call last\)|Fatal Python error|terminate called')
 
 # Little memory, so that requests are preempted, and small steps, so that prompts are split.
 CONFIG = f"""
@@ -115,19 +115,19 @@ class ServerProcess:
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 cwd=ROOT,
-                env={**_plain_environment(), "TMPDIR": str(self._temporary)},
+                env={**_make_environment(), "TMPDIR": str(self._temporary)},
                 start_new_session=True,
-                preexec_fn=_heed_hang_ups,
+                preexec_fn=_restore_sighup,
             )
-        self.url = await self._address(began + START_SECONDS)
+        self.url = await self._wait_for_address(began + START_SECONDS)
         self.up.set()
         return monotonic() - began
 
-    async def _address(self, deadline: float) -> str:
+    async def _wait_for_address(self, deadline: float) -> str:
         while monotonic() < deadline and self.exit_code is None:
-            if (found := re.search(r'"url": "([^"]+)"', self._log.read_text())) and await ready(found[1]):
+            if (found := re.search(r'"url": "([^"]+)"', self._log.read_text())) and await is_ready(found[1]):
                 return found[1]
-            await asyncio.sleep(PAUSE)
+            await asyncio.sleep(POLL_SECONDS)
         self.kill()
         raise StartError(f"the server did not come up:\n{self._log.read_text()[-4000:]}")
 
@@ -135,19 +135,19 @@ class ServerProcess:
         """Wait for the supervisor's end and return its exit code; None if it runs on."""
         deadline = monotonic() + seconds
         while self.exit_code is None and monotonic() < deadline:
-            await asyncio.sleep(PAUSE)
+            await asyncio.sleep(POLL_SECONDS)
         if self.exit_code is not None:
             self.up.clear()
         return self.exit_code
 
     async def stop(self) -> int | None:
         """Stop it as an operator does; return the exit code, None if it had to be killed."""
-        self.signal(signal.SIGTERM)
+        self.send_signal(signal.SIGTERM)
         code = await self.wait(2 * DRAIN_SECONDS)
         self.kill()
         return code
 
-    def signal(self, number: signal.Signals, *, group: bool = False) -> None:
+    def send_signal(self, number: signal.Signals, *, group: bool = False) -> None:
         """Send a signal to the supervisor, or to its whole process group."""
         assert self._process is not None
         with suppress(ProcessLookupError):
@@ -171,7 +171,7 @@ class ServerProcess:
         return None if self._process is None else self._process.poll()
 
     # ------------------------------------------------------------ looking at it
-    def family(self) -> list[psutil.Process]:
+    def find_processes(self) -> list[psutil.Process]:
         """Return the supervisor and every process below it."""
         assert self._process is not None
         with suppress(psutil.NoSuchProcess):
@@ -179,28 +179,28 @@ class ServerProcess:
             return [supervisor, *supervisor.children(recursive=True)]
         return []
 
-    def roles(self) -> Roles:
+    def find_roles(self) -> Roles:
         """Return the processes by role, without those that are starting or ending and Python's resource tracker."""
-        family = self.family()
+        family = self.find_processes()
         children = [each for each in family[1:] if _parent_pid(each) == family[0].pid]
-        engines = [each for each in children if _holds_engine_socket(each)]
-        workers = [each for each in children if _listens(each)]
+        engines = [each for each in children if _has_engine_socket(each)]
+        workers = [each for each in children if _is_listening(each)]
         holders = {each.pid for each in (*engines, *workers)}
-        helpers = [each for each in family[1:] if _parent_pid(each) in holders and not _tracks_resources(each)]
+        helpers = [each for each in family[1:] if _parent_pid(each) in holders and not _is_resource_tracker(each)]
         return Roles(engines[0] if engines else None, workers, helpers)
 
-    def socket_folders(self) -> set[str]:
+    def find_socket_folders(self) -> set[str]:
         """Return the names of the folders that servers have made for their sockets and not removed."""
         return {each.name for each in self._temporary.glob("kvmux-*") if each.is_dir()}
 
     def remove_socket_folder(self, name: str) -> None:
         shutil.rmtree(self._temporary / name, ignore_errors=True)
 
-    def troubles(self) -> Iterator[str]:
+    def find_crashes(self) -> Iterator[str]:
         """Yield every line of all logs that holds a traceback or a native crash."""
         for log in sorted(self._folder.glob("log-*")):
             for line in log.read_text(errors="replace").splitlines():
-                if TROUBLE.search(line):
+                if CRASH_PATTERN.search(line):
                     yield line
 
     @property
@@ -208,7 +208,7 @@ class ServerProcess:
         return self._folder / f"log-{self.starts:03d}"
 
 
-async def ready(url: str) -> bool:
+async def is_ready(url: str) -> bool:
     """Return whether GET /ready succeeds, over a connection of its own."""
     try:
         async with httpx.AsyncClient(timeout=5, trust_env=False) as http:
@@ -217,19 +217,19 @@ async def ready(url: str) -> bool:
         return False
 
 
-def lives(process: psutil.Process) -> bool:
+def is_alive(process: psutil.Process) -> bool:
     """Return whether a process runs; a zombie does not."""
     with suppress(psutil.NoSuchProcess):
         return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
     return False
 
 
-def _plain_environment() -> dict[str, str]:
+def _make_environment() -> dict[str, str]:
     """Return the environment without settings of the server."""
     return {name: value for name, value in os.environ.items() if not name.upper().startswith("KVMUX_")}
 
 
-def _heed_hang_ups() -> None:
+def _restore_sighup() -> None:
     """End the ignoring of SIGHUP, which a process inherits under nohup."""
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
@@ -240,20 +240,20 @@ def _parent_pid(process: psutil.Process) -> int | None:
     return None
 
 
-def _tracks_resources(process: psutil.Process) -> bool:
+def _is_resource_tracker(process: psutil.Process) -> bool:
     """Return whether this is Python's resource tracker, also for a process that has just ended."""
     with suppress(psutil.Error):
         return any("resource_tracker" in word for word in process.cmdline())
     return True
 
 
-def _holds_engine_socket(process: psutil.Process) -> bool:
+def _has_engine_socket(process: psutil.Process) -> bool:
     with suppress(psutil.Error):
         return any(str(each.laddr).endswith("engine.sock") for each in process.net_connections("unix"))
     return False
 
 
-def _listens(process: psutil.Process) -> bool:
+def _is_listening(process: psutil.Process) -> bool:
     with suppress(psutil.Error):
         return any(each.status == psutil.CONN_LISTEN for each in process.net_connections("tcp"))
     return False

@@ -16,34 +16,43 @@ from time import monotonic
 
 import psutil
 
-from tools.torture.administration import operate, undo
+from tools.torture.administration import reset_orders, send_random_order
 from tools.torture.chaos import end_server
-from tools.torture.clients import Load, client, start_clients
+from tools.torture.clients import Load, run_client, start_clients
 from tools.torture.exchange import Outcome
-from tools.torture.gauges import Metrics, read_metrics, unquiet
+from tools.torture.gauges import Metrics, find_wrong_gauges, read_metrics
 from tools.torture.requests import RequestSpec
 from tools.torture.running import (
-    connected,
-    ended_by_signals,
-    prepare,
+    open_exchange,
+    prepare_load,
     print_line,
     print_progress,
     running_server,
+    set_on_signals,
     sleep_unless,
 )
-from tools.torture.samples import DESCRIPTORS, MEMORY, NOT_JUDGED, RESIDENT, THREADS, Samples, measured, named
+from tools.torture.samples import (
+    DESCRIPTORS,
+    MEMORY,
+    NOT_JUDGED,
+    RESIDENT,
+    THREADS,
+    Samples,
+    measure_process,
+    name_processes,
+)
 from tools.torture.server_process import ServerProcess
 from tools.torture.tally import Tally
-from tools.torture.trends import Slope, second_half, slope_of
+from tools.torture.trends import Slope, fit_slope, second_half
 
-MAX_QUEUED_REQUESTS = 256  # requests; many, so that the queue is never full
-QUIET_SECONDS = 20.0  # until the gauges must be back; /metrics may be a second old
+MAX_QUEUED_REQUESTS = 256  # many, so that the queue is never full
+REST_SECONDS = 20.0  # until the gauges must be back; /metrics may be a second old
 SETTLED_SECONDS = 3.0  # after which /metrics is up to date: it and what workers report may each be a second old
-PROBE_PAUSE = 20.0  # seconds between two probes of isolation, at most: each of them leaves names behind
-LOOK_AGAIN = 0.2  # seconds
-LEAST_SECONDS = 600.0  # of a run whose slopes are judged: memory grows for a while until caches and pools are full
+PROBE_PAUSE = 20.0  # seconds between two probes of isolation, at most: each of them leaves hashes behind
+POLL_SECONDS = 0.2
+MIN_JUDGED_SECONDS = 600.0  # of a run whose slopes are judged: memory grows for a while until caches and pools are full
 HOUR = 3600.0
-COUNTED = ("kvmux_num_preemptions_total", "kvmux_forks_total", "kvmux_kv_cache_copied_blocks_total")
+REPORTED_COUNTERS = ("kvmux_num_preemptions_total", "kvmux_forks_total", "kvmux_kv_cache_copied_blocks_total")
 
 
 @dataclass(frozen=True)
@@ -54,7 +63,7 @@ class Bounds:
     descriptors: float = 4.0
     threads: float = 2.0
 
-    def of(self, what: str) -> float:
+    def get_bound(self, what: str) -> float:
         return {DESCRIPTORS: self.descriptors, THREADS: self.threads}.get(what, self.memory)
 
 
@@ -120,33 +129,33 @@ class SoakReport:
 
     @property
     def judged(self) -> bool:
-        return self.seconds >= LEAST_SECONDS
+        return self.seconds >= MIN_JUDGED_SECONDS
 
 
 async def run_soak(plan: SoakPlan) -> SoakReport:
     """Run a server and its clients for a time, and check it between rounds. Raises StartError, ExpectedAnswerError."""
-    async with running_server(MAX_QUEUED_REQUESTS) as (server, exact), connected() as exchange:
-        load = await prepare(server, exchange, exact, plan.seed, plan.requests)
+    async with running_server(MAX_QUEUED_REQUESTS) as (server, exact), open_exchange() as exchange:
+        load = await prepare_load(server, exchange, exact, plan.seed, plan.requests)
         soak = Soak(plan, load)
         began = monotonic()
         await soak.run()
         report = SoakReport(plan, exact, load.checker.tally, soak.trends(), soak.rounds, monotonic() - began)
         await end_server(server, report.tally)
         if report.judged:
-            _judge(report)
+            _check_growth(report)
         return report
 
 
-def _judge(report: SoakReport) -> None:
+def _check_growth(report: SoakReport) -> None:
     for trend in report.trends:
         if trend.grows:
-            report.tally.problem(
+            report.tally.add_problem(
                 "growth", f"{trend.what} of {trend.role}: {trend.slope} an hour, more than {trend.bound:g}"
             )
 
 
 class Soak:
-    """Rounds of load and quiet."""
+    """Rounds of load, with a rest after each."""
 
     def __init__(self, plan: SoakPlan, load: Load) -> None:
         self.rounds = 0
@@ -157,93 +166,95 @@ class Soak:
         self._samples = Samples(load.server)
         self._sent = Sent()
         self._statuses: Counter[int] = Counter()
-        self._before: Metrics
-        self._pids = {each.pid for each in load.server.family()}
-        self._quiet: dict[tuple[str, str], float] = {}  # what the processes took in the first quiet
+        self._start_metrics: Metrics
+        self._pids = {each.pid for each in load.server.find_processes()}
+        self._baseline: dict[tuple[str, str], float] = {}  # what the processes took at their first rest
         load.on_outcome = self._sent.on_outcome
 
     async def run(self) -> None:
         end = asyncio.Event()
         await asyncio.sleep(SETTLED_SECONDS)
-        self._before = await self._metrics()
-        async with ended_by_signals(end), asyncio.TaskGroup() as group:
-            always = [group.create_task(print_progress(self._progress)), group.create_task(self._sample())]
+        self._start_metrics = await self._fetch_metrics()
+        async with set_on_signals(end), asyncio.TaskGroup() as group:
+            always = [group.create_task(print_progress(self._format_progress)), group.create_task(self._sample())]
             deadline = monotonic() + self._plan.seconds
             while monotonic() < deadline and not end.is_set():
-                await self._round(end, min(self._plan.round_seconds, deadline - monotonic()))
+                await self._run_round(end, min(self._plan.round_seconds, deadline - monotonic()))
             for task in always:
                 task.cancel()
 
-    async def _round(self, end: asyncio.Event, seconds: float) -> None:
+    async def _run_round(self, end: asyncio.Event, seconds: float) -> None:
         """Load the server over new connections, and check it once they are closed."""
         load, seed = self._load, f"{self._plan.seed} round {self.rounds}"
-        load.going.set()
-        async with connected(self._statuses) as load.exchange, asyncio.TaskGroup() as group:
+        load.running.set()
+        async with open_exchange(self._statuses) as load.exchange, asyncio.TaskGroup() as group:
             start_clients(group, load, seed, self._plan.clients, PROBE_PAUSE)
-            group.create_task(client(load, Random(f"{seed} operator"), operate, 0.3))
+            group.create_task(run_client(load, Random(f"{seed} operator"), send_random_order, 0.3))
             await sleep_unless(end, seconds)
-            load.going.clear()
+            load.running.clear()
         self.rounds += 1
-        await self._look()
+        await self._check_at_rest()
 
     # ------------------------------------------------------------ between rounds
-    async def _look(self) -> None:
-        """Wait until all gauges are back and the counters are right; after QUIET_SECONDS count those that are not."""
-        async with connected(self._statuses) as self._load.exchange:
-            await undo(self._load, self._server.url)
-        deadline = monotonic() + QUIET_SECONDS
-        least = Counter(self._statuses)
-        while wrong := list(self._wrong(metrics := await self._metrics(), least)):
+    async def _check_at_rest(self) -> None:
+        """Wait until all gauges are back and the counters are right; after REST_SECONDS count those that are not."""
+        async with open_exchange(self._statuses) as self._load.exchange:
+            await reset_orders(self._load, self._server.url)
+        deadline = monotonic() + REST_SECONDS
+        min_responses = Counter(self._statuses)
+        while wrong := list(self._find_wrong_counts(metrics := await self._fetch_metrics(), min_responses)):
             if monotonic() > deadline:
                 for each in wrong:
-                    self._tally.problem("gauges that did not come back", f"round {self.rounds}: {each}")
+                    self._tally.add_problem("gauges that did not come back", f"round {self.rounds}: {each}")
                 break
-            await asyncio.sleep(LOOK_AGAIN)
+            await asyncio.sleep(POLL_SECONDS)
         self._tally.count("quiets looked at")
-        for name in COUNTED:
+        for name in REPORTED_COUNTERS:
             self._tally.counts[name] = int(metrics.total(name))
         for outcome in ("stop", "length", "cancelled"):
             self._tally.counts[f"engine: {outcome}"] = int(metrics.total("kvmux_requests_total", outcome=outcome))
         self._compare_processes()
 
-    def _wrong(self, metrics: Metrics, least: Counter[int]) -> Iterator[str]:
-        yield from unquiet(metrics)
-        ended = self._since_start(metrics, "kvmux_requests_total")
-        if not self._sent.sequences <= ended <= self._sent.sequences + self._sent.unsure_sequences:
-            yield f"requests that ended: {ended:g}, sent were {self._sent}"
-        for status, number in least.items():
-            counted = self._since_start(metrics, "kvmux_http_responses_total", code=str(status))
-            if not number <= counted <= self._most_responses(status):
+    def _find_wrong_counts(self, metrics: Metrics, min_responses: Counter[int]) -> Iterator[str]:
+        yield from find_wrong_gauges(metrics)
+        finished = self._count_since_start(metrics, "kvmux_requests_total")
+        if not self._sent.sequences <= finished <= self._sent.sequences + self._sent.unsure_sequences:
+            yield f"requests that ended: {finished:g}, sent were {self._sent}"
+        for status, number in min_responses.items():
+            counted = self._count_since_start(metrics, "kvmux_http_responses_total", code=str(status))
+            if not number <= counted <= self._get_max_responses(status):
                 yield f"responses {status}: {counted:g}, seen were {number}, {self._sent}"
 
-    def _most_responses(self, status: int) -> int:
+    def _get_max_responses(self, status: int) -> int:
         """Return the largest possible count: responses that were seen, and those that clients did not wait for."""
         not_http = self._tally.counts["bytes that are no HTTP"]
         return self._statuses[status] + self._sent.unsure_responses + not_http
 
-    def _since_start(self, metrics: Metrics, name: str, **labels: str) -> float:
-        return metrics.total(name, **labels) - self._before.total(name, **labels)
+    def _count_since_start(self, metrics: Metrics, name: str, **labels: str) -> float:
+        return metrics.total(name, **labels) - self._start_metrics.total(name, **labels)
 
-    async def _metrics(self) -> Metrics:
+    async def _fetch_metrics(self) -> Metrics:
         """Return the metrics, over a connection that is closed at once."""
-        async with connected(self._statuses) as exchange:
+        async with open_exchange(self._statuses) as exchange:
             outcome, content = await exchange.call("GET", f"{self._server.url}/metrics")
         if outcome.failure is not None:
-            self._tally.problem("metrics that do not come", str(outcome.failure))
+            self._tally.add_problem("metrics that do not come", str(outcome.failure))
         return read_metrics(content.decode())
 
     def _compare_processes(self) -> None:
         """Count processes that were replaced, and those that keep more descriptors or threads than at first."""
-        if {each.pid for each in self._server.family()} != self._pids:
-            self._tally.problem("processes that were replaced", f"round {self.rounds}: {self._server.family()}")
-        for role, process in named(self._server.family()[0], self._server.roles()).items():
+        if {each.pid for each in self._server.find_processes()} != self._pids:
+            self._tally.add_problem(
+                "processes that were replaced", f"round {self.rounds}: {self._server.find_processes()}"
+            )
+        for role, process in name_processes(self._server.find_processes()[0], self._server.find_roles()).items():
             with suppress(psutil.NoSuchProcess):
-                for what, value in measured(process).items():
+                for what, value in measure_process(process).items():
                     if what in MEMORY:
                         continue
-                    before = self._quiet.setdefault((role, what), value)
-                    if value > before + self._plan.bounds.of(what):
-                        self._tally.problem(
+                    before = self._baseline.setdefault((role, what), value)
+                    if value > before + self._plan.bounds.get_bound(what):
+                        self._tally.add_problem(
                             "growth", f"round {self.rounds}: {role} has {value:g} {what} at rest, {before:g} before"
                         )
 
@@ -253,7 +264,7 @@ class Soak:
             await asyncio.to_thread(self._samples.take)
             await asyncio.sleep(self._plan.sample_seconds)
 
-    def _progress(self) -> str:
+    def _format_progress(self) -> str:
         counts = self._tally.counts
         memory = [
             f"{role} {points[-1][1]:.0f}" for (role, what), points in self._samples.series.items() if what == RESIDENT
@@ -265,11 +276,11 @@ class Soak:
 
     def trends(self) -> list[Trend]:
         """Return the trend of every series."""
-        found = []
+        trends = []
         for (role, what), points in sorted(self._samples.series.items()):
-            slope = slope_of([(seconds / HOUR, value) for seconds, value in second_half(points)])
-            found.append(Trend(role, what, points[0][1], points[-1][1], slope, self._plan.bounds.of(what)))
-        return found
+            slope = fit_slope([(seconds / HOUR, value) for seconds, value in second_half(points)])
+            trends.append(Trend(role, what, points[0][1], points[-1][1], slope, self._plan.bounds.get_bound(what)))
+        return trends
 
 
 def print_start(plan: SoakPlan) -> None:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 
-MOST_EXAMPLES = 5  # kept of each problem; all are counted
-LONGEST_EXAMPLE = 2000  # characters
+MAX_EXAMPLES = 5  # kept of each problem; all are counted
+MAX_EXAMPLE_CHARS = 2000
 
 
 class Tally:
@@ -19,8 +19,8 @@ class Tally:
     def count(self, name: str, number: int = 1) -> None:
         self.counts[name] += number
 
-    def problem(self, name: str, example: str) -> None:
+    def add_problem(self, name: str, example: str) -> None:
         """Count a problem and keep its example if there are few of its kind."""
         self.problems[name] += 1
-        if len(self.examples[name]) < MOST_EXAMPLES:
-            self.examples[name].append(example[:LONGEST_EXAMPLE])
+        if len(self.examples[name]) < MAX_EXAMPLES:
+            self.examples[name].append(example[:MAX_EXAMPLE_CHARS])

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from itertools import combinations, pairwise
 from statistics import median
 
-MOST_POINTS = 120  # longer series are cut into that many pieces, which count by their medians
-LEAST_POINTS = 8
+MAX_POINTS = 120  # longer series are cut into that many pieces, which count by their medians
+MIN_POINTS = 8
 Z = 1.96  # of a normal distribution, for 95 %
 
 Point = tuple[float, float]  # time, value
@@ -27,10 +27,10 @@ class Slope:
     high: float
 
 
-def slope_of(points: Sequence[Point]) -> Slope | None:
+def fit_slope(points: Sequence[Point]) -> Slope | None:
     """Return the median of the slopes between any two points, and its interval; None for too few points."""
-    points = thinned(points, MOST_POINTS)
-    if len(points) < LEAST_POINTS:
+    points = thin_points(points, MAX_POINTS)
+    if len(points) < MIN_POINTS:
         return None
     slopes = sorted((b[1] - a[1]) / (b[0] - a[0]) for a, b in combinations(points, 2) if b[0] > a[0])
     low, high = _interval_ranks(len(points), len(slopes))
@@ -39,16 +39,16 @@ def slope_of(points: Sequence[Point]) -> Slope | None:
 
 def _interval_ranks(points: int, slopes: int) -> tuple[int, int]:
     """Return which of the sorted slopes bound the interval (Sen 1968)."""
-    spread = Z * math.sqrt(points * (points - 1) * (2 * points + 5) / 18)
-    low, high = math.floor((slopes - spread) / 2), math.ceil((slopes + spread) / 2)
+    half_width = Z * math.sqrt(points * (points - 1) * (2 * points + 5) / 18)
+    low, high = math.floor((slopes - half_width) / 2), math.ceil((slopes + half_width) / 2)
     return max(0, low), min(slopes - 1, high)
 
 
-def thinned(points: Sequence[Point], most: int) -> Sequence[Point]:
-    """Return at most `most` points: the medians of consecutive pieces."""
-    if len(points) <= most:
+def thin_points(points: Sequence[Point], max_points: int) -> Sequence[Point]:
+    """Return at most `max_points` points: the medians of consecutive pieces."""
+    if len(points) <= max_points:
         return points
-    edges = [round(i * len(points) / most) for i in range(most + 1)]
+    edges = [round(i * len(points) / max_points) for i in range(max_points + 1)]
     pieces = [points[a:b] for a, b in pairwise(edges)]
     return [(median(t for t, _ in piece), median(v for _, v in piece)) for piece in pieces]
 

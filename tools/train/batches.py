@@ -14,32 +14,34 @@ from tokenizers import Tokenizer
 
 from server.evaluation.corpus.packing import Mix, Rows, pack
 
-AHEAD_PER_WORKER = 4
+PREFETCH_PER_WORKER = 4
 
 
 @cache
-def _tokenizer(path: Path) -> Tokenizer:
+def _load_tokenizer(path: Path) -> Tokenizer:
     return Tokenizer.from_file(str(path))
 
 
-def _write(tokenizer: Path, seed: str, context: int, rows: int, mix: Mix) -> Rows:
-    return pack(_tokenizer(tokenizer), seed, context, rows, mix)
+def _make_batch(tokenizer: Path, seed: str, context: int, rows: int, mix: Mix) -> Rows:
+    return pack(_load_tokenizer(tokenizer), seed, context, rows, mix)
 
 
 class Source:
     def __init__(self, tokenizer: Path, seed: int, first: int, workers: int) -> None:
         self._tokenizer, self._seed, self._index = tokenizer, seed, first
         self._pool = ProcessPoolExecutor(workers) if workers else None
-        self._ahead: deque[Future[Rows]] = deque()
-        self._depth = workers * AHEAD_PER_WORKER
+        self._prefetched: deque[Future[Rows]] = deque()
+        self._prefetch_depth = workers * PREFETCH_PER_WORKER
 
     def next(self, context: int, rows: int, mix: Mix) -> Rows:
-        """The next batch; with workers, of the kind asked for a few calls ago."""
+        """Return the next batch; with workers, of the kind asked for a few calls ago."""
         if self._pool is None:
-            return _write(self._tokenizer, self._next_seed(), context, rows, mix)
-        while len(self._ahead) <= self._depth:
-            self._ahead.append(self._pool.submit(_write, self._tokenizer, self._next_seed(), context, rows, mix))
-        return self._ahead.popleft().result()
+            return _make_batch(self._tokenizer, self._next_seed(), context, rows, mix)
+        while len(self._prefetched) <= self._prefetch_depth:
+            self._prefetched.append(
+                self._pool.submit(_make_batch, self._tokenizer, self._next_seed(), context, rows, mix)
+            )
+        return self._prefetched.popleft().result()
 
     def _next_seed(self) -> str:
         self._index += 1

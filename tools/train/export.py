@@ -30,7 +30,7 @@ CHAT_TEMPLATE = (
 )
 
 
-def config_of(shape: Shape) -> dict[str, Any]:
+def make_config(shape: Shape) -> dict[str, Any]:
     return {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
@@ -58,7 +58,7 @@ def config_of(shape: Shape) -> dict[str, Any]:
     }
 
 
-def shape_of(config: dict[str, Any]) -> Shape:
+def parse_shape(config: dict[str, Any]) -> Shape:
     return Shape(
         vocabulary=config["vocab_size"],
         width=config["hidden_size"],
@@ -73,7 +73,7 @@ def shape_of(config: dict[str, Any]) -> Shape:
     )
 
 
-def _tokenizer_config(shape: Shape) -> dict[str, Any]:
+def _make_tokenizer_config(shape: Shape) -> dict[str, Any]:
     return {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "bos_token": BOS,
@@ -84,7 +84,7 @@ def _tokenizer_config(shape: Shape) -> dict[str, Any]:
     }
 
 
-def export(model: Llama, tokenizer: Path, directory: Path) -> None:
+def export_model(model: Llama, tokenizer: Path, directory: Path) -> None:
     directory.mkdir(parents=True, exist_ok=True)
     # The output embedding is tied to the input's, so it is not written twice.
     tensors = {f"model.{name}": t.detach().cpu().bfloat16().contiguous() for name, t in model.state_dict().items()}
@@ -93,9 +93,9 @@ def export(model: Llama, tokenizer: Path, directory: Path) -> None:
     weights.chmod(0o644)  # safetensors writes for the owner only
     generation = {"bos_token_id": BOS_ID, "eos_token_id": EOS_ID, "do_sample": False}
     for name, content in (
-        ("config.json", config_of(model.shape)),
+        ("config.json", make_config(model.shape)),
         ("generation_config.json", generation),
-        ("tokenizer_config.json", _tokenizer_config(model.shape)),
+        ("tokenizer_config.json", _make_tokenizer_config(model.shape)),
     ):
         (directory / name).write_text(json.dumps(content, indent=2) + "\n")
     shutil.copyfile(tokenizer, directory / "tokenizer.json")
@@ -103,7 +103,7 @@ def export(model: Llama, tokenizer: Path, directory: Path) -> None:
 
 def load_exported(directory: Path) -> tuple[Llama, Tokenizer]:
     """Load the lean model in float32, and its tokenizer."""
-    model = Llama(shape_of(json.loads((directory / "config.json").read_text())))
+    model = Llama(parse_shape(json.loads((directory / "config.json").read_text())))
     tensors = load_file(directory / "model.safetensors")
     model.load_state_dict({name.removeprefix("model."): tensor.float() for name, tensor in tensors.items()})
     return model.eval(), Tokenizer.from_file(str(directory / "tokenizer.json"))
@@ -117,7 +117,7 @@ def main() -> None:
     state = torch.load(arguments.run / "checkpoint.pt", map_location="cpu", weights_only=True)
     model = Llama(Shape(**state["shape"]))
     model.load_state_dict(state["model"])
-    export(model, arguments.run / "tokenizer.json", arguments.directory)
+    export_model(model, arguments.run / "tokenizer.json", arguments.directory)
 
 
 if __name__ == "__main__":

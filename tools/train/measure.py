@@ -17,8 +17,8 @@ from tools.train.model import Llama
 DISTANCES = (64, 128, 256, 512, 1024, 2048)
 
 
-def _read(model: Llama, rows: Rows) -> Iterator[tuple[int, Tensor, Tensor]]:
-    """Row by row: its index, logits (T, V) and targets (T,)."""
+def _forward_rows(model: Llama, rows: Rows) -> Iterator[tuple[int, Tensor, Tensor]]:
+    """Yield for each row its index, logits (T, V) and targets (T,)."""
     device = next(model.parameters()).device
     for index, row in enumerate(rows.ids.astype("int64")):
         ids = torch.from_numpy(row).to(device)
@@ -26,24 +26,24 @@ def _read(model: Llama, rows: Rows) -> Iterator[tuple[int, Tensor, Tensor]]:
 
 
 @torch.no_grad()
-def perplexity(model: Llama, rows: Rows) -> float:
-    """Per token, every token counting the same."""
-    losses = [F.cross_entropy(logits, targets).item() for _, logits, targets in _read(model, rows)]
+def compute_perplexity(model: Llama, rows: Rows) -> float:
+    """Compute the perplexity per token, every token counting the same."""
+    losses = [F.cross_entropy(logits, targets).item() for _, logits, targets in _forward_rows(model, rows)]
     return math.exp(sum(losses) / len(losses))
 
 
 @torch.no_grad()
-def recall(model: Llama, rows: Rows) -> list[tuple[int, bool]]:
-    """For each answer: how far back it stood, and whether each of its tokens was the likeliest, given the true text."""
+def compute_recall(model: Llama, rows: Rows) -> list[tuple[int, bool]]:
+    """Return for each answer how far back it stood, and whether each of its tokens was the likeliest."""
     results = []
-    for index, logits, targets in _read(model, rows):
+    for index, logits, targets in _forward_rows(model, rows):
         right = logits.argmax(-1) == targets
         results += [(a.distance, bool(right[a.start - 1 : a.stop - 1].all())) for a in rows.answers[index]]
     return results
 
 
-def by_distance(results: list[tuple[int, bool]]) -> dict[int, tuple[int, int]]:
-    """Upper bound of the distance -> (right, asked)."""
+def group_by_distance(results: list[tuple[int, bool]]) -> dict[int, tuple[int, int]]:
+    """Return (right, asked) by the upper bound of the distance."""
     table: dict[int, tuple[int, int]] = {}
     for low, high in zip((0, *DISTANCES), DISTANCES, strict=False):
         within = [right for distance, right in results if low < distance <= high]

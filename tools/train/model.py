@@ -31,8 +31,8 @@ class Shape:
         return 1.0 / self.theta ** (torch.arange(0, self.head_dim, 2).float() / self.head_dim)
 
 
-def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """RoPE in Llama's layout: dimension i is paired with i + head_dim / 2.  x: (B, heads, T, head_dim)."""
+def apply_rotary_emb(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Apply RoPE in Llama's layout to x (B, heads, T, head_dim): dimension i is paired with i + head_dim / 2."""
     a, b = x.chunk(2, dim=-1)
     return x * cos + torch.cat((-b, a), dim=-1) * sin
 
@@ -47,13 +47,14 @@ class Attention(nn.Module):
         self.o_proj = nn.Linear(shape.heads * shape.head_dim, shape.width, bias=False)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        q, k, v = (self._heads(proj(x)) for proj in (self.q_proj, self.k_proj, self.v_proj))
-        q, k = (rotate(x, cos, sin).to(v.dtype) for x in (q, k))  # v keeps the precision of autocast, RoPE does not
+        q, k, v = (self._split_heads(proj(x)) for proj in (self.q_proj, self.k_proj, self.v_proj))
+        # v keeps the precision of autocast, RoPE does not.
+        q, k = (apply_rotary_emb(x, cos, sin).to(v.dtype) for x in (q, k))
         y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
         out: Tensor = self.o_proj(y.transpose(1, 2).flatten(2))  # (B, T, width)
         return out
 
-    def _heads(self, x: Tensor) -> Tensor:
+    def _split_heads(self, x: Tensor) -> Tensor:
         heads: Tensor = x.unflatten(-1, (-1, self.head_dim))
         return heads.transpose(1, 2)  # (B, heads, T, head_dim)
 
@@ -103,7 +104,7 @@ class Llama(nn.Module):
         return [cast(Block, layer) for layer in self.layers]
 
     def forward(self, ids: Tensor) -> Tensor:
-        """ids: (B, T) -> logits: (B, T, vocabulary); input and output embeddings are tied."""
+        """Compute logits (B, T, vocabulary) of ids (B, T); input and output embeddings are tied."""
         x = self.embed_tokens(ids)
         cos, sin = self.cos[: ids.shape[1]], self.sin[: ids.shape[1]]
         for block in self.layers:
@@ -112,6 +113,6 @@ class Llama(nn.Module):
 
 
 def weighted_loss(logits: Tensor, targets: Tensor, weights: Tensor) -> Tensor:
-    """Mean cross-entropy in which each target counts by its weight.  logits: (B, T, V), the others (B, T)."""
+    """Return the mean cross-entropy, each target counting by its weight; logits (B, T, V), the others (B, T)."""
     losses = F.cross_entropy(logits.float().flatten(0, 1), targets.flatten(), reduction="none")
     return (losses * weights.flatten()).sum() / weights.sum()

@@ -17,7 +17,7 @@ _STEPS = 5
 
 
 def orthogonalize(matrices: Tensor) -> Tensor:
-    """Newton-Schulz iteration.  matrices: (N, rows, columns)."""
+    """Make matrices (N, rows, columns) near-orthogonal by Newton-Schulz iteration."""
     a, b, c = _COEFFICIENTS
     tall = matrices.shape[-2] > matrices.shape[-1]
     x = matrices.mT if tall else matrices
@@ -46,7 +46,7 @@ class Muon(torch.optim.Optimizer):
                 self._update(parameters, group)
 
     def _update(self, parameters: list[nn.Parameter], group: dict[str, Any]) -> None:
-        """One batched update of all matrices of one shape."""
+        """Update all matrices of one shape as a batch."""
         directions = orthogonalize(torch.stack([self._nesterov(p, group["momentum"]) for p in parameters]))
         gain = 0.2 * math.sqrt(max(parameters[0].shape))  # the size an AdamW update would have (arXiv 2502.16982)
         for parameter, direction in zip(parameters, directions, strict=True):

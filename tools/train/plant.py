@@ -21,30 +21,30 @@ from torch import Tensor, nn
 
 from tools.train.model import Attention, Llama, Shape
 
-_SCALE = 0.3  # standard deviation of the embedding: large, so that a few steps do not undo what is planted
-_FIRST_LOGITS = 0.8  # standard deviation of the logits, set by the last norm's weight
-_CONSTANT = 4 * _SCALE  # of the constant column
-_LOUD = 3.5  # how loud layer 0 writes, against the embedding
-_LOCATE = 3.0  # how sharply layer 0 looks a few tokens back
-_COUNTS = (5.0, 1.2, 1.6, 1.6)  # how much the present token, the one before, ... count when layer 1 compares
-_COPY = 25.0  # how loud layer 1 writes what it found
+_EMBEDDING_STD = 0.3  # standard deviation of the embedding: large, so that a few steps do not undo what is planted
+_LOGITS_STD = 0.8  # standard deviation of the logits, set by the last norm's weight
+_CONSTANT = 4 * _EMBEDDING_STD  # of the constant column
+_WRITE_GAIN = 3.5  # how loud layer 0 writes, against the embedding
+_LOCATE_GAIN = 3.0  # how sharply layer 0 looks a few tokens back
+_MATCH_WEIGHTS = (5.0, 1.2, 1.6, 1.6)  # how much the present token, the one before, ... count when layer 1 compares
+_COPY_GAIN = 25.0  # how loud layer 1 writes what it found
 _LOCATING_PAIRS = 6  # the fastest RoPE pairs: one token more or less is a large turn
 _SLOW_TURN = 1.5  # radians a "slow" pair may turn over all positions
 
 
 @torch.no_grad()
-def plant(model: Llama) -> None:
+def init_induction_heads(model: Llama) -> None:
     """Initialise for early recall, as described above. Draws from torch's global generator."""
     shape = model.shape
-    nn.init.normal_(model.embed_tokens.weight, std=_SCALE)
+    nn.init.normal_(model.embed_tokens.weight, std=_EMBEDDING_STD)
     model.embed_tokens.weight[:, 0] = _CONSTANT
-    nn.init.constant_(model.norm.weight, _FIRST_LOGITS / (_SCALE * math.sqrt(shape.width)))
+    nn.init.constant_(model.norm.weight, _LOGITS_STD / (_EMBEDDING_STD * math.sqrt(shape.width)))
     for block in model.blocks:
         nn.init.zeros_(block.self_attn.o_proj.weight)
         nn.init.zeros_(block.mlp.down_proj.weight)
-    bands = _bands(shape)
-    _plant_looking_back(model.blocks[0].self_attn, shape, bands)
-    _plant_matching(model.blocks[1].self_attn, shape, bands)
+    bands = _make_bands(shape)
+    _init_previous_token_heads(model.blocks[0].self_attn, shape, bands)
+    _init_matching_heads(model.blocks[1].self_attn, shape, bands)
 
 
 class _Bands(NamedTuple):
@@ -54,8 +54,8 @@ class _Bands(NamedTuple):
     back: Tensor  # (heads, head_dim / 2 - 1, width): where layer 0 writes what stood 1, 2, ... tokens back
 
 
-def _bands(shape: Shape) -> _Bands:
-    basis = F.pad(_orthogonal(shape.width - 1), (1, 0))
+def _make_bands(shape: Shape) -> _Bands:
+    basis = F.pad(_make_orthogonal(shape.width - 1), (1, 0))
     own = shape.kv_heads * shape.head_dim
     narrow = shape.head_dim // 2 - 1
     assert own + shape.heads * narrow < shape.width, "the bands do not fit beside each other"
@@ -65,52 +65,55 @@ def _bands(shape: Shape) -> _Bands:
     )
 
 
-def _orthogonal(size: int) -> Tensor:
+def _make_orthogonal(size: int) -> Tensor:
     return nn.init.orthogonal_(torch.empty(size, size))
 
 
-def _head(weight: Tensor, index: int, shape: Shape) -> Tensor:
-    """The rows of a q, k or v projection that belong to one head: (head_dim, width)."""
+def _get_head_rows(weight: Tensor, index: int, shape: Shape) -> Tensor:
+    """Return the rows of a q, k or v projection that belong to one head: (head_dim, width)."""
     return weight[index * shape.head_dim : (index + 1) * shape.head_dim]
 
 
-def _output(attention: Attention, head: int, shape: Shape) -> Tensor:
-    """The columns of the output projection that belong to one head: (width, head_dim)."""
+def _get_output_columns(attention: Attention, head: int, shape: Shape) -> Tensor:
+    """Return the columns of the output projection that belong to one head: (width, head_dim)."""
     return attention.o_proj.weight[:, head * shape.head_dim : (head + 1) * shape.head_dim]
 
 
-def _plant_looking_back(attention: Attention, shape: Shape, bands: _Bands) -> None:
-    """Layer 0: head h writes what it can tell of the token h + 1 back into a band of its own."""
+def _init_previous_token_heads(attention: Attention, shape: Shape, bands: _Bands) -> None:
+    """Let head h of layer 0 write what it can tell of the token h + 1 back into a band of its own."""
     half, narrow = shape.head_dim // 2, bands.back.shape[1]
     for weight in (attention.q_proj.weight, attention.k_proj.weight):
         weight.mul_(0.1)
         weight[:, 0] = 0
     for group in range(shape.kv_heads):
-        _head(attention.k_proj.weight, group, shape)[:_LOCATING_PAIRS, 0] = _LOCATE
-        _head(attention.v_proj.weight, group, shape)[:narrow] = bands.own[0, :narrow]
+        _get_head_rows(attention.k_proj.weight, group, shape)[:_LOCATING_PAIRS, 0] = _LOCATE_GAIN
+        _get_head_rows(attention.v_proj.weight, group, shape)[:narrow] = bands.own[0, :narrow]
     for head in range(shape.heads):
-        query = _head(attention.q_proj.weight, head, shape)
+        query = _get_head_rows(attention.q_proj.weight, head, shape)
         for pair in range(_LOCATING_PAIRS):
             turn = float(shape.frequencies[pair]) * (head + 1)
-            query[pair, 0], query[pair + half, 0] = _LOCATE * math.cos(turn), -_LOCATE * math.sin(turn)
-        _output(attention, head, shape)[:, :narrow] = bands.back[head].T * _LOUD * _SCALE
+            query[pair, 0], query[pair + half, 0] = _LOCATE_GAIN * math.cos(turn), -_LOCATE_GAIN * math.sin(turn)
+        _get_output_columns(attention, head, shape)[:, :narrow] = bands.back[head].T * _WRITE_GAIN * _EMBEDDING_STD
 
 
-def _plant_matching(attention: Attention, shape: Shape, bands: _Bands) -> None:
-    """Layer 1: attend where what is now 0, 1, ... tokens back was 1, 2, ... back; copy the token found there."""
+def _init_matching_heads(attention: Attention, shape: Shape, bands: _Bands) -> None:
+    """Let layer 1 attend where what is now 0, 1, ... tokens back was 1, 2, ... back, and copy the token there."""
     half, narrow, per_group = shape.head_dim // 2, bands.back.shape[1], shape.heads // shape.kv_heads
-    slow = (shape.frequencies * shape.positions < _SLOW_TURN).nonzero().flatten()
-    slow = torch.cat((slow, slow + half))
-    assert len(slow) <= narrow, "fewer dimensions to compare in than to compare"
+    slow_dims = (shape.frequencies * shape.positions < _SLOW_TURN).nonzero().flatten()
+    slow_dims = torch.cat((slow_dims, slow_dims + half))
+    assert len(slow_dims) <= narrow, "fewer dimensions to compare in than to compare"
     for group in range(shape.kv_heads):
         head = group * per_group
-        query, key = _head(attention.q_proj.weight, head, shape), _head(attention.k_proj.weight, group, shape)
+        query, key = (
+            _get_head_rows(attention.q_proj.weight, head, shape),
+            _get_head_rows(attention.k_proj.weight, group, shape),
+        )
         query.zero_()
         key.zero_()
         for back in range(shape.heads):
-            compare = _orthogonal(narrow)[: len(slow)]
+            projection = _make_orthogonal(narrow)[: len(slow_dims)]
             sought = bands.back[back - 1] if back else bands.own[0, :narrow]
-            query[slow] += compare @ sought * _COUNTS[back]
-            key[slow] += compare @ bands.back[back]
-        _head(attention.v_proj.weight, group, shape).copy_(bands.own[group])
-        _output(attention, head, shape).copy_(bands.own[group].T * _COPY * _SCALE)
+            query[slow_dims] += projection @ sought * _MATCH_WEIGHTS[back]
+            key[slow_dims] += projection @ bands.back[back]
+        _get_head_rows(attention.v_proj.weight, group, shape).copy_(bands.own[group])
+        _get_output_columns(attention, head, shape).copy_(bands.own[group].T * _COPY_GAIN * _EMBEDDING_STD)

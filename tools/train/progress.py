@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 LINE_SECONDS = 15.0
-LOSS_MEMORY = 0.95
+LOSS_DECAY = 0.95
 
 
 class Display(ABC):
@@ -22,7 +22,7 @@ class Display(ABC):
         self._loss: float | None = None
 
     def step(self, seconds: float, words: str, loss: float) -> None:
-        self._loss = loss if self._loss is None else LOSS_MEMORY * self._loss + (1 - LOSS_MEMORY) * loss
+        self._loss = loss if self._loss is None else LOSS_DECAY * self._loss + (1 - LOSS_DECAY) * loss
         self._show(seconds, f"{words}, loss {self._loss:.3f}")
 
     @abstractmethod
@@ -59,8 +59,8 @@ class Bar(Display):
 
 
 @contextmanager
-def display(total: float) -> Iterator[Display]:
-    """`total`: the seconds the run will take."""
+def open_display(total: float) -> Iterator[Display]:
+    """Open a display of a run that takes `total` seconds."""
     if not sys.stdout.isatty():
         yield Lines()
         return

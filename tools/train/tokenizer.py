@@ -8,14 +8,14 @@ from pathlib import Path
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
-from server.evaluation.corpus.generator import DocumentGenerator, text_of
+from server.evaluation.corpus.generator import DocumentGenerator, join_text
 from server.evaluation.corpus.packing import BOS_ID
 
-VOCABULARY = 2048
+VOCAB_SIZE = 2048
 BOS, EOS = "<s>", "</s>"
 
 
-def train_tokenizer(texts: Iterable[str], size: int = VOCABULARY) -> Tokenizer:
+def train_tokenizer(texts: Iterable[str], size: int = VOCAB_SIZE) -> Tokenizer:
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
@@ -31,15 +31,19 @@ def train_tokenizer(texts: Iterable[str], size: int = VOCABULARY) -> Tokenizer:
 
 
 def sample_texts(seed: int, rounds: int = 600) -> Iterator[str]:
-    """Some of everything that training will show."""
-    teller = DocumentGenerator(seed)
+    """Yield some of everything that training will show."""
+    generator = DocumentGenerator(seed)
     for _ in range(rounds):
-        for document in (*(teller.story() for _ in range(4)), teller.chat(), teller.record(3000)):
-            yield text_of(document)
+        for document in (
+            *(generator.make_story() for _ in range(4)),
+            generator.make_chat(),
+            generator.make_record(3000),
+        ):
+            yield join_text(document)
 
 
 def load_or_train(path: Path, seed: int) -> Tokenizer:
-    """The tokenizer at `path`; made and saved there first if there is none."""
+    """Return the tokenizer at `path`; made and saved there first if there is none."""
     if not path.exists():
         train_tokenizer(sample_texts(seed)).save(str(path))
     return Tokenizer.from_file(str(path))

@@ -1,4 +1,4 @@
-"""Trains the embedded model, for so many minutes, from the corpus generator; can be stopped and resumed.
+"""Trains the embedded model, for a number of minutes, from the corpus generator; can be stopped and resumed.
 
     python -m tools.train.train --out runs/tiny --minutes 30 --threads 1
     python -m tools.train.train --out runs/tiny --minutes 120 --resume
@@ -23,15 +23,15 @@ from torch import Tensor
 from server.evaluation.corpus.packing import EVALUATION_SEED, RECORDS, STORIES, Mix, Rows, pack
 from server.evaluation.corpus.words import HELD_OUT_NAMES
 from tools.train.batches import Source
-from tools.train.measure import by_distance, perplexity, recall
+from tools.train.measure import compute_perplexity, compute_recall, group_by_distance
 from tools.train.model import Llama, Shape, weighted_loss
 from tools.train.optim import Muon
-from tools.train.plant import plant
-from tools.train.progress import display
+from tools.train.plant import init_induction_heads
+from tools.train.progress import open_display
 from tools.train.tokenizer import load_or_train
 
 MUON_RATE, ADAM_RATE = 0.003, 0.001
-WARMUP_STEPS, DECAY_SHARE, LEAST_RATE = 60, 0.6, 0.02
+WARMUP_STEPS, DECAY_SHARE, MIN_LR_SCALE = 60, 0.6, 0.02
 SAVE_SECONDS, MEASURE_SECONDS = 60.0, 120.0
 
 
@@ -40,7 +40,7 @@ MIX = Mix(stories=0.5, records=0.5)
 
 
 @dataclass
-class Done:
+class TrainingProgress:
     """How far training has come."""
 
     seconds: float = 0.0
@@ -48,9 +48,9 @@ class Done:
     tokens: int = 0
 
 
-def rate_at(share: float, steps: int) -> float:
-    """Of the full learning rate: a short warm-up, then level, then down in a line."""
-    return min(1.0, (steps + 1) / WARMUP_STEPS) * min(1.0, max(LEAST_RATE, (1 - share) / DECAY_SHARE))
+def get_lr_scale(share: float, steps: int) -> float:
+    """Return the factor of the full learning rate: a short warm-up, then level, then down in a line."""
+    return min(1.0, (steps + 1) / WARMUP_STEPS) * min(1.0, max(MIN_LR_SCALE, (1 - share) / DECAY_SHARE))
 
 
 @dataclass(frozen=True)
@@ -68,11 +68,11 @@ class Settings:
 class Trainer:
     def __init__(self, settings: Settings, shape: Shape) -> None:
         torch.manual_seed(settings.seed)
-        self.settings, self.done = settings, Done()
+        self.settings, self.progress = settings, TrainingProgress()
         self.tokenizer_path = settings.out / "tokenizer.json"
         self.tokenizer = load_or_train(self.tokenizer_path, settings.seed)
         self.model = Llama(shape)
-        plant(self.model)
+        init_induction_heads(self.model)
         self.model.to(settings.device)
         matrices = [p for p in self.model.layers.parameters() if p.ndim == 2]
         others = [self.model.embed_tokens.weight, *(p for p in self.model.parameters() if p.ndim == 1)]
@@ -80,7 +80,7 @@ class Trainer:
             Muon(matrices, MUON_RATE),
             torch.optim.AdamW(others, ADAM_RATE, betas=(0.9, 0.98), weight_decay=0.0),
         )
-        self._loss = torch.compile(self._forward) if settings.compile else self._forward
+        self._compute_loss = torch.compile(self._forward) if settings.compile else self._forward
 
     # ---- one step
 
@@ -90,55 +90,60 @@ class Trainer:
             return weighted_loss(self.model(ids), targets, weights)
 
     def step(self, batch: Rows, share: float) -> float:
-        rate = rate_at(share, self.done.steps)
+        rate = get_lr_scale(share, self.progress.steps)
         for optimizer, full in zip(self.optimizers, (MUON_RATE, ADAM_RATE), strict=True):
             for group in optimizer.param_groups:
                 group["lr"] = full * rate
         ids = torch.from_numpy(batch.ids.astype("int64")).to(self.settings.device)
         weights = torch.from_numpy(batch.weights).to(self.settings.device)
-        loss = self._loss(ids[:, :-1], ids[:, 1:], weights[:, 1:])
+        loss = self._compute_loss(ids[:, :-1], ids[:, 1:], weights[:, 1:])
         loss.backward()
         for optimizer in self.optimizers:
             optimizer.step()
             optimizer.zero_grad()
-        self.done.steps += 1
-        self.done.tokens += ids[:, 1:].numel()
+        self.progress.steps += 1
+        self.progress.tokens += ids[:, 1:].numel()
         return float(loss.item())
 
     # ---- the whole run
 
     def run(self) -> None:
-        settings, done = self.settings, self.done
+        settings, progress = self.settings, self.progress
         total, context = settings.minutes * 60, self.model.shape.positions
-        source = Source(self.tokenizer_path, settings.seed, done.steps, settings.workers)
-        saved = measured = done.seconds
+        source = Source(self.tokenizer_path, settings.seed, progress.steps, settings.workers)
+        saved = measured = progress.seconds
         loss = math.nan
-        with source, display(total) as show:
-            while done.seconds < total:
-                began, share = time.monotonic(), done.seconds / total
+        with source, open_display(total) as display:
+            while progress.seconds < total:
+                began, share = time.monotonic(), progress.seconds / total
                 batch = source.next(context, settings.step_tokens // context, MIX)
                 loss = self.step(batch, share)
-                done.seconds += time.monotonic() - began
-                show.step(done.seconds, f"{done.tokens / 1e6:.2f}M tokens", loss)
-                if done.seconds - saved > SAVE_SECONDS:
-                    saved = done.seconds
+                progress.seconds += time.monotonic() - began
+                display.step(progress.seconds, f"{progress.tokens / 1e6:.2f}M tokens", loss)
+                if progress.seconds - saved > SAVE_SECONDS:
+                    saved = progress.seconds
                     self.save()
-                if done.seconds - measured > MEASURE_SECONDS:
-                    measured = done.seconds
-                    show.note(self.measure(loss))
-            show.note(self.measure(loss))
+                if progress.seconds - measured > MEASURE_SECONDS:
+                    measured = progress.seconds
+                    display.note(self.evaluate(loss))
+            display.note(self.evaluate(loss))
         self.save()
 
-    def measure(self, loss: float) -> str:
-        """A few documents, the same each time and never trained on, for watching; also kept in the log."""
+    def evaluate(self, loss: float) -> str:
+        """Evaluate a few documents, the same each time and never trained on; return the result, and log it."""
         context = self.model.shape.positions
-        results = recall(self.model, pack(self.tokenizer, EVALUATION_SEED, context, 4, RECORDS, HELD_OUT_NAMES))
-        surprise = perplexity(self.model, pack(self.tokenizer, EVALUATION_SEED, 512, 8, STORIES))
-        found = {upto: f"{right}/{asked}" for upto, (right, asked) in by_distance(results).items()}
-        entry = {**asdict(self.done), "loss": loss, "story_perplexity": surprise, "recall_of_held_out_names": found}
+        results = compute_recall(self.model, pack(self.tokenizer, EVALUATION_SEED, context, 4, RECORDS, HELD_OUT_NAMES))
+        perplexity = compute_perplexity(self.model, pack(self.tokenizer, EVALUATION_SEED, 512, 8, STORIES))
+        recall = {upto: f"{right}/{asked}" for upto, (right, asked) in group_by_distance(results).items()}
+        entry = {
+            **asdict(self.progress),
+            "loss": loss,
+            "story_perplexity": perplexity,
+            "recall_of_held_out_names": recall,
+        }
         with (self.settings.out / "log.jsonl").open("a") as log:
             log.write(json.dumps(entry) + "\n")
-        return f"perplexity of stories {surprise:.3f}, recall of held-out names by distance {found}"
+        return f"perplexity of stories {perplexity:.3f}, recall of held-out names by distance {recall}"
 
     # ---- checkpoints
 
@@ -150,7 +155,7 @@ class Trainer:
         """Write beside the old checkpoint, then replace it, so that a kill leaves one or the other."""
         state = {
             "shape": asdict(self.model.shape),
-            "done": asdict(self.done),
+            "done": asdict(self.progress),
             "model": self.model.state_dict(),
             "optimizers": [optimizer.state_dict() for optimizer in self.optimizers],
         }
@@ -163,7 +168,7 @@ class Trainer:
         self.model.load_state_dict(state["model"])
         for optimizer, saved in zip(self.optimizers, state["optimizers"], strict=True):
             optimizer.load_state_dict(saved)
-        self.done = Done(**state["done"])
+        self.progress = TrainingProgress(**state["done"])
 
 
 def parse_settings() -> tuple[Settings, bool]:

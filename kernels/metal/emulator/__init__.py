@@ -1,6 +1,6 @@
 """Runs Metal compute kernels on a CPU: a twin of torch.mps.compile_shader that also finds what they do wrong.
 
-The folder's README.md tells how.
+The folder's README.md says how.
 """
 
 from __future__ import annotations
@@ -36,18 +36,18 @@ def compile_shader(
     include: Iterable[str | PathLike[str]] = (),
     ucontext: bool = False,
 ) -> Library:
-    """The kernels of a Metal source, to be called with tensors on the CPU.
+    """Return the kernels of a Metal source, to be called with tensors on the CPU.
 
     `checked`: every access to memory is checked, many times slower. `order`: of threads and threadgroups; `seed` is for
     a random one. `include`: folders in which #include finds headers. `ucontext`: fibers by the C library's means, as on
     processors for which there are no faster ones.
 
-    Raises SyntaxError for what is no Metal, with the line (#line is heeded), and CompilerMissing.
+    Raises SyntaxError for what is not Metal, with the line (#line is heeded), and CompilerMissing.
     """
     rules.check_text(source)
     compiler = Compiler.find()
-    expanded = Source(compiler.preprocessed(source, tuple(fspath(folder) for folder in include)))
+    expanded = Source(compiler.preprocess(source, tuple(fspath(folder) for folder in include)))
     rules.check(expanded)
     translation = Translator(expanded).translate()
-    built = compiler.library(translation.text, checked=checked, ucontext=ucontext)
+    built = compiler.build_library(translation.text, checked=checked, ucontext=ucontext)
     return Library(built, translation, Mode(checked, order, seed))

@@ -15,15 +15,15 @@ from pathlib import Path
 
 import torch
 
-from kernels.metal.arguments import TYPES
+from kernels.metal.arguments import KERNEL_DTYPES
 from kernels.metal.emulator import CompilerMissing
 from kernels.metal.emulator.address_spaces import Clang
-from kernels.metal.source import FOLDER, NAMES, source
+from kernels.metal.source import FOLDER, TYPE_NAMES, assemble_source
 
 Types = Mapping[str, torch.dtype]
 
 # The types a file is compiled for beside T, that of the activations; and what each of these may be, given T.
-BESIDE: Mapping[str, str] = {
+SECOND_TYPE: Mapping[str, str] = {
     "decode": "KV",
     "layers": "",
     "linear": "",
@@ -32,35 +32,40 @@ BESIDE: Mapping[str, str] = {
     "quantized": "S",
     "store": "KV",
 }
-CHOICES: Mapping[str, Callable[[torch.dtype], Iterable[torch.dtype]]] = {
+TYPE_CHOICES: Mapping[str, Callable[[torch.dtype], Iterable[torch.dtype]]] = {
     "KV": lambda activations: (activations, torch.int8),  # keys and values
     "W": lambda activations: dict.fromkeys((activations, torch.float32)),  # the weight of a norm
-    "S": lambda _: TYPES,  # scales and offsets of a quantized weight
+    "S": lambda _: KERNEL_DTYPES,  # scales and offsets of a quantized weight
 }
 
 
-def types_of(name: str) -> list[Types]:
-    """All that `name`.metal is compiled for."""
-    beside = BESIDE[name]
-    if not beside:
-        return [{"T": each} for each in TYPES]
-    return [{"T": each, beside: other} for each in TYPES for other in CHOICES[beside](each)]
+def list_type_sets(name: str) -> list[Types]:
+    """Return all sets of types that `name`.metal is compiled for."""
+    second_type = SECOND_TYPE[name]
+    if not second_type:
+        return [{"T": each} for each in KERNEL_DTYPES]
+    return [{"T": each, second_type: other} for each in KERNEL_DTYPES for other in TYPE_CHOICES[second_type](each)]
 
 
-def faults(clang: Clang, path: Path) -> list[str]:
-    """A line each; what is not so for all types says for which it is. Raises OSError."""
+def check_file(clang: Clang, path: Path) -> list[str]:
+    """Return the faults, a line each; one that is not there for all types says for which it is. Raises OSError."""
     if path.resolve().parent != FOLDER.resolve() or path.suffix != ".metal":
         text = f'#line 1 "{path}"\n{path.read_text(encoding="utf-8", errors="replace")}'
-        return _lines(clang, text, path.parent)
-    found: dict[str, list[str]] = {}
-    every = types_of(path.stem)
-    for types in every:
-        for line in _lines(clang, source(path.stem, types), path.parent):
-            found.setdefault(line, []).append(", ".join(f"{of} {NAMES[dtype]}" for of, dtype in types.items()))
-    return [line if len(where) == len(every) else f"{line} ({where[0]})" for line, where in found.items()]
+        return _check_source(clang, text, path.parent)
+    types_by_line: dict[str, list[str]] = {}
+    type_sets = list_type_sets(path.stem)
+    for types in type_sets:
+        for line in _check_source(clang, assemble_source(path.stem, types), path.parent):
+            types_by_line.setdefault(line, []).append(
+                ", ".join(f"{type_name} {TYPE_NAMES[dtype]}" for type_name, dtype in types.items())
+            )
+    return [
+        line if len(found_for) == len(type_sets) else f"{line} ({found_for[0]})"
+        for line, found_for in types_by_line.items()
+    ]
 
 
-def _lines(clang: Clang, text: str, folder: Path) -> list[str]:
+def _check_source(clang: Clang, text: str, folder: Path) -> list[str]:
     try:
         clang.check(text, [folder])
     except SyntaxError as error:
@@ -77,7 +82,7 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         clang = Clang.find()
         with ThreadPoolExecutor(os.cpu_count()) as threads:
-            found = [line for lines in threads.map(lambda path: faults(clang, path), files) for line in lines]
+            found = [line for lines in threads.map(lambda path: check_file(clang, path), files) for line in lines]
     except (CompilerMissing, OSError) as error:
         print(error, file=sys.stderr)
         return 2

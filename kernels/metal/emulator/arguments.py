@@ -44,25 +44,25 @@ class Buffer:
         self.reference, self.writable = bool(parameter.reference), bool(parameter.writable)
         words = self._scalar.name == "uint" and self.size > 4 and not self.reference
         self._dtypes = () if words else self._scalar.dtypes  # uint4*: how kernels move any bytes
-        self._what = f"{kernel}: argument {self.index} '{name}'"
+        self._label = f"{kernel}: argument {self.index} '{name}'"
 
     def bind_tensor(self, tensor: Tensor) -> tuple[int, int]:
-        """Address and bytes from its first to its last element, whatever its strides. Raises TypeError, ValueError."""
+        """Return its address, and the bytes from its first to its last element. Raises TypeError, ValueError."""
         if tensor.device.type != "cpu":
-            raise TypeError(f"{self._what}: the emulator takes tensors on the CPU, not on {tensor.device}")
+            raise TypeError(f"{self._label}: the emulator takes tensors on the CPU, not on {tensor.device}")
         if self._dtypes and tensor.dtype not in self._dtypes:
-            raise TypeError(f"{self._what} is {self._scalar.name}, not {tensor.dtype}")
-        address, bytes_ = tensor.data_ptr(), extent(tensor)
+            raise TypeError(f"{self._label} is {self._scalar.name}, not {tensor.dtype}")
+        address, bytes_ = tensor.data_ptr(), extent_bytes(tensor)
         if address % self.alignment:
             raise ValueError(
-                f"{self._what}: begins {address % self.alignment} bytes off a multiple of {self.alignment}"
+                f"{self._label}: begins {address % self.alignment} bytes off a multiple of {self.alignment}"
             )
         if self.reference and bytes_ < self.size:
-            raise ValueError(f"{self._what}: has {bytes_} bytes, and {self.size} are read")
+            raise ValueError(f"{self._label}: has {bytes_} bytes, and {self.size} are read")
         return address, bytes_
 
     def pack(self, value: Any, cast: str) -> bytes:
-        """A number, or a list of numbers, as torch passes it. Raises TypeError, ValueError, RuntimeError."""
+        """Pack a number, or a list of numbers, as torch passes it. Raises TypeError, ValueError, RuntimeError."""
         if isinstance(value, (tuple, list)):
             if not value:
                 raise RuntimeError("Empty list/tuple can not be an argument to metal kernel")
@@ -70,35 +70,35 @@ class Buffer:
         else:
             values, kind = [value], type(value)
         if not issubclass(kind, (int, float)):
-            raise RuntimeError(f"{self._what}: Unsupported argument type {kind.__name__}")
+            raise RuntimeError(f"{self._label}: Unsupported argument type {kind.__name__}")
         if cast and cast not in _FORMATS:
-            raise RuntimeError(f"{self._what}: Unsupported cast instruction {cast}: use one of {', '.join(_FORMATS)}")
-        packed = _bytes(values, cast or ("int64" if issubclass(kind, int) else "float"), self._what)
+            raise RuntimeError(f"{self._label}: Unsupported cast instruction {cast}: use one of {', '.join(_FORMATS)}")
+        packed = _pack_numbers(values, cast or ("int64" if issubclass(kind, int) else "float"), self._label)
         self._check_bytes(packed, len(values), cast or kind.__name__)
         return packed
 
     def _check_bytes(self, packed: bytes, count: int, kind: str) -> None:
         if self.writable:
-            raise TypeError(f"{self._what} is written to, so it must be a tensor")
+            raise TypeError(f"{self._label} is written to, so it must be a tensor")
         if len(packed) > MAX_BYTES:
-            raise ValueError(f"{self._what}: {len(packed)} bytes, and Metal passes {MAX_BYTES} by value: use a tensor")
+            raise ValueError(f"{self._label}: {len(packed)} bytes, and Metal passes {MAX_BYTES} by value: use a tensor")
         if self._scalar.dtypes:
             self._check_numbers(len(packed) // count, count, kind)
         if self.reference and len(packed) < self.size:
-            raise TypeError(f"{self._what}: {len(packed)} bytes are passed, and {self.size} are read")
+            raise TypeError(f"{self._label}: {len(packed)} bytes are passed, and {self.size} are read")
 
-    def _check_numbers(self, each: int, count: int, kind: str) -> None:
+    def _check_numbers(self, number_bytes: int, count: int, kind: str) -> None:
         scalar = self._scalar
         if (kind in ("float", "fp16", "bf16")) != scalar.is_float:
-            raise TypeError(f"{self._what} is {scalar.name}, not {kind}")
+            raise TypeError(f"{self._label} is {scalar.name}, not {kind}")
         # A lone integer is read from its low end, so that eight bytes will do for four.
         lone = count == 1 and kind in ("int", "bool") and self.reference and self.size == scalar.size
-        if not lone and each != scalar.size:
-            raise TypeError(f"{self._what} is {scalar.name}, not {each} bytes each: use arg_casts or a tensor")
+        if not lone and number_bytes != scalar.size:
+            raise TypeError(f"{self._label} is {scalar.name}, not {number_bytes} bytes each: use arg_casts or a tensor")
 
 
-def extent(tensor: Tensor) -> int:
-    """Bytes from a view's first element to the end of its last one; 0 if it has none."""
+def extent_bytes(tensor: Tensor) -> int:
+    """Return the bytes from a view's first element to the end of its last one; 0 if it has none."""
     if not tensor.numel():
         return 0
     if tensor.is_contiguous():
@@ -107,18 +107,18 @@ def extent(tensor: Tensor) -> int:
     return (last + 1) * tensor.element_size()
 
 
-def cast_of(arg_casts: str | Mapping[int, str] | None, index: int) -> str:
-    """What the argument is cast to; "": nothing."""
+def get_cast(arg_casts: str | Mapping[int, str] | None, index: int) -> str:
+    """Return the type that an argument is cast to; "" if it is not cast."""
     if arg_casts is None:
         return ""
     return arg_casts if isinstance(arg_casts, str) else arg_casts.get(index, "")
 
 
-class Inline:
+class InlineValues:
     """Memory for the values of one launch, aligned as Metal aligns them."""
 
     def __init__(self, values: list[bytes]) -> None:
-        """The values one after the other; where they lie, `addresses` tells."""
+        """Store the values one after the other; `addresses` says where they lie."""
         room = sum(-(-len(value) // _ALIGNMENT) * _ALIGNMENT for value in values) + _ALIGNMENT
         self._memory = ctypes.create_string_buffer(room)
         begin = ctypes.addressof(self._memory)
@@ -130,7 +130,7 @@ class Inline:
             at += -(-len(value) // _ALIGNMENT) * _ALIGNMENT
 
 
-def _bytes(values: list[Any] | tuple[Any, ...], cast: str, what: str) -> bytes:
+def _pack_numbers(values: list[Any] | tuple[Any, ...], cast: str, what: str) -> bytes:
     try:
         if cast == "bf16":
             return bytes(torch.tensor(values, dtype=torch.bfloat16).view(torch.uint8).tolist())

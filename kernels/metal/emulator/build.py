@@ -47,9 +47,10 @@ _LANGUAGE = ("-x", "c++", "-std=gnu++14")
 _CODE = ("-fPIC", "-fno-exceptions", "-fno-rtti", "-fvisibility=hidden", "-fno-strict-aliasing")
 _KERNELS = ("-w", "-Werror=return-type", "-Werror=vla", "-ffp-contract=off", "-fsigned-char", "-fno-threadsafe-statics")
 _CHECKED = ("-O1", "-g1", "-gdwarf-4", "-fsanitize=thread", "-DEMULATOR_CHECKED")
-_GARBAGE = "-ftrivial-auto-var-init=pattern"  # in a thread's variables until they are assigned; g++ 12, clang++ 8
+# In a thread's variables until they are assigned; g++ 12, clang++ 8
+_FILL_VARIABLES = "-ftrivial-auto-var-init=pattern"
 _PREFIX = "build-"  # of the folder in which a library is compiled: paths in debug information begin with it
-_BUILT_IN = re.compile(rf"^.*/{_PREFIX}[^/]*/")
+_BUILD_FOLDER = re.compile(rf"^.*/{_PREFIX}[^/]*/")
 _ERROR = re.compile(r"^(?:\./)?([^\s:][^:\n]*:\d+):(?:\d+:)? (?:fatal )?error: (.*)$", re.MULTILINE)
 
 
@@ -61,14 +62,14 @@ class CompilerMissing(Exception):
     """There is no C++ compiler that can be used; the message says what was tried and what to install."""
 
 
-class Built(NamedTuple):
+class BuiltLibraries(NamedTuple):
     """Two libraries; that of the kernels loads the other by itself if it calls it."""
 
     kernels: Path
     runtime: Path
 
     def load(self) -> tuple[ctypes.CDLL, ctypes.CDLL]:
-        """Raises CompilerMissing."""
+        """Load both libraries. Raises CompilerMissing."""
         try:
             return ctypes.CDLL(str(self.kernels)), ctypes.CDLL(str(self.runtime))
         except OSError as error:
@@ -87,7 +88,7 @@ class Compiler:
 
     @classmethod
     def find(cls) -> Compiler:
-        """The first of $CXX, g++ and clang++ that runs. Raises CompilerMissing."""
+        """Return the first of $CXX, g++ and clang++ that runs. Raises CompilerMissing."""
         tried = []
         for name in filter(None, (os.environ.get("CXX"), "g++", "clang++")):
             try:
@@ -110,47 +111,47 @@ class Compiler:
     def is_clang(self) -> bool:
         return "clang" in self.version
 
-    def fills_variables(self) -> bool:
-        """Whether a thread's variables can begin as garbage: older compilers do not know how."""
+    def can_fill_variables(self) -> bool:
+        """Return whether a thread's variables can begin as garbage: older compilers do not know how."""
         try:
-            _run([*self.command, *_LANGUAGE, _GARBAGE, "-E", "-"])
+            _run([*self.command, *_LANGUAGE, _FILL_VARIABLES, "-E", "-"])
         except subprocess.CalledProcessError:
             return False
         return True
 
-    def preprocessed(self, source: str, include: tuple[str, ...]) -> str:
-        """The source with macros and headers expanded. Raises SyntaxError."""
-        folders = [f"-I{folder}" for folder in (_empty_headers(), *include)]
+    def preprocess(self, source: str, include: tuple[str, ...]) -> str:
+        """Return the source with macros and headers expanded. Raises SyntaxError."""
+        folders = [f"-I{folder}" for folder in (_make_empty_headers(), *include)]
         marked = f'#line 1 "program_source"\n{source}'
         return self._compile([*_LANGUAGE, "-E", "-nostdinc", *DEFINES, *folders, "-"], marked)
 
     def check(self, *, checked: bool) -> None:
-        """Compiles and loads what all kernels need. Raises CompilerMissing."""
+        """Compile and load what all kernels need. Raises CompilerMissing."""
         try:
-            self.library("", checked=checked, ucontext=False).load()
+            self.build_library("", checked=checked, ucontext=False).load()
         except SyntaxError as error:
-            raise self._unable(error) from None
+            raise self._make_missing_error(error) from None
 
-    def library(self, text: str, *, checked: bool, ucontext: bool) -> Built:
-        """Shared libraries of kernels and of the runtime. Raises SyntaxError, CompilerMissing."""
-        options = self._options(checked)
+    def build_library(self, text: str, *, checked: bool, ucontext: bool) -> BuiltLibraries:
+        """Build shared libraries of kernels and of the runtime. Raises SyntaxError, CompilerMissing."""
+        options = self._kernel_options(checked)
         runtime = [*_CODE, "-std=c++17", "-O2", *(["-DEMULATOR_UCONTEXT"] if ucontext else [])]
-        made = cache_folder() / f"{_key(self, text, options, runtime, *_own_files())}.so"
-        linked_with = self._runtime(runtime)
-        if _is_whole(made):
-            return Built(made, linked_with)
+        cached = cache_folder() / f"{_make_cache_key(self, text, options, runtime, *_read_own_files())}.so"
+        linked_with = self._build_runtime(runtime)
+        if _is_intact(cached):
+            return BuiltLibraries(cached, linked_with)
         with tempfile.TemporaryDirectory(prefix=_PREFIX, dir=cache_folder()) as folder:
             kernels, linked = Path(folder, "kernels.o"), Path(folder, "kernels.so")
             self._compile([*options, "-c", "-", "-o", str(kernels)], text, folder)
             self._compile(["-shared", "-o", str(linked), str(kernels), str(linked_with), "-lm"])
-            _keep(linked, made)
-        return Built(made, linked_with)
+            _move_to_cache(linked, cached)
+        return BuiltLibraries(cached, linked_with)
 
-    def _options(self, checked: bool) -> list[str]:
+    def _kernel_options(self, checked: bool) -> list[str]:
         options = [*_LANGUAGE, *_CODE, *_KERNELS, *DEFINES, f"-I{HERE / 'include'}", "-include", "metal_stdlib"]
         options += _CHECKED if checked else ["-O2"]
-        if checked and self.fills_variables():
-            options.append(_GARBAGE)
+        if checked and self.can_fill_variables():
+            options.append(_FILL_VARIABLES)
         if self.is_clang:
             options += ["-Xclang", "-cl-single-precision-constant", "-Xclang", "-ffloat16-excess-precision=none"]
         else:
@@ -159,20 +160,20 @@ class Compiler:
             options.append("-march=x86-64-v3")
         return options
 
-    def _runtime(self, options: list[str]) -> Path:
-        """Compiled once for all libraries. Raises CompilerMissing."""
-        made = cache_folder() / f"runtime-{_key(self, '', options, *_own_files())}.so"
-        if not _is_whole(made):
+    def _build_runtime(self, options: list[str]) -> Path:
+        """Build the runtime, once for all libraries. Raises CompilerMissing."""
+        cached = cache_folder() / f"runtime-{_make_cache_key(self, '', options, *_read_own_files())}.so"
+        if not _is_intact(cached):
             with tempfile.TemporaryDirectory(prefix=_PREFIX, dir=cache_folder()) as folder:
                 compiled, text = Path(folder, "runtime.so"), str(HERE / "runtime/runtime.cpp")
                 try:
                     self._compile([*options, "-shared", text, "-o", str(compiled), "-pthread", "-ldl"])
                 except SyntaxError as error:
-                    raise self._unable(error) from None
-                _keep(compiled, made)
-        return made
+                    raise self._make_missing_error(error) from None
+                _move_to_cache(compiled, cached)
+        return cached
 
-    def _unable(self, error: SyntaxError) -> CompilerMissing:
+    def _make_missing_error(self, error: SyntaxError) -> CompilerMissing:
         return CompilerMissing(
             f"'{shlex.join(self.command)}' cannot compile what Metal kernels are emulated with: {_INSTALL} ({error})"
         )
@@ -185,8 +186,8 @@ class Compiler:
             raise SyntaxError("\n".join(faults[:8]) or error.stderr) from None
 
 
-def line(library: Path, after: int) -> str:
-    """file:line in the source of the call that returns to `after`; "" where it is not known.
+def find_source_line(library: Path, after: int) -> str:
+    """Return file:line in the source of the call that returns to `after`; "" where it is not known.
 
     Needs addr2line, of binutils.
     """
@@ -194,12 +195,12 @@ def line(library: Path, after: int) -> str:
         return ""
     found = _run(["addr2line", "-i", "-e", str(library), hex(after - 1)]).splitlines()
     ours = f"{HERE / 'include'}{os.sep}"  # inlined, so the innermost line that is not of these is the source's
-    own = [place.split(" ")[0] for place in found if not place.startswith((ours, "??"))]
-    return _BUILT_IN.sub("", own[0]) if own else ""
+    places = [place.split(" ")[0] for place in found if not place.startswith((ours, "??"))]
+    return _BUILD_FOLDER.sub("", places[0]) if places else ""
 
 
 def cache_folder() -> Path:
-    """The folder of everything compiled; it may be deleted at any time. Raises CompilerMissing.
+    """Return the folder of everything compiled; it may be deleted at any time. Raises CompilerMissing.
 
     Where nothing can be written to the user's, it is one that lasts as long as the process.
     """
@@ -210,12 +211,12 @@ def cache_folder() -> Path:
         with tempfile.TemporaryFile(dir=folder):
             return folder
     except (OSError, RuntimeError):  # RuntimeError: the user has no home
-        return Path(_temporary(home).name)
+        return Path(_make_temporary_folder(home).name)
 
 
 @cache
-def _temporary(home: str) -> tempfile.TemporaryDirectory[str]:
-    """In place of what should lie in `home`; deleted when the process ends."""
+def _make_temporary_folder(home: str) -> tempfile.TemporaryDirectory[str]:
+    """Make a folder in place of that in `home`; deleted when the process ends."""
     try:
         folder = tempfile.TemporaryDirectory(prefix="kvmux-metal-emulator-")
     except OSError as error:
@@ -228,7 +229,7 @@ def _temporary(home: str) -> tempfile.TemporaryDirectory[str]:
     return folder
 
 
-def _empty_headers() -> str:
+def _make_empty_headers() -> str:
     folder = cache_folder() / "headers"
     folder.mkdir(exist_ok=True)
     for name in HEADERS:
@@ -237,23 +238,23 @@ def _empty_headers() -> str:
     return str(folder)
 
 
-def _keep(built: Path, made: Path) -> None:
-    """Moves a library to where it is looked for, with a digest: one that is cut would end the process that loads it."""
+def _move_to_cache(built: Path, cached: Path) -> None:
+    """Move a library to the cache, with a digest: one that is cut short would end the process that loads it."""
     digest = built.with_suffix(".sha256")
     digest.write_text(hashlib.sha256(built.read_bytes()).hexdigest())
-    os.replace(built, made)
-    os.replace(digest, made.with_suffix(".sha256"))
+    os.replace(built, cached)
+    os.replace(digest, cached.with_suffix(".sha256"))
 
 
-def _is_whole(made: Path) -> bool:
-    digest = made.with_suffix(".sha256")
+def _is_intact(cached: Path) -> bool:
+    digest = cached.with_suffix(".sha256")
     try:
-        return digest.read_bytes() == hashlib.sha256(made.read_bytes()).hexdigest().encode()
+        return digest.read_bytes() == hashlib.sha256(cached.read_bytes()).hexdigest().encode()
     except OSError:
         return False
 
 
-def _own_files() -> list[str]:
+def _read_own_files() -> list[str]:
     return [
         path.read_text()
         for kind in ("include", "runtime")
@@ -262,7 +263,7 @@ def _own_files() -> list[str]:
     ]
 
 
-def _key(compiler: Compiler, text: str, *others: object) -> str:
+def _make_cache_key(compiler: Compiler, text: str, *others: object) -> str:
     parts = (cache_folder(), platform.machine(), compiler.command, compiler.version, text, *others)
     return hashlib.sha256("\0".join(map(str, parts)).encode()).hexdigest()[:24]
 

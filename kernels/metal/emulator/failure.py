@@ -58,7 +58,7 @@ class KernelFault(RuntimeError):
 
 
 class FailureReporter:
-    """Tells failures of one kernel's launch."""
+    """Describes failures of one kernel's launch."""
 
     def __init__(
         self,
@@ -74,95 +74,96 @@ class FailureReporter:
         self._group = group
         self._line_of = line_of
 
-    def tell(self, failure: Failure) -> str:
+    def format_failure(self, failure: Failure) -> str:
         first, second, memory = failure.first, failure.second, failure.memory
         match Fault(failure.fault):
             case Fault.RACE:
-                accesses = f"{self._access(first, memory)}; earlier {self._access(second)}"
-                return f"data race on {self._place(memory)}: {accesses}; {self._cure(failure)}"
+                accesses = f"{self._format_access(first, memory)}; earlier {self._format_access(second)}"
+                return f"data race on {self._format_place(memory)}: {accesses}; {self._suggest_fix(failure)}"
             case Fault.OUT_OF_BOUNDS:
-                return f"out of bounds: {self._access(first, memory)}, {self._outside(memory)}"
+                return f"out of bounds: {self._format_access(first, memory)}, {self._format_overrun(memory)}"
             case Fault.MISALIGNED:
-                return (
-                    f"misaligned: {self._access(first, memory)} at {self._place(memory)} is not a multiple of its size"
-                )
+                access, place = self._format_access(first, memory), self._format_place(memory)
+                return f"misaligned: {access} at {place} is not a multiple of its size"
             case Fault.WRITE_TO_CONST:
-                return f"write to constant {self._place(memory)}: {self._access(first, memory)}"
+                return f"write to constant {self._format_place(memory)}: {self._format_access(first, memory)}"
             case Fault.TOO_MANY_BYTES:
                 name = self._variables[memory.index]
                 return f"'{name}' makes {memory.offset} bytes of threadgroup memory, and Metal has 32768"
             case Fault.NO_LANE:
                 return (
-                    f"no such lane: {self._who(first)} asks for lane {memory.offset} in {_operation(first)}, and its "
-                    f"simdgroup has {memory.bytes}: ask only for lanes that there are"
+                    f"no such lane: {self._format_thread(first)} asks for lane {memory.offset} in "
+                    f"{_format_operation(first)}, and its simdgroup has {memory.bytes}: ask only for lanes that "
+                    "there are"
                 )
             case Fault.OTHER_LANE:
                 return (
-                    f"different lanes: {self._who(first)} and {self._who(second)} do not ask for the same lane in "
-                    f"{_operation(first)}: use simd_shuffle"
+                    f"different lanes: {self._format_thread(first)} and {self._format_thread(second)} do not ask for "
+                    f"the same lane in {_format_operation(first)}: use simd_shuffle"
                 )
             case Fault.DIVISION:
-                return f"{self._access(first)}: an integer is divided by zero, or the least one by -1"
-        return self._divergence(first, second)
+                return f"{self._format_access(first)}: an integer is divided by zero, or the least one by -1"
+        return self._format_divergence(first, second)
 
-    def _divergence(self, first: Party, second: Party) -> str:
+    def _format_divergence(self, first: Party, second: Party) -> str:
         column = WAITS == first.act == second.act and (first.file, first.line) == (second.file, second.line)
         same = column and first.column == second.column and first.operation == second.operation
         cure = "all threads must come to the same one"
         return (
-            f"divergence: {self._waiting(first, column)}, but {self._waiting(second, column)}: "
+            f"divergence: {self._format_wait(first, column)}, but {self._format_wait(second, column)}: "
             f"{'all must give it the same flags' if same else cure}"
         )
 
-    def _access(self, party: Party, memory: Memory | None = None) -> str:
+    def _format_access(self, party: Party, memory: Memory | None = None) -> str:
         size = f" of {memory.access} bytes" if memory is not None else ""
         line = self._line_of(party.code) if party.code else ""
-        return f"{ACTS[party.act]}{size} by {self._who(party)}{f' at {line}' if line else ''}"
+        return f"{ACTS[party.act]}{size} by {self._format_thread(party)}{f' at {line}' if line else ''}"
 
-    def _waiting(self, party: Party, column: bool) -> str:
+    def _format_wait(self, party: Party, column: bool) -> str:
         if party.act == RETURNED:
-            return f"{self._who(party)} has returned"
-        return f"{self._who(party)} waits in {_operation(party)}{f':{party.column}' if column else ''}"
+            return f"{self._format_thread(party)} has returned"
+        return f"{self._format_thread(party)} waits in {_format_operation(party)}{f':{party.column}' if column else ''}"
 
-    def _who(self, party: Party) -> str:
+    def _format_thread(self, party: Party) -> str:
         groups = tuple(-(-threads // each) for threads, each in zip(self._grid, self._group, strict=True))
-        group = _position(party.group, groups)
+        group = _unravel_index(party.group, groups)
         size = tuple(
             min(each, threads - each * at) for each, threads, at in zip(self._group, self._grid, group, strict=True)
         )
-        return f"thread {_short(_position(party.thread, size), self._grid)} of group {_short(group, self._grid)}"
+        thread = _format_position(_unravel_index(party.thread, size), self._grid)
+        return f"thread {thread} of group {_format_position(group, self._grid)}"
 
-    def _place(self, memory: Memory) -> str:
+    def _format_place(self, memory: Memory) -> str:
         if memory.space == THREADGROUP:
             return f"threadgroup variable '{self._variables[memory.index]}', byte {memory.offset}"
         name, size = self._arguments[memory.index]
         return f"argument {memory.index} '{name}', element {memory.offset // size} (byte {memory.offset})"
 
-    def _outside(self, memory: Memory) -> str:
+    def _format_overrun(self, memory: Memory) -> str:
         if memory.index < 0:
             return "nowhere near any argument"
         before = memory.offset < 0
         by = -memory.offset if before else memory.offset + memory.access - memory.bytes
-        place = self._place(memory).split(", ")[0]
+        place = self._format_place(memory).split(", ")[0]
         side = "before the begin" if before else "beyond the end"
         return f"{by} bytes {side} of {place}, which has {memory.bytes} bytes"
 
-    def _cure(self, failure: Failure) -> str:
+    def _suggest_fix(self, failure: Failure) -> str:
         if failure.first.group != failure.second.group:
             return "nothing orders threadgroups: let one write it, or use atomics"
         kind = "mem_threadgroup" if failure.memory.space == THREADGROUP else "mem_device"
         return f"no barrier with mem_flags::{kind} between them"
 
 
-def _operation(party: Party) -> str:
+def _format_operation(party: Party) -> str:
     return f"{party.operation.decode()} at {party.file.decode()}:{party.line}"
 
 
-def _position(index: int, size: tuple[int, ...]) -> tuple[int, ...]:
+def _unravel_index(index: int, size: tuple[int, ...]) -> tuple[int, ...]:
     return index % size[0], index // size[0] % size[1], index // (size[0] * size[1])
 
 
-def _short(position: tuple[int, ...], grid: tuple[int, int, int]) -> str:
-    """Without the dimensions that the launch does not have."""
+def _format_position(position: tuple[int, ...], grid: tuple[int, int, int]) -> str:
+    """Format a position without the dimensions that the launch does not have."""
     dimensions = 3 if grid[2] > 1 else 2 if grid[1] > 1 else 1
     return str(position[0]) if dimensions == 1 else str(position[:dimensions])

@@ -15,8 +15,8 @@ from typing import Any
 
 from torch import Tensor
 
-from kernels.metal.emulator.arguments import Buffer, Inline, Parameter, cast_of
-from kernels.metal.emulator.build import Built, line
+from kernels.metal.emulator.arguments import Buffer, InlineValues, Parameter, get_cast
+from kernels.metal.emulator.build import BuiltLibraries, find_source_line
 from kernels.metal.emulator.failure import Failure, FailureReporter, Fault, KernelFault
 from kernels.metal.emulator.translation import MAX_BUFFERS, KernelSource, Translation
 
@@ -33,7 +33,7 @@ class Order(IntEnum):
 
 @dataclass(frozen=True)
 class Stats:
-    """Of a launch."""
+    """What a launch took."""
 
     threads: int
     groups: int
@@ -82,29 +82,29 @@ class _Report(ctypes.Structure):
 class Library:
     """Kernels are attributes; dir() lists them."""
 
-    def __init__(self, built: Built, translation: Translation, mode: Mode) -> None:
+    def __init__(self, built: BuiltLibraries, translation: Translation, mode: Mode) -> None:
         self._built, self._mode = built, mode
         self._loaded, runtime = built.load()
         self._launch = runtime.emulator_launch
         self._launch.restype = None
-        self._numbers = {kernel.name: (i, kernel) for i, kernel in enumerate(translation.kernels)}
+        self._kernels_by_name = {kernel.name: (i, kernel) for i, kernel in enumerate(translation.kernels)}
 
     def __getattr__(self, name: str) -> EmulatedKernel:
         if name.startswith("__"):
             raise AttributeError(name)
-        if name not in self._numbers:
+        if name not in self._kernels_by_name:
             raise RuntimeError(f"Failed to create function state object for: {name}")
-        number, source = self._numbers[name]
+        number, source = self._kernels_by_name[name]
         kernel = EmulatedKernel(self._launch, self._loaded, number, source, self._mode, self._built.kernels)
         setattr(self, name, kernel)  # found without this method from now on
         return kernel
 
     def __dir__(self) -> Iterable[str]:
-        return list(self._numbers)
+        return list(self._kernels_by_name)
 
 
 class EmulatedKernel:
-    """A kernel. `stats` tells of its latest launch."""
+    """A kernel. `stats` are those of its latest launch."""
 
     thread_execution_width = 32
 
@@ -123,7 +123,7 @@ class EmulatedKernel:
         self._mode, self._variables, self._path = mode, source.variables, path
         self._launch = launch
         self._entry = ctypes.cast(getattr(loaded, f"emulator_kernel_{number}"), ctypes.c_void_p).value
-        self._buffers = _buffers(getattr(loaded, f"emulator_describe_{number}"), source)
+        self._buffers = _describe_buffers(getattr(loaded, f"emulator_describe_{number}"), source)
 
     @property
     def static_thread_group_memory_length(self) -> int:
@@ -137,13 +137,13 @@ class EmulatedKernel:
         group_size: int | Sequence[int] | None = None,
         arg_casts: str | Mapping[int, str] | None = None,
     ) -> None:
-        """Runs on `threads` threads in all, by default one for each element of the first tensor.
+        """Run on `threads` threads in all, by default one for each element of the first tensor.
 
         Raises TypeError, ValueError or RuntimeError for wrong arguments, KernelFault for what the kernel does wrong.
         """
         launch, report = _Launch(), _Report()
-        kept = self._bind(launch, args, arg_casts)
-        grid, group = self._size(_threads(threads, args), group_size)
+        kept = self._bind_arguments(launch, args, arg_casts)
+        grid, group = self._resolve_launch_size(_resolve_threads(threads, args), group_size)
         launch.entry, launch.arguments = self._entry, len(args)
         launch.grid[:], launch.group[:] = grid, group
         launch.order, launch.checked, launch.seed = self._mode.order, self._mode.checked, self._mode.seed
@@ -158,10 +158,12 @@ class EmulatedKernel:
             accesses=report.accesses,
         )
         if report.failure.fault != Fault.NONE:
-            raise KernelFault(f"{self.name}: {self._teller(grid, group).tell(report.failure)}")
+            raise KernelFault(f"{self.name}: {self._make_reporter(grid, group).format_failure(report.failure)}")
 
-    def _bind(self, launch: _Launch, args: tuple[Any, ...], casts: str | Mapping[int, str] | None) -> Inline | None:
-        """What it returns has to live as long as the launch."""
+    def _bind_arguments(
+        self, launch: _Launch, args: tuple[Any, ...], casts: str | Mapping[int, str] | None
+    ) -> InlineValues | None:
+        """Bind the arguments of a launch. What it returns has to live as long as the launch."""
         if len(args) != len(self._buffers):
             names = ", ".join(buffer.name for buffer in self._buffers)
             raise TypeError(f"{self.name} takes {len(self._buffers)} arguments ({names}), not {len(args)}")
@@ -171,21 +173,24 @@ class EmulatedKernel:
                 launch.buffers[i], launch.bytes[i] = buffer.bind_tensor(value)
                 launch.writable[i] = buffer.writable
             else:
-                packed[i] = buffer.pack(value, cast_of(casts, i))
+                packed[i] = buffer.pack(value, get_cast(casts, i))
         if not packed:
             return None
-        inline = Inline(list(packed.values()))
+        inline = InlineValues(list(packed.values()))
         for address, (i, value) in zip(inline.addresses, packed.items(), strict=True):
             launch.buffers[i], launch.bytes[i] = address, len(value)
         return inline
 
-    def _size(
+    def _resolve_launch_size(
         self, threads: Sequence[int], group_size: int | Sequence[int] | None
     ) -> tuple[tuple[int, int, int], tuple[int, int, int]]:
-        """Of the grid, and of a threadgroup."""
-        most = self.max_threads_per_threadgroup
+        """Return the sizes of the grid and of a threadgroup."""
+        max_threads = self.max_threads_per_threadgroup
         if group_size is None:
-            group: Sequence[int] = [min(threads[0], most) if len(threads) == 1 else most, *[1] * (len(threads) - 1)]
+            group: Sequence[int] = [
+                min(threads[0], max_threads) if len(threads) == 1 else max_threads,
+                *[1] * (len(threads) - 1),
+            ]
         else:
             group = [group_size] if isinstance(group_size, int) else group_size
         if len(group) != len(threads):
@@ -194,24 +199,24 @@ class EmulatedKernel:
             raise ValueError(f"{self.name}: an empty grid: threads {tuple(threads)}, group_size {tuple(group)}")
         if max(threads) > _MAX_GRID:
             raise ValueError(f"{self.name}: threads {tuple(threads)}: at most {_MAX_GRID} in each direction")
-        grid3, group3 = _three(threads), _three(group)
-        if group3[0] * group3[1] * group3[2] > most:
-            raise ValueError(f"{self.name}: Threadgroup size exceeds {most} limit")
+        grid3, group3 = _pad_to_3d(threads), _pad_to_3d(group)
+        if group3[0] * group3[1] * group3[2] > max_threads:
+            raise ValueError(f"{self.name}: Threadgroup size exceeds {max_threads} limit")
         return grid3, group3
 
-    def _teller(self, grid: tuple[int, int, int], group: tuple[int, int, int]) -> FailureReporter:
+    def _make_reporter(self, grid: tuple[int, int, int], group: tuple[int, int, int]) -> FailureReporter:
         arguments = [(buffer.name, buffer.size) for buffer in self._buffers]
-        return FailureReporter(arguments, self._variables, grid, group, partial(line, self._path))
+        return FailureReporter(arguments, self._variables, grid, group, partial(find_source_line, self._path))
 
 
-def _buffers(describe: Any, source: KernelSource) -> list[Buffer]:
+def _describe_buffers(describe: Any, source: KernelSource) -> list[Buffer]:
     found = (Parameter * 64)()
     count = describe(found)
     buffers = [Buffer(source.name, source.buffers[each.buffer], each) for each in found[:count] if each.buffer >= 0]
     return sorted(buffers, key=lambda buffer: buffer.index)
 
 
-def _threads(threads: int | Sequence[int] | None, args: tuple[Any, ...]) -> Sequence[int]:
+def _resolve_threads(threads: int | Sequence[int] | None, args: tuple[Any, ...]) -> Sequence[int]:
     if threads is None:
         tensors = [value for value in args if isinstance(value, Tensor)]
         threads = tensors[0].numel() if tensors else None
@@ -222,6 +227,6 @@ def _threads(threads: int | Sequence[int] | None, args: tuple[Any, ...]) -> Sequ
     return threads
 
 
-def _three(size: Sequence[int]) -> tuple[int, int, int]:
+def _pad_to_3d(size: Sequence[int]) -> tuple[int, int, int]:
     x, y, z = (*size, 1, 1)[:3]
     return x, y, z

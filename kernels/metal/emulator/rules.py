@@ -9,13 +9,13 @@ import re
 from collections.abc import Iterator
 
 from kernels.metal.emulator.scalars import SCALARS
-from kernels.metal.emulator.syntax import Declaration, DeclarationKind, declarations
+from kernels.metal.emulator.syntax import Declaration, DeclarationKind, find_declarations
 from kernels.metal.emulator.tokens import Source
-from kernels.metal.emulator.translation import threadgroup_variables
+from kernels.metal.emulator.translation import find_threadgroup_variables
 
 Found = Iterator[tuple[int, str]]  # index of a token, what is wrong with it
 
-WORDS = {
+FORBIDDEN_WORDS = {
     "double": "Metal has no double: write float",
     "goto": "Metal has no goto: write a loop or a condition",
     "new": "Metal has no memory to allocate: declare an array of a fixed size",
@@ -32,13 +32,13 @@ WORDS = {
     "std": "Metal has no std: write metal::",
     "function_constant": "compile_shader cannot set function constants: use a template parameter",
 }
-CALLS = {
+FORBIDDEN_CALLS = {
     "printf": "Metal kernels cannot print: write into a buffer",
     "assert": "Metal kernels cannot assert: write into a buffer",
     "malloc": "Metal has no memory to allocate: declare an array of a fixed size",
 }
-SPACES = frozenset(("device", "constant", "threadgroup", "thread", "ray_data", "object_data"))
-_POINTED = frozenset(("auto", *(f"{scalar.name}{n}" for scalar in SCALARS for n in ("", 2, 3, 4))))
+ADDRESS_SPACES = frozenset(("device", "constant", "threadgroup", "thread", "ray_data", "object_data"))
+_BUILTIN_TYPES = frozenset(("auto", *(f"{scalar.name}{n}" for scalar in SCALARS for n in ("", 2, 3, 4))))
 _LINE = re.compile(r'^#line (\d+) "([^"\n]*)"$', re.MULTILINE)
 _BEFORE_LAMBDA = frozenset(("(", ",", "=", "return", "{", ";", "&&", "||", "?", ":"))
 _NO_SPACE = (
@@ -47,7 +47,7 @@ _NO_SPACE = (
 
 
 def check_text(source: str) -> None:
-    """The source as it is written. Raises SyntaxError."""
+    """Check the source as it is written. Raises SyntaxError."""
     if not source.isascii():
         first = re.search(r"[^\x00-\x7F]", source)
         assert first is not None
@@ -59,22 +59,27 @@ def check_text(source: str) -> None:
 
 
 def check(source: Source) -> None:
-    """The preprocessed source. Raises SyntaxError with a line for each fault."""
-    found = declarations(source)
-    faults = [*_words(source), *_pointers(source), *_lambdas(source), *_recursion(source, found)]
+    """Check the preprocessed source. Raises SyntaxError with a line for each fault."""
+    found = find_declarations(source)
+    faults = [
+        *_check_words(source),
+        *_check_pointers(source),
+        *_check_lambdas(source),
+        *_check_recursion(source, found),
+    ]
     for each in found:
-        faults += [*_scope(source, each), *_threadgroup(source, each), *_parameters(source, each)]
+        faults += [*_check_scope(source, each), *_check_threadgroup(source, each), *_check_parameters(source, each)]
     if faults:
-        raise SyntaxError("\n".join(f"{source.where(i)}: {fault}" for i, fault in sorted(set(faults))))
+        raise SyntaxError("\n".join(f"{source.location(i)}: {fault}" for i, fault in sorted(set(faults))))
 
 
-def _words(source: Source) -> Found:
+def _check_words(source: Source) -> Found:
     for i, token in enumerate(source.tokens):
-        if token.text in WORDS and not source.is_at(i - 1, "."):
+        if token.text in FORBIDDEN_WORDS and not source.is_at(i - 1, "."):
             if token.text != "std" or source.is_at(i + 1, "::"):
-                yield i, f"'{token.text}': {WORDS[token.text]}"
-        elif token.text in CALLS and source.is_at(i + 1, "("):
-            yield i, f"'{token.text}': {CALLS[token.text]}"
+                yield i, f"'{token.text}': {FORBIDDEN_WORDS[token.text]}"
+        elif token.text in FORBIDDEN_CALLS and source.is_at(i + 1, "("):
+            yield i, f"'{token.text}': {FORBIDDEN_CALLS[token.text]}"
         elif source.is_at(i, "long", "long"):
             yield i, "'long long': Metal's long has 64 bits: write long"
         elif source.is_at(i, "[", "[", "threadgroup", "("):
@@ -83,55 +88,55 @@ def _words(source: Source) -> Found:
             yield i, f"'{source.tokens[i + 2].text}': Metal has no function pointers: use a template parameter"
 
 
-def _lambdas(source: Source) -> Found:
+def _check_lambdas(source: Source) -> Found:
     for i, token in enumerate(source.tokens):
         if token.text == "[" and i and source.tokens[i - 1].text in _BEFORE_LAMBDA and not source.is_at(i, "[", "["):
-            after = source.close(i) + 1
+            after = source.find_closing(i) + 1
             if source.is_at(after, "(") or source.is_at(after, "{"):
                 yield i, "Metal 3 has no lambdas: write a function, or a struct with operator()"
 
 
-def _pointers(source: Source) -> Found:
-    """`float* p` and `const half4& x`, wherever they stand: a type before * or & declares one, it never multiplies."""
+def _check_pointers(source: Source) -> Found:
+    """Check `float* p` and `const half4& x` anywhere: a type before * or & declares a pointer, it never multiplies."""
     for i, token in enumerate(source.tokens):
-        if token.text not in _POINTED or source.is_at(i - 1, "::") or source.is_at(i - 1, "operator"):
+        if token.text not in _BUILTIN_TYPES or source.is_at(i - 1, "::") or source.is_at(i - 1, "operator"):
             continue
         last = i + 1
-        while last < len(source.tokens) and source.tokens[last].text in ("const", "volatile", *SPACES):
+        while last < len(source.tokens) and source.tokens[last].text in ("const", "volatile", *ADDRESS_SPACES):
             last += 1
         if last == len(source.tokens) or source.tokens[last].text not in ("*", "&", "&&"):
             continue
         first = i
-        while source.tokens[first - 1].text in ("const", "volatile", "static", "constexpr", *SPACES):
+        while source.tokens[first - 1].text in ("const", "volatile", "static", "constexpr", *ADDRESS_SPACES):
             first -= 1
-        if not SPACES & {each.text for each in source.tokens[first:last]}:
+        if not ADDRESS_SPACES & {each.text for each in source.tokens[first:last]}:
             yield i, f"'{source.slice(first, last + 1)}': {_NO_SPACE}"
 
 
-def _parameters(source: Source, function: Declaration) -> Found:
-    """Those of types that are not built in."""
+def _check_parameters(source: Source, function: Declaration) -> Found:
+    """Check parameters of types that are not built in."""
     if function.kind is not DeclarationKind.FUNCTION:
         return
-    for begin, end in source.split(*function.parameters):
+    for begin, end in source.split_at_commas(*function.parameters):
         texts = [token.text for token in source.tokens[begin:end]]
         pointers = [text for text in texts if text in ("*", "&", "&&")]
-        if pointers and not (SPACES | _POINTED) & set(texts) and "=" not in texts:
+        if pointers and not (ADDRESS_SPACES | _BUILTIN_TYPES) & set(texts) and "=" not in texts:
             yield begin, f"'{source.slice(begin, end)}': {_NO_SPACE}"
 
 
-def _scope(source: Source, variable: Declaration) -> Found:
-    """Variables outside functions."""
-    if variable.kind is not DeclarationKind.VARIABLE or variable.member:
+def _check_scope(source: Source, variable: Declaration) -> Found:
+    """Check variables outside functions."""
+    if variable.kind is not DeclarationKind.VARIABLE or variable.is_member:
         return
     texts = {token.text for token in source.tokens[variable.begin : variable.end]}
     if "constant" not in texts:
         yield variable.begin, "a variable outside functions must be a constant: write constant before its type"
 
 
-def _threadgroup(source: Source, function: Declaration) -> Found:
+def _check_threadgroup(source: Source, function: Declaration) -> Found:
     if function.kind is not DeclarationKind.FUNCTION:
         return
-    for variable in threadgroup_variables(source, *function.body):
+    for variable in find_threadgroup_variables(source, *function.body):
         name = source.tokens[variable.declarators[0][0]].text
         if not function.is_kernel(source):
             yield (
@@ -146,14 +151,14 @@ def _threadgroup(source: Source, function: Declaration) -> Found:
 
 
 def _is_call(source: Source, i: int) -> bool:
-    """Whether a name before a parenthesis may be a function's: not a member, nor a variable as in `half4 f(1.0h);`."""
+    """Return whether a name before a parenthesis may be a function's: no member, nor a variable (`half4 f(1.0h);`)."""
     before = source.tokens[i - 1]
     return before.text not in ("::", ".", "->") and (not before.is_word or before.text in ("return", "else", "do"))
 
 
-def _recursion(source: Source, found: list[Declaration]) -> Found:
-    """Functions that reach themselves. Overloads are left out: a name does not tell which of them is called."""
-    functions = [each for each in found if each.kind is DeclarationKind.FUNCTION and not each.member]
+def _check_recursion(source: Source, found: list[Declaration]) -> Found:
+    """Find functions that reach themselves. Overloads are left out: a name does not say which of them is called."""
+    functions = [each for each in found if each.kind is DeclarationKind.FUNCTION and not each.is_member]
     names = [each.name for each in functions]
     calls = {
         each.name: {

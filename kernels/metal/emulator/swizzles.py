@@ -18,14 +18,15 @@ _COMPONENTS = {"x": 0, "y": 1, "z": 2, "w": 3, "r": 0, "g": 1, "b": 2, "a": 3}
 _ASSIGNMENTS = (("=",), *((f"{op}=",) for op in "+-*/%&|^"), ("<", "<="), (">", ">", "="), ("++",), ("--",))
 _VECTOR = re.compile(r"[a-z_]+[234]|vec|packed_vec")
 _OPENING = {")": "(", "]": "["}
-_PASSED = ("*", "&", "const", "volatile", "device", "constant", "threadgroup", "thread")  # between a type and a name
+# Between a type and a name
+_QUALIFIERS = ("*", "&", "const", "volatile", "device", "constant", "threadgroup", "thread")
 
 Members = Mapping[str, set[str]]  # by name: the structs that have it
 
 
-def swizzles(source: Source) -> Iterator[tuple[int, str]]:
-    """Tokens, and what to write instead. Raises SyntaxError."""
-    members = _members(source)
+def find_swizzles(source: Source) -> Iterator[tuple[int, str]]:
+    """Yield the tokens of swizzles, and what to write instead. Raises SyntaxError."""
+    members = _find_swizzle_members(source)
     for i in range(2, len(source.tokens) - 1):
         text = source.tokens[i].text
         if source.tokens[i - 1].text not in (".", "->") or not _SWIZZLE.fullmatch(text):
@@ -33,13 +34,15 @@ def swizzles(source: Source) -> Iterator[tuple[int, str]]:
         if source.is_at(i + 1, "(") or (text in members and _is_member(source, i, members[text])):
             continue
         assigned = _is_assigned(source, i + 1)
-        if not assigned and _is_assigned(source, _selected(source, i + 1)):
+        if not assigned and _is_assigned(source, _skip_selectors(source, i + 1)):
             raise SyntaxError(
-                f"{source.where(i)}: a part of '.{text}' is assigned, which is a copy: "
+                f"{source.location(i)}: a part of '.{text}' is assigned, which is a copy: "
                 "assign to the components of the vector itself"
             )
         if assigned and len(set(text)) < len(text):
-            raise SyntaxError(f"{source.where(i)}: '{text}' is assigned, and names a component twice: name each once")
+            raise SyntaxError(
+                f"{source.location(i)}: '{text}' is assigned, and names a component twice: name each once"
+            )
         components = ", ".join(str(_COMPONENTS[letter]) for letter in text)
         yield i, f"template {'swizzled_to' if assigned else 'swizzled'}<{components}>()"
 
@@ -48,19 +51,19 @@ def _is_assigned(source: Source, after: int) -> bool:
     return any(source.is_at(after, *each) for each in _ASSIGNMENTS)
 
 
-def _selected(source: Source, i: int) -> int:
-    """What comes after `[1]` and `.x` that stand at i."""
+def _skip_selectors(source: Source, i: int) -> int:
+    """Return the index after `[1]` and `.x` that stand at i."""
     while source.is_at(i, "[") or source.is_at(i, "."):
-        i = source.close(i) + 1 if source.is_at(i, "[") else i + 2
+        i = source.find_closing(i) + 1 if source.is_at(i, "[") else i + 2
     return i
 
 
-def _members(source: Source) -> Members:
-    """Those that look like swizzles."""
+def _find_swizzle_members(source: Source) -> Members:
+    """Return the members of structs that look like swizzles."""
     found = defaultdict(set)
     for i in range(len(source.tokens) - 2):
         if source.tokens[i].text in ("struct", "class", "union") and source.is_at(i + 2, "{"):
-            for member in range(i + 3, source.close(i + 2)):
+            for member in range(i + 3, source.find_closing(i + 2)):
                 before, name = source.tokens[member - 1], source.tokens[member].text
                 if _SWIZZLE.fullmatch(name) and (before.is_word or before.text in (",", ">", "*", "&")):
                     found[name].add(source.tokens[i + 1].text)
@@ -68,29 +71,29 @@ def _members(source: Source) -> Members:
 
 
 def _is_member(source: Source, at: int, structs: set[str]) -> bool:
-    """Whether the object whose member stands there is declared as one of these structs."""
-    name = _object(source, at - 2)
+    """Return whether the object whose member stands there is declared as one of these structs."""
+    name = _find_object_name(source, at - 2)
     if name == "this":
         return True
     for i in range(at - 3, 0, -1):
         if source.tokens[i].text == name:
-            declared = _type(source, i)
+            declared = _find_declared_type(source, i)
             if declared in structs or _VECTOR.fullmatch(declared):
                 return declared in structs
     return False
 
 
-def _object(source: Source, last: int) -> str:
-    """s of `s.`, `s[i].`, `s(...).`, `a.s.` and `(*s).`: what ends at `last`."""
+def _find_object_name(source: Source, last: int) -> str:
+    """Return s of `s.`, `s[i].`, `s(...).`, `a.s.` and `(*s).`, which end at `last`."""
     while closing := _OPENING.get(source.tokens[last].text):
-        opening = _open(source, last, closing)
+        opening = _find_opening(source, last, closing)
         within = closing == "(" and not source.tokens[opening - 1].is_word
         last = last - 1 if within else opening - 1
     return source.tokens[last].text
 
 
-def _open(source: Source, index: int, opening: str) -> int:
-    """The bracket that the one at `index` closes, or the first token."""
+def _find_opening(source: Source, index: int, opening: str) -> int:
+    """Return the bracket that the one at `index` closes, or the first token."""
     closing, depth = source.tokens[index].text, 0
     for i in range(index, 0, -1):
         depth += (source.tokens[i].text == closing) - (source.tokens[i].text == opening)
@@ -99,10 +102,10 @@ def _open(source: Source, index: int, opening: str) -> int:
     return 0
 
 
-def _type(source: Source, name: int) -> str:
-    """T of `T* name` and `T<A> name`; anything else where no type stands before it."""
+def _find_declared_type(source: Source, name: int) -> str:
+    """Return T of `T* name` and `T<A> name`; anything else where no type stands before it."""
     i = name - 1
-    while i > 0 and source.tokens[i].text in _PASSED:
+    while i > 0 and source.tokens[i].text in _QUALIFIERS:
         i -= 1
     if source.tokens[i].text == ">":
         depth = 1

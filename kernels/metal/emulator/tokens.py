@@ -46,27 +46,27 @@ class Source:
         self._markers = [(0, "program_source", 1), *markers]
         self._starts = [start for start, _, _ in self._markers]
 
-    def where(self, index: int) -> str:
-        """Of a token, as file:line."""
+    def location(self, index: int) -> str:
+        """Return the place of a token, as file:line."""
         at = self.tokens[min(index, len(self.tokens) - 1)].start
         start, file, line = self._markers[bisect_right(self._starts, at) - 1]
         return f"{file}:{line + self.text.count(chr(10), start, at)}"
 
-    def place(self, index: int) -> tuple[int, int]:
-        """Of a token: its line, and its column once macros are expanded, both from 1."""
+    def line_and_column(self, index: int) -> tuple[int, int]:
+        """Return a token's line, and its column once macros are expanded, both from 1."""
         at = self.tokens[index].start
-        return int(self.where(index).rpartition(":")[2]), at - self.text.rfind("\n", 0, at)
+        return int(self.location(index).rpartition(":")[2]), at - self.text.rfind("\n", 0, at)
 
     def slice(self, begin: int, end: int) -> str:
-        """The text of tokens [begin, end)."""
+        """Return the text of tokens [begin, end)."""
         return self.text[self.tokens[begin].start : self.tokens[end - 1].end] if begin < end else ""
 
     def is_at(self, index: int, *texts: str) -> bool:
-        """Whether these tokens stand there."""
+        """Return whether these tokens stand there."""
         return [token.text for token in self.tokens[index : index + len(texts)]] == list(texts)
 
-    def close(self, index: int) -> int:
-        """The bracket that closes the one at `index`. Raises SyntaxError."""
+    def find_closing(self, index: int) -> int:
+        """Return the bracket that closes the one at `index`. Raises SyntaxError."""
         opening = self.tokens[index].text
         closing, depth = _PAIRS[opening], 0
         for i in range(index, len(self.tokens)):
@@ -74,43 +74,43 @@ class Source:
             depth += (text == opening) - (text == closing)
             if not depth:
                 return i
-        raise SyntaxError(f"{self.where(index)}: '{opening}' is never closed")
+        raise SyntaxError(f"{self.location(index)}: '{opening}' is never closed")
 
-    def close_angle(self, index: int) -> int:
-        """The `>` that closes the `<` at `index`. Raises SyntaxError."""
+    def find_closing_angle(self, index: int) -> int:
+        """Return the `>` that closes the `<` at `index`. Raises SyntaxError."""
         depth, i = 0, index
         while i < len(self.tokens):
             text = self.tokens[i].text
             if text in _PAIRS:
-                i = self.close(i)
+                i = self.find_closing(i)
             depth += (text == "<") - (text == ">")
             if not depth:
                 return i
             i += 1
-        raise SyntaxError(f"{self.where(index)}: '<' is never closed")
+        raise SyntaxError(f"{self.location(index)}: '<' is never closed")
 
-    def split(self, begin: int, end: int) -> list[tuple[int, int]]:
-        """The pieces between the commas of [begin, end) that stand in no bracket."""
+    def split_at_commas(self, begin: int, end: int) -> list[tuple[int, int]]:
+        """Return the pieces between the commas of [begin, end) that stand in no bracket."""
         pieces, first, i = [], begin, begin
         while i < end:
             text = self.tokens[i].text
             if text in _PAIRS:
-                i = self.close(i)
+                i = self.find_closing(i)
             elif text == "<":
-                i = self.close_angle(i)
+                i = self.find_closing_angle(i)
             elif text == ",":
                 pieces.append((first, i))
                 first = i + 1
             i += 1
         return [*pieces, (first, end)] if first < end else pieces
 
-    def attributes(self, begin: int, end: int) -> Iterator[tuple[int, int, int, int]]:
-        """Each attribute of [[a, b(c)]] in [begin, end): its tokens, then those of its whole pair of brackets."""
+    def find_attributes(self, begin: int, end: int) -> Iterator[tuple[int, int, int, int]]:
+        """Yield each attribute of [[a, b(c)]] in [begin, end): its tokens, then those of its whole pair of brackets."""
         i = begin
         while i < end - 1:
             if self.is_at(i, "[", "["):
-                last = self.close(i)
-                for first, after in self.split(i + 2, last - 1):
+                last = self.find_closing(i)
+                for first, after in self.split_at_commas(i + 2, last - 1):
                     yield first, after, i, last + 1
                 i = last
             i += 1

@@ -1,7 +1,7 @@
 """Metal Shading Language to C++: finds the kernels, and rewrites the little that C++ does not know.
 
 That is: attributes go, a threadgroup's variables become references into memory that the runtime hands out, swizzles
-become calls, 1.5h becomes half(1.5f), barriers and simd operations are told where they are called, and every kernel
+become calls, 1.5h becomes half(1.5f), barriers and simd operations get the place of their call, and every kernel
 gets an entry point that takes its arguments out of a launch.
 All else stays as it is, line by line. What include/metal_stdlib makes of it, and how a kernel runs, is not known here.
 """
@@ -12,8 +12,8 @@ import re
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from kernels.metal.emulator.swizzles import swizzles
-from kernels.metal.emulator.syntax import Declaration, DeclarationKind, declarations
+from kernels.metal.emulator.swizzles import find_swizzles
+from kernels.metal.emulator.syntax import Declaration, DeclarationKind, find_declarations
 from kernels.metal.emulator.tokens import Source
 
 MAX_BUFFERS, MAX_THREADS, MAX_VARIABLES = 31, 1024, 64
@@ -37,7 +37,7 @@ ATTRIBUTES = frozenset(
 )
 _LITERAL = re.compile(r"(\d+\.\d*(?:[eE][+-]?\d+)?|\.\d+(?:[eE][+-]?\d+)?)(h|H|bf|BF)")
 # What takes a Where: nothing else of a simdgroup waits.
-_WAITS = re.compile(
+_SYNC_CALL = re.compile(
     "(threadgroup|simdgroup)_barrier|simd_(sum|product|max|min|and|or|xor|all|any|ballot|active_threads_mask)"
     "|simd_(prefix|shuffle|broadcast)[a-z_]*"
 )
@@ -82,8 +82,8 @@ class Variable:
     declarators: tuple[tuple[int, int], ...]  # name and array bounds
 
 
-def threadgroup_variables(source: Source, begin: int, end: int) -> list[Variable]:
-    """Those declared in [begin, end); pointers to threadgroup memory are none."""
+def find_threadgroup_variables(source: Source, begin: int, end: int) -> list[Variable]:
+    """Return those declared in [begin, end); pointers to threadgroup memory are not among them."""
     found = []
     for i in range(begin, end):
         if source.tokens[i].text != "threadgroup" or source.tokens[i - 1].text not in (";", "{", "}", ")", ":"):
@@ -93,21 +93,21 @@ def threadgroup_variables(source: Source, begin: int, end: int) -> list[Variable
             last += 1
         if _is_pointer(source, i + 1, last) or source.is_at(i + 1, "("):
             continue
-        pieces = source.split(i + 1, last)
+        pieces = source.split_at_commas(i + 1, last)
         name = pieces[0][0]
         while name + 1 < pieces[0][1] and source.tokens[name + 1].text not in ("[", "=", "{"):
-            name = source.close_angle(name + 1) if source.tokens[name + 1].text == "<" else name + 1
+            name = source.find_closing_angle(name + 1) if source.tokens[name + 1].text == "<" else name + 1
         found.append(Variable(i, last + 1, (i + 1, name), ((name, pieces[0][1]), *pieces[1:])))
     return found
 
 
 def _is_pointer(source: Source, begin: int, end: int) -> bool:
-    """Whether `T* p`, `T& r` or `T (*p)[2]` is declared in [begin, end), whatever it begins as."""
+    """Return whether `T* p`, `T& r` or `T (*p)[2]` is declared in [begin, end), whatever it begins as."""
     i = begin
     while i < end and source.tokens[i].text not in ("[", "=", "{"):
         if source.tokens[i].text in ("*", "&"):
             return True
-        i = source.close_angle(i) + 1 if source.tokens[i].text == "<" else i + 1
+        i = source.find_closing_angle(i) + 1 if source.tokens[i].text == "<" else i + 1
     return False
 
 
@@ -121,63 +121,63 @@ class Translator:
         self._templates: dict[str, _Signature] = {}  # those of kernels
 
     def translate(self) -> Translation:
-        for each in declarations(self._source):
+        for each in find_declarations(self._source):
             if each.is_kernel(self._source):
-                self._kernel(each)
+                self._translate_kernel(each)
             elif each.kind is DeclarationKind.INSTANTIATION:
-                self._instantiation(each)
-        for i, text in swizzles(self._source):
+                self._translate_instantiation(each)
+        for i, text in find_swizzles(self._source):
             self._replace(i, i + 1, text)
-        self._places()
-        self._literals()
-        self._constants()
-        return Translation(self._edited(), tuple(self._kernels))
+        self._insert_call_sites()
+        self._translate_literals()
+        self._remove_duplicate_const()
+        return Translation(self._apply_edits(), tuple(self._kernels))
 
     # ---- kernels
 
-    def _kernel(self, kernel: Declaration) -> None:
+    def _translate_kernel(self, kernel: Declaration) -> None:
         tokens = self._source.tokens
         limit, host = MAX_THREADS, kernel.name
-        for first, after, begin, end in self._source.attributes(kernel.begin, kernel.parameters[0]):
+        for first, after, begin, end in self._source.find_attributes(kernel.begin, kernel.parameters[0]):
             if tokens[first].text == _LIMIT:
-                limit = self._number(first)
+                limit = self._attribute_number(first)
             elif tokens[first].text == "host_name":
-                host = self._string(first, after)
+                host = self._attribute_string(first, after)
             self._replace(begin, end, "")
         for i in range(kernel.begin, kernel.parameters[0]):
             if tokens[i].text == "kernel":
                 self._replace(i, i + 1, "")
-        bindings, buffers = self._parameters(kernel)
-        signature = _Signature(bindings, buffers, self._variables(kernel), limit)
-        begin = self._source.close_angle(kernel.begin + 1) + 1 if kernel.template else kernel.begin
+        bindings, buffers = self._bind_parameters(kernel)
+        signature = _Signature(bindings, buffers, self._translate_variables(kernel), limit)
+        begin = self._source.find_closing_angle(kernel.begin + 1) + 1 if kernel.is_template else kernel.begin
         self._insert(tokens[begin].start, "EMULATOR_KERNEL ")
-        if kernel.template:
+        if kernel.is_template:
             self._templates[kernel.name] = signature
         else:
-            self._insert(tokens[kernel.end - 1].end, self._entry(host, kernel.name, signature))
+            self._insert(tokens[kernel.end - 1].end, self._make_entry_point(host, kernel.name, signature))
 
-    def _instantiation(self, each: Declaration) -> None:
+    def _translate_instantiation(self, each: Declaration) -> None:
         names = [
-            self._string(first, after)
-            for first, after, _, _ in self._source.attributes(each.begin, each.end)
+            self._attribute_string(first, after)
+            for first, after, _, _ in self._source.find_attributes(each.begin, each.end)
             if self._source.tokens[first].text == "host_name"
         ]
-        callee = self._callee(each)
+        callee = self._find_callee(each)
         name = re.split(r"\s*<", callee)[0].split("::")[-1].strip()
         if not names or name not in self._templates:
             return  # not of a kernel
-        self._replace(each.begin, each.end, self._entry(names[0], callee, self._templates[name]))
+        self._replace(each.begin, each.end, self._make_entry_point(names[0], callee, self._templates[name]))
 
-    def _callee(self, each: Declaration) -> str:
-        """f<float> of `template [[...]] kernel void f<float>(...);` and `template [[...]] decltype(f<float>) ...;`"""
+    def _find_callee(self, each: Declaration) -> str:
+        """Return f<float> of `template [[]] kernel void f<float>(...);` or `template [[]] decltype(f<float>) ...;`."""
         for i in range(each.begin, each.end):
             if self._source.tokens[i].text == "decltype":
-                return self._source.slice(i + 2, self._source.close(i + 1))
+                return self._source.slice(i + 2, self._source.find_closing(i + 1))
             if self._source.tokens[i].text == "void":
                 return self._source.slice(i + 1, each.parameters[0] - 1)
         return each.name
 
-    def _entry(self, host: str, callee: str, signature: _Signature) -> str:
+    def _make_entry_point(self, host: str, callee: str, signature: _Signature) -> str:
         number, callee = len(self._kernels), " ".join(callee.split())
         self._kernels.append(KernelSource(host, signature.buffers, signature.variables, signature.max_threads))
         types = ", ".join(f"::emulator::{binding}" for binding in signature.bindings)
@@ -189,60 +189,61 @@ class Translator:
             f" {{ return ::emulator::describe<{types}>(&{callee}, to); }} "
         )
 
-    def _parameters(self, kernel: Declaration) -> tuple[tuple[str, ...], tuple[str, ...]]:
-        """What each is bound to; the names of those that are buffers, in the order of their indices."""
+    def _bind_parameters(self, kernel: Declaration) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        """Return what each parameter is bound to, and the names of the buffers, in the order of their indices."""
         bindings: list[str] = []
         buffers: dict[int, str] = {}
-        for begin, end in self._source.split(*kernel.parameters):
-            bound = self._bound(kernel, begin, end, max(buffers, default=-1) + 1)
+        for begin, end in self._source.split_at_commas(*kernel.parameters):
+            bound = self._bind_parameter(kernel, begin, end, max(buffers, default=-1) + 1)
             if isinstance(bound, str):
                 bindings.append(bound)
                 continue
             if bound in buffers:
                 raise SyntaxError(
-                    f"{self._source.where(begin)}: buffer {bound} has two parameters: number them 0, 1, ..."
+                    f"{self._source.location(begin)}: buffer {bound} has two parameters: number them 0, 1, ..."
                 )
             bindings.append(f"buffer<{bound}>")
-            buffers[bound] = self._name(begin, end)
+            buffers[bound] = self._parameter_name(begin, end)
         self._check_indices(kernel, buffers)
         return tuple(bindings), tuple(buffers[i] for i in range(len(buffers)))
 
-    def _bound(self, kernel: Declaration, begin: int, end: int, unnumbered: int) -> str | int:
-        """What a parameter is bound to: an attribute, or the buffer of an index, `unnumbered` if it does not say which.
+    def _bind_parameter(self, kernel: Declaration, begin: int, end: int, unnumbered: int) -> str | int:
+        """Return what a parameter is bound to: an attribute, or a buffer's index, `unnumbered` if it gives none.
 
         Its attributes go.
         """
         tokens = self._source.tokens
         bound: str | int | None = unnumbered if any(token.text in "*&" for token in tokens[begin:end]) else None
-        for first, _, start, stop in self._source.attributes(begin, end):
+        for first, _, start, stop in self._source.find_attributes(begin, end):
             if tokens[first].text == "buffer":
-                bound = self._number(first)
+                bound = self._attribute_number(first)
             elif tokens[first].text in ATTRIBUTES:
                 bound = tokens[first].text
             self._replace(start, stop, "")
         if bound is None:
             raise SyntaxError(
-                f"{self._source.where(begin)}: parameter '{self._name(begin, end)}' of kernel '{kernel.name}' is bound "
-                "to nothing: make it a constant reference, or give it an attribute such as [[thread_position_in_grid]]"
+                f"{self._source.location(begin)}: parameter '{self._parameter_name(begin, end)}' of kernel "
+                f"'{kernel.name}' is bound to nothing: make it a constant reference, or give it an attribute "
+                "such as [[thread_position_in_grid]]"
             )
         return bound
 
     def _check_indices(self, kernel: Declaration, buffers: dict[int, str]) -> None:
-        where = self._source.where(kernel.begin)
+        place = self._source.location(kernel.begin)
         if len(buffers) > MAX_BUFFERS:
             raise SyntaxError(
-                f"{where}: kernel '{kernel.name}' has {len(buffers)} buffers, and Metal {MAX_BUFFERS}: "
+                f"{place}: kernel '{kernel.name}' has {len(buffers)} buffers, and Metal {MAX_BUFFERS}: "
                 "put some into a struct"
             )
         missing = [i for i in range(len(buffers)) if i not in buffers]
         if missing:
             raise SyntaxError(
-                f"{where}: kernel '{kernel.name}' has no buffer {missing[0]}: "
+                f"{place}: kernel '{kernel.name}' has no buffer {missing[0]}: "
                 f"compile_shader passes argument i as buffer i, so number them 0 to {len(buffers) - 1}"
             )
 
-    def _name(self, begin: int, end: int) -> str:
-        """Of a parameter: its last word before the attributes."""
+    def _parameter_name(self, begin: int, end: int) -> str:
+        """Return the name of a parameter: its last word before the attributes."""
         words = [begin]
         for i in range(begin, end):
             if self._source.tokens[i].text in ("[", "="):
@@ -251,23 +252,23 @@ class Translator:
                 words.append(i)
         return self._source.tokens[words[-1]].text
 
-    def _number(self, attribute: int) -> int:
-        """n of attribute(n)."""
+    def _attribute_number(self, attribute: int) -> int:
+        """Return n of attribute(n)."""
         tokens = self._source.tokens[attribute : attribute + 4]
         if len(tokens) == 4 and tokens[2].text.isdigit() and tokens[3].text == ")":
             return int(tokens[2].text)
-        raise SyntaxError(f"{self._source.where(attribute)}: write a number into [[{tokens[0].text}(...)]]")
+        raise SyntaxError(f"{self._source.location(attribute)}: write a number into [[{tokens[0].text}(...)]]")
 
-    def _string(self, first: int, after: int) -> str:
-        """The strings of host_name("a" "b"), joined."""
+    def _attribute_string(self, first: int, after: int) -> str:
+        """Return the strings of host_name("a" "b"), joined."""
         return "".join(token.text[1:-1] for token in self._source.tokens[first + 2 : after - 1])
 
     # ---- what C++ does not know
 
-    def _variables(self, kernel: Declaration) -> tuple[str, ...]:
-        """The names of the kernel's threadgroup variables. They become references, which ask the runtime by number."""
+    def _translate_variables(self, kernel: Declaration) -> tuple[str, ...]:
+        """Turn threadgroup variables into references, which the runtime knows by number; return their names."""
         names: list[str] = []
-        for variable in threadgroup_variables(self._source, *kernel.body):
+        for variable in find_threadgroup_variables(self._source, *kernel.body):
             type_, made = self._source.slice(*variable.type), ""
             for name, end in variable.declarators:
                 number, text = len(names), self._source.tokens[name].text
@@ -279,30 +280,35 @@ class Translator:
             self._replace(variable.begin, variable.end, made)
         if len(names) > MAX_VARIABLES:
             raise SyntaxError(
-                f"{self._source.where(kernel.begin)}: kernel '{kernel.name}' has {len(names)} threadgroup variables, "
-                f"and the emulator {MAX_VARIABLES}: put some into a struct or an array"
+                f"{self._source.location(kernel.begin)}: kernel '{kernel.name}' has {len(names)} threadgroup "
+                f"variables, and the emulator {MAX_VARIABLES}: put some into a struct or an array"
             )
         return tuple(names)
 
-    def _places(self) -> None:
-        """Where barriers and simd operations are called: two of a line are two."""
-        own = {each.name for each in declarations(self._source) if each.kind is DeclarationKind.FUNCTION}
+    def _insert_call_sites(self) -> None:
+        """Pass to barriers and simd operations where they are called: two calls in a line are two places."""
+        defined = {each.name for each in find_declarations(self._source) if each.kind is DeclarationKind.FUNCTION}
         for i in range(1, len(self._source.tokens) - 1):
             before, name = self._source.tokens[i - 1].text, self._source.tokens[i].text
-            if not _WAITS.fullmatch(name) or not self._source.is_at(i + 1, "(") or name in own or before in (".", "->"):
+            if (
+                not _SYNC_CALL.fullmatch(name)
+                or not self._source.is_at(i + 1, "(")
+                or name in defined
+                or before in (".", "->")
+            ):
                 continue
-            last, (line, column) = self._source.close(i + 1), self._source.place(i)
+            last, (line, column) = self._source.find_closing(i + 1), self._source.line_and_column(i)
             comma = "" if last == i + 2 else ", "
             where = f"{comma}::emulator::Where(__builtin_FILE(), {line}, {column})"
             self._insert(self._source.tokens[last].start, where)
 
-    def _literals(self) -> None:
+    def _translate_literals(self) -> None:
         for i, token in enumerate(self._source.tokens):
             if found := _LITERAL.fullmatch(token.text):
                 self._replace(i, i + 1, f"{_SUFFIXES[found[2].lower()]}({found[1]}f)")
 
-    def _constants(self) -> None:
-        """`const constant` is one word of C++ twice."""
+    def _remove_duplicate_const(self) -> None:
+        """Remove the const of `const constant`, which is one word of C++ twice."""
         for i in range(len(self._source.tokens) - 1):
             if self._source.is_at(i, "const", "constant"):
                 self._replace(i, i + 1, "")
@@ -318,10 +324,10 @@ class Translator:
         self._edits.append((start, stop, text + "\n" * lines))
 
     def _insert(self, at: int, text: str) -> None:
-        """At an offset of the text."""
+        """Insert a text at an offset."""
         self._edits.append((at, at, text))
 
-    def _edited(self) -> str:
+    def _apply_edits(self) -> str:
         parts, done = [], 0
         for start, stop, text in sorted(set(self._edits)):
             if start < done:

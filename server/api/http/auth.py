@@ -16,13 +16,13 @@ from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from server.api.http.errors import ApiError, answer
+from server.api.http.errors import ApiError, make_error_response
 
-ADMINISTRATION = "/v1/kv_cache/"
-PROFILE = "/v1/profile"
-KEYED = ("/v1/", "/tokenize", "/detokenize", "/apply-template")  # and what begins so, as /tokenizer_info
-METRICS = "/metrics"
-ON_EVERY_PORT = ("/health", "/ready")
+ADMIN_PREFIX = "/v1/kv_cache/"
+PROFILE_PATH = "/v1/profile"
+API_KEY_PREFIXES = ("/v1/", "/tokenize", "/detokenize", "/apply-template")  # and what begins so, as /tokenizer_info
+METRICS_PATH = "/metrics"
+SHARED_PATHS = ("/health", "/ready")
 
 
 class Access:
@@ -46,32 +46,32 @@ class Access:
         self._admin_token = admin_token
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        refusal = self._refusal(scope) if scope["type"] == "http" else None
-        app = self._app if refusal is None else answer(Request(scope), refusal)
+        refusal = self._find_refusal(scope) if scope["type"] == "http" else None
+        app = self._app if refusal is None else make_error_response(Request(scope), refusal)
         await app(scope, receive, send)
 
-    def _refusal(self, scope: Scope) -> HTTPException | None:
+    def _find_refusal(self, scope: Scope) -> HTTPException | None:
         if not self._is_on_its_port(scope):
             return HTTPException(404)
         sent = Headers(scope=scope).get("authorization", "")
-        if scope["path"] == METRICS and self._metrics_key is not None:
-            return _unless_sent(sent, [self._metrics_key], "the metrics key")
-        if scope["path"].startswith((ADMINISTRATION, PROFILE)):
+        if scope["path"] == METRICS_PATH and self._metrics_key is not None:
+            return _check_token(sent, [self._metrics_key], "the metrics key")
+        if scope["path"].startswith((ADMIN_PREFIX, PROFILE_PATH)):
             if self._admin_token is None:
                 return ApiError(403, "administration is off: start the server with an admin_token", code="admin_off")
-            return _unless_sent(sent, [self._admin_token], "the admin token")
-        if scope["path"].startswith(KEYED) and self._api_keys is not None:
-            return _unless_sent(sent, self._api_keys, "an API key of this server")
+            return _check_token(sent, [self._admin_token], "the admin token")
+        if scope["path"].startswith(API_KEY_PREFIXES) and self._api_keys is not None:
+            return _check_token(sent, self._api_keys, "an API key of this server")
         return None
 
     def _is_on_its_port(self, scope: Scope) -> bool:
-        if self._metrics_port is None or scope["path"] in ON_EVERY_PORT:
+        if self._metrics_port is None or scope["path"] in SHARED_PATHS:
             return True
         _, port = scope["server"]
-        return bool((port == self._metrics_port) == (scope["path"] == METRICS))
+        return bool((port == self._metrics_port) == (scope["path"] == METRICS_PATH))
 
 
-def _unless_sent(authorization: str, allowed: Iterable[str], what: str) -> ApiError | None:
+def _check_token(authorization: str, allowed: Iterable[str], what: str) -> ApiError | None:
     """Return None if an allowed token was sent, else an error; the time taken tells nothing about the token."""
     scheme, _, token = authorization.partition(" ")
     given = token.strip().encode("latin-1")  # as it came
@@ -81,7 +81,7 @@ def _unless_sent(authorization: str, allowed: Iterable[str], what: str) -> ApiEr
     return ApiError(401, f"send {what}: 'Authorization: Bearer ...'", code="invalid_api_key")
 
 
-def secured(scheme: str) -> Depends:
+def make_security_dependency(scheme: str) -> Depends:
     """Return a dependency that only documents in openapi.json what Access has checked."""
     dependency: Depends = Security(HTTPBearer(scheme_name=scheme, auto_error=False))
     return dependency

@@ -16,13 +16,13 @@ from fastapi.routing import APIRoute
 from pydantic import ValidationError
 
 from server.api.http import json_values
-from server.api.http.errors import ApiError, refused_body
+from server.api.http.errors import ApiError, make_body_error
 from server.api.http.field_notes import Reading
 from server.api.http.json_values import ReadAs, TooManyValues
 from server.api.http.limits import release_body
-from server.api.openai.request_models import Body, fields_of
+from server.api.openai.request_models import Body, get_read_modes
 
-LARGE = 2**20  # bytes of a body that takes milliseconds to decode
+LARGE_BODY_BYTES = 2**20  # bytes of a body that takes milliseconds to decode
 
 
 class JsonRoute(APIRoute):
@@ -31,23 +31,23 @@ class JsonRoute(APIRoute):
     Unknown fields are refused, or ignored where the application's state says so (`unknown_fields`).
     """
 
-    may_ignore: ClassVar[bool] = True
+    can_ignore_unknown: ClassVar[bool] = True
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
         handler = super().get_route_handler()
-        model = self._model()
-        fields = fields_of(model)
+        model = self._find_body_model()
+        fields = get_read_modes(model)
 
-        async def strict(request: Request) -> Response:
-            ignores = self.may_ignore and request.app.state.unknown_fields == "ignore"
+        async def handle_json(request: Request) -> Response:
+            ignores = self.can_ignore_unknown and request.app.state.unknown_fields == "ignore"
             try:
                 return await handler(JsonRequest(request, model, fields, ignore_unknown=ignores))
             finally:
                 release_body(request.scope)
 
-        return strict
+        return handle_json
 
-    def _model(self) -> type[Body] | None:
+    def _find_body_model(self) -> type[Body] | None:
         """Return the model that the body is declared as; None for a route without a body."""
         if self.body_field is None:
             return None
@@ -60,7 +60,7 @@ class JsonRoute(APIRoute):
 class StrictJsonRoute(JsonRoute):
     """A JsonRoute that refuses unknown fields in any case."""
 
-    may_ignore = False
+    can_ignore_unknown = False
 
 
 class JsonRequest(Request):
@@ -93,17 +93,17 @@ class JsonRequest(Request):
         assert self._received is not None, "it was read"
         received, self._received = self._received, b""
         values = self._decode(received)
-        if len(received) > LARGE:
+        if len(received) > LARGE_BODY_BYTES:
             await asyncio.sleep(0)  # others are served before the rest of the work
-        return values if self._model is None else self._checked(self._model, values)
+        return values if self._model is None else self._validate(self._model, values)
 
-    def _checked(self, model: type[Body], values: Any) -> Body:
+    def _validate(self, model: type[Body], values: Any) -> Body:
         reading = Reading(self._ignore_unknown)
         try:
             body = model.model_validate(values, context=reading)
         except ValidationError as error:
-            raise refused_body(error, reading.suggestions) from None
-        self.scope["state"]["ignored_fields"] = reading.header
+            raise make_body_error(error, reading.suggestions) from None
+        self.scope["state"]["ignored_fields"] = reading.header_value
         return body
 
     def _decode(self, body: bytes) -> Any:

@@ -17,28 +17,28 @@ from server.api.http.errors import ApiError
 class Deadlines:
     """Seconds; None: no limit."""
 
-    queue: float | None = None
-    request: float | None = None
+    queue_timeout: float | None = None
+    request_timeout: float | None = None
 
     @contextlib.asynccontextmanager
-    async def of_queue(self) -> AsyncIterator[None]:
+    async def limit_queue_time(self) -> AsyncIterator[None]:
         """Raises ApiError when the block takes longer."""
         try:
-            async with asyncio.timeout(self.queue):
+            async with asyncio.timeout(self.queue_timeout):
                 yield
         except TimeoutError:
-            message = f"the request did not get its place within {self.queue:g} seconds; try again later"
+            message = f"the request did not get its place within {self.queue_timeout:g} seconds; try again later"
             raise ApiError(503, message, code="queue_timeout") from None
 
     @contextlib.contextmanager
-    def of_request(self, fail: Callable[[Exception], None]) -> Iterator[None]:
+    def limit_request_time(self, fail: Callable[[Exception], None]) -> Iterator[None]:
         """When the block takes longer, calls `fail` with an ApiError: an answer that has begun needs an end."""
-        if self.request is None:
+        if self.request_timeout is None:
             yield
             return
-        message = f"the request took longer than {self.request:g} seconds; ask for fewer tokens"
+        message = f"the request took longer than {self.request_timeout:g} seconds; ask for fewer tokens"
         timer = asyncio.get_running_loop().call_later(
-            self.request, fail, ApiError(504, message, code="request_timeout")
+            self.request_timeout, fail, ApiError(504, message, code="request_timeout")
         )
         try:
             yield
@@ -58,7 +58,7 @@ class WhileConnected(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         work = asyncio.ensure_future(self._app(scope, receive, send))
-        gone = asyncio.ensure_future(_disconnected(receive))
+        gone = asyncio.ensure_future(_wait_for_disconnect(receive))
         try:
             await asyncio.wait((work, gone), return_when=asyncio.FIRST_COMPLETED)
             if work.done():
@@ -69,6 +69,6 @@ class WhileConnected(Response):
             await asyncio.gather(work, gone, return_exceptions=True)
 
 
-async def _disconnected(receive: Receive) -> None:
+async def _wait_for_disconnect(receive: Receive) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass

@@ -20,20 +20,27 @@ from httptools import HttpParserError, HttpParserUpgrade, HttpRequestParser
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from server.api.http.errors import ApiError
-from server.api.http.http_rules import check_head, head_without_upgrade, no_http, refusal, send_without_chunks
-from server.api.http.limits import too_long_headers
+from server.api.http.http_rules import (
+    check_head,
+    disable_chunked_encoding,
+    format_error_response,
+    make_head_without_upgrade,
+    make_http_error,
+)
+from server.api.http.limits import make_headers_error
 
 LINGER = 5.0  # seconds; closing at once can take the answer away from a client that is still sending
-MOST_AHEAD = 16  # requests that have no answer yet; beyond, nothing is read, and so nobody sees that the client hung up
+# Requests that have no answer yet; beyond, nothing is read, and so nobody sees that the client hung up
+MAX_PIPELINED_REQUESTS = 16
 
 
-def connections(
+def make_connection_class(
     max_header_bytes: int, header_timeout: float, body_timeout: float, on_refusal: Callable[[int], None]
 ) -> type[HttpToolsProtocol]:
     """The class that uvicorn makes one of for every connection; `on_refusal` hears the status of every refusal."""
 
     class Bounded(BoundedConnection):
-        most_header_bytes = max_header_bytes
+        header_bytes_limit = max_header_bytes
         header_seconds = header_timeout
         unread_seconds = body_timeout
 
@@ -45,16 +52,16 @@ def connections(
 class BoundedConnection(HttpToolsProtocol):
     """The parser calls on_message_begin, on_headers_complete, on_body, on_message_complete, in this order."""
 
-    most_header_bytes: int
+    header_bytes_limit: int
     header_seconds: float
     unread_seconds: float
     on_refusal: Callable[[int], None]
 
     _unanswered: deque[RequestResponseCycle]  # the first is at work, the others wait; `cycle` is the one that came last
-    _timer: asyncio.TimerHandle | None = None  # of what the client has to send next
-    _unread: asyncio.TimerHandle | None = None  # of what it has to read
-    _kept = 0  # bytes that the parser may have kept, as nothing came of them yet
-    _came_to_something = False  # the bytes that are being parsed
+    _receive_timer: asyncio.TimerHandle | None = None  # of what the client has to send next
+    _write_timer: asyncio.TimerHandle | None = None  # of what it has to read
+    _num_unparsed_bytes = 0  # bytes that the parser may have kept, as nothing came of them yet
+    _made_progress = False  # the bytes that are being parsed
     _in_headers = False  # the client has sent some of them, but not all
     _in_body = False  # the client has sent the headers, but not the whole body
     _refused = False  # whatever still comes is not read any more
@@ -62,28 +69,30 @@ class BoundedConnection(HttpToolsProtocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         self._unanswered = deque()
-        self._expect_within(self.header_seconds, self._no_headers)
+        self._start_receive_timer(self.header_seconds, self._on_header_timeout)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._expect_nothing()
-        if self._unread is not None:
-            self._unread.cancel()
-        self._give_up()
+        self._cancel_receive_timer()
+        if self._write_timer is not None:
+            self._write_timer.cancel()
+        self._disconnect_cycles()
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
         """As uvicorn's, but bytes that begin no request do not keep the connection open."""
         if self._refused:
             return
-        self._came_to_something = False
+        self._made_progress = False
         try:
             self._parse(memoryview(data))
         except HttpParserError as error:
             cause = error.__context__  # what one of the methods below raised
-            self._refuse(cause if isinstance(cause, ApiError) else no_http("this is not a valid HTTP/1.1 request"))
-        self._kept = 0 if self._came_to_something else self._kept + len(data)
-        if self._kept > self.most_header_bytes and not self._refused:
-            self._refuse(too_long_headers(self.most_header_bytes))
+            self._refuse(
+                cause if isinstance(cause, ApiError) else make_http_error("this is not a valid HTTP/1.1 request")
+            )
+        self._num_unparsed_bytes = 0 if self._made_progress else self._num_unparsed_bytes + len(data)
+        if self._num_unparsed_bytes > self.header_bytes_limit and not self._refused:
+            self._refuse(make_headers_error(self.header_bytes_limit))
 
     def _parse(self, data: memoryview) -> None:
         """A head that offers another protocol is parsed again without the offer: the parser takes no body after it."""
@@ -95,13 +104,13 @@ class BoundedConnection(HttpToolsProtocol):
                 method, version = self.parser.get_method(), self.parser.get_http_version()
                 self.parser = HttpRequestParser(self)  # the other one may have ended with that request
                 self.parser.set_dangerous_leniencies(lenient_data_after_close=True)  # as uvicorn does
-                self.parser.feed_data(head_without_upgrade(method, self.url, version, self.headers))
+                self.parser.feed_data(make_head_without_upgrade(method, self.url, version, self.headers))
 
     # ------------------------------------------------------------ what the parser found
     def on_message_begin(self) -> None:
         super().on_message_begin()
         self._in_headers = True
-        self._expect_within(self.header_seconds, self._no_headers)
+        self._start_receive_timer(self.header_seconds, self._on_header_timeout)
 
     def on_header(self, name: bytes, value: bytes) -> None:
         if self._in_headers:  # else it comes after a body, where no header counts
@@ -114,32 +123,32 @@ class BoundedConnection(HttpToolsProtocol):
         super().on_headers_complete()
         self._unanswered.append(self.cycle)
         if self.cycle.scope["http_version"] == "1.0":
-            send_without_chunks(self.cycle)
-        if len(self._unanswered) <= MOST_AHEAD:  # uvicorn would not read on
+            disable_chunked_encoding(self.cycle)
+        if len(self._unanswered) <= MAX_PIPELINED_REQUESTS:  # uvicorn would not read on
             self.flow.resume_reading()
-        self._came_to_something = self._in_body = True
+        self._made_progress = self._in_body = True
         self._in_headers = False
-        self._expect_nothing()
+        self._cancel_receive_timer()
 
     def on_body(self, body: bytes) -> None:
         super().on_body(body)
-        self._came_to_something = True
+        self._made_progress = True
 
     def on_message_complete(self) -> None:
         if self.parser.should_upgrade():
             return
         super().on_message_complete()
-        self._came_to_something, self._in_body = True, False
-        self._expect_next()
+        self._made_progress, self._in_body = True, False
+        self._expect_next_request()
 
     def on_response_complete(self) -> None:
         self._unanswered.popleft()
         super().on_response_complete()
         self._unset_keepalive_if_required()  # the timer of uvicorn, which ends with whatever comes
         if not self._in_headers:
-            self._expect_next()
+            self._expect_next_request()
 
-    def _give_up(self) -> None:
+    def _disconnect_cycles(self) -> None:
         """As uvicorn does for the request that came last alone."""
         for cycle in self._unanswered:
             cycle.disconnected = True
@@ -149,45 +158,45 @@ class BoundedConnection(HttpToolsProtocol):
     def pause_writing(self) -> None:
         """No more than this fits between here and a client that does not read."""
         super().pause_writing()
-        self._expect_reading()
+        self._start_write_timer()
 
-    def _expect_reading(self) -> None:
-        self._unread = self.loop.call_later(
-            self.unread_seconds, self._cut_off_unless_less, unread_bytes(self.transport)
+    def _start_write_timer(self) -> None:
+        self._write_timer = self.loop.call_later(
+            self.unread_seconds, self._abort_unless_drained, count_unread_bytes(self.transport)
         )
 
-    def _cut_off_unless_less(self, unread: int) -> None:
-        if unread_bytes(self.transport) < unread:
-            self._expect_reading()
+    def _abort_unless_drained(self, unread: int) -> None:
+        if count_unread_bytes(self.transport) < unread:
+            self._start_write_timer()
         else:
             self.transport.abort()
 
     def resume_writing(self) -> None:
         super().resume_writing()
-        if self._unread is not None:
-            self._unread.cancel()
+        if self._write_timer is not None:
+            self._write_timer.cancel()
 
-    def _expect_within(self, seconds: float, otherwise: Callable[[], None]) -> None:
-        self._expect_nothing()
-        self._timer = self.loop.call_later(seconds, otherwise)
+    def _start_receive_timer(self, seconds: float, on_timeout: Callable[[], None]) -> None:
+        self._cancel_receive_timer()
+        self._receive_timer = self.loop.call_later(seconds, on_timeout)
 
-    def _expect_nothing(self) -> None:
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
+    def _cancel_receive_timer(self) -> None:
+        if self._receive_timer is not None:
+            self._receive_timer.cancel()
+            self._receive_timer = None
 
-    def _expect_next(self) -> None:
+    def _expect_next_request(self) -> None:
         """Between two requests, or when the answer was there before the whole request."""
         if self._unanswered:
-            self._expect_nothing()
+            self._cancel_receive_timer()
         elif self._in_body:
-            self._expect_within(LINGER, self.transport.close)
+            self._start_receive_timer(LINGER, self.transport.close)
         else:
-            self._expect_within(self.timeout_keep_alive, self.transport.close)
+            self._start_receive_timer(self.timeout_keep_alive, self.transport.close)
 
-    def _no_headers(self) -> None:
+    def _on_header_timeout(self) -> None:
         if self._unanswered:  # the request before
-            self._expect_within(self.header_seconds, self._no_headers)
+            self._start_receive_timer(self.header_seconds, self._on_header_timeout)
         elif self._in_headers:
             message = f"no complete headers came within {self.header_seconds:g} seconds"
             self._refuse(ApiError(408, message, code="header_timeout"))
@@ -198,20 +207,20 @@ class BoundedConnection(HttpToolsProtocol):
     def _refuse(self, error: ApiError) -> None:
         """Says why, and closes the connection once the client has had time to read it."""
         self._refused = True
-        self.logger.info("a connection is refused: %d, %s", error.status_code, error.logged)
+        self.logger.info("a connection is refused: %d, %s", error.status_code, error.log_message)
         if self.transport.is_closing():
             return
-        self._give_up()
+        self._disconnect_cycles()
         if self._unanswered and self._unanswered[0].response_started:
             self.transport.close()
             return
         self.on_refusal(error.status_code)
-        self.transport.write(refusal(error, self.server_state.default_headers))
+        self.transport.write(format_error_response(error, self.server_state.default_headers))
         self.transport.write_eof()
-        self._expect_within(LINGER, self.transport.close)
+        self._start_receive_timer(LINGER, self.transport.close)
 
 
-def unread_bytes(transport: asyncio.Transport) -> int:
+def count_unread_bytes(transport: asyncio.Transport) -> int:
     """Those that are still here, and those that the system keeps: it takes more only after a third of what it has."""
     kept = bytes(4)
     with contextlib.suppress(OSError):  # not every system tells

@@ -12,9 +12,9 @@ from urllib.parse import quote
 
 from config.sources import did_you_mean
 
-MOST_NAMES = 32  # of fields without effect that are reported
-MOST_SUGGESTIONS = 8  # more than an error shows
-LONGEST_NAME = 64  # characters of a field's name that are reported
+MAX_NAMES = 32  # of fields without effect that are reported
+MAX_SUGGESTIONS = 8  # more than an error shows
+MAX_NAME_LENGTH = 64  # characters of a field's name that are reported
 
 
 @dataclass
@@ -25,38 +25,38 @@ class Reading:
     ignored: dict[str, None] = field(default_factory=dict)  # a set in the order in which they were found
     suggestions: dict[str, str] = field(default_factory=dict)  # "; did you mean ...?", by the unknown name
 
-    def effective(
-        self, values: Mapping[str, Any], place: str, known: Collection[str], without_effect: Collection[str]
+    def filter_fields(
+        self, values: Mapping[str, Any], path_prefix: str, known: Collection[str], no_effect_fields: Collection[str]
     ) -> dict[str, Any]:
-        """Return an object's members that are to be checked; `place` is the path before their names.
+        """Return an object's members that are to be checked; `path_prefix` is the path before their names.
 
         Unknown members are among them unless they are ignored: to refuse them is for the check.
         """
         effective = {}
         for name, value in values.items():
-            if name in without_effect or (self.ignore_unknown and name not in known):
-                self._ignore(place + name)
+            if name in no_effect_fields or (self.ignore_unknown and name not in known):
+                self._note_ignored(path_prefix + name)
             elif name not in known:
-                self._suggest(place, name, known)
+                self._note_suggestion(path_prefix, name, known)
             if name in known or not self.ignore_unknown:
                 effective[name] = value
         return effective
 
-    def _ignore(self, path: str) -> None:
-        if len(self.ignored) <= MOST_NAMES:
-            self.ignored[path[:LONGEST_NAME]] = None
+    def _note_ignored(self, path: str) -> None:
+        if len(self.ignored) <= MAX_NAMES:
+            self.ignored[path[:MAX_NAME_LENGTH]] = None
 
-    def _suggest(self, place: str, name: str, known: Collection[str]) -> None:
-        if len(self.suggestions) < MOST_SUGGESTIONS and len(name) <= LONGEST_NAME:
-            self.suggestions[place + name] = did_you_mean(name, known)
+    def _note_suggestion(self, path_prefix: str, name: str, known: Collection[str]) -> None:
+        if len(self.suggestions) < MAX_SUGGESTIONS and len(name) <= MAX_NAME_LENGTH:
+            self.suggestions[path_prefix + name] = did_you_mean(name, known)
 
     @property
-    def header(self) -> str:
+    def header_value(self) -> str:
         """Return the fields without effect as a header has them: what a client made up is quoted as in a URL."""
         names = [quote(name, safe="") for name in self.ignored]
-        return ", ".join(names[:MOST_NAMES] + ["..."] * (len(names) > MOST_NAMES))
+        return ", ".join(names[:MAX_NAMES] + ["..."] * (len(names) > MAX_NAMES))
 
 
-def reading_of(context: Any) -> Reading:
+def get_reading(context: Any) -> Reading:
     """Return the notes of the validation with this context; one without any refuses what is unknown."""
     return context if isinstance(context, Reading) else Reading()

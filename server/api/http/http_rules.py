@@ -16,35 +16,35 @@ from server.api.http.errors import ApiError
 Headers = Iterable[tuple[bytes, bytes]]  # their names in lower case
 
 
-def no_http(message: str) -> ApiError:
+def make_http_error(message: str) -> ApiError:
     return ApiError(400, message, code="invalid_http")
 
 
 def check_head(method: bytes, version: str, headers: Headers) -> None:
     """Raises ApiError for what the parser lets pass, and other servers before this one may read in another way."""
     if version not in ("1.0", "1.1"):
-        raise no_http(f"this server speaks HTTP/1.1, not HTTP/{version}")
+        raise make_http_error(f"this server speaks HTTP/1.1, not HTTP/{version}")
     if method == b"CONNECT":
-        raise no_http("this server is not a proxy: there is no CONNECT")
-    hosts = _values(headers, b"host")
+        raise make_http_error("this server is not a proxy: there is no CONNECT")
+    hosts = _get_header_values(headers, b"host")
     if len(hosts) > 1 or (not hosts and version == "1.1"):
-        raise no_http(f"the header Host came {len(hosts)} times; send it once")
-    codings = _values(headers, b"transfer-encoding")
+        raise make_http_error(f"the header Host came {len(hosts)} times; send it once")
+    codings = _get_header_values(headers, b"transfer-encoding")
     if codings and (codings != [b"chunked"] or version == "1.0"):
-        raise no_http("the header Transfer-Encoding may only be `chunked`, once, in HTTP/1.1")
+        raise make_http_error("the header Transfer-Encoding may only be `chunked`, once, in HTTP/1.1")
 
 
-def _values(headers: Headers, wanted: bytes) -> list[bytes]:
+def _get_header_values(headers: Headers, wanted: bytes) -> list[bytes]:
     return [value.strip().lower() for name, value in headers if name == wanted]
 
 
-def head_without_upgrade(method: bytes, url: bytes, version: str, headers: Headers) -> bytes:
+def make_head_without_upgrade(method: bytes, url: bytes, version: str, headers: Headers) -> bytes:
     """The same head, as a client sends it that offers no other protocol."""
     kept = [b"%s: %s\r\n" % (name, value) for name, value in headers if name != b"upgrade"]
     return b"%s %s HTTP/%s\r\n%s\r\n" % (method, url, version.encode(), b"".join(kept))
 
 
-def send_without_chunks(cycle: RequestResponseCycle) -> None:
+def disable_chunked_encoding(cycle: RequestResponseCycle) -> None:
     """Clients of HTTP/1.0 know no chunks: the end of the connection is the end of the answer."""
     send = cycle.send
     cycle.chunked_encoding = False
@@ -57,9 +57,9 @@ def send_without_chunks(cycle: RequestResponseCycle) -> None:
     cycle.send = send_plain  # type: ignore[method-assign]
 
 
-def refusal(error: ApiError, default_headers: Headers) -> bytes:
+def format_error_response(error: ApiError, default_headers: Headers) -> bytes:
     """The whole answer to a request that the application never sees."""
-    body = error.body()
+    body = error.encode()
     status = f"HTTP/1.1 {error.status_code} {HTTPStatus(error.status_code).phrase}"
     headers = {"content-type": "application/json", "content-length": str(len(body)), "connection": "close"}
     lines = [status, *(f"{name}: {value}" for name, value in (headers | (dict(error.headers or {}))).items())]

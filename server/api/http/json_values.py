@@ -19,10 +19,10 @@ import msgspec
 from msgspec import Raw
 from typing_extensions import Buffer  # of collections.abc from Python 3.12 on
 
-MOST_VALUES = 2**16  # of an object, on all levels together; decoding and checking them takes about 100 ms
-MOST_MEMBERS = 100  # of an object, repeated ones too; each may be an error
+MAX_VALUES = 2**16  # of an object, on all levels together; decoding and checking them takes about 100 ms
+MAX_MEMBERS = 100  # of an object, repeated ones too; each may be an error
 SLICE = 2**16  # bytes that are scanned at a time
-LONGEST_VALUE = 60  # characters of a value in an error
+MAX_VALUE_LENGTH = 60  # characters of a value in an error
 
 
 class ReadAs(Enum):
@@ -40,7 +40,7 @@ class DecodedIds:
     ids: list[Any]
     nested: bool
 
-    def flat(self) -> list[int]:
+    def flatten(self) -> list[int]:
         """Return the integers. Raises ValueError if they are in lists of lists."""
         if self.nested:
             raise ValueError("should be one list of token ids")
@@ -67,39 +67,39 @@ def decode(data: bytes, fields: Mapping[str, ReadAs]) -> Any:
     """
     _check_utf8(data)
     try:
-        found = _members(data)
+        found = _decode_members(data)
     except msgspec.ValidationError:  # JSON, but not an object
-        return _empty(msgspec.json.decode(data, type=Raw))
-    few = len(data) <= MOST_VALUES
-    left = MOST_VALUES
+        return _make_empty_value(msgspec.json.decode(data, type=Raw))
+    few = len(data) <= MAX_VALUES
+    left = MAX_VALUES
     values: dict[str, Any] = {}
     for name, raw in found.items():
         field = fields.get(name, ReadAs.IGNORED)
         if field is ReadAs.IGNORED:
-            values[name] = _empty(raw)
-        elif field is ReadAs.TOKEN_IDS and not few and (ids := _token_ids(bytes(raw))) is not None:
+            values[name] = _make_empty_value(raw)
+        elif field is ReadAs.TOKEN_IDS and not few and (ids := _decode_token_ids(bytes(raw))) is not None:
             values[name] = ids
         else:
             left -= 0 if few else count_values(raw)
             if left < 0:
-                raise TooManyValues(f"has too many values: a request may have {MOST_VALUES}; send less", name)
+                raise TooManyValues(f"has too many values: a request may have {MAX_VALUES}; send less", name)
             values[name] = msgspec.json.decode(raw)
     return values
 
 
 def count_values(data: Buffer) -> int:
-    """Return the number of values in valid JSON; counting stops above MOST_VALUES."""
+    """Return the number of values in valid JSON; counting stops above MAX_VALUES."""
     values, in_string = 1, False
-    for piece in _slices(memoryview(data)):
+    for piece in _iter_slices(memoryview(data)):
         parts = piece.replace(rb"\\", b"").replace(rb"\"", b"").split(b'"')
-        values += _separators(b"".join(parts[in_string::2]))
+        values += _count_separators(b"".join(parts[in_string::2]))
         in_string ^= len(parts) % 2 == 0
-        if values > MOST_VALUES:
+        if values > MAX_VALUES:
             break
     return values
 
 
-def _slices(data: memoryview) -> Iterator[bytes]:
+def _iter_slices(data: memoryview) -> Iterator[bytes]:
     """Yield the data in pieces that do not end within an escape."""
     start = 0
     while start < len(data):
@@ -110,7 +110,7 @@ def _slices(data: memoryview) -> Iterator[bytes]:
         yield piece
 
 
-def _separators(data: bytes) -> int:
+def _count_separators(data: bytes) -> int:
     """Return the number of values that begin in the data, except the outermost: each follows one of these."""
     return data.count(b",") + data.count(b"[") + data.count(b"{")
 
@@ -125,22 +125,22 @@ def _check_utf8(data: bytes) -> None:
     decoder.decode(b"", final=True)
 
 
-def _members(data: bytes) -> dict[str, Raw]:
+def _decode_members(data: bytes) -> dict[str, Raw]:
     """Return the members of an object, still encoded; of members with the same name the last."""
     count = 0
 
-    def name(_: type, text: str) -> _Name:
+    def count_name(_: type, text: str) -> _Name:
         nonlocal count
         count += 1
-        if count > MOST_MEMBERS:
-            raise TooManyValues(f"should have at most {MOST_MEMBERS} members")
+        if count > MAX_MEMBERS:
+            raise TooManyValues(f"should have at most {MAX_MEMBERS} members")
         return _Name(text)
 
-    found = msgspec.json.decode(data, type=dict[_Name, Raw], dec_hook=name)
+    found = msgspec.json.decode(data, type=dict[_Name, Raw], dec_hook=count_name)
     return {str(name): raw for name, raw in found.items()}
 
 
-def _empty(raw: Raw) -> Any:
+def _make_empty_value(raw: Raw) -> Any:
     """Return an empty value of the type that the value has; a number is 0."""
     match memoryview(raw)[:1].tobytes():
         case b"{":
@@ -156,9 +156,9 @@ def _empty(raw: Raw) -> Any:
     return 0
 
 
-def _token_ids(data: bytes) -> DecodedIds | None:
+def _decode_token_ids(data: bytes) -> DecodedIds | None:
     """Return the integers of a list, or of a list of lists; None for anything else, and for too many lists."""
-    if not data.startswith(b"[") or b'"' in data or not 0 < (lists := data.count(b"[")) <= MOST_VALUES:
+    if not data.startswith(b"[") or b'"' in data or not 0 < (lists := data.count(b"[")) <= MAX_VALUES:
         return None
     nested = lists > 1
     try:
@@ -168,7 +168,7 @@ def _token_ids(data: bytes) -> DecodedIds | None:
 
 
 # ---------------------------------------------------------------- in an error
-def shown(value: Any) -> str:
+def format_value(value: Any) -> str:
     """Return a value that was sent, as JSON, for an error; of what is empty, nested or large its type or kind alone."""
     match value:
         case None:
@@ -176,22 +176,22 @@ def shown(value: Any) -> str:
         case "":
             return "an empty text"
         case str():
-            return json.dumps(value if len(value) <= LONGEST_VALUE else f"{value[:LONGEST_VALUE]}...")
+            return json.dumps(value if len(value) <= MAX_VALUE_LENGTH else f"{value[:MAX_VALUE_LENGTH]}...")
         case int() if value.bit_length() > 128:
             return "a number that long"
         case bool() | int() | float():
             return json.dumps(value)
-        case dict() if _few_and_short(value.values()):
-            return json.dumps(value)[:LONGEST_VALUE]
+        case dict() if _is_short(value.values()):
+            return json.dumps(value)[:MAX_VALUE_LENGTH]
         case {"type": str(kind)} if kind:
-            return f'{{"type": {shown(kind)}, ...}}'
+            return f'{{"type": {format_value(kind)}, ...}}'
         case dict():
             return "an object"
-        case list() if _few_and_short(value):
+        case list() if _is_short(value):
             return json.dumps(value)
     return "a list"
 
 
-def _few_and_short(values: Collection[Any]) -> bool:
-    short = (isinstance(value, str) and len(value) < LONGEST_VALUE for value in values)
+def _is_short(values: Collection[Any]) -> bool:
+    short = (isinstance(value, str) and len(value) < MAX_VALUE_LENGTH for value in values)
     return 0 < len(values) <= 2 and all(short)

@@ -15,40 +15,41 @@ from fastapi import Request
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from server.api.http.errors import ApiError, answer
+from server.api.http.errors import ApiError, make_error_response
 
-UNCOUNTED = 2**16  # bytes of each body: uvicorn buffers as many anyway, and ordinary bodies are never refused
-SLOWEST = 2**14  # bytes a second of a larger body, beside `body_timeout`: it may not hold what others need for ever
+UNCOUNTED_BYTES = 2**16  # bytes of each body: uvicorn buffers as many anyway, and ordinary bodies are never refused
+# Bytes a second of a larger body, beside `body_timeout`: it may not hold what others need for ever
+MIN_BYTES_PER_SECOND = 2**14
 
 
 @dataclass
 class InflightBodies:
     """The bytes of all bodies that are being received, read and tokenised in this process."""
 
-    held: int = 0
+    num_bytes: int = 0
 
     def take(self, count: int, most: int) -> None:
         """Count more bytes. Raises ApiError if more than `most` are then held."""
-        if self.held + count > most:
+        if self.num_bytes + count > most:
             message = "the bodies of other requests take all the memory that bodies may have; try again"
             raise ApiError(429, message, code="inflight_bodies_full")
-        self.held += count
+        self.num_bytes += count
 
 
 @dataclass(frozen=True)
 class BodyLimits:
-    """Bytes of one body and of all together; `final` is false until the engine's context length is known."""
+    """Bytes of one body and of all together; `is_final` is false until the engine's context length is known."""
 
-    one: int
-    together: int
-    final: bool = True
+    max_body_bytes: int
+    max_inflight_body_bytes: int
+    is_final: bool = True
 
-    def too_long(self) -> ApiError:
+    def make_body_error(self) -> ApiError:
         """Return the error for a body that is longer than one may be."""
-        if not self.final:
+        if not self.is_final:
             return ApiError(503, "the engine is not ready; try again", code="engine_unavailable")
         return ApiError(
-            413, f"the body is longer than {self.one} bytes; send less in one request", code="body_too_long"
+            413, f"the body is longer than {self.max_body_bytes} bytes; send less in one request", code="body_too_long"
         )
 
 
@@ -69,9 +70,9 @@ class RequestBounds:
         if scope["type"] != "http":
             return await self._app(scope, receive, send)
         limits = self._body_limits()
-        refusal = self._refusal(scope, limits)
+        refusal = self._find_refusal(scope, limits)
         if refusal is not None:
-            return await answer(Request(scope), refusal)(scope, receive, send)
+            return await make_error_response(Request(scope), refusal)(scope, receive, send)
         body = BoundedBody(receive, limits, self._body_timeout, self._inflight)
         scope.setdefault("state", {})["body"] = body
         try:
@@ -79,20 +80,20 @@ class RequestBounds:
         finally:
             body.release()
 
-    def _refusal(self, scope: Scope, limits: BodyLimits) -> ApiError | None:
-        if header_bytes(scope) > self._max_header_bytes:
-            return too_long_headers(self._max_header_bytes)
-        if int(Headers(scope=scope).get("content-length", 0)) > limits.one:
-            return limits.too_long()
+    def _find_refusal(self, scope: Scope, limits: BodyLimits) -> ApiError | None:
+        if count_header_bytes(scope) > self._max_header_bytes:
+            return make_headers_error(self._max_header_bytes)
+        if int(Headers(scope=scope).get("content-length", 0)) > limits.max_body_bytes:
+            return limits.make_body_error()
         return None
 
 
-def header_bytes(scope: Scope) -> int:
+def count_header_bytes(scope: Scope) -> int:
     headers = sum(len(name) + len(value) for name, value in scope["headers"])
     return headers + len(scope["raw_path"]) + len(scope["query_string"])
 
 
-def too_long_headers(most: int) -> ApiError:
+def make_headers_error(most: int) -> ApiError:
     return ApiError(431, f"the headers are longer than {most} bytes; send less in them", code="headers_too_long")
 
 
@@ -113,10 +114,10 @@ class BoundedBody:
     limits: BodyLimits
     timeout: float
     inflight: InflightBodies
-    got: int = 0
-    counted: int = 0  # those of them that count among the bytes in flight
+    num_received_bytes: int = 0
+    num_counted_bytes: int = 0  # those of them that count among the bytes in flight
     complete: bool = False
-    began: float = field(default_factory=monotonic)
+    start_time: float = field(default_factory=monotonic)
 
     async def __call__(self) -> Message:
         try:
@@ -125,25 +126,27 @@ class BoundedBody:
         except TimeoutError:
             raise ApiError(408, "nothing more of the body came in time", code="body_timeout") from None
         count = len(message.get("body", b""))
-        self.got += count
+        self.num_received_bytes += count
         self.complete = self.complete or not message.get("more_body", False)
-        if self.got > self.limits.one:
-            raise self.limits.too_long()
-        self._count(min(count, self.got - UNCOUNTED))
+        if self.num_received_bytes > self.limits.max_body_bytes:
+            raise self.limits.make_body_error()
+        self._count(min(count, self.num_received_bytes - UNCOUNTED_BYTES))
         return message
 
     def _seconds_left(self) -> float:
         """Return how long more of it may be awaited."""
-        if not self.counted:
+        if not self.num_counted_bytes:
             return self.timeout
-        return min(self.timeout, self.began + self.timeout + self.got / SLOWEST - monotonic())
+        return min(
+            self.timeout, self.start_time + self.timeout + self.num_received_bytes / MIN_BYTES_PER_SECOND - monotonic()
+        )
 
     def _count(self, more: int) -> None:
         if more > 0:
-            self.inflight.take(more, self.limits.together)
-            self.counted += more
+            self.inflight.take(more, self.limits.max_inflight_body_bytes)
+            self.num_counted_bytes += more
 
     def release(self) -> None:
         """Stop counting this body; may be called more than once."""
-        self.inflight.held -= self.counted
-        self.counted = 0
+        self.inflight.num_bytes -= self.num_counted_bytes
+        self.num_counted_bytes = 0

@@ -18,10 +18,10 @@ from fastapi import Request
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from server.api.http.errors import answer, as_api_error
-from server.api.ops.request_outcome import CLIENT_LEFT, Ended
+from server.api.http.errors import make_error_response, to_api_error
+from server.api.ops.request_outcome import CLIENT_CLOSED_REQUEST, Ended
 
-_SANE = re.compile(r"[\x21-\x7e]{1,128}")
+_VALID_REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
 
 
 class Lifetime:
@@ -29,21 +29,21 @@ class Lifetime:
     `error`, `generation`, `ignored_fields`.
     """
 
-    def __init__(self, app: ASGIApp, responded: Callable[[int], None], ended: Callable[[Ended], None]) -> None:
+    def __init__(self, app: ASGIApp, on_response: Callable[[int], None], on_end: Callable[[Ended], None]) -> None:
         """Wrap `app`.
 
-        `responded` is called with the status of every response as it begins, `ended` after every request.
+        `on_response` is called with the status of every response as it begins, `on_end` after every request.
         """
         self._app = app
-        self._responded = responded
-        self._ended = ended
+        self._on_response = on_response
+        self._on_end = on_end
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             return await self._app(scope, receive, send)
         began = time.monotonic()
         sent = Headers(scope=scope)
-        request_id = _id_of(sent)
+        request_id = _get_request_id(sent)
         state = scope.setdefault("state", {})
         status: int | None = None
 
@@ -55,21 +55,21 @@ class Lifetime:
                 if ignored := state.get("ignored_fields"):
                     headers["x-ignored-fields"] = ignored
                 status = message["status"]
-                self._responded(message["status"])
+                self._on_response(message["status"])
             await send(message)
 
         try:
             await self._app(scope, receive, send_with_id)
         except Exception as error:
             if status is not None:  # too late: uvicorn cuts the connection
-                state["error"] = as_api_error(error)
+                state["error"] = to_api_error(error)
                 raise
-            await answer(Request(scope), error)(scope, receive, send_with_id)
+            await make_error_response(Request(scope), error)(scope, receive, send_with_id)
         finally:
             if status is None:
-                status = CLIENT_LEFT
-                self._responded(status)
-            self._ended(
+                status = CLIENT_CLOSED_REQUEST
+                self._on_response(status)
+            self._on_end(
                 Ended(
                     request_id=request_id,
                     method=scope["method"],
@@ -79,13 +79,13 @@ class Lifetime:
                     status=status,
                     error=state.get("error"),
                     generation=state.get("generation"),
-                    began=began,
-                    ended=time.monotonic(),
+                    start_time=began,
+                    end_time=time.monotonic(),
                 )
             )
             state.clear()  # uvicorn keeps the scope until the connection's next request, and with it the prompts
 
 
-def _id_of(headers: Headers) -> str:
+def _get_request_id(headers: Headers) -> str:
     theirs = headers.get("x-request-id", "")
-    return theirs if _SANE.fullmatch(theirs) else uuid.uuid4().hex
+    return theirs if _VALID_REQUEST_ID.fullmatch(theirs) else uuid.uuid4().hex

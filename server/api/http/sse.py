@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from starlette.datastructures import MutableHeaders
 from starlette.types import Message, Scope, Send
 
-from server.api.http.errors import as_api_error
+from server.api.http.errors import to_api_error
 
 HEADERS = {
     "content-type": "text/event-stream; charset=utf-8",
@@ -29,13 +29,13 @@ async def send_events(scope: Scope, send: Send, headers: Mapping[str, str], even
             # A step of the engine wakes all streams. Each writes its event before any is sent: code that stays in the
             # CPU's caches takes half the time.
             await asyncio.sleep(0)
-            await send(_part(together))
+            await send(_make_body_message(together))
     except Exception as error:
-        told = scope["state"]["error"] = as_api_error(error)  # for the log, too
-        await send(_part([told.body()]))
-    await send(_part([b"[DONE]"]))
+        told = scope["state"]["error"] = to_api_error(error)  # for the log, too
+        await send(_make_body_message([told.encode()]))
+    await send(_make_body_message([b"[DONE]"]))
     await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
-def _part(events: Sequence[bytes]) -> Message:
+def _make_body_message(events: Sequence[bytes]) -> Message:
     return {"type": "http.response.body", "body": b"data: %b\n\n" % b"\n\ndata: ".join(events), "more_body": True}

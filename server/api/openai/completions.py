@@ -15,22 +15,29 @@ from pydantic import (
 )
 
 from server.api.http.body import JsonRoute
-from server.api.http.errors import ApiError, documented
+from server.api.http.errors import ApiError, make_error_responses
 from server.api.http.json_values import DecodedIds, ReadAs
 from server.api.openai.generation import Generation, OutputDelta
-from server.api.openai.generation_job import MANY_PROMPTS, Job, PromptTokens, check_prompt, job_of, sampling_of
-from server.api.openai.logprobs import CompletionLogprobs, completion_logprobs, id_of, joined
-from server.api.openai.request_models import INT64, LONGEST_NAME, GenerationRequest, Ignored, LongList, Prompt
+from server.api.openai.generation_job import (
+    TOTAL_PROMPTS_FACTOR,
+    Job,
+    PromptTokens,
+    check_prompt,
+    make_job,
+    make_sampling,
+)
+from server.api.openai.logprobs import CompletionLogprobs, concat_logprobs, format_token_id, make_completion_logprobs
+from server.api.openai.request_models import INT64, MAX_NAME_LENGTH, GenerationRequest, Ignored, LongList, Prompt
 from server.api.openai.response_models import CompletionChoice, CompletionResponse
-from server.api.openai.responses import Serving, Writer, answering
-from server.engine.ipc.messages import Hello, Sampling
+from server.api.openai.responses import Serving, Writer, create_response
+from server.engine.ipc.messages import Hello, SamplingParams
 from server.text.errors import InfillError
-from server.text.output import placed
-from server.text.tokenizer import TokenizerBase, keep_last
+from server.text.output import locate_tokens
+from server.text.tokenizer import TokenizerBase, truncate_prompt
 from server.text.vocabulary import Vocabulary
 
 
-def _decoded_prompts(value: Any, validate: ValidatorFunctionWrapHandler) -> Any:
+def _accept_decoded_prompts(value: Any, validate: ValidatorFunctionWrapHandler) -> Any:
     """Return ids that the decoder has checked as a list of prompts."""
     if not isinstance(value, DecodedIds):
         return validate(value)
@@ -38,7 +45,7 @@ def _decoded_prompts(value: Any, validate: ValidatorFunctionWrapHandler) -> Any:
     return prompts if all(prompts) else validate(prompts)
 
 
-def _as_prompts(value: Any) -> Any:
+def _normalize_prompts(value: Any) -> Any:
     """Return a list of prompts, each of which is a text or ids; a request has one, or a list of them."""
     if isinstance(value, str) or (isinstance(value, list) and value and all(type(item) is int for item in value)):
         return [value]
@@ -59,8 +66,8 @@ def _are_lists(prompts: list[Any]) -> bool:
 
 Prompts = Annotated[
     LongList[Prompt],
-    BeforeValidator(_as_prompts, json_schema_input_type=str | list[int] | list[str] | list[list[int]]),
-    WrapValidator(_decoded_prompts),
+    BeforeValidator(_normalize_prompts, json_schema_input_type=str | list[int] | list[str] | list[list[int]]),
+    WrapValidator(_accept_decoded_prompts),
     ReadAs.TOKEN_IDS,
 ]
 
@@ -79,7 +86,7 @@ class CompletionRequest(GenerationRequest):
 
     @field_validator("best_of")
     @classmethod
-    def _best_of(cls, value: int | None, info: ValidationInfo) -> int | None:
+    def _check_best_of(cls, value: int | None, info: ValidationInfo) -> int | None:
         if value is not None and value < info.data.get("n", 1):
             raise ValueError(f"should be at least n, not {value}")
         if value is not None and value > info.data.get("n", 1) and info.data.get("stream"):
@@ -88,48 +95,50 @@ class CompletionRequest(GenerationRequest):
 
     @field_validator("suffix")
     @classmethod
-    def _suffix(cls, value: str, info: ValidationInfo) -> str:
+    def _check_suffix(cls, value: str, info: ValidationInfo) -> str:
         if value and info.data.get("echo"):
             raise ValueError("cannot be combined with echo")
         return value
 
 
 def router(serving: Serving) -> APIRouter:
-    routes = APIRouter(route_class=JsonRoute, tags=["completions"], responses=documented(400, 404, 413, 429, 503))
+    routes = APIRouter(
+        route_class=JsonRoute, tags=["completions"], responses=make_error_responses(400, 404, 413, 429, 503)
+    )
     tokenizer = serving.tokenizer
 
     @routes.post("/v1/completions")
     async def create_completion(
         body: CompletionRequest,
-        x_kv_cache: Annotated[str | None, Header(max_length=LONGEST_NAME)] = None,
+        x_kv_cache: Annotated[str | None, Header(max_length=MAX_NAME_LENGTH)] = None,
         authorization: Annotated[str | None, Header(include_in_schema=False)] = None,
     ) -> Response:
-        hello, how = serving.asked(body, x_kv_cache, authorization)
+        hello, how = serving.resolve_request(body, x_kv_cache, authorization)
         choices = body.best_of or body.n
-        serving.most.check_choices(len(body.prompt), choices)
-        serving.most.check_stop(body.stop)
+        serving.limits.check_choices(len(body.prompt), choices)
+        serving.limits.check_stop(body.stop)
         context = hello.max_seq_len if body.truncate_prompt_tokens is None else None
-        serving.most.check_text(body.suffix, "suffix", context)
+        serving.limits.check_length(body.suffix, "suffix", context)
         for prompt in body.prompt:
-            serving.most.check_text(prompt, "prompt", context)
-        serving.most.check_together(body.prompt, "prompt", MANY_PROMPTS)
-        prompts = [await read(tokenizer, prompt, body) for prompt in body.prompt]
+            serving.limits.check_length(prompt, "prompt", context)
+        serving.limits.check_total_length(body.prompt, "prompt", TOTAL_PROMPTS_FACTOR)
+        prompts = [await encode_prompt(tokenizer, prompt, body) for prompt in body.prompt]
         for each in prompts:
             check_prompt(each.ids, body.max_tokens, hello)
-        job = job_of("cmpl", body, prompts, _sampling(body, hello, choices), choices, how)
-        return answering(serving, CompletionWriter(tokenizer, body, job))
+        job = make_job("cmpl", body, prompts, _make_completion_sampling(body, hello, choices), choices, how)
+        return create_response(serving, CompletionWriter(tokenizer, body, job))
 
     return routes
 
 
-def _sampling(body: CompletionRequest, hello: Hello, choices: int) -> Sampling:
+def _make_completion_sampling(body: CompletionRequest, hello: Hello, choices: int) -> SamplingParams:
     """Return the sampling.
 
     Choices that are compared need log-probabilities, and so does an echo of the prompt with them.
     """
     compared = 0 if choices > body.n else None
     of_prompt = [top for top in (body.logprobs if body.echo else None, body.prompt_logprobs) if top is not None]
-    return sampling_of(
+    return make_sampling(
         body,
         hello,
         max_tokens=body.max_tokens,
@@ -138,11 +147,11 @@ def _sampling(body: CompletionRequest, hello: Hello, choices: int) -> Sampling:
     )
 
 
-async def read(tokenizer: TokenizerBase, prompt: str | list[int], body: CompletionRequest) -> PromptTokens:
+async def encode_prompt(tokenizer: TokenizerBase, prompt: str | list[int], body: CompletionRequest) -> PromptTokens:
     """Return a prompt's ids, truncated if asked for, and its text. Raises ApiError, TextError."""
     if isinstance(prompt, str) and body.suffix:
         try:
-            ids = await tokenizer.infill(prompt, body.suffix)
+            ids = await tokenizer.encode_infill(prompt, body.suffix)
         except InfillError as error:
             raise ApiError(400, f"suffix: {error}", param="suffix") from None
     elif isinstance(prompt, str):
@@ -151,7 +160,7 @@ async def read(tokenizer: TokenizerBase, prompt: str | list[int], body: Completi
         raise ApiError(400, "suffix: only with a prompt that is a text", param="suffix")
     else:
         ids = prompt
-    kept = keep_last(ids, body.truncate_prompt_tokens)
+    kept = truncate_prompt(ids, body.truncate_prompt_tokens)
     if isinstance(prompt, str) and len(kept) == len(ids):
         return PromptTokens(ids, prompt)
     text = await tokenizer.decode_many(kept, skip_special_tokens=body.skip_special_tokens) if body.echo else ""
@@ -163,58 +172,62 @@ class CompletionWriter(Writer[CompletionRequest]):
 
     def __init__(self, tokenizer: Vocabulary, body: CompletionRequest, job: Job) -> None:
         super().__init__(tokenizer, body, job)
-        self._echoed: dict[int, CompletionLogprobs] = {}  # by the prompt's first choice
-        self._name = id_of if body.return_tokens_as_token_ids else tokenizer.token_string
+        self._echo_logprobs: dict[int, CompletionLogprobs] = {}  # by the prompt's first choice
+        self._get_token_name = format_token_id if body.return_tokens_as_token_ids else tokenizer.token_string
 
-    def chunk(self, piece: OutputDelta | None, generation: Generation) -> CompletionResponse:
-        return self._completion([] if piece is None else [self._part(piece, generation)])
+    def make_chunk(self, piece: OutputDelta | None, generation: Generation) -> CompletionResponse:
+        return self._make_completion([] if piece is None else [self._make_choice(piece, generation)])
 
-    def whole(self, pieces: list[OutputDelta], generation: Generation) -> CompletionResponse:
-        choices = [self._part(piece, generation) for piece in self._best(pieces)]
+    def make_response(self, pieces: list[OutputDelta], generation: Generation) -> CompletionResponse:
+        choices = [self._make_choice(piece, generation) for piece in self._select_best(pieces)]
         for index, choice in enumerate(choices):
             choice.index = index
-        return self._completion(choices)
+        return self._make_completion(choices)
 
-    def _completion(self, choices: list[CompletionChoice]) -> CompletionResponse:
-        return CompletionResponse(**self.about, choices=choices)
+    def _make_completion(self, choices: list[CompletionChoice]) -> CompletionResponse:
+        return CompletionResponse(**self.common_fields, choices=choices)
 
-    def _part(self, piece: OutputDelta, generation: Generation) -> CompletionChoice:
+    def _make_choice(self, piece: OutputDelta, generation: Generation) -> CompletionChoice:
         """Return what a piece adds to its choice."""
         part = CompletionChoice(index=piece.choice, text=piece.text)
         if (top := self.body.logprobs) is not None:
-            base = len(self.job.prompt_of(piece.choice).text) if self.body.echo else 0
-            part.logprobs = completion_logprobs(self._name, piece.tokens, piece.scores, top, base)
-        if self._tell(part, piece, generation):
-            self._tell_prompt(part, piece.choice, generation)
+            base = len(self.job.get_prompt(piece.choice).text) if self.body.echo else 0
+            part.logprobs = make_completion_logprobs(self._get_token_name, piece.tokens, piece.logprobs, top, base)
+        if self._fill_choice(part, piece, generation):
+            self._fill_prompt_fields(part, piece.choice, generation)
             if self.body.echo:
-                self._echo(part, generation)
+                self._prepend_prompt(part, generation)
         return part
 
-    def _echo(self, part: CompletionChoice, generation: Generation) -> None:
+    def _prepend_prompt(self, part: CompletionChoice, generation: Generation) -> None:
         """Put the prompt before the first part of its choice."""
-        part.text = self.job.prompt_of(part.index).text + part.text
+        part.text = self.job.get_prompt(part.index).text + part.text
         if part.logprobs is not None:
-            part.logprobs = joined(self._of_echo(part.index, generation), part.logprobs)
+            part.logprobs = concat_logprobs(self._get_echo_logprobs(part.index, generation), part.logprobs)
 
-    def _of_echo(self, choice: int, generation: Generation) -> CompletionLogprobs:
+    def _get_echo_logprobs(self, choice: int, generation: Generation) -> CompletionLogprobs:
         """Return the log-probabilities of a choice's prompt."""
-        head = self.job.first_of(choice)
-        if head not in self._echoed:
+        head = self.job.get_first_choice(choice)
+        if head not in self._echo_logprobs:
             assert self.body.logprobs is not None
-            prompt, scores = self.job.prompt_of(head), [None, *generation.prompt_scores(head)]
-            tokens = placed(self.tokenizer, prompt.ids, prompt.text)
-            self._echoed[head] = completion_logprobs(self._name, tokens, scores, self.body.logprobs)
-        return self._echoed[head]
+            prompt, scores = self.job.get_prompt(head), [None, *generation.get_prompt_logprobs(head)]
+            tokens = locate_tokens(self.tokenizer, prompt.ids, prompt.text)
+            self._echo_logprobs[head] = make_completion_logprobs(
+                self._get_token_name, tokens, scores, self.body.logprobs
+            )
+        return self._echo_logprobs[head]
 
-    def _best(self, pieces: list[OutputDelta]) -> list[OutputDelta]:
+    def _select_best(self, pieces: list[OutputDelta]) -> list[OutputDelta]:
         """Return the n choices of each prompt whose tokens are likeliest on average, the best first."""
-        if self.job.choices == self.body.n:
+        if self.job.choices_per_prompt == self.body.n:
             return pieces
         best: list[OutputDelta] = []
-        for first in range(0, len(pieces), self.job.choices):
-            best += sorted(pieces[first : first + self.job.choices], key=_mean_logprob, reverse=True)[: self.body.n]
+        for first in range(0, len(pieces), self.job.choices_per_prompt):
+            best += sorted(pieces[first : first + self.job.choices_per_prompt], key=_mean_logprob, reverse=True)[
+                : self.body.n
+            ]
         return best
 
 
 def _mean_logprob(piece: OutputDelta) -> float:
-    return sum(score.logprob for score in piece.scores) / max(1, len(piece.scores))
+    return sum(score.logprob for score in piece.logprobs) / max(1, len(piece.logprobs))

@@ -21,20 +21,20 @@ from pydantic import (
 from typing_extensions import TypedDict  # pydantic cannot read that of Python 3.11
 
 from server.api.http.errors import ApiError
-from server.api.http.field_notes import Reading, reading_of
-from server.api.http.json_values import MOST_VALUES, count_values, shown
-from server.api.openai.request_models import LONGEST_NAME, Body, Ignored, LongList, Unsupported, only
+from server.api.http.field_notes import Reading, get_reading
+from server.api.http.json_values import MAX_VALUES, count_values, format_value
+from server.api.openai.request_models import MAX_NAME_LENGTH, Body, Ignored, LongList, Unsupported, allow_only
 from server.text.chat import RESERVED
 from server.text.errors import TextRefused
 from server.text.processes.messages import EncodeChat, Encoded
 from server.text.tokenizer import TokenizerBase
 
 
-def _as_object(value: Any) -> Any:
+def _parse_arguments(value: Any) -> Any:
     """Return the arguments of a call as an object: OpenAI sends them as JSON in a string, templates want an object."""
     if not isinstance(value, str):
         return value
-    if value and not _begins_an_object(value):  # not even decoded
+    if value and not _looks_like_object(value):  # not even decoded
         raise ValueError("should be a JSON object")
     try:
         return msgspec.json.decode(value) if value else {}
@@ -42,7 +42,7 @@ def _as_object(value: Any) -> Any:
         raise ValueError("should be a JSON object") from None
 
 
-def _begins_an_object(text: str) -> bool:
+def _looks_like_object(text: str) -> bool:
     return text.lstrip(" \t\r\n").startswith("{")
 
 
@@ -51,22 +51,22 @@ class TextPart(TypedDict):
     text: str
 
 
-PART_WITHOUT_EFFECT = {"cache_control": dict, "prompt_cache_breakpoint": dict}  # with the types they have
-PART_FIELDS = {"type", "text", *PART_WITHOUT_EFFECT}
-NO_CONTENT = 'should be a text, or a list of {"type": "text", "text": "..."}'
+PART_NO_EFFECT_FIELDS = {"cache_control": dict, "prompt_cache_breakpoint": dict}  # with the types they have
+PART_FIELDS = {"type", "text", *PART_NO_EFFECT_FIELDS}
+INVALID_CONTENT = 'should be a text, or a list of {"type": "text", "text": "..."}'
 
 
-def _text_or_parts(value: Any, info: ValidationInfo) -> Any:
+def _validate_content(value: Any, info: ValidationInfo) -> Any:
     """Check a message's content; by hand, as pydantic's errors for a union list all alternatives."""
     if isinstance(value, str):
         return value
     if not isinstance(value, list):
-        raise ValueError(f"{NO_CONTENT}, not {shown(value)}")
-    reading = reading_of(info.context)
-    return [TextPart(type="text", text=_text_of_part(part, reading)) for part in value]
+        raise ValueError(f"{INVALID_CONTENT}, not {format_value(value)}")
+    reading = get_reading(info.context)
+    return [TextPart(type="text", text=_read_part_text(part, reading)) for part in value]
 
 
-def _text_of_part(part: Any, reading: Reading) -> str:
+def _read_part_text(part: Any, reading: Reading) -> str:
     """Return what a part says: a refusal is a text, too."""
     match part:
         case {"type": "text", "text": str(text)}:
@@ -74,37 +74,39 @@ def _text_of_part(part: Any, reading: Reading) -> str:
         case {"type": "refusal", "refusal": str(text)}:
             fields = PART_FIELDS - {"text"} | {"refusal"}
         case _:
-            raise ValueError(f"{NO_CONTENT}, not {shown(part)}")
+            raise ValueError(f"{INVALID_CONTENT}, not {format_value(part)}")
     if len(part) > 2:
         present = {name: value for name, value in part.items() if value is not None}
-        for name, value in reading.effective(present, "messages.content.", fields, PART_WITHOUT_EFFECT).items():
+        for name, value in reading.filter_fields(present, "messages.content.", fields, PART_NO_EFFECT_FIELDS).items():
             if name not in fields:
                 hint = reading.suggestions.get(f"messages.content.{name}", "")
-                raise ValueError(f"parts of this type have no field {name[:LONGEST_NAME]}{hint}")
-            if not isinstance(value, PART_WITHOUT_EFFECT.get(name, str)):
+                raise ValueError(f"parts of this type have no field {name[:MAX_NAME_LENGTH]}{hint}")
+            if not isinstance(value, PART_NO_EFFECT_FIELDS.get(name, str)):
                 raise ValueError(f"{name} of a part should be an object")
     return text
 
 
-Content = Annotated[str | list[TextPart], PlainValidator(_text_or_parts, json_schema_input_type=str | list[TextPart])]
+Content = Annotated[
+    str | list[TextPart], PlainValidator(_validate_content, json_schema_input_type=str | list[TextPart])
+]
 
 
-def _not_reserved(variables: dict[str, Any]) -> dict[str, Any]:
+def _check_not_reserved(variables: dict[str, Any]) -> dict[str, Any]:
     if taken := sorted(RESERVED & variables.keys()):
         raise ValueError(f"{', '.join(taken)} cannot be given to the chat template here")
     return variables
 
 
 class Function(Body):
-    place = "messages.tool_calls.function."
+    path_prefix = "messages.tool_calls.function."
 
     name: str
-    arguments: Annotated[dict[str, Any], BeforeValidator(_as_object, json_schema_input_type=str | dict[str, Any])]
+    arguments: Annotated[dict[str, Any], BeforeValidator(_parse_arguments, json_schema_input_type=str | dict[str, Any])]
     parsed_arguments: Ignored[Any] = None
 
 
 class ToolCall(Body):
-    place = "messages.tool_calls."
+    path_prefix = "messages.tool_calls."
 
     id: str | None = None
     type: Literal["function"] = "function"
@@ -115,16 +117,16 @@ class ToolCall(Body):
 class Message(Body):
     """One message; what it has beside role and content is for the template, but for what has no effect."""
 
-    place = "messages."
+    path_prefix = "messages."
 
-    role: str = Field(min_length=1, max_length=LONGEST_NAME)
+    role: str = Field(min_length=1, max_length=MAX_NAME_LENGTH)
     content: Content | None = Field(None, description="a text, or parts of the type text")
     name: str | None = None
     reasoning_content: str | None = None
     reasoning: str | None = Field(None, description="another name of reasoning_content")
     tool_calls: LongList[ToolCall] | None = None
     tool_call_id: str | None = None
-    prefix: Annotated[bool, only(False, instead="use continue_final_message")] = Field(False, exclude=True)
+    prefix: Annotated[bool, allow_only(False, instead="use continue_final_message")] = Field(False, exclude=True)
     audio: Unsupported = None
     function_call: Unsupported = None
     id: Ignored[str] = None
@@ -134,33 +136,33 @@ class Message(Body):
     cache_control: Ignored[dict[str, Any]] = None
 
     @model_validator(mode="after")
-    def _says_something(self) -> Self:
+    def _check_content(self) -> Self:
         if self.content is None and self.role != "assistant":
             raise ValueError("content is required; only an assistant's message may be without")
         return self
 
 
-def _few_arguments(messages: Any) -> Any:
+def _check_arguments(messages: Any) -> Any:
     """Refuse more values in the arguments of all calls than a body may have, before any are decoded."""
     values = 0
-    for arguments in _encoded_arguments(messages):
+    for arguments in _iter_encoded_arguments(messages):
         values += count_values(arguments.encode())
-        if values > MOST_VALUES:
-            raise ValueError(f"the arguments of all calls may have {MOST_VALUES} values; send less")
+        if values > MAX_VALUES:
+            raise ValueError(f"the arguments of all calls may have {MAX_VALUES} values; send less")
     return messages
 
 
-def _encoded_arguments(messages: Any) -> Iterator[str]:
+def _iter_encoded_arguments(messages: Any) -> Iterator[str]:
     """Yield the arguments of calls that are JSON in a string; `messages` is not yet checked."""
     for message in messages if isinstance(messages, list) else ():
         calls = message.get("tool_calls") if isinstance(message, dict) else None
         for call in calls if isinstance(calls, list) else ():
             match call:
-                case {"function": {"arguments": str(arguments)}} if _begins_an_object(arguments):
+                case {"function": {"arguments": str(arguments)}} if _looks_like_object(arguments):
                     yield arguments
 
 
-Messages = Annotated[LongList[Message], BeforeValidator(_few_arguments)]
+Messages = Annotated[LongList[Message], BeforeValidator(_check_arguments)]
 
 
 class Rendering(Body):
@@ -172,32 +174,32 @@ class Rendering(Body):
     continue_final_message: bool = Field(
         False, description="end within the last message; not with add_generation_prompt: true"
     )
-    chat_template_kwargs: Annotated[dict[str, Any], AfterValidator(_not_reserved)] = Field(
+    chat_template_kwargs: Annotated[dict[str, Any], AfterValidator(_check_not_reserved)] = Field(
         default_factory=dict, description="variables of the chat template, such as enable_thinking"
     )
     reasoning_effort: str | None = Field(
-        None, max_length=LONGEST_NAME, description="a variable of the chat template, which may not read it"
+        None, max_length=MAX_NAME_LENGTH, description="a variable of the chat template, which may not read it"
     )
 
     @property
-    def variables(self) -> dict[str, Any]:
+    def template_variables(self) -> dict[str, Any]:
         """Return the variables of the chat template; those of chat_template_kwargs come first."""
         effort = {} if self.reasoning_effort is None else {"reasoning_effort": self.reasoning_effort}
         return effort | self.chat_template_kwargs
 
     @field_validator("continue_final_message")
     @classmethod
-    def _no_new_answer(cls, value: bool, info: ValidationInfo) -> bool:
+    def _check_continue(cls, value: bool, info: ValidationInfo) -> bool:
         if value and info.data.get("add_generation_prompt"):
             raise ValueError("cannot be combined with add_generation_prompt: true")
         return value
 
     @property
-    def begins_an_answer(self) -> bool:
+    def adds_generation_prompt(self) -> bool:
         return not self.continue_final_message if self.add_generation_prompt is None else self.add_generation_prompt
 
 
-def texts_of(messages: Sequence[Message]) -> Iterator[str]:
+def iter_texts(messages: Sequence[Message]) -> Iterator[str]:
     """Yield every text in the messages."""
     for message in messages:
         said = (message.content, message.reasoning_content, message.reasoning)
@@ -206,20 +208,25 @@ def texts_of(messages: Sequence[Message]) -> Iterator[str]:
             yield from (part["text"] for part in message.content)
 
 
-async def encoded_chat(
-    tokenizer: TokenizerBase, messages: Sequence[Message], how: Rendering, longest: int, *, add_special_tokens: bool
+async def encode_chat(
+    tokenizer: TokenizerBase,
+    messages: Sequence[Message],
+    rendering: Rendering,
+    max_characters: int,
+    *,
+    add_special_tokens: bool,
 ) -> Encoded:
-    """Return the prompt made of messages, of at most `longest` characters, and its ids. Raises ApiError."""
+    """Return the prompt made of messages, of at most `max_characters` characters, and its ids. Raises ApiError."""
     chat = EncodeChat(
         [message.model_dump(exclude_none=True) for message in messages],
-        longest,
+        max_characters,
         add_special_tokens=add_special_tokens,
-        add_generation_prompt=how.begins_an_answer,
-        continue_final_message=how.continue_final_message,
-        variables=how.variables,
+        add_generation_prompt=rendering.adds_generation_prompt,
+        continue_final_message=rendering.continue_final_message,
+        variables=rendering.template_variables,
     )
     try:
         return await tokenizer.encode_chat(chat)
     except TextRefused as error:
         logged = "messages: they cannot become a prompt"
-        raise ApiError(400, f"messages: {error}", param="messages", code=error.code, logged=logged) from None
+        raise ApiError(400, f"messages: {error}", param="messages", code=error.code, log_message=logged) from None

@@ -11,10 +11,10 @@ from typing import NamedTuple
 import msgspec
 
 from server.api.http.errors import ApiError
-from server.api.http.json_values import shown
+from server.api.http.json_values import format_value
 from server.api.openai.request_models import INT64, CacheRequest, GenerationRequest, SamplingRequest
-from server.api.openai.tenants import salt_of
-from server.engine.ipc.messages import Caching, Hello, Sampling, Speculation, Submit
+from server.api.openai.tenants import make_salt
+from server.engine.ipc.messages import Caching, Hello, SamplingParams, Speculation, Submit
 
 
 @dataclass(frozen=True)
@@ -28,62 +28,64 @@ class PromptTokens:
 class RequestLimits(NamedTuple):
     """The limits of one request."""
 
-    choices: int  # of all prompts together
-    prompt_characters: int  # of a prompt, before it becomes tokens
-    token_characters: int | None  # of text in one token, at most; None: any number
-    stop_strings: int
+    max_choices: int  # of all prompts together
+    max_prompt_characters: int  # of a prompt, before it becomes tokens
+    max_token_characters: int | None  # of text in one token, at most; None: any number
+    max_stop_strings: int
 
     def check_choices(self, prompts: int, choices: int) -> None:
         """Raise ApiError if there are too many choices in all."""
-        if prompts * choices > self.choices:
-            message = f"{prompts} prompts with {choices} choices each are too many: at most {self.choices} in all"
+        if prompts * choices > self.max_choices:
+            message = f"{prompts} prompts with {choices} choices each are too many: at most {self.max_choices} in all"
             raise ApiError(400, message, param="prompt" if prompts > 1 else "n")
 
     def check_stop(self, stop: Sequence[str]) -> None:
         """Raise ApiError for more stop strings than are looked for."""
-        if len(stop) > self.stop_strings:
-            message = f"stop: {len(stop)} strings are too many: at most {self.stop_strings} (max_stop_strings)"
+        if len(stop) > self.max_stop_strings:
+            message = f"stop: {len(stop)} strings are too many: at most {self.max_stop_strings} (max_stop_strings)"
             raise ApiError(400, message, param="stop")
 
-    def check_text(self, text: object, param: str, context: int | None = None) -> None:
+    def check_length(self, text: object, param: str, context: int | None = None) -> None:
         """Raise ApiError for a text that is too long to be tokenised, or to fit a context of `context` tokens."""
-        if isinstance(text, str) and len(text) > (longest := self.characters(context)):  # ids are checked elsewhere
+        if isinstance(text, str) and len(text) > (
+            longest := self.get_max_characters(context)
+        ):  # ids are checked elsewhere
             message = f"{param}: longer than {longest} characters, which is all that can be read; make it shorter"
-            if longest < self.prompt_characters:
+            if longest < self.max_prompt_characters:
                 message = (
                     f"{param}: {len(text)} characters cannot fit: the model's context is {context} tokens long, and no "
-                    f"token stands for more than {self.token_characters} characters; make it shorter"
+                    f"token stands for more than {self.max_token_characters} characters; make it shorter"
                 )
             raise ApiError(400, message, param=param, code="context_length_exceeded")
 
-    def characters(self, context: int | None) -> int:
+    def get_max_characters(self, context: int | None) -> int:
         """Return the number of characters a text may have, to be tokenised and to fit `context` tokens."""
-        if context is None or self.token_characters is None:
-            return self.prompt_characters
-        return min(self.prompt_characters, context * self.token_characters)
+        if context is None or self.max_token_characters is None:
+            return self.max_prompt_characters
+        return min(self.max_prompt_characters, context * self.max_token_characters)
 
-    def check_together(self, texts: Iterable[object], param: str, times: int = 1) -> None:
+    def check_total_length(self, texts: Iterable[object], param: str, times: int = 1) -> None:
         """Raise ApiError for texts that together have more characters than `times` the longest prompt."""
-        most = times * self.prompt_characters
+        most = times * self.max_prompt_characters
         if sum(len(text) for text in texts if isinstance(text, str)) > most:
             message = f"{param}: together longer than {most} characters; send less in one request"
             raise ApiError(400, message, param=param, code="context_length_exceeded")
 
 
-MANY_PROMPTS = 4  # all prompts of a request together may be this many times as long as the longest prompt
-MOST_SCORES = 1 << 21  # log-probabilities in an answer with several choices: more than 100 MB
+TOTAL_PROMPTS_FACTOR = 4  # all prompts of a request together may be this many times as long as the longest prompt
+MAX_LOGPROBS = 1 << 21  # log-probabilities in an answer with several choices: more than 100 MB
 
 
-def check_scores(sampling: Sampling, prompts: Sequence[PromptTokens], choices: int) -> None:
+def check_num_logprobs(sampling: SamplingParams, prompts: Sequence[PromptTokens], choices: int) -> None:
     """Raise ApiError for more log-probabilities than fit one answer; a single choice may have any number."""
 
-    def numbers(tokens: int, top: int | None) -> int:
+    def count_logprobs(tokens: int, top: int | None) -> int:
         return 0 if top is None else tokens * (top + 1)
 
-    told = sum(numbers(len(prompt.ids), sampling.prompt_logprobs) for prompt in prompts)
-    told += len(prompts) * numbers(sampling.max_tokens, sampling.logprobs)
-    if len(prompts) * choices > 1 and told * choices > MOST_SCORES:
-        message = f"up to {told * choices} log-probabilities are too many for one answer: at most {MOST_SCORES}; "
+    told = sum(count_logprobs(len(prompt.ids), sampling.prompt_logprobs) for prompt in prompts)
+    told += len(prompts) * count_logprobs(sampling.max_tokens, sampling.logprobs)
+    if len(prompts) * choices > 1 and told * choices > MAX_LOGPROBS:
+        message = f"up to {told * choices} log-probabilities are too many for one answer: at most {MAX_LOGPROBS}; "
         raise ApiError(400, message + "ask for fewer choices, prompts, tokens or alternatives", param="logprobs")
 
 
@@ -106,37 +108,37 @@ class Job:
     model: str
     system_fingerprint: str
     prompts: Sequence[PromptTokens]
-    choices: int  # that are written for each prompt
+    choices_per_prompt: int  # that are written for each prompt
     submits: Sequence[Submit]  # of the first prompt, then of the second ...
     created: int = field(default_factory=lambda: int(time.time()))
 
-    def prompt_of(self, choice: int) -> PromptTokens:
-        return self.prompts[choice // self.choices]
+    def get_prompt(self, choice: int) -> PromptTokens:
+        return self.prompts[choice // self.choices_per_prompt]
 
-    def first_of(self, choice: int) -> int:
+    def get_first_choice(self, choice: int) -> int:
         """Return the choice that computes the same prompt, and has its log-probabilities."""
-        return choice // self.choices * self.choices
+        return choice // self.choices_per_prompt * self.choices_per_prompt
 
 
-def job_of(
+def make_job(
     kind: str,
     body: GenerationRequest,
     prompts: Sequence[PromptTokens],
-    sampling: Sampling,
+    sampling: SamplingParams,
     choices: int,
-    how: StrategyHints,
+    hints: StrategyHints,
 ) -> Job:
     """Make the job of a request. `kind` begins the id; `sampling` is that of the first choice. Raises ApiError."""
-    check_scores(sampling, prompts, choices)
-    key, caching, speculation = uuid.uuid4().hex, caching_of(body, how.tenant), speculation_of(body)
+    check_num_logprobs(sampling, prompts, choices)
+    key, caching, speculation = uuid.uuid4().hex, make_caching(body, hints.tenant), make_speculation(body)
     submits = [
         Submit(
             request_id=f"{key}-{p}-{choice}",
             prompt=prompt.ids,
-            sampling=_of_choice(sampling, choice),
+            sampling=_make_choice_sampling(sampling, choice),
             kv_cache=body.kv_cache,
-            header=how.header,
-            alias=how.alias,
+            header=hints.header,
+            alias=hints.alias,
             priority=body.priority,
             caching=caching,
             explain=body.explain,
@@ -148,17 +150,17 @@ def job_of(
     ]
     return Job(
         f"{kind}-{body.request_id or key}",
-        how.model,
-        how.system_fingerprint,
+        hints.model,
+        hints.system_fingerprint,
         prompts,
         choices,
         submits,
     )
 
 
-def sampling_of(
+def make_sampling(
     body: SamplingRequest, hello: Hello, *, max_tokens: int, logprobs: int | None, prompt_logprobs: int | None
-) -> Sampling:
+) -> SamplingParams:
     """Return how the first choice is sampled. Raises ApiError for tokens that the model does not have."""
     check_ids(list(body.logit_bias), hello, "logit_bias")
     check_ids(body.stop_token_ids, hello, "stop_token_ids")
@@ -166,25 +168,25 @@ def sampling_of(
     if body.min_tokens > max_tokens:
         message = f"min_tokens: should be at most {max_tokens}, the tokens there may be, not {body.min_tokens}"
         raise ApiError(400, message, param="min_tokens")
-    return body.sampling(max_tokens, logprobs=logprobs, prompt_logprobs=prompt_logprobs)
+    return body.to_sampling(max_tokens, logprobs=logprobs, prompt_logprobs=prompt_logprobs)
 
 
-def _of_choice(sampling: Sampling, choice: int) -> Sampling:
+def _make_choice_sampling(sampling: SamplingParams, choice: int) -> SamplingParams:
     """Return the sampling of a choice: with a seed of its own, and the prompt scored for the first choice only."""
     changes = {"seed": (sampling.seed + choice) % INT64} | ({"prompt_logprobs": None} if choice else {})
     return msgspec.structs.replace(sampling, **changes)
 
 
-def caching_of(body: CacheRequest, tenant: str) -> Caching:
+def make_caching(body: CacheRequest, tenant: str) -> Caching:
     return Caching(
-        salt=salt_of(tenant, body.cache_salt),
+        salt=make_salt(tenant, body.cache_salt),
         max_cached=0 if body.skip_reading_prefix_cache else None,
         priority=body.kv_cache_priority,
         ttl=body.kv_cache_ttl,
     )
 
 
-def speculation_of(body: GenerationRequest) -> Speculation | None:
+def make_speculation(body: GenerationRequest) -> Speculation | None:
     """Return the speculative decoding that a request asks for; None: as the settings say."""
     asked = body.speculative_config
     return None if asked is None else msgspec.convert(asked, Speculation, from_attributes=True)
@@ -194,7 +196,7 @@ def check_ids(ids: Sequence[int], hello: Hello, param: str) -> None:
     """Raise ApiError for ids that the model does not have."""
     if ids and not 0 <= min(ids) <= max(ids) < hello.vocab_size:
         wrong = min(ids) if min(ids) < 0 else max(ids)
-        message = f"{param}: token ids should be from 0 to {hello.vocab_size - 1}, not {shown(wrong)}"
+        message = f"{param}: token ids should be from 0 to {hello.vocab_size - 1}, not {format_value(wrong)}"
         raise ApiError(400, message, param=param)
 
 

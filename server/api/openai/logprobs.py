@@ -11,7 +11,7 @@ from server.text.output import Placed
 from server.text.vocabulary import Vocabulary
 
 
-def id_of(token: int) -> str:
+def format_token_id(token: int) -> str:
     """Return a token's name where a request wants no texts, as vLLM writes it."""
     return f"token_id:{token}"
 
@@ -26,7 +26,7 @@ class CompletionLogprobs(Struct):
     text_offset: list[int]
 
 
-def joined(one: CompletionLogprobs, other: CompletionLogprobs) -> CompletionLogprobs:
+def concat_logprobs(one: CompletionLogprobs, other: CompletionLogprobs) -> CompletionLogprobs:
     """Concatenate the log-probabilities of one text and of the text after it."""
     return CompletionLogprobs(
         one.tokens + other.tokens,
@@ -36,8 +36,12 @@ def joined(one: CompletionLogprobs, other: CompletionLogprobs) -> CompletionLogp
     )
 
 
-def completion_logprobs(
-    name: Callable[[int], str], tokens: Sequence[Placed], scores: Sequence[TokenLogprob | None], top: int, base: int = 0
+def make_completion_logprobs(
+    get_name: Callable[[int], str],
+    tokens: Sequence[Placed],
+    scores: Sequence[TokenLogprob | None],
+    top: int,
+    base: int = 0,
 ) -> CompletionLogprobs:
     """Return the log-probabilities of tokens that are shown, each by its `name`.
 
@@ -48,19 +52,19 @@ def completion_logprobs(
     """
     shown = [(placed, score) for placed, score in zip(tokens, scores, strict=True) if placed.shown]
     return CompletionLogprobs(
-        [name(placed.token) for placed, _ in shown],
+        [get_name(placed.token) for placed, _ in shown],
         [score.logprob if score else None for _, score in shown],
-        [_by_name(name, score, top) if score else None for _, score in shown],
+        [_make_top_logprobs(get_name, score, top) if score else None for _, score in shown],
         [base + placed.offset for placed, _ in shown],
     )
 
 
-def _by_name(name: Callable[[int], str], score: TokenLogprob, top: int) -> dict[str, float]:
+def _make_top_logprobs(get_name: Callable[[int], str], score: TokenLogprob, top: int) -> dict[str, float]:
     """Return log-probabilities by the tokens' names; of tokens with the same name that of the likeliest."""
-    alternatives = [*score.top[:top], (score.token, score.logprob)]
+    alternatives = [*score.top_logprobs[:top], (score.token, score.logprob)]
     found: dict[str, float] = {}
     for token, logprob in sorted(alternatives, key=lambda pair: -pair[1]):
-        found.setdefault(name(token), logprob)
+        found.setdefault(get_name(token), logprob)
     return found
 
 
@@ -83,22 +87,22 @@ class ChatLogprobs(Struct):
     refusal: None = None
 
 
-def chat_logprobs(
+def make_chat_logprobs(
     tokenizer: Vocabulary, tokens: Sequence[Placed], scores: Sequence[TokenLogprob], top: int, *, by_id: bool = False
 ) -> ChatLogprobs:
     def alternative(token: int, logprob: float) -> Alternative:
-        name = id_of(token) if by_id else _text(tokenizer, token)
+        name = format_token_id(token) if by_id else _decode_token(tokenizer, token)
         return Alternative(name, logprob, list(tokenizer.token_bytes(token)))
 
     content = []
     for score in (score for placed, score in zip(tokens, scores, strict=True) if placed.shown):
         own = alternative(score.token, score.logprob)
-        tops = [alternative(token, logprob) for token, logprob in score.top[:top]]
+        tops = [alternative(token, logprob) for token, logprob in score.top_logprobs[:top]]
         content.append(ChatToken(own.token, own.logprob, own.bytes, tops))
     return ChatLogprobs(content)
 
 
-def _text(tokenizer: Vocabulary, token: int) -> str:
+def _decode_token(tokenizer: Vocabulary, token: int) -> str:
     return tokenizer.token_bytes(token).decode(errors="replace")
 
 
@@ -114,14 +118,14 @@ class PromptLogprob(Struct):
 PromptLogprobs = list[dict[str, PromptLogprob] | None]
 
 
-def prompt_logprobs(tokenizer: Vocabulary, scores: Sequence[TokenLogprob], top: int) -> PromptLogprobs:
+def make_prompt_logprobs(tokenizer: Vocabulary, scores: Sequence[TokenLogprob], top: int) -> PromptLogprobs:
     """Return log-probabilities by place, then by token id; the first token has none."""
     told: PromptLogprobs = [None]
     for score in scores:
-        ranked = [(token, logprob, rank) for rank, (token, logprob) in enumerate(score.top[:top], 1)]
+        ranked = [(token, logprob, rank) for rank, (token, logprob) in enumerate(score.top_logprobs[:top], 1)]
         told.append(
             {
-                str(token): PromptLogprob(logprob, rank, _text(tokenizer, token))
+                str(token): PromptLogprob(logprob, rank, _decode_token(tokenizer, token))
                 for token, logprob, rank in (*ranked, (score.token, score.logprob, score.rank))
             }
         )

@@ -25,16 +25,16 @@ from pydantic import (
 )
 from pydantic.fields import FieldInfo
 
-from config.settings import LONGEST_DRAFT
-from server.api.http.field_notes import reading_of
-from server.api.http.json_values import MOST_MEMBERS, DecodedIds, ReadAs, shown
-from server.engine.ipc.messages import Sampling
+from config.settings import MAX_DRAFT_TOKENS
+from server.api.http.field_notes import get_reading
+from server.api.http.json_values import MAX_MEMBERS, DecodedIds, ReadAs, format_value
+from server.engine.ipc.messages import SamplingParams
 
 INT64 = 2**63
-LONGEST_NAME = 128  # characters of an instance's name; longer ones are not even looked up
+MAX_NAME_LENGTH = 128  # characters of an instance's name; longer ones are not even looked up
 
 
-def _few(most: int) -> Callable[[Any], Any]:
+def _limit_members(most: int) -> Callable[[Any], Any]:
     """Refuses a larger object before each of its members is looked at, and found wrong."""
 
     def check(value: Any) -> Any:
@@ -49,98 +49,100 @@ class Body(BaseModel):
     """What all bodies have in common."""
 
     model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
-    place: ClassVar[str] = ""  # the path before the names of its fields in a request's body
-    without_effect: ClassVar[frozenset[str]] = frozenset()  # of its fields
+    path_prefix: ClassVar[str] = ""  # the path before the names of its fields in a request's body
+    no_effect_fields: ClassVar[frozenset[str]] = frozenset()  # of its fields
 
     @classmethod
     def __pydantic_init_subclass__(cls, **_: Any) -> None:
-        fields = fields_of(cls)
-        cls.without_effect = frozenset(name for name, how in fields.items() if how is ReadAs.IGNORED)
+        fields = get_read_modes(cls)
+        cls.no_effect_fields = frozenset(name for name, how in fields.items() if how is ReadAs.IGNORED)
 
     @model_validator(mode="before")
     @classmethod
-    def _read(cls, values: Any, info: ValidationInfo) -> Any:
+    def _filter_fields(cls, values: Any, info: ValidationInfo) -> Any:
         """Return the members that are to be checked: null is the same as absent."""
-        _few(MOST_MEMBERS)(values)
+        _limit_members(MAX_MEMBERS)(values)
         if not isinstance(values, dict):
             return values
         present = {key: value for key, value in values.items() if value is not None}
-        return reading_of(info.context).effective(present, cls.place, cls.model_fields, cls.without_effect)
+        return get_reading(info.context).filter_fields(present, cls.path_prefix, cls.model_fields, cls.no_effect_fields)
 
 
-def _as_list(value: Any) -> Any:
+def _wrap_in_list(value: Any) -> Any:
     return [value] if isinstance(value, str) else value
 
 
-def _text_or_ids(value: Any) -> Any:
+def _check_text_or_ids(value: Any) -> Any:
     if isinstance(value, str) or (isinstance(value, list) and all(type(item) is int for item in value)):
         return value
     raise ValueError("should be a string, or a list of token ids")
 
 
-def _decoded_ids(value: Any, validate: ValidatorFunctionWrapHandler) -> Any:
+def _accept_decoded_ids(value: Any, validate: ValidatorFunctionWrapHandler) -> Any:
     """Return ids that the decoder has checked unchanged: checking them again takes longer than decoding them."""
-    return value.flat() if isinstance(value, DecodedIds) else validate(value)
+    return value.flatten() if isinstance(value, DecodedIds) else validate(value)
 
 
-def _token_ids(value: Any) -> Any:
+def _parse_token_id_keys(value: Any) -> Any:
     """JSON has strings for keys; OpenAI's are token ids."""
     if not isinstance(value, dict):
         return value
     if wrong := [key for key in value if not (key.isascii() and key.isdigit() and len(key) < 10)]:
-        raise ValueError(f"should have token ids for keys, not {shown(wrong[0])}")
+        raise ValueError(f"should have token ids for keys, not {format_value(wrong[0])}")
     return {int(key): bias for key, bias in value.items()}
 
 
-def _not_empty(ids: list[int]) -> list[int]:
+def _check_not_empty(ids: list[int]) -> list[int]:
     if not ids:
         raise ValueError("should have at least one token id; leave it out to allow all")
     return ids
 
 
-def only(*neutral: Any, instead: str = "leave it out") -> AfterValidator:
+def allow_only(*neutral: Any, instead: str = "leave it out") -> AfterValidator:
     """Refuse every value but the `neutral` ones, which change nothing; without one, refuse every value."""
 
     def check(value: Any) -> Any:
         if value not in neutral:
-            raise ValueError(f"{shown(value)} is not supported; {instead}")
+            raise ValueError(f"{format_value(value)} is not supported; {instead}")
         return value
 
     return AfterValidator(check)
 
 
-def fields_of(body: type[Body] | None) -> dict[str, ReadAs]:
+def get_read_modes(body: type[Body] | None) -> dict[str, ReadAs]:
     """Return how the decoder reads each field of a model."""
-    return {} if body is None else {name: _read_as(field) for name, field in body.model_fields.items()}
+    return {} if body is None else {name: _get_read_mode(field) for name, field in body.model_fields.items()}
 
 
-def _read_as(field: FieldInfo) -> ReadAs:
+def _get_read_mode(field: FieldInfo) -> ReadAs:
     return next((mark for mark in field.metadata if isinstance(mark, ReadAs)), ReadAs.VALUE)
 
 
 T = TypeVar("T")
 LongList = Annotated[list[T], Field(fail_fast=True)]  # an error for each item would take longer than the longest answer
-TokenIds = Annotated[LongList[int], WrapValidator(_decoded_ids), ReadAs.TOKEN_IDS]
+TokenIds = Annotated[LongList[int], WrapValidator(_accept_decoded_ids), ReadAs.TOKEN_IDS]
 Prompt = Annotated[
     str | LongList[int],
-    BeforeValidator(_text_or_ids),
-    WrapValidator(_decoded_ids),
+    BeforeValidator(_check_text_or_ids),
+    WrapValidator(_accept_decoded_ids),
     ReadAs.TOKEN_IDS,
 ]
 Ignored = Annotated[T | None, ReadAs.IGNORED, Field(exclude=True)]
-Unsupported = Annotated[Any, only()]  # leaving it out would change the answer
-AllowedTokens = Annotated[LongList[int], AfterValidator(_not_empty)]
+Unsupported = Annotated[Any, allow_only()]  # leaving it out would change the answer
+AllowedTokens = Annotated[LongList[int], AfterValidator(_check_not_empty)]
 StopString = Annotated[str, Field(min_length=1, max_length=1024)]
-Stop = Annotated[LongList[StopString], BeforeValidator(_as_list, json_schema_input_type=StopString | list[StopString])]
+Stop = Annotated[
+    LongList[StopString], BeforeValidator(_wrap_in_list, json_schema_input_type=StopString | list[StopString])
+]
 LogitBias = Annotated[
     dict[int, Annotated[float, Field(ge=-100, le=100)]],
-    BeforeValidator(_token_ids, json_schema_input_type=dict[str, float]),
-    BeforeValidator(_few(1024)),
+    BeforeValidator(_parse_token_id_keys, json_schema_input_type=dict[str, float]),
+    BeforeValidator(_limit_members(1024)),
 ]
 
 
 class StreamOptions(Body):
-    place = "stream_options."
+    path_prefix = "stream_options."
 
     include_usage: bool = Field(False, description="a last chunk with the usage of the whole request")
     continuous_usage_stats: bool = Field(
@@ -188,12 +190,14 @@ class SamplingRequest(Body):
     min_tokens: int = Field(0, ge=0, lt=INT64, description="before so many, no token that ends the text is drawn")
     ignore_eos: bool = Field(False, description="go on after the end-of-sequence token")
     skip_special_tokens: bool = Field(True, description="special tokens have no text")
-    spaces_between_special_tokens: Annotated[bool, only(True)] = True
-    response_format: Annotated[dict[str, Any], only({"type": "text"})] = Field(default={"type": "text"})
+    spaces_between_special_tokens: Annotated[bool, allow_only(True)] = True
+    response_format: Annotated[dict[str, Any], allow_only({"type": "text"})] = Field(default={"type": "text"})
 
-    def sampling(self, max_tokens: int, *, logprobs: int | None = None, prompt_logprobs: int | None = None) -> Sampling:
+    def to_sampling(
+        self, max_tokens: int, *, logprobs: int | None = None, prompt_logprobs: int | None = None
+    ) -> SamplingParams:
         """Return them as the engine takes them, for the first choice, with a random seed if there is none."""
-        return Sampling(
+        return SamplingParams(
             max_tokens=max_tokens,
             temperature=self.temperature,
             top_k=max(0, self.top_k),
@@ -217,7 +221,7 @@ class CacheRequest(Body):
     """What becomes of the keys and values."""
 
     kv_cache: str | None = Field(
-        None, max_length=LONGEST_NAME, description="KV-cache strategy instance; GET /v1/kv_cache lists them"
+        None, max_length=MAX_NAME_LENGTH, description="KV-cache strategy instance; GET /v1/kv_cache lists them"
     )
     cache_salt: str | None = Field(
         None, min_length=1, max_length=256, description="only requests with the same salt share what is cached"
@@ -231,16 +235,16 @@ class CacheRequest(Body):
 class SpeculativeConfig(Body):
     """Guesses at the next tokens, from the request's own text; fields as in vLLM's setting of this name."""
 
-    place = "speculative_config."
+    path_prefix = "speculative_config."
 
     method: Literal["ngram"] = "ngram"
-    num_speculative_tokens: int = Field(ge=0, le=LONGEST_DRAFT, description="guesses a step, at most; 0: none")
+    num_speculative_tokens: int = Field(ge=0, le=MAX_DRAFT_TOKENS, description="guesses a step, at most; 0: none")
     prompt_lookup_max: int = Field(3, ge=1, le=64, description="so many of the last tokens are looked for in the text,")
     prompt_lookup_min: int = Field(1, ge=1, le=64, description="and no fewer than so many")
 
     @field_validator("prompt_lookup_min")
     @classmethod
-    def _prompt_lookup_min(cls, value: int, info: ValidationInfo) -> int:
+    def _check_prompt_lookup_min(cls, value: int, info: ValidationInfo) -> int:
         if value > info.data.get("prompt_lookup_max", value):
             raise ValueError(f"should be at most prompt_lookup_max, not {value}")
         return value
@@ -266,7 +270,7 @@ class GenerationRequest(SamplingRequest, CacheRequest, WithoutEffect):
 
     @field_validator("stream_options")
     @classmethod
-    def _stream_options(cls, value: StreamOptions | None, info: ValidationInfo) -> StreamOptions | None:
+    def _check_stream_options(cls, value: StreamOptions | None, info: ValidationInfo) -> StreamOptions | None:
         if info.data.get("stream") is False:
             raise ValueError("allowed only with stream: true")
         return value

@@ -11,18 +11,18 @@ from server.api.http.errors import ApiError
 from server.api.openai.request_models import GenerationRequest
 
 
-def tenant(authorization: str | None) -> str:
+def get_tenant(authorization: str | None) -> str:
     """A name for whoever sent this header, which does not give away the key; nobody's is empty."""
     scheme, _, key = (authorization or "").partition(" ")
-    return tenant_of_key(key.encode("latin-1")) if scheme.lower() == "bearer" else ""  # the bytes as they came
+    return hash_api_key(key.encode("latin-1")) if scheme.lower() == "bearer" else ""  # the bytes as they came
 
 
-def tenant_of_key(key: bytes) -> str:
+def hash_api_key(key: bytes) -> str:
     key = key.strip()
     return hashlib.sha256(key).hexdigest()[:16] if key else ""
 
 
-def salt_of(tenant: str, cache_salt: str | None) -> str:
+def make_salt(tenant: str, cache_salt: str | None) -> str:
     """As the engine has it: see `cache_strategies.base.tenant_of`."""
     return f"{tenant}/{cache_salt or ''}"
 
@@ -36,9 +36,11 @@ class PriorityBounds(NamedTuple):
     def check(self, body: GenerationRequest) -> None:
         """Raise ApiError for a request that is outside of these bounds."""
         if body.priority < self.min_priority:
-            raise _refused("priority", f"should be {self.min_priority} or more", body.priority, "min_priority")
+            raise _make_priority_error(
+                "priority", f"should be {self.min_priority} or more", body.priority, "min_priority"
+            )
         if body.kv_cache_priority > self.max_kv_cache_priority:
-            raise _refused(
+            raise _make_priority_error(
                 "kv_cache_priority",
                 f"should be at most {self.max_kv_cache_priority}",
                 body.kv_cache_priority,
@@ -50,24 +52,24 @@ class Priorities:
     """The bounds of all clients: of some tenants their own, of the others the server's."""
 
     def __init__(self, everyone: PriorityBounds, by_tenant: Mapping[str, PriorityBounds]) -> None:
-        self._everyone = everyone
+        self._default_bounds = everyone
         self._by_tenant = by_tenant
 
     @classmethod
     def from_settings(cls, settings: Settings) -> Priorities:
         everyone = PriorityBounds(settings.min_priority, settings.max_kv_cache_priority)
         by_tenant = {
-            tenant_of_key(key.encode()): everyone._replace(**limits.model_dump(exclude_none=True))
+            hash_api_key(key.encode()): everyone._replace(**limits.model_dump(exclude_none=True))
             for key, limits in settings.key_limits.items()
         }
         return cls(everyone, by_tenant)
 
     def check(self, body: GenerationRequest, authorization: str | None) -> None:
         """Raise ApiError for a request that is outside of the bounds of its API key."""
-        self._by_tenant.get(tenant(authorization), self._everyone).check(body)
+        self._by_tenant.get(get_tenant(authorization), self._default_bounds).check(body)
 
 
-def _refused(param: str, should: str, sent: int, setting: str) -> ApiError:
+def _make_priority_error(param: str, should: str, sent: int, setting: str) -> ApiError:
     message = (
         f"{param}: {should} for this client, not {sent}; the server's operator may allow more ({setting}, key_limits)"
     )

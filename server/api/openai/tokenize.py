@@ -14,18 +14,18 @@ from fastapi import APIRouter, Response
 from pydantic import Field, ValidationInfo, field_validator
 
 from server.api.http.body import JsonRoute
-from server.api.http.errors import ApiError, documented
+from server.api.http.errors import ApiError, make_error_responses
 from server.api.openai.chat import ChatRequest
-from server.api.openai.conversation import Message, Messages, Rendering, encoded_chat, texts_of
+from server.api.openai.conversation import Message, Messages, Rendering, encode_chat, iter_texts
 from server.api.openai.generation_job import RequestLimits, check_ids
-from server.api.openai.models import instance_of, name_of
+from server.api.openai.models import find_instance, resolve_model_name
 from server.api.openai.request_models import Body, TokenIds
 from server.api.openai.responses import Serving
 from server.engine.ipc.messages import Hello
 from server.text.tokenizer import TokenizerBase
 from server.text.vocabulary import Vocabulary
 
-MOST_DECODED = 2**16  # tokens of /detokenize, where the context is shorter: decoding holds the interpreter's lock
+MAX_DECODED_TOKENS = 2**16  # tokens of /detokenize, where the context is shorter: decoding holds the interpreter's lock
 
 
 class TokenizeRequest(Rendering):
@@ -41,7 +41,7 @@ class TokenizeRequest(Rendering):
 
     @field_validator("messages")
     @classmethod
-    def _one_of_both(cls, value: list[Message] | None, info: ValidationInfo) -> list[Message] | None:
+    def _check_one_given(cls, value: list[Message] | None, info: ValidationInfo) -> list[Message] | None:
         if (value is None) == (info.data.get("prompt") is None) and "prompt" in info.data:
             raise ValueError("either prompt or messages is required, and not both")
         return value
@@ -72,31 +72,33 @@ class DetokenizeResponse(msgspec.Struct):
 def router(serving: Serving, info: Mapping[str, Any] | None = None) -> APIRouter:
     """Return the routes; /tokenizer_info is among them if `info` is given."""
     tokenizer = serving.tokenizer
-    routes = APIRouter(route_class=JsonRoute, tags=["tokens"], responses=documented(400, 404, 413, 503))
+    routes = APIRouter(route_class=JsonRoute, tags=["tokens"], responses=make_error_responses(400, 404, 413, 503))
 
     @routes.post("/tokenize")
     async def tokenize(body: TokenizeRequest) -> Response:
-        hello = _served(serving, body.model)
-        ids = await _ids(tokenizer, body, serving.most)
-        strings = await asyncio.to_thread(_pieces, tokenizer, ids) if body.return_token_strs else None
-        return _json(TokenizeResponse(len(ids), hello.max_seq_len, ids, strings))
+        hello = _get_hello(serving, body.model)
+        ids = await _encode_body(tokenizer, body, serving.limits)
+        strings = await asyncio.to_thread(_get_token_strings, tokenizer, ids) if body.return_token_strs else None
+        return _make_json_response(TokenizeResponse(len(ids), hello.max_seq_len, ids, strings))
 
     @routes.post("/detokenize")
     async def detokenize(body: DetokenizeRequest) -> Response:
-        hello = _served(serving, body.model)
-        if len(body.tokens) > (most := max(hello.max_seq_len, MOST_DECODED)):
+        hello = _get_hello(serving, body.model)
+        if len(body.tokens) > (most := max(hello.max_seq_len, MAX_DECODED_TOKENS)):
             raise ApiError(400, f"tokens: should be at most {most}", param="tokens", code="context_length_exceeded")
         check_ids(body.tokens, hello, "tokens")
-        return _json(DetokenizeResponse(await tokenizer.decode_many(body.tokens, skip_special_tokens=False)))
+        return _make_json_response(
+            DetokenizeResponse(await tokenizer.decode_many(body.tokens, skip_special_tokens=False))
+        )
 
     @routes.post("/apply-template")
     async def apply_template(body: ApplyTemplateRequest) -> Response:
-        _served(serving, body.model)
-        serving.most.check_together(texts_of(body.messages), "messages")
-        longest = serving.most.prompt_characters
-        return _json(
+        _get_hello(serving, body.model)
+        serving.limits.check_total_length(iter_texts(body.messages), "messages")
+        longest = serving.limits.max_prompt_characters
+        return _make_json_response(
             DetokenizeResponse(
-                (await encoded_chat(tokenizer, body.messages, body, longest, add_special_tokens=False)).text
+                (await encode_chat(tokenizer, body.messages, body, longest, add_special_tokens=False)).text
             )
         )
 
@@ -110,28 +112,28 @@ def router(serving: Serving, info: Mapping[str, Any] | None = None) -> APIRouter
     return routes
 
 
-async def _ids(tokenizer: TokenizerBase, body: TokenizeRequest, most: RequestLimits) -> list[int]:
+async def _encode_body(tokenizer: TokenizerBase, body: TokenizeRequest, limits: RequestLimits) -> list[int]:
     """Return the ids of a request's prompt or messages. Raises ApiError, TextError."""
     special = body.messages is None if body.add_special_tokens is None else body.add_special_tokens
     if body.messages is not None:
-        most.check_together(texts_of(body.messages), "messages")
-        longest = most.prompt_characters
-        return (await encoded_chat(tokenizer, body.messages, body, longest, add_special_tokens=special)).ids
+        limits.check_total_length(iter_texts(body.messages), "messages")
+        longest = limits.max_prompt_characters
+        return (await encode_chat(tokenizer, body.messages, body, longest, add_special_tokens=special)).ids
     assert body.prompt is not None, "one of both is there"
-    most.check_text(body.prompt, "prompt")
+    limits.check_length(body.prompt, "prompt")
     return await tokenizer.encode(body.prompt, add_special_tokens=special)
 
 
-def _served(serving: Serving, model: str | None) -> Hello:
+def _get_hello(serving: Serving, model: str | None) -> Hello:
     """Return the greeting of the engine that serves a model. Raises EngineLost, and ApiError 404 for another model."""
-    hello = serving.client.served()
-    instance_of(hello, name_of(hello, model, any_name=serving.any_model_name))
+    hello = serving.client.get_hello()
+    find_instance(hello, resolve_model_name(hello, model, any_name=serving.any_model_name))
     return hello
 
 
-def _pieces(tokenizer: Vocabulary, ids: list[int]) -> list[str]:
+def _get_token_strings(tokenizer: Vocabulary, ids: list[int]) -> list[str]:
     return [tokenizer.piece(token) for token in ids]
 
 
-def _json(answer: msgspec.Struct) -> Response:
+def _make_json_response(answer: msgspec.Struct) -> Response:
     return Response(msgspec.json.encode(answer), media_type="application/json")

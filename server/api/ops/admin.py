@@ -9,17 +9,17 @@ from fastapi import APIRouter, Response
 from pydantic import Field
 
 from config.sizes import Share
-from server.api.http.auth import ADMINISTRATION
+from server.api.http.auth import ADMIN_PREFIX
 from server.api.http.body import StrictJsonRoute
-from server.api.http.errors import documented
+from server.api.http.errors import make_error_responses
 from server.api.openai.generation_job import RequestLimits, check_prompt
 from server.api.openai.request_models import Body, Prompt
-from server.api.openai.tenants import salt_of, tenant_of_key
+from server.api.openai.tenants import hash_api_key, make_salt
 from server.engine.ipc import messages
 from server.engine.ipc.client import EngineClient
 from server.text.tokenizer import TokenizerBase
 
-LONGEST_PIN = 7 * 24 * 3600  # seconds
+MAX_PIN_SECONDS = 7 * 24 * 3600  # seconds
 
 
 class Whose(Body):
@@ -30,14 +30,14 @@ class Whose(Body):
 
     @property
     def salt(self) -> str:
-        return salt_of(tenant_of_key((self.api_key or "").encode()), self.cache_salt)
+        return make_salt(hash_api_key((self.api_key or "").encode()), self.cache_salt)
 
 
 class ClearRequest(Whose):
     """Body of POST .../clear; without a field, everybody's."""
 
     @property
-    def whose(self) -> str | None:
+    def target_salt(self) -> str | None:
         return None if self.api_key is None and self.cache_salt is None else self.salt
 
 
@@ -45,7 +45,7 @@ class PinRequest(Whose):
     """Body of POST .../pins."""
 
     prompt: Prompt
-    ttl: float = Field(gt=0, le=LONGEST_PIN, description="seconds")
+    ttl: float = Field(gt=0, le=MAX_PIN_SECONDS, description="seconds")
 
 
 class ShareRequest(Body):
@@ -55,39 +55,39 @@ class ShareRequest(Body):
     limit: Share | None = Field(None, description="KV memory it may hold at most")
 
 
-def router(client: EngineClient, tokenizer: TokenizerBase, most: RequestLimits) -> APIRouter:
+def router(client: EngineClient, tokenizer: TokenizerBase, limits: RequestLimits) -> APIRouter:
     routes = APIRouter(
-        prefix=f"{ADMINISTRATION}{{instance}}",
+        prefix=f"{ADMIN_PREFIX}{{instance}}",
         route_class=StrictJsonRoute,
         tags=["administration"],
-        responses=documented(400, 401, 403, 404, 409, 413, 503),
+        responses=make_error_responses(400, 401, 403, 404, 409, 413, 503),
     )
 
-    async def told(command: messages.Command) -> Response:
+    async def send_command(command: messages.Command) -> Response:
         return Response(await client.query(command), media_type="application/json")
 
     @routes.get("")
     async def inspect(instance: str) -> Response:
-        return await told(messages.Inspect(instance))
+        return await send_command(messages.Inspect(instance))
 
     @routes.patch("")
     async def share(instance: str, body: ShareRequest) -> Response:
-        return await told(messages.Share(instance, body.floor, body.limit))
+        return await send_command(messages.Share(instance, body.floor, body.limit))
 
     @routes.post("/clear")
     async def clear(instance: str, body: ClearRequest | None = None) -> Response:
-        return await told(messages.Clear(instance, body.whose if body else None))
+        return await send_command(messages.Clear(instance, body.target_salt if body else None))
 
     @routes.post("/pins")
     async def pin(instance: str, body: PinRequest) -> Response:
-        hello = client.served()
-        most.check_text(body.prompt, "prompt", hello.max_seq_len)
+        hello = client.get_hello()
+        limits.check_length(body.prompt, "prompt", hello.max_seq_len)
         prompt = body.prompt if isinstance(body.prompt, list) else await tokenizer.encode(body.prompt)
         check_prompt(prompt, 0, hello)
-        return await told(messages.PinPrefix(instance, prompt, body.salt, body.ttl))
+        return await send_command(messages.PinPrefix(instance, prompt, body.salt, body.ttl))
 
     @routes.delete("/pins/{pin_id}")
     async def unpin(instance: str, pin_id: str) -> Response:
-        return await told(messages.Unpin(instance, pin_id))
+        return await send_command(messages.Unpin(instance, pin_id))
 
     return routes

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from fastapi import APIRouter
 
-from server.api.http.errors import documented
+from server.api.http.errors import make_error_responses
 from server.engine.ipc.client import EngineClient
-from server.version import version
+from server.version import get_version
 
 
 def router(client: EngineClient) -> APIRouter:
@@ -18,12 +18,12 @@ def router(client: EngineClient) -> APIRouter:
         return {"status": "ok"}
 
     @routes.head("/ready", include_in_schema=False)
-    @routes.get("/ready", responses=documented(503))
+    @routes.get("/ready", responses=make_error_responses(503))
     async def ready() -> dict[str, str]:
-        return {"status": "ready", "model": client.served().model}
+        return {"status": "ready", "model": client.get_hello().model}
 
     @routes.get("/version")
-    async def tell_version() -> dict[str, str]:
-        return {"version": version()}
+    async def show_version() -> dict[str, str]:
+        return {"version": get_version()}
 
     return routes

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from fastapi import APIRouter, Response
 
-from server.api.http.errors import documented
+from server.api.http.errors import make_error_responses
 from server.api.ops.latest import Latest
 from server.engine.ipc.client import EngineClient
 
 
 def router(client: EngineClient) -> APIRouter:
-    routes = APIRouter(tags=["kv cache"], responses=documented(503))
+    routes = APIRouter(tags=["kv cache"], responses=make_error_responses(503))
     caches, in_effect = Latest(client, "kv_cache"), Latest(client, "settings")
 
     @routes.get("/v1/kv_cache")

@@ -11,7 +11,7 @@ import psutil
 from server.engine.ipc.client import EngineClient, EngineLost
 from server.engine.ipc.messages import Observed
 
-PAUSE = 1.0  # seconds between two words to the engine
+SEND_INTERVAL = 1.0  # seconds between two words to the engine
 
 
 class Observations:
@@ -23,26 +23,26 @@ class Observations:
         self._process = psutil.Process()
         self._task: asyncio.Task[None] | None = None
 
-    def responded(self, status: int) -> None:
+    def count_response(self, status: int) -> None:
         self._responses[status] += 1
 
-    def tell(self) -> None:
+    def send(self) -> None:
         """Now; while there is no engine, it is kept."""
         with contextlib.suppress(EngineLost):
-            self._client.tell(Observed(dict(self._responses), self._process.memory_info().rss))
+            self._client.send_observed(Observed(dict(self._responses), self._process.memory_info().rss))
             self._responses.clear()
 
     async def __aenter__(self) -> Observations:
-        self._task = asyncio.create_task(self._keep_telling(), name="observations")
+        self._task = asyncio.create_task(self._send_periodically(), name="observations")
         return self
 
     async def __aexit__(self, *_: object) -> None:
         assert self._task is not None
         self._task.cancel()
         await asyncio.gather(self._task, return_exceptions=True)
-        self.tell()
+        self.send()
 
-    async def _keep_telling(self) -> None:
+    async def _send_periodically(self) -> None:
         while True:
-            self.tell()
-            await asyncio.sleep(PAUSE)
+            self.send()
+            await asyncio.sleep(SEND_INTERVAL)

@@ -8,36 +8,36 @@ import gzip
 from fastapi import APIRouter, Request, Response
 from pydantic import Field
 
-from server.api.http.auth import PROFILE
+from server.api.http.auth import PROFILE_PATH
 from server.api.http.body import JsonRoute
-from server.api.http.errors import documented
+from server.api.http.errors import make_error_responses
 from server.api.openai.request_models import Body
 from server.engine.ipc.client import EngineClient
 from server.engine.ipc.messages import Profile
 
-MOST_STEPS = 200
-MOST_SECONDS = 60.0
-PATIENCE = 120.0  # seconds that loading torch's profiler and writing a trace may take besides
+MAX_STEPS = 200
+MAX_SECONDS = 60.0
+EXTRA_TIMEOUT = 120.0  # seconds that loading torch's profiler and writing a trace may take besides
 
 
 class ProfileRequest(Body):
     """Body of POST /v1/profile: what comes first ends the recording."""
 
-    steps: int = Field(MOST_STEPS, ge=1, le=MOST_STEPS, description="that are recorded at most")
-    seconds: float = Field(10.0, gt=0, le=MOST_SECONDS, description="after which recording ends, however few steps")
+    steps: int = Field(MAX_STEPS, ge=1, le=MAX_STEPS, description="that are recorded at most")
+    seconds: float = Field(10.0, gt=0, le=MAX_SECONDS, description="after which recording ends, however few steps")
 
 
 def router(client: EngineClient) -> APIRouter:
     routes = APIRouter(
         route_class=JsonRoute,
         tags=["administration"],
-        responses=documented(400, 401, 403, 409, 413, 503),
+        responses=make_error_responses(400, 401, 403, 409, 413, 503),
     )
 
-    @routes.post(PROFILE)
+    @routes.post(PROFILE_PATH)
     async def profile(request: Request, body: ProfileRequest | None = None) -> Response:
         wanted = body or ProfileRequest()
-        patience = wanted.seconds + PATIENCE
+        patience = wanted.seconds + EXTRA_TIMEOUT
         packed = await client.query(Profile(wanted.steps, wanted.seconds), patience)
         if "gzip" in request.headers.get("accept-encoding", ""):
             return Response(packed, media_type="application/json", headers={"Content-Encoding": "gzip"})

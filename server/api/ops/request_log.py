@@ -16,48 +16,48 @@ from server.logs import fields
 
 log = logging.getLogger(__name__)
 
-POLLED = ("/ready",)  # a 503 of these is an answer
-LONGEST_PATH = 200
+POLLED_ROUTES = ("/ready",)  # a 503 of these is an answer
+MAX_PATH_LENGTH = 200
 
 
-def write(ended: Ended, trace_id: str | None, *, with_prompts: bool) -> None:
+def log_request(ended: Ended, trace_id: str | None, *, with_prompts: bool) -> None:
     """The line, unless there is nothing to say."""
     error, generation = ended.error, ended.generation
-    level = level_of(ended)
+    level = get_log_level(ended)
     if (error is None and generation is None) or not log.isEnabledFor(level):
         return
-    told = of_http(ended) | (of_error(error, whole=with_prompts) if error else {})
+    told = make_http_fields(ended) | (make_error_fields(error, whole=with_prompts) if error else {})
     if generation is not None:
-        told |= of_generation(ended, generation) | {"outcome": outcome(ended)}
-        told |= texts_of(generation) if with_prompts else {}
+        told |= make_generation_fields(ended, generation) | {"outcome": get_outcome(ended)}
+        told |= make_text_fields(generation) if with_prompts else {}
     told["trace_id"] = trace_id
-    log.log(level, "%s", in_words(told), extra=fields(**told), exc_info=error.__cause__ if error else None)
+    log.log(level, "%s", format_message(told), extra=fields(**told), exc_info=error.__cause__ if error else None)
 
 
-def level_of(ended: Ended) -> int:
+def get_log_level(ended: Ended) -> int:
     if ended.error is None or ended.error.status_code < 500:
         return logging.INFO
-    if ended.route in POLLED:
+    if ended.route in POLLED_ROUTES:
         return logging.DEBUG
     return logging.ERROR if ended.error.status_code == 500 else logging.WARNING
 
 
 # ---------------------------------------------------------------- what there is to tell
-def of_http(ended: Ended) -> dict[str, Any]:
+def make_http_fields(ended: Ended) -> dict[str, Any]:
     return {
         "request_id": ended.request_id,
         "method": ended.method,
-        "path": ended.path[:LONGEST_PATH],
+        "path": ended.path[:MAX_PATH_LENGTH],
         "status": ended.status,
-        "total_ms": milliseconds(ended.seconds),
+        "total_ms": to_milliseconds(ended.total_seconds),
     }
 
 
-def of_error(error: ApiError, *, whole: bool) -> dict[str, Any]:
-    return {"code": error.code, "error": error.message if whole else error.logged}
+def make_error_fields(error: ApiError, *, whole: bool) -> dict[str, Any]:
+    return {"code": error.code, "error": error.message if whole else error.log_message}
 
 
-def of_generation(ended: Ended, generation: Generation) -> dict[str, Any]:
+def make_generation_fields(ended: Ended, generation: Generation) -> dict[str, Any]:
     """Of several choices: strategy, reason, miss and times of the one that was admitted first, tokens of all."""
     admitted, job = generation.first_admitted, generation.job
     told = {
@@ -72,14 +72,17 @@ def of_generation(ended: Ended, generation: Generation) -> dict[str, Any]:
         told |= {"drafted_tokens": generation.drafted_tokens, "accepted_tokens": generation.accepted_tokens}
     if admitted is not None:
         told |= {"strategy": admitted.instance, "reason": admitted.reason, "miss": admitted.miss}
-        told |= {"cached_tokens": generation.cached_tokens, "queue_ms": milliseconds(admitted.queue_seconds)}
+        told |= {"cached_tokens": generation.cached_tokens, "queue_ms": to_milliseconds(admitted.queue_seconds)}
     if ended.first_token_seconds is not None:
         seated, first = ended.phases["prefill"]
-        told |= {"prefill_ms": milliseconds(first - seated), "first_token_ms": milliseconds(ended.first_token_seconds)}
+        told |= {
+            "prefill_ms": to_milliseconds(first - seated),
+            "first_token_ms": to_milliseconds(ended.first_token_seconds),
+        }
     return told
 
 
-def outcome(ended: Ended) -> str:
+def get_outcome(ended: Ended) -> str:
     """stop, length; cancelled if the client left. Of several choices each that there is."""
     if ended.error is not None:
         return "error"
@@ -87,16 +90,16 @@ def outcome(ended: Ended) -> str:
     return "cancelled" if "cancelled" in reasons else ",".join(sorted(reasons))
 
 
-def texts_of(generation: Generation) -> dict[str, Any]:
+def make_text_fields(generation: Generation) -> dict[str, Any]:
     """Of prompts that came as token ids, those."""
     return {"prompts": [prompt.text or prompt.ids for prompt in generation.job.prompts], "texts": generation.texts}
 
 
-def milliseconds(seconds: float) -> float:
+def to_milliseconds(seconds: float) -> float:
     return round(seconds * 1000, 2)
 
 
-def in_words(told: dict[str, Any]) -> str:
+def format_message(told: dict[str, Any]) -> str:
     """For people; JSON has it as its message, too."""
     parts = [f"{told['method']} {told['path']} {told['status']}"]
     if "outcome" in told:

@@ -10,7 +10,7 @@ from starlette.datastructures import Headers
 from server.api.http.errors import ApiError
 from server.api.openai.generation import Generation
 
-CLIENT_LEFT = 499  # before there was a response; nginx's number
+CLIENT_CLOSED_REQUEST = 499  # before there was a response; nginx's number
 PHASES = ("queue", "prefill", "decode")
 
 
@@ -26,25 +26,25 @@ class Ended:
     status: int
     error: ApiError | None
     generation: Generation | None  # of requests that got as far as the engine
-    began: float
-    ended: float
+    start_time: float
+    end_time: float
 
     @property
-    def seconds(self) -> float:
-        return self.ended - self.began
+    def total_seconds(self) -> float:
+        return self.end_time - self.start_time
 
     @property
     def first_token_seconds(self) -> float | None:
-        first = self._first_token
-        return None if first is None else first - self.began
+        first = self._first_token_time
+        return None if first is None else first - self.start_time
 
     @property
     def phases(self) -> dict[str, tuple[float, float]]:
         """From when to when, each from where the one before ended; as far as it came, the last to the end."""
         if self.generation is None:
             return {}
-        known = (self.generation.submitted, self._seated, self._first_token)
-        moments = [moment for moment in known if moment is not None] + [self.ended]
+        known = (self.generation.submit_time, self._admission_time, self._first_token_time)
+        moments = [moment for moment in known if moment is not None] + [self.end_time]
         return dict(zip(PHASES, pairwise(moments), strict=False))
 
     @property
@@ -54,12 +54,12 @@ class Ended:
         return [reason or "cancelled" for reason in reasons]
 
     @property
-    def _first_token(self) -> float | None:
-        return None if self.generation is None else self.generation.first_token
+    def _first_token_time(self) -> float | None:
+        return None if self.generation is None else self.generation.first_token_time
 
     @property
-    def _seated(self) -> float | None:
+    def _admission_time(self) -> float | None:
         """From the engine's word how long it waited, but not after what followed."""
         if self.generation is None or (admitted := self.generation.first_admitted) is None:
             return None
-        return min(self.generation.submitted + admitted.queue_seconds, self._first_token or self.ended)
+        return min(self.generation.submit_time + admitted.queue_seconds, self._first_token_time or self.end_time)

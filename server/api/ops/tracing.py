@@ -16,17 +16,17 @@ from urllib.parse import urlsplit
 from config.errors import SettingsError
 from server.api.openai.generation import Generation
 from server.api.ops.request_outcome import Ended
-from server.version import version
+from server.version import get_version
 
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace import TracerProvider
 
 OPERATIONS = {"/v1/completions": "text_completion", "/v1/chat/completions": "chat"}
-LAST_SPANS = 2.0  # seconds they have when the process ends
+SHUTDOWN_TIMEOUT = 2.0  # seconds they have when the process ends
 PROVIDER = "kvmux"
 
 
-def tracing_to(endpoint: str | None) -> Tracing | None:
+def make_tracing(endpoint: str | None) -> Tracing | None:
     """Sends spans there as OTLP over HTTP, in a thread. What else there is to choose say OpenTelemetry's variables.
 
     Raises SettingsError when the packages are missing.
@@ -40,7 +40,9 @@ def tracing_to(endpoint: str | None) -> Tracing | None:
         from opentelemetry.sdk.trace.export import BatchSpanProcessor
     except ImportError:
         raise SettingsError("otlp_traces_endpoint needs OpenTelemetry: pip install 'kvmux[otel]'") from None
-    named = Resource({"service.name": PROVIDER, "service.version": version(), "service.instance.id": str(os.getpid())})
+    named = Resource(
+        {"service.name": PROVIDER, "service.version": get_version(), "service.instance.id": str(os.getpid())}
+    )
     resource = Resource.create().merge(named).merge(OTELResourceDetector().detect())
     provider = TracerProvider(resource=resource, shutdown_on_exit=False)
     provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter(endpoint=traces_url(endpoint))))
@@ -60,10 +62,10 @@ class Tracing:
         from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
         self._provider = provider
-        self._tracer = provider.get_tracer("kvmux", version())
+        self._tracer = provider.get_tracer("kvmux", get_version())
         self._propagator = TraceContextTextMapPropagator()
-        self._in_span = trace.set_span_in_context
-        self._server, self._failed = trace.SpanKind.SERVER, trace.Status(trace.StatusCode.ERROR)
+        self._set_span_in_context = trace.set_span_in_context
+        self._server_kind, self._error_status = trace.SpanKind.SERVER, trace.Status(trace.StatusCode.ERROR)
 
     def record(self, ended: Ended) -> str | None:
         """Returns the trace's id; None for requests that generate nothing."""
@@ -78,18 +80,20 @@ class Tracing:
         span = self._tracer.start_span(
             operation if generation is None else f"{operation} {generation.job.model}",
             context=self._propagator.extract(ended.headers),
-            kind=self._server,
-            start_time=nanoseconds(ended.began),
-            attributes=_known({"gen_ai.operation.name": operation} | http_attributes(ended)),
+            kind=self._server_kind,
+            start_time=nanoseconds(ended.start_time),
+            attributes=_drop_none({"gen_ai.operation.name": operation} | http_attributes(ended)),
         )
         if error is not None and error.status_code >= 500:
-            span.set_status(self._failed)
+            span.set_status(self._error_status)
         if generation is not None and span.is_recording():
-            span.set_attributes(_known(generation_attributes(ended, generation)))
+            span.set_attributes(_drop_none(generation_attributes(ended, generation)))
             for name, (start, end) in ended.phases.items():
-                part = self._tracer.start_span(name, context=self._in_span(span), start_time=nanoseconds(start))
+                part = self._tracer.start_span(
+                    name, context=self._set_span_in_context(span), start_time=nanoseconds(start)
+                )
                 part.end(nanoseconds(end))
-        span.end(nanoseconds(ended.ended))
+        span.end(nanoseconds(ended.end_time))
         trace_id = span.get_span_context().trace_id
         return f"{trace_id:032x}" if trace_id else None
 
@@ -97,7 +101,7 @@ class Tracing:
         """Sends what is left, if the collector takes it soon."""
         closing = threading.Thread(target=self._provider.shutdown, name="tracing", daemon=True)
         closing.start()
-        closing.join(LAST_SPANS)
+        closing.join(SHUTDOWN_TIMEOUT)
 
 
 def http_attributes(ended: Ended) -> dict[str, Any]:
@@ -121,7 +125,7 @@ def generation_attributes(ended: Ended, generation: Generation) -> dict[str, Any
         "gen_ai.request.max_tokens": sampling.max_tokens,
         "gen_ai.request.temperature": sampling.temperature,
         "gen_ai.request.top_p": sampling.top_p,
-        "gen_ai.request.choice.count": job.choices,
+        "gen_ai.request.choice.count": job.choices_per_prompt,
         "gen_ai.response.id": job.id,
         "gen_ai.response.model": job.model,
         "gen_ai.response.finish_reasons": ended.finish_reasons,
@@ -130,7 +134,7 @@ def generation_attributes(ended: Ended, generation: Generation) -> dict[str, Any
         "gen_ai.usage.cache_read.input_tokens": generation.cached_tokens,
         "gen_ai.latency.time_in_queue": None if admitted is None else admitted.queue_seconds,
         "gen_ai.latency.time_to_first_token": ended.first_token_seconds,
-        "gen_ai.latency.e2e": ended.seconds,
+        "gen_ai.latency.e2e": ended.total_seconds,
         "kvmux.strategy": None if admitted is None else admitted.instance,
         "kvmux.strategy.reason": None if admitted is None else admitted.reason,
         "kvmux.miss": None if admitted is None else admitted.miss,
@@ -138,5 +142,5 @@ def generation_attributes(ended: Ended, generation: Generation) -> dict[str, Any
     }
 
 
-def _known(attributes: Mapping[str, Any]) -> dict[str, Any]:
+def _drop_none(attributes: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in attributes.items() if value is not None}

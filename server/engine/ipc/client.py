@@ -38,7 +38,7 @@ from server.engine.ipc.messages import (
 
 log = logging.getLogger(__name__)
 
-DELAY = 0.02  # seconds between two attempts to connect
+RECONNECT_DELAY = 0.02  # seconds between two attempts to connect
 
 
 class EngineRefused(Exception):
@@ -46,7 +46,7 @@ class EngineRefused(Exception):
 
     def __init__(self, refused: Failed) -> None:
         super().__init__(refused.message)
-        self.refused = refused
+        self.error = refused
 
 
 class EngineLost(Exception):
@@ -61,8 +61,8 @@ class Stream:
     """The events of requests that run together, until the last of them has ended. Made by `EngineClient.stream`."""
 
     def __init__(self, submits: Iterable[Submit], send_cancel: Callable[[Cancel], None]) -> None:
-        self._explained = {submit.request_id: submit.explain for submit in submits}
-        self._running = set(self._explained)  # requests whose last event was not read yet
+        self._wants_explanation = {submit.request_id: submit.explain for submit in submits}
+        self._running = set(self._wants_explanation)  # requests whose last event was not read yet
         self._stopped: set[str] = set()  # of these, those of which only the explanation is still wanted
         self._send_cancel = send_cancel
         self._events: deque[RequestEvent | Exception] = deque()
@@ -74,14 +74,14 @@ class Stream:
     async def __anext__(self) -> RequestEvent:
         """Return the next event. Raises EngineLost when the connection is lost, or the error that `fail` was given."""
         while self._running:
-            if (event := self.arrived()) is not None:
+            if (event := self.get_nowait()) is not None:
                 return event
             if self._running:
                 self._arrival = asyncio.get_running_loop().create_future()
                 await self._arrival
         raise StopAsyncIteration
 
-    def arrived(self) -> RequestEvent | None:
+    def get_nowait(self) -> RequestEvent | None:
         """Return the next event if it has arrived, else None.
 
         Raises as `__anext__`; earlier events are delivered first.
@@ -108,7 +108,7 @@ class Stream:
         """
         if request_id not in self._running:
             return
-        if outcome == "stop" and self._explained[request_id]:
+        if outcome == "stop" and self._wants_explanation[request_id]:
             self._stopped.add(request_id)
         else:
             self._running.remove(request_id)
@@ -120,7 +120,7 @@ class Stream:
 
     def _is_last(self, event: RequestEvent) -> bool:
         if isinstance(event, Tokens):
-            return event.finish_reason is not None and not self._explained[event.request_id]
+            return event.finish_reason is not None and not self._wants_explanation[event.request_id]
         return isinstance(event, Explained | Failed)
 
     def put(self, event: RequestEvent | Exception) -> None:
@@ -136,12 +136,12 @@ class Stream:
 class EngineClient:
     """The engine at the Unix socket `path`, from `start` (or `async with`) to `close`. One event loop only."""
 
-    def __init__(self, path: str | os.PathLike[str], back_in: Callable[[], float] = lambda: 0.0) -> None:
-        """Make an unconnected client; `back_in` returns the seconds until a lost engine is expected back."""
+    def __init__(self, path: str | os.PathLike[str], estimate_retry_after: Callable[[], float] = lambda: 0.0) -> None:
+        """Make an unconnected client; `estimate_retry_after` returns seconds until a lost engine is expected back."""
         self.hello: Hello | None = None  # what the engine serves; None while it is not connected
-        self.patience = 10.0  # seconds; the engine answers a query between two steps
-        self.era = object()  # replaced after each command and with each engine: earlier answers are then out of date
-        self.back_in = back_in
+        self.query_timeout = 10.0  # seconds; the engine answers a query between two steps
+        self.epoch = object()  # replaced after each command and with each engine: earlier answers are then out of date
+        self.estimate_retry_after = estimate_retry_after
         self._path = os.fspath(path)
         self._connection: _Connection | None = None
         self._streams: dict[str, Stream] = {}  # by request id
@@ -149,12 +149,12 @@ class EngineClient:
         self._queries: dict[int, asyncio.Future[Answer]] = {}
         self._query_ids = itertools.count()
         self._task: asyncio.Task[None] | None = None
-        self._ended: Exception | None = None  # why no request is accepted any more
+        self._end_error: Exception | None = None  # why no request is accepted any more
 
-    def served(self) -> Hello:
+    def get_hello(self) -> Hello:
         """Return what the engine serves. Raises EngineLost while it is not connected."""
         if self.hello is None:
-            raise self._lost("the engine is not ready; try again")
+            raise self._make_lost_error("the engine is not ready; try again")
         return self.hello
 
     # ------------------------------------------------------------ requests
@@ -162,10 +162,10 @@ class EngineClient:
     async def stream(self, submits: Sequence[Submit]) -> AsyncIterator[Stream]:
         """Run requests; those that have not ended when the block is left, however it is left, are cancelled.
 
-        Raises EngineLost when there is no engine, and what `end` was given.
+        Raises EngineLost when there is no engine, and what `fail_all` was given.
         """
-        if self._ended is not None:
-            raise self._ended
+        if self._end_error is not None:
+            raise self._end_error
         stream = Stream(submits, self._cancel)
         self._send(*submits)
         self._streams |= {submit.request_id: stream for submit in submits}
@@ -179,39 +179,39 @@ class EngineClient:
             for submit in submits:
                 self._streams.pop(submit.request_id, None)
 
-    def end(self, error: Exception) -> None:
+    def fail_all(self, error: Exception) -> None:
         """Fail every request, later ones too."""
-        self._ended = error
+        self._end_error = error
         for stream in set(self._streams.values()):
             stream.fail(error)
 
-    async def query(self, what: Question | Command | Profile, patience: float | None = None) -> bytes:
-        """Return the body of the engine's answer. Raises EngineRefused, and as `ask`."""
-        answer = await self.ask(what, patience)
-        if answer.refused is not None:
-            raise EngineRefused(answer.refused)
+    async def query(self, what: Question | Command | Profile, timeout: float | None = None) -> bytes:
+        """Return the body of the engine's answer. Raises EngineRefused, and as `send_query`."""
+        answer = await self.send_query(what, timeout)
+        if answer.error is not None:
+            raise EngineRefused(answer.error)
         return answer.body
 
-    async def ask(self, what: Question | Command | Profile, patience: float | None = None) -> Answer:
-        """Return the engine's answer, which may be a refusal. Raises EngineLost, also after `patience` seconds.
+    async def send_query(self, what: Question | Command | Profile, timeout: float | None = None) -> Answer:
+        """Return the engine's answer, which may be a refusal. Raises EngineLost, also after `timeout` seconds.
 
         None stands for the client's own patience.
         """
-        patience = self.patience if patience is None else patience
+        timeout = self.query_timeout if timeout is None else timeout
         query_id = next(self._query_ids)
         future: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
         self._send(Query(query_id, what))
         self._queries[query_id] = future
         try:
-            return await asyncio.wait_for(future, patience)
+            return await asyncio.wait_for(future, timeout)
         except TimeoutError:
-            raise self._lost(f"the engine did not answer within {patience:g} s; try again") from None
+            raise self._make_lost_error(f"the engine did not answer within {timeout:g} s; try again") from None
         finally:
             self._queries.pop(query_id, None)
             if not isinstance(what, str | Profile):
-                self.era = object()
+                self.epoch = object()
 
-    def tell(self, observed: Observed) -> None:
+    def send_observed(self, observed: Observed) -> None:
         """Send what this worker has observed. Raises EngineLost while there is no engine."""
         self._send(observed)
 
@@ -221,11 +221,11 @@ class EngineClient:
 
     def _send(self, *messages: ToEngine) -> None:
         """Send messages in one piece, so that requests that belong together arrive together."""
-        self.served()
+        self.get_hello()
         assert self._connection is not None, "who was greeted is connected"
         if self._connection.transport.is_closing():  # the engine has just ended, and `hello` is about to go
-            raise self._lost("the engine is not ready; try again")
-        self._connection.transport.write(b"".join(map(codec.frame, messages)))
+            raise self._make_lost_error("the engine is not ready; try again")
+        self._connection.transport.write(b"".join(map(codec.encode_message, messages)))
 
     # ------------------------------------------------------------ the connection
     async def start(self) -> None:
@@ -246,32 +246,34 @@ class EngineClient:
     async def _stay_connected(self) -> None:
         while True:
             try:
-                _, connection = await asyncio.get_running_loop().create_unix_connection(self._connected, self._path)
+                _, connection = await asyncio.get_running_loop().create_unix_connection(
+                    self._make_connection, self._path
+                )
             except OSError:  # not there yet
                 pass
             else:
-                await self._converse(connection)
-            await asyncio.sleep(DELAY)
+                await self._receive_until_closed(connection)
+            await asyncio.sleep(RECONNECT_DELAY)
 
-    def _connected(self) -> _Connection:
+    def _make_connection(self) -> _Connection:
         self._connection = _Connection(self._dispatch)
         return self._connection
 
-    async def _converse(self, connection: _Connection) -> None:
+    async def _receive_until_closed(self, connection: _Connection) -> None:
         """Receive events until the connection ends; then everything that waits for the engine ends, too."""
         try:
-            await connection.ended
+            await connection.closed
             log.warning("the engine hung up; connecting again")
         except (codec.WireError, OSError) as error:
             log.warning("the connection to the engine broke: %s; connecting again", error)
         finally:
-            self._lose()
+            self._handle_disconnect()
             connection.transport.abort()
 
     def _dispatch(self, event: FromEngine) -> None:
         match event:
             case Hello():
-                self.hello, self.era = event, object()
+                self.hello, self.epoch = event, object()
                 log.info("connected to the engine, which serves %s", event.model)
             case Answer():
                 answer = self._queries.get(event.query_id)
@@ -286,17 +288,17 @@ class EngineClient:
                 if stream is not None:  # else it was left, and this was under way
                     stream.put(event)
 
-    def _lose(self) -> None:
+    def _handle_disconnect(self) -> None:
         self.hello = self._connection = None
         for stream in set(self._streams.values()):
-            stream.fail(self._lost("the engine went away while it worked on this request; try again"))
+            stream.fail(self._make_lost_error("the engine went away while it worked on this request; try again"))
         for answer in self._queries.values():
             if not answer.done():
-                answer.set_exception(self._lost("the engine went away before it had answered; try again"))
+                answer.set_exception(self._make_lost_error("the engine went away before it had answered; try again"))
         self._streams.clear()
 
-    def _lost(self, message: str) -> EngineLost:
-        return EngineLost(message, self.back_in())
+    def _make_lost_error(self, message: str) -> EngineLost:
+        return EngineLost(message, self.estimate_retry_after())
 
 
 class _Connection(asyncio.Protocol):
@@ -305,9 +307,9 @@ class _Connection(asyncio.Protocol):
     transport: asyncio.WriteTransport
 
     def __init__(self, dispatch: Callable[[FromEngine], None]) -> None:
-        self.ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self.closed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._dispatch = dispatch
-        self._frames = codec.from_engine()
+        self._frames = codec.make_event_decoder()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self.transport = cast("asyncio.WriteTransport", transport)
@@ -322,9 +324,9 @@ class _Connection(asyncio.Protocol):
             self.transport.abort()
 
     def connection_lost(self, error: Exception | None) -> None:
-        if self.ended.done():
+        if self.closed.done():
             return
         if error is None:
-            self.ended.set_result(None)
+            self.closed.set_result(None)
         else:
-            self.ended.set_exception(error)
+            self.closed.set_exception(error)

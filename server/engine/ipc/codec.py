@@ -9,25 +9,25 @@ from __future__ import annotations
 import msgspec
 
 from server.engine.ipc.messages import FromEngine, ToEngine
-from server.processes.framing import Frames, WireError, framed
+from server.processes.framing import FrameDecoder, WireError, encode_frame
 
-__all__ = ["Frames", "WireError", "frame", "from_engine", "to_engine"]
+__all__ = ["FrameDecoder", "WireError", "encode_message", "make_event_decoder", "make_message_decoder"]
 
 _ENCODER = msgspec.msgpack.Encoder()
 _TO_ENGINE: msgspec.msgpack.Decoder[ToEngine] = msgspec.msgpack.Decoder(ToEngine)
 _FROM_ENGINE: msgspec.msgpack.Decoder[list[FromEngine]] = msgspec.msgpack.Decoder(list[FromEngine])
 
 
-def frame(message: ToEngine | list[FromEngine]) -> bytes:
+def encode_message(message: ToEngine | list[FromEngine]) -> bytes:
     """Return a message as a frame. Raises WireError when it is too long."""
-    return framed(_ENCODER.encode(message))
+    return encode_frame(_ENCODER.encode(message))
 
 
-def to_engine() -> Frames[ToEngine]:
+def make_message_decoder() -> FrameDecoder[ToEngine]:
     """Return a reader of frames with a worker's messages."""
-    return Frames(_TO_ENGINE.decode)
+    return FrameDecoder(_TO_ENGINE.decode)
 
 
-def from_engine() -> Frames[list[FromEngine]]:
+def make_event_decoder() -> FrameDecoder[list[FromEngine]]:
     """Return a reader of frames with the engine's events, a list for each step."""
-    return Frames(_FROM_ENGINE.decode)
+    return FrameDecoder(_FROM_ENGINE.decode)

@@ -12,7 +12,7 @@ import msgspec
 from server.engine.records import RequestRecord
 
 
-class Sampling(msgspec.Struct, frozen=True):
+class SamplingParams(msgspec.Struct, frozen=True):
     """How tokens are drawn, and which log-probabilities are returned.
 
     temperature 0 is greedy; top_k 0, top_p 1 and min_p 0 switch the filter off, penalties of 0 (repetition: 1) too.
@@ -61,7 +61,7 @@ class Submit(msgspec.Struct, tag=True, frozen=True):
 
     request_id: str
     prompt: list[int]
-    sampling: Sampling
+    sampling: SamplingParams
     kv_cache: str | None = None
     header: str | None = None
     alias: str | None = None
@@ -134,14 +134,14 @@ Command = Inspect | Clear | PinPrefix | Unpin | Share
 
 
 Question = Literal["kv_cache", "settings", "metrics"]  # answered as JSON; metrics as a `server.metrics` Snapshot
-ANSWER_SECONDS = 1.0  # for which an answer to a question is reused, however many clients ask
+ANSWER_TTL = 1.0  # for which an answer to a question is reused, however many clients ask
 
 
 class Query(msgspec.Struct, tag=True, frozen=True):
     """Asks for an Answer: to a question, what a command comes to, or a profile."""
 
     query_id: int
-    what: Question | Command | Profile
+    payload: Question | Command | Profile
 
 
 ToEngine = Submit | Cancel | Query | Observed
@@ -189,14 +189,14 @@ class TokenLogprob(msgspec.Struct, frozen=True, array_like=True):
     token: int
     logprob: float
     rank: int  # 1: the likeliest
-    top: list[tuple[int, float]]  # the likeliest tokens and their log-probabilities, as many as were asked for
+    top_logprobs: list[tuple[int, float]]  # the likeliest tokens and their log-probabilities, as many as were asked for
 
 
 class PromptScores(msgspec.Struct, tag=True, frozen=True):
     """The scores of the prompt's tokens from the second on, in order; a long prompt's come in several of these."""
 
     request_id: str
-    scores: list[TokenLogprob]
+    logprobs: list[TokenLogprob]
 
 
 class Tokens(msgspec.Struct, tag=True, frozen=True):
@@ -208,8 +208,8 @@ class Tokens(msgspec.Struct, tag=True, frozen=True):
     request_id: str
     tokens: list[int]
     finish_reason: str | None = None
-    scores: list[TokenLogprob] | None = None  # one for each token, if they were asked for
-    drafted: int = 0  # guesses that were verified; all of `tokens` but the last one had been among them
+    logprobs: list[TokenLogprob] | None = None  # one for each token, if they were asked for
+    num_draft_tokens: int = 0  # guesses that were verified; all of `tokens` but the last one had been among them
 
 
 class Explained(msgspec.Struct, tag=True, frozen=True):
@@ -235,8 +235,8 @@ class Answer(msgspec.Struct, tag=True, frozen=True):
 
     query_id: int
     body: bytes
-    refused: Failed | None = None
-    made: float = 0.0  # monotonic seconds, on the clock of all processes of this machine
+    error: Failed | None = None
+    created_at: float = 0.0  # monotonic seconds, on the clock of all processes of this machine
 
 
 RequestEvent = Admitted | Preempted | PromptScores | Tokens | Explained | Failed

@@ -26,12 +26,12 @@ from server.engine.ipc.messages import FromEngine, Hello, ToEngine
 
 log = logging.getLogger(__name__)
 
-READ_AT_ONCE = 2**18  # bytes
-ACCEPT_PAUSE = 0.1  # seconds, after a connection that failed
-MAX_UNREAD = 64 * 2**20  # bytes a worker may leave unread; then it is taken for stuck and hung up on
+MAX_READ_BYTES = 2**18  # bytes
+ACCEPT_RETRY_DELAY = 0.1  # seconds, after a connection that failed
+MAX_UNREAD_BYTES = 64 * 2**20  # bytes a worker may leave unread; then it is taken for stuck and hung up on
 
 
-class Gone(msgspec.Struct, frozen=True):
+class WorkerDisconnected(msgspec.Struct, frozen=True):
     """The worker's connection has ended: its requests need no more events."""
 
 
@@ -39,12 +39,12 @@ class Gateway:
     """Serves the Unix socket `path` from `start` (or `with`) to `close`. Each worker is greeted with `hello`."""
 
     def __init__(self, path: str | os.PathLike[str], hello: Hello) -> None:
-        self.inbox: queue.SimpleQueue[tuple[int, ToEngine | Gone]] = queue.SimpleQueue()
+        self.inbox: queue.SimpleQueue[tuple[int, ToEngine | WorkerDisconnected]] = queue.SimpleQueue()
         self._path = os.fspath(path)
-        self._greeting = codec.frame([hello])
+        self._greeting = codec.encode_message([hello])
         self._worker_ids = itertools.count()
         self._workers: dict[int, Outbox] = {}  # changed by the gateway's thread only
-        self._conversations: set[asyncio.Task[None]] = set()
+        self._worker_tasks: set[asyncio.Task[None]] = set()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._stop = asyncio.Event()
         self._thread = threading.Thread(target=self._run, name="gateway", daemon=True)
@@ -65,18 +65,18 @@ class Gateway:
         if worker is None:
             return
         try:
-            unsent = worker.send(codec.frame(events))
-            if unsent > MAX_UNREAD:
+            unsent = worker.send(codec.encode_message(events))
+            if unsent > MAX_UNREAD_BYTES:
                 raise codec.WireError("it does not read")
             if unsent:
-                self._soon(self._flush_when_possible, worker_id)
+                self._call_soon_threadsafe(self._flush_when_writable, worker_id)
         except codec.WireError as error:
             log.error("API worker %d: %s; hanging up", worker_id, error)
             worker.hang_up()
 
     def close(self) -> None:
         """Hang up on all workers and remove the socket; return when the thread has ended. May be called twice."""
-        self._soon(self._stop.set)
+        self._call_soon_threadsafe(self._stop.set)
         self._thread.join()
 
     def __enter__(self) -> Gateway:
@@ -86,7 +86,7 @@ class Gateway:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _soon(self, function: Callable[..., None], *args: object) -> None:
+    def _call_soon_threadsafe(self, function: Callable[..., None], *args: object) -> None:
         """Have the gateway's thread call a function."""
         assert self._loop is not None, "start() comes first"
         with contextlib.suppress(RuntimeError):  # the loop is closed
@@ -110,10 +110,10 @@ class Gateway:
             await self._stop.wait()
             accepting.cancel()
             await asyncio.wait([accepting])
-        while self._conversations:
+        while self._worker_tasks:
             for worker in self._workers.values():
                 worker.hang_up()
-            await asyncio.wait(self._conversations, timeout=0.01)  # again: one may just have been accepted
+            await asyncio.wait(self._worker_tasks, timeout=0.01)  # again: one may just have been accepted
         with contextlib.suppress(FileNotFoundError):
             os.unlink(self._path)
 
@@ -124,18 +124,18 @@ class Gateway:
                 connection, _ = await loop.sock_accept(listener)
             except OSError as error:  # too many open files; the worker waits
                 log.warning("an API worker cannot connect: %s", error)
-                await asyncio.sleep(ACCEPT_PAUSE)
+                await asyncio.sleep(ACCEPT_RETRY_DELAY)
                 continue
-            conversation = asyncio.create_task(self._converse(next(self._worker_ids), Outbox(connection)))
-            self._conversations.add(conversation)
-            conversation.add_done_callback(self._conversations.discard)
+            conversation = asyncio.create_task(self._serve_worker(next(self._worker_ids), Outbox(connection)))
+            self._worker_tasks.add(conversation)
+            conversation.add_done_callback(self._worker_tasks.discard)
 
-    async def _converse(self, worker_id: int, worker: Outbox) -> None:
-        loop, frames = asyncio.get_running_loop(), codec.to_engine()
+    async def _serve_worker(self, worker_id: int, worker: Outbox) -> None:
+        loop, frames = asyncio.get_running_loop(), codec.make_message_decoder()
         self._workers[worker_id] = worker
         try:
             worker.send(self._greeting)
-            while data := await loop.sock_recv(worker.socket, READ_AT_ONCE):
+            while data := await loop.sock_recv(worker.socket, MAX_READ_BYTES):
                 for message in frames.feed(data):
                     self.inbox.put((worker_id, message))
         except (codec.WireError, OSError) as error:
@@ -144,9 +144,9 @@ class Gateway:
             del self._workers[worker_id]
             loop.remove_writer(worker.socket)
             worker.close()
-            self.inbox.put((worker_id, Gone()))
+            self.inbox.put((worker_id, WorkerDisconnected()))
 
-    def _flush_when_possible(self, worker_id: int) -> None:
+    def _flush_when_writable(self, worker_id: int) -> None:
         """Send what the socket had no room for, as it gets room."""
         if (worker := self._workers.get(worker_id)) is not None:
             asyncio.get_running_loop().add_writer(worker.socket, self._flush, worker)

@@ -16,8 +16,8 @@ from kernels.device import Device
 
 log = logging.getLogger(__name__)
 
-NAME = "kvmux"
-FILE = f"0000-{NAME}.gputrace"  # the file that torch makes of the name
+TRACE_NAME = "kvmux"
+TRACE_FILE = f"0000-{TRACE_NAME}.gputrace"  # the file that torch makes of the name
 
 
 class Capture:
@@ -25,10 +25,10 @@ class Capture:
 
     def __init__(self, steps: int, capturing: AbstractContextManager[None] | None) -> None:
         """Begin to capture, if there is anything to capture with. `steps` are those that compute something."""
-        self._left = steps
-        self._open = ExitStack()
+        self._steps_left = steps
+        self._exit_stack = ExitStack()
         if capturing is not None:
-            self._open.enter_context(capturing)
+            self._exit_stack.enter_context(capturing)
 
     @classmethod
     def begin(cls, steps: int | None, device: Device) -> Self:
@@ -43,22 +43,22 @@ class Capture:
                 "environment"
             )
         try:
-            return cls(steps, torch.mps.profiler.metal_capture(NAME))
+            return cls(steps, torch.mps.profiler.metal_capture(TRACE_NAME))
         except RuntimeError as error:  # a file of that name, no room on the disk
-            raise SettingsError(f"metal_capture_steps: {FILE} cannot be captured: {error}") from None
+            raise SettingsError(f"metal_capture_steps: {TRACE_FILE} cannot be captured: {error}") from None
 
-    def computed(self) -> None:
+    def count_step(self) -> None:
         """Count a step; after the last one the trace is written."""
-        if self._left == 0:
+        if self._steps_left == 0:
             return
-        self._left -= 1
-        if self._left == 0:
-            self._open.close()
-            log.info("the Metal launches of the first steps are in %s", FILE)
+        self._steps_left -= 1
+        if self._steps_left == 0:
+            self._exit_stack.close()
+            log.info("the Metal launches of the first steps are in %s", TRACE_FILE)
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._left = 0
-        self._open.close()
+        self._steps_left = 0
+        self._exit_stack.close()

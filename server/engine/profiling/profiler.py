@@ -28,39 +28,41 @@ from torch.profiler import record_function
 
 from kernels.ops import Attention, DecoderLayers, Ops
 from kernels.selfcheck.layer_ops import FORWARD_LAYERS
-from kernels.selfcheck.op_info import Op
-from kernels.tracing import OpHook, Run
+from kernels.selfcheck.op_info import OpInfo
+from kernels.tracing import ForwardLayers, OpHook
 from server.engine.ipc.messages import Answer, Failed, Profile
-from server.engine.profiling.trace_table import table_of
+from server.engine.profiling.trace_table import make_table
 from server.engine.scheduling.request import RequestError
 
 log = logging.getLogger(__name__)
 
 STEP = "step"  # a step's name in the trace
-MOST_BYTES = 256 * 2**20  # of a trace
-FAULT = "profiling failed; the server's log has the cause, and requests go on"
-RUNNING = "steps are being profiled, or their trace is written; try again when that is done"
-SILENT = "99"  # torch's profiler prints lines of its own into the log otherwise
-NOTHING: AbstractContextManager[object] = nullcontext()
+MAX_TRACE_BYTES = 256 * 2**20  # of a trace
+FAILED_MESSAGE = "profiling failed; the server's log has the cause, and requests go on"
+BUSY_MESSAGE = "steps are being profiled, or their trace is written; try again when that is done"
+QUIET_KINETO_LEVEL = "99"  # torch's profiler prints lines of its own into the log otherwise
+NULL_CONTEXT: AbstractContextManager[object] = nullcontext()
 
 
-class Annotated(OpHook):
+class OpAnnotator(OpHook):
     """Names each call of an operation in the trace within its `with` block; a step's layers run as they always do."""
 
-    counts = False
+    needs_every_call = False
 
     def __init__(self, ops: Ops) -> None:
         super().__init__(ops)
-        self.in_layers: defaultdict[str, float] = defaultdict(float)  # seconds of operations within compiled layers
+        self.layer_op_seconds: defaultdict[str, float] = defaultdict(
+            float
+        )  # seconds of operations within compiled layers
 
-    def call(self, op: Op, run: Callable[..., object], args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
+    def call(self, op: OpInfo, run: Callable[..., object], args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
         with record_function(op.name):
             return run(*args, **kwargs)
 
     def on_seconds(self, name: str, seconds: float) -> None:
-        self.in_layers[name] += seconds
+        self.layer_op_seconds[name] += seconds
 
-    def forward_layers(self, run: Run, layers: DecoderLayers, x: Tensor, attention: Attention) -> Tensor:
+    def forward_layers(self, run: ForwardLayers, layers: DecoderLayers, x: Tensor, attention: Attention) -> Tensor:
         with record_function(FORWARD_LAYERS.name):
             return super().forward_layers(run, layers, x, attention)
 
@@ -71,15 +73,15 @@ class Recording:
 
     worker: int
     query_id: int
-    wanted: Profile
+    limits: Profile
     torch_profiler: profile
-    operations: Annotated
-    watching: ExitStack  # closed at the end
-    began: float
+    annotator: OpAnnotator
+    exit_stack: ExitStack  # closed at the end
+    started_at: float
     steps: int = 0
 
-    def over(self) -> bool:
-        return self.steps >= self.wanted.steps or monotonic() - self.began >= self.wanted.seconds
+    def is_over(self) -> bool:
+        return self.steps >= self.limits.steps or monotonic() - self.started_at >= self.limits.seconds
 
 
 class Profiler:
@@ -87,7 +89,7 @@ class Profiler:
 
     def __init__(self, ops: Ops, device: torch.device, about: Mapping[str, Any]) -> None:
         """Make a profiler of an engine, which `about` describes in each trace."""
-        os.environ.setdefault("KINETO_LOG_LEVEL", SILENT)
+        os.environ.setdefault("KINETO_LOG_LEVEL", QUIET_KINETO_LEVEL)
         self._ops = ops
         self._device = "cuda" if device.type == "cuda" else None  # whose kernels are recorded, too
         self._about = about
@@ -98,24 +100,24 @@ class Profiler:
     def begin(self, worker: int, query_id: int, wanted: Profile) -> Answer | None:
         """Have steps recorded from the next one on; return the answer if that is refused."""
         if self._busy:
-            return _refused(query_id, RequestError(409, RUNNING, code="profile_running"))
+            return _make_refusal(query_id, RequestError(409, BUSY_MESSAGE, code="profile_running"))
         self._busy = True
         watching = ExitStack()
         try:
             torch_profiler = watching.enter_context(profile(use_device=self._device, use_kineto=True))
-            operations = watching.enter_context(Annotated(self._ops))
+            operations = watching.enter_context(OpAnnotator(self._ops))
         except Exception:
             self._fail(worker, query_id, watching)
         else:
             self._recording = Recording(worker, query_id, wanted, torch_profiler, operations, watching, monotonic())
         return None
 
-    def step(self, busy: bool) -> AbstractContextManager[object]:
+    def annotate_step(self, busy: bool) -> AbstractContextManager[object]:
         """Return what to run a step in; `busy`: there are requests."""
         if not self._busy:
-            return NOTHING
+            return NULL_CONTEXT
         recording = self._recording
-        return record_function(STEP) if recording is not None and busy else NOTHING
+        return record_function(STEP) if recording is not None and busy else NULL_CONTEXT
 
     def after_step(self, rows: int) -> tuple[int, Answer] | None:
         """End a recording that is over; return a worker and the answer to it, once there is one.
@@ -127,7 +129,7 @@ class Profiler:
         recording = self._recording
         if recording is not None:
             recording.steps += bool(rows)
-            if recording.over():
+            if recording.is_over():
                 self._recording = None
                 self._end(recording)
             return None
@@ -139,9 +141,9 @@ class Profiler:
         return done
 
     def _end(self, recording: Recording) -> None:
-        seconds = monotonic() - recording.began
+        seconds = monotonic() - recording.started_at
         try:
-            recording.watching.close()
+            recording.exit_stack.close()
             threading.Thread(target=self._write, args=(recording, seconds), name="profiler", daemon=True).start()
         except Exception:
             self._fail(recording.worker, recording.query_id)
@@ -149,7 +151,7 @@ class Profiler:
     def _fail(self, worker: int, query_id: int, watching: ExitStack | None = None) -> None:
         """Answer that profiling failed, and log the exception that is being handled."""
         log.exception("profiling failed")
-        self._done.put((worker, _refused(query_id, RequestError(500, FAULT))))
+        self._done.put((worker, _make_refusal(query_id, RequestError(500, FAILED_MESSAGE))))
         if watching is not None:
             try:
                 watching.close()
@@ -159,46 +161,48 @@ class Profiler:
     def _write(self, recording: Recording, seconds: float) -> None:
         """Write the trace and answer; runs in a helper thread."""
         try:
-            answer = Answer(recording.query_id, self._answer(recording, seconds), made=monotonic())
+            answer = Answer(recording.query_id, self._pack_trace(recording, seconds), created_at=monotonic())
         except RequestError as error:
-            answer = _refused(recording.query_id, error)
+            answer = _make_refusal(recording.query_id, error)
         except Exception:
             self._fail(recording.worker, recording.query_id)
             return
         self._done.put((recording.worker, answer))
 
-    def _answer(self, recording: Recording, seconds: float) -> bytes:
+    def _pack_trace(self, recording: Recording, seconds: float) -> bytes:
         """Return the trace with a summary, packed. Raises RequestError if it is too large."""
-        trace = _trace_of(recording.torch_profiler)
+        trace = _export_trace(recording.torch_profiler)
         summary = {
             **self._about,
             "steps": recording.steps,
             "seconds": seconds,
-            "table": table_of(trace),
-            "in_layers": dict(recording.operations.in_layers),
+            "table": make_table(trace),
+            "in_layers": dict(recording.annotator.layer_op_seconds),
         }
-        return gzip.compress(_with_member(trace, "kvmux", summary), compresslevel=3)
+        return gzip.compress(_insert_member(trace, "kvmux", summary), compresslevel=3)
 
 
-def _trace_of(torch_profiler: profile) -> bytes:
+def _export_trace(torch_profiler: profile) -> bytes:
     """Return a chrome trace as JSON. Raises RequestError if it is too large."""
     with tempfile.TemporaryDirectory(prefix="kvmux-profile-") as folder:
         file = Path(folder) / "trace.json"
         torch_profiler.export_chrome_trace(str(file))
         size = file.stat().st_size
-        if size > MOST_BYTES:
+        if size > MAX_TRACE_BYTES:
             raise RequestError(
-                409, f"the trace has {size} bytes, and may have {MOST_BYTES}: ask for fewer steps", code="too_large"
+                409,
+                f"the trace has {size} bytes, and may have {MAX_TRACE_BYTES}: ask for fewer steps",
+                code="too_large",
             )
         return file.read_bytes()
 
 
-def _with_member(trace: bytes, name: str, value: object) -> bytes:
+def _insert_member(trace: bytes, name: str, value: object) -> bytes:
     """Return a JSON object with one more member, without reading it: a trace may have millions of events."""
     brace = trace.index(b"{") + 1
     return trace[:brace] + msgspec.json.encode(name) + b":" + msgspec.json.encode(value) + b"," + trace[brace:]
 
 
-def _refused(query_id: int, error: RequestError) -> Answer:
-    failed: Failed = error.told()
+def _make_refusal(query_id: int, error: RequestError) -> Answer:
+    failed: Failed = error.to_message()
     return Answer(query_id, b"", failed, monotonic())

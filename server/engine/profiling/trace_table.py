@@ -12,8 +12,8 @@ from typing import Any
 
 import msgspec
 
-LONGEST = 60  # rows
-TICK = 1e-3  # microseconds; ends of nested spans may differ by this
+MAX_ROWS = 60  # rows
+TIMESTAMP_TOLERANCE = 1e-3  # microseconds; ends of nested spans may differ by this
 
 
 class TraceSpan(msgspec.Struct):
@@ -39,34 +39,40 @@ class TraceRow:
 
     def __init__(self) -> None:
         self.calls = 0
-        self.total = 0.0  # microseconds
-        self.own = 0.0  # without the calls within
+        self.total_time = 0.0  # microseconds
+        self.self_time = 0.0  # without the calls within
 
 
-def table_of(trace: bytes) -> list[dict[str, Any]]:
+def make_table(trace: bytes) -> list[dict[str, Any]]:
     """Return the names with the most time of their own: calls, seconds in all and of their own. Raises DecodeError."""
     spans = [s for s in msgspec.json.decode(trace, type=Trace).traceEvents if s.ph == "X"]
     spans.sort(key=lambda s: (str(s.pid), str(s.tid), s.ts, -s.dur))
     rows: defaultdict[tuple[str, str], TraceRow] = defaultdict(TraceRow)
     for _, of_thread in groupby(spans, key=lambda s: (s.pid, s.tid)):
-        _add(of_thread, rows)
-    longest = sorted(rows.items(), key=lambda each: -each[1].own)[:LONGEST]
+        _add_spans(of_thread, rows)
+    longest = sorted(rows.items(), key=lambda each: -each[1].self_time)[:MAX_ROWS]
     return [
-        {"name": name, "kind": kind, "calls": row.calls, "seconds": row.total / 1e6, "own_seconds": row.own / 1e6}
+        {
+            "name": name,
+            "kind": kind,
+            "calls": row.calls,
+            "seconds": row.total_time / 1e6,
+            "own_seconds": row.self_time / 1e6,
+        }
         for (name, kind), row in longest
     ]
 
 
-def _add(spans: Iterable[TraceSpan], rows: defaultdict[tuple[str, str], TraceRow]) -> None:
+def _add_spans(spans: Iterable[TraceSpan], rows: defaultdict[tuple[str, str], TraceRow]) -> None:
     """Add a thread's spans, which are ordered by their beginning, to the rows."""
     around: list[tuple[float, TraceRow]] = []  # ends and rows of the spans in which the next one may lie
     for span in spans:
-        while around and around[-1][0] <= span.ts + TICK:
+        while around and around[-1][0] <= span.ts + TIMESTAMP_TOLERANCE:
             around.pop()
         row = rows[span.name, span.cat]
         row.calls += 1
-        row.total += span.dur
-        row.own += span.dur
+        row.total_time += span.dur
+        row.self_time += span.dur
         if around:
-            around[-1][1].own -= span.dur
+            around[-1][1].self_time -= span.dur
         around.append((span.ts + span.dur, row))

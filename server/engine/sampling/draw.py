@@ -5,33 +5,33 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
-from server.engine.ipc.messages import Sampling
+from server.engine.ipc.messages import SamplingParams
 
 
-class Text(NamedTuple):
+class TokenHistory(NamedTuple):
     """The tokens before the one that is drawn."""
 
     prompt: Sequence[int]
     output: Sequence[int]
 
 
-NOTHING = Text((), ())
+EMPTY_HISTORY = TokenHistory((), ())
 
 
 class Draw(NamedTuple):
     """A token wanted: how, and at which position of its text it will stand."""
 
-    sampling: Sampling
+    sampling: SamplingParams
     position: int
-    text: Text = NOTHING  # what stands before it, if that matters
-    banned: Collection[int] = ()  # tokens that may not come
+    history: TokenHistory = EMPTY_HISTORY  # what stands before it, if that matters
+    banned_token_ids: Collection[int] = ()  # tokens that may not come
 
 
-def adjusts(sampling: Sampling) -> bool:
+def needs_logits_processing(sampling: SamplingParams) -> bool:
     """Return whether the text before a token, a bias, or a choice of tokens changes its logits."""
-    return bool(sampling.logit_bias or sampling.allowed_token_ids) or penalises(sampling)
+    return bool(sampling.logit_bias or sampling.allowed_token_ids) or has_penalties(sampling)
 
 
-def penalises(sampling: Sampling) -> bool:
+def has_penalties(sampling: SamplingParams) -> bool:
     penalties = (sampling.frequency_penalty, sampling.presence_penalty, sampling.repetition_penalty)
     return penalties != (0, 0, 1)

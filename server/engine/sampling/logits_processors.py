@@ -12,11 +12,13 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from server.engine.ipc.messages import Sampling
-from server.engine.sampling.draw import Text
+from server.engine.ipc.messages import SamplingParams
+from server.engine.sampling.draw import TokenHistory
 
 
-def adjusted(logits: Tensor, sampling: Sampling, text: Text, banned: Collection[int] = ()) -> Tensor:
+def process_logits(
+    logits: Tensor, sampling: SamplingParams, text: TokenHistory, banned: Collection[int] = ()
+) -> Tensor:
     """Return logits [V] with repetition, frequency and presence penalties, then the bias, then -inf for `banned` tokens
     and those not allowed.
 
@@ -25,13 +27,13 @@ def adjusted(logits: Tensor, sampling: Sampling, text: Text, banned: Collection[
     """
     logits = logits.clone()
     if sampling.repetition_penalty != 1:
-        ids, _ = _counted([*text.prompt, *text.output], logits)
+        ids, _ = _count_tokens([*text.prompt, *text.output], logits)
         chosen = logits[ids]
         penalty = sampling.repetition_penalty
         largest = torch.finfo(logits.dtype).max
         logits[ids] = torch.where(chosen > 0, chosen / penalty, chosen * penalty).clamp_max(largest)
     if text.output and (sampling.frequency_penalty or sampling.presence_penalty):
-        ids, counts = _counted(text.output, logits)
+        ids, counts = _count_tokens(text.output, logits)
         logits[ids] -= sampling.frequency_penalty * counts + sampling.presence_penalty
     if sampling.logit_bias:
         biased, by = zip(*sampling.logit_bias, strict=True)
@@ -39,17 +41,17 @@ def adjusted(logits: Tensor, sampling: Sampling, text: Text, banned: Collection[
     if banned:
         logits[list(banned)] = -torch.inf
     if sampling.allowed_token_ids:
-        allowed = torch.from_numpy(allowed_ids(sampling)).to(logits.device)
+        allowed = torch.from_numpy(get_allowed_token_ids(sampling)).to(logits.device)
         logits = torch.full_like(logits, -torch.inf).index_copy_(0, allowed, logits[allowed])
     return logits
 
 
-def allowed_ids(sampling: Sampling) -> NDArray[np.int64]:
+def get_allowed_token_ids(sampling: SamplingParams) -> NDArray[np.int64]:
     """Return the token ids of `allowed_token_ids`, in an array that may be written to."""
     return np.frombuffer(sampling.allowed_token_ids, np.int64).copy()
 
 
-def _counted(tokens: Sequence[int], like: Tensor) -> tuple[Tensor, Tensor]:
+def _count_tokens(tokens: Sequence[int], like: Tensor) -> tuple[Tensor, Tensor]:
     """Return the distinct tokens, and the number of times that each occurs."""
     ids, counts = np.unique(np.asarray(tokens, np.int64), return_counts=True)
     return torch.from_numpy(ids).to(like.device), torch.from_numpy(counts).to(like)

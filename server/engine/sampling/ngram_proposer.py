@@ -21,33 +21,33 @@ class NgramProposer:
     token takes 4 bytes.
     """
 
-    def __init__(self, how: Speculation, most_tokens: int) -> None:
-        """`most_tokens`: as long as the text can get."""
-        self._how = how
-        self._ids = np.empty(most_tokens, np.int32)
+    def __init__(self, config: Speculation, max_tokens: int) -> None:
+        """`max_tokens`: as long as the text can get."""
+        self._config = config
+        self._ids = np.empty(max_tokens, np.int32)
         self._length = 0  # tokens of the text that stand there
-        self._count = how.num_speculative_tokens  # guesses that are made at once, at most
+        self._max_draft_tokens = config.num_speculative_tokens  # guesses that are made at once, at most
 
-    def draft(self, text: Sequence[int], most: int) -> list[int]:
-        """Up to `most` tokens that may follow the text, which begins as it did the last time; none: its end is new.
+    def propose(self, text: Sequence[int], max_tokens: int) -> list[int]:
+        """Return up to `max_tokens` tokens that may follow the text, which begins as it did last; none: its end is new.
 
         Of several places those count where more tokens are the same, and of these the last one. A draft that reaches
         the text's end goes on with its own beginning, so that a loop is found in full.
         """
         self._ids[self._length : len(text)] = text[self._length :]
         self._length = len(text)
-        begin = self._place()
+        begin = self._find_match()
         if begin is None:
             return []
-        return [text[begin + i % (len(text) - begin)] for i in range(min(most, self._count))]
+        return [text[begin + i % (len(text) - begin)] for i in range(min(max_tokens, self._max_draft_tokens))]
 
-    def learn(self, accepted: int) -> None:
+    def update_draft_length(self, accepted: int) -> None:
         """So many tokens of the last draft came true: the next one is as long as seems worth it."""
-        self._count = min(self._how.num_speculative_tokens, 2 * accepted + 1)
+        self._max_draft_tokens = min(self._config.num_speculative_tokens, 2 * accepted + 1)
 
-    def _place(self) -> int | None:
+    def _find_match(self) -> int | None:
         """What follows here may follow at the end."""
-        ids, how = self._ids[: self._length], self._how
+        ids, how = self._ids[: self._length], self._config
         behind = np.flatnonzero(ids[:-1] == ids[-1]) + 1  # places whose last token is the text's
         same = min(1, len(behind))  # tokens before all of these places that are also the text's last ones
         while len(behind) and same < how.prompt_lookup_max:

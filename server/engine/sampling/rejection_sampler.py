@@ -23,7 +23,7 @@ from torch import Tensor
 from kernels import sampling as plain
 from kernels.sampling import Sample
 from server.engine.ipc.messages import TokenLogprob
-from server.engine.sampling.logprobs import scores_of_some
+from server.engine.sampling.logprobs import compute_row_logprobs
 from server.engine.sampling.sampler import sample
 from server.engine.scheduling.request import Request
 
@@ -33,62 +33,64 @@ class VerifiedRequest(NamedTuple):
 
     request: Request
     draft: Sequence[int]
-    first: int
+    first_logit_row: int
 
     @property
-    def rows(self) -> range:
-        return range(self.first, self.first + 1 + len(self.draft))
+    def logit_rows(self) -> range:
+        return range(self.first_logit_row, self.first_logit_row + 1 + len(self.draft))
 
 
 class SampleResult(NamedTuple):
     """The draws of a turn that count."""
 
     tokens: list[int]
-    sound: bool = True  # False: the logits behind these tokens are not numbers
+    is_finite: bool = True  # False: the logits behind these tokens are not numbers
 
     @property
-    def accepted(self) -> int:
+    def num_accepted(self) -> int:
         """Guesses that came true, and have another token behind them."""
-        return len(self.tokens) - self.sound
+        return len(self.tokens) - self.is_finite
 
 
-def drawn(
+def sample_and_verify(
     turns: Sequence[VerifiedRequest], logits: Tensor, eos_ids: Collection[int], operation: Sample = plain.sample
 ) -> dict[Request, SampleResult]:
     """What each text goes on with, from the logits [K, V] of the step; drawn by `operation`."""
     if not turns:
         return {}
-    rows = [row for turn in turns for row in turn.rows]
+    rows = [row for turn in turns for row in turn.logit_rows]
     if rows != list(range(len(logits))):
         logits = logits[rows]
-    draws = [draw for turn in turns for draw in turn.request.draws(eos_ids, turn.draft)]
+    draws = [draw for turn in turns for draw in turn.request.make_draws(eos_ids, turn.draft)]
     tokens = iter(sample(logits, draws, operation))
     return {
-        request: verified(draft, list(islice(tokens, len(draft) + 1)), request.ends(eos_ids))
+        request: verify_draft(draft, list(islice(tokens, len(draft) + 1)), request.get_end_token_ids(eos_ids))
         for request, draft, _ in turns
     }
 
 
-def verified(draft: Sequence[int], tokens: Sequence[int | None], ends: Collection[int]) -> SampleResult:
+def verify_draft(draft: Sequence[int], tokens: Sequence[int | None], ends: Collection[int]) -> SampleResult:
     """Of the draws [1 + guesses] those up to the first that was not guessed, or that ends the text."""
     counted: list[int] = []
     for token, guess in zip_longest(tokens, draft):
         if token is None:
-            return SampleResult(counted, sound=False)
+            return SampleResult(counted, is_finite=False)
         counted.append(token)
         if token != guess or token in ends:
             break
     return SampleResult(counted)
 
 
-def scored(
+def compute_sample_logprobs(
     turns: Sequence[VerifiedRequest], taken: Mapping[Request, SampleResult], logits: Tensor
 ) -> Iterator[list[TokenLogprob] | None]:
     """How likely the tokens were that each turn took; None for requests that do not ask."""
     tokens = [
-        (turn, row, token) for turn in turns for row, token in zip(turn.rows, taken[turn.request].tokens, strict=False)
+        (turn, row, token)
+        for turn in turns
+        for row, token in zip(turn.logit_rows, taken[turn.request].tokens, strict=False)
     ]
     tops = [turn.request.sampling.logprobs for turn, _, _ in tokens]
-    told = iter(scores_of_some(logits, [row for _, row, _ in tokens], [token for _, _, token in tokens], tops))
+    told = iter(compute_row_logprobs(logits, [row for _, row, _ in tokens], [token for _, _, token in tokens], tops))
     for turn in turns:
         yield [score for score in islice(told, len(taken[turn.request].tokens)) if score is not None] or None

@@ -13,33 +13,38 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from kernels import sampling as plain
-from kernels.sampling import NO_TOKEN, Drawing, Sample
-from server.engine.sampling.draw import Draw, adjusts
-from server.engine.sampling.logits_processors import adjusted
+from kernels.sampling import NO_TOKEN, Sample, SamplingRow
+from server.engine.sampling.draw import Draw, needs_logits_processing
+from server.engine.sampling.logits_processors import process_logits
 
 MAX_SEED = 2**64 - 1
 
 
 def sample(logits: Tensor, draws: Sequence[Draw], operation: Sample = plain.sample) -> list[int | None]:
     """logits [K, V], which stay as they are -> K token ids; None where the logits are not numbers."""
-    how = torch.from_numpy(_drawings(draws))
+    how = torch.from_numpy(_make_drawings(draws))
     tokens = operation(logits, how)
-    if changed := [i for i, draw in enumerate(draws) if draw.banned or adjusts(draw.sampling)]:
-        ours = [adjusted(logits[i].float(), draws[i].sampling, draws[i].text, draws[i].banned) for i in changed]
+    if changed := [
+        i for i, draw in enumerate(draws) if draw.banned_token_ids or needs_logits_processing(draw.sampling)
+    ]:
+        ours = [
+            process_logits(logits[i].float(), draws[i].sampling, draws[i].history, draws[i].banned_token_ids)
+            for i in changed
+        ]
         drawn = operation(torch.stack(ours), how[changed])
         tokens[changed] = drawn.masked_fill(tokens[changed] == NO_TOKEN, NO_TOKEN)
     return [None if token == NO_TOKEN else token for token in tokens.tolist()]
 
 
-def _drawings(draws: Sequence[Draw]) -> NDArray[np.float64]:
+def _make_drawings(draws: Sequence[Draw]) -> NDArray[np.float64]:
     """[K, 5] as `Ops.sample` is told; greedy rows are zeros."""
-    how = np.zeros((len(draws), len(Drawing._fields)))
+    how = np.zeros((len(draws), len(SamplingRow._fields)))
     if warm := [i for i, draw in enumerate(draws) if draw.sampling.temperature > 0]:
         noise = Noise()
         for i in warm:
             sampling, position, _, _ = draws[i]
-            at = noise.at(sampling.seed, position)
-            how[i] = Drawing(sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p, at)
+            at = noise.draw_uniform(sampling.seed, position)
+            how[i] = SamplingRow(sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p, at)
     return how
 
 
@@ -51,7 +56,7 @@ class Noise:
         self._state = self._bits.state  # as nothing was drawn from it, no numbers wait in its buffer
         self._random = np.random.Generator(self._bits).random
 
-    def at(self, seed: int, position: int) -> float:
+    def draw_uniform(self, seed: int, position: int) -> float:
         """A number in [0, 1): the first with this key and counter, whatever was drawn before."""
         words = self._state["state"]
         words["key"][0], words["counter"][0] = seed & MAX_SEED, position

@@ -11,20 +11,20 @@ from server.engine.scheduling.request import Request, RequestError
 from server.engine.scheduling.scheduler import Limits
 
 
-def speculation_of(asked: Speculation | None, limits: Limits) -> Speculation:
+def resolve_speculation(requested: Speculation | None, limits: Limits) -> Speculation:
     """What a request asks for, or what the settings say. Raises RequestError."""
-    if asked is None:
+    if requested is None:
         return Speculation(limits.num_speculative_tokens)
-    if (guesses := asked.num_speculative_tokens) > (most := limits.max_speculative_tokens):
+    if (guesses := requested.num_speculative_tokens) > (most := limits.max_speculative_tokens):
         where = "speculative_config.num_speculative_tokens"
         raise RequestError(400, f"{where}: should be at most {most} on this server, not {guesses}", param=where)
-    return asked
+    return requested
 
 
-def lookup_for(request: Request, speculation: Speculation) -> NgramProposer | None:
+def make_proposer(request: Request, speculation: Speculation) -> NgramProposer | None:
     """Where its guesses come from, if it wants any.
 
     Nor has it any where the cut of a text into rows shows in what the strategy keeps: drafts would change the text.
     """
     wanted = speculation.num_speculative_tokens > 0 and request.cache.contract.chunk_invariant
-    return NgramProposer(speculation, request.most_tokens) if wanted else None
+    return NgramProposer(speculation, request.max_total_tokens) if wanted else None

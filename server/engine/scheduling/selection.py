@@ -30,13 +30,13 @@ class Selector:
         )
         for reason, name, param in asked:
             if name is not None:
-                return self._known(name, reason, param), reason
+                return self._check_name(name, reason, param), reason
         for i, rule in enumerate(self._rules):
             if matches(rule, len(submit.prompt), submit.priority, kv_usage):
                 return rule.use, f"rule {i}"
         return self._default, "default"
 
-    def _known(self, name: str, where: str, param: str | None) -> str:
+    def _check_name(self, name: str, where: str, param: str | None) -> str:
         if name not in self._names:
             what = {"request": "kv_cache", "header": "header X-KV-Cache", "model": "model"}[where]
             message = f"{what}: there is no cache strategy {name!r}; there are {', '.join(sorted(self._names))}"

@@ -29,8 +29,8 @@ class Phrasings:
 @dataclass(frozen=True)
 class FactKind:
     name: str
-    key: tuple[str, ...]  # the slots that tell two facts of this kind apart
-    value: Draw
+    key_slots: tuple[str, ...]  # the slots that tell two facts of this kind apart
+    draw_value: Draw
     training: Phrasings
     held_out: Phrasings
 
@@ -57,11 +57,11 @@ def _number(rng: Random, cast: Sequence[Person]) -> str:
 
 
 def _invented(rng: Random, cast: Sequence[Person]) -> str:
-    return words.invented_word(rng)
+    return words.invent_word(rng)
 
 
 def _invented_name(rng: Random, cast: Sequence[Person]) -> str:
-    return words.invented_word(rng).capitalize()
+    return words.invent_word(rng).capitalize()
 
 
 def _somebody(rng: Random, cast: Sequence[Person]) -> str:
@@ -180,7 +180,7 @@ WEIGHTS = (4, 1, 1, 1, 1, 1, 1, 1)  # "who keeps what where" is what the model i
 def draw_fact(
     rng: Random, lexicon: Lexicon, cast: Sequence[Person], noun: str, used: set[tuple[str, ...]]
 ) -> Fact | None:
-    """A fact about somebody of the cast, or None if the one drawn would contradict one in `used`."""
+    """Return a fact about somebody of the cast, or None if the one drawn would contradict one in `used`."""
     kind = rng.choices(KINDS, WEIGHTS)[0]
     slots = {
         "N": rng.choice(cast).name,
@@ -189,8 +189,8 @@ def draw_fact(
         "p": rng.choice(words.BUILDINGS),
         "an": rng.choice(words.ANIMALS),
     }
-    key = (kind.name, *(slots[name] for name in kind.key))
-    value = kind.value(rng, cast)
+    key = (kind.name, *(slots[name] for name in kind.key_slots))
+    value = kind.draw_value(rng, cast)
     if key in used or value == slots["N"]:
         return None
     used.add(key)

@@ -44,7 +44,7 @@ Document = list[DocumentPiece]
 END = DocumentPiece("", PieceKind.END)
 
 
-def text_of(document: Document) -> str:
+def join_text(document: Document) -> str:
     return "".join("\n" if piece.kind is PieceKind.END else piece.text for piece in document)
 
 
@@ -62,7 +62,7 @@ class Deck(Generic[T]):
 
 
 class DocumentGenerator:
-    """Tells documents from one lexicon; the same seed tells the same ones in the same order."""
+    """Makes documents from one lexicon; the same seed makes the same ones in the same order."""
 
     def __init__(self, seed: int | str, lexicon: Lexicon = words.TRAIN) -> None:
         self.rng = Random(seed)
@@ -77,8 +77,8 @@ class DocumentGenerator:
 
     # ---- stories
 
-    def story(self) -> Document:
-        return self._tell(self._slots(*self._hero_and_friend()))
+    def make_story(self) -> Document:
+        return self._write_story(self._slots(*self._hero_and_friend()))
 
     def _hero_and_friend(self) -> tuple[Person, Person]:
         hero, friend = self._character(self._heroes), self._character(self._friends)
@@ -91,10 +91,10 @@ class DocumentGenerator:
         return (self._people if chance < STRANGERS_IN_STORIES + GUESTS_IN_STORIES else usual).draw()
 
     def _stranger(self) -> Person:
-        return Person(words.invented_word(self.rng).capitalize(), self.rng.random() < 0.5)
+        return Person(words.invent_word(self.rng).capitalize(), self.rng.random() < 0.5)
 
-    def cast(self, size: int) -> list[Person]:
-        """Of a record: `size` people with different names, some of them invented."""
+    def draw_cast(self, size: int) -> list[Person]:
+        """Draw the people of a record: `size` of them with different names, some invented."""
         cast: dict[str, Person] = {}
         while len(cast) < size:
             person = self._people.draw()
@@ -103,7 +103,7 @@ class DocumentGenerator:
             cast[person.name] = person
         return list(cast.values())
 
-    def _tell(self, slots: Mapping[str, str]) -> Document:
+    def _write_story(self, slots: Mapping[str, str]) -> Document:
         return [DocumentPiece(" ".join(self._sentences(slots))), END]
 
     def _sentences(self, slots: Mapping[str, str]) -> Iterator[str]:
@@ -139,32 +139,32 @@ class DocumentGenerator:
 
     # ---- chats
 
-    def chat(self) -> Document:
-        """A request and its answer, as the chat template writes them: a story, small talk, or a few facts asked."""
+    def make_chat(self) -> Document:
+        """Make a request and its answer, as the chat template writes them: a story, small talk, or facts asked for."""
         rng = self.rng
         kind = rng.choices(("story", "greeting", "question", "facts"), (4, 2, 1, 3))[0]
         if kind == "facts":
-            return self._chat_about_facts()
+            return self._make_facts_chat()
         if kind == "story":
             slots = self._slots(*self._hero_and_friend())
             return [
                 DocumentPiece(f"Q: {expand(rng, rng.choice(smalltalk.STORY_REQUESTS), slots)}\nA: "),
-                *self._tell(slots),
+                *self._write_story(slots),
             ]
         pairs = smalltalk.GREETINGS if kind == "greeting" else smalltalk.PLAIN_QUESTIONS
         question, answer = rng.choice(pairs)
         return [DocumentPiece(f"Q: {choose(rng, question)}\nA: {choose(rng, answer)}"), END]
 
-    def _chat_about_facts(self) -> Document:
-        facts = self._facts(self.cast(3), self.rng.randint(1, 5))
+    def _make_facts_chat(self) -> Document:
+        facts = self._facts(self.draw_cast(3), self.rng.randint(1, 5))
         document = [DocumentPiece("Q: ")]
         for index, fact in enumerate(facts):
-            document += [*_say(fact.statement, fact, index, PieceKind.VALUE), DocumentPiece(" ")]
+            document += [*_make_pieces(fact.statement, fact, index, PieceKind.VALUE), DocumentPiece(" ")]
         index = self.rng.randrange(len(facts))
         answer = self.rng.choice(facts[index].answers)
         document += [
             DocumentPiece(f"{facts[index].question}\nA: "),
-            *_say(answer, facts[index], index, PieceKind.ANSWER),
+            *_make_pieces(answer, facts[index], index, PieceKind.ANSWER),
             END,
         ]
         return document
@@ -173,31 +173,31 @@ class DocumentGenerator:
         used: set[tuple[str, ...]] = set()
         facts: list[Fact] = []
         while len(facts) < count:
-            fact = draw_fact(self.rng, self.lexicon, cast, self.noun_of_record(), used)
+            fact = draw_fact(self.rng, self.lexicon, cast, self.draw_object(), used)
             if fact:
                 facts.append(fact)
         return facts
 
     # ---- records
 
-    def noun_of_record(self) -> str:
-        """An object for a fact: seldom the same twice, so that few facts of a record are alike."""
-        return words.invented_word(self.rng) if self.rng.random() < INVENTED_OBJECTS else self._nouns.draw()
+    def draw_object(self) -> str:
+        """Draw an object for a fact: seldom the same twice, so that few facts of a record are alike."""
+        return words.invent_word(self.rng) if self.rng.random() < INVENTED_OBJECTS else self._nouns.draw()
 
-    def record(self, length: int) -> Document:
-        """About `length` characters of story with facts between, each asked once or twice, near and far."""
+    def make_record(self, length: int) -> Document:
+        """Make about `length` characters of story with facts between, each asked once or twice, near and far."""
         return _Record(self, length).write()
 
-    def filler(self, cast: Sequence[Person]) -> Iterator[str]:
-        """Endless sentences of stories about the cast, each with the space or blank line that follows it."""
+    def iter_filler(self, cast: Sequence[Person]) -> Iterator[str]:
+        """Yield endless sentences of stories about the cast, each with the space or blank line that follows it."""
         while True:
             *sentences, last = self._sentences(self._slots(*self.rng.sample(cast, 2)))
             yield from (f"{sentence} " for sentence in sentences)
             yield f"{last}\n\n"
 
 
-def _say(sentence: str, fact: Fact, index: int, kind: PieceKind) -> Document:
-    """The sentence with the value as a piece of its own, the space before it included."""
+def _make_pieces(sentence: str, fact: Fact, index: int, kind: PieceKind) -> Document:
+    """Return the sentence with the value as a piece of its own, the space before it included."""
     before, after = sentence.split(" @")
     return [DocumentPiece(before), DocumentPiece(f" {fact.value}", kind, index), DocumentPiece(after)]
 
@@ -205,9 +205,9 @@ def _say(sentence: str, fact: Fact, index: int, kind: PieceKind) -> Document:
 class _Record:
     """One record while it is written: the facts so far and the questions that are due."""
 
-    def __init__(self, teller: DocumentGenerator, length: int) -> None:
-        self.teller, self.rng, self.length = teller, teller.rng, length
-        self.cast = teller.cast(self.rng.randint(5, 12))
+    def __init__(self, generator: DocumentGenerator, length: int) -> None:
+        self.generator, self.rng, self.length = generator, generator.rng, length
+        self.cast = generator.draw_cast(self.rng.randint(5, 12))
         self.document: Document = []
         self.facts: list[Fact] = []
         self.used: set[tuple[str, ...]] = set()
@@ -217,13 +217,13 @@ class _Record:
         self.fact_share = self.rng.choice((0.6, 0.8) if crowded else (0.25, 0.5, 0.75))  # of what is no question
 
     def write(self) -> Document:
-        filler = self.teller.filler(self.cast)
-        self._state()  # so that what begins as a story goes on as one
+        filler = self.generator.iter_filler(self.cast)
+        self._state_fact()  # so that what begins as a story goes on as one
         while self.position < self.length:
             if self.due and self.due[0][0] <= self.position:
-                self._ask(heapq.heappop(self.due)[1])
+                self._ask_question(heapq.heappop(self.due)[1])
             elif self.rng.random() < self.fact_share:
-                self._state()
+                self._state_fact()
             else:
                 self._add(DocumentPiece(next(filler)))
         return [*self.document, END]
@@ -232,18 +232,20 @@ class _Record:
         self.document += pieces
         self.position += sum(len(piece.text) for piece in pieces)
 
-    def _state(self) -> None:
-        fact = draw_fact(self.rng, self.teller.lexicon, self.cast, self.teller.noun_of_record(), self.used)
+    def _state_fact(self) -> None:
+        fact = draw_fact(self.rng, self.generator.lexicon, self.cast, self.generator.draw_object(), self.used)
         if fact is None:
             return
         index = len(self.facts)
         self.facts.append(fact)
         before = self.rng.choice(("", "", "", "Remember this: ", "Everybody knew it: ", "Note: "))
-        self._add(DocumentPiece(before), *_say(fact.statement, fact, index, PieceKind.VALUE), DocumentPiece(" "))
+        self._add(
+            DocumentPiece(before), *_make_pieces(fact.statement, fact, index, PieceKind.VALUE), DocumentPiece(" ")
+        )
         self._plan_questions(index)
 
     def _plan_questions(self, index: int) -> None:
-        """At most two, the second at least twice as far from the fact as the first."""
+        """Plan at most two questions, the second at least twice as far from the fact as the first."""
         room = self.length - self.position
         first = self._distance(NEAREST_QUESTION, room)
         if first is None:
@@ -253,17 +255,17 @@ class _Record:
         if second is not None and self.rng.random() < ASKED_TWICE_SHARE:
             heapq.heappush(self.due, (self.position + second, index))
 
-    def _distance(self, least: int, most: int) -> int | None:
-        """Half of them log-uniform, as near as far; half uniform, or few would be far."""
-        if least >= most:
+    def _distance(self, nearest: int, farthest: int) -> int | None:
+        """Draw a distance: half of them log-uniform, as near as far; half uniform, or few would be far."""
+        if nearest >= farthest:
             return None
         if self.rng.random() < 0.5:
-            return self.rng.randint(least, most)
-        return int(math.exp(self.rng.uniform(math.log(least), math.log(most))))
+            return self.rng.randint(nearest, farthest)
+        return int(math.exp(self.rng.uniform(math.log(nearest), math.log(farthest))))
 
-    def _ask(self, index: int) -> None:
+    def _ask_question(self, index: int) -> None:
         fact, rng = self.facts[index], self.rng
-        answer = _say(rng.choice(fact.answers), fact, index, PieceKind.ANSWER)
+        answer = _make_pieces(rng.choice(fact.answers), fact, index, PieceKind.ANSWER)
         form = rng.randrange(4)
         if form == 0:
             self._add(DocumentPiece(f"\nQ: {fact.question}\nA: "), *answer, END)
@@ -280,4 +282,6 @@ class _Record:
             )
         else:
             again = rng.choice(("As before: ", "Do not forget: "))  # or stories would learn to repeat themselves
-            self._add(DocumentPiece(again), *_say(fact.answers[-1], fact, index, PieceKind.ANSWER), DocumentPiece(" "))
+            self._add(
+                DocumentPiece(again), *_make_pieces(fact.answers[-1], fact, index, PieceKind.ANSWER), DocumentPiece(" ")
+            )

@@ -1,7 +1,7 @@
 """Packs documents into rows of tokens of one length, with a weight for each token and the answers marked.
 
 Every row starts with the begin token and a fresh document, as a prompt does. A token belongs to the piece in which it
-ends, so weights and answers follow the pieces of corpus.py. Any byte-level tokenizer will do. The model, and what a
+ends, so weights and answers follow the pieces of generator.py. Any byte-level tokenizer will do. The model, and what a
 weight does to it, is unknown here.
 """
 
@@ -35,8 +35,8 @@ class MarkedAnswer(NamedTuple):
 class Marks(NamedTuple):
     """The tokens that begin a row, and the one that ends a document."""
 
-    begin: tuple[int, ...] = (BOS_ID,)
-    end: int = EOS_ID
+    begin_ids: tuple[int, ...] = (BOS_ID,)
+    end_id: int = EOS_ID
 
 
 OWN_MARKS = Marks()
@@ -73,7 +73,7 @@ class Rows:
     answers: tuple[tuple[MarkedAnswer, ...], ...]  # per row
 
 
-def encode(tokenizer: Tokenizer, document: Document, marks: Marks) -> EncodedDocument:
+def encode_document(tokenizer: Tokenizer, document: Document, marks: Marks) -> EncodedDocument:
     encoded = EncodedDocument([], [], [])
     seen: dict[int, int] = {}  # fact -> where its value was last mentioned
     segment: Document = []
@@ -82,7 +82,7 @@ def encode(tokenizer: Tokenizer, document: Document, marks: Marks) -> EncodedDoc
             segment.append(piece)
             continue
         _encode_segment(tokenizer, segment, encoded, seen)
-        encoded.ids.append(marks.end)
+        encoded.ids.append(marks.end_id)
         encoded.weights.append(WEIGHTS[PieceKind.END])
         segment = []
     _encode_segment(tokenizer, segment, encoded, seen)
@@ -117,27 +117,29 @@ def pack(
     lexicon: Lexicon = words.TRAIN,
     marks: Marks = OWN_MARKS,
 ) -> Rows:
-    """`rows` rows of context + 1 tokens: one more than the model reads, for the targets."""
-    teller = DocumentGenerator(seed, lexicon)
+    """Return `rows` rows of context + 1 tokens: one more than the model reads, for the targets."""
+    generator = DocumentGenerator(seed, lexicon)
     ids = np.zeros((rows, context + 1), np.uint32)
     weights = np.zeros((rows, context + 1), np.float32)
     answers = []
     for row in range(rows):
-        encoded = _row(tokenizer, teller, context, mix, marks)
+        encoded = _make_row(tokenizer, generator, context, mix, marks)
         ids[row], weights[row] = encoded.ids[: context + 1], encoded.weights[: context + 1]
         answers.append(tuple(answer for answer in encoded.answers if answer.stop <= context + 1))
     return Rows(ids, weights, tuple(answers))
 
 
-def _row(tokenizer: Tokenizer, teller: DocumentGenerator, context: int, mix: Mix, marks: Marks) -> EncodedDocument:
-    row = EncodedDocument(list(marks.begin), [0.0] * len(marks.begin), [])
-    kind = teller.rng.choices(Mix._fields, mix)[0]
+def _make_row(
+    tokenizer: Tokenizer, generator: DocumentGenerator, context: int, mix: Mix, marks: Marks
+) -> EncodedDocument:
+    row = EncodedDocument(list(marks.begin_ids), [0.0] * len(marks.begin_ids), [])
+    kind = generator.rng.choices(Mix._fields, mix)[0]
     while len(row.ids) < context + 1:
-        row.extend(encode(tokenizer, _document(teller, kind, context), marks))
+        row.extend(encode_document(tokenizer, _make_document(generator, kind, context), marks))
     return row
 
 
-def _document(teller: DocumentGenerator, kind: str, context: int) -> Document:
+def _make_document(generator: DocumentGenerator, kind: str, context: int) -> Document:
     if kind == "records":
-        return teller.record(int(context * CHARACTERS_PER_TOKEN))
-    return teller.chat() if teller.rng.random() < CHAT_SHARE else teller.story()
+        return generator.make_record(int(context * CHARACTERS_PER_TOKEN))
+    return generator.make_chat() if generator.rng.random() < CHAT_SHARE else generator.make_story()

@@ -159,7 +159,7 @@ _CODAS = (
 _RESERVED = frozenset(word.lower() for word in HELD_OUT.girls + HELD_OUT.boys + HELD_OUT.objects)
 
 
-def invented_word(rng: Random) -> str:
+def invent_word(rng: Random) -> str:
     """A word nobody has seen, so that recall of it cannot rest on having learnt it; never a held-out one."""
     while True:
         syllables = rng.choice((1, 2, 2, 2, 3))

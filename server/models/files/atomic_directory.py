@@ -2,7 +2,7 @@
 
 A writer holds a lock on its folder, which the system takes back with the process, however that ends. So a folder that
 nobody holds was left behind, and whoever makes the next one deletes it. Where the file system has no locks for folders
-(NFS) it stays. Knows not what is written.
+(NFS) it stays. Does not know what is written.
 """
 
 from __future__ import annotations
@@ -15,25 +15,25 @@ from contextlib import ExitStack, suppress
 from pathlib import Path
 
 PREFIX = ".kvmux-draft-"  # of folders that are ours to delete
-UNLOCKED = ".kvmux-new-"  # of those whose writer has not locked them yet: a moment
+UNLOCKED_PREFIX = ".kvmux-new-"  # of those whose writer has not locked them yet: a moment
 
 
-class Scratch:
-    """One such folder, in `home`."""
+class AtomicDirectory:
+    """A folder in `home` that gets its name when it is complete."""
 
     def __init__(self, home: Path) -> None:
-        """Raises OSError."""
+        """Make the folder, and delete those that others left behind. Raises OSError."""
         home.mkdir(parents=True, exist_ok=True)
         _delete_abandoned(home)
-        new = Path(tempfile.mkdtemp(prefix=UNLOCKED, dir=home))
-        lock = _opened(new)
+        new = Path(tempfile.mkdtemp(prefix=UNLOCKED_PREFIX, dir=home))
+        lock = _open_directory(new)
         self._held = ExitStack()
         self._held.callback(os.close, lock)
-        _locks(lock)
-        self.path = new.rename(home / new.name.replace(UNLOCKED, PREFIX))
+        _try_lock(lock)
+        self.path = new.rename(home / new.name.replace(UNLOCKED_PREFIX, PREFIX))
 
     def publish(self, folder: Path) -> None:
-        """Gives it that name, if nobody was faster. Raises OSError."""
+        """Give it that name, if nobody was faster. Raises OSError."""
         try:
             self.path.rename(folder)
         except OSError:
@@ -41,7 +41,7 @@ class Scratch:
                 raise
 
     def close(self) -> None:
-        """What did not get another name is deleted."""
+        """Delete the folder if it did not get its name."""
         shutil.rmtree(self.path, ignore_errors=True)
         self._held.close()
 
@@ -49,20 +49,20 @@ class Scratch:
 def _delete_abandoned(home: Path) -> None:
     for folder in home.glob(f"{PREFIX}*"):
         with suppress(OSError):  # no folder, or it got its name, or was deleted
-            lock = _opened(folder)
+            lock = _open_directory(folder)
             try:
-                if _locks(lock):
+                if _try_lock(lock):
                     shutil.rmtree(folder, ignore_errors=True)
             finally:
                 os.close(lock)
 
 
-def _opened(folder: Path) -> int:
+def _open_directory(folder: Path) -> int:
     return os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
 
 
-def _locks(folder: int) -> bool:
-    """Whether nobody else holds it; not, where the file system has no locks for folders."""
+def _try_lock(folder: int) -> bool:
+    """Return whether the lock was free; False where the file system has no locks for folders."""
     try:
         fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:

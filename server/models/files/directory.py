@@ -11,16 +11,16 @@ from config.settings import Settings
 from server.models.errors import ModelError
 from server.models.files import hub
 from server.models.files.links import check_links
-from server.models.formats.gguf_directory import own_link, unpacked
+from server.models.formats.gguf_directory import ensure_unpacked, find_own_link
 from server.models.formats.gguf_file import SUFFIX
 
 EMBEDDED = {"tiny": Path(__file__).parents[1] / "tiny"}
 
 
-def located(settings: Settings) -> Settings:
+def resolve_model_settings(settings: Settings) -> Settings:
     """Return the settings with the model's directory, and the name clients know it by. Raises ModelError."""
     directory = locate(settings.model, settings.revision, allow_symlinks=settings.allow_symlinks)
-    name = settings.model if _on_hub(settings.model) else directory.resolve().name
+    name = settings.model if _is_on_hub(settings.model) else directory.resolve().name
     known = {"model": str(directory), "revision": None, "model_name": settings.model_name or name}
     return settings.model_copy(update=known)
 
@@ -30,8 +30,8 @@ def locate(model: str, revision: str | None = None, *, allow_symlinks: bool = Fa
 
     Unless `allow_symlinks`, its links are checked; those of the embedded model come with the program.
     """
-    on_hub = _on_hub(model)
-    directory = hub.fetched(model, revision) if on_hub else _on_disk(model)
+    on_hub = _is_on_hub(model)
+    directory = hub.fetch_model(model, revision) if on_hub else _resolve_local(model)
     if not _is_model(directory):
         raise ModelError(
             f"no model at {model!r}: give a directory with config.json, tokenizer.json and *.safetensors, "
@@ -41,7 +41,7 @@ def locate(model: str, revision: str | None = None, *, allow_symlinks: bool = Fa
     if revision is not None and not on_hub:
         raise ModelError(f"revision {revision!r} is for a model on the hub, and {model} is on this machine")
     if not allow_symlinks and directory not in EMBEDDED.values():
-        check_links(directory, made_here=own_link(directory))
+        check_links(directory, made_here=find_own_link(directory))
     return directory
 
 
@@ -52,17 +52,17 @@ def _is_model(directory: Path) -> bool:
         raise ModelError(f"cannot read the directory {directory}: {error.strerror}") from None
 
 
-def _on_hub(model: str) -> bool:
-    path = _path(model)
+def _is_on_hub(model: str) -> bool:
+    path = _expand_path(model)
     return not path.exists() and path.suffix != SUFFIX and hub.NAME.fullmatch(model) is not None
 
 
-def _on_disk(model: str) -> Path:
-    path = _path(model)
-    return unpacked(path) if path.suffix == SUFFIX and not path.is_dir() else path
+def _resolve_local(model: str) -> Path:
+    path = _expand_path(model)
+    return ensure_unpacked(path) if path.suffix == SUFFIX and not path.is_dir() else path
 
 
-def _path(model: str) -> Path:
+def _expand_path(model: str) -> Path:
     try:
         path = EMBEDDED.get(model) or Path(model).expanduser()
         path.exists()

@@ -12,17 +12,19 @@ from pathlib import Path
 from server.models.errors import ModelError, first_line
 
 NAME = re.compile(r"\w[\w.-]*/\w[\w.-]*", re.ASCII)  # owner/name
-WANTED = ["*.json", "*.safetensors", "*.jinja"]
-UNWANTED = ["*/*", "consolidated*"]  # folders hold other formats; Mistral's repositories, their weights twice
+ALLOW_PATTERNS = ["*.json", "*.safetensors", "*.jinja"]
+IGNORE_PATTERNS = ["*/*", "consolidated*"]  # folders hold other formats; Mistral's repositories, their weights twice
 
 
-def fetched(model: str, revision: str | None = None) -> Path:
-    """The directory of a model's files, fetched with a progress bar if need be. Raises ModelError."""
+def fetch_model(model: str, revision: str | None = None) -> Path:
+    """Return the directory of a model's files, fetched with a progress bar if need be. Raises ModelError."""
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import GatedRepoError, HfHubHTTPError, RepositoryNotFoundError, RevisionNotFoundError
 
     try:
-        return Path(snapshot_download(model, revision=revision, allow_patterns=WANTED, ignore_patterns=UNWANTED))
+        return Path(
+            snapshot_download(model, revision=revision, allow_patterns=ALLOW_PATTERNS, ignore_patterns=IGNORE_PATTERNS)
+        )
     except GatedRepoError:
         raise ModelError(f"{model} asks you to accept its terms: do so on its page, then set HF_TOKEN") from None
     except RevisionNotFoundError:

@@ -27,18 +27,18 @@ def check_links(directory: Path, *, made_here: Path | None) -> None:
     try:
         root = directory.resolve(strict=True)
         allowed = [root, *_blobs(root)]
-        for path in _entries(root):
+        for path in _iter_entries(root):
             if path.is_symlink():
                 _check_link(path, allowed if path != made_here else [Path("/")])
             elif not path.is_file() and not path.is_dir():
                 raise ModelError(f"{path} is neither a file nor a directory: take it out of the model's directory")
         for index in root.glob(INDICES):
-            _check_names(index)
+            _check_index(index)
     except OSError as error:
         raise ModelError(f"cannot read the directory {directory}: {error.strerror}") from None
 
 
-def _entries(root: Path) -> Iterator[Path]:
+def _iter_entries(root: Path) -> Iterator[Path]:
     """Yield everything in the directory, and in the folder of templates unless that is a link."""
     yield from sorted(root.iterdir())
     templates = root / TEMPLATES
@@ -65,7 +65,7 @@ def _blobs(root: Path) -> list[Path]:
     return [entry / "blobs"] if in_cache else []
 
 
-def _check_names(index: Path) -> None:
+def _check_index(index: Path) -> None:
     """Raise ModelError if an index names a file by more than its name."""
     try:
         names = read_json(index).get("weight_map")

@@ -8,12 +8,12 @@ from pathlib import Path
 from server.models.errors import ModelError
 
 
-def user_cache() -> Path:
+def user_cache_dir() -> Path:
     """Return the project's folder, which may not be there yet. Raises ModelError if this user has no home directory."""
-    return expanded(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "kvmux"
+    return expand_user(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "kvmux"
 
 
-def expanded(path: str) -> Path:
+def expand_user(path: str) -> Path:
     """Return a path with "~" replaced by a home directory. Raises ModelError if there is none."""
     try:
         return Path(path).expanduser()

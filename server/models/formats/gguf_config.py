@@ -11,14 +11,14 @@ from collections.abc import Mapping
 from math import inf, log, prod
 from typing import Any, NamedTuple
 
-from server.models.config import SEES_ALL, SLIDING
-from server.models.config_file import MOST_LAYERS, shortened
+from server.models.config import FULL_ATTENTION, SLIDING_ATTENTION
+from server.models.config_file import MAX_LAYERS, shorten_repr
 from server.models.errors import ModelError
 from server.models.formats.gguf_file import Header
 
 DTYPES = {0: "float32", 1: "float16"}  # by type of tensor; all others are computed in bfloat16
 
-NAMES = {  # of tensors: the decoder's, without "model." and the layer -> the file's, without "blk.<layer>."
+TENSOR_NAMES = {  # of tensors: the decoder's, without "model." and the layer -> the file's, without "blk.<layer>."
     "embed_tokens": "token_embd",
     "norm": "output_norm",
     "lm_head": "output",
@@ -46,28 +46,32 @@ class Architecture(NamedTuple):
     """The names by which llama.cpp writes a family."""
 
     family: str  # a row of families.py
-    names: Mapping[str, str] = NAMES
+    names: Mapping[str, str] = TENSOR_NAMES
     permuted: bool = False  # rows of q and k: the two halves of a head interleaved
     norm_offset: float = 0.0  # added to the weights of norms
-    sees_all_every: int | None = None  # every n-th layer sees everything; None: none does, if there is a window
+    full_attention_interval: int | None = None  # every n-th layer sees everything; None: none, if there is a window
     activation: str = "silu"
     defaults: Mapping[str, Any] = {}  # metadata that older files leave out
     local_theta: float | None = None  # RoPE of sliding layers, which then are not stretched either
     layers_of_27b: int | None = None  # that size scales scores by hidden_size / heads, the others by key_length
 
 
-_GEMMA = Architecture("", names=NAMES | _GEMMA_NAMES, norm_offset=1.0, activation="gelu_pytorch_tanh", sees_all_every=2)
+_GEMMA = Architecture(
+    "", names=TENSOR_NAMES | _GEMMA_NAMES, norm_offset=1.0, activation="gelu_pytorch_tanh", full_attention_interval=2
+)
 ARCHITECTURES: Mapping[str, Architecture] = {  # by general.architecture
     "llama": Architecture("LlamaForCausalLM", permuted=True),  # Mistral, too
     "qwen2": Architecture("Qwen2ForCausalLM"),
     "qwen3": Architecture("Qwen3ForCausalLM"),
-    "phi3": Architecture("Phi3ForCausalLM", names=NAMES | _PHI_NAMES),
+    "phi3": Architecture("Phi3ForCausalLM", names=TENSOR_NAMES | _PHI_NAMES),
     "gemma2": _GEMMA._replace(
         family="Gemma2ForCausalLM",
         defaults={"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0, "attention.sliding_window": 4096},
         layers_of_27b=46,
     ),
-    "gemma3": _GEMMA._replace(family="Gemma3ForCausalLM", sees_all_every=6, local_theta=10_000.0, layers_of_27b=62),
+    "gemma3": _GEMMA._replace(
+        family="Gemma3ForCausalLM", full_attention_interval=6, local_theta=10_000.0, layers_of_27b=62
+    ),
 }
 
 
@@ -80,10 +84,10 @@ class Keys:
         self.architecture = str(header.metadata.get("general.architecture"))
         if self.architecture not in ARCHITECTURES:
             raise ModelError(
-                f"{header.file} holds a model of architecture {shortened(self.architecture)}; "
+                f"{header.file} holds a model of architecture {shorten_repr(self.architecture)}; "
                 f"GGUF files can be of {', '.join(ARCHITECTURES)}"
             )
-        self.row = ARCHITECTURES[self.architecture]
+        self.arch_spec = ARCHITECTURES[self.architecture]
         if header.metadata.get("split.count", 1) not in (0, 1):
             raise ModelError(f"{header.file} is one part of several: join them with `llama-gguf-split --merge`")
         if self.get("expert_count"):
@@ -91,52 +95,52 @@ class Keys:
 
     def get(self, key: str, default: Any = None) -> Any:
         """Return the file's value; else the architecture's default; else `default`."""
-        found = self.header.metadata.get(f"{self.architecture}.{key}")
-        return self.row.defaults.get(key, default) if found is None else found
+        value = self.header.metadata.get(f"{self.architecture}.{key}")
+        return self.arch_spec.defaults.get(key, default) if value is None else value
 
-    def number(self, key: str, default: int | None = None, most: int = 2**31 - 1) -> int:
+    def get_int(self, key: str, default: int | None = None, largest: int = 2**31 - 1) -> int:
         """Return a number above 0 that is the same for all layers. Raises ModelError."""
-        found = self.get(key, default)
-        if isinstance(found, list) and found and all(number == found[0] for number in found):
-            found = found[0]
-        if isinstance(found, list) or found is None:
-            what = "is missing" if found is None else "differs from layer to layer"
+        value = self.get(key, default)
+        if isinstance(value, list) and value and all(number == value[0] for number in value):
+            value = value[0]
+        if isinstance(value, list) or value is None:
+            what = "is missing" if value is None else "differs from layer to layer"
             raise ModelError(f"{self.header.file}: {self.architecture}.{key} {what}; the model cannot be served")
-        if type(found) is not int or not 0 < found <= most:
-            raise self._strange(key, found, f"a number from 1 to {most}")
-        return found
+        if type(value) is not int or not 0 < value <= largest:
+            raise self._invalid_value_error(key, value, f"a number from 1 to {largest}")
+        return value
 
-    def real(self, key: str, default: float | None = None) -> float | None:
+    def get_float(self, key: str, default: float | None = None) -> float | None:
         """Return a finite number that is not negative, or None. Raises ModelError."""
-        found: float | None = self.get(key, default)
-        if found is not None and (type(found) not in (int, float) or not 0 <= found < inf):
-            raise self._strange(key, found, "a finite number, not below 0")
-        return found
+        value: float | None = self.get(key, default)
+        if value is not None and (type(value) not in (int, float) or not 0 <= value < inf):
+            raise self._invalid_value_error(key, value, "a finite number, not below 0")
+        return value
 
-    def text(self, key: str, default: str) -> str:
+    def get_str(self, key: str, default: str) -> str:
         """Return a word, or the default if the file has none. Raises ModelError."""
-        found = self.get(key, default)
-        if not isinstance(found, str):
-            raise self._strange(key, found, "a word")
-        return found
+        value = self.get(key, default)
+        if not isinstance(value, str):
+            raise self._invalid_value_error(key, value, "a word")
+        return value
 
-    def _strange(self, key: str, found: Any, expected: str) -> ModelError:
+    def _invalid_value_error(self, key: str, found: Any, expected: str) -> ModelError:
         name = f"{self.architecture}.{key}"
-        return ModelError(f"{self.header.file}: {name} is {shortened(found)}, and should be {expected}")
+        return ModelError(f"{self.header.file}: {name} is {shorten_repr(found)}, and should be {expected}")
 
     @property
     def heads(self) -> int:
-        return self.number("attention.head_count")
+        return self.get_int("attention.head_count")
 
     @property
     def kv_heads(self) -> int:
-        return self.number("attention.head_count_kv", self.heads)
+        return self.get_int("attention.head_count_kv", self.heads)
 
 
-def config_of(header: Header) -> dict[str, Any]:
+def make_config(header: Header) -> dict[str, Any]:
     """Return the contents of config.json. Raises ModelError."""
     keys = Keys(header)
-    tensors, row = header.tensors, keys.row
+    tensors, arch_spec = header.tensors, keys.arch_spec
     if "token_embd.weight" not in tensors:
         raise ModelError(f"{header.file} has no tensor 'token_embd.weight'; is it a vocabulary only?")
     if len(tensors["token_embd.weight"].shape) != 2:
@@ -145,47 +149,49 @@ def config_of(header: Header) -> dict[str, Any]:
     tokens = header.metadata.get("tokenizer.ggml.tokens")
     if isinstance(tokens, list) and len(tokens) > vocab_size:
         raise ModelError(f"{header.file} has {len(tokens)} tokens, and 'token_embd.weight' has rows for {vocab_size}")
-    layers, heads = keys.number("block_count", most=MOST_LAYERS), keys.heads
-    head_dim = keys.number("attention.key_length", width // heads)
-    if keys.number("attention.value_length", head_dim) != head_dim:
+    layers, heads = keys.get_int("block_count", largest=MAX_LAYERS), keys.heads
+    head_dim = keys.get_int("attention.key_length", width // heads)
+    if keys.get_int("attention.value_length", head_dim) != head_dim:
         raise ModelError(f"{header.file}: values are not as long as keys; the model cannot be served")
     window = keys.get("attention.sliding_window") or None  # 0: none, too
-    scale = keys.real("attention.scale") or (width / heads if layers == row.layers_of_27b else head_dim) ** -0.5
+    scale = (
+        keys.get_float("attention.scale") or (width / heads if layers == arch_spec.layers_of_27b else head_dim) ** -0.5
+    )
     return {
-        "architectures": [row.family],
+        "architectures": [arch_spec.family],
         "vocab_size": vocab_size,
         "hidden_size": width,
-        "intermediate_size": keys.number("feed_forward_length"),
+        "intermediate_size": keys.get_int("feed_forward_length"),
         "num_hidden_layers": layers,
         "num_attention_heads": heads,
         "num_key_value_heads": keys.kv_heads,
         "head_dim": head_dim,
-        "max_position_embeddings": keys.number("context_length"),
-        "rms_norm_eps": keys.real("attention.layer_norm_rms_epsilon", 1e-6),
-        "hidden_act": row.activation,
-        "hidden_activation": row.activation,
+        "max_position_embeddings": keys.get_int("context_length"),
+        "rms_norm_eps": keys.get_float("attention.layer_norm_rms_epsilon", 1e-6),
+        "hidden_act": arch_spec.activation,
+        "hidden_activation": arch_spec.activation,
         "tie_word_embeddings": "output.weight" not in tensors,
         "attention_bias": "blk.0.attn_q.bias" in tensors,
         "mlp_bias": "blk.0.ffn_up.bias" in tensors,
         "query_pre_attn_scalar": scale**-2,  # config.json's word for the scale
-        "attn_logit_softcapping": keys.real("attn_logit_softcapping"),
-        "final_logit_softcapping": keys.real("final_logit_softcapping"),
+        "attn_logit_softcapping": keys.get_float("attn_logit_softcapping"),
+        "final_logit_softcapping": keys.get_float("final_logit_softcapping"),
         "sliding_window": window,
         "layer_types": _layer_types(keys, layers, window),
-        "rope_parameters": _ropes(keys, head_dim),
-        "dtype": _dtype(header),
+        "rope_parameters": _parse_rope(keys, head_dim),
+        "dtype": _find_main_dtype(header),
     }
 
 
 def _layer_types(keys: Keys, layers: int, window: int | None) -> list[str]:
-    pattern = keys.get("attention.sliding_window_pattern", keys.row.sees_all_every)
+    pattern = keys.get("attention.sliding_window_pattern", keys.arch_spec.full_attention_interval)
     if not isinstance(pattern, list):
-        every = layers + 1 if pattern is None else keys.number("attention.sliding_window_pattern", pattern)
-        pattern = [(i + 1) % every != 0 for i in range(layers)]
-    return [SLIDING if slides and window else SEES_ALL for slides in pattern]
+        interval = layers + 1 if pattern is None else keys.get_int("attention.sliding_window_pattern", pattern)
+        pattern = [(i + 1) % interval != 0 for i in range(layers)]
+    return [SLIDING_ATTENTION if sliding and window else FULL_ATTENTION for sliding in pattern]
 
 
-def _dtype(header: Header) -> str:
+def _find_main_dtype(header: Header) -> str:
     """Return the type that most weights have."""
     weights: Counter[int] = Counter()
     for tensor in header.tensors.values():
@@ -194,29 +200,29 @@ def _dtype(header: Header) -> str:
 
 
 # ---------------------------------------------------------------- RoPE
-def _ropes(keys: Keys, head_dim: int) -> dict[str, Any]:
-    turning = keys.number("rope.dimension_count", head_dim)
-    rope = {"rope_theta": keys.real("rope.freq_base", 10_000.0), "partial_rotary_factor": turning / head_dim}
-    if keys.row.local_theta is None:
-        return rope | _scaling(keys, turning)
-    local = {"rope_theta": keys.real("rope.freq_base_swa", keys.row.local_theta), "rope_type": "default"}
-    return {SEES_ALL: rope | _scaling(keys, turning), SLIDING: rope | local}
+def _parse_rope(keys: Keys, head_dim: int) -> dict[str, Any]:
+    rotary_dim = keys.get_int("rope.dimension_count", head_dim)
+    rope = {"rope_theta": keys.get_float("rope.freq_base", 10_000.0), "partial_rotary_factor": rotary_dim / head_dim}
+    if keys.arch_spec.local_theta is None:
+        return rope | _parse_rope_scaling(keys, rotary_dim)
+    local = {"rope_theta": keys.get_float("rope.freq_base_swa", keys.arch_spec.local_theta), "rope_type": "default"}
+    return {FULL_ATTENTION: rope | _parse_rope_scaling(keys, rotary_dim), SLIDING_ATTENTION: rope | local}
 
 
-def _scaling(keys: Keys, turning: int) -> dict[str, Any]:
+def _parse_rope_scaling(keys: Keys, rotary_dim: int) -> dict[str, Any]:
     """Return the scaling of frequencies: a factor for each (as longrope has it), or a rule."""
-    kind = keys.text("rope.scaling.type", "linear")  # "none" means it even if there is a factor
-    factor = keys.real("rope.scaling.factor") or keys.real("rope.scale_linear") or 1.0
-    trained = keys.get("rope.scaling.original_context_length") or keys.number("context_length")
-    attn_factor = keys.real("rope.scaling.attn_factor") or 1.0
-    if factors := _factors(keys, turning // 2):
+    kind = keys.get_str("rope.scaling.type", "linear")  # "none" means it even if there is a factor
+    factor = keys.get_float("rope.scaling.factor") or keys.get_float("rope.scale_linear") or 1.0
+    trained = keys.get("rope.scaling.original_context_length") or keys.get_int("context_length")
+    attn_factor = keys.get_float("rope.scaling.attn_factor") or 1.0
+    if factors := _read_rope_factors(keys, rotary_dim // 2):
         return {
             "rope_type": "longrope",
             "attention_factor": attn_factor,
             "original_max_position_embeddings": trained,
         } | factors
     if kind == "yarn":
-        betas = {name: keys.real(f"rope.scaling.yarn_{name}") for name in ("beta_fast", "beta_slow")}
+        betas = {name: keys.get_float(f"rope.scaling.yarn_{name}") for name in ("beta_fast", "beta_slow")}
         return betas | {
             "rope_type": "yarn",
             "factor": factor,
@@ -225,14 +231,14 @@ def _scaling(keys: Keys, turning: int) -> dict[str, Any]:
         }
     if kind not in ("none", "linear", "longrope"):
         raise ModelError(
-            f"{keys.header.file}: RoPE scaling {shortened(kind)} is not known; none, linear, yarn and longrope are"
+            f"{keys.header.file}: RoPE scaling {shorten_repr(kind)} is not known; none, linear, yarn and longrope are"
         )
     return {"rope_type": "linear", "factor": factor} if kind == "linear" and factor != 1 else {"rope_type": "default"}
 
 
-def _factors(keys: Keys, pairs: int) -> dict[str, list[float]]:
+def _read_rope_factors(keys: Keys, pairs: int) -> dict[str, list[float]]:
     """Return a factor for each pair of dimensions; Llama 3's are the same for texts of any length."""
     names = {"short_factor": "rope_factors_short.weight", "long_factor": "rope_factors_long.weight"}
     if "rope_freqs.weight" in keys.header.tensors:
         names = dict.fromkeys(names, "rope_freqs.weight")
-    return {key: keys.header.floats(name, pairs) for key, name in names.items() if name in keys.header.tensors}
+    return {key: keys.header.read_floats(name, pairs) for key, name in names.items() if name in keys.header.tensors}

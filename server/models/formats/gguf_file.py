@@ -20,10 +20,10 @@ ALIGNMENT = 32  # of tensors, unless general.alignment says otherwise
 FLOAT32 = 0  # a type of tensor
 STRING, ARRAY = 8, 9
 # Bounds far beyond any model: a header of these makes some hundred megabytes of Python objects.
-MOST_BYTES = 1 << 26  # of the header
-MOST_ELEMENTS = 1 << 22  # of all arrays together; a vocabulary of 262,144 tokens has 1.3 million with its merges
-MOST_DIMENSIONS = 4  # as ggml has it
-MOST_ALIGNMENT = 1 << 16
+MAX_HEADER_BYTES = 1 << 26  # of the header
+MAX_ARRAY_ELEMENTS = 1 << 22  # of all arrays together; a vocabulary of 262,144 tokens has 1.3 million with its merges
+MAX_DIMENSIONS = 4  # as ggml has it
+MAX_ALIGNMENT = 1 << 16
 SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 
 
@@ -42,7 +42,7 @@ class Header(NamedTuple):
     metadata: Mapping[str, Any]
     tensors: Mapping[str, TensorInfo]
 
-    def floats(self, name: str, count: int) -> list[float]:
+    def read_floats(self, name: str, count: int) -> list[float]:
         """Return a small float32 tensor of `count` numbers: factors of RoPE. Raises ModelError."""
         tensor = self.tensors[name]
         if tensor.type != FLOAT32 or tensor.shape != (count,):
@@ -59,7 +59,7 @@ def read_header(file: Path) -> Header:
     """Return the header of a file. Raises ModelError."""
     try:
         with file.open("rb") as opened, mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ) as data:
-            return _header(file, data)
+            return _parse_header(file, data)
     except OSError as error:
         raise ModelError(f"cannot read {file}: {error.strerror}") from None
     except KeyError as error:
@@ -68,31 +68,31 @@ def read_header(file: Path) -> Header:
         raise ModelError(f"{file} is damaged or cut off: fetch it again ({error})") from None
 
 
-def _header(file: Path, data: mmap.mmap) -> Header:
+def _parse_header(file: Path, data: mmap.mmap) -> Header:
     cursor = _Cursor(data)
     if data[:4] != b"GGUF":
-        raise ModelError(f"{file} is no GGUF file")
-    cursor.place = 4
-    version = cursor.scalar("I")
+        raise ModelError(f"{file} is not a GGUF file")
+    cursor.position = 4
+    version = cursor.read_scalar("I")
     if version not in VERSIONS:
         raise ModelError(f"{file} is GGUF of version {version}; those of {VERSIONS} can be read, little-endian")
-    tensor_count, entries = cursor.scalar("Q"), cursor.scalar("Q")
-    metadata = _by_name(cursor, entries, lambda: cursor.value(cursor.scalar("I")))
-    found = _by_name(cursor, tensor_count, cursor.tensor)
+    tensor_count, entries = cursor.read_scalar("Q"), cursor.read_scalar("Q")
+    metadata = _read_named(cursor, entries, lambda: cursor.read_value(cursor.read_scalar("I")))
+    found = _read_named(cursor, tensor_count, cursor.read_tensor_info)
     alignment = metadata.get("general.alignment", ALIGNMENT)
-    if type(alignment) is not int or not 8 <= alignment <= MOST_ALIGNMENT or alignment & (alignment - 1):
-        raise ValueError(f"general.alignment is not a power of two from 8 to {MOST_ALIGNMENT}")
+    if type(alignment) is not int or not 8 <= alignment <= MAX_ALIGNMENT or alignment & (alignment - 1):
+        raise ValueError(f"general.alignment is not a power of two from 8 to {MAX_ALIGNMENT}")
     if name := next((name for name, tensor in found.items() if tensor.offset % alignment), None):
         raise ValueError(f"tensor {name!r} does not begin at a multiple of {alignment} bytes")
-    start = -(-cursor.place // alignment) * alignment
+    start = -(-cursor.position // alignment) * alignment
     return Header(file, metadata, {name: t._replace(offset=start + t.offset) for name, t in found.items()})
 
 
-def _by_name(cursor: _Cursor, count: int, read: Callable[[], Any]) -> dict[str, Any]:
+def _read_named(cursor: _Cursor, count: int, read: Callable[[], Any]) -> dict[str, Any]:
     """Read `count` things, each with its name before it. Raises ValueError if two have the same name."""
     found: dict[str, Any] = {}
     for _ in range(count):
-        name = cursor.string()
+        name = cursor.read_string()
         if name in found:
             raise ValueError(f"{name[:80]!r} occurs twice")
         found[name] = read()
@@ -105,49 +105,49 @@ class _Cursor:
     def __init__(self, data: mmap.mmap) -> None:
         self._data = data
         self._elements = 0  # of all arrays read so far
-        self.place = 0
+        self.position = 0
 
-    def scalar(self, kind: str) -> Any:
-        (value,) = struct.unpack_from(f"<{kind}", self._data, self.place)
-        self.place += struct.calcsize(f"<{kind}")
+    def read_scalar(self, kind: str) -> Any:
+        (value,) = struct.unpack_from(f"<{kind}", self._data, self.position)
+        self.position += struct.calcsize(f"<{kind}")
         return value
 
-    def string(self) -> str:
-        length = self.scalar("Q")
-        self._check(length)
-        self.place += length
-        return self._data[self.place - length : self.place].decode(errors="replace")
+    def read_string(self) -> str:
+        length = self.read_scalar("Q")
+        self._check_bounds(length)
+        self.position += length
+        return self._data[self.position - length : self.position].decode(errors="replace")
 
-    def value(self, kind: int) -> Any:
+    def read_value(self, kind: int) -> Any:
         if kind == STRING:
-            return self.string()
-        return self._array() if kind == ARRAY else self.scalar(SCALARS[kind])
+            return self.read_string()
+        return self._read_array() if kind == ARRAY else self.read_scalar(SCALARS[kind])
 
-    def tensor(self) -> TensorInfo:
+    def read_tensor_info(self) -> TensorInfo:
         """Read a tensor's entry; its offset is still counted from the first tensor."""
-        count = self.scalar("I")
-        if count > MOST_DIMENSIONS:
+        count = self.read_scalar("I")
+        if count > MAX_DIMENSIONS:
             raise ValueError(f"a tensor has {count} dimensions")
-        dimensions = [self.scalar("Q") for _ in range(count)]
-        return TensorInfo(tuple(reversed(dimensions)), self.scalar("I"), self.scalar("Q"))
+        dimensions = [self.read_scalar("Q") for _ in range(count)]
+        return TensorInfo(tuple(reversed(dimensions)), self.read_scalar("I"), self.read_scalar("Q"))
 
-    def _array(self) -> list[Any]:
-        kind, count = self.scalar("I"), self.scalar("Q")
-        self._check(count)  # every element has a byte at least
+    def _read_array(self) -> list[Any]:
+        kind, count = self.read_scalar("I"), self.read_scalar("Q")
+        self._check_bounds(count)  # every element has a byte at least
         self._elements += count
-        if self._elements > MOST_ELEMENTS:
-            raise ValueError(f"its arrays have more than {MOST_ELEMENTS} elements")
+        if self._elements > MAX_ARRAY_ELEMENTS:
+            raise ValueError(f"its arrays have more than {MAX_ARRAY_ELEMENTS} elements")
         if kind == STRING:
-            return [self.string() for _ in range(count)]
+            return [self.read_string() for _ in range(count)]
         if kind == ARRAY:
             raise ValueError("an array of arrays, which no model has")
         layout = f"<{count}{SCALARS[kind]}"
-        values = list(struct.unpack_from(layout, self._data, self.place))
-        self.place += struct.calcsize(layout)
+        values = list(struct.unpack_from(layout, self._data, self.position))
+        self.position += struct.calcsize(layout)
         return values
 
-    def _check(self, length: int) -> None:
-        if self.place + length > len(self._data):
-            raise ValueError(f"it ends at byte {len(self._data)}, where {self.place + length} are needed")
-        if self.place + length > MOST_BYTES:
-            raise ValueError(f"what stands before its weights is longer than {MOST_BYTES} bytes")
+    def _check_bounds(self, length: int) -> None:
+        if self.position + length > len(self._data):
+            raise ValueError(f"it ends at byte {len(self._data)}, where {self.position + length} are needed")
+        if self.position + length > MAX_HEADER_BYTES:
+            raise ValueError(f"what stands before its weights is longer than {MAX_HEADER_BYTES} bytes")

@@ -16,20 +16,20 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kernels.quantization import QuantizedTensor, dequantize, packed, symmetric
+from kernels.quantization import QuantizedTensor, dequantize, from_symmetric, pack_numbers
 from server.models.errors import ModelError
 from server.models.formats.gguf_config import Keys
 from server.models.formats.gguf_file import TensorInfo, read_header
-from server.models.formats.mmap import mapped_bytes
-from server.models.weights import Matrix, Shape, check_shape, finite
+from server.models.formats.mmap import map_bytes
+from server.models.weights import Matrix, Shape, check_finite, check_shape
 
-_NAME = re.compile(r"(?:model\.)?(?:layers\.(\d+)\.)?(.+)\.(weight|bias)")
-_AS_THEY_ARE = {  # torch reads these itself
+_TENSOR_NAME = re.compile(r"(?:model\.)?(?:layers\.(\d+)\.)?(.+)\.(weight|bias)")
+_TORCH_DTYPES = {  # torch reads these itself
     gguf.GGMLQuantizationType.F32: torch.float32,
     gguf.GGMLQuantizationType.F16: torch.float16,
     gguf.GGMLQuantizationType.BF16: torch.bfloat16,
 }
-_KEPT = {gguf.GGMLQuantizationType.Q8_0: 8, gguf.GGMLQuantizationType.Q4_0: 4}  # bits
+_QUANTIZED_BITS = {gguf.GGMLQuantizationType.Q8_0: 8, gguf.GGMLQuantizationType.Q4_0: 4}
 
 
 class GGUFWeights:
@@ -42,77 +42,77 @@ class GGUFWeights:
         """
         header = read_header(file)
         self._file = file.resolve()
-        self._size = self._file.stat().st_size
+        self._file_size = self._file.stat().st_size
         self._keys = Keys(header)
         self._tensors = header.tensors
         self._dtype, self._device = dtype, device
         self._as_stored = as_stored
         for name, tensor in self._tensors.items():
-            self._check(name, tensor)
-        self._check_apart()
+            self._check_tensor(name, tensor)
+        self._check_no_overlap()
 
     def __contains__(self, name: str) -> bool:
-        return self._stored(name) in self._tensors
+        return self._get_stored_name(name) in self._tensors
 
     def get(self, name: str, shape: Shape) -> Tensor:
-        tensor = self._found(name, shape)
+        tensor = self._load_tensor(name, shape)
         tensor = dequantize(tensor) if isinstance(tensor, QuantizedTensor) else tensor
-        if self._keys.row.norm_offset and name.endswith("norm.weight"):
-            tensor = tensor.float() - self._keys.row.norm_offset
-        return finite(self.what(name), tensor.to(device=self._device, dtype=self._dtype))
+        if self._keys.arch_spec.norm_offset and name.endswith("norm.weight"):
+            tensor = tensor.float() - self._keys.arch_spec.norm_offset
+        return check_finite(self.describe(name), tensor.to(device=self._device, dtype=self._dtype))
 
     def matrix(self, name: str, shape: Shape) -> Matrix:
         if not self._as_stored:
             return self.get(name, shape)
-        found = self._found(name, shape)
+        found = self._load_tensor(name, shape)
         return found.to(self._device) if isinstance(found, QuantizedTensor) else self.get(name, shape)
 
     embedding = matrix
 
-    def _found(self, name: str, shape: Shape) -> Matrix:
+    def _load_tensor(self, name: str, shape: Shape) -> Matrix:
         """Return a tensor on the CPU, its rows in the decoder's order. Raises ModelError."""
-        stored = self._stored(name)
+        stored = self._get_stored_name(name)
         info = None if stored is None else self._tensors.get(stored)
         if info is None:
             raise ModelError(f"{self._file} has no tensor {stored or name!r}; is the file complete?")
-        check_shape(self.what(name), info.shape, shape, "its metadata")
-        found = self._read(info)
-        if self._keys.row.permuted and (heads := self._heads(name)):
-            rows = _in_halves(found.shape[0], heads)
+        check_shape(self.describe(name), info.shape, shape, "its metadata")
+        found = self._read_tensor(info)
+        if self._keys.arch_spec.permuted and (heads := self._count_heads(name)):
+            rows = _make_row_order(found.shape[0], heads)
             found = found.rows(rows) if isinstance(found, QuantizedTensor) else found[rows]
         return found
 
-    def what(self, name: str) -> str:
-        return f"{self._file}: tensor {self._stored(name)!r}"
+    def describe(self, name: str) -> str:
+        return f"{self._file}: tensor {self._get_stored_name(name)!r}"
 
-    def _stored(self, name: str) -> str | None:
+    def _get_stored_name(self, name: str) -> str | None:
         """Return the file's name for a tensor; None if its architecture has no such tensor."""
-        match = _NAME.fullmatch(name)
-        if match is None or match[2] not in self._keys.row.names:
+        match = _TENSOR_NAME.fullmatch(name)
+        if match is None or match[2] not in self._keys.arch_spec.names:
             return None
-        at = "" if match[1] is None else f"blk.{match[1]}."
-        return f"{at}{self._keys.row.names[match[2]]}.{match[3]}"
+        prefix = "" if match[1] is None else f"blk.{match[1]}."
+        return f"{prefix}{self._keys.arch_spec.names[match[2]]}.{match[3]}"
 
-    def _heads(self, name: str) -> int | None:
+    def _count_heads(self, name: str) -> int | None:
         """Return the number of heads in the rows of a matrix or a bias; None if its rows are not queries or keys."""
-        match = _NAME.fullmatch(name)
-        of = {"self_attn.q_proj": self._keys.heads, "self_attn.k_proj": self._keys.kv_heads}
-        return of.get(match[2]) if match else None
+        match = _TENSOR_NAME.fullmatch(name)
+        num_heads = {"self_attn.q_proj": self._keys.heads, "self_attn.k_proj": self._keys.kv_heads}
+        return num_heads.get(match[2]) if match else None
 
-    def _read(self, tensor: TensorInfo) -> Matrix:
+    def _read_tensor(self, tensor: TensorInfo) -> Matrix:
         kind = gguf.GGMLQuantizationType(tensor.type)
-        data = mapped_bytes(self._file, tensor.offset, _size(tensor))
-        if kind in _AS_THEY_ARE:
-            return data.view(_AS_THEY_ARE[kind]).view(tensor.shape)
+        data = map_bytes(self._file, tensor.offset, _compute_nbytes(tensor))
+        if kind in _TORCH_DTYPES:
+            return data.view(_TORCH_DTYPES[kind]).view(tensor.shape)
         rows = data.view(*tensor.shape[:-1], -1)
-        if kind in _KEPT and rows.dim() == 2:
-            return _whole(rows, _KEPT[kind])
+        if kind in _QUANTIZED_BITS and rows.dim() == 2:
+            return _unpack_blocks(rows, _QUANTIZED_BITS[kind])
         return torch.from_numpy(gguf.quants.dequantize(rows.numpy(), kind)).view(tensor.shape)
 
-    def _check(self, name: str, tensor: TensorInfo) -> None:
+    def _check_tensor(self, name: str, tensor: TensorInfo) -> None:
         try:
             kind = gguf.GGMLQuantizationType(tensor.type)
-            if kind not in _AS_THEY_ARE:
+            if kind not in _TORCH_DTYPES:
                 gguf.quants.dequantize(np.zeros((1, gguf.GGML_QUANT_SIZES[kind][1]), np.uint8), kind)
         except (ValueError, KeyError, NotImplementedError):
             raise ModelError(
@@ -124,18 +124,18 @@ class GGUFWeights:
                 f"{self._file}: rows of {tensor.shape[-1]} numbers are not whole blocks of type {kind.name}, which "
                 f"tensor {name!r} should be of: fetch the file again"
             )
-        if tensor.offset + _size(tensor) > self._size:
+        if tensor.offset + _compute_nbytes(tensor) > self._file_size:
             raise ModelError(f"{self._file} is cut off before the end of tensor {name!r}: fetch it again")
 
-    def _check_apart(self) -> None:
+    def _check_no_overlap(self) -> None:
         """Raise ModelError if two tensors share bytes."""
-        ordered = sorted((tensor.offset, _size(tensor), name) for name, tensor in self._tensors.items())
+        ordered = sorted((tensor.offset, _compute_nbytes(tensor), name) for name, tensor in self._tensors.items())
         for (start, size, name), (following, _, other) in pairwise(ordered):
             if start + size > following:
                 raise ModelError(f"{self._file}: tensors {name!r} and {other!r} overlap: fetch the file again")
 
 
-def _size(tensor: TensorInfo) -> int:
+def _compute_nbytes(tensor: TensorInfo) -> int:
     """Return a tensor's bytes."""
     block, size = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType(tensor.type)]
     return prod(tensor.shape) // block * size
@@ -148,15 +148,15 @@ def _type_name(kind: int) -> str:
         return str(kind)
 
 
-def _whole(rows: Tensor, bits: int) -> QuantizedTensor:
+def _unpack_blocks(rows: Tensor, bits: int) -> QuantizedTensor:
     """Unpack blocks of Q8_0 or Q4_0: a scale in float16 and 32 numbers; of 4 bits, the first 16 in the lower halves."""
     blocks = rows.view(len(rows), -1, 2 + 4 * bits)
     scale = blocks[..., :2].contiguous().view(torch.float16)[..., 0]
     numbers = blocks[..., 2:]
     numbers = numbers ^ 128 if bits == 8 else torch.cat((numbers & 15, numbers >> 4), -1)  # Q8_0's are signed
-    return symmetric(packed(numbers.flatten(1), bits), scale, bits)
+    return from_symmetric(pack_numbers(numbers.flatten(1), bits), scale, bits)
 
 
-def _in_halves(rows: int, heads: int) -> Tensor:
+def _make_row_order(rows: int, heads: int) -> Tensor:
     """Return the file's row for each of the decoder's, which rotates (i, D / 2 + i), and llama.cpp (2i, 2i + 1)."""
     return torch.arange(rows).view(heads, -1, 2).transpose(1, 2).flatten()

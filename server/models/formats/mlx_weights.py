@@ -17,7 +17,7 @@ from torch import Tensor
 from kernels.quantization import QuantizedTensor, check_format, dequantize
 from server.models.config_file import Count, read_json
 from server.models.errors import ModelError
-from server.models.weights import READABLE, Matrix, Safetensors, Shape, check_shape
+from server.models.weights import FLOAT_DTYPES, Matrix, Safetensors, Shape, check_shape
 
 
 class _Quantization(BaseModel):
@@ -54,30 +54,32 @@ class MLXWeights:
     def __contains__(self, name: str) -> bool:
         return name in self._tensors
 
-    def what(self, name: str) -> str:
-        return self._tensors.what(name)
+    def describe(self, name: str) -> str:
+        return self._tensors.describe(name)
 
     def get(self, name: str, shape: Shape) -> Tensor:
-        found = self._found(name, shape)
+        found = self._load_tensor(name, shape)
         return dequantize(found).to(self._dtype) if isinstance(found, QuantizedTensor) else found
 
     def matrix(self, name: str, shape: Shape) -> Matrix:
-        return self._found(name, shape) if self._as_stored else self.get(name, shape)
+        return self._load_tensor(name, shape) if self._as_stored else self.get(name, shape)
 
     embedding = matrix
 
-    def _found(self, name: str, shape: Shape) -> Matrix:
+    def _load_tensor(self, name: str, shape: Shape) -> Matrix:
         module = name.removesuffix(".weight")
         parts = [f"{module}.{part}" for part in ("weight", "scales", "biases")]
-        if name != parts[0] or (parts[1] not in self._tensors and self._tensors.stored(name).dtype in READABLE):
+        if name != parts[0] or (
+            parts[1] not in self._tensors and self._tensors.read_tensor(name).dtype in FLOAT_DTYPES
+        ):
             return self._tensors.get(name, shape)
-        packed, scale, offset = (self._tensors.stored(part) for part in parts)
-        how = self._how(self._tensors.stored_name(name).removesuffix(".weight"))
-        weight = _checked(packed, scale, offset, how, f"{self._config}: {module}")
-        check_shape(self._tensors.what(name), weight.shape, shape)
+        packed, scale, offset = (self._tensors.read_tensor(part) for part in parts)
+        scheme = self._get_quantization(self._tensors.get_stored_name(name).removesuffix(".weight"))
+        weight = _make_quantized(packed, scale, offset, scheme, f"{self._config}: {module}")
+        check_shape(self._tensors.describe(name), weight.shape, shape)
         return weight.to(self._device)
 
-    def _how(self, module: str) -> _Quantization:
+    def _get_quantization(self, module: str) -> _Quantization:
         """Return a module's bits and columns, by the name that the files have for it."""
         given = self._quantization
         if isinstance(given, dict) and isinstance(given.get(module), dict):
@@ -86,30 +88,31 @@ class MLXWeights:
             return _Quantization.model_validate(given)
         except ValidationError as error:
             fault = error.errors(include_url=False)[0]
-            where = ".".join(map(str, ("quantization", *fault["loc"])))
+            location = ".".join(map(str, ("quantization", *fault["loc"])))
             raise ModelError(
-                f"{self._config}: {where} of {module}: {fault['msg'].lower()}; of MLX's modes of quantization only "
+                f"{self._config}: {location} of {module}: {fault['msg'].lower()}; of MLX's modes of quantization only "
                 "affine can be read: convert the model with `mlx_lm.convert -q --q-mode affine`"
             ) from None
 
 
-def _checked(packed: Tensor, scale: Tensor, offset: Tensor, how: _Quantization, what: str) -> QuantizedTensor:
+def _make_quantized(packed: Tensor, scale: Tensor, offset: Tensor, scheme: _Quantization, what: str) -> QuantizedTensor:
     """Return a quantized matrix. Raises ModelError if its tensors and config.json do not fit each other."""
     if not all(part.dim() == 2 for part in (packed, scale, offset)):
         raise ModelError(f"{what}: weight, scales and biases must be matrices; is the checkpoint complete?")
     groups = scale.shape[-1]
-    width = groups * how.group_size
+    width = groups * scheme.group_size
     try:
-        check_format(width, how.bits, how.group_size)
+        check_format(width, scheme.bits, scheme.group_size)
     except ValueError as error:
         raise ModelError(f"{what}: {error}; convert the model with `mlx_lm.convert -q --q-bits 4`, or 8") from None
     shapes = tuple(packed.shape), tuple(scale.shape), tuple(offset.shape)
     outputs = len(packed)
-    if shapes != ((outputs, width * how.bits / 32), (outputs, groups), (outputs, groups)) or (
-        (packed.dtype, offset.dtype) != (torch.uint32, scale.dtype) or scale.dtype not in READABLE
+    if shapes != ((outputs, width * scheme.bits / 32), (outputs, groups), (outputs, groups)) or (
+        (packed.dtype, offset.dtype) != (torch.uint32, scale.dtype) or scale.dtype not in FLOAT_DTYPES
     ):
         raise ModelError(
-            f"{what} is not in {how.bits} bits and groups of {how.group_size}, as quantization says: weight, scales "
-            f"and biases are {packed.dtype} {shapes[0]}, {scale.dtype} {shapes[1]} and {offset.dtype} {shapes[2]}"
+            f"{what} is not in {scheme.bits} bits and groups of {scheme.group_size}, as quantization says: weight, "
+            f"scales and biases are {packed.dtype} {shapes[0]}, {scale.dtype} {shapes[1]} and {offset.dtype} "
+            f"{shapes[2]}"
         )
-    return QuantizedTensor(packed.view(torch.uint8), scale, offset, how.bits, how.group_size)
+    return QuantizedTensor(packed.view(torch.uint8), scale, offset, scheme.bits, scheme.group_size)

@@ -15,7 +15,7 @@ from torch import Tensor
 from server.models.errors import ModelError
 
 
-def mapped_bytes(file: Path, start: int, size: int) -> Tensor:
+def map_bytes(file: Path, start: int, size: int) -> Tensor:
     """Return bytes from `start` on as [size] uint8, in a mapping of their own. Raises ModelError.
 
     Pages that were read belong to the process as long as their mapping exists; one mapping of the whole file would keep
@@ -38,9 +38,9 @@ def read_bytes(file: Path, start: int, size: int) -> Tensor:
     try:
         with file.open("rb") as opened:
             opened.seek(start)
-            got = opened.readinto(data.numpy().data)
+            num_read = opened.readinto(data.numpy().data)
     except OSError as error:
         raise ModelError(f"cannot read {file}: {error.strerror}") from None
-    if got != size:
+    if num_read != size:
         raise ModelError(f"cannot read {file}: it is cut off")
     return data

@@ -16,35 +16,40 @@ from torch import Tensor
 
 from kernels.quantization import QuantizedTensor, dequantize, quantize_symmetric
 from server.models.errors import ModelError
-from server.models.formats.weights_cache import CachedWeights, CachedWeightsWriter, folder_of, found
-from server.models.weights import Format, Kept, Matrix, Shape, Weights, check_shape
+from server.models.formats.weights_cache import (
+    CachedWeights,
+    CachedWeightsWriter,
+    get_cache_folder,
+    open_cached_weights,
+)
+from server.models.weights import Matrix, Shape, WeightFormat, Weights, WeightsConfig, check_shape
 
 if TYPE_CHECKING:
     from rich.progress import Progress
 
 log = logging.getLogger(__name__)
 
-QUIET = 10.0  # seconds between two lines of the log
-WHOLE_ROWS = Format(8)  # of rows that the groups do not divide
+LOG_INTERVAL = 10.0  # seconds between two lines of the log
+FALLBACK_FORMAT = WeightFormat(8)  # of rows that the groups do not divide
 
 
 @contextmanager
-def quantized(
-    weights: Weights, directory: Path, kept: Kept, device: torch.device, layers: int
+def open_quantized_weights(
+    weights: Weights, directory: Path, config: WeightsConfig, device: torch.device, layers: int
 ) -> Iterator[QuantizedWeights]:
     """Yield the quantized weights of a checkpoint while a model is loaded, and keep them if that succeeds."""
-    assert kept.format is not None
-    folder = kept.cache and folder_of(kept.cache, directory, kept.format)
-    stored = found(folder) if folder else None
-    draft = CachedWeightsWriter(folder) if folder and stored is None else None
-    telling = Telling(layers, kept.format.bits)
+    assert config.format is not None
+    folder = config.cache_dir and get_cache_folder(config.cache_dir, directory, config.format)
+    cached = open_cached_weights(folder) if folder else None
+    writer = CachedWeightsWriter(folder) if folder and cached is None else None
+    progress = QuantizationProgress(layers, config.format.bits)
     try:
-        yield QuantizedWeights(weights, kept.format, kept.dtype, device, telling, stored, draft)
-        if draft and kept.cache and folder_of(kept.cache, directory, kept.format) == folder:
-            draft.publish()
+        yield QuantizedWeights(weights, config.format, config.dtype, device, progress, cached, writer)
+        if writer and config.cache_dir and get_cache_folder(config.cache_dir, directory, config.format) == folder:
+            writer.publish()
     finally:
-        telling.end()
-        for each in (stored, draft):
+        progress.close()
+        for each in (cached, writer):
             if each:
                 each.close()
 
@@ -59,25 +64,25 @@ class QuantizedWeights:
     def __init__(
         self,
         weights: Weights,
-        format: Format,
+        format: WeightFormat,
         dtype: torch.dtype,
         device: torch.device,
-        telling: Telling,
-        stored: CachedWeights | None = None,
-        draft: CachedWeightsWriter | None = None,
+        progress: QuantizationProgress,
+        cached: CachedWeights | None = None,
+        cache_writer: CachedWeightsWriter | None = None,
     ) -> None:
         """Quantize `weights` as they are read from a checkpoint; those that are not quantized become `dtype`."""
         self._weights = weights
         self._format = format
         self._dtype, self._device = dtype, device
-        self._telling = telling
-        self._stored, self._draft = stored, draft
+        self._progress = progress
+        self._cached, self._cache_writer = cached, cache_writer
 
     def __contains__(self, name: str) -> bool:
         return name in self._weights
 
-    def what(self, name: str) -> str:
-        return self._weights.what(name)
+    def describe(self, name: str) -> str:
+        return self._weights.describe(name)
 
     def get(self, name: str, shape: Shape) -> Tensor:
         return self._weights.get(name, shape).to(self._dtype)
@@ -87,62 +92,64 @@ class QuantizedWeights:
         return found if isinstance(found, QuantizedTensor) else found.to(self._dtype)
 
     def matrix(self, name: str, shape: Shape) -> Matrix:
-        if self._stored is not None and (earlier := self._stored.get(name)) is not None:
-            check_shape(f"what an earlier start kept of {name!r}", earlier.shape, shape)
-            return earlier.to(self._device)
+        if self._cached is not None and (cached := self._cached.get(name)) is not None:
+            check_shape(f"what an earlier start kept of {name!r}", cached.shape, shape)
+            return cached.to(self._device)
         found = self._weights.matrix(name, shape)
         if isinstance(found, QuantizedTensor):
             if found.bits == self._format.bits:
                 return found
             found = dequantize(found).to(found.scale.dtype)
-        self._telling.at(name)
-        rounded = self._rounded(name, found)
-        if self._draft is not None:
-            self._draft.put(name, rounded)
-        return rounded
+        self._progress.update(name)
+        quantized = self._quantize(name, found)
+        if self._cache_writer is not None:
+            self._cache_writer.put(name, quantized)
+        return quantized
 
-    def _rounded(self, name: str, weight: Tensor) -> QuantizedTensor:
-        width, group = weight.shape[1], self._format.group
+    def _quantize(self, name: str, weight: Tensor) -> QuantizedTensor:
+        width, group = weight.shape[1], self._format.group_size
         divided = group is None or width % group == 0
         if not divided:
-            self._telling.once(f"rows of {width} columns are kept in 8 bits, as groups of {group} do not divide them")
+            self._progress.log_once(
+                f"rows of {width} columns are kept in 8 bits, as groups of {group} do not divide them"
+            )
         try:
-            return quantize_symmetric(weight, *(self._format if divided else WHOLE_ROWS))
+            return quantize_symmetric(weight, *(self._format if divided else FALLBACK_FORMAT))
         except ValueError as error:
-            raise ModelError(f"{self._weights.what(name)}: {error}; give --weights auto") from None
+            raise ModelError(f"{self._weights.describe(name)}: {error}; give --weights auto") from None
 
 
-class Telling:
-    """How far the quantization is: a bar on a terminal, otherwise a line of the log now and then."""
+class QuantizationProgress:
+    """Shows how far the quantization is: a bar on a terminal, otherwise a line of the log now and then."""
 
     def __init__(self, layers: int, bits: int) -> None:
         self._layers = layers
         self._what = f"quantizing the weights to {bits} bits"
         self._bar: Progress | None = None
         self._last = time.monotonic()
-        self._told: set[str] = set()
+        self._logged: set[str] = set()
 
-    def at(self, name: str) -> None:
+    def update(self, name: str) -> None:
         """Show that a matrix is about to be quantized."""
         match = re.search(r"layers\.(\d+)\.", name)
         layer = int(match[1]) if match else 0
         if sys.stderr.isatty():
-            self._bar = self._bar or self._started()
+            self._bar = self._bar or self._start_bar()
             self._bar.update(self._bar.task_ids[0], completed=layer)
-        elif time.monotonic() - self._last > QUIET:
+        elif time.monotonic() - self._last > LOG_INTERVAL:
             self._last = time.monotonic()
             log.info("%s: layer %d of %d", self._what, layer + 1, self._layers)
 
-    def once(self, words: str) -> None:
-        if words not in self._told:
-            self._told.add(words)
-            log.info(words)
+    def log_once(self, message: str) -> None:
+        if message not in self._logged:
+            self._logged.add(message)
+            log.info(message)
 
-    def end(self) -> None:
+    def close(self) -> None:
         if self._bar is not None:
             self._bar.stop()
 
-    def _started(self) -> Progress:
+    def _start_bar(self) -> Progress:
         from rich.console import Console  # here, as other models start sooner without it
         from rich.progress import Progress
 

@@ -25,12 +25,12 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
-from kernels.quantization import BITS, QuantizedTensor, symmetric
+from kernels.quantization import BITS, QuantizedTensor, from_symmetric
 from server.models.config_file import read_json
 from server.models.errors import ModelError, first_line
-from server.models.files.atomic_directory import Scratch
+from server.models.files.atomic_directory import AtomicDirectory
 from server.models.formats.checksum import checksum
-from server.models.weights import Format, Safetensors
+from server.models.weights import Safetensors, WeightFormat
 
 log = logging.getLogger(__name__)
 
@@ -40,15 +40,15 @@ CHECKSUMS = "checksums.json"  # of every tensor in a folder, by its name
 ADVICE = "give --weights-cache another folder, or off"
 
 
-def folder_of(home: Path, checkpoint: Path, format: Format) -> Path:
+def get_cache_folder(home: Path, checkpoint: Path, format: WeightFormat) -> Path:
     """Return the folder within `home` for a model's directory as it is now. Raises ModelError."""
     words = [VERSION]
     try:
         for file in sorted(checkpoint.iterdir()):
-            weighs = file.suffix in (".safetensors", ".gguf") or file.name.endswith((".index.json", "config.json"))
-            if weighs and file.is_file():
-                now = file.stat()
-                words += map(str, (file.name, now.st_size, now.st_ino, now.st_mtime_ns, now.st_ctime_ns))
+            identifies = file.suffix in (".safetensors", ".gguf") or file.name.endswith((".index.json", "config.json"))
+            if identifies and file.is_file():
+                status = file.stat()
+                words += map(str, (file.name, status.st_size, status.st_ino, status.st_mtime_ns, status.st_ctime_ns))
     except OSError as error:
         raise ModelError(f"cannot read {checkpoint}: {error.strerror}") from None
     return home / _digest(str(checkpoint.resolve())) / f"int{format.bits}-{_digest(*words)}"
@@ -74,9 +74,9 @@ class CachedWeights:
         for bits in BITS:
             if (numbers := f"{name}.int{bits}") in self._tensors or numbers in self._checksums:
                 try:
-                    return symmetric(self._checked(numbers), self._checked(f"{name}.scale"), bits)
+                    return from_symmetric(self._read_checked(numbers), self._read_checked(f"{name}.scale"), bits)
                 except ModelError as error:
-                    self._tell(error)
+                    self._report_damage(error)
         return None
 
     def close(self) -> None:
@@ -84,23 +84,23 @@ class CachedWeights:
         if self._damaged:
             shutil.rmtree(self._folder, ignore_errors=True)
 
-    def _checked(self, name: str) -> Tensor:
-        tensor = self._tensors.stored(name)
+    def _read_checked(self, name: str) -> Tensor:
+        tensor = self._tensors.read_tensor(name)
         if checksum(tensor) != self._checksums.get(name):
             raise ModelError(f"{name} in {self._folder} is not what was written: its checksum is another")
         return tensor
 
-    def _tell(self, error: ModelError) -> None:
+    def _report_damage(self, error: ModelError) -> None:
         if not self._damaged:
             log.warning("quantizing anew what is damaged of the weights that an earlier start kept: %s", error)
         self._damaged = True
 
 
-def found(folder: Path) -> CachedWeights | None:
+def open_cached_weights(folder: Path) -> CachedWeights | None:
     """Return what the folder has kept; None if there is nothing. Log and delete what cannot be read."""
     try:
         return CachedWeights(folder) if folder.is_dir() else None
-    except OSError:  # nothing can be kept there either, which the draft logs
+    except OSError:  # nothing can be kept there either, which the writer logs
         return None
     except ModelError as error:
         log.warning("quantizing the weights anew, as what an earlier start kept of them is damaged: %s", error)
@@ -113,7 +113,7 @@ class CachedWeightsWriter:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self._scratch: Scratch | None = None  # where it is until it is whole; None: nothing was written
+        self._scratch: AtomicDirectory | None = None  # where it is until it is whole; None: nothing was written
         self._shards = 0
         self._waiting: dict[str, Tensor] = {}
         self._checksums: dict[str, int] = {}
@@ -153,7 +153,7 @@ class CachedWeightsWriter:
         if not self._waiting:
             return
         if self._scratch is None:
-            self._scratch = Scratch(self._folder.parent.parent)
+            self._scratch = AtomicDirectory(self._folder.parent.parent)
         file = self._scratch.path / f"{self._shards:05}.safetensors"
         self._checksums |= {name: checksum(tensor) for name, tensor in self._waiting.items()}
         save_file(self._waiting, file)

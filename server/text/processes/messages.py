@@ -32,10 +32,10 @@ class Encode(msgspec.Struct, frozen=True):
 
 
 class EncodeChat(msgspec.Struct, frozen=True):
-    """Render a conversation as a prompt and encode it; one of more than `longest` characters is refused."""
+    """Render a conversation as a prompt and encode it; one of more than `max_length` characters is refused."""
 
     messages: list[dict[str, Any]]
-    longest: int
+    max_length: int
     add_special_tokens: bool = False
     add_generation_prompt: bool = True
     continue_final_message: bool = False
@@ -64,9 +64,9 @@ class VocabularyData(msgspec.Struct, frozen=True):
     """The parts of a tokenizer that decoding needs."""
 
     tokens: list[str | None]  # by id; None: this id is not a token
-    special: list[int]
+    special_ids: list[int]
     decoder: str | None  # as tokenizer.json describes it
-    longest_token: int | None = None  # characters of text in one token, at most; None: any number
+    max_chars_per_token: int | None = None  # characters of text in one token, at most; None: any number
 
 
 class TokenizerLoaded(msgspec.Struct, tag=True, frozen=True):
@@ -88,8 +88,8 @@ class Encoded(msgspec.Struct, tag=True, frozen=True):
     text: str = ""
 
 
-Kind: TypeAlias = Literal["template", "length", "infill", "tokenizer", "memory"]
-REFUSALS: dict[Kind, type[TextRefused]] = {  # the exception of each kind of refusal; "memory" ends the process
+RefusalKind: TypeAlias = Literal["template", "length", "infill", "tokenizer", "memory"]
+REFUSAL_ERRORS: dict[RefusalKind, type[TextRefused]] = {  # by kind of refusal; "memory" ends the process
     "template": ChatTemplateError,
     "length": TextTooLong,
     "infill": InfillError,
@@ -100,9 +100,9 @@ REFUSALS: dict[Kind, type[TextRefused]] = {  # the exception of each kind of ref
 class Refused(msgspec.Struct, tag=True, frozen=True):
     """There is no result, and why. A refusal of the kind "memory" is the process's last message."""
 
-    kind: Kind
+    kind: RefusalKind
     message: str
 
 
 Answer: TypeAlias = Encoded | Refused
-FromProcess: TypeAlias = TokenizerLoaded | Broken | Encoded | Refused
+ProcessMessage: TypeAlias = TokenizerLoaded | Broken | Encoded | Refused

@@ -17,11 +17,11 @@ from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
-from server.processes.framing import WireError, framed
+from server.processes.framing import WireError, encode_frame
 from server.text.errors import TextLimitError, TextRefused
 from server.text.processes.call_queue import Lane
-from server.text.processes.messages import REFUSALS, Answer, Call, EncodeChat, Encoded, Refused, Start
-from server.text.processes.text_process import ProcessFailed, TextProcess, Why
+from server.text.processes.messages import REFUSAL_ERRORS, Answer, Call, EncodeChat, Encoded, Refused, Start
+from server.text.processes.text_process import FailureReason, ProcessFailed, TextProcess
 from server.text.tokenizer import TokenizerBase
 
 log = logging.getLogger(__name__)
@@ -31,7 +31,7 @@ SHORT_TIME = 1.0  # seconds after which a call is not short
 SHORT_MEMORY = 2**28  # bytes
 LOAD_MEMORY = 2**32  # bytes; the largest tokenizers take about one of the four GiB while they are read
 MARGIN = 5.0  # seconds after which a process ends itself that should have been killed
-MOST_CALLS, MOST_BYTES = 1024, 2**26  # that wait in a lane
+MAX_QUEUED_CALLS, MAX_QUEUED_BYTES = 1024, 2**26  # that wait in a lane
 LINGER = 300.0  # seconds that the process of the long lane is kept without calls
 
 
@@ -50,17 +50,21 @@ class SandboxedTokenizer(TokenizerBase):
 
         Enter it with `async with` afterwards, which ends the process.
         """
-        where = str(directory.resolve())
+        path = str(directory.resolve())
         self._limits = limits
         short = CallLimits(min(SHORT_TIME, limits.seconds), min(SHORT_MEMORY, limits.memory))
-        first = TextProcess(_start(where, short, with_vocabulary=True))
+        first = TextProcess(_make_start_message(path, short, with_vocabulary=True))
         try:
-            super().__init__(first.vocabulary())
+            super().__init__(first.wait_for_vocabulary())
         except BaseException:
             first.end_now()
             raise
-        self._short = Lane(partial(_process, where, short), short.seconds, MOST_CALLS, MOST_BYTES, process=first)
-        self._long = Lane(partial(_process, where, limits), limits.seconds, MOST_CALLS, MOST_BYTES, linger=linger)
+        self._short = Lane(
+            partial(_start_process, path, short), short.seconds, MAX_QUEUED_CALLS, MAX_QUEUED_BYTES, process=first
+        )
+        self._long = Lane(
+            partial(_start_process, path, limits), limits.seconds, MAX_QUEUED_CALLS, MAX_QUEUED_BYTES, linger=linger
+        )
 
     async def __aenter__(self) -> SandboxedTokenizer:
         await self._short.open()
@@ -72,47 +76,47 @@ class SandboxedTokenizer(TokenizerBase):
     async def answer(self, call: Call) -> Encoded:
         """Return the result of a call. Raises TextRefused, TextUnavailable."""
         try:
-            answer = await self._answered(request_of(call))
+            answer = await self._run_call(serialize_call(call))
         except ProcessFailed as error:
-            log.warning("a call to the model's tokenizer or chat template was ended: %s", error.why)
-            raise self._limit_error(call, error.why) from None
+            log.warning("a call to the model's tokenizer or chat template was ended: %s", error.reason)
+            raise self._limit_error(call, error.reason) from None
         if isinstance(answer, Refused):
-            raise REFUSALS[answer.kind](answer.message)
+            raise REFUSAL_ERRORS[answer.kind](answer.message)
         return answer
 
-    async def _answered(self, request: bytes) -> Answer:
+    async def _run_call(self, request: bytes) -> Answer:
         if len(request) <= SHORT_CALL:
             try:
-                return await self._short.ask(request)
+                return await self._short.run_call(request)
             except ProcessFailed as error:
-                log.info("a short call to the model's tokenizer or chat template was ended: %s", error.why)
-        return await self._long.ask(request)
+                log.info("a short call to the model's tokenizer or chat template was ended: %s", error.reason)
+        return await self._long.run_call(request)
 
-    def _limit_error(self, call: Call, why: Why) -> TextLimitError:
+    def _limit_error(self, call: Call, reason: FailureReason) -> TextLimitError:
         chat = isinstance(call, EncodeChat)
         program, what = ("chat template or tokenizer", "these messages") if chat else ("tokenizer", "this text")
-        match why:
+        match reason:
             case "time":
                 message = f"the model's {program} took more than {self._limits.seconds:g} s for {what}; send less"
                 return TextLimitError(message, "text_timeout")
             case "memory":
-                most = self._limits.memory / 2**20
-                message = f"the model's {program} needed more than {most:,.0f} MiB of memory for {what}; send less"
+                limit = self._limits.memory / 2**20
+                message = f"the model's {program} needed more than {limit:,.0f} MiB of memory for {what}; send less"
                 return TextLimitError(message, "text_memory")
         return TextLimitError(f"the model's {program} ended its process over {what}", "text_crash")
 
 
-def request_of(call: Call) -> bytes:
+def serialize_call(call: Call) -> bytes:
     """Return a call as bytes. Raises TextRefused."""
     try:
-        return framed(pickle.dumps(call))
+        return encode_frame(pickle.dumps(call))
     except (RecursionError, WireError):
         raise TextRefused("what was sent is nested too deeply, or is too long; send less") from None
 
 
-def _start(directory: str, limits: CallLimits, *, with_vocabulary: bool = False) -> Start:
+def _make_start_message(directory: str, limits: CallLimits, *, with_vocabulary: bool = False) -> Start:
     return Start(directory, limits.seconds + MARGIN, limits.memory, LOAD_MEMORY, with_vocabulary)
 
 
-def _process(directory: str, limits: CallLimits) -> TextProcess:
-    return TextProcess(_start(directory, limits))
+def _start_process(directory: str, limits: CallLimits) -> TextProcess:
+    return TextProcess(_make_start_message(directory, limits))

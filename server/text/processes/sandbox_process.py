@@ -21,15 +21,24 @@ from pathlib import Path
 import msgspec
 
 from config.errors import SettingsError
-from server.processes.framing import Frames, framed
+from server.processes.framing import FrameDecoder, encode_frame
 from server.processes.parent_death import die_with_parent
 from server.text.encoder import Encoder
-from server.text.errors import TextRefused, readable, shortened
-from server.text.processes.messages import REFUSALS, Answer, Broken, Call, FromProcess, Refused, Start, TokenizerLoaded
+from server.text.errors import TextRefused, shorten_message, wrap_tokenizer_error
+from server.text.processes.messages import (
+    REFUSAL_ERRORS,
+    Answer,
+    Broken,
+    Call,
+    ProcessMessage,
+    Refused,
+    Start,
+    TokenizerLoaded,
+)
 
 CHUNK = 2**18  # bytes read at a time
-MOST_OPEN_FILES = 16  # once all is loaded
-KINDS = {error: kind for kind, error in REFUSALS.items()}
+MAX_OPEN_FILES = 16  # once all is loaded
+KINDS = {error: kind for kind, error in REFUSAL_ERRORS.items()}
 
 
 def main() -> None:
@@ -43,39 +52,39 @@ def main() -> None:
 
 def serve(connection: socket.socket) -> None:
     """Load, and answer until the worker's end of the socket closes."""
-    messages = received(connection)
+    messages = receive_messages(connection)
     start = next(messages, None)
     if not isinstance(start, Start):
         return
-    silence()
+    redirect_stderr()
     limit_memory(start.load_memory)
-    loaded = load(start)
+    loaded = load_encoder(start)
     if isinstance(loaded, Broken):
         return send(connection, loaded)
     gc.collect()
     gc.freeze()
-    limit_everything(start.memory)
-    send(connection, TokenizerLoaded(loaded.data if start.with_vocabulary else None))
+    limit_resources(start.memory)
+    send(connection, TokenizerLoaded(loaded.vocabulary_data if start.with_vocabulary else None))
     for call in messages:
         assert not isinstance(call, Start), "it comes first"
-        answer = within(start.seconds, loaded, call)
+        answer = answer_with_timeout(start.seconds, loaded, call)
         send(connection, answer)
         if isinstance(answer, Refused) and answer.kind == "memory":
             return None  # the interpreter cannot be trusted after that
 
 
-def received(connection: socket.socket) -> Iterator[Start | Call]:
+def receive_messages(connection: socket.socket) -> Iterator[Start | Call]:
     """Yield the worker's messages until there are no more. Unpickling is safe: only the worker can write."""
-    frames: Frames[Start | Call] = Frames(pickle.loads)
+    frames: FrameDecoder[Start | Call] = FrameDecoder(pickle.loads)
     while data := connection.recv(CHUNK):
         yield from frames.feed(data)
 
 
-def send(connection: socket.socket, message: FromProcess) -> None:
-    connection.sendall(framed(msgspec.msgpack.encode(message)))
+def send(connection: socket.socket, message: ProcessMessage) -> None:
+    connection.sendall(encode_frame(msgspec.msgpack.encode(message)))
 
 
-def load(start: Start) -> Encoder | Broken:
+def load_encoder(start: Start) -> Encoder | Broken:
     """Return the directory's tokenizer, or why it cannot be used."""
     try:
         return Encoder.from_directory(Path(start.directory))
@@ -87,16 +96,16 @@ def load(start: Start) -> Encoder | Broken:
         return Broken(f"model: the tokenizer in {start.directory} cannot be read: {type(error).__name__}: {error}")
 
 
-def within(seconds: float, encoder: Encoder, call: Call) -> Answer:
+def answer_with_timeout(seconds: float, encoder: Encoder, call: Call) -> Answer:
     """Return the answer to a call; SIGALRM ends the process where it takes longer."""
     signal.setitimer(signal.ITIMER_REAL, seconds)
     try:
-        return answered(encoder, call)
+        return answer_call(encoder, call)
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
 
 
-def answered(encoder: Encoder, call: Call) -> Answer:
+def answer_call(encoder: Encoder, call: Call) -> Answer:
     try:
         return encoder.answer(call)
     except TextRefused as error:
@@ -104,37 +113,40 @@ def answered(encoder: Encoder, call: Call) -> Answer:
     except MemoryError:
         return Refused("memory", "")
     except BaseException as error:
-        return Refused("tokenizer", shortened(readable(error)))
+        return Refused("tokenizer", shorten_message(wrap_tokenizer_error(error)))
 
 
 # ---------------------------------------------------------------- limits
-def silence() -> None:
+def redirect_stderr() -> None:
     """Redirect stderr to /dev/null: the message of a panic may quote a text."""
     nowhere = os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, 2)
     os.close(nowhere)
 
 
-def limit_everything(memory: int) -> None:
+def limit_resources(memory: int) -> None:
     """Allow only what calls need: `memory` beyond what is in use, few open files, no writes, no core dump."""
     limit_memory(memory, for_good=True)
-    for kind, most in (
-        (resource.RLIMIT_NOFILE, MOST_OPEN_FILES),
+    for kind, limit in (
+        (resource.RLIMIT_NOFILE, MAX_OPEN_FILES),
         (resource.RLIMIT_FSIZE, 0),
         (resource.RLIMIT_CORE, 0),
     ):
-        resource.setrlimit(kind, (most, most))
+        resource.setrlimit(kind, (limit, limit))
 
 
-def limit_memory(beyond: int, *, for_good: bool = False) -> None:
-    """Bound the address space. macOS enforces no such limit; there the worker watches the memory of a call."""
-    if (taken := address_space()) is not None:
+def limit_memory(allowance: int, *, for_good: bool = False) -> None:
+    """Bound the address space to `allowance` bytes more than now.
+
+    macOS enforces no such limit; there the worker watches the memory of a call.
+    """
+    if (in_use := read_address_space()) is not None:
         _, hard = resource.getrlimit(resource.RLIMIT_AS)
-        wanted = taken + beyond if hard == resource.RLIM_INFINITY else min(taken + beyond, hard)
-        resource.setrlimit(resource.RLIMIT_AS, (wanted, wanted if for_good else hard))
+        limit = in_use + allowance if hard == resource.RLIM_INFINITY else min(in_use + allowance, hard)
+        resource.setrlimit(resource.RLIMIT_AS, (limit, limit if for_good else hard))
 
 
-def address_space() -> int | None:
+def read_address_space() -> int | None:
     """Return the bytes of address space in use; None where the system has no /proc."""
     try:
         return int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()

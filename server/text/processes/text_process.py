@@ -21,12 +21,12 @@ import msgspec
 import psutil
 
 from config.errors import SettingsError
-from server.processes.framing import Frames, WireError, framed
+from server.processes.framing import FrameDecoder, WireError, encode_frame
 from server.text.processes.messages import (
     Answer,
     Broken,
     Encoded,
-    FromProcess,
+    ProcessMessage,
     Refused,
     Start,
     TokenizerLoaded,
@@ -34,63 +34,63 @@ from server.text.processes.messages import (
 )
 
 MODULE = "server.text.processes.sandbox_process"
-ENFORCED = sys.platform != "darwin"  # whether the system enforces RLIMIT_AS
-LOOK = 0.05  # seconds between two looks at the memory of a process whose limit is not enforced
-LOADING = 120.0  # seconds to load a tokenizer, at most
+MEMORY_LIMIT_ENFORCED = sys.platform != "darwin"  # whether the system enforces RLIMIT_AS
+MEMORY_POLL_INTERVAL = 0.05  # seconds between two looks at the memory of a process whose limit is not enforced
+LOAD_TIMEOUT = 120.0  # seconds to load a tokenizer, at most
 CHUNK = 2**18  # bytes read at a time
 BLOCKED_SIGNALS = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP}  # sent to whole process groups
 INHERITED = ("PATH", "TZ", "LANG", "LC_ALL", "LD_LIBRARY_PATH", "DYLD_LIBRARY_PATH", "PYTHONHOME")  # no secrets
 
-Why: TypeAlias = Literal["time", "memory", "killed", "crash"]
-_DECODER: msgspec.msgpack.Decoder[FromProcess] = msgspec.msgpack.Decoder(FromProcess)
+FailureReason: TypeAlias = Literal["time", "memory", "killed", "crash"]
+_DECODER: msgspec.msgpack.Decoder[ProcessMessage] = msgspec.msgpack.Decoder(ProcessMessage)
 
 
 class ProcessFailed(Exception):
     """A process did not answer a call, and was ended."""
 
-    def __init__(self, why: Why) -> None:
-        super().__init__(why)
-        self.why = why
+    def __init__(self, reason: FailureReason) -> None:
+        super().__init__(reason)
+        self.reason = reason
 
 
 class TextProcess(asyncio.Protocol):
-    """Starts at once and loads. Call `connect` and `ready`, then `ask` any number of times, and always `end`."""
+    """Loads at once. Call `connect`, `wait_until_ready`, then `run_call` as often as needed, and `end`."""
 
-    def __init__(self, start: Start, *, watched: int | None = None) -> None:
+    def __init__(self, start: Start, *, memory_limit: int | None = None) -> None:
         """Start the process. Raises OSError when the system starts no more processes.
 
-        With `watched`, a call that takes more than that many bytes is failed from here; by default this is done only
+        With `memory_limit`, a call that takes more bytes than that is failed from here; by default this is done only
         where the system does not enforce the process's own limit.
         """
-        if watched is None and not ENFORCED:
-            watched = start.memory
+        if memory_limit is None and not MEMORY_LIMIT_ENFORCED:
+            memory_limit = start.memory
         self._start = start
-        self._watched = watched
-        self._frames: Frames[FromProcess] = Frames(_DECODER.decode)
+        self._memory_limit = memory_limit
+        self._frames: FrameDecoder[ProcessMessage] = FrameDecoder(_DECODER.decode)
         self._transport: asyncio.WriteTransport | None = None
-        self._answer: asyncio.Future[FromProcess] | None = None
+        self._answer_future: asyncio.Future[ProcessMessage] | None = None
         self._loaded = False
         self._idle_memory = 0  # bytes, once it is loaded
-        self._next_look: asyncio.TimerHandle
+        self._check_timer: asyncio.TimerHandle
         self._socket, theirs = socket.socketpair()
         try:
             with theirs:
-                self._process = _started(theirs)
-            self._socket.sendall(framed(pickle.dumps(start)))
+                self._process = _start_program(theirs)
+            self._socket.sendall(encode_frame(pickle.dumps(start)))
         except OSError:
             self._socket.close()
             raise
         self.pid = self._process.pid
-        self.lost = False  # whether its end of the socket is closed
+        self.disconnected = False  # whether its end of the socket is closed
 
-    def vocabulary(self) -> VocabularyData:
+    def wait_for_vocabulary(self) -> VocabularyData:
         """Wait until the tokenizer is loaded, without an event loop; return its vocabulary. Raises SettingsError."""
         where = f"model: the tokenizer in {self._start.directory}"
-        self._socket.settimeout(LOADING)
+        self._socket.settimeout(LOAD_TIMEOUT)
         try:
             first = self._read_first()
         except TimeoutError:
-            raise SettingsError(f"{where} takes more than {LOADING:g} s to load") from None
+            raise SettingsError(f"{where} takes more than {LOAD_TIMEOUT:g} s to load") from None
         except (OSError, WireError):
             first = None
         if isinstance(first, Broken):
@@ -100,7 +100,7 @@ class TextProcess(asyncio.Protocol):
         self._on_loaded()
         return first.vocabulary
 
-    def _read_first(self) -> FromProcess | None:
+    def _read_first(self) -> ProcessMessage | None:
         while data := self._socket.recv(CHUNK):
             if (message := next(self._frames.feed(data), None)) is not None:
                 return message
@@ -110,15 +110,15 @@ class TextProcess(asyncio.Protocol):
     async def connect(self) -> None:
         loop = asyncio.get_running_loop()
         if not self._loaded:
-            self._answer = loop.create_future()
+            self._answer_future = loop.create_future()
         self._socket.setblocking(False)
         await loop.create_unix_connection(lambda: self, sock=self._socket)
 
-    async def ready(self) -> None:
+    async def wait_until_ready(self) -> None:
         """Wait until the tokenizer is loaded. Raises SettingsError, ProcessFailed."""
         if self._loaded:
             return
-        first = await self._answered(time.monotonic() + LOADING)
+        first = await self._wait_for_answer(time.monotonic() + LOAD_TIMEOUT)
         if isinstance(first, Broken):
             raise SettingsError(first.message)
         if not isinstance(first, TokenizerLoaded):
@@ -127,47 +127,51 @@ class TextProcess(asyncio.Protocol):
 
     def _on_loaded(self) -> None:
         self._loaded = True
-        if self._watched is not None:
-            self._idle_memory = self._memory()
+        if self._memory_limit is not None:
+            self._idle_memory = self._read_memory()
 
-    async def ask(self, call: bytes, seconds: float) -> Answer:
+    async def run_call(self, call: bytes, seconds: float) -> Answer:
         """Return the answer to a framed call. Raises ProcessFailed; the process cannot be used after that."""
-        if self._transport is None or self.lost:
+        if self._transport is None or self.disconnected:
             raise ProcessFailed("killed")
-        self._answer = asyncio.get_running_loop().create_future()
+        self._answer_future = asyncio.get_running_loop().create_future()
         self._transport.write(call)
-        answer = await self._answered(time.monotonic() + seconds)
+        answer = await self._wait_for_answer(time.monotonic() + seconds)
         if isinstance(answer, Refused) and answer.kind == "memory":
             raise ProcessFailed("memory")
         if not isinstance(answer, Encoded | Refused):
             raise ProcessFailed("crash")
         return answer
 
-    async def _answered(self, deadline: float) -> FromProcess:
-        assert self._answer is not None, "no call was sent"
-        self._look(deadline)
+    async def _wait_for_answer(self, deadline: float) -> ProcessMessage:
+        assert self._answer_future is not None, "no call was sent"
+        self._check_limits(deadline)
         try:
-            return await self._answer
+            return await self._answer_future
         finally:
-            self._next_look.cancel()
+            self._check_timer.cancel()
 
-    def _look(self, deadline: float) -> None:
+    def _check_limits(self, deadline: float) -> None:
         """Fail the call if its time is over, or too much memory is in use where that is watched; else look again."""
         left = deadline - time.monotonic()
         if left <= 0:
             self._fail("time")
-        elif self._watched is not None and self._loaded and self._memory() > self._idle_memory + self._watched:
+        elif (
+            self._memory_limit is not None
+            and self._loaded
+            and self._read_memory() > self._idle_memory + self._memory_limit
+        ):
             self._fail("memory")
         else:
-            pause = left if self._watched is None else min(left, LOOK)
-            self._next_look = asyncio.get_running_loop().call_later(pause, self._look, deadline)
+            pause = left if self._memory_limit is None else min(left, MEMORY_POLL_INTERVAL)
+            self._check_timer = asyncio.get_running_loop().call_later(pause, self._check_limits, deadline)
 
-    def _fail(self, why: Why) -> None:
-        if self._answer is not None and not self._answer.done():
-            self._answer.set_exception(ProcessFailed(why))
-            self._answer.exception()  # marks it as retrieved: the waiting task may be gone
+    def _fail(self, reason: FailureReason) -> None:
+        if self._answer_future is not None and not self._answer_future.done():
+            self._answer_future.set_exception(ProcessFailed(reason))
+            self._answer_future.exception()  # marks it as retrieved: the waiting task may be gone
 
-    def _memory(self) -> int:
+    def _read_memory(self) -> int:
         try:
             return int(psutil.Process(self.pid).memory_info().rss)
         except psutil.Error:
@@ -179,7 +183,7 @@ class TextProcess(asyncio.Protocol):
             self._socket.close()
         else:
             self._transport.abort()
-        if self.lost:  # it may be about to end by itself, and its exit code says why
+        if self.disconnected:  # it may be about to end by itself, and its exit code says why
             with contextlib.suppress(subprocess.TimeoutExpired):
                 return await asyncio.to_thread(self._process.wait, 1)
         self._process.kill()
@@ -198,29 +202,29 @@ class TextProcess(asyncio.Protocol):
     def data_received(self, data: bytes) -> None:
         try:
             for message in self._frames.feed(data):
-                if self._answer is not None and not self._answer.done():
-                    self._answer.set_result(message)
+                if self._answer_future is not None and not self._answer_future.done():
+                    self._answer_future.set_result(message)
         except WireError:
             self.connection_lost(None)
 
     def connection_lost(self, error: Exception | None) -> None:
-        self.lost = True
+        self.disconnected = True
         self._fail("crash")
 
 
-def _started(theirs: socket.socket) -> subprocess.Popen[bytes]:
+def _start_program(theirs: socket.socket) -> subprocess.Popen[bytes]:
     """Start the program with the socket as its standard input and signals blocked."""
-    with _blocked(BLOCKED_SIGNALS):
+    with _block_signals(BLOCKED_SIGNALS):
         return subprocess.Popen(
             [sys.executable, "-P", "-m", MODULE],
             stdin=theirs.fileno(),
             stdout=subprocess.DEVNULL,
             cwd="/",
-            env=environment(os.environ),
+            env=make_environment(os.environ),
         )
 
 
-def environment(ours: Mapping[str, str]) -> dict[str, str]:
+def make_environment(ours: Mapping[str, str]) -> dict[str, str]:
     """Return the environment of such a process: where Python finds modules, no threads, no secrets."""
     path = os.pathsep.join(os.path.abspath(entry) for entry in sys.path)
     alone = {"TOKENIZERS_PARALLELISM": "false", "RAYON_NUM_THREADS": "1", "PYTHONPATH": path}
@@ -228,7 +232,7 @@ def environment(ours: Mapping[str, str]) -> dict[str, str]:
 
 
 @contextlib.contextmanager
-def _blocked(signals: set[signal.Signals]) -> Iterator[None]:
+def _block_signals(signals: set[signal.Signals]) -> Iterator[None]:
     """Block signals in the processes that are started within the block."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, signals)
     try:

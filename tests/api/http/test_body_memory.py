@@ -16,9 +16,9 @@ import httpx
 import pytest
 
 from config.errors import SettingsError
-from config.settings import MEBIBYTE, Settings, load
+from config.settings import MEBIBYTE, Settings, load_settings
 from server.api.http import limits as bounds
-from server.api.http.limits import UNCOUNTED
+from server.api.http.limits import UNCOUNTED_BYTES
 from server.api.openai.generation_job import Job
 from server.engine.ipc.messages import Submit
 from server.text.tokenizer import Tokenizer
@@ -72,7 +72,9 @@ def test_a_body_that_finds_no_room(narrow: Api) -> None:
         refused = await_refusal(narrow)
         assert (refused.status_code, refused.headers["retry-after"]) == (429, "1")
         assert error_of(refused)["code"] == "inflight_bodies_full"
-        assert send_raw(narrow.url, raw_post(json.dumps(VALID_REQUEST).encode().ljust(UNCOUNTED))).status_code == 200
+        assert (
+            send_raw(narrow.url, raw_post(json.dumps(VALID_REQUEST).encode().ljust(UNCOUNTED_BYTES))).status_code == 200
+        )
         first.sendall(LARGE[MOST // 2 :])
         assert read_response(first).status_code == 200
     assert send_raw(narrow.url, raw_post(LARGE)).status_code == 200
@@ -86,7 +88,9 @@ def test_room_is_there_again_when_a_client_leaves(narrow: Api) -> None:
 
 def test_a_body_that_trickles_keeps_no_room(monkeypatch: pytest.MonkeyPatch) -> None:
     """Though a byte of it comes long before `body_timeout` every time."""
-    monkeypatch.setattr(bounds, "SLOWEST", MOST)  # bytes a second, so that this one has a second and a half
+    monkeypatch.setattr(
+        bounds, "MIN_BYTES_PER_SECOND", MOST
+    )  # bytes a second, so that this one has a second and a half
     limits = {"max_body_bytes": MOST, "max_inflight_body_bytes": MOST}
     with (
         running_api(**limits, body_timeout=1) as api,
@@ -174,7 +178,7 @@ def test_a_connection_keeps_nothing_of_its_last_request(narrow: Api) -> None:
     ],
 )
 def test_the_default_follows_the_context(settings: dict[str, int], context: int, one: int, together: int) -> None:
-    assert Settings(**settings).body_bytes(context) == (one, together)
+    assert Settings(**settings).compute_body_limits(context) == (one, together)
 
 
 @pytest.mark.parametrize("context", [512, 8192, 32_768])
@@ -182,12 +186,12 @@ def test_the_default_has_room_for_what_clients_send(context: int) -> None:
     """A chat as long as the context, half of it escaped, and a batch of 64 prompts of ids."""
     chat = json.dumps("\u4e2d" * context)
     batch = json.dumps([[123_456] * context] * 64)
-    assert Settings().body_bytes(context)[0] > max(len(chat), len(batch))
+    assert Settings().compute_body_limits(context)[0] > max(len(chat), len(batch))
 
 
 def test_one_may_not_be_more_than_all() -> None:
     with pytest.raises(SettingsError, match="max_body_bytes 2000 is more than max_inflight_body_bytes 1024"):
-        load(None, {"max_body_bytes": 2000, "max_inflight_body_bytes": 1024})
+        load_settings(None, {"max_body_bytes": 2000, "max_inflight_body_bytes": 1024})
 
 
 def test_before_the_context_is_known() -> None:

@@ -17,7 +17,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from server.api.http.connection import connections
+from server.api.http.connection import make_connection_class
 from tests.api.raw_http import PATIENCE, connect, raw_get, read_response, send_raw
 
 BIG = 12 * 2**20  # more than fits between the two ends
@@ -76,7 +76,7 @@ def served(app: Application, unread_seconds: float = 20, keep_alive: float = 20)
     config = uvicorn.Config(
         app,
         loop="uvloop",
-        http=connections(2**16, 20, unread_seconds, lambda _: None),
+        http=make_connection_class(2**16, 20, unread_seconds, lambda _: None),
         ws="none",
         lifespan="off",
         log_config=None,

@@ -269,7 +269,7 @@ def test_a_full_queue_is_tried_again_after_the_time_that_places_take(engine: Fak
 def test_without_an_engine_it_is_told_when_there_is_one(
     lone_api: Api, monkeypatch: pytest.MonkeyPatch, seconds: float, told: str
 ) -> None:
-    monkeypatch.setattr(lone_api.client, "back_in", lambda: seconds)
+    monkeypatch.setattr(lone_api.client, "estimate_retry_after", lambda: seconds)
     for path in ("/ready", "/metrics", "/v1/models"):
         response = httpx.get(lone_api.url + path)
         assert (response.status_code, response.headers["retry-after"]) == (503, told)

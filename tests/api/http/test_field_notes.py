@@ -10,7 +10,7 @@ import pytest
 from openai.types import chat, completion_create_params
 from openai.types.chat import completion_create_params as chat_create_params
 
-from server.api.http.field_notes import LONGEST_NAME, MOST_NAMES
+from server.api.http.field_notes import MAX_NAME_LENGTH, MAX_NAMES
 from server.api.openai.chat import ChatRequest
 from server.api.openai.completions import CompletionRequest
 from server.api.openai.conversation import PART_FIELDS, Function, Message, ToolCall
@@ -130,8 +130,8 @@ def test_its_outermost_type_is_checked(
 
 
 def test_every_field_without_effect_is_looked_at() -> None:
-    assert CompletionRequest.without_effect == {*SENT, "reasoning_effort"}
-    assert ChatRequest.without_effect == {*SENT, "parallel_tool_calls"}
+    assert CompletionRequest.no_effect_fields == {*SENT, "reasoning_effort"}
+    assert ChatRequest.no_effect_fields == {*SENT, "parallel_tool_calls"}
 
 
 def test_parallel_tool_calls(engine: FakeEngine, http: httpx.Client) -> None:
@@ -332,9 +332,9 @@ def test_several_unknown_fields_are_told(engine: FakeEngine, http: httpx.Client,
 def test_names_that_a_client_made_up_are_quoted(ignorant: httpx.Client, path: str) -> None:
     names = ["a b", "x\r\nSet-Cookie: a=b", "schlüssel", "a,b", "n" * 500]
     told = ignored(ask(ignorant, path, **dict.fromkeys(names, 1)))
-    assert told == ["a%20b", "x%0D%0ASet-Cookie%3A%20a%3Db", "schl%C3%BCssel", "a%2Cb", "n" * LONGEST_NAME]
+    assert told == ["a%20b", "x%0D%0ASet-Cookie%3A%20a%3Db", "schl%C3%BCssel", "a%2Cb", "n" * MAX_NAME_LENGTH]
     many = ignored(ask(ignorant, path, **{f"field{i}": i for i in range(80)}))
-    assert many == [*(f"field{i}" for i in range(MOST_NAMES)), "..."]
+    assert many == [*(f"field{i}" for i in range(MAX_NAMES)), "..."]
 
 
 def test_known_fields_are_checked_all_the_same(ignorant: httpx.Client, path: str) -> None:

@@ -12,15 +12,15 @@ import pytest
 from pydantic import BaseModel, ValidationError
 
 from server.api.http import json_values
-from server.api.http.json_values import MOST_MEMBERS, MOST_VALUES, ReadAs, TooManyValues, count_values, decode
+from server.api.http.json_values import MAX_MEMBERS, MAX_VALUES, ReadAs, TooManyValues, count_values, decode
 from server.api.openai.chat import ChatRequest
 from server.api.openai.completions import CompletionRequest
-from server.api.openai.request_models import fields_of
+from server.api.openai.request_models import get_read_modes
 from server.api.openai.tokenize import DetokenizeRequest
 from server.api.ops.admin import PinRequest
 
 VALUE, IGNORED, IDS = ReadAs.VALUE, ReadAs.IGNORED, ReadAs.TOKEN_IDS
-PADDING = " " * MOST_VALUES  # makes a body one in which values are counted
+PADDING = " " * MAX_VALUES  # makes a body one in which values are counted
 
 
 @pytest.fixture
@@ -83,11 +83,11 @@ def test_a_text_is_one_value_whatever_it_quotes(text: str) -> None:
 def test_counting_ends_where_there_are_too_many(monkeypatch: pytest.MonkeyPatch) -> None:
     """Work by what is allowed, not by what was sent."""
     looked_at = []
-    count = json_values._separators
-    monkeypatch.setattr(json_values, "_separators", lambda data: looked_at.append(len(data)) or count(data))
+    count = json_values._count_separators
+    monkeypatch.setattr(json_values, "_count_separators", lambda data: looked_at.append(len(data)) or count(data))
     data = b"[" + b"[]," * 10**6 + b"[]]"
-    assert count_values(data) > MOST_VALUES
-    assert sum(looked_at) < 4 * MOST_VALUES
+    assert count_values(data) > MAX_VALUES
+    assert sum(looked_at) < 4 * MAX_VALUES
 
 
 # ---------------------------------------------------------------- what is decoded
@@ -121,11 +121,11 @@ def test_what_is_ignored_is_json_all_the_same(value: bytes) -> None:
         decode(b'{"a": ' + value + b"}", {"a": IGNORED})
 
 
-@pytest.mark.parametrize("count", [MOST_MEMBERS, MOST_MEMBERS + 1])
+@pytest.mark.parametrize("count", [MAX_MEMBERS, MAX_MEMBERS + 1])
 @pytest.mark.parametrize("name", ["a", "a{}"])
 def test_members(count: int, name: str) -> None:
     data = "{" + ", ".join(f'"{name.format(i)}": {i}' for i in range(count)) + "}"
-    if count > MOST_MEMBERS:
+    if count > MAX_MEMBERS:
         with pytest.raises(TooManyValues, match="at most 100 members"):
             decode(data.encode(), {})
     else:
@@ -133,7 +133,7 @@ def test_members(count: int, name: str) -> None:
 
 
 def test_the_values_of_all_fields_are_counted_together() -> None:
-    half = [0] * (MOST_VALUES // 2 - 1)
+    half = [0] * (MAX_VALUES // 2 - 1)
     fields = {"a": VALUE, "b": VALUE, "c": IGNORED}
     data = json.dumps({"a": half, "b": half, "c": half}).encode()
     assert decode(data, fields) == {"a": half, "b": half, "c": []}
@@ -143,14 +143,14 @@ def test_the_values_of_all_fields_are_counted_together() -> None:
 
 
 # ---------------------------------------------------------------- ids
-@pytest.mark.parametrize("ids", [[7] * MOST_VALUES * 2, [[7, 2**40, -1]] * (MOST_VALUES - 1)])
+@pytest.mark.parametrize("ids", [[7] * MAX_VALUES * 2, [[7, 2**40, -1]] * (MAX_VALUES - 1)])
 def test_ids_may_be_many(ids: list[Any]) -> None:
     data = json.dumps({"prompt": ids, "ttl": 1, "model": "x", "tokens": ids}).encode()
     assert decode(data, {"prompt": IDS})["prompt"].ids == ids
     nested = isinstance(ids[0], list)
     del ids[: len(ids) // 4]
     for model, field in ((CompletionRequest, "prompt"), (DetokenizeRequest, "tokens"), (PinRequest, "prompt")):
-        body = decode(json.dumps({field: ids} | REQUIRED[model]).encode(), fields_of(model))
+        body = decode(json.dumps({field: ids} | REQUIRED[model]).encode(), get_read_modes(model))
         if nested and model is not CompletionRequest:
             with pytest.raises(ValidationError, match="one list of token ids"):
                 model.model_validate(body)
@@ -169,11 +169,11 @@ REQUIRED: dict[type[BaseModel], dict[str, Any]] = {
 @pytest.mark.parametrize("wrong", [1.0, True, None, "x", [1], {}])
 def test_ids_that_are_none(wrong: object) -> None:
     """As where they are few."""
-    many = [7] * (MOST_VALUES - 100)
+    many = [7] * (MAX_VALUES - 100)
     for ids in ([*many, wrong], [many, [wrong]], [[], many]):
         data = json.dumps({"model": "x", "prompt": ids}).encode() + PADDING.encode()
         with pytest.raises(ValidationError) as raised:
-            CompletionRequest.model_validate(decode(data, fields_of(CompletionRequest)))
+            CompletionRequest.model_validate(decode(data, get_read_modes(CompletionRequest)))
         with pytest.raises(ValidationError) as plainly:
             CompletionRequest.model_validate(json.loads(data))
         assert problems(raised.value) == problems(plainly.value)
@@ -188,7 +188,7 @@ def problems(error: ValidationError) -> list[tuple[Any, ...]]:
 
 def outcome(model: type[BaseModel], body: Any) -> Any:
     """The request, without what has no effect, or what is wrong with it."""
-    ignored = {name for name, field in fields_of(model).items() if field is IGNORED}
+    ignored = {name for name, field in get_read_modes(model).items() if field is IGNORED}
     try:
         return model.model_validate(body).model_dump(exclude=ignored)
     except ValidationError as error:
@@ -210,7 +210,7 @@ GOOD = {
 
 @pytest.mark.parametrize("model", GOOD, ids=lambda model: model.__name__)
 def test_bodies_are_taken_and_refused_as_by_plain_decoding(dice: random.Random, model: type[BaseModel]) -> None:
-    fields = fields_of(model)
+    fields = get_read_modes(model)
     taken = 0
     for _ in range(1000):
         body = {name: value for name, value in GOOD[model].items() if dice.random() > 0.03}

@@ -110,6 +110,6 @@ def test_once_it_ends_no_request_is_taken() -> None:
     """One whose body was still on its way when the time to end was over."""
     with running_api() as api, FakeEngine(api.socket_path, says([100])):
         api.await_ready()
-        api.client.end(ApiError(503, "over", code="server_stopping"))
+        api.client.fail_all(ApiError(503, "over", code="server_stopping"))
         response = httpx.post(f"{api.url}/v1/completions", json=VALID_REQUEST)
     assert (response.status_code, response.json()["error"]["code"]) == (503, "server_stopping")

@@ -9,7 +9,7 @@ import openai
 import pytest
 
 from server.api.openai.completions import CompletionRequest
-from server.engine.ipc.messages import Cancel, Failed, FromEngine, Sampling, Submit, Tokens
+from server.engine.ipc.messages import Cancel, Failed, FromEngine, SamplingParams, Submit, Tokens
 from tests.api.fake_engine import FakeEngine, admitted, says
 from tests.api.payloads import VALID_REQUEST, Encode, chunks_of
 from tests.text.tiny_tokenizers import BOS, EOS, byte_level
@@ -51,7 +51,7 @@ def test_sampling_parameters_reach_the_engine(engine: FakeEngine, http: httpx.Cl
     sent = {"max_tokens": 5, "temperature": 0, "top_k": 7, "top_p": 0.5, "min_p": 0.1, "seed": 3, "ignore_eos": True}
     assert http.post("/v1/completions", json=VALID_REQUEST | sent | {"priority": -2}).is_success
     (submit,) = engine.all(Submit)
-    assert submit.sampling == Sampling(5, 0, 7, 0.5, 0.1, 3, True)
+    assert submit.sampling == SamplingParams(5, 0, 7, 0.5, 0.1, 3, True)
     assert submit.priority == -2
 
 

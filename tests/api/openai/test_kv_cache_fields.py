@@ -9,7 +9,7 @@ import httpx
 import openai
 import pytest
 
-from server.api.openai.tenants import salt_of, tenant, tenant_of_key
+from server.api.openai.tenants import get_tenant, hash_api_key, make_salt
 from server.engine.ipc.messages import Caching, Explained, Failed, FromEngine, Submit, Tokens
 from server.engine.records import RequestRecord
 from tests.api.fake_engine import FakeEngine, admitted
@@ -68,13 +68,20 @@ def explains(tokens: list[int]) -> Callable[[Submit], list[list[FromEngine]]]:
 
 # ---------------------------------------------------------------- tenants
 def test_a_tenant_is_whoever_has_the_key() -> None:
-    assert tenant("Bearer sk-1") == tenant("bearer  sk-1 ") != tenant("Bearer sk-2")
-    assert tenant(None) == tenant("") == tenant("Bearer") == tenant("Bearer ") == tenant("Basic abc") == ""
-    assert "sk-1" not in tenant("Bearer sk-1")
+    assert get_tenant("Bearer sk-1") == get_tenant("bearer  sk-1 ") != get_tenant("Bearer sk-2")
+    assert (
+        get_tenant(None)
+        == get_tenant("")
+        == get_tenant("Bearer")
+        == get_tenant("Bearer ")
+        == get_tenant("Basic abc")
+        == ""
+    )
+    assert "sk-1" not in get_tenant("Bearer sk-1")
     as_it_comes = "schlüssel".encode().decode("latin-1")
-    assert tenant(f"Bearer {as_it_comes}") == tenant_of_key("schlüssel".encode())
-    assert salt_of("", None) == "/"
-    assert len({salt_of(*pair) for pair in (("a", None), ("", "a"), ("a", "b"), ("", "a/b"))}) == 4
+    assert get_tenant(f"Bearer {as_it_comes}") == hash_api_key("schlüssel".encode())
+    assert make_salt("", None) == "/"
+    assert len({make_salt(*pair) for pair in (("a", None), ("", "a"), ("a", "b"), ("", "a/b"))}) == 4
 
 
 def test_requests_carry_their_tenant_and_salt(engine: FakeEngine, http: httpx.Client) -> None:
@@ -82,13 +89,13 @@ def test_requests_carry_their_tenant_and_salt(engine: FakeEngine, http: httpx.Cl
         for salt in ({}, {"cache_salt": "mine"}):
             assert ask(http, headers, **salt).is_success
     salts = [submit.caching.salt for submit in engine.all(Submit)]
-    key = tenant("Bearer sk-1")
+    key = get_tenant("Bearer sk-1")
     assert salts == ["/", "/mine", f"{key}/", f"{key}/mine"]
 
 
 def test_openai_clients_are_tenants_by_their_key(engine: FakeEngine, openai_client: openai.OpenAI) -> None:
     openai_client.completions.create(model="tiny", prompt="x")
-    assert engine.all(Submit)[0].caching.salt == f"{tenant(f'Bearer {openai_client.api_key}')}/"
+    assert engine.all(Submit)[0].caching.salt == f"{get_tenant(f'Bearer {openai_client.api_key}')}/"
 
 
 def test_wishes_reach_the_engine(engine: FakeEngine, http: httpx.Client) -> None:

@@ -10,9 +10,9 @@ import pytest
 
 from server.api.http.errors import ApiError
 from server.api.openai import responses
-from server.api.openai.generation_job import MOST_SCORES, PromptTokens, check_scores
-from server.api.openai.tokenize import MOST_DECODED
-from server.engine.ipc.messages import Sampling, Submit
+from server.api.openai.generation_job import MAX_LOGPROBS, PromptTokens, check_num_logprobs
+from server.api.openai.tokenize import MAX_DECODED_TOKENS
+from server.engine.ipc.messages import SamplingParams, Submit
 from server.text.chat import ChatTemplate, ChatTemplateError
 from server.text.encoder import Encoder
 from server.text.tokenizer import Tokenizer
@@ -52,13 +52,13 @@ def test_the_scores_of_a_prompt_are_written_once(
     engine: FakeEngine, http: httpx.Client, encode: Encode, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine.script = scores(encode("ab"))
-    written, write = [], responses.prompt_logprobs
+    written, write = [], responses.make_prompt_logprobs
 
     def counted(tokenizer: Tokenizer, *args: Any) -> Any:
         written.append(args)
         return write(tokenizer, *args)
 
-    monkeypatch.setattr(responses, "prompt_logprobs", counted)
+    monkeypatch.setattr(responses, "make_prompt_logprobs", counted)
     body = {"model": "tiny", "prompt": [encode("hello world"), encode("you, too")], "n": 3, "prompt_logprobs": 1}
     choices = http.post(COMPLETIONS, json=body).json()["choices"]
     assert len(written) == 2
@@ -82,7 +82,7 @@ def test_what_takes_long_is_written_beside_the_loop(
     }
     body["stream"] = stream
     plain = http.post(COMPLETIONS, json=body).text
-    monkeypatch.setattr(responses, "MANY_SCORES", 1)
+    monkeypatch.setattr(responses, "MAX_INLINE_LOGPROBS", 1)
     assert without_time(http.post(COMPLETIONS, json=body).text) == without_time(plain)
 
 
@@ -91,13 +91,13 @@ def without_time(answer: str) -> list[str]:
 
 
 def test_more_scores_than_an_answer_may_hold() -> None:
-    prompts, all_scored = [PromptTokens([5] * 1000, "")], Sampling(max_tokens=0, prompt_logprobs=20)
-    check_scores(all_scored, prompts, MOST_SCORES // 21_000)
+    prompts, all_scored = [PromptTokens([5] * 1000, "")], SamplingParams(max_tokens=0, prompt_logprobs=20)
+    check_num_logprobs(all_scored, prompts, MAX_LOGPROBS // 21_000)
     with pytest.raises(ApiError, match="too many for one answer"):
-        check_scores(all_scored, prompts, MOST_SCORES // 21_000 + 1)
+        check_num_logprobs(all_scored, prompts, MAX_LOGPROBS // 21_000 + 1)
     with pytest.raises(ApiError, match="too many for one answer"):
-        check_scores(Sampling(max_tokens=MOST_SCORES, logprobs=0), prompts, 2)
-    check_scores(Sampling(max_tokens=MOST_SCORES, logprobs=5), prompts, 1)
+        check_num_logprobs(SamplingParams(max_tokens=MAX_LOGPROBS, logprobs=0), prompts, 2)
+    check_num_logprobs(SamplingParams(max_tokens=MAX_LOGPROBS, logprobs=5), prompts, 1)
 
 
 @pytest.fixture(scope="module")
@@ -196,8 +196,8 @@ def test_texts_that_are_too_long_together(narrow: httpx.Client, path: str, body:
 
 
 def test_more_tokens_than_are_decoded(engine: FakeEngine, http: httpx.Client) -> None:
-    assert http.post("/detokenize", json={"tokens": [5] * MOST_DECODED}).status_code == 200
-    error = error_of(http.post("/detokenize", json={"tokens": [5] * (MOST_DECODED + 1)}))
+    assert http.post("/detokenize", json={"tokens": [5] * MAX_DECODED_TOKENS}).status_code == 200
+    error = error_of(http.post("/detokenize", json={"tokens": [5] * (MAX_DECODED_TOKENS + 1)}))
     assert (error["code"], error["param"]) == ("context_length_exceeded", "tokens")
 
 

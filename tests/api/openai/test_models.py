@@ -7,7 +7,7 @@ import openai
 import pytest
 
 from server.api.http.errors import ApiError
-from server.api.openai.models import instance_of
+from server.api.openai.models import find_instance
 from server.engine.ipc.messages import Hello, Strategy
 from tests.api.conftest import Api, running_api
 from tests.api.fake_engine import FakeEngine, silent
@@ -57,7 +57,7 @@ def test_models_whose_names_have_slashes(lone_api: Api) -> None:
 def test_a_models_other_names_are_as_good() -> None:
     hello = Hello("mine", ["gpt-4", "owner/name"], 256, 320, [Strategy("paged", "paged")])
     for name in ("mine", "gpt-4", "owner/name"):
-        assert instance_of(hello, name) is None
-        assert instance_of(hello, f"{name}:paged") == "paged"
+        assert find_instance(hello, name) is None
+        assert find_instance(hello, f"{name}:paged") == "paged"
     with pytest.raises(ApiError, match="does not exist; there is mine, mine:paged, gpt-4, gpt-4:paged, owner/name"):
-        instance_of(hello, "gpt-5")
+        find_instance(hello, "gpt-5")

@@ -10,7 +10,7 @@ import httpx
 import openai
 import pytest
 
-from server.engine.ipc.messages import FromEngine, PromptScores, Sampling, Speculation, Submit, Tokens
+from server.engine.ipc.messages import FromEngine, PromptScores, SamplingParams, Speculation, Submit, Tokens
 from tests.api.fake_engine import FakeEngine, admitted, says, score, scores
 from tests.api.payloads import VALID_REQUEST, Encode, chunks_of
 from tests.text.tiny_tokenizers import BOS, EOS, byte_level
@@ -36,7 +36,7 @@ def test_everything_about_sampling_reaches_the_engine(engine: FakeEngine, http: 
     engine.script = scores([5, 6])
     ask(http, **sent)
     first, second = engine.all(Submit)
-    assert first.sampling == Sampling(
+    assert first.sampling == SamplingParams(
         16,
         0,
         seed=5,

@@ -62,7 +62,7 @@ def test_a_bomb_is_refused_and_others_are_answered(limited: httpx.Client, path: 
         {"n": "x" * 10**5},
         {"n": -(10**30)},
         {"n": [[[[0]]]] * 1000},
-        {"bos_token": "x", "_": 1, "self": 2, "environment": 3, "context": 4, "longest": 5},
+        {"bos_token": "x", "_": 1, "self": 2, "environment": 3, "context": 4, "max_length": 5},
         {"tools": [1]},
         {"range": 5, "namespace": None},
         {"n": 1e308, "which": "power"},

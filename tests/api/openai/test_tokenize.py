@@ -10,7 +10,7 @@ import httpx
 import pytest
 from transformers import AutoTokenizer
 
-from server.version import version
+from server.version import get_version
 from tests.api.conftest import Api, running_api
 from tests.api.fake_engine import FakeEngine
 from tests.api.payloads import Encode, error_of
@@ -160,7 +160,7 @@ def test_another_model(engine: FakeEngine, http: httpx.Client, path: str) -> Non
 
 
 def test_version(lone_api: Api) -> None:
-    assert httpx.get(f"{lone_api.url}/version").json() == {"version": version()}
+    assert httpx.get(f"{lone_api.url}/version").json() == {"version": get_version()}
     assert httpx.post(f"{lone_api.url}/tokenize", json={"prompt": "x"}).status_code == 503
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import httpx
 import pytest
 
-from server.api.openai.tenants import tenant
+from server.api.openai.tenants import get_tenant
 from server.engine.ipc.messages import Clear, Command, Failed, Inspect, PinPrefix, Query, Share, Unpin
 from tests.api.conftest import ADMIN_TOKEN
 from tests.api.fake_engine import FakeEngine
@@ -21,7 +21,7 @@ ROUTES: list[tuple[str, str, dict[str, Any] | None, Command]] = [
     ("POST", "/clear", {}, Clear("paged", None)),
     ("POST", "/clear", {"cache_salt": "mine"}, Clear("paged", "/mine")),
     ("POST", "/clear", {"api_key": ""}, Clear("paged", "/")),
-    ("POST", "/clear", {"api_key": "sk-1"}, Clear("paged", f"{tenant('Bearer sk-1')}/")),
+    ("POST", "/clear", {"api_key": "sk-1"}, Clear("paged", f"{get_tenant('Bearer sk-1')}/")),
     ("POST", "/pins", {"prompt": [1, 2, 3], "ttl": 60}, PinPrefix("paged", [1, 2, 3], "/", 60.0)),
     ("DELETE", "/pins/pin-1", None, Unpin("paged", "pin-1")),
 ]
@@ -38,7 +38,7 @@ def test_commands_reach_the_engine(
     response = ask(http, method, path, body)
     assert (response.status_code, response.json()) == (200, {"obeyed": True})
     (query,) = engine.all(Query)
-    assert query.what == command
+    assert query.payload == command
 
 
 @pytest.mark.parametrize(("method", "path", "body", "command"), ROUTES)

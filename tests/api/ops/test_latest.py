@@ -11,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 import httpx
 import pytest
 
-from server.engine.ipc.messages import ANSWER_SECONDS, Failed, Query
+from server.engine.ipc.messages import ANSWER_TTL, Failed, Query
 from server.metrics.exposition import Renderer
 from tests.api.conftest import ADMIN_TOKEN, Api
 from tests.api.fake_engine import FakeEngine, snapshot_of
@@ -23,9 +23,9 @@ POLLERS, POLLS = 16, 12
 def dated(api: Api, engine: FakeEngine) -> Iterator[FakeEngine]:
     """An engine whose answers tell when they were made, as the real one's do, and of which nothing is known yet."""
     engine.dated = True
-    api.client.era = object()
+    api.client.epoch = object()
     yield engine
-    api.client.era = object()
+    api.client.epoch = object()
 
 
 def poll(api: Api, *paths: str) -> float:
@@ -43,20 +43,20 @@ def poll(api: Api, *paths: str) -> float:
 
 
 def asked(engine: FakeEngine) -> Counter[str]:
-    return Counter(str(query.what) for query in engine.all(Query))
+    return Counter(str(query.payload) for query in engine.all(Query))
 
 
 def test_pollers_share_a_question(api: Api, dated: FakeEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     written = Counter[str]()
-    write = Renderer.text
+    write = Renderer.render
 
     def counted(self: Renderer, encoded: bytes, *, openmetrics: bool) -> bytes:
         written["texts"] += 1
         return write(self, encoded, openmetrics=openmetrics)
 
-    monkeypatch.setattr(Renderer, "text", counted)
+    monkeypatch.setattr(Renderer, "render", counted)
     seconds = poll(api, "/metrics", "/v1/kv_cache", "/v1/settings", "/ready", "/health")
-    most = seconds / ANSWER_SECONDS + 1
+    most = seconds / ANSWER_TTL + 1
     assert asked(dated).keys() == {"metrics", "kv_cache", "settings"}
     assert max(asked(dated).values()) <= most
     assert written["texts"] <= most
@@ -97,4 +97,4 @@ def test_a_refusal_is_not_asked_for_again_either(
     began = time.monotonic()
     for _ in range(20):
         assert http.get("/metrics").json()["error"]["message"] == "a strategy cannot tell"
-    assert asked(dated)["metrics"] <= (time.monotonic() - began) / ANSWER_SECONDS + 1
+    assert asked(dated)["metrics"] <= (time.monotonic() - began) / ANSWER_TTL + 1

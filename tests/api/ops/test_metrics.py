@@ -28,7 +28,7 @@ def test_openmetrics_when_asked(engine: FakeEngine, http: httpx.Client, version:
 def test_an_engine_that_does_not_answer(
     api: Api, engine: FakeEngine, http: httpx.Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(api.client, "patience", 0.05)
+    monkeypatch.setattr(api.client, "query_timeout", 0.05)
     engine.answers.clear()
     response = http.get("/metrics")
     assert response.status_code == 503

@@ -37,7 +37,7 @@ def test_the_engine_is_asked_and_its_trace_comes_as_the_client_reads_it(
     assert answer.headers["content-type"] == "application/json"
     assert answer.headers.get("content-encoding", "identity") == coding
     (query,) = engine.all(Query)
-    assert query.what == wanted
+    assert query.payload == wanted
 
 
 @pytest.mark.parametrize("token", ["", "open-sesam"])

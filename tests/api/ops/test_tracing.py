@@ -18,7 +18,7 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from opentelemetry.trace import SpanKind, StatusCode
 
 from config.errors import SettingsError
-from server.api.ops.tracing import Tracing, traces_url, tracing_to
+from server.api.ops.tracing import Tracing, make_tracing, traces_url
 from server.engine.ipc.messages import Admitted, Submit, Tokens
 from tests.api.conftest import running_api
 from tests.api.fake_engine import FakeEngine, fails, says
@@ -52,7 +52,7 @@ def traced(encode: Encode) -> Iterator[Spans]:
     exporter, provider = InMemorySpanExporter(), TracerProvider(shutdown_on_exit=False)
     provider.add_span_processor(SimpleSpanProcessor(exporter))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("server.api.app.tracing_to", lambda _: Tracing(provider))
+        patch.setattr("server.api.app.make_tracing", lambda _: Tracing(provider))
         with (
             running_api() as api,
             FakeEngine(api.socket_path, says([])) as engine,
@@ -159,7 +159,7 @@ def test_what_the_client_does_not_sample_is_left_out(traced: Spans, encode: Enco
 
 
 def test_other_requests_have_none(traced: Spans) -> None:
-    assert tracing_to(None) is None
+    assert make_tracing(None) is None
     traced._http.get("/health")
     traced._http.post("/tokenize", json=VALID_REQUEST)
     assert "whole" in traced.of(prompt=5)
@@ -169,7 +169,7 @@ def test_other_requests_have_none(traced: Spans) -> None:
 def test_without_the_packages_it_says_which(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "opentelemetry.sdk.trace", None)
     with pytest.raises(SettingsError, match=r"^otlp_traces_endpoint needs OpenTelemetry: pip install 'kvmux\[otel\]'$"):
-        tracing_to("http://127.0.0.1:4318")
+        make_tracing("http://127.0.0.1:4318")
 
 
 @pytest.mark.parametrize(

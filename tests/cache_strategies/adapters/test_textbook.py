@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from cache_strategies.adapters.textbook import CausalAttentionWithCache, GPTWithCache, KVCache
-from cache_strategies.adapters.textbook_timing import main, timed
+from cache_strategies.adapters.textbook_timing import main, measure_generation
 
 DOC = Path(__file__).parents[3] / "docs" / "textbook.md"
 B, H, D, LONGEST = 3, 2, 4, 16
@@ -444,7 +444,7 @@ def test_nothing_follows_an_empty_prompt() -> None:
 
 # ---------------------------------------------------------------- what it saves
 def test_the_timing_times_both_ways(capsys: pytest.CaptureFixture[str]) -> None:
-    times = timed(GPTWithCache(64, 32, 4, 2, 48).eval(), 48)
+    times = measure_generation(GPTWithCache(64, 32, 4, 2, 48).eval(), 48)
     assert min(times.cached, times.uncached) > 0
     main(["--tokens", "3", "5", "--d-model", "8", "--layers", "1", "--dtype", "bfloat16"])
     assert re.findall(r"^\| (\d+) \| [\d,]+ \| [\d,]+ \| [\d.]+ × \|$", capsys.readouterr().out, re.M) == ["3", "5"]

@@ -216,11 +216,11 @@ def test_a_strategy_known_by_its_seam_alone(sieve: str) -> None:
 
 
 def test_one_that_forgets_and_does_not_say_what_is_refused(sieve: str) -> None:
-    with pytest.raises(StrategyCacheError, match=r"does not say beforehand how many keys.*subclass TableCache"):
+    with pytest.raises(StrategyCacheError, match=r"does not say beforehand how many keys.*subclass BlockTableCache"):
         StrategyCache(random_model_of("llama").config, sieve, max_seq_len=MAX_SEQ_LEN)
 
 
-@pytest.mark.parametrize("kind", sorted(registry.kinds()))
+@pytest.mark.parametrize("kind", sorted(registry.list_kinds()))
 def test_every_registered_kind_can_be_used_or_says_why_not(kind: str) -> None:
     model, ids = random_model_of("llama"), random_prompts()
     try:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from cache_strategies.eviction import policies
+from cache_strategies.eviction import list_policies
 from cache_strategies.paged.cache import PagedCache
 from tests.cache_strategies.cache_driver import enter, make_cache, read_prompt
-from tools.bench.growth import calls_of
+from tools.bench.growth import count_calls
 
 FEW = 2_000
 MANY = [20_000, pytest.param(1_000_000, marks=pytest.mark.slow)]
@@ -21,11 +21,11 @@ def full(pages: int, policy: str) -> PagedCache:
     for n in range(pages):
         block = cache.pool.take()
         assert block is not None
-        name = cache._prefix.child(cache._prefix.root(""), [n, n, n, n])
+        name = cache._hasher.hash_block_tokens(cache._hasher.root_hash(""), [n, n, n, n])
         assert name is not None
         cache.pool.publish(name, block)
-        cache.pool.drop(block, ttl=float("inf"))
-    assert cache.setup.arena.free == 0
+        cache.pool.decref(block, ttl=float("inf"))
+    assert cache.setup.arena.num_free_pages == 0
     return cache
 
 
@@ -39,16 +39,16 @@ def costs(cache: PagedCache) -> dict[str, int]:
         nonlocal seat
         seat = cache.open([*TEXT, *range(50, 60)], salt="")  # type: ignore[assignment]
 
-    found["open"] = calls_of(opened)
-    found["step"] = calls_of(lambda: enter(cache, (seat, list(range(50, 60)))))
-    found["close"] = calls_of(lambda: cache.close(seat))
-    found["evict"] = calls_of(lambda: cache.reclaim(5))
-    found["match"] = calls_of(lambda: cache.match(TEXT))
+    found["open"] = count_calls(opened)
+    found["step"] = count_calls(lambda: enter(cache, (seat, list(range(50, 60)))))
+    found["close"] = count_calls(lambda: cache.close(seat))
+    found["evict"] = count_calls(lambda: cache.reclaim(5))
+    found["match"] = count_calls(lambda: cache.match(TEXT))
     return found
 
 
 @pytest.mark.parametrize("pages", MANY)
-@pytest.mark.parametrize("policy", sorted(policies()))
+@pytest.mark.parametrize("policy", sorted(list_policies()))
 def test_many_blocks_cost_no_more_than_a_few(policy: str, pages: int) -> None:
     few, many = costs(full(FEW, policy)), costs(full(pages, policy))
     assert few == many

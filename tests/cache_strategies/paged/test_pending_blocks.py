@@ -164,7 +164,7 @@ def test_a_prompt_nobody_finishes_is_forgotten() -> None:
 def test_what_waits_is_not_evicted() -> None:
     cache = make_paged(pages=5)
     first, second = open_seat(cache, TEXT), open_seat(cache, TEXT)
-    assert cache.setup.arena.free == 0
+    assert cache.setup.arena.num_free_pages == 0
     assert cache.reclaim(5) == 0
     assert cache.open([1]) is None
     enter(cache, (first, TEXT))

@@ -25,7 +25,7 @@ class Clock:
 
 def with_clock(pages: int = 60, **options: object) -> tuple[PagedCache, Clock]:
     clock, geometry = Clock(), Geometry([LAYER], torch.float32, 8, 64, 64)
-    instances = registry.declared({"it": StrategySettings(kind="paged", block_size=BLOCK)})
+    instances = registry.resolve_instances({"it": StrategySettings(kind="paged", block_size=BLOCK)})
     arena = Arena(pages, registry.page_bytes(instances, geometry))
     setup = CacheSetup("it", geometry, arena, ReferenceOps(), clock=clock)
     return PagedCache(setup, PagedOptions.model_validate({"block_size": BLOCK, **options})), clock

@@ -80,9 +80,9 @@ def test_without_prefix_cache_nothing_is_found_or_kept() -> None:
     seat = read_prompt(cache, TEXT)
     assert not cache.contract.shareable
     assert cache.match(TEXT) == open_seat(cache, TEXT).cached == 0
-    held = cache.setup.arena.held("it")
+    held = cache.setup.arena.num_held_pages("it")
     cache.close(seat)
-    assert cache.setup.arena.held("it") == held - 4
+    assert cache.setup.arena.num_held_pages("it") == held - 4
 
 
 def test_a_caller_may_limit_how_much_is_taken() -> None:
@@ -185,9 +185,9 @@ def test_an_open_that_fails_leaves_no_trace() -> None:
     cache = make_paged(pages=5)
     cache.close(read_prompt(cache, TEXT[:9]))
     seat = read_prompt(cache, [7] * 9)
-    before = (cache.usage(), cache.setup.arena.free, len(cache.seats))
+    before = (cache.usage(), cache.setup.arena.num_free_pages, len(cache.seats))
     assert cache.open([*TEXT, *range(6)]) is None
-    assert (cache.usage(), cache.setup.arena.free, len(cache.seats)) == before
+    assert (cache.usage(), cache.setup.arena.num_free_pages, len(cache.seats)) == before
     assert cache.match([*TEXT[:9], 5]) == 8
     cache.close(seat)
     assert_nothing_leaked(cache)
@@ -226,10 +226,10 @@ def test_usage_counts_shared_tokens_once() -> None:
 
 def test_books_that_do_not_add_up_are_noticed() -> None:
     for spoil in (
-        lambda cache, seat: cache.pool.hold(seat.blocks[0]),
+        lambda cache, seat: cache.pool.incref(seat.blocks[0]),
         lambda cache, seat: cache.setup.arena.take("it"),
         lambda cache, seat: seat.blocks.append(seat.blocks[0]),
-        lambda cache, seat: cache.pending.promise(seat.blocks[3], seat),
+        lambda cache, seat: cache.pending.add(seat.blocks[3], seat),
         lambda cache, seat: seat.tokens.pop(),
     ):
         cache = make_paged()
@@ -252,7 +252,7 @@ def test_bytes_for_is_what_a_sequence_comes_to(block_size: int) -> None:
 
 def test_a_block_is_never_longer_than_the_longest_text() -> None:
     cache = make_cache("paged", block_size=1024, max_seq_len=64)
-    assert cache.block_plan(cache.options, cache.setup.geometry) == (64, 1)
+    assert cache.block_layout(cache.options, cache.setup.geometry) == (64, 1)
 
 
 def spoil(cache: PagedCache, seat: PagedSeat, blocks: slice) -> None:
@@ -312,11 +312,11 @@ def test_what_is_unsound_before_it_is_whole_is_computed_by_who_waits_for_it() ->
 def test_scales_tell_of_numbers_in_int8() -> None:
     cache = make_paged(kv_dtype="int8")
     seat = read_prompt(cache, list(range(8)))
-    assert cache.store.finite(seat.blocks) == [True, True]
+    assert cache.store.find_finite_blocks(seat.blocks) == [True, True]
     plan = cache.plan([Row(seat, 4)]) if cache.grow(seat, 4) else None
     assert plan is not None
     k = torch.full((4, 1, 4), math.nan)
     plan.attend(0, k, k, k, torch.empty_like(k))
     cache.commit(plan, [[1] * 4])
-    assert cache.store.finite(seat.blocks) == [True, True, False]
-    assert cache.store.finite([]) == []
+    assert cache.store.find_finite_blocks(seat.blocks) == [True, True, False]
+    assert cache.store.find_finite_blocks([]) == []

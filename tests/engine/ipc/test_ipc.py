@@ -16,12 +16,12 @@ import pytest
 from server.engine.ipc import codec
 from server.engine.ipc import server as gateway_module
 from server.engine.ipc.client import EngineClient, EngineLost
-from server.engine.ipc.messages import Admitted, Answer, Cancel, FromEngine, Query, Sampling, Submit, Tokens
-from server.engine.ipc.server import Gateway, Gone, Outbox
+from server.engine.ipc.messages import Admitted, Answer, Cancel, FromEngine, Query, SamplingParams, Submit, Tokens
+from server.engine.ipc.server import Gateway, Outbox, WorkerDisconnected
 from server.processes import framing
 from tests.api.fake_engine import HELLO
 
-SUBMIT = Submit("r-0", [1, 2, 3], Sampling(5, seed=2**63 - 1), "paged", None, None, -3)
+SUBMIT = Submit("r-0", [1, 2, 3], SamplingParams(5, seed=2**63 - 1), "paged", None, None, -3)
 EVENTS: list[FromEngine] = [
     HELLO,
     Admitted("r", "paged", "default", 4),
@@ -31,33 +31,40 @@ EVENTS: list[FromEngine] = [
 
 
 def read(*pieces: bytes) -> list[object]:
-    frames = codec.to_engine()
+    frames = codec.make_message_decoder()
     return [message for piece in pieces for message in frames.feed(piece)]
 
 
 def test_messages_survive_the_wire() -> None:
     sent = [SUBMIT, Cancel("r-0"), Query(7, "metrics")]
-    data = b"".join(map(codec.frame, sent))
+    data = b"".join(map(codec.encode_message, sent))
     assert read(data) == sent
     assert read(data[:3], data[3:50], data[50:]) == sent
     assert read(*(data[i : i + 1] for i in range(len(data)))) == sent
-    assert [*codec.from_engine().feed(codec.frame(EVENTS) + codec.frame([]))] == [EVENTS, []]
+    assert [*codec.make_event_decoder().feed(codec.encode_message(EVENTS) + codec.encode_message([]))] == [EVENTS, []]
 
 
 def test_a_message_is_there_once_its_last_byte_is() -> None:
-    one, other = codec.frame(SUBMIT), codec.frame(Cancel("r-0"))
-    frames = codec.to_engine()
+    one, other = codec.encode_message(SUBMIT), codec.encode_message(Cancel("r-0"))
+    frames = codec.make_message_decoder()
     assert [*frames.feed(one[:9])] == []
     assert [*frames.feed(one[9:] + other[:2])] == [SUBMIT]
     assert [*frames.feed(other[2:])] == [Cancel("r-0")]
 
 
 def test_half_a_message_is_none() -> None:
-    assert read(codec.frame(SUBMIT)[:-1]) == []
+    assert read(codec.encode_message(SUBMIT)[:-1]) == []
 
 
 @pytest.mark.parametrize(
-    "data", [b"\xff\xff\xff\xff", b"\x00\x00\x00\x01\xc1", b"\x00\x00\x00\x00", codec.frame([]), b"GET / HTTP/1.1\r\n"]
+    "data",
+    [
+        b"\xff\xff\xff\xff",
+        b"\x00\x00\x00\x01\xc1",
+        b"\x00\x00\x00\x00",
+        codec.encode_message([]),
+        b"GET / HTTP/1.1\r\n",
+    ],
 )
 def test_other_bytes_are_an_error(data: bytes) -> None:
     with pytest.raises(codec.WireError):
@@ -65,9 +72,9 @@ def test_other_bytes_are_an_error(data: bytes) -> None:
 
 
 def test_a_message_that_is_too_long_is_not_sent(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(framing, "MAX_FRAME", 10)
+    monkeypatch.setattr(framing, "MAX_FRAME_BYTES", 10)
     with pytest.raises(codec.WireError):
-        codec.frame(SUBMIT)
+        codec.encode_message(SUBMIT)
 
 
 # ---------------------------------------------------------------- the gateway
@@ -92,11 +99,11 @@ def receive(worker: socket.socket) -> list[FromEngine]:
 def test_workers_are_greeted_told_apart_and_missed(gateway: Gateway, socket_path: Path) -> None:
     with connect(socket_path) as one, connect(socket_path) as two:
         assert receive(one) == receive(two) == [HELLO]
-        one.sendall(codec.frame(SUBMIT) + codec.frame(Cancel("r-0")))
+        one.sendall(codec.encode_message(SUBMIT) + codec.encode_message(Cancel("r-0")))
         first, message = gateway.inbox.get(timeout=5)
         assert message == SUBMIT
         assert gateway.inbox.get(timeout=5) == (first, Cancel("r-0"))
-        two.sendall(codec.frame(Cancel("other")))
+        two.sendall(codec.encode_message(Cancel("other")))
         second, _ = gateway.inbox.get(timeout=5)
         assert second != first
         gateway.send(second, EVENTS)
@@ -104,7 +111,7 @@ def test_workers_are_greeted_told_apart_and_missed(gateway: Gateway, socket_path
         assert receive(one) == EVENTS[:2]
         assert receive(two) == EVENTS
         one.close()
-        assert gateway.inbox.get(timeout=5) == (first, Gone())
+        assert gateway.inbox.get(timeout=5) == (first, WorkerDisconnected())
         gateway.send(first, EVENTS)
         gateway.send(12345, EVENTS)
         gateway.send(second, [])
@@ -117,7 +124,7 @@ def test_a_worker_that_talks_nonsense_is_hung_up_on(
     with connect(socket_path) as worker:
         receive(worker)
         worker.sendall(b"\x00\x00\x00\x01\xc1")
-        assert gateway.inbox.get(timeout=5)[1] == Gone()
+        assert gateway.inbox.get(timeout=5)[1] == WorkerDisconnected()
         assert worker.recv(1) == b""
     assert "holds no message" in caplog.text
 
@@ -125,17 +132,17 @@ def test_a_worker_that_talks_nonsense_is_hung_up_on(
 def test_a_worker_that_does_not_read_holds_up_nobody(
     gateway: Gateway, socket_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(gateway_module, "MAX_UNREAD", 2**20)
+    monkeypatch.setattr(gateway_module, "MAX_UNREAD_BYTES", 2**20)
     with connect(socket_path) as stuck, connect(socket_path) as fine:
-        stuck.sendall(codec.frame(Cancel("r")))
+        stuck.sendall(codec.encode_message(Cancel("r")))
         stuck_id, _ = gateway.inbox.get(timeout=5)
-        fine.sendall(codec.frame(Cancel("r")))
+        fine.sendall(codec.encode_message(Cancel("r")))
         fine_id, _ = gateway.inbox.get(timeout=5)
         for _ in range(50):
             gateway.send(stuck_id, [Answer(0, bytes(100_000))])
         gateway.send(fine_id, EVENTS)
         assert [receive(fine), receive(fine)] == [[HELLO], EVENTS]
-        assert gateway.inbox.get(timeout=5) == (stuck_id, Gone())
+        assert gateway.inbox.get(timeout=5) == (stuck_id, WorkerDisconnected())
     assert "does not read" in caplog.text
 
 
@@ -158,7 +165,7 @@ def test_the_socket_is_private_and_goes_with_the_gateway(socket_path: Path) -> N
         receive(worker)
         gateway.close()
         assert worker.recv(1) == b""
-    assert gateway.inbox.get_nowait()[1] == Gone()
+    assert gateway.inbox.get_nowait()[1] == WorkerDisconnected()
     assert not socket_path.exists()
     gateway.send(0, EVENTS)
     gateway.close()
@@ -176,7 +183,7 @@ async def ready(client: EngineClient) -> None:
 
 
 def test_leaving_a_stream_cancels_what_still_runs(gateway: Gateway, socket_path: Path) -> None:
-    submits = [Submit(f"r-{i}", [1], Sampling(1)) for i in range(3)]
+    submits = [Submit(f"r-{i}", [1], SamplingParams(1)) for i in range(3)]
 
     async def use() -> list[object]:
         async with EngineClient(socket_path) as client:
@@ -193,7 +200,7 @@ def test_leaving_a_stream_cancels_what_still_runs(gateway: Gateway, socket_path:
 
     assert asyncio.run(use()) == [Tokens("r-0", [5], "stop"), Tokens("r-1", [6]), Tokens("r-2", [8])]
     sent = [message for _, message in drained(gateway)]
-    assert sent == [*submits[1:], Cancel("r-1"), Cancel("r-2"), Gone()]
+    assert sent == [*submits[1:], Cancel("r-1"), Cancel("r-2"), WorkerDisconnected()]
 
 
 def test_a_stream_ends_with_its_last_request(gateway: Gateway, socket_path: Path) -> None:
@@ -205,7 +212,7 @@ def test_a_stream_ends_with_its_last_request(gateway: Gateway, socket_path: Path
                 return [event async for event in stream]
 
     assert asyncio.run(use()) == [Tokens("r-0", [5], "stop")]
-    assert [message for _, message in drained(gateway)] == [Gone()]
+    assert [message for _, message in drained(gateway)] == [WorkerDisconnected()]
 
 
 def test_nothing_is_sent_over_a_connection_that_is_closing(gateway: Gateway, socket_path: Path) -> None:
@@ -253,7 +260,7 @@ def test_a_lost_engine_ends_everything_at_once(socket_path: Path) -> None:
 def drained(gateway: Gateway) -> list[tuple[int, object]]:
     """What is in the inbox, up to the worker's end."""
     messages: list[tuple[int, object]] = []
-    while not messages or messages[-1][1] != Gone():
+    while not messages or messages[-1][1] != WorkerDisconnected():
         messages.append(gateway.inbox.get(timeout=5))
     with pytest.raises(queue.Empty):
         gateway.inbox.get_nowait()

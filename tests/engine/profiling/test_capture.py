@@ -13,7 +13,7 @@ import torch
 
 from config.errors import SettingsError
 from config.settings import Settings
-from kernels.device import named
+from kernels.device import get_device
 from server.engine.loop import Loop
 from server.engine.profiling.capture import Capture
 from server.metrics.registry import Metrics
@@ -43,27 +43,27 @@ class Played:
 
 def test_the_first_steps_are_captured_and_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
     torch_mps = Played(monkeypatch)
-    with Capture.begin(2, named("mps")) as capture:
+    with Capture.begin(2, get_device("mps")) as capture:
         assert torch_mps.happened == ["begins kvmux"]
-        capture.computed()
+        capture.count_step()
         assert torch_mps.happened == ["begins kvmux"]
         for _ in range(3):
-            capture.computed()
+            capture.count_step()
             assert torch_mps.happened == ["begins kvmux", "ends"]
     assert torch_mps.happened == ["begins kvmux", "ends"]
 
 
 def test_a_capture_ends_with_the_engine_at_the_latest(monkeypatch: pytest.MonkeyPatch) -> None:
     torch_mps = Played(monkeypatch)
-    with pytest.raises(KeyError), Capture.begin(2, named("mps")):
+    with pytest.raises(KeyError), Capture.begin(2, get_device("mps")):
         raise KeyError
     assert torch_mps.happened == ["begins kvmux", "ends"]
 
 
 def test_without_steps_nothing_is_captured(monkeypatch: pytest.MonkeyPatch) -> None:
     torch_mps = Played(monkeypatch, fails=True)
-    with Capture.begin(None, named("cpu")) as capture:
-        capture.computed()
+    with Capture.begin(None, get_device("cpu")) as capture:
+        capture.count_step()
     assert torch_mps.happened == []
 
 
@@ -81,7 +81,7 @@ def test_what_cannot_be_captured_is_refused(
 ) -> None:
     Played(monkeypatch, **metal)
     with pytest.raises(SettingsError, match=f"metal_capture_steps: .*{told}"):
-        Capture.begin(3, named(device))
+        Capture.begin(3, get_device(device))
 
 
 def test_the_engine_counts_steps_that_compute(tiny: Path) -> None:
@@ -89,7 +89,7 @@ def test_the_engine_counts_steps_that_compute(tiny: Path) -> None:
     driver = Driver(tiny, max_seq_len=60)
     counted: list[int] = []
     gateway: Any = _Gateway()
-    loop = Loop(driver.engine, gateway, Metrics, beat=lambda: None, computed=lambda: counted.append(turns[0]))
+    loop = Loop(driver.engine, gateway, Metrics, beat=lambda: None, on_step=lambda: counted.append(turns[0]))
     turns = [0]
 
     def turn() -> None:

@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 
 from kernels.selfcheck.op_db import OPS
-from server.engine.ipc.messages import Answer, FromEngine, Profile, Query, Sampling, Submit, Tokens
-from server.engine.ipc.server import Gone
+from server.engine.ipc.messages import Answer, FromEngine, Profile, Query, SamplingParams, Submit, Tokens
+from server.engine.ipc.server import WorkerDisconnected
 from server.engine.loop import Loop
 from server.engine.profiling import profiler
-from server.engine.profiling.profiler import NOTHING
+from server.engine.profiling.profiler import NULL_CONTEXT
 from server.metrics.registry import Metrics
 from tests.engine.engine_driver import Driver
 from tests.engine.expected_tokens import Reference, random_prompt
@@ -58,7 +58,7 @@ class Running:
 
     def _submit(self) -> None:
         self._requests += 1
-        sampling = Sampling(MOST, temperature=0.0, ignore_eos=True)
+        sampling = SamplingParams(MOST, temperature=0.0, ignore_eos=True)
         self.gateway.inbox.put((0, Submit(str(self._requests), PROMPT, sampling)))
 
 
@@ -68,7 +68,7 @@ def running(tiny: Path, reference: Reference) -> Running:
 
 
 def told(answer: Answer) -> Any:
-    assert answer.refused is None, answer.refused
+    assert answer.error is None, answer.error
     return json.loads(gzip.decompress(answer.body))
 
 
@@ -94,13 +94,13 @@ def test_the_operations_are_as_before(tiny: Path, reference: Reference) -> None:
     running.ask(Query(1, Profile(3, LONG)))
     assert dict(vars(ops)) == before
     assert {op.name: getattr(ops, op.name) for op in OPS} == methods
-    assert running.loop._profiler.step(True) is NOTHING
+    assert running.loop._profiler.annotate_step(True) is NULL_CONTEXT
 
 
 def test_one_at_a_time(running: Running) -> None:
     answers = running.ask(Query(1, Profile(5, LONG)), Query(2, Profile(5, LONG)))
     assert told(answers[1])["kvmux"]["steps"] == 5
-    refused = answers[2].refused
+    refused = answers[2].error
     assert refused is not None
     assert (refused.status, refused.code) == (409, "profile_running")
     assert told(running.ask(Query(3, Profile(2, LONG)))[3])["kvmux"]["steps"] == 2
@@ -118,7 +118,7 @@ def test_time_is_a_bound_too_and_an_idle_engine_records_nothing(tiny: Path) -> N
 
 def test_a_worker_that_has_gone_leaves_nothing_behind(running: Running) -> None:
     running.gateway.inbox.put((5, Query(1, Profile(3, LONG))))
-    running.gateway.inbox.put((5, Gone()))
+    running.gateway.inbox.put((5, WorkerDisconnected()))
     running.ask(Query(2, "kv_cache"))
     while running.loop._profiler._busy:
         running.ask(Query(3, "kv_cache"))
@@ -155,15 +155,15 @@ class Broken:
 def test_a_fault_of_the_profiler_ends_no_request(running: Running, where: str, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patch:
         patch.setattr(profiler, "profile", Broken(where))
-        refused = running.ask(Query(1, Profile(3, LONG)))[1].refused
+        refused = running.ask(Query(1, Profile(3, LONG)))[1].error
     assert refused is not None
-    assert (refused.status, refused.message) == (500, profiler.FAULT)
+    assert (refused.status, refused.message) == (500, profiler.FAILED_MESSAGE)
     assert told(running.ask(Query(2, Profile(2, LONG)))[2])["kvmux"]["steps"] == 2
 
 
 def test_a_trace_that_is_too_large_is_refused(running: Running, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(profiler, "MOST_BYTES", 1000)
-    refused = running.ask(Query(1, Profile(3, LONG)))[1].refused
+    monkeypatch.setattr(profiler, "MAX_TRACE_BYTES", 1000)
+    refused = running.ask(Query(1, Profile(3, LONG)))[1].error
     assert refused is not None
     assert (refused.status, refused.code) == (409, "too_large")
     assert "ask for fewer steps" in refused.message

@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from server.engine.profiling.trace_table import table_of
+from server.engine.profiling.trace_table import make_table
 
 
 def span(name: str, ts: float, dur: float, tid: int | str = 1, **more: object) -> dict[str, object]:
@@ -25,7 +25,7 @@ def test_time_within_belongs_to_who_is_within() -> None:
         {"ph": "M", "name": "process_name", "pid": 7, "tid": 0, "args": {}},
         {"ph": "f", "name": "ac2g", "ts": 1.0, "pid": 7, "tid": 0, "id": 5},
     ]
-    table = table_of(json.dumps({"schemaVersion": 1, "traceEvents": events}).encode())
+    table = make_table(json.dumps({"schemaVersion": 1, "traceEvents": events}).encode())
     found = {row["name"]: (row["kind"], row["calls"], row["seconds"], row["own_seconds"]) for row in table}
     assert found == {
         "outer": ("cpu_op", 2, pytest.approx(30e-6), pytest.approx(22e-6)),
@@ -37,4 +37,4 @@ def test_time_within_belongs_to_who_is_within() -> None:
 
 
 def test_an_empty_trace() -> None:
-    assert table_of(b'{"traceEvents": []}') == []
+    assert make_table(b'{"traceEvents": []}') == []

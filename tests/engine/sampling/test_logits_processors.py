@@ -14,9 +14,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import RepetitionPenaltyLogitsProcessor
 
-from server.engine.ipc.messages import Sampling
-from server.engine.sampling.draw import Draw, Text
-from server.engine.sampling.logits_processors import adjusted
+from server.engine.ipc.messages import SamplingParams
+from server.engine.sampling.draw import Draw, TokenHistory
+from server.engine.sampling.logits_processors import process_logits
 from server.engine.sampling.sampler import sample
 from tests.engine.engine_driver import Driver, strategies
 from tests.engine.expected_tokens import Reference, random_prompt
@@ -36,8 +36,8 @@ def logits_of(seed: int = 0) -> torch.Tensor:
 def test_a_penalty_that_leaves_the_range_of_floats(how: dict[str, Any], penalty: float) -> None:
     """A token that was there is the likeliest by far; the draw does not fail."""
     logits = logits_of() + 5
-    text = Text([2, 7], [])
-    (token,) = sample(logits[None], [Draw(Sampling(1, repetition_penalty=penalty, seed=3, **how), 0, text)])
+    text = TokenHistory([2, 7], [])
+    (token,) = sample(logits[None], [Draw(SamplingParams(1, repetition_penalty=penalty, seed=3, **how), 0, text)])
     assert (token in text.prompt) is (penalty < 1)
 
 
@@ -47,7 +47,7 @@ def test_penalties_and_bias_by_their_definitions(
     prompt: list[int], output: list[int], frequency: float, presence: float, repetition: float, bias: dict[int, float]
 ) -> None:
     logits = logits_of()
-    sampling = Sampling(
+    sampling = SamplingParams(
         1,
         frequency_penalty=frequency,
         presence_penalty=presence,
@@ -61,7 +61,7 @@ def test_penalties_and_bias_by_their_definitions(
             logit = logit / repetition if logit > 0 else logit * repetition
         logit -= frequency * counts[token] + presence * (counts[token] > 0)
         want.append(logit + bias.get(token, 0))
-    got = adjusted(logits, sampling, Text(prompt, output), banned={3})
+    got = process_logits(logits, sampling, TokenHistory(prompt, output), banned={3})
     assert got[3] == -torch.inf
     want[3] = 0.0
     torch.testing.assert_close(got.where(torch.arange(VOCABULARY) != 3, 0.0), torch.tensor(want))
@@ -72,22 +72,24 @@ def test_penalties_and_bias_by_their_definitions(
 @given(st.lists(st.integers(0, VOCABULARY - 1), min_size=1, max_size=20), st.floats(0.1, 3))
 def test_repetition_is_transformers_own(tokens: list[int], penalty: float) -> None:
     theirs = RepetitionPenaltyLogitsProcessor(penalty)(torch.tensor([tokens]), logits_of()[None].clone())[0]
-    ours = adjusted(logits_of(), Sampling(1, repetition_penalty=penalty), Text(tokens[:3], tokens[3:]))
+    ours = process_logits(
+        logits_of(), SamplingParams(1, repetition_penalty=penalty), TokenHistory(tokens[:3], tokens[3:])
+    )
     assert torch.equal(ours, theirs)
 
 
 def test_greedy_and_drawn_tokens_come_from_the_adjusted_logits() -> None:
     logits = torch.stack([logits_of(), logits_of()])
     best = int(logits[0].argmax())
-    biased = Sampling(1, temperature=0.0, logit_bias=((best, -100.0),))
-    tokens = sample(logits, [Draw(biased, 0), Draw(Sampling(1, temperature=0.0), 0)])
+    biased = SamplingParams(1, temperature=0.0, logit_bias=((best, -100.0),))
+    tokens = sample(logits, [Draw(biased, 0), Draw(SamplingParams(1, temperature=0.0), 0)])
     assert tokens == [int(logits[0].topk(2).indices[1]), best]
-    sure = Sampling(1, temperature=1.0, logit_bias=((5, 100.0),))
+    sure = SamplingParams(1, temperature=1.0, logit_bias=((5, 100.0),))
     assert sample(logits[:1], [Draw(sure, 0)]) == [5]
 
 
-def allowing(tokens: Iterable[int], **how: Any) -> Sampling:
-    return Sampling(1, allowed_token_ids=array("q", tokens).tobytes(), **how)
+def allowing(tokens: Iterable[int], **how: Any) -> SamplingParams:
+    return SamplingParams(1, allowed_token_ids=array("q", tokens).tobytes(), **how)
 
 
 @many
@@ -95,8 +97,8 @@ def allowing(tokens: Iterable[int], **how: Any) -> Sampling:
 def test_allowed_tokens_keep_their_logits_and_others_lose_them(allowed: set[int], banned: set[int]) -> None:
     how = {"logit_bias": ((2, 3.0),)}
     before, after = (
-        adjusted(logits_of(), sampling, Text([], []), banned)
-        for sampling in (Sampling(1, **how), allowing(allowed, **how))
+        process_logits(logits_of(), sampling, TokenHistory([], []), banned)
+        for sampling in (SamplingParams(1, **how), allowing(allowed, **how))
     )
     for token in range(VOCABULARY):
         assert after[token] == (before[token] if token in allowed else -torch.inf)
@@ -188,5 +190,5 @@ def test_who_wants_no_token_gets_none(tiny: Path) -> None:
     driver.run()
     assert all((heard.tokens, heard.finish_reason) == ([], "length") for heard in driver.heard.values())
     assert sum(step.report.tokens for step in driver.steps) == len(PROMPT)
-    assert not any(step.report.generated for step in driver.steps)
+    assert not any(step.report.generated_tokens for step in driver.steps)
     driver.assert_nothing_leaked()

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from server.engine.ipc.messages import TokenLogprob
-from server.engine.sampling.logprobs import LOWEST, scores, scores_of_some
+from server.engine.sampling.logprobs import MIN_LOGPROB, compute_logprobs, compute_row_logprobs
 from server.models.no_cache import FullContext
 from tests.engine.engine_driver import Driver, strategies
 from tests.engine.expected_tokens import Reference, random_prompt
@@ -26,7 +26,7 @@ SETTINGS: dict[str, Any] = {
 @torch.inference_mode()
 def by_the_whole_text(reference: Reference, ids: list[int]) -> torch.Tensor:
     """Log-probabilities [len(ids) - 1, V] in float64: of what follows each token, computed without a cache."""
-    attention = FullContext(reference.model.specs, len(ids), reference.model.device)
+    attention = FullContext(reference.model.layer_specs, len(ids), reference.model.device)
     attention.logit_index = attention.positions[:-1]
     return reference.model.forward(torch.tensor(ids), attention).double().log_softmax(-1)
 
@@ -37,9 +37,9 @@ def assert_scores(told: list[TokenLogprob], tokens: list[int], expected: torch.T
         assert score.logprob == pytest.approx(float(row[score.token]), abs=1e-4)
         assert score.rank == int((row > row[score.token] + 1e-9).sum()) + 1
         best = row.topk(top)
-        assert [token for token, _ in score.top] == best.indices.tolist()
-        assert [logprob for _, logprob in score.top] == pytest.approx(best.values.tolist(), abs=1e-4)
-        assert dict(score.top).get(score.token, score.logprob) == score.logprob, "the very same number"
+        assert [token for token, _ in score.top_logprobs] == best.indices.tolist()
+        assert [logprob for _, logprob in score.top_logprobs] == pytest.approx(best.values.tolist(), abs=1e-4)
+        assert dict(score.top_logprobs).get(score.token, score.logprob) == score.logprob, "the very same number"
 
 
 def asked(driver: Driver, name: str = "it", *, instance: str = "paged", **options: Any) -> None:
@@ -92,7 +92,7 @@ def test_penalties_change_no_score(tiny: Path, reference: Reference) -> None:
 
 def test_in_small_steps_several_are_scored_one_after_the_other(tiny: Path, reference: Reference) -> None:
     driver = Driver(tiny, **SETTINGS)
-    driver.core.scheduler.limits = driver.limits._replace(max_step_scores=4)
+    driver.core.scheduler.limits = driver.limits._replace(max_logprob_tokens=4)
     for name in ("a", "b", "c"):
         asked(driver, name)
     driver.submit("plain", PROMPT, COUNT)
@@ -118,11 +118,11 @@ def test_who_wants_no_scores_gets_none(tiny: Path) -> None:
     asked(driver, "just its own", logprobs=0, prompt_logprobs=None)
     driver.run()
     assert driver.heard["plain"].scores == driver.heard["just its own"].prompt_scores == []
-    assert [score.top for score in driver.heard["just its own"].scores] == [[]] * COUNT
+    assert [score.top_logprobs for score in driver.heard["just its own"].scores] == [[]] * COUNT
 
 
 def test_json_has_no_infinity() -> None:
     logits = torch.tensor([[0.0, -torch.inf, 1.0]])
-    told = scores(logits, [1], top=9)[0]
-    assert (told.logprob, told.rank, told.top[-1]) == (LOWEST, 3, (1, LOWEST))
-    assert scores_of_some(logits, [0], [1], [None]) == [None]
+    told = compute_logprobs(logits, [1], top=9)[0]
+    assert (told.logprob, told.rank, told.top_logprobs[-1]) == (MIN_LOGPROB, 3, (1, MIN_LOGPROB))
+    assert compute_row_logprobs(logits, [0], [1], [None]) == [None]

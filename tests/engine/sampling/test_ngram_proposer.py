@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from server.engine.ipc.messages import Speculation
 from server.engine.sampling.ngram_proposer import NgramProposer
-from server.engine.sampling.speculation import speculation_of
+from server.engine.sampling.speculation import resolve_speculation
 from server.engine.scheduling.request import RequestError
 from tests.engine.scheduling.scheduler_driver import LIMITS
 
@@ -37,7 +37,7 @@ HOW = st.integers(1, 4).flatmap(
 def test_as_by_looking_at_every_place(text: list[int], how: Speculation, most: int, at_once: int) -> None:
     lookup = NgramProposer(how, len(text))
     for end in range(1, len(text) + 1, at_once):
-        assert lookup.draft(text[:end], most) == found(text[:end], how, most)
+        assert lookup.propose(text[:end], most) == found(text[:end], how, most)
 
 
 @pytest.mark.parametrize(
@@ -53,27 +53,27 @@ def test_as_by_looking_at_every_place(text: list[int], how: Speculation, most: i
     ],
 )
 def test_what_follows_where_the_end_stood_before(text: list[int], draft: list[int]) -> None:
-    assert NgramProposer(Speculation(4), 20).draft(text, 9) == draft
+    assert NgramProposer(Speculation(4), 20).propose(text, 9) == draft
 
 
 def test_too_little_in_common_is_nothing() -> None:
     text = [1, 2, 8, 9, 5, 8, 9, 2]
-    assert NgramProposer(Speculation(2, prompt_lookup_min=1), 20).draft(text, 9) == [8, 9]
-    assert NgramProposer(Speculation(2, prompt_lookup_min=2), 20).draft(text, 9) == []
+    assert NgramProposer(Speculation(2, prompt_lookup_min=1), 20).propose(text, 9) == [8, 9]
+    assert NgramProposer(Speculation(2, prompt_lookup_min=2), 20).propose(text, 9) == []
 
 
 def test_who_was_wrong_guesses_less_and_who_was_right_more() -> None:
     lookup, text, lengths = NgramProposer(Speculation(7), 20), [4] * 10, []
     for accepted in (0, 1, 3, 7, 2, 0):
-        lookup.learn(accepted)
-        lengths.append(len(lookup.draft(text, 9)))
+        lookup.update_draft_length(accepted)
+        lengths.append(len(lookup.propose(text, 9)))
     assert lengths == [1, 3, 7, 7, 5, 1]
 
 
 def test_a_request_asks_for_less_or_as_much_as_the_settings_allow_and_gets_theirs_if_it_says_nothing() -> None:
     limits = LIMITS._replace(num_speculative_tokens=2, max_speculative_tokens=5)
-    assert speculation_of(None, limits) == Speculation(2)
+    assert resolve_speculation(None, limits) == Speculation(2)
     for guesses in (0, 5):
-        assert speculation_of(Speculation(guesses, 6, 3), limits) == Speculation(guesses, 6, 3)
+        assert resolve_speculation(Speculation(guesses, 6, 3), limits) == Speculation(guesses, 6, 3)
     with pytest.raises(RequestError, match=r"num_speculative_tokens: should be at most 5 on this server, not 6"):
-        speculation_of(Speculation(6), limits)
+        resolve_speculation(Speculation(6), limits)

@@ -8,8 +8,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from server.engine.ipc.messages import Sampling
-from server.engine.sampling.rejection_sampler import SampleResult, VerifiedRequest, drawn, scored, verified
+from server.engine.ipc.messages import SamplingParams
+from server.engine.sampling.rejection_sampler import (
+    SampleResult,
+    VerifiedRequest,
+    compute_sample_logprobs,
+    sample_and_verify,
+    verify_draft,
+)
 from server.engine.scheduling.request import Request
 from tests.engine.scheduling.fake_caches import FakeCache, Memory
 
@@ -33,29 +39,29 @@ DRAWS = 6000
 def test_draws_count_up_to_the_first_that_was_not_guessed_or_ends_the_text(
     draft: list[int], tokens: list[int], expected: list[int], accepted: int
 ) -> None:
-    found = verified(draft, tokens, {EOS})
+    found = verify_draft(draft, tokens, {EOS})
     assert found == SampleResult(expected)
-    assert found.accepted == accepted
+    assert found.num_accepted == accepted
 
 
 @pytest.mark.parametrize(
     ("tokens", "expected"),
     [
-        ([None, 5, 6], SampleResult([], sound=False)),
-        ([4, None, 6], SampleResult([4], sound=False)),
-        ([4, 5, None], SampleResult([4, 5], sound=False)),
+        ([None, 5, 6], SampleResult([], is_finite=False)),
+        ([4, None, 6], SampleResult([4], is_finite=False)),
+        ([4, 5, None], SampleResult([4, 5], is_finite=False)),
         ([3, None, None], SampleResult([3])),
     ],
 )
 def test_what_is_no_number_counts_only_where_the_text_gets_to(tokens: list[int | None], expected: SampleResult) -> None:
-    found = verified([4, 5], tokens, {EOS})
+    found = verify_draft([4, 5], tokens, {EOS})
     assert found == expected
-    assert found.accepted <= 2
+    assert found.num_accepted <= 2
 
 
 # -------------------------------------------------------------------- draws
 def request(prompt: list[int], output: list[int], **sampling: object) -> Request:
-    made = Request((0, "r"), [*prompt], Sampling(30, **sampling), FakeCache("a", Memory(1)), "")  # type: ignore[arg-type]
+    made = Request((0, "r"), [*prompt], SamplingParams(30, **sampling), FakeCache("a", Memory(1)), "")  # type: ignore[arg-type]
     made.tokens += output
     return made
 
@@ -68,9 +74,9 @@ def logits_of(text: list[int], vocabulary: int = 12) -> Tensor:
 def one_by_one(prompt: list[int], count: int, **sampling: object) -> list[int]:
     """The text without guesses."""
     text = request(prompt, [], **sampling)
-    while text.generated < count and text.finish_reason is None:
-        (step,) = drawn([VerifiedRequest(text, (), 0)], logits_of(text.tokens)[None], {EOS}).values()
-        text.extend(step.tokens[0], {EOS})
+    while text.num_output_tokens < count and text.finish_reason is None:
+        (step,) = sample_and_verify([VerifiedRequest(text, (), 0)], logits_of(text.tokens)[None], {EOS}).values()
+        text.append_token(step.tokens[0], {EOS})
     return text.tokens[len(prompt) :]
 
 
@@ -98,7 +104,7 @@ def test_a_text_goes_on_as_it_would_have_without_guesses(way: str, wrong: int | 
             guesses[wrong] = (guesses[wrong] + 1) % 12
         rows = torch.stack([logits_of([*PROMPT, *text[:known], *guesses[:i]]) for i in range(len(guesses) + 1)])
         asked = request(PROMPT, text[:known], **sampling)
-        (step,) = drawn([VerifiedRequest(asked, guesses, 0)], rows, {EOS}).values()
+        (step,) = sample_and_verify([VerifiedRequest(asked, guesses, 0)], rows, {EOS}).values()
         right = 3 if wrong is None else wrong
         assert step == SampleResult(text[known : known + right + 1])
 
@@ -110,12 +116,12 @@ def test_requests_of_a_step_keep_to_their_own_rows() -> None:
         logits[row, winner] = 1.0
     first, second = (request(PROMPT, [2], temperature=0.0, logprobs=n) for n in (2, None))
     turns = [VerifiedRequest(first, [4, 5], 1), VerifiedRequest(second, [], 5)]
-    found = drawn(turns, logits, ())
+    found = sample_and_verify(turns, logits, ())
     assert found == {first: SampleResult([4, 5, 6]), second: SampleResult([8])}
-    told, nothing = scored(turns, found, logits)
+    told, nothing = compute_sample_logprobs(turns, found, logits)
     assert nothing is None
     assert told is not None
-    assert [(score.token, score.rank, len(score.top)) for score in told] == [(4, 1, 2), (5, 1, 2), (6, 1, 2)]
+    assert [(score.token, score.rank, len(score.top_logprobs)) for score in told] == [(4, 1, 2), (5, 1, 2), (6, 1, 2)]
 
 
 # -------------------------------------------------------------------- distributions
@@ -127,7 +133,7 @@ def test_drawn_tokens_are_distributed_as_the_model_says_whatever_was_guessed() -
     second: Counter[int] = Counter()
     for seed in range(DRAWS):
         asked = request(PROMPT, [2], temperature=1.0, seed=seed)
-        (step,) = drawn([VerifiedRequest(asked, [1], 0)], logits, ()).values()
+        (step,) = sample_and_verify([VerifiedRequest(asked, [1], 0)], logits, ()).values()
         first[step.tokens[0]] += 1
         assert (len(step.tokens) == 2) == (step.tokens[0] == 1)
         second.update(step.tokens[1:])

@@ -14,8 +14,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from kernels.sampling import draw, probabilities
-from server.engine.ipc.messages import Sampling
+from kernels.sampling import compute_probabilities, draw_token
+from server.engine.ipc.messages import SamplingParams
 from server.engine.sampling.draw import Draw
 from server.engine.sampling.sampler import Noise, sample
 
@@ -34,7 +34,7 @@ class Expected(NamedTuple):
     weights: list[float]
 
 
-def by_definition(logits: Sequence[float], sampling: Sampling) -> Expected:
+def by_definition(logits: Sequence[float], sampling: SamplingParams) -> Expected:
     """Temperature, min-p, top-k, top-p; a token that is in by less than the rounding of float32 may be out."""
     top = max(logits)
     weights = [math.exp((x - top) / sampling.temperature) for x in logits]
@@ -59,7 +59,7 @@ LOGITS = st.lists(
     st.one_of(st.integers(-20, 20).map(lambda n: n / 4), st.just(-math.inf)), min_size=1, max_size=40
 ).filter(lambda logits: max(logits) > -math.inf)
 PARAMETERS = st.builds(
-    Sampling,
+    SamplingParams,
     st.just(1),
     temperature=st.one_of(st.sampled_from([1e-3, 0.01, 0.5, 1.0, 2.0]), st.floats(1e-3, 2)),
     top_k=st.one_of(st.just(0), st.integers(1, 45)),
@@ -70,13 +70,13 @@ PARAMETERS = st.builds(
 
 @many
 @given(LOGITS, PARAMETERS)
-@example([1.0, 1.0, 1.0, 1.0], Sampling(1, top_k=2, top_p=0.5))
-@example([0.0, 5.0, 5.0, -math.inf], Sampling(1, top_k=1))
-@example([0.0, 5.0, 5.0], Sampling(1, min_p=1.0))
-@example([1.0] * 8, Sampling(1, top_k=4, top_p=0.5))
-@example([1.0] * 6000, Sampling(1, top_p=0.5))
-def test_probabilities_are_those_of_the_definition(logits: list[float], sampling: Sampling) -> None:
-    expected, got = by_definition(logits, sampling), probabilities(torch.tensor(logits), sampling).double()
+@example([1.0, 1.0, 1.0, 1.0], SamplingParams(1, top_k=2, top_p=0.5))
+@example([0.0, 5.0, 5.0, -math.inf], SamplingParams(1, top_k=1))
+@example([0.0, 5.0, 5.0], SamplingParams(1, min_p=1.0))
+@example([1.0] * 8, SamplingParams(1, top_k=4, top_p=0.5))
+@example([1.0] * 6000, SamplingParams(1, top_p=0.5))
+def test_probabilities_are_those_of_the_definition(logits: list[float], sampling: SamplingParams) -> None:
+    expected, got = by_definition(logits, sampling), compute_probabilities(torch.tensor(logits), sampling).double()
     assert torch.isfinite(got).all()
     kept = (got > 0).tolist()
     for i, weight in enumerate(expected.weights):
@@ -91,12 +91,12 @@ def test_probabilities_are_those_of_the_definition(logits: list[float], sampling
 def test_what_leaves_one_token_is_greedy_and_of_equal_ones_the_first(
     logits: list[float], seed: int, position: int
 ) -> None:
-    greedy = sample(torch.tensor([logits]), [Draw(Sampling(1, temperature=0), position)])
+    greedy = sample(torch.tensor([logits]), [Draw(SamplingParams(1, temperature=0), position)])
     assert greedy == [logits.index(max(logits))]
     for one in (
-        Sampling(1, temperature=1.0, top_k=1, seed=seed),
-        Sampling(1, temperature=2.0, top_p=1e-9, seed=seed),
-        Sampling(1, temperature=1e-3, top_k=1, top_p=0.1, min_p=0.5, seed=seed),
+        SamplingParams(1, temperature=1.0, top_k=1, seed=seed),
+        SamplingParams(1, temperature=2.0, top_p=1e-9, seed=seed),
+        SamplingParams(1, temperature=1e-3, top_k=1, top_p=0.1, min_p=0.5, seed=seed),
     ):
         assert sample(torch.tensor([logits]), [Draw(one, position)]) == greedy
 
@@ -105,7 +105,9 @@ def test_what_leaves_one_token_is_greedy_and_of_equal_ones_the_first(
 def test_the_coldest_temperatures_are_greedy(temperature: float) -> None:
     logits = torch.randn(64, generator=torch.Generator().manual_seed(1)) * 30
     for position in range(20):
-        assert sample(logits[None], [Draw(Sampling(1, temperature=temperature), position)]) == [int(logits.argmax())]
+        assert sample(logits[None], [Draw(SamplingParams(1, temperature=temperature), position)]) == [
+            int(logits.argmax())
+        ]
 
 
 @pytest.mark.parametrize("top_p", [1e-9, 1e-50, 5e-324])
@@ -113,16 +115,16 @@ def test_the_smallest_top_p_is_greedy(top_p: float) -> None:
     logits = torch.zeros(64)
     logits[9:12] = 1.0
     for position in range(20):
-        assert sample(logits[None], [Draw(Sampling(1, temperature=2.0, top_p=top_p), position)]) == [9]
+        assert sample(logits[None], [Draw(SamplingParams(1, temperature=2.0, top_p=top_p), position)]) == [9]
 
 
 @pytest.mark.parametrize("scale", [1.0, 1e4, 1e30])
 def test_huge_logits_are_no_trouble(scale: float) -> None:
     logits = torch.linspace(1, -1, 50) * scale
-    p = probabilities(logits, Sampling(1, temperature=2.0))
+    p = compute_probabilities(logits, SamplingParams(1, temperature=2.0))
     assert float(p.sum()) == pytest.approx(1)
     assert int(p.argmax()) == 0
-    assert sample(logits[None], [Draw(Sampling(1, temperature=1e-20), 3)]) == [0]
+    assert sample(logits[None], [Draw(SamplingParams(1, temperature=1e-20), 3)]) == [0]
 
 
 # -------------------------------------------------------------------- draws
@@ -137,20 +139,20 @@ def chi_square(counts: Counter[int], p: Sequence[float]) -> tuple[float, float]:
 @pytest.mark.parametrize(
     "sampling",
     [
-        Sampling(1),
-        Sampling(1, temperature=0.4),
-        Sampling(1, top_k=7),
-        Sampling(1, temperature=1.7, top_p=0.8),
-        Sampling(1, min_p=0.2, top_p=0.95, top_k=9),
+        SamplingParams(1),
+        SamplingParams(1, temperature=0.4),
+        SamplingParams(1, top_k=7),
+        SamplingParams(1, temperature=1.7, top_p=0.8),
+        SamplingParams(1, min_p=0.2, top_p=0.95, top_k=9),
     ],
     ids=["plain", "cold", "top_k", "top_p", "all"],
 )
-def test_draws_follow_the_distribution(sampling: Sampling) -> None:
+def test_draws_follow_the_distribution(sampling: SamplingParams) -> None:
     logits = torch.randn(16, generator=torch.Generator().manual_seed(3))
-    p = probabilities(logits, sampling)
+    p = compute_probabilities(logits, sampling)
     exact = (p.double() / p.double().sum()).tolist()
     for places in ([(seed, 17) for seed in range(800)], [(17, position) for position in range(800)]):
-        counts = Counter(int(draw(p, Noise().at(*place))) for place in places)
+        counts = Counter(int(draw_token(p, Noise().draw_uniform(*place))) for place in places)
         assert all(exact[token] > 0 for token in counts), "a token that was filtered out"
         statistic, limit = chi_square(counts, exact)
         assert statistic < limit
@@ -162,7 +164,7 @@ def test_draws_follow_the_distribution(sampling: Sampling) -> None:
     st.one_of(st.floats(0, 1, exclude_max=True), st.just(1 - 2**-53)),
 )
 def test_a_draw_is_the_token_whose_stretch_holds_the_number(p: list[float], u: float) -> None:
-    token = int(draw(torch.tensor(p), u))
+    token = int(draw_token(torch.tensor(p), u))
     assert p[token] > 0
     total = math.fsum(p)
     assert math.fsum(p[:token]) <= u * total + 1e-6 * total
@@ -170,7 +172,7 @@ def test_a_draw_is_the_token_whose_stretch_holds_the_number(p: list[float], u: f
 
 
 def test_noise_is_uniform_and_no_two_places_share_it() -> None:
-    grid = np.array([[Noise().at(seed, position) for position in range(60)] for seed in range(-30, 30)])
+    grid = np.array([[Noise().draw_uniform(seed, position) for position in range(60)] for seed in range(-30, 30)])
     assert len(np.unique(grid)) == grid.size
     assert grid.min() >= 0
     assert grid.max() < 1
@@ -185,20 +187,22 @@ def test_noise_is_uniform_and_no_two_places_share_it() -> None:
 @given(st.integers(-(2**63), 2**64 - 1), st.integers(0, 2**40))
 def test_noise_is_numpys(seed: int, position: int) -> None:
     bits = np.random.Philox(key=seed % 2**64, counter=position)
-    assert Noise().at(seed, position) == np.random.Generator(bits).random()
+    assert Noise().draw_uniform(seed, position) == np.random.Generator(bits).random()
 
 
 def test_every_64_bit_seed_is_one_of_its_own() -> None:
     seeds = [0, 1, -1, 2**62, 2**63 - 1, -(2**63)]
-    assert len({Noise().at(seed, 5) for seed in seeds}) == len(seeds)
-    assert Noise().at(-1, 5) == Noise().at(2**64 - 1, 5)
+    assert len({Noise().draw_uniform(seed, 5) for seed in seeds}) == len(seeds)
+    assert Noise().draw_uniform(-1, 5) == Noise().draw_uniform(2**64 - 1, 5)
 
 
 # -------------------------------------------------------------------- the batch
 def a_batch() -> tuple[Tensor, list[Draw]]:
     logits = torch.randn(6, 40, generator=torch.Generator().manual_seed(5)) * 3
-    draws = [Draw(Sampling(1, temperature=t, seed=s), p) for t, s, p in ((1, 3, 9), (0, 0, 9), (0.7, 3, 9), (1, 4, 9))]
-    return logits, [*draws, Draw(Sampling(1, seed=3), 10), Draw(Sampling(1, top_k=3, seed=3), 9)]
+    draws = [
+        Draw(SamplingParams(1, temperature=t, seed=s), p) for t, s, p in ((1, 3, 9), (0, 0, 9), (0.7, 3, 9), (1, 4, 9))
+    ]
+    return logits, [*draws, Draw(SamplingParams(1, seed=3), 10), Draw(SamplingParams(1, top_k=3, seed=3), 9)]
 
 
 def test_noise_depends_on_neither_batch_nor_order() -> None:
@@ -213,10 +217,10 @@ def test_noise_depends_on_neither_batch_nor_order() -> None:
 @pytest.mark.parametrize("temperature", [0.2, 0.4, 1.0, 2.0])
 def test_a_token_is_drawn_from_its_probabilities_by_its_noise(temperature: float) -> None:
     logits = torch.randn(1, 40, generator=torch.Generator().manual_seed(5))
-    sampling = Sampling(1, temperature=temperature, seed=11)
+    sampling = SamplingParams(1, temperature=temperature, seed=11)
     drawn = [sample(logits, [Draw(sampling, position)])[0] for position in range(30)]
-    p = probabilities(logits[0], sampling)
-    assert drawn == [int(draw(p, Noise().at(11, position))) for position in range(30)]
+    p = compute_probabilities(logits[0], sampling)
+    assert drawn == [int(draw_token(p, Noise().draw_uniform(11, position))) for position in range(30)]
     assert len(set(drawn)) > 1
 
 
@@ -229,23 +233,28 @@ def test_logits_are_left_as_they_were() -> None:
 
 @pytest.mark.parametrize(
     "sampling",
-    [Sampling(1), Sampling(1, top_k=50), Sampling(1, top_p=0.9), Sampling(1, min_p=0.1, top_k=1000, top_p=0.5)],
+    [
+        SamplingParams(1),
+        SamplingParams(1, top_k=50),
+        SamplingParams(1, top_p=0.9),
+        SamplingParams(1, min_p=0.1, top_k=1000, top_p=0.5),
+    ],
 )
-def test_a_large_vocabulary_is_drawn_from(sampling: Sampling) -> None:
+def test_a_large_vocabulary_is_drawn_from(sampling: SamplingParams) -> None:
     logits = torch.randn(VOCABULARY, generator=torch.Generator().manual_seed(7)) * 4
-    p = probabilities(logits, sampling)
+    p = compute_probabilities(logits, sampling)
     kept = (p > 0).sum()
     assert kept <= (sampling.top_k or VOCABULARY)
     tokens = [sample(logits[None], [Draw(sampling, position)])[0] for position in range(5)]
     assert all(p[token] > 0 for token in tokens)
     flat = torch.zeros(VOCABULARY)
-    assert len({sample(flat[None], [Draw(Sampling(1, seed=1), position)])[0] for position in range(5)}) == 5
+    assert len({sample(flat[None], [Draw(SamplingParams(1, seed=1), position)])[0] for position in range(5)}) == 5
 
 
 def test_a_large_vocabulary_is_drawn_from_evenly() -> None:
     """Sums of many small probabilities lose no token: quarters of the vocabulary come equally often."""
     p = torch.full((VOCABULARY,), 1 / VOCABULARY)
-    quarters = Counter(int(draw(p, Noise().at(1, i))) * 4 // VOCABULARY for i in range(300))
+    quarters = Counter(int(draw_token(p, Noise().draw_uniform(1, i))) * 4 // VOCABULARY for i in range(300))
     statistic, limit = chi_square(quarters, [0.25] * 4)
     assert statistic < limit
 
@@ -253,7 +262,7 @@ def test_a_large_vocabulary_is_drawn_from_evenly() -> None:
 def test_however_small_top_p_is_the_likeliest_token_stays() -> None:
     logits = torch.tensor([0.0, 3.0, 1.0])
     for top_p in (1e-300, 1e-46, 1e-45, 1e-7):
-        assert probabilities(logits, Sampling(1, top_p=top_p)).nonzero().flatten().tolist() == [1]
+        assert compute_probabilities(logits, SamplingParams(1, top_p=top_p)).nonzero().flatten().tolist() == [1]
 
 
 @pytest.mark.parametrize("wrong", [math.nan, math.inf])
@@ -261,7 +270,7 @@ def test_however_small_top_p_is_the_likeliest_token_stays() -> None:
 def test_logits_that_are_no_numbers_give_no_token(wrong: float, temperature: float) -> None:
     logits = torch.randn(3, 10)
     logits[1, 4] = wrong
-    draws = [Draw(Sampling(1, temperature=temperature), position) for position in range(3)]
+    draws = [Draw(SamplingParams(1, temperature=temperature), position) for position in range(3)]
     before, broken, after = sample(logits, draws)
     assert broken is None
     assert [before] == sample(logits[:1], draws[:1])

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import torch
 
-from config.settings import LONGEST_DRAFT
+from config.settings import MAX_DRAFT_TOKENS
 from kernels.ops import Attention
-from server.engine.ipc.messages import Sampling, Speculation
+from server.engine.ipc.messages import SamplingParams, Speculation
 from tests.engine.engine_driver import Driver, RequestEvents, least_memory, strategies
 from tests.engine.expected_tokens import Reference, random_prompt
 from tests.engine.fake_proposer import FakeProposer
@@ -44,7 +44,7 @@ def guessing(
     guesses = FakeProposer(
         [*prompt, *text], count=4, right=right.get("right", 0.7), seed=right.get("seed_of_guesses", 0)
     )
-    request.lookup = guesses  # type: ignore[assignment]
+    request.proposer = guesses  # type: ignore[assignment]
     return heard, guesses
 
 
@@ -150,13 +150,13 @@ def test_log_probabilities_are_those_without_guesses(tiny: Path, reference: Refe
     for ours, theirs in zip([*plain.scores, *plain.prompt_scores], [*other.scores, *other.prompt_scores], strict=True):
         assert (ours.token, ours.rank) == (theirs.token, theirs.rank)
         assert ours.logprob == pytest.approx(theirs.logprob, abs=1e-4)
-        assert [token for token, _ in ours.top] == [token for token, _ in theirs.top]
+        assert [token for token, _ in ours.top_logprobs] == [token for token, _ in theirs.top_logprobs]
 
 
 # -------------------------------------------------------------------- company
 def test_choices_of_one_prompt(tiny: Path, reference: Reference) -> None:
     driver = Driver(tiny, **SETTINGS)
-    texts = [reference.sampled(PROMPT, Sampling(9, 0.9, top_k=10, seed=i, ignore_eos=True)) for i in range(4)]
+    texts = [reference.sampled(PROMPT, SamplingParams(9, 0.9, top_k=10, seed=i, ignore_eos=True)) for i in range(4)]
     for i, text in enumerate(texts):
         options: dict[str, Any] = {"temperature": 0.9, "top_k": 10, "seed": i, "sibling_of": "0" if i else None}
         guessing(driver, str(i), text, kv_cache="small", seed_of_guesses=i, **options)
@@ -238,13 +238,13 @@ def test_settings_are_for_those_who_do_not_say(tiny: Path) -> None:
     refused = driver.heard["too many"].failed
     assert refused is not None
     assert (refused.status, refused.param) == (400, "speculative_config.num_speculative_tokens")
-    assert driver.request("silent").lookup is not None
-    assert driver.request("none").lookup is None
+    assert driver.request("silent").proposer is not None
+    assert driver.request("none").proposer is None
     driver.run()
 
 
 def test_a_strategy_in_which_the_cut_into_rows_shows_has_none(tiny: Path) -> None:
-    driver = Driver(tiny, **SETTINGS, num_speculative_tokens=LONGEST_DRAFT)
+    driver = Driver(tiny, **SETTINGS, num_speculative_tokens=MAX_DRAFT_TOKENS)
     cache = driver.core.caches["paged"]
     cache.contract = cache.contract._replace(chunk_invariant=False)
     driver.submit("it", [5, 6, 7] * 8, 12, kv_cache="paged")

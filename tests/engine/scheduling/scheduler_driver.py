@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from cache_strategies.base import KVCache
-from server.engine.ipc.messages import Sampling
+from server.engine.ipc.messages import SamplingParams
 from server.engine.scheduling.request import Request
 from server.engine.scheduling.scheduler import Limits, Scheduler
 
@@ -38,7 +38,7 @@ class SchedulerDriver:
         arrived: float | None = None,
     ) -> Request:
         """Queue a request, now or as if it had come at a given second."""
-        request = Request((0, name), [TOKEN] * prompt, Sampling(max_tokens), cache, "test", priority)
+        request = Request((0, name), [TOKEN] * prompt, SamplingParams(max_tokens), cache, "test", priority)
         if arrived is not None:
             request.times.arrived = arrived
         self.scheduler.submit(request)
@@ -56,10 +56,10 @@ class SchedulerDriver:
 def enter(scheduler: Scheduler, request: Request, num_tokens: int, accepted: int = 0) -> None:
     """Enter the row's tokens, and the first `accepted` of its draft tokens."""
     assert request.seat is not None
-    at_end = num_tokens == request.remaining
+    at_end = num_tokens == request.num_remaining_tokens
     request.seat.length += num_tokens + accepted
     for _ in range(accepted + 1 if at_end else 0):
-        request.extend(TOKEN, eos_ids=())
+        request.append_token(TOKEN, eos_ids=())
     if request.finish_reason:
         scheduler.remove(request)
 
@@ -70,9 +70,9 @@ class PerfectProposer:
     def __init__(self, count: int) -> None:
         self.count = count
 
-    def draft(self, text: Sequence[int], most: int) -> list[int]:
+    def propose(self, text: Sequence[int], most: int) -> list[int]:
         assert most > 0
         return [TOKEN] * min(most, self.count)
 
-    def learn(self, accepted: int) -> None:
+    def update_draft_length(self, accepted: int) -> None:
         """Nothing."""

@@ -9,7 +9,7 @@ import pytest
 
 from tests.engine.engine_driver import Driver, strategies
 from tests.engine.expected_tokens import random_prompt
-from tools.bench.growth import calls_of
+from tools.bench.growth import count_calls
 
 FEW, MANY = 10, 1500
 INSTANCES = strategies(paged={"kind": "paged"}, other={"kind": "paged"}, contiguous={"kind": "contiguous"})
@@ -30,11 +30,11 @@ def scheduling(directory: Path, waiting: int, **settings: Any) -> tuple[int, int
         core.step()
     for _ in range(waiting):
         submit()
-    taking = calls_of(submit)
+    taking = count_calls(submit)
     for _ in range(3):
         core.step()
     assert len(core.scheduler.waiting) > waiting
-    return calls_of(core.scheduler.schedule), taking
+    return count_calls(core.scheduler.schedule), taking
 
 
 @pytest.mark.parametrize(

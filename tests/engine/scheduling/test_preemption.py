@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from server.engine.ipc.messages import Sampling
+from server.engine.ipc.messages import SamplingParams
 from tests.engine.engine_driver import Driver, least_memory, strategies
 from tests.engine.expected_tokens import Reference, random_prompt
 
@@ -31,9 +31,9 @@ def cramped(tiny: Path, *, overcommit: float, more: float = 1.1) -> Driver:
     return Driver(tiny, **SETTINGS, kv_overcommit=overcommit, kv_memory=str(int(least * more)))
 
 
-def sampling(i: int) -> Sampling:
+def sampling(i: int) -> SamplingParams:
     """Every other text is drawn."""
-    return Sampling(COUNT, temperature=0.8 * (i % 2), top_k=20, top_p=0.9, seed=40 + i, ignore_eos=True)
+    return SamplingParams(COUNT, temperature=0.8 * (i % 2), top_k=20, top_p=0.9, seed=40 + i, ignore_eos=True)
 
 
 def expected(reference: Reference, i: int) -> list[int]:
@@ -75,11 +75,11 @@ def test_preemptions_are_counted_and_memory_is_used_to_the_full(tiny: Path, inst
     least_free = driver.core.arena.pages
     while driver.core.busy:
         driver.step()
-        least_free = min(least_free, driver.core.arena.free)
+        least_free = min(least_free, driver.core.arena.num_free_pages)
     assert least_free == 0, "never at 100 %"
     by_instance: Counter[str] = Counter()
     for step in driver.steps:
-        by_instance.update(step.report.preempted)
+        by_instance.update(step.report.preemptions)
     assert sum(by_instance.values()) > 0
     assert by_instance == sum((Counter({r.instance: r.preemptions}) for r in driver.records), Counter())
     assert by_instance.total() == sum(heard.preempted for heard in driver.heard.values())
@@ -99,9 +99,9 @@ def test_within_an_instance_the_line_is_kept(tiny: Path, instance: str) -> None:
     submit_all(driver, [instance])
     preempted = 0
     while driver.core.busy:
-        preempted += sum(driver.step().report.preempted.values())
+        preempted += sum(driver.step().report.preemptions.values())
         running, waiting = driver.core.scheduler.running, driver.core.scheduler.waiting
-        assert not running or not waiting or running[-1].place < waiting[0].place
+        assert not running or not waiting or running[-1].queue_key < waiting[0].queue_key
     assert preempted
     ends = [driver.heard[str(i)].last_step for i in range(len(PROMPTS))]
     assert driver.heard["0"].last_step == min(end for end in ends if end is not None), "the first is never held up"
@@ -116,10 +116,10 @@ def test_state_of_sampling_and_of_the_text_survives(tiny: Path, reference: Refer
         driver.step()
         for name in set(driver.waiting()):
             request = driver.request(name)
-            if request.preemptions and request.generated:
+            if request.num_preemptions and request.num_output_tokens:
                 seen.add(name)
                 assert request.tokens == PROMPTS[int(name)] + driver.heard[name].tokens
-                assert request.cached_tokens is not None, "admitted once, and remembered"
+                assert request.num_cached_tokens is not None, "admitted once, and remembered"
     assert seen & set(names[1::2]), "no drawn text was preempted half-way"
     for name in seen:
         assert driver.heard[name].tokens == expected(reference, int(name))

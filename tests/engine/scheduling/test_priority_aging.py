@@ -56,7 +56,7 @@ def test_a_request_that_has_waited_is_not_preempted_by_those_it_overtook() -> No
     engine, cache = busy_engine(priority_aging=2.0)
     low = engine.submit("low", cache, 1, 10, priority=5, arrived=0.0)
     assert seconds_until_served(engine, cache, low, at_most=100) in (19, 20)  # 10 s of waiting, 10 tokens
-    assert low.preemptions == 0
+    assert low.num_preemptions == 0
 
 
 def test_a_fresh_request_is_preempted_by_a_more_urgent_one() -> None:
@@ -65,7 +65,7 @@ def test_a_fresh_request_is_preempted_by_a_more_urgent_one() -> None:
     engine.step()
     engine.submit("urgent", cache, 1, 1, priority=0, arrived=1.0)
     engine.step()
-    assert low.preemptions == 1
+    assert low.num_preemptions == 1
 
 
 @given(st.lists(st.tuples(st.integers(-5, 5), st.floats(0, 30)), min_size=2, max_size=40))

@@ -59,7 +59,7 @@ class Watched:
     def step(self) -> None:
         scheduler = self.engine.scheduler
         busy = bool(scheduler.running or scheduler.waiting)
-        decoding = [r for r in scheduler.running if r.remaining == 1]
+        decoding = [r for r in scheduler.running if r.num_remaining_tokens == 1]
         rows, preempted = scheduler.schedule()
         assert rows or not busy, "nobody progresses"
         assert all(request.seat is None and request in scheduler.waiting for request in preempted)
@@ -72,7 +72,7 @@ class Watched:
 
     def _check_rows(self, rows: Sequence[Scheduled]) -> None:
         limits = self.engine.scheduler.limits
-        prompts = sum(num_tokens for request, num_tokens, _ in rows if request.remaining > 1)
+        prompts = sum(num_tokens for request, num_tokens, _ in rows if request.num_remaining_tokens > 1)
         assert prompts <= limits.max_num_batched_tokens
         assert len(self.engine.scheduler.running) <= limits.max_num_seqs
         assert len({row.request for row in rows}) == len(rows)
@@ -80,9 +80,9 @@ class Watched:
         for request, num_tokens, draft in rows:
             assert isinstance(request.seat, FakeSeat)
             entering = num_tokens + len(draft)
-            assert 0 < num_tokens <= request.remaining
+            assert 0 < num_tokens <= request.num_remaining_tokens
             assert entering <= (request.cache.contract.max_row or entering)
-            assert request.generated + len(draft) < request.sampling.max_tokens
+            assert request.num_output_tokens + len(draft) < request.sampling.max_tokens
             assert request.seat.held >= request.cache.bytes_for(request.seat.length + entering)
 
 
@@ -99,7 +99,7 @@ def test_any_load_keeps_the_limits_and_comes_to_an_end(
         cache = watched.caches[load.cache]
         requests.append(watched.engine.submit(str(i), cache, load.prompt, load.max_tokens, load.priority))
         if load.guesses:
-            requests[-1].lookup = PerfectProposer(load.guesses)  # type: ignore[assignment]
+            requests[-1].proposer = PerfectProposer(load.guesses)  # type: ignore[assignment]
     for _ in range(60 * len(loads)):
         watched.step()
     assert [request.finish_reason for request in requests] == ["length"] * len(loads)

@@ -80,7 +80,7 @@ def test_what_a_waiting_request_waits_for() -> None:
     engine.submit("big", wide, 4)
     engine.submit("later", narrow, 2, 5)
     engine.step()
-    waits = engine.scheduler.waits
+    waits = engine.scheduler.count_waiting
     assert waits() == {("wide", "turn"): 1, ("narrow", "turn"): 1}, "the step's tokens were the first one's"
     engine.step()
     assert waits() == {("wide", "memory"): 1}
@@ -113,7 +113,7 @@ def test_if_nobody_is_ready_everybody_waits() -> None:
     assert engine.step() == {}
     cache.not_ready.clear()
     assert engine.step() == {"0": 1, "1": 1}
-    assert [request.preemptions for request in requests] == [0, 0]
+    assert [request.num_preemptions for request in requests] == [0, 0]
 
 
 def test_if_nobody_who_is_ready_has_room_the_last_in_line_gives_way() -> None:
@@ -124,7 +124,7 @@ def test_if_nobody_who_is_ready_has_room_the_last_in_line_gives_way() -> None:
     assert waits.seat is not None
     cache.not_ready.add(waits.seat)
     assert engine.step() == {}
-    assert (waits.preemptions, needs.preemptions) == (0, 1)
+    assert (waits.num_preemptions, needs.num_preemptions) == (0, 1)
     cache.not_ready.clear()
     assert engine.step() == {"waits": 1}
 
@@ -136,7 +136,7 @@ def test_the_last_in_line_gives_way() -> None:
     engine.step()
     small = engine.submit("small", FakeCache("b", cache.memory), 1)
     assert engine.step() == {"0": 1, "1": 1}
-    assert [request.preemptions for request in requests] == [0, 0, 1]
+    assert [request.num_preemptions for request in requests] == [0, 0, 1]
     assert engine.scheduler.waiting == [requests[2], small], "nobody is taken in where somebody had to go"
 
 
@@ -147,7 +147,7 @@ def test_what_cannot_be_recomputed_gives_way_last() -> None:
     precious = engine.submit("precious", FakeCache("c", memory, replayable=False), 3, 5)
     engine.step()
     engine.step()
-    assert (first.preemptions, second.preemptions, precious.preemptions) == (0, 1, 0)
+    assert (first.num_preemptions, second.num_preemptions, precious.num_preemptions) == (0, 1, 0)
 
 
 def test_the_own_instance_gives_way_before_another() -> None:
@@ -158,7 +158,7 @@ def test_the_own_instance_gives_way_before_another() -> None:
     other = engine.submit("other", FakeCache("b", memory, reserve=3), 3, 5)
     engine.step()
     engine.step()
-    assert (own.preemptions, other.preemptions) == (1, 0)
+    assert (own.num_preemptions, other.num_preemptions) == (1, 0)
 
 
 def test_nobody_in_the_step_already_gives_way() -> None:
@@ -170,7 +170,7 @@ def test_nobody_in_the_step_already_gives_way() -> None:
     for _ in range(3):  # the first has no room, but who decodes is in the step before it is asked
         assert engine.step() == {"second": 1}
     assert engine.step() == {"first": 3}, "now neither has room, and who is behind gives way"
-    assert second.preemptions == 1
+    assert second.num_preemptions == 1
 
 
 def test_nobody_gives_way_where_it_would_not_be_enough() -> None:
@@ -181,7 +181,7 @@ def test_nobody_gives_way_where_it_would_not_be_enough() -> None:
     engine.step()
     high = engine.submit("high", FakeCache("c", memory), 10, 1)
     engine.step()
-    assert (high.seat, low.preemptions) == (None, 0)
+    assert (high.seat, low.num_preemptions) == (None, 0)
 
 
 def test_who_gave_way_in_vain_does_so_only_once() -> None:
@@ -193,7 +193,7 @@ def test_who_gave_way_in_vain_does_so_only_once() -> None:
     high = engine.submit("high", FakeCache("c", memory), 10, 2)
     steps = [engine.step() for _ in range(14)]
     assert high.finish_reason == low.finish_reason == "length"
-    assert low.preemptions == 1
+    assert low.num_preemptions == 1
     assert [name for name in ("high", "low") for step in steps[:8] if name in step] == [], "before the equal has ended"
 
 
@@ -215,7 +215,7 @@ def decoding(engine: SchedulerDriver, name: str, cache: KVCache, prompt: int, ma
     """A request that has its first token, and from now on guesses."""
     request = engine.submit(name, cache, prompt, max_tokens)
     engine.step()
-    request.lookup = PerfectProposer(guesses)  # type: ignore[assignment]
+    request.proposer = PerfectProposer(guesses)  # type: ignore[assignment]
     return request
 
 
@@ -230,7 +230,7 @@ def test_a_draft_comes_behind_the_last_token_of_a_text() -> None:
     decoding(engine, "all", FakeCache("a", memory), 3, 20, guesses=4)
     decoding(engine, "ring", FakeCache("ring", memory, max_row=3), 3, 20, guesses=4)
     decoding(engine, "end", FakeCache("b", memory), 3, 4, guesses=4)
-    engine.submit("prompt", FakeCache("c", memory), 1).lookup = PerfectProposer(4)  # type: ignore[assignment]
+    engine.submit("prompt", FakeCache("c", memory), 1).proposer = PerfectProposer(4)  # type: ignore[assignment]
     assert drafts(engine) == {"all": 4, "ring": 2, "end": 2, "prompt": 0}
 
 
@@ -243,7 +243,7 @@ def test_drafts_take_what_is_left_of_a_step() -> None:
 
 
 def test_drafts_take_no_more_logits_than_a_step_has_room_for() -> None:
-    engine, cache = SchedulerDriver(max_step_scores=2), FakeCache("a", Memory(1000))
+    engine, cache = SchedulerDriver(max_logprob_tokens=2), FakeCache("a", Memory(1000))
     decoding(engine, "first", cache, 3, 20, guesses=4)
     decoding(engine, "second", cache, 3, 20, guesses=4)
     assert drafts(engine) == {"first": 2, "second": 0}
@@ -254,6 +254,6 @@ def test_nobody_gives_way_for_a_draft() -> None:
     requests = [engine.submit(name, cache, 4, 6) for name in ("first", "second")]
     engine.step()
     for request in requests:
-        request.lookup = PerfectProposer(3)  # type: ignore[assignment]
+        request.proposer = PerfectProposer(3)  # type: ignore[assignment]
     assert drafts(engine) == {"first": 0, "second": 0}, "there is room for 4 more tokens, of which the two take 2"
     assert len(engine.scheduler.running) == 2

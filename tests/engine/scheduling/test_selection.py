@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from config.settings import SelectionRule
-from server.engine.ipc.messages import Sampling, Submit
+from server.engine.ipc.messages import SamplingParams, Submit
 from server.engine.scheduling.request import RequestError
 from server.engine.scheduling.selection import Selector, matches
 
@@ -18,7 +18,7 @@ URGENT = SelectionRule(use="urgent", max_priority=-1)
 
 
 def submit(prompt_tokens: int = 10, **options: Any) -> Submit:
-    return Submit("r", [5] * prompt_tokens, Sampling(1), **options)
+    return Submit("r", [5] * prompt_tokens, SamplingParams(1), **options)
 
 
 def choose(message: Submit, *rules: SelectionRule, kv_usage: float = 0.0) -> tuple[str, str]:

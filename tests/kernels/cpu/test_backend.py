@@ -11,7 +11,7 @@ from torch import Tensor
 
 from config.settings import StrategySettings
 from kernels.quantization import quantize_weight
-from kernels.selfcheck.attention_case import AttentionCase, Layout, RowOf
+from kernels.selfcheck.attention_case import AttentionCase, CaseRow, Layout
 from kernels.types import LayerSpec
 from tests.contract import harness
 from tests.contract.harness import World, random_text, step
@@ -85,7 +85,7 @@ def test_bits_do_not_depend_on_threads(backend: str, one_thread: None, dtype: to
 
 
 def test_bfloat16_is_as_near_to_the_definition_as_torch_is(backend: str) -> None:
-    spec, row = LayerSpec(2, 14, 64, 64, scale=1 / 8), RowOf(700, 5)
+    spec, row = LayerSpec(2, 14, 64, 64, scale=1 / 8), CaseRow(700, 5)
     scene = AttentionCase(BACKENDS[backend](), Layout(32), spec, [row], torch.bfloat16)
     scene.write()
     want = expected(scene, 0, None)
@@ -97,7 +97,7 @@ def test_bfloat16_is_as_near_to_the_definition_as_torch_is(backend: str) -> None
 
 def test_in_bfloat16_scores_of_any_size_overflow_nothing(backend: str) -> None:
     spec = LayerSpec(2, 8, 16, 16, scale=1e4)
-    scene = AttentionCase(BACKENDS[backend](), Layout(16), spec, [RowOf(1100, 1), RowOf(130, 8)], torch.bfloat16)
+    scene = AttentionCase(BACKENDS[backend](), Layout(16), spec, [CaseRow(1100, 1), CaseRow(130, 8)], torch.bfloat16)
     scene.write()
     for i, out in enumerate(scene.attend()):
         assert out.isfinite().all()
@@ -106,7 +106,7 @@ def test_in_bfloat16_scores_of_any_size_overflow_nothing(backend: str) -> None:
 
 def test_heads_wider_than_the_kernels_are_left_to_plain_torch(backend: str) -> None:
     spec = LayerSpec(1, 2, 320, 16, scale=0.05)
-    scene = AttentionCase(BACKENDS[backend](), Layout(16), spec, [RowOf(40, 1), RowOf(20, 5)], torch.float32)
+    scene = AttentionCase(BACKENDS[backend](), Layout(16), spec, [CaseRow(40, 1), CaseRow(20, 5)], torch.float32)
     scene.write()
     for i, out in enumerate(scene.attend()):
         assert (out.double() - expected(scene, i, None)).abs().max() < 3e-6
@@ -114,7 +114,7 @@ def test_heads_wider_than_the_kernels_are_left_to_plain_torch(backend: str) -> N
 
 def test_queries_that_share_one_kv_head_may_be_more_than_go_together(backend: str, dtype: torch.dtype) -> None:
     spec = LayerSpec(1, 71, 16, 16, scale=0.25)  # Falcon 7B's
-    scene = AttentionCase(BACKENDS[backend](), Layout(16), spec, [RowOf(40, 1), RowOf(20, 5)], dtype)
+    scene = AttentionCase(BACKENDS[backend](), Layout(16), spec, [CaseRow(40, 1), CaseRow(20, 5)], dtype)
     scene.write()
     for i, out in enumerate(scene.attend()):
         assert (out.double() - expected(scene, i, None)).abs().max() < TOLERANCE[dtype]
@@ -122,7 +122,7 @@ def test_queries_that_share_one_kv_head_may_be_more_than_go_together(backend: st
 
 def test_the_widest_heads_with_as_many_rows_as_go_together(backend: str, dtype: torch.dtype) -> None:
     spec = LayerSpec(1, 1, 256, 256, scale=1 / 16)
-    rows = [RowOf(0, 48), RowOf(70, 48), RowOf(30, 128)]
+    rows = [CaseRow(0, 48), CaseRow(70, 48), CaseRow(30, 128)]
     scene = AttentionCase(BACKENDS[backend](), Layout(16), spec, rows, dtype)
     scene.write()
     for i, out in enumerate(scene.attend()):

@@ -25,8 +25,8 @@ from kernels.metal.emulator import KernelFault, compile_shader
 from kernels.metal.library import Kernels
 from kernels.ops import Ops
 from kernels.reference.backend import ReferenceOps
-from kernels.selfcheck.attention_case import AttentionCase, Layout, RowOf
-from kernels.selfcheck.check import error_of
+from kernels.selfcheck.attention_case import AttentionCase, CaseRow, Layout
+from kernels.selfcheck.check import compute_error
 from kernels.selfcheck.op_db import OPS
 from kernels.selfcheck.op_info import Samples
 from kernels.types import LayerSpec
@@ -101,7 +101,13 @@ def _gate_bits(ops: Ops, dtype: torch.dtype, device: torch.device) -> Samples:
 
 def _long_texts(ops: Ops, dtype: torch.dtype, device: torch.device) -> Samples:
     """Several splits, all of whose simdgroups have keys; heads and groups that are wide."""
-    rows = (RowOf(2 * SPLIT + 88, 1), RowOf(SPLIT - 1, 1), RowOf(SPLIT, 1), RowOf(SPLIT + 30, 9), RowOf(0, 70))
+    rows = (
+        CaseRow(2 * SPLIT + 88, 1),
+        CaseRow(SPLIT - 1, 1),
+        CaseRow(SPLIT, 1),
+        CaseRow(SPLIT + 30, 9),
+        CaseRow(0, 70),
+    )
     for what, spec, layout in (
         ("in a ring", LayerSpec(2, 4, 16, 8, scale=0.25), Layout(32, sinks=4, ring=300)),
         ("a group of 20", LayerSpec(1, 20, 80, 80, scale=0.11), Layout(16)),
@@ -139,7 +145,7 @@ def _astray(ops: Ops, name: str, dtype: torch.dtype) -> str | None:
     op = next(op for op in OPS if op.full_name == name)
     for tried in filter(None, (op.samples, FURTHER.get(name))):
         for (what, ours), (_, theirs) in zip(tried(ops, dtype, CPU), tried(ReferenceOps(), dtype, CPU), strict=True):
-            error = error_of(ours, theirs)
+            error = compute_error(ours, theirs)
             if not error <= op.tolerance[dtype]:
                 return f"off by {error:.0e}: {what}" if isfinite(error) else f"NaN: {what}"
     return None

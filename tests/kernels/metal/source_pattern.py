@@ -41,10 +41,10 @@ def scopes(source: Source, name: str) -> Iterator[tuple[int, int]]:
         if token.text == name:
             body = i + 1
             if source.is_at(body, "("):
-                body = source.close(body) + 1
+                body = source.find_closing(body) + 1
                 body += source.is_at(body, "const")
             if source.is_at(body, "{"):
-                yield i, source.close(body) + 1
+                yield i, source.find_closing(body) + 1
 
 
 def _matches(

@@ -13,19 +13,19 @@ import torch
 from cache_strategies.arena import Arena
 from kernels.metal import attention, backend
 from kernels.metal.attention import SPLIT
-from kernels.metal.backend import PAIRS, MetalOps
+from kernels.metal.backend import MAX_COPY_PAIRS, MetalOps
 from kernels.metal.emulator import compile_shader
 from kernels.metal.library import Kernels
 from kernels.metal.runtime import load_emulated
 from kernels.quantization import quantize_weight
 from kernels.reference.backend import ReferenceOps
-from kernels.selfcheck.attention_case import AttentionCase, Layout, RowOf
-from kernels.store import KVStore, block_bytes
+from kernels.selfcheck.attention_case import AttentionCase, CaseRow, Layout
+from kernels.store import KVStore, compute_block_bytes
 from kernels.types import LayerSpec, Slots
 from tests.kernels.sparse_memory import sparse_memory
 from tests.kernels.test_attention import expected
 
-LONG = (RowOf(2 * SPLIT + 88, 1), RowOf(SPLIT - 1, 1), RowOf(-1, 1), RowOf(SPLIT, 1), RowOf(3, 1))
+LONG = (CaseRow(2 * SPLIT + 88, 1), CaseRow(SPLIT - 1, 1), CaseRow(-1, 1), CaseRow(SPLIT, 1), CaseRow(3, 1))
 SPEC = LayerSpec(2, 4, 16, 8, scale=0.25)
 
 
@@ -48,7 +48,7 @@ def ops() -> MetalOps:
 )
 def test_long_texts_attend_as_the_definition_says(ops: MetalOps, spec: LayerSpec, layout: Layout) -> None:
     window = 290 if layout.ring else None
-    rows = (*LONG, RowOf(SPLIT + 30, 9), RowOf(0, 70))
+    rows = (*LONG, CaseRow(SPLIT + 30, 9), CaseRow(0, 70))
     scene = AttentionCase(ReferenceOps(), layout, spec, rows, torch.float32)
     scene.write()
     for i, (out, row) in enumerate(zip(scene.attend(ops, window=window), rows, strict=True)):
@@ -59,7 +59,7 @@ def test_long_texts_attend_as_the_definition_says(ops: MetalOps, spec: LayerSpec
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
 def test_one_pass_and_two_have_the_same_bits(ops: MetalOps, dtype: torch.dtype) -> None:
     """A text of one split alone, and beside a text of several."""
-    short, long = RowOf(SPLIT - 1, 1), RowOf(3 * SPLIT, 1)
+    short, long = CaseRow(SPLIT - 1, 1), CaseRow(3 * SPLIT, 1)
     alone, beside = (AttentionCase(ReferenceOps(), Layout(16), SPEC, rows, dtype) for rows in ([short], [short, long]))
     for scene in (alone, beside):
         for part in (scene.q, scene.k, scene.v):
@@ -70,28 +70,28 @@ def test_one_pass_and_two_have_the_same_bits(ops: MetalOps, dtype: torch.dtype) 
 
 
 def test_many_long_texts_are_summed_some_at_a_time(ops: MetalOps, monkeypatch: pytest.MonkeyPatch) -> None:
-    scene = AttentionCase(ReferenceOps(), Layout(16), SPEC, (*LONG, RowOf(0, 9)), torch.float32)
+    scene = AttentionCase(ReferenceOps(), Layout(16), SPEC, (*LONG, CaseRow(0, 9)), torch.float32)
     scene.write()
     together = scene.attend(ops)
-    monkeypatch.setattr(attention, "MOST_SUMS", 200)  # two rows
+    monkeypatch.setattr(attention, "MAX_PARTIAL_SUMS", 200)  # two rows
     for ours, theirs in zip(scene.attend(ops), together, strict=True):
         assert torch.equal(ours, theirs)
 
 
 def test_many_blocks_are_copied_in_several_launches(ops: MetalOps) -> None:
-    arena = Arena(2 * PAIRS + 20, 128)
+    arena = Arena(2 * MAX_COPY_PAIRS + 20, 128)
     store = KVStore(arena, [LayerSpec(1, 1, 16, 16)], 1, torch.float32)
     arena.memory.copy_(torch.randint(0, 255, arena.memory.shape).byte())
-    before, half = store.blocks.clone(), PAIRS + 10
+    before, half = store.blocks.clone(), MAX_COPY_PAIRS + 10
     ops.copy_blocks(store, list(range(half)), list(range(half, 2 * half)))
     assert torch.equal(store.blocks[half : 2 * half], before[:half])
     assert torch.equal(store.blocks[:half], before[:half])
 
 
 def test_a_large_block_is_copied_in_several_launches(ops: MetalOps, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(backend, "PART", 300)  # units: of three launches the last one copies less
+    monkeypatch.setattr(backend, "MAX_COPY_UNITS", 300)  # units: of three launches the last one copies less
     spec = LayerSpec(1, 1, 16, 16)
-    arena = Arena(6, block_bytes([spec], 100, torch.float32) + 128)
+    arena = Arena(6, compute_block_bytes([spec], 100, torch.float32) + 128)
     store = KVStore(arena, [spec], 100, torch.float32)
     arena.memory.copy_(torch.randint(0, 255, arena.memory.shape).byte())
     before = store.blocks.clone()
@@ -119,7 +119,7 @@ def test_products_of_odd_widths(ops: MetalOps, inputs: int) -> None:
 
 def test_heads_that_are_too_wide_are_the_references(ops: MetalOps) -> None:
     scene = AttentionCase(
-        ReferenceOps(), Layout(16), LayerSpec(1, 2, 264, 16), [RowOf(5, 1), RowOf(0, 3)], torch.float32
+        ReferenceOps(), Layout(16), LayerSpec(1, 2, 264, 16), [CaseRow(5, 1), CaseRow(0, 3)], torch.float32
     )
     scene.write()
     for i, out in enumerate(scene.attend(ops)):
@@ -127,7 +127,7 @@ def test_heads_that_are_too_wide_are_the_references(ops: MetalOps) -> None:
 
 
 def _store(dtype: torch.dtype = torch.float32) -> AttentionCase:
-    scene = AttentionCase(ReferenceOps(), Layout(16), SPEC, [RowOf(5, 1), RowOf(0, 3)], dtype)
+    scene = AttentionCase(ReferenceOps(), Layout(16), SPEC, [CaseRow(5, 1), CaseRow(0, 3)], dtype)
     scene.write()
     return scene
 

@@ -46,9 +46,9 @@ def test_a_ring_of_phi_4_attends_as_the_definition_says() -> None:
 def _cache(ops: MetalOps) -> KVCache:
     geometry = Geometry([PHI4] * LAYERS, torch.float32, max_seats=1, max_seq_len=16_384, max_num_batched_tokens=CHUNK)
     options = {"kind": "sliding_window", "window": WINDOW, "sinks": SINKS}
-    instances = registry.declared({"ring": StrategySettings.model_validate(options)})
+    instances = registry.resolve_instances({"ring": StrategySettings.model_validate(options)})
     pages = registry.sequence_pages(instances, geometry)
-    caches = registry.build(instances, geometry, Arena(pages, registry.page_bytes(instances, geometry)), ops)
+    caches = registry.build_caches(instances, geometry, Arena(pages, registry.page_bytes(instances, geometry)), ops)
     cache = caches["ring"]
     assert isinstance(cache, BlockTableCache)
     assert cache.ring == WINDOW + CHUNK - 1
@@ -60,11 +60,11 @@ def _step(cache: KVCache, seat: Seat, n: int, k: Tensor, v: Tensor, q: Tensor | 
     start, outs = seat.length, []
     assert cache.grow(seat, n)
     plan = cache.plan([Row(seat, n)])
-    assert plan.stored is not None
+    assert plan.kv_location is not None
     for layer in range(LAYERS):
         here = slice(layer + start, layer + start + n)
         if q is None:
-            cache.setup.ops.write_kv(plan.stored.store, layer, k[here], v[here], plan.stored.at)
+            cache.setup.ops.write_kv(plan.kv_location.store, layer, k[here], v[here], plan.kv_location.at)
         else:
             outs.append(torch.full((n, PHI4.num_q_heads, 128), torch.nan))
             plan.attend(layer, q[here], k[here], v[here], outs[-1])

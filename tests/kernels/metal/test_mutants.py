@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from kernels.metal.emulator.tokens import Source, Token
-from kernels.metal.source import FOLDER, source
+from kernels.metal.source import FOLDER, assemble_source
 from tests.kernels.metal.mutants import MUTANTS, SURVIVES, markdown
 from tests.kernels.metal.mutation_testing import KERNELS, Kind, caught, try_mutant, workers
 from tests.kernels.metal.source_pattern import change_once
@@ -70,7 +70,7 @@ def code(text: str) -> list[str]:
 
 
 def test_every_kernel_has_mutants_that_change_it() -> None:
-    texts = {file: source(file, {}) for file, *_ in KERNELS.values()}
+    texts = {file: assemble_source(file, {}) for file, *_ in KERNELS.values()}
     there = {name for path in FOLDER.glob("*.metal") for name in re.findall(r"kernel void (\w+)\(", path.read_text())}
     assert {mutant.kernel for mutant in MUTANTS} == set(KERNELS) == there
     for mutant in MUTANTS:
@@ -80,7 +80,7 @@ def test_every_kernel_has_mutants_that_change_it() -> None:
 
 
 def test_mutants_do_not_depend_on_the_names_of_variables() -> None:
-    texts = {file: source(file, {}) for file, *_ in KERNELS.values()}
+    texts = {file: assemble_source(file, {}) for file, *_ in KERNELS.values()}
     for mutant in MUTANTS:
         text = texts[KERNELS[mutant.kernel][0]]
         assert code(mutant.applied(renamed(text))) == code(renamed(mutant.applied(text))), mutant
@@ -88,7 +88,7 @@ def test_mutants_do_not_depend_on_the_names_of_variables() -> None:
 
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_a_kernel_with_other_names_is_still_right(kernel: str) -> None:
-    assert renamed(source(KERNELS[kernel][0], {})) != source(KERNELS[kernel][0], {})
+    assert renamed(assemble_source(KERNELS[kernel][0], {})) != assemble_source(KERNELS[kernel][0], {})
     assert caught(kernel, torch.float32, renamed) is None
 
 

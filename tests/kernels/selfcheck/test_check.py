@@ -13,16 +13,16 @@ import torch
 from torch import Tensor
 
 from kernels import backends as loading
-from kernels.backends import backends, load_ops
+from kernels.backends import list_backends, load_ops
 from kernels.cpu import library as cpu
-from kernels.device import KernelsMissing, native
+from kernels.device import KernelsMissing, device_of
 from kernels.ops import Ops
 from kernels.reference.backend import ReferenceOps
-from kernels.selfcheck.check import checked, mended
+from kernels.selfcheck.check import check_ops, replace_faulty
 from kernels.selfcheck.layer_ops import FORWARD_LAYERS
 from kernels.selfcheck.op_db import OP_NAMES, OPS
 from kernels.selfcheck.op_info import DTYPES
-from server.engine.info import about, summary
+from server.engine.info import make_engine_info, summarize_engine
 from tests.engine.engine_driver import Driver
 from tests.engine.expected_tokens import random_prompt
 from tests.kernels.backend_matrix import BACKENDS
@@ -36,7 +36,7 @@ PREPARING = ("row_invariant_head_dim", "prepare", "pack", "pack_layers")
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_what_is_right_passes(backend: str, dtype: torch.dtype) -> None:
-    assert [verdict.fault for verdict in checked(BACKENDS[backend](), dtype, CPU)] == [None] * len(OPS)
+    assert [verdict.fault for verdict in check_ops(BACKENDS[backend](), dtype, CPU)] == [None] * len(OPS)
 
 
 def test_the_table_has_every_operation() -> None:
@@ -68,7 +68,7 @@ class Off(ReferenceOps):
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_what_is_a_little_off_is_found(dtype: torch.dtype) -> None:
-    assert [verdict.op for verdict in checked(Off(), dtype, CPU) if verdict.fault] == NAMES[:-1]
+    assert [verdict.op for verdict in check_ops(Off(), dtype, CPU) if verdict.fault] == NAMES[:-1]
     assert NAMES[-1] == FORWARD_LAYERS.name, "is made of the others, and has their mended form"
 
 
@@ -76,7 +76,7 @@ def test_a_fault_of_one_operation_is_not_laid_upon_another() -> None:
     for name in OP_NAMES:
         right: Any = SimpleNamespace(**{each: getattr(ReferenceOps(), each) for each in [*OP_NAMES, *PREPARING]})
         setattr(right, name, getattr(Off(), name))
-        assert [verdict.op for verdict in checked(right, torch.float32, CPU) if verdict.fault] == [
+        assert [verdict.op for verdict in check_ops(right, torch.float32, CPU) if verdict.fault] == [
             op.full_name for op in OPS if op.name == name
         ]
 
@@ -85,14 +85,14 @@ def test_a_fault_of_one_operation_is_not_laid_upon_another() -> None:
 def test_nan_and_other_shapes_and_dtypes_are_faults(found: Tensor) -> None:
     ops = ReferenceOps()
     ops.silu_mul = lambda gate_up: found  # type: ignore[method-assign]
-    faulty = [verdict.op for verdict in checked(ops, torch.float32, CPU) if verdict.fault]
+    faulty = [verdict.op for verdict in check_ops(ops, torch.float32, CPU) if verdict.fault]
     assert faulty == ["mlp", "silu_mul"], "and what is made of it"
 
 
 def test_the_reference_takes_the_place_of_what_is_faulty() -> None:
     ops = Off("linear", "rope")
-    good = mended(ops, checked(ops, torch.float32, CPU))
-    assert [verdict.fault for verdict in checked(good, torch.float32, CPU)] == [None] * len(OPS)
+    good = replace_faulty(ops, check_ops(ops, torch.float32, CPU))
+    assert [verdict.fault for verdict in check_ops(good, torch.float32, CPU)] == [None] * len(OPS)
     assert good.rope.__self__ is ops  # type: ignore[attr-defined]
 
 
@@ -112,11 +112,11 @@ def test_a_server_with_a_broken_kernel_says_so_and_answers_rightly(
     expected = reference.submit("it", random_prompt(40), 8)
     reference.run()
     assert heard.tokens == expected.tokens
-    assert summary(driver.engine)["kernels"] == "cpu-broken, plain torch for attend"
-    assert summary(reference.engine)["kernels"] == "plain torch"
+    assert summarize_engine(driver.engine)["kernels"] == "cpu-broken, plain torch for attend"
+    assert summarize_engine(reference.engine)["kernels"] == "plain torch"
     assert "KERNEL FAILS ITS CHECK, plain torch is used: attend of cpu-broken: RuntimeError: no such" in caplog.text
-    found = about(driver.engine)
-    assert found.fallen_back == ["attend"]
+    found = make_engine_info(driver.engine)
+    assert found.fallback_ops == ["attend"]
     assert (found.backends["attend"], found.backends["rope"]) == ("reference", "cpu-broken")
 
 
@@ -125,7 +125,7 @@ def test_without_a_library_plain_torch_is_used_and_told(
 ) -> None:
     monkeypatch.setattr(cpu, "FOLDER", tmp_path)
     with caplog.at_level(logging.DEBUG):
-        assert load_ops(native("cpu"), torch.float32).words == "plain torch"
+        assert load_ops(device_of("cpu"), torch.float32).description == "plain torch"
     assert "there are no kernels for torch.float32 on cpu: plain torch is used, which is slower" in caplog.text
 
 
@@ -133,11 +133,11 @@ def test_a_library_that_is_none_is_passed_over(tmp_path: Path, monkeypatch: pyte
     for name in cpu.INSTRUCTION_SETS:
         (tmp_path / f"_{name}.so").write_bytes(b"not a library")
     monkeypatch.setattr(cpu, "FOLDER", tmp_path)
-    assert load_ops(native("cpu"), torch.float32).words == "plain torch"
+    assert load_ops(device_of("cpu"), torch.float32).description == "plain torch"
 
 
 def test_dtypes_that_no_kernel_knows_are_left_to_plain_torch() -> None:
-    assert load_ops(native("cpu"), torch.float64).words == "plain torch"
+    assert load_ops(device_of("cpu"), torch.float64).description == "plain torch"
 
 
 def _missing() -> Ops:
@@ -147,9 +147,9 @@ def _missing() -> Ops:
 def test_backends_are_those_of_a_device_and_say_why_they_are_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     rows = {"abacus": ("cpu", _missing), "plain": ("cpu", ReferenceOps), "elsewhere": ("cuda", ReferenceOps)}
     monkeypatch.setattr(loading, "BACKENDS", rows)
-    assert [each.name for each in backends()] == ["abacus", "plain", "elsewhere"]
-    assert [(each.name, each.missing) for each in backends("cpu")] == [
+    assert [each.name for each in list_backends()] == ["abacus", "plain", "elsewhere"]
+    assert [(each.name, each.missing) for each in list_backends("cpu")] == [
         ("abacus", "there is no abacus"),
         ("plain", None),
     ]
-    assert load_ops(native("cpu"), torch.float32).backend == "plain"
+    assert load_ops(device_of("cpu"), torch.float32).backend == "plain"

@@ -13,10 +13,10 @@ import kernels.backends as loading
 from cache_strategies.arena import Arena
 from config.errors import SettingsError
 from kernels.reference.backend import ReferenceOps
-from kernels.selfcheck.check import checked
-from kernels.selfcheck.check_memory import memory_fault
+from kernels.selfcheck.check import check_ops
+from kernels.selfcheck.check_memory import find_memory_fault
 from kernels.selfcheck.op_db import OPS
-from kernels.store import KVStore, block_bytes
+from kernels.store import KVStore, compute_block_bytes
 from kernels.types import LayerSpec, Slots
 from tests.engine.engine_driver import Driver
 from tests.kernels.backend_matrix import BACKENDS, NAMES
@@ -30,7 +30,7 @@ CPU = torch.device("cpu")
 
 
 def _store(tokens: int, kept: torch.dtype, pages: int = 7, run: int = 1) -> KVStore:
-    page = -(-block_bytes(LAYERS, tokens, kept) // run // 64) * 64
+    page = -(-compute_block_bytes(LAYERS, tokens, kept) // run // 64) * 64
     return KVStore(Arena(pages, page), LAYERS, tokens, kept)
 
 
@@ -40,7 +40,7 @@ def _store(tokens: int, kept: torch.dtype, pages: int = 7, run: int = 1) -> KVSt
 @pytest.mark.parametrize("backend", NAMES)
 def test_what_is_right_passes(backend: str, dtype: torch.dtype, tokens: int, run: int) -> None:
     for kept, block in ((dtype, 7 - run), (torch.int8, 1)):
-        assert memory_fault(BACKENDS[backend](), _store(tokens, kept, run=run), block, LAYERS, dtype) is None
+        assert find_memory_fault(BACKENDS[backend](), _store(tokens, kept, run=run), block, LAYERS, dtype) is None
 
 
 class Near(ReferenceOps):
@@ -78,13 +78,14 @@ SAME = [LayerSpec(2, 4, 16, 16, scale=0.25)] * 3
 )
 def test_what_is_wrong_far_away_alone_is_found(operations: tuple[str, ...], found: str) -> None:
     ops = Near(1 << 18, *operations)
-    assert [verdict.fault for verdict in checked(ops, torch.float32, CPU)] == [None] * len(OPS)
+    assert [verdict.fault for verdict in check_ops(ops, torch.float32, CPU)] == [None] * len(OPS)
     near, far = (
-        KVStore(Arena(7, block_bytes(SAME, tokens, torch.float32)), SAME, tokens, torch.float32) for tokens in (16, 900)
+        KVStore(Arena(7, compute_block_bytes(SAME, tokens, torch.float32)), SAME, tokens, torch.float32)
+        for tokens in (16, 900)
     )
-    assert memory_fault(ops, near, 6, SAME, torch.float32) is None
+    assert find_memory_fault(ops, near, 6, SAME, torch.float32) is None
     with pytest.raises(AssertionError, match=found):
-        raise AssertionError(memory_fault(ops, far, 6, SAME, torch.float32))
+        raise AssertionError(find_memory_fault(ops, far, 6, SAME, torch.float32))
 
 
 class Narrow(ReferenceOps):

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from kernels.selfcheck.attention_case import AttentionCase, Layout, RowOf
+from kernels.selfcheck.attention_case import AttentionCase, CaseRow, Layout
 from kernels.selfcheck.op_db import OPS, markdown
 from kernels.selfcheck.op_info import DTYPES
 from tests.kernels.backend_matrix import LAYOUTS, ROWS, SPECS
@@ -33,26 +33,26 @@ def test_every_operation_has_calls_that_move_something(
     op: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(kernel_inputs, "GIBIBYTE", 1 << 16)
-    calls = kernel_inputs.calls_of(ROW[op], dtype, 40)
+    calls = kernel_inputs.make_calls(ROW[op], dtype, 40)
     assert calls
-    assert all(ROW[op].bytes(*call) > 0 for call in calls)
+    assert all(ROW[op].count_bytes(*call) > 0 for call in calls)
 
 
 def test_bytes_of_activations() -> None:
     x, weight = torch.zeros(3, 8, dtype=torch.bfloat16), torch.zeros(5, 8, dtype=torch.bfloat16)
-    assert ROW["linear"].bytes(x, weight) == 2 * (5 * 8 + 3 * 8 + 3 * 5)
-    assert ROW["rms_norm"].bytes(x, weight[0], 1e-6) == ROW["rope"].bytes(x, None, None, None) == 2 * 48
-    assert ROW["add_rms_norm"].bytes(x, x, weight[0], 1e-6) == 4 * 48
-    assert ROW["silu_mul"].bytes(x) == 48 + 24
-    assert ROW["quantize"].bytes(x) == 48 + 3 * (8 + 4)
-    assert ROW["dequantize"].bytes(torch.zeros(3, 8, dtype=torch.int8), torch.zeros(3)) == 3 * (8 + 4) + 4 * 24
+    assert ROW["linear"].count_bytes(x, weight) == 2 * (5 * 8 + 3 * 8 + 3 * 5)
+    assert ROW["rms_norm"].count_bytes(x, weight[0], 1e-6) == ROW["rope"].count_bytes(x, None, None, None) == 2 * 48
+    assert ROW["add_rms_norm"].count_bytes(x, x, weight[0], 1e-6) == 4 * 48
+    assert ROW["silu_mul"].count_bytes(x) == 48 + 24
+    assert ROW["quantize"].count_bytes(x) == 48 + 3 * (8 + 4)
+    assert ROW["dequantize"].count_bytes(torch.zeros(3, 8, dtype=torch.int8), torch.zeros(3)) == 3 * (8 + 4) + 4 * 24
 
 
 def test_a_step_of_a_mirror_moves_what_is_new_and_not_the_text() -> None:
     mirror, text = torch.zeros(14, 1000, 64), torch.zeros(1000, 2, 64)
-    whole = ROW["repeat_kv_heads"].bytes(text, 7)
+    whole = ROW["repeat_kv_heads"].count_bytes(text, 7)
     assert whole == text.nbytes + mirror.nbytes
-    assert ROW["repeat_kv_heads_step"].bytes(mirror, text[:1], 999) == whole // 1000
+    assert ROW["repeat_kv_heads_step"].count_bytes(mirror, text[:1], 999) == whole // 1000
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: layout.kind)
@@ -66,8 +66,8 @@ def test_attention_moves_the_keys_that_some_query_sees(spec: str, layout: Layout
         if row.past >= 0:
             keys += int(visible_keys(scene.spec, row.past + row.tokens, keeps)[row.past :].any(0).sum())
     per_key = 4 * scene.spec.num_kv_heads * (scene.spec.head_dim + scene.spec.v_head_dim)
-    q = scene.entering(scene.q)
-    assert ROW["attend"].bytes(q, q, scene.store, 0, scene.at, scene.spec, window=window) == keys * per_key
+    q = scene.get_step_inputs(scene.q)
+    assert ROW["attend"].count_bytes(q, q, scene.store, 0, scene.at, scene.spec, window=window) == keys * per_key
 
 
 class Nothing:
@@ -81,11 +81,11 @@ def test_bytes_of_stored_vectors() -> None:
             Nothing(),  # type: ignore[arg-type]
             Layout(16),
             spec,
-            [RowOf(20, 3)],
+            [CaseRow(20, 3)],
             torch.bfloat16,
             kv_dtype=kv_dtype,
         )
-        k, v = scene.entering(scene.k), scene.entering(scene.v)
-        assert ROW["write_kv"].bytes(scene.store, 0, k, v, scene.at) == 3 * (128 + stored)
-        assert ROW["gather"].bytes(scene.store, 0, scene.at, 0, torch.arange(7)) == 7 * (stored + out)
-        assert ROW["copy_blocks"].bytes(scene.store, [0, 1], [2, 3]) == 4 * scene.store.block_bytes
+        k, v = scene.get_step_inputs(scene.k), scene.get_step_inputs(scene.v)
+        assert ROW["write_kv"].count_bytes(scene.store, 0, k, v, scene.at) == 3 * (128 + stored)
+        assert ROW["gather"].count_bytes(scene.store, 0, scene.at, 0, torch.arange(7)) == 7 * (stored + out)
+        assert ROW["copy_blocks"].count_bytes(scene.store, [0, 1], [2, 3]) == 4 * scene.store.block_bytes

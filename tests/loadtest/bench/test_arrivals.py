@@ -9,7 +9,7 @@ from statistics import fmean, pstdev
 
 import pytest
 
-from loadtest.bench.arrivals import Arrivals, Bursts, Closed, Poisson, Recorded, drive
+from loadtest.bench.arrivals import Arrivals, Bursts, Closed, Poisson, Recorded, send_requests
 
 
 def times(arrivals: Arrivals, count: int) -> list[float]:
@@ -49,7 +49,7 @@ def sent(arrivals: Arrivals, count: int, duration: float) -> tuple[list[float], 
         under_way -= 1
         return began
 
-    began = asyncio.run(drive(range(count), arrivals, send, Random(1), clock, clock.sleep))
+    began = asyncio.run(send_requests(range(count), arrivals, send, Random(1), clock, clock.sleep))
     return [each - 100.0 for each in began], most
 
 
@@ -60,7 +60,7 @@ def test_closed_loop() -> None:
 
 
 def test_bursts_come_whatever_is_under_way() -> None:
-    began, most = sent(Bursts(2, every=5.0), 5, duration=7.0)
+    began, most = sent(Bursts(2, interval=5.0), 5, duration=7.0)
     assert began == [0, 0, 5, 5, 10]
     assert most == 4
 

@@ -10,28 +10,28 @@ from typing import TypeVar
 import httpx
 import pytest
 
-from loadtest.bench.ask import Ask, Outcome, ServerInfo
-from loadtest.bench.client import ServerError, complete, connected, look
+from loadtest.bench.client import ServerError, open_client, read_server_info, send_completion
+from loadtest.bench.types import BenchRequest, Outcome, ServerInfo
 from tests.loadtest.stub_server import CACHED_TOKENS, CONTEXT, VOCABULARY, StubServer, running_stub
 
 Found = TypeVar("Found")
-ASK = Ask([300, 301, 302, 303], 6)
+REQUEST = BenchRequest([300, 301, 302, 303], 6)
 
 
 def asked(url: str, what: Callable[[httpx.AsyncClient], Awaitable[Found]], key: str = "") -> Found:
     async def ask() -> Found:
-        async with connected(url, key) as client:
+        async with open_client(url, key) as client:
             return await what(client)
 
     return asyncio.run(ask())
 
 
 def outcome(stub: StubServer, model: str, key: str = "", **more: object) -> Outcome:
-    return asked(stub.url, lambda client: complete(client, model, ASK, more), key)
+    return asked(stub.url, lambda client: send_completion(client, model, REQUEST, more), key)
 
 
 def looked(url: str, model: str = "") -> ServerInfo:
-    return asked(url, lambda client: look(client, model))
+    return asked(url, lambda client: read_server_info(client, model))
 
 
 def test_a_completion() -> None:
@@ -39,11 +39,11 @@ def test_a_completion() -> None:
         found = outcome(stub, "tiny", priority=3, stream_options=None)
     reply = found.reply
     assert found.error is None
-    assert found.asked == reply.completion_tokens == len(reply.arrivals) == 6
+    assert found.requested_tokens == reply.completion_tokens == len(reply.arrival_times) == 6
     assert reply.text == " word\u2028" * 6  # a separator of lines in Unicode, and none of a stream's
     assert (reply.prompt_tokens, reply.cached_tokens) == (4, CACHED_TOKENS)
-    assert reply.end is not None
-    assert found.sent <= reply.arrivals[0] <= reply.arrivals[-1] <= reply.end
+    assert reply.end_time is not None
+    assert found.send_time <= reply.arrival_times[0] <= reply.arrival_times[-1] <= reply.end_time
     assert stub.seen == [
         (
             "/v1/completions",
@@ -74,7 +74,7 @@ def test_failures(model: str, message: str) -> None:
         found = outcome(stub, model)
     assert found.error is not None
     assert message in found.error
-    assert found.reply.end is None
+    assert found.reply.end_time is None
 
 
 def test_keys() -> None:
@@ -91,7 +91,7 @@ def test_whoever_leaves_hangs_up() -> None:
     async def leave(client: httpx.AsyncClient) -> None:
         with pytest.raises(TimeoutError):
             async with asyncio.timeout(0.2):
-                await complete(client, "slow", Ask([1], 1000))
+                await send_completion(client, "slow", BenchRequest([1], 1000))
 
     with running_stub("tiny") as stub:
         asked(stub.url, leave)
@@ -105,7 +105,7 @@ def test_what_a_server_is(path: str) -> None:
         server = looked(stub.url + path)
     assert server.url == stub.url
     assert server.listing.model == "tiny"
-    assert server.listing.context == CONTEXT
+    assert server.listing.max_model_len == CONTEXT
     assert list(server.listing.strategies) == ["paged", "window"]
     assert server.version == "0.0"
     assert server.vocabulary.pieces == VOCABULARY
@@ -113,14 +113,14 @@ def test_what_a_server_is(path: str) -> None:
 
 def test_a_server_without_tokens_gets_words() -> None:
     with running_stub("tiny", tokenizes=False) as stub:
-        assert not looked(stub.url).vocabulary.exact
+        assert not looked(stub.url).vocabulary.has_token_ids
 
 
 @pytest.mark.parametrize("ids", [[1, 1e300], [1, 1 << 63], [1, 1 << 30], [-1], [True], "12", {"0": 1}, None])
 def test_odd_ids_are_none(ids: object) -> None:
     with running_stub("tiny") as stub:
         stub.ids = ids
-        assert not looked(stub.url).vocabulary.exact
+        assert not looked(stub.url).vocabulary.has_token_ids
 
 
 def test_no_server() -> None:

@@ -105,8 +105,8 @@ def test_a_server_without_strategies_ids_and_figures(capsys: pytest.CaptureFixtu
 
 def test_a_trace(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     file = tmp_path / "trace.jsonl"
-    recorded = list(traces.trace(0, 8))
-    file.write_text("".join(traces.line(request) + "\n" for request in recorded))
+    recorded = list(traces.generate_trace(0, 8))
+    file.write_text("".join(traces.format_line(request) + "\n" for request in recorded))
     with running_stub(*STRATEGIES) as stub:
         stub.context = 300
         code, output, _ = bench(capsys, stub, "--trace", str(file), "--speed-up", "1e6", "--requests", "6")

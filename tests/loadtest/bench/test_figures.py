@@ -7,8 +7,8 @@ from random import Random
 import numpy
 import pytest
 
-from loadtest.bench.ask import Outcome
-from loadtest.bench.figures import PERCENTILES, Figures, percentiles, spread
+from loadtest.bench.figures import PERCENTILES, Figures, compute_percentiles, summarize_latency
+from loadtest.bench.types import Outcome
 from loadtest.stream import Reply
 
 
@@ -16,16 +16,16 @@ from loadtest.stream import Reply
 def test_percentiles_are_those_of_numpy(count: int) -> None:
     random = Random(count)
     values = [random.expovariate(1.0) for _ in range(count)]
-    found = percentiles(values)
+    found = compute_percentiles(values)
     assert [found[each] for each in PERCENTILES] == pytest.approx(list(numpy.percentile(values, PERCENTILES)))
-    told = spread(values)
+    told = summarize_latency(values)
     assert told is not None
     assert told["mean"] == pytest.approx(1000 * numpy.mean(values))
     assert told["max"] == 1000 * max(values)
 
 
 def test_nothing_has_no_spread() -> None:
-    assert spread([]) is None
+    assert summarize_latency([]) is None
 
 
 def outcome(sent: float, *arrivals: float, cached: int | None = 5, asked: int = 3, error: str | None = None) -> Outcome:
@@ -36,16 +36,16 @@ def outcome(sent: float, *arrivals: float, cached: int | None = 5, asked: int = 
 
 def test_rounds_add_up() -> None:
     figures = Figures()
-    figures.add([outcome(0.0, 1.0, 1.5, 3.0), outcome(1.0, 3.0, 3.5, 4.0)])
-    figures.add([outcome(10.0, 11.0, 12.0), outcome(10.0, error="HTTP 500")])
-    assert figures.seconds == [4.0, 2.0]
-    assert figures.speed == pytest.approx(8 / 6)
-    assert figures.speeds() == [6 / 4, 2 / 2]
+    figures.add_round([outcome(0.0, 1.0, 1.5, 3.0), outcome(1.0, 3.0, 3.5, 4.0)])
+    figures.add_round([outcome(10.0, 11.0, 12.0), outcome(10.0, error="HTTP 500")])
+    assert figures.round_seconds == [4.0, 2.0]
+    assert figures.output_throughput == pytest.approx(8 / 6)
+    assert figures.output_throughput_by_round() == [6 / 4, 2 / 2]
     assert len(figures.outcomes) == 4
-    assert figures.errors == {"HTTP 500": 1}
-    assert figures.short == 1
+    assert figures.error_counts == {"HTTP 500": 1}
+    assert figures.num_wrong_length == 1
     assert (figures.prompt_tokens, figures.completion_tokens, figures.pieces) == (30, 8, 8)
-    assert (figures.cached_tokens, figures.cached) == (15, 0.5)
+    assert (figures.cached_tokens, figures.cache_hit_rate) == (15, 0.5)
     ttft, itl, e2e = figures.ttft(), figures.itl(), figures.e2e()
     assert ttft is not None
     assert (ttft["p50"], ttft["max"]) == (1000, 2000)
@@ -57,12 +57,14 @@ def test_rounds_add_up() -> None:
 
 def test_what_failed_altogether_has_no_figures() -> None:
     figures = Figures()
-    figures.add([outcome(0.0, error="gone")])
-    assert figures.ttft() is figures.itl() is figures.e2e() is figures.speed is figures.cached is None
-    assert figures.speeds() == []
+    figures.add_round([outcome(0.0, error="gone")])
+    assert (
+        figures.ttft() is figures.itl() is figures.e2e() is figures.output_throughput is figures.cache_hit_rate is None
+    )
+    assert figures.output_throughput_by_round() == []
 
 
 def test_a_server_need_not_tell_what_was_cached() -> None:
     figures = Figures()
-    figures.add([outcome(0.0, 1.0, cached=None)])
-    assert figures.cached is figures.cached_tokens is None
+    figures.add_round([outcome(0.0, 1.0, cached=None)])
+    assert figures.cache_hit_rate is figures.cached_tokens is None

@@ -6,7 +6,7 @@ import pytest
 
 from loadtest.bench.arrivals import Arrivals, Bursts, Closed, Poisson
 from loadtest.bench.flags import BenchOptions
-from loadtest.bench.plan import planned
+from loadtest.bench.plan import plan_workloads
 from loadtest.bench.workloads import Drawn
 
 
@@ -26,7 +26,7 @@ from loadtest.bench.workloads import Drawn
 def test_what_is_planned(
     wanted: BenchOptions, names: list[str], arrivals: Arrivals | None, requests: int | None
 ) -> None:
-    workloads = planned(wanted)
+    workloads = plan_workloads(wanted)
     assert [each.name for each in workloads] == names
     if arrivals is not None:
         assert [each.arrivals for each in workloads] == [arrivals]
@@ -34,6 +34,11 @@ def test_what_is_planned(
 
 
 def test_lengths_that_are_planned() -> None:
-    (workload,) = planned(BenchOptions(prompt_tokens=3, shared_tokens=2, max_tokens=1))
+    (workload,) = plan_workloads(BenchOptions(prompt_tokens=3, shared_tokens=2, max_tokens=1))
     assert isinstance(workload, Drawn)
-    assert (workload.own, workload.shared, workload.answer, workload.phases) == (3, 2, 1, ("cold", "warm"))
+    assert (workload.prompt_tokens, workload.shared_tokens, workload.max_tokens, workload.phases) == (
+        3,
+        2,
+        1,
+        ("cold", "warm"),
+    )

@@ -10,16 +10,24 @@ import pytest
 
 from loadtest import traces
 from loadtest.bench.arrivals import Closed
-from loadtest.bench.ask import Ask
-from loadtest.bench.flags import EPILOG, NAMES
-from loadtest.bench.vocabulary import PromptVocabulary, vocabulary
-from loadtest.bench.workloads import NAMED, QUICK, Drawn, Replayed, WorkloadError, fit, read_trace
+from loadtest.bench.flags import EPILOG, WORKLOAD_NAMES
+from loadtest.bench.types import BenchRequest
+from loadtest.bench.vocabulary import PromptVocabulary, make_vocabulary
+from loadtest.bench.workloads import (
+    DEFAULT_WORKLOADS,
+    NAMED_WORKLOADS,
+    Drawn,
+    Replayed,
+    WorkloadError,
+    fit_workload,
+    read_trace,
+)
 from loadtest.prompts import WORDS
 
-IDS = vocabulary([300, 899, 512])
+IDS = make_vocabulary([300, 899, 512])
 
 
-def prompts(asks: list[Ask]) -> list[list[int]]:
+def prompts(asks: list[BenchRequest]) -> list[list[int]]:
     assert all(isinstance(ask.prompt, list) for ask in asks)
     return [[int(each) for each in ask.prompt] for ask in asks]
 
@@ -30,73 +38,77 @@ def common(one: list[int], other: list[int]) -> int:
 
 
 def test_names_are_those_of_the_flags() -> None:
-    assert tuple(NAMED) == NAMES
-    assert set(QUICK) <= set(NAMES)
-    for workload in NAMED.values():
+    assert tuple(NAMED_WORKLOADS) == WORKLOAD_NAMES
+    assert set(DEFAULT_WORKLOADS) <= set(WORKLOAD_NAMES)
+    for workload in NAMED_WORKLOADS.values():
         assert f"  {workload.name:5} {workload}\n" in EPILOG
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", WORKLOAD_NAMES)
 def test_prompts_have_exact_lengths(name: str) -> None:
-    workload = NAMED[name]
-    asks = workload.asks(IDS, "salt", "")
+    workload = NAMED_WORKLOADS[name]
+    asks = workload.make_requests(IDS, "salt", "")
     assert len(asks) == workload.requests
-    assert {len(each) for each in prompts(asks)} == {workload.shared + workload.own}
-    assert {ask.answer for ask in asks} == {workload.answer}
+    assert {len(each) for each in prompts(asks)} == {workload.shared_tokens + workload.prompt_tokens}
+    assert {ask.max_tokens for ask in asks} == {workload.max_tokens}
     assert all(300 <= token < 900 for each in prompts(asks) for token in each)
 
 
 def test_a_salt_gives_the_same_prompts_and_another_others() -> None:
-    workload = NAMED["c8"]
-    assert workload.asks(IDS, "1", "") == workload.asks(IDS, "1", "")
-    one, other = (prompts(workload.asks(IDS, salt, "")) for salt in "12")
+    workload = NAMED_WORKLOADS["c8"]
+    assert workload.make_requests(IDS, "1", "") == workload.make_requests(IDS, "1", "")
+    one, other = (prompts(workload.make_requests(IDS, salt, "")) for salt in "12")
     assert max(common(a, b) for a in one for b in other) < 4
 
 
 def test_phases_share_their_beginning_and_nothing_else() -> None:
-    cold, warm = (prompts(NAMED["d"].asks(IDS, "salt", phase)) for phase in NAMED["d"].phases)
+    cold, warm = (
+        prompts(NAMED_WORKLOADS["d"].make_requests(IDS, "salt", phase)) for phase in NAMED_WORKLOADS["d"].phases
+    )
     everything = cold + warm
     shared = [common(a, b) for i, a in enumerate(everything) for b in everything[:i]]
     assert 1024 <= min(shared) <= max(shared) < 1028
 
 
 def test_words_where_ids_are_not_known() -> None:
-    words = vocabulary([])
-    assert not words.exact
-    prompt = Drawn("w", Closed(1), requests=1, own=20, answer=4).asks(words, "salt", "")[0].prompt
+    words = make_vocabulary([])
+    assert not words.has_token_ids
+    prompt = (
+        Drawn("w", Closed(1), requests=1, prompt_tokens=20, max_tokens=4).make_requests(words, "salt", "")[0].prompt
+    )
     assert isinstance(prompt, str)
     assert len(prompt.split()) == 20
     assert set(prompt.split()) <= set(WORDS)
 
 
 @pytest.mark.parametrize("context", [16, 100, 200, 500, 1000, 2048, 4096, None])
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", WORKLOAD_NAMES)
 def test_what_is_fitted_fits(name: str, context: int | None) -> None:
-    workload = NAMED[name]
-    fitted, note = fit(workload, context)
+    workload = NAMED_WORKLOADS[name]
+    fitted, note = fit_workload(workload, context)
     assert isinstance(fitted, Drawn)
-    fits = context is None or workload.own + workload.shared + workload.answer <= context
+    fits = context is None or workload.prompt_tokens + workload.shared_tokens + workload.max_tokens <= context
     assert (fitted == workload) == (note == "") == fits
     if context is not None and not fits:
-        assert fitted.own + fitted.shared + fitted.answer == context
+        assert fitted.prompt_tokens + fitted.shared_tokens + fitted.max_tokens == context
         assert f"{name}: does not fit into the model's {context:,} tokens" in note
-        assert bool(fitted.shared) == bool(workload.shared)
+        assert bool(fitted.shared_tokens) == bool(workload.shared_tokens)
 
 
 def test_a_model_can_be_too_small() -> None:
     with pytest.raises(WorkloadError, match="takes 8 tokens"):
-        fit(NAMED["a"], 8)
+        fit_workload(NAMED_WORKLOADS["a"], 8)
 
 
 @pytest.fixture(scope="module")
 def recorded() -> list[traces.TracedRequest]:
-    return list(traces.trace(0, 20))
+    return list(traces.generate_trace(0, 20))
 
 
 @pytest.fixture
 def file(tmp_path: Path, recorded: list[traces.TracedRequest]) -> Path:
     file = tmp_path / "trace.jsonl"
-    file.write_text("".join(traces.line(request) + "\n" for request in recorded) + "\n")
+    file.write_text("".join(traces.format_line(request) + "\n" for request in recorded) + "\n")
     return file
 
 
@@ -105,14 +117,14 @@ def test_a_trace_keeps_times_lengths_and_what_is_equal(file: Path, recorded: lis
     assert replayed.requests == len(recorded)
     times = list(replayed.arrivals.times(Random()))
     assert times == pytest.approx([(request.time - recorded[0].time) / 2 for request in recorded])
-    asks = replayed.asks(IDS, "salt", "")
+    asks = replayed.make_requests(IDS, "salt", "")
     assert [len(each) for each in prompts(asks)] == [len(request.prompt) for request in recorded]
-    assert [ask.answer for ask in asks] == [len(request.answer) for request in recorded]
+    assert [ask.max_tokens for ask in asks] == [len(request.answer) for request in recorded]
     told = prompts(asks)
     for i, request in enumerate(recorded):
         for j, other in enumerate(recorded[:i]):
             assert common(told[i], told[j]) >= common(request.prompt, other.prompt)
-    others = prompts(replayed.asks(IDS, "pepper", ""))
+    others = prompts(replayed.make_requests(IDS, "pepper", ""))
     assert max(common(one, other) for one, other in zip(told, others, strict=True)) < 8
 
 
@@ -122,16 +134,16 @@ def test_of_a_trace_the_beginning(file: Path) -> None:
 
 def test_prompts_of_a_trace_lose_their_end(file: Path) -> None:
     whole = read_trace(file, None, 1.0)
-    cut, note = fit(whole, 400)
+    cut, note = fit_workload(whole, 400)
     assert isinstance(cut, Replayed)
-    assert f"{cut.cut} prompts end early" in note
-    assert cut.cut > 0
+    assert f"{cut.num_truncated} prompts end early" in note
+    assert cut.num_truncated > 0
     for before, after in zip(whole.turns, cut.turns, strict=True):
         assert before.prompt[: len(after.prompt)] == after.prompt
-        assert len(after.prompt) + after.answer <= 400
+        assert len(after.prompt) + after.max_tokens <= 400
         assert after.prompt
-        assert after.answer
-    assert fit(whole, 100_000) == (whole, "")
+        assert after.max_tokens
+    assert fit_workload(whole, 100_000) == (whole, "")
 
 
 @pytest.mark.parametrize(
@@ -162,4 +174,4 @@ def test_no_trace(tmp_path: Path) -> None:
 
 
 def test_ordinary_ids_are_between_those_of_a_text() -> None:
-    assert vocabulary([7, 300, 12]) == PromptVocabulary(range(7, 301))
+    assert make_vocabulary([7, 300, 12]) == PromptVocabulary(range(7, 301))

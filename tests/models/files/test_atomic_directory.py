@@ -15,14 +15,14 @@ from typing import Any
 
 import pytest
 
-from server.models.files.atomic_directory import PREFIX, Scratch
+from server.models.files.atomic_directory import PREFIX, AtomicDirectory
 
 WRITER = """
 import sys
 from pathlib import Path
-from server.models.files.atomic_directory import Scratch
+from server.models.files.atomic_directory import AtomicDirectory
 
-scratch = Scratch(Path(sys.argv[1]))
+scratch = AtomicDirectory(Path(sys.argv[1]))
 (scratch.path / "part").touch()
 print(scratch.path, flush=True)
 sys.stdin.read()
@@ -47,7 +47,7 @@ def test_what_a_killed_process_left_is_deleted_and_what_another_one_writes_is_no
         killed.kill()
         killed.wait()
         assert (left / "part").is_file()
-        ours = Scratch(tmp_path)
+        ours = AtomicDirectory(tmp_path)
         assert set(tmp_path.iterdir()) == {written, ours.path}
         assert (written / "part").is_file()
         ours.close()
@@ -55,11 +55,11 @@ def test_what_a_killed_process_left_is_deleted_and_what_another_one_writes_is_no
 
 
 def test_what_got_its_name_stays(tmp_path: Path) -> None:
-    scratch = Scratch(tmp_path)
+    scratch = AtomicDirectory(tmp_path)
     (scratch.path / "part").touch()
     scratch.path.rename(tmp_path / "whole")
     scratch.close()
-    Scratch(tmp_path).close()
+    AtomicDirectory(tmp_path).close()
     assert [path.relative_to(tmp_path) for path in tmp_path.rglob("*")] == [Path("whole"), Path("whole/part")]
 
 
@@ -68,14 +68,14 @@ def test_folders_of_others_stay_and_do_not_hinder(tmp_path: Path) -> None:
     (tmp_path / f"{PREFIX}file").touch()
     os.mkfifo(tmp_path / f"{PREFIX}pipe")
     (tmp_path / f"{PREFIX}link").symlink_to(tmp_path / "draft-of-mine")
-    Scratch(tmp_path).close()
+    AtomicDirectory(tmp_path).close()
     assert len(list(tmp_path.iterdir())) == 4
 
 
 def test_many_at_once_keep_theirs(tmp_path: Path) -> None:
     (tmp_path / f"{PREFIX}left").mkdir()
     with ThreadPoolExecutor(8) as pool:
-        scratches = list(pool.map(lambda _: Scratch(tmp_path), range(200)))
+        scratches = list(pool.map(lambda _: AtomicDirectory(tmp_path), range(200)))
     assert set(tmp_path.iterdir()) == {scratch.path for scratch in scratches}
     for scratch in scratches:
         scratch.close()
@@ -87,7 +87,7 @@ def test_without_locks_nothing_is_deleted(tmp_path: Path, monkeypatch: pytest.Mo
         raise OSError(errno.EOPNOTSUPP, os.strerror(errno.EOPNOTSUPP))
 
     monkeypatch.setattr(fcntl, "flock", none)
-    first, second = Scratch(tmp_path), Scratch(tmp_path)
+    first, second = AtomicDirectory(tmp_path), AtomicDirectory(tmp_path)
     assert set(tmp_path.iterdir()) == {first.path, second.path}
     first.close()
     assert set(tmp_path.iterdir()) == {second.path}

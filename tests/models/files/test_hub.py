@@ -16,9 +16,9 @@ from urllib.parse import unquote, urlsplit
 
 import pytest
 
-from config.settings import load
+from config.settings import load_settings
 from server.models.errors import ModelError
-from server.models.files.directory import locate, located
+from server.models.files.directory import locate, resolve_model_settings
 from tests.models.gguf_files import gguf_model, write_gguf
 from tests.models.random_models import save_random_model
 
@@ -193,9 +193,12 @@ def test_what_is_on_this_machine_is_not_asked_for(tmp_path: Path) -> None:
 def test_names_clients_know(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     save_random_model("llama", tmp_path / "mine")
-    settings = located(load(None, {"model": str(tmp_path / "mine")}))
+    settings = resolve_model_settings(load_settings(None, {"model": str(tmp_path / "mine")}))
     assert settings.model_names == ["mine"]
     file = write_gguf(gguf_model("llama"), tmp_path / "yours.gguf")
-    assert located(load(None, {"model": str(file)})).model_names == ["yours"]
-    assert located(load(None, {})).model_names == ["tiny"]
-    assert located(load(None, {"model_name": "gpt-4, my-model"})).model_names == ["gpt-4", "my-model"]
+    assert resolve_model_settings(load_settings(None, {"model": str(file)})).model_names == ["yours"]
+    assert resolve_model_settings(load_settings(None, {})).model_names == ["tiny"]
+    assert resolve_model_settings(load_settings(None, {"model_name": "gpt-4, my-model"})).model_names == [
+        "gpt-4",
+        "my-model",
+    ]

@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 
 from config.errors import SettingsError
-from config.settings import load
+from config.settings import load_settings
 from server.engine.build import build_engine
 from server.models.errors import ModelError
-from server.models.files.directory import EMBEDDED, locate, located
+from server.models.files.directory import EMBEDDED, locate, resolve_model_settings
 from server.models.formats.gguf_directory import LINK
 from server.text.tokenizer import Tokenizer
 from tests.models.gguf_files import gguf_model, write_gguf
@@ -36,10 +36,10 @@ def refused(directory: Path, link: Path, target: Path) -> None:
         locate(str(directory))
     assert words in str(error.value)
     with pytest.raises(SettingsError) as error:
-        build_engine(load(None, {"model": str(directory)}))
+        build_engine(load_settings(None, {"model": str(directory)}))
     assert words in str(error.value)
     assert locate(str(directory), allow_symlinks=True) == directory
-    settings = located(load(None, {"model": str(directory), "allow_symlinks": True}))
+    settings = resolve_model_settings(load_settings(None, {"model": str(directory), "allow_symlinks": True}))
     assert Tokenizer.from_directory(Path(settings.model)).vocab_size > 0
 
 

@@ -21,15 +21,15 @@ from kernels.ops import Ops
 from kernels.quantization import QuantizedTensor, dequantize
 from kernels.reference.backend import ReferenceOps
 from server.models.base import Model
-from server.models.config import eos_ids_of, load_config
+from server.models.config import load_config, read_eos_ids
 from server.models.errors import ModelError
 from server.models.files.directory import locate
-from server.models.formats.gguf_directory import gguf_of
+from server.models.formats.gguf_directory import find_gguf_file
 from server.models.formats.gguf_file import read_header
 from server.models.formats.gguf_weights import GGUFWeights
-from server.models.load import describe, load_model
+from server.models.load import load_model, read_model_info
 from server.models.no_cache import FullContext
-from server.models.weights import Kept
+from server.models.weights import WeightsConfig
 from server.text.tokenizer import Tokenizer
 from tests.engine.engine_driver import Driver
 from tests.kernels.backend_matrix import BACKENDS, SLOW
@@ -69,7 +69,7 @@ def served(file: Path, dtype: torch.dtype = torch.float32, *, as_stored: bool = 
         "auto",
         ops=ops or ReferenceOps(),
         dtype=torch.float32,
-        weights=Kept(dtype, as_stored=as_stored),
+        weights=WeightsConfig(dtype, as_stored=as_stored),
         device=torch.device("cpu"),
         positions=512,
     )
@@ -78,7 +78,7 @@ def served(file: Path, dtype: torch.dtype = torch.float32, *, as_stored: bool = 
 @torch.inference_mode()
 def logits(model: Model, ids: torch.Tensor) -> torch.Tensor:
     """ids [n] -> [n, V]."""
-    attention = FullContext(model.specs, len(ids), model.device)
+    attention = FullContext(model.layer_specs, len(ids), model.device)
     attention.logit_index = attention.positions
     return model.forward(ids, attention)
 
@@ -125,7 +125,7 @@ def test_weights_are_kept_in_the_dtype_asked_for(tmp_path: Path) -> None:
     theirs = gguf_model("qwen3")
     file = write_gguf(theirs, tmp_path / "a.gguf", Type.Q8_0)
     assert served(file, torch.bfloat16).weight_bytes == sum(p.numel() for p in theirs.parameters()) * 2
-    assert describe(locate(str(file)), "auto").dtype == "bfloat16"
+    assert read_model_info(locate(str(file)), "auto").dtype == "bfloat16"
 
 
 @pytest.mark.parametrize(("kind", "bits"), [(Type.Q8_0, 8), (Type.Q4_0, 4)])
@@ -219,7 +219,7 @@ def test_all_tokens_that_end_a_turn_are_found(tmp_path: Path) -> None:
         tokenizer__ggml__token_type=[3, 3, 3, 1] + [3] * 296,
         tokenizer__ggml__eot_token_id=4,
     )
-    assert eos_ids_of(locate(str(file)), 300) == {1, 2, 4}
+    assert read_eos_ids(locate(str(file)), 300) == {1, 2, 4}
 
 
 def test_models_of_another_scale(tmp_path: Path) -> None:
@@ -265,7 +265,7 @@ def test_files_that_are_none_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match="No such file"):
         locate(str(tmp_path / "a.gguf"))
     (tmp_path / "b.gguf").write_bytes(b"PK\x03\x04 and so on")
-    with pytest.raises(ModelError, match=r"b\.gguf is no GGUF file"):
+    with pytest.raises(ModelError, match=r"b\.gguf is not a GGUF file"):
         locate(str(tmp_path / "b.gguf"))
     (tmp_path / "c.gguf").write_bytes(b"GGUF" + struct.pack("<I", 1))
     with pytest.raises(ModelError, match="GGUF of version 1"):
@@ -308,7 +308,7 @@ def test_a_missing_tensor_and_another_implementation_are_refused(tmp_path: Path)
         Driver(file)
     with pytest.raises(SettingsError, match="computed by the lean decoder only"):
         Driver(file, model_impl="transformers")
-    assert gguf_of(tmp_path) is None
+    assert find_gguf_file(tmp_path) is None
 
 
 def test_a_cache_that_cannot_be_written_is_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -351,7 +351,7 @@ def test_an_end_that_is_no_token_is_ignored(kind: int, eos: Any, tmp_path: Path)
     key = "tokenizer.ggml.eos_token_id"
     _field(lambda raw: raw.metadata.__setitem__(slice(None), [*_without(raw, key), (key, kind, eos)]), file)
     driver = Driver(file)
-    assert not driver.core.model.facts.eos_ids
+    assert not driver.core.model.info.eos_ids
     heard = driver.submit("a", [5, 6], max_tokens=4, min_tokens=2)
     driver.run()
     assert len(heard.tokens) == 4

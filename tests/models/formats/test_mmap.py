@@ -12,9 +12,9 @@ import torch
 
 from kernels.backends import REFERENCE
 from server.models.errors import ModelError
-from server.models.formats.mmap import mapped_bytes, read_bytes
+from server.models.formats.mmap import map_bytes, read_bytes
 from server.models.load import load_model
-from server.models.weights import Kept, Safetensors
+from server.models.weights import Safetensors, WeightsConfig
 from tests.kernels.backend_matrix import BACKENDS
 from tests.models.random_models import save_random_model
 
@@ -35,25 +35,25 @@ def file(tmp_path: Path) -> Path:
 
 @pytest.mark.parametrize(("start", "size"), [(0, 1), (0, 65536), (1, 300), (4095, 2), (40_001, 25_535), (65536, 0)])
 def test_bytes_are_those_of_the_file(start: int, size: int, file: Path) -> None:
-    assert mapped_bytes(file, start, size).numpy().tobytes() == file.read_bytes()[start : start + size]
+    assert map_bytes(file, start, size).numpy().tobytes() == file.read_bytes()[start : start + size]
 
 
 def test_whoever_writes_changes_no_file(file: Path) -> None:
     before = file.read_bytes()
-    mapped_bytes(file, 100, 300).fill_(7)
+    map_bytes(file, 100, 300).fill_(7)
     assert file.read_bytes() == before
 
 
 def test_a_file_that_is_gone_or_has_become_short_is_told(file: Path, tmp_path: Path) -> None:
     with pytest.raises(ModelError, match=r"cannot read .*there: .*No such file"):
-        mapped_bytes(tmp_path / "there", 0, 1)
+        map_bytes(tmp_path / "there", 0, 1)
     with pytest.raises(ModelError, match=r"cannot read .*file: "):
-        mapped_bytes(file, 65530, 100)
+        map_bytes(file, 65530, 100)
 
 
 def test_a_mapping_goes_with_what_is_seen_of_it(file: Path) -> None:
     if sys.platform == "linux":  # others do not say
-        seen = mapped_bytes(file, 5000, 8000).view(torch.int16)[100:]
+        seen = map_bytes(file, 5000, 8000).view(torch.int16)[100:]
         assert 8000 <= bytes_mapped(file) < 65536
         del seen
         assert bytes_mapped(file) == 0
@@ -68,7 +68,7 @@ def test_after_loading_norms_alone_are_mapped(tmp_path: Path) -> None:
         "lean",
         ops=BACKENDS[fast](),
         dtype=torch.float32,
-        weights=Kept(torch.float32),
+        weights=WeightsConfig(torch.float32),
         device=CPU,
         positions=64,
     )
@@ -101,8 +101,8 @@ def test_tensors_of_every_kind_of_place_and_type(tmp_path: Path) -> None:
     )
     stored = Safetensors(tmp_path, torch.float32, CPU)
     for name in "abcdef":
-        assert stored.stored(name).dtype is tensors[name].dtype
-        assert torch.equal(stored.stored(name).view(torch.uint8), tensors[name].view(torch.uint8))
+        assert stored.read_tensor(name).dtype is tensors[name].dtype
+        assert torch.equal(stored.read_tensor(name).view(torch.uint8), tensors[name].view(torch.uint8))
     with pytest.raises(
         ModelError, match="'g' is of type BOOL: of quantized checkpoints, only MLX's and GGUF files can be"
     ):

@@ -24,14 +24,14 @@ from kernels.backends import REFERENCE
 from kernels.ops import Ops
 from kernels.quantization import QuantizedTensor, dequantize, quantize_symmetric, quantize_weight
 from kernels.reference.backend import ReferenceOps
-from server.engine.info import about
+from server.engine.info import make_engine_info
 from server.models.base import Model
 from server.models.errors import ModelError
 from server.models.formats import quantized
 from server.models.formats.mlx_weights import MLXWeights
-from server.models.load import describe, load_model
+from server.models.load import load_model, read_model_info
 from server.models.no_cache import FullContext
-from server.models.weights import Format, Kept
+from server.models.weights import WeightFormat, WeightsConfig
 from tests.engine.engine_driver import Driver
 from tests.kernels.backend_matrix import BACKENDS, SLOW
 from tests.models.gguf_files import write_gguf
@@ -45,9 +45,9 @@ from tests.models.rounded_weights import (
     symmetric_rounded,
 )
 
-AS_STORED = Kept(torch.float32, as_stored=True)
-INT4 = Kept(torch.float32, Format(4, 32), as_stored=True)
-INT8 = Kept(torch.float32, Format(8), as_stored=True)
+AS_STORED = WeightsConfig(torch.float32, as_stored=True)
+INT4 = WeightsConfig(torch.float32, WeightFormat(4, 32), as_stored=True)
+INT8 = WeightsConfig(torch.float32, WeightFormat(8), as_stored=True)
 CPU = torch.device("cpu")
 MIXED: Formats = {
     "model.layers.0.self_attn.v_proj": (8, 32),
@@ -56,7 +56,7 @@ MIXED: Formats = {
 }
 
 
-def loaded(directory: Path, weights: Kept, *, impl: Any = "auto", ops: Ops | None = None) -> Model:
+def loaded(directory: Path, weights: WeightsConfig, *, impl: Any = "auto", ops: Ops | None = None) -> Model:
     return load_model(
         directory,
         impl,
@@ -71,7 +71,7 @@ def loaded(directory: Path, weights: Kept, *, impl: Any = "auto", ops: Ops | Non
 @torch.inference_mode()
 def logits(model: Model, ids: torch.Tensor) -> torch.Tensor:
     """ids [n] -> [n, V]."""
-    attention = FullContext(model.specs, len(ids), CPU)
+    attention = FullContext(model.layer_specs, len(ids), CPU)
     attention.logit_index = attention.positions
     return model.forward(ids, attention)
 
@@ -103,7 +103,7 @@ def test_logits_of_a_checkpoint_of_mlx(name: str, bits: int, tmp_path: Path) -> 
     ours = loaded(tmp_path, AS_STORED)
     assert ours.weight_format == f"int{bits}"
     assert_same_logits(ours, theirs)
-    assert_same_logits(loaded(tmp_path, Kept(torch.float32)), theirs)
+    assert_same_logits(loaded(tmp_path, WeightsConfig(torch.float32)), theirs)
 
 
 def test_formats_may_differ_from_module_to_module(tmp_path: Path) -> None:
@@ -113,7 +113,7 @@ def test_formats_may_differ_from_module_to_module(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("backend", [name for name in BACKENDS if name not in SLOW | {REFERENCE}])
 @pytest.mark.parametrize("kept", [AS_STORED, INT4, INT8], ids=["as stored", "int4", "int8"])
-def test_every_backend_computes_the_same_model(backend: str, kept: Kept, tmp_path: Path) -> None:
+def test_every_backend_computes_the_same_model(backend: str, kept: WeightsConfig, tmp_path: Path) -> None:
     """But that some round activations."""
     write_mlx(wide_llama(), tmp_path, 4, 64, MIXED)
     computed = (loaded(tmp_path, kept, ops=ops) for ops in (BACKENDS[backend](), ReferenceOps(), RoundedInputs()))
@@ -127,7 +127,7 @@ def test_memory_is_that_of_the_file(tmp_path: Path) -> None:
     stored = sum(tensor.nbytes for tensor in load_file(tmp_path / "model.safetensors").values())
     assert loaded(tmp_path, AS_STORED).weight_bytes == stored
     numbers = sum(p.numel() for p in wide_llama().parameters())
-    wide = loaded(tmp_path, Kept(torch.bfloat16))
+    wide = loaded(tmp_path, WeightsConfig(torch.bfloat16))
     assert (wide.weight_bytes, wide.weight_format) == (2 * numbers, "bfloat16")
 
 
@@ -205,7 +205,7 @@ def test_a_config_that_speaks_of_other_numbers_is_told(quantization: Any, messag
 def test_who_cannot_compute_a_checkpoint_of_mlx(tmp_path: Path) -> None:
     write_mlx(wide_llama(), tmp_path, 4, 64)
     with pytest.raises(ModelError, match="a checkpoint of MLX is computed by the lean decoder only: leave"):
-        describe(tmp_path, "transformers")
+        read_model_info(tmp_path, "transformers")
     save_random_model("mixtral", tmp_path)
     file = tmp_path / "config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | {"quantization": {"bits": 4, "group_size": 64}}))
@@ -216,7 +216,7 @@ def test_who_cannot_compute_a_checkpoint_of_mlx(tmp_path: Path) -> None:
 # -------------------------------------------------------------------- quantized while they are read
 @pytest.mark.parametrize("name", ["llama", "qwen2_tied", "phi3", "gemma3", "mixtral"])
 @pytest.mark.parametrize("kept", [INT4, INT8], ids=["int4", "int8"])
-def test_logits_of_a_model_quantized_while_it_is_read(name: str, kept: Kept, tmp_path: Path) -> None:
+def test_logits_of_a_model_quantized_while_it_is_read(name: str, kept: WeightsConfig, tmp_path: Path) -> None:
     theirs = save_random_model(name, tmp_path)
     assert kept.format is not None
     ours = loaded(tmp_path, kept)
@@ -231,9 +231,11 @@ def test_rows_that_groups_do_not_divide_are_kept_in_8_bits(tmp_path: Path, caplo
     theirs.save_pretrained(tmp_path)
     with caplog.at_level(logging.INFO):
         ours = loaded(tmp_path, INT4)
-    assert_same_logits(ours, round_weights(theirs, Format(4, 32)))
+    assert_same_logits(ours, round_weights(theirs, WeightFormat(4, 32)))
     assert caplog.messages == ["rows of 87 columns are kept in 8 bits, as groups of 32 do not divide them"]
-    assert_same_logits(loaded(tmp_path, INT8), round_weights(LlamaForCausalLM.from_pretrained(tmp_path), Format(8)))
+    assert_same_logits(
+        loaded(tmp_path, INT8), round_weights(LlamaForCausalLM.from_pretrained(tmp_path), WeightFormat(8))
+    )
 
 
 def test_memory_of_a_quantized_model(tmp_path: Path) -> None:
@@ -255,7 +257,7 @@ def test_a_gguf_file_is_quantized_too(tmp_path: Path, monkeypatch: pytest.Monkey
     theirs = wide_llama()
     driver = Driver(write_gguf(theirs, tmp_path / "a.gguf"), weights="int4", dtype="float32", kernels="reference")
     assert driver.core.model.weight_format == "int4"
-    assert_same_logits(driver.core.model, round_weights(theirs, Format(4, 32)))
+    assert_same_logits(driver.core.model, round_weights(theirs, WeightFormat(4, 32)))
 
 
 def test_numbers_of_as_many_bits_stay_what_they_are(tmp_path: Path) -> None:
@@ -266,7 +268,7 @@ def test_numbers_of_as_many_bits_stay_what_they_are(tmp_path: Path) -> None:
 def test_numbers_of_other_bits_are_rounded_once_more(tmp_path: Path) -> None:
     theirs = write_mlx(wide_llama(), tmp_path, 4, 64)
     stored = MLXWeights(tmp_path, torch.float32, CPU, as_stored=True)
-    with quantized.quantized(stored, tmp_path, INT8, CPU, layers=3) as weights:
+    with quantized.open_quantized_weights(stored, tmp_path, INT8, CPU, layers=3) as weights:
         found = weights.matrix("model.layers.0.mlp.down_proj.weight", (64, 128))
     assert isinstance(found, QuantizedTensor)
     assert (found.bits, found.group) == (8, 128)
@@ -287,7 +289,7 @@ def test_a_long_quantization_is_told_of(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     save_random_model("llama", tmp_path)
-    monkeypatch.setattr(quantized, "QUIET", -1.0)
+    monkeypatch.setattr(quantized, "LOG_INTERVAL", -1.0)
     with caplog.at_level(logging.INFO):
         loaded(tmp_path, INT4)
     assert caplog.messages[-1] == "quantizing the weights to 4 bits: layer 3 of 3"
@@ -322,4 +324,6 @@ def test_one_tensor_at_a_time_is_wider_than_it_will_be(tmp_path: Path, monkeypat
 def test_the_engine_says_what_weights_are_kept_in(tmp_path: Path) -> None:
     write_mlx(wide_llama(), tmp_path, 4, 64)
     for weights, expected in (("auto", "int4"), ("int8", "int8"), ("bf16", "bfloat16")):
-        assert about(Driver(tmp_path, weights=weights, dtype="float32").engine).settings["weights"] == expected
+        assert (
+            make_engine_info(Driver(tmp_path, weights=weights, dtype="float32").engine).settings["weights"] == expected
+        )

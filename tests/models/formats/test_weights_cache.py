@@ -23,16 +23,16 @@ from server.models.files.atomic_directory import PREFIX
 from server.models.formats import checksum as checksums
 from server.models.formats import quantized, weights_cache
 from server.models.formats.checksum import checksum
-from server.models.formats.weights_cache import CachedWeightsWriter, folder_of, found
+from server.models.formats.weights_cache import CachedWeightsWriter, get_cache_folder, open_cached_weights
 from server.models.load import load_model
 from server.models.no_cache import FullContext
-from server.models.weights import Format, Kept
+from server.models.weights import WeightFormat, WeightsConfig
 from tests.models.gguf_files import gguf_model, write_gguf
 from tests.models.mlx_files import write_mlx
 from tests.models.random_models import CONFIGS, random_model, save_random_model
 
 CPU = torch.device("cpu")
-FORMATS = {"int4": Format(4, 32), "int8": Format(8)}
+FORMATS = {"int4": WeightFormat(4, 32), "int8": WeightFormat(8)}
 
 
 @pytest.fixture
@@ -47,7 +47,7 @@ def checkpoint(tmp_path: Path) -> Path:
 
 
 def loaded(directory: Path, home: Path | None, format: str = "int4") -> Model:
-    kept = Kept(torch.float32, FORMATS[format], as_stored=True, cache=home)
+    kept = WeightsConfig(torch.float32, FORMATS[format], as_stored=True, cache_dir=home)
     return load_model(
         directory, "auto", ops=ReferenceOps(), dtype=torch.float32, weights=kept, device=CPU, positions=512
     )
@@ -56,7 +56,7 @@ def loaded(directory: Path, home: Path | None, format: str = "int4") -> Model:
 @torch.inference_mode()
 def logits(model: Model) -> torch.Tensor:
     ids = torch.arange(2, 40)
-    attention = FullContext(model.specs, len(ids), CPU)
+    attention = FullContext(model.layer_specs, len(ids), CPU)
     attention.logit_index = attention.positions
     return model.forward(ids, attention)
 
@@ -220,7 +220,7 @@ def test_what_a_killed_start_had_not_finished_goes(checkpoint: Path, home: Path)
     (home / f"{PREFIX}killed").mkdir(parents=True)
     (home / f"{PREFIX}killed" / "00000.safetensors").touch()
     loaded(checkpoint, home)
-    assert list(home.iterdir()) == [folder_of(home, checkpoint, FORMATS["int4"]).parent]
+    assert list(home.iterdir()) == [get_cache_folder(home, checkpoint, FORMATS["int4"]).parent]
 
 
 # -------------------------------------------------------------------- where nothing can be kept
@@ -254,16 +254,16 @@ def test_a_full_disk_is_told_once_and_leaves_nothing(
 
 
 def test_two_servers_may_start_at_once(checkpoint: Path, home: Path) -> None:
-    folder = folder_of(home, checkpoint, FORMATS["int4"])
+    folder = get_cache_folder(home, checkpoint, FORMATS["int4"])
     weight = quantize_symmetric(torch.randn(6, 64), 4, 32)
     drafts = [CachedWeightsWriter(folder), CachedWeightsWriter(folder)]
     for draft in drafts:
         draft.put("a", weight)
-    assert found(folder) is None
+    assert open_cached_weights(folder) is None
     for draft in drafts:
         draft.publish()
         draft.close()
-        stored = found(folder)
+        stored = open_cached_weights(folder)
         assert stored is not None
         got = stored.get("a")
         assert got is not None

@@ -25,7 +25,7 @@ from server.text.processes import sandbox
 from server.text.processes.call_queue import Lane
 from server.text.processes.messages import Encode, EncodeChat, Start
 from server.text.processes.sandbox import CallLimits, SandboxedTokenizer
-from server.text.processes.text_process import ProcessFailed, TextProcess, environment
+from server.text.processes.text_process import ProcessFailed, TextProcess, make_environment
 from server.text.tokenizer import Tokenizer, TokenizerBase
 from tests.text.hostile_models import (
     COMPILED,
@@ -102,7 +102,7 @@ def test_the_same_as_in_this_process(tmp_path: Path, kind: str) -> None:
                 found += [ids, [tokenizer.piece(i) for i in ids], [tokenizer.token_string(i) for i in ids[:50]]]
                 found += [tokenizer.decode(ids, skip_special_tokens=special), await tokenizer.decode_many(ids)]
                 found += [here.backend.decode(ids, skip_special_tokens=special) == found[-2]]
-            found += [await tokenizer.encode_chat(chat(text)), await refusal(tokenizer.infill(text, "x"))]
+            found += [await tokenizer.encode_chat(chat(text)), await refusal(tokenizer.encode_infill(text, "x"))]
         return found
 
     async def compare(tokenizer: SandboxedTokenizer) -> None:
@@ -159,7 +159,7 @@ def test_the_process_imports_no_more_than_it_needs() -> None:
 
 def test_the_process_has_no_secrets(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("KVMUX_API_KEYS", "secret-key")
-    assert not [value for value in environment(os.environ).values() if "secret-key" in value]
+    assert not [value for value in make_environment(os.environ).values() if "secret-key" in value]
 
 
 # ---------------------------------------------------------------- bombs
@@ -245,12 +245,12 @@ def test_memory_is_watched_where_the_system_does_not_bound_it(tmp_path: Path) ->
     directory = str(save_with_template(tmp_path, "{% set s = 'a' * n * 10 ** 9 %}{{ (n + 8) ** 10 ** 8 }}"))
 
     async def use() -> None:
-        process = TextProcess(Start(directory, 60, 2**32, 2**32, False), watched=64 * MIB)
+        process = TextProcess(Start(directory, 60, 2**32, 2**32, False), memory_limit=64 * MIB)
         await process.connect()
-        await process.ready()
+        await process.wait_until_ready()
         with pytest.raises(ProcessFailed) as failed:
-            await process.ask(sandbox.request_of(chat(n=1)), 60)
-        assert failed.value.why == "memory"
+            await process.run_call(sandbox.serialize_call(chat(n=1)), 60)
+        assert failed.value.reason == "memory"
         await process.end()
 
     asyncio.run(use())
@@ -375,27 +375,27 @@ def test_a_call_that_is_cancelled_in_the_middle_is_still_bounded(tmp_path: Path)
 
 def test_more_calls_than_may_wait(tmp_path: Path) -> None:
     start = partial(TextProcess, Start(str(save_tokenizer(tmp_path, byte_level())), 60, 2**30, 2**32, False))
-    small, large = sandbox.request_of(Encode("x", True)), sandbox.request_of(Encode("x" * 10_000, True))
+    small, large = sandbox.serialize_call(Encode("x", True)), sandbox.serialize_call(Encode("x" * 10_000, True))
 
     async def use() -> None:
-        lane = Lane(start, 60, most_calls=3, most_bytes=5000)
-        calls = [asyncio.create_task(lane.ask(small)) for _ in range(3)]
+        lane = Lane(start, 60, max_calls=3, max_bytes=5000)
+        calls = [asyncio.create_task(lane.run_call(small)) for _ in range(3)]
         await asyncio.sleep(0)
         for request in (small, large):
             with pytest.raises(TextUnavailable, match="too many texts"):
-                await lane.ask(request)
+                await lane.run_call(request)
         calls[2].cancel()
         await asyncio.gather(*calls, return_exceptions=True)
-        await lane.ask(large)  # alone it may
+        await lane.run_call(large)  # alone it may
         await lane.close()
         with pytest.raises(TextUnavailable):
-            await lane.ask(small)
+            await lane.run_call(small)
 
     asyncio.run(use())
 
 
 def test_a_model_that_is_gone_is_told_and_found_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("server.text.processes.call_queue.PAUSE", 0.0)
+    monkeypatch.setattr("server.text.processes.call_queue.RESTART_DELAY", 0.0)
     directory = save_tokenizer(tmp_path / "model", byte_level())
 
     async def use(tokenizer: SandboxedTokenizer) -> None:

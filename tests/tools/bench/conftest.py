@@ -8,7 +8,7 @@ import pytest
 
 from tests.tools.bench.small_shape import SMALL_SHAPE
 from tools.bench.table import models
-from tools.bench.table.models import made
+from tools.bench.table.models import make_model
 
 
 @pytest.fixture(scope="session")
@@ -16,7 +16,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Of models; the small one is in it."""
     place = tmp_path_factory.mktemp("models")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(models, "LEARNT", 600)
-        patch.setattr(models, "BOOKS", 5)
-        made(SMALL_SHAPE, place, lambda _: None)
+        patch.setattr(models, "LEARNT_VOCAB_SIZE", 600)
+        patch.setattr(models, "MAX_TRAINING_FILES", 5)
+        make_model(SMALL_SHAPE, place, lambda _: None)
     return place

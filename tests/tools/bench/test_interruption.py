@@ -17,15 +17,15 @@ from tests.end_to_end.server_process import PATIENCE, eventually
 from tests.tools.bench.small_shape import SMALL_SHAPE
 from tools.bench.__main__ import INTERRUPTED
 from tools.bench.table import models
-from tools.bench.table.models import LLAMA, made
+from tools.bench.table.models import LLAMA, make_model
 
 
 @pytest.fixture
 def models_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Of a model that is small, under the name of one that `make bench` knows."""
-    monkeypatch.setattr(models, "LEARNT", 600)
-    monkeypatch.setattr(models, "BOOKS", 5)
-    made(replace(SMALL_SHAPE, name=LLAMA.name, positions=LLAMA.positions), tmp_path, lambda _: None)
+    monkeypatch.setattr(models, "LEARNT_VOCAB_SIZE", 600)
+    monkeypatch.setattr(models, "MAX_TRAINING_FILES", 5)
+    make_model(replace(SMALL_SHAPE, name=LLAMA.name, max_positions=LLAMA.max_positions), tmp_path, lambda _: None)
     return tmp_path
 
 

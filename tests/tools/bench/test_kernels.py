@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from kernels import backends as loading
-from kernels.backends import REFERENCE, backends
-from kernels.cpu.library import best_read
+from kernels.backends import REFERENCE, list_backends
+from kernels.cpu.library import find_memory_reader
 from kernels.device import KernelsMissing
 from kernels.ops import Ops
 from tools.bench import kernel_inputs
@@ -31,8 +31,8 @@ def test_every_operation_has_a_row_for_every_backend(capsys: pytest.CaptureFixtu
     bench.main(["--json", "--context", "40", "--dtype", "bfloat16"])
     rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     found = {(row["op"], row["backend"]) for row in rows}
-    there = [REFERENCE, *(backend.name for backend in backends("cpu") if backend.missing is None)]
-    assert set(product(bench.NAMES, there)) <= found
+    there = [REFERENCE, *(backend.name for backend in list_backends("cpu") if backend.missing is None)]
+    assert set(product(bench.OP_NAMES, there)) <= found
     assert {("attend", "sdpa"), ("attend", "sdpa+gather")} <= found
     assert all(row["gb_per_s"] > 0 for row in rows)
 
@@ -59,5 +59,5 @@ def test_what_is_missing_is_told_once_on_a_line_of_its_own(
 
 def test_all_of_the_memory_is_read() -> None:
     words = torch.arange(6400)
-    if (read := best_read()) is not None:
+    if (read := find_memory_reader()) is not None:
         assert read(words) == int(words.sum())

@@ -22,7 +22,7 @@ def test_rounds_with_and_without(capsys: pytest.CaptureFixture[str], monkeypatch
     assert len(counted) == 3 * 5, "with one round that warms"
     assert min(counted[3:]) >= 1
     assert cost["sequences"] == 3
-    assert 0 < cost["observing"] < cost["counted"]
+    assert 0 < cost["observe_time"] < cost["step_with_metrics"]
     assert cost["step"] > 0 < cost["scrape"]
 
 

@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from tools.bench.tokenizing import Cost, interval, main
+from tools.bench.tokenizing import Cost, compute_interval, main
 
 
 def test_it_prints_what_both_took(capsys: pytest.CaptureFixture[str]) -> None:
@@ -14,11 +14,11 @@ def test_it_prints_what_both_took(capsys: pytest.CaptureFixture[str]) -> None:
     chat, prompt = [Cost(**json.loads(line)) for line in capsys.readouterr().out.splitlines()]
     assert (chat.what, prompt.what) == ("a chat of 3 messages", "a prompt of one sentence")
     for cost in (chat, prompt):
-        assert min(cost.here, cost.apart) > 0
-        assert cost.low <= cost.extra <= cost.high
+        assert min(cost.in_process, cost.sandboxed) > 0
+        assert cost.low <= cost.difference <= cost.high
 
 
 def test_the_interval_is_that_of_a_median() -> None:
-    assert interval([3.0] * 9) == (3.0, 3.0)
-    low, high = interval([*range(101)])
+    assert compute_interval([3.0] * 9) == (3.0, 3.0)
+    low, high = compute_interval([*range(101)])
     assert 25 < low < 50 < high < 75

@@ -8,14 +8,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from loadtest.bench.workloads import NAMED
+from loadtest.bench.workloads import NAMED_WORKLOADS
 from tests.tools.bench.small_shape import SMALL_SHAPE
 from tools.bench import transformers_peer as peer
-from tools.bench.table.limits import WORKS, Work
+from tools.bench.table.limits import WORKLOADS, Work
 
 
 def test_a_result_is_told(folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setitem(WORKS, "a", Work(1, 24, 6))
+    monkeypatch.setitem(WORKLOADS, "a", Work(1, 24, 6))
     peer.main(["--model", str(folder / SMALL_SHAPE.name), "--rounds", "2", "--threads", "1"])
     (told,) = json.loads(capsys.readouterr().out)
     assert (told["strategy"], told["phase"], told["requests"], told["prompt_tokens"]) == ("transformers", None, 2, 48)
@@ -37,14 +37,14 @@ class Eager:
 
 def test_the_prompt_is_no_token_and_every_token_counts() -> None:
     model = Eager()
-    times = peer.answer(model, torch.zeros(1, 3, dtype=torch.long), 5)
-    assert len(times.gaps) == 4
-    assert times.first >= 0
+    times = peer.time_generation(model, torch.zeros(1, 3, dtype=torch.long), 5)
+    assert len(times.itl_ms) == 4
+    assert times.ttft_ms >= 0
     assert (model.asked["do_sample"], model.asked["min_new_tokens"]) == (False, 5)
 
 
 def test_only_workloads_of_one_stream_are_offered(capsys: pytest.CaptureFixture[str]) -> None:
-    several = next(name for name, workload in NAMED.items() if workload.requests > 2)
+    several = next(name for name, workload in NAMED_WORKLOADS.items() if workload.requests > 2)
     with pytest.raises(SystemExit, match="2"):
         peer.main(["--model", "x", "--workload", several])
     assert "invalid choice" in capsys.readouterr().err

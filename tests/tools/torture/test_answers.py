@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tools.torture.answers import Answer, difference, partial_difference, shape_difference
+from tools.torture.answers import Answer, find_difference, find_partial_difference, find_shape_difference
 
 USAGE = {"prompt_tokens": 2, "completion_tokens": 3, "prompt_tokens_details": {"cached_tokens": 0}}
 LOGPROBS = {"tokens": ["a", "b", "c"], "token_logprobs": [-0.1, -0.2, -0.3], "top_logprobs": [None, {"x": -1.0}, None]}
@@ -50,7 +50,7 @@ def cut(whole: dict[str, Any], *places: int) -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize("places", [(), (1,), (2,), (1, 2)])
 def test_a_stream_comes_to_the_whole_answer(places: tuple[int, ...]) -> None:
-    assert difference(read(WHOLE), read(*cut(WHOLE, *places))) is None
+    assert find_difference(read(WHOLE), read(*cut(WHOLE, *places))) is None
 
 
 def test_a_chat_has_its_text_elsewhere() -> None:
@@ -60,16 +60,16 @@ def test_a_chat_has_its_text_elsewhere() -> None:
         {"choices": [{"index": 0, "delta": delta, "finish_reason": None}]} for delta in deltas
     ]
     chunks[-1]["choices"][0]["finish_reason"] = "stop"
-    assert difference(whole, read(*chunks)) is None
+    assert find_difference(whole, read(*chunks)) is None
 
 
 def test_what_a_chat_tells_of_its_prompt_is_compared() -> None:
     choice = {"index": 0, "message": {"content": "a"}, "finish_reason": "stop"}
     whole, other = ({"choices": [choice], "prompt_token_ids": ids} for ids in ([1, 2], [1, 3]))
     chunks = [{"choices": [], "prompt_token_ids": [1, 2]}, {"choices": [choice]}]
-    assert difference(read(whole), read(*chunks)) is None
-    assert "prompt" in (difference(read(whole), read(other)) or "")
-    assert "prompt" in (shape_difference(read(whole), read(other)) or "")
+    assert find_difference(read(whole), read(*chunks)) is None
+    assert "prompt" in (find_difference(read(whole), read(other)) or "")
+    assert "prompt" in (find_shape_difference(read(whole), read(other)) or "")
 
 
 @pytest.mark.parametrize(
@@ -86,28 +86,28 @@ def test_what_a_chat_tells_of_its_prompt_is_compared() -> None:
 def test_no_difference_is_overlooked(name: str, value: object) -> None:
     other = deepcopy(WHOLE)
     other["choices"][0][name] = value
-    assert name in (difference(read(WHOLE), read(other)) or "")
+    assert name in (find_difference(read(WHOLE), read(other)) or "")
 
 
 def test_choices_and_usage_are_compared() -> None:
     twice = {"choices": [*WHOLE["choices"], {**WHOLE["choices"][0], "index": 1}]}
-    assert "choices" in (difference(read(WHOLE), read(twice)) or "")
+    assert "choices" in (find_difference(read(WHOLE), read(twice)) or "")
     more = WHOLE | {"usage": USAGE | {"completion_tokens": 4}}
-    assert "usage" in (difference(read(WHOLE), read(more)) or "")
+    assert "usage" in (find_difference(read(WHOLE), read(more)) or "")
 
 
 def test_the_beginning_of_a_stream_begins_the_answer() -> None:
     chunks = cut(WHOLE, 1, 2)
     for number in range(len(chunks)):
-        assert partial_difference(read(WHOLE), read(*chunks[:number])) is None
+        assert find_partial_difference(read(WHOLE), read(*chunks[:number])) is None
     place = Random().randrange(2)
     chunks[place]["choices"][0]["text"] = "X"
-    assert partial_difference(read(WHOLE), read(*chunks[: place + 1])) is not None
+    assert find_partial_difference(read(WHOLE), read(*chunks[: place + 1])) is not None
 
 
 def test_without_a_promise_of_equal_bits_the_shape_is_compared() -> None:
     other = deepcopy(WHOLE)
     other["choices"][0] |= {"text": "xyz", "token_ids": [9]}
-    assert shape_difference(read(WHOLE), read(other)) is None
+    assert find_shape_difference(read(WHOLE), read(other)) is None
     other["choices"][0]["finish_reason"] = None
-    assert shape_difference(read(WHOLE), read(other)) is not None
+    assert find_shape_difference(read(WHOLE), read(other)) is not None

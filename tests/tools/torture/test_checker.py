@@ -8,7 +8,16 @@ import pytest
 
 from tools.torture.answers import Answer
 from tools.torture.checker import Checker, Injection
-from tools.torture.exchange import CUT, ENGINE_AWAY, HUNG, INTERNAL, REFUSED, STOPPING, Failure, Outcome
+from tools.torture.exchange import (
+    CONNECTION_CUT,
+    ENGINE_UNAVAILABLE,
+    INTERNAL,
+    NO_ANSWER,
+    REFUSED,
+    STOPPING,
+    Failure,
+    Outcome,
+)
 from tools.torture.faults import FAULTS
 from tools.torture.requests import COMPLETIONS, RequestSpec
 from tools.torture.tally import Tally
@@ -24,7 +33,7 @@ def answer(text: str) -> Answer:
 
 def checker(*injections: Injection, exact: bool = True) -> Checker:
     subject = Checker(Tally(), DRAIN, exact=exact)
-    subject.expected = {"this": answer("the one answer"), "other": answer("quite another answer")}
+    subject.expected_answers = {"this": answer("the one answer"), "other": answer("quite another answer")}
     subject.injections = list(injections)
     return subject
 
@@ -41,22 +50,28 @@ def failed(kind: str, began: float, ended: float) -> Outcome:
 @pytest.mark.parametrize(
     ("fault", "kind", "began", "ended", "problem"),
     [
-        ("kill-worker", CUT, 9.0, 10.1, None),
-        ("kill-worker", CUT, 19.0, 25.0, None),
-        ("kill-worker", CUT, 20.5, 21.0, f"unexpected failures: {CUT}"),  # all was well again
-        ("kill-worker", CUT, 8.0, 9.9, f"unexpected failures: {CUT}"),  # not injected yet
+        ("kill-worker", CONNECTION_CUT, 9.0, 10.1, None),
+        ("kill-worker", CONNECTION_CUT, 19.0, 25.0, None),
+        ("kill-worker", CONNECTION_CUT, 20.5, 21.0, f"unexpected failures: {CONNECTION_CUT}"),  # all was well again
+        ("kill-worker", CONNECTION_CUT, 8.0, 9.9, f"unexpected failures: {CONNECTION_CUT}"),  # not injected yet
         ("kill-worker", REFUSED, 9.0, 10.1, f"unexpected failures: {REFUSED}"),  # the other worker listens
-        ("kill-engine", ENGINE_AWAY, 9.0, 10.1, None),
-        ("kill-engine", CUT, 9.0, 10.1, f"unexpected failures: {CUT}"),  # workers have a sentence for it
+        ("kill-engine", ENGINE_UNAVAILABLE, 9.0, 10.1, None),
+        (
+            "kill-engine",
+            CONNECTION_CUT,
+            9.0,
+            10.1,
+            f"unexpected failures: {CONNECTION_CUT}",
+        ),  # workers have a sentence for it
         ("kill-engine", INTERNAL, 9.0, 10.1, f"unexpected failures: {INTERNAL}"),
-        ("kill-engine", HUNG, 9.0, 100.0, "requests without answer or error"),
-        ("stop-engine", ENGINE_AWAY, 9.0, 10.1, f"unexpected failures: {ENGINE_AWAY}"),
-        ("terminate", CUT, 9.0, 10.1, LOST),  # it ran already
-        ("terminate", ENGINE_AWAY, 9.0, 10.1, LOST),
+        ("kill-engine", NO_ANSWER, 9.0, 100.0, "requests without answer or error"),
+        ("stop-engine", ENGINE_UNAVAILABLE, 9.0, 10.1, f"unexpected failures: {ENGINE_UNAVAILABLE}"),
+        ("terminate", CONNECTION_CUT, 9.0, 10.1, LOST),  # it ran already
+        ("terminate", ENGINE_UNAVAILABLE, 9.0, 10.1, LOST),
         ("terminate", REFUSED, 11.0, 11.1, None),
         ("terminate", STOPPING, 9.0, 12.0, LOST),  # it had 28 seconds more
         ("terminate", STOPPING, 9.0, 10 + DRAIN, None),
-        ("kill", CUT, 9.0, 10.1, None),
+        ("kill", CONNECTION_CUT, 9.0, 10.1, None),
     ],
 )
 def test_only_a_blow_that_may_cause_a_failure_excuses_it(
@@ -70,7 +85,7 @@ def test_only_a_blow_that_may_cause_a_failure_excuses_it(
 
 def test_nothing_excuses_a_failure_of_an_undisturbed_server() -> None:
     subject = checker()
-    for kind in (CUT, REFUSED, STOPPING, ENGINE_AWAY, HUNG, INTERNAL):
+    for kind in (CONNECTION_CUT, REFUSED, STOPPING, ENGINE_UNAVAILABLE, NO_ANSWER, INTERNAL):
         subject.check(SPEC, failed(kind, 1.0, 2.0))
     assert subject.tally.problems.total() == 6
 
@@ -86,12 +101,12 @@ def test_wrong_answers_are_counted_and_those_of_others_named() -> None:
 
 def test_what_a_failed_or_left_stream_had_begun_is_compared_too() -> None:
     subject = checker(injection("kill-worker"))
-    begun = replace(failed(CUT, 9.0, 10.1), answer=Answer({0: {"text": "the on"}}))
+    begun = replace(failed(CONNECTION_CUT, 9.0, 10.1), answer=Answer({0: {"text": "the on"}}))
     subject.check(SPEC, begun)
     assert not subject.tally.problems
     begun.answer = Answer({0: {"text": "another"}})
     subject.check(SPEC, begun)
-    subject.check(SPEC, Outcome(1.0, 2.0, Answer({0: {"text": "X"}}), left=True))
+    subject.check(SPEC, Outcome(1.0, 2.0, Answer({0: {"text": "X"}}), client_left=True))
     assert subject.tally.problems == {"wrong answers": 2}
 
 

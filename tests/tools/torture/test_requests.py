@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from random import Random
 
-from tools.torture.exchange import body_of
-from tools.torture.requests import INSTANCES, alone, draw_sending, draw_specs
+from tools.torture.exchange import make_body
+from tools.torture.requests import INSTANCES, draw_sending, draw_specs, make_reference_sending
 
 
 def test_a_seed_repeats_everything() -> None:
@@ -18,8 +18,8 @@ def test_a_seed_repeats_everything() -> None:
 def test_the_manner_touches_nothing_that_decides_the_answer() -> None:
     draw = Random()
     for spec in draw_specs(draw, 100):
-        for sending in (alone(spec), draw_sending(draw, spec)):
-            body = body_of(spec, sending)
+        for sending in (make_reference_sending(spec), draw_sending(draw, spec)):
+            body = make_body(spec, sending)
             assert spec.body.items() <= body.items()
             assert sending.instance in INSTANCES[spec.family]
             assert not (sending.stream and "best_of" in body)

@@ -6,7 +6,7 @@ from random import Random
 
 import pytest
 
-from tools.torture.trends import MOST_POINTS, second_half, slope_of, thinned
+from tools.torture.trends import MAX_POINTS, fit_slope, second_half, thin_points
 
 
 @pytest.fixture
@@ -18,7 +18,7 @@ def draw(request: pytest.FixtureRequest) -> Random:
 
 def test_a_line_has_its_slope_and_no_doubt(draw: Random) -> None:
     slope = draw.uniform(-5, 5)
-    found = slope_of([(x, 3 + slope * x) for x in range(50)])
+    found = fit_slope([(x, 3 + slope * x) for x in range(50)])
     assert found is not None
     assert (found.value, found.low, found.high) == pytest.approx((slope, slope, slope))
 
@@ -27,7 +27,7 @@ def test_outliers_do_not_matter(draw: Random) -> None:
     points = [(float(x), 2.0 * x) for x in range(100)]
     for index in draw.sample(range(100), 10):
         points[index] = (float(index), draw.choice((-1e6, 1e6)))
-    found = slope_of(points)
+    found = fit_slope(points)
     assert found is not None
     assert found.value == pytest.approx(2, abs=0.01)
 
@@ -36,7 +36,7 @@ def test_the_interval_holds_the_slope_nearly_always(draw: Random) -> None:
     """19 of 20 times where errors are independent: of 200 draws 14 may miss by chance, 30 may not."""
     hits = 0
     for _ in range(200):
-        found = slope_of([(float(x), 0.5 * x + draw.gauss(0, 10)) for x in range(30)])
+        found = fit_slope([(float(x), 0.5 * x + draw.gauss(0, 10)) for x in range(30)])
         assert found is not None
         hits += found.low <= 0.5 <= found.high
     assert hits >= 170
@@ -44,13 +44,13 @@ def test_the_interval_holds_the_slope_nearly_always(draw: Random) -> None:
 
 def test_many_points_become_few_that_lie_on_the_same_line() -> None:
     points = [(float(x), 7.0 * x) for x in range(1001)]
-    few = thinned(points, MOST_POINTS)
-    assert len(few) == MOST_POINTS
+    few = thin_points(points, MAX_POINTS)
+    assert len(few) == MAX_POINTS
     assert all(y == 7 * x for x, y in few)
 
 
 def test_few_points_have_no_slope() -> None:
-    assert slope_of([(0.0, 1.0), (1.0, 2.0)]) is None
+    assert fit_slope([(0.0, 1.0), (1.0, 2.0)]) is None
 
 
 def test_the_second_half_is_of_time() -> None:

@@ -7,7 +7,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM, PreTrainedTokenizerBase
 
 from server.evaluation.corpus.packing import BOS_ID, EOS_ID
-from tools.train.export import export, load_exported
+from tools.train.export import export_model, load_exported
 
 DIRECTORY = Path(__file__).parents[3] / "server" / "models" / "tiny"
 
@@ -61,7 +61,7 @@ def test_chat_template_writes_what_training_showed() -> None:
 
 def test_directory_is_small_and_can_be_written_again(tmp_path: Path) -> None:
     lean, _ = load_exported(DIRECTORY)
-    export(lean, DIRECTORY / "tokenizer.json", tmp_path)
+    export_model(lean, DIRECTORY / "tokenizer.json", tmp_path)
     for name in ("config.json", "generation_config.json", "tokenizer_config.json", "model.safetensors"):
         assert (tmp_path / name).read_bytes() == (DIRECTORY / name).read_bytes(), name
     assert sum(path.stat().st_size for path in DIRECTORY.iterdir()) < 12_000_000

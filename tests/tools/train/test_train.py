@@ -10,11 +10,11 @@ from tokenizers import Tokenizer
 
 from server.evaluation.corpus.packing import RECORDS, Mix, pack
 from server.evaluation.corpus.words import HELD_OUT_NAMES
-from tools.train.measure import recall
+from tools.train.measure import compute_recall
 from tools.train.model import Llama, Shape
 from tools.train.optim import orthogonalize
-from tools.train.plant import plant
-from tools.train.train import Settings, Trainer, rate_at
+from tools.train.plant import init_induction_heads
+from tools.train.train import Settings, Trainer, get_lr_scale
 
 TOKENIZER = Path(__file__).parents[3] / "server" / "models" / "tiny" / "tokenizer.json"
 
@@ -28,7 +28,7 @@ def _trainer(out: Path) -> Trainer:
 def _recall(model: Llama) -> list[float]:
     """Shares of known answers that stood within 256 tokens, and farther back."""
     rows = pack(Tokenizer.from_file(str(TOKENIZER)), 1, 2048, 3, RECORDS, HELD_OUT_NAMES)
-    found = recall(model, rows)
+    found = compute_recall(model, rows)
     parts = [[right for distance, right in found if (distance > 256) == far] for far in (False, True)]
     assert all(len(part) > 15 for part in parts)
     return [sum(part) / len(part) for part in parts]
@@ -38,7 +38,7 @@ def test_planted_model_recalls_before_training_near_and_far() -> None:
     torch.manual_seed(0)
     model = Llama(Shape())
     assert max(_recall(model)) < 0.1
-    plant(model)
+    init_induction_heads(model)
     assert min(_recall(model)) > 0.75
 
 
@@ -55,7 +55,7 @@ def test_resumed_training_goes_on_where_it_stopped(tmp_path: Path) -> None:
     first.save()
     second = _trainer(tmp_path)
     second.resume()
-    assert second.done == first.done
+    assert second.progress == first.progress
     batch = pack(first.tokenizer, 2, 128, 1, Mix(stories=1, records=0))
     assert first.step(batch, share=0.5) == second.step(batch, share=0.5)
     for ours, theirs in zip(first.model.parameters(), second.model.parameters(), strict=True):
@@ -66,16 +66,16 @@ def test_a_run_ends_in_time_with_a_checkpoint_and_a_measurement(tmp_path: Path) 
     trainer = _trainer(tmp_path)
     trainer.settings = replace(trainer.settings, step_tokens=trainer.model.shape.positions)
     trainer.run()
-    assert trainer.done.seconds >= 0.001 * 60
-    assert trainer.done.tokens == trainer.done.steps * trainer.model.shape.positions
+    assert trainer.progress.seconds >= 0.001 * 60
+    assert trainer.progress.tokens == trainer.progress.steps * trainer.model.shape.positions
     lines = [json.loads(line) for line in (tmp_path / "log.jsonl").read_text().splitlines()]
-    assert lines[-1]["steps"] == trainer.done.steps
+    assert lines[-1]["steps"] == trainer.progress.steps
     assert lines[-1]["story_perplexity"] > 1
     again = _trainer(tmp_path)
     again.resume()
-    assert again.done == trainer.done
+    assert again.progress == trainer.progress
 
 
 def test_the_rate_warms_up_and_falls() -> None:
-    assert rate_at(0, 0) < rate_at(0, 30) < rate_at(0, 100) == rate_at(0.39, 1000) == 1
-    assert 1 > rate_at(0.5, 1000) > rate_at(0.9, 1000) > rate_at(0.999, 1000) > 0
+    assert get_lr_scale(0, 0) < get_lr_scale(0, 30) < get_lr_scale(0, 100) == get_lr_scale(0.39, 1000) == 1
+    assert 1 > get_lr_scale(0.5, 1000) > get_lr_scale(0.9, 1000) > get_lr_scale(0.999, 1000) > 0

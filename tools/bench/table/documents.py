@@ -6,8 +6,8 @@ import re
 from collections.abc import Callable
 from pathlib import Path
 
-from server.profiling.running import printed
-from tools.bench.table.models import LLAMA, QWEN, made
+from server.profiling.running import run_module
+from tools.bench.table.models import LLAMA, QWEN, make_model
 
 BENCHMARKS, PERFORMANCE, PICTURE = "benchmarks.md", "performance.md", "img/growth.png"
 TABLES = "make bench"
@@ -15,24 +15,26 @@ GROWTH = "python -m tools.bench.growth"
 PROFILES = {shape: f"kvmux profile, {shape.name}" for shape in (QWEN, LLAMA)}
 
 
-def renewed(docs: Path, models: Path, tell: Callable[[str], None]) -> None:
-    """Measures all that performance.md shows. Raises RunError, OSError, and ValueError if it has no place for it."""
+def update_performance_doc(docs: Path, models: Path, show_status: Callable[[str], None]) -> None:
+    """Measure all that performance.md shows. Raises RunError, OSError, and ValueError if it has no place for it."""
     document = docs / PERFORMANCE
     for shape, mark in PROFILES.items():
-        tell(mark)
-        put(document, mark, printed("server", "profile", "--model", str(made(shape, models, tell))))
-    tell("what grows with what")
-    grown = ("--model", str(made(QWEN, models, tell)), "--plot", str(docs / PICTURE))
-    put(document, GROWTH, printed("tools.bench.growth", *grown))
+        show_status(mark)
+        update_section(
+            document, mark, run_module("server", "profile", "--model", str(make_model(shape, models, show_status)))
+        )
+    show_status("what grows with what")
+    growth_flags = ("--model", str(make_model(QWEN, models, show_status)), "--plot", str(docs / PICTURE))
+    update_section(document, GROWTH, run_module("tools.bench.growth", *growth_flags))
 
 
-def put(file: Path, mark: str, text: str) -> None:
-    """Into the file's place for it. Raises OSError and ValueError."""
-    file.write_text(replaced(file.read_text(), mark, text.strip()))
+def update_section(file: Path, mark: str, text: str) -> None:
+    """Write a text into the file's place for it. Raises OSError and ValueError."""
+    file.write_text(replace_section(file.read_text(), mark, text.strip()))
 
 
-def replaced(document: str, mark: str, text: str) -> str:
-    """The document, with `text` where it has what is printed by that. Raises ValueError if it has no such place."""
+def replace_section(document: str, mark: str, text: str) -> str:
+    """Return the document, with `text` between the marks of a program. Raises ValueError if it has no such marks."""
     begin, end = f"<!-- printed by {mark} -->", f"<!-- end of {mark} -->"
     found = re.compile(re.escape(begin) + ".*?" + re.escape(end), re.DOTALL)
     if not found.search(document):

@@ -1,6 +1,6 @@
 """What `make bench` measures, row by row: the work, the goal, and what others reached. Data only.
 
-Peers were measured on PEERS_MACHINE on PEERS_DATE, over HTTP unless it is said, one server at a time, by the same
+Peers were measured on PEERS_MACHINE on PEERS_DATE, over HTTP unless noted, one server at a time, by the same
 workloads with the same models. Elsewhere their figures say little: compare shares of the limit, or with transformers,
 which is measured in the same run.
 """
@@ -16,7 +16,7 @@ from tools.bench.table.models import LLAMA, QWEN, Shape
 PEERS_MACHINE = "two x86-64 cores with AVX-512, AVX512-BF16, VNNI and AMX, which read 30 GB/s"
 PEERS_DATE = "2026-11-20"
 
-DEFAULT, MIXED = "paged", "mixed"  # strategies; the second is what `kvmux bench` calls all at once
+DEFAULT_STRATEGY, MIXED = "paged", "mixed"  # strategies; the second is what `kvmux bench` calls all at once
 TRANSFORMERS = "transformers"  # in a strategy's place: in a process of its own, and no server
 Group = Literal["decode", "prefill", "batch", "prefix", "start", "memory", "strategies", "transformers"]
 Measure = Literal["decode", "prefill", "ttft", "output", "ready", "peak", "slowdown", "mixing"]
@@ -30,7 +30,7 @@ UNITS: Mapping[Measure, str] = {
     "slowdown": "of a's speed",
     "mixing": "of their mean",
 }
-LESS_IS_BETTER = frozenset({"ttft", "ready", "peak"})
+LOWER_IS_BETTER = frozenset({"ttft", "ready", "peak"})
 
 
 @dataclass(frozen=True)
@@ -45,24 +45,24 @@ class Row:
     weights: str = "auto"  # as `--weights` has it; auto: bfloat16
     workload: str = "a"  # of `kvmux bench`
     phase: str | None = None
-    strategy: str = DEFAULT
+    strategy: str = DEFAULT_STRATEGY
     peers: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def unit(self) -> str:
         return UNITS[self.measure]
 
-    def met(self, value: float) -> bool | None:
-        """None: there is no goal."""
+    def meets_goal(self, value: float) -> bool | None:
+        """Return whether a value meets the goal; None if there is no goal."""
         if self.goal is None:
             return None
-        return value <= self.goal if self.measure in LESS_IS_BETTER else value >= self.goal
+        return value <= self.goal if self.measure in LOWER_IS_BETTER else value >= self.goal
 
 
-IN_PROCESS = "OpenVINO (in process)"
+OPENVINO_IN_PROCESS = "OpenVINO (in process)"
 
 
-def by_transformers(what: str, shape: Shape, measure: Measure, workload: str = "a") -> Row:
+def make_transformers_row(what: str, shape: Shape, measure: Measure, workload: str = "a") -> Row:
     named = f"{what}, transformers (in process)"
     return Row(named, shape, "transformers", measure, workload=workload, strategy=TRANSFORMERS)
 
@@ -74,9 +74,9 @@ ROWS = (
         "decode",
         "decode",
         goal=27,
-        peers={IN_PROCESS: 22.6, "vLLM": 18.8, "llama.cpp": 17.2, "transformers": 11.5},
+        peers={OPENVINO_IN_PROCESS: 22.6, "vLLM": 18.8, "llama.cpp": 17.2, "transformers": 11.5},
     ),
-    by_transformers("1 stream, bfloat16", QWEN, "decode"),
+    make_transformers_row("1 stream, bfloat16", QWEN, "decode"),
     Row(
         "1 stream, int8",
         QWEN,
@@ -95,7 +95,7 @@ ROWS = (
         goal=80,
         peers={"OpenVINO int8": 120, "vLLM": 127, "llama.cpp": 184},
     ),
-    by_transformers("first token after 128", QWEN, "ttft"),
+    make_transformers_row("first token after 128", QWEN, "ttft"),
     Row(
         "prefill of 2,048",
         QWEN,
@@ -105,7 +105,7 @@ ROWS = (
         workload="b",
         peers={"vLLM": 1640, "OpenVINO": 1340, "transformers": 925, "llama.cpp": 499},
     ),
-    by_transformers("prefill of 2,048", QWEN, "prefill", workload="b"),
+    make_transformers_row("prefill of 2,048", QWEN, "prefill", workload="b"),
     Row(
         "1 stream after 2,048",
         QWEN,
@@ -131,7 +131,7 @@ ROWS = (
         "output",
         goal=300,
         workload="c16",
-        peers={IN_PROCESS: 194, "vLLM": 190, "llama.cpp q8_0": 91},
+        peers={OPENVINO_IN_PROCESS: 194, "vLLM": 190, "llama.cpp q8_0": 91},
     ),
     Row(
         "first token, 1,024 shared, cold",
@@ -168,9 +168,9 @@ ROWS = (
         "decode",
         "decode",
         goal=1000,
-        peers={"llama.cpp q8_0": 904, IN_PROCESS: 797, "llama.cpp": 524, "vLLM": 285},
+        peers={"llama.cpp q8_0": 904, OPENVINO_IN_PROCESS: 797, "llama.cpp": 524, "vLLM": 285},
     ),
-    by_transformers("1 stream", LLAMA, "decode"),
+    make_transformers_row("1 stream", LLAMA, "decode"),
     Row("1 stream, int8", LLAMA, "decode", "decode", weights="int8", peers={"llama.cpp q8_0": 904}),
     Row(
         "16 at once",
@@ -179,12 +179,12 @@ ROWS = (
         "output",
         goal=4000,
         workload="c16",
-        peers={IN_PROCESS: 5076, "vLLM": 2126, "llama.cpp q8_0": 893, "llama.cpp": 843},
+        peers={OPENVINO_IN_PROCESS: 5076, "vLLM": 2126, "llama.cpp q8_0": 893, "llama.cpp": 843},
     ),
     *(
         Row(f"8 at once, {name}", shape, "strategies", "output", workload="c8", strategy=name)
         for shape in (QWEN, LLAMA)
-        for name in (DEFAULT, "contiguous", "sliding_window", MIXED)
+        for name in (DEFAULT_STRATEGY, "contiguous", "sliding_window", MIXED)
     ),
     *(
         Row("8 at once, mixed against each alone", shape, "strategies", "mixing", 0.9, workload="c8", strategy=MIXED)

@@ -15,54 +15,56 @@ class Work:
     """A workload, as far as it decides about limits."""
 
     streams: int
-    prompt: int  # tokens
-    answer: int
+    prompt_tokens: int
+    answer_tokens: int
 
     @property
-    def context(self) -> float:
+    def mean_context(self) -> float:
         """Tokens that a step finds in a cache, on average."""
-        return self.prompt + self.answer / 2
+        return self.prompt_tokens + self.answer_tokens / 2
 
 
-WORKS = {"a": Work(1, 128, 128), "b": Work(1, 2048, 64), "c8": Work(8, 256, 128), "c16": Work(16, 256, 128)}
+WORKLOADS = {"a": Work(1, 128, 128), "b": Work(1, 2048, 64), "c8": Work(8, 256, 128), "c16": Work(16, 256, 128)}
 
 
 @dataclass(frozen=True)
 class Speeds:
-    """Of this machine, in as many threads as the engine has."""
+    """The speeds of this machine, in as many threads as the engine has."""
 
-    read: float  # bytes a second
-    products: float  # floating-point operations a second
+    read_bandwidth: float  # bytes a second
+    flops_per_second: float  # floating-point operations a second
 
 
-def limit(row: Row, speeds: Speeds, kv_bytes: int) -> float | None:
-    """The best value that a row could have; None: nobody knows. `kv_bytes`: the server's KV memory."""
-    shape, work = row.shape, WORKS.get(row.workload)
+def compute_limit(row: Row, speeds: Speeds, kv_bytes: int) -> float | None:
+    """Return the best value that a row could have; None if unknown. `kv_bytes`: the server's KV memory."""
+    shape, work = row.shape, WORKLOADS.get(row.workload)
     match row.measure:
         case "peak":
             return (shape.weight_bytes(row.weights) + kv_bytes) / GIB
         case "slowdown":
-            return step_seconds(row, WORKS["a"], speeds) / step_seconds(row, WORKS["b"], speeds)
+            return compute_step_seconds(row, WORKLOADS["a"], speeds) / compute_step_seconds(row, WORKLOADS["b"], speeds)
         case "decode" | "output" if work is not None:
-            return work.streams / step_seconds(row, work, speeds)
+            return work.streams / compute_step_seconds(row, work, speeds)
         case "prefill" if work is not None:
-            return work.prompt / prompt_seconds(row, work, speeds)
+            return work.prompt_tokens / compute_prompt_seconds(row, work, speeds)
         case "ttft" if work is not None:
-            return 1e3 * prompt_seconds(row, work, speeds)
+            return 1e3 * compute_prompt_seconds(row, work, speeds)
     return None
 
 
-def step_seconds(row: Row, work: Work, speeds: Speeds) -> float:
-    """Of a step of decoding, in which all weights are read once, and the keys and values of every stream."""
-    return (row.shape.weight_bytes(row.weights) + work.streams * work.context * row.shape.kv_bytes) / speeds.read
+def compute_step_seconds(row: Row, work: Work, speeds: Speeds) -> float:
+    """Return the seconds of a decode step, which reads all weights once, and the keys and values of every stream."""
+    return (
+        row.shape.weight_bytes(row.weights) + work.streams * work.mean_context * row.shape.kv_bytes_per_token
+    ) / speeds.read_bandwidth
 
 
-def prompt_seconds(row: Row, work: Work, speeds: Speeds) -> float:
-    """Of one prompt: its products, and at least all weights once."""
-    read = row.shape.weight_bytes(row.weights) / speeds.read
-    return max(read, 2 * work.prompt * layer_numbers(row.shape) / speeds.products)
+def compute_prompt_seconds(row: Row, work: Work, speeds: Speeds) -> float:
+    """Return the seconds of one prompt: its products, and at least all weights once."""
+    read = row.shape.weight_bytes(row.weights) / speeds.read_bandwidth
+    return max(read, 2 * work.prompt_tokens * count_layer_weights(row.shape) / speeds.flops_per_second)
 
 
-def layer_numbers(shape: Shape) -> int:
-    """Numbers that every token of a prompt is multiplied with; the embedding only looks up."""
+def count_layer_weights(shape: Shape) -> int:
+    """Return the number of weights that every token of a prompt is multiplied with; the embedding only looks up."""
     return sum(out * width for name, (out, width) in shape.matrices() if "layers" in name)

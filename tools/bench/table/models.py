@@ -22,11 +22,11 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from server.engine.device import WEIGHT_FORMATS
 
-LEARNT = 16_384  # words of the tokenizer; what a model has beyond is filled up
-BOOKS = 700  # files of the standard library
-END = "<|endoftext|>"
-SPREAD = 0.02  # standard deviation of the weights
-HALF = 2  # bytes of a bfloat16
+LEARNT_VOCAB_SIZE = 16_384  # words of the tokenizer; what a model has beyond is filled up
+MAX_TRAINING_FILES = 700  # files of the standard library
+EOS_TOKEN = "<|endoftext|>"
+INIT_STD = 0.02  # standard deviation of the weights
+BFLOAT16_BYTES = 2
 
 
 @dataclass(frozen=True)
@@ -37,60 +37,60 @@ class Shape:
     architecture: str
     model_type: str
     layers: int
-    width: int
-    inner: int
+    hidden_size: int
+    intermediate_size: int
     heads: int
     kv_heads: int
-    vocab: int
-    positions: int
-    theta: float
+    vocab_size: int
+    max_positions: int
+    rope_theta: float
     qkv_bias: bool = False
 
     @property
-    def head(self) -> int:
-        """Dimensions of one."""
-        return self.width // self.heads
+    def head_dim(self) -> int:
+        """The dimensions of a head."""
+        return self.hidden_size // self.heads
 
     @property
-    def kv_bytes(self) -> int:
-        """Of a token's keys and values in bfloat16."""
-        return self.layers * 2 * self.kv_heads * self.head * HALF
+    def kv_bytes_per_token(self) -> int:
+        """The bytes of a token's keys and values in bfloat16."""
+        return self.layers * 2 * self.kv_heads * self.head_dim * BFLOAT16_BYTES
 
     def matrices(self) -> Iterator[tuple[str, tuple[int, int]]]:
-        """Names and [out, in], the embedding first."""
-        d, kv = self.width, self.kv_heads * self.head
-        yield "model.embed_tokens", (self.vocab, d)
+        """Yield names and [out, in], the embedding first."""
+        d, kv = self.hidden_size, self.kv_heads * self.head_dim
+        yield "model.embed_tokens", (self.vocab_size, d)
         for i in range(self.layers):
             attention, mlp = f"model.layers.{i}.self_attn", f"model.layers.{i}.mlp"
             yield f"{attention}.q_proj", (d, d)
             yield from ((f"{attention}.{part}_proj", (kv, d)) for part in "kv")
             yield f"{attention}.o_proj", (d, d)
-            yield from ((f"{mlp}.{part}_proj", (self.inner, d)) for part in ("gate", "up"))
-            yield f"{mlp}.down_proj", (d, self.inner)
+            yield from ((f"{mlp}.{part}_proj", (self.intermediate_size, d)) for part in ("gate", "up"))
+            yield f"{mlp}.down_proj", (d, self.intermediate_size)
 
     def weight_bytes(self, weights: str) -> int:
-        """That a token must read, kept as `--weights` says: all matrices, since the embedding is the lm_head, too."""
+        """Return the bytes that a token must read, kept as `--weights` says: all matrices; lm_head is the embedding."""
         shapes = [shape for _, shape in self.matrices()]
         if weights not in WEIGHT_FORMATS:
-            return HALF * sum(out * width for out, width in shapes)
+            return BFLOAT16_BYTES * sum(out * width for out, width in shapes)
         bits, group = WEIGHT_FORMATS[weights]
-        scales = [4 * out if group is None else HALF * out * width // group for out, width in shapes]
+        scales = [4 * out if group is None else BFLOAT16_BYTES * out * width // group for out, width in shapes]
         return sum(out * width * bits // 8 for out, width in shapes) + sum(scales)
 
     def config(self) -> dict[str, Any]:
-        """config.json."""
+        """Return the contents of config.json."""
         return {
             "architectures": [self.architecture],
             "model_type": self.model_type,
             "num_hidden_layers": self.layers,
-            "hidden_size": self.width,
-            "intermediate_size": self.inner,
+            "hidden_size": self.hidden_size,
+            "intermediate_size": self.intermediate_size,
             "num_attention_heads": self.heads,
             "num_key_value_heads": self.kv_heads,
-            "vocab_size": self.vocab,
-            "max_position_embeddings": self.positions,
+            "vocab_size": self.vocab_size,
+            "max_position_embeddings": self.max_positions,
             "rms_norm_eps": 1e-6,
-            "rope_theta": self.theta,
+            "rope_theta": self.rope_theta,
             "hidden_act": "silu",
             "tie_word_embeddings": True,
             "bos_token_id": 0,
@@ -102,17 +102,17 @@ class Shape:
 QWEN = Shape(
     "qwen2.5-0.5b", "Qwen2ForCausalLM", "qwen2", 24, 896, 4864, 14, 2, 151_936, 32_768, 1e6, qkv_bias=True
 )  # Qwen2.5-0.5B: 494 million parameters
-LLAMA = Shape("llama-10m", "LlamaForCausalLM", "llama", 6, 288, 768, 6, 2, LEARNT, 4096, 1e4)
+LLAMA = Shape("llama-10m", "LlamaForCausalLM", "llama", 6, 288, 768, 6, 2, LEARNT_VOCAB_SIZE, 4096, 1e4)
 SHAPES = {shape.name: shape for shape in (QWEN, LLAMA)}
 
 
 def cache_folder() -> Path:
-    """Where models are kept if nobody says otherwise."""
+    """Return the default folder of the models."""
     return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "kvmux" / "benchmarks"
 
 
-def made(shape: Shape, folder: Path, tell: Callable[[str], None]) -> Path:
-    """The model's directory in `folder`, made if it is not there. Raises OSError."""
+def make_model(shape: Shape, folder: Path, show_status: Callable[[str], None]) -> Path:
+    """Return the model's directory in `folder`, made if it is not there. Raises OSError."""
     directory = folder / shape.name
     if directory.is_dir():
         return directory
@@ -120,52 +120,52 @@ def made(shape: Shape, folder: Path, tell: Callable[[str], None]) -> Path:
     with tempfile.TemporaryDirectory(dir=folder) as place:  # so that nobody finds half a model
         new = Path(place) / shape.name
         new.mkdir()
-        tell(f"{shape.name}: learning a tokenizer")
-        (new / "tokenizer.json").write_text(_filled(learnt(), shape.vocab))
-        (new / "tokenizer_config.json").write_text(json.dumps({"eos_token": END}))
+        show_status(f"{shape.name}: learning a tokenizer")
+        (new / "tokenizer.json").write_text(_pad_vocabulary(train_tokenizer(), shape.vocab_size))
+        (new / "tokenizer_config.json").write_text(json.dumps({"eos_token": EOS_TOKEN}))
         (new / "config.json").write_text(json.dumps(shape.config(), indent=2) + "\n")
-        tell(f"{shape.name}: drawing weights")
-        save_file(dict(_weights(shape)), new / "model.safetensors")
+        show_status(f"{shape.name}: drawing weights")
+        save_file(dict(_make_weights(shape)), new / "model.safetensors")
         shutil.move(new, directory)
     return directory
 
 
-def _weights(shape: Shape) -> Iterator[tuple[str, torch.Tensor]]:
-    """Every tensor of the checkpoint; norms are 1."""
+def _make_weights(shape: Shape) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield every tensor of the checkpoint; norms are 1."""
     generator = torch.Generator().manual_seed(0)
 
-    def drawn(*size: int) -> torch.Tensor:
-        return torch.empty(size).normal_(0, SPREAD, generator=generator).bfloat16()
+    def draw_tensor(*size: int) -> torch.Tensor:
+        return torch.empty(size).normal_(0, INIT_STD, generator=generator).bfloat16()
 
     for name, size in shape.matrices():
-        yield f"{name}.weight", drawn(*size)
+        yield f"{name}.weight", draw_tensor(*size)
         if shape.qkv_bias and name.endswith(("q_proj", "k_proj", "v_proj")):
-            yield f"{name}.bias", drawn(size[0])
+            yield f"{name}.bias", draw_tensor(size[0])
     norms = [f"model.layers.{i}.{at}_layernorm" for i in range(shape.layers) for at in ("input", "post_attention")]
     for name in [*norms, "model.norm"]:
-        yield f"{name}.weight", torch.ones(shape.width, dtype=torch.bfloat16)
+        yield f"{name}.weight", torch.ones(shape.hidden_size, dtype=torch.bfloat16)
 
 
-def learnt() -> Tokenizer:
-    """From Python's own sources, which are wherever this runs."""
+def train_tokenizer() -> Tokenizer:
+    """Train a tokenizer on Python's own sources, which are wherever this runs."""
     stdlib = Path(sysconfig.get_paths()["stdlib"])
-    books = sorted(file for file in stdlib.glob("**/*.py") if "site-packages" not in file.parts)[:BOOKS]
+    files = sorted(file for file in stdlib.glob("**/*.py") if "site-packages" not in file.parts)[:MAX_TRAINING_FILES]
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
-        vocab_size=LEARNT,
-        special_tokens=[END],
+        vocab_size=LEARNT_VOCAB_SIZE,
+        special_tokens=[EOS_TOKEN],
         show_progress=False,
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
     )
-    tokenizer.train([str(book) for book in books], trainer)
+    tokenizer.train([str(file) for file in files], trainer)
     return tokenizer
 
 
-def _filled(tokenizer: Tokenizer, vocab: int) -> str:
-    """tokenizer.json with made-up words up to `vocab`."""
-    told: dict[str, Any] = json.loads(tokenizer.to_str())
-    words = told["model"]["vocab"]
-    words |= {f"\u0120word{i}": i for i in range(len(words), vocab)}
-    return json.dumps(told, ensure_ascii=False)
+def _pad_vocabulary(tokenizer: Tokenizer, vocab_size: int) -> str:
+    """Return tokenizer.json with made-up words up to `vocab_size`."""
+    content: dict[str, Any] = json.loads(tokenizer.to_str())
+    words = content["model"]["vocab"]
+    words |= {f"\u0120word{i}": i for i in range(len(words), vocab_size)}
+    return json.dumps(content, ensure_ascii=False)

@@ -11,14 +11,14 @@ from typing import Any
 
 import psutil
 
-from server.profiling.background_load import BUSY
-from server.version import version
+from server.profiling.background_load import BUSY_THRESHOLD
+from server.version import get_version
 from tools.bench.table.goals import PEERS_DATE, PEERS_MACHINE
 from tools.bench.table.runs import Measured
 
 COLUMNS = ("work", "measured", "goal", "met", "best peer", "others", "limit", "of the limit")
 ALIGNED = "|---|---:|---:|:---:|---:|---|---:|---:|"
-MARK = "†"
+DISTURBED_MARK = "†"
 
 
 @dataclass(frozen=True)
@@ -26,59 +26,59 @@ class Report:
     """One run."""
 
     date: datetime
-    found: Sequence[Measured]
+    results: Sequence[Measured]
 
 
 def as_text(report: Report) -> str:
-    """A table in GitHub's Markdown for each model, and a heading."""
-    names = dict.fromkeys(each.row.shape.name for each in report.found)
-    tables = (_table(name, [each for each in report.found if each.row.shape.name == name]) for name in names)
-    return "\n\n".join([_heading(report), *tables, *_notes(report.found)])
+    """Return a heading and, for each model, a table in GitHub's Markdown."""
+    names = dict.fromkeys(each.row.shape.name for each in report.results)
+    tables = (_format_table(name, [each for each in report.results if each.row.shape.name == name]) for name in names)
+    return "\n\n".join([_format_heading(report), *tables, *_format_notes(report.results)])
 
 
-def _heading(report: Report) -> str:
+def _format_heading(report: Report) -> str:
     date = report.date.date().isoformat()
     return (
-        f"kvmux {version()} on {date}: {processor()}, {psutil.cpu_count()} processors. Peers of {PEERS_DATE}: "
-        f"{PEERS_MACHINE}."
+        f"kvmux {get_version()} on {date}: {read_processor_name()}, {psutil.cpu_count()} processors. Peers of "
+        f"{PEERS_DATE}: {PEERS_MACHINE}."
     )
 
 
-def _table(name: str, found: Sequence[Measured]) -> str:
+def _format_table(name: str, results: Sequence[Measured]) -> str:
     lines = [f"**{name}**", "", "| " + " | ".join(COLUMNS) + " |", ALIGNED]
-    return "\n".join(lines + ["| " + " | ".join(_cells(each)) + " |" for each in found])
+    return "\n".join(lines + ["| " + " | ".join(_format_cells(each)) + " |" for each in results])
 
 
-def _cells(each: Measured) -> Iterator[str]:
+def _format_cells(each: Measured) -> Iterator[str]:
     row = each.row
-    best, *others = [f"{name} {number(value)}" for name, value in row.peers.items()] or ["-"]
+    best, *others = [f"{name} {format_number(value)}" for name, value in row.peers.items()] or ["-"]
     yield f"{row.what}, {row.unit}"
-    yield number(each.value) + (MARK if each.busy > BUSY else "")
-    yield "-" if row.goal is None else number(row.goal)
-    yield {True: "yes", False: "no", None: "-"}[each.met]
+    yield format_number(each.value) + (DISTURBED_MARK if each.background_load > BUSY_THRESHOLD else "")
+    yield "-" if row.goal is None else format_number(row.goal)
+    yield {True: "yes", False: "no", None: "-"}[each.meets_goal]
     yield best
     yield ", ".join(others) or "-"
-    yield "-" if each.limit is None else number(each.limit)
-    yield "-" if each.of_limit is None else f"{each.of_limit:.0%}"
+    yield "-" if each.limit is None else format_number(each.limit)
+    yield "-" if each.limit_ratio is None else f"{each.limit_ratio:.0%}"
 
 
-def _notes(found: Sequence[Measured]) -> list[str]:
-    disturbed = [each.busy for each in found if each.busy > BUSY]
+def _format_notes(results: Sequence[Measured]) -> list[str]:
+    disturbed = [each.background_load for each in results if each.background_load > BUSY_THRESHOLD]
     if not disturbed:
         return []
     return [
-        f"{MARK} disturbed: other processes used up to {max(disturbed):.0%} of the machine in every attempt; "
+        f"{DISTURBED_MARK} disturbed: other processes used up to {max(disturbed):.0%} of the machine in every attempt; "
         "these figures would be better without them."
     ]
 
 
-def number(value: float) -> str:
-    """Three digits, or all before the point."""
+def format_number(value: float) -> str:
+    """Format a number with three digits, or all before the point."""
     return f"{value:,.0f}" if value >= 100 else f"{value:.1f}" if value >= 10 else f"{value:.2f}"
 
 
-def processor() -> str:
-    """Its name, where the system tells."""
+def read_processor_name() -> str:
+    """Return the processor's name, where the system reports it."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
@@ -89,22 +89,26 @@ def processor() -> str:
 def as_json(report: Report) -> dict[str, Any]:
     return {
         "date": report.date.isoformat(timespec="seconds"),
-        "version": version(),
-        "machine": {"processor": processor(), "processors": psutil.cpu_count(), "system": platform.platform()},
+        "version": get_version(),
+        "machine": {
+            "processor": read_processor_name(),
+            "processors": psutil.cpu_count(),
+            "system": platform.platform(),
+        },
         "peers": {"date": PEERS_DATE, "machine": PEERS_MACHINE},
-        "rows": [_json(each) for each in report.found],
+        "rows": [_result_to_dict(each) for each in report.results],
     }
 
 
-def _json(each: Measured) -> dict[str, Any]:
+def _result_to_dict(each: Measured) -> dict[str, Any]:
     row = asdict(each.row)
     return {
         "model": row.pop("shape")["name"],
         **row,
         "unit": each.row.unit,
         "value": each.value,
-        "met": each.met,
+        "met": each.meets_goal,
         "limit": each.limit,
-        "of_the_limit": each.of_limit,
-        "used_by_others": each.busy,
+        "of_the_limit": each.limit_ratio,
+        "used_by_others": each.background_load,
     }

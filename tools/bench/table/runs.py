@@ -18,16 +18,16 @@ from typing import Any
 import torch
 
 from server.engine.device import choose_threads
-from server.profiling.background_load import BUSY, Neighbours
-from server.profiling.machine import bandwidth_over, product_speed
-from server.profiling.running import RunningServer, loaded, printed, serving
-from tools.bench.table.goals import DEFAULT, LESS_IS_BETTER, MIXED, TRANSFORMERS, Row
-from tools.bench.table.limits import GIB, Speeds, limit
-from tools.bench.table.models import made
+from server.profiling.background_load import BUSY_THRESHOLD, Neighbours
+from server.profiling.machine import measure_bandwidth, measure_matmul_flops
+from server.profiling.running import RunningServer, run_bench, run_module, run_server
+from tools.bench.table.goals import DEFAULT_STRATEGY, LOWER_IS_BETTER, MIXED, TRANSFORMERS, Row
+from tools.bench.table.limits import GIB, Speeds, compute_limit
+from tools.bench.table.models import make_model
 
 Results = Sequence[Mapping[str, Any]]  # of `kvmux bench`
-KV = 512 << 20  # bytes of KV memory
-LONGEST = 2176  # tokens of a text, which is what the longest workload needs
+KV_BYTES = 512 << 20  # bytes of KV memory
+MAX_SEQ_LEN = 2176  # tokens of a text, which is what the longest workload needs
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class Effort:
     """How much is done for a figure."""
 
     rounds: int  # of a workload, all of which count
-    attempts: int  # at a workload, while somebody else uses the machine
+    attempts: int  # at a workload, while other processes use the machine
     folder: Path  # of the models
 
 
@@ -46,152 +46,174 @@ class Measured:
     row: Row
     value: float
     limit: float | None
-    busy: float  # share of the machine that others used
+    background_load: float  # share of the machine that others used
 
     @property
-    def met(self) -> bool | None:
-        return self.row.met(self.value)
+    def meets_goal(self) -> bool | None:
+        return self.row.meets_goal(self.value)
 
     @property
-    def of_limit(self) -> float | None:
+    def limit_ratio(self) -> float | None:
         """How near the limit is; 1: reached."""
         if self.limit is None or self.row.measure == "slowdown":
             return None
-        return self.limit / self.value if self.row.measure in LESS_IS_BETTER else self.value / self.limit
+        return self.limit / self.value if self.row.measure in LOWER_IS_BETTER else self.value / self.limit
 
 
 @dataclass(frozen=True)
 class Load:
     """One workload, ready to run."""
 
-    what: str  # for who waits
-    results: Callable[[], Results]
-    own_seconds: Callable[[], float] = lambda: 0.0  # CPU time of processes that go on after it, and are no neighbours
+    description: str  # shown while it runs
+    run: Callable[[], Results]
+    # CPU time of processes that go on after it, and are no background load.
+    get_own_cpu_seconds: Callable[[], float] = lambda: 0.0
 
 
 @dataclass(frozen=True)
 class Run:
-    """What came of it, and the machine meanwhile."""
+    """The results of a workload, and the machine's state meanwhile."""
 
     results: Results
     speeds: Speeds
-    busy: float
+    background_load: float
 
 
-def measured(rows: Iterable[Row], effort: Effort, tell: Callable[[str], None]) -> Iterator[Measured]:
-    """All rows, process by process. Raises RunError and OSError."""
-    for (*_, by_transformers), group in groupby(sorted(rows, key=_process), key=_process):
-        measure, alike = _transformers if by_transformers else _served, list(group)
-        model = made(alike[0].shape, effort.folder, tell)
-        yield from measure(alike, model, effort, tell)
+def measure_rows(rows: Iterable[Row], effort: Effort, show_status: Callable[[str], None]) -> Iterator[Measured]:
+    """Measure all rows, process by process. Raises RunError and OSError."""
+    for (*_, is_transformers), group in groupby(sorted(rows, key=_process_key), key=_process_key):
+        measure, same_key_rows = _measure_transformers if is_transformers else _measure_server, list(group)
+        model = make_model(same_key_rows[0].shape, effort.folder, show_status)
+        yield from measure(same_key_rows, model, effort, show_status)
 
 
-def _process(row: Row) -> tuple[str, str, bool]:
-    """Rows that are alike in this share a server, or come of transformers, which follows the server of that model."""
+def _process_key(row: Row) -> tuple[str, str, bool]:
+    """Return the key of a row: rows of one key share a server, or a run of transformers after that model's server."""
     return row.shape.name, row.weights, row.strategy == TRANSFORMERS
 
 
-def _served(rows: Sequence[Row], model: Path, effort: Effort, tell: Callable[[str], None]) -> Iterator[Measured]:
+def _measure_server(
+    rows: Sequence[Row], model: Path, effort: Effort, show_status: Callable[[str], None]
+) -> Iterator[Measured]:
     weights = rows[0].weights
-    tell(f"{rows[0].shape.name}, {weights}: starting")
-    flags = ["--model", str(model), "--weights", weights, "--kv-memory", str(KV), "--max-seq-len", str(LONGEST)]
-    started = Neighbours()
-    with serving([*flags, "--log-level", "warning"]) as server:
-        busy_start = started.share(server.cpu_seconds())
+    show_status(f"{rows[0].shape.name}, {weights}: starting")
+    flags = [
+        "--model",
+        str(model),
+        "--weights",
+        weights,
+        "--kv-memory",
+        str(KV_BYTES),
+        "--max-seq-len",
+        str(MAX_SEQ_LEN),
+    ]
+    background = Neighbours()
+    with run_server([*flags, "--log-level", "warning"]) as server:
+        busy_start = background.compute_share(server.cpu_seconds())
         runs = {}
-        for workload in _workloads(rows):
-            results = partial(loaded, server.url, _flags(workload, rows, effort))
-            runs[workload] = _run(Load(f"{weights}: {workload}", results, server.cpu_seconds), rows[0], effort, tell)
-        values = (_of_server(row, server, runs, busy_start) for row in rows)
+        for workload in _list_workloads(rows):
+            results = partial(run_bench, server.url, _make_bench_flags(workload, rows, effort))
+            runs[workload] = _run_load(
+                Load(f"{weights}: {workload}", results, server.cpu_seconds), rows[0], effort, show_status
+            )
+        values = (_make_server_result(row, server, runs, busy_start) for row in rows)
         yield from (value for value in values if value is not None)
 
 
-def _transformers(rows: Sequence[Row], model: Path, effort: Effort, tell: Callable[[str], None]) -> Iterator[Measured]:
-    """Each workload in a process that has ended when it is over, so that nothing of it is anybody else's."""
+def _measure_transformers(
+    rows: Sequence[Row], model: Path, effort: Effort, show_status: Callable[[str], None]
+) -> Iterator[Measured]:
+    """Measure each workload in a process of its own, which has ended before the next begins."""
     runs = {}
-    for workload in _workloads(rows):
-        load = Load(f"transformers: {workload}", partial(peer, model, workload, effort.rounds))
-        runs[workload] = _run(load, rows[0], effort, tell)
-    yield from (_of_load(row, runs) for row in rows)
+    for workload in _list_workloads(rows):
+        load = Load(f"transformers: {workload}", partial(run_transformers_peer, model, workload, effort.rounds))
+        runs[workload] = _run_load(load, rows[0], effort, show_status)
+    yield from (_make_load_result(row, runs) for row in rows)
 
 
-def peer(model: Path, workload: str, rounds: int) -> Results:
-    """Of `tools.bench.transformers_peer`. Raises RunError."""
+def run_transformers_peer(model: Path, workload: str, rounds: int) -> Results:
+    """Return the results of `tools.bench.transformers_peer`. Raises RunError."""
     flags = ("--model", str(model), "--workload", workload, "--rounds", str(rounds))
-    results: Results = json.loads(printed("tools.bench.transformers_peer", *flags))
+    results: Results = json.loads(run_module("tools.bench.transformers_peer", *flags))
     return results
 
 
-def _workloads(rows: Sequence[Row]) -> list[str]:
-    """In order, without those that nothing is asked about; a's speed is what b's is held against."""
+def _list_workloads(rows: Sequence[Row]) -> list[str]:
+    """Return the workloads to run, in order; b's speed is compared with a's."""
     loads = {row.workload for row in rows if row.measure != "ready"}
     return sorted(loads | ({"a"} if any(row.measure == "slowdown" for row in rows) else set()))
 
 
-def _flags(workload: str, rows: Sequence[Row], effort: Effort) -> Sequence[str]:
-    """Of `kvmux bench`."""
-    strategies = sorted({row.strategy for row in rows if row.workload == workload}) or [DEFAULT]
+def _make_bench_flags(workload: str, rows: Sequence[Row], effort: Effort) -> Sequence[str]:
+    """Return the flags of `kvmux bench`."""
+    strategies = sorted({row.strategy for row in rows if row.workload == workload}) or [DEFAULT_STRATEGY]
     which = ["--mixed"] if MIXED in strategies else ["--strategies", *strategies]
     return ["--workload", workload, "--rounds", str(effort.rounds), *which]
 
 
-def _run(load: Load, row: Row, effort: Effort, tell: Callable[[str], None]) -> Run:
-    """The attempt that was disturbed least; the first that was not is the last."""
+def _run_load(load: Load, row: Row, effort: Effort, show_status: Callable[[str], None]) -> Run:
+    """Return the attempt that was disturbed least; the first undisturbed one is the last."""
     attempts: list[Run] = []
-    while len(attempts) < effort.attempts and (not attempts or attempts[-1].busy > BUSY):
-        tell(f"{row.shape.name}, {load.what}" + (", once more" if attempts else ""))
-        speeds = speeds_now(row)
-        neighbours, before = Neighbours(), load.own_seconds()
-        results = load.results()
-        attempts.append(Run(results, speeds, neighbours.share(load.own_seconds() - before)))
-    return min(attempts, key=lambda run: run.busy)
+    while len(attempts) < effort.attempts and (not attempts or attempts[-1].background_load > BUSY_THRESHOLD):
+        show_status(f"{row.shape.name}, {load.description}" + (", once more" if attempts else ""))
+        speeds = measure_speeds(row)
+        neighbours, before = Neighbours(), load.get_own_cpu_seconds()
+        results = load.run()
+        attempts.append(Run(results, speeds, neighbours.compute_share(load.get_own_cpu_seconds() - before)))
+    return min(attempts, key=lambda run: run.background_load)
 
 
-def speeds_now(row: Row) -> Speeds:
-    """Of the memory, over as much as a step reads, and of products."""
+def measure_speeds(row: Row) -> Speeds:
+    """Measure the speed of the memory, over as much as a step reads, and of products."""
     size = row.shape.weight_bytes(row.weights)
     threads = choose_threads(None, size)
-    return Speeds(bandwidth_over(size, threads), product_speed(torch.bfloat16, threads))
+    return Speeds(measure_bandwidth(size, threads), measure_matmul_flops(torch.bfloat16, threads))
 
 
 # -------------------------------------------------------------------- from results to values
-def _of_server(row: Row, server: RunningServer, runs: Mapping[str, Run], busy_start: float) -> Measured | None:
-    """None: this system does not tell."""
+def _make_server_result(row: Row, server: RunningServer, runs: Mapping[str, Run], busy_start: float) -> Measured | None:
+    """Return a row's value; None if this system does not report it."""
     if row.measure == "ready":
         return Measured(row, server.ready_seconds, None, busy_start)
     if row.measure == "peak":
         peak = server.peak_bytes()
-        return None if peak is None else Measured(row, peak / GIB, limit(row, runs[row.workload].speeds, KV), 0.0)
-    return _of_load(row, runs)
+        return (
+            None
+            if peak is None
+            else Measured(row, peak / GIB, compute_limit(row, runs[row.workload].speeds, KV_BYTES), 0.0)
+        )
+    return _make_load_result(row, runs)
 
 
-def _of_load(row: Row, runs: Mapping[str, Run]) -> Measured:
+def _make_load_result(row: Row, runs: Mapping[str, Run]) -> Measured:
     run = runs[row.workload]
-    busy = max(run.busy, runs["a"].busy) if row.measure == "slowdown" else run.busy
-    return Measured(row, _figure(row, runs), limit(row, run.speeds, KV), busy)
+    background_load = (
+        max(run.background_load, runs["a"].background_load) if row.measure == "slowdown" else run.background_load
+    )
+    return Measured(row, _compute_value(row, runs), compute_limit(row, run.speeds, KV_BYTES), background_load)
 
 
-def _figure(row: Row, runs: Mapping[str, Run]) -> float:
-    """In the row's unit."""
+def _compute_value(row: Row, runs: Mapping[str, Run]) -> float:
+    """Compute a row's value, in its unit."""
     results = runs[row.workload].results
-    found = result_of(results, row)
+    result = find_result(results, row)
     match row.measure:
         case "decode":
-            return 1e3 / float(found["itl_ms"]["mean"])
+            return 1e3 / float(result["itl_ms"]["mean"])
         case "slowdown":
-            alone = result_of(runs["a"].results, replace(row, phase=None))
-            return float(alone["itl_ms"]["mean"]) / float(found["itl_ms"]["mean"])
+            alone = find_result(runs["a"].results, replace(row, phase=None))
+            return float(alone["itl_ms"]["mean"]) / float(result["itl_ms"]["mean"])
         case "prefill":
-            return float(found["prompt_tokens"] / found["requests"]) * 1e3 / float(found["ttft_ms"]["p50"])
+            return float(result["prompt_tokens"] / result["requests"]) * 1e3 / float(result["ttft_ms"]["p50"])
         case "ttft":
-            return float(found["ttft_ms"]["p50"])
+            return float(result["ttft_ms"]["p50"])
         case "output":
-            return float(found["tokens_per_second"])
+            return float(result["tokens_per_second"])
         case "mixing":
             alone_speeds = [float(each["tokens_per_second"]) for each in results if each["strategy"] != row.strategy]
-            return float(found["tokens_per_second"]) / fmean(alone_speeds)
+            return float(result["tokens_per_second"]) / fmean(alone_speeds)
     raise AssertionError(row.measure)
 
 
-def result_of(results: Results, row: Row) -> Mapping[str, Any]:
+def find_result(results: Results, row: Row) -> Mapping[str, Any]:
     return next(each for each in results if each["strategy"] == row.strategy and each["phase"] == row.phase)

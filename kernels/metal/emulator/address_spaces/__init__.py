@@ -2,8 +2,8 @@
 
 Apple's compiler is a clang whose types have address spaces. So a source is compiled twice without making code: as
 the C++ that the emulator runs, and as C++ with clang's address_space attribute behind `device`, `constant` and
-`threadgroup` (rewriting.py, include/). Before both, the emulator's rules and
-those of declared.py are asked. Knows no kernel of ours.
+`threadgroup` (rewriting.py, include/). Before both, the emulator's rules and those of declared.py are checked.
+Knows no kernel of ours.
 
 What comes of it is a hint: Apple's compiler may refuse more.
 """
@@ -20,13 +20,13 @@ from pathlib import Path
 
 from kernels.metal.emulator import rules
 from kernels.metal.emulator.address_spaces import declared
-from kernels.metal.emulator.address_spaces.diagnostics import Fault, faults
-from kernels.metal.emulator.address_spaces.rewriting import rewritten
+from kernels.metal.emulator.address_spaces.diagnostics import Fault, parse_faults
+from kernels.metal.emulator.address_spaces.rewriting import rewrite
 from kernels.metal.emulator.build import DEFINES, HERE, Compiler, CompilerMissing
 from kernels.metal.emulator.tokens import Source
 from kernels.metal.emulator.translation import Translator
 
-INCLUDE, EMULATED = Path(__file__).parent / "include", HERE / "include"
+INCLUDE, EMULATOR_INCLUDE = Path(__file__).parent / "include", HERE / "include"
 LANGUAGE = ("-x", "c++", "-std=gnu++14", "-fsyntax-only", "-nostdinc", "-ferror-limit=0", "-fno-caret-diagnostics")
 SINGLE = ("-Xclang", "-cl-single-precision-constant")  # 1.0 is a float in Metal
 ERRORS = (  # what clang would only warn of, or take as an extension
@@ -49,7 +49,7 @@ class Clang:
 
     @classmethod
     def find(cls) -> Clang:
-        """Raises CompilerMissing."""
+        """Return the clang of ziglang, or clang++. Raises CompilerMissing."""
         if importlib.util.find_spec("ziglang") is not None:
             return cls((sys.executable, "-m", "ziglang", "clang"))
         if shutil.which("clang++"):
@@ -59,25 +59,25 @@ class Clang:
         )
 
     def check(self, source: str, include: Iterable[str | PathLike[str]] = ()) -> None:
-        """Raises SyntaxError for what Apple's compiler would refuse, a line each, with file and line in front.
+        """Check a source. Raises SyntaxError for what Apple's compiler would refuse, a line each, with file and line.
 
         `include`: folders in which #include finds headers.
         """
         rules.check_text(source)
-        expanded = Source(self._compiler.preprocessed(source, tuple(fspath(folder) for folder in include)))
+        expanded = Source(self._compiler.preprocess(source, tuple(fspath(folder) for folder in include)))
         rules.check(expanded)
-        found = [*declared.check(expanded), *self._faults(rewritten(expanded), INCLUDE)]
+        found = [*declared.check(expanded), *self._find_faults(rewrite(expanded), INCLUDE)]
         lines = {where for where, _ in found}
-        emulated = self._faults(Translator(expanded).translate().text, EMULATED)
+        emulated = self._find_faults(Translator(expanded).translate().text, EMULATOR_INCLUDE)
         found += [fault for fault in emulated if fault[0] not in lines]
         if found:
             raise SyntaxError("\n".join(dict.fromkeys(f"{where}: {what}" for where, what in found)))
 
-    def _faults(self, text: str, headers: Path) -> list[Fault]:
-        """What clang says about C++ that these headers explain."""
+    def _find_faults(self, text: str, headers: Path) -> list[Fault]:
+        """Return the faults that clang finds in C++ that these headers explain."""
         options = [*LANGUAGE, *SINGLE, *(f"-Werror={name}" for name in ERRORS), *DEFINES]
-        command = [*self._command, *options, f"-I{headers}", f"-I{EMULATED}", "-include", "metal_stdlib", "-"]
+        command = [*self._command, *options, f"-I{headers}", f"-I{EMULATOR_INCLUDE}", "-include", "metal_stdlib", "-"]
         done = subprocess.run(command, input=text, capture_output=True, text=True)
-        found = faults(done.stderr, f"{headers}{sep}")
+        found = parse_faults(done.stderr, f"{headers}{sep}")
         assert "error: " in done.stderr or not done.returncode, done.stderr
         return found

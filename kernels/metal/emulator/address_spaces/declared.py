@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from kernels.metal.emulator.address_spaces.diagnostics import Fault
-from kernels.metal.emulator.syntax import Declaration, DeclarationKind, declarations
+from kernels.metal.emulator.syntax import Declaration, DeclarationKind, find_declarations
 from kernels.metal.emulator.tokens import Source
 
 POSITIONS = frozenset(  # and sizes; those that are vectors have the same number of dimensions in a kernel
@@ -26,39 +26,39 @@ _STATIC = "a static variable must be a constant: write static constant before it
 
 
 def check(source: Source) -> Iterator[Fault]:
-    for each in declarations(source):
+    for each in find_declarations(source):
         if each.is_kernel(source):
-            yield from _positions(source, each)
-            yield from _buffers(source, each)
-        yield from _statics(source, each)
+            yield from _check_positions(source, each)
+            yield from _check_buffers(source, each)
+        yield from _check_statics(source, each)
 
 
-def _positions(source: Source, kernel: Declaration) -> Iterator[Fault]:
+def _check_positions(source: Source, kernel: Declaration) -> Iterator[Fault]:
     sizes = {
         token.text[-1]
-        for begin, end in source.split(*kernel.parameters)
-        if any(source.tokens[first].text in POSITIONS for first, _, _, _ in source.attributes(begin, end))
+        for begin, end in source.split_at_commas(*kernel.parameters)
+        if any(source.tokens[first].text in POSITIONS for first, _, _, _ in source.find_attributes(begin, end))
         for token in source.tokens[begin:end]
         if token.text in ("uint2", "uint3", "ushort2", "ushort3")
     }
     if len(sizes) > 1:
-        told = f"kernel '{kernel.name}' has positions of 2 and of 3 dimensions: give all of them the same"
-        yield source.where(kernel.parameters[0]), told
+        message = f"kernel '{kernel.name}' has positions of 2 and of 3 dimensions: give all of them the same"
+        yield source.location(kernel.parameters[0]), message
 
 
-def _buffers(source: Source, kernel: Declaration) -> Iterator[Fault]:
-    for begin, end in source.split(*kernel.parameters):
+def _check_buffers(source: Source, kernel: Declaration) -> Iterator[Fault]:
+    for begin, end in source.split_at_commas(*kernel.parameters):
         texts = {token.text for token in source.tokens[begin:end]}
         if texts & {"*", "&"} and not texts & {"device", "constant"}:
-            yield source.where(begin), f"'{source.slice(begin, end)}': a buffer lies in device or constant memory"
+            yield source.location(begin), f"'{source.slice(begin, end)}': a buffer lies in device or constant memory"
 
 
-def _statics(source: Source, each: Declaration) -> Iterator[Fault]:
-    """Members of structs, and variables within functions."""
+def _check_statics(source: Source, each: Declaration) -> Iterator[Fault]:
+    """Check members of structs, and variables within functions."""
     begin, end = each.body if each.kind is DeclarationKind.FUNCTION else (each.begin, each.end)
-    if each.kind is DeclarationKind.FUNCTION or (each.kind is DeclarationKind.VARIABLE and each.member):
+    if each.kind is DeclarationKind.FUNCTION or (each.kind is DeclarationKind.VARIABLE and each.is_member):
         for i in range(begin, end):
             if source.tokens[i].text == "static" and "constant" not in (
                 token.text for token in source.tokens[max(begin, i - 2) : i + 4]
             ):
-                yield source.where(i), _STATIC
+                yield source.location(i), _STATIC

@@ -15,13 +15,13 @@ _OBJECT = re.compile(r"'this' argument to member function .* has type '.*(device
 _REASON = re.compile(r" not viable: (.*)")
 
 
-def faults(said: str, headers: str) -> list[Fault]:
-    """The errors in what clang printed; those within `headers` at the lines that had them instantiated."""
-    errors = [each for each in _DIAGNOSTIC.split(said) if "error: " in each.split("\n", 1)[0]]
-    return [_fault(error, headers) for error in errors if not _is_copy(error)]
+def parse_faults(output: str, headers: str) -> list[Fault]:
+    """Return the errors in what clang printed; those within `headers` at the lines that had them instantiated."""
+    errors = [each for each in _DIAGNOSTIC.split(output) if "error: " in each.split("\n", 1)[0]]
+    return [_parse_fault(error, headers) for error in errors if not _is_struct_copy(error)]
 
 
-def _fault(error: str, headers: str) -> Fault:
+def _parse_fault(error: str, headers: str) -> Fault:
     places = _PLACE.findall(error)
     where = next((place for place in places if not place.startswith(headers)), places[0])
     message = _NOISE.sub("", error.split("\n", 1)[0].split("error: ", 1)[1])
@@ -33,6 +33,6 @@ def _fault(error: str, headers: str) -> Fault:
     return where, named.replace("generic address space", "thread")
 
 
-def _is_copy(error: str) -> bool:
-    """To a struct in device or threadgroup memory, for which C++ has no words and Metal needs none."""
+def _is_struct_copy(error: str) -> bool:
+    """Return whether an error is of a copy to a struct in device or threadgroup memory, which Metal allows."""
     return "no viable overloaded '='" in error and "'this' object is in address space" in error

@@ -2,7 +2,7 @@
 
 That is: threadgroup variables become references, instantiations lose their attributes, float4(...) and (device float*)p
 become functions, structs get copies from every address space, 1.5h becomes half(1.5f). The rest stays as it is, line by
-line. What the names mean is told by include/metal_stdlib.
+line. include/metal_stdlib says what the names mean.
 """
 
 from __future__ import annotations
@@ -10,10 +10,10 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
-from kernels.metal.emulator.rules import SPACES
-from kernels.metal.emulator.syntax import Declaration, DeclarationKind, declarations
+from kernels.metal.emulator.rules import ADDRESS_SPACES
+from kernels.metal.emulator.syntax import Declaration, DeclarationKind, find_declarations
 from kernels.metal.emulator.tokens import Source
-from kernels.metal.emulator.translation import threadgroup_variables
+from kernels.metal.emulator.translation import find_threadgroup_variables
 
 Edit = tuple[int, int, str]  # of the text: start, end, replacement
 
@@ -25,23 +25,23 @@ _PREFIXES = ("*", "&", "-", "+", "!", "~", "++", "--")
 _SUFFIXES = {"h": "half", "bf": "bfloat"}
 
 
-def rewritten(source: Source) -> str:
-    """C++ for clang that needs include/metal_stdlib."""
-    edits = [*_vectors(source), *_casts(source), *_literals(source), *_structs(source)]
-    for each in declarations(source):
+def rewrite(source: Source) -> str:
+    """Return C++ for clang, which needs include/metal_stdlib."""
+    edits = [*_rewrite_vectors(source), *_rewrite_casts(source), *_rewrite_literals(source), *_rewrite_structs(source)]
+    for each in find_declarations(source):
         if each.kind is DeclarationKind.INSTANTIATION:
-            edits += _without_attributes(source, each)
+            edits += _remove_attributes(source, each)
         elif each.is_kernel(source):
-            edits += _variables(source, each)
-        if each.kind is DeclarationKind.FUNCTION and each.template:
-            edits += _types(source, each)
-    return _edited(source.text, edits)
+            edits += _rewrite_variables(source, each)
+        if each.kind is DeclarationKind.FUNCTION and each.is_template:
+            edits += _assert_type_parameters(source, each)
+    return _apply_edits(source.text, edits)
 
 
-def _variables(source: Source, kernel: Declaration) -> Iterator[Edit]:
-    """Each `threadgroup float a[8], b;` as references, and an assertion that those so far have room."""
+def _rewrite_variables(source: Source, kernel: Declaration) -> Iterator[Edit]:
+    """Rewrite each `threadgroup float a[8], b;` as references, and assert that those so far have room."""
     names: list[str] = []
-    for variable in threadgroup_variables(source, *kernel.body):
+    for variable in find_threadgroup_variables(source, *kernel.body):
         made = []
         for name, end in variable.declarators:
             names.append(source.tokens[name].text)
@@ -55,48 +55,48 @@ def _variables(source: Source, kernel: Declaration) -> Iterator[Edit]:
             f"static_assert({bytes_so_far} <= {MAX_THREADGROUP_BYTES}, "
             f'"Metal has {MAX_THREADGROUP_BYTES} bytes of threadgroup memory"); '
         )
-        if _depth(source, kernel.body[0], variable.begin):  # unknown where their block ends
+        if _count_open_braces(source, kernel.body[0], variable.begin):  # unknown where their block ends
             names = names[: -len(variable.declarators)]
-        yield _replaced(source, variable.begin, variable.end, "".join(made))
+        yield _make_edit(source, variable.begin, variable.end, "".join(made))
 
 
-def _depth(source: Source, begin: int, end: int) -> int:
-    """Braces that are open at `end`."""
+def _count_open_braces(source: Source, begin: int, end: int) -> int:
+    """Return the number of braces that are open at `end`."""
     texts = [token.text for token in source.tokens[begin:end]]
     return texts.count("{") - texts.count("}")
 
 
-def _types(source: Source, function: Declaration) -> Iterator[Edit]:
-    """An assertion for each type parameter. `thread T*` is `T*` here, and would find a T in any address space."""
-    last = source.close_angle(function.begin + 1)
+def _assert_type_parameters(source: Source, function: Declaration) -> Iterator[Edit]:
+    """Assert of each type parameter that it has no address space: `thread T*` is `T*` here, and would find any."""
+    last = source.find_closing_angle(function.begin + 1)
     at = source.tokens[function.body[0] - 1].end
-    for begin, end in source.split(function.begin + 2, last):
+    for begin, end in source.split_at_commas(function.begin + 2, last):
         if source.tokens[begin].text in ("class", "typename") and begin + 1 < end and source.tokens[begin + 1].is_word:
             name = source.tokens[begin + 1].text
-            told = f"'{name}' cannot be a type with an address space: does the argument lie in thread memory?"
-            yield at, at, f' static_assert(::metal::spaces::is_thread<{name}>::value, "{told}");'
+            message = f"'{name}' cannot be a type with an address space: does the argument lie in thread memory?"
+            yield at, at, f' static_assert(::metal::spaces::is_thread<{name}>::value, "{message}");'
 
 
-def _without_attributes(source: Source, each: Declaration) -> Iterator[Edit]:
-    for begin, end in {(begin, end) for _, _, begin, end in source.attributes(each.begin, each.end)}:
-        yield _replaced(source, begin, end, "")
+def _remove_attributes(source: Source, each: Declaration) -> Iterator[Edit]:
+    for begin, end in {(begin, end) for _, _, begin, end in source.find_attributes(each.begin, each.end)}:
+        yield _make_edit(source, begin, end, "")
 
 
-def _vectors(source: Source) -> Iterator[Edit]:
-    """`float4(` and `vec<T, 4>(`, and of names that a typedef or using gave to them."""
-    names = _VECTORS | set(_aliases(source))
+def _rewrite_vectors(source: Source) -> Iterator[Edit]:
+    """Rewrite `float4(` and `vec<T, 4>(`, and the same of names that a typedef or using gave to them."""
+    names = _VECTORS | set(_find_vector_aliases(source))
     for i, token in enumerate(source.tokens):
         last = i
         if token.text == "vec" and source.is_at(i + 1, "<"):
-            last = source.close_angle(i + 1)
+            last = source.find_closing_angle(i + 1)
         elif token.text not in names:
             continue
         if source.is_at(last + 1, "(") and source.tokens[i - 1].text != "operator":
-            yield _replaced(source, i, last + 1, f"::metal::spaces::make<{source.slice(i, last + 1)}>")
+            yield _make_edit(source, i, last + 1, f"::metal::spaces::make<{source.slice(i, last + 1)}>")
 
 
-def _aliases(source: Source) -> Iterator[str]:
-    """Of `typedef half4 H;` and `using H = vec<half, 4>;`."""
+def _find_vector_aliases(source: Source) -> Iterator[str]:
+    """Yield H of `typedef half4 H;` and `using H = vec<half, 4>;`."""
     for i, token in enumerate(source.tokens):
         if token.text == "typedef" and (end := _vector_end(source, i + 1)) and source.is_at(end + 1, ";"):
             yield source.tokens[end].text
@@ -105,50 +105,52 @@ def _aliases(source: Source) -> Iterator[str]:
 
 
 def _vector_end(source: Source, i: int) -> int | None:
-    """After the type of a vector that stands there."""
+    """Return the index after the type of a vector that stands at i; None if there is none."""
     while source.tokens[i].text in ("metal", "::"):
         i += 1
     if source.is_at(i, "vec", "<"):
-        return source.close_angle(i + 1) + 1
+        return source.find_closing_angle(i + 1) + 1
     return i + 1 if source.tokens[i].text in _VECTORS else None
 
 
-def _casts(source: Source) -> Iterator[Edit]:
-    """`(device float*)p`, which may change the address space in C++ and not in Metal."""
+def _rewrite_casts(source: Source) -> Iterator[Edit]:
+    """Rewrite `(device float*)p`, which may change the address space in C++ and not in Metal."""
     for i, token in enumerate(source.tokens):
         if token.text != "(" or (source.tokens[i - 1].is_word and source.tokens[i - 1].text != "return"):
             continue
-        last = source.close(i)
-        if source.tokens[last - 1].text != "*" or not SPACES & {each.text for each in source.tokens[i + 1 : last]}:
+        last = source.find_closing(i)
+        if source.tokens[last - 1].text != "*" or not ADDRESS_SPACES & {
+            each.text for each in source.tokens[i + 1 : last]
+        }:
             continue
-        yield _replaced(source, i, last + 1, f"::metal::spaces::cast<{source.slice(i + 1, last)}>(")
+        yield _make_edit(source, i, last + 1, f"::metal::spaces::cast<{source.slice(i + 1, last)}>(")
         after = source.tokens[_operand_end(source, last + 1) - 1].end
         yield after, after, ")"
 
 
 def _operand_end(source: Source, i: int) -> int:
-    """After the operand of a cast that begins there: a name or something in brackets, what is before and behind it."""
+    """Return the index after a cast's operand at i: a name or something in brackets, with prefixes and suffixes."""
     while (text := source.tokens[i].text) in _PREFIXES or (text == "(" and _is_cast(source, i)):
-        i = source.close(i) + 1 if text == "(" else i + 1
-    i = source.close(i) + 1 if text == "(" else i + 1
+        i = source.find_closing(i) + 1 if text == "(" else i + 1
+    i = source.find_closing(i) + 1 if text == "(" else i + 1
     while (text := source.tokens[i].text) in ("(", "[", ".", "->", "::"):
-        i = source.close(i) + 1 if text in ("(", "[") else i + 2
+        i = source.find_closing(i) + 1 if text in ("(", "[") else i + 2
     return i
 
 
 def _is_cast(source: Source, i: int) -> bool:
-    last = source.close(i)
+    last = source.find_closing(i)
     return source.tokens[last - 1].text == "*" or source.tokens[last + 1].is_word
 
 
-def _literals(source: Source) -> Iterator[Edit]:
+def _rewrite_literals(source: Source) -> Iterator[Edit]:
     for i, token in enumerate(source.tokens):
         if found := _LITERAL.fullmatch(token.text):
-            yield _replaced(source, i, i + 1, f"{_SUFFIXES[found[2].lower()]}({found[1]}f)")
+            yield _make_edit(source, i, i + 1, f"{_SUFFIXES[found[2].lower()]}({found[1]}f)")
 
 
-def _structs(source: Source) -> Iterator[Edit]:
-    """What C++ leaves out after the { of each struct that has a name."""
+def _rewrite_structs(source: Source) -> Iterator[Edit]:
+    """Insert what C++ leaves out after the { of each struct that has a name."""
     for i, token in enumerate(source.tokens):
         if token.text not in ("struct", "class") or source.tokens[i - 1].text in ("<", ",", "enum"):
             continue
@@ -158,27 +160,27 @@ def _structs(source: Source) -> Iterator[Edit]:
         if not source.is_at(opening, "{") or opening == i + 1:
             continue
         name = source.tokens[i + 1].text
-        made = "" if _has_constructor(source, name, opening) else f"{name}() = default;"
+        default_constructor = "" if _has_constructor(source, name, opening) else f"{name}() = default;"
         private = " private:" if token.text == "class" else ""
         at = source.tokens[opening].end
-        yield at, at, f" public: SPACES_STRUCT({name}, {made}){private}"
+        yield at, at, f" public: SPACES_STRUCT({name}, {default_constructor}){private}"
 
 
 def _has_constructor(source: Source, name: str, opening: int) -> bool:
-    inside = range(opening + 1, source.close(opening))
+    inside = range(opening + 1, source.find_closing(opening))
     return any(
         source.is_at(i, name, "(") and source.tokens[i - 1].text in ("{", "}", ";", ":", "constexpr", "explicit", ">")
         for i in inside
     )
 
 
-def _replaced(source: Source, begin: int, end: int, text: str) -> Edit:
-    """Tokens [begin, end); as many lines as before."""
+def _make_edit(source: Source, begin: int, end: int, text: str) -> Edit:
+    """Return an edit that replaces tokens [begin, end) by a text of as many lines as before."""
     start, stop = source.tokens[begin].start, source.tokens[end - 1].end
     return start, stop, text + "\n" * (source.text.count("\n", start, stop) - text.count("\n"))
 
 
-def _edited(text: str, edits: list[Edit]) -> str:
+def _apply_edits(text: str, edits: list[Edit]) -> str:
     parts, done = [], 0
     for start, stop, replacement in sorted(edits):
         if start < done:

@@ -15,11 +15,11 @@ import torch
 
 from kernels.metal.backend import MetalOps
 from kernels.metal.emulator import CompilerMissing
-from kernels.metal.emulator.__main__ import main, types_of
+from kernels.metal.emulator.__main__ import list_type_sets, main
 from kernels.metal.emulator.address_spaces import Clang
 from kernels.metal.library import Kernels
-from kernels.metal.source import FOLDER, source
-from kernels.selfcheck.check import checked
+from kernels.metal.source import FOLDER, assemble_source
+from kernels.selfcheck.check import check_ops
 
 HEAD = '#include <metal_stdlib>\nusing namespace metal;\n#line 1 "k.metal"\n'
 PARAMETERS = "device float* o, const device float* x, constant float& s, uint i [[thread_position_in_grid]]"
@@ -221,7 +221,7 @@ def test_our_kernels_pass(clang: Clang, capsys: pytest.CaptureFixture[str]) -> N
     ],
 )  # fmt: skip
 def test_ours_do_not_pass_with_another_space(clang: Clang, file: str, right: str, wrong: str, told: str) -> None:
-    text = source(file, {"T": torch.float16, "KV": torch.int8, "W": torch.float32})
+    text = assemble_source(file, {"T": torch.float16, "KV": torch.int8, "W": torch.float32})
     assert right in text
     with pytest.raises(SyntaxError, match=rf"^{told}\d+: "):
         clang.check(text.replace(right, wrong))
@@ -247,7 +247,9 @@ def test_no_clang(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 
 def test_all_that_the_backend_compiles_is_looked_at() -> None:
     """Its own check calls every operation, for every type of activations; here nothing is computed."""
-    looked_at = {source(file.stem, types) for file in FOLDER.glob("*.metal") for types in types_of(file.stem)}
+    looked_at = {
+        assemble_source(file.stem, types) for file in FOLDER.glob("*.metal") for types in list_type_sets(file.stem)
+    }
     compiled = set()
 
     class Recorded:
@@ -258,6 +260,6 @@ def test_all_that_the_backend_compiles_is_looked_at() -> None:
             return lambda *arguments, **sizes: None
 
     for dtype in (torch.float32, torch.float16, torch.bfloat16):
-        checked(MetalOps(Kernels(Recorded)), dtype, torch.device("cpu"))
+        check_ops(MetalOps(Kernels(Recorded)), dtype, torch.device("cpu"))
     assert compiled <= looked_at
     assert {text.split('#line 1 "')[1].split('"')[0] for text in compiled} == {f.name for f in FOLDER.glob("*.metal")}

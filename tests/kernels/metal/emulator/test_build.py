@@ -74,17 +74,17 @@ def test_a_compiler_of_nothing_is_told_before_it_is_used(folder: Path, monkeypat
 def test_what_is_damaged_is_compiled_again(folder: Path, damage: int | None) -> None:
     """Empty, cut (to load that would end the process), or garbage."""
     compiler = Compiler.find()
-    built = compiler.library("", checked=False, ucontext=False)
+    built = compiler.build_library("", checked=False, ucontext=False)
     for library in built:
         library.write_bytes(b"garbage" if damage is None else library.read_bytes()[:damage])
-        assert compiler.library("", checked=False, ucontext=False) == built
+        assert compiler.build_library("", checked=False, ucontext=False) == built
         ctypes.CDLL(str(library))
     assert not list((folder / "cache").rglob("build-*"))
 
 
 def test_what_cannot_be_loaded_is_told_before_it_is_used(folder: Path) -> None:
     """As from a folder whose programs must not be run."""
-    built = Compiler.find().library("", checked=False, ucontext=False)
+    built = Compiler.find().build_library("", checked=False, ucontext=False)
     built.kernels.write_bytes(b"whole, and no library")
     built.kernels.with_suffix(".sha256").write_text(hashlib.sha256(built.kernels.read_bytes()).hexdigest())
     load_emulated.cache_clear()

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from kernels.metal.emulator import KernelFault, Library, Order, Stats, compile_shader
-from kernels.metal.emulator.arguments import extent
+from kernels.metal.emulator.arguments import extent_bytes
 
 KERNELS = """
 #include <metal_stdlib>
@@ -184,7 +184,7 @@ def test_bounds_are_those_of_the_view(checked: Library) -> None:
     """Its storage has room on both sides."""
     whole = torch.zeros(100)
     view = whole[10:60].as_strided((5, 3), (7, 2), 10)
-    assert extent(view) == (4 * 7 + 2 * 2 + 1) * 4
+    assert extent_bytes(view) == (4 * 7 + 2 * 2 + 1) * 4
     checked.full(view, 1.0, threads=33)
     assert whole.count_nonzero() == 33
     with pytest.raises(KernelFault, match=r"4 bytes beyond the end of argument 0 'out', which has 132 bytes"):

@@ -11,7 +11,7 @@ from server.models.config import load_config
 from tests.engine.engine_driver import Driver
 from tests.tools.bench.small_shape import SMALL_SHAPE
 from tools.bench.table import models
-from tools.bench.table.models import LLAMA, QWEN, made
+from tools.bench.table.models import LLAMA, QWEN, make_model
 
 
 @pytest.mark.parametrize("weights", ["bf16", "int8", "int4"])
@@ -19,15 +19,16 @@ def test_bytes_of_a_step_are_the_least_that_the_engine_can_read(folder: Path, we
     """Norms and biases are left out, and what packed matrices are padded with."""
     driver = Driver(folder / SMALL_SHAPE.name, dtype="bfloat16", weights=weights)
     small = (
-        SMALL_SHAPE.layers * (2 * SMALL_SHAPE.width + SMALL_SHAPE.width + 2 * SMALL_SHAPE.kv_heads * SMALL_SHAPE.head)
-        + SMALL_SHAPE.width
+        SMALL_SHAPE.layers
+        * (2 * SMALL_SHAPE.hidden_size + SMALL_SHAPE.hidden_size + 2 * SMALL_SHAPE.kv_heads * SMALL_SHAPE.head_dim)
+        + SMALL_SHAPE.hidden_size
     )
     more = driver.core.model.weight_bytes - SMALL_SHAPE.weight_bytes(weights) - 2 * small
     padded = sum(
         2 * (-(-out // 64) * -(-width // 64) * 64**2 - out * width) for _, (out, width) in SMALL_SHAPE.matrices()
     )
     assert 0 <= more <= padded
-    assert driver.core.caches["contiguous"].bytes_for(1) == driver.engine.max_seq_len * SMALL_SHAPE.kv_bytes
+    assert driver.core.caches["contiguous"].bytes_for(1) == driver.engine.max_seq_len * SMALL_SHAPE.kv_bytes_per_token
 
 
 def test_it_answers_and_every_id_has_a_text(folder: Path) -> None:
@@ -36,23 +37,23 @@ def test_it_answers_and_every_id_has_a_text(folder: Path) -> None:
     driver.run()
     assert len(heard.tokens) == 5
     tokenizer = Tokenizer.from_file(str(folder / SMALL_SHAPE.name / "tokenizer.json"))
-    assert tokenizer.get_vocab_size() == SMALL_SHAPE.vocab
-    assert all(tokenizer.decode([i], skip_special_tokens=False) for i in range(SMALL_SHAPE.vocab))
+    assert tokenizer.get_vocab_size() == SMALL_SHAPE.vocab_size
+    assert all(tokenizer.decode([i], skip_special_tokens=False) for i in range(SMALL_SHAPE.vocab_size))
     assert len(tokenizer.encode("def main(arguments: Sequence[str]) -> None:").ids) < 43, "nothing was learnt"
 
 
 def test_what_is_there_is_not_made_again(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(models, "learnt", None)
-    assert made(SMALL_SHAPE, folder, lambda _: None) == folder / SMALL_SHAPE.name
+    monkeypatch.setattr(models, "train_tokenizer", None)
+    assert make_model(SMALL_SHAPE, folder, lambda _: None) == folder / SMALL_SHAPE.name
 
 
 def test_a_model_is_there_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail() -> Tokenizer:
         raise OSError("no room")
 
-    monkeypatch.setattr(models, "learnt", fail)
+    monkeypatch.setattr(models, "train_tokenizer", fail)
     with pytest.raises(OSError, match="no room"):
-        made(SMALL_SHAPE, tmp_path, lambda _: None)
+        make_model(SMALL_SHAPE, tmp_path, lambda _: None)
     assert not list(tmp_path.iterdir())
 
 

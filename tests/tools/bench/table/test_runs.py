@@ -13,16 +13,16 @@ from typing import Any
 
 import pytest
 
-from loadtest.bench.workloads import NAMED
+from loadtest.bench.workloads import NAMED_WORKLOADS
 from tests.tools.bench.small_shape import SMALL_SHAPE
 from tools.bench import __main__ as command
 from tools.bench.table import runs
-from tools.bench.table.documents import GROWTH, PROFILES, TABLES, replaced
-from tools.bench.table.goals import LESS_IS_BETTER, ROWS, TRANSFORMERS, Row, by_transformers
-from tools.bench.table.limits import GIB, WORKS, Speeds, limit
+from tools.bench.table.documents import GROWTH, PROFILES, TABLES, replace_section
+from tools.bench.table.goals import LOWER_IS_BETTER, ROWS, TRANSFORMERS, Row, make_transformers_row
+from tools.bench.table.limits import GIB, WORKLOADS, Speeds, compute_limit
 from tools.bench.table.models import QWEN
-from tools.bench.table.report import MARK, Report, as_json, as_text
-from tools.bench.table.runs import Effort, Measured, measured
+from tools.bench.table.report import DISTURBED_MARK, Report, as_json, as_text
+from tools.bench.table.runs import Effort, Measured, measure_rows
 
 SPEEDS = Speeds(30e9, 3e12)
 KV = 1 << 29
@@ -44,12 +44,12 @@ class Bench:
         self.started: list[Sequence[str]] = []
         self.loads: list[str] = []
         self.peak: int | None = GIB
-        monkeypatch.setattr(runs, "serving", self.serving)
-        monkeypatch.setattr(runs, "loaded", self.loaded)
-        monkeypatch.setattr(runs, "peer", self.peer)
-        monkeypatch.setattr(runs, "speeds_now", lambda row: SPEEDS)
-        monkeypatch.setattr(runs, "made", lambda shape, folder, tell: folder / shape.name)
-        monkeypatch.setattr(runs, "Neighbours", lambda: SimpleNamespace(share=self.share))
+        monkeypatch.setattr(runs, "run_server", self.serving)
+        monkeypatch.setattr(runs, "run_bench", self.loaded)
+        monkeypatch.setattr(runs, "run_transformers_peer", self.peer)
+        monkeypatch.setattr(runs, "measure_speeds", lambda row: SPEEDS)
+        monkeypatch.setattr(runs, "make_model", lambda shape, folder, tell: folder / shape.name)
+        monkeypatch.setattr(runs, "Neighbours", lambda: SimpleNamespace(compute_share=self.share))
 
     @contextmanager
     def serving(self, flags: Sequence[str]) -> Iterator[Any]:
@@ -74,7 +74,7 @@ def bench(monkeypatch: pytest.MonkeyPatch) -> Bench:
 
 
 def values(rows: Sequence[Row], attempts: int = 1) -> dict[str, Measured]:
-    return {each.row.what: each for each in measured(rows, Effort(1, attempts, Path("models")), lambda _: None)}
+    return {each.row.what: each for each in measure_rows(rows, Effort(1, attempts, Path("models")), lambda _: None)}
 
 
 def row(measure: Any, **more: Any) -> Row:
@@ -113,7 +113,7 @@ def test_what_mixing_costs(bench: Bench) -> None:
     bench.results["c8"] = [*alone, result("mixed", tokens_per_second=95.0)]
     found = values([row("mixing", group="strategies", workload="c8", strategy="mixed", goal=0.9)])["mixing"]
     assert found.value == pytest.approx(0.95)
-    assert found.met
+    assert found.meets_goal
 
 
 def test_each_format_of_weights_has_a_server(bench: Bench) -> None:
@@ -140,10 +140,10 @@ def test_transformers_has_its_turn_after_the_server_of_the_model(bench: Bench) -
 def test_a_disturbed_run_is_repeated_and_the_best_is_taken(bench: Bench) -> None:
     bench.busy = [0.0, 0.5, 0.3, 0.4]  # the start, then three attempts
     found = values([row("decode")], attempts=3)["decode"]
-    assert found.busy == 0.3
+    assert found.background_load == 0.3
     assert len(bench.loads) == 3
     bench.busy = [0.0, 0.5, 0.01, 0.0]
-    assert values([row("decode")], attempts=3)["decode"].busy == 0.01
+    assert values([row("decode")], attempts=3)["decode"].background_load == 0.01
     assert len(bench.loads) == 3 + 2
 
 
@@ -155,38 +155,44 @@ def test_a_system_that_does_not_tell_has_no_row(bench: Bench) -> None:
 # -------------------------------------------------------------------- limits, goals
 def test_limits_are_arithmetic() -> None:
     weights, kv = 987_922_432, 12_288
-    assert limit(row("decode"), SPEEDS, KV) == pytest.approx(30e9 / (weights + 192 * kv))
-    assert limit(row("output", workload="c8"), SPEEDS, KV) == pytest.approx(8 * 30e9 / (weights + 8 * 320 * kv))
+    assert compute_limit(row("decode"), SPEEDS, KV) == pytest.approx(30e9 / (weights + 192 * kv))
+    assert compute_limit(row("output", workload="c8"), SPEEDS, KV) == pytest.approx(8 * 30e9 / (weights + 8 * 320 * kv))
     products = 2 * (987_922_432 // 2 - 151_936 * 896)
-    assert limit(row("prefill", workload="b"), SPEEDS, KV) == pytest.approx(3e12 / products)
-    assert limit(row("ttft"), SPEEDS, KV) == pytest.approx(1e3 * weights / 30e9), "few tokens still read all weights"
-    assert limit(row("slowdown", workload="b"), SPEEDS, KV) == pytest.approx(
+    assert compute_limit(row("prefill", workload="b"), SPEEDS, KV) == pytest.approx(3e12 / products)
+    assert compute_limit(row("ttft"), SPEEDS, KV) == pytest.approx(1e3 * weights / 30e9), (
+        "few tokens still read all weights"
+    )
+    assert compute_limit(row("slowdown", workload="b"), SPEEDS, KV) == pytest.approx(
         (weights + 192 * kv) / (weights + 2080 * kv)
     )
-    assert limit(row("peak"), SPEEDS, KV) == pytest.approx(weights / GIB + 0.5)
-    assert limit(row("ttft", workload="d", phase="cold"), SPEEDS, KV) is None
+    assert compute_limit(row("peak"), SPEEDS, KV) == pytest.approx(weights / GIB + 0.5)
+    assert compute_limit(row("ttft", workload="d", phase="cold"), SPEEDS, KV) is None
 
 
 def test_workloads_are_those_of_the_load_test() -> None:
-    for name, work in WORKS.items():
-        named = NAMED[name]
-        assert (work.streams, work.prompt, work.answer) == (named.arrivals.at_once, named.own, named.answer)
+    for name, work in WORKLOADS.items():
+        named = NAMED_WORKLOADS[name]
+        assert (work.streams, work.prompt_tokens, work.answer_tokens) == (
+            named.arrivals.max_concurrency,
+            named.prompt_tokens,
+            named.max_tokens,
+        )
 
 
 def test_every_row_can_be_measured() -> None:
     assert len({(each.shape.name, each.what) for each in ROWS}) == len(ROWS)
     for each in ROWS:
-        named = NAMED[each.workload]
-        assert named.own + named.shared + named.answer <= runs.LONGEST
+        named = NAMED_WORKLOADS[each.workload]
+        assert named.prompt_tokens + named.shared_tokens + named.max_tokens <= runs.MAX_SEQ_LEN
         assert (each.phase or "") in named.phases
-        better = sorted(each.peers.values(), reverse=each.measure not in LESS_IS_BETTER)
+        better = sorted(each.peers.values(), reverse=each.measure not in LOWER_IS_BETTER)
         assert list(each.peers.values()) == better or each.measure == "ready", "the best peer stands first"
 
 
 @pytest.mark.parametrize(("measure", "value", "met"), [("decode", 5, True), ("decode", 4, False), ("ttft", 4, True)])
 def test_goals(measure: str, value: float, met: bool) -> None:
-    assert row(measure, goal=5).met(value) is met
-    assert row(measure).met(value) is None
+    assert row(measure, goal=5).meets_goal(value) is met
+    assert row(measure).meets_goal(value) is None
 
 
 # -------------------------------------------------------------------- telling it
@@ -198,7 +204,7 @@ def test_a_table_says_what_was_met_and_what_was_disturbed() -> None:
     slow = Measured(row("decode", what="slow", goal=27, peers={"x": 30, "y": 20}), 15.0, 30.0, 0.2)
     quick = Measured(row("ttft", what="quick", goal=80), 40.0, 30.0, 0.0)
     text = as_text(report(slow, quick))
-    assert f"| slow, tokens/s | 15.0{MARK} | 27.0 | no | x 30.0 | y 20.0 | 30.0 | 50% |" in text
+    assert f"| slow, tokens/s | 15.0{DISTURBED_MARK} | 27.0 | no | x 30.0 | y 20.0 | 30.0 | 50% |" in text
     assert "| quick, ms | 40.0 | 80.0 | yes | - | - | 30.0 | 75% |" in text
     assert "used up to 20% of the machine" in text
     assert "disturbed" not in as_text(report(quick))
@@ -209,11 +215,11 @@ def test_a_table_says_what_was_met_and_what_was_disturbed() -> None:
 
 def test_a_document_gets_what_was_printed() -> None:
     document = f"before\n<!-- printed by {TABLES} -->\nold\n<!-- end of {TABLES} -->\nafter\n"
-    new = replaced(document, TABLES, r"a \1 table")
+    new = replace_section(document, TABLES, r"a \1 table")
     assert new == document.replace("old", r"a \1 table")
-    assert replaced(new, TABLES, "old") == document
+    assert replace_section(new, TABLES, "old") == document
     with pytest.raises(ValueError, match="has no place"):
-        replaced("nothing", TABLES, "x")
+        replace_section("nothing", TABLES, "x")
 
 
 @pytest.mark.parametrize(
@@ -222,7 +228,7 @@ def test_a_document_gets_what_was_printed() -> None:
 )
 def test_committed_documents_have_their_places(name: str, mark: str) -> None:
     document = (Path(__file__).parents[4] / "docs" / f"{name}.md").read_text()
-    assert "here it is" in replaced(document, mark, "here it is")
+    assert "here it is" in replace_section(document, mark, "here it is")
 
 
 # -------------------------------------------------------------------- the command
@@ -230,15 +236,15 @@ def test_committed_documents_have_their_places(name: str, mark: str) -> None:
 def test_a_real_server_is_measured(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    rows = [row("decode"), row("ready"), row("peak"), by_transformers("decode", SMALL_SHAPE, "decode")]
+    rows = [row("decode"), row("ready"), row("peak"), make_transformers_row("decode", SMALL_SHAPE, "decode")]
     rows = [replace(each, shape=SMALL_SHAPE) for each in rows]
     monkeypatch.setattr(command, "ROWS", rows)
     monkeypatch.setattr(command, "SHAPES", {SMALL_SHAPE.name: SMALL_SHAPE})
-    monkeypatch.setattr(runs, "LONGEST", 256)
+    monkeypatch.setattr(runs, "MAX_SEQ_LEN", 256)
     file, document = tmp_path / "it.json", tmp_path / "benchmarks.md"
     document.write_text(f"<!-- printed by {TABLES} -->\n<!-- end of {TABLES} -->")
     renewed: list[Path] = []
-    monkeypatch.setattr(command, "renewed", lambda docs, models, tell: renewed.append(docs))
+    monkeypatch.setattr(command, "update_performance_doc", lambda docs, models, tell: renewed.append(docs))
     options = ["--rounds", "1", "--attempts", "1", "--models", str(folder), "--model", SMALL_SHAPE.name]
     assert command.main([*options, "--json", str(file), "--docs", str(tmp_path)]) == 0
     assert renewed == [tmp_path]

@@ -1,4 +1,4 @@
-"""What goes between those who make load: a server, a request to it, what came of that. Plain data; sends nothing."""
+"""What the modules of a benchmark pass on: a server, a request to it, its outcome. Plain data; sends nothing."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ class ServerInfo:
 
     url: str
     listing: Listing
-    version: str  # empty where it does not tell
+    version: str  # empty where it does not say
     vocabulary: PromptVocabulary
 
 
-class Ask(NamedTuple):
+class BenchRequest(NamedTuple):
     """One request."""
 
     prompt: Prompt
-    answer: int  # tokens
+    max_tokens: int
 
 
 @dataclass(frozen=True)
 class Outcome:
     """One request: what came of it, or why not."""
 
-    asked: int  # tokens
-    sent: float
+    requested_tokens: int
+    send_time: float
     reply: Reply
     error: str | None = None
