@@ -101,7 +101,7 @@ def escape_unprintable(text: str) -> str:
 
 
 def format_traceback_types(error: BaseException | None) -> str:
-    """A traceback with the types of the exception and of those it came from, the first one first."""
+    """Return a traceback with the types of the exception and of its causes, the first one first."""
     parts: list[str] = []
     while error is not None:
         parts.insert(0, "".join(traceback.format_tb(error.__traceback__)) + type(error).__qualname__)
@@ -134,7 +134,7 @@ class LineWriter(logging.Handler):
             self.handleError(record)
 
     def close(self) -> None:
-        """What is there is written, if somebody reads it soon."""
+        """Write what is queued, if the other end reads it soon."""
         self._lines.put(None)
         self._thread.join(FLUSH_TIMEOUT)
         super().close()

@@ -12,7 +12,7 @@ from server.version import get_version
 
 
 def format_banner(url: str, settings: Settings, ready: Mapping[str, Any]) -> str:
-    """What is printed once the server is ready: address, model, strategies and a first request to try."""
+    """Return what is printed once the server is ready: address, model, strategies and a first request to try."""
     body = shlex.quote(json.dumps({"model": ready["model"], "prompt": "Once upon a time", "max_tokens": 64}))
     everywhere = " (on every address of this machine)" if settings.host in ("0.0.0.0", "::") else ""
     return f"""
@@ -31,7 +31,7 @@ Try it:
 
 
 def _format_strategies(strategies: Sequence[Mapping[str, Any]], default: str) -> str:
-    """A line for each: name, room, kind and options."""
+    """Return a line for each strategy: name, room, kind and options."""
     width = max(len(each["name"]) for each in strategies)
     lines = []
     for each in strategies:

@@ -35,7 +35,7 @@ FAULT = "FAULT:"
 
 
 def doctor(out: Path = REPORT) -> int:
-    """Prints and writes the report; the exit code is 1 if a kernel fails its check."""
+    """Print and write the report; return the exit code, 1 if a kernel fails its check."""
     console = Console()
     console.print("Kernels are compiled, unless they were before, and checked ...")
     told = make_report()
@@ -116,7 +116,7 @@ def _check_kernels() -> Iterator[tuple[str, str]]:
 
 
 def _check_backend(backend: Backend) -> Iterator[tuple[str, str]]:
-    """A line for each operation. Its time is that of all the small inputs it is tried with, compiling included."""
+    """Yield a line for each operation; its time is that of all its samples, compiling included."""
     ops, device = backend.load(), backend.device.tensors
     by_dtype = []
     for dtype in DTYPES:
@@ -128,7 +128,7 @@ def _check_backend(backend: Backend) -> Iterator[tuple[str, str]]:
 
 
 def _format_verdict(dtype: torch.dtype, verdict: Verdict, seconds: float | None) -> str:
-    """What is made of other operations has no time of its own."""
+    """Return the verdict in words; what is made of other operations has no time of its own."""
     found = f"off by {verdict.error:.0e}" if verdict.fault is None else f"{FAULT} {verdict.fault}"
     took = "" if seconds is None else f" in {1e3 * seconds:.1f} ms"
     return f"{str(dtype).removeprefix('torch.')} {found}{took}"

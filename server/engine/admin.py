@@ -17,7 +17,7 @@ from server.engine.scheduling.request import RequestError
 
 
 def run_command(core: Core, command: Command) -> dict[str, Any]:
-    """The answer, as JSON. Raises RequestError."""
+    """Run a command of an operator and return the answer as JSON. Raises RequestError."""
     cache = core.caches.get(command.instance)
     if cache is None:
         names = ", ".join(core.caches)

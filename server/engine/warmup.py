@@ -25,7 +25,7 @@ class DummyAttention:
     """Implements `kernels.ops.Attention`."""
 
     def __init__(self, tokens: int, logits: int, device: torch.device) -> None:
-        """A step of that many tokens and rows of logits."""
+        """Prepare a step of that many tokens and rows of logits."""
         self.positions = torch.zeros(tokens, dtype=torch.int64, device=device)
         self.logit_index = torch.zeros(logits, dtype=torch.int64, device=device)
 
@@ -40,7 +40,7 @@ class DummyAttention:
 
 @torch.inference_mode()
 def run_dummy_step(model: Model, *, num_tokens: int, num_logits: int) -> None:
-    """Computes a step of so many tokens, all its logits scored and one of them drawn from."""
+    """Compute a step of `num_tokens` tokens, score all its logits and draw a token from one of them."""
     step = DummyAttention(num_tokens, num_logits, model.device)
     found = model.forward(torch.zeros_like(step.positions), step)
     compute_logprobs(found, [0] * num_logits, MAX_LOGPROBS)

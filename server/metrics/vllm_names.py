@@ -1,8 +1,8 @@
-"""vLLM's names for our metrics, so that dashboards and alerts made for vLLM read them: as recording rules of
-Prometheus, and as families that the server itself exposes where a setting says so. Both come to the same series.
+"""vLLM's names for our metrics, so that dashboards and alerts made for vLLM read them.
 
-What vLLM calls by another label is relabelled, and what it counts without a label is summed. vLLM's dashboards choose
-by `model_name`; here a strategy stands there, so that strategies compare as models do.
+They are recording rules of Prometheus, and families that the server itself exposes where a setting says so; both come
+to the same series. What vLLM calls by another label is relabelled, and what it counts without a label is summed.
+vLLM's dashboards choose by `model_name`; here a strategy stands there, so that strategies compare as models do.
 
 `python -m server.metrics.vllm_names` writes config/prometheus/vllm_names.yml.
 """

@@ -38,7 +38,7 @@ def measure_read_bandwidth(memory: Tensor) -> float:
 
 
 def measure_bandwidth(size: int, threads: int) -> float:
-    """The same over `size` bytes in so many threads: what a step can be that reads as much, caches included."""
+    """Return the bytes a second read from `size` bytes in `threads` threads: the bound of a step that reads as much."""
     with use_threads(threads):
         return measure_read_bandwidth(allocate(size // 4 * 4).view(torch.float32))
 

@@ -100,7 +100,7 @@ class StepProfile:
 
 
 def as_text(model: Mapping[str, Any], profiles: Sequence[StepProfile], note: str) -> str:
-    """What was profiled, and tables in GitHub's Markdown."""
+    """Return what was profiled, and tables in GitHub's Markdown."""
     limits = profiles[0].limits
     what = f"{model['model']}, {model['dtype']}, weights in {model['weights']}, {model['kv_cache']}, {model['kernels']}"
     machine = (

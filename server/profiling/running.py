@@ -48,7 +48,7 @@ class RunningServer:
         return sum(sum(each.cpu_times()[:2]) for each in self.processes)
 
     def peak_bytes(self) -> int | None:
-        """The most memory that each process had, added up; None where the system does not tell."""
+        """Return the sum of each process's highest memory; None where the system does not report it."""
         try:
             return sum(_read_peak_memory(each.pid) for each in self.processes)
         except OSError:
@@ -73,7 +73,7 @@ def sigterm_as_ctrl_c() -> Iterator[None]:
 
 @contextmanager
 def start_process(command: Sequence[str], **how: Any) -> Iterator[subprocess.Popen[Any]]:
-    """A process that ends with the block, even if its very start is interrupted; `how` as Popen takes it."""
+    """Start a process that ends with the block, even if its start is interrupted; `how` as Popen takes it."""
     this, process = psutil.Process(), None
     before = this.children()
     try:
@@ -103,7 +103,7 @@ def run_server(flags: Sequence[str]) -> Iterator[RunningServer]:
 
 
 def _wait_until_ready(process: subprocess.Popen[bytes], log: Path, deadline: float) -> str:
-    """The server's address, as soon as it takes requests."""
+    """Return the server's address as soon as it takes requests."""
     while time.monotonic() < deadline and process.poll() is None:
         if (found := URL_PATTERN.search(log.read_text())) and _is_ready(f"{found[1]}/ready"):
             return found[1]
@@ -119,14 +119,14 @@ def _is_ready(url: str) -> bool:
 
 
 def run_bench(url: str, flags: Sequence[str]) -> list[dict[str, Any]]:
-    """The results of `kvmux bench` against a server, by workload, phase and strategy. Raises RunError."""
+    """Return the results of `kvmux bench` against a server, by workload, phase and strategy. Raises RunError."""
     told = json.loads(run_module("server", "bench", "--url", url, "--json", "-", *flags))
     results: list[dict[str, Any]] = told["results"]
     return results
 
 
 def run_module(module: str, *flags: str) -> str:
-    """What `python -m module` prints. Raises RunError."""
+    """Return what `python -m module` prints. Raises RunError."""
     command = [sys.executable, "-m", module, *flags]
     pipe = subprocess.PIPE
     with start_process(command, stdout=pipe, stderr=pipe, text=True) as process:

@@ -26,13 +26,13 @@ class Spans:
         self._stack, self._since = [self._rest], perf_counter()
 
     def end(self) -> dict[str, float]:
-        """What each took since `begin`."""
+        """Return the seconds of each name since `begin`."""
         self._add_elapsed()
         return dict(self._seconds)
 
     @contextmanager
     def measure(self, name: str) -> Iterator[None]:
-        """What runs within is `name`'s, but for what others claim within that."""
+        """Count the time within the block for `name`, except what others claim within it."""
         self._add_elapsed()
         self._stack.append(name)
         try:

@@ -1,4 +1,4 @@
-"""Text of tokens as they come, such that all pieces together are the text of all tokens:
+"""Text of tokens as they come, such that all pieces together are the text of all tokens.
 
     decode(prompt + completion) == decode(prompt) + pieces
 

@@ -8,7 +8,7 @@ class TextError(Exception):
 
 
 class TextRefused(TextError):
-    """This text, or these messages, cannot be read; another attempt ends in the same way."""
+    """Text or messages that cannot be read; another attempt ends in the same way."""
 
     code: str | None = None  # of the error that the client gets
 

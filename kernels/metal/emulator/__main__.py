@@ -1,4 +1,4 @@
-"""Tells what Apple's compiler would refuse of Metal sources: python -m kernels.metal.emulator [FILE ...]
+"""`python -m kernels.metal.emulator [FILE ...]`: tells what Apple's compiler would refuse of Metal sources.
 
 Without files all kernels of this project, for every set of types that the backend asks for; which sets those are is
 known here. Prints file:line: message, and ends with 1 if there is anything, with 2 if there is no clang.

@@ -1,7 +1,7 @@
-"""Which requests are let in, and on which port: an API key opens /v1/*, the admin token the administration of the
-caches and profiles and nothing else, the metrics key /metrics.
+"""Which requests are let in, and on which port.
 
-Checked before anything of a body is read. Knows paths and tokens, but no endpoint.
+An API key opens /v1/*, the admin token the administration of the caches and profiles and nothing else, the metrics key
+/metrics. Checked before anything of a body is read. Knows paths and tokens, but no endpoint.
 """
 
 from __future__ import annotations

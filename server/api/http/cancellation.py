@@ -22,7 +22,7 @@ class Deadlines:
 
     @contextlib.asynccontextmanager
     async def limit_queue_time(self) -> AsyncIterator[None]:
-        """Raises ApiError when the block takes longer."""
+        """Raise ApiError when the block takes longer."""
         try:
             async with asyncio.timeout(self.queue_timeout):
                 yield

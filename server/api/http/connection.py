@@ -1,9 +1,9 @@
-"""uvicorn's connections, with bounds that they lack: its parser keeps the beginning of a request however long it gets,
-and for however long, and takes the square of the time.
+"""uvicorn's connections, with bounds that they lack.
 
-Bounded are the bytes and the seconds until the headers of a request are complete, the seconds in which a client may go
-on sending a body that was answered already, those in which it reads nothing of its answer, and those between requests.
-What is no HTTP is answered with OpenAI's error object. Knows neither the application nor the settings.
+Its parser keeps the beginning of a request however long it gets, and for however long, and takes the square of the
+time. Bounded are the bytes and the seconds until the headers of a request are complete, the seconds in which a client
+may go on sending a body that was answered already, those in which it reads nothing of its answer, and those between
+requests. What is not HTTP is answered with OpenAI's error object. Knows neither the application nor the settings.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ MAX_PIPELINED_REQUESTS = 16
 def make_connection_class(
     max_header_bytes: int, header_timeout: float, body_timeout: float, on_refusal: Callable[[int], None]
 ) -> type[HttpToolsProtocol]:
-    """The class that uvicorn makes one of for every connection; `on_refusal` hears the status of every refusal."""
+    """Return the class of which uvicorn makes one for each connection; `on_refusal` gets the status of each refusal."""
 
     class Bounded(BoundedConnection):
         header_bytes_limit = max_header_bytes
@@ -95,7 +95,7 @@ class BoundedConnection(HttpToolsProtocol):
             self._refuse(make_headers_error(self.header_bytes_limit))
 
     def _parse(self, data: memoryview) -> None:
-        """A head that offers another protocol is parsed again without the offer: the parser takes no body after it."""
+        """Parse a head that offers another protocol again without the offer: the parser takes no body after it."""
         while True:
             try:
                 return self.parser.feed_data(data)

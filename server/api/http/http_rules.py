@@ -21,7 +21,7 @@ def make_http_error(message: str) -> ApiError:
 
 
 def check_head(method: bytes, version: str, headers: Headers) -> None:
-    """Raises ApiError for what the parser lets pass, and other servers before this one may read in another way."""
+    """Raise ApiError for what the parser accepts, but a proxy before this server may read in another way."""
     if version not in ("1.0", "1.1"):
         raise make_http_error(f"this server speaks HTTP/1.1, not HTTP/{version}")
     if method == b"CONNECT":
@@ -39,7 +39,7 @@ def _get_header_values(headers: Headers, wanted: bytes) -> list[bytes]:
 
 
 def make_head_without_upgrade(method: bytes, url: bytes, version: str, headers: Headers) -> bytes:
-    """The same head, as a client sends it that offers no other protocol."""
+    """Return the same head without its offer of another protocol."""
     kept = [b"%s: %s\r\n" % (name, value) for name, value in headers if name != b"upgrade"]
     return b"%s %s HTTP/%s\r\n%s\r\n" % (method, url, version.encode(), b"".join(kept))
 
@@ -58,7 +58,7 @@ def disable_chunked_encoding(cycle: RequestResponseCycle) -> None:
 
 
 def format_error_response(error: ApiError, default_headers: Headers) -> bytes:
-    """The whole answer to a request that the application never sees."""
+    """Return the whole answer to a request that the application never sees."""
     body = error.encode()
     status = f"HTTP/1.1 {error.status_code} {HTTPStatus(error.status_code).phrase}"
     headers = {"content-type": "application/json", "content-length": str(len(body)), "connection": "close"}

@@ -1,5 +1,4 @@
-"""Limits of a request: bytes of headers, bytes of a body, seconds between two pieces of it; and bytes of all bodies
-together.
+"""Limits of a request: bytes of headers and body, seconds between two pieces of it, bytes of all bodies together.
 
 Knows no endpoint. What never becomes a request is bounded before, in server/api/http/connection.py.
 """

@@ -25,8 +25,9 @@ _VALID_REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
 
 
 class Lifetime:
-    """Middleware. What is within leaves in the state its error, what it generates and what it ignores of the body:
-    `error`, `generation`, `ignored_fields`.
+    """Middleware that reports each response and the end of each request.
+
+    The application leaves in the state its `error`, its `generation` and the `ignored_fields` of the body.
     """
 
     def __init__(self, app: ASGIApp, on_response: Callable[[int], None], on_end: Callable[[Ended], None]) -> None:

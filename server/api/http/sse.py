@@ -18,7 +18,7 @@ HEADERS = {
 
 
 async def send_events(scope: Scope, send: Send, headers: Mapping[str, str], events: AsyncIterator[list[bytes]]) -> None:
-    """Sends a whole response; events that come together in one part of it.
+    """Send a whole response; events that come together go into one part of it.
 
     An error of `events` comes after the status was sent: it is one more event.
     """

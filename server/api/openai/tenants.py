@@ -12,7 +12,7 @@ from server.api.openai.request_models import GenerationRequest
 
 
 def get_tenant(authorization: str | None) -> str:
-    """A name for whoever sent this header, which does not give away the key; nobody's is empty."""
+    """Return the name of the tenant with this header, which does not reveal the key; without a header it is empty."""
     scheme, _, key = (authorization or "").partition(" ")
     return hash_api_key(key.encode("latin-1")) if scheme.lower() == "bearer" else ""  # the bytes as they came
 

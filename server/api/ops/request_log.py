@@ -21,7 +21,7 @@ MAX_PATH_LENGTH = 200
 
 
 def log_request(ended: Ended, trace_id: str | None, *, with_prompts: bool) -> None:
-    """The line, unless there is nothing to say."""
+    """Log a line about a request that failed or generated something, if the level is on."""
     error, generation = ended.error, ended.generation
     level = get_log_level(ended)
     if (error is None and generation is None) or not log.isEnabledFor(level):

@@ -27,9 +27,9 @@ PROVIDER = "kvmux"
 
 
 def make_tracing(endpoint: str | None) -> Tracing | None:
-    """Sends spans there as OTLP over HTTP, in a thread. What else there is to choose say OpenTelemetry's variables.
+    """Return what sends spans to `endpoint` as OTLP over HTTP, in a thread; None without an endpoint.
 
-    Raises SettingsError when the packages are missing.
+    OpenTelemetry's environment variables choose the rest. Raises SettingsError when the packages are missing.
     """
     if endpoint is None:
         return None
@@ -50,7 +50,7 @@ def make_tracing(endpoint: str | None) -> Tracing | None:
 
 
 def traces_url(endpoint: str) -> str:
-    """An address alone is that of a collector, which takes spans under a path."""
+    """Return the URL for spans: that of a collector without a path gets the usual one."""
     return endpoint.rstrip("/") + "/v1/traces" if urlsplit(endpoint).path in ("", "/") else endpoint
 
 
@@ -68,7 +68,7 @@ class Tracing:
         self._server_kind, self._error_status = trace.SpanKind.SERVER, trace.Status(trace.StatusCode.ERROR)
 
     def record(self, ended: Ended) -> str | None:
-        """Returns the trace's id; None for requests that generate nothing."""
+        """Record the spans of a request; return the trace's id, or None for requests that generate nothing."""
         if ended.route not in OPERATIONS or ended.method != "POST":
             return None
         operation, generation, error = OPERATIONS[ended.route], ended.generation, ended.error
@@ -98,7 +98,7 @@ class Tracing:
         return f"{trace_id:032x}" if trace_id else None
 
     def close(self) -> None:
-        """Sends what is left, if the collector takes it soon."""
+        """Send what is left, if the collector takes it soon."""
         closing = threading.Thread(target=self._provider.shutdown, name="tracing", daemon=True)
         closing.start()
         closing.join(SHUTDOWN_TIMEOUT)

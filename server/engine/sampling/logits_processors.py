@@ -19,8 +19,7 @@ from server.engine.sampling.draw import TokenHistory
 def process_logits(
     logits: Tensor, sampling: SamplingParams, text: TokenHistory, banned: Collection[int] = ()
 ) -> Tensor:
-    """Return logits [V] with repetition, frequency and presence penalties, then the bias, then -inf for `banned` tokens
-    and those not allowed.
+    """Return logits [V] with penalties, then the bias, then -inf for `banned` tokens and those not allowed.
 
     Repetition (Keskar et al. 2019) counts prompt and output, the other two (OpenAI's) the output alone. A logit that
     a penalty near 0 makes too large for its type stays the largest there is.

@@ -15,9 +15,9 @@ MIN_LOGPROB = -9999.0  # instead of minus infinity, which JSON does not have (as
 
 
 def compute_logprobs(logits: Tensor, tokens: Sequence[int], top: int) -> list[TokenLogprob]:
-    """logits [K, V], tokens [K] -> how likely each token was, beside the `top` likeliest.
+    """Return the log-probability of each token [K] under logits [K, V], beside the `top` likeliest.
 
-    A token that is among these has the very same number there.
+    A token that is among these has the same number there.
     """
     logprobs = logits.log_softmax(-1, torch.float32).clamp_min(MIN_LOGPROB)
     chosen = logprobs.gather(1, torch.tensor(tokens, device=logits.device)[:, None])

@@ -46,7 +46,7 @@ class NgramProposer:
         self._max_draft_tokens = min(self._config.num_speculative_tokens, 2 * accepted + 1)
 
     def _find_match(self) -> int | None:
-        """What follows here may follow at the end."""
+        """Return the index after the longest (then latest) earlier match of the last tokens; None if there is none."""
         ids, how = self._ids[: self._length], self._config
         behind = np.flatnonzero(ids[:-1] == ids[-1]) + 1  # places whose last token is the text's
         same = min(1, len(behind))  # tokens before all of these places that are also the text's last ones

@@ -55,7 +55,7 @@ class SampleResult(NamedTuple):
 def sample_and_verify(
     turns: Sequence[VerifiedRequest], logits: Tensor, eos_ids: Collection[int], operation: Sample = plain.sample
 ) -> dict[Request, SampleResult]:
-    """What each text goes on with, from the logits [K, V] of the step; drawn by `operation`."""
+    """Return the accepted and drawn tokens of each request, from the logits [K, V] of the step, by `operation`."""
     if not turns:
         return {}
     rows = [row for turn in turns for row in turn.logit_rows]

@@ -21,7 +21,7 @@ MAX_SEED = 2**64 - 1
 
 
 def sample(logits: Tensor, draws: Sequence[Draw], operation: Sample = plain.sample) -> list[int | None]:
-    """logits [K, V], which stay as they are -> K token ids; None where the logits are not numbers."""
+    """Draw K token ids from logits [K, V], which are not changed; None where the logits are not numbers."""
     how = torch.from_numpy(_make_drawings(draws))
     tokens = operation(logits, how)
     if changed := [
@@ -57,7 +57,7 @@ class Noise:
         self._random = np.random.Generator(self._bits).random
 
     def draw_uniform(self, seed: int, position: int) -> float:
-        """A number in [0, 1): the first with this key and counter, whatever was drawn before."""
+        """Return a number in [0, 1): the first with this key and counter, whatever was drawn before."""
         words = self._state["state"]
         words["key"][0], words["counter"][0] = seed & MAX_SEED, position
         self._bits.state = self._state  # takes a sixth of the time that another generator does

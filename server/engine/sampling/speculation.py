@@ -12,7 +12,7 @@ from server.engine.scheduling.scheduler import Limits
 
 
 def resolve_speculation(requested: Speculation | None, limits: Limits) -> Speculation:
-    """What a request asks for, or what the settings say. Raises RequestError."""
+    """Return the speculation that a request asks for, else that of the settings. Raises RequestError."""
     if requested is None:
         return Speculation(limits.num_speculative_tokens)
     if (guesses := requested.num_speculative_tokens) > (most := limits.max_speculative_tokens):

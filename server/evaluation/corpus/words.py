@@ -160,7 +160,7 @@ _RESERVED = frozenset(word.lower() for word in HELD_OUT.girls + HELD_OUT.boys + 
 
 
 def invent_word(rng: Random) -> str:
-    """A word nobody has seen, so that recall of it cannot rest on having learnt it; never a held-out one."""
+    """Invent a word that is in no text, so that recall cannot rest on training; never a held-out one."""
     while True:
         syllables = rng.choice((1, 2, 2, 2, 3))
         word = "".join(rng.choice(_ONSETS) + rng.choice(_VOWELS) for _ in range(syllables)) + rng.choice(_CODAS)
