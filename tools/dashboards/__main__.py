@@ -1,7 +1,10 @@
-"""Writes config/grafana/dashboards."""
+"""`python -m tools.dashboards`: writes config/grafana/dashboards."""
+
+import argparse
 
 from tools.dashboards.catalogue import render_files
 
+argparse.ArgumentParser(prog="python -m tools.dashboards", description=__doc__).parse_args()
 for file, text in render_files().items():
     file.write_text(text)
     print(file.name)
