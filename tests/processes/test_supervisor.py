@@ -219,7 +219,7 @@ def test_a_deaf_worker_is_killed_after_its_grace(start: Start) -> None:
     server.signal(signal.SIGTERM)
     rest = server.rest()
     assert "worker-0 did not end" in rest
-    assert rest.rstrip().endswith("engine ends")
+    assert "engine ends" in rest  # before or after that line, which a thread of the log writes
     assert server.process.wait() == 0
 
 
