@@ -1,4 +1,4 @@
-# The server in an image. How to run it: docs/deploying.md
+# The server in an image. How to run it: docs/operations/deploying.md
 #
 #   docker build -t kvmux .                                                      # CUDA, as PyTorch ships it for Linux
 #   docker build -t kvmux --build-arg EXTRA_INDEX="<PyTorch's CPU wheel index>" .    # without a CUDA card: far smaller

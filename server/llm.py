@@ -29,7 +29,7 @@ MAX_NUM_SEQS = 4  # streams at a time; the server's default would take memory fo
 
 
 class SamplingOptions(TypedDict, total=False):
-    """How tokens are drawn, and where a text ends: as docs/api.md describes them."""
+    """How tokens are drawn, and where a text ends: as docs/reference/api.md describes them."""
 
     temperature: float
     top_p: float

@@ -141,7 +141,7 @@ def test_a_stop_waits_as_long_as_the_server_may_take() -> None:
     drain, timing = Settings.model_fields["drain_seconds"].default, Timing()
     longest = drain + timing.worker_margin + timing.engine_grace
     assert seconds(default(SERVICES["kvmux"]["stop_grace_period"])) > longest
-    page = (ROOT / "docs" / "deploying.md").read_text()
+    page = (ROOT / "docs" / "operations" / "deploying.md").read_text()
     for told in re.findall(r"--stop-timeout (\d+)", page + (ROOT / "Dockerfile").read_text()):
         assert int(told) > longest
 
@@ -180,7 +180,7 @@ def test_variables_of_the_load_are_locusts_or_ours() -> None:
 
 
 def test_the_page_tells_every_variable_and_default() -> None:
-    page = (ROOT / "docs" / "deploying.md").read_text()
+    page = (ROOT / "docs" / "operations" / "deploying.md").read_text()
     rows = [line for line in page.partition("## Compose")[2].splitlines() if line.startswith("| `")]
     text = (ROOT / "compose.yaml").read_text()
     environments = (service.get("environment", {}) for service in SERVICES.values())

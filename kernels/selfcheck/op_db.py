@@ -1,9 +1,9 @@
 """The operations as rows of one table, from which all follows that has to know every operation.
 
-The self-check at start, the tests, the metrics and docs/kernels.md go through OPS, so that an operation joins them by
+The self-check at start, the tests, the metrics and docs/internals/kernels.md go through OPS, so that an operation joins them by
 its row. What it means, its shapes and its errors stand in ops.py.
 
-`python -m kernels.selfcheck.op_db` prints the table of docs/kernels.md.
+`python -m kernels.selfcheck.op_db` prints the table of docs/internals/kernels.md.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ OPS: tuple[OpInfo, ...] = (*LAYER_OPS, *CACHE_OPS, FORWARD_LAYERS)  # what is ma
 OP_NAMES = tuple(dict.fromkeys(op.name for op in OPS))  # the methods of Ops; several rows may be of one
 
 
-# -------------------------------------------------------------------- docs/kernels.md
+# -------------------------------------------------------------------- docs/internals/kernels.md
 def markdown() -> str:
-    """Return the table of docs/kernels.md: what the docstrings of Ops and the rows say."""
+    """Return the table of docs/internals/kernels.md: what the docstrings of Ops and the rows say."""
     dtypes = ", ".join(str(dtype).removeprefix("torch.") for dtype in DTYPES)
     head = f"| operation | what it does | must move | off by at most ({dtypes}) |"
     return "\n".join([head, "|---|---|---|---|", *map(_markdown_row, OPS)])
@@ -29,7 +29,9 @@ def markdown() -> str:
 
 def _markdown_row(op: OpInfo) -> str:
     method = getattr(Ops, op.name)
-    assert method.__doc__, f"Ops.{op.name} has no docstring: its first line is what docs/kernels.md says of it"
+    assert method.__doc__, (
+        f"Ops.{op.name} has no docstring: its first line is what docs/internals/kernels.md says of it"
+    )
     call = f"`{op.name}({', '.join([*signature(method).parameters][1:])})`" + (op.variant and f", {op.variant}")
     exact = not any(op.tolerance.values())
     tolerance = "exact" if exact else ", ".join(f"{op.tolerance[dtype]:g}" for dtype in DTYPES)

@@ -23,7 +23,7 @@ CORES = torch.get_num_threads()  # as torch finds them, OMP_NUM_THREADS included
 SMALL_MODEL_BYTES = 16 << 20  # bytes of a model whose step is too short to be shared
 METAL_MARGIN = 256 << 20  # bytes that stay free on mps: attention's scratch, command buffers, the allocator's rounding
 WEIGHT_DTYPES = {"f32": torch.float32, "bf16": torch.bfloat16, "f16": torch.float16}
-WEIGHT_FORMATS = {"int8": WeightFormat(8), "int4": WeightFormat(4, 32)}  # docs/models.md has what they cost
+WEIGHT_FORMATS = {"int8": WeightFormat(8), "int4": WeightFormat(4, 32)}  # docs/guide/models.md has what they cost
 
 
 def choose_device(wanted: str) -> Device:

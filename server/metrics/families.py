@@ -1,9 +1,9 @@
 """Every metric as a row of one table: its name, kind and labels, and what vLLM calls it.
 
-The registry, docs/metrics.md and the tests go through FAMILIES, so that a metric joins them by its row. Names follow
+The registry, docs/reference/metrics.md and the tests go through FAMILIES, so that a metric joins them by its row. Names follow
 vLLM's with our prefix, so that dashboards compare. A label takes values from a closed set, which no client can extend.
 
-`python -m server.metrics.families` prints the table of docs/metrics.md.
+`python -m server.metrics.families` prints the table of docs/reference/metrics.md.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""docs/api.md and openapi.json have every field that may be sent."""
+"""docs/reference/api.md and openapi.json have every field that may be sent."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from server.api.openai.tokenize import ApplyTemplateRequest, DetokenizeRequest, 
 from server.api.ops.admin import ClearRequest, PinRequest, ShareRequest
 from server.api.ops.profile import ProfileRequest
 
-DOCUMENT = (Path(__file__).parents[2] / "docs" / "api.md").read_text()
+DOCUMENT = (Path(__file__).parents[2] / "docs" / "reference" / "api.md").read_text()
 BODIES = (
     CompletionRequest,
     ChatRequest,

@@ -19,7 +19,7 @@ from tests.end_to_end.server_process import Server, serving
 from tests.engine.expected_tokens import random_prompt
 from tests.models.random_models import save_random_model
 
-DOC = Path(__file__).parents[2] / "docs" / "generate.md"
+DOC = Path(__file__).parents[2] / "docs" / "guide" / "offline_inference.md"
 STRATEGIES = {
     "paged": {"kind": "paged", "block_size": 8},
     "contiguous": {"kind": "contiguous"},

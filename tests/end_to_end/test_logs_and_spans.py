@@ -242,7 +242,7 @@ def test_a_client_that_leaves(told: Told) -> None:
 
 
 def test_the_document_has_every_field(told: Told) -> None:
-    document = (Path(__file__).parents[2] / "docs" / "logs.md").read_text()
+    document = (Path(__file__).parents[2] / "docs" / "operations" / "logs.md").read_text()
     named = set(re.findall(r"`(\w+)`", document))
     for line in told.log:
         assert line.keys() <= named, line

@@ -1,4 +1,4 @@
-"""docs/model.md claims figures of the embedded model: those of its files are the same, and a sample comes out again."""
+"""docs/laboratory/embedded_model.md claims figures of the embedded model: those of its files are the same, and a sample comes out again."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ import pytest
 from server.cli.main import main
 
 ROOT = Path(__file__).parents[2]
-DATA = ROOT / "docs" / "data"
+DATA = ROOT / "docs" / "laboratory" / "data"
 FULL = json.loads((DATA / "model.json").read_text())
 SAMPLE = json.loads((DATA / "model_sample.json").read_text())
 RECALL_AIM, CHANCE = 0.95, 0.1
-# The command of the full figures, in docs/model.md, with fewer documents: the first of the same ones.
+# The command of the full figures, in docs/laboratory/embedded_model.md, with fewer documents: the first of the same ones.
 ARGUMENTS = "--strategy contiguous --strategy sliding_window:window=64,sinks=0 --seed figures --texts 1 --records 4"
 
 
@@ -73,7 +73,7 @@ def test_exact_caching_remembers_and_a_narrow_window_does_not() -> None:
 
 
 def test_the_table_of_the_documentation_shows_these_figures() -> None:
-    lines = (ROOT / "docs" / "model.md").read_text().splitlines()
+    lines = (ROOT / "docs" / "laboratory" / "embedded_model.md").read_text().splitlines()
     for name, strategy in _by_name(FULL).items():
         row = next(line for line in lines if line.startswith(f"| {name} "))
         cells = [cell.strip() for cell in row.strip("|").split("|")]

@@ -1,4 +1,4 @@
-"""How often the reference calls torch for the attention of a step: docs/techniques.md tells these counts."""
+"""How often the reference calls torch for the attention of a step: docs/guide/techniques.md tells these counts."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from kernels.reference.attention import TILE
 from kernels.reference.backend import ReferenceOps
 from tools.bench import kernel_inputs
 
-PAGE = Path(__file__).parents[2] / "docs" / "techniques.md"
+PAGE = Path(__file__).parents[2] / "docs" / "guide" / "techniques.md"
 VIEWS = ("view", "_unsafe_view", "select", "slice", "transpose", "unsqueeze", "expand", "detach", "alias")
 
 

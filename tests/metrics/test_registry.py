@@ -31,7 +31,7 @@ from tests.metrics.fake_metrics import (
 )
 
 OUTCOMES, KV_STATES = OUTCOME.values or (), KV_STATE.values or ()
-DOCUMENT = (Path(__file__).parents[2] / "docs" / "metrics.md").read_text()
+DOCUMENT = (Path(__file__).parents[2] / "docs" / "reference" / "metrics.md").read_text()
 
 
 def test_every_strategy_starts_at_zero_in_every_metric() -> None:

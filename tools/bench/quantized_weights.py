@@ -67,7 +67,7 @@ def compare_models(models: Sequence[Model], documents: Sequence[Document]) -> li
 def format_table(
     weights: Sequence[str], engines: Sequence[Engine], texts: Sequence[Fidelity], records: Sequence[Fidelity]
 ) -> str:
-    """Return a row for each format, as docs/models.md has it."""
+    """Return a row for each format, as docs/guide/models.md has it."""
     head = "| --weights | bytes | perplexity of text | likeliest token the same | KL, nats | answers known |"
     rows = [
         f"| {name} | {engine.core.model.weight_bytes:,} | {text.perplexity:.3f} | {text.agreement:.2%} "

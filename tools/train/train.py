@@ -35,7 +35,7 @@ WARMUP_STEPS, DECAY_SHARE, MIN_LR_SCALE = 60, 0.6, 0.02
 SAVE_SECONDS, MEASURE_SECONDS = 60.0, 120.0
 
 
-# One context from first to last: what is learnt on short rows has to be unlearnt on long ones (docs/log.md).
+# One context from first to last: what is learnt on short rows has to be unlearnt on long ones (docs/laboratory/log.md).
 MIX = Mix(stories=0.5, records=0.5)
 
 

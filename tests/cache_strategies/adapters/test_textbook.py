@@ -1,4 +1,4 @@
-"""The textbook cache against its promises, and the GPT of docs/textbook.md against itself without any cache."""
+"""The textbook cache against its promises, and the GPT of docs/guide/textbook.md against itself without any cache."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from cache_strategies.adapters.textbook import CausalAttentionWithCache, GPTWithCache, KVCache
 from cache_strategies.adapters.textbook_timing import main, measure_generation
 
-DOC = Path(__file__).parents[3] / "docs" / "textbook.md"
+DOC = Path(__file__).parents[3] / "docs" / "guide" / "textbook.md"
 B, H, D, LONGEST = 3, 2, 4, 16
 
 

@@ -30,7 +30,7 @@ from tests.cache_strategies.adapters.generated_texts import (
 )
 from tests.models.random_models import CONFIGS, random_model
 
-DOC = Path(__file__).parents[3] / "docs" / "outside.md"
+DOC = Path(__file__).parents[3] / "docs" / "guide" / "transformers.md"
 
 
 # ---------------------------------------------------------------- strategies that forget

@@ -4,7 +4,7 @@ A row is a kind, what is wrong, the function or struct, and the change to it as 
 what nothing could tell from the right kernel: sums that begin with other finite numbers while their maximum is NOTHING,
 for their weight becomes 0; and threads, queries or keys too many, all of whose results a later condition leaves out.
 
-`python -m tests.kernels.metal.mutants` prints the table of docs/metal.md.
+`python -m tests.kernels.metal.mutants` prints the table of docs/internals/metal.md.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ from tests.kernels.metal.mutants import MUTANTS, SURVIVES, markdown
 from tests.kernels.metal.mutation_testing import KERNELS, Kind, caught, try_mutant, workers
 from tests.kernels.metal.source_pattern import change_once
 
-DOC = Path(__file__).parents[3] / "docs" / "metal.md"
+DOC = Path(__file__).parents[3] / "docs" / "internals" / "metal.md"
 
 # One of each kind, and by what it should be caught.
 QUICK = {

@@ -14,7 +14,7 @@ from tests.kernels.backend_matrix import LAYOUTS, ROWS, SPECS
 from tests.kernels.brute_force import keep_all, visible_keys
 from tools.bench import kernel_inputs
 
-DOC = Path(__file__).parents[3] / "docs" / "kernels.md"
+DOC = Path(__file__).parents[3] / "docs" / "internals" / "kernels.md"
 ROW = {op.full_name: op for op in OPS}
 
 
@@ -23,7 +23,7 @@ def test_the_documentation_has_the_table() -> None:
     between = text.partition("<!-- operations: printed by python -m kernels.selfcheck.op_db -->\n")[2]
     told = between.partition("\n<!-- end of operations -->")[0]
     assert told == markdown(), (
-        "put what `python -m kernels.selfcheck.op_db` prints between the two comments of docs/kernels.md"
+        "put what `python -m kernels.selfcheck.op_db` prints between the two comments of docs/internals/kernels.md"
     )
 
 

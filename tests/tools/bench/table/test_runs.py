@@ -227,7 +227,7 @@ def test_a_document_gets_what_was_printed() -> None:
     [("benchmarks", TABLES), ("performance", GROWTH), *(("performance", p) for p in PROFILES.values())],
 )
 def test_committed_documents_have_their_places(name: str, mark: str) -> None:
-    document = (Path(__file__).parents[4] / "docs" / f"{name}.md").read_text()
+    document = (Path(__file__).parents[4] / "docs" / "laboratory" / f"{name}.md").read_text()
     assert "here it is" in replace_section(document, mark, "here it is")
 
 

@@ -1,0 +1,71 @@
+"""Documents: every link leads somewhere, the index lists every page, and a page opens with the readers it is for."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+GROUPS = ("guide", "operations", "reference", "internals", "laboratory")
+PAGES = sorted(file for group in GROUPS for file in (ROOT / "docs" / group).glob("*.md"))
+LINK = re.compile(r"\]\(([^)\s]*)\)")
+CODE_BLOCK = re.compile(r"^```.*?^```|^ {4}.*?$", re.DOTALL | re.MULTILINE)
+
+
+def find_documents() -> list[Path]:
+    """Return the Markdown files of the repository, without those in hidden folders such as a virtual environment."""
+    files = sorted(ROOT.rglob("*.md"))
+    return [file for file in files if not any(part.startswith(".") for part in file.relative_to(ROOT).parts)]
+
+
+def make_anchor(heading: str) -> str:
+    """Return the anchor that GitHub gives to a heading."""
+    text = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", heading.lower()).replace("`", "")
+    return re.sub(r"[^\w\- ]", "", text).strip().replace(" ", "-")
+
+
+def find_anchors(file: Path) -> set[str]:
+    lines = CODE_BLOCK.sub("", file.read_text()).splitlines()
+    return {make_anchor(line.lstrip("#")) for line in lines if line.startswith("#")}
+
+
+def find_broken_links(file: Path) -> Iterator[str]:
+    """Yield the links of a document that lead to no file or to no heading."""
+    for link in LINK.findall(CODE_BLOCK.sub("", file.read_text())):
+        path, _, anchor = link.partition("#")
+        if re.match(r"[a-z]+:", link):
+            continue
+        target = (file.parent / path).resolve() if path else file
+        if not target.exists() or (anchor and target.suffix == ".md" and anchor not in find_anchors(target)):
+            yield link
+
+
+@pytest.mark.parametrize("file", find_documents(), ids=lambda file: str(file.relative_to(ROOT)))
+def test_links_lead_somewhere(file: Path) -> None:
+    assert list(find_broken_links(file)) == []
+
+
+def test_broken_links_are_found(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    page.write_text("# A `page`\n[1](page.md#a-page) [2](#nowhere) [3](gone.md) [4](https://example.org)\n")
+    assert list(find_broken_links(page)) == ["#nowhere", "gone.md"]
+
+
+def test_the_index_lists_every_page() -> None:
+    index = (ROOT / "docs" / "README.md").read_text()
+    assert {file.parent.name for file in PAGES} == set(GROUPS)
+    assert {link for link in LINK.findall(index) if link.endswith(".md")} == {
+        str(file.relative_to(ROOT / "docs")) for file in PAGES
+    }
+
+
+@pytest.mark.parametrize("file", PAGES, ids=lambda file: file.stem)
+def test_a_page_opens_with_its_readers(file: Path) -> None:
+    """A page's first line after its title begins with "*For ", and tells in a sentence or two whom it is for."""
+    title, blank, opening, *_ = file.read_text().splitlines()
+    assert title.startswith("# ")
+    assert blank == ""
+    assert opening.startswith("*For "), opening
