@@ -1,7 +1,7 @@
-"""The operations as rows of one table, from which all follows that has to know every operation.
+"""The table of operations: one row each, read by everything that handles all operations alike.
 
-The self-check at start, the tests, the metrics and docs/internals/kernels.md go through OPS, so that an operation joins them by
-its row. What it means, its shapes and its errors stand in ops.py.
+The self-check at start, the tests, the metrics and docs/internals/kernels.md go through OPS, so an operation joins them
+by its row. ops.py defines the meaning, the shapes and the errors of each.
 
 `python -m kernels.selfcheck.op_db` prints the table of docs/internals/kernels.md.
 """

@@ -1,4 +1,4 @@
-"""docs/laboratory/embedded_model.md claims figures of the embedded model: those of its files are the same, and a sample comes out again."""
+"""Checks the figures of docs/laboratory/embedded_model.md against their files, and measures a sample of them again."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ DATA = ROOT / "docs" / "laboratory" / "data"
 FULL = json.loads((DATA / "model.json").read_text())
 SAMPLE = json.loads((DATA / "model_sample.json").read_text())
 RECALL_AIM, CHANCE = 0.95, 0.1
-# The command of the full figures, in docs/laboratory/embedded_model.md, with fewer documents: the first of the same ones.
+# The command of docs/laboratory/embedded_model.md with fewer documents: the first of the same ones.
 ARGUMENTS = "--strategy contiguous --strategy sliding_window:window=64,sinks=0 --seed figures --texts 1 --records 4"
 
 
