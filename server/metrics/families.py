@@ -1,7 +1,8 @@
 """Every metric as a row of one table: its name, kind and labels, and what vLLM calls it.
 
 The registry, docs/reference/metrics.md and the tests go through FAMILIES, so that a metric joins them by its row. Names
-follow vLLM's with our prefix, so that dashboards compare. A label takes values from a closed set, which no client can extend.
+follow vLLM's with our prefix, so that dashboards compare. A label takes values from a closed set, which no client can
+extend.
 
 `python -m server.metrics.families` prints the table of docs/reference/metrics.md.
 """
