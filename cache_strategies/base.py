@@ -12,11 +12,12 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal, NamedTuple, Protocol, runtime_checkable
+from typing import Any, ClassVar, Generic, Literal, NamedTuple, Protocol, runtime_checkable
 
 import torch
 from pydantic import BaseModel, ConfigDict
 from torch import Tensor
+from typing_extensions import TypeVar  # with defaults; of typing from Python 3.13 on
 
 from cache_strategies.arena import Arena
 from kernels.ops import KVLocation, Ops
@@ -32,17 +33,28 @@ the same tenant; bypass: the request wanted no more to be looked up.
 """
 
 
-def tenant_of(salt: str) -> str:
-    """Return the tenant of a salt, which is `tenant/what the tenant added`."""
-    return salt.partition("/")[0]
+class Salt(NamedTuple):
+    """Separates sequences that must not share memory: only those with equal salts do."""
+
+    tenant: str = ""  # stands for an API key; empty for requests without one
+    cache_salt: str = ""  # the request's own, within its tenant
 
 
-def scope_includes(scope: str | None, salt: str) -> bool:
-    """Return whether a scope includes a salt: the scope is that salt, its tenant (`tenant/`), or None for all."""
-    if scope is None or scope == salt:
-        return True
-    tenant, _, added = scope.partition("/")
-    return not added and tenant_of(salt) == tenant
+NO_SALT = Salt()
+
+
+class SaltScope(NamedTuple):
+    """Selects salts; None stands for every value."""
+
+    tenant: str | None = None
+    cache_salt: str | None = None
+
+    def includes(self, salt: Salt) -> bool:
+        """Return whether the scope includes a salt."""
+        return self.tenant in (None, salt.tenant) and self.cache_salt in (None, salt.cache_salt)
+
+
+EVERYTHING = SaltScope()
 
 
 def count_reusable_tokens(tokens: Sequence[int], max_cached: int | None = None) -> int:
@@ -62,10 +74,13 @@ class Seat:
         self.miss: Miss | None = "cold"  # why open() found no more; None: it found all there could be
 
 
-class Row(NamedTuple):
+SeatT = TypeVar("SeatT", bound=Seat, default=Seat)
+
+
+class Row(NamedTuple, Generic[SeatT]):
     """Tokens [seat.length, seat.length + num_tokens) of a seat enter in this step."""
 
-    seat: Seat
+    seat: SeatT
     num_tokens: int
 
 
@@ -160,10 +175,10 @@ class SeatShape(NamedTuple):
     blocks: int  # of the longest sequence; 0: a strategy that takes nothing from the arena
 
 
-class Plan(ABC):
+class Plan(ABC, Generic[SeatT]):
     """One instance's slice of one step. Valid until the next plan() of its cache."""
 
-    rows: Sequence[Row]  # as plan() was given them
+    rows: Sequence[Row[SeatT]]  # as plan() was given them
 
     @property
     def kv_location(self) -> KVLocation | None:
@@ -183,8 +198,8 @@ class Plan(ABC):
         """Return K [S,H,D], V [S,H,Dv] and positions [S] that the row's last token sees, in the order of positions."""
 
 
-class KVCache(ABC):
-    """A strategy for keeping keys and values.
+class KVCache(ABC, Generic[SeatT]):
+    """A strategy for keeping keys and values, with seats of a type of its own.
 
     The first group of methods is the scheduler's: host only, token ids and seats, no device work. The second is the
     engine's: called from the one device thread, once per step. A seat that is scheduled was ready() and grown first.
@@ -228,48 +243,48 @@ class KVCache(ABC):
     def bytes_for(self, num_tokens: int) -> int:
         """Return the peak memory of a sequence of that many tokens. One above the limit is refused, never queued."""
 
-    def match(self, tokens: Sequence[int], *, salt: str = "", max_cached: int | None = None) -> int:
+    def match(self, tokens: Sequence[int], *, salt: Salt = NO_SALT, max_cached: int | None = None) -> int:
         """Return how many leading tokens open() would find now. Changes nothing."""
         return 0
 
     @abstractmethod
-    def open(self, tokens: Sequence[int], *, salt: str = "", max_cached: int | None = None) -> Seat | None:
+    def open(self, tokens: Sequence[int], *, salt: Salt = NO_SALT, max_cached: int | None = None) -> SeatT | None:
         """Return a seat for a sequence that begins with these tokens; None if there is no room now.
 
         Its first `cached` == `length` tokens (at most max_cached) need not be computed again; the last one always is.
-        `salt` keeps apart what must not be shared: its tenant, a slash, and whatever the tenant added.
+        Only tokens of sequences with an equal `salt` are found.
         """
 
-    def retain(self, seat: Seat, *, priority: int, ttl: float | None) -> None:  # noqa: B027 - most have no choice
+    def retain(self, seat: SeatT, *, priority: int, ttl: float | None) -> None:
         """Set how long what the seat leaves stays: higher priorities longer; after `ttl` seconds it goes first.
 
         A ttl of None is that of the options.
         """
 
-    def ready(self, seat: Seat) -> bool:
+    def ready(self, seat: SeatT) -> bool:
         """Return whether to schedule the seat in this step; False while it waits for another's prefill or a restore."""
         return True
 
     @abstractmethod
-    def grow(self, seat: Seat, more: int) -> bool:
+    def grow(self, seat: SeatT, more: int) -> bool:
         """Take room for `more` tokens after seat.length. Idempotent. Return False if a sequence must be preempted."""
 
     @abstractmethod
-    def crop(self, seat: Seat, length: int) -> None:
+    def crop(self, seat: SeatT, length: int) -> None:
         """Drop committed tokens from `length` on; at most contract.rewind of them.
 
         While its prompt is computed, seat.length may come out somewhat lower.
         """
 
-    def fork(self, seat: Seat) -> Seat | None:
+    def fork(self, seat: SeatT) -> SeatT | None:
         """Return a second seat with the same tokens; None: open it from the tokens instead."""
         return None
 
-    def discard(self, seat: Seat) -> None:  # noqa: B027 - most share nothing
+    def discard(self, seat: SeatT) -> None:
         """Hide from later sequences what of the seat is not finite: the model computed no numbers. close() follows."""
 
     @abstractmethod
-    def close(self, seat: Seat) -> None:
+    def close(self, seat: SeatT) -> None:
         """Free the seat's memory, or keep it idle. A seat that waits for tokens it had to compute inherits the work."""
 
     def idle_pages(self) -> int:
@@ -285,18 +300,18 @@ class KVCache(ABC):
         return ()
 
     # ---------------------------------------------------------------- engine
-    def poll(self) -> None:  # noqa: B027 - most have nothing to do
+    def poll(self) -> None:
         """Begin a step: land finished restores. Never waits."""
 
     @abstractmethod
-    def plan(self, rows: Sequence[Row]) -> Plan:
+    def plan(self, rows: Sequence[Row[SeatT]]) -> Plan[SeatT]:
         """Return the step's plan; decode rows (one token) stand first.
 
         May be called again without a commit in between: the step before it then never was.
         """
 
     @abstractmethod
-    def commit(self, plan: Plan, tokens: Sequence[Sequence[int]]) -> None:
+    def commit(self, plan: Plan[SeatT], tokens: Sequence[Sequence[int]]) -> None:
         """Commit tokens[i], the ids that ENTERED in plan.rows[i], possibly fewer than planned. Cannot fail.
 
         This is where seat.length moves on.
@@ -331,7 +346,7 @@ class Pin(NamedTuple):
     id: str
     num_tokens: int
     num_bytes: int
-    salt: str
+    salt: Salt
     expires: float  # monotonic seconds
 
 
@@ -339,15 +354,15 @@ class Pin(NamedTuple):
 class Clearing(Protocol):
     """A cache that can be cleared."""
 
-    def clear(self, salt: str | None = None) -> int:
-        """Forget what `salt` covers and nobody uses; return its bytes. What is in use is not found again."""
+    def clear(self, scope: SaltScope = EVERYTHING) -> int:
+        """Free the idle memory of a scope and return its bytes. Memory in use is not found again."""
 
 
 @runtime_checkable
 class Pinning(Protocol):
     """A cache in which prefixes can be pinned."""
 
-    def pin(self, tokens: Sequence[int], *, salt: str, ttl: float) -> Pin:
+    def pin(self, tokens: Sequence[int], *, salt: Salt, ttl: float) -> Pin:
         """Hold the longest known beginning of a text. Raises PinError."""
 
     def unpin(self, pin_id: str) -> bool:

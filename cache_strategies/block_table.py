@@ -17,6 +17,7 @@ import torch
 from numpy.typing import NDArray
 from pydantic import Field
 from torch import Tensor
+from typing_extensions import TypeVar
 
 from cache_strategies.base import CacheSetup, Geometry, KVCache, Options, Plan, Row, Seat, SeatShape
 from config.errors import SettingsError
@@ -56,6 +57,9 @@ class TableSeat(Seat):
         self.blocks = blocks
 
 
+TableSeatT = TypeVar("TableSeatT", bound=TableSeat, default=TableSeat)
+
+
 class BlockTable:
     """The block table [R, M] and the arrays of a step."""
 
@@ -88,7 +92,7 @@ class BlockTable:
             row[:] = blocks
             self._is_dirty = True
 
-    def make_slots(self, rows: Sequence[Row], *, sinks: int = 0, ring: int = 0) -> Slots:
+    def make_slots(self, rows: Sequence[Row[TableSeatT]], *, sinks: int = 0, ring: int = 0) -> Slots:
         """Return the addresses of a step."""
         lengths = [row.num_tokens for row in rows]
         starts = [row.seat.length for row in rows]
@@ -97,7 +101,7 @@ class BlockTable:
         B = len(rows)
         max_kept = sinks + ring if ring else INT32_MAX
         self._host_steps[:, : B + 1] = (
-            [*(row.seat.index for row in rows), 0],  # type: ignore[attr-defined]
+            [*(row.seat.index for row in rows), 0],
             list(accumulate(lengths, initial=0)),
             [*starts, -1],
             [*(min(start, max_kept) for start in starts), 0],
@@ -135,10 +139,10 @@ class BlockTable:
             self._is_dirty = False
 
 
-class TablePlan(Plan):
+class TablePlan(Plan[TableSeatT]):
     """A plan whose keys lie where `Slots` say."""
 
-    def __init__(self, cache: BlockTableCache, rows: Sequence[Row], slots: Slots) -> None:
+    def __init__(self, cache: BlockTableCache[TableSeatT], rows: Sequence[Row[TableSeatT]], slots: Slots) -> None:
         self.rows = rows
         self._cache = cache
         self._slots = slots
@@ -161,7 +165,7 @@ class TablePlan(Plan):
         return k, v, positions
 
 
-class BlockTableCache(KVCache):
+class BlockTableCache(KVCache[TableSeatT]):
     """A cache over one store. A subclass says how large blocks are and where they come from."""
 
     sinks = 0
@@ -175,7 +179,7 @@ class BlockTableCache(KVCache):
         self.store = KVStore(setup.arena, geometry.layers, tokens, resolve_kv_dtype(options, geometry))
         setup.ops.prepare(geometry.layers, geometry.kv_dtype, self.store.dtype)
         self.table = BlockTable(geometry.max_seats, blocks, tokens, setup.arena.memory.device)
-        self.seats: set[TableSeat] = set()
+        self.seats: set[TableSeatT] = set()
 
     @classmethod
     @abstractmethod
@@ -192,10 +196,10 @@ class BlockTableCache(KVCache):
         """Whether keys and values are kept otherwise than they were computed."""
         return self.store.dtype is not self.setup.geometry.kv_dtype
 
-    def plan(self, rows: Sequence[Row]) -> Plan:
+    def plan(self, rows: Sequence[Row[TableSeatT]]) -> Plan[TableSeatT]:
         return TablePlan(self, rows, self.table.make_slots(rows, sinks=self.sinks, ring=self.ring))
 
-    def commit(self, plan: Plan, tokens: Sequence[Sequence[int]]) -> None:
+    def commit(self, plan: Plan[TableSeatT], tokens: Sequence[Sequence[int]]) -> None:
         for row, ids in zip(plan.rows, tokens, strict=True):
             assert len(ids) <= row.num_tokens
             row.seat.length += len(ids)

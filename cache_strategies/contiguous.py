@@ -17,7 +17,9 @@ from numpy.typing import NDArray
 from pydantic import Field
 
 from cache_strategies.base import (
+    EVERYTHING,
     KEEPS_EVERYTHING,
+    NO_SALT,
     BlockEvents,
     Blocks,
     CacheSetup,
@@ -25,10 +27,9 @@ from cache_strategies.base import (
     Geometry,
     Miss,
     Plan,
-    Seat,
+    Salt,
+    SaltScope,
     count_reusable_tokens,
-    scope_includes,
-    tenant_of,
 )
 from cache_strategies.block_table import TableOptions, TableSeat
 from cache_strategies.eviction.lru import LRU
@@ -54,7 +55,7 @@ class ContiguousSeat(TableSeat):
     def __init__(self, index: int, blocks: list[int], length: int = 0) -> None:
         super().__init__(index, blocks, length)
         self.tokens: list[int] = []
-        self.salt: str | None = None  # None: nobody shall go on from here
+        self.salt: Salt | None = None  # None: no later sequence goes on from here
         self.priority = 0  # what it leaves is worth this much,
         self.ttl = math.inf  # for so many seconds
 
@@ -64,10 +65,10 @@ class IdleSequence:
     """What a closed sequence left."""
 
     tokens: Ids
-    salt: str
+    salt: Salt
 
 
-class ContiguousCache(SingleBlockCache):
+class ContiguousCache(SingleBlockCache[ContiguousSeat]):
     """Slots are positions."""
 
     options_type = ContiguousOptions
@@ -87,10 +88,12 @@ class ContiguousCache(SingleBlockCache):
         return geometry.max_seq_len, 1
 
     # ---------------------------------------------------------------- open, close
-    def match(self, tokens: Sequence[int], *, salt: str = "", max_cached: int | None = None) -> int:
+    def match(self, tokens: Sequence[int], *, salt: Salt = NO_SALT, max_cached: int | None = None) -> int:
         return self._find_reusable_block(tokens, salt, max_cached)[1]
 
-    def open(self, tokens: Sequence[int], *, salt: str = "", max_cached: int | None = None) -> Seat | None:
+    def open(
+        self, tokens: Sequence[int], *, salt: Salt = NO_SALT, max_cached: int | None = None
+    ) -> ContiguousSeat | None:
         if self.table.is_full:
             return None
         block, common = self._find_reusable_block(tokens, salt, max_cached)
@@ -102,14 +105,12 @@ class ContiguousCache(SingleBlockCache):
             seat = self._make_seat(block, common)
         if seat is None:
             return None
-        assert isinstance(seat, ContiguousSeat)
         seat.ttl = self._ttl
         seat.tokens, seat.salt = list(tokens[:common]), salt if self.prefix_cache else None
         seat.miss = self._find_miss_reason(tokens, salt, common, max_cached)
         return seat
 
-    def close(self, seat: Seat) -> None:
-        assert isinstance(seat, ContiguousSeat)
+    def close(self, seat: ContiguousSeat) -> None:
         tokens = np.array(seat.tokens[: seat.length], np.int64)
         num_known = _common_prefix_length(tokens >= 0, np.ones(len(tokens), bool))  # up to the first embedding
         if seat.salt is None or not num_known:
@@ -124,21 +125,19 @@ class ContiguousCache(SingleBlockCache):
         self._eviction_queue.insert(block, self.bytes_per_block)
         self._block_metrics.on_block_idle(block)
 
-    def discard(self, seat: Seat) -> None:
-        assert isinstance(seat, ContiguousSeat)
+    def discard(self, seat: ContiguousSeat) -> None:
         seat.salt = None
 
-    def _allocate_seat(self, length: int) -> TableSeat | None:
+    def _allocate_seat(self, length: int) -> ContiguousSeat | None:
         seat = super()._allocate_seat(length)
         if seat is not None:
             self._block_metrics.on_block_allocated(seat.blocks[0])
         return seat
 
-    def retain(self, seat: Seat, *, priority: int, ttl: float | None) -> None:
-        assert isinstance(seat, ContiguousSeat)
+    def retain(self, seat: ContiguousSeat, *, priority: int, ttl: float | None) -> None:
         seat.priority, seat.ttl = priority, self._ttl if ttl is None else ttl
 
-    def _find_reusable_block(self, tokens: Sequence[int], salt: str, max_cached: int | None) -> tuple[int | None, int]:
+    def _find_reusable_block(self, tokens: Sequence[int], salt: Salt, max_cached: int | None) -> tuple[int | None, int]:
         """Return the block of the idle sequence to go on from, and the tokens in common; of equal ones the latest.
 
         One of which more than half would be lost is left alone while there is other memory.
@@ -159,7 +158,7 @@ class ContiguousCache(SingleBlockCache):
         del self._idle[block]
         self._eviction_queue.discard(block)
 
-    def _find_miss_reason(self, tokens: Sequence[int], salt: str, common: int, max_cached: int | None) -> Miss | None:
+    def _find_miss_reason(self, tokens: Sequence[int], salt: Salt, common: int, max_cached: int | None) -> Miss | None:
         if not self.prefix_cache:
             return "bypass"
         if common == count_reusable_tokens(tokens):
@@ -167,29 +166,25 @@ class ContiguousCache(SingleBlockCache):
         if common == max_cached:
             return "bypass"
         begins = list(tokens[: common + 1])
-        seats = (seat for seat in self.seats if isinstance(seat, ContiguousSeat) and seat.salt == salt)
+        seats = (seat for seat in self.seats if seat.salt == salt)
         if any(seat.tokens[: common + 1] == begins for seat in seats):
             return "busy"
-        others = (idle for idle in self._idle.values() if idle.salt != salt and tenant_of(idle.salt) == tenant_of(salt))
+        others = (idle for idle in self._idle.values() if idle.salt != salt and idle.salt.tenant == salt.tenant)
         return "salt" if any(idle.tokens[: common + 1].tolist() == begins for idle in others) else "cold"
 
     # ---------------------------------------------------------------- while it is open
-    def commit(self, plan: Plan, tokens: Sequence[Sequence[int]]) -> None:
+    def commit(self, plan: Plan[ContiguousSeat], tokens: Sequence[Sequence[int]]) -> None:
         super().commit(plan, tokens)
         for row, ids in zip(plan.rows, tokens, strict=True):
-            assert isinstance(row.seat, ContiguousSeat)
             row.seat.tokens += ids
 
-    def crop(self, seat: Seat, length: int) -> None:
+    def crop(self, seat: ContiguousSeat, length: int) -> None:
         super().crop(seat, length)
-        assert isinstance(seat, ContiguousSeat)
         del seat.tokens[length:]
 
-    def fork(self, seat: Seat) -> Seat | None:
+    def fork(self, seat: ContiguousSeat) -> ContiguousSeat | None:
         child = super().fork(seat)
         if child is not None:
-            assert isinstance(seat, ContiguousSeat)
-            assert isinstance(child, ContiguousSeat)
             child.tokens, child.salt, child.miss = list(seat.tokens), seat.salt, seat.miss
             child.priority, child.ttl = seat.priority, seat.ttl
         return child
@@ -209,15 +204,14 @@ class ContiguousCache(SingleBlockCache):
             given += self.store.run
         return given
 
-    def clear(self, salt: str | None = None) -> int:
-        cleared = [block for block, idle in self._idle.items() if scope_includes(salt, idle.salt)]
+    def clear(self, scope: SaltScope = EVERYTHING) -> int:
+        cleared = [block for block, idle in self._idle.items() if scope.includes(idle.salt)]
         for block in cleared:
             self._remove_idle(block)
             self._block_metrics.on_block_removed(block)
             self.setup.arena.release(self.name, block, self.store.run)
         for seat in self.seats:
-            assert isinstance(seat, ContiguousSeat)
-            if seat.salt is not None and scope_includes(salt, seat.salt):
+            if seat.salt is not None and scope.includes(seat.salt):
                 seat.salt = None
         return len(cleared) * self.bytes_per_block
 
@@ -244,7 +238,6 @@ class ContiguousCache(SingleBlockCache):
         self._block_metrics.check_integrity(set(blocks), self._idle.keys())
         assert self.setup.arena.num_held_pages(self.name) == len(blocks) * self.store.run
         for seat in self.seats:
-            assert isinstance(seat, ContiguousSeat)
             assert len(seat.tokens) == seat.length <= self.setup.geometry.max_seq_len
 
 

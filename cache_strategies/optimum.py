@@ -23,6 +23,7 @@ from collections.abc import Iterable, Sequence
 from itertools import chain
 from typing import NamedTuple
 
+from cache_strategies.base import NO_SALT
 from cache_strategies.paged.prefix_index import BlockHash, BlockHasher
 
 NEVER = 1 << 62
@@ -39,7 +40,7 @@ def make_visits(requests: Iterable[tuple[Sequence[int], Sequence[int]]], block_s
     """Return the visits of requests, given as prompts and answers."""
     hasher = BlockHasher(block_size, "")
     return [
-        Visit(list(hasher.hash_blocks([*prompt, *answer], "")), max(0, len(prompt) - 1) // block_size)
+        Visit(list(hasher.hash_blocks([*prompt, *answer], NO_SALT)), max(0, len(prompt) - 1) // block_size)
         for prompt, answer in requests
     ]
 

@@ -16,10 +16,11 @@ from typing import NamedTuple
 import torch
 
 from cache_strategies.arena import Arena
-from cache_strategies.base import CacheSetup, Geometry, Row, Seat
+from cache_strategies.base import CacheSetup, Geometry, Row
 from cache_strategies.eviction import list_policies, load_policy
 from cache_strategies.optimum import compute_max_hits, count_distinct_blocks, make_visits
 from cache_strategies.paged.cache import PagedCache, PagedOptions
+from cache_strategies.paged.seat import PagedSeat
 from config.errors import SettingsError
 from kernels.reference.backend import ReferenceOps
 from kernels.types import LayerSpec
@@ -88,7 +89,7 @@ class Replay:
         self._cache.close(seat)
         return cached
 
-    def _append_tokens(self, seat: Seat, tokens: Sequence[int]) -> None:
+    def _append_tokens(self, seat: PagedSeat, tokens: Sequence[int]) -> None:
         """Do the host's part of a step."""
         self._cache.poll()
         grown = self._cache.grow(seat, len(tokens))

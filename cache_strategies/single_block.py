@@ -7,54 +7,52 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from cache_strategies.base import Blocks, CacheUsage, Seat
-from cache_strategies.block_table import BlockTableCache, TableSeat
+from cache_strategies.base import NO_SALT, Blocks, CacheUsage, Salt
+from cache_strategies.block_table import BlockTableCache, TableSeatT
 
 
-class SingleBlockCache(BlockTableCache):
+class SingleBlockCache(BlockTableCache[TableSeatT]):
     """One block a seat. A subclass gives the block's size and says how far a seat may grow and rewind."""
 
-    seat_type = TableSeat
+    seat_type: type[TableSeatT]
 
     def bytes_for(self, num_tokens: int) -> int:
         return self.bytes_per_block
 
-    def open(self, tokens: Sequence[int], *, salt: str = "", max_cached: int | None = None) -> Seat | None:
+    def open(self, tokens: Sequence[int], *, salt: Salt = NO_SALT, max_cached: int | None = None) -> TableSeatT | None:
         return self._allocate_seat(length=0)
 
-    def _allocate_seat(self, length: int) -> TableSeat | None:
+    def _allocate_seat(self, length: int) -> TableSeatT | None:
         """Return a seat in memory of its own; None if there is no room."""
         block = None if self.table.is_full else self.setup.arena.take(self.name, self.store.run)
         return None if block is None else self._make_seat(block, length)
 
-    def _make_seat(self, block: int, length: int) -> TableSeat:
+    def _make_seat(self, block: int, length: int) -> TableSeatT:
         seat = self.seat_type(self.table.take(), [block], length)
         seat.miss = "window"
         self.table.write(seat)
         self.seats.add(seat)
         return seat
 
-    def grow(self, seat: Seat, more: int) -> bool:
+    def grow(self, seat: TableSeatT, more: int) -> bool:
         assert more <= (self.contract.max_row or more), "the scheduler cuts rows to contract.max_row"
         assert seat.length + more <= self.setup.geometry.max_seq_len
         return True
 
-    def crop(self, seat: Seat, length: int) -> None:
+    def crop(self, seat: TableSeatT, length: int) -> None:
         assert length <= seat.length
         assert self.contract.rewind is None or seat.length - length <= self.contract.rewind, "cannot rewind that far"
         seat.length = length
         seat.cached = min(seat.cached, length)
 
-    def fork(self, seat: Seat) -> Seat | None:
-        assert isinstance(seat, TableSeat)
+    def fork(self, seat: TableSeatT) -> TableSeatT | None:
         child = self._allocate_seat(seat.length)
         if child is not None:
             child.cached = seat.cached
             self.setup.ops.copy_blocks(self.store, seat.blocks, child.blocks)
         return child
 
-    def close(self, seat: Seat) -> None:
-        assert isinstance(seat, TableSeat)
+    def close(self, seat: TableSeatT) -> None:
         self.seats.remove(seat)
         self.table.release(seat.index)
         self.setup.arena.release(self.name, seat.blocks.pop(), self.store.run)

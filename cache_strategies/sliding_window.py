@@ -18,7 +18,7 @@ from typing import Any
 from pydantic import Field
 
 from cache_strategies.base import CacheSetup, Contract, Geometry
-from cache_strategies.block_table import TableOptions
+from cache_strategies.block_table import TableOptions, TableSeat
 from cache_strategies.single_block import SingleBlockCache
 
 INT32_MAX = 2**31 - 1  # positions are int32 on the device
@@ -34,10 +34,11 @@ class WindowOptions(TableOptions):
     )
 
 
-class SlidingWindowCache(SingleBlockCache):
+class SlidingWindowCache(SingleBlockCache[TableSeat]):
     """One ring a seat."""
 
     options_type = WindowOptions
+    seat_type = TableSeat
 
     def __init__(self, setup: CacheSetup, options: WindowOptions) -> None:
         geometry = setup.geometry

@@ -13,7 +13,7 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from cache_strategies.base import KVCache
+from cache_strategies.base import NO_SALT, KVCache
 from server.engine.core import NON_FINITE_LOGITS_MESSAGE
 from server.engine.ipc.messages import SamplingParams
 from server.engine.sampling.sampler import sample
@@ -45,7 +45,7 @@ def generate(
     at once for a prompt or a sampling that the model cannot have: it is empty, too long, or names unknown tokens.
     """
     _check_arguments(model, cache, prompt, sampling)
-    request = Request((0, ""), list(prompt), sampling, cache, reason="generate")
+    request = Request((0, ""), list(prompt), sampling, cache, "generate", NO_SALT)
     try:
         request.check_allowed_tokens(model.info.eos_ids)
     except RequestError as error:

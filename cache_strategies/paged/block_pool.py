@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from cache_strategies.base import Miss, scope_includes
+from cache_strategies.base import Miss, SaltScope
 from cache_strategies.eviction.queue import EvictionQueue
 from cache_strategies.paged.block_metrics import BlockMetrics
 from cache_strategies.paged.prefix_index import BlockHash, PrefixIndex
@@ -81,10 +81,10 @@ class BlockPool:
         if idle:
             self._ref_counts.release(block)
 
-    def clear(self, salt: str | None) -> None:
-        """Make all blocks unfindable, or those that a salt covers, and free the idle ones."""
+    def clear(self, scope: SaltScope) -> None:
+        """Make the blocks of a scope unfindable, and free the idle ones."""
         for block_hash in self._index.list_hashes():
-            if scope_includes(salt, block_hash.salt):
+            if scope.includes(block_hash.salt):
                 block = self._index.find(block_hash)
                 assert block is not None
                 self.unpublish(block)

@@ -18,7 +18,9 @@ from typing import Any
 from pydantic import Field, field_validator
 
 from cache_strategies.base import (
+    EVERYTHING,
     KEEPS_EVERYTHING,
+    NO_SALT,
     BlockEvents,
     Blocks,
     CacheSetup,
@@ -29,9 +31,9 @@ from cache_strategies.base import (
     PinError,
     Plan,
     Row,
-    Seat,
+    Salt,
+    SaltScope,
     count_reusable_tokens,
-    scope_includes,
 )
 from cache_strategies.block_table import BlockTableCache, TableOptions
 from cache_strategies.eviction import load_policy
@@ -65,7 +67,7 @@ class PagedOptions(TableOptions):
         return value
 
 
-class PagedCache(BlockTableCache):
+class PagedCache(BlockTableCache[PagedSeat]):
     """Block tables over a pool."""
 
     options_type = PagedOptions
@@ -78,7 +80,7 @@ class PagedCache(BlockTableCache):
         self._block_metrics = BlockMetrics(setup.clock)
         eviction_queue = EvictionQueue(load_policy(options.eviction), setup.clock)
         self.pool = BlockPool(ref_counts, eviction_queue, self._block_metrics, self.bytes_per_block)
-        self.pending = PendingBlocks()
+        self.pending = PendingBlocks[PagedSeat]()
         self.pinned = Pins(setup.clock)
         self._ttl = math.inf if options.ttl is None else options.ttl
         self._hasher = BlockHasher(self.block_size, f"{setup.name}\0{self.store.dtype}\0{setup.model}")
@@ -96,11 +98,11 @@ class PagedCache(BlockTableCache):
         return self._blocks_for(num_tokens) * self.bytes_per_block
 
     # ---------------------------------------------------------------- open, close
-    def match(self, tokens: Sequence[int], *, salt: str = "", max_cached: int | None = None) -> int:
+    def match(self, tokens: Sequence[int], *, salt: Salt = NO_SALT, max_cached: int | None = None) -> int:
         limit = count_reusable_tokens(tokens, max_cached)
         return len(self._find_cached_blocks(self._hash_blocks(tokens, salt), limit)) * self.block_size
 
-    def open(self, tokens: Sequence[int], *, salt: str = "", max_cached: int | None = None) -> Seat | None:
+    def open(self, tokens: Sequence[int], *, salt: Salt = NO_SALT, max_cached: int | None = None) -> PagedSeat | None:
         if self.table.is_full:
             return None
         hashes = self._hash_blocks(tokens, salt)
@@ -124,26 +126,23 @@ class PagedCache(BlockTableCache):
         self.table.write(seat)
         return seat
 
-    def close(self, seat: Seat) -> None:
-        assert isinstance(seat, PagedSeat)
+    def close(self, seat: PagedSeat) -> None:
         while seat.blocks:  # the last block first: among idle blocks, ends of texts go before their beginnings
             self._release_block(seat.blocks.pop(), seat)
         self.seats.remove(seat)
         self.table.release(seat.index)
 
-    def discard(self, seat: Seat) -> None:
-        assert isinstance(seat, PagedSeat)
+    def discard(self, seat: PagedSeat) -> None:
         full = [block for block in seat.blocks[: seat.length // self.block_size] if block not in self.pending]
         unsound = {block for block, finite in zip(full, self.store.find_finite_blocks(full), strict=True) if not finite}
         for other in self.seats:
-            assert isinstance(other, PagedSeat)
             first = next((i for i, block in enumerate(other.blocks) if block in unsound), None)
             if first is not None:  # what it computes from there on is no better
                 other.salt = None
                 for block in other.blocks[first:]:
                     self.pool.unpublish(block)
 
-    def _hash_blocks(self, tokens: Sequence[int], salt: str) -> list[BlockHash]:
+    def _hash_blocks(self, tokens: Sequence[int], salt: Salt) -> list[BlockHash]:
         return list(self._hasher.hash_blocks(tokens, salt)) if self.prefix_cache else []
 
     def _find_cached_blocks(self, hashes: Sequence[BlockHash], limit: int) -> list[int]:
@@ -162,7 +161,7 @@ class PagedCache(BlockTableCache):
         heir = self.pending.remove_seat(block, seat)
         if owned:
             self._blocks_to_complete.discard(block)
-        if isinstance(heir, PagedSeat):
+        if heir is not None:
             heir.length = heir.cached = min(heir.length, heir.blocks.index(block) * self.block_size)
             heir.miss = "cold"
         elif owned:
@@ -184,15 +183,13 @@ class PagedCache(BlockTableCache):
         return "short" if block_hash is None else self.pool.find_miss_reason(block_hash)
 
     # ---------------------------------------------------------------- grow, crop, fork
-    def ready(self, seat: Seat) -> bool:
-        assert isinstance(seat, PagedSeat)
+    def ready(self, seat: PagedSeat) -> bool:
         return not self.pending or all(
             block not in self.pending or self.pending.owner(block) is seat or block in self._blocks_to_complete
             for block in seat.blocks[: seat.length // self.block_size]
         )
 
-    def grow(self, seat: Seat, more: int) -> bool:
-        assert isinstance(seat, PagedSeat)
+    def grow(self, seat: PagedSeat, more: int) -> bool:
         end = seat.length + more
         assert end <= self.setup.geometry.max_seq_len
         first = seat.length // self.block_size
@@ -239,8 +236,7 @@ class PagedCache(BlockTableCache):
         seat.blocks[i] = copy
         return True
 
-    def crop(self, seat: Seat, length: int) -> None:
-        assert isinstance(seat, PagedSeat)
+    def crop(self, seat: PagedSeat, length: int) -> None:
         assert length <= seat.length
         partial = length % self.block_size
         if partial and seat.blocks[length // self.block_size] in self.pending:
@@ -249,8 +245,7 @@ class PagedCache(BlockTableCache):
             self._release_block(seat.blocks.pop(), seat)
         seat.truncate(length, length // self.block_size)
 
-    def fork(self, seat: Seat) -> Seat | None:
-        assert isinstance(seat, PagedSeat)
+    def fork(self, seat: PagedSeat) -> PagedSeat | None:
         blocks = seat.blocks[: self._blocks_for(seat.length)]
         if self.table.is_full or any(block in self.pending or block in self._copies for block in blocks):
             return None  # half-way through its prompt or a copy: opening the child with the same tokens shares more
@@ -272,22 +267,20 @@ class PagedCache(BlockTableCache):
         return given
 
     # ---------------------------------------------------------------- what is kept, and for how long
-    def retain(self, seat: Seat, *, priority: int, ttl: float | None) -> None:
-        assert isinstance(seat, PagedSeat)
+    def retain(self, seat: PagedSeat, *, priority: int, ttl: float | None) -> None:
         seat.priority, seat.ttl = priority, self._ttl if ttl is None else ttl
 
-    def clear(self, salt: str | None = None) -> int:
+    def clear(self, scope: SaltScope = EVERYTHING) -> int:
         before = self.setup.arena.num_held_pages(self.name)
-        for pin_id in self.pinned.find_by_salt(salt):
+        for pin_id in self.pinned.find_in_scope(scope):
             self.unpin(pin_id)
-        self.pool.clear(salt)
+        self.pool.clear(scope)
         for seat in self.seats:
-            assert isinstance(seat, PagedSeat)
-            if seat.salt is not None and scope_includes(salt, seat.salt):
+            if seat.salt is not None and scope.includes(seat.salt):
                 seat.salt = None
         return (before - self.setup.arena.num_held_pages(self.name)) * self.setup.arena.page_bytes
 
-    def pin(self, tokens: Sequence[int], *, salt: str, ttl: float) -> Pin:
+    def pin(self, tokens: Sequence[int], *, salt: Salt, ttl: float) -> Pin:
         blocks = self._find_cached_blocks(self._hash_blocks(tokens, salt), len(tokens))
         blocks = blocks[: next((i for i, block in enumerate(blocks) if block in self.pending), len(blocks))]
         if not blocks:
@@ -326,18 +319,17 @@ class PagedCache(BlockTableCache):
         for pin_id in self.pinned.find_expired():
             self.unpin(pin_id)
 
-    def plan(self, rows: Sequence[Row]) -> Plan:
+    def plan(self, rows: Sequence[Row[PagedSeat]]) -> Plan[PagedSeat]:
         if self._copies:
             self.setup.ops.copy_blocks(self.store, list(self._copies.values()), list(self._copies))
         return super().plan(rows)
 
-    def commit(self, plan: Plan, tokens: Sequence[Sequence[int]]) -> None:
+    def commit(self, plan: Plan[PagedSeat], tokens: Sequence[Sequence[int]]) -> None:
         for source in self._copies.values():
             self.pool.decref(source)
         self._copies.clear()
         self._blocks_to_complete.clear()
         for row, ids in zip(plan.rows, tokens, strict=True):
-            assert isinstance(row.seat, PagedSeat)
             assert len(ids) <= row.num_tokens
             self._commit_tokens(row.seat, ids)
 
@@ -389,11 +381,9 @@ class PagedCache(BlockTableCache):
         references.update(self.pinned.blocks)
         self.pool.check_integrity(references)
         for seat in self.seats:
-            assert isinstance(seat, PagedSeat)
             assert len(seat.blocks) >= self._blocks_for(seat.length)
             assert len(seat.tokens) >= seat.length
         for block, queue in self.pending.items():
             owner = queue[0]
-            assert isinstance(owner, PagedSeat)
             assert owner.length < (owner.blocks.index(block) + 1) * self.block_size <= len(owner.tokens)
-            assert all(block in seat.blocks for seat in queue if isinstance(seat, PagedSeat))
+            assert all(block in seat.blocks for seat in queue)

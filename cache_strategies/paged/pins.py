@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from cache_strategies.base import Pin, scope_includes
+from cache_strategies.base import Pin, Salt, SaltScope
 
 
 @dataclass
@@ -19,7 +19,7 @@ class Pins:
     _blocks: Counter[int] = field(default_factory=Counter)  # how many pins refer to each
     _numbers: itertools.count[int] = field(default_factory=lambda: itertools.count(1))
 
-    def add(self, blocks: Sequence[int], num_tokens: int, num_bytes: int, salt: str, ttl: float) -> Pin:
+    def add(self, blocks: Sequence[int], num_tokens: int, num_bytes: int, salt: Salt, ttl: float) -> Pin:
         pin = Pin(f"pin-{next(self._numbers)}", num_tokens, num_bytes, salt, self.clock() + ttl)
         self._pins[pin.id] = pin, list(blocks)
         self._blocks.update(blocks)
@@ -37,9 +37,9 @@ class Pins:
         now = self.clock()
         return [pin.id for pin, _ in self._pins.values() if pin.expires <= now]
 
-    def find_by_salt(self, salt: str | None) -> list[str]:
-        """Return the ids of pins that a salt covers; of all, if it is None."""
-        return [pin.id for pin, _ in self._pins.values() if scope_includes(salt, pin.salt)]
+    def find_in_scope(self, scope: SaltScope) -> list[str]:
+        """Return the ids of the pins whose salts a scope includes."""
+        return [pin.id for pin, _ in self._pins.values() if scope.includes(pin.salt)]
 
     def list_pins(self) -> list[Pin]:
         return [pin for pin, _ in self._pins.values()]

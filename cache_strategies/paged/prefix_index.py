@@ -9,9 +9,9 @@ import hashlib
 from array import array
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from typing import Generic, NamedTuple
 
-from cache_strategies.base import Miss, Seat, tenant_of
+from cache_strategies.base import Miss, Salt, SeatT
 
 MAX_EVICTED_HASHES = 1 << 16  # of evicted blocks, remembered to explain misses
 
@@ -20,7 +20,7 @@ class BlockHash(NamedTuple):
     """All that decides what is in a block, and who may see it."""
 
     content: bytes  # sha256 over parent, tokens, instance, dtype, model: Python's hash() collides (GHSA-rm76-4mrf-v9r8)
-    salt: str
+    salt: Salt
 
 
 class BlockHasher:
@@ -31,7 +31,7 @@ class BlockHasher:
         self.block_size = block_size
         self._root = hashlib.sha256(scope.encode()).digest()
 
-    def root_hash(self, salt: str) -> BlockHash:
+    def root_hash(self, salt: Salt) -> BlockHash:
         """Return the hash before the first block; another salt shares nothing."""
         return BlockHash(self._root, salt)
 
@@ -41,7 +41,7 @@ class BlockHasher:
             return None
         return BlockHash(hashlib.sha256(parent.content + array("q", tokens).tobytes()).digest(), parent.salt)
 
-    def hash_blocks(self, tokens: Sequence[int], salt: str) -> Iterator[BlockHash]:
+    def hash_blocks(self, tokens: Sequence[int], salt: Salt) -> Iterator[BlockHash]:
         """Yield the hashes of the full blocks of a text, each computed when it is asked for."""
         block_hash: BlockHash | None = self.root_hash(salt)
         for end in range(self.block_size, len(tokens) + 1, self.block_size):
@@ -58,7 +58,7 @@ class PrefixIndex:
     def __init__(self) -> None:
         self._block_by_hash: dict[BlockHash, int] = {}
         self._hash_by_block: dict[int, BlockHash] = {}
-        self._salts_by_content: dict[bytes, set[str]] = {}  # under which the same content is known
+        self._salts_by_content: dict[bytes, set[Salt]] = {}  # under which the same content is known
         self._evicted: OrderedDict[BlockHash, None] = OrderedDict()
 
     def find(self, block_hash: BlockHash) -> int | None:
@@ -98,8 +98,8 @@ class PrefixIndex:
         """Return why a hash is not found."""
         if block_hash in self._evicted:
             return "evicted"
-        tenants = map(tenant_of, self._salts_by_content.get(block_hash.content, ()))
-        return "salt" if tenant_of(block_hash.salt) in tenants else "cold"
+        salts = self._salts_by_content.get(block_hash.content, ())
+        return "salt" if any(salt.tenant == block_hash.salt.tenant for salt in salts) else "cold"
 
     def list_hashes(self) -> Sequence[BlockHash]:
         return list(self._block_by_hash)
@@ -116,16 +116,16 @@ class PrefixIndex:
         assert not self._evicted.keys() & self._block_by_hash.keys()
 
 
-class PendingBlocks:
+class PendingBlocks(Generic[SeatT]):
     """Blocks promised and not computed yet: the first seat in the queue computes, the others wait and inherit that."""
 
     def __init__(self) -> None:
-        self._queues: dict[int, list[Seat]] = {}
+        self._queues: dict[int, list[SeatT]] = {}
 
-    def add(self, block: int, seat: Seat) -> None:
+    def add(self, block: int, seat: SeatT) -> None:
         self._queues[block] = [seat]
 
-    def add_waiter(self, block: int, seat: Seat) -> None:
+    def add_waiter(self, block: int, seat: SeatT) -> None:
         """Add a seat that waits for a block. No effect if the block is computed already."""
         if block in self._queues:
             self._queues[block].append(seat)
@@ -133,14 +133,14 @@ class PendingBlocks:
     def __contains__(self, block: int) -> bool:
         return block in self._queues
 
-    def owner(self, block: int) -> Seat | None:
+    def owner(self, block: int) -> SeatT | None:
         queue = self._queues.get(block)
         return queue[0] if queue else None
 
     def mark_computed(self, block: int) -> None:
         self._queues.pop(block, None)
 
-    def remove_seat(self, block: int, seat: Seat) -> Seat | None:
+    def remove_seat(self, block: int, seat: SeatT) -> SeatT | None:
         """Remove a seat; return the heir if it was the first. A block without seats is no longer pending."""
         queue = self._queues.get(block)
         if not queue or seat not in queue:
@@ -155,5 +155,5 @@ class PendingBlocks:
     def __len__(self) -> int:
         return len(self._queues)
 
-    def items(self) -> Iterator[tuple[int, list[Seat]]]:
+    def items(self) -> Iterator[tuple[int, list[SeatT]]]:
         return iter(self._queues.items())

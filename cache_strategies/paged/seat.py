@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+from cache_strategies.base import Salt
 from cache_strategies.block_table import TableSeat
 from cache_strategies.paged.prefix_index import BlockHash, BlockHasher
 
@@ -17,7 +18,7 @@ class PagedSeat(TableSeat):
 
     __slots__ = ("block_hashes", "priority", "salt", "tokens", "ttl")
 
-    def __init__(self, index: int, blocks: list[int], length: int, tokens: list[int], salt: str | None) -> None:
+    def __init__(self, index: int, blocks: list[int], length: int, tokens: list[int], salt: Salt | None) -> None:
         super().__init__(index, blocks, length)
         self.tokens = tokens
         self.salt = salt  # None: what it fills from now on is not to be found

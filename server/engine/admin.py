@@ -8,7 +8,7 @@ from __future__ import annotations
 import time
 from typing import Any
 
-from cache_strategies.base import Clearing, Inspectable, KVCache, Pin, PinError, Pinning
+from cache_strategies.base import Clearing, Inspectable, KVCache, Pin, PinError, Pinning, Salt, SaltScope
 from config.sizes import share_to_bytes
 from server.engine.core import Core
 from server.engine.info import describe_share
@@ -27,8 +27,8 @@ def run_command(core: Core, command: Command) -> dict[str, Any]:
             return _inspect(core, cache)
         case Share(_, floor, limit):
             return _set_share(core, cache, floor, limit)
-        case Clear(_, salt) if isinstance(cache, Clearing):
-            freed = cache.clear(salt)
+        case Clear(_, tenant, cache_salt) if isinstance(cache, Clearing):
+            freed = cache.clear(SaltScope(tenant, cache_salt))
             core.scheduler.mark_room_changed()
             return {"freed_bytes": freed}
         case PinPrefix() if isinstance(cache, Pinning):
@@ -42,7 +42,8 @@ def run_command(core: Core, command: Command) -> dict[str, Any]:
 
 def _pin(cache: Pinning, command: PinPrefix) -> dict[str, Any]:
     try:
-        return _format_pin(cache.pin(command.tokens, salt=command.salt, ttl=command.ttl))
+        salt = Salt(command.tenant, command.cache_salt)
+        return _format_pin(cache.pin(command.tokens, salt=salt, ttl=command.ttl))
     except PinError as error:
         raise RequestError(409, str(error), code="cannot_pin") from None
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from cache_strategies.arena import Arena
-from cache_strategies.base import KVCache
+from cache_strategies.base import KVCache, Salt
 from kernels.ops import Ops
 from kernels.tracing import OpTimer
 from server.engine.ipc.messages import Admitted, Explained, Failed, FromEngine, Preempted, Submit, Tokens
@@ -131,6 +131,7 @@ class Core:
             message.sampling,
             cache,
             reason,
+            Salt(message.caching.tenant, message.caching.cache_salt),
             priority=message.priority,
             caching=message.caching,
             explain=message.explain,

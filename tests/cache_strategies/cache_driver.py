@@ -9,7 +9,7 @@ from torch import Tensor
 
 from cache_strategies import registry
 from cache_strategies.arena import Arena
-from cache_strategies.base import Geometry, KVCache, Row, Seat
+from cache_strategies.base import NO_SALT, Geometry, KVCache, Row, Salt, Seat
 from cache_strategies.block_table import BlockTableCache, TableSeat
 from cache_strategies.paged.cache import PagedCache
 from cache_strategies.paged.seat import PagedSeat
@@ -37,7 +37,9 @@ def make_paged(*, pages: int = 200, seats: int = 8, block_size: int = BLOCK, **o
     return cache
 
 
-def open_seat(cache: KVCache, tokens: Sequence[int], *, salt: str = "", max_cached: int | None = None) -> PagedSeat:
+def open_seat(
+    cache: KVCache, tokens: Sequence[int], *, salt: Salt = NO_SALT, max_cached: int | None = None
+) -> PagedSeat:
     """Open a seat; there must be room for it."""
     seat = cache.open(tokens, salt=salt, max_cached=max_cached)
     assert seat is not None, "no room"
@@ -70,7 +72,9 @@ def _entry(start: int, tokens: Sequence[int]) -> Tensor:
     return k
 
 
-def read_prompt(cache: KVCache, tokens: Sequence[int], *, salt: str = "", max_cached: int | None = None) -> PagedSeat:
+def read_prompt(
+    cache: KVCache, tokens: Sequence[int], *, salt: Salt = NO_SALT, max_cached: int | None = None
+) -> PagedSeat:
     """Open a seat for a prompt and prefill it in one step."""
     seat = open_seat(cache, tokens, salt=salt, max_cached=max_cached)
     enter(cache, (seat, tokens[seat.length :]))

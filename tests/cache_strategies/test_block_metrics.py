@@ -7,7 +7,7 @@ from functools import partial
 import pytest
 
 from cache_strategies import registry
-from cache_strategies.base import BlockEvents, Blocks, CacheSetup
+from cache_strategies.base import NO_SALT, BlockEvents, Blocks, CacheSetup
 from cache_strategies.paged.block_metrics import MAX_SAMPLES, BlockMetrics
 from tests.cache_strategies.cache_driver import BLOCK, enter, make_cache, make_paged, open_seat, read_prompt
 from tests.cache_strategies.test_eviction import Clock
@@ -107,7 +107,7 @@ def test_blocks_by_state() -> None:
     assert cache.blocks() == Blocks(in_use=6, shared=3, pending=2)
     enter(cache, (waiting, OTHER))
     cache.close(waiting)
-    pin = cache.pin(OTHER[:BLOCK], salt="", ttl=60)
+    pin = cache.pin(OTHER[:BLOCK], salt=NO_SALT, ttl=60)
     assert cache.blocks() == Blocks(in_use=3, shared=3, pinned=1, idle=1)
     assert cache.unpin(pin.id)
     assert cache.blocks() == Blocks(in_use=3, shared=3, idle=2)

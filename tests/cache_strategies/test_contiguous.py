@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from cache_strategies.base import NO_SALT, Salt
 from cache_strategies.contiguous import ContiguousCache
 from tests.cache_strategies.cache_driver import (
     assert_nothing_leaked,
@@ -24,7 +25,7 @@ def contiguous(*, pages: int = 4, **options: bool) -> ContiguousCache:
     return cache
 
 
-def left(cache: ContiguousCache, *texts: list[int], salt: str = "") -> None:
+def left(cache: ContiguousCache, *texts: list[int], salt: Salt = NO_SALT) -> None:
     """Texts that were read and closed, one after the other; each in memory of its own."""
     seats = [read_prompt(cache, text, salt=salt) for text in texts]
     for seat in seats:
@@ -77,12 +78,12 @@ def test_two_that_run_at_once_share_nothing_and_are_told() -> None:
 
 def test_another_salt_finds_nothing() -> None:
     cache = contiguous()
-    left(cache, TEXT, salt="a/")
-    other = open_seat(cache, TEXT, salt="b/")
+    left(cache, TEXT, salt=Salt("a"))
+    other = open_seat(cache, TEXT, salt=Salt("b"))
     assert (other.cached, other.miss) == (0, "cold"), "nobody hears of other tenants"
-    other = open_seat(cache, TEXT, salt="a/x")
+    other = open_seat(cache, TEXT, salt=Salt("a", "x"))
     assert (other.cached, other.miss) == (0, "salt")
-    assert open_seat(cache, TEXT, salt="a/").cached == 13
+    assert open_seat(cache, TEXT, salt=Salt("a")).cached == 13
 
 
 def test_max_cached_limits_and_bypasses() -> None:
@@ -127,13 +128,13 @@ def test_a_fork_is_found_as_well() -> None:
 
 def test_clear_forgets_what_is_idle_and_what_will_be() -> None:
     cache = contiguous()
-    left(cache, TEXT, salt="a/")
-    left(cache, [1, 2, 3, 4], salt="b/")
-    running = read_prompt(cache, [7, 7, 7, 7], salt="a/")
+    left(cache, TEXT, salt=Salt("a"))
+    left(cache, [1, 2, 3, 4], salt=Salt("b"))
+    running = read_prompt(cache, [7, 7, 7, 7], salt=Salt("a"))
     assert cache.clear("a/") == cache.bytes_per_block
     cache.close(running)
-    assert cache.match([7, 7, 7, 7, 7], salt="a/") == cache.match(TEXT, salt="a/") == 0
-    assert cache.match([1, 2, 3, 4, 5], salt="b/") == 4
+    assert cache.match([7, 7, 7, 7, 7], salt=Salt("a")) == cache.match(TEXT, salt=Salt("a")) == 0
+    assert cache.match([1, 2, 3, 4, 5], salt=Salt("b")) == 4
     assert cache.clear() == cache.bytes_per_block
     assert_nothing_leaked(cache)
 

@@ -19,7 +19,21 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 from torch import Tensor
 
-from cache_strategies.base import Clearing, Geometry, KVCache, Pin, PinError, Pinning, Plan, Row, Seat
+from cache_strategies.base import (
+    EVERYTHING,
+    NO_SALT,
+    Clearing,
+    Geometry,
+    KVCache,
+    Pin,
+    PinError,
+    Pinning,
+    Plan,
+    Row,
+    Salt,
+    SaltScope,
+    Seat,
+)
 from config.settings import StrategySettings
 from kernels.store import KVStore
 from kernels.types import LayerSpec
@@ -32,15 +46,17 @@ LAYERS = (LayerSpec(1, 2, 4, 4, scale=1.0), LayerSpec(2, 2, 4, 4, window=6, scal
 LONGEST = 20
 GEOMETRY = Geometry(LAYERS, torch.float32, max_seats=5, max_seq_len=LONGEST, max_num_batched_tokens=LONGEST)
 
+SCOPES = (EVERYTHING, SaltScope("", ""), SaltScope("tenant"), SaltScope("tenant", "salt"))
+
 Token = tuple[int, int]  # id, and what tells embeddings with the same negative id apart
 
 
 # ---------------------------------------------------------------- tokens
 @cache
-def computed(tokens: tuple[Token, ...], salt: str, layer: int) -> tuple[Tensor, Tensor, Tensor]:
+def computed(tokens: tuple[Token, ...], salt: Salt, layer: int) -> tuple[Tensor, Tensor, Tensor]:
     """q [T,Hq,4], k [T,H,4], v [T,H,4] of a text; every number is a multiple of 1/128, exact in float32."""
     spec = LAYERS[layer]
-    numbers, so_far = [], salt
+    numbers, so_far = [], "/".join(salt)
     for token in tokens:
         so_far += f" {token}"
         digest = hashlib.blake2b(f"{layer} {so_far}".encode(), digest_size=32).digest()
@@ -64,7 +80,7 @@ class Sitter:
     kind: str
     seat: Seat
     tokens: list[Token]
-    salt: str
+    salt: Salt
 
     def ids(self, start: int, end: int) -> list[int]:
         return [token for token, _ in self.tokens[start:end]]
@@ -163,12 +179,12 @@ class Histories(RuleBasedStateMachine):
         begin_like=st.integers(0, 99),
         common=st.integers(0, 16),
         rest=st.lists(st.sampled_from([0, 1, 1, -1]), max_size=4),
-        salt=st.sampled_from(["", "", "", "salt"]),
+        salt=st.sampled_from([NO_SALT, NO_SALT, NO_SALT, Salt("tenant", "salt")]),
         max_cached=st.sampled_from([None, None, None, 0, 6]),
         times=st.integers(1, 3),
     )
     def open(
-        self, which: int, begin_like: int, common: int, rest: list[int], salt: str, max_cached: int | None, times: int
+        self, which: int, begin_like: int, common: int, rest: list[int], salt: Salt, max_cached: int | None, times: int
     ) -> None:
         """A prompt, a few times over; it begins like another one or like all."""
         beginnings = [sitter.tokens for sitter in self.sitters] + [[(0, 0)] * LONGEST]
@@ -176,7 +192,7 @@ class Histories(RuleBasedStateMachine):
         for _ in range(times):
             self._open(sorted(self.strategies)[which % len(self.strategies)], tokens[:LONGEST], salt, max_cached)
 
-    def _open(self, name: str, tokens: list[Token], salt: str, max_cached: int | None) -> None:
+    def _open(self, name: str, tokens: list[Token], salt: Salt, max_cached: int | None) -> None:
         ids = [token for token, _ in tokens]
         cache_ = self.world.caches[name]
         found = cache_.match(ids, salt=salt, max_cached=max_cached)
@@ -226,15 +242,15 @@ class Histories(RuleBasedStateMachine):
         sitter = self.sitters[which % len(self.sitters)]
         sitter.cache.retain(sitter.seat, priority=priority, ttl=ttl)
 
-    @rule(which=st.integers(0, 99), salt=st.sampled_from([None, "", "salt"]))
-    def clear(self, which: int, salt: str | None) -> None:
+    @rule(which=st.integers(0, 99), scope=st.sampled_from(SCOPES))
+    def clear(self, which: int, scope: SaltScope) -> None:
         cache_ = self.world.caches[sorted(self.strategies)[which % len(self.strategies)]]
         if isinstance(cache_, Clearing):
             held = self.arena.num_held_pages(cache_.name)  # type: ignore[attr-defined]
-            freed = cache_.clear(salt)
+            freed = cache_.clear(scope)
             assert freed == (held - self.arena.num_held_pages(cache_.name)) * self.arena.page_bytes  # type: ignore[attr-defined]
             for sitter in self.sitters:
-                if sitter.cache is cache_ and salt in (None, sitter.salt):
+                if sitter.cache is cache_ and scope.includes(sitter.salt):
                     assert sitter.cache.match(sitter.ids(0, LONGEST), salt=sitter.salt) == 0
 
     @precondition(lambda self: self.sitters)

@@ -13,6 +13,7 @@ from pydantic import Field
 from torch import Tensor
 
 from cache_strategies.base import (
+    NO_SALT,
     CacheSetup,
     CacheUsage,
     Contract,
@@ -21,6 +22,7 @@ from cache_strategies.base import (
     Options,
     Plan,
     Row,
+    Salt,
     Seat,
     SeatShape,
 )
@@ -117,7 +119,7 @@ class SieveCache(KVCache):
     def bytes_for(self, num_tokens: int) -> int:
         return 0
 
-    def open(self, tokens: Sequence[int], *, salt: str = "", max_cached: int | None = None) -> Seat | None:
+    def open(self, tokens: Sequence[int], *, salt: Salt = NO_SALT, max_cached: int | None = None) -> Seat | None:
         seat = SieveSeat([(self._none(s, s.head_dim), self._none(s, s.v_head_dim)) for s in self.setup.geometry.layers])
         self.seats.add(seat)
         return seat

@@ -111,7 +111,7 @@ class Driver:
         """
         names = ("kv_cache", "header", "alias", "priority", "explain", "sibling_of", "speculation")
         ours = {key: options.pop(key) for key in names if key in options}
-        caching = {key: options.pop(key) for key in ("salt", "max_cached", "ttl") if key in options}
+        caching = {key: options.pop(key) for key in ("tenant", "cache_salt", "max_cached", "ttl") if key in options}
         ours["caching"] = Caching(**caching, priority=options.pop("kept", 0))
         sampling = SamplingParams(max_tokens, **({"temperature": 0.0, "ignore_eos": True} | options))
         self.heard[name] = RequestEvents()

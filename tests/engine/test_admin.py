@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from cache_strategies.base import EVERYTHING, NO_SALT, Salt, SaltScope
 from server.engine.admin import run_command
 from server.engine.ipc.messages import Clear, Inspect, PinPrefix, Share, Unpin
 from server.engine.scheduling.request import RequestError
@@ -21,18 +22,18 @@ SETTINGS: dict[str, Any] = {"strategies": strategies(paged={"kind": "paged", "bl
 def warm(tiny: Path, **settings: Any) -> Driver:
     """One prompt is cached."""
     driver = Driver(tiny, **(SETTINGS | settings))
-    driver.submit("first", PROMPT, 4, kv_cache="paged", salt="/")
+    driver.submit("first", PROMPT, 4, kv_cache="paged")
     driver.run()
     return driver
 
 
-def cached(driver: Driver, salt: str = "/") -> int:
+def cached(driver: Driver, salt: Salt = NO_SALT) -> int:
     return driver.core.caches["paged"].match(PROMPT, salt=salt)
 
 
 def test_it_shows_requests_blocks_and_shares(tiny: Path) -> None:
     driver = warm(tiny)
-    driver.submit("it", PROMPT, 9, kv_cache="paged", salt="/")
+    driver.submit("it", PROMPT, 9, kv_cache="paged")
     driver.step(), driver.step()
     told = json.loads(json.dumps(run_command(driver.core, Inspect("paged"))))
     assert told["requests"] == [
@@ -57,9 +58,9 @@ def test_it_shows_requests_blocks_and_shares(tiny: Path) -> None:
 def test_clear_forgets_by_salt_or_all(tiny: Path) -> None:
     driver = warm(tiny)
     assert cached(driver) == 36
-    assert run_command(driver.core, Clear("paged", "/other")) == {"freed_bytes": 0}
+    assert run_command(driver.core, Clear("paged", "", "other")) == {"freed_bytes": 0}
     assert cached(driver) == 36
-    freed = run_command(driver.core, Clear("paged", None))["freed_bytes"]
+    freed = run_command(driver.core, Clear("paged"))["freed_bytes"]
     assert freed == 10 * driver.core.arena.page_bytes
     assert cached(driver) == 0
     driver.assert_nothing_leaked()
@@ -67,7 +68,7 @@ def test_clear_forgets_by_salt_or_all(tiny: Path) -> None:
 
 def test_a_pin_stays_until_it_is_let_go(tiny: Path) -> None:
     driver = warm(tiny)
-    pin = run_command(driver.core, PinPrefix("paged", PROMPT, "/", 100.0))
+    pin = run_command(driver.core, PinPrefix("paged", PROMPT, 100.0))
     assert (pin["tokens"], pin["ttl"]) == (40, pytest.approx(100, abs=1))
     driver.core.caches["paged"].reclaim(10_000)
     assert cached(driver) == 36
@@ -174,7 +175,7 @@ def test_choices_do_not_begin_while_a_limit_is_being_reached(tiny: Path) -> None
 
 def test_pins_are_no_reason_to_preempt_while_a_limit_is_being_reached(tiny: Path) -> None:
     driver = warm(tiny)
-    run_command(driver.core, PinPrefix("paged", PROMPT, "/", 100.0))
+    run_command(driver.core, PinPrefix("paged", PROMPT, 100.0))
     for i in range(4):
         driver.submit(str(i), random_prompt(30, seed=i), 20, kv_cache="paged")
     for _ in range(4):
@@ -199,21 +200,32 @@ def test_a_raised_limit_lets_those_who_wait_begin_at_once(tiny: Path) -> None:
 
 def test_what_a_running_request_computes_after_a_clear_is_not_found(tiny: Path) -> None:
     driver = Driver(tiny, **SETTINGS)
-    driver.submit("it", random_prompt(8), 30, kv_cache="paged", salt="/")
+    driver.submit("it", random_prompt(8), 30, kv_cache="paged")
     driver.step()
-    run_command(driver.core, Clear("paged", None))
+    run_command(driver.core, Clear("paged"))
     for _ in range(22):
         driver.step()
-    assert driver.core.caches["paged"].match(driver.request("it").tokens[:24], salt="/") == 0
+    assert driver.core.caches["paged"].match(driver.request("it").tokens[:24]) == 0
 
 
-@pytest.mark.parametrize("scope", ["you/", "you/mine", None])
-def test_a_tenant_is_forgotten_with_all_its_salts(tiny: Path, scope: str | None) -> None:
+SALTS = (Salt("you"), Salt("you", "mine"), Salt("you", "other"), Salt("me"), Salt("me", "mine"))
+
+
+@pytest.mark.parametrize(
+    ("scope", "cleared"),
+    [
+        (SaltScope("you"), SALTS[:3]),
+        (SaltScope("you", "mine"), SALTS[1:2]),
+        (SaltScope("you", ""), SALTS[:1]),
+        (EVERYTHING, SALTS),
+    ],
+)
+def test_clear_takes_a_tenant_one_of_its_salts_or_everything(
+    tiny: Path, scope: SaltScope, cleared: tuple[Salt, ...]
+) -> None:
     driver = Driver(tiny, **SETTINGS)
-    salts = ("you/", "you/mine", "you/other", "me/", "me/mine")
-    for salt in salts:
-        driver.submit(salt, PROMPT, 1, kv_cache="paged", salt=salt)
+    for salt in SALTS:
+        driver.submit(str(salt), PROMPT, 1, kv_cache="paged", **salt._asdict())
     driver.run()
-    run_command(driver.core, Clear("paged", scope))
-    gone = {salt for salt in salts if not cached(driver, salt)}
-    assert gone == {"you/": {"you/", "you/mine", "you/other"}, "you/mine": {"you/mine"}, None: set(salts)}[scope]
+    run_command(driver.core, Clear("paged", *scope))
+    assert [salt for salt in SALTS if not cached(driver, salt)] == [*cleared]

@@ -22,9 +22,9 @@ def computed(driver: Driver) -> int:
     return sum(step.report.tokens for step in driver.steps)
 
 
-def after_another(driver: Driver, instance: str = "paged", salt: str = "", **options: object) -> int:
+def after_another(driver: Driver, instance: str = "paged", **options: object) -> int:
     """The same prompt for the second time: tokens that were computed then."""
-    driver.submit("first", PROMPT, COUNT, kv_cache=instance, salt=salt)
+    driver.submit("first", PROMPT, COUNT, kv_cache=instance)
     driver.run()
     before = computed(driver)
     driver.submit("second", PROMPT, COUNT, kv_cache=instance, explain=True, **options)
@@ -38,12 +38,12 @@ def after_another(driver: Driver, instance: str = "paged", salt: str = "", **opt
     ("instance", "options", "cached", "miss"),
     [
         ("paged", {}, 36, None),
-        ("paged", {"salt": "you/"}, 0, "cold"),
-        ("paged", {"salt": "/mine"}, 0, "salt"),
+        ("paged", {"tenant": "you"}, 0, "cold"),
+        ("paged", {"cache_salt": "mine"}, 0, "salt"),
         ("paged", {"max_cached": 0}, 0, "bypass"),
         ("paged", {"max_cached": 18}, 16, "bypass"),
         ("contiguous", {}, 39, None),
-        ("contiguous", {"salt": "you/"}, 0, "cold"),
+        ("contiguous", {"tenant": "you"}, 0, "cold"),
         ("contiguous", {"max_cached": 30}, 30, "bypass"),
         ("sliding_window", {}, 0, "window"),
     ],
@@ -63,8 +63,8 @@ def test_a_prompt_that_comes_again(
 
 def test_two_tenants_with_the_same_prompt_share_nothing(tiny: Path) -> None:
     driver = driver_of(tiny)
-    for name, salt in (("a", "one/"), ("b", "two/"), ("c", "one/"), ("d", "two/")):
-        driver.submit(name, PROMPT, COUNT, salt=salt)
+    for name, tenant in (("a", "one"), ("b", "two"), ("c", "one"), ("d", "two")):
+        driver.submit(name, PROMPT, COUNT, tenant=tenant)
     driver.run()
     cached = {name: heard.admitted.cached_tokens for name, heard in driver.heard.items() if heard.admitted}
     assert cached == {"a": 0, "b": 0, "c": 36, "d": 36}

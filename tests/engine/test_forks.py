@@ -116,7 +116,7 @@ def test_a_choice_that_comes_late_or_differs_looks_in_the_cache(tiny: Path, refe
     driver.submit("1", PROMPT, COUNT, kv_cache="paged", temperature=0.9, top_k=10, seed=1, sibling_of="0")
     driver.submit("other prompt", PROMPT[:-1], 2, kv_cache="paged", sibling_of="0")
     driver.submit("other cache", PROMPT, 2, kv_cache="contiguous", sibling_of="0")
-    driver.submit("other salt", PROMPT, 2, kv_cache="paged", salt="you/", sibling_of="0")
+    driver.submit("other salt", PROMPT, 2, kv_cache="paged", tenant="you", sibling_of="0")
     driver.submit("of nobody", PROMPT, 2, kv_cache="paged", sibling_of="gone")
     driver.run()
     assert forked(driver) == 0

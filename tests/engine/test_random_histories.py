@@ -88,9 +88,10 @@ class Unpinning(NamedTuple):
 
 Action = Arrival | Cancellation | Steps | Break | Order | Unpinning
 
-SALTS = ("", "", "you/", "you/mine")
+TENANTS = ("", "", "you")
+CACHE_SALTS = ("", "", "mine")
 CACHING = st.fixed_dictionaries(
-    {"salt": st.sampled_from(SALTS)},
+    {"tenant": st.sampled_from(TENANTS), "cache_salt": st.sampled_from(CACHE_SALTS)},
     optional={
         "max_cached": st.integers(0, 30),
         "kept": st.integers(-1, 1),
@@ -110,8 +111,12 @@ ARRIVALS = st.builds(
 )
 SHARES = st.sampled_from([None, "0%", "5%", "30%", "60%", "100%"])
 ORDERS = (
-    st.builds(Clear, st.sampled_from(INSTANCES), st.sampled_from([None, *SALTS]))
-    | st.builds(PinPrefix, st.sampled_from(INSTANCES[:2]), st.just(COMMON), st.sampled_from(SALTS), st.floats(0.001, 9))
+    st.builds(
+        Clear, st.sampled_from(INSTANCES), st.sampled_from([None, *TENANTS]), st.sampled_from([None, *CACHE_SALTS])
+    )
+    | st.builds(
+        PinPrefix, st.sampled_from(INSTANCES[:2]), st.just(COMMON), st.floats(0.001, 9), st.sampled_from(TENANTS)
+    )
     | st.builds(Share, st.sampled_from(INSTANCES), SHARES, SHARES)
 )
 OTHERS = (

@@ -14,7 +14,7 @@ from hypothesis import Phase, settings
 from hypothesis.stateful import run_state_machine_as_test
 
 from cache_strategies import registry
-from cache_strategies.base import Seat
+from cache_strategies.base import NO_SALT, Salt, Seat
 from cache_strategies.paged.cache import PagedCache
 from tests.contract.test_random_histories import instance, machine_of
 
@@ -24,14 +24,14 @@ MENDED, REPLAYED_ONLY = "FUZZING_MENDED", "FUZZING_REPLAYED_ONLY"  # environment
 class SaltBlind(PagedCache):
     """Forgets whose a prompt is."""
 
-    def match(self, tokens: Sequence[int], *, salt: str = "", **options: Any) -> int:
+    def match(self, tokens: Sequence[int], *, salt: Salt = NO_SALT, **options: Any) -> int:
         return super().match(tokens, salt=self._mistaken(salt), **options)
 
-    def open(self, tokens: Sequence[int], *, salt: str = "", **options: Any) -> Seat | None:
+    def open(self, tokens: Sequence[int], *, salt: Salt = NO_SALT, **options: Any) -> Seat | None:
         return super().open(tokens, salt=self._mistaken(salt), **options)
 
-    def _mistaken(self, salt: str) -> str:
-        return salt if MENDED in os.environ else ""
+    def _mistaken(self, salt: Salt) -> Salt:
+        return salt if MENDED in os.environ else NO_SALT
 
 
 @pytest.mark.fuzz

@@ -13,7 +13,6 @@ import msgspec
 from server.api.http.errors import ApiError
 from server.api.http.json_values import format_value
 from server.api.openai.request_models import INT64, CacheRequest, GenerationRequest, SamplingRequest
-from server.api.openai.tenants import make_salt
 from server.engine.ipc.messages import Caching, Hello, SamplingParams, Speculation, Submit
 
 
@@ -179,7 +178,8 @@ def _make_choice_sampling(sampling: SamplingParams, choice: int) -> SamplingPara
 
 def make_caching(body: CacheRequest, tenant: str) -> Caching:
     return Caching(
-        salt=make_salt(tenant, body.cache_salt),
+        tenant=tenant,
+        cache_salt=body.cache_salt or "",
         max_cached=0 if body.skip_reading_prefix_cache else None,
         priority=body.kv_cache_priority,
         ttl=body.kv_cache_ttl,

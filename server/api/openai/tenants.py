@@ -22,11 +22,6 @@ def hash_api_key(key: bytes) -> str:
     return hashlib.sha256(key).hexdigest()[:16] if key else ""
 
 
-def make_salt(tenant: str, cache_salt: str | None) -> str:
-    """As the engine has it: see `cache_strategies.base.tenant_of`."""
-    return f"{tenant}/{cache_salt or ''}"
-
-
 class PriorityBounds(NamedTuple):
     """The bounds that hold for one client's requests."""
 

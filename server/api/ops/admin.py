@@ -14,7 +14,7 @@ from server.api.http.body import StrictJsonRoute
 from server.api.http.errors import make_error_responses
 from server.api.openai.generation_job import RequestLimits, check_prompt
 from server.api.openai.request_models import Body, Prompt
-from server.api.openai.tenants import hash_api_key, make_salt
+from server.api.openai.tenants import hash_api_key
 from server.engine.ipc import messages
 from server.engine.ipc.client import EngineClient
 from server.text.tokenizer import TokenizerBase
@@ -22,26 +22,26 @@ from server.text.tokenizer import TokenizerBase
 MAX_PIN_SECONDS = 7 * 24 * 3600  # seconds
 
 
-class Whose(Body):
-    """A tenant, and the salt it sends."""
+class TenantBody(Body):
+    """The tenant and the cache_salt that a command is for."""
 
     api_key: str | None = Field(None, pattern=r"^(\S.*)?$", description="the tenant's; empty: of those who send none")
     cache_salt: str | None = Field(None, min_length=1, max_length=256)
 
     @property
-    def salt(self) -> str:
-        return make_salt(hash_api_key((self.api_key or "").encode()), self.cache_salt)
+    def tenant(self) -> str:
+        return hash_api_key((self.api_key or "").encode())
 
 
-class ClearRequest(Whose):
-    """Body of POST .../clear; without a field, everybody's."""
+class ClearRequest(TenantBody):
+    """Body of POST .../clear; without a field everything is cleared."""
 
-    @property
-    def target_salt(self) -> str | None:
-        return None if self.api_key is None and self.cache_salt is None else self.salt
+    def to_command(self, instance: str) -> messages.Clear:
+        everything = self.api_key is None and self.cache_salt is None
+        return messages.Clear(instance, None if everything else self.tenant, self.cache_salt)
 
 
-class PinRequest(Whose):
+class PinRequest(TenantBody):
     """Body of POST .../pins."""
 
     prompt: Prompt
@@ -76,7 +76,7 @@ def router(client: EngineClient, tokenizer: TokenizerBase, limits: RequestLimits
 
     @routes.post("/clear")
     async def clear(instance: str, body: ClearRequest | None = None) -> Response:
-        return await send_command(messages.Clear(instance, body.target_salt if body else None))
+        return await send_command((body or ClearRequest()).to_command(instance))
 
     @routes.post("/pins")
     async def pin(instance: str, body: PinRequest) -> Response:
@@ -84,7 +84,7 @@ def router(client: EngineClient, tokenizer: TokenizerBase, limits: RequestLimits
         limits.check_length(body.prompt, "prompt", hello.max_seq_len)
         prompt = body.prompt if isinstance(body.prompt, list) else await tokenizer.encode(body.prompt)
         check_prompt(prompt, 0, hello)
-        return await send_command(messages.PinPrefix(instance, prompt, body.salt, body.ttl))
+        return await send_command(messages.PinPrefix(instance, prompt, body.ttl, body.tenant, body.cache_salt or ""))
 
     @routes.delete("/pins/{pin_id}")
     async def unpin(instance: str, pin_id: str) -> Response:

@@ -41,7 +41,8 @@ class SamplingParams(msgspec.Struct, frozen=True):
 class Caching(msgspec.Struct, frozen=True):
     """What a request finds in the cache, and what it leaves there."""
 
-    salt: str = ""  # only requests with the same one share: `tenant/what the tenant added`
+    tenant: str = ""  # only requests with the same tenant and the same cache_salt share what is cached
+    cache_salt: str = ""
     max_cached: int | None = None  # prompt tokens that may be taken from the cache
     priority: int = 0  # of what it leaves; higher ones stay longer
     ttl: float | None = None  # seconds after which that goes first; None: as the instance has it
@@ -86,10 +87,11 @@ class Inspect(msgspec.Struct, tag=True, frozen=True):
 
 
 class Clear(msgspec.Struct, tag=True, frozen=True):
-    """Forgets what is cached under a salt, or (None) all."""
+    """Clears what an instance has cached: for every tenant or one of them, and of it all or one cache_salt."""
 
     instance: str
-    salt: str | None
+    tenant: str | None = None  # None: every tenant
+    cache_salt: str | None = None  # None: every cache_salt
 
 
 class PinPrefix(msgspec.Struct, tag=True, frozen=True):
@@ -97,8 +99,9 @@ class PinPrefix(msgspec.Struct, tag=True, frozen=True):
 
     instance: str
     tokens: list[int]
-    salt: str
     ttl: float
+    tenant: str = ""
+    cache_salt: str = ""
 
 
 class Unpin(msgspec.Struct, tag=True, frozen=True):

@@ -12,7 +12,7 @@ from server.engine.ipc.messages import Caching, Failed, SamplingParams
 from server.engine.sampling.draw import EMPTY_HISTORY, Draw, TokenHistory, has_penalties
 
 if TYPE_CHECKING:
-    from cache_strategies.base import KVCache, Seat
+    from cache_strategies.base import KVCache, Salt, Seat
     from server.engine.sampling.ngram_proposer import NgramProposer
 
 
@@ -47,6 +47,7 @@ class Request:
     sampling: SamplingParams
     cache: KVCache
     reason: str  # why this cache
+    salt: Salt  # only sequences with an equal one share memory with it
     priority: int = 0
     caching: Caching = field(default_factory=Caching)
     explain: bool = False

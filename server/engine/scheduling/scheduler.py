@@ -341,7 +341,7 @@ class Scheduler:
 
 def _open_seat(request: Request) -> Seat | None:
     cache, wants = request.cache, request.caching
-    seat = cache.open(request.tokens, salt=wants.salt, max_cached=request.max_cached)
+    seat = cache.open(request.tokens, salt=request.salt, max_cached=request.max_cached)
     if seat is not None:
         cache.retain(seat, priority=wants.priority, ttl=wants.ttl)
     return seat

@@ -9,7 +9,7 @@ import httpx
 import openai
 import pytest
 
-from server.api.openai.tenants import get_tenant, hash_api_key, make_salt
+from server.api.openai.tenants import get_tenant, hash_api_key
 from server.engine.ipc.messages import Caching, Explained, Failed, FromEngine, Submit, Tokens
 from server.engine.records import RequestRecord
 from tests.api.fake_engine import FakeEngine, admitted
@@ -80,30 +80,28 @@ def test_a_tenant_is_whoever_has_the_key() -> None:
     assert "sk-1" not in get_tenant("Bearer sk-1")
     as_it_comes = "schlüssel".encode().decode("latin-1")
     assert get_tenant(f"Bearer {as_it_comes}") == hash_api_key("schlüssel".encode())
-    assert make_salt("", None) == "/"
-    assert len({make_salt(*pair) for pair in (("a", None), ("", "a"), ("a", "b"), ("", "a/b"))}) == 4
 
 
 def test_requests_carry_their_tenant_and_salt(engine: FakeEngine, http: httpx.Client) -> None:
     for headers in ({}, {"Authorization": "Bearer sk-1"}):
         for salt in ({}, {"cache_salt": "mine"}):
             assert ask(http, headers, **salt).is_success
-    salts = [submit.caching.salt for submit in engine.all(Submit)]
+    salts = [(submit.caching.tenant, submit.caching.cache_salt) for submit in engine.all(Submit)]
     key = get_tenant("Bearer sk-1")
-    assert salts == ["/", "/mine", f"{key}/", f"{key}/mine"]
+    assert salts == [("", ""), ("", "mine"), (key, ""), (key, "mine")]
 
 
 def test_openai_clients_are_tenants_by_their_key(engine: FakeEngine, openai_client: openai.OpenAI) -> None:
     openai_client.completions.create(model="tiny", prompt="x")
-    assert engine.all(Submit)[0].caching.salt == f"{get_tenant(f'Bearer {openai_client.api_key}')}/"
+    assert engine.all(Submit)[0].caching.tenant == get_tenant(f"Bearer {openai_client.api_key}")
 
 
 def test_wishes_reach_the_engine(engine: FakeEngine, http: httpx.Client) -> None:
     assert ask(http).is_success
     assert ask(http, skip_reading_prefix_cache=True, kv_cache_priority=7, kv_cache_ttl=2.5).is_success
     plain, wishes = engine.all(Submit)
-    assert (plain.caching, plain.explain) == (Caching(salt="/"), False)
-    assert wishes.caching == Caching(salt="/", max_cached=0, priority=7, ttl=2.5)
+    assert (plain.caching, plain.explain) == (Caching(), False)
+    assert wishes.caching == Caching(max_cached=0, priority=7, ttl=2.5)
 
 
 @pytest.mark.parametrize(

@@ -17,12 +17,12 @@ ROUTES: list[tuple[str, str, dict[str, Any] | None, Command]] = [
     ("GET", "", None, Inspect("paged")),
     ("PATCH", "", {"floor": "10%"}, Share("paged", "10%", None)),
     ("PATCH", "", {"floor": "1MiB", "limit": "50%"}, Share("paged", "1MiB", "50%")),
-    ("POST", "/clear", None, Clear("paged", None)),
-    ("POST", "/clear", {}, Clear("paged", None)),
-    ("POST", "/clear", {"cache_salt": "mine"}, Clear("paged", "/mine")),
-    ("POST", "/clear", {"api_key": ""}, Clear("paged", "/")),
-    ("POST", "/clear", {"api_key": "sk-1"}, Clear("paged", f"{get_tenant('Bearer sk-1')}/")),
-    ("POST", "/pins", {"prompt": [1, 2, 3], "ttl": 60}, PinPrefix("paged", [1, 2, 3], "/", 60.0)),
+    ("POST", "/clear", None, Clear("paged")),
+    ("POST", "/clear", {}, Clear("paged")),
+    ("POST", "/clear", {"cache_salt": "mine"}, Clear("paged", "", "mine")),
+    ("POST", "/clear", {"api_key": ""}, Clear("paged", "")),
+    ("POST", "/clear", {"api_key": "sk-1"}, Clear("paged", get_tenant("Bearer sk-1"))),
+    ("POST", "/pins", {"prompt": [1, 2, 3], "ttl": 60}, PinPrefix("paged", [1, 2, 3], 60.0)),
     ("DELETE", "/pins/pin-1", None, Unpin("paged", "pin-1")),
 ]
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from cache_strategies.base import Salt
 from tests.cache_strategies.cache_driver import make_cache, make_paged, open_seat, read_prompt
 
 TEXT = list(range(10, 24))  # three blocks of 4, and two tokens
@@ -43,10 +44,10 @@ def test_what_had_to_make_room_was_evicted_until_it_comes_again() -> None:
 
 def test_under_another_salt_it_is_told_whose() -> None:
     cache = make_paged()
-    read_prompt(cache, TEXT, salt="me/one")
-    assert open_seat(cache, TEXT, salt="me/two").miss == "salt"
-    assert open_seat(cache, TEXT, salt="you/one").miss == "cold"
-    assert open_seat(cache, TEXT, salt="me/one").miss is None
+    read_prompt(cache, TEXT, salt=Salt("me", "one"))
+    assert open_seat(cache, TEXT, salt=Salt("me", "two")).miss == "salt"
+    assert open_seat(cache, TEXT, salt=Salt("you", "one")).miss == "cold"
+    assert open_seat(cache, TEXT, salt=Salt("me", "one")).miss is None
 
 
 def test_who_wants_nothing_from_the_cache_bypasses_it() -> None:

@@ -7,7 +7,7 @@ import torch
 
 from cache_strategies import registry
 from cache_strategies.arena import Arena
-from cache_strategies.base import CacheSetup, Geometry, PinError
+from cache_strategies.base import NO_SALT, CacheSetup, Geometry, PinError, Salt
 from cache_strategies.paged.cache import PagedCache, PagedOptions
 from config.settings import StrategySettings
 from kernels.reference.backend import ReferenceOps
@@ -34,7 +34,7 @@ def with_clock(pages: int = 60, **options: object) -> tuple[PagedCache, Clock]:
 def test_a_pinned_prefix_survives_every_want_of_memory() -> None:
     cache = make_paged()
     cache.close(read_prompt(cache, TEXT))
-    pin = cache.pin([*TEXT, 99], salt="", ttl=60)
+    pin = cache.pin([*TEXT, 99], salt=NO_SALT, ttl=60)
     assert (pin.num_tokens, pin.num_bytes) == (12, 3 * cache.bytes_per_block)
     assert cache.pins() == [pin]
     cache.reclaim(99)
@@ -51,7 +51,7 @@ def test_a_pinned_prefix_survives_every_want_of_memory() -> None:
 def test_its_time_is_over_by_itself() -> None:
     cache, clock = with_clock()
     cache.close(read_prompt(cache, TEXT))
-    cache.pin(TEXT, salt="", ttl=10)
+    cache.pin(TEXT, salt=NO_SALT, ttl=10)
     for now, pins in ((109.9, 1), (110.0, 0)):
         clock.now = now
         cache.poll()
@@ -62,7 +62,7 @@ def test_its_time_is_over_by_itself() -> None:
 def test_two_pins_on_the_same_blocks_are_two() -> None:
     cache = make_paged()
     cache.close(read_prompt(cache, TEXT))
-    first, second = (cache.pin(TEXT, salt="", ttl=60) for _ in range(2))
+    first, second = (cache.pin(TEXT, salt=NO_SALT, ttl=60) for _ in range(2))
     assert first.id != second.id
     cache.unpin(first.id)
     cache.reclaim(99)
@@ -74,18 +74,18 @@ def test_what_is_not_there_or_not_computed_yet_cannot_be_pinned() -> None:
     cache = make_paged()
     open_seat(cache, TEXT)
     with pytest.raises(PinError, match="nothing of this prefix is in the cache: send it as a prompt first"):
-        cache.pin(TEXT, salt="", ttl=60)
-    read_prompt(cache, [1, 2, 3, 4, 5], salt="a/")
+        cache.pin(TEXT, salt=NO_SALT, ttl=60)
+    read_prompt(cache, [1, 2, 3, 4, 5], salt=Salt("a"))
     with pytest.raises(PinError, match="nothing of this prefix"):
-        cache.pin([1, 2, 3, 4, 5], salt="b/", ttl=60)
+        cache.pin([1, 2, 3, 4, 5], salt=Salt("b"), ttl=60)
 
 
 def test_pins_leave_room_for_the_longest_sequence() -> None:
     cache = make_paged(pages=18)  # the longest has 16 blocks
     cache.close(read_prompt(cache, TEXT))
     with pytest.raises(PinError, match=r"it would have no room for its longest sequence, .* bytes: pin less, or wait"):
-        cache.pin(TEXT, salt="", ttl=60)
-    pin = cache.pin(TEXT[:9], salt="", ttl=60)
+        cache.pin(TEXT, salt=NO_SALT, ttl=60)
+    pin = cache.pin(TEXT[:9], salt=NO_SALT, ttl=60)
     assert pin.num_tokens == 8
     longest = read_prompt(cache, list(range(1000, 1064)))
     assert longest.length == 64
@@ -95,7 +95,7 @@ def test_pins_leave_room_for_the_longest_sequence() -> None:
 def test_who_writes_behind_a_pinned_beginning_does_not_change_it() -> None:
     cache = make_paged()
     seat = read_prompt(cache, TEXT[:12])
-    cache.pin(TEXT[:12], salt="", ttl=60)
+    cache.pin(TEXT[:12], salt=NO_SALT, ttl=60)
     cache.crop(seat, 10)
     assert cache.grow(seat, 2)
     assert seat.blocks[2] not in cache.pinned.blocks
@@ -104,12 +104,12 @@ def test_who_writes_behind_a_pinned_beginning_does_not_change_it() -> None:
 
 def test_clear_takes_pins_along_under_its_salt() -> None:
     cache = make_paged()
-    for salt in ("a/", "b/"):
+    for salt in (Salt("a"), Salt("b")):
         cache.close(read_prompt(cache, TEXT, salt=salt))
         cache.pin(TEXT, salt=salt, ttl=60)
-    assert cache.clear("a/") == 3 * cache.bytes_per_block
-    assert [pin.salt for pin in cache.pins()] == ["b/"]
-    assert (cache.match(TEXT, salt="a/"), cache.match(TEXT, salt="b/")) == (0, 12)
+    assert cache.clear(Salt("a")) == 3 * cache.bytes_per_block
+    assert [pin.salt for pin in cache.pins()] == [Salt("b")]
+    assert (cache.match(TEXT, salt=Salt("a")), cache.match(TEXT, salt=Salt("b"))) == (0, 12)
     cache.clear()
     assert_nothing_leaked(cache)
 

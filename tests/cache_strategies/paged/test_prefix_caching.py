@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from cache_strategies.base import Row
+from cache_strategies.base import NO_SALT, Row, Salt
 from cache_strategies.paged.cache import PagedCache
 from cache_strategies.paged.seat import PagedSeat
 from tests.cache_strategies.cache_driver import (
@@ -68,11 +68,11 @@ def test_tokens_that_were_generated_are_found_too() -> None:
 
 def test_salts_share_nothing() -> None:
     cache = make_paged()
-    read_prompt(cache, TEXT, salt="a")
-    assert cache.match(TEXT) == cache.match(TEXT, salt="b") == 0
-    assert cache.match(TEXT, salt="a") == 12
-    assert open_seat(cache, TEXT, salt="b").cached == 0
-    assert open_seat(cache, TEXT, salt="a").cached == 12
+    read_prompt(cache, TEXT, salt=Salt("a"))
+    assert cache.match(TEXT) == cache.match(TEXT, salt=Salt("b")) == 0
+    assert cache.match(TEXT, salt=Salt("a")) == 12
+    assert open_seat(cache, TEXT, salt=Salt("b")).cached == 0
+    assert open_seat(cache, TEXT, salt=Salt("a")).cached == 12
 
 
 def test_without_prefix_cache_nothing_is_found_or_kept() -> None:
@@ -284,7 +284,7 @@ def test_pins_of_sound_blocks_stay_found() -> None:
     cache = make_paged()
     text = list(range(20))
     cache.close(read_prompt(cache, text[:8]))
-    pin = cache.pin(text[:8], salt="", ttl=60)
+    pin = cache.pin(text[:8], salt=NO_SALT, ttl=60)
     seat = read_prompt(cache, text)
     spoil(cache, seat, slice(4, None))
     cache.discard(seat)

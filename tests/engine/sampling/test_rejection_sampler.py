@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from cache_strategies.base import NO_SALT
 from server.engine.ipc.messages import SamplingParams
 from server.engine.sampling.rejection_sampler import (
     SampleResult,
@@ -61,7 +62,7 @@ def test_what_is_no_number_counts_only_where_the_text_gets_to(tokens: list[int |
 
 # -------------------------------------------------------------------- draws
 def request(prompt: list[int], output: list[int], **sampling: object) -> Request:
-    made = Request((0, "r"), [*prompt], SamplingParams(30, **sampling), FakeCache("a", Memory(1)), "")  # type: ignore[arg-type]
+    made = Request((0, "r"), [*prompt], SamplingParams(30, **sampling), FakeCache("a", Memory(1)), "", NO_SALT)  # type: ignore[arg-type]
     made.tokens += output
     return made
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
-from cache_strategies.base import CacheUsage, Contract, Geometry, KVCache, Plan, Row, Seat
+from cache_strategies.base import NO_SALT, CacheUsage, Contract, Geometry, KVCache, Plan, Row, Salt, Seat
 
 
 class Memory:
@@ -78,7 +78,7 @@ class FakeCache(KVCache):
     def bytes_for(self, num_tokens: int) -> int:
         return num_tokens if self._reserve is None else self._reserve
 
-    def open(self, tokens: Sequence[int], *, salt: str = "", max_cached: int | None = None) -> Seat | None:
+    def open(self, tokens: Sequence[int], *, salt: Salt = NO_SALT, max_cached: int | None = None) -> Seat | None:
         seat = FakeSeat()
         if not self._hold(seat, 0 if self._lazy else self.bytes_for(len(tokens))):
             return None

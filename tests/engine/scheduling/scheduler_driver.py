@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from cache_strategies.base import KVCache
+from cache_strategies.base import NO_SALT, KVCache
 from server.engine.ipc.messages import SamplingParams
 from server.engine.scheduling.request import Request
 from server.engine.scheduling.scheduler import Limits, Scheduler
@@ -38,7 +38,7 @@ class SchedulerDriver:
         arrived: float | None = None,
     ) -> Request:
         """Queue a request, now or as if it had come at a given second."""
-        request = Request((0, name), [TOKEN] * prompt, SamplingParams(max_tokens), cache, "test", priority)
+        request = Request((0, name), [TOKEN] * prompt, SamplingParams(max_tokens), cache, "test", NO_SALT, priority)
         if arrived is not None:
             request.times.arrived = arrived
         self.scheduler.submit(request)
