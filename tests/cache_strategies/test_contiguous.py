@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from cache_strategies.base import NO_SALT, Salt
+from cache_strategies.base import NO_SALT, Salt, SaltScope
 from cache_strategies.contiguous import ContiguousCache
 from tests.cache_strategies.cache_driver import (
     assert_nothing_leaked,
@@ -131,7 +131,7 @@ def test_clear_forgets_what_is_idle_and_what_will_be() -> None:
     left(cache, TEXT, salt=Salt("a"))
     left(cache, [1, 2, 3, 4], salt=Salt("b"))
     running = read_prompt(cache, [7, 7, 7, 7], salt=Salt("a"))
-    assert cache.clear("a/") == cache.bytes_per_block
+    assert cache.clear(SaltScope("a")) == cache.bytes_per_block
     cache.close(running)
     assert cache.match([7, 7, 7, 7, 7], salt=Salt("a")) == cache.match(TEXT, salt=Salt("a")) == 0
     assert cache.match([1, 2, 3, 4, 5], salt=Salt("b")) == 4

@@ -7,7 +7,7 @@ import torch
 
 from cache_strategies import registry
 from cache_strategies.arena import Arena
-from cache_strategies.base import NO_SALT, CacheSetup, Geometry, PinError, Salt
+from cache_strategies.base import NO_SALT, CacheSetup, Geometry, PinError, Salt, SaltScope
 from cache_strategies.paged.cache import PagedCache, PagedOptions
 from config.settings import StrategySettings
 from kernels.reference.backend import ReferenceOps
@@ -107,7 +107,7 @@ def test_clear_takes_pins_along_under_its_salt() -> None:
     for salt in (Salt("a"), Salt("b")):
         cache.close(read_prompt(cache, TEXT, salt=salt))
         cache.pin(TEXT, salt=salt, ttl=60)
-    assert cache.clear(Salt("a")) == 3 * cache.bytes_per_block
+    assert cache.clear(SaltScope("a")) == 3 * cache.bytes_per_block
     assert [pin.salt for pin in cache.pins()] == [Salt("b")]
     assert (cache.match(TEXT, salt=Salt("a")), cache.match(TEXT, salt=Salt("b"))) == (0, 12)
     cache.clear()
