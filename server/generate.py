@@ -16,7 +16,8 @@ from torch import Tensor
 from cache_strategies.base import NO_SALT, KVCache
 from server.engine.core import NON_FINITE_LOGITS_MESSAGE
 from server.engine.ipc.messages import SamplingParams
-from server.engine.sampling.sampler import sample
+from server.engine.sampling.draw import draw_tokens
+from server.engine.sampling.sampler import make_draws
 from server.engine.scheduling.request import Request, RequestError
 from server.models.base import Model
 from server.sequence import CachedSequence
@@ -119,5 +120,6 @@ def _decode(model: Model, token: int, sequence: CachedSequence) -> Tensor:
 @torch.inference_mode()
 def _sample_token(model: Model, request: Request, logits: Tensor) -> int | None:
     """Return the next token, drawn from logits [1, V]; None if they are NaN or infinite."""
-    [token] = sample(logits, request.make_draws(model.info.eos_ids), request.cache.setup.ops.sample)
+    draws = make_draws(request, model.info.eos_ids)
+    [token] = draw_tokens(logits, draws, request.cache.setup.ops.sample)
     return token

@@ -20,8 +20,8 @@ from kernels.tracing import OpTimer
 from server.engine.ipc.messages import Admitted, Explained, Failed, FromEngine, Preempted, Submit, Tokens
 from server.engine.model_runner import ModelRunner, StepOutput
 from server.engine.records import Admission, DraftRecord, Outcome, RequestRecord, StepPart, StepReport
-from server.engine.sampling.rejection_sampler import VerifiedRequest
-from server.engine.sampling.speculation import make_proposer, resolve_speculation
+from server.engine.sampling.ngram_proposer import make_proposer, resolve_speculation
+from server.engine.sampling.sampler import Sampler, SamplerInput, SamplerOutput
 from server.engine.scheduling.request import Request, RequestError
 from server.engine.scheduling.scheduler import Scheduled, Scheduler
 from server.engine.scheduling.selection import Selector
@@ -91,7 +91,7 @@ class Core:
         self._evicted_pages: Counter[str] = Counter()  # pages, up to the last step
         self.timing_interval = TIMING_INTERVAL  # steps; 0: none is
         self._op_timer = op_timer
-        self._runner = ModelRunner(model, ops.sample)
+        self._runner = ModelRunner(model, Sampler(model.info.eos_ids, ops.sample))
         self._steps = 0
 
     @property
@@ -262,14 +262,11 @@ class Core:
         for request, _, _ in output.scheduled:
             if request.num_cached_tokens is None:
                 events += self._record_admission(request)
-            if request in output.prompt_logprobs:
-                of_prompt = output.prompt_logprobs[request]
-                request.num_scored_tokens += len(of_prompt.logprobs)
-                events.append(Event(request.key[0], of_prompt))
+            if (scores := output.sampled.prompt_logprobs.get(request)) is not None:
+                request.num_scored_tokens += len(scores.logprobs)
+                events.append(Event(request.key[0], scores))
         forks = [
-            fork
-            for turn in output.verified_requests
-            for fork in self._fork_siblings(turn.request, output.siblings[turn.request])
+            fork for each in output.ended for fork in self._fork_siblings(each.request, output.siblings[each.request])
         ]
         events += [
             event
@@ -277,9 +274,9 @@ class Core:
             if fork.request.num_cached_tokens is None
             for event in self._record_admission(fork.request)
         ]
-        turns = [*output.verified_requests, *forks]
-        events += [self._finish(turn.request) for turn in turns if turn.request not in output.sample_results]
-        return events + self._append_tokens([turn for turn in turns if turn.request in output.sample_results], output)
+        ended, results = [*output.ended, *forks], output.sampled.results
+        events += [self._finish(each.request) for each in ended if each.request not in results]
+        return events + self._append_tokens([each for each in ended if each.request in results], output.sampled)
 
     def _record_admission(self, request: Request) -> list[Event]:
         """Count what a request found in the cache; called once, when its first row has run and that is final."""
@@ -294,23 +291,22 @@ class Core:
         queued = request.times.admitted - request.times.arrived
         return [Event(worker, Admitted(request_id, name, request.reason, found, request.miss, queued))]
 
-    def _append_tokens(self, turns: Sequence[VerifiedRequest], output: StepOutput) -> list[Event]:
-        """Extend the texts by the tokens that were drawn; return the messages for clients."""
+    def _append_tokens(self, sampled: Sequence[SamplerInput], output: SamplerOutput) -> list[Event]:
+        """Extend the texts by the tokens that were sampled; return the messages for clients."""
         events = []
-        for turn in turns:
-            request, (tokens, sound) = turn.request, output.sample_results[turn.request]
-            if turn.draft:
-                accepted = output.sample_results[request].num_accepted
-                request.record_draft(len(turn.draft), accepted)
-                self._accumulator.drafts[request.cache.name].append(DraftRecord(len(turn.draft), accepted))
+        for request, draft, _ in sampled:
+            tokens, is_finite = output.results[request]
+            if draft:
+                accepted = output.results[request].num_accepted
+                request.record_draft(len(draft), accepted)
+                self._accumulator.drafts[request.cache.name].append(DraftRecord(len(draft), accepted))
             for token in tokens:
                 self._append_token(request, token)
             if tokens:
                 worker, request_id = request.key
-                scores = output.logprobs[request]
-                message = Tokens(request_id, tokens, request.finish_reason, scores, len(turn.draft))
+                message = Tokens(request_id, tokens, request.finish_reason, output.logprobs[request], len(draft))
                 events.append(Event(worker, message))
-            if not sound:
+            if not is_finite:
                 assert request.seat is not None
                 request.cache.discard(request.seat)
                 self._fail([request], NON_FINITE_LOGITS_MESSAGE, "not_a_number")
@@ -331,9 +327,9 @@ class Core:
         worker, request_id = request.key
         return Event(worker, Tokens(request_id, [], "length"))
 
-    def _fork_siblings(self, request: Request, siblings: Sequence[VerifiedRequest]) -> list[VerifiedRequest]:
+    def _fork_siblings(self, request: Request, siblings: Sequence[SamplerInput]) -> list[SamplerInput]:
         """Give siblings a copy of the seat with the computed prompt; return those for which there was room."""
-        forked = [turn for turn in siblings if self.scheduler.fork(turn.request, request)]
+        forked = [each for each in siblings if self.scheduler.fork(each.request, request)]
         self._accumulator.forks[request.cache.name] += len(forked)
         return forked
 

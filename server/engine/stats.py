@@ -1,6 +1,6 @@
-"""What is told of steps and of requests: rows by instance, a request's record, the scores of its prompt.
+"""Makes the records of steps and requests: rows by instance, and a request's record at its end.
 
-Knows neither who is told, nor what runs next.
+Knows neither where records are sent nor what runs next.
 """
 
 from __future__ import annotations
@@ -8,11 +8,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Mapping, Sequence
 
-from torch import Tensor
-
-from server.engine.ipc.messages import PromptScores
 from server.engine.records import Outcome, RequestRecord, StepPart
-from server.engine.sampling.logprobs import compute_logprobs
 from server.engine.scheduling.request import Request
 from server.engine.scheduling.scheduler import Scheduled
 
@@ -54,20 +50,6 @@ def make_request_record(request: Request, outcome: Outcome) -> RequestRecord:
         first_token_seconds=between(times.arrived, times.first_token),
         total_seconds=now - times.arrived,
     )
-
-
-def compute_prompt_logprobs(request: Request, num_tokens: int, logits: Tensor) -> PromptScores:
-    """Return how likely the tokens of the prompt are that follow those of a row; logits [num_tokens, V].
-
-    Tokens that are computed once more, after a preemption, and were scored before are left out.
-    """
-    seat, wanted = request.seat, request.sampling.prompt_logprobs
-    assert seat is not None
-    assert wanted is not None
-    first = seat.length + 1
-    start = max(first, request.num_scored_tokens + 1)
-    tokens = request.tokens[start : min(seat.length + num_tokens + 1, request.num_prompt_tokens)]
-    return PromptScores(request.key[1], compute_logprobs(logits[start - first :][: len(tokens)], tokens, wanted))
 
 
 def merge_step_parts(parts: Iterable[Mapping[str, StepPart]]) -> dict[str, StepPart]:

@@ -12,9 +12,8 @@ import torch
 from torch import Tensor
 
 from server.engine.ipc.messages import SamplingParams
-from server.engine.sampling.draw import Draw
+from server.engine.sampling.draw import Draw, draw_tokens
 from server.engine.sampling.logprobs import compute_logprobs
-from server.engine.sampling.sampler import sample
 from server.models.base import Model
 
 MAX_LOGPROBS = 20  # log-probabilities beside a token's own, as many as the API lets anybody ask for
@@ -44,4 +43,4 @@ def run_dummy_step(model: Model, *, num_tokens: int, num_logits: int) -> None:
     step = DummyAttention(num_tokens, num_logits, model.device)
     found = model.forward(torch.zeros_like(step.positions), step)
     compute_logprobs(found, [0] * num_logits, MAX_LOGPROBS)
-    sample(found[:1], [Draw(DUMMY_SAMPLING, 0)])
+    draw_tokens(found[:1], [Draw(DUMMY_SAMPLING, 0)])

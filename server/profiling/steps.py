@@ -14,6 +14,7 @@ from server.engine import model_runner
 from server.engine.build import Engine
 from server.engine.core import Core
 from server.engine.ipc.messages import SamplingParams, Submit, Tokens
+from server.engine.sampling.sampler import Sampler
 from server.models.config import ModelConfig
 from server.models.decoder import Decoder
 from server.profiling.spans import Spans, SpansOfOps
@@ -109,7 +110,7 @@ def trace_steps(engine: Engine) -> Iterator[Callable[[], dict[str, float]]]:
             stack.enter_context(spans.trace_calls(core.model, "forward", MODEL))
             stack.enter_context(spans.trace_calls(core.scheduler, "schedule", SCHEDULING))
             stack.enter_context(spans.trace_calls(model_runner, "Batch", LAYOUT))
-            stack.enter_context(spans.trace_calls(model_runner, "sample_and_verify", SAMPLING))
+            stack.enter_context(spans.trace_calls(Sampler, "sample", SAMPLING))
             yield run_step
     finally:
         core.timing_interval = timed_every

@@ -15,8 +15,7 @@ from torch import Tensor
 from kernels.sampling import compute_probabilities
 from kernels.types import LayerSpec
 from server.engine.ipc.messages import SamplingParams
-from server.engine.sampling.draw import Draw
-from server.engine.sampling.sampler import Noise, sample
+from server.engine.sampling.draw import Draw, Noise, draw_tokens
 from server.models.decoder import Decoder
 from server.models.no_cache import FullContext, debug_generate_full_context
 
@@ -71,7 +70,7 @@ class Reference:
             for _ in range(sampling.max_tokens):
                 logits = self._logits(ids, FullContext(self.model.layer_specs, len(ids), self.model.device))
                 _assert_clear_draw(logits[0], sampling, len(ids))
-                ids += sample(logits, [Draw(sampling, len(ids))])
+                ids += draw_tokens(logits, [Draw(sampling, len(ids))])
             self._others[key] = ids[len(prompt) :]
         return self._others[key]
 

@@ -1,4 +1,4 @@
-"""Logits as a request wants them before a token is drawn: penalties, biases, tokens that may not come yet.
+"""Processes logits before a token is drawn: penalties, biases, allowed and banned tokens.
 
 Knows texts as token ids, and neither requests nor how tokens are drawn.
 """
@@ -6,6 +6,7 @@ Knows texts as token ids, and neither requests nor how tokens are drawn.
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -13,7 +14,27 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from server.engine.ipc.messages import SamplingParams
-from server.engine.sampling.draw import TokenHistory
+
+
+class TokenHistory(NamedTuple):
+    """The tokens of a text before the one that is drawn."""
+
+    prompt: Sequence[int]
+    output: Sequence[int]
+
+
+EMPTY_HISTORY = TokenHistory((), ())
+
+
+def needs_logits_processing(sampling: SamplingParams) -> bool:
+    """Return whether penalties, a bias or allowed tokens change the logits."""
+    return bool(sampling.logit_bias or sampling.allowed_token_ids) or has_penalties(sampling)
+
+
+def has_penalties(sampling: SamplingParams) -> bool:
+    """Return whether the tokens before a token change its logits."""
+    penalties = (sampling.frequency_penalty, sampling.presence_penalty, sampling.repetition_penalty)
+    return penalties != (0, 0, 1)
 
 
 def process_logits(

@@ -6,14 +6,12 @@ import time
 from array import array
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, Protocol
 
 from server.engine.ipc.messages import Caching, Failed, SamplingParams
-from server.engine.sampling.draw import EMPTY_HISTORY, Draw, TokenHistory, has_penalties
 
 if TYPE_CHECKING:
     from cache_strategies.base import KVCache, Salt, Seat
-    from server.engine.sampling.ngram_proposer import NgramProposer
 
 
 class RequestError(Exception):
@@ -26,6 +24,16 @@ class RequestError(Exception):
     def to_message(self, request_id: str = "") -> Failed:
         """Return the message for the API worker."""
         return Failed(request_id, self.status, self.message, self.code, self.param)
+
+
+class DraftProposer(Protocol):
+    """Proposes drafts of a text's next tokens."""
+
+    def propose(self, text: Sequence[int], max_tokens: int) -> list[int]:
+        """Return up to `max_tokens` draft tokens to follow the text."""
+
+    def update_draft_length(self, accepted: int) -> None:
+        """Set the length of the next draft from the number of accepted tokens of the last one."""
 
 
 @dataclass(slots=True)
@@ -52,7 +60,7 @@ class Request:
     caching: Caching = field(default_factory=Caching)
     explain: bool = False
     siblings: list[Request] = field(default_factory=list)  # same prompt; itself too, once it is in line
-    proposer: NgramProposer | None = None  # where guesses at its next tokens come from; None: it wants none
+    proposer: DraftProposer | None = None  # None: the request has no drafts
     due: float = 0.0  # monotonic seconds: its arrival, moved by its priority; set by the scheduler
     arrival_index: int = 0  # number of the request, which orders those that are due at the same time
     seat: Seat | None = None
@@ -124,20 +132,6 @@ class Request:
         self.num_accepted_tokens += accepted
         if self.proposer is not None:
             self.proposer.update_draft_length(accepted)
-
-    def make_draws(self, eos_ids: Collection[int], draft: Sequence[int] = ()) -> list[Draw]:
-        """Return how the next token is drawn, and the one after each draft token, if all before it are accepted."""
-        return [self._make_draw(eos_ids, draft[:guesses]) for guesses in range(len(draft) + 1)]
-
-    def _make_draw(self, eos_ids: Collection[int], draft: Sequence[int]) -> Draw:
-        sampling, split = self.sampling, self.num_prompt_tokens
-        text = (
-            TokenHistory(self.tokens[:split], [*self.tokens[split:], *draft])
-            if has_penalties(sampling)
-            else EMPTY_HISTORY
-        )
-        banned = self.get_end_token_ids(eos_ids) if self.num_output_tokens + len(draft) < sampling.min_tokens else ()
-        return Draw(sampling, len(self.tokens) + len(draft), text, banned)
 
     def append_token(self, token: int, eos_ids: Collection[int]) -> None:
         """Append a sampled token; set finish_reason if it is the last."""

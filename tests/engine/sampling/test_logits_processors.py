@@ -15,9 +15,8 @@ from hypothesis import strategies as st
 from transformers import RepetitionPenaltyLogitsProcessor
 
 from server.engine.ipc.messages import SamplingParams
-from server.engine.sampling.draw import Draw, TokenHistory
-from server.engine.sampling.logits_processors import process_logits
-from server.engine.sampling.sampler import sample
+from server.engine.sampling.draw import Draw, draw_tokens
+from server.engine.sampling.logits_processors import TokenHistory, process_logits
 from tests.engine.engine_driver import Driver, strategies
 from tests.engine.expected_tokens import Reference, random_prompt
 
@@ -37,7 +36,7 @@ def test_a_penalty_that_leaves_the_range_of_floats(how: dict[str, Any], penalty:
     """A token that was there is the likeliest by far; the draw does not fail."""
     logits = logits_of() + 5
     text = TokenHistory([2, 7], [])
-    (token,) = sample(logits[None], [Draw(SamplingParams(1, repetition_penalty=penalty, seed=3, **how), 0, text)])
+    (token,) = draw_tokens(logits[None], [Draw(SamplingParams(1, repetition_penalty=penalty, seed=3, **how), 0, text)])
     assert (token in text.prompt) is (penalty < 1)
 
 
@@ -82,10 +81,10 @@ def test_greedy_and_drawn_tokens_come_from_the_adjusted_logits() -> None:
     logits = torch.stack([logits_of(), logits_of()])
     best = int(logits[0].argmax())
     biased = SamplingParams(1, temperature=0.0, logit_bias=((best, -100.0),))
-    tokens = sample(logits, [Draw(biased, 0), Draw(SamplingParams(1, temperature=0.0), 0)])
+    tokens = draw_tokens(logits, [Draw(biased, 0), Draw(SamplingParams(1, temperature=0.0), 0)])
     assert tokens == [int(logits[0].topk(2).indices[1]), best]
     sure = SamplingParams(1, temperature=1.0, logit_bias=((5, 100.0),))
-    assert sample(logits[:1], [Draw(sure, 0)]) == [5]
+    assert draw_tokens(logits[:1], [Draw(sure, 0)]) == [5]
 
 
 def allowing(tokens: Iterable[int], **how: Any) -> SamplingParams:
@@ -108,7 +107,7 @@ def test_allowed_tokens_keep_their_logits_and_others_lose_them(allowed: set[int]
 def test_only_allowed_tokens_are_drawn(temperature: float) -> None:
     logits = torch.stack([logits_of(seed) for seed in range(40)])
     draws = [Draw(allowing([3, 7], temperature=temperature, seed=seed), seed) for seed in range(40)]
-    tokens = sample(logits, draws)
+    tokens = draw_tokens(logits, draws)
     assert set(tokens) == {3, 7}
     if temperature == 0:
         assert tokens == [3 if row[3] > row[7] else 7 for row in logits]

@@ -9,8 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from server.engine.ipc.messages import Speculation
-from server.engine.sampling.ngram_proposer import NgramProposer
-from server.engine.sampling.speculation import resolve_speculation
+from server.engine.sampling.ngram_proposer import NgramProposer, resolve_speculation
 from server.engine.scheduling.request import RequestError
 from tests.engine.scheduling.scheduler_driver import LIMITS
 
