@@ -21,6 +21,7 @@ from typing_extensions import TypeVar  # with defaults; of typing from Python 3.
 
 from cache_strategies.arena import Arena
 from kernels.ops import KVLocation, Ops
+from kernels.store import KVStore
 from kernels.types import LayerSpec
 
 Miss = Literal["cold", "short", "evicted", "window", "busy", "salt", "bypass"]
@@ -207,6 +208,7 @@ class KVCache(ABC, Generic[SeatT]):
 
     options_type: ClassVar[type[Options]] = Options
     contract: Contract  # set by __init__
+    store: KVStore | None = None  # keys and values in the arena, of strategies that use `kernels.store`
 
     def __init__(self, setup: CacheSetup, options: Options) -> None:
         """Register with the arena. The share is set later, so nothing may be taken from it yet."""
@@ -325,6 +327,10 @@ class KVCache(ABC, Generic[SeatT]):
     def blocks(self) -> Blocks:
         """Return the numbers of blocks, by the host's books; all zero if it has none."""
         return Blocks()
+
+    def visible_positions(self, length: int, spec: LayerSpec) -> Tensor | None:
+        """Return the positions [S], ascending, that the last of `length` tokens sees in a layer; None if not known."""
+        return None
 
     def collect_block_events(self) -> BlockEvents | None:
         """Return the events since the last call, and clear them; None if there were none. Called after each step."""

@@ -170,6 +170,7 @@ class BlockTableCache(KVCache[TableSeatT]):
 
     sinks = 0
     ring = 0
+    store: KVStore
     window: int | None = None  # keys that the strategy lets a query see, beside the sinks
 
     def __init__(self, setup: CacheSetup, options: Options) -> None:
@@ -205,7 +206,6 @@ class BlockTableCache(KVCache[TableSeatT]):
             row.seat.length += len(ids)
 
     def visible_positions(self, length: int, spec: LayerSpec) -> Tensor:
-        """Return the positions [S] that the last of `length` tokens sees, ascending."""
         last = length - 1
         position = torch.arange(length, device=self.setup.arena.memory.device)
         seen = position >= 0

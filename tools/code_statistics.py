@@ -12,9 +12,9 @@ import json
 import re
 import statistics
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, TypeGuard
 
 from rich.console import Console
 from rich.table import Table
@@ -44,6 +44,10 @@ EXAMPLES = {  # of a thing that people add, one that is like most: what a file h
 }
 
 
+# Classes behind the seams; code above a seam that asks for one of them knows more than the seam says
+CLASS_BEHIND_SEAM = re.compile(r"(Seat|Ops|Decoder|Cache|Plan|Model)$")
+
+
 class Lengths(NamedTuple):
     """Lines of functions."""
 
@@ -60,6 +64,8 @@ class Statistics(NamedTuple):
     files_to_touch: Mapping[str, int]  # files of the product that name an example of each kind
     classes_with_one_name: Mapping[str, Sequence[str]]  # modules of the product, by the name of the class
     functions: Lengths
+    seam_type_checks: Mapping[str, int]  # isinstance() of seats, caches, backends and models, by module
+    replaced_attributes: Mapping[str, int]  # statements that replace attributes of other objects, by module
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -91,6 +97,8 @@ def compute_statistics(root: Path) -> Statistics:
         {kind: count_files_matching(installed, example) for kind, example in EXAMPLES.items()},
         find_shared_class_names(installed),
         compute_lengths(installed.values()),
+        count_by_module(installed, count_seam_type_checks),
+        count_by_module(installed, count_replaced_attributes),
     )
 
 
@@ -135,6 +143,68 @@ def compute_lengths(sources: Iterable[str]) -> Lengths:
     )
 
 
+def count_by_module(sources: Mapping[str, str], count: Callable[[ast.AST], int]) -> dict[str, int]:
+    """Return what `count` finds in each module, without modules in which it finds nothing."""
+    counts = {name: count(ast.parse(text)) for name, text in sources.items()}
+    return {name: number for name, number in counts.items() if number}
+
+
+def count_seam_type_checks(tree: ast.AST) -> int:
+    """Return the number of isinstance() calls that ask for a class behind a seam."""
+    calls = [node for node in ast.walk(tree) if is_call(node, "isinstance")]
+    named = [[ast.unparse(name) for name in iter_classes(call.args[1])] for call in calls]
+    return sum(any(CLASS_BEHIND_SEAM.search(name) for name in names) for names in named)
+
+
+def iter_classes(node: ast.expr) -> Iterator[ast.expr]:
+    """Yield the classes of isinstance()'s second argument: one, a tuple, or a union."""
+    match node:
+        case ast.Tuple(elts=classes):
+            yield from classes
+        case ast.BinOp(left=left, right=right):
+            yield from (*iter_classes(left), *iter_classes(right))
+        case _:
+            yield node
+
+
+def count_replaced_attributes(tree: ast.AST) -> int:
+    """Return the number of setattr() and delattr() calls on other objects than `self`, and of writes through vars()."""
+    found = 0
+    for function in ast.walk(tree):
+        if not isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef):
+            continue
+        nodes = [node for statement in function.body for node in ast.walk(statement)]
+        found += sum(
+            (is_call(node, "setattr") or is_call(node, "delattr")) and ast.unparse(node.args[0]) != "self"
+            for node in nodes
+        )
+        spaces = {
+            ast.unparse(target)
+            for node in nodes
+            if isinstance(node, ast.Assign)
+            and is_call(node.value, "vars")
+            and not isinstance(node.value.args[0], ast.Call)
+            for target in node.targets
+        }
+        found += sum(is_write(node, spaces) for node in nodes)
+    return found
+
+
+def is_call(node: ast.AST, function: str) -> TypeGuard[ast.Call]:
+    """Return whether a node calls a function of this name."""
+    return isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == function
+
+
+def is_write(node: ast.AST, names: Collection[str]) -> bool:
+    """Return whether a node updates one of these dictionaries, or sets or deletes an item."""
+    match node:
+        case ast.Call(func=ast.Attribute(value=ast.Name(id=name), attr="update" | "pop" | "setdefault")):
+            return name in names
+        case ast.Subscript(value=ast.Name(id=name), ctx=ast.Store() | ast.Del()):
+            return name in names
+    return False
+
+
 def print_tables(figures: Statistics, console: Console) -> None:
     """Print the figures as tables."""
     folders = Table("folder", "modules", "lines", title="folders")
@@ -150,6 +220,8 @@ def print_tables(figures: Statistics, console: Console) -> None:
     for kind, count in figures.files_to_touch.items():
         rest.add_row(f"files that know of one {kind}", str(count))
     rest.add_row("names that several classes of the product have", str(len(figures.classes_with_one_name)))
+    rest.add_row("isinstance() of seats, caches, backends, models", str(sum(figures.seam_type_checks.values())))
+    rest.add_row("places that replace attributes at run time", str(sum(figures.replaced_attributes.values())))
     rest.add_row("lines of a function: median, p90, most", " / ".join(map(str, figures.functions)))
     console.print(rest)
 

@@ -22,7 +22,6 @@ from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, Dynam
 from transformers.configuration_utils import PreTrainedConfig
 
 from cache_strategies.base import CacheUsage, Geometry, Plan, Row, Seat
-from cache_strategies.block_table import BlockTableCache
 from cache_strategies.standalone import build_standalone_cache
 from kernels.types import LayerSpec
 
@@ -247,12 +246,13 @@ class StrategyCache(Cache):
         return length if spec.window is None else min(length, spec.window)
 
     def _visible_positions(self, spec: LayerSpec, length: int) -> Tensor:
-        if not isinstance(self._cache, BlockTableCache):
+        positions = self._cache.visible_positions(length, spec)
+        if positions is None:
             self._refuse(
                 "forgets, and does not say beforehand how many keys are left, which transformers has to know",
-                "use a strategy whose contract is exact, or let it subclass BlockTableCache",
+                "use a strategy whose contract is exact, or define its `visible_positions`",
             )
-        return self._cache.visible_positions(length, spec)
+        return positions
 
     def _leaves_gaps(self, spec: LayerSpec) -> bool:
         """Return whether what is kept of a long text is more than its end."""

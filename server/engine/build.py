@@ -17,7 +17,6 @@ import torch
 from cache_strategies import registry
 from cache_strategies.arena import Arena
 from cache_strategies.base import Geometry, KVCache
-from cache_strategies.block_table import BlockTableCache
 from cache_strategies.registry import Instance
 from config.errors import SettingsError
 from config.settings import Settings
@@ -206,9 +205,8 @@ def _check_ops_in_kv_memory(
     of all, too.
     """
     for name, cache in caches.items():
-        if not isinstance(cache, BlockTableCache):
+        if (store := cache.store) is None:
             continue
-        store = cache.store
         first = arena.take(name, store.run)
         assert first is not None, "there is room for the longest sequence of each"
         blocks = [first] if store.device.type == "cpu" else [first, store.num_blocks - 1]

@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import ast
 import json
 from pathlib import Path
 
 import pytest
 
-from tools.code_statistics import Lengths, compute_statistics, main
+from tools.code_statistics import (
+    Lengths,
+    compute_statistics,
+    count_replaced_attributes,
+    count_seam_type_checks,
+    main,
+)
 
 SOURCES = {
     "config/__init__.py": '"""Settings."""\n',
@@ -41,6 +48,24 @@ def test_a_small_checkout_is_counted(root: Path) -> None:
     assert found.files_to_touch["operation"] == 1, "neither what measures nor what is not installed counts"
     assert found.classes_with_one_name == {"Ops": ["kernels.ops", "server.api.routes"]}
     assert found.functions == Lengths(2, 3, 3)
+
+
+def test_type_checks_and_replaced_attributes_are_counted() -> None:
+    tree = ast.parse(
+        "def f(self, seat, ops):\n"
+        "    assert isinstance(seat, PagedSeat)\n"
+        "    isinstance(ops, str | CpuOps), isinstance(ops, (int, base.Decoder)), isinstance(seat, dict | list)\n"
+        "    setattr(self, 'a', 1)\n"
+        "    setattr(ops, 'linear', f)\n"
+        "    own, read = vars(ops), vars(seat)\n"
+        "    own = vars(ops)\n"
+        "    own.update(a=1)\n"
+        "    own['b'] = 2\n"
+        "    del own['b']\n"
+        "    print(own['a'], own.get('a'))\n"
+    )
+    assert count_seam_type_checks(tree) == 3
+    assert count_replaced_attributes(tree) == 4
 
 
 def test_this_checkout_is_printed_and_written_as_json(capsys: pytest.CaptureFixture[str]) -> None:
