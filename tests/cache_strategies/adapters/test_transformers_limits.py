@@ -216,7 +216,7 @@ def test_a_strategy_known_by_its_seam_alone(sieve: str) -> None:
 
 
 def test_one_that_forgets_and_does_not_say_what_is_refused(sieve: str) -> None:
-    with pytest.raises(StrategyCacheError, match=r"does not say beforehand how many keys.*subclass BlockTableCache"):
+    with pytest.raises(StrategyCacheError, match=r"does not say beforehand how many keys.*`visible_positions`"):
         StrategyCache(random_model_of("llama").config, sieve, max_seq_len=MAX_SEQ_LEN)
 
 
