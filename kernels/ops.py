@@ -256,12 +256,13 @@ class Ops(Protocol):
         """Compute silu(first half) * second half of gate_up [N, 2 f] -> [N, f] (SwiGLU, Shazeer 2020)."""
         ...
 
-    def sample(self, logits: Tensor, how: Tensor) -> Tensor:
-        """Draw a token of each row of logits [K, V] -> [K] int64, as `how` [K, 5] says; -1 where they are not numbers.
+    def sample(self, logits: Tensor, params: Tensor) -> Tensor:
+        """Draw a token from each row of logits [K, V] -> [K] int64, with the sampling parameters params [K, 5].
 
-        `how` is float64 in the host's memory, a `kernels.sampling.SamplingRow` a row: temperature (0: the first of the
-        largest), top-k, top-p, min-p (0, 1 and 0: all stay), and noise in [0, 1), which falls into the token's stretch
-        of the cumulated probabilities. No numbers are those of a row with NaN, or whose largest is infinite.
+        `params` is float64 in the host's memory. Each row is a `kernels.sampling.SamplingRow`: temperature (0: the
+        first of the largest logits), top-k, top-p, min-p (0, 1 and 0: every token may be drawn), and noise in [0, 1):
+        the token is that one in whose interval of the cumulative probabilities the noise lies. A row of logits that
+        has a NaN or whose maximum is infinite gives -1.
         """
         ...
 

@@ -41,11 +41,11 @@ class SamplingRow(NamedTuple):
     noise: float = 0.0  # in [0, 1)
 
 
-def sample(logits: Tensor, how: Tensor) -> Tensor:
+def sample(logits: Tensor, params: Tensor) -> Tensor:
     """Draw tokens as `Ops.sample` says."""
     tokens = argmax_tokens(logits)
     finite = tokens != NO_TOKEN
-    for i, each in enumerate(map(SamplingRow._make, how.tolist())):
+    for i, each in enumerate(map(SamplingRow._make, params.tolist())):
         if each.temperature > 0:
             tokens[i] = draw_token(compute_probabilities(logits[i].float(), each), each.noise)
     return tokens.where(finite, NO_TOKEN)

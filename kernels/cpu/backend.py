@@ -120,8 +120,8 @@ class CpuOps(ReferenceOps):
         gated: Tensor = self._library.silu_mul(gate_up)
         return gated
 
-    def sample(self, logits: Tensor, how: Tensor) -> Tensor:
-        tokens: Tensor = self._library.sample(logits, how)
+    def sample(self, logits: Tensor, params: Tensor) -> Tensor:
+        tokens: Tensor = self._library.sample(logits, params)
         return tokens
 
     def write_kv(self, store: KVStore, layer: int, k: Tensor, v: Tensor, at: Slots) -> None:

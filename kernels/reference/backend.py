@@ -99,9 +99,9 @@ class ReferenceOps(CompositeOps):
         gate, up = gate_up.chunk(2, -1)
         return F.silu(gate) * up
 
-    def sample(self, logits: Tensor, how: Tensor) -> Tensor:
-        check_sample(logits, how)
-        return sampling.sample(logits, how)
+    def sample(self, logits: Tensor, params: Tensor) -> Tensor:
+        check_sample(logits, params)
+        return sampling.sample(logits, params)
 
     # ---------------------------------------------------------------- KV memory
     def quantize(self, x: Tensor) -> tuple[Tensor, Tensor]:
@@ -228,10 +228,10 @@ def check_silu_mul(gate_up: Tensor, operation: str = "silu_mul") -> None:
     check(gate_up.shape[1] % 2 == 0, words, operation, gate_up.shape)
 
 
-def check_sample(logits: Tensor, how: Tensor) -> None:
+def check_sample(logits: Tensor, params: Tensor) -> None:
     """Check the arguments of `Ops.sample`."""
     check_tensor("sample", "logits", logits, (ANY, AT_LEAST_ONE))
-    check_tensor("sample", "how", how, (len(logits), 5), (torch.float64,), torch.device("cpu"))
+    check_tensor("sample", "params", params, (len(logits), 5), (torch.float64,), torch.device("cpu"))
 
 
 def check_repeat_kv_heads(x: Tensor, groups: int) -> None:

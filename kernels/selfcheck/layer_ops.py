@@ -180,11 +180,11 @@ def _silu_mul_samples(ops: Ops, dtype: torch.dtype, device: torch.device) -> Sam
 
 def _sample_samples(ops: Ops, dtype: torch.dtype, device: torch.device) -> Samples:
     logits = (3 * random_tensors(device)(len(SAMPLING_ROWS), 75)).to(dtype)
-    how = torch.tensor(SAMPLING_ROWS, dtype=torch.float64)
-    yield "numbers", ops.sample(logits, how)
+    params = torch.tensor(SAMPLING_ROWS, dtype=torch.float64)
+    yield "numbers", ops.sample(logits, params)
     logits[:, 70] = logits[:, 11]
     logits[::3, 5], logits[1::3, 74] = torch.nan, torch.inf
-    yield "equal ones, and what is no number", ops.sample(logits[:, 3:], how)
+    yield "equal ones, and what is no number", ops.sample(logits[:, 3:], params)
 
 
 def _in_and_out(x: Tensor, *rest: object) -> int:
@@ -199,7 +199,7 @@ def _silu_mul_bytes(gate_up: Tensor) -> int:
     return gate_up.nbytes * 3 // 2
 
 
-def _sample_bytes(logits: Tensor, how: Tensor) -> int:
+def _sample_bytes(logits: Tensor, params: Tensor) -> int:
     return logits.nbytes
 
 

@@ -24,7 +24,7 @@ from kernels.cpu.library import usable_instruction_sets
 from kernels.selfcheck.check import Verdict, check_ops
 from kernels.selfcheck.op_db import OPS
 from kernels.selfcheck.op_info import DTYPES
-from kernels.tracing import OpTimer
+from kernels.tracing import OpTimer, TracedOps, Tracer
 from server.engine.device import choose_device
 from server.profiling.machine import measure_read_bandwidth
 
@@ -117,12 +117,13 @@ def _check_kernels() -> Iterator[tuple[str, str]]:
 
 def _check_backend(backend: Backend) -> Iterator[tuple[str, str]]:
     """Yield a line for each operation; its time is that of all its samples, compiling included."""
-    ops, device = backend.load(), backend.device.tensors
+    tracer, device = Tracer(), backend.device.tensors
+    ops = TracedOps(backend.load(), tracer)
     by_dtype = []
     for dtype in DTYPES:
-        with OpTimer(ops, device) as watch:
+        with tracer.record(OpTimer(device)) as timer:
             verdicts = check_ops(ops, dtype, device)
-        by_dtype.append([_format_verdict(dtype, verdict, watch.seconds.get(verdict.op)) for verdict in verdicts])
+        by_dtype.append([_format_verdict(dtype, verdict, timer.seconds.get(verdict.op)) for verdict in verdicts])
     for op, words in zip(OPS, zip(*by_dtype, strict=True), strict=True):
         yield f"{backend.name} {op.name}", ", ".join(words)
 

@@ -25,7 +25,7 @@ from kernels.backends import CheckedOps, load_ops
 from kernels.device import Device, KernelsMissing
 from kernels.ops import Ops
 from kernels.selfcheck.check_memory import find_memory_fault
-from kernels.tracing import OpTimer
+from kernels.tracing import TracedOps, Tracer
 from server.engine.core import Core
 from server.engine.device import (
     choose_device,
@@ -77,7 +77,8 @@ def build_engine(settings: Settings, *, gradual: bool = False) -> Engine:
     dtype = choose_dtype(settings.dtype, facts.dtype, device)
     kernels = _load_kernels(settings, device, dtype)
     max_seq_len = _choose_max_seq_len(settings, facts)
-    ops = kernels.ops
+    tracer = Tracer()
+    ops = TracedOps(kernels.ops, tracer)
     if settings.deterministic:
         _check_row_invariant(ops)
     limit_memory(device.tensors)
@@ -97,7 +98,7 @@ def build_engine(settings: Settings, *, gradual: bool = False) -> Engine:
     _check_ops_in_kv_memory(caches, arena, geometry, kernels)
     limits = _make_limits(settings, geometry, arena, max_step_scores)
     selector = Selector(caches.keys(), settings.rules, settings.default_strategy)
-    core = Core(model, caches, arena, Scheduler(limits), selector, OpTimer(ops, device.tensors), ops)
+    core = Core(model, caches, arena, Scheduler(limits), selector, ops, tracer)
     name, *aliases = settings.model_names
     return Engine(settings, name, aliases, directory, core, instances, device, kernels, max_seq_len)
 

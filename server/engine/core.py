@@ -16,7 +16,7 @@ from typing import NamedTuple
 from cache_strategies.arena import Arena
 from cache_strategies.base import KVCache, Salt
 from kernels.ops import Ops
-from kernels.tracing import OpTimer
+from kernels.tracing import OpTimer, Tracer
 from server.engine.ipc.messages import Admitted, Explained, Failed, FromEngine, Preempted, Submit, Tokens
 from server.engine.model_runner import ModelRunner, StepOutput
 from server.engine.records import Admission, DraftRecord, Outcome, RequestRecord, StepPart, StepReport
@@ -78,8 +78,8 @@ class Core:
         arena: Arena,
         scheduler: Scheduler,
         selector: Selector,
-        op_timer: OpTimer,
         ops: Ops,
+        tracer: Tracer,
     ) -> None:
         self.model = model
         self.caches = caches
@@ -90,8 +90,8 @@ class Core:
         self._accumulator = _StepAccumulator()
         self._evicted_pages: Counter[str] = Counter()  # pages, up to the last step
         self.timing_interval = TIMING_INTERVAL  # steps; 0: none is
-        self._op_timer = op_timer
-        self._runner = ModelRunner(model, Sampler(model.info.eos_ids, ops.sample))
+        self.tracer = tracer
+        self._runner = ModelRunner(model, Sampler(model.info.eos_ids, ops.sample), tracer)
         self._steps = 0
 
     @property
@@ -191,10 +191,11 @@ class Core:
                 self._drain(cache.name)
                 if not cache.draining:
                     self.scheduler.mark_room_changed()
-        scheduled, preempted = self.scheduler.schedule()
+        with self.tracer.span("schedule"):
+            scheduled, preempted = self.scheduler.schedule()
         self._steps += bool(scheduled)
         timed = bool(scheduled and self.timing_interval) and self._steps % self.timing_interval == 0
-        with self._op_timer if timed else nullcontext() as watch:
+        with self.tracer.record(OpTimer(self.model.device)) if timed else nullcontext() as op_timer:
             parts, events = self._compute(scheduled)
         since, self._accumulator = self._accumulator, _StepAccumulator()
         report = StepReport(
@@ -211,7 +212,7 @@ class Core:
             block_events={
                 name: told for name, cache in self.caches.items() if (told := cache.collect_block_events()) is not None
             },
-            op_seconds=None if watch is None else watch.seconds,
+            op_seconds=None if op_timer is None else op_timer.seconds,
         )
         gave_way = [Event(r.key[0], Preempted(r.key[1])) for r in preempted]
         return StepResult(gave_way + events + since.failure_events + since.explanation_events, report, since.finished)

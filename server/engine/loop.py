@@ -94,7 +94,7 @@ class Loop:
         self._observer = make_observer(self._about)
         self._processes = ProcessMemory()
         self._answers: dict[Question, Answer] = {}  # the latest answer to each question
-        self._profiler = Profiler(engine.kernels.ops, engine.device.tensors, summarize_engine(engine))
+        self._profiler = Profiler(engine.core.tracer, engine.device.tensors, summarize_engine(engine))
         self._stopping = False
 
     def run(self) -> None:

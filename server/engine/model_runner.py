@@ -13,6 +13,7 @@ from typing import NamedTuple
 import torch
 
 from cache_strategies.base import Row
+from kernels.tracing import Tracer
 from server.engine.batch import Batch, RowInput
 from server.engine.sampling.sampler import PromptInput, Sampler, SamplerInput, SamplerOutput
 from server.engine.scheduling.request import Request
@@ -38,15 +39,19 @@ class StepOutput(NamedTuple):
 class ModelRunner:
     """Runs a model on scheduled rows, and a sampler on its logits."""
 
-    def __init__(self, model: Model, sampler: Sampler) -> None:
+    def __init__(self, model: Model, sampler: Sampler, tracer: Tracer | None = None) -> None:
         self._model = model
         self._sampler = sampler
+        self._tracer = tracer or Tracer()
 
     @torch.inference_mode()
     def execute(self, scheduled: Sequence[Scheduled]) -> StepOutput:
         """Compute the rows of a step. Raises StrategyError, or whatever the model or the sampler raises."""
-        batch = Batch([_make_row_input(s) for s in scheduled], self._model.device)
-        logits = self._model.forward(batch.input_ids, batch)
+        rows = [_make_row_input(s) for s in scheduled]
+        with self._tracer.span("plan"):
+            batch = Batch(rows, self._model.device)
+        with self._tracer.span("forward"):
+            logits = self._model.forward(batch.input_ids, batch)
         ordered = [scheduled[i] for i in batch.row_order]
         ends = list(accumulate(batch.logit_counts))
         ended = [
@@ -62,7 +67,9 @@ class ModelRunner:
         ]
         every = [*ended, *(sibling for others in siblings.values() for sibling in others)]
         wanted = [each for each in every if each.request.sampling.max_tokens]
-        return StepOutput(batch, ordered, ended, siblings, self._sampler.sample(logits, wanted, prompts))
+        with self._tracer.span("sample_and_verify"):
+            sampled = self._sampler.sample(logits, wanted, prompts)
+        return StepOutput(batch, ordered, ended, siblings, sampled)
 
 
 def _make_row_input(scheduled: Scheduled) -> RowInput:

@@ -56,6 +56,10 @@ class Model(Protocol):
         """Embed ids [N] int64 -> [N, d]."""
         ...
 
+    def count_flops(self, num_tokens: int, num_logits: int) -> int | None:
+        """Return the floating-point operations of multiplying with the weights in a step; None: not known."""
+        ...
+
     def forward_step(self, token_embedding: Tensor, current_pos: int, cache: SequenceCache) -> Tensor:
         """Compute one token of one sequence, as `Stepwise.forward_step` does."""
         ...

@@ -94,6 +94,17 @@ class Decoder(Stepwise):
         wanted = self._ops.rms_norm(x[attention.logit_index], self._norm, self.config.rms_norm_eps)
         return apply_softcap(self._ops.linear(wanted, self._lm_head), self.config.logit_softcap)
 
+    def count_flops(self, num_tokens: int, num_logits: int) -> int:
+        """Return the floating-point operations of multiplying with the weights in a step, without the routers."""
+        c = self.config
+        d, q, kv = c.hidden_size, c.num_q_heads * c.head_dim, c.num_kv_heads * c.head_dim
+        attention = (q + 2 * kv) * d + q * d
+        widths = [
+            c.intermediate_size if e is None else e.num_experts_per_tok * e.intermediate_size
+            for e in (layer.experts for layer in c.layers)
+        ]
+        return 2 * num_tokens * sum(attention + 3 * width * d for width in widths) + 2 * num_logits * c.vocab_size * d
+
     def _make_layer_spec(self, i: int, window: int | None) -> LayerSpec:
         c = self.config
         return LayerSpec(

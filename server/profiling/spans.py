@@ -1,27 +1,33 @@
-"""Divides time among those who spend it: whoever is called pauses who called it. Knows no engine."""
+"""Divides the time of a step among its parts and the operations in them. Knows no engine."""
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from time import perf_counter
 from typing import Any
 
-from kernels.ops import Ops
-from kernels.tracing import TimingHook
+import torch
+
+from kernels.tracing import Recorder, get_synchronize
 
 
-class Spans:
-    """Seconds by name, of all time between `begin` and `end`; what nobody claims goes to `rest`."""
+class SpanTimer(Recorder):
+    """Seconds by name of all time between `begin` and `end`; each moment belongs to the innermost span or operation.
 
-    def __init__(self, rest: str) -> None:
+    Time outside of all of them belongs to the name `rest`.
+    """
+
+    def __init__(self, rest: str, device: torch.device | str = "cpu") -> None:
         self._rest = rest
+        self._synchronize = get_synchronize(device)
         self._seconds: defaultdict[str, float] = defaultdict(float)
-        self._stack: list[str] = []
+        self._stack: list[str] = []  # names of the spans around this moment, the innermost last
         self._since = 0.0
 
     def begin(self) -> None:
+        """Set all seconds to zero, and start the clock."""
         self._seconds.clear()
         self._stack, self._since = [self._rest], perf_counter()
 
@@ -31,8 +37,7 @@ class Spans:
         return dict(self._seconds)
 
     @contextmanager
-    def measure(self, name: str) -> Iterator[None]:
-        """Count the time within the block for `name`, except what others claim within it."""
+    def span(self, name: str) -> Iterator[None]:
         self._add_elapsed()
         self._stack.append(name)
         try:
@@ -41,8 +46,15 @@ class Spans:
             self._add_elapsed()
             self._stack.pop()
 
-    def claim(self, name: str, seconds: float) -> None:
-        """So many of the seconds since the last claim were this one's."""
+    @contextmanager
+    def op(self, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[None]:
+        self._synchronize()
+        with self.span(name):
+            yield
+            self._synchronize()
+
+    def add_seconds(self, name: str, seconds: float) -> None:
+        """Move that many of the seconds since the last change from the innermost span to this name."""
         self._add_elapsed()
         self._seconds[name] += seconds
         self._seconds[self._stack[-1]] -= seconds
@@ -52,29 +64,3 @@ class Spans:
         if self._stack:
             self._seconds[self._stack[-1]] += now - self._since
         self._since = now
-
-    @contextmanager
-    def trace_calls(self, owner: Any, attribute: str, name: str) -> Iterator[None]:
-        """Within the block every call of owner.attribute is `name`'s."""
-        run, own = getattr(owner, attribute), attribute in vars(owner)
-
-        def timed(*args: Any, **kwargs: Any) -> Any:
-            with self.measure(name):
-                return run(*args, **kwargs)
-
-        setattr(owner, attribute, timed)
-        try:
-            yield
-        finally:
-            setattr(owner, attribute, run) if own else delattr(owner, attribute)
-
-
-class SpansOfOps(TimingHook):
-    """`with` it, every operation claims its time under its own name."""
-
-    def __init__(self, ops: Ops, device: str, spans: Spans) -> None:
-        super().__init__(ops, device)
-        self._spans = spans
-
-    def on_seconds(self, name: str, seconds: float) -> None:
-        self._spans.claim(name, seconds)

@@ -3,21 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from statistics import fmean
 
 import torch
 
 from kernels.tracing import OpCounter
-from server.engine import model_runner
 from server.engine.build import Engine
 from server.engine.core import Core
 from server.engine.ipc.messages import SamplingParams, Submit, Tokens
-from server.engine.sampling.sampler import Sampler
-from server.models.config import ModelConfig
-from server.models.decoder import Decoder
-from server.profiling.spans import Spans, SpansOfOps
+from server.profiling.spans import SpanTimer
 
 WARMUP_STEPS = 5
 WORKER = 0
@@ -26,6 +22,7 @@ SAMPLING = "sampling"
 SCHEDULING = "scheduling"
 LAYOUT = "laying out the batch"
 BOOKKEEPING = "books and events"
+LABELS = {"forward": MODEL, "sample_and_verify": SAMPLING, "schedule": SCHEDULING, "plan": LAYOUT}  # of engine's spans
 
 
 @dataclass(frozen=True)
@@ -54,12 +51,12 @@ def measure_decode(engine: Engine, kv_cache: str, sequences: int, context: int, 
         decoding |= {event.message.request_id for event in core.step().events if isinstance(event.message, Tokens)}
     for _ in range(WARMUP_STEPS):
         core.step()
-    with OpCounter(engine.kernels.ops) as recorder:
+    with core.tracer.record(OpCounter()) as counter:
         core.step()
     with trace_steps(engine) as step:
         taken = [step() for _ in range(steps)]
     core.cancel_worker(WORKER)
-    return _make_steps(engine, sequences, context, taken, recorder, sequences)
+    return _make_steps(engine, sequences, context, taken, counter, sequences)
 
 
 def measure_prefill(engine: Engine, kv_cache: str, tokens: int, steps: int) -> Steps:
@@ -72,7 +69,7 @@ def measure_prefill(engine: Engine, kv_cache: str, tokens: int, steps: int) -> S
     submit_prompt("warm")
     core.step()
     submit_prompt("recorded")
-    with OpCounter(engine.kernels.ops) as recorder:
+    with core.tracer.record(OpCounter()) as counter:
         core.step()
     taken = []
     with trace_steps(engine) as step:
@@ -80,7 +77,7 @@ def measure_prefill(engine: Engine, kv_cache: str, tokens: int, steps: int) -> S
             submit_prompt(str(i))
             taken.append(step())
             assert not core.busy, "the prompt did not fit into one step"
-    return _make_steps(engine, 0, tokens, taken, recorder, tokens)
+    return _make_steps(engine, 0, tokens, taken, counter, tokens)
 
 
 def _submit(core: Core, name: str, prompt: int, answer: int, kv_cache: str) -> None:
@@ -96,21 +93,16 @@ def trace_steps(engine: Engine) -> Iterator[Callable[[], dict[str, float]]]:
 
     The engine times no operations meanwhile.
     """
-    core, spans, timed_every = engine.core, Spans(BOOKKEEPING), engine.core.timing_interval
+    core, timed_every = engine.core, engine.core.timing_interval
 
     def run_step() -> dict[str, float]:
-        spans.begin()
+        timer.begin()
         core.step()
-        return spans.end()
+        return {LABELS.get(name, name): seconds for name, seconds in timer.end().items()}
 
     core.timing_interval = 0
     try:
-        with ExitStack() as stack:
-            stack.enter_context(SpansOfOps(engine.kernels.ops, core.model.device.type, spans))
-            stack.enter_context(spans.trace_calls(core.model, "forward", MODEL))
-            stack.enter_context(spans.trace_calls(core.scheduler, "schedule", SCHEDULING))
-            stack.enter_context(spans.trace_calls(model_runner, "Batch", LAYOUT))
-            stack.enter_context(spans.trace_calls(Sampler, "sample", SAMPLING))
+        with core.tracer.record(SpanTimer(BOOKKEEPING, core.model.device)) as timer:
             yield run_step
     finally:
         core.timing_interval = timed_every
@@ -121,12 +113,11 @@ def _make_steps(
     sequences: int,
     context: int,
     taken: Sequence[Mapping[str, float]],
-    recorder: OpCounter,
+    counter: OpCounter,
     rows: int,
 ) -> Steps:
-    model = engine.core.model
-    products = count_flops(model.config, rows, sequences or 1) if isinstance(model, Decoder) else None
-    return Steps(sequences, context, average_fastest(taken), dict(recorder.calls), dict(recorder.bytes), products)
+    flops = engine.core.model.count_flops(rows, sequences or 1)
+    return Steps(sequences, context, average_fastest(taken), dict(counter.calls), dict(counter.bytes), flops)
 
 
 def average_fastest(taken: Sequence[Mapping[str, float]]) -> dict[str, float]:
@@ -134,14 +125,3 @@ def average_fastest(taken: Sequence[Mapping[str, float]]) -> dict[str, float]:
     kept = sorted(taken, key=lambda parts: sum(parts.values()))[: -(-len(taken) // 5)]
     names = dict.fromkeys(name for parts in kept for name in parts)
     return {name: fmean(parts.get(name, 0.0) for parts in kept) for name in names}
-
-
-def count_flops(c: ModelConfig, rows: int, drawn: int) -> int:
-    """Count the floating-point operations of a step's products of weights: `rows` tokens enter, `drawn` have logits."""
-    d, heads, kv = c.hidden_size, c.num_q_heads * c.head_dim, c.num_kv_heads * c.head_dim
-    attention = (heads + 2 * kv) * d + heads * d
-    widths = [
-        c.intermediate_size if e is None else e.num_experts_per_tok * e.intermediate_size
-        for e in (layer.experts for layer in c.layers)
-    ]
-    return 2 * rows * sum(attention + 3 * width * d for width in widths) + 2 * drawn * c.vocab_size * d

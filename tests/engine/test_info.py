@@ -90,8 +90,6 @@ def test_memory_of_processes() -> None:
 def test_operations_are_timed_in_some_steps(tiny: Path) -> None:
     driver = Driver(tiny)
     driver.core.timing_interval = 3
-    ops = driver.engine.kernels.ops
-    before = dict(vars(ops))
     driver.submit("it", random_prompt(20), 8)
     driver.run()
     reports = [step.report for step in driver.steps]
@@ -100,5 +98,5 @@ def test_operations_are_timed_in_some_steps(tiny: Path) -> None:
         if report.op_seconds is not None:
             assert report.phase == "decode"
             assert 0 < report.op_seconds["attend"] < sum(report.op_seconds.values()) < report.seconds
-    assert vars(ops) == before
+    assert not driver.core.tracer.recorders
     assert Counter(report.phase for report in reports) == {"prefill": 1, "decode": 7}

@@ -111,11 +111,11 @@ def decoding(directory: Path, *strategies: str, kernels: str = "auto", sequences
 
 def cost(driver: Driver) -> tuple[Cost, int]:
     """Of the next steps, and the bytes that came into being in one."""
-    with OpCounter(driver.engine.kernels.ops) as recorder:
+    with driver.core.tracer.record(OpCounter()) as counter:
         driver.step()
     with Seen() as seen:
         driver.core.step()
-    return Cost(seen.dispatched, seen.tensors, recorder.calls.total()), seen.bytes
+    return Cost(seen.dispatched, seen.tensors, counter.calls.total()), seen.bytes
 
 
 def split(few: Cost, many: Cost) -> Budget:
@@ -171,9 +171,9 @@ def test_tensors_of_a_step_are_activations(models: dict[int, Path], strategy: st
 def test_weights_and_keys_are_read_once(models: dict[int, Path], strategy: str) -> None:
     with decoding(models[LAYERS[0]], strategy, sequences=1) as driver:
         least, most = bounds(driver)
-        with OpCounter(driver.engine.kernels.ops) as recorder:
+        with driver.core.tracer.record(OpCounter()) as counter:
             driver.core.step()
-    assert least <= recorder.bytes.total() <= most
+    assert least <= counter.bytes.total() <= most
 
 
 def bounds(driver: Driver) -> tuple[int, int]:
@@ -204,9 +204,9 @@ def test_a_matrix_that_is_read_twice_is_told(models: dict[int, Path], monkeypatc
             return fed(self, ops, h)
 
         monkeypatch.setattr(GatedMLP, "__call__", twice)
-        with OpCounter(driver.engine.kernels.ops) as recorder:
+        with driver.core.tracer.record(OpCounter()) as counter:
             driver.core.step()
-    assert recorder.bytes.total() > most
+    assert counter.bytes.total() > most
 
 
 def test_an_operation_more_in_a_layer_is_told(models: dict[int, Path], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -226,16 +226,16 @@ def sample(ops: Ops, shape: Shape) -> Pairs:
     """Of halves many are equal, and the first of them count."""
     draw, rows = Draw(shape), min(shape.length, 9)
     logits = draw(rows, 8 * _width(shape) + 3, times=2)
-    how = torch.rand(rows, 5, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
-    how[:, 1] = (how[:, 1] * 60).floor()  # top-k
-    how[:, 3] /= 10  # min-p
+    params = torch.rand(rows, 5, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    params[:, 1] = (params[:, 1] * 60).floor()  # top-k
+    params[:, 3] /= 10  # min-p
     for off in (0, 1, 2, 3):  # so that each filter is the last, too, and the first row greedy
-        how[off::4, off] = float(off == 2)
-    yield ops.sample(logits, how), torch.tensor([_drawn(*row) for row in zip(logits, how.tolist(), strict=True)])
+        params[off::4, off] = float(off == 2)
+    yield ops.sample(logits, params), torch.tensor([_drawn(*row) for row in zip(logits, params.tolist(), strict=True)])
 
 
-def _drawn(logits: Tensor, how: Sequence[float]) -> int:
-    temperature, top_k, top_p, min_p, noise = how
+def _drawn(logits: Tensor, params: Sequence[float]) -> int:
+    temperature, top_k, top_p, min_p, noise = params
     numbers = logits.double().numpy()
     if not temperature:
         return int(numbers.argmax())

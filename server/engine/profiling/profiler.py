@@ -13,8 +13,8 @@ import queue
 import tempfile
 import threading
 from collections import defaultdict
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from time import monotonic
@@ -22,14 +22,11 @@ from typing import Any
 
 import msgspec
 import torch
-from torch import Tensor
 from torch.autograd.profiler import profile  # what torch.profiler stands on; that one imports torch's compiler first
 from torch.profiler import record_function
 
-from kernels.ops import Attention, DecoderLayers, Ops
 from kernels.selfcheck.layer_ops import FORWARD_LAYERS
-from kernels.selfcheck.op_info import OpInfo
-from kernels.tracing import ForwardLayers, OpHook
+from kernels.tracing import NULL_CONTEXT, Recorder, Tracer
 from server.engine.ipc.messages import Answer, Failed, Profile
 from server.engine.profiling.trace_table import make_table
 from server.engine.scheduling.request import RequestError
@@ -41,30 +38,22 @@ MAX_TRACE_BYTES = 256 * 2**20  # of a trace
 FAILED_MESSAGE = "profiling failed; the server's log has the cause, and requests go on"
 BUSY_MESSAGE = "steps are being profiled, or their trace is written; try again when that is done"
 QUIET_KINETO_LEVEL = "99"  # torch's profiler prints lines of its own into the log otherwise
-NULL_CONTEXT: AbstractContextManager[object] = nullcontext()
 
 
-class OpAnnotator(OpHook):
-    """Names each call of an operation in the trace within its `with` block; a step's layers run as they always do."""
+class OpAnnotator(Recorder):
+    """Names each call of an operation in the trace of torch's profiler."""
 
-    needs_every_call = False
+    def __init__(self) -> None:
+        self.layer_op_seconds: defaultdict[str, float] = defaultdict(float)  # of operations within compiled layers
 
-    def __init__(self, ops: Ops) -> None:
-        super().__init__(ops)
-        self.layer_op_seconds: defaultdict[str, float] = defaultdict(
-            float
-        )  # seconds of operations within compiled layers
+    def op(self, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> AbstractContextManager[object]:
+        return record_function(name)
 
-    def call(self, op: OpInfo, run: Callable[..., object], args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
-        with record_function(op.name):
-            return run(*args, **kwargs)
+    def layers(self) -> AbstractContextManager[object]:
+        return record_function(FORWARD_LAYERS.name)
 
-    def on_seconds(self, name: str, seconds: float) -> None:
+    def add_seconds(self, name: str, seconds: float) -> None:
         self.layer_op_seconds[name] += seconds
-
-    def forward_layers(self, run: ForwardLayers, layers: DecoderLayers, x: Tensor, attention: Attention) -> Tensor:
-        with record_function(FORWARD_LAYERS.name):
-            return super().forward_layers(run, layers, x, attention)
 
 
 @dataclass
@@ -87,10 +76,10 @@ class Recording:
 class Profiler:
     """Records steps on request. Between recordings a step reads an attribute twice."""
 
-    def __init__(self, ops: Ops, device: torch.device, about: Mapping[str, Any]) -> None:
+    def __init__(self, tracer: Tracer, device: torch.device, about: Mapping[str, Any]) -> None:
         """Make a profiler of an engine, which `about` describes in each trace."""
         os.environ.setdefault("KINETO_LOG_LEVEL", QUIET_KINETO_LEVEL)
-        self._ops = ops
+        self._tracer = tracer
         self._device = "cuda" if device.type == "cuda" else None  # whose kernels are recorded, too
         self._about = about
         self._busy = False  # from the query to its answer
@@ -105,7 +94,7 @@ class Profiler:
         watching = ExitStack()
         try:
             torch_profiler = watching.enter_context(profile(use_device=self._device, use_kineto=True))
-            operations = watching.enter_context(OpAnnotator(self._ops))
+            operations = watching.enter_context(self._tracer.record(OpAnnotator()))
         except Exception:
             self._fail(worker, query_id, watching)
         else:
