@@ -1,4 +1,4 @@
-"""Operations on tensors and the KV memory they read: what they are called, and what they mean in plain torch.
+"""Operations on tensors and KV memory: their interface, their meaning in plain torch, and faster backends.
 
-Imports torch, and of this project at most `config`. Not Hugging Face's package of the same name.
+Imports torch and, of this project, only `config`. Not Hugging Face's package of the same name.
 """

@@ -1,6 +1,7 @@
-"""Checks of a tensor's type and size, and of a step's addresses: what the operations' own checks are made of.
+"""Checks of a tensor's type and size and of a step's addresses, from which each operation builds its own checks.
 
-Raises ValueError with a message that says what is wanted and what was found. Knows no operation and no backend.
+A failed check raises ValueError with a message that says what is required and what was found. Knows no operation and
+no backend.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ FLOATS: Sequence[torch.dtype] = (torch.float32, torch.bfloat16, torch.float16, t
 
 
 def check(holds: bool, message: str, *values: object) -> None:
-    """Raise ValueError unless `holds`; `values` replace the {} of the message, formatted only when it is needed."""
+    """Raise ValueError unless `holds`. `values` replace the {} of the message, which is formatted only on failure."""
     if not holds:
         raise ValueError(message.format(*(list(value) if isinstance(value, torch.Size) else value for value in values)))
 
@@ -72,13 +73,13 @@ def _format_dtype(dtype: torch.dtype) -> str:
 
 
 class SlotsChecker:
-    """Checks the addresses of a step once: all layers share them."""
+    """Checks the addresses of a step only once, although every layer passes them."""
 
     def __init__(self) -> None:
         self._tokens: WeakKeyDictionary[Slots, tuple[KVStore, int]] = WeakKeyDictionary()
 
     def check(self, operation: str, at: Slots, store: KVStore, tokens: int | None = None) -> None:
-        """Raise ValueError unless addresses fit each other, the store and, if given, the tokens that entered."""
+        """Raise ValueError unless the addresses fit each other, the store and, if given, the number of tokens."""
         found = self._tokens.get(at)
         if found is None or found[0] is not store:
             found = self._tokens[at] = store, _check_slots(operation, at, store)
@@ -87,7 +88,7 @@ class SlotsChecker:
 
 
 def _check_slots(operation: str, at: Slots, store: KVStore) -> int:
-    """Check a step's addresses; return the number of tokens in its rows, or 0 on a device, so as not to wait for it."""
+    """Check a step's addresses; return the number of tokens in its rows, or 0 on a GPU, to avoid a synchronization."""
     device, integers = store.device, (torch.int32,)
     check_tensor(operation, "start", at.start, (ANY,), integers, device)
     rows = at.num_rows

@@ -1,4 +1,4 @@
-"""Chooses the operations for a device, and checks them. A backend joins by a row in BACKENDS."""
+"""Chooses the operations for a device, and checks them. To add a backend, add a row to BACKENDS."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from kernels.selfcheck.op_info import DTYPES
 log = logging.getLogger(__name__)
 REFERENCE = "reference"
 
-# By name: the name of the device, and what loads the operations or raises KernelsMissing. For a device, the best first.
+# By name: the device, and a function that loads the operations or raises KernelsMissing; of a device, the fastest first
 BACKENDS: Mapping[str, tuple[str, Callable[[], Ops]]] = {
     **{f"cpu-{name}": ("cpu", partial(cpu.load, name)) for name in cpu.INSTRUCTION_SETS},
     "metal": ("mps", metal.load),
@@ -32,16 +32,16 @@ BACKENDS: Mapping[str, tuple[str, Callable[[], Ops]]] = {
 
 
 class Backend(NamedTuple):
-    """One that is written for some device, whether or not this machine can run it."""
+    """A backend for some device, whether or not this machine can run it."""
 
     name: str
     device: Device
     load: Callable[[], Ops]
-    missing: str | None  # why it cannot be loaded; None: it can
+    missing: str | None  # why it cannot be loaded; None: it can be
 
 
 def list_backends(device: str | None = None) -> Iterator[Backend]:
-    """Yield all of BACKENDS, or those for a device, the best first; not the reference, which runs everywhere."""
+    """Yield all of BACKENDS, or those for one device, the fastest first; the reference is not among them."""
     for name, (device_name, load) in BACKENDS.items():
         if device not in (None, device_name):
             continue
@@ -54,15 +54,15 @@ def list_backends(device: str | None = None) -> Iterator[Backend]:
 
 
 class CheckedOps(NamedTuple):
-    """Operations that were checked."""
+    """The operations of a backend after its self-check; those that failed come from the reference."""
 
     backend: str
     ops: Ops
-    verdicts: list[Verdict]  # empty: it is the reference
+    verdicts: list[Verdict]  # empty for the reference, which is not checked
 
     @property
     def faulty_ops(self) -> list[str]:
-        """Operations that the reference computes in the backend's place."""
+        """The operations that failed their check, which the reference computes instead."""
         return [verdict.op for verdict in self.verdicts if verdict.fault is not None]
 
     @property
@@ -80,14 +80,14 @@ class CheckedOps(NamedTuple):
 
 
 def load_ops(device: Device, dtype: torch.dtype, *, reference: bool = False) -> CheckedOps:
-    """Return the best operations for `device`; those that fail their check in `dtype` are replaced, and logged.
+    """Return the fastest operations for `device`; those that fail their check in `dtype` are replaced, and logged.
 
-    Raises KernelsMissing for an emulated device that has none: there plain torch is for those who ask for it.
+    Raises KernelsMissing for an emulated device without kernels: there plain torch is used only if `reference` is set.
     """
     if reference:
         return CheckedOps(REFERENCE, ReferenceOps(), [])
     if device.name != "cpu" and any(device_name == device.name for device_name, _ in BACKENDS.values()):
-        log.info("kernels for %s are compiled, unless they were before, and checked ...", device.name)
+        log.info("compiling (unless cached) and checking the kernels for %s ...", device.name)
     reason = f"they do not compute in {dtype}"
     for backend in list_backends(device.name) if dtype in DTYPES else ():
         if backend.missing is None:
@@ -102,7 +102,7 @@ def load_ops(device: Device, dtype: torch.dtype, *, reference: bool = False) -> 
 
 @contextmanager
 def _one_thread() -> Iterator[None]:
-    """Use one thread for small inputs: beside other work on a core, two wait for each other twenty times as long."""
+    """Use one thread within the block: on busy cores, two threads with small inputs take twenty times as long."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -111,7 +111,7 @@ def _one_thread() -> Iterator[None]:
         torch.set_num_threads(threads)
 
 
-@cache  # what was found once in a process holds for all of it
+@cache  # a backend is checked once per process
 def _check_backend(backend: Backend, dtype: torch.dtype) -> CheckedOps:
     ops = backend.load()
     with _one_thread():

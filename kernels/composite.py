@@ -1,6 +1,6 @@
-"""What layers do, made of single operations: for every backend that has no better way.
+"""The larger operations of a layer, composed of smaller ones: the default of backends that do not fuse them.
 
-Knows the order of operations in a layer; neither how any of them is computed nor what a cache is.
+Knows the order of operations in a layer, but neither how one is computed nor what a cache is.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from kernels.ops import Attention, AttentionWeights, DecoderLayer, DecoderLayers
 
 
 class CompositeOps(Ops):
-    """Implements those operations of `Ops` that other operations can compute, with the same bits."""
+    """Implements the operations of `Ops` that can be composed of other operations, with the same bits."""
 
     def pack_layers(self: Ops, layers: Sequence[DecoderLayer], dtype: torch.dtype) -> DecoderLayers:
         return DecoderLayers(layers)
@@ -64,7 +64,7 @@ class CompositeOps(Ops):
 
 
 def apply_rope(ops: Ops, x: Tensor, tables: RopeTables | None, positions: Tensor) -> Tensor:
-    """Rotate x [N,H,D] by RoPE; dimensions beyond those of the tables stay."""
+    """Rotate x [N,H,D] by RoPE; dimensions beyond those of the tables stay as they are."""
     if tables is None:
         return x
     rotated = 2 * tables[0].shape[1]
@@ -74,7 +74,7 @@ def apply_rope(ops: Ops, x: Tensor, tables: RopeTables | None, positions: Tensor
 
 
 def _norm(ops: Ops, x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
-    """Normalise x [N, d]; return it as it is where the model has no norm."""
+    """Normalise x [N, d]; return x itself if the model has no such norm."""
     return x if weight is None else ops.rms_norm(x, weight, eps)
 
 

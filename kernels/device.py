@@ -1,6 +1,6 @@
-"""What a device is: the word people use for it, and where its tensors live. Knows no kernel.
+"""Devices: their name in the settings, and the torch device of their tensors. Knows no kernel.
 
-The two differ where a device is emulated: its operations are a GPU's, its tensors live on the CPU.
+The two differ for an emulated GPU, whose tensors are on the CPU.
 """
 
 from __future__ import annotations
@@ -12,24 +12,24 @@ import torch
 
 
 class KernelsMissing(Exception):
-    """There are no such operations on this machine; the message says why, and what would help."""
+    """Raised if this machine cannot run the operations; the message says why, and what to do."""
 
 
 EMULATED_DEVICES: Mapping[str, str] = {
     "metal-emulated": "cpu",
     "metal-checked": "cpu",
-}  # by name: where their tensors live
+}  # name: the torch device of its tensors
 
 
 class Device(NamedTuple):
-    """Where operations run."""
+    """A device that operations run on."""
 
     name: str  # as in the settings, in /v1/settings and in the log
     tensors: torch.device
 
     @property
     def is_emulated(self) -> bool:
-        """Whether it exists for its kernels alone: plain torch is no replacement for them."""
+        """Whether the device is emulated to try its kernels; plain torch does not replace them then."""
         return self.name in EMULATED_DEVICES
 
 
@@ -39,13 +39,13 @@ def get_device(name: str) -> Device:
 
 
 def device_of(tensors: torch.device | str) -> Device:
-    """Return the device that computes where these tensors live."""
+    """Return the device for tensors of a torch device."""
     tensors = torch.device(tensors)
     return Device(tensors.type, tensors)
 
 
 def fast_half_dtypes() -> frozenset[torch.dtype]:
-    """Return the dtypes of 16 bits that this CPU has instructions for; products of others are slow."""
+    """Return the 16-bit dtypes for which this CPU has instructions; products in the others are slow."""
     halves = {
         torch.bfloat16: ("avx512_bf16", "amx_bf16", "bf16"),
         torch.float16: ("avx512_fp16", "amx_fp16", "fp16_arith"),

@@ -1,4 +1,4 @@
-"""Memory that is allocated once and stays: bytes, on any device. What lies in it, and whose it is, others know."""
+"""Allocates memory that stays until the process ends, on any device. Does not know what is stored in it."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from torch import Tensor
 
 
 def allocate(size: int, device: torch.device | str = "cpu") -> Tensor:
-    """Allocate [size] uint8, zero, and touched: none of it can turn out to be missing later.
+    """Allocate [size] uint8 of zeros, all of it touched, so that the system cannot run out of it later.
 
-    On Linux in huge pages, if the system grants them: keys that lie apart are then found without a walk through the
-    page table for each block (`madvise`, MADV_HUGEPAGE).
+    On Linux in huge pages, if the system grants them (`madvise`, MADV_HUGEPAGE): reading keys of scattered blocks then
+    needs no page walk for each block.
     """
     if torch.device(device).type != "cpu":
         return torch.zeros(size, dtype=torch.uint8, device=device)
@@ -22,40 +22,41 @@ def allocate(size: int, device: torch.device | str = "cpu") -> Tensor:
 
 
 def allocate_untouched(size: int) -> Tensor:
-    """Allocate [size] uint8 of a CPU's memory without touching it, for a caller that writes all of it anyway."""
+    """Allocate [size] uint8 on the CPU without touching it, for a caller that writes all of it."""
     if not hasattr(mmap, "MADV_HUGEPAGE"):
         return torch.empty(size, dtype=torch.uint8)
     memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    with suppress(OSError):  # a kernel without them
+    with suppress(OSError):  # a kernel without huge pages
         memory.madvise(mmap.MADV_HUGEPAGE)
     return torch.frombuffer(memory, dtype=torch.uint8)
 
 
 class WeightArena:
-    """Memory for many tensors that stay, one after the other: each by itself is too small for a huge page.
+    """Packs many tensors that stay into large chunks, as each of them alone is too small for a huge page.
 
-    A tensor keeps the stretch it lies in; nothing of it is touched before its taker does.
+    A tensor keeps its chunk alive. Memory is not touched until the caller writes it.
     """
 
-    STRETCH_BYTES = 64 << 20  # bytes, and more for what is larger
+    CHUNK_BYTES = 64 << 20  # a larger tensor gets a chunk of its own size
     ALIGN = 64  # a cache line
 
     def __init__(self) -> None:
         self._left = torch.empty(0, dtype=torch.uint8)
 
     def take(self, size: int) -> Tensor:
-        """Take [size] uint8."""
+        """Return [size] uint8, not initialised."""
         padded = -(-size // self.ALIGN) * self.ALIGN
         if padded > len(self._left):
-            self._left = allocate_untouched(max(padded, self.STRETCH_BYTES))
+            self._left = allocate_untouched(max(padded, self.CHUNK_BYTES))
         taken, self._left = self._left[:size], self._left[padded:]
         return taken
 
 
 def concatenate(parts: Sequence[Tensor]) -> Tensor:
-    """Concatenate rows of one dtype; a CPU's memory goes back to the system with the result.
+    """Concatenate tensors of one dtype along the first dimension.
 
-    malloc would keep it: between large tensors that go lie small ones that stay.
+    On a CPU the result is a mapping of its own, which is returned to the system when the tensor is freed; malloc would
+    keep it, as small tensors that stay lie between large ones that are freed.
     """
     first = parts[0]
     if first.device.type != "cpu":
@@ -66,10 +67,10 @@ def concatenate(parts: Sequence[Tensor]) -> Tensor:
 
 
 class ConcatenatedWeight:
-    """The rows of several matrices [n, in] of one dtype, one after the other; `concatenate` makes them one matrix."""
+    """Several matrices [n, in] of one dtype that stand for one, concatenated only by `concatenate`."""
 
     def __init__(self, parts: Sequence[Tensor]) -> None:
-        """Raise ValueError for parts of several widths or dtypes."""
+        """Raise ValueError if the parts differ in width or dtype."""
         widths = {(part.shape[-1], part.dtype) for part in parts}
         if len(widths) != 1 or any(part.dim() != 2 for part in parts):
             shapes = ", ".join(f"{part.dtype} {[*part.shape]}" for part in parts)

@@ -1,6 +1,7 @@
-"""The operations of a model (`Ops`), and what they are called with: weights, layers, and attention over cached keys.
+"""The operations that models and strategies call (`Ops`), and the types of their arguments: weights, layers, attention.
 
-Declares, implements nothing; `reference/backend.py` is what every operation means. Letters of shapes stand in types.py.
+Declares interfaces only; `reference/backend.py` defines the meaning of each operation. types.py explains the letters of
+shapes.
 """
 
 from __future__ import annotations
@@ -21,16 +22,16 @@ from kernels.types import LayerSpec, Slots
 
 # ---------------------------------------------------------------- weights and layers
 class PackedWeight(ABC):
-    """A weight [out, in] in the order in which a backend reads it: made by its `Ops.pack`, multiplied by it alone."""
+    """A weight [out, in] in the memory layout of one backend: made by its `Ops.pack`, and for that backend only."""
 
     shape: torch.Size  # of the weight
     nbytes: int
     device: torch.device
-    format: str  # what its numbers are kept in: "bfloat16", "int4"
+    format: str  # of its numbers: "bfloat16", "int4"
 
     @abstractmethod
     def rows(self, which: Tensor) -> Tensor:
-        """Return the values [n, in] of the rows `which` [n] int64, new."""
+        """Return the values [n, in] of the rows `which` [n] int64, as a new tensor."""
 
 
 Weight = Tensor | QuantizedTensor | PackedWeight  # [out, in]
@@ -42,28 +43,28 @@ Activation = Literal["silu", "gelu_tanh"]
 class AttentionWeights:
     """The weights around attention: a norm and the projections before it, the projection and a norm after it.
 
-    None: the model has no such thing. q, k and v are one matrix.
+    None stands for what the model does not have. q, k and v are one matrix.
     """
 
     norm: Tensor  # [d]
     qkv: Weight
     qkv_bias: Tensor | None
     qk_norm: tuple[Tensor, Tensor] | None  # [D] of queries, [D] of keys
-    tables: RopeTables | None  # narrower than D / 2: the dimensions beyond stay
+    tables: RopeTables | None  # if narrower than D / 2, the other dimensions are not rotated
     q_heads: int
     kv_heads: int
     o: Weight
     o_bias: Tensor | None
-    post_norm: Tensor | None  # [d], of what is added
+    post_norm: Tensor | None  # [d], of the projection before it is added (Gemma)
     next_norm: Tensor  # [d], before the feed-forward
     eps: float  # of all these norms
 
     def pack(self, ops: Ops) -> AttentionWeights:
-        """Return the same weights as a backend multiplies them fastest."""
+        """Return the same weights in the layout that a backend multiplies fastest."""
         return replace(self, qkv=ops.pack(self.qkv), o=ops.pack(self.o))
 
     def tensors(self) -> Iterator[Weight]:
-        """Yield the weights; tables are not among them."""
+        """Yield the weights, without the RoPE tables."""
         for weight in (self.norm, self.qkv, self.qkv_bias, self.o, self.o_bias, self.post_norm, self.next_norm):
             if weight is not None:
                 yield weight
@@ -78,7 +79,7 @@ class MLP(Protocol):
         ...
 
     def pack(self, ops: Ops) -> MLP:
-        """Return the same weights as a backend multiplies them fastest."""
+        """Return the same weights in the layout that a backend multiplies fastest."""
         ...
 
     def tensors(self) -> Iterator[Weight]:
@@ -100,7 +101,7 @@ class GatedMLP:
         return ops.mlp(self, h)
 
     def pack(self, ops: Ops) -> GatedMLP:
-        """Return the same weights as a backend multiplies them fastest."""
+        """Return the same weights in the layout that a backend multiplies fastest."""
         return replace(self, gate_up=ops.pack(self.gate_up), down=ops.pack(self.down))
 
     def tensors(self) -> Iterator[Weight]:
@@ -111,21 +112,21 @@ class GatedMLP:
 
 @dataclass(frozen=True, eq=False, slots=True)
 class DecoderLayer:
-    """Attention and a feed-forward after it, each of which adds to its input."""
+    """One layer: attention, then a feed-forward; each is added to its input."""
 
     spec: LayerSpec
     attention: AttentionWeights
     mlp: MLP
-    post_norm: Tensor | None  # [d], of what the feed-forward adds; None: the model has no such norm
+    post_norm: Tensor | None  # [d], of what the feed-forward adds; None: the model does not have one
 
     def __post_init__(self) -> None:
-        """Raise ValueError unless the weights have the heads that attention has."""
+        """Raise ValueError unless weights and attention have the same numbers of heads."""
         heads = self.attention.q_heads, self.attention.kv_heads
         if heads != (self.spec.num_q_heads, self.spec.num_kv_heads):
             raise ValueError(f"weights for {heads[0]} query heads and {heads[1]} of keys do not fit {self.spec}")
 
     def pack(self, ops: Ops) -> DecoderLayer:
-        """Return the same layer, with weights as a backend multiplies them fastest."""
+        """Return the same layer, with weights in the layout that a backend multiplies fastest."""
         return replace(self, attention=self.attention.pack(ops), mlp=self.mlp.pack(ops))
 
     def tensors(self) -> Iterator[Weight]:
@@ -137,75 +138,76 @@ class DecoderLayer:
 
 
 class DecoderLayers:
-    """All layers of a model, in order: made by `Ops.pack_layers`, for its `forward_layers` alone."""
+    """All layers of a model, in order: made by `Ops.pack_layers` of a backend for its `forward_layers`."""
 
     def __init__(self, layers: Sequence[DecoderLayer]) -> None:
         self.layers = layers
 
     def op_seconds(self) -> Mapping[str, float] | None:
-        """Return the seconds, by name, of the operations that the last call did by itself; None if it called `Ops`."""
+        """Return the seconds of each operation in the last `forward_layers`, by name; None if they are not measured."""
         return None
 
 
 # ---------------------------------------------------------------- attention
 class KVLocation(NamedTuple):
-    """Where keys lie, of all layers."""
+    """The addresses of the keys and values of some rows in all layers."""
 
     store: KVStore
     at: Slots
-    window: int | None  # as `attend` takes it
+    window: int | None  # the argument of `Ops.attend`
 
 
 class Attention(Protocol):
-    """All that a model sees of caches, batches and requests."""
+    """The attention of one step, as a model calls it; hides caches, the batch and requests from it."""
 
-    positions: Tensor  # [N] int64, absolute; the model applies RoPE at these, always
-    logit_index: Tensor  # [K] int64, rows of the hidden state that go through lm_head
+    positions: Tensor  # [N] int64, absolute; the model applies RoPE at these
+    logit_index: Tensor  # [K] int64, rows of the hidden state for which logits are computed
 
     @property
     def kv_locations(self) -> Sequence[tuple[slice, KVLocation]] | None:
-        """Where all keys lie, by slices of the N tokens; None: only attend() knows.
+        """The addresses of all keys, by slices of the N tokens; None if only attend() knows them.
 
-        attend() then does no more than `write_kv` and `attend` there, and a backend may do it in its place.
+        If they are given, attend() only calls `Ops.write_kv` and `Ops.attend` with them, so a backend may do that
+        itself.
         """
         ...
 
     def attend(self, layer_idx: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Enter k [N,H,D] and v [N,H,Dv] into the caches, and attend from q [N,Hq,D] -> [N,Hq,Dv]."""
+        """Write k [N,H,D] and v [N,H,Dv] to the caches, and attend from q [N,Hq,D] -> [N,Hq,Dv]."""
         ...
 
 
 # ---------------------------------------------------------------- operations
 class Ops(Protocol):
-    """The operations of models and strategies. All backends agree with kernels/reference, and may inherit from it.
+    """The operations of models and strategies. Every backend agrees with kernels/reference, and may inherit from it.
 
-    Tensors may be views with strides of their own; only their last dimension is dense. Arguments that do not fit each
-    other raise ValueError before any memory is read. What is NaN or infinite stays in its row.
+    Tensors may be strided views; only their last dimension is dense. Arguments that do not fit each other raise
+    ValueError before any memory is read. A NaN or infinite number affects no other row.
     """
 
     @property
-    def row_invariant_head_dim(self) -> int:
-        """Return the largest head for which a row has the same bits in every batch; 0: it may differ in any case."""
+    def batch_invariant_head_dim(self) -> int:
+        """The largest head_dim for which the bits of a row do not depend on the rest of the batch; 0: none."""
         ...
 
     def prepare(self, layers: Sequence[LayerSpec], dtype: torch.dtype, kv_dtype: torch.dtype) -> None:
-        """Make ready what these layers' attention will need, in `dtype` over keys in `kv_dtype`.
+        """Compile the attention kernels for these layers, in `dtype` over keys in `kv_dtype`.
 
-        Some kernels are compiled, and nobody's request is to wait for that.
+        So no request waits for it. A backend without such kernels does nothing.
         """
         ...
 
     def pack(self, weight: Weight | ConcatenatedWeight) -> Weight:
-        """Return the weight [out, in] as this backend's `linear` reads it fastest.
+        """Return a weight [out, in] in the layout that this backend's `linear` reads fastest, with the same values.
 
-        Made once, when a model is loaded; the weight itself where that is as good. Its values stay the same.
+        Called once per weight, when a model is loaded. May return the weight itself.
         """
         ...
 
     def pack_layers(self, layers: Sequence[DecoderLayer], dtype: torch.dtype) -> DecoderLayers:
-        """Return the layers of a model with activations of a dtype, for `forward_layers`.
+        """Return the layers of a model, for `forward_layers` with activations of a dtype.
 
-        Made once, as `pack`.
+        Called once per model, when it is loaded.
         """
         ...
 
@@ -213,27 +215,27 @@ class Ops(Protocol):
         """Multiply x [N, in] by weight [out, in] and add bias [out] -> [N, out] in x's dtype.
 
         Floats are multiplied in the dtype of weight and bias. The values of a quantized weight are those of
-        `kernels.quantization.dequantize`; their products are summed in float32, or x is rounded to whole numbers of 8
-        bits first, where the largest of a group of columns becomes 127 or -127, and a group's products are summed
-        exactly (as llama.cpp does).
+        `kernels.quantization.dequantize`. A backend sums their products in float32, or first quantizes x to 8 bits per
+        group of columns, the largest magnitude becoming 127, and sums the products of a group exactly (as llama.cpp
+        does).
         """
         ...
 
     def qkv_proj_rope(
         self, layer: AttentionWeights, x: Tensor, added: Tensor | None, positions: Tensor
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Add x [N, d] and what is still to be added -> the sum, and of its norm q [N,Hq,D], k [N,H,D], v [N,H,D].
+        """Return x [N, d] plus `added` (None: nothing), and q [N,Hq,D], k [N,H,D], v [N,H,D] of the norm of that sum.
 
-        q and k at their positions [N] int64. The bits are those of the operations one by one.
+        q and k are rotated by RoPE at `positions` [N] int64. The bits are those of the single operations.
         """
         ...
 
     def o_proj_add_norm(self, layer: AttentionWeights, x: Tensor, mixed: Tensor) -> tuple[Tensor, Tensor]:
-        """Add to x [N, d] the projection of attention's output, mixed [N, Hq * D]; return the sum and its norm."""
+        """Add the projection of attention's output, mixed [N, Hq * D], to x [N, d]; return the sum and its norm."""
         ...
 
     def mlp(self, weights: GatedMLP, h: Tensor) -> Tensor:
-        """Compute what the layer adds to h [N, d] -> [N, d]: down(activation(gate) * up)."""
+        """Compute a gated feed-forward of h [N, d] -> [N, d]: down(activation(gate) * up)."""
         ...
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -267,7 +269,7 @@ class Ops(Protocol):
         ...
 
     def quantize(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Quantize x [..., D] -> int8 [..., D] and scale [...] float32: the largest number becomes 127 or -127.
+        """Quantize x [..., D] -> int8 [..., D] and scale [...] float32: the largest magnitude becomes 127.
 
         Halves are rounded to even. A vector of zeros has the scale 0.
         """
@@ -278,7 +280,7 @@ class Ops(Protocol):
         ...
 
     def write_kv(self, store: KVStore, layer: int, k: Tensor, v: Tensor, at: Slots) -> None:
-        """Write k [N,H,D], v [N,H,Dv] to their slots; to a store of int8 as `quantize` says."""
+        """Write k [N,H,D], v [N,H,Dv] to their slots; a store of int8 gets them quantized as by `quantize`."""
         ...
 
     def attend(
@@ -295,16 +297,16 @@ class Ops(Protocol):
         """Attend from q [N,Hq,D] to the stored keys and values, into out [N,Hq,Dv].
 
         A query at position i sees the keys at j <= i that lie within the model's spec.window and, if the strategy
-        gives a `window`, within that or in a sink slot. Tiles of keys are summed in float32, in an order fixed by
-        position alone. Rows of `out` that belong to padding are left as they are. Keys and values that a query does
-        not see do not touch its result, whatever they are, NaN and infinite too.
+        gives a `window`, within that or in a sink slot. Tiles of keys are summed in float32, in an order that depends
+        on positions alone. Rows of `out` for padding are not written. Keys and values that a query does not see never
+        change its result, even if they are NaN or infinite.
         """
         ...
 
     def gather(self, store: KVStore, layer: int, at: Slots, row: int, positions: Tensor) -> tuple[Tensor, Tensor]:
         """Return K [S,H,D] and V [S,H,Dv] of a row at positions [S], for tests, measurements and adapters.
 
-        In the store's dtype; float32 if that is int8.
+        They have the dtype of the store, or float32 if that is int8.
         """
         ...
 
@@ -315,22 +317,22 @@ class Ops(Protocol):
     def repeat_kv_heads(self, x: Tensor, groups: int) -> Tensor:
         """Repeat each KV head `groups` times for the query heads: x [S,H,D] -> [H * groups, S, D], dense and new.
 
-        Head-major, as kernels want it that know no grouped heads: query head h reads what was KV head h // groups.
+        Head-major, for kernels without grouped-query attention: query head h reads KV head h // groups.
         """
         ...
 
     def repeat_kv_heads_step(self, mirror: Tensor, x: Tensor, start: int) -> None:
         """Repeat x [n,H,D] as `repeat_kv_heads`, into columns start .. start + n of mirror [H * groups, P, D].
 
-        Nothing else of the mirror is touched: whoever keeps one moves what is new, and not the whole text once more.
-        Raises if there are no such columns, or the mirror's heads are no multiple of x's.
+        Writes nothing else, so a caller that keeps a mirror moves only the new tokens in each step. Raises ValueError
+        if there are no such columns, or if the mirror's heads are not a multiple of x's.
         """
         ...
 
     def forward_layers(self, layers: DecoderLayers, x: Tensor, attention: Attention) -> Tensor:
         """Run all layers: x [N, d], embedded tokens -> the output of the last layer [N, d].
 
-        Each layer is `qkv_proj_rope`, the attention's attend(), `o_proj_add_norm` and its feed-forward; the bits are
-        those of the operations one by one.
+        Each layer is `qkv_proj_rope`, the attention's attend(), `o_proj_add_norm` and its feed-forward. The bits are
+        those of the single operations.
         """
         ...

@@ -1,7 +1,7 @@
-"""A weight in whole numbers of 8 or 4 bits, affine by groups of a row: the format, and the ways into and out of it.
+"""Weights quantized to integers of 8 or 4 bits, affine per group of columns: the format and its conversions.
 
-The same numbers as in checkpoints people have: MLX's (its uint32 seen as bytes), GGUF's Q8_0 and Q4_0 (w = d (q - 8) is
-scale d, offset -8 d), and int8 by output channel (a group is a row). Knows neither files nor products.
+Holds the numbers of common checkpoints as they are: MLX (its uint32 seen as bytes), GGUF's Q8_0 and Q4_0 (w = d (q - 8)
+is scale d, offset -8 d), and int8 by output channel (a group is a row). Knows neither files nor products.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ from torch import Tensor
 from kernels.memory import concatenate
 
 BITS = (4, 8)
-TILE = 1 << 18  # numbers that are float32 at a time: a mebibyte, which stays in the cache
-# When quantizing, in many steps: on a busy machine threads wait longer for each other than for memory
+TILE = 1 << 18  # numbers that are float32 at a time: 1 MiB, which stays in the cache
+# The same when quantizing, which takes many steps: on a busy machine threads wait longer for each other than for memory
 WIDE_TILE = 1 << 21
 
 
 @dataclass(frozen=True, eq=False, slots=True)
 class QuantizedTensor:
-    """A weight [out, in]: value = scale * number + offset in float32, the latter two for `group` columns of a row each.
+    """A weight [out, in]: value = scale * number + offset in float32, with a scale and an offset per `group` columns.
 
-    Groups are of 32, 64 or 128 columns in checkpoints known, or of a row; a kernel may leave others to the reference.
+    In known checkpoints a group has 32, 64 or 128 columns, or all; a kernel may leave other groups to the reference.
     """
 
     numbers: Tensor  # uint8 [out, in], or of 4 bits [out, in / 2]: the even column in the lower half
@@ -85,9 +85,9 @@ class QuantizedTensor:
 
 
 def check_format(width: int, bits: int, group: int) -> None:
-    """Raise ValueError if rows of `width` columns cannot be kept in such numbers."""
+    """Raise ValueError if rows of `width` columns cannot be quantized to these bits in these groups."""
     if bits not in BITS:
-        raise ValueError(f"{bits} bits a number cannot be computed with; {' and '.join(map(str, BITS))} can")
+        raise ValueError(f"weights of {bits} bits are not supported; {' and '.join(map(str, BITS))} bits are")
     if group < 1 or width % group or width * bits % 8:
         raise ValueError(f"groups of {group} do not divide rows of {width} columns")
 
@@ -106,11 +106,11 @@ def dequantize(weight: QuantizedTensor) -> Tensor:
 
 
 def quantize_weight(weight: Tensor, bits: int, group: int) -> QuantizedTensor:
-    """Round weight [out, in] of floats to its nearest numbers, scale and offset in its dtype. Equal numbers stay exact.
+    """Quantize a weight [out, in] of floats by rounding to nearest; scale and offset get its dtype.
 
-    As MLX does (`mlx.core.quantize`): the offset is the smallest or the largest number of a group, whichever is farther
-    from 0, and 0 is a whole number of steps from it. Raises ValueError for other bits than 4 and 8, a group that does
-    not divide a row, and numbers that are NaN or infinite.
+    A group of equal numbers stays exact. As MLX does (`mlx.core.quantize`), the offset is the smallest or the largest
+    number of a group, whichever is farther from 0, and 0 is a whole number of steps from it. Raises ValueError for bits
+    other than 4 and 8, a group that does not divide a row, and numbers that are NaN or infinite.
     """
     check_format(weight.shape[1], bits, group)
     return concatenate_quantized(
@@ -121,9 +121,9 @@ def quantize_weight(weight: Tensor, bits: int, group: int) -> QuantizedTensor:
 def _split_groups(weight: Tensor, group: int) -> tuple[Tensor, Tensor, Tensor]:
     """Return float32 [out, in / group, group], and the smallest and the largest number of each group."""
     wide = weight.float().unflatten(-1, (-1, group))
-    low, high = wide.amin(-1), wide.amax(-1)  # a fifth of aminmax's time
+    low, high = wide.amin(-1), wide.amax(-1)  # five times as fast as aminmax
     if not (low.isfinite() & high.isfinite()).all():
-        raise ValueError("some of its numbers are NaN or infinite, which no whole number stands for")
+        raise ValueError("some of its numbers are NaN or infinite, which cannot be quantized")
     return wide, low, high
 
 
@@ -141,9 +141,9 @@ def _round_to_nearest(weight: Tensor, bits: int, group: int) -> QuantizedTensor:
 
 
 def quantize_symmetric(weight: Tensor, bits: int, group: int | None = None) -> QuantizedTensor:
-    """Quantize as `quantize_weight`, without offsets of groups: value = scale * (number - half of all numbers).
+    """Quantize as `quantize_weight`, but symmetrically: value = scale * (number - 2^(bits - 1)).
 
-    The number farthest from 0 becomes the lowest one, as in GGUF's Q4_0. `group` None: a row, and its scale float32.
+    The number farthest from 0 becomes the integer 0, as in GGUF's Q4_0. `group` None: a row, with a float32 scale.
     """
     width = weight.shape[1]
     check_format(width, bits, group or width)
@@ -162,7 +162,7 @@ def _round_symmetric(weight: Tensor, bits: int, group: int) -> QuantizedTensor:
 
 
 def from_symmetric(numbers: Tensor, scale: Tensor, bits: int) -> QuantizedTensor:
-    """Return the weight with value = scale * (number - half of all numbers), exactly; parts as in `QuantizedTensor`."""
+    """Return the weight with value = scale * (number - 2^(bits - 1)), exactly; parts as in `QuantizedTensor`."""
     zero, width = 2 ** (bits - 1), numbers.shape[1] * 8 // bits
     offset = scale * -zero
     if not offset.isfinite().all():  # float16 ends at 65504
@@ -171,9 +171,9 @@ def from_symmetric(numbers: Tensor, scale: Tensor, bits: int) -> QuantizedTensor
 
 
 def concatenate_quantized(parts: Sequence[QuantizedTensor]) -> QuantizedTensor:
-    """Concatenate the rows of weights, all as exact as they were.
+    """Concatenate the rows of weights without changing their values.
 
-    Where they differ in format, in the most bits and the smallest groups of any.
+    If their formats differ, the result has the most bits of any, and groups that divide the groups of all.
     """
     bits, group = max(part.bits for part in parts), gcd(*(part.group for part in parts))
     alike = [_refine(part, bits, group) for part in parts]
@@ -190,9 +190,9 @@ def _refine(weight: QuantizedTensor, bits: int, group: int) -> QuantizedTensor:
 
 
 def pack_numbers(numbers: Tensor, bits: int) -> Tensor:
-    """Pack uint8 [out, in], of 4 bits below 16, as `QuantizedTensor` has them.
+    """Pack uint8 [out, in], below 16 for 4 bits, as `QuantizedTensor` stores them.
 
-    As words of 16 bits, here and back: a third of the time, or less, that two strided copies take.
+    Computed in words of 16 bits, which takes at most a third of the time of two strided copies.
     """
     if bits == 8:
         return numbers

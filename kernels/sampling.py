@@ -1,6 +1,6 @@
-"""How tokens are drawn from logits, in plain torch on any device: what `Ops.sample` means. Knows no text.
+"""Sampling of tokens from logits in plain torch, on any device: the meaning of `Ops.sample`. Knows no text.
 
-All is computed where the logits are, and the host waits for nothing.
+Computes on the device of the logits, without waiting for it.
 """
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-NO_TOKEN = -1  # where the logits are not numbers
-BELOW_ONE = 1 - 2**-24  # the float32 before 1: times any other it is less than that
-COLDEST = 1e-30  # temperature; float32 could not divide by much less
+NO_TOKEN = -1  # for a row of logits that is not finite
+BELOW_ONE = 1 - 2**-24  # the largest float32 below 1: a positive number times this is smaller than the number
+COLDEST = 1e-30  # the lowest temperature that float32 can divide by
 Sample = Callable[[Tensor, Tensor], Tensor]  # a backend's `Ops.sample`
 
 
 class SamplingFilter(Protocol):
-    """Which tokens may come, and how likely they are."""
+    """The parameters that determine the distribution of a token."""
 
     @property
     def temperature(self) -> float: ...
@@ -32,7 +32,7 @@ class SamplingFilter(Protocol):
 
 
 class SamplingRow(NamedTuple):
-    """How `Ops.sample` draws one row's token."""
+    """The sampling parameters of one row of logits, as `Ops.sample` takes them."""
 
     temperature: float = 0.0
     top_k: float = 0.0
@@ -42,7 +42,7 @@ class SamplingRow(NamedTuple):
 
 
 def sample(logits: Tensor, params: Tensor) -> Tensor:
-    """Draw tokens as `Ops.sample` says."""
+    """Implement `Ops.sample`."""
     tokens = argmax_tokens(logits)
     finite = tokens != NO_TOKEN
     for i, each in enumerate(map(SamplingRow._make, params.tolist())):
@@ -52,10 +52,10 @@ def sample(logits: Tensor, params: Tensor) -> Tensor:
 
 
 def argmax_tokens(logits: Tensor) -> Tensor:
-    """Return the first of the largest in each row [K]; NO_TOKEN if that is infinite, or a number of the row is NaN.
+    """Return the index of the first maximum of each row [K]; NO_TOKEN if it is infinite or the row has a NaN.
 
-    On a CPU by numpy, whose argmax is twenty times as fast as torch's and finds NaN before all others; on mps argmax
-    passes over NaN.
+    On a CPU by numpy, whose argmax is twenty times as fast as torch's and returns a NaN first. On mps argmax ignores
+    NaN.
     """
     if logits.device.type == "cpu":
         numbers = logits.float().numpy()
@@ -68,7 +68,7 @@ def argmax_tokens(logits: Tensor) -> Tensor:
 
 
 def compute_probabilities(logits: Tensor, of: SamplingFilter) -> Tensor:
-    """Return what a token is drawn from [V], of logits [V]: temperature, min-p, top-k and top-p, in this order."""
+    """Return unnormalised probabilities [V] of logits [V], after temperature, min-p, top-k and top-p, in this order."""
     p = ((logits - logits.max()) / max(of.temperature, COLDEST)).softmax(-1)
     if of.min_p > 0:  # Nguyen et al. 2024: less likely than this share of the likeliest
         p = p.masked_fill(p < of.min_p * p.max(), 0.0)
@@ -78,19 +78,19 @@ def compute_probabilities(logits: Tensor, of: SamplingFilter) -> Tensor:
         ordered, ids = p.sort(descending=True, stable=True)
         mass_before = ordered.cumsum(-1) - ordered
         kept = mass_before < of.top_p * p.sum()
-        kept[0] = True  # also where the product is too small to be told from 0
+        kept[0] = True  # also if the product is rounded to 0
         p = p.masked_fill(~kept.scatter(0, ids, kept), 0.0)
     return p
 
 
 def draw_token(p: Tensor, u: float) -> Tensor:
-    """Return the token [] whose stretch of the cumulated p [V] (not necessarily normalised) holds u in [0, 1)."""
+    """Return the token [] in whose interval of the cumulative p [V] (not necessarily normalised) u in [0, 1) lies."""
     cumulated = p.cumsum(-1)
     return torch.searchsorted(cumulated, min(u, BELOW_ONE) * cumulated[-1], right=True)
 
 
 def _mask_top_k(k: int, p: Tensor) -> Tensor:
-    """Mask [V] of the k largest; of equal ones the first, which topk does not promise."""
+    """Return the mask [V] of the k largest; of equal ones the first, which topk does not guarantee."""
     least = p.topk(k).values[-1]
     larger, equal = p > least, p == least
     return larger | (equal & (equal.cumsum(-1) <= k - larger.sum()))

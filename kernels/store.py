@@ -1,12 +1,12 @@
 """Keys and values of all layers as typed, strided views of pages of memory.
 
-Knows how a block is laid out; neither who owns it nor which tokens lie in it. A block of `block_size` tokens is `run`
+Knows the layout of a block, but neither its owner nor which tokens are in it. A block of `block_size` tokens is `run`
 consecutive pages, and its id is the number of its first page:
 
     block  | layer 0: K [H, block_size, D] | V [H, block_size, Dv] | layer 1: K | V | ... | unused |
            0                              v_offset(0)             k_offset(1)            block_bytes   run * page_bytes
 
-Keys and values in int8 have a float32 scale behind each vector: D numbers and four bytes more.
+In int8 each vector of D numbers is followed by its float32 scale, 4 bytes.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ def compute_vector_bytes(dim: int, dtype: torch.dtype) -> int:
 
 
 def compute_plane_offsets(layers: Sequence[LayerSpec], block_size: int, dtype: torch.dtype) -> list[int]:
-    """Return the byte offsets K0, V0, K1, V1 and so on within a block, and last its size.
+    """Return the byte offsets of K0, V0, K1, V1 and so on within a block, and last the size of the block.
 
-    Python integers: no 32-bit overflow.
+    These are Python integers, so they do not overflow 32 bits.
     """
     offsets = [0]
     for spec in layers:
@@ -58,11 +58,11 @@ class Plane(NamedTuple):
     """Keys or values of one layer."""
 
     numbers: Tensor  # [blocks, H, block_size, dim]
-    scale: Tensor | None  # [blocks, H, block_size] float32, of int8
+    scale: Tensor | None  # [blocks, H, block_size] float32; None unless int8
 
 
 class PagedMemory(Protocol):
-    """Pages of bytes, as a store sees them; which of them are in use, their owner knows."""
+    """Memory cut into pages, as a store needs it; the owner knows which pages are in use."""
 
     @property
     def memory(self) -> Tensor:
@@ -77,12 +77,12 @@ class PagedMemory(Protocol):
 
 
 class Pages:
-    """Pages of memory of their own, without owners: for tests of kernels and measurements."""
+    """Paged memory without an owner, for tests and benchmarks of kernels."""
 
     def __init__(
         self, pages: int, page_bytes: int, device: torch.device | str = "cpu", *, memory: Tensor | None = None
     ) -> None:
-        """Allocate all of it, or take `memory` [pages * page_bytes] uint8 as it is."""
+        """Allocate all pages, or use `memory` [pages * page_bytes] uint8 as it is."""
         self.pages = pages
         self.page_bytes = page_bytes
         self.memory = allocate(pages * page_bytes, device) if memory is None else memory
@@ -90,7 +90,7 @@ class Pages:
 
 
 class KVStore:
-    """The blocks of one strategy instance: one view per layer and plane, made once."""
+    """The blocks of one strategy instance: views of its keys and of its values for each layer, made once."""
 
     def __init__(self, memory: PagedMemory, layers: Sequence[LayerSpec], block_size: int, dtype: torch.dtype) -> None:
         assert memory.page_bytes % ALIGN == 0
@@ -124,21 +124,18 @@ class KVStore:
         return Plane(numbers, scale)
 
     def heads(self, layer: int) -> tuple[int, int, int]:
-        """Return a layer's KV heads and their dimensions, of keys and of values. Raises ValueError: no such layer."""
+        """Return a layer's number of KV heads, head_dim and v_head_dim. Raises ValueError if there is no such layer."""
         if not 0 <= layer < len(self._heads):
             raise ValueError(f"there is no layer {layer} among {len(self._heads)}")
         return self._heads[layer]
 
     def planes(self, layer: int) -> tuple[Plane, Plane]:
-        """Return the keys and the values of a layer. Raises ValueError: no such layer."""
+        """Return the keys and the values of a layer. Raises ValueError if there is no such layer."""
         self.heads(layer)
         return self._planes[2 * layer], self._planes[2 * layer + 1]
 
     def find_finite_blocks(self, blocks: Sequence[int]) -> list[bool]:
-        """Return for each of these blocks, which are full, whether all its numbers in all layers are finite.
-
-        Waits for the device.
-        """
+        """Return for each of these full blocks whether all its numbers are finite. Waits for the device."""
         tensors = (plane.numbers if plane.scale is None else plane.scale for plane in self._planes)
         finite_by_plane = torch.stack(
             [plane[blocks].isfinite().flatten(1).all(dim=1) for plane in tensors]
@@ -147,11 +144,11 @@ class KVStore:
         return finite
 
     def k(self, layer: int) -> Tensor:
-        """View [blocks, H, block_size, D]; stride(0) is a page."""
+        """Return the keys of a layer [blocks, H, block_size, D]; stride(0) is a page."""
         return self.planes(layer)[0].numbers
 
     def v(self, layer: int) -> Tensor:
-        """View [blocks, H, block_size, Dv]; stride(0) is a page."""
+        """Return the values of a layer [blocks, H, block_size, Dv]; stride(0) is a page."""
         return self.planes(layer)[1].numbers
 
     def k_offset(self, layer: int) -> int:

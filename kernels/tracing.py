@@ -168,8 +168,8 @@ class TracedOps(Ops):
 
     # ---------------------------------------------------------------- not reported
     @property
-    def row_invariant_head_dim(self) -> int:
-        return self._ops.row_invariant_head_dim
+    def batch_invariant_head_dim(self) -> int:
+        return self._ops.batch_invariant_head_dim
 
     def prepare(self, layers: Sequence[LayerSpec], dtype: torch.dtype, kv_dtype: torch.dtype) -> None:
         self._ops.prepare(layers, dtype, kv_dtype)

@@ -1,7 +1,7 @@
-"""What models, strategies and kernels say to each other: the attention of a layer, and where keys lie. Data only.
+"""Types that models, strategies and kernels share: the attention of a layer, and the addresses of keys. Data only.
 
-Shapes use these letters: N tokens of a step (or of one strategy's slice of it), B rows, R seats, M blocks of the
-longest seat, Hq / H query / KV heads, D head dim.
+Letters in shapes: N tokens of a step (or of one strategy's slice of it), B rows, R seats, M blocks of the longest seat,
+Hq / H query / KV heads, D head dim.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from torch import Tensor
 
 
 class LayerSpec(NamedTuple):
-    """Facts of the MODEL about the attention of one layer; a strategy may keep less, never see more."""
+    """The attention of one layer, as the MODEL defines it. A strategy may keep fewer keys, and never show more."""
 
     num_kv_heads: int
     num_q_heads: int
@@ -24,27 +24,29 @@ class LayerSpec(NamedTuple):
     scale: float = 1.0  # of the scores
     softcap: float | None = None  # scores become softcap * tanh(score / softcap)
     sink_logits: Tensor | None = None  # [Hq], learned: one more logit in the softmax, with no value
-    rotate: Callable[[Tensor, Tensor], Tensor] | None = None  # (x [N,H,D], delta [N]) -> RoPE moved on by delta
+    rotate: Callable[[Tensor, Tensor], Tensor] | None = (
+        None  # (x [N,H,D], delta [N]) -> x rotated delta positions further
+    )
 
 
 @dataclass(frozen=True, eq=False, slots=True, weakref_slot=True)
 class Slots:
-    """Where one strategy's keys of one step lie: the contract between strategies and kernels.
+    """The addresses of one strategy's keys in one step: the contract between strategies and kernels.
 
-    Token position p of a seat lies in slot(p) = p if p < sinks else sinks + (p - sinks) % ring (ring 0: slot(p) = p),
+    Token position p of a seat is in slot(p) = p if p < sinks else sinks + (p - sinks) % ring (ring 0: slot(p) = p),
     that is in block table[seat, slot // block_size] at slot % block_size. Tensors are int32 on the device, and their
-    addresses stay the same from step to step.
+    memory addresses stay the same from step to step.
     """
 
-    table: Tensor  # [R, M] block ids; rows are never copied, kernels go through row_seat
+    table: Tensor  # [R, M] block ids; rows are not copied, kernels look them up by row_seat
     block_size: int  # slots of a block
     row_seat: Tensor  # [B] row of the table
     q_start: Tensor  # [B + 1] offsets into the N tokens; decode rows (one token) stand first
     start: Tensor  # [B] position of the row's first token; < 0: padding, nothing is written or read
     kept: Tensor  # [B] slots in use before this step, for backends that read slots in order
-    num_decode: int  # rows of one token; this and the next two are for a backend to choose a kernel and its split
+    num_decode: int  # rows of one token; from this and the next two a backend chooses a kernel and its splits
     max_q: int  # longest row
-    max_kv: int  # longest text, this step included
+    max_kv: int  # length of the longest sequence, this step included
     sinks: int = 0
     ring: int = 0
 
@@ -60,6 +62,6 @@ class Slots:
         return in_ring.where(position >= self.sinks, position)
 
     def locate(self, seat: Tensor, position: Tensor) -> tuple[Tensor, Tensor]:
-        """Return block and slot within it, int64, of positions in the rows `seat` of the table (both broadcast)."""
+        """Return block and slot within it, int64, for positions in the rows `seat` of the table (both broadcast)."""
         slot = self.slot(position)
         return self.table[seat, slot // self.block_size].long(), slot % self.block_size

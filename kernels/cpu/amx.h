@@ -1,4 +1,4 @@
-// The tile registers of AMX: eight of 16 rows of 64 bytes. Which products are made of them is not known here.
+// The tile registers of AMX: eight of 16 rows of 64 bytes. Knows no product.
 #pragma once
 
 #ifdef __AMX_TILE__
@@ -14,8 +14,8 @@ namespace kvmux {
 constexpr int64_t TILE_ROWS = 16;
 constexpr int64_t TILE_BYTES = 64;  // of a row
 
-// Whether the system lets this process use tiles. Linux saves their 8 KiB only for processes that have asked; asked
-// once.
+// Returns whether the system lets this process use tiles. Linux saves their 8 KiB only for processes that request it;
+// requested once.
 inline bool tiles_permitted() {
   static const bool permitted = [] {
     constexpr long REQUEST = 0x1023, TILE_DATA = 18;  // ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA
@@ -24,12 +24,11 @@ inline bool tiles_permitted() {
   return permitted;
 }
 
-// A thread's tiles, all of them whole, while this lives. Other libraries configure tiles of their own, so a piece of
-// work begins with one of these and ends with its end.
+// Configures the tiles of a thread for its lifetime. Other libraries configure tiles of their own, so each piece of
+// work makes one of these.
 class Tiles {
  public:
-  // `depth`: bytes of a row of tiles 4 and 5 that are multiplied; tiles 6 and 7, the other factors, have a quarter as
-  // many rows.
+  // `depth`: bytes of a row of tiles 4 and 5, the left factors; tiles 6 and 7, the right ones, have depth / 4 rows.
   explicit Tiles(int64_t depth = TILE_BYTES) : depth_(depth) {
     struct alignas(64) {
       uint8_t palette = 1, start_row = 0, reserved[14] = {};
@@ -55,8 +54,8 @@ class Tiles {
   int64_t depth_;
 };
 
-// What tile N does. The compiler's own intrinsics take numbers alone, and let stores move past a load (GCC 12): their
-// assembly does not say that it reads memory.
+// Instructions on tile N. The compiler's intrinsics take literal numbers only, and GCC 12 moves stores past their
+// loads, as their assembly does not declare that it reads memory.
 template <int N>
 inline void tile_zero() {
   asm volatile("tilezero %%tmm%c0" ::"i"(N));
@@ -67,9 +66,9 @@ inline void tile_load(const void* from, int64_t stride) {
   asm volatile("tileloadd (%0,%1,1), %%tmm%c2" ::"r"(from), "r"(stride), "i"(N) : "memory");
 }
 
-// The same of what passes by: the first cache does not give up for it what it holds.
+// Loads data that is used once (a hint of T1), so that it does not evict what the L1 cache holds.
 template <int N>
-inline void tile_pass(const void* from, int64_t stride) {
+inline void tile_stream(const void* from, int64_t stride) {
   asm volatile("tileloaddt1 (%0,%1,1), %%tmm%c2" ::"r"(from), "r"(stride), "i"(N) : "memory");
 }
 
@@ -84,10 +83,10 @@ inline void tile_dot() {
   asm volatile("tdpbf16ps %%tmm%c2, %%tmm%c1, %%tmm%c0" ::"i"(SUM), "i"(A), "i"(B));
 }
 
-// Tile SUM [16, 16] of whole numbers += tile A [16, 64] of signed bytes times tile B [64, 16] of bytes, B as
+// Tile SUM [16, 16] of integers += tile A [16, 64] of signed bytes times tile B [64, 16] of bytes, B as
 // [16][16][4].
 template <int SUM, int A, int B, bool UNSIGNED>
-inline void tile_dot_whole() {
+inline void tile_dot_int8() {
   if constexpr (UNSIGNED)
     asm volatile("tdpbsud %%tmm%c2, %%tmm%c1, %%tmm%c0" ::"i"(SUM), "i"(A), "i"(B));
   else

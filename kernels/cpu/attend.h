@@ -1,11 +1,11 @@
 // Attention over stored keys and values: exact softmax attention (Vaswani et al. 2017), scores never kept beyond a tile
-// (Milakov & Gimelshein 2018; Dao et al. 2022), long texts split over threads (Flash-Decoding, Dao et al. 2023).
+// (Milakov & Gimelshein 2018; Dao et al. 2022), long sequences split over threads (Flash-Decoding, Dao et al. 2023).
 //
-// Some query rows of one KV head, those of a group (GQA) included, go over the keys together, so that every key is read
-// once for all of them. Keys come in tiles of TILE positions, counted from 0, and tiles in splits of SPLIT positions.
-// Each split is summed by itself, and the sums are merged in order. So the result depends on positions alone: not on
-// where keys lie, on other sequences, on threads, or on how a text was cut into steps. Knows neither tensors nor
-// threads.
+// Query rows of one KV head, the heads of its group (GQA) included, go over the keys together, so that every key is
+// read once for all of them. Keys are taken in tiles of TILE positions, counted from 0, and tiles in splits of SPLIT
+// positions. Each split is summed independently, and the sums are merged in order. So the result depends on positions
+// alone: not on where keys lie, on other sequences, on threads, or on how a prompt was cut into steps. Knows neither
+// tensors nor threads.
 #pragma once
 
 #include "kv_tiles.h"
@@ -14,30 +14,30 @@
 
 namespace kvmux {
 
-// Scratch memory of one thread, and what is done in it.
+// Computes attention for the query rows of one head, in scratch memory of one thread.
 template <typename T>
 class AttentionHead {
  public:
   using Kept = T;
-  static constexpr int64_t ROWS = 48;  // query rows that go together
+  static constexpr int64_t ROWS = 48;  // query rows that are computed together
 
   static constexpr int64_t padded(int64_t dim) { return kvmux::padded(dim); }  // width of a row of sums
 
   AttentionHead(Plane<T> k, Plane<T> v, Mask mask, Scores scores, QueryRows rows)
       : k_(k), v_(v), mask_(mask), scores_(scores), rows_(rows), width_(padded(v.dim)),
         newest_(rows.position(rows.count - 1)), keys_(k, v, mask, rows.position(0), newest_) {
-    if (v.dim != width_) std::fill_n(v_tile_, TILE * width_, 0.f);  // columns behind v.dim are multiplied, too
+    if (v.dim != width_) std::fill_n(v_tile_, TILE * width_, 0.f);  // padding columns are multiplied, too
   }
 
-  // Query row r of k's dimension.
+  // Sets query row r [k.dim].
   template <typename Q>
-  void take(int64_t r, const Q* query) {
+  void set_query(int64_t r, const Q* query) {
     float* to = q_ + r * PITCH;
     to_float(query, to, k_.dim);
     for (int64_t d = 0; d < k_.dim; ++d) to[d] *= scores_.scale;
   }
 
-  // Splits [begin, end) into `sums`.
+  // Sums the splits [begin, end) into `sums`.
   void attend(int64_t begin, int64_t end, OnlineSoftmax<ROWS>& sums) {
     sums.clear(rows_.count, width_);
     keys_.begin(begin * SPLIT);
@@ -57,12 +57,12 @@ class AttentionHead {
 
  private:
   static constexpr int64_t TILE = 32;    // positions
-  static constexpr int64_t PORTION = 8;  // lines of the cache that are fetched at once
+  static constexpr int64_t PORTION = 8;  // cache lines that are prefetched at once
   static_assert(SPLIT % TILE == 0 && TILE % W == 0 && PrefetchQueue::STEPS >= MAX_DIM && PrefetchQueue::STEPS >= TILE);
   using Tile = Keys<T, TILE>::Tile;
 
   void attend_tile(int64_t tile, const Tile& found) {
-    turn_keys(found.k);
+    transpose_keys(found.k);
     const auto key = [this](int64_t d) { return k_tile_ + d * TILE; };
     std::fill_n(p_, rows_.count * TILE, 0.f);
     multiply_add<PITCH>(rows_.count, q_, key, p_, TILE, TILE, k_.dim, queue_);
@@ -72,7 +72,7 @@ class AttentionHead {
     for (int64_t r = 0; r < rows_.count; ++r) softmax(r);
     const int64_t skip = found.seen.begin - tile, n = found.seen.end - found.seen.begin;
     const bool alike = keys_.all_see(found.seen);
-    // Values are multiplied where they lie, unless they are int8, are read often, or end within a vector.
+    // Values are multiplied in place, unless they are int8, are read for many rows, or end within a vector.
     if constexpr (!std::is_same_v<T, int8_t>)
       if (alike && rows_.count <= kvmux::ROWS && v_.dim == width_)
         return add_values(skip, n, [v = found.v + skip](int64_t j) { return v[j]; });
@@ -81,14 +81,14 @@ class AttentionHead {
     add_values(skip, n, [this](int64_t j) { return v_tile_ + j * width_; });
   }
 
-  // Whether the first n values that are widened are numbers.
+  // Returns whether the first n widened values are finite.
   bool finite(int64_t n) const {
-    Vec nothing(0.f);  // times a number
+    Vec nothing(0.f);  // a finite number times 0
     for (int64_t i = 0; i < n * width_; i += W) nothing = at::vec::fmadd(load(v_tile_ + i), Vec(0.f), nothing);
     return sum(nothing) == 0.f;
   }
 
-  // The same row by row, with zeros in the place of values that the row does not see: a weight of 0 does not hide NaN.
+  // Adds values row by row, with zeros in place of values that the row does not see, as 0 times NaN is NaN.
   void add_seen_values(Range seen, int64_t skip) {
     alignas(64) static constexpr float ZEROS[MAX_DIM] = {};
     for (int64_t r = 0; r < rows_.count; ++r) {
@@ -108,8 +108,8 @@ class AttentionHead {
     multiply_add<TILE>(rows_.count, p_ + skip, value, split_.values, width_, width_, n, queue_);
   }
 
-  // Keys become columns.
-  void turn_keys(const T* const* keys) {
+  // Transposes keys: each becomes a column.
+  void transpose_keys(const T* const* keys) {
     for (int64_t j = 0; j < TILE; j += W) {
       if constexpr (std::is_same_v<T, int8_t>) {
         const float* rows[W];
@@ -124,13 +124,13 @@ class AttentionHead {
     }
   }
 
-  // Scores of row r become weights under the row's top so far.
+  // Turns the scores of row r into weights relative to the row's maximum so far.
   void softmax(int64_t r) {
     queue_.fetch(PORTION);
     float* p = p_ + r * TILE;
     Vec highest = load(p);
     for (int64_t j = W; j < TILE; j += W) highest = at::vec::clamp_min(load(p + j), highest);
-    if ((highest > Vec(split_.top[r])).zero_mask() != (1 << W) - 1) raise(r, highest);  // some lane is higher
+    if ((highest > Vec(split_.top[r])).zero_mask() != (1 << W) - 1) raise(r, highest);  // some lane has a higher score
     const Vec top(split_.top[r]);
     Vec weights = load(weights_ + r * W);
     for (int64_t j = 0; j < TILE; j += W) {
@@ -152,7 +152,7 @@ class AttentionHead {
     for (int64_t j = 0; j < n; j += W) ((load(p + j) / most).tanh() * most).store(p + j);
   }
 
-  // Nothing but what the row sees keeps its score.
+  // Masks the scores of keys that the row does not see.
   void hide(int64_t r, int64_t tile) {
     const int64_t query = rows_.position(r);
     const Range latest = mask_.latest(query), kept = mask_.sinks_of(query);

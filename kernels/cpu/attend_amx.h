@@ -1,9 +1,9 @@
-// The attention of attend.h for bfloat16 on tile registers: scores and weighted values are products of tiles, which sum
-// in float32; between them, weights are rounded to bfloat16, and so are counted in the sum that divides them.
+// The attention of attend.h for bfloat16 in AMX tiles: scores and weighted values are products of tiles, summed in
+// float32. Weights are rounded to bfloat16 for the second product, and rounded in the sum that normalises them, too.
 //
-// All rows go one way, whatever the step: a tile of keys and one of values are brought into the order that products
-// want once for all query rows that go together. What a row computes depends on its position alone: other rows of a
-// product do not touch it, and keys that it does not see add zeros.
+// A tile of keys and one of values are rearranged for AMX once for all query rows that are computed together. The
+// result of a row depends on its position alone: other rows of a product do not affect it, and keys that it does not
+// see add zeros.
 #pragma once
 
 #ifdef __AMX_BF16__
@@ -17,7 +17,7 @@
 
 namespace kvmux {
 
-// 2 to the power of x, to 3e-6 of it; 0 of minus infinity.
+// Returns 2^x with a relative error of 3e-6; 0 for minus infinity.
 inline __m512 exp2(__m512 x) {
   constexpr int FLOOR = 0x09;
   const __m512 part = _mm512_reduce_ps(x, FLOOR);
@@ -30,7 +30,7 @@ inline __m512 exp2(__m512 x) {
 class AmxAttentionHead {
  public:
   using Kept = at::BFloat16;
-  static constexpr int64_t ROWS = 128;  // query rows that go together
+  static constexpr int64_t ROWS = 128;  // query rows that are computed together
   static constexpr int64_t padded(int64_t dim) { return (dim + PAIRS - 1) / PAIRS * PAIRS; }
 
   AmxAttentionHead(Plane<Kept> k, Plane<Kept> v, Mask mask, Scores scores, QueryRows rows)
@@ -40,20 +40,20 @@ class AmxAttentionHead {
     for (int64_t r = 0; r < rows.count; ++r) position_[r] = rows.position(r);
   }
 
-  // Query row r of k's dimension.
-  void take(int64_t r, const Kept* query) {
+  // Sets query row r [k.dim].
+  void set_query(int64_t r, const Kept* query) {
     for (int64_t c = 0; c < chunks_; ++c)
       _mm512_store_si512(q_ + ((r / L * chunks_ + c) * L + r % L) * PAIRS, numbers(query, c, k_dim_));
   }
 
-  // Behind this, somebody goes over other keys, from a split on: their first ones are fetched with the last of these.
-  void follow(Plane<Kept> k, Plane<Kept> v, QueryRows rows, int64_t split) {
+  // Sets the keys that are read after these, from a split on: the first of them are prefetched at the end.
+  void set_next(Plane<Kept> k, Plane<Kept> v, QueryRows rows, int64_t split) {
     if (rows_.count > L || rows.count > L) return;
     next_.emplace(k, v, mask_, rows.position(0), rows.position(rows.count - 1));
     next_at_ = split * SPLIT;
   }
 
-  // Splits [begin, end) into `sums`.
+  // Sums the splits [begin, end) into `sums`.
   void attend(int64_t begin, int64_t end, OnlineSoftmax<ROWS>& sums) {
     const Tiles tiles;
     sums.clear(rows_.count, width_);
@@ -72,23 +72,23 @@ class AmxAttentionHead {
   }
 
  private:
-  static constexpr int64_t L = TILE_ROWS;     // rows of a tile register, and numbers of float32 in one
-  static constexpr int64_t PAIRS = 2 * L;     // numbers of bfloat16 in a row
-  static constexpr int64_t SIZE = L * PAIRS;  // and in all of it
+  static constexpr int64_t L = TILE_ROWS;     // rows of a tile register, and float32 numbers of a row
+  static constexpr int64_t PAIRS = 2 * L;     // bfloat16 numbers of a row
+  static constexpr int64_t SIZE = L * PAIRS;  // and of the whole register
   static constexpr int64_t TILE = 64;         // positions
   static constexpr int64_t N = TILE / L;
-  static constexpr float SLACK = 8.f;    // how far a score may be above its row's top: weights are then up to 2^8
-  static constexpr int64_t PORTION = 8;  // lines of the cache that are fetched at once
+  static constexpr float SLACK = 8.f;    // how far a score may exceed its row's maximum: weights are then up to 2^8
+  static constexpr int64_t PORTION = 8;  // cache lines that are prefetched at once
   static_assert(SPLIT % TILE == 0 && TILE % (4 * L) == 0 && ROWS % L == 0);
 
-  // Numbers of a vector of `dim`, 32 of them from 32 c on; behind the last, zeros.
+  // Loads the 32 numbers from 32 c on of a vector [dim], padded with zeros.
   static __m512i numbers(const Kept* vector, int64_t c, int64_t dim) {
     const int64_t n = std::min(PAIRS, dim - c * PAIRS);
     return _mm512_maskz_loadu_epi16(static_cast<__mmask32>((int64_t{1} << n) - 1), vector + c * PAIRS);
   }
 
   void attend_tile(int64_t tile, const Keys<Kept, TILE>::Tile& found) {
-    turn_keys(found.k, found.seen.end - tile);
+    transpose_keys(found.k, found.seen.end - tile);
     pair_values(found.v, found.seen.end - tile);
     const bool finite = keys_.all_see(found.seen) || finite_values(found.v, found.seen.end - tile);
     for (int64_t first = 0; first < rows_.count; first += L) {
@@ -103,7 +103,7 @@ class AmxAttentionHead {
     }
   }
 
-  // Whether all values before `end` are numbers.
+  // Returns whether all values before `end` are finite.
   bool finite_values(const Kept* const* values, int64_t end) const {
     const __m512i exponent = _mm512_set1_epi16(0x7F80);
     __mmask32 broken = 0;
@@ -113,8 +113,8 @@ class AmxAttentionHead {
     return broken == 0;
   }
 
-  // The same as multiply_values, row by row, with zeros in the place of values that the row does not see: a weight of 0
-  // does not hide NaN.
+  // Does what multiply_values does, row by row, with zeros in place of values that the row does not see, as 0 times NaN
+  // is NaN.
   void multiply_seen_values(int64_t first, int64_t tile, int64_t end, const Kept* const* values) {
     alignas(64) static constexpr uint16_t ZEROS[MAX_DIM] = {};
     float* const sums = values_ + first * width_;
@@ -138,17 +138,18 @@ class AmxAttentionHead {
   int64_t oldest(int64_t first) const { return position_[first]; }
   int64_t newest(int64_t first) const { return position_[first + count_at(first) - 1]; }
 
-  // Of a tile, what spans all that 16 query rows see, and whether that is all of it for every row.
+  // Returns the range of a tile that spans all positions seen by 16 query rows.
   Range seen_by(int64_t first, int64_t tile) const {
     return mask_.seen(oldest(first), newest(first), {tile, tile + TILE});
   }
 
+  // Returns whether each of 16 query rows sees all of a tile.
   bool seen_whole(int64_t first, int64_t tile) const {
     return mask_.latest(newest(first)).begin <= tile && tile + TILE <= oldest(first) + 1;
   }
 
-  // Keys become columns of tiles, [TILE / 16][chunks][16 pairs of numbers][16 keys][2].
-  void turn_keys(const Kept* const* keys, int64_t end) {
+  // Transposes keys into tiles [TILE / 16][chunks][16 pairs of numbers][16 keys][2].
+  void transpose_keys(const Kept* const* keys, int64_t end) {
     for (int64_t j = 0; j < end; j += L)
       for (int64_t c = 0; c < chunks_; ++c) {
         Raw block[L];
@@ -160,8 +161,8 @@ class AmxAttentionHead {
       }
   }
 
-  // Values go in pairs of keys, [TILE / 32][width / 16][16 pairs of keys][16 numbers][2]; of 32 numbers, the even ones
-  // come first. Whole tiles: weights of 0 are multiplied, too.
+  // Arranges values by pairs of keys: [TILE / 32][width / 16][16 pairs of keys][16 numbers][2]; of 32 numbers, the even
+  // ones come first. Whole tiles, as weights of 0 are multiplied, too.
   void pair_values(const Kept* const* values, int64_t end) {
     constexpr __mmask32 ODD = 0xAAAAAAAA;
     const int64_t columns = width_ / L, dim = v_dim_;
@@ -177,8 +178,8 @@ class AmxAttentionHead {
       }
   }
 
-  // Scores of 16 query rows, [16 rows][TILE]. Tiles are stored one by one while others are summed: a store waits for
-  // its sum, and so would those behind it.
+  // Computes the scores of 16 query rows, [16 rows][TILE]. Each tile is stored while others are summed, as a store
+  // waits for its sum.
   void multiply_keys(int64_t first) {
     const Kept* q = q_ + first * chunks_ * PAIRS;
     unroll<N>([&](auto n) {
@@ -193,7 +194,7 @@ class AmxAttentionHead {
     });
   }
 
-  // Weights of 16 query rows times values of positions before `end`.
+  // Adds the weights of 16 query rows times the values of positions before `end`.
   void multiply_values(int64_t first, int64_t end) {
     const int64_t stride = width_ * sizeof(float);
     for (int64_t column = 0; column < width_; column += PAIRS)
@@ -210,7 +211,7 @@ class AmxAttentionHead {
       });
   }
 
-  // Scores of 16 query rows become weights, [TILE / 32][16 rows][32 keys], under the rows' tops so far.
+  // Turns the scores of 16 query rows into weights [TILE / 32][16 rows][32 keys], relative to the rows' maxima so far.
   void weigh(int64_t first, int64_t tile) {
     const int64_t count = count_at(first);
     const bool whole = seen_whole(first, tile);
@@ -238,7 +239,7 @@ class AmxAttentionHead {
     }
   }
 
-  // As powers of 2.
+  // Scales scores, as exponents of 2.
   void scale(Raw (&x)[N]) const {
     constexpr float LOG2E = 1.44269504f;
     if (scores_.softcap == 0.f) {
@@ -250,7 +251,7 @@ class AmxAttentionHead {
     }
   }
 
-  // Nothing but what the row sees keeps its score.
+  // Masks the scores of keys that the row does not see.
   void hide(int64_t r, int64_t tile, Raw (&x)[N]) const {
     const Range latest = mask_.latest(position_[r]), kept = mask_.sinks_of(position_[r]);
     unroll<N>([&](auto j) {
@@ -259,13 +260,13 @@ class AmxAttentionHead {
     });
   }
 
-  // Which of the 16 positions from `at` on are within a range.
+  // Returns which of the 16 positions from `at` on are within a range.
   static __mmask16 part_of(Range range, int64_t at) {
     const auto before = [at](int64_t position) { return (1 << std::clamp<int64_t>(position - at, 0, L)) - 1; };
     return range.empty() ? 0 : static_cast<__mmask16>(before(range.end) & ~before(range.begin));
   }
 
-  // What row r summed under an older top, moved to a higher one.
+  // Rescales the sums of row r to a higher maximum.
   void raise(int64_t r, float higher) {
     const __m512 factor = exp2(_mm512_set1_ps(top_[r] - higher));
     top_[r] = higher;
@@ -274,7 +275,7 @@ class AmxAttentionHead {
       _mm512_store_ps(v, _mm512_mul_ps(_mm512_load_ps(v), factor));
   }
 
-  // A split's sums of row r, its values in order again.
+  // Merges the sums of a split of row r, with the values back in order.
   void merge(int64_t r, OnlineSoftmax<ROWS>& sums) {
     constexpr float LN2 = 0.693147181f;
     const float total = _mm512_reduce_add_ps(_mm512_load_ps(weights_ + r * L));
@@ -296,7 +297,7 @@ class AmxAttentionHead {
   int64_t newest_;                 // position of the last query
   Keys<Kept, TILE> keys_;
   PrefetchQueue queue_;
-  std::optional<Keys<Kept, TILE>> next_;  // of whoever follows, and where they begin
+  std::optional<Keys<Kept, TILE>> next_;  // the keys that are read next, and where they begin
   int64_t next_at_ = 0;
   alignas(64) Kept q_[ROWS * MAX_DIM];  // [rows / 16][chunks][16 rows][32]; rows behind the last are anything
   alignas(64) Kept k_[TILE * MAX_DIM];

@@ -1,4 +1,4 @@
-// Attention over the KV memory of a step: in which pieces it is computed, and as torch sees it.
+// Attention over the KV memory of a step: how it is cut into pieces, and `write_kv` and `attend` for torch.
 #include "attention.h"
 
 #include <ATen/ops/empty.h>
@@ -36,7 +36,7 @@ int64_t partial_width(int64_t v_dim) {
   return AttentionHead::padded(v_dim) + 2;  // top, total, values
 }
 
-// The sums of a head's query rows become the output of its tokens; `sink_logits` have no value.
+// Stores the output of a head's query rows from their sums; a sink logit adds to the total, and has no value.
 template <int64_t ROWS, typename T>
 void finish(const AttentionCall& call, const Part& part, OnlineSoftmax<ROWS>& sums, int64_t width) {
   for (int64_t r = 0; r < part.rows.count; ++r) {
@@ -61,12 +61,12 @@ void item(const AttentionCall& call, const Item& item, const Item* next) {
                      call.rows.layout};
   };
   AttentionHead head(plane(call.k, part), plane(call.v, part), call.plan.mask, call.scores, part.rows);
-  if constexpr (requires { &AttentionHead::follow; })
+  if constexpr (requires { &AttentionHead::set_next; })
     if (next != nullptr)
-      head.follow(plane(call.k, next->part), plane(call.v, next->part), next->part.rows, next->begin);
+      head.set_next(plane(call.k, next->part), plane(call.v, next->part), next->part.rows, next->begin);
   for (int64_t r = 0; r < part.rows.count; ++r)
-    head.take(r,
-              call.q.at<T>(call.rows.first(part.row) + part.rows.query(r), part.head * call.group + part.rows.head(r)));
+    head.set_query(
+        r, call.q.at<T>(call.rows.first(part.row) + part.rows.query(r), part.head * call.group + part.rows.head(r)));
   OnlineSoftmax<AttentionHead::ROWS> sums;
   head.attend(begin, end, sums);
   if (partial < 0) return finish<AttentionHead::ROWS, T>(call, part, sums, width);
@@ -111,8 +111,8 @@ const Item* next_of(const Plan& plan, int64_t i) {
   return i + 1 < static_cast<int64_t>(plan.items.size()) ? &plan.items[i + 1] : nullptr;
 }
 
-// A chunk is shared among threads by queries, `most` of whose rows go together; a single query, which may have a long
-// text to itself, by splits.
+// Threads share a chunk of a prompt by queries, up to `most` query rows in a piece. A single query, whose sequence may
+// be long, is shared by splits.
 Plan plan(const Rows& rows, int64_t kv_heads, int64_t group, const Mask& mask, int64_t most) {
   Plan work{.mask = mask};
   const auto add = [&](const Part& part, bool alone) {
@@ -124,7 +124,7 @@ Plan plan(const Rows& rows, int64_t kv_heads, int64_t group, const Mask& mask, i
       work.items.push_back({part, split, split + 1, work.partials});
   };
   for (int64_t row = 0; row < rows.count; ++row) {
-    if (rows.idle(row)) continue;
+    if (rows.is_padding(row)) continue;
     const int64_t queries = rows.tokens(row);
     for (int64_t head = 0; head < kv_heads; ++head)
       for (int64_t first = 0; first < queries * group; first += most)
@@ -174,7 +174,7 @@ Heads<Byte> heads(const Tensor& x) {
   return {static_cast<Byte*>(x.mutable_data_ptr()), x.stride(0), x.stride(1)};
 }
 
-// What `Rows` and `Memory` are made of, and the types that there are kernels for.
+// Throws unless the tensors have the shapes that `Memory` needs and types that there are kernels for.
 void expect_planes(const char* operation, const Tensor& k, const Tensor& v) {
   constexpr Types KEPT = FLOATS | only(at::kChar);
   expect(operation, "the keys' memory", k, KEPT, {ANY, SOME, SOME, SOME});
@@ -194,7 +194,7 @@ void write_kv(const Tensor& k_plane, const Tensor& v_plane, const Tensor& k, con
   const auto write = attention_kernels(k.scalar_type(), k_plane.scalar_type()).write;
   const Memory keys(k_plane), values(v_plane);
   for (int64_t row = 0; row < rows.count; ++row) {
-    if (rows.idle(row)) continue;
+    if (rows.is_padding(row)) continue;
     over_rows(rows.tokens(row), k.size(1) * k.size(2), [&](int64_t begin, int64_t end) {
       for (int64_t i = begin; i < end; ++i)
         write(keys, values, rows, row, i, heads<const char>(k), heads<const char>(v));

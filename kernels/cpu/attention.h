@@ -1,4 +1,4 @@
-// The KV memory of a step and attention over it, as pieces of work that threads share. Knows no weights.
+// Attention over the KV memory of a step, cut into pieces of work that threads share. Knows no weights.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -10,19 +10,19 @@
 
 namespace kvmux {
 
-// The rows of a step, and where each lies: `kernels.ops.Slots`.
+// The rows of a step and the addresses of their keys: `kernels.types.Slots`.
 class Rows {
  public:
-  // Tensors as `expect_rows` has found them.
+  // The tensors must have passed `expect_rows`.
   Rows(const at::Tensor& table, const at::Tensor& row_seat, const at::Tensor& q_start, const at::Tensor& start,
        Layout layout)
       : count(start.numel()), layout(layout), table_(table.const_data_ptr<int32_t>()), width_(table.stride(0)),
         seats_(row_seat.const_data_ptr<int32_t>()), first_(q_start.const_data_ptr<int32_t>()),
         starts_(start.const_data_ptr<int32_t>()) {}
 
-  bool idle(int64_t row) const { return starts_[row] < 0; }
+  bool is_padding(int64_t row) const { return starts_[row] < 0; }
   int64_t start(int64_t row) const { return starts_[row]; }  // position of its first token
-  int64_t first(int64_t row) const { return first_[row]; }   // that token's number in the step
+  int64_t first(int64_t row) const { return first_[row]; }   // index of that token in the step
   int64_t tokens(int64_t row) const { return first_[row + 1] - first_[row]; }
   const int32_t* blocks(int64_t row) const { return table_ + seats_[row] * width_; }
 
@@ -52,7 +52,7 @@ struct Memory {
   int64_t heads, dim, block_size, block_stride, head_stride, vector_stride;
 };
 
-// Tokens of a step, [N, heads, dim]; of which type, others know.
+// Heads of the tokens of a step, [N, heads, dim], of any type.
 template <typename Byte>
 struct Heads {
   Byte* numbers;
@@ -70,20 +70,20 @@ struct Part {
   QueryRows rows;
 };
 
-// A part over some splits of its text. Whoever does not see all of it leaves partial sums, one for each query row.
+// A part, over some splits of its sequence. If these are not all splits, it leaves partial sums, one per query row.
 struct Item {
   Part part;
   int64_t begin, end;  // splits
-  int64_t partial;     // the first of them; < 0: the item is the whole
+  int64_t partial;     // index of the first partial sum; < 0: the item has all splits
 };
 
-// The partial sums of all splits of a text, in order.
+// The partial sums of all splits of a sequence, in order.
 struct Merge {
   Part part;
   int64_t splits, partial;
 };
 
-// What a layer's attention over some rows consists of; layers that see alike share one.
+// The pieces of work of attention over some rows; layers with the same mask and heads share a plan.
 struct Plan {
   Mask mask;
   std::vector<Item> items;
@@ -91,7 +91,7 @@ struct Plan {
   int64_t partials = 0;
 };
 
-// Attention of one layer over the rows of one strategy. Items are worked on in any order, and then merges.
+// Attention of one layer over the rows of one strategy. All items are computed, in any order, then all merges.
 struct AttentionCall {
   const Rows& rows;
   const Plan& plan;
@@ -101,29 +101,29 @@ struct AttentionCall {
   int64_t group;             // query heads of a KV head
   Heads<const char> q;
   Heads<char> out;
-  float* partials;  // of the plan, each as wide as AttentionKernels::width says
+  float* partials;  // AttentionKernels::width numbers for each
 };
 
-// The kernels for queries of one type over keys kept in another.
+// The kernels for one type of queries and one type of stored keys.
 struct AttentionKernels {
   int64_t most_rows;                // of a part
   int64_t (*width)(int64_t v_dim);  // numbers of a partial sum
-  // The next is what this thread goes on with, or null.
+  // `next`: the item that this thread computes afterwards, or null.
   void (*item)(const AttentionCall&, const Item&, const Item* next);
   void (*merge)(const AttentionCall&, const Merge&);
-  // A row's token `i` of k and v into its slot.
+  // Writes token `i` of a row of k and v to its slot.
   void (*write)(const Memory& k_plane, const Memory& v_plane, const Rows&, int64_t row, int64_t i, Heads<const char> k,
                 Heads<const char> v);
 };
 
-// Throws unless a step's addresses fit each other, and its rows have no tokens but the `tokens` that entered. What the
-// table names is not looked at.
+// Throws unless the addresses of a step fit each other and its rows have at most `tokens` tokens. The entries of the
+// block table are not checked.
 void expect_rows(const char* operation, const at::Tensor& table, const at::Tensor& row_seat, const at::Tensor& q_start,
                  const at::Tensor& start, const Layout& layout, int64_t tokens);
-// Throws unless layers of such heads can be kept there.
+// Throws unless a plane is made for layers with such heads and blocks.
 void expect_plane(const char* operation, const Memory& plane, int64_t heads, int64_t dim, int64_t block_size);
 
-AttentionKernels attention_kernels(at::ScalarType q, at::ScalarType kept);  // throws if there is no kernel
+AttentionKernels attention_kernels(at::ScalarType q, at::ScalarType kept);  // throws if there are none
 Plan plan(const Rows& rows, int64_t kv_heads, int64_t group, const Mask& mask, int64_t most);
 const Item* next_of(const Plan& plan, int64_t i);  // null: there is none
 Mask mask_of(int64_t model_window, int64_t window, int64_t sinks);

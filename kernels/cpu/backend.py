@@ -1,6 +1,6 @@
-"""The operations in C++ as torch sees them, and which of them torch computes faster.
+"""The backend for CPUs: calls the C++ operations, and the reference where there is none for the arguments.
 
-Which instruction set they are compiled for is library.py's business.
+library.py chooses the instruction set.
 """
 
 from __future__ import annotations
@@ -20,22 +20,22 @@ from kernels.reference.backend import ReferenceOps, check_attend
 from kernels.store import KVStore
 from kernels.types import LayerSpec, Slots
 
-GROUP_MULTIPLE = 32  # columns of a quantized weight's groups are a multiple of this, or all
-FLOATS = (torch.float32, torch.bfloat16, torch.float16)  # that weights are packed in
+GROUP_MULTIPLE = 32  # groups of a quantized weight have a multiple of this many columns, or all columns
+FLOATS = (torch.float32, torch.bfloat16, torch.float16)  # dtypes of weights that can be packed
 
 
 class CpuOps(ReferenceOps):
-    """Implements `kernels.ops.Ops`. What it lacks, and shapes it does not know, it leaves to the reference."""
+    """Implements `kernels.ops.Ops`; inherits from the reference what C++ lacks, and calls it for other shapes."""
 
     def __init__(self, library: Any, classes: Any) -> None:
-        """Wrap the library's namespaces of torch.ops and torch.classes."""
+        """Wrap a loaded library: its namespaces of torch.ops and torch.classes."""
         super().__init__()
         self._library = library
         self._classes = classes
         self._weight_arena = WeightArena()  # of packed weights
 
     @property
-    def row_invariant_head_dim(self) -> int:
+    def batch_invariant_head_dim(self) -> int:
         return MAX_DIM
 
     def pack(self, weight: Weight | ConcatenatedWeight) -> Weight:
@@ -148,7 +148,7 @@ class CpuOps(ReferenceOps):
             return super().attend(out, q, store, layer, at, spec, window=window)
         heads = spec.num_kv_heads, spec.head_dim, spec.v_head_dim
         if heads != store.heads(layer) or q.shape[1:2] != (spec.num_q_heads,):
-            check_attend(out, q, store, layer, spec, window)  # says what does not fit
+            check_attend(out, q, store, layer, spec, window)  # raises ValueError
         self._library.attend(
             out,
             q,
@@ -170,5 +170,5 @@ def _rotates_all_dims(cos: Tensor, outputs: int, heads: int) -> bool:
 
 
 def _address_arguments(at: Slots) -> tuple[Tensor | int, ...]:
-    """Return a step's addresses in the order in which attention.cpp takes them."""
+    """Return a step's addresses as the arguments of attention.cpp, in its order."""
     return at.table, at.row_seat, at.q_start, at.start, at.block_size, at.sinks, at.ring

@@ -1,5 +1,5 @@
-// The arguments of an operation against each other: types, sizes, and that the last dimension is dense. Each operation
-// checks them once, before it reads any memory; what does not fit is a ValueError in Python. Knows no operation.
+// Checks of the arguments of an operation: types, sizes, and that the last dimension is dense. Each operation runs them
+// once, before it reads any memory; a failure is a ValueError in Python. Knows no operation.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -9,7 +9,7 @@
 
 namespace kvmux {
 
-// A set of types of numbers.
+// A set of dtypes.
 using Types = uint64_t;
 constexpr Types only(at::ScalarType type) { return Types{1} << static_cast<int>(type); }
 constexpr Types FLOATS = only(at::kFloat) | only(at::kBFloat16) | only(at::kHalf);  // of activations and weights
@@ -19,7 +19,7 @@ constexpr int64_t SOME = -2;  // a size of 1 or more
 
 inline bool dense(const at::Tensor& t) { return t.size(-1) <= 1 || t.stride(-1) == 1; }
 
-// Throws the ValueError that says what the argument is, and what it should be.
+// Throws a ValueError that says what the argument must be and what it is.
 [[noreturn]] void refuse(const char* operation, const char* name, const at::Tensor& t, Types types,
                          std::initializer_list<int64_t> sizes);
 
@@ -34,7 +34,7 @@ inline bool fits(const at::Tensor& t, Types types, std::initializer_list<int64_t
   return dense(t);
 }
 
-// Throws unless a tensor is of one of these types and has these sizes, in the memory of the CPU.
+// Throws unless a tensor has one of these types and these sizes, is in the memory of the CPU, and is dense.
 inline void expect(const char* operation, const char* name, const at::Tensor& t, Types types,
                    std::initializer_list<int64_t> sizes) {
   if (C10_UNLIKELY(!fits(t, types, sizes))) refuse(operation, name, t, types, sizes);

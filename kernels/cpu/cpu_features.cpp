@@ -1,4 +1,4 @@
-// Whether the system lets this process use what this library is compiled for; asked before anything else.
+// Whether the system lets this process use the instructions that this library is compiled for. Called before all else.
 #include <torch/library.h>
 
 #include "amx.h"

@@ -1,4 +1,4 @@
-// `Ops.forward_layers` as torch sees it: a model's layers, kept in the form of decoder_forward.h; a step is one call.
+// `Ops.forward_layers` for torch: holds the layers of a model; each step is one call of decoder_forward.h.
 #include <ATen/ops/clone.h>
 #include <torch/library.h>
 
@@ -11,8 +11,8 @@ namespace {
 
 using at::Tensor;
 
-// The keys of one strategy, of all layers. Like all that torch knows by its type, it has no name outside of this
-// library: several instruction sets may be loaded together.
+// The keys and values of one strategy in all layers. Like all types that are registered with torch, it has internal
+// linkage, as libraries for several instruction sets may be loaded together.
 struct Planes : torch::CustomClassHolder {
   Planes(const std::vector<Tensor>& keys, const std::vector<Tensor>& values) : tensors{keys, values} {
     TORCH_CHECK_VALUE(keys.size() == values.size() && !keys.empty(), "forward_layers: keys and values of other layers");
@@ -20,7 +20,7 @@ struct Planes : torch::CustomClassHolder {
     for (const Tensor& plane : values) add("the values' memory", plane, v);
   }
 
-  // All planes are of the first one's type.
+  // Adds a plane; all planes must have the type of the first one.
   void add(const char* name, const Tensor& plane, std::vector<Memory>& planes) {
     const Types types = k.empty() ? FLOATS | only(at::kChar) : only(k[0].type);
     expect("forward_layers", name, plane, types, {ANY, SOME, SOME, SOME});
@@ -33,21 +33,21 @@ struct Planes : torch::CustomClassHolder {
 
 class Layers : public torch::CustomClassHolder {
  public:
-  // For activations of the example's dtype.
+  // Makes layers for activations of the dtype of `example`.
   explicit Layers(const Tensor& example) : type_(example.scalar_type()) {}
 
-  // The next layer: its tensors by name, without those that its model does not have; its four weights, packed; its
-  // shape as `Shape` says, epsilon, scale and softcap.
+  // Adds the next layer: its tensors by name, without those that the model does not have; its four packed weights; its
+  // shape in the order of `Shape`; and epsilon, scale and softcap.
   void add(const c10::Dict<std::string, Tensor>& tensors, const std::vector<std::vector<Tensor>>& weights,
            const std::vector<std::vector<int64_t>>& formats, const std::vector<int64_t>& shape,
            const std::vector<double>& numbers);
 
-  // x [N, d] after all layers; of each slice the keys, four tensors that say where they lie, and numbers as `Number`
-  // says.
+  // Returns x [N, d] after all layers. For each slice: its keys and values, the four tensors of its addresses, and its
+  // numbers in the order of `Number`.
   Tensor run(const Tensor& x, const Tensor& positions, const std::vector<c10::intrusive_ptr<Planes>>& planes,
              const std::vector<Tensor>& addresses, const std::vector<int64_t>& numbers);
 
-  // Of the parts of the last run, in order.
+  // Returns the seconds of the last run, in the order of TimedOp.
   std::vector<double> seconds() const { return {seconds_.begin(), seconds_.end()}; }
 
  private:
@@ -55,14 +55,14 @@ class Layers : public torch::CustomClassHolder {
   enum Number : size_t { BLOCK_SIZE, SINKS, RING, REACH, FIRST_TOKEN, NUMBERS };
   static constexpr size_t TENSORS = 4;
 
-  // Throws unless a layer's tensors fit each other: threads that go through a step could not.
+  // Throws unless the tensors of a layer fit each other. Checked here, as the threads of a step must not throw.
   void expect_layer(const Layer& layer) const;
   void expect_planes(const Planes& planes, int64_t block_size) const;
   Slice slice(const Planes& planes, const Tensor* addresses, const int64_t* numbers) const;
 
   at::ScalarType type_;
   std::vector<Layer> layers_;
-  int64_t positions_ = std::numeric_limits<int64_t>::max();  // that all tables of RoPE have
+  int64_t positions_ = std::numeric_limits<int64_t>::max();  // that all RoPE tables have
   Workspace space_;
   Seconds seconds_{};
 };
@@ -89,7 +89,7 @@ void Layers::add(const c10::Dict<std::string, Tensor>& tensors, const std::vecto
       .sin = found("sin"),
       .post_norm = found("post_norm"),
       .next_norm = found("next_norm"),
-      .feed_norm = found("feed_norm"),
+      .mlp_post_norm = found("mlp_post_norm"),
       .sink_logits = found("sink_logits"),
       .q_heads = shape[Q_HEADS],
       .kv_heads = shape[KV_HEADS],
@@ -105,7 +105,7 @@ void Layers::add(const c10::Dict<std::string, Tensor>& tensors, const std::vecto
 }
 
 void Layers::expect_layer(const Layer& l) const {
-  constexpr int64_t MOST = 1 << 20;  // heads: their number times a dimension is no overflow
+  constexpr int64_t MOST = 1 << 20;  // heads: so that their number times a dimension does not overflow
   const auto between = [](int64_t n, int64_t last) { return 0 < n && n <= last; };
   TORCH_CHECK_VALUE(between(l.q_heads, MOST) && between(l.kv_heads, l.q_heads) && l.q_heads % l.kv_heads == 0 &&
                         between(l.head_dim, MAX_DIM) && l.model_window > 0,
@@ -130,7 +130,7 @@ void Layers::expect_layer(const Layer& l) const {
   norm("norm", l.norm, d);
   norm("next_norm", l.next_norm, d);
   norm("post_norm of attention", l.post_norm, d);
-  norm("post_norm", l.feed_norm, d);
+  norm("post_norm", l.mlp_post_norm, d);
   norm("q_norm", l.q_norm, l.head_dim);
   norm("k_norm", l.k_norm, l.head_dim);
   if (l.sink_logits.defined()) expect("forward_layers", "sink_logits", l.sink_logits, FLOATS, {l.q_heads});
@@ -159,10 +159,10 @@ Slice Layers::slice(const Planes& planes, const Tensor* at, const int64_t* numbe
       .begin = numbers[FIRST_TOKEN],
   };
   for (int64_t row = 0; row < s.rows.count; ++row) s.row_of.insert(s.row_of.end(), s.rows.tokens(row), row);
-  for (size_t i = 0; i < layers_.size(); ++i) {  // layers that see alike, with as many heads, share a plan
+  for (size_t i = 0; i < layers_.size(); ++i) {  // layers with the same mask and heads share a plan
     const Layer& l = layers_[i];
     size_t same = 0;
-    while (same < i && !l.sees_like(layers_[same])) ++same;
+    while (same < i && !l.shares_plan_with(layers_[same])) ++same;
     s.plan_of.push_back(same < i ? s.plan_of[same] : s.plans.size());
     if (same < i) continue;
     const Mask mask = mask_of(l.model_window, numbers[REACH], layout.sinks);
@@ -176,8 +176,11 @@ Tensor Layers::run(const Tensor& x, const Tensor& positions, const std::vector<c
   expect("forward_layers", "x", x, only(type_), {ANY, layers_.at(0).width()});
   expect("forward_layers", "positions", positions, only(at::kLong), {x.size(0)});
   expect_indices("forward_layers", "positions", positions, positions_);
-  TORCH_CHECK(addresses.size() == TENSORS * planes.size() && numbers.size() == NUMBERS * planes.size(), "slices?");
+  TORCH_CHECK(addresses.size() == TENSORS * planes.size() && numbers.size() == NUMBERS * planes.size(),
+              "forward_layers: ", planes.size(), " slices with ", addresses.size(), " tensors and ", numbers.size(),
+              " numbers");
   const Tensor out = x.clone(at::MemoryFormat::Contiguous);
+  seconds_ = {};
   if (out.size(0) == 0) return out;
   TORCH_CHECK_VALUE(!planes.empty(), "forward_layers: nothing says where keys lie");
   std::vector<Slice> slices;
@@ -190,19 +193,17 @@ Tensor Layers::run(const Tensor& x, const Tensor& positions, const std::vector<c
     const Tensor& q_start = where[2];
     const auto* first = q_start.const_data_ptr<int32_t>();
     TORCH_CHECK_VALUE((i > 0 || at[FIRST_TOKEN] == 0) && first[0] == 0 && first[q_start.size(0) - 1] == tokens,
-                      "forward_layers: the strategies' tokens must be all ", x.size(0),
-                      ", one strategy's behind another's");
+                      "forward_layers: the slices of the strategies must cover all ", x.size(0), " tokens, in order");
     TORCH_CHECK_VALUE(at[REACH] > 0, "forward_layers: a window of ", at[REACH]);
     expect_planes(*planes[i], at[BLOCK_SIZE]);
     slices.push_back(slice(*planes[i], &addresses[TENSORS * i], &numbers[NUMBERS * i]));
   }
   space_.clear();
-  seconds_ = {};
   with_type(type_, [&](auto number) {
     using X = decltype(number);
     const auto* at = positions.const_data_ptr<int64_t>();
-    const DecoderForward<X> pass(layers_, slices, out.data_ptr<X>(), out.size(0), at, space_, seconds_);
-    Team::run(Team::most(), pass);
+    const DecoderForward<X> forward(layers_, slices, out.data_ptr<X>(), out.size(0), at, space_, seconds_);
+    Team::run(Team::max_threads(), forward);
   });
   return out;
 }

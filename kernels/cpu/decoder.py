@@ -1,6 +1,6 @@
-"""All layers of a model as the C++ takes them, for a step in one call. What it does there stands in decoder_forward.h.
+"""Passes all layers of a model to C++, which runs a step in one call (decoder_forward.h).
 
-Knows which layers and which steps it can take; the others go the way of kernels/composite.py.
+Knows which layers C++ can run; kernels/composite.py runs the others operation by operation.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from kernels.store import KVStore
 
 MAX_DIM = 256  # of a head; online_softmax.h
 NO_WINDOW = 1 << 40  # positions: no window
-# In the order of Span in decoder_forward.h, where RoPE is part of the second.
+# In the order of TimedOp in decoder_forward.h, where RoPE is a part of "write_kv".
 TIMED_OPS = ("qkv_proj_rope", "write_kv", "attend", "o_proj_add_norm", "mlp")
 
 
 class CpuDecoderLayers(DecoderLayers):
-    """Layers with packed weights, dense or gated by SiLU; all others are refused by `supports`."""
+    """Layers that C++ runs in one call: with packed weights, and a dense feed-forward gated by SiLU (`supports`)."""
 
     def __init__(self, layers: Sequence[DecoderLayer], dtype: torch.dtype, library: Any) -> None:
-        """Pack the layers for C++; `library` is a namespace of torch.classes."""
+        """Pass the layers to C++; `library` is a namespace of torch.classes."""
         super().__init__(layers)
         self._library = library
         self._layers = library.Layers(torch.empty(0, dtype=dtype))
@@ -36,6 +36,7 @@ class CpuDecoderLayers(DecoderLayers):
 
     @staticmethod
     def supports(layer: DecoderLayer) -> bool:
+        """Return whether C++ can run a layer."""
         attn, mlp, spec = layer.attention, layer.mlp, layer.spec
         if not isinstance(mlp, GatedMLP) or mlp.activation != "silu":
             return False
@@ -53,7 +54,7 @@ class CpuDecoderLayers(DecoderLayers):
             "next_norm": attn.next_norm,
             "gate_up_bias": mlp.gate_up_bias,
             "down_bias": mlp.down_bias,
-            "feed_norm": layer.post_norm,
+            "mlp_post_norm": layer.post_norm,
             "sink_logits": spec.sink_logits,
         }
         for names, pair in ((("q_norm", "k_norm"), attn.qk_norm), (("cos", "sin"), attn.tables)):

@@ -1,9 +1,9 @@
-// A step's way through a decoder's layers, one behind the other, as the threads of a team go it. A step of few tokens
-// waits for the memory that weights lie in, so nothing is to come between reading one and the next: neither Python nor
-// waking threads, which all take the way through caches that weights have just swept.
+// The forward pass of a step through all layers of a decoder, in one team of threads. A step of few tokens is limited
+// by reading the weights from memory, so nothing should come between reading one and the next: neither Python nor
+// waking threads, whose data the weights have just evicted from the caches.
 //
-// The bits are those of the operations one by one. A phase is what all threads do before any goes on. Knows neither
-// where weights come from nor who asked for the step.
+// The bits are those of the operations one by one. A phase is work that all threads finish before any goes on. Knows
+// neither where weights come from nor what the step is for.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -33,15 +33,16 @@ struct Projection {
 // One layer's weights.
 struct Layer {
   Projection qkv, o, gate_up, down;
-  // Undefined: the model has none.
-  at::Tensor norm, q_norm, k_norm, cos, sin, post_norm, next_norm, feed_norm, sink_logits;
+  // Undefined where the model does not have them.
+  at::Tensor norm, q_norm, k_norm, cos, sin, post_norm, next_norm, mlp_post_norm, sink_logits;
   int64_t q_heads, kv_heads, head_dim, model_window;
   float eps;
   Scores scores;
 
   int64_t width() const { return norm.numel(); }
   int64_t heads() const { return q_heads + 2 * kv_heads; }
-  bool sees_like(const Layer& other) const {
+  // Whether attention in both layers is cut into the same pieces.
+  bool shares_plan_with(const Layer& other) const {
     return model_window == other.model_window && q_heads == other.q_heads && kv_heads == other.kv_heads;
   }
 };
@@ -53,33 +54,33 @@ struct Slice {
   Rows rows;
   const std::vector<Memory>&k, &v;  // of all layers
   AttentionKernels kernels;
-  int64_t begin;                // number of its first token in the step
-  std::vector<int64_t> row_of;  // its tokens
-  std::vector<Plan> plans;      // one for each kind of layer
+  int64_t begin;                // index of its first token in the step
+  std::vector<int64_t> row_of;  // of each of its tokens
+  std::vector<Plan> plans;      // one for each kind of layer (shares_plan_with)
   std::vector<size_t> plan_of;  // by layer
 };
 
-// The norm of a row; its weight may be of another type than the row.
+// Normalises a row; its weight may be of another type than the row.
 template <typename X>
 void norm_row(const X* x, const at::Tensor& weight, float eps, X* y, int64_t n) {
   with_type(weight.scalar_type(),
             [&](auto of_weight) { rms_norm_row(x, weight.const_data_ptr<decltype(of_weight)>(), eps, y, n); });
 }
 
-// What a step keeps between its phases.
+// The activations of a step.
 template <typename X>
 struct Buffers {
-  X *qkv, *mixed, *projected;     // [N, ...]
-  X* gate_up;                     // the same, where products cannot take their rows in parts
-  char *entered, *gated_entered;  // rows as products want them
+  X *qkv, *mixed, *projected;  // [N, ...]
+  X* gate_up;                  // the same; only for weights that do not pack columns
+  char *input, *gated_input;   // rows as Gemm::pack_row packs them
   float *sums, *partials;
-  X* lines;               // of each thread
-  int64_t sums_of, line;  // numbers from one thread's to the next's
+  X* lines;               // a row for each thread
+  int64_t sums_of, line;  // numbers of a thread
 };
 
-// Seconds that a step's operations took, as they are called in Python.
-enum Span { ENTER, WRITE, ATTEND, LEAVE, FEED, SPANS };
-using Seconds = std::array<double, SPANS>;
+// The operations whose seconds are measured, by their names in Python; RoPE is a part of WRITE_KV here.
+enum TimedOp { QKV_PROJ_ROPE, WRITE_KV, ATTEND, O_PROJ_ADD_NORM, MLP, TIMED_OPS };
+using Seconds = std::array<double, TIMED_OPS>;
 
 template <typename X>
 class DecoderForward {
@@ -92,37 +93,39 @@ class DecoderForward {
 
   void operator()(Team& team, Member member) const {
     for (size_t i = 0; i < layers_.size(); ++i) {
-      timed(member, ENTER, [&] { enter(team, member, i); });
-      timed(member, WRITE, [&] { write(team, member, i); });
+      timed(member, QKV_PROJ_ROPE, [&] { qkv_proj(team, member, i); });
+      timed(member, WRITE_KV, [&] { rope_and_write(team, member, i); });
       timed(member, ATTEND, [&] { attend(team, member, i); });
-      timed(member, LEAVE, [&] { leave(team, member, layers_[i]); });
-      timed(member, FEED, [&] { feed(team, member, layers_[i]); });
+      timed(member, O_PROJ_ADD_NORM, [&] { o_proj_add_norm(team, member, layers_[i]); });
+      timed(member, MLP, [&] { mlp(team, member, layers_[i]); });
     }
     const int64_t d = layers_[0].width();
     team.share(member, n_, [&](int64_t row) { add_row(x_ + row * d, b_.projected + row * d, x_ + row * d, d); });
   }
 
  private:
-  // One of the threads looks at the clock.
+  // Runs work; one of the threads measures its time.
   template <typename Work>
-  void timed(Member member, Span span, const Work& work) const {
+  void timed(Member member, TimedOp op, const Work& work) const {
     if (member != 0) return work();
     const auto began = std::chrono::steady_clock::now();
     work();
-    seconds_[span] += std::chrono::duration<double>(std::chrono::steady_clock::now() - began).count();
+    seconds_[op] += std::chrono::duration<double>(std::chrono::steady_clock::now() - began).count();
   }
 
+  // Takes memory for the buffers, as large as the largest layer needs.
   void prepare(Workspace& space) {
-    int64_t qkv = 0, mixed = 0, width = 0, gated = 0, gate_up = 0, room = 0, gated_room = 0, partials = 0;
+    int64_t qkv = 0, mixed = 0, width = 0, gated = 0, gate_up = 0, input = 0, gated_input = 0, partials = 0;
     for (const Layer& l : layers_) {
       qkv = std::max(qkv, l.heads() * l.head_dim);
       mixed = std::max(mixed, l.o.weight->width);
       width = std::max(width, l.width());
       gated = std::max(gated, l.down.weight->width);
-      if (!gated_in_parts(l)) gate_up = std::max(gate_up, 2 * l.down.weight->width);
-      for (const auto* p : {&l.qkv, &l.o, &l.gate_up}) room = std::max(room, p->weight->room(n_));
-      gated_room = std::max(gated_room, l.down.weight->room(n_));
-      for (const auto* p : {&l.qkv, &l.o, &l.gate_up, &l.down}) b_.sums_of = std::max(b_.sums_of, p->weight->sums(n_));
+      if (!gates_columns(l)) gate_up = std::max(gate_up, 2 * l.down.weight->width);
+      for (const auto* p : {&l.qkv, &l.o, &l.gate_up}) input = std::max(input, p->weight->input_bytes(n_));
+      gated_input = std::max(gated_input, l.down.weight->input_bytes(n_));
+      for (const auto* p : {&l.qkv, &l.o, &l.gate_up, &l.down})
+        b_.sums_of = std::max(b_.sums_of, p->weight->sums_size(n_));
     }
     for (const Slice& slice : slices_) {
       int64_t most = 0;
@@ -130,29 +133,29 @@ class DecoderForward {
       partials += most * slice.kernels.width(MAX_DIM);
     }
     b_.line = std::max(width, gated);
-    const int64_t threads = Team::most();
+    const int64_t threads = Team::max_threads();
     b_.qkv = space.take<X>(n_ * qkv);
     b_.mixed = space.take<X>(n_ * mixed);
     b_.projected = space.take<X>(n_ * width);
     b_.gate_up = space.take<X>(n_ * gate_up);
-    b_.entered = space.take<char>(room);
-    b_.gated_entered = space.take<char>(gated_room);
+    b_.input = space.take<char>(input);
+    b_.gated_input = space.take<char>(gated_input);
     b_.sums = space.take<float>(threads * b_.sums_of);
     b_.partials = space.take<float>(partials);
     b_.lines = space.take<X>(threads * b_.line);
   }
 
-  // A product into rows of y [N, outputs].
-  void multiply(Team& team, Member member, const Projection& p, char* entered, X* y) const {
+  // Multiplies packed rows by a weight into y [N, outputs].
+  void multiply(Team& team, Member member, const Projection& p, char* input, X* y) const {
     const int64_t outputs = p.weight->outputs;
-    const auto put = [&](int64_t first, int64_t last, const float* sums, int64_t size) {
-      put_rows(sums, size, first, last, p.biases(), y, n_, outputs);
+    const auto epilogue = [&](int64_t first, int64_t last, const float* sums, int64_t size) {
+      store_rows(sums, size, first, last, p.biases(), y, n_, outputs);
     };
-    p.weight->multiply(team, member, entered, n_, b_.sums + member * b_.sums_of, 0, put);
+    p.weight->multiply(team, member, input, n_, b_.sums + member * b_.sums_of, 0, epilogue);
   }
 
-  // x plus what the layer before adds, and queries, keys and values of its norm.
-  void enter(Team& team, Member member, size_t i) const {
+  // Adds to x what the layer before has left to add; computes q, k and v of its norm.
+  void qkv_proj(Team& team, Member member, size_t i) const {
     const Layer& l = layers_[i];
     const int64_t d = l.width();
     X* const line = b_.lines + member * b_.line;
@@ -160,33 +163,34 @@ class DecoderForward {
       X* x = x_ + row * d;
       if (i > 0) add_row(x, b_.projected + row * d, x, d);
       norm_row(x, l.norm, l.eps, line, d);
-      l.qkv.weight->enter(b_.entered, n_, line, row);
+      l.qkv.weight->pack_row(b_.input, n_, line, row);
     });
-    multiply(team, member, l.qkv, b_.entered, b_.qkv);
+    multiply(team, member, l.qkv, b_.input, b_.qkv);
   }
 
-  // Queries and keys at their positions; keys and values into their slots.
-  void write(Team& team, Member member, size_t i) const {
+  // Rotates q and k; writes keys and values to their slots.
+  void rope_and_write(Team& team, Member member, size_t i) const {
     const Layer& l = layers_[i];
-    const int64_t width = l.heads() * l.head_dim, turning = l.q_heads + l.kv_heads;
+    const int64_t width = l.heads() * l.head_dim, rotated_heads = l.q_heads + l.kv_heads;
     team.share(member, n_, [&](int64_t row) {
       X* const heads = b_.qkv + row * width;
-      for (int64_t h = 0; h < turning; ++h) {
+      for (int64_t h = 0; h < rotated_heads; ++h) {
         X* const head = heads + h * l.head_dim;
         if (l.q_norm.defined()) norm_row(head, h < l.q_heads ? l.q_norm : l.k_norm, l.eps, head, l.head_dim);
         if (!l.cos.defined()) continue;
         const int64_t half = l.cos.size(1), at = positions_[row] * l.cos.stride(0);
         rope_row(head, l.cos.const_data_ptr<float>() + at, l.sin.const_data_ptr<float>() + at, head, half);
       }
-      keep(i, row, heads + l.q_heads * l.head_dim, heads + turning * l.head_dim);
+      write_token(i, row, heads + l.q_heads * l.head_dim, heads + rotated_heads * l.head_dim);
     });
   }
 
-  void keep(size_t i, int64_t token, const X* k, const X* v) const {
+  // Writes the key and value of a token to its slot; padding has none.
+  void write_token(size_t i, int64_t token, const X* k, const X* v) const {
     const Slice& slice = slice_of(token);
     const int64_t own = token - slice.begin, row = slice.row_of[own], first = slice.rows.first(row),
                   dim = layers_[i].head_dim;
-    if (slice.rows.idle(row)) return;
+    if (slice.rows.is_padding(row)) return;
     const auto heads = [&](const X* x) {
       return Heads<const char>{reinterpret_cast<const char*>(x), /*token_stride=*/0, dim};
     };
@@ -199,7 +203,7 @@ class DecoderForward {
     return slices_[s];
   }
 
-  // All slices' attention into `mixed`.
+  // Computes the attention of all slices into `mixed`.
   void attend(Team& team, Member member, size_t i) const {
     int64_t items = 0, merges = 0;
     for (const Slice& slice : slices_) {
@@ -208,26 +212,26 @@ class DecoderForward {
       merges += plan.merges.size();
     }
     team.share(member, items, [&](int64_t n) {
-      const Slice& slice = find(i, n, &Plan::items);
+      const Slice& slice = find_slice(i, n, &Plan::items);
       const Plan& plan = slice.plan(i);
-      slice.kernels.item(call_of(slice, i), plan.items[n], next_of(plan, n));
+      slice.kernels.item(make_call(slice, i), plan.items[n], next_of(plan, n));
     });
     if (merges == 0) return;
     team.share(member, merges, [&](int64_t n) {
-      const Slice& slice = find(i, n, &Plan::merges);
-      slice.kernels.merge(call_of(slice, i), slice.plan(i).merges[n]);
+      const Slice& slice = find_slice(i, n, &Plan::merges);
+      slice.kernels.merge(make_call(slice, i), slice.plan(i).merges[n]);
     });
   }
 
-  // Whose piece number n of all slices is; n becomes the slice's own number.
+  // Returns the slice that piece n of all slices belongs to; n becomes the index in that slice.
   template <typename Pieces>
-  const Slice& find(size_t i, int64_t& n, Pieces Plan::* pieces) const {
+  const Slice& find_slice(size_t i, int64_t& n, Pieces Plan::* pieces) const {
     size_t s = 0;
     for (int64_t size; n >= (size = (slices_[s].plan(i).*pieces).size()); ++s) n -= size;
     return slices_[s];
   }
 
-  AttentionCall call_of(const Slice& slice, size_t i) const {
+  AttentionCall make_call(const Slice& slice, size_t i) const {
     const Layer& l = layers_[i];
     const int64_t width = l.heads() * l.head_dim, out = l.q_heads * l.head_dim;
     float* partials = b_.partials;
@@ -247,22 +251,22 @@ class DecoderForward {
     };
   }
 
-  // x plus what attention found, and the norm of that as products want it.
-  void leave(Team& team, Member member, const Layer& l) const {
+  // Adds the projection of attention's output to x; packs the norm of the sum.
+  void o_proj_add_norm(Team& team, Member member, const Layer& l) const {
     const int64_t d = l.width(), mixed = l.o.weight->width;
     X* const line = b_.lines + member * b_.line;
-    team.share(member, n_, [&](int64_t row) { l.o.weight->enter(b_.entered, n_, b_.mixed + row * mixed, row); });
-    multiply(team, member, l.o, b_.entered, b_.projected);
+    team.share(member, n_, [&](int64_t row) { l.o.weight->pack_row(b_.input, n_, b_.mixed + row * mixed, row); });
+    multiply(team, member, l.o, b_.input, b_.projected);
     team.share(member, n_, [&](int64_t row) {
       X *x = x_ + row * d, *added = b_.projected + row * d;
       if (l.post_norm.defined()) norm_row(added, l.post_norm, l.eps, added, d);
       add_row(x, added, x, d);
       norm_row(x, l.next_norm, l.eps, line, d);
-      l.gate_up.weight->enter(b_.entered, n_, line, row);
+      l.gate_up.weight->pack_row(b_.input, n_, line, row);
     });
   }
 
-  // Sums of a pair of panels and of their twins: gated, and as the next product wants them.
+  // Applies the gate to the sums of a pair of panels and of their twins, and packs the result for the next product.
   void gate(const Layer& l, const float* gates, const float* ups, int64_t size, int64_t panel) const {
     constexpr int64_t PART = Gemm::PART, ROWS = 16;
     static constexpr float NONE[PART] = {};
@@ -277,53 +281,56 @@ class DecoderForward {
       X gated[ROWS * PART], up[PART];
       for (int64_t row = first; row < last; ++row) {
         X* const to = gated + (row - first) * PART;
-        put_pair(gates + row * PANEL, size, gate_bias, to, PART);
-        put_pair(ups + row * PANEL, size, up_bias, up, PART);
+        store_pair(gates + row * PANEL, size, gate_bias, to, PART);
+        store_pair(ups + row * PANEL, size, up_bias, up, PART);
         silu_mul_row(to, up, to, PART);
       }
-      l.down.weight->enter_part(b_.gated_entered, n_, gated, first, last, panel * PANEL);
+      l.down.weight->pack_columns(b_.gated_input, n_, gated, first, last, panel * PANEL);
     }
   }
 
-  // Whether gates can be applied to a few columns of sums, which then are rows of the next product.
-  static bool gated_in_parts(const Layer& l) { return l.down.weight->width % BLOCK == 0 && l.down.weight->in_parts(); }
+  // Returns whether the gate can be applied to a few columns at a time, which the next product packs.
+  static bool gates_columns(const Layer& l) {
+    return l.down.weight->width % BLOCK == 0 && l.down.weight->packs_columns();
+  }
 
-  // What the feed-forward adds.
-  void feed(Team& team, Member member, const Layer& l) const {
-    gated_in_parts(l) ? gate_parts(team, member, l) : gate_rows(team, member, l);
-    multiply(team, member, l.down, b_.gated_entered, b_.projected);
-    if (!l.feed_norm.defined()) return;
+  // Computes what the feed-forward adds to x.
+  void mlp(Team& team, Member member, const Layer& l) const {
+    gates_columns(l) ? gate_columns(team, member, l) : gate_rows(team, member, l);
+    multiply(team, member, l.down, b_.gated_input, b_.projected);
+    if (!l.mlp_post_norm.defined()) return;
     const int64_t d = l.width();
     team.share(member, n_, [&](int64_t row) {
       X* const added = b_.projected + row * d;
-      norm_row(added, l.feed_norm, l.eps, added, d);
+      norm_row(added, l.mlp_post_norm, l.eps, added, d);
     });
   }
 
-  // Sums become gated rows of the next product before they leave the cache.
-  void gate_parts(Team& team, Member member, const Layer& l) const {
+  // Multiplies by gate and up; gates the sums and packs them while they are in the cache.
+  void gate_columns(Team& team, Member member, const Layer& l) const {
     const int64_t panels = l.down.weight->width / PANEL;
-    const auto put = [&](int64_t first, int64_t last, const float* sums, int64_t size) {
+    const auto epilogue = [&](int64_t first, int64_t last, const float* sums, int64_t size) {
       const float* const up = sums + (last - first) * size;
       for (int64_t i = 0; i < last - first; i += PAIR) gate(l, sums + i * size, up + i * size, size, first + i);
     };
-    l.gate_up.weight->multiply(team, member, b_.entered, n_, b_.sums + member * b_.sums_of, panels, put);
+    l.gate_up.weight->multiply(team, member, b_.input, n_, b_.sums + member * b_.sums_of, panels, epilogue);
   }
 
+  // The same by whole rows.
   void gate_rows(Team& team, Member member, const Layer& l) const {
     const int64_t f = l.down.weight->width;
-    multiply(team, member, l.gate_up, b_.entered, b_.gate_up);
+    multiply(team, member, l.gate_up, b_.input, b_.gate_up);
     X* const line = b_.lines + member * b_.line;
     team.share(member, n_, [&](int64_t row) {
       const X* const gate = b_.gate_up + row * 2 * f;
       silu_mul_row(gate, gate + f, line, f);
-      l.down.weight->enter(b_.gated_entered, n_, line, row);
+      l.down.weight->pack_row(b_.gated_input, n_, line, row);
     });
   }
 
   const std::vector<Layer>& layers_;
   const std::vector<Slice>& slices_;
-  X* x_;  // [N, d]: the sum so far
+  X* x_;  // [N, d]: the residual stream
   int64_t n_;
   const int64_t* positions_;
   Seconds& seconds_;

@@ -1,4 +1,4 @@
-// How work is shared among torch's threads, and a number of the type that a tensor has. Knows no operation.
+// Dispatch by the type of a tensor, and over torch's threads. Knows no operation.
 #pragma once
 
 #include <ATen/Parallel.h>
@@ -9,7 +9,7 @@
 
 namespace kvmux {
 
-// Calls work with a number of the type.
+// Calls work(number) with a number of that C++ type.
 template <typename Work>
 void with_type(at::ScalarType type, const Work& work) {
   switch (type) {
@@ -20,7 +20,7 @@ void with_type(at::ScalarType type, const Work& work) {
   }
 }
 
-// The same for types that keys and values are kept in.
+// The same for the types in which keys and values are stored.
 template <typename Work>
 void with_kept_type(at::ScalarType type, const Work& work) {
   if (type == at::kChar) return work(int8_t{});
@@ -30,7 +30,7 @@ void with_kept_type(at::ScalarType type, const Work& work) {
 // Runs work(begin, end) over parts of n rows of `width` numbers each.
 template <typename Work>
 void over_rows(int64_t n, int64_t width, const Work& work) {
-  constexpr int64_t ENOUGH = 32768;  // numbers that are worth waking a thread for
+  constexpr int64_t ENOUGH = 32768;  // numbers: with fewer, another thread is not worth waking
   at::parallel_for(0, n, std::max<int64_t>(1, ENOUGH / std::max<int64_t>(1, width)), work);
 }
 

@@ -1,5 +1,5 @@
-// What a layer does around its attention in a few calls, each of them several operations: a call from Python takes as
-// long as a small operation. The bits are those of the operations one by one.
+// The parts of a layer around its attention, each several operations in one call: a call from Python takes as long as a
+// small operation. The bits are those of the operations one by one.
 #include <ATen/core/Tensor.h>
 #include <torch/library.h>
 
@@ -13,7 +13,8 @@ using at::Tensor;
 using at::TensorList;
 using Maybe = std::optional<Tensor>;
 
-// x [N, d] and what is still to be added to it -> their sum; q [N, heads, dim], k and v, turned where there are tables.
+// Adds `added`, if any, to x [N, d]; returns the sum and q, k and v [N, heads, dim] of its norm, rotated if cos is
+// given.
 std::tuple<Tensor, Tensor, Tensor, Tensor> qkv_proj_rope(const Tensor& x, const Maybe& added, const Tensor& norm,
                                                          double eps, TensorList qkv, IntArrayRef format,
                                                          const Maybe& bias, const Maybe& q_norm, const Maybe& k_norm,
@@ -37,15 +38,15 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> qkv_proj_rope(const Tensor& x, const 
   const auto normed_heads = [&](int64_t first, int64_t count, const Tensor& weight) {
     return rms_norm(heads(first, count).reshape({rows * count, dim}), weight, eps).view({rows, count, dim});
   };
-  const auto turned = [&](const Tensor& t) { return cos ? rope(t, *cos, *sin, positions) : t; };
+  const auto rotated = [&](const Tensor& t) { return cos ? rope(t, *cos, *sin, positions) : t; };
   const Tensor v = heads(q_heads + kv_heads, kv_heads);
   if (q_norm)
-    return {sum, turned(normed_heads(0, q_heads, *q_norm)), turned(normed_heads(q_heads, kv_heads, *k_norm)), v};
-  const Tensor qk = turned(heads(0, q_heads + kv_heads));
+    return {sum, rotated(normed_heads(0, q_heads, *q_norm)), rotated(normed_heads(q_heads, kv_heads, *k_norm)), v};
+  const Tensor qk = rotated(heads(0, q_heads + kv_heads));
   return {sum, qk.narrow(1, 0, q_heads), qk.narrow(1, q_heads, kv_heads), v};
 }
 
-// x [N, d] and what attention found [N, heads * dim] -> their sum after the projection, and its norm.
+// Adds the projection of attention's output, mixed [N, heads * dim], to x [N, d]; returns the sum and its norm.
 std::tuple<Tensor, Tensor> o_proj_add_norm(const Tensor& x, const Tensor& mixed, TensorList o, IntArrayRef format,
                                            const Maybe& bias, const Maybe& post_norm, const Tensor& norm, double eps) {
   const Tensor projected = linear(mixed, PackedWeight(o, format), bias);

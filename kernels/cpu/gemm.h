@@ -1,5 +1,6 @@
-// A packed weight that rows of x are multiplied with, whatever its numbers are kept in: what a phase of a step works
-// with. Made once for a weight and a type of x. Knows neither who enters the rows nor what becomes of the sums.
+// The product of rows of x and a packed weight in any format; made once for a weight and a type of x. Rows of x are
+// packed first (`pack_row`), then multiplied by all threads (`multiply`); an epilogue takes the sums. Knows neither
+// where the rows come from nor what the epilogue does with the sums.
 #pragma once
 
 #include <c10/core/ScalarType.h>
@@ -13,9 +14,9 @@
 
 namespace kvmux {
 
-// Takes the sums of panels first .. last - 1: of each [height][PANEL], `size` numbers from one panel's to the next's.
-// Behind them are those of their twins, if they have any.
-using Put = c10::function_ref<void(int64_t first, int64_t last, const float* sums, int64_t size)>;
+// Takes the sums of panels first .. last - 1: [height][PANEL] for each, `size` numbers from one panel's to the next's.
+// The sums of their twins follow, if they have twins.
+using Epilogue = c10::function_ref<void(int64_t first, int64_t last, const float* sums, int64_t size)>;
 
 class Gemm {
  public:
@@ -26,27 +27,28 @@ class Gemm {
 
   const int64_t outputs, width;
 
-  virtual int64_t room(int64_t rows) const = 0;  // bytes that so many rows of x take once they have entered
-  virtual int64_t sums(int64_t rows) const = 0;  // numbers that each thread has room for
+  virtual int64_t input_bytes(int64_t rows) const = 0;  // bytes of `rows` packed rows of x
+  virtual int64_t sums_size(int64_t rows) const = 0;    // float32 numbers that each thread needs for sums
 
-  // Row number `row` of `rows`, into the room.
-  virtual void enter(char* room, int64_t rows, const void* x, int64_t row) const = 0;
+  // Packs row number `row` of `rows` into `input`.
+  virtual void pack_row(char* input, int64_t rows, const void* x, int64_t row) const = 0;
 
-  // The same of a few columns of rows first .. last - 1 alone, x [last - first, PART], if rows can enter in parts;
-  // these begin at multiples of PART.
-  virtual bool in_parts() const { return false; }
-  virtual void enter_part(char*, int64_t, const void*, int64_t, int64_t, int64_t) const {
-    TORCH_INTERNAL_ASSERT(false, "rows of this weight enter whole");
+  // Packs PART columns of rows first .. last - 1, x [last - first, PART]; the first column is a multiple of PART. Only
+  // where packs_columns() is true.
+  virtual bool packs_columns() const { return false; }
+  virtual void pack_columns(char*, int64_t, const void*, int64_t, int64_t, int64_t) const {
+    TORCH_INTERNAL_ASSERT(false, "this weight packs whole rows of x");
   }
 
-  // A phase: all panels; or the first `twin` of them, each with the one `twin` behind it.
-  virtual void multiply(Team& team, Member member, char* room, int64_t rows, float* sums, int64_t twin,
-                        const Put& put) const = 0;
+  // Runs a phase that multiplies all panels. If twin > 0: the first `twin` panels, each together with the panel that is
+  // `twin` panels further on.
+  virtual void multiply(Team& team, Member member, char* input, int64_t rows, float* sums, int64_t twin,
+                        const Epilogue& epilogue) const = 0;
 
  private:
-  const PackedWeight weight_;  // whose memory stays for as long
+  const PackedWeight weight_;  // keeps its memory alive
 };
 
-std::unique_ptr<Gemm> make_gemm(const PackedWeight& weight, at::ScalarType of_x);
+std::unique_ptr<Gemm> make_gemm(const PackedWeight& weight, at::ScalarType x_type);
 
 }  // namespace kvmux

@@ -1,7 +1,7 @@
-// Products with packed weights of bfloat16 in AMX's tiles, for one row as for many.
+// Products with packed weights of bfloat16 in AMX tiles, for any number of rows.
 //
-// A tile of sums is added to in the order of k, whatever stands beside it, so a number of y does not depend on how many
-// rows are computed with it. Knows neither tensors nor threads.
+// A tile of sums is accumulated in the order of k, so a number of y does not depend on how many rows are computed with
+// it. Knows neither tensors nor threads.
 #pragma once
 
 #include "amx.h"
@@ -15,7 +15,7 @@ namespace kvmux {
 class Bf16AmxGemm {
  public:
   using Weight = at::BFloat16;
-  using Number = at::BFloat16;  // what rows of x are kept in: tiles [rows / 16][k / 32][16][32]
+  using Number = at::BFloat16;  // of packed rows of x: tiles [rows / 16][k / 32][16][32]
   struct Session {
     explicit Session(const Bf16AmxGemm&) {}
     Tiles tiles;
@@ -28,15 +28,15 @@ class Bf16AmxGemm {
 
   int64_t tiles() const { return tiles_; }
 
-  int64_t height() const { return rows_; }  // rows that sums are kept for
+  int64_t height() const { return rows_; }  // rows for which there are sums
 
-  // Tiles that are added at a time: all rows meet them in the first cache. Few rows take the whole depth at once.
+  // Tiles that are added at a time; all rows find them in the L1 cache. Few rows take the whole depth at once.
   int64_t chunk() const { return rows_ == TILE_ROWS ? tiles_ : CHUNK; }
 
-  // Columns begin .. begin + count - 1 of a row, from a whole tile on. Numbers behind the last row are whatever was
-  // there: nobody reads their sums.
+  // Packs columns begin .. begin + count - 1 of a row; `begin` is a multiple of a tile's columns. Padding rows are not
+  // initialised: their sums are not read.
   template <typename X>
-  void enter(const X* from, int64_t row, int64_t begin, int64_t count) const {
+  void pack_row(const X* from, int64_t row, int64_t begin, int64_t count) const {
     const int64_t tile = row / TILE_ROWS * tiles_ + begin / P::DEPTH;
     Number* to = x_ + (tile * TILE_ROWS + row % TILE_ROWS) * P::DEPTH;
     const int64_t whole = count / P::DEPTH * P::DEPTH;
@@ -46,8 +46,7 @@ class Bf16AmxGemm {
     std::fill(to + count - whole, to + P::DEPTH, Number(0.f));
   }
 
-  // sums [panels][height][PANEL] of 2 or 4 panels of a block plus their tiles begin .. end - 1; they begin with the
-  // first.
+  // Adds tiles begin .. end - 1 of 2 or 4 panels of a block to sums [panels][height][PANEL]; begin == 0 sets the sums.
   void add(Session&, int64_t first, int64_t panels, int64_t begin, int64_t end, float* sums) const {
     const Weight* w = w_ + P::panel(first, k_);
     if (rows_ == TILE_ROWS) return panels == PANELS ? few<PANELS>(w, begin, end, sums) : few<PAIR>(w, begin, end, sums);
@@ -59,24 +58,25 @@ class Bf16AmxGemm {
 
  private:
   using P = Packing<Weight>;
-  static constexpr int64_t STRIDE = 64;  // bytes: rows of a tile lie behind each other, wherever it is
-  template <int N>  // numbers between what is multiplied and what is fetched: whole blocks lie without gaps
+  static constexpr int64_t STRIDE = 64;  // bytes: the rows of a tile are adjacent everywhere
+  template <int N>                       // numbers from the tile that is multiplied to that which is prefetched
   static constexpr int64_t AHEAD = (N == PANELS ? 2 : PANELS) * P::TILE;
-  static constexpr int64_t CHUNK = 10;  // two panels' then stay in the first cache, while rows and sums pass through it
+  static constexpr int64_t CHUNK =
+      10;  // so the tiles of two panels stay in the L1 cache while rows and sums pass through it
 
-  // Up to 16 rows, or twice 16 for some.
+  // Returns 16 for up to 16 rows, else the next multiple of 32.
   static int64_t padded_rows(int64_t rows) {
     const int64_t whole = rows <= TILE_ROWS ? TILE_ROWS : 2 * TILE_ROWS;
     return (rows + whole - 1) / whole * whole;
   }
 
-  // A tile that is wanted soon. Tiles are loaded line by line, and the machine by itself asks for too few at a time.
+  // Prefetches a tile. Tiles are loaded line by line, and the hardware alone has too few loads in flight.
   static void fetch(const Weight* tile) {
     const auto* line = reinterpret_cast<const char*>(tile);
     for (int64_t row = 0; row < TILE_ROWS; ++row, line += STRIDE) _mm_prefetch(line, _MM_HINT_T0);
   }
 
-  // 16 rows of x and N panels. Sums are tiles 0 to 3.
+  // Multiplies 16 rows of x and N panels. The sums are tile registers 0 to 3.
   template <int N>
   void few(const Weight* w, int64_t begin, int64_t end, float* sums) const {
     unroll<N>([&](auto n) { begin_sum<n>(begin == 0, sums + n * TILE_ROWS * PANEL); });
@@ -92,7 +92,7 @@ class Bf16AmxGemm {
     unroll<N>([&](auto n) { tile_store<n>(sums + n * TILE_ROWS * PANEL, STRIDE); });
   }
 
-  // 32 rows of x and 2 panels. A part of the next panels comes into the second cache with each 32 rows.
+  // Multiplies 32 rows of x and 2 panels. Each call prefetches a part of the next panels into the L2 cache.
   void square(int64_t row, const Weight* w, const Weight* next, int64_t begin, int64_t end, float* sums) const {
     constexpr int64_t LINE = 64 / sizeof(Weight), LINES = 2 * P::TILE / LINE;
     const int64_t soon = LINES * row / rows_ * LINE, then = LINES * (row + 2 * TILE_ROWS) / rows_ * LINE;
@@ -103,9 +103,9 @@ class Bf16AmxGemm {
     for (int64_t tile = begin; tile < end; ++tile) {
       const Weight* weights = w + tile * PANELS * P::TILE;
       tile_load<6>(weights, STRIDE);
-      tile_pass<4>(first + tile * P::TILE, STRIDE);
+      tile_stream<4>(first + tile * P::TILE, STRIDE);
       tile_load<7>(weights + P::TILE, STRIDE);
-      tile_pass<5>(second + tile * P::TILE, STRIDE);
+      tile_stream<5>(second + tile * P::TILE, STRIDE);
       for (int64_t i = soon; i < then; i += LINE)
         _mm_prefetch(reinterpret_cast<const char*>(next + tile * PANELS * P::TILE + i), _MM_HINT_T1);
       tile_dot<0, 4, 6>();
@@ -121,7 +121,7 @@ class Bf16AmxGemm {
     if (first)
       tile_zero<N>();
     else
-      tile_pass<N>(sum, STRIDE);
+      tile_stream<N>(sum, STRIDE);
   }
 
   const Weight* w_;

@@ -1,8 +1,8 @@
-// Products with packed weights in whole numbers of 8 or 4 bits, value = scale * number + offset by groups of columns.
+// Products with packed weights in integers of 8 or 4 bits: value = scale * number + offset, per group of columns.
 //
-// A row of x becomes whole numbers of 8 bits, too, with a scale for each group: so a group's products are summed in 32
-// bits without rounding, and a number of y is one chain of multiply-adds over the groups. It has the same bits whatever
-// computes it, for one row as for many. Knows neither tensors nor threads.
+// A row of x is quantized to 8 bits, too, with a scale for each group. So the products of a group are summed in 32 bits
+// without rounding, and a number of y is one chain of multiply-adds over the groups. Its bits are the same on every
+// instruction set and for any number of rows. Knows neither tensors nor threads.
 #pragma once
 
 #include <cmath>
@@ -14,9 +14,8 @@
 
 namespace kvmux {
 
-// A packed weight; numbers of 4 bits lie in halves of bytes: of 8 columns, the first 4 in the lower ones. Where there
-// are no offsets, value = scale * (number - half of all numbers), and those of 8 bits are kept as what they stand for,
-// signed.
+// A packed weight. Numbers of 4 bits are halves of bytes: of 8 columns, the first 4 are the lower halves. Without
+// offsets, value = scale * (number - 2^(bits - 1)), and numbers of 8 bits are stored with that subtracted, signed.
 template <typename S>
 struct IntWeight {
   const uint8_t* numbers;
@@ -25,11 +24,11 @@ struct IntWeight {
   int64_t groups, group;
 };
 
-// Room for rows of x in whole numbers. What lies behind the last row is multiplied, and nobody reads the result.
+// Rows of x, quantized. Padding rows after the last one are multiplied, too, and their results are not read.
 struct Int8Rows {
   int8_t* numbers;  // [height][pitch]
   float* scale;     // [groups][height]
-  int32_t* sum;     // the same: of the numbers; or, without offsets, what the weight's zero takes from products
+  int32_t* sum;     // [groups][height]: of the numbers; without offsets, times -2^(bits - 1), for the weight's zero
 };
 
 template <int BITS, bool OFFSETS, typename S>
@@ -40,7 +39,9 @@ class Int8Gemm {
  public:
   using Session = Int8AmxTiles<BITS, OFFSETS, S>;
 
-  static int64_t pitch(int64_t k) { return (P::tiles(k) + 1) * P::DEPTH; }  // of rows: never a multiple of a page
+  static int64_t pitch(int64_t k) {
+    return (P::tiles(k) + 1) * P::DEPTH;
+  }  // of rows: never a multiple of a page, whose rows would share cache sets
   static int64_t height_of(int64_t rows) { return (rows + TOGETHER - 1) / TOGETHER * TOGETHER; }
 
   Int8Gemm(const IntWeight<S>& w, const Int8Rows& x, int64_t rows, int64_t k) : w_(w), x_(x), rows_(rows), k_(k) {}
@@ -50,20 +51,20 @@ class Int8Gemm {
   int64_t height() const { return height_of(rows_); }
 
   template <typename X>
-  void enter(const X* from, int64_t row) const {
+  void pack_row(const X* from, int64_t row) const {
     int8_t* to = x_.numbers + row * pitch(k_);
     for (int64_t g = 0; g < w_.groups; ++g) {
       const int64_t begin = g * w_.group, n = std::min(k_ - begin, w_.group);
       const float most = largest(from + begin, n);
-      const bool sound = std::isfinite(most);
-      const int32_t sum = rounded(from + begin, sound && most > TINY ? LARGEST / most : 0.f, to + begin, n);
-      x_.scale[g * height() + row] = sound ? most / LARGEST : std::numeric_limits<float>::quiet_NaN();
+      const bool finite = std::isfinite(most);
+      const int32_t sum = rounded(from + begin, finite && most > TINY ? LARGEST / most : 0.f, to + begin, n);
+      x_.scale[g * height() + row] = finite ? most / LARGEST : std::numeric_limits<float>::quiet_NaN();
       x_.sum[g * height() + row] = OFFSETS ? sum : -ZERO * sum;
     }
     std::fill(to + k_, to + tiles() * P::DEPTH, int8_t{0});
   }
 
-  // sums [panels][height][PANEL] of 2 or 4 panels of a block, of all their tiles.
+  // Computes sums [panels][height][PANEL] of 2 or 4 panels of a block, over all their tiles.
   void add(Session& session, int64_t first, int64_t panels, int64_t, int64_t, float* sums) const {
     if (rows_ > (w_.groups == 1 ? ROWS : MOST_ROWS) && Session::USABLE) return session.add(first, panels, sums);
     if (rows_ > ROWS) {
@@ -78,11 +79,11 @@ class Int8Gemm {
   friend Session;
   using P = Packing<uint8_t>;
   static constexpr float LARGEST = 127.f;
-  static constexpr float TINY = 1e-36f;  // what is no larger counts as 0: 1 over it may be no number
-  static constexpr int WIDE = REGISTERS == 32 ? PANELS : PAIR;  // panels that few rows are added to together
-  static constexpr int ROWS = REGISTERS == 32 ? 4 : 1;          // rows, in vectors
-  static constexpr int MOST_ROWS = 2 * ROWS;                    // the same, of one panel
-  static constexpr int64_t TOGETHER = 32;                       // rows, in tiles
+  static constexpr float TINY = 1e-36f;  // a smaller number counts as 0: its reciprocal may be infinite
+  static constexpr int WIDE = REGISTERS == 32 ? PANELS : PAIR;  // panels that are computed together for few rows
+  static constexpr int ROWS = REGISTERS == 32 ? 4 : 1;          // rows that are computed together in vectors
+  static constexpr int MOST_ROWS = 2 * ROWS;                    // the same, for one panel
+  static constexpr int64_t TOGETHER = 32;                       // rows that are computed together in tiles
   static constexpr int V = PANEL / W;
   static constexpr int64_t BYTES = P::TILE * BITS / 8;  // of a tile
   static constexpr int64_t QUADS = P::DEPTH / 4;        // of a tile
@@ -90,15 +91,14 @@ class Int8Gemm {
 
   static constexpr int32_t ZERO = OFFSETS ? 0 : 1 << (BITS - 1);
 
-  // Bytes between what is multiplied and what is fetched: the next depth, or of whole blocks, which lie without gaps, 2
-  // KiB.
+  // Bytes from what is multiplied to what is prefetched: the next depth; for whole blocks, which are adjacent, 2 KiB.
   template <int N>
   static constexpr int64_t ahead() {
     constexpr int64_t DEPTH = PANELS * BYTES, NEAR = 2048;
     return N == PANELS ? NEAR : N == 1 ? 4 * DEPTH : DEPTH;
   }
 
-  // The largest of n numbers without their signs; NaN if one of them is none.
+  // Returns the largest magnitude of n numbers; NaN if one of them is NaN.
   template <typename X>
   static float largest(const X* from, int64_t n) {
     const auto larger = [](Vec a, Vec b) { return at::vec::maximum(a, b); };
@@ -109,7 +109,7 @@ class Int8Gemm {
     return reduce(most, larger);
   }
 
-  // n numbers times `factor`, rounded to whole ones; their sum.
+  // Stores n numbers times `factor`, rounded to integers; returns their sum.
   template <typename X>
   static int32_t rounded(const X* from, float factor, int8_t* to, int64_t n) {
     using Integers = int32_t __attribute__((vector_size(sizeof(Raw))));
@@ -142,7 +142,7 @@ class Int8Gemm {
       if (row < rows_) over_rows<R / 2, N>(row, panel, sums);
   }
 
-  // R rows and N panels, in vectors.
+  // Multiplies R rows and N panels, in vectors.
   template <int R, int N>
   void block(int64_t first, int64_t panel, float* sums) const {
     const uint8_t* w = tiles_of(panel);
@@ -178,8 +178,7 @@ class Int8Gemm {
     });
   }
 
-  // What a group of a panel's columns adds to sums: scale of x * (scale of w * dot + offset of w * sum of x). Its rows
-  // of x are counted from one on.
+  // Adds a group of a panel's columns to the sums: scale of x * (scale of w * dot + offset of w * sum of x).
   struct Group {
     Group(const Int8Gemm& product, int64_t panel, int64_t g, int64_t first)
         : scale_of_x(product.x_.scale + g * product.height() + first),

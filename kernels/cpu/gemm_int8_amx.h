@@ -1,5 +1,5 @@
-// Products with packed weights in whole numbers, in AMX's tiles: many rows, of which vectors would take too long. What
-// a thread keeps for them: tiles, and room for panels' numbers of 4 bits as bytes. The bits are those of
+// Products with packed weights in integers, in AMX tiles: for many rows, which vectors would compute more slowly. A
+// thread keeps the tile configuration, and memory to widen panels of 4 bits to bytes. The bits are those of
 // gemm_int8.h.
 #pragma once
 
@@ -23,10 +23,10 @@ class Int8AmxTiles {
         tiles_(product.w_.group % P::DEPTH == 0 || product.w_.groups == 1 ? TILE_BYTES : TILE_BYTES / 2),
         bytes_(BITS == 8 ? 0 : PANELS * product.tiles() * P::TILE) {}
 
-  // sums [panels][height][PANEL] of 2 or 4 panels of a block.
+  // Computes sums [panels][height][PANEL] of 2 or 4 panels of a block.
   void add(int64_t first, int64_t panels, float* sums) {
     if (product_.w_.groups > 1) return panels == PANELS ? by_groups<PANELS>(first, sums) : by_groups<PAIR>(first, sums);
-    // Up to 16 rows meet all panels of a block at once, as they wait for the memory; more wait for products.
+    // Up to 16 rows take all panels of a block at once, as the memory limits them; more rows are limited by products.
     if (product_.rows_ <= TILE_ROWS && panels == PANELS) return over_rows<1, PANELS>(first, sums);
     for (int64_t i = 0; i < panels; i += PAIR, sums += PAIR * product_.height() * PANEL)
       if (product_.rows_ <= TILE_ROWS)
@@ -41,18 +41,18 @@ class Int8AmxTiles {
   static constexpr int64_t BYTES = Product::BYTES;
   using Group = typename Product::Group;
   using Dots = int32_t[TILE_ROWS][PANEL];
-  static constexpr int64_t GROUPS = 4;  // groups whose products are under way together
+  static constexpr int64_t GROUPS = 4;  // groups whose products are computed together
 
-  // Tiles from one depth of the weight's bytes to the next.
+  // Tiles from one depth of the weight to the next, in bytes of numbers.
   template <int N>
   static constexpr int64_t BETWEEN = BITS == 8 ? PANELS : N;
 
   template <int N>
   static constexpr int64_t AHEAD = Product::template ahead<N>();
 
-  // The sums of 16 rows and a panel.
+  // The sums of 16 rows and one panel.
   struct Totals {
-    static_assert(V == 1);  // where there are tiles, a vector is as wide as a panel
+    static_assert(V == 1);  // with AMX, a vector is as wide as a panel
 
     Totals() {
       unroll<TILE_ROWS>([&](auto r) { rows[r][0] = Vec(0.f); });
@@ -73,7 +73,7 @@ class Int8AmxTiles {
     Raw rows[TILE_ROWS][V];
   };
 
-  // A times 16 rows at a time, and N panels.
+  // Multiplies all rows, 16 A at a time, and N panels.
   template <int A, int N>
   void over_rows(int64_t panel, float* sums) {
     const uint8_t* w = bytes<N>(panel);
@@ -84,7 +84,7 @@ class Int8AmxTiles {
         square<A, N>(w, row, panel, sums + row * PANEL);
   }
 
-  // The same of weights in groups, whose sums are scaled one by one: a panel at a time, which all rows meet.
+  // The same for weights with several groups, whose sums are scaled one by one: one panel at a time, for all rows.
   template <int N>
   void by_groups(int64_t panel, float* sums) {
     const uint8_t* w = bytes<N>(panel);
@@ -93,7 +93,7 @@ class Int8AmxTiles {
         scaled<N>(w + n * P::TILE, row, panel + n, sums + (n * product_.height() + row) * PANEL);
   }
 
-  // 16 rows and a panel. The next groups are multiplied while the sums of some are scaled.
+  // Multiplies 16 rows and one panel. The next groups are multiplied while the sums of the groups before are scaled.
   template <int N>
   void scaled(const uint8_t* w, int64_t row, int64_t panel, float* sums) {
     alignas(64) Dots dots[2][GROUPS];
@@ -108,7 +108,8 @@ class Int8AmxTiles {
     total.store(sums);
   }
 
-  // Groups first .. first + GROUPS - 1 of a panel, those that it has. Sums are tiles 0 to 3.
+  // Multiplies the groups first .. first + GROUPS - 1 of a panel, if it has that many. The sums are tile registers 0
+  // to 3.
   template <int N>
   void multiply(const uint8_t* w, int64_t row, int64_t first, Dots (&dots)[GROUPS]) {
     const int64_t step = tiles_.depth(), group = product_.w_.group, apart = Product::pitch(product_.k_);
@@ -119,7 +120,7 @@ class Int8AmxTiles {
       for (int64_t k = (first + i) * group, end = std::min(product_.k_, k + group); k < end; k += step) {
         tile_load<4 + i % 2>(product_.row(row) + k, apart);
         tile_load<6 + i % 2>(w + k / P::DEPTH * BETWEEN<N> * P::TILE + k % P::DEPTH * PANEL, TILE_BYTES);
-        tile_dot_whole<i, 4 + i % 2, 6 + i % 2, OFFSETS>();
+        tile_dot_int8<i, 4 + i % 2, 6 + i % 2, OFFSETS>();
       }
     });
     unroll<GROUPS>([&](auto i) {
@@ -150,8 +151,8 @@ class Int8AmxTiles {
     return bytes_.data();
   }
 
-  // A times 16 rows and N panels of a weight in one group. Sums are tiles 0 to 3, rows of x are 4 and 5, numbers of w 6
-  // and 7.
+  // Multiplies 16 A rows and N panels of a weight with one group. Tile registers 0 to 3 are sums, 4 and 5 rows of x, 6
+  // and 7 the weight.
   template <int A, int N>
   void square(const uint8_t* w, int64_t row, int64_t panel, float* sums) {
     const int64_t step = tiles_.depth(), pitch = Product::pitch(product_.k_);
@@ -159,13 +160,13 @@ class Int8AmxTiles {
     unroll<A * N>([&](auto i) { tile_zero<i>(); });
     for (int64_t k = 0; k < product_.k_; k += step) {
       const uint8_t* numbers = w + k / P::DEPTH * BETWEEN<N> * P::TILE;
-      unroll<A>([&](auto a) { tile_pass<4 + a>(product_.row(row + a * TILE_ROWS) + k, pitch); });
+      unroll<A>([&](auto a) { tile_stream<4 + a>(product_.row(row + a * TILE_ROWS) + k, pitch); });
       unroll<N>([&](auto n) {
         if constexpr (BITS == 8)
           for (int64_t line = 0; line < step / 4; ++line)
             __builtin_prefetch(numbers + n * P::TILE + line * TILE_BYTES + AHEAD<N>);
         tile_load<6 + n % 2>(numbers + n * P::TILE, TILE_BYTES);
-        unroll<A>([&](auto a) { tile_dot_whole<a * N + n, 4 + a, 6 + n % 2, OFFSETS>(); });
+        unroll<A>([&](auto a) { tile_dot_int8<a * N + n, 4 + a, 6 + n % 2, OFFSETS>(); });
       });
     }
     unroll<A * N>([&](auto i) { tile_store<i>(dots[i], TILE_BYTES); });

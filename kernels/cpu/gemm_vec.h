@@ -1,5 +1,5 @@
-// Products with packed weights of floats in vectors of float32: float32 and float16 everywhere, bfloat16 where there
-// are no tiles for it.
+// Products with packed weights of floats in vectors of float32: for float32 and float16, and for bfloat16 on processors
+// without AMX.
 //
 // Each number of y is one chain of fused multiply-adds in the order of k, so it does not depend on how many rows are
 // computed beside it. Knows neither tensors nor threads.
@@ -14,8 +14,8 @@ template <typename T>
 class VectorGemm {
  public:
   using Weight = T;
-  using Number = float;  // what rows of x are kept in: [rows][k, whole tiles]
-  struct Session {       // a thread sets nothing up
+  using Number = float;  // of packed rows of x: [rows][k, padded to whole tiles]
+  struct Session {       // no state of a thread
     explicit Session(const VectorGemm&) {}
   };
 
@@ -26,14 +26,14 @@ class VectorGemm {
 
   int64_t tiles() const { return P::tiles(k_); }
 
-  int64_t height() const { return rows_; }  // rows that sums are kept for
+  int64_t height() const { return rows_; }  // rows for which there are sums
 
-  // Tiles that are added at a time: all rows meet them in the first cache. Few rows take the whole depth at once.
+  // Tiles that are added at a time; all rows find them in the L1 cache. Few rows take the whole depth at once.
   int64_t chunk() const { return rows_ <= ROWS ? tiles() : CHUNK / P::DEPTH; }
 
-  // Columns begin .. begin + count - 1 of a row.
+  // Packs columns begin .. begin + count - 1 of a row.
   template <typename X>
-  void enter(const X* from, int64_t row, int64_t begin, int64_t count) const {
+  void pack_row(const X* from, int64_t row, int64_t begin, int64_t count) const {
     float* to = x_ + row * pitch_ + begin;
     if constexpr (std::is_same_v<T, X> || std::is_same_v<T, float>) {
       to_float(from, to, count);
@@ -48,8 +48,7 @@ class VectorGemm {
     if (begin + count == k_) std::fill(to + count, to + pitch_ - begin, 0.f);
   }
 
-  // sums [panels][height][PANEL] of 2 or 4 panels of a block plus their tiles begin .. end - 1; they begin with the
-  // first.
+  // Adds tiles begin .. end - 1 of 2 or 4 panels of a block to sums [panels][height][PANEL]; begin == 0 sets the sums.
   void add(Session&, int64_t first, int64_t panels, int64_t begin, int64_t end, float* sums) const {
     for (int64_t panel = 0; panel < panels; panel += TOGETHER) {
       const T* from = w_ + P::panel(first + panel, k_);
@@ -64,7 +63,7 @@ class VectorGemm {
  private:
   using P = Packing<T>;
   static constexpr int ROWS = 6;
-  static constexpr int TOGETHER = W == PANEL ? 4 : 1;  // panels: with the rows, sums for most of the registers
+  static constexpr int TOGETHER = W == PANEL ? 4 : 1;  // panels: times the rows, their sums fill most of the registers
   static constexpr int V = PANEL / W;                  // vectors of a panel
   static constexpr int64_t CHUNK = 128;                // columns
 
@@ -96,7 +95,7 @@ class VectorGemm {
     unroll<R>([&](auto r) { unroll<N * V>([&](auto v) { Vec(sum[r][v]).store(at(r, v)); }); });
   }
 
-  // W outputs' numbers of S columns.
+  // Loads S columns of W outputs.
   static void load_columns(const T* from, Raw (&to)[P::S]) {
     if constexpr (P::S == 2) {
       const auto [first, second] = widened(load(reinterpret_cast<const float*>(from)));

@@ -1,5 +1,5 @@
-// A text's keys and values, TILE positions at a time: where each of them lies, which of them some query rows see, and
-// the next ones fetched while these are computed. Knows no scores.
+// The keys and values of a sequence, TILE positions at a time: where each lies and which of them some query rows see.
+// The next tile is prefetched while one is computed. Knows no scores.
 #pragma once
 
 #include <algorithm>
@@ -10,9 +10,9 @@
 
 namespace kvmux {
 
-// Query rows of one KV head, counted from `first` over the heads of its group (GQA) and then over queries.
+// Query rows of one KV head: (query, head of its group) pairs from number `first` on, the heads (GQA) of a query first.
 struct QueryRows {
-  int64_t start;  // position of the text's query 0
+  int64_t start;  // position of the step's query 0
   int64_t first, count, group;
 
   int64_t query(int64_t r) const { return (first + r) / group; }  // of the step's
@@ -23,34 +23,35 @@ struct QueryRows {
 template <typename T, int64_t TILE>
 class Keys {
  public:
-  // Those that queries at positions oldest .. newest see.
+  // The keys and values that queries at positions oldest .. newest see.
   Keys(Plane<T> k, Plane<T> v, Mask mask, int64_t oldest, int64_t newest)
       : k_(k), v_(v), mask_(mask), oldest_(oldest), newest_(newest) {}
 
-  // Keys and values of TILE positions. `seen` spans all that any row sees; what lies between the sinks and the window
-  // is read with it, and hidden. Outside `seen` nothing is read: a key that is seen stands for it.
+  // Addresses of the keys and values of TILE positions. `seen` spans all positions that any row sees; keys between the
+  // sinks and the window are read as well, and masked. Outside of `seen` the addresses are those of a key that is seen.
   struct Tile {
     Range seen;
     const T *k[TILE], *v[TILE];
   };
 
+  // Begins at the tile of position `tile`.
   void begin(int64_t tile) { find(tile, tiles_[0]); }
 
-  // What whoever begins at `tile` will read first is to be fetched.
+  // The same, and queues the first tile for prefetching.
   void begin(int64_t tile, PrefetchQueue& queue) {
     begin(tile);
-    want(tiles_[0], queue);
+    enqueue(tiles_[0], queue);
   }
 
-  // The tile that was to be next; behind it comes the one at position `next`, if that is before `end`: `queue`, if any,
-  // is to fetch it. Whoever has many query rows waits for products, not for the memory.
+  // Returns the current tile and prepares the one at position `next`, if that is before `end`: `queue` prefetches it,
+  // unless it is null. With many query rows the products take longer than the memory, so there it is null.
   const Tile& step(int64_t next, int64_t end, PrefetchQueue* queue) {
     const Tile& tile = tiles_[at_];
     at_ = 1 - at_;
     if (queue != nullptr) queue->clear();
     if (next < end) {
       find(next, tiles_[at_]);
-      if (queue != nullptr) want(tiles_[at_], *queue);
+      if (queue != nullptr) enqueue(tiles_[at_], *queue);
     }
     return tile;
   }
@@ -77,8 +78,8 @@ class Keys {
     }
   }
 
-  // To be fetched while the tile before it is computed.
-  void want(const Tile& tile, PrefetchQueue& queue) const {
+  // Queues a tile, which is prefetched while the tile before it is computed.
+  void enqueue(const Tile& tile, PrefetchQueue& queue) const {
     for (int64_t p = tile.seen.begin, n; p < tile.seen.end; p += n) {
       n = k_.layout.run(p, tile.seen.end);
       queue.add(tile.k[p % TILE], n * k_.vector_stride * sizeof(T));
@@ -89,8 +90,8 @@ class Keys {
   Plane<T> k_, v_;
   Mask mask_;
   int64_t oldest_, newest_;
-  Tile tiles_[2];   // that which is computed and the next, by turns
-  int64_t at_ = 0;  // the next
+  Tile tiles_[2];   // the current one and the next, in turn
+  int64_t at_ = 0;  // index of the next one
 };
 
 }  // namespace kvmux

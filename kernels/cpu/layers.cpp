@@ -1,5 +1,5 @@
-// Norms, rotation and gates as torch sees them. Like every source here, compiled for each instruction set and
-// registered under a name of its own for it (KVMUX_LIBRARY; see setup.py).
+// Norms, RoPE and gates for torch. Like every source here, this is compiled for each instruction set and registered
+// under a library name of its own (KVMUX_LIBRARY; see setup.py).
 #include "layers.h"
 
 #include <ATen/core/Tensor.h>

@@ -1,5 +1,5 @@
-// What surrounds attention, row by row: norms, rotation, gates. All arithmetic in float32, results rounded once to T
-// unless it says otherwise. Knows neither tensors nor threads.
+// Norms, RoPE and gates of one row. Arithmetic is in float32, and results are rounded once to T unless a comment says
+// otherwise. Knows neither tensors nor threads.
 #pragma once
 
 #include <cmath>
@@ -8,7 +8,7 @@
 
 namespace kvmux {
 
-// y = operation(a, b) number by number, all [n]; y may be one of them.
+// y = operation(a, b), elementwise, all [n]; y may be a or b.
 template <typename T, typename Operation>
 inline void combine_row(const T* a, const T* b, T* y, int64_t n, const Operation& operation) {
   int64_t i = 0;
@@ -28,7 +28,7 @@ void add_row(const T* a, const T* b, T* y, int64_t d) {
   combine_row(a, b, y, d, [](Vec x, Vec z) { return x + z; });
 }
 
-// y = x / rms(x) * weight, all [d]. Llama rounds before the weight, Gemma, whose weights are float32, after it.
+// y = x / rms(x) * weight, all [d]. Rounded before the weight is applied (Llama), or after if it is float32 (Gemma).
 template <typename T, typename Weight>
 void rms_norm_row(const T* x, const Weight* weight, float eps, T* y, int64_t d) {
   Vec squares(0.f);
@@ -59,19 +59,19 @@ void rms_norm_row(const T* x, const Weight* weight, float eps, T* y, int64_t d) 
   }
 }
 
-// Pairs (x[i], x[i + half]) turned by angles whose cosines and sines are given, [half]; y may be x.
+// Rotates the pairs (x[i], x[i + half]) by angles with these cosines and sines [half]; y may be x.
 template <typename T>
 void rope_row(const T* x, const float* cos, const float* sin, T* y, int64_t half) {
   int64_t i = 0;
   for (; i + 2 * W <= half; i += 2 * W) {
-    const auto turned = [&](int64_t at, Vec& first, Vec& second) {
+    const auto rotated = [&](int64_t at, Vec& first, Vec& second) {
       const Vec a = load(x + at), b = load(x + at + half), c = load(cos + at), s = load(sin + at);
       first = a * c - b * s;
       second = b * c + a * s;
     };
     Vec first[2], second[2];
-    turned(i, first[0], second[0]);
-    turned(i + W, first[1], second[1]);
+    rotated(i, first[0], second[0]);
+    rotated(i + W, first[1], second[1]);
     store(first[0], first[1], y + i);
     store(second[0], second[1], y + i + half);
   }

@@ -1,4 +1,4 @@
-"""Finds the library of C++ operations for an instruction set; setup.py builds one for each that is worth having."""
+"""Loads the library of C++ operations for an instruction set; setup.py builds one for each."""
 
 from __future__ import annotations
 
@@ -14,8 +14,14 @@ from kernels.cpu.backend import CpuOps
 from kernels.device import KernelsMissing
 
 FOLDER = Path(__file__).parent
-INSTRUCTION_SETS = ("amx", "avx512", "avx2", "neon")  # the best first
-AMX = ("avx512_bf16", "avx512_vnni", "amx_tile", "amx_bf16", "amx_int8")  # what "amx" is compiled for beside AVX-512
+INSTRUCTION_SETS = ("amx", "avx512", "avx2", "neon")  # the fastest first
+AMX = (
+    "avx512_bf16",
+    "avx512_vnni",
+    "amx_tile",
+    "amx_bf16",
+    "amx_int8",
+)  # the features that "amx" is compiled for, beside AVX-512
 
 
 def load(name: str) -> CpuOps:
@@ -36,7 +42,7 @@ def load(name: str) -> CpuOps:
 
 
 def find_memory_reader() -> Callable[[Tensor], object] | None:
-    """Return what reads all of a tensor's memory as fast as the machine can; None if no library is there for it."""
+    """Return a function that reads all memory of a tensor as fast as possible; None if no library is installed."""
     for name in usable_instruction_sets():
         with suppress(KernelsMissing):
             load(name)
@@ -46,7 +52,7 @@ def find_memory_reader() -> Callable[[Tensor], object] | None:
 
 
 def usable_instruction_sets() -> tuple[str, ...]:
-    """Return this machine's instruction sets, the best first; ATEN_CPU_CAPABILITY hides those above it."""
+    """Return this machine's instruction sets, the fastest first; ATEN_CPU_CAPABILITY hides those above it."""
     if platform.machine() in ("aarch64", "arm64"):
         return ("neon",)
     if (best := torch.backends.cpu.get_cpu_capability()) != "AVX512":

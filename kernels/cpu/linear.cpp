@@ -1,4 +1,4 @@
-// Products with packed weights: how their work is shared, and as torch sees them.
+// Products with packed weights: how threads share the work, and `linear` for torch.
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/zeros.h>
@@ -24,10 +24,10 @@ template <typename T>
 using ProductOf = VectorGemm<T>;
 #endif
 
-// Blocks for each thread: so many that one more or less of them costs less than reading half blocks.
-constexpr int64_t MANY = 3;
+// From this many blocks per thread on, one block more or less costs less than cutting blocks in half.
+constexpr int64_t MANY_BLOCKS = 3;
 
-// Sums of panels begin .. end - 1.
+// Computes the sums of panels begin .. end - 1.
 template <typename Product>
 void add_panels(const Product& product, typename Product::Session& session, int64_t begin, int64_t end, float* sums) {
   const int64_t tiles = product.tiles(), chunk = product.chunk(), size = product.height() * PANEL;
@@ -38,36 +38,37 @@ void add_panels(const Product& product, typename Product::Session& session, int6
     }
 }
 
-// Panels that are put together, at most: so many that their sums stay in the second cache.
-int64_t together(int64_t height) {
+// Returns the most panels to compute before the epilogue: their sums then stay in the L2 cache.
+int64_t max_panels(int64_t height) {
   constexpr int64_t CACHED = 512 << 10;  // bytes
   const int64_t panels = CACHED / (height * PANEL * static_cast<int64_t>(sizeof(float)));
-  return std::max<int64_t>(1, panels / (2 * PANELS)) * 2 * PANELS;  // whole blocks, and as many of their twins
+  return std::max<int64_t>(1, panels / (2 * PANELS)) * 2 * PANELS;  // whole blocks, and their twins
 }
 
-int64_t sums_of(int64_t height) { return together(height) * height * PANEL; }
+int64_t sums_size_for(int64_t height) { return max_panels(height) * height * PANEL; }
 
-// Into how many pieces so many panels are cut. Few rows, which take the whole depth at once, wait for the memory alone.
+// Returns the number of pieces into which panels are cut. With few rows, which take the whole depth at once, only the
+// memory takes time.
 template <typename Product>
 int64_t pieces(const Product& product, int64_t panels, int64_t most, int64_t threads) {
   const int64_t blocks = panels / PANELS;
   if (product.chunk() == product.tiles())
-    return blocks < MANY * threads && blocks % threads != 0 ? panels / PAIR : blocks;
+    return blocks < MANY_BLOCKS * threads && blocks % threads != 0 ? panels / PAIR : blocks;
   const int64_t rounds = (panels + most * threads - 1) / (most * threads);
   return std::min(panels / PAIR, rounds * threads);
 }
 
 template <typename Product>
 void multiply_panels(Team& team, Member member, const Product& product, int64_t panels, float* sums, int64_t twin,
-                     const Put& put) {
+                     const Epilogue& epilogue) {
   typename Product::Session session(product);
   const int64_t size = product.height() * PANEL, all = twin == 0 ? panels : twin;
-  const int64_t n = pieces(product, all, together(product.height()) / (twin == 0 ? 1 : 2), team.size());
+  const int64_t n = pieces(product, all, max_panels(product.height()) / (twin == 0 ? 1 : 2), team.size());
   team.share(member, n, [&](int64_t i) {
     const int64_t first = all / PAIR * i / n * PAIR, last = all / PAIR * (i + 1) / n * PAIR;
     add_panels(product, session, first, last, sums);
     if (twin != 0) add_panels(product, session, first + twin, last + twin, sums + (last - first) * size);
-    put(first, last, sums, size);
+    epilogue(first, last, sums, size);
   });
 }
 
@@ -77,27 +78,28 @@ class FloatGemm : public Gemm {
  public:
   explicit FloatGemm(const PackedWeight& weight) : Gemm(weight), w_(weight.numbers.const_data_ptr<T>()) {}
 
-  int64_t room(int64_t rows) const override { return Product::numbers(rows, width) * sizeof(Number); }
-  int64_t sums(int64_t rows) const override { return sums_of(product(nullptr, rows).height()); }
-  void enter(char* room, int64_t rows, const void* x, int64_t row) const override {
-    product(room, rows).enter(static_cast<const X*>(x), row, 0, width);
+  int64_t input_bytes(int64_t rows) const override { return Product::numbers(rows, width) * sizeof(Number); }
+  int64_t sums_size(int64_t rows) const override { return sums_size_for(product(nullptr, rows).height()); }
+  void pack_row(char* input, int64_t rows, const void* x, int64_t row) const override {
+    product(input, rows).pack_row(static_cast<const X*>(x), row, 0, width);
   }
-  bool in_parts() const override { return true; }
-  void enter_part(char* room, int64_t rows, const void* x, int64_t first, int64_t last, int64_t column) const override {
+  bool packs_columns() const override { return true; }
+  void pack_columns(char* input, int64_t rows, const void* x, int64_t first, int64_t last,
+                    int64_t column) const override {
     const X* from = static_cast<const X*>(x);
-    const Product entered = product(room, rows);
-    for (int64_t row = first; row < last; ++row, from += PART) entered.enter(from, row, column, PART);
+    const Product packed = product(input, rows);
+    for (int64_t row = first; row < last; ++row, from += PART) packed.pack_row(from, row, column, PART);
   }
-  void multiply(Team& team, Member member, char* room, int64_t rows, float* sums, int64_t twin,
-                const Put& put) const override {
-    multiply_panels(team, member, product(room, rows), blocks_of(outputs) * PANELS, sums, twin, put);
+  void multiply(Team& team, Member member, char* input, int64_t rows, float* sums, int64_t twin,
+                const Epilogue& epilogue) const override {
+    multiply_panels(team, member, product(input, rows), blocks_of(outputs) * PANELS, sums, twin, epilogue);
   }
 
  private:
   using Product = ProductOf<T>;
   using Number = typename Product::Number;
 
-  Product product(char* room, int64_t rows) const { return {w_, reinterpret_cast<Number*>(room), rows, width}; }
+  Product product(char* input, int64_t rows) const { return {w_, reinterpret_cast<Number*>(input), rows, width}; }
 
   const T* w_;
 };
@@ -110,27 +112,27 @@ class IntGemm : public Gemm {
       : Gemm(weight), w_{weight.numbers.const_data_ptr<uint8_t>(), weight.scale.const_data_ptr<S>(),
                          OFFSETS ? weight.offset.const_data_ptr<S>() : nullptr, weight.scale.size(1), weight.group} {}
 
-  int64_t room(int64_t rows) const override { return numbers(rows) + 2 * factors(rows); }
-  int64_t sums(int64_t rows) const override { return sums_of(Product::height_of(rows)); }
-  void enter(char* room, int64_t rows, const void* x, int64_t row) const override {
-    product(room, rows).enter(static_cast<const X*>(x), row);
+  int64_t input_bytes(int64_t rows) const override { return numbers(rows) + 2 * factors(rows); }
+  int64_t sums_size(int64_t rows) const override { return sums_size_for(Product::height_of(rows)); }
+  void pack_row(char* input, int64_t rows, const void* x, int64_t row) const override {
+    product(input, rows).pack_row(static_cast<const X*>(x), row);
   }
-  void multiply(Team& team, Member member, char* room, int64_t rows, float* sums, int64_t twin,
-                const Put& put) const override {
-    multiply_panels(team, member, product(room, rows), blocks_of(outputs) * PANELS, sums, twin, put);
+  void multiply(Team& team, Member member, char* input, int64_t rows, float* sums, int64_t twin,
+                const Epilogue& epilogue) const override {
+    multiply_panels(team, member, product(input, rows), blocks_of(outputs) * PANELS, sums, twin, epilogue);
   }
 
  private:
   using Product = Int8Gemm<BITS, OFFSETS, S>;
 
-  // Bytes of rows of x, and of their scales or sums.
+  // Bytes of the packed rows of x, and of their scales (or sums).
   int64_t numbers(int64_t rows) const { return Product::height_of(rows) * Product::pitch(width); }
   int64_t factors(int64_t rows) const { return Product::height_of(rows) * w_.groups * sizeof(float); }
 
-  Product product(char* room, int64_t rows) const {
-    char* const scales = room + numbers(rows);
+  Product product(char* input, int64_t rows) const {
+    char* const scales = input + numbers(rows);
     auto* const sums = reinterpret_cast<int32_t*>(scales + factors(rows));
-    return {w_, {reinterpret_cast<int8_t*>(room), reinterpret_cast<float*>(scales), sums}, rows, width};
+    return {w_, {reinterpret_cast<int8_t*>(input), reinterpret_cast<float*>(scales), sums}, rows, width};
   }
 
   const IntWeight<S> w_;
@@ -157,9 +159,9 @@ std::unique_ptr<Gemm> make_gemm_for(const PackedWeight& weight) {
 
 }  // namespace
 
-std::unique_ptr<Gemm> make_gemm(const PackedWeight& weight, at::ScalarType of_x) {
+std::unique_ptr<Gemm> make_gemm(const PackedWeight& weight, at::ScalarType x_type) {
   std::unique_ptr<Gemm> made;
-  with_type(of_x, [&](auto number) { made = make_gemm_for<decltype(number)>(weight); });
+  with_type(x_type, [&](auto number) { made = make_gemm_for<decltype(number)>(weight); });
   return made;
 }
 
@@ -170,21 +172,22 @@ Tensor linear(const Tensor& x, const PackedWeight& weight, const std::optional<T
   const int64_t rows = x.size(0), outputs = weight.outputs;
   const Tensor y = at::empty({rows, outputs}, x.options());
   if (rows == 0) return y;
-  constexpr int64_t WORTH_WAKING = 65536;  // numbers multiplied by one row, for another thread
-  const int64_t threads = std::min(Team::most(), 1 + weight.width * outputs / WORTH_WAKING), sums = made->sums(rows);
-  const Tensor room = at::empty({made->room(rows)}, at::kByte), kept = at::empty({threads, sums}, at::kFloat);
+  constexpr int64_t WORTH_WAKING = 65536;  // numbers of the weight: with fewer, another thread is not worth waking
+  const int64_t threads = std::min(Team::max_threads(), 1 + weight.width * outputs / WORTH_WAKING),
+                sums = made->sums_size(rows);
+  const Tensor input = at::empty({made->input_bytes(rows)}, at::kByte), kept = at::empty({threads, sums}, at::kFloat);
   with_type(x.scalar_type(), [&](auto number) {
     using X = decltype(number);
-    auto* const entered = reinterpret_cast<char*>(room.data_ptr());
+    auto* const packed = reinterpret_cast<char*>(input.data_ptr());
     const X* const from = x.const_data_ptr<X>();
     X* const to = y.data_ptr<X>();
     const float* const added = biases.defined() ? biases.const_data_ptr<float>() : nullptr;
-    const auto put = [&](int64_t first, int64_t last, const float* of, int64_t size) {
-      put_rows(of, size, first, last, added, to, rows, outputs);
+    const auto epilogue = [&](int64_t first, int64_t last, const float* of, int64_t size) {
+      store_rows(of, size, first, last, added, to, rows, outputs);
     };
     Team::run(threads, [&](Team& team, Member member) {
-      team.share(member, rows, [&](int64_t row) { made->enter(entered, rows, from + row * x.stride(0), row); });
-      made->multiply(team, member, entered, rows, kept.data_ptr<float>() + member * sums, 0, put);
+      team.share(member, rows, [&](int64_t row) { made->pack_row(packed, rows, from + row * x.stride(0), row); });
+      made->multiply(team, member, packed, rows, kept.data_ptr<float>() + member * sums, 0, epilogue);
     });
   });
   return y;

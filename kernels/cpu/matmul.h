@@ -1,5 +1,5 @@
-// c += a b: a [M, K] and c [M, N] float32 in scratch memory, b [K, N] of any type, its rows wherever they lie; N a
-// multiple of W.
+// c += a b: a [M, K] and c [M, N] are float32 in scratch memory; b [K, N] is of any type, and its rows may lie
+// anywhere. N is a multiple of W.
 //
 // A block of c stays in registers while k runs. Each number of c is a chain of fused multiply-adds in the order of k,
 // so it does not depend on how many rows or columns are computed beside it.
@@ -12,14 +12,14 @@ namespace kvmux {
 
 constexpr int ROWS = 8;  // of a block
 
-// Columns of a block of R rows, in vectors: what the registers hold besides a row of b and a factor.
+// Columns of a block of R rows, in vectors: as many as the registers hold beside a row of b and a factor.
 template <int R>
 constexpr int columns() {
-  constexpr int room = (REGISTERS - 2) / (R + 1);
-  return room >= 4 ? 4 : room >= 2 ? 2 : 1;
+  constexpr int vectors = (REGISTERS - 2) / (R + 1);
+  return vectors >= 4 ? 4 : vectors >= 2 ? 2 : 1;
 }
 
-// `row(k)` points to row k of b. One line of `queue` is fetched at each step.
+// `row(k)` points to row k of b. One line of `queue` is prefetched at each step of k.
 template <int LDA, int R, int C, typename Row>
 inline void multiply_block(const float* a, const Row& row, int64_t n, float* c, int64_t ldc, int64_t K,
                            PrefetchQueue& queue) {

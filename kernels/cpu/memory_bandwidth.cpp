@@ -1,4 +1,4 @@
-// How fast the memory is read: plain loads by all threads, which nothing that is computed slows down.
+// Reads memory with plain loads in all threads, to measure its bandwidth.
 #include <ATen/core/Tensor.h>
 #include <torch/library.h>
 
@@ -11,9 +11,9 @@ namespace {
 
 using Words = int64_t __attribute__((vector_size(64)));
 
-// The sum of all words of `memory`, so that none is left out; what is no whole line is.
+// Returns the sum of all words of `memory`, so that no load is optimised away; the last partial lines are not read.
 int64_t read(const at::Tensor& memory) {
-  constexpr int64_t LINES = 8;  // that a thread has under way by itself; the machine fetches more
+  constexpr int64_t LINES = 8;  // that a thread loads at once; the hardware prefetches more
   const auto* lines = static_cast<const Words*>(memory.const_data_ptr());
   std::atomic<int64_t> total{0};
   at::parallel_for(0, memory.nbytes() / sizeof(Words) / LINES, 1, [&](int64_t begin, int64_t end) {

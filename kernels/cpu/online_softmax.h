@@ -1,5 +1,5 @@
-// Sums over the keys of a text, or of a split of it, and how those of splits are put together. Positions are cut into
-// splits, which are summed by themselves and merged in order.
+// The sums of softmax attention over the keys of a sequence, or of a split of it, and how splits are merged. A sequence
+// is cut into splits of SPLIT positions, which are summed independently and merged in order.
 #pragma once
 
 #include <algorithm>
@@ -13,14 +13,14 @@ namespace kvmux {
 constexpr int64_t SPLIT = 1024;   // positions
 constexpr int64_t MAX_DIM = 256;  // of a head
 
-constexpr float HIDDEN = -std::numeric_limits<float>::infinity();  // a score's weight is then 0
-constexpr float NOTHING = std::numeric_limits<float>::lowest();    // the top of no scores
+constexpr float HIDDEN = -std::numeric_limits<float>::infinity();  // a masked score: its weight is 0
+constexpr float NOTHING = std::numeric_limits<float>::lowest();    // the maximum of no scores
 
 struct Scores {
   float scale, softcap;  // softcap 0: none
 };
 
-// Weighted values so far of up to ROWS query rows: sum of exp(score - top) * value, and of exp(score - top).
+// Sums so far for up to ROWS query rows: of exp(score - top) * value, and of exp(score - top).
 template <int64_t ROWS>
 struct OnlineSoftmax {
   float top[ROWS];
@@ -33,7 +33,7 @@ struct OnlineSoftmax {
     std::fill_n(values, rows * width, 0.f);
   }
 
-  // What was summed under an older top, moved to a higher one.
+  // Rescales the sums of row r to a higher maximum; returns the factor.
   float raise(int64_t r, float higher, int64_t width) {
     const float factor = std::exp(top[r] - higher);
     top[r] = higher;

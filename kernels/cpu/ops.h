@@ -1,4 +1,4 @@
-// The operations that others are made of, on tensors; what each means stands in kernels/ops.py.
+// Operations on tensors that fused operations call; kernels/ops.py says what each means.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -10,18 +10,18 @@
 
 namespace kvmux {
 
-// A packed weight: its numbers, and of whole numbers the scale and perhaps the offset [panels, groups, 16]; and its
-// shape, bits of a number (0: floats) and columns of a group.
+// A packed weight: its numbers; for integers also the scale and perhaps the offset [panels, groups, 16]; its shape, the
+// bits of a number (0: floats), and the columns of a group.
 struct PackedWeight {
   PackedWeight(at::TensorList parts, at::IntArrayRef format);
 
-  at::Tensor numbers, scale, offset;  // the latter two undefined where there are none
+  at::Tensor numbers, scale, offset;  // scale and offset are undefined where there are none
   int64_t outputs, width, bits, group;
 };
 
-// Of a whole packed weight; bytes: of 8 bits.
+// Returns the number of elements of a packed weight; kByte: integers of 8 bits.
 int64_t packed_numbers(int64_t outputs, int64_t width, at::ScalarType type);
-// The bias of a product, if there is one, as float32 with zeros behind it, for whole blocks.
+// Returns the bias as float32, padded with zeros to whole blocks; an undefined tensor without a bias.
 at::Tensor padded_bias(const std::optional<at::Tensor>& bias, const PackedWeight& weight, const char* name = "bias");
 at::Tensor linear(const at::Tensor& x, const PackedWeight& weight, const std::optional<at::Tensor>& bias);
 at::Tensor rms_norm(const at::Tensor& x, const at::Tensor& weight, double eps);

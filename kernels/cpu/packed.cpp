@@ -1,4 +1,4 @@
-// How weights are packed, and found again, as torch sees it.
+// Packs weights, and reads rows of packed weights, for torch.
 #include "packed.h"
 
 #include <ATen/core/Tensor.h>
@@ -32,7 +32,7 @@ int64_t packed_numbers(int64_t outputs, int64_t k, at::ScalarType type) {
 
 namespace {
 
-// Calls work(block, first, count) for every block and its outputs, after it was zeroed if they do not fill it.
+// Calls work(block, first, count) for every block and its outputs; first zeroes a block that they do not fill.
 template <typename Work>
 void over_blocks(const Tensor& packed, int64_t outputs, bool filled, const Work& work) {
   const int64_t blocks = blocks_of(outputs), size = packed.nbytes() / std::max<int64_t>(1, blocks);
@@ -55,7 +55,8 @@ void pack(const Tensor& packed, const Tensor& weight) {
   expect("linear", "weight", weight, FLOATS, {SOME, SOME});
   TORCH_CHECK(packed.dtype() == weight.dtype(), "the packed weight is of another type");
   const int64_t outputs = weight.size(0), k = weight.size(1), apart = weight.stride(0);
-  TORCH_CHECK(packed.numel() == packed_numbers(outputs, k, weight.scalar_type()), "no room for the packed weight");
+  TORCH_CHECK(packed.numel() == packed_numbers(outputs, k, weight.scalar_type()),
+              "the tensor for the packed weight has another size");
   with_type(weight.scalar_type(), [&](auto of_weight) {
     using T = decltype(of_weight);
     const T* from = weight.const_data_ptr<T>();
@@ -65,12 +66,13 @@ void pack(const Tensor& packed, const Tensor& weight) {
   });
 }
 
-// Numbers as in `kernels.quantization.QuantizedTensor`, of so many bits each, with offsets or without.
+// Packs the numbers of a `kernels.quantization.QuantizedTensor`, of 4 or 8 bits each, with or without offsets.
 void pack_integers(const Tensor& packed, const Tensor& numbers, int64_t bits, bool offsets) {
   expect("linear", "numbers", numbers, only(at::kByte), {SOME, SOME});
   TORCH_CHECK_VALUE(bits == 4 || bits == 8, "linear: a weight of ", bits, " bits a number");
   const int64_t outputs = numbers.size(0), k = numbers.size(1) * 8 / bits;
-  TORCH_CHECK(packed.numel() == packed_size<uint8_t>(outputs, k) * bits / 8, "no room for the packed weight");
+  TORCH_CHECK(packed.numel() == packed_size<uint8_t>(outputs, k) * bits / 8,
+              "the tensor for the packed weight has another size");
   const uint8_t* from = numbers.const_data_ptr<uint8_t>();
   const int64_t apart = numbers.stride(0);
   over_blocks(packed, outputs, bits == 8 && fills_tiles<uint8_t>(k), [&](char* block, int64_t first, int64_t count) {
@@ -82,7 +84,7 @@ void pack_integers(const Tensor& packed, const Tensor& numbers, int64_t bits, bo
 }
 
 // ---------------------------------------------------------------- rows
-// Values of the rows `which` of a packed weight of floats, as they were.
+// Reads the rows `which` of a packed weight of floats.
 template <typename T>
 void unpack_float_rows(const PackedWeight& weight, const int64_t* which, int64_t count, T* to) {
   using P = Packing<T>;
@@ -97,7 +99,7 @@ void unpack_float_rows(const PackedWeight& weight, const int64_t* which, int64_t
   });
 }
 
-// The same of whole numbers, as float32.
+// Reads the rows `which` of a packed weight of integers, as float32.
 template <typename S>
 void unpack_integer_rows(const PackedWeight& weight, const int64_t* which, int64_t count, float* to) {
   using P = Packing<uint8_t>;
@@ -157,7 +159,7 @@ PackedWeight::PackedWeight(at::TensorList parts, at::IntArrayRef format)
   const int64_t groups = group > 0 ? width / group : 0;
   TORCH_CHECK_VALUE(groups * group == width && (groups == 1 || group % 32 == 0), "linear: no kernel for ", "groups of ",
                     group, " of ", width, " columns");
-  constexpr int64_t WIDEST = (int64_t{1} << 31) / (127 * 256);  // whose sum of products fits 32 bits
+  constexpr int64_t WIDEST = (int64_t{1} << 31) / (127 * 256);  // so many products of 8 bits sum up within 32 bits
   TORCH_CHECK_VALUE(group <= WIDEST, "linear: groups of ", group, " columns are more than ", WIDEST);
   const int64_t panels = blocks_of(outputs) * PANELS;
   expect("linear", "scale, packed,", scale, FLOATS, {panels, groups, PANEL});

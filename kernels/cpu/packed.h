@@ -1,15 +1,15 @@
-// How weights lie in memory for products: packed once, then read from the first byte to the last.
+// The memory layout of packed weights: packed once, then read by products from the first byte to the last.
 //
-// Outputs come in blocks of 64, that is 4 panels of 16; a panel's columns in tiles of a kibibyte (of 8 bits; of 4 bits
-// half of one), and the tiles of one depth of a block's panels lie together:
+// Outputs are grouped in blocks of 64, which are 4 panels of 16. The columns of a panel are cut into tiles of 1 KiB
+// (half of that for numbers of 4 bits), and the tiles of the 4 panels at the same depth are adjacent:
 //
 //     block  | depth 0: tile of panel 0 | panel 1 | panel 2 | panel 3 | depth 1: ... |
 //     tile   [columns / S][16 outputs][S columns]
 //
 // S columns of an output make 32 bits, so that an instruction that multiplies pairs of bfloat16 or four bytes finds
-// those of 16 outputs in one vector, and AMX a tile as it wants it. Where that is no use (float32, float16), S is 1.
-// Behind the last output and the last column are zeros. Every instruction set reads this; knows neither tensors nor
-// products.
+// those of 16 outputs in one vector, and AMX finds a whole tile. For float32 and float16, S is 1. The layout is padded
+// with zeros after the last output and the last column, and is the same for every instruction set. Knows neither
+// tensors nor products.
 #pragma once
 
 #include <c10/util/BFloat16.h>
@@ -24,11 +24,11 @@ namespace kvmux {
 
 constexpr int64_t PANEL = 16;  // outputs
 constexpr int64_t PANELS = 4;  // of a block
-constexpr int64_t PAIR = 2;    // panels: the least that is worked on at a time
+constexpr int64_t PAIR = 2;    // panels: the unit of work of a product
 constexpr int64_t BLOCK = PANEL * PANELS;
-constexpr int64_t TILE_SIZE = 1024;  // bytes of numbers that are no shorter than one
+constexpr int64_t TILE_SIZE = 1024;  // bytes, for numbers of at least 8 bits
 
-// Of a weight in numbers of type T.
+// The layout of a weight in numbers of type T.
 template <typename T>
 struct Packing {
   static constexpr int64_t S = std::is_same_v<T, at::BFloat16> ? 2 : sizeof(T) == 1 ? 4 : 1;
@@ -36,17 +36,17 @@ struct Packing {
   static constexpr int64_t DEPTH = TILE / PANEL;          // columns
 
   static constexpr int64_t tiles(int64_t k) { return (k + DEPTH - 1) / DEPTH; }
-  static constexpr int64_t panel(int64_t n, int64_t k) {  // where its first tile begins
+  static constexpr int64_t panel(int64_t n, int64_t k) {  // offset of the first tile of panel n
     return (n / PANELS * tiles(k) * PANELS + n % PANELS) * TILE;
   }
-  // From there to where column i of the first output lies, S of them together.
+  // Offset of column i of the first output from there; S columns are adjacent.
   static constexpr int64_t column(int64_t i) { return i / DEPTH * PANELS * TILE + i % DEPTH / S * PANEL * S; }
 };
 
 constexpr int64_t blocks_of(int64_t outputs) { return (outputs + BLOCK - 1) / BLOCK; }
 
-// Outputs of one block, `from` [outputs, k], its rows so many numbers apart; tile by tile, so that what is written lies
-// in the first cache. Behind the last output and column the block has been zeroed.
+// Packs one block of outputs: `from` [outputs, k], with a row stride of `apart` numbers. Goes tile by tile, so that the
+// writes stay in the L1 cache. The caller has zeroed the padding of the block.
 template <typename T>
 inline void pack_block(const T* from, int64_t apart, int64_t outputs, int64_t k, T* block) {
   using P = Packing<T>;
@@ -61,14 +61,15 @@ inline void pack_block(const T* from, int64_t apart, int64_t outputs, int64_t k,
     }
 }
 
-// As Packing::column, of numbers of 4 bits.
+// Packing::column for numbers of 4 bits.
 constexpr int64_t halves_column(int64_t i) {
   using P = Packing<uint8_t>;
   return i / P::DEPTH * PANELS * P::TILE / 2 + i % P::DEPTH / P::S / 2 * PANEL * P::S;
 }
 
-// The same of numbers of 4 bits: `from` [k / 2], the even column in the lower half of a byte, as in `Quantized`. Here a
-// tile has 64 columns in half a kibibyte, and of 8 columns the first 4 are the lower halves.
+// Packs one output of numbers of 4 bits: `from` [k / 2], the even column in the lower half of a byte, as in
+// `QuantizedTensor`. In the packed form a tile has 64 columns in 512 bytes, and of 8 columns the first 4 are the lower
+// halves.
 inline void pack_halves(const uint8_t* from, int64_t k, int64_t output, uint8_t* block) {
   using P = Packing<uint8_t>;
   uint8_t* to = block + output / PANEL * P::TILE / 2 + output % PANEL * P::S;

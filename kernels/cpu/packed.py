@@ -1,7 +1,4 @@
-"""Weights as the C++ products read them. What lies where is packed.h's to say.
-
-Knows no product.
-"""
+"""Weights packed in the layout that the C++ products read, which packed.h describes. Knows no product."""
 
 from __future__ import annotations
 
@@ -20,9 +17,9 @@ ZERO_POINT = {8: 128, 4: 8}  # the number that stands for 0 where there are no o
 
 
 class PackedMatrix(PackedWeight):
-    """A weight as the C++ operations take it."""
+    """A packed weight, as arguments of the C++ operations."""
 
-    parts: Sequence[Tensor]  # numbers, and of whole numbers scale and perhaps offset
+    parts: Sequence[Tensor]  # numbers; for integers also scale and perhaps offset
     layout: Sequence[int]  # out, in, bits of a number (0: floats), columns of a group
 
     def __init__(self, parts: Sequence[Tensor], layout: Sequence[int], library: Any) -> None:
@@ -41,7 +38,7 @@ class PackedFloatMatrix(PackedMatrix):
     """A weight [out, in] of floats."""
 
     def __init__(self, weight: Tensor | ConcatenatedWeight, library: Any, pool: WeightArena) -> None:
-        """Pack a weight; parts that fill their blocks are packed one by one, without joining them first."""
+        """Pack a weight; parts that fill whole blocks are packed one by one, without concatenating them first."""
         if len(weight.shape) != 2 or not all(weight.shape):
             raise ValueError(f"linear: a weight must be [out, in], and is {[*weight.shape]}")
         size = library.packed_numbers(*weight.shape, weight.dtype)
@@ -57,7 +54,7 @@ class PackedFloatMatrix(PackedMatrix):
 
 
 class PackedIntMatrix(PackedMatrix):
-    """A weight [out, in] of whole numbers of 8 or 4 bits, value = scale * number + offset."""
+    """A weight [out, in] of integers of 8 or 4 bits: value = scale * number + offset."""
 
     def __init__(self, weight: QuantizedTensor, library: Any, pool: WeightArena) -> None:
         numbers = pool.take(library.packed_numbers(*weight.shape, torch.uint8) * weight.bits // 8)
@@ -69,12 +66,12 @@ class PackedIntMatrix(PackedMatrix):
 
 
 def _is_symmetric(weight: QuantizedTensor) -> bool:
-    """Return whether value = scale * (number - ZERO_POINT), so that offsets need not be known."""
+    """Return whether value = scale * (number - ZERO_POINT), so that the offsets need not be stored."""
     return torch.equal(weight.offset.float(), weight.scale.float() * -ZERO_POINT[weight.bits])
 
 
 def _arrange_by_panel(of_groups: Tensor) -> Tensor:
-    """Arrange scales or offsets [out, groups] -> [panels, groups, PANEL], zeros behind the last."""
+    """Arrange scales or offsets [out, groups] by panels -> [panels, groups, PANEL], padded with zeros."""
     outputs, groups = of_groups.shape
     panels = -(-outputs // (PANEL * PANELS)) * PANELS
     padded = of_groups.new_zeros(panels * PANEL, groups)

@@ -1,4 +1,4 @@
-// Memory that is wanted soon, fetched into the cache while something is computed.
+// Prefetches memory into the cache while something else is computed.
 #pragma once
 
 #include <algorithm>
@@ -6,16 +6,16 @@
 
 namespace kvmux {
 
-// Lines of the cache that are wanted soon. The memory delivers them one after the other, so they are asked for in small
-// portions, spread over what is computed meanwhile.
+// Cache lines that are needed soon. The memory delivers them one after the other, so they are prefetched in small
+// portions, spread over the computation.
 class PrefetchQueue {
  public:
   static constexpr int64_t MOST = 1024;  // lines
-  static constexpr int64_t STEPS = 256;  // of a product, which may ask for more than there are
+  static constexpr int64_t STEPS = 256;  // of a product, which may request more lines than are queued
 
   void clear() { used_ = count_ = 0; }
 
-  // Lines beyond MOST are left to the hardware's prefetcher.
+  // Queues memory; lines beyond MOST are left to the hardware prefetcher.
   void add(const void* from, int64_t bytes) {
     const char* line = static_cast<const char*>(from);
     const int64_t n = std::min((bytes + LINE - 1) / LINE, MOST - count_);
@@ -23,7 +23,7 @@ class PrefetchQueue {
     count_ += n;
   }
 
-  // The next n <= STEPS lines to fetch; when there are no more, one that is there already.
+  // Returns the next n <= STEPS lines to prefetch; after the last one, a line that is in the cache already.
   const char* const* next(int64_t n) {
     const char* const* lines = lines_ + used_;
     for (int64_t i = count_; i < used_ + n; ++i) lines_[i] = reinterpret_cast<const char*>(this);

@@ -1,8 +1,8 @@
-// A token drawn from the logits of a row, without sorting the vocabulary. Knows neither tensors nor threads.
+// Draws a token from the logits of a row, without sorting the vocabulary. Knows neither tensors nor threads.
 //
-// What top-k and top-p keep is all above some weight, and the first of those that have just that weight. It is found by
-// halving the interval that it lies in, by its bits: a pass over the row for each half, until few are left to be
-// sorted.
+// Top-k and top-p keep all tokens above some weight, and the first of those that have exactly that weight. That weight
+// is found by bisection over the bits of a float: one pass over the row per step, until few candidates are left to
+// sort.
 #pragma once
 
 #include <algorithm>
@@ -17,20 +17,20 @@
 
 namespace kvmux {
 
-constexpr int64_t NO_TOKEN = -1;   // where the logits are no numbers
-constexpr int64_t STRETCH = 1024;  // weights that are summed in float32; their sums in float64
-constexpr int64_t FEW_LEFT = 256;  // that are sorted
-constexpr float COLDEST = 1e-30f;  // temperature; float32 could not divide by much less
+constexpr int64_t NO_TOKEN = -1;   // where the logits are not finite
+constexpr int64_t STRETCH = 1024;  // weights that are summed in float32; these sums are added in float64
+constexpr int64_t FEW_LEFT = 256;  // candidates that are sorted
+constexpr float COLDEST = 1e-30f;  // the lowest temperature that float32 can divide by
 
-// How a token is drawn, as in Ops::sample.
-struct Drawing {
+// A row of the parameters of `Ops.sample`.
+struct SamplingParams {
   double temperature, top_k, top_p, min_p, noise;
 };
 
-// The largest of n numbers, and NaN if one of them is.
+// Returns the largest of n numbers; NaN if one of them is NaN.
 template <typename T>
 float largest(const T* x, int64_t n) {
-  constexpr int LANES = 4;  // at once, for each waits for itself
+  constexpr int LANES = 4;  // independent chains, as each step of one waits for the step before
   constexpr float LEAST = -std::numeric_limits<float>::infinity();
   Raw tops[LANES];
   unroll<LANES>([&](auto v) { tops[v] = Vec(LEAST); });
@@ -48,13 +48,13 @@ float largest(const T* x, int64_t n) {
   return found;
 }
 
-// Whether one of the next W numbers is `least` or more.
+// Returns whether one of the next W numbers is at least `least`.
 template <typename T>
 inline bool any_from(const T* x, float least) {
   return (load(x) >= Vec(least)).zero_mask() != (1 << W) - 1;
 }
 
-// The first of n numbers that is `number`, which one of them is.
+// Returns the index of the first of n numbers that equals `number`; one of them must.
 template <typename T>
 int64_t first_of(const T* x, int64_t n, float number) {
   int64_t i = 0;
@@ -63,10 +63,10 @@ int64_t first_of(const T* x, int64_t n, float number) {
   return i;
 }
 
-// Tokens that may come, in the order of the vocabulary.
+// Tokens that can be drawn, in the order of the vocabulary.
 class Candidates {
  public:
-  // All n, each weighing exp((logit - top) / temperature): 1 at most.
+  // Begins with all n tokens, with the weights exp((logit - top) / temperature), which are at most 1.
   template <typename T>
   Candidates(const T* logits, int64_t n, float top, double temperature)
       : weights_(new float[n]), tokens_(new int32_t[n]), n_(n) {
@@ -77,7 +77,7 @@ class Candidates {
     for (i = 0; i < n; ++i) tokens_[i] = static_cast<int32_t>(i);
   }
 
-  // Those that weigh so much stay (min-p: Nguyen et al. 2024).
+  // Keeps the tokens with at least this weight (min-p: Nguyen et al. 2024).
   void keep_from(float least) {
     int64_t kept = 0;
     for (int64_t begin = 0; begin < n_; begin += W) {
@@ -92,17 +92,17 @@ class Candidates {
     n_ = kept;
   }
 
-  // The k that weigh most stay.
+  // Keeps the k tokens with the largest weights.
   void keep_top_k(double k) {
     if (k < static_cast<double>(n_)) narrow(k, [](const Part& part) { return static_cast<double>(part.count); });
   }
 
-  // The fewest that hold this share of the weight stay, one at least (Holtzman et al. 2020).
+  // Keeps the fewest tokens that have this share of all weight, at least one (Holtzman et al. 2020).
   void keep_top_p(double share) {
     narrow(share * from(0.f).weight, [](const Part& part) { return part.weight; });
   }
 
-  // The token whose stretch of the cumulated weights holds the number in [0, 1).
+  // Returns the token in whose interval of the cumulative weights the noise, in [0, 1), lies.
   int64_t at(double noise) const {
     const double place = noise * from(0.f).weight;
     double before = 0;
@@ -112,7 +112,7 @@ class Candidates {
       if (after > place) break;
       before = after;
     }
-    int64_t chosen = begin;  // the last that weighs anything, where sums are rounded another way
+    int64_t chosen = begin;  // the last token with a weight, in case sums are rounded differently
     for (int64_t i = begin; i < std::min(begin + STRETCH, n_) && before <= place; ++i) {
       if (weights_[i] == 0) continue;
       chosen = i;
@@ -122,13 +122,13 @@ class Candidates {
   }
 
  private:
-  // Of the candidates: how many, and what they weigh together.
+  // The number of some candidates, and the sum of their weights.
   struct Part {
     double weight = 0;
     int64_t count = 0;
   };
 
-  // Those of a stretch that weigh `least` or more.
+  // Returns the candidates begin .. end - 1 with at least this weight.
   Part stretch(int64_t begin, int64_t end, float least) const {
     const Vec bound(least), one(1.f);
     Vec weight(0.f), count(0.f);
@@ -147,7 +147,7 @@ class Candidates {
     return part;
   }
 
-  // All that weigh `least` or more.
+  // Returns all candidates with at least this weight.
   Part from(float least) const {
     Part all;
     for (int64_t begin = 0; begin < n_; begin += STRETCH) {
@@ -158,10 +158,12 @@ class Candidates {
     return all;
   }
 
-  // The heaviest stay, of equal ones the first, as long as those before them measure less than `limit` together.
+  // Keeps candidates in the order of their weights, of equal ones the first, while those kept before measure less than
+  // `limit` together.
   template <typename Measure>
   void narrow(double limit, const Measure& measure) {
-    uint32_t low = 0, high = std::bit_cast<uint32_t>(1.f) + 1;  // all from `high` on stay, and none below `low`
+    uint32_t low = 0,
+             high = std::bit_cast<uint32_t>(1.f) + 1;  // weights from `high` on are kept, those below `low` are not
     Part from_low = from(0.f), from_high;
     if (measure(from_low) < limit) return;
     while (high - low > 1 && from_low.count - from_high.count > FEW_LEFT) {
@@ -178,7 +180,7 @@ class Candidates {
     });
   }
 
-  // Of those that weigh from `least` to below `surely`, the heaviest stay, as many as keeps() says, and none below.
+  // Of the candidates with weights in [least, surely), keeps the heaviest, as many as keeps() returns; drops all below.
   template <typename Keeps>
   void drop_last(float least, float surely, const Keeps& keeps) {
     std::vector<int32_t> doubtful;
@@ -197,17 +199,17 @@ class Candidates {
   int64_t n_;
 };
 
-// logits [n] -> the token; the first of the largest where the temperature is 0.
+// Returns the token drawn from logits [n]; the first of the largest if the temperature is 0.
 template <typename T>
-int64_t sample_row(const T* logits, int64_t n, const Drawing& how) {
+int64_t sample_row(const T* logits, int64_t n, const SamplingParams& params) {
   const float top = largest(logits, n);
   if (!std::isfinite(top)) return NO_TOKEN;
-  if (how.temperature <= 0) return first_of(logits, n, top);
-  Candidates candidates(logits, n, top, how.temperature);
-  if (how.min_p > 0) candidates.keep_from(static_cast<float>(how.min_p));
-  if (how.top_k > 0) candidates.keep_top_k(how.top_k);
-  if (how.top_p < 1) candidates.keep_top_p(how.top_p);
-  return candidates.at(how.noise);
+  if (params.temperature <= 0) return first_of(logits, n, top);
+  Candidates candidates(logits, n, top, params.temperature);
+  if (params.min_p > 0) candidates.keep_from(static_cast<float>(params.min_p));
+  if (params.top_k > 0) candidates.keep_top_k(params.top_k);
+  if (params.top_p < 1) candidates.keep_top_p(params.top_p);
+  return candidates.at(params.noise);
 }
 
 }  // namespace kvmux

@@ -1,5 +1,5 @@
-// Where the keys of a row lie, how one is read and written, and which of them a query sees: `kernels.ops.Slots`, the
-// vectors of `kernels/store.py`, the windows of `attend`. Knows nothing of scores.
+// Where the keys of a row lie (`kernels.types.Slots`), how one is read and written (`kernels/store.py`), and which of
+// them a query sees (the windows of `Ops.attend`). Knows nothing of scores.
 #pragma once
 
 #include <algorithm>
@@ -17,7 +17,7 @@ struct Layout {
     return ring && position >= sinks ? sinks + (position - sinks) % ring : position;
   }
 
-  // Positions from `first` on, before `end`, whose slots follow one another within a block.
+  // Returns the number of positions from `first` on, before `end`, whose slots are consecutive within a block.
   int64_t run(int64_t first, int64_t end) const {
     const int64_t at = slot(first);
     int64_t n = std::min(end - first, block_size - at % block_size);
@@ -26,7 +26,7 @@ struct Layout {
   }
 };
 
-// One head's keys or values of one row: vectors of `dim` numbers, behind which int8 has a float32 scale.
+// The keys or values of one head of one row: vectors of `dim` numbers; an int8 vector is followed by its float32 scale.
 template <typename T>
 struct Plane {
   const T* memory;  // of the head, in block 0
@@ -40,7 +40,7 @@ struct Plane {
   }
 };
 
-// A key or value of n numbers as float32, wherever its scale is.
+// Reads a key or value of n numbers as float32.
 template <typename T>
 inline void read_vector(const T* from, float* to, int64_t n) {
   to_float(from, to, n);
@@ -52,7 +52,7 @@ inline void read_vector(const int8_t* from, float* to, int64_t n) {
   for (int64_t i = 0; i < n; ++i) to[i] = static_cast<float>(from[i]) * scale;
 }
 
-// The reverse: the largest number of an int8 vector becomes 127 or -127, as reference/backend.py has it.
+// Writes a key or value of n numbers; in int8 the largest becomes 127 or -127, as in reference/backend.py.
 template <typename T, typename KV>
 inline void write_vector(const T* from, KV* to, int64_t n) {
   convert(from, to, n);
@@ -62,17 +62,17 @@ template <typename T>
 inline void write_vector(const T* from, int8_t* to, int64_t n) {
   constexpr float TINY = 1e-30f;
   float largest = 0.f;
-  bool sound = true;  // all are numbers; if not, then nor is the scale
+  bool finite = true;  // if any number is not, the scale is NaN
   for (int64_t i = 0; i < n; ++i) {
     const float size = std::abs(static_cast<float>(from[i]));
-    sound &= size <= std::numeric_limits<float>::max();
+    finite &= size <= std::numeric_limits<float>::max();
     largest = std::max(largest, size);
   }
-  const float scale = sound ? largest / 127.f : std::numeric_limits<float>::quiet_NaN();
-  const float divisor = sound ? std::max(scale, TINY) : std::numeric_limits<float>::infinity();
+  const float scale = finite ? largest / 127.f : std::numeric_limits<float>::quiet_NaN();
+  const float divisor = finite ? std::max(scale, TINY) : std::numeric_limits<float>::infinity();
   for (int64_t i = 0; i < n; ++i) {
     const float number = std::nearbyint(static_cast<float>(from[i]) / divisor);
-    to[i] = sound ? static_cast<int8_t>(number) : int8_t{0};
+    to[i] = finite ? static_cast<int8_t>(number) : int8_t{0};
   }
   std::memcpy(to + n, &scale, sizeof(scale));
 }
@@ -83,7 +83,7 @@ struct Range {
   bool has(int64_t i) const { return begin <= i && i < end; }
 };
 
-// What a query at a position sees: the latest `reach` positions, itself included, and the sinks within `model_reach`.
+// The positions that a query sees: the latest `reach`, its own included, and the sinks among the latest `model_reach`.
 struct Mask {
   int64_t reach, model_reach, sinks;
 
@@ -92,7 +92,7 @@ struct Mask {
     return {std::max<int64_t>(0, query - model_reach + 1), std::min(sinks, query + 1)};
   }
 
-  // What of `where` spans all that queries at oldest .. newest see.
+  // Returns the smallest range within `where` that contains all positions seen by the queries at oldest .. newest.
   Range seen(int64_t oldest, int64_t newest, Range where) const {
     const Range kept{std::max(where.begin, sinks_of(oldest).begin), std::min(where.end, sinks_of(newest).end)};
     const Range late{std::max(where.begin, latest(oldest).begin), std::min(where.end, newest + 1)};

@@ -1,4 +1,5 @@
-// Threads that go through a piece of work together, phase by phase, within one parallel region. Knows no operation.
+// A team of threads that work through phases together, with a barrier after each, in one parallel region. Knows no
+// operation.
 #pragma once
 
 #include <ATen/Parallel.h>
@@ -15,46 +16,48 @@
 
 namespace kvmux {
 
-// Which of the threads this is, from 0 on.
+// The index of a thread in its team, from 0.
 using Member = int64_t;
 
 class Team {
  public:
-  // Calls pass(team, member) in `threads` of torch's threads at once, or in fewer if there are no more. Nothing that a
-  // pass does may throw: the others would wait for it.
-  template <typename DecoderForward>
-  static void run(int64_t threads, const DecoderForward& pass) {
-    threads = std::clamp<int64_t>(threads, 1, most());
+  // Calls work(team, member) in `threads` of torch's threads at once, or in fewer if torch has fewer. `work` must not
+  // throw: the other threads would wait forever.
+  template <typename Work>
+  static void run(int64_t threads, const Work& work) {
+    threads = std::clamp<int64_t>(threads, 1, max_threads());
     Team team(threads);
-    at::parallel_for(0, threads, 1, [&](int64_t begin, int64_t end) { pass(team, team.join(end - begin)); });
+    at::parallel_for(0, threads, 1, [&](int64_t begin, int64_t end) { work(team, team.join(end - begin)); });
   }
 
-  static int64_t most() { return at::in_parallel_region() ? 1 : at::get_num_threads(); }
+  static int64_t max_threads() { return at::in_parallel_region() ? 1 : at::get_num_threads(); }
 
   int64_t size() const { return size_; }
 
-  // A phase: work(0) ... work(n - 1). All threads call it, and nobody returns before all is done. Each has a stretch of
-  // its own, in order, as memory is read fastest that way; who is done with it helps the others with theirs.
+  // Runs a phase: work(0) ... work(n - 1), shared among the threads. Every thread calls this, and none returns before
+  // all of the work is done. Each thread first does a range of its own, in order, as memory is read fastest that way;
+  // then it takes work from the ranges of the others.
   template <typename Work>
   void share(Member member, int64_t n, const Work& work) {
     const int64_t threads = size_;
     for (int64_t i = 0; i < threads; ++i) {
-      const int64_t whose = (member + i) % threads, begin = n * whose / threads, end = n * (whose + 1) / threads;
-      std::atomic<int64_t>& done = done_[whose].count;
+      const int64_t owner = (member + i) % threads, begin = n * owner / threads, end = n * (owner + 1) / threads;
+      std::atomic<int64_t>& done = done_[owner].count;
       for (int64_t at; (at = begin + done.fetch_add(1, std::memory_order_relaxed)) < end;) work(at);
     }
     barrier();
   }
 
  private:
-  static constexpr int64_t APART = 64;  // bytes: what threads write does not share a line
+  static constexpr int64_t APART = 64;  // bytes: threads write to different cache lines
   struct alignas(APART) Count {
     std::atomic<int64_t> count{0};
   };
 
   explicit Team(int64_t threads) : missing_(threads), done_(threads) {}
 
-  // Torch may hand several of the pieces asked for to one thread: the team is as large as the threads that come.
+  // Torch may give several of the requested pieces to one thread, so the size of the team is the number of threads that
+  // join.
   Member join(int64_t pieces) {
     const Member member = size_.fetch_add(1);
     missing_.fetch_sub(pieces);
@@ -62,7 +65,7 @@ class Team {
     return member;
   }
 
-  // Who comes last begins the next phase.
+  // The last thread to arrive begins the next phase.
   void barrier() {
     std::atomic<int64_t>&phase = phase_.count, &arrived = arrived_.count;
     const int64_t now = phase.load(std::memory_order_relaxed);
@@ -75,12 +78,12 @@ class Team {
     }
   }
 
-  // Phases are short, so the processor is given up only where somebody else seems to need it.
+  // Spins, as phases are short; yields the processor only after a long wait, when another thread seems to need it.
   template <typename Done>
   static void wait(const Done& done) {
-    constexpr int64_t PATIENCE = 20000;  // looks
+    constexpr int64_t MAX_SPINS = 20000;
     for (int64_t i = 0; !done(); ++i) {
-      if (i > PATIENCE) std::this_thread::yield();
+      if (i > MAX_SPINS) std::this_thread::yield();
 #ifdef __SSE2__
       _mm_pause();
 #endif
@@ -88,7 +91,7 @@ class Team {
   }
 
   std::atomic<int64_t> missing_, size_{0};
-  std::vector<Count> done_;  // of each thread's stretch
+  std::vector<Count> done_;  // of each thread's range
   Count arrived_, phase_;
 };
 

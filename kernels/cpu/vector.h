@@ -1,7 +1,6 @@
-// Vectors of float32, whatever the instruction set, and what they are loaded from and stored to.
+// Vectors of float32 on any instruction set, and how they are loaded and stored.
 //
-// ATen's Vectorized is as wide as the flags say that this file is compiled with: see setup.py. Knows neither keys nor
-// values, nor what is computed with its numbers.
+// The width of ATen's Vectorized follows from the compiler's flags: see setup.py. Knows no operation.
 #pragma once
 
 #include <ATen/cpu/vec/functional.h>
@@ -20,7 +19,7 @@ namespace kvmux {
 using Vec = at::vec::Vectorized<float>;
 constexpr int64_t W = Vec::size();
 
-// The same without a class around it: arrays of it stay in registers.
+// The same without the class, so that arrays of it stay in registers.
 using Raw = float __attribute__((vector_size(sizeof(Vec))));
 
 template <int N, typename Each>
@@ -41,7 +40,7 @@ inline Vec load(const at::BFloat16* p) {
 }
 
 inline Vec load(const at::Half* p) {
-#ifdef __aarch64__  // ATen goes number by number
+#ifdef __aarch64__  // ATen converts number by number
   return vcvt_f32_f16(vld1_f16(reinterpret_cast<const float16_t*>(p)));
 #else
   Vec out;
@@ -50,7 +49,7 @@ inline Vec load(const at::Half* p) {
 #endif
 }
 
-// Two vectors, one behind the other, rounded to T.
+// Stores two vectors, one after the other, rounded to T.
 template <typename T>
 inline void store(Vec first, Vec second, T* to) {
   if constexpr (std::is_same_v<T, float>) {
@@ -59,7 +58,7 @@ inline void store(Vec first, Vec second, T* to) {
   } else {
 #ifdef __AVX512BF16__
     if constexpr (std::is_same_v<T, at::BFloat16>) {
-      const auto both = _mm512_cvtne2ps_pbh(second, first);  // ATen rounds by a dozen operations
+      const auto both = _mm512_cvtne2ps_pbh(second, first);  // ATen takes a dozen instructions
       std::memcpy(static_cast<void*>(to), &both, sizeof(both));
       return;
     }
@@ -68,20 +67,20 @@ inline void store(Vec first, Vec second, T* to) {
   }
 }
 
-// Pairs of bfloat16, as they lie in memory: the first ones, and the second ones.
+// Splits pairs of bfloat16, as they lie in memory, into the first ones and the second ones.
 inline std::pair<Vec, Vec> widened(Vec pairs) {
   using Bits = at::vec::Vectorized<int32_t>;
   const Bits bits = at::vec::cast<int32_t>(pairs);
   return {at::vec::cast<float>(bits << Bits(16)), at::vec::cast<float>(bits & Bits(static_cast<int32_t>(0xFFFF0000)))};
 }
 
-// C vectors that lie one after another.
+// Loads C consecutive vectors.
 template <typename T, int64_t C>
 inline void load_row(const T* from, Raw (&to)[C]) {
   unroll<C>([&](auto v) { to[v] = load(from + v * W); });
 }
 
-// n numbers as float32.
+// Converts n numbers to float32.
 template <typename T>
 inline void to_float(const T* from, float* to, int64_t n) {
   int64_t i = 0;
@@ -91,7 +90,7 @@ inline void to_float(const T* from, float* to, int64_t n) {
 
 inline void to_float(const float* from, float* to, int64_t n) { std::memcpy(to, from, n * sizeof(float)); }
 
-// n numbers of one type to another; the same bits whatever their number.
+// Converts n numbers; the bits of each do not depend on n.
 template <typename From, typename To>
 inline void convert(const From* from, To* to, int64_t n) {
   if constexpr (std::is_same_v<From, To>) {
@@ -103,7 +102,7 @@ inline void convert(const From* from, To* to, int64_t n) {
   }
 }
 
-// n numbers, each times `factor`, rounded to T.
+// Stores n numbers times `factor`, rounded to T.
 template <typename T>
 inline void from_float(const float* from, float factor, T* to, int64_t n) {
   const Vec factors(factor);
@@ -112,7 +111,7 @@ inline void from_float(const float* from, float factor, T* to, int64_t n) {
   for (; i < n; ++i) to[i] = static_cast<T>(from[i] * factor);
 }
 
-// All lanes to one number.
+// Reduces all lanes to one number.
 template <typename Operation>
 inline float reduce(Vec v, const Operation& operation) {
   return at::vec::vec_reduce_all<float>(operation, v);
@@ -122,7 +121,7 @@ inline float sum(Vec v) {
   return reduce(v, [](const Vec& a, const Vec& b) { return a + b; });
 }
 
-// The numbers of two vectors, each in turn: of their first halves, and of their second halves.
+// Interleaves two vectors: returns their first halves, alternating, and their second halves.
 inline std::pair<Vec, Vec> interleave(Vec a, Vec b) {
 #ifdef __aarch64__  // ATen goes through memory
   return {vzip1q_f32(a, b), vzip2q_f32(a, b)};
@@ -131,7 +130,7 @@ inline std::pair<Vec, Vec> interleave(Vec a, Vec b) {
 #endif
 }
 
-// W vectors as the rows of a matrix, turned over its diagonal: log2(W) rounds of perfect shuffles.
+// Transposes a matrix of W vectors, in log2(W) rounds of perfect shuffles.
 inline void transpose(Raw (&rows)[W]) {
   for (int64_t round = 1; round < W; round *= 2) {
     Raw next[W];
@@ -144,7 +143,7 @@ inline void transpose(Raw (&rows)[W]) {
   }
 }
 
-// Numbers at .. at + W of W rows become W rows of W float32, `ld` apart.
+// Transposes numbers at .. at + W of W rows into W rows of W float32, `ld` apart.
 template <typename T>
 inline void transpose_block(const T* const* rows, int64_t at, float* to, int64_t ld) {
   Raw block[W];
@@ -153,7 +152,8 @@ inline void transpose_block(const T* const* rows, int64_t at, float* to, int64_t
   unroll<W>([&](auto i) { Vec(block[i]).store(to + i * ld); });
 }
 
-// The same of 2 W numbers: two bfloat16 are moved as one number of 32 bits, and widened behind. Half the shuffles.
+// The same for 2 W numbers: two bfloat16 are moved as one number of 32 bits and widened afterwards, in half the
+// shuffles.
 inline void transpose_pairs(const at::BFloat16* const* rows, int64_t at, float* to, int64_t ld) {
   Raw block[W];
   unroll<W>([&](auto i) { block[i] = load(reinterpret_cast<const float*>(rows[i] + at)); });
@@ -165,7 +165,7 @@ inline void transpose_pairs(const at::BFloat16* const* rows, int64_t at, float* 
   });
 }
 
-// rows [W] of `columns` numbers -> to [columns, W], its rows `ld` apart. `between()` is called for each block.
+// Transposes rows [W] of `columns` numbers to [columns, W], its rows `ld` apart; calls between() after each block.
 template <typename T, typename Between>
 inline void transpose_rows(const T* const* rows, int64_t columns, float* to, int64_t ld, const Between& between) {
   int64_t at = 0;

@@ -1,4 +1,4 @@
-// Memory for what a step keeps between its phases: as much as the largest step so far needed, and from then on flat.
+// Memory for the activations of a step. It grows to what the largest step so far needed, and stays that large.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -10,13 +10,14 @@ namespace kvmux {
 
 class Workspace {
  public:
-  // All that was taken is free again. Called before the first.
+  // Frees everything that was taken. Call it before each step.
   void clear() {
-    if (pieces_.size() > 1) pieces_ = {at::empty({needed_}, at::kByte)};  // the next step of that kind finds it in one
+    if (pieces_.size() > 1)
+      pieces_ = {at::empty({needed_}, at::kByte)};  // so that a step of this size fits in one piece
     needed_ = used_ = 0;
   }
 
-  // n numbers, at the beginning of a line of the cache.
+  // Returns memory for n numbers, aligned to a cache line.
   template <typename T>
   T* take(int64_t n) {
     const int64_t size = (n * static_cast<int64_t>(sizeof(T)) + LINE - 1) / LINE * LINE;
@@ -33,7 +34,7 @@ class Workspace {
  private:
   static constexpr int64_t LINE = 64;  // bytes, as at::empty aligns
   std::vector<at::Tensor> pieces_;
-  int64_t needed_ = 0, used_ = 0;  // of all, and of the last piece
+  int64_t needed_ = 0, used_ = 0;  // bytes: of all pieces, and of the last one
 };
 
 }  // namespace kvmux

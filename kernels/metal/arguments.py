@@ -1,6 +1,6 @@
-"""The arguments of Metal kernels in the order in which they take them, and what all kernels require of a tensor.
+"""Builds arguments of Metal kernels in the kernels' order, and checks what every kernel requires of a tensor.
 
-A tuple is the struct that stands there. Knows no operation; sizes are checked by `kernels.reference.backend`.
+A tuple is passed as a struct. Knows no operation; `kernels.reference.backend` checks sizes.
 """
 
 from __future__ import annotations
@@ -14,18 +14,18 @@ from kernels.store import KVStore
 from kernels.types import Slots
 
 LANES, GROUP = 32, 256  # threads of a simdgroup, and of a threadgroup; common.h
-DEVICES = ("mps", "cpu")  # the latter where an emulator runs the kernels
+DEVICES = ("mps", "cpu")  # cpu: for the emulator
 KERNEL_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
 def has_kernel_dtype(*tensors: Tensor | None) -> bool:
-    """Return whether all tensors have one dtype, and kernels are written for it."""
+    """Return whether all tensors have the same dtype, and there are kernels for it."""
     dtypes = {tensor.dtype for tensor in tensors if tensor is not None}
     return len(dtypes) == 1 and dtypes.issubset(KERNEL_DTYPES)
 
 
 def check_same_device(*tensors: Tensor | None) -> None:
-    """Raise ValueError unless all lie on one device, each dense in its last dimension: no kernel checks this."""
+    """Raise ValueError unless all tensors are on one device and dense in their last dimension."""
     there = [tensor for tensor in tensors if tensor is not None]
     device = there[0].device
     check(device.type in DEVICES, "there are no kernels for tensors on {}", device)
@@ -35,18 +35,18 @@ def check_same_device(*tensors: Tensor | None) -> None:
 
 
 def make_row_grid(x: Tensor) -> Grid:
-    """Return a threadgroup for each row of x [N, width], of no more threads than numbers, in whole simdgroups."""
+    """Return a grid with a threadgroup per row of x [N, width]: at most GROUP threads, in whole simdgroups."""
     group = min(GROUP, -(-x.shape[1] // LANES) * LANES)
     return Grid((group * len(x), 1, 1), (group, 1, 1))
 
 
 def typed_memory(store: KVStore) -> Tensor:
-    """Return all of the memory, in numbers of the store's type."""
+    """Return all memory of the store, viewed in its dtype."""
     return store.memory.view(store.dtype)
 
 
 def slot_tensors(at: Slots) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return the addresses of a step's rows in the kernels' order."""
+    """Return the tensors of a step's addresses, in the kernels' order."""
     return at.table, at.row_seat, at.q_start, at.start
 
 

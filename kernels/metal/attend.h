@@ -1,10 +1,10 @@
-// Which keys a query sees, and the softmax of scores that come one after the other (Milakov & Gimelshein 2018).
+// The mask of a query, and online softmax (Milakov & Gimelshein 2018).
 #pragma once
 
 #include "slots.h"
 
-constant constexpr int MOST_NUMBERS = 8;               // of a head that one lane holds: heads of up to 256
-constant constexpr float NOTHING = -3.402823466e+38f;  // the top of no scores
+constant constexpr int MOST_NUMBERS = 8;               // of a head, in one lane: for heads of up to 256
+constant constexpr float NOTHING = -3.402823466e+38f;  // the maximum of no scores
 
 struct AttentionCall {
   int q_heads, group;                        // query heads, and those that share a KV head
@@ -16,7 +16,7 @@ struct Scoring {
   float scale, softcap;  // softcap 0: none
 };
 
-// What a query sees: the latest keys within both windows, and the sinks within the model's.
+// The keys that a query sees: the latest within both windows, and the sinks within the model's window.
 struct Mask {
   int model_window, window, sinks;
 
@@ -31,8 +31,8 @@ inline float score_of(float product, Scoring scoring) {
   return scoring.softcap == 0.0f ? score : scoring.softcap * precise::tanh(score / scoring.softcap);
 }
 
-// Weighted values so far of one query: sums of exp(score - top), and of the same times the value, of which each lane
-// holds N numbers.
+// The sums so far for one query: of exp(score - top), and of that times the values, of which each lane holds N
+// numbers.
 template <int N>
 struct Sums {
   float top = NOTHING, total = 0.0f;
@@ -52,7 +52,7 @@ struct Sums {
     for (int n = 0; n < N; n++) values[n] += factor * other_values[n];
   }
 
-  // A learned logit without a value; NOTHING: none.
+  // Adds a learned logit that has no value; NOTHING stands for no logit.
   void add_sink(float logit) {
     const float nothing[N] = {0.0f};
     add(logit, 1.0f, nothing);

@@ -1,4 +1,4 @@
-"""Attention in Metal: which kernels a layer needs, with how many threads. reference/attention.py says what it means."""
+"""Launches attention in Metal: the kernels of a layer and their grids. reference/attention.py defines the result."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from kernels.metal.library import Grid, Kernel, Kernels, Longs
 from kernels.store import KVStore
 from kernels.types import LayerSpec, Slots
 
-# Numbers of a head that a lane holds, and with them the query heads of a threadgroup that decodes, at most: as many as
-# its registers hold. What is instantiated at the ends of decode.metal and prefill.metal.
+# By the numbers of a head that a lane holds: the most query heads of a decoding threadgroup, as its registers allow.
+# Instantiated at the ends of decode.metal and prefill.metal.
 MAX_HEADS_PER_GROUP = {2: 8, 4: 8, 8: 4}
 SPLIT = 256  # positions that a threadgroup sums; decode.metal
-MAX_PARTIAL_SUMS = 16 << 20  # numbers that splits leave to be summed, at a time
+MAX_PARTIAL_SUMS = 16 << 20  # float32 numbers of partial sums of splits at a time
 NO_WINDOW = 2**31 - 1  # positions: no window
 NO_SINK = torch.finfo(torch.float32).min  # NOTHING of attend.h
 
@@ -35,11 +35,11 @@ class Shape(NamedTuple):
 
     numbers_per_lane: int  # numbers of a head that a lane holds
     num_queries_per_kv: int  # query heads that share a KV head
-    heads_per_group: int  # of these in a threadgroup that decodes
+    heads_per_group: int  # of these, in a decoding threadgroup
 
     @property
     def queries_per_group(self) -> int:
-        """Queries of a threadgroup that prefills: ROWS of the Shape of prefill.metal."""
+        """The queries of a prefilling threadgroup: ROWS of Shape in prefill.metal."""
         return GROUP // LANES * max(MAX_HEADS_PER_GROUP) // self.numbers_per_lane
 
 
@@ -67,16 +67,16 @@ class AttentionArguments(NamedTuple):
 
 
 class MetalAttention:
-    """Computes attention; holds what does not change from step to step."""
+    """Computes attention; keeps scratch memory and constants from step to step."""
 
     def __init__(self, kernels: Kernels) -> None:
         self._kernels = kernels
-        self._empty_sinks: dict[tuple[torch.device, int], Tensor] = {}  # of layers that have none
-        # For the sums of splits: it grows to the largest size asked for, and then stays.
+        self._empty_sinks: dict[tuple[torch.device, int], Tensor] = {}  # for layers without sink logits
+        # For partial sums of splits; grows to the largest size requested, and then stays.
         self._scratch_by_device: dict[torch.device, Tensor] = {}
 
     def prepare(self, spec: LayerSpec, dtype: torch.dtype, kv_dtype: torch.dtype) -> None:
-        """Compile the kernels that such a layer needs, if there are any."""
+        """Compile the kernels of a layer, if there are kernels for it."""
         if (shape := get_kernel_shape(spec)) is not None:
             self._get_decode_kernels(shape, dtype, kv_dtype)
             self._get_kernel("prefill", f"prefill_{shape.numbers_per_lane}", dtype, kv_dtype)
@@ -104,9 +104,9 @@ class MetalAttention:
             self._prefill(arguments)
 
     def _decode(self, arguments: AttentionArguments) -> None:
-        """Attend for rows of one token: in one pass over the keys, or over the splits of a long text.
+        """Attend for rows of one token: in one pass over the keys, or by splits if a sequence is long.
 
-        So many rows at a time that memory for sums does not grow with the longest text and the number of rows.
+        Takes so many rows at a time that partial sums stay within MAX_PARTIAL_SUMS.
         """
         spec, splits = arguments.spec, -(-arguments.slots.max_kv // SPLIT)
         per_row = spec.num_q_heads * splits * (2 + spec.v_head_dim) if splits > 1 else 0
@@ -115,7 +115,7 @@ class MetalAttention:
             self._decode_rows(arguments, splits, first, min(rows_at_once, arguments.slots.num_decode - first))
 
     def _decode_rows(self, arguments: AttentionArguments, splits: int, first: int, count: int) -> None:
-        """Attend for `count` rows from `first` on, of texts that are cut into as many splits as the longest has."""
+        """Attend for `count` rows from `first` on; `splits` are those of the longest sequence."""
         at, spec, shape = arguments.slots, arguments.spec, arguments.shape
         sets = count * spec.num_q_heads * splits if splits > 1 else 1
         sums = self._get_scratch(sets * (2 + spec.v_head_dim), arguments.q.device)
@@ -153,7 +153,7 @@ class MetalAttention:
         )
 
     def _get_decode_kernels(self, shape: Shape, dtype: torch.dtype, kv_dtype: torch.dtype) -> tuple[Kernel, Kernel]:
-        """Return the kernel of a pass over the keys, and that of the sum of its splits."""
+        """Return the kernel for a pass over the keys, and the one that merges its splits."""
         names = f"decode_{shape.numbers_per_lane}_{shape.heads_per_group}", f"merge_{shape.numbers_per_lane}"
         decode, merge = (self._get_kernel("decode", name, dtype, kv_dtype) for name in names)
         return decode, merge

@@ -1,7 +1,7 @@
-"""The operations in Metal as torch sees them: what is passed to a kernel, and with how many threads.
+"""The backend for Apple GPUs: launches Metal kernels with their arguments and grids.
 
-Tensors lie on Apple's device, or on the CPU if an emulator runs the kernels; which of both is runtime.py's business.
-Arguments are checked before each launch, as Metal kernels get no shapes.
+Tensors are on the GPU, or on the CPU if the emulator runs the kernels; runtime.py chooses. Arguments are checked before
+each launch, as Metal kernels get no shapes.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from kernels.types import LayerSpec, Slots
 
 OUTPUTS = 4 * GROUP // LANES  # of a threadgroup; linear.metal
 MAX_ROWS_PER_GROUP = 4  # rows of a threadgroup; linear.metal
-MAX_GEMV_ROWS = 8  # rows that are multiplied faster here than by torch
+MAX_GEMV_ROWS = 8  # with more rows, torch multiplies faster
 STEP = 8  # quantized numbers that a lane takes at once; quantized.metal
 MAX_DEQUANTIZED_BYTES = 64 << 20  # bytes of a quantized weight that torch multiplies at a time
 COPY_UNIT_BYTES = 16  # bytes that a thread copies; store.metal
@@ -46,7 +46,7 @@ MAX_COPY_UNITS = 1 << 30  # units of a block that one launch copies: a grid is c
 
 
 class MetalOps(ReferenceOps):
-    """Implements `kernels.ops.Ops`. Shapes and types that it does not know it leaves to the reference."""
+    """Implements `kernels.ops.Ops`; calls the reference for shapes and dtypes without a kernel."""
 
     def __init__(self, kernels: Kernels) -> None:
         super().__init__()
@@ -92,7 +92,7 @@ class MetalOps(ReferenceOps):
         return call.out
 
     def _dequantize_and_multiply(self, x: Tensor, weight: QuantizedTensor, bias: Tensor | None) -> Tensor:
-        """Multiply by torch, as much of the weight at a time as fits MAX_DEQUANTIZED_BYTES in the type of x."""
+        """Dequantize the weight in parts of at most MAX_DEQUANTIZED_BYTES, in the dtype of x, and multiply by torch."""
         outputs, inputs = weight.shape
         out = x.new_empty(len(x), outputs)
         kernel = self._kernels.get("quantized", f"dequantize_weight_{weight.bits}", T=x.dtype, S=weight.scale.dtype)
@@ -266,12 +266,12 @@ class MetalOps(ReferenceOps):
 
 
 class GemvCall(NamedTuple):
-    """The arguments of a product of a few rows, except the weight."""
+    """The arguments of a product with few rows, without the weight."""
 
     grid: Grid
     rows_per_group: int  # rows of a threadgroup
     out: Tensor  # [rows, outputs]
-    bias: Tensor  # where there is none, `out`, of which nothing is read
+    bias: Tensor  # without a bias this is `out`, which is not read
     sizes: tuple[int, ...]  # LinearSizes
 
 
@@ -291,6 +291,6 @@ def _group_sizes(weight: QuantizedTensor) -> tuple[int, int]:
 
 
 def _weight_tensors(weight: QuantizedTensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the numbers of a weight as words of 32 bits, its scale and its offset, dense."""
+    """Return the numbers of a weight as 32-bit words, its scale and its offset, all contiguous."""
     numbers = weight.numbers.contiguous()
     return numbers.view(torch.int32), weight.scale.contiguous(), weight.offset.contiguous()

@@ -1,33 +1,33 @@
-// Attention of rows of one token (Flash-Decoding, Dao et al. 2023): keys are read once for all query heads that share
-// them, and long texts are cut into splits of SPLIT positions, each a threadgroup's, whose sums `merge` joins.
+// Attention for rows of one token (Flash-Decoding, Dao et al. 2023). Keys are read once for all query heads that share
+// them. Long sequences are cut into splits of SPLIT positions, each computed by a threadgroup; `merge` merges the sums.
 //
-// In a split each simdgroup takes as many positions as it has lanes. All sums are joined in the order of positions,
-// which is counted from the text's beginning; so the result depends neither on where keys lie nor on what else is
-// computed, and has the same bits in one pass and in two.
+// In a split each simdgroup takes as many positions as it has lanes. All sums are merged in the order of positions,
+// counted from the beginning of the sequence. So the result depends neither on where keys lie nor on other rows, and
+// has the same bits with one split and with several.
 #include "attend.h"
 
 constant constexpr int SPLIT = SIMDGROUPS * LANES;  // positions
 
-// N numbers of a vector, those of this lane; 0 beyond its end.
+// Reads the N numbers of a vector that belong to this lane; 0 beyond its end.
 template <int N, typename Stored>
 inline void read_numbers(thread float* to, const device Stored* from, int dim, int lane) {
   for (int n = 0; n < N; n++) to[n] = lane * N + n < dim ? float(from[lane * N + n]) : 0.0f;
 }
 
-// The reverse, each number divided.
+// Writes the N numbers of this lane, each divided by `divisor`.
 template <int N, typename Stored>
 inline void write_numbers(device Stored* to, const thread float* numbers, float divisor, int dim, int lane) {
   for (int n = 0; n < N; n++)
     if (lane * N + n < dim) to[lane * N + n] = Stored(numbers[n] / divisor);
 }
 
-// What a simdgroup has of HEADS query heads that share a KV head: each lane N numbers of the queries and of their sums.
+// The state of a simdgroup for HEADS query heads of one KV head: each lane holds N numbers of the queries and sums.
 template <int N, int HEADS>
 struct Heads {
   float queries[HEADS * N];
   Sums<N> sums[HEADS];
 
-  // `count` heads from `q` on, `stride` numbers apart; the last one stands for those beyond the group.
+  // Loads `count` heads from `q` on, `stride` numbers apart; repeats the last one up to HEADS.
   void load(const device T* q, int count, int stride, int dim, int lane) {
     for (int h = 0; h < HEADS; h++) read_numbers<N>(queries + h * N, q + min(h, count - 1) * stride, dim, lane);
   }
@@ -45,7 +45,7 @@ struct Heads {
     }
   }
 
-  // The positions at [begin, end) that the query sees.
+  // Adds the positions in [begin, end) that the query sees.
   void attend(Plane<const KV> keys, Plane<const KV> values, Mask mask, Scoring scoring, int query, int begin, int end,
               int lane) {
     for (int first = begin, run; first < end; first += run) {
@@ -58,7 +58,7 @@ struct Heads {
   }
 };
 
-// Where the simdgroups of a threadgroup leave their sums of one query head, to be joined in the order of positions.
+// Threadgroup memory in which simdgroups store their sums of one query head, to merge them in the order of positions.
 template <int N>
 struct Left {
   threadgroup float* tops;    // [SIMDGROUPS]
@@ -88,7 +88,7 @@ struct Partial {
   float top, total;
 };
 
-// The sums of one query over a split, for `merge`: the total and the values, each in its place.
+// Writes the sums of one query over a split, for `merge`.
 template <int N>
 inline void write_partial(device Partial* partial, device float* values, Sums<N> sums, int dim, int lane) {
   if (lane == 0) {
@@ -98,7 +98,7 @@ inline void write_partial(device Partial* partial, device float* values, Sums<N>
   write_numbers<N>(values, sums.values, 1.0f, dim, lane);
 }
 
-// The result of one query, all of whose keys are summed.
+// Writes the result of one query, after all of its keys were summed.
 template <int N>
 inline void finish(device T* to, Sums<N> sums, float sink, int dim, int lane) {
   sums.add_sink(sink);
@@ -106,11 +106,12 @@ inline void finish(device T* to, Sums<N> sums, float sink, int dim, int lane) {
 }
 
 struct Splits {
-  int count, first_row;  // of each text; the row that the launch begins with
+  int count, first_row;  // of each sequence; the first row of this launch
 };
 
-// A threadgroup: one row, HEADS query heads of one KV head, one split. If there is one split only, the result goes to
-// `out`; otherwise its sums go to `partial` [rows, query heads, splits] and `values` [rows, query heads, splits, Dv].
+// One threadgroup computes one row, HEADS query heads of one KV head, and one split. With a single split it writes the
+// result to `out`; otherwise it writes its sums to `partial` [rows, query heads, splits] and `values`
+// [rows, query heads, splits, Dv].
 template <int N, int HEADS>
 [[max_total_threads_per_threadgroup(GROUP)]] kernel void decode(
     device T* out [[buffer(0)]],
@@ -131,14 +132,14 @@ template <int N, int HEADS>
     uint3 group_at [[threadgroup_position_in_grid]],  // KV head and which of its heads, row, split
     uint lane [[thread_index_in_simdgroup]],
     uint simdgroup [[simdgroup_index_in_threadgroup]]) {
-  static_assert(HEADS <= SIMDGROUPS, "the sums of each query head are joined by a simdgroup of its own");
+  static_assert(HEADS <= SIMDGROUPS, "each query head needs a simdgroup that merges its sums");
   threadgroup float tops[SIMDGROUPS], totals[SIMDGROUPS], shared[SIMDGROUPS * LANES * N];
   const Memory m = memory_sizes;
   const Planes planes = plane_sizes;
   const AttentionCall a = call;
   const int row = splits.first_row + group_at.y, split = group_at.z;
   const int query = start[row];
-  if (query < split * SPLIT) return;  // padding, or a text that ends before
+  if (query < split * SPLIT) return;  // padding, or a sequence that ends before this split
   const int parts = (a.group + HEADS - 1) / HEADS;
   const int kv_head = group_at.x / parts, first = group_at.x % parts * HEADS;
   const int first_head = kv_head * a.group + first, heads = min(HEADS, a.group - first);
@@ -169,7 +170,7 @@ template <int N, int HEADS>
   }
 }
 
-// A simdgroup: the splits of one row and query head.
+// One simdgroup merges the splits of one row and query head.
 template <int N>
 kernel void merge(
     device T* out [[buffer(0)]],

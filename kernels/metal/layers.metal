@@ -1,4 +1,4 @@
-// The operations between the products: rotary positions, the gate of the feed-forward, repeated heads.
+// RoPE, the gate of the feed-forward, and repeated KV heads.
 #include "common.h"
 
 // ---------------------------------------------------------------- rotary positions
@@ -6,7 +6,7 @@ struct RopeSizes {
   int heads, half_dim, x_token, x_head;  // strides of x in numbers
 };
 
-// A thread a pair: x [N, heads, 2 * half_dim] -> out, cos and sin [P, half_dim].
+// One thread per pair: x [N, heads, 2 * half_dim] -> out, cos and sin [P, half_dim].
 kernel void rope(
     device T* out [[buffer(0)]],
     const device T* x [[buffer(1)]],
@@ -29,7 +29,7 @@ struct GateSizes {
   int width, stride;  // of the output; from row to row of the input
 };
 
-// A thread a number: gate_up [N, 2 * width] -> out [N, width].
+// One thread per number: gate_up [N, 2 * width] -> out [N, width].
 kernel void silu_mul(
     device T* out [[buffer(0)]],
     const device T* gate_up [[buffer(1)]],
@@ -46,7 +46,7 @@ struct RepeatSizes {
   int groups, x_token, x_head, out_head, out_token;  // strides in numbers
 };
 
-// A thread a number: x [S, H, D] -> out [H * groups, S, D], rows of a mirror or a tensor of its own.
+// One thread per number: x [S, H, D] -> out [H * groups, S, D], a new tensor or columns of a mirror.
 kernel void repeat_kv_heads(
     device T* out [[buffer(0)]],
     const device T* x [[buffer(1)]],

@@ -1,6 +1,6 @@
-"""Compiled kernels: each source once for each set of types, each kernel once, made when first asked for and kept.
+"""Compiles kernels when they are first used, each source once per set of types, and keeps them.
 
-Knows neither what a kernel computes nor on which device: `compile_shader` is torch.mps's, or the emulator's.
+Knows neither what a kernel computes nor on which device: `compile_shader` is that of torch.mps or of the emulator.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ Argument = Tensor | float | Sequence[int] | Sequence[float]
 
 
 class Grid(NamedTuple):
-    """Threads in all, and those of a threadgroup."""
+    """The number of threads, and that of a threadgroup."""
 
     threads: tuple[int, int, int]
     group: tuple[int, int, int]
 
 
 class Longs(tuple[int, ...]):
-    """A struct of `long`: integers that may be 2^31 or more."""
+    """A struct of `long`, for integers that may be 2^31 or more."""
 
     __slots__ = ()
 
@@ -32,7 +32,7 @@ class Longs(tuple[int, ...]):
 class Kernel:
     """A compiled kernel.
 
-    Integers reach it as int32, also in sequences, which are structs there; those of Longs as int64.
+    Integers are passed as int32, also in sequences, which become structs; those of Longs as int64.
     """
 
     def __init__(self, function: Any) -> None:
@@ -47,14 +47,14 @@ class Kernel:
 
 
 def _is_integer(argument: Argument) -> bool:
-    """Return whether an argument is to be cast to int32; what is not cast is passed as int64."""
+    """Return whether an argument must be cast to int32; otherwise torch would pass its integers as int64."""
     if isinstance(argument, Longs):
         return False
     return isinstance(argument[0] if isinstance(argument, (tuple, list)) else argument, int)
 
 
 class Kernels:
-    """The kernels that were compiled so far."""
+    """Compiles kernels on first use, and keeps them."""
 
     def __init__(self, compile_shader: Callable[[str], Any]) -> None:
         self._compile_shader = compile_shader

@@ -1,4 +1,4 @@
-// What a simdgroup has of a product: OUTPUTS outputs of some rows, of which each lane has a part of the sum.
+// The sums of a simdgroup in a product: OUTPUTS outputs of some rows; each lane has a part of every sum.
 #pragma once
 
 #include "common.h"
@@ -12,12 +12,12 @@ struct LinearSizes {
   int biased;         // 0: there is no bias
 };
 
-// From `output` and `row` on.
+// The sums of outputs and rows from `output` and `row` on.
 template <int ROWS>
 struct Product {
   float sums[ROWS][OUTPUTS] = {{0.0f}};
 
-  // Into out [rows, outputs].
+  // Adds up the parts of all lanes and the bias, and writes them to out [rows, outputs].
   void finish(device T* out, const device T* bias, int row, int output, LinearSizes sizes, uint lane) const {
     for (int r = 0; r < ROWS; r++) {
       for (int o = 0; o < OUTPUTS; o++) {
@@ -29,7 +29,7 @@ struct Product {
   }
 };
 
-// The row of x that is the r-th from `row` on; the last one stands for those beyond the end.
+// Returns a row of x; for rows beyond the end, the last one.
 inline const device T* row_at(const device T* x, int row, LinearSizes sizes) {
   return x + size_t(min(row, sizes.rows - 1)) * sizes.x_stride;
 }

@@ -1,7 +1,7 @@
-// A few rows times a weight, which is read once for all of them: that is what decoding is. Many rows are torch's.
+// Multiplies few rows by a weight, which is read once for all of them, as in decoding. torch multiplies many rows.
 #include "linear.h"
 
-// A simdgroup OUTPUTS outputs of ROWS rows: x [rows, inputs], weight [outputs, inputs], bias [outputs].
+// One simdgroup computes OUTPUTS outputs of ROWS rows: x [rows, inputs], weight [outputs, inputs], bias [outputs].
 template <int ROWS>
 [[max_total_threads_per_threadgroup(GROUP)]] kernel void linear(
     device T* out [[buffer(0)]],
@@ -32,7 +32,7 @@ template <int ROWS>
       }
     }
   }
-  for (; i < sizes.inputs; i++)  // at most one lane has a part of a step left
+  for (; i < sizes.inputs; i++)  // the rest, which at most one lane has
     for (int o = 0; o < OUTPUTS; o++)
       for (int r = 0; r < ROWS; r++) product.sums[r][o] += float(weights[o][i]) * float(xs[r][i]);
   product.finish(out, bias, row, output, sizes, lane);

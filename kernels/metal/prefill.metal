@@ -1,10 +1,10 @@
-// Attention of rows of several tokens, of whatever lengths: queries of one KV head go over the keys together, in tiles
-// that wait in threadgroup memory (FlashAttention, Dao et al. 2022). Tiles are counted from the text's beginning, so
-// the order of summation depends on positions alone.
+// Attention for rows of several tokens, of any lengths: queries of one KV head go over the keys together, in tiles in
+// threadgroup memory (FlashAttention, Dao et al. 2022). Tiles are counted from the beginning of the sequence, so the
+// order of summation depends on positions alone.
 #include "attend.h"
 
-// For heads of up to N * LANES numbers. The wider, the fewer queries a simdgroup has, and the fewer keys a tile: all of
-// them share 32 KiB.
+// Sizes for heads of up to N * LANES numbers. Wider heads leave room for fewer queries per simdgroup and fewer keys per
+// tile, as all of them share 32 KiB.
 template <int N>
 struct Shape {
   static constant constexpr int QUERIES = MOST_NUMBERS / N;  // of a simdgroup
@@ -19,25 +19,26 @@ struct Span {
   int oldest, newest;
 };
 
-// Whether any of the queries sees the key: if so, then the one that is nearest to it.
+// Whether any of the queries sees a key: if one does, the nearest does.
 inline bool any_sees(Span queries, int key, Mask mask) {
   return key <= queries.newest && mask.sees(max(queries.oldest, key), key);
 }
 
-// The same of keys at [begin, end): the latest, or the last sink among them.
+// The same for keys in [begin, end): checks the latest, and the last sink among them.
 inline bool any_sees(Span queries, int begin, int end, Mask mask) {
   return any_sees(queries, min(end - 1, queries.newest), mask) ||
          (begin < mask.sinks && any_sees(queries, min(end, mask.sinks) - 1, mask));
 }
 
-// Keys or values that wait in threadgroup memory.
+// A tile of keys or values in threadgroup memory.
 template <int N>
 struct Tile {
   threadgroup KV* numbers;    // [KEYS, PITCH]
   threadgroup float* scales;  // [KEYS]
   threadgroup uint* sound;    // [KEYS]: 0 where one of its numbers is NaN or infinite
 
-  // Those from `begin` on, a simdgroup one after the other. What no query sees may never have been written, and is 0.
+  // Loads the tile from `begin` on; each simdgroup loads vectors in turn. Keys that no query sees become 0, as they may
+  // never have been written.
   void fetch(Plane<const KV> from, int begin, Span queries, Mask mask, uint simdgroup, uint lane) const {
     const int dim = from.sizes.dim;
     for (int j = simdgroup; j < Shape<N>::KEYS; j += SIMDGROUPS) {
@@ -59,9 +60,9 @@ struct Tile {
   }
 };
 
-// The queries of one row and KV head, counted over the heads of its group and then over tokens.
+// The queries of one row and KV head, numbered by token and, within a token, by head of the group.
 struct Queries {
-  int first_token, start;  // of the row: in the step, and in the text
+  int first_token, start;  // of the row: index of its first token in the step, and that token's position
   int kv_head, group, count;
 
   int token(int i) const { return first_token + i / group; }
@@ -69,7 +70,7 @@ struct Queries {
   int head(int i) const { return kv_head * group + i % group; }
 };
 
-// What a simdgroup computes: QUERIES queries from `first` on, the last one of all in the place of those beyond the end.
+// The work of a simdgroup: QUERIES queries from `first` on; beyond the end, the last query is repeated.
 template <int N>
 struct Share {
   typedef Shape<N> S;
@@ -88,7 +89,7 @@ struct Share {
     }
   }
 
-  // The weights of a tile's keys, which begin at a position: a lane a key.
+  // Computes the weights of the keys of a tile that begins at a position; one lane per key.
   void score(Tile<N> tile, int begin, int dim, Mask mask, Scoring scoring, int lane) {
     const int key = min(lane, S::KEYS - 1);
     float products[S::QUERIES] = {0.0f};
@@ -107,10 +108,10 @@ struct Share {
     }
   }
 
-  // A tile's values, weighted: a lane N numbers.
+  // Adds the weighted values of a tile; each lane has N numbers.
   void add(Tile<N> tile, int lane) {
     for (int j = 0; j < S::KEYS; j++) {
-      if (!tile.sound[j]) {  // 0 times NaN is NaN, also for those that do not see it
+      if (!tile.sound[j]) {  // as 0 times NaN is NaN, for queries that do not see the key, too
         for (int r = 0; r < S::QUERIES; r++)
           if (weights[r * S::KEYS + j] != 0.0f)
             for (int n = 0; n < N; n++) sums[r].values[n] = as_type<float>(NO_NUMBER);
@@ -135,7 +136,7 @@ struct Share {
   }
 };
 
-// A threadgroup: Shape<N>::ROWS queries of one row and KV head.
+// One threadgroup computes Shape<N>::ROWS queries of one row and KV head.
 template <int N>
 [[max_total_threads_per_threadgroup(GROUP)]] kernel void prefill(
     device T* out [[buffer(0)]],

@@ -1,22 +1,22 @@
-// The same of a weight in whole numbers of 8 or 4 bits, affine by groups of a row: `kernels.quantization.Quantized`. S is
-// the type of scales and offsets.
+// linear.metal for weights quantized to 8 or 4 bits (`kernels.quantization.QuantizedTensor`). S is the type of scales
+// and offsets.
 #include "linear.h"
 
-constant constexpr int STEP = 8;  // numbers that a lane takes at once; no group ends among them
+constant constexpr int STEP = 8;  // numbers that a lane takes at once; all are of one group
 
 struct Groups {
   int size, row;  // numbers of a group, and groups of a row
 };
 
-// STEP numbers of BITS bits each, the first in the lowest.
+// Unpacks STEP numbers of BITS bits each, the first from the lowest bits.
 template <int BITS>
 inline void unpack(thread float* to, const device uint* from) {
   constexpr int WORD = 32 / BITS;  // numbers
   for (int s = 0; s < STEP; s++) to[s] = float((from[s / WORD] >> (s % WORD * BITS)) & ((1u << BITS) - 1u));
 }
 
-// A simdgroup OUTPUTS outputs of ROWS rows: x [rows, inputs], numbers [outputs, inputs], scale and offset
-// [outputs, groups]. A group's offset is multiplied with the sum of its inputs, once.
+// One simdgroup computes OUTPUTS outputs of ROWS rows: x [rows, inputs], numbers [outputs, inputs], scale and offset
+// [outputs, groups]. An offset is multiplied once, by the sum of the inputs.
 template <int BITS, int ROWS>
 [[max_total_threads_per_threadgroup(GROUP)]] kernel void quantized_linear(
     device T* out [[buffer(0)]],
@@ -61,7 +61,7 @@ struct WeightSizes {
   int inputs, weight_stride;  // numbers of a row, and words of 32 bits from row to row
 };
 
-// A thread STEP numbers of a weight, as torch multiplies them: out [outputs, inputs].
+// One thread dequantizes STEP numbers of a weight, for torch to multiply: out [outputs, inputs].
 template <int BITS>
 kernel void dequantize_weight(
     device T* out [[buffer(0)]],

@@ -1,4 +1,4 @@
-"""Finds Metal: Apple's own through torch, or the emulator of this project."""
+"""Loads the Metal backend: on an Apple GPU through torch, or in the emulator of this project."""
 
 from __future__ import annotations
 
@@ -11,18 +11,25 @@ from kernels.metal.backend import MetalOps
 from kernels.metal.library import Kernels
 
 
-@cache  # with all that they have compiled
+@cache  # keeps the compiled kernels
 def load() -> MetalOps:
-    """Return the operations on an Apple device. Raises KernelsMissing."""
+    """Return the operations on an Apple GPU. Raises KernelsMissing."""
     if not torch.backends.mps.is_available():
-        raise KernelsMissing("this machine has no Apple device that torch can use")
+        raise KernelsMissing("this machine has no Apple GPU that torch can use")
     return MetalOps(Kernels(torch.mps.compile_shader))
 
 
 @cache
 def load_emulated(*, checked: bool = False) -> MetalOps:
-    """Return the same kernels on the CPU; `checked` looks for races and bounds, slower. Raises KernelsMissing."""
-    from kernels.metal.emulator import Compiler, CompilerMissing, compile_shader  # here, as a server starts without it
+    """Return the same operations in the emulator; `checked` also finds races and accesses out of bounds, and is slower.
+
+    Raises KernelsMissing.
+    """
+    from kernels.metal.emulator import (
+        Compiler,
+        CompilerMissing,
+        compile_shader,
+    )  # imported here, as servers do not need it
 
     try:
         Compiler.find().check(checked=checked)

@@ -1,5 +1,5 @@
-// Where the keys of a row lie, how a vector is read and written: `kernels.ops.Slots` and `kernels/store.py`.
-// KV is the type keys and values are kept in: T, or char with a float scale behind each vector.
+// The addresses of the keys of a row (`kernels.types.Slots`), and the layout of their vectors (`kernels/store.py`).
+// KV is the type of stored keys and values: T, or char with a float scale after each vector.
 #pragma once
 
 #include "common.h"
@@ -11,7 +11,7 @@ struct Layout {
     return ring > 0 && position >= sinks ? sinks + (position - sinks) % ring : position;
   }
 
-  // Positions from `first` on, before `end`, whose slots follow one another within a block.
+  // Returns the number of positions from `first` on, before `end`, whose slots are consecutive within a block.
   int run(int first, int end) const {
     const int at = slot(first);
     const int here = min(end - first, block_size - at % block_size);
@@ -19,7 +19,7 @@ struct Layout {
   }
 };
 
-// Keys or values of one layer within the arena's memory; offset and strides in numbers of KV, which may pass 2^31.
+// Keys or values of one layer in the store's memory; offset and strides in numbers of KV, which may exceed 2^31.
 struct PlaneSizes {
   long dim, offset, block_stride, head_stride, vector_stride;
 };
@@ -28,16 +28,16 @@ struct Planes {
   PlaneSizes k, v;
 };
 
-// How the rows of a step are laid out in it, the same for all layers.
+// The addresses of the rows of a step, the same for all layers.
 struct Memory {
   Layout layout;
   int table_width, rows;
 };
 
-// One head's keys or values of one row. Number is KV, or const KV where they are only read.
+// The keys or values of one head of one row. Number is KV, or const KV if they are only read.
 template <typename Number>
 struct Plane {
-  device Number* memory;     // the arena's
+  device Number* memory;     // the store's
   const device int* blocks;  // the row of the block table
   PlaneSizes sizes;
   Layout layout;
@@ -50,11 +50,11 @@ struct Plane {
   }
 };
 
-// By what a stored vector's numbers are multiplied.
+// Returns the scale of a stored vector.
 inline float scale_of(const device char* vector, int dim) { return *(const device float*)(vector + dim); }
 inline float scale_of(const device T*, int) { return 1.0f; }
 
-// The row to which a token of the step belongs: the last that begins with it or before it.
+// Returns the row of a token of the step: the last that begins at or before it.
 inline int row_of(int token, const device int* q_start, int rows) {
   int row = 0;
   for (int end = rows; end - row > 1;) {

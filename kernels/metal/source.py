@@ -1,6 +1,6 @@
-"""Metal sources as one text, with the types they are compiled for: torch.mps.compile_shader knows no include path.
+"""Assembles a Metal source and its headers into one text, as torch.mps.compile_shader has no include path.
 
-Knows neither kernels nor devices.
+Adds a typedef for each type. Knows neither kernels nor devices.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ INCLUDE = re.compile(r'#include "(.+)"\n')
 
 
 def assemble_source(name: str, types: Mapping[str, torch.dtype]) -> str:
-    """Return the text of `name`.metal after a line for each type, as `typedef half T;`, with its headers expanded."""
+    """Return the text of `name`.metal with its headers expanded, after a typedef for each type (`typedef half T;`)."""
     typedefs = "".join(f"typedef {TYPE_NAMES[dtype]} {of};\n" for of, dtype in types.items())
     return "#include <metal_stdlib>\n" + typedefs + "".join(_expand_includes(f"{name}.metal", set()))
 
 
 def _expand_includes(file: str, included: set[str]) -> Iterator[str]:
-    """Yield the lines of a file, each header once, with #line where they come from another file."""
+    """Yield the lines of a file, with each header expanded once and #line directives where the file changes."""
     yield f'#line 1 "{file}"\n'
     for number, line in enumerate((FOLDER / file).read_text(encoding="ascii").splitlines(keepends=True), 1):
         header = INCLUDE.fullmatch(line)

@@ -1,12 +1,12 @@
-// Keys and values into the store, out of it, and from block to block. KV is the type they are kept in.
+// Writes keys and values to the store, reads them, and copies blocks. KV is the type in which they are stored.
 #include "slots.h"
 
 // ---------------------------------------------------------------- int8
 constant constexpr float LARGEST = 127.0f;
-constant constexpr float TINY = 1e-30f;  // no scale is smaller, but for that of zeros
+constant constexpr float TINY = 1e-30f;  // divisors are at least this
 
-// A simdgroup a vector of n numbers: the largest becomes 127 or -127, halves are rounded to even. Each lane returns the
-// scale, which is NaN if one of the numbers is not finite.
+// One simdgroup quantizes a vector of n numbers: the largest magnitude becomes 127, halves are rounded to even. Returns
+// the scale to each lane; it is NaN if one of the numbers is not finite.
 inline float quantize_vector(const device T* from, device char* to, int n, uint lane) {
   float largest = 0.0f;
   for (int i = lane; i < n; i += LANES) largest = max(largest, fabs(float(from[i])));
@@ -33,7 +33,7 @@ kernel void quantize(
   if (at.x == 0) scale[at.y] = found;
 }
 
-// A thread a number: x [N, dim], scale [N] -> out [N, dim].
+// One thread per number: x [N, dim], scale [N] -> out [N, dim].
 kernel void dequantize(
     device float* out [[buffer(0)]],
     const device char* x [[buffer(1)]],
@@ -57,7 +57,7 @@ struct Entering {
   int k_token, k_head, v_token, v_head;  // strides in numbers
 };
 
-// A simdgroup a token and head: k [N, H, D] and v [N, H, Dv] into their slots.
+// One simdgroup per token and head writes k [N, H, D] and v [N, H, Dv] to their slots.
 kernel void write_kv(
     device KV* memory [[buffer(0)]],
     const device T* k [[buffer(1)]],
@@ -91,7 +91,7 @@ typedef conditional_t<is_same_v<KV, char>, float, KV> Plain;
 inline T number_of(const device T* vector, int i, int) { return vector[i]; }
 inline float number_of(const device char* vector, int i, int dim) { return float(vector[i]) * scale_of(vector, dim); }
 
-// A simdgroup a position and head: keys or values of one row -> out [S, H, dim], float where they are int8.
+// One simdgroup per position and head: keys or values of one row -> out [S, H, dim], as float if they are int8.
 kernel void gather(
     device Plain* out [[buffer(0)]],
     const device KV* memory [[buffer(1)]],
@@ -113,8 +113,8 @@ kernel void gather(
 }
 
 // ---------------------------------------------------------------- copy_blocks
-// A thread 16 bytes of a block: pairs [n] of source and destination, pages of `page` times 16 bytes. Of a large block
-// a launch copies a part, to which `memory` points in block 0.
+// One thread copies 16 bytes of a block: pairs [n] of source and destination, in pages of `page` times 16 bytes. A
+// large block is copied in parts, one per launch; `memory` points to the part in block 0.
 kernel void copy_blocks(
     device uint4* memory [[buffer(0)]],
     constant int2* pairs [[buffer(1)]],

@@ -1,8 +1,8 @@
 """Attention in plain torch: keys are read tile by tile into scratch memory of fixed size.
 
-No keys, values or scores are made that grow with the context; per step there are only the tiles' indices, which all
-layers share. A tile covers TILE positions counted from 0, so the order of summation depends on the position alone and
-not on where the keys lie. That makes strategies that keep the same keys equal bit for bit. Knows no strategy.
+No tensor of keys, values or scores grows with the context; only the indices of the tiles do, which all layers of a step
+share. A tile covers TILE positions counted from 0, so the order of summation depends on positions alone, and not on
+where the keys are stored. So strategies that keep the same keys give the same bits. Knows no strategy.
 """
 
 from __future__ import annotations
@@ -22,11 +22,13 @@ TILE = 128  # positions
 
 @dataclass(frozen=True)
 class _Tile:
-    """TILE key positions for some rows: where they lie, and which queries see them."""
+    """TILE key positions of some rows: their addresses, and which queries see them."""
 
     block: Tensor  # [B, 1, TILE] int64
     slot: Tensor  # [B, 1, TILE] int64, within the block
-    hidden_mask: Tensor | None  # [B, 1, n, TILE] bool; None: all see all
+    hidden_mask: (
+        Tensor | None
+    )  # [B, 1, n, TILE] bool, True where a query does not see a key; None: every query sees every key
 
 
 @dataclass(frozen=True)
@@ -101,7 +103,7 @@ class TiledAttention:
         return tile_numbers.view(-1, TILE, dim)
 
     def _get_scratch(self, name: str, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Return the scratch memory of this name: it grows to the largest size asked for and then stays."""
+        """Return the scratch memory of this name, which grows to the largest size requested and then stays."""
         size = torch.Size(shape).numel()
         flat = self._scratch.get((name, dtype))
         if flat is None or flat.numel() < size:
@@ -110,24 +112,24 @@ class TiledAttention:
 
 
 def _move_non_finite_to_scores(values: Tensor, scores: Tensor) -> None:
-    """Replace numbers that are not finite: in values [B*H, TILE, Dv] by 0, in their keys' scores [B*H, n, TILE] by NaN.
+    """Replace non-finite numbers by 0 in values [B*H, TILE, Dv], and set the scores [B*H, n, TILE] of their keys to NaN.
 
-    A hidden key has weight 0, which does not keep NaN out of a sum: 0 * NaN is NaN. A score can be hidden, so that only
-    queries that see the key get NaN.
+    The weight 0 of a hidden key would not keep a NaN value out of the sum, as 0 * NaN is NaN. A score can be masked, so
+    only queries that see the key get NaN.
     """
     scores.add_(values.mul(0.0).sum(-1).unsqueeze(1))  # 0 or NaN
     values.nan_to_num_(0.0, 0.0, 0.0)
 
 
 def _raise_maximum(top: Tensor, new: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the maximum of both, and the factor that moves sums taken under `top` to it (1 while all is -inf)."""
+    """Return the maximum of both, and the factor that rescales sums relative to `top` (1 while all is -inf)."""
     higher = torch.maximum(top, new)
     return higher, (top - higher).nan_to_num_(nan=0.0).exp_()
 
 
 # -------------------------------------------------------------------- indices, once per step
 def _iter_groups(at: Slots, model_window: int | None, window: int | None) -> Iterator[_Group]:
-    """Yield decode rows as one group, then each chunk as one; padding rows are left out."""
+    """Yield a group of all decode rows, then a group for each chunk; padding rows are left out."""
     start, q_start = at.start.tolist(), at.q_start.tolist()
     decode = [b for b in range(at.num_decode) if start[b] >= 0]
     groups = [decode] if decode else []
@@ -175,7 +177,7 @@ def _make_tile(
     """Return the tile of positions [first, first + TILE) for `rows` of n tokens each."""
     start = at.start[rows].long().view(-1, 1, 1)
     key = torch.arange(first, first + TILE, device=rows.device).view(1, 1, -1)
-    # Past the row's end nothing was ever written; such keys are hidden, and read from the last slot that was.
+    # Positions after the row's end were never written; they are masked, and read from the last written slot.
     block, slot = at.locate(at.row_seat[rows].long().view(-1, 1, 1), key.minimum(start + n - 1))
     if whole:
         return _Tile(block, slot, None)

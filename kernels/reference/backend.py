@@ -1,8 +1,8 @@
-"""Every operation in plain torch: what it means, on any device. The specification that backends are compared with.
+"""Every operation in plain torch, on any device: the specification that backends are compared with.
 
-Its arguments are checked here, too: the Metal kernels call the same functions (`check_linear` ...) before a launch, the
-C++ kernels those of `kernels/cpu/check.h`. The contents of the block table and the positions of rows are not
-checked. Attention stands in attention.py. Knows no strategy.
+Arguments are checked here, too. The Metal kernels call the same functions (`check_linear` ...) before a launch; the C++
+kernels have checks of their own (`kernels/cpu/check.h`). The entries of the block table and the positions of rows are
+not checked. Attention is in attention.py. Knows no strategy.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from kernels.reference.attention import TiledAttention
 from kernels.store import KVStore, Plane
 from kernels.types import LayerSpec, Slots
 
-MIN_SCALE = 1e-30  # no scale is smaller, but for that of zeros
+MIN_SCALE = 1e-30  # divisors are at least this, so that a vector of zeros is not divided by 0
 
 
 class ReferenceOps(CompositeOps):
-    """Implements `kernels.ops.Ops`. Holds, per step, the index tensors that all layers share."""
+    """Implements `kernels.ops.Ops`. Holds the index tensors of a step, which all layers share."""
 
     def __init__(self) -> None:
         self._addresses = SlotsChecker()
@@ -36,24 +36,24 @@ class ReferenceOps(CompositeOps):
         self._writes: WeakKeyDictionary[Slots, tuple[Tensor | slice, Tensor, Tensor]] = WeakKeyDictionary()
 
     @property
-    def row_invariant_head_dim(self) -> int:
-        return 0  # torch chooses other sums for other numbers of rows
+    def batch_invariant_head_dim(self) -> int:
+        return 0  # torch sums in another order for other numbers of rows
 
     def prepare(self, layers: Sequence[LayerSpec], dtype: torch.dtype, kv_dtype: torch.dtype) -> None:
-        pass  # nothing is compiled here
+        pass  # plain torch compiles nothing
 
     # ---------------------------------------------------------------- layers
     def pack(self, weight: Weight | ConcatenatedWeight) -> Weight:
         return weight.concatenate() if isinstance(weight, ConcatenatedWeight) else weight
 
     def linear(self, x: Tensor, weight: Weight, bias: Tensor | None = None) -> Tensor:
-        assert isinstance(weight, Tensor | QuantizedTensor), "packed by another backend"
+        assert isinstance(weight, Tensor | QuantizedTensor), "the weight was packed by another backend"
         check_linear(x, weight, bias)
         if isinstance(weight, QuantizedTensor):
             return self._quantized_linear(x, weight, bias)
         multiplied = x.to(weight.dtype)
         if weight.dtype is torch.bfloat16 and weight.shape[1] % 32 and weight.device.type == "cpu":
-            # oneDNN's product in AMX tiles pads such rows with what lies behind them, and a neighbour's NaN spreads.
+            # oneDNN's product in AMX tiles pads such rows with the numbers after them, so a NaN there spreads.
             wide = F.linear(multiplied.float(), weight.float(), None if bias is None else bias.float())
             return wide.to(weight.dtype).to(x.dtype)
         return F.linear(multiplied, weight, bias).to(x.dtype)
@@ -61,7 +61,7 @@ class ReferenceOps(CompositeOps):
     def _quantized_linear(self, x: Tensor, weight: QuantizedTensor, bias: Tensor | None) -> Tensor:
         """Dequantize a few rows at a time to float32, which stay in the processor's cache until they are multiplied.
 
-        By `linear`, so that a backend whose rows do not depend on each other keeps that.
+        Multiplies by `self.linear`, so that a batch-invariant backend stays so.
         """
         outputs = weight.shape[0]
         out, wide = x.new_empty(len(x), outputs), x.float()
@@ -175,7 +175,7 @@ def _copy_repeated(columns: Tensor, x: Tensor) -> None:
 
 
 def _compute_write_index(at: Slots) -> tuple[Tensor | slice, Tensor, Tensor]:
-    """Return which tokens enter (padding does not), and the block and slot of each."""
+    """Return the tokens that are written (padding is not), and the block and slot of each."""
     lengths = at.q_start.diff().long()
     row = torch.repeat_interleave(torch.arange(at.num_rows, device=lengths.device), lengths)  # [N]
     token = torch.arange(row.numel(), device=row.device)
@@ -212,7 +212,7 @@ def check_add_rms_norm(x: Tensor, delta: Tensor, weight: Tensor) -> None:
 
 
 def check_rope(x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor) -> None:
-    """Check the arguments of `Ops.rope`, except the values of positions: these lie on the device."""
+    """Check the arguments of `Ops.rope`, except the values of positions, which are on the device."""
     check_tensor("rope", "x", x, (ANY, AT_LEAST_ONE, AT_LEAST_ONE))
     N, _, D = x.shape
     check(D % 2 == 0, "rope: x must have heads of an even dimension, and is {}", x.shape)
@@ -247,7 +247,13 @@ def check_repeat_kv_heads_step(mirror: Tensor, x: Tensor, start: int) -> None:
     check_tensor("repeat_kv_heads_step", "mirror", mirror, (AT_LEAST_ONE, ANY, D), (x.dtype,), x.device)
     heads, columns, _ = mirror.shape
     check(heads % H == 0, "repeat_kv_heads_step: {} heads of the mirror are not a multiple of {}", heads, H)
-    check(0 <= start <= columns - n, "repeat_kv_heads_step: no columns {} + {} of {}", start, n, columns)
+    check(
+        0 <= start <= columns - n,
+        "repeat_kv_heads_step: columns {} + {} are beyond the {} columns of the mirror",
+        start,
+        n,
+        columns,
+    )
 
 
 # -------------------------------------------------------------------- checks of arguments: KV memory
@@ -283,7 +289,7 @@ def check_attend(out: Tensor, q: Tensor, store: KVStore, layer: int, spec: Layer
     )
     check(
         (spec.window is None or spec.window > 0) and (window is None or window > 0),
-        "attend: a window must have a token at least, not {} or {}",
+        "attend: a window must have at least one token, not {} or {}",
         *(spec.window, window),
     )
     check_tensor("attend", "q", q, (ANY, heads, D), device=device)
@@ -302,9 +308,9 @@ def check_gather(store: KVStore, layer: int, at: Slots, row: int, positions: Ten
 
 def check_copy_blocks(store: KVStore, src: Sequence[int], dst: Sequence[int]) -> None:
     """Check the arguments of `Ops.copy_blocks`."""
-    check(len(src) == len(dst), "copy_blocks: {} blocks cannot become {}", len(src), len(dst))
+    check(len(src) == len(dst), "copy_blocks: src has {} blocks and dst {}; they must be as many", len(src), len(dst))
     inside = all(0 <= block < store.num_blocks for block in (*src, *dst))
-    check(inside, "copy_blocks: there are blocks from 0 to {} only", store.num_blocks - 1)
-    written = set(dst)  # on a device all blocks are copied at the same time
+    check(inside, "copy_blocks: blocks must be from 0 to {}", store.num_blocks - 1)
+    written = set(dst)  # a GPU copies all blocks at the same time
     is_separate = len(written) == len(dst) and written.isdisjoint(src)
     check(is_separate, "copy_blocks: a block is written twice, or read and written; copy it in another call")

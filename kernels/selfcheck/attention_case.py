@@ -1,7 +1,6 @@
-"""One layer's attention in small: rows with a past, a memory in which everything else is NaN, and the step's slots.
+"""A small case of attention in one layer: rows with a past, memory in which all else is NaN, and the step's slots.
 
-For whatever tries kernels out: the self-check at start, tests, benchmarks. What the strategies make of memory is not
-known here; the addresses are drawn by hand.
+For the self-check, tests and benchmarks. Uses no strategy: blocks are assigned at random.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ CPU = torch.device("cpu")
 
 
 class Layout(NamedTuple):
-    """How the keys of a row lie in blocks."""
+    """How the slots of a row are laid out in blocks."""
 
     block_size: int
     sinks: int = 0
@@ -33,14 +32,14 @@ class Layout(NamedTuple):
 
 
 class CaseRow(NamedTuple):
-    """`tokens` tokens enter after `past`; past < 0: padding."""
+    """A row: `tokens` new tokens after `past` ones; past < 0: padding."""
 
     past: int
     tokens: int
 
 
 class AttentionCase:
-    """Rows of one layer: their texts, the store that holds what was before, and the step's slots."""
+    """Rows of one layer: their q, k and v, the store that holds their past, and the step's slots."""
 
     def __init__(
         self,
@@ -56,10 +55,10 @@ class AttentionCase:
         unused_blocks: int = 3,
         memory: Callable[[int], Tensor] | None = None,
     ) -> None:
-        """Write the past through the operations themselves; everything else in memory is NaN.
+        """Write the past by `ops`; everything else in memory is NaN.
 
-        In a block, layers `before` come first; in memory, unused blocks. `memory` allocates bytes that are too many to
-        be filled, and stay as they are.
+        Each block begins with the layers `before`, and the memory with unused blocks. `memory`, if given, allocates the
+        bytes, which are then not filled with NaN: for cases that are too large for that.
         """
         self.ops, self.layout, self.spec, self.rows, self.device = ops, layout, spec, rows, device
         self.layer = len(before)
@@ -89,7 +88,7 @@ class AttentionCase:
         return torch.randn(n, heads, dim, generator=self.generator).to(self.device, dtype)
 
     def write_past(self, row: int, past: int) -> None:
-        """Write the first `past` tokens of a row, in pieces that do not overwrite themselves in a ring."""
+        """Write the first `past` tokens of a row, in pieces of at most one ring."""
         piece = self.layout.ring or self.longest
         for start in range(0, past, piece):
             end = min(past, start + piece)
@@ -97,9 +96,9 @@ class AttentionCase:
             self.ops.write_kv(self.store, self.layer, self.k[row][start:end], self.v[row][start:end], at)
 
     def make_slots(self, rows: Sequence[tuple[int, int, int]]) -> Slots:
-        """Return the addresses of rows (row of the case, start, tokens), decode rows first.
+        """Return the addresses of rows (row of the case, start, tokens), of which decode rows come first.
 
-        Seats are in another order than rows.
+        Seats are in reverse order, so that kernels must look them up.
         """
         case_rows, starts, sizes = (list(column) for column in zip(*rows, strict=True))
         num_decode = next((i for i, n in enumerate(sizes) if n != 1), len(sizes))
@@ -134,7 +133,7 @@ class AttentionCase:
         self.ops.write_kv(self.store, self.layer, self.get_step_inputs(self.k), self.get_step_inputs(self.v), self.at)
 
     def attend(self, ops: Ops | None = None, *, window: int | None = None) -> list[Tensor]:
-        """Return the output of each row, by other operations if given; the memory for it was filled with 7."""
+        """Return the output of each row, computed by `ops` if given; padding rows of it are 7."""
         q = self.get_step_inputs(self.q)
         out = torch.full((len(q), self.spec.num_q_heads, self.spec.v_head_dim), 7.0, dtype=q.dtype, device=q.device)
         (ops or self.ops).attend(out, q, self.store, self.layer, self.at, self.spec, window=window)
@@ -142,7 +141,7 @@ class AttentionCase:
 
 
 class Step:
-    """Implements `kernels.ops.Attention` for tokens whose keys lie where `kv_locations` says."""
+    """Implements `kernels.ops.Attention` for tokens whose keys are at `kv_locations`."""
 
     def __init__(self, ops: Ops, specs: Sequence[LayerSpec], kv_locations: Sequence[tuple[slice, KVLocation]]) -> None:
         self._ops, self._specs = ops, specs
@@ -151,7 +150,7 @@ class Step:
         self.logit_index = torch.arange(len(self.positions), device=self.positions.device)
 
     def attend(self, layer_idx: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Write and attend, one slice after the other."""
+        """Write the keys and values and attend, slice by slice."""
         out, spec = q.new_zeros(q.shape), self._specs[layer_idx]
         for tokens, (store, at, window) in self.kv_locations:
             self._ops.write_kv(store, layer_idx, k[tokens], v[tokens], at)

@@ -1,6 +1,6 @@
-"""The rows of the operations on the memory of keys and values: writing, attention, copies, repeated heads.
+"""The `OpInfo` rows of operations on KV memory: quantizing, writing, attention, copies, repeated heads.
 
-Samples are small, with odd widths, slices and ends of texts.
+Samples are small, with odd widths, slices and lengths.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ CASES = (
     (LayerSpec(2, 2, 80, 80, scale=0.11, window=40, softcap=5.0, sink_logits=torch.tensor([0.0, 3.0])), Layout(16)),
 )
 ROWS = (CaseRow(0, 1), CaseRow(200, 1), CaseRow(-1, 1), CaseRow(0, 9), CaseRow(187, 6), CaseRow(-1, 4))
-LONG = (CaseRow(300, 1), CaseRow(-1, 1), CaseRow(256, 1), CaseRow(90, 1))  # a backend may cut such texts
+LONG = (CaseRow(300, 1), CaseRow(-1, 1), CaseRow(256, 1), CaseRow(90, 1))  # a backend may split such sequences
 
 
 def _cases(writer: Ops, dtype: torch.dtype, device: torch.device) -> Iterator[tuple[str, AttentionCase]]:
@@ -93,7 +93,7 @@ def _attend_samples(ops: Ops, dtype: torch.dtype, device: torch.device) -> Sampl
 def _attend_bytes(
     out: Tensor, q: Tensor, store: KVStore, layer: int, at: Slots, spec: LayerSpec, *, window: int | None = None
 ) -> int:
-    """Return the bytes of keys within both windows of a row's queries, and of sinks that the model's own shows."""
+    """Return the bytes of the keys that each row sees: those within both windows, and the sinks within the model's."""
     reaches = [at.max_kv if each is None else each for each in (spec.window, window)]
     keys = 0
     for start, queries in zip(at.start.tolist(), at.q_start.diff().tolist(), strict=True):
@@ -157,9 +157,9 @@ NEW_COLUMNS = "the new columns alone, read once and written `groups` times"
 CACHE_OPS = (
     OpInfo("quantize", EXACT, _quantize_samples, VECTORS, _quantize_bytes, ("x",)),
     OpInfo("dequantize", ROUNDING, _dequantize_samples, VECTORS, _dequantize_bytes, ("scale",)),
-    OpInfo("write_kv", EXACT, _write_kv_samples, "what enters, in and out", _write_kv_bytes, ("k", "v")),
+    OpInfo("write_kv", EXACT, _write_kv_samples, "the new keys and values, in and out", _write_kv_bytes, ("k", "v")),
     OpInfo("attend", ATTENTION, _attend_samples, "all keys and values that a row sees, once", _attend_bytes, ("q",)),
-    OpInfo("gather", EXACT, _gather_samples, "what is asked for, in and out", _gather_bytes, ()),
+    OpInfo("gather", EXACT, _gather_samples, "the keys and values read, in and out", _gather_bytes, ()),
     OpInfo("copy_blocks", EXACT, _copy_blocks_samples, "the blocks, in and out", _copy_blocks_bytes, ()),
     OpInfo(
         "repeat_kv_heads",

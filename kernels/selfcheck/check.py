@@ -1,7 +1,7 @@
-"""The self-check: every operation of a backend against the reference, on small inputs, before anything is served.
+"""The self-check: compares every operation of a backend with the reference, on small inputs, before anything is served.
 
-An operation that fails is replaced by the reference's, so that a wrong kernel costs speed and not answers. Which
-backend is checked, and what is logged of it, is the business of kernels/backends.py.
+An operation that fails is replaced by the reference's, so a wrong kernel makes the server slower, but not wrong.
+kernels/backends.py calls this and logs the results.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ from kernels.selfcheck.op_info import OpInfo
 
 
 class Verdict(NamedTuple):
-    """What came of checking one operation."""
+    """The result of checking one operation."""
 
     op: str  # its full name
-    error: float  # the largest, as a share of the largest number; 0 if it could not be compared
-    fault: str | None  # None: it is as it should be
+    error: float  # the largest difference, as a share of the largest number; 0 if there is no result to compare
+    fault: str | None  # what is wrong; None: nothing is
 
 
 def check_ops(ops: Ops, dtype: torch.dtype, device: torch.device) -> list[Verdict]:
-    """Check each operation, and return a verdict on it."""
+    """Check each operation; return a verdict for each row of OPS."""
     reference = ReferenceOps()
     verdicts: list[Verdict] = []
-    for op in OPS:  # that which is made of others comes last, and is not blamed for those
+    for op in OPS:  # forward_layers comes last: operations that failed are replaced in it
         verdicts.append(
             _check_op(op, replace_faulty(ops, verdicts) if op is FORWARD_LAYERS else ops, reference, dtype, device)
         )
@@ -39,12 +39,16 @@ def check_ops(ops: Ops, dtype: torch.dtype, device: torch.device) -> list[Verdic
 
 
 def replace_faulty(ops: Ops, verdicts: list[Verdict]) -> Ops:
-    """Return the same operations, those with a fault from the reference."""
+    """Return the operations, with those that have a fault replaced by the reference's."""
     broken = {op.name for op, verdict in zip(OPS, verdicts, strict=False) if verdict.fault is not None}
-    return cast("Ops", _PatchedOps(ops, ReferenceOps(), broken)) if broken else ops
+    return cast("Ops", _MixedOps(ops, ReferenceOps(), broken)) if broken else ops
 
 
-class _PatchedOps:
+class _MixedOps:
+    """Implements `Ops` by a backend, except for its broken operations, which the reference computes."""
+
+    batch_invariant_head_dim = 0  # as the reference's
+
     def __init__(self, ops: Ops, reference: Ops, broken: set[str]) -> None:
         self.prepare = ops.prepare
         self.pack = (reference if "linear" in broken else ops).pack
@@ -53,7 +57,7 @@ class _PatchedOps:
             setattr(self, name, getattr(reference if name in broken else ops, name))
 
     def forward_layers(self, layers: DecoderLayers, x: Tensor, attention: Attention) -> Tensor:
-        return CompositeOps.forward_layers(cast("Ops", self), layers, x, attention)  # made of the operations above
+        return CompositeOps.forward_layers(cast("Ops", self), layers, x, attention)  # calls the operations above
 
 
 def _check_op(op: OpInfo, ops: Ops, reference: Ops, dtype: torch.dtype, device: torch.device) -> Verdict:
@@ -66,13 +70,13 @@ def _check_op(op: OpInfo, ops: Ops, reference: Ops, dtype: torch.dtype, device: 
             if not error <= op.tolerance[dtype]:  # NaN, too
                 return Verdict(op.full_name, error, f"{what}: off by {error:.1e} of the largest number")
             worst = max(worst, error)
-    except Exception as exception:  # whatever a backend may raise
+    except Exception as exception:  # a backend may raise anything
         return Verdict(op.full_name, 0.0, f"{type(exception).__name__}: {exception}")
     return Verdict(op.full_name, worst, None)
 
 
 def compute_error(ours: Tensor, theirs: Tensor) -> float:
-    """Return the largest difference, as a share of the largest number. Both have one shape and dtype."""
+    """Return the largest difference, as a share of the largest number; both must have the same shape and dtype."""
     assert (ours.shape, ours.dtype) == (theirs.shape, theirs.dtype), "another shape or dtype than the reference's"
-    ours, theirs = ours.cpu().double(), theirs.cpu().double()  # there are devices without float64
+    ours, theirs = ours.cpu().double(), theirs.cpu().double()  # some devices do not have float64
     return float((ours - theirs).abs().max() / theirs.abs().max().clamp_min(1e-30))

@@ -1,7 +1,7 @@
-"""The second self-check: the operations in the memory that will serve, as large as it is, before it holds anything.
+"""The second self-check: runs the operations in the actual KV memory, with its large offsets, before it is used.
 
-The first one (check.py) is of memories so small that no offset is large. This one writes a few tokens at both ends of
-a block, in all layers, and reads them again. What it writes stays there, and is never read. Knows no strategy.
+The first one (check.py) uses small memory, in which no offset is large. This one writes a few tokens at both ends of a
+block, in all layers, and reads them again. What it writes is left there and never read. Knows no strategy.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from kernels.selfcheck.op_info import ATTENTION
 from kernels.store import KVStore, Pages, compute_block_bytes
 from kernels.types import LayerSpec, Slots
 
-MAX_TOKENS = 3  # tokens at each end
-MAX_NUMBER = 127  # of the whole numbers that are written: every type keeps them, int8 with a scale of 1
+MAX_TOKENS = 3  # at each end of a block
+MAX_NUMBER = 127  # integers up to this are written: every dtype stores them exactly, int8 with a scale of 1
 
 KV = tuple[Tensor, Tensor]  # keys and values [n, H, dim] of a layer
 
@@ -26,10 +26,10 @@ KV = tuple[Tensor, Tensor]  # keys and values [n, H, dim] of a layer
 def find_memory_fault(
     ops: Ops, store: KVStore, block: int, layers: Sequence[LayerSpec], dtype: torch.dtype
 ) -> str | None:
-    """Return what is wrong with the operations in a block that nothing lies in; None: nothing is."""
+    """Return what is wrong with the operations in an unused block; None if nothing is."""
     try:
         return next(_iter_faults(ops, store, block, layers, dtype), None)
-    except Exception as error:  # whatever a backend may raise
+    except Exception as error:  # a backend may raise anything
         return f"{type(error).__name__}: {error}"
 
 
@@ -41,7 +41,7 @@ def _iter_faults(
     at = _make_slots(store, block, starts, n)
     generator = torch.Generator().manual_seed(0)
     written = [_draw_kv(generator, spec, len(starts) * n, store.device, dtype) for spec in layers]
-    for layer, kv in enumerate(written):  # all of them, before any is read: none may lie upon another
+    for layer, kv in enumerate(written):  # all layers first, to find any that overwrite another
         ops.write_kv(store, layer, *kv, at)
     for layer, kv in enumerate(written):
         for row, start in enumerate(starts):
@@ -51,7 +51,7 @@ def _iter_faults(
                 torch.equal(ours.to(dtype), whole[row * n :][:n]) for ours, whole in zip(gathered, kv, strict=True)
             )
             if not all(there):
-                yield f"layer {layer} of block {block} does not keep what enters at positions from {start} on"
+                yield f"layer {layer} of block {block} does not keep what is written at positions from {start} on"
     for layer in {0, len(layers) - 1}:
         keys, values = written[layer]
         error = _compute_attention_error(ops, store, block, layer, layers[layer], (keys[:n], values[:n]))
@@ -60,7 +60,7 @@ def _iter_faults(
 
 
 def _compute_attention_error(ops: Ops, store: KVStore, block: int, layer: int, spec: LayerSpec, kv: KV) -> float:
-    """Return how far attention over the first tokens of a block is from that in a memory of their own."""
+    """Return the error of attention over the first tokens of a block, compared with that in a small memory."""
     n, device = len(kv[0]), store.device
     near = KVStore(Pages(1, compute_block_bytes([spec], n, store.dtype), device), [spec], n, store.dtype)
     ops.write_kv(near, 0, *kv, _make_slots(near, 0, [0], n))
@@ -77,7 +77,7 @@ def _compute_attention_error(ops: Ops, store: KVStore, block: int, layer: int, s
 
 
 def _make_slots(store: KVStore, block: int, starts: Sequence[int], n: int, decode: int = 0) -> Slots:
-    """Return the addresses of rows of n tokens, all of them in one block."""
+    """Return the addresses of rows of n tokens each in one block; `decode` of them are decode rows."""
 
     def integers(numbers: Sequence[int]) -> Tensor:
         return torch.tensor(numbers, dtype=torch.int32, device=store.device)
@@ -96,7 +96,7 @@ def _make_slots(store: KVStore, block: int, starts: Sequence[int], n: int, decod
 
 
 def _draw_kv(generator: torch.Generator, spec: LayerSpec, n: int, device: torch.device, dtype: torch.dtype) -> KV:
-    """Return random whole numbers, the first of each vector the largest."""
+    """Return random integers as keys and values; the first number of each vector is the largest."""
     drawn = []
     for dim in (spec.head_dim, spec.v_head_dim):
         numbers = torch.randint(-MAX_NUMBER, MAX_NUMBER + 1, (n, spec.num_kv_heads, dim), generator=generator)

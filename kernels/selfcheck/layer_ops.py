@@ -1,4 +1,4 @@
-"""The rows of the operations that layers and the model around them consist of: products, norms, RoPE, sampling.
+"""The `OpInfo` rows of operations of layers and of the model around them: products, norms, RoPE, sampling.
 
 Samples are small, with odd widths and slices.
 """
@@ -68,8 +68,8 @@ def _attention_weights(dtype: torch.dtype, device: torch.device) -> Iterator[tup
     yield "plain", plain
     norms = draw(16).to(dtype), draw(16).to(dtype)
     yield "norms of heads", replace(plain, qk_norm=norms, qkv_bias=None, o_bias=draw(48).to(dtype), post_norm=norm)
-    yield "half turned", replace(plain, tables=(angle.cos()[:, :4], angle.sin()[:, :4]))
-    yield "not turned", replace(plain, tables=None)
+    yield "half rotated", replace(plain, tables=(angle.cos()[:, :4], angle.sin()[:, :4]))
+    yield "not rotated", replace(plain, tables=None)
 
 
 def _qkv_proj_rope_samples(ops: Ops, dtype: torch.dtype, device: torch.device) -> Samples:
@@ -112,10 +112,10 @@ def _mlp_bytes(weights: GatedMLP, h: Tensor) -> int:
 
 
 def _forward_layers_samples(ops: Ops, dtype: torch.dtype, device: torch.device) -> Samples:
-    """Yield the output of three steps of two sequences under each of two strategies, of layers that differ."""
+    """Yield the output of three steps of two sequences under each of two strategies, in layers that differ."""
     draw = random_tensors(device)
     specs = [LayerSpec(2, 4, 16, 16, scale=0.25), LayerSpec(2, 4, 16, 16, window=5, scale=0.3)]
-    attentions = [weights for what, weights in _attention_weights(dtype, device) if what != "half turned"]
+    attentions = [weights for what, weights in _attention_weights(dtype, device) if what != "half rotated"]
     layers = []
     for i, mlp_width in enumerate((64, 80)):
         mlp = GatedMLP(draw(2 * mlp_width, 48).to(dtype), None, draw(48, mlp_width).to(dtype) / 8, None, "silu").pack(
@@ -140,7 +140,7 @@ def _forward_layers_samples(ops: Ops, dtype: torch.dtype, device: torch.device) 
 
 
 def _forward_layers_bytes(layers: DecoderLayers, x: Tensor, attention: Attention) -> int:
-    """Return the bytes of a call without keys and values, which the attention alone knows."""
+    """Return the bytes of a call, without keys and values, which only the attention knows."""
     weights = sum(weight.nbytes for layer in layers.layers for weight in layer.tensors())
     return weights + 2 * x.nbytes
 
@@ -184,7 +184,7 @@ def _sample_samples(ops: Ops, dtype: torch.dtype, device: torch.device) -> Sampl
     yield "numbers", ops.sample(logits, params)
     logits[:, 70] = logits[:, 11]
     logits[::3, 5], logits[1::3, 74] = torch.nan, torch.inf
-    yield "equal ones, and what is no number", ops.sample(logits[:, 3:], params)
+    yield "equal logits, NaN and infinity", ops.sample(logits[:, 3:], params)
 
 
 def _in_and_out(x: Tensor, *rest: object) -> int:

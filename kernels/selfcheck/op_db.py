@@ -1,7 +1,7 @@
-"""The table of operations: one row each, read by everything that handles all operations alike.
+"""The table of all operations (after PyTorch's op_db).
 
-The self-check at start, the tests, the metrics and docs/internals/kernels.md go through OPS, so an operation joins them
-by its row. ops.py defines the meaning, the shapes and the errors of each.
+The self-check, the tests, the metrics and docs/internals/kernels.md iterate over OPS, so adding a row adds an operation to all of
+them. ops.py says what each operation means.
 
 `python -m kernels.selfcheck.op_db` prints the table of docs/internals/kernels.md.
 """
@@ -15,13 +15,17 @@ from kernels.selfcheck.cache_ops import CACHE_OPS
 from kernels.selfcheck.layer_ops import FORWARD_LAYERS, LAYER_OPS
 from kernels.selfcheck.op_info import DTYPES, OpInfo
 
-OPS: tuple[OpInfo, ...] = (*LAYER_OPS, *CACHE_OPS, FORWARD_LAYERS)  # what is made of others comes last
-OP_NAMES = tuple(dict.fromkeys(op.name for op in OPS))  # the methods of Ops; several rows may be of one
+OPS: tuple[OpInfo, ...] = (
+    *LAYER_OPS,
+    *CACHE_OPS,
+    FORWARD_LAYERS,
+)  # forward_layers, which is composed of others, comes last
+OP_NAMES = tuple(dict.fromkeys(op.name for op in OPS))  # the methods of Ops; several rows may describe one
 
 
 # -------------------------------------------------------------------- docs/internals/kernels.md
 def markdown() -> str:
-    """Return the table of docs/internals/kernels.md: what the docstrings of Ops and the rows say."""
+    """Return the table of docs/internals/kernels.md, from the docstrings of Ops and the rows."""
     dtypes = ", ".join(str(dtype).removeprefix("torch.") for dtype in DTYPES)
     head = f"| operation | what it does | must move | off by at most ({dtypes}) |"
     return "\n".join([head, "|---|---|---|---|", *map(_markdown_row, OPS)])
@@ -29,9 +33,7 @@ def markdown() -> str:
 
 def _markdown_row(op: OpInfo) -> str:
     method = getattr(Ops, op.name)
-    assert method.__doc__, (
-        f"Ops.{op.name} has no docstring: its first line is what docs/internals/kernels.md says of it"
-    )
+    assert method.__doc__, f"Ops.{op.name} has no docstring: docs/internals/kernels.md needs its first line"
     call = f"`{op.name}({', '.join([*signature(method).parameters][1:])})`" + (op.variant and f", {op.variant}")
     exact = not any(op.tolerance.values())
     tolerance = "exact" if exact else ", ".join(f"{op.tolerance[dtype]:g}" for dtype in DTYPES)

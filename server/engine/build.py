@@ -80,7 +80,7 @@ def build_engine(settings: Settings, *, gradual: bool = False) -> Engine:
     tracer = Tracer()
     ops = TracedOps(kernels.ops, tracer)
     if settings.deterministic:
-        _check_row_invariant(ops)
+        _check_batch_invariant(ops)
     limit_memory(device.tensors)
     model = _load_model(settings, directory, ops, dtype, device.tensors, max_seq_len)
     max_num_batched_tokens = choose_max_batched_tokens(settings.max_num_batched_tokens, device)
@@ -221,9 +221,9 @@ def _check_ops_in_kv_memory(
             )
 
 
-def _check_row_invariant(ops: Ops) -> None:
+def _check_batch_invariant(ops: Ops) -> None:
     """Raise SettingsError if a row's bits may depend on the rows beside it."""
-    if not ops.row_invariant_head_dim:
+    if not ops.batch_invariant_head_dim:
         raise SettingsError(
             "deterministic: only the C++ kernels on a CPU compute a row alike in every batch; see `kvmux doctor`"
         )
@@ -233,7 +233,7 @@ def _check_deterministic(model: Model, ops: Ops) -> None:
     """Raise SettingsError if a part of this model does not give a row the same bits in every batch."""
     if model.impl != "lean":
         raise SettingsError("deterministic: not for a model that transformers computes")
-    most = ops.row_invariant_head_dim
+    most = ops.batch_invariant_head_dim
     if any(max(spec.head_dim, spec.v_head_dim) > most for spec in model.layer_specs):
         raise SettingsError(f"deterministic: only for heads of up to {most} numbers")
 

@@ -43,7 +43,7 @@ class ProfileOptions:
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    """Add a flag for every field of Wanted; those not given are left out, as those of settings are."""
+    """Add a flag for each field of ProfileOptions; flags that are not given do not appear in the result."""
     add = parser.add_argument_group("profile").add_argument
     add("--sequences", type=_parse_positive, nargs="+", metavar="N", help="decoded together (default: 1 8 16)")
     add(

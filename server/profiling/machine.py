@@ -1,4 +1,4 @@
-"""How fast this machine reads its memory and multiplies: what every figure of a kernel is held against."""
+"""Measures how fast this machine reads memory and multiplies matrices, the bounds for every kernel."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from torch import Tensor
 from kernels.cpu.library import find_memory_reader
 from kernels.memory import allocate
 
-PASSES = 3  # the best counts
+PASSES = 3  # of which the fastest counts
 ROWS, WIDTH, OUT = 512, 896, 9728  # of a large product: gate and up of Qwen2.5-0.5B
 
 
 def measure_fastest(run: Callable[[], object]) -> float:
-    """Of the fastest of some passes, after one that nobody counts."""
+    """Return the seconds of the fastest of PASSES calls, after one that does not count."""
     run()
     best = float("inf")
     for _ in range(PASSES):
@@ -29,22 +29,22 @@ def measure_fastest(run: Callable[[], object]) -> float:
 
 
 def measure_read_bandwidth(memory: Tensor) -> float:
-    """Bytes a second that all threads read together from `memory`, which is of floats.
+    """Return the bytes per second that all threads together read from `memory`, a tensor of floats.
 
-    By plain loads; without C++ by the sum of squares, the reduction with which torch comes nearest to them.
+    Reads with plain loads; without the C++ library, by torch's sum of squares, which comes nearest to that.
     """
     read = find_memory_reader() or torch.linalg.vector_norm
     return memory.nbytes / measure_fastest(lambda: read(memory))
 
 
 def measure_bandwidth(size: int, threads: int) -> float:
-    """Return the bytes a second read from `size` bytes in `threads` threads: the bound of a step that reads as much."""
+    """Return the bytes per second that `threads` threads read of `size` bytes, which bounds a step that reads as much."""
     with use_threads(threads):
         return measure_read_bandwidth(allocate(size // 4 * 4).view(torch.float32))
 
 
 def measure_matmul_flops(dtype: torch.dtype, threads: int) -> float:
-    """Floating-point operations a second of torch's large products in `dtype`, in so many threads."""
+    """Return the floating-point operations per second of a large product by torch in `dtype`, in `threads` threads."""
     x, weight = torch.ones(ROWS, WIDTH, dtype=dtype), torch.ones(OUT, WIDTH, dtype=dtype)
     with use_threads(threads):
         return 2 * ROWS * WIDTH * OUT / measure_fastest(lambda: F.linear(x, weight))
@@ -52,7 +52,7 @@ def measure_matmul_flops(dtype: torch.dtype, threads: int) -> float:
 
 @contextmanager
 def use_threads(threads: int) -> Iterator[None]:
-    """torch's, for the time being."""
+    """Set torch's number of threads within the block."""
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:

@@ -22,8 +22,8 @@ from server.profiling.flags import ProfileOptions
 
 PROFILE_OPTIONS = ("url", "steps", "seconds", "trace")
 TOKEN = "admin_token"
-DEFAULT_SECONDS = 10.0  # of a recording, if nothing else is wanted
-EXTRA_TIMEOUT = 150.0  # seconds that the answer may take besides
+DEFAULT_SECONDS = 10.0  # of a recording, unless --seconds is given
+EXTRA_TIMEOUT = 150.0  # seconds that the answer may take after the recording
 ROWS = 25
 
 
@@ -59,14 +59,14 @@ def run(file: Path | None, options: dict[str, Any]) -> int:
 
 
 def _check_trace_folder(trace: Path) -> Path:
-    """Return the file. Raises SettingsError if its folder is missing."""
+    """Return the file. Raises SettingsError if its folder does not exist."""
     if not trace.absolute().parent.is_dir():
         raise SettingsError(f"--trace: there is no folder {trace.parent}")
     return trace
 
 
 def _request_profile(url: str, token: str, wanted: Mapping[str, Any]) -> bytes:
-    """Return the server's answer. Raises SettingsError with what it says otherwise."""
+    """Return the trace that the server answers with. Raises SettingsError with the server's message if it refuses."""
     timeout = wanted.get("seconds", DEFAULT_SECONDS) + EXTRA_TIMEOUT
     headers = {"Authorization": f"Bearer {token}"}
     try:
@@ -80,11 +80,11 @@ def _request_profile(url: str, token: str, wanted: Mapping[str, Any]) -> bytes:
 
 
 def _read_summary(answer: bytes) -> Mapping[str, Any]:
-    """Return what a trace says of the recording. Raises SettingsError for what is no trace of kvmux's."""
+    """Return the summary in a trace. Raises SettingsError if it is not a trace of kvmux."""
     match _decode_json(answer):
         case {"kvmux": dict(summary)}:
             return summary
-    raise SettingsError("--url: the server answered with something that is no trace: is it kvmux?")
+    raise SettingsError("--url: the server answered with something that is not a trace: is it kvmux?")
 
 
 def _get_error_message(answer: httpx.Response) -> str:
@@ -95,7 +95,7 @@ def _get_error_message(answer: httpx.Response) -> str:
 
 
 def _decode_json(answer: bytes) -> Any:
-    """Return JSON; None for what is none."""
+    """Return decoded JSON; None if it is not JSON."""
     try:
         return json.loads(answer)
     except ValueError:

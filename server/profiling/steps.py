@@ -1,4 +1,4 @@
-"""Runs steps of an engine in this process and says what each part of them took. Knows no server, no table."""
+"""Runs steps of an engine in this process and measures each part of them. Knows neither a server nor a table."""
 
 from __future__ import annotations
 
@@ -22,18 +22,23 @@ SAMPLING = "sampling"
 SCHEDULING = "scheduling"
 LAYOUT = "laying out the batch"
 BOOKKEEPING = "books and events"
-LABELS = {"forward": MODEL, "sample_and_verify": SAMPLING, "schedule": SCHEDULING, "plan": LAYOUT}  # of engine's spans
+LABELS = {
+    "forward": MODEL,
+    "sample_and_verify": SAMPLING,
+    "schedule": SCHEDULING,
+    "plan": LAYOUT,
+}  # of the engine's spans
 
 
 @dataclass(frozen=True)
 class Steps:
-    """Steps of one kind: means of the quickest fifth."""
+    """Steps of one kind: means over the fastest fifth."""
 
-    sequences: int  # that decode; 0: a prompt is computed
-    tokens: int  # of each in the cache before the step; of a prompt, those that enter
-    seconds: Mapping[str, float]  # by operation and by the names above
+    sequences: int  # decoding; 0: the steps compute a prompt
+    tokens: int  # of each sequence in the cache before the step; or those of the prompt
+    seconds: Mapping[str, float]  # by operation and by the labels above
     calls: Mapping[str, int]  # of each operation in a step
-    bytes: Mapping[str, int]  # that these must move
+    bytes: Mapping[str, int]  # that the calls of each operation must move
     flops: int | None  # floating-point operations in products; None: not known for this model
 
     @property
@@ -42,7 +47,7 @@ class Steps:
 
 
 def measure_decode(engine: Engine, kv_cache: str, sequences: int, context: int, steps: int) -> Steps:
-    """Measure steps of `sequences` greedy sequences, all past their prompts of `context` tokens."""
+    """Measure decode steps of `sequences` greedy sequences, after prompts of `context` tokens."""
     core = engine.core
     for i in range(sequences):
         _submit(core, str(i), context, steps + 2 * WARMUP_STEPS + sequences, kv_cache)
@@ -60,7 +65,7 @@ def measure_decode(engine: Engine, kv_cache: str, sequences: int, context: int, 
 
 
 def measure_prefill(engine: Engine, kv_cache: str, tokens: int, steps: int) -> Steps:
-    """Measure steps that compute a prompt of `tokens` tokens each, and draw the token after it."""
+    """Measure steps that each compute a prompt of `tokens` tokens and sample the token after it."""
     core = engine.core
 
     def submit_prompt(name: str) -> None:
@@ -91,7 +96,7 @@ def _submit(core: Core, name: str, prompt: int, answer: int, kv_cache: str) -> N
 def trace_steps(engine: Engine) -> Iterator[Callable[[], dict[str, float]]]:
     """Yield a function that runs a step and returns the seconds of its parts.
 
-    The engine times no operations meanwhile.
+    Switches the engine's own timing of operations off within the block.
     """
     core, timed_every = engine.core, engine.core.timing_interval
 
@@ -121,7 +126,7 @@ def _make_steps(
 
 
 def average_fastest(taken: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Return means over the quickest fifth of the steps: those that other processes disturbed least."""
+    """Return means over the fastest fifth of the steps, which other processes disturbed least."""
     kept = sorted(taken, key=lambda parts: sum(parts.values()))[: -(-len(taken) // 5)]
     names = dict.fromkeys(name for parts in kept for name in parts)
     return {name: fmean(parts.get(name, 0.0) for parts in kept) for name in names}

@@ -63,7 +63,7 @@ def test_an_emulated_device_goes_by_its_name_and_computes_with_its_kernels(
     backends(**{"cpu-fast": ("cpu", ReferenceOps), name: (name, Emulated)})
     with caplog.at_level(logging.INFO):
         driver = Driver(tiny, device=name)
-    assert f"kernels for {name} are compiled, unless they were before, and checked ..." in caplog.messages
+    assert f"compiling (unless cached) and checking the kernels for {name} ..." in caplog.messages
     assert isinstance(driver.engine.kernels.ops, Emulated)
     assert driver.core.arena.memory.device.type == driver.core.model.device.type == "cpu"
     told = summarize_engine(driver.engine)

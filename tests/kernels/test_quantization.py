@@ -157,7 +157,7 @@ def test_joined_weights_of_several_formats_keep_their_values() -> None:
 @pytest.mark.parametrize(
     ("weight", "bits", "group", "message"),
     [
-        (torch.ones(2, 64), 6, 32, "6 bits a number cannot be computed with; 4 and 8 can"),
+        (torch.ones(2, 64), 6, 32, "weights of 6 bits are not supported; 4 and 8 bits are"),
         (torch.ones(2, 80), 4, 32, "groups of 32 do not divide rows of 80 columns"),
         (torch.ones(2, 63), 4, 63, "groups of 63 do not divide rows of 63 columns"),
         (torch.full((2, 64), torch.nan), 4, 32, "NaN or infinite"),

@@ -24,7 +24,7 @@ class Capture:
     """A capture that ends after a number of steps, or with its `with` block."""
 
     def __init__(self, steps: int, capturing: AbstractContextManager[None] | None) -> None:
-        """Begin to capture, if there is anything to capture with. `steps` are those that compute something."""
+        """Begin to capture by `capturing`, if given. Only steps that compute something are counted."""
         self._steps_left = steps
         self._exit_stack = ExitStack()
         if capturing is not None:
@@ -32,7 +32,7 @@ class Capture:
 
     @classmethod
     def begin(cls, steps: int | None, device: Device) -> Self:
-        """Return one that captures; or, without steps, one that does nothing. Raises SettingsError."""
+        """Return a capture of that many steps; one that does nothing if `steps` is None. Raises SettingsError."""
         if steps is None:
             return cls(0, None)
         if device.name != "mps":

@@ -1,7 +1,7 @@
-"""Records real steps of the running engine with torch's profiler: one recording at a time, bounded in steps and time.
+"""Records steps of the running engine with torch's profiler: one recording at a time, limited in steps and seconds.
 
-The engine's thread starts and stops torch's profiler, which records only the thread that does; a helper thread writes
-the trace. Knows messages, operations and steps; no socket. A fault in here ends the recording, and no request.
+The engine's thread starts and stops torch's profiler, which records only that thread; a helper thread writes the trace.
+Knows messages, operations and steps, but no socket. A failure in here ends the recording, but no request.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from typing import Any
 
 import msgspec
 import torch
-from torch.autograd.profiler import profile  # what torch.profiler stands on; that one imports torch's compiler first
+from torch.autograd.profiler import profile  # not torch.profiler's, which imports torch's compiler
 from torch.profiler import record_function
 
 from kernels.selfcheck.layer_ops import FORWARD_LAYERS
@@ -33,11 +33,11 @@ from server.engine.scheduling.request import RequestError
 
 log = logging.getLogger(__name__)
 
-STEP = "step"  # a step's name in the trace
-MAX_TRACE_BYTES = 256 * 2**20  # of a trace
+STEP = "step"  # the name of a step in the trace
+MAX_TRACE_BYTES = 256 * 2**20
 FAILED_MESSAGE = "profiling failed; the server's log has the cause, and requests go on"
 BUSY_MESSAGE = "steps are being profiled, or their trace is written; try again when that is done"
-QUIET_KINETO_LEVEL = "99"  # torch's profiler prints lines of its own into the log otherwise
+QUIET_KINETO_LEVEL = "99"  # otherwise torch's profiler prints lines of its own into the log
 
 
 class OpAnnotator(Recorder):
@@ -58,7 +58,7 @@ class OpAnnotator(Recorder):
 
 @dataclass
 class Recording:
-    """Steps that are recorded for the query of a worker."""
+    """A recording in progress, for a query of a worker."""
 
     worker: int
     query_id: int
@@ -74,20 +74,20 @@ class Recording:
 
 
 class Profiler:
-    """Records steps on request. Between recordings a step reads an attribute twice."""
+    """Records steps on request. Without a recording, a step only reads an attribute twice."""
 
     def __init__(self, tracer: Tracer, device: torch.device, about: Mapping[str, Any]) -> None:
-        """Make a profiler of an engine, which `about` describes in each trace."""
+        """Make the profiler of an engine; `about` describes the engine in each trace."""
         os.environ.setdefault("KINETO_LOG_LEVEL", QUIET_KINETO_LEVEL)
         self._tracer = tracer
-        self._device = "cuda" if device.type == "cuda" else None  # whose kernels are recorded, too
+        self._device = "cuda" if device.type == "cuda" else None  # then the GPU's kernels are recorded, too
         self._about = about
         self._busy = False  # from the query to its answer
         self._recording: Recording | None = None
-        self._done: queue.SimpleQueue[tuple[int, Answer]] = queue.SimpleQueue()  # a worker, and the answer to it
+        self._done: queue.SimpleQueue[tuple[int, Answer]] = queue.SimpleQueue()  # workers, and the answers to them
 
     def begin(self, worker: int, query_id: int, wanted: Profile) -> Answer | None:
-        """Have steps recorded from the next one on; return the answer if that is refused."""
+        """Record steps from the next one on; return the answer if the recording is refused, else None."""
         if self._busy:
             return _make_refusal(query_id, RequestError(409, BUSY_MESSAGE, code="profile_running"))
         self._busy = True
@@ -102,7 +102,7 @@ class Profiler:
         return None
 
     def annotate_step(self, busy: bool) -> AbstractContextManager[object]:
-        """Return what to run a step in; `busy`: there are requests."""
+        """Return the context to run a step in; `busy` tells whether there are requests."""
         if not self._busy:
             return NULL_CONTEXT
         recording = self._recording

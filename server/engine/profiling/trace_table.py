@@ -1,4 +1,4 @@
-"""A table of a chrome trace: calls and time by name. Knows the format's complete events, and not what wrote them.
+"""Makes a table of a chrome trace: calls and time by name. Knows the format's complete events, not their source.
 
 torch's own table takes minutes of Python for a large trace, and would slow down the steps meanwhile.
 """
@@ -12,7 +12,7 @@ from typing import Any
 
 import msgspec
 
-MAX_ROWS = 60  # rows
+MAX_ROWS = 60
 TIMESTAMP_TOLERANCE = 1e-3  # microseconds; ends of nested spans may differ by this
 
 
@@ -29,22 +29,22 @@ class TraceSpan(msgspec.Struct):
 
 
 class Trace(msgspec.Struct):
-    """The part of a trace that is read."""
+    """A trace, without the members that are not read."""
 
     traceEvents: list[TraceSpan]
 
 
 class TraceRow:
-    """Events of one name."""
+    """The sums over the events of one name."""
 
     def __init__(self) -> None:
         self.calls = 0
         self.total_time = 0.0  # microseconds
-        self.self_time = 0.0  # without the calls within
+        self.self_time = 0.0  # without nested events
 
 
 def make_table(trace: bytes) -> list[dict[str, Any]]:
-    """Return the names with the most time of their own: calls, seconds in all and of their own. Raises DecodeError."""
+    """Return rows for the names with the most self time: calls, total and own seconds. Raises DecodeError."""
     spans = [s for s in msgspec.json.decode(trace, type=Trace).traceEvents if s.ph == "X"]
     spans.sort(key=lambda s: (str(s.pid), str(s.tid), s.ts, -s.dur))
     rows: defaultdict[tuple[str, str], TraceRow] = defaultdict(TraceRow)
@@ -64,8 +64,8 @@ def make_table(trace: bytes) -> list[dict[str, Any]]:
 
 
 def _add_spans(spans: Iterable[TraceSpan], rows: defaultdict[tuple[str, str], TraceRow]) -> None:
-    """Add a thread's spans, which are ordered by their beginning, to the rows."""
-    around: list[tuple[float, TraceRow]] = []  # ends and rows of the spans in which the next one may lie
+    """Add the spans of a thread, ordered by their beginnings, to the rows."""
+    around: list[tuple[float, TraceRow]] = []  # ends and rows of the spans that the next one may be nested in
     for span in spans:
         while around and around[-1][0] <= span.ts + TIMESTAMP_TOLERANCE:
             around.pop()

@@ -69,7 +69,7 @@ SAME = [LayerSpec(2, 4, 16, 16, scale=0.25)] * 3
 @pytest.mark.parametrize(
     ("operations", "found"),
     [
-        (("write_kv", "gather", "attend"), "layer 0 of block 6 does not keep what enters at positions from 0 on"),
+        (("write_kv", "gather", "attend"), "layer 0 of block 6 does not keep what is written at positions from 0 on"),
         (("write_kv",), "layer 0 of block 6 does not keep"),
         (("gather",), "layer 2 of block 6 does not keep"),
         (("attend",), "attend: off by .* of the largest number in layer 2 of block 6"),
