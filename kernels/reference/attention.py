@@ -112,7 +112,7 @@ class TiledAttention:
 
 
 def _move_non_finite_to_scores(values: Tensor, scores: Tensor) -> None:
-    """Replace non-finite numbers by 0 in values [B*H, TILE, Dv], and set the scores [B*H, n, TILE] of their keys to NaN.
+    """Set non-finite numbers in values [B*H, TILE, Dv] to 0, and the scores [B*H, n, TILE] of their keys to NaN.
 
     The weight 0 of a hidden key would not keep a NaN value out of the sum, as 0 * NaN is NaN. A score can be masked, so
     only queries that see the key get NaN.

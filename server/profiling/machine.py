@@ -38,7 +38,7 @@ def measure_read_bandwidth(memory: Tensor) -> float:
 
 
 def measure_bandwidth(size: int, threads: int) -> float:
-    """Return the bytes per second that `threads` threads read of `size` bytes, which bounds a step that reads as much."""
+    """Return the bytes per second that `threads` threads read of `size` bytes, the bound of such a step."""
     with use_threads(threads):
         return measure_read_bandwidth(allocate(size // 4 * 4).view(torch.float32))
 

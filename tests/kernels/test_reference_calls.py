@@ -40,13 +40,13 @@ class Calls(TorchDispatchMode):
 
 def calls(dtype: torch.dtype, context: int) -> int:
     """Of the attention of one layer, once the step's indices are made."""
-    texts = kernel_inputs.Texts(dtype, context)
-    at, layer = next(texts.iter_slots())
+    sequences = kernel_inputs.Sequences(dtype, context)
+    at, layer = next(sequences.iter_slots())
     q = torch.zeros(1, kernel_inputs.HEADS, kernel_inputs.HEAD_DIM, dtype=torch.bfloat16)
     ops, out = ReferenceOps(), torch.empty_like(q)
-    ops.attend(out, q, texts.store, layer, at, kernel_inputs.LAYERS[layer])
+    ops.attend(out, q, sequences.store, layer, at, kernel_inputs.LAYERS[layer])
     with Calls() as counted:
-        ops.attend(out, q, texts.store, layer, at, kernel_inputs.LAYERS[layer])
+        ops.attend(out, q, sequences.store, layer, at, kernel_inputs.LAYERS[layer])
     return counted.total
 
 

@@ -1,7 +1,7 @@
-"""Work that does not fit a cache: for each operation, calls over data of a gibibyte.
+"""Benchmark inputs: for each operation, calls over 1 GiB of data, which does not fit into a cache.
 
-Shapes are those of Qwen2.5-0.5B, the smallest model that people serve. Knows neither what a call must move, which the
-table says, nor a clock; kernels.py has one.
+Shapes are those of Qwen2.5-0.5B, the smallest model that is commonly served. A function that makes calls has the name
+of the operation. Measures nothing; kernels.py does.
 """
 
 from __future__ import annotations
@@ -44,13 +44,13 @@ def make_random_values(count: int, dtype: torch.dtype) -> Tensor:
 
 
 def make_calls(op: OpInfo, dtype: torch.dtype, rows: int) -> Calls:
-    """Return the calls to measure of an operation; `rows` of x, or tokens of the text where it reads one."""
+    """Return the calls to measure of an operation; `rows` of x, or tokens of the sequence if it reads one."""
     calls: Calls = globals()[op.full_name.replace(".", "_")](dtype, rows)
     return calls
 
 
 def linear(dtype: torch.dtype, rows: int) -> Calls:
-    """Multiply x [rows, 896] with gate and up of one layer after the other."""
+    """Return products of x [rows, 896] with gate and up of one layer after the other."""
     count = -(-GIBIBYTE // (2 * INTERMEDIATE_SIZE * HIDDEN_SIZE * dtype.itemsize))
     weights = make_random_values(count * 2 * INTERMEDIATE_SIZE * HIDDEN_SIZE, dtype).view(
         count, 2 * INTERMEDIATE_SIZE, HIDDEN_SIZE
@@ -60,7 +60,7 @@ def linear(dtype: torch.dtype, rows: int) -> Calls:
 
 
 def linear_quantized(dtype: torch.dtype, rows: int) -> Calls:
-    """Multiply as `linear`, with weights of 4 bits a number; scale and offset in the dtype."""
+    """Return the same products with weights of 4 bits; scale and offset have the dtype."""
     width, groups = HIDDEN_SIZE * QUANTIZED_BITS // 8, HIDDEN_SIZE // QUANTIZED_GROUP
     count = -(-GIBIBYTE // (2 * INTERMEDIATE_SIZE * (width + 2 * groups * dtype.itemsize)))
     packed = (
@@ -79,7 +79,7 @@ def linear_quantized(dtype: torch.dtype, rows: int) -> Calls:
 
 
 def qkv_proj_rope(dtype: torch.dtype, rows: int) -> Calls:
-    """Compute one layer after the other, each after what the one before adds."""
+    """Return a call for one layer after the other, each adding the output of the layer before."""
     x, positions = make_random_values(rows * HIDDEN_SIZE, dtype).view(rows, HIDDEN_SIZE), torch.arange(rows)
     return [(layer, x, x, positions) for layer in _make_attention_weights(dtype, rows)]
 
@@ -90,7 +90,7 @@ def o_proj_add_norm(dtype: torch.dtype, rows: int) -> Calls:
 
 
 def _make_attention_weights(dtype: torch.dtype, positions: int) -> Iterator[AttentionWeights]:
-    """Yield projections of q, k, v and of attention's output, a gibibyte in all."""
+    """Yield projections of q, k, v and of attention's output, 1 GiB in all."""
     both = QKV * HIDDEN_SIZE + HIDDEN_SIZE * HIDDEN_SIZE
     norm, angle = make_random_values(HIDDEN_SIZE, dtype), torch.rand(positions, HEAD_DIM // 2)
     for weights in make_random_values(-(-GIBIBYTE // (both * dtype.itemsize)) * both, dtype).split(both):
@@ -128,7 +128,7 @@ def mlp(dtype: torch.dtype, rows: int) -> Calls:
 
 
 def forward_layers(dtype: torch.dtype, rows: int) -> Calls:
-    """Run a step of `rows` sequences, each of which begins."""
+    """Return a step of the first tokens of `rows` sequences."""
     mlps = (weights for weights, _ in mlp(dtype, rows))
     layers = [
         DecoderLayer(*parts, None) for parts in zip(LAYERS, _make_attention_weights(dtype, rows), mlps, strict=False)
@@ -144,7 +144,7 @@ def forward_layers(dtype: torch.dtype, rows: int) -> Calls:
 
 
 def pack_weights(ops: Ops, op: str, call: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Return a call with its weights as these operations multiply them fastest."""
+    """Return a call with its weights in the layout that these operations multiply fastest."""
     first, second, *rest = *call, None
     if isinstance(first, DecoderLayers):
         return ops.pack_layers([layer.pack(ops) for layer in first.layers], second.dtype), *call[1:]
@@ -154,15 +154,15 @@ def pack_weights(ops: Ops, op: str, call: tuple[Any, ...]) -> tuple[Any, ...]:
 
 
 def sample(dtype: torch.dtype, rows: int) -> Calls:
-    """Draw greedy tokens from logits [rows, 151936]."""
+    """Return greedy sampling from logits [rows, 151936]."""
     count = -(-GIBIBYTE // (rows * VOCAB_SIZE * dtype.itemsize))
     logits = make_random_values(count * rows * VOCAB_SIZE, dtype).view(count, rows, VOCAB_SIZE)
-    how = torch.tensor([SamplingRow()] * rows, dtype=torch.float64)
-    return [(each, how) for each in logits]
+    params = torch.tensor([SamplingRow()] * rows, dtype=torch.float64)
+    return [(each, params) for each in logits]
 
 
 def _make_rows(dtype: torch.dtype, tokens: int, width: int) -> Tensor:
-    """Return random inputs [calls, tokens, width], a gibibyte in all."""
+    """Return random inputs [calls, tokens, width], 1 GiB in all."""
     calls = -(-GIBIBYTE // (tokens * width * dtype.itemsize))
     return make_random_values(calls * tokens * width, dtype).view(calls, tokens, width)
 
@@ -195,13 +195,13 @@ def quantize(dtype: torch.dtype, tokens: int) -> Calls:
 
 
 def dequantize(dtype: torch.dtype, tokens: int) -> Calls:
-    """Dequantize into float32, whatever the dtype of the model."""
+    """Return calls for vectors of int8; the result is float32 for any `dtype`."""
     scale = torch.rand(tokens)
     return [(x, scale) for x in _make_rows(torch.int8, tokens, HIDDEN_SIZE)]
 
 
-class Texts:
-    """Sequences of `context` tokens, a gibibyte in all, in blocks that lie anywhere. The last tokens are to enter."""
+class Sequences:
+    """The keys and values of sequences of `context` tokens, 1 GiB in all, in blocks at random places."""
 
     def __init__(self, dtype: torch.dtype, context: int) -> None:
         per_token = compute_block_bytes(LAYERS, BLOCK_SIZE, dtype) // BLOCK_SIZE
@@ -215,7 +215,7 @@ class Texts:
         self.block_table = torch.randperm(self.num_sequences * width).int().view(self.num_sequences, width)
 
     def iter_slots(self, queries: int = 1) -> Iterator[tuple[Slots, int]]:
-        """Yield the addresses of the last tokens of each sequence, in each layer."""
+        """Yield the addresses of the last `queries` tokens of each sequence, and a layer, for all layers."""
         for sequence in range(self.num_sequences):
             at = self.make_slots(sequence, queries)
             yield from ((at, layer) for layer in range(len(LAYERS)))
@@ -237,27 +237,27 @@ class Texts:
 
 
 def attend(dtype: torch.dtype, context: int, queries: int = 1) -> Calls:
-    """Attend from the last queries of one sequence a call."""
-    texts = Texts(dtype, context)
+    """Return calls that attend from the last queries of one sequence each."""
+    sequences = Sequences(dtype, context)
     q = make_random_values(queries * HEADS * HEAD_DIM, dtype).view(queries, HEADS, HEAD_DIM)
     out = torch.empty_like(q)
-    return [(out, q, texts.store, layer, at, LAYERS[layer]) for at, layer in texts.iter_slots(queries)]
+    return [(out, q, sequences.store, layer, at, LAYERS[layer]) for at, layer in sequences.iter_slots(queries)]
 
 
 def write_kv(dtype: torch.dtype, context: int) -> Calls:
-    """Write one token of one sequence a call."""
-    texts = Texts(dtype, context)
+    """Return calls that write the last token of one sequence each."""
+    sequences = Sequences(dtype, context)
     k = make_random_values(KV_HEADS * HEAD_DIM, dtype).view(1, KV_HEADS, HEAD_DIM)
-    return [(texts.store, layer, k, k, at) for at, layer in texts.iter_slots()]
+    return [(sequences.store, layer, k, k, at) for at, layer in sequences.iter_slots()]
 
 
 def gather(dtype: torch.dtype, context: int) -> Calls:
-    texts, positions = Texts(dtype, context), torch.arange(context)
-    return [(texts.store, layer, at, 0, positions) for at, layer in texts.iter_slots()]
+    sequences, positions = Sequences(dtype, context), torch.arange(context)
+    return [(sequences.store, layer, at, 0, positions) for at, layer in sequences.iter_slots()]
 
 
 def repeat_kv_heads(dtype: torch.dtype, context: int) -> Calls:
-    """Repeat all keys of one text a call."""
+    """Return calls that repeat all keys of one sequence each."""
     return [
         (x.unflatten(-1, (KV_HEADS, HEAD_DIM)), HEADS // KV_HEADS)
         for x in _make_rows(dtype, context, KV_HEADS * HEAD_DIM)
@@ -265,14 +265,14 @@ def repeat_kv_heads(dtype: torch.dtype, context: int) -> Calls:
 
 
 def repeat_kv_heads_step(dtype: torch.dtype, context: int) -> Calls:
-    """Repeat the last key of one text a call, into a mirror of all of them."""
+    """Return calls that repeat the last key of one sequence each, into a mirror of all its keys."""
     x = make_random_values(KV_HEADS * HEAD_DIM, dtype).view(1, KV_HEADS, HEAD_DIM)
     mirrors = _make_rows(dtype, HEADS * context, HEAD_DIM).unflatten(1, (HEADS, context))
     return [(mirror, x, context - 1) for mirror in mirrors]
 
 
 def copy_blocks(dtype: torch.dtype, context: int) -> Calls:
-    """Copy one block a call, of all layers."""
-    store = Texts(dtype, context).store
+    """Return calls that copy one block each, in all layers."""
+    store = Sequences(dtype, context).store
     half = store.num_blocks // 2
     return [(store, [i], [half + i]) for i in range(half)]

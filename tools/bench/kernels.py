@@ -1,8 +1,8 @@
-"""`python -m tools.bench.kernels`: how near each operation comes to the speed of the memory, one line a row.
+"""`python -m tools.bench.kernels`: measures each operation against the bandwidth of the memory, one line per operation.
 
-The data of a measurement is a gibibyte, so nothing is found in a cache; the memory's own speed, by a plain read of as
-much, is measured beside it. Shares of that speed mean something; absolute figures are those of one machine at one time.
-Only backends for the CPU are measured.
+Each measurement goes over 1 GiB of data, so that nothing is found in a cache. The bandwidth is measured beside it, by a
+plain read of as much. Compare the shares of that bandwidth: absolute figures are those of one machine at one time. Only
+backends for the CPU are measured.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from kernels.selfcheck.op_db import OPS
 from kernels.selfcheck.op_info import OpInfo
 from server.profiling.machine import measure_fastest, measure_read_bandwidth
 from tools.bench import kernel_inputs
-from tools.bench.kernel_inputs import GIBIBYTE, LAYERS, Calls, Texts, attend, make_random_values, pack_weights
+from tools.bench.kernel_inputs import GIBIBYTE, LAYERS, Calls, Sequences, attend, make_random_values, pack_weights
 
-CONTEXTS = {  # tokens, and rows of x or of logits
+CONTEXTS = {  # tokens of the sequence; for products and sampling, rows of x or of logits
     "attend": (128, 1024, 4096, 16384),
     "linear": (1, 8),
     "linear.quantized": (1, 8),
@@ -48,7 +48,7 @@ class Row(NamedTuple):
     context: int
     us_per_call: float
     gb_per_s: float
-    read_gb_per_s: float  # of this machine, at the same time
+    read_gb_per_s: float  # of this machine, measured just before
     ratio: float
 
 
@@ -61,9 +61,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "--dtype", nargs="+", choices=("float32", "bfloat16", "float16"), default=["float32", "bfloat16"]
     )
     parser.add_argument("--context", type=_positive_int, nargs="+", help="tokens, or rows")
-    parser.add_argument("--queries", type=_positive_int, default=1, help="of attend: a chunk of a prompt (default: 1)")
+    parser.add_argument(
+        "--queries", type=_positive_int, default=1, help="queries of attend, as a chunk of a prompt (default: 1)"
+    )
     parser.add_argument("--threads", type=_positive_int, help="default: torch's choice")
-    parser.add_argument("--json", action="store_true", help="one JSON object a line")
+    parser.add_argument("--json", action="store_true", help="print one JSON object per line")
     options = parser.parse_args(arguments)
     if options.threads:
         torch.set_num_threads(options.threads)
@@ -96,7 +98,7 @@ def measure_ops(
     contexts: Sequence[int] | None,
     queries: int = 1,
 ) -> Iterator[Row]:
-    """Yield the rows of these operations, one after the other; `queries` are of attend alone."""
+    """Measure these operations; yield a row for each backend, dtype and context. `queries` are those of attend."""
     memory, backends = make_random_values(GIBIBYTE // 4, torch.float32), _load_backends(backend_names)
     for op in (op for op in OPS if op.full_name in ops):
         for dtype in dtypes:
@@ -121,16 +123,16 @@ def measure_ops(
 
 
 class Run(NamedTuple):
-    """What is measured: one backend's calls of an operation."""
+    """A pass of one backend over the data of an operation."""
 
     name: str
-    run_once: Callable[[], object]  # one pass over the data
-    calls: int  # of a pass
+    run_once: Callable[[], object]
+    calls: int  # of the operation
     num_bytes: int
 
 
 def _load_backends(backend_names: Sequence[str] | None) -> Mapping[str, Ops]:
-    """Return the operations to measure, by backend; those that this machine lacks are named on stderr."""
+    """Return the operations to measure, by backend; name on stderr those that this machine lacks."""
     backends: dict[str, Ops] = (
         {REFERENCE: ReferenceOps()} if backend_names is None or REFERENCE in backend_names else {}
     )
@@ -162,11 +164,11 @@ def _run_pass(run: Callable[..., object], calls: Calls) -> None:
 
 
 def _make_sdpa_runs(dtype: torch.dtype, context: int, size: int) -> Iterator[Run]:
-    """Yield torch's attention over the same keys: dense already, and gathered from their blocks first."""
-    texts, spec = Texts(dtype, context), LAYERS[0]
+    """Yield torch's attention over as many keys: dense ones, and ones that are gathered from their blocks first."""
+    sequences, spec = Sequences(dtype, context), LAYERS[0]
     q = make_random_values(spec.num_q_heads * spec.head_dim, dtype).view(1, spec.num_q_heads, 1, spec.head_dim)
     shape = (spec.num_kv_heads, context, spec.head_dim)
-    planes = make_random_values(2 * texts.num_sequences * len(LAYERS) * torch.Size(shape).numel(), dtype).view(
+    planes = make_random_values(2 * sequences.num_sequences * len(LAYERS) * torch.Size(shape).numel(), dtype).view(
         -1, 2, 1, *shape
     )
 
@@ -175,11 +177,11 @@ def _make_sdpa_runs(dtype: torch.dtype, context: int, size: int) -> Iterator[Run
             F.scaled_dot_product_attention(q, k, v, scale=spec.scale, enable_gqa=True)
 
     def gathered() -> None:
-        for at, layer in texts.iter_slots():
+        for at, layer in sequences.iter_slots():
             blocks = at.table[at.row_seat[0]].long()
             k, v = (
                 plane[blocks].transpose(0, 1).reshape(1, spec.num_kv_heads, -1, spec.head_dim)[:, :, :context]
-                for plane in (texts.store.k(layer), texts.store.v(layer))
+                for plane in (sequences.store.k(layer), sequences.store.v(layer))
             )
             F.scaled_dot_product_attention(q, k, v, scale=spec.scale, enable_gqa=True)
 

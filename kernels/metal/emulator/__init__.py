@@ -1,4 +1,4 @@
-"""Runs Metal compute kernels on a CPU: a twin of torch.mps.compile_shader that also finds what they do wrong.
+"""Runs Metal compute kernels on a CPU: replaces torch.mps.compile_shader, and also detects errors of kernels.
 
 The folder's README.md says how.
 """
@@ -39,10 +39,10 @@ def compile_shader(
     """Return the kernels of a Metal source, to be called with tensors on the CPU.
 
     `checked`: every access to memory is checked, many times slower. `order`: of threads and threadgroups; `seed` is for
-    a random one. `include`: folders in which #include finds headers. `ucontext`: fibers by the C library's means, as on
+    a random one. `include`: folders in which #include finds headers. `ucontext`: fibers by the C library, as on
     processors for which there are no faster ones.
 
-    Raises SyntaxError for what is not Metal, with the line (#line is heeded), and CompilerMissing.
+    Raises SyntaxError with the line (as #line counts it) if the source is not Metal, and CompilerMissing.
     """
     rules.check_text(source)
     compiler = Compiler.find()

@@ -1,4 +1,4 @@
-"""`python -m kernels.metal.emulator [FILE ...]`: tells what Apple's compiler would refuse of Metal sources.
+"""`python -m kernels.metal.emulator [FILE ...]`: finds what Apple's compiler would refuse in Metal sources.
 
 Without files all kernels of this project, for every set of types that the backend asks for; which sets those are is
 known here. Prints file:line: message, and ends with 1 if there is anything, with 2 if there is no clang.
@@ -22,7 +22,7 @@ from kernels.metal.source import FOLDER, TYPE_NAMES, assemble_source
 
 Types = Mapping[str, torch.dtype]
 
-# The types a file is compiled for beside T, that of the activations; and what each of these may be, given T.
+# The types that a file is compiled for beside T, the type of activations, and what each may be for a given T.
 SECOND_TYPE: Mapping[str, str] = {
     "decode": "KV",
     "layers": "",
@@ -48,7 +48,7 @@ def list_type_sets(name: str) -> list[Types]:
 
 
 def check_file(clang: Clang, path: Path) -> list[str]:
-    """Return the faults, a line each; one that is not there for all types says for which it is. Raises OSError."""
+    """Return the faults, one line each; a fault that only some types have names one of them. Raises OSError."""
     if path.resolve().parent != FOLDER.resolve() or path.suffix != ".metal":
         text = f'#line 1 "{path}"\n{path.read_text(encoding="utf-8", errors="replace")}'
         return _check_source(clang, text, path.parent)

@@ -1,4 +1,4 @@
-"""Arguments of a launch to addresses, as torch.mps binds them: argument i is buffer i.
+"""Converts the arguments of a launch to addresses, as torch.mps binds them: argument i is buffer i.
 
 A tensor is bound where its view begins; a Python number or a list of them becomes bytes. Stricter than torch, which
 checks next to nothing: what would be read as something else than it is, is refused.
@@ -22,7 +22,7 @@ _FORMATS = {"int32": "i", "int16": "h", "int8": "b", "uint8": "B", "fp16": "e", 
 
 
 class Parameter(ctypes.Structure):
-    """A kernel's parameter as its C++ type tells it; the fields of emulator::Parameter."""
+    """A parameter of a kernel, from its C++ type; the same fields as emulator::Parameter."""
 
     _fields_ = (
         ("buffer", ctypes.c_int),
@@ -43,11 +43,14 @@ class Buffer:
         self.size, self.alignment = parameter.size, parameter.alignment
         self.reference, self.writable = bool(parameter.reference), bool(parameter.writable)
         words = self._scalar.name == "uint" and self.size > 4 and not self.reference
-        self._dtypes = () if words else self._scalar.dtypes  # uint4*: how kernels move any bytes
+        self._dtypes = () if words else self._scalar.dtypes  # uint4*: kernels move any bytes with it
         self._label = f"{kernel}: argument {self.index} '{name}'"
 
     def bind_tensor(self, tensor: Tensor) -> tuple[int, int]:
-        """Return its address, and the bytes from its first to its last element. Raises TypeError, ValueError."""
+        """Return the address of a tensor, and the bytes from its first to its last element.
+
+        Raises TypeError and ValueError.
+        """
         if tensor.device.type != "cpu":
             raise TypeError(f"{self._label}: the emulator takes tensors on the CPU, not on {tensor.device}")
         if self._dtypes and tensor.dtype not in self._dtypes:
@@ -91,7 +94,7 @@ class Buffer:
         scalar = self._scalar
         if (kind in ("float", "fp16", "bf16")) != scalar.is_float:
             raise TypeError(f"{self._label} is {scalar.name}, not {kind}")
-        # A lone integer is read from its low end, so that eight bytes will do for four.
+        # A single integer is read from its low bytes, so eight bytes may be passed where four are read.
         lone = count == 1 and kind in ("int", "bool") and self.reference and self.size == scalar.size
         if not lone and number_bytes != scalar.size:
             raise TypeError(f"{self._label} is {scalar.name}, not {number_bytes} bytes each: use arg_casts or a tensor")
@@ -118,7 +121,7 @@ class InlineValues:
     """Memory for the values of one launch, aligned as Metal aligns them."""
 
     def __init__(self, values: list[bytes]) -> None:
-        """Store the values one after the other; `addresses` says where they lie."""
+        """Store the values one after the other; `addresses` has their addresses."""
         room = sum(-(-len(value) // _ALIGNMENT) * _ALIGNMENT for value in values) + _ALIGNMENT
         self._memory = ctypes.create_string_buffer(room)
         begin = ctypes.addressof(self._memory)

@@ -1,4 +1,4 @@
-"""From C++ to a library in memory: finds a compiler, and keeps what it made in the user's cache folder.
+"""Compiles C++ to a library and loads it: finds a compiler, and caches libraries in the user's cache folder.
 
 The key of a library is a hash of all that it is made of. Knows neither Metal nor launches.
 """
@@ -23,7 +23,7 @@ from typing import NamedTuple
 import torch
 
 HERE = Path(__file__).parent
-# What a source may include: empty when it is preprocessed, and include/metal_stdlib stands for all of them later.
+# Headers that a source may include: empty while it is preprocessed; include/metal_stdlib replaces all of them later.
 HEADERS = (
     "metal_stdlib",
     "metal_array",
@@ -59,11 +59,11 @@ _INSTALL = "install g++ or clang++ (on a Mac: xcode-select --install), or name o
 
 
 class CompilerMissing(Exception):
-    """There is no C++ compiler that can be used; the message says what was tried and what to install."""
+    """Raised if no C++ compiler can be used; the message says which were tried and what to install."""
 
 
 class BuiltLibraries(NamedTuple):
-    """Two libraries; that of the kernels loads the other by itself if it calls it."""
+    """The library of the kernels, and that of the runtime, which the first may call."""
 
     kernels: Path
     runtime: Path
@@ -81,7 +81,7 @@ class BuiltLibraries(NamedTuple):
 
 @dataclass(frozen=True)
 class Compiler:
-    """A command that takes the options of g++."""
+    """A C++ compiler: a command that takes the options of g++."""
 
     command: tuple[str, ...]
     version: str
@@ -112,7 +112,7 @@ class Compiler:
         return "clang" in self.version
 
     def can_fill_variables(self) -> bool:
-        """Return whether a thread's variables can begin as garbage: older compilers do not know how."""
+        """Return whether the compiler can fill uninitialised variables with garbage; older ones cannot."""
         try:
             _run([*self.command, *_LANGUAGE, _FILL_VARIABLES, "-E", "-"])
         except subprocess.CalledProcessError:
@@ -126,7 +126,7 @@ class Compiler:
         return self._compile([*_LANGUAGE, "-E", "-nostdinc", *DEFINES, *folders, "-"], marked)
 
     def check(self, *, checked: bool) -> None:
-        """Compile and load what all kernels need. Raises CompilerMissing."""
+        """Compile and load the runtime. Raises CompilerMissing."""
         try:
             self.build_library("", checked=checked, ucontext=False).load()
         except SyntaxError as error:
@@ -187,14 +187,14 @@ class Compiler:
 
 
 def find_source_line(library: Path, after: int) -> str:
-    """Return file:line in the source of the call that returns to `after`; "" where it is not known.
+    """Return file:line in the source of the call that returns to `after`; "" if it is not known.
 
     Needs addr2line, of binutils.
     """
     if not shutil.which("addr2line"):
         return ""
     found = _run(["addr2line", "-i", "-e", str(library), hex(after - 1)]).splitlines()
-    ours = f"{HERE / 'include'}{os.sep}"  # inlined, so the innermost line that is not of these is the source's
+    ours = f"{HERE / 'include'}{os.sep}"  # inlined: the innermost line outside of these headers is the source's
     places = [place.split(" ")[0] for place in found if not place.startswith((ours, "??"))]
     return _BUILD_FOLDER.sub("", places[0]) if places else ""
 
@@ -210,13 +210,13 @@ def cache_folder() -> Path:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder):
             return folder
-    except (OSError, RuntimeError):  # RuntimeError: the user has no home
+    except (OSError, RuntimeError):  # RuntimeError: the user has no home directory
         return Path(_make_temporary_folder(home).name)
 
 
 @cache
 def _make_temporary_folder(home: str) -> tempfile.TemporaryDirectory[str]:
-    """Make a folder in place of that in `home`; deleted when the process ends."""
+    """Make a temporary folder instead of one in `home`; deleted when the process ends."""
     try:
         folder = tempfile.TemporaryDirectory(prefix="kvmux-metal-emulator-")
     except OSError as error:
@@ -239,7 +239,7 @@ def _make_empty_headers() -> str:
 
 
 def _move_to_cache(built: Path, cached: Path) -> None:
-    """Move a library to the cache, with a digest: one that is cut short would end the process that loads it."""
+    """Move a library to the cache, with a digest: loading a truncated library would end the process."""
     digest = built.with_suffix(".sha256")
     digest.write_text(hashlib.sha256(built.read_bytes()).hexdigest())
     os.replace(built, cached)

@@ -1,4 +1,4 @@
-"""What went wrong in a launch, as a sentence. The structures are those of runtime/failure.h."""
+"""Describes a failed launch in a sentence. The structures are those of runtime/failure.h."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class Failure(ctypes.Structure):
 
 
 class KernelFault(RuntimeError):
-    """A kernel did what no GPU would put up with; the message says where."""
+    """Raised if a kernel did something invalid on a GPU; the message says what and where."""
 
 
 class FailureReporter:
@@ -66,7 +66,7 @@ class FailureReporter:
         variables: Sequence[str],
         grid: tuple[int, int, int],
         group: tuple[int, int, int],
-        line_of: Callable[[int], str],  # by the address after a call
+        line_of: Callable[[int], str],  # from the return address of a call
     ) -> None:
         self._arguments = arguments
         self._variables = variables
@@ -164,6 +164,6 @@ def _unravel_index(index: int, size: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def _format_position(position: tuple[int, ...], grid: tuple[int, int, int]) -> str:
-    """Format a position without the dimensions that the launch does not have."""
+    """Format a position in as many dimensions as the launch has."""
     dimensions = 3 if grid[2] > 1 else 2 if grid[1] > 1 else 1
     return str(position[0]) if dimensions == 1 else str(position[:dimensions])

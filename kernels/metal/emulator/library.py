@@ -1,4 +1,4 @@
-"""Compiled kernels that are called as those of torch.mps.compile_shader, on tensors of the CPU.
+"""Compiled kernels, called like those of torch.mps.compile_shader, but with tensors on the CPU.
 
 A launch has run to its end when the call returns. Launches wait for each other: the runtime sees to that.
 """
@@ -24,7 +24,7 @@ _MAX_GRID = 2**32 - 1  # threads, in each direction
 
 
 class Order(IntEnum):
-    """In which order the threads of a threadgroup, and the threadgroups, take turns."""
+    """The order in which the threads of a threadgroup, and the threadgroups, take turns."""
 
     FORWARD = 0
     REVERSED = 1
@@ -33,13 +33,13 @@ class Order(IntEnum):
 
 @dataclass(frozen=True)
 class Stats:
-    """What a launch took."""
+    """The statistics of a launch."""
 
     threads: int
     groups: int
     switches: int  # from one fiber to another
     threadgroup_bytes: int
-    accesses: int  # that were checked; 0 if the build is not a checked one
+    accesses: int  # that were checked; 0 unless the build is a checked one
 
 
 @dataclass(frozen=True)
@@ -96,7 +96,7 @@ class Library:
             raise RuntimeError(f"Failed to create function state object for: {name}")
         number, source = self._kernels_by_name[name]
         kernel = EmulatedKernel(self._launch, self._loaded, number, source, self._mode, self._built.kernels)
-        setattr(self, name, kernel)  # found without this method from now on
+        setattr(self, name, kernel)  # so that this method is not called for it again
         return kernel
 
     def __dir__(self) -> Iterable[str]:
@@ -127,7 +127,7 @@ class EmulatedKernel:
 
     @property
     def static_thread_group_memory_length(self) -> int:
-        """Bytes, as the latest launch has taken them; 0 before the first."""
+        """The bytes that the latest launch used; 0 before the first."""
         return self.stats.threadgroup_bytes if self.stats else 0
 
     def __call__(
@@ -163,7 +163,7 @@ class EmulatedKernel:
     def _bind_arguments(
         self, launch: _Launch, args: tuple[Any, ...], casts: str | Mapping[int, str] | None
     ) -> InlineValues | None:
-        """Bind the arguments of a launch. What it returns has to live as long as the launch."""
+        """Bind the arguments of a launch. The result must be kept alive until the launch ends."""
         if len(args) != len(self._buffers):
             names = ", ".join(buffer.name for buffer in self._buffers)
             raise TypeError(f"{self.name} takes {len(self._buffers)} arguments ({names}), not {len(args)}")

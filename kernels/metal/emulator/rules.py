@@ -1,4 +1,4 @@
-"""What Apple's compiler, or compile_shader, would not take although C++ does. Each rule says what to write instead.
+"""Rules for what Apple's compiler or compile_shader refuses although C++ accepts it. Each says what to write instead.
 
 Rules read tokens and declarations; what needs types (a float bound to a half, say) the C++ compiler finds.
 """
@@ -13,7 +13,7 @@ from kernels.metal.emulator.syntax import Declaration, DeclarationKind, find_dec
 from kernels.metal.emulator.tokens import Source
 from kernels.metal.emulator.translation import find_threadgroup_variables
 
-Found = Iterator[tuple[int, str]]  # index of a token, what is wrong with it
+Found = Iterator[tuple[int, str]]  # index of a token, and what is wrong with it
 
 FORBIDDEN_WORDS = {
     "double": "Metal has no double: write float",
@@ -114,7 +114,7 @@ def _check_pointers(source: Source) -> Found:
 
 
 def _check_parameters(source: Source, function: Declaration) -> Found:
-    """Check parameters of types that are not built in."""
+    """Check the parameters whose types are not built in."""
     if function.kind is not DeclarationKind.FUNCTION:
         return
     for begin, end in source.split_at_commas(*function.parameters):
@@ -151,13 +151,13 @@ def _check_threadgroup(source: Source, function: Declaration) -> Found:
 
 
 def _is_call(source: Source, i: int) -> bool:
-    """Return whether a name before a parenthesis may be a function's: no member, nor a variable (`half4 f(1.0h);`)."""
+    """Return whether a name before a parenthesis may be a function: not a member or a variable (`half4 f(1.0h);`)."""
     before = source.tokens[i - 1]
     return before.text not in ("::", ".", "->") and (not before.is_word or before.text in ("return", "else", "do"))
 
 
 def _check_recursion(source: Source, found: list[Declaration]) -> Found:
-    """Find functions that reach themselves. Overloads are left out: a name does not say which of them is called."""
+    """Find recursive functions. Overloaded ones are not checked, as a name does not tell which of them is called."""
     functions = [each for each in found if each.kind is DeclarationKind.FUNCTION and not each.is_member]
     names = [each.name for each in functions]
     calls = {

@@ -1,4 +1,4 @@
-"""Metal's scalar types, and which of torch's may be bound to them. Knows neither sources nor launches."""
+"""Metal's scalar types, and the torch dtypes that may be bound to them. Knows neither sources nor launches."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ import torch
 
 
 class Scalar(NamedTuple):
-    """A scalar, which stands for vectors of it and for atomics as well."""
+    """A scalar type; also stands for its vectors and atomics."""
 
     name: str
-    dtypes: tuple[torch.dtype, ...] = ()  # that may be bound to it
+    dtypes: tuple[torch.dtype, ...] = ()  # of tensors that may be bound to it
     is_float: bool = False
 
     @property
     def size(self) -> int:
-        """Bytes."""
+        """The size in bytes."""
         return self.dtypes[0].itemsize
 
 
@@ -24,8 +24,8 @@ _8_BITS = (torch.int8, torch.uint8, torch.bool)
 _16_BITS = (torch.int16, torch.uint16)
 _32_BITS = (torch.int32, torch.uint32)
 _64_BITS = (torch.int64, torch.uint64)
-SCALARS = (  # by their codes in include/emulated/binding.h
-    Scalar("void"),  # a struct, too: everything may be bound to it
+SCALARS = (  # indexed by the codes in include/emulated/binding.h
+    Scalar("void"),  # also a struct: any tensor may be bound to it
     Scalar("float", (torch.float32,), is_float=True),
     Scalar("half", (torch.float16,), is_float=True),
     Scalar("bfloat", (torch.bfloat16,), is_float=True),

@@ -1,4 +1,4 @@
-"""Which words of a Metal source are swizzles, and what stands for them in C++.
+"""Finds the swizzles of a Metal source, and rewrites them in C++.
 
 `.xy` is a swizzle unless a struct of the source has such a member and the object is declared as one: no types are known
 here, so it is asked how the nearest declaration of that name begins. On the left of an assignment a swizzle is a
@@ -21,11 +21,11 @@ _OPENING = {")": "(", "]": "["}
 # Between a type and a name
 _QUALIFIERS = ("*", "&", "const", "volatile", "device", "constant", "threadgroup", "thread")
 
-Members = Mapping[str, set[str]]  # by name: the structs that have it
+Members = Mapping[str, set[str]]  # the structs that have a member, by its name
 
 
 def find_swizzles(source: Source) -> Iterator[tuple[int, str]]:
-    """Yield the tokens of swizzles, and what to write instead. Raises SyntaxError."""
+    """Yield the tokens of swizzles, and their replacements. Raises SyntaxError."""
     members = _find_swizzle_members(source)
     for i in range(2, len(source.tokens) - 1):
         text = source.tokens[i].text
@@ -71,7 +71,7 @@ def _find_swizzle_members(source: Source) -> Members:
 
 
 def _is_member(source: Source, at: int, structs: set[str]) -> bool:
-    """Return whether the object whose member stands there is declared as one of these structs."""
+    """Return whether the object before this member is declared as one of these structs."""
     name = _find_object_name(source, at - 2)
     if name == "this":
         return True
@@ -103,7 +103,7 @@ def _find_opening(source: Source, index: int, opening: str) -> int:
 
 
 def _find_declared_type(source: Source, name: int) -> str:
-    """Return T of `T* name` and `T<A> name`; anything else where no type stands before it."""
+    """Return T of `T* name` and `T<A> name`; any other word if no type precedes the name."""
     i = name - 1
     while i > 0 and source.tokens[i].text in _QUALIFIERS:
         i -= 1

@@ -1,4 +1,4 @@
-"""The declarations of a Metal source: which functions and variables there are, and where they begin and end.
+"""Finds the declarations of a Metal source: its functions and variables, and where they begin and end.
 
 Reads as much of C++ as that takes. What is inside a function is left as tokens.
 """
@@ -25,7 +25,7 @@ class DeclarationKind(Enum):
 
 @dataclass(frozen=True)
 class Declaration:
-    """Everything in indices of tokens; ranges end before their second one."""
+    """A declaration, in indices of tokens; ranges exclude their end."""
 
     kind: DeclarationKind
     name: str
@@ -136,7 +136,7 @@ class _Reader:
         return i
 
     def _find_operator_paren(self, i: int) -> int:
-        """Return the ( of an operator's parameters."""
+        """Return the index of the ( of an operator's parameters."""
         if self._source.is_at(i + 1, "(", ")"):
             return i + 3
         while self._text_at(i) != "(":

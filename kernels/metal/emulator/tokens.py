@@ -1,4 +1,4 @@
-"""Metal source as tokens, each with the file and line it came from. Knows brackets, and nothing of the language."""
+"""Splits Metal source into tokens, each with its file and line. Knows brackets, but nothing else of the language."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _PAIRS = {"(": ")", "[": "]", "{": "}"}
 
 
 class Token(NamedTuple):
-    """A word, a number, a string or an operator. Of `>>` and `>=` each character is one: it may close a template."""
+    """A word, a number, a string or an operator. `>>` and `>=` are two tokens, as each `>` may close a template."""
 
     text: str
     start: int  # in the source
@@ -33,7 +33,7 @@ class Token(NamedTuple):
 
 
 class Source:
-    """Preprocessed text, its tokens, and where they stand in the files it was made of."""
+    """Preprocessed text, its tokens, and their places in the original files."""
 
     def __init__(self, text: str) -> None:
         self.text = text
@@ -62,7 +62,7 @@ class Source:
         return self.text[self.tokens[begin].start : self.tokens[end - 1].end] if begin < end else ""
 
     def is_at(self, index: int, *texts: str) -> bool:
-        """Return whether these tokens stand there."""
+        """Return whether these tokens are at an index."""
         return [token.text for token in self.tokens[index : index + len(texts)]] == list(texts)
 
     def find_closing(self, index: int) -> int:
@@ -90,7 +90,7 @@ class Source:
         raise SyntaxError(f"{self.location(index)}: '<' is never closed")
 
     def split_at_commas(self, begin: int, end: int) -> list[tuple[int, int]]:
-        """Return the pieces between the commas of [begin, end) that stand in no bracket."""
+        """Return the pieces of [begin, end) between commas outside of brackets."""
         pieces, first, i = [], begin, begin
         while i < end:
             text = self.tokens[i].text

@@ -1,4 +1,4 @@
-"""Metal Shading Language to C++: finds the kernels, and rewrites the little that C++ does not know.
+"""Translates Metal Shading Language to C++: finds the kernels, and rewrites the little that C++ does not have.
 
 That is: attributes go, a threadgroup's variables become references into memory that the runtime hands out, swizzles
 become calls, 1.5h becomes half(1.5f), barriers and simd operations get the place of their call, and every kernel
@@ -36,7 +36,7 @@ ATTRIBUTES = frozenset(
     )
 )
 _LITERAL = re.compile(r"(\d+\.\d*(?:[eE][+-]?\d+)?|\.\d+(?:[eE][+-]?\d+)?)(h|H|bf|BF)")
-# What takes a Where: nothing else of a simdgroup waits.
+# The operations that wait for other threads; they get a Where argument.
 _SYNC_CALL = re.compile(
     "(threadgroup|simdgroup)_barrier|simd_(sum|product|max|min|and|or|xor|all|any|ballot|active_threads_mask)"
     "|simd_(prefix|shuffle|broadcast)[a-z_]*"
@@ -47,9 +47,9 @@ _LIMIT = "max_total_threads_per_threadgroup"
 
 @dataclass(frozen=True)
 class KernelSource:
-    """A kernel that can be called: one without template parameters, or an instantiation."""
+    """A kernel that can be launched: one without template parameters, or an instantiation."""
 
-    name: str  # as the host calls it
+    name: str  # by which the host launches it
     buffers: tuple[str, ...]  # the declared name of each buffer argument
     variables: tuple[str, ...]  # names of threadgroup variables, by their number
     max_threads: int  # of a threadgroup
@@ -57,17 +57,17 @@ class KernelSource:
 
 @dataclass(frozen=True)
 class Translation:
-    """C++, and the kernels in it: number i is emulator_kernel_i."""
+    """The C++ source and its kernels: kernel i is emulator_kernel_i."""
 
     text: str
     kernels: tuple[KernelSource, ...]
 
 
 class _Signature(NamedTuple):
-    """What the entry point of a kernel is made of; all instantiations of a template share it."""
+    """The parameters of a kernel's entry point; all instantiations of a template share them."""
 
-    bindings: tuple[str, ...]  # what each parameter is bound to, of include/emulated/binding.h
-    buffers: tuple[str, ...]  # as KernelSource has them
+    bindings: tuple[str, ...]  # of each parameter; types of include/emulated/binding.h
+    buffers: tuple[str, ...]  # as in KernelSource
     variables: tuple[str, ...]
     max_threads: int
 
@@ -83,7 +83,7 @@ class Variable:
 
 
 def find_threadgroup_variables(source: Source, begin: int, end: int) -> list[Variable]:
-    """Return those declared in [begin, end); pointers to threadgroup memory are not among them."""
+    """Return the threadgroup variables declared in [begin, end), without pointers to threadgroup memory."""
     found = []
     for i in range(begin, end):
         if source.tokens[i].text != "threadgroup" or source.tokens[i - 1].text not in (";", "{", "}", ")", ":"):
@@ -102,7 +102,7 @@ def find_threadgroup_variables(source: Source, begin: int, end: int) -> list[Var
 
 
 def _is_pointer(source: Source, begin: int, end: int) -> bool:
-    """Return whether `T* p`, `T& r` or `T (*p)[2]` is declared in [begin, end), whatever it begins as."""
+    """Return whether [begin, end) declares a pointer or reference: `T* p`, `T& r` or `T (*p)[2]`."""
     i = begin
     while i < end and source.tokens[i].text not in ("[", "=", "{"):
         if source.tokens[i].text in ("*", "&"):
@@ -112,13 +112,13 @@ def _is_pointer(source: Source, begin: int, end: int) -> bool:
 
 
 class Translator:
-    """Translates one source. Raises SyntaxError with the line of what cannot be a kernel."""
+    """Translates one source. Raises SyntaxError with the line if a kernel is invalid."""
 
     def __init__(self, source: Source) -> None:
         self._source = source
         self._edits: list[tuple[int, int, str]] = []  # of the text: start, end, replacement
         self._kernels: list[KernelSource] = []
-        self._templates: dict[str, _Signature] = {}  # those of kernels
+        self._templates: dict[str, _Signature] = {}  # of templates of kernels
 
     def translate(self) -> Translation:
         for each in find_declarations(self._source):
@@ -190,7 +190,7 @@ class Translator:
         )
 
     def _bind_parameters(self, kernel: Declaration) -> tuple[tuple[str, ...], tuple[str, ...]]:
-        """Return what each parameter is bound to, and the names of the buffers, in the order of their indices."""
+        """Return the binding of each parameter, and the names of the buffers by index."""
         bindings: list[str] = []
         buffers: dict[int, str] = {}
         for begin, end in self._source.split_at_commas(*kernel.parameters):
@@ -208,7 +208,7 @@ class Translator:
         return tuple(bindings), tuple(buffers[i] for i in range(len(buffers)))
 
     def _bind_parameter(self, kernel: Declaration, begin: int, end: int, unnumbered: int) -> str | int:
-        """Return what a parameter is bound to: an attribute, or a buffer's index, `unnumbered` if it gives none.
+        """Return the binding of a parameter: an attribute, or the index of a buffer (`unnumbered` if it has no number).
 
         Its attributes go.
         """
@@ -263,10 +263,10 @@ class Translator:
         """Return the strings of host_name("a" "b"), joined."""
         return "".join(token.text[1:-1] for token in self._source.tokens[first + 2 : after - 1])
 
-    # ---- what C++ does not know
+    # ---- what C++ does not have
 
     def _translate_variables(self, kernel: Declaration) -> tuple[str, ...]:
-        """Turn threadgroup variables into references, which the runtime knows by number; return their names."""
+        """Turn threadgroup variables into references to memory that the runtime knows by number; return their names."""
         names: list[str] = []
         for variable in find_threadgroup_variables(self._source, *kernel.body):
             type_, made = self._source.slice(*variable.type), ""
@@ -286,7 +286,7 @@ class Translator:
         return tuple(names)
 
     def _insert_call_sites(self) -> None:
-        """Pass to barriers and simd operations where they are called: two calls in a line are two places."""
+        """Pass barriers and simd operations their place in the source, with a column: a line may have two calls."""
         defined = {each.name for each in find_declarations(self._source) if each.kind is DeclarationKind.FUNCTION}
         for i in range(1, len(self._source.tokens) - 1):
             before, name = self._source.tokens[i - 1].text, self._source.tokens[i].text
@@ -308,7 +308,7 @@ class Translator:
                 self._replace(i, i + 1, f"{_SUFFIXES[found[2].lower()]}({found[1]}f)")
 
     def _remove_duplicate_const(self) -> None:
-        """Remove the const of `const constant`, which is one word of C++ twice."""
+        """Remove the const of `const constant`, which would be const twice in C++."""
         for i in range(len(self._source.tokens) - 1):
             if self._source.is_at(i, "const", "constant"):
                 self._replace(i, i + 1, "")
@@ -331,7 +331,7 @@ class Translator:
         parts, done = [], 0
         for start, stop, text in sorted(set(self._edits)):
             if start < done:
-                continue  # within something that has been replaced
+                continue  # within text that was replaced
             parts += [self._source.text[done:start], text]
             done = stop
         return "".join([*parts, self._source.text[done:]])

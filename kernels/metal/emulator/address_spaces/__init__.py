@@ -1,4 +1,4 @@
-"""Looks at Metal source as Apple's compiler would, as near as an ordinary clang comes to it, and runs nothing.
+"""Checks Metal source as nearly as an ordinary clang can to what Apple's compiler would check, without running it.
 
 Apple's compiler is a clang whose types have address spaces. So a source is compiled twice without making code: as
 the C++ that the emulator runs, and as C++ with clang's address_space attribute behind `device`, `constant` and
@@ -29,7 +29,7 @@ from kernels.metal.emulator.translation import Translator
 INCLUDE, EMULATOR_INCLUDE = Path(__file__).parent / "include", HERE / "include"
 LANGUAGE = ("-x", "c++", "-std=gnu++14", "-fsyntax-only", "-nostdinc", "-ferror-limit=0", "-fno-caret-diagnostics")
 SINGLE = ("-Xclang", "-cl-single-precision-constant")  # 1.0 is a float in Metal
-ERRORS = (  # what clang would only warn of, or take as an extension
+ERRORS = (  # what clang would only warn of, or accept as an extension
     "c++11-narrowing",
     "c++17-extensions",
     "c++20-extensions",
@@ -41,7 +41,7 @@ ERRORS = (  # what clang would only warn of, or take as an extension
 
 
 class Clang:
-    """The one in PyPI's ziglang, or clang++: of an older one some types are missing."""
+    """The clang of PyPI's ziglang, or clang++, of which older versions lack some types."""
 
     def __init__(self, command: tuple[str, ...]) -> None:
         self._command = command
@@ -59,7 +59,7 @@ class Clang:
         )
 
     def check(self, source: str, include: Iterable[str | PathLike[str]] = ()) -> None:
-        """Check a source. Raises SyntaxError for what Apple's compiler would refuse, a line each, with file and line.
+        """Check a source. Raises SyntaxError with a line, file and line number for what Apple's compiler would refuse.
 
         `include`: folders in which #include finds headers.
         """
@@ -74,7 +74,7 @@ class Clang:
             raise SyntaxError("\n".join(dict.fromkeys(f"{where}: {what}" for where, what in found)))
 
     def _find_faults(self, text: str, headers: Path) -> list[Fault]:
-        """Return the faults that clang finds in C++ that these headers explain."""
+        """Return the faults that clang finds in C++ that is compiled with these headers."""
         options = [*LANGUAGE, *SINGLE, *(f"-Werror={name}" for name in ERRORS), *DEFINES]
         command = [*self._command, *options, f"-I{headers}", f"-I{EMULATOR_INCLUDE}", "-include", "metal_stdlib", "-"]
         done = subprocess.run(command, input=text, capture_output=True, text=True)

@@ -1,4 +1,4 @@
-"""What Apple's compiler asks of declarations and no C++ compiler does: where parameters and static variables lie.
+"""Checks of declarations that Apple's compiler makes and C++ compilers do not: address spaces, static variables.
 
 Reads tokens, as ../rules.py does; what needs types is clang's.
 """

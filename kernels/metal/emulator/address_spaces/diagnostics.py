@@ -1,10 +1,10 @@
-"""What clang says, in Metal's words and at the source's lines. Knows the address spaces by their numbers alone."""
+"""Translates clang's errors to Metal's terms and the lines of the source. Knows address spaces by number only."""
 
 from __future__ import annotations
 
 import re
 
-Fault = tuple[str, str]  # file:line, and what is wrong there
+Fault = tuple[str, str]  # file:line, and what is wrong
 
 SPACES = {"1": "device", "2": "constant", "3": "threadgroup"}  # as in include/declared/words.h
 _DIAGNOSTIC = re.compile(r"^(?=.*: (?:fatal error|error|warning): )", re.MULTILINE)
@@ -16,7 +16,7 @@ _REASON = re.compile(r" not viable: (.*)")
 
 
 def parse_faults(output: str, headers: str) -> list[Fault]:
-    """Return the errors in what clang printed; those within `headers` at the lines that had them instantiated."""
+    """Return the errors that clang printed; those within `headers` get the lines that instantiated them."""
     errors = [each for each in _DIAGNOSTIC.split(output) if "error: " in each.split("\n", 1)[0]]
     return [_parse_fault(error, headers) for error in errors if not _is_struct_copy(error)]
 
@@ -34,5 +34,5 @@ def _parse_fault(error: str, headers: str) -> Fault:
 
 
 def _is_struct_copy(error: str) -> bool:
-    """Return whether an error is of a copy to a struct in device or threadgroup memory, which Metal allows."""
+    """Return whether an error is about copying to a struct in device or threadgroup memory, which Metal allows."""
     return "no viable overloaded '='" in error and "'this' object is in address space" in error

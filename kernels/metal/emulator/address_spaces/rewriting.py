@@ -1,4 +1,4 @@
-"""Metal Shading Language to C++ with clang's address spaces: rewrites what its type checker would stumble over.
+"""Translates Metal to C++ with clang's address spaces: rewrites what clang's type checker would refuse.
 
 That is: threadgroup variables become references, instantiations lose their attributes, float4(...) and (device float*)p
 become functions, structs get copies from every address space, 1.5h becomes half(1.5f). The rest stays as it is, line by
@@ -39,7 +39,7 @@ def rewrite(source: Source) -> str:
 
 
 def _rewrite_variables(source: Source, kernel: Declaration) -> Iterator[Edit]:
-    """Rewrite each `threadgroup float a[8], b;` as references, and assert that those so far have room."""
+    """Rewrite each `threadgroup float a[8], b;` as references, and assert that all variables so far fit."""
     names: list[str] = []
     for variable in find_threadgroup_variables(source, *kernel.body):
         made = []
@@ -67,7 +67,7 @@ def _count_open_braces(source: Source, begin: int, end: int) -> int:
 
 
 def _assert_type_parameters(source: Source, function: Declaration) -> Iterator[Edit]:
-    """Assert of each type parameter that it has no address space: `thread T*` is `T*` here, and would find any."""
+    """Assert that no type parameter has an address space: `thread T*` is `T*` here, and would match any."""
     last = source.find_closing_angle(function.begin + 1)
     at = source.tokens[function.body[0] - 1].end
     for begin, end in source.split_at_commas(function.begin + 2, last):
@@ -83,7 +83,7 @@ def _remove_attributes(source: Source, each: Declaration) -> Iterator[Edit]:
 
 
 def _rewrite_vectors(source: Source) -> Iterator[Edit]:
-    """Rewrite `float4(` and `vec<T, 4>(`, and the same of names that a typedef or using gave to them."""
+    """Rewrite `float4(` and `vec<T, 4>(`, also by names from a typedef or using."""
     names = _VECTORS | set(_find_vector_aliases(source))
     for i, token in enumerate(source.tokens):
         last = i
@@ -150,7 +150,7 @@ def _rewrite_literals(source: Source) -> Iterator[Edit]:
 
 
 def _rewrite_structs(source: Source) -> Iterator[Edit]:
-    """Insert what C++ leaves out after the { of each struct that has a name."""
+    """Insert the constructors and assignments that C++ lacks after the { of each named struct."""
     for i, token in enumerate(source.tokens):
         if token.text not in ("struct", "class") or source.tokens[i - 1].text in ("<", ",", "enum"):
             continue
@@ -184,7 +184,7 @@ def _apply_edits(text: str, edits: list[Edit]) -> str:
     parts, done = [], 0
     for start, stop, replacement in sorted(edits):
         if start < done:
-            continue  # within something that has been replaced
+            continue  # within text that was replaced
         parts += [text[done:start], replacement]
         done = stop
     return "".join([*parts, text[done:]])

@@ -1,4 +1,4 @@
-// What went wrong in a launch. Python makes a sentence of it (../failure.py, which has the same fields).
+// The failure of a launch, which ../failure.py formats; it has the same fields.
 #pragma once
 
 #include "../include/emulated/runtime.h"
@@ -11,7 +11,7 @@ enum Fault : int {
   OUT_OF_BOUNDS,     // one party; `memory` is the nearest
   MISALIGNED,        // one party
   WRITE_TO_CONST,    // one party
-  DIVERGENCE,        // both parties: what the one waits in, the other does not come to
+  DIVERGENCE,        // both parties: the other does not reach what the first waits in
   TOO_MANY_BYTES,    // of threadgroup memory; `memory.offset` is their sum
   NO_LANE,           // one party; `memory` has the lane as offset, and as bytes how many lanes there are
   OTHER_LANE,        // both parties, which do not broadcast from the same lane
@@ -34,15 +34,15 @@ enum Space : int { DEVICE, THREADGROUP };
 
 struct Memory {
   Space space;
-  int index;        // of the argument, or of the threadgroup's variable; -1: nowhere near any
-  long offset;      // bytes from its begin
+  int index;        // of the argument, or of the threadgroup's variable; -1: near none
+  long offset;      // bytes from its beginning
   long bytes;       // its length
   unsigned access;  // bytes
 };
 
 struct Failure {
   Fault fault;
-  Party first, second;  // `first` found it
+  Party first, second;  // `first` is the one that found it
   Memory memory;
 };
 

@@ -1,7 +1,7 @@
-// A fiber: a stack of its own, and the registers it will go on with. Knows neither threads nor kernels.
+// Fibers: each has a stack and the registers to resume with. Knows neither threads nor kernels.
 //
-// On x86-64 a switch saves the registers that a function must keep (System V ABI) and takes another stack pointer: some
-// nanoseconds. Every other processor, and EMULATOR_UCONTEXT, has the C library do it, which asks the kernel as well.
+// On x86-64 a switch saves the registers that a function must keep (System V ABI) and sets the other stack pointer, in
+// some nanoseconds. On other processors, and with EMULATOR_UCONTEXT, the C library does it, with a system call.
 #pragma once
 
 #include <cassert>
@@ -37,10 +37,10 @@ inline void switch_to(Registers& from, Registers& to) { swapcontext(&from.contex
 #else
 
 struct Registers {
-  void* stack_pointer;  // the registers to be kept lie there
+  void* stack_pointer;  // the saved registers are there
 };
 
-// from -> rdi, to -> rsi; what is popped last, by ret, is where the fiber goes on.
+// from -> rdi, to -> rsi; ret pops the address at which the fiber resumes.
 __attribute__((naked, noinline)) inline void swap_stacks(void** /*from*/, void* /*to*/) {
   __asm__ volatile(
       "pushq %rbp\n pushq %rbx\n pushq %r12\n pushq %r13\n pushq %r14\n pushq %r15\n"
@@ -65,17 +65,17 @@ inline void switch_to(Registers& from, Registers& to) { swap_stacks(&from.stack_
 struct Fiber {
   Registers registers;
   char* stack;
-  bool begun;   // it stands somewhere in `main`
+  bool begun;   // it is within `main`
   Fiber* free;  // the next one of a list
 };
 
-// Fibers for one launch after the other. Stacks are reserved at once and take memory when they are used.
+// A pool of fibers for all launches. Stacks are reserved together, and take memory only when they are used.
 class Fibers {
  public:
-  static constexpr std::size_t STACK = 128 << 10, GAP = 16 << 10;  // bytes; whoever touches the gap has no stack left
+  static constexpr std::size_t STACK = 128 << 10, GAP = 16 << 10;  // bytes; touching the gap means a stack overflow
   static constexpr unsigned COUNT = 1024;
 
-  // All are free again, also those that stand in the middle of something.
+  // Frees all fibers, also those that have not finished.
   void reset(void (*main)()) {
     if (!memory_) reserve();
     main_ = main;
@@ -114,7 +114,7 @@ class Fibers {
     for (unsigned i = 0; i < COUNT; ++i) fibers_[i].stack = memory_ + i * (STACK + GAP) + GAP;
   }
 
-  // Not all at the same place of a page: they would share a few lines of the cache.
+  // At different offsets in a page, as otherwise all would share a few cache lines.
   char* top(const Fiber* fiber) const {
     return fiber->stack + STACK - (fiber - fibers_) * 448 % 16384;
   }

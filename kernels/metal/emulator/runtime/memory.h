@@ -1,7 +1,7 @@
-// What a launch may touch: its arguments, the memory of the threadgroup, a thread's own stack, and constants to read.
+// The memory that a launch may access: its arguments, threadgroup memory, the stack of the thread, and constants.
 //
-// Checked builds ask here about every access. Arguments may overlap: an access is right if one of them allows it. Races
-// are looked for where an argument that may be written lies; nobody can race about the others.
+// Checked builds check every access here. Arguments may overlap: an access is valid if one of them allows it. Races are
+// detected only in arguments that may be written.
 #pragma once
 
 #include <dlfcn.h>
@@ -12,8 +12,8 @@
 namespace emulator {
 
 constexpr long THREADGROUP_BYTES = 32 << 10;
-constexpr unsigned MAX_VARIABLES = 64;  // of a kernel, as ../translation.py has it
-constexpr long MARGIN = 64;             // bytes between two of them that nothing may touch
+constexpr unsigned MAX_VARIABLES = 64;  // of a kernel, as in ../translation.py
+constexpr long MARGIN = 64;             // bytes between two of them that nothing may access
 
 struct Argument {
   std::uintptr_t begin, end;
@@ -22,7 +22,7 @@ struct Argument {
   bool has(std::uintptr_t address, unsigned size = 1) const { return begin <= address && address + size <= end; }
 };
 
-// Memory of the threadgroup's variables: each has its place from its first declaration on, for the whole launch.
+// Memory for threadgroup variables. A variable gets its place at its first declaration, for the whole launch.
 class ThreadgroupMemory {
  public:
   void begin_launch() {
@@ -35,7 +35,7 @@ class ThreadgroupMemory {
     if (bytes) std::memset(memory_, 0xFF, std::size_t(used_));
   }
 
-  // Null: there is no room.
+  // Null if they do not fit.
   void* of(unsigned key, long size) {
     assert(key < MAX_VARIABLES);
     Variable& found = variables_[key];
@@ -52,7 +52,7 @@ class ThreadgroupMemory {
   bool has(std::uintptr_t address) const { return address - base() < sizeof memory_; }
   long offset(std::uintptr_t address) const { return long(address - base()); }
 
-  // The variable that has these bytes: {its key, where in it}; or the one that ends or begins next to them.
+  // Returns the variable that has these bytes, or the nearest one: {its key, the offset in it}.
   Memory find(std::uintptr_t address, unsigned size, bool& inside) const {
     Memory nearest{THREADGROUP, -1, 0, 0, size};
     long least = 1l << 62;
@@ -111,7 +111,7 @@ class Checker {
     threadgroup_shadow_.release();
   }
 
-  // An access by the running thread. `aligned`: it must be, to its size.
+  // Checks an access by the running thread. `aligned`: it must be aligned to its size.
   void check(std::uintptr_t address, unsigned size, bool write, bool atomic, bool aligned, void* caller) {
     ++accesses;
     const std::uintptr_t stack = reinterpret_cast<std::uintptr_t>(scheduler_.stack());
@@ -129,7 +129,7 @@ class Checker {
     }
   }
 
-  // Where the kernels' library has the instruction after the one at this address; 0: elsewhere, or no checked launch.
+  // Returns the offset in the kernels' library of the instruction after this address; 0 outside of a checked launch.
   unsigned code(void* instruction) const {
     const std::uintptr_t found = image_of(instruction);
     return found && found == image_ ? unsigned(reinterpret_cast<std::uintptr_t>(instruction) - image_) + 1 : 0;
@@ -138,7 +138,7 @@ class Checker {
   unsigned long accesses;
 
  private:
-  // What one or several overlapping arguments span, if one of them may be written.
+  // The bytes that overlapping arguments span together, if one of them may be written.
   struct Piece {
     std::uintptr_t begin, end;
     Shadow shadow;
@@ -149,7 +149,7 @@ class Checker {
     for (unsigned i = 0; i < arguments_; ++i)
       if (argument_[i].writable && argument_[i].begin < argument_[i].end)
         piece_[pieces_++] = Piece{argument_[i].begin, argument_[i].end, Shadow()};
-    for (unsigned i = 0; i < pieces_; ++i)  // those that touch become one; begin anew with what has grown
+    for (unsigned i = 0; i < pieces_; ++i)  // merge spans that overlap, and start again with the larger one
       for (unsigned j = i + 1; j < pieces_; ++j)
         if (piece_[i].begin < piece_[j].end && piece_[j].begin < piece_[i].end) {
           piece_[i].begin = piece_[i].begin < piece_[j].begin ? piece_[i].begin : piece_[j].begin;
@@ -188,10 +188,10 @@ class Checker {
       fail(RACE, memory, write, atomic);
   }
 
-  // The argument that has this address, one that may be written first; else the nearest one, within a mebibyte.
+  // Returns the argument at this address, preferably one that may be written; else the nearest within 1 MiB.
   Memory nearest(std::uintptr_t address, unsigned size) const {
     Memory found{DEVICE, -1, 0, 0, size};
-    long least = 2l << 20;  // a mebibyte; doubled, as below
+    long least = 2l << 20;  // 1 MiB; doubled, as below
     for (unsigned i = 0; i < arguments_; ++i) {
       const Argument& each = argument_[i];
       const long before = long(each.begin - address), after = long(address + size - each.end);
@@ -212,7 +212,7 @@ class Checker {
     scheduler_.abandon();
   }
 
-  // Constants of the program are read from the kernels' library itself.
+  // Constants of the program are in the kernels' library itself.
   bool constant(std::uintptr_t address) {
     const std::uintptr_t page = (address >> 12) + 1;
     if (page == constant_page_) return true;
@@ -221,7 +221,7 @@ class Checker {
     return true;
   }
 
-  // Where the library begins that has this address; 0: none has.
+  // Returns the beginning of the library that has this address; 0 if none has.
   static std::uintptr_t image_of(void* address) {
     Dl_info found;
     return dladdr(address, &found) ? reinterpret_cast<std::uintptr_t>(found.dli_fbase) : 0;
@@ -234,7 +234,7 @@ class Checker {
   unsigned arguments_, pieces_;
   Shadow threadgroup_shadow_;
   std::uintptr_t image_;          // where the kernels' library begins
-  std::uintptr_t constant_page_;  // one that has been found, plus one
+  std::uintptr_t constant_page_;  // the page that was found last, plus one
   unsigned code_;  // of the access that is checked
 };
 

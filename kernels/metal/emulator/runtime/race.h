@@ -1,9 +1,9 @@
-// Data races on a piece of memory: for every byte, who wrote it last and who has read it since.
+// Detects data races on a piece of memory: keeps for every byte its last writer and the readers since then.
 //
-// Two accesses of one byte, one of them a write, are a race unless something orders them: they are one thread's, or a
-// barrier that their threadgroup (or simdgroup) passed in between orders this kind of memory. Barriers are counted, so
+// Two accesses of one byte, one of them a write, are a race unless something orders them: the same thread makes them,
+// or their threadgroup (or simdgroup) passed a barrier for this kind of memory in between. Barriers are counted, so
 // that is a comparison of numbers. Nothing orders two threadgroups of a launch. Two atomic accesses are never a race.
-// Of the readers two are kept, of different simdgroups if there are such; a third may be forgotten.
+// Two readers are kept, of different simdgroups if possible, so a race with a third may be missed.
 #pragma once
 
 #include <cstdint>
@@ -32,7 +32,7 @@ class Access {
     return thread() == now.thread() || barriers() != now.barriers() ||
            (same_simdgroup(now) && simd_barriers() != now.simd_barriers());
   }
-  // Whether all that races with an atomic `now` also races with this one, which is not.
+  // Whether everything that races with an atomic `now` also races with this access, which is not atomic.
   bool hides(Access now) const { return bits_ == (now.bits_ & ~(1ul << 62)); }
   bool races(Access now) const { return bits_ && !(atomic() && now.atomic()) && !before(now); }
 
@@ -44,7 +44,7 @@ class Access {
 
 class Shadow {
  public:
-  // Pages that are never touched take no memory.
+  // Untouched pages take no memory.
   void reserve(std::size_t bytes) {
     bytes_ = bytes;
     void* found = mmap(nullptr, bytes * sizeof(Cell), PROT_READ | PROT_WRITE,
@@ -59,7 +59,7 @@ class Shadow {
 
   explicit operator bool() const { return cells_; }
 
-  // Notes an access to bytes [offset, offset + size); true: it races, and `other` tells with what.
+  // Records an access to bytes [offset, offset + size); returns whether it races, and with which access in `other`.
   bool race(std::size_t offset, unsigned size, bool write, Access now, unsigned code, Party& other) {
     for (unsigned i = 0; i < size; ++i)
       if (race(cells_[offset + i], write, now, code, other)) return true;

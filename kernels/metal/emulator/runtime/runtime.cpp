@@ -1,8 +1,8 @@
-// The runtime of the emulator: what kernels call, what the compiler's instrumentation calls, and one launch.
+// The runtime of the emulator: the functions that kernels and the compiler's instrumentation call, and the launch.
 //
-// A checked build is compiled with -fsanitize=thread, whose calls before every access are answered here and not by
-// ThreadSanitizer. It is a library of its own, so that those of kernels share its stacks. One launch at a time: whatever
-// there is of state belongs to it.
+// A checked build is compiled with -fsanitize=thread, which calls a function before every access; these functions are
+// implemented here instead of by ThreadSanitizer. The runtime is a library of its own, whose stacks all kernels share.
+// There is one launch at a time, and all state belongs to it.
 #include <pthread.h>
 #include <signal.h>
 
@@ -12,7 +12,7 @@
 
 namespace emulator {
 
-// As library.py has it.
+// As in library.py.
 struct Launch {
   Entry entry;
   void* buffers[MAX_BUFFERS];
@@ -55,11 +55,11 @@ static void place(Context& context, unsigned number) {
   }
 }
 
-// The threadgroup that has the i-th turn.
+// The i-th threadgroup to run.
 static unsigned turn(const Launch& launch, unsigned i, unsigned groups) {
   if (launch.order == FORWARD) return i;
   if (launch.order == REVERSED) return groups - 1 - i;
-  const std::uint64_t step = groups % 1000003 ? 1000003 : 999983;  // primes: every threadgroup has a turn
+  const std::uint64_t step = groups % 1000003 ? 1000003 : 999983;  // primes, so that every threadgroup is run
   return unsigned((launch.seed % groups + i * step) % groups);
 }
 
@@ -75,22 +75,22 @@ static void run(const Launch& launch) {
   }
 }
 
-// A division of integers that a GPU has some result for ends the launch and not the process. On processors for which
-// it is no fault, ARM's for one, nothing is seen.
+// Makes an invalid division of integers, for which a GPU has some result, end the launch and not the process. On
+// processors on which it does not trap, such as ARM, it is not detected.
 class Divisions {
  public:
   Divisions() {
     thread_ = pthread_self();
     struct sigaction ours {};
     ours.sa_sigaction = fail;
-    ours.sa_flags = SA_SIGINFO | SA_NODEFER;  // it never returns to where the signal came from
+    ours.sa_flags = SA_SIGINFO | SA_NODEFER;  // the handler does not return
     sigaction(SIGFPE, &ours, &before_);
   }
   ~Divisions() { sigaction(SIGFPE, &before_, nullptr); }
 
  private:
   static void fail(int, siginfo_t* signal, void*) {
-    if (!scheduler.running() || !pthread_equal(thread_, pthread_self())) {  // not ours: the instruction fails again
+    if (!scheduler.running() || !pthread_equal(thread_, pthread_self())) {  // not a kernel: the instruction traps again
       sigaction(SIGFPE, &before_, nullptr);
       return;
     }
@@ -152,7 +152,7 @@ EMULATOR_API void* emulator_threadgroup_memory(unsigned key, unsigned long bytes
   scheduler.abandon();
 }
 
-// ---- what checked builds call before an access
+// ---- called by checked builds before an access
 
 static inline std::uintptr_t number(const volatile void* address) { return reinterpret_cast<std::uintptr_t>(address); }
 #define CALLER __builtin_return_address(0)
@@ -180,7 +180,7 @@ ACCESSES(4)
 ACCESSES(8)
 ACCESSES(16)
 
-// Larger things, byte by byte of their extent.
+// Larger objects, by their whole extent.
 static void check_range(const void* address, std::size_t size, bool write, void* caller) {
   if (scheduler.running() && size) checker.check(number(address), unsigned(size), write, false, false, caller);
 }

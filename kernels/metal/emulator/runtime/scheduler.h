@@ -1,11 +1,11 @@
-// Which GPU thread runs: all threads of a threadgroup take turns on one CPU thread.
+// Schedules GPU threads: all threads of a threadgroup take turns on one CPU thread.
 //
 // A thread runs until it waits: for the lanes of its simdgroup or for all of its threadgroup. Then another one goes on,
 // on a fiber of its own. A thread that returns without ever waiting leaves its fiber to the next one, so a kernel that
 // never waits costs a call per thread and no switch at all.
 //
-// Who waits where is told in masks of lanes. What can never be completed (a lane has returned, or waits elsewhere) is
-// found as soon as the second of the two arrives. Knows nothing of memory.
+// Masks of lanes record which lanes wait. A wait that can never be completed (a lane has returned, or waits elsewhere)
+// is detected as soon as the second of the two lanes arrives. Knows nothing of memory.
 #pragma once
 
 #include <cstring>
@@ -21,25 +21,25 @@ struct Wait {
   const char* operation;
   Where where;
   int flags;        // of a barrier
-  unsigned thread;  // who came first
+  unsigned thread;  // the first to arrive
 
   bool same(const char* other, Where there, int others) const {
     return where.line == there.line && where.column == there.column && flags == others && same(operation, other) &&
            same(where.file, there.file);
   }
   static bool same(const char* a, const char* b) {
-    return a == b || !std::strcmp(a, b);  // a text of two templates may lie in two places
+    return a == b || !std::strcmp(a, b);  // equal strings of two templates may have two addresses
   }
 };
 
 struct Simdgroup {
-  unsigned present;    // lanes that there are
-  unsigned runnable;   // that have not begun, or can go on
+  unsigned present;    // lanes that exist
+  unsigned runnable;   // lanes that have not begun or can go on
   unsigned waiting;    // in the simd operation `wait`
   unsigned returned;   // the rest waits for the threadgroup
   Wait wait;
   unsigned turn;
-  Exchange exchange[2];  // of this operation and of the one before, whose result slow lanes have yet to read
+  Exchange exchange[2];  // of this operation and the one before, whose result some lanes may not have read yet
   unsigned passed[3];    // simdgroup barriers that order device memory [1] and threadgroup memory [2]
 
   unsigned at_barrier() const { return present & ~runnable & ~waiting & ~returned; }
@@ -54,14 +54,14 @@ class Scheduler {
     random_ = seed * 0x9E3779B97F4A7C15ul + 0x1234567;
     switches = 0;
     std::memset(shape_, 0, sizeof shape_);
-    if (!ready_) fibers_.reset(main);  // for the first time, or some were left in the middle
+    if (!ready_) fibers_.reset(main);  // the first time, or after a failed launch
     ready_ = false;
     failure = Failure();
   }
 
   void end_launch() { ready_ = failure.fault == NO_FAULT; }
 
-  // All threads of the threadgroup that `context` tells of, until they have returned or one has failed.
+  // Runs all threads of the threadgroup of `context` until they have returned or one has failed.
   void run(const Context& threadgroup, unsigned number) {
     context_ = &threadgroup;
     group = number;
@@ -119,7 +119,7 @@ class Scheduler {
     return &lanes;
   }
 
-  // Nothing runs on: the launch has failed.
+  // Stops everything: the launch has failed.
   [[noreturn]] void fail(const Party& first, const Party& second, Fault fault = DIVERGENCE) {
     failure.fault = fault;
     failure.first = first;
@@ -143,7 +143,7 @@ class Scheduler {
   const char* stack() const { return current_->fiber->stack; }
 
   Simdgroup simdgroups[MAX_THREADS / LANES];
-  unsigned group;      // its number
+  unsigned group;      // index of the threadgroup
   unsigned passed[3];  // threadgroup barriers that order device memory [1] and threadgroup memory [2]
   unsigned long switches;
   Failure failure;
@@ -179,7 +179,7 @@ class Scheduler {
 
   // ---- simd operations
 
-  // Whether this lane is the last one, which has to complete the operation; else it is completed when this returns.
+  // Waits for the other lanes. Returns true to the last one, which must complete the operation; else it is complete.
   bool arrive(const char* operation, Where where, int flags) {
     Simdgroup& mine = simdgroup();
     const bool waiting = mine.waiting;
@@ -224,7 +224,7 @@ class Scheduler {
     if (!mine.runnable) runnable_ &= ~(1u << index() / LANES);
     current_->fiber = nullptr;
     Task* next = returned_ == count_ ? nullptr : pick();
-    if (next && !next->fiber) {  // on this very fiber
+    if (next && !next->fiber) {  // on the same fiber
       next->fiber = fiber;
       current_ = next;
       return;
@@ -234,7 +234,7 @@ class Scheduler {
     switch_to(fiber->registers, main_);
   }
 
-  // Goes on with `next`; comes back when it is the turn of `from` again.
+  // Switches to `next`; returns when it is the turn of `from` again.
   void resume(Task* next, Registers& from) {
     if (!next->fiber) next->fiber = fibers_.take();
     current_ = next;
@@ -242,9 +242,9 @@ class Scheduler {
     switch_to(from, next->fiber->registers);
   }
 
-  // Who is next: lanes of the same simdgroup, so that what they wait for is soon complete, then the others.
+  // Returns the next thread: of the same simdgroup if possible, so that its operation is complete soon.
   Task* pick() {
-    assert(runnable_);  // what can never go on fails on arrival
+    assert(runnable_);  // deadlocks are detected on arrival
     const unsigned here = current_ ? index() : order_ == REVERSED ? count_ - 1 : 0;
     unsigned which = here / LANES;
     if (order_ == RANDOM) which = any(runnable_);
@@ -253,7 +253,7 @@ class Scheduler {
     return &tasks_[which * LANES + (order_ == RANDOM ? any(lanes) : after(lanes, here % LANES))];
   }
 
-  // The set bit that comes after `bit` in this order, or it itself where there is no other.
+  // Returns the set bit after `bit` in this order; `bit` itself if there is no other.
   unsigned after(unsigned mask, unsigned bit) const {
     if (order_ == FORWARD) {
       const unsigned later = current_ ? mask & (~0u << bit << 1) : mask;
@@ -289,7 +289,7 @@ class Scheduler {
   Registers main_;  // where the launch began
   bool ready_;  // all fibers are free
   Fibers fibers_;
-  unsigned shape_[3];  // for which the tasks are placed
+  unsigned shape_[3];  // for which the tasks were placed
   Task tasks_[MAX_THREADS];
 };
 

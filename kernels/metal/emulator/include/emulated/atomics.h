@@ -1,4 +1,4 @@
-// Atomic variables. Threads take turns at barriers and simd operations alone, so nothing comes between two instructions.
+// Atomic variables. Threads switch only at barriers and simd operations, so plain instructions are atomic.
 #pragma once
 #include "simdgroup.h"
 

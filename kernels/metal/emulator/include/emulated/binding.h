@@ -1,11 +1,11 @@
-// From a launch to the arguments of a kernel: buffers, and what MSL's attributes name (thread_position_in_grid, ...).
+// Binds the arguments of a kernel: buffers, and the values of MSL's attributes (thread_position_in_grid, ...).
 // The translator writes, for each kernel, a call of call<bindings...>(kernel, ...) and one of describe<bindings...>().
 #pragma once
 #include "atomics.h"
 
 namespace emulator {
 
-// ---- what Python is told of a parameter; arguments.py has the same fields
+// ---- the description of a parameter for Python; arguments.py has the same fields
 struct Parameter {
   int buffer;     // its index; -1: not a buffer
   int reference;  // one element; else a pointer to some
@@ -66,7 +66,7 @@ struct IsConst<const T> : metal::true_type {};
 
 // ---- bindings
 template <class P>
-struct Bound;  // P is what the kernel declares
+struct Bound;  // P: the type that the kernel declares
 template <class T>
 struct Bound<T*> {
   static T* get(void* buffer) { return static_cast<T*>(buffer); }
@@ -94,7 +94,7 @@ struct buffer {
   }
 };
 
-// A number, or as many of the three as the parameter has components.
+// A number, or as many of three numbers as the parameter has components.
 template <class P>
 struct Components {
   static EMULATOR_INLINE P of(const unsigned* v) { return P(v[0]); }

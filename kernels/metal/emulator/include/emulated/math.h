@@ -4,7 +4,7 @@
 
 namespace metal {
 
-// For vectors, component by component; a scalar among the arguments stands for all components.
+// For vectors, component by component; a scalar argument applies to all components.
 #define EMULATED_VECTOR_1(name)                                    \
   template <class T, int N>                                        \
   EMULATOR_INLINE vec<T, N> name(const vec<T, N>& a) {             \
@@ -53,7 +53,7 @@ namespace metal {
   }                                                                                                      \
   EMULATED_VECTOR_3(name)
 
-// Those that fast:: and precise:: have as well.
+// Functions that fast:: and precise:: have as well.
 #define EMULATED_TRANSCENDENTAL(F1, F2)          \
   F1(acos, __builtin_acosf(x))                   \
   F1(acosh, __builtin_acoshf(x))                 \

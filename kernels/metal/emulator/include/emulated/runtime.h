@@ -1,12 +1,12 @@
-// What a kernel and the runtime tell each other. Kernels include it, so it needs no standard library, and C++14.
+// The interface between kernels and the runtime. Kernels include it, so it is C++14 without the standard library.
 //
-// A kernel asks for what a GPU has and a CPU has not: other threads to wait for, lanes to exchange values with, memory
-// of a threadgroup. The runtime (../../runtime) knows how that is done, and nothing of kernels but their entry points.
+// Kernels call what a GPU has and a CPU does not: waiting for other threads, exchanging values between lanes, and
+// threadgroup memory. The runtime (../../runtime) implements it, and knows only the entry points of kernels.
 #pragma once
 
 #define EMULATOR_API extern "C" __attribute__((visibility("default")))
 #define EMULATOR_INLINE inline __attribute__((always_inline))
-// Of functions that touch the runtime's own memory, in a checked build; a kernel must not become a part of them.
+// For functions that access the runtime's own memory in a checked build; kernels must not be inlined into them.
 #if !defined(EMULATOR_CHECKED)
 #define EMULATOR_UNCHECKED inline
 #define EMULATOR_KERNEL
@@ -28,7 +28,7 @@ namespace emulator {
 constexpr unsigned LANES = 32;        // of a simdgroup
 constexpr unsigned MAX_THREADS = 1024;  // of a threadgroup
 constexpr unsigned MAX_BUFFERS = 31;
-constexpr unsigned MAX_VALUE = 16;    // bytes that one lane gives to the others
+constexpr unsigned MAX_VALUE = 16;    // bytes that a lane passes to the others
 
 enum MemoryFlags { MEM_NONE = 0, MEM_DEVICE = 1, MEM_THREADGROUP = 2 };
 
@@ -37,7 +37,7 @@ struct Thread {
   unsigned position[3];  // in its threadgroup
 };
 
-// Of the threadgroup that runs, and of the whole launch. Everything is counted in threads, `groups` apart.
+// The running threadgroup and the launch. All is counted in threads, except for `groups`.
 struct Context {
   void* buffers[MAX_BUFFERS];
   unsigned grid[3];
@@ -49,8 +49,8 @@ struct Context {
 
 typedef void (*Entry)(const Context&, const Thread&);
 
-// Where a kernel waits. The translator writes it into calls; as a default argument it is the line of the outermost one.
-// A return address would not do: compilers merge calls that look alike, and copy one to several places.
+// The place in the source where a kernel waits. The translator writes it into calls; as a default argument it is the
+// line of the outermost call. A return address is not enough, as compilers merge identical calls and duplicate others.
 struct Where {
   const char* file;
   unsigned line, column;  // column 0: not known
@@ -58,28 +58,28 @@ struct Where {
       : file(file_), line(line_), column(column_) {}
 };
 
-// Values that the lanes of a simdgroup gave, and what was made of them.
+// The values that the lanes of a simdgroup passed, and their result.
 struct Exchange {
-  alignas(16) unsigned char slot[LANES][MAX_VALUE];  // of a lane that does not exist: all bits set, a NaN
+  alignas(16) unsigned char slot[LANES][MAX_VALUE];  // all bits set, a NaN, for a lane that does not exist
   alignas(16) unsigned char result[MAX_VALUE];
   unsigned lanes;  // that exist
 };
 
-// Makes `result` of the slots; called once, when all lanes have arrived. Null: nothing is to be made.
+// Computes `result` from the slots; called once, when all lanes have arrived. Null: there is no result.
 typedef void (*Combine)(Exchange&);
 
 }  // namespace emulator
 
-// Each waits until all threads of the threadgroup or simdgroup have arrived.
+// Wait until all threads of the threadgroup or simdgroup have arrived.
 EMULATOR_API void emulator_threadgroup_barrier(int flags, emulator::Where where);
 EMULATOR_API void emulator_simdgroup_barrier(int flags, emulator::Where where);
 EMULATOR_API const emulator::Exchange* emulator_exchange(
     const void* value, unsigned size, emulator::Combine combine, const char* operation, emulator::Where where);
 EMULATOR_API unsigned emulator_lane();
-// The running thread wants the value of a lane that does not exist, or another lane's than `other` does: the launch ends.
+// End the launch: the thread requests the value of a lane that does not exist, or of another lane than `other` does.
 EMULATOR_API void emulator_no_lane(unsigned lane, unsigned lanes, const char* operation, emulator::Where where);
 EMULATOR_API void emulator_other_lane(unsigned other, const char* operation, emulator::Where where);
-// The memory of a threadgroup's variable number `key`; filled with NaNs when its threadgroup begins.
+// Returns the memory of threadgroup variable number `key`, which is filled with NaNs when the threadgroup begins.
 EMULATOR_API void* emulator_threadgroup_memory(unsigned key, unsigned long bytes);
-// Tells that the calling line is about to access memory atomically; checked builds alone do.
+// Announces an atomic access by the calling line; in checked builds only.
 EMULATOR_API void emulator_atomic(const volatile void* address, unsigned size, bool writes);

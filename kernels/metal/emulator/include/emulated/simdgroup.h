@@ -1,4 +1,4 @@
-// Barriers and simd operations: every lane gives a value and waits for the others, then takes what it needs.
+// Barriers and simd operations: every lane passes a value, waits for the others, and reads the result.
 #pragma once
 #include "integers.h"
 
@@ -30,7 +30,7 @@ struct Element<vec<T, N>> {
   typedef T type;
 };
 
-// Of one lane.
+// The value of one lane.
 template <class T>
 EMULATOR_INLINE T at(const Exchange& lanes, uint lane) {
   T value;
@@ -47,7 +47,7 @@ EMULATOR_INLINE const Exchange& exchange(T value, Combine combine, const char* o
   return *emulator_exchange(&value, sizeof value, combine, operation, where);
 }
 
-// Of all lanes there are, in their order: computed once.
+// A reduction over all existing lanes, in order; computed once.
 template <class T, class Op>
 EMULATOR_UNCHECKED void combine(Exchange& lanes) {
   T sum = at<T>(lanes, uint(__builtin_ctz(lanes.lanes)));
@@ -63,7 +63,7 @@ EMULATOR_UNCHECKED T reduce(T value, const char* operation, Where where) {
   return result;
 }
 
-// Of the lanes before this one (and of this one), beginning with `none`.
+// A prefix reduction over the lanes before this one (and this one), beginning with `none`.
 template <class Op, class T>
 EMULATOR_UNCHECKED T scan(T value, T none, bool inclusive, const char* operation, Where where) {
   const Exchange& lanes = exchange(value, nullptr, operation, where);
@@ -72,7 +72,7 @@ EMULATOR_UNCHECKED T scan(T value, T none, bool inclusive, const char* operation
   return sum;
 }
 
-// Another lane's, if it is `wanted`. It has to exist, which checked builds look for.
+// The value of another lane, if `wanted`. The lane must exist; checked builds check that.
 template <class T>
 EMULATOR_UNCHECKED T shuffle(T value, int lane, bool wanted, T fallback, const char* operation, Where where) {
   const Exchange& lanes = exchange(value, nullptr, operation, where);
@@ -83,7 +83,7 @@ EMULATOR_UNCHECKED T shuffle(T value, int lane, bool wanted, T fallback, const c
 #endif
   return at<T>(lanes, uint(lane));
 }
-// Checked builds: all lanes broadcast from the same one.
+// Checked builds: all lanes must broadcast from the same lane.
 EMULATOR_UNCHECKED void check_broadcast(uint lane, const char* operation, Where where) {
 #ifdef EMULATOR_CHECKED
   const Exchange& lanes = exchange(lane, nullptr, operation, where);
@@ -173,7 +173,7 @@ EMULATOR_INLINE T simd_broadcast_first(T value, emulator::Where where = emulator
   return emulated::shuffle(value, 0, true, value, "simd_broadcast_first", where);
 }
 
-// Lanes, a bit each.
+// Sets of lanes, one bit per lane.
 struct simd_vote {
   typedef ulong vote_t;
   vote_t bits;

@@ -3,14 +3,14 @@
 #include "shared/traits.h"
 #include "shared/words.h"
 
-// ---- words: the translator knows what they mean, C++ need not
+// ---- words that only the translator interprets
 #define device
 #define constant const
 #define threadgroup
 #define thread
 #define METAL_FUNC inline
 
-// The upper half of a float, rounded to nearest, ties to even. It becomes a float by itself and a float never becomes one.
+// The upper half of a float, rounded to nearest, ties to even. Converts to float implicitly, and from float explicitly.
 struct bfloat {
   ushort bits;
 

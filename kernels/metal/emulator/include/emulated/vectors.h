@@ -1,5 +1,5 @@
-// Vectors of 2, 3 and 4 components, as MSL lays them out: a vector of 3 takes the room of 4, a packed one does not.
-// The translator turns v.zyx into v.swizzled<2, 1, 0>(), which is const so that nothing can be assigned to it in vain,
+// Vectors of 2, 3 and 4 components in MSL's layout: a vector of 3 takes as much memory as one of 4, unless packed.
+// The translator turns v.zyx into v.swizzled<2, 1, 0>(), which is const, so that an assignment to it does not compile,
 // and v.zyx = ... into v.swizzled_to<2, 1, 0>() = ...
 #pragma once
 #include "types.h"
@@ -40,7 +40,7 @@ EMULATOR_INLINE T* append(T* to, const vec<A, N>& v) {
   return to + N;
 }
 
-// What a swizzle on the left of an assignment is.
+// A swizzle on the left of an assignment.
 template <class T, int... I>
 struct Swizzle {
   T* e;
@@ -80,7 +80,7 @@ struct Swizzle {
   EMULATED_BINARY(T, op)                                                         \
   EMULATOR_INLINE vec& operator op##=(const vec& b) { return *this = *this op b; } \
   EMULATOR_INLINE vec& operator op##=(T b) { return *this = *this op b; }
-// Templates, so that they exist for integers alone.
+// Templates, so that they exist for integers only.
 #define EMULATED_BITWISE(op)                                                                                         \
   template <class U>                                                                                                 \
   friend EMULATOR_INLINE vec operator op(const vec& a, const vec<U, N>& b) { EMULATED_EACH(T, a.e[i] op b.e[i]) }    \
@@ -89,7 +89,7 @@ struct Swizzle {
   template <class U>                                                                                                 \
   EMULATOR_INLINE vec& operator op##=(const U& b) { return *this = *this op b; }
 
-// What all sizes have. T(...) rounds: two chars make an int in C++.
+// The members of all sizes. T(...) rounds, as the result of two chars is an int in C++.
 #define EMULATED_VECTOR(N_)                                                                            \
   enum { N = N_ };                                                                                     \
   vec() = default;                                                                                     \
@@ -187,7 +187,7 @@ struct alignas(4 * sizeof(T)) vec<T, 4> {
 #undef EMULATED_BINARY
 #undef EMULATED_EACH
 
-// For memory alone: to compute with, it becomes a vec.
+// For memory only: converted to a vec to compute with.
 template <class T, int N>
 struct packed_vec {
   T e[N];

@@ -1,4 +1,4 @@
-// Type traits, for the headers that kernels run with and for those that declare alone.
+// Type traits, for the headers with implementations and for those with declarations only.
 #pragma once
 
 namespace metal {

@@ -1,4 +1,4 @@
-// Constants of MSL and its scalars but bfloat, for the headers that kernels run with and for those that declare alone.
+// Constants and scalars of MSL, except bfloat, for the headers with implementations and those with declarations only.
 #pragma once
 
 #define INFINITY __builtin_inff()

@@ -1,4 +1,4 @@
-// Atomic variables, of device and of threadgroup memory.
+// Atomic variables in device and in threadgroup memory.
 #pragma once
 #include "vectors.h"
 

@@ -27,7 +27,7 @@ namespace metal {
   template <class T, int N>                            \
   vec<T, N> name(vec<T, N>, T, T);
 
-// Those that fast:: and precise:: have as well.
+// Functions that fast:: and precise:: have as well.
 #define DECLARED_TRANSCENDENTAL                                                                                    \
   DECLARED_1(acos) DECLARED_1(acosh) DECLARED_1(asin) DECLARED_1(asinh) DECLARED_1(atan) DECLARED_1(atanh)         \
   DECLARED_1(cos) DECLARED_1(cosh) DECLARED_1(cospi) DECLARED_1(exp) DECLARED_1(exp2) DECLARED_1(exp10)            \
@@ -86,7 +86,7 @@ enable_if_t<is_floating_point<T>::value, bool> isunordered(T, T);
 template <class T>
 enable_if_t<is_floating_point<T>::value, bool> isordered(T, T);
 
-// What compares two vectors is of their size here, and no vector of bools.
+// A comparison of two vectors gives a vector of integers of their size here, not of bools.
 bool all(bool);
 bool any(bool);
 template <class T, int N>

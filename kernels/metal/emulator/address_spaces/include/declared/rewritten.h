@@ -1,9 +1,9 @@
-// What ../../rewriting.py writes into a source in place of what clang's C++ does not have.
+// Definitions that ../../rewriting.py writes into a source in place of what clang's C++ does not have.
 #pragma once
 #include "words.h"
 
-// In every struct S. Metal copies structs from any address space; C++ knows copies within the nameless one alone. `made`
-// is `S() = default;` where S has no constructors, so that it remains one that braces may fill.
+// Inserted into every struct S. Metal copies structs from any address space, C++ only within the default one. `made` is
+// `S() = default;` if S has no constructors, so that it can still be initialised with braces.
 #define SPACES_STRUCT(S, made)                    \
   made S(const S&) = default;                     \
   S(const device S&) = default;                   \
@@ -43,7 +43,7 @@ struct is_thread {
   enum { value = int(space_of<__remove_reference_t(T)*>::number) == 0 };
 };
 
-// (To)from. What is no pointer has no address space and may become one.
+// (To)from. A type that is not a pointer has no address space, and may be converted to a pointer.
 template <class To, class From>
 To cast(From) {
   static_assert(int(space_of<From>::number) < 0 || int(space_of<From>::number) == int(space_of<To>::number),

@@ -1,4 +1,4 @@
-// Barriers and simd operations. For which types there are any, ../../../include knows.
+// Barriers and simd operations; ../../../include checks their types.
 #pragma once
 #include "vectors.h"
 

@@ -7,7 +7,7 @@ namespace metal {
 template <class T, int N>
 using vec = T __attribute__((ext_vector_type(N)));
 
-// For memory alone: to compute with, it becomes a vec.
+// For memory only: converted to a vec to compute with.
 template <class T, int N>
 struct packed_vec {
   T e[N];
@@ -45,7 +45,7 @@ struct total<A, B...> {
   enum { count = int(components<A>::count) + int(total<B...>::count) };
 };
 
-// float4(a, b.xyz), which clang does not have in C++: one scalar for all components, or as many as there are.
+// float4(a, b.xyz), which clang does not have in C++: one scalar for all components, or all components.
 template <class V, class... A>
 constexpr V make(A...) {
   static_assert((sizeof...(A) == 1 && int(total<A...>::count) == 1) || int(total<A...>::count) == int(components<V>::count),
@@ -75,7 +75,7 @@ DECLARED_NAMES(half)
 DECLARED_NAMES(bfloat)
 DECLARED_NAMES(float)
 #undef DECLARED_NAMES
-// clang's own vectors of bools have no components with names.
+// clang's own vectors of bools have no named components.
 typedef uchar2 bool2;
 typedef uchar3 bool3;
 typedef uchar4 bool4;

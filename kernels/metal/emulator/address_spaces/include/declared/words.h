@@ -1,4 +1,4 @@
-// Words of the language. `thread` is where everything lies that has no address space in C++.
+// Words of the language. `thread` is the default address space of C++.
 #pragma once
 #include "shared/words.h"
 
