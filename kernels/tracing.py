@@ -2,7 +2,7 @@
 
 An engine has one `Tracer`. `TracedOps` reports every call of an operation to it, and the engine every part of a step;
 the tracer passes the reports on to the recorders that are attached at that moment. Without a recorder, an operation
-costs one more Python call (about 50 ns), and a part of a step about 300 ns.
+costs one more Python call (80 ns), and a part of a step 200 ns.
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ from kernels import sampling
 from kernels.arguments import ANY, AT_LEAST_ONE, FLOATS, SlotsChecker, check, check_tensor
 from kernels.composite import CompositeOps
 from kernels.memory import ConcatenatedWeight
-from kernels.ops import Weight
+from kernels.ops import PackedWeight, Weight
 from kernels.quantization import QuantizedTensor, count_tile_rows, dequantize
 from kernels.reference.attention import TiledAttention
 from kernels.store import KVStore, Plane
@@ -47,7 +47,8 @@ class ReferenceOps(CompositeOps):
         return weight.concatenate() if isinstance(weight, ConcatenatedWeight) else weight
 
     def linear(self, x: Tensor, weight: Weight, bias: Tensor | None = None) -> Tensor:
-        assert isinstance(weight, Tensor | QuantizedTensor), "the weight was packed by another backend"
+        if isinstance(weight, PackedWeight):
+            raise ValueError("linear: the weight was packed by another backend; pack it with this backend's Ops.pack")
         check_linear(x, weight, bias)
         if isinstance(weight, QuantizedTensor):
             return self._quantized_linear(x, weight, bias)

@@ -1,4 +1,4 @@
-"""Who else used the processors while something was measured: on two cores one busy neighbour halves every figure."""
+"""Measures how much other processes used the processors during a benchmark: on two cores, one halves every figure."""
 
 from __future__ import annotations
 
@@ -7,32 +7,32 @@ from time import monotonic
 
 import psutil
 
-BUSY_THRESHOLD = 0.05  # of all processors; more, and a figure is not of what was measured alone
-IDLE_STATES = ("idle", "iowait", "guest", "guest_nice")  # guests are counted as users, too
+BUSY_THRESHOLD = 0.05  # share of all processors; figures with more load from others are not reliable
+IDLE_STATES = ("idle", "iowait", "guest", "guest_nice")  # guest time is also counted as user time
 
 
 class Neighbours:
-    """Counts from when it is made."""
+    """The CPU time of other processes, from the making of this object on."""
 
     def __init__(self) -> None:
         self._start_times = _read_cpu_times()
 
     def compute_share(self, own: float = 0.0) -> float:
-        """Of all processors, since then: what neither this process nor its ended children used.
+        """Return the share of all processors that neither this process nor its ended children used.
 
-        `own`: CPU seconds of others that are to be left out, such as children that go on.
+        `own`: CPU seconds of further processes to leave out, such as children that still run.
         """
         wall, busy, ours = (now - before for now, before in zip(_read_cpu_times(), self._start_times, strict=True))
         return max(0.0, busy - ours - own) / (wall * (os.cpu_count() or 1))
 
 
 def _read_cpu_times() -> tuple[float, float, float]:
-    """Seconds on the clock, of all processes on all processors, of ours."""
+    """Return the wall-clock seconds, the CPU seconds of all processes, and those of this process and its children."""
     times = psutil.cpu_times()._asdict()
     busy = sum(seconds for name, seconds in times.items() if name not in IDLE_STATES)
     return monotonic(), busy, sum(psutil.Process().cpu_times()[:4])
 
 
 def format_warning(share: float) -> str:
-    """For a reader of figures; empty if nobody was there."""
+    """Return a warning for the reader of the figures; empty if there was little other load."""
     return f"other processes used {share:.0%} of the machine meanwhile: measure again" if share > BUSY_THRESHOLD else ""

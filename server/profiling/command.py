@@ -1,4 +1,4 @@
-"""`kvmux profile`: from the command line's options to a report. Wires engine, steps and what is heard of them."""
+"""`kvmux profile`: measures steps in this process, at the socket and over HTTP, and prints a report."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ from server.profiling.running import RunError, sigterm_as_ctrl_c
 from server.profiling.served import measure_at_socket, measure_over_http
 from server.profiling.steps import WARMUP_STEPS, Steps, measure_decode, measure_prefill
 
-MAX_PREFILL_STEPS = 8  # that are computed, at most
-EXTRA_STEPS = 2 * WARMUP_STEPS  # steps of a sequence besides those that count
+MAX_PREFILL_STEPS = 8
+EXTRA_STEPS = 2 * WARMUP_STEPS  # steps of a sequence beside those that are measured
 
 
 def run(file: Path | None, options: dict[str, Any]) -> int:
@@ -36,22 +36,20 @@ def run(file: Path | None, options: dict[str, Any]) -> int:
     `file` holds settings; `options` are the flags given. Raises SettingsError.
     """
     if apart := [name for name in ("seconds", "trace") if name in options]:
-        raise SettingsError(f"--{apart[0]}: of a running server only; give its --url")
+        raise SettingsError(f"--{apart[0]}: for a running server only; give its --url")
     wanted = ProfileOptions(**{f.name: options.pop(f.name) for f in fields(ProfileOptions) if f.name in options})
     settings, neighbours = resolve_model_settings(load_settings(file, options)), Neighbours()
     if wanted.json:
-        with convert_write_errors(
-            wanted.json
-        ):  # before anything slow; what an older one holds stays until there is a report
-            wanted.json.open("a").close()
+        with convert_write_errors(wanted.json):
+            wanted.json.open("a").close()  # fails before anything slow; does not change an older report
     with sigterm_as_ctrl_c(), Console(stderr=True).status("loading the model") as status:
         model, profiles = profile_in_process(settings, wanted)
         if not wanted.engine_only:
-            status.update("the engine, heard at its socket")
+            status.update("measuring the engine at its socket")
             answer = wanted.steps + EXTRA_STEPS
             far = (wanted.kv_cache, wanted.sequences, wanted.context, answer)
             socket = measure_at_socket(settings, *far)
-            status.update("the server, heard over HTTP")
+            status.update("measuring the server over HTTP")
             profiles = add_served_steps(profiles, socket, _measure_http(make_server_flags(file, options), *far))
     busy = neighbours.compute_share()
     print(as_text(model, profiles, format_warning(busy)))
@@ -78,7 +76,7 @@ def profile_in_process(settings: Settings, wanted: ProfileOptions) -> tuple[dict
 
 
 def measure_limits(engine: Engine, steps: Sequence[Steps]) -> MachineLimits:
-    """Measure the memory's speed over as many bytes as a step reads, and the speed of large products."""
+    """Measure the memory bandwidth over as many bytes as a step reads, and the speed of large products."""
     threads = torch.get_num_threads()
     size = max(sum(each.bytes.values()) for each in steps if each.sequences)
     return MachineLimits(
@@ -94,20 +92,20 @@ def check_options(engine: Engine, wanted: ProfileOptions) -> None:
         raise SettingsError(f"--sequences: at most {engine.settings.max_num_seqs}, or raise --max-num-seqs")
     room = engine.max_seq_len - wanted.steps - EXTRA_STEPS - max(wanted.sequences)
     if wanted.context > room:
-        raise SettingsError(f"--context: from 1 to {room}, to leave room for so many steps")
+        raise SettingsError(f"--context: must be from 1 to {room}, to leave room for --steps")
 
 
 def add_served_steps(
     profiles: Sequence[StepProfile], socket: Sequence[float], http: Sequence[float]
 ) -> list[StepProfile]:
-    """Return the profiles, those of decoding with what was measured at the socket and over HTTP."""
+    """Return the profiles; those of decoding get what was measured at the socket and over HTTP."""
     served = [ServedSteps(*each) for each in zip(socket, http, strict=True)]
     near = profiles[: len(served)]
     return [*(replace(p, served=s) for p, s in zip(near, served, strict=True)), *profiles[len(served) :]]
 
 
 def make_server_flags(file: Path | None, options: Mapping[str, Any]) -> list[str]:
-    """Return the same settings as flags of a server."""
+    """Return the settings of this command as flags of `kvmux serve`."""
     given = [word for name, value in options.items() for word in (flag_name(name), str(value))]
     return [*(["--config", str(file)] if file else []), *given]
 

@@ -1,4 +1,4 @@
-"""The flags of `kvmux profile` that are no settings of the server. Imports nothing heavy: help comes at once."""
+"""The flags of `kvmux profile` that are not settings of the server. Imports nothing heavy, so that --help is fast."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 DESCRIPTION = """\
-Tells where the time of a step goes, and how near it comes to what this machine allows: each operation of the kernels,
-what the model does besides, drawing tokens, scheduling, laying out the batch; then, with the engine as a process of its
-own, what the socket adds, and behind a server, HTTP. Decoding is held against the bytes that must be read and the
-memory's speed, prefill against its products and the speed of large ones, both measured in the same run."""
+Shows where the time of a step goes, and how near it comes to the limits of this machine: each operation of the kernels,
+the model's other work, sampling, scheduling, laying out the batch; then what the socket adds, with the engine in a
+process of its own, and what HTTP adds, behind a server. Decoding is compared with the bytes that must be read at the
+memory's bandwidth, prefill with its matrix products at the speed of large ones; both are measured in the same run."""
 
 EPILOG = """\
-The quickest fifth of the steps counts, beside which nobody else used the machine; of the tokens heard further away, the
-median. What the socket and HTTP take is a difference of two runs: on a busy machine it may come out below zero, or far
+Figures of steps are means over the fastest fifth, which other processes disturbed least; those at the socket and over
+HTTP are medians. What the socket and HTTP add is a difference of two runs: on a busy machine it may be negative or far
 too large, and means nothing.
 
 examples:
@@ -56,7 +56,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         "--prefill",
         type=_parse_positive,
         metavar="N",
-        help="tokens of a prompt in one step (default: as many as may be)",
+        help="tokens of a prompt in one step (default: the most that a step takes)",
     )
     add("--steps", type=_parse_positive, metavar="N", help=f"of each kind (default: {ProfileOptions.steps})")
     add("--kv-cache", metavar="NAME", help=f"strategy of all sequences (default: {ProfileOptions.kv_cache})")
@@ -64,13 +64,15 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     add("--json", type=Path, metavar="FILE", help="write the figures there")
     add = parser.add_argument_group("profile of a running server").add_argument
     add(
-        "--url", metavar="URL", help="of the server: its next steps are recorded, with its --admin-token, and none here"
+        "--url",
+        metavar="URL",
+        help="of the server: record its next steps, with its --admin-token, instead of steps here",
     )
     add(
         "--seconds",
         type=_parse_seconds,
         metavar="S",
-        help="after which recording ends, however few steps (default: 10)",
+        help="after which the recording ends, even with fewer steps (default: 10)",
     )
     add(
         "--trace",

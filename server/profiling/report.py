@@ -1,4 +1,4 @@
-"""What a profile found, as tables for people and as JSON for programs. Knows figures; not how they were made."""
+"""Formats a profile as tables and as JSON. Knows figures, but not how they were measured."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ HTTP = "API process and HTTP"
 
 @dataclass(frozen=True)
 class MachineLimits:
-    """Of this machine, measured in the same run."""
+    """The limits of this machine, measured in the same run."""
 
     bandwidth: float  # bytes a second that the engine's threads read
     products: float  # floating-point operations a second of large products
@@ -28,7 +28,7 @@ class MachineLimits:
 
 @dataclass(frozen=True)
 class ServedSteps:
-    """Seconds of a step as heard further away."""
+    """Seconds of a step as measured at the engine's socket and at an HTTP client."""
 
     socket: float
     http: float
@@ -36,18 +36,18 @@ class ServedSteps:
 
 @dataclass(frozen=True)
 class Part:
-    """A line of the table."""
+    """A line of the table: an operation, another part of a step, or what serving adds."""
 
     what: str
     seconds: float
     calls: int | None = None  # of an operation, in a step
-    bytes: int | None = None  # that it must move
+    bytes: int | None = None  # that the operation must move
     serving: bool = False  # a difference of two runs
 
 
 @dataclass(frozen=True)
 class StepProfile:
-    """Steps of one kind, and what they are held against."""
+    """Steps of one kind, with the limits of the machine to compare them with."""
 
     steps: Steps
     limits: MachineLimits
@@ -55,7 +55,7 @@ class StepProfile:
 
     @property
     def parts(self) -> list[Part]:
-        """Operations, then what is not one, longest first; then what serving adds."""
+        """Operations, then other parts of a step, each with the longest first; then what serving adds."""
         steps = self.steps
         taken = sorted(steps.seconds.items(), key=lambda each: -each[1])
         operations = [Part(name, t, steps.calls[name], steps.bytes[name]) for name, t in taken if name in steps.calls]
@@ -69,7 +69,7 @@ class StepProfile:
 
     @property
     def total(self) -> float:
-        """Seconds of a step, as far away as it was heard."""
+        """Seconds of a step: over HTTP if that was measured, else in the engine."""
         return self.served.http if self.served else self.steps.total
 
     @property
@@ -78,12 +78,12 @@ class StepProfile:
 
     @property
     def memory_seconds(self) -> float:
-        """The least that reading takes."""
+        """The least seconds in which the bytes can be read."""
         return self.num_bytes / self.limits.bandwidth
 
     @property
     def product_seconds(self) -> float | None:
-        """The least that products take; of a prompt only, those of decoding wait for the memory."""
+        """The least seconds for the products; None when decoding, where reading the memory takes longer."""
         steps = self.steps
         return None if steps.flops is None or steps.sequences else steps.flops / self.limits.products
 
@@ -100,7 +100,7 @@ class StepProfile:
 
 
 def as_text(model: Mapping[str, Any], profiles: Sequence[StepProfile], note: str) -> str:
-    """Return what was profiled, and tables in GitHub's Markdown."""
+    """Return a description of what was profiled, and tables in GitHub's Markdown."""
     limits = profiles[0].limits
     what = f"{model['model']}, {model['dtype']}, weights in {model['weights']}, {model['kv_cache']}, {model['kernels']}"
     machine = (
@@ -136,7 +136,7 @@ def _format_traffic(part: Part) -> tuple[str, str, str]:
 
 
 def as_json(model: Mapping[str, Any], profiles: Sequence[StepProfile], busy: float) -> dict[str, Any]:
-    """`busy`: the share of the machine that others used."""
+    """Return the profile as JSON; `busy` is the share of the machine that other processes used."""
     return {
         "model": dict(model),
         "limits": vars(profiles[0].limits),

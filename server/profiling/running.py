@@ -1,6 +1,6 @@
-"""Programs of the project as users start them, each in a process of its own. Knows no figure.
+"""Runs programs of the project as users start them, each in a process of its own. Measures nothing.
 
-`kvmux serve` runs for as long as a block does, the others until they have printed what they found.
+`kvmux serve` runs until a `with` block ends, the other programs until they have printed their results.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ import psutil
 
 URL_PATTERN = re.compile(r"serves .* on (http://[^\s\"]+)")
 START_TIMEOUT = 300.0  # seconds until a server is ready
-TERMINATE_TIMEOUT = 10.0  # seconds until who was told to end is told again
+TERMINATE_TIMEOUT = 10.0  # seconds until SIGTERM is sent again
 POLL_INTERVAL = 0.01
 
 
 class RunError(Exception):
-    """A server or a client did not do what it should; the message holds what it said."""
+    """Raised if a server or a client failed; the message has its output."""
 
 
 @dataclass(frozen=True)
 class RunningServer:
-    """A server that is ready."""
+    """A server that is ready for requests."""
 
     url: str
     process: psutil.Process
@@ -44,7 +44,7 @@ class RunningServer:
         return [self.process, *self.process.children(recursive=True)]
 
     def cpu_seconds(self) -> float:
-        """Of all its processes so far."""
+        """Return the CPU seconds of all its processes so far."""
         return sum(sum(each.cpu_times()[:2]) for each in self.processes)
 
     def peak_bytes(self) -> int | None:
@@ -63,7 +63,7 @@ def _read_peak_memory(pid: int) -> int:
 
 @contextmanager
 def sigterm_as_ctrl_c() -> Iterator[None]:
-    """For the main thread of a program: SIGTERM raises KeyboardInterrupt, so that blocks clean up behind them."""
+    """Make SIGTERM raise KeyboardInterrupt within the block, so that `with` blocks clean up; for the main thread."""
     before = signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         yield
@@ -73,7 +73,7 @@ def sigterm_as_ctrl_c() -> Iterator[None]:
 
 @contextmanager
 def start_process(command: Sequence[str], **how: Any) -> Iterator[subprocess.Popen[Any]]:
-    """Start a process that ends with the block, even if its start is interrupted; `how` as Popen takes it."""
+    """Start a process, and end it with the block, even if the start is interrupted; `how` are arguments of Popen."""
     this, process = psutil.Process(), None
     before = this.children()
     try:
@@ -81,10 +81,10 @@ def start_process(command: Sequence[str], **how: Any) -> Iterator[subprocess.Pop
         yield process
     finally:
         left = [child for child in this.children() if child not in before]
-        while left:  # again: what has been forked and has not begun yet takes no notice
+        while left:  # repeated, as a process that was only forked so far ignores SIGTERM
             for child in left:
                 with suppress(psutil.NoSuchProcess):
-                    child.terminate()  # not killed: it may have processes of its own to end
+                    child.terminate()  # not kill: the process may have children that it must end
             _, left = psutil.wait_procs(left, timeout=TERMINATE_TIMEOUT)
         if process is not None:
             with process:  # closes its pipes
@@ -93,7 +93,7 @@ def start_process(command: Sequence[str], **how: Any) -> Iterator[subprocess.Pop
 
 @contextmanager
 def run_server(flags: Sequence[str]) -> Iterator[RunningServer]:
-    """`kvmux serve` with these flags on a free port, until the block ends. Raises RunError."""
+    """Run `kvmux serve` with these flags on a free port until the block ends. Raises RunError."""
     command = [sys.executable, "-m", "server", "serve", "--port", "0", *flags]
     with tempfile.TemporaryDirectory() as folder, (said := Path(folder) / "log").open("w") as log:
         began = time.monotonic()
@@ -103,7 +103,7 @@ def run_server(flags: Sequence[str]) -> Iterator[RunningServer]:
 
 
 def _wait_until_ready(process: subprocess.Popen[bytes], log: Path, deadline: float) -> str:
-    """Return the server's address as soon as it takes requests."""
+    """Wait until the server is ready for requests; return its URL. Raises RunError."""
     while time.monotonic() < deadline and process.poll() is None:
         if (found := URL_PATTERN.search(log.read_text())) and _is_ready(f"{found[1]}/ready"):
             return found[1]

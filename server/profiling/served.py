@@ -1,6 +1,6 @@
-"""What a step takes when the engine is a process of its own: heard at its socket, and behind a server over HTTP.
+"""Measures the time between tokens from outside: at the engine's socket, and over HTTP behind a whole server.
 
-Knows who hears what, and no part of a step.
+Knows no part of a step.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ from server.processes.heartbeat import EngineStatus, Heartbeat
 from server.profiling.running import run_bench, run_server
 
 ENGINE = "server.processes.engine:run"
-POLL_INTERVAL = 0.01  # seconds between two looks at whether the engine greets
+POLL_INTERVAL = 0.01  # seconds between two checks for the engine's hello
 
 
 def measure_at_socket(
     settings: Settings, kv_cache: str, sequences: Sequence[int], context: int, steps: int
 ) -> list[float]:
-    """Return the seconds between a sequence's tokens, by how many sequences decode together. Raises SettingsError."""
+    """Return the median seconds between two tokens, for each number of sequences. Raises SettingsError."""
     with _run_engine(settings) as path:
         return asyncio.run(_measure_token_gaps(path, kv_cache, sequences, context, steps))
 
@@ -96,7 +96,7 @@ def _compute_gaps(times: Sequence[float]) -> list[float]:
 def measure_over_http(
     flags: Sequence[str], kv_cache: str, sequences: Sequence[int], context: int, steps: int
 ) -> list[float]:
-    """Return the same seconds at a client of `kvmux serve` with these flags. Raises RunError."""
+    """Return the same as measured by an HTTP client of `kvmux serve` with these flags. Raises RunError."""
     with run_server(flags) as server:
         return [
             run_bench(

@@ -125,8 +125,8 @@ def test_a_server_gets_the_same_settings() -> None:
         (["--sequences", "65"], "--sequences: at most 64"),
         (["--context", "9000"], "--context: from 1 to"),
         (["--model", "nowhere"], "nowhere"),
-        (["--seconds", "3"], "--seconds: of a running server only; give its --url"),
-        (["--trace", "it.json"], "--trace: of a running server only; give its --url"),
+        (["--seconds", "3"], "--seconds: for a running server only; give its --url"),
+        (["--trace", "it.json"], "--trace: for a running server only; give its --url"),
         (["--json", "nowhere/at/all.json"], "--json: cannot write"),
     ],
 )

@@ -259,7 +259,7 @@ def _wrong_memory() -> dict[str, tuple[str, Call]]:
             lambda ops, at: ops.gather(at.store, 0, at.at, 0, torch.zeros(1, 1).long()),
         ),
         "a block that is not there": (
-            "there are blocks",
+            "blocks must be from 0 to",
             lambda ops, at: ops.copy_blocks(at.store, [0], [at.store.num_blocks]),
         ),
     }

@@ -94,6 +94,7 @@ def test_the_reference_takes_the_place_of_what_is_faulty() -> None:
     good = replace_faulty(ops, check_ops(ops, torch.float32, CPU))
     assert [verdict.fault for verdict in check_ops(good, torch.float32, CPU)] == [None] * len(OPS)
     assert good.rope.__self__ is ops  # type: ignore[attr-defined]
+    assert good.batch_invariant_head_dim == 0, "of two backends together, not even one number is promised"
 
 
 class Raising(ReferenceOps):
